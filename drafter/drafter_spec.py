@@ -57,7 +57,6 @@ class DrafterShape:
 
     @property
     def kv_geometry(self) -> KVCacheSpec:
-        """Return the K/V geometry of each layer."""
         return KVCacheSpec(self.num_kv_heads, self.head_dim, self.head_dim)
 
     @property

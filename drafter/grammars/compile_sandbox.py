@@ -120,7 +120,6 @@ class _Server:
         self._selector.register(control, selectors.EVENT_READ)
 
     def run(self) -> None:
-        """Serve until the client closes the control socket."""
         while True:
             for key, _ in self._selector.select():
                 if key.fileobj is not self._control:

@@ -125,7 +125,6 @@ class GrammarStates:
             self._slots[slot] = self._begin(held)
 
     def holds(self, slots: NDArray[np.integer]) -> bool:
-        """Return whether any of these slots has a grammar."""
         return bool(self._slots) and not self._slots.keys().isdisjoint(slots.tolist())
 
     def guide(

@@ -2,17 +2,20 @@
 
     machine       hardware and software                                  machine.py
     Manta uses    backend for the pair, and why not the others           machine.py
-    a backend     its operators and passes against fp64                  doctor/cases/operators.py, passes.py
-    own products  our kernels alone, with fused operations               doctor/cases/products.py
-    own experts   our kernels for routed experts, plain and packed       doctor/cases/experts.py
-    own latents   attention over latents, absorbed and expanded          doctor/cases/latents.py
-    own delta rule                                                       doctor/cases/delta_rule.py
-    steps         a step's kernels; captured steps                       doctor/cases/steps.py, capture.py
-    drafts        margins, trimming, DFlash2's kernels, odd head sizes   doctor/cases/drafts.py
-    pair          answers, token by token                                pair.py
-    rates         bandwidth and FLOP rate                                rates.py
+    a backend     its operators and passes against fp64                  cases/operators.py
+    own products  our kernels alone, with fused operations               cases/products.py
+    own experts   our kernels for routed experts, plain and packed       cases/experts.py
+    own latents   attention over latents, absorbed and expanded          cases/latents.py
+    own delta rule                                                       cases/delta_rule.py
+    steps         a step's kernels; captured steps                       cases/steps.py, cuda_graph_check.py
+    drafts        margins, trimming, DFlash2's kernels, odd head sizes   cases/drafts.py
+    pair          answers, token by token                                pair_check.py
+    rates         bandwidth and FLOP rate                                device_rates.py
 
 Runs in this process, without Ray or HTTP. Called by `jobs/cli.py`.
+- _of_plan
+- _captured_checks
+- print_report
 """
 
 from __future__ import annotations

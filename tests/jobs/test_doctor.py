@@ -286,11 +286,12 @@ def test_a_delta_rule_that_folds_or_gates_wrongly_is_found(wrong: str, monkeypat
 
     run, gate = recurrent.run_rows, recurrent.gate_outputs
 
-    def forgetful(mixed: Tensor, qkv: Tensor, shape: Any, rows: Any, *more: Any, **how: Any) -> None:
-        run(mixed, qkv, shape, replace(rows, pending_R=0 * rows.pending_R), *more, **how)
+    def forgetful(mixed: Tensor, qkv: Tensor, given: Any, *more: Any, **how: Any) -> None:
+        rows = replace(given.rows, pending_R=0 * given.rows.pending_R)
+        run(mixed, qkv, given._replace(rows=rows), *more, **how)
 
-    def unnormed(read_NVF: Tensor, mixed: Tensor, qkv: Tensor, shape: Any, *more: Any) -> Tensor:
-        return gate(read_NVF, mixed, qkv, replace(shape, eps=0.1), *more)
+    def unnormed(read_NVF: Tensor, mixed: Tensor, qkv: Tensor, given: Any) -> Tensor:
+        return gate(read_NVF, mixed, qkv, given._replace(shape=replace(given.shape, eps=0.1)))
 
     if wrong == "fold":
         monkeypatch.setattr(recurrent, "run_rows", forgetful)

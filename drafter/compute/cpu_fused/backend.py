@@ -27,7 +27,6 @@ from .qkv_heads import BlockedContextWriter
 
 
 def why_not(spec: ModelStackSpec, machine: DeviceCapabilities) -> str | None:
-    """Return why this machine or model cannot use fused passes; None if it can."""
     if machine.device.type != "cpu" or machine.dtype is not torch.bfloat16:
         return "computes bfloat16 on CPUs"
     if machine.num_ranks > 1:

@@ -177,30 +177,14 @@ class FusedForward:
         num_threads = self._num_threads
         work = self._work_memory(room * self._row_bytes + scratch * num_threads)
         _run_pass(
-            process_team().of(num_threads),
-            _TASK.address,
-            num_threads,
-            self._pass,
-            room,
-            x_NH.data_ptr(),
-            normed_NH.data_ptr(),
-            0 if taps_NmH is None else taps_NmH.data_ptr(),
-            rows.positions_N.data_ptr(),
-            self._slots_G,
-            cache.kv.data_ptr(),
-            cache.plane_bytes,
-            contexts.page_size,
-            contexts.first_R,
-            contexts.rows_R,
-            self._pages_G,
-            contexts.pages_RP.shape[1],
-            work,
-            scratch,
-        )
+            process_team().of(num_threads), _TASK.address, num_threads, self._pass, room, x_NH.data_ptr(),
+            normed_NH.data_ptr(), 0 if taps_NmH is None else taps_NmH.data_ptr(), rows.positions_N.data_ptr(),
+            self._slots_G, cache.kv.data_ptr(), cache.plane_bytes, contexts.page_size, contexts.first_R,
+            contexts.rows_R, self._pages_G, contexts.pages_RP.shape[1], work, scratch,
+        )  # fmt: skip
         return normed_NH[:num_rows], taps_NmH
 
     def _take_places(self, cache: PagedKVCache) -> None:
-        """Store the places of the layers' K and V in the layer records."""
         self._cache = cache
         self._layers["group"] = [place.group for place in cache.places]
         self._layers["plane"] = [place.plane for place in cache.places]

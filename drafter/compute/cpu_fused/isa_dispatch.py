@@ -16,7 +16,6 @@ from ..cpu_numba.cpu_features import Instructions, bf16_instructions
 
 
 def has_tiles() -> bool:
-    """Return whether products use AMX tiles."""
     return bf16_instructions() is Instructions.AMX
 
 

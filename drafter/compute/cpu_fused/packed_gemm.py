@@ -55,25 +55,15 @@ class PackedLinear:
         each = scratch_bytes(len(x_NK), self.in_features)
         scratch_1 = torch.empty(each * self._num_threads, dtype=torch.uint8)
         _run_product(
-            process_team().of(self._num_threads),
-            _PRODUCT.address,
-            self._num_threads,
-            x_NK.data_ptr(),
-            self.tiles.data_ptr(),
-            0 if self.bias_O is None else self.bias_O.data_ptr(),
-            0 if residual_NO is None else residual_NO.data_ptr(),
-            y_NO.data_ptr(),
-            len(x_NK),
-            self.in_features,
-            self.out_features,
-            scratch_1.data_ptr(),
-            each,
-        )
+            process_team().of(self._num_threads), _PRODUCT.address, self._num_threads, x_NK.data_ptr(),
+            self.tiles.data_ptr(), 0 if self.bias_O is None else self.bias_O.data_ptr(),
+            0 if residual_NO is None else residual_NO.data_ptr(), y_NO.data_ptr(), len(x_NK),
+            self.in_features, self.out_features, scratch_1.data_ptr(), each,
+        )  # fmt: skip
         return y_NO
 
 
 def can_pack(num_inputs: int) -> bool:
-    """Return whether a weight with this many inputs fits the tiles."""
     return num_inputs % 32 == 0
 
 

@@ -44,20 +44,11 @@ class BlockedContextWriter:
         self, kv_NO: Tensor, rope: RotaryEmbedding, rows: PlacedRows, cache: PagedKVCache, first: int
     ) -> None:
         _write_context(
-            kv_NO.data_ptr(),
-            len(kv_NO),
-            self._num_layers,
-            self._num_kv,
-            cache.geometries[first].head_dim,
-            self._norm_JD.data_ptr(),
-            rope.cos_TD.data_ptr(),
-            rope.sin_TD.data_ptr(),
-            rows.positions_N.data_ptr(),
-            rows.kv_slots[cache.group(first)].data_ptr(),
-            cache.slots(first, self._num_layers).data_ptr(),
-            cache.plane_bytes,
-            self._eps_1.ctypes.data,
-        )
+            kv_NO.data_ptr(), len(kv_NO), self._num_layers, self._num_kv, cache.geometries[first].head_dim,
+            self._norm_JD.data_ptr(), rope.cos_TD.data_ptr(), rope.sin_TD.data_ptr(),
+            rows.positions_N.data_ptr(), rows.kv_slots[cache.group(first)].data_ptr(),
+            cache.slots(first, self._num_layers).data_ptr(), cache.plane_bytes, self._eps_1.ctypes.data,
+        )  # fmt: skip
 
 
 @elements

@@ -28,7 +28,6 @@ _LOG2_E = 1.4426950408889634
 
 
 def row_scratch_bytes(longest: int, head_dim: int) -> int:
-    """Return the scratch memory of `attend_rows` in bytes."""
     keys = -(-longest // CHUNK) * CHUNK
     per_key = 1 + _ROWS * 4  # addresses of blocks, S
     rows = _ROWS * (-(-head_dim // CHUNK) * ROW_BYTES + 4 * head_dim)  # Q packed, O

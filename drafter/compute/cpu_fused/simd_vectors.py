@@ -69,7 +69,6 @@ def _round_bits(builder: Any, floats: Value) -> Value:
 
 
 def _has_avx512() -> bool:
-    """Return whether the code being compiled may use AVX-512."""
     kind = bf16_instructions()
     return kind in (Instructions.AMX, Instructions.AVX512_BF16, Instructions.AVX512)
 

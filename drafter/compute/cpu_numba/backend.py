@@ -66,17 +66,9 @@ class _CpuAttention(TorchAttention):
     def _place(self, qkv_NO: Tensor, step: TorchPass, cache: PagedKVCache, layer: int) -> None:
         shape, rows = self._shape, step.rows
         layers.norm_rotate_write(
-            qkv_NO,
-            shape.head_dim,
-            shape.num_heads,
-            shape.num_kv_heads,
-            self._norm_JD,
-            shape.eps,
-            shape.rope,
-            rows.positions_N,
-            rows.kv_slots[cache.group(layer)],
-            cache.slots(layer),
-        )
+            qkv_NO, shape.head_dim, shape.num_heads, shape.num_kv_heads, self._norm_JD, shape.eps, shape.rope,
+            rows.positions_N, rows.kv_slots[cache.group(layer)], cache.slots(layer),
+        )  # fmt: skip
 
 
 class _CpuContextWriter:
@@ -90,14 +82,6 @@ class _CpuContextWriter:
         self, kv_NO: Tensor, rope: RotaryEmbedding, rows: PlacedRows, cache: PagedKVCache, first: int
     ) -> None:
         layers.norm_rotate_write(
-            kv_NO,
-            self._norm_JD.shape[1],
-            0,
-            self._num_kv,
-            self._norm_JD,
-            self._eps,
-            rope,
-            rows.positions_N,
-            rows.kv_slots[cache.group(first)],
-            cache.slots(first, self._num_layers),
-        )
+            kv_NO, self._norm_JD.shape[1], 0, self._num_kv, self._norm_JD, self._eps, rope, rows.positions_N,
+            rows.kv_slots[cache.group(first)], cache.slots(first, self._num_layers),
+        )  # fmt: skip

@@ -80,7 +80,6 @@ def _is_number(value: object) -> bool:
 
 @cache
 def _hash(folder: Path) -> str:
-    """Return a digest of the sources in a folder."""
     text = b"".join(path.read_bytes() for path in sorted(folder.glob("*.py")))
     return hashlib.sha256(text).hexdigest()
 

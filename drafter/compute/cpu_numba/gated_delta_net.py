@@ -39,18 +39,12 @@ class CpuDeltaNet:
         rows, memory = states_of(step.rows.states, cache)
         y_NG = mixed_NO.new_empty(len(mixed_NO), kind.num_value_heads * kind.value_dim)
         _run(
-            mixed_NO.data_ptr(),
-            y_NG.data_ptr(),
-            len(mixed_NO),
-            self._heads,
-            self._weights,
-            (shape.eps, delta_net.EPS),
-            tuple(_of_layer(tensor, layer) for tensor in memory.tensors),
+            mixed_NO.data_ptr(), y_NG.data_ptr(), len(mixed_NO), self._heads, self._weights,
+            (shape.eps, delta_net.EPS), tuple(_of_layer(tensor, layer) for tensor in memory.tensors),
             (memory.num_slots, memory.max_drafts),
             (rows.slots_R, rows.num_rows_R, rows.num_drafts_R, rows.pending_R),
-            np.array(rows.saves, dtype=np.int64).reshape(-1, 3),
-            LIKE[mixed_NO.dtype],
-        )
+            np.array(rows.saves, dtype=np.int64).reshape(-1, 3), LIKE[mixed_NO.dtype],
+        )  # fmt: skip
         return y_NG
 
 

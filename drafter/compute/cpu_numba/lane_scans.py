@@ -132,5 +132,4 @@ def _larger(builder: Any, x: Value, y: Value) -> Value:
 
 
 def _swapped(builder: Any, value: Value, step: int) -> Value:
-    """Return the lanes permuted by index XOR `step`."""
     return builder.shuffle_vector(value, value, ir.Constant(PAIRS, [e ^ step for e in range(16)]))

@@ -71,24 +71,12 @@ def norm_rotate_write(
     layer_stride, slot_stride, _ = kv_LSw.stride()
     v_head_dim = width // num_kv_heads - head_dim
     _norm_rotate_write(head_dim, v_head_dim, norm_JD is not None, rope is not None)(
-        x_NO.data_ptr(),
-        len(x_NO),
-        num_heads,
-        num_layers,
-        num_kv_heads,
-        0 if norm_JD is None else norm_JD.data_ptr(),
-        eps,
-        0 if rope is None else rope.cos_TD.data_ptr(),
-        0 if rope is None else rope.sin_TD.data_ptr(),
-        0 if rope is None else len(rope.cos_TD),
-        positions_N.data_ptr(),
-        slots_N.data_ptr(),
-        kv_LSw.data_ptr(),
-        layer_stride,
-        slot_stride,
-        LIKE[x_NO.dtype],
-        LIKE[x_NO.dtype if norm_JD is None else norm_JD.dtype],
-    )
+        x_NO.data_ptr(), len(x_NO), num_heads, num_layers, num_kv_heads,
+        0 if norm_JD is None else norm_JD.data_ptr(), eps, 0 if rope is None else rope.cos_TD.data_ptr(),
+        0 if rope is None else rope.sin_TD.data_ptr(), 0 if rope is None else len(rope.cos_TD),
+        positions_N.data_ptr(), slots_N.data_ptr(), kv_LSw.data_ptr(), layer_stride, slot_stride,
+        LIKE[x_NO.dtype], LIKE[x_NO.dtype if norm_JD is None else norm_JD.dtype],
+    )  # fmt: skip
 
 
 def gate(gate_up_NI: Tensor, activation: Activation) -> Tensor:

@@ -138,8 +138,6 @@ def fetch_add(context, address, value):
 
 @intrinsic
 def read_shared(context, address):
-    """Atomically load a shared int64."""
-
     def generate(context, builder, signature, args):
         pointer = builder.inttoptr(args[0], INT64.as_pointer())
         return builder.load_atomic(pointer, "seq_cst", 8)
@@ -149,8 +147,6 @@ def read_shared(context, address):
 
 @intrinsic
 def write_shared(context, address, value):
-    """Atomically store a shared int64."""
-
     def generate(context, builder, signature, args):
         pointer = builder.inttoptr(args[0], INT64.as_pointer())
         builder.store_atomic(args[1], pointer, "seq_cst", 8)

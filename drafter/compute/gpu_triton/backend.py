@@ -115,7 +115,6 @@ class SplitAttention:
 
 
 def why_not(spec: ModelStackSpec, machine: DeviceCapabilities) -> str | None:
-    """Return why this machine or model cannot use Triton's kernels; None if it can."""
     if machine.device.type == "cpu" and not os.environ.get("TRITON_INTERPRET"):
         return "runs on GPUs"
     wide = sorted(dim for dim in spec.head_dims if dim > MAX_HEAD_DIM)

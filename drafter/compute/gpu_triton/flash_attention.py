@@ -25,7 +25,6 @@ _MAX_HEAD_DIM = 256
 
 
 def why_not(spec: ModelStackSpec, machine: DeviceCapabilities) -> str | None:
-    """Return why the package, this machine or this model cannot be used; None if they can."""
     try:
         _load()
     except ImportError as error:

@@ -104,7 +104,6 @@ class ExpertWeights:
         return replace(self, gate_up=_plain(self.gate_up, dtype), down=_plain(self.down, dtype))
 
     def unpacked(self) -> tuple[Tensor, Tensor]:
-        """Return `gate_up` and `down`, which must not be packed."""
         assert isinstance(self.gate_up, Tensor) and isinstance(self.down, Tensor), "they are dequantized"
         return self.gate_up, self.down
 

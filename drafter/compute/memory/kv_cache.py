@@ -94,7 +94,6 @@ class PagedKVCache:
         return skip_slot(self.num_pages, self.page_size)
 
     def group(self, layer: int) -> int:
-        """Return the page group of a layer."""
         return self._groups[layer]
 
     def pages(self, layer: int) -> Tensor:

@@ -174,6 +174,5 @@ class StateMemory:
     def bytes_per_slot(
         num_layers: int, geometry: RecurrentStateSpec, max_drafts: int, dtype: torch.dtype
     ) -> int:
-        """Return the bytes of a slot in all layers, records included."""
         size = dtype.itemsize
         return num_layers * (geometry.state_bytes(size) + max_drafts * geometry.record_bytes(size))

@@ -1,6 +1,6 @@
 """A case: a computation of a backend, compared with the definition in fp64, with an error bound.
 
-Made by the modules beside this one; run by `../run.py` and by tests.
+Made by the modules beside this one; run by `../doctor_run.py` and by tests.
 """
 
 from __future__ import annotations

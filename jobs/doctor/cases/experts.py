@@ -73,7 +73,6 @@ def expert_checks(place: MachineKind, *, quick: bool) -> Iterator[Check]:
 
 
 def _error(inputs: KernelInputs, kind: ExpertKind, quick: bool) -> float:
-    """Return the largest error over all numbers of rows."""
     rows, weights = kind.rows(inputs.place), random_experts(inputs, kind)
     experts, errors = inputs.backend.experts(weights), []
     for num_rows in rows[:: len(rows) - 1] if quick else rows:

@@ -149,7 +149,6 @@ class StatePair:
 
 
 def _count(pairs: list[tuple[Tensor, Tensor]]) -> tuple[int, int]:
-    """Return the number of differing and of compared elements."""
     return sum(int((a != b).sum()) for a, b in pairs), sum(a.numel() for a, _ in pairs)
 
 

@@ -166,7 +166,6 @@ class KernelInputs:
         return self.rounded(tensor.mul_(scale))
 
     def rounded(self, tensor: Tensor) -> Tensor:
-        """Round to the dtype under test."""
         return tensor.to(self._drawn_dtype).to(self.dtype)
 
     def wide(self, tensor: Tensor) -> Tensor:
@@ -247,7 +246,6 @@ class Contexts:
             self.cache.write(1, self._slots(r, length), inputs.randn(length, self.cache.geometries[1].width))
 
     def split(self, rows: Tensor) -> list[Tensor]:
-        """Split this step's rows by request."""
         return list(rows.split(self.rows_R.tolist()))
 
     def kv(self, num_layers: int, slots_N: Tensor) -> Tensor:
@@ -281,7 +279,6 @@ class Contexts:
 
 
 def _open(place: MachineKind, candidate: BackendCandidate, dtype: torch.dtype) -> Backend:
-    """Make the backend as in loading a model."""
     if candidate.setting is None:
         return TorchBackend()
     config = EngineConfig(

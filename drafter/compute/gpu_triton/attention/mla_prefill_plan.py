@@ -124,7 +124,6 @@ def _before_each(count_B: Tensor) -> Tensor:
 
 
 def gather(pages_PSW: Tensor, expansion: Expansion, begin: int, latents_TW: Tensor) -> None:
-    """Gather keys `begin`.. of the expansion's requests."""
     (count, width), rows = latents_TW.shape, expansion.rows
     _gather_latents[triton.cdiv(count, _GATHERED),](
         pages_PSW, latents_TW, expansion.keys_before, rows.slots_B, rows.page_table, begin, count,

@@ -161,7 +161,6 @@ def _requests(
 
 @triton.jit
 def first_seen(position, WINDOW: tl.constexpr):
-    """Return the first key that a row sees."""
     seen = position * 0
     if WINDOW > 0:
         seen = tl.maximum(position - WINDOW + 1, 0)

@@ -31,11 +31,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ...layers.gated_delta_net import DeltaNetShape
-from ...memory.recurrent_state_cache import DeviceStateRows, StateMemory
 from ..common.launch import dependent_launch, wait_for_predecessor
 from .recurrent_delta_rule import (
     MOST_ROWS,
+    DeltaPass,
     decay_of,
     load_folded,
     operands,
@@ -59,36 +58,27 @@ def chunk_size(page_size: int, dtype: torch.dtype) -> int | None:
     return size if size >= _FEWEST else None
 
 
-def run_chunks(
-    mixed_NO: Tensor,
-    qkv_NC: Tensor,
-    shape: DeltaNetShape,
-    rows: DeviceStateRows,
-    memory: StateMemory,
-    layer: int,
-    size: int,
-    read_NVF: Tensor,
-) -> None:
+def run_chunks(mixed_NO: Tensor, qkv_NC: Tensor, given: DeltaPass, read_NVF: Tensor, *, size: int) -> None:
     """Run the requests that `recurrent_delta_rule.run_rows` leaves out, in chunks of `size` rows."""
-    kind, device = shape.geometry, mixed_NO.device
-    num_chunks = triton.cdiv(rows.max_rows, size) + 1  # rows may begin within a chunk
-    heads, num_requests = kind.num_value_heads, len(rows.slots_R)
+    kind, device = given.shape.geometry, mixed_NO.device
+    num_chunks = triton.cdiv(given.rows.max_rows, size) + 1  # rows may begin within a chunk
+    heads, num_requests = kind.num_value_heads, len(given.rows.slots_R)
     prepared_2NVM = torch.empty(2, len(mixed_NO), heads, size, dtype=torch.float32, device=device)
-    given = operands(mixed_NO, qkv_NC, shape, rows, memory, layer)
-    how = {"CHUNK": size, "MOST_ROWS": MOST_ROWS, **sizes(shape, memory)}
+    arguments = operands(mixed_NO, qkv_NC, given)
+    how = {"CHUNK": size, "MOST_ROWS": MOST_ROWS, **sizes(given)}
     # Inputs of 16-bit models have no more precision than tf32. In fp32, products must be exact; for small key
     # dims the plain fp32 units need fewer registers.
     is_fp32 = mixed_NO.dtype is torch.float32
     how["KEY_WIDTH"] = max(how["KEY_WIDTH"], _FEWEST)
     _prepare[(num_requests, num_chunks, heads)](
-        *given, *prepared_2NVM,
+        *arguments, *prepared_2NVM,
         **how, PRODUCT="ieee" if is_fp32 else "tf32", num_warps=_PREPARING_WARPS, **dependent_launch(device),
     )  # fmt: skip
     columns = min(
         _COLUMNS_FP32 if is_fp32 else _COLUMNS, max(triton.next_power_of_2(kind.value_dim), _FEWEST)
     )
     _run_chunks[(num_requests, heads, triton.cdiv(kind.value_dim, columns))](
-        *given, *prepared_2NVM, read_NVF,
+        *arguments, *prepared_2NVM, read_NVF,
         **how, PRODUCT="tf32x3" if is_fp32 else "tf32", COLUMNS=columns, num_stages=_STAGES,
         **dependent_launch(device),
     )  # fmt: skip

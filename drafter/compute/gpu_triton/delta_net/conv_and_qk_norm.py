@@ -25,21 +25,19 @@ import triton.language as tl
 from torch import Tensor
 
 from ...eager.delta_rule import EPS
-from ...layers.gated_delta_net import DeltaNetShape
-from ...memory.recurrent_state_cache import MAX_SAVES, DeviceStateRows, StateMemory
+from ...memory.recurrent_state_cache import MAX_SAVES
 from ..common.launch import dependent_launch, wait_for_predecessor
-from .recurrent_delta_rule import rows_of
+from .recurrent_delta_rule import DeltaPass, rows_of
 
 _ROWS = 16  # per program: a verified block
 
 
-def take_in(
-    mixed_NO: Tensor, shape: DeltaNetShape, rows: DeviceStateRows, memory: StateMemory, layer: int
-) -> Tensor:
+def take_in(mixed_NO: Tensor, given: DeltaPass) -> Tensor:
     """Return queries (scaled), keys and values of all heads, fp32 [N, C]; write windows and drafts' inputs.
 
     `mixed_NO` is the layer's projection, starting with the convolved channels; rows may have any stride.
     """
+    shape, rows, memory, layer = given
     kind = shape.geometry
     assert mixed_NO.stride(1) == 1, "a row is contiguous"
     assert rows.max_drafts <= memory.max_drafts, "drafts' inputs have room"

@@ -23,7 +23,6 @@ _ROWS, _COLUMNS = 4, 256  # per program
 def convolve(
     x_NH: Tensor, dynamic_NTC: Tensor, base_TH: Tensor, owners_N: Tensor, residual_NH: Tensor | None = None
 ) -> Tensor:
-    """Convolve rows; see `blocks.dflash2_block.convolve`."""
     num_rows, hidden = x_NH.shape
     num_taps, num_groups = dynamic_NTC.shape[1:]
     assert dynamic_NTC.stride(2) == 1 and x_NH.is_contiguous() and base_TH.is_contiguous(), "read as they lie"

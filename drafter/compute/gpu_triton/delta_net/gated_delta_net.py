@@ -22,7 +22,7 @@ from ...memory.recurrent_state_cache import DeviceStateRows
 from .chunk_delta_rule import chunk_size, run_chunks
 from .conv_and_qk_norm import take_in
 from .gated_norm import gate_outputs
-from .recurrent_delta_rule import MOST_ROWS, run_rows
+from .recurrent_delta_rule import MOST_ROWS, DeltaPass, run_rows
 
 
 class TritonDeltaNet:
@@ -40,12 +40,12 @@ class TritonDeltaNet:
     def __call__(self, mixed_NO: Tensor, step: Any, cache: PagedKVCache, layer: int) -> Tensor:
         states, memory, kind = step.rows.states, cache.states, self._shape.geometry
         assert isinstance(states, DeviceStateRows) and memory is not None, "rows and memory on a device"
-        given = (self._shape, states, memory, layer)
-        qkv_NC = take_in(mixed_NO, *given)
+        given = DeltaPass(self._shape, states, memory, layer)
+        qkv_NC = take_in(mixed_NO, given)
         shape = (len(mixed_NO), kind.num_value_heads, kind.value_dim)
         read_NVF = torch.empty(shape, dtype=torch.float32, device=mixed_NO.device)
         size = None if self._by_rows else chunk_size(cache.page_size, mixed_NO.dtype)
-        run_rows(mixed_NO, qkv_NC, *given, read_NVF, all_rows=size is None)
+        run_rows(mixed_NO, qkv_NC, given, read_NVF, all_rows=size is None)
         if size is not None and states.max_rows > MOST_ROWS:
-            run_chunks(mixed_NO, qkv_NC, *given, size, read_NVF)
-        return gate_outputs(read_NVF, mixed_NO, qkv_NC, *given)
+            run_chunks(mixed_NO, qkv_NC, given, read_NVF, size=size)
+        return gate_outputs(read_NVF, mixed_NO, qkv_NC, given)

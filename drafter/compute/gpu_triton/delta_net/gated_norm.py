@@ -15,24 +15,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ...layers.gated_delta_net import DeltaNetShape
-from ...memory.recurrent_state_cache import DeviceStateRows, StateMemory
 from ..common.launch import dependent_launch, wait_for_predecessor
-from .recurrent_delta_rule import decay_of
+from .recurrent_delta_rule import DeltaPass, decay_of
 
 _ROWS = 16  # per program
 
 
-def gate_outputs(
-    read_NVF: Tensor,
-    mixed_NO: Tensor,
-    qkv_NC: Tensor,
-    shape: DeltaNetShape,
-    rows: DeviceStateRows,
-    memory: StateMemory,
-    layer: int,
-) -> Tensor:
+def gate_outputs(read_NVF: Tensor, mixed_NO: Tensor, qkv_NC: Tensor, given: DeltaPass) -> Tensor:
     """Return rms_w(each head's output) * silu(z), [N, V * F] in the dtype of `mixed`, rounded once."""
+    shape, rows, memory, layer = given
     kind = shape.geometry
     y_NG = mixed_NO.new_empty(len(mixed_NO), kind.num_value_heads * kind.value_dim)
     grid = (len(rows.slots_R) + 1, triton.cdiv(rows.max_rows, _ROWS), kind.num_value_heads)

@@ -18,7 +18,7 @@ value dim; in the kernel F columns of a program.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
@@ -32,17 +32,16 @@ MOST_ROWS = 16  # known rows of a request; longer ones run in chunks if allowed
 _COLUMNS = 16
 
 
-def run_rows(
-    mixed_NO: Tensor,
-    qkv_NC: Tensor,
-    shape: DeltaNetShape,
-    rows: DeviceStateRows,
-    memory: StateMemory,
-    layer: int,
-    read_NVF: Tensor,
-    *,
-    all_rows: bool,
-) -> None:
+class DeltaPass(NamedTuple):
+    """A layer's part of a pass: its shape, the rows by request, the memory, and its index in that."""
+
+    shape: DeltaNetShape
+    rows: DeviceStateRows
+    memory: StateMemory
+    layer: int
+
+
+def run_rows(mixed_NO: Tensor, qkv_NC: Tensor, given: DeltaPass, read_NVF: Tensor, *, all_rows: bool) -> None:
     """Run requests' rows: write outputs, fp32, to `read`, and states and drafts' u to the memory.
 
     Args:
@@ -50,24 +49,18 @@ def run_rows(
         qkv_NC: result of `take_in`.
         all_rows: also run requests that `runs_in_chunks`, which otherwise are skipped.
     """
-    kind = shape.geometry
+    kind, num_requests = given.shape.geometry, len(given.rows.slots_R)
     columns = min(_COLUMNS, triton.next_power_of_2(kind.value_dim))
-    _run_rows[(len(rows.slots_R), kind.num_value_heads, triton.cdiv(kind.value_dim, columns))](
-        *operands(mixed_NO, qkv_NC, shape, rows, memory, layer), read_NVF,
-        **sizes(shape, memory), MOST_ROWS=2**30 if all_rows else MOST_ROWS, COLUMNS=columns, num_warps=1,
+    _run_rows[(num_requests, kind.num_value_heads, triton.cdiv(kind.value_dim, columns))](
+        *operands(mixed_NO, qkv_NC, given), read_NVF,
+        **sizes(given), MOST_ROWS=2**30 if all_rows else MOST_ROWS, COLUMNS=columns, num_warps=1,
         **dependent_launch(mixed_NO.device),
     )  # fmt: skip
 
 
-def operands(
-    mixed_NO: Tensor,
-    qkv_NC: Tensor,
-    shape: DeltaNetShape,
-    rows: DeviceStateRows,
-    memory: StateMemory,
-    layer: int,
-) -> tuple[Any, ...]:
+def operands(mixed_NO: Tensor, qkv_NC: Tensor, given: DeltaPass) -> tuple[Any, ...]:
     """Return the leading arguments of both forms' kernels."""
+    shape, rows, memory, layer = given
     records = (memory.k_LZPKD, memory.u_LZPVF, memory.g_LZPV)
     return (
         mixed_NO,
@@ -87,15 +80,15 @@ def operands(
     )
 
 
-def sizes(shape: DeltaNetShape, memory: StateMemory) -> dict[str, Any]:
+def sizes(given: DeltaPass) -> dict[str, Any]:
     """Return compile-time arguments of both forms' kernels."""
-    kind = shape.geometry
+    kind = given.shape.geometry
     return {
         "KEYS": kind.num_key_heads,
         "KEY_DIM": kind.key_dim,
         "VALUES": kind.num_value_heads,
         "VALUE_DIM": kind.value_dim,
-        "MAX_DRAFTS": memory.max_drafts,
+        "MAX_DRAFTS": given.memory.max_drafts,
         "SAVES": MAX_SAVES,
         "KEY_WIDTH": 1 << (kind.key_dim - 1).bit_length(),
     }
