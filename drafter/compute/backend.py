@@ -33,6 +33,7 @@ from .memory.kv_cache import PagedKVCache
 from .memory.recurrent_state_cache import DeviceStateRows, StateRows
 
 Ints = NDArray[np.integer]
+Device = torch.device | str
 
 # Features that not every backend supports, as refusals name them.
 Feature = Literal[
@@ -308,18 +309,13 @@ class Backend(ABC):
     @staticmethod
     @abstractmethod
     def attention_batch(
-        first_position_R: Ints,
-        num_rows_R: Ints,
-        pages_RP: Ints,
-        page_size: int,
-        device: torch.device | str,
-        window: int | None = None,
+        first_R: Ints, rows_R: Ints, pages_RP: Ints, page_size: int, device: Device, window: int | None = None
     ) -> Any:
         """Return a host-driven step's attention metadata, an element of `PlacedRows.batches`.
 
         Args:
-            first_position_R: absolute position of each request's first row.
-            num_rows_R: rows of each request, at least 1; they are laid out request after request.
+            first_R: absolute position of each request's first row.
+            rows_R: rows of each request, at least 1; they are laid out request after request.
             pages_RP: page ids of each request from position 0 on; columns beyond its length are ignored.
             window: the largest window of this page group's layers; pages before it may be another request's.
         """

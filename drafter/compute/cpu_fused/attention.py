@@ -16,10 +16,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-import torch
 from numba import carray
 
-from ..backend import Ints
+from ..backend import Device, Ints
 from ..cpu_numba.element_ops import elements, pointer
 from .amx_attention import attend_tiles, tile_scratch_bytes
 from .amx_tiles import begin_attention
@@ -47,20 +46,14 @@ class PagedContexts:
     page_size: int
     longest: int
 
-    @classmethod
+    @staticmethod
     def build(
-        cls,
-        first_position_R: Ints,
-        num_rows_R: Ints,
-        pages_RP: Ints,
-        page_size: int,
-        device: torch.device | str,
-        window: int | None = None,
+        first_R: Ints, rows_R: Ints, pages_RP: Ints, page_size: int, device: Device, window: int | None = None
     ) -> PagedContexts:
-        first_R, rows_R = (np.ascontiguousarray(x, dtype=np.int64) for x in (first_position_R, num_rows_R))
+        first_R, rows_R = (np.ascontiguousarray(x, dtype=np.int64) for x in (first_R, rows_R))
         longest = int((first_R + rows_R).max())
         pages_RP = np.ascontiguousarray(pages_RP, dtype=np.int64)
-        return cls(first_R, rows_R, pages_RP, pages_RP.ctypes.data, page_size, longest)
+        return PagedContexts(first_R, rows_R, pages_RP, pages_RP.ctypes.data, page_size, longest)
 
 
 def scratch_bytes(longest: int, head_dim: int) -> int:

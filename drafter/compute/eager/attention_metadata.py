@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..backend import Ints, PlacedRows
+from ..backend import Device, Ints, PlacedRows
 from ..layers.rope import RotaryEmbedding, Rotation
 
 _SHORT_ROWS = 32  # requests with at most this many rows share a group
@@ -101,32 +101,24 @@ class Group:
         return torch.where(hidden_GWT, zero - float("inf"), zero).unsqueeze(1)
 
 
+@dataclass(frozen=True, slots=True)
 class AttentionBatch:
     """The groups of one step's rows for one page group, as consumed by `paged_attention`."""
 
-    __slots__ = ("groups", "num_rows")
+    groups: list[Group]
+    num_rows: int
 
-    def __init__(self, groups: list[Group], num_rows: int) -> None:
-        self.groups = groups
-        self.num_rows = num_rows
-
-    @classmethod
+    @staticmethod
     def build(
-        cls,
-        first_position_R: Ints,
-        num_rows_R: Ints,
-        pages_RP: Ints,
-        page_size: int,
-        device: torch.device | str,
-        window: int | None = None,
+        first_R: Ints, rows_R: Ints, pages_RP: Ints, page_size: int, device: Device, window: int | None = None
     ) -> AttentionBatch:
-        lengths_R = first_position_R + num_rows_R
-        starts_R = np.cumsum(num_rows_R) - num_rows_R
-        step = _Step(first_position_R, num_rows_R, lengths_R, starts_R, pages_RP, page_size, device, window)
+        lengths_R = first_R + rows_R
+        starts_R = np.cumsum(rows_R) - rows_R
+        step = _Step(first_R, rows_R, lengths_R, starts_R, pages_RP, page_size, device, window)
         groups: list[Group] = []
-        for members in _companions(num_rows_R, lengths_R - step.begins(first_position_R), page_size):
+        for members in _companions(rows_R, lengths_R - step.begins(first_R), page_size):
             groups += step.long_request(members[0]) if len(members) == 1 else [step.short_requests(members)]
-        return cls(groups, int(num_rows_R.sum()))
+        return AttentionBatch(groups, int(rows_R.sum()))
 
 
 def _companions(num_rows_R: Ints, num_keys_R: Ints, page_size: int) -> list[list[int]]:

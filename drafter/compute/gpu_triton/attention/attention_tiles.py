@@ -13,10 +13,9 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
-Ints = NDArray[np.integer]
+from ...backend import Device, Ints
 
 _PROGRAMS_PER_PROCESSOR = 2  # registers and shared memory hold two blocks of 64 rows
 _PROGRAMS_INTERPRETED = 4
@@ -52,12 +51,7 @@ class PagedRows:
 
 
 def rows_from_host(
-    first_position_R: Ints,
-    num_rows_R: Ints,
-    pages_RP: Ints,
-    page_size: int,
-    device: torch.device | str,
-    window: int | None = None,
+    first_R: Ints, rows_R: Ints, pages_RP: Ints, page_size: int, device: Device, window: int | None = None
 ) -> PagedRows:
     """Return a step's rows, which the host knows; see `backend.Backend.attention_batch`."""
 
@@ -65,12 +59,12 @@ def rows_from_host(
         return torch.from_numpy(np.ascontiguousarray(values, dtype=np.int32)).to(device)
 
     return PagedRows(
-        slots_B=put(np.arange(len(num_rows_R))),
-        cu_rows=put(np.concatenate(([0], np.cumsum(num_rows_R)))),
-        kv_lengths_B=put(first_position_R + num_rows_R),
+        slots_B=put(np.arange(len(rows_R))),
+        cu_rows=put(np.concatenate(([0], np.cumsum(rows_R)))),
+        kv_lengths_B=put(first_R + rows_R),
         page_table=put(pages_RP),
-        max_rows=int(num_rows_R.max()),
-        host_spans_B2=np.stack((first_position_R, num_rows_R), axis=1),
+        max_rows=int(rows_R.max()),
+        host_spans_B2=np.stack((first_R, rows_R), axis=1),
     )
 
 
