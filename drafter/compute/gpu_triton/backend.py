@@ -79,6 +79,8 @@ class PagedAttention(Protocol):
         rows: PagedRows,
         prepared: Any,
         scale: float,
+        /,
+        *,
         sinks_Q: Tensor | None = None,
     ) -> Tensor:
         """Attend; see `paged_attention.verify_attention`. `prepared` comes from `prepare`."""
@@ -101,17 +103,7 @@ class SplitAttention:
     def prepare(self, kind: AttentionKind, rows: PagedRows) -> WorkList:
         return list_work(kind, rows, self._workspaces[kind.v_head_dim])
 
-    def __call__(
-        self,
-        q_NQD: Tensor,
-        k_PSKD: Tensor,
-        v_PSKF: Tensor,
-        rows: PagedRows,
-        prepared: WorkList,
-        scale: float,
-        sinks_Q: Tensor | None = None,
-    ) -> Tensor:
-        return verify_attention(q_NQD, k_PSKD, v_PSKF, rows, prepared, scale, sinks_Q=sinks_Q)
+    __call__ = staticmethod(verify_attention)
 
 
 def why_not(spec: ModelStackSpec, machine: DeviceCapabilities) -> str | None:
@@ -307,7 +299,7 @@ class _TritonAttention:
         prepared = step.prepared(group, kind)
         q_NQD = qkv_NO[:, : self._q_size].unflatten(-1, (shape.num_heads, shape.head_dim))
         batch = rows.batches[group]
-        return self._attend(q_NQD, k_PSKD, v_PSKF, batch, prepared, shape.scale, shape.sinks_Q)
+        return self._attend(q_NQD, k_PSKD, v_PSKF, batch, prepared, shape.scale, sinks_Q=shape.sinks_Q)
 
 
 class _TritonContextWriter:
