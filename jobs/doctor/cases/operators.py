@@ -1,4 +1,4 @@
-"""A backend's operators one by one, and whole passes (`passes.py`), at the sizes of a dense pair.
+"""A backend's operators one by one, and whole passes, at the sizes of a dense pair.
 
 They are called through the interface that models use (`drafter/compute/backend.py`). Operators are checked
 separately where passes are driven from Python; a compiled pass is one call and is checked as one. Every
@@ -16,15 +16,16 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from ....drafter.compute.backend import Normed
+from ....drafter.compute.backend import AttentionShape, BlockWeights, DenseMLP, Normed
 from ....drafter.compute.layers.linear import Activation, RMSNorm
+from ....drafter.compute.layers.rope import RotaryEmbedding
 from .case import Case, error_of
 from .checks import Check, NotHereError, raising
-from .passes import draft_pass, target_pass
 from .subject import Contexts, KernelInputs, MachineKind, Requests, candidates
 
 _ROWS = 48  # for operators that work on single rows
 _KINDS = ((True, None), (False, None), (True, 100), (False, 40))  # causal, window
+_NUM_LAYERS = 2  # of a pass, with random weights
 _PADDING = 2  # rows without a request after the others, as in captured steps
 
 
@@ -62,8 +63,8 @@ def operator_cases(place: MachineKind) -> list[Case]:
         ),
         Case("drafter's context K/V", of(_context), 4, 8),
         Case("DFlash2's convolutions", of(_convolutions), 4, 16),
-        Case("target's pass", of(target_pass), 12, 400, is_operator=False),
-        Case("drafter's pass", of(draft_pass), 12, 400, is_operator=False),
+        Case("target's pass", of(_target_pass), 12, 400, is_operator=False),
+        Case("drafter's pass", of(_draft_pass), 12, 400, is_operator=False),
     ]
 
 
@@ -83,7 +84,7 @@ def product_of_blocks(inputs: KernelInputs, num_rows: int = 16) -> list[Tensor]:
 
 
 def _norm(inputs: KernelInputs) -> list[Tensor]:
-    norm = RMSNorm(inputs.norm_weight(inputs.hidden), inputs.eps)
+    norm = _random_norm(inputs)
     return [inputs.backend.norm(norm, inputs.randn(_ROWS, inputs.hidden))]
 
 
@@ -97,7 +98,7 @@ def add_product(inputs: KernelInputs, num_rows: int, scale: float = 1.0) -> tupl
 
     With a scale of 0 nothing is added to the residual, so that it is not rounded.
     """
-    norm = RMSNorm(inputs.norm_weight(inputs.hidden), inputs.eps)
+    norm = _random_norm(inputs)
     project = inputs.backend.linear(inputs.weight(inputs.hidden, inputs.inner))
     x_NI = inputs.randn(num_rows, inputs.inner, scale=scale)
     residual_NH = inputs.randn(num_rows, inputs.hidden)
@@ -170,3 +171,58 @@ def _convolutions(inputs: KernelInputs) -> list[Tensor]:
     dynamic_NTC, owners_N = inputs.randn(_ROWS, 4, 16), torch.arange(_ROWS, device=x_NH.device) // 7
     given = (x_NH, dynamic_NTC, base_TH, owners_N)
     return [inputs.backend.convolve(*given, rest) for rest in (None, residual_NH)]
+
+
+def _target_pass(inputs: KernelInputs) -> list[Tensor]:
+    """Return the normed hidden states of the prompts' rows and of the step's rows."""
+    contexts = Contexts(inputs, _requests(inputs), _NUM_LAYERS)
+    rope = inputs.rope(contexts.length)
+    stack = inputs.backend.stack(
+        [_random_block(inputs, rope, causal=True) for _ in range(_NUM_LAYERS)], _random_norm(inputs)
+    )
+    return [
+        stack(inputs.randn(len(rows.positions_N), inputs.hidden), rows, contexts.cache)[0]
+        for rows in (contexts.known_rows(), contexts.rows())
+    ]
+
+
+def _draft_pass(inputs: KernelInputs) -> list[Tensor]:
+    """Return the normed hidden states of each request's rows after a written context."""
+    of, window = inputs.attention, inputs.place.context // 2
+    contexts = Contexts(inputs, _requests(inputs), _NUM_LAYERS)
+    rope = inputs.rope(contexts.length)
+    blocks = [_random_block(inputs, rope, causal=False, window=window) for _ in range(_NUM_LAYERS)]
+    stack = inputs.backend.stack(blocks, _random_norm(inputs))
+    norms = [shape.k_norm_D for shape, _ in blocks if shape.k_norm_D is not None]
+    write = inputs.backend.context_writer(torch.stack(norms), inputs.eps, of.num_kv_heads)
+    known, rows = contexts.known_rows(), contexts.rows(window)
+    kv_NO = inputs.randn(len(known.positions_N), 2 * _NUM_LAYERS * of.num_kv_heads * of.head_dim)
+    write(kv_NO, rope, known, contexts.cache, 0)
+    x_NH = inputs.randn(len(rows.positions_N), inputs.hidden)
+    return contexts.split(stack(x_NH, rows, contexts.cache)[0])
+
+
+def _requests(inputs: KernelInputs) -> Requests:
+    """Return a request with a long context and one with a short context."""
+    return ((inputs.place.context, 16), (17, 3))
+
+
+def _random_norm(inputs: KernelInputs) -> RMSNorm:
+    return RMSNorm(inputs.norm_weight(inputs.hidden), inputs.eps)
+
+
+def _random_block(
+    inputs: KernelInputs, rope: RotaryEmbedding, *, causal: bool, window: int | None = None
+) -> tuple[AttentionShape, BlockWeights]:
+    of, hidden, inner, linear = inputs.attention, inputs.hidden, inputs.inner, inputs.backend.linear
+    q_size = of.num_heads * of.head_dim
+    shape = inputs.attention_shape(rope, causal=causal, window=window)
+    return shape, BlockWeights(
+        attention_norm=_random_norm(inputs),
+        qkv=linear(inputs.weight(q_size + 2 * of.num_kv_heads * of.head_dim, hidden)),
+        o=linear(inputs.weight(hidden, q_size)),
+        mlp_norm=_random_norm(inputs),
+        mlp=DenseMLP(
+            gate_up=linear(inputs.weight(2 * inner, hidden)), down=linear(inputs.weight(hidden, inner))
+        ),
+    )
