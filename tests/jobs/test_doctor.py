@@ -112,8 +112,18 @@ DEFECTS: list[tuple[object, str, Any, tuple[str, ...]]] = [
     (NumbaBackend, "residual_norm", _without_residual, ("residual and norm", "drafter's pass")),
     (layers, "gate", lambda x, _: GATE(x, "silu"), ("GELU product",)),
     (layers, "gate", lambda x, _: GATE(x, "gelu_tanh"), ("SiLU product", "target's pass")),
-    (loops, "paged_attention", _whatever_is_seen, ("attention of blocks", "target's pass")),
-    (loops, "paged_attention", _one_key_too_many, ("attention of blocks", "drafter's pass")),
+    (
+        loops._CpuAttention,
+        "attend",
+        staticmethod(_whatever_is_seen),
+        ("attention of blocks", "target's pass"),
+    ),
+    (
+        loops._CpuAttention,
+        "attend",
+        staticmethod(_one_key_too_many),
+        ("attention of blocks", "drafter's pass"),
+    ),
     (layers, "norm_rotate_write", _one_position_late, ("attention of prompts", "drafter's context K/V")),
     (NumbaBackend, "convolve", staticmethod(_without_owners), ("DFlash2's convolutions",)),
 ]

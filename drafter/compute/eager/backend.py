@@ -89,6 +89,7 @@ class TorchAttention:
     """Head norm, rotation, K/V write, and `paged_attention`; subclasses do what comes before it otherwise."""
 
     __slots__ = ("_head_norm", "_heads", "_norm_JD", "_shape")
+    attend = staticmethod(paged_attention)
 
     def __init__(self, shape: AttentionShape) -> None:
         self._shape, self._norm_JD = shape, shape.head_norm()
@@ -103,7 +104,7 @@ class TorchAttention:
             )
             v_NKF.copy_(F.rms_norm(v_NKF, v_NKF.shape[-1:], None, shape.eps))
         self._place(qkv_NO, step, cache, layer)
-        return paged_attention(
+        return self.attend(
             qkv_NO[:, : shape.num_heads * shape.head_dim].unflatten(-1, (shape.num_heads, -1)),
             cache,
             layer,
