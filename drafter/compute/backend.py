@@ -205,7 +205,7 @@ class BlockWeights:
 
 @dataclass(frozen=True, slots=True)
 class Convolution:
-    """A DFlash2 convolution around one sublayer, defined in `compute/eager/dynamic_convolution.py`.
+    """A DFlash2 convolution around one sublayer, defined in `compute/blocks/dflash2_block.py`.
 
     `kernels` maps H -> S * T * C: each row's addition to the base kernels, which are in the model's dtype.
     """
