@@ -24,7 +24,6 @@ from manta.drafter.compute.checkpoint.packed_4bit import MXFP4
 from manta.drafter.compute.cpu_numba import layers as loops
 from manta.drafter.compute.layers.linear import RMSNorm
 from manta.drafter.compute.layers.moe import ExpertWeights
-from manta.drafter.compute.checkpoint.packed_4bit import MXFP4
 from safetensors.torch import load_file
 from steps import settings
 from thread_ranks import PROMPTS, ThreadRanks, tokens_by_steps

@@ -23,9 +23,9 @@ from manta.actors.targets.runners.cuda_graphs import PassKind, StepKinds
 from manta.actors.targets.runners.tp_sampling import best_of_ranks
 from manta.cluster.errors import ConfigError
 from manta.cluster.step.scheduler_output import Trim
+from manta.drafter.compute.checkpoint.packed_4bit import MXFP4
 from manta.drafter.compute.gpu_triton.moe import moe as experts
 from manta.drafter.compute.gpu_triton.moe.moe_align import ExpertTiles
-from manta.drafter.compute.checkpoint.packed_4bit import MXFP4
 from sampling_cases import KNOBS, WHOLE, tokens_of
 from steps import GREEDY, settings
 from tiny import make_tiny_drafter, make_tiny_target

@@ -4,9 +4,9 @@ FP8: each block of a matrix has a scale (`fp8_block_reader.py`). `activation_sch
 dequantized and multiplied in the dtype of the model, so outputs are at least as exact as with quantized
 activations, but not the same bits.
 
-INT4: experts in groups of 32 (`drafter/compute/checkpoint/packed_4bit.py`). Of what compressed-tensors supports,
-only the scheme of Kimi K2 is read. The list of modules that are not packed is ignored: it names all but
-routed experts, as do the names of the tensors.
+INT4: experts in groups of 32 (`drafter/compute/checkpoint/packed_4bit.py`). Of what compressed-tensors
+supports, only the scheme of Kimi K2 is read. The list of modules that are not packed is ignored: it names all
+but routed experts, as do the names of the tensors.
 """
 
 from __future__ import annotations
