@@ -44,8 +44,7 @@ class FusedCpuBackend(NumbaBackend):
     """Runs a pass in one call (`fused_forward.py`).
 
     It has its own threads: PyTorch should use one, because idle threads of both pools spin and take each
-        other's
-    cores.
+    other's cores.
     """
 
     attention_batch = staticmethod(PagedContexts.build)
