@@ -155,7 +155,7 @@ class RoutedExperts:
 
     Attributes:
         shared: the shared expert; its result is this rank's part, as the experts' are.
-        shared_gate: [N, 1], whose sigmoid weighs the shared expert; None: weight 1.
+        shared_gate: [N, 1]; its sigmoid weighs the shared expert; None: weight 1.
         all_reduce: sums the ranks' parts, in place; None on a single rank.
     """
 
@@ -186,7 +186,7 @@ class BlockWeights:
 
     Attributes:
         qkv_norm: norm of the whole q, k, v projection [N, O], which it may overwrite.
-        attention_gate: projection whose sigmoid multiplies attention's output.
+        attention_gate: projection; its sigmoid multiplies attention's output.
         attention_out_norm, mlp_out_norm: norms of the sublayers' outputs before the residual addition.
         scalar: multiplies the whole residual after the block (Gemma 4).
     """
@@ -328,7 +328,7 @@ class Backend(ABC):
         return self.linear(weight_VH)
 
     def linear_of_blocks(self, weight_PLRH: Tensor, bias_O: Tensor | None = None) -> Projection:
-        """Return a projection whose weight has O = P * L * R outputs in possibly strided blocks of R rows.
+        """Return a projection with a weight of O = P * L * R outputs in possibly strided blocks of R rows.
 
         The weight is not copied, except by backends that repack weights.
         """
@@ -355,7 +355,7 @@ class Backend(ABC):
         """Make a stack of the blocks in order, and the final norm.
 
         Args:
-            tap_ids: 0-based layers whose outputs are returned, in the drafter's order.
+            tap_ids: 0-based layers with outputs to return, in the drafter's order.
         """
 
     @abstractmethod

@@ -55,7 +55,7 @@ class DrafterConfig(DrafterShape):
     Attributes:
         layout: "z-lab", "speculators" or "assistant" (transformers' own).
         block_size: rows of a block: the anchor and `block_size` - 1 masks, one per draft.
-        mask_token_id: token whose embedding marks a position to fill in.
+        mask_token_id: token with the embedding that marks a position to fill in.
         target_hidden_size: size of a tapped state; None if the file does not say.
         num_target_layers: layers of the target it was trained for; None if the file does not say.
         mask_embedding: whether `mask_embedding.pt` replaces the mask token's embedding row.

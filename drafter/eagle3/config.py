@@ -115,7 +115,7 @@ def _read_speculators(raw: Json, file: str, num_target_layers: int | None) -> Ea
 
 
 def _behind(ids: tuple[int, ...], num_target_layers: int | None) -> tuple[int, ...]:
-    """Return the blocks whose output is these blocks' input; default: a low, a middle and a high one."""
+    """Return the blocks that feed these blocks; default: a low, a middle and a high one."""
     if not ids and num_target_layers is not None:
         ids = (2, num_target_layers // 2, num_target_layers - 3)
     return tuple(i - 1 for i in ids)

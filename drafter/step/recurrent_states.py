@@ -67,7 +67,7 @@ class RecurrentStates:
         )
 
     def _saves(self, r: StepRequests) -> tuple[Save, ...]:
-        """Return the planned saves whose positions known rows pass."""
+        """Return the planned saves at positions that known rows pass."""
         if (saves := r.plan.saves) is None:
             return ()
         known_M = _passed(saves, r.first_R, r.begin_R)

@@ -47,9 +47,9 @@ class RequestStates:
         attention_batch: builds the backend's metadata of a step; see `AttentionBatch.build`.
         operators: lay out rows and write tokens; by default the definition.
         pages: the models' page groups; by default one that all layers share.
-        grammars: of a target whose requests may have grammars. A drafter has none: its drafts are edited
+        grammars: of a target with requests that may have grammars. A drafter has none: its drafts are edited
             where they are verified.
-        recurrent: of a target whose layers have recurrent states; no drafter has any.
+        recurrent: of a target with recurrent layers; no drafter has any.
     """
 
     def __init__(

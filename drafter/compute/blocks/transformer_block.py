@@ -24,7 +24,7 @@ from .mlp import Mlp
 
 
 class OperatorBackend(Backend):
-    """Base class of backends whose passes are driven from Python."""
+    """Base class of backends with passes driven from Python."""
 
     def stack(
         self,
@@ -69,7 +69,7 @@ class BlockStack:
 
 
 class TransformerBlock:
-    """One block; used directly by models whose pass is not a stack."""
+    """One block; used directly by models that are not a stack."""
 
     __slots__ = ("_attention", "_mlp", "_operators", "_weights")
 

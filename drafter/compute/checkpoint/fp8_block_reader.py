@@ -68,7 +68,7 @@ class Fp8Folder(TensorFolder):
         return name + _SCALE in self.shapes
 
     def _scaled(self, weight_OI: Tensor, scales: Tensor, first: tuple[int, int]) -> Tensor:
-        """Dequantize a part of a matrix; `first` is its offset in the first block whose scale is given."""
+        """Dequantize a part of a matrix; `first` is its offset in the first block of `scales`."""
         for dim, (step, begin, size) in enumerate(zip(self._block, first, weight_OI.shape, strict=True)):
             scales = scales.repeat_interleave(step, dim).narrow(dim, begin, size)
         return weight_OI.to(torch.float32).mul_(scales).to(self._dtype)

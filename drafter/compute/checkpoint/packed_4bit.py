@@ -8,7 +8,7 @@
     byte j of a block    | element 2j + 1 | element 2j |      high nibble, low nibble
 
 `drafter/compute/layers/moe.py` multiplies with the dequantized tensor, backends with packed GEMMs read the
-bytes. Published INT4 files have words of eight codes, the first lowest, whose bytes are these:
+bytes. Published INT4 files have words of eight codes, the first lowest, with these bytes:
 
     NAME_packed   int32 [O, I / 8]        NAME_scale   [O, I / 32]        NAME_shape   [2], O and I again
 

@@ -49,7 +49,7 @@ class VisibleKeys:
 
 @dataclass(slots=True)
 class Group:
-    """Requests whose attention is one call.
+    """Requests computed by one attention call.
 
     Attributes:
         num_requests, num_rows, num_keys: G, W before `_width` and T.
@@ -133,7 +133,7 @@ def _companions(num_rows_R: Ints, num_keys_R: Ints, page_size: int) -> list[list
 
 
 def _padded(length: int, page_size: int) -> int:
-    """Return the keys to gather: whole pages, and a length whose sums round like longer ones."""
+    """Return the keys to gather: whole pages, and a length with sums that round like longer ones."""
     unit = math.lcm(page_size, _KEY_MULTIPLE)
     count = -(-length // unit) * unit
     blocks, rest = divmod(count, _KEY_BLOCK)

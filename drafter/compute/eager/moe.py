@@ -25,7 +25,7 @@ class TorchExperts:
     """The routed experts of a layer, on any device; synchronizes with the host to learn the chosen experts.
 
     Args:
-        reads_1: counts the experts whose weights were read; see `backend.Backend.expert_reads`.
+        reads_1: counts the experts that were read; see `backend.Backend.expert_reads`.
         gate: activation(gate) * up of a product [M, 2 I].
     """
 

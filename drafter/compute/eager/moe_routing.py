@@ -83,7 +83,7 @@ def _highest(scores_NE: Tensor, count: int) -> Tensor:
 
 
 def _in_best_groups(scores_NE: Tensor, rule: MoeRouter) -> Tensor:
-    """Set scores to -inf outside the groups whose two best scores have the highest sums."""
+    """Set scores to -inf outside the groups with the highest sums of their two best scores."""
     scores_NGE = scores_NE.unflatten(1, (rule.groups, -1))
     two_best_NG2 = scores_NGE.sort(dim=-1, descending=True).values[..., :2]
     groups = _highest(two_best_NG2.sum(dim=-1), rule.top_groups)

@@ -63,7 +63,7 @@ class Linear:
 
 
 class BlockLinear:
-    """`Linear` of a weight O = P * L * R whose blocks of rows may be strided; nothing is copied."""
+    """`Linear` of a weight O = P * L * R; its blocks of rows may be strided; nothing is copied."""
 
     __slots__ = ("_bias_O", "_weight_PLRH")
 

@@ -8,7 +8,7 @@ and a rotated key r that all heads share.
     k_h = [K_h c, r],  v_h = V_h c                     K_h, V_h: rows of kv_up
 
 *Expanded*, attention is that of q and k_h. *Absorbed*, it is attention of [q_n K_h, q_r] over one K/V head
-whose keys are the cached vectors and whose values are their first C, followed by V_h: a token is read once
+with the cached vectors as keys, their first C as values, followed by V_h: a token is read once
 for all heads, which is what bounds decoding. Many rows of one request are less work expanded, with other last
 bits: only a GPU does it, for prompts, without batch invariance (docs/decisions/latent-attention.md,
 expanded-latents.md). `AttentionShape` has the sizes of the absorbed form.

@@ -8,7 +8,7 @@ the widest layer needs, and narrower layers share one (`cluster/pages/kv_cache_g
     kv [A, P + 1, S, W]            a token's values in a plane
     layer i                        plane `places[i].plane`, by the page table of group `places[i].group`;
                                    of W its own w values, after those of `places[i].part` equal layers
-    its w values                   keys of all heads [K, D], then values [K, F]; or only keys, whose first
+    its w values                   keys of all heads [K, D], then values [K, F]; or only keys; their first
                                    F are the values (MLA)
 
 A row's K and V are written at its *slot* = page id * page_size + offset. There is one more page than

@@ -74,7 +74,7 @@ MAX_SAVES = 3  # of a request in a pass; the size of device tables
 
 @dataclass(frozen=True, slots=True)
 class DeviceStateRows:
-    """`StateRows` for device-driven steps: int32 tensors whose values the host does not know.
+    """`StateRows` for device-driven steps: int32 tensors with values unknown to the host.
 
     Attributes:
         slots_R: distinct among requests that have rows.

@@ -21,7 +21,7 @@ _PLACES = 1024  # scanned per iteration
 
 
 def look_up(requests: DeviceStepRequests, tables: SlotTables, shortest: int, longest: int) -> None:
-    """Write drafts for requests whose only row to compute is their newest token.
+    """Write drafts for requests with only their newest token to compute.
 
     Args:
         shortest, longest: lengths of the token runs to match.

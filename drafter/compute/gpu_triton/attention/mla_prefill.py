@@ -8,7 +8,7 @@ chooses the requests (docs/decisions/expanded-latents.md). Their keys are concat
                                 │
     queries [N, J, E + R] ──▶ a tile of rows, of one head ──▶ (m, l, o) ─▶ .. next piece .. ─▶ out [N, J, F]
 
-A tile whose keys span several pieces stores its partial sums (m, l and o of `paged_attention.py`), which the
+A tile with keys in several pieces stores its partial sums (m, l and o of `paged_attention.py`), which the
 next piece's launch continues. If there are too few tiles for all processors, several programs share a tile:
 they take key tiles in turn and keep separate sums, which are added at the end (split K/V, as in
 Flash-Decoding).

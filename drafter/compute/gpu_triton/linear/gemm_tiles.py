@@ -26,7 +26,7 @@ class ProductPlan:
     Attributes:
         tiles: of its outputs; half as many outputs per tile if gate and up share a program.
         step: inputs per iteration.
-        splits: of the inputs (split K), whose sums are added in order; each takes `split_tiles` steps.
+        splits: of the inputs (split K); their sums are added in order; each takes `split_tiles` steps.
     """
 
     tiles: int

@@ -66,7 +66,7 @@ def multiply(
             activation its parts are gate and up (P = 2, L = 1), and O = R.
         tile: rows of x per program; more rows take several programs, which read the weights again, and then
             every program adds up all splits by itself.
-        scale_O: fp32, per row of the weight, whose values are e4m3 then (`fp8_linear.py`).
+        scale_O: fp32, per row of the weight, which is e4m3 then (`fp8_linear.py`).
         bias_O: per row of the weight, in the order of outputs.
         residual_NO: added to the rounded product.
         squares_NT: fp32 [N, plan.tiles], written: sums of squares of y over each tile of its columns.

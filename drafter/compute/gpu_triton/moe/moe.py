@@ -1,4 +1,4 @@
-"""A layer's routed experts on a GPU, in four launches whose grids depend only on the number of rows.
+"""A layer's routed experts on a GPU, in four launches with grids that depend only on the number of rows.
 
     expert ids ──▶ tiles of pairs by expert                              moe_align.py
     x ──▶ gate, up and activation of each pair ──▶ down of each pair     grouped_gemm.py

@@ -106,7 +106,7 @@ def _first_of_highest(best_E, expert_E, EXPERTS: tl.constexpr):
 
 @triton.jit
 def _in_best_groups(best_E, expert_E, EXPERTS: tl.constexpr, GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr):
-    """Set scores to -inf outside the groups whose two best scores have the highest sums."""
+    """Set scores to -inf outside the groups with the highest sums of their two best scores."""
     SIZE: tl.constexpr = EXPERTS // GROUPS
     group_E = expert_E // SIZE
     sum_E = tl.full(best_E.shape, -float("inf"), tl.float32)

@@ -42,7 +42,7 @@ class SlotTables:
     Attributes:
         token_ids: int32 [slots, longest sequence + 1].
         page_tables: int32 [G, slots, P].
-        num_computed: int32 [slots], tokens whose K/V exist: the next row's absolute position.
+        num_computed: int32 [slots], tokens with existing K/V: the next row's absolute position.
         page_size: rows of a page.
         skip_slots: int64 [G], the K/V slot to which discarded rows are written.
     """

@@ -7,7 +7,7 @@ which rereads only little more than the tokens that may be kept:
     survey   per chunk   the largest scaled logit of every group of 64 columns
     bound    per row     a lower bound of the floor: min-p's own; the k-th largest group maximum; for
                          top-p alone, a value below which even V tokens sum to less than 1 - p
-    collect  per row     the columns at or above the bound, from the groups whose maximum is
+    collect  per row     the columns at or above the bound, from the groups with a maximum that is
     settle   per row     bisection over the order of floats, by count for top-k and by mass for top-p
 
 If a row has more candidates than room (a flat distribution), all its columns are candidates: slower, with the
@@ -50,7 +50,7 @@ class FilterWorkspace:
     Attributes:
         group_max_NG, chunk_max_NC, chunk_sum_NC: results of `survey_chunk`, fp32.
         groups_NG: groups that hold candidates, int32.
-        candidates_NQ: columns whose scaled logits are not below the bound, int32, ascending.
+        candidates_NQ: columns with scaled logits not below the bound, int32, ascending.
         floor_N: the floors, fp32; valid for rows with filters.
     """
 
@@ -204,7 +204,7 @@ def _collect(
     MAX_CANDIDATES: tl.constexpr,
     NUM_STOP_IDS: tl.constexpr,
 ):
-    """List the columns whose scaled logits are at least `floor` and not -inf.
+    """List the columns with scaled logits of at least `floor` and not -inf.
 
     Returns their number, including those beyond the room.
     """
