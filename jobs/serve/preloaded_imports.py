@@ -30,7 +30,7 @@ LIBRARIES = (
 )
 HTTP = (
     *("actors.http.app", "actors.http.warmup_request"),
-    *("actors.engine.async_engine", "actors.serve.drafter_canary"),
+    *("actors.engine.async_engine", "cluster.fleet.canary"),  # drafter_canary.py imports Ray
 )
 TARGET = (
     "actors.system.torch_threads",
