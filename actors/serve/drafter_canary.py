@@ -20,6 +20,14 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any, Self, get_args
 
+from ray.experimental.internal_kv import (
+    _internal_kv_del,
+    _internal_kv_get,
+    _internal_kv_list,
+    _internal_kv_put,
+    internal_kv_get_gcs_client,
+)
+
 from ...cluster.config import from_mapping
 from ...cluster.errors import ConfigError, MantaError
 from ...cluster.fleet.canary import NO_EVIDENCE, ArmStats, CanaryTrial, Evidence, TrialRules, Verdict, verdict
@@ -253,19 +261,15 @@ class CanaryStore:
     """
 
     def __init__(self, application: str, deployment: str) -> None:
-        from ray.experimental import internal_kv  # not in fork servers, which import this module
-
-        self._kv, self._place = internal_kv, f"drafters/{application}/{deployment}/"
+        self._place = f"drafters/{application}/{deployment}/"
 
     def wish(self) -> dict[str, Any] | None:  # Any: a user_config
         """Return the replacement for a `user_config` that Serve was not given, if one is stored."""
-        found = self._kv._internal_kv_get(self._key("wish"), namespace=NAMESPACE)
+        found = _internal_kv_get(self._key("wish"), namespace=NAMESPACE)
         return None if found is None else json.loads(found)
 
     def set_wish(self, user_config: dict[str, Any]) -> None:  # Any: as above
-        self._kv._internal_kv_put(
-            self._key("wish"), json.dumps(user_config), overwrite=True, namespace=NAMESPACE
-        )
+        _internal_kv_put(self._key("wish"), json.dumps(user_config), overwrite=True, namespace=NAMESPACE)
 
     def began_s(self, trial: str, now_s: float) -> float:
         """Return the Unix time of the first call for this trial by any replica."""
@@ -273,20 +277,18 @@ class CanaryStore:
 
     def tell(self, trial: str, replica: str, report: ReplicaReport) -> None:
         text = json.dumps(asdict(report))
-        self._kv._internal_kv_put(
-            self._key(f"{trial}/of/{replica}"), text, overwrite=True, namespace=NAMESPACE
-        )
+        _internal_kv_put(self._key(f"{trial}/of/{replica}"), text, overwrite=True, namespace=NAMESPACE)
 
     def told(self, trial: str) -> dict[str, ReplicaReport]:
         """Return the reports by replica, including replicas that are gone, since their evidence counts."""
         prefix = self._key(f"{trial}/of/")
-        keys = self._kv._internal_kv_list(prefix, namespace=NAMESPACE)
-        client = self._kv.internal_kv_get_gcs_client()
+        keys = _internal_kv_list(prefix, namespace=NAMESPACE)
+        client = internal_kv_get_gcs_client()
         found = client.internal_kv_multi_get(keys, NAMESPACE) if keys and client is not None else {}
         return {key[len(prefix) :].decode(): _report(json.loads(text)) for key, text in found.items()}
 
     def verdict(self, trial: str) -> Verdict | None:
-        found = self._kv._internal_kv_get(self._key(f"{trial}/verdict"), namespace=NAMESPACE)
+        found = _internal_kv_get(self._key(f"{trial}/verdict"), namespace=NAMESPACE)
         return None if found is None else _verdict(found.decode())
 
     def settle(self, trial: str, verdict: Verdict) -> Verdict:
@@ -294,12 +296,12 @@ class CanaryStore:
         return _verdict(self._settle(f"{trial}/verdict", verdict))
 
     def clear(self) -> None:
-        self._kv._internal_kv_del(self._key(""), del_by_prefix=True, namespace=NAMESPACE)
+        _internal_kv_del(self._key(""), del_by_prefix=True, namespace=NAMESPACE)
 
     def _settle(self, name: str, value: str) -> str:
         key = self._key(name)
-        self._kv._internal_kv_put(key, value, overwrite=False, namespace=NAMESPACE)
-        found = self._kv._internal_kv_get(key, namespace=NAMESPACE)
+        _internal_kv_put(key, value, overwrite=False, namespace=NAMESPACE)
+        found = _internal_kv_get(key, namespace=NAMESPACE)
         assert found is not None, "another replica wrote it"
         return found.decode()
 
