@@ -26,7 +26,7 @@ from ...cluster.fleet.canary import CanaryTrial, Verdict
 from ...cluster.metrics.bounded_labels import UsageAccount
 from ...cluster.records.request_timeline import RequestTimeline
 from ...cluster.request.request import FinishReason, Request, SamplingParams
-from ...cluster.scheduler.usage_meter import Usage
+from ...cluster.scheduler.scheduler_stats import Usage
 from ...cluster.step.executor import Executor, ExecutorInfo
 from ..structured_outputs.grammar_frontend import GrammarFrontend, HoldsGrammars
 from ..tokenization.async_prompt_encoder import AsyncPromptEncoder

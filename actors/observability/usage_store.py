@@ -28,7 +28,7 @@ from ...cluster.config import EngineConfig
 from ...cluster.engine.usage_report import DeviceKind, ReceiptSubject, UsageTotals, receipt_json
 from ...cluster.errors import RequestError, shown
 from ...cluster.metrics.bounded_labels import ANY, BoundedLabels, UsageAccount
-from ...cluster.scheduler.usage_meter import Usage
+from ...cluster.scheduler.scheduler_stats import Usage
 from ..engine.async_engine import AsyncEngine
 from ..engine.tenant import Tenant
 from ..system.atomic_files import PRIVATE_FILE, check_writable, open_own, write_whole

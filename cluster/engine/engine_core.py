@@ -18,7 +18,7 @@ from ..metrics.histogram import NO_COUNTS, HistogramCounts
 from ..records.request_timeline import RequestTimeline
 from ..request.request import FinishReason, Request
 from ..scheduler.scheduler import Scheduler
-from ..scheduler.usage_meter import Usage
+from ..scheduler.scheduler_stats import Usage
 from ..speculation.acceptance_model import AcceptanceModel
 from ..speculation.step_cost_model import StepCostModel
 from ..step.executor import Executor
@@ -127,7 +127,7 @@ class EngineCore:
         clock: Callable[[], float] = time.monotonic,
         watch: StepWatch | None = None,
     ) -> None:
-        self._executor = executor
+        self._executor, self._max_in_flight = executor, executor.info.max_in_flight
         self._watch = watch or StepWatch()
         self._drafter_generation = 0
         self._scheduler = Scheduler(SchedulerConfig.derive(config, executor.info))
@@ -192,26 +192,9 @@ class EngineCore:
 
         Returns an empty list if there is nothing to do or the step yielded no tokens.
         """
-        while self._scheduler.num_in_flight < self._executor.info.max_in_flight:
-            plan = self.plan()
-            if plan is None:
-                break
+        while len(self._scheduler.in_flight) < self._max_in_flight and (plan := self.plan()) is not None:
             self._submit(plan)
-        if not self._scheduler.num_in_flight:
-            return []
-        begin_s = self._clock()
-        self._watch.collecting()
-        result = self._executor.collect()
-        self._watch.collected(passed_s := self._clock() - begin_s)
-        self._seconds["execute"] += passed_s
-        return self.commit(result)
-
-    def _submit(self, plan: SchedulerOutput) -> None:
-        begin_s = self._clock()
-        self._watch.submitting(plan)
-        self._executor.submit(plan)
-        self._watch.submitted(passed_s := self._clock() - begin_s)
-        self._seconds["execute"] += passed_s
+        return self.commit(self._collect()) if self._scheduler.in_flight else []
 
     def plan(self) -> SchedulerOutput | None:
         """Plan the next step; None if nothing can be done now. Plans are committed in order."""
@@ -220,11 +203,26 @@ class EngineCore:
         if health.generation != self._drafter_generation:
             self._drafter_generation = health.generation
             self._watch.forget()
-        self._scheduler.update_drafter_health(health)
+        self._scheduler.drafter.update_health(health)
         plan = self._scheduler.schedule(begin_s)
         self._left_waiting = self._roster.num_online_waiting > 0
         self._seconds["schedule"] += self._clock() - begin_s
         return plan
+
+    def _submit(self, plan: SchedulerOutput) -> None:
+        begin_s = self._clock()
+        self._watch.submitting(plan)
+        self._executor.submit(plan)
+        self._watch.submitted(passed_s := self._clock() - begin_s)
+        self._seconds["execute"] += passed_s
+
+    def _collect(self) -> StepResult:
+        begin_s = self._clock()
+        self._watch.collecting()
+        result = self._executor.collect()
+        self._watch.collected(passed_s := self._clock() - begin_s)
+        self._seconds["execute"] += passed_s
+        return result
 
     def commit(self, result: StepResult) -> list[SequenceUpdate]:
         """Commit the result of the oldest plan in flight."""
@@ -240,7 +238,7 @@ class EngineCore:
 
     @property
     def has_unfinished(self) -> bool:
-        return bool(self._roster.running or self._roster.waiting or self._scheduler.num_in_flight)
+        return bool(self._roster.running or self._roster.waiting or self._scheduler.in_flight)
 
     def stats(self) -> EngineStats:
         scheduler, roster = self._scheduler, self._roster
@@ -316,7 +314,7 @@ class EngineCore:
 
     def spent(self) -> dict[UsageAccount, Usage]:
         """Return what steps were used for, by account; empty until a request names an account."""
-        return self._scheduler.spending.totals()
+        return self._scheduler.usage.totals()
 
     def begin_trial(self) -> None:
         """Begin a trial: the executor has a candidate drafter from the next plan on (`SwapsDrafters`)."""

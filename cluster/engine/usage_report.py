@@ -1,8 +1,8 @@
 """Usage receipts: resources used by a tenant's requests of a category on a day, and savings by speculation.
 
 Saved steps are tokens - steps, as plain decoding takes a step per token. Saved seconds only cover steps that
-were compared with measured plain decoding; None if there were none. `cluster/scheduler/usage_meter.py` counts
-what steps were used for; `actors/observability/usage_store.py` has the days and files.
+were compared with measured plain decoding; None if there were none. `cluster/scheduler/scheduler_stats.py`
+counts what steps were used for; `actors/observability/usage_store.py` has the days and files.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from typing import Any, Literal, NamedTuple, Self
 
-from ..scheduler.usage_meter import Usage
+from ..scheduler.scheduler_stats import Usage
 
 DeviceKind = Literal["GPU", "CPU"]
 

@@ -18,8 +18,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from ..request.request import FinishReason, Request
-from ..step.scheduler_output import SchedulerOutput, StepTimings
-from ..step.step_outcome import StepOutcome
+from ..step.step_outcome import CompletedStep
 from .request_timeline import COUNTS, TIMES, Reason, RequestTimeline, SlotInterval, SlotSteps, Why
 
 _MAX_CELLS = 1 << 18  # steps x slots
@@ -44,15 +43,9 @@ class StepRingBuffer:
         self._times_NT = np.zeros((self.num_steps, len(TIMES)))
         self.last = -1
 
-    def write(
-        self,
-        plan: SchedulerOutput,
-        planned_s: float,
-        outcome: StepOutcome,
-        timings: StepTimings,
-        now_s: float,
-    ) -> None:
+    def write(self, step: CompletedStep) -> None:
         """Record a committed step; requests that have left are not in its outcome."""
+        plan, outcome, timings = step.plan, step.outcome, step.result.timings
         row = plan.step % self.num_steps
         counts_CS = self._counts_NCS[row]
         counts_CS.fill(0)
@@ -62,7 +55,8 @@ class StepRingBuffer:
             *(outcome.num_accepted, outcome.num_out),
         )
         self._times_NT[row] = (
-            *(planned_s, now_s, timings.draft_s, timings.verify_s, timings.sample_s, timings.inject_s),
+            *(step.planned_s, step.ended_s),
+            *(timings.draft_s, timings.verify_s, timings.sample_s, timings.inject_s),
             *(plan.num_requests, plan.num_batched_tokens),
         )
         self.last = plan.step
@@ -81,23 +75,23 @@ class QueueWaits:
 
     def __init__(self) -> None:
         self._totals: dict[Reason, float] = {}
-        self._reason: Reason | None = None
+        self.reason: Reason | None = None
         self._since_s = 0.0
 
     def hold(self, reason: Reason, now_s: float) -> None:
         """Record that the head does not enter the plan that is being made."""
-        self._reason, self._since_s = reason, now_s
+        self.reason, self._since_s = reason, now_s
 
     def settle(self, now_s: float) -> None:
         """Add up the time since the last plan."""
-        if self._reason is not None:
-            self._totals[self._reason] = self._totals.get(self._reason, 0.0) + now_s - self._since_s
-            self._reason = None
+        if self.reason is not None:
+            self._totals[self.reason] = self._totals.get(self.reason, 0.0) + now_s - self._since_s
+            self.reason = None
 
     def until(self, now_s: float) -> Mapping[Reason, float]:
         totals = dict(self._totals)
-        if self._reason is not None:
-            totals[self._reason] = totals.get(self._reason, 0.0) + max(now_s - self._since_s, 0.0)
+        if self.reason is not None:
+            totals[self.reason] = totals.get(self.reason, 0.0) + max(now_s - self._since_s, 0.0)
         return totals
 
 
@@ -183,7 +177,8 @@ class FlightRecorder:
         """Record that a plan is being made."""
         self._step, self._now_s = step, now_s
         for waits in self._waits.values():
-            waits.settle(now_s)
+            if waits.reason is not None:
+                waits.settle(now_s)
 
     def held(self, reason: Reason, *, background: bool) -> None:
         """Record why the first waiting request does not enter the plan."""
@@ -201,17 +196,10 @@ class FlightRecorder:
         }
         life.stays.append(_Stay(slot, self._step, self._now_s, num_cached, waited))
 
-    def stepped(
-        self,
-        plan: SchedulerOutput,
-        planned_s: float,
-        outcome: StepOutcome,
-        timings: StepTimings,
-        now_s: float,
-    ) -> None:
+    def observe(self, step: CompletedStep) -> None:
         """Record a committed step, before its ended requests are reported."""
-        self._now_s = now_s
-        self._ring.write(plan, planned_s, outcome, timings, now_s)
+        self._now_s = step.ended_s
+        self._ring.write(step)
 
     def lost_slot(self, request_id: str, why: Why) -> None:
         """Record that a request goes back from running to waiting."""

@@ -25,7 +25,7 @@ from ..step.limits import SchedulerConfig
 from ..step.scheduler_output import AdmittedRequest, IntArray
 from ..step.sequence import WAITING, Sequence, SlotTable
 from ..step.step_outcome import SequenceUpdate
-from .scheduler_stats import Counters
+from .scheduler_stats import Counters, UsageMeter
 
 _by_rank = attrgetter("rank")
 
@@ -51,6 +51,7 @@ class RequestQueues:
         self.books = KVCacheManager(config)
         self.table = SlotTable(config.num_slots, config.max_model_len, config.vocab_size)
         self.counters = Counters(config.num_speculative_tokens)
+        self.usage = UsageMeter(config.num_slots)
         self.running: list[Sequence] = []
         self.waiting: list[Sequence] = []
         self._sequences: dict[str, Sequence] = {}
@@ -142,12 +143,15 @@ class RequestQueues:
         slot = table.enter(sequence, num_cached, max_drafts)
         state = self.books.enter(slot, hit, sequence)
         self._journal.entered(sequence.request.request_id, slot, num_cached)
+        self.usage.enter(slot, sequence.request.account)
         insort(self.running, sequence, key=_by_rank)
         if sequence.num_cached_tokens is None:
             num_prompt_tokens = len(sequence.request.prompt_token_ids)
             sequence.num_cached_tokens = min(num_cached, num_prompt_tokens)
             sequence.queue_s = now_s - sequence.request.arrival_s
-            self.counters.count_first_entry(num_prompt_tokens, sequence.num_cached_tokens)
+            self.counters.prompt_tokens += num_prompt_tokens
+            self.counters.prefix_cache_queries += num_prompt_tokens
+            self.counters.prefix_cache_hits += sequence.num_cached_tokens
         request, tokens = sequence.request, table.known_tokens(slot)
         return AdmittedRequest(
             slot, request.request_id, tokens, sequence.sampling, state, on_trial=request.on_trial

@@ -27,49 +27,47 @@ import numpy as np
 
 from ..records.flight_recorder import FlightRecorder
 from ..records.request_timeline import Reason
-from ..request.request import Request
 from ..speculation.step_cost_model import StepLoad
-from ..step.executor import DrafterHealth
 from ..step.limits import SchedulerConfig
 from ..step.scheduler_output import AdmittedRequest, IntArray, SchedulerOutput, StepResult
 from ..step.sequence import Sequence
-from ..step.step_outcome import SequenceUpdate, StepOutcome, make_updates, read_result
+from ..step.step_outcome import CompletedStep, SequenceUpdate, make_updates, read_result
 from .background_budget import NOTHING, BackgroundWork
 from .drafter_context import DrafterContext
 from .request_queues import RequestQueues
 from .scheduler_stats import Counters
 from .step_controller import ScheduledStep, StepController
-from .token_budget import share, within
-from .usage_meter import UsageMeter
 
 
 class Scheduler:
-    """Plans and commits the steps of one engine. Its `EngineCore` has validated the requests."""
+    """Plans and commits the steps of one engine. Its `EngineCore` has validated the requests.
+
+    Attributes:
+        journal, counters, usage: observers, which get every completed step (`CompletedStep`).
+        controller: chooses drafts; others only read it.
+        drafter: the state of the drafter and of its context.
+        in_flight: plans that are not committed yet, oldest first.
+    """
 
     def __init__(self, config: SchedulerConfig) -> None:
         self.config = config
         self.journal = FlightRecorder(config.num_slots)
         self.roster = RequestQueues(config, self._forget_slot, self.journal)
         self.books, self.table = self.roster.books, self.roster.table
-        self.counters = self.roster.counters
-        self._controller = StepController(config)
-        self.spending = UsageMeter(config.num_slots)
-        self.drafter = DrafterContext(config, self.roster, self._controller)
+        self.counters, self.usage = self.roster.counters, self.roster.usage
+        self.controller = StepController(config)
+        self.drafter = DrafterContext(config, self.roster, self.controller)
         self._num_steps = 0
         self._online_s = -math.inf  # when the last step with online requests was planned
-        self._in_flight: deque[ScheduledStep] = deque()
+        self.in_flight: deque[ScheduledStep] = deque()
         # whether the plan being made is for one of two alternating halves of the requests
         self._halved = False
         self._admitted: list[AdmittedRequest] = []  # of the plan being made
 
-    def update_drafter_health(self, health: DrafterHealth) -> None:
-        """Update the state of the executor's drafter; called before every plan."""
-        self.drafter.update_health(health)
-
     def end_warm_up(self) -> None:
         """Forget the requests so far, except for the step times."""
         self.roster.counters = self.counters = Counters(self.config.num_speculative_tokens)
-        self._controller.forget(costs=False)
+        self.controller.forget(costs=False)
 
     # Planning.
 
@@ -94,37 +92,26 @@ class Scheduler:
             slots_R, rows_R = np.append(slots_R, slots_B), np.append(rows_R, rows_B)
         if len(slots_R) == 0:
             return None
-        slots_N, admitted = self._admitted_requests()
-        self._controller.admit(slots_N, admitted)
-        self.spending.enter(slots_N, [request.account for request in admitted])
+        if self._admitted:
+            slots = [admitted.slot for admitted in self._admitted]
+            requests = [self.table.sequences[slot].request for slot in slots]
+            self.controller.admit(np.array(slots, np.int32), requests)
         plan = self._make_plan(slots_R, rows_R.astype(np.int32))
         self.table.depart(plan)
-        num_running = self.roster.num_online_running or len(self.roster.running)
-        context = self._context(slots_R)
-        step = self._controller.on_scheduled(
+        step = self.controller.on_scheduled(
             plan,
-            context,
+            self._context(slots_R),
             now_s,
             num_online,
-            num_running,
+            self.roster.num_online_running or len(self.roster.running),
             is_half=self._halved,
             drafter_ready=self.drafter.health.ready,
         )
-        self._in_flight.append(step)
+        self.in_flight.append(step)
         self.drafter.scheduled(plan, is_trial=step.choice.is_trial)
-        self.spending.depart(plan)
+        self.usage.depart(plan)
         self._num_steps += 1
         return step.plan
-
-    @property
-    def controller(self) -> StepController:
-        """The step controller, for reading only."""
-        return self._controller
-
-    @property
-    def num_in_flight(self) -> int:
-        """Number of plans that are not committed yet."""
-        return len(self._in_flight)
 
     def _prepare_halves(self) -> bool:
         """Decide between half of the requests and all for the next plan; return whether it may be made now.
@@ -132,8 +119,8 @@ class Scheduler:
         With halves, two plans without a common request may be in flight, else only one.
         """
         num_running = self.roster.num_online_running or len(self.roster.running)
-        self._halved = self.drafter.health.ready and self._controller.uses_halves(num_running)
-        return len(self._in_flight) < (2 if self._halved else 1)
+        self._halved = self.drafter.health.ready and self.controller.uses_halves(num_running)
+        return len(self.in_flight) < (2 if self._halved else 1)
 
     def _plan_online(self, now_s: float) -> tuple[IntArray, IntArray]:
         """Return slots and rows of all requests that are not background work.
@@ -149,7 +136,7 @@ class Scheduler:
             drafts_R = self._drafts(slots_R, known_R, limits_R, now_s)
             wanted_R, num_prompts = self._wanted_rows(slots_R, known_R, drafts_R), int((known_R > 1).sum())
             if num_prompts < len(slots_R) and (num_prompts or self.roster.waiting):
-                prompt_budget = self._controller.prefill_rows()
+                prompt_budget = self.controller.prefill_rows()
             if num_prompts and prompt_budget < budget:
                 wanted_R = within(BackgroundWork(len(slots_R), prompt_budget), wanted_R, known_R)
                 included = np.flatnonzero(wanted_R)
@@ -161,6 +148,8 @@ class Scheduler:
             slots_R, rows_R = slots_R[:num_kept], rows_R[:num_kept]
             prompt_budget -= int(rows_R[known_R[:num_kept] > 1].sum())
         budget = min(budget - int(rows_R.sum()), prompt_budget)
+        if not self.roster.waiting:
+            return slots_R, rows_R
         return self._admit_waiting(slots_R, rows_R, budget, now_s, background=False)
 
     def _plan_background(
@@ -179,7 +168,7 @@ class Scheduler:
         num_decoding, budget = int((known_R == 1).sum()), self.config.max_rows - int(online_rows_R.sum())
         limits_R = self._limits(slots_R, num_tokens_R)
         if not decode:
-            portion = self._controller.background_alone(num_decoding, now_s - self._online_s)
+            portion = self.controller.background_alone(num_decoding, now_s - self._online_s)
             fits_R = (known_R != 1) | (np.cumsum(known_R == 1) <= portion.num_decoding)
             chosen = np.flatnonzero(fits_R)
             drafts_R = np.zeros_like(known_R)
@@ -190,7 +179,7 @@ class Scheduler:
             length = int(online_rows_R.max()) - 1
             drafts_R, portion = (
                 np.minimum(limits_R, length),
-                self._controller.background_beside((num_online, length), num_decoding),
+                self.controller.background_beside((num_online, length), num_decoding),
             )
             if portion == NOTHING:
                 return online_R[:0], online_R[:0]
@@ -244,7 +233,7 @@ class Scheduler:
             )
         load = StepLoad(len(decoding), min(prompt_rows, self.config.max_rows), self._context(slots_R))
         self.drafter.note_limits(decoding_requests[1])
-        chosen_R = self._controller.choose_drafts(
+        chosen_R = self.controller.choose_drafts(
             *decoding_requests, load, now_s, background=background, is_half=self._halved
         )
         if self.drafter.can_draft:
@@ -253,10 +242,6 @@ class Scheduler:
 
     def _context(self, slots_R: IntArray) -> float:
         return float(self.table.num_computed_S[slots_R].sum())
-
-    def _admitted_requests(self) -> tuple[IntArray, list[Request]]:
-        slots = [admitted.slot for admitted in self._admitted]
-        return np.array(slots, np.int32), [self.table.sequences[slot].request for slot in slots]
 
     def _wanted_rows(self, slots_R: IntArray, known_R: IntArray, drafts_R: IntArray) -> IntArray:
         """Return the rows that each sequence can use."""
@@ -269,13 +254,20 @@ class Scheduler:
     def _cover_rows(self, slots_R: IntArray, first_R: IntArray, rows_R: IntArray) -> int:
         """Allocate the pages of all rows, from position `first_R` on, in rank order; return how many
         sequences remain.
+        """
+        self.books.give_back(slots_R, self.table.least_computed(slots_R))
+        if self.books.grow(slots_R, first_R + rows_R):
+            return len(slots_R)
+        return self._cover_some_rows(slots_R, first_R, rows_R)
 
-        If any pool has too few pages, lower-ranked background work is preempted first. Then rows are cut (in
-        place), so that drafts are dropped first; to keep a first row, lower-ranked sequences are preempted. A
-        prompt can only lack pages in groups with a window, because those are freed as it passes.
+    def _cover_some_rows(self, slots_R: IntArray, first_R: IntArray, rows_R: IntArray) -> int:
+        """Cover the rows if any pool has too few pages.
+
+        Lower-ranked background work is preempted first. Then rows are cut (in place), so that drafts are
+        dropped first; to keep a first row, lower-ranked sequences are preempted. A prompt can only lack pages
+        in groups with a window, because those are freed as it passes.
         """
         books = self.books
-        books.give_back(slots_R, self.table.least_computed(slots_R))
         while not books.grow(slots_R, first_R + rows_R):
             last = self.roster.running[-1]
             if not last.request.background or last.slot == slots_R[-1]:
@@ -303,8 +295,6 @@ class Scheduler:
     ) -> tuple[IntArray, IntArray]:
         """Admit waiting sequences, strictly by rank, while there are slots, rows and pages."""
         roster, num_before, rows = self.roster, len(self._admitted), list[int]()
-        if not roster.waiting:
-            return slots_R, rows_R
         held: Reason | None = None
         while roster.waiting and roster.waiting[0].request.background == background:
             sequence = roster.waiting[0]
@@ -364,46 +354,49 @@ class Scheduler:
 
         Returns updates for requests that got tokens or failed.
         """
-        assert self._in_flight, "a result without a plan"
-        step = self._in_flight.popleft()
+        assert self.in_flight, "a result without a plan"
+        step = self.in_flight.popleft()
         outcome = read_result(self.table, step.plan, step.staying_R, result)
         self.table.arrive(outcome.slots, outcome.num_known, outcome.num_planned, outcome.samples)
-        self.journal.stepped(step.plan, step.planned_s, outcome, result.timings, now_s)
-        self._take_prompt_logprobs(outcome)
-        self._append_tokens(outcome)
+        done = CompletedStep(
+            *(step.plan, result, outcome, step.staying_R, step.planned_s, now_s),
+            *(step.load.prompt_rows, step.choice.plain_s),
+        )
+        for observer in (self.journal, self.counters, self.usage):
+            observer.observe(done)
+        for slot, rows in outcome.prompt_logprobs.items():
+            # Their first row is at `num_computed_S`, which is updated next.
+            self.table.sequences[slot].take_prompt_logprobs(int(self.table.num_computed_S[slot]), rows)
+        self.table.append(outcome.slots, outcome.token_ids, outcome.num_out, outcome.num_computed)
         if outcome.failed.any():  # other requests must not reuse what failed requests computed
             self.books.forget(outcome.slots[outcome.failed].tolist())
         self.books.remember_full_pages(self.table, outcome.slots)
         if self.books.states is not None:
             self.books.states.settle(step.plan, outcome, self.table)
-        self.counters.count_rows(step.plan, result)
-        self.counters.count_step(outcome.num_out, outcome.num_drafts, outcome.num_accepted)
-        self.counters.count_experts(result.expert_reads)
-        self.counters.count_drafter(result.drafter_use)
         self.drafter.completed(step.plan, result.timings)
-        self._controller.on_completed(step, outcome, result, now_s, has_background=self.roster.has_background)
-        self.spending.learn(step, outcome, result, now_s)
+        self.controller.on_completed(step, outcome, result, now_s, has_background=self.roster.has_background)
         updates = make_updates(self.table, outcome)
         self.roster.dismiss(updates)
         return updates
 
-    def _take_prompt_logprobs(self, outcome: StepOutcome) -> None:
-        """Store prompt log probabilities, before `num_computed_S`, where their rows begin, is updated."""
-        for slot, rows in outcome.prompt_logprobs.items():
-            first = int(self.table.num_computed_S[slot])
-            self.table.sequences[slot].take_prompt_logprobs(first, rows)
-
-    def _append_tokens(self, outcome: StepOutcome) -> None:
-        table, slots_R, token_ids_RW = self.table, outcome.slots, outcome.token_ids
-        columns_W = np.arange(token_ids_RW.shape[1], dtype=np.int32)
-        rows, columns = np.nonzero(columns_W < outcome.num_out[:, None])
-        places = table.num_tokens_S[slots_R[rows]] + columns
-        table.token_ids_SL[slots_R[rows], places] = token_ids_RW[rows, columns]
-        table.num_tokens_S[slots_R] += outcome.num_out
-        table.num_computed_S[slots_R] = outcome.num_computed
-
     def _forget_slot(self, slot: int) -> None:
         """Drop the results in flight of a slot before its sequence leaves."""
-        for step in self._in_flight:
+        for step in self.in_flight:
             step.staying_R[step.plan.slots == slot] = False
         self.drafter.refill.leave(slot)
+
+
+def share(wanted_R: IntArray, budget: int) -> IntArray:
+    """Return one row for each sequence, plus the rest of the budget in rank order, as wanted."""
+    extra_R = wanted_R - 1
+    used_R = np.cumsum(extra_R) - extra_R
+    return 1 + np.minimum(extra_R, np.maximum(budget - len(wanted_R) - used_R, 0))
+
+
+def within(portion: BackgroundWork, wanted_R: IntArray, known_R: IntArray) -> IntArray:
+    """Return the wanted rows that fit the portion, in rank order; 0 for sequences once it is used up."""
+    decodes_R = known_R == 1
+    prompt_R = np.where(decodes_R, 0, wanted_R)
+    remaining_R = np.maximum(portion.prompt_rows - (np.cumsum(prompt_R) - prompt_R), 0)
+    fits_R = np.cumsum(decodes_R) <= portion.num_decoding
+    return np.where(decodes_R, np.where(fits_R, wanted_R, 0), np.minimum(prompt_R, remaining_R))

@@ -189,6 +189,17 @@ class SlotTable:
         # A single assignment, as each costs a microsecond or two.
         self._ahead_3S[:, slots_R] += sign * np.array((known_R, samples_R, drafts_R), dtype=np.int32)
 
+    def append(
+        self, slots_R: IntArray, token_ids_RW: IntArray, num_out_R: IntArray, num_computed_R: IntArray
+    ) -> None:
+        """Append each sequence's first `num_out_R` tokens; K/V of `num_computed_R` tokens exist now."""
+        columns_W = np.arange(token_ids_RW.shape[1], dtype=np.int32)
+        rows, columns = np.nonzero(columns_W < num_out_R[:, None])
+        places = self.num_tokens_S[slots_R[rows]] + columns
+        self.token_ids_SL[slots_R[rows], places] = token_ids_RW[rows, columns]
+        self.num_tokens_S[slots_R] += num_out_R
+        self.num_computed_S[slots_R] = num_computed_R
+
     def known_tokens(self, slot: int) -> IntArray:
         """Return a copy of all tokens of a running sequence."""
         return self.token_ids_SL[slot, : self.num_tokens_S[slot]].copy()

@@ -85,6 +85,28 @@ class StepOutcome:
     prompt_logprobs: Mapping[int, RowLogprobs]
 
 
+class CompletedStep(NamedTuple):
+    """A committed step: the one record that every observer of the scheduler gets.
+
+    Attributes:
+        plan, result: what was planned, and what the executor returned.
+        outcome: the result for the requests that have not left.
+        staying_R: mask of these in the plan.
+        planned_s, ended_s: when it was planned and committed.
+        prompt_rows: rows of prompts.
+        plain_s: expected seconds of a step without drafts; 0 while unknown.
+    """
+
+    plan: SchedulerOutput
+    result: StepResult
+    outcome: StepOutcome
+    staying_R: BoolArray
+    planned_s: float
+    ended_s: float
+    prompt_rows: int
+    plain_s: float
+
+
 def read_result(
     table: SlotTable, plan: SchedulerOutput, staying_R: BoolArray, result: StepResult
 ) -> StepOutcome:

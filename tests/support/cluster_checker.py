@@ -277,12 +277,12 @@ def vary_background(engine: EngineCore, seed: int) -> None:
 def vary_halves(engine: EngineCore, seed: int) -> None:
     """Changes between both modes randomly, whatever it learns of costs."""
     random = np.random.default_rng(seed)
-    engine._scheduler._controller.uses_halves = lambda num_requests: bool(random.random() < 0.7)
+    engine._scheduler.controller.uses_halves = lambda num_requests: bool(random.random() < 0.7)
 
 
 def vary_prefill(engine: EngineCore, seed: int) -> None:
     """Bounds the rows of prompts in steps with decoding requests by random numbers."""
-    random, controller = np.random.default_rng(seed), engine._scheduler._controller
+    random, controller = np.random.default_rng(seed), engine._scheduler.controller
     if engine._scheduler.config.enable_chunked_prefill:
         controller.prefill_rows = lambda: int(
             random.integers(1, engine._scheduler.config.max_rows, endpoint=True)

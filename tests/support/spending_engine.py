@@ -11,7 +11,7 @@ from typing import Any
 from manta.actors.observability.usage_store import ReceiptKeeper
 from manta.cluster.config import EngineConfig
 from manta.cluster.metrics.bounded_labels import UsageAccount
-from manta.cluster.scheduler.usage_meter import Usage
+from manta.cluster.scheduler.scheduler_stats import Usage
 
 NOON = 1_769_860_800.0  # 2026-01-31 12:00 UTC
 ACME = UsageAccount("acme", "code")

@@ -97,7 +97,7 @@ MUTATIONS = (
     ),
     Mutation(
         "gives drafts to the first request before every request has a row",
-        "cluster/scheduler/token_budget.py",
+        "cluster/scheduler/scheduler.py",
         "np.maximum(budget - len(wanted_R) - used_R, 0)",
         "np.maximum(budget - 1 - used_R, 0)",
         _SCHEDULER,

@@ -22,7 +22,7 @@ from manta.cluster.config import EngineConfig
 from manta.cluster.engine.engine_core import EngineCore
 from manta.cluster.errors import ConfigError, RequestError
 from manta.cluster.metrics.bounded_labels import NONE, OTHER, UsageAccount
-from manta.cluster.scheduler.usage_meter import Usage
+from manta.cluster.scheduler.scheduler_stats import Usage
 from manta.cluster.simulation.simulated_executor import LinearCost, SimulatedExecutor, VirtualClock
 from manta.jobs.cli import app
 from paths import SUPPORT

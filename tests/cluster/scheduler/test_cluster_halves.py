@@ -51,7 +51,7 @@ def serve(
     """
     engine, clock = open_simulated(cost, adaptive=adaptive)
     if way is not None:
-        engine._scheduler._controller.uses_halves = way
+        engine._scheduler.controller.uses_halves = way
     for i in range(8):
         fields = {"seed": i, "max_tokens": 1000, "ignore_eos": True, "background": background}
         engine.add_request(make_request(f"r{i}", (2 + i,), **fields))
@@ -131,7 +131,7 @@ def alternating_engine(num_requests: int, **changes: object) -> EngineCore:
     """A checked engine that always alternates."""
     info = make_info(**{"max_model_len": 256, "num_pages": (512,), **changes}, halves=True, max_in_flight=2)
     engine = open_engine(info)
-    engine._scheduler._controller.uses_halves = lambda num_requests: num_requests > 1
+    engine._scheduler.controller.uses_halves = lambda num_requests: num_requests > 1
     for i in range(num_requests):
         add(engine, request(i))
     return engine
@@ -151,7 +151,7 @@ def test_halves_are_disjoint_and_stay_balanced() -> None:
                 add(engine, request(i))
         outputs.take(engine)
         if step > 30 and step % 5 == 0:
-            sizes = [flight.plan.num_requests for flight in engine._scheduler._in_flight]
+            sizes = [flight.plan.num_requests for flight in engine._scheduler.in_flight]
             assert sizes and max(sizes) <= 4, "half of 8"
     while engine.has_unfinished:
         outputs.take(engine)
