@@ -101,13 +101,13 @@ class DFlashDrafter:
 
     def context_features(self, taps_NmH: Tensor) -> Tensor:
         """Return C [N, H], from which context K/V are projected."""
-        assert taps_NmH.shape[1] == self.config.num_taps, "taps must match target_layer_ids"
+        assert taps_NmH.shape[1] == len(self.config.target_layer_ids), "taps must match target_layer_ids"
         return self._features(taps_NmH)
 
     def write_context(self, c_NH: Tensor, rows: PlacedRows, cache: PagedKVCache) -> None:
         """Write context K/V of all layers at these rows; rows with the cache's `skip_slot` are dropped."""
-        for project in self._context:
-            project(c_NH, self._rope, rows, cache)
+        for layers in self._context:
+            layers.write(layers.kv(c_NH), self._rope, rows, cache, layers.first)
 
     def embed_block(self, token_ids_N: Tensor) -> Tensor:
         """Return the block's input embeddings [N, H]; all rows but the anchors hold the mask token."""
@@ -157,7 +157,8 @@ class DFlashDrafter:
         return self._scaled(z_XU), first_id
 
     def _scaled(self, z_XV: Tensor) -> Tensor:
-        return scaled_logits(z_XV, self.config.output_multiplier, self.config.logit_softcap)
+        multiplier, cap = self.config.output_multiplier, self.config.logit_softcap
+        return z_XV if multiplier == 1.0 and cap is None else scaled_logits(z_XV, multiplier, cap)
 
 
 class ContextFeatures:

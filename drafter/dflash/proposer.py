@@ -1,7 +1,7 @@
 """Proposes DFlash drafts before the target's pass and writes context after it.
 
 Drafts are sampled as the target samples: same filters, same noise at the same position, on the drafter's
-logits; with a DFlash2 selector along a path (`step/sampling/selector.py`). Each draft has a margin
+logits; with a DFlash2 selector along a path (`step/sampling/sampler.py`). Each draft has a margin
 (`step/inputs/proposals.py`). Used by target ranks (colocated) and by a drafter in its own process.
 
 Legend: N target rows, X mask rows, R requests of the step, K most drafts, m taps, H hidden, E rank.
@@ -16,8 +16,7 @@ from ..compute.memory.kv_cache import PagedKVCache
 from ..step.inputs.proposals import Proposals
 from ..step.inputs.row_layout import StepRows
 from ..step.request_states import RequestStates
-from ..step.sampling.sampler import sample_with_margins
-from ..step.sampling.selector import select_paths
+from ..step.sampling.sampler import sample_with_margins, select_paths
 from ..step.sampling.step_ops import DEFINITION, StepOperators
 from .model import DFlashDrafter
 

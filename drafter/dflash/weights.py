@@ -22,14 +22,12 @@ from ..compute.backend import (
     Convolution,
     ConvolvedBlock,
     DenseMLP,
-    PlacedRows,
     Projection,
 )
 from ..compute.layers.linear import RMSNorm
 from ..compute.layers.rope import RopeConfig, RotaryEmbedding
-from ..compute.memory.kv_cache import PagedKVCache
 from ..drafter_spec import DrafterShape, DraftLayer
-from ..step.sampling.selector_walk import SelectorCodebooks
+from ..step.sampling.selector import SelectorCodebooks
 from .config import DrafterConfig, SelectorSize
 
 SELECTOR = "candidate_selector"  # prefix of tensor names
@@ -144,7 +142,7 @@ def convolved(
 
 @dataclass(frozen=True, slots=True)
 class Selector:
-    """Projection and codebooks that score a row's candidates (`step/sampling/selector_walk.py`)."""
+    """Projection and codebooks that score a row's candidates (`step/sampling/selector.py`)."""
 
     gates: Projection
     codebooks: SelectorCodebooks
@@ -157,9 +155,15 @@ def make_selector(weights: Mapping[str, Tensor], size: SelectorSize, backend: Ba
 
 
 class ContextProjection:
-    """Projects C to K and V of a page group's layers in one GEMM, then norms, rotates and writes them."""
+    """The parts that `DFlashDrafter.write_context` needs for one page group's layers.
 
-    __slots__ = ("_first", "_kv", "_write")
+    Attributes:
+        kv: projects C to K and V of these layers in one GEMM.
+        write: norms, rotates and writes them.
+        first: the first of these layers.
+    """
+
+    __slots__ = ("first", "kv", "write")
 
     def __init__(
         self,
@@ -169,10 +173,6 @@ class ContextProjection:
         layers: Sequence[int],
         backend: Backend,
     ) -> None:
-        self._kv = kv
+        self.kv, self.first = kv, layers[0]
         norms_LD = torch.stack([weights[f"layers.{i}.self_attn.k_norm.weight"] for i in layers])
-        self._write = backend.context_writer(norms_LD, config.rms_norm_eps, config.num_kv_heads)
-        self._first = layers[0]
-
-    def __call__(self, c_NH: Tensor, rope: RotaryEmbedding, rows: PlacedRows, cache: PagedKVCache) -> None:
-        self._write(self._kv(c_NH), rope, rows, cache, self._first)
+        self.write = backend.context_writer(norms_LD, config.rms_norm_eps, config.num_kv_heads)

@@ -90,6 +90,7 @@ class RequestStates:
         self._asked = AskedSlots(num_slots)
         self._num_computed = np.zeros(num_slots, dtype=np.int64)
         self.grammars = grammars
+        self._grammar_slots: set[int] = set()
         self._recurrent = recurrent
         self._walks: StepWalks | None = None  # of the current step:
         self._now: StepRequests | None = None
@@ -120,6 +121,7 @@ class RequestStates:
         self._asked.admit(slot, sampling)
         if self.grammars is not None:
             self.grammars.admit(slot, sampling.grammar)
+            (self._grammar_slots.discard if sampling.grammar is None else self._grammar_slots.add)(slot)
 
     def lay_out_rows(self, plan: SchedulerOutput) -> StepRows:
         """Return the target's rows; drafts must have been placed."""
@@ -190,11 +192,15 @@ class RequestStates:
 
     def asked_rows(self, plan: SchedulerOutput) -> AskedRows | None:
         """Return the sampled rows that want log probabilities."""
+        if not self._asked.in_use:
+            return None
         r = self._requests(plan)
         return self._asked.chosen(r.slots_R, np.cumsum(r.counts_R) - r.counts_R, r.counts_R)
 
     def asked_prompt_rows(self, plan: SchedulerOutput) -> AskedRows | None:
         """Return the prompt rows that want log probabilities."""
+        if not self._asked.in_use:
+            return None
         r = self._requests(plan)
         return self._asked.prompts(r.slots_R, r.first_R, r.num_rows_R)
 
@@ -209,7 +215,7 @@ class RequestStates:
     def guide(self, plan: SchedulerOutput, proposals: Proposals) -> Proposals:
         """Return the drafts as edited by grammars; also prepares the masks of the rows laid out next."""
         self._walks = None
-        if self.grammars is None or not self.grammars.holds(plan.slots):
+        if self.grammars is None or not self._grammar_slots or not self.grammars.holds(plan.slots):
             return proposals
         r, guided_RK = self._requests(plan), proposals.drafts_RK.cpu().numpy().copy()
         margins_RK = None if proposals.margins_RK is None else proposals.margins_RK.cpu().numpy().copy()
@@ -309,7 +315,7 @@ class RequestStates:
     def _sampling(self, slots_X: Ints, positions_X: Ints, num_before_X: Ints) -> SamplingMetadata:
         temperature_X = self._temperature[slots_X]
         forbidden = self._forbidden(slots_X, positions_X)
-        ruled = self._rules.rows(self.token_ids, slots_X, num_before_X)
+        ruled = self._rules.rows(self.token_ids, slots_X, num_before_X) if self._rules.slots else ()
         if not temperature_X.any():
             return SamplingMetadata.greedy(len(slots_X), forbidden, self.device, ruled)
         return SamplingMetadata.build(

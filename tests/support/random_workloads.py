@@ -69,10 +69,10 @@ def step(engine: EngineCore, outputs: Outputs, leaving: dict[str, Arrival], abor
 
     leave(in_flight=False)
     scheduler, executor = engine._scheduler, engine._executor
-    while scheduler.num_in_flight < executor.info.max_in_flight and (plan := engine.plan()) is not None:
+    while len(scheduler.in_flight) < executor.info.max_in_flight and (plan := engine.plan()) is not None:
         engine.check_invariants()
         executor.submit(plan)
-    if not scheduler.num_in_flight:
+    if not scheduler.in_flight:
         return
     leave(in_flight=True)
     for update in engine.commit(executor.collect()):

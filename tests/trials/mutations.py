@@ -252,7 +252,7 @@ MUTATIONS = (
     ),
     Mutation(
         "verifies one draft more than the trimmed number",
-        "drafter/step/sampling/draft_trimming.py",
+        "drafter/step/sampling/verification.py",
         "columns_K >= num_drafts_R.unsqueeze(1)",
         "columns_K > num_drafts_R.unsqueeze(1)",
         ("trimming", "kernels_trimming"),

@@ -14,7 +14,7 @@ from ....cluster.errors import ENDINGS, EngineDeadError, MantaError, Unprocessab
 from ...capture.collector import CapturedAnswers
 from ...engine.async_engine import RequestOptions
 from ...engine.output_processor import RequestMetrics, RequestOutput, begun_text
-from ...engine.unread_outputs import ReaderLimit, size_of
+from ...engine.output_streams import ReaderLimit, size_of
 from ...tokenization.prompts import EncodedPrompt
 from ..protocol.prompt_echo import PromptParts, without_answer
 from ..protocol.speculation_usage import acceptance

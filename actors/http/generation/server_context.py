@@ -22,7 +22,7 @@ from ...tokenization.generation_config import GenerationDefaults
 from ...tokenization.prompts import needed
 from ...tokenization.tokenizer import Tokenizer
 from ..config.settings import ServerSettings
-from ..middleware.key_limits import KeyShares
+from ..middleware.api_keys import KeyShares
 from ..protocol.protocol import GenerationRequest
 from ..protocol.unsupported_fields import check_extra_fields
 from .tracing import Tracing

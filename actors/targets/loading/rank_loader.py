@@ -35,8 +35,7 @@ from ....drafter.step.sampling.step_ops import StepOperators
 from ..model.decoder import Decoder
 from ..model.tensor_parallel import Communicator, Sharding, SingleRank, smallest
 from ..model.weights import TargetWeights, target_shapes
-from ..runners.colocated_drafter import ColocatedDrafter
-from ..runners.cpu_runner import CpuModelRunner, DraftSource
+from ..runners.cpu_runner import ColocatedDrafter, CpuModelRunner, DraftSource
 from ..runners.runner_interface import Drafter, RemoteDrafter, Runner
 from .load_plan import LoadPlan, plan_load
 from .memory_budget import (

@@ -113,7 +113,8 @@ class Decoder:
         return self._scale(logits_NU), first_id
 
     def _scale(self, logits_NV: Tensor) -> Tensor:
-        return scaled_logits(logits_NV, self.spec.logit_multiplier, self.spec.logit_cap)
+        multiplier, cap = self.spec.logit_multiplier, self.spec.logit_cap
+        return logits_NV if multiplier == 1.0 and cap is None else scaled_logits(logits_NV, multiplier, cap)
 
     def forward(
         self, token_ids_N: Tensor, rows: PlacedRows, cache: PagedKVCache

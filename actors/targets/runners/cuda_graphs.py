@@ -34,8 +34,8 @@ from torch import Tensor
 
 from ....cluster.speculation.draft_lengths import draft_lengths
 from ....cluster.step.scheduler_output import SchedulerOutput
-from ....drafter.step.gpu_triton.draft_trimming import TrimLists
 from ....drafter.step.gpu_triton.inputs.row_layout import DeviceStepRequests
+from ....drafter.step.gpu_triton.verification import TrimLists
 from .draft_pass import DraftPass
 from .step_output import StepOutput
 from .target_pass import MakeMasks, StepModels, TargetPass

@@ -25,8 +25,7 @@ from ....drafter.step.gpu_triton.inputs.row_layout import (
 )
 from ....drafter.step.gpu_triton.inputs.timestamps import stamp
 from ....drafter.step.gpu_triton.ngram_lookup import look_up
-from ....drafter.step.gpu_triton.sampling.selector_candidates import find_candidates
-from ....drafter.step.gpu_triton.sampling.selector_walk import walk_paths
+from ....drafter.step.gpu_triton.sampling.selector import find_candidates, walk_paths
 from .eagle3_chains import Eagle3Chains
 from .runner_interface import RemoteDrafter
 from .tp_sampling import TPSampler, candidates_of_ranks, choose_drafts, first_rank_s

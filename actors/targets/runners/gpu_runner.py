@@ -33,10 +33,10 @@ from ....cluster.step.scheduler_output import IntArray, SchedulerOutput, StepRes
 from ....drafter.compute.memory.kv_cache import PagedKVCache
 from ....drafter.compute.memory.recurrent_state_cache import MAX_SAVES
 from ....drafter.dflash.model import DFlashDrafter
-from ....drafter.step.gpu_triton.draft_trimming import TrimLists
 from ....drafter.step.gpu_triton.inputs.row_layout import NUM_LISTS, DeviceStepRequests, pack
 from ....drafter.step.gpu_triton.inputs.upload import Upload
 from ....drafter.step.gpu_triton.recurrent_states import num_save_values, pack_saves
+from ....drafter.step.gpu_triton.verification import TrimLists
 from ....drafter.step.sampling.logprobs import num_told
 from ..model.decoder import Decoder
 from .cuda_graphs import StepGraphs, StepKinds
@@ -200,7 +200,9 @@ class GpuStepRunner:
             for part, span_s in zip(share.parts, spans_s.tolist(), strict=True):
                 seconds[part] = seconds.get(part, 0.0) + span_s
         logprobs = (None, None) if step.logprob_rows is None else step.logprob_rows.read(values)
-        reads = self._expert_reads.of(num_reads, num_passes=len(step.shares))
+        reads = None
+        if models.target.num_routed:
+            reads = self._expert_reads.of(num_reads, num_passes=len(step.shares))
         return StepResult(
             plan.step,
             token_ids,

@@ -1,13 +1,9 @@
-"""The interface of a loaded rank, whether host or device drives its steps; and the timer of a
-step's parts.
-"""
+"""The interface of a loaded rank, whether host or device drives its steps."""
 
 from __future__ import annotations
 
-import time
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
-import torch
 from torch import Tensor
 
 from ....cluster.step.scheduler_output import ExpertReads, SchedulerOutput, StepResult
@@ -110,29 +106,3 @@ class ReadsMeter:
         if before is None or not self._model.num_routed:
             return None
         return ExpertReads((count - before) % 2**32, num_passes * self._model.num_routed)
-
-
-class Clock:
-    """Records times between marks; on a GPU with events, which are read once the results are on the host."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._on_gpu = device.type == "cuda"
-        self._times: list[float] = []
-        self._events: list[torch.cuda.Event] = []
-        self.mark()
-
-    def mark(self) -> None:
-        if not self._on_gpu:
-            self._times.append(time.perf_counter())
-            return
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        self._events.append(event)
-
-    def seconds(self) -> list[float]:
-        """Return the seconds between consecutive marks."""
-        if not self._on_gpu:
-            return [after - before for before, after in zip(self._times, self._times[1:], strict=False)]
-        self._events[-1].synchronize()
-        pairs = zip(self._events, self._events[1:], strict=False)
-        return [before.elapsed_time(after) / 1000 for before, after in pairs]

@@ -22,14 +22,13 @@ from torch import Tensor
 
 from ....drafter.compute.memory.kv_cache import PagedKVCache
 from ....drafter.dflash.model import DFlashDrafter
-from ....drafter.step.gpu_triton.draft_trimming import TrimLists, trim_drafts
 from ....drafter.step.gpu_triton.inputs.row_layout import DeviceStepRequests, DeviceStepRows, lay_out_rows
 from ....drafter.step.gpu_triton.inputs.timestamps import stamp
 from ....drafter.step.gpu_triton.recurrent_states import DeviceRecurrent
 from ....drafter.step.gpu_triton.request_states import DeviceStates
 from ....drafter.step.gpu_triton.sampling.grammar_masks import DeviceMasks
 from ....drafter.step.gpu_triton.sampling.sampler import SamplingWorkspace
-from ....drafter.step.gpu_triton.verification import accept_and_advance
+from ....drafter.step.gpu_triton.verification import TrimLists, accept_and_advance, trim_drafts
 from ..model.decoder import Decoder
 from ..model.tensor_parallel import Communicator
 from .draft_pass import DraftPass

@@ -16,7 +16,7 @@ from torch import Tensor
 from ....drafter.step.gpu_triton.request_states import DeviceStates
 from ....drafter.step.gpu_triton.sampling.grammar_masks import DeviceMasks
 from ....drafter.step.gpu_triton.sampling.sampler import SamplingWorkspace, margins_between, sample_rows
-from ....drafter.step.gpu_triton.sampling.selector_candidates import Candidates
+from ....drafter.step.gpu_triton.sampling.selector import Candidates
 from ..model.tensor_parallel import Communicator
 
 

@@ -32,8 +32,7 @@ from ....drafter.step.gpu_triton.inputs.row_layout import (
 from ....drafter.step.gpu_triton.inputs.upload import Upload
 from ....drafter.step.gpu_triton.request_states import DeviceStates
 from ....drafter.step.gpu_triton.sampling.sampler import SamplingWorkspace, margins_between, sample_rows
-from ....drafter.step.gpu_triton.sampling.selector_candidates import find_candidates
-from ....drafter.step.gpu_triton.sampling.selector_walk import walk_paths
+from ....drafter.step.gpu_triton.sampling.selector import find_candidates, walk_paths
 from ....drafter.step.gpu_triton.verification import accept_and_advance
 from ...targets.loading.load_plan import LoadPlan
 from ...targets.loading.rank_loader import device_room

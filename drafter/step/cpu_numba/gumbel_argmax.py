@@ -1,7 +1,7 @@
 """Numba version of `../sampling/gumbel_argmax.py`: argmax and margin of each row, with or without noise.
 
 PyTorch is slow at the argmax of bf16, and needs twenty operators over int64 [rows, vocabulary] to make the
-noise. With noise the result is the best two of `selector_candidates.py`. Called by `sampler.py`.
+noise. With noise the result is the best two of `selector.py`. Called by `sampler.py`.
 
 Legend: M rows, V vocabulary.
 """
@@ -19,7 +19,7 @@ from torch import Tensor
 from ...compute.cpu_numba.element_ops import LIKE, elements, float_of, pointer, size_of
 from ...compute.cpu_numba.lane_scans import top_two
 from .gumbel_noise import mixed_tokens
-from .selector_candidates import NOTHING, find_noisy
+from .selector import NOTHING, find_noisy
 
 _FLOAT, _INT, _BOOL = np.float32(0), np.int64(0), np.bool_(0)
 _INT16, _UINT16, _INT32, _UINT32 = np.int16(0), np.uint16(0), np.int32(0), np.uint32(0)

@@ -1,8 +1,8 @@
 """Numba version of `../inputs/gumbel_noise.py`: the same integers, with polynomial logarithms.
 
 The logarithms are precise to about one unit in the last place, as on a GPU
-(`step/gpu_triton/sampling/gumbel_noise.py`). Used by `gumbel_argmax.py`, `selector_candidates.py` and
-`selector_walk.py`.
+(`step/gpu_triton/sampling/gumbel_noise.py`). Used by `gumbel_argmax.py` and
+`selector.py`.
 """
 
 # Numba's functions are typed when they are compiled, not by annotations.

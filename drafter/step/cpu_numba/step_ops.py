@@ -8,28 +8,22 @@ Operators without a loop here are the definition's. Chosen at load
 from __future__ import annotations
 
 from ..sampling.step_ops import StepOperators
-from . import draft_trimming as trimming
-from . import grammar_masks as masks
-from . import gumbel_argmax as choice
-from . import row_layout as rows
-from . import selector_candidates as candidates
-from . import selector_walk as paths
-from . import verification
+from . import grammar_masks, gumbel_argmax, row_layout, selector, verification
 
 
 class LoopStepOperators(StepOperators):
     """Operators for state in host memory; logits are fp32 or bf16."""
 
-    lay_out_rows = staticmethod(rows.lay_out_rows)
-    write_tokens = staticmethod(rows.write_tokens)
-    by_request = staticmethod(rows.by_request)
-    mask_tokens = staticmethod(masks.mask_tokens)
-    argmax_margin = staticmethod(choice.argmax_margin)
-    are_numbers = staticmethod(choice.are_numbers)
-    noisy_argmax_margin = staticmethod(choice.noisy_argmax_margin)
-    candidates = staticmethod(candidates.candidates)
-    walk = staticmethod(paths.walk)
-    trim = staticmethod(trimming.trim)
+    lay_out_rows = staticmethod(row_layout.lay_out_rows)
+    write_tokens = staticmethod(row_layout.write_tokens)
+    by_request = staticmethod(row_layout.by_request)
+    mask_tokens = staticmethod(grammar_masks.mask_tokens)
+    argmax_margin = staticmethod(gumbel_argmax.argmax_margin)
+    are_numbers = staticmethod(gumbel_argmax.are_numbers)
+    noisy_argmax_margin = staticmethod(gumbel_argmax.noisy_argmax_margin)
+    candidates = staticmethod(selector.candidates)
+    walk = staticmethod(selector.walk)
+    trim = staticmethod(verification.trim)
     accept = staticmethod(verification.accept)
 
 

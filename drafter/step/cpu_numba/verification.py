@@ -1,6 +1,9 @@
-"""Numba version of `../sampling/verification.py`: accepts drafts.
+"""Numba version of `../sampling/verification.py`: accepts drafts, and counts those that are verified.
 
-Legend: X sampled rows, R requests, K most drafts, W = K + 1.
+Worths equal the definition's to a few units in the last place.
+
+Legend: X sampled rows, R requests, K most drafts of a request, W = K + 1, N rows of the target's pass, S
+drafts of all requests.
 """
 
 # Numba's functions are typed when they are compiled, not by annotations.
@@ -13,6 +16,8 @@ import torch
 from numba import carray
 from torch import Tensor
 
+from ....cluster.speculation.draft_trimming import MOST_MARGIN
+from ....cluster.step.scheduler_output import IntArray, SchedulerOutput
 from ...compute.cpu_numba.element_ops import elements, pointer
 
 _INT64 = np.int64(0)
@@ -53,3 +58,63 @@ def _accept(sampled, counts, drafts, token_ids, num_tokens, num_requests, num_dr
             if i == num_drafts or drafts_RK[r, i] != chosen_X[begin + i]:
                 break
         begin += counts_R[r]
+
+
+_ONE = np.float32(1)
+
+
+def trim(margins_RK: Tensor, plan: SchedulerOutput) -> IntArray:
+    """Return the number of verified drafts of each request, int32 [R]. Margins are fp32 [R, K]."""
+    trim = plan.trim
+    assert trim is not None, "asked where drafts are cut"
+    return _trim(
+        margins_RK.numpy(),
+        plan.num_drafts,
+        plan.num_rows,
+        trim.bias_R,
+        trim.bias_K,
+        trim.slope_K,
+        trim.weights_R,
+        trim.seconds_N,
+        -1 if trim.num_rows is None else trim.num_rows,
+        np.float32(trim.rate),
+    )
+
+
+@elements
+def _trim(
+    margins_RK, num_drafts_R, num_rows_R, bias_R, bias_K, slope_K, weights_R, seconds_N, num_rows, rate
+):  # fmt: skip
+    num_requests, num_drafts = len(num_drafts_R), num_drafts_R.sum()
+    num_other_rows = num_rows_R.sum() - num_drafts
+    worth_S, request_S = np.empty(num_drafts, dtype=np.float32), np.empty(num_drafts, dtype=np.int32)
+    s = 0
+    for r in range(num_requests):
+        survival = _ONE
+        for k in range(num_drafts_R[r]):
+            survival *= _chance(margins_RK[r, k], bias_R[r] + bias_K[k], slope_K[k])
+            worth_S[s], request_S[s] = -weights_R[r] * survival, r
+            s += 1
+    order_S = np.argsort(worth_S, kind="mergesort")  # stable: among equals the first request's come first
+    count = min(max(num_rows - num_other_rows, 0), num_drafts)
+    if num_rows < 0:
+        count, worth, best = 0, weights_R.sum(), np.float32(-np.inf)
+        for s in range(num_drafts + 1):
+            seconds = seconds_N[num_other_rows + s]
+            value = worth - rate * seconds if rate > 0 else worth / seconds
+            if value > best:
+                best, count = value, s
+            if s < num_drafts:
+                worth -= worth_S[order_S[s]]
+    verified_R = np.zeros(num_requests, dtype=np.int32)
+    for s in range(count):
+        verified_R[request_S[order_S[s]]] += 1
+    return verified_R
+
+
+@elements
+def _chance(margin, bias, slope):
+    """Return the probability that a draft is accepted if those before it are."""
+    if np.isnan(margin):
+        return np.float32(0)
+    return _ONE / (_ONE + np.exp(-(bias + slope * np.log(_ONE + min(margin, MOST_MARGIN)))))

@@ -1,20 +1,37 @@
 """Triton version of `drafter/step/sampling/verification.py` and of `RequestStates.advance`.
 
-One launch; the host reads nothing, so it can be captured in a CUDA graph. Called by
-`actors/targets/runners/target_pass.py`.
+One launch each; the host reads nothing and grids follow from shapes, so both can be captured in a CUDA graph.
+Called by `actors/targets/runners/target_pass.py`: `trim_drafts` before rows are laid out, and
+`accept_and_advance` after sampling.
 
-Legend: R requests of a step, X sampled rows, W = 1 + most drafts.
+`trim_drafts` is `trimmed` of `cluster/speculation/draft_trimming.py` for a fixed number of rows, that of a
+graph's pass: each request's newest token gets one, and the drafts of greatest worth get the others, so no row
+is empty while a draft is left. Ties go to the earlier row. Worth never rises along a request, so the kept
+drafts are a prefix. Rows are numbered as in the blocks that the drafter ran:
+
+    rows of blocks    a   d1   d2   d3   b   d1   d2        cu_rows 0 4 7
+    worth            inf  .9   .5   .1  inf  .8   .7        5 rows: the threshold is .7
+    kept              x    x             x    x    x        cu_rows 0 2 5
+
+Legend: R requests of a step, X sampled rows, W = 1 + most drafts, N rows, K most drafts of the engine, D =
+W - 1 most of a request in this pass.
 """
 
 # pyright: reportCallIssue=false, reportArgumentType=false
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
 import triton
 import triton.language as tl
+from numpy.typing import NDArray
 from torch import Tensor
 
-from .inputs.row_layout import DeviceStepRequests, SlotTables
+from ....cluster.step.scheduler_output import Trim
+from .inputs.row_layout import DeviceStepRequests, Ints, SlotTables
 
 _WARP = 32
 
@@ -98,3 +115,177 @@ def _accept_and_advance(
     tl.store(num_computed + slot, num_known + tl.where(is_sampled, num_accepted, 0))
     tl.store(outcome + lanes, tl.where(is_new, verdict, -1).to(tl.int32), mask=lanes < width)
     tl.store(outcome + width, tl.where(is_sampled, num_accepted + 1, 0))
+
+
+_REQUESTS = 128  # per iteration
+_ALIGNMENT = 4  # values: 16 bytes
+_MOST_MARGIN = tl.constexpr(1e6)  # as in `cluster/speculation/draft_trimming.py`
+
+
+@dataclass(frozen=True, slots=True)
+class TrimLists:
+    """A plan's acceptance parameters and request weights, as fp32 views of uploaded values.
+
+    Attributes:
+        weights_R, bias_R: per request, padded to capacity.
+        bias_K, slope_K: per draft position.
+    """
+
+    weights_R: Tensor
+    bias_R: Tensor
+    bias_K: Tensor
+    slope_K: Tensor
+
+    @staticmethod
+    def num_values(room: int, num_drafts: int) -> int:
+        """Return the number of values of `pack`, a multiple of 16 bytes."""
+        return 2 * room + 2 * (-(-num_drafts // _ALIGNMENT) * _ALIGNMENT)
+
+    @staticmethod
+    def pack(trim: Trim | None, requests_G: NDArray[np.intp], room: int, num_drafts: int) -> Ints:
+        """Pack the parameters as int32 words; zeros if nothing is trimmed.
+
+        Args:
+            requests_G: indices in the plan of the participating requests.
+            room: capacity in requests, a multiple of 4.
+            num_drafts: K.
+        """
+        values = np.zeros(TrimLists.num_values(room, num_drafts), dtype=np.float32)
+        if trim is not None:
+            of_requests, of_drafts = values[: 2 * room].reshape(2, -1), values[2 * room :].reshape(2, -1)
+            of_requests[:, : len(requests_G)] = trim.weights_R[requests_G], trim.bias_R[requests_G]
+            of_drafts[:, : len(trim.bias_K)] = trim.bias_K, trim.slope_K
+        return values.view(np.int32)
+
+    @classmethod
+    def over(cls, values: Tensor, room: int) -> TrimLists:
+        """Return views of packed values on the device."""
+        numbers = values.view(torch.float32)
+        return cls(*numbers[: 2 * room].view(2, -1).unbind(0), *numbers[2 * room :].view(2, -1).unbind(0))
+
+
+def trim_drafts(
+    drafted: DeviceStepRequests,
+    margins_N: Tensor,
+    lists: TrimLists,
+    num_rows: int,
+    num_drafts_R: Tensor,
+    margins_RD: Tensor,
+) -> DeviceStepRequests:
+    """Return the requests with the drafts to verify in a pass of `num_rows` rows.
+
+    Args:
+        drafted: requests with all their drafts; `num_rows` is at least their number.
+        margins_N: fp32, by row of the blocks; values of first rows and of padding are ignored.
+        num_drafts_R: int32, written: verified drafts per request.
+        margins_RD: fp32, written: the margins of all drafts, nan where there is none.
+    """
+    num_requests, most = len(drafted.slots_R), drafted.max_drafts
+    assert margins_RD.shape == (num_requests, most) and len(num_drafts_R) == num_requests, "a place for each"
+    assert most <= len(lists.bias_K), "chances are known"
+    places = min(num_requests * (most + 1), len(margins_N))
+    cu_rows_R1 = torch.empty_like(drafted.cu_rows_R1)
+    worths_N = torch.empty(places, dtype=torch.float32, device=margins_N.device)
+    stay_before_N1 = torch.empty(places + 1, dtype=torch.int32, device=margins_N.device)
+    _trim_drafts[1,](
+        drafted.cu_rows_R1,
+        drafted.num_drafts_R,
+        margins_N,
+        lists.weights_R,
+        lists.bias_R,
+        lists.bias_K,
+        lists.slope_K,
+        worths_N,
+        stay_before_N1,
+        cu_rows_R1,
+        num_drafts_R,
+        margins_RD,
+        num_requests,
+        num_rows,
+        most,
+        REQUESTS=_REQUESTS,
+        PLACES=triton.next_power_of_2(len(margins_N)),  # of the largest step: one compiled kernel for all
+        num_warps=8,
+    )
+    return replace(
+        drafted,
+        cu_rows_R1=cu_rows_R1,
+        num_drafts_R=num_drafts_R,
+        first_chosen_R=cu_rows_R1[:-1],
+        num_rows=num_rows,
+    )
+
+
+@triton.jit(
+    do_not_specialize=["num_requests", "room", "most"],
+    do_not_specialize_on_alignment=["margins_home", "new_num_drafts"],
+)
+def _trim_drafts(
+    cu_rows,
+    num_drafts,
+    margins,
+    weights,
+    request_biases,
+    biases,
+    slopes,
+    worths,
+    stay_before,
+    new_cu_rows,
+    new_num_drafts,
+    margins_home,
+    num_requests,
+    room,
+    most,
+    REQUESTS: tl.constexpr,
+    PLACES: tl.constexpr,
+):
+    for begin in range(0, num_requests, REQUESTS):
+        requests = begin + tl.arange(0, REQUESTS)
+        is_request = requests < num_requests
+        first = tl.load(cu_rows + requests, mask=is_request, other=0)
+        drafts = tl.load(num_drafts + requests, mask=is_request, other=0)
+        has_rows = is_request & (tl.load(cu_rows + requests + 1, mask=is_request, other=0) > first)
+        weight = tl.load(weights + requests, mask=is_request, other=0.0)
+        request_bias = tl.load(request_biases + requests, mask=is_request, other=0.0)
+        tl.store(worths + first, float("inf"), mask=has_rows)
+        survival = tl.full([REQUESTS], 1.0, tl.float32)
+        for k in range(most):
+            is_draft = is_request & (k < drafts)
+            margin = tl.load(margins + first + 1 + k, mask=is_draft, other=float("nan"))
+            sure = tl.log(1 + tl.minimum(margin, _MOST_MARGIN))
+            odds = request_bias + tl.load(biases + k) + tl.load(slopes + k) * sure
+            chance = tl.where(margin >= 0, 1 / (1 + tl.exp(-odds)), 0.0)
+            survival *= chance  # multiplied in order: rounding cannot make it rise
+            tl.store(worths + first + 1 + k, weight * survival, mask=is_draft)
+            tl.store(margins_home + requests * most + k, margin, mask=is_request)
+    tl.debug_barrier()
+
+    places = tl.arange(0, PLACES)
+    num_rows = tl.load(cu_rows + num_requests)
+    is_row = places < num_rows
+    stays = is_row.to(tl.int32)
+    if num_rows > room:
+        worth = tl.load(worths + places, mask=is_row, other=-1.0)
+        order = worth.to(tl.int32, bitcast=True)  # non-negative floats order as their bits do
+        least = 0
+        for bit in range(31):  # bisects the greatest threshold that `room` rows reach
+            higher = least | (1 << (30 - bit))
+            least = tl.where(tl.sum((order >= higher).to(tl.int32), 0) >= room, higher, least)
+        is_above, is_equal = order > least, (order == least) & is_row
+        missing = room - tl.sum(is_above.to(tl.int32), 0)
+        stays = (is_above | (is_equal & (tl.cumsum(is_equal.to(tl.int32), 0) <= missing))).to(tl.int32)
+    num_before = tl.cumsum(stays, 0) - stays
+    tl.store(stay_before + places, num_before, mask=is_row)
+    tl.store(stay_before + num_rows, tl.sum(stays, 0))
+    tl.debug_barrier()
+
+    tl.store(new_cu_rows, 0)
+    for begin in range(0, num_requests, REQUESTS):
+        requests = begin + tl.arange(0, REQUESTS)
+        is_request = requests < num_requests
+        first = tl.load(cu_rows + requests, mask=is_request, other=0)
+        end = tl.load(cu_rows + requests + 1, mask=is_request, other=0)
+        new_first = tl.load(stay_before + first, mask=is_request, other=0)
+        new_end = tl.load(stay_before + end, mask=is_request, other=0)
+        tl.store(new_cu_rows + requests + 1, new_end, mask=is_request)
+        tl.store(new_num_drafts + requests, tl.maximum(new_end - new_first - 1, 0), mask=is_request)

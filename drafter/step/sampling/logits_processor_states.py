@@ -30,17 +30,21 @@ Endings = dict[int, list[tuple[tuple[int, ...], int]]]
 
 
 class RuleStates:
-    """The rules of the slots that have any."""
+    """The rules of the slots that have any.
+
+    Attributes:
+        slots: rules by slot; `rows` need not be called while it is empty.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._slots: dict[int, _SlotRules] = {}
+        self.slots: dict[int, _SlotRules] = {}
 
     def admit(self, slot: int, rules: LogitsProcessorParams | None) -> None:
         """Replace a slot's rules by those of a newly admitted or resumed request."""
-        self._slots.pop(slot, None)
+        self.slots.pop(slot, None)
         if rules is not None:
-            self._slots[slot] = _SlotRules.of(rules, self._device)
+            self.slots[slot] = _SlotRules.of(rules, self._device)
 
     def rows(self, tokens_ST: Tensor, slots_X: Ints, num_before_X: Ints) -> tuple[RuledRows, ...]:
         """Return the rules that apply in sampled rows.
@@ -51,13 +55,13 @@ class RuleStates:
             num_before_X: number of the request's tokens that each row sees, never fewer than the row before.
                 Those that the first row sees are final.
         """
-        if not self._slots or not len(slots_X):
+        if not len(slots_X):
             return ()
         begins = np.flatnonzero(np.diff(slots_X, prepend=-1)).tolist()
         return tuple(
-            self._slots[slot].rows(begin, end, tokens_ST[slot], num_before_X[begin:end])
+            self.slots[slot].rows(begin, end, tokens_ST[slot], num_before_X[begin:end])
             for begin, end in zip(begins, [*begins[1:], len(slots_X)], strict=True)
-            if (slot := int(slots_X[begin])) in self._slots
+            if (slot := int(slots_X[begin])) in self.slots
         )
 
 

@@ -57,9 +57,14 @@ class AskedRows:
 
 
 class AskedSlots:
-    """Log probabilities that each request slot wants; kept on the host for all devices."""
+    """Log probabilities that each request slot wants; kept on the host for all devices.
+
+    Attributes:
+        in_use: whether any slot wants some; the rest is not asked for otherwise.
+    """
 
     def __init__(self, num_slots: int) -> None:
+        self.in_use = False
         self._num_top_S = np.full(num_slots, -1, dtype=np.int64)  # -1: not wanted
         self._num_top_of_prompt_S = np.full(num_slots, -1, dtype=np.int64)
         self._prompt_length_S = np.zeros(num_slots, dtype=np.int64)
@@ -69,6 +74,7 @@ class AskedSlots:
         of_prompt = sampling.prompt_logprobs
         self._num_top_of_prompt_S[slot] = -1 if of_prompt is None else of_prompt
         self._prompt_length_S[slot] = sampling.prompt_length
+        self.in_use = bool((self._num_top_S >= 0).any() or (self._num_top_of_prompt_S >= 0).any())
 
     def chosen(self, slots_R: Ints, begins_R: Ints, counts_R: Ints) -> AskedRows | None:
         """Return the sampled rows that want log probabilities; all `counts` rows of a request do."""

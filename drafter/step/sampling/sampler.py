@@ -12,7 +12,11 @@ A draft also gets a margin (`drafter/step/inputs/proposals.py`) among what the f
 one token, noise has no effect, and the margin is that of temperature 0 among all tokens that rules and
 grammars allow: what filters cut here they may keep with the other model's logits.
 
-Legend: N rows to sample, M rows with temperature > 0, V vocabulary.
+A selector (`selector.py`) chooses a block's drafts instead of `sample_with_margins`. Rules and noise come
+before its candidates, because they decide which tokens can win; filters come after its scores, because these
+are the drafter's distribution.
+
+Legend: N rows to sample, M rows with temperature > 0, V vocabulary, X mask rows, E rank.
 """
 
 from __future__ import annotations
@@ -21,7 +25,10 @@ import torch
 from torch import Tensor
 
 from ..inputs.logits_processors import apply_rules
+from ..inputs.proposals import Proposals
+from ..inputs.row_layout import StepRows
 from ..inputs.sampling_metadata import SamplingMetadata
+from .selector import SelectorCodebooks
 from .step_ops import DEFINITION, StepOperators
 from .top_k_top_p import filter_logits
 
@@ -67,3 +74,21 @@ def _sample_noisy(
     if batch.narrows:
         margins_M = torch.where(margins_M.isinf(), operators.argmax_margin(logits_MV)[1], margins_M)
     return ids_M, margins_M
+
+
+def select_paths(
+    logits_XV: Tensor,
+    gates_XE: Tensor,
+    block: StepRows,
+    codebooks: SelectorCodebooks,
+    operators: StepOperators = DEFINITION,
+) -> Proposals:
+    """Return drafts and margins [R, W]; a margin is between scores after the token chosen before.
+
+    Args:
+        logits_XV: any float dtype, of `block`'s mask rows; may be edited.
+        gates_XE: h, of the same rows.
+    """
+    logits_XV = edit_logits(logits_XV, block.sampling, operators)
+    found = operators.candidates(logits_XV, block.sampling, codebooks.top_k)
+    return operators.walk(*found, gates_XE, block, codebooks)

@@ -2,7 +2,7 @@
 
 Meaning and order are vLLM's: temperature, then min-p, top-k, top-p, on probabilities after temperature;
 tokens exactly as likely as the last one kept are kept too. So the kept tokens are always the likeliest, down
-to a floor. Called by `sampler.py`, `selector_candidates.py` and `selector_walk.py`;
+to a floor. Called by `sampler.py` and `selector.py`;
 `step/gpu_triton/sampling/top_k_top_p.py` finds the floors in kernels.
 
 Legend: M rows with temperature > 0, V vocabulary.

@@ -6,6 +6,9 @@ mismatch is itself the correct token, and a full match yields a bonus token. Nee
 special case for greedy, no rejection sampler. The definition, on any device; `step/cpu_numba/verification.py`
 and `step/gpu_triton/verification.py` are the same. Called by `actors/targets/runners/cpu_runner.py`.
 
+Before that, `trim` chooses how many drafts to verify (`cluster/speculation/draft_trimming.py`), and
+`take_out` removes the others.
+
 Legend: X sampled rows, R requests, K most drafts, W = K + 1.
 """
 
@@ -14,6 +17,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ....cluster.speculation.draft_trimming import trimmed
+from ....cluster.step.scheduler_output import IntArray, SchedulerOutput
 from ..inputs.row_layout import by_request
 
 
@@ -34,3 +39,16 @@ def accept(chosen_X: Tensor, counts_R: Tensor, drafts_RK: Tensor) -> tuple[Tenso
     num_tokens_R = (stood_RK.sum(dim=1) + 1) * (counts_R > 0)
     columns_W = torch.arange(chosen_RW.shape[1], device=counts_R.device)
     return torch.where(columns_W < num_tokens_R.unsqueeze(1), chosen_RW, -1), num_tokens_R
+
+
+def trim(margins_RK: Tensor, plan: SchedulerOutput) -> IntArray:
+    """Return the number of verified drafts of each request, int32 [R]. Margins are fp32 [R, K]."""
+    assert plan.trim is not None, "asked where drafts are cut"
+    num_other_rows = plan.num_batched_tokens - plan.num_draft_tokens
+    return trimmed(margins_RK.cpu().numpy(), plan.num_drafts, num_other_rows, plan.trim)
+
+
+def take_out(drafts_RK: Tensor, num_drafts_R: Tensor) -> Tensor:
+    """Return the drafts [R, K] with -1 after the first `num_drafts` of each request."""
+    columns_K = torch.arange(drafts_RK.shape[1], device=drafts_RK.device)
+    return drafts_RK.masked_fill(columns_K >= num_drafts_R.unsqueeze(1), -1)

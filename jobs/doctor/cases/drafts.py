@@ -18,13 +18,12 @@ from torch import Tensor
 
 from ....cluster.speculation.draft_trimming import trimmed
 from ....cluster.step.scheduler_output import SlotSampling, Trim
-from ....drafter.step.gpu_triton.draft_trimming import TrimLists, trim_drafts
 from ....drafter.step.gpu_triton.inputs.row_layout import DeviceStepRequests, lay_out_block, pack
 from ....drafter.step.gpu_triton.sampling.sampler import SamplingWorkspace
-from ....drafter.step.gpu_triton.sampling.selector_candidates import find_candidates
-from ....drafter.step.gpu_triton.sampling.selector_walk import walk_paths
-from ....drafter.step.sampling.selector import select_paths
-from ....drafter.step.sampling.selector_walk import SelectorCodebooks
+from ....drafter.step.gpu_triton.sampling.selector import find_candidates, walk_paths
+from ....drafter.step.gpu_triton.verification import TrimLists, trim_drafts
+from ....drafter.step.sampling.sampler import select_paths
+from ....drafter.step.sampling.selector import SelectorCodebooks
 from ...bench.common.random_weights import PairShape
 from .case import REMEDY, Case
 from .checks import Check, CheckOutcome, none_differ

@@ -546,14 +546,12 @@ VARIANTS: dict[str, list[Variant]] = {
         _apply_rules("bf16", drafts=False),
         _apply_rules("fp32", drafts=True),
     ],
-    "step.gpu_triton.sampling.selector_candidates": [
+    "step.gpu_triton.sampling.selector": [
         _best_of_chunk("bf16", filters=False),
         _best_of_chunk("bf16", filters=True),
         _best_of_chunk("fp32", filters=True),
         _best_of_row("bf16"),
         _best_of_row("bf16", vocab=262144),
-    ],
-    "step.gpu_triton.sampling.selector_walk": [
         _walk("bf16", filters=False),  # Muse-Glimmer's, Qwen3.8's
         _walk("bf16", filters=True),
         _walk("fp32", filters=True),
@@ -586,6 +584,8 @@ VARIANTS: dict[str, list[Variant]] = {
             {"LANES": 32},
             1,
         ),
+        _trim(256, 15, budget=2048),
+        _trim(1, 15, budget=16),
     ],
     "step.gpu_triton.recurrent_states": [
         Variant(
@@ -599,7 +599,6 @@ VARIANTS: dict[str, list[Variant]] = {
         _copy_states("_enter", "stands", i32="source target num_tokens"),
         _copy_states("_save_stood", "stands num_computed states_of_slots slots saves", i32="saves_stride"),
     ],
-    "step.gpu_triton.draft_trimming": [_trim(256, 15, budget=2048), _trim(1, 15, budget=16)],
     "step.gpu_triton.inputs.upload": [
         Variant("_write_words", _pointers(i32="changes arena") | {"count": "i32"}, {"CHANGES": 1024}),
     ],

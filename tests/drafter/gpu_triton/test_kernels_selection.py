@@ -14,13 +14,12 @@ from manta.drafter.compute.gpu_triton.delta_net.dynamic_convolution import convo
 from manta.drafter.step.gpu_triton.inputs.row_layout import DeviceStepRows as DeviceRows
 from manta.drafter.step.gpu_triton.sampling.sampler import SamplingWorkspace
 from manta.drafter.step.gpu_triton.sampling.sampling_metadata import DeviceSamplingMetadata
-from manta.drafter.step.gpu_triton.sampling.selector_candidates import Candidates, find_candidates
-from manta.drafter.step.gpu_triton.sampling.selector_walk import walk_paths
+from manta.drafter.step.gpu_triton.sampling.selector import Candidates, find_candidates, walk_paths
 from manta.drafter.step.inputs.row_layout import StepRows
 from manta.drafter.step.inputs.sampling_metadata import SamplingMetadata
-from manta.drafter.step.sampling.selector import select_paths
-from manta.drafter.step.sampling.selector_candidates import candidates as candidates_of
-from manta.drafter.step.sampling.selector_walk import SelectorCodebooks
+from manta.drafter.step.sampling.sampler import select_paths
+from manta.drafter.step.sampling.sampler_candidates import candidates as candidates_of
+from manta.drafter.step.sampling.sampler_walk import SelectorCodebooks
 
 pytestmark = pytest.mark.usefixtures("on_the_device")
 VOCAB, RANK = 300, 24

@@ -16,7 +16,7 @@ import torch
 from eagle3_checkpoints import BLOCK, VARIANTS, random_tensors, sglang, speculators, write
 from manta.actors.engine.uniproc_executor import InProcessExecutor
 from manta.actors.targets.loading.load_plan import plan_load
-from manta.actors.targets.runners.colocated_drafter import ColocatedDrafter
+from manta.actors.targets.runners.cpu_runner import ColocatedDrafter
 from manta.cluster.config import EngineConfig
 from manta.cluster.engine.engine_core import EngineCore
 from manta.cluster.errors import CheckpointError, ConfigError

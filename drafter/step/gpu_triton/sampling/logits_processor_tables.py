@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from .....cluster.request.logits_processors import LogitsProcessorParams, RuleLimits
-from ..inputs.arena import Arena
+from ..inputs.upload import Arena
 from ..inputs.row_layout import Ints
 
 RULE_LIMITS = RuleLimits(

@@ -61,7 +61,7 @@ class SamplingWorkspace:
         score_NC, id_NC: the best of each chunk, fp32 and int32.
         second_NC: each chunk's second best score, fp32.
         margins_N: fp32, margins of a step's drafts by row of their blocks; written by the draft pass,
-            read by `drafter/step/gpu_triton/draft_trimming.py`.
+            read by `drafter/step/gpu_triton/verification.py`.
         filters: workspace of `top_k_top_p.py`.
     """
 

@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from manta.actors.engine.output_logprobs import OutputLogprobs
 from manta.actors.engine.output_processor import CompletionOutput, RequestTracker
-from manta.actors.engine.unread_outputs import KEPT_APART, MERGED_TOKENS, ReaderLimit, Unread
+from manta.actors.engine.output_streams import KEPT_APART, MERGED_TOKENS, ReaderLimit, Unread
 from manta.actors.http.config.settings import ServerSettings
 from manta.actors.http.generation import request_run as running
 from manta.actors.tokenization.prompts import EncodedPrompt
