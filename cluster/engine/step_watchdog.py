@@ -149,11 +149,12 @@ class StepWatch:
         return None
 
     def _limit_s(self, kind: _Kind) -> float | None:
+        like = self._seen.get(kind)
+        if like is not None and like.count >= _MIN_STEPS and not self._warm_up_left:
+            return max(self.floor_s, self._factor * like.slowest_s)
         known = {each: seen.slowest_s for each, seen in self._seen.items() if seen.count >= _MIN_STEPS}
         if not known:
             return None
-        if kind in known and not self._warm_up_left:
-            return max(self.floor_s, self._factor * known[kind])
         expected_s = min(slowest_s * _times_rows(kind, each) for each, slowest_s in known.items())
         return max(self.floor_s, COMPILING_S, self._factor * expected_s)
 

@@ -62,7 +62,9 @@ class RequestQueues:
 
     @property
     def has_background(self) -> bool:
-        return any(queue and queue[-1].request.background for queue in (self.running, self.waiting))
+        if self.running and self.running[-1].request.background:
+            return True
+        return bool(self.waiting) and self.waiting[-1].request.background
 
     @property
     def num_online_running(self) -> int:

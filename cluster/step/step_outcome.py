@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ..request.logprobs import RowLogprobs, TokenLogprobs
+from ..request.logprobs import RowLogprobs, StepLogprobs, TokenLogprobs
 from ..request.request import FinishReason
 from .scheduler_output import NOT_A_NUMBER, BoolArray, IntArray, SchedulerOutput, StepResult
 from .sequence import SlotTable
@@ -136,8 +136,12 @@ def read_result(
         stopped=stopped_R,
         full=table.num_tokens_S[slots_R] + num_out_R == table.max_length_S[slots_R],
         failed=failed_R & ~stopped_R,
-        logprobs=_logprobs(table, staying_R, slots_R, num_out_R, result),
-        prompt_logprobs=_prompt_logprobs(plan, staying_R, result),
+        logprobs={}
+        if (logprobs := result.logprobs) is None
+        else _logprobs(table, staying_R, slots_R, num_out_R, logprobs),
+        prompt_logprobs={}
+        if (prompts := result.prompt_logprobs) is None
+        else _prompt_logprobs(plan, staying_R, prompts),
     )
 
 
@@ -182,27 +186,22 @@ def make_updates(table: SlotTable, outcome: StepOutcome) -> list[SequenceUpdate]
 
 
 def _logprobs(
-    table: SlotTable, staying_R: BoolArray, slots_R: IntArray, num_out_R: IntArray, result: StepResult
+    table: SlotTable, staying_R: BoolArray, slots_R: IntArray, num_out_R: IntArray, found: StepLogprobs
 ) -> Mapping[int, tuple[TokenLogprobs, ...]]:
     """Return the log probabilities by slot, of the requests that want them and have not left."""
-    if result.logprobs is None:
-        return {}
     logprobs: dict[int, tuple[TokenLogprobs, ...]] = {}
     places = np.flatnonzero(staying_R).tolist()
     for place, slot, count in zip(places, slots_R.tolist(), num_out_R.tolist(), strict=True):
         num_top = table.sequences[slot].sampling.logprobs
         if num_top is not None and count:
-            logprobs[slot] = result.logprobs.of(place, count, num_top).tokens()
+            logprobs[slot] = found.of(place, count, num_top).tokens()
     return logprobs
 
 
 def _prompt_logprobs(
-    plan: SchedulerOutput, staying_R: BoolArray, result: StepResult
+    plan: SchedulerOutput, staying_R: BoolArray, logprobs: StepLogprobs
 ) -> Mapping[int, RowLogprobs]:
     """Return the prompt log probabilities by slot, of the requests that want them and have not left."""
-    logprobs = result.prompt_logprobs
-    if logprobs is None:
-        return {}
     num_top = logprobs.rows.top_ids_YL.shape[1]
     return {
         int(plan.slots[place]): logprobs.of(place, count, num_top)
