@@ -23,8 +23,8 @@ from ..http.admin.explain import PATH, lives_response
 from ..http.admin.operations import load_figures, receipt_routes
 from ..http.anthropic.errors import LostMessage
 from ..http.config.settings import ServerSettings
-from ..http.middleware.inflight_requests import Traffic
 from ..http.middleware.api_keys import KeyShares
+from ..http.middleware.inflight_requests import Traffic
 from ..http.middleware.request_gate import METHODS
 from ..http.middleware_stack import surround
 from ..http.openai.models import model_card

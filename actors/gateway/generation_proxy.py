@@ -30,9 +30,8 @@ from yarl import URL
 from ...cluster.errors import EngineDeadError, MantaError, OverloadedError
 from ...cluster.request.request import MAX_SEED
 from ..http.generation.resume_origin import ORIGIN_HEADER, TOLD_HEADER, ResumeOrigin
-from ..http.middleware.api_keys import caller_of
+from ..http.middleware.api_keys import KeyShares, caller_of
 from ..http.middleware.inflight_requests import Traffic
-from ..http.middleware.api_keys import KeyShares
 from ..http.wire.errors import (
     ClientGoneError,
     ends_with_engine_death,

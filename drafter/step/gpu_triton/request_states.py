@@ -24,8 +24,8 @@ from ....cluster.pages.page_pool import pages_for
 from ....cluster.step.scheduler_output import AdmittedRequest, SchedulerOutput
 from ...compute.memory.kv_cache import skip_slot
 from ..sampling.logprobs import AskedSlots
-from .inputs.upload import Arena
 from .inputs.row_layout import Ints, SlotTables
+from .inputs.upload import Arena
 from .sampling.logits_processor_tables import RuleTables, rule_entries
 from .sampling.sampling_metadata import DeviceSamplingMetadata
 

@@ -14,8 +14,7 @@ from torch.nn import functional as F
 
 from ....drafter.step.inputs.row_layout import StepRows
 from ....drafter.step.inputs.sampling_metadata import SamplingMetadata
-from ....drafter.step.sampling.sampler import sample_rows
-from ....drafter.step.sampling.sampler import select_paths
+from ....drafter.step.sampling.sampler import sample_rows, select_paths
 from ....drafter.step.sampling.selector import SelectorCodebooks
 from ..loop.continuations import ContinuationRequest
 from .dflash_module import TrainableDrafter

@@ -12,8 +12,8 @@ pytest.importorskip("triton")
 from devices import DEVICE
 from manta import SamplingParams
 from manta.cluster.request.logits_processors import LogitsProcessorParams
-from manta.drafter.step.gpu_triton.inputs.upload import Arena
 from manta.drafter.step.gpu_triton.inputs.row_layout import SlotTables
+from manta.drafter.step.gpu_triton.inputs.upload import Arena
 from manta.drafter.step.gpu_triton.sampling.logits_processor_tables import (
     RULE_LIMITS,
     RuleTables,

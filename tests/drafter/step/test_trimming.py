@@ -20,8 +20,8 @@ from manta.cluster.step.dummy_steps import dummy_step
 from manta.cluster.step.scheduler_output import SchedulerOutput, StepResult, Trim
 from manta.drafter.step.cpu_numba.step_ops import LOOPS
 from manta.drafter.step.inputs.proposals import Proposals
-from manta.drafter.step.sampling.verification import take_out
 from manta.drafter.step.sampling.step_ops import DEFINITION
+from manta.drafter.step.sampling.verification import take_out
 from split_pair import Pair
 from steps import GREEDY, Steps, open_runner, settings
 from thread_ranks import ThreadRank, ThreadRanks

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from .....cluster.request.logits_processors import LogitsProcessorParams, RuleLimits
-from ..inputs.upload import Arena
 from ..inputs.row_layout import Ints
+from ..inputs.upload import Arena
 
 RULE_LIMITS = RuleLimits(
     allowed_tokens=1024, biased_tokens=512, bad_words=256, bad_word_tokens=8, reasoning_tokens=16
