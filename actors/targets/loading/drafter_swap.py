@@ -3,7 +3,7 @@
 To swap, the new drafter is loaded next to the old one and then takes its place. On trial, a candidate drafts
 for some requests, and both drafters get the context of all. Pages, taps and steps that were planned for the
 old drafter stay, so the new one must have the same shape. That is checked before a weight is read, and the
-old one drafts until the new one is loaded. Called between steps by `executor.InProcessExecutor` and
+old one drafts until the new one is loaded. Called between steps by `uniproc_executor.InProcessExecutor` and
 `workers/target_worker.py`.
 """
 

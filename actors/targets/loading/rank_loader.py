@@ -3,7 +3,7 @@
     EngineConfig ─▶ LoadPlan: all checked, nothing loaded ─▶ weights, drafter ─▶ pages that fit in memory
                  ─▶ warm-up ─▶ Runner, ExecutorInfo
 
-Called by `executor.InProcessExecutor` and `workers/target_worker.py`.
+Called by `uniproc_executor.InProcessExecutor` and `workers/target_worker.py`.
 """
 
 from __future__ import annotations

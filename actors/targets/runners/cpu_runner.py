@@ -2,7 +2,7 @@
 
 The plan makes all decisions. The runner only holds its model, pages, request states and source of drafts.
 Ranks run the same steps on the same plans; their choices are rank 0's, by broadcast. Called by
-`executor.InProcessExecutor` and `workers/target_worker.py`.
+`uniproc_executor.InProcessExecutor` and `workers/target_worker.py`.
 
     plan ─▶ apply ─▶ drafts [R, K] ─▶ trim ─▶ rows [N] ─▶ target ─┬─▶ hidden [X] ─▶ equal-noise choice ─▶ ..
                          ▲                                        └─▶ taps [N, m] ─▶ inject ─┐

@@ -19,7 +19,7 @@ Drafter = DFlashDrafter | Eagle3Drafter
 
 
 class Runner(Protocol):
-    """A loaded rank: `host.StepRunner` or `device.DeviceRunner`. Steps run in the order of submission."""
+    """A loaded rank: `CpuModelRunner` or `GpuModelRunner`. Steps run in the order of submission."""
 
     @property
     def model(self) -> Decoder: ...
@@ -61,7 +61,7 @@ class Runner(Protocol):
 
 @runtime_checkable
 class TriesDrafters(Protocol):
-    """A runner that can have a candidate next to its drafter: `host.StepRunner`."""
+    """A runner that can have a candidate next to its drafter: `CpuModelRunner`."""
 
     def begin_trial(self, candidate: Drafter) -> None:
         """Let a candidate draft for requests admitted `on_trial`, and write its context for all requests."""
