@@ -33,10 +33,9 @@ from ..tokenization.async_prompt_encoder import AsyncPromptEncoder
 from ..tokenization.prompts import EncodedPrompt, SeedSource, load_tokenizer
 from ..tokenization.tokenizer import Tokenizer
 from .output_processor import Begun, OutputProcessor, RequestOutput
-from .output_streams import OutputStream, OutputStreams, processing_failure
+from .output_streams import OutputStream, OutputStreams, ReaderLimit, processing_failure
 from .speculation_cache import SpeculationCache
 from .uniproc_executor import make_executor
-from .unread_outputs import ReaderLimit
 
 logger = logging.getLogger(__name__)
 

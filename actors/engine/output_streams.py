@@ -1,7 +1,11 @@
 """The output streams of an engine's requests, one for each request, fed with the results of steps.
 
 Everything here runs on the event loop. The updates of a step are delivered in slices, so that hundreds of
-requests do not block other tasks. Used by `async_engine.py` alone.
+requests do not block other tasks. Used by `async_engine.py`.
+
+A reader that keeps up gets one output for each step that produced tokens. When many are unread, those of a
+completion are merged (text, tokens, log probabilities), so that their memory is about that of their content.
+`ReaderLimit` bounds the bytes of all streams of a client together.
 """
 
 from __future__ import annotations
@@ -10,7 +14,7 @@ import asyncio
 import logging
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from ...cluster.engine.engine_core import SequenceUpdate
 from ...cluster.errors import (
@@ -24,8 +28,8 @@ from ...cluster.errors import (
 )
 from ...cluster.request.request import FinishReason
 from ..system.event_loop import LoopYielder
+from .output_logprobs import OutputLogprobs
 from .output_processor import CompletionOutput, OutputProcessor, RequestOutput, RequestTracker
-from .unread_outputs import ReaderLimit, Unread
 
 logger = logging.getLogger(__name__)
 
@@ -33,6 +37,11 @@ TOO_SLOW = (
     "This stream was ended, because its client left more than {} bytes of it unread (max_unread_bytes). "
     "Read faster, or request less at a time."
 )
+
+KEPT_APART = 16  # outputs that are not merged; at least two per completion
+MERGED_TOKENS = 128  # per merged output, so that writing one takes the event loop at most one time slice
+ENTRY_BYTES, TOKEN_BYTES = 512, 8
+PLACE_BYTES, TOP_BYTES = 150, 72  # bytes of log probabilities per position, and per top token at a position
 
 
 @dataclass(slots=True)
@@ -249,3 +258,102 @@ def _aborted(child_id: str) -> SequenceUpdate:
         num_drafted=0,
         num_accepted=0,
     )
+
+
+@dataclass(slots=True)
+class ReaderLimit:
+    """Bounds what the client of one HTTP request may leave unread in all of its streams together.
+
+    Attributes:
+        client_id: the client's name for the request.
+        max_bytes: limit, in approximate bytes of memory.
+        num_bytes: bytes that are unread now.
+        is_logged: whether exceeding the limit has been logged.
+    """
+
+    client_id: str
+    max_bytes: int
+    num_bytes: int = 0
+    is_logged: bool = False
+
+    @property
+    def is_exceeded(self) -> bool:
+        return self.num_bytes > self.max_bytes
+
+
+@dataclass(slots=True)
+class _Entry:
+    output: CompletionOutput
+    num_bytes: int
+
+
+@dataclass(slots=True)
+class Unread:
+    """Unread outputs of one stream, oldest first.
+
+    Attributes:
+        tracker: tracker of the stream's request.
+        limit: limit of its client; None if the reader cannot be slow.
+    """
+
+    tracker: RequestTracker
+    limit: ReaderLimit | None = None
+    _entries: deque[_Entry] = field(default_factory=deque[_Entry])
+    _last: dict[int, _Entry] = field(default_factory=dict[int, _Entry])  # newest entry by completion
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def add(self, fresh: CompletionOutput) -> None:
+        num_bytes = size_of(fresh)
+        last = self._last.get(fresh.index) if self._is_behind else None
+        if last is not None and len(last.output.token_ids) + len(fresh.token_ids) <= MERGED_TOKENS:
+            last.output, last.num_bytes = _merged(last.output, fresh), last.num_bytes + num_bytes
+        else:
+            num_bytes += ENTRY_BYTES
+            entry = self._last[fresh.index] = _Entry(fresh, num_bytes)
+            self._entries.append(entry)
+        if self.limit is not None:
+            self.limit.num_bytes += num_bytes
+
+    def take(self) -> RequestOutput:
+        """Remove and return the oldest output; it is marked as finished only if no other is left."""
+        entry = self._entries.popleft()
+        if self._last.get(entry.output.index) is entry:
+            del self._last[entry.output.index]
+        if self.limit is not None:
+            self.limit.num_bytes -= entry.num_bytes
+        output = self.tracker.output([entry.output])
+        return replace(output, finished=False) if self._entries and output.finished else output
+
+    def clear(self) -> None:
+        """Drop all outputs. Their bytes stay counted, so the client's other streams end too."""
+        self._entries.clear()
+        self._last.clear()
+
+    @property
+    def _is_behind(self) -> bool:
+        return len(self._entries) >= max(KEPT_APART, 2 * self.tracker.num_completions)
+
+
+def _merged(before: CompletionOutput, fresh: CompletionOutput) -> CompletionOutput:
+    logprobs = before.logprobs
+    if logprobs is not None and fresh.logprobs is not None:
+        logprobs = OutputLogprobs.joined(logprobs, fresh.logprobs)
+    return CompletionOutput(
+        before.index,
+        before.text + fresh.text,
+        [*before.token_ids, *fresh.token_ids],
+        fresh.finish_reason,
+        fresh.stop_reason,
+        logprobs,
+    )
+
+
+def size_of(output: CompletionOutput) -> int:
+    """Return the approximate memory of an output, in bytes."""
+    num_bytes = len(output.text) + TOKEN_BYTES * len(output.token_ids)
+    if output.logprobs:
+        places = output.logprobs.numbers
+        num_bytes += len(places) * (PLACE_BYTES + TOP_BYTES * len(places[0][3]))
+    return num_bytes

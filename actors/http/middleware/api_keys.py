@@ -1,4 +1,5 @@
-"""API keys: where a server's keys come from, whether a request has a valid one, and what that key may access.
+"""API keys: where a server's keys come from, whether a request has a valid one, what that key may access, and
+how many completions it may have in flight (`KeyShares`).
 
 Keys come from flags or code, files, or the environment, but never from a Serve config, because Serve stores
 and shows it (`serve config`, the dashboard). Wherever settings are shown, keys are left out. Keys are read
@@ -12,18 +13,21 @@ import hashlib
 import hmac
 import json
 import os
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ....cluster.errors import ConfigError
+from ....cluster.errors import ConfigError, RateLimitError, RequestError
 from ....cluster.metrics.bounded_labels import ANY
 from ....cluster.request.caller import Caller, domain_of, owner_of
 from ..config.settings import OPEN_PATHS, ServerSettings
 
 if TYPE_CHECKING:  # commands that handle keys run without a web server
     from starlette.types import Scope
+
 
 # Setting -> the environment variable that replaces it.
 ENVIRONMENT = {
@@ -196,3 +200,57 @@ def _among(given: bytes, keys: list[bytes]) -> bool:
 
 def _digest(key: str) -> bytes:
     return hashlib.sha256(key.encode()).digest()
+
+
+_SHARE = "max_requests_per_key"
+
+
+class KeyShares:
+    """Limits the completions in flight of one API key, running and waiting ones together.
+
+    The process that checks the keys counts: without a gateway the request's run
+    (`actors/http/generation/request_run.py`), else the gateway (`gateway/generation_proxy.py`). Only digests
+    of keys are kept.
+    """
+
+    def __init__(self, settings: ServerSettings) -> None:
+        self._most = settings.max_requests_per_key
+        self._num_open: Counter[str] = Counter()
+
+    @contextmanager
+    def take(self, key: str | None, count: int, num_replicas: int = 1) -> Iterator[None]:
+        """Count completions as in flight.
+
+        Args:
+            key: `Caller.owner` of the request; None if the server has no keys, in which case nothing is
+                counted.
+            count: completions of the request.
+            num_replicas: replicas of the model; the limit applies to each.
+
+        Raises:
+            RateLimitError: with these, too many would be in flight.
+            RequestError: the request alone exceeds the limit.
+        """
+        if key is None or self._most is None:
+            yield
+            return
+        most = self._most * max(num_replicas, 1)
+        if count > most:
+            raise RequestError(
+                f"The request needs {count} completions, and one API key may have {most} at a time "
+                f"({_SHARE}). Request fewer (`n`, prompts).",
+                param="n",
+            )
+        if (num_open := self._num_open[key]) + count > most:
+            raise RateLimitError(
+                f"{num_open} completions of this API key are in progress and {count} would join them; at "
+                f"most {most} are allowed ({_SHARE}). Retry when some have ended.",
+                param=_SHARE,
+            )
+        self._num_open[key] += count
+        try:
+            yield
+        finally:
+            self._num_open[key] -= count
+            if not self._num_open[key]:
+                del self._num_open[key]
