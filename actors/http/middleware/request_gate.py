@@ -189,7 +189,7 @@ class _Exchange:
 
 
 class StallGuard:
-    """A `send` whose waiting time is bounded, with one timer per request (none per message).
+    """A `send` with a bounded waiting time, with one timer per request (none per message).
 
     A server waits for its client to read before it sends more (back-pressure). A client that reads nothing
     for too long is gone or malicious: it occupies memory and counts as a request in flight.
