@@ -269,9 +269,9 @@ def vary_background(engine: EngineCore, seed: int) -> None:
     def portion(least: int) -> BackgroundWork:
         return BackgroundWork(*random.integers(least, least + most, 2, endpoint=True).tolist())
 
-    scheduler._controller.background_beside = lambda online, num_decoding: portion(0)
+    scheduler.controller.background_beside = lambda online, num_decoding: portion(0)
     if chunks:
-        scheduler._controller.background_alone = lambda num_decoding, idle_s: portion(1)
+        scheduler.controller.background_alone = lambda num_decoding, idle_s: portion(1)
 
 
 def vary_halves(engine: EngineCore, seed: int) -> None:
