@@ -18,8 +18,8 @@ from manta.drafter.step.gpu_triton.sampling.selector import Candidates, find_can
 from manta.drafter.step.inputs.row_layout import StepRows
 from manta.drafter.step.inputs.sampling_metadata import SamplingMetadata
 from manta.drafter.step.sampling.sampler import select_paths
-from manta.drafter.step.sampling.sampler_candidates import candidates as candidates_of
-from manta.drafter.step.sampling.sampler_walk import SelectorCodebooks
+from manta.drafter.step.sampling.selector import SelectorCodebooks
+from manta.drafter.step.sampling.selector import candidates as candidates_of
 
 pytestmark = pytest.mark.usefixtures("on_the_device")
 VOCAB, RANK = 300, 24

@@ -11,7 +11,7 @@ from manta.drafter.step.cpu_numba.step_ops import LOOPS
 from manta.drafter.step.inputs.row_layout import StepRows
 from manta.drafter.step.inputs.sampling_metadata import SamplingMetadata
 from manta.drafter.step.sampling.sampler import select_paths
-from manta.drafter.step.sampling.sampler_walk import SelectorCodebooks
+from manta.drafter.step.sampling.selector import SelectorCodebooks
 from manta.drafter.step.sampling.step_ops import DEFINITION
 
 VOCAB = 120
