@@ -7,11 +7,9 @@ while it verifies the other:
     halves    verify A  | verify B  | verify A            n / 2 requests every max(D(n / 2), V(n / 2)) seconds
               draft B   | draft A   | draft B
 
-Halves pay if drafting takes about as long as verifying, or if verifying takes time in proportion to its rows.
-They lose up to half if a pass over half of the rows takes as long as one over all, as on most GPUs. So
+Halves lose up to half if a pass over half of the rows takes as long as one over all, as on most GPUs. So
 batches stay whole unless halves were measured to produce more tokens per second. The other mode is tried
 occasionally, less often after each failure, and halves are not tried if even free drafts would gain nothing.
-Used by `step_controller.py`; does not access sequences.
 """
 
 from __future__ import annotations
@@ -21,16 +19,15 @@ from dataclasses import dataclass, field
 from statistics import median
 from typing import NamedTuple
 
+from ..speculation.draft_length_policy import BETTER
 from ..speculation.draft_lengths import load_class
+from ..speculation.loss_budget import Backoff
 from ..step.scheduler_output import StepTimings
 
-_NUM_RATES, _MIN_RATES = 8, 6  # steps whose median rate is compared, and their minimum number
+_NUM_RATES = 6  # steps whose median rate is compared
 _FIRST_HALVES = 2  # ignored steps of a sequence of halves, since drafts of the first one were not overlapped
-_BETTER = 1.02  # rate ratio to change the mode
-_FIRST_TRIAL, _NEXT_TRIAL, _MAX_TRIAL = 32, 256, 4096  # steps until a trial; doubles with each failure
-# After this many steps a trial is due if the rate has changed by this factor, up or down, since the last
-# trial.
-_CHANGED_TRIAL, _CHANGED = 128, 1.33
+_TRIAL_STEPS = 128  # until a trial if the rate has changed; else twice as many, doubled by each failure
+_CHANGED = 1.33  # factor by which the rate changes, up or down, if costs or texts do
 
 
 class BatchMode(NamedTuple):
@@ -47,6 +44,10 @@ class BatchMode(NamedTuple):
     is_settled: bool
 
 
+def _rates() -> deque[float]:
+    return deque(maxlen=_NUM_RATES)
+
+
 @dataclass(slots=True)
 class _LoadState:
     """Measurements for one class of load.
@@ -55,19 +56,17 @@ class _LoadState:
         uses_halves: the faster mode, as far as known.
         rates: tokens per second of the last whole steps, and of the last halves.
         max_gain: upper bound of the gain of halves over whole steps, from the last whole step's seconds.
-        trial_in, interval: steps until the next trial, and between trials.
-        trial_rate: rate of the faster mode at the last trial.
+        since_trial, trial_rate: steps since the last trial, and the faster mode's rate then; 0 before it.
+        backoff: steps between trials.
         is_trial: the slower mode is being tried.
     """
 
     uses_halves: bool = False
-    rates: tuple[deque[float], deque[float]] = field(
-        default_factory=lambda: (deque[float](maxlen=_NUM_RATES), deque[float](maxlen=_NUM_RATES))
-    )
+    rates: tuple[deque[float], deque[float]] = field(default_factory=lambda: (_rates(), _rates()))
     max_gain: float = 0.0
-    trial_in: int = 0
-    interval: int = _NEXT_TRIAL
+    since_trial: int = 0
     trial_rate: float = 0.0
+    backoff: Backoff = field(default_factory=lambda: Backoff(2 * _TRIAL_STEPS))
     is_trial: bool = False
 
 
@@ -92,49 +91,44 @@ class BatchHalves:
         self._was_half = is_half
         return BatchMode(is_half, load_class(num_requests), not is_half or self._num_alike >= _FIRST_HALVES)
 
-    def observe(self, turn: BatchMode, num_tokens: float, seconds: float, timings: StepTimings) -> None:
+    def observe(self, mode: BatchMode, num_tokens: float, seconds: float, timings: StepTimings) -> None:
         """Learn from a step in which all requests decoded with the same draft length.
 
         Args:
             num_tokens: average number of tokens that such a step produces.
             seconds: since the previous step ended, or since it was planned if that was later.
         """
-        if not turn.is_settled or seconds <= 0:
+        if not mode.is_settled or seconds <= 0:
             return
-        state = self._state(turn.load)
-        state.rates[turn.is_half].append(num_tokens / seconds)
-        if not turn.is_half and timings.total_s > 0:
-            verify_s = timings.total_s - timings.draft_s
-            state.max_gain = timings.total_s / max(timings.draft_s, verify_s)
+        state = self._state(mode.load)
+        state.rates[mode.is_half].append(num_tokens / seconds)
+        if not mode.is_half and timings.total_s > 0:
+            state.max_gain = timings.total_s / max(timings.draft_s, timings.total_s - timings.draft_s)
+        state.since_trial += 1
         present, other = state.rates[state.uses_halves], state.rates[not state.uses_halves]
-        if state.is_trial:
-            if len(other) >= _MIN_RATES:
-                self._end_trial(state, median(other) / median(present))
-            return
-        state.trial_in -= 1
-        may_pay = state.uses_halves or state.max_gain > _BETTER
-        if len(present) < _MIN_RATES or not may_pay:
-            return
-        ratio = median(present) / state.trial_rate if state.trial_rate else 1.0
-        has_changed = max(ratio, 1 / ratio) > _CHANGED
-        if state.trial_in < 0 or (has_changed and state.trial_in < state.interval - _CHANGED_TRIAL):
-            state.is_trial = True
-            other.clear()
+        if not state.is_trial:
+            may_pay = state.uses_halves or state.max_gain > BETTER
+            state.is_trial = may_pay and len(present) == _NUM_RATES and self._is_due(state, median(present))
+            if state.is_trial:
+                other.clear()
+        elif len(other) == _NUM_RATES:
+            state.is_trial = False
+            if median(other) > BETTER * median(present):
+                state.uses_halves = not state.uses_halves
+                state.backoff.reset()
+            elif state.trial_rate:
+                state.backoff.fail()
+            state.since_trial, state.trial_rate = 0, max(median(other), median(present))
+
+    def _is_due(self, state: _LoadState, rate: float) -> bool:
+        if not state.trial_rate:
+            return True
+        has_changed = max(rate / state.trial_rate, state.trial_rate / rate) > _CHANGED
+        return state.since_trial > (_TRIAL_STEPS if has_changed else state.backoff.steps)
 
     def _state(self, load: int) -> _LoadState:
         """Return the state of this load; a new one starts from the nearest one."""
         if load not in self._states:
-            nearest = min(self._states, key=lambda other: abs(other - load), default=None)
-            self._states[load] = _LoadState()
-            if nearest is not None:
-                old = self._states[nearest]
-                self._states[load] = _LoadState(old.uses_halves, trial_in=_FIRST_TRIAL)
+            nearest = min(self._states, key=lambda other: abs(other - load), default=load)
+            self._states[load] = _LoadState(nearest in self._states and self._states[nearest].uses_halves)
         return self._states[load]
-
-    def _end_trial(self, state: _LoadState, ratio: float) -> None:
-        state.is_trial = False
-        if ratio > _BETTER:
-            state.uses_halves, state.interval = not state.uses_halves, _NEXT_TRIAL
-        else:
-            state.interval = min(2 * state.interval, _MAX_TRIAL)
-        state.trial_in, state.trial_rate = state.interval, median(state.rates[state.uses_halves])

@@ -1,38 +1,46 @@
 """Tracks whether the drafter is available and of which running requests it has the context K/V.
 
-Drafting for a request needs the drafter's K and V of all its computed tokens. They are missing if
+Drafting for a request needs the drafter's K and V of all its computed tokens. They are missing if the drafter
+was replaced or restarted, or if they were not written for a while (`ContextWriteGate`). Then running
+requests decode without drafts until they are recomputed (`DrafterContextRefill`), and newly admitted ones get
+no cached page that lacks the context. Used by `scheduler.py`; changes the request queues and their pages.
 
-* the drafter was replaced, or its process restarted: it has no earlier context;
-* they were not written for a while (`ContextWriteGate`).
-
-In both cases running requests decode without drafts, newly admitted ones get no cached page that lacks the
-context, and `drafter_context_refill.py` chooses running requests to recompute. Used by `scheduler.py`;
-changes the request queues and their pages, decides no rows.
+Legend: L running sequences of one kind (online, background) without drafter context.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
+import numpy as np
+
+from ..speculation.draft_length_policy import BETTER
+from ..speculation.loss_budget import Backoff
 from ..step.executor import DrafterHealth
 from ..step.limits import SchedulerConfig
 from ..step.scheduler_output import IntArray, SchedulerOutput, StepTimings
-from ..step.sequence import WAITING, Sequence
-from .drafter_context_refill import DrafterContextRefill
+from ..step.sequence import WAITING, Sequence, SlotTable
 from .request_queues import RequestQueues
 from .step_controller import StepController
 
-_IDLE_STEPS = 384  # steps without useful drafts until writes stop; by then a retry has failed
-_IDLE_STEPS_AFTER_TRIAL = 96  # the same after resuming for a trial
-_REST_STEPS, _MAX_REST_STEPS = 1024, 8192  # steps without writes until a trial may resume them; doubles
-_WORTH_STOPPING = 1 / 64  # fraction of the steps' seconds spent on writes
+# Steps without useful drafts until writes stop. With 1,024 a useless drafter costs 2.3 % of 4,000 steps, with
+# 384 1.3 % (simulated, writes a sixteenth of a pass).
+_IDLE_STEPS = 256
+_REST_STEPS = 1024  # without writes until a trial may resume them: it recomputes a request
+_REFILL_ROWS, _REFILL_SHARE = 16, 1 / 4  # least rows per step, and fraction of the other requests' rows
+_REFILL_STEPS = 64  # most for one sequence, whose reader waits meanwhile
+# Maximum rows recomputed for each remaining token: a recomputed row costs about a tenth of a plain token on a
+# CPU and a hundredth on a GPU, because a chunk reads the weights once, and drafts save about half of a token.
+_ROWS_PER_TOKEN = 8
 
 
 class ContextWriteGate:
     """Stops writing the drafter's context K/V while drafts have gained nothing for long.
 
     The context is written with every row, whether or not it is drafted for. That costs a part of every step
-    and gains nothing while drafting is off. Pages filled while writes are stopped are marked. Resuming costs
-    the recomputation of at least one request, so a mere trial waits until enough steps have been saved, and
-    twice as many after each unsuccessful trial. Writes that take next to no time are never stopped.
+    and gains nothing while drafting is off. Resuming costs the recomputation of at least one request, so a
+    mere trial waits until enough steps have been saved, and twice as many after each unsuccessful trial.
+    Writes that take next to no time are never stopped.
 
     Args:
         may_stop: whether writes take the target's time. Those of a drafter with its own device do not.
@@ -43,46 +51,120 @@ class ContextWriteGate:
     """
 
     def __init__(self, *, may_stop: bool) -> None:
-        self._may_stop = may_stop
-        self.on = True
-        self.wanted = 0
+        self._may_stop, self.on, self.wanted = may_stop, True, 0
+        self._rest = Backoff(_REST_STEPS)
         self._steps = 0  # since drafts were useful; while off, since writes stopped
-        self._idle_steps, self._rest_steps = _IDLE_STEPS, _REST_STEPS
-        self._write_s = self._total_s = 0.0  # of these steps, while on
+        self._write_s = self._total_s = 0.0  # of these steps
 
     @property
     def should_stop(self) -> bool:
-        if not self._may_stop or not self.on or self._steps < self._idle_steps:
-            return False
-        return 0.0 < _WORTH_STOPPING * self._total_s <= self._write_s
+        is_idle = self._may_stop and self.on and self._steps >= _IDLE_STEPS
+        return is_idle and self._write_s > (BETTER - 1.0) * self._total_s
 
     def stop(self) -> None:
         self.on, self.wanted, self._steps = False, 0, 0
 
     def may_resume_for(self, *, trial: bool) -> bool:
         """Return whether chosen drafts, for a trial or because they pay, justify resuming writes."""
-        return not self.on and (not trial or self._steps >= self._rest_steps)
+        return not self.on and (not trial or self._steps >= self._rest.steps)
 
     def resume(self, wanted: int = 0) -> None:
         self.on, self.wanted = True, wanted
-        self._rest_steps = min(2 * self._rest_steps, _MAX_REST_STEPS)
-        self._wait(_IDLE_STEPS_AFTER_TRIAL)
+        self._rest.fail()
+        self._begin()
 
     def scheduled(self, *, useful: bool) -> None:
         """Record a step; `useful`: it drafts, and not only for a trial."""
+        self._steps += 1
         if useful:
-            self._rest_steps = _REST_STEPS
-            self._wait(_IDLE_STEPS)
-        else:
-            self._steps += 1
+            self._rest.reset()
+            self._begin()
+
+    def _begin(self) -> None:
+        self._steps, self._write_s, self._total_s = 0, 0.0, 0.0
 
     def completed(self, timings: StepTimings) -> None:
         self._write_s += timings.inject_s
         self._total_s += timings.total_s
 
-    def _wait(self, idle_steps: int) -> None:
-        self._steps, self._idle_steps = 0, idle_steps
-        self._write_s = self._total_s = 0.0
+
+class DrafterContextRefill:
+    """Chooses the running requests to recompute for their drafter context, and their rows per step.
+
+    A recomputed request is preempted and readmitted. This makes the steps of other requests longer, and its
+    own reader waits until it is done. So one is recomputed at a time, the shortest first, with as many rows
+    per step as the drafts that are missing, which are free, or a quarter of the others'. A request that is
+    too long, or about to end, continues without drafts. The number of remaining tokens is assumed to be the
+    number generated so far.
+
+    Args:
+        max_rows: maximum rows of a step.
+        chunks: whether a prompt may be computed in parts.
+
+    Attributes:
+        current: the sequence that is being recomputed.
+    """
+
+    def __init__(self, max_rows: int, *, chunks: bool) -> None:
+        self._max_rows, self._chunks = max_rows, chunks
+        # Prompt tokens by slot, of online and of background requests running without drafter context.
+        self._prompts: tuple[dict[int, int], dict[int, int]] = ({}, {})
+        self._min_rows = _REFILL_ROWS
+        self.current: Sequence | None = None
+
+    def begin(self, running: Iterable[Sequence], num_tokens: int = 0) -> None:
+        """Start recomputing these, which lack drafter context; none up to `num_tokens` is too long."""
+        self._prompts, self.current = ({}, {}), None
+        self._min_rows = _REFILL_ROWS + num_tokens // _REFILL_STEPS
+        for sequence in running:
+            request = sequence.request
+            if request.max_draft_tokens != 0:
+                self._prompts[request.background][sequence.slot] = len(request.prompt_token_ids)
+
+    def leave(self, slot: int) -> None:
+        """Forget the sequence of this slot, which has left; the next one in it has drafter context."""
+        for prompts in self._prompts:
+            prompts.pop(slot, None)
+
+    def rows(self, num_drafts: int, num_others: int) -> int:
+        """Return the maximum rows of the recomputed sequence in a step.
+
+        Args:
+            num_drafts: draft length if all drafted.
+            num_others: other requests with rows in the step.
+        """
+        if not num_others or not self._chunks:
+            return self._max_rows
+        num_missing, num_more = num_drafts * sum(map(len, self._prompts)), num_others * (1 + num_drafts)
+        return min(max(num_missing, int(num_more * _REFILL_SHARE), self._min_rows), self._max_rows)
+
+    def next(
+        self, table: SlotTable, num_drafts: int, num_others: int, *, background: bool
+    ) -> Sequence | None:
+        """Return the next sequence to recompute; None while one is in progress, or if it pays for none.
+
+        Args:
+            num_drafts, num_others: as in `rows`.
+            background: kind of the sequence.
+        """
+        if self.current is not None:
+            slot = self.current.slot
+            if slot != WAITING and int(table.known_rows(np.array([slot]))[0]) > 1:
+                return None
+            self.current = None
+        slots_L = np.array(list(self._prompts[background]), dtype=np.int32)
+        slots_L = slots_L[table.go_on(slots_L)]
+        if not num_drafts or not len(slots_L) or self._max_rows <= (1 + num_others) * (1 + num_drafts):
+            return None
+        tokens_L = table.num_tokens_S[slots_L]
+        prompts_L = np.array([self._prompts[background][slot] for slot in slots_L.tolist()])
+        remaining_L = np.maximum(tokens_L - prompts_L, 2 * _REFILL_STEPS)
+        remaining_L = np.minimum(remaining_L, table.max_length_S[slots_L] - tokens_L)
+        most = self.rows(num_drafts, num_others) * (_REFILL_STEPS if self._chunks else 1)
+        pays_L = tokens_L <= np.minimum(_ROWS_PER_TOKEN * remaining_L, most)
+        if not pays_L.any():
+            return None
+        return table.sequences[int(slots_L[pays_L][tokens_L[pays_L].argmin()])]
 
 
 class DrafterContext:
@@ -113,8 +195,6 @@ class DrafterContext:
     def update_health(self, health: DrafterHealth) -> None:
         """Update the drafter's state; called before every plan."""
         before, self.health = self.health, health
-        if health == before:
-            return
         is_new = health.generation != before.generation
         if before.ready and (is_new or not health.ready):
             self._roster.counters.drafter_losses += 1
@@ -145,6 +225,7 @@ class DrafterContext:
     def prepare(self) -> None:
         """Prepare a plan: stop or resume writes, and preempt a request that will be recomputed in it."""
         if self._writes.should_stop:
+            # No request drafts from now on; draft lengths are chosen as before.
             self._stop()
         elif not self._writes.on:
             self._resume_if_chosen()
@@ -187,7 +268,7 @@ class DrafterContext:
         self.refill.begin(running, num_tokens)
 
     def _stop(self) -> None:
-        """Stop writes. No request drafts from now on; draft lengths are chosen as before."""
+        """Stop writes, and mark the pages that are filled from now on."""
         self._writes.stop()
         self._roster.books.cache.mark()
         self.refill.begin(())

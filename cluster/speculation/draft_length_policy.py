@@ -4,18 +4,15 @@
     expected seconds   of the drafter's pass, and of the rest by number of rows (`step_cost_model.py`)
 
 Drafts may be trimmed once their margins are known (`draft_trimming.py`). An estimate takes this into account:
-it sorts the drafts of many recent blocks by probability, and finds the best number of them to verify.
-
-The estimates are made in a *review*, every few steps at first and later every two hundred; in between the
-choice is kept. A review
+it sorts the drafts of recent blocks by probability, and finds the best number of them to verify. Estimates
+are made in a *review*, every 8 steps at first and later every 64; in between the choice is kept. A review
 
 * changes the length if another is clearly better and its cost is known;
-* schedules a *trial* of a length with a cost that may be much lower than predicted (the bound of one standard
-  deviation), if the loss is covered by the budget (`loss_budget.py`);
+* schedules a *trial*, up to three steps with a length whose cost may be much lower than predicted (the bound
+  of one standard deviation), if the loss is covered by the budget (`loss_budget.py`);
 * while no drafts are made, schedules a trial every 64 to 1024 steps anyway, because texts change.
 
-No token depends on the choice. Without a clock (simulated executors) all drafts are made. Used by
-`step_controller.py`; does not access sequences.
+No token depends on the choice. Without a clock (simulated executors) all drafts are made.
 
 Legend: R decoding requests, K most drafts of a request, N blocks, S drafts that are verified.
 """
@@ -30,24 +27,19 @@ from typing import NamedTuple
 import numpy as np
 
 from ..step.scheduler_output import BoolArray, FloatArray, IntArray, SchedulerOutput, Trim
-from .acceptance_model import NO_MARGIN, NUM_SAMPLES, AcceptanceModel
+from .acceptance_model import NO_MARGIN, NUM_BLOCKS, AcceptanceModel
 from .draft_lengths import draft_lengths, load_class
 from .draft_trimming import trimmed
-from .loss_budget import LossBudget
-from .step_cost_model import StepCostModel, StepLoad
-from .step_time_regression import Doubles
+from .loss_budget import MAX_BACKOFF, Backoff, LossBudget
+from .step_cost_model import LEAST_S, Doubles, StepCostModel, StepLoad
 
-_BETTER = 1.02  # rate ratio to change the length; estimates differ by about a percent
-_MUCH_BETTER = 1.05  # ratio of expected gain to that at the last retry, to retry at once
+BETTER = 1.02  # rate ratio to change a choice; estimates differ by about a percent
 _KNOWN = 2.5  # a cost is known if the ratio of its bounds is at most this
-_MIN_REVIEW_STEPS, _MAX_REVIEW_STEPS = 8, 192  # a review's distance: half of the steps so far, within these
-_TRIAL_STEPS = 3
-_RETRY_STEPS, _MAX_RETRY_STEPS = 64, 1024  # steps without drafts until a retry; doubles each time
+_REVIEW_STEPS = 8  # between reviews at first, and between trials of a length
+_RETRY_STEPS = 64  # between reviews later, and without drafts until a retry
+_TRIAL_STEPS = 3  # at most, as far as the loss is covered
 _RETRY_LENGTH = 3  # minimum draft length of a retry: one draft says little about the text
-_MIN_LOSS = 0.01  # assumed minimum loss of a trial step, as a fraction of a plain step
-_WORTH_TRIMMING = 1.05  # ratio to the rate without trimming, since trimming itself takes time
-_NUM_BLOCKS = 64  # over all requests, for comparing lengths
-_USUAL_CONTEXT = 256.0  # tokens
+_LOSS_SHARE, _MAX_LOSS_STEPS = 0.01, 16.0  # of the total time; plain steps whose time is covered at most
 
 
 class DecodeBatch(NamedTuple):
@@ -64,41 +56,42 @@ class DecodeBatch(NamedTuple):
     weights_R: FloatArray
 
 
+class LengthEstimate(NamedTuple):
+    """Estimate for steps with one draft length; 0 while nothing is known.
+
+    Attributes:
+        rate, worth: expected tokens, each times its request's weight, per second and per step.
+        seconds: expected seconds of a step.
+        num_verified: expected number of drafts worth verifying, over all requests.
+        trims: whether drafts are trimmed once their margins are known.
+    """
+
+    rate: float = 0.0
+    worth: float = 0.0
+    seconds: float = 0.0
+    num_verified: int = 0
+    trims: bool = False
+
+
+_UNKNOWN = LengthEstimate()
+
+
 class DraftChoice(NamedTuple):
-    """The drafting decision for a step. Worth is expected tokens, each times its request's weight.
+    """How a step drafts.
 
     Attributes:
         num_drafts_R: number of drafts of each request.
         length: the maximum of them.
         is_trial: the step is made to measure; all drafts are verified.
-        rate: expected worth per second at the chosen length; 0 while nothing is known.
-        worth: expected worth of such a step; 0 while nothing is known.
+        estimate: estimate for the length that is best known.
         plain_s: expected seconds of a step without drafts; 0 while nothing is known.
-        trims: whether drafts are trimmed once their margins are known.
-        num_verified: expected number of drafts worth verifying, over all requests.
     """
 
     num_drafts_R: IntArray
     length: int
     is_trial: bool = False
-    rate: float = 0.0
-    worth: float = 0.0
+    estimate: LengthEstimate = _UNKNOWN
     plain_s: float = 0.0
-    trims: bool = True
-    num_verified: int = 0
-
-
-class LengthEstimate(NamedTuple):
-    """Estimate for steps with one draft length: worth per second and per step, seconds, drafts verified."""
-
-    rate: float
-    worth: float
-    seconds: float
-    num_verified: int = 0
-    trims: bool = False
-
-
-_UNKNOWN = LengthEstimate(0.0, 0.0, 0.0)
 
 
 @dataclass(slots=True)
@@ -107,10 +100,10 @@ class _LoadState:
 
     Attributes:
         length, estimate, plain_s: the present length, its estimate, and the seconds of a plain step.
-        has_plain: whether a step without drafts was made at this load, or at the one that it was copied from.
+        has_plain: whether a step without drafts was made at this load, or at the one whose state it copied.
         steps, review_at: steps at this load, and the step of the next review.
         trial_length, trial_steps: length and remaining steps of the trial in progress; 0 steps: none.
-        trials: by length, number of trials, and the first step at which another is allowed.
+        trials: by length, when it may be tried again, and the steps between trials.
     """
 
     length: int = 0
@@ -131,176 +124,160 @@ class DraftLengthPolicy:
         max_drafts: K.
         max_rows: maximum rows of a step.
         acceptance: acceptance model of the drafter.
-        costs: costs of the steps planned by this policy.
-        like: policy for the engine's other steps, which gives the initial lengths.
+        costs: predicts the seconds of steps.
+
+    Attributes:
+        reports_margins: whether the drafter reports margins.
     """
 
     def __init__(
-        self,
-        max_drafts: int,
-        max_rows: int,
-        acceptance: AcceptanceModel,
-        costs: StepCostModel,
-        like: DraftLengthPolicy | None = None,
+        self, max_drafts: int, max_rows: int, acceptance: AcceptanceModel, costs: StepCostModel
     ) -> None:
         self._max_drafts, self._max_rows = max_drafts, max_rows
-        self._acceptance, self.costs = acceptance, costs
+        self._acceptance, self._costs = acceptance, costs
         self._lengths = draft_lengths(max_drafts)
-        self._states: dict[int, _LoadState] = {}
-        self._like = like
-        self._budget = LossBudget()
-        self._num_steps = self._num_ended = 0
-        self._num_plain, self._retry_after = 0, _RETRY_STEPS  # steps without drafts, and until a retry
+        self._states: dict[tuple[bool, int], _LoadState] = {}  # by kind and class of load
+        self._budget = LossBudget(_LOSS_SHARE, _MAX_LOSS_STEPS)
+        self._num_steps = self._num_plain = 0  # steps, and those since the last drafts
+        self._retry = Backoff(_RETRY_STEPS)
         self._retry_gain = math.inf  # ratio of expected to plain worth at the last retry
         self._paused_until = 0
         self._declines_S = np.zeros(acceptance.num_slots, dtype=np.bool_)  # requests whose drafts do not pay
         self.reports_margins = True
-        self._last_trim: tuple[object, FloatArray, Trim] | None = None  # (inputs, seconds by rows, result)
-
-    def replace_drafter(self) -> None:
-        """Review at once, because the drafter was replaced."""
-        self._retry_after, self._paused_until = _RETRY_STEPS, 0
-        self._review_soon()
 
     def retry_soon(self) -> None:
-        """Try drafts in the next step if the budget covers it."""
-        self._num_plain = max(self._num_plain, self._retry_after)
-        self._review_soon()
-
-    def _review_soon(self) -> None:
+        """Try drafts in the next step and soon again; they have become possible, or the drafter is new."""
+        self._retry.reset()
+        self._paused_until, self._num_plain = 0, max(self._num_plain, self._retry.steps)
         for state in self._states.values():
             state.review_at = 0
 
     def pays(self) -> bool:
         """Return whether a single request would get drafts, by present estimates."""
-        batch = DecodeBatch(
-            np.zeros(1, np.int32), np.array([self._max_drafts], np.int32), np.ones(1, np.float32)
-        )
-        estimates = self._estimate(batch, StepLoad(1, 0, _USUAL_CONTEXT), self._possible(1))
-        return max(each.rate for each in estimates.values()) > _BETTER * estimates[0].rate
+        limits_R = np.array([self._max_drafts], np.int32)
+        batch = DecodeBatch(np.zeros(1, np.int32), limits_R, np.ones(1, np.float32))
+        estimates = self._estimate(batch, StepLoad(1, 0, 0.0), self._possible(1))
+        return max(each.rate for each in estimates.values()) > BETTER * estimates[0].rate
 
     # Planning.
 
     def choose(self, batch: DecodeBatch, load: StepLoad) -> DraftChoice:
-        if not self.costs.has_measurements:
-            length = self._max_drafts if self._num_ended else 0
+        if not self._costs.has_measurements:
+            length = self._max_drafts if self._num_steps else 0
+            self._num_steps += 1
             return DraftChoice(np.minimum(batch.limits_R, length), length)
-        state = self._state(len(batch.slots_R))
+        state = self._state(load)
         state.steps += 1
         self._num_steps += 1
         if not state.trial_steps and state.steps >= state.review_at and batch.limits_R.any():
             self._review(state, batch, load)
+        length = state.length
         if is_trial := state.trial_steps > 0:
+            length, state.review_at = state.trial_length, state.steps + 1
             state.trial_steps -= 1
-            state.review_at = state.steps + 1
-        length = state.trial_length if is_trial else state.length
         self._num_plain = 0 if length else self._num_plain + 1
         state.has_plain = state.has_plain or not length
-        rate, worth, _, num_verified, trims = state.estimate
         drafts_R = np.minimum(batch.limits_R, length)
-        if length and not is_trial and (declines_R := self._declines_S[batch.slots_R]).any():
-            is_retry_R = (state.steps + 7 * batch.slots_R) % _RETRY_STEPS == 0
-            drafts_R = np.where(declines_R & ~is_retry_R, 0, drafts_R)
-        choice = DraftChoice(
-            drafts_R, length, is_trial, rate, worth, state.plain_s, trims and not is_trial, num_verified
-        )
-        if length and choice.trims and not self.reports_margins:
-            choice = choice._replace(num_drafts_R=self._trimmed_by_request(choice, batch, load))
-        return choice
+        if length and not is_trial:
+            is_retry_R = (state.steps + batch.slots_R) % _RETRY_STEPS == 0
+            drafts_R = np.where(self._declines_S[batch.slots_R] & ~is_retry_R, 0, drafts_R)
+            if state.estimate.trims and not self.reports_margins:
+                drafts_R = self._trimmed_by_request(drafts_R, state.estimate, batch, load)
+        return DraftChoice(drafts_R, length, is_trial, state.estimate, state.plain_s)
 
-    def _state(self, num_requests: int) -> _LoadState:
-        """Return the state of this class of load; a new one starts from the nearest one."""
-        load = load_class(num_requests)
-        if load not in self._states:
-            states = self._states or (self._like._states if self._like else {})
-            nearest = min(states, key=lambda other: abs(other - load), default=None)
-            self._states[load] = _LoadState()
-            if nearest is not None:
-                old = states[nearest]
-                self._states[load] = replace(old, steps=old.steps // 2, review_at=0, trial_steps=0, trials={})
-        return self._states[load]
+    def _state(self, load: StepLoad) -> _LoadState:
+        """Return the state of this class of load; a new one starts from the nearest one, of the same kind if
+        there is one.
+        """
+        key = load.is_half, load_class(int(load.num_requests))
+        if key not in self._states:
+            nearest = min(
+                self._states, key=lambda other: (other[0] != key[0], abs(other[1] - key[1])), default=None
+            )
+            old = _LoadState() if nearest is None else self._states[nearest]
+            self._states[key] = replace(old, steps=old.steps // 2, review_at=0, trial_steps=0, trials={})
+        return self._states[key]
 
-    def _trimmed_by_request(self, choice: DraftChoice, batch: DecodeBatch, load: StepLoad) -> IntArray:
+    def _trimmed_by_request(
+        self, drafts_R: IntArray, estimate: LengthEstimate, batch: DecodeBatch, load: StepLoad
+    ) -> IntArray:
         """Return each request's number of drafts expected to pay, if no margins are reported."""
-        num_rows = load.prompt_rows + len(batch.slots_R)
-        trim = self._trim(
-            choice, batch.slots_R, batch.weights_R, load, num_rows + int(choice.num_drafts_R.sum())
-        )
-        margins_RK = np.full((len(batch.slots_R), choice.length), NO_MARGIN, dtype=np.float32)
-        return trimmed(margins_RK, choice.num_drafts_R, num_rows, trim)
+        num_rows = int(load.prompt_rows) + len(batch.slots_R)
+        trim = self._trim(estimate, batch.slots_R, batch.weights_R, load, num_rows + int(drafts_R.sum()))
+        margins_RK = np.full((len(drafts_R), self._max_drafts), NO_MARGIN, dtype=np.float32)
+        return trimmed(margins_RK, drafts_R, num_rows, trim)
 
     # Review.
 
     def _review(self, state: _LoadState, batch: DecodeBatch, load: StepLoad) -> None:
         """Choose the best known length, and schedule a trial if one is due."""
-        state.review_at = state.steps + min(max(state.steps // 2, _MIN_REVIEW_STEPS), _MAX_REVIEW_STEPS)
+        state.review_at = state.steps + min(max(state.steps // 2, _REVIEW_STEPS), _RETRY_STEPS)
         self._acceptance.update()
-        self.costs.changed()
+        self._costs.changed()
         load = load._replace(prompt_rows=0)  # prompt rows per token do not depend on the length
         lengths = self._possible(len(batch.slots_R))
         least_s, most_s = (
-            dict(zip(lengths, bounds.tolist(), strict=True)) for bounds in self.costs.bounds_s(load, lengths)
+            dict(zip(lengths, bounds.tolist(), strict=True)) for bounds in self._costs.bounds_s(load, lengths)
         )
-        is_measured = state.has_plain or self.costs.were_loaded
-        if not is_measured or most_s[0] > _KNOWN * least_s[0]:
+        if not (state.has_plain or self._costs.were_loaded) or most_s[0] > _KNOWN * least_s[0]:
             state.trial_length, state.trial_steps = 0, 1
             return
         estimates = self._estimate(batch, load, lengths)
-        own_worth, state.plain_s = estimates[0].worth, estimates[0].seconds
-        self._budget.begin(state.plain_s)
-        self._settle(state, estimates, [
+        plain = estimates[0]
+        state.plain_s = plain.seconds
+        self._budget.begin(plain.seconds)
+        covered_s = self._budget.balance_s
+        self._settle(state, estimates, (
             length
             for length in lengths
-            if most_s[length] <= _KNOWN * least_s[length]
-            or self._budget.num_covered(most_s[length] - state.plain_s, 1)
-        ])  # fmt: skip
+            if most_s[length] <= _KNOWN * least_s[length] or most_s[length] - plain.seconds <= covered_s
+        ))  # fmt: skip
         self._declines_S[batch.slots_R] = self._declines(state, batch, load)
         if self._num_steps < self._paused_until:
             return
         # The largest loss of a trial, compared with the present rate, is if no draft is accepted.
         losses_s = {
-            length: max(most_s[length] - own_worth / state.estimate.rate, _MIN_LOSS * state.plain_s)
+            length: max(most_s[length] - plain.worth / state.estimate.rate, LEAST_S)
             for length in lengths
             if length != state.length
         }
         length = self._worth_trying(state, estimates, least_s, losses_s)
         if length is None and not state.length and losses_s:
-            length = self._worth_retrying(estimates, own_worth)
-        if length is not None:
-            most = _TRIAL_STEPS if self.costs.has_measured_drafts else 1
+            length = self._worth_retrying(estimates)
+        if length is not None and losses_s[length] <= covered_s:
             state.trial_length = length
-            state.trial_steps = self._budget.num_covered(losses_s[length], most)
-            num_trials = state.trials.get(length, (0, 0))[0]
-            wait = min(_MIN_REVIEW_STEPS << num_trials, _MAX_RETRY_STEPS)
-            state.trials[length] = num_trials + 1, state.steps + wait
+            most = _TRIAL_STEPS if self._costs.has_measured_drafts else 1
+            state.trial_steps = min(most, int(covered_s / losses_s[length]))
+            _, wait = state.trials.get(length, (0, _REVIEW_STEPS))
+            state.trials[length] = state.steps + wait, min(2 * wait, MAX_BACKOFF * _RETRY_STEPS)
 
     def _possible(self, num_requests: int) -> list[int]:
         most = max(self._max_rows // num_requests - 1, 0)
         return [length for length in self._lengths if length <= most]
 
     def _settle(self, state: _LoadState, estimates: dict[int, LengthEstimate], known: Iterable[int]) -> None:
-        """Keep the length, or change to a better one with a known cost."""
+        """Keep the length, or change to a better one whose cost is known."""
         length = state.length if state.length in estimates else 0
         best = max({0, length, *known}, key=lambda each: estimates[each].rate)
-        if estimates[best].rate > _BETTER * estimates[length].rate:
+        if estimates[best].rate > BETTER * estimates[length].rate:
             length = best
-            state.review_at = min(state.review_at, state.steps + _MIN_REVIEW_STEPS)
+            state.review_at = min(state.review_at, state.steps + _REVIEW_STEPS)
         if self._num_steps < self._paused_until:
             length = 0
-        elif length and self._num_steps > self._paused_until + _MAX_RETRY_STEPS:
-            self._retry_after = _RETRY_STEPS  # drafts have paid for long
+        elif length and self._num_steps > self._paused_until + MAX_BACKOFF * _RETRY_STEPS:
+            self._retry.reset()  # drafts have paid for long
         state.length, state.estimate = length, estimates[length]
 
     def _declines(self, state: _LoadState, batch: DecodeBatch, load: StepLoad) -> BoolArray:
-        """Return the mask of requests that do not pay for their part of the drafter's pass, [R]."""
+        """Return the mask of requests whose drafts do not pay for their part of the drafter's pass, [R]."""
         count, length, rate = len(batch.slots_R), state.length, state.estimate.rate
         if count < 2 or not length:
             return np.zeros(count, dtype=np.bool_)
         half_s, whole_s = (
-            self.costs.draft_s(load.context, part * (length + 1), part) for part in (count // 2, count)
+            self._costs.draft_s(load._replace(num_requests=part), [length])[0] for part in (count // 2, count)
         )
         draft_s = (whole_s - half_s) / (count - count // 2)
-        rest_s = self.costs.rest_s(load, count * length)
+        rest_s = self._costs.rest_s(load, count * length)
         worths_RK = self._acceptance.means(batch.slots_R)[:, :length] * batch.weights_R[:, None]
         gains_RK = np.maximum(worths_RK - rate * (rest_s[-1] - rest_s[0]) / (count * length), 0.0)
         return gains_RK.sum(axis=1) < rate * draft_s
@@ -317,42 +294,41 @@ class DraftLengthPolicy:
         for length, loss_s in losses_s.items():
             most_rate = estimates[length].worth / least_s[length]
             gain = (most_rate - state.estimate.rate) / loss_s
-            is_clear = most_rate > _BETTER * state.estimate.rate
-            # Without drafts, lengths already tried are left to the retries.
-            may_try = length not in state.trials or (state.length and state.steps >= state.trials[length][1])
-            if is_clear and may_try and gain > best and self._budget.num_covered(loss_s, 1):
+            may_try = state.steps >= state.trials.get(length, (0, 0))[0]
+            is_clear = most_rate > BETTER * state.estimate.rate and loss_s <= self._budget.balance_s
+            if may_try and is_clear and gain > best:
                 best, found = gain, length
         return found
 
-    def _worth_retrying(self, estimates: dict[int, LengthEstimate], own_worth: float) -> int | None:
+    def _worth_retrying(self, estimates: dict[int, LengthEstimate]) -> int | None:
         """Return a length to try after long without drafts or for a higher expected gain, or None."""
         lengths = [each for each in estimates if each >= _RETRY_LENGTH] or [max(estimates)]
         length = max(lengths, key=lambda each: estimates[each].rate)
-        gain = estimates[length].worth / own_worth
-        went_well = gain > _MUCH_BETTER * self._retry_gain
-        if not went_well and self._num_plain < self._retry_after:
+        gain = estimates[length].worth / estimates[0].worth
+        went_well = gain > BETTER * self._retry_gain
+        if not went_well and self._num_plain < self._retry.steps:
             return None
-        self._retry_after = _RETRY_STEPS if went_well else min(2 * self._retry_after, _MAX_RETRY_STEPS)
+        if went_well:
+            self._retry.reset()
+        else:
+            self._retry.fail()
         self._retry_gain = gain
         return length
 
     def _estimate(self, batch: DecodeBatch, load: StepLoad, lengths: list[int]) -> dict[int, LengthEstimate]:
         """Estimate steps with these draft lengths (ascending) from recent blocks of some requests."""
         num_requests = len(batch.slots_R)
-        num_some = min(num_requests, _NUM_BLOCKS)
+        num_some = min(num_requests, NUM_BLOCKS)
         some = np.arange(num_some) * num_requests // num_some
-        count = min(_NUM_BLOCKS // num_some, NUM_SAMPLES)
         longest = lengths[-1]
-        survivals_TRK = self._acceptance.samples(batch.slots_R[some], count)[:, :, :longest]
+        survivals_TRK = self._acceptance.samples(batch.slots_R[some], NUM_BLOCKS // num_some)[:, :, :longest]
         possible_RK = np.arange(longest) < batch.limits_R[some][:, None]
-        worths_TRK = survivals_TRK * (batch.weights_R[some][:, None] * possible_RK)
-        worths_NK = worths_TRK.reshape(-1, longest)
+        worths_NK = (survivals_TRK * (batch.weights_R[some][:, None] * possible_RK)).reshape(-1, longest)
         own_worth = float(batch.weights_R.sum())  # worth of the tokens of plain decoding
-        rest_s_S = self.costs.rest_s(load, num_requests * longest)
-        plain_s = float(rest_s_S[0])
-        estimates = {0: LengthEstimate(own_worth / plain_s, own_worth, plain_s)}
-        for length in lengths[1:]:
-            draft_s = self.costs.draft_s(load.context, num_requests * (length + 1), num_requests)
+        rest_s_S = self._costs.rest_s(load, num_requests * longest)
+        estimates = {0: LengthEstimate(own_worth / rest_s_S[0], own_worth, float(rest_s_S[0]))}
+        drafts_s = self._costs.draft_s(load, lengths)
+        for length, draft_s in zip(lengths[1:], drafts_s[1:], strict=True):
             seconds_S = rest_s_S[: num_requests * length + 1] + draft_s
             estimates[length] = _estimate_trimmed(worths_NK[:, :length], num_requests, own_worth, seconds_S)
         return estimates
@@ -363,40 +339,26 @@ class DraftLengthPolicy:
         self, choice: DraftChoice, plan: SchedulerOutput, load: StepLoad, weights_R: FloatArray
     ) -> Trim | None:
         """Return how the drafts of this plan are trimmed; None if all are verified."""
-        if not choice.trims or choice.rate <= 0.0 or not self.reports_margins or not plan.num_draft_tokens:
+        trims = choice.estimate.trims and not choice.is_trial
+        if not trims or not self.reports_margins or not plan.num_draft_tokens:
             return None
-        return self._trim(choice, plan.slots, weights_R, load, plan.num_batched_tokens)
+        return self._trim(choice.estimate, plan.slots, weights_R, load, plan.num_batched_tokens)
 
     def _trim(
-        self, choice: DraftChoice, slots_R: IntArray, weights_R: FloatArray, load: StepLoad, num_rows: int
+        self,
+        estimate: LengthEstimate,
+        slots_R: IntArray,
+        weights_R: FloatArray,
+        load: StepLoad,
+        num_rows: int,
     ) -> Trim:
-        seconds_N = self.costs.seconds_by_rows(load, num_rows)
-        made_of = slots_R.tobytes(), weights_R.tobytes(), self._acceptance.version, choice.rate, load[:2]
-        if self._last_trim is None or self._last_trim[0] != made_of or self._last_trim[1] is not seconds_N:
-            curves = self._acceptance.bias_K, self._acceptance.slope_K, self._acceptance.offsets(slots_R)
-            if self.costs.has_fixed_sizes:
-                rows = load.num_requests + choice.num_verified
-                rows = load.prompt_rows + int(self.costs.padded(np.array([rows]))[0])
-                trim = Trim(*curves, weights_R, np.zeros(0, np.float32), rows)
-            else:
-                trim = Trim(*curves, weights_R, seconds_N, rate=choice.rate)
-            self._last_trim = made_of, seconds_N, trim  # most steps are like the previous one
-        return self._last_trim[2]
+        curves = self._acceptance.bias_K, self._acceptance.slope_K, self._acceptance.offsets(slots_R)
+        if not self._costs.has_fixed_sizes:
+            return Trim(*curves, weights_R, self._costs.seconds_by_rows(load, num_rows), rate=estimate.rate)
+        rows = int(self._costs.padded(int(load.num_requests) + estimate.num_verified))
+        return Trim(*curves, weights_R, np.zeros(0, np.float32), int(load.prompt_rows) + rows)
 
     # Learning.
-
-    def observe(
-        self,
-        load: StepLoad,
-        num_drafts: int,
-        draft_rows: int,
-        draft_s: float,
-        rest_s: float,
-        num_drafting: int,
-    ) -> None:
-        """Record the seconds of a step; see `StepCostModel.observe`."""
-        self._num_ended += 1
-        self.costs.observe(load, num_drafts, draft_rows, draft_s, rest_s, num_drafting)
 
     def account(
         self, choice: DraftChoice, own_worth: float, worth: float, seconds: float, num_steps: int
@@ -409,22 +371,20 @@ class DraftLengthPolicy:
             seconds: duration of the step.
             num_steps: number of similar steps that this one represents.
         """
-        self._budget.earn(num_steps * seconds, max(choice.plain_s, seconds))
-        if choice.rate <= 0.0 or own_worth <= 0.0:
+        if not choice.estimate.rate or own_worth <= 0.0:
             return
-        if choice.is_trial:
-            self._budget.pay(seconds - worth / choice.rate)
-        elif choice.length:
-            plain_s = worth / own_worth * choice.plain_s
-            if self._budget.settle(seconds, choice.worth / choice.rate, choice.plain_s, plain_s):
-                self._pause()
-
-    def _pause(self) -> None:
-        """Pause drafting for some steps, longer each time, whatever is predicted."""
-        self._paused_until = self._num_steps + self._retry_after
-        self._retry_after = min(2 * self._retry_after, _MAX_RETRY_STEPS)
-        for state in self._states.values():
-            state.length, state.trial_steps, state.review_at = 0, 0, 0
+        self._budget.earn(num_steps * seconds, max(choice.plain_s, seconds))
+        if choice.is_trial:  # at most half of the balance, so that an interruption ends no trials
+            lost_s = seconds - worth / choice.estimate.rate
+            self._budget.balance_s -= min(lost_s, self._budget.balance_s / 2)
+        elif choice.length and self._budget.settle(
+            seconds - worth / own_worth * choice.plain_s, choice.plain_s
+        ):
+            # Pause drafting for some steps, longer each time, whatever is predicted.
+            self._paused_until = self._num_steps + self._retry.steps
+            self._retry.fail()
+            for state in self._states.values():
+                state.length, state.trial_steps, state.review_at = 0, 0, 0
 
 
 def _estimate_trimmed(
@@ -444,7 +404,7 @@ def _estimate_trimmed(
     worth_S = own_worth + worth_M[places_S] * (num_requests / len(worths_NK))
     rates_S = worth_S / seconds_S
     count = int(np.argmax(rates_S))
-    trims = bool(rates_S[count] > _WORTH_TRIMMING * rates_S[-1])
+    trims = bool(rates_S[count] > BETTER * rates_S[-1])  # trimming takes time itself
     if not trims:
         count = len(seconds_S) - 1
     return LengthEstimate(float(rates_S[count]), float(worth_S[count]), float(seconds_S[count]), count, trims)

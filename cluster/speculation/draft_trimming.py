@@ -9,11 +9,8 @@
 Chooses the S with the largest worth - rate x seconds, where rate is the long-run worth per second
 (Dinkelbach's method for the maximum of a ratio, 1967); the largest worth / seconds if that is not known; or
 the S that fits into a given number of rows. Survival decreases within a request, so the drafts taken are a
-prefix.
-
-No token depends on the selection: noise is equal for drafting and verification, so the cut may use any
-information. Called by runners with the same values on all ranks; NumPy in fp32, a sort of R x K numbers and a
-few passes over them. GPUs have an equivalent kernel for a given number of rows.
+prefix. No token depends on the selection, because noise is equal for drafting and verification. Called by
+runners with the same values on all ranks. GPUs have an equivalent kernel for a given number of rows.
 
 Legend: R requests, K most drafts, S drafts that are verified, N rows of the target's pass.
 """

@@ -10,14 +10,16 @@ Used by `step_controller.py`. Legend: R requests, S slots.
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 
 from ..request.request import Request
 from ..step.scheduler_output import FloatArray, IntArray
 
-_MIN_LATE, _MAX_LATE = 0.5, 4.0
-_PER_PRIORITY, _MAX_PRIORITY = 1.25, 4.0
-_BACKGROUND = 0.5
+# Chosen, not measured: no request takes more than four fifths of the rows of an equal one.
+_LOW, _HIGH = 0.5, 4.0
+_PER_PRIORITY = 1.25
 
 
 class RequestWeights:
@@ -34,22 +36,20 @@ class RequestWeights:
         self._target_s_S = np.full(num_slots, np.nan)
         self._first_s_S = np.full(num_slots, np.nan)  # time of the first token
         self._tokens_S = np.zeros(num_slots)  # after the first
-        self._num_targets = 0
+        self._has_targets = False
 
     def admit(self, slot: int, request: Request) -> None:
         """Set the weight of a slot for its new request."""
-        weight = _BACKGROUND if request.background else 1.0
-        if self._by_priority:
-            exponent = -min(max(request.priority, -99), 99)
-            weight *= min(max(_PER_PRIORITY**exponent, 1 / _MAX_PRIORITY), _MAX_PRIORITY)
-        self._fixed_S[slot] = weight
-        self._num_targets += (request.tpot_ms is not None) - int(not np.isnan(self._target_s_S[slot]))
+        most = math.log(_HIGH, _PER_PRIORITY)
+        level = min(max(-request.priority, -most), most) if self._by_priority else 0.0
+        self._fixed_S[slot] = _PER_PRIORITY**level * (_LOW if request.background else 1.0)
         self._target_s_S[slot] = np.nan if request.tpot_ms is None else request.tpot_ms / 1e3
         self._first_s_S[slot], self._tokens_S[slot] = np.nan, 0.0
+        self._has_targets = self._has_targets or request.tpot_ms is not None
 
     def count_tokens(self, slots_R: IntArray, num_tokens_R: IntArray, now_s: float) -> None:
         """Record the tokens that a step produced for each request."""
-        if not self._num_targets:
+        if not self._has_targets:
             return
         began_R = ~np.isnan(self._first_s_S[slots_R])
         self._tokens_S[slots_R] += np.where(began_R, num_tokens_R, 0)
@@ -57,10 +57,9 @@ class RequestWeights:
 
     def of(self, slots_R: IntArray, now_s: float) -> FloatArray:
         """Return the weights of these requests, fp32 [R]."""
-        fixed_R = self._fixed_S[slots_R]
-        if not self._num_targets:
-            return fixed_R
+        if not self._has_targets:
+            return self._fixed_S[slots_R]
         due_s_R = self._target_s_S[slots_R] * (self._tokens_S[slots_R] + 1)
-        late_R = (now_s - self._first_s_S[slots_R]) / due_s_R
-        late_R = np.where(np.isnan(late_R), 1.0, np.clip(late_R**2, _MIN_LATE, _MAX_LATE))
-        return (fixed_R * late_R).astype(np.float32)
+        late_R = ((now_s - self._first_s_S[slots_R]) / due_s_R) ** 2
+        late_R = np.where(np.isnan(late_R), 1.0, np.clip(late_R, _LOW, _HIGH))
+        return (self._fixed_S[slots_R] * late_R).astype(np.float32)

@@ -1,16 +1,28 @@
 """Predicts the seconds of a step: of the drafter's pass, and of the rest (verification, sampling, host work).
 
-Each is a `StepTimeRegression`, learned while the engine runs. The machine's phase is estimated from the rest
-and also applied to the drafter's pass. The first slow passes with a given number of rows have less weight,
-because libraries allocate and compile for them.
+Both are linear regressions (`PassRegression`), learned while the engine runs:
 
-Pure; used by `draft_length_policy.py`. Legend: N rows, L draft lengths.
+    seconds = phase (a + b R + sum_i s_i |rows in segment i| + c C + d C N / R + e [P > 0] + f P)
+
+with N rows of R decoding requests, C context tokens of all requests, and P prompt rows. Segments end at
+powers of two, because rows may be free up to some number and cost more beyond it, or cost less the more there
+are (experts). b is separate because four requests of one row take longer than one request of four. No
+coefficient is negative. The phase is the machine's present slowness, which changes within dozens of steps. It
+is estimated from the rest and applied to the drafter's pass too, so predictions for plain steps follow the
+machine while drafts are made.
+
+All parameters of a regression are estimated together by an extended Kalman filter (D. Simon, "Optimal State
+Estimation", 13.2): a random walk observed through each pass. Loads share coefficients, so a pass that never
+ran is predicted too, with a standard deviation, on which trials of draft lengths and prompt rows rely.
+
+Legend: M passes, F coefficients and the phase's logarithm.
 """
 
 from __future__ import annotations
 
+import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -18,26 +30,173 @@ from numpy.typing import NDArray
 
 from ..step.scheduler_output import FloatArray
 from .draft_lengths import load_class
-from .step_time_regression import Doubles, PassFeatures, StepTimeRegression
 
-_UNKNOWN_DRAFTER = 0.5  # fraction of the target's pass, until a drafter's pass was measured
-_FIRST_NOISE = 1.0  # of the first slow pass in a class of rows; that of the n-th is 1/n of it
-_PROMPT_NOISE = 0.3  # the same with prompt rows, whose attention is quadratic
-_LEAST_S = 1e-9
+Doubles = NDArray[np.float64]
+Amounts = float | NDArray[Any]  # of one pass, or of M  # Any: integers or floats
+
+_KNOTS = 2.0 ** np.arange(14)  # rows where segments begin, up to 8,192, the rows of the largest usual step
+_CONSTANT, _REQUESTS, _CONTEXT, _ATTENTION, _PROMPT, _PROMPT_ROWS, _FIRST_SEGMENT = range(7)
+_PHASE = _FIRST_SEGMENT + len(_KNOTS)
+
+# The prior, in units of the first pass's seconds; a memory-bound GPU and a compute-bound CPU are within it.
+_ROW = 0.1  # mean and deviation of a row's part, and of a request's
+_DEVIATION = 0.5  # of the constant, of the context, and between successive segments in units of `_ROW`
+_USUAL_CONTEXT = 1024.0  # tokens that may take `_DEVIATION`; the first pass's context if it is larger
+_WALK = 1e-5  # of the prior's covariance, added at each step
+_PHASE_WALK = 0.03  # standard deviation of the change of the phase's logarithm in a step
+_NOISE = (
+    0.1  # relative deviation of a pass's seconds; with 0.05 two of 60 simulated cells stay at 0.4 of the best
+)
+_OUTLIER = 3.0  # largest deviation of a slow pass that is learned
+LEAST_S = 1e-9  # lower bound of any pass, which keeps logarithms and ratios finite
 
 
 class StepLoad(NamedTuple):
-    """The work of a step besides drafts.
+    """The work of a step besides drafts; in predictions arrays [M] or numbers.
 
     Attributes:
         num_requests: decoding requests, each with one row without drafts.
         prompt_rows: all other rows.
         context: context tokens, summed over all requests.
+        is_half: whether drafts are made beside another half's pass, so that only a part of it is waited for.
     """
 
-    num_requests: int
-    prompt_rows: int
-    context: float
+    num_requests: Amounts
+    prompt_rows: Amounts
+    context: Amounts
+    is_half: bool = False
+
+
+class PassRegression:
+    """Regression for one kind of pass of one engine. False until a pass was observed.
+
+    Args:
+        has_phase: whether the phase is estimated; otherwise it is 1.
+
+    Attributes:
+        was_loaded: it started from what an earlier process saved.
+    """
+
+    def __init__(self, *, has_phase: bool = False) -> None:
+        self._has_phase = has_phase
+        self.was_loaded = False
+        self._theta_F: Doubles = np.zeros(_PHASE + 1)
+        self._covariance_FF = self._walk_FF = np.zeros((_PHASE + 1, _PHASE + 1))
+        self._first_s = 0.0
+        self._saw_only_prompts = True
+
+    def __bool__(self) -> bool:
+        return bool(self._first_s > 0.0)
+
+    @property
+    def phase(self) -> float:
+        return math.exp(float(self._theta_F[_PHASE]))
+
+    def predict(self, rows_M: Amounts, load: StepLoad) -> tuple[Doubles, Doubles, Doubles]:
+        """Predict passes with these decoding rows. At least one pass must have been observed.
+
+        Returns:
+            seconds [M], their relative standard deviation [M], and their derivatives [M, F].
+        """
+        slopes_MF = _features(rows_M, load)
+        seconds_M = self.phase * np.maximum(slopes_MF @ self._theta_F, LEAST_S)
+        slopes_MF *= self.phase
+        # Seconds of prompts vary too much for the phase.
+        slopes_MF[:, _PHASE] = seconds_M * (slopes_MF[:, _PROMPT_ROWS] == 0.0)
+        variance_M = np.einsum("mf,mf->m", slopes_MF @ self._covariance_FF, slopes_MF)
+        return seconds_M, np.sqrt(np.maximum(variance_M, 0.0)) / seconds_M, slopes_MF
+
+    def observe(self, rows: float, load: StepLoad, seconds: float, slow_noise: float) -> None:
+        """Update the state with one pass; `slow_noise`: minimum relative deviation if it was slow."""
+        if not self or (self._saw_only_prompts and not load.prompt_rows):
+            self._begin(rows, load, seconds)
+        (expected_s,), (doubt,), (slopes_F,) = self.predict(rows, load)
+        noise = _NOISE
+        if seconds > expected_s:
+            noise = max(noise, slow_noise, math.log(seconds / expected_s) / _OUTLIER)
+            seconds = min(seconds, expected_s * (1.0 + _OUTLIER * math.hypot(doubt, noise)))
+        theta_F, variance = self._theta_F, (noise * expected_s) ** 2
+        while True:
+            covariance_F = self._covariance_FF @ slopes_F
+            gain_F = covariance_F / (float(slopes_F @ covariance_F) + variance)
+            new_F = theta_F + gain_F * (seconds - expected_s)
+            kept_F = (new_F >= 0.0) | (slopes_F == 0.0)
+            kept_F[_PHASE] = True
+            if kept_F.all():
+                break
+            # A coefficient that would become negative is set to zero, without its covariances; the update is
+            # distributed over the others.
+            self._covariance_FF = self._covariance_FF * (
+                np.outer(kept_F, kept_F) | np.eye(_PHASE + 1, dtype=bool)
+            )
+            slopes_F, theta_F = slopes_F * kept_F, theta_F * kept_F
+            expected_s = float(slopes_F[:_PHASE] @ theta_F[:_PHASE])
+        new_F[:_PHASE] = np.maximum(new_F[:_PHASE], 0.0)
+        self._theta_F = new_F
+        self._covariance_FF = self._covariance_FF - gain_F[:, None] * covariance_F + self._walk_FF
+
+    def _begin(self, rows: float, load: StepLoad, seconds: float) -> None:
+        """Scale the prior to the first pass."""
+        theta_F, covariance_FF = _prior(max(float(np.max(load.context)), _USUAL_CONTEXT))
+        scale = seconds / float(_features(rows, load)[0] @ theta_F)
+        self._theta_F, self._first_s, self._saw_only_prompts = (
+            scale * theta_F,
+            seconds,
+            bool(load.prompt_rows),
+        )
+        covariance_FF *= scale**2
+        covariance_FF[_CONSTANT, _CONSTANT] = (_DEVIATION * seconds) ** 2
+        self._doubt(covariance_FF, 0.0)
+
+    def _doubt(self, covariance_FF: Doubles, phase_deviation: float) -> None:
+        """Set the covariance of the coefficients, and let the state change from now on."""
+        self._covariance_FF, self._walk_FF = covariance_FF, _WALK * covariance_FF
+        if self._has_phase:
+            self._covariance_FF[_PHASE, _PHASE] = phase_deviation**2
+            self._walk_FF[_PHASE, _PHASE] = _PHASE_WALK**2
+
+    def as_json(self, factor: float) -> dict[str, Any]:  # Any: JSON
+        """Return the coefficients and the first pass's seconds, times a factor."""
+        return {"seconds": (factor * self._theta_F[:_PHASE]).tolist(), "first_s": factor * self._first_s}
+
+    def read(self, saved: Mapping[str, Any]) -> PassRegression:
+        """Start from what `as_json` returned. Raises ValueError, TypeError, KeyError or AttributeError."""
+        theta_F, first_s = np.array([*saved["seconds"], 0.0], dtype=np.float64), float(saved["first_s"])
+        if theta_F.shape != self._theta_F.shape or not (np.isfinite(theta_F).all() and (theta_F >= 0).all()):
+            raise ValueError("coefficients must be numbers, not below 0")
+        if not (math.isfinite(first_s) and first_s > 0):
+            raise ValueError("seconds must be above 0")
+        self._theta_F, self._first_s, self._saw_only_prompts, self.was_loaded = theta_F, first_s, False, True
+        self._doubt(first_s**2 * _prior(_USUAL_CONTEXT)[1], _DEVIATION)
+        return self
+
+
+def _features(rows_M: Amounts, load: StepLoad) -> Doubles:
+    """Return the derivatives of the seconds of passes with respect to the coefficients, [M, F]."""
+    work = np.broadcast_arrays(*np.atleast_1d(rows_M, load.num_requests, load.prompt_rows, load.context))
+    rows_M, requests_M, prompts_M, context_M = work
+    features_MF = np.zeros((len(rows_M), _PHASE + 1))
+    features_MF[:, _CONSTANT], features_MF[:, _REQUESTS] = requests_M > 0, requests_M
+    features_MF[:, _CONTEXT] = context_M
+    features_MF[:, _ATTENTION] = context_M * rows_M / np.maximum(requests_M, 1)
+    features_MF[:, _PROMPT], features_MF[:, _PROMPT_ROWS] = prompts_M > 0, prompts_M
+    ends_K = np.append(_KNOTS[1:], np.inf)
+    features_MF[:, _FIRST_SEGMENT:_PHASE] = np.maximum(np.minimum(rows_M[:, None], ends_K) - _KNOTS, 0.0)
+    return features_MF
+
+
+def _prior(usual_context: float) -> tuple[Doubles, Doubles]:
+    """Return the prior coefficients and their covariance, for a first pass of one second."""
+    theta_F, deviation_F = np.full(_PHASE + 1, _ROW), np.full(_PHASE + 1, _ROW)
+    theta_F[[_CONSTANT, _CONTEXT, _ATTENTION, _PROMPT, _PHASE]] = 1.0 - _ROW, 0.0, 0.0, 0.0, 0.0
+    deviation_F[[_CONSTANT, _CONTEXT]] = _DEVIATION, _DEVIATION / usual_context
+    deviation_F[[_ATTENTION, _PROMPT, _PHASE]] = _ROW * _DEVIATION / usual_context, 1.0, 0.0
+    covariance_FF = np.diag(deviation_F**2)
+    # The cost per row changes little between successive segments: a random walk over segments.
+    walk = np.arange(len(_KNOTS))
+    shared = 1.0 + _DEVIATION**2 * np.minimum(walk[:, None], walk[None, :])
+    covariance_FF[_FIRST_SEGMENT:_PHASE, _FIRST_SEGMENT:_PHASE] = _ROW**2 * shared
+    return theta_F, covariance_FF
 
 
 class StepCostModel:
@@ -45,21 +204,22 @@ class StepCostModel:
 
     Args:
         row_buckets: row counts to which passes that only decode are padded (`ExecutorInfo.row_buckets`).
+
+    Attributes:
+        has_fixed_sizes: whether passes are padded to fixed numbers of rows.
     """
 
     def __init__(self, row_buckets: tuple[int, ...] | None = None) -> None:
-        self._buckets = None if row_buckets is None else np.array(row_buckets, dtype=np.int64)
-        self._rest, self._draft = StepTimeRegression(has_phase=True), StepTimeRegression()
-        self._draft_until_measured = self._draft
+        self.has_fixed_sizes = row_buckets is not None
+        self._buckets = np.array(row_buckets or (), dtype=np.int64)
         self._num_passes: Counter[int] = Counter()  # by class of rows
         self._last: tuple[StepLoad, FloatArray] | None = None  # cached result of `seconds_by_rows`
+        self.reset()
 
-    def with_other_drafts(self) -> StepCostModel:
-        """Return a model that shares all costs but those of drafting, for drafts made another way."""
-        other = StepCostModel()
-        other._buckets, other._rest = self._buckets, self._rest
-        other._draft_until_measured = self._draft
-        return other
+    def reset(self) -> None:
+        """Forget everything, as in a new process."""
+        self._rest = PassRegression(has_phase=True)
+        self._drafts = {is_half: PassRegression() for is_half in (False, True)}
 
     @property
     def has_measurements(self) -> bool:
@@ -73,12 +233,7 @@ class StepCostModel:
 
     @property
     def has_measured_drafts(self) -> bool:
-        return bool(self._draft)
-
-    @property
-    def has_fixed_sizes(self) -> bool:
-        """Whether passes are padded to fixed numbers of rows."""
-        return self._buckets is not None
+        return bool(self._drafts[False])
 
     def observe(
         self,
@@ -98,25 +253,23 @@ class StepCostModel:
         """
         if rest_s <= 0.0:
             return
-        work = self._features(load, load.num_requests + num_drafts)
-        size = load_class(int(work.rows))
+        rows = self.padded(np.add(load.num_requests, num_drafts))
+        size = load_class(int(rows))
         self._num_passes[size] += 1
-        min_noise = max(_FIRST_NOISE / self._num_passes[size], _PROMPT_NOISE if load.prompt_rows else 0.0)
-        self._rest.observe(work, rest_s, min_noise)
+        slow_noise = 1.0 / self._num_passes[size]  # libraries allocate and compile for first passes
+        self._rest.observe(float(rows), load, rest_s, slow_noise)
         if draft_rows:
-            work = PassFeatures(draft_rows, num_drafting, 0, load.context)
-            self._draft.observe(work, max(draft_s, _LEAST_S) / self._rest.phase, min_noise)
+            drafting = StepLoad(num_drafting, 0, load.context)
+            seconds = max(draft_s, LEAST_S) / self._rest.phase
+            self._drafts[load.is_half].observe(draft_rows, drafting, seconds, slow_noise)
 
-    def _features(self, load: StepLoad, num_rows: int) -> PassFeatures:
-        rows = int(self.padded(np.array([num_rows]))[0])
-        return PassFeatures(rows, load.num_requests, load.prompt_rows, load.context)
-
-    def padded(self, rows_N: NDArray[np.int64]) -> NDArray[np.int64]:
+    def padded(self, rows: Amounts) -> NDArray[np.int64]:
         """Return the rows that passes compute for these numbers of decoding rows."""
-        if self._buckets is None:
-            return rows_N
-        places_N = np.minimum(np.searchsorted(self._buckets, rows_N), len(self._buckets) - 1)
-        return np.maximum(self._buckets[places_N], rows_N)
+        rows = np.asarray(rows)
+        if not self.has_fixed_sizes:
+            return rows
+        places = np.minimum(np.searchsorted(self._buckets, rows), len(self._buckets) - 1)
+        return np.maximum(self._buckets[places], rows)
 
     # Predictions.
 
@@ -124,33 +277,40 @@ class StepCostModel:
         """Make `seconds_by_rows` include what was learned since the last call."""
         self._last = None
 
-    def draft_s(self, context: float, draft_rows: int, num_drafting: int) -> float:
-        if not draft_rows:
-            return 0.0
-        work = PassFeatures(draft_rows, num_drafting, 0, context)
-        if known := self._draft or self._draft_until_measured:
-            return self._rest.phase * known.predict(work).seconds
-        return _UNKNOWN_DRAFTER * self._rest.predict(work).seconds
-
     def rest_s(self, load: StepLoad, max_drafts: int) -> Doubles:
         """Predict the seconds of the rest of steps with 0, 1, .., `max_drafts` drafts."""
-        rows_N = self.padded(np.arange(load.num_requests, load.num_requests + max_drafts + 1))
-        return self._rest.seconds_of_rows(rows_N.astype(np.float64), self._features(load, 0))
+        rows_M = np.add(load.num_requests, np.arange(max_drafts + 1))
+        return self._rest.predict(self.padded(rows_M), load)[0]
 
-    def bounds_s(self, load: StepLoad, lengths: Sequence[int]) -> tuple[Doubles, Doubles]:
+    def step_s(self, load: StepLoad, lengths: Amounts) -> Doubles:
+        """Predict the seconds of steps in which all decoding requests have drafts of these lengths [M]."""
+        rows_M = np.multiply(load.num_requests, np.add(lengths, 1))
+        return self._rest.predict(self.padded(rows_M), load)[0] + self.draft_s(load, lengths)
+
+    def draft_s(self, load: StepLoad, lengths: Amounts) -> Doubles:
+        """Predict the seconds of drafting if all requests have drafts of these lengths [M]."""
+        return self._draft_bounds(load, lengths)[0]
+
+    def _draft_bounds(self, load: StepLoad, lengths: Amounts) -> tuple[Doubles, Doubles, Doubles]:
+        drafting = load._replace(prompt_rows=0)
+        rows_M = np.multiply(load.num_requests, np.add(lengths, 1))
+        makes_M = self._rest.phase * (np.asarray(lengths) > 0)
+        if known := self._drafts[load.is_half] or self._drafts[False]:
+            seconds_M, doubt_M, _ = known.predict(rows_M, drafting)
+            seconds_M = makes_M * seconds_M
+            return seconds_M, seconds_M / (1.0 + doubt_M), seconds_M * (1.0 + doubt_M)
+        # Until a drafter's pass is measured, it is expected to take as long as the target's at most.
+        rest_M = self._rest.predict(self.padded(rows_M), drafting)[0] * makes_M / self._rest.phase
+        return rest_M, 0.0 * rest_M, rest_M
+
+    def bounds_s(self, load: StepLoad, lengths: Amounts) -> tuple[Doubles, Doubles]:
         """Return the lower and upper bound, one standard deviation from the prediction, of the seconds of
-        steps without prompts in which all requests have drafts of these lengths (ascending): two arrays [L].
+        steps in which all decoding requests have drafts of these lengths: two arrays [M].
         """
-        load, lengths_L = load._replace(prompt_rows=0), np.array(lengths)
-        rows_L = load.num_requests * (1 + lengths_L)
-        least_L, most_L = self._rest.bounds(self.padded(rows_L).astype(np.float64), self._features(load, 0))
-        if known := self._draft or self._draft_until_measured:
-            work = PassFeatures(0, load.num_requests, 0, load.context)
-            draft_least_L, draft_most_L = known.bounds(rows_L.astype(np.float64), work)
-        else:
-            draft_least_L, draft_most_L = np.zeros_like(least_L), most_L / self._rest.phase
-        phase_L = self._rest.phase * (lengths_L > 0)
-        return least_L + phase_L * draft_least_L, most_L + phase_L * draft_most_L
+        rows_M = np.multiply(load.num_requests, np.add(lengths, 1))
+        seconds_M, doubt_M, _ = self._rest.predict(self.padded(rows_M), load)
+        _, least_M, most_M = self._draft_bounds(load, lengths)
+        return seconds_M / (1.0 + doubt_M) + least_M, seconds_M * (1.0 + doubt_M) + most_M
 
     def seconds_by_rows(self, load: StepLoad, num_rows: int) -> FloatArray:
         """Predict the seconds of the target's pass by its rows, including prompt rows: fp32, more than
@@ -160,23 +320,15 @@ class StepCostModel:
         same = self._last is not None and self._last[0][:2] == load[:2] and len(self._last[1]) > num_rows
         if self._last is None or not same:
             rows_N = np.maximum(np.arange((1 << num_rows.bit_length()) + 1.0) - load.prompt_rows, 0.0)
-            work = self._features(load._replace(prompt_rows=0), 0)
-            seconds_N = self._rest.seconds_of_rows(rows_N, work)
+            seconds_N = self._rest.predict(rows_N, load._replace(prompt_rows=0))[0]
             self._last = load, seconds_N.astype(np.float32)
         return self._last[1]
 
     # Persistence.
 
-    def reset(self) -> None:
-        """Forget everything, as in a new process."""
-        self._rest.become(StepTimeRegression(has_phase=True))
-        self._draft.become(StepTimeRegression())
-
     def as_json(self) -> dict[str, Any]:  # Any: JSON
-        return {
-            name: each.as_json(self._rest.phase)
-            for name, each in (("rest", self._rest), ("draft", self._draft))
-        }
+        saved = ("rest", self._rest), ("draft", self._drafts[False])
+        return {name: regression.as_json(self._rest.phase) for name, regression in saved}
 
     def read(self, saved: Mapping[str, Any]) -> None:
         """Start from what `as_json` returned.
@@ -184,11 +336,9 @@ class StepCostModel:
         Raises:
             ValueError: it is malformed; nothing is changed.
         """
-        found = StepTimeRegression(has_phase=True), StepTimeRegression()
         try:
-            for regression, name in zip(found, ("rest", "draft"), strict=True):
-                regression.read(saved[name])
+            rest = PassRegression(has_phase=True).read(saved["rest"])
+            draft = PassRegression().read(saved["draft"])
         except (KeyError, TypeError, AttributeError) as error:
             raise ValueError("these are no costs of steps") from error
-        for mine, theirs in zip((self._rest, self._draft), found, strict=True):
-            mine.become(theirs)
+        self._rest, self._drafts[False] = rest, draft

@@ -24,6 +24,7 @@ from manta.cluster.errors import OverloadedError, UnprocessableError
 from manta.cluster.request.request import Request
 from manta.cluster.scheduler.background_budget import BackgroundBudget, BackgroundWork
 from manta.cluster.simulation.simulated_executor import SimulatedExecutor, VirtualClock
+from manta.cluster.speculation.step_cost_model import StepCostModel, StepLoad
 from manta.cluster.step.scheduler_output import SchedulerOutput, StepTimings
 from random_workloads import LAYOUTS, Arrival, arrivals
 
@@ -254,24 +255,32 @@ def test_online_requests_decode_nearly_as_fast_with_background_work(kind: str, s
 def test_background_decoding_joins_every_step_if_rows_are_free_and_few_if_they_are_not() -> None:
     joined = {}
     for kind, row_s in (("gpu", 1e-7), ("cpu", 3e-5)):
-        share, random, joined[kind] = BackgroundBudget(2048, chunks=True), np.random.default_rng(3), 0
+        costs, random, joined[kind] = StepCostModel(), np.random.default_rng(3), 0
+        share = BackgroundBudget(costs, 2048, chunks=True)
         for _ in range(4000):
-            portion = replace(share.beside(2, 4, num_decoding=16), prompt_rows=0)
-            noise, rows = random.lognormal(0, 0.05), 5 * (2 + portion.num_decoding)
-            if portion.num_decoding:
-                share.observe_joined(2, 4, portion, (5e-4 + row_s * rows) * noise)
-            else:
-                share.observe_online(2, 4, (5e-4 + row_s * rows) * noise)
-            joined[kind] += portion.num_decoding
+            num_joining = share.beside(StepLoad(2, 0, 0.0), 4, num_decoding=16).num_decoding
+            base_s, rows = 5e-4 + row_s * 10, 5 * (2 + num_joining)
+            seconds = (5e-4 + row_s * rows) * random.lognormal(0, 0.05)
+            share.observe(base_s if num_joining else seconds, seconds)
+            costs.observe(
+                StepLoad(2 + num_joining, 0, 0.0), rows * 4 // 5, rows, 1e-6, seconds, 2 + num_joining
+            )
+            joined[kind] += num_joining
     assert joined["gpu"] > 0.6 * 16 * 4000
     assert 0 < joined["cpu"] < 0.2 * 4000, "one at a time, once in several steps"
 
 
 def test_background_steps_are_short_while_online_requests_arrive() -> None:
-    share = BackgroundBudget(2048, chunks=True)
-    assert share.alone(64, 5, quiet=False) == BackgroundWork(64, 2048 - 64 * 5), "nothing is known"
-    for _ in range(4):
-        share.observe_online(1, 4, 0.001)
-    share.observe_alone(100, 0.003)  # 30 us a row; four steps are 133 rows
-    assert share.alone(64, 5, quiet=False) == BackgroundWork(26, 16)
-    assert share.alone(64, 5, quiet=True) == BackgroundWork(64, 1666), "50 ms, of prompts alone"
+    costs = StepCostModel()
+    share = BackgroundBudget(costs, 2048, chunks=True)
+    assert share.alone(64, 4, 0.0, quiet=False) == BackgroundWork(64, 2048), "nothing is known"
+    for _ in range(20):
+        for num_requests, prompt_rows in ((1, 0), (8, 0), (20, 0), (1, 64), (8, 512)):
+            seconds = 1e-3 + 3e-5 * (5 * num_requests + prompt_rows)
+            load = StepLoad(num_requests, prompt_rows, 0.0)
+            costs.observe(load, 4 * num_requests, 5 * num_requests, 1e-6, seconds, num_requests)
+    share.observe(1.15e-3, 1.15e-3)
+    work = share.alone(64, 4, 0.0, quiet=False)  # 4.6 ms
+    assert 18 <= work.num_decoding <= 24 and work.prompt_rows == 32
+    work = share.alone(64, 4, 0.0, quiet=True)
+    assert work.num_decoding == 64 and 1700 <= work.prompt_rows <= 2048, "80 ms, of prompts alone"

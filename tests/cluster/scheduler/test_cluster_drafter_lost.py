@@ -11,7 +11,7 @@ from manta.actors.engine.uniproc_executor import InProcessExecutor
 from manta.cluster.config import EngineConfig
 from manta.cluster.engine.engine_core import EngineCore
 from manta.cluster.request.request import Request, SamplingParams
-from manta.cluster.scheduler.drafter_context_refill import DrafterContextRefill
+from manta.cluster.scheduler.drafter_context import DrafterContextRefill
 from manta.cluster.simulation.simulated_executor import LinearCost, SimulatedExecutor, VirtualClock
 from manta.cluster.step.executor import DrafterHealth, ExecutorInfo
 from manta.cluster.step.scheduler_output import SchedulerOutput

@@ -9,8 +9,9 @@ import pytest
 from cluster_checker import make_info, make_request
 from manta.cluster.config import EngineConfig
 from manta.cluster.engine.engine_core import EngineCore
-from manta.cluster.scheduler.prefill_budget import PrefillBudget
+from manta.cluster.scheduler.background_budget import BackgroundBudget
 from manta.cluster.simulation.simulated_executor import SimulatedExecutor
+from manta.cluster.speculation.step_cost_model import StepCostModel, StepLoad
 from manta.cluster.step.scheduler_output import SchedulerOutput, StepTimings
 
 PROMPT = 900  # tokens
@@ -69,12 +70,18 @@ def test_with_cheap_rows_a_prompt_is_computed_in_one_step() -> None:
 
 
 def test_short_prompts_without_measurable_cost_do_not_admit_a_long_one_in_one_step() -> None:
-    budget = PrefillBudget(4096)
+    costs, load = StepCostModel(), StepLoad(1, 0, 0.0)
+    budget = BackgroundBudget(costs, 4096, chunks=True)
+
+    def learn(rows: int, seconds: float) -> None:
+        costs.observe(load._replace(prompt_rows=rows), 0, 0, 0.0, seconds, 0)
+        budget.note_prompt_rows(rows)
+
     for rows, seconds in ((0, 5e-3), (1, 4e-3), (7, 4e-3), (20, 6e-3)):  # within a step's own noise
-        budget.learn(rows, seconds)
-    assert budget.rows() <= 128
-    budget.learn(40, 4e-3)  # so is the first chunk that counts
-    assert budget.rows() <= 4 * 40
+        learn(rows, seconds)
+    assert budget.prompt_rows(load, 0) <= 128
+    learn(40, 4e-3)  # so is the first chunk that counts
+    assert budget.prompt_rows(load, 0) <= 4 * 40
     for rows in (320, 4096):  # chunks that are cheap become long
-        budget.learn(rows, 5e-3 + 1e-6 * rows)
-    assert budget.rows() == 4096
+        learn(rows, 5e-3 + 1e-6 * rows)
+    assert budget.prompt_rows(load, 0) == 4096

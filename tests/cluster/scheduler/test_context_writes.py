@@ -105,7 +105,7 @@ def test_writes_that_take_little_time_are_not_stopped() -> None:
 
 def test_a_trial_waits_until_enough_time_was_saved_and_paying_drafts_do_not_wait() -> None:
     writes = ContextWriteGate(may_stop=True)
-    for _ in range(384):
+    for _ in range(256):
         assert not writes.should_stop
         writes.scheduled(useful=False)
         writes.completed(StepTimings(verify_s=0.01, inject_s=0.001))
