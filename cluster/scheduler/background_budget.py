@@ -21,7 +21,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from ..speculation.loss_budget import LossBudget
-from ..speculation.step_cost_model import Doubles, StepCostModel, StepLoad
+from ..speculation.step_cost_model import Amounts, Doubles, StepCostModel, StepLoad
 
 _SHARE = 0.03  # of the time of online requests' decoding: p95 of the time per token may grow by a tenth
 _MAX_SAVED = 2.0  # steps; also the largest debt, so that an interruption does not stop background work
@@ -109,7 +109,7 @@ class BackgroundBudget:
         # What was saved beyond one step is spent on more than is cheap by present predictions.
         return max(_count(added_M, min(max(_SHARE * self._base_s, saved_s - self._base_s), saved_s)), 1)
 
-    def alone(self, num_decoding: int, length: int, context: float, *, quiet: bool) -> BackgroundWork:
+    def alone(self, num_decoding: int, length: int, context: Amounts, *, quiet: bool) -> BackgroundWork:
         """Return the background work of a step without online requests.
 
         Args:

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -282,16 +282,18 @@ class StepCostModel:
         rows_M = np.add(load.num_requests, np.arange(max_drafts + 1))
         return self._rest.predict(self.padded(rows_M), load)[0]
 
-    def step_s(self, load: StepLoad, lengths: Amounts) -> Doubles:
+    def step_s(self, load: StepLoad, lengths: Amounts | Sequence[int]) -> Doubles:
         """Predict the seconds of steps in which all decoding requests have drafts of these lengths [M]."""
         rows_M = np.multiply(load.num_requests, np.add(lengths, 1))
         return self._rest.predict(self.padded(rows_M), load)[0] + self.draft_s(load, lengths)
 
-    def draft_s(self, load: StepLoad, lengths: Amounts) -> Doubles:
+    def draft_s(self, load: StepLoad, lengths: Amounts | Sequence[int]) -> Doubles:
         """Predict the seconds of drafting if all requests have drafts of these lengths [M]."""
         return self._draft_bounds(load, lengths)[0]
 
-    def _draft_bounds(self, load: StepLoad, lengths: Amounts) -> tuple[Doubles, Doubles, Doubles]:
+    def _draft_bounds(
+        self, load: StepLoad, lengths: Amounts | Sequence[int]
+    ) -> tuple[Doubles, Doubles, Doubles]:
         drafting = load._replace(prompt_rows=0)
         rows_M = np.multiply(load.num_requests, np.add(lengths, 1))
         makes_M = self._rest.phase * (np.asarray(lengths) > 0)
@@ -303,7 +305,7 @@ class StepCostModel:
         rest_M = self._rest.predict(self.padded(rows_M), drafting)[0] * makes_M / self._rest.phase
         return rest_M, 0.0 * rest_M, rest_M
 
-    def bounds_s(self, load: StepLoad, lengths: Amounts) -> tuple[Doubles, Doubles]:
+    def bounds_s(self, load: StepLoad, lengths: Amounts | Sequence[int]) -> tuple[Doubles, Doubles]:
         """Return the lower and upper bound, one standard deviation from the prediction, of the seconds of
         steps in which all decoding requests have drafts of these lengths: two arrays [M].
         """
