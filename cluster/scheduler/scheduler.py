@@ -360,7 +360,7 @@ class Scheduler:
         self.table.arrive(outcome.slots, outcome.num_known, outcome.num_planned, outcome.samples)
         done = CompletedStep(
             *(step.plan, result, outcome, step.staying_R, step.planned_s, now_s),
-            *(step.load.prompt_rows, step.choice.plain_s),
+            *(int(step.load.prompt_rows), step.choice.plain_s),
         )
         for observer in (self.journal, self.counters, self.usage):
             observer.observe(done)

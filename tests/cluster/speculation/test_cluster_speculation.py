@@ -236,6 +236,7 @@ def test_a_margin_counts_less_at_a_higher_temperature_for_new_requests_too():
     slots = np.arange(16, dtype=np.int32)
     heats = np.where(slots % 2, 1.0, 0.0)
     many = np.full(16, 3, np.int32)
+    margins = np.zeros((16, 3))
     for step in range(200):
         if step % 20 == 0:
             acceptance.admit(slots, heats.tolist())
