@@ -51,8 +51,7 @@ class SamplingParams:
         bad_words: strings that cannot be generated; needs a tokenizer, which makes them token ids.
         bad_words_token_ids: the same as token ids.
         logprobs: return the log probability of each generated token, and of this many most likely tokens at
-        its
-            position, from the model's own distribution before temperature and all else. None for none.
+            its position, from the model's own distribution before temperature and all else. None for none.
         prompt_logprobs: the same for each token of the prompt but the first. Such a prompt is computed
             completely, without the prefix cache, which holds no logits.
         thinking_token_budget: force the end of reasoning after this many tokens; None for no limit.
