@@ -110,7 +110,7 @@ class EngineHandle:
         return {}
 
     async def drain_engine(self) -> None:
-        await self._actor.leave.remote(self.drain_s)
+        await self._actor.drain.remote(self.drain_s)
 
     async def refresh(self) -> None:
         with contextlib.suppress(RayError, TimeoutError):

@@ -64,7 +64,7 @@ def test_several_models_are_several_deployments_with_common_settings(args: dict[
     assert found["manta"]._deployment_config.num_replicas == 2
     for wrong, said in (
         ([{**entries[0]}, {**entries[0]}], "another model"),
-        ([{**entries[0], "api_key": "x"}], "beside `models`"),
+        ([{**entries[0], "api_key": "x"}], "next to `models`"),
         ([], "a list of mappings"),
     ):
         with pytest.raises(ConfigError, match=said):
