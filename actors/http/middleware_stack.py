@@ -18,7 +18,7 @@ from .wire.errors import install_handlers
 from .wire.rejections import Rejection, ignore
 
 
-def add_middleware(
+def surround(
     app: FastAPI,
     settings: ServerSettings,
     *,

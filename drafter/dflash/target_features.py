@@ -40,7 +40,7 @@ class TargetFacts:
     embed_scale: float = 1.0
 
 
-class TargetEmbeddings(Protocol):
+class TargetLends(Protocol):
     """The target's layers that a drafter uses."""
 
     @property
@@ -61,7 +61,7 @@ class TargetEmbeddings(Protocol):
         ...
 
 
-class EmbeddingCopies:
+class LentWeights:
     """Copies of embedding [V, H] and head, for drafters in other processes, tools and tests."""
 
     is_split = False

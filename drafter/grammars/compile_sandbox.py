@@ -87,15 +87,15 @@ def try_grammar(compiler: GrammarCompiler, kind: str, text: str) -> TriedGrammar
         kind, text = "lark", lark_of(text)
     assert kind in ("json_schema", "regex", "lark")
     matcher = compiler.compile((kind, text))
-    max_forced, masks_s = len(matcher.compute_ff_tokens()), list[float]()
+    most_forced, masks_s = len(matcher.compute_ff_tokens()), list[float]()
     for token in _tokens(matcher.compute_bitmask, masks_s):
         matcher.try_consume_tokens([token])
-        max_forced = max(max_forced, len(matcher.compute_ff_tokens()))
+        most_forced = max(most_forced, len(matcher.compute_ff_tokens()))
         if matcher.is_error():
             raise GrammarError(reason_of(matcher))
         if matcher.is_stopped():
             break
-    return TriedGrammar(text, max_forced <= MAX_FORCED, max(masks_s[1:], default=0.0))
+    return TriedGrammar(text, most_forced <= MAX_FORCED, max(masks_s[1:], default=0.0))
 
 
 def _tokens(mask: Callable[[], bytes], masks_s: list[float]) -> Iterator[int]:
@@ -163,8 +163,8 @@ def _answer(connection: socket.socket, compiler: GrammarCompiler) -> None:
     with connection.makefile("rb") as stream:
         question: CompileQuestion = json.loads(stream.read())
     memory_bytes = _data_bytes()
-    stack_bytes = memory_bytes + TRIAL_BYTES
-    resource.setrlimit(resource.RLIMIT_DATA, (stack_bytes, stack_bytes))
+    most_bytes = memory_bytes + TRIAL_BYTES
+    resource.setrlimit(resource.RLIMIT_DATA, (most_bytes, most_bytes))
     began_s, before = time.process_time(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # llguidance writes a trace on out-of-memory
     signal.setitimer(signal.ITIMER_PROF, question["cpu_s"])  # SIGPROF ends the process

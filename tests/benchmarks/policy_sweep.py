@@ -86,14 +86,14 @@ def verdicts(points: Sequence[Figures], mixed: Sequence[Figures]) -> list[Figure
         {
             "bar": bar,
             "where": f"{point['requests']} request(s), {traffic}",
-            "least": minimum,
+            "least": least,
             "measured": figures[ratio],
             "range": [min(figures[f"rounds_{ratio}"]), max(figures[f"rounds_{ratio}"])],
-            "met": figures[ratio] >= minimum,
+            "met": figures[ratio] >= least,
         }
         for traffic, (measured, of_traffic) in bars.items()
         for point in measured
-        for bar, side, ratio, minimum in of_traffic
+        for bar, side, ratio, least in of_traffic
         if (figures := point["sides"].get(side)) is not None
     ]
 

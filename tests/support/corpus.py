@@ -154,20 +154,20 @@ def table() -> Iterator[str]:
         planned = plan_of(name)
         (kind,) = config_of(name)["architectures"]
         if isinstance(planned, str):
-            reported = f"refused: {_shortened(planned)}"
+            told = f"refused: {_shortened(planned)}"
         elif "target" in entry:
-            reported = f"drafts for {entry['target']}"
+            told = f"drafts for {entry['target']}"
         else:
             file = FAMILIES[planned.target.architecture].__module__.rpartition(".")[2]
-            reported = f"served: [{file}.py](../actors/targets/families/{file}.py)"
-        yield f"| {name} | `{kind}` | {reported} |"
+            told = f"served: [{file}.py](../actors/targets/families/{file}.py)"
+        yield f"| {name} | `{kind}` | {told} |"
 
 
 def _shortened(refusal: str) -> str:
     """The message without its file, its value, and the list of valid ones."""
-    reported = refusal.partition("/")[2].removeprefix("config.json: ")
-    reported = re.sub(r"one of (\w+, )+\w+[:;]? ?", "a known one; ", reported)
-    return re.sub(r"^(quantization_config)=.*? must", r"\1 must", reported).replace("|", "\\|")
+    told = refusal.partition("/")[2].removeprefix("config.json: ")
+    told = re.sub(r"one of (\w+, )+\w+[:;]? ?", "a known one; ", told)
+    return re.sub(r"^(quantization_config)=.*? must", r"\1 must", told).replace("|", "\\|")
 
 
 BEGIN, END = "<!-- written by tests/support/corpus.py -->", "<!-- to here: tests/support/corpus.py -->"

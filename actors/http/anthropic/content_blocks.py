@@ -44,7 +44,7 @@ def _read_user(found: TranslatedMessages, blocks: Sequence[Mapping[str, Any]], a
     """Add texts and tool results in their order. Adjacent texts form one message."""
     texts: list[str] = []
 
-    def flush_text() -> None:
+    def say() -> None:
         if texts:
             found.add({"role": "user", "content": "\n".join(texts)}, at)
             texts.clear()
@@ -52,12 +52,12 @@ def _read_user(found: TranslatedMessages, blocks: Sequence[Mapping[str, Any]], a
     for i, block in enumerate(blocks):
         where = f"{at}.content.{i}"
         if block.get("type") == "tool_result":
-            flush_text()
+            say()
             found.add(_result(block, where), at)
         else:
             text = readable_text(block)
             texts.append(_text(block, where) if text is None else text)
-    flush_text()
+    say()
 
 
 def _result(block: Mapping[str, Any], at: str) -> JsonObject:
@@ -70,21 +70,19 @@ def _result(block: Mapping[str, Any], at: str) -> JsonObject:
 
 def _read_assistant(blocks: Sequence[Mapping[str, Any]], at: str) -> JsonObject:
     """Return one message. Adjacent texts are joined by newlines; those around a call are one text."""
-    message: JsonObject = {"role": "assistant", "content": ""}
+    turn: JsonObject = {"role": "assistant", "content": ""}
     before = None
     for i, block in enumerate(blocks):
         where = f"{at}.content.{i}"
         kind = block.get("type")
         if kind == "thinking":
-            message["reasoning_content"] = message.get("reasoning_content", "") + required_text(
-                block, kind, where
-            )
+            turn["reasoning_content"] = turn.get("reasoning_content", "") + required_text(block, kind, where)
         elif kind == "tool_use":
-            message.setdefault("tool_calls", []).append(_call(block, where))
+            turn.setdefault("tool_calls", []).append(_call(block, where))
         elif kind != "redacted_thinking":
-            message["content"] += ("\n" if before == "text" else "") + _text(block, where)
+            turn["content"] += ("\n" if before == "text" else "") + _text(block, where)
         before = kind
-    return message
+    return turn
 
 
 def _call(block: Mapping[str, Any], at: str) -> JsonObject:

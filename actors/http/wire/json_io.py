@@ -53,12 +53,12 @@ class JsonRoute(APIRoute):
             model = None
 
         async def handle(request: Request) -> Response:
-            json_request = _JsonRequest(request, model)
+            asked = _JsonRequest(request, model)
             try:
-                return await handler(json_request)
+                return await handler(asked)
             except HTTPException:
-                if json_request.invalid is not None:
-                    raise json_request.invalid from None
+                if asked.invalid is not None:
+                    raise asked.invalid from None
                 raise
 
         return handle

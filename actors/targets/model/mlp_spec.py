@@ -91,7 +91,7 @@ class RoutedMLP:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ParallelMlpSpec:
+class BesideMLP:
     """norm(dense(mlp_norm x)) + norm'(routed(norm'' x)): a dense MLP and experts in parallel (Gemma 4)."""
 
     dense: GatedMLP
@@ -99,7 +99,7 @@ class ParallelMlpSpec:
 
 
 # `dense` is the dense MLP (not a shared expert), `routed` the one with experts; either may be None.
-MLP = GatedMLP | RoutedMLP | ParallelMlpSpec
+MLP = GatedMLP | RoutedMLP | BesideMLP
 
 
 def mlp_parts(mlp: MLP, expert_forms: Sequence[tuple[str, ...]]) -> list[str]:
@@ -107,7 +107,7 @@ def mlp_parts(mlp: MLP, expert_forms: Sequence[tuple[str, ...]]) -> list[str]:
     parts: list[str] = []
     if mlp.dense is not None:
         parts += ["gate", "up", "down"] + ["gate_bias", "up_bias", "down_bias"] * mlp.dense.bias
-    if isinstance(mlp, ParallelMlpSpec):
+    if isinstance(mlp, BesideMLP):
         parts += ["dense_out_norm", "routed_norm", "routed_out_norm"]
     if (routed := mlp.routed) is not None:
         rule = routed.router

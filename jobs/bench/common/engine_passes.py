@@ -31,7 +31,8 @@ from ....cluster.errors import DatasetError
 from ....cluster.request.request import SamplingParams
 from ....cluster.speculation.acceptance_length import mean_acceptance_length
 from ...common.generate import open_llm
-from ...common.progress import counting, say
+from ...common.progress import counting
+from ...common.progress import say as say
 from .options import RunOptions
 from .provenance import options_json, provenance
 
@@ -39,9 +40,9 @@ MODES = ("on", "off")
 Figures = dict[str, Any]  # Any: JSON
 Prompt = tuple[str, list[int]]  # id, token ids
 LINE_S = 4.0  # interval of progress lines
-SLICE_S = 0.5  # duration for the slowest side
+TURN_S = 0.5  # duration for the slowest side
 # Minimum number of full batches in a turn: at its end the batch is not full, which must not dominate.
-MIN_GROUPS = 2
+LEAST_GROUPS = 2
 
 _Name = TypeVar("_Name", bound=str)
 
@@ -252,9 +253,9 @@ def _answer(output: RequestOutput) -> list[int]:
 
 
 def prompts_per_turn(requests: int, tokens_per_s: float, max_tokens: int) -> int:
-    """Return the prompts that the slowest side answers in `SLICE_S`: at least two groups of `requests`."""
-    groups = round(SLICE_S * tokens_per_s / max_tokens / requests)
-    return requests * max(groups, MIN_GROUPS)
+    """Return the prompts that the slowest side answers in `TURN_S`: at least two groups of `requests`."""
+    groups = round(TURN_S * tokens_per_s / max_tokens / requests)
+    return requests * max(groups, LEAST_GROUPS)
 
 
 def split_evenly(count: int, per_turn: int, requests: int) -> list[slice]:
