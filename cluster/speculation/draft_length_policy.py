@@ -8,7 +8,7 @@ it sorts the drafts of recent blocks by probability, and finds the best number o
 are made in a *review*, every 8 steps at first and later every 64; in between the choice is kept. A review
 
 * changes the length if another is clearly better and its cost is known;
-* schedules a *trial*, up to three steps with a length whose cost may be much lower than predicted (the bound
+* schedules a *trial*, up to three steps with a length that may cost much less than predicted (the bound
   of one standard deviation), if the loss is covered by the budget (`loss_budget.py`);
 * while no drafts are made, schedules a trial every 64 to 1024 steps anyway, because texts change.
 
@@ -77,7 +77,7 @@ _UNKNOWN = LengthEstimate()
 
 
 class DraftChoice(NamedTuple):
-    """How a step drafts.
+    """The draft lengths of a step.
 
     Attributes:
         num_drafts_R: number of drafts of each request.
@@ -100,7 +100,7 @@ class _LoadState:
 
     Attributes:
         length, estimate, plain_s: the present length, its estimate, and the seconds of a plain step.
-        has_plain: whether a step without drafts was made at this load, or at the one whose state it copied.
+        has_plain: whether a step without drafts was made at this load, or at the one that it was copied from.
         steps, review_at: steps at this load, and the step of the next review.
         trial_length, trial_steps: length and remaining steps of the trial in progress; 0 steps: none.
         trials: by length, when it may be tried again, and the steps between trials.
@@ -256,7 +256,7 @@ class DraftLengthPolicy:
         return [length for length in self._lengths if length <= most]
 
     def _settle(self, state: _LoadState, estimates: dict[int, LengthEstimate], known: Iterable[int]) -> None:
-        """Keep the length, or change to a better one whose cost is known."""
+        """Keep the length, or change to a better one with a known cost."""
         length = state.length if state.length in estimates else 0
         best = max({0, length, *known}, key=lambda each: estimates[each].rate)
         if estimates[best].rate > BETTER * estimates[length].rate:
@@ -269,7 +269,7 @@ class DraftLengthPolicy:
         state.length, state.estimate = length, estimates[length]
 
     def _declines(self, state: _LoadState, batch: DecodeBatch, load: StepLoad) -> BoolArray:
-        """Return the mask of requests whose drafts do not pay for their part of the drafter's pass, [R]."""
+        """Return the mask of requests that do not pay for their part of the drafter's pass, [R]."""
         count, length, rate = len(batch.slots_R), state.length, state.estimate.rate
         if count < 2 or not length:
             return np.zeros(count, dtype=np.bool_)
