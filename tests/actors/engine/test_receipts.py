@@ -24,6 +24,7 @@ from manta.cluster.errors import ConfigError, RequestError
 from manta.cluster.metrics.bounded_labels import NONE, OTHER, UsageAccount
 from manta.cluster.scheduler.scheduler_stats import Usage
 from manta.cluster.simulation.simulated_executor import LinearCost, SimulatedExecutor, VirtualClock
+from manta.cluster.speculation import draft_length_policy
 from manta.jobs.cli import app
 from paths import SUPPORT
 from simulated_server import simulated
@@ -100,7 +101,10 @@ def test_unmeasured_savings_are_not_guessed() -> None:
     assert plain.spent()[ACME].compared_s == 0.0, "an engine that does not speculate saves nothing"
 
 
-def test_savings_against_an_earlier_starts_measurements_are_separate() -> None:
+def test_savings_against_an_earlier_starts_measurements_are_separate(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(draft_length_policy, "_KNOWN", 100.0)  # drafts without a plain step of this process
     before, _ = an_engine((0.9, 0.85, 0.8))
     run(before, [None], max_tokens=1500)
     engine, _ = an_engine((0.9, 0.85, 0.8))
