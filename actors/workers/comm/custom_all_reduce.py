@@ -74,7 +74,8 @@ class CustomAllReduce:
         found = on_all_ranks(allocated)
         if found is not None:
             peers = on_all_ranks(lambda: connected(*found))
-            if peers is not None and on_all_ranks(lambda: peers._check(group)):
+            total = None if peers is None else on_all_ranks(lambda: peers._test_sums(group))
+            if total is not None and on_all_ranks(lambda: _check_same(total, group)):
                 return peers
         logger.warning(
             "sums between GPUs only use NCCL, which adds about 1 ms to a step: symmetric memory does not "
@@ -98,11 +99,10 @@ class CustomAllReduce:
         else:
             ops.one_shot_all_reduce_copy_out(view, tensor, "sum", self._group_name, tensor)
 
-    def _check(self, group: dist.ProcessGroup) -> bool:
-        """Test two sums. Raises RuntimeError if one is wrong.
+    def _test_sums(self, group: dist.ProcessGroup) -> torch.Tensor:
+        """Sum small integers, which have one right sum in any order, and random values.
 
-        Small integers have one right sum in any order. Sums of random values depend on the order of the
-        ranks, and must be the same bits on all: routers and samplers on each rank rely on it.
+        Returns the sum of the random values. Raises RuntimeError if the sum of the integers is wrong.
         """
         device, dtype = self._buffer.device, self._buffer.dtype
         rank, world_size = dist.get_rank(group), dist.get_world_size(group)
@@ -112,11 +112,19 @@ class CustomAllReduce:
         own = torch.Generator().manual_seed(rank)
         random = torch.randn(_CHECKED_VALUES, generator=own).to(device, dtype)
         self.add_up(random)
-        lowest, highest = random.float(), random.float()
-        dist.all_reduce(lowest, op=dist.ReduceOp.MIN, group=group)
-        dist.all_reduce(highest, op=dist.ReduceOp.MAX, group=group)
         if not torch.equal(total, integers * (world_size * (world_size + 1) // 2)):
             raise RuntimeError("a sum was wrong")
-        if not torch.equal(lowest, highest):
-            raise RuntimeError("ranks got different sums")
-        return True
+        return random
+
+
+def _check_same(total: torch.Tensor, group: dist.ProcessGroup) -> bool:
+    """Raise RuntimeError unless all ranks have the same bits: their routers and samplers rely on it.
+
+    Sums of random values depend on the order of the ranks. Collective.
+    """
+    lowest, highest = (total.to(torch.float32, copy=True) for _ in range(2))
+    dist.all_reduce(lowest, op=dist.ReduceOp.MIN, group=group)
+    dist.all_reduce(highest, op=dist.ReduceOp.MAX, group=group)
+    if not torch.equal(lowest, highest):
+        raise RuntimeError("ranks got different sums")
+    return True
