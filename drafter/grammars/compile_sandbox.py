@@ -27,7 +27,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import NamedTuple, NotRequired, TypedDict
+from typing import NotRequired, TypedDict
 
 from .compiler import MAX_FORCED, GrammarCompiler, GrammarError, lark_of, on_stack, reason_of
 
@@ -51,7 +51,7 @@ class CompileAnswer(TypedDict):
     Attributes:
         text: the grammar; EBNF is converted to Lark.
         forces: see `Grammar`.
-        mask_s: see `Grammar`.
+        mask_s: see `Grammar`. The first mask is left out: it makes most of the lexer's states.
         cpu_s: CPU time used.
         grown_bytes: memory used.
         error: why llguidance refuses it.
@@ -67,49 +67,40 @@ class CompileAnswer(TypedDict):
     signal: NotRequired[int]
 
 
-class TriedGrammar(NamedTuple):
-    """A grammar that has been compiled, and with which a few tokens were consumed.
+def try_grammar(compiler: GrammarCompiler, kind: str, text: str) -> CompileAnswer:
+    """Compile a grammar and consume a few tokens with it. Raises GrammarError.
 
-    Attributes:
-        text: as in `CompileAnswer`.
-        forces: whether no run of forced tokens that was seen is longer than `MAX_FORCED`.
-        mask_s: longest CPU time of a mask, the first one excepted: it makes most of the lexer's states.
+    Returns `text`, `forces` and `mask_s`.
     """
-
-    text: str
-    forces: bool
-    mask_s: float
-
-
-def try_grammar(compiler: GrammarCompiler, kind: str, text: str) -> TriedGrammar:
-    """Compile a grammar and consume a few tokens with it. Raises GrammarError."""
     if kind == "grammar":
         kind, text = "lark", lark_of(text)
     assert kind in ("json_schema", "regex", "lark")
     matcher = compiler.compile((kind, text))
     most_forced, masks_s = len(matcher.compute_ff_tokens()), list[float]()
-    for token in _tokens(matcher.compute_bitmask, masks_s):
+    for token, mask_s in _tokens(matcher.compute_bitmask):
+        masks_s.append(mask_s)
         matcher.try_consume_tokens([token])
         most_forced = max(most_forced, len(matcher.compute_ff_tokens()))
         if matcher.is_error():
             raise GrammarError(reason_of(matcher))
         if matcher.is_stopped():
             break
-    return TriedGrammar(text, most_forced <= MAX_FORCED, max(masks_s[1:], default=0.0))
+    mask_s = max(masks_s[1:], default=0.0)
+    return CompileAnswer(text=text, forces=most_forced <= MAX_FORCED, mask_s=mask_s)
 
 
-def _tokens(mask: Callable[[], bytes], masks_s: list[float]) -> Iterator[int]:
-    """Yield allowed tokens, chosen pseudo-randomly with a fixed seed; append the CPU time of each mask."""
+def _tokens(mask: Callable[[], bytes]) -> Iterator[tuple[int, float]]:
+    """Yield allowed tokens, chosen pseudo-randomly with a fixed seed, and the CPU time of their masks."""
     chance = random.Random(0)
     for _ in range(NUM_TOKENS):
         began_s = time.thread_time()  # the process's is only updated with each tick while its timer is set
         bits = mask()
-        masks_s.append(time.thread_time() - began_s)
+        mask_s = time.thread_time() - began_s
         places = [place for place, byte in enumerate(bits) if byte]
         if not places:
             return
         place = chance.choice(places)
-        yield 8 * place + chance.choice([bit for bit in range(8) if bits[place] >> bit & 1])
+        yield 8 * place + chance.choice([bit for bit in range(8) if bits[place] >> bit & 1]), mask_s
 
 
 class _Server:
@@ -177,9 +168,7 @@ def _answer(connection: socket.socket, compiler: GrammarCompiler) -> None:
         return
     else:
         grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
-        answer = CompileAnswer(
-            **tried._asdict(), cpu_s=time.process_time() - began_s, grown_bytes=grown << 10
-        )
+        answer = tried | CompileAnswer(cpu_s=time.process_time() - began_s, grown_bytes=grown << 10)
     signal.setitimer(signal.ITIMER_PROF, 0)
     _send(connection, answer)
 
