@@ -16,7 +16,6 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -33,6 +32,7 @@ from manta.cluster.config import EngineConfig
 from manta.cluster.fleet.placement import Topology
 from manta.cluster.step.dummy_steps import dummy_step
 from manta.cluster.step.scheduler_output import SchedulerOutput, StepResult
+from unpickling import TouchesWhenUnpickled
 
 WORKER = """
 import os, sys, time
@@ -271,16 +271,6 @@ def test_a_worker_whose_step_fails_names_its_requests(caplog: pytest.LogCaptureF
     assert record.request_ids == ["made-up-0", "made-up-2"] and "made-up-2" in record.getMessage()
 
 
-class _Dangerous:
-    """Has an effect when it is unpickled."""
-
-    def __init__(self, mark: Path) -> None:
-        self.mark = mark
-
-    def __reduce__(self) -> Any:
-        return (Path.touch, (self.mark,))
-
-
 def test_an_unauthenticated_peer_is_rejected_and_the_worker_connects() -> None:
     channel = StepChannel(1)
     name, _, key = channel.address.partition("/")
@@ -327,7 +317,9 @@ def test_a_process_that_reuses_a_dead_ones_socket_name_is_not_trusted(tmp_path: 
     sock, _ = impostor.listener.accept()
     files = socket.recv_fds(sock, 1 << 18, 2)[1]
     memory = SharedMemory(files[0], LAYOUT.size_bytes)
-    ShmRing.up(memory, LAYOUT, 0).put(memoryview(pickle.dumps(_Dangerous(tmp_path / "ran"))), last=True)
+    ShmRing.up(memory, LAYOUT, 0).put(
+        memoryview(pickle.dumps(TouchesWhenUnpickled(tmp_path / "ran"))), last=True
+    )
     link.hear()
     assert not link.is_lost, "it may prove itself yet"
     sock.sendall(secrets.token_bytes(32))

@@ -11,7 +11,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -28,6 +27,7 @@ from manta.cluster.config import EngineConfig
 from manta.cluster.errors import ConfigError
 from manta.cluster.step.scheduler_output import DrafterUse, SchedulerOutput
 from steps import Steps
+from unpickling import TouchesWhenUnpickled
 
 CPU = torch.device("cpu")
 DRAFTS = [7, 8]
@@ -220,16 +220,6 @@ def test_a_refused_connection_gets_the_reason(house: House) -> None:
     assert caught.value.param == "num_pages"
 
 
-class _Touch:
-    """Makes a file when it is unpickled."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def __reduce__(self) -> Any:  # Any: pickle's own
-        return (Path.touch, (self.path,))
-
-
 def test_a_message_of_a_process_that_does_not_know_the_key_is_not_unpickled(
     house: House, tmp_path: Path
 ) -> None:
@@ -238,7 +228,7 @@ def test_a_message_of_a_process_that_does_not_know_the_key_is_not_unpickled(
         sock, _ = knock(f"{name}/{wrong}")
         file = os.memfd_create("stranger")
         with contextlib.suppress(OSError):
-            socket.send_fds(sock, [pickle.dumps(_Touch(tmp_path / "ran"))], [file])
+            socket.send_fds(sock, [pickle.dumps(TouchesWhenUnpickled(tmp_path / "ran"))], [file])
         os.close(file)
         house.guest(f"next to {wrong[:4]}")
         with contextlib.suppress(ConnectionResetError):
