@@ -65,7 +65,7 @@ class JsonRoute(APIRoute):
 
 
 class _JsonRequest(Request):
-    """A request with a long body, validated in a thread.
+    """A request with a body that orjson parses; a long one is validated in a thread.
 
     Attributes:
         invalid: what is wrong with a long body. FastAPI would replace any error of `json` other than an
