@@ -16,7 +16,7 @@ from tqdm import tqdm
 
 from ..cluster.config import EngineConfig
 from ..cluster.engine.engine_core import EngineCore, EngineStats, SequenceUpdate
-from ..cluster.errors import ENDINGS, MantaError, RequestError, shown
+from ..cluster.errors import ENDINGS, MantaError, RequestError, brief
 from ..cluster.request.request import FinishReason, SamplingParams
 from ..cluster.step.executor import ExecutorInfo
 from .engine.output_processor import OutputProcessor, RequestOutput, RequestTracker
@@ -58,7 +58,7 @@ class LLM:
             self.tokenizer: Tokenizer | None = load_tokenizer(self.config)
             self._executor = make_executor(self.config)
         self._engine = EngineCore(self.config, self._executor)
-        self._kept = SpeculationCache(self.config, self.info, self._engine)
+        self._speculation_cache = SpeculationCache(self.config, self.info, self._engine)
         self._processor = OutputProcessor(self.tokenizer)
         self._grammars = GrammarFrontend.of(self.tokenizer, self.info)
         self._seeds = SeedSource(self.config.seed)
@@ -105,7 +105,7 @@ class LLM:
                 bar.update(sum(delta.finished for delta in self._step()))
         for tracker in trackers:
             self._failures.pop(tracker.request_id, None)  # reported by the output's finish_reason
-        return [tracker.whole() for tracker in trackers]
+        return [tracker.complete_output() for tracker in trackers]
 
     def chat(
         self,
@@ -126,7 +126,7 @@ class LLM:
         """
         if not isinstance(messages, Sequence) or isinstance(messages, str | bytes):
             raise RequestError(
-                f"messages={shown(messages)} is not allowed: give a conversation, which is a list of "
+                f"messages={brief(messages)} is not allowed: give a conversation, which is a list of "
                 "messages, or a list of several.",
                 param="messages",
             )
@@ -169,7 +169,7 @@ class LLM:
 
     def close(self) -> None:
         """End the workers and free their memory. Idempotent."""
-        self._kept.keep()
+        self._speculation_cache.write()
         self._grammars.close()
         self._executor.close()
 
@@ -218,7 +218,7 @@ class LLM:
         try:
             for prompt, wanted in zip(prompts, params, strict=True):
                 encoded = encode_prompt(prompt, self.tokenizer)
-                seeded = self._seeds.seeded(self._grammars.let_in(wanted))
+                seeded = self._seeds.with_seed(self._grammars.compile(wanted))
                 tracker, requests = self._processor.add(
                     str(next(self._ids)), encoded, seeded, max_draft_tokens=max_draft_tokens, trace=trace
                 )
@@ -250,7 +250,7 @@ def _per_prompt(
         return [params or SamplingParams()] * count
     if not isinstance(params, Sequence) or not all(isinstance(each, SamplingParams) for each in params):
         raise RequestError(
-            f"sampling_params={shown(params)} is not allowed: give SamplingParams(...), or one for each "
+            f"sampling_params={brief(params)} is not allowed: give SamplingParams(...), or one for each "
             "prompt.",
             param="sampling_params",
         )

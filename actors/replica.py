@@ -23,22 +23,22 @@ from ray import serve
 from ..cluster.config import EngineConfig
 from ..cluster.fleet.autoscaling import ReplicaStatsMeter
 from ..cluster.fleet.placement import DeploymentDemand, Topology
-from .gateway.deployment import GATEWAY, Gateway, door_host
+from .gateway.deployment import GATEWAY, Gateway, listen_host
 from .gateway.replica_registry import DirectoryClient, ReplicaRecord, state_of
 from .gateway.replica_set import ServedModel
 from .http.config.settings import ServerSettings, parse_replicas, split_models, wants_gateway
 from .http.generation.tracing import check_tracing
-from .http.middleware.api_keys import behind_gateway, refuse_written_keys, with_keys
+from .http.middleware.api_keys import refuse_written_keys, with_keys, without_gateway_settings
 from .serve.autoscaling_policy import initial_replicas, scaling_options
-from .serve.serve_hooks import door_is_there, listen_as_ray_does, restore_print
-from .system.event_loop import spare_streams
+from .serve.serve_hooks import listen_as_ray_does, proxy_listens, restore_print
+from .system.event_loop import tune_gc
 from .system.log_setup import Event, LogSettings, log_to_stderr
-from .workers.base.ray_resources import check_room, machine_resources, warn_of_this_machine
+from .workers.base.ray_resources import check_resources, machine_resources, warn_of_this_machine
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
 
-life_logger = logging.getLogger("manta.life")
+lifecycle_logger = logging.getLogger("manta.life")
 
 DEPLOYMENT = "manta"
 REPLICA_CPUS = 1.0
@@ -47,7 +47,7 @@ RESERVED_REQUESTS = 16  # besides those of an engine: model lists, files, tokeni
 QUEUED_BATCHES = 5  # that may wait for a full engine if it has no limit of its own
 # A stopping replica ends its streams within `shutdown_timeout`; Serve kills it after this margin.
 SHUTDOWN_MARGIN_S = 15.0
-SHUTDOWN_LOOK_S = 0.2
+SHUTDOWN_POLL_S = 0.2
 HEALTH_CHECK_PERIOD_S = 0.5  # a dead process is noticed at the next one
 FIRST_TOKENS = 24  # more than a block
 HEALTH_CHECK_TIMEOUT_S = 15.0
@@ -89,7 +89,7 @@ class Replica:
         Raises EngineDeadError if it does not answer a first request.
         """
         from .http.app import create_app, create_check_app
-        from .http.warmup_request import ask_first
+        from .http.warmup_request import run_first_request
         from .observability.ray_metrics import RayMetrics
 
         name = self._settings.model_names(self._config.model)[0]
@@ -101,15 +101,15 @@ class Replica:
             mirror=RayMetrics(name, replica),
             traffic=self._traffic,
             echo_request_id=self._echoes_request_id,
-            max_requests=most_requests(self._config) + RESERVED_REQUESTS,
+            max_requests=max_ongoing_requests(self._config) + RESERVED_REQUESTS,
         )
         info = self._engine.info
         max_tokens = min(FIRST_TOKENS, info.max_model_len - 1)
-        await ask_first(create_check_app(self._engine, replica), max_tokens)
+        await run_first_request(create_check_app(self._engine, replica), max_tokens)
         await self._engine.end_warm_up()
-        spare_streams()
+        tune_gc()
         self._live()
-        life_logger.info(
+        lifecycle_logger.info(
             Event(
                 "ready",
                 loading_s=round(self._loaded_s - self._began_s, 3),
@@ -121,7 +121,7 @@ class Replica:
     @property
     def _echoes_request_id(self) -> bool:
         """Whether this application must return request ids; if not, Serve's wrapped server does."""
-        return door_is_there()
+        return proxy_listens()
 
     def _live(self) -> None:
         """Start watching for the end of the replica."""
@@ -129,12 +129,12 @@ class Replica:
         from .serve.serve_hooks import RayServeHost
 
         loop, place = asyncio.get_running_loop(), RayServeHost()
-        life = ReplicaLifecycle(self._engine, self._traffic, place, self._settings.shutdown_timeout)
-        self._watching = asyncio.create_task(life.watch())
-        place.on_sigterm(lambda: asyncio.run_coroutine_threadsafe(life.obey_sigterm(), loop))
+        lifecycle = ReplicaLifecycle(self._engine, self._traffic, place, self._settings.shutdown_timeout)
+        self._watching = asyncio.create_task(lifecycle.watch())
+        place.on_sigterm(lambda: asyncio.run_coroutine_threadsafe(lifecycle.handle_sigterm(), loop))
 
     @property
-    def lives(self) -> bool:
+    def is_alive(self) -> bool:
         return self._engine.is_alive
 
     @property
@@ -158,7 +158,7 @@ class Replica:
         """Return autoscaling statistics; called by Serve every second if the number of replicas is automatic
         (`actors/serve/autoscaling_policy.py`).
         """
-        return self._meter.figures(self._engine.stats()).as_dict()
+        return self._meter.update(self._engine.stats()).as_dict()
 
     def __del__(self) -> None:
         """Close the engine; called by Serve when the replica has drained."""
@@ -172,13 +172,13 @@ class RoutedReplica(Replica):
     async def __init__(self, config: EngineConfig, settings: ServerSettings) -> None:
         from .gateway.replica_endpoint import ReplicaEndpoint
 
-        host = asyncio.create_task(asyncio.to_thread(door_host))
-        await super().__init__(config, behind_gateway(settings))
+        host = asyncio.create_task(asyncio.to_thread(listen_host))
+        await super().__init__(config, without_gateway_settings(settings))
         self._started_s = int(time.time())
         directory = DirectoryClient(serve.get_replica_context().app_name)
         app = await self.__serve_build_asgi_app__()
-        self._door = ReplicaEndpoint(app, await host, self._describe, directory)
-        await self._door.open()
+        self._endpoint = ReplicaEndpoint(app, await host, self._describe, directory)
+        await self._endpoint.open()
 
     @property
     def _echoes_request_id(self) -> bool:
@@ -190,8 +190,8 @@ class RoutedReplica(Replica):
 
     async def __del__(self) -> None:  # type: ignore[override]  # Serve awaits what is to be awaited
         """Drain the direct endpoint, then close; called by Serve, which does not count its requests."""
-        if door := getattr(self, "_door", None):
-            await door.close()
+        if endpoint := getattr(self, "_endpoint", None):
+            await endpoint.close()
         super().__del__()
 
     def _describe(self, url: str, token: str, beat: int) -> ReplicaRecord:
@@ -205,7 +205,7 @@ class RoutedReplica(Replica):
             state="draining" if self._traffic.draining else state_of(self._engine),
             running=stats.running - stats.background_running,
             waiting=stats.waiting - stats.background_waiting,
-            max_requests=most_requests(self._config),
+            max_requests=max_ongoing_requests(self._config),
             max_model_len=self._engine.info.max_model_len,
             created_s=self._started_s,
         )
@@ -247,14 +247,16 @@ def _gateway_app(models: Sequence[tuple[EngineConfig, ServerSettings]]) -> serve
         ServedModel(settings.model_names(config.model), sleeps=parse_replicas(settings.replicas)[0] == 0)
         for config, settings in models
     ]
-    most = sum(most_requests(config) * parse_replicas(settings.replicas)[1] for config, settings in models)
+    maximum = sum(
+        max_ongoing_requests(config) * parse_replicas(settings.replicas)[1] for config, settings in models
+    )
     wrap = serve.deployment(
         name=GATEWAY,
         # Excess requests are rejected by the gateway, which knows its replicas.
-        max_ongoing_requests=_fence(most),
+        max_ongoing_requests=_fence(maximum),
         # Longer than its replicas', because it forwards their last events.
         graceful_shutdown_timeout_s=models[0][1].shutdown_timeout + 2 * SHUTDOWN_MARGIN_S,
-        graceful_shutdown_wait_loop_s=SHUTDOWN_LOOK_S,
+        graceful_shutdown_wait_loop_s=SHUTDOWN_POLL_S,
         health_check_period_s=HEALTH_CHECK_PERIOD_S,
         health_check_timeout_s=HEALTH_CHECK_TIMEOUT_S,
         ray_actor_options={"num_cpus": 0},  # also on a head node without CPUs for actors
@@ -279,11 +281,11 @@ def deployment_options(
         "name": name,
         # Excess requests are rejected by the replica in OpenAI's format; Serve would answer in plain text
         # where our wrapper is not installed.
-        "max_ongoing_requests": _fence(most_requests(config)),
-        "max_queued_requests": most_requests(config),
+        "max_ongoing_requests": _fence(max_ongoing_requests(config)),
+        "max_queued_requests": max_ongoing_requests(config),
         "backpressure_config": {"status_code": 503, "retry_after_s": RETRY_AFTER_S},
         "graceful_shutdown_timeout_s": settings.shutdown_timeout + SHUTDOWN_MARGIN_S,
-        "graceful_shutdown_wait_loop_s": SHUTDOWN_LOOK_S,
+        "graceful_shutdown_wait_loop_s": SHUTDOWN_POLL_S,
         "health_check_period_s": HEALTH_CHECK_PERIOD_S,
         "health_check_timeout_s": HEALTH_CHECK_TIMEOUT_S,
         "max_constructor_retry_count": 2,
@@ -297,15 +299,15 @@ def _import_front() -> None:
         importlib.import_module(name, __package__)
 
 
-def most_requests(config: EngineConfig) -> int:
+def max_ongoing_requests(config: EngineConfig) -> int:
     """Return the maximum number of requests of a replica, including queued ones."""
     waiting = config.max_num_queued_reqs
     return config.max_num_seqs + (QUEUED_BATCHES * config.max_num_seqs if waiting is None else waiting)
 
 
-def _fence(most: int) -> int:
+def _fence(maximum: int) -> int:
     """Return Serve's limit of requests, above those accepted and those with unfinished bodies."""
-    return max(2 * most + RESERVED_REQUESTS, MAX_CONNECTIONS)
+    return max(2 * maximum + RESERVED_REQUESTS, MAX_CONNECTIONS)
 
 
 def placement_options(topology: Topology) -> dict[str, Any]:  # Any: Serve's options.
@@ -326,7 +328,7 @@ def _check_place(models: Sequence[tuple[EngineConfig, ServerSettings]]) -> None:
         first = initial_replicas(parse_replicas(settings.replicas)[0])
         demands.append(DeploymentDemand(_deployment_name(i), topology, bundles, first))
     if ray.is_initialized():
-        check_room(demands)
+        check_resources(demands)
     else:
         warn_of_this_machine(demands)
 

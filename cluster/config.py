@@ -86,18 +86,18 @@ class SpeculativeConfig:
     @property
     def lookup_lengths(self) -> tuple[int, int]:
         """Lengths of the shortest and the longest n-gram that is looked up."""
-        least, most = self.prompt_lookup_min, self.prompt_lookup_max
-        if most is None:
-            most = max(_LOOKUP_MAX, least or 0)
-        return (min(_LOOKUP_MIN, most) if least is None else least), most
+        minimum, maximum = self.prompt_lookup_min, self.prompt_lookup_max
+        if maximum is None:
+            maximum = max(_LOOKUP_MAX, minimum or 0)
+        return (min(_LOOKUP_MIN, maximum) if minimum is None else minimum), maximum
 
     def _check_method(self) -> None:
         """Raise ConfigError if a setting does not apply to this method, or is missing for it."""
-        least, most = self.lookup_lengths
-        if least > most:
+        minimum, maximum = self.lookup_lengths
+        if minimum > maximum:
             raise ConfigError(
-                f"speculative_config.prompt_lookup_min={least} is more than prompt_lookup_max={most}. "
-                f"Set it to at most {most}.",
+                f"speculative_config.prompt_lookup_min={minimum} is more than prompt_lookup_max={maximum}. "
+                f"Set it to at most {maximum}.",
                 param="speculative_config.prompt_lookup_min",
             )
         if self.method != "ngram" and self.model is None:

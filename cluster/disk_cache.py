@@ -35,14 +35,14 @@ class DiskCache:
     """One cached measurement.
 
     Args:
-        question: one word for what was measured; part of the file's name.
-        subject: what it was measured for. Another subject has another file.
+        name: one word for what was measured; part of the file's name.
+        cache_key: what it was measured for. Another subject has another file.
     """
 
-    def __init__(self, question: str, subject: Mapping[str, str | int | float | None]) -> None:
-        self._subject = dict(subject)
+    def __init__(self, name: str, cache_key: Mapping[str, str | int | float | None]) -> None:
+        self._subject = dict(cache_key)
         key = json.dumps(self._subject, sort_keys=True)
-        self.path = cache_folder() / f"{question}-{hashlib.sha256(key.encode()).hexdigest()[:16]}.json"
+        self.path = cache_folder() / f"{name}-{hashlib.sha256(key.encode()).hexdigest()[:16]}.json"
         self._logs_failure = True
 
     def read(self) -> Any:  # Any: JSON

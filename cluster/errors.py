@@ -32,8 +32,8 @@
 A message names the field, the value and the remedy; for an unknown name that is the nearest known one
 (`did_you_mean`). Mistakes that only our own code can make are `assert`s.
 
-Foreign text enters a message through one of three functions: `shown` (a value, as JSON), `shown_name` (a
-name, without quotes) and `shown_url` (a path or URL, without its secrets). All of them limit the length and
+Foreign text enters a message through one of three functions: `brief` (a value, as JSON), `brief_name` (a
+name, without quotes) and `brief_url` (a path or URL, without its secrets). All of them limit the length and
 escape what a terminal or log file would interpret. `MantaError` limits and escapes its whole message, so that
 no message of the tree is long or breaks a line of a log.
 """
@@ -73,10 +73,10 @@ class MantaError(Exception):
     retryable: ClassVar[bool] = False
 
     def __init__(self, message: str, *, param: str | None = None) -> None:
-        message = clipped("\n".join(map(printable, clipped(message, MAX_MESSAGE).split("\n"))), MAX_MESSAGE)
+        message = truncate("\n".join(map(printable, truncate(message, MAX_MESSAGE).split("\n"))), MAX_MESSAGE)
         super().__init__(message)
         self.message = message
-        self.param = None if param is None else shown_name(param)
+        self.param = None if param is None else brief_name(param)
 
     def __reduce__(self) -> tuple[object, ...]:
         """Pickle keyword-only fields, as errors cross process boundaries."""
@@ -242,45 +242,46 @@ class UnreachableError(MantaError):
     retryable = True
 
 
-def shown(value: object, most: int = 100) -> str:
-    """Return a foreign value for a message: JSON in one line, of which long values show `most` characters."""
+def brief(value: object, maximum: int = 100) -> str:
+    """Return a foreign value for a message: JSON in one line, of which long values show `maximum`
+    characters."""
     if isinstance(value, str):
-        text, size = json.dumps(value[: most + 1], ensure_ascii=False), f"{len(value)} characters"
-        is_whole = len(value) <= most
+        text, size = json.dumps(value[: maximum + 1], ensure_ascii=False), f"{len(value)} characters"
+        is_whole = len(value) <= maximum
     else:
         text, size, is_whole = "", "more", True
         try:
             size = f"{len(value)} elements" if isinstance(value, Sized) else size
             for piece in _JSON.iterencode(value):
                 text += piece
-                if len(text) > most:
+                if len(text) > maximum:
                     is_whole = False
                     break
         except (TypeError, ValueError, RecursionError):  # keys that JSON has not, a circle, an array of one
             text = repr(value)
-    text = printable(text[: most + 1])
-    return text if is_whole and len(text) <= most else f"{text[:most]}... ({size})"
+    text = printable(text[: maximum + 1])
+    return text if is_whole and len(text) <= maximum else f"{text[:maximum]}... ({size})"
 
 
-def shown_name(name: object, most: int = MAX_NAME) -> str:
+def brief_name(name: object, maximum: int = MAX_NAME) -> str:
     """Return a foreign name for a message, without quotes: a field's path, a file's name."""
-    return clipped(printable(clipped(str(name), most)), most)
+    return truncate(printable(truncate(str(name), maximum)), maximum)
 
 
-def shown_url(where: object) -> str:
+def brief_url(where: object) -> str:
     """Return a path or URL for a message: without password, query and fragment, which may be secret."""
     text = str(where)
     scheme = _SCHEME.match(text)
     if scheme is None:
-        return shown_name(text, MAX_MESSAGE // 4)
+        return brief_name(text, MAX_MESSAGE // 4)
     if scheme[1].lower() == "file":
-        return shown_name(text, MAX_MESSAGE // 4)
+        return brief_name(text, MAX_MESSAGE // 4)
     address = re.split(r"[?#]", _SECRET.sub(r"\1@", text[len(scheme[0]) :]), maxsplit=1)[0]
-    return shown_name(f"{scheme[1]}://{address}", MAX_MESSAGE // 4)
+    return brief_name(f"{scheme[1]}://{address}", MAX_MESSAGE // 4)
 
 
-def without_values(message: str) -> str:
-    """Return a message of this tree for a log, without the quoted parts, where `shown` puts values."""
+def redact_values(message: str) -> str:
+    """Return a message of this tree for a log, without the quoted parts, where `brief` puts values."""
     return _QUOTED.sub('"..."', message)
 
 
@@ -300,19 +301,19 @@ def _escaped(found: re.Match[str]) -> str:
     return "\\u007f" if char == "\x7f" else json.dumps(char)[1:-1]
 
 
-def clipped(text: str, most: int) -> str:
-    """Return the text; if it is long, its first `most` characters with an ellipsis."""
-    return text if len(text) <= most else f"{text[: most - 3]}..."
+def truncate(text: str, maximum: int) -> str:
+    """Return the text; if it is long, its first `maximum` characters with an ellipsis."""
+    return text if len(text) <= maximum else f"{text[: maximum - 3]}..."
 
 
-def did_you_mean(name: str, known: Iterable[str], *, prefix: str = "", else_say: str | None = None) -> str:
+def did_you_mean(name: str, known: Iterable[str], *, prefix: str = "", fallback: str | None = None) -> str:
     """Return the remedy for an unknown name: the nearest known one, or else all of them.
 
     Args:
         prefix: put before a name, where names are parts of a dotted path.
-        else_say: replaces a list that would be too long, if no known name is near.
+        fallback: replaces a list that would be too long, if no known name is near.
     """
     names, name = list(known), name[:MAX_NAME]
     if near := difflib.get_close_matches(name, names, n=1):
         return f"Did you mean {prefix}{near[0]}?"
-    return else_say if else_say is not None else f"Known: {', '.join(names)}."
+    return fallback if fallback is not None else f"Known: {', '.join(names)}."

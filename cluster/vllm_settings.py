@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from .errors import ConfigError, shown
+from .errors import ConfigError, brief
 
 logger = logging.getLogger(__name__)
 
@@ -26,13 +26,13 @@ class SettingAnswer:
     """The response to some settings of vLLM.
 
     Attributes:
-        says: a sentence that follows the setting's name.
+        message: a sentence that follows the setting's name.
         switches, values, lists: names, by the form of their flags.
         unasked: values that request nothing, in addition to None and false.
         refused: whether a setting is an error; otherwise it is dropped.
     """
 
-    says: str
+    message: str
     switches: str = ""
     values: str = ""
     lists: str = ""
@@ -48,7 +48,7 @@ class SettingAnswer:
         )
         return {name: kind for names, kind in groups for name in names.split()}
 
-    def is_asked(self, value: object) -> bool:
+    def is_set(self, value: object) -> bool:
         """Return whether a value requests anything."""
         if not value or value == "None":
             return False
@@ -313,13 +313,13 @@ SPECULATION = (
 )
 
 
-def _most_drafts(schedule: Any) -> int:  # Any: JSON
+def _max_drafts(schedule: Any) -> int:  # Any: JSON
     """Return the most drafts of a schedule by batch size, [[from, to, drafts], ...]."""
     try:
         return max(int(entry[2]) for entry in schedule)
     except (TypeError, ValueError, IndexError, KeyError):
         raise ConfigError(
-            f"speculative_config.num_speculative_tokens_per_batch_size={shown(schedule)} must be a list like "
+            f"speculative_config.num_speculative_tokens_per_batch_size={brief(schedule)} must be a list like "
             "[[1, 4, 7], [5, 64, 3]]: batch sizes from and to, and drafts. Manta measures the best number "
             "itself: num_speculative_tokens alone sets the maximum.",
             param="speculative_config.num_speculative_tokens_per_batch_size",
@@ -337,7 +337,7 @@ RENAMED: Mapping[str, tuple[str, Callable[[Any], Any]]] = {
     "data_parallel_size": ("replicas", _same),
 }
 RENAMED_SPECULATION: Mapping[str, tuple[str, Callable[[Any], Any]]] = {
-    "num_speculative_tokens_per_batch_size": ("num_speculative_tokens", _most_drafts),
+    "num_speculative_tokens_per_batch_size": ("num_speculative_tokens", _max_drafts),
     "enable_adaptive_verification": ("adaptive", _same),
 }
 # Setting -> vLLM's name of a value -> the name here.
@@ -368,11 +368,11 @@ def accept_speculation(config: Mapping[str, Any]) -> dict[str, Any]:  # Any: as 
 def answer(name: str, shown_as: str, value: object, answers: Mapping[str, SettingAnswer] = ANSWERS) -> None:
     """Log the response to a setting of vLLM that does not exist here, or raise it as a ConfigError."""
     entry = answers[name]
-    if not entry.is_asked(value):
+    if not entry.is_set(value):
         return
     if entry.refused:
-        raise ConfigError(f"{shown_as} {entry.says}.", param=shown_as)
-    logger.warning("%s %s.", shown_as, entry.says)
+        raise ConfigError(f"{shown_as} {entry.message}.", param=shown_as)
+    logger.warning("%s %s.", shown_as, entry.message)
 
 
 def _translate(

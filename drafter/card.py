@@ -30,6 +30,6 @@ def card_lengths(folder: Path) -> list[float]:
     return []
 
 
-def least_card_length(folder: Path) -> float | None:
+def min_card_length(folder: Path) -> float | None:
     """Return the smallest of `card_lengths`, which plans use; None if there is none."""
     return min(card_lengths(folder), default=None)

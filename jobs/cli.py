@@ -251,7 +251,7 @@ def batch(
             report.print()
             check_answered(report.stats, options)
     except Stopped as stopped:
-        if not stopped.told:
+        if not stopped.is_reported:
             typer.echo(f"{stopped} before anything was answered", err=True)
         raise typer.Exit(stopped.exit_code) from None
 

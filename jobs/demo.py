@@ -37,11 +37,11 @@ CHAT = "Write the function with this signature and docstring.\n\n" + (
 )
 ANSWER_TOKENS = 96
 ANSWER_TIMEOUT_S = 120.0
-ASKED = 3  # requests per mode, alternating; the median is reported
+REQUESTS_PER_MODE = 3  # requests per mode, alternating; the median is reported
 ROUNDS = 2  # rounds of the comparison over the dataset, some seconds each
 TAKES = "about two minutes on two idle cores"
 DIFFER = "The outputs with and without speculation differ, which must never happen."
-TELL_S = 4.0
+REPORT_INTERVAL_S = 4.0
 START_TIMEOUT_S = 300.0
 STOP_TIMEOUT_S = 90.0
 LOG_TAIL_LINES = 40
@@ -113,7 +113,7 @@ def _serve(options: DemoOptions, log: Path) -> dict[bool, ChatAnswer]:
         print(f"\n> {CHAT}\n", flush=True)
         stream_chat(client, speculate=True, show=True)
         print("\nthe same again, alternating with and without speculation", flush=True)
-        modes = [mode for _ in range(ASKED) for mode in (True, False)]
+        modes = [mode for _ in range(REQUESTS_PER_MODE) for mode in (True, False)]
         answers = [(mode, stream_chat(client, speculate=mode)) for mode in modes]
     if len({answer.text for _, answer in answers}) != 1:
         raise MantaError(DIFFER)
@@ -220,7 +220,7 @@ def serving(arguments: Sequence[str], url: str, log: Path) -> Iterator[None]:
 
     def print_progress() -> None:
         nonlocal printed_s
-        if time.monotonic() - printed_s >= TELL_S:
+        if time.monotonic() - printed_s >= REPORT_INTERVAL_S:
             printed_s = time.monotonic()
             print(f"starting ({printed_s - begin_s:.0f} s)", flush=True)
 

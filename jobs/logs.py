@@ -16,7 +16,7 @@ from urllib.parse import urlencode
 
 import typer
 
-from ..cluster.errors import DatasetError, NotFoundError, shown
+from ..cluster.errors import DatasetError, NotFoundError, brief
 from .common.http_client import ServerClient, operators_key
 
 logs = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Questions about logged requests.")
@@ -74,7 +74,7 @@ def explain(
 
 def _timelines(url: str, request: str, api_key: str | None) -> list[Json]:
     with ServerClient(url, api_key=api_key or operators_key()) as client:
-        return list(client.found(f"/explain?{urlencode({'id': request})}")["data"])
+        return list(client.get_json(f"/explain?{urlencode({'id': request})}")["data"])
 
 
 class Line(NamedTuple):
@@ -98,7 +98,7 @@ def lines_about(request: str, files: Sequence[Path]) -> list[Line]:
     found = [Line(fields) for fields in _objects(files) if _is_about(fields, names)]
     if not found:
         raise NotFoundError(
-            f"{', '.join(map(str, files))}: no line is about a request {shown(request)}. Give the "
+            f"{', '.join(map(str, files))}: no line is about a request {brief(request)}. Give the "
             "id of the response or the X-Request-Id, and logs of a server with --log-format json.",
             param="id",
         )
@@ -139,81 +139,86 @@ def _text_of(value: object) -> str:
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 
-def timeline_lines(life: Json) -> Iterator[str]:
-    moment = datetime.fromtimestamp(life["arrived"], UTC).replace(tzinfo=None)
+def timeline_lines(timeline: Json) -> Iterator[str]:
+    moment = datetime.fromtimestamp(timeline["arrived"], UTC).replace(tzinfo=None)
     arrived = f"{moment.isoformat(sep=' ', timespec='milliseconds')} UTC"
-    known_as = f" (request {life['request_id']})" if life["request_id"] else ""
-    yield f"{life['id']}{known_as} on replica {life['replica']}"
-    yield _at(0.0, f"arrived {arrived}: {_asked(life)}")
+    known_as = f" (request {timeline['request_id']})" if timeline["request_id"] else ""
+    yield f"{timeline['id']}{known_as} on replica {timeline['replica']}"
+    yield _at(0.0, f"arrived {arrived}: {_request_line(timeline)}")
     since_ms = 0.0
-    for stay in life["stays"]:
-        yield _at(stay["entered_ms"], f"runs, {_waited(stay, stay['entered_ms'] - since_ms)}{_cached(stay)}")
-        yield from _steps(stay)
-        if stay["why"] in _LEFT:
-            yield _at(stay["left_ms"], _LEFT[stay["why"]])
-        since_ms = stay["left_ms"] or 0.0
-    yield _end(life)
+    for interval in timeline["stays"]:
+        yield _at(
+            interval["entered_ms"],
+            f"runs, {_waited(interval, interval['entered_ms'] - since_ms)}{_cached(interval)}",
+        )
+        yield from _steps(interval)
+        if interval["why"] in _LEFT:
+            yield _at(interval["left_ms"], _LEFT[interval["why"]])
+        since_ms = interval["left_ms"] or 0.0
+    yield _end(timeline)
 
 
 def _at(ms: float, text: str) -> str:
     return f"{ms:10.1f} ms  {text}"
 
 
-def _asked(life: Json) -> str:
-    said = [f"{life['prompt_tokens']} prompt tokens"]
-    if life["begun_tokens"]:
-        said.append(f"{life['begun_tokens']} generated elsewhere")
-    limit = life["max_tokens"]
-    said.append("no limit of output tokens" if limit is None else f"at most {limit} output tokens")
-    if life["max_draft_tokens"] is not None:
-        said.append(f"at most {life['max_draft_tokens']} drafts a step")
-    if life["priority"]:
-        said.append(f"priority {life['priority']}")
-    return ", ".join(said) + (", in the background" if life["background"] else "")
+def _request_line(timeline: Json) -> str:
+    texts = [f"{timeline['prompt_tokens']} prompt tokens"]
+    if timeline["begun_tokens"]:
+        texts.append(f"{timeline['begun_tokens']} generated elsewhere")
+    limit = timeline["max_tokens"]
+    texts.append("no limit of output tokens" if limit is None else f"at most {limit} output tokens")
+    if timeline["max_draft_tokens"] is not None:
+        texts.append(f"at most {timeline['max_draft_tokens']} drafts a step")
+    if timeline["priority"]:
+        texts.append(f"priority {timeline['priority']}")
+    return ", ".join(texts) + (", in the background" if timeline["background"] else "")
 
 
-def _waited(stay: Json, ms: float) -> str:
+def _waited(interval: Json, ms: float) -> str:
     """Return the reasons for waiting, longest first; the remaining time is for a step in progress to end."""
-    held = sorted(stay["waited_ms"].items(), key=lambda each: -each[1])
+    held = sorted(interval["waited_ms"].items(), key=lambda each: -each[1])
     parts = [f"{waited_ms:.1f} ms {_WAITED[reason]}" for reason, waited_ms in held if waited_ms >= _SHORT_MS]
     if (rest_ms := ms - sum(waited_ms for _, waited_ms in held)) >= _SHORT_MS:
         parts.append(f"{rest_ms:.1f} ms for a step to end")
     return "after " + ", ".join(parts) if parts else "at once"
 
 
-def _cached(stay: Json) -> str:
-    return f"; {stay['cached_tokens']} tokens were in the prefix cache" if stay["cached_tokens"] else ""
+def _cached(interval: Json) -> str:
+    return (
+        f"; {interval['cached_tokens']} tokens were in the prefix cache" if interval["cached_tokens"] else ""
+    )
 
 
-def _steps(stay: Json) -> Iterator[str]:
-    if stay["forgotten_steps"]:
-        yield f"{'':13}  ({stay['forgotten_steps']} engine steps are no longer recorded)"
-    for step in stay["steps"]:
+def _steps(interval: Json) -> Iterator[str]:
+    if interval["forgotten_steps"]:
+        yield f"{'':13}  ({interval['forgotten_steps']} engine steps are no longer recorded)"
+    for step in interval["steps"]:
         took_ms = step["ended_ms"] - step["planned_ms"]
         spent = [(part, step[f"{part}_ms"]) for part in _PARTS]
         parts = ", ".join(f"{part} {ms:.1f}" for part, ms in spent if ms >= _SHORT_MS)
         others = f"{step['requests']} requests, {step['rows']} rows" if step["requests"] > 1 else "alone"
-        did = f"{step['kind']:<8}{_did(step):<52}"
+        did = f"{step['kind']:<8}{_step_line(step):<52}"
         yield _at(step["planned_ms"], f"{did}{took_ms:7.1f} ms ({parts}); {others}")
 
 
-def _did(step: Json) -> str:
+def _step_line(step: Json) -> str:
     if step["kind"] == "verify":
         cut = f", {step['verified']} verified" if step["verified"] != step["drafted"] else ""
         bonus = " and the bonus" if step["tokens"] > step["accepted"] else ""
         return f"{step['drafted']} drafted{cut}, {step['accepted']} accepted{bonus}"
-    brought = "the next token" if step["tokens"] else "no token yet"
-    return f"{step['known']} known tokens, {brought}" if step["kind"] == "prefill" else brought
+    result = "the next token" if step["tokens"] else "no token yet"
+    return f"{step['known']} known tokens, {result}" if step["kind"] == "prefill" else result
 
 
-def _end(life: Json) -> str:
-    steps = [step for stay in life["stays"] for step in stay["steps"]]
+def _end(timeline: Json) -> str:
+    steps = [step for interval in timeline["stays"] for step in interval["steps"]]
     tokens, verify = sum(s["tokens"] for s in steps), [s for s in steps if s["kind"] == "verify"]
-    said = f"{tokens} tokens in {len(steps)} steps"
+    texts = f"{tokens} tokens in {len(steps)} steps"
     if verify:
         drafts, accepted = sum(s["verified"] for s in verify), sum(s["accepted"] for s in verify)
         length = 1 + accepted / len(verify)
-        said += f"; {accepted} of {drafts} verified drafts accepted, {length:.2f} tokens a block"
-    if life["ended_ms"] is None:
-        return f"{'':13}  not ended: {said}"
-    return _at(life["ended_ms"], f"ended ({life['finish_reason']}): {said}")
+        texts += f"; {accepted} of {drafts} verified drafts accepted, {length:.2f} tokens a block"
+    if timeline["ended_ms"] is None:
+        return f"{'':13}  not ended: {texts}"
+    return _at(timeline["ended_ms"], f"ended ({timeline['finish_reason']}): {texts}")

@@ -49,9 +49,9 @@ def receipts(
 
 
 def _of_server(url: str, api_key: str | None, day: str | None, tenant: str | None) -> Sequence[Receipt]:
-    asked = {name: value for name, value in (("day", day), ("tenant", tenant)) if value is not None}
+    parameters = {name: value for name, value in (("day", day), ("tenant", tenant)) if value is not None}
     with ServerClient(url, api_key=api_key or operators_key()) as client:
-        return client.found(f"/receipts?{urlencode(asked)}")["data"]
+        return client.get_json(f"/receipts?{urlencode(parameters)}")["data"]
 
 
 def _of_folder(folder: Path, day: str | None, tenant: str | None) -> Sequence[Receipt]:

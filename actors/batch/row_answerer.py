@@ -15,7 +15,7 @@ from typing import Any
 
 import pyarrow as pa
 
-from ...cluster.errors import ENDINGS, EngineDeadError, MantaError, shown_name
+from ...cluster.errors import ENDINGS, EngineDeadError, MantaError, brief_name
 from ...cluster.metrics.bounded_labels import UsageAccount
 from ...cluster.request.caller import SERVER, Caller
 from ..chat.answer_parser import PLAIN, AnswerParserFactory
@@ -23,7 +23,7 @@ from ..chat.chat_model import ChatModel
 from ..engine.async_engine import AsyncEngine
 from ..engine.output_processor import CompletionOutput, RequestOutput
 from ..engine.tenant import Tenant
-from ..http.generation.generation import whole_choice
+from ..http.generation.generation import full_choice
 from ..http.generation.generation_task import operation_of
 from ..http.generation.request_stats import usage_of
 from ..http.openai.chat import ChatShape
@@ -158,8 +158,10 @@ class RowAnswerer:
             request = read_request(record, self._layout, self._generation, name)
             operation = operation_of(request.body)
             account = None if self._account_of is None else self._account_of(Tenant(category=category))
-            answer, reading, shown = await self._complete(name, request, account, speculate=speculate)
-            result = self._success(request, answer, reading, shown)
+            answer, parser_factory, prompt_parts = await self._complete(
+                name, request, account, speculate=speculate
+            )
+            result = self._success(request, answer, parser_factory, prompt_parts)
             result |= passed_through(record, self._columns, _line(row, self._layout))
         except EngineDeadError:
             raise
@@ -168,7 +170,7 @@ class RowAnswerer:
         except ENDINGS:
             raise
         except BaseException as error:  # contain the failure: only this row fails
-            logger.exception("row %d (%s) failed", row.number, shown_name(name))
+            logger.exception("row %d (%s) failed", row.number, brief_name(name))
             wrong = MantaError(f"{type(error).__name__} in the engine: {error}.")
             result = failure(row, wrong, self._layout, self._columns, attempts=attempts)
         end_s = time.time()
@@ -188,16 +190,16 @@ class RowAnswerer:
     async def _complete(
         self, name: str, request: RowRequest, account: UsageAccount | None, *, speculate: bool
     ) -> tuple[RequestOutput, AnswerParserFactory, PromptParts]:
-        body, engine, params, reading = request.body, self._engine, request.params, PLAIN
+        body, engine, params, parser_factory = request.body, self._engine, request.params, PLAIN
         if isinstance(body, ChatRequest):
             check_tools(self._chat, body)
             given = conversation(body, body.messages, engine.tokenizer)
         else:
             given = body.prompts()[0]
         prompt = await engine.encoder.prompt(given, truncate=body.truncate_prompt_tokens)
-        params = self._chat.limited(params, prompt.text or "")
+        params = self._chat.with_thinking_budget(params, prompt.text or "")
         if isinstance(body, ChatRequest):
-            reading = reading_of(self._chat, body, prompt.text or "")
+            parser_factory = reading_of(self._chat, body, prompt.text or "")
             params = chat_params(self._chat, body, params, prompt.text or "")
         answer = await engine.complete(
             f"{self._prefix}{name}" if self._prefix else f"batch-{next(self._ids)}",
@@ -211,14 +213,22 @@ class RowAnswerer:
         )
         if body.echoes_only:
             answer = without_answer(answer)
-        return answer, reading, await PromptParts.of(body, prompt, answer.prompt_told, engine.tokenizer)
+        return (
+            answer,
+            parser_factory,
+            await PromptParts.of(body, prompt, answer.prompt_logprobs_state, engine.tokenizer),
+        )
 
     def _success(
-        self, request: RowRequest, answer: RequestOutput, reading: AnswerParserFactory, shown: PromptParts
+        self,
+        request: RowRequest,
+        answer: RequestOutput,
+        parser_factory: AnswerParserFactory,
+        prompt_parts: PromptParts,
     ) -> Result:
         first, metrics = answer.outputs[0], answer.metrics
         result = {
-            "text": (shown.echo or "") + first.text,
+            "text": (prompt_parts.echo or "") + first.text,
             "token_ids": first.token_ids,
             "finish_reason": first.finish_reason,
             "stop_reason": None if first.stop_reason is None else str(first.stop_reason),
@@ -233,32 +243,37 @@ class RowAnswerer:
             "logprobs": _logprobs(first, request.params.logprobs),
         }
         if self._layout.kind == "openai":
-            response = self._response(request, answer, reading, shown)
+            response = self._response(request, answer, parser_factory, prompt_parts)
             result["response"] = json.dumps(response, ensure_ascii=False)
         return result
 
     def _response(
-        self, request: RowRequest, answer: RequestOutput, reading: AnswerParserFactory, shown: PromptParts
+        self,
+        request: RowRequest,
+        answer: RequestOutput,
+        parser_factory: AnswerParserFactory,
+        prompt_parts: PromptParts,
     ) -> Mapping[str, Any]:
-        shape = ChatShape(reading) if isinstance(request.body, ChatRequest) else CompletionShape()
+        shape = ChatShape(parser_factory) if isinstance(request.body, ChatRequest) else CompletionShape()
         id, num_logprobs = new_id(shape.prefix), request.params.logprobs
         choices = [
-            shown.begin(whole_choice(shape, id, each.index, each, num_logprobs)) for each in answer.outputs
+            prompt_parts.begin(full_choice(shape, id, each.index, each, num_logprobs))
+            for each in answer.outputs
         ]
         usage = usage_of(
             len(answer.prompt_token_ids),
             _completion_tokens(answer),
             answer.metrics.num_cached_tokens,
-            [reading.counted(each.token_ids) for each in answer.outputs],
+            [parser_factory.counted(each.token_ids) for each in answer.outputs],
         )
         return {
             "id": id,
-            "object": shape.whole_object,
+            "object": shape.full_object,
             "created": int(time.time()),
             "model": self._model_name,
             "choices": choices,
             "usage": usage,
-            **shown.beside(),
+            **prompt_parts.root_fields(),
         }
 
 
@@ -268,18 +283,18 @@ def failure(
     """Return the result of a row without a response, except for `begin_s` and `end_s`."""
     text = row.fault is not None or layout.lines
     try:
-        kept = passed_through(record_of(row, layout), columns, _line(row, layout))
+        passthrough = passed_through(record_of(row, layout), columns, _line(row, layout))
     except MantaError:
-        kept = {}
+        passthrough = {}
     if layout.kind == "openai":
-        kept["response"] = error_body(error.status, error.message, error.param, error.kind).decode()
+        passthrough["response"] = error_body(error.status, error.message, error.param, error.kind).decode()
     return {
         "row": row.number,
         "id": id_of(row, layout),
         "attempts": attempts,
         "error": {"type": error.kind, "message": error.message, "param": error.param, "attempts": attempts},
         "input": row.record["text"] if text else json.dumps(row.record, default=str, ensure_ascii=False),
-        **kept,
+        **passthrough,
     }
 
 
@@ -308,7 +323,9 @@ def _logprobs(completion: CompletionOutput, num_top: int | None) -> list[dict[st
     found: list[dict[str, Any]] = []
     for place in completion.logprobs:
         own = next(iter(place.values()))
-        top = sorted((told.rank, token_id, told.logprob) for token_id, told in place.items())[:num_top]
+        top = sorted((logprob.rank, token_id, logprob.logprob) for token_id, logprob in place.items())[
+            :num_top
+        ]
         found.append(
             {
                 "logprob": own.logprob,

@@ -23,7 +23,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from ...cluster.batch.row_ranges import RowRanges, of_rows
+from ...cluster.batch.row_ranges import RowRanges, from_rows
 from ...cluster.errors import DatasetError, RequestError
 from .dataset.passthrough_columns import ColumnTypes, of_parquet
 from .dataset.row_reader import Row, RowReader, RowSpans, Span, id_of, record_of
@@ -36,7 +36,7 @@ MARK_EVERY = 64  # records of a text file between two known offsets
 FOOTER_BYTES = 2**16  # end of a Parquet file: its schema, and the sizes and bounds of its columns
 ROWS_PER_READ = 8192  # for Parquet; for text, between two calls of `stop`
 DUPLICATES_PER_READ = 4096
-HASHES_PER_LOOK = 2**18
+HASHES_PER_POLL = 2**18
 Duplicates = Literal["refuse", "number"]
 Stop = Callable[[], bool]
 
@@ -82,7 +82,7 @@ class RowIndex:
         """Return `row_requests.id_hash` of each row's id, uint64."""
         return self._hashes
 
-    def place(self, row: int, source: Dataset) -> str:
+    def location(self, row: int, source: Dataset) -> str:
         """Return file and line of a row (file and row of Parquet) for messages. Reads the file."""
         (span,) = self._spans(row, row + 1)
         file = source.files[span.file]
@@ -278,15 +278,15 @@ def _find_duplicates(
         if stop():
             raise CancelledError
         groups = np.searchsorted(shared, hashes[some]).tolist()
-        for row, group in zip(reader.read(index.spans(of_rows(some.tolist()))), groups, strict=True):
+        for row, group in zip(reader.read(index.spans(from_rows(some.tolist()))), groups, strict=True):
             name, is_own = _id(row, layout)
             first = ids.first_row(group, name, row.number)
             if first == row.number:
                 continue
             if duplicates == "refuse" and is_own:
                 raise DatasetError(
-                    f"input: the id {name!r} occurs twice: {index.place(first, source)}, and "
-                    f"{index.place(row.number, source)}. Give every row a unique id, or number later rows "
+                    f"input: the id {name!r} occurs twice: {index.location(first, source)}, and "
+                    f"{index.location(row.number, source)}. Give every row a unique id, or number later rows "
                     "with --duplicate-ids number.",
                     param="duplicate_ids",
                 )
@@ -340,8 +340,8 @@ class _SharedIds:
 
 def _rows_with(hashes: np.ndarray, shared: np.ndarray) -> Iterator[np.ndarray]:
     """Yield the rows that have one of the shared hashes, a few at a time, in order."""
-    for begin in range(0, len(hashes) if len(shared) else 0, HASHES_PER_LOOK):
-        some = hashes[begin : begin + HASHES_PER_LOOK].copy()
+    for begin in range(0, len(hashes) if len(shared) else 0, HASHES_PER_POLL):
+        some = hashes[begin : begin + HASHES_PER_POLL].copy()
         nearest = np.minimum(np.searchsorted(shared, some), len(shared) - 1)
         rows = np.flatnonzero(shared[nearest] == some) + begin
         for at in range(0, len(rows), DUPLICATES_PER_READ):

@@ -19,7 +19,7 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from ...cluster.batch.baseline_sample import BaselineComparison
-from ...cluster.batch.row_ranges import RowRanges, both, count, of_rows, rows_of
+from ...cluster.batch.row_ranges import RowRanges, count, from_rows, intersection, iterate_rows
 from ...cluster.speculation.acceptance_length import mean_acceptance_length
 from ..system.atomic_files import rounded
 
@@ -103,7 +103,7 @@ class Timeline:
 
 
 @dataclass(slots=True)
-class Stretches:
+class RunIntervals:
     """Unix times between which rows ran, without the pauses between runs.
 
     Attributes:
@@ -119,7 +119,7 @@ class Stretches:
         made._join(map(list, zip(begins_s.tolist(), ends_s.tolist(), strict=True)))
         return made
 
-    def merge(self, other: Stretches) -> None:
+    def merge(self, other: RunIntervals) -> None:
         self._join([*self.times, *other.times])
 
     @property
@@ -251,7 +251,7 @@ class RowStats(PlainComparison):
     output_lengths: list[int] = field(default_factory=list)
     samples: list[tuple[int, str, str]] = field(default_factory=list)
     categories: Categories = field(default_factory=Categories)
-    stretches: Stretches = field(default_factory=Stretches)
+    stretches: RunIntervals = field(default_factory=RunIntervals)
     timeline: Timeline = field(default_factory=Timeline)
     device_s: float = 0.0
     open_s: float = 0.0
@@ -290,7 +290,7 @@ class RowStats(PlainComparison):
                 "errors": {kind: ErrorCount(**errors) for kind, errors in content["errors"].items()},
                 "samples": [tuple(sample) for sample in content.get("samples", ())],
                 "categories": Categories.from_json(content["categories"]),
-                "stretches": Stretches(**content["stretches"]),
+                "stretches": RunIntervals(**content["stretches"]),
                 "timeline": Timeline.from_json(content["timeline"]),
             }
         )
@@ -428,7 +428,7 @@ def renumber_failures(
         (each.category, each.kind, each.example, numbers[row])
         for failures, numbers in parts
         for each in failures
-        for row in rows_of(each.rows)
+        for row in iterate_rows(each.rows)
         if row in numbers
     )
 
@@ -438,7 +438,7 @@ def restrict_failures(stats: RowStats, failures: Sequence[Failures], rows: RowRa
     errors: dict[str, ErrorCount] = {}
     categories = Categories()
     for each in failures:
-        if not (num_rows := count(both(each.rows, rows))):
+        if not (num_rows := count(intersection(each.rows, rows))):
             continue
         errors.setdefault(each.kind, ErrorCount(0, each.example)).merge(ErrorCount(num_rows, each.example))
         if each.category is not None:
@@ -452,7 +452,7 @@ def _grouped(found: Iterable[tuple[str | None, str, str, int]]) -> tuple[Failure
     for category, kind, message, row in found:
         rows.setdefault((category, kind), []).append(row)
         examples[category, kind] = min(message, examples.get((category, kind), message))
-    return tuple(Failures(*group, examples[group], of_rows(those)) for group, those in rows.items())
+    return tuple(Failures(*group, examples[group], from_rows(those)) for group, those in rows.items())
 
 
 def _count_results(results: pa.Table) -> RowStats:
@@ -469,9 +469,9 @@ def _count_results(results: pa.Table) -> RowStats:
         output_lengths=length_histogram(_ints(answered["completion_tokens"])),
         samples=_samples(answered),
         categories=_categories(results),
-        stretches=Stretches.of(_floats(timed["begin_s"]), _floats(timed["end_s"])),
+        stretches=RunIntervals.of(_floats(timed["begin_s"]), _floats(timed["end_s"])),
         timeline=Timeline.of(_floats(timed["end_s"]), _ints(timed["completion_tokens"])),
-        **_spent(results["engine_spent"]),
+        **_sum_usage(results["engine_spent"]),
     )
 
 
@@ -508,7 +508,7 @@ def _categories(results: pa.Table) -> Categories:
     return categories
 
 
-def _spent(column: pa.ChunkedArray) -> dict[str, Any]:  # Any: token counts are int, times are float
+def _sum_usage(column: pa.ChunkedArray) -> dict[str, Any]:  # Any: token counts are int, times are float
     by_name = dict(zip(SPENT, column.flatten(), strict=True))
     sums = {name: float(_floats(values).sum()) for name, values in by_name.items()}
     return {name: round(value) if name.endswith("_tokens") else value for name, value in sums.items()}

@@ -27,7 +27,7 @@ from typing import Literal, cast
 
 from ...cluster.config import EngineConfig
 from ...cluster.errors import ConfigError
-from ..engine.output_processor import Begun, RequestOutput
+from ..engine.output_processor import RequestOutput, ResumeState
 from ..engine.tenant import Tenant
 from ..http.config.settings import ServerSettings
 from ..tokenization.checkpoint_paths import tokenizer_folder
@@ -42,14 +42,14 @@ CaptureResult = Literal[Outcome, "behind"]
 
 MAX_WAITING_BYTES = 8 * 2**20
 END_S = 10.0  # for buffered completions when the server ends
-AGAIN_S = 1.0
+RESTART_DELAY_S = 1.0
 
 
 @dataclass(slots=True, eq=False)
 class CapturedAnswers:
     prompts: Sequence[EncodedPrompt]
     model: str
-    asker: Tenant
+    requester: Tenant
     token_ids: dict[tuple[int, int], list[int]]  # by prompt index and completion index
 
     def feed(self, prompt_index: int, output: RequestOutput) -> None:
@@ -65,8 +65,8 @@ class CapturedAnswers:
                 token_ids=tuple(token_ids),
                 model=self.model,
                 day=day,
-                tenant=self.asker.named,
-                category=self.asker.category,
+                tenant=self.requester.named,
+                category=self.requester.category,
             )
             for (index, _), token_ids in self.token_ids.items()
         ]
@@ -97,16 +97,16 @@ class TrafficCapture:
         self._num_pending = 0
 
     def choose(
-        self, prompts: Sequence[EncodedPrompt], begun: Begun, model: str, asker: Tenant
+        self, prompts: Sequence[EncodedPrompt], resume_state: ResumeState, model: str, requester: Tenant
     ) -> CapturedAnswers | None:
         """Return a collector for this request's answers if it is selected, else None.
 
-        `begun`: tokens of its only completion that another engine generated.
+        `resume_state`: tokens of its only completion that another engine generated.
         """
         if random.random() >= self._fraction:
             return None
-        known = {(0, 0): list(begun.token_ids)} if begun.token_ids else {}
-        return CapturedAnswers(prompts, model, asker, known)
+        known = {(0, 0): list(resume_state.token_ids)} if resume_state.token_ids else {}
+        return CapturedAnswers(prompts, model, requester, known)
 
     def submit(self, answers: CapturedAnswers) -> None:
         for record in answers.records(prompts=self._prompts):
@@ -121,7 +121,7 @@ class TrafficCapture:
         """Run the writer, restarting it if it dies. When cancelled, buffered completions are written."""
         while await self._run_writer():
             logger.warning("capture: the writing process died; starting another one")
-            await asyncio.sleep(AGAIN_S)
+            await asyncio.sleep(RESTART_DELAY_S)
 
     async def _run_writer(self) -> bool:
         """Run one writer until it ends; False if it refuses to start, as another one would, too."""

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ..tokenization.tokenizer import Tokenizer
-from .answer_parts import AnswerDelta, together
+from .answer_parts import AnswerDelta, concatenate
 from .chat_formats import CallSyntax, Messages, ThinkingFormat
 from .stream_parser import Splitter
 
@@ -81,7 +81,7 @@ class AnswerParser:
         """Parse the next text, the last one if `final`; return what is new."""
         piece = self._splitter.feed(text)
         if final:
-            piece = together((piece, self._splitter.finish()))
+            piece = concatenate((piece, self._splitter.finish()))
         self.called = self.called or bool(piece.calls)
         return piece if self._with_reasoning else replace(piece, reasoning="")
 
@@ -103,7 +103,7 @@ class AnswerParserFactory:
     with_reasoning: bool = True
     tokenizer: Tokenizer | None = None
 
-    def answer(self, response_id: str, index: int) -> AnswerParser:
+    def make_parser(self, response_id: str, index: int) -> AnswerParser:
         """Return a parser of the `index`th completion of a response. Both determine its tool call ids."""
         splitter = Splitter(
             self.thinking,
@@ -126,8 +126,8 @@ class AnswerParserFactory:
             counter.feed(token_ids)
         return counter
 
-    def whole(self, response_id: str, index: int, text: str) -> AnswerDelta:
-        return self.answer(response_id, index).feed(text, final=True)
+    def parse_complete(self, response_id: str, index: int, text: str) -> AnswerDelta:
+        return self.make_parser(response_id, index).feed(text, final=True)
 
 
 PLAIN = AnswerParserFactory()  # for completions: no parsing

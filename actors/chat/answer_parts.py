@@ -28,7 +28,7 @@ class CallPiece:
 
 @dataclass(frozen=True, slots=True)
 class AnswerDelta:
-    """The parsed content of a stretch of text. A complete response is the concatenation (`together`)."""
+    """The parsed content of a stretch of text. A complete response is the concatenation (`concatenate`)."""
 
     reasoning: str = ""
     content: str = ""
@@ -41,7 +41,7 @@ class AnswerDelta:
 NO_PIECE = AnswerDelta()
 
 
-def together(pieces: Iterable[AnswerDelta]) -> AnswerDelta:
+def concatenate(pieces: Iterable[AnswerDelta]) -> AnswerDelta:
     """Concatenate successive parts, with one `CallPiece` for each call."""
     found = list(pieces)
     calls: dict[int, CallPiece] = {}

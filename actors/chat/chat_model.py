@@ -113,7 +113,7 @@ class ChatModel:
             tokenizer=self.tokenizer,
         )
 
-    def forced(
+    def forced_call_grammar(
         self, prompt: str, schemas: Mapping[str, Mapping[str, Any]], *, parallel: bool
     ) -> StructuredOutputsParams:
         """Return the grammar that forces calls of these tools after the reasoning; see `reading`."""
@@ -123,7 +123,7 @@ class ChatModel:
             grammar=lark, after_token_ids=self.end_of_reasoning(prompt), sent_as="tools"
         )
 
-    def strict(
+    def strict_call_grammar(
         self, prompt: str, schemas: Mapping[str, Mapping[str, Any]], strict: Collection[str]
     ) -> StructuredOutputsParams | None:
         """Return structural tags that make calls of strict tools follow their schemas; None if impossible."""
@@ -131,8 +131,8 @@ class ChatModel:
         tags = strict_calls(self.calls, schemas, strict, self.tokenizer.special_token_ids)
         if tags is None:
             return None
-        behind = self.end_of_reasoning(prompt)
-        return StructuredOutputsParams(structural_tag=tags, after_token_ids=behind, sent_as="tools")
+        end_tokens = self.end_of_reasoning(prompt)
+        return StructuredOutputsParams(structural_tag=tags, after_token_ids=end_tokens, sent_as="tools")
 
     def end_of_reasoning(self, prompt: str) -> tuple[int, ...]:
         """Return the tokens that end the reasoning after a prompt; () if they cannot be relied on.
@@ -150,15 +150,15 @@ class ChatModel:
             ids = self.tokenizer.encode(self.thinking.end, add_special_tokens=False)
         return tuple(ids) if len(ids) == 1 else ()
 
-    def limited(self, params: SamplingParams, prompt: str) -> SamplingParams:
+    def with_thinking_budget(self, params: SamplingParams, prompt: str) -> SamplingParams:
         """Return the parameters with the reasoning marks if a thinking budget needs known ones."""
         if params.thinking_token_budget is None or params.reasoning_end_token_ids:
             return params
         if self.thinking is None or self.tokenizer is None:
             return params
         begin, end = reasoning_marks(self.thinking, self.tokenizer)
-        is_told = not isinstance(self.thinking, ThinkingFormat) or self.thinking.begin in prompt
-        if not is_told and self._opened(prompt, None):
+        is_in_prompt = not isinstance(self.thinking, ThinkingFormat) or self.thinking.begin in prompt
+        if not is_in_prompt and self._opened(prompt, None):
             begin = ()  # the response begins within reasoning
         return replace(params, reasoning_start_token_ids=begin, reasoning_end_token_ids=end)
 
@@ -182,7 +182,7 @@ def _chosen(setting: str, name: str, known: Mapping[str, object], found: str | N
     if name == NONE:
         return None
     if name not in known:
-        hint = did_you_mean(name, [AUTO, NONE, *known], else_say=f"Known: {', '.join(known)}.")
+        hint = did_you_mean(name, [AUTO, NONE, *known], fallback=f"Known: {', '.join(known)}.")
         raise ConfigError(f"{setting}={name!r} is not known. {hint}", param=setting)
     return name
 

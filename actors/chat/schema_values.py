@@ -8,15 +8,15 @@ from typing import Any
 
 from ..tokenization.surrogates import without_surrogates
 
-_MOST_REFERENCES = 8  # longest chain of references
-_MOST_PARTS = 1000  # schemas visited per property: branches that refer to branches multiply
+_MAX_REFERENCES = 8  # longest chain of references
+_MAX_PARTS = 1000  # schemas visited per property: branches that refer to branches multiply
 _WORDS = {"true": "true", "false": "false", "null": "null", "none": "null"}
 
 
 def property_schema(schema: Mapping[str, Any], name: str) -> Mapping[str, Any] | None:
     """Return the schema of one property with references resolved; None if there is none."""
     properties = schema.get("properties")
-    parts = iter(range(_MOST_PARTS))
+    parts = iter(range(_MAX_PARTS))
     return _resolved(properties.get(name), schema, parts) if isinstance(properties, Mapping) else None
 
 
@@ -37,7 +37,7 @@ def as_json(raw: str, schema: Mapping[str, Any] | None) -> str:
         except (ValueError, RecursionError):
             pass
         else:
-            if _type_of(value) in types or ("integer" in types and _is_whole(value)):
+            if _type_of(value) in types or ("integer" in types and _is_integral(value)):
                 return without_surrogates(json.dumps(value, ensure_ascii=False))
     return json.dumps(raw, ensure_ascii=False)
 
@@ -65,7 +65,7 @@ def _resolved(
 
     `parts`: budget of schemas to visit; None is returned once it is exhausted.
     """
-    if not isinstance(schema, Mapping) or depth > _MOST_REFERENCES or next(parts, None) is None:
+    if not isinstance(schema, Mapping) or depth > _MAX_REFERENCES or next(parts, None) is None:
         return None
     if isinstance(reference := schema.get("$ref"), str):
         found: Any = root
@@ -91,5 +91,5 @@ def _type_of(value: Any) -> str:
     return kinds[type(value)]
 
 
-def _is_whole(value: Any) -> bool:
+def _is_integral(value: Any) -> bool:
     return isinstance(value, float) and value.is_integer()

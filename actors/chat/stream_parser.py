@@ -14,7 +14,7 @@ import re
 from collections.abc import Generator, Mapping
 from typing import Any
 
-from .answer_parts import AnswerDelta, CallPiece, together
+from .answer_parts import AnswerDelta, CallPiece, concatenate
 from .chat_formats import CallSyntax, HeadedCalls, JsonCalls, Messages, TaggedCalls, ThinkingFormat
 from .text_stream import Marks, NotACallError, TextSource, Waiting
 from .tool_parsers import READERS, TOOL_NAME, read_raw_arguments
@@ -22,7 +22,7 @@ from .tool_parsers import READERS, TOOL_NAME, read_raw_arguments
 _NEWLINES = 2  # before a mark
 _RECIPIENT = re.compile(r"to=([^\s<]+)")
 _CHANNEL = re.compile(r"\s*(\w+)")
-_MOST_CALLS = 128
+_MAX_CALLS = 128
 
 
 class Splitter:
@@ -49,7 +49,7 @@ class Splitter:
     ) -> None:
         self.schemas = schemas or {}
         self._id_seed = id_seed
-        self._most_calls = _MOST_CALLS if parallel else 1
+        self._max_calls = _MAX_CALLS if parallel else 1
         self._num_calls = 0
         self._pieces: list[AnswerDelta] = []
         self._source = TextSource()
@@ -69,7 +69,7 @@ class Splitter:
     def _take(self) -> AnswerDelta:
         if not self._done:
             self._done = next(self._reader, self) is self
-        found = together(self._pieces)
+        found = concatenate(self._pieces)
         self._pieces.clear()
         return found
 
@@ -80,7 +80,7 @@ class Splitter:
             raise NotACallError
         self._source.forget()
         index, self._num_calls = self._num_calls, self._num_calls + 1
-        if index < self._most_calls:
+        if index < self._max_calls:
             digest = hashlib.blake2b(f"{self._id_seed}/{index}".encode(), digest_size=16).hexdigest()
             self._pieces.append(
                 AnswerDelta(calls=(CallPiece(index, id or f"chatcmpl-tool-{digest}", name, ""),))
@@ -88,13 +88,13 @@ class Splitter:
 
     def add(self, arguments: str) -> None:
         index = self._num_calls - 1
-        if index < self._most_calls:
+        if index < self._max_calls:
             self._pieces.append(AnswerDelta(calls=(CallPiece(index, None, None, arguments),)))
 
-    def _reason(self, text: str) -> None:
+    def _emit_reasoning(self, text: str) -> None:
         self._pieces.append(AnswerDelta(reasoning=text))
 
-    def _say(self, text: str) -> None:
+    def _emit_content(self, text: str) -> None:
         self._pieces.append(AnswerDelta(content=text))
 
     # Parsing.
@@ -114,7 +114,7 @@ class Splitter:
                 yield from self._read_thoughts(thinking)
             yield from self._read_marked(thinking, calls)
         while not self._source.ended:  # the rest is content
-            yield from self._source.through(_NO_MARKS, self._say)
+            yield from self._source.through(_NO_MARKS, self._emit_content)
 
     def _read_marked(self, thinking: ThinkingFormat | None, calls: CallSyntax | None) -> Waiting[None]:
         """Read reasoning at the start and after calls, and content and calls in any order."""
@@ -126,7 +126,7 @@ class Splitter:
         while True:
             if thinking is not None:
                 yield from self._read_leading_thoughts(thinking)
-            mark = yield from self._source.through(marks, self._say)
+            mark = yield from self._source.through(marks, self._emit_content)
             if mark is None:
                 return
             assert calls is not None, "only calls have marks here"
@@ -145,7 +145,7 @@ class Splitter:
 
     def _read_thoughts(self, thinking: ThinkingFormat) -> Waiting[None]:
         yield from self._source.skip("\n")
-        yield from self._source.through(Marks(thinking.end, newlines=_NEWLINES), self._reason)
+        yield from self._source.through(Marks(thinking.end, newlines=_NEWLINES), self._emit_reasoning)
         yield from self._source.skip("\n")
 
     def _read_call(self, calls: CallSyntax, mark: str) -> Waiting[None]:
@@ -160,7 +160,7 @@ class Splitter:
         except NotACallError:
             if self._num_calls == before:
                 self._source.go_back()
-                self._say(mark)
+                self._emit_content(mark)
                 return
         self._source.forget()
         yield from self._source.skip("\n")
@@ -207,7 +207,7 @@ class Splitter:
         headed = (yield from self._source.starts_with(*messages.first)) is not None
         self._source.go_back()
         if not headed:
-            yield from self._source.through(ends, self._say)
+            yield from self._source.through(ends, self._emit_content)
         while (yield from self._source.peek()):
             self._source.mark()
             try:
@@ -231,7 +231,7 @@ class Splitter:
         if messages.channel:
             channel = _CHANNEL.match(header.rpartition(messages.channel)[2])
         named = {found[1] for found in (to, channel) if found}
-        return self._reason if named & messages.thoughts else self._say
+        return self._emit_reasoning if named & messages.thoughts else self._emit_content
 
 
 def _tool(messages: Messages, header: str) -> str | None:

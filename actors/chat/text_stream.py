@@ -32,15 +32,15 @@ class Marks:
         self._newlines = newlines
         spelled = "|".join(map(re.escape, self._marks)) or "(?!)"
         self._pattern = re.compile(f"\n{{0,{newlines}}}(?:{spelled})")
-        self._most_chars = newlines + max(map(len, marks), default=1) - 1
+        self._max_chars = newlines + max(map(len, marks), default=1) - 1
         self._first_chars = {mark[0] for mark in marks} | ({"\n"} if newlines else set())
 
     def search(self, text: str, at: int) -> re.Match[str] | None:
         return self._pattern.search(text, at)
 
-    def held_from(self, text: str, at: int) -> int:
+    def partial_mark_at(self, text: str, at: int) -> int:
         """Return the position from which the end of `text` may be the beginning of a mark."""
-        for begin in range(max(at, len(text) - self._most_chars), len(text)):
+        for begin in range(max(at, len(text) - self._max_chars), len(text)):
             if text[begin] in self._first_chars and self._may_begin(text[begin:]):
                 return begin
         return len(text)
@@ -54,26 +54,26 @@ class TextSource:
     def __init__(self) -> None:
         self._text = ""
         self._at = 0
-        self._kept_from: int | None = None
+        self._marked_from: int | None = None
         self.closed = False  # no more text will arrive
 
     def add(self, text: str) -> None:
-        begin = self._at if self._kept_from is None else self._kept_from
+        begin = self._at if self._marked_from is None else self._marked_from
         self._text = self._text[begin:] + text
         self._at -= begin
-        if self._kept_from is not None:
-            self._kept_from = 0
+        if self._marked_from is not None:
+            self._marked_from = 0
 
     def mark(self, num_chars: int = 0) -> None:
         """Keep everything from here on for `go_back`, and the last `num_chars` characters read."""
-        self._kept_from = self._at - num_chars
+        self._marked_from = self._at - num_chars
 
     def forget(self) -> None:
-        self._kept_from = None
+        self._marked_from = None
 
     def go_back(self) -> None:
-        assert self._kept_from is not None, "nothing was marked"
-        self._at, self._kept_from = self._kept_from, None
+        assert self._marked_from is not None, "nothing was marked"
+        self._at, self._marked_from = self._marked_from, None
 
     @property
     def ended(self) -> bool:
@@ -118,10 +118,10 @@ class TextSource:
         """Pass text to `sink` up to a mark. Read and return the mark with its newlines; None at the end."""
         while True:
             if found := marks.search(self._text, self._at):
-                self._hand(found.start(), sink)
+                self._emit(found.start(), sink)
                 self._at = found.end()
                 return found[0]
-            self._hand(len(self._text) if self.closed else marks.held_from(self._text, self._at), sink)
+            self._emit(len(self._text) if self.closed else marks.partial_mark_at(self._text, self._at), sink)
             if self.closed:
                 return None
             yield
@@ -130,7 +130,7 @@ class TextSource:
         """Pass text to `sink` up to a character that matches. Return it unread, or "" at the end."""
         while True:
             found = pattern.search(self._text, self._at)
-            self._hand(found.start() if found else len(self._text), sink)
+            self._emit(found.start() if found else len(self._text), sink)
             if found:
                 return found[0]
             if self.closed:
@@ -150,7 +150,7 @@ class TextSource:
             raise NotACallError
         return "".join(parts)
 
-    def _hand(self, end: int, sink: Sink) -> None:
+    def _emit(self, end: int, sink: Sink) -> None:
         if end > self._at:
             text, self._at = self._text[self._at : end], end
             sink(text)

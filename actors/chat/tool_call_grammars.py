@@ -174,10 +174,10 @@ def _properties(schema: Schema) -> list[tuple[str, bool]]:
 def _listed(required: list[str], optional: list[str]) -> str:
     """Return the Lark of fields separated by commas, of which the optional ones may be absent."""
 
-    def behind(fields: list[str]) -> str:
+    def after(fields: list[str]) -> str:
         return " ".join(f'("," {field})?' for field in fields)
 
     if required:
-        return ' "," '.join(required) + " " + behind(optional)
-    first = (f"{field} {behind(optional[i + 1 :])}" for i, field in enumerate(optional))
+        return ' "," '.join(required) + " " + after(optional)
+    first = (f"{field} {after(optional[i + 1 :])}" for i, field in enumerate(optional))
     return f"({' | '.join(first)})?" if optional else ""

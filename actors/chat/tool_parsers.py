@@ -20,7 +20,7 @@ from .text_stream import Marks, NotACallError, Sink, TextSource, Waiting
 _STRUCTURE = re.compile(r'["{}\[\]<]')  # "<" never occurs in JSON outside of a string, so a mark begins there
 _IN_STRING = re.compile(r'["\\]')
 _AFTER_SCALAR = re.compile(r"[,}\]\s<]")
-_MOST_CHARS = 1024  # of a string that is a key or a name
+_MAX_CHARS = 1024  # of a string that is a key or a name
 
 
 def json_string(source: TextSource) -> Waiting[str]:
@@ -29,7 +29,7 @@ def json_string(source: TextSource) -> Waiting[str]:
 
     def take(text: str) -> None:
         parts.append(text)
-        if sum(map(len, parts)) > _MOST_CHARS:
+        if sum(map(len, parts)) > _MAX_CHARS:
             raise NotACallError
 
     if (yield from source.peek()) != '"':
@@ -92,7 +92,7 @@ def _nowhere(text: str) -> None:
 
 
 TOOL_NAME = re.compile(r"[\w.:/-]{1,256}")
-_BEHIND_NAME = re.compile(r"[\n<]")
+_AFTER_NAME = re.compile(r"[\n<]")
 _BARE_END = re.compile(r"[{}\[\],:<]")
 _NAMES = {"name"}
 _ARGUMENTS = {"arguments", "parameters"}
@@ -189,7 +189,7 @@ def read_tagged_call(source: TextSource, calls: OpenCalls, syntax: TaggedCalls) 
         name = yield from source.short(Marks(syntax.name_close))
     else:
         yield from source.skip()
-        name = yield from _name_before(source, _BEHIND_NAME)
+        name = yield from _name_before(source, _AFTER_NAME)
     name = name.strip()
     calls.open(name)
     schema = calls.schemas.get(name, {})

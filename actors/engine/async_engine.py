@@ -20,7 +20,7 @@ from typing import Protocol, TypedDict, Unpack, runtime_checkable
 
 from ...cluster.config import EngineConfig
 from ...cluster.engine.engine_core import EngineCore, EngineStats
-from ...cluster.engine.step_watchdog import TICK_S, Stall, StepWatch
+from ...cluster.engine.step_watchdog import TICK_S, Stall, StepWatchdog
 from ...cluster.errors import EngineDeadError, EngineGoneError, EngineStalledError, MantaError
 from ...cluster.fleet.canary import CanaryTrial, Verdict
 from ...cluster.metrics.bounded_labels import UsageAccount
@@ -32,14 +32,14 @@ from ..structured_outputs.grammar_frontend import GrammarFrontend, HoldsGrammars
 from ..tokenization.async_prompt_encoder import AsyncPromptEncoder
 from ..tokenization.prompts import EncodedPrompt, SeedSource, load_tokenizer
 from ..tokenization.tokenizer import Tokenizer
-from .output_processor import Begun, OutputProcessor, RequestOutput
+from .output_processor import OutputProcessor, RequestOutput, ResumeState
 from .output_streams import OutputStream, OutputStreams, ReaderLimit, processing_failure
 from .speculation_cache import SpeculationCache
 from .uniproc_executor import make_executor
 
 logger = logging.getLogger(__name__)
 
-LOOK_S = 1.0
+CHECK_INTERVAL_S = 1.0
 DELIVERY_TIMEOUT_S = 10.0  # longest time that updates may wait undelivered while the event loop runs
 
 
@@ -60,7 +60,7 @@ class HasWorkers(Protocol):
 
     def stopped_workers(self) -> Sequence[str]: ...
 
-    def give_up(self, reason: str) -> None:
+    def kill_workers(self, reason: str) -> None:
         """Kill all workers, also the stopped ones. The executor is dead afterwards."""
         ...
 
@@ -68,8 +68,8 @@ class HasWorkers(Protocol):
 class RequestOptions(TypedDict, total=False):
     """Per-request options, as the fields of `Request` in `cluster/request/request.py`.
 
-    `begun` is the output that another engine generated before this one took over. With `trace` the metrics of
-    the finished request list every step.
+    `resume_state` is the output that another engine generated before this one took over. With `trace` the
+    metrics of the finished request list every step.
     """
 
     priority: int
@@ -78,7 +78,7 @@ class RequestOptions(TypedDict, total=False):
     tpot_ms: float | None
     trace: bool
     background: bool
-    begun: Begun
+    resume_state: ResumeState
     client_id: str | None
     owner: str | None
     uses_cache: bool
@@ -105,10 +105,10 @@ class AsyncEngine:
         self,
         config: EngineConfig,
         make: Callable[[EngineConfig], Executor] = make_executor,
-        watch: StepWatch | None = None,
+        watch: StepWatchdog | None = None,
     ) -> None:
         self.config = config
-        self._watch = watch or StepWatch()
+        self._watch = watch or StepWatchdog()
         self._stall: Stall | None = None  # set while a step does not end
         self._stopping = threading.Event()  # ends the thread that watches steps
         spec = config.speculative_config
@@ -119,7 +119,7 @@ class AsyncEngine:
         self._make = make
         self._executor: Executor | None = None
         self._engine: EngineCore | None = None
-        self._kept: SpeculationCache | None = None
+        self._speculation_cache: SpeculationCache | None = None
         self._tokenizer: Tokenizer | None = None
         self._encoder: AsyncPromptEncoder | None = None
         self._grammars: GrammarFrontend | None = None
@@ -137,9 +137,9 @@ class AsyncEngine:
         self._loop = asyncio.get_running_loop()
         # In parallel: the workers are processes, so this process mostly waits for them.
         loading = asyncio.to_thread(self._load)
-        reading = asyncio.to_thread(load_tokenizer, self.config)
+        parser_factory = asyncio.to_thread(load_tokenizer, self.config)
         try:
-            executor, self._tokenizer = await asyncio.gather(loading, reading)
+            executor, self._tokenizer = await asyncio.gather(loading, parser_factory)
         except BaseException:
             self.close()
             raise
@@ -148,7 +148,7 @@ class AsyncEngine:
         self._grammars = await asyncio.to_thread(GrammarFrontend.of, self._tokenizer, executor.info, holder)
         self._streams.processor = OutputProcessor(self._tokenizer)
         self._engine = EngineCore(self.config, executor, watch=self._watch)
-        self._kept = SpeculationCache(self.config, executor.info, self._engine)
+        self._speculation_cache = SpeculationCache(self.config, executor.info, self._engine)
         self._thread = threading.Thread(target=self._run, name="manta-engine", daemon=True)
         self._thread.start()
         threading.Thread(target=self._watch_steps, name="manta-step-watch", daemon=True).start()
@@ -183,15 +183,15 @@ class AsyncEngine:
         assert self._engine is not None, "start() the engine first"
         return self._engine.stats()
 
-    def lives(self, name: str) -> list[RequestTimeline]:
-        """Return the timelines of the requests with this name; see `EngineCore.lives`."""
+    def timelines(self, name: str) -> list[RequestTimeline]:
+        """Return the timelines of the requests with this name; see `EngineCore.timelines`."""
         assert self._engine is not None, "start() the engine first"
-        return self._engine.lives(name)
+        return self._engine.timelines(name)
 
-    def spent(self) -> dict[UsageAccount, Usage]:
-        """Return the usage by account; see `EngineCore.spent`."""
+    def usage_by_account(self) -> dict[UsageAccount, Usage]:
+        """Return the usage by account; see `EngineCore.usage_by_account`."""
         assert self._engine is not None, "start() the engine first"
-        return self._engine.spent()
+        return self._engine.usage_by_account()
 
     def check_health(self) -> None:
         """Raise EngineDeadError if the engine cannot serve."""
@@ -229,8 +229,8 @@ class AsyncEngine:
         Args:
             limit: bounds the unread output; the request ends with SlowReaderError when it is exceeded.
         """
-        async with self._held(params) as held:
-            with self._opened(request_id, prompt, held, options, limit=limit) as stream:
+        async with self._hold_grammar(params) as params_with_grammar:
+            with self._open_stream(request_id, prompt, params_with_grammar, options, limit=limit) as stream:
                 while (output := await stream.next()) is not None:
                     yield output
 
@@ -249,12 +249,14 @@ class AsyncEngine:
             watch: called with every output that `add` would have yielded; an exception from it ends the
                 request.
         """
-        async with self._held(params) as held:
-            with self._opened(request_id, prompt, held, options, whole=watch is None) as stream:
+        async with self._hold_grammar(params) as params_with_grammar:
+            with self._open_stream(
+                request_id, prompt, params_with_grammar, options, complete=watch is None
+            ) as stream:
                 while (output := await stream.next()) is not None:
                     if watch is not None:
                         watch(output)
-                return stream.tracker.whole()
+                return stream.tracker.complete_output()
 
     def abort(self, request_id: str) -> bool:
         """End a request as aborted; its stream ends with finish_reason "abort". False if it is unknown."""
@@ -267,7 +269,7 @@ class AsyncEngine:
             CheckpointError, ConfigError: the checkpoint does not fit this engine; the old drafter stays.
             EngineDeadError: the engine cannot serve.
         """
-        await self._ordered(lambda executor, engine: executor.swap_drafter(model))
+        await self._run_between_steps(lambda executor, engine: executor.swap_drafter(model))
         self.drafter = model
 
     async def begin_trial(self, model: str, trial: CanaryTrial) -> None:
@@ -283,7 +285,7 @@ class AsyncEngine:
             executor.begin_trial(model)
             engine.begin_trial()
 
-        await self._ordered(begin)
+        await self._run_between_steps(begin)
         self.candidate, self.trial = model, trial
 
     async def end_trial(self, verdict: Verdict | None) -> None:
@@ -304,7 +306,7 @@ class AsyncEngine:
             engine.end_trial(promoted=promoted)
 
         self.trial = None
-        await self._ordered(end)
+        await self._run_between_steps(end)
         if promoted and self.candidate is not None:
             self.drafter = self.candidate
         self.candidate = None
@@ -317,27 +319,27 @@ class AsyncEngine:
         Raises:
             EngineDeadError: the engine cannot serve.
         """
-        kept = self._kept
-        assert kept is not None, "start() the engine first"
-        await self._ordered(lambda executor, engine: kept.end_warm_up())
+        speculation_cache = self._speculation_cache
+        assert speculation_cache is not None, "start() the engine first"
+        await self._run_between_steps(lambda executor, engine: speculation_cache.end_warm_up())
 
-    async def _ordered(self, order: Callable[[SwapsDrafters, EngineCore], None]) -> None:
-        """Run `order` on the step thread between two steps. Raises what `order` raises."""
+    async def _run_between_steps(self, operation: Callable[[SwapsDrafters, EngineCore], None]) -> None:
+        """Run `operation` on the step thread between two steps. Raises what `operation` raises."""
         done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._tell(lambda engine: self._obey(engine, order, done))
+        self._post_command(lambda engine: self._run_command(engine, operation, done))
         while not done.done():
             self.check_health()  # the thread of a dead engine runs no commands
-            await asyncio.wait({done}, timeout=LOOK_S)
+            await asyncio.wait({done}, timeout=CHECK_INTERVAL_S)
         done.result()
 
     def end_all(self, failure: MantaError) -> None:
         """End the running requests with `failure`, except background requests."""
         self._streams.fail_online(failure)
 
-    def give_up_stalled(self) -> None:
+    def kill_stalled_workers(self) -> None:
         """Kill the workers if a step does not end, so that none keeps a device."""
         if self._stall is not None and isinstance(self._executor, HasWorkers):
-            self._executor.give_up(self._stall.reason)
+            self._executor.kill_workers(self._stall.reason)
 
     def close(self) -> None:
         """Stop the loop and end the workers. Running requests fail with EngineDeadError. Idempotent."""
@@ -345,7 +347,7 @@ class AsyncEngine:
             self._closing = True
             self._wake.notify()
         self._stopping.set()
-        self.give_up_stalled()
+        self.kill_stalled_workers()
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join(timeout=60.0)
         if self._encoder is not None:
@@ -355,26 +357,26 @@ class AsyncEngine:
         if self._executor is not None:
             self._executor.close()
 
-    def seeded(self, params: SamplingParams) -> SamplingParams:
+    def with_seed(self, params: SamplingParams) -> SamplingParams:
         """Return the parameters with the seed that the engine would choose for a request without one."""
-        return self._seeds.seeded(params)
+        return self._seeds.with_seed(params)
 
     # On the event loop.
 
-    def _held(self, params: SamplingParams) -> AbstractAsyncContextManager[SamplingParams]:
+    def _hold_grammar(self, params: SamplingParams) -> AbstractAsyncContextManager[SamplingParams]:
         """Hold the parameters' grammar in a context; it is compiled off the loop and the step thread."""
         assert self._grammars is not None, "start() the engine first"
-        return self._grammars.held(params)
+        return self._grammars.hold(params)
 
     @contextmanager
-    def _opened(
+    def _open_stream(
         self,
         request_id: str,
         prompt: EncodedPrompt,
         params: SamplingParams,
         options: RequestOptions,
         *,
-        whole: bool = False,
+        complete: bool = False,
         limit: ReaderLimit | None = None,
     ) -> Iterator[OutputStream]:
         """Run a request for as long as the context is open."""
@@ -383,22 +385,22 @@ class AsyncEngine:
         except MantaError as error:
             raise EngineGoneError(error.message) from error
         self._streams.check_new(request_id)
-        seeded = self._seeds.seeded(params)
+        seeded = self._seeds.with_seed(params)
         drafts, trial = options.get("max_draft_tokens") != 0, self.trial
         ticket = trial.begin() if trial is not None and drafts else None
         if ticket is not None:
             options["on_trial"] = ticket.role == "candidate"
         tracker, requests = self._streams.processor.add(request_id, prompt, seeded, **options)
         background, client_id = options.get("background", False), options.get("client_id")
-        stream = OutputStream(tracker, background, whole, limit, client_id=client_id)
-        self._streams.enter(stream)
+        stream = OutputStream(tracker, background, complete, limit, client_id=client_id)
+        self._streams.register(stream)
         try:
-            self._tell(lambda engine: self._admit(engine, requests, stream))
+            self._post_command(lambda engine: self._admit(engine, requests, stream))
             yield stream
         finally:
-            self._streams.leave(stream)
+            self._streams.remove(stream)
             if trial is not None and ticket is not None:
-                trial.end(ticket, tracker.metrics.brought)
+                trial.end(ticket, tracker.metrics.arm_stats)
 
     def _watch_delivery(self, num_stuck: int = 0) -> None:
         """Check every LOOK_S seconds that updates reach their readers; declare the engine dead if none does
@@ -409,23 +411,23 @@ class AsyncEngine:
         if self._closing or self._failure is not None:
             return
         num_stuck = num_stuck + 1 if self._streams.is_stuck() else 0
-        if num_stuck * LOOK_S >= DELIVERY_TIMEOUT_S:
+        if num_stuck * CHECK_INTERVAL_S >= DELIVERY_TIMEOUT_S:
             logger.error("no update has reached its reader for %g s: the engine is dead", DELIVERY_TIMEOUT_S)
             self._failure = EngineDeadError("The engine no longer delivers results. Retry.")
             self._streams.fail_all(self._failure)
         assert self._loop is not None
-        self._loop.call_later(LOOK_S, self._watch_delivery, num_stuck)
+        self._loop.call_later(CHECK_INTERVAL_S, self._watch_delivery, num_stuck)
 
     def _abort_all(self, child_ids: Sequence[str], reason: FinishReason) -> None:
         def command(engine: EngineCore) -> None:
             for child_id in child_ids:
                 engine.abort(child_id, reason)
 
-        self._tell(command)
+        self._post_command(command)
 
     # On the step thread.
 
-    def _tell(self, command: Callable[[EngineCore], None]) -> None:
+    def _post_command(self, command: Callable[[EngineCore], None]) -> None:
         with self._wake:
             self._inbox.append(command)
             self._wake.notify()
@@ -441,15 +443,15 @@ class AsyncEngine:
             for child_id in child_ids:
                 engine.abort(child_id, "error")
 
-    def _obey(
+    def _run_command(
         self,
         engine: EngineCore,
-        order: Callable[[SwapsDrafters, EngineCore], None],
+        operation: Callable[[SwapsDrafters, EngineCore], None],
         done: asyncio.Future[None],
     ) -> None:
         try:
             assert isinstance(self._executor, SwapsDrafters), "executors that compute do"
-            order(self._executor, engine)
+            operation(self._executor, engine)
         except EngineDeadError:
             raise
         except MantaError as error:
@@ -463,14 +465,14 @@ class AsyncEngine:
             self._loop.call_soon_threadsafe(call, *arguments)
 
     def _run(self) -> None:
-        assert self._engine is not None and self._kept is not None
+        assert self._engine is not None and self._speculation_cache is not None
         try:
             while self._await_work(self._engine):
                 updates = self._engine.step()
                 if updates:
                     self._post(self._streams.deliver, updates)
-                self._kept.keep_if_due()
-            self._kept.keep()
+                self._speculation_cache.write_if_due()
+            self._speculation_cache.write()
             self._failure = EngineDeadError("The engine is shutting down. Retry.")
         except MantaError as error:
             self._failure = error
@@ -488,7 +490,7 @@ class AsyncEngine:
         executor = self._executor
         stopped = executor.stopped_workers if isinstance(executor, HasWorkers) else tuple[str, ...]
         while not self._stopping.wait(TICK_S):
-            stall = self._watch.tick(time.monotonic(), stopped)
+            stall = self._watch.check(time.monotonic(), stopped)
             if stall is None and self._stall is not None:
                 self._stall = None
                 logger.warning("the engine's step has ended: it serves again")

@@ -27,7 +27,7 @@ from ...cluster.fleet.canary import ArmStats, CanaryTrial
 from ...cluster.request.request import SamplingParams
 from ..tokenization.prompts import EncodedPrompt
 from .async_engine import AsyncEngine
-from .output_processor import Begun, RequestOutput
+from .output_processor import RequestOutput, ResumeState
 
 logger = logging.getLogger(__name__)
 
@@ -97,7 +97,7 @@ class LosslessAudit:
         self._running: asyncio.Task[None] | None = None
 
     @contextmanager
-    def online(self) -> Iterator[None]:
+    def pause_for_online_request(self) -> Iterator[None]:
         """Pause the audit while an online request runs."""
         self._num_online += 1
         self._may_run.clear()
@@ -107,10 +107,15 @@ class LosslessAudit:
             yield
         finally:
             self._num_online -= 1
-            self._look()
+            self._poll()
 
     def choose(
-        self, request_id: str, response_id: str, prompt: EncodedPrompt, params: SamplingParams, begun: Begun
+        self,
+        request_id: str,
+        response_id: str,
+        prompt: EncodedPrompt,
+        params: SamplingParams,
+        resume_state: ResumeState,
     ) -> AuditedAnswer | None:
         """Return an `AuditedAnswer` if this request is sampled, else None.
 
@@ -120,8 +125,14 @@ class LosslessAudit:
         audits, trial = random.random() < self._share, self._shadow()
         if not audits and trial is None:
             return None
-        told = request_id, response_id, prompt, self._engine.seeded(params), list(begun.token_ids)
-        return AuditedAnswer(*told, audits=audits, trial=trial)
+        arguments = (
+            request_id,
+            response_id,
+            prompt,
+            self._engine.with_seed(params),
+            list(resume_state.token_ids),
+        )
+        return AuditedAnswer(*arguments, audits=audits, trial=trial)
 
     def _shadow(self) -> CanaryTrial | None:
         """Return the shadow trial that this response is sampled for, or None."""
@@ -132,15 +143,15 @@ class LosslessAudit:
 
     def submit(self, answer: AuditedAnswer) -> None:
         """Queue a finished response; drop it if the queue is full."""
-        kept = sum(each.num_tokens for each in self._waiting)
-        if len(self._waiting) == MAX_WAITING or kept + answer.num_tokens > MAX_WAITING_TOKENS:
+        num_tokens = sum(each.num_tokens for each in self._waiting)
+        if len(self._waiting) == MAX_WAITING or num_tokens + answer.num_tokens > MAX_WAITING_TOKENS:
             if answer.audits:
                 self._count("skipped")
             return
         self._waiting.append(answer)
-        self._look()
+        self._poll()
 
-    def _look(self) -> None:
+    def _poll(self) -> None:
         if self._waiting and not self._num_online:
             self._may_run.set()
 
@@ -148,7 +159,7 @@ class LosslessAudit:
         """Recompute queued responses one by one while no online request runs. Runs until cancelled."""
         while True:
             await self._may_run.wait()
-            self._running = asyncio.create_task(self._compute_anew(self._waiting[0]))
+            self._running = asyncio.create_task(self._recompute(self._waiting[0]))
             try:
                 await asyncio.wait({self._running})
             finally:
@@ -159,14 +170,14 @@ class LosslessAudit:
             if not self._waiting:
                 self._may_run.clear()
 
-    async def _compute_anew(self, answer: AuditedAnswer) -> None:
+    async def _recompute(self, answer: AuditedAnswer) -> None:
         if answer.audits:
             await self._audit(answer)
             answer.audits = False
         if answer.trial is not None and answer.trial is self._engine.trial:
-            await self._try_both(answer, answer.trial)
+            await self._decode_both(answer, answer.trial)
 
-    async def _try_both(self, answer: AuditedAnswer, trial: CanaryTrial) -> None:
+    async def _decode_both(self, answer: AuditedAnswer, trial: CanaryTrial) -> None:
         """Decode the response with the drafter and with the candidate, skipping a finished one."""
         try:
             while len(answer.tallies) < 2:
@@ -187,7 +198,7 @@ class LosslessAudit:
             client_id=answer.request_id,
             on_trial=on_trial,
         )
-        return output.metrics.brought
+        return output.metrics.arm_stats
 
     async def _audit(self, answer: AuditedAnswer) -> None:
         try:
@@ -211,7 +222,7 @@ class LosslessAudit:
             answer.prompt,
             replace(answer.params, logprobs=None, prompt_logprobs=None),
             watch=answer.compare,
-            begun=Begun(tuple(answer.token_ids[: answer.num_compared])),
+            resume_state=ResumeState(tuple(answer.token_ids[: answer.num_compared])),
             max_draft_tokens=0,
             background=True,
             uses_cache=False,
@@ -223,5 +234,5 @@ class LosslessAudit:
     def _report(self, answer: AuditedAnswer) -> None:
         self._count("mismatch")
         line = "the answer to request %s differs without speculation, from token %d of %d on"
-        told = answer.request_id, answer.num_compared, len(answer.token_ids)
-        logger.warning(line, *told, extra={"request_id": answer.request_id})
+        arguments = answer.request_id, answer.num_compared, len(answer.token_ids)
+        logger.warning(line, *arguments, extra={"request_id": answer.request_id})

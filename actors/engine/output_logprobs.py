@@ -25,11 +25,11 @@ class Logprob(NamedTuple):
 
 
 Numbers = tuple[int, float, int, tuple[int, ...], tuple[float, ...]]  # a token's id and TokenLogprobs
-PlaceLogprobs = dict[int, Logprob]  # token id + TokenLogprobs' fields
+PositionLogprobs = dict[int, Logprob]  # token id + TokenLogprobs' fields
 
 
-class OutputLogprobs(Sequence[PlaceLogprobs]):
-    """One `PlaceLogprobs` for each token of an output, stored as numbers and converted on access.
+class OutputLogprobs(Sequence[PositionLogprobs]):
+    """One `PositionLogprobs` for each token of an output, stored as numbers and converted on access.
 
     Twenty top tokens at thousands of positions would be millions of objects; their garbage collection blocks
     all streams. The collector does not track plain tuples of numbers.
@@ -47,8 +47,8 @@ class OutputLogprobs(Sequence[PlaceLogprobs]):
         self._tokenizer = tokenizer
         # Not TokenLogprobs: only plain tuples are untracked. A stop string may cut off some tokens.
         self._numbers: list[Numbers] = [
-            (token_id, told.logprob, told.rank, told.top_ids, told.top_logprobs)
-            for token_id, told in zip(token_ids, found, strict=False)
+            (token_id, logprobs.logprob, logprobs.rank, logprobs.top_ids, logprobs.top_logprobs)
+            for token_id, logprobs in zip(token_ids, found, strict=False)
         ]
 
     def extend(self, more: OutputLogprobs) -> None:
@@ -70,7 +70,7 @@ class OutputLogprobs(Sequence[PlaceLogprobs]):
         return self._numbers
 
     def text_of(self, token_id: int) -> str:
-        return shown_token(token_id, _text_of(token_id, self._tokenizer))
+        return display_text(token_id, _text_of(token_id, self._tokenizer))
 
     def bytes_of(self, token_id: int) -> bytes:
         """Return the bytes that the token adds to a text; without a tokenizer, its displayed text."""
@@ -81,12 +81,12 @@ class OutputLogprobs(Sequence[PlaceLogprobs]):
         return len(self._numbers)
 
     @overload
-    def __getitem__(self, at: int) -> PlaceLogprobs: ...
+    def __getitem__(self, at: int) -> PositionLogprobs: ...
 
     @overload
     def __getitem__(self, at: slice) -> OutputLogprobs: ...
 
-    def __getitem__(self, at: int | slice) -> PlaceLogprobs | OutputLogprobs:
+    def __getitem__(self, at: int | slice) -> PositionLogprobs | OutputLogprobs:
         if isinstance(at, slice):
             part = OutputLogprobs(self._tokenizer)
             part._numbers = self._numbers[at]
@@ -116,22 +116,22 @@ class PromptLogprobs:
         self._token_ids, self._rows, self._tokenizer = token_ids, rows, tokenizer
 
     @cached_property
-    def told(self) -> OutputLogprobs:
+    def scored(self) -> OutputLogprobs:
         """Log probabilities of each token but the first, which has no prediction."""
         rows = () if self._rows is None else self._rows.tokens()
         return OutputLogprobs(self._tokenizer, rows, self._token_ids[1:])
 
     @property
-    def places(self) -> list[PlaceLogprobs | None]:
+    def positions(self) -> list[PositionLogprobs | None]:
         """Log probabilities of each token; None for the first."""
-        return [None, *self.told]
+        return [None, *self.scored]
 
     @property
     def first_text(self) -> str:
-        return shown_token(self._token_ids[0], _text_of(self._token_ids[0], self._tokenizer))
+        return display_text(self._token_ids[0], _text_of(self._token_ids[0], self._tokenizer))
 
 
-def shown_token(token_id: int, text: str | None) -> str:
+def display_text(token_id: int, text: str | None) -> str:
     """Return a token's text, or its id if it has no text."""
     return f"token_id:{token_id}" if text is None else text
 

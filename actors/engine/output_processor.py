@@ -20,7 +20,7 @@ from ...cluster.speculation.acceptance_length import mean_acceptance_length
 from ..chat.chat_model import ChatModel
 from ..tokenization.prompts import EncodedPrompt, encode_bad_words
 from ..tokenization.tokenizer import Tokenizer
-from .output_logprobs import OutputLogprobs, PlaceLogprobs, PromptLogprobs
+from .output_logprobs import OutputLogprobs, PositionLogprobs, PromptLogprobs
 from .request_spec_stats import RequestSteps, TracedStep
 
 
@@ -68,7 +68,7 @@ class RequestMetrics:
     num_decoding_steps: int = 0
 
     @property
-    def brought(self) -> ArmStats:
+    def arm_stats(self) -> ArmStats:
         """Acceptance counts for the drafter that served the request."""
         return ArmStats(1, self.num_decoding_steps, self.num_accepted_tokens)
 
@@ -82,7 +82,7 @@ class RequestMetrics:
 class RequestOutput:
     """The state of a request: everything so far or, in a stream, the new part since the last output.
 
-    `prompt_told` holds log probabilities of the prompt if requested, from the first tokens on.
+    `prompt_logprobs_state` holds log probabilities of the prompt if requested, from the first tokens on.
     """
 
     request_id: str
@@ -91,35 +91,37 @@ class RequestOutput:
     outputs: list[CompletionOutput]
     finished: bool
     metrics: RequestMetrics
-    prompt_told: PromptLogprobs | None = None
+    prompt_logprobs_state: PromptLogprobs | None = None
 
     @property
-    def prompt_logprobs(self) -> list[PlaceLogprobs | None] | None:
+    def prompt_logprobs(self) -> list[PositionLogprobs | None] | None:
         """Log probabilities of each prompt token, None for the first; None if not requested."""
-        return None if self.prompt_told is None else self.prompt_told.places
+        return None if self.prompt_logprobs_state is None else self.prompt_logprobs_state.positions
 
 
 @dataclass(frozen=True, slots=True)
-class Begun:
+class ResumeState:
     """Progress that another engine made on a request: its output tokens and the number of characters sent."""
 
     token_ids: tuple[int, ...] = ()
     num_chars: int = 0
 
 
-NOTHING = Begun()
+NOT_RESUMED = ResumeState()
 
 
-def begun_text(tokenizer: Tokenizer, prompt: Sequence[int], params: SamplingParams, begun: Begun) -> str:
+def resumed_text(
+    tokenizer: Tokenizer, prompt: Sequence[int], params: SamplingParams, resume_state: ResumeState
+) -> str:
     """Return the text that the previous engine sent to the client."""
-    return _Text(tokenizer, prompt, params, begun).text[: begun.num_chars]
+    return _Text(tokenizer, prompt, params, resume_state).text[: resume_state.num_chars]
 
 
 class _Text:
     """The growing text of one completion. Finds stop strings and holds back text that may begin one."""
 
     def __init__(
-        self, tokenizer: Tokenizer, prompt: Sequence[int], params: SamplingParams, begun: Begun
+        self, tokenizer: Tokenizer, prompt: Sequence[int], params: SamplingParams, resume_state: ResumeState
     ) -> None:
         self._stream = tokenizer.detokenizer(
             prompt,
@@ -130,10 +132,10 @@ class _Text:
         self._keep_stop = params.include_stop_str_in_output
         self._min_tokens = params.min_tokens
         # A stop string may begin in text that has already arrived: never emit what could be its beginning.
-        self._held = 0 if self._keep_stop else max((len(s) for s in self._stop), default=1) - 1
-        self.text = self._stream.step(begun.token_ids)
+        self._num_held_back = 0 if self._keep_stop else max((len(s) for s in self._stop), default=1) - 1
+        self.text = self._stream.step(resume_state.token_ids)
         # Not len(self.text): how much text the same tokens emitted depends on what was held back.
-        self._emitted = begun.num_chars
+        self._emitted = resume_state.num_chars
         # Text that was searched for stop strings, but that later tokens may still change.
         self._ahead = self._stream.peek() if self._stop else ""
 
@@ -170,7 +172,7 @@ class _Text:
 
     def take(self, *, final: bool) -> str:
         """Return the text not emitted yet."""
-        end = len(self.text) if final else max(self._emitted, len(self.text) - self._held)
+        end = len(self.text) if final else max(self._emitted, len(self.text) - self._num_held_back)
         piece, self._emitted = self.text[self._emitted : end], end
         return piece
 
@@ -216,7 +218,7 @@ class _Completion:
         delta = CompletionOutput(self.index, piece, token_ids, *ended, logprobs)
         return delta, hit is not None and update.finish_reason is None
 
-    def whole(self) -> CompletionOutput:
+    def complete_output(self) -> CompletionOutput:
         text = self.text.text if self.text is not None else ""
         ended = (self.finish_reason, self.stop_reason)
         return CompletionOutput(self.index, text, self.token_ids, *ended, self.logprobs)
@@ -231,23 +233,23 @@ class RequestTracker:
         prompt: EncodedPrompt,
         params: SamplingParams,
         tokenizer: Tokenizer | None,
-        begun: Begun = NOTHING,
+        resume_state: ResumeState = NOT_RESUMED,
         *,
         trace: bool = False,
     ) -> None:
-        assert params.n == 1 or not begun.token_ids, "only a single completion continues elsewhere"
+        assert params.n == 1 or not resume_state.token_ids, "only a single completion continues elsewhere"
         self.request_id = request_id
         self.prompt = prompt.text
         self.prompt_token_ids = list(prompt.token_ids)
-        self._tokenizer, self._tells_prompt = tokenizer, params.prompt_logprobs is not None
-        self._prompt_told: PromptLogprobs | None = None
+        self._tokenizer, self._wants_prompt_logprobs = tokenizer, params.prompt_logprobs is not None
+        self._prompt_logprobs_state: PromptLogprobs | None = None
         self._completions = [
             _Completion(
                 i,
-                self._new_text(tokenizer, params, begun) if params.detokenize else None,
+                self._new_text(tokenizer, params, resume_state) if params.detokenize else None,
                 tokenizer,
                 None if params.logprobs is None else OutputLogprobs(tokenizer),
-                list(begun.token_ids),
+                list(resume_state.token_ids),
             )
             for i in range(params.n)
         ]
@@ -258,8 +260,10 @@ class RequestTracker:
         self._queue_s = 0.0
         self._steps = RequestSteps(trace=trace and params.n == 1)
 
-    def _new_text(self, tokenizer: Tokenizer | None, params: SamplingParams, begun: Begun) -> _Text | None:
-        return None if tokenizer is None else _Text(tokenizer, self.prompt_token_ids, params, begun)
+    def _new_text(
+        self, tokenizer: Tokenizer | None, params: SamplingParams, resume_state: ResumeState
+    ) -> _Text | None:
+        return None if tokenizer is None else _Text(tokenizer, self.prompt_token_ids, params, resume_state)
 
     @property
     def num_completions(self) -> int:
@@ -287,22 +291,23 @@ class RequestTracker:
             self._first_token_s = self._last_s
         self._num_cached = max(self._num_cached, update.num_cached_tokens)
         self._queue_s = max(self._queue_s, update.queue_s)
-        if self._tells_prompt and self._prompt_told is None and update.token_ids:
+        if self._wants_prompt_logprobs and self._prompt_logprobs_state is None and update.token_ids:
             rows = update.prompt_logprobs
-            self._prompt_told = PromptLogprobs(self.prompt_token_ids, rows, self._tokenizer)
+            self._prompt_logprobs_state = PromptLogprobs(self.prompt_token_ids, rows, self._tokenizer)
         decodes = bool(self._completions[index].token_ids)
         delta, stopped = self._completions[index].feed(update)
         self._steps.feed(update, len(delta.token_ids), decodes=decodes)
         return delta, stopped
 
     def forget_logprobs(self, index: int) -> None:
-        """Drop delivered log probabilities of a completion; `whole` must not be called afterwards."""
+        """Drop delivered log probabilities of a completion; `complete_output` must not be called
+        afterwards."""
         if (logprobs := self._completions[index].logprobs) is not None:
             logprobs.clear()
 
-    def whole(self) -> RequestOutput:
+    def complete_output(self) -> RequestOutput:
         """Return everything so far; once finished, the complete output."""
-        return self.output([completion.whole() for completion in self._completions])
+        return self.output([completion.complete_output() for completion in self._completions])
 
     def output(self, outputs: list[CompletionOutput]) -> RequestOutput:
         """Return the current state of the request with these completions."""
@@ -313,7 +318,7 @@ class RequestTracker:
             outputs,
             self.finished,
             self.metrics,
-            self._prompt_told,
+            self._prompt_logprobs_state,
         )
 
     @property
@@ -357,7 +362,7 @@ class OutputProcessor:
         tpot_ms: float | None = None,
         trace: bool = False,
         background: bool = False,
-        begun: Begun = NOTHING,
+        resume_state: ResumeState = NOT_RESUMED,
         client_id: str | None = None,
         owner: str | None = None,
         uses_cache: bool = True,
@@ -368,12 +373,12 @@ class OutputProcessor:
 
         Args:
             trace: the metrics of the complete output list every step.
-            begun: output of another engine, which is neither generated nor emitted again.
+            resume_state: output of another engine, which is neither generated nor emitted again.
         """
         params = encode_bad_words(params, self._tokenizer)
         if params.thinking_token_budget is not None:
-            params = self._chat.limited(params, prompt.text or "")
-        tracker = RequestTracker(request_id, prompt, params, self._tokenizer, begun, trace=trace)
+            params = self._chat.with_thinking_budget(params, prompt.text or "")
+        tracker = RequestTracker(request_id, prompt, params, self._tokenizer, resume_state, trace=trace)
         requests: list[Request] = []
         for index, child_id in enumerate(tracker.child_ids):
             self._living[child_id] = (tracker, index)
@@ -388,7 +393,7 @@ class OutputProcessor:
                     max_draft_tokens=max_draft_tokens,
                     tpot_ms=tpot_ms,
                     background=background,
-                    output_token_ids=begun.token_ids,
+                    output_token_ids=resume_state.token_ids,
                     client_id=client_id,
                     owner=owner,
                     uses_cache=uses_cache,

@@ -24,7 +24,7 @@ from ...cluster.errors import (
     OutputProcessingError,
     RequestError,
     SlowReaderError,
-    shown,
+    brief,
 )
 from ...cluster.request.request import FinishReason
 from ..system.event_loop import LoopYielder
@@ -38,7 +38,7 @@ TOO_SLOW = (
     "Read faster, or request less at a time."
 )
 
-KEPT_APART = 16  # outputs that are not merged; at least two per completion
+MAX_UNMERGED = 16  # outputs that are not merged; at least two per completion
 MERGED_TOKENS = 128  # per merged output, so that writing one takes the event loop at most one time slice
 ENTRY_BYTES, TOKEN_BYTES = 512, 8
 PLACE_BYTES, TOP_BYTES = 150, 72  # bytes of log probabilities per position, and per top token at a position
@@ -49,22 +49,22 @@ class OutputStream:
     """The outputs of one user request on their way to its reader. `failure` ends the stream.
 
     Attributes:
-        whole: the reader wants only the complete output; it gets nothing earlier.
+        complete_only: the reader wants only the complete output; it gets nothing earlier.
         limit: bounds what the client may leave unread; None if the reader cannot be slow.
         client_id: the client's name for the request, for the log.
     """
 
     tracker: RequestTracker
     background: bool = False
-    whole: bool = False
+    complete_only: bool = False
     limit: ReaderLimit | None = None
     failure: MantaError | None = None
     wake: asyncio.Event = field(default_factory=asyncio.Event)
     client_id: str | None = None
-    unread: Unread = field(init=False)
+    unread: UnreadOutputs = field(init=False)
 
     def __post_init__(self) -> None:
-        self.unread = Unread(self.tracker, self.limit)
+        self.unread = UnreadOutputs(self.tracker, self.limit)
 
     async def next(self) -> RequestOutput | None:
         """Return the new output, or None at the end. Raises the failure that ended the request early."""
@@ -77,9 +77,9 @@ class OutputStream:
             self.wake.clear()
         return self.unread.take()
 
-    def take(self, fresh: CompletionOutput) -> None:
+    def add(self, fresh: CompletionOutput) -> None:
         """Add new output for the reader."""
-        if not self.whole:
+        if not self.complete_only:
             self.unread.add(fresh)
             if self.limit is not None:  # a reader with a limit assembles the output itself
                 self.tracker.forget_logprobs(fresh.index)
@@ -90,9 +90,9 @@ class OutputStream:
     def fail(self, failure: MantaError) -> None:
         """End the request with `failure` unless it has finished."""
         if not self.tracker.finished:
-            self.spoil(failure)
+            self.fail_incomplete(failure)
 
-    def spoil(self, failure: MantaError) -> None:
+    def fail_incomplete(self, failure: MantaError) -> None:
         """End the request with `failure` even if its last tokens have arrived: the output is incomplete."""
         self.failure = failure
         self.wake.set()
@@ -115,8 +115,8 @@ class OutputStreams:
         self._abort = abort
         self._open: dict[str, OutputStream] = {}
         self._updates: deque[SequenceUpdate] = deque()  # not delivered yet
-        self._has_turn = False  # a call of `_deliver_a_turn` is scheduled on the event loop
-        self._num_handed_out = self._num_at_last_look = 0
+        self._is_delivering = False  # a call of `_deliver_slice` is scheduled on the event loop
+        self._num_handed_out = self._num_at_last_poll = 0
 
     @property
     def ids(self) -> list[str]:
@@ -127,14 +127,14 @@ class OutputStreams:
         """Raise RequestError if a request with this id is running."""
         if request_id in self._open:
             raise RequestError(
-                f"request_id={shown(request_id)} is already running; give each request a unique id.",
+                f"request_id={brief(request_id)} is already running; give each request a unique id.",
                 param="request_id",
             )
 
-    def enter(self, stream: OutputStream) -> None:
+    def register(self, stream: OutputStream) -> None:
         self._open[stream.tracker.request_id] = stream
 
-    def leave(self, stream: OutputStream) -> None:
+    def remove(self, stream: OutputStream) -> None:
         """Remove a stream after its reader has finished or left; abort the request if it has not finished."""
         tracker = stream.tracker
         del self._open[tracker.request_id]
@@ -154,18 +154,18 @@ class OutputStreams:
 
     def deliver(self, updates: Sequence[SequenceUpdate]) -> None:
         self._updates.extend(updates)
-        if not self._has_turn:
-            self._deliver_a_turn()
+        if not self._is_delivering:
+            self._deliver_slice()
 
     def is_stuck(self) -> bool:
         """Return whether updates are pending and none was delivered since the last call."""
-        moved, self._num_at_last_look = self._num_handed_out - self._num_at_last_look, self._num_handed_out
+        moved, self._num_at_last_poll = self._num_handed_out - self._num_at_last_poll, self._num_handed_out
         return bool(self._updates) and not moved
 
     def fail_all(self, failure: MantaError) -> None:
         """Deliver all pending updates, then end every stream with `failure`."""
         while self._updates:
-            self._hand_out(self._updates.popleft())
+            self._deliver_update(self._updates.popleft())
         for stream in self._open.values():
             stream.fail(failure)
 
@@ -175,21 +175,21 @@ class OutputStreams:
             if not stream.background:
                 stream.fail(failure)
 
-    def _deliver_a_turn(self) -> None:
+    def _deliver_slice(self) -> None:
         """Deliver updates for one time slice; a step with hundreds of requests may need several."""
-        self._has_turn = False
-        turns = LoopYielder()
+        self._is_delivering = False
+        yielder = LoopYielder()
         try:
             while self._updates:
-                self._hand_out(self._updates.popleft())
-                if turns.is_over:
+                self._deliver_update(self._updates.popleft())
+                if yielder.is_over:
                     break
         finally:
             if self._updates:
-                asyncio.get_running_loop().call_soon(self._deliver_a_turn)
-                self._has_turn = True
+                asyncio.get_running_loop().call_soon(self._deliver_slice)
+                self._is_delivering = True
 
-    def _hand_out(self, update: SequenceUpdate) -> None:
+    def _deliver_update(self, update: SequenceUpdate) -> None:
         """Deliver one update. An exception ends its request and no other."""
         self._num_handed_out += 1
         tracker = self.processor.tracker_of(update.request_id)
@@ -200,7 +200,7 @@ class OutputStreams:
                 return
             _, fresh, stopped = fed
             stream = self._open[tracker.request_id]
-            stream.take(fresh)
+            stream.add(fresh)
         except ENDINGS:
             raise
         except BaseException as error:
@@ -229,7 +229,7 @@ class OutputStreams:
 
     def _end_failed(self, tracker: RequestTracker, error: BaseException) -> None:
         stream = self._open[tracker.request_id]
-        stream.spoil(processing_failure(tracker.request_id, error, client_id=stream.client_id))
+        stream.fail_incomplete(processing_failure(tracker.request_id, error, client_id=stream.client_id))
         self.processor.forget(tracker.child_ids)
         self._abort(tracker.child_ids, "error")
 
@@ -240,11 +240,11 @@ def processing_failure(request_id: str, error: BaseException, *, client_id: str 
     if isinstance(error, NotANumberError):
         logger.error("request %s: %s", name, error.message, extra={"request_id": name})
         return error
-    said = "request %s: its answer could not be made of its tokens"
-    logger.error(said, name, exc_info=error, extra={"request_id": name})
+    message = "request %s: its answer could not be made of its tokens"
+    logger.error(message, name, exc_info=error, extra={"request_id": name})
     return OutputProcessingError(
         f"The answer could not be made of its tokens ({type(error).__name__}). The log of the process that "
-        f"served it has the cause under the request's id, {shown(name)}."
+        f"served it has the cause under the request's id, {brief(name)}."
     )
 
 
@@ -288,7 +288,7 @@ class _Entry:
 
 
 @dataclass(slots=True)
-class Unread:
+class UnreadOutputs:
     """Unread outputs of one stream, oldest first.
 
     Attributes:
@@ -306,7 +306,7 @@ class Unread:
 
     def add(self, fresh: CompletionOutput) -> None:
         num_bytes = size_of(fresh)
-        last = self._last.get(fresh.index) if self._is_behind else None
+        last = self._last.get(fresh.index) if self._is_slow else None
         if last is not None and len(last.output.token_ids) + len(fresh.token_ids) <= MERGED_TOKENS:
             last.output, last.num_bytes = _merged(last.output, fresh), last.num_bytes + num_bytes
         else:
@@ -332,8 +332,8 @@ class Unread:
         self._last.clear()
 
     @property
-    def _is_behind(self) -> bool:
-        return len(self._entries) >= max(KEPT_APART, 2 * self.tracker.num_completions)
+    def _is_slow(self) -> bool:
+        return len(self._entries) >= max(MAX_UNMERGED, 2 * self.tracker.num_completions)
 
 
 def _merged(before: CompletionOutput, fresh: CompletionOutput) -> CompletionOutput:

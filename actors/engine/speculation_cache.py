@@ -32,7 +32,7 @@ from ..system.host_resources import cpu_name, owned_cores
 
 logger = logging.getLogger(__name__)
 
-_EVERY_S = 300.0
+_WRITE_INTERVAL_S = 300.0
 
 
 class SpeculationCache:
@@ -44,55 +44,55 @@ class SpeculationCache:
 
     def __init__(self, config: EngineConfig, info: ExecutorInfo, engine: EngineCore) -> None:
         pair, self._engine = _pair(config, info), engine
-        self._costs, self._kept_costs = engine.costs, DiskCache("step-costs", _runs(config, info) | pair)
+        self._costs, self._cost_cache = engine.costs, DiskCache("step-costs", _runs(config, info) | pair)
         self._survival = engine.acceptance
-        self._kept_survival = DiskCache("acceptance", pair | _written_s(config))
+        self._acceptance_cache = DiskCache("acceptance", pair | _written_s(config))
         spec = config.speculative_config
         self._card_lengths = [] if spec is None or spec.model is None else card_lengths(Path(spec.model))
-        self._due_s = time.monotonic() + _EVERY_S
-        for learned, kept in ((self._costs, self._kept_costs), (self._survival, self._kept_survival)):
+        self._due_s = time.monotonic() + _WRITE_INTERVAL_S
+        for learned, cache in ((self._costs, self._cost_cache), (self._survival, self._acceptance_cache)):
             if learned is not None:
-                _read(learned, kept)
+                _read(learned, cache)
         self._begin()
 
     def end_warm_up(self) -> None:
         """Have the engine forget the requests so far and start again from the stored values."""
         self._engine.end_warm_up()
         if self._survival is not None:
-            _read(self._survival, self._kept_survival)
+            _read(self._survival, self._acceptance_cache)
         self._begin()
 
     def _begin(self) -> None:
-        if not self._engine.speculation_pays:
+        if not self._engine.would_draft:
             logger.info("Saved statistics say that drafts do not pay; they are measured again.")
-            self._engine.forget_speculation()
+            self._engine.reset_speculation()
         survival = self._survival
         self._drafter = None if survival is None else survival.num_drafters
         if survival is not None and self._card_lengths:
-            survival.expect(mean(self._card_lengths))
+            survival.set_prior(mean(self._card_lengths))
 
-    def keep_if_due(self) -> None:
+    def write_if_due(self) -> None:
         """Write the cache if it is due; called between two steps."""
         if time.monotonic() >= self._due_s:
-            self.keep()
+            self.write()
 
-    def keep(self) -> None:
+    def write(self) -> None:
         """Write what was learned; acceptance is not written if the drafter was replaced since the start."""
-        self._due_s = time.monotonic() + _EVERY_S
+        self._due_s = time.monotonic() + _WRITE_INTERVAL_S
         if self._costs is not None and self._costs.has_measured_drafts:
-            self._kept_costs.write(self._costs.as_json())
+            self._cost_cache.write(self._costs.as_json())
         survival = self._survival
         if survival is not None and survival.has_observations and survival.num_drafters == self._drafter:
-            self._kept_survival.write(survival.as_json())
+            self._acceptance_cache.write(survival.as_json())
 
 
-def _read(learned: StepCostModel | AcceptanceModel, kept: DiskCache) -> None:
-    if (value := kept.read()) is None:
+def _read(learned: StepCostModel | AcceptanceModel, cache: DiskCache) -> None:
+    if (value := cache.read()) is None:
         return
     try:
         learned.read(value)
     except ValueError as error:
-        logger.warning("%s is measured again: %s", kept.path, error)
+        logger.warning("%s is measured again: %s", cache.path, error)
 
 
 def _pair(config: EngineConfig, info: ExecutorInfo) -> dict[str, str | int | None]:

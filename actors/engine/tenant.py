@@ -41,19 +41,19 @@ def tenant_of(
     Args:
         tenants: tenants that every request may name.
     """
-    told = parse_tenant(metadata)
+    parsed = parse_tenant(metadata)
     in_header = headers.get("x-tenant")
-    named = in_header or told.tenant
+    named = in_header or parsed.tenant
     tenant = caller.tenant_of(named, tenants)
-    unheeded = None if named in (None, tenant) else "X-Tenant" if in_header else "metadata.tenant"
-    category = headers.get("x-category") or told.category
-    return Tenant(tenant, category, caller.tenant or named), unheeded
+    ignored_field = None if named in (None, tenant) else "X-Tenant" if in_header else "metadata.tenant"
+    category = headers.get("x-category") or parsed.category
+    return Tenant(tenant, category, caller.tenant or named), ignored_field
 
 
 def parse_tenant(metadata: Any) -> Tenant:  # Any: JSON
     """Return the tenant and category in a body's `metadata`."""
-    told = metadata if isinstance(metadata, Mapping) else {}
-    return Tenant(_text(told.get("tenant")), _text(told.get("category")))
+    fields = metadata if isinstance(metadata, Mapping) else {}
+    return Tenant(_text(fields.get("tenant")), _text(fields.get("category")))
 
 
 def _text(value: Any) -> str | None:  # Any: JSON

@@ -15,7 +15,7 @@ from ...cluster.step.executor import DrafterHealth, Executor, ExecutorInfo
 from ...cluster.step.scheduler_output import SchedulerOutput, StepResult
 
 if TYPE_CHECKING:
-    from ..targets.loading.drafter_swap import DrafterExchange
+    from ..targets.loading.drafter_swap import DrafterSwap
     from ..targets.runners.runner_interface import Runner
 
 
@@ -31,19 +31,19 @@ class InProcessExecutor:
 
         from ..system.host_resources import owned_cores
         from ..system.torch_threads import TorchThreads
-        from ..targets.loading.cpu_autotune import try_ways
-        from ..targets.loading.drafter_swap import DrafterExchange
+        from ..targets.loading.cpu_autotune import time_configs
+        from ..targets.loading.drafter_swap import DrafterSwap
         from ..targets.loading.rank_loader import Checkpoints, plan_load, start_runner
 
         assert not config.needs_ray, "tensor parallelism and a split drafter need processes of their own"
         self._users_threads = torch.get_num_threads()
         torch.set_num_threads(config.num_threads or owned_cores())
         if "auto" in (config.dtype, config.attention_backend) and not torch.cuda.is_available():
-            try_ways(torch.get_num_threads())
+            time_configs(torch.get_num_threads())
         plan = plan_load(config)
         runner, self._info = start_runner(plan, Checkpoints())
         self._runner: Runner | None = runner
-        self._exchange: DrafterExchange | None = DrafterExchange(plan, runner)
+        self._exchange: DrafterSwap | None = DrafterSwap(plan, runner)
         self._num_swaps = 0
         self._threads = TorchThreads.of(self._info)  # the threads that the backend leaves to PyTorch
 
@@ -97,13 +97,13 @@ class InProcessExecutor:
         self._exchange.end_trial(promoted=promoted)
 
     def hold_grammar(self, grammar: Grammar) -> None:
-        """Compile a grammar alongside the steps and hold it until `let_go_grammar`. Raises GrammarError."""
+        """Compile a grammar alongside the steps and hold it until `release_grammar`. Raises GrammarError."""
         if (grammars := self._alive().grammars) is not None:
             grammars.compiler.hold(grammar)
 
-    def let_go_grammar(self, grammar: Grammar) -> None:
+    def release_grammar(self, grammar: Grammar) -> None:
         if self._runner is not None and (grammars := self._runner.grammars) is not None:
-            grammars.compiler.let_go(grammar)
+            grammars.compiler.release(grammar)
 
     def _alive(self) -> Runner:
         if self._runner is None:

@@ -19,24 +19,24 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from ...cluster.errors import DrainingError
 from ...version import __version__
 from ..haproxy.metrics_aggregator import joined
-from ..http.admin.explain import PATH, lives_response
-from ..http.admin.operations import load_figures, receipt_routes
+from ..http.admin.explain import PATH, timelines_response
+from ..http.admin.operations import load_stats, receipt_routes
 from ..http.anthropic.errors import LostMessage
 from ..http.config.settings import ServerSettings
-from ..http.middleware.api_keys import KeyShares
+from ..http.middleware.api_keys import KeyLimits
 from ..http.middleware.inflight_requests import Traffic
 from ..http.middleware.request_gate import METHODS
-from ..http.middleware_stack import surround
+from ..http.middleware_stack import add_middleware
 from ..http.openai.models import model_card
 from ..http.responses.event_writer import LostResponse
 from ..http.wire.json_io import JsonObject, json_response
 from ..http.wire.sse import DoneEnding, Ending
-from .forward_proxy import Forwarded
-from .gateway_metrics import GatewayFigures
-from .generation_proxy import BROKEN, Generation, Parts
+from .forward_proxy import ForwardedResponse
+from .gateway_metrics import GatewayMetrics
+from .generation_proxy import BROKEN, GatewayState, GenerationResponse
 from .isolation import Isolation
 from .replica_set import Fleet, Member, ServedModel
-from .routing_hints import read_asked
+from .routing_hints import read_hints
 from .upstream_client import Upstream, caller_header
 
 SCRAPE_TIMEOUT_S = 2.0
@@ -65,14 +65,16 @@ def create_gateway(
         echo_request_id: see `RequestGate`.
     """
     traffic = traffic or Traffic()
-    figures = GatewayFigures(fleet, gateway)
+    figures = GatewayMetrics(fleet, gateway)
     started_s = int(time.time())
-    parts: Parts
+    parts: GatewayState
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         nonlocal parts
-        parts = Parts(fleet, Upstream(), figures, traffic, Isolation(fleet, figures), KeyShares(settings))
+        parts = GatewayState(
+            fleet, Upstream(), figures, traffic, Isolation(fleet, figures), KeyLimits(settings)
+        )
         watching = asyncio.create_task(fleet.watch_forever())
         yield
         watching.cancel()
@@ -106,14 +108,16 @@ def create_gateway(
     async def load() -> Response:
         records = [member.record for model in fleet.models for member in fleet.ready(model)]
         running, waiting = sum(r.running for r in records), sum(r.waiting for r in records)
-        return json_response(load_figures(traffic, running=running, waiting=waiting))
+        return json_response(load_stats(traffic, running=running, waiting=waiting))
 
     @app.get(PATH)
     async def explain(id: str, http: Request) -> Response:
         members = [member for model in fleet.models for member in fleet.ready(model)]
         path, headers = f"{PATH}?{urlencode({'id': id})}", [caller_header(http.scope)]
         texts = await asyncio.gather(*(_text(parts.upstream, member, path, headers) for member in members))
-        return lives_response(id, [life for text in texts if text for life in orjson.loads(text)["data"]])
+        return timelines_response(
+            id, [timeline for text in texts if text for timeline in orjson.loads(text)["data"]]
+        )
 
     app.include_router(receipt_routes(settings.receipts))
 
@@ -129,16 +133,16 @@ def create_gateway(
     async def generate(http: Request) -> Response:
         body = await http.body()
         ending = ENDINGS[http.url.path]
-        return Generation(parts, http, body, await read_asked(http, body), ending)
+        return GenerationResponse(parts, http, body, await read_hints(http, body), ending)
 
     for path in ENDINGS:
         app.post(path)(generate)
 
     @app.api_route("/{path:path}", methods=sorted(METHODS))
     async def forward(http: Request) -> Response:
-        return Forwarded(parts, http)
+        return ForwardedResponse(parts, http)
 
-    surround(
+    add_middleware(
         app,
         settings,
         telemetry=figures,

@@ -17,9 +17,9 @@ from ray.serve.handle import DeploymentHandle
 
 from ..http.config.settings import ServerSettings
 from ..http.middleware.inflight_requests import Traffic
-from ..serve.replica_lifecycle import LOOK_S
-from ..serve.serve_hooks import RayServeHost, door_is_there, listen_as_ray_does, restore_print
-from ..system.event_loop import spare_streams
+from ..serve.replica_lifecycle import POLL_S
+from ..serve.serve_hooks import RayServeHost, listen_as_ray_does, proxy_listens, restore_print
+from ..system.event_loop import tune_gc
 from ..system.log_setup import LogSettings, log_to_stderr
 from ..workers.base.ray_resources import may_grow
 from .replica_registry import DirectoryClient
@@ -61,29 +61,29 @@ class Gateway:
             self._settings,
             gateway=serve.get_replica_context().replica_id.unique_id,
             traffic=self._traffic,
-            echo_request_id=door_is_there(),
+            echo_request_id=proxy_listens(),
         )
-        spare_streams()
+        tune_gc()
         return app
 
-    async def _watch(self, place: RayServeHost) -> None:
+    async def _watch(self, host: RayServeHost) -> None:
         """Wait until Serve or a SIGTERM stops this process, then mark the gateway as draining."""
         loop = asyncio.get_running_loop()
-        place.on_sigterm(lambda: asyncio.run_coroutine_threadsafe(_leave(place), loop))
-        while not place.is_leaving:
-            await asyncio.sleep(LOOK_S)
+        host.on_sigterm(lambda: asyncio.run_coroutine_threadsafe(_deregister(host), loop))
+        while not host.is_stopping:
+            await asyncio.sleep(POLL_S)
         self._traffic.draining = True
 
     async def _wake(self, model: ServedModel) -> None:
         await self._engines[model].wake.remote()
 
 
-async def _leave(place: RayServeHost) -> None:
-    await place.leave()
+async def _deregister(host: RayServeHost) -> None:
+    await host.exit()
     os._exit(0)
 
 
-def door_host() -> str:
+def listen_host() -> str:
     """Return loopback if this machine is the only node and stays so, else the node's address."""
     address = ray.util.get_node_ip_address()
     elsewhere = any(node["Alive"] and node["NodeManagerAddress"] != address for node in ray.nodes())

@@ -17,20 +17,20 @@ from starlette.types import Receive, Scope, Send
 
 from ...cluster.errors import EngineDeadError
 from ..http.wire.rejections import logged_elsewhere
-from .generation_proxy import BROKEN, LOOK_S, UNTAKEN, Parts, died_with_requests
+from .generation_proxy import BROKEN, NOT_RECEIVED, POLL_S, GatewayState, died_with_requests
 from .isolation import SuspectRequest
 from .replica_set import Member, ServedModel
-from .routing_hints import read_asked
+from .routing_hints import read_hints
 from .upstream_client import Body, path_of, request_headers, response_headers
 
 SMALL_BYTES = 1 << 20
 _SAFE = frozenset({"GET", "HEAD", "OPTIONS"})
 
 
-class Forwarded(Response):
+class ForwardedResponse(Response):
     """The response of a replica; the request is forwarded when Starlette sends the response."""
 
-    def __init__(self, parts: Parts, http: Request) -> None:
+    def __init__(self, parts: GatewayState, http: Request) -> None:
         self.background = None
         self._parts = parts
         self._http = http
@@ -40,16 +40,16 @@ class Forwarded(Response):
         body = await self._small_body()
         model = await self._model(body)
         refused: set[str] = set()
-        case = None if body is None else SuspectRequest(self._parts.isolation, self._case_name, body)
+        suspect = None if body is None else SuspectRequest(self._parts.isolation, self._case_name, body)
         while True:
-            await self._parts.fleet.rouse(model)
-            member = await self._next_replica(model, case, refused)
+            await self._parts.fleet.wake_model(model)
+            member = await self._next_replica(model, suspect, refused)
             refused.add(member.name)
-            if case is None:
+            if suspect is None:
                 answered = await self._attempt(member, self._upload(), send, None)
             else:
-                with case.attempt(member):
-                    answered = await self._attempt(member, body or b"", send, case)
+                with suspect.attempt(member):
+                    answered = await self._attempt(member, body or b"", send, suspect)
             if answered:
                 return
 
@@ -58,14 +58,14 @@ class Forwarded(Response):
         return f"{self._http.method} {path_of(self._http)}"
 
     async def _next_replica(
-        self, model: ServedModel, case: SuspectRequest | None, refused: set[str]
+        self, model: ServedModel, suspect: SuspectRequest | None, refused: set[str]
     ) -> Member:
-        if case is None:
+        if suspect is None:
             return self._parts.fleet.choose(model, without=refused)[0]
-        await case.identify()
-        with self._parts.isolation.turn(model, case) as turn:
-            while (member := turn.take([], None, without=refused)) is None:
-                await turn.wait(LOOK_S)
+        await suspect.identify()
+        with self._parts.isolation.wait_turn(model, suspect) as attempt:
+            while (member := attempt.take([], None, without=refused)) is None:
+                await attempt.wait(POLL_S)
         return member
 
     @property
@@ -91,37 +91,37 @@ class Forwarded(Response):
 
     async def _model(self, body: bytes | None) -> ServedModel:
         """Return the model that a JSON body names; for any other request the first model."""
-        name = (await read_asked(self._http, body)).model if self._is_json and body else None
+        name = (await read_hints(self._http, body)).model if self._is_json and body else None
         return self._parts.fleet.find(name)
 
-    async def _attempt(self, member: Member, body: Body, send: Send, case: SuspectRequest | None) -> bool:
+    async def _attempt(self, member: Member, body: Body, send: Send, suspect: SuspectRequest | None) -> bool:
         """Forward to a replica and return True; False if it has certainly not taken the request."""
-        http, begun = self._http, False
+        http, has_started = self._http, False
         headers = request_headers(http)
         try:
             with member.attempt() as until_lost:
                 request = self._parts.upstream.request(member, http.method, path_of(http), headers, body)
                 async with until_lost, request as response:
-                    begun = True
+                    has_started = True
                     logged_elsewhere(http.scope)
-                    await _pass(response, send)
-                    if case is not None:
-                        case.complete()
+                    await _relay_response(response, send)
+                    if suspect is not None:
+                        suspect.complete()
                     return True
         except BROKEN as error:
-            if self._client_failure is not None and not begun:
+            if self._client_failure is not None and not has_started:
                 raise self._client_failure from None
             self._parts.fleet.mark_broken(member)
-            if case is not None and await died_with_requests(member, error):
-                await case.record_death(member, http.scope["state"]["request_id"])
-                if not begun:
-                    case.check()
-            if begun or not (isinstance(error, UNTAKEN) or http.method in _SAFE):
+            if suspect is not None and await died_with_requests(member, error):
+                await suspect.record_death(member, http.scope["state"]["request_id"])
+                if not has_started:
+                    suspect.check()
+            if has_started or not (isinstance(error, NOT_RECEIVED) or http.method in _SAFE):
                 raise EngineDeadError("The replica died under this request. Retry.") from error
             return False
 
 
-async def _pass(response: aiohttp.ClientResponse, send: Send) -> None:
+async def _relay_response(response: aiohttp.ClientResponse, send: Send) -> None:
     headers = response_headers(response.headers)
     if (length := response.headers.get("content-length")) is not None:
         headers.append((b"content-length", length.encode()))

@@ -10,7 +10,7 @@ from ..observability.prometheus_text import Exposition, Values
 from .replica_set import Fleet
 
 
-class GatewayFigures:
+class GatewayMetrics:
     """Counts the events of one gateway and exports them to Prometheus."""
 
     def __init__(self, fleet: Fleet, gateway: str) -> None:

@@ -29,52 +29,52 @@ from yarl import URL
 
 from ...cluster.errors import EngineDeadError, MantaError, OverloadedError
 from ...cluster.request.request import MAX_SEED
-from ..http.generation.resume_origin import ORIGIN_HEADER, TOLD_HEADER, ResumeOrigin
-from ..http.middleware.api_keys import KeyShares, caller_of
+from ..http.generation.resume_origin import ORIGIN_HEADER, TOKENS_HEADER, ResumeOrigin
+from ..http.middleware.api_keys import KeyLimits, caller_of
 from ..http.middleware.inflight_requests import Traffic
 from ..http.wire.errors import (
-    ClientGoneError,
+    ClientDisconnectedError,
     ends_with_engine_death,
     error_response,
     is_engine_death,
-    log_if_ours,
+    log_if_internal,
 )
 from ..http.wire.json_io import JsonObject
 from ..http.wire.rejections import logged_elsewhere
-from ..http.wire.sse import DONE, KEEP_ALIVE, Ending, unless_gone
-from .gateway_metrics import GatewayFigures
+from ..http.wire.sse import DONE, KEEP_ALIVE, Ending, cancel_on_disconnect
+from .gateway_metrics import GatewayMetrics
 from .isolation import Isolation, SuspectRequest
 from .replica_set import Fleet, Member
 from .routing_hints import RoutingHints
-from .stream_resume import ToldStream
+from .stream_resume import ResumableStream
 from .upstream_client import Upstream, path_of, request_headers, response_headers
 
 logger = logging.getLogger(__name__)
 
 # Seconds that a started stream waits for a replica that can continue it, and between two looks.
-PATIENCE_S = 60.0
-LOOK_S = 0.2
+REPLICA_TIMEOUT_S = 60.0
+POLL_S = 0.2
 KEEP_ALIVE_S = 15.0
 # Bytes kept from the end of a stream in another API's format; they contain the event of a failure.
-LAST_WORDS_BYTES = 1024
+TAIL_BYTES = 1024
 # Time limit for checking whether a silent replica still listens.
 LISTEN_S = 1.0
 BROKEN = (aiohttp.ClientError, TimeoutError, OSError)
 # Errors after which the replica certainly has not received the request.
-UNTAKEN = (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError)
+NOT_RECEIVED = (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError)
 
 
 @dataclass(frozen=True, slots=True)
-class Parts:
+class GatewayState:
     fleet: Fleet
     upstream: Upstream
-    figures: GatewayFigures
+    figures: GatewayMetrics
     traffic: Traffic
     isolation: Isolation
-    key_shares: KeyShares
+    key_limits: KeyLimits
 
 
-class Generation(Response):
+class GenerationResponse(Response):
     """The response to a generation request; the request runs when Starlette sends the response.
 
     Args:
@@ -82,50 +82,52 @@ class Generation(Response):
         ending: how streams of the route's API end.
     """
 
-    def __init__(self, parts: Parts, http: Request, body: bytes, asked: RoutingHints, ending: Ending) -> None:
+    def __init__(
+        self, parts: GatewayState, http: Request, body: bytes, hints: RoutingHints, ending: Ending
+    ) -> None:
         self.background = None
         self._parts = parts
         self._http = http
         self._body = body
-        self._asked = asked
+        self._hints = hints
         self._ending = ending
-        self._model = parts.fleet.find(asked.model)
+        self._model = parts.fleet.find(hints.model)
         self._origin = ResumeOrigin(
             id=secrets.token_hex(16), created_s=int(time.time()), seed=secrets.randbelow(MAX_SEED)
         )
-        self._told = ToldStream()
+        self._stream = ResumableStream()
         self._refused: set[str] = set()  # names of the replicas that refused
         self._refusal: Response | None = None  # the last refusal
-        self._case = SuspectRequest(parts.isolation, http.url.path, body)
-        self._begun = False  # the client has the head of its response
+        self._suspect = SuspectRequest(parts.isolation, http.url.path, body)
+        self._has_started = False  # the client has the head of its response
         self._raw = False  # the client also has output whose tokens are unknown here
         self._send: Send | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         self._send = send
         try:
-            await unless_gone(self._http, self._run())
-        except ClientGoneError:
+            await cancel_on_disconnect(self._http, self._run())
+        except ClientDisconnectedError:
             return
         except MantaError as error:
-            if not self._begun:
+            if not self._has_started:
                 raise
-            log_if_ours(error, scope)
+            log_if_internal(error, scope)
             await self._finish(self._ending.failed(error) + self._ending.done)
 
     async def _run(self) -> None:
         num_replicas = len(self._parts.fleet.ready(self._model))
-        with self._parts.key_shares.take(
-            caller_of(self._http.scope).owner, self._asked.num_completions, num_replicas
+        with self._parts.key_limits.acquire(
+            caller_of(self._http.scope).owner, self._hints.num_completions, num_replicas
         ):
-            await self._take_through()
+            await self._try_replicas()
 
-    async def _take_through(self) -> None:
+    async def _try_replicas(self) -> None:
         while True:
-            await self._case.identify()
-            self._case.check()
-            if not self._begun:  # also after a refusal by the last replica, which was draining
-                await self._parts.fleet.rouse(self._model)
+            await self._suspect.identify()
+            self._suspect.check()
+            if not self._has_started:  # also after a refusal by the last replica, which was draining
+                await self._parts.fleet.wake_model(self._model)
             member = await self._next_replica()
             if member is None:
                 assert self._refusal is not None
@@ -133,43 +135,47 @@ class Generation(Response):
                 return
             if await self._attempt(member):
                 return
-            self._told.next_replica()
-            self._origin = replace(self._origin, attempt=self._origin.attempt + 1, begun=self._told.begun)
+            self._stream.next_replica()
+            self._origin = replace(
+                self._origin, attempt=self._origin.attempt + 1, resume_state=self._stream.resume_state
+            )
 
     async def _next_replica(self) -> Member | None:
         """Return the next replica to try; None if all ready ones have refused. A started stream waits."""
-        asked, told_s = self._asked, time.monotonic()
-        there_s = told_s  # when a replica could last have taken the request, apart from waiting for a turn
-        with self._parts.isolation.turn(self._model, self._case) as turn:
+        hints, keep_alive_s = self._hints, time.monotonic()
+        there_s = (
+            keep_alive_s  # when a replica could last have taken the request, apart from waiting for a turn
+        )
+        with self._parts.isolation.wait_turn(self._model, self._suspect) as attempt:
             while True:
                 try:
-                    member = turn.take(asked.chain, asked.session, without=self._refused)
+                    member = attempt.take(hints.chain, hints.session, without=self._refused)
                 except OverloadedError:
-                    if not self._begun and self._refusal is not None:
+                    if not self._has_started and self._refusal is not None:
                         return None
-                    leaving = self._parts.traffic.draining
-                    if not self._begun or leaving or time.monotonic() - there_s > PATIENCE_S:
+                    draining = self._parts.traffic.draining
+                    if not self._has_started or draining or time.monotonic() - there_s > REPLICA_TIMEOUT_S:
                         raise
                     self._refused.clear()
-                    await asyncio.sleep(LOOK_S)
+                    await asyncio.sleep(POLL_S)
                 else:
                     if member is not None:
                         break
-                    await turn.wait(LOOK_S)
+                    await attempt.wait(POLL_S)
                     there_s = time.monotonic()
-                if self._begun and time.monotonic() - told_s > KEEP_ALIVE_S:
-                    told_s = time.monotonic()
+                if self._has_started and time.monotonic() - keep_alive_s > KEEP_ALIVE_S:
+                    keep_alive_s = time.monotonic()
                     await self._write(KEEP_ALIVE)
         if self._origin.attempt:
-            count = self._parts.figures.resumed if self._begun else self._parts.figures.retried
+            count = self._parts.figures.resumed if self._has_started else self._parts.figures.retried
             count(self._model.names[0])
         return member
 
     async def _attempt(self, member: Member) -> bool:
-        with self._case.attempt(member):
-            return await self._ask(member)
+        with self._suspect.attempt(member):
+            return await self._send_request(member)
 
-    async def _ask(self, member: Member) -> bool:
+    async def _send_request(self, member: Member) -> bool:
         """Send the request to a replica and relay its response. Return False to try another replica.
 
         Raises:
@@ -187,34 +193,34 @@ class Generation(Response):
                 ):
                     return await self._relay(member, response)
         except BROKEN as error:
-            if self._told.ended:
+            if self._stream.ended:
                 await self._finish(DONE)
                 return True
             logger.warning("request %s: replica %s broke off: %r", request_id, member.name, error)
             self._parts.fleet.mark_broken(member)
             if await died_with_requests(member, error):
                 await self._record_death(member)
-                self._case.check()
+                self._suspect.check()
         if self._raw:
             raise EngineDeadError("The replica that served this request has died. Retry.")
         return False
 
     async def _record_death(self, member: Member) -> None:
-        await self._case.record_death(member, self._http.scope["state"]["request_id"])
+        await self._suspect.record_death(member, self._http.scope["state"]["request_id"])
 
     async def _relay(self, member: Member, response: aiohttp.ClientResponse) -> bool:
         """Relay a response to the client. Return False if another replica is to be tried."""
         if response.status == 503:
-            refusal = await _whole(response)
+            refusal = await _read_response(response)
             await self._refuse(member, refusal, _error_of(refusal))
             return False
         if response.content_type != "text/event-stream":
-            await self._answer(await _whole(response))
-            self._case.complete()
+            await self._answer(await _read_response(response))
+            self._suspect.complete()
             return True
-        if TOLD_HEADER not in response.headers:
+        if TOKENS_HEADER not in response.headers:
             return await self._relay_raw(member, response)
-        return await self._relay_told(member, response)
+        return await self._relay_resumable(member, response)
 
     async def _relay_raw(self, member: Member, response: aiohttp.ClientResponse) -> bool:
         end = b""
@@ -222,27 +228,27 @@ class Generation(Response):
             await self._begin(response)
             self._raw = True
             await self._write(data)
-            end = (end + data)[-LAST_WORDS_BYTES:]
+            end = (end + data)[-TAIL_BYTES:]
         await self._finish(b"")
         if ends_with_engine_death(end) and member.record.state != "draining":
             self._parts.fleet.mark_broken(member)
             await self._record_death(member)
         else:
-            self._case.complete()
+            self._suspect.complete()
         return True
 
-    async def _relay_told(self, member: Member, response: aiohttp.ClientResponse) -> bool:
-        told = self._told
-        before = told.num_tokens
+    async def _relay_resumable(self, member: Member, response: aiohttp.ClientResponse) -> bool:
+        stream = self._stream
+        before = stream.num_tokens
         async for data in response.content.iter_any():
-            if piece := told.feed(data):
-                self._case.tell(told.num_tokens - before)
+            if piece := stream.feed(data):
+                self._suspect.report_tokens(stream.num_tokens - before)
                 await self._begin(response)
                 await self._write(piece)
-            if told.error is not None:
-                return await self._end_or_refuse(member, told.error)
-            if told.ended:
-                self._case.complete()
+            if stream.error is not None:
+                return await self._end_or_refuse(member, stream.error)
+            if stream.ended:
+                self._suspect.complete()
                 await self._begin(response)
                 await self._finish(DONE)
                 await response.read()  # so that the connection can be reused
@@ -265,24 +271,24 @@ class Generation(Response):
         if is_engine_death(error) and member.record.state != "draining":
             self._parts.fleet.mark_broken(member)
             await self._record_death(member)
-            self._case.check()
+            self._suspect.check()
 
     # Writing to the client.
 
     async def _answer(self, response: Response) -> None:
         """Send a replica's whole response; in a started stream, send its body as the final event."""
         assert self._send is not None
-        if self._begun:
+        if self._has_started:
             await self._finish(b"data: " + bytes(response.body) + b"\n\n" + DONE)
         else:
             logged_elsewhere(self._http.scope)
             await response(self._http.scope, self._http.receive, self._send)
 
     async def _begin(self, response: aiohttp.ClientResponse) -> None:
-        if self._begun:
+        if self._has_started:
             return
         assert self._send is not None
-        self._begun = True
+        self._has_started = True
         headers = response_headers(response.headers)
         await self._send({"type": "http.response.start", "status": response.status, "headers": headers})
 
@@ -304,7 +310,7 @@ async def died_with_requests(member: Member, error: BaseException) -> bool:
     node may have been lost, in which case its socket no longer accepts connections; if it still does, the
     process hangs.
     """
-    if isinstance(error, UNTAKEN) or member.record.state == "draining":
+    if isinstance(error, NOT_RECEIVED) or member.record.state == "draining":
         return False
     return not isinstance(error, TimeoutError) or await _listens(URL(member.record.url))
 
@@ -327,7 +333,7 @@ def _error_of(refusal: Response) -> JsonObject:
     return error if isinstance(error, dict) else {}
 
 
-async def _whole(response: aiohttp.ClientResponse) -> Response:
+async def _read_response(response: aiohttp.ClientResponse) -> Response:
     found = Response(await response.read(), response.status)
     length = [header for header in found.raw_headers if header[0] == b"content-length"]
     found.raw_headers = [*response_headers(response.headers), *length]

@@ -20,19 +20,19 @@ import orjson
 
 from ...cluster.errors import EngineDeadError, PoisonousRequestError
 from ...cluster.fleet.poison_requests import TTL_S, DeathRecords
-from .gateway_metrics import GatewayFigures
+from .gateway_metrics import GatewayMetrics
 from .replica_set import Fleet, Member, ServedModel
 
 logger = logging.getLogger(__name__)
 
 # New tokens after which a suspect has outlived its point of death; the dead replica may have computed that
 # many more than it reported.
-OUTLIVED_TOKENS = 16
+SURVIVED_TOKENS = 16
 # Without reported tokens: a suspect has outlived it after 1.5 times as long as on the dead replica, within
 # these bounds.
-LEAST_TRIAL_S, MOST_TRIAL_S = 3.0, 10.0
+MIN_TRIAL_S, MAX_TRIAL_S = 3.0, 10.0
 # Seconds that a suspect waits for its turn.
-TURN_S = 180.0
+SUSPECT_TIMEOUT_S = 180.0
 # Larger bodies are compared by their bytes, smaller ones as JSON.
 CANONICAL_BYTES = 1 << 16
 # Fields that do not affect what an engine computes.
@@ -42,7 +42,7 @@ _NAMES = frozenset({"request_id", "user", "metadata", "stream", "stream_options"
 class Isolation:
     """A gateway's records of deaths under its requests, and the queues of suspects."""
 
-    def __init__(self, fleet: Fleet, figures: GatewayFigures) -> None:
+    def __init__(self, fleet: Fleet, figures: GatewayMetrics) -> None:
         self.records = DeathRecords()
         self.fleet = fleet
         self.figures = figures
@@ -51,15 +51,15 @@ class Isolation:
         self._changed = asyncio.Event()
 
     @contextmanager
-    def turn(self, model: ServedModel, case: SuspectRequest) -> Iterator[ReplicaAttempt]:
+    def wait_turn(self, model: ServedModel, suspect: SuspectRequest) -> Iterator[ReplicaAttempt]:
         """Queue a request for its model until a replica is taken. Only suspects wait in the queue."""
-        turn = ReplicaAttempt(self, model, case)
+        attempt = ReplicaAttempt(self, model, suspect)
         line = self._lines.setdefault(model, [])
-        line.append(turn)
+        line.append(attempt)
         try:
-            yield turn
+            yield attempt
         finally:
-            line.remove(turn)
+            line.remove(attempt)
             if line:
                 self.notify()
 
@@ -70,7 +70,7 @@ class Isolation:
         """
         line = self._lines.get(model, ())
         waiting = [t for t in line if t.case.is_suspect and t.case.digest not in self.testing]
-        return min(waiting, key=lambda turn: turn.case.told_tokens, default=None)
+        return min(waiting, key=lambda attempt: attempt.case.num_tokens_received, default=None)
 
     def notify(self) -> None:
         """Wake all waiting suspects: a replica or a place in the queue is free."""
@@ -85,8 +85,8 @@ class Isolation:
 
 
 class ReplicaAttempt:
-    def __init__(self, isolation: Isolation, model: ServedModel, case: SuspectRequest) -> None:
-        self.case = case
+    def __init__(self, isolation: Isolation, model: ServedModel, suspect: SuspectRequest) -> None:
+        self.case = suspect
         self._isolation = isolation
         self._model = model
         self._began_s = time.monotonic()
@@ -112,7 +112,7 @@ class ReplicaAttempt:
             if member is not None:
                 figures.isolated(name)
                 return member
-        if time.monotonic() - self._began_s > TURN_S:
+        if time.monotonic() - self._began_s > SUSPECT_TIMEOUT_S:
             raise EngineDeadError(
                 "A replica died under this request, and no other was free to test it. Retry."
             )
@@ -127,7 +127,7 @@ class SuspectRequest:
 
     Attributes:
         digest: of the request; None until it is needed.
-        told_tokens: number of tokens that the request got in its last attempt.
+        num_tokens_received: number of tokens that the request got in its last attempt.
     """
 
     def __init__(self, isolation: Isolation, path: str, body: bytes) -> None:
@@ -137,7 +137,7 @@ class SuspectRequest:
         self.digest: bytes | None = None
         self._tested_on: Member | None = None  # the replica, while this is the only suspect there
         self._began_s = 0.0
-        self.told_tokens = 0
+        self.num_tokens_received = 0
 
     async def identify(self) -> None:
         """Compute the digest if there are death records; call before `check`."""
@@ -154,11 +154,11 @@ class SuspectRequest:
 
     @property
     def is_suspect(self) -> bool:
-        return self.digest is not None and self._isolation.records.standing(self.digest) == "suspect"
+        return self.digest is not None and self._isolation.records.status_of(self.digest) == "suspect"
 
     def check(self) -> None:
         """Raise PoisonousRequestError if this request recently killed replicas."""
-        if self.digest is not None and self._isolation.records.standing(self.digest) == "poisonous":
+        if self.digest is not None and self._isolation.records.status_of(self.digest) == "poisonous":
             raise PoisonousRequestError(
                 f"Replicas died while they served this request. It is refused for {TTL_S / 60:g} minutes. "
                 "Do not retry it: send another request."
@@ -167,31 +167,31 @@ class SuspectRequest:
     @contextmanager
     def attempt(self, member: Member) -> Iterator[None]:
         """Mark the request as served by a replica; a suspect is the only one there."""
-        self._began_s, self.told_tokens = time.monotonic(), 0
+        self._began_s, self.num_tokens_received = time.monotonic(), 0
         if not self.is_suspect:
             yield
             return
         assert self.digest is not None
         lived_s = self._isolation.records.lived_s(self.digest)
-        most_s = min(max(1.5 * lived_s, LEAST_TRIAL_S), MOST_TRIAL_S)
+        max_s = min(max(1.5 * lived_s, MIN_TRIAL_S), MAX_TRIAL_S)
         self._tested_on, member.tests_suspect = member, True
         self._isolation.testing.add(self.digest)
-        timer = asyncio.get_running_loop().call_later(most_s, self._outlive)
+        timer = asyncio.get_running_loop().call_later(max_s, self._clear_suspicion)
         try:
             yield
         finally:
             timer.cancel()
             self._end_trial()
 
-    def tell(self, num_tokens: int) -> None:
-        self.told_tokens = num_tokens
-        if num_tokens >= OUTLIVED_TOKENS:
-            self._outlive()
+    def report_tokens(self, num_tokens: int) -> None:
+        self.num_tokens_received = num_tokens
+        if num_tokens >= SURVIVED_TOKENS:
+            self._clear_suspicion()
 
-    def _outlive(self) -> None:
+    def _clear_suspicion(self) -> None:
         if self._tested_on is not None:
             assert self.digest is not None
-            self._isolation.records.outlive(self.digest)
+            self._isolation.records.clear_suspicion(self.digest)
             self._end_trial()
 
     def _end_trial(self) -> None:
@@ -229,7 +229,7 @@ def _digest(path: str, body: bytes) -> bytes:
         except orjson.JSONDecodeError:
             fields = None
         if isinstance(fields, dict):
-            kept = {name: value for name, value in fields.items() if name not in _NAMES}
+            relevant = {name: value for name, value in fields.items() if name not in _NAMES}
             with suppress(orjson.JSONEncodeError):  # nested deeper than orjson writes: compared by bytes
-                body = orjson.dumps(kept, option=orjson.OPT_SORT_KEYS)
+                body = orjson.dumps(relevant, option=orjson.OPT_SORT_KEYS)
     return hashlib.sha256(path.encode() + b"\0" + body).digest()

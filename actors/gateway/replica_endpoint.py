@@ -22,16 +22,16 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ...cluster.errors import UnreachableError
 from ..http.generation.resume_origin import CALLER_HEADER, ORIGIN_HEADER, TOKEN_HEADER, ResumeOrigin
-from ..http.middleware.api_keys import read_caller
+from ..http.middleware.api_keys import decode_caller
 from ..http.wire.errors import json_error
-from .replica_registry import BEAT_S, DirectoryClient, ReplicaRecord
+from .replica_registry import HEARTBEAT_S, DirectoryClient, ReplicaRecord
 
 logger = logging.getLogger(__name__)
 
 # Longer than gateways keep an idle connection.
 KEEP_ALIVE_S = 75
 # Time that a draining replica still accepts requests, until every gateway knows.
-TOLD_S = 3 * BEAT_S
+STALE_REPORT_S = 3 * HEARTBEAT_S
 
 
 class ReplicaEndpoint:
@@ -70,7 +70,7 @@ class ReplicaEndpoint:
         serving = asyncio.create_task(self._server.serve(sockets=[self._socket]))
         while not self._server.started and not serving.done():
             await asyncio.sleep(0.01)
-        self._tasks = [serving, asyncio.create_task(self._beat_forever())]
+        self._tasks = [serving, asyncio.create_task(self._heartbeat_forever())]
 
     async def close(self) -> None:
         """Announce draining, finish running requests, then close. Idempotent."""
@@ -78,28 +78,28 @@ class ReplicaEndpoint:
             return
         self._draining = True
         serving, beating = self._tasks
-        await asyncio.sleep(TOLD_S)
+        await asyncio.sleep(STALE_REPORT_S)
         self._server.should_exit = True
         await asyncio.gather(serving, return_exceptions=True)
         beating.cancel()
         await asyncio.gather(beating, return_exceptions=True)
         with contextlib.suppress(UnreachableError):
-            await self._directory.leave(self._describe(self.url, self.token, self._num_beats).replica)
+            await self._directory.deregister(self._describe(self.url, self.token, self._num_beats).replica)
 
-    async def _beat_forever(self) -> None:
+    async def _heartbeat_forever(self) -> None:
         while True:
             try:
-                await self._beat()
+                await self._heartbeat()
             except UnreachableError as error:
                 logger.warning("%s", error)
             except Exception:  # top level of a task; without heartbeats the replica gets no requests
                 logger.exception("a heartbeat failed")
-            await asyncio.sleep(BEAT_S)
+            await asyncio.sleep(HEARTBEAT_S)
 
-    async def _beat(self) -> None:
+    async def _heartbeat(self) -> None:
         self._num_beats += 1
         record = self._describe(self.url, self.token, self._num_beats)
-        await self._directory.beat(replace(record, state="draining") if self._draining else record)
+        await self._directory.heartbeat(replace(record, state="draining") if self._draining else record)
 
 
 class Guard:
@@ -119,7 +119,7 @@ class Guard:
             if not hmac.compare_digest(headers.get(TOKEN_HEADER, "").encode(), self._token):
                 await json_error(403, "This endpoint is for gateways.")(scope, receive, send)
                 return
-            scope.setdefault("state", {})["caller"] = read_caller(headers.get(CALLER_HEADER))
+            scope.setdefault("state", {})["caller"] = decode_caller(headers.get(CALLER_HEADER))
             if (header := headers.get(ORIGIN_HEADER)) is not None:
                 receive = await _with_origin(header, scope, receive)
         await self._app(scope, receive, send)
@@ -140,14 +140,14 @@ async def _with_origin(header: str, scope: Scope, receive: Receive) -> Receive:
         return receive
     first: Message | None = {"type": "http.request", "body": body[count:], "more_body": more}
 
-    async def rest() -> Message:
+    async def receive_body() -> Message:
         nonlocal first
         if first is None:
             return await receive()
         message, first = first, None
         return message
 
-    return rest
+    return receive_body
 
 
 class _Server(uvicorn.Server):

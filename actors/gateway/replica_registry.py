@@ -24,10 +24,10 @@ if TYPE_CHECKING:
 
 State = Literal["ready", "draining", "failed"]
 
-BEAT_S = 0.5
+HEARTBEAT_S = 0.5
 # A replica whose last heartbeat is older than this gets no requests.
 SILENT_S = 3.0
-ALONE_S = 15.0
+IDLE_EXIT_S = 15.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,11 +65,11 @@ class Directory:
         self._records: dict[str, tuple[ReplicaRecord, float]] = {}
         self._called_s = clock()
 
-    def beat(self, record: ReplicaRecord) -> None:
+    def heartbeat(self, record: ReplicaRecord) -> None:
         self._called_s = self._clock()
         self._records[record.replica] = record, self._called_s
 
-    def leave(self, replica: str) -> None:
+    def deregister(self, replica: str) -> None:
         self._records.pop(replica, None)
 
     def replicas(self) -> list[ReplicaRecord]:
@@ -79,8 +79,8 @@ class Directory:
         return [record for record, _ in self._records.values()]
 
     @property
-    def is_alone(self) -> bool:
-        return self._clock() - self._called_s > ALONE_S
+    def is_unused(self) -> bool:
+        return self._clock() - self._called_s > IDLE_EXIT_S
 
 
 def state_of(engine: AsyncEngine) -> State:
@@ -98,10 +98,10 @@ NAMESPACE = "manta"
 class DirectoryActor(Directory):
     def __init__(self) -> None:
         super().__init__()
-        threading.Thread(target=self._end_when_alone, daemon=True).start()
+        threading.Thread(target=self._exit_when_unused, daemon=True).start()
 
-    def _end_when_alone(self) -> None:
-        while not self.is_alone:
+    def _exit_when_unused(self) -> None:
+        while not self.is_unused:
             time.sleep(1.0)
         ray.kill(ray.get_runtime_context().current_actor, no_restart=True)
 
@@ -117,11 +117,11 @@ class DirectoryClient:
         self._name = f"manta-directory-{application}"
         self._actor: Any = None  # Any: Ray's handle
 
-    async def beat(self, record: ReplicaRecord) -> None:
-        await self._call("beat", record)
+    async def heartbeat(self, record: ReplicaRecord) -> None:
+        await self._call("heartbeat", record)
 
-    async def leave(self, replica: str) -> None:
-        await self._call("leave", replica)
+    async def deregister(self, replica: str) -> None:
+        await self._call("deregister", replica)
 
     async def replicas(self) -> list[ReplicaRecord]:
         return await self._call("replicas")

@@ -14,15 +14,15 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from ...cluster.errors import ModelNotFoundError, NoReplicaError, OverloadedError, UnreachableError, shown
+from ...cluster.errors import ModelNotFoundError, NoReplicaError, OverloadedError, UnreachableError, brief
 from ...cluster.fleet.router import LOAD_FACTOR, LOAD_SLACK, RouteChoice, Router
-from .replica_registry import BEAT_S, SILENT_S, DirectoryClient, ReplicaRecord
+from .replica_registry import HEARTBEAT_S, SILENT_S, DirectoryClient, ReplicaRecord
 
 logger = logging.getLogger(__name__)
 
 # Seconds that a request to a model without replicas waits for one, and between two looks.
 WAKE_S = 600.0
-LOOK_S = 0.2
+POLL_S = 0.2
 # A replica without heartbeats for SILENT_S gets no new requests; after this time, its streams move elsewhere.
 LOST_S = 10.0
 
@@ -45,7 +45,7 @@ class Member:
     """One replica, as the gateway sees it.
 
     Attributes:
-        heard_s: when that arrived, monotonic.
+        last_seen_s: when that arrived, monotonic.
         here: requests from this gateway in flight there.
         others: requests from other gateways, by its last heartbeat.
         broken: its socket failed, and no heartbeat has arrived since.
@@ -53,7 +53,7 @@ class Member:
     """
 
     record: ReplicaRecord
-    heard_s: float
+    last_seen_s: float
     here: int = 0
     others: int = 0
     broken: bool = False
@@ -75,10 +75,10 @@ class Member:
         """Return whether its last heartbeat says ready and its socket has not failed since."""
         return not self.broken and self.record.state == "ready"
 
-    def hear(self, record: ReplicaRecord, now_s: float) -> None:
+    def update(self, record: ReplicaRecord, now_s: float) -> None:
         """Update from the directory's record, which may be the same as before."""
         if record.beat != self.record.beat:
-            self.heard_s, self.broken = now_s, False
+            self.last_seen_s, self.broken = now_s, False
             # Some of our own requests may have ended since the replica counted them.
             self.others = max(0, record.running + record.waiting - max(self._peaks))
             self._peaks = self._peaks[1], self.here
@@ -97,7 +97,7 @@ class Member:
             self.here -= 1
             self._attempts.discard(bound)
 
-    def lose(self) -> None:
+    def expire(self) -> None:
         now_s = asyncio.get_running_loop().time()
         for bound in self._attempts:
             bound.reschedule(now_s)
@@ -139,15 +139,15 @@ class Fleet:
             return self._by_name[name]
         served = ", ".join(self._by_name)
         raise ModelNotFoundError(
-            f"The model {shown(name)} is not served here. Served: {served}.", param="model"
+            f"The model {brief(name)} is not served here. Served: {served}.", param="model"
         )
 
     def ready(self, model: ServedModel) -> list[Member]:
         """Return the ready replicas with a recent heartbeat; if there are none, all ready replicas."""
         name = model.names[0]
         found = [m for m in self._members.values() if m.record.names[0] == name and m.is_ready]
-        heard = [member for member in found if self._answered_s - member.heard_s <= SILENT_S]
-        return heard or found
+        recent = [member for member in found if self._answered_s - member.last_seen_s <= SILENT_S]
+        return recent or found
 
     def check(self, model: ServedModel) -> list[Member]:
         """Return `ready(model)`; raises NoReplicaError if that is empty."""
@@ -195,29 +195,29 @@ class Fleet:
         return self._members[self._routers[model.names[0]].choose(able, chain).replica]
 
     @staticmethod
-    def _able(model: ServedModel, there: Sequence[Member], without: Iterable[str]) -> list[Member]:
-        found = [m for m in there if m.load < m.record.max_requests and m.name not in without]
+    def _able(model: ServedModel, candidates: Sequence[Member], without: Iterable[str]) -> list[Member]:
+        found = [m for m in candidates if m.load < m.record.max_requests and m.name not in without]
         if not found:
-            raise OverloadedError(f"All {len(there)} replicas of {model.names[0]} are full. Retry.")
+            raise OverloadedError(f"All {len(candidates)} replicas of {model.names[0]} are full. Retry.")
         return found
 
-    async def rouse(self, model: ServedModel) -> None:
+    async def wake_model(self, model: ServedModel) -> None:
         """Start a replica of a sleeping model that has none, and wait for it, for at most WAKE_S.
 
         Returns without a replica if none can be started.
         """
         deadline_s = time.monotonic() + WAKE_S
         while model.sleeps and not self.ready(model) and time.monotonic() < deadline_s:
-            if (waking := self._call_awake(model)) is None:
+            if (waking := self._wake_call(model)) is None:
                 return
-            await asyncio.wait({waking}, timeout=LOOK_S)
+            await asyncio.wait({waking}, timeout=POLL_S)
             if waking.done():
                 if (error := waking.exception()) is not None:
                     logger.warning("no replica of %s could be started: %r", model.names[0], error)
                     return
-                await asyncio.sleep(LOOK_S)  # the replica runs; its first heartbeat has not arrived yet
+                await asyncio.sleep(POLL_S)  # the replica runs; its first heartbeat has not arrived yet
 
-    def _call_awake(self, model: ServedModel) -> asyncio.Task[None] | None:
+    def _wake_call(self, model: ServedModel) -> asyncio.Task[None] | None:
         """Return the one call that starts a replica for all waiting requests; None if no model sleeps."""
         if self._wake is None:
             return None
@@ -239,30 +239,30 @@ class Fleet:
             except Exception:  # top level of a task; known replicas stay known
                 logger.exception("the directory of replicas could not be read")
             self._drop_lost()
-            await asyncio.sleep(BEAT_S)
+            await asyncio.sleep(HEARTBEAT_S)
 
     def update(self, records: Iterable[ReplicaRecord]) -> None:
         now_s = time.monotonic()
-        if now_s - self._answered_s > 2 * BEAT_S:  # the directory was silent or this loop blocked
+        if now_s - self._answered_s > 2 * HEARTBEAT_S:  # the directory was silent or this loop blocked
             for member in self._members.values():
-                member.heard_s = now_s
+                member.last_seen_s = now_s
         self._answered_s = now_s
         for record in records:
             if record.names[0] not in self._routers:
                 continue
             if record.replica in self._members:
-                self._members[record.replica].hear(record, now_s)
+                self._members[record.replica].update(record, now_s)
             else:
                 self._members[record.replica] = Member(record, now_s, others=record.running + record.waiting)
 
     def _drop_lost(self) -> None:
         """Drop replicas that are silent while others are heard; their requests move elsewhere."""
         for name, member in list(self._members.items()):
-            if self._answered_s - member.heard_s > LOST_S:
-                member.lose()
+            if self._answered_s - member.last_seen_s > LOST_S:
+                member.expire()
                 if not member.here:
                     del self._members[name]
-                    self._routers[member.record.names[0]].forget(name)
+                    self._routers[member.record.names[0]].remove_replica(name)
 
 
 def _weight(member: Member) -> float:

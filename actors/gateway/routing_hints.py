@@ -40,17 +40,17 @@ class RoutingHints:
     num_completions: int = 1
 
 
-async def read_asked(http: Request, body: bytes) -> RoutingHints:
+async def read_hints(http: Request, body: bytes) -> RoutingHints:
     """Parse a JSON body. Long ones are parsed off the event loop; those with too many values get 413."""
     try:
         found = await parsed(body)
     except orjson.JSONDecodeError:
         return RoutingHints()
     take_request_id(http.scope, found)
-    return _asked(http.headers, found, caller_of(http.scope))
+    return _make_hints(http.headers, found, caller_of(http.scope))
 
 
-def _asked(headers: Headers, fields: Any, caller: Caller) -> RoutingHints:  # Any: JSON.
+def _make_hints(headers: Headers, fields: Any, caller: Caller) -> RoutingHints:  # Any: JSON.
     if not isinstance(fields, dict):
         return RoutingHints()
     named = (headers.get(SESSION_HEADER), *(fields.get(name) for name in SESSION_FIELDS))

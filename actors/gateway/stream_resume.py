@@ -10,14 +10,14 @@ from typing import Any
 
 import orjson
 
-from ..engine.output_processor import Begun
-from ..http.generation.resume_origin import END, TOLD
+from ..engine.output_processor import ResumeState
+from ..http.generation.resume_origin import END, TOKENS_MARK
 from ..http.wire.sse import KEEP_ALIVE
 
 _ERROR = b'data: {"error":'
 
 
-class ToldStream:
+class ResumableStream:
     """Removes token comments from the events that a request's successive replicas send.
 
     An event is released only when its tokens are known. When a replica dies, the known tokens therefore match
@@ -33,49 +33,49 @@ class ToldStream:
         self.error: dict[str, Any] | None = None
         self._token_ids = array("i")
         self._num_chars = 0
-        self._held = b""
+        self._buffered = b""
 
     @property
     def num_tokens(self) -> int:
         return len(self._token_ids)
 
     @property
-    def begun(self) -> Begun:
-        return Begun(tuple(self._token_ids), self._num_chars)
+    def resume_state(self) -> ResumeState:
+        return ResumeState(tuple(self._token_ids), self._num_chars)
 
     def next_replica(self) -> None:
         """Discard incomplete events and the error of the last replica."""
-        self._held, self.error = b"", None
+        self._buffered, self.error = b"", None
 
     def feed(self, data: bytes) -> bytes:
         """Take in received bytes; return those that the client may have now."""
-        held = self._held + data if self._held else data
+        buffered = self._buffered + data if self._buffered else data
         given: list[bytes] = []
         begin = 0
-        while (at := _comment(held, begin)) >= 0 and (end := held.find(b"\n\n", at)) >= 0:
-            given.append(held[begin:at])
-            self._take(held[at + len(TOLD) : end])
+        while (at := _comment(buffered, begin)) >= 0 and (end := buffered.find(b"\n\n", at)) >= 0:
+            given.append(buffered[begin:at])
+            self._take(buffered[at + len(TOKENS_MARK) : end])
             begin = end + 2
-        rest = held[begin:]
+        rest = buffered[begin:]
         while rest.startswith(KEEP_ALIVE):
             given.append(KEEP_ALIVE)
             rest = rest[len(KEEP_ALIVE) :]
         if rest.startswith(_ERROR) and (end := rest.find(b"\n\n")) >= 0:
             self.error = orjson.loads(rest[len(b"data: ") : end])["error"]
-        self._held = rest
+        self._buffered = rest
         return b"".join(given)
 
-    def _take(self, said: bytes) -> None:
+    def _take(self, comment: bytes) -> None:
         """Parse a comment: number of characters, token ids, and whether the completion has ended."""
-        self.ended = said.endswith(END)
-        num_chars, _, ids = said.removesuffix(END).partition(b" ")
+        self.ended = comment.endswith(END)
+        num_chars, _, ids = comment.removesuffix(END).partition(b" ")
         self._num_chars = int(num_chars)
         self._token_ids.extend(map(int, filter(None, ids.split(b","))))
 
 
-def _comment(held: bytes, begin: int) -> int:
+def _comment(buffered: bytes, begin: int) -> int:
     """Return the start of the next token comment, or -1. (No event looks like one: events are JSON.)"""
-    if held.startswith(TOLD, begin):
+    if buffered.startswith(TOKENS_MARK, begin):
         return begin
-    at = held.find(b"\n\n" + TOLD, begin)
+    at = buffered.find(b"\n\n" + TOKENS_MARK, begin)
     return at if at < 0 else at + 2

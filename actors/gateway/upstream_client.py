@@ -13,7 +13,7 @@ from starlette.types import Scope
 from yarl import URL
 
 from ..http.generation.resume_origin import CALLER_HEADER, PRIVATE_PREFIX, TOKEN_HEADER
-from ..http.middleware.api_keys import caller_of, told_caller
+from ..http.middleware.api_keys import caller_of, encode_caller
 from .replica_set import Member
 
 CONNECT_S = 2.0
@@ -69,18 +69,18 @@ def path_of(http: Request) -> str:
 
 def request_headers(http: Request) -> list[tuple[str, str]]:
     own = ("x-request-id", http.scope["state"]["request_id"])
-    mine = [(name, value) for name, value in http.headers.items() if _goes_on(name) and name != own[0]]
+    mine = [(name, value) for name, value in http.headers.items() if _continues(name) and name != own[0]]
     return [*mine, own, caller_header(http.scope)]
 
 
 def caller_header(scope: Scope) -> tuple[str, str]:
-    return CALLER_HEADER, told_caller(caller_of(scope))
+    return CALLER_HEADER, encode_caller(caller_of(scope))
 
 
 def response_headers(headers: Any) -> list[tuple[bytes, bytes]]:  # Any: aiohttp's multidict
     found = ((name.lower(), value) for name, value in headers.items())
-    return [(name.encode("latin-1"), value.encode("latin-1")) for name, value in found if _goes_on(name)]
+    return [(name.encode("latin-1"), value.encode("latin-1")) for name, value in found if _continues(name)]
 
 
-def _goes_on(name: str) -> bool:
+def _continues(name: str) -> bool:
     return name not in _OWN and not name.startswith(PRIVATE_PREFIX)

@@ -83,7 +83,7 @@ _ROUTES = "    # Static routing based on path prefixes"
 
 
 @dataclass(frozen=True, slots=True)
-class Places:
+class HAProxyPaths:
     """Paths of the files of one HAProxy.
 
     Attributes:
@@ -100,7 +100,7 @@ class Places:
 
 
 @dataclass(frozen=True, slots=True)
-class Front:
+class RewrittenConfig:
     """A rewritten configuration and what was read from it.
 
     Attributes:
@@ -116,7 +116,7 @@ class Front:
 DRAINING_ENTRY = "draining"
 
 
-def rewritten(text: str, places: Places, connections: Connections) -> Front:
+def rewritten(text: str, places: HAProxyPaths, connections: Connections) -> RewrittenConfig:
     """Return Serve's configuration with the changes that the module's docstring lists.
 
     Raises ValueError if a line that must be changed is missing.
@@ -152,7 +152,7 @@ def rewritten(text: str, places: Places, connections: Connections) -> Front:
     text = text.replace(_ROUTES, f"{rules}\n{_ROUTES}", 1) + _scrape_backend(places)
     text = _with_limits(text, connections)
     replicas = tuple(dict.fromkeys((host, port) for _, _, host, port in servers))
-    return Front(text, Path(found[2]), replicas)
+    return RewrittenConfig(text, Path(found[2]), replicas)
 
 
 def write_error_files(folder: Path) -> None:
@@ -174,7 +174,7 @@ def _error_file(folder: Path, status: int) -> Path:
     return folder / f"{status}.http"
 
 
-def _with_defaults(text: str, places: Places) -> str:
+def _with_defaults(text: str, places: HAProxyPaths) -> str:
     """Replace Serve's error file in the defaults with ours for all errors, and bound the time for headers."""
     if _ERROR_FILE.search(text) is None:
         raise ValueError("Serve's HAProxy configuration has no line 'errorfile 503 ...'")
@@ -190,7 +190,7 @@ def _backends(text: str) -> list[tuple[str, str]]:
     return [(name, rest.split("\nbackend ")[0]) for name, rest in zip(pieces[::2], pieces[1::2], strict=True)]
 
 
-def _rules(servers: list[str], places: Places, head_time: str, most: int) -> str:
+def _rules(servers: list[str], places: HAProxyPaths, head_time: str, maximum: int) -> str:
     ready = [f"acl manta_ready srv_is_up({server})" for server in servers] or ["acl manta_ready always_false"]
     lines = [
         "acl manta_probe path /health /ping",
@@ -203,9 +203,9 @@ def _rules(servers: list[str], places: Places, head_time: str, most: int) -> str
         "acl manta_said res.hdr(x-request-id) -m found",
         "http-after-response set-header x-request-id %[var(txn.manta_id)] "
         "if !manta_said { var(txn.manta_id) -m found }",
-        f"acl manta_crowded fe_conn gt {most}",
+        f"acl manta_crowded fe_conn gt {maximum}",
         f"{_returning(CROWDED)} if manta_crowded !{{ path {' '.join(PROBES)} }}",
-        f"http-after-response set-header Connection close if {{ fe_conn gt {max(1, most // 2)} }}",
+        f"http-after-response set-header Connection close if {{ fe_conn gt {max(1, maximum // 2)} }}",
         f"acl manta_draining str({DRAINING_ENTRY}) -m str -f {places.draining}",
         f"http-request set-header {RETRY_HEADER} {RETRY_STATUS}",
         # Requests that store something must not be repeated. All others can be sent again if their body has
@@ -246,14 +246,14 @@ def _with_limits(text: str, connections: Connections) -> str:
     clients = f"{found[0]}\n" + "".join(f"    {line}\n" for line in own).rstrip("\n") + rest
     if connections.probe_port is None:
         return text[: found.start()] + clients + text[end:]
-    asks = f"{{ path {' '.join(PROBES)} }}"
-    alone = [f"maxconn {connections.for_probes}", f"http-request deny deny_status 404 if !{asks}"]
+    is_probe = f"{{ path {' '.join(PROBES)} }}"
+    alone = [f"maxconn {connections.for_probes}", f"http-request deny deny_status 404 if !{is_probe}"]
     head = f"frontend manta_probes\n{found[1]}{found[2]}:{connections.probe_port}\n"
     probes = head + "".join(f"    {line}\n" for line in alone).rstrip("\n") + rest
     return f"{text[: found.start()]}{clients}\n{probes}{text[end:]}"
 
 
-def _scrape_backend(places: Places) -> str:
+def _scrape_backend(places: HAProxyPaths) -> str:
     return f"\nbackend manta_scrape\n    server scrape unix@{places.scrape}\n"
 
 

@@ -32,7 +32,8 @@ class Connections:
 
     Attributes:
         most: connections of clients.
-        per_source: connections of one address; half of `most` by default, so that no single client takes all.
+        per_source: connections of one address; half of `maximum` by default, so that no single client takes
+            all.
         for_probes: further connections on which only probes are answered.
         probe_port: TCP port on which only probes are answered; None: probes have no port of their own.
     """
@@ -51,10 +52,10 @@ class Connections:
         files = max_files - min(OTHER_FILES, max_files // 4)
         for_probes = min(PROBE_CONNECTIONS, files // 16)
         possible = max(1, int(files / FILES_PER_CONNECTION) - 2 * for_probes - 1)
-        most = min(_number(environment, MOST, 1) or MOST_CONNECTIONS, possible)
-        per_source = _number(environment, PER_SOURCE, 1) or max(1, most // 2)
+        maximum = min(_number(environment, MOST, 1) or MOST_CONNECTIONS, possible)
+        per_source = _number(environment, PER_SOURCE, 1) or max(1, maximum // 2)
         port = _number(environment, PROBE_PORT, 1, 65535)
-        return cls(most, min(per_source, most), for_probes, port)
+        return cls(maximum, min(per_source, maximum), for_probes, port)
 
     @classmethod
     def of_this_process(cls) -> Connections:
@@ -70,10 +71,10 @@ class Connections:
         return self.most + 2 * self.for_probes + 1
 
 
-def _number(environment: Mapping[str, str], name: str, least: int, most: int = 1 << 20) -> int | None:
+def _number(environment: Mapping[str, str], name: str, minimum: int, maximum: int = 1 << 20) -> int | None:
     given = environment.get(name, "")
     if not given:
         return None
-    if not given.isdecimal() or not least <= int(given) <= most:
-        raise ConfigError(f"{name}={given!r} must be a number from {least} to {most}.", param=name)
+    if not given.isdecimal() or not minimum <= int(given) <= maximum:
+        raise ConfigError(f"{name}={given!r} must be a number from {minimum} to {maximum}.", param=name)
     return int(given)

@@ -35,14 +35,14 @@ def scrape_server(where: Path, replicas: Sequence[tuple[str, int]]) -> Threading
             answers = scraped(replicas, keys)
             refusal = next((each for each in answers if each.status != 200), None)
             texts = [each.body.decode() for each in answers if each.status == 200]
-            shown = (
+            exposition = (
                 refusal if refusal and not texts else ScrapeAnswer(200, CONTENT_TYPE, joined(texts).encode())
             )
-            self.send_response(shown.status)
-            self.send_header("Content-Type", shown.content_type)
-            self.send_header("Content-Length", str(len(shown.body)))
+            self.send_response(exposition.status)
+            self.send_header("Content-Type", exposition.content_type)
+            self.send_header("Content-Length", str(len(exposition.body)))
             self.end_headers()
-            self.wfile.write(shown.body)
+            self.wfile.write(exposition.body)
 
         def log_message(self, format: str, *args: object) -> None:
             """Do nothing: HAProxy logs the request."""

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from ..system.atomic_files import open_own
 from .config_rewriter import DRAINING_ENTRY
-from .supervisor import ask_haproxy, find_haproxy
+from .supervisor import find_haproxy, send_admin_command
 
 _PARENT, _PREFIX, _LOCK = "/tmp", "manta-ha-", "owner.lock"
 _PACKAGE, *_ = __name__.split(".")
@@ -73,7 +73,7 @@ class HAProxyFolder:
         self._draining.write_text(f"{DRAINING_ENTRY}\n")  # for HAProxies that start later
         command = f"add acl {self._draining} {DRAINING_ENTRY}\n".encode()
         for admin in self.path.glob("*/admin.sock"):
-            ask_haproxy(admin, command)
+            send_admin_command(admin, command)
 
     def remove(self) -> None:
         shutil.rmtree(self.path, ignore_errors=True)
@@ -87,10 +87,10 @@ def _locked(folder: Path) -> int:
 
     The lock is released when the process ends.
     """
-    beside = folder / f"{_LOCK}.new"
-    lock = os.open(beside, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+    temporary = folder / f"{_LOCK}.new"
+    lock = os.open(temporary, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
     fcntl.flock(lock, fcntl.LOCK_EX)
-    beside.rename(folder / _LOCK)
+    temporary.rename(folder / _LOCK)
     return lock
 
 
@@ -100,8 +100,8 @@ def _sweep() -> None:
         try:
             if lock.parent.lstat().st_uid != os.getuid():
                 continue
-            with os.fdopen(open_own(lock, os.O_RDONLY), "rb") as held:
-                fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            with os.fdopen(open_own(lock, os.O_RDONLY), "rb") as lock_file:
+                fcntl.flock(lock_file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 shutil.rmtree(lock.parent, ignore_errors=True)
         except OSError:  # the owner still runs, or another process removes the folder
             continue

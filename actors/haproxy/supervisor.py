@@ -32,17 +32,17 @@ from pathlib import Path
 from socketserver import BaseRequestHandler, BaseServer, ThreadingUnixStreamServer
 
 from ...cluster.errors import ConfigError
-from .config_rewriter import Front, Places, rewritten, write_error_files
+from .config_rewriter import HAProxyPaths, RewrittenConfig, rewritten, write_error_files
 from .connections import Connections
 from .metrics_aggregator import scrape_server
 
 BINARY = "RAY_SERVE_HAPROXY_BINARY_PATH"
-PASSED_ON = (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT, signal.SIGTTOU, signal.SIGTTIN)
+FORWARDED_SIGNALS = (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT, signal.SIGTTOU, signal.SIGTTIN)
 ENDING = (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT)
 # If HAProxy dies immediately several times in a row, this process ends, so that Serve notices.
 AT_ONCE_S = 1.0
 MAX_AT_ONCE = 5
-PATIENCE_S = 5.0
+SOCKET_TIMEOUT_S = 5.0
 MAX_REQUEST_BYTES = 65536
 _PR_SET_PDEATHSIG = 1
 
@@ -91,7 +91,7 @@ class Supervisor:
         self._owner = owner
         self._config = config
         self._arguments = list(arguments)
-        self._places = Places(
+        self._places = HAProxyPaths(
             admin=config.parent / "own.sock",
             scrape=config.parent / "scrape.sock",
             errors=config.parent / "errors",
@@ -101,8 +101,8 @@ class Supervisor:
         self._child: subprocess.Popen[bytes] | None = None
 
     def run(self) -> int:
-        for number in PASSED_ON:
-            signal.signal(number, self._pass_on)
+        for number in FORWARDED_SIGNALS:
+            signal.signal(number, self._forward_signal)
         _end_with_parent(signal.SIGTERM)
         front = self._prepare()
         self._start(self._with_own_socket())
@@ -122,9 +122,9 @@ class Supervisor:
             if self._ending or at_once > MAX_AT_ONCE:
                 return status
             print(f"HAProxy ended with {status}; it is started again", file=sys.stderr, flush=True)
-            self._start(_afresh(self._arguments))
+            self._start(_without_takeover(self._arguments))
 
-    def _prepare(self) -> Front:
+    def _prepare(self) -> RewrittenConfig:
         connections = Connections.of_this_process()  # HAProxy inherits the limit of open files
         front = rewritten(self._config.read_text(), self._places, connections)
         write_error_files(self._places.errors)
@@ -148,7 +148,7 @@ class Supervisor:
             arguments[arguments.index("-x") + 1] = str(self._places.admin)
         return arguments
 
-    def _pass_on(self, number: int, frame: object) -> None:
+    def _forward_signal(self, number: int, frame: object) -> None:
         self._ending = self._ending or number in ENDING
         if self._child is not None:
             self._child.send_signal(number)
@@ -158,33 +158,33 @@ class Supervisor:
 
         class Admin(BaseRequestHandler):
             def handle(self) -> None:
-                self.request.settimeout(PATIENCE_S)
+                self.request.settimeout(SOCKET_TIMEOUT_S)
                 self.request.sendall(supervisor.answer(self.request.recv(MAX_REQUEST_BYTES)))
 
         class Server(ThreadingUnixStreamServer):
             daemon_threads = True
 
-        return _put_in_place(where, lambda beside: Server(str(beside), Admin))
+        return _replace_server(where, lambda path: Server(str(path), Admin))
 
     def answer(self, command: bytes) -> bytes:
         """Return HAProxy's response to a command, with our process id for its own; empty while it is down."""
         try:
-            said = ask_haproxy(self._places.admin, command)
+            response = send_admin_command(self._places.admin, command)
         except OSError:
             return b""
         child = self._child
         own = b"" if child is None else str(child.pid).encode()
-        return re.sub(rb"^Pid: %s$" % own, b"Pid: %d" % os.getpid(), said, flags=re.M)
+        return re.sub(rb"^Pid: %s$" % own, b"Pid: %d" % os.getpid(), response, flags=re.M)
 
-    def _scrape_server(self, front: Front) -> BaseServer:
-        return _put_in_place(self._places.scrape, lambda beside: scrape_server(beside, front.replicas))
+    def _scrape_server(self, front: RewrittenConfig) -> BaseServer:
+        return _replace_server(self._places.scrape, lambda path: scrape_server(path, front.replicas))
 
     def _sweep(self) -> None:
-        if self._owner is not None and not _lives(self._owner):
+        if self._owner is not None and not _is_running(self._owner):
             shutil.rmtree(self._folder, ignore_errors=True)
 
 
-def _lives(pid: int) -> bool:
+def _is_running(pid: int) -> bool:
     try:
         stat = Path(f"/proc/{pid}/stat").read_text()
     except OSError:
@@ -192,10 +192,10 @@ def _lives(pid: int) -> bool:
     return stat.rpartition(")")[2].split()[0] not in "ZX"
 
 
-def ask_haproxy(where: Path, command: bytes) -> bytes:
+def send_admin_command(where: Path, command: bytes) -> bytes:
     """Send a command to an admin socket and return the response. Raises OSError if nothing listens there."""
     with socket.socket(socket.AF_UNIX) as connection:
-        connection.settimeout(PATIENCE_S)
+        connection.settimeout(SOCKET_TIMEOUT_S)
         connection.connect(str(where))
         connection.sendall(command)
         pieces = []
@@ -214,24 +214,24 @@ def _options() -> argparse.ArgumentParser:
     return ours
 
 
-def _afresh(arguments: Sequence[str]) -> list[str]:
+def _without_takeover(arguments: Sequence[str]) -> list[str]:
     """Drop `-sf` with its process ids, and `-x`: after a crash there is no process to take over from."""
-    kept: list[str] = []
+    remaining: list[str] = []
     skipping = False
     for argument in arguments:
         if argument.startswith("-"):
             skipping = argument in ("-sf", "-x")
         if not skipping:
-            kept.append(argument)
-    return kept
+            remaining.append(argument)
+    return remaining
 
 
-def _put_in_place(where: Path, make: Callable[[Path], BaseServer]) -> BaseServer:
+def _replace_server(where: Path, make: Callable[[Path], BaseServer]) -> BaseServer:
     """Return a server on a socket of mode 0600 that atomically replaces the previous one at `where`."""
-    beside = where.with_name(f"{os.getpid()}.s")
-    server = make(beside)
-    beside.chmod(0o600)
-    beside.replace(where)
+    temporary = where.with_name(f"{os.getpid()}.s")
+    server = make(temporary)
+    temporary.chmod(0o600)
+    temporary.replace(where)
     return server
 
 

@@ -21,7 +21,7 @@ from ..capture.collector import open_capture
 from ..engine.async_engine import AsyncEngine
 from ..engine.lossless_audit import LosslessAudit
 from ..observability.telemetry import FinishedRow, MetricsMirror, RequestTelemetry
-from ..observability.usage_store import ReceiptKeeper
+from ..observability.usage_store import ReceiptWriter
 from ..tokenization.checkpoint_paths import target_folder
 from ..tokenization.generation_config import GenerationDefaults
 from .admin.explain import explain_routes
@@ -32,7 +32,7 @@ from .config.settings import ServerSettings
 from .generation.server_context import ServerContext
 from .generation.tracing import Tracing, open_tracing
 from .middleware.inflight_requests import Traffic
-from .middleware_stack import surround
+from .middleware_stack import add_middleware
 from .openai.chat import chat_routes
 from .openai.completions import completion_routes
 from .openai.models import model_routes
@@ -71,12 +71,12 @@ def create_app(
     audit = LosslessAudit(engine, settings.lossless_audit, telemetry.count_audit)
     capture = open_capture(engine.config, settings, telemetry.count_captured)
     tracing, receipts = open_tracing(settings, replica), _receipts(engine, settings)
-    told = telemetry, audit, tracing, receipts, capture
-    frontend = ServerContext(engine, settings, _defaults(engine, settings), *told)
+    observers = telemetry, audit, tracing, receipts, capture
+    frontend = ServerContext(engine, settings, _defaults(engine, settings), *observers)
     logger.info("answers to conversations are read with %s", frontend.chat)
     batches = _batches(frontend)
     workers = [each.work_forever for each in (audit, batches, capture) if each is not None]
-    forever = [telemetry.report_forever, *workers, *([receipts.keep_forever] if receipts else [])]
+    forever = [telemetry.report_forever, *workers, *([receipts.write_forever] if receipts else [])]
     app = FastAPIOffline(
         title="Manta",
         version=__version__,
@@ -89,12 +89,12 @@ def create_app(
         app.include_router(routes(frontend))
     app.include_router(operation_routes(frontend, traffic))
     app.include_router(explain_routes(engine, replica))
-    app.include_router(receipt_routes(settings.receipts, None if receipts is None else receipts.keep))
+    app.include_router(receipt_routes(settings.receipts, None if receipts is None else receipts.write))
     app.include_router(file_routes(batches))
     app.include_router(batch_routes(batches, settings.tenants))
     if settings.ui:
         app.include_router(ui_routes(batches=batches is not None))
-    surround(
+    add_middleware(
         app,
         settings,
         telemetry=telemetry,
@@ -116,7 +116,9 @@ def create_check_app(engine: AsyncEngine, replica: str) -> FastAPI:
     app.include_router(
         completion_routes(ServerContext(engine, settings, GenerationDefaults(), telemetry, audit))
     )
-    surround(app, settings, telemetry=telemetry, traffic=Traffic(), replica=replica, echo_request_id=True)
+    add_middleware(
+        app, settings, telemetry=telemetry, traffic=Traffic(), replica=replica, echo_request_id=True
+    )
     return app
 
 
@@ -134,11 +136,11 @@ def _defaults(engine: AsyncEngine, settings: ServerSettings) -> GenerationDefaul
     return found.overridden(settings.override_generation_config)
 
 
-def _receipts(engine: AsyncEngine, settings: ServerSettings) -> ReceiptKeeper | None:
+def _receipts(engine: AsyncEngine, settings: ServerSettings) -> ReceiptWriter | None:
     if settings.receipts is None:
         return None
     name = settings.model_names(engine.config.model)[0]
-    return ReceiptKeeper(
+    return ReceiptWriter(
         engine,
         Path(settings.receipts),
         name,

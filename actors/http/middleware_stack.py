@@ -18,7 +18,7 @@ from .wire.errors import install_handlers
 from .wire.rejections import Rejection, ignore
 
 
-def surround(
+def add_middleware(
     app: FastAPI,
     settings: ServerSettings,
     *,

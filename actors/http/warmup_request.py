@@ -17,16 +17,16 @@ PATH = "/v1/completions"
 NAME = "ready-check"
 
 
-async def ask_first(app: ASGIApp, max_tokens: int) -> None:
+async def run_first_request(app: ASGIApp, max_tokens: int) -> None:
     """Stream one short completion. Raises EngineDeadError if it does not complete."""
     body = {"prompt": [1], "max_tokens": max_tokens, "ignore_eos": True, "temperature": 0, "stream": True}
     body["store"] = False
     exchange = _Exchange(orjson.dumps(body))
-    asked = app(_scope(), exchange.receive, exchange.send)
-    await asyncio.gather(asked)  # in a task of its own: the caller's log lines do not get its request id
+    run = app(_scope(), exchange.receive, exchange.send)
+    await asyncio.gather(run)  # in a task of its own: the caller's log lines do not get its request id
     if exchange.status != 200 or b'"error"' in exchange.answer or b"[DONE]" not in exchange.answer:
-        said = exchange.answer[:500].decode(errors="replace")
-        raise EngineDeadError(f"The first request failed with status {exchange.status}: {said}")
+        start = exchange.answer[:500].decode(errors="replace")
+        raise EngineDeadError(f"The first request failed with status {exchange.status}: {start}")
 
 
 class _Exchange:

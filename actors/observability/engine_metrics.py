@@ -41,7 +41,7 @@ def engine_values(stats: EngineStats, speedup: float | None) -> dict[str, Values
         "vllm:spec_decode_num_draft_tokens": stats.num_draft_tokens,
         "vllm:spec_decode_num_accepted_tokens": stats.num_accepted_tokens,
         "vllm:spec_decode_num_accepted_tokens_per_pos": _by_place(stats.accepted_per_pos),
-        "vllm:spec_decode_mean_accepted_length": _known(length),
+        "vllm:spec_decode_mean_accepted_length": _value_or_nan(length),
         "dflash:spec_proposed_tokens": stats.num_proposed_tokens,
         "dflash:spec_trimmed_tokens": stats.num_trimmed_tokens,
         "dflash:spec_wasted_tokens": stats.num_draft_tokens - stats.num_accepted_tokens,
@@ -51,7 +51,7 @@ def engine_values(stats: EngineStats, speedup: float | None) -> dict[str, Values
         "dflash:spec_disabled_seconds": _by_name(stats.undrafted_s),
         "dflash:spec_speculating_seconds": stats.speculating_s,
         "dflash:spec_plain_seconds": stats.plain_s,
-        "dflash:spec_speedup_ratio": _known(speedup),
+        "dflash:spec_speedup_ratio": _value_or_nan(speedup),
         "dflash:steps": stats.steps,
         "dflash:step_seconds": _by_name(stats.step_seconds),
         "manta:experts_read": stats.experts_read,
@@ -110,22 +110,24 @@ def trial_values(engine: AsyncEngine) -> dict[str, Values]:
 def _cache_labels(config: EngineConfig, info: ExecutorInfo) -> tuple[str, ...]:
     """Return the labels of the pages for full attention, also if there are others for sliding windows."""
     pool = next((group.pool for group in info.page_groups if group.window is None), 0)
-    told = info.page_size, info.num_pages[pool], info.dtype, config.enable_prefix_caching
-    return tuple(map(str, told))
+    facts = info.page_size, info.num_pages[pool], info.dtype, config.enable_prefix_caching
+    return tuple(map(str, facts))
 
 
 def _drafter_labels(engine: AsyncEngine, stats: EngineStats) -> dict[tuple[str, ...], float]:
     spec = engine.config.speculative_config
     if spec is None or engine.drafter is None:
         return {}
-    told = {engine.drafter: "up" if stats.drafter_up else "down"}
+    drafters = {engine.drafter: "up" if stats.drafter_up else "down"}
     if engine.candidate is not None:
-        told[engine.candidate] = "candidate"
+        drafters[engine.candidate] = "candidate"
     size = str(engine.info.num_speculative_tokens + 1)
-    revisions = {name: drafter_commit(engine.config, name) if spec.method != "ngram" else "" for name in told}
+    revisions = {
+        name: drafter_commit(engine.config, name) if spec.method != "ngram" else "" for name in drafters
+    }
     return {
         (name, revisions[name], spec.method, size, engine.config.model, status): 1.0
-        for name, status in told.items()
+        for name, status in drafters.items()
     }
 
 
@@ -137,5 +139,5 @@ def _by_place(values: tuple[float, ...]) -> dict[tuple[str, ...], float]:
     return {(str(i),): value for i, value in enumerate(values)}
 
 
-def _known(value: float | None) -> Values:
+def _value_or_nan(value: float | None) -> Values:
     return {} if value is None else value

@@ -169,7 +169,7 @@ class RequestTelemetry:
         self._captured = Counter({(result,): 0 for result in get_args(CaptureResult)})
         self._tenants = BoundedLabels(max_label_values)
         self._categories = BoundedLabels(max_label_values, categories)
-        self._asked: dict[str, Counter[tuple[str, ...]]] = {
+        self._drafts_by_requester: dict[str, Counter[tuple[str, ...]]] = {
             f"dflash:spec_{what}_by_{label}": Counter()
             for what in ("drafts", "accepted")
             for label in ("tenant", "category")
@@ -212,13 +212,13 @@ class RequestTelemetry:
         self._histograms["vllm:request_params_n"].observe(ended.num_completions)
         self._histograms["vllm:request_max_num_generation_tokens"].observe(ended.longest)
 
-    def count_drafts(self, asker: Tenant, num_drafts: int, num_accepted: int) -> None:
+    def count_drafts(self, requester: Tenant, num_drafts: int, num_accepted: int) -> None:
         """Count the verify steps and accepted drafts of a request that has ended for any reason."""
-        tenant = self._tenants.of(asker.tenant)
-        category = self._categories.of(asker.category)
+        tenant = self._tenants.of(requester.tenant)
+        category = self._categories.of(requester.category)
         for label, value in (("tenant", tenant), ("category", category)):
-            self._asked[f"dflash:spec_drafts_by_{label}"][value,] += num_drafts
-            self._asked[f"dflash:spec_accepted_by_{label}"][value,] += num_accepted
+            self._drafts_by_requester[f"dflash:spec_drafts_by_{label}"][value,] += num_drafts
+            self._drafts_by_requester[f"dflash:spec_accepted_by_{label}"][value,] += num_accepted
 
     def observe_http(self, handler: str, method: str, status: int, seconds: float) -> None:
         self._http[handler, method, str(status)] += 1
@@ -281,7 +281,7 @@ class RequestTelemetry:
             "vllm:admission_rejections": {**rejection_values(stats), **self._rejected},
             **info_values(self._engine, stats),
             **trial_values(self._engine),
-            **{name: dict(counts) for name, counts in self._asked.items()},
+            **{name: dict(counts) for name, counts in self._drafts_by_requester.items()},
             "dflash:batch_rows": dict(self._batch_rows),
             "dflash:batch_tokens": dict(self._batch_tokens),
             "dflash:lossless_audit": dict(self._audits),

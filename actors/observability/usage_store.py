@@ -26,21 +26,21 @@ from typing import Any
 
 from ...cluster.config import EngineConfig
 from ...cluster.engine.usage_report import DeviceKind, ReceiptSubject, UsageTotals, receipt_json
-from ...cluster.errors import RequestError, shown
+from ...cluster.errors import RequestError, brief
 from ...cluster.metrics.bounded_labels import ANY, BoundedLabels, UsageAccount
 from ...cluster.scheduler.scheduler_stats import Usage
 from ..engine.async_engine import AsyncEngine
 from ..engine.tenant import Tenant
-from ..system.atomic_files import PRIVATE_FILE, check_writable, open_own, write_whole
+from ..system.atomic_files import PRIVATE_FILE, check_writable, open_own, write_atomically
 
 logger = logging.getLogger(__name__)
 
-KEEP_EVERY_S = 5.0
+WRITE_INTERVAL_S = 5.0
 _LONG = 16  # lines per account before a file is rewritten
 _FILE = re.compile(r"(\d{4}-\d{2}-\d{2})\.[\w-]+\.jsonl", re.ASCII)
 
 
-class ReceiptKeeper:
+class ReceiptWriter:
     """Writes the receipts of one engine. Raises ConfigError if the folder cannot be written.
 
     Args:
@@ -65,7 +65,7 @@ class ReceiptKeeper:
         self._device: DeviceKind = "CPU" if engine.info.device == "cpu" else "GPU"
         self._tenants = BoundedLabels(max_label_values)
         self._categories = BoundedLabels(max_label_values, categories)
-        self._requests: Counter[UsageAccount] = Counter()  # incremented on the event loop, read by `keep`
+        self._requests: Counter[UsageAccount] = Counter()  # incremented on the event loop, read by `write`
         self._name = secrets.token_hex(8)
         self._lock = threading.Lock()
         # The lock guards everything below.
@@ -75,53 +75,53 @@ class ReceiptKeeper:
         self._amounts: dict[UsageAccount, UsageTotals] = {}  # of that day
         self._unwritten: set[UsageAccount] = set()
         self._num_lines = 0  # in the file; -1 if its end may be damaged
-        self._tells_failure = True
+        self._logs_failure = True
 
-    def account(self, asker: Tenant, *, begins: bool = True) -> UsageAccount:
+    def account(self, requester: Tenant, *, begins: bool = True) -> UsageAccount:
         """Return the account that a request is counted for. Call it on the event loop.
 
         `begins`: False if another engine has counted the request.
         """
-        account = UsageAccount(self._tenants.of(asker.tenant), self._categories.of(asker.category))
+        account = UsageAccount(self._tenants.of(requester.tenant), self._categories.of(requester.category))
         self._requests[account] += begins
         return account
 
-    async def keep_forever(self) -> None:
+    async def write_forever(self) -> None:
         """Write receipts periodically until cancelled, then once more."""
         try:
             while True:
-                await asyncio.sleep(KEEP_EVERY_S)
-                await asyncio.to_thread(self.keep)
+                await asyncio.sleep(WRITE_INTERVAL_S)
+                await asyncio.to_thread(self.write)
         finally:
-            self.keep()
+            self.write()
 
-    def keep(self) -> None:
+    def write(self) -> None:
         """Add the usage since the last call to today's totals and write them. Thread-safe."""
         with self._lock:
-            self._book()
+            self._add_usage()
             if not self._unwritten:
                 return
             try:
                 self._write()
             except OSError as error:
                 self._num_lines = -1
-                if self._tells_failure:
+                if self._logs_failure:
                     logger.warning("receipts cannot be written in %s: %s; retrying", self.folder, error)
-                self._tells_failure = False
+                self._logs_failure = False
             else:
                 self._unwritten.clear()
-                self._tells_failure = True
+                self._logs_failure = True
 
-    def _book(self) -> None:
+    def _add_usage(self) -> None:
         today = datetime.fromtimestamp(self._clock(), UTC).date().isoformat()
         if today != self._day:  # drop unwritten lines of the previous day: writing them has kept failing
             self._day, self._amounts, self._num_lines = today, {}, 0
             self._unwritten.clear()
-        spent, requests = self._engine.spent(), self._requests.copy()
+        spent, requests = self._engine.usage_by_account(), self._requests.copy()
         for account in {*spent, *requests}:
             now, before = spent.get(account, Usage()), self._seen.get(account, Usage())
             came = requests[account] - self._seen_requests[account]
-            if more := UsageTotals.grown(before, now, self._devices, came):
+            if more := UsageTotals.between(before, now, self._devices, came):
                 self._amounts[account] = self._amounts.get(account, UsageTotals()) + more
                 self._unwritten.add(account)
         self._seen, self._seen_requests = spent, requests
@@ -131,7 +131,7 @@ class ReceiptKeeper:
         lines = self._num_lines + len(self._unwritten)
         if self._num_lines < 0 or lines > _LONG * len(self._amounts) + _LONG:
             text = "".join(self._line(account) for account in self._amounts)
-            write_whole(path, lambda target: target.write_text(text, encoding="utf-8"), private=True)
+            write_atomically(path, lambda target: target.write_text(text, encoding="utf-8"), private=True)
             self._num_lines = len(self._amounts)
             return
         handle = open_own(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, PRIVATE_FILE)
@@ -142,8 +142,8 @@ class ReceiptKeeper:
         self._num_lines = lines
 
     def _line(self, account: UsageAccount) -> str:
-        told = {"model": self._model, **account._asdict(), "device": self._device}
-        return json.dumps(told | asdict(self._amounts[account])) + "\n"
+        line_fields = {"model": self._model, **account._asdict(), "device": self._device}
+        return json.dumps(line_fields | asdict(self._amounts[account])) + "\n"
 
 
 def num_devices(config: EngineConfig) -> int:
@@ -181,10 +181,12 @@ def _of_file(path: Path, day: str) -> Iterator[tuple[ReceiptSubject, str, UsageT
     last: dict[tuple[ReceiptSubject, str], UsageTotals] = {}
     for line in path.read_bytes().splitlines():
         try:
-            told = json.loads(line)
-            subject = ReceiptSubject(day, told.pop("model"), told.pop("tenant"), told.pop("category"))
-            device = str(told.pop("device"))
-            last[subject, device] = UsageTotals(**told)
+            receipt = json.loads(line)
+            subject = ReceiptSubject(
+                day, receipt.pop("model"), receipt.pop("tenant"), receipt.pop("category")
+            )
+            device = str(receipt.pop("device"))
+            last[subject, device] = UsageTotals(**receipt)
         except (ValueError, TypeError, KeyError, AttributeError):
             continue  # a truncated line
     for (subject, device), amounts in last.items():
@@ -197,4 +199,4 @@ def _checked_day(day: str) -> str:
             return day
     except ValueError:
         pass
-    raise RequestError(f"day={shown(day)} must be a day like 2026-01-31 (of UTC).", param="day")
+    raise RequestError(f"day={brief(day)} must be a day like 2026-01-31 (of UTC).", param="day")

@@ -44,7 +44,7 @@ class SpeculativeScaling:
         """Return the number of replicas, and an empty state for Serve."""
         assert ctx.current_time is not None, "Serve sets it before each call"
         load = FleetLoad.of(latest(ctx), ctx.current_num_replicas, ctx.total_queued_requests or 0.0)
-        wanted = self._count.wanted(
+        wanted = self._count.target(
             load,
             ctx.target_num_replicas,
             ctx.capacity_adjusted_min_replicas,
@@ -67,19 +67,21 @@ def latest(ctx: AutoscalingContext) -> list[ReplicaStats]:
     return [ReplicaStats(**figures) for figures in found.values() if len(figures) == len(_FIGURES)]
 
 
-def initial_replicas(least: int) -> int:
+def initial_replicas(minimum: int) -> int:
     """Return the initial number of replicas, at least one even if the minimum is zero."""
-    return max(least, 1)
+    return max(minimum, 1)
 
 
-def scaling_options(least: int, most: int, rules: ScalingRules) -> dict[str, Any]:  # Any: Serve's options
-    if least == most:
-        return {"num_replicas": most}
+def scaling_options(
+    minimum: int, maximum: int, rules: ScalingRules
+) -> dict[str, Any]:  # Any: Serve's options
+    if minimum == maximum:
+        return {"num_replicas": maximum}
     return {
         "autoscaling_config": {
-            "min_replicas": least,
-            "initial_replicas": initial_replicas(least),
-            "max_replicas": most,
+            "min_replicas": minimum,
+            "initial_replicas": initial_replicas(minimum),
+            "max_replicas": maximum,
             "metrics_interval_s": METRICS_INTERVAL_S,
             "look_back_period_s": LOOK_BACK_S,
             "upscale_delay_s": 0.0,

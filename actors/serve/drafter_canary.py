@@ -30,7 +30,7 @@ from ray.experimental.internal_kv import (
 
 from ...cluster.config import from_mapping
 from ...cluster.errors import ConfigError, MantaError
-from ...cluster.fleet.canary import NO_EVIDENCE, ArmStats, CanaryTrial, Evidence, TrialRules, Verdict, verdict
+from ...cluster.fleet.canary import NO_EVIDENCE, ArmStats, CanaryTrial, Evidence, TrialRules, Verdict, decide
 from ..engine.async_engine import AsyncEngine
 
 
@@ -55,14 +55,14 @@ class DrafterCandidate:
             raise ConfigError(f"{name}={self.trial!r} must be a name, in quotes.", param=name)
 
     @classmethod
-    def of(cls, told: object) -> Self:
+    def of(cls, candidate: object) -> Self:
         """Read a mapping. Raises ConfigError, which names the field."""
-        if not isinstance(told, Mapping):
+        if not isinstance(candidate, Mapping):
             raise ConfigError(
-                f"user_config.candidate={told!r} must be a mapping, as {{drafter: ..., fraction: 0.1}}.",
+                f"user_config.candidate={candidate!r} must be a mapping, as {{drafter: ..., fraction: 0.1}}.",
                 param="user_config.candidate",
             )
-        settings, rules = dict(told), {each.name for each in fields(TrialRules)}
+        settings, rules = dict(candidate), {each.name for each in fields(TrialRules)}
         ruled = {key: settings.pop(key) for key in list(settings) if key in rules}
         prefix = "user_config.candidate."
         return from_mapping(cls, {**settings, "rules": from_mapping(TrialRules, ruled, prefix)}, prefix)
@@ -108,7 +108,7 @@ def _require_text(name: str, value: object) -> None:
 
 logger = logging.getLogger(__name__)
 
-LOOK_S = 1.0
+POLL_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,19 +125,19 @@ class ReplicaReport:
 
 
 class DrafterCanary:
-    """The drafter control of one replica. `board`: the deployment's store."""
+    """The drafter control of one replica. `store`: the deployment's store."""
 
     def __init__(
         self,
         engine: AsyncEngine,
-        board: CanaryStore,
+        store: CanaryStore,
         replica: str,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        self._engine, self._board, self._replica, self._clock = engine, board, replica, clock
+        self._engine, self._store, self._replica, self._clock = engine, store, replica, clock
         self._first = engine.drafter  # the drafter that the replica started with
         self._configured: Mapping[str, Any] = {}  # Any: YAML
-        self._wish: Mapping[str, Any] | None = None
+        self._desired: Mapping[str, Any] | None = None
         self._candidate: DrafterCandidate | None = None  # on trial in this replica
         self._trial = ""  # id of the trial
         self._began_s = 0.0
@@ -151,25 +151,25 @@ class DrafterCanary:
         """
         async with self._lock:
             self._configured = dict(user_config)
-            self._wish = None
-            await self._follow(self._configured or await asyncio.to_thread(self._board.wish) or {})
+            self._desired = None
+            await self._follow(self._configured or await asyncio.to_thread(self._store.desired_config) or {})
 
     async def work_forever(self) -> None:
         """Check the store periodically. Runs until cancelled."""
         while True:
-            await asyncio.sleep(LOOK_S)
+            await asyncio.sleep(POLL_S)
             try:
                 async with self._lock:
-                    await self._look()
+                    await self._poll()
             except Exception:  # the task's outermost level: the store may be unavailable for a while
                 logger.exception("the drafter's trial could not be evaluated")
 
-    async def _look(self) -> None:
+    async def _poll(self) -> None:
         if not self._configured:
-            wish = await asyncio.to_thread(self._board.wish)
-            if wish is not None and wish != self._wish:
-                self._wish = wish
-                await self._follow(wish)
+            desired = await asyncio.to_thread(self._store.desired_config)
+            if desired is not None and desired != self._desired:
+                self._desired = desired
+                await self._follow(desired)
         if self._candidate is not None and self._verdict is None:
             await self._judge(self._candidate)
 
@@ -177,12 +177,12 @@ class DrafterCanary:
         trial, age_s = self._engine.trial, self._clock() - self._began_s
         assert trial is not None, "as long as there is a candidate"
         pooled = await asyncio.to_thread(self._exchange, ReplicaReport(trial.evidence))
-        stands = await asyncio.to_thread(self._board.verdict, self._trial)
-        found = stands or verdict(candidate.rules, pooled, age_s)
+        stored = await asyncio.to_thread(self._store.verdict, self._trial)
+        found = stored or decide(candidate.rules, pooled, age_s)
         if found is None:
             return
-        if stands is None:
-            found = await asyncio.to_thread(self._board.settle, self._trial, found)
+        if stored is None:
+            found = await asyncio.to_thread(self._store.set_verdict, self._trial, found)
         logger.info("the trial of %s has ended: %s; %s", candidate.drafter, found, _words(pooled))
         if found == "better":
             self._verdict = found
@@ -190,8 +190,8 @@ class DrafterCanary:
         await self._end(found)
 
     def _exchange(self, report: ReplicaReport) -> Evidence:
-        self._board.tell(self._trial, self._replica, report)
-        return Evidence.pooled(each.evidence for each in self._board.told(self._trial).values())
+        self._store.report(self._trial, self._replica, report)
+        return Evidence.pooled(each.evidence for each in self._store.all_reports(self._trial).values())
 
     async def _follow(self, user_config: Mapping[str, Any]) -> None:
         try:
@@ -202,10 +202,10 @@ class DrafterCanary:
     async def _use(self, wanted: ReplicaUserConfig) -> None:
         drafter, candidate = wanted.drafter or self._first, wanted.candidate
         trial = wanted.trial_id
-        stands = await asyncio.to_thread(self._board.verdict, trial) if candidate is not None else None
-        if candidate is not None and stands == "promoted":
+        stored = await asyncio.to_thread(self._store.verdict, trial) if candidate is not None else None
+        if candidate is not None and stored == "promoted":
             drafter, candidate = candidate.drafter, None
-        elif stands in ("rolled_back", "undecided"):
+        elif stored in ("rolled_back", "undecided"):
             candidate = None
         if self._candidate is not None and (candidate is None or trial != self._trial):
             await self._end("promoted" if drafter == self._candidate.drafter else None)
@@ -216,19 +216,19 @@ class DrafterCanary:
             name = "user_config.candidate.drafter"
             raise ConfigError(f"{name}={drafter!r} is already the drafter.", param=name)
         if candidate is not None and self._candidate is None:
-            await self._begin(candidate, trial, stands)
+            await self._begin(candidate, trial, stored)
 
-    async def _begin(self, candidate: DrafterCandidate, trial: str, stands: Verdict | None) -> None:
+    async def _begin(self, candidate: DrafterCandidate, trial: str, stored: Verdict | None) -> None:
         """Begin a trial. Raises ConfigError after storing it as this replica's report."""
-        self._trial, self._verdict = trial, stands
+        self._trial, self._verdict = trial, stored
         try:
             await self._engine.begin_trial(candidate.drafter, CanaryTrial(candidate.rules))
         except MantaError as error:
             report = ReplicaReport(refused=error.message)
-            await asyncio.to_thread(self._board.tell, trial, self._replica, report)
+            await asyncio.to_thread(self._store.report, trial, self._replica, report)
             raise
         self._candidate = candidate
-        self._began_s = await asyncio.to_thread(self._board.began_s, trial, self._clock())
+        self._began_s = await asyncio.to_thread(self._store.began_s, trial, self._clock())
         how = (
             "in shadow mode" if candidate.rules.shadow else f"for {candidate.rules.fraction:.0%} of requests"
         )
@@ -263,23 +263,23 @@ class CanaryStore:
     def __init__(self, application: str, deployment: str) -> None:
         self._place = f"drafters/{application}/{deployment}/"
 
-    def wish(self) -> dict[str, Any] | None:  # Any: a user_config
+    def desired_config(self) -> dict[str, Any] | None:  # Any: a user_config
         """Return the replacement for a `user_config` that Serve was not given, if one is stored."""
         found = _internal_kv_get(self._key("wish"), namespace=NAMESPACE)
         return None if found is None else json.loads(found)
 
-    def set_wish(self, user_config: dict[str, Any]) -> None:  # Any: as above
+    def set_desired_config(self, user_config: dict[str, Any]) -> None:  # Any: as above
         _internal_kv_put(self._key("wish"), json.dumps(user_config), overwrite=True, namespace=NAMESPACE)
 
     def began_s(self, trial: str, now_s: float) -> float:
         """Return the Unix time of the first call for this trial by any replica."""
-        return float(self._settle(f"{trial}/began", repr(now_s)))
+        return float(self._set_once(f"{trial}/began", repr(now_s)))
 
-    def tell(self, trial: str, replica: str, report: ReplicaReport) -> None:
+    def report(self, trial: str, replica: str, report: ReplicaReport) -> None:
         text = json.dumps(asdict(report))
         _internal_kv_put(self._key(f"{trial}/of/{replica}"), text, overwrite=True, namespace=NAMESPACE)
 
-    def told(self, trial: str) -> dict[str, ReplicaReport]:
+    def all_reports(self, trial: str) -> dict[str, ReplicaReport]:
         """Return the reports by replica, including replicas that are gone, since their evidence counts."""
         prefix = self._key(f"{trial}/of/")
         keys = _internal_kv_list(prefix, namespace=NAMESPACE)
@@ -291,14 +291,14 @@ class CanaryStore:
         found = _internal_kv_get(self._key(f"{trial}/verdict"), namespace=NAMESPACE)
         return None if found is None else _verdict(found.decode())
 
-    def settle(self, trial: str, verdict: Verdict) -> Verdict:
+    def set_verdict(self, trial: str, verdict: Verdict) -> Verdict:
         """Store the verdict unless there is one already. Return the one in effect."""
-        return _verdict(self._settle(f"{trial}/verdict", verdict))
+        return _verdict(self._set_once(f"{trial}/verdict", verdict))
 
     def clear(self) -> None:
         _internal_kv_del(self._key(""), del_by_prefix=True, namespace=NAMESPACE)
 
-    def _settle(self, name: str, value: str) -> str:
+    def _set_once(self, name: str, value: str) -> str:
         key = self._key(name)
         _internal_kv_put(key, value, overwrite=False, namespace=NAMESPACE)
         found = _internal_kv_get(key, namespace=NAMESPACE)
@@ -309,11 +309,11 @@ class CanaryStore:
         return (self._place + name).encode()
 
 
-def _report(told: dict[str, Any]) -> ReplicaReport:  # Any: JSON
-    found = told["evidence"]
+def _report(stored: dict[str, Any]) -> ReplicaReport:  # Any: JSON
+    found = stored["evidence"]
     logs = found["log_better"], found["log_worse"]
     evidence = Evidence(*logs, ArmStats(*found["incumbent"]), ArmStats(*found["candidate"]))
-    return ReplicaReport(evidence, told["refused"])
+    return ReplicaReport(evidence, stored["refused"])
 
 
 def _verdict(text: str) -> Verdict:

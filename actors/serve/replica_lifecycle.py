@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-LOOK_S = 0.1
+POLL_S = 0.1
 CLOSING_S = 0.3  # uvicorn checks ten times a second whether to close
 FLUSH_S = 2.0  # upper bound, for the last events of requests whose engine is dead or whose time is up
 EXIT_DEAD = 70
@@ -58,19 +58,19 @@ class ReplicaLifecycle:
     async def watch(self) -> None:
         while True:
             if not self._engine.is_alive:
-                if not self._place.is_leaving:  # otherwise Serve has closed it
+                if not self._place.is_stopping:  # otherwise Serve has closed it
                     await self._end_dead()
                 return
-            if self._place.is_leaving:
+            if self._place.is_stopping:
                 await self._drain()
                 return
-            await asyncio.sleep(LOOK_S)
+            await asyncio.sleep(POLL_S)
 
-    async def obey_sigterm(self) -> None:
+    async def handle_sigterm(self) -> None:
         """Shut down as if Serve had asked, and end the process."""
-        if not self._place.is_leaving:  # otherwise Ray ends a replica that Serve has drained
+        if not self._place.is_stopping:  # otherwise Ray ends a replica that Serve has drained
             logger.info("SIGTERM: this replica stops")
-        await self._place.leave()  # `watch` notices it and drains
+        await self._place.exit()  # `watch` notices it and drains
         self._exit(0)
 
     async def _drain(self) -> None:
@@ -92,8 +92,8 @@ class ReplicaLifecycle:
     async def _end_dead(self) -> None:
         logger.error("the engine is dead: this replica ends, for Serve to replace it")
         self._traffic.draining = True
-        self._place.close_door()
+        self._place.stop_accepting()
         await asyncio.sleep(CLOSING_S)
         await self._traffic.ended(FLUSH_S)
-        self._engine.give_up_stalled()
+        self._engine.kill_stalled_workers()
         self._exit(EXIT_DEAD)

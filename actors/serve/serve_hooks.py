@@ -41,7 +41,7 @@ _ENDS_THE_PROCESS = "raise_sys_exit_with_custom_error_message"
 _OPENS = "add_port_to_grpc_server"
 OVERLOADED = "The queue of this server is full. Retry."
 NOT_READY = "The server is loading its models, or stopping. Retry."
-SAID = {404: (503, NOT_READY), 408: (408, "The request took too long."), 503: (503, OVERLOADED)}
+STATUS_MESSAGES = {404: (503, NOT_READY), 408: (408, "The request took too long."), 503: (503, OVERLOADED)}
 
 
 def middlewares() -> list[Middleware]:
@@ -49,7 +49,7 @@ def middlewares() -> list[Middleware]:
     return [Middleware(ProbeBypass)]
 
 
-def door_is_there() -> bool:
+def proxy_listens() -> bool:
     """Return whether this node's HTTP server has our `ProbeBypass`, according to the environment."""
     return os.environ.get(CALLBACK, "").endswith(
         (".serve.serve_hooks:middlewares", ".serve_place:middlewares")
@@ -86,28 +86,28 @@ class RayServeHost:
         self._replica: Any = process.actors[process.actor_id]._replica_impl  # Any: Serve's, not public
 
     @property
-    def is_leaving(self) -> bool:
+    def is_stopping(self) -> bool:
         """Whether Serve has asked the replica to stop."""
         return self._replica._shutting_down
 
-    def close_door(self) -> None:
+    def stop_accepting(self) -> None:
         """Refuse new connections; open ones continue. Call it on the event loop."""
         self._replica._event_loop.call_soon_threadsafe(self._replica._stop_accepting_direct_ingress)
 
-    def on_sigterm(self, told: Callable[[], object]) -> None:
-        """Call `told` on SIGTERM instead of ending at once. Call from any thread; `told` runs in the main
-        one.
+    def on_sigterm(self, callback: Callable[[], object]) -> None:
+        """Call `callback` on SIGTERM instead of ending at once. Call from any thread; `callback` runs in the
+        main one.
 
         Only the main thread may set a handler, and it never leaves Ray's loop. So Ray's handler stays, and
         the function of its module that ends the process is replaced.
         """
         assert hasattr(worker, _ENDS_THE_PROCESS), "this version of Ray is not supported"
-        setattr(worker, _ENDS_THE_PROCESS, lambda *_, **__: told())
+        setattr(worker, _ENDS_THE_PROCESS, lambda *_, **__: callback())
 
-    async def leave(self) -> None:
+    async def exit(self) -> None:
         """Run Serve's graceful shutdown; return when the requests have ended."""
-        leaving = self._replica.perform_graceful_shutdown()
-        await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(leaving, self._replica._event_loop))
+        shutdown = self._replica.perform_graceful_shutdown()
+        await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(shutdown, self._replica._event_loop))
 
 
 class ProbeBypass:
@@ -128,13 +128,13 @@ class ProbeBypass:
 
 def _one_id(scope: Scope, send: Send) -> Send:
     """Give the request a valid id, and its response either that id or the application's own."""
-    asked = acceptable_id(Headers(scope=scope).get(ID_HEADER)) or new_id()
-    MutableHeaders(scope=scope)[ID_HEADER] = asked
+    client_id = acceptable_id(Headers(scope=scope).get(ID_HEADER)) or new_id()
+    MutableHeaders(scope=scope)[ID_HEADER] = client_id
 
     async def sent(message: Message) -> None:
         if message["type"] == "http.response.start":
             headers = MutableHeaders(scope=message)
-            headers[ID_HEADER] = headers.get(ID_HEADER, asked)
+            headers[ID_HEADER] = headers.get(ID_HEADER, client_id)
         await send(message)
 
     return sent
@@ -153,7 +153,7 @@ class _Translated:
         self._client = (scope, receive, send)
         self._retry = Headers(scope=scope).get(RETRY_HEADER, "")
         self._replica = replica
-        self._lived = self._lives()
+        self._lived = self._is_alive()
         self._send = send
         self._replaced = False
 
@@ -161,8 +161,8 @@ class _Translated:
         if message["type"] == "http.response.start" and message["status"] >= 400:
             if _is_serves(message):
                 self._replaced = True
-                status, said = SAID.get(message["status"], (500, "Internal server error."))
-                await json_error(status, said, retryable=status == 503)(*self._client)
+                status, text = STATUS_MESSAGES.get(message["status"], (500, "Internal server error."))
+                await json_error(status, text, retryable=status == 503)(*self._client)
             elif message["status"] == 503 and self._retry.isdecimal() and self._is_untouched():
                 message = {**message, "status": int(self._retry)}
         if not self._replaced:
@@ -171,10 +171,10 @@ class _Translated:
     def _is_untouched(self) -> bool:
         """Return whether the replica does not serve, and its engine did not die during this request."""
         serves = getattr(self._replica, "serves", True)  # a gateway's replica has no engine that could die
-        return not serves and (self._lives() or not self._lived)
+        return not serves and (self._is_alive() or not self._lived)
 
-    def _lives(self) -> bool:
-        return getattr(self._replica, "lives", True)
+    def _is_alive(self) -> bool:
+        return getattr(self._replica, "is_alive", True)
 
 
 def _is_serves(start: Message) -> bool:

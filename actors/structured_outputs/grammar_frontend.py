@@ -7,7 +7,7 @@ process that compiles each grammar first (`grammar_validator.py`); then the rank
 their steps and hold it while the request is open. JSON Schema keywords that llguidance does not support are
 rejected: output that follows half a schema would be silently wrong.
 
-Used by `AsyncEngine` (`held`) and by `LLM` (`let_in`, which blocks).
+Used by `AsyncEngine` (`hold`) and by `LLM` (`compile`, which blocks).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from ...cluster.request.structured_outputs import Grammar, GrammarKind, Structur
 from ...cluster.step.executor import ExecutorInfo
 from ...drafter.grammars.compiler import GrammarError
 from ..tokenization.tokenizer import Tokenizer
-from .grammar_validator import QUICK_S, SLOW_S, GrammarTrials
+from .grammar_validator import QUICK_S, SLOW_S, GrammarValidator
 from .json_schema import MAX_GRAMMAR_CHARS, written_schema
 from .structural_tags import lark_of_tags
 
@@ -48,10 +48,11 @@ class HoldsGrammars(Protocol):
     """An executor with ranks that compile grammars alongside their steps. Methods are thread-safe."""
 
     def hold_grammar(self, grammar: Grammar) -> None:
-        """Compile a grammar on every rank and hold it until `let_go_grammar`. Blocks; raises GrammarError."""
+        """Compile a grammar on every rank and hold it until `release_grammar`. Blocks; raises
+        GrammarError."""
         ...
 
-    def let_go_grammar(self, grammar: Grammar) -> None: ...
+    def release_grammar(self, grammar: Grammar) -> None: ...
 
 
 class GrammarFrontend:
@@ -60,7 +61,7 @@ class GrammarFrontend:
     Args:
         tokenizer: None if the engine has none; every grammar is then rejected.
         vocab_size, eos_token_ids: of the model.
-        holder: compiles what `held` has checked; None if steps compile, as in `LLM`.
+        holder: compiles what `hold` has checked; None if steps compile, as in `LLM`.
     """
 
     def __init__(
@@ -70,14 +71,14 @@ class GrammarFrontend:
         eos_token_ids: tuple[int, ...],
         holder: HoldsGrammars | None = None,
     ) -> None:
-        self._trials = None
-        if tokenizer is not None and (known := tokenizer.known(eos_token_ids)):
-            self._trials = GrammarTrials(tokenizer.to_json(), vocab_size, known)
+        self._validator = None
+        if tokenizer is not None and (known := tokenizer.ids_in_vocabulary(eos_token_ids)):
+            self._validator = GrammarValidator(tokenizer.to_json(), vocab_size, known)
         self._holder = holder
         self._quick = ThreadPoolExecutor(NUM_QUICK, thread_name_prefix="manta-grammars")
         self._slow = ThreadPoolExecutor(NUM_SLOW, thread_name_prefix="manta-slow-grammars")
         self._large: Counter[Grammar] = Counter()
-        self._places = threading.Condition()  # guards `_large`
+        self._capacity = threading.Condition()  # guards `_large`
         self._is_closed = False
 
     @classmethod
@@ -86,7 +87,7 @@ class GrammarFrontend:
     ) -> GrammarFrontend:
         return cls(tokenizer, info.vocab_size, info.eos_token_ids, holder)
 
-    def let_in(self, params: SamplingParams) -> SamplingParams:
+    def compile(self, params: SamplingParams) -> SamplingParams:
         """Return the parameters with the grammar for their `structured_outputs`. Blocks.
 
         Raises RequestError if the grammar is not valid or too expensive; names the field.
@@ -96,8 +97,8 @@ class GrammarFrontend:
         return found
 
     @asynccontextmanager
-    async def held(self, params: SamplingParams) -> AsyncGenerator[SamplingParams, None]:
-        """Do as `let_in` off the event loop; the grammar stays compiled on every rank inside the context.
+    async def hold(self, params: SamplingParams) -> AsyncGenerator[SamplingParams, None]:
+        """Do as `compile` off the event loop; the grammar stays compiled on every rank inside the context.
 
         Raises:
             RequestError: the grammar is not valid or too expensive; names the field.
@@ -106,29 +107,29 @@ class GrammarFrontend:
         if params.structured_outputs is None and params.grammar is None:
             yield params
             return
-        found = await self._beside(self._quick, QUICK_S, params)
+        found = await self._run_in_thread(self._quick, QUICK_S, params)
         if found is None:
-            found = await self._beside(self._slow, SLOW_S, params)
+            found = await self._run_in_thread(self._slow, SLOW_S, params)
         assert found is not None, "a slow trial answers"
         try:
             yield found
         finally:
-            self._let_go(found)
+            self._release(found)
 
     def close(self) -> None:
         """End the threads and the process that tries grammars. Idempotent."""
-        with self._places:
+        with self._capacity:
             self._is_closed = True
-            self._places.notify_all()
+            self._capacity.notify_all()
         for threads in (self._quick, self._slow):
             threads.shutdown(wait=False, cancel_futures=True)
-        if self._trials is not None:
-            self._trials.close()
+        if self._validator is not None:
+            self._validator.close()
 
-    async def _beside(
+    async def _run_in_thread(
         self, threads: ThreadPoolExecutor, cpu_s: float, params: SamplingParams
     ) -> SamplingParams | None:
-        future = threads.submit(self._taken, params, cpu_s)
+        future = threads.submit(self._check_and_hold, params, cpu_s)
         try:
             return await asyncio.wrap_future(future)
         except asyncio.CancelledError:
@@ -137,9 +138,9 @@ class GrammarFrontend:
 
     def _undo(self, future: Future[SamplingParams | None]) -> None:
         if not future.cancelled() and future.exception() is None and (found := future.result()) is not None:
-            self._let_go(found)
+            self._release(found)
 
-    def _taken(self, params: SamplingParams, cpu_s: float) -> SamplingParams | None:
+    def _check_and_hold(self, params: SamplingParams, cpu_s: float) -> SamplingParams | None:
         """Check and hold a grammar; None if that takes longer than `cpu_s`."""
         found = self._checked(params, cpu_s)
         if found is None or found.grammar is None:
@@ -148,101 +149,101 @@ class GrammarFrontend:
         if not grammar.is_cheap and cpu_s < SLOW_S:
             return None
         if not grammar.is_cheap:
-            self._wait_for_place(grammar, _field(params))
+            self._wait_for_capacity(grammar, _field(params))
         try:
             if self._holder is not None:
                 self._holder.hold_grammar(grammar)
         except BaseException as error:
-            self._forget(grammar)
+            self._uncount(grammar)
             if isinstance(error, GrammarError):
                 raise _refusal(_field(params), str(error)) from None
             raise
         return found
 
-    def _wait_for_place(self, grammar: Grammar, field: str) -> None:
+    def _wait_for_capacity(self, grammar: Grammar, field: str) -> None:
         """Wait until a large grammar may be compiled, and count it. Raises OverloadedError."""
 
-        def has_place() -> bool:
+        def has_capacity() -> bool:
             return self._is_closed or grammar in self._large or len(self._large) < MAX_LARGE
 
-        with self._places:
-            if not self._places.wait_for(has_place, LARGE_TIMEOUT_S):
+        with self._capacity:
+            if not self._capacity.wait_for(has_capacity, LARGE_TIMEOUT_S):
                 raise OverloadedError(
                     f"{field}: {MAX_LARGE} other large grammars have been in use for {LARGE_TIMEOUT_S:g} s. "
                     "Retry, or make this one simpler."
                 )
             self._large[grammar] += 1
 
-    def _let_go(self, params: SamplingParams) -> None:
+    def _release(self, params: SamplingParams) -> None:
         grammar = params.grammar
         if grammar is None:
             return
-        self._forget(grammar)
+        self._uncount(grammar)
         if self._holder is not None:
             try:
-                self._quick.submit(self._holder.let_go_grammar, grammar)
+                self._quick.submit(self._holder.release_grammar, grammar)
             except RuntimeError:  # the threads were shut down, and the holder too
                 logger.debug("a grammar was released after the end")
 
-    def _forget(self, grammar: Grammar) -> None:
-        with self._places:
+    def _uncount(self, grammar: Grammar) -> None:
+        with self._capacity:
             if grammar in self._large and not grammar.is_cheap:
                 self._large[grammar] -= 1
                 self._large += Counter()  # drop grammars that no request uses
-                self._places.notify_all()
+                self._capacity.notify_all()
 
     def _checked(self, params: SamplingParams, cpu_s: float) -> SamplingParams | None:
         """Return the parameters with their checked grammar; None if that takes longer than `cpu_s`."""
-        asked = params.structured_outputs
+        outputs = params.structured_outputs
         if params.grammar is not None:
             kind, text, after = params.grammar.kind, params.grammar.text, params.grammar.after_token_ids
-        elif asked is not None:
-            (kind, text), after = written_grammar(asked), asked.after_token_ids
+        elif outputs is not None:
+            (kind, text), after = written_grammar(outputs), outputs.after_token_ids
         else:
             return params
-        grammar = self._tried(kind, text, after, _field(params), cpu_s)
+        grammar = self._compile_trial(kind, text, after, _field(params), cpu_s)
         return None if grammar is None else replace(params, grammar=grammar)
 
-    def _tried(
+    def _compile_trial(
         self, kind: str, text: str, after: tuple[int, ...], field: str, cpu_s: float
     ) -> Grammar | None:
-        if self._trials is None:
+        if self._validator is None:
             raise RequestError(
                 f"{field}: this engine cannot constrain an answer: it runs without a tokenizer "
                 "(skip_tokenizer_init), or its tokenizer has no end-of-sequence token. Leave it out.",
                 param=field,
             )
         _check_size(text, field)
-        tried = self._trials.ask(kind, text, cpu_s)
-        if tried.is_slow and cpu_s < SLOW_S:
+        result = self._validator.try_grammar(kind, text, cpu_s)
+        if result.is_slow and cpu_s < SLOW_S:
             return None
-        if tried.refusal is not None:
-            raise _refusal(field, tried.refusal)
+        if result.refusal is not None:
+            raise _refusal(field, result.refusal)
         written: GrammarKind = "lark" if kind == "grammar" else kind  # type: ignore[assignment]
-        text = text if tried.text is None else tried.text
-        return Grammar(written, text, after, tried.is_cheap, tried.forces, tried.mask_s)
+        text = text if result.text is None else result.text
+        return Grammar(written, text, after, result.is_cheap, result.forces, result.mask_s)
 
 
 _Kind = GrammarKind | Literal["grammar"]
 
 
-def written_grammar(asked: StructuredOutputsParams) -> tuple[_Kind, str]:
+def written_grammar(outputs: StructuredOutputsParams) -> tuple[_Kind, str]:
     """Return the grammar in a form for llguidance, or as EBNF that may have to be converted to Lark
     ("grammar"). Raises RequestError for errors found without compiling.
     """
-    field = asked.field
-    match asked.way:
+    field = outputs.field
+    match outputs.constraint:
         case "json" | "json_object":
-            schema = _parsed(asked.json, field) if asked.way == "json" else {"type": "object"}
-            return "json_schema", written_schema(schema, field, whitespace=not asked.disable_any_whitespace)
+            schema = _parsed(outputs.json, field) if outputs.constraint == "json" else {"type": "object"}
+            return "json_schema", written_schema(schema, field, whitespace=not outputs.disable_any_whitespace)
         case "regex":
-            return "regex", _text(asked.regex, field)
+            return "regex", _text(outputs.regex, field)
         case "grammar":
-            return "grammar", _text(asked.grammar, field)
+            return "grammar", _text(outputs.grammar, field)
         case "choice":
-            return "lark", _lark_of_choice(asked.choice or (), field)
+            return "lark", _lark_of_choice(outputs.choice or (), field)
         case _:
-            tags = _parsed(asked.structural_tag, field)
+            tags = _parsed(outputs.structural_tag, field)
             if not isinstance(tags, Mapping):
                 raise _refusal(field, "structural tags are an object")
             return "lark", lark_of_tags(tags, field)

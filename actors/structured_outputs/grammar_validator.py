@@ -24,7 +24,7 @@ from typing import Any
 
 from ...cluster.errors import OverloadedError
 
-MAX_KEPT = 256  # results; for EBNF grammars they include the text
+MAX_CACHED = 256  # results; for EBNF grammars they include the text
 ANSWER_TIMEOUT_S = 60.0  # for a very busy machine, including the start of the process
 QUICK_S, SLOW_S = 0.1, 1.0  # CPU seconds of one core
 # A grammar that compiles this fast, in this little memory, may be compiled again in the middle of a response.
@@ -34,7 +34,7 @@ _MODULE = "drafter.grammars.compile_sandbox"
 
 
 @dataclass(frozen=True, slots=True)
-class Tried:
+class TrialResult:
     """The outcome of a trial.
 
     Attributes:
@@ -52,13 +52,13 @@ class Tried:
     is_slow: bool = False
 
 
-class GrammarTrials:
+class GrammarValidator:
     """Tries grammars for one model's tokens. Thread-safe."""
 
     def __init__(self, tokenizer_json: str, vocab_size: int, eos_token_ids: tuple[int, ...]) -> None:
         model = {"tokenizer_json": tokenizer_json, "vocab_size": vocab_size, "eos_token_ids": eos_token_ids}
         self._model = json.dumps(model).encode()
-        self._kept: OrderedDict[bytes, Tried] = OrderedDict()
+        self._results: OrderedDict[bytes, TrialResult] = OrderedDict()
         self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
         self._control: socket.socket | None = None
@@ -67,28 +67,28 @@ class GrammarTrials:
     def pid(self) -> int | None:
         return None if self._process is None else self._process.pid
 
-    def ask(self, kind: str, text: str, cpu_s: float) -> Tried:
+    def try_grammar(self, kind: str, text: str, cpu_s: float) -> TrialResult:
         """Try a grammar. Blocks until there is a result or the time is exceeded.
 
         Raises OverloadedError if the process did not answer.
         """
         key = _key(kind, text)
         with self._lock:
-            tried = self._kept.get(key)
-            if tried is not None:
-                self._kept.move_to_end(key)
-                return tried
+            result = self._results.get(key)
+            if result is not None:
+                self._results.move_to_end(key)
+                return result
         answer = self._answer({"kind": kind, "text": text, "cpu_s": cpu_s})
-        tried = _tried(answer, cpu_s, text)
-        if not tried.is_slow or cpu_s >= SLOW_S:
+        result = _trial_result(answer, cpu_s, text)
+        if not result.is_slow or cpu_s >= SLOW_S:
             with self._lock:
-                self._kept[key] = tried
-                while len(self._kept) > MAX_KEPT:
-                    self._kept.popitem(last=False)
-        return tried
+                self._results[key] = result
+                while len(self._results) > MAX_CACHED:
+                    self._results.popitem(last=False)
+        return result
 
     def close(self) -> None:
-        """End the process. Idempotent; the next `ask` starts another."""
+        """End the process. Idempotent; the next `try_grammar` starts another."""
         with self._lock:
             self._end()
 
@@ -157,17 +157,17 @@ def _exchange(control: socket.socket, sent: bytes) -> bytes:
             return stream.readline()
 
 
-def _tried(answer: Mapping[str, Any], cpu_s: float, text: str) -> Tried:
+def _trial_result(answer: Mapping[str, Any], cpu_s: float, text: str) -> TrialResult:
     if "signal" in answer:
         return _killed(answer["signal"], cpu_s)
     if "error" in answer:
-        return Tried(refusal=answer["error"])
+        return TrialResult(refusal=answer["error"])
     is_cheap = answer["cpu_s"] <= CHEAP_S and answer["grown_bytes"] <= CHEAP_BYTES
     other = None if answer["text"] == text else answer["text"]
-    return Tried(other, is_cheap, answer["forces"], answer["mask_s"])
+    return TrialResult(other, is_cheap, answer["forces"], answer["mask_s"])
 
 
-def _killed(by: int, cpu_s: float) -> Tried:
+def _killed(by: int, cpu_s: float) -> TrialResult:
     """Return the result for a grammar during which a signal ended the process."""
     match by:
         case signal.SIGPROF:
@@ -178,7 +178,7 @@ def _killed(by: int, cpu_s: float) -> Tried:
             reason = "it is nested deeper than the limit: parts in parts, or references to references"
         case _:
             reason = f"compiling it ends with signal {by}"
-    return Tried(refusal=f"{reason}. Make it simpler", is_slow=by == signal.SIGPROF)
+    return TrialResult(refusal=f"{reason}. Make it simpler", is_slow=by == signal.SIGPROF)
 
 
 def _key(kind: str, text: str) -> bytes:

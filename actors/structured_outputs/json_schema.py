@@ -13,7 +13,7 @@ from typing import Any
 from ...cluster.errors import RequestError
 
 # A degenerate model writes whitespace to the end of its output: after this much it must continue.
-MOST_WHITESPACE = r"[ \n\r\t]{0,64}"
+MAX_WHITESPACE = r"[ \n\r\t]{0,64}"
 MAX_GRAMMAR_CHARS = 131_072
 MAX_JSON_DEPTH = 120  # JSON schema readers accept up to 128
 
@@ -27,15 +27,15 @@ def written_schema(schema: Any, field: str, *, whitespace: bool = True) -> str:
     """
     check_size(schema, field)
     keywords = {} if schema is True else schema
-    told = keywords.get("x-guidance", {}) if isinstance(keywords, Mapping) else None
-    if not isinstance(keywords, Mapping) or not isinstance(told, Mapping):
+    guidance = keywords.get("x-guidance", {}) if isinstance(keywords, Mapping) else None
+    if not isinstance(keywords, Mapping) or not isinstance(guidance, Mapping):
         raise _refusal(field, "a JSON schema is an object, or true; false allows no answer")
     if not whitespace:
-        told = {**told, "whitespace_flexible": False}
-    elif not told.keys() & {"whitespace_flexible", "whitespace_pattern"}:
-        told = {**told, "whitespace_pattern": MOST_WHITESPACE}
+        guidance = {**guidance, "whitespace_flexible": False}
+    elif not guidance.keys() & {"whitespace_flexible", "whitespace_pattern"}:
+        guidance = {**guidance, "whitespace_pattern": MAX_WHITESPACE}
     try:
-        text = json.dumps({**keywords, "x-guidance": told}, ensure_ascii=False)
+        text = json.dumps({**keywords, "x-guidance": guidance}, ensure_ascii=False)
         has_misread_bounds = _has_misread_bounds(keywords)
     except (TypeError, ValueError, RecursionError) as error:
         raise _refusal(field, f"it cannot be written as JSON: {error}") from None

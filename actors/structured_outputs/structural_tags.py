@@ -165,18 +165,21 @@ class _Writer:
                 )
             by_trigger.setdefault(trigger, []).append(self._tag(tag, len(trigger)))
         opened = [
-            f"{self._until(text, (trigger,))} {_either(rests)}" for trigger, rests in by_trigger.items()
+            f"{self._until(text, (trigger,))} {_either(alternatives)}"
+            for trigger, alternatives in by_trigger.items()
         ]
         later = self._named(_either(opened))
         rest = self._free(text, ends)
-        begun = _either(f"{_quoted(trigger)} {_either(rests)}" for trigger, rests in by_trigger.items())
+        triggered_texts = _either(
+            f"{_quoted(trigger)} {_either(alternatives)}" for trigger, alternatives in by_trigger.items()
+        )
         if only:
-            return _ended(begun, ends) if first else _either([_ended(later, ends), rest])
-        return f"{begun} {later}* {rest}" if first else f"{later}* {rest}"
+            return _ended(triggered_texts, ends) if first else _either([_ended(later, ends), rest])
+        return f"{triggered_texts} {later}* {rest}" if first else f"{later}* {rest}"
 
-    def _tag(self, tag: _Tag, begun: int = 0) -> str:
+    def _tag(self, tag: _Tag, num_matched_chars: int = 0) -> str:
         content = self.part(tag.content, f"{tag.field}.content", tag.ends)
-        return self._named(f"{_quoted(tag.begin[begun:])} {content}")
+        return self._named(f"{_quoted(tag.begin[num_matched_chars:])} {content}")
 
     def _free(self, text: str, ends: _Ends) -> str:
         return self._until(text, ends) if ends else self._named(text, terminal=True)

@@ -71,10 +71,10 @@ def open_own(path: Path, flags: int, mode: int = 0o666) -> int:
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:
     text = json.dumps(content, indent=2, ensure_ascii=False) + "\n"
-    write_whole(path, lambda target: target.write_text(text, encoding="utf-8"))
+    write_atomically(path, lambda target: target.write_text(text, encoding="utf-8"))
 
 
-def write_whole(
+def write_atomically(
     path: Path,
     write: Callable[[Path], object],
     *,

@@ -24,7 +24,7 @@ _SWITCH_INTERVAL_S = 0.001
 _YOUNG, _MIDDLE = 10, 1000
 
 
-def spare_streams() -> None:
+def tune_gc() -> None:
     """Freeze all present objects, rarely collect the oldest others, and switch threads sooner."""
     sys.setswitchinterval(_SWITCH_INTERVAL_S)
     gc.collect()
@@ -32,7 +32,7 @@ def spare_streams() -> None:
     gc.set_threshold(gc.get_threshold()[0], _YOUNG, _MIDDLE)
 
 
-TURN_S = 0.005
+TIME_SLICE_S = 0.005
 
 
 class LoopYielder:
@@ -43,7 +43,7 @@ class LoopYielder:
 
     @property
     def is_over(self) -> bool:
-        return time.monotonic() >= self._begin_s + TURN_S
+        return time.monotonic() >= self._begin_s + TIME_SLICE_S
 
     async def yield_if_over(self) -> None:
         """Yield to the event loop if this time slice is over; call it between two parts."""

@@ -92,8 +92,8 @@ def _throttled_s(folder: Path) -> float | None:
 
 def _free_bytes(folder: Path) -> int | None:
     """Return the free bytes of one group; cached file pages count as free."""
-    for most, used in (("max", "current"), ("limit_in_bytes", "usage_in_bytes")):
-        limit, taken = _first(folder / f"memory.{most}"), _first(folder / f"memory.{used}")
+    for maximum, used in (("max", "current"), ("limit_in_bytes", "usage_in_bytes")):
+        limit, taken = _first(folder / f"memory.{maximum}"), _first(folder / f"memory.{used}")
         if limit not in (None, "max") and taken is not None:
             facts = _facts(folder / "memory.stat")
             cached = facts.get("total_inactive_file", facts.get("inactive_file", 0))

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from typing import Any, Literal
 
-from ...cluster.errors import clipped, printable
+from ...cluster.errors import printable, truncate
 
 MAX_RECORD = 16_000  # characters of a message, and of a traceback
 
@@ -69,7 +69,7 @@ class JsonFormatter(logging.Formatter):
         if isinstance(record.msg, Event):
             line |= {"event": record.msg.name, **record.msg.fields}
         else:
-            line["message"] = clipped(record.getMessage(), MAX_RECORD)
+            line["message"] = truncate(record.getMessage(), MAX_RECORD)
         if record.exc_info:
             line["error"] = _ends_of(self.formatException(record.exc_info))
         return printable(json.dumps(line, ensure_ascii=False, default=str))

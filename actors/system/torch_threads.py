@@ -22,7 +22,7 @@ from ...cluster.step.executor import ExecutorInfo
 
 WINDOW_S = 0.1  # switches per second; an idle machine has up to 40 with two threads
 _OFTEN, _OFTEN_PER_THREAD = 100, 10  # interruptions per second; an idle machine has up to 40 on two threads
-_SHORTEST_REST_S, _LONGEST_REST_S = 0.05, 1.0
+_MIN_PAUSE_S, _MAX_PAUSE_S = 0.05, 1.0
 
 
 class TorchThreads:
@@ -35,7 +35,7 @@ class TorchThreads:
         self._most = self._size = torch.get_num_threads()
         self._adapts = adapts and self._most > 1
         self._seen_s, self._seen = time.monotonic(), _interruptions()
-        self._rest_s = _SHORTEST_REST_S
+        self._pause_s = _MIN_PAUSE_S
         self._trial_s = 0.0  # time of the next trial
         self._trial: _Trial | None = None
 
@@ -66,9 +66,9 @@ class TorchThreads:
         self._seen_s, self._seen = now_s, seen
         if self._size > 1 and often:
             self._size -= _step(self._size - 1)
-            self._rest_longer(now_s)
+            self._extend_pause(now_s)
         elif self._size == self._most:
-            self._rest_s = max(self._rest_s / 2, _SHORTEST_REST_S)
+            self._pause_s = max(self._pause_s / 2, _MIN_PAUSE_S)
 
     def _try_more(self, now_s: float) -> None:
         step = min(_step(self._size), self._most - self._size)
@@ -81,11 +81,11 @@ class TorchThreads:
             self._size += step
             self._seen_s, self._seen = now_s, _interruptions()
         else:
-            self._rest_longer(now_s)
+            self._extend_pause(now_s)
 
-    def _rest_longer(self, now_s: float) -> None:
-        self._trial_s = now_s + self._rest_s
-        self._rest_s = min(2 * self._rest_s, _LONGEST_REST_S)
+    def _extend_pause(self, now_s: float) -> None:
+        self._trial_s = now_s + self._pause_s
+        self._pause_s = min(2 * self._pause_s, _MAX_PAUSE_S)
 
 
 class _Trial:
@@ -93,11 +93,11 @@ class _Trial:
 
     def __init__(self, count: int) -> None:
         self._found: list[bool] = []
-        self._threads = [threading.Thread(target=self._look, daemon=True) for _ in range(count)]
+        self._threads = [threading.Thread(target=self._poll, daemon=True) for _ in range(count)]
         for thread in self._threads:
             thread.start()
 
-    def _look(self) -> None:
+    def _poll(self) -> None:
         from ...drafter.compute.cpu_numba.thread_clock import finds_a_core
 
         self._found.append(finds_a_core())

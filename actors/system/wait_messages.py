@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 Report = Callable[[str], None]
 
-TELL_S = 2.0
+REPORT_INTERVAL_S = 2.0
 
 
 def say(line: str) -> None:
@@ -20,16 +20,16 @@ def say(line: str) -> None:
 class Wait:
     """A wait in progress. `what`: the work in progress; may change."""
 
-    def __init__(self, what: str, report: Report, every_s: float = TELL_S) -> None:
+    def __init__(self, what: str, report: Report, every_s: float = REPORT_INTERVAL_S) -> None:
         self.what, self._every_s = what, every_s
         self._report, self._ended, self._begin_s = report, threading.Event(), time.monotonic()
 
-    def turn_to(self, what: str) -> None:
+    def set_stage(self, what: str) -> None:
         """Report the next work, and count its seconds from now."""
         self.what, self._begin_s = what, time.monotonic()
         self._report(what)
 
-    def tell_forever(self) -> None:
+    def report_forever(self) -> None:
         while not self._ended.wait(self._every_s):
             self._report(f"{self.what} ({time.monotonic() - self._begin_s:.0f} s)")
 
@@ -38,7 +38,9 @@ class Wait:
 
 
 @contextmanager
-def counting(what: str, report: Report, *, begin: bool = True, every_s: float = TELL_S) -> Iterator[Wait]:
+def counting(
+    what: str, report: Report, *, begin: bool = True, every_s: float = REPORT_INTERVAL_S
+) -> Iterator[Wait]:
     """Report `what` at the beginning of the block and then every `every_s` with the elapsed seconds.
 
     `begin`: False leaves out the first line.
@@ -46,13 +48,13 @@ def counting(what: str, report: Report, *, begin: bool = True, every_s: float = 
     if begin:
         report(what)
     wait = Wait(what, report, every_s)
-    threading.Thread(target=wait.tell_forever, name="manta-wait", daemon=True).start()
+    threading.Thread(target=wait.report_forever, name="manta-wait", daemon=True).start()
     try:
         yield wait
     finally:
         wait.end()
 
 
-def counting_on_terminal(what: str, every_s: float = TELL_S) -> AbstractContextManager[object]:
+def counting_on_terminal(what: str, every_s: float = REPORT_INTERVAL_S) -> AbstractContextManager[object]:
     """Report on standard error every `every_s` if it is a terminal."""
     return counting(what, say, begin=False, every_s=every_s) if sys.stderr.isatty() else nullcontext()

@@ -26,9 +26,9 @@ from .prompts import (
     Prompt,
     PromptText,
     encode_bad_words,
-    needed,
     read_prompt,
     render_chat,
+    require_tokenizer,
 )
 from .tokenizer import Tokenizer
 
@@ -86,9 +86,9 @@ class AsyncPromptEncoder:
     async def prompts(self, prompts: Sequence[Prompt], *, truncate: int | None = None) -> list[EncodedPrompt]:
         """Encode the prompts of one request. Raises RequestError beyond MAX_TOKENS_TOGETHER tokens."""
         found: list[EncodedPrompt] = []
-        count, turns = 0, LoopYielder()
+        count, yielder = 0, LoopYielder()
         for prompt in prompts:
-            await turns.yield_if_over()
+            await yielder.yield_if_over()
             found.append(await self.prompt(prompt, truncate=truncate))
             count += len(found[-1].token_ids)
             if count > MAX_TOKENS_TOGETHER:
@@ -114,7 +114,7 @@ class AsyncPromptEncoder:
             return list(given.token_ids)
         if add_special_tokens is not None:
             given = replace(given, add_special_tokens=add_special_tokens)
-        count = self._fewest_tokens(given.text)
+        count = self._min_tokens(given.text)
         if count <= max_tokens:
             self._check_length(given, MAX_CHARS_PER_LISTED_TOKEN * max_tokens)
             encoding = await self._encode(given)
@@ -172,7 +172,7 @@ class AsyncPromptEncoder:
         if keep_last is not None:
             encoding = await self._encode(self._readable_end(given, max(keep_last, limit) + CUT_TOKENS))
             return _last_ids(encoding, keep_last)
-        if self._fewest_tokens(given.text) > limit:
+        if self._min_tokens(given.text) > limit:
             raise prompt_too_long(f"more than {limit}", self._max_model_len, given.param)
         encoding = await self._encode(given)
         if len(encoding) > limit:
@@ -180,7 +180,7 @@ class AsyncPromptEncoder:
         return encoding.ids
 
     async def _encode(self, given: PromptText) -> tokenizers.Encoding:
-        tokenizer, num_chars = needed(self._tokenizer), len(given.guarded or given.text)
+        tokenizer, num_chars = require_tokenizer(self._tokenizer), len(given.guarded or given.text)
         if num_chars < SHORT_TEXT_CHARS:  # releasing the GIL means waiting to get it back
             return given.encode(tokenizer.encoding)
         threads = self._middle if num_chars < LONG_TEXT_CHARS else self._threads
@@ -188,20 +188,20 @@ class AsyncPromptEncoder:
             threads, given.encode, tokenizer.encode_unlocked
         )
 
-    def _check_length(self, given: PromptText, most_chars: int) -> None:
-        if len(given.text) > most_chars:
+    def _check_length(self, given: PromptText, max_chars: int) -> None:
+        if len(given.text) > max_chars:
             raise RequestError(
-                f"{given.param}: {len(given.text)} characters; at most {most_chars} can be listed as "
+                f"{given.param}: {len(given.text)} characters; at most {max_chars} can be listed as "
                 "tokens. Send them in parts.",
                 param=given.param,
             )
 
-    def _fewest_tokens(self, text: str) -> int:
-        coverage = needed(self._tokenizer).coverage
-        return 0 if coverage is None else coverage.fewest_tokens(text)
+    def _min_tokens(self, text: str) -> int:
+        coverage = require_tokenizer(self._tokenizer).coverage
+        return 0 if coverage is None else coverage.min_tokens(text)
 
     def _readable_end(self, given: PromptText, num_tokens: int) -> PromptText:
-        coverage = needed(self._tokenizer).coverage
+        coverage = require_tokenizer(self._tokenizer).coverage
         if coverage is None:
             return given
         guarded = None if given.guarded is None else coverage.tail(given.guarded, num_tokens)

@@ -100,12 +100,12 @@ def _parsed(arguments: Any) -> Any:
     return text if len(found) == 1 and isinstance(text, str) else found
 
 
-def _depth_fits(value: Any, most: int) -> bool:
-    """Return whether a value has at most `most` levels of objects and lists."""
+def _depth_fits(value: Any, maximum: int) -> bool:
+    """Return whether a value has at most `maximum` levels of objects and lists."""
     if isinstance(value, Mapping):
-        return most > 0 and all(_depth_fits(each, most - 1) for each in value.values())
+        return maximum > 0 and all(_depth_fits(each, maximum - 1) for each in value.values())
     if isinstance(value, list):
-        return most > 0 and all(_depth_fits(each, most - 1) for each in value)
+        return maximum > 0 and all(_depth_fits(each, maximum - 1) for each in value)
     return True
 
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import minijinja
 
-from ...cluster.errors import RequestError, shown
+from ...cluster.errors import RequestError, brief
 from .call_arguments import ArgumentForms, has_calls
 from .message_roles import Message, TemplateRoles
 from .tokenizer_config import DEFAULT, TOOL_USE
@@ -115,7 +115,7 @@ class ChatTemplate:
                 param=f"chat_template_kwargs.{name}",
             )
         jinja = self._tool_jinja if tools else self._jinja
-        tools = self._told(tools or ())
+        tools = self._sorted_tools(tools or ())
         declared: dict[str, Any] = {}
         if self._declares and tools and (typescript := declare(tools)) is not None:
             declared[_TYPESCRIPT] = typescript  # otherwise the template writes JSON
@@ -136,7 +136,7 @@ class ChatTemplate:
             )
         return _cut_after_final_message(text, messages) if continue_final_message else text
 
-    def _told(self, tools: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    def _sorted_tools(self, tools: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
         if not self._sorts_tools:
             return list(tools)
         try:
@@ -178,8 +178,8 @@ class _Jinja:
 
 def _refusing(named: Mapping[str, str]) -> str:
     """Return a template that rejects every conversation, for models without a default template."""
-    said = f"of its templates none is the default; name one of {', '.join(sorted(named))} as chat_template"
-    return f"{{{{ raise_exception({json.dumps(said)}) }}}}"
+    reason = f"of its templates none is the default; name one of {', '.join(sorted(named))} as chat_template"
+    return f"{{{{ raise_exception({json.dumps(reason)}) }}}}"
 
 
 def _environment(source: str) -> minijinja.Environment:
@@ -193,7 +193,7 @@ def _environment(source: str) -> minijinja.Environment:
         environment.add_template("chat", _GENERATION.sub(r"{#\1 \2#}", source))
     except minijinja.TemplateError as error:
         raise RequestError(
-            f"chat_template: it is no Jinja template: {shown(error.message, MAX_SHOWN)}.",
+            f"chat_template: it is no Jinja template: {brief(error.message, MAX_SHOWN)}.",
             param="chat_template",
         ) from None
     environment.fuel = MAX_TEMPLATE_STEPS  # a template is code: bound its execution steps
@@ -212,13 +212,13 @@ def _strftime_now(form: object) -> str:
     try:
         return datetime.now().strftime(form)  # type: ignore[arg-type]
     except (TypeError, ValueError) as error:
-        raise _refusal(f"cannot format the time as {shown(form)}", error) from None
+        raise _refusal(f"cannot format the time as {brief(form)}", error) from None
 
 
 def _refusal(what: str, why: object) -> RequestError:
     """Return an error that quotes the template's message, which may repeat message contents."""
     return RequestError(
-        f"messages: the chat template {what}: {shown(str(why), MAX_SHOWN)}.", param="messages"
+        f"messages: the chat template {what}: {brief(str(why), MAX_SHOWN)}.", param="messages"
     )
 
 

@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from ...cluster.config import EngineConfig
-from ...cluster.errors import CheckpointError, ConfigError, shown, shown_name
+from ...cluster.errors import CheckpointError, ConfigError, brief, brief_name
 from ...drafter.compute.checkpoint.hf_config import read_json
 
 _ROOT = Path(__file__).resolve().parents[2]
@@ -20,8 +20,8 @@ _HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 SHAPE_FILES = ("config.json", "generation_config.json", "README.md", "mask_embedding.pt")
 TOKENIZER_JSON, TIKTOKEN_MODEL = "tokenizer.json", "tiktoken.model"
 TOKENIZER_CODE = "tokenization_*.py"  # parsed for a pattern, never run
-_BESIDE_WEIGHTS = ("*.json", "*.jinja", "*.txt", "*.model", TOKENIZER_CODE, "mask_embedding.pt")
-_HUB_FILES = (*_BESIDE_WEIGHTS, "*.safetensors")
+_SMALL_FILES = ("*.json", "*.jinja", "*.txt", "*.model", TOKENIZER_CODE, "mask_embedding.pt")
+_HUB_FILES = (*_SMALL_FILES, "*.safetensors")
 
 
 def resolve_checkpoint(
@@ -111,8 +111,8 @@ def _refuse_drafter(model: str, folder: Path, field: str) -> None:
     if method is not None:
         also = " --spec-method eagle3" if method == "eagle3" else ""
         raise CheckpointError(
-            f"{field}={shown(model)} is a drafter ({method}), not a target. Name the target there, and "
-            f"the drafter separately: --model TARGET --spec-model {shown_name(model)}{also} "
+            f"{field}={brief(model)} is a drafter ({method}), not a target. Name the target there, and "
+            f"the drafter separately: --model TARGET --spec-model {brief_name(model)}{also} "
             "(speculative_config.model).",
             param=field,
         )
@@ -151,7 +151,7 @@ def _drafter_revision(config: EngineConfig, model: str) -> str | None:
 
 
 def _files_of(config: EngineConfig) -> Sequence[str]:
-    return _BESIDE_WEIGHTS if config.load_format == "dummy" else _HUB_FILES
+    return _SMALL_FILES if config.load_format == "dummy" else _HUB_FILES
 
 
 def with_absolute_paths(config: EngineConfig) -> EngineConfig:

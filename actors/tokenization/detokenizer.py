@@ -52,7 +52,7 @@ class IncrementalDetokenizer(ABC):
         self._pieces = pieces
         self._prompt = prompt_token_ids
         self._hidden = hidden
-        self._has_begun = False
+        self._has_started = False
         self._is_plain = False  # nothing is held back: a token with its own text adds exactly that text
 
     def step(self, token_ids: Sequence[int]) -> str:
@@ -65,8 +65,8 @@ class IncrementalDetokenizer(ABC):
             if self._is_plain and type(piece) is str:
                 texts.append(piece)
                 continue
-            if not self._has_begun:
-                self._has_begun = True
+            if not self._has_started:
+                self._has_started = True
                 self._begin(piece)
             texts.append(self._take(token_id, piece))
         return "".join(texts)
@@ -87,7 +87,7 @@ class IncrementalDetokenizer(ABC):
     def _take(self, token_id: int, piece: str | bytes) -> str:
         """Append a token; returns text as `step` does."""
 
-    def _shown(self, token_ids: Iterator[int]) -> Iterator[int]:
+    def _visible(self, token_ids: Iterator[int]) -> Iterator[int]:
         return (t for t in token_ids if t not in self._hidden and self._pieces[t] is not None)
 
 
@@ -116,7 +116,7 @@ class TokenPieces(dict[int, Piece]):
             self._context = self._find_context()
             self._num_context = len(self.decode(self._context))
         else:
-            self.kind, self._make = WholeDetokenizer, lambda token_id, spelling: ""  # never called
+            self.kind, self._make = FullDetokenizer, lambda token_id, spelling: ""  # never called
 
     def __missing__(self, token_id: int) -> Piece:
         spelling = self._backend.id_to_token(token_id)
@@ -125,14 +125,14 @@ class TokenPieces(dict[int, Piece]):
 
     def bytes_of(self, token_id: int) -> bytes | None:
         """Return the bytes of a token; None if it is not in the vocabulary or has no text of its own."""
-        piece = None if self.kind is WholeDetokenizer else self[token_id]
+        piece = None if self.kind is FullDetokenizer else self[token_id]
         return piece.encode() if isinstance(piece, str) else piece
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Return the library's decoding, including special tokens."""
         return self._backend.decode(token_ids, skip_special_tokens=False)
 
-    def decode_behind(self, token_ids: Sequence[int]) -> str:
+    def decode_continuation(self, token_ids: Sequence[int]) -> str:
         """Return the text of tokens that follow others: no leading space is stripped."""
         return self.decode([*self._context, *token_ids])[self._num_context :]
 
@@ -146,7 +146,7 @@ class TokenPieces(dict[int, Piece]):
 
     def _text_of(self, token_id: int, spelling: str) -> Piece:
         byte = _byte_of(spelling) if self._has_byte_tokens else None
-        return self.decode_behind([token_id]) if byte is None else bytes([byte])
+        return self.decode_continuation([token_id]) if byte is None else bytes([byte])
 
     def _find_context(self) -> list[int]:
         for token_id in range(self._backend.get_vocab_size()):
@@ -169,14 +169,14 @@ class ByteLevelDetokenizer(IncrementalDetokenizer):
 
     def _begin(self, first: str | bytes) -> None:
         tail = b""
-        for token_id in self._shown(reversed(self._prompt)):
+        for token_id in self._visible(reversed(self._prompt)):
             piece = self._pieces[token_id]
             tail = (piece.encode() if isinstance(piece, str) else piece or b"") + tail
             if len(tail) >= _MAX_CHAR_BYTES:
                 break
         self._decoder.decode(tail)
-        begun, _ = self._decoder.getstate()
-        if begun and not (isinstance(first, bytes) and _goes_on(begun, first)):
+        resume_state, _ = self._decoder.getstate()
+        if resume_state and not (isinstance(first, bytes) and _continues(resume_state, first)):
             self._decoder.reset()  # the output does not complete it: its U+FFFD belongs to the prompt
 
     def _take(self, token_id: int, piece: str | bytes) -> str:
@@ -212,13 +212,13 @@ class RunDetokenizer(IncrementalDetokenizer):
         if not self._run:
             return ""
         text = self._text_of_run()
-        self._leave_beginning(text, self._run)
+        self._finish_beginning(text, self._run)
         self._run, self._bytes, self._num_prompt_bytes = [], bytearray(), 0
         return text
 
     def _begin(self, first: str | bytes) -> None:
         self._first = []
-        for token_id in self._shown(iter(self._prompt)):
+        for token_id in self._visible(iter(self._prompt)):
             self._first.append(token_id)
             if self._pieces.decode(self._first):
                 self._first = None
@@ -226,7 +226,7 @@ class RunDetokenizer(IncrementalDetokenizer):
         if isinstance(first, str):
             return
         run: list[int] = []
-        for token_id in self._shown(reversed(self._prompt)):
+        for token_id in self._visible(reversed(self._prompt)):
             if isinstance(self._pieces[token_id], str):
                 break
             run.append(token_id)
@@ -245,12 +245,12 @@ class RunDetokenizer(IncrementalDetokenizer):
         text = self.flush()
         if self._first is not None:
             piece = self._pieces.decode([*self._first, token_id])
-            self._leave_beginning(piece, [token_id])
+            self._finish_beginning(piece, [token_id])
         self._is_plain = self._first is None
         return text + piece
 
     def _text_of_run(self) -> str:
-        decode = self._pieces.decode_behind
+        decode = self._pieces.decode_continuation
         if self._first is not None:
             decode = self._pieces.decode
         text = decode([*(self._first or ()), *self._run])
@@ -263,7 +263,7 @@ class RunDetokenizer(IncrementalDetokenizer):
             return text
         return text[len(self._bytes[:num_prompt].decode(errors="ignore")) :]
 
-    def _leave_beginning(self, text: str, token_ids: Sequence[int]) -> None:
+    def _finish_beginning(self, text: str, token_ids: Sequence[int]) -> None:
         """Record that these tokens, after the first ones, produced this text."""
         if self._first is not None:
             self._first = None if text else [*self._first, *token_ids]
@@ -274,7 +274,7 @@ class RunDetokenizer(IncrementalDetokenizer):
         return piece
 
 
-class WholeDetokenizer(IncrementalDetokenizer):
+class FullDetokenizer(IncrementalDetokenizer):
     """Decodes all tokens at the end. The prompt's part is the common prefix of both texts."""
 
     def __init__(self, pieces: TokenPieces, prompt_token_ids: Sequence[int], hidden: frozenset[int]) -> None:
@@ -282,7 +282,7 @@ class WholeDetokenizer(IncrementalDetokenizer):
         self._token_ids: list[int] = []
 
     def flush(self) -> str:
-        prompt, answer = list(self._shown(iter(self._prompt))), self._token_ids
+        prompt, answer = list(self._visible(iter(self._prompt))), self._token_ids
         self._token_ids = []
         if not answer:
             return ""
@@ -344,10 +344,10 @@ def _byte_of(spelling: str) -> int | None:
     return None if found is None else int(found[1], 16)
 
 
-def _goes_on(begun: bytes, piece: bytes) -> bool:
-    """Return whether the first byte of `piece` continues the character that `begun` begins."""
+def _continues(partial: bytes, piece: bytes) -> bool:
+    """Return whether the first byte of `piece` continues the character that `resume_state` begins."""
     try:
-        (begun + piece[:1]).decode()
+        (partial + piece[:1]).decode()
     except UnicodeDecodeError as error:
         return error.reason == "unexpected end of data"
     return True

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from ...cluster.errors import CheckpointError, ConfigError, RequestError, did_you_mean, shown
+from ...cluster.errors import CheckpointError, ConfigError, RequestError, brief, did_you_mean
 from ...cluster.request.request import SamplingParams
 from ...drafter.compute.checkpoint.hf_config import read_json
 
@@ -54,7 +54,7 @@ class GenerationDefaults:
         param = "override_generation_config"
         if not isinstance(values, Mapping):
             raise ConfigError(
-                f"{param}={shown(values)} must be a mapping, as {{temperature: 0.6}}.", param=param
+                f"{param}={brief(values)} must be a mapping, as {{temperature: 0.6}}.", param=param
             )
         for key in values:
             if key not in KEYS:
@@ -65,5 +65,5 @@ class GenerationDefaults:
         try:
             SamplingParams(**fields)
         except RequestError as error:
-            raise ConfigError(f"{param}={shown(dict(values))}: {error}", param=param) from None
+            raise ConfigError(f"{param}={brief(dict(values))}: {error}", param=param) from None
         return replace(self, **fields)

@@ -28,7 +28,7 @@ from .call_arguments import has_calls
 
 Message: TypeAlias = Mapping[str, Any]  # Any: message content is a string or a list of typed parts.
 SYSTEM_ROLES = ("system", "developer")
-MOST_PROBED = 4  # leading messages; a template that accepts this many is assumed to accept more
+MAX_PROBED = 4  # leading messages; a template that accepts this many is assumed to accept more
 _BREAK = "\n\n"
 _REASONING = ("reasoning", "reasoning_content", "thinking")
 # Mistral's templates require an id of nine letters or digits.
@@ -60,13 +60,13 @@ class TemplateRoles:
 
     def fit(self, messages: Sequence[Message]) -> list[Message]:
         """Return the conversation in a form that the template accepts; unchanged where possible."""
-        found = [self._known(message) for message in messages]
+        found = [self._with_known_role(message) for message in messages]
         if not self.takes("user"):
             return found
         num_leading = next((i for i, each in enumerate(found) if not _is_system(each)), len(found))
-        leading, behind = found[:num_leading], found[num_leading:]
-        taken = self._leading(leading, ("user",) if behind else ())
-        found = self._behind(found) if taken is None else taken + self._behind(behind)
+        leading, following = found[:num_leading], found[num_leading:]
+        taken = self._leading(leading, ("user",) if following else ())
+        found = self._following(found) if taken is None else taken + self._following(following)
         if has_calls(found) and self._wants_thought_text():
             found = [_with_text_as_reasoning(each) for each in found]
         for role, probed in (
@@ -84,29 +84,29 @@ class TemplateRoles:
             found = _joined(found, "tool", "user")
         return found
 
-    def _known(self, message: Message) -> Message:
+    def _with_known_role(self, message: Message) -> Message:
         if message.get("role") != "developer":
             return message
         is_known = self._names_developers and self.takes("developer", "user")
         return message if is_known else {**message, "role": "system"}
 
-    def _leading(self, messages: list[Message], behind: tuple[str, ...]) -> list[Message] | None:
+    def _leading(self, messages: list[Message], following: tuple[str, ...]) -> list[Message] | None:
         """Return the leading system messages in an accepted form; None if the template accepts none there.
 
-        `behind`: the role of the next message, if there is one.
+        `following`: the role of the next message, if there is one.
         """
-        roles = [each["role"] for each in messages[:MOST_PROBED]]
-        if not roles or self.takes(*roles, *behind):
+        roles = [each["role"] for each in messages[:MAX_PROBED]]
+        if not roles or self.takes(*roles, *following):
             return messages
-        role = next((role for role in (roles[0], "system") if self.takes(role, *behind)), None)
+        role = next((role for role in (roles[0], "system") if self.takes(role, *following)), None)
         return None if role is None else _joined_all(messages, role)
 
-    def _behind(self, messages: list[Message]) -> list[Message]:
+    def _following(self, messages: list[Message]) -> list[Message]:
         """Return the other messages, rewriting system messages that the template rejects there."""
         found: list[Message] = []
         awaits_user = False  # the last message was a system message that may be merged into a user's
         for message in messages:
-            if _is_system(message) and not self._takes_behind(message["role"]):
+            if _is_system(message) and not self._accepts_after(message["role"]):
                 message = {**message, "role": "user"}
                 if found and found[-1]["role"] == "user":
                     found[-1] = _join(found[-1], message)
@@ -124,18 +124,18 @@ class TemplateRoles:
         """Return whether text next to reasoning and calls must be made part of the reasoning."""
         return self.takes("user", "call", "tool") and not self.takes("user", "said call", "tool")
 
-    def _takes_behind(self, role: str) -> bool:
+    def _accepts_after(self, role: str) -> bool:
         return self.takes("user", role, "user") and self.takes("user", "assistant", role, "user")
 
     def _try(self, roles: tuple[str, ...]) -> bool:
         marks = [f"probed{i}text" for i in range(len(roles))]
         messages = [_probe(role, mark) for role, mark in zip(roles, marks, strict=True)]
         try:
-            shown = self._render(messages)
+            rendered = self._render(messages)
         except RequestError:
             return False
         pairs = zip(marks, roles, strict=True)
-        return all(mark in shown for mark, role in pairs if not role.endswith("call"))
+        return all(mark in rendered for mark, role in pairs if not role.endswith("call"))
 
 
 def _probe(role: str, text: str) -> Message:
@@ -150,8 +150,8 @@ def _with_text_as_reasoning(message: Message) -> Message:
     reasoning = next((message[name] for name in _REASONING if message.get(name)), None)
     if not message.get("tool_calls") or reasoning is None or not message.get("content"):
         return message
-    whole = _join({"content": reasoning}, {"content": message["content"]})["content"]
-    return {**message, "content": "", **dict.fromkeys(_REASONING, whole)}
+    joined = _join({"content": reasoning}, {"content": message["content"]})["content"]
+    return {**message, "content": "", **dict.fromkeys(_REASONING, joined)}
 
 
 def _is_system(message: Message) -> bool:
@@ -173,25 +173,25 @@ def _joined(messages: Sequence[Message], first: str, second: str) -> list[Messag
 
 
 def _joined_all(messages: Sequence[Message], role: str) -> list[Message]:
-    whole = {**messages[0], "role": role}
+    joined = {**messages[0], "role": role}
     for message in messages[1:]:
-        whole = _join(whole, message)
-    return [whole]
+        joined = _join(joined, message)
+    return [joined]
 
 
 def _join(one: Message, other: Message) -> Message:
-    whole = dict(one)
+    joined = dict(one)
     contents = [content for each in (one, other) if (content := each.get("content"))]
     if all(isinstance(content, str) for content in contents):
-        whole["content"] = _BREAK.join(contents)
+        joined["content"] = _BREAK.join(contents)
     else:
-        whole["content"] = [part for content in contents for part in _parts(content)]
+        joined["content"] = [part for content in contents for part in _parts(content)]
     for name in _REASONING:
         if other.get(name):
-            whole[name] = _BREAK.join(filter(None, (one.get(name), other[name])))
+            joined[name] = _BREAK.join(filter(None, (one.get(name), other[name])))
     if other.get("tool_calls"):
-        whole["tool_calls"] = [*(one.get("tool_calls") or ()), *other["tool_calls"]]
-    return whole
+        joined["tool_calls"] = [*(one.get("tool_calls") or ()), *other["tool_calls"]]
+    return joined
 
 
 def _parts(content: str | Sequence[object]) -> Sequence[object]:

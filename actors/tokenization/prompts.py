@@ -16,7 +16,7 @@ from random import Random
 from typing import Any, TypeAlias, TypeVar, cast
 
 from ...cluster.config import EngineConfig
-from ...cluster.errors import ConfigError, RequestError, shown
+from ...cluster.errors import ConfigError, RequestError, brief
 from ...cluster.request.request import MAX_SEED, SamplingParams
 from .chat_template import Message
 from .checkpoint_paths import tokenizer_folder
@@ -104,7 +104,7 @@ def encode_prompt(prompt: Prompt, tokenizer: Tokenizer | None) -> EncodedPrompt:
         given = render_chat(given, tokenizer)
     if isinstance(given, EncodedPrompt):
         return given
-    token_ids = given.encode(needed(tokenizer, given.param).encode)
+    token_ids = given.encode(require_tokenizer(tokenizer, given.param).encode)
     return EncodedPrompt(tuple(token_ids), given.text)
 
 
@@ -118,7 +118,7 @@ def read_prompt(prompt: Prompt) -> PromptText | Chat | EncodedPrompt:
         return EncodedPrompt(_integers(prompt))
     if not isinstance(prompt, Mapping):
         raise RequestError(
-            f"prompt={shown(prompt)} is not allowed: give a string, a list of token ids, a mapping that "
+            f"prompt={brief(prompt)} is not allowed: give a string, a list of token ids, a mapping that "
             "holds one of them, or a Chat.",
             param="prompt",
         )
@@ -136,7 +136,7 @@ def read_prompt(prompt: Prompt) -> PromptText | Chat | EncodedPrompt:
 
 def render_chat(chat: Chat, tokenizer: Tokenizer | None) -> PromptText:
     """Render a conversation; its special tokens come from the template alone."""
-    text, guarded = needed(tokenizer, "messages").render(
+    text, guarded = require_tokenizer(tokenizer, "messages").render(
         chat.messages,
         add_generation_prompt=chat.add_generation_prompt,
         continue_final_message=chat.continue_final_message,
@@ -148,7 +148,7 @@ def render_chat(chat: Chat, tokenizer: Tokenizer | None) -> PromptText:
     return PromptText(text, add_special_tokens=False, param="messages", guarded=guarded)
 
 
-def needed(tokenizer: Tokenizer | None, param: str = "prompt") -> Tokenizer:
+def require_tokenizer(tokenizer: Tokenizer | None, param: str = "prompt") -> Tokenizer:
     """Return the tokenizer. Raises RequestError if the engine has none."""
     if tokenizer is None:
         raise RequestError(
@@ -202,7 +202,7 @@ class SeedSource:
         # request of a thousand prompts would wait for it a thousand times.
         self._random = Random()
 
-    def seeded(self, params: SamplingParams) -> SamplingParams:
+    def with_seed(self, params: SamplingParams) -> SamplingParams:
         return params if params.seed is not None else params.with_seed(self._next())
 
     def _next(self) -> int:
@@ -222,5 +222,5 @@ def _integers(values: Sequence[object]) -> tuple[int, ...]:
 
 def _integer(value: object) -> int:
     if isinstance(value, bool) or not hasattr(value, "__index__"):
-        raise RequestError(f"prompt: {shown(value)} is not a token id; give integers.", param="prompt")
+        raise RequestError(f"prompt: {brief(value)} is not a token id; give integers.", param="prompt")
     return int(value)  # type: ignore[call-overload]

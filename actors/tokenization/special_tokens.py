@@ -48,14 +48,14 @@ class SpecialTokenGuard:
         others = {
             text for text in others if not text.isspace() and (text in template or _NAMED.fullmatch(text))
         }
-        whole = json.loads(backend.to_str())
+        serialized = json.loads(backend.to_str())
         names = {text for text in special | others if len(text) > 1}
         nonce = _random_chars(_MARK_CHARS)
         self._words = {text: nonce + chr(_PRIVATE_USE + at) for at, text in enumerate(sorted(names))}
         self._texts = re.compile(_either(sorted(names, key=len, reverse=True)))
         self._starts = _Starts(names, self._mark)
         self._special_starts = _Starts(names & special, self._mark, but=names - special)
-        self.backend = _renamed(whole, self._words)
+        self.backend = _renamed(serialized, self._words)
 
     def mark(self, value: Any, *, is_answer: bool = False) -> Any:  # Any: JSON
         """Return the value with all its texts and names marked.
@@ -119,11 +119,11 @@ def _merges_without(merges: Iterable[Any], texts: Mapping[str, str]) -> list[Any
     return [each for each, (left, right) in pairs if not {left, right, left + right} & texts.keys()]
 
 
-def _renamed(whole: dict[str, Any], words: Mapping[str, str]) -> tokenizers.Tokenizer:
+def _renamed(serialized: dict[str, Any], words: Mapping[str, str]) -> tokenizers.Tokenizer:
     """Return the tokenizer with some of its added tokens renamed, under the same ids."""
-    vocab = whole["model"]["vocab"]
+    vocab = serialized["model"]["vocab"]
     ids: dict[str, int] = {}
-    for token in whole["added_tokens"]:
+    for token in serialized["added_tokens"]:
         if (word := words.get(token["content"])) is None:
             continue
         ids[word] = token["id"]
@@ -133,12 +133,12 @@ def _renamed(whole: dict[str, Any], words: Mapping[str, str]) -> tokenizers.Toke
         elif token["id"] < len(vocab):  # Unigram: pieces with their scores, by id
             vocab[token["id"]][0] = word
         token["content"] = word
-    if "merges" in whole["model"]:
-        whole["model"]["merges"] = _merges_without(whole["model"]["merges"], words)
-    if (unknown := words.get(whole["model"].get("unk_token") or "")) is not None:
-        whole["model"]["unk_token"] = unknown
+    if "merges" in serialized["model"]:
+        serialized["model"]["merges"] = _merges_without(serialized["model"]["merges"], words)
+    if (unknown := words.get(serialized["model"].get("unk_token") or "")) is not None:
+        serialized["model"]["unk_token"] = unknown
     try:
-        backend = tokenizers.Tokenizer.from_str(json.dumps(whole))
+        backend = tokenizers.Tokenizer.from_str(json.dumps(serialized))
     except Exception as error:  # the library raises bare Exception
         raise _refusal(str(error)) from error
     backend.no_padding()

@@ -103,7 +103,7 @@ def tiktoken_backend(folder: Path) -> tokenizers.Tokenizer:
             return ranks
 
     backend = Converter(TIKTOKEN_MODEL, KIMI_PATTERN).converted()
-    added = _behind(len(ranks), settings.added(_SETTINGS))
+    added = _added_tokens(len(ranks), settings.added(_SETTINGS))
     backend.add_tokens([tokenizers.AddedToken(**token.model_dump()) for token in added.values()])
     for token_id, token in added.items():
         if backend.token_to_id(token.content) != token_id:
@@ -116,7 +116,7 @@ def tiktoken_backend(folder: Path) -> tokenizers.Tokenizer:
 
 def tiktoken_ids(folder: Path) -> dict[str, int]:
     ranks = read_ranks(folder / TIKTOKEN_MODEL)
-    added = _behind(len(ranks), _settings(folder).added(_SETTINGS))
+    added = _added_tokens(len(ranks), _settings(folder).added(_SETTINGS))
     ids = {token.decode("latin-1"): token_id for token, token_id in ranks.items()}
     return {**ids, **{token.content: token_id for token_id, token in added.items()}}
 
@@ -155,7 +155,7 @@ def _settings(folder: Path) -> _Settings:
     return parse(_Settings, raw, _SETTINGS)
 
 
-def _behind(num_ranks: int, named: dict[int, _AddedToken]) -> dict[int, _AddedToken]:
+def _added_tokens(num_ranks: int, named: dict[int, _AddedToken]) -> dict[int, _AddedToken]:
     """Return every id from the ranks up to the largest named one, ascending; unnamed ids are reserved tokens,
     spelled as in the publisher's code.
     """

@@ -37,7 +37,7 @@ class TokenCoverage:
     chars: int
     ascii_chars: int
 
-    def fewest_tokens(self, text: str) -> int:
+    def min_tokens(self, text: str) -> int:
         return -(-len(text) // self._per_token(text))
 
     def tail(self, text: str, num_tokens: int) -> str:
@@ -50,17 +50,19 @@ class TokenCoverage:
 
 def token_coverage(backend: tokenizers.Tokenizer) -> TokenCoverage | None:
     """Return the coverage, or None if it is unbounded or unknown."""
-    whole: Part = json.loads(backend.to_str())
-    normalizers = list(_parts(whole["normalizer"], "normalizers"))
-    splitters = list(_parts(whole["pre_tokenizer"], "pretokenizers"))
+    serialized: Part = json.loads(backend.to_str())
+    normalizers = list(_parts(serialized["normalizer"], "normalizers"))
+    splitters = list(_parts(serialized["pre_tokenizer"], "pretokenizers"))
     if not (
         all(map(_normalizer_keeps, normalizers))
         and all(map(_splitter_keeps, splitters))
-        and _model_keeps(whole["model"], [*normalizers, *splitters])
-        and not any(token["lstrip"] or token["rstrip"] for token in whole["added_tokens"])  # eat whitespace
+        and _model_keeps(serialized["model"], [*normalizers, *splitters])
+        and not any(
+            token["lstrip"] or token["rstrip"] for token in serialized["added_tokens"]
+        )  # eat whitespace
     ):
         return None
-    longest = max(map(len, [*whole["model"]["vocab"], *_added(backend, whole)]))
+    longest = max(map(len, [*serialized["model"]["vocab"], *_added(backend, serialized)]))
     kinds = [part["type"] for part in normalizers]
     shrink = COMPOSED_CHARS ** sum(kind in COMPOSING for kind in kinds)
     rewritten = any(kind in REWRITING for kind in kinds)
@@ -97,9 +99,9 @@ def _model_keeps(model: Part, steps: list[Part]) -> bool:
     return model["byte_fallback"] and {f"<0x{byte:02X}>" for byte in range(256)} <= model["vocab"].keys()
 
 
-def _added(backend: tokenizers.Tokenizer, whole: Part) -> Iterator[str]:
+def _added(backend: tokenizers.Tokenizer, serialized: Part) -> Iterator[str]:
     """Yield the added tokens in the forms that are matched: in the text and in the normalized text."""
-    for token in whole["added_tokens"]:
+    for token in serialized["added_tokens"]:
         yield token["content"]
         if token["normalized"] and backend.normalizer is not None:
             yield backend.normalizer.normalize_str(token["content"])

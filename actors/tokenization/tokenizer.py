@@ -109,7 +109,9 @@ class Tokenizer:
     ) -> tokenizers.Encoding:
         """Return the library's encoding, without creating a list of ids."""
         backend = self._encoder(guarded)
-        return _encoded(text, lambda whole: backend.encode(whole, add_special_tokens=add_special_tokens))
+        return _encoded(
+            text, lambda prompt_text: backend.encode(prompt_text, add_special_tokens=add_special_tokens)
+        )
 
     def encode_unlocked(
         self, text: str, *, add_special_tokens: bool = True, guarded: bool = False
@@ -120,7 +122,10 @@ class Tokenizer:
         """
         backend = self._encoder(guarded)
         return _encoded(
-            text, lambda whole: backend.encode_batch_fast([whole], add_special_tokens=add_special_tokens)[0]
+            text,
+            lambda prompt_text: backend.encode_batch_fast(
+                [prompt_text], add_special_tokens=add_special_tokens
+            )[0],
         )
 
     def _encoder(self, guarded: bool) -> tokenizers.Tokenizer:
@@ -151,7 +156,7 @@ class Tokenizer:
         """Return the vocabulary's own spelling of tokens, None for ids beyond it."""
         return [self._backend.id_to_token(token_id) for token_id in token_ids]
 
-    def known(self, token_ids: Sequence[int]) -> tuple[int, ...]:
+    def ids_in_vocabulary(self, token_ids: Sequence[int]) -> tuple[int, ...]:
         """Return the ids that are in the vocabulary and below `vocab_size`, the limit of grammars."""
         tokens = zip(token_ids, self.tokens(token_ids), strict=True)
         return tuple(i for i, token in tokens if token is not None and i < self.vocab_size)

@@ -145,8 +145,8 @@ class _Declaration:
             default = of_field.get("default") if isinstance(of_field, dict) else None
             text = _comments(of_field, indent)
             if default is not None:
-                shown = repr(default) if isinstance(default, (int, float)) else _json(default)
-                text += f"{indent}// Default: {shown}\n"
+                default_text = repr(default) if isinstance(default, (int, float)) else _json(default)
+                text += f"{indent}// Default: {default_text}\n"
             text += f"{indent}{name}{'?' if optional else ''}: {self._type(of_field, indent)}"
             fields.append(((optional, name), text))
         return fields

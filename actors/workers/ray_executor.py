@@ -46,7 +46,7 @@ from .base.control_messages import (
     UseDrafter,
 )
 from .base.grammar_compilation import GrammarLanes
-from .base.placement_group import PLACEMENT_TIMEOUT_S, WorkerPlacement, node_resources, place
+from .base.placement_group import PLACEMENT_TIMEOUT_S, WorkerPlacement, create_placement, node_resources
 from .base.worker_base import StepFailure, WorkerFacts, WorkerSetup, forwarded_environment
 from .drafter.drafter_process import DrafterSource
 from .drafter.drafter_supervisor import DrafterSupervisor
@@ -60,7 +60,7 @@ logger = logging.getLogger(__name__)
 START_TIMEOUT_S = 180.0  # until processes run and torch is imported
 LOAD_TIMEOUT_S = 3600.0  # allows for downloads and large checkpoints
 STEP_TIMEOUT_S = 300.0
-FAREWELL_S = 2.0  # time for workers to exit after the channel closes, before they are killed
+EXIT_TIMEOUT_S = 2.0  # time for workers to exit after the channel closes, before they are killed
 
 T = TypeVar("T")
 Actor = Any  # ray.actor.ActorHandle of a dynamically wrapped class has no static methods
@@ -95,7 +95,7 @@ class RayExecutor:
         self._actors: list[Actor] = []
         self._runs: list[ray.ObjectRef] = []
         self._watcher: threading.Thread | None = None
-        self._keeper: DrafterSupervisor | None = None
+        self._drafter_supervisor: DrafterSupervisor | None = None
         self._config = with_absolute_paths(config)
         self._num_swaps = 0  # of a colocated drafter
         # the config with the drafter on trial; None without a trial
@@ -115,12 +115,16 @@ class RayExecutor:
     @property
     def drafter_health(self) -> DrafterHealth:
         """State of a remote drafter; a colocated one only counts swaps, as it dies with the target."""
-        return self._keeper.health if self._keeper is not None else DrafterHealth(generation=self._num_swaps)
+        return (
+            self._drafter_supervisor.health
+            if self._drafter_supervisor is not None
+            else DrafterHealth(generation=self._num_swaps)
+        )
 
     @property
     def drafter_pid(self) -> int | None:
         """Process id of a remote drafter; None for a colocated one."""
-        return self._keeper.pid if self._keeper is not None else None
+        return self._drafter_supervisor.pid if self._drafter_supervisor is not None else None
 
     @property
     def owns_placement(self) -> bool:
@@ -130,7 +134,7 @@ class RayExecutor:
     def submit(self, plan: SchedulerOutput) -> None:
         """Send a step to the workers. Raises EngineDeadError if one has died."""
         with self._stepping, self._failing_with_peers() as channel:
-            offer = self._keeper.take_offer() if self._keeper is not None else None
+            offer = self._drafter_supervisor.take_offer() if self._drafter_supervisor is not None else None
             if offer is not None:
                 channel.send(offer, STEP_TIMEOUT_S, self.check_health)
             channel.send(plan, STEP_TIMEOUT_S, self.check_health)
@@ -152,11 +156,11 @@ class RayExecutor:
         assert self._grammars is not None, "the executor has not started"
         self._grammars.hold(grammar)
 
-    def let_go_grammar(self, grammar: Grammar) -> None:
+    def release_grammar(self, grammar: Grammar) -> None:
         """Undo one `hold_grammar`; does nothing if the engine is dead."""
         assert self._grammars is not None, "the executor has not started"
         with suppress(EngineDeadError):
-            self._grammars.let_go(grammar)
+            self._grammars.release(grammar)
 
     def swap_drafter(self, model: str) -> None:
         """Switch to another drafter checkpoint. Called between steps, on the engine's thread.
@@ -175,8 +179,8 @@ class RayExecutor:
         if errors:
             raise errors[0]
         self._config = config
-        if self._keeper is not None:
-            self._keeper.use(config)
+        if self._drafter_supervisor is not None:
+            self._drafter_supervisor.use(config)
         else:
             self._num_swaps += 1
 
@@ -205,9 +209,9 @@ class RayExecutor:
             self._config = self._candidate
         self._candidate = None
 
-    def _load_drafter(self, channel: StepChannel, order: LoadDrafter | BeginTrial) -> list[MantaError]:
+    def _load_drafter(self, channel: StepChannel, message: LoadDrafter | BeginTrial) -> list[MantaError]:
         """Let every rank load a drafter; return the errors."""
-        channel.send(order, LOAD_TIMEOUT_S, self.check_health)
+        channel.send(message, LOAD_TIMEOUT_S, self.check_health)
         loaded = [self._receive(channel, DrafterLoaded, LOAD_TIMEOUT_S) for _ in self._actors]
         return [reply.error for reply in loaded if reply.error is not None]
 
@@ -221,8 +225,8 @@ class RayExecutor:
             if isinstance(reply, kind):
                 return reply
             if isinstance(reply, DrafterReport):
-                assert self._keeper is not None, "only remote drafters are reported"
-                self._keeper.report(reply)
+                assert self._drafter_supervisor is not None, "only remote drafters are reported"
+                self._drafter_supervisor.report(reply)
             else:
                 assert isinstance(reply, StepResult), "unexpected message"
                 self._results.append(reply)
@@ -251,7 +255,7 @@ class RayExecutor:
         ranks = enumerate(self.worker_pids)
         return [f"rank {rank} (process {pid})" for rank, pid in ranks if _is_stopped(pid)]
 
-    def give_up(self, reason: str) -> None:
+    def kill_workers(self, reason: str) -> None:
         """Mark the engine as dead and kill its workers; a stopped process only reacts to SIGKILL."""
         self._fail(reason)
         for pid in self.worker_pids:
@@ -270,12 +274,12 @@ class RayExecutor:
                 self._channel.close()
         if ray.is_initialized():
             if self._runs:
-                ray.wait(self._runs, num_returns=len(self._runs), timeout=FAREWELL_S)
+                ray.wait(self._runs, num_returns=len(self._runs), timeout=EXIT_TIMEOUT_S)
             self._kill_all()
             if self._placement is not None:
                 self._placement.release()
-            if self._keeper is not None:
-                self._keeper.join()
+            if self._drafter_supervisor is not None:
+                self._drafter_supervisor.join()
         if self._watcher is not None:
             self._watcher.join(timeout=10.0)
         atexit.unregister(self.close)
@@ -284,7 +288,7 @@ class RayExecutor:
         if not ray.is_initialized():
             start_ray(include_dashboard=False)
         topology = Topology.of(self._config, node_resources())
-        self._placement = place(topology, group, timeout_s)
+        self._placement = create_placement(topology, group, timeout_s)
         self._config = replace(self._config, device=topology.device)
         self._channel = StepChannel(topology.tensor_parallel_size)
         self._actors = [
@@ -297,12 +301,12 @@ class RayExecutor:
         first = self._first_drafter(topology)
         infos = _gather(loads, LOAD_TIMEOUT_S)
         if first is not None:
-            _gather([self._actors[0].take_seat.remote(first)], START_TIMEOUT_S)
+            _gather([self._actors[0].connect_to_drafter.remote(first)], START_TIMEOUT_S)
         self._runs = [actor.run.remote() for actor in self._actors]
         self._watcher = threading.Thread(target=self._watch, name="manta-watcher", daemon=True)
         self._watcher.start()
-        if self._keeper is not None:
-            self._keeper.begin()
+        if self._drafter_supervisor is not None:
+            self._drafter_supervisor.begin()
         return infos[0], tuple(fact.pid for fact in facts)
 
     def _first_drafter(self, topology: Topology) -> DrafterAt | None:
@@ -310,8 +314,8 @@ class RayExecutor:
         if not (topology.split_drafter or topology.shared_drafter):
             return None
         assert self._placement is not None
-        self._keeper = DrafterSupervisor(DrafterSource(topology, self._placement), self._config)
-        return self._keeper.start()
+        self._drafter_supervisor = DrafterSupervisor(DrafterSource(topology, self._placement), self._config)
+        return self._drafter_supervisor.start()
 
     def _set_up(self, topology: Topology) -> list[WorkerFacts]:
         assert self._channel is not None
@@ -351,8 +355,8 @@ class RayExecutor:
         return EngineDeadError(f"The engine cannot serve: {self._reason}. Retry on another replica.")
 
     def _kill_all(self) -> None:
-        if self._keeper is not None:
-            self._keeper.close()
+        if self._drafter_supervisor is not None:
+            self._drafter_supervisor.close()
         for actor in self._actors:
             try:
                 ray.kill(actor)

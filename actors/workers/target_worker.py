@@ -13,12 +13,12 @@ from ...cluster.step.executor import ExecutorInfo
 from ...cluster.step.scheduler_output import SchedulerOutput, StepResult
 from .base.control_messages import (
     BeginTrial,
+    ControlMessage,
     DrafterAt,
     DrafterLoaded,
     DrafterReport,
     EndTrial,
     LoadDrafter,
-    Order,
     UseDrafter,
 )
 from .base.worker_base import Worker
@@ -26,9 +26,9 @@ from .shm.endpoint import PeerLostError
 
 if TYPE_CHECKING:
     from ...drafter.grammars.matchers import GrammarStates
-    from ..targets.loading.drafter_swap import DrafterExchange
+    from ..targets.loading.drafter_swap import DrafterSwap
     from ..targets.runners.runner_interface import Runner
-    from .drafter.remote_drafter import DrafterOfOtherDevice, SplitRunner
+    from .drafter.remote_drafter import RemoteDrafterSource, SplitRunner
 
 logger = logging.getLogger(__name__)
 
@@ -38,22 +38,22 @@ class TargetWorker(Worker):
 
     _runner: Runner | SplitRunner
     _info: ExecutorInfo
-    _drafts: DrafterOfOtherDevice | None
-    _exchange: DrafterExchange
+    _drafts: RemoteDrafterSource | None
+    _exchange: DrafterSwap
     _grammars: GrammarStates | None
 
     def _load(self) -> ExecutorInfo:
-        from ..targets.loading.drafter_swap import DrafterExchange
+        from ..targets.loading.drafter_swap import DrafterSwap
         from ..targets.loading.load_plan import plan_load
         from ..targets.loading.rank_loader import Checkpoints, start_runner
-        from .drafter.remote_drafter import DrafterOfOtherDevice, SplitRunner
+        from .drafter.remote_drafter import RemoteDrafterSource, SplitRunner
 
         plan = plan_load(self.setting.config)
         self.ranks.use_peer_memory(plan.dtype)
-        sources: list[DrafterOfOtherDevice] = []
+        sources: list[RemoteDrafterSource] = []
 
         def remote(plan, backend):
-            sources.append(DrafterOfOtherDevice(plan, backend, self.ranks))
+            sources.append(RemoteDrafterSource(plan, backend, self.ranks))
             return sources[-1]
 
         runner, info = start_runner(
@@ -61,23 +61,23 @@ class TargetWorker(Worker):
         )
         self._drafts = sources[-1] if sources else None
         self._runner = SplitRunner(runner, self._drafts, plan) if self._drafts else runner
-        self._exchange = DrafterExchange(plan, runner, self._drafts)
+        self._exchange = DrafterSwap(plan, runner, self._drafts)
         self._info, self._report = info, DrafterReport(0, ready=True, lost=False)
         self.max_in_flight = info.max_in_flight
         self._grammars = runner.grammars
         return info
 
-    def serve_beside(self, lanes: Collection[Connection]) -> None:
+    def serve_lanes_in_thread(self, lanes: Collection[Connection]) -> None:
         """Start threads that compile grammars."""
         from .base.grammar_compilation import serve_lanes
 
         serve_lanes(lanes, None if self._grammars is None else self._grammars.compiler)
 
-    def take_seat(self, drafter: DrafterAt) -> None:
+    def connect_to_drafter(self, drafter: DrafterAt) -> None:
         """Connect at start to the first drafter. Raises its refusal."""
         assert self._drafts is not None
         self._drafts.connect(drafter.address, f"engine-{os.getpid()}", self._info, self.waiter)
-        self._drafts.wait_for_seat()
+        self._drafts.wait_for_session()
 
     def submit(self, plan: SchedulerOutput) -> None:
         self._runner.submit(plan)
@@ -90,7 +90,7 @@ class TargetWorker(Worker):
         result = self._runner.collect()
         return result if self.setting.rank == 0 else None
 
-    def news(self) -> DrafterReport | None:
+    def take_report(self) -> DrafterReport | None:
         """Return the drafter's state if it has changed."""
         if self._drafts is None or self.setting.rank > 0:
             return None
@@ -102,8 +102,8 @@ class TargetWorker(Worker):
         self._report = report
         return report
 
-    def obey(self, order: Order) -> DrafterLoaded | None:
-        match order:
+    def execute(self, message: ControlMessage) -> DrafterLoaded | None:
+        match message:
             case DrafterAt(generation, address):
                 self._connect_drafter(generation, address)
             case LoadDrafter(model):

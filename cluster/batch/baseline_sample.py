@@ -23,30 +23,31 @@ from enum import Enum, auto
 
 from ..errors import ConfigError
 
-ROWS_PER_SEAT = 2  # the first fill the engine, the second keep it full while the first are answered
+ROWS_PER_SEQ = 2  # the first fill the engine, the second keep it full while the first are answered
 STRETCH = 2  # most plain rows, as a multiple of `num_rows`
-LEAST_S = 1.0  # of each kind of time; less is noise
+MIN_S = 1.0  # of each kind of time; less is noise
 MAX_SHARE = 0.05  # of a job's rows, unless the user requests a sample
 
 
-def num_plain_rows(num_rows: int, max_num_seqs: int, asked: int | None = None) -> int:
+def num_plain_rows(num_rows: int, max_num_seqs: int, requested: int | None = None) -> int:
     """Return how many rows of a job are answered plainly to measure the speed-up; 0 for none.
 
     Args:
         num_rows: rows of the job.
         max_num_seqs: of an engine.
-        asked: the user's setting; None for as many as needed, if that is a small share of the rows.
+        requested: the user's setting; None for as many as needed, if that is a small share of the rows.
     """
-    needed = ROWS_PER_SEAT * max_num_seqs
-    if asked is None:
+    needed = ROWS_PER_SEQ * max_num_seqs
+    if requested is None:
         return needed if needed <= MAX_SHARE * num_rows else 0
-    if asked and asked < needed:
+    if requested and requested < needed:
         raise ConfigError(
-            f"plain_sample={asked} is too few rows to measure with: an engine of max_num_seqs={max_num_seqs} "
+            f"plain_sample={requested} is too few rows to measure with: an engine of "
+            f"max_num_seqs={max_num_seqs} "
             f"must stay full of plain rows for a while. Set it to {needed} or more, or to 0 (none).",
             param="plain_sample",
         )
-    return asked
+    return requested
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,17 +74,17 @@ class BaselineComparison:
 
 
 @dataclass(frozen=True, slots=True)
-class _Stretch:
+class _Interval:
     """Time between two events, and its tokens."""
 
     seconds: float
     tokens: float
 
-    def first(self, seconds: float) -> _Stretch:
+    def first(self, seconds: float) -> _Interval:
         """Return at most the first `seconds` of it, assuming evenly distributed tokens."""
         if self.seconds <= seconds:
             return self
-        return _Stretch(seconds, self.tokens * seconds / self.seconds)
+        return _Interval(seconds, self.tokens * seconds / self.seconds)
 
 
 class _Phase(Enum):
@@ -106,9 +107,9 @@ class BaselineSample:
         self._num_alone = 0  # plain rows that were started while no speculated row ran
         self._event_s: float | None = None
         self._event_tokens = 0
-        self._before: list[_Stretch] = []
-        self._plain: list[_Stretch] = []
-        self._after: list[_Stretch] = []
+        self._before: list[_Interval] = []
+        self._plain: list[_Interval] = []
+        self._after: list[_Interval] = []
         self._comparison: BaselineComparison | None = None
 
     @property
@@ -123,11 +124,11 @@ class BaselineSample:
             now_s: monotonic time in seconds.
             num_tokens: tokens that the engine has generated so far.
         """
-        self._account(now_s, num_tokens)
+        self._add_elapsed(now_s, num_tokens)
         if self._phase is _Phase.BEFORE and self._is_warm:
             self._phase = _Phase.PLAIN
         elif self._phase is _Phase.PLAIN and self._has_enough:
-            self._phase = _Phase.AFTER if _seconds(self._plain) >= LEAST_S else _Phase.DONE
+            self._phase = _Phase.AFTER if _seconds(self._plain) >= MIN_S else _Phase.DONE
         speculate = self._phase is not _Phase.PLAIN
         if not speculate:
             self._num_started += 1
@@ -137,7 +138,7 @@ class BaselineSample:
 
     def end(self, now_s: float, num_tokens: int, speculate: bool) -> None:
         """Record a row that has left the engine; `speculate` is the result of its `start`."""
-        self._account(now_s, num_tokens)
+        self._add_elapsed(now_s, num_tokens)
         self._num_running[speculate] -= 1
         self._num_warm += self._phase is _Phase.BEFORE
         assert min(self._num_running.values()) >= 0, "more rows ended than were started"
@@ -148,7 +149,7 @@ class BaselineSample:
         return (
             self._num_warm >= self._num_rows
             and sum(self._num_running.values()) + 1 >= self._full
-            and _seconds(self._before) >= LEAST_S
+            and _seconds(self._before) >= MIN_S
         )
 
     @property
@@ -156,20 +157,20 @@ class BaselineSample:
         """Whether no more plain rows are needed."""
         if self._num_started >= STRETCH * self._num_rows:
             return True
-        return 2 * self._num_alone >= self._num_rows and _seconds(self._plain) >= LEAST_S
+        return 2 * self._num_alone >= self._num_rows and _seconds(self._plain) >= MIN_S
 
-    def _account(self, now_s: float, num_tokens: int) -> None:
+    def _add_elapsed(self, now_s: float, num_tokens: int) -> None:
         """Assign the time since the last event to its kind."""
         if self._phase is _Phase.DONE:
             return
         if self._event_s is not None:
-            stretch = _Stretch(now_s - self._event_s, num_tokens - self._event_tokens)
+            stretch = _Interval(now_s - self._event_s, num_tokens - self._event_tokens)
             drafted, plain = self._num_running[True], self._num_running[False]
             if drafted + plain >= self._full and not (drafted and plain):
                 self._record(stretch, drafted=drafted > 0)
         self._event_s, self._event_tokens = now_s, num_tokens
 
-    def _record(self, stretch: _Stretch, drafted: bool) -> None:
+    def _record(self, stretch: _Interval, drafted: bool) -> None:
         if not drafted:
             self._plain.append(stretch)
         elif self._phase is _Phase.BEFORE:
@@ -193,11 +194,11 @@ class BaselineSample:
         self._phase = _Phase.DONE
 
 
-def _seconds(stretches: Iterable[_Stretch]) -> float:
+def _seconds(stretches: Iterable[_Interval]) -> float:
     return sum(stretch.seconds for stretch in stretches)
 
 
-def _until(seconds: float, stretches: Iterable[_Stretch]) -> _Stretch:
+def _until(seconds: float, stretches: Iterable[_Interval]) -> _Interval:
     """Return the first `seconds` of the stretches as one."""
     tokens, left_s = 0.0, seconds
     for stretch in stretches:
@@ -206,4 +207,4 @@ def _until(seconds: float, stretches: Iterable[_Stretch]) -> _Stretch:
         left_s -= taken.seconds
         if left_s <= 0:
             break
-    return _Stretch(seconds, tokens)
+    return _Interval(seconds, tokens)

@@ -20,11 +20,11 @@ MIN_SOON_S = 5.0
 class Concurrency:
     """The minimum and maximum number of a job's engines."""
 
-    fewest: int = 1
-    most: int = 1
+    minimum: int = 1
+    maximum: int = 1
 
     def __post_init__(self) -> None:
-        if not 1 <= self.fewest <= self.most:
+        if not 1 <= self.minimum <= self.maximum:
             raise ConfigError(
                 f"concurrency={self} must be at least 1, and MIN:MAX with MIN no more than MAX.",
                 param="concurrency",
@@ -41,7 +41,7 @@ class Concurrency:
         return cls(int(found[1]), int(found[2] or found[1]))
 
     def __str__(self) -> str:
-        return str(self.fewest) if self.fewest == self.most else f"{self.fewest}:{self.most}"
+        return str(self.minimum) if self.minimum == self.maximum else f"{self.minimum}:{self.maximum}"
 
 
 class PoolSize:
@@ -53,32 +53,32 @@ class PoolSize:
         self._engine_s = 0.0
         self._num_rows = 0
 
-    def started(self, seconds: float) -> None:
+    def record_startup(self, seconds: float) -> None:
         """Record the seconds that an engine took to start."""
         self._start_s = max(self._start_s, seconds)
 
-    def worked(self, engines: int, seconds: float) -> None:
+    def record_work(self, engines: int, seconds: float) -> None:
         """Record that `engines` engines have worked for `seconds` seconds."""
         self._engine_s += engines * seconds
 
-    def answered(self, num_rows: int) -> None:
+    def record_answered_rows(self, num_rows: int) -> None:
         self._num_rows += num_rows
 
-    def wanted(self, left: int | None, engines: int, busy: int) -> int:
+    def target_size(self, num_unleased: int | None, engines: int, busy: int) -> int:
         """Return the number of engines that there should be.
 
         Args:
-            left: rows that no engine has; None if unknown.
+            num_unleased: rows that no engine has; None if unknown.
             engines: engines that run or are being started.
             busy: engines that have rows.
         """
-        fewest, most = self._bounds.fewest, self._bounds.most
-        if left == 0:
-            return min(engines, max(fewest, busy))
-        current = max(fewest, min(engines, most))
-        if left is None or not self._engine_s:
+        minimum, maximum = self._bounds.minimum, self._bounds.maximum
+        if num_unleased == 0:
+            return min(engines, max(minimum, busy))
+        current = max(minimum, min(engines, maximum))
+        if num_unleased is None or not self._engine_s:
             return current
         soon_s = max(2 * self._start_s, MIN_SOON_S)
         rows_per_engine_s = max(self._num_rows, 1) / self._engine_s
-        needed = math.ceil(left / (rows_per_engine_s * soon_s))
-        return max(current, min(most, needed))
+        needed = math.ceil(num_unleased / (rows_per_engine_s * soon_s))
+        return max(current, min(maximum, needed))

@@ -10,7 +10,7 @@
 Leases shrink towards the end, so that engines end together. Suspected rows come after all others: whatever
 they do, the rest is answered first. The driver of `manta batch` owns one (`jobs/batch/engine_pool.py`). So
 does the replica that runs a batch of `/v1/batches` (`actors/batch/openai/batch_run.py`); it dies with its
-engine, so it saves the book before rows go to the engine (`to_json`) and its successor goes on with it
+engine, so it saves the manager before rows go to the engine (`to_json`) and its successor goes on with it
 (`after_death`).
 """
 
@@ -21,7 +21,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Self
 
-from .row_ranges import RowRanges, both, count, minus, row_ranges, split_off, union
+from .row_ranges import RowRanges, count, difference, intersection, row_ranges, split_off, union
 
 _DEAD = "dead"  # the engine of a driver that died with it
 
@@ -49,7 +49,7 @@ class _OpenLease:
     rows: RowRanges  # that are neither answered nor returned
 
 
-class LeaseBook:
+class LeaseManager:
     """The rows of a batch until each is answered or known as poison.
 
     Args:
@@ -74,7 +74,7 @@ class LeaseBook:
         self._fresh = rows
         self._suspects: RowRanges = ()
         self._quarantine: deque[tuple[RowRanges, int, int]] = deque()  # with deaths and deaths alone
-        self._held: dict[int, _OpenLease] = {}
+        self._open_leases: dict[int, _OpenLease] = {}
         self._done: RowRanges = ()
         self._next_number = 0
         self.poison: dict[int, int] = {}  # poison rows, with the engines that died with them
@@ -83,61 +83,67 @@ class LeaseBook:
     def after_death(
         cls, saved: Mapping[str, Any], rows: RowRanges, *, largest: int, smallest: int, trials: int
     ) -> tuple[Self, RowRanges]:
-        """Return the book of a driver that died with its engine, and the rows now known as poison.
+        """Return the manager of a driver that died with its engine, and the rows now known as poison.
 
         Args:
-            saved: `to_json` of the dead driver's book; empty if it had none.
+            saved: `to_json` of the dead driver's manager; empty if it had none.
             rows: that are not durable.
         """
-        book = cls(rows, largest=largest, smallest=smallest, trials=trials)
+        manager = cls(rows, largest=largest, smallest=smallest, trials=trials)
         if not saved:
-            return book, ()
-        book._suspects = both(_ranges(saved["suspects"]), rows)
-        groups = ((both(_ranges(group), rows), *deaths) for group, *deaths in saved["quarantine"])
-        book._quarantine.extend(group for group in groups if group[0])
+            return manager, ()
+        manager._suspects = intersection(_ranges(saved["suspects"]), rows)
+        groups = ((intersection(_ranges(group), rows), *deaths) for group, *deaths in saved["quarantine"])
+        manager._quarantine.extend(group for group in groups if group[0])
         for number, (leased, deaths, alone) in enumerate(saved["leases"]):
-            if lost := both(_ranges(leased), rows):
+            if lost := intersection(_ranges(leased), rows):
                 lease = Lease(number, _DEAD, _ranges(leased), deaths, None, alone)
-                book._held[number] = _OpenLease(lease, lost)
-        book._next_number = len(saved["leases"])
-        elsewhere = (*(group for group, *_ in book._quarantine), *(held.rows for held in book._held.values()))
-        book._fresh = minus(rows, union(book._suspects, *elsewhere))
-        return book, book.died(_DEAD, (), blame=True)
+                manager._open_leases[number] = _OpenLease(lease, lost)
+        manager._next_number = len(saved["leases"])
+        elsewhere = (
+            *(group for group, *_ in manager._quarantine),
+            *(open_lease.rows for open_lease in manager._open_leases.values()),
+        )
+        manager._fresh = difference(rows, union(manager._suspects, *elsewhere))
+        return manager, manager.on_engine_death(_DEAD, (), blame=True)
 
     def to_json(self) -> dict[str, Any]:  # Any: JSON
         """Return what `after_death` needs."""
         return {
             "leases": [
-                (held.lease.rows, held.lease.deaths, held.lease.deaths_alone) for held in self._held.values()
+                (open_lease.lease.rows, open_lease.lease.deaths, open_lease.lease.deaths_alone)
+                for open_lease in self._open_leases.values()
             ],
             "suspects": self._suspects,
             "quarantine": list(self._quarantine),
         }
 
     @property
-    def left(self) -> int:
+    def num_unleased(self) -> int:
         """Return the number of rows that no engine holds."""
         return count(self._fresh) + count(self._suspects) + sum(count(rows) for rows, *_ in self._quarantine)
 
     @property
     def done(self) -> bool:
-        return not self._held and not self.left
+        return not self._open_leases and not self.num_unleased
 
-    def holds(self, engine: str) -> list[Lease]:
+    def leases_of(self, engine: str) -> list[Lease]:
         """Return the leases of an engine."""
-        return [held.lease for held in self._held.values() if held.lease.engine == engine]
+        return [
+            open_lease.lease for open_lease in self._open_leases.values() if open_lease.lease.engine == engine
+        ]
 
-    def take(self, engine: str, num_engines: int) -> Lease | None:
+    def acquire(self, engine: str, num_engines: int) -> Lease | None:
         """Return rows for an engine; None if there are none for it now.
 
         Args:
             num_engines: that share the rows that are left.
         """
-        holds = self.holds(engine)
+        holds = self.leases_of(engine)
         if any(lease.alone for lease in holds):
             return None
         if self._fresh:
-            rows, self._fresh = self._cut(self._fresh, self._share(count(self._fresh), num_engines))
+            rows, self._fresh = self._cut(self._fresh, self._lease_size(count(self._fresh), num_engines))
             return self._lease(engine, rows, 0)
         if self._suspects:
             rows, self._suspects = self._cut(self._suspects, self._smallest)
@@ -146,16 +152,16 @@ class LeaseBook:
             return self._lease(engine, *self._quarantine.popleft())
         return None
 
-    def answered(self, lease: int, rows: RowRanges) -> None:
+    def mark_durable(self, lease: int, rows: RowRanges) -> None:
         """Record that these rows of the lease are durable."""
         self._done = union(self._done, self._release(lease, rows))
 
-    def returned(self, lease: int, rows: RowRanges) -> None:
+    def return_rows(self, lease: int, rows: RowRanges) -> None:
         """Record that these rows of the lease were returned without a result."""
-        if held := self._held.get(lease):
-            self._put_back(self._release(lease, rows), held.lease.deaths, held.lease.deaths_alone)
+        if open_lease := self._open_leases.get(lease):
+            self._requeue(self._release(lease, rows), open_lease.lease.deaths, open_lease.lease.deaths_alone)
 
-    def died(self, engine: str, durable: RowRanges, *, blame: bool) -> RowRanges:
+    def on_engine_death(self, engine: str, durable: RowRanges, *, blame: bool) -> RowRanges:
         """Record that an engine is gone. Returns the rows now known as poison.
 
         Args:
@@ -163,35 +169,42 @@ class LeaseBook:
             blame: its rows may be the reason. False if its node was lost or it was ended on purpose.
         """
         poison: RowRanges = ()
-        for lease in self.holds(engine):
-            left = self._held[lease.number].rows
-            self.answered(lease.number, both(left, durable))
-            if not (lost := minus(left, durable)):
+        for lease in self.leases_of(engine):
+            left = self._open_leases[lease.number].rows
+            self.mark_durable(lease.number, intersection(left, durable))
+            if not (lost := difference(left, durable)):
                 continue
             self._release(lease.number, lost)
             if not blame:
-                self._put_back(lost, lease.deaths, lease.deaths_alone)
+                self._requeue(lost, lease.deaths, lease.deaths_alone)
             elif lease.alone and count(lease.rows) == 1 and lease.deaths_alone + 1 >= self._trials:
                 self.poison[lost[0][0]] = lease.deaths + 1
                 poison = union(poison, lost)
             else:
-                self._put_back_suspects(lost, lease)
+                self._requeue_suspects(lost, lease)
         self._done = union(self._done, poison)
         return poison
 
     def check_invariants(self) -> None:
         """Check that every row is in one place."""
-        places = [self._fresh, self._suspects, self._done, *(held.rows for held in self._held.values())]
+        places = [
+            self._fresh,
+            self._suspects,
+            self._done,
+            *(open_lease.rows for open_lease in self._open_leases.values()),
+        ]
         places += [rows for rows, *_ in self._quarantine]
         assert union(*places) == self._rows, "rows are lost, or were never asked for"
         assert sum(count(rows) for rows in places) == count(self._rows), "rows are in two places"
-        assert all(held.rows for held in self._held.values()), "a lease of nothing"
+        assert all(open_lease.rows for open_lease in self._open_leases.values()), "a lease of nothing"
         assert all(rows for rows, *_ in self._quarantine), "nothing in quarantine"
-        for held in self._held.values():
-            alone = len(self.holds(held.lease.engine)) == 1
-            assert alone or not held.lease.alone, "an engine has another lease next to a quarantined one"
+        for open_lease in self._open_leases.values():
+            alone = len(self.leases_of(open_lease.lease.engine)) == 1
+            assert alone or not open_lease.lease.alone, (
+                "an engine has another lease next to a quarantined one"
+            )
 
-    def _share(self, num_rows: int, num_engines: int) -> int:
+    def _lease_size(self, num_rows: int, num_engines: int) -> int:
         """Return half of an equal share of the rows that are left (guided self-scheduling)."""
         return min(max(num_rows // (2 * max(num_engines, 1)), self._smallest), self._largest)
 
@@ -199,27 +212,27 @@ class LeaseBook:
         if not self._ordered:
             return split_off(rows, num_rows)
         shard = rows[0][0] // self._largest
-        first = both(rows, ((shard * self._largest, (shard + 1) * self._largest),))
-        return first, minus(rows, first)
+        first = intersection(rows, ((shard * self._largest, (shard + 1) * self._largest),))
+        return first, difference(rows, first)
 
     def _lease(self, engine: str, rows: RowRanges, deaths: int, alone: int = 0) -> Lease:
         shard = rows[0][0] // self._largest if self._ordered else None
         lease = Lease(self._next_number, engine, rows, deaths, shard, alone)
         self._next_number += 1
-        self._held[lease.number] = _OpenLease(lease, rows)
+        self._open_leases[lease.number] = _OpenLease(lease, rows)
         return lease
 
     def _release(self, lease: int, rows: RowRanges) -> RowRanges:
         """Take rows out of a lease. Returns those that were in it; none if the lease has ended."""
-        if (held := self._held.get(lease)) is None:
+        if (open_lease := self._open_leases.get(lease)) is None:
             return ()
-        released = both(held.rows, rows)
-        held.rows = minus(held.rows, released)
-        if not held.rows:
-            del self._held[lease]
+        released = intersection(open_lease.rows, rows)
+        open_lease.rows = difference(open_lease.rows, released)
+        if not open_lease.rows:
+            del self._open_leases[lease]
         return released
 
-    def _put_back(self, rows: RowRanges, deaths: int, alone: int = 0) -> None:
+    def _requeue(self, rows: RowRanges, deaths: int, alone: int = 0) -> None:
         if not rows:
             return
         if deaths == 0:
@@ -229,12 +242,12 @@ class LeaseBook:
         else:
             self._quarantine.appendleft((rows, deaths, alone))
 
-    def _put_back_suspects(self, rows: RowRanges, lease: Lease) -> None:
+    def _requeue_suspects(self, rows: RowRanges, lease: Lease) -> None:
         """Put back rows of a lease after its engine died with them."""
         first, rest = split_off(rows, count(rows) // 2 if lease.alone else 0)
         alone = lease.deaths_alone + (lease.alone and count(lease.rows) == 1)
         for half in (rest, first):  # the first half is leased first
-            self._put_back(half, lease.deaths + 1, alone)
+            self._requeue(half, lease.deaths + 1, alone)
 
 
 def _ranges(saved: list[list[int]]) -> RowRanges:

@@ -25,7 +25,7 @@ def row_ranges(ranges: Iterable[tuple[int, int]]) -> RowRanges:
     return tuple(merged)
 
 
-def of_rows(rows: Iterable[int]) -> RowRanges:
+def from_rows(rows: Iterable[int]) -> RowRanges:
     return row_ranges((row, row + 1) for row in rows)
 
 
@@ -33,7 +33,7 @@ def count(ranges: RowRanges) -> int:
     return sum(end - begin for begin, end in ranges)
 
 
-def rows_of(ranges: RowRanges) -> Iterator[int]:
+def iterate_rows(ranges: RowRanges) -> Iterator[int]:
     for begin, end in ranges:
         yield from range(begin, end)
 
@@ -47,7 +47,7 @@ def union(*sets: RowRanges) -> RowRanges:
     return row_ranges(each for ranges in sets for each in ranges)
 
 
-def minus(ranges: RowRanges, removed: RowRanges) -> RowRanges:
+def difference(ranges: RowRanges, removed: RowRanges) -> RowRanges:
     """Return the rows of the first set that are not in the second."""
     left: list[tuple[int, int]] = []
     place = 0
@@ -65,9 +65,9 @@ def minus(ranges: RowRanges, removed: RowRanges) -> RowRanges:
     return tuple(left)
 
 
-def both(a: RowRanges, b: RowRanges) -> RowRanges:
+def intersection(a: RowRanges, b: RowRanges) -> RowRanges:
     """Return the rows that are in both sets."""
-    return minus(a, minus(a, b))
+    return difference(a, difference(a, b))
 
 
 def split_off(ranges: RowRanges, num_rows: int) -> tuple[RowRanges, RowRanges]:

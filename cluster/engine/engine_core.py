@@ -1,8 +1,8 @@
 """The engine core: takes requests, runs steps and returns updates.
 
 It checks requests, times the parts of a step and takes snapshots of counts. The scheduler decides, the
-executor computes. Not thread-safe except for `stats`, `lives`, `spent` and `has_unfinished`, which only read.
-Used by `LLM`, `AsyncEngine` and simulations.
+executor computes. Not thread-safe except for `stats`, `timelines`, `usage_by_account` and `has_unfinished`,
+which only read. Used by `LLM`, `AsyncEngine` and simulations.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ..config import EngineConfig
-from ..errors import OverloadedError, RequestError, shown
+from ..errors import OverloadedError, RequestError, brief
 from ..metrics.bounded_labels import UsageAccount
 from ..metrics.histogram import NO_COUNTS, HistogramCounts
 from ..records.request_timeline import RequestTimeline
@@ -25,7 +25,7 @@ from ..step.executor import Executor
 from ..step.limits import SchedulerConfig, check_output_so_far, check_request
 from ..step.scheduler_output import DrafterUse, SchedulerOutput, StepResult
 from ..step.step_outcome import SequenceUpdate
-from .step_watchdog import StepWatch
+from .step_watchdog import StepWatchdog
 
 __all__ = ["EngineCore", "EngineStats", "SequenceUpdate"]
 
@@ -125,15 +125,15 @@ class EngineCore:
         config: EngineConfig,
         executor: Executor,
         clock: Callable[[], float] = time.monotonic,
-        watch: StepWatch | None = None,
+        watch: StepWatchdog | None = None,
     ) -> None:
         self._executor, self._max_in_flight = executor, executor.info.max_in_flight
-        self._watch = watch or StepWatch()
+        self._watch = watch or StepWatchdog()
         self._drafter_generation = 0
         self._scheduler = Scheduler(SchedulerConfig.derive(config, executor.info))
-        self._roster = self._scheduler.roster
+        self._queues = self._scheduler.queues
         self._max_running, self._max_queued = config.max_num_seqs, config.max_num_queued_reqs
-        self._left_waiting = False  # whether the last plan left an online request waiting
+        self._has_waiting = False  # whether the last plan left an online request waiting
         self._clock = clock
         self._seconds: dict[str, float] = dict.fromkeys(STEP_PARTS, 0.0)
 
@@ -155,26 +155,27 @@ class EngineCore:
         check_request(requests[0], self._scheduler.config)
         for request in requests:
             check_output_so_far(request, self._scheduler.config)
-            if (name := request.request_id) in self._roster:
+            if (name := request.request_id) in self._queues:
                 raise RequestError(
-                    f"request_id={shown(name)} is already running; give each request a unique id.",
+                    f"request_id={brief(name)} is already running; give each request a unique id.",
                     param="request_id",
                 )
         if not requests[0].background:
             self._check_queue(len(requests))
         for request in requests:
-            self._roster.add(request)
+            self._queues.add(request)
 
     def _check_queue(self, count: int) -> None:
-        most = self._max_queued
-        if most is None:
+        maximum = self._max_queued
+        if maximum is None:
             return
-        free_slots = 0 if self._left_waiting else self._max_running - self._roster.num_online_running
-        waiting = max(self._roster.num_online_waiting - free_slots, 0)
-        if self._roster.num_online_waiting + count > most + free_slots:
-            self._roster.counters.rejected["queue_full"] += count
+        free_slots = 0 if self._has_waiting else self._max_running - self._queues.num_online_running
+        waiting = max(self._queues.num_online_waiting - free_slots, 0)
+        if self._queues.num_online_waiting + count > maximum + free_slots:
+            self._queues.counters.rejected["queue_full"] += count
             raise OverloadedError(
-                f"{waiting} requests are waiting and {count} would join them (max_num_queued_reqs={most}). "
+                f"{waiting} requests are waiting and {count} would join them "
+                f"(max_num_queued_reqs={maximum}). "
                 "Retry."
             )
 
@@ -185,7 +186,7 @@ class EngineCore:
             request_id: the request; no update follows, as the caller knows that it ended.
             reason: "stop" if a stop string was found in its text.
         """
-        return self._roster.abort(request_id, reason)
+        return self._queues.abort(request_id, reason)
 
     def step(self) -> list[SequenceUpdate]:
         """Start as many steps as may be in flight and finish the oldest one.
@@ -202,25 +203,25 @@ class EngineCore:
         health = self._executor.drafter_health
         if health.generation != self._drafter_generation:
             self._drafter_generation = health.generation
-            self._watch.forget()
+            self._watch.reset()
         self._scheduler.drafter.update_health(health)
         plan = self._scheduler.schedule(begin_s)
-        self._left_waiting = self._roster.num_online_waiting > 0
+        self._has_waiting = self._queues.num_online_waiting > 0
         self._seconds["schedule"] += self._clock() - begin_s
         return plan
 
     def _submit(self, plan: SchedulerOutput) -> None:
         begin_s = self._clock()
-        self._watch.submitting(plan)
+        self._watch.before_submit(plan)
         self._executor.submit(plan)
-        self._watch.submitted(passed_s := self._clock() - begin_s)
+        self._watch.after_submit(passed_s := self._clock() - begin_s)
         self._seconds["execute"] += passed_s
 
     def _collect(self) -> StepResult:
         begin_s = self._clock()
-        self._watch.collecting()
+        self._watch.before_collect()
         result = self._executor.collect()
-        self._watch.collected(passed_s := self._clock() - begin_s)
+        self._watch.after_collect(passed_s := self._clock() - begin_s)
         self._seconds["execute"] += passed_s
         return result
 
@@ -238,17 +239,17 @@ class EngineCore:
 
     @property
     def has_unfinished(self) -> bool:
-        return bool(self._roster.running or self._roster.waiting or self._scheduler.in_flight)
+        return bool(self._queues.running or self._queues.waiting or self._scheduler.in_flight)
 
     def stats(self) -> EngineStats:
-        scheduler, roster = self._scheduler, self._roster
+        scheduler, queues = self._scheduler, self._queues
         counters = scheduler.counters
         return EngineStats(
-            running=len(roster.running),
-            waiting=len(roster.waiting),
-            background_running=len(roster.running) - roster.num_online_running,
-            background_waiting=len(roster.waiting) - roster.num_online_waiting,
-            kv_usage=scheduler.books.usage,
+            running=len(queues.running),
+            waiting=len(queues.waiting),
+            background_running=len(queues.running) - queues.num_online_running,
+            background_waiting=len(queues.waiting) - queues.num_online_waiting,
+            kv_usage=scheduler.kv_cache_manager.usage,
             steps=counters.steps,
             prompt_tokens=counters.prompt_tokens,
             generation_tokens=counters.generation_tokens,
@@ -279,14 +280,14 @@ class EngineCore:
             draft_length=scheduler.controller.last_choice().length,
             rejected=dict(counters.rejected),
             step_tokens=counters.step_tokens.counts(),
-            page_lifetimes=scheduler.books.times.lifetime.counts(),
-            page_idle_times=scheduler.books.times.idle.counts(),
-            page_reuse_gaps=scheduler.books.times.reuse_gap.counts(),
+            page_lifetimes=scheduler.kv_cache_manager.times.lifetime.counts(),
+            page_idle_times=scheduler.kv_cache_manager.times.idle.counts(),
+            page_reuse_gaps=scheduler.kv_cache_manager.times.reuse_gap.counts(),
         )
 
-    def lives(self, name: str) -> list[RequestTimeline]:
+    def timelines(self, name: str) -> list[RequestTimeline]:
         """Return the timelines of recent requests with this name, which is the engine's or the client's."""
-        return self._scheduler.journal.lives(name)
+        return self._scheduler.flight_recorder.timelines(name)
 
     @property
     def costs(self) -> StepCostModel | None:
@@ -299,20 +300,20 @@ class EngineCore:
         return self._scheduler.controller.acceptance
 
     @property
-    def speculation_pays(self) -> bool:
+    def would_draft(self) -> bool:
         """Whether a single request would get drafts, by present estimates; True if nothing is known."""
-        return self._scheduler.controller.pays
+        return self._scheduler.controller.would_draft
 
-    def forget_speculation(self) -> None:
+    def reset_speculation(self) -> None:
         """Forget everything learned about drafts and step costs."""
-        self._scheduler.controller.forget(costs=True)
+        self._scheduler.controller.reset(costs=True)
 
     def end_warm_up(self) -> None:
         """Remove the requests so far from all counts, and forget the acceptance of their drafts."""
         self._scheduler.end_warm_up()
         self._seconds = dict.fromkeys(STEP_PARTS, 0.0)
 
-    def spent(self) -> dict[UsageAccount, Usage]:
+    def usage_by_account(self) -> dict[UsageAccount, Usage]:
         """Return what steps were used for, by account; empty until a request names an account."""
         return self._scheduler.usage.totals()
 
@@ -326,7 +327,7 @@ class EngineCore:
 
     def reset_prefix_cache(self) -> None:
         """Forget the content of all pages; running requests continue."""
-        self._scheduler.books.cache.clear()
+        self._scheduler.kv_cache_manager.cache.clear()
 
     def close(self) -> None:
         """End the workers. Idempotent."""
@@ -334,4 +335,4 @@ class EngineCore:
 
     def check_invariants(self) -> None:
         """Assert that no page, slot or token is lost or duplicated. For tests; it checks everything."""
-        self._roster.check_invariants()
+        self._queues.check_invariants()

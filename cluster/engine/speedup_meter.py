@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from .engine_core import EngineStats
 
 MEMORY_S = 60.0  # seconds of decoding after which older values are forgotten
-LEAST_S = 0.05  # with less than this, no value is returned
+MIN_S = 0.05  # with less than this, no value is returned
 
 
 class SpeedupMeter:
@@ -29,4 +29,4 @@ class SpeedupMeter:
         self._last = stats.plain_s, stats.speculating_s
         decay = max(0.0, 1.0 - taken_s / MEMORY_S)
         self._plain_s, self._taken_s = decay * self._plain_s + plain_s, decay * self._taken_s + taken_s
-        return self._plain_s / self._taken_s if self._taken_s >= LEAST_S else None
+        return self._plain_s / self._taken_s if self._taken_s >= MIN_S else None

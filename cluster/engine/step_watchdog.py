@@ -36,13 +36,13 @@ class _Kind(NamedTuple):
 
 
 @dataclass(slots=True)
-class _Seen:
+class _KindStats:
     count: int = 0
     slowest_s: float = 0.0
 
 
 @dataclass(slots=True, eq=False)
-class _Flight:
+class _InFlightStep:
     kind: _Kind
     seconds: float = 0.0
 
@@ -76,11 +76,11 @@ class Stall:
         return f"{text}; stopped by a signal or a debugger: {stopped}" if stopped else text
 
 
-class StepWatch:
+class StepWatchdog:
     """Watches the steps of one engine.
 
-    The step thread calls `submitting`, `submitted`, `collecting`, `collected` and `forget`; another one calls
-    `tick`.
+    The step thread calls `before_submit`, `after_submit`, `before_collect`, `after_collect` and `reset`;
+    another one calls `check`.
 
     Args:
         floor_s: no shorter step is a stall.
@@ -89,45 +89,45 @@ class StepWatch:
 
     def __init__(self, floor_s: float = FLOOR_S, factor: float = FACTOR) -> None:
         self.floor_s, self._factor = floor_s, factor
-        self._flights: deque[_Flight] = deque()
-        self._seen: dict[_Kind, _Seen] = {}
+        self._flights: deque[_InFlightStep] = deque()
+        self._seen: dict[_Kind, _KindStats] = {}
         self._features: dict[tuple[bool, ...], int] = {}
-        self._warm_up_left = 0
+        self._warm_up_steps_left = 0
         self._call: _Call | None = None  # replaced atomically, as another thread reads it
         # Used by the ticking thread.
         self._watched: _Call | None = None
         self._waited_s = self._ticked_s = 0.0
 
-    def submitting(self, plan: SchedulerOutput) -> None:
+    def before_submit(self, plan: SchedulerOutput) -> None:
         """Record that a plan is about to be submitted."""
         self._check_features(plan.admitted)
-        flight = _Flight(_kind_of(plan))
+        flight = _InFlightStep(_kind_of(plan))
         self._flights.append(flight)
         self._call = _Call(self._limit_s(flight.kind))
 
-    def submitted(self, seconds: float) -> None:
+    def after_submit(self, seconds: float) -> None:
         """Record that a plan was submitted, after `seconds`."""
         self._flights[-1].seconds += seconds
         self._call = None
 
-    def collecting(self) -> None:
+    def before_collect(self) -> None:
         """Record that the oldest plan's result is about to be awaited."""
         self._call = _Call(self._limit_s(self._flights[0].kind))
 
-    def collected(self, seconds: float) -> None:
+    def after_collect(self, seconds: float) -> None:
         """Record that the oldest plan's result has arrived, after `seconds`."""
         flight = self._flights.popleft()
-        seen = self._seen.setdefault(flight.kind, _Seen())
+        seen = self._seen.setdefault(flight.kind, _KindStats())
         seen.count += 1
         seen.slowest_s = max(flight.seconds + seconds, _DECAY * seen.slowest_s)
-        self._warm_up_left = max(self._warm_up_left - 1, 0)
+        self._warm_up_steps_left = max(self._warm_up_steps_left - 1, 0)
         self._call = None
 
-    def forget(self) -> None:
+    def reset(self) -> None:
         """Forget all step times, as a new drafter changes them."""
         self._seen = {}
 
-    def tick(self, now_s: float, stopped: Callable[[], Sequence[str]]) -> Stall | None:
+    def check(self, now_s: float, stopped: Callable[[], Sequence[str]]) -> Stall | None:
         """Check the call in progress; called every TICK_S.
 
         Args:
@@ -150,7 +150,7 @@ class StepWatch:
 
     def _limit_s(self, kind: _Kind) -> float | None:
         like = self._seen.get(kind)
-        if like is not None and like.count >= _MIN_STEPS and not self._warm_up_left:
+        if like is not None and like.count >= _MIN_STEPS and not self._warm_up_steps_left:
             return max(self.floor_s, self._factor * like.slowest_s)
         known = {each: seen.slowest_s for each, seen in self._seen.items() if seen.count >= _MIN_STEPS}
         if not known:
@@ -168,7 +168,7 @@ class StepWatch:
             count = self._features.get(features, 0)
             if count < _MIN_STEPS:
                 self._features[features] = count + 1
-                self._warm_up_left = _WARM_UP_STEPS
+                self._warm_up_steps_left = _WARM_UP_STEPS
 
 
 def _times_rows(kind: _Kind, known: _Kind) -> int:

@@ -45,7 +45,7 @@ class UsageTotals:
     kept_s: float = 0.0
 
     @classmethod
-    def grown(cls, before: Usage, now: Usage, devices: int, requests: int) -> Self:
+    def between(cls, before: Usage, now: Usage, devices: int, requests: int) -> Self:
         """Return the difference between two snapshots of an engine with `devices` devices."""
         tokens, steps, *seconds = (b - a for a, b in zip(before, now, strict=True))
         device_s, compared_s, plain_s, aged_s, kept_s = (devices * each for each in seconds)

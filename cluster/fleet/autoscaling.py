@@ -81,22 +81,22 @@ class ScalingRules:
 class FleetLoad:
     """The combined load of all replicas of a deployment; `busy` is in units of replicas.
 
-    `there` replicas serve, and `heard` of them have reported.
+    `num_replicas` replicas serve, and `num_reporting` of them have reported.
     """
 
     there: int
-    heard: int = 0
+    num_reporting: int = 0
     busy: float = 0.0
     backlog_s: float = 0.0
     queued: float = 0.0
     background: float = 0.0
 
     @classmethod
-    def of(cls, replicas: Iterable[ReplicaStats], there: int, queued: float = 0.0) -> FleetLoad:
+    def of(cls, replicas: Iterable[ReplicaStats], num_replicas: int, queued: float = 0.0) -> FleetLoad:
         """Combine the reports of some replicas; the others are assumed to be equally busy."""
-        heard, busy, backlog_s, background, slots = 0, 0.0, 0.0, 0.0, 0.0
+        num_reporting, busy, backlog_s, background, slots = 0, 0.0, 0.0, 0.0, 0.0
         for replica in replicas:
-            heard += 1
+            num_reporting += 1
             slots = max(slots, replica.max_num_seqs)
             busy += max(replica.running / replica.max_num_seqs, replica.kv_usage)
             background += replica.background
@@ -104,15 +104,15 @@ class FleetLoad:
                 backlog_s += replica.waiting_tokens / replica.decode_tokens_per_s
             else:  # Their length is not known yet, so they count as slots.
                 busy += replica.waiting / replica.max_num_seqs
-        if heard:
-            busy = busy * max(there, heard) / heard + queued / slots
-        return cls(there, heard, busy, backlog_s, queued, background)
+        if num_reporting:
+            busy = busy * max(num_replicas, num_reporting) / num_reporting + queued / slots
+        return cls(num_replicas, num_reporting, busy, backlog_s, queued, background)
 
     @property
     def is_idle(self) -> bool:
         return self.busy == self.backlog_s == self.queued == self.background == 0.0
 
-    def need(self, share: float, drain_s: float) -> int:
+    def replicas_needed(self, share: float, drain_s: float) -> int:
         """Return the replicas needed if each has `share` of itself in use; at least one."""
         return max(1, math.ceil(self.busy / share + self.backlog_s / drain_s - _ROUNDING))
 
@@ -123,25 +123,25 @@ class ReplicaCount:
     def __init__(self, rules: ScalingRules) -> None:
         self._rules = rules
         # The minimum over recent values, as the maximum of their negatives.
-        self._needed = _Highest(rules.up_after_s)
-        self._enough = _Highest(rules.down_after_s)
-        self._idle = _Highest(rules.idle_s)
+        self._needed = _WindowMax(rules.up_after_s)
+        self._enough = _WindowMax(rules.down_after_s)
+        self._idle = _WindowMax(rules.idle_s)
 
-    def wanted(self, load: FleetLoad, target: int, fewest: int, most: int, now_s: float) -> int:
+    def target(self, load: FleetLoad, target: int, minimum: int, maximum: int, now_s: float) -> int:
         """Return the number of replicas that there should be; `target` is the last result."""
         free = self._unbounded(load, target, now_s)
-        return min(max(free, fewest), most)
+        return min(max(free, minimum), maximum)
 
     def _unbounded(self, load: FleetLoad, target: int, now_s: float) -> int:
         rules = self._rules
         if load.there == 0:
             self._idle.forget()  # loading a replica may take longer than it may idle
             return max(target, 1) if load.queued else target
-        if load.heard == 0:
+        if load.num_reporting == 0:
             return target
         active = self._idle(now_s, 0 if load.is_idle else 1)
-        needed = self._needed(now_s, -load.need(rules.load_high, rules.drain_s))
-        enough = self._enough(now_s, load.need(rules.load_low, rules.drain_s))
+        needed = self._needed(now_s, -load.replicas_needed(rules.load_high, rules.drain_s))
+        enough = self._enough(now_s, load.replicas_needed(rules.load_low, rules.drain_s))
         if needed is not None and -needed > target:
             return max(target, min(-needed, math.ceil(load.there * rules.growth)))
         if enough is not None and enough < target:
@@ -151,7 +151,7 @@ class ReplicaCount:
         return 0 if active == 0 and target == 1 else target
 
 
-class _Highest:
+class _WindowMax:
     """The maximum of the values of the last `seconds`; None until that much time has passed."""
 
     def __init__(self, seconds: float) -> None:
@@ -205,7 +205,7 @@ class ReplicaStatsMeter:
         self._busy_s = self._steps = self._tokens = self._finished = 0.0
         self._drafts = self._accepted = 0.0
 
-    def figures(self, stats: EngineStats) -> ReplicaStats:
+    def update(self, stats: EngineStats) -> ReplicaStats:
         """Return the current figures. They use differences to the last snapshot; older work decays."""
         if self._last is not None:
             self._learn(self._last, stats)

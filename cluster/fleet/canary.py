@@ -72,14 +72,17 @@ class TrialRules:
     max_duration_s: float = 86_400.0
 
     def __post_init__(self) -> None:
-        for name, least, most in (
+        for name, minimum, maximum in (
             ("fraction", 0.0, 0.5),
             ("alpha", 0.0, 0.5),
             ("max_duration_s", 0.0, math.inf),
         ):
-            value, upper_bound = getattr(self, name), "" if most == math.inf else f" and at most {most:g}"
-            ok = _is_number(value, float) and least < value <= most
-            _require(ok, name, value, f"a number above {least:g}{upper_bound}")
+            value, upper_bound = (
+                getattr(self, name),
+                "" if maximum == math.inf else f" and at most {maximum:g}",
+            )
+            ok = _is_number(value, float) and minimum < value <= maximum
+            _require(ok, name, value, f"a number above {minimum:g}{upper_bound}")
         ok = _is_number(self.min_requests, int) and self.min_requests >= 1
         _require(ok, "min_requests", self.min_requests, "an integer of at least 1")
         for name in ("shadow", "auto_promote"):
@@ -130,7 +133,7 @@ class Evidence:
 NO_EVIDENCE = Evidence()
 
 
-def verdict(rules: TrialRules, evidence: Evidence, age_s: float) -> Verdict | None:
+def decide(rules: TrialRules, evidence: Evidence, age_s: float) -> Verdict | None:
     """Return the result of a trial that is `age_s` seconds old; None if it goes on. Call at any time."""
     if evidence.candidate.requests >= rules.min_requests:
         enough = -math.log(rules.alpha)
@@ -143,10 +146,10 @@ def verdict(rules: TrialRules, evidence: Evidence, age_s: float) -> Verdict | No
 
 @dataclass(slots=True, eq=False)
 class Assignment:
-    """A request's part in a trial; `brought` is None while it runs."""
+    """A request's part in a trial; `stats` is None while it runs."""
 
     role: Role
-    brought: ArmStats | None = None
+    stats: ArmStats | None = None
 
 
 class CanaryTrial:
@@ -172,32 +175,32 @@ class CanaryTrial:
         self._open.append(ticket)
         return ticket
 
-    def end(self, ticket: Assignment, brought: ArmStats) -> None:
+    def end(self, ticket: Assignment, stats: ArmStats) -> None:
         """Record that a request has ended for any reason."""
-        ticket.brought = brought
-        while self._open and (first := self._open[0].brought) is not None:
+        ticket.stats = stats
+        while self._open and (first := self._open[0].stats) is not None:
             self._count(self._open.popleft().role, first)
 
     def compare(self, incumbent: ArmStats, candidate: ArmStats) -> None:
         """Record an answer that both drafters decoded in a shadow trial."""
-        self._tally("incumbent", incumbent)
-        self._tally("candidate", candidate)
+        self._add_stats("incumbent", incumbent)
+        self._add_stats("candidate", candidate)
         if not (incumbent.steps and candidate.steps):
             return
         gain = candidate.accepted / candidate.steps - incumbent.accepted / incumbent.steps
         self._bet(self._scale.of_difference(gain))
         self._scale.learn(gain)
 
-    def _count(self, role: Role, brought: ArmStats) -> None:
-        if not brought.steps:  # no information
+    def _count(self, role: Role, stats: ArmStats) -> None:
+        if not stats.steps:  # no information
             return
-        self._tally(role, brought)
-        value, fraction = brought.accepted / brought.steps, self.rules.fraction
+        self._add_stats(role, stats)
+        value, fraction = stats.accepted / stats.steps, self.rules.fraction
         score = self._scale.of_value(value)
         self._bet(score if role == "candidate" else -score * fraction / (1.0 - fraction))
         self._scale.learn(value)
 
-    def _tally(self, role: Role, tally: ArmStats) -> None:
+    def _add_stats(self, role: Role, tally: ArmStats) -> None:
         self._tallies[role] = self._tallies[role].plus(tally)
 
     def _bet(self, x: float) -> None:
@@ -218,8 +221,8 @@ class _Wealth:
 
     @property
     def log(self) -> float:
-        most = max(self.logs)
-        return most + math.log(sum(math.exp(log - most) for log in self.logs) / len(self.logs))
+        maximum = max(self.logs)
+        return maximum + math.log(sum(math.exp(log - maximum) for log in self.logs) / len(self.logs))
 
 
 @dataclass(slots=True)

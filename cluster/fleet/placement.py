@@ -27,12 +27,12 @@ CPUS_PER_CPU_WORKER = 0.5
 
 
 @dataclass(frozen=True, slots=True)
-class NodeRoom:
+class NodeResources:
     """One node in Ray: its resources, what is free, and what each placement group holds."""
 
     resources: Mapping[str, float]
     free: Mapping[str, float]
-    held: Mapping[str, Bundle] = field(default_factory=dict[str, Bundle])
+    in_use: Mapping[str, Bundle] = field(default_factory=dict[str, Bundle])
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,22 +103,27 @@ class Topology:
                 f"{self} needs {missing} on the engine's node. {self.remedy()}", param=self.param()
             )
 
-    def check_ever(self, bundles: list[Bundle], nodes: Sequence[NodeRoom], replicas: int = 1) -> None:
+    def check_feasible(
+        self, bundles: list[Bundle], nodes: Sequence[NodeResources], replicas: int = 1
+    ) -> None:
         """Raise PlacementError unless the nodes, if empty, hold all replicas, each on one node."""
         needs = total(bundles)
-        missing = shortfall(needs, _nearest(needs, [node.resources for node in nodes]))
+        missing = shortfall(needs, _closest_node(needs, [node.resources for node in nodes]))
         if missing:
             raise PlacementError(f"{self} needs {missing} on one node. {self.remedy()}", param=self.param())
         if (fitting := num_fitting(needs, [node.resources for node in nodes])) < replicas:
             raise PlacementError(
-                f"replicas={replicas}: each needs {spell(needs)} on one node, and the nodes hold {fitting}. "
+                f"replicas={replicas}: each needs {format_resources(needs)} on one node, and the nodes "
+                f"hold {fitting}. "
                 f"Lower replicas to {fitting}, or add nodes.",
                 param="replicas",
             )
 
-    def check_free(self, bundles: list[Bundle], nodes: Sequence[NodeRoom], replicas: int = 1) -> None:
+    def check_available(
+        self, bundles: list[Bundle], nodes: Sequence[NodeResources], replicas: int = 1
+    ) -> None:
         """Raise PlacementError unless the nodes have room for all replicas now."""
-        missing = lacking_now(bundles, nodes)
+        missing = current_shortfall(bundles, nodes)
         if missing:
             raise PlacementError(
                 f"{self} needs {missing}. {self.remedy('Stop other work there')}", param=self.param()
@@ -126,15 +131,17 @@ class Topology:
         needs = total(bundles)
         if (fitting := num_fitting(needs, [node.free for node in nodes])) < replicas:
             raise PlacementError(
-                f"replicas={replicas}: each needs {spell(needs)} free on one node, and there is room for "
-                f"{fitting} now{_who_holds(_merge(nodes), needs)}. Stop other work there, or lower replicas "
+                f"replicas={replicas}: each needs {format_resources(needs)} free on one node, and there "
+                "is room for "
+                f"{fitting} now{_describe_holders(_merge(nodes), needs)}. Stop other work there, or lower "
+                "replicas "
                 f"to {fitting}.",
                 param="replicas",
             )
 
-    def check_drafter(self, node: NodeRoom) -> None:
+    def check_drafter(self, node: NodeResources) -> None:
         """Raise PlacementError unless a shared drafter has room on the engine's node now."""
-        missing = lacking_now([self.worker_resources], [node])
+        missing = current_shortfall([self.worker_resources], [node])
         if missing:
             raise PlacementError(
                 f"The shared drafter needs {missing}. Stop other work there, or colocate the drafter.",
@@ -170,17 +177,17 @@ class DeploymentDemand:
     replicas: int
 
 
-def check_ever(demands: Sequence[DeploymentDemand], nodes: Sequence[NodeRoom]) -> None:
+def check_feasible(demands: Sequence[DeploymentDemand], nodes: Sequence[NodeResources]) -> None:
     """Raise PlacementError unless the nodes, if empty, hold each deployment and all of them together."""
     for each in demands:
-        each.topology.check_ever(each.bundles, nodes, each.replicas)
+        each.topology.check_feasible(each.bundles, nodes, each.replicas)
     _check_sum(demands, [node.resources for node in nodes], "have")
 
 
-def check_free(demands: Sequence[DeploymentDemand], nodes: Sequence[NodeRoom]) -> None:
+def check_available(demands: Sequence[DeploymentDemand], nodes: Sequence[NodeResources]) -> None:
     """Raise PlacementError unless the nodes have room now for each deployment and all of them together."""
     for each in demands:
-        each.topology.check_free(each.bundles, nodes, each.replicas)
+        each.topology.check_available(each.bundles, nodes, each.replicas)
     _check_sum(demands, [node.free for node in nodes], "have free")
 
 
@@ -190,8 +197,9 @@ def _check_sum(demands: Sequence[DeploymentDemand], nodes: Sequence[Mapping[str,
     if shortfall(needs, available):
         has = {name: available.get(name, 0.0) for name in needs}
         raise PlacementError(
-            f"The replicas of {len(demands)} models need {spell(needs)} together, and the nodes {have} "
-            f"{spell(has)}. Serve fewer models or replicas, or add nodes.",
+            f"The replicas of {len(demands)} models need {format_resources(needs)} together, and the "
+            f"nodes {have} "
+            f"{format_resources(has)}. Serve fewer models or replicas, or add nodes.",
             param="models",
         )
 
@@ -203,11 +211,11 @@ def num_fitting(needs: Mapping[str, float], nodes: Sequence[Mapping[str, float]]
     )
 
 
-def spell(resources: Mapping[str, float]) -> str:
+def format_resources(resources: Mapping[str, float]) -> str:
     return " and ".join(f"{amount:g} {name}" for name, amount in resources.items())
 
 
-def lacking_now(bundles: list[Bundle], nodes: Sequence[NodeRoom]) -> str:
+def current_shortfall(bundles: list[Bundle], nodes: Sequence[NodeResources]) -> str:
     """Return what is missing on the node with the most of it free, and its holders; empty if one node has
     room.
 
@@ -215,34 +223,34 @@ def lacking_now(bundles: list[Bundle], nodes: Sequence[NodeRoom]) -> str:
     """
     needs = total(bundles)
     candidates = [node for node in nodes if not shortfall(needs, node.resources)] or list(nodes)
-    free = _nearest(needs, [node.free for node in candidates])
+    free = _closest_node(needs, [node.free for node in candidates])
     missing = shortfall(needs, free)
     if not missing:
         return ""
-    holders = next((node for node in candidates if node.free is free), NodeRoom({}, {}))
-    return f"{missing} free on one node{_who_holds(holders, needs)}"
+    holders = next((node for node in candidates if node.free is free), NodeResources({}, {}))
+    return f"{missing} free on one node{_describe_holders(holders, needs)}"
 
 
-def _who_holds(node: NodeRoom, needs: Mapping[str, float]) -> str:
+def _describe_holders(node: NodeResources, needs: Mapping[str, float]) -> str:
     """Return the holders of needed resources, e.g. "; held by manta-engine: 1 CPU"."""
-    held = {name: {k: v for k, v in bundle.items() if k in needs} for name, bundle in node.held.items()}
+    in_use = {name: {k: v for k, v in bundle.items() if k in needs} for name, bundle in node.in_use.items()}
     rest = {
-        k: node.resources.get(k, 0.0) - node.free.get(k, 0.0) - sum(b.get(k, 0.0) for b in held.values())
+        k: node.resources.get(k, 0.0) - node.free.get(k, 0.0) - sum(b.get(k, 0.0) for b in in_use.values())
         for k in needs
     }
-    holders = {**held, "other actors and tasks": {k: v for k, v in rest.items() if v > 1e-6}}
-    texts = [f"{name}: {spell(bundle)}" for name, bundle in holders.items() if bundle]
+    holders = {**in_use, "other actors and tasks": {k: v for k, v in rest.items() if v > 1e-6}}
+    texts = [f"{name}: {format_resources(bundle)}" for name, bundle in holders.items() if bundle]
     return f"; held by {', '.join(texts)}" if texts else ""
 
 
-def _merge(nodes: Sequence[NodeRoom]) -> NodeRoom:
-    names = {name for node in nodes for name in node.held}
-    held = {name: total([node.held.get(name, {}) for node in nodes]) for name in sorted(names)}
+def _merge(nodes: Sequence[NodeResources]) -> NodeResources:
+    names = {name for node in nodes for name in node.in_use}
+    in_use = {name: total([node.in_use.get(name, {}) for node in nodes]) for name in sorted(names)}
     resources = total([dict(node.resources) for node in nodes])
-    return NodeRoom(resources, total([dict(node.free) for node in nodes]), held)
+    return NodeResources(resources, total([dict(node.free) for node in nodes]), in_use)
 
 
-def _nearest(needs: Mapping[str, float], nodes: Sequence[Mapping[str, float]]) -> Mapping[str, float]:
+def _closest_node(needs: Mapping[str, float], nodes: Sequence[Mapping[str, float]]) -> Mapping[str, float]:
     """Return the node that lacks least, with each resource relative to its need."""
 
     def missing_share(node: Mapping[str, float]) -> float:

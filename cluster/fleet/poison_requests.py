@@ -50,7 +50,7 @@ class DeathRecords:
     def __bool__(self) -> bool:
         return bool(self._suspects or self._poisonous)
 
-    def standing(self, digest: bytes) -> Standing:
+    def status_of(self, digest: bytes) -> Standing:
         self._expire()
         if digest in self._poisonous:
             return "poisonous"
@@ -81,7 +81,7 @@ class DeathRecords:
         _drop_oldest(self._suspects, self._max_records)
         return "suspect"
 
-    def outlive(self, digest: bytes) -> None:
+    def clear_suspicion(self, digest: bytes) -> None:
         """Record that a suspect ran longer than on a replica that died; it need not run alone any more."""
         if (record := self._suspects.get(digest)) is not None:
             record.suspect = False
@@ -98,6 +98,6 @@ class DeathRecords:
             self._poisonous.popitem(last=False)
 
 
-def _drop_oldest(records: OrderedDict[bytes, T], most: int) -> None:
-    while len(records) > most:
+def _drop_oldest(records: OrderedDict[bytes, T], maximum: int) -> None:
+    while len(records) > maximum:
         records.popitem(last=False)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from ..config import EngineConfig
 from ..errors import PlacementError
-from .placement import CPUS_PER_CPU_WORKER, Bundle, Topology, num_fitting, spell, total
+from .placement import CPUS_PER_CPU_WORKER, Bundle, Topology, format_resources, num_fitting, total
 
 Resources = Mapping[str, float]  # of one node, by Ray's names
 
@@ -38,7 +38,7 @@ class ResourceRequest:
         return num_fitting(self.needs, nodes)
 
 
-def full_claim(config: EngineConfig, engines: int, nodes: Sequence[Resources]) -> ResourceRequest:
+def full_request(config: EngineConfig, engines: int, nodes: Sequence[Resources]) -> ResourceRequest:
     """Return an engine's claim if the job has all nodes to itself."""
     topology = Topology.of(config, total([dict(node) for node in nodes]))
     if config.needs_ray:
@@ -46,12 +46,12 @@ def full_claim(config: EngineConfig, engines: int, nodes: Sequence[Resources]) -
     if topology.device == "cuda":
         return _single_process({"CPU": 1.0, "GPU": 1.0}, config.num_threads)
     if config.num_threads is not None:
-        most = max((node.get("CPU", 0.0) for node in nodes), default=0.0)
-        return _single_process({"CPU": min(float(config.num_threads), most) or 1.0}, config.num_threads)
+        maximum = max((node.get("CPU", 0.0) for node in nodes), default=0.0)
+        return _single_process({"CPU": min(float(config.num_threads), maximum) or 1.0}, config.num_threads)
     return _equal_share(engines, nodes)
 
 
-def smaller_claim(
+def reduced_request(
     config: EngineConfig, engines: int, free: Sequence[Resources], full: ResourceRequest
 ) -> ResourceRequest | None:
     """Return a claim that fits what is free now, with fewer threads unless they were set, or None."""
@@ -59,62 +59,66 @@ def smaller_claim(
         return full
     if config.num_threads is not None or full.num_threads is None or "GPU" in full.needs:
         return None
-    claim = _equal_share(engines, free)
-    return claim if claim.num_fitting(free) >= engines else None
+    request = _equal_share(engines, free)
+    return request if request.num_fitting(free) >= engines else None
 
 
-def check_room(config: EngineConfig, engines: int, nodes: Sequence[Resources]) -> None:
+def check_engines_fit(config: EngineConfig, engines: int, nodes: Sequence[Resources]) -> None:
     """Raise PlacementError unless the nodes, if all free, hold the engines."""
-    claim = full_claim(config, engines, nodes)
-    fitting = claim.num_fitting(nodes)
+    request = full_request(config, engines, nodes)
+    fitting = request.num_fitting(nodes)
     if fitting >= engines:
         return
     if fitting == 0:
-        largest = {name: max((node.get(name, 0.0) for node in nodes), default=0.0) for name in claim.needs}
+        largest = {name: max((node.get(name, 0.0) for node in nodes), default=0.0) for name in request.needs}
         largest_text = ", ".join(f"{amount:g} {name}" for name, amount in largest.items())
         topology = Topology.of(config, total([dict(node) for node in nodes]))
         raise PlacementError(
-            f"{topology} needs {spell(claim.needs)} on one node; the most that a node has is {largest_text}. "
+            f"{topology} needs {format_resources(request.needs)} on one node; the most that a node has is "
+            f"{largest_text}. "
             f"{topology.remedy()}",
             param=topology.param(),
         )
     raise PlacementError(
-        f"concurrency={engines}: each engine needs {spell(claim.needs)} on one node, and the cluster's nodes "
+        f"concurrency={engines}: each engine needs {format_resources(request.needs)} on one node, and the "
+        "cluster's nodes "
         f"hold {fitting} of them. Lower concurrency to {fitting}, or add nodes.",
         param="concurrency",
     )
 
 
-def leaving_a_cpu(nodes: Sequence[Resources]) -> list[Resources]:
+def reserve_cpu_per_node(nodes: Sequence[Resources]) -> list[Resources]:
     """Return the nodes with one CPU less each, for tasks that run next to the engines."""
     return [{**node, "CPU": max(0.0, node.get("CPU", 0.0) - 1.0)} for node in nodes]
 
 
-def beside_tasks(claim: ResourceRequest, nodes: Sequence[Resources]) -> Bundle:
+def with_task_cpus(request: ResourceRequest, nodes: Sequence[Resources]) -> Bundle:
     """Return the resources that an engine of this claim reserves if a CPU of every node must stay free for
     tasks.
 
     If nodes only hold the claim itself, less is reserved than is computed on, as tasks only briefly need
     cores.
     """
-    if "CPU" not in claim.actor:
-        return claim.actor
-    after = leaving_a_cpu(nodes)
+    if "CPU" not in request.actor:
+        return request.actor
+    after = reserve_cpu_per_node(nodes)
     engines_and_cpus = [
-        (claim.num_fitting([node]), left["CPU"]) for node, left in zip(nodes, after, strict=True)
+        (request.num_fitting([node]), left["CPU"]) for node, left in zip(nodes, after, strict=True)
     ]
     shares = [cpus / engines for engines, cpus in engines_and_cpus if engines]
-    cpus = min([claim.actor["CPU"], *shares]) if shares else 0.0
-    return {**claim.actor, "CPU": math.floor(cpus * 1e4) / 1e4}  # Ray's resolution
+    cpus = min([request.actor["CPU"], *shares]) if shares else 0.0
+    return {**request.actor, "CPU": math.floor(cpus * 1e4) / 1e4}  # Ray's resolution
 
 
-def lacking(
-    claim: ResourceRequest, engines: int, nodes: Sequence[Resources], free: Sequence[Resources]
+def describe_shortfall(
+    request: ResourceRequest, engines: int, nodes: Sequence[Resources], free: Sequence[Resources]
 ) -> str:
     """Return what a job is waiting for, e.g. "2 CPU; 0 of 2 are free"."""
-    wanted = f"{engines} x ({spell(claim.needs)})" if engines > 1 else spell(claim.needs)
-    free_text = ", ".join(_free_of(name, nodes, free, only=len(claim.needs) == 1) for name in claim.needs)
-    is_fragmented = claim.num_fitting([total([dict(node) for node in free])]) >= engines
+    wanted = (
+        f"{engines} x ({format_resources(request.needs)})" if engines > 1 else format_resources(request.needs)
+    )
+    free_text = ", ".join(_free_of(name, nodes, free, only=len(request.needs) == 1) for name in request.needs)
+    is_fragmented = request.num_fitting([total([dict(node) for node in free])]) >= engines
     return f"{wanted}; {free_text}{', but not on one node' if is_fragmented else ''}"
 
 
@@ -125,11 +129,11 @@ def _free_of(name: str, nodes: Sequence[Resources], free: Sequence[Resources], *
 
 def _equal_share(engines: int, nodes: Sequence[Resources]) -> ResourceRequest:
     """Return the claim with the most threads with which all engines fit; at least one thread."""
-    most = math.floor(max((node.get("CPU", 0.0) for node in nodes), default=0.0) + 1e-6)
-    for threads in range(most, 0, -1):
-        claim = _single_process({"CPU": float(threads)}, threads)
-        if claim.num_fitting(nodes) >= engines:
-            return claim
+    maximum = math.floor(max((node.get("CPU", 0.0) for node in nodes), default=0.0) + 1e-6)
+    for threads in range(maximum, 0, -1):
+        request = _single_process({"CPU": float(threads)}, threads)
+        if request.num_fitting(nodes) >= engines:
+            return request
     return _single_process({"CPU": CPUS_PER_CPU_WORKER}, 1)
 
 

@@ -41,7 +41,7 @@ class Router:
 
     def __init__(self, max_blocks: int = MAX_BLOCKS) -> None:
         self._max_blocks = max_blocks
-        self._known: dict[str, KnownPrefixes] = {}
+        self._known: dict[str, PrefixIndex] = {}
         self._recent: dict[str, float] = {}  # recently sent requests, decayed, by replica
 
     def choose(
@@ -54,11 +54,11 @@ class Router:
             chain: `hash_chain` of the prompt.
             session: requests of a session go to one replica while it is available and not overloaded.
         """
-        least = min(loads.values())
-        limit = max(LOAD_FACTOR * least, least + LOAD_SLACK)
+        minimum = min(loads.values())
+        limit = max(LOAD_FACTOR * minimum, minimum + LOAD_SLACK)
         candidates = [replica for replica, load in loads.items() if load <= limit]
         known = {replica: self._prefixes(replica).match(chain) for replica in candidates}
-        home = None if session is None else home_of(session, loads)
+        home = None if session is None else rendezvous_replica(session, loads)
         if home in known:
             return self._record(RouteChoice(home, "session", known[home]), chain)
         longest = max(known.values())
@@ -69,14 +69,14 @@ class Router:
         )
         return self._record(RouteChoice(best, reason, longest), chain)
 
-    def forget(self, replica: str) -> None:
+    def remove_replica(self, replica: str) -> None:
         """Forget a replica that is gone, with its prefix cache."""
         self._known.pop(replica, None)
         self._recent.pop(replica, None)
 
-    def _prefixes(self, replica: str) -> KnownPrefixes:
+    def _prefixes(self, replica: str) -> PrefixIndex:
         if replica not in self._known:
-            self._known[replica] = KnownPrefixes(self._max_blocks)
+            self._known[replica] = PrefixIndex(self._max_blocks)
         return self._known[replica]
 
     def _record(self, choice: RouteChoice, chain: Sequence[int]) -> RouteChoice:
@@ -87,7 +87,7 @@ class Router:
         return choice
 
 
-def home_of(session: str, replicas: Mapping[str, object]) -> str:
+def rendezvous_replica(session: str, replicas: Mapping[str, object]) -> str:
     """Return a session's replica by rendezvous hashing, so that few sessions move between replicas."""
 
     def weight(replica: str) -> bytes:
@@ -109,7 +109,7 @@ def hash_chain(text: bytes, salt: str | None = None) -> list[int]:
     return chain
 
 
-class KnownPrefixes:
+class PrefixIndex:
     """Prefixes that one replica has seen, dropping the least recently seen ones.
 
     A block is always seen together with those before it, and these count as seen later. So they are never

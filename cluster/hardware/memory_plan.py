@@ -56,7 +56,7 @@ class MemoryPlan:
         return STATES_PER_REQUEST * self.max_num_seqs if self.state_bytes else None
 
 
-def find_room(pair: ModelPair, gpu: Gpu, layout: ParallelLayout, demand: LayoutDemand) -> MemoryPlan:
+def plan_memory(pair: ModelPair, gpu: Gpu, layout: ParallelLayout, demand: LayoutDemand) -> MemoryPlan:
     """Return the memory of an engine in this layout.
 
     Raises:
@@ -66,9 +66,9 @@ def find_room(pair: ModelPair, gpu: Gpu, layout: ParallelLayout, demand: LayoutD
     weights, target_free = _target_gpu(pair, layout, budget)
     if target_free <= 0:
         raise _too_large(pair, gpu, layout, budget - target_free)
-    pages, states = page_plan(pair, layout, demand.max_model_len), _state_bytes(pair, layout)
+    pages, states = kv_cache_layout(pair, layout, demand.max_model_len), _state_bytes(pair, layout)
     budgets = [(target_free - states, page_bytes(pair, layout, pages, target=True))]
-    if layout.drafts_apart:
+    if layout.has_drafter_gpu:
         free = _drafter_gpu(pair, layout, budget)
         if free <= 0:
             raise PlacementError(
@@ -121,7 +121,7 @@ def _state_bytes(pair: ModelPair, layout: ParallelLayout) -> int:
     return STATES_PER_REQUEST * round(pair.target.rank(layout.tp).state_bytes(drafts))
 
 
-def page_plan(pair: ModelPair, layout: ParallelLayout, max_model_len: int) -> KVCacheLayout:
+def kv_cache_layout(pair: ModelPair, layout: ParallelLayout, max_model_len: int) -> KVCacheLayout:
     """Return the K/V page plan of this layout, as the engine computes it."""
     drafter = pair.drafter if layout.placement else None
     windows = () if drafter is None else drafter.windows
@@ -140,7 +140,9 @@ def page_bytes(
     models: list[tuple[ModelShape, tuple[LayerPlace, ...], int]] = []
     if target:
         models.append((pair.target.rank(layout.tp), pages.target, 1))
-    if pair.drafter is not None and (layout.placement == "colocated" or (layout.drafts_apart and not target)):
+    if pair.drafter is not None and (
+        layout.placement == "colocated" or (layout.has_drafter_gpu and not target)
+    ):
         models.append((pair.drafter, pages.drafter, layout.drafted_engines))
     for model, places, times in models:
         per_plane = PAGE_SIZE * plane_width(places, model.kv_geometries) * model.itemsize
@@ -151,8 +153,8 @@ def page_bytes(
 
 def _sequence_bytes(pages: KVCacheLayout, sizes: tuple[int, ...], num_tokens: int) -> int:
     """Return the page bytes of a sequence of `num_tokens` tokens."""
-    held = pages.pages_per_sequence(num_tokens, PAGE_SIZE, MAX_ROWS)
-    return sum(count * size for count, size in zip(held, sizes, strict=True))
+    in_use = pages.pages_per_sequence(num_tokens, PAGE_SIZE, MAX_ROWS)
+    return sum(count * size for count, size in zip(in_use, sizes, strict=True))
 
 
 def _sequences(free: int, sequence_bytes: int) -> float:

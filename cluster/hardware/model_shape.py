@@ -40,7 +40,7 @@ class ExpertShape:
         count: E, over all ranks.
         chosen: k.
         inter: I, of this rank's part.
-        held: experts of which this rank has all or a part.
+        num_held: experts of which this rank has all or a part.
         shared_inter: inner size of a shared expert; 0 for none.
         weight_bytes: w in the engine: 2; 17/32 for MXFP4 and 18/32 for INT4, with a scale per 32 weights.
         inner_multiple: a rank's part of I must be a multiple of this; otherwise ranks have whole experts.
@@ -49,19 +49,19 @@ class ExpertShape:
     count: int
     chosen: int
     inter: int
-    held: int
+    num_held: int
     shared_inter: int = 0
     weight_bytes: float = 2.0
     inner_multiple: int = 1
 
     def distinct(self, rows: float) -> float:
         """Return the mean number of held experts that at least one of `rows` rows chooses."""
-        return self.held * (1.0 - (1.0 - self.chosen / self.count) ** rows)
+        return self.num_held * (1.0 - (1.0 - self.chosen / self.count) ** rows)
 
     def rank(self, ranks: int) -> ExpertShape:
         shape = replace(self, shared_inter=self.shared_inter // ranks)
         if self.inter % (ranks * self.inner_multiple):
-            return replace(shape, held=self.held // ranks)
+            return replace(shape, num_held=self.num_held // ranks)
         return replace(shape, inter=self.inter // ranks)
 
 
@@ -275,7 +275,7 @@ class ModelShape:
     @cached_property
     def expert_bytes(self) -> float:
         """Bytes of all routed experts that are held."""
-        return sum(n * e.held * self.expert_params(e) * e.weight_bytes for e, n in self.routed)
+        return sum(n * e.num_held * self.expert_params(e) * e.weight_bytes for e, n in self.routed)
 
     @cached_property
     def kv_params(self) -> int:
@@ -310,7 +310,7 @@ class ModelShape:
         for experts, times in self.routed:
             params = times * self.expert_params(experts)
             num_bytes += experts.distinct(rows) * params * experts.weight_bytes
-            flop += 2 * rows * experts.chosen * experts.held / experts.count * params
+            flop += 2 * rows * experts.chosen * experts.num_held / experts.count * params
         return DeviceWork(num_bytes, flop)
 
     def head(self, rows: float) -> DeviceWork:

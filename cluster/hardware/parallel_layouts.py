@@ -31,7 +31,7 @@ class ParallelLayout:
         return self.tp * self.replicas + drafters
 
     @property
-    def drafts_apart(self) -> bool:
+    def has_drafter_gpu(self) -> bool:
         """Whether the drafter has a GPU of its own."""
         return self.placement in ("split", "shared")
 

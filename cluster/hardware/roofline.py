@@ -128,5 +128,5 @@ class Roofline:
 
     def best_rows(self, batch: int, context: int, survival: Sequence[float]) -> int:
         """Return the rows per request with the most tokens per second."""
-        most = len(survival) + 1
-        return max(range(1, most + 1), key=lambda rows: self.speedup(batch, rows, context, survival))
+        maximum = len(survival) + 1
+        return max(range(1, maximum + 1), key=lambda rows: self.speedup(batch, rows, context, survival))

@@ -32,7 +32,7 @@ LAUNCHES_OF_DRAFT = 5  # outside the layers of a pass for one draft: embedding, 
 
 
 @dataclass(frozen=True, slots=True)
-class TimeSpent:
+class DeviceTime:
     """Seconds by bottleneck.
 
     Attributes:
@@ -48,8 +48,8 @@ class TimeSpent:
     launches: float = 0.0
     queue: float = 0.0
 
-    def __add__(self, other: TimeSpent) -> TimeSpent:
-        return TimeSpent(
+    def __add__(self, other: DeviceTime) -> DeviceTime:
+        return DeviceTime(
             self.bytes + other.bytes,
             self.arithmetic + other.arithmetic,
             self.link + other.link,
@@ -57,9 +57,9 @@ class TimeSpent:
             self.queue + other.queue,
         )
 
-    def times(self, count: float) -> TimeSpent:
+    def times(self, count: float) -> DeviceTime:
         """Return the time of `count` repetitions."""
-        return TimeSpent(
+        return DeviceTime(
             self.bytes * count,
             self.arithmetic * count,
             self.link * count,
@@ -100,15 +100,15 @@ class StepTimes:
             not pair.sequential and pair.drafter is not None and pair.drafter.vocab == pair.target.vocab
         )
         self._draft_head = (
-            self._target if shares_head and not layout.drafts_apart else pair.drafter or self._target
+            self._target if shares_head and not layout.has_drafter_gpu else pair.drafter or self._target
         )
 
     @property
     def overlaps(self) -> bool:
         """Whether drafter and target run concurrently, so that a round is not the sum of its parts."""
-        return self._layout.drafts_apart
+        return self._layout.has_drafter_gpu
 
-    def verify(self, batch: int, rows: float, context: float, chunk: Chunk = NO_CHUNK) -> TimeSpent:
+    def verify(self, batch: int, rows: float, context: float, chunk: Chunk = NO_CHUNK) -> DeviceTime:
         """Return the time of the target's pass over `rows` sampled rows of each request, and over a chunk.
 
         A plain step has rows = 1. Where requests differ, `rows` and `context` are means.
@@ -118,13 +118,17 @@ class StepTimes:
         works += [target.attention(batch, rows, context), target.states(batch, rows)] if batch else []
         if chunk.rows:  # prompts record no states for rejected drafts
             works += [target.prompt_attention(chunk.rows, chunk.context), target.states(1, 1)]
-        return self._spend(works) + self._sums(2 * target.num_layers + 1, tokens) + _launches(target)
+        return (
+            self._in_sequence(works)
+            + self._all_reduces(2 * target.num_layers + 1, tokens)
+            + _launches(target)
+        )
 
-    def draft(self, batch: int, rows: float, context: float) -> TimeSpent:
+    def draft(self, batch: int, rows: float, context: float) -> DeviceTime:
         """Return the time of the drafter's pass over blocks of `rows` rows; 0 without drafts."""
         drafter = self._drafter
         if drafter is None or rows <= 1 or not batch:
-            return TimeSpent()
+            return DeviceTime()
         if self._sequential:
             return self._draft_one_by_one(drafter, batch, rows - 1, context)
         tokens, chosen = batch * rows, batch * (rows - 1)
@@ -133,31 +137,37 @@ class StepTimes:
             self._draft_head.head(chosen),
             drafter.attention(batch, rows, context),
         ]
-        sums = TimeSpent() if self._layout.drafts_apart else self._sums(2, tokens)  # embedding and argmax
+        sums = (
+            DeviceTime() if self._layout.has_drafter_gpu else self._all_reduces(2, tokens)
+        )  # embedding and argmax
         return (
-            self._spend(works) + sums + TimeSpent(launches=LAUNCH_S * LAUNCHES_PER_LAYER * drafter.num_layers)
+            self._in_sequence(works)
+            + sums
+            + DeviceTime(launches=LAUNCH_S * LAUNCHES_PER_LAYER * drafter.num_layers)
         )
 
-    def _draft_one_by_one(self, drafter: ModelShape, batch: int, drafts: float, context: float) -> TimeSpent:
+    def _draft_one_by_one(self, drafter: ModelShape, batch: int, drafts: float, context: float) -> DeviceTime:
         """Return the time of a pass per draft, without all-reduces: every rank has the whole drafter."""
         works = [drafter.linears(batch), drafter.head(batch), drafter.attention(batch, 1, context)]
         launches = LAUNCHES_PER_LAYER * drafter.num_layers + LAUNCHES_OF_DRAFT
-        return (self._spend(works) + TimeSpent(launches=LAUNCH_S * launches)).times(drafts)
+        return (self._in_sequence(works) + DeviceTime(launches=LAUNCH_S * launches)).times(drafts)
 
-    def inject(self, rows: float) -> TimeSpent:
+    def inject(self, rows: float) -> DeviceTime:
         """Return the time to write `rows` rows of the drafter's context."""
         return (
-            TimeSpent() if self._drafter is None or not rows else self._spend([self._drafter.context(rows)])
+            DeviceTime()
+            if self._drafter is None or not rows
+            else self._in_sequence([self._drafter.context(rows)])
         )
 
-    def transfer(self, rows: float) -> TimeSpent:
+    def transfer(self, rows: float) -> DeviceTime:
         """Return the time to send features of `rows` rows to a separate drafter, and its drafts back."""
-        if not self._layout.drafts_apart or not rows:
-            return TimeSpent()
+        if not self._layout.has_drafter_gpu or not rows:
+            return DeviceTime()
         link, size = self._gpu.link, self._target.itemsize
-        return TimeSpent(link=link.send_s(rows * self._hidden * size) + link.latency_s)
+        return DeviceTime(link=link.send_s(rows * self._hidden * size) + link.latency_s)
 
-    def round(self, batch: int, rows: float, context: float, chunk: Chunk = NO_CHUNK) -> TimeSpent:
+    def round(self, batch: int, rows: float, context: float, chunk: Chunk = NO_CHUNK) -> DeviceTime:
         """Return the time in which every request advances by a block of `rows` rows, and prompts by a chunk.
 
         Nothing is drafted if rows = 1.
@@ -166,12 +176,12 @@ class StepTimes:
         draft = self.draft(batch, rows, context) + self.inject(tokens)
         total = self.verify(batch, rows, context, chunk) + draft + self.transfer(tokens)
         if self._layout.placement == "shared":
-            return total + TimeSpent(queue=_waiting_s(draft.total_s, total.total_s, self._layout.replicas))
+            return total + DeviceTime(queue=_waiting_s(draft.total_s, total.total_s, self._layout.replicas))
         if self._layout.placement == "split" and batch > 1 and rows > 1 and not chunk.rows:
-            return min(total, self._in_halves(batch, rows, context), key=lambda time: time.total_s)
+            return min(total, self._two_batch_overlap(batch, rows, context), key=lambda time: time.total_s)
         return total
 
-    def _in_halves(self, batch: int, rows: float, context: float) -> TimeSpent:
+    def _two_batch_overlap(self, batch: int, rows: float, context: float) -> DeviceTime:
         """Return the time with one half drafted while the other half is verified."""
         half = -(-batch // 2)
         sent = self.transfer(half * rows)
@@ -179,25 +189,25 @@ class StepTimes:
         longer = max(self.verify(half, rows, context) + sent, draft, key=lambda time: time.total_s)
         return longer + longer
 
-    def _spend(self, works: Sequence[DeviceWork]) -> TimeSpent:
+    def _in_sequence(self, works: Sequence[DeviceWork]) -> DeviceTime:
         """Return the time of these works run one after another."""
-        device, total = self._gpu.device, TimeSpent()
+        device, total = self._gpu.device, DeviceTime()
         for work in works:
             seconds = device.seconds(work)
             memory_bound = work.num_bytes / device.bytes_per_s >= work.flop / device.flops
-            total += TimeSpent(bytes=seconds) if memory_bound else TimeSpent(arithmetic=seconds)
+            total += DeviceTime(bytes=seconds) if memory_bound else DeviceTime(arithmetic=seconds)
         return total
 
-    def _sums(self, count: int, rows: float) -> TimeSpent:
+    def _all_reduces(self, count: int, rows: float) -> DeviceTime:
         """Return the time of `count` all-reduces of `rows` hidden states."""
         num_bytes = rows * self._hidden * self._target.itemsize
-        return TimeSpent(link=count * self._gpu.link.all_reduce_s(self._layout.tp, num_bytes))
+        return DeviceTime(link=count * self._gpu.link.all_reduce_s(self._layout.tp, num_bytes))
 
 
-def _launches(target: ModelShape) -> TimeSpent:
+def _launches(target: ModelShape) -> DeviceTime:
     routed = LAUNCHES_OF_EXPERTS * sum(times for _, times in target.routed)
     count = LAUNCHES_PER_LAYER * target.num_layers + routed + LAUNCHES_AROUND
-    return TimeSpent(launches=LAUNCH_S * count)
+    return DeviceTime(launches=LAUNCH_S * count)
 
 
 def _waiting_s(service_s: float, round_s: float, engines: int) -> float:

@@ -108,22 +108,22 @@ class KVCacheManager:
     @property
     def has_state(self) -> bool:
         """Whether there is a state for a sequence that enters, if it needs one."""
-        return self.states is None or self.states.has_room
+        return self.states is None or self.states.can_admit
 
-    def has_room_to_enter(self, hit: PrefixHit, num_tokens: int, num_running: int) -> bool:
+    def can_admit(self, hit: PrefixHit, num_tokens: int, num_running: int) -> bool:
         """Return whether a sequence can enter and leave every running one a page to grow in every group.
 
         Otherwise it would soon be preempted again.
         """
         needed = [num_running * count for count in self._num_groups_of]
         for group, pages, (first, end) in zip(
-            self.groups, hit.pages, self._spans(hit, num_tokens), strict=True
+            self.groups, hit.pages, self._page_spans(hit, num_tokens), strict=True
         ):
             pool = self.pools[group.pool]
-            needed[group.pool] += end - first - len(pages) + pool.num_idle(pages)
+            needed[group.pool] += end - first - len(pages) + pool.num_evictable(pages)
         return self._fits(needed)
 
-    def enter(self, slot: int, hit: PrefixHit, sequence: Sequence) -> StateEntry | None:
+    def admit(self, slot: int, hit: PrefixHit, sequence: Sequence) -> StateEntry | None:
         """Allocate the pages of a prefix and of the tokens after it, and a state.
 
         In groups that free no pages these are all pages of the tokens, so that a prompt never lacks any; in
@@ -132,27 +132,27 @@ class KVCacheManager:
         num_tokens, entry = len(sequence.token_ids), None
         is_cached = sequence.request.uses_cache
         if self.states is not None:  # before a page is evicted, and its state with it
-            entry = self.states.enter(slot, sequence.digests, hit.num_pages, hit.num_shared, num_tokens)
+            entry = self.states.admit(slot, sequence.digests, hit.num_pages, hit.num_shared, num_tokens)
         for pool, pages in zip(self._pool_of, hit.pages, strict=True):
-            pool.share(pages)
+            pool.touch(pages)
         self._num_hashed_S[slot] = hit.num_pages if is_cached else _NOT_CACHED
-        for g, (first, end) in enumerate(self._spans(hit, num_tokens)):
+        for g, (first, end) in enumerate(self._page_spans(hit, num_tokens)):
             pages = hit.pages[g] + self._pool_of[g].allocate(end - first - len(hit.pages[g]))
             self.first_GS[g, slot], self.end_GS[g, slot] = first, end
             indices_M = np.arange(first, end, dtype=np.int32)
             self._write(np.full_like(indices_M, g), np.full_like(indices_M, slot), indices_M, pages)
         return entry
 
-    def _spans(self, hit: PrefixHit, num_tokens: int) -> Iterable[tuple[int, int]]:
+    def _page_spans(self, hit: PrefixHit, num_tokens: int) -> Iterable[tuple[int, int]]:
         """Yield the first index and the end of each group's pages when a sequence enters."""
         for group, pages in zip(self.groups, hit.pages, strict=True):
             first = hit.num_pages - len(pages)
-            most = group.most_pages(num_tokens, self.page_size, self._config.max_rows)
-            yield first, min(first + most, pages_for(num_tokens, self.page_size))
+            maximum = group.most_pages(num_tokens, self.page_size, self._config.max_rows)
+            yield first, min(first + maximum, pages_for(num_tokens, self.page_size))
 
     # A sequence grows.
 
-    def give_back(self, slots_R: IntArray, computed_R: IntArray) -> None:
+    def free_out_of_window(self, slots_R: IntArray, computed_R: IntArray) -> None:
         """Free the pages that no row at position `computed_R` or later sees."""
         for g, window in self._windows:
             first_R = np.maximum(computed_R - (window - 1), 0) // self.page_size
@@ -160,25 +160,25 @@ class KVCacheManager:
             if not len(freed):
                 continue
             slots_K, begins_K = slots_R[freed], self.first_GS[g, slots_R[freed]]
-            picks_M, indices_M = _spread(begins_K, first_R[freed] - begins_K)
+            picks_M, indices_M = _expand_ranges(begins_K, first_R[freed] - begins_K)
             pages = self.table_GSP[g, slots_K[picks_M], indices_M].tolist()
             self._pool_of[g].release(reversed(pages))
             self.first_GS[g, slots_K] = first_R[freed]
 
-    def lacking(self, slots_R: IntArray, num_tokens_R: IntArray) -> list[int]:
+    def short_of_pages(self, slots_R: IntArray, num_tokens_R: IntArray) -> list[int]:
         """Return the indices of the sequences that need pages for this many tokens."""
-        return np.flatnonzero(self._missing(slots_R, num_tokens_R).any(axis=0)).tolist()
+        return np.flatnonzero(self._num_missing_pages(slots_R, num_tokens_R).any(axis=0)).tolist()
 
-    def has_room(self, slot: int, num_tokens: int) -> bool:
+    def can_allocate(self, slot: int, num_tokens: int) -> bool:
         """Return whether pages for this many tokens of a sequence are allocated or free, in every group."""
         needed, num_pages = [0] * len(self.pools), pages_for(num_tokens, self.page_size)
         for group, end in zip(self.groups, self.end_GS[:, slot].tolist(), strict=True):
             needed[group.pool] += max(num_pages - end, 0)
         return self._fits(needed)
 
-    def grow(self, slots_R: IntArray, num_tokens_R: IntArray) -> bool:
+    def allocate(self, slots_R: IntArray, num_tokens_R: IntArray) -> bool:
         """Allocate the pages for this many tokens of each sequence; False if there are too few for all."""
-        missing_GR = self._missing(slots_R, num_tokens_R)
+        missing_GR = self._num_missing_pages(slots_R, num_tokens_R)
         counts_G, needed = missing_GR.sum(axis=1).tolist(), [0] * len(self.pools)
         for group, count in zip(self.groups, counts_G, strict=True):
             needed[group.pool] += count
@@ -189,20 +189,20 @@ class KVCacheManager:
         groups_K, rows_K = (indices.astype(np.int32) for indices in np.nonzero(missing_GR))
         slots_K = slots_R[rows_K]
         begins_K, counts_K = self.end_GS[groups_K, slots_K], missing_GR[groups_K, rows_K]
-        picks_M, indices_M = _spread(begins_K, counts_K)
+        picks_M, indices_M = _expand_ranges(begins_K, counts_K)
         new_pages = [pool.allocate(count) for pool, count in zip(self._pool_of, counts_G, strict=True)]
         self._write(groups_K[picks_M], slots_K[picks_M], indices_M, [*chain.from_iterable(new_pages)])
         self.end_GS[groups_K, slots_K] = begins_K + counts_K
         return True
 
-    def grow_some(self, slot: int, num_tokens: int) -> int:
+    def allocate_up_to(self, slot: int, num_tokens: int) -> int:
         """Allocate pages for up to `num_tokens` tokens of a sequence; return for how many."""
-        while not self.has_room(slot, num_tokens):
+        while not self.can_allocate(slot, num_tokens):
             num_tokens = (pages_for(num_tokens, self.page_size) - 1) * self.page_size
-        self.grow(np.array([slot], dtype=np.int32), np.array([num_tokens], dtype=np.int32))
+        self.allocate(np.array([slot], dtype=np.int32), np.array([num_tokens], dtype=np.int32))
         return num_tokens
 
-    def _missing(self, slots_R: IntArray, num_tokens_R: IntArray) -> IntArray:
+    def _num_missing_pages(self, slots_R: IntArray, num_tokens_R: IntArray) -> IntArray:
         """Return the number of missing pages [G, R]."""
         return np.maximum(-(-num_tokens_R // self.page_size) - self.end_GS[:, slots_R], 0)
 
@@ -215,7 +215,7 @@ class KVCacheManager:
         self.table_GSP[groups_M, slots_M, indices_M] = entries[3]
         self._new_entries.append(entries)
 
-    def take_new_entries(self) -> PageTableUpdates:
+    def take_page_table_updates(self) -> PageTableUpdates:
         """Return what was written into the page tables since the last call, for the plan."""
         entries = self._new_entries or [np.empty((4, 0), dtype=np.int32)]
         self._new_entries = []
@@ -223,7 +223,7 @@ class KVCacheManager:
 
     # Its pages fill, and it leaves.
 
-    def remember_full_pages(self, table: SlotTable, slots_R: IntArray) -> None:
+    def cache_full_pages(self, table: SlotTable, slots_R: IntArray) -> None:
         """Insert pages that are now full of computed, committed tokens into the prefix cache."""
         if not self._config.enable_prefix_caching:
             return
@@ -238,7 +238,7 @@ class KVCacheManager:
             self.cache.hash_pages(digests, table.token_ids_SL[slot], num_full, salt)
             digests_M += digests[num_hashed:num_full]
         slots_K, begins_K = slots_R[grown], self._num_hashed_S[slots_R[grown]]
-        picks_M, indices_M = _spread(begins_K, full_R[grown] - begins_K)
+        picks_M, indices_M = _expand_ranges(begins_K, full_R[grown] - begins_K)
         slots_M = slots_K[picks_M]
         for g, group in enumerate(self.groups):
             pages = zip(digests_M, self.table_GSP[g, slots_M, indices_M].tolist(), strict=True)
@@ -248,7 +248,7 @@ class KVCacheManager:
             self.cache.insert(g, pages)
         self._num_hashed_S[slots_R] = np.maximum(full_R, self._num_hashed_S[slots_R])
 
-    def forget(self, slots: Iterable[int], *, marked: bool = False) -> None:
+    def invalidate(self, slots: Iterable[int], *, marked: bool = False) -> None:
         """Empty the prefix cache (or remove its marked pages), and keep these running sequences' pages out of
         it.
 
@@ -256,10 +256,10 @@ class KVCacheManager:
         """
         if not marked:
             self.cache.clear()
-        self.cache.forget_marked()
+        self.cache.evict_marked()
         self._num_hashed_S[list(slots)] = _NOT_CACHED
 
-    def leave(self, slot: int) -> None:
+    def free(self, slot: int) -> None:
         """Free a sequence's pages, the last of every group first, so that those are evicted first."""
         indices_P = np.arange(int(self.end_GS[:, slot].max()))[:, None]
         held_PG = (indices_P >= self.first_GS[:, slot]) & (indices_P < self.end_GS[:, slot])
@@ -270,7 +270,7 @@ class KVCacheManager:
             pool.release(pages_M[pools_M == p].tolist())
         self.first_GS[:, slot] = self.end_GS[:, slot] = 0
         if self.states is not None:
-            self.states.leave(slot)
+            self.states.free(slot)
 
     def pages(self, group: int, slot: int) -> list[int]:
         """Return a sequence's pages in a group, from `first_GS` on."""
@@ -300,7 +300,7 @@ class KVCacheManager:
         group, pool, pages = self.groups[g], self._pool_of[g], self.pages(g, slot)
         first, end = int(self.first_GS[g, slot]), int(self.end_GS[g, slot])
         num_computed = int(table.num_computed_S[slot])
-        seen = group.first_page(int(table.least_computed(np.array([slot]))[0]), self.page_size)
+        seen = group.first_page(int(table.min_computed(np.array([slot]))[0]), self.page_size)
         assert first <= seen, "a page was given back that a row still sees"
         assert end >= pages_for(num_computed, self.page_size) and len(set(pages)) == len(pages) == end - first
         longest = int(table.max_length_S[slot])
@@ -309,11 +309,11 @@ class KVCacheManager:
         )
         for page in pages[max(num_computed // self.page_size - first, 0) :]:
             assert pool.ref_counts[page] == 1, f"page {page} is written by one sequence and used by another"
-            assert page not in pool.kept, f"page {page} is known to the cache but not full"
+            assert page not in pool.cached_pages, f"page {page} is known to the cache but not full"
         return pages
 
 
-def _spread(begins_K: IntArray, counts_K: IntArray) -> tuple[IntArray, IntArray]:
+def _expand_ranges(begins_K: IntArray, counts_K: IntArray) -> tuple[IntArray, IntArray]:
     """Return begins, begins + 1, .. of each range: the index of the range, and the value."""
     shifts_K = begins_K + counts_K - np.cumsum(counts_K, dtype=np.int32)
     picks_M = np.repeat(np.arange(len(counts_K), dtype=np.int32), counts_K)

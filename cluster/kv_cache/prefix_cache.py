@@ -127,7 +127,7 @@ class PrefixCache:
 
     def _shorten_to_states(self, digests: list[bytes], count: int, states: RecurrentStateManager) -> int:
         """Return the longest prefix of at most `count` pages that ends in a state and has its windows."""
-        while (shorter := states.longest(digests, count)) != count:
+        while (shorter := states.longest_prefix(digests, count)) != count:
             count = self._shorten_to_windows(digests, shorter)
         return count
 
@@ -141,7 +141,7 @@ class PrefixCache:
             assert page not in key_of, f"page {page} has two contents"
             page_of[digest] = page
             key_of[page] = group, digest
-            pool.keep(page)
+            pool.mark_cached(page)
             if self._marked_pages is not None:
                 self._marked_pages.append((group, digest, page))
 
@@ -150,7 +150,7 @@ class PrefixCache:
         for known in (*self._page_of, *self._key_of):
             known.clear()
         for pool in self._pools:
-            pool.keep_nothing()
+            pool.unmark_all_cached()
         if self._states is not None:
             self._states.clear()
         if self._marked_pages is not None:
@@ -160,20 +160,20 @@ class PrefixCache:
         """Mark everything that is inserted from now on, to be removed together."""
         self._marked_pages = []
 
-    def forget_marked(self) -> None:
+    def evict_marked(self) -> None:
         """Remove marked pages that are still cached, and stop marking."""
         for group, digest, page in self._marked_pages or ():
             number = self._groups[group].pool
             if self._key_of[number].get(page) == (group, digest):
                 self._forget(self._key_of[number], page)
-                self._pools[number].keep_no_more(page)
+                self._pools[number].unmark_cached(page)
         self._marked_pages = None
 
     def _forget(self, key_of: dict[int, tuple[int, bytes]], page: int) -> None:
         group, digest = key_of.pop(page)
         del self._page_of[group][digest]
         if self._states is not None:
-            self._states.drop(digest)
+            self._states.evict(digest)
 
     def check_invariants(self) -> None:
         """Assert that keys and pages are one to one, and that the pools keep exactly these pages."""
@@ -181,7 +181,7 @@ class PrefixCache:
             groups = [g for g, group in enumerate(self._groups) if group.pool == p]
             found = {(page, g, digest) for g in groups for digest, page in self._page_of[g].items()}
             assert found == {(page, *key) for page, key in key_of.items()}, "a page has two contents"
-            assert pool.kept == key_of.keys(), "pool and cache disagree on what is kept"
+            assert pool.cached_pages == key_of.keys(), "pool and cache disagree on what is kept"
 
 
 def _root(salt: str | None) -> bytes:

@@ -13,7 +13,7 @@ layers of its group. Ids only, no memory. A state is free or in one of three use
 
 So saved states use spare memory, and no running sequence ever waits for them. Pages can match any prefix,
 states only prefixes where one was saved: a hit ends at a saved state, and the rest is computed again. States
-are saved only at the end of a page (`_wanted`):
+are saved only at the end of a page (`_save_positions`):
 
 * where a new request diverges from what others have computed, as that prefix has proven to be shared;
 * at the end of a prompt, before its last token: for the same prompt again, and for its continuations;
@@ -41,7 +41,7 @@ from ..step.step_outcome import StepOutcome
 MOVES_PAGES = 4  # pages between the positions at which a sequence's moving state is saved
 
 
-class _Asked(NamedTuple):
+class _PlannedSave(NamedTuple):
     """A state that will be saved.
 
     Attributes:
@@ -74,14 +74,14 @@ class RecurrentStateManager:
         self._saves = saves
         self._free = list(range(num_states - 1, -1, -1))  # a stack with low ids on top
         self._live: dict[int, int] = {}  # by slot, as are the next two
-        self._asked: dict[int, list[_Asked]] = {}
+        self._planned: dict[int, list[_PlannedSave]] = {}
         self._moving: dict[int, bytes] = {}  # digest of the slot's moving state in `saved`
         # Positions at which a slot's sequence is saved, in addition to periodic ones; 0 for none.
         self._branch_S = np.zeros(num_slots, dtype=np.int32)
         self._prompt_end_S = np.zeros(num_slots, dtype=np.int32)
 
     @property
-    def has_room(self) -> bool:
+    def can_admit(self) -> bool:
         """Whether a sequence can enter."""
         return bool(self._free or self.saved)
 
@@ -92,34 +92,34 @@ class RecurrentStateManager:
 
     # A sequence enters, runs and leaves.
 
-    def longest(self, digests: list[bytes], num_pages: int) -> int:
+    def longest_prefix(self, digests: list[bytes], num_pages: int) -> int:
         """Return the longest prefix of at most `num_pages` pages with a saved state; 0 if none."""
         return next((n for n in range(num_pages, 0, -1) if digests[n - 1] in self.saved), 0)
 
-    def enter(
+    def admit(
         self, slot: int, digests: list[bytes], num_pages: int, num_shared: int, num_tokens: int
     ) -> StateEntry:
-        """Allocate a state for a sequence; the caller has checked `has_room`.
+        """Allocate a state for a sequence; the caller has checked `can_admit`.
 
         Args:
             digests: digests of its pages.
-            num_pages: cached pages that it begins after, found by `longest`.
+            num_pages: cached pages that it begins after, found by `longest_prefix`.
             num_shared: pages that have been computed before.
             num_tokens: its known tokens.
         """
         source = None
         if num_pages:
             source = self.saved[digests[num_pages - 1]]
-            # evicted last; `_take` may return it if it is the only one
+            # evicted last; `_allocate` may return it if it is the only one
             self.saved.move_to_end(digests[num_pages - 1])
-        state = self._take()
+        state = self._allocate()
         assert state is not None, "a sequence enters without room"
         self._live[slot] = state
         self._branch_S[slot] = num_shared * self._page_size
         self._prompt_end_S[slot] = (num_tokens - 1) // self._page_size * self._page_size
         return StateEntry(state, source, num_pages * self._page_size)
 
-    def ask(self, slots_R: IntArray, first_R: IntArray, ends_R: IntArray) -> StateSaves | None:
+    def plan_saves(self, slots_R: IntArray, first_R: IntArray, ends_R: IntArray) -> StateSaves | None:
         """Return the states that a step being planned will save.
 
         Args:
@@ -132,17 +132,17 @@ class RecurrentStateManager:
         for marks_S in (self._branch_S, self._prompt_end_S):
             marks_R = marks_S[slots_R]
             passes_R |= (first_R < marks_R) & (marks_R <= ends_R)
-        asked = [
+        planned = [
             (index, each.position, each.state)
             for index in np.flatnonzero(passes_R).tolist()
-            for each in self._ask(int(slots_R[index]), int(first_R[index]), int(ends_R[index]))
+            for each in self._plan_saves_of(int(slots_R[index]), int(first_R[index]), int(ends_R[index]))
         ]
-        if not asked:
+        if not planned:
             return None
-        columns = np.array(asked, dtype=np.int32).T
+        columns = np.array(planned, dtype=np.int32).T
         return StateSaves(columns[0], columns[1], columns[2])
 
-    def settle(self, plan: SchedulerOutput, outcome: StepOutcome, table: SlotTable) -> None:
+    def commit(self, plan: SchedulerOutput, outcome: StepOutcome, table: SlotTable) -> None:
         """Record a step's saved states. Called after full pages were inserted into the prefix cache."""
         saves = plan.saves
         if saves is None:
@@ -155,26 +155,26 @@ class RecurrentStateManager:
         slots_M = plan.slots[saves.requests].tolist()
         for slot, position in zip(slots_M, saves.positions.tolist(), strict=True):
             before, after = span_of.get(slot, (0, 0))
-            each = next((each for each in self._asked.get(slot, ()) if each.position == position), None)
+            each = next((each for each in self._planned.get(slot, ()) if each.position == position), None)
             # not reached yet, saved by an earlier step, or the sequence has left
             if after < position or each is None:
                 continue
-            self._asked[slot].remove(each)
+            self._planned[slot].remove(each)
             digests, number = table.sequences[slot].digests, each.position // self._page_size
             if before < position and number <= len(digests):
                 self._save(slot, each, digests[number - 1])
             else:  # a step that was already in flight passed the position, or its pages are not cached
                 self._free.append(each.state)
 
-    def leave(self, slot: int) -> None:
+    def free(self, slot: int) -> None:
         """Free a sequence's state and the states requested for it; saved ones remain."""
         self._free.append(self._live.pop(slot))
-        self._free.extend(each.state for each in self._asked.pop(slot, ()))
+        self._free.extend(each.state for each in self._planned.pop(slot, ()))
         self._moving.pop(slot, None)
 
     # Saved states are removed.
 
-    def drop(self, digest: bytes) -> None:
+    def evict(self, digest: bytes) -> None:
         """Free the state of a prefix after its last page is gone."""
         state = self.saved.pop(digest, None)
         if state is not None:
@@ -186,21 +186,21 @@ class RecurrentStateManager:
         self.saved.clear()
         self._moving.clear()
 
-    def _ask(self, slot: int, first: int, end: int) -> list[_Asked]:
+    def _plan_saves_of(self, slot: int, first: int, end: int) -> list[_PlannedSave]:
         """Return states for the positions that a sequence passes, including those of steps in flight.
 
         Positions for which no state is left are skipped.
         """
-        asked = self._asked.setdefault(slot, [])
-        wanted = self._wanted(slot, first, end)
+        planned = self._planned.setdefault(slot, [])
+        wanted = self._save_positions(slot, first, end)
         for position, moves in wanted.items():
-            if all(each.position != position for each in asked):
-                state = self._next_moving(slot) if moves else self._take()
+            if all(each.position != position for each in planned):
+                state = self._next_moving(slot) if moves else self._allocate()
                 if state is not None:
-                    asked.append(_Asked(position, state, moves))
-        return sorted(each for each in asked if each.position in wanted)
+                    planned.append(_PlannedSave(position, state, moves))
+        return sorted(each for each in planned if each.position in wanted)
 
-    def _wanted(self, slot: int, first: int, end: int) -> dict[int, bool]:
+    def _save_positions(self, slot: int, first: int, end: int) -> dict[int, bool]:
         """Return the positions in first + 1 .. end at which it is saved, and whether the moving state is
         used.
 
@@ -217,18 +217,18 @@ class RecurrentStateManager:
     def _next_moving(self, slot: int) -> int | None:
         """Return the sequence's moving state if it was not evicted, else a new one."""
         state = self.saved.pop(self._moving.pop(slot, b""), None)
-        return self._take() if state is None else state
+        return self._allocate() if state is None else state
 
-    def _save(self, slot: int, asked: _Asked, digest: bytes) -> None:
+    def _save(self, slot: int, planned: _PlannedSave, digest: bytes) -> None:
         if digest in self.saved:  # already saved by another sequence
             self.saved.move_to_end(digest)
-            self._free.append(asked.state)
+            self._free.append(planned.state)
             return
-        self.saved[digest] = asked.state
-        if asked.moves:
+        self.saved[digest] = planned.state
+        if planned.moves:
             self._moving[slot] = digest
 
-    def _take(self) -> int | None:
+    def _allocate(self) -> int | None:
         if self._free:
             return self._free.pop()
         if self.saved:
@@ -242,9 +242,9 @@ class RecurrentStateManager:
             slots: slots of running sequences.
         """
         assert self._live.keys() == set(slots), "running sequences and live states do not match"
-        assert self._asked.keys() <= self._live.keys(), "a state is requested for no running sequence"
-        asked = [each.state for states in self._asked.values() for each in states]
-        all_states = [*self._free, *self._live.values(), *asked, *self.saved.values()]
+        assert self._planned.keys() <= self._live.keys(), "a state is requested for no running sequence"
+        planned = [each.state for states in self._planned.values() for each in states]
+        all_states = [*self._free, *self._live.values(), *planned, *self.saved.values()]
         assert sorted(all_states) == list(range(self.num_states)), "a state is lost, or has two owners"
-        positions = [[each.position for each in states] for states in self._asked.values()]
+        positions = [[each.position for each in states] for states in self._planned.values()]
         assert all(len(set(each)) == len(each) for each in positions), "a state is requested twice"

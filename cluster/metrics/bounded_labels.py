@@ -33,12 +33,12 @@ class BoundedLabels:
     """The values of one label.
 
     Args:
-        most: number of different values, in addition to NONE and OTHER.
+        maximum: number of different values, in addition to NONE and OTHER.
         allowed: names that may get a place; ANY for all.
     """
 
-    def __init__(self, most: int, allowed: Sequence[str] = (ANY,)) -> None:
-        self._most = most
+    def __init__(self, maximum: int, allowed: Sequence[str] = (ANY,)) -> None:
+        self._most = maximum
         self._allowed = None if ANY in allowed else frozenset(allowed)
         self._known: set[str] = set()
 

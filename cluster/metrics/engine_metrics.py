@@ -12,7 +12,7 @@ from .metric import HTTP_S, SHARED_LABELS, Metric, Unit
 from .request_metrics import REQUEST_METRICS
 
 # Speculation by tenant and category: part of the name, unit, meaning.
-WHOSE: tuple[tuple[str, Unit, str], ...] = (
+ACCOUNT_METRICS: tuple[tuple[str, Unit, str], ...] = (
     ("drafts", "drafts", "Verified blocks"),
     ("accepted", "tokens", "Accepted drafts"),
 )
@@ -108,7 +108,7 @@ CATALOGUE: tuple[Metric, ...] = (
             (*SHARED_LABELS, label),
         )
         for label in ("tenant", "category")
-        for what, unit, meaning in WHOSE
+        for what, unit, meaning in ACCOUNT_METRICS
     ),
     # Experts.
     Metric(

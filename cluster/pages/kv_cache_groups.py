@@ -217,8 +217,8 @@ def _plan_model(windows: list[int | None], geometries: Sequence[KVCacheSpec], ma
     layers_of: dict[_Layer, list[int]] = {layer: [] for layer in layers if layer.window is None}
     for i, layer in enumerate(layers):
         layers_of.setdefault(layer, []).append(i)
-    most = max(-(-len(members) // kind.parts) for kind, members in layers_of.items())
-    candidates = [_cut(layers_of, p) for p in range(1, 1 + most)]
+    maximum = max(-(-len(members) // kind.parts) for kind, members in layers_of.items())
+    candidates = [_cut(layers_of, p) for p in range(1, 1 + maximum)]
     if len(set(kinds)) == 1:
         widest = replace(
             layers[0], window=None if None in windows else max(w for w in windows if w is not None)
@@ -243,12 +243,12 @@ def _cost(model: _Model, layers: Sequence[_Layer], max_model_len: int) -> float:
     groups, places = model
     planes = 1 + max(place.plane for place in places)
 
-    def held(window: int | None) -> float:
+    def pages_held(window: int | None) -> float:
         return 1.0 if window is None else window / max_model_len
 
     padding = planes * len(groups) / sum(1 / layer.parts for layer in layers)
-    needed = sum(held(layer.window) / layer.parts for layer in layers)
-    excess = planes * sum(held(group.window) for group in groups) / needed
+    needed = sum(pages_held(layer.window) / layer.parts for layer in layers)
+    excess = planes * sum(pages_held(group.window) for group in groups) / needed
     return padding + excess + _GROUP_COST * len(groups)
 
 

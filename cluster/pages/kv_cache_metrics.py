@@ -45,22 +45,22 @@ class KVCacheMetricsCollector:
         self._taken_s: dict[int, float] = {}
         self._free_s: dict[int, float] = {}
 
-    def take(self, pages: Iterable[int]) -> None:
+    def on_allocate(self, pages: Iterable[int]) -> None:
         """Record pages that are allocated for new content."""
         for page in self._sample.intersection(pages):
             self._taken_s[page] = self._times.now_s
 
-    def free(self, page: int) -> None:
+    def on_free(self, page: int) -> None:
         """Record a page that is not used any more but keeps its content."""
         if page in self._sample:
             self._free_s[page] = self._times.now_s
 
-    def use_again(self, page: int) -> None:
+    def on_reuse(self, page: int) -> None:
         """Record that a free page is used again."""
         if page in self._free_s:
             self._times.reuse_gap.observe(self._times.now_s - self._free_s.pop(page))
 
-    def evict(self, page: int) -> None:
+    def on_evict(self, page: int) -> None:
         """Record that a page's content is evicted."""
         if page in self._free_s:
             self._times.idle.observe(self._times.now_s - self._free_s.pop(page))

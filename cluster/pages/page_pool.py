@@ -1,8 +1,8 @@
 """Reference counts of K/V pages, and the order in which free ones are used. Ids only, no memory.
 
-A free page with content worth keeping (`keep`) stays intact until nothing else is free: blank pages are
-used first, then kept ones, least recently used first. `cluster/kv_cache/prefix_cache.py` knows what a page
-holds, `cluster/kv_cache/kv_cache_manager.py` which sequence uses it.
+A free page with content worth keeping (`mark_cached`) stays intact until nothing else is free: blank pages
+are used first, then kept ones, least recently used first. `cluster/kv_cache/prefix_cache.py` knows what a
+page holds, `cluster/kv_cache/kv_cache_manager.py` which sequence uses it.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class PagePool:
         self._ages = ages or KVCacheMetricsCollector(SampledPageTimes(), 0)
         self.ref_counts = [0] * num_pages
         self.on_evict: Callable[[int], None] = lambda page: None  # called with kept pages that are evicted
-        self._kept: set[int] = set()
+        self._cached: set[int] = set()
         self._blank = list(range(num_pages - 1, -1, -1))  # a stack with low ids on top
         self._evictable: OrderedDict[int, None] = OrderedDict()  # kept and free, oldest first
 
@@ -39,7 +39,7 @@ class PagePool:
     def num_free(self) -> int:
         return len(self._blank) + len(self._evictable)
 
-    def num_idle(self, pages: Sequence[int]) -> int:
+    def num_evictable(self, pages: Sequence[int]) -> int:
         """Return how many of `pages` are free (kept, but not in use)."""
         return sum(self.ref_counts[page] == 0 for page in pages)
 
@@ -49,15 +49,15 @@ class PagePool:
         pages = [self._blank.pop() if self._blank else self._evict() for _ in range(count)]
         for page in pages:
             self.ref_counts[page] = 1
-        self._ages.take(pages)
+        self._ages.on_allocate(pages)
         return pages
 
-    def share(self, pages: Iterable[int]) -> None:
+    def touch(self, pages: Iterable[int]) -> None:
         """Add a use to kept pages."""
         for page in pages:
             if self.ref_counts[page] == 0:
                 del self._evictable[page]
-                self._ages.use_again(page)
+                self._ages.on_reuse(page)
             self.ref_counts[page] += 1
 
     def release(self, pages: Iterable[int]) -> None:
@@ -67,34 +67,34 @@ class PagePool:
             self.ref_counts[page] -= 1
             if self.ref_counts[page] > 0:
                 continue
-            if page in self._kept:
+            if page in self._cached:
                 self._evictable[page] = None
-                self._ages.free(page)
+                self._ages.on_free(page)
             else:
                 self._blank.append(page)
 
-    def keep(self, page: int) -> None:
+    def mark_cached(self, page: int) -> None:
         """Keep the content of a page in use once it is free."""
         assert self.ref_counts[page] > 0, f"page {page} is free: its content is not known"
-        self._kept.add(page)
+        self._cached.add(page)
 
-    def keep_no_more(self, page: int) -> None:
+    def unmark_cached(self, page: int) -> None:
         """Do not keep a page's content any more."""
-        self._kept.remove(page)
+        self._cached.remove(page)
         if page in self._evictable:
             del self._evictable[page]
             self._blank.append(page)
 
-    def keep_nothing(self) -> None:
+    def unmark_all_cached(self) -> None:
         """Do not keep any page's content any more."""
         self._blank.extend(self._evictable)
         self._evictable.clear()
-        self._kept.clear()
+        self._cached.clear()
 
     def _evict(self) -> int:
         page, _ = self._evictable.popitem(last=False)
-        self._kept.remove(page)
-        self._ages.evict(page)
+        self._cached.remove(page)
+        self._ages.on_evict(page)
         self.on_evict(page)
         return page
 
@@ -104,9 +104,9 @@ class PagePool:
         assert min(self.ref_counts) >= 0, "a page is released too often"
         assert len(in_use) + self.num_free == self.num_pages, "pages are lost or counted twice"
         assert in_use | set(self._blank) | set(self._evictable) == set(range(self.num_pages))
-        assert self._evictable.keys() <= self._kept, "an evictable page is not worth keeping"
-        assert self._kept.isdisjoint(self._blank), "a kept page is blank"
+        assert self._evictable.keys() <= self._cached, "an evictable page is not worth keeping"
+        assert self._cached.isdisjoint(self._blank), "a kept page is blank"
 
     @property
-    def kept(self) -> frozenset[int]:
-        return frozenset(self._kept)
+    def cached_pages(self) -> frozenset[int]:
+        return frozenset(self._cached)

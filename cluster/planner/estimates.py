@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from ..errors import ConfigError, PlacementError
 from ..hardware.gpu_specs import Gpu
-from ..hardware.memory_plan import MemoryPlan, find_room
+from ..hardware.memory_plan import MemoryPlan, plan_memory
 from ..hardware.model_pair import LayoutDemand, ModelPair
 from ..hardware.parallel_layouts import ParallelLayout
 from ..hardware.step_time import StepTimes
@@ -19,7 +19,7 @@ from ..speculation.acceptance_length import expected_acceptance_length
 from ..speculation.draft_lengths import draft_lengths
 
 # Relative difference below which the simpler layout wins; the estimates are no more accurate than this.
-LEVEL = 0.02
+TIE_MARGIN = 0.02
 _SIMPLEST = ("colocated", None, "split", "shared")
 
 
@@ -55,7 +55,7 @@ class LayoutEstimate:
     """
 
     layout: ParallelLayout
-    room: MemoryPlan
+    memory: MemoryPlan
     alone: OperatingPoint
     best: OperatingPoint
     misses: str = ""
@@ -73,7 +73,7 @@ def estimate(
     pair: ModelPair, gpu: Gpu, layout: ParallelLayout, demand: LayoutDemand
 ) -> LayoutEstimate | LayoutMisfit:
     try:
-        room = find_room(pair, gpu, layout, demand)
+        memory = plan_memory(pair, gpu, layout, demand)
     except PlacementError as error:
         return LayoutMisfit(layout, error)
     times = StepTimes(pair, gpu, layout)
@@ -84,38 +84,38 @@ def estimate(
     alone, slo_s = point(1), demand.slo_tpot_s
     if demand.batch is not None:
         per_engine = -(-demand.batch // layout.replicas)
-        best = point(min(per_engine, room.max_num_seqs))
+        best = point(min(per_engine, memory.max_num_seqs))
         misses = (
             ""
-            if per_engine <= room.max_num_seqs
-            else f"holds {room.max_num_seqs} of {per_engine} requests per engine"
+            if per_engine <= memory.max_num_seqs
+            else f"holds {memory.max_num_seqs} of {per_engine} requests per engine"
         )
     else:
-        points = [point(batch) for batch in _batches(room.max_num_seqs)]
+        points = [point(batch) for batch in _batches(memory.max_num_seqs)]
         within_slo = [p for p in points if slo_s is None or p.tpot_s <= slo_s]
         best, misses = max(within_slo or points[:1], key=lambda p: p.node_tokens_per_s), ""
     if slo_s is not None and best.tpot_s > slo_s:
         misses = f"{best.tpot_s * 1e3:.2f} ms per token"
-    return LayoutEstimate(layout, room, alone, best, misses)
+    return LayoutEstimate(layout, memory, alone, best, misses)
 
 
-def _batches(most: int) -> list[int]:
-    """Return 1, 2, 3, 4, 6, 8, 12, ... up to and including `most`."""
-    return sorted({most, *(base << n for base in (1, 3) for n in range(10) if base << n < most)})
+def _batches(maximum: int) -> list[int]:
+    """Return 1, 2, 3, 4, 6, 8, 12, ... up to and including `maximum`."""
+    return sorted({maximum, *(base << n for base in (1, 3) for n in range(10) if base << n < maximum)})
 
 
 def _point(
     times: StepTimes, pair: ModelPair, layout: ParallelLayout, batch: int, context: int
 ) -> OperatingPoint:
     """Return the estimate at the draft length with the most throughput, which an engine would choose."""
-    most = pair.num_drafts if layout.placement else 0
+    maximum = pair.num_drafts if layout.placement else 0
 
     def at(rows: int) -> OperatingPoint:
         time, tokens = times.round(batch, rows, context), expected_acceptance_length(pair.survival, rows)
         node = layout.replicas * batch * tokens / time.total_s
         return OperatingPoint(batch, rows, tokens, time.total_s, time.bound, node)
 
-    return max((at(1 + drafts) for drafts in draft_lengths(most)), key=lambda p: p.node_tokens_per_s)
+    return max((at(1 + drafts) for drafts in draft_lengths(maximum)), key=lambda p: p.node_tokens_per_s)
 
 
 def check_fitting(found: Sequence[LayoutEstimate | LayoutMisfit]) -> list[LayoutEstimate]:
@@ -123,10 +123,10 @@ def check_fitting(found: Sequence[LayoutEstimate | LayoutMisfit]) -> list[Layout
     fitting = [each for each in found if isinstance(each, LayoutEstimate)]
     if fitting:
         return fitting
-    misfits = [each for each in found if isinstance(each, LayoutMisfit)]
-    if not misfits:
+    incompatibilities = [each for each in found if isinstance(each, LayoutMisfit)]
+    if not incompatibilities:
         raise PlacementError("gpus: no layout has a place on so few GPUs. Give at least 1.", param="gpus")
-    raise max(misfits, key=lambda misfit: misfit.layout.tp).error
+    raise max(incompatibilities, key=lambda misfit: misfit.layout.tp).error
 
 
 def choose(
@@ -168,24 +168,24 @@ def choose_by_trace(
 
 
 def _best(candidates: Sequence[LayoutEstimate], value: Mapping[ParallelLayout, float]) -> LayoutEstimate:
-    """Return the simplest layout within `LEVEL` of the best: fewest processes, then the lowest tp."""
-    most = max(value[each.layout] for each in candidates)
-    near_best = [each for each in candidates if value[each.layout] >= (1 - LEVEL) * most]
+    """Return the simplest layout within `TIE_MARGIN` of the best: fewest processes, then the lowest tp."""
+    maximum = max(value[each.layout] for each in candidates)
+    near_best = [each for each in candidates if value[each.layout] >= (1 - TIE_MARGIN) * maximum]
     return min(near_best, key=lambda each: (_SIMPLEST.index(each.layout.placement), each.layout.tp))
 
 
 def _tie_note(chosen: LayoutEstimate, holding: Sequence[LayoutEstimate]) -> str:
-    most = max(each.best.node_tokens_per_s for each in holding)
-    if chosen.best.node_tokens_per_s >= most:
+    maximum = max(each.best.node_tokens_per_s for each in holding)
+    if chosen.best.node_tokens_per_s >= maximum:
         return ""
-    return f" (others within {LEVEL:.0%} are less simple)"
+    return f" (others within {TIE_MARGIN:.0%} are less simple)"
 
 
 def _none_holds(fitting: Sequence[LayoutEstimate], demand: LayoutDemand) -> ConfigError:
     nearest = min(fitting, key=lambda each: each.best.tpot_s)
     at = f"{nearest.best.batch} requests per engine"
     if demand.slo_tpot_s is None or nearest.best.tpot_s <= demand.slo_tpot_s:
-        largest = max(each.layout.replicas * each.room.max_num_seqs for each in fitting)
+        largest = max(each.layout.replicas * each.memory.max_num_seqs for each in fitting)
         return ConfigError(
             f"batch={demand.batch}: no layout holds more than {largest} requests of {demand.context} tokens "
             "at once. Lower --batch or --context, or use more GPUs.",

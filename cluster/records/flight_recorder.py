@@ -78,11 +78,11 @@ class QueueWaits:
         self.reason: Reason | None = None
         self._since_s = 0.0
 
-    def hold(self, reason: Reason, now_s: float) -> None:
+    def on_blocked(self, reason: Reason, now_s: float) -> None:
         """Record that the head does not enter the plan that is being made."""
         self.reason, self._since_s = reason, now_s
 
-    def settle(self, now_s: float) -> None:
+    def add_elapsed(self, now_s: float) -> None:
         """Add up the time since the last plan."""
         if self.reason is not None:
             self._totals[self.reason] = self._totals.get(self.reason, 0.0) + now_s - self._since_s
@@ -96,21 +96,21 @@ class QueueWaits:
 
 
 @dataclass(slots=True)
-class _Stay:
-    """A request's time in a slot; open while `left_s` is None."""
+class _OpenInterval:
+    """A request's time in a slot; open while `released_s` is None."""
 
     slot: int
     first_step: int
-    entered_s: float
+    admitted_s: float
     num_cached: int
     waited: Mapping[Reason, float]
-    left_s: float | None = None
+    released_s: float | None = None
     why: Why | None = None
     steps: SlotSteps | None = None
 
 
 @dataclass(slots=True)
-class _Life:
+class _OpenTimeline:
     """A request so far. `queued_s` and `waits` are those at its arrival, or when it last lost its slot."""
 
     request_id: str
@@ -118,21 +118,21 @@ class _Life:
     owner: str | None
     arrival_s: float
     num_prompt_tokens: int
-    num_begun: int
+    num_resumed: int
     max_tokens: int | None
     priority: int
     background: bool
     max_draft_tokens: int | None
     waits: Mapping[Reason, float]
-    stays: list[_Stay] = field(default_factory=list[_Stay])
+    intervals: list[_OpenInterval] = field(default_factory=list[_OpenInterval])
     ended_s: float | None = None
     finish_reason: FinishReason | None = None
 
     @property
     def num_steps(self) -> int:
-        return sum(len(stay.steps.counts_NC) for stay in self.stays if stay.steps is not None)
+        return sum(len(interval.steps.counts_NC) for interval in self.intervals if interval.steps is not None)
 
-    def goes_by(self, name: str) -> bool:
+    def matches_name(self, name: str) -> bool:
         """Return whether this is the request's name in the engine, that of its response, or the client's."""
         request_id = self.request_id
         return name in (self.client_id, request_id) or (
@@ -149,17 +149,17 @@ class FlightRecorder:
 
     def __init__(self, num_slots: int) -> None:
         self._ring = StepRingBuffer(num_slots)
-        self._living: dict[str, _Life] = {}
-        self._ended: deque[_Life] = deque()
+        self._live_requests: dict[str, _OpenTimeline] = {}
+        self._ended: deque[_OpenTimeline] = deque()
         self._num_ended_steps = 0
         self._waits = {background: QueueWaits() for background in (False, True)}
         self._step, self._now_s = 0, 0.0  # of the plan being made, or of the last one
 
-    # Called by the roster and the scheduler.
+    # Called by the request queues and the scheduler.
 
-    def arrived(self, request: Request) -> None:
+    def on_arrival(self, request: Request) -> None:
         """Record a request that waits."""
-        self._living[request.request_id] = _Life(
+        self._live_requests[request.request_id] = _OpenTimeline(
             request.request_id,
             request.client_id,
             request.owner,
@@ -173,93 +173,93 @@ class FlightRecorder:
             self._waits[request.background].until(request.arrival_s),
         )
 
-    def planning(self, step: int, now_s: float) -> None:
+    def on_planning(self, step: int, now_s: float) -> None:
         """Record that a plan is being made."""
         self._step, self._now_s = step, now_s
         for waits in self._waits.values():
             if waits.reason is not None:
-                waits.settle(now_s)
+                waits.add_elapsed(now_s)
 
-    def held(self, reason: Reason, *, background: bool) -> None:
+    def on_blocked(self, reason: Reason, *, background: bool) -> None:
         """Record why the first waiting request does not enter the plan."""
-        self._waits[background].hold(reason, self._now_s)
+        self._waits[background].on_blocked(reason, self._now_s)
 
-    def entered(self, request_id: str, slot: int, num_cached: int) -> None:
+    def on_admitted(self, request_id: str, slot: int, num_cached: int) -> None:
         """Record that a request runs from this plan on, with `num_cached` tokens already computed."""
-        life = self._living[request_id]
-        waits_before = life.waits
-        totals = self._waits[life.background].until(self._now_s)
+        timeline = self._live_requests[request_id]
+        waits_before = timeline.waits
+        totals = self._waits[timeline.background].until(self._now_s)
         waited: dict[Reason, float] = {
             reason: s - waits_before.get(reason, 0.0)
             for reason, s in totals.items()
             if s > waits_before.get(reason, 0.0)
         }
-        life.stays.append(_Stay(slot, self._step, self._now_s, num_cached, waited))
+        timeline.intervals.append(_OpenInterval(slot, self._step, self._now_s, num_cached, waited))
 
     def observe(self, step: CompletedStep) -> None:
         """Record a committed step, before its ended requests are reported."""
         self._now_s = step.ended_s
         self._ring.write(step)
 
-    def lost_slot(self, request_id: str, why: Why) -> None:
+    def on_slot_lost(self, request_id: str, why: Why) -> None:
         """Record that a request goes back from running to waiting."""
-        life = self._living[request_id]
-        self._close(life, why)
-        life.waits = self._waits[life.background].until(self._now_s)
+        timeline = self._live_requests[request_id]
+        self._close(timeline, why)
+        timeline.waits = self._waits[timeline.background].until(self._now_s)
 
-    def ended(self, request_id: str, reason: FinishReason) -> None:
+    def on_finished(self, request_id: str, reason: FinishReason) -> None:
         """Record that a request leaves for good, running or waiting."""
-        life = self._living[request_id]
-        self._close(life, "ended")
-        life.ended_s, life.finish_reason = self._now_s, reason
-        self._ended.append(life)
-        del self._living[request_id]
-        self._num_ended_steps += life.num_steps
+        timeline = self._live_requests[request_id]
+        self._close(timeline, "ended")
+        timeline.ended_s, timeline.finish_reason = self._now_s, reason
+        self._ended.append(timeline)
+        del self._live_requests[request_id]
+        self._num_ended_steps += timeline.num_steps
         while len(self._ended) > _MAX_ENDED or self._num_ended_steps > _MAX_ENDED_STEPS:
             self._num_ended_steps -= self._ended.popleft().num_steps
 
-    def _close(self, life: _Life, why: Why) -> None:
+    def _close(self, timeline: _OpenTimeline, why: Why) -> None:
         """End the current slot interval, if any; very long requests only keep their last steps."""
-        if not life.stays or life.stays[-1].left_s is not None:
+        if not timeline.intervals or timeline.intervals[-1].released_s is not None:
             return
-        stay = life.stays[-1]
-        stay.steps = self._ring.of(stay.slot, stay.first_step, self._ring.last)
-        stay.left_s, stay.why = self._now_s, why
-        while len(life.stays) > 1 and life.num_steps > _MAX_STEPS:
-            life.stays.pop(0)
+        interval = timeline.intervals[-1]
+        interval.steps = self._ring.of(interval.slot, interval.first_step, self._ring.last)
+        interval.released_s, interval.why = self._now_s, why
+        while len(timeline.intervals) > 1 and timeline.num_steps > _MAX_STEPS:
+            timeline.intervals.pop(0)
 
     # Called from any thread.
 
-    def lives(self, name: str) -> list[RequestTimeline]:
+    def timelines(self, name: str) -> list[RequestTimeline]:
         """Return the requests with this name, oldest first; one HTTP request may have several."""
-        known = [*self._ended.copy(), *self._living.copy().values()]
-        return [self._to_life(life) for life in known if life.goes_by(name)]
+        known = [*self._ended.copy(), *self._live_requests.copy().values()]
+        return [self._to_timeline(timeline) for timeline in known if timeline.matches_name(name)]
 
-    def _to_life(self, life: _Life) -> RequestTimeline:
+    def _to_timeline(self, timeline: _OpenTimeline) -> RequestTimeline:
         return RequestTimeline(
-            request_id=life.request_id,
-            client_id=life.client_id,
-            owner=life.owner,
-            arrival_s=life.arrival_s,
-            num_prompt_tokens=life.num_prompt_tokens,
-            num_begun=life.num_begun,
-            max_tokens=life.max_tokens,
-            priority=life.priority,
-            background=life.background,
-            max_draft_tokens=life.max_draft_tokens,
-            stays=tuple(map(self._to_stay, life.stays)),
-            ended_s=life.ended_s,
-            finish_reason=life.finish_reason,
+            request_id=timeline.request_id,
+            client_id=timeline.client_id,
+            owner=timeline.owner,
+            arrival_s=timeline.arrival_s,
+            num_prompt_tokens=timeline.num_prompt_tokens,
+            num_resumed=timeline.num_resumed,
+            max_tokens=timeline.max_tokens,
+            priority=timeline.priority,
+            background=timeline.background,
+            max_draft_tokens=timeline.max_draft_tokens,
+            intervals=tuple(map(self._to_interval, timeline.intervals)),
+            ended_s=timeline.ended_s,
+            finish_reason=timeline.finish_reason,
         )
 
-    def _to_stay(self, stay: _Stay) -> SlotInterval:
-        steps = stay.steps or self._ring.of(stay.slot, stay.first_step, self._ring.last)
+    def _to_interval(self, interval: _OpenInterval) -> SlotInterval:
+        steps = interval.steps or self._ring.of(interval.slot, interval.first_step, self._ring.last)
         return SlotInterval(
-            entered_s=stay.entered_s,
-            num_cached=stay.num_cached,
-            waited=stay.waited,
-            left_s=stay.left_s,
-            why=stay.why,
+            admitted_s=interval.admitted_s,
+            num_cached=interval.num_cached,
+            waited=interval.waited,
+            released_s=interval.released_s,
+            why=interval.why,
             num_forgotten=max(steps.num_forgotten, 0),
-            steps=tuple(steps.told()),
+            steps=tuple(steps.steps()),
         )

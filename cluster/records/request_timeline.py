@@ -30,7 +30,7 @@ TIMES = ("planned_s", "ended_s", "draft_s", "verify_s", "sample_s", "inject_s", 
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LifeStep:
+class TimelineStep:
     """A step that computed something for the request.
 
     Attributes:
@@ -69,11 +69,11 @@ class SlotSteps(NamedTuple):
     times_NT: NDArray[np.float64]
     num_forgotten: int
 
-    def told(self) -> Iterator[LifeStep]:
+    def steps(self) -> Iterator[TimelineStep]:
         for counts, times in zip(self.counts_NC.tolist(), self.times_NT.tolist(), strict=True):
             num_known, num_planned, num_verified, num_accepted, num_out = counts
             planned_s, ended_s, draft_s, verify_s, sample_s, inject_s, num_requests, num_rows = times
-            yield LifeStep(
+            yield TimelineStep(
                 kind="verify" if num_planned else "plain" if num_known == 1 and num_out else "prefill",
                 planned_s=planned_s,
                 ended_s=ended_s,
@@ -98,17 +98,17 @@ class SlotInterval:
     Attributes:
         num_cached: tokens found in the prefix cache.
         waited: seconds that it waited before, by what held the queue; the rest was waiting for a step to end.
-        left_s, why: None while it runs.
+        released_s, why: None while it runs.
         num_forgotten: steps of the engine at its beginning that are not recorded any more.
     """
 
-    entered_s: float
+    admitted_s: float
     num_cached: int
     waited: Mapping[Reason, float]
-    left_s: float | None
+    released_s: float | None
     why: Why | None
     num_forgotten: int
-    steps: tuple[LifeStep, ...]
+    steps: tuple[TimelineStep, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,7 +117,7 @@ class RequestTimeline:
 
     Attributes:
         request_id, client_id, owner, arrival_s, priority, background, max_draft_tokens: as in `Request`.
-        num_begun: output tokens that it came with.
+        num_resumed: output tokens that it came with.
         ended_s, finish_reason: None until it has ended.
     """
 
@@ -126,11 +126,11 @@ class RequestTimeline:
     owner: str | None
     arrival_s: float
     num_prompt_tokens: int
-    num_begun: int
+    num_resumed: int
     max_tokens: int | None
     priority: int
     background: bool
     max_draft_tokens: int | None
-    stays: tuple[SlotInterval, ...]
+    intervals: tuple[SlotInterval, ...]
     ended_s: float | None
     finish_reason: FinishReason | None

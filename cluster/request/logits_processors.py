@@ -107,5 +107,5 @@ class RuleLimits:
         )
         excessive = (each for each in sizes if each[1] > each[2])
         return next(
-            ((name, f"{count} {what}; at most {most}") for name, count, most, what in excessive), None
+            ((name, f"{count} {what}; at most {maximum}") for name, count, maximum, what in excessive), None
         )

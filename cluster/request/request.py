@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from numbers import Real
 from typing import Any, Literal, cast
 
-from ..errors import RequestError, shown
+from ..errors import RequestError, brief
 from ..metrics.bounded_labels import UsageAccount
 from .structured_outputs import Grammar, StructuredOutputsParams
 
@@ -108,9 +108,11 @@ class SamplingParams:
         for token_id, bias in self.logit_bias:
             _require(-100.0 <= bias <= 100.0, f"logit_bias.{token_id}", bias, "a number from -100 to 100")
         _require(self.allowed_token_ids != (), "allowed_token_ids", [], "at least one token id, or null")
-        for name, most in (("bad_words", MAX_BAD_WORDS), ("bad_words_token_ids", 2 * MAX_BAD_WORDS)):
+        for name, maximum in (("bad_words", MAX_BAD_WORDS), ("bad_words_token_ids", 2 * MAX_BAD_WORDS)):
             count = len(getattr(self, name))
-            _require(count <= most, name, getattr(self, name), f"a list of at most {most}, not of {count}")
+            _require(
+                count <= maximum, name, getattr(self, name), f"a list of at most {maximum}, not of {count}"
+            )
 
     @property
     def greedy(self) -> bool:
@@ -274,7 +276,7 @@ _READERS: Sequence[tuple[Iterable[str], Callable[[str, Any], object]]] = (
 
 def _require(ok: bool, name: str, value: object, wanted: str) -> None:
     if not ok:
-        raise RequestError(f"{name}={shown(value)} is not allowed: it must be {wanted}.", param=name)
+        raise RequestError(f"{name}={brief(value)} is not allowed: it must be {wanted}.", param=name)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -329,7 +331,7 @@ class Request:
         fits = target is None or (_is_number(target) and 0 < target < math.inf)
         _require(fits, "tpot_ms", target, "a number above 0 (and finite), or null")
 
-    def most_drafts(self, engine_max: int) -> int:
+    def max_drafts(self, engine_max: int) -> int:
         """Return the most drafts per step in an engine with this maximum."""
         limits = [engine_max]
         if self.max_draft_tokens is not None:

@@ -11,11 +11,11 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, cast
 
-from ..errors import RequestError, shown
+from ..errors import RequestError, brief
 
 _MAX_MASKS_S = 0.05  # of a step: a quarter of the 0.2 s that another request's stream may pause
 GrammarKind = Literal["json_schema", "regex", "lark"]
-WAYS = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
+CONSTRAINTS = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,33 +99,33 @@ class StructuredOutputsParams:
             value = getattr(self, name)
             if value is not None and not isinstance(value, types):
                 raise RequestError(
-                    f"structured_outputs.{name}={shown(value)} must be {wanted}.",
+                    f"structured_outputs.{name}={brief(value)} must be {wanted}.",
                     param=f"structured_outputs.{name}",
                 )
         texts = cast(Iterable[object], self.choice or ())
         if not all(isinstance(text, str) for text in texts):
             raise RequestError(
-                f"structured_outputs.choice={shown(self.choice)} must be a list of strings.",
+                f"structured_outputs.choice={brief(self.choice)} must be a list of strings.",
                 param="structured_outputs.choice",
             )
         if self.choice is not None:
             object.__setattr__(self, "choice", tuple(self.choice))
         if self.json_object is False:
             object.__setattr__(self, "json_object", None)
-        set_names = [name for name in WAYS if getattr(self, name) is not None]
+        set_names = [name for name in CONSTRAINTS if getattr(self, name) is not None]
         if len(set_names) != 1:
             raise RequestError(
-                f"structured_outputs takes one of {', '.join(WAYS)}; "
+                f"structured_outputs takes one of {', '.join(CONSTRAINTS)}; "
                 + (f"{' and '.join(set_names)} were sent." if set_names else "none was sent."),
                 param="structured_outputs",
             )
 
     @property
-    def way(self) -> str:
+    def constraint(self) -> str:
         """The name of the constraint that is set."""
-        return next(name for name in WAYS if getattr(self, name) is not None)
+        return next(name for name in CONSTRAINTS if getattr(self, name) is not None)
 
     @property
     def field(self) -> str:
         """The field's name in messages."""
-        return self.sent_as or f"structured_outputs.{self.way}"
+        return self.sent_as or f"structured_outputs.{self.constraint}"

@@ -78,7 +78,7 @@ class BackgroundBudget:
         """Record that a step with these prompt rows was measured."""
         self._most_prompt_rows = max(self._most_prompt_rows, num_rows)
 
-    def beside(self, load: StepLoad, length: int, num_decoding: int) -> BackgroundWork:
+    def with_online(self, load: StepLoad, length: int, num_decoding: int) -> BackgroundWork:
         """Return the background work of a step in which only online requests, `load`, decode.
 
         Args:
@@ -109,7 +109,9 @@ class BackgroundBudget:
         # What was saved beyond one step is spent on more than is cheap by present predictions.
         return max(_count(added_M, min(max(_SHARE * self._base_s, saved_s - self._base_s), saved_s)), 1)
 
-    def alone(self, num_decoding: int, length: int, context: Amounts, *, quiet: bool) -> BackgroundWork:
+    def without_online(
+        self, num_decoding: int, length: int, context: Amounts, *, quiet: bool
+    ) -> BackgroundWork:
         """Return the background work of a step without online requests.
 
         Args:

@@ -25,7 +25,7 @@ from ..speculation.loss_budget import Backoff
 from ..step.scheduler_output import StepTimings
 
 _NUM_RATES = 6  # steps whose median rate is compared
-_FIRST_HALVES = 2  # ignored steps of a sequence of halves, since drafts of the first one were not overlapped
+_IGNORED_STEPS = 2  # ignored steps of a sequence of halves, since drafts of the first one were not overlapped
 _TRIAL_STEPS = 128  # until a trial if the rate has changed; else twice as many, doubled by each failure
 _CHANGED = 1.33  # factor by which the rate changes, up or down, if costs or texts do
 
@@ -53,7 +53,7 @@ class _LoadState:
     """Measurements for one class of load.
 
     Attributes:
-        uses_halves: the faster mode, as far as known.
+        uses_two_batches: the faster mode, as far as known.
         rates: tokens per second of the last whole steps, and of the last halves.
         max_gain: upper bound of the gain of halves over whole steps, from the last whole step's seconds.
         since_trial, trial_rate: steps since the last trial, and the faster mode's rate then; 0 before it.
@@ -61,7 +61,7 @@ class _LoadState:
         is_trial: the slower mode is being tried.
     """
 
-    uses_halves: bool = False
+    uses_two_batches: bool = False
     rates: tuple[deque[float], deque[float]] = field(default_factory=lambda: (_rates(), _rates()))
     max_gain: float = 0.0
     since_trial: int = 0
@@ -70,7 +70,7 @@ class _LoadState:
     is_trial: bool = False
 
 
-class BatchHalves:
+class TwoBatchOverlap:
     """Chooses the mode of one engine, by number of running requests."""
 
     def __init__(self) -> None:
@@ -83,13 +83,13 @@ class BatchHalves:
         if num_requests < 2:
             return False
         state = self._state(load_class(num_requests))
-        return state.uses_halves != state.is_trial
+        return state.uses_two_batches != state.is_trial
 
     def plan(self, num_requests: int, *, is_half: bool) -> BatchMode:
         """Record that a step was planned in this mode."""
         self._num_alike = self._num_alike + 1 if is_half == self._was_half else 0
         self._was_half = is_half
-        return BatchMode(is_half, load_class(num_requests), not is_half or self._num_alike >= _FIRST_HALVES)
+        return BatchMode(is_half, load_class(num_requests), not is_half or self._num_alike >= _IGNORED_STEPS)
 
     def observe(self, mode: BatchMode, num_tokens: float, seconds: float, timings: StepTimings) -> None:
         """Learn from a step in which all requests decoded with the same draft length.
@@ -105,16 +105,16 @@ class BatchHalves:
         if not mode.is_half and timings.total_s > 0:
             state.max_gain = timings.total_s / max(timings.draft_s, timings.total_s - timings.draft_s)
         state.since_trial += 1
-        present, other = state.rates[state.uses_halves], state.rates[not state.uses_halves]
+        present, other = state.rates[state.uses_two_batches], state.rates[not state.uses_two_batches]
         if not state.is_trial:
-            may_pay = state.uses_halves or state.max_gain > BETTER
+            may_pay = state.uses_two_batches or state.max_gain > BETTER
             state.is_trial = may_pay and len(present) == _NUM_RATES and self._is_due(state, median(present))
             if state.is_trial:
                 other.clear()
         elif len(other) == _NUM_RATES:
             state.is_trial = False
             if median(other) > BETTER * median(present):
-                state.uses_halves = not state.uses_halves
+                state.uses_two_batches = not state.uses_two_batches
                 state.backoff.reset()
             elif state.trial_rate:
                 state.backoff.fail()
@@ -130,5 +130,7 @@ class BatchHalves:
         """Return the state of this load; a new one starts from the nearest one."""
         if load not in self._states:
             nearest = min(self._states, key=lambda other: abs(other - load), default=load)
-            self._states[load] = _LoadState(nearest in self._states and self._states[nearest].uses_halves)
+            self._states[load] = _LoadState(
+                nearest in self._states and self._states[nearest].uses_two_batches
+            )
         return self._states[load]

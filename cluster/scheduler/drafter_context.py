@@ -26,7 +26,7 @@ from .step_controller import StepController
 # Steps without useful drafts until writes stop. With 1,024 a useless drafter costs 2.3 % of 4,000 steps, with
 # 384 1.3 % (simulated, writes a sixteenth of a pass).
 _IDLE_STEPS = 256
-_REST_STEPS = 1024  # without writes until a trial may resume them: it recomputes a request
+_PAUSE_STEPS = 1024  # without writes until a trial may resume them: it recomputes a request
 _REFILL_ROWS, _REFILL_SHARE = 16, 1 / 4  # least rows per step, and fraction of the other requests' rows
 _REFILL_STEPS = 64  # most for one sequence, whose reader waits meanwhile
 # Maximum rows recomputed for each remaining token: a recomputed row costs about a tenth of a plain token on a
@@ -52,7 +52,7 @@ class ContextWriteGate:
 
     def __init__(self, *, may_stop: bool) -> None:
         self._may_stop, self.on, self.wanted = may_stop, True, 0
-        self._rest = Backoff(_REST_STEPS)
+        self._rest = Backoff(_PAUSE_STEPS)
         self._steps = 0  # since drafts were useful; while off, since writes stopped
         self._write_s = self._total_s = 0.0  # of these steps
 
@@ -121,7 +121,7 @@ class DrafterContextRefill:
             if request.max_draft_tokens != 0:
                 self._prompts[request.background][sequence.slot] = len(request.prompt_token_ids)
 
-    def leave(self, slot: int) -> None:
+    def on_sequence_removed(self, slot: int) -> None:
         """Forget the sequence of this slot, which has left; the next one in it has drafter context."""
         for prompts in self._prompts:
             prompts.pop(slot, None)
@@ -149,19 +149,19 @@ class DrafterContextRefill:
         """
         if self.current is not None:
             slot = self.current.slot
-            if slot != WAITING and int(table.known_rows(np.array([slot]))[0]) > 1:
+            if slot != WAITING and int(table.pending_tokens(np.array([slot]))[0]) > 1:
                 return None
             self.current = None
         slots_L = np.array(list(self._prompts[background]), dtype=np.int32)
-        slots_L = slots_L[table.go_on(slots_L)]
+        slots_L = slots_L[table.unfinished(slots_L)]
         if not num_drafts or not len(slots_L) or self._max_rows <= (1 + num_others) * (1 + num_drafts):
             return None
         tokens_L = table.num_tokens_S[slots_L]
         prompts_L = np.array([self._prompts[background][slot] for slot in slots_L.tolist()])
         remaining_L = np.maximum(tokens_L - prompts_L, 2 * _REFILL_STEPS)
         remaining_L = np.minimum(remaining_L, table.max_length_S[slots_L] - tokens_L)
-        most = self.rows(num_drafts, num_others) * (_REFILL_STEPS if self._chunks else 1)
-        pays_L = tokens_L <= np.minimum(_ROWS_PER_TOKEN * remaining_L, most)
+        maximum = self.rows(num_drafts, num_others) * (_REFILL_STEPS if self._chunks else 1)
+        pays_L = tokens_L <= np.minimum(_ROWS_PER_TOKEN * remaining_L, maximum)
         if not pays_L.any():
             return None
         return table.sequences[int(slots_L[pays_L][tokens_L[pays_L].argmin()])]
@@ -175,15 +175,15 @@ class DrafterContext:
         refill: chooses requests to recompute.
     """
 
-    def __init__(self, config: SchedulerConfig, roster: RequestQueues, controller: StepController) -> None:
-        self._roster, self._controller = roster, controller
+    def __init__(self, config: SchedulerConfig, queues: RequestQueues, controller: StepController) -> None:
+        self._queues, self._controller = queues, controller
         self.health = DrafterHealth()
         self.refill = DrafterContextRefill(config.max_rows, chunks=config.enable_chunked_prefill)
         self._writes = ContextWriteGate(may_stop=config.num_speculative_tokens > 0 and not config.halves)
         self._before_trial: list[Sequence] = []  # requests running when a candidate's trial began
 
     @property
-    def is_written(self) -> bool:
+    def writes_context(self) -> bool:
         """Whether the next step writes the drafter's context."""
         return self._writes.on
 
@@ -197,20 +197,20 @@ class DrafterContext:
         before, self.health = self.health, health
         is_new = health.generation != before.generation
         if before.ready and (is_new or not health.ready):
-            self._roster.counters.drafter_losses += 1
+            self._queues.counters.drafter_losses += 1
         if is_new:
             self._forget()
             self._writes.resume()
-            self._controller.replace_drafter()
+            self._controller.on_drafter_replaced()
 
     def begin_trial(self) -> None:
         """Write a candidate drafter's context too from now on.
 
         Running requests keep the present drafter; new ones get no cached page that the candidate lacks.
         """
-        self._before_trial = list(self._roster.running)
+        self._before_trial = list(self._queues.running)
         if self._writes.on:
-            self._roster.books.forget([sequence.slot for sequence in self._before_trial])
+            self._queues.kv_cache_manager.invalidate([sequence.slot for sequence in self._before_trial])
         else:
             self._forget()
             self._writes.resume()
@@ -219,8 +219,8 @@ class DrafterContext:
         """End the trial. A promoted candidate lacks the context of requests older than the trial."""
         before, self._before_trial = self._before_trial, []
         if promoted:
-            self._draft_for_none_of([each for each in before if each.slot != WAITING])
-            self._controller.replace_drafter()
+            self._disable_drafts([each for each in before if each.slot != WAITING])
+            self._controller.on_drafter_replaced()
 
     def prepare(self) -> None:
         """Prepare a plan: stop or resume writes, and preempt a request that will be recomputed in it."""
@@ -236,7 +236,7 @@ class DrafterContext:
         """Return the last draft length, or the one that is wanted once drafts are possible."""
         return self._controller.last_choice(background=background).length or self._writes.wanted
 
-    def note_limits(self, limits_R: IntArray) -> None:
+    def on_draft_limits(self, limits_R: IntArray) -> None:
         """Make the controller retry drafts once the limits allow a decoding request to draft again."""
         if self._writes.wanted and limits_R.any():
             self._writes.wanted = 0
@@ -248,7 +248,7 @@ class DrafterContext:
     def completed(self, plan: SchedulerOutput, timings: StepTimings) -> None:
         self._writes.completed(timings)
         if not plan.writes_context:
-            self._roster.counters.drafter_unwritten_tokens += plan.num_batched_tokens
+            self._queues.counters.drafter_unwritten_tokens += plan.num_batched_tokens
 
     def _forget(self, *, marked: bool = False) -> None:
         """Drop the context of everything computed.
@@ -257,22 +257,22 @@ class DrafterContext:
             marked: only the cache's marked pages lack it, and the shortest running request is recomputed
                 whatever its length.
         """
-        running, table = self._roster.running, self._roster.table
-        self._roster.books.forget([sequence.slot for sequence in running], marked=marked)
+        running, table = self._queues.running, self._queues.table
+        self._queues.kv_cache_manager.invalidate([sequence.slot for sequence in running], marked=marked)
         lengths = (int(table.num_tokens_S[q.slot]) for q in running if q.request.max_draft_tokens != 0)
-        self._draft_for_none_of(running, min(lengths, default=0) if marked else 0)
+        self._disable_drafts(running, min(lengths, default=0) if marked else 0)
 
-    def _draft_for_none_of(self, running: list[Sequence], num_tokens: int = 0) -> None:
+    def _disable_drafts(self, running: list[Sequence], num_tokens: int = 0) -> None:
         """Disable drafts for these until they are recomputed; none up to `num_tokens` is too long."""
-        self._roster.table.max_drafts_S[[sequence.slot for sequence in running]] = 0
+        self._queues.table.max_drafts_S[[sequence.slot for sequence in running]] = 0
         self.refill.begin(running, num_tokens)
 
     def _stop(self) -> None:
         """Stop writes, and mark the pages that are filled from now on."""
         self._writes.stop()
-        self._roster.books.cache.mark()
+        self._queues.kv_cache_manager.cache.mark()
         self.refill.begin(())
-        self._roster.counters.drafter_rests += 1
+        self._queues.counters.drafter_rests += 1
 
     def _resume_if_chosen(self) -> None:
         """Resume writes if drafts were chosen but could not be made."""
@@ -284,13 +284,15 @@ class DrafterContext:
 
     def _refill_next(self) -> None:
         """Preempt the next request to recompute, if it can be readmitted in this plan."""
-        roster = self._roster
-        background, num_others = not roster.num_online_running, len(roster.running) - 1
+        queues = self._queues
+        background, num_others = not queues.num_online_running, len(queues.running) - 1
         num_drafts = self.draft_length(background=background)
-        sequence = self.refill.next(roster.table, num_drafts, num_others, background=background)
-        if sequence is None or (roster.waiting and roster.waiting[0].rank < sequence.rank):
+        sequence = self.refill.next(queues.table, num_drafts, num_others, background=background)
+        if sequence is None or (queues.waiting and queues.waiting[0].rank < sequence.rank):
             return
-        num_tokens = int(roster.table.num_tokens_S[sequence.slot])
-        if roster.books.has_room_to_enter(roster.books.cache.no_hit, num_tokens, roster.num_before(sequence)):
-            roster.send_back(sequence, "refilled")
+        num_tokens = int(queues.table.num_tokens_S[sequence.slot])
+        if queues.kv_cache_manager.can_admit(
+            queues.kv_cache_manager.cache.no_hit, num_tokens, queues.num_ahead(sequence)
+        ):
+            queues.requeue(sequence, "refilled")
             self.refill.current = sequence

@@ -35,20 +35,20 @@ class RequestQueues:
 
     Args:
         config: configuration of the scheduler.
-        on_leave: called with a slot before it is freed.
-        journal: records requests that arrive and end.
+        on_free: called with a slot before it is freed.
+        flight_recorder: records requests that arrive and end.
 
     Attributes:
         running, waiting: sorted by rank.
     """
 
     def __init__(
-        self, config: SchedulerConfig, on_leave: Callable[[int], None], journal: FlightRecorder
+        self, config: SchedulerConfig, on_free: Callable[[int], None], flight_recorder: FlightRecorder
     ) -> None:
         self._config = config
-        self._on_leave = on_leave
-        self._journal = journal
-        self.books = KVCacheManager(config)
+        self._on_free = on_free
+        self._flight_recorder = flight_recorder
+        self.kv_cache_manager = KVCacheManager(config)
         self.table = SlotTable(config.num_slots, config.max_model_len, config.vocab_size)
         self.counters = Counters(config.num_speculative_tokens)
         self.usage = UsageMeter(config.num_slots)
@@ -81,7 +81,7 @@ class RequestQueues:
         sequence = Sequence.of(request, rank, self._config.max_length, self._config.eos_token_ids)
         self._sequences[request.request_id] = sequence
         insort(self.waiting, sequence, key=_by_rank)
-        self._journal.arrived(request)
+        self._flight_recorder.on_arrival(request)
 
     def abort(self, request_id: str, reason: FinishReason) -> bool:
         """End a request; return False if it is unknown or has ended."""
@@ -94,39 +94,39 @@ class RequestQueues:
         else:
             self.running.remove(sequence)
             self._release(sequence)
-        self._journal.ended(request_id, reason)
+        self._flight_recorder.on_finished(request_id, reason)
         return True
 
     def preempt(self, sequence: Sequence) -> None:
         """Move a running sequence back to the queue for lack of room."""
-        self.send_back(sequence, "preempted")
+        self.requeue(sequence, "preempted")
         self.counters.preemptions += 1
 
-    def send_back(self, sequence: Sequence, why: Why) -> None:
+    def requeue(self, sequence: Sequence, why: Why) -> None:
         """Move a running sequence back to the queue, without slot and pages."""
-        self._journal.lost_slot(sequence.request.request_id, why)
+        self._flight_recorder.on_slot_lost(sequence.request.request_id, why)
         self.running.remove(sequence)
         self._release(sequence)
         insort(self.waiting, sequence, key=_by_rank)
 
-    def others(self, slots_R: IntArray) -> list[Sequence]:
+    def running_without(self, slots_R: IntArray) -> list[Sequence]:
         """Return the running sequences that have none of these slots, by rank."""
         chosen = set(slots_R.tolist())
         return [sequence for sequence in self.running if sequence.slot not in chosen]
 
-    def has_room_to_enter(self, sequence: Sequence, hit: PrefixHit) -> bool:
+    def can_admit(self, sequence: Sequence, hit: PrefixHit) -> bool:
         """Return whether a slot, a state and pages are free for a sequence, and pages for others to grow."""
-        num_tokens, num_before = len(sequence.token_ids), self.num_before(sequence)
-        has_slot = self.table.has_free_slot and self.books.has_state
-        return has_slot and self.books.has_room_to_enter(hit, num_tokens, num_before)
+        num_tokens, num_before = len(sequence.token_ids), self.num_ahead(sequence)
+        has_slot = self.table.has_free_slot and self.kv_cache_manager.has_state
+        return has_slot and self.kv_cache_manager.can_admit(hit, num_tokens, num_before)
 
-    def num_before(self, sequence: Sequence) -> int:
+    def num_ahead(self, sequence: Sequence) -> int:
         """Return the number of running sequences that must keep room to grow."""
         return len(self.running) if sequence.request.background else self.num_online_running
 
-    def make_room(self, sequence: Sequence, hit: PrefixHit) -> bool:
+    def preempt_for(self, sequence: Sequence, hit: PrefixHit) -> bool:
         """Preempt background work, if necessary, until a sequence can be admitted; return whether it can."""
-        while not self.has_room_to_enter(sequence, hit):
+        while not self.can_admit(sequence, hit):
             if not self.may_preempt_for(sequence):
                 return False
             self.preempt(self.running[-1])
@@ -137,15 +137,15 @@ class RequestQueues:
         running = self.running
         return bool(running) and running[-1].request.background and not sequence.request.background
 
-    def enter(self, hit: PrefixHit, now_s: float) -> AdmittedRequest:
+    def admit(self, hit: PrefixHit, now_s: float) -> AdmittedRequest:
         """Admit the first waiting sequence, with a cached prefix."""
         table, sequence = self.table, self.waiting.pop(0)
         num_cached = hit.num_pages * self._config.page_size
-        max_drafts = sequence.request.most_drafts(self._config.num_speculative_tokens)
-        slot = table.enter(sequence, num_cached, max_drafts)
-        state = self.books.enter(slot, hit, sequence)
-        self._journal.entered(sequence.request.request_id, slot, num_cached)
-        self.usage.enter(slot, sequence.request.account)
+        max_drafts = sequence.request.max_drafts(self._config.num_speculative_tokens)
+        slot = table.admit(sequence, num_cached, max_drafts)
+        state = self.kv_cache_manager.admit(slot, hit, sequence)
+        self._flight_recorder.on_admitted(sequence.request.request_id, slot, num_cached)
+        self.usage.admit(slot, sequence.request.account)
         insort(self.running, sequence, key=_by_rank)
         if sequence.num_cached_tokens is None:
             num_prompt_tokens = len(sequence.request.prompt_token_ids)
@@ -154,12 +154,12 @@ class RequestQueues:
             self.counters.prompt_tokens += num_prompt_tokens
             self.counters.prefix_cache_queries += num_prompt_tokens
             self.counters.prefix_cache_hits += sequence.num_cached_tokens
-        request, tokens = sequence.request, table.known_tokens(slot)
+        request, tokens = sequence.request, table.copy_tokens(slot)
         return AdmittedRequest(
             slot, request.request_id, tokens, sequence.sampling, state, on_trial=request.on_trial
         )
 
-    def dismiss(self, updates: Iterable[SequenceUpdate]) -> None:
+    def finish(self, updates: Iterable[SequenceUpdate]) -> None:
         """Remove the sequences that ended, and prompt log probabilities that were returned."""
         ended: list[Sequence] = []
         for update in updates:
@@ -168,20 +168,20 @@ class RequestQueues:
             if update.finish_reason is not None:
                 ended.append(self._sequences.pop(update.request_id))
                 self.counters.finished[update.finish_reason] += 1
-                self._journal.ended(update.request_id, update.finish_reason)
+                self._flight_recorder.on_finished(update.request_id, update.finish_reason)
         for sequence in ended:
             self._release(sequence)
         if ended:
             self.running = [sequence for sequence in self.running if sequence.slot != WAITING]
 
     def _release(self, sequence: Sequence) -> None:
-        self._on_leave(sequence.slot)
-        self.books.leave(sequence.slot)
-        self.table.leave(sequence)
+        self._on_free(sequence.slot)
+        self.kv_cache_manager.free(sequence.slot)
+        self.table.free(sequence)
 
     def check_invariants(self) -> None:
         """Assert that no page, slot or token is lost or duplicated, and that no shared page is written."""
-        self.books.check_invariants(self.table)
+        self.kv_cache_manager.check_invariants(self.table)
         self.table.check_invariants()
         for queue in (self.running, self.waiting):
             assert queue == sorted(queue, key=_by_rank), "a queue is out of order"

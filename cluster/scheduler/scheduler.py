@@ -43,7 +43,7 @@ class Scheduler:
     """Plans and commits the steps of one engine. Its `EngineCore` has validated the requests.
 
     Attributes:
-        journal, counters, usage: observers, which get every completed step (`CompletedStep`).
+        flight_recorder, counters, usage: observers, which get every completed step (`CompletedStep`).
         controller: chooses drafts; others only read it.
         drafter: the state of the drafter and of its context.
         in_flight: plans that are not committed yet, oldest first.
@@ -51,23 +51,23 @@ class Scheduler:
 
     def __init__(self, config: SchedulerConfig) -> None:
         self.config = config
-        self.journal = FlightRecorder(config.num_slots)
-        self.roster = RequestQueues(config, self._forget_slot, self.journal)
-        self.books, self.table = self.roster.books, self.roster.table
-        self.counters, self.usage = self.roster.counters, self.roster.usage
+        self.flight_recorder = FlightRecorder(config.num_slots)
+        self.queues = RequestQueues(config, self._forget_slot, self.flight_recorder)
+        self.kv_cache_manager, self.table = self.queues.kv_cache_manager, self.queues.table
+        self.counters, self.usage = self.queues.counters, self.queues.usage
         self.controller = StepController(config)
-        self.drafter = DrafterContext(config, self.roster, self.controller)
+        self.drafter = DrafterContext(config, self.queues, self.controller)
         self._num_steps = 0
         self._online_s = -math.inf  # when the last step with online requests was planned
         self.in_flight: deque[ScheduledStep] = deque()
         # whether the plan being made is for one of two alternating halves of the requests
-        self._halved = False
+        self._in_two_batches = False
         self._admitted: list[AdmittedRequest] = []  # of the plan being made
 
     def end_warm_up(self) -> None:
         """Forget the requests so far, except for the step times."""
-        self.roster.counters = self.counters = Counters(self.config.num_speculative_tokens)
-        self.controller.forget(costs=False)
+        self.queues.counters = self.counters = Counters(self.config.num_speculative_tokens)
+        self.controller.reset(costs=False)
 
     # Planning.
 
@@ -78,16 +78,16 @@ class Scheduler:
             now_s: time for the records.
         """
         self._admitted = []
-        self.journal.planning(self._num_steps, now_s)
-        self.books.times.now_s = now_s
-        if self.config.halves and not self._prepare_halves():
+        self.flight_recorder.on_planning(self._num_steps, now_s)
+        self.kv_cache_manager.times.now_s = now_s
+        if self.config.halves and not self._prepare_two_batches():
             return None
         self.drafter.prepare()
         slots_R, rows_R = self._plan_online(now_s)
         num_online = len(slots_R)
         if num_online:
             self._online_s = now_s
-        if self.roster.has_background:
+        if self.queues.has_background:
             slots_B, rows_B = self._plan_background(slots_R, rows_R, now_s)
             slots_R, rows_R = np.append(slots_R, slots_B), np.append(rows_R, rows_B)
         if len(slots_R) == 0:
@@ -97,30 +97,30 @@ class Scheduler:
             requests = [self.table.sequences[slot].request for slot in slots]
             self.controller.admit(np.array(slots, np.int32), requests)
         plan = self._make_plan(slots_R, rows_R.astype(np.int32))
-        self.table.depart(plan)
+        self.table.on_scheduled(plan)
         step = self.controller.on_scheduled(
             plan,
             self._context(slots_R),
             now_s,
             num_online,
-            self.roster.num_online_running or len(self.roster.running),
-            is_half=self._halved,
+            self.queues.num_online_running or len(self.queues.running),
+            is_half=self._in_two_batches,
             drafter_ready=self.drafter.health.ready,
         )
         self.in_flight.append(step)
         self.drafter.scheduled(plan, is_trial=step.choice.is_trial)
-        self.usage.depart(plan)
+        self.usage.on_scheduled(plan)
         self._num_steps += 1
         return step.plan
 
-    def _prepare_halves(self) -> bool:
+    def _prepare_two_batches(self) -> bool:
         """Decide between half of the requests and all for the next plan; return whether it may be made now.
 
         With halves, two plans without a common request may be in flight, else only one.
         """
-        num_running = self.roster.num_online_running or len(self.roster.running)
-        self._halved = self.drafter.health.ready and self.controller.uses_halves(num_running)
-        return len(self.in_flight) < (2 if self._halved else 1)
+        num_running = self.queues.num_online_running or len(self.queues.running)
+        self._in_two_batches = self.drafter.health.ready and self.controller.uses_two_batches(num_running)
+        return len(self.in_flight) < (2 if self._in_two_batches else 1)
 
     def _plan_online(self, now_s: float) -> tuple[IntArray, IntArray]:
         """Return slots and rows of all requests that are not background work.
@@ -128,27 +128,27 @@ class Scheduler:
         Next to decoding requests, prompts get no more rows than `StepController.prefill_rows`; those that get
         none are left out of this step.
         """
-        slots_R = self._unfinished_slots(self.roster.running[: self.roster.num_online_running])
+        slots_R = self._unfinished_slots(self.queues.running[: self.queues.num_online_running])
         rows_R, budget, prompt_budget = slots_R, self.config.max_rows, self.config.max_rows
         if len(slots_R):
-            num_tokens_R, known_R = self.table.most_tokens(slots_R), self.table.known_rows(slots_R)
+            num_tokens_R, known_R = self.table.max_tokens(slots_R), self.table.pending_tokens(slots_R)
             limits_R = self._limits(slots_R, num_tokens_R)
             drafts_R = self._drafts(slots_R, known_R, limits_R, now_s)
             wanted_R, num_prompts = self._wanted_rows(slots_R, known_R, drafts_R), int((known_R > 1).sum())
-            if num_prompts < len(slots_R) and (num_prompts or self.roster.waiting):
+            if num_prompts < len(slots_R) and (num_prompts or self.queues.waiting):
                 prompt_budget = self.controller.prefill_rows()
             if num_prompts and prompt_budget < budget:
-                wanted_R = within(BackgroundWork(len(slots_R), prompt_budget), wanted_R, known_R)
+                wanted_R = limit_rows(BackgroundWork(len(slots_R), prompt_budget), wanted_R, known_R)
                 included = np.flatnonzero(wanted_R)
                 slots_R, num_tokens_R, known_R, wanted_R = (
                     array_R[included] for array_R in (slots_R, num_tokens_R, known_R, wanted_R)
                 )
-            rows_R = share(wanted_R, budget)
-            num_kept = self._cover_rows(slots_R, num_tokens_R - known_R, rows_R)
+            rows_R = split_rows(wanted_R, budget)
+            num_kept = self._allocate_rows(slots_R, num_tokens_R - known_R, rows_R)
             slots_R, rows_R = slots_R[:num_kept], rows_R[:num_kept]
             prompt_budget -= int(rows_R[known_R[:num_kept] > 1].sum())
         budget = min(budget - int(rows_R.sum()), prompt_budget)
-        if not self.roster.waiting:
+        if not self.queues.waiting:
             return slots_R, rows_R
         return self._admit_waiting(slots_R, rows_R, budget, now_s, background=False)
 
@@ -160,16 +160,16 @@ class Scheduler:
         Requests that get no rows pause, keeping slot and pages.
         """
         num_online = len(online_R)
-        decode = bool(num_online) and bool((self.table.known_rows(online_R) == 1).all())
-        if not decode and (num_online or (self._halved and self.roster.num_online_running)):
+        decode = bool(num_online) and bool((self.table.pending_tokens(online_R) == 1).all())
+        if not decode and (num_online or (self._in_two_batches and self.queues.num_online_running)):
             return online_R[:0], online_R[:0]
-        slots_R = self._unfinished_slots(self.roster.running[self.roster.num_online_running :])
-        num_tokens_R, known_R = self.table.most_tokens(slots_R), self.table.known_rows(slots_R)
+        slots_R = self._unfinished_slots(self.queues.running[self.queues.num_online_running :])
+        num_tokens_R, known_R = self.table.max_tokens(slots_R), self.table.pending_tokens(slots_R)
         num_decoding, budget = int((known_R == 1).sum()), self.config.max_rows - int(online_rows_R.sum())
         limits_R = self._limits(slots_R, num_tokens_R)
         if not decode:
-            portion = self.controller.background_alone(num_decoding, now_s - self._online_s)
-            fits_R = (known_R != 1) | (np.cumsum(known_R == 1) <= portion.num_decoding)
+            work = self.controller.background_without_online(num_decoding, now_s - self._online_s)
+            fits_R = (known_R != 1) | (np.cumsum(known_R == 1) <= work.num_decoding)
             chosen = np.flatnonzero(fits_R)
             drafts_R = np.zeros_like(known_R)
             drafts_R[chosen] = self._drafts(
@@ -177,19 +177,19 @@ class Scheduler:
             )
         else:
             length = int(online_rows_R.max()) - 1
-            drafts_R, portion = (
+            drafts_R, work = (
                 np.minimum(limits_R, length),
-                self.controller.background_beside((num_online, length), num_decoding),
+                self.controller.background_with_online((num_online, length), num_decoding),
             )
-            if portion == NOTHING:
+            if work == NOTHING:
                 return online_R[:0], online_R[:0]
         wanted_R = self._wanted_rows(slots_R, known_R, drafts_R)
-        wanted_R = within(portion, wanted_R, known_R)
+        wanted_R = limit_rows(work, wanted_R, known_R)
         joining = np.flatnonzero(wanted_R)[:budget]
-        slots_R, known_R, rows_R = slots_R[joining], known_R[joining], share(wanted_R[joining], budget)
-        num_kept = self._cover_rows(slots_R, num_tokens_R[joining] - known_R, rows_R)
+        slots_R, known_R, rows_R = slots_R[joining], known_R[joining], split_rows(wanted_R[joining], budget)
+        num_kept = self._allocate_rows(slots_R, num_tokens_R[joining] - known_R, rows_R)
         slots_R, known_R, rows_R = slots_R[:num_kept], known_R[:num_kept], rows_R[:num_kept]
-        left = portion.prompt_rows - int(rows_R[known_R > 1].sum())
+        left = work.prompt_rows - int(rows_R[known_R > 1].sum())
         return self._admit_waiting(
             slots_R, rows_R, min(left, budget - int(rows_R.sum())), now_s, background=True
         )
@@ -197,8 +197,8 @@ class Scheduler:
     def _unfinished_slots(self, sequences: list[Sequence]) -> IntArray:
         """Return slots of sequences that may need another step; with halves, those of one half."""
         slots_R = np.fromiter((q.slot for q in sequences), np.int32, len(sequences))
-        slots_R = slots_R[self.table.go_on(slots_R)]
-        if not self._halved:
+        slots_R = slots_R[self.table.unfinished(slots_R)]
+        if not self._in_two_batches:
             return slots_R
         return slots_R[self.table.is_idle(slots_R)][: (len(slots_R) + 1) // 2]
 
@@ -206,7 +206,7 @@ class Scheduler:
         table = self.table
         # A step with k drafts yields up to k + 1 tokens.
         drafts_R = np.minimum(table.max_drafts_S[slots_R], table.max_length_S[slots_R] - num_tokens_R - 1)
-        if self.books.has_windows:
+        if self.kv_cache_manager.has_windows:
             # A window's pages are kept until drafts in flight are verified, which allows for the rows of one
             # step.
             drafts_R = np.minimum(drafts_R, self.config.max_rows - 1 - table.ahead_drafts_S[slots_R])
@@ -232,9 +232,9 @@ class Scheduler:
                 (slots_R[decoding], limits_R[decoding]),
             )
         load = StepLoad(len(decoding), min(prompt_rows, self.config.max_rows), self._context(slots_R))
-        self.drafter.note_limits(decoding_requests[1])
+        self.drafter.on_draft_limits(decoding_requests[1])
         chosen_R = self.controller.choose_drafts(
-            *decoding_requests, load, now_s, background=background, is_half=self._halved
+            *decoding_requests, load, now_s, background=background, is_half=self._in_two_batches
         )
         if self.drafter.can_draft:
             drafts_R[decoding] = chosen_R
@@ -248,15 +248,15 @@ class Scheduler:
         wanted_R = np.where(known_R == 1, 1 + drafts_R, known_R)
         if (refilled := self.drafter.refill.current) is None:
             return wanted_R
-        most = self.drafter.refill.rows(int(drafts_R.max(initial=0)), len(slots_R) - 1)
-        return np.where(slots_R == refilled.slot, np.minimum(wanted_R, most), wanted_R)
+        maximum = self.drafter.refill.rows(int(drafts_R.max(initial=0)), len(slots_R) - 1)
+        return np.where(slots_R == refilled.slot, np.minimum(wanted_R, maximum), wanted_R)
 
-    def _cover_rows(self, slots_R: IntArray, first_R: IntArray, rows_R: IntArray) -> int:
+    def _allocate_rows(self, slots_R: IntArray, first_R: IntArray, rows_R: IntArray) -> int:
         """Allocate the pages of all rows, from position `first_R` on, in rank order; return how many
         sequences remain.
         """
-        self.books.give_back(slots_R, self.table.least_computed(slots_R))
-        if self.books.grow(slots_R, first_R + rows_R):
+        self.kv_cache_manager.free_out_of_window(slots_R, self.table.min_computed(slots_R))
+        if self.kv_cache_manager.allocate(slots_R, first_R + rows_R):
             return len(slots_R)
         return self._cover_some_rows(slots_R, first_R, rows_R)
 
@@ -267,70 +267,70 @@ class Scheduler:
         dropped first; to keep a first row, lower-ranked sequences are preempted. A prompt can only lack pages
         in groups with a window, because those are freed as it passes.
         """
-        books = self.books
-        while not books.grow(slots_R, first_R + rows_R):
-            last = self.roster.running[-1]
+        books = self.kv_cache_manager
+        while not books.allocate(slots_R, first_R + rows_R):
+            last = self.queues.running[-1]
             if not last.request.background or last.slot == slots_R[-1]:
                 break
-            self.roster.preempt(last)
+            self.queues.preempt(last)
         else:
             return len(slots_R)
-        num_left, others = len(slots_R), self.roster.others(slots_R) if self._halved else []
-        for index in books.lacking(slots_R, first_R + rows_R):
+        num_left, others = len(slots_R), self.queues.running_without(slots_R) if self._in_two_batches else []
+        for index in books.short_of_pages(slots_R, first_R + rows_R):
             slot, first, rows = int(slots_R[index]), int(first_R[index]), int(rows_R[index])
-            while index < num_left and not books.has_room(slot, first + 1):
+            while index < num_left and not books.can_allocate(slot, first + 1):
                 last = self.table.sequences[int(slots_R[num_left - 1])]
                 if others and others[-1].rank > last.rank:
                     last = others.pop()
                 else:
                     num_left -= 1
-                self.roster.preempt(last)
+                self.queues.preempt(last)
             if index >= num_left:
                 break
-            rows_R[index] = books.grow_some(slot, first + rows) - first
+            rows_R[index] = books.allocate_up_to(slot, first + rows) - first
         return num_left
 
     def _admit_waiting(
         self, slots_R: IntArray, rows_R: IntArray, budget: int, now_s: float, *, background: bool
     ) -> tuple[IntArray, IntArray]:
         """Admit waiting sequences, strictly by rank, while there are slots, rows and pages."""
-        roster, num_before, rows = self.roster, len(self._admitted), list[int]()
-        held: Reason | None = None
-        while roster.waiting and roster.waiting[0].request.background == background:
-            sequence = roster.waiting[0]
+        queues, num_before, rows = self.queues, len(self._admitted), list[int]()
+        blocked: Reason | None = None
+        while queues.waiting and queues.waiting[0].request.background == background:
+            sequence = queues.waiting[0]
             if budget <= 0:
-                held = "rows"
+                blocked = "rows"
                 break
-            if not (self.table.has_free_slot or roster.may_preempt_for(sequence)):
-                held = "slots"
+            if not (self.table.has_free_slot or queues.may_preempt_for(sequence)):
+                blocked = "slots"
                 break
-            hit, num_tokens = self.books.find_prefix(sequence), len(sequence.token_ids)
+            hit, num_tokens = self.kv_cache_manager.find_prefix(sequence), len(sequence.token_ids)
             left = num_tokens - hit.num_pages * self.config.page_size
             if not self.config.enable_chunked_prefill and budget < left <= self.config.max_rows:
-                held = "whole_prompt"
+                blocked = "whole_prompt"
                 break
-            if not roster.make_room(sequence, hit):
-                held = "pages"
+            if not queues.preempt_for(sequence, hit):
+                blocked = "pages"
                 break
-            self._admitted.append(roster.enter(hit, now_s))
+            self._admitted.append(queues.admit(hit, now_s))
             if sequence is self.drafter.refill.current:
                 self.counters.drafter_refilled_tokens += left
                 num_drafts = self.drafter.draft_length(background=background)
                 left = min(left, self.drafter.refill.rows(num_drafts, len(slots_R)))
             rows.append(min(left, budget))
             budget -= rows[-1]
-        if held is not None:
-            self.journal.held(held, background=background)
+        if blocked is not None:
+            self.flight_recorder.on_blocked(blocked, background=background)
         slots = [admitted.slot for admitted in self._admitted[num_before:]]
         more = np.array([slots, rows], dtype=np.int32)
         return np.append(slots_R, more[0]), np.append(rows_R, more[1])
 
     def _make_plan(self, slots_R: IntArray, rows_R: IntArray) -> SchedulerOutput:
-        table, left_R = self.table, self.table.known_rows(slots_R)
-        known_R, least_R = np.minimum(rows_R, left_R), table.least_computed(slots_R)
-        entries, saves = self.books.take_new_entries(), None
-        if (states := self.books.states) is not None:
-            saves = states.ask(slots_R, least_R, table.most_tokens(slots_R) - left_R + rows_R)
+        table, left_R = self.table, self.table.pending_tokens(slots_R)
+        known_R, min_R = np.minimum(rows_R, left_R), table.min_computed(slots_R)
+        entries, saves = self.kv_cache_manager.take_page_table_updates(), None
+        if (states := self.kv_cache_manager.states) is not None:
+            saves = states.plan_saves(slots_R, min_R, table.max_tokens(slots_R) - left_R + rows_R)
         return SchedulerOutput(
             step=self._num_steps,
             admitted=tuple(self._admitted),
@@ -339,12 +339,12 @@ class Scheduler:
             page_indices=entries.indices,
             page_ids=entries.pages,
             slots=slots_R,
-            num_computed=np.where(table.ahead_samples_S[slots_R] > 0, np.int32(-1), least_R),
+            num_computed=np.where(table.ahead_samples_S[slots_R] > 0, np.int32(-1), min_R),
             num_rows=rows_R,
             num_drafts=rows_R - known_R,
             samples=known_R == left_R,
             saves=saves,
-            writes_context=self.drafter.is_written,
+            writes_context=self.drafter.writes_context,
         )
 
     # Committing.
@@ -356,47 +356,47 @@ class Scheduler:
         """
         assert self.in_flight, "a result without a plan"
         step = self.in_flight.popleft()
-        outcome = read_result(self.table, step.plan, step.staying_R, result)
-        self.table.arrive(outcome.slots, outcome.num_known, outcome.num_planned, outcome.samples)
+        outcome = read_result(self.table, step.plan, step.remaining_R, result)
+        self.table.on_completed(outcome.slots, outcome.num_known, outcome.num_planned, outcome.samples)
         done = CompletedStep(
-            *(step.plan, result, outcome, step.staying_R, step.planned_s, now_s),
+            *(step.plan, result, outcome, step.remaining_R, step.planned_s, now_s),
             *(int(step.load.prompt_rows), step.choice.plain_s),
         )
-        for observer in (self.journal, self.counters, self.usage):
+        for observer in (self.flight_recorder, self.counters, self.usage):
             observer.observe(done)
         for slot, rows in outcome.prompt_logprobs.items():
             # Their first row is at `num_computed_S`, which is updated next.
             self.table.sequences[slot].take_prompt_logprobs(int(self.table.num_computed_S[slot]), rows)
         self.table.append(outcome.slots, outcome.token_ids, outcome.num_out, outcome.num_computed)
         if outcome.failed.any():  # other requests must not reuse what failed requests computed
-            self.books.forget(outcome.slots[outcome.failed].tolist())
-        self.books.remember_full_pages(self.table, outcome.slots)
-        if self.books.states is not None:
-            self.books.states.settle(step.plan, outcome, self.table)
+            self.kv_cache_manager.invalidate(outcome.slots[outcome.failed].tolist())
+        self.kv_cache_manager.cache_full_pages(self.table, outcome.slots)
+        if self.kv_cache_manager.states is not None:
+            self.kv_cache_manager.states.commit(step.plan, outcome, self.table)
         self.drafter.completed(step.plan, result.timings)
-        self.controller.on_completed(step, outcome, result, now_s, has_background=self.roster.has_background)
+        self.controller.on_completed(step, outcome, result, now_s, has_background=self.queues.has_background)
         updates = make_updates(self.table, outcome)
-        self.roster.dismiss(updates)
+        self.queues.finish(updates)
         return updates
 
     def _forget_slot(self, slot: int) -> None:
         """Drop the results in flight of a slot before its sequence leaves."""
         for step in self.in_flight:
-            step.staying_R[step.plan.slots == slot] = False
-        self.drafter.refill.leave(slot)
+            step.remaining_R[step.plan.slots == slot] = False
+        self.drafter.refill.on_sequence_removed(slot)
 
 
-def share(wanted_R: IntArray, budget: int) -> IntArray:
+def split_rows(wanted_R: IntArray, budget: int) -> IntArray:
     """Return one row for each sequence, plus the rest of the budget in rank order, as wanted."""
     extra_R = wanted_R - 1
     used_R = np.cumsum(extra_R) - extra_R
     return 1 + np.minimum(extra_R, np.maximum(budget - len(wanted_R) - used_R, 0))
 
 
-def within(portion: BackgroundWork, wanted_R: IntArray, known_R: IntArray) -> IntArray:
+def limit_rows(work: BackgroundWork, wanted_R: IntArray, known_R: IntArray) -> IntArray:
     """Return the wanted rows that fit the portion, in rank order; 0 for sequences once it is used up."""
     decodes_R = known_R == 1
     prompt_R = np.where(decodes_R, 0, wanted_R)
-    remaining_R = np.maximum(portion.prompt_rows - (np.cumsum(prompt_R) - prompt_R), 0)
-    fits_R = np.cumsum(decodes_R) <= portion.num_decoding
+    remaining_R = np.maximum(work.prompt_rows - (np.cumsum(prompt_R) - prompt_R), 0)
+    fits_R = np.cumsum(decodes_R) <= work.num_decoding
     return np.where(decodes_R, np.where(fits_R, wanted_R, 0), np.minimum(prompt_R, remaining_R))

@@ -140,7 +140,7 @@ class UsageMeter:
         self._plain_at_s: dict[int, float] = {}  # end of the last plain step, by load
         self._has_saved_plain = False  # whether plain steps were measured before any ran here
 
-    def enter(self, slot: int, account: UsageAccount | None) -> None:
+    def admit(self, slot: int, account: UsageAccount | None) -> None:
         """Record the account of a new request in a slot."""
         self.has_accounts = self.has_accounts or account is not None
         if self.has_accounts:
@@ -149,7 +149,7 @@ class UsageMeter:
                 self._sums_AC = np.concatenate([self._sums_AC, np.zeros_like(self._sums_AC)])
             self._account_S[slot] = index
 
-    def depart(self, plan: SchedulerOutput) -> None:
+    def on_scheduled(self, plan: SchedulerOutput) -> None:
         """Record a plan's accounts; a request that leaves while it is in flight is still charged."""
         if self.has_accounts:
             self._in_flight[plan.step] = self._account_S[plan.slots]
@@ -172,7 +172,7 @@ class UsageMeter:
             return  # planned before the first account was named
         spent_RC = np.zeros((len(accounts_R), len(Usage._fields)))
         tokens_R, steps_R, engine_R, compared_R, plain_R, aged_R, kept_R = spent_RC.T
-        tokens_R[step.staying_R] = outcome.num_out
+        tokens_R[step.remaining_R] = outcome.num_out
         steps_R[:] = tokens_R > 0
         verified_R = plan.num_drafts if result.num_drafts is None else result.num_drafts
         rows_R = plan.num_rows - plan.num_drafts + verified_R

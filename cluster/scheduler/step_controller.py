@@ -20,7 +20,7 @@ from ..step.limits import SchedulerConfig
 from ..step.scheduler_output import BoolArray, FloatArray, IntArray, SchedulerOutput, StepResult
 from ..step.step_outcome import StepOutcome
 from .background_budget import BackgroundBudget, BackgroundWork
-from .batch_halves import BatchHalves, BatchMode
+from .batch_halves import BatchMode, TwoBatchOverlap
 
 _QUIET_S = 5.0  # without online requests, after which background steps may be longer
 # Why requests decode without drafts: no drafter, not allowed for them, plain steps are measured, or are
@@ -44,7 +44,7 @@ class ScheduledStep:
         load: what it computes besides drafts.
         weights_R: weight of each request.
         mode: how it was planned, if halves are possible.
-        staying_R: mask of the sequences that have not left since it was made.
+        remaining_R: mask of the sequences that have not left since it was made.
         undrafted: why no request drafts, although one decodes and could.
     """
 
@@ -55,7 +55,7 @@ class ScheduledStep:
     load: StepLoad
     weights_R: FloatArray
     mode: BatchMode | None
-    staying_R: BoolArray
+    remaining_R: BoolArray
     undrafted: Undrafted | None = None
 
 
@@ -68,19 +68,19 @@ class StepController:
     """
 
     def __init__(self, config: SchedulerConfig) -> None:
-        most = self._max_drafts = config.num_speculative_tokens
+        maximum = self._max_drafts = config.num_speculative_tokens
         self._config = config
         # The last ones of online and of background requests.
-        self._choices = [DraftChoice(np.zeros(0, np.int32), most)] * 2
+        self._choices = [DraftChoice(np.zeros(0, np.int32), maximum)] * 2
         self._loads = [StepLoad(1, 0, 0.0)] * 2
         self._weights = RequestWeights(config.num_slots, by_priority=config.by_priority)
         self._costs = StepCostModel(config.row_buckets)
         self._policy: DraftLengthPolicy | None = None
         self.acceptance: AcceptanceModel | None = None
-        if config.adaptive_drafts and most > 0:
-            self.acceptance = AcceptanceModel(most, config.num_slots)
+        if config.adaptive_drafts and maximum > 0:
+            self.acceptance = AcceptanceModel(maximum, config.num_slots)
         self._budget = BackgroundBudget(self._costs, config.max_rows, chunks=config.enable_chunked_prefill)
-        self._halves = BatchHalves() if config.halves else None
+        self._two_batches = TwoBatchOverlap() if config.halves else None
         self._ended_s = -math.inf  # time at which the last step ended
         self._restart()
 
@@ -105,9 +105,9 @@ class StepController:
         return () if self.acceptance is None else self.acceptance.calibration_error
 
     @property
-    def pays(self) -> bool:
+    def would_draft(self) -> bool:
         """Whether a single request would get drafts, by present estimates; True while nothing is known."""
-        return self._policy is None or not self._costs.has_measured_drafts or self._policy.pays()
+        return self._policy is None or not self._costs.has_measured_drafts or self._policy.would_draft()
 
     def admit(self, slots: IntArray, requests: list[Request]) -> None:
         for slot, request in zip(slots.tolist(), requests, strict=True):
@@ -115,7 +115,7 @@ class StepController:
         if self.acceptance is not None and len(slots):
             self.acceptance.admit(slots, [request.params.temperature for request in requests])
 
-    def forget(self, *, costs: bool) -> None:
+    def reset(self, *, costs: bool) -> None:
         """Forget what was learned about drafts, all sums, and with `costs` also the step costs."""
         if self.acceptance is not None:
             self.acceptance.reset()
@@ -123,7 +123,7 @@ class StepController:
                 self._costs.reset()
         self._restart()
 
-    def replace_drafter(self) -> None:
+    def on_drafter_replaced(self) -> None:
         """Forget what was learned about drafts, because the drafter was replaced."""
         if self.acceptance is not None and self._policy is not None:
             self.acceptance.reset()
@@ -136,9 +136,9 @@ class StepController:
 
     # Decisions.
 
-    def uses_halves(self, num_requests: int) -> bool:
+    def uses_two_batches(self, num_requests: int) -> bool:
         """Return whether the next step has half of `num_requests` running requests."""
-        return self._halves is not None and self._halves.choose(num_requests)
+        return self._two_batches is not None and self._two_batches.choose(num_requests)
 
     def choose_drafts(
         self,
@@ -170,18 +170,18 @@ class StepController:
             self._loads[False]._replace(prompt_rows=0), self._choices[False].length
         )
 
-    def background_beside(self, online: tuple[int, int], num_decoding: int) -> BackgroundWork:
+    def background_with_online(self, online: tuple[int, int], num_decoding: int) -> BackgroundWork:
         """Return the background work of a step with online requests.
 
         Args:
             online: number of decoding online requests, and their draft length.
             num_decoding: background requests that could decode.
         """
-        return self._budget.beside(
+        return self._budget.with_online(
             StepLoad(online[0], 0, self._loads[False].context), online[1], num_decoding
         )
 
-    def background_alone(self, num_decoding: int, idle_s: float) -> BackgroundWork:
+    def background_without_online(self, num_decoding: int, idle_s: float) -> BackgroundWork:
         """Return the background work of a step without online requests.
 
         Args:
@@ -190,7 +190,9 @@ class StepController:
         """
         load = self._loads[True]
         each = load.context / load.num_requests
-        return self._budget.alone(num_decoding, self._choices[True].length, each, quiet=idle_s > _QUIET_S)
+        return self._budget.without_online(
+            num_decoding, self._choices[True].length, each, quiet=idle_s > _QUIET_S
+        )
 
     def on_scheduled(
         self,
@@ -210,18 +212,18 @@ class StepController:
             num_online: number of its first requests, which are not background work.
             num_running: running requests of its first kind.
         """
-        mode = None if self._halves is None else self._halves.plan(num_running, is_half=is_half)
+        mode = None if self._two_batches is None else self._two_batches.plan(num_running, is_half=is_half)
         choice = self._choices[not num_online]
         load, weights_R = _load_of(plan, context, is_half), self._weights.of(plan.slots, now_s)
         if load.prompt_rows:
             weights_R = weights_R * plan.samples
         if self._policy and (trim := self._policy.trim(choice, plan, load, weights_R)) is not None:
             plan = replace(plan, trim=trim)
-        staying_R = np.ones(plan.num_requests, dtype=np.bool_)
+        remaining_R = np.ones(plan.num_requests, dtype=np.bool_)
         undrafted = None
         if load.num_requests and self._max_drafts and not plan.num_draft_tokens:
             undrafted = _why_undrafted(choice) if drafter_ready else "no_drafter"
-        return ScheduledStep(plan, now_s, num_online, choice, load, weights_R, mode, staying_R, undrafted)
+        return ScheduledStep(plan, now_s, num_online, choice, load, weights_R, mode, remaining_R, undrafted)
 
     # Learning.
 
@@ -266,9 +268,9 @@ class StepController:
         self._costs.observe(step.load, num_verified, draft_rows, draft_s, seconds - draft_s, num_drafting)
         if self._policy is None or step.load.prompt_rows:
             return
-        num_out_R, weights_R = outcome.num_out, step.weights_R[step.staying_R]
+        num_out_R, weights_R = outcome.num_out, step.weights_R[step.remaining_R]
         own_worth, worth = float(step.weights_R.sum()), float(weights_R.dot(num_out_R))
-        self._policy.account(step.choice, own_worth, worth, seconds, num_steps)
+        self._policy.update_budget(step.choice, own_worth, worth, seconds, num_steps)
         if step.choice.plain_s and len(num_out_R):
             self.speculating_s += num_steps * seconds
             self.plain_s += num_steps * int(num_out_R.sum()) / len(num_out_R) * step.choice.plain_s
@@ -280,7 +282,7 @@ class StepController:
         margins_RK = result.margins
         self._policy.reports_margins = margins_RK is not None
         if margins_RK is not None:
-            margins_RK = margins_RK[step.staying_R][drafting]
+            margins_RK = margins_RK[step.remaining_R][drafting]
         self.acceptance.observe(
             outcome.slots[drafting],
             outcome.num_drafts[drafting],
@@ -312,16 +314,16 @@ class StepController:
             self.acceptance is None or self._num_completed > NUM_BLOCKS // 2,
         )
         is_whole = count == plan.num_requests and length == step.choice.length
-        if is_whole and is_known and step.mode is not None and self._halves is not None:
+        if is_whole and is_known and step.mode is not None and self._two_batches is not None:
             num_tokens = step.choice.estimate.worth or float(count)
-            self._halves.observe(step.mode, num_tokens, elapsed_s, result.timings)
+            self._two_batches.observe(step.mode, num_tokens, elapsed_s, result.timings)
         if has_background and num_online:
             base_s = seconds
             if count < plan.num_requests and self._costs.has_measurements:
                 online = StepLoad(count, 0, step.load.context * count / plan.num_requests, step.load.is_half)
                 num_verified = _num_verified(plan, result, count)
                 base_s = float(
-                    self._costs.rest_s(online, num_verified)[-1] + self._costs.draft_s(online, length)[0]
+                    self._costs.non_draft_s(online, num_verified)[-1] + self._costs.draft_s(online, length)[0]
                 )
             self._budget.observe(base_s, seconds)
 

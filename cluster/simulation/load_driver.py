@@ -29,7 +29,7 @@ Percentiles = dict[str, float]
 
 
 @dataclass(slots=True)
-class Served:
+class CompletedRequest:
     """A request and its times, in seconds of its engine's clock."""
 
     request_id: str
@@ -59,17 +59,17 @@ class LoadDriver:
     def __init__(self, engine: EngineCore, clock: Callable[[], float]) -> None:
         self.engine = engine
         self.clock = clock
-        self.running: dict[str, Served] = {}
+        self.running: dict[str, CompletedRequest] = {}
         self.num_tokens = 0
 
     def add(self, request: Request, arrival_s: float) -> None:
-        served = Served(request.request_id, arrival_s, len(request.prompt_token_ids))
+        served = CompletedRequest(request.request_id, arrival_s, len(request.prompt_token_ids))
         self.running[request.request_id] = served
         self.engine.add_request(request)
 
-    def step(self) -> list[Served]:
+    def step(self) -> list[CompletedRequest]:
         """Run one step and return the requests that finished in it."""
-        ended: list[Served] = []
+        ended: list[CompletedRequest] = []
         updates = self.engine.step()
         now_s = self.clock()
         for update in updates:
@@ -91,12 +91,12 @@ class LoadDriver:
         while self.engine.has_unfinished:
             self.engine.step()
 
-    def run_until(self, end_s: float) -> list[Served]:
+    def run_until(self, end_s: float) -> list[CompletedRequest]:
         """Step until `end_s`, or until all requests have finished if it is infinite.
 
         A step that begins before `end_s` runs to its end. Returns the requests that finished.
         """
-        ended: list[Served] = []
+        ended: list[CompletedRequest] = []
         while self.clock() < end_s:
             if self.engine.has_unfinished:
                 ended += self.step()
@@ -110,13 +110,13 @@ class LoadDriver:
 
 
 @dataclass(frozen=True, slots=True)
-class Observed:
+class LoadMeasurement:
     """Measurements of a load over all its engines in a period."""
 
     seconds: float
     num_tokens: int
     num_engines: int
-    served: tuple[Served, ...]
+    served: tuple[CompletedRequest, ...]
     steps: int
     num_drafts: int
     num_draft_tokens: int
@@ -166,7 +166,7 @@ def closed_loop(
     clients: int,
     measured: int,
     warm_up: int | None = None,
-) -> Observed:
+) -> LoadMeasurement:
     """Run `clients` clients, each of which sends its next request as soon as its last one finishes.
 
     `make` returns request `number` with a share (0 to 1) of its length; `warm_up` is `clients` if None.
@@ -175,7 +175,7 @@ def closed_loop(
     for number in range(clients):
         driven.add(make(number, float(rng.uniform())), driven.clock())
     number, to_warm_up = clients, clients if warm_up is None else warm_up
-    counted: list[Served] = []
+    counted: list[CompletedRequest] = []
     before, begin_s, begin_tokens = driven.engine.stats(), driven.clock(), 0
     while len(counted) < measured:
         ended = driven.step()
@@ -192,9 +192,9 @@ def closed_loop(
 
 def open_loop(
     engines: Sequence[LoadDriver], make: Callable[[int, float], Request], arrival_s: Sequence[float]
-) -> Observed:
+) -> LoadMeasurement:
     """Send requests at these ascending times and measure until the last one finishes."""
-    served: list[Served] = []
+    served: list[CompletedRequest] = []
     before = [driven.engine.stats() for driven in engines]
     for number, at_s in enumerate(arrival_s):
         for driven in engines:
@@ -210,13 +210,13 @@ def open_loop(
 def _observed(
     seconds: float,
     num_tokens: int,
-    served: Sequence[Served],
+    served: Sequence[CompletedRequest],
     stats: Sequence[tuple[EngineStats, EngineStats]],
-) -> Observed:
+) -> LoadMeasurement:
     def grown(name: str) -> int:
         return sum(getattr(now, name) - getattr(before, name) for before, now in stats)
 
-    return Observed(
+    return LoadMeasurement(
         seconds=seconds,
         num_tokens=num_tokens,
         num_engines=len(stats),

@@ -23,7 +23,7 @@ from ..pages.page_pool import pages_for
 from ..request.request import Request, SamplingParams
 from ..step.executor import ExecutorInfo
 from ..step.scheduler_output import BoolArray, SchedulerOutput, StepTimings
-from .load_driver import LoadDriver, Served
+from .load_driver import CompletedRequest, LoadDriver
 from .simulated_executor import SimulatedExecutor, VirtualClock
 
 VOCAB = 2**15  # vocabulary of the simulated tokens, whose values do not matter
@@ -31,7 +31,7 @@ VOCAB = 2**15  # vocabulary of the simulated tokens, whose values do not matter
 
 def simulated_engine(
     pair: ModelPair,
-    room: MemoryPlan,
+    memory: MemoryPlan,
     demand: LayoutDemand,
     cost: Callable[[SchedulerOutput], StepTimings],
     *,
@@ -43,7 +43,7 @@ def simulated_engine(
 
     Args:
         pair: the length of its survival curve is the largest draft length.
-        room: how many requests and tokens fit.
+        memory: how many requests and tokens fit.
         cost: returns the seconds of a step.
         adaptive: the engine setting; False verifies all drafts in every step.
         hardness: returns how hard a request's text is to draft, see `SimulatedExecutor`.
@@ -52,13 +52,13 @@ def simulated_engine(
     config = EngineConfig(
         model="simulated",
         speculative_config=spec,
-        max_num_seqs=room.max_num_seqs,
+        max_num_seqs=memory.max_num_seqs,
         max_num_batched_tokens=MAX_ROWS,
         enable_prefix_caching=prefix_caching,
     )
     info = ExecutorInfo(
-        num_pages=(pages_for(max(room.kv_tokens, demand.max_model_len), PAGE_SIZE),),
-        num_states=room.num_states,
+        num_pages=(pages_for(max(memory.kv_tokens, demand.max_model_len), PAGE_SIZE),),
+        num_states=memory.num_states,
         page_size=PAGE_SIZE,
         max_model_len=demand.max_model_len,
         vocab_size=VOCAB,
@@ -145,20 +145,20 @@ class ReplayResult:
     tpot_s: float
 
 
-def play(
+def replay_trace(
     trace: Sequence[TraceArrival],
     times: StepTimes,
     pair: ModelPair,
     layout: ParallelLayout,
-    room: MemoryPlan,
+    memory: MemoryPlan,
     demand: LayoutDemand,
     slo: Slo,
 ) -> ReplayResult:
     """Simulate the trace. Requests longer than `demand.max_model_len` must have been filtered out."""
     if not layout.placement:
         pair = replace(pair, drafter=None, survival=())
-    engines = [simulated_engine(pair, room, demand, PlanCost(times)) for _ in range(layout.replicas)]
-    served: list[Served] = []
+    engines = [simulated_engine(pair, memory, demand, PlanCost(times)) for _ in range(layout.replicas)]
+    served: list[CompletedRequest] = []
     first, *_ = arrivals = sorted(trace, key=lambda arrival: arrival.arrival_s)
     for number, arrival in enumerate(arrivals):
         for engine in engines:
@@ -168,15 +168,15 @@ def play(
     for engine in engines:
         served += engine.run_until(float("inf"))
     elapsed_s = max(request.last_s for request in served) - first.arrival_s
-    kept = [request for request in served if _meets(request, slo)]
+    met = [request for request in served if _meets(request, slo)]
     return ReplayResult(
-        goodput=sum(request.num_tokens for request in kept) / elapsed_s,
-        kept=len(kept) / len(served),
+        goodput=sum(request.num_tokens for request in met) / elapsed_s,
+        kept=len(met) / len(served),
         ttft_s=float(np.percentile([request.ttft_s for request in served], 95)),
         tpot_s=float(np.percentile([request.tpot_s for request in served], 95)),
     )
 
 
-def _meets(request: Served, slo: Slo) -> bool:
+def _meets(request: CompletedRequest, slo: Slo) -> bool:
     limits = ((request.tpot_s, slo.tpot_s), (request.ttft_s, slo.ttft_s))
     return all(limit is None or seconds <= limit for seconds, limit in limits)

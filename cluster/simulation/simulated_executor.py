@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from ..speculation.draft_trimming import trimmed
+from ..speculation.draft_trimming import drafts_to_verify
 from ..step.executor import DrafterHealth, ExecutorInfo
 from ..step.scheduler_output import (
     AdmittedRequest,
@@ -88,7 +88,7 @@ class SimulatedExecutor:
         self._hardness = hardness
         self._cost = cost
         self._spend = spend
-        self._times = SimulatedStepTimes(beside=info.halves)
+        self._times = SimulatedStepTimes(drafts_concurrently=info.halves)
         self._seeds_S = np.zeros(0, dtype=np.uint64)
         self._hardness_S = np.zeros(0)
         self._computed_S = np.zeros(0, dtype=np.int32)
@@ -140,7 +140,7 @@ class SimulatedExecutor:
         verified_R = plan.num_drafts
         if plan.trim is not None and margins_RK.size:
             num_other_rows = plan.num_batched_tokens - plan.num_draft_tokens
-            verified_R = trimmed(margins_RK, plan.num_drafts, num_other_rows, plan.trim)
+            verified_R = drafts_to_verify(margins_RK, plan.num_drafts, num_other_rows, plan.trim)
         in_context_R = self._drafters_S[plan.slots] == self._drafter.generation
         accepted_R = np.where(in_context_R, np.minimum(accepted_RK.sum(axis=1), verified_R), 0)
         if not plan.writes_context:
@@ -221,10 +221,10 @@ def _tokens(seeds: Hashes, positions: IntArray, vocab_size: int) -> IntArray:
 
 
 class SimulatedStepTimes:
-    """Simulates the time of one executor; `beside`: drafter and target run concurrently."""
+    """Simulates the time of one executor; `drafts_concurrently`: drafter and target run concurrently."""
 
-    def __init__(self, *, beside: bool) -> None:
-        self._concurrent = beside
+    def __init__(self, *, drafts_concurrently: bool) -> None:
+        self._concurrent = drafts_concurrently
         self._target_s = self._drafter_s = 0.0  # seconds until they are idle
         self._in_flight: deque[tuple[float, IntArray]] = deque()  # end time and slots of each step
 

@@ -63,7 +63,7 @@ class AcceptanceModel:
     def reset(self) -> None:
         """Forget everything, because the drafter was replaced."""
         self.num_drafters += 1
-        most, slots = self._max_drafts, self.num_slots
+        maximum, slots = self._max_drafts, self.num_slots
         self._first_chance = _FIRST_CHANCE
         # bias, slope, position, temperature: `_FIRST_CHANCE` without a margin
         self._prior_P = np.array([math.log(_FIRST_CHANCE / (1.0 - _FIRST_CHANCE)) - 1.0, 1.0, 0.0, 0.0])
@@ -72,10 +72,10 @@ class AcceptanceModel:
         self._request_S, self._request_curvature_S = np.zeros(slots), np.zeros(slots)
         self._temperature_S = np.zeros(slots)
         # Probabilities of each slot's last blocks, also of its earlier requests: nan where no draft was made.
-        self._samples_STK = np.full((slots, NUM_BLOCKS, most), np.nan, dtype=np.float32)
-        self._reached_K, self._accepted_K = np.zeros(most), np.zeros(most)  # expected counts, decaying
+        self._samples_STK = np.full((slots, NUM_BLOCKS, maximum), np.nan, dtype=np.float32)
+        self._reached_K, self._accepted_K = np.zeros(maximum), np.zeros(maximum)  # expected counts, decaying
         # Observed drafts, and predicted minus accepted ones by bin of their probability; both decay.
-        self._observed_K, self._gaps_KE = np.zeros(most), np.zeros((most, _ERROR_BINS))
+        self._observed_K, self._gaps_KE = np.zeros(maximum), np.zeros((maximum, _ERROR_BINS))
         self._pending: list[tuple[NDArray[Any], ...]] = []  # slots, steps, accepted, judged, x of blocks
         self._step = self._updated_step = 0
         self._publish()
@@ -85,7 +85,7 @@ class AcceptanceModel:
         """Whether this engine has observed any drafts of this drafter."""
         return self._updated_step > 0
 
-    def expect(self, acceptance_length: float) -> None:
+    def set_prior(self, acceptance_length: float) -> None:
         """Set the prior of unobserved drafts to this mean acceptance length (including the bonus token)."""
         length = min(max(acceptance_length, 1.0), self._max_drafts + 1.0)
         self._first_chance = survival_of_length(length, self._max_drafts)[0]

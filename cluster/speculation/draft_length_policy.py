@@ -29,9 +29,9 @@ import numpy as np
 from ..step.scheduler_output import BoolArray, FloatArray, IntArray, SchedulerOutput, Trim
 from .acceptance_model import NO_MARGIN, NUM_BLOCKS, AcceptanceModel
 from .draft_lengths import draft_lengths, load_class
-from .draft_trimming import trimmed
+from .draft_trimming import drafts_to_verify
 from .loss_budget import MAX_BACKOFF, Backoff, LossBudget
-from .step_cost_model import LEAST_S, Doubles, StepCostModel, StepLoad
+from .step_cost_model import MIN_S, Doubles, StepCostModel, StepLoad
 
 BETTER = 1.02  # rate ratio to change a choice; estimates differ by about a percent
 _KNOWN = 2.5  # a cost is known if the ratio of its bounds is at most this
@@ -152,7 +152,7 @@ class DraftLengthPolicy:
         for state in self._states.values():
             state.review_at = 0
 
-    def pays(self) -> bool:
+    def would_draft(self) -> bool:
         """Return whether a single request would get drafts, by present estimates."""
         limits_R = np.array([self._max_drafts], np.int32)
         batch = DecodeBatch(np.zeros(1, np.int32), limits_R, np.ones(1, np.float32))
@@ -205,7 +205,7 @@ class DraftLengthPolicy:
         num_rows = int(load.prompt_rows) + len(batch.slots_R)
         trim = self._trim(estimate, batch.slots_R, batch.weights_R, load, num_rows + int(drafts_R.sum()))
         margins_RK = np.full((len(drafts_R), self._max_drafts), NO_MARGIN, dtype=np.float32)
-        return trimmed(margins_RK, drafts_R, num_rows, trim)
+        return drafts_to_verify(margins_RK, drafts_R, num_rows, trim)
 
     # Review.
 
@@ -216,10 +216,10 @@ class DraftLengthPolicy:
         self._costs.changed()
         load = load._replace(prompt_rows=0)  # prompt rows per token do not depend on the length
         lengths = self._possible(len(batch.slots_R))
-        least_s, most_s = (
+        min_s, max_s = (
             dict(zip(lengths, bounds.tolist(), strict=True)) for bounds in self._costs.bounds_s(load, lengths)
         )
-        if not (state.has_plain or self._costs.were_loaded) or most_s[0] > _KNOWN * least_s[0]:
+        if not (state.has_plain or self._costs.were_loaded) or max_s[0] > _KNOWN * min_s[0]:
             state.trial_length, state.trial_steps = 0, 1
             return
         estimates = self._estimate(batch, load, lengths)
@@ -227,35 +227,37 @@ class DraftLengthPolicy:
         state.plain_s = plain.seconds
         self._budget.begin(plain.seconds)
         covered_s = self._budget.balance_s
-        self._settle(state, estimates, (
+        self._update_length(state, estimates, (
             length
             for length in lengths
-            if most_s[length] <= _KNOWN * least_s[length] or most_s[length] - plain.seconds <= covered_s
+            if max_s[length] <= _KNOWN * min_s[length] or max_s[length] - plain.seconds <= covered_s
         ))  # fmt: skip
-        self._declines_S[batch.slots_R] = self._declines(state, batch, load)
+        self._declines_S[batch.slots_R] = self._unprofitable(state, batch, load)
         if self._num_steps < self._paused_until:
             return
         # The largest loss of a trial, compared with the present rate, is if no draft is accepted.
         losses_s = {
-            length: max(most_s[length] - plain.worth / state.estimate.rate, LEAST_S)
+            length: max(max_s[length] - plain.worth / state.estimate.rate, MIN_S)
             for length in lengths
             if length != state.length
         }
-        length = self._worth_trying(state, estimates, least_s, losses_s)
+        length = self._worth_trying(state, estimates, min_s, losses_s)
         if length is None and not state.length and losses_s:
             length = self._worth_retrying(estimates)
         if length is not None and losses_s[length] <= covered_s:
             state.trial_length = length
-            most = _TRIAL_STEPS if self._costs.has_measured_drafts else 1
-            state.trial_steps = min(most, int(covered_s / losses_s[length]))
+            maximum = _TRIAL_STEPS if self._costs.has_measured_drafts else 1
+            state.trial_steps = min(maximum, int(covered_s / losses_s[length]))
             _, wait = state.trials.get(length, (0, _REVIEW_STEPS))
             state.trials[length] = state.steps + wait, min(2 * wait, MAX_BACKOFF * _RETRY_STEPS)
 
     def _possible(self, num_requests: int) -> list[int]:
-        most = max(self._max_rows // num_requests - 1, 0)
-        return [length for length in self._lengths if length <= most]
+        maximum = max(self._max_rows // num_requests - 1, 0)
+        return [length for length in self._lengths if length <= maximum]
 
-    def _settle(self, state: _LoadState, estimates: dict[int, LengthEstimate], known: Iterable[int]) -> None:
+    def _update_length(
+        self, state: _LoadState, estimates: dict[int, LengthEstimate], known: Iterable[int]
+    ) -> None:
         """Keep the length, or change to a better one with a known cost."""
         length = state.length if state.length in estimates else 0
         best = max({0, length, *known}, key=lambda each: estimates[each].rate)
@@ -268,7 +270,7 @@ class DraftLengthPolicy:
             self._retry.reset()  # drafts have paid for long
         state.length, state.estimate = length, estimates[length]
 
-    def _declines(self, state: _LoadState, batch: DecodeBatch, load: StepLoad) -> BoolArray:
+    def _unprofitable(self, state: _LoadState, batch: DecodeBatch, load: StepLoad) -> BoolArray:
         """Return the mask of requests that do not pay for their part of the drafter's pass, [R]."""
         count, length, rate = len(batch.slots_R), state.length, state.estimate.rate
         if count < 2 or not length:
@@ -277,25 +279,25 @@ class DraftLengthPolicy:
             self._costs.draft_s(load._replace(num_requests=part), [length])[0] for part in (count // 2, count)
         )
         draft_s = (whole_s - half_s) / (count - count // 2)
-        rest_s = self._costs.rest_s(load, count * length)
+        non_draft_s = self._costs.non_draft_s(load, count * length)
         worths_RK = self._acceptance.means(batch.slots_R)[:, :length] * batch.weights_R[:, None]
-        gains_RK = np.maximum(worths_RK - rate * (rest_s[-1] - rest_s[0]) / (count * length), 0.0)
+        gains_RK = np.maximum(worths_RK - rate * (non_draft_s[-1] - non_draft_s[0]) / (count * length), 0.0)
         return gains_RK.sum(axis=1) < rate * draft_s
 
     def _worth_trying(
         self,
         state: _LoadState,
         estimates: dict[int, LengthEstimate],
-        least_s: dict[int, float],
+        min_s: dict[int, float],
         losses_s: dict[int, float],
     ) -> int | None:
         """Return the length with the best ratio of possible gain to covered possible loss, or None."""
         best, found = 0.0, None
         for length, loss_s in losses_s.items():
-            most_rate = estimates[length].worth / least_s[length]
-            gain = (most_rate - state.estimate.rate) / loss_s
+            max_rate = estimates[length].worth / min_s[length]
+            gain = (max_rate - state.estimate.rate) / loss_s
             may_try = state.steps >= state.trials.get(length, (0, 0))[0]
-            is_clear = most_rate > BETTER * state.estimate.rate and loss_s <= self._budget.balance_s
+            is_clear = max_rate > BETTER * state.estimate.rate and loss_s <= self._budget.balance_s
             if may_try and is_clear and gain > best:
                 best, found = gain, length
         return found
@@ -325,11 +327,11 @@ class DraftLengthPolicy:
         possible_RK = np.arange(longest) < batch.limits_R[some][:, None]
         worths_NK = (survivals_TRK * (batch.weights_R[some][:, None] * possible_RK)).reshape(-1, longest)
         own_worth = float(batch.weights_R.sum())  # worth of the tokens of plain decoding
-        rest_s_S = self._costs.rest_s(load, num_requests * longest)
-        estimates = {0: LengthEstimate(own_worth / rest_s_S[0], own_worth, float(rest_s_S[0]))}
+        non_draft_s_S = self._costs.non_draft_s(load, num_requests * longest)
+        estimates = {0: LengthEstimate(own_worth / non_draft_s_S[0], own_worth, float(non_draft_s_S[0]))}
         drafts_s = self._costs.draft_s(load, lengths)
         for length, draft_s in zip(lengths[1:], drafts_s[1:], strict=True):
-            seconds_S = rest_s_S[: num_requests * length + 1] + draft_s
+            seconds_S = non_draft_s_S[: num_requests * length + 1] + draft_s
             estimates[length] = _estimate_trimmed(worths_NK[:, :length], num_requests, own_worth, seconds_S)
         return estimates
 
@@ -360,7 +362,7 @@ class DraftLengthPolicy:
 
     # Learning.
 
-    def account(
+    def update_budget(
         self, choice: DraftChoice, own_worth: float, worth: float, seconds: float, num_steps: int
     ) -> None:
         """Update the loss budget for a step with decoding requests only.
@@ -377,7 +379,7 @@ class DraftLengthPolicy:
         if choice.is_trial:  # at most half of the balance, so that an interruption ends no trials
             lost_s = seconds - worth / choice.estimate.rate
             self._budget.balance_s -= min(lost_s, self._budget.balance_s / 2)
-        elif choice.length and self._budget.settle(
+        elif choice.length and self._budget.record_step(
             seconds - worth / own_worth * choice.plain_s, choice.plain_s
         ):
             # Pause drafting for some steps, longer each time, whatever is predicted.

@@ -23,10 +23,10 @@ from numpy.typing import NDArray
 from ..step.scheduler_output import BoolArray, IntArray, Trim
 
 Floats = NDArray[np.float32]
-MOST_MARGIN = np.float32(1e6)  # bound: if one token alone is possible it is inf, and 0 * inf is nan
+MAX_MARGIN = np.float32(1e6)  # bound: if one token alone is possible it is inf, and 0 * inf is nan
 
 
-def trimmed(margins_RK: Floats, num_drafts_R: IntArray, num_other_rows: int, trim: Trim) -> IntArray:
+def drafts_to_verify(margins_RK: Floats, num_drafts_R: IntArray, num_other_rows: int, trim: Trim) -> IntArray:
     """Return how many drafts of each request to verify, int32 [R].
 
     Args:
@@ -54,7 +54,7 @@ def survivals(margins_RK: Floats, num_drafts_R: IntArray, trim: Trim) -> Floats:
     num_columns = margins_RK.shape[1]
     bias_RK = trim.bias_R[:, None] + trim.bias_K[:num_columns]
     with np.errstate(invalid="ignore", over="ignore"):  # nan: there is no draft; exp may overflow to inf
-        sure_RK = np.log(1 + np.minimum(margins_RK, MOST_MARGIN))
+        sure_RK = np.log(1 + np.minimum(margins_RK, MAX_MARGIN))
         chances_RK = 1 / (1 + np.exp(-(bias_RK + trim.slope_K[:num_columns] * sure_RK)))
     position_K = np.arange(num_columns, dtype=np.int32)
     made_RK: BoolArray = (position_K < num_drafts_R[:, None]) & ~np.isnan(margins_RK)

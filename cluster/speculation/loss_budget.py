@@ -34,7 +34,7 @@ class LossBudget:
         """Add the share of `seconds`; `step_s` are the last step's."""
         self.balance_s = min(self.balance_s + self._share * seconds, self._max_steps * step_s)
 
-    def settle(self, lost_s: float, plain_s: float) -> bool:
+    def record_step(self, lost_s: float, plain_s: float) -> bool:
         """Account for a step with drafts that lost `lost_s`; return whether drafting must pause."""
         self._lost_s = max(self._lost_s + lost_s, 0.0)
         if self._lost_s <= max(self.balance_s, self._max_steps * plain_s):

@@ -40,8 +40,8 @@ class RequestWeights:
 
     def admit(self, slot: int, request: Request) -> None:
         """Set the weight of a slot for its new request."""
-        most = math.log(_HIGH, _PER_PRIORITY)
-        level = min(max(-request.priority, -most), most) if self._by_priority else 0.0
+        maximum = math.log(_HIGH, _PER_PRIORITY)
+        level = min(max(-request.priority, -maximum), maximum) if self._by_priority else 0.0
         self._fixed_S[slot] = _PER_PRIORITY**level * (_LOW if request.background else 1.0)
         self._target_s_S[slot] = np.nan if request.tpot_ms is None else request.tpot_ms / 1e3
         self._first_s_S[slot], self._tokens_S[slot] = np.nan, 0.0

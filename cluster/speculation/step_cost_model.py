@@ -48,7 +48,7 @@ _NOISE = (
     0.1  # relative deviation of a pass's seconds; with 0.05 two of 60 simulated cells stay at 0.4 of the best
 )
 _OUTLIER = 3.0  # largest deviation of a slow pass that is learned
-LEAST_S = 1e-9  # lower bound of any pass, which keeps logarithms and ratios finite
+MIN_S = 1e-9  # lower bound of any pass, which keeps logarithms and ratios finite
 
 
 class StepLoad(NamedTuple):
@@ -99,7 +99,7 @@ class PassRegression:
             seconds [M], their relative standard deviation [M], and their derivatives [M, F].
         """
         slopes_MF = _features(rows_M, load)
-        seconds_M = self.phase * np.maximum(slopes_MF @ self._theta_F, LEAST_S)
+        seconds_M = self.phase * np.maximum(slopes_MF @ self._theta_F, MIN_S)
         slopes_MF *= self.phase
         # Seconds of prompts vary too much for the phase.
         slopes_MF[:, _PHASE] = seconds_M * (slopes_MF[:, _PROMPT_ROWS] == 0.0)
@@ -218,18 +218,18 @@ class StepCostModel:
 
     def reset(self) -> None:
         """Forget everything, as in a new process."""
-        self._rest = PassRegression(has_phase=True)
+        self._non_draft = PassRegression(has_phase=True)
         self._drafts = {is_half: PassRegression() for is_half in (False, True)}
 
     @property
     def has_measurements(self) -> bool:
         """Whether any step was measured, by this process or an earlier one."""
-        return bool(self._rest)
+        return bool(self._non_draft)
 
     @property
     def were_loaded(self) -> bool:
         """Whether measurements of an earlier process were loaded."""
-        return self._rest.was_loaded
+        return self._non_draft.was_loaded
 
     @property
     def has_measured_drafts(self) -> bool:
@@ -241,7 +241,7 @@ class StepCostModel:
         num_drafts: int,
         draft_rows: int,
         draft_s: float,
-        rest_s: float,
+        non_draft_s: float,
         num_drafting: int,
     ) -> None:
         """Learn from a completed step.
@@ -249,18 +249,18 @@ class StepCostModel:
         Args:
             num_drafts: number of verified drafts.
             draft_rows, num_drafting: rows of the drafter's pass, and requests in it; 0 if there was none.
-            draft_s, rest_s: seconds of the drafter's pass, and of the rest; 0 if nothing was measured.
+            draft_s, non_draft_s: seconds of the drafter's pass, and of the rest; 0 if nothing was measured.
         """
-        if rest_s <= 0.0:
+        if non_draft_s <= 0.0:
             return
         rows = self.padded(np.add(load.num_requests, num_drafts))
         size = load_class(int(rows))
         self._num_passes[size] += 1
         slow_noise = 1.0 / self._num_passes[size]  # libraries allocate and compile for first passes
-        self._rest.observe(float(rows), load, rest_s, slow_noise)
+        self._non_draft.observe(float(rows), load, non_draft_s, slow_noise)
         if draft_rows:
             drafting = StepLoad(num_drafting, 0, load.context)
-            seconds = max(draft_s, LEAST_S) / self._rest.phase
+            seconds = max(draft_s, MIN_S) / self._non_draft.phase
             self._drafts[load.is_half].observe(draft_rows, drafting, seconds, slow_noise)
 
     def padded(self, rows: Amounts) -> NDArray[np.int64]:
@@ -277,15 +277,15 @@ class StepCostModel:
         """Make `seconds_by_rows` include what was learned since the last call."""
         self._last = None
 
-    def rest_s(self, load: StepLoad, max_drafts: int) -> Doubles:
+    def non_draft_s(self, load: StepLoad, max_drafts: int) -> Doubles:
         """Predict the seconds of the rest of steps with 0, 1, .., `max_drafts` drafts."""
         rows_M = np.add(load.num_requests, np.arange(max_drafts + 1))
-        return self._rest.predict(self.padded(rows_M), load)[0]
+        return self._non_draft.predict(self.padded(rows_M), load)[0]
 
     def step_s(self, load: StepLoad, lengths: Amounts | Sequence[int]) -> Doubles:
         """Predict the seconds of steps in which all decoding requests have drafts of these lengths [M]."""
         rows_M = np.multiply(load.num_requests, np.add(lengths, 1))
-        return self._rest.predict(self.padded(rows_M), load)[0] + self.draft_s(load, lengths)
+        return self._non_draft.predict(self.padded(rows_M), load)[0] + self.draft_s(load, lengths)
 
     def draft_s(self, load: StepLoad, lengths: Amounts | Sequence[int]) -> Doubles:
         """Predict the seconds of drafting if all requests have drafts of these lengths [M]."""
@@ -296,13 +296,13 @@ class StepCostModel:
     ) -> tuple[Doubles, Doubles, Doubles]:
         drafting = load._replace(prompt_rows=0)
         rows_M = np.multiply(load.num_requests, np.add(lengths, 1))
-        makes_M = self._rest.phase * (np.asarray(lengths) > 0)
+        makes_M = self._non_draft.phase * (np.asarray(lengths) > 0)
         if known := self._drafts[load.is_half] or self._drafts[False]:
             seconds_M, doubt_M, _ = known.predict(rows_M, drafting)
             seconds_M = makes_M * seconds_M
             return seconds_M, seconds_M / (1.0 + doubt_M), seconds_M * (1.0 + doubt_M)
         # Until a drafter's pass is measured, it is expected to take as long as the target's at most.
-        rest_M = self._rest.predict(self.padded(rows_M), drafting)[0] * makes_M / self._rest.phase
+        rest_M = self._non_draft.predict(self.padded(rows_M), drafting)[0] * makes_M / self._non_draft.phase
         return rest_M, 0.0 * rest_M, rest_M
 
     def bounds_s(self, load: StepLoad, lengths: Amounts | Sequence[int]) -> tuple[Doubles, Doubles]:
@@ -310,7 +310,7 @@ class StepCostModel:
         steps in which all decoding requests have drafts of these lengths: two arrays [M].
         """
         rows_M = np.multiply(load.num_requests, np.add(lengths, 1))
-        seconds_M, doubt_M, _ = self._rest.predict(self.padded(rows_M), load)
+        seconds_M, doubt_M, _ = self._non_draft.predict(self.padded(rows_M), load)
         _, least_M, most_M = self._draft_bounds(load, lengths)
         return seconds_M / (1.0 + doubt_M) + least_M, seconds_M * (1.0 + doubt_M) + most_M
 
@@ -322,15 +322,15 @@ class StepCostModel:
         same = self._last is not None and self._last[0][:2] == load[:2] and len(self._last[1]) > num_rows
         if self._last is None or not same:
             rows_N = np.maximum(np.arange((1 << num_rows.bit_length()) + 1.0) - load.prompt_rows, 0.0)
-            seconds_N = self._rest.predict(rows_N, load._replace(prompt_rows=0))[0]
+            seconds_N = self._non_draft.predict(rows_N, load._replace(prompt_rows=0))[0]
             self._last = load, seconds_N.astype(np.float32)
         return self._last[1]
 
     # Persistence.
 
     def as_json(self) -> dict[str, Any]:  # Any: JSON
-        saved = ("rest", self._rest), ("draft", self._drafts[False])
-        return {name: regression.as_json(self._rest.phase) for name, regression in saved}
+        saved = ("rest", self._non_draft), ("draft", self._drafts[False])
+        return {name: regression.as_json(self._non_draft.phase) for name, regression in saved}
 
     def read(self, saved: Mapping[str, Any]) -> None:
         """Start from what `as_json` returned.
@@ -343,4 +343,4 @@ class StepCostModel:
             draft = PassRegression().read(saved["draft"])
         except (KeyError, TypeError, AttributeError) as error:
             raise ValueError("these are no costs of steps") from error
-        self._rest, self._drafts[False] = rest, draft
+        self._non_draft, self._drafts[False] = rest, draft

@@ -41,8 +41,8 @@ def dummy_step(
     """
     slots = np.arange(len(num_rows), dtype=np.int32)
     admitted = [
-        AdmittedRequest(i, f"made-up-{i}", ids, sampling, StateEntry(i, None, stands))
-        for i, (ids, stands) in enumerate(zip(prompts, num_computed, strict=False))
+        AdmittedRequest(i, f"made-up-{i}", ids, sampling, StateEntry(i, None, computed))
+        for i, (ids, computed) in enumerate(zip(prompts, num_computed, strict=False))
     ]
     entry_groups, owners, indices, ids = _entries(groups, num_pages or [0] * len(slots))
     return SchedulerOutput(

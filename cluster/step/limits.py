@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ..config import EngineConfig
-from ..errors import RequestError, UnprocessableError, shown
+from ..errors import RequestError, UnprocessableError, brief
 from ..pages.kv_cache_groups import KVCacheGroup, longest_sequence
 from ..request.logits_processors import RuleLimits
 from ..request.request import Request, SamplingParams
@@ -109,7 +109,7 @@ def check_request(request: Request, limits: SchedulerConfig) -> None:
     needed = min(length + (params.max_tokens or len(request.output_token_ids) + 1), limits.max_model_len)
     if needed > limits.max_length:
         raise UnprocessableError(
-            f"The prompt has {length} tokens and max_tokens={shown(params.max_tokens)}: {needed} tokens, but "
+            f"The prompt has {length} tokens and max_tokens={brief(params.max_tokens)}: {needed} tokens, but "
             f"the K/V pages hold {limits.max_length}. Lower max_tokens, shorten the prompt, or raise "
             "kv_cache_memory_bytes.",
             param="max_tokens" if length + 1 <= limits.max_length else "prompt",
@@ -123,11 +123,12 @@ def check_output_so_far(request: Request, limits: SchedulerConfig) -> None:
         return
     check_vocabulary("output_token_ids", tokens, limits.vocab_size)
     room = limits.max_length - len(request.prompt_token_ids)
-    most = min(params.max_tokens or room, room)
-    if len(tokens) >= most:
+    maximum = min(params.max_tokens or room, room)
+    if len(tokens) >= maximum:
         raise RequestError(
-            f"output_token_ids holds {len(tokens)} tokens; by max_tokens={shown(params.max_tokens)} and "
-            f"the longest sequence this request ends with {most}: nothing is left to generate. Take them as "
+            f"output_token_ids holds {len(tokens)} tokens; by max_tokens={brief(params.max_tokens)} and "
+            f"the longest sequence this request ends with {maximum}: nothing is left to generate. Take "
+            "them as "
             "its output.",
             param="output_token_ids",
         )
@@ -203,7 +204,9 @@ def prompt_too_long(length: int | str, max_model_len: int, param: str = "prompt"
     )
 
 
-def check_room(prompt_tokens: int, limit: int | None, max_model_len: int, param: str = "max_tokens") -> None:
+def check_max_tokens(
+    prompt_tokens: int, limit: int | None, max_model_len: int, param: str = "max_tokens"
+) -> None:
     """Raise RequestError if a limit of generated tokens exceeds the context.
 
     Args:
@@ -212,7 +215,7 @@ def check_room(prompt_tokens: int, limit: int | None, max_model_len: int, param:
     """
     if limit is not None and prompt_tokens + limit > max_model_len:
         raise RequestError(
-            f"{param}={shown(limit)} and a prompt of {prompt_tokens} tokens are {prompt_tokens + limit} "
+            f"{param}={brief(limit)} and a prompt of {prompt_tokens} tokens are {prompt_tokens + limit} "
             f"tokens, more than this model's context of {max_model_len} (max_model_len). Ask for at most "
             f"{max_model_len - prompt_tokens}, or leave {param} out for what is left.",
             param=param,

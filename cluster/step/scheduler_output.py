@@ -197,7 +197,7 @@ class SchedulerOutput:
         object.__setattr__(self, "num_batched_tokens", int(self.num_rows.sum()))
         object.__setattr__(self, "num_draft_tokens", int(self.num_drafts.sum()))
 
-    def verifying(self, num_drafts_R: IntArray) -> SchedulerOutput:
+    def with_num_drafts(self, num_drafts_R: IntArray) -> SchedulerOutput:
         """Return the trimmed plan, with these numbers of drafts, which are at most the planned ones."""
         num_rows_R = self.num_rows - self.num_drafts + num_drafts_R
         return replace(self, num_rows=num_rows_R, num_drafts=num_drafts_R, trim=None)

@@ -139,7 +139,7 @@ class SlotTable:
     def has_free_slot(self) -> bool:
         return bool(self._free_slots)
 
-    def enter(self, sequence: Sequence, num_computed: int, max_drafts: int) -> int:
+    def admit(self, sequence: Sequence, num_computed: int, max_drafts: int) -> int:
         """Give a waiting sequence a slot; K/V of its first `num_computed` tokens already exist."""
         slot = sequence.slot = self._free_slots.pop()
         count = len(sequence.token_ids)
@@ -153,11 +153,11 @@ class SlotTable:
         self.stop_uses_V[list(sequence.sampling.stop_token_ids)] += 1
         return slot
 
-    def least_computed(self, slots_R: IntArray) -> IntArray:
+    def min_computed(self, slots_R: IntArray) -> IntArray:
         """Return the computed tokens of each sequence after the steps in flight, if no draft is accepted."""
         return self.num_computed_S[slots_R] + self.ahead_rows_S[slots_R]
 
-    def go_on(self, slots_R: IntArray) -> BoolArray:
+    def unfinished(self, slots_R: IntArray) -> BoolArray:
         """Return which sequences may need another step: those in flight need not complete them."""
         return self.num_tokens_S[slots_R] + self.ahead_samples_S[slots_R] < self.max_length_S[slots_R]
 
@@ -165,21 +165,23 @@ class SlotTable:
         """Return which sequences are in no step in flight."""
         return self.ahead_rows_S[slots_R] == 0
 
-    def most_tokens(self, slots_R: IntArray) -> IntArray:
+    def max_tokens(self, slots_R: IntArray) -> IntArray:
         """Return each sequence's tokens if all drafts in flight are accepted and it is not full."""
         ahead_R = self.ahead_samples_S[slots_R] + self.ahead_drafts_S[slots_R]
         return np.minimum(self.num_tokens_S[slots_R] + ahead_R, self.max_length_S[slots_R] - 1)
 
-    def known_rows(self, slots_R: IntArray) -> IntArray:
+    def pending_tokens(self, slots_R: IntArray) -> IntArray:
         """Return each sequence's known tokens that no step computes yet; 1 (the anchor) if one samples."""
-        left_R = self.num_tokens_S[slots_R] - self.least_computed(slots_R)
+        left_R = self.num_tokens_S[slots_R] - self.min_computed(slots_R)
         return np.where(self.ahead_samples_S[slots_R] > 0, 1, left_R)
 
-    def depart(self, plan: SchedulerOutput) -> None:
+    def on_scheduled(self, plan: SchedulerOutput) -> None:
         """Record that a step is in flight."""
         self._count_ahead(1, plan.slots, plan.num_rows - plan.num_drafts, plan.num_drafts, plan.samples)
 
-    def arrive(self, slots_R: IntArray, known_R: IntArray, drafts_R: IntArray, samples_R: BoolArray) -> None:
+    def on_completed(
+        self, slots_R: IntArray, known_R: IntArray, drafts_R: IntArray, samples_R: BoolArray
+    ) -> None:
         """Record that a step in flight has ended, for its sequences that have not left."""
         self._count_ahead(-1, slots_R, known_R, drafts_R, samples_R)
 
@@ -200,14 +202,14 @@ class SlotTable:
         self.num_tokens_S[slots_R] += num_out_R
         self.num_computed_S[slots_R] = num_computed_R
 
-    def known_tokens(self, slot: int) -> IntArray:
+    def copy_tokens(self, slot: int) -> IntArray:
         """Return a copy of all tokens of a running sequence."""
         return self.token_ids_SL[slot, : self.num_tokens_S[slot]].copy()
 
-    def leave(self, sequence: Sequence) -> None:
+    def free(self, sequence: Sequence) -> None:
         """Free a sequence's slot; the sequence keeps its tokens."""
         slot = sequence.slot
-        sequence.token_ids = self.known_tokens(slot)
+        sequence.token_ids = self.copy_tokens(slot)
         sequence.slot = WAITING
         del self.sequences[slot]
         self.stop_uses_V[list(sequence.sampling.stop_token_ids)] -= 1

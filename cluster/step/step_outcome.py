@@ -91,7 +91,7 @@ class CompletedStep(NamedTuple):
     Attributes:
         plan, result: what was planned, and what the executor returned.
         outcome: the result for the requests that have not left.
-        staying_R: mask of these in the plan.
+        remaining_R: mask of these in the plan.
         planned_s, ended_s: when it was planned and committed.
         prompt_rows: rows of prompts.
         plain_s: expected seconds of a step without drafts; 0 while unknown.
@@ -100,7 +100,7 @@ class CompletedStep(NamedTuple):
     plan: SchedulerOutput
     result: StepResult
     outcome: StepOutcome
-    staying_R: BoolArray
+    remaining_R: BoolArray
     planned_s: float
     ended_s: float
     prompt_rows: int
@@ -108,7 +108,7 @@ class CompletedStep(NamedTuple):
 
 
 def read_result(
-    table: SlotTable, plan: SchedulerOutput, staying_R: BoolArray, result: StepResult
+    table: SlotTable, plan: SchedulerOutput, remaining_R: BoolArray, result: StepResult
 ) -> StepOutcome:
     """Interpret a step's result for the sequences of the plan that have not left since."""
     assert result.step == plan.step, f"result of step {result.step} for plan {plan.step}"
@@ -116,18 +116,18 @@ def read_result(
     assert (verified_R <= plan.num_drafts).all(), "more drafts than planned"
     assert (result.num_tokens <= np.where(plan.samples, verified_R + 1, 0)).all(), "more than planned"
     assert (result.num_tokens >= plan.samples).all(), "a sampled request must get a token"
-    stays = slice(None) if staying_R.all() else staying_R  # a slice costs almost nothing
-    slots_R, drafts_R = plan.slots[stays], plan.num_drafts[stays]
-    known_R = plan.num_rows[stays] - drafts_R
-    token_ids_RW, num_tokens_R = result.token_ids[stays], result.num_tokens[stays]
-    failed_R, num_tokens_R = _find_failed(result, staying_R, token_ids_RW, num_tokens_R)
+    remaining = slice(None) if remaining_R.all() else remaining_R  # a slice costs almost nothing
+    slots_R, drafts_R = plan.slots[remaining], plan.num_drafts[remaining]
+    known_R = plan.num_rows[remaining] - drafts_R
+    token_ids_RW, num_tokens_R = result.token_ids[remaining], result.num_tokens[remaining]
+    failed_R, num_tokens_R = _find_failed(result, remaining_R, token_ids_RW, num_tokens_R)
     num_out_R, stopped_R = _cut_at_stops(table, slots_R, token_ids_RW, num_tokens_R)
     return StepOutcome(
         slots=slots_R,
         num_known=known_R,
         num_planned=drafts_R,
-        num_drafts=verified_R[stays],
-        samples=plan.samples[stays],
+        num_drafts=verified_R[remaining],
+        samples=plan.samples[remaining],
         token_ids=token_ids_RW,
         num_out=num_out_R,
         num_accepted=np.minimum(num_out_R, np.maximum(num_tokens_R - 1, 0)),
@@ -138,10 +138,10 @@ def read_result(
         failed=failed_R & ~stopped_R,
         logprobs={}
         if (logprobs := result.logprobs) is None
-        else _logprobs(table, staying_R, slots_R, num_out_R, logprobs),
+        else _logprobs(table, remaining_R, slots_R, num_out_R, logprobs),
         prompt_logprobs={}
         if (prompts := result.prompt_logprobs) is None
-        else _prompt_logprobs(plan, staying_R, prompts),
+        else _prompt_logprobs(plan, remaining_R, prompts),
     )
 
 
@@ -186,11 +186,11 @@ def make_updates(table: SlotTable, outcome: StepOutcome) -> list[SequenceUpdate]
 
 
 def _logprobs(
-    table: SlotTable, staying_R: BoolArray, slots_R: IntArray, num_out_R: IntArray, found: StepLogprobs
+    table: SlotTable, remaining_R: BoolArray, slots_R: IntArray, num_out_R: IntArray, found: StepLogprobs
 ) -> Mapping[int, tuple[TokenLogprobs, ...]]:
     """Return the log probabilities by slot, of the requests that want them and have not left."""
     logprobs: dict[int, tuple[TokenLogprobs, ...]] = {}
-    places = np.flatnonzero(staying_R).tolist()
+    places = np.flatnonzero(remaining_R).tolist()
     for place, slot, count in zip(places, slots_R.tolist(), num_out_R.tolist(), strict=True):
         num_top = table.sequences[slot].sampling.logprobs
         if num_top is not None and count:
@@ -199,19 +199,19 @@ def _logprobs(
 
 
 def _prompt_logprobs(
-    plan: SchedulerOutput, staying_R: BoolArray, logprobs: StepLogprobs
+    plan: SchedulerOutput, remaining_R: BoolArray, logprobs: StepLogprobs
 ) -> Mapping[int, RowLogprobs]:
     """Return the prompt log probabilities by slot, of the requests that want them and have not left."""
     num_top = logprobs.rows.top_ids_YL.shape[1]
     return {
         int(plan.slots[place]): logprobs.of(place, count, num_top)
         for place, count in zip(logprobs.requests_A.tolist(), logprobs.counts_A.tolist(), strict=True)
-        if staying_R[place]
+        if remaining_R[place]
     }
 
 
 def _find_failed(
-    result: StepResult, staying_R: BoolArray, token_ids_RW: IntArray, num_tokens_R: IntArray
+    result: StepResult, remaining_R: BoolArray, token_ids_RW: IntArray, num_tokens_R: IntArray
 ) -> tuple[BoolArray, IntArray]:
     """Return which sequences have invalid logits or log probabilities, and the number of valid tokens before.
 
@@ -224,7 +224,7 @@ def _find_failed(
         return np.zeros(len(num_tokens_R), dtype=np.bool_), num_tokens_R
     failed_R = failed_RW.any(axis=1)
     num_tokens_R = np.where(failed_R, failed_RW.argmax(axis=1), num_tokens_R).astype(np.int32)
-    place_of = {place: row for row, place in enumerate(np.flatnonzero(staying_R).tolist())}
+    place_of = {place: row for row, place in enumerate(np.flatnonzero(remaining_R).tolist())}
     for each in step_logprobs:
         for place, count in zip(each.requests_A.tolist(), each.counts_A.tolist(), strict=True):
             if place in place_of and count and np.isnan(each.of(place, count, 0).logprobs_Y).any():

@@ -61,7 +61,7 @@ def _vllm_section() -> str:
     for prefix, answers in (("", SETTINGS), ("speculative_config.", SPECULATION)):
         for answer in answers:
             names = ", ".join(code(prefix + name) for name in answer.kinds())
-            rows.append((names, cell(answer.says)))
+            rows.append((names, cell(answer.message)))
     return f"{_OF_VLLM}\n\n{table(('settings of vLLM', 'here'), rows)}"
 
 

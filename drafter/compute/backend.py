@@ -73,7 +73,7 @@ class ModelStackSpec:
     head_dims: frozenset[int]
     features: frozenset[Feature] = frozenset()
 
-    def lacking(self, known: frozenset[Feature]) -> str | None:
+    def why_unsupported(self, known: frozenset[Feature]) -> str | None:
         """Return why a backend with these features refuses the model; None if it supports all of them."""
         missing = sorted(self.features - known)
         return f"has no {missing[0]}, which the {self.name} needs" if missing else None

@@ -126,8 +126,8 @@ class TrialBlock:
         x_NH, first = self.random(_BLOCK, self._hidden), length - _BLOCK
         block = self.run(x_NH, [first], [_BLOCK])
         alone = [self.run(x_NH[i : i + 1], [first + i], [1]) for i in range(_BLOCK)]
-        beside = self.run(torch.cat((x_NH, others_NH)), [first, *begins], [_BLOCK, *counts])
-        return torch.equal(block, torch.cat(alone)) and torch.equal(block, beside[:_BLOCK])
+        in_batch = self.run(torch.cat((x_NH, others_NH)), [first, *begins], [_BLOCK, *counts])
+        return torch.equal(block, torch.cat(alone)) and torch.equal(block, in_batch[:_BLOCK])
 
     def _ends_agree(self, length: int) -> bool:
         """Return whether a prompt's last rows equal those of a block that follows the others."""

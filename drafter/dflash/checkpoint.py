@@ -21,7 +21,7 @@ from ..compute.checkpoint.safetensors_reader import TensorFolder, TensorHeaders,
 from ..drafter_spec import TOKEN_MAP, check_tensors
 from .config import DrafterConfig
 from .model import DFlashDrafter
-from .target_features import TargetFacts, TargetLends
+from .target_features import TargetEmbeddings, TargetFacts
 from .weights import SELECTOR
 
 
@@ -99,7 +99,7 @@ def check_drafter(path: str | Path, target: TargetFacts, overrides: Json | None 
 def load_drafter(
     path: str | Path,
     target: TargetFacts,
-    lends: TargetLends,
+    shared_embeddings: TargetEmbeddings,
     dtype: torch.dtype,
     device: torch.device | str,
     backend: Backend | None = None,
@@ -111,13 +111,13 @@ def load_drafter(
     """Check and load a drafter of any format.
 
     Args:
-        lends: the target's embedding and head, used where the checkpoint has none of its own.
+        shared_embeddings: the target's embedding and head, used where the checkpoint has none of its own.
         backend, places: see `DFlashDrafter`.
         overrides: see `check_drafter`.
         input_embedding_scale: replaces the checkpoint's value.
     """
     config, tensors = check_drafter(path, target, overrides), TensorFolder(path)
-    place = (target, lends, dtype, device, backend, places)
+    place = (target, shared_embeddings, dtype, device, backend, places)
     return make_drafter(config, tensors, *place, input_embedding_scale=input_embedding_scale)
 
 
@@ -125,7 +125,7 @@ def make_drafter(
     config: DrafterConfig,
     tensors: TensorSource,
     target: TargetFacts,
-    lends: TargetLends,
+    shared_embeddings: TargetEmbeddings,
     dtype: torch.dtype,
     device: torch.device | str,
     backend: Backend | None = None,
@@ -147,7 +147,7 @@ def make_drafter(
     if config.mask_embedding:
         weights["mask_embedding"] = _mask_embedding(config).to(device=device, dtype=dtype)
     positions = target.max_model_len + config.block_size
-    return DFlashDrafter(config, weights, lends, positions, backend, places)
+    return DFlashDrafter(config, weights, shared_embeddings, positions, backend, places)
 
 
 def _scaled_like(

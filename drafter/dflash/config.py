@@ -123,10 +123,10 @@ class DrafterConfig(DrafterShape):
 
     def check_fits(self, target: TargetFacts) -> None:
         """Raise CheckpointError, naming field and remedy, if this drafter cannot draft for `target`."""
-        for misfit in self.misfits(target):
+        for misfit in self.incompatibilities(target):
             raise misfit
 
-    def misfits(self, target: TargetFacts) -> Iterator[CheckpointError]:
+    def incompatibilities(self, target: TargetFacts) -> Iterator[CheckpointError]:
         """Yield an error, with field and remedy, for each reason that it cannot draft for `target`."""
         remedy = "use a drafter that was trained for this target"
         made_for = self.target_hidden_size or self.hidden_size

@@ -118,9 +118,9 @@ class Conditioning(StrictConfig):
     @model_validator(mode="after")
     def _comes_in_pairs(self) -> Conditioning:
         for one, other in (("conv_kernel_size", "conv_group_size"), ("selector_rank", "selector_top_k")):
-            for name, beside in ((one, other), (other, one)):
-                if getattr(self, name) is None and getattr(self, beside) is not None:
-                    raise ValueError(f"{name} must be given, because {beside} is")
+            for name, partner in ((one, other), (other, one)):
+                if getattr(self, name) is None and getattr(self, partner) is not None:
+                    raise ValueError(f"{name} must be given, because {partner} is")
         return self
 
     def check_fits(self, backbone: Backbone) -> None:
@@ -250,11 +250,11 @@ class DFlashSpeculators(DFlashSpeculatorsKind, Conditioning, Scales):
         nested = raw.get("transformer_layer_config") if isinstance(raw, dict) else None
         if not isinstance(nested, dict):
             return raw
-        beside = {key: raw[key] for key in ("layer_types", "sliding_window") if raw.get(key) is not None}
-        for key, value in beside.items():
+        top_level = {key: raw[key] for key in ("layer_types", "sliding_window") if raw.get(key) is not None}
+        for key, value in top_level.items():
             if nested.get(key) not in (None, value):
                 raise ValueError(f"{key} must be absent, or transformer_layer_config.{key}: {nested[key]}")
-        return {**raw, "transformer_layer_config": {**nested, **beside}}
+        return {**raw, "transformer_layer_config": {**nested, **top_level}}
 
     @model_validator(mode="before")
     @classmethod

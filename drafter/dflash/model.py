@@ -27,7 +27,7 @@ from ..compute.layers.rope import RotaryEmbedding
 from ..compute.memory.kv_cache import PagedKVCache
 from ..step.inputs.row_layout import StepRows
 from .config import DrafterConfig
-from .target_features import TargetLends
+from .target_features import TargetEmbeddings
 from .weights import ContextProjection, QKVWeights, arranged, convolved, make_block, make_selector
 
 
@@ -36,7 +36,7 @@ class DFlashDrafter:
 
     Args:
         weights: checkpoint tensors by name, on the device and in the dtype to compute in.
-        lends: the target's embedding and head.
+        shared_embeddings: the target's embedding and head.
         max_positions: number of positions of the rotary tables.
         places: where each layer's K and V are stored; by default all in one page group.
         backend: makes the operators; PyTorch's by default.
@@ -46,7 +46,7 @@ class DFlashDrafter:
         self,
         config: DrafterConfig,
         weights: Mapping[str, Tensor],
-        lends: TargetLends,
+        shared_embeddings: TargetEmbeddings,
         max_positions: int,
         backend: Backend | None = None,
         places: Sequence[LayerPlace] = (),
@@ -54,7 +54,7 @@ class DFlashDrafter:
         self.config = config
         self.places = tuple(places) or tuple(LayerPlace(0, layer) for layer in range(config.num_layers))
         backend = backend or TorchBackend()
-        self._lends = lends
+        self._shared_embeddings = shared_embeddings
         fc = weights["fc.weight"]
         self.dtype, self.device = fc.dtype, fc.device
         weights = arranged(config.rope, weights, config.attention_value_scale)
@@ -134,17 +134,19 @@ class DFlashDrafter:
         if self._embedding_VH is not None:
             rows_NH = self._embedding_VH.index_select(0, token_ids_N)
         else:
-            rows_NH = self._lends.embed(token_ids_N).to(self.dtype)
+            rows_NH = self._shared_embeddings.embed(token_ids_N).to(self.dtype)
         return rows_NH if self._embed_scale == 1.0 else rows_NH * self._embed_scale
 
     @property
     def is_split(self) -> bool:
         """Whether logits come from the target's head and that is split over ranks."""
-        return self._own_head is None and self._lends.is_split
+        return self._own_head is None and self._shared_embeddings.is_split
 
     def logits(self, y_XH: Tensor) -> Tensor:
         """Return logits [X, V] over the target's vocabulary; -inf for tokens without a draft id."""
-        z_XV = self._scaled(self._lends.logits(y_XH) if self._own_head is None else self._own_head(y_XH))
+        z_XV = self._scaled(
+            self._shared_embeddings.logits(y_XH) if self._own_head is None else self._own_head(y_XH)
+        )
         if self._target_ids_V is None:
             return z_XV
         full_XV = z_XV.new_full((len(z_XV), self.config.vocab_size), float("-inf"))
@@ -153,7 +155,7 @@ class DFlashDrafter:
     def local_logits(self, y_XH: Tensor) -> tuple[Tensor, int]:
         """Return this rank's slice of the borrowed head's logits, and the slice's first token id."""
         assert self._own_head is None, "a head of its own is whole on every rank"
-        z_XU, first_id = self._lends.local_logits(y_XH)
+        z_XU, first_id = self._shared_embeddings.local_logits(y_XH)
         return self._scaled(z_XU), first_id
 
     def _scaled(self, z_XV: Tensor) -> Tensor:

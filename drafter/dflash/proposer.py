@@ -35,7 +35,7 @@ class DFlashProposer:
         """Return a proposer with another drafter of the same shape over the same pages."""
         return DFlashProposer(drafter, self.cache, self._operators)
 
-    def beside(self, drafter: DFlashDrafter) -> DFlashProposer:
+    def with_own_pages(self, drafter: DFlashDrafter) -> DFlashProposer:
         """Return a proposer with another drafter of the same shape and page ids, but its own page memory."""
         cache = drafter.new_cache(self.cache.num_pages, self.cache.page_size)
         return DFlashProposer(drafter, cache, self._operators)

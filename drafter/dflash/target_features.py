@@ -40,7 +40,7 @@ class TargetFacts:
     embed_scale: float = 1.0
 
 
-class TargetLends(Protocol):
+class TargetEmbeddings(Protocol):
     """The target's layers that a drafter uses."""
 
     @property
@@ -61,7 +61,7 @@ class TargetLends(Protocol):
         ...
 
 
-class LentWeights:
+class EmbeddingCopies:
     """Copies of embedding [V, H] and head, for drafters in other processes, tools and tests."""
 
     is_split = False

@@ -15,7 +15,7 @@ from ...cluster.pages.kv_cache_groups import LayerPlace
 from ..compute.backend import Backend
 from ..compute.checkpoint.hf_config import Json
 from ..compute.checkpoint.safetensors_reader import TensorFolder, TensorHeaders, TensorSource
-from ..dflash.target_features import TargetFacts, TargetLends
+from ..dflash.target_features import TargetEmbeddings, TargetFacts
 from ..drafter_spec import TOKEN_MAP, check_tensors
 from .config import Eagle3Config
 from .model import LAYER, Eagle3Drafter
@@ -89,7 +89,7 @@ def check_eagle3_tensors(config: Eagle3Config, found: TensorHeaders) -> None:
 def load_eagle3(
     path: str | Path,
     target: TargetFacts,
-    lends: TargetLends,
+    shared_embeddings: TargetEmbeddings,
     dtype: torch.dtype,
     device: torch.device | str,
     backend: Backend | None = None,
@@ -99,17 +99,17 @@ def load_eagle3(
 ) -> Eagle3Drafter:
     """Check and load a drafter of either format.
 
-    `lends` has the target's embedding and head, used where the checkpoint has none of its own.
+    `shared_embeddings` has the target's embedding and head, used where the checkpoint has none of its own.
     """
     config = check_eagle3(path, target, overrides)
-    return make_eagle3(config, TensorFolder(path), target, lends, dtype, device, backend, places)
+    return make_eagle3(config, TensorFolder(path), target, shared_embeddings, dtype, device, backend, places)
 
 
 def make_eagle3(
     config: Eagle3Config,
     tensors: TensorSource,
     target: TargetFacts,
-    lends: TargetLends,
+    shared_embeddings: TargetEmbeddings,
     dtype: torch.dtype,
     device: torch.device | str,
     backend: Backend | None = None,
@@ -124,7 +124,7 @@ def make_eagle3(
         name: tensor.to(device) if name == TOKEN_MAP else tensor.to(device=device, dtype=dtype)
         for name, tensor in weights.items()
     }
-    return Eagle3Drafter(config, weights, lends, target.max_model_len, backend, places)
+    return Eagle3Drafter(config, weights, shared_embeddings, target.max_model_len, backend, places)
 
 
 def _spelled(name: str, shapes: Mapping[str, tuple[int, ...]]) -> str:

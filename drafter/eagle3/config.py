@@ -98,7 +98,7 @@ def _read_sglang(raw: Json, file: str, num_target_layers: int | None) -> Eagle3C
     return Eagle3Config(
         **_shape(top, top, raw, file),
         layout="sglang",
-        target_layer_ids=inside or _behind(top.eagle_aux_hidden_state_layer_ids, num_target_layers),
+        target_layer_ids=inside or _previous_layers(top.eagle_aux_hidden_state_layer_ids, num_target_layers),
         draft_vocab_size=top.draft_vocab_size or top.vocab_size,
     )
 
@@ -109,12 +109,12 @@ def _read_speculators(raw: Json, file: str, num_target_layers: int | None) -> Ea
     return Eagle3Config(
         **_shape(top.transformer_layer_config, top, raw["transformer_layer_config"], file),
         layout="speculators",
-        target_layer_ids=_behind(top.eagle_aux_hidden_state_layer_ids, num_target_layers),
+        target_layer_ids=_previous_layers(top.eagle_aux_hidden_state_layer_ids, num_target_layers),
         draft_vocab_size=top.draft_vocab_size,
     )
 
 
-def _behind(ids: tuple[int, ...], num_target_layers: int | None) -> tuple[int, ...]:
+def _previous_layers(ids: tuple[int, ...], num_target_layers: int | None) -> tuple[int, ...]:
     """Return the blocks that feed these blocks; default: a low, a middle and a high one."""
     if not ids and num_target_layers is not None:
         ids = (2, num_target_layers // 2, num_target_layers - 3)

@@ -29,7 +29,7 @@ from ..compute.eager.backend import TorchBackend
 from ..compute.layers.linear import HeadNorm, RMSNorm
 from ..compute.layers.rope import RotaryEmbedding
 from ..compute.memory.kv_cache import PagedKVCache
-from ..dflash.target_features import TargetLends
+from ..dflash.target_features import TargetEmbeddings
 from ..dflash.weights import QKVWeights, arranged, make_block
 from .config import Eagle3Config
 
@@ -41,7 +41,7 @@ class Eagle3Drafter:
 
     Args:
         weights: checkpoint tensors by name, on the device and in the dtype to compute in.
-        lends: the target's embedding and head.
+        shared_embeddings: the target's embedding and head.
         max_positions: number of positions of the rotary tables.
         places: where its layer's K and V are stored; by default in the first page group.
     """
@@ -50,7 +50,7 @@ class Eagle3Drafter:
         self,
         config: Eagle3Config,
         weights: Mapping[str, Tensor],
-        lends: TargetLends,
+        shared_embeddings: TargetEmbeddings,
         max_positions: int,
         backend: Backend | None = None,
         places: Sequence[LayerPlace] = (),
@@ -58,7 +58,7 @@ class Eagle3Drafter:
         self.config = config
         self.places = tuple(places) or (LayerPlace(0, 0),)
         operators = self._operators = backend or TorchBackend()
-        self._lends = lends
+        self._shared_embeddings = shared_embeddings
         fc, eps = weights["fc.weight"], config.rms_norm_eps
         self.dtype, self.device = fc.dtype, fc.device
         self._fc = operators.linear(fc)
@@ -144,11 +144,13 @@ class Eagle3Drafter:
     def _embed(self, token_ids_N: Tensor) -> Tensor:
         if self._embedding_VH is not None:
             return self._embedding_VH.index_select(0, token_ids_N)
-        return self._lends.embed(token_ids_N).to(self.dtype)
+        return self._shared_embeddings.embed(token_ids_N).to(self.dtype)
 
     def logits(self, normed_XH: Tensor) -> Tensor:
         """Return logits [X, V] over the target's vocabulary; -inf for tokens without a draft id."""
-        z_XV = self._lends.logits(normed_XH) if self._own_head is None else self._own_head(normed_XH)
+        z_XV = (
+            self._shared_embeddings.logits(normed_XH) if self._own_head is None else self._own_head(normed_XH)
+        )
         if self._target_ids_V is None:
             return z_XV
         full_XV = z_XV.new_full((len(z_XV), self.config.vocab_size), float("-inf"))

@@ -49,7 +49,7 @@ class ChainProposer:
         """Return a proposer with another drafter of the same shape over the same pages."""
         return ChainProposer(drafter, self.cache, self._operators, self._features_PH)
 
-    def beside(self, drafter: Eagle3Drafter) -> ChainProposer:
+    def with_own_pages(self, drafter: Eagle3Drafter) -> ChainProposer:
         """Return a proposer with another drafter of the same shape and page ids, but its own page memory."""
         cache = drafter.new_cache(self.cache.num_pages, self.cache.page_size)
         return ChainProposer(drafter, cache, self._operators)
@@ -73,10 +73,10 @@ class ChainProposer:
     ) -> None:
         x_RH, tokens_R = self._before_RH, drafts_RK.new_zeros(len(drafts_RK))
         for depth in range(drafts_RK.shape[1]):
-            who_E = np.flatnonzero(plan.num_drafts > depth)
-            rows = states.lay_out_link(plan, who_E, depth, AttentionBatch.build)
-            everyone = len(who_E) == plan.num_requests
-            index_E = torch.from_numpy(who_E).to(drafts_RK.device)
+            drafting_E = np.flatnonzero(plan.num_drafts > depth)
+            rows = states.lay_out_link(plan, drafting_E, depth, AttentionBatch.build)
+            everyone = len(drafting_E) == plan.num_requests
+            index_E = torch.from_numpy(drafting_E).to(drafts_RK.device)
             x_EH = x_RH if everyone else x_RH.index_select(0, index_E)
             tokens_E = rows.token_ids_N if depth == 0 else tokens_R.index_select(0, index_E)
             x_EH, normed_EH = self.drafter.forward(tokens_E, x_EH, rows, self.cache)
@@ -99,16 +99,20 @@ class ChainProposer:
         before_NH = g_NH.roll(1, 0)
         before_NH[torch.from_numpy(first_R).to(g_NH.device)] = self._before_RH
         self.drafter.write_entries(rows.token_ids_N, before_NH, rows, self.cache)
-        self._keep(g_NH, rows, first_R, num_tokens_R.cpu().numpy())
+        self._store_features(g_NH, rows, first_R, num_tokens_R.cpu().numpy())
 
-    def _keep(self, g_NH: Tensor, rows: StepRows, first_R: np.ndarray, num_tokens_R: np.ndarray) -> None:
+    def _store_features(
+        self, g_NH: Tensor, rows: StepRows, first_R: np.ndarray, num_tokens_R: np.ndarray
+    ) -> None:
         """Store in each page the feature of its newest committed position among these rows."""
         num_rows_R, page_size = rows.num_rows_R, self.cache.page_size
         # Committed rows: all but rejected drafts; the last produced token has no row yet.
-        stood_R = num_rows_R - rows.counts_R.cpu().numpy() + num_tokens_R
+        accepted_end_R = num_rows_R - rows.counts_R.cpu().numpy() + num_tokens_R
         in_request_N = np.arange(len(g_NH)) - np.repeat(first_R, num_rows_R)
         slots_N = rows.kv_slots[self.cache.group(0)].cpu().numpy()
-        ends_N = (slots_N % page_size == page_size - 1) | (in_request_N == np.repeat(stood_R, num_rows_R) - 1)
-        kept = np.flatnonzero(ends_N & (in_request_N < np.repeat(stood_R, num_rows_R)))
-        pages = torch.from_numpy(slots_N[kept] // page_size).to(g_NH.device)
-        self._features_PH[pages] = g_NH[torch.from_numpy(kept).to(g_NH.device)]
+        ends_N = (slots_N % page_size == page_size - 1) | (
+            in_request_N == np.repeat(accepted_end_R, num_rows_R) - 1
+        )
+        is_stored = np.flatnonzero(ends_N & (in_request_N < np.repeat(accepted_end_R, num_rows_R)))
+        pages = torch.from_numpy(slots_N[is_stored] // page_size).to(g_NH.device)
+        self._features_PH[pages] = g_NH[torch.from_numpy(is_stored).to(g_NH.device)]

@@ -76,17 +76,17 @@ def try_grammar(compiler: GrammarCompiler, kind: str, text: str) -> CompileAnswe
         kind, text = "lark", lark_of(text)
     assert kind in ("json_schema", "regex", "lark")
     matcher = compiler.compile((kind, text))
-    most_forced, masks_s = len(matcher.compute_ff_tokens()), list[float]()
+    max_forced, masks_s = len(matcher.compute_ff_tokens()), list[float]()
     for token, mask_s in _tokens(matcher.compute_bitmask):
         masks_s.append(mask_s)
         matcher.try_consume_tokens([token])
-        most_forced = max(most_forced, len(matcher.compute_ff_tokens()))
+        max_forced = max(max_forced, len(matcher.compute_ff_tokens()))
         if matcher.is_error():
             raise GrammarError(reason_of(matcher))
         if matcher.is_stopped():
             break
     mask_s = max(masks_s[1:], default=0.0)
-    return CompileAnswer(text=text, forces=most_forced <= MAX_FORCED, mask_s=mask_s)
+    return CompileAnswer(text=text, forces=max_forced <= MAX_FORCED, mask_s=mask_s)
 
 
 def _tokens(mask: Callable[[], bytes]) -> Iterator[tuple[int, float]]:
@@ -154,8 +154,8 @@ def _answer(connection: socket.socket, compiler: GrammarCompiler) -> None:
     with connection.makefile("rb") as stream:
         question: CompileQuestion = json.loads(stream.read())
     memory_bytes = _data_bytes()
-    most_bytes = memory_bytes + TRIAL_BYTES
-    resource.setrlimit(resource.RLIMIT_DATA, (most_bytes, most_bytes))
+    stack_bytes = memory_bytes + TRIAL_BYTES
+    resource.setrlimit(resource.RLIMIT_DATA, (stack_bytes, stack_bytes))
     began_s, before = time.process_time(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # llguidance writes a trace on out-of-memory
     signal.setitimer(signal.ITIMER_PROF, question["cpu_s"])  # SIGPROF ends the process

@@ -24,7 +24,7 @@ from ...cluster.request.structured_outputs import Grammar
 
 T = TypeVar("T")
 
-MAX_KEPT = 32  # in addition to grammars that are held
+MAX_CACHED = 32  # in addition to grammars that are held
 # A state takes 1 to 2 KB; ordinary schemas need some hundreds. Forced text makes one per character with the
 # GIL held: 0.1 s at this limit.
 MAX_LEXER_STATES = 20_000
@@ -74,7 +74,7 @@ class GrammarCompiler:
             step_max_items=MAX_STEP_ITEMS,
             verbose_errors=False,
         )
-        self._kept: OrderedDict[Written, LLMatcher] = OrderedDict()
+        self._cached: OrderedDict[Written, LLMatcher] = OrderedDict()
         self._held: Counter[Written] = Counter()
         self._lock = threading.Lock()
         self.eos_token_ids = eos_token_ids
@@ -86,7 +86,7 @@ class GrammarCompiler:
         return self._compiled((grammar.kind, grammar.text)).deep_copy()
 
     def hold(self, grammar: Grammar) -> None:
-        """Compile a grammar and keep it until `let_go` is called as often. Releases the GIL while compiling.
+        """Compile a grammar and keep it until `release` is called as often. Releases the GIL while compiling.
 
         A GrammarError means that it cannot be compiled, and is not held.
         """
@@ -96,10 +96,10 @@ class GrammarCompiler:
         try:
             self._compiled(written)
         except BaseException:
-            self.let_go(grammar)
+            self.release(grammar)
             raise
 
-    def let_go(self, grammar: Grammar) -> None:
+    def release(self, grammar: Grammar) -> None:
         written = (grammar.kind, grammar.text)
         with self._lock:
             self._held[written] -= 1
@@ -110,7 +110,7 @@ class GrammarCompiler:
     def forget(self, grammar: Grammar) -> None:
         """Drop a compiled grammar, so that the next use compiles it again."""
         with self._lock:
-            self._kept.pop((grammar.kind, grammar.text), None)
+            self._cached.pop((grammar.kind, grammar.text), None)
 
     def compile(self, written: Written) -> LLMatcher:
         """Compile a grammar on the calling thread's stack. Raises GrammarError."""
@@ -129,21 +129,21 @@ class GrammarCompiler:
 
     def _compiled(self, written: Written) -> LLMatcher:
         with self._lock:
-            kept = self._kept.get(written)
-            if kept is not None:
-                self._kept.move_to_end(written)
-                return kept
-        kept = on_stack(STACK_BYTES, lambda: self.compile(written))
+            cached = self._cached.get(written)
+            if cached is not None:
+                self._cached.move_to_end(written)
+                return cached
+        cached = on_stack(STACK_BYTES, lambda: self.compile(written))
         with self._lock:
-            self._kept[written] = kept
+            self._cached[written] = cached
             self._trim()
-        return kept
+        return cached
 
     def _trim(self) -> None:
         """Drop the least recently used grammars that are not held."""
-        idle = [written for written in self._kept if written not in self._held]
-        for written in idle[: max(0, len(idle) - MAX_KEPT)]:
-            del self._kept[written]
+        idle = [written for written in self._cached if written not in self._held]
+        for written in idle[: max(0, len(idle) - MAX_CACHED)]:
+            del self._cached[written]
 
 
 def on_stack(num_bytes: int, work: Callable[[], T]) -> T:

@@ -60,7 +60,7 @@ class _Slot:
         has_failed: only an end token can follow.
     """
 
-    held: SlotGrammar
+    grammar_slot: SlotGrammar
     matcher: LLMatcher | None
     num_read: int
     recent: list[int] = field(default_factory=list[int])
@@ -118,16 +118,16 @@ class GrammarStates:
         self._slots: dict[int, _Slot] = {}
         self._bits_MW = np.empty((0, compiler.mask_words), dtype=np.int32)
 
-    def admit(self, slot: int, held: SlotGrammar | None) -> None:
+    def admit(self, slot: int, slot_grammar: SlotGrammar | None) -> None:
         """Replace a slot's state with that of a newly admitted or resumed request."""
         self._slots.pop(slot, None)
-        if held is not None:
-            self._slots[slot] = self._begin(held)
+        if slot_grammar is not None:
+            self._slots[slot] = self._begin(slot_grammar)
 
     def holds(self, slots: NDArray[np.integer]) -> bool:
         return bool(self._slots) and not self._slots.keys().isdisjoint(slots.tolist())
 
-    def guide(
+    def constrain_drafts(
         self,
         slots_R: Ints,
         begin_R: Ints,
@@ -163,11 +163,11 @@ class GrammarStates:
             forces: replace drafts by forced tokens; otherwise drafts stay as they are.
         """
         numbers = slots_R.tolist()
-        held = [place for place, number in enumerate(numbers) if number in self._slots and counts_R[place]]
-        if not held:
+        walked = [place for place, number in enumerate(numbers) if number in self._slots and counts_R[place]]
+        if not walked:
             return None
         walks = list[_Walk]()
-        for place in held:
+        for place in walked:
             number, last, begin = numbers[place], int(counts_R[place]) - 1, int(begin_R[place])
             slot = self._slots[number]
             standing = partial(_unread, slot, number, begin, read)
@@ -176,7 +176,7 @@ class GrammarStates:
         for walk in walks:
             self._try(walk, forces)
             if walk.has_failed():
-                self._renew(walk)
+                self._rewind(walk)
                 self._try(walk, forces)
         return StepWalks(tuple(walks), forces)
 
@@ -189,12 +189,12 @@ class GrammarStates:
         is_held_R = np.zeros(len(counts_R), dtype=np.bool_)
         is_held_R[[walk.place for walk in step.walks]] = True
         counts_H = counts_R[is_held_R]
-        bits_MW, ends_H = self._room(int(counts_H.sum())), np.cumsum(counts_H)
+        bits_MW, ends_H = self._mask_buffer(int(counts_H.sum())), np.cumsum(counts_H)
         rows = list(zip(step.walks, (ends_H - counts_H).tolist(), ends_H.tolist(), strict=True))
         self._write(rows, bits_MW)
         if failed := [row for row in rows if row[0].has_failed()]:
             for walk, *_ in failed:
-                self._renew(walk)
+                self._rewind(walk)
                 self._try(walk, step.forces)
             self._write(failed, bits_MW)
         for walk, first, end in rows:
@@ -203,7 +203,7 @@ class GrammarStates:
         rows_M = np.flatnonzero(np.repeat(is_held_R, counts_R))
         return RowMasks(rows_M, bits_MW, self.compiler.eos_token_ids[0])
 
-    def _room(self, num_rows: int) -> Words:
+    def _mask_buffer(self, num_rows: int) -> Words:
         """Return masks that allow every token, in reused memory."""
         if len(self._bits_MW) < num_rows:
             self._bits_MW = np.empty((num_rows, self.compiler.mask_words), dtype=np.int32)
@@ -287,11 +287,11 @@ class GrammarStates:
         is_end = (t in self._eos or not 0 <= t < self.compiler.vocab_size for t in drafts)
         return drafts[: next((i for i, ends in enumerate(is_end) if ends), len(drafts))]
 
-    def _begin(self, held: SlotGrammar) -> _Slot:
-        slot = _Slot(held, None, held.prompt_length, forces=held.grammar.forces)
-        if not held.grammar.after_token_ids:
+    def _begin(self, slot_grammar: SlotGrammar) -> _Slot:
+        slot = _Slot(slot_grammar, None, slot_grammar.prompt_length, forces=slot_grammar.grammar.forces)
+        if not slot_grammar.grammar.after_token_ids:
             try:
-                slot.matcher = self.compiler.matcher(held.grammar)
+                slot.matcher = self.compiler.matcher(slot_grammar.grammar)
             except GrammarError as error:
                 _fail(slot, error)
         return slot
@@ -301,10 +301,10 @@ class GrammarStates:
         if slot.matcher is None:
             end = _end_of_start(slot, tokens)
             if end is None:
-                keep = len(slot.held.grammar.after_token_ids) - 1
+                keep = len(slot.grammar_slot.grammar.after_token_ids) - 1
                 slot.recent = [*slot.recent, *tokens][-keep:] if keep else []
                 return
-            slot.matcher, tokens = self.compiler.matcher(slot.held.grammar), tokens[end:]
+            slot.matcher, tokens = self.compiler.matcher(slot.grammar_slot.grammar), tokens[end:]
         slot.is_over = slot.is_over or slot.matcher.try_consume_tokens(tokens) < len(tokens)
 
     def _start(self, slot: _Slot, drafts: list[int]) -> tuple[LLMatcher | None, int]:
@@ -314,16 +314,16 @@ class GrammarStates:
         num_free = _end_of_start(slot, drafts)
         if num_free is None:
             return None, len(drafts)
-        return self.compiler.matcher(slot.held.grammar), num_free
+        return self.compiler.matcher(slot.grammar_slot.grammar), num_free
 
-    def _renew(self, walk: _Walk) -> None:
+    def _rewind(self, walk: _Walk) -> None:
         """Recreate a failed matcher with a newly compiled grammar; once, and only if that is cheap."""
         slot, matcher = walk.slot, walk.matcher
-        self.compiler.forget(slot.held.grammar)
-        if slot.is_renewed or not slot.held.grammar.is_cheap:
+        self.compiler.forget(slot.grammar_slot.grammar)
+        if slot.is_renewed or not slot.grammar_slot.grammar.is_cheap:
             _fail(slot, "" if matcher is None else reason_of(matcher))
         elif slot.matcher is not None:
-            fresh = self._begin(slot.held)
+            fresh = self._begin(slot.grammar_slot)
             slot.matcher, slot.num_read, slot.is_over = fresh.matcher, fresh.num_read, False
             slot.recent, slot.has_failed = [], fresh.has_failed
         slot.is_renewed, slot.forces = True, False  # computing forced tokens may be the cause
@@ -361,7 +361,7 @@ def _unread(slot: _Slot, number: int, begin: int, read: TokenReader) -> list[int
 
 def _end_of_start(slot: _Slot, tokens: list[int]) -> int | None:
     """Return the number of tokens up to the end of the grammar's start marker; None without it."""
-    wanted, before = slot.held.grammar.after_token_ids, len(slot.recent)
+    wanted, before = slot.grammar_slot.grammar.after_token_ids, len(slot.recent)
     joined = (*slot.recent, *tokens)
     ends = range(max(before + 1, len(wanted)), len(joined) + 1)
     return next((end - before for end in ends if joined[end - len(wanted) : end] == wanted), None)

@@ -32,31 +32,31 @@ class RecurrentStates:
     def __init__(self, memory: StateMemory, num_slots: int) -> None:
         self._memory = memory
         self._state_S = np.zeros(num_slots, dtype=np.int64)
-        self._stands_Z = np.zeros(memory.num_slots, dtype=np.int64)
+        self._positions_Z = np.zeros(memory.num_slots, dtype=np.int64)
 
     def apply(self, plan: SchedulerOutput) -> None:
         """Initialize the states of admitted requests with zeros or a copy."""
-        entered = [(request.slot, request.state) for request in plan.admitted if request.state is not None]
-        if not entered:
+        admitted = [(request.slot, request.state) for request in plan.admitted if request.state is not None]
+        if not admitted:
             return
-        for slot, entry in entered:
+        for slot, entry in admitted:
             self._state_S[slot] = entry.state
-        copied = [(e.source, e.state) for _, e in entered if e.source not in (None, e.state)]
+        copied = [(e.source, e.state) for _, e in admitted if e.source not in (None, e.state)]
         if copied:  # before any is written: a source may have been reassigned in this plan
             sources_B, targets_B = np.array(copied, dtype=np.int64).T.copy()
             self._memory.copy(sources_B, targets_B)
-            self._stands_Z[targets_B] = self._stands_Z[sources_B]
-        fresh = [(e.state, e.num_tokens) for _, e in entered if e.source is None]
+            self._positions_Z[targets_B] = self._positions_Z[sources_B]
+        fresh = [(e.state, e.num_tokens) for _, e in admitted if e.source is None]
         if fresh:
-            fresh_B, stands_B = np.array(fresh, dtype=np.int64).T.copy()
+            fresh_B, positions_B = np.array(fresh, dtype=np.int64).T.copy()
             self._memory.reset(fresh_B)
-            self._stands_Z[fresh_B] = stands_B
+            self._positions_Z[fresh_B] = positions_B
 
     def rows(self, r: StepRequests) -> StateRows:
         """Return what layers do in a step's pass."""
         states_R = self._state_S[r.slots_R]
         # A dummy step may repeat earlier rows: clamp at 0.
-        pending_R = np.maximum(r.first_R - self._stands_Z[states_R], 0)
+        pending_R = np.maximum(r.first_R - self._positions_Z[states_R], 0)
         assert (pending_R <= self._memory.max_drafts).all(), "a state has not seen what comes before the rows"
         return StateRows(
             slots_R=states_R,
@@ -77,16 +77,16 @@ class RecurrentStates:
 
     def advance(self, r: StepRequests, counts_R: Ints) -> None:
         """Record a finished pass that produced `counts` tokens per request: accepted drafts, and one more."""
-        self._stands_Z[self._state_S[r.slots_R]] = r.begin_R
+        self._positions_Z[self._state_S[r.slots_R]] = r.begin_R
         if (saves := r.plan.saves) is None:
             return
         known_M = _passed(saves, r.first_R, r.begin_R)
-        self._stands_Z[saves.states[known_M]] = saves.positions[known_M]
-        stood_M = _passed(saves, r.begin_R, r.begin_R + counts_R - 1)
-        if stood_M.any():  # a save there is the state before the drafts, and their records
-            requests_M, targets_M = saves.requests[stood_M], saves.states[stood_M].astype(np.int64)
+        self._positions_Z[saves.states[known_M]] = saves.positions[known_M]
+        is_passed_M = _passed(saves, r.begin_R, r.begin_R + counts_R - 1)
+        if is_passed_M.any():  # a save there is the state before the drafts, and their records
+            requests_M, targets_M = saves.requests[is_passed_M], saves.states[is_passed_M].astype(np.int64)
             self._memory.copy(self._state_S[r.slots_R[requests_M]], targets_M)
-            self._stands_Z[targets_M] = r.begin_R[requests_M]
+            self._positions_Z[targets_M] = r.begin_R[requests_M]
 
 
 def _passed(saves: StateSaves, first_R: Ints, end_R: Ints) -> BoolArray:

@@ -4,9 +4,9 @@ A mirror: only plans and results change it. Token ids live on the device, where 
 sampling parameters stay on the host, so a step's indices are made with NumPy and copied to the device once.
 Used by target ranks and by a split drafter.
 
-Order within a step: `apply(plan)`, the drafter's `lay_out_block(plan, mask_id)`, `guide(plan, proposals)`;
-then, with the original or trimmed plan, `place_drafts(plan, drafts)`, `lay_out_rows(plan)` and `advance(plan,
-token_ids, num_tokens)`. The twin of `step/gpu_triton/request_states.py`.
+Order within a step: `apply(plan)`, the drafter's `lay_out_block(plan, mask_id)`, `apply_grammars(plan,
+proposals)`; then, with the original or trimmed plan, `write_drafts(plan, drafts)`, `lay_out_rows(plan)` and
+`advance(plan, token_ids, num_tokens)`. The twin of `step/gpu_triton/request_states.py`.
 
 Legend: N rows of a step, X sampled rows, R requests of a step, D those that draft, E those in a pass of a
 chain, K most drafts, W = K + 1, P pages of a request, G page groups.
@@ -31,7 +31,7 @@ from .inputs.row_layout import Ints, StepRequests, StepRows
 from .inputs.sampling_metadata import SamplingMetadata
 from .recurrent_states import RecurrentStates
 from .sampling.logits_processor_states import RuleStates
-from .sampling.logprobs import AskedRows, AskedSlots
+from .sampling.logprobs import LogprobRows, LogprobSlots
 from .sampling.ngram_lookup import look_up
 from .sampling.step_ops import DEFINITION, StepOperators
 
@@ -87,7 +87,7 @@ class RequestStates:
         self._min_length = np.zeros(num_slots, dtype=np.int64)
         self._stop_ids: list[tuple[int, ...]] = [()] * num_slots
         self._rules = RuleStates(self.device)
-        self._asked = AskedSlots(num_slots)
+        self._logprob_slots = LogprobSlots(num_slots)
         self._num_computed = np.zeros(num_slots, dtype=np.int64)
         self.grammars = grammars
         self._grammar_slots: set[int] = set()
@@ -118,7 +118,7 @@ class RequestStates:
         self._min_length[slot] = sampling.min_length
         self._stop_ids[slot] = sampling.stop_token_ids
         self._rules.admit(slot, sampling.rules)
-        self._asked.admit(slot, sampling)
+        self._logprob_slots.admit(slot, sampling)
         if self.grammars is not None:
             self.grammars.admit(slot, sampling.grammar)
             (self._grammar_slots.discard if sampling.grammar is None else self._grammar_slots.add)(slot)
@@ -139,15 +139,15 @@ class RequestStates:
     def lay_out_block(self, plan: SchedulerOutput, mask_id: int) -> StepRows | None:
         """Return the drafter's rows, or None if no request drafts."""
         r = self._requests(plan)
-        who_D = np.flatnonzero(r.num_drafts_R)
-        if len(who_D) == 0:
+        drafting_D = np.flatnonzero(r.num_drafts_R)
+        if len(drafting_D) == 0:
             return None
-        drafts_D = r.num_drafts_R[who_D]
-        rows_of_D = (r.slots_R[who_D], r.first_R[who_D], drafts_D + 1, drafts_D)
+        drafts_D = r.num_drafts_R[drafting_D]
+        rows_of_D = (r.slots_R[drafting_D], r.first_R[drafting_D], drafts_D + 1, drafts_D)
         return self._lay_out(*rows_of_D, all_counts_R=r.num_drafts_R, mask_id=mask_id)
 
     def lay_out_link(
-        self, plan: SchedulerOutput, who_E: Ints, depth: int, attention_batch: Callable[..., Any]
+        self, plan: SchedulerOutput, drafting_E: Ints, depth: int, attention_batch: Callable[..., Any]
     ) -> StepRows:
         """Return the rows of a chain's pass: one per request, `depth` after its anchor.
 
@@ -157,13 +157,17 @@ class RequestStates:
             attention_batch: replaces this state's own: the drafter may use another backend.
         """
         r = self._requests(plan)
-        slots_E, known_E, ones_E = r.slots_R[who_E], r.first_R[who_E] + 1, np.ones(len(who_E), np.int64)
+        slots_E, known_E, ones_E = (
+            r.slots_R[drafting_E],
+            r.first_R[drafting_E] + 1,
+            np.ones(len(drafting_E), np.int64),
+        )
         first_E = known_E + (depth - 1)
         token_ids_E, positions_E, kv_slots_GE, rows_E, _ = self._operators.lay_out_rows(
             self.token_ids, slots_E, first_E, ones_E, ones_E, self.page_tables_GSP, self.page_size
         )
         in_link_R = np.zeros(len(r.slots_R), np.int64)
-        in_link_R[who_E] = 1
+        in_link_R[drafting_E] = 1
         where = (slots_E, first_E, ones_E, self._drafter_groups)
         return StepRows(
             positions_N=self._put(positions_E),
@@ -190,29 +194,29 @@ class RequestStates:
         lengths = (shortest, longest)
         return look_up(self.token_ids, r.slots_R, r.begin_R, r.num_drafts_R, *lengths)
 
-    def asked_rows(self, plan: SchedulerOutput) -> AskedRows | None:
+    def rows_wanting_logprobs(self, plan: SchedulerOutput) -> LogprobRows | None:
         """Return the sampled rows that want log probabilities."""
-        if not self._asked.in_use:
+        if not self._logprob_slots.in_use:
             return None
         r = self._requests(plan)
-        return self._asked.chosen(r.slots_R, np.cumsum(r.counts_R) - r.counts_R, r.counts_R)
+        return self._logprob_slots.chosen(r.slots_R, np.cumsum(r.counts_R) - r.counts_R, r.counts_R)
 
-    def asked_prompt_rows(self, plan: SchedulerOutput) -> AskedRows | None:
+    def prompt_rows_wanting_logprobs(self, plan: SchedulerOutput) -> LogprobRows | None:
         """Return the prompt rows that want log probabilities."""
-        if not self._asked.in_use:
+        if not self._logprob_slots.in_use:
             return None
         r = self._requests(plan)
-        return self._asked.prompts(r.slots_R, r.first_R, r.num_rows_R)
+        return self._logprob_slots.prompts(r.slots_R, r.first_R, r.num_rows_R)
 
-    def tokens_behind(self, plan: SchedulerOutput, asked: AskedRows) -> Tensor:
+    def tokens_after(self, plan: SchedulerOutput, logprob_rows: LogprobRows) -> Tensor:
         """Return the known token [Y] (int64) after each of these prompt rows."""
         r = self._requests(plan)
-        in_request_Y = asked.rows() - np.repeat(asked.begins_A, asked.counts_A)
-        requests_Y = np.repeat(asked.requests_A, asked.counts_A)
+        in_request_Y = logprob_rows.rows() - np.repeat(logprob_rows.begins_A, logprob_rows.counts_A)
+        requests_Y = np.repeat(logprob_rows.requests_A, logprob_rows.counts_A)
         positions_Y = r.first_R[requests_Y] + in_request_Y + 1
         return self.token_ids[self._put(r.slots_R[requests_Y]), self._put(positions_Y)]
 
-    def guide(self, plan: SchedulerOutput, proposals: Proposals) -> Proposals:
+    def apply_grammars(self, plan: SchedulerOutput, proposals: Proposals) -> Proposals:
         """Return the drafts as edited by grammars; also prepares the masks of the rows laid out next."""
         self._walks = None
         if self.grammars is None or not self._grammar_slots or not self.grammars.holds(plan.slots):
@@ -229,7 +233,7 @@ class RequestStates:
     def _standing(self, slot: int, begin: int, end: int) -> list[int]:
         return self.token_ids[slot, begin:end].tolist()
 
-    def place_drafts(self, plan: SchedulerOutput, drafts_RK: Tensor) -> None:
+    def write_drafts(self, plan: SchedulerOutput, drafts_RK: Tensor) -> None:
         """Write drafts after the known tokens, where `lay_out_rows` reads them; -1 means none."""
         if drafts_RK.shape[1]:
             r = self._requests(plan)

@@ -46,23 +46,23 @@ def run_audit(config: EngineConfig, options: AuditOptions) -> Certificate:
     say("loading the models")
     with open_llm(config) as llm:
         prompts = encode_prompts([(row.name, row.prompt) for row in rows], llm.tokenizer)
-        asked = [
+        requests = [
             (name, token_ids, _params(options, temperature, seed))
             for temperature in options.temperatures
             for seed, (name, token_ids) in enumerate(prompts)
         ]
-        speculated = _answers(llm, asked, None, "1/2, with speculation")
+        speculated = _answers(llm, requests, None, "1/2, with speculation")
         stats = llm.stats()
-        plain = _answers(llm, asked[::-1], 0, "2/2, without")[::-1]
+        plain = _answers(llm, requests[::-1], 0, "2/2, without")[::-1]
         info = llm.info
     found = [
         {"id": name, "temperature": params.temperature, "seed": params.seed, "position": position}
-        for (name, _, params), mine, theirs in zip(asked, speculated, plain, strict=True)
+        for (name, _, params), mine, theirs in zip(requests, speculated, plain, strict=True)
         if (position := _differs_at(_tokens(mine), _tokens(theirs))) is not None
     ]
     certificate: Certificate = {
         "lossless": not found,
-        "requests": len(asked),
+        "requests": len(requests),
         "tokens": sum(len(_tokens(each)) for each in plain),
         "mismatches": len(found),
         "first_mismatches": found[:SHOWN],
@@ -106,15 +106,15 @@ def _params(options: AuditOptions, temperature: float, seed: int) -> SamplingPar
 
 def _answers(
     llm: LLM,
-    asked: Sequence[tuple[str, Sequence[int], SamplingParams]],
+    requests: Sequence[tuple[str, Sequence[int], SamplingParams]],
     max_draft_tokens: int | None,
     what: str,
 ) -> list[RequestOutput]:
     def progress(total: int, **_: object) -> TimeLeft:
         return TimeLeft(what, total, "requests")
 
-    prompts = [list(token_ids) for _, token_ids, _ in asked]
-    params = [params for _, _, params in asked]
+    prompts = [list(token_ids) for _, token_ids, _ in requests]
+    params = [params for _, _, params in requests]
     return llm.generate(prompts, params, use_tqdm=progress, max_draft_tokens=max_draft_tokens)
 
 

@@ -33,7 +33,7 @@ from ...actors.engine.async_engine import AsyncEngine
 from ...actors.tokenization.checkpoint_paths import target_folder
 from ...actors.tokenization.generation_config import GenerationDefaults
 from ...cluster.batch.baseline_sample import BaselineSample
-from ...cluster.batch.row_ranges import RowRanges, of_rows, rows_of
+from ...cluster.batch.row_ranges import RowRanges, from_rows, iterate_rows
 from ...cluster.errors import MantaError, RequestError
 from .messages import EngineSetup, EngineState, LeasedRows, RunTerms
 
@@ -44,7 +44,7 @@ SHARED_CHARS = 64  # of a prompt's prefix that is worth sharing: about a page of
 
 
 @dataclass(slots=True)
-class _Held:
+class _LeaseState:
     """A lease of this engine. `open` are its rows that are neither durable nor returned."""
 
     lease: LeasedRows
@@ -58,15 +58,20 @@ class _Held:
 class BatchEngine:
     """One engine of a batch job.
 
-    `held`: the devices it holds, and their number; `shard`: in the names of its parts if order is free.
+    `devices`: the devices it holds, and their number; `shard`: in the names of its parts if order is free.
     """
 
     def __init__(
-        self, setup: EngineSetup, num_threads: int | None, held: tuple[Device, float], shard: int, writer: str
+        self,
+        setup: EngineSetup,
+        num_threads: int | None,
+        devices: tuple[Device, float],
+        shard: int,
+        writer: str,
     ) -> None:
         self._setup = setup
         self._config = replace(setup.config, num_threads=num_threads, max_num_queued_reqs=None)
-        self._devices = held
+        self._devices = devices
         self._began_s = time.monotonic()
         self._shard = shard
         self._writer_name = writer
@@ -75,14 +80,14 @@ class BatchEngine:
         self._reader = RowReader(setup.source, setup.layout)
         self._writer: RowWriter | None = None
         self._capacity = math.ceil(SURPLUS * setup.config.max_num_seqs)
-        self._held: dict[int, _Held] = {}  # by lease
-        self._lease_of: dict[int, _Held] = {}  # by row
+        self._leases: dict[int, _LeaseState] = {}  # by lease
+        self._lease_of: dict[int, _LeaseState] = {}  # by row
         self._backlog: deque[Row] = deque()
         self._running: dict[int, asyncio.Task[None]] = {}  # by row
         self._finished: list[Result] = []
         self._ended_shards: list[int] = []
         self._form: OutputForm | None = None
-        self._leaving = False
+        self._is_draining = False
         self._failure: BaseException | None = None
         self._has_capacity = asyncio.Event()
         self._drained = asyncio.Event()  # no row runs: finished rows are flushed at once
@@ -122,31 +127,33 @@ class BatchEngine:
         """Answer the rows until all are durable or returned. Returns the returned ones."""
         if self._failure is not None:
             raise self._failure
-        rows = set(rows_of(lease.rows))
+        rows = set(iterate_rows(lease.rows))
         ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        held = self._held[lease.number] = _Held(lease, rows, ended, len(rows))
+        lease_state = self._leases[lease.number] = _LeaseState(lease, rows, ended, len(rows))
         self._update_capacity()
         try:
-            await self._take(held)
+            await self._take(lease_state)
             await ended
         finally:
-            del self._held[lease.number]
-        return of_rows(held.returned)
+            del self._leases[lease.number]
+        return from_rows(lease_state.returned)
 
     async def return_backlog(self) -> dict[int, RowRanges]:
         """Return all rows that were not started, by lease."""
         rows = [row.number for row in self._backlog]
-        rows += [row for held in self._held.values() if not held.read for row in held.open]
+        rows += [
+            row for lease_state in self._leases.values() if not lease_state.read for row in lease_state.open
+        ]
         self._backlog.clear()
         given: dict[int, list[int]] = {}
         for row in rows:
             given.setdefault(self._return(row), []).append(row)
         self._update_capacity()
-        return {lease: of_rows(rows) for lease, rows in given.items()}
+        return {lease: from_rows(rows) for lease, rows in given.items()}
 
-    async def leave(self, within_s: float) -> None:
+    async def drain(self, within_s: float) -> None:
         """Accept no more rows, finish running ones within the time, make all durable. Idempotent."""
-        self._leaving = True
+        self._is_draining = True
         self._has_capacity.set()
         await self.return_backlog()
         if self._running and within_s > 0:
@@ -183,17 +190,17 @@ class BatchEngine:
         if self._engine is not None:
             await asyncio.to_thread(self._engine.close)
 
-    async def _take(self, held: _Held) -> None:
+    async def _take(self, lease_state: _LeaseState) -> None:
         try:
-            rows = await asyncio.to_thread(self._read, held.lease.spans)
+            rows = await asyncio.to_thread(self._read, lease_state.lease.spans)
         except Exception as error:
             self._fail(error)
             return
-        held.read = True
-        rows = [row for row in rows if row.number in held.open]  # others were returned meanwhile
-        self._lease_of.update((row.number, held) for row in rows)
+        lease_state.read = True
+        rows = [row for row in rows if row.number in lease_state.open]  # others were returned meanwhile
+        self._lease_of.update((row.number, lease_state) for row in rows)
         self._backlog.extend(rows)
-        if self._leaving:
+        if self._is_draining:
             await self.return_backlog()
         self._start_rows()
 
@@ -202,33 +209,37 @@ class BatchEngine:
         return rows if self._form and self._form.ordered else by_shared_prefix(rows, self._setup.layout)
 
     def _start_rows(self) -> None:
-        while self._backlog and len(self._running) < self._capacity and not self._leaving:
+        while self._backlog and len(self._running) < self._capacity and not self._is_draining:
             row = self._backlog.popleft()
             self._drained.clear()
             self._running[row.number] = asyncio.create_task(self._answer(row))
         self._update_capacity()
 
     def _update_capacity(self) -> None:
-        if self._leaving or self._num_waiting() < max(self._setup.config.max_num_seqs // 2, 1):
+        if self._is_draining or self._num_waiting() < max(self._setup.config.max_num_seqs // 2, 1):
             self._has_capacity.set()
         else:
             self._has_capacity.clear()
 
     def _num_waiting(self) -> int:
-        return len(self._backlog) + sum(len(held.open) for held in self._held.values() if not held.read)
+        return len(self._backlog) + sum(
+            len(lease_state.open) for lease_state in self._leases.values() if not lease_state.read
+        )
 
     async def _answer(self, row: Row) -> None:
         assert self._answerer is not None and self._meter is not None, "begin() first"
-        speculate, result, held = self._meter.row_started(), None, self._lease_of[row.number]
+        speculate, result, lease_state = self._meter.row_started(), None, self._lease_of[row.number]
         try:
-            result = await self._answerer.answer(row, speculate=speculate, attempts=held.lease.attempts)
+            result = await self._answerer.answer(
+                row, speculate=speculate, attempts=lease_state.lease.attempts
+            )
         except Exception as error:  # EngineDeadError, or a bug: not the row's fault
             self._fail(error)
         finally:
             self._meter.row_ended(result, speculate)
             if result is not None:
                 self._finished.append(result)
-                self._count_down(held)
+                self._count_down(lease_state)
             del self._running[row.number]
             if not self._running:
                 self._drained.set()
@@ -236,22 +247,22 @@ class BatchEngine:
 
     def _return(self, row: int) -> int:
         """Return a row without a result to the driver. Returns its lease."""
-        held = self._lease_of.pop(row, None) or next(h for h in self._held.values() if row in h.open)
-        held.returned.append(row)
-        self._count_down(held)
-        self._close_row(row, held)
-        return held.lease.number
+        lease_state = self._lease_of.pop(row, None) or next(h for h in self._leases.values() if row in h.open)
+        lease_state.returned.append(row)
+        self._count_down(lease_state)
+        self._close_row(row, lease_state)
+        return lease_state.lease.number
 
-    def _count_down(self, held: _Held) -> None:
+    def _count_down(self, lease_state: _LeaseState) -> None:
         """Record that a row of the lease needs no more work. After the last one its shard is complete."""
-        held.unfinished -= 1
-        if not held.unfinished and held.lease.shard is not None and self._writer is not None:
-            self._ended_shards.append(held.lease.shard)
+        lease_state.unfinished -= 1
+        if not lease_state.unfinished and lease_state.lease.shard is not None and self._writer is not None:
+            self._ended_shards.append(lease_state.lease.shard)
 
-    def _close_row(self, row: int, held: _Held) -> None:
-        held.open.discard(row)
-        if not held.open and not held.ended.done():
-            held.ended.set_result(None)
+    def _close_row(self, row: int, lease_state: _LeaseState) -> None:
+        lease_state.open.discard(row)
+        if not lease_state.open and not lease_state.ended.done():
+            lease_state.ended.set_result(None)
 
     async def _flush_forever(self) -> None:
         every_s = flush_interval_s(self._setup.output)
@@ -274,9 +285,9 @@ class BatchEngine:
                 return
             durable, stats = await asyncio.to_thread(self._write, finished, ended, last)
             self._stats.merge(stats)
-            for row in rows_of(durable):
-                if held := self._lease_of.pop(row, None):
-                    self._close_row(row, held)
+            for row in iterate_rows(durable):
+                if lease_state := self._lease_of.pop(row, None):
+                    self._close_row(row, lease_state)
 
     def _write(
         self, finished: Sequence[Result], ended: Sequence[int], last: bool
@@ -303,16 +314,16 @@ class BatchEngine:
             self._tasks.append(asyncio.create_task(self._fail_leases(error)))
 
     async def _fail_leases(self, error: BaseException) -> None:
-        self._leaving = True
+        self._is_draining = True
         with suppress(MantaError):
             await self._flush()
         self._end_leases(error)
 
     def _end_leases(self, error: BaseException) -> None:
         self._has_capacity.set()
-        for held in self._held.values():
-            if not held.ended.done():
-                held.ended.set_exception(error)
+        for lease_state in self._leases.values():
+            if not lease_state.ended.done():
+                lease_state.ended.set_exception(error)
 
 
 def by_shared_prefix(rows: Sequence[Row], layout: RowSchema) -> list[Row]:

@@ -72,15 +72,19 @@ class EngineHandle:
 
     def launch(self, placement: Placement, setup: ray.ObjectRef) -> None:
         self._placement = placement
-        claim = placement.claim
+        resources = placement.resources
         actor = ray.remote(BatchEngine).options(
-            num_cpus=claim.actor.get("CPU", 0.0),
-            num_gpus=claim.actor.get("GPU"),
+            num_cpus=resources.actor.get("CPU", 0.0),
+            num_gpus=resources.actor.get("GPU"),
             scheduling_strategy=placement.strategy,
             name=f"manta-batch-engine-{self.number}-{self.name[-8:]}",  # shown by Ray's dashboard
         )
-        held = ("GPU", claim.needs["GPU"]) if "GPU" in claim.needs else ("core", claim.needs.get("CPU", 1.0))
-        self._actor = actor.remote(setup, claim.num_threads, held, self.number, self.name)
+        devices = (
+            ("GPU", resources.needs["GPU"])
+            if "GPU" in resources.needs
+            else ("core", resources.needs.get("CPU", 1.0))
+        )
+        self._actor = actor.remote(setup, resources.num_threads, devices, self.number, self.name)
 
     async def start(self) -> str:
         """Load the models. Returns the id of the node."""
@@ -105,8 +109,8 @@ class EngineHandle:
             return await asyncio.wait_for(_result(self._actor.return_backlog.remote()), STATE_TIMEOUT_S)
         return {}
 
-    async def leave(self) -> None:
-        await self._actor.leave.remote(self.drain_s)
+    async def drain_engine(self) -> None:
+        await self._actor.drain.remote(self.drain_s)
 
     async def refresh(self) -> None:
         with contextlib.suppress(RayError, TimeoutError):
@@ -158,9 +162,9 @@ class CrashRecovery:
                 durable = self._ledger.durable(writer)
                 if writer not in self._ledger.orphans:  # it left no segments
                     return durable
-                known = self._ledger.known(writer)
+                known = self._ledger.already_merged(writer)
             try:
-                return union(durable, await _adopt.remote(self._setup, self._terms, writer, known))
+                return union(durable, await _take_over.remote(self._setup, self._terms, writer, known))
             except RayError as error:
                 if isinstance(error, RayTaskError) or attempt == RECOVERY_ATTEMPTS:
                     raise
@@ -174,9 +178,9 @@ class CrashRecovery:
 
 
 @_light_task
-def _adopt(setup: EngineSetup, terms: RunTerms, writer: str, known: RowRanges) -> RowRanges:
+def _take_over(setup: EngineSetup, terms: RunTerms, writer: str, known: RowRanges) -> RowRanges:
     heir = _recovery_writer(setup, terms)
-    rows = heir.adopt(writer, known)
+    rows = heir.take_over(writer, known)
     heir.close()
     return rows
 

@@ -4,7 +4,7 @@
                  any of it ─ dies ─▶ recover its rows, lease the others again, start another engine
 
 Each engine has a task from its placement to its end; one more task watches all of them. Everything runs on
-one event loop, in the thread of `job.py`. `LeaseBook` knows which engine has which rows, the ledger which
+one event loop, in the thread of `job.py`. `LeaseManager` knows which engine has which rows, the ledger which
 rows are durable: nothing here is lost when the driver is killed.
 """
 
@@ -25,8 +25,8 @@ from ...actors.batch.ledger.output_parts import OutputForm
 from ...actors.batch.row_index import RowIndex
 from ...actors.batch.row_stats import EngineTotals, RowStats
 from ...cluster.batch.engine_pool_size import Concurrency, PoolSize
-from ...cluster.batch.leases import Lease, LeaseBook
-from ...cluster.batch.row_ranges import RowRanges, count, minus, rows_of
+from ...cluster.batch.leases import Lease, LeaseManager
+from ...cluster.batch.row_ranges import RowRanges, count, difference, iterate_rows
 from ...cluster.errors import EngineDeadError, MantaError
 from .engine_handle import CrashRecovery, EngineHandle, engine_died, root_cause
 from .messages import EngineSetup, LeasedRows, RunTerms
@@ -34,7 +34,7 @@ from .placement import NodeWatch, Placements, draining_nodes, living_nodes
 
 POLL_S = 0.25
 REFRESH_INTERVAL_S = 1.0  # while all engines have rows: a refresh takes time of the cores they compute on
-LEAVE_TIMEOUT_S = 90.0  # longer than a writer retries
+DRAIN_TIMEOUT_S = 90.0  # longer than a writer retries
 MAX_DEATHS = 5  # of engines, with blame and in a row, without a row that became durable between them
 MAX_QUARANTINE_DEATHS = 20  # the same while rows are bisected
 
@@ -97,7 +97,7 @@ class EnginePool:
         self._engines: list[EngineHandle] = []
         self._tasks: set[asyncio.Task[None]] = set()
         self._num_opened = 0
-        self._book: LeaseBook | None = None
+        self._leases: LeaseManager | None = None
         self._job: asyncio.Future[EngineJob] = asyncio.get_running_loop().create_future()
         self._end: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._wake = asyncio.Event()  # the watch
@@ -143,10 +143,10 @@ class EnginePool:
     async def _drain_all(self) -> None:
         for engine in self._engines:
             engine.drain(0.0)
-        leaving = [asyncio.create_task(engine.gone.wait()) for engine in self._engines]
-        if leaving:
-            await asyncio.wait(leaving, timeout=LEAVE_TIMEOUT_S)
-        for task in (*leaving, *(self._tasks if not all(task.done() for task in leaving) else ())):
+        draining = [asyncio.create_task(engine.gone.wait()) for engine in self._engines]
+        if draining:
+            await asyncio.wait(draining, timeout=DRAIN_TIMEOUT_S)
+        for task in (*draining, *(self._tasks if not all(task.done() for task in draining) else ())):
             task.cancel()
         self._show(self._done())
 
@@ -155,15 +155,17 @@ class EnginePool:
     async def _begin(self, startup: Awaitable[EngineJob]) -> None:
         """Start the first engines, and make the lease book once the rows are known."""
         self._placements = await asyncio.to_thread(
-            Placements, self._setup.config, self._bounds.most, self._bounds.fewest, self._say
+            Placements, self._setup.config, self._bounds.maximum, self._bounds.minimum, self._say
         )
         self._adjust()
         job = await startup
         self._recovery = CrashRecovery(self._shared, job.terms, job.ledger)
         rows = job.rows
         for writer in job.ledger.orphans:
-            rows = minus(rows, await self._recovery.recover(writer))
-        self._book = LeaseBook(rows, largest=job.largest, smallest=job.smallest, ordered=job.form.ordered)
+            rows = difference(rows, await self._recovery.recover(writer))
+        self._leases = LeaseManager(
+            rows, largest=job.largest, smallest=job.smallest, ordered=job.form.ordered
+        )
         self._job.set_result(job)
         self._notify()
 
@@ -178,14 +180,14 @@ class EnginePool:
                 refreshed_s += passed_s
                 await self._refresh(nodes, passed_s)
             self._adjust()
-            if self._book is not None and self._book.done:
+            if self._leases is not None and self._leases.done:
                 self._finish(None)
 
     async def _refresh(self, nodes: NodeWatch, passed_s: float) -> None:
         """Read the engines' states, drain engines of leaving nodes, move rows to idle engines."""
         working = [engine for engine in self._engines if engine.working]
         await asyncio.gather(*(engine.refresh() for engine in working))
-        self._size.worked(len(working), passed_s)
+        self._size.record_work(len(working), passed_s)
         self._show(self._done())
         for node_id, within_s in (await nodes.draining()).items():
             for engine in working:
@@ -199,25 +201,29 @@ class EnginePool:
             self._say("the output can be written again")
         self._output_fails = failing
         working = [engine for engine in working if not engine.draining.is_set()]
-        if self._book is not None and not self._book.left and any(engine.idle for engine in working):
+        if (
+            self._leases is not None
+            and not self._leases.num_unleased
+            and any(engine.idle for engine in working)
+        ):
             longest = max(working, key=lambda engine: engine.state.waiting)
             if longest.state.waiting:
                 await self._return_backlog(longest)
 
     async def _return_backlog(self, engine: EngineHandle) -> None:
-        assert self._book is not None, "engines work when there is a book"
+        assert self._leases is not None, "engines work when there is a book"
         for lease, rows in (await engine.return_backlog()).items():
-            self._book.returned(lease, rows)
+            self._leases.return_rows(lease, rows)
         self._notify()
 
     def _adjust(self) -> None:
         if self._end.done() or self._placements is None:
             return
-        book, staying = self._book, self._staying()
-        free = [engine for engine in staying if book is not None and not book.holds(engine.name)]
-        left = None if book is None else book.left
-        wanted = self._size.wanted(left, len(staying), len(staying) - len(free))
-        for _ in range(wanted - len(staying)):
+        leases, remaining = self._leases, self._remaining()
+        free = [engine for engine in remaining if leases is not None and not leases.leases_of(engine.name)]
+        num_unleased = None if leases is None else leases.num_unleased
+        wanted = self._size.target_size(num_unleased, len(remaining), len(remaining) - len(free))
+        for _ in range(wanted - len(remaining)):
             engine = EngineHandle(self._num_opened)
             self._num_opened += 1
             self._engines.append(engine)
@@ -225,10 +231,10 @@ class EnginePool:
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
         free.sort(key=lambda engine: engine.working)  # drain engines without a placement first
-        for engine in free[: max(len(staying) - wanted, 0)]:
+        for engine in free[: max(len(remaining) - wanted, 0)]:
             engine.drain(0.0)
 
-    def _staying(self) -> list[EngineHandle]:
+    def _remaining(self) -> list[EngineHandle]:
         return [engine for engine in self._engines if not engine.draining.is_set()]
 
     def _notify(self) -> None:
@@ -261,28 +267,28 @@ class EnginePool:
     async def _serve(self, engine: EngineHandle) -> None:
         """Run an engine from its placement until it has left, or was drained before it began."""
         assert self._placements is not None, "engines are started when there are placements"
-        if (placement := await _unless(engine.draining, self._placements.place())) is None:
+        if (placement := await _unless(engine.draining, self._placements.find_placement())) is None:
             return
         engine.launch(placement, self._shared)
         if await _unless(engine.draining, engine.start()) is None:
             return
-        self._size.started(engine.start_s)
+        self._size.record_startup(engine.start_s)
         if (job := await _unless(engine.draining, asyncio.shield(self._job))) is None:
             return
         await engine.begin(job.terms)
         async with asyncio.TaskGroup() as calls:  # one that fails ends them all
             await self._hand_out(engine, job, calls)
-            await engine.leave()
+            await engine.drain_engine()
         await engine.refresh()
 
     async def _hand_out(self, engine: EngineHandle, job: EngineJob, calls: asyncio.TaskGroup) -> None:
-        assert self._book is not None, "engines work when there is a book"
+        assert self._leases is not None, "engines work when there is a book"
         while not engine.draining.is_set():
             changed = self._changed
             await _unless(engine.draining, engine.wait_for_capacity())
             if engine.draining.is_set():
                 break
-            if (lease := self._book.take(engine.name, len(self._staying()))) is None:
+            if (lease := self._leases.acquire(engine.name, len(self._remaining()))) is None:
                 engine.waits = True
                 await _unless(engine.draining, changed.wait())
                 engine.waits = False
@@ -294,58 +300,58 @@ class EnginePool:
             await self._return_backlog(engine)
 
     async def _end_lease(self, lease: Lease, call: Awaitable[RowRanges]) -> None:
-        assert self._book is not None, "engines work when there is a book"
+        assert self._leases is not None, "engines work when there is a book"
         returned = await call
-        answered = minus(lease.rows, returned)
-        self._book.answered(lease.number, answered)
-        self._book.returned(lease.number, returned)
+        answered = difference(lease.rows, returned)
+        self._leases.mark_durable(lease.number, answered)
+        self._leases.return_rows(lease.number, returned)
         self._count_durable(answered)
         self._notify()
 
     def _count_durable(self, rows: RowRanges) -> None:
         if rows:
             self._deaths = 0
-            self._size.answered(count(rows))
+            self._size.record_answered_rows(count(rows))
 
     async def _on_error(self, engine: EngineHandle, error: BaseException) -> None:
         """Recover from the death of an engine. Raises any other error, which ends the job."""
         if not engine_died(error):
             raise error
-        blame = await engine.has_died(error) and await self._node_stays(engine)
+        blame = await engine.has_died(error) and await self._node_remains(engine)
         engine.working = False
         engine.drain(0.0)  # another is started
         await engine.shutdown()
-        alone = await self._recover(engine, blame=blame) if self._book is not None else False
+        is_quarantined = await self._recover(engine, blame=blame) if self._leases is not None else False
         what = "died" if blame else "was lost with its node or its connection"
         self._say(f"engine {engine.number} {what}; its rows go to others")
         self._deaths += blame
-        if self._deaths >= (MAX_QUARANTINE_DEATHS if alone else MAX_DEATHS):
+        if self._deaths >= (MAX_QUARANTINE_DEATHS if is_quarantined else MAX_DEATHS):
             raise EngineDeadError(
                 f"{self._deaths} engines have died one after the other, without a row answered between them. "
                 f"The last one: {' '.join(str(error).split())}"
             )
 
-    async def _node_stays(self, engine: EngineHandle) -> bool:
+    async def _node_remains(self, engine: EngineHandle) -> bool:
         if not engine.node_id:
             return True
-        living, leaving = await asyncio.to_thread(lambda: (living_nodes(), draining_nodes()))
-        return engine.node_id in living and engine.node_id not in leaving
+        living, draining = await asyncio.to_thread(lambda: (living_nodes(), draining_nodes()))
+        return engine.node_id in living and engine.node_id not in draining
 
     async def _recover(self, engine: EngineHandle, *, blame: bool) -> bool:
         """Recover the rows of a dead engine. Returns whether they were in quarantine."""
-        assert self._book is not None and self._recovery is not None, "there is a job"
+        assert self._leases is not None and self._recovery is not None, "there is a job"
         job = self._job.result()
-        alone = any(lease.alone for lease in self._book.holds(engine.name))
+        is_quarantined = any(lease.alone for lease in self._leases.leases_of(engine.name))
         durable = await self._recovery.recover(engine.name)
-        poison = self._book.died(engine.name, durable, blame=blame)
+        poison = self._leases.on_engine_death(engine.name, durable, blame=blame)
         self._count_durable(durable)
         self._notify()
         if poison:
-            deaths = {row: self._book.poison[row] for row in rows_of(poison)}
+            deaths = {row: self._leases.poison[row] for row in iterate_rows(poison)}
             shards = {row: row // job.largest if job.form.ordered else None for row in deaths}
             spans = await asyncio.to_thread(job.index.spans, poison)
             await self._recovery.write_poison_rows(spans, deaths, shards)
-        return alone
+        return is_quarantined
 
 
 async def _unless(event: asyncio.Event, work: Awaitable[T]) -> T | None:

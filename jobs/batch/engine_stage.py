@@ -74,7 +74,7 @@ class ProcessorEngine:
             answers = await asyncio.gather(*(self._answer(answerer, row) for row in rows))
         except EngineDeadError as error:
             _end(error)
-        return _beside(batch, answers)
+        return _join_columns(batch, answers)
 
     async def _answer(self, answerer: RowAnswerer, row: Record) -> Record:
         try:
@@ -152,7 +152,7 @@ def _columns(result: Result) -> Record:
     }
 
 
-def _beside(batch: pa.Table, answers: Sequence[Record]) -> pa.Table:
+def _join_columns(batch: pa.Table, answers: Sequence[Record]) -> pa.Table:
     """Return the batch with the answers' columns, which replace columns of the same name."""
     table = batch.drop_columns([name for name in ANSWER_SCHEMA.names if name in batch.column_names])
     answered = pa.Table.from_pylist(list(answers), schema=ANSWER_SCHEMA)

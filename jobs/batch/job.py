@@ -28,9 +28,9 @@ from ...actors.batch.dataset.storage import Storage
 from ...actors.batch.row_stats import RowStats
 from ...actors.engine.uniproc_executor import make_executor
 from ...actors.targets.loading.load_plan import plan_load
-from ...cluster.batch.row_ranges import count, minus, union
+from ...cluster.batch.row_ranges import count, difference, union
 from ...cluster.config import EngineConfig
-from ...cluster.errors import DatasetError, OutputError, shown_url
+from ...cluster.errors import DatasetError, OutputError, brief_url
 from ...cluster.step.executor import Executor
 from ..common.ray_session import join_or_start_ray
 from ..common.stop_signals import Stopped, StopSignals
@@ -52,7 +52,7 @@ class TimeUp(Stopped):
     def __init__(self, limit_s: float) -> None:
         BaseException.__init__(self, f"stopped by its time limit of {limit_s:g} s")
         self.exit_code = TIME_UP_EXIT_CODE
-        self.told = False
+        self.is_reported = False
 
 
 def run_batch(
@@ -88,13 +88,13 @@ def run_batch(
         driver = _Driver(setup, options, startup, view, signals or StopSignals())
         with suppress(NotYet):
             driver.show(startup.job.result(STARTUP_S))
-        if driver.job is None or not _nothing_is_left(driver.job):
+        if driver.job is None or not _is_complete(driver.job):
             driver.answer()
         try:
             return driver.finish()
         except Stopped as stopped:
             view.say(f"{stopped}: all rows are answered; the same command writes the report")
-            stopped.told = True
+            stopped.is_reported = True
             raise
 
 
@@ -102,7 +102,7 @@ def check_answered(stats: RowStats, options: BatchOptions) -> None:
     if stats.failed and stats.failed == stats.rows:
         raise DatasetError(
             f"All {stats.rows} rows failed, the first with: {stats.first_error} The rows' errors and "
-            f"inputs are in {shown_url(options.output)}.",
+            f"inputs are in {brief_url(options.output)}.",
             param="input",
         )
 
@@ -112,7 +112,7 @@ class _Phase(Enum):
 
     CONNECTED = auto()
     PREPARED = auto()
-    LEFT = auto()
+    DRAINED = auto()
 
 
 # What is done in this run, a line for the user, a signal, the time limit, or why the run failed.
@@ -154,10 +154,10 @@ class _Driver:
         """Begin to show progress. Only the first call does."""
         if self.job is None:
             self.job = job
-            failed = minus(job.ledger.failed, job.rows)  # others are answered again
+            failed = difference(job.ledger.failed, job.rows)  # others are answered again
             earlier = job.num_rows - count(job.rows)
             self._before = replace(job.ledger.stats, rows=earlier, failed=count(failed))
-            if not _nothing_is_left(job):
+            if not _is_complete(job):
                 self._view.begin(job.num_rows, left=count(job.rows), compares=job.plain_rows > 0)
 
     def finish(self) -> Report:
@@ -170,8 +170,8 @@ class _Driver:
             ledger.stats,
             ledger.device if ledger.complete else self._done.live.device,
             {
-                "output": shown_url(options.output),
-                "input": [shown_url(each) for each in options.input],
+                "output": brief_url(options.output),
+                "input": [brief_url(each) for each in options.input],
                 "fingerprint": spec.fingerprint,
                 **spec.made_from,
                 **spec.about,
@@ -189,12 +189,12 @@ class _Driver:
         """Return when all rows are answered. Raises Stopped, or what ended the engines' work."""
         self._startup.job.add_done_callback(lambda _: self._events.put(_Phase.PREPARED))
         engines = threading.Thread(target=self._run_engines, name="manta-batch", daemon=True)
-        with self._signals.told_to(self._events.put):
+        with self._signals.notifying(self._events.put):
             engines.start()
             try:
                 self._handle_events()
             except BaseException as error:
-                self._say_what_is_kept(error)
+                self._print_kept_rows(error)
                 raise
             finally:
                 self._stop()
@@ -202,7 +202,7 @@ class _Driver:
 
     def _handle_events(self) -> None:
         stopped: Stopped | None = None
-        while (event := self._next_event()) is not _Phase.LEFT:
+        while (event := self._next_event()) is not _Phase.DRAINED:
             if isinstance(event, RunProgress):
                 self._update(event)
             elif isinstance(event, str):
@@ -223,7 +223,7 @@ class _Driver:
 
     def _update(self, done: RunProgress) -> None:
         self._done = done
-        if self.job is None or not self._view.has_begun:
+        if self.job is None or not self._view.has_started:
             return
         together = RowStats()
         for each in (self._before, done.rows):
@@ -268,7 +268,7 @@ class _Driver:
             self._loop = asyncio.get_running_loop()
         try:
             await pool.run(asyncio.wrap_future(self._startup.job))
-            put(_Phase.LEFT)
+            put(_Phase.DRAINED)
         except BaseException as error:
             put(root_cause(error))  # before the engines are ended, which takes a while
         finally:
@@ -276,7 +276,7 @@ class _Driver:
                 self._pool = None
             await pool.close()
 
-    def _say_what_is_kept(self, error: BaseException) -> None:
+    def _print_kept_rows(self, error: BaseException) -> None:
         if (job := self.job) is None:
             return
         with suppress(OutputError):  # then what was read last counts
@@ -284,17 +284,17 @@ class _Driver:
         ledger = job.ledger
         waiting = (ledger.durable(writer) for writer in ledger.orphans)
         kept = count(union(ledger.answered, ledger.failed, *waiting))
-        words = f"{kept} of {job.num_rows} rows are in {shown_url(self._options.output)}; "
+        words = f"{kept} of {job.num_rows} rows are in {brief_url(self._options.output)}; "
         words += "the same command continues there"
         if self._options.overwrite:
             words += " without --overwrite"
         if isinstance(error, Stopped):
-            error.told = True
+            error.is_reported = True
             words = f"{error}: {words}"
         self._view.say(words)
 
 
-def _nothing_is_left(job: EngineJob) -> bool:
+def _is_complete(job: EngineJob) -> bool:
     return not job.rows and not job.ledger.orphans
 
 

@@ -23,8 +23,14 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from ...actors.workers.base.ray_resources import may_grow, nodes
 from ...cluster.config import EngineConfig
 from ...cluster.errors import EngineDeadError, PlacementError
-from ...cluster.fleet.placement import spell
-from ...cluster.fleet.resources import ResourceRequest, check_room, full_claim, lacking, smaller_claim
+from ...cluster.fleet.placement import format_resources
+from ...cluster.fleet.resources import (
+    ResourceRequest,
+    check_engines_fit,
+    describe_shortfall,
+    full_request,
+    reduced_request,
+)
 
 PLACEMENT_TIMEOUT_S = 120.0
 GROWTH_TIMEOUT_S = 900.0  # where nodes may be added: clouds take minutes to start one
@@ -41,7 +47,7 @@ class Placement:
     """A placement group for one engine. Release it when the engine is gone."""
 
     group: PlacementGroup
-    claim: ResourceRequest
+    resources: ResourceRequest
 
     @property
     def strategy(self) -> PlacementGroupSchedulingStrategy:
@@ -62,54 +68,54 @@ class Placements:
         self._say = say
         everything = [node.resources for node in nodes()]
         try:
-            check_room(config, needed, everything)
+            check_engines_fit(config, needed, everything)
         except PlacementError:
             if not may_grow():
                 raise
-        self._claim = full_claim(config, engines, everything)
+        self._resources = full_request(config, engines, everything)
         self._waiting: list[PlacementGroup] = []
         self._num_given = 0
         self._begin_s = self._reported_s = time.monotonic()
         self._timeout_s = PLACEMENT_TIMEOUT_S
 
-    async def place(self) -> Placement:
+    async def find_placement(self) -> Placement:
         """Wait for a placement for one engine. Raises PlacementError if no engine has found any in time."""
         if not self._waiting:
             self._begin_s = self._reported_s = time.monotonic()
-        claim, group = self._request()
+        resources, group = self._request()
         try:
             while not await asyncio.to_thread(group.wait, POLL_S):
                 if not self._num_given and time.monotonic() >= min(
                     self._reported_s + REPORT_INTERVAL_S, self._begin_s + self._timeout_s
                 ):
                     self._reported_s = time.monotonic()
-                    await asyncio.to_thread(self._adapt_claim)
-                if claim != self._claim:
+                    await asyncio.to_thread(self._adapt_request)
+                if resources != self._resources:
                     self._withdraw(group)
-                    claim, group = self._request()
+                    resources, group = self._request()
         except BaseException:
             self._withdraw(group)
             raise
         self._waiting.remove(group)
         self._num_given += 1
-        return Placement(group, claim)
+        return Placement(group, resources)
 
     def _request(self) -> tuple[ResourceRequest, PlacementGroup]:
-        group = placement_group([dict(bundle) for bundle in self._claim.bundles], strategy="STRICT_PACK")
+        group = placement_group([dict(bundle) for bundle in self._resources.bundles], strategy="STRICT_PACK")
         self._waiting.append(group)
-        return self._claim, group
+        return self._resources, group
 
     def _withdraw(self, group: PlacementGroup) -> None:
         self._waiting.remove(group)
         _remove(group)
 
-    def _adapt_claim(self) -> None:
+    def _adapt_request(self) -> None:
         waiting = len(self._waiting)
         ours = {group.id.hex() for group in self._waiting}  # what they hold already counts as free
         found = nodes(lambda group: group["placement_group_id"] in ours)
         everything, free = [node.resources for node in found], [node.free for node in found]
-        full = full_claim(self._config, self._engines, everything)
-        missing = lacking(full, waiting, everything, free)
+        full = full_request(self._config, self._engines, everything)
+        missing = describe_shortfall(full, waiting, everything, free)
         if time.monotonic() >= self._begin_s + self._timeout_s and may_grow():
             self._timeout_s = max(self._timeout_s, GROWTH_TIMEOUT_S)
         if time.monotonic() >= self._begin_s + self._timeout_s:
@@ -119,13 +125,13 @@ class Placements:
                 f"work on the cluster (`ray status` shows it){fewer}, or lower concurrency.",
                 param="concurrency",
             )
-        claim = smaller_claim(self._config, waiting, free, full)
-        if claim is None or claim == full:
+        resources = reduced_request(self._config, waiting, free, full)
+        if resources is None or resources == full:
             self._say(f"waiting for {missing}")
         else:
-            instead = f"{spell(claim.needs)} in place of {spell(full.needs)}"
+            instead = f"{format_resources(resources.needs)} in place of {format_resources(full.needs)}"
             self._say(f"not all CPUs are free: an engine takes {instead}")
-        self._claim = claim or full
+        self._resources = resources or full
 
 
 def _remove(group: PlacementGroup) -> None:

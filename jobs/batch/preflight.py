@@ -35,9 +35,9 @@ from ...actors.http.protocol.unsupported_fields import REFUSED, check_extra_fiel
 from ...actors.targets.loading.load_plan import plan_load
 from ...actors.tokenization.generation_config import GenerationDefaults
 from ...actors.tokenization.prompts import EncodedPrompt, encode_prompt, load_tokenizer
-from ...cluster.batch.row_ranges import of_rows
+from ...cluster.batch.row_ranges import from_rows
 from ...cluster.config import EngineConfig
-from ...cluster.errors import RequestError, shown_url
+from ...cluster.errors import RequestError, brief_url
 from ...cluster.step.limits import check_vocabulary, prompt_too_long
 from ..common.tables import print_table
 from .options import BatchOptions
@@ -117,9 +117,9 @@ def preflight(
         found.num_checked += 1
         try:
             found.ignored.update(checker.ignored(row))
-            prompt, num_tokens, most = checker.check(row)
+            prompt, num_tokens, maximum = checker.check(row)
             found.lengths.append(num_tokens)
-            found.max_completion_tokens += most
+            found.max_completion_tokens += maximum
             shown = prompt.text or str(list(prompt.token_ids))
         except RequestError as error:
             found.num_bad += 1
@@ -127,7 +127,7 @@ def preflight(
                 found.lengths.append(error.num_tokens)
                 found.num_too_long += 1
             if len(found.bad) < BAD_ROWS_SHOWN:
-                found.bad.append(BadRow(row.number, index.place(row.number, source), error.message))
+                found.bad.append(BadRow(row.number, index.location(row.number, source), error.message))
             shown = f"(fails: {error.message})"
         found.first_prompt = found.first_prompt or shown
     found.seconds = time.monotonic() - begin_s
@@ -152,7 +152,7 @@ def run_preflight(config: EngineConfig, options: BatchOptions, *, dry_run: bool)
         "engines": options.concurrency,
         "sampling": dict(options.sampling) or "the checkpoint's defaults",
     }
-    print_dry_run(found, layout, shown_url(options.output), settings)
+    print_dry_run(found, layout, brief_url(options.output), settings)
     return 0
 
 
@@ -286,7 +286,7 @@ def _rows(source: Dataset, layout: RowSchema, index: RowIndex, wanted: int | Non
     with closing(RowReader(source, layout)) as reader:
         for begin in range(0, num_rows, ROWS_PER_READ):
             places = range(begin, min(begin + ROWS_PER_READ, num_rows))
-            yield from reader.read(index.spans(of_rows(i * index.num_rows // num_rows for i in places)))
+            yield from reader.read(index.spans(from_rows(i * index.num_rows // num_rows for i in places)))
 
 
 def _prompt_from(layout: RowSchema) -> str:

@@ -34,8 +34,14 @@ from ...actors.workers.base.ray_resources import may_grow, nodes
 from ...actors.workers.local_ray import start_ray
 from ...cluster.config import EngineConfig
 from ...cluster.errors import ConfigError, PlacementError
-from ...cluster.fleet.placement import NodeRoom
-from ...cluster.fleet.resources import beside_tasks, check_room, full_claim, leaving_a_cpu, smaller_claim
+from ...cluster.fleet.placement import NodeResources
+from ...cluster.fleet.resources import (
+    check_engines_fit,
+    full_request,
+    reduced_request,
+    reserve_cpu_per_node,
+    with_task_cpus,
+)
 from ...cluster.vllm_settings import accept
 from ..common.config_loading import parse_speculation
 from .engine_stage import ERROR_COLUMN, ProcessorEngine, check_sampling
@@ -43,7 +49,7 @@ from .engine_stage import ERROR_COLUMN, ProcessorEngine, check_sampling
 logger = logging.getLogger(__name__)
 
 MAX_RETRIES = 3  # of a batch whose engine died; bounded, because a row may kill every engine
-LEAVE_TIMEOUT_S = 2.0
+DRAIN_TIMEOUT_S = 2.0
 POLL_S = 0.05
 GROUPS_INTERVAL_S = 0.5
 UNUSED_TIMEOUT_S = 5.0  # of a group for an engine that Ray Data asked for and did not start
@@ -76,8 +82,8 @@ class MantaEngineProcessorConfig:
     should_continue_on_error: bool = True
 
     def __post_init__(self) -> None:
-        least, most = self.pool
-        if not 1 <= least <= most:
+        minimum, maximum = self.pool
+        if not 1 <= minimum <= maximum:
             raise ConfigError(
                 f"concurrency={self.concurrency!r} must be a number of engines, or (least, most) of them, "
                 "from 1.",
@@ -91,8 +97,8 @@ class MantaEngineProcessorConfig:
     @property
     def pool(self) -> tuple[int, int]:
         if isinstance(self.concurrency, tuple | list):
-            least, most = self.concurrency
-            return least, most
+            minimum, maximum = self.concurrency
+            return minimum, maximum
         return self.concurrency, self.concurrency
 
     def engine_config(self) -> EngineConfig:
@@ -160,10 +166,10 @@ class Processor:
         return dataset
 
     def _answered(self, dataset: ray.data.Dataset) -> ray.data.Dataset:
-        settings, (least, most) = self.config, self.config.pool
+        settings, (minimum, maximum) = self.config, self.config.pool
         config = with_absolute_paths(settings.engine_config())
-        room = find_room(config, least, most)
-        config = replace(config, num_threads=room.num_threads)
+        placement = plan_engines(config, minimum, maximum)
+        config = replace(config, num_threads=placement.num_threads)
         # Enough calls at once to fill the engine while other batches are on their way.
         batch_size = settings.batch_size or max(1, config.max_num_seqs // 2)
         calls = max(2, math.ceil(1.25 * config.max_num_seqs / batch_size))
@@ -178,19 +184,19 @@ class Processor:
                 batch_format="pyarrow",
                 zero_copy_batch=True,
                 compute=ray.data.ActorPoolStrategy(
-                    min_size=least,
-                    max_size=room.most,
+                    min_size=minimum,
+                    max_size=placement.most,
                     max_concurrent_calls_per_actor=calls,
                 ),
-                num_cpus=room.booked.get("CPU", 0.0),
-                num_gpus=room.booked.get("GPU"),
-                ray_remote_args_fn=room.places,
+                num_cpus=placement.booked.get("CPU", 0.0),
+                num_gpus=placement.booked.get("GPU"),
+                ray_remote_args_fn=placement.places,
                 max_task_retries=MAX_RETRIES,
             )
 
 
 @dataclass(frozen=True, slots=True)
-class EngineRoom:
+class EnginePlacement:
     """Threads of an engine, the resources it books with Ray, the most engines, and their placement."""
 
     num_threads: int | None
@@ -199,29 +205,29 @@ class EngineRoom:
     places: Callable[[], dict[str, Any]]  # Any: Ray's options for actors
 
 
-def find_room(config: EngineConfig, least: int, most: int) -> EngineRoom:
+def plan_engines(config: EngineConfig, minimum: int, maximum: int) -> EnginePlacement:
     """Return room for the engines that leaves CPUs for Ray Data's own tasks, which would wait forever."""
     if not ray.is_initialized():
         start_ray()
     found = _settled_nodes()
     everything, free = [node.resources for node in found], [node.free for node in found]
     # Workers book what they compute on; an engine that is one process may book less.
-    usable = leaving_a_cpu(everything) if config.needs_ray else everything
-    fitting = full_claim(config, most, everything).num_fitting(usable)
-    if fitting < most and not may_grow():
-        _check(config, least, usable)
-        most = max(least, fitting)
-    full = full_claim(config, most, everything)
-    claim = smaller_claim(config, most, free, full) or full
+    usable = reserve_cpu_per_node(everything) if config.needs_ray else everything
+    fitting = full_request(config, maximum, everything).num_fitting(usable)
+    if fitting < maximum and not may_grow():
+        _check(config, minimum, usable)
+        maximum = max(minimum, fitting)
+    full = full_request(config, maximum, everything)
+    resources = reduced_request(config, maximum, free, full) or full
     # An engine without workers is placed by the resources it books.
-    places = EngineGroups(claim.bundles, most) if config.needs_ray else _spread
-    return EngineRoom(claim.num_threads, beside_tasks(claim, free), most, places)
+    places = EngineGroups(resources.bundles, maximum) if config.needs_ray else _spread
+    return EnginePlacement(resources.num_threads, with_task_cpus(resources, free), maximum, places)
 
 
-def _settled_nodes() -> list[NodeRoom]:
+def _settled_nodes() -> list[NodeResources]:
     """Return the nodes after engines of failed datasets have left, which Ray Data leaves to the collector."""
     gc.collect()
-    deadline_s = time.monotonic() + LEAVE_TIMEOUT_S
+    deadline_s = time.monotonic() + DRAIN_TIMEOUT_S
     while True:
         found = nodes()
         taken = any(
@@ -234,7 +240,7 @@ def _settled_nodes() -> list[NodeRoom]:
 
 def _check(config: EngineConfig, engines: int, usable: Sequence[Mapping[str, float]]) -> None:
     try:
-        check_room(config, engines, usable)
+        check_engines_fit(config, engines, usable)
     except PlacementError as error:
         why = " Here a CPU of every node is left to Ray Data's own tasks." if config.needs_ray else ""
         raise PlacementError(error.message + why, param=error.param) from None
@@ -253,9 +259,9 @@ class EngineGroups:
     dataset. So a thread removes groups when their engine is gone.
     """
 
-    def __init__(self, bundles: Sequence[Mapping[str, float]], most: int) -> None:
+    def __init__(self, bundles: Sequence[Mapping[str, float]], maximum: int) -> None:
         self._bundles = [dict(bundle) for bundle in bundles]
-        self._most = most
+        self._most = maximum
         self._lock = threading.Lock()
         self._groups: dict[str, PlacementGroup] = {}  # by the engine's name
         self._unseen: dict[str, float] = {}  # engines that Ray has not listed yet, by since when (monotonic)

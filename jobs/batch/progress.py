@@ -1,7 +1,7 @@
 """Progress of a batch job while it runs: rates and time left, on a terminal, in a log, and in Ray's metrics.
 
-`Pace` computes a `Progress`. `ProgressView` shows it as a bar on a terminal, else as a line now and then on
-standard error, which `ray job logs` and Ray's dashboard show. `JobGauges` exports it as
+`ProgressMeter` computes a `Progress`. `ProgressView` shows it as a bar on a terminal, else as a line now and
+then on standard error, which `ray job logs` and Ray's dashboard show. `JobGauges` exports it as
 `ray_manta_batch_...`. The report at the end is `report.py`.
 """
 
@@ -53,7 +53,7 @@ class Progress:
     answering: bool
 
 
-class Pace:
+class ProgressMeter:
     """Computes progress from stats of rows and of engines.
 
     `left`: rows to do in this run; None: those that the first stats do not count.
@@ -61,7 +61,7 @@ class Pace:
 
     def __init__(self, total: int, left: int | None = None, clock: Callable[[], float] = time.monotonic):
         self._total = total
-        self._left = left
+        self._num_left = left
         self._clock = clock
         self._earlier: tuple[int, int, int] | None = None  # rows, tokens in and out before this run
         self._samples: deque[tuple[float, int]] = deque()  # time, completion tokens of this run
@@ -71,12 +71,12 @@ class Pace:
         """Return the progress from durable rows of all runs and totals of this run's engines."""
         if self._earlier is None:
             self._earlier = stats.rows, stats.prompt_tokens, stats.completion_tokens
-            self._left = self._total - stats.rows if self._left is None else self._left
+            self._num_left = self._total - stats.rows if self._num_left is None else self._num_left
         rows, tokens_in, tokens_out = self._earlier
         durable_rows, durable_tokens = stats.rows - rows, stats.completion_tokens - tokens_out
         done, tokens = max(durable_rows, live.rows_done), max(durable_tokens, live.completion_tokens)
-        assert self._left is not None
-        left = max(0, self._left - done)
+        assert self._num_left is not None
+        left = max(0, self._num_left - done)
         answering = bool(done or tokens or live.rows_running)
         self._sample(tokens, answering)
         left_s = None
@@ -133,18 +133,18 @@ class ProgressView:
     """Shows the progress of a job, from `begin` on; lines for the user at any time."""
 
     def __init__(self, console: Console | None = None) -> None:
-        self._pace: Pace | None = None
+        self._pace: ProgressMeter | None = None
         self._compares = True
         self._console = console or Console(stderr=True)
         self._printed_s = time.monotonic()
         self._first_rows: int | None = None  # rows that were done before this run
-        self._has_news = True  # no row of this run has been printed yet
+        self._is_first_print = True  # no row of this run has been printed yet
         self._bar: Bar | None = None
         self._words = Text("loading the models", style="dim")
 
     def begin(self, total_rows: int, *, left: int | None = None, compares: bool = True) -> None:
         """Begin to show progress; `compares`: the job measures the speed-up of speculation."""
-        self._pace = Pace(total_rows, left)
+        self._pace = ProgressMeter(total_rows, left)
         self._compares = compares
         if self._console.is_terminal:
             columns = (SpinnerColumn(), MofNCompleteColumn(), TextColumn("rows"), BarColumn(None))
@@ -163,7 +163,7 @@ class ProgressView:
             self._live.stop()
 
     @property
-    def has_begun(self) -> bool:
+    def has_started(self) -> bool:
         return self._pace is not None
 
     def say(self, line: str) -> None:
@@ -175,7 +175,7 @@ class ProgressView:
     def update(
         self, stats: RowStats, live: EngineTotals | None = None, engines: int | None = None
     ) -> Progress:
-        """Show the progress now; arguments as of `Pace.update`. Cheap enough for every second."""
+        """Show the progress now; arguments as of `ProgressMeter.update`. Cheap enough for every second."""
         assert self._pace is not None, "begin() first"
         now = self._pace.update(stats, live or EngineTotals(), engines or 0)
         left = "" if not now.left_s else f"about {spell_time(now.left_s)} left"
@@ -192,8 +192,8 @@ class ProgressView:
     def _is_first_row(self, rows: int) -> bool:
         if self._first_rows is None:
             self._first_rows = rows
-        is_first = self._has_news and rows != self._first_rows
-        self._has_news = self._has_news and not is_first
+        is_first = self._is_first_print and rows != self._first_rows
+        self._is_first_print = self._is_first_print and not is_first
         return is_first
 
     def _numbers(self, now: Progress) -> list[str]:

@@ -20,7 +20,7 @@ from ...actors.http.protocol.chat_request import ChatRequest
 from ...actors.system.atomic_files import rounded
 from ...actors.tokenization.generation_config import GenerationDefaults
 from ...cluster.batch.baseline_sample import BaselineComparison
-from ...cluster.batch.row_ranges import of_rows
+from ...cluster.batch.row_ranges import from_rows
 from ...cluster.errors import MantaError
 from ...cluster.speculation.acceptance_length import acceptance_by_position
 from ..common.tables import NO_FIGURE, decimals, print_table
@@ -225,7 +225,7 @@ def samples(stats: RowStats, source: Dataset, layout: RowSchema, index: RowIndex
 def _prompts(rows: Sequence[int], source: Dataset, layout: RowSchema, index: RowIndex) -> Iterator[str]:
     try:
         with closing(RowReader(source, layout)) as reader:
-            found = reader.read(index.spans(of_rows(rows)))
+            found = reader.read(index.spans(from_rows(rows)))
         for row in found:
             request = read_request(record_of(row, layout), layout, GenerationDefaults(), row.id).body
             chat = isinstance(request, ChatRequest)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from ...actors.batch.row_stats import RowStats, Stretches, Timeline, length_range
+from ...actors.batch.row_stats import RowStats, RunIntervals, Timeline, length_range
 from ...cluster.speculation.acceptance_length import acceptance_by_position
 from ..charts.plots import TEAL, Picture, name_rows, rows_size
 from ..charts.report_page import Card, Tile, flat, picture_card, render_page
@@ -69,7 +69,7 @@ def pictures(stats: RowStats) -> Iterator[Picture]:
         yield _lengths("Output lengths", "answers", stats.output_lengths)
 
 
-def _throughput(timeline: Timeline, stretches: Stretches) -> Picture:
+def _throughput(timeline: Timeline, stretches: RunIntervals) -> Picture:
     unit_s, unit = next(
         (unit_s, unit)
         for unit_s, unit in ((3600.0, "hours"), (60.0, "minutes"), (1.0, "seconds"))
@@ -101,7 +101,7 @@ def _throughput(timeline: Timeline, stretches: Stretches) -> Picture:
     return Picture("throughput", "Throughput over time", words, draw, table, (12.0, 3.0))
 
 
-def rates(timeline: Timeline, stretches: Stretches) -> list[list[tuple[float, float, float]]]:
+def rates(timeline: Timeline, stretches: RunIntervals) -> list[list[tuple[float, float, float]]]:
     """Tokens per second over time: begin, end (s of work, without pauses) and rate, by stretch.
 
     Points are about MAX_POINTS at most and of equal width; a stretch's last one ends with it.
@@ -185,7 +185,7 @@ def _lengths(title: str, what: str, histogram: Sequence[int]) -> Picture:
 
 def _errors(stats: RowStats) -> Card:
     rows = [(kind, f"{count.rows:,}", count.example) for kind, count in stats.ranked_errors()]
-    again = sum(count.rows for count in stats.errors.values()) - stats.failed
-    later = f"; {again:,} of them were answered later" if again > 0 else ""
+    num_repeated = sum(count.rows for count in stats.errors.values()) - stats.failed
+    later = f"; {num_repeated:,} of them were answered later" if num_repeated > 0 else ""
     words = f"Rows that failed, by kind, with an example{later}."
     return Card(title="Errors", words=words, rows=rows, is_wide=True)

@@ -19,7 +19,7 @@ from ...actors.batch.ledger.ledger import Ledger
 from ...actors.batch.ledger.output_parts import OutputForm
 from ...actors.batch.row_index import RowIndex, index_rows
 from ...cluster.batch.baseline_sample import num_plain_rows
-from ...cluster.batch.row_ranges import RowRanges, both, count, of_rows, union
+from ...cluster.batch.row_ranges import RowRanges, count, from_rows, intersection, union
 from ...cluster.config import EngineConfig
 from .engine_pool import EngineJob
 from .messages import EngineSetup
@@ -77,9 +77,9 @@ class Startup:
         )
         if ledger.complete and options.retry_failed and ledger.failed:
             ledger.reopen()
-        rows = ledger.left
+        rows = ledger.unanswered
         if options.retry_failed:
-            rows = both(union(rows, ledger.failed), spec.rows)
+            rows = intersection(union(rows, ledger.failed), spec.rows)
         largest, smallest = self._lease_sizes(index.num_rows)
         if form.ordered:
             largest = rows_per_shard(index.num_rows)
@@ -118,7 +118,7 @@ def sampled(num_rows: int, wanted: int, seed: int) -> RowRanges | None:
     if wanted >= num_rows:
         return None
     drawn = np.random.default_rng(seed).choice(num_rows, size=wanted, replace=False)
-    return of_rows(sorted(drawn.tolist()))
+    return from_rows(sorted(drawn.tolist()))
 
 
 def _job_spec(setup: EngineSetup, options: BatchOptions, form: OutputForm, index: RowIndex) -> JobSpec:

@@ -240,18 +240,18 @@ class Memory:
         left = int(free * MEMORY_SHARE) - shape.num_params() * plan.dtype.itemsize
         # The synthetic requests hold every page of every group, and all pools have the same number of pages.
         pools = [group.pool for group in plan.pages.groups]
-        self._most_groups = max(pools.count(pool) for pool in pools)
-        self._most_pages = left // sum(page_bytes(plan))
+        self._max_groups = max(pools.count(pool) for pool in pools)
+        self._max_pages = left // sum(page_bytes(plan))
 
     def pages_per_request(self, context: int) -> int:
         """Return the pages per group for the context, the last known token and its drafts."""
         return -(-(context + 1 + self._num_drafts) // self._page_size)
 
     def num_pages(self, point: StepPoint) -> int:
-        return point.batch * self.pages_per_request(point.context) * self._most_groups
+        return point.batch * self.pages_per_request(point.context) * self._max_groups
 
     def fits(self, point: StepPoint) -> bool:
-        return self.num_pages(point) <= self._most_pages
+        return self.num_pages(point) <= self._max_pages
 
 
 def measure_points(
@@ -276,12 +276,12 @@ def measure_points(
         admission = _admission(point, memory.pages_per_request(point.context), plan)
         watch = Watch()
         with watch.open():
-            drafting, plain = _take_turns(runner, admission, plan.num_speculative_tokens, steps)
+            drafting, plain = _alternate(runner, admission, plan.num_speculative_tokens, steps)
         found[point] = PointSteps(drafting, plain, watch.found)
     return found
 
 
-def _take_turns(
+def _alternate(
     runner: Runner, admission: SchedulerOutput, num_drafts: int, steps: int
 ) -> tuple[StepMedians, StepMedians]:
     batch = len(admission.slots)

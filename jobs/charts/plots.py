@@ -128,13 +128,15 @@ def show_legend(axes: Axes) -> None:
 
 def draw_shares(axes: Axes, rows: Mapping[str, Sequence[float]], x_title: str) -> None:
     """Draw shares (0 to 1) as a grid of per cents, a row for each name, columns numbered from 1."""
-    most = max(map(len, rows.values()))
-    cells = [[*shares, *[float("nan")] * (most - len(shares))] for shares in rows.values()]
+    maximum = max(map(len, rows.values()))
+    cells = [[*shares, *[float("nan")] * (maximum - len(shares))] for shares in rows.values()]
     axes.pcolormesh(cells, cmap="Greens", vmin=0, vmax=1.5, edgecolors="white")
     for row, shares in enumerate(rows.values()):
         for column, share in enumerate(shares):
             axes.text(column + 0.5, row + 0.5, f"{100 * share:.0f}", ha="center", va="center", fontsize=8)
-    axes.set_xticks([column + 0.5 for column in range(most)], [str(column + 1) for column in range(most)])
+    axes.set_xticks(
+        [column + 0.5 for column in range(maximum)], [str(column + 1) for column in range(maximum)]
+    )
     name_rows(axes, list(rows), first=0.5)
     axes.set_xlabel(x_title)
 

@@ -68,8 +68,8 @@ def read_config_file(path: Path) -> ConfigFile:
 def check_serve_config(found: Any, path: Path) -> None:  # Any: YAML
     """Raise ConfigError unless `found` is a Serve config without names that Serve would ignore."""
     found = found if isinstance(found, Mapping) else {}
-    _known(found, TOP_KEYS, path, "")
-    _known(found.get("http_options"), HTTP_KEYS, path, "http_options.")
+    _check_known(found, TOP_KEYS, path, "")
+    _check_known(found.get("http_options"), HTTP_KEYS, path, "http_options.")
     applications = found.get("applications")
     if not isinstance(applications, list) or not applications:
         raise ConfigError(
@@ -78,18 +78,18 @@ def check_serve_config(found: Any, path: Path) -> None:  # Any: YAML
             param="config",
         )
     for i, application in enumerate(applications):
-        _known(application, APPLICATION_KEYS, path, f"applications[{i}].")
+        _check_known(application, APPLICATION_KEYS, path, f"applications[{i}].")
 
 
-def _known(found: Any, names: frozenset[str], path: Path, prefix: str) -> None:
+def _check_known(found: Any, names: frozenset[str], path: Path, prefix: str) -> None:
     name = prefix.rstrip(".")
     if found is not None and not isinstance(found, Mapping):
         raise ConfigError(f"config: {path}: {name} must be a mapping.", param=name)
     for key in found or ():
         if key not in names:
             where = f"in `{name}`" if prefix else "at the top level"
-            else_say = "Settings of the engine and of the server belong under `args:`."
-            hint = did_you_mean(str(key), sorted(names), prefix=prefix, else_say=else_say)
+            fallback = "Settings of the engine and of the server belong under `args:`."
+            hint = did_you_mean(str(key), sorted(names), prefix=prefix, fallback=fallback)
             raise ConfigError(
                 f"Unknown setting {prefix}{key} of {path}, {where} and outside `args:`. {hint}",
                 param=f"{prefix}{key}",

@@ -18,7 +18,7 @@ from ...actors.tokenization.prompts import Chat, Prompt, encode_prompt
 from ...cluster.config import EngineConfig
 from ...cluster.errors import RequestError
 from ...cluster.request.request import SamplingParams
-from ...cluster.step.limits import check_room
+from ...cluster.step.limits import check_max_tokens
 
 HELP = "/reset clears the conversation, /exit (or Ctrl-D) quits, Ctrl-C stops an answer."
 
@@ -49,7 +49,7 @@ def stream_text(
     llm: LLM, prompt: Prompt, params: SamplingParams, limit: int | None
 ) -> Generator[RequestOutput]:
     encoded = encode_prompt(prompt, llm.tokenizer)
-    check_room(len(encoded.token_ids), limit, llm.info.max_model_len)
+    check_max_tokens(len(encoded.token_ids), limit, llm.info.max_model_len)
     for delta in llm.stream(encoded, params):
         sys.stdout.write(delta.outputs[0].text)
         sys.stdout.flush()

@@ -18,7 +18,7 @@ from typing import Any, Self
 from urllib.parse import SplitResult, urlsplit
 
 from ...actors.http.middleware.api_keys import ENVIRONMENT
-from ...cluster.errors import ConfigError, MantaError, UnreachableError, shown_url
+from ...cluster.errors import ConfigError, MantaError, UnreachableError, brief_url
 
 Json = Mapping[str, Any]  # Any: JSON
 LONG_S = 600.0
@@ -54,7 +54,7 @@ class ServerClient:
             self._headers["Authorization"] = f"Bearer {api_key}"
         self._connection = kind(parts.hostname or "", parts.port, timeout=timeout_s)
 
-    def ask(self, path: str, body: Json | None = None) -> ServerAnswer:
+    def request(self, path: str, body: Json | None = None) -> ServerAnswer:
         """GET a path, or POST a body to it. Returns any status; raises UnreachableError."""
         response = self._request(path, body)
         return ServerAnswer(response.status, _json_object(self._read(response)))
@@ -63,9 +63,9 @@ class ServerClient:
         """GET a path and return its body, whatever the status; raises UnreachableError."""
         return self._read(self._request(path, None)).decode(errors="replace")
 
-    def found(self, path: str) -> Json:
+    def get_json(self, path: str) -> Json:
         """GET a path and return its body; raises MantaError with the server's message for other statuses."""
-        answer = self.ask(path)
+        answer = self.request(path)
         self._accept(path, answer)
         return answer.body
 
@@ -84,7 +84,7 @@ class ServerClient:
 
     def is_ready(self) -> bool:
         try:
-            return self.ask("/health").status == 200
+            return self.request("/health").status == 200
         except UnreachableError:  # not listening yet
             return False
 
@@ -146,7 +146,7 @@ def split_url(url: str) -> SplitResult:
     except ValueError:  # invalid port
         known = False
     if not known:
-        raise ConfigError(f"server={shown_url(url)} is not a URL like http://127.0.0.1:8000.", param="server")
+        raise ConfigError(f"server={brief_url(url)} is not a URL like http://127.0.0.1:8000.", param="server")
     return parts
 
 
@@ -160,7 +160,7 @@ def await_ready(url: str, timeout_s: float, look: Callable[[], None] = lambda: N
         while not client.is_ready():
             look()
             if time.monotonic() - begin_s > timeout_s:
-                raise UnreachableError(f"{shown_url(url)} was not ready within {timeout_s:.0f} s.")
+                raise UnreachableError(f"{brief_url(url)} was not ready within {timeout_s:.0f} s.")
             time.sleep(POLL_S)
     return time.monotonic() - begin_s
 

@@ -8,9 +8,9 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Self, TypeVar
 
-from ...actors.system.wait_messages import TELL_S, Report, Wait, counting, say
+from ...actors.system.wait_messages import REPORT_INTERVAL_S, Report, Wait, counting, say
 
-__all__ = ["TELL_S", "Report", "TimeLeft", "Wait", "counting", "in_thread", "say", "spell_time"]
+__all__ = ["REPORT_INTERVAL_S", "Report", "TimeLeft", "Wait", "counting", "in_thread", "say", "spell_time"]
 
 Result = TypeVar("Result")
 

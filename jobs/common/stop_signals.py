@@ -1,7 +1,7 @@
 """Handles the signals that stop a job: SIGTERM and Ctrl-C.
 
 By default the first signal raises `Stopped` in the main thread. A job that has state to save can handle it as
-an event instead (`told_to`). The second signal always ends the process at once. Imports little: the command
+an event instead (`notifying`). The second signal always ends the process at once. Imports little: the command
 line installs the handlers before torch and Ray are imported.
 """
 
@@ -20,31 +20,31 @@ STOPPING = (signal.SIGINT, signal.SIGTERM)
 class Stopped(BaseException):
     """Raised when a signal stops the job. A BaseException, so that error handlers do not catch it.
 
-    `told`: whether the user has been informed about the remaining work.
+    `is_reported`: whether the user has been informed about the remaining work.
     """
 
     def __init__(self, number: signal.Signals) -> None:
         super().__init__(f"stopped by {number.name}")
         self.exit_code = 128 + number
-        self.told = False
+        self.is_reported = False
 
 
 class StopSignals:
     """Handles the signals within a `with` block. Does nothing outside the main thread."""
 
     def __init__(self) -> None:
-        self._tell: Callable[[signal.Signals], None] = _raise
+        self._notify: Callable[[signal.Signals], None] = _raise
         self._before: dict[signal.Signals, Any] = {}  # Any: return value of `signal.signal`
         self._signalled = False
 
     @contextmanager
-    def told_to(self, tell: Callable[[signal.Signals], None]) -> Iterator[None]:
-        """Pass signals to `tell` instead of raising; it must be safe in a signal handler."""
-        self._tell = tell
+    def notifying(self, notify: Callable[[signal.Signals], None]) -> Iterator[None]:
+        """Pass signals to `notify` instead of raising; it must be safe in a signal handler."""
+        self._notify = notify
         try:
             yield
         finally:
-            self._tell = _raise
+            self._notify = _raise
 
     def take_back(self) -> None:
         """Reinstall the handlers after a library (Ray) has replaced them."""
@@ -69,7 +69,7 @@ class StopSignals:
         self._signalled = True
         for other in STOPPING:
             signal.signal(other, signal.SIG_DFL)
-        self._tell(signal.Signals(number))
+        self._notify(signal.Signals(number))
 
 
 def _raise(number: signal.Signals) -> None:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 from urllib.parse import urlsplit
 
-from ...cluster.errors import ConfigError, UnreachableError, shown_url
+from ...cluster.errors import ConfigError, UnreachableError, brief_url
 
 if TYPE_CHECKING:
     from grafana_api.grafana_face import GrafanaFace
@@ -53,10 +53,10 @@ class Grafana:
         parts = urlsplit(url)
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise ConfigError(
-                f"grafana={shown_url(url)} is not an address. Give it as http://host:3000.", param="grafana"
+                f"grafana={brief_url(url)} is not an address. Give it as http://host:3000.", param="grafana"
             )
         self._url, self._api = (
-            shown_url(url),
+            brief_url(url),
             _client(parts.scheme, parts.hostname, parts.port, parts.path, token),
         )
 

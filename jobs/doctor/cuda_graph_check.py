@@ -58,7 +58,7 @@ def _captured(plan: LoadPlan, drafts: int, *, cut: bool) -> CheckOutcome:
     )
     step = dummy_step([-1] * len(prompts), [drafts + 1] * len(prompts), [drafts] * len(prompts))
     if cut:
-        step = replace(step, trim=_halves(drafts))
+        step = replace(step, trim=_trim_half(drafts))
     with _replays() as count:
         replayed = _run(runner, admission, step)
     if not count:
@@ -66,7 +66,7 @@ def _captured(plan: LoadPlan, drafts: int, *, cut: bool) -> CheckOutcome:
     return _compare(replayed, _run(launched, admission, step))
 
 
-def _halves(drafts: int) -> Trim:
+def _trim_half(drafts: int) -> Trim:
     """Return a trim to half of the rows by draft position alone, since margins differ in the last place."""
     even_K, ones_R = np.zeros(drafts, np.float32), np.ones(len(_PROMPTS), np.float32)
     num_rows = len(_PROMPTS) * (2 + drafts) // 2

@@ -12,7 +12,7 @@ from functools import cache, partial
 import torch
 
 from ...cluster.hardware.roofline import Device
-from ..bench.common.device_rates import known_device, measure_device, weight_bytes_per_s
+from ..bench.common.device_rates import measure_device, published_rates, weight_bytes_per_s
 from .cases.checks import Check, CheckOutcome
 from .cases.experts import ExpertKind, bytes_of, expert_kinds, random_experts, random_rows
 from .cases.subject import BackendCandidate, KernelInputs, MachineKind, candidates
@@ -32,7 +32,7 @@ def rate_checks(place: MachineKind) -> Iterator[Check]:
     def measured() -> Device:
         return measure_device("this", place.device, dtype)
 
-    kind, known = str(dtype).removeprefix("torch."), known_device(place.device, dtype)
+    kind, known = str(dtype).removeprefix("torch."), published_rates(place.device, dtype)
     yield Check("rates", "copy, read and written", lambda: _bytes(measured().bytes_per_s, known), _REMEDY)
     yield Check("rates", f"large product, {kind}", lambda: _flops(measured().flops, known), _REMEDY)
     look = partial(_weights, place, candidate, dtype, measured)
@@ -48,16 +48,16 @@ def _bytes(bytes_per_s: float, known: Device | None) -> CheckOutcome:
     words = f"{bytes_per_s / 1e9:.0f} GB/s"
     if known is None:
         return CheckOutcome(words)
-    least = _SHARE * known.bytes_per_s
-    return CheckOutcome(words, f"{least / 1e9:.0f} GB/s", bytes_per_s >= least)
+    minimum = _SHARE * known.bytes_per_s
+    return CheckOutcome(words, f"{minimum / 1e9:.0f} GB/s", bytes_per_s >= minimum)
 
 
 def _flops(flops: float, known: Device | None) -> CheckOutcome:
     words = f"{flops / 1e12:.3g} TFLOP/s"
     if known is None:
         return CheckOutcome(words)
-    least = _SHARE * known.flops
-    return CheckOutcome(words, f"{least / 1e12:.0f} TFLOP/s", flops >= least)
+    minimum = _SHARE * known.flops
+    return CheckOutcome(words, f"{minimum / 1e12:.0f} TFLOP/s", flops >= minimum)
 
 
 def _weights(

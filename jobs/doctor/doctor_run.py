@@ -87,13 +87,13 @@ def print_report(report: Report) -> None:
 
 
 def _examine(check: Check, wait: Wait) -> Finding:
-    wait.turn_to(f"{check.group}: {check.name}")
+    wait.set_stage(f"{check.group}: {check.name}")
     return examine(check)
 
 
 def _checks(options: DoctorOptions) -> Iterator[Check]:
     """Yield the checks in the order of the table; a part that cannot list its checks is itself a failure."""
-    place, quick = MachineKind.here(), options.quick
+    place, quick = MachineKind.detect(), options.quick
     found: list[LoadPlan] = []
     parts: list[tuple[str, Callable[[], Iterator[Check]]]] = [
         ("machine", machine_checks),

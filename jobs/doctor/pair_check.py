@@ -46,12 +46,12 @@ _SAMPLINGS = (
 
 
 @dataclass(frozen=True, slots=True)
-class _Requests:
+class _Workload:
     prompts: Sequence[tuple[int, ...]]
     params: Sequence[SamplingParams]
 
     @classmethod
-    def of(cls, vocab_size: int, count: int, max_tokens: int, *, greedy: bool = False) -> _Requests:
+    def of(cls, vocab_size: int, count: int, max_tokens: int, *, greedy: bool = False) -> _Workload:
         """Make prompts of 5 to 83 token ids; end-of-sequence tokens are ignored."""
         prompts = [
             tuple((7 * i + j * j) % (vocab_size - 16) + 1 for j in range(5 + 13 * (i % 7)))
@@ -88,14 +88,14 @@ def pair_checks(plan: LoadPlan, *, quick: bool) -> Iterator[Check]:
 
 def _speculation(plan: LoadPlan, dtype: str, count: int, max_tokens: int) -> CheckOutcome:
     nearly = plan.device.type == "cuda" and dtype != "float32"
-    asked = _Requests.of(plan.target.vocab_size, count, max_tokens, greedy=nearly)
+    workload = _Workload.of(plan.target.vocab_size, count, max_tokens, greedy=nearly)
     config = settings_of(plan, dtype=dtype)
-    drafted, num_drafted = _answers(config, asked)
-    plain, _ = _answers(replace(config, speculative_config=None), asked)
+    drafted, num_drafted = _answers(config, workload)
+    plain, _ = _answers(replace(config, speculative_config=None), workload)
     if not num_drafted:
         return CheckOutcome("nothing was drafted", "drafts", passed=False)
     if nearly:
-        return _near_ties(plan, asked, drafted, plain)
+        return _near_ties(plan, workload, drafted, plain)
     return _equal(drafted, plain)
 
 
@@ -103,17 +103,17 @@ def _backends(plan: LoadPlan, count: int, max_tokens: int) -> CheckOutcome:
     """Compare backends by plain decoding, since speculation would hide differences in the drafter."""
     if plan.device.type != "cuda":
         raise NotHereError(NO_GPU)
-    asked = _Requests.of(plan.target.vocab_size, count, max_tokens)
+    workload = _Workload.of(plan.target.vocab_size, count, max_tokens)
     config = settings_of(plan, dtype="float32", speculative_config=None)
-    answers = [_answers(replace(config, attention_backend=name), asked)[0] for name in ("triton", "torch")]
+    answers = [_answers(replace(config, attention_backend=name), workload)[0] for name in ("triton", "torch")]
     return _equal(*answers)
 
 
-def _answers(config: EngineConfig, asked: _Requests) -> tuple[Answers, int]:
+def _answers(config: EngineConfig, workload: _Workload) -> tuple[Answers, int]:
     engine = EngineCore(config, InProcessExecutor(config))
     found: dict[str, tuple[int, ...]] = {}
     try:
-        for i, (prompt, params) in enumerate(zip(asked.prompts, asked.params, strict=True)):
+        for i, (prompt, params) in enumerate(zip(workload.prompts, workload.params, strict=True)):
             found[str(i)] = ()
             engine.add_request(Request(request_id=str(i), prompt_token_ids=prompt, params=params))
         while engine.has_unfinished:
@@ -132,11 +132,11 @@ def _equal(mine: Answers, theirs: Answers) -> CheckOutcome:
     return none_differ(differing, len(mine), "answers")
 
 
-def _near_ties(plan: LoadPlan, asked: _Requests, mine: Answers, theirs: Answers) -> CheckOutcome:
+def _near_ties(plan: LoadPlan, workload: _Workload, mine: Answers, theirs: Answers) -> CheckOutcome:
     """Check the first difference of each greedy answer: the fp32 logits of both tokens must be close."""
     logits = _ExactLogits(plan)
     gaps: list[float] = []
-    for prompt, a, b in zip(asked.prompts, mine, theirs, strict=True):
+    for prompt, a, b in zip(workload.prompts, mine, theirs, strict=True):
         if a != b:
             at = next(i for i, pair in enumerate(zip(a, b, strict=True)) if pair[0] != pair[1])
             gaps.append(logits.gap((*prompt, *a[:at]), a[at], b[at]))

@@ -80,7 +80,7 @@ class DrafterDeployment:
         if client is None:
             raise MantaError("Ray Serve is not running in this Ray cluster.")
         self._client = client
-        self._board = CanaryStore(application, deployment)
+        self._store = CanaryStore(application, deployment)
         known = self._details()["applications"]
         if deployment not in known.get(application, {}).get("deployments", {}):
             names = [f"{app}/{name}" for app, found in known.items() for name in found["deployments"]]
@@ -96,7 +96,7 @@ class DrafterDeployment:
         found = DrafterCandidate.of(named)
         if found.drafter == drafter:
             raise ConfigError(f"{drafter} is already the drafter.", param="candidate")
-        self._board.clear()
+        self._store.clear()
         self._write({**_named(drafter), "candidate": named})
         return found
 
@@ -121,7 +121,7 @@ class DrafterDeployment:
         candidate, drafter, verdict, reports = settings.candidate, settings.drafter, None, {}
         if candidate is not None:
             trial = settings.trial_id
-            verdict, reports = self._board.verdict(trial), dict(self._board.told(trial))
+            verdict, reports = self._store.verdict(trial), dict(self._store.all_reports(trial))
         if candidate is not None and verdict == "promoted":
             drafter = candidate.drafter
         return TrialStatus(user_config, drafter, candidate, verdict, reports)
@@ -138,12 +138,12 @@ class DrafterDeployment:
         stored = next((each for each in deployments if each["name"] == self._deployment), {}).get(
             "user_config"
         )
-        return dict(stored or self._board.wish() or {})
+        return dict(stored or self._store.desired_config() or {})
 
     def _write(self, user_config: UserConfig) -> None:
         config = self._config()
         if config is None:
-            self._board.set_wish(user_config)
+            self._store.set_desired_config(user_config)
             return
         from ray.serve.schema import ServeDeploySchema
 

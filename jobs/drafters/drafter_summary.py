@@ -14,14 +14,14 @@ from pathlib import Path
 from typing import Any
 
 from ...cluster.errors import CheckpointError
-from ...drafter.card import least_card_length
+from ...drafter.card import min_card_length
 from ...drafter.compute.checkpoint.safetensors_reader import TensorHeaders
 from ...drafter.dflash.config import DrafterConfig
 from ...drafter.eagle3.config import DEFAULT_DRAFTS
 from ..common.tables import NO_FIGURE, decimals, print_table
 from .common.drafter_files import AnyConfig, DrafterFiles, read_config
 
-_LENT = {"embedding": "embed_tokens.weight", "head": "lm_head.weight"}
+_SHARED_TENSORS = {"embedding": "embed_tokens.weight", "head": "lm_head.weight"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,14 +86,14 @@ def summarize_drafter(files: DrafterFiles[AnyConfig]) -> DrafterSummary:
         mask_token_id=None if blocks is None else blocks.mask_token_id,
         vocab_size=config.vocab_size,
         draft_vocab_size=config.draft_vocab_size,
-        borrowed=tuple(what for what, name in _LENT.items() if not _has(tensors, name)),
+        borrowed=tuple(what for what, name in _SHARED_TENSORS.items() if not _has(tensors, name)),
         rope=f"{config.rope.kind}, theta {config.rope.theta:g}",
         dtypes=tuple(sorted(set(tensors.dtypes.values()))),
         num_parameters=sum(map(prod, tensors.shapes.values())),
         weight_bytes=sum(_num_bytes(tensors, name) for name in tensors.shapes),
         kv_bytes_per_token=2 * 2 * config.num_layers * config.num_kv_heads * config.head_dim,
         num_speculative_tokens=DEFAULT_DRAFTS if blocks is None else blocks.max_drafts,
-        mean_acceptance_length=least_card_length(files.folder),
+        mean_acceptance_length=min_card_length(files.folder),
     )
 
 
@@ -168,7 +168,7 @@ def print_drafters(drafters: dict[str, AnyConfig]) -> None:
             str(config.num_layers),
             str(config.block_size) if isinstance(config, DrafterConfig) else NO_FIGURE,
             ", ".join(map(str, config.target_layer_ids)) or NO_FIGURE,
-            decimals(least_card_length(Path(config.file).parent)),
+            decimals(min_card_length(Path(config.file).parent)),
         ]
         for name, config in drafters.items()
     ]

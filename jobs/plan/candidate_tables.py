@@ -13,7 +13,7 @@ from ...cluster.simulation.simulated_engine import ReplayResult
 from ..common.tables import NO_FIGURE, print_table
 
 Figures = dict[str, Any]  # Any: JSON
-_ROOM = ["layout", "GPUs", "weights, GiB each", "K/V tokens an engine", "most requests an engine"]
+_MEMORY = ["layout", "GPUs", "weights, GiB each", "K/V tokens an engine", "most requests an engine"]
 _SPEED = [
     "layout",
     "user tok/s at 1",
@@ -31,7 +31,9 @@ def print_candidates(found: Sequence[LayoutEstimate | LayoutMisfit], num_gpus: i
     fitting = [each for each in found if isinstance(each, LayoutEstimate)]
     if fitting:
         print_table(
-            f"memory of {num_gpus} GPUs, with {context} tokens per sequence", _ROOM, [*map(_room, fitting)]
+            f"memory of {num_gpus} GPUs, with {context} tokens per sequence",
+            _MEMORY,
+            [*map(_memory_cells, fitting)],
         )
         print_table("speed at the best batch of each engine", _SPEED, [_speed(e, num_gpus) for e in fitting])
     for each in found:
@@ -64,10 +66,10 @@ def as_json(
     return [_figures(each, played, num_gpus) for each in found]
 
 
-def _room(each: LayoutEstimate) -> list[str]:
-    layout, room = each.layout, each.room
-    weights = f"{room.weights_bytes / GIB:.1f}"
-    return [str(layout), str(layout.num_gpus), weights, f"{room.kv_tokens:,}", f"{room.largest_batch:,}"]
+def _memory_cells(each: LayoutEstimate) -> list[str]:
+    layout, memory = each.layout, each.memory
+    weights = f"{memory.weights_bytes / GIB:.1f}"
+    return [str(layout), str(layout.num_gpus), weights, f"{memory.kv_tokens:,}", f"{memory.largest_batch:,}"]
 
 
 def _speed(each: LayoutEstimate, num_gpus: int) -> list[str]:
@@ -93,7 +95,7 @@ def _figures(
         return figures | {"does_not_fit": each.error.message}
     outcome = played.get(each.layout)
     return figures | {
-        "room": asdict(each.room),
+        "room": asdict(each.memory),
         "alone": _point(each.alone, num_gpus),
         "best": _point(each.best, num_gpus),
         "misses": each.misses or None,

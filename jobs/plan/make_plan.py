@@ -29,7 +29,7 @@ from ...cluster.planner.estimates import (
     choose_by_trace,
     estimate,
 )
-from ...cluster.simulation.simulated_engine import ReplayResult, Slo, TraceArrival, play
+from ...cluster.simulation.simulated_engine import ReplayResult, Slo, TraceArrival, replay_trace
 from .candidate_tables import as_json, print_candidates, print_played
 from .options import PlanOptions
 from .pair_reader import ReadPair, read_pair, read_trace
@@ -114,7 +114,9 @@ def _play_all(
     ttft_s = None if options.slo_ttft_ms is None else options.slo_ttft_ms / 1e3
     slo, pair = Slo(demand.slo_tpot_s, ttft_s), read.pair
     return {
-        each.layout: play(trace, StepTimes(pair, gpu, each.layout), pair, each.layout, each.room, demand, slo)
+        each.layout: replay_trace(
+            trace, StepTimes(pair, gpu, each.layout), pair, each.layout, each.memory, demand, slo
+        )
         for each in fitting
     }
 
@@ -122,7 +124,7 @@ def _play_all(
 def _max_num_seqs(chosen: LayoutEstimate, options: PlanOptions) -> int:
     """Return the batch that meets the TPOT SLO; without one, or with a trace, the number that fits."""
     bounded = options.slo_tpot_ms is not None and options.trace is None
-    return chosen.best.batch if bounded else chosen.room.max_num_seqs
+    return chosen.best.batch if bounded else chosen.memory.max_num_seqs
 
 
 def _facts(options: PlanOptions, read: ReadPair, gpu: Gpu) -> str:

@@ -29,7 +29,7 @@ from ...cluster.hardware.model_shape import ExpertShape, LatentShape, LayerShape
 from ...cluster.hardware.parallel_layouts import TP_SIZES
 from ...cluster.simulation.simulated_engine import TraceArrival
 from ...cluster.speculation.acceptance_length import check_survival, survival_of_length
-from ...drafter.card import least_card_length
+from ...drafter.card import min_card_length
 from ...drafter.compute.checkpoint.packed_4bit import BLOCK
 from ...drafter.dflash.checkpoint import check_drafter
 from ...drafter.dflash.config import DrafterConfig
@@ -115,7 +115,7 @@ def _dtype(config: EngineConfig, target: ModelSpec) -> HalfDType:
 def _acceptance(text: str | None, num_drafts: int, folder: Path) -> tuple[tuple[float, ...], str]:
     if text is not None:
         return _stated(text, num_drafts), "as given"
-    if (length := least_card_length(folder)) is not None:
+    if (length := min_card_length(folder)) is not None:
         return survival_of_length(min(length, num_drafts + 1), num_drafts), "lowest in the drafter's card"
     length = min(DEFAULT_LENGTH, 1 + num_drafts / 2)
     return survival_of_length(length, num_drafts), "an assumption; give --acceptance"
@@ -205,7 +205,7 @@ def _experts(layer: LayerSpec, weight_bytes: float) -> ExpertShape | None:
         count=routed.router.num_experts,
         chosen=routed.router.top_k,
         inter=routed.inner_size,
-        held=routed.router.num_experts,
+        num_held=routed.router.num_experts,
         shared_inter=0 if routed.shared is None else routed.shared.inner_size,
         weight_bytes=weight_bytes,
         inner_multiple=routed.inner_multiple,

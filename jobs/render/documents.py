@@ -81,7 +81,7 @@ def render_document(
         environment=dict(ENVIRONMENT),
         serves=serves,
         grace_s=SERVICE_GRACE_S if serves else JOB_GRACE_S,
-        serve_config=yaml.safe_dump(deployment.behind_a_service(), sort_keys=False).rstrip("\n"),
+        serve_config=yaml.safe_dump(deployment.with_service(), sort_keys=False).rstrip("\n"),
         entrypoint=batch_command(deployment.engines[0], batch_flags),
         command=shlex.join(command),
     )
@@ -93,8 +93,8 @@ def batch_command(engines: Engines, batch_flags: Sequence[str]) -> str:
     for name, value in engines.args.items():
         if name in ENGINE_OPTIONS and value is not None:
             words += _flag(name, value)
-    fewest = max(engines.least, 1)
-    count = str(fewest) if fewest == engines.most else f"{fewest}:{engines.most}"
+    minimum = max(engines.least, 1)
+    count = str(minimum) if minimum == engines.most else f"{minimum}:{engines.most}"
     return shlex.join([*words, "--concurrency", count, *batch_flags])
 
 
@@ -148,12 +148,12 @@ def _pinned(requirement: Requirement) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Engines:
-    """The engines of one model: GPUs of each (0: CPUs), and `beside` per node for a shared drafter."""
+    """The engines of one model: GPUs of each (0: CPUs), and `extra_gpus` per node for a shared drafter."""
 
     args: Json
     config: EngineConfig
     gpus: int
-    beside: int
+    extra_gpus: int
     least: int
     most: int
 
@@ -182,7 +182,7 @@ class Deployment:
     def host(self) -> str:
         return str((self.serve.get("http_options") or {}).get("host", "127.0.0.1"))
 
-    def behind_a_service(self) -> dict[str, Any]:
+    def with_service(self) -> dict[str, Any]:
         """Return the config for use behind a service: a proxy on every node, listening on all interfaces."""
         http = {**(self.serve.get("http_options") or {}), "host": "0.0.0.0", "port": self.port}
         return {**self.serve, "proxy_location": "EveryNode", "http_options": http}
@@ -192,10 +192,10 @@ def read_deployment(file: Path, node_gpus: int | None) -> Deployment:
     """Read and check a Serve config; `node_gpus` None is what the engines need, at most 8."""
     serve = _read(file)
     engines = tuple(found for application in serve["applications"] for found in _engines(application))
-    wanted = sum(each.beside + each.gpus * each.most for each in engines)
+    wanted = sum(each.extra_gpus + each.gpus * each.most for each in engines)
     size = node_gpus if node_gpus is not None else min(wanted, NODE_GPUS)
     for each in engines:
-        needs = each.gpus + each.beside
+        needs = each.gpus + each.extra_gpus
         if needs > size:
             raise PlacementError(
                 f"tensor_parallel_size={each.config.tensor_parallel_size}: an engine of {each.config.model} "
@@ -203,24 +203,24 @@ def read_deployment(file: Path, node_gpus: int | None) -> Deployment:
                 "tensor_parallel_size.",
                 param="tensor_parallel_size",
             )
-    least, most = (_count_nodes(engines, size, most=most) for most in (False, True))
-    return Deployment(file.absolute(), serve, engines, size, least, most)
+    minimum, maximum = (_count_nodes(engines, size, maximum=maximum) for maximum in (False, True))
+    return Deployment(file.absolute(), serve, engines, size, minimum, maximum)
 
 
-def _count_nodes(engines: tuple[Engines, ...], size: int, *, most: bool) -> int:
+def _count_nodes(engines: tuple[Engines, ...], size: int, *, maximum: bool) -> int:
     """Return the nodes for all engines, placed largest first; without GPUs each engine has a node."""
     if not size:
-        return sum(each.most if most else each.least for each in engines)
+        return sum(each.most if maximum else each.least for each in engines)
     free: list[int] = []
     models: list[set[int]] = []  # models with engines on each node, which share a drafter
     for number, each in sorted(enumerate(engines), key=lambda item: -item[1].gpus):
-        for _ in range(each.most if most else each.least):
-            needs = [each.gpus + each.beside * (number not in there) for there in models]
+        for _ in range(each.most if maximum else each.least):
+            needs = [each.gpus + each.extra_gpus * (number not in there) for there in models]
             at = next((i for i, room in enumerate(free) if room >= needs[i]), len(free))
             if at == len(free):
                 free.append(size)
                 models.append(set())
-                needs.append(each.gpus + each.beside)
+                needs.append(each.gpus + each.extra_gpus)
             free[at] -= needs[at]
             models[at].add(number)
     return len(free)
@@ -242,11 +242,11 @@ def _engines(application: Json) -> list[Engines]:
     found: list[Engines] = []
     for entry, (config, server) in zip(entries, split_models(args), strict=True):
         topology = Topology.of(config, {"GPU": float(NODE_GPUS)})
-        least, most = _replicas(overrides, parse_replicas(server.replicas))
+        minimum, maximum = _replicas(overrides, parse_replicas(server.replicas))
         own = {**{key: value for key, value in args.items() if key != "models"}, **entry}
         gpus = round(total(topology.worker_bundles()).get("GPU", 0.0))
-        beside = int(topology.shared_drafter) if gpus else 0
-        found.append(Engines(own, config, gpus, beside, least, most))
+        extra_gpus = int(topology.shared_drafter) if gpus else 0
+        found.append(Engines(own, config, gpus, extra_gpus, minimum, maximum))
     return found
 
 

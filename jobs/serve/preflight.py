@@ -19,7 +19,7 @@ from ...actors.tokenization.checkpoint_paths import drafter_folder, target_folde
 from ...cluster.config import EngineConfig
 from ...cluster.errors import ConfigError
 
-LEAST_FILES, MOST_FILES = 256, 1 << 16
+MIN_FILES, MAX_FILES = 256, 1 << 16
 _ESTABLISHED = "01"  # TCP state in /proc/net/tcp
 # Rough estimate of the start: processes, imports and warm-up, plus reading the weights from a typical disk.
 START_S = {"cpu": 8.0, "cuda": 60.0}
@@ -64,12 +64,12 @@ def check_open_files() -> None:
     """Raise the limit of open files for this process and its children; ConfigError if it is too low."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft < hard or hard == resource.RLIM_INFINITY:
-        most = MOST_FILES if hard == resource.RLIM_INFINITY else min(hard, MOST_FILES)
-        soft = max(soft, most)
+        maximum = MAX_FILES if hard == resource.RLIM_INFINITY else min(hard, MAX_FILES)
+        soft = max(soft, maximum)
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-    if soft < LEAST_FILES:
+    if soft < MIN_FILES:
         raise ConfigError(
-            f"open files: the limit is {soft}, and Ray needs {LEAST_FILES} or more. Raise the "
+            f"open files: the limit is {soft}, and Ray needs {MIN_FILES} or more. Raise the "
             "limit (ulimit -n 8192; LimitNOFILE= of a systemd unit).",
             param="ulimit",
         )
@@ -111,7 +111,7 @@ def find_checkpoints(config: EngineConfig) -> None:
         drafter_folder(config, spec.model)
 
 
-def models_told(config: EngineConfig, settings: ServerSettings) -> Iterator[str]:
+def describe_models(config: EngineConfig, settings: ServerSettings) -> Iterator[str]:
     """Validate a model and yield lines about it before it is loaded."""
     from ...actors.targets.loading.load_plan import plan_load
 

@@ -18,7 +18,7 @@ from ...actors.http.config.settings import ServerSettings
 from ...actors.workers.base.fork_server import ForkServer, Stages
 from ...cluster.config import EngineConfig
 from ..common.progress import Report
-from .preflight import check_capture, models_told
+from .preflight import check_capture, describe_models
 
 Models = Sequence[tuple[EngineConfig, ServerSettings]]
 
@@ -91,17 +91,17 @@ def _import(names: Sequence[str]) -> None:
 def check_models(models: Models, report: Report, forks: ForkServer | None) -> None:
     """Read the checkpoints' settings, which imports torch: in a fork that has it already if possible."""
     answer = b"" if forks is None else forks.answer()
-    told = pickle.loads(answer or _checked(models))
-    if isinstance(told, Exception):
-        raise told
-    for line in told:
+    descriptions = pickle.loads(answer or _checked(models))
+    if isinstance(descriptions, Exception):
+        raise descriptions
+    for line in descriptions:
         report(line)
 
 
 def _checked(models: Models) -> bytes:
     """Return what to tell about the models, or what is wrong with them, pickled."""
     try:
-        lines = [line for model in models for line in models_told(*model)]
+        lines = [line for model in models for line in describe_models(*model)]
         for model in models:
             check_capture(*model)
     except Exception as error:  # raised by whoever asked

@@ -18,7 +18,7 @@ from ...actors.system.host_resources import free_port, owned_cores
 HAPROXY_HARD_STOP_S = 3600
 # Threads of HAProxy, at most Serve's default. Each wakes up for its own streams and takes a core from the
 # model's threads; with few cores, one thread handles several streams per wake-up.
-MOST_HAPROXY_THREADS, CORES_PER_HAPROXY_THREAD = 4, 4
+MAX_HAPROXY_THREADS, CORES_PER_HAPROXY_THREAD = 4, 4
 # A request that fits into the buffer can be retried on another replica.
 BUFFER_BYTES = 65536
 # Needed on every node of a cluster before its Ray starts, with either proxy.
@@ -90,7 +90,7 @@ def _with_haproxy(folder: HAProxyFolder) -> dict[str, str]:
 
 
 def _haproxy_threads() -> int:
-    return min(MOST_HAPROXY_THREADS, max(1, owned_cores() // CORES_PER_HAPROXY_THREAD))
+    return min(MAX_HAPROXY_THREADS, max(1, owned_cores() // CORES_PER_HAPROXY_THREAD))
 
 
 def _restore(before: Mapping[str, str | None]) -> None:

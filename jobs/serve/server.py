@@ -23,9 +23,9 @@ from ...actors.http.config.settings import ServerSettings, split_models
 from ...actors.http.middleware.api_keys import metrics_key, with_keys
 from ...actors.system.atomic_files import check_writable
 from ...cluster.config import EngineConfig
-from ...cluster.errors import ConfigError, MantaError, PlacementError, shown_name
+from ...cluster.errors import ConfigError, MantaError, PlacementError, brief_name
 from ..common.http_client import ServerClient, await_ready, num_requests
-from ..common.progress import TELL_S, Report, Wait, counting, in_thread
+from ..common.progress import REPORT_INTERVAL_S, Report, Wait, counting, in_thread
 from ..common.ray_session import join_or_start_ray, lost_ray, ray_address
 from ..common.stop_signals import Stopped, StopSignals
 from .options import ServeOptions
@@ -50,7 +50,7 @@ POLL_S = 0.1
 SELDOM_S = 1.0
 ANSWER_TIMEOUT_S = 5.0
 LAST_WORDS_S = 5.0
-LOOK_S = 0.5  # at Ray itself
+RAY_POLL_S = 0.5  # at Ray itself
 # Serve takes a replica away a little after its last request has ended.
 DRAIN_MARGIN_S = 20.0
 # A replica without room: somebody may be about to end; an autoscaler needs minutes to bring a node.
@@ -94,7 +94,7 @@ class Server:
 
     def _wait(self) -> NoReturn:
         while True:
-            time.sleep(LOOK_S)
+            time.sleep(RAY_POLL_S)
             if self.owns_ray and (lost := lost_ray()) is not None:
                 self._ray_is_lost = True
                 raise MantaError(
@@ -106,7 +106,7 @@ class Server:
         """Take no new requests. Those that run have `shutdown_timeout`, and then get an error event."""
         from ray import serve
 
-        began_s = told_s = time.monotonic()
+        began_s = reported_s = time.monotonic()
         allowed_s = self._settings.shutdown_timeout
         running = num_requests(self.url, metrics_key(self._settings))
         self._report(
@@ -118,9 +118,9 @@ class Server:
         serve.delete(self._name, _blocking=False)
         deadline_s = began_s + allowed_s + DRAIN_MARGIN_S
         while self._name in serve.status().applications and time.monotonic() < deadline_s:
-            if time.monotonic() - told_s >= TELL_S:
-                told_s = time.monotonic()
-                self._report(f"draining ({told_s - began_s:.0f} s)")
+            if time.monotonic() - reported_s >= REPORT_INTERVAL_S:
+                reported_s = time.monotonic()
+                self._report(f"draining ({reported_s - began_s:.0f} s)")
             time.sleep(POLL_S)
         if time.monotonic() - began_s >= allowed_s:
             self._await_last_words()
@@ -337,14 +337,14 @@ def _await_running(
     Args:
         replaces: whether an earlier application may answer there.
     """
-    begin_s = looked_s = asked_s = time.monotonic()
+    begin_s = looked_s = requested_s = time.monotonic()
     answers, state = replaces, "NOT_STARTED"
     with ServerClient(options.url, ANSWER_TIMEOUT_S) as client:
         while True:
             now_s = time.monotonic()
             answers = answers or client.is_ready()
-            if answers or now_s - asked_s >= SELDOM_S:
-                asked_s = now_s
+            if answers or now_s - requested_s >= SELDOM_S:
+                requested_s = now_s
                 state = _state(options)
                 if state == "RUNNING":
                     return
@@ -356,7 +356,7 @@ def _await_running(
                 )
             if proxies.done():
                 _check_proxies(proxies)
-            if now_s - looked_s >= TELL_S:
+            if now_s - looked_s >= REPORT_INTERVAL_S:
                 looked_s = now_s
                 wait.what = _what_it_does(options, now_s - begin_s)
             time.sleep(POLL_S)
@@ -375,9 +375,9 @@ def _state(options: ServeOptions) -> str:
 def _what_it_does(options: ServeOptions, waited_s: float) -> str:
     """A replica waits for its place in the cluster, then it loads."""
     from ...actors.replica import DEPLOYMENT
-    from ...actors.workers.base.ray_resources import may_grow, waiting_for_room
+    from ...actors.workers.base.ray_resources import describe_missing_resources, may_grow
 
-    lacking = waiting_for_room(options.name, DEPLOYMENT)
+    lacking = describe_missing_resources(options.name, DEPLOYMENT)
     if lacking is None:
         return "loading the models"
     if waited_s > NEW_NODE_TIMEOUT_S or (waited_s > ROOM_TIMEOUT_S and not may_grow()):
@@ -399,7 +399,7 @@ def _cause(application: Any) -> str:  # Any: Serve's status object.
 
 def _last_line(error: BaseException) -> str:
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return shown_name(lines[-1] if lines else type(error).__name__).rstrip(".")
+    return brief_name(lines[-1] if lines else type(error).__name__).rstrip(".")
 
 
 def _to_stderr(line: str) -> None:

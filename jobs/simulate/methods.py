@@ -58,10 +58,10 @@ class Method:
         """Return the pair with this method's drafter shape, and its survival for a text of hardness 1."""
         if self.kind == "plain":
             return replace(pair, drafter=None, survival=())
-        most = len(texts.survival)
-        if self.drafts is not None and self.drafts > most:
+        maximum = len(texts.survival)
+        if self.drafts is not None and self.drafts > maximum:
             raise ConfigError(
-                f"method={self.name!r}: its drafter makes at most {most} drafts.", param="method"
+                f"method={self.name!r}: its drafter makes at most {maximum} drafts.", param="method"
             )
         survival = texts.survival[: self.drafts]
         if self.kind == "dflash":

@@ -10,7 +10,7 @@ import numpy as np
 from ...cluster.config import EngineConfig, SpeculativeConfig
 from ...cluster.errors import ConfigError, PlacementError
 from ...cluster.hardware.gpu_specs import Gpu
-from ...cluster.hardware.memory_plan import MemoryPlan, find_room
+from ...cluster.hardware.memory_plan import MemoryPlan, plan_memory
 from ...cluster.hardware.model_pair import LayoutDemand, ModelPair
 from ...cluster.hardware.parallel_layouts import ParallelLayout
 from ...cluster.hardware.step_time import StepTimes
@@ -50,14 +50,14 @@ class NodeEngine:
     texts: AcceptanceMix
     pair: ModelPair
     layout: ParallelLayout
-    room: MemoryPlan
+    memory: MemoryPlan
     demand: LayoutDemand
     times: StepTimes
 
     def engine(self, *, free_prompts: bool = False, prefix_caching: bool = False) -> LoadDriver:
         return simulated_engine(
             self.pair,
-            self.room,
+            self.memory,
             self.demand,
             PlanCost(self.times, free_prompts=free_prompts),
             adaptive=self.method.adaptive,
@@ -89,12 +89,12 @@ def node_engines(
         for tp in [tp for tp in tp_sizes or pair.tp_sizes if tp <= num_gpus]:
             layout = ParallelLayout(tp, method.placement, num_gpus // tp)
             try:
-                room = find_room(mine, gpu, layout, demand)
+                memory = plan_memory(mine, gpu, layout, demand)
             except PlacementError as error:
                 lacking.append(error)
                 continue
             count += 1
-            yield NodeEngine(method, texts, mine, layout, room, demand, StepTimes(mine, gpu, layout))
+            yield NodeEngine(method, texts, mine, layout, memory, demand, StepTimes(mine, gpu, layout))
         if lacking and not count:
             raise lacking[-1]
         if not count:

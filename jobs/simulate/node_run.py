@@ -29,7 +29,7 @@ from ...cluster.hardware.step_time import (
     LAUNCHES_PER_LAYER,
 )
 from ...cluster.request.request import Request
-from ...cluster.simulation.load_driver import Observed, Percentiles, closed_loop, open_loop
+from ...cluster.simulation.load_driver import LoadMeasurement, Percentiles, closed_loop, open_loop
 from ...cluster.simulation.simulated_engine import TraceArrival
 from ..bench.common.provenance import provenance
 from ..charts.plots import COLORS, GRAY, can_plot, new_figure, save_figure
@@ -40,7 +40,7 @@ from .methods import EAGLE3_INTER, EAGLE3_TAPS, EAGLE3_VOCAB, Figures, Method, m
 from .node_engines import DraftAssumptions, NodeEngine, Workload, node_engines, read_shapes
 from .options import NodeOptions
 
-LEAST_REQUESTS = 16  # minimum number of measured requests at a load
+MIN_REQUESTS = 16  # minimum number of measured requests at a load
 ROW_WORK = 0.01  # cost of simulating a request in a step, relative to the step's own; for progress
 MARKERS: Mapping[int, str] = {1: "o", 2: "s", 4: "^", 8: "D"}  # by ranks of an engine
 
@@ -104,11 +104,11 @@ def _name(model: str) -> str:
 
 
 def _loads(node_engine: NodeEngine, options: NodeOptions) -> list[int]:
-    return [clients for clients in options.concurrency if clients <= node_engine.room.max_num_seqs]
+    return [clients for clients in options.concurrency if clients <= node_engine.memory.max_num_seqs]
 
 
 def _num_measured(clients: int) -> int:
-    return max(2 * clients, LEAST_REQUESTS)
+    return max(2 * clients, MIN_REQUESTS)
 
 
 def _request_work(clients: int) -> float:
@@ -130,27 +130,27 @@ def _observe(
     workload: Workload,
     trace_s: Sequence[float],
     progress: TimeLeft,
-) -> Iterator[tuple[float, Observed]]:
+) -> Iterator[tuple[float, LoadMeasurement]]:
     def make(number: int, share: float, clients: int = 0) -> Request:
         work = _request_work(clients) if clients else 1.0
         progress.update(work if number >= clients else 0.0)
         return workload.request(number, share)
 
-    def arrive(arrival_s: Sequence[float]) -> Observed:
+    def run_open_loop(arrival_s: Sequence[float]) -> LoadMeasurement:
         return open_loop([node_engine.engine() for _ in range(node_engine.layout.replicas)], make, arrival_s)
 
     if trace_s:
-        yield len(trace_s) / max(trace_s[-1] - trace_s[0], 1.0), arrive(trace_s)
+        yield len(trace_s) / max(trace_s[-1] - trace_s[0], 1.0), run_open_loop(trace_s)
         return
     for rate in options.rate_per_s:
         dice = np.random.default_rng([workload.seed, 1])
-        yield rate, arrive(np.cumsum(dice.exponential(1.0 / rate, options.num_requests)).tolist())
+        yield rate, run_open_loop(np.cumsum(dice.exponential(1.0 / rate, options.num_requests)).tolist())
     for clients in () if options.rate_per_s else _loads(node_engine, options):
         follow = partial(make, clients=clients)
         yield clients, closed_loop(node_engine.engine(), follow, clients, _num_measured(clients))
 
 
-def _figures(node_engine: NodeEngine, load: float, seen: Observed, num_gpus: int) -> Figures:
+def _figures(node_engine: NodeEngine, load: float, seen: LoadMeasurement, num_gpus: int) -> Figures:
     """Return the figures of a point. In a closed loop, one engine represents all engines of the node."""
     layout = node_engine.layout
     engines = layout.replicas // seen.num_engines

@@ -166,9 +166,9 @@ class _PairJob:
         keep: Callable[[Sequence[int]], list[int]],
         share: float,
     ) -> Continuations:
-        asked = questions(self._learned, store, tokenizer, NUM_QUESTIONS, temperatures, seed=1)
+        requests = questions(self._learned, store, tokenizer, NUM_QUESTIONS, temperatures, seed=1)
         folder, budget_s = self._work / f"continuations-{name}", self._budget_s * share
-        return write_continuations(self._output / "target", asked, folder, budget_s, self._report, keep)
+        return write_continuations(self._output / "target", requests, folder, budget_s, self._report, keep)
 
     def _train_together(
         self, tokenizer: Tokenizer, target: Qwen3ForCausalLM, store: TokenStore, data: Continuations
@@ -189,7 +189,7 @@ class _PairJob:
         export_drafter(drafter, spec, folder / "drafter")
 
     def _train_drafter(self, data: Continuations) -> None:
-        learned, held_out = data.parted(HELD_OUT_SEQUENCES)
+        learned, held_out = data.split_off(HELD_OUT_SEQUENCES)
         trained = train(
             self._output / "target",
             learned,
@@ -209,10 +209,10 @@ class _PairJob:
         frozen = FrozenTarget(target, config.target_layer_ids, spec.max_position_embeddings, self._device)
         config = continued(config, DrafterSettings(), spec.embed_scale)
         drafter = new_drafter(config, frozen.weights, self._output / "drafter").to(self._device)
-        asked = held_out_answers(target, tokenizer, prompts, EVALUATION_TEMPERATURES)
+        requests = held_out_answers(target, tokenizer, prompts, EVALUATION_TEMPERATURES)
         figures = [
             row
-            for questions, answers in asked
+            for questions, answers in requests
             for row in evaluate(BlockProposals(frozen, drafter), prompts, questions, answers, self._device)
         ]
         for row in figures:

@@ -81,8 +81,8 @@ def held_out_answers(
     encoded = [tuple(tokenizer.encode(prompt.text, add_special_tokens=False).ids) for prompt in prompts]
     with LLM(str(target_dir), max_num_seqs=NUM_RUNNING) as llm:
         generate = generator(llm, EVALUATION_TOKENS)
-        asked = [
+        requests = [
             [ContinuationRequest(ids, temperature, seed) for seed, ids in enumerate(encoded)]
             for temperature in temperatures
         ]
-        return [(questions, generate(questions)) for questions in asked]
+        return [(questions, generate(questions)) for questions in requests]

@@ -28,12 +28,12 @@ def test_an_unknown_flag_would_be_detected() -> None:
 
 
 @pytest.mark.parametrize(
-    ("guide", "least"), [("batch.md", 6), ("production.md", 8), ("how-to/structured-output.md", 1)]
+    ("guide", "minimum"), [("batch.md", 6), ("production.md", 8), ("how-to/structured-output.md", 1)]
 )
-def test_the_commands_of_a_guide_exist(guide: str, least: int) -> None:
+def test_the_commands_of_a_guide_exist(guide: str, minimum: int) -> None:
     text = (DOCS / guide).read_text()
     blocks = "\n".join(re.findall(r"^```sh\n(.*?)^```", text, re.M | re.S)).replace("\\\n", " ")
     found = [match[1] for line in blocks.splitlines() if (match := re.search(r"(?:^|-- )(manta .*)", line))]
-    assert len(found) >= least
+    assert len(found) >= minimum
     for command in found:
         parsed(shlex.split(command, comments=True))

@@ -163,9 +163,9 @@ def test_the_parser_knows_every_command_of_the_guides() -> None:
         depth = max(n for n in range(1, len(words) + 1) if " ".join(words[:n]) in known)
         parameters = known[" ".join(words[:depth])].params
         flags = {flag for each in parameters for flag in (*each.opts, *each.secondary_opts)} | {"--help"}
-        asked = [word.partition("=")[0] for word in words[depth:] if re.match(r"--?[a-z]", word)]
-        assert depth > 1 or asked, words
-        assert [flag for flag in asked if flag not in flags] == [], words
+        requested = [word.partition("=")[0] for word in words[depth:] if re.match(r"--?[a-z]", word)]
+        assert depth > 1 or requested, words
+        assert [flag for flag in requested if flag not in flags] == [], words
 
 
 TIMES = "\N{MULTIPLICATION SIGN}"
@@ -184,17 +184,17 @@ def test_every_file_that_the_readme_names_exists() -> None:
 def test_the_readmes_figures_equal_the_files() -> None:
     one, eight = benchmark("compare-cpu")["points"]
     ours, rate = one["contenders"][0], eight["contenders"][0]
-    told = [f"{ours['tokens_per_s']:,.0f}", f"{rate['tokens_per_s']:,.0f}"]
+    reported = [f"{ours['tokens_per_s']:,.0f}", f"{rate['tokens_per_s']:,.0f}"]
     by_name = [{each["name"]: each["ratio"] for each in point["contenders"]} for point in (one, eight)]
-    told += [f"**{point['Hugging Face generate']:.1f}{TIMES}**" for point in by_name]
-    told += [f"{by_name[0]['unbatched DFlash loop']:.1f}{TIMES} a plain DFlash loop"]
+    reported += [f"**{point['Hugging Face generate']:.1f}{TIMES}**" for point in by_name]
+    reported += [f"{by_name[0]['unbatched DFlash loop']:.1f}{TIMES} a plain DFlash loop"]
     pair = {point["requests"]: point for point in benchmark("shipped-pair-cpu")["points"]}
-    told += [f"{pair[1]['speedup']:.2f}{TIMES} at 1 request", f"{pair[8]['speedup']:.2f}{TIMES} at 8"]
+    reported += [f"{pair[1]['speedup']:.2f}{TIMES} at 1 request", f"{pair[8]['speedup']:.2f}{TIMES} at 8"]
     audit = benchmark("audit-cpu")
-    told += [f"{audit['requests']} requests", f"{audit['tokens']:,} tokens"]
+    reported += [f"{audit['requests']} requests", f"{audit['tokens']:,} tokens"]
     assert audit["mismatches"] == 0 and all(all(each["identical"].values()) for each in pair.values())
     words = " ".join(README.split())
-    assert [each for each in told if each not in words] == []
+    assert [each for each in reported if each not in words] == []
 
 
 def test_the_readmes_acceptance_equals_the_cards() -> None:

@@ -28,7 +28,7 @@ from manta.jobs.drafters.train.adapt_run import (
 
 from .json_logs import write_logs
 
-LEAST_GAIN = 0.2
+MIN_GAIN = 0.2
 _TARGET, _DRAFTER, _SHIPPED = Path("models/target"), Path("models/drafter"), Path("models/prompts.jsonl")
 _NUM_LOGS, _HELD_OUT_LOGS, _REPLAYED_OF_EACH = 3000, 64, 400
 _SEED, _HELD_OUT_SEED, _REPLAY_SEED = 1, 2, 3
@@ -70,9 +70,9 @@ def run(minutes: float, work: Path) -> dict[str, Any]:
     tokenizer = Tokenizer.load(_TARGET)
     logs, shipped = (read_examples(path, tokenizer, "data") for path in (unseen, _SHIPPED))
     before, after = (measure(drafter, _TARGET, logs, shipped) for drafter in (_DRAFTER, options.candidate))
-    verdict = judge(before, after, LEAST_GAIN)
+    verdict = judge(before, after, MIN_GAIN)
     return {
-        "bar": {"least_gain": LEAST_GAIN, "most_loss": MAX_LOSS, "minutes": minutes},
+        "bar": {"least_gain": MIN_GAIN, "most_loss": MAX_LOSS, "minutes": minutes},
         "met": verdict.passed and adapted["passed"],
         "unseen": verdict.as_json(),
         "adapt": adapted,

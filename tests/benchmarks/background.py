@@ -108,7 +108,7 @@ def _measure(
     return {
         "request_rate": rate,
         "requests": options.rounds * options.num_requests,
-        "sides": [_side_figures(name, done[name]) for name in SIDES],
+        "sides": [_figures_of_side(name, done[name]) for name in SIDES],
         "ratios": _ratios(*(done[name] for name in SIDES)),
         "idleness": None if watch is None else watch.found.as_json(),
     }
@@ -126,7 +126,7 @@ class _SidePass:
         return (self.tokens - sum(reply.num_tokens for reply in self.load.replies)) / self.load.seconds
 
 
-def _side_figures(name: str, passes: Sequence[_SidePass]) -> Figures:
+def _figures_of_side(name: str, passes: Sequence[_SidePass]) -> Figures:
     replies = [reply for each in passes for reply in each.load.replies]
     together = ServedPass(sum(each.load.seconds for each in passes), replies)
     batch = statistics.median(each.batch_tokens_per_s for each in passes)
@@ -208,7 +208,7 @@ class _Batches:
 
     def _ask(self, path: str, body: Mapping[str, object] | None = None) -> Mapping[str, Any]:
         with ServerClient(self._url) as client:
-            answer = client.ask(path, body)
+            answer = client.request(path, body)
         if answer.status != 200:
             raise MantaError(f"{path} answered {answer.status}: {answer.error}")
         return answer.body

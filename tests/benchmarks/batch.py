@@ -37,7 +37,7 @@ from .options import BatchBenchOptions
 from .process_tree import TreeWatch
 
 GENERATE_SHARE = 0.05  # of the rows: `generate` is slow, and its speed does not depend on the number of rows
-LEAST_GENERATED = 16
+MIN_GENERATED = 16
 LOOK_EVERY_S = 1.0  # to count the processes of a side's Ray, which end with it
 
 
@@ -107,7 +107,7 @@ def _share(prompts: Sequence[Prompt], name: str) -> Sequence[Prompt]:
     """Return the rows of a side: all, or an evenly spaced sample for `generate`."""
     if name != "generate":
         return prompts
-    count = min(len(prompts), max(LEAST_GENERATED, round(GENERATE_SHARE * len(prompts))))
+    count = min(len(prompts), max(MIN_GENERATED, round(GENERATE_SHARE * len(prompts))))
     return [prompts[i * len(prompts) // count] for i in range(count)]
 
 
@@ -120,14 +120,14 @@ def _figures(
     return {
         "rows": len(prompts),
         "sides": [
-            _side_figures(name, sides[name], found, passes, len(_share(prompts, name)))
+            _figures_of_side(name, sides[name], found, passes, len(_share(prompts, name)))
             for name, found in passes.items()
         ],
         "idleness": watch.found.as_json(),
     }
 
 
-def _side_figures(
+def _figures_of_side(
     name: str, side: Side, found: Sequence[Pass], passes: Mapping[str, list[Pass]], rows: int
 ) -> Figures:
     jobs = [one for one in found if isinstance(one, JobPass)]

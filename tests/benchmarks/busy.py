@@ -19,7 +19,7 @@ from manta.actors.tokenization.prompts import load_tokenizer
 from manta.cluster.config import EngineConfig
 from manta.cluster.errors import ConfigError
 from manta.jobs.bench.common.engine_passes import (
-    LEAST_GROUPS,
+    MIN_GROUPS,
     MODES,
     EnginePass,
     Figures,
@@ -116,10 +116,10 @@ def _measure(
 
 def _turns(runs: Mapping[str, EnginePass], count: int, requests: int, max_tokens: int) -> list[slice]:
     """Return turns whose length is determined by the slower mode's idle speed."""
-    least = slice(requests * LEAST_GROUPS)
+    minimum = slice(requests * MIN_GROUPS)
     for run in runs.values():
-        run(least)  # warm-up
-    slowest = min(run(least).tokens_per_s for run in runs.values())
+        run(minimum)  # warm-up
+    slowest = min(run(minimum).tokens_per_s for run in runs.values())
     return split_evenly(count, prompts_per_turn(requests, slowest, max_tokens), requests)
 
 

@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
-from manta.cluster.errors import ConfigError, MantaError, UnreachableError, shown_url
+from manta.cluster.errors import ConfigError, MantaError, UnreachableError, brief_url
 from manta.jobs.bench.common.engine_passes import Pass
 from manta.jobs.common.http_client import Json, ServerAnswer, ServerClient, split_url
 
@@ -75,7 +75,7 @@ class OpenAIServer:
                 answer = self._ask(client, "/v1/completions", self._body(prompts[i], max_tokens))
                 if answer.status != 200:
                     raise MantaError(
-                        f"server: {shown_url(self._url)} answered {answer.status}: {answer.error}",
+                        f"server: {brief_url(self._url)} answered {answer.status}: {answer.error}",
                         param="server",
                     )
                 answers[i] = answer.body
@@ -91,7 +91,7 @@ class OpenAIServer:
             return str(answer.body["data"][0]["id"])
         except (LookupError, TypeError):
             raise ConfigError(
-                f"server={shown_url(self._url)} lists no model at /v1/models (status {answer.status}). Name "
+                f"server={brief_url(self._url)} lists no model at /v1/models (status {answer.status}). Name "
                 "one with --server-model, or correct --server.",
                 param="server_model",
             ) from None
@@ -105,7 +105,7 @@ class OpenAIServer:
                 if answer.status == 200 and "usage" in answer.body:
                     return extras
         raise ConfigError(
-            f"server={shown_url(self._url)} does not complete token ids as {self._model!r}: status "
+            f"server={brief_url(self._url)} does not complete token ids as {self._model!r}: status "
             f"{answer.status}, {answer.error} It must serve the same target with OpenAI's /v1/completions, "
             "under the name that --server-model gives.",
             param="server_model" if answer.status == 404 else "server",
@@ -113,7 +113,7 @@ class OpenAIServer:
 
     def _ask(self, client: ServerClient, path: str, body: Json | None = None) -> ServerAnswer:
         try:
-            return client.ask(path, body)
+            return client.request(path, body)
         except UnreachableError as error:
             raise ConfigError(
                 f"server={error.message} Start it first, or correct --server.", param="server"

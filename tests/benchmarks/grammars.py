@@ -1,7 +1,8 @@
 """`benchmarks grammars`: the share of structured outputs in the time of a step.
 
 Requests with schemas run in this process, without Ray. Both calls through which grammars enter a step are
-timed: computing masks (`GrammarStates.guide`) and applying them to logits (`StepOperators.mask_tokens`).
+timed: computing masks (`GrammarStates.constrain_drafts`) and applying them to logits
+(`StepOperators.mask_tokens`).
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ SCHEMAS: tuple[dict[str, Any], ...] = (  # Any: JSON
 
 def run_grammars(config: EngineConfig, options: GrammarOptions) -> dict[str, float]:
     """Measure, print, write the figures if requested, and return them."""
-    asked = [
+    requested = [
         StructuredOutputsParams(json=SCHEMAS[i % len(SCHEMAS)], disable_any_whitespace=True)
         for i in range(options.requests)
     ]
@@ -54,7 +55,7 @@ def run_grammars(config: EngineConfig, options: GrammarOptions) -> dict[str, flo
         (GrammarStates, "guide"),
         (type(make_step_operators(plan)), "mask_tokens"),
     ]
-    rounds = _rounds(config, asked, options, doors)
+    rounds = _rounds(config, requested, options, doors)
     figures = {
         "step_ms": statistics.median(each.step_s for each in rounds) * 1e3,
         "grammars_ms": statistics.median(each.grammars_s for each in rounds) * 1e3,
@@ -82,15 +83,15 @@ class _Round:
 
 def _rounds(
     config: EngineConfig,
-    asked: list[StructuredOutputsParams],
+    requested: list[StructuredOutputsParams],
     options: GrammarOptions,
     doors: list[tuple[type, str]],
 ) -> list[_Round]:
     params = [
         SamplingParams(max_tokens=options.max_tokens, seed=i, structured_outputs=a)
-        for i, a in enumerate(asked)
+        for i, a in enumerate(requested)
     ]
-    prompts = [f"Make up example {i} as JSON:" for i in range(len(asked))]
+    prompts = [f"Make up example {i} as JSON:" for i in range(len(requested))]
     rounds: list[_Round] = []
     with open_llm(config) as llm, ExitStack() as clocks:
         llm.generate(prompts, params, use_tqdm=False)  # warm-up: compiles loops and lexer states

@@ -49,7 +49,7 @@ class Target:
 def find_server(url: str) -> Target:
     """Return the server and its first model. Raises MantaError if it cannot be reached."""
     with ServerClient(url, HEALTH_TIMEOUT_S) as client:
-        answer = client.ask("/v1/models")
+        answer = client.request("/v1/models")
     if answer.status != 200:
         raise MantaError(f"{url}/v1/models answered {answer.status}: {answer.error}")
     return Target(url, str(answer.body["data"][0]["id"]))
@@ -74,7 +74,7 @@ class Reply:
     @property
     def waits(self) -> RequestLatencies:
         """Return the latencies of a complete stream, from the time it was sent."""
-        return RequestLatencies.of(self.stream.asked_s, self.stream.token_times_s, self.num_tokens)
+        return RequestLatencies.of(self.stream.requested_s, self.stream.token_times_s, self.num_tokens)
 
     @property
     def failure(self) -> str | None:

@@ -86,14 +86,14 @@ def verdicts(points: Sequence[Figures], mixed: Sequence[Figures]) -> list[Figure
         {
             "bar": bar,
             "where": f"{point['requests']} request(s), {traffic}",
-            "least": least,
+            "least": minimum,
             "measured": figures[ratio],
             "range": [min(figures[f"rounds_{ratio}"]), max(figures[f"rounds_{ratio}"])],
-            "met": figures[ratio] >= least,
+            "met": figures[ratio] >= minimum,
         }
         for traffic, (measured, of_traffic) in bars.items()
         for point in measured
-        for bar, side, ratio, least in of_traffic
+        for bar, side, ratio, minimum in of_traffic
         if (figures := point["sides"].get(side)) is not None
     ]
 

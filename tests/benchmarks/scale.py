@@ -97,10 +97,10 @@ class Clients:
 
     def _ask_on(self, number: int, stop: threading.Event) -> None:
         with ServerClient(self._url) as client:
-            asked = 0
+            requested = 0
             while not stop.is_set():
-                asked += 1
-                self._seen.asked.append(self._ask(client, f"Client {number} asks {asked} times."))
+                requested += 1
+                self._seen.asked.append(self._ask(client, f"Client {number} asks {requested} times."))
 
     def _ask(self, client: ServerClient, text: str) -> Asked:
         begin_s, first_s, error = time.monotonic(), None, None
@@ -118,18 +118,18 @@ def run_scale(settings: Mapping[str, Any], options: ScaleOptions) -> Figures:  #
     Raises:
         MantaError: the number of replicas was not reached in time, or a request failed.
     """
-    least, most = options.replicas
+    minimum, maximum = options.replicas
     args = {
         "num_threads": 1,
         **settings,
-        "replicas": f"{least}:{most}",
+        "replicas": f"{minimum}:{maximum}",
         "scaling": asdict(options.rules),
     }
     config, server_settings = split_settings(args)
     assert parse_replicas(server_settings.replicas) == options.replicas
     options = replace(options, many=options.height(config.max_num_seqs))
     bundles = Topology.of(config, {}).replica_bundles(1.0)
-    num_cpus = round(most * sum(bundle.get("CPU", 0.0) for bundle in bundles)) + SPARE_CPUS
+    num_cpus = round(maximum * sum(bundle.get("CPU", 0.0) for bundle in bundles)) + SPARE_CPUS
     where = ServeOptions(port=free_port(), num_cpus=num_cpus)
     watch = TreeWatch(look_every_s=LOOK_S)
     with start_server(args, where) as server, watch.open():
@@ -148,14 +148,14 @@ def run_scale(settings: Mapping[str, Any], options: ScaleOptions) -> Figures:  #
         from .scale_plot import plot_scale
 
         plot_scale(figures, options.plot)
-    if failed := [asked.error for asked in seen.asked if asked.error]:
+    if failed := [requested.error for requested in seen.asked if requested.error]:
         raise MantaError(f"{len(failed)} of {len(seen.asked)} requests failed; the first: {failed[0]}")
     return figures
 
 
 def _load(server: Server, application: str, model: str, options: ScaleOptions) -> Seen:
     """Run the phases: few clients, many, few."""
-    (least, most), many = options.replicas, options.many
+    (minimum, maximum), many = options.replicas, options.many
     assert many is not None, "run_scale sets the number of clients"
     begin_s, seen = time.monotonic(), Seen()
     body = {"model": model, "max_tokens": options.max_tokens, "temperature": 0, "ignore_eos": True}
@@ -163,9 +163,9 @@ def _load(server: Server, application: str, model: str, options: ScaleOptions) -
     with ExitStack() as stack:
         stack.enter_context(_watched(application, begin_s, clients, seen))
         stack.callback(clients.resize, 0)
-        fewest = max(least, 1)
-        phases = [(options.few, fewest), (many, most), (options.few, fewest)]
-        if least == 0:
+        minimum = max(minimum, 1)
+        phases = [(options.few, minimum), (many, maximum), (options.few, minimum)]
+        if minimum == 0:
             phases += [(0, 0), (options.few, 1)]
         for count, replicas in phases:
             say(f"{count} client(s), until {replicas} replica(s) serve")
@@ -222,7 +222,7 @@ def summary(seen: Seen) -> Figures:
     moments = [m for i, m in enumerate(seen.moments) if i == 0 or _state(m) != _state(seen.moments[i - 1])]
     return {
         "requests": len(seen.asked),
-        "failed": sum(asked.error is not None for asked in seen.asked),
+        "failed": sum(requested.error is not None for requested in seen.asked),
         "first_token_s": _percentiles([a.first_s for a in seen.asked if a.first_s is not None]),
         "seconds": seen.moments[-1].at_s if seen.moments else 0.0,
         "moments": [asdict(moment) for moment in moments],
@@ -234,9 +234,9 @@ def _state(moment: Moment) -> tuple[int, ...]:
     return moment.serving, moment.starting, moment.ending, moment.clients
 
 
-def _windows(asked: Sequence[Asked]) -> Iterator[Figures]:
+def _windows(requested: Sequence[Asked]) -> Iterator[Figures]:
     by_window: dict[int, list[float]] = {}
-    for each in asked:
+    for each in requested:
         if each.first_s is not None:
             by_window.setdefault(int(each.begin_s // WINDOW_S), []).append(each.first_s)
     for number, firsts in sorted(by_window.items()):

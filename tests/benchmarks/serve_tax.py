@@ -42,9 +42,9 @@ from .process_clocks import ROLES, read_role_clocks
 from .process_tree import TreeWatch
 from .serve_tax_sides import NAMES, SIDES, Asker, Question, Reply
 
-LEAST_STREAMS = 8  # minimum number of streams of a point
-MOST_GROUPS = 4  # streams of a point as a multiple of the concurrency, which drops at the end
-MOST_STREAMS = 64
+MIN_STREAMS = 8  # minimum number of streams of a point
+MAX_GROUPS = 4  # streams of a point as a multiple of the concurrency, which drops at the end
+MAX_STREAMS = 64
 WARM_UP_TOKENS = 32
 LOOK_EVERY_S = 1.0  # to count the processes of a side's Ray, which end with it
 
@@ -109,18 +109,18 @@ async def _run_side(
     side: str, config: EngineConfig, options: ServeTaxOptions, prompts: Sequence[Prompt], scratch: Path
 ) -> dict[tuple[int, float], TaxPass]:
     found: dict[tuple[int, float], TaxPass] = {}
-    async with SIDES[side](config, scratch) as asker:
+    async with SIDES[side](config, scratch) as requester:
         for streams, temperature in options.points:
             questions = _questions(prompts, streams, options.max_tokens, temperature)
             warm_up = [replace(q, max_tokens=WARM_UP_TOKENS) for q in questions[:streams]]
-            await _ask_all(asker, warm_up, streams)
-            found[streams, temperature] = await _measure(asker, questions, streams)
+            await _ask_all(requester, warm_up, streams)
+            found[streams, temperature] = await _measure(requester, questions, streams)
     return found
 
 
-async def _measure(asker: Asker, questions: Sequence[Question], streams: int) -> TaxPass:
+async def _measure(requester: Asker, questions: Sequence[Question], streams: int) -> TaxPass:
     before, begin_s = read_role_clocks(), time.perf_counter()
-    replies = await _ask_all(asker, questions, streams)
+    replies = await _ask_all(requester, questions, streams)
     seconds = time.perf_counter() - begin_s
     return TaxPass(
         seconds=seconds,
@@ -131,13 +131,13 @@ async def _measure(asker: Asker, questions: Sequence[Question], streams: int) ->
     )
 
 
-async def _ask_all(asker: Asker, questions: Sequence[Question], at_once: int) -> list[Reply]:
+async def _ask_all(requester: Asker, questions: Sequence[Question], at_once: int) -> list[Reply]:
     """Return the replies in the order of the questions; raises the first failure."""
     replies: dict[int, Reply] = {}
     waiting = iter(enumerate(questions))
 
     async def work() -> None:
-        async with asker.worker() as ask:
+        async with requester.worker() as ask:
             for i, question in waiting:
                 replies[i] = await ask(question)
 
@@ -148,7 +148,7 @@ async def _ask_all(asker: Asker, questions: Sequence[Question], at_once: int) ->
 def _questions(
     prompts: Sequence[Prompt], streams: int, max_tokens: int, temperature: float
 ) -> list[Question]:
-    count = max(LEAST_STREAMS, streams, min(MOST_STREAMS, MOST_GROUPS * streams))
+    count = max(MIN_STREAMS, streams, min(MAX_STREAMS, MAX_GROUPS * streams))
     chosen = [prompts[i % len(prompts)] for i in range(count)]
     return [
         Question(token_ids, max_tokens, temperature, seed=row_seed(0, f"{name} {i}"))
@@ -162,12 +162,12 @@ def _figures(point: tuple[int, float], passes: Mapping[str, list[TaxPass]], watc
         "streams": streams,
         "temperature": temperature,
         "tokens": next(iter(passes.values()))[-1].tokens,
-        "sides": [_side_figures(side, found, passes.get("engine")) for side, found in passes.items()],
+        "sides": [_figures_of_side(side, found, passes.get("engine")) for side, found in passes.items()],
         "idleness": watch.found.as_json(),
     }
 
 
-def _side_figures(side: str, found: Sequence[TaxPass], bare: Sequence[TaxPass] | None) -> Figures:
+def _figures_of_side(side: str, found: Sequence[TaxPass], bare: Sequence[TaxPass] | None) -> Figures:
     def cpu(role: str) -> float:
         return statistics.median(1e3 * one.cpu_s[role] / one.tokens for one in found)
 
@@ -184,9 +184,9 @@ def _side_figures(side: str, found: Sequence[TaxPass], bare: Sequence[TaxPass] |
 
 
 def _check_concurrency(config: EngineConfig, options: ServeTaxOptions) -> None:
-    if (most := max(options.concurrency)) > config.max_num_seqs:
+    if (maximum := max(options.concurrency)) > config.max_num_seqs:
         raise ConfigError(
-            f"{most} streams at once would wait for each other: max_num_seqs={config.max_num_seqs}. Raise "
+            f"{maximum} streams at once would wait for each other: max_num_seqs={config.max_num_seqs}. Raise "
             "it, or ask for fewer with --max-concurrency.",
             param="max_num_seqs",
         )

@@ -122,8 +122,8 @@ class HttpAsker:
 
 @asynccontextmanager
 async def engine_side(config: EngineConfig, scratch: Path) -> AsyncIterator[Asker]:
-    async with _engine(config, make_executor) as asker:
-        yield asker
+    async with _engine(config, make_executor) as requester:
+        yield requester
 
 
 @asynccontextmanager
@@ -132,8 +132,8 @@ async def actor_side(config: EngineConfig, scratch: Path) -> AsyncIterator[Asker
 
     started_here = join_or_start_ray(log_to_driver=False)
     try:
-        async with _engine(config, RayExecutor) as asker:
-            yield asker
+        async with _engine(config, RayExecutor) as requester:
+            yield requester
     finally:
         if started_here:
             ray.shutdown()

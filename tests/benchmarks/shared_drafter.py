@@ -93,12 +93,12 @@ def _measure(
     return {
         "engines": engines,
         "requests": requests,
-        "sides": [_side_figures(side, rounds, done.get("colocated")) for side, rounds in done.items()],
+        "sides": [_figures_of_side(side, rounds, done.get("colocated")) for side, rounds in done.items()],
         "idleness": watch.found.as_json(),
     }
 
 
-def _side_figures(
+def _figures_of_side(
     side: Side, rounds: Sequence[Sequence[Turn]], own: Sequence[Sequence[Turn]] | None
 ) -> Figures:
     speeds = [_tokens_per_s(turns) for turns in rounds]

@@ -34,8 +34,8 @@ def run_starts(config: EngineConfig, options: StartsOptions) -> Figures:
     """Measure, print a table, write the requested file, and return the figures."""
     if config.speculative_config is None or len(options.concurrency) < 2:
         raise ConfigError("Give --spec-model and at least two loads.", param="speculative_config")
-    most = max(options.concurrency)
-    config = replace(config, enable_prefix_caching=False, max_num_seqs=most)
+    maximum = max(options.concurrency)
+    config = replace(config, enable_prefix_caching=False, max_num_seqs=maximum)
     rows = encode_rows(read_rows(options.prompts, options.num_prompts), load_tokenizer(config))
     source = RequestSource(rows, options.max_tokens, 0.0)
     loads = options.concurrency
@@ -101,8 +101,10 @@ def _between(run: LoadRun, begin_s: float, end_s: float) -> LoadPass:
         if (answer.ended_s or end_s) <= begin_s:
             continue
         blocks = [block for block in answer.blocks if begin_s <= block.at_s <= end_s]
-        asked_s = max(answer.asked_s, begin_s)
-        parts.append(AnswerRecord(answer.number, answer.category, asked_s, blocks, ended_s=answer.ended_s))
+        requested_s = max(answer.requested_s, begin_s)
+        parts.append(
+            AnswerRecord(answer.number, answer.category, requested_s, blocks, ended_s=answer.ended_s)
+        )
     return LoadPass(begin_s, end_s, parts, {})
 
 

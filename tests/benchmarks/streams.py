@@ -32,7 +32,7 @@ class Stream:
     """State of one stream. Times are seconds of `time.monotonic`.
 
     Attributes:
-        asked_s: time at which the request was sent.
+        requested_s: time at which the request was sent.
         token_times_s: times of events with text or tokens.
         text, token_ids: content of these events; ids only with `return_token_ids`.
         usage: latest usage from the server; {} without one.
@@ -42,7 +42,7 @@ class Stream:
         headers: response headers with lower-case names.
     """
 
-    asked_s: float
+    requested_s: float
     token_times_s: list[float] = field(default_factory=list)
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
@@ -55,12 +55,12 @@ class Stream:
 
     @property
     def first_s(self) -> float | None:
-        return self.token_times_s[0] - self.asked_s if self.token_times_s else None
+        return self.token_times_s[0] - self.requested_s if self.token_times_s else None
 
     @property
     def seconds(self) -> float:
         assert self.ended_s is not None, "the stream is open"
-        return self.ended_s - self.asked_s
+        return self.ended_s - self.requested_s
 
     def next_after(self, when_s: float) -> float | None:
         """Return the seconds from `when_s` to the next token or the end."""
@@ -94,7 +94,7 @@ class StreamClient:
             into: stream to fill, for readers that watch it.
         """
         stream = into or Stream(time.monotonic())
-        stream.asked_s = time.monotonic()
+        stream.requested_s = time.monotonic()
         try:
             async with asyncio.timeout(self._timeout_s):
                 stream.end = await self._run(stream, body, leave_after)

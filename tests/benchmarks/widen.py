@@ -246,9 +246,9 @@ def _wide_config(config: Json, width: Width, layers: int) -> Json:
     """Return the configuration of the wide model; raises ConfigError if a size is too small."""
     old, before = Width.of(config), config["num_hidden_layers"]
     sizes = [(field.name, getattr(old, field.name), getattr(width, field.name)) for field in fields(Width)]
-    for name, least, wanted in [*sizes, ("layers", before, layers)]:
-        if wanted < least:
-            raise ConfigError(f"{name}={wanted} must be at least {least}, as in the pair.", param=name)
+    for name, minimum, wanted in [*sizes, ("layers", before, layers)]:
+        if wanted < minimum:
+            raise ConfigError(f"{name}={wanted} must be at least {minimum}, as in the pair.", param=name)
     if width.heads % width.kv_heads:
         raise ConfigError(f"kv_heads={width.kv_heads} must divide heads={width.heads}.", param="kv_heads")
     needed = old.kv_heads * -(-old.group // width.group)

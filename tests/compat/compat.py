@@ -177,8 +177,8 @@ def page(rows: list[Row]) -> str:
     for row in rows:
         lines.append(f"| {row.client} | {row.version} | {row.check} | {row.result} |")
     passed = sum(row.result == "passed" for row in rows)
-    told = f"{passed} of {len(rows)} passed, under Python {platform.python_version()}."
-    return INTRODUCTION + "\n".join(lines) + f"\n\n{told}\n"
+    reported = f"{passed} of {len(rows)} passed, under Python {platform.python_version()}."
+    return INTRODUCTION + "\n".join(lines) + f"\n\n{reported}\n"
 
 
 def _one_line(text: str) -> str:

@@ -35,9 +35,9 @@ def prompts(tmp_path: Path) -> Path:
 def test_a_certificate_lists_what_was_compared(pair: tuple[Path, Path], prompts: Path) -> None:
     target, drafter = pair
     output = prompts.parent / "certificate.json"
-    told = ["-i", str(prompts), "--max-tokens", "12", "-t", "0", "-t", "1", "-o", str(output)]
+    reported = ["-i", str(prompts), "--max-tokens", "12", "-t", "0", "-t", "1", "-o", str(output)]
     flags = ["--spec-model", str(drafter), "--dtype", "float32", "--num-threads", "1"]
-    result = CliRunner().invoke(app, ["audit", str(target), *flags, *told])
+    result = CliRunner().invoke(app, ["audit", str(target), *flags, *reported])
     assert result.exit_code == 0 and "every token is the same" in result.output, result.output
     found = json.loads(output.read_text())
     assert found["lossless"] is True and found["mismatches"] == 0 and found["requests"] == 8

@@ -64,10 +64,10 @@ def test_help_explains_the_off_by_one_of_speculative_tokens(capsys: pytest.Captu
 def test_flags_override_the_file_and_keys_in_a_file_are_refused(
     serve_config: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    asked: list[dict[str, object]] = []
+    requested: list[dict[str, object]] = []
 
     def start(settings: dict[str, object], *_: object, **__: object) -> None:
-        asked.append(settings)
+        requested.append(settings)
         raise ConfigError("far enough")
 
     monkeypatch.setattr("manta.jobs.serve.server.start_server", start)
@@ -89,10 +89,10 @@ def test_flags_override_the_file_and_keys_in_a_file_are_refused(
         "shutdown_timeout": 30.0,
         "max_num_seqs": 8,
     }
-    assert {name: asked[0][name] for name in wanted} == wanted
+    assert {name: requested[0][name] for name in wanted} == wanted
     serve_config.write_text(SERVE_CONFIG + "      api-key: hidden\n")
     code, said = run(capsys, "serve", "--config", str(serve_config))
-    assert code == 1 and "api_key_file" in said and "hidden" not in said and len(asked) == 1
+    assert code == 1 and "api_key_file" in said and "hidden" not in said and len(requested) == 1
 
 
 def test_every_command_reads_a_serve_config_and_flags_take_precedence(serve_config: Path) -> None:

@@ -67,7 +67,7 @@ def test_answers_of_any_status_reuse_one_connection() -> None:
     refusal = json.dumps({"error": {"message": "No such model."}}).encode()
     with serving((404, refusal), (500, b"<html>"), (200, b"[1]")) as server:
         with ServerClient(f"{server.url}/v1/") as client:
-            found = [client.ask("/v1/completions", {"prompt": [1]}) for _ in range(3)]
+            found = [client.request("/v1/completions", {"prompt": [1]}) for _ in range(3)]
         assert [answer.status for answer in found] == [404, 500, 200]
         assert [answer.error for answer in found[:2]] == ["No such model.", "<html>."]
         assert found[2].body == {}
@@ -77,9 +77,9 @@ def test_answers_of_any_status_reuse_one_connection() -> None:
 
 def test_a_404_is_an_error_that_names_the_path() -> None:
     with serving((200, b'{"x": 1}'), (503, b"")) as server, ServerClient(server.url) as client:
-        assert client.found("/v1/models") == {"x": 1}
+        assert client.get_json("/v1/models") == {"x": 1}
         with pytest.raises(MantaError, match="/v1/models answered 503"):
-            client.found("/v1/models")
+            client.get_json("/v1/models")
 
 
 def test_a_stream_yields_its_chunks_and_must_end_correctly() -> None:
@@ -116,7 +116,7 @@ def test_an_unreachable_server_is_named_with_its_url() -> None:
         ServerClient(nowhere) as client,
         pytest.raises(UnreachableError, match=f"{nowhere} cannot be reached"),
     ):
-        client.ask("/v1/models")
+        client.request("/v1/models")
     for url in ("ftp://x", "http://", "http://x:port"):
         with pytest.raises(ConfigError, match="is not a URL like"):
             ServerClient(url)

@@ -48,10 +48,10 @@ def test_known_config_names_are_those_of_rays_schema(names: frozenset[str], mode
 def test_serve_listens_at_the_files_address_and_flags_take_precedence(
     flags: list[str], wanted: tuple[str, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked: list[tuple[str, int]] = []
+    requested: list[tuple[str, int]] = []
 
     def start(_: object, options: Any, **__: object) -> None:
-        asked.append((options.host, options.port))
+        requested.append((options.host, options.port))
         raise ConfigError("far enough")
 
     monkeypatch.chdir(tmp_path)
@@ -63,7 +63,7 @@ def test_serve_listens_at_the_files_address_and_flags_take_precedence(
         if not given or "models/target" not in flags:
             with pytest.raises(SystemExit):
                 main(["serve", *flags, *given])
-    assert set(asked) == {wanted}
+    assert set(requested) == {wanted}
 
 
 @pytest.mark.parametrize(

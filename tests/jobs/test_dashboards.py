@@ -254,8 +254,8 @@ def test_alerts_are_prometheus_rules_and_fire_correctly(tmp_path: Path) -> None:
                 "interval": "1m",
                 "input_series": [{"series": name, "values": _values(text)} for name, text in series.items()],
                 "alert_rule_test": [
-                    {"eval_time": "55m", "alertname": name, "exp_alerts": list(map(_alert(name), whose))}
-                    for name, whose in going.items()
+                    {"eval_time": "55m", "alertname": name, "exp_alerts": list(map(_alert(name), owner))}
+                    for name, owner in going.items()
                 ],
             }
         ],
@@ -278,7 +278,7 @@ def _alert(name: str) -> Any:
     severity = {rule["alert"]: rule["labels"]["severity"] for rule in rules()["groups"][0]["rules"]}[name]
     of_models = ("MantaAcceptanceDrift", "MantaSpeculationCosts")
     label = "model_name" if name in of_models else "replica"
-    return lambda whose: {"exp_labels": {"severity": severity, **({label: whose} if whose else {})}}
+    return lambda owner: {"exp_labels": {"severity": severity, **({label: owner} if owner else {})}}
 
 
 @needs_prometheus
@@ -317,7 +317,7 @@ def test_drift_is_measured_against_the_day_before(tmp_path: Path) -> None:
                     {
                         "eval_time": "29h",
                         "alertname": name,
-                        "exp_alerts": [{"exp_labels": {"severity": "warning", **whose}} for whose in found],
+                        "exp_alerts": [{"exp_labels": {"severity": "warning", **owner}} for owner in found],
                     }
                     for name, found in going.items()
                 ],

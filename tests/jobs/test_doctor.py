@@ -75,7 +75,7 @@ def test_errors_are_reported_in_units_of_the_results_last_place():
 @pytest.fixture
 def place() -> MachineKind:
     """A CPU's backends, on operands as small as the interpreter's."""
-    return replace(MachineKind.here(), interpreted=False)
+    return replace(MachineKind.detect(), interpreted=False)
 
 
 def findings(place: MachineKind, name: str) -> Iterator[Finding]:
@@ -150,7 +150,7 @@ def test_a_broken_operator_is_found(
 def test_wrong_step_kernels_are_found(monkeypatch: pytest.MonkeyPatch):
     from manta.jobs.doctor.cases import steps
 
-    lines = {one.name: one for one in steps.step_checks(MachineKind.here(), quick=True)}
+    lines = {one.name: one for one in steps.step_checks(MachineKind.detect(), quick=True)}
     choose, verdicts, rows = steps.sample_rows, steps.accept_and_advance, steps.lay_out_rows
 
     def next_best(logits_NV: Tensor, *arguments: Any, **more: Any) -> tuple[Tensor, Tensor]:
@@ -176,7 +176,7 @@ def test_wrong_step_kernels_are_found(monkeypatch: pytest.MonkeyPatch):
 def test_wrong_drafter_kernels_are_found(monkeypatch: pytest.MonkeyPatch):
     from manta.jobs.doctor.cases import drafts
 
-    lines = {one.name: one for one in drafts.draft_checks(MachineKind.here())}
+    lines = {one.name: one for one in drafts.draft_checks(MachineKind.detect())}
     choose, trim, walk = drafts.choose, drafts.trim_drafts, drafts.walk_paths
 
     def surer(*arguments: Any, **how: Any) -> Any:
@@ -205,7 +205,7 @@ def test_filters_that_keep_an_extra_token_are_found(monkeypatch: pytest.MonkeyPa
         ids_N, floor_N, margins_N = choose(*arguments, **how)
         return ids_N, floor_N - 0.1, margins_N
 
-    lines = {one.name: one for one in steps.step_checks(MachineKind.here(), quick=True)}
+    lines = {one.name: one for one in steps.step_checks(MachineKind.detect(), quick=True)}
     monkeypatch.setattr(steps, "choose", lower)
     assert "tokens kept or cut differ" in examine(lines["tokens, top-p, float32"]).measured
 
@@ -229,10 +229,12 @@ def test_a_fused_product_that_omits_a_term_is_found(
 
     multiply = projections.multiply
 
-    def forgetful(*arguments: Any, **asked: Any) -> Tensor:
-        return multiply(*arguments, **{**asked, **{k: v for k, v in wrong.items() if asked[k] is not None}})
+    def forgetful(*arguments: Any, **requested: Any) -> Tensor:
+        return multiply(
+            *arguments, **{**requested, **{k: v for k, v in wrong.items() if requested[k] is not None}}
+        )
 
-    lines = {one.name: one for one in product_checks(MachineKind.here(), quick=True)}
+    lines = {one.name: one for one in product_checks(MachineKind.detect(), quick=True)}
     monkeypatch.setattr(projections, "multiply", forgetful)
     for name in seen_by:
         found = examine(lines[f"{name}, float32"])
@@ -256,12 +258,12 @@ def test_experts_that_omit_a_term_are_found(
 
     multiply = experts.multiply_tiles
 
-    def forgetful(*arguments: Any, **asked: Any) -> Tensor:
+    def forgetful(*arguments: Any, **requested: Any) -> Tensor:
         return multiply(
-            *arguments, **{**asked, **{k: v for k, v in wrong.items() if asked.get(k) is not None}}
+            *arguments, **{**requested, **{k: v for k, v in wrong.items() if requested.get(k) is not None}}
         )
 
-    lines = {one.name: one for one in expert_checks(MachineKind.here(), quick=True)}
+    lines = {one.name: one for one in expert_checks(MachineKind.detect(), quick=True)}
     monkeypatch.setattr(experts, "multiply_tiles", forgetful)
     found = examine(lines[f"{seen_by}, float32"])
     assert found.status == "failed" and found.trace is None, found
@@ -282,7 +284,9 @@ def test_attention_over_latents_with_a_wrong_scale_is_found(
         return attend(*(1.1 * part if isinstance(part, float) else part for part in given), **more)
 
     monkeypatch.setattr(latent, wrong, hotter)
-    lines = [line for line in latent_checks(MachineKind.here(), quick=True) if line.name.endswith("float32")]
+    lines = [
+        line for line in latent_checks(MachineKind.detect(), quick=True) if line.name.endswith("float32")
+    ]
     assert len(lines) == 3
     for line in lines:
         found, is_wrong = examine(line), seen_by in line.name
@@ -307,7 +311,7 @@ def test_a_delta_rule_that_folds_or_gates_wrongly_is_found(wrong: str, monkeypat
         monkeypatch.setattr(recurrent, "run_rows", forgetful)
     else:
         monkeypatch.setattr(recurrent, "gate_outputs", unnormed)
-    for line in delta_checks(MachineKind.here(), quick=True):
+    for line in delta_checks(MachineKind.detect(), quick=True):
         found = examine(line)
         assert found.status == "failed" and found.trace is None, found
 
@@ -317,7 +321,7 @@ def test_rates_of_experts_count_the_chosen_weights(monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(rates, "_WEIGHT_BYTES", {"cpu": 1})  # one copy
     lines = [
-        one for one in rates.rate_checks(MachineKind.here()) if one.name.startswith("experts of 16 rows")
+        one for one in rates.rate_checks(MachineKind.detect()) if one.name.startswith("experts of 16 rows")
     ]
     assert len(lines) == 4
     packed = examine(lines[-1])
@@ -336,8 +340,8 @@ def test_an_answer_changed_by_speculation_is_found(plan: LoadPlan, monkeypatch: 
     assert examine(line).status == "ok"
     answers = pair._answers
 
-    def one_token_off(config: EngineConfig, asked: Any) -> tuple[pair.Answers, int]:
-        found, drafted = answers(config, asked)
+    def one_token_off(config: EngineConfig, requested: Any) -> tuple[pair.Answers, int]:
+        found, drafted = answers(config, requested)
         if config.speculative_config is not None:
             found[2] = (*found[2][:-1], found[2][-1] ^ 1)
         return found, drafted
@@ -347,13 +351,13 @@ def test_an_answer_changed_by_speculation_is_found(plan: LoadPlan, monkeypatch: 
 
 
 def test_tokens_may_differ_in_16_bits_at_near_ties(plan: LoadPlan):
-    asked = pair._Requests.of(plan.target.vocab_size, 2, 3, greedy=True)
-    prompt = asked.prompts[1]
+    requested = pair._Workload.of(plan.target.vocab_size, 2, 3, greedy=True)
+    prompt = requested.prompts[1]
     logits = pair._ExactLogits(plan)._logits_after(torch.tensor(prompt).numpy())
     best, *_, worst = logits.sort(descending=True).indices.tolist()
     near = int((logits - logits[best]).abs().masked_fill(torch.arange(len(logits)) == best, 9).argmin())
     for other, passed in ((near, bool(logits[best] - logits[near] <= 0.25)), (worst, False), (best, True)):
-        found = pair._near_ties(plan, asked, [(1, 2), (best, 5)], [(1, 2), (other, 5)])
+        found = pair._near_ties(plan, requested, [(1, 2), (best, 5)], [(1, 2), (other, 5)])
         assert found.passed == passed, found
 
 

@@ -62,5 +62,5 @@ def test_a_waiting_time_is_shown_only_on_a_terminal(
 def test_the_next_wait_is_counted_from_its_start() -> None:
     lines = list[str]()
     wait = Wait("first", lines.append)
-    wait.turn_to("second")
+    wait.set_stage("second")
     assert lines == ["second"] and wait.what == "second"

@@ -110,7 +110,7 @@ def test_the_service_config_listens_for_the_clusters_service(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize(
-    ("args", "gpus_per_node", "gpus", "fewest", "most"),
+    ("args", "gpus_per_node", "gpus", "minimum", "maximum"),
     [
         ({}, None, 1, 1, 1),
         ({"replicas": 8}, None, 8, 1, 1),
@@ -137,12 +137,12 @@ def test_the_service_config_listens_for_the_clusters_service(tmp_path: Path) -> 
     ],
 )
 def test_workers_are_counted_from_the_topology(
-    tmp_path: Path, args: dict[str, Any], gpus_per_node: int | None, gpus: int, fewest: int, most: int
+    tmp_path: Path, args: dict[str, Any], gpus_per_node: int | None, gpus: int, minimum: int, maximum: int
 ) -> None:
     group = workers(rendered("kuberay-service", config(tmp_path, **args), gpus_per_node))
     (container,) = group["template"]["spec"]["containers"]
     assert int(container["resources"]["limits"].get("nvidia.com/gpu", 0)) == gpus
-    assert (group["minReplicas"], group["maxReplicas"]) == (fewest, most)
+    assert (group["minReplicas"], group["maxReplicas"]) == (minimum, maximum)
 
 
 def test_several_models_are_counted_together(tmp_path: Path) -> None:

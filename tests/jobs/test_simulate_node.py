@@ -83,7 +83,7 @@ def test_an_eagle3_head_for_a_target_with_latents_has_the_published_size() -> No
     """TorchSpec's for Kimi-K2.5: 64 heads of 128, with their own keys and values."""
     latent = LatentShape(q_rank=1536, nope_dim=128, rope_dim=64, v_dim=128, rank=512)
     attention = {"heads": 64, "kv_heads": 1, "head_dim": 576, "v_head_dim": 512, "latent": latent}
-    experts = ExpertShape(count=384, chosen=8, inter=2048, held=384)
+    experts = ExpertShape(count=384, chosen=8, inter=2048, num_held=384)
     layers = LayerShape(**attention, inter=18432), LayerShape(**attention, experts=experts)
     head = eagle3_shape(replace(TARGET, hidden=7168, layers=layers))
     assert (head.layers[0].heads, head.layers[0].kv_heads, head.layers[0].head_dim) == (64, 64, 128)

@@ -73,7 +73,7 @@ def test_no_setting_has_two_messages_and_sentences_have_no_period() -> None:
     for table in (SETTINGS, SPECULATION):
         names = [name for answer in table for name in answer.kinds()]
         assert len(names) == len(set(names))
-        assert all(answer.says and not answer.says.endswith(".") for answer in table)
+        assert all(answer.message and not answer.message.endswith(".") for answer in table)
 
 
 @pytest.mark.parametrize(
@@ -213,10 +213,10 @@ print(target_folder(config), drafter_folder(config, "me/small"), drafter_commit(
 
 
 def test_hub_downloads_use_the_revision_and_the_download_dir(tmp_path: Path) -> None:
-    kept, asked = tmp_path / "kept", dict[str, int]()
+    kept, requested = tmp_path / "kept", dict[str, int]()
     (tmp_path / "model").mkdir()
     (tmp_path / "model/config.json").write_text('{"architectures": ["Qwen3ForCausalLM"]}')
-    with hub_with_model("me/small", tmp_path / "model", asked) as address:
+    with hub_with_model("me/small", tmp_path / "model", requested) as address:
         done = subprocess.run(
             [sys.executable, "-c", SNAPSHOT, kept],
             env={
@@ -233,7 +233,7 @@ def test_hub_downloads_use_the_revision_and_the_download_dir(tmp_path: Path) -> 
     assert done.returncode == 0, done.stderr
     snapshot = str(kept / "models--me--small/snapshots" / REVISION)
     assert done.stdout.split() == [snapshot, snapshot, REVISION]
-    assert {"@v2", "@v3"} <= asked.keys() and "@main" not in asked
+    assert {"@v2", "@v3"} <= requested.keys() and "@main" not in requested
 
 
 def test_a_folder_has_no_revision(tmp_path: Path) -> None:

@@ -148,7 +148,7 @@ class CheckingExecutor(SimulatedExecutor):
             limits = self.info.max_model_len, longest(self.info, self.max_rows)
             length = len(request.prompt_token_ids)
             limit = min(length + (request.params.max_tokens or limits[0]), *limits)
-            drafts = request.most_drafts(self.info.num_speculative_tokens)
+            drafts = request.max_drafts(self.info.num_speculative_tokens)
             self.slots[a.slot] = _Slot(a.token_ids.tolist(), request.cache_salt, limit, drafts)
         entries = zip(
             plan.page_groups.tolist(),
@@ -210,8 +210,8 @@ class CheckingExecutor(SimulatedExecutor):
                 assert place not in written, "two rows write the same place"
                 written.add(place)
                 self.held[place] = g, chain[position + 1]
-                told = plan.writes_context and self.drafter_health.ready
-                self.seen[place] = self.drafter_health.generation if told else -1
+                reported = plan.writes_context and self.drafter_health.ready
+                self.seen[place] = self.drafter_health.generation if reported else -1
         return chain[1:]
 
     def _advance(self, plan: SchedulerOutput, first_R: list[int], result: StepResult) -> None:
@@ -264,20 +264,20 @@ def open_engine(info: ExecutorInfo, survival: list[float] | None = None, **setti
 def vary_background(engine: EngineCore, seed: int) -> None:
     """Allows any amount of background work in its steps, whatever it learns of costs."""
     scheduler, random = engine._scheduler, np.random.default_rng(seed)
-    most, chunks = int(random.integers(6)), scheduler.config.enable_chunked_prefill
+    maximum, chunks = int(random.integers(6)), scheduler.config.enable_chunked_prefill
 
-    def portion(least: int) -> BackgroundWork:
-        return BackgroundWork(*random.integers(least, least + most, 2, endpoint=True).tolist())
+    def portion(minimum: int) -> BackgroundWork:
+        return BackgroundWork(*random.integers(minimum, minimum + maximum, 2, endpoint=True).tolist())
 
-    scheduler.controller.background_beside = lambda online, num_decoding: portion(0)
+    scheduler.controller.background_with_online = lambda online, num_decoding: portion(0)
     if chunks:
-        scheduler.controller.background_alone = lambda num_decoding, idle_s: portion(1)
+        scheduler.controller.background_without_online = lambda num_decoding, idle_s: portion(1)
 
 
 def vary_halves(engine: EngineCore, seed: int) -> None:
     """Changes between both modes randomly, whatever it learns of costs."""
     random = np.random.default_rng(seed)
-    engine._scheduler.controller.uses_halves = lambda num_requests: bool(random.random() < 0.7)
+    engine._scheduler.controller.uses_two_batches = lambda num_requests: bool(random.random() < 0.7)
 
 
 def vary_prefill(engine: EngineCore, seed: int) -> None:
@@ -330,17 +330,17 @@ def check_histories(
     """Check that the timeline of each ended request equals its outputs, step by step."""
     whys = Counter[str | None]()
     for name, request in served.items():
-        (life,) = (each for each in engine.lives(name) if each.request_id == name)
-        steps = [step for stay in life.stays for step in stay.steps]
+        (life,) = (each for each in engine.timelines(name) if each.request_id == name)
+        steps = [step for stay in life.intervals for step in stay.steps]
         assert sum(step.num_tokens for step in steps) == len(outputs.tokens.get(name, []))
         assert all(step.num_tokens - step.num_accepted in (0, 1) for step in steps)
         assert all(step.num_accepted <= step.num_verified <= step.num_drafted for step in steps)
-        assert life.ended_s is not None and all(stay.left_s is not None for stay in life.stays)
-        assert [stay.num_forgotten for stay in life.stays] == [0] * len(life.stays)
-        whys += Counter(stay.why for stay in life.stays)
+        assert life.ended_s is not None and all(stay.released_s is not None for stay in life.intervals)
+        assert [stay.num_forgotten for stay in life.intervals] == [0] * len(life.intervals)
+        whys += Counter(stay.why for stay in life.intervals)
         if name in outputs.ends:
             assert life.finish_reason == outputs.ends[name][0]
-            last = life.stays[-1]
+            last = life.intervals[-1]
             computed = sum(step.num_known + max(step.num_tokens - 1, 0) for step in last.steps)
             every = len(request.prompt_token_ids) + len(known.get(name, [])) + len(outputs.tokens[name])
             assert last.num_cached + computed == every - 1, "the last token is never computed"

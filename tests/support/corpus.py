@@ -154,20 +154,20 @@ def table() -> Iterator[str]:
         planned = plan_of(name)
         (kind,) = config_of(name)["architectures"]
         if isinstance(planned, str):
-            told = f"refused: {_shortened(planned)}"
+            reported = f"refused: {_shortened(planned)}"
         elif "target" in entry:
-            told = f"drafts for {entry['target']}"
+            reported = f"drafts for {entry['target']}"
         else:
             file = FAMILIES[planned.target.architecture].__module__.rpartition(".")[2]
-            told = f"served: [{file}.py](../actors/targets/families/{file}.py)"
-        yield f"| {name} | `{kind}` | {told} |"
+            reported = f"served: [{file}.py](../actors/targets/families/{file}.py)"
+        yield f"| {name} | `{kind}` | {reported} |"
 
 
 def _shortened(refusal: str) -> str:
     """The message without its file, its value, and the list of valid ones."""
-    told = refusal.partition("/")[2].removeprefix("config.json: ")
-    told = re.sub(r"one of (\w+, )+\w+[:;]? ?", "a known one; ", told)
-    return re.sub(r"^(quantization_config)=.*? must", r"\1 must", told).replace("|", "\\|")
+    reported = refusal.partition("/")[2].removeprefix("config.json: ")
+    reported = re.sub(r"one of (\w+, )+\w+[:;]? ?", "a known one; ", reported)
+    return re.sub(r"^(quantization_config)=.*? must", r"\1 must", reported).replace("|", "\\|")
 
 
 BEGIN, END = "<!-- written by tests/support/corpus.py -->", "<!-- to here: tests/support/corpus.py -->"

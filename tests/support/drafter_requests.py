@@ -14,7 +14,7 @@ from manta.drafter.compute.layers.linear import Linear
 from manta.drafter.dflash.checkpoint import load_drafter
 from manta.drafter.dflash.model import DFlashDrafter
 from manta.drafter.dflash.proposer import DFlashProposer
-from manta.drafter.dflash.target_features import LentWeights, TargetFacts
+from manta.drafter.dflash.target_features import EmbeddingCopies, TargetFacts
 from manta.drafter.step.request_states import RequestStates
 from oracle_dflash import Oracle
 
@@ -71,9 +71,10 @@ def load_pair(
     if own is not None:
         tensors |= {"embed_tokens.weight": own[0].clone(), "lm_head.weight": own[1].clone()}
     checkpoints.write(folder, config, tensors, mask)
-    lends = LentWeights(embedding.to(dtype), Linear(head.to(dtype)))
+    shared_embeddings = EmbeddingCopies(embedding.to(dtype), Linear(head.to(dtype)))
     return Pair(
-        load_drafter(folder, FACTS, lends, dtype, "cpu"), Oracle(config, tensors, embedding, head, mask)
+        load_drafter(folder, FACTS, shared_embeddings, dtype, "cpu"),
+        Oracle(config, tensors, embedding, head, mask),
     )
 
 
@@ -114,10 +115,10 @@ class Requests:
 
     def block_logits(self, drafts: list[int]) -> list[torch.Tensor]:
         """Logits per request for a number of drafts each."""
-        who, plan = [r for r, k in enumerate(drafts) if k], self.plan(drafts)
+        owner, plan = [r for r, k in enumerate(drafts) if k], self.plan(drafts)
         block = self.states.lay_out_block(plan, self.proposer.drafter.config.mask_token_id)
         logits = self.proposer.drafter.block_logits(block, self.proposer.cache)
-        parts = iter(logits.split([drafts[r] for r in who]))
+        parts = iter(logits.split([drafts[r] for r in owner]))
         return [next(parts) if k else logits[:0] for k in drafts]
 
 

@@ -18,9 +18,9 @@ from manta.actors.gateway.replica_registry import Directory, ReplicaRecord, stat
 from manta.actors.gateway.replica_set import Fleet, ServedModel
 from manta.actors.http.app import create_app
 from manta.actors.http.config.settings import ServerSettings
-from manta.actors.http.middleware.api_keys import behind_gateway
+from manta.actors.http.middleware.api_keys import without_gateway_settings
 from manta.cluster.config import EngineConfig
-from manta.cluster.engine.step_watchdog import FLOOR_S, StepWatch
+from manta.cluster.engine.step_watchdog import FLOOR_S, StepWatchdog
 from manta.cluster.step.executor import Executor
 
 
@@ -30,11 +30,11 @@ class LocalDirectory:
     def __init__(self) -> None:
         self.directory = Directory()
 
-    async def beat(self, record: ReplicaRecord) -> None:
-        self.directory.beat(record)
+    async def heartbeat(self, record: ReplicaRecord) -> None:
+        self.directory.heartbeat(record)
 
-    async def leave(self, replica: str) -> None:
-        self.directory.leave(replica)
+    async def deregister(self, replica: str) -> None:
+        self.directory.deregister(replica)
 
     async def replicas(self) -> list[ReplicaRecord]:
         return self.directory.replicas()
@@ -51,12 +51,12 @@ class StandReplica:
         directory: LocalDirectory,
         max_requests: int,
         make: Callable[[EngineConfig], Executor] | None,
-        watch: StepWatch | None,
+        watch: StepWatchdog | None,
     ) -> None:
         self.name = name
         self.engine = AsyncEngine(config, make or make_executor, watch)
         self._names = settings.model_names(config.model)
-        self._settings = behind_gateway(settings)
+        self._settings = without_gateway_settings(settings)
         self._directory = directory
         self._max_requests = max_requests
 
@@ -102,7 +102,7 @@ class GatewayStand:
     ) -> None:
         self.directory = LocalDirectory()
         self.replicas = [
-            StandReplica(f"r{i}", config, settings, self.directory, max_requests, make, StepWatch(floor_s))
+            StandReplica(f"r{i}", config, settings, self.directory, max_requests, make, StepWatchdog(floor_s))
             for i, ((config, settings), make) in enumerate(
                 zip(models, makers or [None] * len(models), strict=True)
             )

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from manta.actors.haproxy.config_rewriter import RETRY_ON, UNFINISHED_HEADER
 from manta.actors.haproxy.run_dir import HAProxyFolder
-from manta.actors.haproxy.supervisor import ask_haproxy
+from manta.actors.haproxy.supervisor import send_admin_command
 from manta.actors.system.host_resources import free_port
 
 WAIT_S = 90.0
@@ -106,7 +106,7 @@ def serves_configuration(
     return path
 
 
-class Front:
+class RewrittenConfig:
     """A server's HAProxy, started as by Serve's manager."""
 
     def __init__(
@@ -132,7 +132,7 @@ class Front:
     def reported_pid(self) -> int:
         """What Serve's manager reads from the admin socket."""
         try:
-            said = ask_haproxy(self._node / "admin.sock", b"show info\n").decode()
+            said = send_admin_command(self._node / "admin.sock", b"show info\n").decode()
         except OSError:
             return 0
         return next((int(line[4:]) for line in said.splitlines() if line.startswith("Pid:")), 0)

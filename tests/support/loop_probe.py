@@ -43,7 +43,7 @@ class LoopProbe:
         self._thread_id = threading.get_ident()
         self._closed = threading.Event()
         self._task = asyncio.create_task(self._turns())
-        self._looker = threading.Thread(target=self._look, name="loop-probe", daemon=True)
+        self._looker = threading.Thread(target=self._poll, name="loop-probe", daemon=True)
         self._looker.start()
 
     def take(self) -> Pauses:
@@ -63,7 +63,7 @@ class LoopProbe:
             self._pauses.longest_s = max(self._pauses.longest_s, late_s)
             self._pauses.total_s += late_s if late_s > LATE_S else 0.0
 
-    def _look(self) -> None:
+    def _poll(self) -> None:
         while not self._closed.wait(LATE_S / 3):
             if time.monotonic() - self._turn_s > LATE_S:
                 frame = sys._current_frames().get(self._thread_id)

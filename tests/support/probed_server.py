@@ -26,7 +26,7 @@ from loop_probe import LoopProbe
 from manta.actors.engine.async_engine import AsyncEngine
 from manta.actors.http.app import create_app
 from manta.actors.http.config.settings import ServerSettings
-from manta.actors.system.event_loop import spare_streams
+from manta.actors.system.event_loop import tune_gc
 from manta.cluster.config import EngineConfig
 from manta.cluster.request.logprobs import RowLogprobs, StepLogprobs
 from manta.cluster.simulation.simulated_executor import LinearCost, SimulatedExecutor
@@ -190,7 +190,7 @@ async def serve(
         await asyncio.sleep(0.01)
     if keeps_little:
         shrink_send_buffer(socket.socket(fileno=os.dup(server.servers[0].sockets[0].fileno())))
-    spare_streams()
+    tune_gc()
     probe = LoopProbe()
     loop = asyncio.get_running_loop()
     threading.Thread(target=_answer, args=(loop, engine, probe, server), daemon=True).start()

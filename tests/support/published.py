@@ -22,7 +22,7 @@ from manta.actors.targets.model.model_spec import ModelSpec
 from manta.actors.targets.model.weights import target_shapes
 from manta.cluster.errors import PlacementError
 from manta.cluster.hardware.gpu_specs import GPUS
-from manta.cluster.hardware.memory_plan import find_room
+from manta.cluster.hardware.memory_plan import plan_memory
 from manta.cluster.hardware.model_pair import LayoutDemand, ModelPair
 from manta.cluster.hardware.model_shape import ModelShape
 from manta.cluster.hardware.parallel_layouts import TP_SIZES, ParallelLayout
@@ -227,7 +227,7 @@ def pair_of(target: Target, spec: ModelSpec) -> ModelPair:
     )
 
 
-def fewest_gpus(pair: ModelPair, spec: ModelSpec) -> int | None:
+def min_gpus(pair: ModelPair, spec: ModelSpec) -> int | None:
     """H200s of one node that hold the pair and one sequence of CONTEXT tokens; None: more than any has."""
     length = min(CONTEXT, spec.max_position_embeddings)
     placement = None if pair.drafter is None else "colocated"
@@ -237,7 +237,7 @@ def fewest_gpus(pair: ModelPair, spec: ModelSpec) -> int | None:
             LayoutDemand(max_model_len=length, context=length),
         )
         try:
-            find_room(pair, GPUS["h200"], layout, demand)
+            plan_memory(pair, GPUS["h200"], layout, demand)
         except PlacementError:
             continue
         return ranks
@@ -254,7 +254,7 @@ def table() -> Iterator[str]:
         if spec is not None:
             pair = pair_of(target, spec)
             weights = f"{pair.target_bytes(1) / 1e9:.1f}"
-            gpus = str(fewest_gpus(pair, spec) or f"more than {TP_SIZES[-1]}")
+            gpus = str(min_gpus(pair, spec) or f"more than {TP_SIZES[-1]}")
             params = f"{num_params(spec) / 1e9:.1f} B"
             cells = [target.name, _file(target), params, weights, _kv(pair), *_drafter(target, pair), gpus]
         yield f"| {' | '.join(cells)} |"
@@ -267,13 +267,13 @@ def _file(target: Target) -> str:
 
 def _kv(pair: ModelPair) -> str:
     sizes = sorted(kv_by_window(pair.target).items(), key=lambda item: item[0] or 0)
-    told = " + ".join(
+    reported = " + ".join(
         f"{size / 1e3:.0f}" + ("" if window is None else f" in windows of {window}")
         for window, size in sizes
         if size
     )
     states = pair.target.state_bytes(0)
-    return f"{told}, and states of {states / 1e6:.0f} MB" if states else told
+    return f"{reported}, and states of {states / 1e6:.0f} MB" if states else reported
 
 
 def _drafter(target: Target, pair: ModelPair) -> tuple[str, str]:

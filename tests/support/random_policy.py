@@ -15,9 +15,9 @@ class RandomPolicy(DraftLengthPolicy):
 
     def choose(self, batch: DecodeBatch, load: StepLoad) -> DraftChoice:
         random = self.random
-        most = int(random.integers(0, self._max_drafts + 1)) if random.random() < 0.8 else 0
-        drafts_R = random.integers(0, np.minimum(batch.limits_R, most), endpoint=True).astype(np.int32)
-        return DraftChoice(drafts_R, most)
+        maximum = int(random.integers(0, self._max_drafts + 1)) if random.random() < 0.8 else 0
+        drafts_R = random.integers(0, np.minimum(batch.limits_R, maximum), endpoint=True).astype(np.int32)
+        return DraftChoice(drafts_R, maximum)
 
     def trim(
         self, choice: DraftChoice, plan: SchedulerOutput, load: StepLoad, weights_R: FloatArray

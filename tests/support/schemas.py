@@ -17,8 +17,8 @@ def _object(required: tuple[str, ...] = ("a",), **properties: Any) -> dict[str, 
     return {"type": "object", "properties": properties, "required": list(required), **_CLOSED}
 
 
-def _array(items: Any, least: int = 0, most: int = 3, **more: Any) -> dict[str, Any]:
-    return {"type": "array", "items": items, "minItems": least, "maxItems": most, **more}
+def _array(items: Any, minimum: int = 0, maximum: int = 3, **more: Any) -> dict[str, Any]:
+    return {"type": "array", "items": items, "minItems": minimum, "maxItems": maximum, **more}
 
 
 _BOOL, _DIGIT = {"type": "boolean"}, {"type": "integer", "minimum": 0, "maximum": 9}

@@ -121,7 +121,7 @@ class Served:
 
     def answers(self, timeout_s: float = 5.0) -> bool:
         with contextlib.suppress(Exception), ServerClient(self.url, timeout_s, api_key=self._key) as client:
-            return client.ask("/v1/completions", {"prompt": "x", "max_tokens": 1}).status == 200
+            return client.request("/v1/completions", {"prompt": "x", "max_tokens": 1}).status == 200
         return False
 
     def health(self) -> int:
@@ -134,10 +134,10 @@ class Served:
     def replicas_up(self) -> int:
         """The replicas behind a gateway, from its registry."""
         with contextlib.suppress(Exception):
-            told = httpx.get(f"{self.url}/metrics", timeout=10).text
+            reported = httpx.get(f"{self.url}/metrics", timeout=10).text
             (ups,) = (
                 family
-                for family in text_string_to_metric_families(told)
+                for family in text_string_to_metric_families(reported)
                 if family.name == "manta:gateway_replica_up"
             )
             return sum(sample.value == 1.0 for sample in ups.samples)

@@ -8,7 +8,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from manta.actors.observability.usage_store import ReceiptKeeper
+from manta.actors.observability.usage_store import ReceiptWriter
 from manta.cluster.config import EngineConfig
 from manta.cluster.metrics.bounded_labels import UsageAccount
 from manta.cluster.scheduler.scheduler_stats import Usage
@@ -36,16 +36,16 @@ class SpendingEngine:
 
 def keeper(
     engine: SpendingEngine, folder: Path, labels: int = 8, clock: list[float] | None = None
-) -> ReceiptKeeper:
+) -> ReceiptWriter:
     """An engine whose clock is at the last of the times."""
     times = clock or [NOON]
-    return ReceiptKeeper(engine, folder, "m", labels, lambda: times[-1])  # type: ignore[arg-type]
+    return ReceiptWriter(engine, folder, "m", labels, lambda: times[-1])  # type: ignore[arg-type]
 
 
 if __name__ == "__main__":
-    spending = SpendingEngine()
-    kept = keeper(spending, Path(sys.argv[1]))
+    usage_meter = SpendingEngine()
+    kept = keeper(usage_meter, Path(sys.argv[1]))
     while True:
-        spending.spend(ACME, SOME)
-        kept.keep()
-        print(int(spending.sums[ACME].tokens), flush=True)
+        usage_meter.spend(ACME, SOME)
+        kept.write()
+        print(int(usage_meter.sums[ACME].tokens), flush=True)

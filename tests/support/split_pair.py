@@ -18,7 +18,7 @@ from manta.actors.workers.drafter.drafter_protocol import Hello
 from manta.actors.workers.drafter.drafter_server import DrafterServer
 from manta.actors.workers.drafter.drafter_session import DrafterSession, LoadedDrafter
 from manta.actors.workers.drafter.gpu_drafter_session import GpuDrafterSession
-from manta.actors.workers.drafter.remote_drafter import DrafterOfOtherDevice, SplitRunner
+from manta.actors.workers.drafter.remote_drafter import RemoteDrafterSource, SplitRunner
 from manta.actors.workers.shm.endpoint import SpinWaiter
 from manta.cluster.step.scheduler_output import SchedulerOutput, StepResult
 from manta.drafter.compute.backend import Backend
@@ -47,16 +47,16 @@ class Pair:
         self.drafts: list[torch.Tensor] = []
 
         def seat(hello: Hello) -> DrafterSession:
-            made = drafter.seat(plan, hello.num_pages)
+            made = drafter.make_session(plan, hello.num_pages)
             if isinstance(made, GpuDrafterSession):
                 made.__class__, made.said = Listener, self.drafts
             return made
 
         self.server = DrafterServer(seat)
-        remotes: list[DrafterOfOtherDevice] = []
+        remotes: list[RemoteDrafterSource] = []
 
-        def remote(plan: LoadPlan, backend: Backend) -> DrafterOfOtherDevice:
-            remotes.append(DrafterOfOtherDevice(plan, backend, SingleRank()))
+        def remote(plan: LoadPlan, backend: Backend) -> RemoteDrafterSource:
+            remotes.append(RemoteDrafterSource(plan, backend, SingleRank()))
             return remotes[-1]
 
         runner, self.info = start_runner(plan, Checkpoints(), SingleRank(), remote_drafts=remote)
@@ -64,7 +64,7 @@ class Pair:
         self._thread = threading.Thread(target=self.server.serve, args=[0.1])
         self.remote.connect(self.server.address, "target", self.info, SpinWaiter(0.0))
         self._thread.start()
-        self.remote.wait_for_seat()
+        self.remote.wait_for_session()
 
     def execute(self, plan: SchedulerOutput) -> StepResult:
         self.runner.submit(plan)
@@ -78,7 +78,7 @@ class Pair:
         assert link is not None
 
         def done() -> bool:
-            link.hear()
+            link.receive()
             return link.is_lost or not link.num_open
 
         deadline = time.monotonic() + 60

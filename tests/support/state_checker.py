@@ -56,10 +56,10 @@ class StateChecker:
         states = [self._state_of[slot] for slot in plan.slots.tolist()]
         assert len(set(states)) == len(states), "two requests have one state"
         if plan.saves is not None:
-            asked = plan.saves.states.tolist()
-            assert len(set(asked)) == len(asked) > 0, "a state is asked for twice"
-            assert not set(asked) & set(states), "a state has two writers"
-            assert all(0 <= state < self._num_states for state in asked)
+            requested = plan.saves.states.tolist()
+            assert len(set(requested)) == len(requested) > 0, "a state is asked for twice"
+            assert not set(requested) & set(states), "a state has two writers"
+            assert all(0 <= state < self._num_states for state in requested)
 
     def run(self, slot: int, first: int, tokens: list[int], drafts: list[int], salt: str | None) -> None:
         """A pass over `tokens[first:]` and drafts, of which a number is right."""

@@ -17,7 +17,7 @@ from manta.actors.engine.uniproc_executor import make_executor
 from manta.actors.http.app import create_app
 from manta.actors.http.config.settings import ServerSettings
 from manta.cluster.config import EngineConfig
-from manta.cluster.engine.step_watchdog import StepWatch
+from manta.cluster.engine.step_watchdog import StepWatchdog
 from manta.cluster.step.executor import Executor
 from paths import DATA
 from safetensors.torch import load_file, save_file
@@ -78,7 +78,7 @@ class LiveServer:
         settings: ServerSettings | None = None,
         make: Callable[[EngineConfig], Executor] | None = None,
         max_requests: int | None = None,
-        watch: StepWatch | None = None,
+        watch: StepWatchdog | None = None,
     ) -> None:
         self._max_requests = max_requests
         self.engine = AsyncEngine(config, make or make_executor, watch)

@@ -115,8 +115,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="A server under clients that mean no good.")
     parser.add_argument("-o", "--output", type=Path)
     output = parser.parse_args().output
-    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # the server inherits it
+    _, maximum = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (maximum, maximum))  # the server inherits it
     wrong: list[str] = []
     with ProbedServer(MODEL) as server:
         measured = list(_printed(measure(server)))

@@ -197,10 +197,10 @@ SHORT = (
 
 def body_of(path: str, fields: Mapping[str, Json]) -> dict[str, Json]:
     """A whole request with these fields."""
-    asked: dict[str, Json] = (
+    requested: dict[str, Json] = (
         {"messages": [{"role": "user", "content": "x"}]} if path == CHAT else {"prompt": "x"}
     )
-    return {**asked, "max_tokens": 24, "seed": 1, **fields}
+    return {**requested, "max_tokens": 24, "seed": 1, **fields}
 
 
 HOSTILE = [(name, path, body_of(path, fields)) for name, path, fields in HOSTILE]

@@ -401,10 +401,10 @@ def send(port: int, content: bytes) -> Answer:
     return Answer(int(words[1]) if len(words) > 1 and words[1][:3].isdigit() else 0, body)
 
 
-def _wrong(asked: Hostile, answer: Answer) -> str | None:
-    if answer.status not in asked.expected:
+def _wrong(requested: Hostile, answer: Answer) -> str | None:
+    if answer.status not in requested.expected:
         return f"{answer.status} {answer.body[:200]!r}"
-    if answer.status < 400 or asked.own_words:
+    if answer.status < 400 or requested.own_words:
         return None
     if b'"error"' not in answer.body:
         return f"{answer.status}, not in OpenAI's shape: {answer.body[:200]!r}"

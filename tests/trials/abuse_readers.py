@@ -58,11 +58,11 @@ class Reader:
         self._socket.connect(("127.0.0.1", port))
         self._socket.sendall(head.encode() + b"\r\n" + content)
 
-    def read(self, most: int = 1 << 30) -> bytes:
+    def read(self, maximum: int = 1 << 30) -> bytes:
         """Read a number of bytes, or until the server closes, at the answer's end or before it."""
         found = bytearray()
         with suppress(ConnectionError):
-            while len(found) < most and (piece := self._socket.recv(1 << 16)):
+            while len(found) < maximum and (piece := self._socket.recv(1 << 16)):
                 found += piece
         return bytes(found)
 

@@ -108,12 +108,18 @@ def _labels(ask: Ask) -> Iterator[str]:
     """The labels of client-chosen names in metrics; the foreign key has a tenant."""
     for i in range(100):
         odd = ODD_TENANTS[i] if i < len(ODD_TENANTS) else f"t{i}"
-        told = {"metadata": {"tenant": f"m{i}", "category": f"c{i}"}, "user": f"u{i}"}
+        reported = {"metadata": {"tenant": f"m{i}", "category": f"c{i}"}, "user": f"u{i}"}
         headers: Any = {"X-Tenant": odd.encode("latin-1"), "User-Agent": f"agent-{i}"}
-        ask(OWNER, "POST", "/v1/completions", json={"prompt": "x", "max_tokens": 1, **told}, headers=headers)
+        ask(
+            OWNER,
+            "POST",
+            "/v1/completions",
+            json={"prompt": "x", "max_tokens": 1, **reported},
+            headers=headers,
+        )
         ask(OWNER, f"M{i}", f"/v1/invented-{i}", headers=headers)
-    told = ask(ROOT, "GET", "/metrics").text
-    found = set(re.findall(r'(?:tenant|category|method|handler)="([^"]*)"', told))
+    reported = ask(ROOT, "GET", "/metrics").text
+    found = set(re.findall(r'(?:tenant|category|method|handler)="([^"]*)"', reported))
     if invented := {each for each in found if re.fullmatch(r"[tmcMu]\d+|.*invented.*", each)}:
         yield f"invented names have labels: {sorted(invented)[:5]}"
 

@@ -28,7 +28,7 @@ from manta.jobs.bench.common.provenance import provenance
 from paths import ROOT
 
 FILES = ("README.md", "docs/tutorial.md")
-MOST_SILENT_S = 5.0
+MAX_SILENT_S = 5.0
 TIMEOUT_S = 900.0
 BLOCK = re.compile(r"^```(bash|python)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 ELSEWHERE = re.compile(r"Qwen/|s3://|h200\.yaml|make (test|install)|^source ")
@@ -138,7 +138,7 @@ def play(clone: Path, log: TextIO) -> list[tuple[str, float, float, int, str]]:
         os.close(theirs)
         return Played(command, process, ours, log)
 
-    def told(played: Played, status: int) -> None:
+    def reported(played: Played, status: int) -> None:
         rows.append((played.command, played.seconds, played.silent_s, status, played.last_line))
         print(
             f"{played.seconds:6.1f} s  silent {played.silent_s:4.1f} s  exit {status}  {played.command[:90]}"
@@ -151,7 +151,7 @@ def play(clone: Path, log: TextIO) -> list[tuple[str, float, float, int, str]]:
             server.silent_s, server.command = 0.0, "Ctrl-C"
             os.killpg(server.process.pid, signal.SIGINT)
             server.read_until(timeout_s=60.0)
-            told(server, max(server.end(), 0) % 130)
+            reported(server, max(server.end(), 0) % 130)
             server = None
 
     for command in ("make demo", *(c for f in FILES for c in commands((ROOT / f).read_text()))):
@@ -161,7 +161,7 @@ def play(clone: Path, log: TextIO) -> list[tuple[str, float, float, int, str]]:
             stop_server()
             server = begin(command)
             server.read_until("serving on")
-            told(server, 0 if "serving on" in server.text else 1)
+            reported(server, 0 if "serving on" in server.text else 1)
             continue
         if command.startswith("manta bench"):
             stop_server()
@@ -170,7 +170,7 @@ def play(clone: Path, log: TextIO) -> list[tuple[str, float, float, int, str]]:
             played.read_until(">")
             os.write(played.terminal, CHAT.encode())
         played.read_until()
-        told(played, played.end())
+        reported(played, played.end())
         answer_id = (ANSWER_ID.findall(played.text) or [answer_id])[-1]
         with contextlib.suppress(OSError):
             os.close(played.terminal)
@@ -203,7 +203,7 @@ def main(output: Path) -> int:
             f"| `{first}` | {seconds:.1f} | {silent_s:.1f} | {status} | {last[:80].replace('|', ' ')} |"
         )
     output.write_text("\n".join(lines) + "\n", encoding="utf-8")
-    return int(any(status or silent_s > MOST_SILENT_S for _, _, silent_s, status, _ in rows))
+    return int(any(status or silent_s > MAX_SILENT_S for _, _, silent_s, status, _ in rows))
 
 
 if __name__ == "__main__":

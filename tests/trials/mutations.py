@@ -70,8 +70,8 @@ MUTATIONS = (
     Mutation(
         "applies results of a step to a request that has left",
         "cluster/scheduler/scheduler.py",
-        "step.staying_R[step.plan.slots == slot] = False",
-        "step.staying_R[step.plan.slots == slot] = True",
+        "step.remaining_R[step.plan.slots == slot] = False",
+        "step.remaining_R[step.plan.slots == slot] = True",
         _SCHEDULER,
     ),
     Mutation(
@@ -140,8 +140,8 @@ MUTATIONS = (
     Mutation(
         "refuses a request although the queue has room for it",
         "cluster/engine/engine_core.py",
-        "self._roster.num_online_waiting + count > most + free_slots:",
-        "self._roster.num_online_waiting + count >= most + free_slots:",
+        "self._queues.num_online_waiting + count > maximum + free_slots:",
+        "self._queues.num_online_waiting + count >= maximum + free_slots:",
         ("cluster_engine",),
     ),
     Mutation(
@@ -183,8 +183,8 @@ MUTATIONS = (
     Mutation(
         "emits a token of a request that samples nothing",
         "drafter/step/sampling/verification.py",
-        "(stood_RK.sum(dim=1) + 1) * (counts_R > 0)",
-        "(stood_RK.sum(dim=1) + 1) * (counts_R >= 0)",
+        "(accepted_RK.sum(dim=1) + 1) * (counts_R > 0)",
+        "(accepted_RK.sum(dim=1) + 1) * (counts_R >= 0)",
         ("verification",),
     ),
     Mutation(
@@ -283,8 +283,8 @@ MUTATIONS = (
     Mutation(
         "answers failed rows again in every run",
         "actors/batch/ledger/ledger.py",
-        "minus(self._spec.rows, union(self.answered, self.failed))",
-        "minus(self._spec.rows, self.answered)",
+        "difference(self._spec.rows, union(self.answered, self.failed))",
+        "difference(self._spec.rows, self.answered)",
         _LEDGER,
     ),
     Mutation(
@@ -304,8 +304,8 @@ MUTATIONS = (
     Mutation(
         "reports success although rows are missing",
         "actors/batch/ledger/ledger.py",
-        "if left := self.left:",
-        "if (left := self.left) and not self.answered:",
+        "if unanswered := self.unanswered:",
+        "if (unanswered := self.unanswered) and not self.answered:",
         _LEDGER,
     ),
     Mutation(
@@ -340,9 +340,9 @@ MUTATIONS = (
         "loses rows whose segment could not be written at first",
         "actors/batch/ledger/row_writer.py",
         "self._save(*self._unsaved[0])\n"
-        "            durable.append(of_rows(row_numbers(self._unsaved.popleft()[1])))",
+        "            durable.append(from_rows(row_numbers(self._unsaved.popleft()[1])))",
         "self._save(*(row := self._unsaved.popleft()))\n"
-        "            durable.append(of_rows(row_numbers(row[1])))",
+        "            durable.append(from_rows(row_numbers(row[1])))",
         ("batch_writer",),
     ),
     Mutation(
@@ -391,8 +391,8 @@ MUTATIONS = (
     Mutation(
         "never frees the slot of a request that has ended",
         "actors/http/middleware/request_gate.py",
-        "self._num_whole -= 1",
-        "self._num_whole -= 0",
+        "self._num_received -= 1",
+        "self._num_received -= 0",
         ("http_request_gate",),
     ),
     Mutation(
@@ -441,7 +441,7 @@ MUTATIONS = (
     Mutation(
         "forgets a step of which the drafter has not read all parts",
         "actors/workers/drafter/drafter_client.py",
-        "if open_step.is_over and not open_step.num_told:",
+        "if open_step.is_over and not open_step.num_reported:",
         "if open_step.is_over:",
         ("drafter_link",),
     ),

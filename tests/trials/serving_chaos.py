@@ -115,8 +115,8 @@ class Found:
         if self.same == self.streams:
             return self.service_s <= BAR_S + self.load_s
         # A connection that is cut is an error that clients retry, too: `test_serve_chaos.py`.
-        told = self.retryable + self.cut == self.streams - self.same
-        return self.replicas == 1 and told and self.service_s <= BAR_S + self.load_s
+        reported = self.retryable + self.cut == self.streams - self.same
+        return self.replicas == 1 and reported and self.service_s <= BAR_S + self.load_s
 
 
 class Trial:

@@ -89,7 +89,7 @@ class Prober:
             begin_s = time.monotonic()
             try:
                 with ServerClient(self._url, PROBE_TIMEOUT_S) as client:
-                    answer = client.ask("/v1/completions", {"prompt": "x", "max_tokens": 1})
+                    answer = client.request("/v1/completions", {"prompt": "x", "max_tokens": 1})
                 in_shape = "type" in answer.body.get("error", {})
                 said = str(answer.status)
                 said += "" if answer.status == 200 or in_shape else " in another shape"

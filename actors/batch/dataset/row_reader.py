@@ -22,7 +22,7 @@ from .source import Dataset, SourceFile, open_parquet
 from .text_records import BadRecordError, BadTextError, Raw, TextFormat
 
 ROWS_PER_READ = 1024  # for Parquet
-READS_KEPT = 4  # cached Parquet reads, as calls come slightly out of order
+CACHED_READS = 4  # cached Parquet reads, as calls come slightly out of order
 OPEN_FILES = 4
 BUFFER_BYTES = 2 * 2**20  # for text: one request to an object store
 
@@ -171,7 +171,7 @@ class _ParquetRows:
         self._group_begins = [0, *itertools.accumulate(sizes)][:-1]
         self._next = 0
         self._reads: Iterator[pa.RecordBatch] = iter(())
-        self._kept: deque[tuple[int, pa.RecordBatch]] = deque(maxlen=READS_KEPT)
+        self._cached_reads: deque[tuple[int, pa.RecordBatch]] = deque(maxlen=CACHED_READS)
 
     def read(self, span: Span) -> list[Row]:
         records: list[Record] = []
@@ -188,17 +188,17 @@ class _ParquetRows:
 
     def _batch_at(self, row: int) -> tuple[int, pa.RecordBatch] | None:
         """Return a batch that contains the row, and the row's index in it; None after the last row."""
-        for begin, batch in self._kept:
+        for begin, batch in self._cached_reads:
             if begin <= row < begin + batch.num_rows:
                 return row - begin, batch
         group = self._group_of(row)
-        if row < self._next or group > self._group_of(self._next) or not self._kept:
+        if row < self._next or group > self._group_of(self._next) or not self._cached_reads:
             groups = list(range(group, len(self._group_begins)))
             self._reads = self._file.iter_batches(ROWS_PER_READ, row_groups=groups)
             self._next = self._group_begins[group]
         for batch in self._reads:
             begin, self._next = self._next, self._next + batch.num_rows
-            self._kept.append((begin, batch))
+            self._cached_reads.append((begin, batch))
             if row < self._next:
                 return row - begin, batch
         return None

@@ -22,7 +22,7 @@ from typing import Any, Literal
 import orjson
 import pydantic
 
-from ....cluster.errors import ConfigError, RequestError, did_you_mean, shown
+from ....cluster.errors import ConfigError, RequestError, brief, did_you_mean
 from ....cluster.request.request import SamplingParams
 from ...engine.tenant import parse_tenant
 from ...http.openai.completions import OPENAI_MAX_TOKENS
@@ -205,7 +205,7 @@ def _openai_body(record: Record) -> tuple[str, dict[str, Any]]:
     url, body = record.get("url"), record.get("body")
     if url not in (CHAT_URL, COMPLETION_URL):
         raise RequestError(
-            f"url={shown(url)} is not served: use {CHAT_URL} or {COMPLETION_URL}.", param="url"
+            f"url={brief(url)} is not served: use {CHAT_URL} or {COMPLETION_URL}.", param="url"
         )
     if not isinstance(body, Mapping):
         raise RequestError("body is missing: give the request as a JSON object.", param="body")
@@ -217,7 +217,11 @@ def _openai_body(record: Record) -> tuple[str, dict[str, Any]]:
 
 
 def _dataset_body(record: Record, layout: RowSchema) -> tuple[str, dict[str, Any]]:
-    body = {name: _meant(name, record[name]) for name in SAMPLING_COLUMNS if not _absent(record.get(name))}
+    body = {
+        name: _sampling_value(name, record[name])
+        for name in SAMPLING_COLUMNS
+        if not _absent(record.get(name))
+    }
     if layout.template is not None:
         return COMPLETION_URL, body | {"prompt": _render(layout.template, record)}
     present = [name for name, value in record.items() if not _absent(value)]
@@ -235,10 +239,10 @@ def _dataset_body(record: Record, layout: RowSchema) -> tuple[str, dict[str, Any
 
 def _render(template: str, record: Record) -> str:
     parts = _template_parts(template)
-    return "".join(text if name is None else text + _shown_value(name, record) for text, name in parts)
+    return "".join(text if name is None else text + _text_value(name, record) for text, name in parts)
 
 
-def _shown_value(name: str, record: Record) -> str:
+def _text_value(name: str, record: Record) -> str:
     value = record.get(name)
     if value is None:
         present = [str(column) for column, held in record.items() if held is not None]
@@ -273,7 +277,7 @@ def _absent(value: object) -> bool:
     return value is None or (isinstance(value, float) and math.isnan(value))
 
 
-def _meant(name: str, value: Any) -> Any:
+def _sampling_value(name: str, value: Any) -> Any:
     """Return a sampling column's value: CSV has only text, Parquet rows have every key of any row."""
     if isinstance(value, str) and name in JSON_COLUMNS:
         return _json(name, value)

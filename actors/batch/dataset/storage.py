@@ -26,9 +26,9 @@ from urllib.parse import quote
 import pyarrow as pa
 from pyarrow import fs
 
-from ....cluster.errors import ConfigError, shown_url
+from ....cluster.errors import ConfigError, brief_url
 from ....cluster.safe_file_names import inner_name
-from ...system.atomic_files import TEMPORARY, make_folder, write_whole
+from ...system.atomic_files import TEMPORARY, make_folder, write_atomically
 
 URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+)://?")  # pathlib turns two slashes into one
 SCHEMES = ("file", "s3", "gs", "gcs", "abfs", "abfss", "hf")
@@ -73,12 +73,12 @@ class Storage:
             return cls(where, fs.LocalFileSystem(), str(root), private=private, follows_links=follows_links)
         if found[1] not in SCHEMES:
             raise ConfigError(
-                f"{field}: {shown_url(where)} is a {found[1]}:// URL. Known: {', '.join(SCHEMES)}, or a "
+                f"{field}: {brief_url(where)} is a {found[1]}:// URL. Known: {', '.join(SCHEMES)}, or a "
                 "path.",
                 param=field,
             )
         address, _, query = where[len(found[0]) :].partition("?")
-        shown = shown_url(where)
+        shown = brief_url(where)
         try:
             filesystem, root = _open_remote(found[1], address, query)
         except (OSError, ValueError, pa.ArrowException) as error:
@@ -108,7 +108,7 @@ class Storage:
         above = where.rstrip("/").rpartition("/")[0] or "/"
         return replace(self, where=above, root=str(PurePosixPath(self.root).parent))
 
-    def under(self, *parts: str) -> Storage:
+    def subfolder(self, *parts: str) -> Storage:
         return replace(self, where=self._join(self.where, *parts), root=self.path(*parts))
 
     def path(self, *parts: str) -> str:
@@ -158,7 +158,7 @@ class Storage:
         path = self.path(name)
         if self.local:
             make_folder(Path(path).parent, private=self.private)
-            write_whole(
+            write_atomically(
                 Path(path),
                 lambda temporary: temporary.write_bytes(content),
                 synced=synced,

@@ -15,16 +15,16 @@ from itertools import groupby
 
 import numpy as np
 
-from ....cluster.batch.row_ranges import RowRanges, contains, count, of_rows, rows_of
+from ....cluster.batch.row_ranges import RowRanges, contains, count, from_rows, iterate_rows
 from ....cluster.errors import OutputError
 from ..dataset.row_requests import id_hash
 from ..dataset.storage import Storage
 from ..row_stats import renumber_failures
 from .output_index import OutputIndex, in_parallel, stats_of
-from .output_parts import MANIFEST, Json, OutputForm, Record, ids_in, part_name, put, taken_from
+from .output_parts import MANIFEST, Json, OutputForm, Record, ids_in, merge_rows, part_name, put
 
 WRITER = "ledger"  # in records of parts written here
-GONE = -1  # instead of a row's number
+REMOVED = -1  # instead of a row's number
 
 
 def compact(output: Storage, index: OutputIndex, form: OutputForm, run: int) -> None:
@@ -39,7 +39,7 @@ def compact(output: Storage, index: OutputIndex, form: OutputForm, run: int) -> 
     for shard, group in _groups(index, form):
         complete = all(owned[record.part] == record.rows for record in group)
         if len(group) > 1 or group[0].shard != shard or not complete:
-            numbers = [_kept(record.rows, owned[record.part]) for record in group]
+            numbers = [_row_mask(record.rows, owned[record.part]) for record in group]
             _rewrite(output, index, form, group, numbers, run=run, shard=shard)
 
 
@@ -58,16 +58,16 @@ def renumber(output: Storage, index: OutputIndex, form: OutputForm, id_hashes: n
     def numbers(record: Record) -> np.ndarray:
         wanted = np.array([id_hash(each) for each in ids_in(output.read(record.part), form)], dtype=np.uint64)
         if not len(ordered):
-            return np.full(len(wanted), GONE)
+            return np.full(len(wanted), REMOVED)
         places = np.minimum(np.searchsorted(ordered, wanted), len(ordered) - 1)
-        return np.where(ordered[places] == wanted, order[places], GONE)
+        return np.where(ordered[places] == wanted, order[places], REMOVED)
 
     stale = list(index.stale.values())
     for record, now in zip(stale, in_parallel(numbers, stale), strict=True):
-        if (now != GONE).all() and (np.diff(now) > 0).all():
-            by_old = dict(zip(rows_of(record.rows), now.tolist(), strict=True))
+        if (now != REMOVED).all() and (np.diff(now) > 0).all():
+            by_old = dict(zip(iterate_rows(record.rows), now.tolist(), strict=True))
             failures = renumber_failures([(record.failures, by_old)])
-            same = replace(record, numbering=run, rows=of_rows(now.tolist()), failures=failures)
+            same = replace(record, numbering=run, rows=from_rows(now.tolist()), failures=failures)
             output.write(same.name, same.encoded())
             index.add(same)
         else:
@@ -114,24 +114,26 @@ def _rewrite(
         numbers: for each part, the new number of each of its rows, or GONE.
     """
     flat = np.concatenate(numbers)
-    order = np.argsort(flat, kind="stable")[np.count_nonzero(flat == GONE) :]
+    order = np.argsort(flat, kind="stable")[np.count_nonzero(flat == REMOVED) :]
     if len(order):
         by_old = {
             record.part: {
-                old: new for old, new in zip(rows_of(record.rows), own.tolist(), strict=True) if new != GONE
+                old: new
+                for old, new in zip(iterate_rows(record.rows), own.tolist(), strict=True)
+                if new != REMOVED
             }
             for record, own in zip(records, numbers, strict=True)
         }
-        content = taken_from([_content(output, record) for record in records], order, form)
+        content = merge_rows([_content(output, record) for record in records], order, form)
         record = Record(
             part=part_name(records[0].kind, shard, 0, form),
             run=max(record.run for record in records),
             writer=WRITER,
             numbering=run,
-            rows=of_rows(flat[order].tolist()),
+            rows=from_rows(flat[order].tolist()),
             num_bytes=len(content),
             sha256=hashlib.sha256(content).hexdigest(),
-            stats=stats_of(records, {part: of_rows(rows) for part, rows in by_old.items()}).to_json(),
+            stats=stats_of(records, {part: from_rows(rows) for part, rows in by_old.items()}).to_json(),
             failures=renumber_failures([(record.failures, by_old[record.part]) for record in records]),
             replaces=tuple(record.part for record in records),
         )
@@ -171,8 +173,8 @@ def _groups(index: OutputIndex, form: OutputForm) -> Iterator[tuple[int, list[Re
             yield shard, group
 
 
-def _kept(rows: RowRanges, owned: RowRanges) -> np.ndarray:
-    return np.array([row if contains(owned, row) else GONE for row in rows_of(rows)], dtype=np.int64)
+def _row_mask(rows: RowRanges, owned: RowRanges) -> np.ndarray:
+    return np.array([row if contains(owned, row) else REMOVED for row in iterate_rows(rows)], dtype=np.int64)
 
 
 def _content(output: Storage, record: Record) -> bytes:

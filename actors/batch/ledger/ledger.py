@@ -21,7 +21,7 @@ from typing import Any, Literal, Self
 import numpy as np
 import pyarrow as pa
 
-from ....cluster.batch.row_ranges import RowRanges, count, minus, union
+from ....cluster.batch.row_ranges import RowRanges, count, difference, union
 from ....cluster.errors import ConfigError, OutputError
 from ...system.atomic_files import TEMPORARY
 from ..dataset.source import ERRORS
@@ -77,7 +77,7 @@ class Ledger:
         overwrite: bool = False,
         id_hashes: Callable[[], np.ndarray] | None = None,
         say: Callable[[str], object] = lambda words: None,
-        held: Lock | None = None,
+        held_lock: Lock | None = None,
     ) -> Self:
         """Open an output for a new job, or for one more run of its job.
 
@@ -87,15 +87,15 @@ class Ledger:
             overwrite: begin a new job; earlier results stay until there are new ones.
             id_hashes: `RowIndex.id_hashes`, by which rows of a changed input are found again.
             say: called with a line for the user about a long wait.
-            held: the output's lock, if it was taken before; the ledger closes it, unless this raises.
+            held_lock: the output's lock, if it was taken before; the ledger closes it, unless this raises.
 
         Raises ConfigError, which names what prevents it and the remedy.
         """
-        ledger = cls(output, spec, held or lock(output, say))
+        ledger = cls(output, spec, held_lock or lock(output, say))
         try:
             ledger._begin(resume, overwrite, id_hashes)
         except UNREADABLE as error:
-            if held is None:
+            if held_lock is None:
                 ledger.close()
             raise ConfigError(
                 f"output: {output.where} cannot be used ({reason(error)}). Fix it, choose another with "
@@ -103,7 +103,7 @@ class Ledger:
                 param="output",
             ) from error
         except BaseException:
-            if held is None:
+            if held_lock is None:
                 ledger.close()
             raise
         return ledger
@@ -117,8 +117,8 @@ class Ledger:
         return self._index.failed
 
     @property
-    def left(self) -> RowRanges:
-        return minus(self._spec.rows, union(self.answered, self.failed))
+    def unanswered(self) -> RowRanges:
+        return difference(self._spec.rows, union(self.answered, self.failed))
 
     @property
     def orphans(self) -> tuple[str, ...]:
@@ -151,11 +151,11 @@ class Ledger:
         """Return the rows of a writer in parts or segments, as of the last refresh."""
         return self._index.durable(writer)
 
-    def known(self, writer: str) -> RowRanges:
+    def already_merged(self, writer: str) -> RowRanges:
         """Return rows that need not be adopted from a writer: answered, or failed in its run or later."""
         return union(self.answered, self._index.failed_since(self._index.run_of(writer)))
 
-    def adopt_orphans(self) -> None:
+    def merge_orphans(self) -> None:
         """Make parts of the segments of dead writers. Raises OSError, OutputError."""
         if not (orphans := self.orphans):
             return
@@ -164,7 +164,7 @@ class Ledger:
             self._output, self._spec.form, run=self.run, shard=0, writer=f"rest-{uuid.uuid4().hex}"
         )
         for orphan in orphans:
-            writer.adopt(orphan, self.known(orphan))
+            writer.take_over(orphan, self.already_merged(orphan))
         writer.close()
         self._index.refresh()
 
@@ -238,10 +238,10 @@ class Ledger:
         check_parts(self._output.where, self._index, replaced)
         self.run = job.run
         if changed:
-            self.adopt_orphans()
+            self.merge_orphans()
         if SUCCESS in self._index.files and not replaced:
             self._job = job
-            same = not (changed or self._spec.other_settings(job.spec) or self.left)
+            same = not (changed or self._spec.other_settings(job.spec) or self.unanswered)
             self.complete = same and manifest_parts(self._output) == self._index.records.keys()
             if self.complete:
                 return
@@ -263,12 +263,13 @@ class Ledger:
     def _finish(self, report: Mapping[str, Any], html: str | None) -> None:
         self._check_ours()
         self._index.refresh()
-        self.adopt_orphans()
+        self.merge_orphans()
         allow_writes(self._output, None)
         self._index.refresh()  # reads what was written until now
-        if left := self.left:
+        if unanswered := self.unanswered:
             raise OutputError(
-                f"output: {count(left)} rows are in no part of {self._output.where}. Run the same command "
+                f"output: {count(unanswered)} rows are in no part of {self._output.where}. Run the same "
+                "command "
                 "again: it resumes.",
                 param="output",
             )
@@ -286,7 +287,7 @@ class Ledger:
 
     def _check_ours(self) -> None:
         job = JobRun.read(self._output)
-        if not self._lock.held or job is None or job.run != self.run:
+        if not self._lock.is_held or job is None or job.run != self.run:
             raise OutputError(
                 f"output: another job has taken {self._output.where} over; this one ends.", param="output"
             )

@@ -18,7 +18,7 @@ from typing import TypeVar
 import numpy as np
 import pyarrow as pa
 
-from ....cluster.batch.row_ranges import RowRanges, count, of_rows, union
+from ....cluster.batch.row_ranges import RowRanges, count, from_rows, union
 from ..dataset.source import ERRORS
 from ..dataset.storage import NUM_REQUESTS, Entry, Storage
 from ..row_stats import RowStats, restrict_failures
@@ -39,7 +39,7 @@ class Segment:
 
     @property
     def rows(self) -> RowRanges:
-        return of_rows(row_numbers(self.table))
+        return from_rows(row_numbers(self.table))
 
     @property
     def writer(self) -> str:

@@ -27,10 +27,10 @@ from ..dataset.storage import Entry, Storage
 from .output_parts import FOLDER
 
 LOCK = f"{FOLDER}/lock"
-CLAIM = f"{FOLDER}/lock-"
-BEAT_S = 5.0
+CLAIM_PREFIX = f"{FOLDER}/lock-"
+HEARTBEAT_S = 5.0
 DEAD_S = 15.0  # a claim not rewritten for this long belongs to a dead job
-LOOK_S = 1.0
+POLL_S = 1.0
 
 
 def lock(output: Storage, say: Callable[[str], object]) -> Lock:
@@ -50,9 +50,9 @@ class FileLock:
         self._file.flush()
 
     @property
-    def held(self) -> bool:
+    def is_held(self) -> bool:
         """Return False once another job has taken the output over."""
-        return not self._file.closed and _stands_at(self._path, self._file)
+        return not self._file.closed and _is_same_file(self._path, self._file)
 
     def close(self) -> None:
         if not self._file.closed:
@@ -67,11 +67,11 @@ class LockClaim:
 
     def __init__(self, output: Storage, say: Callable[[str], object]) -> None:
         self._output = output
-        self._name = f"{CLAIM}{uuid.uuid4().hex}.json"
+        self._name = f"{CLAIM_PREFIX}{uuid.uuid4().hex}.json"
         self._content = _holder().encode()
         self._lost = False
         self._closing = threading.Event()
-        self._beating = threading.Thread(target=self._beat, name="manta-claim", daemon=True)
+        self._beating = threading.Thread(target=self._heartbeat, name="manta-claim", daemon=True)
         try:
             output.write(self._name, self._content)
         except OSError as error:
@@ -81,13 +81,13 @@ class LockClaim:
             ) from None
         self._beating.start()
         try:
-            self._outlive(say)
+            self._wait_for_other_claims(say)
         except BaseException:
             self.close()
             raise
 
     @property
-    def held(self) -> bool:
+    def is_held(self) -> bool:
         return not (self._lost or self._closing.is_set())
 
     def close(self) -> None:
@@ -97,30 +97,31 @@ class LockClaim:
             with contextlib.suppress(OSError):
                 self._output.remove(self._name)
 
-    def _beat(self) -> None:
+    def _heartbeat(self) -> None:
         """Rewrite the claim until it is closed or another job has removed it."""
-        while not self._closing.wait(BEAT_S):
+        while not self._closing.wait(HEARTBEAT_S):
             with contextlib.suppress(OSError):  # retried at the next beat
                 if self._output.entry(self._name) is None:
                     self._lost = True
                     return
                 self._output.write(self._name, self._content)
 
-    def _outlive(self, say: Callable[[str], object]) -> None:
+    def _wait_for_other_claims(self, say: Callable[[str], object]) -> None:
         """Wait until no other claim is alive. Raises InUseError if one is rewritten meanwhile."""
         first = self._others()
         if first:
             say(
-                f"{self._output.where} was claimed by another job{self._who(first)}: waiting up to "
+                f"{self._output.where} was claimed by another job{self._describe_others(first)}: waiting "
+                "up to "
                 f"{DEAD_S:.0f} s to see whether it lives"
             )
         others, deadline_s = first, time.monotonic() + DEAD_S
         while others:
             if any(name not in first or entry != first[name] for name, entry in others.items()):
-                raise _in_use(self._output, self._who(others))
+                raise _in_use(self._output, self._describe_others(others))
             if time.monotonic() > deadline_s:
                 break
-            time.sleep(LOOK_S)
+            time.sleep(POLL_S)
             others = self._others()
         self._output.remove(*others)
 
@@ -129,12 +130,12 @@ class LockClaim:
         return {
             entry.name: entry
             for entry in entries
-            if entry.name.startswith(CLAIM) and entry.name != self._name
+            if entry.name.startswith(CLAIM_PREFIX) and entry.name != self._name
         }
 
-    def _who(self, others: dict[str, Entry]) -> str:
+    def _describe_others(self, others: dict[str, Entry]) -> str:
         with contextlib.suppress(OSError):
-            return _in_words(self._output.read(next(iter(others))))
+            return _describe_holder(self._output.read(next(iter(others))))
         return ""
 
 
@@ -145,19 +146,20 @@ def _holder() -> str:
     return json.dumps({"host": socket.gethostname(), "pid": os.getpid(), "since_s": round(time.time())})
 
 
-def _in_words(holder: str | bytes) -> str:
+def _describe_holder(holder: str | bytes) -> str:
     """Return what is known of the holder, with a space before it."""
     try:
-        who = json.loads(holder)
-        since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(who["since_s"]))
-        return f" (process {who['pid']} on {who['host']}, since {since})"
+        info = json.loads(holder)
+        since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(info["since_s"]))
+        return f" (process {info['pid']} on {info['host']}, since {since})"
     except (ValueError, KeyError, TypeError):
         return ""
 
 
-def _in_use(output: Storage, who: str) -> InUseError:
+def _in_use(output: Storage, holder: str) -> InUseError:
     return InUseError(
-        f"output: {output.where} is being written by another job{who}. Wait for its end, or choose another "
+        f"output: {output.where} is being written by another job{holder}. Wait for its end, or choose "
+        "another "
         "output.",
         param="output",
     )
@@ -186,9 +188,9 @@ def _locked(output: Storage, path: Path) -> IO[str]:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             file.seek(0)
-            who = _in_words(file.read())
+            holder = _describe_holder(file.read())
             file.close()
-            raise _in_use(output, who) from None
+            raise _in_use(output, holder) from None
         except OSError as error:
             file.close()
             raise ConfigError(
@@ -196,12 +198,12 @@ def _locked(output: Storage, path: Path) -> IO[str]:
                 "one folder. Choose a folder on another file system.",
                 param="output",
             ) from None
-        if _stands_at(path, file):
+        if _is_same_file(path, file):
             return file
         file.close()
 
 
-def _stands_at(path: Path, file: IO[str]) -> bool:
+def _is_same_file(path: Path, file: IO[str]) -> bool:
     try:
         return path.lstat().st_ino == os.fstat(file.fileno()).st_ino
     except FileNotFoundError:

@@ -20,7 +20,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from ....cluster.batch.row_ranges import RowRanges, count, of_rows
+from ....cluster.batch.row_ranges import RowRanges, count, from_rows
 from ....cluster.errors import ConfigError
 from ....cluster.safe_file_names import inner_name
 from ...http.wire.request_ids import new_id
@@ -189,7 +189,7 @@ def make_part(
         run=run,
         writer=writer,
         numbering=run,
-        rows=of_rows(table["row"].to_pylist()),
+        rows=from_rows(table["row"].to_pylist()),
         num_bytes=len(content),
         sha256=hashlib.sha256(content).hexdigest(),
         stats=stats.to_json(),
@@ -214,7 +214,7 @@ def part_content(name: str, table: pa.Table, form: OutputForm) -> bytes | pa.Buf
     return _lines(written.to_pylist(), [column.name for column in form.columns if is_member(column)])
 
 
-def taken_from(contents: Sequence[bytes], order: Sequence[int] | np.ndarray, form: OutputForm) -> Any:
+def merge_rows(contents: Sequence[bytes], order: Sequence[int] | np.ndarray, form: OutputForm) -> Any:
     """Return the content of a part made of rows of other parts.
 
     `order`: indices of the rows to take, counted over all contents.

@@ -18,7 +18,7 @@ from typing import TypeVar
 import numpy as np
 import pyarrow as pa
 
-from ....cluster.batch.row_ranges import RowRanges, contains, minus, of_rows, union
+from ....cluster.batch.row_ranges import RowRanges, contains, difference, from_rows, union
 from ....cluster.errors import OutputError
 from ..dataset.storage import Storage
 from ..row_answerer import Result
@@ -85,7 +85,7 @@ class RowWriter:
         self._gathered: dict[int, _Gathered] = {}
         self._unwritten: deque[_Batch] = deque()
         self._num_segments = self._num_parts = 0
-        self._tried_s = 0.0
+        self._attempted_s = 0.0
         self._earlier_gone = False
 
     @property
@@ -119,9 +119,9 @@ class RowWriter:
         """
         durable: list[RowRanges] = []
         with self._writing:
-            if self.failing_since_s is not None and time.monotonic() - self._tried_s < RETRY_S:
+            if self.failing_since_s is not None and time.monotonic() - self._attempted_s < RETRY_S:
                 return ()
-            self._tried_s = time.monotonic()
+            self._attempted_s = time.monotonic()
             try:
                 self._write_all(durable, self._due)
                 self.failing_since_s = None
@@ -129,13 +129,13 @@ class RowWriter:
                 self._fail(error)
         return union(*durable)
 
-    def adopt(self, writer: str, known: RowRanges) -> RowRanges:
+    def take_over(self, writer: str, known: RowRanges) -> RowRanges:
         """Move the segments of a dead writer to this one. Retries while the output fails.
 
-        `known`: rows to leave out, because they are in parts (`Ledger.known`). Returns the rows that were
-        moved. Raises OutputError.
+        `known`: rows to leave out, because they are in parts (`Ledger.already_merged`). Returns the rows that
+        were moved. Raises OutputError.
         """
-        return self._until_written(lambda: self._adopt(writer, known))
+        return self._until_written(lambda: self._take_over(writer, known))
 
     def close(self) -> RowRanges:
         """Make parts of all rows. Return the rows made durable. Retries while the output fails.
@@ -153,7 +153,7 @@ class RowWriter:
         with self._writing:
             while True:
                 try:
-                    self._tried_s = time.monotonic()
+                    self._attempted_s = time.monotonic()
                     done = write()
                 except OSError as error:
                     self._fail(error)
@@ -164,7 +164,7 @@ class RowWriter:
 
     def _fail(self, error: OSError) -> None:
         """Record a failed attempt. Raises OutputError when they have failed for GIVE_UP_S."""
-        self.failing_since_s = self.failing_since_s or self._tried_s
+        self.failing_since_s = self.failing_since_s or self._attempted_s
         if time.monotonic() - self.failing_since_s > GIVE_UP_S:
             raise self._not_written(error) from error
 
@@ -179,7 +179,7 @@ class RowWriter:
         self._unsaved.extend((shard, pa.concat_tables(tables)) for shard, tables in added.items())
         while self._unsaved:
             self._save(*self._unsaved[0])
-            durable.append(of_rows(row_numbers(self._unsaved.popleft()[1])))
+            durable.append(from_rows(row_numbers(self._unsaved.popleft()[1])))
         for shard in [shard for shard, rows in self._gathered.items() if shard in ended or due(shard, rows)]:
             self._unwritten.append(self._batch(shard, self._gathered.pop(shard)))
         with self._adding:
@@ -197,18 +197,18 @@ class RowWriter:
         gathered.segments.append(name)
         self.num_durable += table.num_rows
 
-    def _adopt(self, writer: str, known: RowRanges) -> RowRanges:
+    def _take_over(self, writer: str, known: RowRanges) -> RowRanges:
         """Write segments of the rows, then remove the other writer's. Raises OSError; may be repeated."""
         names = [entry.name for entry in self._output.entries(segment_folder(writer))]
         tables: defaultdict[int, list[pa.Table]] = defaultdict(list)
         for segment in in_parallel(lambda name: read_segment(self._output, name), names):
-            if segment is not None and minus(segment.rows, known):
+            if segment is not None and difference(segment.rows, known):
                 shard = segment.shard if self._form.ordered else self._shard
                 tables[shard].append(_fitting(_without(segment, known), self._form))
         for shard, several in tables.items():
             self._save(shard, pa.concat_tables(several))
         self._output.remove_folder(segment_folder(writer))
-        return union(*(of_rows(row_numbers(table)) for several in tables.values() for table in several))
+        return union(*(from_rows(row_numbers(table)) for several in tables.values() for table in several))
 
     def _due(self, _shard: int, gathered: _Gathered) -> bool:
         if self._form.ordered:

@@ -16,7 +16,7 @@ from typing import Any
 import orjson
 import pyarrow as pa
 
-from ....cluster.errors import DatasetError, NotFoundError, shown, without_values
+from ....cluster.errors import DatasetError, NotFoundError, brief, redact_values
 from ....cluster.request.caller import SERVER
 from ...tokenization.surrogates import loads
 from ..dataset.row_reader import RowReader
@@ -59,7 +59,7 @@ class OpenBatch:
         self.ledger.close()
 
 
-class Opener:
+class BatchOpener:
     """Opens batches for one replica.
 
     `made_from`: what results depend on; a batch that was begun with other settings is given up.
@@ -93,20 +93,20 @@ class Opener:
             self._batches.drop_abandoned(batch_id)
             return None
         if batch.ended:  # its replica was killed before it removed the batch from the queue
-            self._batches.leave_queue(batch_id)
+            self._batches.remove_from_queue(batch_id)
             return None
         if batch.status == "in_progress" and not (has_capacity or batch.is_late):
             return None
-        held = lock(self._batches.output(batch_id), logger.info)
+        held_lock = lock(self._batches.output(batch_id), logger.info)
         opened = None
         try:
-            opened = self._open(batch_id, held, has_capacity=has_capacity)
+            opened = self._open(batch_id, held_lock, has_capacity=has_capacity)
         finally:
             if opened is None:
-                held.close()
+                held_lock.close()
         return opened
 
-    def _open(self, batch_id: str, held: Lock, *, has_capacity: bool) -> OpenBatch | None:
+    def _open(self, batch_id: str, held_lock: Lock, *, has_capacity: bool) -> OpenBatch | None:
         batch = self._batches.saved(batch_id)  # it may have changed before it was locked
         if batch is None or batch.ended:
             return None
@@ -114,10 +114,10 @@ class Opener:
             file = self._files.get(batch.input_file_id, SERVER)
             if batch.status == "validating":
                 batch = self._validated(batch, file)
-                cancelled = self._batches.cancel_asked_at(batch_id) is not None
+                cancelled = self._batches.cancel_requested_at(batch_id) is not None
                 if batch.ended or not (has_capacity or batch.is_late or cancelled):
                     return None
-            return self._begin(batch, file, held)
+            return self._begin(batch, file, held_lock)
         except (DatasetError, NotFoundError) as error:
             self._fail(batch, plain_error("input_file_unusable", error.message))
             return None
@@ -132,7 +132,7 @@ class Opener:
         self._batches.save(batch)
         return batch
 
-    def _begin(self, batch: Batch, file: StoredFile, held: Lock) -> OpenBatch:
+    def _begin(self, batch: Batch, file: StoredFile, held_lock: Lock) -> OpenBatch:
         (name,) = file.pieces
         storage = self._files.storage
         entry = storage.entry(name)
@@ -149,20 +149,20 @@ class Opener:
             num_rows=index.num_rows,
         )
         output = self._batches.output(batch.id)
-        begun = JobRun.read(output)
+        existing = JobRun.read(output)
         given_up = None
-        if begun is not None and (changes := spec.differences(begun.spec)):
+        if existing is not None and (changes := spec.differences(existing.spec)):
             said = f"The server was restarted with other settings: {'; '.join(changes)}."
             logger.error("%s fails. %s", batch.id, said)
-            again = "Send the lines that were not answered in a new batch."
-            given_up = plain_error("settings_changed", f"{said} {again}")
-        ledger = Ledger.open(output, spec, resume="force" if given_up else "yes", held=held)
-        return OpenBatch(batch, held, ledger, index, RowReader(source, LAYOUT), given_up)
+            advice = "Send the lines that were not answered in a new batch."
+            given_up = plain_error("settings_changed", f"{said} {advice}")
+        ledger = Ledger.open(output, spec, resume="force" if given_up else "yes", held_lock=held_lock)
+        return OpenBatch(batch, held_lock, ledger, index, RowReader(source, LAYOUT), given_up)
 
     def _fail(self, batch: Batch, errors: JsonObject) -> Batch:
         failed = batch.moved("failed", errors=errors)
         self._batches.save(failed)
-        logger.info("%s has failed: %s", batch.id, without_values(errors["data"][0]["message"]))
+        logger.info("%s has failed: %s", batch.id, redact_values(errors["data"][0]["message"]))
         return failed
 
 
@@ -226,19 +226,19 @@ def _line_error(
         said = f"custom_id has {len(custom_id)} characters; at most {MAX_CUSTOM_ID_CHARS} are kept."
         return "invalid_custom_id", said, "custom_id"
     if custom_id in seen:
-        said = f"custom_id={shown(custom_id)} is also used by another line: each line needs a unique one."
+        said = f"custom_id={brief(custom_id)} is also used by another line: each line needs a unique one."
         return "duplicate_custom_id", said, "custom_id"
     seen.add(custom_id)
     if record.get("method") != "POST":
-        return "invalid_method", f'method={shown(record.get("method"))} must be "POST".', "method"
+        return "invalid_method", f'method={brief(record.get("method"))} must be "POST".', "method"
     if record.get("url") != endpoint:
-        said = f"url={shown(record.get('url'))} is not the batch's endpoint, {endpoint}."
+        said = f"url={brief(record.get('url'))} is not the batch's endpoint, {endpoint}."
         return "mismatched_endpoint", said, "url"
     if not isinstance(body, Mapping):
         return missing, "body is missing: give the request as a JSON object.", "body"
     model = body.get("model", models[0])
     if model not in models:
-        said = f"The model {shown(model)} is not served here. Served: {', '.join(models)}."
+        said = f"The model {brief(model)} is not served here. Served: {', '.join(models)}."
         return "model_not_found", said, "body.model"
     found.model = found.model or model
     return "", "", None

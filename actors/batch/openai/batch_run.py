@@ -19,9 +19,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Literal, ParamSpec, TypeVar
 
-from ....cluster.batch.leases import LeaseBook
-from ....cluster.batch.row_ranges import RowRanges, count, minus, of_rows, split_off, union
-from ....cluster.errors import EngineDeadError, OutputError, shown_name
+from ....cluster.batch.leases import LeaseManager
+from ....cluster.batch.row_ranges import RowRanges, count, difference, from_rows, split_off, union
+from ....cluster.errors import EngineDeadError, OutputError, brief_name
 from ...observability.telemetry import BatchLines
 from ..dataset.row_reader import Row
 from ..dataset.source import ERRORS
@@ -64,7 +64,7 @@ class BatchRun:
 
     Attributes:
         batch: the batch as last saved.
-        all_begun: whether `on_tail` was called.
+        all_started: whether `on_tail` was called.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class BatchRun:
         count_lines: Callable[[BatchLines], None],
     ) -> None:
         self.batch = opened.batch
-        self.all_begun = False
+        self.all_started = False
         self._opened = opened
         self._batches, self._files = batches, files
         self._answerer = answerer
@@ -92,7 +92,7 @@ class BatchRun:
         self._results: list[Result] = []  # answered, and not passed to the writer yet
         self._written = asyncio.Event()
         self._done: RowRanges = ()  # passed to the writer
-        self._book: LeaseBook | None = None
+        self._leases: LeaseManager | None = None
         self._leasing = threading.Lock()  # guards the book: rows are taken and answered in different threads
         self._counts = dict(self.batch.request_counts)
         self._polled_s = 0.0
@@ -110,8 +110,8 @@ class BatchRun:
         except EngineDeadError:
             raise
         except BaseException:  # the replica is stopping, or a disk is full: no row is the cause
-            if self._book is not None:
-                self._book.died(ENGINE, (), blame=False)
+            if self._leases is not None:
+                self._leases.on_engine_death(ENGINE, (), blame=False)
             raise
         finally:
             await in_thread(self._close)
@@ -119,18 +119,18 @@ class BatchRun:
     def _begin(self) -> None:
         """Recover a dead replica's finished rows, and the rows that its engine was running."""
         ledger = self._opened.ledger
-        ledger.adopt_orphans()
+        ledger.merge_orphans()
         self._done = union(ledger.answered, ledger.failed)
         self._counts |= {"completed": count(ledger.answered), "failed": count(ledger.failed)}
-        self._book, poison = LeaseBook.after_death(
+        self._leases, poison = LeaseManager.after_death(
             self._batches.leases(self.batch.id),
-            self._left,
+            self._unanswered,
             largest=ROWS_PER_READ,
             smallest=SUSPECTS_PER_LEASE,
             trials=TRIALS,
         )
         if poison:
-            deaths = self._book.poison
+            deaths = self._leases.poison
             self._write(
                 [
                     unanswered(row, "engine_died", POISON, LAYOUT, attempts=deaths[row.number])
@@ -139,8 +139,8 @@ class BatchRun:
             )
 
     @property
-    def _left(self) -> RowRanges:
-        return minus(((0, self._opened.index.num_rows),), self._done)
+    def _unanswered(self) -> RowRanges:
+        return difference(((0, self._opened.index.num_rows),), self._done)
 
     async def _answer_until_end(self) -> End:
         flush_s = flush_interval_s(self._output)
@@ -161,10 +161,10 @@ class BatchRun:
             await asyncio.gather(work, return_exceptions=True)
 
     async def _answer_all(self) -> None:
-        assert self._book is not None, "_begin() first"
+        assert self._leases is not None, "_begin() first"
         try:
             async with asyncio.TaskGroup() as group:
-                while self._book.left:
+                while self._leases.num_unleased:
                     self._written.clear()
                     if not (rows := await in_thread(self._take)):  # suspected rows wait to run alone
                         await self._written.wait()
@@ -173,17 +173,17 @@ class BatchRun:
                         task = group.create_task(self._answer(row))
                         task.add_done_callback(lambda _: self._slots.release())
                         await asyncio.sleep(0)  # lets online requests run
-                self.all_begun = True
+                self.all_started = True
                 self._on_tail()
         except ExceptionGroup as several:
             raise several.exceptions[0] from None
 
     def _take(self) -> list[Row]:
         """Return the next rows for the engine, after saving them as leased in case it dies."""
-        assert self._book is not None, "_begin() first"
+        assert self._leases is not None, "_begin() first"
         with self._leasing:
-            lease = self._book.take(ENGINE, 1)
-            saved = self._book.to_json()
+            lease = self._leases.acquire(ENGINE, 1)
+            saved = self._leases.to_json()
         if lease is None:
             return []
         self._batches.save_leases(self.batch.id, saved)
@@ -192,7 +192,7 @@ class BatchRun:
     async def _answer(self, row: Row) -> None:
         result = await self._answerer.answer(row)
         if error := result.get("error"):
-            logger.info("request %s/%s failed: %s", self.batch.id, shown_name(result["id"]), error["type"])
+            logger.info("request %s/%s failed: %s", self.batch.id, brief_name(result["id"]), error["type"])
         self._results.append(result)  # read the attribute now: earlier lists belong to the writer
 
     def _read(self, rows: RowRanges) -> list[Row]:
@@ -201,7 +201,7 @@ class BatchRun:
     def _poll(self) -> End | None:
         """Return how the batch must end early, or None; save its progress periodically."""
         batch = self.batch
-        if not self._left:
+        if not self._unanswered:
             return None
         if batch.status == "cancelling":
             return "cancelled"
@@ -212,7 +212,7 @@ class BatchRun:
         if time.monotonic() - self._polled_s < POLL_S:
             return None
         self._polled_s = time.monotonic()
-        if self._batches.cancel_asked_at(batch.id) is not None:
+        if self._batches.cancel_requested_at(batch.id) is not None:
             return "cancelled"
         if self._counts != batch.request_counts:
             self._save(batch)
@@ -222,12 +222,12 @@ class BatchRun:
         if results:
             self._writer.add(results)
         self._writer.flush()
-        rows = of_rows(result["row"] for result in results)
+        rows = from_rows(result["row"] for result in results)
         self._done = union(self._done, rows)
-        if self._book is not None:
+        if self._leases is not None:
             with self._leasing:
-                for lease in self._book.holds(ENGINE):
-                    self._book.answered(lease.number, rows)
+                for lease in self._leases.leases_of(ENGINE):
+                    self._leases.mark_durable(lease.number, rows)
         failed = sum(1 for result in results if result.get("error"))
         self._counts["failed"] += failed
         self._counts["completed"] += len(results) - failed
@@ -236,9 +236,9 @@ class BatchRun:
     def _end(self, end: End) -> None:
         """End the batch. Another replica may repeat this, with the same files."""
         self._save(self._ending(end))
-        left = self._left
-        while left:  # lines without a response get the reason
-            some, left = split_off(left, ROWS_PER_READ)
+        remaining = self._unanswered
+        while remaining:  # lines without a response get the reason
+            some, remaining = split_off(remaining, ROWS_PER_READ)
             self._write([unanswered(row, f"batch_{end}", REASONS[end], LAYOUT) for row in self._read(some)])
         self._writer.close()
         ledger = self._opened.ledger
@@ -262,7 +262,7 @@ class BatchRun:
         if batch.status != "in_progress":
             return batch
         if end == "cancelled":
-            return batch.moved("cancelling", self._batches.cancel_asked_at(batch.id))
+            return batch.moved("cancelling", self._batches.cancel_requested_at(batch.id))
         return batch.moved("finalizing", expired_at=int(time.time()) if end == "expired" else None)
 
     def _put(self, kind: str, folder: str = "") -> str | None:
@@ -282,7 +282,7 @@ class BatchRun:
         return file_id
 
     def _save(self, batch: Batch) -> None:
-        if not self._opened.lock.held:
+        if not self._opened.lock.is_held:
             raise OutputError(f"{batch.id} is another replica's now.", param="batch_storage")
         self.batch = replace(batch, request_counts=dict(self._counts))
         self._batches.save(self.batch)
@@ -293,8 +293,8 @@ class BatchRun:
             if not self.batch.ended:
                 self._write(self._results)
                 self._writer.close()
-                if self._book is not None:
-                    self._batches.save_leases(self.batch.id, self._book.to_json())
+                if self._leases is not None:
+                    self._batches.save_leases(self.batch.id, self._leases.to_json())
         finally:
             self._opened.close()
 

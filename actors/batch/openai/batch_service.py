@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 
-from ....cluster.errors import EngineDeadError, InUseError, RequestError, shown
+from ....cluster.errors import EngineDeadError, InUseError, RequestError, brief
 from ....cluster.metrics.bounded_labels import UsageAccount
 from ....cluster.request.caller import Caller
 from ...chat.chat_model import ChatModel
@@ -26,7 +26,7 @@ from ...tokenization.generation_config import GenerationDefaults
 from ..dataset.storage import Storage
 from ..ledger.job_spec import model_identity
 from ..row_answerer import RowAnswerer
-from .batch_admission import LAYOUT, OpenBatch, Opener
+from .batch_admission import LAYOUT, BatchOpener, OpenBatch
 from .batch_run import BatchRun
 from .batch_store import Batch, BatchStore
 from .file_store import FileStore
@@ -77,7 +77,7 @@ class BatchService:
             "max_model_len": engine.info.max_model_len,
             "generation": asdict(generation),
         }
-        self._opener = Opener(self.batches, self.files, names, made_from, max_lines)
+        self._opener = BatchOpener(self.batches, self.files, names, made_from, max_lines)
         self._slots = asyncio.Semaphore(max(2, int(IN_FLIGHT * engine.config.max_num_seqs)))
         self._count_lines = count_lines
         self._on_row = on_row
@@ -101,7 +101,7 @@ class BatchService:
         file = self.files.get(input_file_id, caller)
         if file.purpose != "batch":
             raise RequestError(
-                f'The file {file.id} has the purpose {shown(file.purpose)}; upload the input with "batch".',
+                f'The file {file.id} has the purpose {brief(file.purpose)}; upload the input with "batch".',
                 param="input_file_id",
             )
         self.files.check_quota(caller.owner, "input_file_id")
@@ -131,7 +131,7 @@ class BatchService:
             while True:
                 self._wake.clear()
                 try:
-                    await self._look()
+                    await self._poll()
                 except Exception:  # the task's outermost level: the storage may recover
                     logger.exception("batches in %s cannot be listed", self.batches.storage.where)
                 with contextlib.suppress(TimeoutError):
@@ -141,7 +141,7 @@ class BatchService:
                 task.cancel()
             await asyncio.gather(*self._tasks.values(), return_exceptions=True)
 
-    async def _look(self) -> None:
+    async def _poll(self) -> None:
         try:
             self._engine.check_health()
         except EngineDeadError:  # its lines must not be blamed again
@@ -171,7 +171,7 @@ class BatchService:
 
     @property
     def _has_capacity(self) -> bool:
-        return not self._slots.locked() and all(run.all_begun for run in self._runs.values())
+        return not self._slots.locked() and all(run.all_started for run in self._runs.values())
 
     def _begin(self, opened: OpenBatch) -> None:
         batch_id, tenant, account_of = opened.batch.id, opened.batch.tenant, self._account_of

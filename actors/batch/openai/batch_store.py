@@ -18,10 +18,10 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any, Literal
 
-from ....cluster.errors import NotFoundError, RequestError, shown
+from ....cluster.errors import NotFoundError, RequestError, brief
 from ....cluster.request.caller import Caller
 from ..dataset.storage import Storage
-from .file_store import JsonObject, Owned, Page, ordered_id, page, read_object
+from .file_store import JsonObject, OwnerIndex, Page, ordered_id, page, read_object
 
 Status = Literal[
     "validating", "failed", "in_progress", "finalizing", "completed", "expired", "cancelling", "cancelled"
@@ -105,7 +105,7 @@ class Batch:
 class BatchStore:
     def __init__(self, storage: Storage) -> None:
         self.storage = storage
-        self._owned = Owned(storage, FOLDER, "batch_")
+        self._owned = OwnerIndex(storage, FOLDER, "batch_")
 
     def create(
         self,
@@ -138,7 +138,7 @@ class BatchStore:
         """Return the batch as shown to users. Raises NotFoundError if there is none for this caller."""
         batch = self.find(batch_id)
         if batch is None or not caller.may_see(batch.owner):
-            raise NotFoundError(f"There is no batch {shown(batch_id)} here.", param="batch_id")
+            raise NotFoundError(f"There is no batch {brief(batch_id)} here.", param="batch_id")
         return batch
 
     def find(self, batch_id: str) -> Batch | None:
@@ -146,8 +146,8 @@ class BatchStore:
         batch = self.saved(batch_id)
         if batch is None or batch.status not in ("validating", "in_progress"):
             return batch
-        asked_at = self.cancel_asked_at(batch_id)
-        return batch if asked_at is None else batch.moved("cancelling", asked_at)
+        cancelling_at = self.cancel_requested_at(batch_id)
+        return batch if cancelling_at is None else batch.moved("cancelling", cancelling_at)
 
     def saved(self, batch_id: str) -> Batch | None:
         found = read_object(self.storage, f"{FOLDER}/{batch_id}.json", "batch_", batch_id)
@@ -163,11 +163,11 @@ class BatchStore:
         if batch.ended or batch.status == "finalizing":
             raise RequestError(f"The batch {batch_id} is {batch.status}: it cannot be cancelled any more.")
         if batch.status != "cancelling":
-            asked = json.dumps({"cancelling_at": int(time.time())})
-            self.storage.write(f"{FOLDER}/{batch_id}.cancel", asked.encode())
+            request_json = json.dumps({"cancelling_at": int(time.time())})
+            self.storage.write(f"{FOLDER}/{batch_id}.cancel", request_json.encode())
         return self.get(batch_id, caller)
 
-    def cancel_asked_at(self, batch_id: str) -> int | None:
+    def cancel_requested_at(self, batch_id: str) -> int | None:
         """Return the Unix time at which its cancellation was requested, or None."""
         try:
             return int(json.loads(self.storage.read(f"{FOLDER}/{batch_id}.cancel"))["cancelling_at"])
@@ -181,17 +181,17 @@ class BatchStore:
         """Save a batch; the caller holds its lock. An ended batch leaves the queue."""
         self.storage.write(f"{FOLDER}/{batch.id}.json", json.dumps(batch.to_json()).encode())
         if batch.ended:
-            self.leave_queue(batch.id)
+            self.remove_from_queue(batch.id)
             self.storage.remove(f"{FOLDER}/{batch.id}.cancel", f"{WORK}/{batch.id}/{LEASES}")
 
-    def leave_queue(self, batch_id: str) -> None:
+    def remove_from_queue(self, batch_id: str) -> None:
         self.storage.remove(f"{QUEUE}/{batch_id}")
 
     def drop_abandoned(self, batch_id: str) -> None:
         """Remove a queue entry that has existed for long without a batch."""
         entry = self.storage.entry(f"{QUEUE}/{batch_id}")
         if entry is not None and time.time() - entry.modified_s > ABANDONED_S:
-            self.leave_queue(batch_id)
+            self.remove_from_queue(batch_id)
 
     def leases(self, batch_id: str) -> JsonObject:
         try:
@@ -199,11 +199,11 @@ class BatchStore:
         except FileNotFoundError:
             return {}
 
-    def save_leases(self, batch_id: str, book: JsonObject) -> None:
-        self.storage.write(f"{WORK}/{batch_id}/{LEASES}", json.dumps(book).encode())
+    def save_leases(self, batch_id: str, leases: JsonObject) -> None:
+        self.storage.write(f"{WORK}/{batch_id}/{LEASES}", json.dumps(leases).encode())
 
     def output_folder(self, batch_id: str) -> str:
         return f"{WORK}/{batch_id}/out"
 
     def output(self, batch_id: str) -> Storage:
-        return self.storage.under(self.output_folder(batch_id))
+        return self.storage.subfolder(self.output_folder(batch_id))

@@ -24,17 +24,17 @@ from typing import Any, Generic, TypeVar
 
 import pyarrow as pa
 
-from ....cluster.errors import NotFoundError, QuotaError, RequestError, shown
+from ....cluster.errors import NotFoundError, QuotaError, RequestError, brief
 from ....cluster.request.caller import Caller
 from ....cluster.safe_file_names import inner_name
 from ..dataset.storage import Storage
 from ..ledger.output_parts import PART_NAME
 
 CHUNK_BYTES = 1 << 20
-LEAST_BYTES = 4096  # minimum that a file counts against a quota: an empty one takes space too
+MIN_BYTES = 4096  # minimum that a file counts against a quota: an empty one takes space too
 READS_AT_ONCE = 16  # for objects of a list; an object store answers each after tens of milliseconds
 READ_ATTEMPTS = 5  # a file may be replaced between the requests for its size and its bytes
-LEFT_OVER_S = 3600.0  # after which a half-written file is abandoned
+STALE_FILE_S = 3600.0  # after which a half-written file is abandoned
 FOLDER = "files"
 ID = re.compile(r"(file-|batch_)[0-9A-Za-z]{1,64}")
 PIECE = re.compile(rf"{FOLDER}/{ID.pattern}\.jsonl|work/{ID.pattern}/out/{PART_NAME.pattern}")
@@ -99,7 +99,7 @@ class FileStore:
 
     def __init__(self, storage: Storage, max_owner_bytes: int | None = None) -> None:
         self.storage = storage
-        self._owned = Owned(storage, FOLDER, "file-")
+        self._owned = OwnerIndex(storage, FOLDER, "file-")
         self._max_owner_bytes = max_owner_bytes
         self._arriving: Counter[str] = Counter()  # bytes by owner, guarded by the lock
         self._lock = threading.Lock()
@@ -111,7 +111,7 @@ class FileStore:
         file_id = ordered_id("file-")
         name = f"{FOLDER}/{file_id}.jsonl"
         size = len(memoryview(content))
-        with self._reserve(owner, max(size, LEAST_BYTES)):
+        with self._reserve(owner, max(size, MIN_BYTES)):
             self.storage.write(name, content)
             return self.put(file_id, filename, purpose, (name,), created_at=int(time.time()), owner=owner)
 
@@ -168,7 +168,7 @@ class FileStore:
         """Return a file. Raises NotFoundError if there is none for this caller."""
         file = self._read(file_id)
         if file is None or not caller.may_see(file.owner):
-            raise NotFoundError(f"There is no file {shown(file_id)} here.", param="file_id")
+            raise NotFoundError(f"There is no file {brief(file_id)} here.", param="file_id")
         return file
 
     def list(
@@ -195,7 +195,7 @@ class FileStore:
     def remove_leftovers(self) -> None:
         """Remove half-written files and batches of killed replicas."""
         for folder in (FOLDER, "batches", "queue"):
-            self.storage.remove_leftovers(folder, LEFT_OVER_S)
+            self.storage.remove_leftovers(folder, STALE_FILE_S)
 
     def _read(self, file_id: str) -> StoredFile | None:
         found = read_object(self.storage, f"{FOLDER}/{file_id}.json", "file-", file_id)
@@ -206,7 +206,7 @@ class FileStore:
         return StoredFile(**own, pieces=pieces, owner=found.get("owner"))
 
 
-class Owned:
+class OwnerIndex:
     """Caches the owner and the size of each object in a folder, which never change.
 
     Otherwise listing one owner's objects and summing their bytes would read the objects of all owners.
@@ -233,7 +233,7 @@ class Owned:
         with ThreadPoolExecutor(READS_AT_ONCE) as pool:
             objects = dict(zip(new, pool.map(self._read, new), strict=True)) if new else {}
         fresh = {
-            each: (found.get("owner"), max(found.get("bytes", 0), LEAST_BYTES))
+            each: (found.get("owner"), max(found.get("bytes", 0), MIN_BYTES))
             for each, found in objects.items()
             if found is not None
         }
@@ -277,11 +277,14 @@ def listed_ids(storage: Storage, folder: str, *, newest_first: bool) -> list[str
 def page(ids: Sequence[str], after: str | None, limit: int, read: Callable[[str], T | None]) -> Page[T]:
     """Return the items after an id: at most `limit` items that `read` returns; None is skipped."""
     if after is not None and after not in ids:
-        raise RequestError(f"after={shown(after)} is no id of this list.", param="after")
-    left = ids[ids.index(after) + 1 :] if after is not None else ids
+        raise RequestError(f"after={brief(after)} is no id of this list.", param="after")
+    remaining = ids[ids.index(after) + 1 :] if after is not None else ids
     found: list[T] = []
     with ThreadPoolExecutor(READS_AT_ONCE) as pool:
-        while left and len(found) <= limit:
-            some, left = left[: max(READS_AT_ONCE, limit + 1)], left[max(READS_AT_ONCE, limit + 1) :]
+        while remaining and len(found) <= limit:
+            some, remaining = (
+                remaining[: max(READS_AT_ONCE, limit + 1)],
+                remaining[max(READS_AT_ONCE, limit + 1) :],
+            )
             found += [each for each in pool.map(read, some) if each is not None]
     return Page(found[:limit], len(found) > limit)

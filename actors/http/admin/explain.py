@@ -13,8 +13,8 @@ from dataclasses import asdict
 
 from fastapi import APIRouter, Request, Response
 
-from ....cluster.errors import NotFoundError, shown
-from ....cluster.records.request_timeline import LifeStep, RequestTimeline, SlotInterval
+from ....cluster.errors import NotFoundError, brief
+from ....cluster.records.request_timeline import RequestTimeline, SlotInterval, TimelineStep
 from ...engine.async_engine import AsyncEngine
 from ..middleware.api_keys import caller_of
 from ..wire.json_io import JsonObject, json_response
@@ -29,41 +29,43 @@ def explain_routes(engine: AsyncEngine, replica: str) -> APIRouter:
     async def explain(id: str, http: Request) -> Response:
         """Return the timeline of a request of this key; an admin key may query all requests."""
         caller = caller_of(http.scope)
-        lives = [life for life in engine.lives(id) if caller.may_see(life.owner)]
-        return lives_response(id, [told(life, replica) for life in lives])
+        timelines = [timeline for timeline in engine.timelines(id) if caller.may_see(timeline.owner)]
+        return timelines_response(id, [timeline_json(timeline, replica) for timeline in timelines])
 
     return router
 
 
-def lives_response(id: str, lives: Sequence[JsonObject]) -> Response:
+def timelines_response(id: str, timelines: Sequence[JsonObject]) -> Response:
     """Return the timelines of an id, oldest first. Raises NotFoundError if there is none."""
-    if not lives:
+    if not timelines:
         raise NotFoundError(
-            f"There is no record of a request {shown(id)}. The last few thousand are kept, by the response's "
+            f"There is no record of a request {brief(id)}. The last few thousand are kept, by the response's "
             "id or the X-Request-Id; the log has a line for each request that an engine served.",
             param="id",
         )
-    return json_response({"object": "list", "data": sorted(lives, key=lambda life: life["arrived"])})
+    return json_response(
+        {"object": "list", "data": sorted(timelines, key=lambda timeline: timeline["arrived"])}
+    )
 
 
-def told(life: RequestTimeline, replica: str) -> JsonObject:
+def timeline_json(timeline: RequestTimeline, replica: str) -> JsonObject:
     """Return a timeline as JSON. `arrived` is Unix time; other times are in milliseconds since arrival."""
-    since = _Since(life.arrival_s)
+    since = _Since(timeline.arrival_s)
     return {
         "object": "life",
-        "id": life.request_id,
-        "request_id": life.client_id,
+        "id": timeline.request_id,
+        "request_id": timeline.client_id,
         "replica": replica,
-        "arrived": round(time.time() - (time.monotonic() - life.arrival_s), 3),
-        "prompt_tokens": life.num_prompt_tokens,
-        "begun_tokens": life.num_begun,
-        "max_tokens": life.max_tokens,
-        "priority": life.priority,
-        "background": life.background,
-        "max_draft_tokens": life.max_draft_tokens,
-        "stays": [_stay(stay, since) for stay in life.stays],
-        "ended_ms": since.ms(life.ended_s),
-        "finish_reason": life.finish_reason,
+        "arrived": round(time.time() - (time.monotonic() - timeline.arrival_s), 3),
+        "prompt_tokens": timeline.num_prompt_tokens,
+        "begun_tokens": timeline.num_resumed,
+        "max_tokens": timeline.max_tokens,
+        "priority": timeline.priority,
+        "background": timeline.background,
+        "max_draft_tokens": timeline.max_draft_tokens,
+        "stays": [_interval_json(interval, since) for interval in timeline.intervals],
+        "ended_ms": since.ms(timeline.ended_s),
+        "finish_reason": timeline.finish_reason,
     }
 
 
@@ -75,19 +77,19 @@ class _Since:
         return None if at_s is None else _ms(at_s - self._begin_s)
 
 
-def _stay(stay: SlotInterval, since: _Since) -> JsonObject:
+def _interval_json(interval: SlotInterval, since: _Since) -> JsonObject:
     return {
-        "entered_ms": since.ms(stay.entered_s),
-        "waited_ms": {reason: _ms(seconds) for reason, seconds in stay.waited.items()},
-        "cached_tokens": stay.num_cached,
-        "forgotten_steps": stay.num_forgotten,
-        "steps": [_step(step, since) for step in stay.steps],
-        "left_ms": since.ms(stay.left_s),
-        "why": stay.why,
+        "entered_ms": since.ms(interval.admitted_s),
+        "waited_ms": {reason: _ms(seconds) for reason, seconds in interval.waited.items()},
+        "cached_tokens": interval.num_cached,
+        "forgotten_steps": interval.num_forgotten,
+        "steps": [_step(step, since) for step in interval.steps],
+        "left_ms": since.ms(interval.released_s),
+        "why": interval.why,
     }
 
 
-def _step(step: LifeStep, since: _Since) -> JsonObject:
+def _step(step: TimelineStep, since: _Since) -> JsonObject:
     found = asdict(step)
     found["planned_ms"], found["ended_ms"] = since.ms(found.pop("planned_s")), since.ms(found.pop("ended_s"))
     for part in ("draft", "verify", "sample", "inject"):

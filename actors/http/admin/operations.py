@@ -51,7 +51,7 @@ def operation_routes(frontend: ServerContext, traffic: Traffic) -> APIRouter:
         stats = frontend.engine.stats()
         return json_response(
             {
-                **load_figures(traffic, running=stats.running, waiting=stats.waiting),
+                **load_stats(traffic, running=stats.running, waiting=stats.waiting),
                 "kv_usage": round(stats.kv_usage, 4),
             }
         )
@@ -59,7 +59,7 @@ def operation_routes(frontend: ServerContext, traffic: Traffic) -> APIRouter:
     return router
 
 
-def load_figures(traffic: Traffic, *, running: int, waiting: int) -> JsonObject:
+def load_stats(traffic: Traffic, *, running: int, waiting: int) -> JsonObject:
     """Return the load. `server_load` is vLLM's: HTTP requests in flight, without the one that asks."""
     return {"server_load": traffic.open - 1, "running": running, "waiting": waiting}
 

@@ -44,7 +44,7 @@ def _read_user(found: TranslatedMessages, blocks: Sequence[Mapping[str, Any]], a
     """Add texts and tool results in their order. Adjacent texts form one message."""
     texts: list[str] = []
 
-    def say() -> None:
+    def flush_text() -> None:
         if texts:
             found.add({"role": "user", "content": "\n".join(texts)}, at)
             texts.clear()
@@ -52,12 +52,12 @@ def _read_user(found: TranslatedMessages, blocks: Sequence[Mapping[str, Any]], a
     for i, block in enumerate(blocks):
         where = f"{at}.content.{i}"
         if block.get("type") == "tool_result":
-            say()
+            flush_text()
             found.add(_result(block, where), at)
         else:
             text = readable_text(block)
             texts.append(_text(block, where) if text is None else text)
-    say()
+    flush_text()
 
 
 def _result(block: Mapping[str, Any], at: str) -> JsonObject:
@@ -70,19 +70,21 @@ def _result(block: Mapping[str, Any], at: str) -> JsonObject:
 
 def _read_assistant(blocks: Sequence[Mapping[str, Any]], at: str) -> JsonObject:
     """Return one message. Adjacent texts are joined by newlines; those around a call are one text."""
-    turn: JsonObject = {"role": "assistant", "content": ""}
+    message: JsonObject = {"role": "assistant", "content": ""}
     before = None
     for i, block in enumerate(blocks):
         where = f"{at}.content.{i}"
         kind = block.get("type")
         if kind == "thinking":
-            turn["reasoning_content"] = turn.get("reasoning_content", "") + required_text(block, kind, where)
+            message["reasoning_content"] = message.get("reasoning_content", "") + required_text(
+                block, kind, where
+            )
         elif kind == "tool_use":
-            turn.setdefault("tool_calls", []).append(_call(block, where))
+            message.setdefault("tool_calls", []).append(_call(block, where))
         elif kind != "redacted_thinking":
-            turn["content"] += ("\n" if before == "text" else "") + _text(block, where)
+            message["content"] += ("\n" if before == "text" else "") + _text(block, where)
         before = kind
-    return turn
+    return message
 
 
 def _call(block: Mapping[str, Any], at: str) -> JsonObject:

@@ -39,8 +39,8 @@ class LostMessage:
     done = b""
 
     def failed(self, error: BaseException) -> bytes:
-        shown = public_error(error)
-        return named_event(anthropic_error(shown.status, shown.message))
+        public = public_error(error)
+        return named_event(anthropic_error(public.status, public.message))
 
 
 class MessagesLayer:

@@ -70,7 +70,7 @@ class MessageWriter(SectionWriter):
         block = _block(section, {} if section.kind == "call" else "", signature="")
         return [{"type": "content_block_start", "index": section.at, "content_block": block}]
 
-    def grown(self, section: Section, text: str) -> Events:
+    def extended(self, section: Section, text: str) -> Events:
         if section.kind == "call" and section.name not in self._eager_tools:
             return []
         kind, name = {
@@ -80,7 +80,7 @@ class MessageWriter(SectionWriter):
         }[section.kind]
         return [_delta(section, {"type": kind, name: text})]
 
-    def closed(self, section: Section, *, whole: bool) -> Events:
+    def closed(self, section: Section, *, is_complete: bool) -> Events:
         text = _object(section.text) if section.kind == "call" else section.text
         signature = _signature(section.text)
         self._message["content"].append(_block(section, text, signature=signature))
@@ -93,17 +93,17 @@ class MessageWriter(SectionWriter):
         return events
 
     def finish(self, reason: FinishReason, stop_reason: int | str | None, usage: JsonObject) -> Events:
-        whole = reason != "length"
-        events = [*self.ensure_content(), *self.close(whole=whole)]
-        stopped = stop_reason if whole and isinstance(stop_reason, str) else None
-        if not whole:
+        is_complete = reason != "length"
+        events = [*self.ensure_content(), *self.close(is_complete=is_complete)]
+        stopped = stop_reason if is_complete and isinstance(stop_reason, str) else None
+        if not is_complete:
             is_full = usage["completion_tokens"] < self._max_tokens
-            shown = "model_context_window_exceeded" if is_full else "max_tokens"
+            stop = "model_context_window_exceeded" if is_full else "max_tokens"
         elif stopped is not None:
-            shown = "stop_sequence"
+            stop = "stop_sequence"
         else:
-            shown = "tool_use" if self.has_calls else "end_turn"
-        end = {"stop_reason": shown, "stop_sequence": stopped}
+            stop = "tool_use" if self.has_calls else "end_turn"
+        end = {"stop_reason": stop, "stop_sequence": stopped}
         self._message |= {**end, "usage": _usage(usage)}
         delta: JsonObject = {"type": "message_delta", "delta": end, "usage": self._message["usage"]}
         if (metrics := self._metrics()) is not None:
@@ -111,10 +111,10 @@ class MessageWriter(SectionWriter):
         return [*events, delta, {"type": "message_stop"}]
 
     def failed(self, error: BaseException) -> Events:
-        shown = public_error(error)
-        return [anthropic_error(shown.status, shown.message)]
+        public = public_error(error)
+        return [anthropic_error(public.status, public.message)]
 
-    def whole(self) -> JsonObject:
+    def full_body(self) -> JsonObject:
         return self._message
 
 

@@ -12,8 +12,8 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 from ....cluster.errors import RequestError
-from ..generation.chat_adapter import Heeds
-from ..generation.request_translation import chat_request, said_of
+from ..generation.chat_adapter import SupportedOptions
+from ..generation.request_translation import chat_request, rename_error_fields
 from ..protocol.chat_request import ChatRequest
 from ..protocol.tool_outputs import TranslatedMessages
 from ..wire.json_io import JsonObject
@@ -133,25 +133,25 @@ class CountRequest(BaseModel):
     def conversation(self) -> TranslatedMessages:
         return read_messages(self.system, [(message.role, message.content) for message in self.messages])
 
-    def ignored(self, heeds: Heeds) -> list[str]:
+    def ignored(self, supported: SupportedOptions) -> list[str]:
         """Return the names of ignored fields that clients send for every model."""
         effort = self.output_config is not None and self.output_config.effort is not None
-        found = ["output_config.effort"] if effort and not heeds.effort else []
+        found = ["output_config.effort"] if effort and not supported.effort else []
         if self.thinking is None:
             return found
-        if self.thinking.budget_tokens is not None and not heeds.thinks:
+        if self.thinking.budget_tokens is not None and not supported.thinks:
             found.append("thinking.budget_tokens")
-        return [*found, "thinking"] if self.thinking.type == "disabled" and not heeds.switch else found
+        return [*found, "thinking"] if self.thinking.type == "disabled" and not supported.switch else found
 
-    def for_chat(self, conversation: TranslatedMessages, heeds: Heeds) -> ChatRequest:
+    def for_chat(self, conversation: TranslatedMessages, supported: SupportedOptions) -> ChatRequest:
         """Translate the body to a chat. Raises RequestError with this body's field names."""
         extra = self.model_extra or {}
         for name, remedy in NEVER.items():
             if extra.get(name):
                 raise RequestError(f"{name} is not supported. {remedy}", param=name)
         known = {name: value for name, value in extra.items() if name not in NEVER and name not in SILENT}
-        with said_of({**NAMES, **conversation.names, **self._tool_names()}):
-            return chat_request({**known, **self._fields(conversation, heeds)})
+        with rename_error_fields({**NAMES, **conversation.names, **self._tool_names()}):
+            return chat_request({**known, **self._fields(conversation, supported)})
 
     @property
     def eager_tools(self) -> frozenset[str]:
@@ -166,7 +166,7 @@ class CountRequest(BaseModel):
             names[f"tools.{i}.function.parameters"] = f"tools.{i}.input_schema"
         return names
 
-    def _fields(self, conversation: TranslatedMessages, heeds: Heeds) -> JsonObject:
+    def _fields(self, conversation: TranslatedMessages, supported: SupportedOptions) -> JsonObject:
         choice, config = self.tool_choice, self.output_config or OutputConfig()
         return {
             "model": self.model,
@@ -175,16 +175,18 @@ class CountRequest(BaseModel):
             "tool_choice": choice.for_chat() if choice else None,
             **({"parallel_tool_calls": False} if choice and choice.disable_parallel_tool_use else {}),
             "response_format": _response_format(config.format),
-            "reasoning_effort": config.effort if heeds.effort else None,
+            "reasoning_effort": config.effort if supported.effort else None,
             **(OPEN if conversation.is_open else {}),
-            **self._thinking_fields(heeds),
+            **self._thinking_fields(supported),
         }
 
-    def _thinking_fields(self, heeds: Heeds) -> JsonObject:
+    def _thinking_fields(self, supported: SupportedOptions) -> JsonObject:
         if self.thinking is None:
             return {}
-        fields: JsonObject = {"thinking_token_budget": self.thinking.budget_tokens if heeds.thinks else None}
-        if heeds.switch:
+        fields: JsonObject = {
+            "thinking_token_budget": self.thinking.budget_tokens if supported.thinks else None
+        }
+        if supported.switch:
             own = (self.model_extra or {}).get("chat_template_kwargs") or {}
             fields["chat_template_kwargs"] = {"enable_thinking": self.thinking.type != "disabled", **own}
         return fields
@@ -198,9 +200,9 @@ class MessagesRequest(CountRequest):
     top_k: Integer | None = None
     stop_sequences: list[str] | None = None
 
-    def _fields(self, conversation: TranslatedMessages, heeds: Heeds) -> JsonObject:
+    def _fields(self, conversation: TranslatedMessages, supported: SupportedOptions) -> JsonObject:
         return {
-            **super()._fields(conversation, heeds),
+            **super()._fields(conversation, supported),
             "max_tokens": self.max_tokens,
             "stream": self.stream,
             "temperature": self.temperature,

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from fastapi import APIRouter, Request, Response
 
-from ..generation.chat_adapter import Heeds, answer
+from ..generation.chat_adapter import SupportedOptions, answer
 from ..generation.request_run import GenerationRun
-from ..generation.request_translation import said_of
+from ..generation.request_translation import rename_error_fields
 from ..generation.server_context import ServerContext
 from ..openai.chat import prepare_chat
 from ..protocol.chat_request import check_tools, conversation
@@ -23,28 +23,28 @@ def message_routes(frontend: ServerContext) -> APIRouter:
     async def create_message(body: MessagesRequest, http: Request) -> Response:
         """Create a message (Anthropic's Messages API)."""
         read = body.conversation()
-        heeds = Heeds.of(frontend)
-        chat = body.for_chat(read, heeds)
-        with said_of({**NAMES, **read.names}):
-            work, reading = await prepare_chat(
+        supported = SupportedOptions.of(frontend)
+        chat = body.for_chat(read, supported)
+        with rename_error_fields({**NAMES, **read.names}):
+            work, parser_factory = await prepare_chat(
                 frontend,
                 PREFIX,
                 chat,
                 http,
-                ignored=body.ignored(heeds),
+                ignored=body.ignored(supported),
                 resumable=False,
                 ends_with_context=True,
             )
             run = GenerationRun(frontend, work)
             writer = MessageWriter(work.id, work.model, body.max_tokens, run.metrics, body.eager_tools)
-            return await answer(run, reading, writer, http)
+            return await answer(run, parser_factory, writer, http)
 
     @router.post(f"{ROUTES}/count_tokens")
     async def count_tokens(body: CountRequest) -> Response:
         """Count the tokens of a message's prompt."""
         read = body.conversation()
-        chat = body.for_chat(read, Heeds.of(frontend))
-        with said_of({**NAMES, **read.names}):
+        chat = body.for_chat(read, SupportedOptions.of(frontend))
+        with rename_error_fields({**NAMES, **read.names}):
             frontend.check_model(chat.model)
             check_tools(frontend.chat, chat)
             prompt = conversation(chat, chat.messages, frontend.engine.tokenizer)

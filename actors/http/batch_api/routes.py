@@ -19,7 +19,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from starlette.datastructures import FormData, UploadFile
 from starlette.responses import StreamingResponse
 
-from ....cluster.errors import NotOfferedError, RequestError, StorageError, shown, shown_name
+from ....cluster.errors import NotOfferedError, RequestError, StorageError, brief, brief_name
 from ...batch.openai.batch_admission import ENDPOINTS
 from ...batch.openai.batch_service import BatchService
 from ...batch.openai.file_store import FileStore, Page, StoredFile
@@ -37,7 +37,7 @@ T = TypeVar("T")
 Order = Literal["asc", "desc"]
 
 
-def needed(service: BatchService | None) -> BatchService:
+def require_service(service: BatchService | None) -> BatchService:
     """Return the service. Raises NotOfferedError if the server has no storage for files."""
     if service is None:
         raise NotOfferedError(
@@ -49,7 +49,7 @@ def needed(service: BatchService | None) -> BatchService:
 
 
 @contextmanager
-def storing() -> Iterator[None]:
+def translate_storage_errors() -> Iterator[None]:
     try:
         yield
     except (OSError, ValueError) as error:  # ValueError: stored data has an unexpected format
@@ -60,8 +60,8 @@ def storing() -> Iterator[None]:
         ) from error
 
 
-async def stored(call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-    with storing():
+async def in_storage_thread(call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    with translate_storage_errors():
         return await asyncio.to_thread(call, *args, **kwargs)
 
 
@@ -70,7 +70,7 @@ def file_routes(service: BatchService | None) -> APIRouter:
     router = APIRouter()
 
     def store() -> FileStore:
-        return needed(service).files
+        return require_service(service).files
 
     Store = Depends(store)
 
@@ -81,8 +81,8 @@ def file_routes(service: BatchService | None) -> APIRouter:
             file = _checked(form)
             owner = caller_of(http.scope).owner
             name = (file.filename or "batch.jsonl")[:MAX_FILENAME_CHARS]
-            kept = await stored(_keep, files, name, file.file, owner)
-        return json_response(kept.as_openai())
+            stored_file = await in_storage_thread(_store_upload, files, name, file.file, owner)
+        return json_response(stored_file.as_openai())
 
     @router.get("/v1/files")
     async def list_files(
@@ -94,7 +94,7 @@ def file_routes(service: BatchService | None) -> APIRouter:
         order: Order = "desc",
     ) -> Response:
         """List the files of this key."""
-        page = await stored(
+        page = await in_storage_thread(
             files.list,
             caller_of(http.scope),
             purpose=purpose,
@@ -107,12 +107,12 @@ def file_routes(service: BatchService | None) -> APIRouter:
     @router.get("/v1/files/{file_id}")
     async def retrieve(http: Request, file_id: str, files: FileStore = Store) -> Response:
         """Return the metadata of a file."""
-        return json_response((await stored(files.get, file_id, caller_of(http.scope))).as_openai())
+        return json_response((await in_storage_thread(files.get, file_id, caller_of(http.scope))).as_openai())
 
     @router.get("/v1/files/{file_id}/content")
     async def content(http: Request, file_id: str, files: FileStore = Store) -> Response:
         """Return the content of a file."""
-        file = await stored(files.get, file_id, caller_of(http.scope))
+        file = await in_storage_thread(files.get, file_id, caller_of(http.scope))
         return StreamingResponse(
             files.chunks(file),
             media_type="application/octet-stream",
@@ -122,7 +122,7 @@ def file_routes(service: BatchService | None) -> APIRouter:
     @router.delete("/v1/files/{file_id}")
     async def delete(http: Request, file_id: str) -> Response:
         """Delete a file."""
-        await stored(needed(service).delete_file, file_id, caller_of(http.scope))
+        await in_storage_thread(require_service(service).delete_file, file_id, caller_of(http.scope))
         return json_response({"id": file_id, "object": "file", "deleted": True})
 
     return router
@@ -144,17 +144,17 @@ def _checked(form: FormData) -> UploadFile:
     if not isinstance(file, UploadFile):
         raise RequestError("file is missing: send multipart/form-data with a part `file`.", param="file")
     if purpose != "batch":
-        raise RequestError(f'purpose={shown(purpose)} is not served: only "batch" is.', param="purpose")
+        raise RequestError(f'purpose={brief(purpose)} is not served: only "batch" is.', param="purpose")
     for name in form:
         if name not in KNOWN_FIELDS:
-            name = shown_name(name)
+            name = brief_name(name)
             raise RequestError(
                 f"{name} is not supported: files are kept until they are deleted. Leave it out.", param=name
             )
     return file
 
 
-def _keep(files: FileStore, filename: str, file: IO[bytes], owner: str | None) -> StoredFile:
+def _store_upload(files: FileStore, filename: str, file: IO[bytes], owner: str | None) -> StoredFile:
     return files.upload(filename, "batch", _mapped(file), owner)
 
 
@@ -196,7 +196,7 @@ class BatchRequest(BaseModel):
         found = _WINDOW.fullmatch(self.completion_window)
         if found is None:
             raise RequestError(
-                f"completion_window={shown(self.completion_window)} must be a number of s, m, h or d: 24h.",
+                f"completion_window={brief(self.completion_window)} must be a number of s, m, h or d: 24h.",
                 param="completion_window",
             )
         return int(found[1]) * _SECONDS[found[2]]
@@ -205,11 +205,11 @@ class BatchRequest(BaseModel):
         """Raise RequestError for an endpoint or a field that is not supported."""
         if self.endpoint not in ENDPOINTS:
             raise RequestError(
-                f"endpoint={shown(self.endpoint)} is not served in batches: use {' or '.join(ENDPOINTS)}.",
+                f"endpoint={brief(self.endpoint)} is not served in batches: use {' or '.join(ENDPOINTS)}.",
                 param="endpoint",
             )
         for name in self.model_extra or {}:
-            name = shown_name(name)
+            name = brief_name(name)
             raise RequestError(f"{name} is not supported by this server. Leave it out.", param=name)
 
 
@@ -224,11 +224,11 @@ def batch_routes(service: BatchService | None, tenants: tuple[str, ...]) -> APIR
     @router.post("/v1/batches")
     async def create(body: BatchRequest, http: Request) -> Response:
         """Create a batch: its requests are answered with the capacity that online requests leave."""
-        batches = needed(service)
+        batches = require_service(service)
         body.check()
         caller = caller_of(http.scope)
-        asker, unheeded = tenant_of(http.headers, body.metadata, caller, tenants)
-        batch = await stored(
+        requester, ignored_fields = tenant_of(http.headers, body.metadata, caller, tenants)
+        batch = await in_storage_thread(
             batches.create,
             body.endpoint,
             body.input_file_id,
@@ -236,10 +236,10 @@ def batch_routes(service: BatchService | None, tenants: tuple[str, ...]) -> APIR
             body.window_s(),
             body.metadata,
             caller,
-            asker.tenant,
+            requester.tenant,
         )
         batches.wake()
-        ignored = {} if unheeded is None else {"X-Ignored-Params": unheeded}
+        ignored = {} if ignored_fields is None else {"X-Ignored-Params": ignored_fields}
         return json_response(batch.as_openai(), headers=ignored)
 
     @router.get("/v1/batches")
@@ -248,20 +248,24 @@ def batch_routes(service: BatchService | None, tenants: tuple[str, ...]) -> APIR
     ) -> Response:
         """List the batches of this key, newest first."""
         caller = caller_of(http.scope)
-        page = await stored(needed(service).batches.list, caller, limit=limit, after=after)
+        page = await in_storage_thread(
+            require_service(service).batches.list, caller, limit=limit, after=after
+        )
         return json_response(listed(page))
 
     @router.get("/v1/batches/{batch_id}")
     async def retrieve(http: Request, batch_id: str) -> Response:
         """Return a batch and its progress."""
-        batch = await stored(needed(service).batches.get, batch_id, caller_of(http.scope))
+        batch = await in_storage_thread(require_service(service).batches.get, batch_id, caller_of(http.scope))
         return json_response(batch.as_openai())
 
     @router.post("/v1/batches/{batch_id}/cancel")
     async def cancel(http: Request, batch_id: str) -> Response:
         """Cancel a batch; existing answers are kept."""
-        batch = await stored(needed(service).batches.cancel, batch_id, caller_of(http.scope))
-        needed(service).wake()
+        batch = await in_storage_thread(
+            require_service(service).batches.cancel, batch_id, caller_of(http.scope)
+        )
+        require_service(service).wake()
         return json_response(batch.as_openai())
 
     return router

@@ -15,7 +15,7 @@ from typing import Annotated, Any, Literal, get_args
 from urllib.parse import urlsplit
 
 from ....cluster.config import EngineConfig, from_mapping, one_of
-from ....cluster.errors import ConfigError, did_you_mean, shown, shown_url
+from ....cluster.errors import ConfigError, brief, brief_url, did_you_mean
 from ....cluster.flag import NO_FLAG, Flag, FolderPath, Size
 from ....cluster.fleet.autoscaling import ScalingRules
 from ....cluster.metrics.bounded_labels import ANY, is_label
@@ -233,9 +233,9 @@ class ServerSettings:
                 raise ConfigError(
                     f"{name}={getattr(self, name)!r} must be 0 ({at_zero}) or seconds.", param=name
                 )
-        for name, least in LEAST.items():
-            if getattr(self, name) < least:
-                raise ConfigError(f"{name}={getattr(self, name)!r} must be at least {least}.", param=name)
+        for name, minimum in LEAST.items():
+            if getattr(self, name) < minimum:
+                raise ConfigError(f"{name}={getattr(self, name)!r} must be at least {minimum}.", param=name)
         if self.max_requests_per_key is not None and self.max_requests_per_key < 1:
             raise ConfigError(
                 f"max_requests_per_key={self.max_requests_per_key!r} must be at least 1; leave it out for no "
@@ -293,7 +293,7 @@ def split_settings(args: Mapping[str, Any]) -> tuple[EngineConfig, ServerSetting
     for key in args:
         if key not in server_names | engine_names:
             known = sorted(server_names | engine_names)
-            hint = did_you_mean(str(key), known, else_say="See ray_config.yaml for the known ones.")
+            hint = did_you_mean(str(key), known, fallback="See ray_config.yaml for the known ones.")
             raise ConfigError(f"Unknown setting {key}. {hint}", param=str(key))
     if not args.get("model"):
         raise ConfigError("model is missing: give the target's folder or hub id.", param="model")
@@ -331,12 +331,12 @@ def wants_gateway(replicas: int | str) -> bool:
 
 def parse_replicas(replicas: int | str) -> tuple[int, int]:
     """Return the minimum and maximum number of replicas of a setting; equal if their number is fixed."""
-    least, _, most = str(replicas).partition(":")
-    most = most if ":" in str(replicas) else least
-    if isinstance(replicas, bool) or not (least.isdecimal() and most.isdecimal()):
+    minimum, _, maximum = str(replicas).partition(":")
+    maximum = maximum if ":" in str(replicas) else minimum
+    if isinstance(replicas, bool) or not (minimum.isdecimal() and maximum.isdecimal()):
         bounds = None
     else:
-        bounds = int(least), int(most)
+        bounds = int(minimum), int(maximum)
     if bounds is None or bounds[1] < 1 or bounds[0] > bounds[1]:
         raise ConfigError(
             f'replicas={replicas!r} must be a number of at least 1, or "least:most" like "1:4".',
@@ -386,7 +386,7 @@ def _check_keys(name: str, entries: tuple[str, ...]) -> None:
 def _check_label(name: str, value: str) -> None:
     if value != ANY and not is_label(value):
         raise ConfigError(
-            f"{name}: {shown(value)} is no valid label: it must have up to 64 letters, digits and _.:@/+-, "
+            f"{name}: {brief(value)} is no valid label: it must have up to 64 letters, digits and _.:@/+-, "
             'and not be "none" or "other"; * means any name.',
             param=name,
         )
@@ -396,7 +396,7 @@ def _check_place(where: str) -> None:
     """Raise ConfigError for a relative path, which each replica's process would resolve differently."""
     if "://" not in where and not Path(where).is_absolute():
         raise ConfigError(
-            f"batch_storage={shown_url(where)} must be an absolute path that all replicas see, or a URL.",
+            f"batch_storage={brief_url(where)} must be an absolute path that all replicas see, or a URL.",
             param="batch_storage",
         )
 
@@ -404,7 +404,7 @@ def _check_place(where: str) -> None:
 def _check_collector(url: str) -> None:
     if urlsplit(url).scheme not in ("http", "https") or not urlsplit(url).hostname:
         raise ConfigError(
-            f"otlp_traces_endpoint={shown_url(url)} must be a URL like http://collector:4318/v1/traces (OTLP "
+            f"otlp_traces_endpoint={brief_url(url)} must be a URL like http://collector:4318/v1/traces (OTLP "
             "over HTTP; gRPC is not spoken).",
             param="otlp_traces_endpoint",
         )

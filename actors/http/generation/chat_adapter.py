@@ -23,7 +23,7 @@ from .server_context import ServerContext
 
 
 @dataclass(frozen=True, slots=True)
-class Heeds:
+class SupportedOptions:
     """Which options of a conversation the model supports. Agents send them for every model.
 
     Attributes:
@@ -37,7 +37,7 @@ class Heeds:
     thinks: bool
 
     @classmethod
-    def of(cls, frontend: ServerContext) -> Heeds:
+    def of(cls, frontend: ServerContext) -> SupportedOptions:
         uses = frontend.tokenizer.template_uses
         return cls(
             effort=uses("reasoning_effort"),
@@ -47,15 +47,17 @@ class Heeds:
 
 
 async def answer(
-    run: GenerationRun, reading: AnswerParserFactory, writer: SectionWriter, http: Request
+    run: GenerationRun, parser_factory: AnswerParserFactory, writer: SectionWriter, http: Request
 ) -> Response:
     """Return the response, once its first token is there. Earlier failures raise MantaError."""
     headers = run.work.headers
     if run.work.request.stream:
         keep_alive_s = run.frontend.settings.sse_keep_alive_interval
-        events = _stream_events(run, reading, writer)
+        events = _stream_events(run, parser_factory, writer)
         return await sse.stream(events, http, headers, keep_alive_s, _Ending(writer))
-    return json_response(await sse.unless_gone(http, _whole_body(run, reading, writer)), headers=headers)
+    return json_response(
+        await sse.cancel_on_disconnect(http, _full_body(run, parser_factory, writer)), headers=headers
+    )
 
 
 class _Ending:
@@ -71,25 +73,27 @@ class _Ending:
 
 
 async def _stream_events(
-    run: GenerationRun, reading: AnswerParserFactory, writer: SectionWriter
+    run: GenerationRun, parser_factory: AnswerParserFactory, writer: SectionWriter
 ) -> AsyncGenerator[bytes, None]:
     """Yield the bytes of each verified block."""
-    parts, begun = reading.answer(run.work.id, 0), False
+    parts, has_started = parser_factory.make_parser(run.work.id, 0), False
     async with aclosing(run.outputs()) as outputs:
         async for _, output in outputs:
             (completion,) = output.outputs
-            events = [] if begun else writer.begin(run.figures.usage())
-            begun = True
+            events = [] if has_started else writer.begin(run.figures.usage())
+            has_started = True
             piece = parts.feed(completion.text, final=completion.finish_reason is not None)
             events += _written(run, writer, piece, completion)
             if events:
                 yield _joined(events)
 
 
-async def _whole_body(run: GenerationRun, reading: AnswerParserFactory, writer: SectionWriter) -> JsonObject:
+async def _full_body(
+    run: GenerationRun, parser_factory: AnswerParserFactory, writer: SectionWriter
+) -> JsonObject:
     ((completion,),) = [output.outputs for output in await run.answers()]
-    _written(run, writer, reading.whole(run.work.id, 0, completion.text), completion)
-    return writer.whole()
+    _written(run, writer, parser_factory.parse_complete(run.work.id, 0, completion.text), completion)
+    return writer.full_body()
 
 
 def _written(

@@ -18,7 +18,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from ....cluster.errors import RequestError
-from ....cluster.step.limits import check_room
+from ....cluster.step.limits import check_max_tokens
 from ...chat.answer_parser import AnswerParser, AnswerParserFactory
 from ...chat.answer_parts import AnswerDelta
 from ...engine.output_processor import CompletionOutput, RequestOutput
@@ -34,7 +34,7 @@ from ..wire.request_ids import new_id
 from .generation_task import GenerationTask
 from .large_responses import StreamedChoices
 from .request_run import GenerationRun
-from .resume_origin import ResumeOrigin, told
+from .resume_origin import ResumeOrigin, token_comment
 from .server_context import ServerContext
 
 MAX_COMPLETIONS = 4096
@@ -44,7 +44,7 @@ class ResponseShape(Protocol):
     """Formats the choices of one request for an endpoint; `reading` parses their text."""
 
     prefix: str
-    whole_object: str
+    full_object: str
     chunk_object: str
     reading: AnswerParserFactory
 
@@ -60,7 +60,7 @@ class ResponseShape(Protocol):
         """Return the stream chunk that ends a choice, without new text."""
         ...
 
-    def whole(self, index: int, piece: AnswerDelta, finish_reason: str) -> JsonObject: ...
+    def full_choice(self, index: int, piece: AnswerDelta, finish_reason: str) -> JsonObject: ...
 
     def logprobs(self, completion: CompletionOutput, num_top: int, offset: int) -> JsonObject:
         """Return the log probabilities of a choice's tokens, with the `num_top` likeliest ones.
@@ -94,21 +94,21 @@ def prepare(
     model = frontend.check_model(request.model)
     all_ignored = [*frontend.ignored_fields(request), *ignored]
     params = request.sampling_params(frontend.defaults, default_max_tokens)
-    params = frontend.chat.limited(params, prompts[0].text or "")
+    params = frontend.chat.with_thinking_budget(params, prompts[0].text or "")
     if len(prompts) * params.n > MAX_COMPLETIONS:
         raise RequestError(
             f"n={params.n} for {len(prompts)} prompts: at most {MAX_COMPLETIONS} completions in one request.",
             param="n",
         )
-    if request.speculative.return_trace and not _tells_trace(frontend, request, len(prompts) * params.n):
+    if request.speculative.return_trace and not _includes_trace(frontend, request, len(prompts) * params.n):
         all_ignored.append("speculative.return_trace")
     if ends_with_context and _exceeds_context(frontend, request, prompts):
         params = replace(params, max_tokens=None)
     else:
-        _check_room(frontend, request, prompts)
+        _check_context(frontend, request, prompts)
     caller = caller_of(http.scope)
-    asker, unheeded = frontend.asker(request, http, caller)
-    all_ignored += unheeded
+    requester, ignored_fields = frontend.requester(request, http, caller)
+    all_ignored += ignored_fields
     origin: ResumeOrigin | None = http.scope["state"].get("origin")
     if origin is not None and params.seed is None:
         params = replace(params, seed=origin.seed)
@@ -123,15 +123,16 @@ def prepare(
         request=request,
         created_s=int(time.time()) if origin is None else origin.created_s,
         caller=caller,
-        asker=asker,
-        may_be_kept=request.store is not False and "no-store" not in http.headers.get("cache-control", ""),
+        requester=requester,
+        may_be_captured=request.store is not False
+        and "no-store" not in http.headers.get("cache-control", ""),
         origin=origin,
         resumable=resumable,
         trace_headers=trace_headers(http.headers),
     )
 
 
-def _tells_trace(frontend: ServerContext, request: GenerationRequest, num_completions: int) -> bool:
+def _includes_trace(frontend: ServerContext, request: GenerationRequest, num_completions: int) -> bool:
     """Return whether the response can contain a trace (`GenerationRun.metrics`), and one will exist."""
     if num_completions > 1 or not (frontend.speculates and request.speculative.max_draft_tokens != 0):
         return False
@@ -140,11 +141,11 @@ def _tells_trace(frontend: ServerContext, request: GenerationRequest, num_comple
     return has_usage and request.include_metrics
 
 
-def _check_room(
+def _check_context(
     frontend: ServerContext, request: GenerationRequest, prompts: Sequence[EncodedPrompt]
 ) -> None:
     name, limit = request.token_limit
-    check_room(_longest(prompts), limit, frontend.engine.info.max_model_len, name)
+    check_max_tokens(_longest(prompts), limit, frontend.engine.info.max_model_len, name)
 
 
 def _exceeds_context(
@@ -169,19 +170,19 @@ async def respond(
     if work.request.stream:
         keep_alive_s = frontend.settings.sse_keep_alive_interval
         return await sse.stream(stream_events(run, shape), http, work.headers, keep_alive_s)
-    return await sse.unless_gone(http, whole_response(run, shape))
+    return await sse.cancel_on_disconnect(http, full_response(run, shape))
 
 
-async def whole_response(run: GenerationRun, shape: ResponseShape) -> Response:
+async def full_response(run: GenerationRun, shape: ResponseShape) -> Response:
     work, body, at = run.work, StreamedChoices(), 0
-    beside: JsonObject = {}
+    root_fields: JsonObject = {}
     answers = (await run.answers())[::-1]
     for prompt in work.prompts:
         answer = answers.pop()  # freed one at a time: freeing thousands with log probabilities takes long
         parts = await run.prompt_parts(prompt, answer)
-        beside |= parts.beside()
+        root_fields |= parts.root_fields()
         for completion in answer.outputs:
-            choice = whole_choice(shape, work.id, at, completion, None)
+            choice = full_choice(shape, work.id, at, completion, None)
             if work.params.logprobs is not None:
                 choice["logprobs"] = await body.logprobs(shape, completion, work.params.logprobs)
             choice = parts.begin(choice)
@@ -190,23 +191,25 @@ async def whole_response(run: GenerationRun, shape: ResponseShape) -> Response:
                 choice["prompt_token_ids"] = prompt.token_ids
             await body.add(choice)
             at += 1
-    tail = _with_metrics({"usage": run.figures.usage()} | beside, run)
-    return body.response(run.envelope(shape.whole_object), tail, work.headers)
+    tail = _with_metrics({"usage": run.figures.usage()} | root_fields, run)
+    return body.response(run.envelope(shape.full_object), tail, work.headers)
 
 
-def whole_choice(
+def full_choice(
     shape: ResponseShape, response_id: str, at: int, completion: CompletionOutput, num_logprobs: int | None
 ) -> JsonObject:
     """Return a choice of a whole response; `at` is its index."""
     assert completion.finish_reason is not None, "an answer ends only when all its completions have"
-    piece = shape.reading.whole(response_id, at, completion.text)
-    choice = shape.whole(at, piece, shown_reason(completion.finish_reason, called=bool(piece.calls)))
+    piece = shape.reading.parse_complete(response_id, at, completion.text)
+    choice = shape.full_choice(
+        at, piece, openai_finish_reason(completion.finish_reason, called=bool(piece.calls))
+    )
     if num_logprobs is not None:
         choice["logprobs"] = shape.logprobs(completion, num_logprobs, 0)
     return {**choice, "stop_reason": completion.stop_reason}
 
 
-def shown_reason(finish_reason: str, *, called: bool) -> str:
+def openai_finish_reason(finish_reason: str, *, called: bool) -> str:
     """Return OpenAI's finish reason: "tool_calls" for a choice with calls that was not cut off."""
     return "tool_calls" if called and finish_reason == "stop" else finish_reason
 
@@ -220,20 +223,20 @@ async def stream_events(run: GenerationRun, shape: ResponseShape) -> AsyncGenera
     with_usage = options is not None and options.include_usage
     if with_usage and not continuous:
         envelope["usage"] = None
-    writer, num_chars = _ChunkWriter(run, shape), work.begun.num_chars
+    writer, num_chars = _ChunkWriter(run, shape), work.resume_state.num_chars
     async with aclosing(run.outputs()) as outputs:
         async for prompt_index, output in outputs:
             if continuous:
                 envelope["usage"] = run.figures.usage()
-            await writer.look_at_prompt(prompt_index, output)
+            await writer.prepare_prompt(prompt_index, output)
             choices = writer.choices(prompt_index, output)
             piece = b"".join(sse.event({**envelope, "choices": [choice]}) for choice in choices)
             if work.single and output.finished and with_usage:
                 piece += _usage_event(run, envelope)
-            if work.told:
+            if work.reports_tokens:
                 (completion,) = output.outputs
                 num_chars += len(completion.text)
-                piece += told(num_chars, completion.token_ids, end=output.finished)
+                piece += token_comment(num_chars, completion.token_ids, end=output.finished)
             if piece:
                 yield piece
     if with_usage and not work.single:
@@ -251,14 +254,14 @@ class _ChunkWriter:
         self._work = run.work
         self._shape = shape
         self._answers: dict[int, AnswerParser] = {}
-        if run.work.begun.token_ids:
+        if run.work.resume_state.token_ids:
             self._answers[0] = self._answer(0)
-            self._answers[0].feed(run.begun_text())
+            self._answers[0].feed(run.resumed_text())
         self._lengths: dict[int, int] = {}  # characters of the tokens whose log probabilities were sent
         self._run = run
         self._echoes: dict[int, PromptParts] = {}  # by prompt
 
-    async def look_at_prompt(self, prompt_index: int, output: RequestOutput) -> None:
+    async def prepare_prompt(self, prompt_index: int, output: RequestOutput) -> None:
         """Prepare a prompt's echo before the first of its choices."""
         if self._work.request.echoes and prompt_index not in self._echoes:
             prompt = self._work.prompts[prompt_index]
@@ -275,7 +278,7 @@ class _ChunkWriter:
         return found
 
     def _answer(self, at: int) -> AnswerParser:
-        return self._shape.reading.answer(self._work.id, at)
+        return self._shape.reading.make_parser(self._work.id, at)
 
     def _opening(self, at: int, prompt_index: int) -> list[JsonObject]:
         choice, echo = self._shape.opening(at), self._echoes.get(prompt_index)
@@ -300,7 +303,7 @@ class _ChunkWriter:
             if completion.logprobs:
                 found[0]["logprobs"] = self._logprobs(at, completion)
         if completion.finish_reason is not None:
-            choice = self._shape.end(at, shown_reason(completion.finish_reason, called=answer.called))
+            choice = self._shape.end(at, openai_finish_reason(completion.finish_reason, called=answer.called))
             choice["stop_reason"] = completion.stop_reason
             found.append(choice)
         return found

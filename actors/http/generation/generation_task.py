@@ -9,12 +9,12 @@ from dataclasses import dataclass, field
 from ....cluster.request.caller import Caller
 from ....cluster.request.request import SamplingParams
 from ...chat.answer_parser import PLAIN, AnswerParserFactory
-from ...engine.output_processor import NOTHING, Begun
+from ...engine.output_processor import NOT_RESUMED, ResumeState
 from ...engine.tenant import Tenant
 from ...tokenization.prompts import EncodedPrompt
 from ..protocol.completion_request import CompletionRequest
 from ..protocol.protocol import GenerationRequest
-from .resume_origin import TOLD_HEADER, ResumeOrigin
+from .resume_origin import TOKENS_HEADER, ResumeOrigin
 
 _UNPRINTABLE = re.compile(r"[^\w.-]", re.ASCII)
 
@@ -33,8 +33,8 @@ class GenerationTask:
         request_id: the client's.
         created_s: Unix time.
         caller: the key that sent it.
-        asker: tenant and category that it is counted for.
-        may_be_kept: traffic capture may keep it.
+        requester: tenant and category that it is counted for.
+        may_be_captured: traffic capture may keep it.
         origin: what a gateway has fixed for the request.
         resumable: its stream can continue at another replica.
         reading: parses its answers.
@@ -51,8 +51,8 @@ class GenerationTask:
     request: GenerationRequest
     created_s: int
     caller: Caller
-    asker: Tenant
-    may_be_kept: bool = True
+    requester: Tenant
+    may_be_captured: bool = True
     origin: ResumeOrigin | None = None
     resumable: bool = True
     reading: AnswerParserFactory = PLAIN
@@ -67,24 +67,24 @@ class GenerationTask:
         return len(self.prompts) == 1 and self.params.n == 1
 
     @property
-    def told(self) -> bool:
+    def reports_tokens(self) -> bool:
         """Return whether the stream reports its tokens to a gateway.
 
         Only a single completion can continue at another replica. It must not echo its prompt or have log
         probabilities: their offsets count from the beginning of the text, which the other replica has not
         generated.
         """
-        alone = self.single and self.params.logprobs is None
-        alone = alone and self.resumable and not self.request.echoes
-        return self.origin is not None and self.request.stream and alone
+        is_single = self.single and self.params.logprobs is None
+        is_single = is_single and self.resumable and not self.request.echoes
+        return self.origin is not None and self.request.stream and is_single
 
     @property
-    def begun(self) -> Begun:
-        return NOTHING if self.origin is None else self.origin.begun
+    def resume_state(self) -> ResumeState:
+        return NOT_RESUMED if self.origin is None else self.origin.resume_state
 
     @property
     def headers(self) -> dict[str, str]:
         """Return X-Ignored-Params, as far as the names fit a header, and the header for the gateway."""
         names = [_UNPRINTABLE.sub("?", name)[:64] for name in self.ignored[:20]]
         headers = {"X-Ignored-Params": ",".join(names)} if names else {}
-        return headers | ({TOLD_HEADER: "1"} if self.told else {})
+        return headers | ({TOKENS_HEADER: "1"} if self.reports_tokens else {})

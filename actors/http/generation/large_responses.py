@@ -23,7 +23,7 @@ PLACES_AT_ONCE = 128  # positions of a completion's log probabilities
 PIECE_BYTES = 1 << 16  # sent at once; servers buffer at least that for a client that does not read
 
 
-class TellsLogprobs(Protocol):
+class FormatsLogprobs(Protocol):
     """The part of a `ResponseShape` that is used here."""
 
     def logprobs(self, completion: CompletionOutput, num_top: int, offset: int) -> JsonObject: ...
@@ -34,14 +34,16 @@ class StreamedChoices:
 
     def __init__(self) -> None:
         self._choices: list[bytes] = []
-        self._turns = LoopYielder()
+        self._yielder = LoopYielder()
 
     async def add(self, choice: JsonObject) -> None:
         written = {**choice, "logprobs": await self._lists_written(choice.get("logprobs"))}
         self._choices.append(orjson.dumps(written))
-        await self._turns.yield_if_over()
+        await self._yielder.yield_if_over()
 
-    async def logprobs(self, shape: TellsLogprobs, completion: CompletionOutput, num_top: int) -> JsonObject:
+    async def logprobs(
+        self, shape: FormatsLogprobs, completion: CompletionOutput, num_top: int
+    ) -> JsonObject:
         """Return `shape.logprobs` of the whole completion, computed in slices."""
         places = completion.logprobs
         assert places is not None, "they were not requested"
@@ -55,7 +57,7 @@ class StreamedChoices:
                 else:
                     found[name] = value
             offset += token_lengths(part)
-            await self._turns.yield_if_over()
+            await self._yielder.yield_if_over()
         return found
 
     def response(self, head: JsonObject, tail: JsonObject, headers: Mapping[str, str]) -> PiecesResponse:
@@ -77,7 +79,7 @@ class StreamedChoices:
         fragments: list[orjson.Fragment] = []
         for at in range(0, len(value), PLACES_AT_ONCE):
             fragments.append(orjson.Fragment(orjson.dumps(value[at : at + PLACES_AT_ONCE])[1:-1]))
-            await self._turns.yield_if_over()
+            await self._yielder.yield_if_over()
         return fragments
 
 
@@ -93,13 +95,13 @@ class PiecesResponse(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-        turns, waiting = LoopYielder(), bytearray()
+        yielder, waiting = LoopYielder(), bytearray()
         for piece in self._pieces:
             for at in range(0, len(piece), PIECE_BYTES):
                 waiting += memoryview(piece)[at : at + PIECE_BYTES]
                 if len(waiting) >= PIECE_BYTES:
                     await send({"type": "http.response.body", "body": bytes(waiting), "more_body": True})
                     waiting.clear()
-                    await turns.yield_if_over()
+                    await yielder.yield_if_over()
         await send({"type": "http.response.body", "body": bytes(waiting), "more_body": True})
         await send({"type": "http.response.body", "body": b""})  # sent once the client has most of the body

@@ -47,20 +47,20 @@ class SectionWriter(ABC):
         """Return the events of a piece. A section ends where another begins."""
         events: Events = []
         for kind, call, text in _stretches(piece):
-            if not self._goes_on(kind, call):
-                events += self.close(whole=True)
+            if not self._continues(kind, call):
+                events += self.close(is_complete=True)
                 events += self._open(kind, call)
             if text:
                 self.sections[-1].text += text
-                events += self.grown(self.sections[-1], text)
+                events += self.extended(self.sections[-1], text)
         return events
 
-    def close(self, *, whole: bool) -> Events:
-        """Close the open section. `whole` is False if the answer was cut off in it."""
+    def close(self, *, is_complete: bool) -> Events:
+        """Close the open section. `full_body` is False if the answer was cut off in it."""
         if not self._is_open:
             return []
         self._is_open = False
-        return self.closed(self.sections[-1], whole=whole)
+        return self.closed(self.sections[-1], is_complete=is_complete)
 
     @property
     def has_calls(self) -> bool:
@@ -78,11 +78,11 @@ class SectionWriter(ABC):
     def opened(self, section: Section) -> Events: ...
 
     @abstractmethod
-    def grown(self, section: Section, text: str) -> Events:
+    def extended(self, section: Section, text: str) -> Events:
         """Return the events for new text, which the section contains already."""
 
     @abstractmethod
-    def closed(self, section: Section, *, whole: bool) -> Events: ...
+    def closed(self, section: Section, *, is_complete: bool) -> Events: ...
 
     @abstractmethod
     def finish(self, reason: FinishReason, stop_reason: int | str | None, usage: JsonObject) -> Events:
@@ -93,10 +93,10 @@ class SectionWriter(ABC):
         """Return the events of a stream that failed, possibly before its first event."""
 
     @abstractmethod
-    def whole(self) -> JsonObject:
+    def full_body(self) -> JsonObject:
         """Return the finished answer as one body."""
 
-    def _goes_on(self, kind: Kind, call: CallPiece | None) -> bool:
+    def _continues(self, kind: Kind, call: CallPiece | None) -> bool:
         if not self._is_open:
             return False
         last = self.sections[-1]

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 from ....cluster.errors import ENDINGS, EngineDeadError, MantaError, UnprocessableError
 from ...capture.collector import CapturedAnswers
 from ...engine.async_engine import RequestOptions
-from ...engine.output_processor import RequestMetrics, RequestOutput, begun_text
+from ...engine.output_processor import RequestMetrics, RequestOutput, resumed_text
 from ...engine.output_streams import ReaderLimit, size_of
 from ...tokenization.prompts import EncodedPrompt
 from ..protocol.prompt_echo import PromptParts, without_answer
@@ -22,7 +22,7 @@ from ..wire.errors import public_error
 from ..wire.json_io import JsonObject
 from ..wire.sse import cancel
 from .generation_task import GenerationTask
-from .request_stats import RequestFigures
+from .request_stats import RequestStats
 from .server_context import ServerContext
 
 T = TypeVar("T")
@@ -40,21 +40,23 @@ class GenerationRun:
         self.frontend = frontend
         self.work = work
         counter = work.reading.token_counter
-        self.figures = RequestFigures(len(work.prompts), work.params, work.begun.token_ids, counter)
+        self.figures = RequestStats(len(work.prompts), work.params, work.resume_state.token_ids, counter)
         self._params, self._audited = work.params, None
         if work.single and not work.request.echoes_only:
-            told = work.request_id, work.id, work.prompts[0], work.params, work.begun
-            self._audited = frontend.audit.choose(*told)
+            arguments = work.request_id, work.id, work.prompts[0], work.params, work.resume_state
+            self._audited = frontend.audit.choose(*arguments)
         if self._audited is not None:
             self._params = self._audited.params
         self._account = None
         if frontend.receipts is not None:
             begins = work.origin is None or work.origin.attempt == 0
-            self._account = frontend.receipts.account(work.asker, begins=begins)
+            self._account = frontend.receipts.account(work.requester, begins=begins)
         self._num_bytes = 0  # of whole answers
         self._captured: CapturedAnswers | None = None
-        if frontend.capture is not None and work.may_be_kept and not work.request.echoes_only:
-            self._captured = frontend.capture.choose(work.prompts, work.begun, work.model, work.asker)
+        if frontend.capture is not None and work.may_be_captured and not work.request.echoes_only:
+            self._captured = frontend.capture.choose(
+                work.prompts, work.resume_state, work.model, work.requester
+            )
 
     async def outputs(self) -> Outputs:
         """Yield (prompt index, new output) as it is generated. Closing early aborts; the end is logged."""
@@ -67,7 +69,7 @@ class GenerationRun:
         with self._logged():
             async with aclosing(merge(streams)) as merged:
                 async for index, made in merged:
-                    output = self._shown(made)
+                    output = self._visible(made)
                     self._watch(index, output)
                     yield index, output
 
@@ -76,7 +78,7 @@ class GenerationRun:
         end.
         """
         with self._logged():
-            return await together(self._complete(i) for i in range(len(self.work.prompts)))
+            return await gather_outputs(self._complete(i) for i in range(len(self.work.prompts)))
 
     async def _complete(self, index: int) -> RequestOutput:
         work = self.work
@@ -84,12 +86,12 @@ class GenerationRun:
             self._engine_id(index),
             work.prompts[index],
             self._params,
-            watch=lambda output: self._watch_whole(index, self._shown(output)),
+            watch=lambda output: self._watch_complete(index, self._visible(output)),
             **self._options(),
         )
-        return self._shown(answer)
+        return self._visible(answer)
 
-    def _watch_whole(self, index: int, output: RequestOutput) -> None:
+    def _watch_complete(self, index: int, output: RequestOutput) -> None:
         self._num_bytes += sum(map(size_of, output.outputs))
         if self._num_bytes > MAX_ANSWER_BYTES:
             raise UnprocessableError(
@@ -99,7 +101,7 @@ class GenerationRun:
             )
         self._watch(index, output)
 
-    def _shown(self, output: RequestOutput) -> RequestOutput:
+    def _visible(self, output: RequestOutput) -> RequestOutput:
         return without_answer(output) if self.work.request.echoes_only else output
 
     def _watch(self, index: int, output: RequestOutput) -> None:
@@ -115,17 +117,17 @@ class GenerationRun:
         id = work.id if work.origin is None else f"{work.id}.{work.origin.attempt}"
         return id if len(work.prompts) == 1 else f"{id}-{index}"
 
-    def begun_text(self) -> str:
+    def resumed_text(self) -> str:
         """Return the text of the only completion that the client already has from another replica."""
         work, tokenizer = self.work, self.frontend.engine.tokenizer
         if tokenizer is None:
             return ""
-        return begun_text(tokenizer, work.prompts[0].token_ids, work.params, work.begun)
+        return resumed_text(tokenizer, work.prompts[0].token_ids, work.params, work.resume_state)
 
     async def prompt_parts(self, prompt: EncodedPrompt, answer: RequestOutput) -> PromptParts:
         """Return what the response shows of a prompt."""
         tokenizer = self.frontend.engine.tokenizer
-        return await PromptParts.of(self.work.request, prompt, answer.prompt_told, tokenizer)
+        return await PromptParts.of(self.work.request, prompt, answer.prompt_logprobs_state, tokenizer)
 
     def _options(self) -> RequestOptions:
         request = self.work.request
@@ -135,7 +137,7 @@ class GenerationRun:
             "max_draft_tokens": request.speculative.max_draft_tokens,
             "tpot_ms": request.speculative.tpot_ms,
             "trace": self._traces or self._detailed,
-            "begun": self.work.begun,
+            "resume_state": self.work.resume_state,
             "client_id": self.work.request_id,
             "owner": self.work.caller.owner,
             "account": self._account,
@@ -152,7 +154,10 @@ class GenerationRun:
         work = self.work
         count = len(work.prompts) * work.params.n
         try:
-            with self.frontend.key_shares.take(work.caller.owner, count), self.frontend.audit.online():
+            with (
+                self.frontend.key_limits.acquire(work.caller.owner, count),
+                self.frontend.audit.pause_for_online_request(),
+            ):
                 yield
             status = 200
         except MantaError as error:
@@ -174,7 +179,7 @@ class GenerationRun:
             request_id=work.request_id, response_id=work.id, model=work.model, status=status
         )
         self.frontend.telemetry.finish_request(request)
-        self.figures.count_drafts(work.asker, self.frontend.telemetry)
+        self.figures.count_drafts(work.requester, self.frontend.telemetry)
         if self.frontend.tracing is not None:
             self.frontend.tracing.end(work, self.figures, status, self.frontend.engine.drafter)
         if self._audited is not None and status == 200:
@@ -208,7 +213,7 @@ class GenerationRun:
             cost,
             self.frontend.engine.info.num_speculative_tokens,
             detailed=self._traces or self._detailed,
-            first_traced=len(self.work.begun.token_ids) if self._traces else None,
+            first_traced=len(self.work.resume_state.token_ids) if self._traces else None,
         )
 
     @property
@@ -220,11 +225,11 @@ class GenerationRun:
         return self.frontend.settings.per_request_spec_decode_metrics == "detailed"
 
 
-async def together(work: Iterable[Coroutine[Any, Any, RequestOutput]]) -> list[RequestOutput]:
+async def gather_outputs(work: Iterable[Coroutine[Any, Any, RequestOutput]]) -> list[RequestOutput]:
     """Return all results in order; the first failure cancels all."""
     tasks: list[asyncio.Task[RequestOutput]] = []
     try:
-        await _begin_in_turns(tasks, work)
+        await _start_gradually(tasks, work)
         return await asyncio.gather(*tasks)
     finally:
         await cancel(*tasks)
@@ -241,7 +246,7 @@ async def merge(streams: Sequence[AsyncGenerator[RequestOutput, None]]) -> Outpu
     queue: asyncio.Queue[tuple[int, RequestOutput | BaseException | None]] = asyncio.Queue(maxsize=8)
     tasks: list[asyncio.Task[None]] = []
     begin = asyncio.create_task(
-        _begin_in_turns(tasks, (_pump(i, stream, queue) for i, stream in enumerate(streams)))
+        _start_gradually(tasks, (_pump(i, stream, queue) for i, stream in enumerate(streams)))
     )
     try:
         running = len(streams)
@@ -258,7 +263,7 @@ async def merge(streams: Sequence[AsyncGenerator[RequestOutput, None]]) -> Outpu
         await cancel(*tasks)
 
 
-async def _begin_in_turns(tasks: list[asyncio.Task[T]], work: Iterable[Coroutine[Any, Any, T]]) -> None:
+async def _start_gradually(tasks: list[asyncio.Task[T]], work: Iterable[Coroutine[Any, Any, T]]) -> None:
     """Create a task for each coroutine, with pauses: starting thousands at once would block the loop."""
     for count, each in enumerate(work, start=1):
         tasks.append(asyncio.create_task(each))

@@ -29,12 +29,12 @@ class _Tokens:
     count: int
 
 
-class RequestFigures:
+class RequestStats:
     """Counts one HTTP request. Only `GenerationRun` feeds it.
 
     Args:
         params: of the request.
-        begun_token_ids: output that another engine generated; included in `usage`, not in times.
+        resumed_token_ids: output that another engine generated; included in `usage`, not in times.
         new_counter: returns a counter of the reasoning tokens of a completion; None if they cannot be
             counted.
     """
@@ -43,18 +43,18 @@ class RequestFigures:
         self,
         num_prompts: int,
         params: SamplingParams,
-        begun_token_ids: Sequence[int] = (),
+        resumed_token_ids: Sequence[int] = (),
         new_counter: Callable[[], ReasoningCounter | None] = lambda: None,
     ) -> None:
         self.started_s = time.monotonic()
         self.first_token_s: float | None = None
         self.last_token_s: float | None = None
         self.num_output_tokens = 0
-        self._num_begun = len(begun_token_ids)
+        self._num_resumed = len(resumed_token_ids)
         self._new_counter = new_counter
         self._counters: dict[tuple[int, int], ReasoningCounter | None] = {}  # same keys as `_tokens`
-        if begun_token_ids:
-            self._count_reasoning((0, 0), begun_token_ids)
+        if resumed_token_ids:
+            self._count_reasoning((0, 0), resumed_token_ids)
         self.finish_reasons: list[str] = []
         self._num_prompt_tokens = [0] * num_prompts
         self._costs: list[RequestMetrics | None] = [None] * num_prompts
@@ -143,14 +143,14 @@ class RequestFigures:
         num_accepted = sum(cost.num_accepted_tokens for cost in self.costs)
         return mean_acceptance_length(sum(cost.num_steps for cost in self.costs), num_accepted)
 
-    def count_drafts(self, asker: Tenant, telemetry: RequestTelemetry) -> None:
+    def count_drafts(self, requester: Tenant, telemetry: RequestTelemetry) -> None:
         """Count the drafts of a request that has ended, whether it succeeded or failed."""
         costs = [cost for cost in self._costs if cost is not None]
         num_accepted = sum(cost.num_accepted_tokens for cost in costs)
-        telemetry.count_drafts(asker, sum(cost.num_steps for cost in costs), num_accepted)
+        telemetry.count_drafts(requester, sum(cost.num_steps for cost in costs), num_accepted)
 
     def usage(self) -> JsonObject:
-        prompt, output = self.num_prompt_tokens, self._num_begun + self.num_output_tokens
+        prompt, output = self.num_prompt_tokens, self._num_resumed + self.num_output_tokens
         cached = sum(cost.num_cached_tokens for cost in self.costs)
         cached = min(cached, prompt)  # output that another engine generated may be cached, too
         return usage_of(prompt, output, cached, list(self._counters.values()))

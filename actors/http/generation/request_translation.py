@@ -28,7 +28,7 @@ def chat_request(fields: Mapping[str, Any]) -> ChatRequest:  # Any: JSON.
 
 
 @contextmanager
-def said_of(names: Mapping[str, str]) -> Iterator[None]:
+def rename_error_fields(names: Mapping[str, str]) -> Iterator[None]:
     """Rename chat's fields in errors to those of the original body.
 
     Args:

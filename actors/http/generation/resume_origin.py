@@ -19,14 +19,14 @@ from dataclasses import dataclass, field
 
 import orjson
 
-from ...engine.output_processor import NOTHING, Begun
+from ...engine.output_processor import NOT_RESUMED, ResumeState
 
 TOKEN_HEADER = "x-manta-token"
-CALLER_HEADER = "x-manta-caller"  # `api_keys.told_caller`: replicas of a gateway have no keys
+CALLER_HEADER = "x-manta-caller"  # `api_keys.encode_caller`: replicas of a gateway have no keys
 ORIGIN_HEADER = "x-manta-origin"
-TOLD_HEADER = "x-manta-told"
+TOKENS_HEADER = "x-manta-told"
 PRIVATE_PREFIX = "x-manta-"
-TOLD = b": tokens "
+TOKENS_MARK = b": tokens "
 END = b" end"
 
 
@@ -39,23 +39,29 @@ class ResumeOrigin:
         created_s: Unix time of the request.
         seed: for a request that has none.
         attempt: number of earlier attempts, so that an engine never sees an id twice.
-        begun: output of the earlier attempts.
+        resume_state: output of the earlier attempts.
     """
 
     id: str
     created_s: int
     seed: int
     attempt: int = 0
-    begun: Begun = field(default=NOTHING, repr=False)
+    resume_state: ResumeState = field(default=NOT_RESUMED, repr=False)
 
     def header(self) -> str:
         """Return all fields but the tokens, which precede the body (`prefix`) since they may be many."""
-        numbers = [self.created_s, self.seed, self.attempt, self.begun.num_chars, len(self.begun.token_ids)]
+        numbers = [
+            self.created_s,
+            self.seed,
+            self.attempt,
+            self.resume_state.num_chars,
+            len(self.resume_state.token_ids),
+        ]
         return orjson.dumps([self.id, *numbers]).decode()
 
     def prefix(self) -> bytes:
         """Return the tokens as little-endian int32."""
-        return array("i", self.begun.token_ids).tobytes()
+        return array("i", self.resume_state.token_ids).tobytes()
 
     @staticmethod
     def prefix_bytes(header: str) -> int:
@@ -65,11 +71,11 @@ class ResumeOrigin:
     @classmethod
     def read(cls, header: str, prefix: bytes) -> ResumeOrigin:
         id, created_s, seed, attempt, num_chars, _ = orjson.loads(header)
-        begun = Begun(tuple(array("i", prefix)), num_chars)
-        return cls(id=id, created_s=created_s, seed=seed, attempt=attempt, begun=begun)
+        started = ResumeState(tuple(array("i", prefix)), num_chars)
+        return cls(id=id, created_s=created_s, seed=seed, attempt=attempt, resume_state=started)
 
 
-def told(num_chars: int, token_ids: Sequence[int], *, end: bool) -> bytes:
+def token_comment(num_chars: int, token_ids: Sequence[int], *, end: bool) -> bytes:
     """Return the comment after a block's events."""
     ids = ",".join(map(str, token_ids))
-    return TOLD + f"{num_chars} {ids}".encode() + (END if end else b"") + b"\n\n"
+    return TOKENS_MARK + f"{num_chars} {ids}".encode() + (END if end else b"") + b"\n\n"

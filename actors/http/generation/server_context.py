@@ -9,7 +9,7 @@ from dataclasses import asdict
 
 from starlette.requests import Request
 
-from ....cluster.errors import ModelNotFoundError, RequestError, shown
+from ....cluster.errors import ModelNotFoundError, RequestError, brief
 from ....cluster.request.caller import Caller
 from ...capture.collector import TrafficCapture
 from ...chat.chat_model import ChatModel
@@ -17,12 +17,12 @@ from ...engine.async_engine import AsyncEngine
 from ...engine.lossless_audit import LosslessAudit
 from ...engine.tenant import Tenant, tenant_of
 from ...observability.telemetry import RequestTelemetry
-from ...observability.usage_store import ReceiptKeeper
+from ...observability.usage_store import ReceiptWriter
 from ...tokenization.generation_config import GenerationDefaults
-from ...tokenization.prompts import needed
+from ...tokenization.prompts import require_tokenizer
 from ...tokenization.tokenizer import Tokenizer
 from ..config.settings import ServerSettings
-from ..middleware.api_keys import KeyShares
+from ..middleware.api_keys import KeyLimits
 from ..protocol.protocol import GenerationRequest
 from ..protocol.unsupported_fields import check_extra_fields
 from .tracing import Tracing
@@ -46,12 +46,12 @@ class ServerContext:
         telemetry: RequestTelemetry,
         audit: LosslessAudit,
         tracing: Tracing | None = None,
-        receipts: ReceiptKeeper | None = None,
+        receipts: ReceiptWriter | None = None,
         capture: TrafficCapture | None = None,
     ) -> None:
         self.engine = engine
         self.settings = settings
-        self.key_shares = KeyShares(settings)
+        self.key_limits = KeyLimits(settings)
         self.defaults = defaults
         self.telemetry = telemetry
         self.audit = audit
@@ -81,7 +81,7 @@ class ServerContext:
         if name is None or name in self.names:
             return name or self.name
         raise ModelNotFoundError(
-            f"The model {shown(name)} is not served here. Served: {', '.join(self.names)}.", param="model"
+            f"The model {brief(name)} is not served here. Served: {', '.join(self.names)}.", param="model"
         )
 
     def ignored_fields(self, request: GenerationRequest) -> list[str]:
@@ -105,21 +105,23 @@ class ServerContext:
             )
         return 0
 
-    def asker(self, request: GenerationRequest, http: Request, caller: Caller) -> tuple[Tenant, list[str]]:
+    def requester(
+        self, request: GenerationRequest, http: Request, caller: Caller
+    ) -> tuple[Tenant, list[str]]:
         """Return the tenant and category of a request, and the names of ignored fields."""
         metadata = (request.model_extra or {}).get("metadata")
-        asker, unheeded = tenant_of(http.headers, metadata, caller, self.settings.tenants)
-        if unheeded is not None and self.settings.unknown_params == "reject":
+        requester, ignored_fields = tenant_of(http.headers, metadata, caller, self.settings.tenants)
+        if ignored_fields is not None and self.settings.unknown_params == "reject":
             raise RequestError(
-                f"{unheeded} names no tenant of this key. Leave it out, or have the operator add it to "
+                f"{ignored_fields} names no tenant of this key. Leave it out, or have the operator add it to "
                 "`tenants` or to the key's line.",
-                param=unheeded,
+                param=ignored_fields,
             )
-        return asker, [unheeded] if unheeded is not None else []
+        return requester, [ignored_fields] if ignored_fields is not None else []
 
     @property
     def tokenizer(self) -> Tokenizer:
-        return needed(self.engine.tokenizer)
+        return require_tokenizer(self.engine.tokenizer)
 
 
 def _header_priority(http: Request) -> int:

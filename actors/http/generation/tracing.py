@@ -26,7 +26,7 @@ from ...observability.telemetry import FinishedRow
 from ..config.settings import ServerSettings
 from ..wire.rejections import Rejection
 from .generation_task import GenerationTask
-from .request_stats import RequestFigures
+from .request_stats import RequestStats
 
 if TYPE_CHECKING:
     from opentelemetry.context import Context
@@ -103,7 +103,7 @@ class Tracing:
         self._provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(endpoint=endpoint)))
         self._tracer = self._provider.get_tracer("manta")
 
-    def end(self, work: GenerationTask, figures: RequestFigures, status: int, drafter: str | None) -> None:
+    def end(self, work: GenerationTask, figures: RequestStats, status: int, drafter: str | None) -> None:
         """Export the span of a request that has ended with this status."""
         from opentelemetry.trace import SpanKind, Status, StatusCode
 
@@ -161,7 +161,7 @@ class Tracing:
         from opentelemetry.trace import SpanKind, Status, StatusCode
 
         clock, now_s = _WallClock(), time.monotonic()
-        told: dict[str, str | int | float | list[str]] = {
+        attributes: dict[str, str | int | float | list[str]] = {
             "http.request.method": refusal.method,
             "http.response.status_code": refusal.status,
             "error.type": str(refusal.status),
@@ -177,7 +177,10 @@ class Tracing:
             context=_parent(refusal.trace_headers),
             kind=SpanKind.SERVER,
             start_time=clock.ns(now_s - refusal.seconds),
-            attributes={**told, **{name: value for name, value in optional.items() if value is not None}},
+            attributes={
+                **attributes,
+                **{name: value for name, value in optional.items() if value is not None},
+            },
         )
         if refusal.status >= 500:
             span.set_status(Status(StatusCode.ERROR))
@@ -222,11 +225,11 @@ def _parent(headers: Mapping[str, str]) -> Context:
 
 
 def _of_request(work: GenerationTask) -> Attributes:
-    params, asked = work.params, work.request
+    params, request = work.params, work.request
     found: dict[str, str | int | float | list[str]] = {
         "gen_ai.operation.name": work.operation,
         "gen_ai.provider.name": "manta",
-        "gen_ai.request.model": asked.model or work.model,
+        "gen_ai.request.model": request.model or work.model,
         "gen_ai.request.temperature": params.temperature,
         "gen_ai.request.top_p": params.top_p,
         "manta.request_id": work.request_id,
@@ -236,13 +239,13 @@ def _of_request(work: GenerationTask) -> Attributes:
         "gen_ai.request.frequency_penalty": params.frequency_penalty or None,
         "gen_ai.request.max_tokens": params.max_tokens,
         "gen_ai.request.presence_penalty": params.presence_penalty or None,
-        "gen_ai.request.seed": asked.seed,
+        "gen_ai.request.seed": request.seed,
         "gen_ai.request.top_k": params.top_k if params.top_k > 0 else None,
     }
     return {**found, **{name: value for name, value in optional.items() if value is not None}}
 
 
-def _of_response(work: GenerationTask, figures: RequestFigures, status: int) -> Attributes:
+def _of_response(work: GenerationTask, figures: RequestStats, status: int) -> Attributes:
     usage = figures.usage()
     found: dict[str, str | int | float | list[str]] = {
         "http.response.status_code": status,

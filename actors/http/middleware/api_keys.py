@@ -1,5 +1,5 @@
 """API keys: where a server's keys come from, whether a request has a valid one, what that key may access, and
-how many completions it may have in flight (`KeyShares`).
+how many completions it may have in flight (`KeyLimits`).
 
 Keys come from flags or code, files, or the environment, but never from a Serve config, because Serve stores
 and shows it (`serve config`, the dashboard). Wherever settings are shown, keys are left out. Keys are read
@@ -70,7 +70,7 @@ def with_keys(settings: ServerSettings, environment: Mapping[str, str] = os.envi
     return replace(settings, **found)
 
 
-def behind_gateway(settings: ServerSettings) -> ServerSettings:
+def without_gateway_settings(settings: ServerSettings) -> ServerSettings:
     """Return the settings of a gateway's replicas, without what the gateway does for them.
 
     The gateway checks keys and origins, sends each request with its caller, counts a key's requests and waits
@@ -104,7 +104,7 @@ class Keys:
     def __init__(self, settings: ServerSettings) -> None:
         self._admin = [_digest(key) for key in settings.keys("admin_api_key")]
         self._any = [_digest(key) for key in settings.keys("api_key")]
-        self._is_alone = len(settings.keys("api_key")) == 1
+        self._is_only_key = len(settings.keys("api_key")) == 1
         tenants = settings.key_tenants("admin_api_key") | settings.key_tenants("api_key")
         self._callers = {_digest(key): self._caller(key, tenant) for key, tenant in tenants.items()}
         self._metrics = [_digest(key) for key in settings.keys("metrics_api_key")]
@@ -114,7 +114,7 @@ class Keys:
 
     def _caller(self, key: str, tenant: str | None) -> Caller:
         """Return the permissions of a key. The only key of a server belongs to its operator, and sees all."""
-        sees_all = _digest(key) in self._admin or (not self._admin and self._is_alone)
+        sees_all = _digest(key) in self._admin or (not self._admin and self._is_only_key)
         own = None if tenant == ANY else tenant
         return Caller(owner=owner_of(key), sees_all=sees_all, tenant=own, names_tenants=tenant == ANY)
 
@@ -178,13 +178,13 @@ def caller_of(scope: Scope) -> Caller:
     return scope["state"]["caller"]
 
 
-def told_caller(caller: Caller) -> str:
+def encode_caller(caller: Caller) -> str:
     """Encode a caller for a header from a gateway to a replica (`http/generation/resume_origin.py`)."""
     return json.dumps(asdict(caller))
 
 
-def read_caller(header: str | None) -> Caller:
-    """Decode the header of `told_caller`. Without a header return a caller that owns nothing."""
+def decode_caller(header: str | None) -> Caller:
+    """Decode the header of `encode_caller`. Without a header return a caller that owns nothing."""
     return Caller() if header is None else Caller(**json.loads(header))
 
 
@@ -205,7 +205,7 @@ def _digest(key: str) -> bytes:
 _SHARE = "max_requests_per_key"
 
 
-class KeyShares:
+class KeyLimits:
     """Limits the completions in flight of one API key, running and waiting ones together.
 
     The process that checks the keys counts: without a gateway the request's run
@@ -218,7 +218,7 @@ class KeyShares:
         self._num_open: Counter[str] = Counter()
 
     @contextmanager
-    def take(self, key: str | None, count: int, num_replicas: int = 1) -> Iterator[None]:
+    def acquire(self, key: str | None, count: int, num_replicas: int = 1) -> Iterator[None]:
         """Count completions as in flight.
 
         Args:
@@ -234,17 +234,17 @@ class KeyShares:
         if key is None or self._most is None:
             yield
             return
-        most = self._most * max(num_replicas, 1)
-        if count > most:
+        maximum = self._most * max(num_replicas, 1)
+        if count > maximum:
             raise RequestError(
-                f"The request needs {count} completions, and one API key may have {most} at a time "
+                f"The request needs {count} completions, and one API key may have {maximum} at a time "
                 f"({_SHARE}). Request fewer (`n`, prompts).",
                 param="n",
             )
-        if (num_open := self._num_open[key]) + count > most:
+        if (num_open := self._num_open[key]) + count > maximum:
             raise RateLimitError(
                 f"{num_open} completions of this API key are in progress and {count} would join them; at "
-                f"most {most} are allowed ({_SHARE}). Retry when some have ended.",
+                f"most {maximum} are allowed ({_SHARE}). Retry when some have ended.",
                 param=_SHARE,
             )
         self._num_open[key] += count

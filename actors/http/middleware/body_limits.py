@@ -19,7 +19,7 @@ from ..config.settings import ServerSettings
 # A connection is closed if its body is silent for this long, or takes longer than this plus its size at the
 # minimum rate.
 GRACE_S = 20.0
-LEAST_BYTES_PER_S = 32 * 1024
+MIN_BYTES_PER_S = 32 * 1024
 # Limit for all unfinished bodies of a process together, in bodies of the maximum size.
 BUDGET_BODIES = 8
 # Bytes of each body that are not counted, so that short bodies are accepted despite long ones.
@@ -101,13 +101,13 @@ class BodyLimit:
     """The size limit of a body, and the message for a larger one."""
 
     max_bytes: int
-    said: str
+    message: str
 
     @classmethod
-    def of(cls, settings: ServerSettings, name: str, beside: int = 0) -> BodyLimit:
-        """Return the limit of a setting, plus `beside` bytes for the rest of a form."""
+    def of(cls, settings: ServerSettings, name: str, extra_bytes: int = 0) -> BodyLimit:
+        """Return the limit of a setting, plus `extra_bytes` bytes for the rest of a form."""
         size = getattr(settings, name)
-        return cls(size + beside, f"The body is larger than {size} bytes, this server's {name}.")
+        return cls(size + extra_bytes, f"The body is larger than {size} bytes, this server's {name}.")
 
     @contextmanager
     def applied(
@@ -135,7 +135,7 @@ class BodyLimit:
             nonlocal done
             if done:  # the next message is the disconnect
                 return await receive()
-            allowed_s = GRACE_S + body.num_bytes / LEAST_BYTES_PER_S - (time.monotonic() - body.began_s)
+            allowed_s = GRACE_S + body.num_bytes / MIN_BYTES_PER_S - (time.monotonic() - body.began_s)
             try:
                 async with asyncio.timeout(min(GRACE_S, allowed_s)) as body.waiting:
                     message = await receive()
@@ -146,7 +146,7 @@ class BodyLimit:
             count = len(message.get("body", b""))
             done = message["type"] != "http.request" or not message.get("more_body", False)
             if body.num_bytes + count > self.max_bytes:
-                raise HTTPException(413, self.said, _CLOSE)
+                raise HTTPException(413, self.message, _CLOSE)
             budget.receive(body, count)
             if body.dropped:
                 raise _dropped(budget)
@@ -167,7 +167,7 @@ def _too_late(count: int) -> HTTPException:
     return HTTPException(
         408,
         f"The body arrived too slowly: only {count} bytes arrived in time. Send it at "
-        f"{LEAST_BYTES_PER_S} bytes a second or faster, without a pause of {GRACE_S:g} s.",
+        f"{MIN_BYTES_PER_S} bytes a second or faster, without a pause of {GRACE_S:g} s.",
         _CLOSE,
     )
 

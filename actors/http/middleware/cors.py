@@ -7,7 +7,7 @@ from starlette.middleware.cors import CORSMiddleware
 
 from ..config.settings import ServerSettings
 
-SHOWN_HEADERS = ("X-Request-Id", "X-Ignored-Params", "Retry-After", "x-should-retry")
+EXPOSED_HEADERS = ("X-Request-Id", "X-Ignored-Params", "Retry-After", "x-should-retry")
 
 
 def allow_origins(app: FastAPI, settings: ServerSettings) -> None:
@@ -18,5 +18,5 @@ def allow_origins(app: FastAPI, settings: ServerSettings) -> None:
             allow_origins=settings.allowed_origins,
             allow_methods=["*"],
             allow_headers=["*"],
-            expose_headers=SHOWN_HEADERS,
+            expose_headers=EXPOSED_HEADERS,
         )

@@ -76,14 +76,14 @@ class RequestGate:
         self._replica = replica
         self.echo_request_id = echo_request_id
         self._max_requests = max_requests
-        self._num_whole = 0
+        self._num_received = 0
         self._keys = Keys(settings)
         self.reader_timeout_s = settings.reader_timeout
         self._limit = BodyLimit.of(settings, "max_request_bytes")
         self._bodies = BodyBudget(BUDGET_BODIES * settings.max_request_bytes)
         self._upload_limit = self._limit
         if settings.batch_storage is not None:
-            self._upload_limit = BodyLimit.of(settings, "max_batch_file_bytes", beside=FORM_BYTES)
+            self._upload_limit = BodyLimit.of(settings, "max_batch_file_bytes", extra_bytes=FORM_BYTES)
         self._telemetry = telemetry
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -102,22 +102,22 @@ class RequestGate:
         refusal = self._refusal(scope, headers, given, limit)
         budget = self._bodies if limit is self._limit else None  # uploads are not kept in memory
         with ExitStack() as place:
-            arrived = partial(self._take_place, place, scope)
+            arrived = partial(self._acquire_slot, place, scope)
             limited = place.enter_context(limit.applied(receive, arrived, budget))
             await (refusal or self._app)(scope, limited, send)
 
-    def _take_place(self, place: ExitStack, scope: Scope) -> None:
+    def _acquire_slot(self, place: ExitStack, scope: Scope) -> None:
         """Count a request with a complete body, until it ends. Raises HTTPException (503) if too many."""
         scope["state"]["has_body"] = True
-        if self._num_whole == self._max_requests:
+        if self._num_received == self._max_requests:
             # FastAPI reads the body, and lets only HTTPException through.
-            full = TooManyRequestsError(f"{self._num_whole} requests are in progress, the maximum. Retry.")
+            full = TooManyRequestsError(f"{self._num_received} requests are in progress, the maximum. Retry.")
             raise HTTPException(full.status, full.message) from full
-        self._num_whole += 1
-        place.callback(self._give_place)
+        self._num_received += 1
+        place.callback(self._release_slot)
 
-    def _give_place(self) -> None:
-        self._num_whole -= 1
+    def _release_slot(self) -> None:
+        self._num_received -= 1
 
     def observe(self, scope: Scope, status: int, seconds: float) -> None:
         handler = getattr(scope.get("route"), "path", "none")
@@ -128,14 +128,14 @@ class RequestGate:
             self._on_refusal(refusal)
 
     def _refusal(self, scope: Scope, headers: Headers, given: bytes, limit: BodyLimit) -> Response | None:
-        if (stranger := self._keys.refusal(scope["path"], given)) is not None:
-            return json_error(*stranger, scope=scope)
+        if (rejection := self._keys.refusal(scope["path"], given)) is not None:
+            return json_error(*rejection, scope=scope)
         if sum(len(name) + len(value) for name, value in headers.raw) > MAX_HEADER_BYTES:
-            said = f"The request's headers are larger than {MAX_HEADER_BYTES} bytes together."
-            return json_error(431, said, scope=scope)
+            reason = f"The request's headers are larger than {MAX_HEADER_BYTES} bytes together."
+            return json_error(431, reason, scope=scope)
         length = headers.get("content-length", "")
         if length.isdigit() and int(length) > limit.max_bytes:
-            return json_error(413, limit.said, scope=scope)
+            return json_error(413, limit.message, scope=scope)
         return None
 
 
@@ -150,9 +150,9 @@ class _Exchange:
         self._status: int | None = None
         headers = Headers(scope=scope)
         self._sends_body = headers.get("content-length", "0") != "0" or "transfer-encoding" in headers
-        asked = acceptable_id(headers.get(ID_HEADER))
+        client_id = acceptable_id(headers.get(ID_HEADER))
         self._state: dict[str, Any] = scope.setdefault("state", {})  # Any: Starlette's open state
-        self._state["request_id"] = asked or new_id()
+        self._state["request_id"] = client_id or new_id()
         self._state["may_rename"] = gate.echo_request_id
 
     async def run(self) -> None:
@@ -218,7 +218,7 @@ class StallGuard:
         self._since_s, sender = loop.time(), asyncio.current_task()
         self._sender = sender
         if self._timer is None and self._timeout_s:
-            self._timer = loop.call_later(self._timeout_s, self._look)
+            self._timer = loop.call_later(self._timeout_s, self._poll)
         try:
             await self._send(message)
         except asyncio.CancelledError:
@@ -233,14 +233,14 @@ class StallGuard:
         if self._timer is not None:
             self._timer.cancel()
 
-    def _look(self) -> None:
+    def _poll(self) -> None:
         loop = asyncio.get_running_loop()
         left_s = self._since_s + self._timeout_s - loop.time()
         if self._sender is not None and left_s <= 0.0:
             self.has_cut = True
             self._sender.cancel()
             return
-        self._timer = loop.call_later(left_s if left_s > 0.0 else self._timeout_s, self._look)
+        self._timer = loop.call_later(left_s if left_s > 0.0 else self._timeout_s, self._poll)
 
     def _too_slow(self) -> SlowReaderError:
         return SlowReaderError(

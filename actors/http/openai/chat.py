@@ -24,13 +24,13 @@ class ChatShape:
     """The format of chat completions. Deltas of calls are OpenAI's: first id and name, then the arguments."""
 
     prefix = "chatcmpl-"
-    whole_object = "chat.completion"
+    full_object = "chat.completion"
     chunk_object = "chat.completion.chunk"
 
     def __init__(
-        self, reading: AnswerParserFactory, reasoning_fields: Sequence[str] = REASONING_FIELDS
+        self, parser_factory: AnswerParserFactory, reasoning_fields: Sequence[str] = REASONING_FIELDS
     ) -> None:
-        self.reading = reading
+        self.reading = parser_factory
         self._reasoning_fields = reasoning_fields
 
     def opening(self, index: int) -> JsonObject | None:
@@ -41,13 +41,13 @@ class ChatShape:
         if piece.content or not piece:
             delta["content"] = piece.content
         deltas = [delta] if delta else []
-        deltas += [{"tool_calls": [told]} for call in piece.calls for told in _call_deltas(call)]
+        deltas += [{"tool_calls": [call_delta]} for call in piece.calls for call_delta in _call_deltas(call)]
         return [_choice(index, delta) for delta in deltas]
 
     def end(self, index: int, finish_reason: str) -> JsonObject:
         return _choice(index, {}, finish_reason)
 
-    def whole(self, index: int, piece: AnswerDelta, finish_reason: str) -> JsonObject:
+    def full_choice(self, index: int, piece: AnswerDelta, finish_reason: str) -> JsonObject:
         content = piece.content if piece.content or not piece else None
         message: JsonObject = {"role": "assistant", "content": content, "refusal": None}
         if piece.reasoning:
@@ -84,9 +84,9 @@ def chat_routes(frontend: ServerContext) -> APIRouter:
     @router.post("/v1/chat/completions")
     async def create_chat_completion(body: ChatRequest, http: Request) -> Response:
         """Answer a conversation, with OpenAI's tools, reasoning and schemas."""
-        work, reading = await prepare_chat(frontend, ChatShape.prefix, body, http)
+        work, parser_factory = await prepare_chat(frontend, ChatShape.prefix, body, http)
         field = frontend.settings.reasoning_field_name
-        shape = ChatShape(reading, REASONING_FIELDS if field is None else (field,))
+        shape = ChatShape(parser_factory, REASONING_FIELDS if field is None else (field,))
         return await respond(frontend, shape, work, http)
 
     return router
@@ -108,7 +108,7 @@ async def prepare_chat(
     prompt = await frontend.engine.encoder.prompt(
         chat, truncate=body.truncation(frontend.engine.info.max_model_len)
     )
-    unheeded = [
+    ignored_fields = [
         f"chat_template_kwargs.{name}"
         for name in chat.variables or ()
         if not frontend.tokenizer.template_uses(name)
@@ -120,10 +120,10 @@ async def prepare_chat(
         http,
         [prompt],
         default_max_tokens=None,
-        ignored=[*ignored, *unheeded],
+        ignored=[*ignored, *ignored_fields],
         resumable=resumable,
         ends_with_context=ends_with_context,
     )
-    reading = reading_of(frontend.chat, body, prompt.text or "")
+    parser_factory = reading_of(frontend.chat, body, prompt.text or "")
     params = chat_params(frontend.chat, body, work.params, prompt.text or "")
-    return replace(work, params=params, reading=reading), reading
+    return replace(work, params=params, reading=parser_factory), parser_factory

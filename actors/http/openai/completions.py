@@ -18,7 +18,7 @@ OPENAI_MAX_TOKENS = 16
 
 class CompletionShape:
     prefix = "cmpl-"
-    whole_object = "text_completion"
+    full_object = "text_completion"
     chunk_object = "text_completion"
     reading = PLAIN
 
@@ -29,9 +29,9 @@ class CompletionShape:
         return [{"index": index, "text": piece.content, "logprobs": None, "finish_reason": None}]
 
     def end(self, index: int, finish_reason: str) -> JsonObject:
-        return self.whole(index, NO_PIECE, finish_reason)
+        return self.full_choice(index, NO_PIECE, finish_reason)
 
-    def whole(self, index: int, piece: AnswerDelta, finish_reason: str) -> JsonObject:
+    def full_choice(self, index: int, piece: AnswerDelta, finish_reason: str) -> JsonObject:
         return {"index": index, "text": piece.content, "logprobs": None, "finish_reason": finish_reason}
 
     def logprobs(self, completion: CompletionOutput, num_top: int, offset: int) -> JsonObject:

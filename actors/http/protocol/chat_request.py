@@ -8,12 +8,12 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
-from ....cluster.errors import RequestError, shown
+from ....cluster.errors import RequestError, brief
 from ....cluster.request.request import MAX_LOGPROBS, SamplingParams
 from ...chat.answer_parser import AnswerParserFactory
 from ...chat.chat_model import ChatModel
 from ...tokenization.chat_template import Message
-from ...tokenization.prompts import Chat, needed
+from ...tokenization.prompts import Chat, require_tokenizer
 from ...tokenization.special_tokens import map_texts
 from ...tokenization.surrogates import without_surrogates
 from ...tokenization.tokenizer import Tokenizer
@@ -31,7 +31,7 @@ def _whether_logprobs(value: Any) -> Any:
     if value is None or isinstance(value, bool):
         return value
     raise RequestError(
-        f"logprobs={shown(value)} is not allowed: chat takes true or false, and the number of likeliest "
+        f"logprobs={brief(value)} is not allowed: chat takes true or false, and the number of likeliest "
         "tokens in top_logprobs.",
         param="logprobs",
     )
@@ -105,7 +105,7 @@ class ChatTemplateOptions(ToolOptions):
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
 
     @model_validator(mode="after")
-    def _one_way_to_end(self) -> ChatTemplateOptions:
+    def _check_ending(self) -> ChatTemplateOptions:
         is_asked = self.add_generation_prompt and "add_generation_prompt" in self.model_fields_set
         if self.continue_final_message and is_asked:
             raise RequestError(
@@ -183,7 +183,7 @@ def conversation(
     """Return the chat for the engine. Raises RequestError for options that the template would ignore."""
 
     def uses(variable: str) -> bool:
-        return needed(tokenizer, "messages").template_uses(variable)
+        return require_tokenizer(tokenizer, "messages").template_uses(variable)
 
     variables = dict(options.chat_template_kwargs or {})
     if options.reasoning_effort is not None:
@@ -203,7 +203,7 @@ def conversation(
         options.add_generation_prompt,
         options.continue_final_message,
         variables,
-        tools=[tool.for_template() for tool in options.tools or ()] if options.offered else None,
+        tools=[tool.for_template() for tool in options.tools or ()] if options.available_tools else None,
         documents=options.documents,
         template=options.chat_template,
     )
@@ -229,7 +229,7 @@ def _text(part: Mapping[str, Any], at: str) -> str:
 
 
 def check_tools(chat: ChatModel, body: ToolOptions) -> None:
-    if body.offered:
+    if body.available_tools:
         chat.check_tools(body.choice)
 
 
@@ -246,21 +246,22 @@ def reading_of(chat: ChatModel, body: ChatRequest, prompt: str) -> AnswerParserF
 def chat_params(chat: ChatModel, body: ChatRequest, params: SamplingParams, prompt: str) -> SamplingParams:
     """Return the sampling parameters with what the model's formats need, and with forced tool calls."""
     params = replace(params, kept_special_token_ids=chat.kept_token_ids)
-    asked = params.structured_outputs
+    constraint = params.structured_outputs
     if body.choice == "required":
-        if asked is not None:
+        if constraint is not None:
             raise RequestError(
-                f"{asked.field} and a tool_choice that requires calls exclude each other; send one of them.",
-                param=asked.field,
+                f"{constraint.field} and a tool_choice that requires calls exclude each other; send one "
+                "of them.",
+                param=constraint.field,
             )
         # A named function is called once, as in OpenAI's API.
         several = body.tool_choice == "required" and body.parallel_tool_calls is not False
-        forced = chat.forced(prompt, body.schemas, parallel=several)
+        forced = chat.forced_call_grammar(prompt, body.schemas, parallel=several)
         return replace(params, structured_outputs=forced)
-    strict = {tool.name for tool in body.offered if tool.strict}
-    if asked is None and strict:
-        return replace(params, structured_outputs=chat.strict(prompt, body.schemas, strict))
-    if asked is not None and not asked.after_token_ids and not body.continue_final_message:
+    strict = {tool.name for tool in body.available_tools if tool.strict}
+    if constraint is None and strict:
+        return replace(params, structured_outputs=chat.strict_call_grammar(prompt, body.schemas, strict))
+    if constraint is not None and not constraint.after_token_ids and not body.continue_final_message:
         behind = chat.end_of_reasoning(prompt)
-        return replace(params, structured_outputs=replace(asked, after_token_ids=behind))
+        return replace(params, structured_outputs=replace(constraint, after_token_ids=behind))
     return params

@@ -63,8 +63,8 @@ class CompletionRequest(GenerationRequest):
     @property
     def num_prompt_logprobs(self) -> int | None:
         """Return the number of likeliest tokens per prompt position. `logprobs` applies to an echo, too."""
-        asked = [self.prompt_logprobs, self.logprobs if self.echo else None]
-        return max((count for count in asked if count is not None), default=None)
+        requested = [self.prompt_logprobs, self.logprobs if self.echo else None]
+        return max((count for count in requested if count is not None), default=None)
 
     @property
     def echoes(self) -> bool:

@@ -14,14 +14,14 @@ from ..wire.json_io import JsonObject
 
 def chat_logprobs(completion: CompletionOutput, num_top: int) -> JsonObject:
     """Return the log probabilities of a completion's tokens, with `num_top` likeliest alternatives each."""
-    told = _told(completion)
+    logprobs = _logprobs_of(completion)
     seen: dict[int, JsonObject] = {}  # cache: the same few tokens are often likely
 
     def token(token_id: int, logprob: float) -> JsonObject:
-        if (shown := seen.get(token_id)) is None:
-            text, data = told.text_of(token_id), told.bytes_of(token_id)
-            shown = seen[token_id] = {"token": text, "bytes": list(data)}
-        return {**shown, "logprob": logprob}
+        if (entry := seen.get(token_id)) is None:
+            text, data = logprobs.text_of(token_id), logprobs.bytes_of(token_id)
+            entry = seen[token_id] = {"token": text, "bytes": list(data)}
+        return {**entry, "logprob": logprob}
 
     return {
         "content": [
@@ -29,7 +29,7 @@ def chat_logprobs(completion: CompletionOutput, num_top: int) -> JsonObject:
                 **token(token_id, logprob),
                 "top_logprobs": list(map(token, top_ids[:num_top], top_logprobs[:num_top])),
             }
-            for token_id, logprob, _, top_ids, top_logprobs in told.numbers
+            for token_id, logprob, _, top_ids, top_logprobs in logprobs.numbers
         ],
         "refusal": None,
     }
@@ -37,7 +37,7 @@ def chat_logprobs(completion: CompletionOutput, num_top: int) -> JsonObject:
 
 def completion_logprobs(completion: CompletionOutput, num_top: int, offset: int) -> JsonObject:
     """Return the same as parallel lists; `offset` is the number of characters of the preceding tokens."""
-    return _lists(_told(completion), num_top, offset)
+    return _lists(_logprobs_of(completion), num_top, offset)
 
 
 def echo_logprobs(prompt: PromptLogprobs, num_top: int, num_chars: int) -> JsonObject:
@@ -46,37 +46,37 @@ def echo_logprobs(prompt: PromptLogprobs, num_top: int, num_chars: int) -> JsonO
     The first token has only its text. Tokens that the tokenizer adds before the text begin at offset 0.
     """
     first = prompt.first_text
-    length = len(first) + _length(prompt.told)
-    lists = _lists(prompt.told, num_top, num_chars - length + len(first))
+    length = len(first) + _length(prompt.scored)
+    lists = _lists(prompt.scored, num_top, num_chars - length + len(first))
     begin = {"text_offset": num_chars - length, "token_logprobs": None, "tokens": first, "top_logprobs": None}
     found = {name: [begin[name], *values] for name, values in lists.items()}
     return found | {"text_offset": [max(offset, 0) for offset in found["text_offset"]]}
 
 
-def _lists(told: OutputLogprobs, num_top: int, offset: int) -> JsonObject:
+def _lists(logprobs: OutputLogprobs, num_top: int, offset: int) -> JsonObject:
     tokens: list[str] = []
     offsets: list[int] = []
     values: list[float] = []
     tops: list[dict[str, float]] = []
-    for own_id, own, _, top_ids, top_logprobs in told.numbers:
-        tokens.append(told.text_of(own_id))
+    for own_id, own, _, top_ids, top_logprobs in logprobs.numbers:
+        tokens.append(logprobs.text_of(own_id))
         offsets.append(offset)
         values.append(own)
         # The token itself is always included. Of tokens with the same text the likeliest is kept.
-        shown = zip((own_id, *top_ids[:num_top][::-1]), (own, *top_logprobs[:num_top][::-1]), strict=True)
-        tops.append({told.text_of(token_id): value for token_id, value in shown})
+        top = zip((own_id, *top_ids[:num_top][::-1]), (own, *top_logprobs[:num_top][::-1]), strict=True)
+        tops.append({logprobs.text_of(token_id): value for token_id, value in top})
         offset += len(tokens[-1])
     return {"text_offset": offsets, "token_logprobs": values, "tokens": tokens, "top_logprobs": tops}
 
 
 def token_lengths(completion: CompletionOutput) -> int:
     """Return the total length of the texts of all tokens in a completion, each decoded on its own."""
-    return _length(_told(completion))
+    return _length(_logprobs_of(completion))
 
 
-def _length(told: OutputLogprobs) -> int:
-    return sum(len(told.text_of(token_id)) for token_id, *_ in told.numbers)
+def _length(logprobs: OutputLogprobs) -> int:
+    return sum(len(logprobs.text_of(token_id)) for token_id, *_ in logprobs.numbers)
 
 
-def _told(completion: CompletionOutput) -> OutputLogprobs:
+def _logprobs_of(completion: CompletionOutput) -> OutputLogprobs:
     return OutputLogprobs(None) if completion.logprobs is None else completion.logprobs

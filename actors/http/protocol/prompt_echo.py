@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 from dataclasses import dataclass, replace
 
-from ...engine.output_logprobs import OutputLogprobs, PlaceLogprobs, PromptLogprobs
+from ...engine.output_logprobs import OutputLogprobs, PositionLogprobs, PromptLogprobs
 from ...engine.output_processor import RequestOutput
 from ...tokenization.prompts import EncodedPrompt
 from ...tokenization.tokenizer import Tokenizer
@@ -27,15 +27,16 @@ class PromptParts:
     Attributes:
         echo: the prompt's text; None if it is not shown.
         num_top: number of likeliest tokens per position of the echo; None: no log probabilities.
-        told: the prompt's log probabilities; None if they were not requested.
-        num_told: number of likeliest tokens per position of `prompt_logprobs`; None: no such field.
+        logprobs: the prompt's log probabilities; None if they were not requested.
+        num_prompt_logprobs: number of likeliest tokens per position of `prompt_logprobs`; None: no such
+            field.
         at_root: `prompt_logprobs` is a field of the response, not of each choice.
     """
 
     echo: str | None
     num_top: int | None
-    told: PromptLogprobs | None
-    num_told: int | None
+    logprobs: PromptLogprobs | None
+    num_prompt_logprobs: int | None
     at_root: bool
 
     @classmethod
@@ -43,17 +44,17 @@ class PromptParts:
         cls,
         request: GenerationRequest,
         prompt: EncodedPrompt,
-        told: PromptLogprobs | None,
+        logprobs: PromptLogprobs | None,
         tokenizer: Tokenizer | None,
     ) -> PromptParts:
         """Return the parts of a prompt. Its log probabilities are written out in a thread."""
-        if told is not None:
-            await asyncio.to_thread(lambda: told.told)
+        if logprobs is not None:
+            await asyncio.to_thread(lambda: logprobs.scored)
         return cls(
             echo=_text(request, prompt, tokenizer) if request.echoes else None,
             num_top=request.num_logprobs,
-            told=told,
-            num_told=request.prompt_logprobs,
+            logprobs=logprobs,
+            num_prompt_logprobs=request.prompt_logprobs,
             at_root=not isinstance(request, CompletionRequest),
         )
 
@@ -68,26 +69,30 @@ class PromptParts:
         """Return a whole choice with the prompt's parts added."""
         if self.echo is not None:
             choice["text"] = self.echo + choice["text"]
-            before, behind = self._echo_logprobs(), choice["logprobs"]
-            if before is not None:
-                behind["text_offset"] = [self.num_chars + offset for offset in behind["text_offset"]]
-                choice["logprobs"] = {name: values + behind[name] for name, values in before.items()}
+            echo_lists, own_lists = self._echo_logprobs(), choice["logprobs"]
+            if echo_lists is not None:
+                own_lists["text_offset"] = [self.num_chars + offset for offset in own_lists["text_offset"]]
+                choice["logprobs"] = {name: values + own_lists[name] for name, values in echo_lists.items()}
         return choice if self.at_root else choice | self._field()
 
-    def beside(self) -> JsonObject:
+    def root_fields(self) -> JsonObject:
         """Return the prompt's fields at the root of the response."""
         return self._field() if self.at_root else {}
 
     def _field(self) -> JsonObject:
-        if self.num_told is None:
+        if self.num_prompt_logprobs is None:
             return {}
-        assert self.told is not None, "they were asked for"
-        return {"prompt_logprobs": [_entries(place, self.num_told) for place in self.told.places]}
+        assert self.logprobs is not None, "they were asked for"
+        return {
+            "prompt_logprobs": [
+                _entries(place, self.num_prompt_logprobs) for place in self.logprobs.positions
+            ]
+        }
 
     def _echo_logprobs(self) -> JsonObject | None:
-        if self.num_top is None or self.told is None:
+        if self.num_top is None or self.logprobs is None:
             return None
-        return echo_logprobs(self.told, self.num_top, self.num_chars)
+        return echo_logprobs(self.logprobs, self.num_top, self.num_chars)
 
 
 def without_answer(output: RequestOutput) -> RequestOutput:
@@ -114,13 +119,13 @@ def _text(request: GenerationRequest, prompt: EncodedPrompt, tokenizer: Tokenize
     return tokenizer.decode(prompt.token_ids, skip_special_tokens=request.skip_special_tokens)
 
 
-def _entries(place: PlaceLogprobs | None, num_top: int) -> JsonObject | None:
+def _entries(position: PositionLogprobs | None, num_top: int) -> JsonObject | None:
     """Return the entries of a position by token id: its own token and the `num_top` likeliest ones."""
-    if place is None:
+    if position is None:
         return None
-    own = next(iter(place))
+    own = next(iter(position))
     return {
         str(token_id): found._asdict()
-        for token_id, found in place.items()
+        for token_id, found in position.items()
         if token_id == own or found.rank <= num_top
     }

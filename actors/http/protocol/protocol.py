@@ -18,7 +18,7 @@ from ....cluster.request.caller import REQUEST_ID
 from ....cluster.request.request import MAX_BAD_WORDS, MAX_LOGPROBS, SamplingParams
 from ...tokenization.generation_config import GenerationDefaults
 from ..wire.json_numbers import Integer, Number, TokenIds, no_booleans, types_of
-from .response_format import ResponseFormat, StructuredOutputs, asked_of
+from .response_format import ResponseFormat, StructuredOutputs, constraint_of
 
 MAX_STOP_STRINGS = 64
 MAX_BAD_WORD_CHARS = 256
@@ -240,7 +240,7 @@ class GenerationRequest(BaseModel):
                 logprobs=self.num_logprobs,
                 prompt_logprobs=self.num_prompt_logprobs,
                 thinking_token_budget=self.thinking_token_budget,
-                structured_outputs=asked_of(self.response_format, self.structured_outputs),
+                structured_outputs=constraint_of(self.response_format, self.structured_outputs),
             )
         except RequestError as error:
             if error.param != "max_tokens":

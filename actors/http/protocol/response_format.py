@@ -11,7 +11,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from ....cluster.errors import RequestError
-from ....cluster.request.structured_outputs import WAYS, StructuredOutputsParams
+from ....cluster.request.structured_outputs import CONSTRAINTS, StructuredOutputsParams
 
 
 class JsonSchemaFormat(BaseModel):
@@ -32,7 +32,7 @@ class ResponseFormat(BaseModel):
     json_schema: JsonSchemaFormat | None = None
 
     @model_validator(mode="after")
-    def _schema_where_it_is_said(self) -> ResponseFormat:
+    def _check_schema(self) -> ResponseFormat:
         if (self.type == "json_schema") == (self.json_schema is None):
             needs = "needs" if self.type == "json_schema" else "takes no"
             raise RequestError(
@@ -41,7 +41,7 @@ class ResponseFormat(BaseModel):
             )
         return self
 
-    def asked(self) -> StructuredOutputsParams | None:
+    def constraint(self) -> StructuredOutputsParams | None:
         if self.type == "json_object":
             return StructuredOutputsParams(json_object=True, sent_as="response_format")
         if self.json_schema is not None:
@@ -65,20 +65,20 @@ class StructuredOutputs(BaseModel):
     structural_tag: dict[str, Any] | str | None = None  # Any: JSON
     disable_any_whitespace: bool = False
 
-    def asked(self) -> StructuredOutputsParams | None:
+    def constraint(self) -> StructuredOutputsParams | None:
         fields = self.model_dump(by_alias=True)
         if not fields["json_object"]:
             del fields["json_object"]
-        is_used = any(fields.get(name) is not None for name in WAYS)
+        is_used = any(fields.get(name) is not None for name in CONSTRAINTS)
         return StructuredOutputsParams(**fields) if is_used else None
 
 
-def asked_of(
+def constraint_of(
     response_format: ResponseFormat | None, structured_outputs: StructuredOutputs | None
 ) -> StructuredOutputsParams | None:
     """Return the constraint of either field. Raises RequestError if both have one."""
-    asked = [each.asked() for each in (response_format, structured_outputs) if each is not None]
-    wanted = [each for each in asked if each is not None]
+    constraint = [each.constraint() for each in (response_format, structured_outputs) if each is not None]
+    wanted = [each for each in constraint if each is not None]
     if len(wanted) == 2:
         raise RequestError(
             "structured_outputs and response_format both constrain the answer. Send one of them.",

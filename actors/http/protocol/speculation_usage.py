@@ -57,10 +57,10 @@ def acceptance(
 
 
 def _trace(steps: Sequence[TracedStep], first_token: int) -> JsonObject:
-    told = list(islice(token_origins(steps), MAX_TRACED_TOKENS))
+    origins = list(islice(token_origins(steps), MAX_TRACED_TOKENS))
     return {
         "first_token": first_token,
-        "origins": [origin for _, origin in told],
-        "steps": [number for number, _ in told],
-        "truncated": sum(step.num_tokens for step in steps) > len(told),
+        "origins": [origin for _, origin in origins],
+        "steps": [number for number, _ in origins],
+        "truncated": sum(step.num_tokens for step in steps) > len(origins),
     }

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from ....cluster.errors import RequestError, shown
+from ....cluster.errors import RequestError, brief
 
 TOOL_NAME = r"^[a-zA-Z0-9_.-]{1,128}$"
 MAX_TOOLS = 512
@@ -59,12 +59,12 @@ class ToolOptions(BaseModel):
     parallel_tool_calls: bool | None = None
 
     @model_validator(mode="after")
-    def _tools_are_there(self) -> ToolOptions:
+    def _check_tools(self) -> ToolOptions:
         names = [tool.function.name for tool in self.tools or ()]
         for at, name in enumerate(names):
             if name in names[:at]:
                 raise RequestError(
-                    f"tools.{at}.function.name: {shown(name)} is the name of another tool, too.",
+                    f"tools.{at}.function.name: {brief(name)} is the name of another tool, too.",
                     param=f"tools.{at}.function.name",
                 )
         choice = self.tool_choice
@@ -72,8 +72,8 @@ class ToolOptions(BaseModel):
             raise RequestError("tool_choice needs tools: send some, or leave it out.", param="tool_choice")
         if isinstance(choice, NamedTool) and choice.function.name not in names:
             raise RequestError(
-                f"tool_choice.function.name: {shown(choice.function.name)} is no tool. Tools: "
-                f"{', '.join(map(shown, names))}.",
+                f"tool_choice.function.name: {brief(choice.function.name)} is no tool. Tools: "
+                f"{', '.join(map(brief, names))}.",
                 param="tool_choice.function.name",
             )
         return self
@@ -86,7 +86,7 @@ class ToolOptions(BaseModel):
         return "auto" if self.tool_choice in (None, "auto") else "required"
 
     @property
-    def offered(self) -> list[FunctionTool]:
+    def available_tools(self) -> list[FunctionTool]:
         """Return the functions that may be called."""
         if self.choice == "none":
             return []
@@ -98,4 +98,4 @@ class ToolOptions(BaseModel):
     @property
     def schemas(self) -> Mapping[str, Mapping[str, Any]]:
         """Return the argument schemas of the functions that may be called, by name."""
-        return {each.name: each.parameters or {} for each in self.offered}
+        return {each.name: each.parameters or {} for each in self.available_tools}

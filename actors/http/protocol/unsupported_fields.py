@@ -11,8 +11,8 @@ import json
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from ....cluster.errors import RequestError, did_you_mean, shown_name
-from ....cluster.request.structured_outputs import WAYS
+from ....cluster.errors import RequestError, brief_name, did_you_mean
+from ....cluster.request.structured_outputs import CONSTRAINTS
 from ..config.settings import UnknownParams
 
 # Field -> values that mean "not used"; None and absence always do.
@@ -36,7 +36,9 @@ NEVER: Mapping[str, tuple[object, str]] = {
         "",
         "Leave it out: put what is to follow into the prompt, as the model was taught.",
     ),
-    **{f"guided_{way}": (None, f"Send structured_outputs.{way}.") for way in WAYS},
+    **{
+        f"guided_{constraint}": (None, f"Send structured_outputs.{constraint}.") for constraint in CONSTRAINTS
+    },
     "guided_decoding_backend": (None, "Leave it out: there is one."),
     "guided_whitespace_pattern": (None, "Leave it out, or send structured_outputs.disable_any_whitespace."),
     "regex": (None, "Send structured_outputs.regex."),
@@ -59,7 +61,7 @@ def check_extra_fields(extra: Mapping[str, Any], known: Iterable[str], policy: U
             )
     unknown = [name for name in extra if not (name in REFUSED or name in NEVER or name in SILENT)]
     if unknown and policy == "reject":
-        hint = did_you_mean(unknown[0], [*known, *REFUSED, *NEVER, *SILENT], else_say="Leave it out.")
-        name = shown_name(unknown[0])
+        hint = did_you_mean(unknown[0], [*known, *REFUSED, *NEVER, *SILENT], fallback="Leave it out.")
+        name = brief_name(unknown[0])
         raise RequestError(f"{name} is not a known field. {hint}", param=name)
     return unknown

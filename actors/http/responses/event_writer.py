@@ -59,29 +59,31 @@ class ResponseWriter(SectionWriter):
         return self._begin()
 
     def _begin(self) -> Events:
-        shown = {**self._response, "output": []}
-        return [self._event(f"response.{status}", response=shown) for status in ("created", "in_progress")]
+        response = {**self._response, "output": []}
+        return [self._event(f"response.{status}", response=response) for status in ("created", "in_progress")]
 
     def opened(self, section: Section) -> Events:
         if section.kind == "call":
-            return [] if self._is_told_whole(section) else [self._added(section)]
+            return [] if self._is_sent_complete(section) else [self._added(section)]
         part = _part(section, "")
         return [
             self._added(section),
-            self._event("response.content_part.added", **self._place(section), part=part),
+            self._event("response.content_part.added", **self._location(section), part=part),
         ]
 
-    def grown(self, section: Section, text: str) -> Events:
-        if self._is_told_whole(section):
+    def extended(self, section: Section, text: str) -> Events:
+        if self._is_sent_complete(section):
             return []
         return [
-            self._event(f"{_stem(section)}.delta", **self._place(section), **_logprobs(section), delta=text)
+            self._event(
+                f"{_stem(section)}.delta", **self._location(section), **_logprobs(section), delta=text
+            )
         ]
 
-    def closed(self, section: Section, *, whole: bool) -> Events:
-        item = self._item(section, "completed" if whole else "incomplete")
+    def closed(self, section: Section, *, is_complete: bool) -> Events:
+        item = self._item(section, "completed" if is_complete else "incomplete")
         self._response["output"].append(item)
-        place, text = self._place(section), section.text
+        place, text = self._location(section), section.text
         if section.kind == "call":
             events = self._ended_call(section, item)
         else:
@@ -93,9 +95,9 @@ class ResponseWriter(SectionWriter):
 
     def _ended_call(self, section: Section, item: JsonObject) -> Events:
         """Return the events of a call before its item is done."""
-        place, events, field = self._place(section), list[JsonObject](), _CALL_TEXTS.get(item["type"])
+        place, events, field = self._location(section), list[JsonObject](), _CALL_TEXTS.get(item["type"])
         stem = f"response.{item['type']}_{field}"
-        if self._is_told_whole(section):
+        if self._is_sent_complete(section):
             added = {**item, "status": "in_progress", **({field: ""} if field else {})}
             events.append(self._event("response.output_item.added", output_index=section.at, item=added))
             if field:
@@ -105,7 +107,7 @@ class ResponseWriter(SectionWriter):
             events.append(self._event(f"{stem}.done", **place, **name, **{field: item[field]}))
         return events
 
-    def _is_told_whole(self, section: Section) -> bool:
+    def _is_sent_complete(self, section: Section) -> bool:
         return section.kind == "call" and self._tools.called(section.name).kind != "function"
 
     def _added(self, section: Section) -> JsonObject:
@@ -115,13 +117,13 @@ class ResponseWriter(SectionWriter):
         return self._event("response.output_item.added", output_index=section.at, item=item)
 
     def finish(self, reason: FinishReason, stop_reason: int | str | None, usage: JsonObject) -> Events:
-        whole = reason != "length"
-        events = [*self.ensure_content(), *self.close(whole=whole)]
-        status = "completed" if whole else "incomplete"
+        is_complete = reason != "length"
+        events = [*self.ensure_content(), *self.close(is_complete=is_complete)]
+        status = "completed" if is_complete else "incomplete"
         self._response |= {
             "status": status,
-            "incomplete_details": None if whole else {"reason": "max_output_tokens"},
-            "completed_at": int(time.time()) if whole else None,
+            "incomplete_details": None if is_complete else {"reason": "max_output_tokens"},
+            "completed_at": int(time.time()) if is_complete else None,
             "usage": _usage(usage),
         }
         if (metrics := self._metrics()) is not None:
@@ -130,22 +132,22 @@ class ResponseWriter(SectionWriter):
 
     def failed(self, error: BaseException) -> Events:
         """Return the events of a response that failed, begun or not."""
-        shown = public_error(error)
+        public = public_error(error)
         self._response |= {
             "status": "failed",
-            "error": {"code": "server_error", "message": shown.message},
+            "error": {"code": "server_error", "message": public.message},
         }
-        begun = [] if self._num_events else self._begin()
-        return [*begun, self._event("response.failed", response=self._response)]
+        events = [] if self._num_events else self._begin()
+        return [*events, self._event("response.failed", response=self._response)]
 
-    def whole(self) -> JsonObject:
+    def full_body(self) -> JsonObject:
         return self._response
 
     def _event(self, kind: str, **fields: object) -> JsonObject:
         number, self._num_events = self._num_events, self._num_events + 1
         return {"type": kind, "sequence_number": number, **fields}
 
-    def _place(self, section: Section) -> JsonObject:
+    def _location(self, section: Section) -> JsonObject:
         place = {"item_id": self._item_id(section), "output_index": section.at}
         return place if section.kind == "call" else {**place, "content_index": 0}
 
@@ -201,6 +203,6 @@ class LostResponse:
     done = b""
 
     def failed(self, error: BaseException) -> bytes:
-        shown = public_error(error)
-        event = {"type": "error", "code": "server_error", "message": shown.message, "param": None}
+        public = public_error(error)
+        event = {"type": "error", "code": "server_error", "message": public.message, "param": None}
         return named_event({**event, "sequence_number": -1})

@@ -143,14 +143,14 @@ def _arguments(kind: str, item: Mapping[str, Any]) -> Any:
         return item.get("arguments")
     if kind == "custom_tool_call":
         return {INPUT: item.get("input")}
-    told = item.get("action") or item.get("operation") or item.get("arguments")
-    if isinstance(told, Mapping):
+    action = item.get("action") or item.get("operation") or item.get("arguments")
+    if isinstance(action, Mapping):
         return {
             name: value
-            for name, value in told.items()
+            for name, value in action.items()
             if value not in (None, {}) and (name, value) != ("type", "exec")
         }
-    return told
+    return action
 
 
 def _output(item: Mapping[str, Any], at: str) -> str:

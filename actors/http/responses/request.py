@@ -13,8 +13,8 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 from ....cluster.errors import RequestError
-from ..generation.chat_adapter import Heeds
-from ..generation.request_translation import chat_request, said_of
+from ..generation.chat_adapter import SupportedOptions
+from ..generation.request_translation import chat_request, rename_error_fields
 from ..protocol.chat_request import ChatRequest
 from ..protocol.tool_outputs import TranslatedMessages
 from ..wire.json_io import JsonObject
@@ -126,19 +126,19 @@ class ResponsesRequest(BaseModel):
     def client_tools(self) -> ClientTools:
         return ClientTools(self.tools or ())
 
-    def ignored(self, heeds: Heeds) -> list[str]:
+    def ignored(self, supported: SupportedOptions) -> list[str]:
         """Return the names of ignored fields that SDKs send by themselves."""
         found = [*self.client_tools.left_out, *(["store"] if self.store else [])]
         found += [f"include.{name}" for name in self.include or () if name != "reasoning.encrypted_content"]
-        found += ["reasoning.summary"] if self._asks_for(self.reasoning, "summary") else []
-        found += ["text.verbosity"] if self._asks_for(self.text, "verbosity") else []
-        unheeded = self._effort is not None and not (heeds.effort or self._switches(heeds))
-        return [*found, "reasoning.effort"] if unheeded else found
+        found += ["reasoning.summary"] if self._requests(self.reasoning, "summary") else []
+        found += ["text.verbosity"] if self._requests(self.text, "verbosity") else []
+        is_ignored = self._effort is not None and not (supported.effort or self._switches(supported))
+        return [*found, "reasoning.effort"] if is_ignored else found
 
     def conversation(self) -> TranslatedMessages:
         return read_items(self.instructions, self.input)
 
-    def for_chat(self, conversation: TranslatedMessages, heeds: Heeds) -> ChatRequest:
+    def for_chat(self, conversation: TranslatedMessages, supported: SupportedOptions) -> ChatRequest:
         """Translate the body to a chat. Raises RequestError with this body's field names."""
         extra = self.model_extra or {}
         for name, (nothing, remedy) in NEVER.items():
@@ -158,7 +158,7 @@ class ResponsesRequest(BaseModel):
             )
         tools = self.client_tools.tools
         flat = {f"tools.{i}.function": tool.at for i, tool in enumerate(tools)}
-        with said_of({**NAMES, **conversation.names, **flat}):
+        with rename_error_fields({**NAMES, **conversation.names, **flat}):
             return chat_request(
                 {
                     **{
@@ -176,8 +176,8 @@ class ResponsesRequest(BaseModel):
                     "tool_choice": self.client_tools.choice(self.tool_choice),
                     "parallel_tool_calls": self.parallel_tool_calls,
                     "response_format": self.text.response_format() if self.text else None,
-                    "reasoning_effort": self._effort if heeds.effort else None,
-                    **self._thinking_fields(heeds),
+                    "reasoning_effort": self._effort if supported.effort else None,
+                    **self._thinking_fields(supported),
                 }
             )
 
@@ -185,16 +185,16 @@ class ResponsesRequest(BaseModel):
     def _effort(self) -> str | None:
         return self.reasoning.effort if self.reasoning else None
 
-    def _switches(self, heeds: Heeds) -> bool:
+    def _switches(self, supported: SupportedOptions) -> bool:
         """Return whether effort "none" switches thinking off, in a template without efforts."""
-        return self._effort == "none" and heeds.switch and not heeds.effort
+        return self._effort == "none" and supported.switch and not supported.effort
 
-    def _thinking_fields(self, heeds: Heeds) -> JsonObject:
-        if not self._switches(heeds):
+    def _thinking_fields(self, supported: SupportedOptions) -> JsonObject:
+        if not self._switches(supported):
             return {}
         own = (self.model_extra or {}).get("chat_template_kwargs") or {}
         return {"chat_template_kwargs": {"enable_thinking": False, **own}}
 
     @staticmethod
-    def _asks_for(options: BaseModel | None, name: str) -> bool:
+    def _requests(options: BaseModel | None, name: str) -> bool:
         return options is not None and (options.model_extra or {}).get(name) is not None

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from fastapi import APIRouter, Request, Response
 
-from ....cluster.errors import NotFoundError, shown
-from ..generation.chat_adapter import Heeds, answer
+from ....cluster.errors import NotFoundError, brief
+from ..generation.chat_adapter import SupportedOptions, answer
 from ..generation.request_run import GenerationRun
-from ..generation.request_translation import said_of
+from ..generation.request_translation import rename_error_fields
 from ..generation.server_context import ServerContext
 from ..openai.chat import prepare_chat
 from ..protocol.chat_request import ChatRequest
@@ -22,16 +22,18 @@ def response_routes(frontend: ServerContext) -> APIRouter:
     @router.post("/v1/responses")
     async def create_response(body: ResponsesRequest, http: Request) -> Response:
         """Create a response (OpenAI's Responses API); nothing is stored."""
-        with said_of(NAMES):
-            heeds = Heeds.of(frontend)
+        with rename_error_fields(NAMES):
+            supported = SupportedOptions.of(frontend)
         conversation = body.conversation()
-        chat = body.for_chat(conversation, heeds)
-        with said_of({**NAMES, **conversation.names}):
-            ignored = [*body.ignored(heeds), *conversation.skipped]
-            work, reading = await prepare_chat(frontend, PREFIX, chat, http, ignored=ignored, resumable=False)
+        chat = body.for_chat(conversation, supported)
+        with rename_error_fields({**NAMES, **conversation.names}):
+            ignored = [*body.ignored(supported), *conversation.skipped]
+            work, parser_factory = await prepare_chat(
+                frontend, PREFIX, chat, http, ignored=ignored, resumable=False
+            )
             run = GenerationRun(frontend, work)
-            writer = ResponseWriter(frame(body, chat, run), body.client_tools, run.metrics)
-            return await answer(run, reading, writer, http)
+            writer = ResponseWriter(response_fields(body, chat, run), body.client_tools, run.metrics)
+            return await answer(run, parser_factory, writer, http)
 
     @router.get("/v1/responses/{response_id}")
     @router.delete("/v1/responses/{response_id}")
@@ -40,7 +42,7 @@ def response_routes(frontend: ServerContext) -> APIRouter:
     async def find_response(response_id: str) -> Response:
         """Answer 404: no responses are stored."""
         raise NotFoundError(
-            f"There is no response {shown(response_id)}: this server stores none. A response is only in the "
+            f"There is no response {brief(response_id)}: this server stores none. A response is only in the "
             "answer to POST /v1/responses; a client that closes its connection cancels it.",
             param="response_id",
         )
@@ -48,7 +50,7 @@ def response_routes(frontend: ServerContext) -> APIRouter:
     return router
 
 
-def frame(body: ResponsesRequest, chat: ChatRequest, run: GenerationRun) -> JsonObject:
+def response_fields(body: ResponsesRequest, chat: ChatRequest, run: GenerationRun) -> JsonObject:
     """Return all fields of the SDKs' response model except those that grow (`event_writer.py`).
 
     `chat`: the translated body.

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from ....cluster.errors import RequestError, shown
+from ....cluster.errors import RequestError, brief
 from ...tokenization.call_arguments import read_object
 from ..wire.json_io import JsonObject
 
@@ -108,7 +108,7 @@ class ClientTools:
             if kind == tool.kind and (is_named or kind == "local_shell"):
                 return {"type": "function", "function": {"name": tool.function["name"]}}
         raise RequestError(
-            f"tool_choice: {shown(given)} is no tool of this request that a client runs. Name a function or "
+            f"tool_choice: {brief(given)} is no tool of this request that a client runs. Name a function or "
             "a custom tool of `tools`, or send none, auto or required.",
             param="tool_choice",
         )
@@ -140,8 +140,8 @@ class ClientTools:
         for i, tool in enumerate(self._read(tools, f"{at}.tools", name)):
             if i == 0 and isinstance(about := given.get("description"), str) and about:
                 own = tool.function.get("description")
-                said = f"(Tools {flat_name(name, '*')}: {about})"
-                tool.function["description"] = f"{own}\n\n{said}" if own else said
+                note = f"(Tools {flat_name(name, '*')}: {about})"
+                tool.function["description"] = f"{own}\n\n{note}" if own else note
             yield tool
 
 
@@ -152,10 +152,10 @@ def _function(kind: Kind, tool: Mapping[str, Any]) -> JsonObject:
     if kind == "local_shell":
         return {"description": "Runs a command on the user's machine.", "parameters": _SHELL_SCHEMA}
     format = tool.get("format")
-    said = [tool["description"]] if isinstance(tool.get("description"), str) else []
+    texts = [tool["description"]] if isinstance(tool.get("description"), str) else []
     if isinstance(format, Mapping) and format.get("type") == "grammar":
-        said.append(f"The input follows this {format.get('syntax')} grammar:\n{format.get('definition')}")
-    return {"description": "\n\n".join(said), "parameters": _INPUT_SCHEMA}
+        texts.append(f"The input follows this {format.get('syntax')} grammar:\n{format.get('definition')}")
+    return {"description": "\n\n".join(texts), "parameters": _INPUT_SCHEMA}
 
 
 def _custom_input(arguments: str) -> str:

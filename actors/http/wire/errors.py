@@ -25,8 +25,8 @@ from ....cluster.errors import (
     OutputProcessingError,
     RequestError,
     StorageError,
-    shown,
-    shown_name,
+    brief,
+    brief_name,
 )
 from .rejections import note
 
@@ -53,7 +53,7 @@ INTERNAL = "Internal server error."
 MAX_SHOWN = 200  # characters of a path, or of a message that is not ours
 
 
-class ClientGoneError(Exception):
+class ClientDisconnectedError(Exception):
     """The client closed the connection; no response can be sent."""
 
 
@@ -125,7 +125,7 @@ def install_handlers(app: FastAPI) -> None:
 
     @app.exception_handler(MantaError)
     async def on_manta_error(request: Request, error: MantaError) -> Response:
-        log_if_ours(error, request.scope)
+        log_if_internal(error, request.scope)
         return refused(request.scope, public_error(error))
 
     @app.exception_handler(RequestValidationError)
@@ -138,15 +138,15 @@ def install_handlers(app: FastAPI) -> None:
             return refused(request.scope, error.__cause__)
         status, message = error.status_code, str(error.detail)
         if status in (404, 405):
-            message = f"{message}: {request.method} {shown(request.url.path, MAX_SHOWN)}"
+            message = f"{message}: {request.method} {brief(request.url.path, MAX_SHOWN)}"
         return json_error(status, message, headers=error.headers, scope=request.scope)
 
-    @app.exception_handler(ClientGoneError)
-    async def on_client_gone(request: Request, error: ClientGoneError) -> Response:
+    @app.exception_handler(ClientDisconnectedError)
+    async def on_client_disconnected(request: Request, error: ClientDisconnectedError) -> Response:
         return Response(status_code=499)
 
 
-def log_if_ours(error: BaseException, scope: Any) -> None:  # Any: an ASGI scope is an open mapping.
+def log_if_internal(error: BaseException, scope: Any) -> None:  # Any: an ASGI scope is an open mapping.
     """Log a failure that the user did not cause, once and with the request id."""
     request_id = scope.get("state", {}).get("request_id")
     if isinstance(error, StorageError):
@@ -167,7 +167,7 @@ def from_validation(errors: Any) -> RequestError:  # Any: pydantic's error dicti
         return RequestError("The body must be a JSON object (Content-Type: application/json).")
     if first["type"] == "json_invalid":
         return RequestError("The body is not valid JSON.")
-    path = shown_name(".".join(str(part) for part in first["loc"] if part != "body" and not _is_type(part)))
+    path = brief_name(".".join(str(part) for part in first["loc"] if part != "body" and not _is_type(part)))
     more = f" ({len(errors) - 1} more fields are wrong.)" if len(errors) > 1 else ""
     return RequestError(f"{path}: {_in_json(first)}.{more}", param=path or None)
 

@@ -98,9 +98,9 @@ def _runs(body: Bytes, begin: int, end: int) -> Iterator[tuple[int, int]]:
     first, comma = begin + 1, 0  # start of the run; the last comma at which it can end
     for gap, gap_end in _gaps(body, begin, end):
         while True:
-            most = first + SLICE_BYTES
-            comma = max(comma, body.rfind(b",", gap, min(gap_end, most)))
-            if gap_end <= most:
+            maximum = first + SLICE_BYTES
+            comma = max(comma, body.rfind(b",", gap, min(gap_end, maximum)))
+            if gap_end <= maximum:
                 break
             if comma < first:
                 comma = body.find(b",", gap, gap_end)

@@ -53,12 +53,12 @@ class JsonRoute(APIRoute):
             model = None
 
         async def handle(request: Request) -> Response:
-            asked = _JsonRequest(request, model)
+            json_request = _JsonRequest(request, model)
             try:
-                return await handler(asked)
+                return await handler(json_request)
             except HTTPException:
-                if asked.invalid is not None:
-                    raise asked.invalid from None
+                if json_request.invalid is not None:
+                    raise json_request.invalid from None
                 raise
 
         return handle

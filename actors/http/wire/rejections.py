@@ -1,7 +1,7 @@
 """Requests that failed before reaching an engine: which one, with what status and why, and their log line.
 
 A request that reaches the engine is logged by its run (`observability/telemetry.py`), a forwarded one by the
-replica that answers it; `logged_elsewhere` marks both. Log lines contain no client text: `errors.shown`
+replica that answers it; `logged_elsewhere` marks both. Log lines contain no client text: `errors.brief`
 quotes it, and quoted parts of a reason are left out.
 """
 
@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from starlette.datastructures import Headers
 from starlette.types import Scope
 
-from ....cluster.errors import MantaError, printable, without_values
+from ....cluster.errors import MantaError, printable, redact_values
 from ...system.log_setup import Event
 from ..config.settings import OPEN_PATHS
 
@@ -67,7 +67,7 @@ def note(scope: Scope, error: MantaError | str) -> None:
     message, param = (error, None) if isinstance(error, str) else (error.message, error.param)
     if param and not _PLAIN_PATH.fullmatch(param):  # the field's name is the client's
         message = message.replace(param, "...")
-    reason = printable(without_values(message)[:MAX_REASON])
+    reason = printable(redact_values(message)[:MAX_REASON])
     scope.setdefault("state", {})["refusal"] = _Noted(param and param[:MAX_PARAM], reason, ours)
 
 
@@ -96,8 +96,8 @@ def refusal_of(scope: Scope, status: int, seconds: float) -> Rejection | None:
 
 
 def log_refusal(refusal: Rejection, replica: str) -> None:
-    told = ("request_id", "method", "route", "status", "param", "reason")
-    line = {name: getattr(refusal, name) for name in told}
+    fields = ("request_id", "method", "route", "status", "param", "reason")
+    line = {name: getattr(refusal, name) for name in fields}
     logger.info(Event("refusal", **line, e2e_ms=round(1000 * refusal.seconds, 1), replica=replica))
 
 

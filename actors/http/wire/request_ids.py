@@ -19,9 +19,9 @@ def new_id(prefix: str = "") -> str:
     return prefix + secrets.token_hex(16)
 
 
-def acceptable_id(asked: object) -> str | None:
+def acceptable_id(client_id: object) -> str | None:
     """Return a client's id for its request if it fits a header and a log line, else None."""
-    return asked if isinstance(asked, str) and _REQUEST_ID.fullmatch(asked) else None
+    return client_id if isinstance(client_id, str) and _REQUEST_ID.fullmatch(client_id) else None
 
 
 def take_request_id(scope: Scope, body: Any) -> None:  # Any: JSON
@@ -31,7 +31,7 @@ def take_request_id(scope: Scope, body: Any) -> None:  # Any: JSON
     header's.
     """
     state = scope["state"]
-    asked = acceptable_id(body.get("request_id")) if isinstance(body, dict) else None
-    if asked is not None and state["may_rename"] and "origin" not in state:
-        state["request_id"] = asked
-        about_request(asked)
+    client_id = acceptable_id(body.get("request_id")) if isinstance(body, dict) else None
+    if client_id is not None and state["may_rename"] and "origin" not in state:
+        state["request_id"] = client_id
+        about_request(client_id)

@@ -20,7 +20,7 @@ from starlette.types import Message, Receive, Scope, Send
 
 from ....cluster.errors import ENDINGS
 from ...system.event_loop import LoopYielder
-from .errors import ClientGoneError, error_body, log_if_ours, public_error
+from .errors import ClientDisconnectedError, error_body, log_if_internal, public_error
 
 T = TypeVar("T")
 
@@ -39,8 +39,8 @@ def named_event(payload: Mapping[str, Any]) -> bytes:
 
 
 def error_event(error: BaseException) -> bytes:
-    shown = public_error(error)
-    return b"data: " + error_body(shown.status, shown.message, shown.param, shown.kind) + b"\n\n"
+    public = public_error(error)
+    return b"data: " + error_body(public.status, public.message, public.param, public.kind) + b"\n\n"
 
 
 class Ending(Protocol):
@@ -71,7 +71,7 @@ async def stream(
     if keep_alive_s > 0:
         events = _with_keep_alive(events, keep_alive_s)
     try:
-        first = await unless_gone(request, anext(events, b""))
+        first = await cancel_on_disconnect(request, anext(events, b""))
     except BaseException:
         await events.aclose()
         raise
@@ -103,31 +103,31 @@ class EventStream(Response):
             await cancel(sending, gone)
 
     async def _send_all(self, scope: Scope, send: Send) -> None:
-        turns = LoopYielder()
+        yielder = LoopYielder()
         async with aclosing(self._rest):
             await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
             await send(_body(self._first))
             try:
                 async for chunk in self._rest:
                     await send(_body(chunk))
-                    await turns.yield_if_over()  # neither sending nor the next chunk necessarily waits
+                    await yielder.yield_if_over()  # neither sending nor the next chunk necessarily waits
             except ENDINGS:
                 raise
             except BaseException as error:  # top level of a stream: report to the client, end properly
-                log_if_ours(error, scope)
+                log_if_internal(error, scope)
                 await send(_body(self._ending.failed(error)))
             await send(_body(self._ending.done))
             await send(_body(b"", more=False))
 
 
-async def unless_gone(request: Request, work: Coroutine[Any, Any, T]) -> T:
+async def cancel_on_disconnect(request: Request, work: Coroutine[Any, Any, T]) -> T:
     """Await `work`; cancel it and raise ClientGoneError if the client disconnects first."""
     working = asyncio.ensure_future(work)
     gone = asyncio.ensure_future(_disconnected(request.receive))
     try:
         await asyncio.wait({working, gone}, return_when=asyncio.FIRST_COMPLETED)
         if not working.done():
-            raise ClientGoneError
+            raise ClientDisconnectedError
         return working.result()
     finally:
         await cancel(working, gone)

@@ -4,7 +4,7 @@
 
 Sliding and full layers differ in heads, head size, window and rotation. Full layers of most models have no
 value projection: v = rms(k_proj u), before the keys' norm and rotation. Scores are not scaled, as q and k are
-normed. The mixture of experts (26B-A4B) runs a dense MLP and experts in parallel (`BesideMLP`).
+normed. The mixture of experts (26B-A4B) runs a dense MLP and experts in parallel (`ParallelMlpSpec`).
 
 Not supported: images and sound (the text part of a multimodal checkpoint is read), and the per-layer
 embeddings and shared K/V of E2B and E4B, which are refused.
@@ -26,7 +26,7 @@ from ....drafter.compute.checkpoint.hf_config import Count, HfConfig, Json, pars
 from ....drafter.compute.layers.moe import MoeRouter
 from ....drafter.compute.layers.rope import RopeConfig
 from ..model.attention import TargetAttention
-from ..model.mlp_spec import BesideMLP, GatedMLP, RoutedMLP
+from ..model.mlp_spec import GatedMLP, ParallelMlpSpec, RoutedMLP
 from ..model.model_spec import LayerSpec, ModelSpec, TensorRule
 from .shared.llama_like import TENSORS, PlainConfig, model_of, refuse_rope_scaling
 
@@ -186,7 +186,7 @@ def _kinds(config: Gemma4Config, file: str) -> tuple[str, ...]:
     return (*config.types(file, derived)[:-1], "full_attention")
 
 
-def _mlp(config: Gemma4Config, file: str) -> GatedMLP | BesideMLP:
+def _mlp(config: Gemma4Config, file: str) -> GatedMLP | ParallelMlpSpec:
     dense = GatedMLP(inner_size=config.intermediate_size, activation="gelu_tanh")
     if not config.enable_moe_block:
         return dense
@@ -198,7 +198,9 @@ def _mlp(config: Gemma4Config, file: str) -> GatedMLP | BesideMLP:
     if top_k > count:
         raise wrong(file, "top_k_experts", top_k, f"at most num_experts ({count})")
     router = MoeRouter(num_experts=count, top_k=top_k, score="softmax", normed_input=True, expert_scale=True)
-    return BesideMLP(dense=dense, routed=RoutedMLP(router=router, inner_size=inner, activation="gelu_tanh"))
+    return ParallelMlpSpec(
+        dense=dense, routed=RoutedMLP(router=router, inner_size=inner, activation="gelu_tanh")
+    )
 
 
 def _attention(raw: Json, file: str, config: Gemma4Config, layer: int, kind: str) -> TargetAttention:

@@ -72,7 +72,7 @@ class CpuConfig(NamedTuple):
         return why_not(backend, models, replace(machine, dtype=self.dtype)) is None
 
 
-WAYS = (
+CPU_CONFIGS = (
     CpuConfig("compiled", torch.bfloat16),
     CpuConfig("torch", torch.bfloat16),
     CpuConfig("torch", torch.float32),
@@ -95,19 +95,19 @@ def choose_cpu_config(
     """
     dtype = choose_dtype(config, models, checkpoint, machine)
     default = CpuConfig(choose_backend(config, models, replace(machine, dtype=dtype)), dtype)
-    if default not in WAYS or machine.device.type != "cpu" or config.needs_ray:
+    if default not in CPU_CONFIGS or machine.device.type != "cpu" or config.needs_ray:
         return default  # workers must agree, and each one would measure its own machine
 
-    def is_possible(way: CpuConfig) -> bool:
-        allowed = config.attention_backend in ("auto", way.backend) and config.dtype in (
+    def is_possible(candidate: CpuConfig) -> bool:
+        allowed = config.attention_backend in ("auto", candidate.backend) and config.dtype in (
             "auto",
-            way.dtype_name,
+            candidate.dtype_name,
         )
-        widened = way.dtype.itemsize > dtype.itemsize
-        fits = not widened or way.dtype.itemsize * num_values <= _MAX_WIDENED_BYTES
-        return allowed and fits and way != default and way.runs(models, machine)
+        widened = candidate.dtype.itemsize > dtype.itemsize
+        fits = not widened or candidate.dtype.itemsize * num_values <= _MAX_WIDENED_BYTES
+        return allowed and fits and candidate != default and candidate.runs(models, machine)
 
-    others = [way for way in WAYS if is_possible(way)]
+    others = [candidate for candidate in CPU_CONFIGS if is_possible(candidate)]
     return fastest(default, others, measured(config.num_threads or owned_cores())) if others else default
 
 
@@ -124,8 +124,8 @@ def fastest(
     """Return the fastest of these ways as measured; `default` unless one is clearly faster."""
     if default not in timings:
         return default
-    exact = [way for way in others if way in timings and timings[way].exact]
-    best = min(exact, key=lambda way: timings[way].seconds, default=default)
+    exact = [candidate for candidate in others if candidate in timings and timings[candidate].exact]
+    best = min(exact, key=lambda candidate: timings[candidate].seconds, default=default)
     return best if timings[best].seconds < _MAX_RELATIVE_TIME * timings[default].seconds else default
 
 
@@ -134,21 +134,27 @@ def measured(num_threads: int) -> dict[CpuConfig, Timed]:
     value = _disk_cache(num_threads).read()
     if not isinstance(value, Mapping) or not all(map(_is_valid, value.values())):
         return {}
-    return {way: Timed(*value[way.name]) for way in WAYS if way.name in value}
+    return {candidate: Timed(*value[candidate.name]) for candidate in CPU_CONFIGS if candidate.name in value}
 
 
-def try_ways(num_threads: int) -> None:
+def time_configs(num_threads: int) -> None:
     """Time all ways and cache the result, unless that was done before. Restores the number of threads."""
     if measured(num_threads):
         return
     machine = DeviceCapabilities(torch.device("cpu"), torch.float32, page_size=16, num_ranks=1)
-    seconds = {way: time_way(way, num_threads) for way in WAYS if way.runs([_TRIAL_SPEC], machine)}
+    seconds = {
+        candidate: time_config(candidate, num_threads)
+        for candidate in CPU_CONFIGS
+        if candidate.runs([_TRIAL_SPEC], machine)
+    }
     slowest = max(seconds.values(), default=0.0)
     # A way that is not faster than another is never chosen. Whether it is exact takes longer to find out than
     # all the rest here, so that is skipped.
     timings = {
-        way.name: Timed(taken, taken < _MAX_RELATIVE_TIME * slowest and is_exact(way, num_threads))
-        for way, taken in seconds.items()
+        candidate.name: Timed(
+            taken, taken < _MAX_RELATIVE_TIME * slowest and is_exact(candidate, num_threads)
+        )
+        for candidate, taken in seconds.items()
     }
     times = ", ".join(f"{name} {1e3 * timed.seconds:.2f} ms" for name, timed in timings.items())
     logger.info(
@@ -158,19 +164,19 @@ def try_ways(num_threads: int) -> None:
         _disk_cache(num_threads).write(timings)
 
 
-def is_exact(way: CpuConfig, num_threads: int) -> bool:
-    if way.backend == "compiled":  # by construction; a loaded rank checks it in any case
+def is_exact(candidate: CpuConfig, num_threads: int) -> bool:
+    if candidate.backend == "compiled":  # by construction; a loaded rank checks it in any case
         return True
-    with _open_backend(way, num_threads) as backend:
-        return rows_are_invariant(backend, way.dtype, "cpu")
+    with _open_backend(candidate, num_threads) as backend:
+        return rows_are_invariant(backend, candidate.dtype, "cpu")
 
 
-def time_way(way: CpuConfig, num_threads: int) -> float:
+def time_config(candidate: CpuConfig, num_threads: int) -> float:
     """Return the seconds of a block: the geometric mean over `_CASES` of the fastest run."""
-    with torch.inference_mode(), _open_backend(way, num_threads) as backend:
-        block = TrialBlock(backend, way.dtype, "cpu", hidden=_HIDDEN, inner=_INNER)
+    with torch.inference_mode(), _open_backend(candidate, num_threads) as backend:
+        block = TrialBlock(backend, candidate.dtype, "cpu", hidden=_HIDDEN, inner=_INNER)
         inputs = [block.random(rows, _HIDDEN) for _, rows in _CASES]
-        least = [math.inf] * len(_CASES)
+        minimum = [math.inf] * len(_CASES)
         end_s = math.inf
         for round_ in range(1 + _ROUNDS):
             if time.perf_counter() > end_s:
@@ -179,16 +185,16 @@ def time_way(way: CpuConfig, num_threads: int) -> float:
                 begin_s = time.perf_counter()
                 block.run(x_NH, [known], [rows])
                 if round_:  # the first round compiles
-                    least[i] = min(least[i], time.perf_counter() - begin_s)
+                    minimum[i] = min(minimum[i], time.perf_counter() - begin_s)
             end_s = min(end_s, time.perf_counter() + _MAX_S)
-    return math.prod(least) ** (1 / len(least))
+    return math.prod(minimum) ** (1 / len(minimum))
 
 
 @contextmanager
-def _open_backend(way: CpuConfig, num_threads: int) -> Iterator[Backend]:
+def _open_backend(candidate: CpuConfig, num_threads: int) -> Iterator[Backend]:
     """Open the backend of a way, and restore PyTorch's number of threads afterwards."""
     try:
-        yield take_cpu(way.backend)
+        yield take_cpu(candidate.backend)
     finally:
         torch.set_num_threads(num_threads)
 

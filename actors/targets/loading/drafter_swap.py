@@ -35,7 +35,7 @@ class RemoteSide(Protocol):
     def use(self) -> None: ...
 
 
-class DrafterExchange:
+class DrafterSwap:
     """Loads and swaps the drafters of one rank. `remote`: given if the drafter is in another process."""
 
     def __init__(self, plan: LoadPlan, runner: Runner, remote: RemoteSide | None = None) -> None:
@@ -57,7 +57,7 @@ class DrafterExchange:
         else:
             target = self._runner.model
             backend = make_drafter_backend(plan, target.backend)
-            self._next_drafter = Checkpoints().drafter(plan, target.lends, backend)
+            self._next_drafter = Checkpoints().drafter(plan, target.shared_embeddings, backend)
         self._next_plan = plan
 
     @torch.inference_mode()
@@ -66,7 +66,7 @@ class DrafterExchange:
         if self._remote is not None:
             self._remote.use()
         elif self._next_drafter is not None:
-            self._runner.exchange(self._next_drafter)
+            self._runner.swap_drafter(self._next_drafter)
         self._plan = self._next_plan
         self.forget()
 
@@ -82,7 +82,7 @@ class DrafterExchange:
         plan = _plan_with_drafter(self._plan, model)
         target = self._runner.model
         runner.begin_trial(
-            Checkpoints().drafter(plan, target.lends, make_drafter_backend(plan, target.backend))
+            Checkpoints().drafter(plan, target.shared_embeddings, make_drafter_backend(plan, target.backend))
         )
         self._candidate = plan
 

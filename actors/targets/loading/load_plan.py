@@ -144,8 +144,8 @@ def plan_models(
     page_size = config.page_size or _page_size(config, device)
     preferred = DeviceCapabilities(device, torch.bfloat16, page_size, config.tensor_parallel_size)
     num_values = sum(math.prod(shape) for shape in target_shapes(target).values())
-    way = choose_cpu_config(config, models, target.dtype, preferred, num_values)
-    if device.type == "cpu" and way.dtype is torch.float16:
+    cpu_config = choose_cpu_config(config, models, target.dtype, preferred, num_values)
+    if device.type == "cpu" and cpu_config.dtype is torch.float16:
         logger.warning("dtype=float16: CPUs compute it many times slower than bfloat16 or float32. Use auto.")
     geometries = Sharding(target, 0, config.tensor_parallel_size).kv_geometries()
     draft_windows = [layer.window for layer in drafter.layers] if drafter else []
@@ -159,9 +159,9 @@ def plan_models(
             target.hidden_size, target.num_layers, target.vocab_size, max_model_len, target.embed_scale
         ),
         device=device,
-        dtype=way.dtype,
+        dtype=cpu_config.dtype,
         num_speculative_tokens=_num_speculative_tokens(config, drafter),
-        attention_backend=way.backend,
+        attention_backend=cpu_config.backend,
         page_size=page_size,
         pages=plan_kv_cache(target.windows, draft_windows, max_model_len, geometries),
     )
@@ -244,15 +244,16 @@ def _num_speculative_tokens(config: EngineConfig, drafter: DraftConfig | None) -
         return wanted or NGRAM_DRAFTS
     if isinstance(drafter, Eagle3Config):  # a chain of single drafts has no maximum
         return wanted or DEFAULT_DRAFTS
-    most = drafter.max_drafts
+    maximum = drafter.max_drafts
     if wanted is None:
-        return most
-    if wanted > most:
+        return maximum
+    if wanted > maximum:
         raise ConfigError(
             f"speculative_config.num_speculative_tokens={wanted} is more than the drafter proposes: of its "
-            f"block's {drafter.block_size} slots the first holds the last known token, so {most} is the most "
+            f"block's {drafter.block_size} slots the first holds the last known token, so {maximum} is "
+            "the most "
             "(vLLM's counting; SGLang's --speculative-num-draft-tokens counts that slot too: its "
-            f"{drafter.block_size} is {most} here).",
+            f"{drafter.block_size} is {maximum} here).",
             param="speculative_config.num_speculative_tokens",
         )
     return wanted

@@ -80,8 +80,8 @@ def affordable_states(plan: LoadPlan, budget_bytes: int | None) -> int | None:
         budget_bytes = config.kv_cache_memory_bytes
     elif budget_bytes is None:
         budget_bytes = _cpu_budget_bytes(size, config)
-    most = int(budget_bytes * _STATES_SHARE) // size
-    return max(1, min(most, _STATES_PER_REQUEST * config.max_num_seqs))
+    maximum = int(budget_bytes * _STATES_SHARE) // size
+    return max(1, min(maximum, _STATES_PER_REQUEST * config.max_num_seqs))
 
 
 def affordable_pages(
@@ -103,8 +103,8 @@ def affordable_pages(
 
     def bytes_of(num_tokens: int) -> int:
         """Return the largest number of bytes that a sequence takes."""
-        held = pages.pages_per_sequence(num_tokens, plan.page_size, rows)
-        return sum(count * size for count, size in zip(held, sizes, strict=True))
+        pages_held = pages.pages_per_sequence(num_tokens, plan.page_size, rows)
+        return sum(count * size for count, size in zip(pages_held, sizes, strict=True))
 
     needed = bytes_of(max_model_len)
     if config.kv_cache_memory_bytes is not None:

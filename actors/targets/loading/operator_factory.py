@@ -85,7 +85,7 @@ def make_grammars(plan: LoadPlan) -> GrammarStates | None:
     from ...tokenization.tokenizer import Tokenizer
 
     tokenizer = Tokenizer.load(folder)
-    if not (eos := tokenizer.known(plan.target.eos_token_ids)):
+    if not (eos := tokenizer.ids_in_vocabulary(plan.target.eos_token_ids)):
         return None
     compiler = GrammarCompiler(tokenizer.to_json(), plan.target.vocab_size, eos)
     return GrammarStates(compiler, max(1, min(MAX_MASK_THREADS, owned_cores() // 2)))

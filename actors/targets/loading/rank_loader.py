@@ -23,7 +23,7 @@ from ....drafter.compute.checkpoint.dummy_weights import RandomTensors
 from ....drafter.compute.memory.kv_cache import PagedKVCache
 from ....drafter.dflash.checkpoint import drafter_shapes, load_drafter, make_drafter
 from ....drafter.dflash.proposer import DFlashProposer
-from ....drafter.dflash.target_features import LentWeights, TargetLends
+from ....drafter.dflash.target_features import EmbeddingCopies, TargetEmbeddings
 from ....drafter.eagle3.checkpoint import eagle3_shapes, load_eagle3, make_eagle3
 from ....drafter.eagle3.config import Eagle3Config
 from ....drafter.eagle3.model import Eagle3Drafter
@@ -52,8 +52,8 @@ from .warmup import check_invariance, measure_step_bytes, warm_up
 __all__ = [
     "LoadPlan",
     "ModelSource",
-    "device_room",
-    "lent_weights",
+    "copy_embeddings",
+    "device_limits",
     "load_runner",
     "plan_load",
     "runs_ahead",
@@ -75,7 +75,7 @@ RemoteDrafts = Callable[[LoadPlan, Backend], RemoteSource]
 class ModelSource(Protocol):
     def target(self, plan: LoadPlan, sharding: Sharding) -> TargetWeights: ...
 
-    def drafter(self, plan: LoadPlan, lends: TargetLends, backend: Backend) -> Drafter: ...
+    def drafter(self, plan: LoadPlan, shared_embeddings: TargetEmbeddings, backend: Backend) -> Drafter: ...
 
 
 class Checkpoints:
@@ -87,12 +87,12 @@ class Checkpoints:
         )
         return TargetWeights(source, plan.target, sharding, plan.dtype, plan.device)
 
-    def drafter(self, plan: LoadPlan, lends: TargetLends, backend: Backend) -> Drafter:
+    def drafter(self, plan: LoadPlan, shared_embeddings: TargetEmbeddings, backend: Backend) -> Drafter:
         spec = plan.config.speculative_config
         assert plan.drafter is not None and plan.drafter_folder is not None and spec is not None, (
             "called only for plans with a drafter"
         )
-        common = (plan.facts, lends, plan.dtype, plan.device, backend, plan.pages.drafter)
+        common = (plan.facts, shared_embeddings, plan.dtype, plan.device, backend, plan.pages.drafter)
         if isinstance(plan.drafter, Eagle3Config):
             if _reads_weights(plan):
                 return load_eagle3(plan.drafter_folder, *common, overrides=spec.hf_overrides)
@@ -146,7 +146,7 @@ def start_runner(
     assert plan.split == (remote_drafts is not None), "remote_drafts is given exactly for split drafters"
     rank = _Rank(plan, models, communicator or SingleRank(), remote_drafts)
     check_invariance(plan, rank.backend)
-    num_pages, num_states = rank.affordable_room()
+    num_pages, num_states = rank.affordable_cache()
     runner = rank.runner(num_pages, num_states)
     warm_up(runner, plan, num_pages)
     runner.prepare()
@@ -173,13 +173,13 @@ def _describe(info: ExecutorInfo, plan: LoadPlan) -> str:
     )
 
 
-def lent_weights(plan: LoadPlan, backend: Backend) -> LentWeights:
+def copy_embeddings(plan: LoadPlan, backend: Backend) -> EmbeddingCopies:
     """Return the target's whole embedding and head, for a drafter in another process."""
     unsharded = Sharding(plan.target, 0, 1)
     weights = Checkpoints().target(plan, unsharded)
     embedding_VH = weights.embedding()
     head_VH = embedding_VH if plan.target.tied_head else weights.head()
-    return LentWeights(embedding_VH, backend.head(head_VH))
+    return EmbeddingCopies(embedding_VH, backend.head(head_VH))
 
 
 def _info(
@@ -210,7 +210,7 @@ def runs_on_device(plan: LoadPlan) -> bool:
     return plan.attention_backend in ("triton", "flash_attn")
 
 
-def device_room(plan: LoadPlan) -> tuple[int, int]:
+def device_limits(plan: LoadPlan) -> tuple[int, int]:
     """Return the largest number of requests in a step, and of rows that sample a token."""
     config = plan.config
     rows = config.max_num_seqs * (1 + plan.num_speculative_tokens)
@@ -239,7 +239,7 @@ def _row_buckets(plan: LoadPlan) -> tuple[int, ...] | None:
         return None
     from ..runners.cuda_graphs import StepKinds
 
-    max_requests, _ = device_room(plan)
+    max_requests, _ = device_limits(plan)
     return StepKinds(max_requests, plan.num_speculative_tokens, plan.config.max_num_batched_tokens).rows
 
 
@@ -270,9 +270,9 @@ class _Rank:
         self._drafter: Drafter | None = None
         if plan.drafter is not None and not plan.split:
             drafter_backend = make_drafter_backend(plan, backend)
-            self._drafter = models.drafter(plan, self._model.lends, drafter_backend)
+            self._drafter = models.drafter(plan, self._model.shared_embeddings, drafter_backend)
 
-    def affordable_room(self) -> tuple[tuple[int, ...], int | None]:
+    def affordable_cache(self) -> tuple[tuple[int, ...], int | None]:
         """Return the pages of each pool and the states that every rank can afford."""
         plan, config, budget = self._plan, self._plan.config, None
         is_set = config.num_pages is not None or config.kv_cache_memory_bytes is not None
@@ -302,11 +302,11 @@ class _Rank:
         from ....drafter.step.gpu_triton.sampling.sampler import SamplingWorkspace
         from ..runners.eagle3_chains import Eagle3Chains
         from ..runners.gpu_runner import GpuModelRunner
-        from ..runners.grammar_masks import DeviceGuide
+        from ..runners.grammar_masks import DeviceGrammarMasks
         from ..runners.target_pass import DeviceModels
 
         plan, config = self._plan, self._plan.config
-        max_requests, num_rows = device_room(plan)
+        max_requests, num_rows = device_limits(plan)
         drafter, draft_cache, chains = self._drafter, self._draft_cache(num_pages), None
         if isinstance(drafter, Eagle3Drafter):
             assert draft_cache is not None, "an EAGLE-3 drafter has pages of its own"
@@ -335,7 +335,7 @@ class _Rank:
         )
         guide = None
         if self.grammars is not None:
-            guide = DeviceGuide(self.grammars, models.states, forces=models.remote is None)
+            guide = DeviceGrammarMasks(self.grammars, models.states, forces=models.remote is None)
         return GpuModelRunner(
             models,
             max_requests,

@@ -44,14 +44,14 @@ def warm_up(runner: Runner, plan: LoadPlan, num_pages: tuple[int, ...]) -> None:
     if prompt < 1:
         return
     pages = [pages_for(length, plan.page_size)]
-    for sampling in _ways_of_choosing(runner, prompt):
+    for sampling in _sampling_variants(runner, prompt):
         runner.execute(_prefill(plan, [prompt], num_pages=pages, sampling=sampling))
         for drafts in sorted({0, max(0, min(plan.num_speculative_tokens, length - prompt - 2))}):
             step = dummy_step([prompt], [drafts + 1], [drafts])
             runner.execute(replace(step, trim=dummy_trim(step)) if drafts else step)
 
 
-def _ways_of_choosing(runner: Runner, prompt: int) -> list[SlotSampling]:
+def _sampling_variants(runner: Runner, prompt: int) -> list[SlotSampling]:
     """Return ways that take other loops and kernels: rules make logits fp32, and noise and masks have theirs.
 
     Plain greedy sampling is the last, for its traces stay in the slot.
@@ -80,9 +80,9 @@ def measure_step_bytes(make_runner: Callable[[], Runner], plan: LoadPlan) -> int
     torch.cuda.empty_cache()  # else the runner would reuse memory that loading freed
     used_before = used_gpu_bytes(plan.device)
     runner = make_runner()
-    for lengths in (_longest_prompts(plan), _most_prompts(plan)):
+    for lengths in (_longest_prompts(plan), _max_prompts(plan)):
         runner.execute(_prefill(plan, lengths))
-    num_other_graphs = runner.rehearse(_largest_decoding(plan))
+    num_other_graphs = runner.profile_run(_largest_decoding(plan))
     taken = used_gpu_bytes(plan.device) - used_before
     del runner
     gc.collect()
@@ -95,7 +95,7 @@ def _longest_prompts(plan: LoadPlan) -> list[int]:
     return [length] * min(config.max_num_batched_tokens // length, config.max_num_seqs)
 
 
-def _most_prompts(plan: LoadPlan) -> list[int]:
+def _max_prompts(plan: LoadPlan) -> list[int]:
     config = plan.config
     count = min(config.max_num_seqs, config.max_num_batched_tokens)
     return [min(plan.max_model_len, config.max_num_batched_tokens // count)] * count

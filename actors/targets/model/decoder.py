@@ -2,7 +2,7 @@
 
 It is stateless: requests' K/V are in the cache passed to it. A backend (`drafter/compute/backend.py`)
 computes its blocks, with projections split between ranks. The drafter borrows its embedding and head
-(`Decoder.lends`), without the target's scaling. Called by the runners.
+(`Decoder.shared_embeddings`), without the target's scaling. Called by the runners.
 
     token ids --embedding, scale or norm--> x --blocks, some with taps after--> norm --head, cap--> logits
 
@@ -46,7 +46,7 @@ class Decoder:
 
     Attributes:
         backend: also used by a colocated drafter.
-        lends: the embedding and head that a drafter uses.
+        shared_embeddings: the embedding and head that a drafter uses.
         num_routed: number of layers with experts.
     """
 
@@ -72,7 +72,7 @@ class Decoder:
         self._embed_norm: RMSNorm | None = None
         if spec.embed_norm:
             self._embed_norm = RMSNorm(embedding_UH.new_ones(spec.hidden_size), spec.rms_norm_eps)
-        self.lends = SharedEmbeddings(
+        self.shared_embeddings = SharedEmbeddings(
             VocabEmbedding(embedding_UH, sharding, communicator),
             VocabHead(backend.head(head_UH), spec.vocab_size, sharding, communicator),
             is_split=sharding.world_size > 1,
@@ -101,15 +101,15 @@ class Decoder:
     @property
     def is_split(self) -> bool:
         """Whether ranks have parts of the head."""
-        return self.lends.is_split
+        return self.shared_embeddings.is_split
 
     def logits(self, hidden_NH: Tensor) -> Tensor:
         """Return the target's logits [N, V] of hidden states that are already normed."""
-        return self._scale(self.lends.logits(hidden_NH))
+        return self._scale(self.shared_embeddings.logits(hidden_NH))
 
     def local_logits(self, hidden_NH: Tensor) -> tuple[Tensor, int]:
         """Return the logits of this rank's part of the vocabulary, and the first token id of that part."""
-        logits_NU, first_id = self.lends.local_logits(hidden_NH)
+        logits_NU, first_id = self.shared_embeddings.local_logits(hidden_NH)
         return self._scale(logits_NU), first_id
 
     def _scale(self, logits_NV: Tensor) -> Tensor:
@@ -124,7 +124,7 @@ class Decoder:
         Returns:
             normed hidden states [N, H]; taps [N, m, H], or None without taps.
         """
-        x_NH = self.lends.embed(token_ids_N)
+        x_NH = self.shared_embeddings.embed(token_ids_N)
         if self._embed_scale != 1.0:
             x_NH = x_NH * self._embed_scale
         if self._embed_norm is not None:
@@ -133,7 +133,7 @@ class Decoder:
 
 
 class SharedEmbeddings:
-    """`features.TargetLends` of a target in this process: its unscaled embedding and head."""
+    """`features.TargetEmbeddings` of a target in this process: its unscaled embedding and head."""
 
     __slots__ = ("_embedding", "_head", "is_split")
 

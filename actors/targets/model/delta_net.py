@@ -57,11 +57,11 @@ class DeltaTensors:
 
 
 class _Parts(Protocol):
-    def one(self, part: str) -> Tensor: ...
+    def required(self, part: str) -> Tensor: ...
 
 
 def read_delta(parts: _Parts) -> DeltaTensors:
-    return DeltaTensors(*(parts.one(part).contiguous() for part in _OTHERS[:-1]))
+    return DeltaTensors(*(parts.required(part).contiguous() for part in _OTHERS[:-1]))
 
 
 def projections(names: Iterable[str]) -> tuple[str, ...]:

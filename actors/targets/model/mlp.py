@@ -9,8 +9,8 @@ import torch
 
 from ....drafter.compute.backend import Backend, DenseMLP, ParallelMLP, RoutedExperts
 from ....drafter.compute.layers.linear import RMSNorm
-from .mlp_spec import BesideMLP, GatedMLP, RoutedMLP
-from .mlp_weights import BesideTensors, DenseTensors, MlpTensors, RoutedTensors
+from .mlp_spec import GatedMLP, ParallelMlpSpec, RoutedMLP
+from .mlp_weights import DenseTensors, MlpTensors, ParallelMlpTensors, RoutedTensors
 from .model_spec import LayerSpec
 from .tensor_parallel import Communicator, row_linear
 
@@ -26,7 +26,7 @@ def make_mlp(
     """Build a layer's MLP.
 
     Args:
-        eps: epsilon of the norms of parallel MLPs (`BesideMLP`).
+        eps: epsilon of the norms of parallel MLPs (`ParallelMlpSpec`).
         dtype: dtype to compute in.
     """
     match layer.mlp, tensors:
@@ -34,7 +34,7 @@ def make_mlp(
             return _dense(layer.mlp, tensors, communicator, backend)
         case RoutedMLP(), RoutedTensors():
             return _routed(layer.mlp, tensors, communicator, backend, dtype)
-        case BesideMLP(), BesideTensors():
+        case ParallelMlpSpec(), ParallelMlpTensors():
             return ParallelMLP(
                 dense=_dense(layer.mlp.dense, tensors.dense, communicator, backend),
                 dense_out_norm=RMSNorm(tensors.dense_out_norm_H, eps),

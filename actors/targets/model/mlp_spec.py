@@ -91,7 +91,7 @@ class RoutedMLP:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class BesideMLP:
+class ParallelMlpSpec:
     """norm(dense(mlp_norm x)) + norm'(routed(norm'' x)): a dense MLP and experts in parallel (Gemma 4)."""
 
     dense: GatedMLP
@@ -99,7 +99,7 @@ class BesideMLP:
 
 
 # `dense` is the dense MLP (not a shared expert), `routed` the one with experts; either may be None.
-MLP = GatedMLP | RoutedMLP | BesideMLP
+MLP = GatedMLP | RoutedMLP | ParallelMlpSpec
 
 
 def mlp_parts(mlp: MLP, expert_forms: Sequence[tuple[str, ...]]) -> list[str]:
@@ -107,7 +107,7 @@ def mlp_parts(mlp: MLP, expert_forms: Sequence[tuple[str, ...]]) -> list[str]:
     parts: list[str] = []
     if mlp.dense is not None:
         parts += ["gate", "up", "down"] + ["gate_bias", "up_bias", "down_bias"] * mlp.dense.bias
-    if isinstance(mlp, BesideMLP):
+    if isinstance(mlp, ParallelMlpSpec):
         parts += ["dense_out_norm", "routed_norm", "routed_out_norm"]
     if (routed := mlp.routed) is not None:
         rule = routed.router

@@ -43,8 +43,8 @@ class RoutedTensors:
 
 
 @dataclass(frozen=True, slots=True)
-class BesideTensors:
-    """Tensors of `BesideMLP`. `routed_norm_H` precedes the experts; the others follow their MLP."""
+class ParallelMlpTensors:
+    """Tensors of `ParallelMlpSpec`. `routed_norm_H` precedes the experts; the others follow their MLP."""
 
     dense: DenseTensors
     dense_out_norm_H: Tensor
@@ -53,15 +53,15 @@ class BesideTensors:
     routed_out_norm_H: Tensor
 
 
-MlpTensors = DenseTensors | RoutedTensors | BesideTensors
+MlpTensors = DenseTensors | RoutedTensors | ParallelMlpTensors
 
 
 class LayerParts(Protocol):
     """The tensors of one layer by their key in `ModelSpec.tensors`: a rank's slices, on its device."""
 
-    def one(self, part: str) -> Tensor: ...
+    def required(self, part: str) -> Tensor: ...
 
-    def maybe(self, part: str) -> Tensor | None:
+    def optional(self, part: str) -> Tensor | None:
         """Return a tensor; None if the layer has none, or only rank 0 has it."""
         ...
 
@@ -78,10 +78,10 @@ def read_dense(parts: LayerParts, prefix: str = "") -> DenseTensors:
     """Read a dense MLP; names of its parts begin with `prefix` ("" or "shared_")."""
     gate, up, down = (f"{prefix}{name}" for name in ("gate", "up", "down"))
     return DenseTensors(
-        gate_up_IH=torch.cat([parts.one(gate), parts.one(up)]),
+        gate_up_IH=torch.cat([parts.required(gate), parts.required(up)]),
         gate_up_bias_I=parts.joined(f"{gate}_bias", f"{up}_bias"),
-        down_HI=parts.one(down),
-        down_bias_H=parts.maybe(f"{down}_bias"),
+        down_HI=parts.required(down),
+        down_bias_H=parts.optional(f"{down}_bias"),
     )
 
 
@@ -102,27 +102,27 @@ def read_routed(
         has_down_bias: False if another rank adds the bias.
         eps: epsilon of the router's norm.
     """
-    norm_H = parts.maybe("router_norm")
+    norm_H = parts.optional("router_norm")
     router = RouterWeights(
         rule=mlp.router,
-        weight_EH=parts.one("router"),
-        bias_E=parts.maybe("router_bias"),
-        correction_E=parts.maybe("router_correction"),
-        expert_scale_E=parts.maybe("expert_scale"),
+        weight_EH=parts.required("router"),
+        bias_E=parts.optional("router_bias"),
+        correction_E=parts.optional("router_correction"),
+        expert_scale_E=parts.optional("expert_scale"),
         norm=None if norm_H is None else RMSNorm(norm_H, eps),
     )
     gate_up, down = _read_experts(parts, form, experts.stop - experts.start)
     weights = ExpertWeights(
         gate_up=gate_up,
         down=down,
-        gate_up_bias_EI=parts.maybe("experts_gate_up_bias"),
-        down_bias_EH=parts.maybe("experts_down_bias") if has_down_bias else None,
+        gate_up_bias_EI=parts.optional("experts_gate_up_bias"),
+        down_bias_EH=parts.optional("experts_down_bias") if has_down_bias else None,
         activation=mlp.activation,
         limit=mlp.limit,
         first_expert=experts.start,
     )
     shared = None if mlp.shared is None else read_dense(parts, "shared_")
-    return RoutedTensors(router, weights, shared, parts.maybe("shared_weight"))
+    return RoutedTensors(router, weights, shared, parts.optional("shared_weight"))
 
 
 def _read_experts(
@@ -130,9 +130,9 @@ def _read_experts(
 ) -> tuple[Tensor | Packed, Tensor | Packed]:
     """Return gate_up [E, 2 I, H] and down [E, H, I]."""
     if form == FUSED_EXPERTS:
-        return parts.one("experts_gate_up"), parts.one("experts_down")
+        return parts.required("experts_gate_up"), parts.required("experts_down")
     if form == PACKED_EXPERTS:
-        gate_up_blocks, gate_up_scales, down_blocks, down_scales = (parts.one(part) for part in form)
+        gate_up_blocks, gate_up_scales, down_blocks, down_scales = (parts.required(part) for part in form)
         return MXFP4(gate_up_blocks, gate_up_scales), MXFP4(down_blocks, down_scales)
     if form == INT4_EXPERTS:
         gate_up_blocks, down_blocks = _stack_experts(parts, form[::2], count)

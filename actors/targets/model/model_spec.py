@@ -87,7 +87,7 @@ class TensorRule:
         transform: applied at load to the rank's slice (of one expert if each has a tensor). A result in fp32
             stays fp32.
         first_rank: only rank 0 has it, since the ranks' results are summed.
-        beside_body: named outside of the body's prefix (the head).
+        is_beside_body: named outside of the body's prefix (the head).
         constant: not in the checkpoint (`name` is empty): every element has this value, in fp32.
     """
 
@@ -97,7 +97,7 @@ class TensorRule:
     constant: float | None = None
     transform: Callable[[Tensor], Tensor] | None = None
     first_rank: bool = False
-    beside_body: bool = False
+    is_beside_body: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -21,7 +21,7 @@ from ....drafter.compute.checkpoint.fp8_block_reader import Fp8Folder
 from ....drafter.compute.checkpoint.safetensors_reader import TensorFolder, TensorSource
 from .attention import TargetAttention
 from .delta_net import DeltaNet, DeltaTensors, read_delta
-from .mlp_weights import BesideTensors, MlpTensors, read_dense, read_routed
+from .mlp_weights import MlpTensors, ParallelMlpTensors, read_dense, read_routed
 from .model_spec import ModelSpec, TensorRule
 from .tensor_parallel import Sharding
 
@@ -97,21 +97,21 @@ class TargetWeights:
     def layer(self, index: int) -> LayerWeights:
         parts, is_delta = _LayerParts(self, index), isinstance(self.spec.layers[index].mixer, DeltaNet)
         return LayerWeights(
-            attention_norm_H=parts.one("attention_norm"),
-            attention_out_norm_H=parts.maybe("attention_out_norm"),
-            mlp_norm_H=parts.one("mlp_norm"),
-            mlp_out_norm_H=parts.maybe("mlp_out_norm"),
-            qkv_OH=torch.cat([parts.one(part) for part in self.spec.qkv_parts(index)]),
+            attention_norm_H=parts.required("attention_norm"),
+            attention_out_norm_H=parts.optional("attention_out_norm"),
+            mlp_norm_H=parts.required("mlp_norm"),
+            mlp_out_norm_H=parts.optional("mlp_out_norm"),
+            qkv_OH=torch.cat([parts.required(part) for part in self.spec.qkv_parts(index)]),
             qkv_bias_O=parts.joined(*(f"{part}_bias" for part in self.spec.qkv_parts(index))),
-            attention_gate_OH=parts.maybe("attention_gate"),
-            o_HO=parts.one("delta_out" if is_delta else "o"),
-            o_bias_H=parts.maybe("o_bias"),
-            q_norm=parts.maybe("q_norm"),
-            k_norm=parts.maybe("k_norm"),
-            sinks_Q=parts.maybe("sinks"),
+            attention_gate_OH=parts.optional("attention_gate"),
+            o_HO=parts.required("delta_out" if is_delta else "o"),
+            o_bias_H=parts.optional("o_bias"),
+            q_norm=parts.optional("q_norm"),
+            k_norm=parts.optional("k_norm"),
+            sinks_Q=parts.optional("sinks"),
             delta=read_delta(parts) if is_delta else None,
             mlp=self._mlp(parts, index),
-            scalar_1=parts.maybe("scalar"),
+            scalar_1=parts.optional("scalar"),
             latent=_read_latent(parts),
         )
 
@@ -131,9 +131,11 @@ class TargetWeights:
         )
         if layer.dense is None:
             return routed
-        norms = (parts.one(f"{name}_norm") for name in ("dense_out", "routed", "routed_out"))
+        norms = (parts.required(f"{name}_norm") for name in ("dense_out", "routed", "routed_out"))
         dense_out_norm_H, routed_norm_H, routed_out_norm_H = norms
-        return BesideTensors(read_dense(parts), dense_out_norm_H, routed, routed_norm_H, routed_out_norm_H)
+        return ParallelMlpTensors(
+            read_dense(parts), dense_out_norm_H, routed, routed_norm_H, routed_out_norm_H
+        )
 
     def final_norm(self) -> Tensor:
         return self.part("final_norm")
@@ -188,17 +190,17 @@ class _LayerParts:
         self._weights, self._layer = weights, layer
         self._present = frozenset(weights.spec.layer_parts(layer))
 
-    def one(self, part: str) -> Tensor:
+    def required(self, part: str) -> Tensor:
         return self._weights.part(part, self._layer)
 
-    def maybe(self, part: str) -> Tensor | None:
+    def optional(self, part: str) -> Tensor | None:
         if part not in self._present:
             return None
         is_other_ranks = self._weights.spec.tensors[part].first_rank and self._weights.sharding.rank > 0
-        return None if is_other_ranks else self.one(part)
+        return None if is_other_ranks else self.required(part)
 
     def joined(self, *parts: str) -> Tensor | None:
-        found = [self.one(part) for part in parts if part in self._present]
+        found = [self.required(part) for part in parts if part in self._present]
         return torch.cat(found) if found else None
 
     def of_each_expert(self, part: str) -> Iterator[Tensor]:
@@ -209,10 +211,10 @@ class _LayerParts:
 
 
 def _read_latent(parts: _LayerParts) -> LatentTensors | None:
-    kv_norm_C, kv_up_UC = parts.maybe("kv_down_norm"), parts.maybe("kv_up")
+    kv_norm_C, kv_up_UC = parts.optional("kv_down_norm"), parts.optional("kv_up")
     if kv_norm_C is None or kv_up_UC is None:
         return None
-    return LatentTensors(parts.maybe("q_down_norm"), parts.maybe("q_up"), kv_norm_C, kv_up_UC)
+    return LatentTensors(parts.optional("q_down_norm"), parts.optional("q_up"), kv_norm_C, kv_up_UC)
 
 
 _FP32_PARTS = frozenset({"router_correction", "expert_scale"})  # the router's choices depend on these
@@ -309,4 +311,4 @@ def _prefixes(shapes: Mapping[str, tuple[int, ...]]) -> tuple[str, str]:
 
 def _full_name(rule: TensorRule, layer: int, prefixes: tuple[str, str], expert: int = 0) -> str:
     body, head = prefixes
-    return (head if rule.beside_body else body) + rule.name.format(layer=layer, expert=expert)
+    return (head if rule.is_beside_body else body) + rule.name.format(layer=layer, expert=expert)

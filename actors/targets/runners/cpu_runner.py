@@ -27,7 +27,13 @@ from ....drafter.compute.memory.kv_cache import PagedKVCache
 from ....drafter.step.inputs.proposals import Proposals
 from ....drafter.step.inputs.row_layout import Ints, StepRows
 from ....drafter.step.request_states import RequestStates
-from ....drafter.step.sampling.logprobs import AskedRows, raw_logprobs, read_told, tell, tell_in_chunks
+from ....drafter.step.sampling.logprobs import (
+    LogprobRows,
+    pack_logprobs,
+    pack_logprobs_in_chunks,
+    raw_logprobs,
+    unpack_logprobs,
+)
 from ....drafter.step.sampling.sampler import sample_rows
 from ....drafter.step.sampling.step_ops import StepOperators
 from ....drafter.step.sampling.verification import take_out
@@ -87,14 +93,14 @@ class CpuModelRunner:
     def prepare(self) -> None:
         """Do nothing: there are no graphs to capture."""
 
-    def rehearse(self, largest: SchedulerOutput) -> int:
+    def profile_run(self, largest: SchedulerOutput) -> int:
         """Run this step and return 0: there are no graphs."""
         self.execute(largest)
         return 0
 
-    def exchange(self, drafter: Drafter) -> None:
+    def swap_drafter(self, drafter: Drafter) -> None:
         assert isinstance(self.drafts, ColocatedDrafter), "the drafter is colocated"
-        self.drafts.exchange(drafter)
+        self.drafts.swap_drafter(drafter)
 
     def begin_trial(self, candidate: Drafter) -> None:
         assert isinstance(self.drafts, ColocatedDrafter), "the drafter is colocated"
@@ -121,14 +127,14 @@ class CpuModelRunner:
         proposals = self._propose(plan)
         clock.mark()  # trimming is timed with verification, as it is weighed against the rows that it saves
         plan, drafts_RK = self._trim(plan, proposals)
-        self.states.place_drafts(plan, drafts_RK)
+        self.states.write_drafts(plan, drafts_RK)
         rows = self.states.lay_out_rows(plan)
         hidden_NH, taps_NmH = self.model.forward(rows.token_ids_N, rows, self.cache)
         all_sampled = len(rows.sampled_X) == len(hidden_NH)
         hidden_XH = hidden_NH if all_sampled else hidden_NH.index_select(0, rows.sampled_X)
         clock.mark()
         prompt_logprobs = self._prompt_logprobs(plan, hidden_NH)
-        chosen_X, logprobs = self._choose(hidden_XH, rows, self.states.asked_rows(plan))
+        chosen_X, logprobs = self._choose(hidden_XH, rows, self.states.rows_wanting_logprobs(plan))
         token_ids_RW, num_tokens_R = self._operators.accept(chosen_X, rows.counts_R, drafts_RK)
         if len(non_finite_N := self._non_finite_rows(hidden_NH)):
             token_ids_RW[torch.from_numpy(_requests_of(non_finite_N, plan)), 0] = NOT_A_NUMBER
@@ -160,7 +166,7 @@ class CpuModelRunner:
             proposals = Proposals.none(plan.num_requests, self.model.device)
         else:
             proposals = self.drafts.propose(plan, self.states)
-        return self.states.guide(plan, proposals)
+        return self.states.apply_grammars(plan, proposals)
 
     def _trim(self, plan: SchedulerOutput, proposals: Proposals) -> tuple[SchedulerOutput, Tensor]:
         """Return the plan with the drafts to verify, and the drafts [R, K] without the others."""
@@ -169,43 +175,44 @@ class CpuModelRunner:
             return plan, drafts_RK
         if margins_RK is None:  # a source without margins may have found fewer drafts than planned
             found_RK = np.cumprod(drafts_RK.cpu().numpy() >= 0, axis=1, dtype=np.int32)
-            return plan.verifying(found_RK.sum(axis=1, dtype=np.int32)), drafts_RK
+            return plan.with_num_drafts(found_RK.sum(axis=1, dtype=np.int32)), drafts_RK
         if plan.trim is None:
             return plan, drafts_RK
         cut = torch.from_numpy(self._operators.trim(margins_RK, plan))
         # Ranks on different kinds of processors may differ in the last digits, so rank 0's result is used.
         num_drafts_R = self._communicator.broadcast(cut.to(drafts_RK.device))
-        return plan.verifying(num_drafts_R.cpu().numpy()), take_out(drafts_RK, num_drafts_R)
+        return plan.with_num_drafts(num_drafts_R.cpu().numpy()), take_out(drafts_RK, num_drafts_R)
 
     def _choose(
-        self, hidden_XH: Tensor, rows: StepRows, asked: AskedRows | None
+        self, hidden_XH: Tensor, rows: StepRows, logprob_rows: LogprobRows | None
     ) -> tuple[Tensor, StepLogprobs | None]:
         """Return each sampled row's token, and the log probabilities that were requested."""
         if not len(hidden_XH):
             return rows.sampled_X, None  # an empty tensor
         logits_XV = self.model.logits(hidden_XH)
-        logprobs_YV = None if asked is None else raw_logprobs(logits_XV, asked)
+        logprobs_YV = None if logprob_rows is None else raw_logprobs(logits_XV, logprob_rows)
         non_finite_X = self._non_finite_rows(logits_XV)  # before rules and masks hide some
         chosen_X = sample_rows(logits_XV, rows.sampling, self._operators)
         if len(non_finite_X):
             chosen_X[torch.from_numpy(non_finite_X).to(chosen_X.device)] = NOT_A_NUMBER
         chosen_X = self._communicator.broadcast(chosen_X)
-        if asked is None or logprobs_YV is None:
+        if logprob_rows is None or logprobs_YV is None:
             return chosen_X, None
-        chosen_Y = chosen_X[torch.from_numpy(asked.rows()).to(chosen_X.device)]
-        return chosen_X, read_told(
-            tell(logprobs_YV, chosen_Y.clamp(min=0), asked.num_top).cpu().numpy(), asked
+        chosen_Y = chosen_X[torch.from_numpy(logprob_rows.rows()).to(chosen_X.device)]
+        return chosen_X, unpack_logprobs(
+            pack_logprobs(logprobs_YV, chosen_Y.clamp(min=0), logprob_rows.num_top).cpu().numpy(),
+            logprob_rows,
         )
 
     def _prompt_logprobs(self, plan: SchedulerOutput, hidden_NH: Tensor) -> StepLogprobs | None:
         """Return the requested log probabilities of prompt tokens."""
-        asked = self.states.asked_prompt_rows(plan)
-        if asked is None:
+        logprob_rows = self.states.prompt_rows_wanting_logprobs(plan)
+        if logprob_rows is None:
             return None
-        hidden_YH = hidden_NH[torch.from_numpy(asked.rows()).to(hidden_NH.device)]
-        next_ids_Y = self.states.tokens_behind(plan, asked)
-        told_YE = tell_in_chunks(hidden_YH, next_ids_Y, self.model.logits, asked.num_top)
-        return read_told(told_YE.cpu().numpy(), asked)
+        hidden_YH = hidden_NH[torch.from_numpy(logprob_rows.rows()).to(hidden_NH.device)]
+        next_ids_Y = self.states.tokens_after(plan, logprob_rows)
+        packed_YE = pack_logprobs_in_chunks(hidden_YH, next_ids_Y, self.model.logits, logprob_rows.num_top)
+        return unpack_logprobs(packed_YE.cpu().numpy(), logprob_rows)
 
 
 def _requests_of(non_finite_N: Ints, plan: SchedulerOutput) -> Ints:
@@ -230,7 +237,7 @@ class DraftProposer(Protocol):
         """Return a proposer with another drafter of the same shape, over the same pages."""
         ...
 
-    def beside(self, drafter: Any) -> DraftProposer:  # Any: a drafter of its own kind
+    def with_own_pages(self, drafter: Any) -> DraftProposer:  # Any: a drafter of its own kind
         """Return a proposer with a drafter of the same shape, with the same page ids in its own memory."""
         ...
 
@@ -253,12 +260,12 @@ class ColocatedDrafter:
         self._candidate: DraftProposer | None = None
         self._on_trial: set[int] = set()  # slots
 
-    def exchange(self, drafter: Drafter) -> None:
+    def swap_drafter(self, drafter: Drafter) -> None:
         self._proposer = self._proposer.with_drafter(drafter)
 
     def begin_trial(self, drafter: Drafter) -> None:
         """Add a candidate. Running requests keep their drafter."""
-        self._candidate = self._proposer.beside(drafter)
+        self._candidate = self._proposer.with_own_pages(drafter)
         self._on_trial.clear()
 
     def end_trial(self, *, promoted: bool) -> None:
@@ -268,13 +275,15 @@ class ColocatedDrafter:
 
     def propose(self, plan: SchedulerOutput, states: RequestStates) -> Proposals:
         if self._candidate is None:
-            return share(self._proposer.propose(plan, states), self._communicator)
+            return broadcast_proposals(self._proposer.propose(plan, states), self._communicator)
         for request in plan.admitted:
             (self._on_trial.add if request.on_trial else self._on_trial.discard)(request.slot)
         on_trial_R = np.isin(plan.slots, list(self._on_trial))
         current = self._proposer.propose(_plan_where(plan, ~on_trial_R), states)
         candidate = self._candidate.propose(_plan_where(plan, on_trial_R), states)
-        return share(_merge(current, candidate, torch.from_numpy(on_trial_R)), self._communicator)
+        return broadcast_proposals(
+            _merge(current, candidate, torch.from_numpy(on_trial_R)), self._communicator
+        )
 
     def inject(
         self, taps_NmH: Tensor | None, rows: StepRows, token_ids_RW: Tensor, num_tokens_R: Tensor
@@ -285,7 +294,7 @@ class ColocatedDrafter:
             self._candidate.inject(taps_NmH, rows, num_tokens_R)
 
 
-def share(proposals: Proposals, communicator: Communicator) -> Proposals:
+def broadcast_proposals(proposals: Proposals, communicator: Communicator) -> Proposals:
     """Broadcast rank 0's proposals. Their shape, and whether they have margins, is equal on all ranks."""
     drafts_RK, margins_RK = proposals.drafts_RK, proposals.margins_RK
     if communicator.world_size == 1 or not drafts_RK.numel():
@@ -299,7 +308,7 @@ def share(proposals: Proposals, communicator: Communicator) -> Proposals:
 
 def _plan_where(plan: SchedulerOutput, drafts_R: np.ndarray) -> SchedulerOutput:
     """Return the plan in which only these requests draft."""
-    return plan.verifying(np.where(drafts_R, plan.num_drafts, 0).astype(np.int32))
+    return plan.with_num_drafts(np.where(drafts_R, plan.num_drafts, 0).astype(np.int32))
 
 
 def _merge(current: Proposals, candidate: Proposals, on_trial_R: Tensor) -> Proposals:

@@ -83,9 +83,9 @@ class StepKinds:
 
     def __init__(self, max_requests: int, num_drafts: int, max_rows: int) -> None:
         self._max_requests, self._max_rows = max_requests, max_rows
-        most = 1 + num_drafts
-        self.rows = tuple(sorted({*_ladder(min(max_requests * most, max_rows), 4), max_requests}))
-        self._widths = tuple(sorted({1, min(_NARROW, most), most}))
+        maximum = 1 + num_drafts
+        self.rows = tuple(sorted({*_ladder(min(max_requests * maximum, max_rows), 4), max_requests}))
+        self._widths = tuple(sorted({1, min(_NARROW, maximum), maximum}))
         self._block_widths = tuple(1 + drafts for drafts in draft_lengths(num_drafts) if drafts)
         sizes = _ladder(max_requests, 2)
         self._block_sizes = {
@@ -173,15 +173,15 @@ def _largest_first(kinds: Iterable[PassKind]) -> list[PassKind]:
     return sorted(kinds, key=lambda kind: (kind.num_rows, kind.width), reverse=True)
 
 
-def _ladder(most: int, steps: int) -> tuple[int, ...]:
-    """Return sizes up to `most` with `steps` sizes per octave above 16; the last one is `most`."""
-    sizes = [size for size in _SMALL_SIZES if size < most]
+def _ladder(maximum: int, steps: int) -> tuple[int, ...]:
+    """Return sizes up to `maximum` with `steps` sizes per octave above 16; the last one is `maximum`."""
+    sizes = [size for size in _SMALL_SIZES if size < maximum]
     size = _SMALL_SIZES[-1]
-    while size < most:
+    while size < maximum:
         size += max(8, (1 << size.bit_length() - 1) // steps)
-        if size < most:
+        if size < maximum:
             sizes.append(size)
-    return (*sizes, most)
+    return (*sizes, maximum)
 
 
 class StepGraphs:
@@ -198,7 +198,7 @@ class StepGraphs:
         self._passes: dict[PassKind, DraftPass | TargetPass] = {}
         self._graphs: dict[PassKind, torch.cuda.CUDAGraph] = {}
 
-    def renew(self, models: StepModels) -> None:
+    def rebuild(self, models: StepModels) -> None:
         """Drop everything that was made with other models."""
         self._models = models
         self._passes.clear()
@@ -218,7 +218,7 @@ class StepGraphs:
         else:
             graph.replay()
 
-    def run_guided(self, kind: PassKind, masks: MakeMasks) -> None:
+    def run_with_masks(self, kind: PassKind, masks: MakeMasks) -> None:
         """Run a target's pass with grammar masks, without a graph, as the host makes the masks."""
         self._iteration(kind, masks).run()
 
@@ -270,4 +270,4 @@ class StepGraphs:
         return DeviceStepRequests.decoding(self._lists_LW, kind.num_requests, kind.width, kind.num_rows)
 
     def _outcome_of(self, kind: PassKind) -> StepOutput:
-        return StepOutput.over(self._outcome, kind.num_requests, kind.width)
+        return StepOutput.views_of(self._outcome, kind.num_requests, kind.width)

@@ -21,7 +21,7 @@ from ....drafter.step.gpu_triton.inputs.row_layout import (
     DeviceStepRequests,
     DeviceStepRows,
     lay_out_block,
-    place_drafts,
+    write_drafts,
 )
 from ....drafter.step.gpu_triton.inputs.timestamps import stamp
 from ....drafter.step.gpu_triton.ngram_lookup import look_up
@@ -86,7 +86,7 @@ class DraftPass:
             rows = lay_out_block(self._requests, tables, drafter.config.mask_token_id)
             hidden_NH = drafter.forward(drafter.embed_block(rows.token_ids_N), rows, cache)
             chosen_N, margins_N = self._choose(drafter, hidden_NH, rows)
-        place_drafts(chosen_N, rows, tables)
+        write_drafts(chosen_N, rows, tables)
         models.workspace.margins_N[: len(margins_N)].copy_(margins_N)
         stamp(self._times, 1)
 

@@ -26,7 +26,7 @@ from ....drafter.step.gpu_triton.inputs.row_layout import (
     DeviceStepRows,
     SlotTables,
     lay_out_rows,
-    place_drafts,
+    write_drafts,
 )
 from .tp_sampling import TPSampler, choose_drafts
 
@@ -64,9 +64,9 @@ class Eagle3Chains:
             next_rows = replace(rows, positions_N=rows.positions_N + 1)
             head_inputs = (normed_NH, next_rows.slots_N, next_rows.positions_N)
             chosen_N, margins_N = choose_drafts(
-                models, _WholeHead(self.drafter), *head_inputs, filters=filters
+                models, _FullHead(self.drafter), *head_inputs, filters=filters
             )
-            place_drafts(chosen_N, next_rows, tables)
+            write_drafts(chosen_N, next_rows, tables)
             x_RH = x_RH.index_copy(0, owners_N, x_NH)
             # An anchor's margin is unused, so padding's margins are written to the first anchor's.
             places_N = first_R.index_select(0, owners_N.clamp(max=num_requests - 1)).long() + 1 + depth
@@ -120,7 +120,7 @@ class Eagle3Chains:
 
 
 @dataclass(frozen=True, slots=True)
-class _WholeHead:
+class _FullHead:
     """A drafter's head as `choosing.Head`: every rank gets all logits."""
 
     drafter: Eagle3Drafter

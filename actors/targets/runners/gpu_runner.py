@@ -37,10 +37,10 @@ from ....drafter.step.gpu_triton.inputs.row_layout import NUM_LISTS, DeviceStepR
 from ....drafter.step.gpu_triton.inputs.upload import Upload
 from ....drafter.step.gpu_triton.recurrent_states import num_save_values, pack_saves
 from ....drafter.step.gpu_triton.verification import TrimLists
-from ....drafter.step.sampling.logprobs import num_told
+from ....drafter.step.sampling.logprobs import num_packed_values
 from ..model.decoder import Decoder
 from .cuda_graphs import StepGraphs, StepKinds
-from .grammar_masks import DeviceGuide
+from .grammar_masks import DeviceGrammarMasks
 from .logprobs import Computed, RequestedLogprobs
 from .runner_interface import Drafter, ReadsMeter
 from .step_output import MAX_IN_FLIGHT, PendingResult, ResultCopier, StepOutput
@@ -49,7 +49,7 @@ from .target_pass import DeviceModels, MakeMasks, StepModels
 if TYPE_CHECKING:
     from ....drafter.grammars.matchers import GrammarStates
 
-Places = NDArray[np.intp]
+Indices = NDArray[np.intp]
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +62,7 @@ class _Share:
         num_requests, width: shape of the outcome, including padding.
     """
 
-    requests_G: Places
+    requests_G: Indices
     parts: tuple[str, ...]
     num_requests: int
     width: int
@@ -71,9 +71,9 @@ class _Share:
     def num_values(self) -> int:
         return StepOutput.num_values(self.num_requests, self.width)
 
-    def over(self, values: Tensor) -> StepOutput:
+    def views_of(self, values: Tensor) -> StepOutput:
         """Return a view of the outcome at the beginning of `values`."""
-        return StepOutput.over(values, self.num_requests, self.width)
+        return StepOutput.views_of(values, self.num_requests, self.width)
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,26 +103,26 @@ class GpuStepRunner:
         max_requests: int,
         num_drafts: int,
         max_rows: int,
-        guide: DeviceGuide | None = None,
+        guide: DeviceGrammarMasks | None = None,
     ) -> None:
         self._models, self._guide = models, guide
         self._kinds = StepKinds(max_requests, num_drafts, max_rows)
-        self._capacity, self._num_drafts = DeviceStepRequests.room(max_requests), num_drafts
+        self._capacity, self._num_drafts = DeviceStepRequests.list_length(max_requests), num_drafts
         states, lists = models.states, (2, NUM_LISTS, self._capacity)
         num_values = 2 * NUM_LISTS * self._capacity
         num_trim_values = TrimLists.num_values(self._capacity, num_drafts)
         num_saves = 0 if models.recurrent is None else 2 * num_save_values(self._capacity)
-        self._upload = Upload(states.arena, num_values + num_trim_values + num_saves, states.most_changes)
+        self._upload = Upload(states.arena, num_values + num_trim_values + num_saves, states.max_changes)
         list_values, trim_values, save_values = self._upload.values.split(
             (num_values, num_trim_values, num_saves)
         )
         self._decoding, self._prompts = list_values.view(lists).unbind(0)
-        trim = TrimLists.over(trim_values, self._capacity)
+        trim = TrimLists.views_of(trim_values, self._capacity)
         # Index 0 is for decoding requests, index 1 for prompts.
         self._saves = save_values.view(2, 2, self._capacity if num_saves else 0, MAX_SAVES)
         max_outcome = max(kind.num_outcome_values for kind in self._kinds.all())
         self._vocab_size = models.target.spec.vocab_size
-        max_logprobs = max_rows * num_told(MAX_LOGPROBS, self._vocab_size)
+        max_logprobs = max_rows * num_packed_values(MAX_LOGPROBS, self._vocab_size)
         self._outcomes = ResultCopier(
             max_outcome + StepOutput.num_values(max_requests, 1) + max_logprobs, models.device
         )
@@ -147,55 +147,55 @@ class GpuStepRunner:
             lists += [pack_saves(plan, requests_G, self._capacity) for requests_G in (decoding, prompts)]
         self._upload.send(np.concatenate(lists, axis=None), self._models.states.changes(plan))
         if recurrent is not None:
-            recurrent.enter(plan)
+            recurrent.admit(plan)
         models, values, num_values = self._models, self._outcomes.values, 0
         shares: list[_Share] = []
         passes: list[Computed] = []
         if len(decoding):
             share = self._decode(plan, decoding)
             shares.append(share)
-            outcome = share.over(values)
+            outcome = share.views_of(values)
             drafts_R = outcome.num_drafts_R if share.width > 1 else None
             passes.append(Computed(decoding.tolist(), models.hidden, outcome.rows_RW1, drafts_R))
             num_values = share.num_values
             if recurrent is not None and plan.saves is not None:
-                recurrent.save_stood(self._decoding[0, : len(decoding)], self._saves[0])
+                recurrent.save_accepted(self._decoding[0, : len(decoding)], self._saves[0])
         if len(prompts):
             share, hidden_NH = self._prefill(plan, prompts, num_values)
             shares.append(share)
-            rows_RW1 = share.over(values[num_values:]).rows_RW1
+            rows_RW1 = share.views_of(values[num_values:]).rows_RW1
             passes.append(Computed(prompts.tolist(), hidden_NH, rows_RW1, None))
             num_values += share.num_values
         logprob_rows = RequestedLogprobs.of(plan, models.states, self._vocab_size)
         if logprob_rows is not None:
             place = values[num_values : num_values + logprob_rows.num_values]
-            place.copy_(logprob_rows.tell(plan, passes, models.target, models.states))
+            place.copy_(logprob_rows.launch(plan, passes, models.target, models.states))
             num_values += logprob_rows.num_values
-        self._pending.append(_Pending(plan, shares, logprob_rows, self._outcomes.bring(num_values)))
+        self._pending.append(_Pending(plan, shares, logprob_rows, self._outcomes.copy_to_host(num_values)))
 
     def is_ready(self) -> bool:
-        return self._pending[0].arrival.is_over
+        return self._pending[0].arrival.is_done
 
     def collect(self) -> StepResult:
         step = self._pending.popleft()
         plan, values, models = step.plan, step.arrival.wait(), self._models
-        most = int(plan.num_drafts.max(initial=0))
-        token_ids = np.full((plan.num_requests, 1 + most), -1, dtype=np.int32)
+        maximum = int(plan.num_drafts.max(initial=0))
+        token_ids = np.full((plan.num_requests, 1 + maximum), -1, dtype=np.int32)
         num_tokens, num_drafts = (np.zeros(plan.num_requests, dtype=np.int32) for _ in range(2))
-        margins = np.full((plan.num_requests, most), np.nan, dtype=np.float32)
+        margins = np.full((plan.num_requests, maximum), np.nan, dtype=np.float32)
         seconds: dict[str, float] = {}
         num_reads = 0
         for share in step.shares:
-            outcome, count = share.over(values), len(share.requests_G)
+            outcome, count = share.views_of(values), len(share.requests_G)
             num_reads = int(outcome.reads_1)
             values = values[share.num_values :]
             rows_GW1 = outcome.rows_RW1.numpy()[:count]
-            width = min(share.width, 1 + most)
+            width = min(share.width, 1 + maximum)
             token_ids[share.requests_G, :width] = rows_GW1[:, :width]
             num_tokens[share.requests_G] = rows_GW1[:, -1]
             if share.width > 1:
                 num_drafts[share.requests_G] = outcome.num_drafts_R.numpy()[:count]
-                margins[share.requests_G] = outcome.margins_RD.numpy()[:count, :most]
+                margins[share.requests_G] = outcome.margins_RD.numpy()[:count, :maximum]
             spans_s = np.diff(outcome.times.numpy()[: len(share.parts) + 1]) / 1e9
             for part, span_s in zip(share.parts, spans_s.tolist(), strict=True):
                 seconds[part] = seconds.get(part, 0.0) + span_s
@@ -210,7 +210,7 @@ class GpuStepRunner:
             StepTimings(**seconds),
             *logprobs,
             num_drafts=None if plan.trim is None else num_drafts,
-            margins=margins if most and models.tells_margins else None,
+            margins=margins if maximum and models.has_margins else None,
             expert_reads=reads,
         )
 
@@ -218,11 +218,11 @@ class GpuStepRunner:
         self.submit(plan)
         return self.collect()
 
-    def _pack(self, plan: SchedulerOutput, requests_G: Places) -> IntArray:
+    def _pack(self, plan: SchedulerOutput, requests_G: Indices) -> IntArray:
         slots_G, rows_G, drafts_G = (x[requests_G] for x in (plan.slots, plan.num_rows, plan.num_drafts))
         return pack(slots_G, rows_G, drafts_G, plan.samples[requests_G], self._capacity)
 
-    def _decode(self, plan: SchedulerOutput, requests_G: Places) -> _Share:
+    def _decode(self, plan: SchedulerOutput, requests_G: Indices) -> _Share:
         """Run the passes of decoding requests."""
         filters = self._filters(plan, requests_G)
         block, kind = self._kinds.of(plan, requests_G, filters=filters)
@@ -232,10 +232,10 @@ class GpuStepRunner:
         if masks is None:
             self._graphs.replay(kind)
         else:
-            self._graphs.run_guided(kind, masks)
+            self._graphs.run_with_masks(kind, masks)
         return _Share(requests_G, self._graphs.parts(kind), kind.num_requests, kind.width)
 
-    def _prefill(self, plan: SchedulerOutput, requests_G: Places, offset: int) -> tuple[_Share, Tensor]:
+    def _prefill(self, plan: SchedulerOutput, requests_G: Indices, offset: int) -> tuple[_Share, Tensor]:
         """Launch the prompts' rows and return their hidden states.
 
         Their outcome is written at `offset` in the outcome memory.
@@ -244,7 +244,7 @@ class GpuStepRunner:
         first_G, rows_G = plan.num_computed[requests_G], plan.num_rows[requests_G]
         assert (first_G >= 0).all(), "a prompt's position is known on the host"
         requests = DeviceStepRequests.prompts(self._prompts, first_G, rows_G, num_sampled)
-        outcome = StepOutput.over(self._outcomes.values[offset:], num_requests, 1)
+        outcome = StepOutput.views_of(self._outcomes.values[offset:], num_requests, 1)
         filters = self._filters(plan, requests_G)
         masks = self._masks(plan, requests_G)
         saves = None if plan.saves is None or self._models.recurrent is None else self._saves[1]
@@ -254,13 +254,13 @@ class GpuStepRunner:
         hidden_NH = iteration.run()
         return _Share(requests_G, iteration.parts, num_requests, 1), hidden_NH
 
-    def _masks(self, plan: SchedulerOutput, requests_G: Places) -> MakeMasks | None:
+    def _masks(self, plan: SchedulerOutput, requests_G: Indices) -> MakeMasks | None:
         """Return the function that makes these requests' masks; None if no grammar restricts them."""
         if self._guide is None or not self._guide.holds(plan, requests_G):
             return None
         return partial(self._guide.masks, plan, requests_G)
 
-    def _filters(self, plan: SchedulerOutput, requests_G: Places) -> bool:
+    def _filters(self, plan: SchedulerOutput, requests_G: Indices) -> bool:
         return self._models.states.filters(plan.slots[requests_G])
 
 
@@ -278,7 +278,7 @@ class GpuModelRunner(GpuStepRunner):
         max_requests: int,
         num_drafts: int,
         max_rows: int,
-        guide: DeviceGuide | None = None,
+        guide: DeviceGrammarMasks | None = None,
         *,
         captures: bool,
     ) -> None:
@@ -304,7 +304,7 @@ class GpuModelRunner(GpuStepRunner):
             self._expert_reads.forget()
 
     @torch.inference_mode()
-    def exchange(self, drafter: Drafter) -> None:
+    def swap_drafter(self, drafter: Drafter) -> None:
         """Replace the drafter, and capture the graphs again, as they hold the old drafter's weights."""
         if self.models.device.type == "cuda":
             torch.cuda.synchronize(self.models.device)
@@ -314,11 +314,11 @@ class GpuModelRunner(GpuStepRunner):
             assert self.models.chains is not None, "the new drafter has the kind of the old one"
             models = replace(self.models, chains=replace(self.models.chains, drafter=drafter))
         self._models = self.models = models
-        self._graphs.renew(self.models)
+        self._graphs.rebuild(self.models)
         self.prepare()
 
     @torch.inference_mode()
-    def rehearse(self, largest: SchedulerOutput) -> int:
+    def profile_run(self, largest: SchedulerOutput) -> int:
         """Capture only the graphs of the largest steps, and return the number of all others."""
         if not self._captures:
             self.execute(largest)

@@ -26,11 +26,11 @@ from ....drafter.step.gpu_triton.sampling.grammar_masks import DeviceMasks
 if TYPE_CHECKING:
     from ....drafter.grammars.matchers import GrammarStates
 
-Places = NDArray[np.intp]
+Indices = NDArray[np.intp]
 
 
 @dataclass(frozen=True, slots=True)
-class DeviceGuide:
+class DeviceGrammarMasks:
     """The grammars of a rank's requests.
 
     Attributes:
@@ -45,12 +45,12 @@ class DeviceGuide:
         for request in plan.admitted:
             self.grammars.admit(request.slot, request.sampling.grammar)
 
-    def holds(self, plan: SchedulerOutput, requests_G: Places) -> bool:
+    def holds(self, plan: SchedulerOutput, requests_G: Indices) -> bool:
         """Return whether a grammar restricts any of these requests of a plan in this step."""
         return self.grammars.holds(plan.slots[requests_G][plan.samples[requests_G]])
 
     def masks(
-        self, plan: SchedulerOutput, requests_G: Places, verified: DeviceStepRequests
+        self, plan: SchedulerOutput, requests_G: Indices, verified: DeviceStepRequests
     ) -> DeviceMasks | None:
         """Replace drafts by forced tokens, and return the masks of the rows. Waits for the device."""
         tables = self.states.tables
@@ -65,7 +65,7 @@ class DeviceGuide:
         columns_GK = np.where(is_draft_GK, begin_G[:, None] + columns_K, last)
         places = slots[:, None], torch.from_numpy(columns_GK).to(slots.device)
         drafts_GK = tables.token_ids[places].cpu().numpy().astype(np.int64)
-        masks = self.grammars.guide(
+        masks = self.grammars.constrain_drafts(
             slots_G,
             begin_G,
             (drafts_G + 1) * plan.samples[requests_G],

@@ -23,7 +23,12 @@ from torch import Tensor
 from ....cluster.request.logprobs import StepLogprobs
 from ....cluster.step.scheduler_output import SchedulerOutput
 from ....drafter.step.gpu_triton.request_states import DeviceStates
-from ....drafter.step.sampling.logprobs import AskedRows, num_told, read_told, tell_in_chunks
+from ....drafter.step.sampling.logprobs import (
+    LogprobRows,
+    num_packed_values,
+    pack_logprobs_in_chunks,
+    unpack_logprobs,
+)
 from ..model.decoder import Decoder
 
 _UNKNOWN = 2**30  # a position after any prompt
@@ -58,37 +63,43 @@ class Computed(NamedTuple):
 class RequestedLogprobs:
     """The rows of a step with requested log probabilities: of sampled tokens, and of prompt tokens."""
 
-    chosen: AskedRows | None
-    prompts: AskedRows | None
+    chosen: LogprobRows | None
+    prompts: LogprobRows | None
     vocab_size: int
 
     @classmethod
     def of(cls, plan: SchedulerOutput, states: DeviceStates, vocab_size: int) -> RequestedLogprobs | None:
         """Return the requested rows, counted within their request; None if there are none."""
-        if not states.asked.in_use:
+        if not states.logprob_slots.in_use:
             return None
         numbers = (plan.slots, plan.num_rows, plan.num_drafts, plan.num_computed)
         slots_R, num_rows_R, drafts_R, first_R = (x.astype(np.int64) for x in numbers)
         counts_R = (drafts_R + 1) * plan.samples
-        chosen = states.asked.chosen(slots_R, num_rows_R - drafts_R - 1, counts_R)
-        prompts = states.asked.prompts(slots_R, np.where(first_R < 0, _UNKNOWN, first_R), num_rows_R)
+        chosen = states.logprob_slots.chosen(slots_R, num_rows_R - drafts_R - 1, counts_R)
+        prompts = states.logprob_slots.prompts(slots_R, np.where(first_R < 0, _UNKNOWN, first_R), num_rows_R)
         return None if chosen is None and prompts is None else cls(chosen, prompts, vocab_size)
 
     @property
     def num_rows(self) -> int:
         """Y, the number of requested rows."""
-        return sum(int(asked.counts_A.sum()) for asked in (self.chosen, self.prompts) if asked is not None)
+        return sum(
+            int(logprob_rows.counts_A.sum())
+            for logprob_rows in (self.chosen, self.prompts)
+            if logprob_rows is not None
+        )
 
     @property
     def num_top(self) -> int:
-        return max(asked.num_top for asked in (self.chosen, self.prompts) if asked is not None)
+        return max(
+            logprob_rows.num_top for logprob_rows in (self.chosen, self.prompts) if logprob_rows is not None
+        )
 
     @property
     def num_values(self) -> int:
         """Y x E, the number of values."""
-        return self.num_rows * num_told(self.num_top, self.vocab_size)
+        return self.num_rows * num_packed_values(self.num_top, self.vocab_size)
 
-    def tell(
+    def launch(
         self, plan: SchedulerOutput, passes: Iterable[Computed], model: Decoder, states: DeviceStates
     ) -> Tensor:
         """Launch the computation and return its values, int32 [Y x E]."""
@@ -105,20 +116,22 @@ class RequestedLogprobs:
                 (computed.rows(plan, i, 0, count), token_ids[slot, next_position : next_position + count])
             )
         hidden_YH, ids_Y = (torch.cat(each) for each in zip(*parts, strict=True))
-        return tell_in_chunks(hidden_YH, ids_Y.clamp(min=0).long(), model.logits, self.num_top).view(-1)
+        return pack_logprobs_in_chunks(hidden_YH, ids_Y.clamp(min=0).long(), model.logits, self.num_top).view(
+            -1
+        )
 
     def read(self, values: Tensor) -> tuple[StepLogprobs | None, StepLogprobs | None]:
         """Return the log probabilities of sampled tokens and of prompt tokens from values on the host."""
-        told_YE = values[: self.num_values].view(self.num_rows, -1).numpy()
+        packed_YE = values[: self.num_values].view(self.num_rows, -1).numpy()
         num_chosen = 0 if self.chosen is None else int(self.chosen.counts_A.sum())
-        chosen = None if self.chosen is None else read_told(told_YE[:num_chosen], self.chosen)
-        prompts = None if self.prompts is None else read_told(told_YE[num_chosen:], self.prompts)
+        chosen = None if self.chosen is None else unpack_logprobs(packed_YE[:num_chosen], self.chosen)
+        prompts = None if self.prompts is None else unpack_logprobs(packed_YE[num_chosen:], self.prompts)
         return chosen, prompts
 
 
-def _runs(asked: AskedRows | None) -> Iterable[tuple[int, int, int]]:
+def _runs(logprob_rows: LogprobRows | None) -> Iterable[tuple[int, int, int]]:
     """Yield (request, first row, number of rows)."""
-    if asked is None:
+    if logprob_rows is None:
         return ()
-    columns = (asked.requests_A, asked.begins_A, asked.counts_A)
+    columns = (logprob_rows.requests_A, logprob_rows.begins_A, logprob_rows.counts_A)
     return zip(*(column.tolist() for column in columns), strict=True)

@@ -50,11 +50,11 @@ class Runner(Protocol):
         """Get ready for requests, after every kind of step has run in the warm-up."""
         ...
 
-    def rehearse(self, largest: SchedulerOutput) -> int:
+    def profile_run(self, largest: SchedulerOutput) -> int:
         """Allocate the memory of the largest decoding step and its graphs; return the number of others."""
         ...
 
-    def exchange(self, drafter: Drafter) -> None:
+    def swap_drafter(self, drafter: Drafter) -> None:
         """Replace a colocated drafter by another one of the same shape, over the same pages."""
         ...
 

@@ -46,14 +46,14 @@ class StepOutput:
         return 2 * (NUM_TIMES + 1) + (num_requests * (2 * width + 1) + 3) // 4 * 4
 
     @classmethod
-    def over(cls, values: Tensor, num_requests: int, width: int) -> StepOutput:
+    def views_of(cls, values: Tensor, num_requests: int, width: int) -> StepOutput:
         """Return views of the first of these values."""
-        r, most, begin = num_requests, width - 1, 2 * (NUM_TIMES + 1)
+        r, maximum, begin = num_requests, width - 1, 2 * (NUM_TIMES + 1)
         head, rows, drafts, margins, _ = values.split(
-            (begin, r * (width + 1), r, r * most, len(values) - begin - r * (2 * width + 1))
+            (begin, r * (width + 1), r, r * maximum, len(values) - begin - r * (2 * width + 1))
         )
         times, reads_1 = head.view(torch.int64).split((NUM_TIMES, 1))
-        return cls(times, reads_1, rows.view(r, -1), drafts, margins.view(torch.float32).view(r, most))
+        return cls(times, reads_1, rows.view(r, -1), drafts, margins.view(torch.float32).view(r, maximum))
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +64,7 @@ class PendingResult:
     copied: torch.cuda.Event | None
 
     @property
-    def is_over(self) -> bool:
+    def is_done(self) -> bool:
         return self.copied is None or self.copied.query()
 
     def wait(self) -> Tensor:
@@ -95,7 +95,7 @@ class ResultCopier:
         ]
         self._next = 0
 
-    def bring(self, num_values: int) -> PendingResult:
+    def copy_to_host(self, num_values: int) -> PendingResult:
         """Start to copy the first values. Their host memory is reused after `MAX_IN_FLIGHT` steps."""
         arrival = self._arrivals[self._next]
         self._next = (self._next + 1) % MAX_IN_FLIGHT

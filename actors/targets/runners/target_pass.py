@@ -68,7 +68,7 @@ class DeviceModels:
     recurrent: DeviceRecurrent | None = None
 
     @property
-    def tells_margins(self) -> bool:
+    def has_margins(self) -> bool:
         """Whether the source of drafts gives margins."""
         return self.lookup_lengths is None
 
@@ -147,7 +147,7 @@ class TargetPass:
         masks = None if self._make_masks is None else self._make_masks(requests)
         rows = lay_out_rows(requests, models.states.tables)
         if models.recurrent is not None:
-            rows = replace(rows, states=models.recurrent.place(requests, self._saves))
+            rows = replace(rows, states=models.recurrent.build_rows(requests, self._saves))
         hidden_NH, taps_NmH = models.target.forward(rows.token_ids_N, rows, models.cache)
         stamp(times, next(marks))
         chosen_X = self._sample(requests, rows, hidden_NH, masks)
@@ -220,7 +220,7 @@ class StepModels(Protocol):
     def recurrent(self) -> DeviceRecurrent | None: ...
 
     @property
-    def tells_margins(self) -> bool: ...
+    def has_margins(self) -> bool: ...
 
     def drafting(self, requests: DeviceStepRequests, outcome: StepOutput, *, filters: bool) -> DraftPass: ...
 

@@ -26,7 +26,7 @@ class DrafterReport:
     Attributes:
         generation: generation of the drafter in question.
         ready: whether drafts may be requested.
-        lost: whether its seat is lost.
+        lost: whether its session is lost.
     """
 
     generation: int
@@ -72,4 +72,4 @@ class UseDrafter:
     accepted: bool
 
 
-Order = DrafterAt | LoadDrafter | UseDrafter | BeginTrial | EndTrial
+ControlMessage = DrafterAt | LoadDrafter | UseDrafter | BeginTrial | EndTrial

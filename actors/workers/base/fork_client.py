@@ -24,7 +24,7 @@ HEADER_BYTES = 8
 def main() -> None:
     where, setup_worker, *arguments = sys.argv[1:]
     variables = own_variables(arguments)
-    if variables is None or not ask(where, worker_arguments(arguments), variables):
+    if variables is None or not request_worker(where, worker_arguments(arguments), variables):
         os.execv(sys.executable, [sys.executable, setup_worker, *arguments])
 
 
@@ -49,7 +49,7 @@ def own_variables(arguments: list[str]) -> dict[str, str] | None:
     return context.get("env_vars") or {}
 
 
-def ask(where: str, arguments: list[str], variables: dict[str, str]) -> bool:
+def request_worker(where: str, arguments: list[str], variables: dict[str, str]) -> bool:
     """Return whether a server at the socket `where` has started the worker."""
     order = {
         "arguments": arguments,

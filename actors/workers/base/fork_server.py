@@ -122,7 +122,7 @@ def _serve_second(stages: Stages, where: Path, owner: int, answer: int) -> None:
     if os.fork() == 0:
         _in_child(lambda: _run_errand(stages, answer))
     os.close(answer)
-    listener = _take_place(where)
+    listener = _bind_socket(where)
     if (third := stages.third) is not None and os.fork() == 0:
         listener.close()
         _in_child(lambda: _serve_third(third, where, owner))
@@ -131,15 +131,15 @@ def _serve_second(stages: Stages, where: Path, owner: int, answer: int) -> None:
 
 def _serve_third(imports: Imports, where: Path, owner: int) -> None:
     imports()
-    _fork_workers(_take_place(where), owner)
+    _fork_workers(_bind_socket(where), owner)
 
 
-def _take_place(where: Path) -> socket.socket:
+def _bind_socket(where: Path) -> socket.socket:
     """Listen in place of the server before this one."""
-    beside = where.with_name(f"{os.getpid()}")
+    temporary = where.with_name(f"{os.getpid()}")
     try:
-        listener = _listen(beside)
-        beside.replace(where)
+        listener = _listen(temporary)
+        temporary.replace(where)
     except FileNotFoundError:  # the owner has ended meanwhile
         raise SystemExit(0) from None
     return listener
@@ -165,7 +165,7 @@ def _fork_workers(listener: socket.socket, owner: int) -> None:
                 for each in (listener, connection):
                     each.close()
                 os.close(owner)
-                _in_child(lambda order=order, streams=streams: _become_worker(order, streams))
+                _in_child(lambda order=order, streams=streams: _run_worker(order, streams))
             for stream in streams:
                 os.close(stream)
             connection.sendall(b"1")
@@ -183,7 +183,7 @@ def _receive(connection: socket.socket) -> tuple[Order, list[int]]:
     return json.loads(b"".join(pieces)), streams
 
 
-def _become_worker(order: Order, streams: list[int]) -> None:
+def _run_worker(order: Order, streams: list[int]) -> None:
     os.setsid()  # Ray ends the process group of a worker that has died
     for number, stream in enumerate(streams):
         os.dup2(stream, number)

@@ -20,7 +20,7 @@ from ....drafter.grammars.compiler import GrammarCompiler, GrammarError
 
 logger = logging.getLogger(__name__)
 
-LOOK_S = 0.1
+POLL_S = 0.1
 NICENESS = 5  # of the threads that compile: a step's threads go first
 _CHEAP, _LARGE = 0, 1  # lanes
 
@@ -39,18 +39,18 @@ class GrammarLanes:
 
     def hold(self, grammar: Grammar) -> None:
         """Let every rank compile and keep a grammar. Raises GrammarError, EngineDeadError."""
-        answers = self._ask("hold", grammar, self._lanes)
+        answers = self._send("hold", grammar, self._lanes)
         failed = [answer for answer in answers if answer]
         if failed:
-            held = [lanes for lanes, answer in zip(self._lanes, answers, strict=True) if not answer]
-            self._ask("let go", grammar, held)
+            holding = [lanes for lanes, answer in zip(self._lanes, answers, strict=True) if not answer]
+            self._send("let go", grammar, holding)
             raise GrammarError(failed[0])
 
-    def let_go(self, grammar: Grammar) -> None:
+    def release(self, grammar: Grammar) -> None:
         """Undo one `hold`."""
-        self._ask("let go", grammar, self._lanes)
+        self._send("let go", grammar, self._lanes)
 
-    def _ask(self, action: str, grammar: Grammar, workers: Collection[tuple[Connection, ...]]) -> list[str]:
+    def _send(self, action: str, grammar: Grammar, workers: Collection[tuple[Connection, ...]]) -> list[str]:
         lane = _CHEAP if grammar.is_cheap else _LARGE
         message = json.dumps([action, grammar.kind, grammar.text]).encode()
         with self._locks[lane]:
@@ -64,7 +64,7 @@ class GrammarLanes:
                 raise EngineDeadError("A worker has ended. Retry on another replica.") from None
 
     def _answer(self, connection: Connection) -> str:
-        while not connection.poll(LOOK_S):
+        while not connection.poll(POLL_S):
             self._check_health()
         return connection.recv_bytes().decode()
 
@@ -91,7 +91,7 @@ def _run_action(compiler: GrammarCompiler | None, action: str, grammar: Grammar)
     if compiler is None:
         return ""  # `cluster/step/limits.py` refuses such requests
     if action == "let go":
-        compiler.let_go(grammar)
+        compiler.release(grammar)
         return ""
     try:
         compiler.hold(grammar)

@@ -52,7 +52,7 @@ def node_resources() -> dict[str, float]:
     return next(node["Resources"] for node in ray.nodes() if node["NodeID"] == node_id)
 
 
-def place(
+def create_placement(
     topology: Topology, group: PlacementGroup | None = None, timeout_s: float = PLACEMENT_TIMEOUT_S
 ) -> WorkerPlacement:
     """Return a placement for the workers. Raises PlacementError if there is no room in time."""

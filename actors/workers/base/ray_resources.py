@@ -27,10 +27,10 @@ from ....cluster.errors import PlacementError
 from ....cluster.fleet.placement import (
     Bundle,
     DeploymentDemand,
-    NodeRoom,
-    check_ever,
-    check_free,
-    lacking_now,
+    NodeResources,
+    check_available,
+    check_feasible,
+    current_shortfall,
     total,
 )
 
@@ -45,15 +45,15 @@ REPORT_WAIT_S = 10.0
 POLL_S = 0.2
 
 
-def check_room(demands: Sequence[DeploymentDemand]) -> None:
+def check_resources(demands: Sequence[DeploymentDemand]) -> None:
     """Raise PlacementError unless all replicas fit, or the cluster may add nodes.
 
     Resources held by replicas of these deployments count as free, as Serve frees them when it replaces the
     replicas. The application is not known here, so this applies to every application with such a deployment;
-    a replica that does not find room after all is reported by `waiting_for_room`.
+    a replica that does not find room after all is reported by `describe_missing_resources`.
     """
     try:
-        check_ever(demands, nodes())
+        check_feasible(demands, nodes())
         _await_free(demands)
     except PlacementError as error:
         if not may_grow():
@@ -61,42 +61,42 @@ def check_room(demands: Sequence[DeploymentDemand]) -> None:
         logger.warning("%s Continuing, as the cluster's autoscaler may add a node.", error)
 
 
-def waiting_for_room(application: str, deployment: str) -> str | None:
+def describe_missing_resources(application: str, deployment: str) -> str | None:
     """Return what a replica that Ray could not place lacks, in words; None if no replica is waiting."""
     for group in _groups():
         if group["state"] in ("PENDING", "RESCHEDULING") and _is_replica(group, deployment, application):
-            return lacking_now(list(group["bundles"].values()), nodes()) or None
+            return current_shortfall(list(group["bundles"].values()), nodes()) or None
     return None
 
 
-def nodes(gives_back: Callable[[Group], bool] = lambda group: False) -> list[NodeRoom]:
-    """Return the living nodes; resources of placement groups for which `gives_back` is true count as free."""
-    return list(_nodes_by_id(gives_back).values())
+def nodes(releases: Callable[[Group], bool] = lambda group: False) -> list[NodeResources]:
+    """Return the living nodes; resources of placement groups for which `releases` is true count as free."""
+    return list(_nodes_by_id(releases).values())
 
 
-def this_node() -> NodeRoom:
+def this_node() -> NodeResources:
     return _nodes_by_id(lambda group: False)[ray.get_runtime_context().get_node_id()]
 
 
-def _nodes_by_id(gives_back: Callable[[Group], bool]) -> dict[str, NodeRoom]:
+def _nodes_by_id(releases: Callable[[Group], bool]) -> dict[str, NodeResources]:
     free, groups = _free_by_node(), [group for group in _groups() if group["state"] == "CREATED"]
-    nodes_by_id: dict[str, NodeRoom] = {}
+    nodes_by_id: dict[str, NodeResources] = {}
     for node in ray.nodes():
         node_id = node["NodeID"]
         if not node["Alive"] or node_id not in free:
             continue
-        held: dict[str, Bundle] = {}
+        in_use: dict[str, Bundle] = {}
         available: list[Bundle] = [free[node_id]]
         for group in groups:
             here = [b for i, b in group["bundles"].items() if group["bundles_to_node_id"][i] == node_id]
             if not here:
                 continue
-            if gives_back(group):
+            if releases(group):
                 available.extend(here)
             else:
                 name = group["name"] or "a placement group without a name"
-                held[name] = total([held.get(name, {}), *here])
-        nodes_by_id[node_id] = NodeRoom(node["Resources"], total(available), held)
+                in_use[name] = total([in_use.get(name, {}), *here])
+        nodes_by_id[node_id] = NodeResources(node["Resources"], total(available), in_use)
     return nodes_by_id
 
 
@@ -124,7 +124,7 @@ def warn_of_this_machine(demands: Sequence[DeploymentDemand]) -> None:
     """Warn if this machine cannot hold the replicas, when no Ray is running. Ray may be started elsewhere."""
     machine = machine_resources()
     try:
-        check_ever(demands, [NodeRoom(machine, machine)])
+        check_feasible(demands, [NodeResources(machine, machine)])
     except PlacementError as error:
         logger.warning("If Ray runs only on this machine: %s", error)
 
@@ -142,7 +142,7 @@ def _await_free(demands: Sequence[DeploymentDemand]) -> None:
     deadline_s = time.monotonic() + FREE_WAIT_S
     while True:
         try:
-            return check_free(demands, nodes(is_replaced))
+            return check_available(demands, nodes(is_replaced))
         except PlacementError:
             if time.monotonic() > deadline_s:
                 raise

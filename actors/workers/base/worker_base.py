@@ -25,8 +25,8 @@ from ....cluster.step.executor import ExecutorInfo
 from ....cluster.step.scheduler_output import IntArray, SchedulerOutput, StepResult
 from ...system.log_setup import LogSettings, log_to_stderr
 from ..shm.endpoint import PeerLostError, SpinWaiter, spin_budget_s
-from ..shm.step_channel import WorkerChannel, knock
-from .control_messages import Order
+from ..shm.step_channel import WorkerChannel, connect
+from .control_messages import ControlMessage
 
 if TYPE_CHECKING:
     import torch
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-LEFT_ALONE_S = 5.0
+ORPHAN_TIMEOUT_S = 5.0
 # Library settings of the engine's process that Ray's workers would otherwise lack.
 FORWARDED = ("HF_", "HUGGING_FACE_", "NCCL_", "GLOO_", "TORCH", "PYTORCH_", "TRITON_")
 
@@ -102,7 +102,7 @@ class Worker:
         for name, value in setting.environment.items():
             os.environ.setdefault(name, value)
         try:
-            self._knocked = knock(setting.channel, setting.rank)
+            self._knocked = connect(setting.channel, setting.rank)
         except PeerLostError as error:
             raise PlacementError(
                 f"The worker of rank {setting.rank} cannot reach the engine: {error}. Plans travel through "
@@ -139,14 +139,14 @@ class Worker:
     def _load(self) -> ExecutorInfo:
         raise NotImplementedError
 
-    def serve_beside(self, lanes: Collection[Connection]) -> None:
+    def serve_lanes_in_thread(self, lanes: Collection[Connection]) -> None:
         """Start to serve requests of the engine outside of the steps."""
 
-    def obey(self, order: Order) -> object | None:
+    def execute(self, message: ControlMessage) -> object | None:
         """Handle a message between steps; returns the answer, if there is one."""
         raise NotImplementedError
 
-    def news(self) -> object | None:
+    def take_report(self) -> object | None:
         """Return a message that the engine must get before the next result, if any."""
         raise NotImplementedError
 
@@ -167,11 +167,11 @@ class Worker:
         channel: WorkerChannel | None = None
         try:
             channel = WorkerChannel(self._knocked, self.setting.rank, self.waiter)
-            self.serve_beside(channel.lanes)
+            self.serve_lanes_in_thread(channel.lanes)
             self._run_steps(channel)
         except PeerLostError:
             # Ray kills a worker whose engine has ended, unless Ray itself has died.
-            threading.Timer(LEFT_ALONE_S, os._exit, (0,)).start()
+            threading.Timer(ORPHAN_TIMEOUT_S, os._exit, (0,)).start()
             return "The engine has ended."
         except Exception as error:  # the engine must be told
             ids = self._in_flight.request_ids()
@@ -193,19 +193,19 @@ class Worker:
         in_flight, spins = self._in_flight, self.device.type == "cuda"
         while True:
             may_start = len(in_flight) < self.max_in_flight
-            if not in_flight or (may_start and channel.has_mail_before(self.is_ready, spins=spins)):
-                order = channel.receive()
-                if isinstance(order, SchedulerOutput):
+            if not in_flight or (may_start and channel.has_message_before(self.is_ready, spins=spins)):
+                message = channel.receive()
+                if isinstance(message, SchedulerOutput):
                     self._threads.use()
-                    in_flight.add(order)
-                    self.submit(order)
-                elif (answer := self.obey(order)) is not None:
+                    in_flight.add(message)
+                    self.submit(message)
+                elif (answer := self.execute(message)) is not None:
                     channel.send(answer)
             else:
                 result = self.collect()
                 in_flight.remove_oldest()
-                if (news := self.news()) is not None:
-                    channel.send(news)
+                if (report := self.take_report()) is not None:
+                    channel.send(report)
                 if result is not None:
                     channel.send(result)
 

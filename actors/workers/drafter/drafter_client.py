@@ -25,8 +25,8 @@ from torch import Tensor
 
 from ....cluster.errors import MantaError
 from ....cluster.step.scheduler_output import DrafterUse, IntArray, SchedulerOutput
-from ..shm import abstract_sockets as doors
-from ..shm.endpoint import PeerLostError, ShmEndpoint, SpinWaiter, nothing
+from ..shm import abstract_sockets
+from ..shm.endpoint import PeerLostError, ShmEndpoint, SpinWaiter, no_op
 from ..shm.ring_buffer import SharedMemory, ShmRing
 from ..shm.tensor_mailbox import Mailbox, RoundRobinBuffer, padded
 from .drafter_protocol import (
@@ -45,7 +45,7 @@ logger = logging.getLogger(__name__)
 
 # A step waits at most this multiple of the slowest recent draft's time, within these bounds.
 SLACK = 8.0
-LEAST_WAIT_S, MOST_WAIT_S = 0.25, 2.0
+MIN_WAIT_S, MAX_WAIT_S = 0.25, 2.0
 _SEND_TIMEOUT_S = 1.0  # for a full ring although the drafter keeps up: a long prompt is being sent
 _NUM_RECENT = 32
 
@@ -58,7 +58,7 @@ class _Step:
         place: index of its drafts in the mailbox.
         since_s: earliest time at which it could be drafted.
         drafts: whether drafts are expected.
-        num_told: results that were sent and are not yet acknowledged.
+        num_reported: results that were sent and are not yet acknowledged.
     """
 
     place: int
@@ -66,7 +66,7 @@ class _Step:
     drafts: bool
     is_drafted: bool = False
     is_over: bool = False  # all results were sent
-    num_told: int = 0
+    num_reported: int = 0
 
 
 @dataclass(slots=True)
@@ -78,10 +78,10 @@ class _Unsent:
 
 
 class DrafterClient(ShmEndpoint):
-    """A connection to one seat of one drafter, from the target's side.
+    """A connection to one session of one drafter, from the target's side.
 
     Args:
-        address: address of the drafter's door.
+        address: address of the drafter's listener.
         hello: identifies the engine; its `mailbox` is filled in here.
         device: device of the target.
         waiter: shared by everything that the target's process waits for.
@@ -91,7 +91,7 @@ class DrafterClient(ShmEndpoint):
     """
 
     def __init__(self, address: str, hello: Hello, device: torch.device, waiter: SpinWaiter) -> None:
-        sock, proof = doors.knock(address)
+        sock, proof = abstract_sockets.connect(address)
         rings = os.memfd_create("manta-drafter")
         os.ftruncate(rings, LAYOUT.size_bytes)
         sizes = hello.sizes
@@ -111,13 +111,13 @@ class DrafterClient(ShmEndpoint):
         # the drafter sends it as soon as it accepts the connection
         self._add_peer(0, sock, LAYOUT.line(0, 0), proof)
         self._sizes, self._on_gpu = sizes, device.type == "cuda"
-        self._told = RoundRobinBuffer(sizes.told_at, sizes.told_bytes)
+        self._results_buffer = RoundRobinBuffer(sizes.results_offset, sizes.results_bytes)
         self._steps: dict[int, _Step] = {}
         self._unsent: deque[_Unsent] = deque()
         self._num_plans = 0
         self._draft_times_s: deque[float] = deque(maxlen=_NUM_RECENT)
         self._use = DrafterUse()
-        self._has_seat = self._lags = False
+        self._is_accepted = self._lags = False
         self._why_lost: str | None = None
         self.refusal: MantaError | None = None
 
@@ -130,7 +130,7 @@ class DrafterClient(ShmEndpoint):
     @property
     def is_ready(self) -> bool:
         """Whether drafts may be requested: the drafter has accepted, and does not lag."""
-        return self._has_seat and not self._lags and not self.is_lost
+        return self._is_accepted and not self._lags and not self.is_lost
 
     @property
     def num_open(self) -> int:
@@ -144,13 +144,13 @@ class DrafterClient(ShmEndpoint):
 
     def wait_for_welcome(self, timeout_s: float) -> None:
         """Wait at start for the drafter's answer. Raises its refusal, TimeoutError, PeerLostError."""
-        self._waiter.wait(lambda: self.hear() or self._has_seat or self.is_lost, timeout_s)
+        self._waiter.wait(lambda: self.receive() or self._is_accepted or self.is_lost, timeout_s)
         if self.refusal is not None:
             raise self.refusal
         if self.is_lost:
             raise PeerLostError(self._why_lost)
 
-    def hear(self) -> None:
+    def receive(self) -> None:
         """Handle the drafter's messages, and send those with data that the device has written."""
         if self.is_lost:
             return
@@ -161,22 +161,22 @@ class DrafterClient(ShmEndpoint):
         if self._proofs:
             self.take_wakeups()
         while not self._proofs and self._up.has_next(0):
-            self._handle(self._read(self._up, 0, _SEND_TIMEOUT_S, nothing))
+            self._handle(self._read(self._up, 0, _SEND_TIMEOUT_S, no_op))
             if self.is_lost:
                 return
         if self._lost:
-            self._lose("it died")
-        elif self._lags and not any(step.num_told for step in self._steps.values()):
+            self._mark_lost("it died")
+        elif self._lags and not any(step.num_reported for step in self._steps.values()):
             self._lags = False
             logger.info("the drafter has caught up")
 
     # Steps.
 
-    def ask(self, plan: SchedulerOutput) -> None:
+    def request_drafts(self, plan: SchedulerOutput) -> None:
         """Request drafts for a plan, before anything else of the step."""
-        self.hear()
+        self.receive()
         if len(self._steps) >= MAX_OPEN:
-            self._lose(f"it lags by {MAX_OPEN} steps")
+            self._mark_lost(f"it lags by {MAX_OPEN} steps")
         if self.is_lost:
             return
         place, now_s = self._num_plans % MAX_OPEN, time.monotonic()
@@ -186,19 +186,19 @@ class DrafterClient(ShmEndpoint):
 
     def is_answered(self, step: int) -> bool:
         """Return whether `drafts` would return for this step without waiting."""
-        self.hear()
+        self.receive()
         open_step = self._steps.get(step)
         if open_step is None or not open_step.drafts or open_step.is_drafted or not self.is_ready:
             return True
-        return time.monotonic() > open_step.since_s + self.patience_s
+        return time.monotonic() > open_step.since_s + self.max_wait_s
 
     def drafts(self, step: int, shape: tuple[int, ...]) -> Sequence[Tensor] | None:
         """Return drafts of this shape, int64, and their margins, fp32; None if they are not in time.
 
-        The tensors stay valid until `tell` is called for the step.
+        The tensors stay valid until `send_results` is called for the step.
         """
         with contextlib.suppress(TimeoutError):
-            self._waiter.wait(lambda: self.is_answered(step), MOST_WAIT_S, poll_s=5e-3)
+            self._waiter.wait(lambda: self.is_answered(step), MAX_WAIT_S, poll_s=5e-3)
         open_step = self._steps.get(step)
         if open_step is None or self.is_lost:
             return None
@@ -207,10 +207,10 @@ class DrafterClient(ShmEndpoint):
             return self._mailbox.views(open_step.place * self._sizes.drafts_bytes, kinds)
         if self.is_ready:
             self._lags = True
-            logger.warning("the drafter lags: no drafts within %.2f s", self.patience_s)
+            logger.warning("the drafter lags: no drafts within %.2f s", self.max_wait_s)
         return None
 
-    def tell(
+    def send_results(
         self,
         step: int,
         part: int,
@@ -231,13 +231,15 @@ class DrafterClient(ShmEndpoint):
         if open_step is None or self.is_lost:
             return
         kinds = [(tuple(value.shape), value.dtype) for value in values]
-        offset = self._told.take(sum(padded(value.numel() * value.element_size()) for value in values))
+        offset = self._results_buffer.take(
+            sum(padded(value.numel() * value.element_size()) for value in values)
+        )
         if offset is None:
-            self._lose("it lags, and unread results have filled the mailbox")
+            self._mark_lost("it lags, and unread results have filled the mailbox")
             return
         for view, value in zip(self._mailbox.views(offset, kinds), values, strict=True):
             view.copy_(value)
-        open_step.num_told += 1
+        open_step.num_reported += 1
         open_step.is_over = open_step.is_over or is_last
         written = None
         if self._on_gpu:
@@ -246,21 +248,21 @@ class DrafterClient(ShmEndpoint):
         self._unsent.append(_Unsent(partial(StepReport, step, part, offset, followed, num_drafts), written))
         for other in self._steps.values():
             other.since_s = max(other.since_s, time.monotonic())
-        self.hear()
+        self.receive()
 
     @property
-    def patience_s(self) -> float:
+    def max_wait_s(self) -> float:
         """Seconds for which drafts are waited for."""
-        slowest_s = max(self._draft_times_s, default=MOST_WAIT_S)
-        return min(max(SLACK * slowest_s, LEAST_WAIT_S), MOST_WAIT_S)
+        slowest_s = max(self._draft_times_s, default=MAX_WAIT_S)
+        return min(max(SLACK * slowest_s, MIN_WAIT_S), MAX_WAIT_S)
 
     def _handle(self, message: object) -> None:
         match message:
             case Welcome():
-                self._has_seat = True
+                self._is_accepted = True
             case DrafterRefusal(error):
                 self.refusal = error
-                self._lose(error.message)
+                self._mark_lost(error.message)
             case Drafted(step, at_s, use):
                 self._use += use
                 open_step = self._steps[step]
@@ -269,22 +271,22 @@ class DrafterClient(ShmEndpoint):
             case StepReportDone(step, _, use):
                 self._use += use
                 open_step = self._steps[step]
-                open_step.num_told -= 1
-                self._told.give_back()
-                if open_step.is_over and not open_step.num_told:
+                open_step.num_reported -= 1
+                self._results_buffer.release()
+                if open_step.is_over and not open_step.num_reported:
                     del self._steps[step]
             case _:
                 raise AssertionError(f"unexpected message {message!r}")
 
     def _send(self, message: object) -> None:
         try:
-            self._write(self._down, message, 0.0 if self._lags else _SEND_TIMEOUT_S, nothing)
+            self._write(self._down, message, 0.0 if self._lags else _SEND_TIMEOUT_S, no_op)
         except TimeoutError:
-            self._lose("it does not read its messages")
+            self._mark_lost("it does not read its messages")
         except PeerLostError:
-            self._lose("it died")
+            self._mark_lost("it died")
 
-    def _lose(self, reason: str) -> None:
+    def _mark_lost(self, reason: str) -> None:
         if self._why_lost is None:
             self._why_lost = reason
             logger.warning("the drafter is lost: %s", reason)

@@ -1,7 +1,7 @@
 """The messages between a target and a remote drafter, and the layout of the memory that they share.
 
     target rank 0                                        drafter
-    Hello: name, config, and the memory   ── socket ──▶  a seat: states, pages
+    Hello: name, config, and the memory   ── socket ──▶  a session: states, pages
                                           ◀──────────── Welcome, or Refusal
     Ask: a plan                           ── down ────▶  draft
                               drafts ◀── mailbox ─────   Drafted
@@ -10,9 +10,9 @@
     Told: the results                     ── down ────▶  append, write context
                                           ◀──── up ───   Done: the mailbox's bytes are free
 
-A connection is one seat at one drafter. Reconnecting gives a new one, so messages of different drafters or
-seats never mix; within a seat messages carry the step. `actors/workers/shm/ring_buffer.py` has the rings,
-`actors/workers/shm/tensor_mailbox.py` the mailbox. The two sides are `drafter_client.py` (client) and
+A connection is one session at one drafter. Reconnecting gives a new one, so messages of different drafters or
+sessions never mix; within a session messages carry the step. `actors/workers/shm/ring_buffer.py` has the
+rings, `actors/workers/shm/tensor_mailbox.py` the mailbox. The two sides are `drafter_client.py` (client) and
 `drafter_server.py` (server).
 """
 
@@ -41,11 +41,11 @@ class Sizes:
 
     Attributes:
         drafts_bytes: size of one place.
-        told_bytes: size of all results that the drafter has not taken in yet.
+        results_bytes: size of all results that the drafter has not taken in yet.
     """
 
     drafts_bytes: int
-    told_bytes: int
+    results_bytes: int
 
     @classmethod
     def of(cls, config: EngineConfig, num_drafts: int, hidden_size: int, dtype: torch.dtype) -> Sizes:
@@ -56,12 +56,12 @@ class Sizes:
         return cls(ids_bytes + margins_bytes, _STEPS * (ids_bytes + features_bytes))
 
     @property
-    def told_at(self) -> int:
+    def results_offset(self) -> int:
         return MAX_OPEN * self.drafts_bytes
 
     @property
     def total_bytes(self) -> int:
-        return self.told_at + self.told_bytes
+        return self.results_offset + self.results_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,12 +84,12 @@ class Hello:
 
 @dataclass(frozen=True, slots=True)
 class Welcome:
-    """The drafter has created a seat."""
+    """The drafter has created a session."""
 
 
 @dataclass(frozen=True, slots=True)
 class DrafterRefusal:
-    """The drafter cannot create a seat."""
+    """The drafter cannot create a session."""
 
     error: MantaError
 

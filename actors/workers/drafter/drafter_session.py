@@ -3,10 +3,10 @@
     begin: take in the plan ─▶ draft: propose ─▶ ... ─▶ take_in: append accepted tokens, write context
 
 The host drives the steps of a `CpuDrafterSession`, the device those of a `device_drafter.DeviceSeat`. The
-drafter's weights are shared by all seats of a process. Created and called by `drafter_server.py`.
+drafter's weights are shared by all sessions of a process. Created and called by `drafter_server.py`.
 
-A seat may be newer than its engine's requests. It has neither tokens nor pages of those, and their values are
-written to unused memory.
+A session may be newer than its engine's requests. It has neither tokens nor pages of those, and their values
+are written to unused memory.
 
 Legend: N rows, R requests, K most drafts, W = K + 1, H hidden.
 """
@@ -31,7 +31,7 @@ from ....drafter.step.request_states import RequestStates
 from ...targets.loading.load_plan import LoadPlan
 from ...targets.loading.memory_budget import gpu_budget_bytes, page_bytes
 from ...targets.loading.operator_factory import make_drafter_backend, make_step_operators
-from ...targets.loading.rank_loader import Checkpoints, lent_weights, pages_of, runs_on_device
+from ...targets.loading.rank_loader import Checkpoints, copy_embeddings, pages_of, runs_on_device
 from ..shm.tensor_mailbox import Kinds
 
 
@@ -50,7 +50,7 @@ class DrafterSession(Protocol):
         """Return the number of parts in which the target sends its results."""
         ...
 
-    def told_kinds(self, plan: SchedulerOutput, part: int) -> Kinds:
+    def result_kinds(self, plan: SchedulerOutput, part: int) -> Kinds:
         """Return shapes and dtypes of the results in a part; `plan` has the numbers of verified drafts."""
         ...
 
@@ -60,7 +60,7 @@ class DrafterSession(Protocol):
 
 
 class LoadedDrafter:
-    """A drafter with copies of the target's embedding and head; creates seats.
+    """A drafter with copies of the target's embedding and head; creates sessions.
 
     Args:
         plan: an engine's; other engines must have the same settings where the weights depend on them.
@@ -73,15 +73,15 @@ class LoadedDrafter:
     def __init__(self, plan: LoadPlan) -> None:
         self.plan = plan
         self._backend: Backend = make_drafter_backend(plan)
-        self._drafter = Checkpoints().drafter(plan, lent_weights(plan, self._backend), self._backend)
+        self._drafter = Checkpoints().drafter(plan, copy_embeddings(plan, self._backend), self._backend)
 
     @property
     def device(self) -> torch.device:
         return self.plan.device
 
     @torch.inference_mode()
-    def seat(self, plan: LoadPlan, num_pages: tuple[int, ...]) -> DrafterSession:
-        """Create a seat for an engine with these pages per pool. Raises ConfigError if they do not fit."""
+    def make_session(self, plan: LoadPlan, num_pages: tuple[int, ...]) -> DrafterSession:
+        """Create a session for an engine with these pages per pool. Raises ConfigError if they do not fit."""
         own_plan = self.plan
         if (plan.pages.drafter, plan.dtype) != (own_plan.pages.drafter, own_plan.dtype) or (
             plan.max_model_len > own_plan.max_model_len
@@ -113,21 +113,21 @@ class LoadedDrafter:
         if drafts < 1:
             return
         pages = pages_for(tokens + drafts + 1, plan.page_size)
-        seat = self.seat(plan, (pages * len(groups),) * plan.pages.num_pools)
+        session = self.make_session(plan, (pages * len(groups),) * plan.pages.num_pools)
         prompt = np.zeros(tokens, np.int32)
         prefill = dummy_step([0], [tokens], [0], prompts=[prompt], num_pages=[pages], groups=groups)
         for step in (prefill, dummy_step([tokens], [drafts + 1], [drafts])):
-            seat.begin(step)
+            session.begin(step)
             if step.num_draft_tokens:
-                seat.draft(step)
-            for part in range(seat.num_parts(step)):
-                kinds = seat.told_kinds(step, part)
+                session.draft(step)
+            for part in range(session.num_parts(step)):
+                kinds = session.result_kinds(step, part)
                 values = [torch.ones(shape, dtype=dtype, device=self.device) for shape, dtype in kinds]
-                seat.take_in(step, part, values, followed=True)
+                session.take_in(step, part, values, followed=True)
 
 
 class CpuDrafterSession:
-    """A seat with host-driven steps."""
+    """A session with host-driven steps."""
 
     def __init__(self, proposer: DFlashProposer, states: RequestStates) -> None:
         self._proposer, self._states = proposer, states
@@ -144,7 +144,7 @@ class CpuDrafterSession:
     def num_parts(self, plan: SchedulerOutput) -> int:
         return 1
 
-    def told_kinds(self, plan: SchedulerOutput, part: int) -> Kinds:
+    def result_kinds(self, plan: SchedulerOutput, part: int) -> Kinds:
         """Return the kinds of the new tokens [R, W], their numbers [R], and features [N, H]."""
         drafter, width = self._proposer.drafter, 1 + int(plan.num_drafts.max(initial=0))
         count = plan.num_requests

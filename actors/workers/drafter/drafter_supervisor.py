@@ -1,8 +1,8 @@
 """Keeps an engine's drafter running: detects its end, starts another one, and reports its health.
 
-    serving ──process ends, or its seat is lost──▶ away ──another has loaded, or it answers again──▶ offered
-       ▲                                                                                               │
-       └──────────────────── the target takes a seat: generation + 1 ──────────────────────────────────┘
+    serving ──process ends, or session lost──▶ away ──another has loaded, or it answers again──▶ offered
+       ▲                                                                                            │
+       └──────────────────── the target takes a session: generation + 1 ────────────────────────────┘
 
 A thread of its own waits and starts. The engine's thread reads `health`, forwards offers to the workers and
 reports what they say about the drafter. It retries forever with growing pauses. Used by
@@ -43,7 +43,7 @@ class DrafterSupervisor:
         self._process: DrafterProcess | None = None
         self._generation = 0
         self._is_running = self._is_ready = False
-        self._seat_lost = False
+        self._session_lost = False
         self._offer: DrafterAt | None = None
         self._offer_time_s, self._pause_s = 0.0, FIRST_PAUSE_S
         self._thread = threading.Thread(target=self._watch, name="manta-drafter-keeper", daemon=True)
@@ -61,7 +61,7 @@ class DrafterSupervisor:
         return DrafterAt(0, self._process.facts.address)
 
     def begin(self) -> None:
-        """Start to watch, once the target has taken its first seat."""
+        """Start to watch, once the target has taken its first session."""
         self._is_running = self._is_ready = True
         self._thread.start()
 
@@ -88,7 +88,7 @@ class DrafterSupervisor:
             if report.generation != self._generation or self._offer is not None:
                 return  # it is about a drafter that has been replaced
             self._is_ready = report.ready
-            self._seat_lost = report.lost
+            self._session_lost = report.lost
 
     def use(self, config: EngineConfig) -> None:
         """Switch to another drafter, which loads in the background."""
@@ -118,7 +118,7 @@ class DrafterSupervisor:
         while not self._closing.is_set():
             process = self._process
             try:
-                if process is not None and not process.has_ended(WATCH_S) and not self._seat_lost:
+                if process is not None and not process.has_ended(WATCH_S) and not self._session_lost:
                     continue
                 self._replace(process)
             # Ray itself is gone and with it the workers, which the executor reports
@@ -136,7 +136,7 @@ class DrafterSupervisor:
                 "lost the drafter (process %d); decoding continues without drafts", process.facts.pid
             )
         begin_s, config = time.monotonic(), self._config
-        if self._seat_lost and process is not None and not process.has_ended(0.0):
+        if self._session_lost and process is not None and not process.has_ended(0.0):
             self._pause(begin_s)
         drafter = self._reconnect(process) or self._start_another()
         if drafter is None:
@@ -147,7 +147,7 @@ class DrafterSupervisor:
                 self._process = drafter
                 self._generation += 1
                 self._offer = DrafterAt(self._generation, drafter.facts.address)
-                self._seat_lost, self._is_running, self._is_ready = False, True, True
+                self._session_lost, self._is_running, self._is_ready = False, True, True
                 self._offer_time_s = time.monotonic()
         if is_wanted:
             elapsed_s = time.monotonic() - begin_s
@@ -164,7 +164,7 @@ class DrafterSupervisor:
         self._closing.wait(self._pause_s)
 
     def _reconnect(self, process: DrafterProcess | None) -> DrafterProcess | None:
-        """Return the process of a lost seat if it answers; otherwise kill it and return None."""
+        """Return the process of a lost session if it answers; otherwise kill it and return None."""
         if process is None or process.has_ended(0.0):
             return None
         if process.answers(ANSWER_WITHIN_S):

@@ -47,7 +47,7 @@ class DrafterSetup:
 
 @dataclass(frozen=True, slots=True)
 class DrafterFacts:
-    """A loaded drafter's process; `address` is that of its door (`doors.knock`)."""
+    """A loaded drafter's process; `address` is that of its listener (`abstract_sockets.connect`)."""
 
     pid: int
     address: str = field(repr=False)  # a secret
@@ -109,4 +109,4 @@ class DrafterWorker:
 
         drafter = LoadedDrafter(plan_load(setting.config))
         drafter.warm_up()
-        return DrafterServer(lambda hello: drafter.seat(plan_load(hello.config), hello.num_pages))
+        return DrafterServer(lambda hello: drafter.make_session(plan_load(hello.config), hello.num_pages))

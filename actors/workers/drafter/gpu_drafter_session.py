@@ -27,7 +27,7 @@ from ....drafter.step.gpu_triton.inputs.row_layout import (
     lay_out_block,
     lay_out_rows,
     pack,
-    place_drafts,
+    write_drafts,
 )
 from ....drafter.step.gpu_triton.inputs.upload import Upload
 from ....drafter.step.gpu_triton.request_states import DeviceStates
@@ -35,7 +35,7 @@ from ....drafter.step.gpu_triton.sampling.sampler import SamplingWorkspace, marg
 from ....drafter.step.gpu_triton.sampling.selector import find_candidates, walk_paths
 from ....drafter.step.gpu_triton.verification import accept_and_advance
 from ...targets.loading.load_plan import LoadPlan
-from ...targets.loading.rank_loader import device_room
+from ...targets.loading.rank_loader import device_limits
 from ...targets.runners.cuda_graphs import PassKind, StepKinds
 from ..shm.tensor_mailbox import Kinds
 
@@ -60,15 +60,15 @@ class GpuDrafterSession:
     def __init__(
         self, plan: LoadPlan, drafter: DFlashDrafter, cache: PagedKVCache, num_pages: tuple[int, ...]
     ) -> None:
-        config, (max_requests, num_rows) = plan.config, device_room(plan)
+        config, (max_requests, num_rows) = plan.config, device_limits(plan)
         size = (config.max_num_seqs, plan.max_model_len, num_pages, plan.page_size)
         self._drafter, self._cache = drafter, cache
         self._states = DeviceStates(*size, plan.device, plan.pages)
         self._workspace = SamplingWorkspace.build(num_rows, plan.target.vocab_size, plan.device)
         self._kinds = StepKinds(max_requests, plan.num_speculative_tokens, config.max_num_batched_tokens)
-        self._room = DeviceStepRequests.room(max_requests)
-        num_values = 2 * NUM_LISTS * self._room
-        self._upload = Upload(self._states.arena, num_values, self._states.most_changes)
+        self._max_rows = DeviceStepRequests.list_length(max_requests)
+        num_values = 2 * NUM_LISTS * self._max_rows
+        self._upload = Upload(self._states.arena, num_values, self._states.max_changes)
         self._open: dict[int, _Open] = {}
 
     def begin(self, plan: SchedulerOutput) -> None:
@@ -77,7 +77,9 @@ class GpuDrafterSession:
         lists = [self._pack(plan, requests_G) for requests_G in (decoding, prompts)]
         self._upload.send(np.concatenate(lists, axis=None), self._states.changes(plan))
         # A later plan may overwrite the upload before this one has ended.
-        decoding_lists, prompt_lists = self._upload.values.clone().view(2, NUM_LISTS, self._room).unbind(0)
+        decoding_lists, prompt_lists = (
+            self._upload.values.clone().view(2, NUM_LISTS, self._max_rows).unbind(0)
+        )
         passes: list[DeviceStepRequests] = []
         filters = bool(len(decoding)) and self._states.filters(plan.slots[decoding])
         block: DeviceStepRequests | None = None
@@ -127,13 +129,13 @@ class GpuDrafterSession:
                 filters=filters,
                 margins_N=margins_N,
             )
-        place_drafts(chosen_N, rows, tables)
+        write_drafts(chosen_N, rows, tables)
         return chosen_N, margins_N
 
     def num_parts(self, plan: SchedulerOutput) -> int:
         return len(self._open[plan.step].passes)
 
-    def told_kinds(self, plan: SchedulerOutput, part: int) -> Kinds:
+    def result_kinds(self, plan: SchedulerOutput, part: int) -> Kinds:
         """Return the kinds of verified drafts [R], the target's choices [X], and features [N, H]."""
         requests, drafter = self._open[plan.step].passes[part], self._drafter
         num_chosen = requests.num_rows if requests.sampled_X is None else len(requests.sampled_X)
@@ -151,7 +153,7 @@ class GpuDrafterSession:
         if step.block is not None and part == 0:
             if not followed:
                 block = lay_out_block(step.block, tables, mask_id=0)
-                place_drafts(torch.zeros_like(block.token_ids_N), block, tables)
+                write_drafts(torch.zeros_like(block.token_ids_N), block, tables)
             requests = _with_num_drafts(requests, num_drafts_R)
         rows = lay_out_rows(requests, tables)
         outcome = torch.empty(
@@ -164,7 +166,7 @@ class GpuDrafterSession:
 
     def _pack(self, plan: SchedulerOutput, requests_G: np.ndarray) -> Ints:
         slots_G, rows_G, drafts_G = (x[requests_G] for x in (plan.slots, plan.num_rows, plan.num_drafts))
-        return pack(slots_G, rows_G, drafts_G, plan.samples[requests_G], self._room)
+        return pack(slots_G, rows_G, drafts_G, plan.samples[requests_G], self._max_rows)
 
 
 def _requests_of(kind: PassKind, lists_LW: Tensor) -> DeviceStepRequests:

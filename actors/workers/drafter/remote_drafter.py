@@ -36,7 +36,7 @@ from ....drafter.step.request_states import RequestStates
 from ...targets.loading.load_plan import LoadPlan
 from ...targets.loading.rank_loader import runs_on_device
 from ...targets.model.tensor_parallel import Communicator
-from ...targets.runners.cpu_runner import share
+from ...targets.runners.cpu_runner import broadcast_proposals
 from ...targets.runners.runner_interface import Runner
 from ..shm.endpoint import SpinWaiter
 from .drafter_client import DrafterClient
@@ -47,7 +47,7 @@ GRACE_S = 2e-3
 WELCOME_WITHIN_S = 60.0
 
 
-class DrafterOfOtherDevice:
+class RemoteDrafterSource:
     """A target rank's source of drafts: a `host.DraftSource` and a `runner.RemoteDrafter`.
 
     Args:
@@ -91,7 +91,7 @@ class DrafterOfOtherDevice:
         (self._plan, self._features), self._loaded = self._loaded, None
         self.disconnect()
 
-    def wait_for_seat(self) -> None:
+    def wait_for_session(self) -> None:
         """Wait at start for the drafter's answer. Raises its refusal, PeerLostError, TimeoutError."""
         if self._link is not None:
             self._link.wait_for_welcome(WELCOME_WITHIN_S)
@@ -101,9 +101,9 @@ class DrafterOfOtherDevice:
             self._link.close()
             self._link = None
 
-    def ask(self, plan: SchedulerOutput) -> None:
+    def request_drafts(self, plan: SchedulerOutput) -> None:
         if self._link is not None:
-            self._link.ask(plan)
+            self._link.request_drafts(plan)
 
     def is_answered(self, plan: SchedulerOutput) -> bool:
         """Return whether the plan's step would run without waiting for drafts."""
@@ -121,12 +121,12 @@ class DrafterOfOtherDevice:
     # Driven by the host.
 
     def propose(self, plan: SchedulerOutput, states: RequestStates) -> Proposals:
-        most = int(plan.num_drafts.max(initial=0))
+        maximum = int(plan.num_drafts.max(initial=0))
         if self._step != plan.step:
             self.begin(plan, 1)
-        if not most:
+        if not maximum:
             return Proposals.none(plan.num_requests, self._device)
-        return self._receive_drafts((plan.num_requests, most))
+        return self._receive_drafts((plan.num_requests, maximum))
 
     def inject(
         self, taps_NmH: Tensor | None, rows: StepRows, token_ids_RW: Tensor, num_tokens_R: Tensor
@@ -154,7 +154,7 @@ class DrafterOfOtherDevice:
         margins = torch.full(shape, torch.nan, dtype=torch.float32, device=self._device)
         for buffer, received in zip((drafts, margins), received_drafts or (), strict=False):
             buffer.copy_(received)
-        return share(Proposals(drafts, margins), self._communicator)
+        return broadcast_proposals(Proposals(drafts, margins), self._communicator)
 
     def _send_results(self, taps_NmH: Tensor, *verdict: Tensor, num_drafts: IntArray | None = None) -> None:
         part, self._part = self._part, self._part + 1
@@ -162,7 +162,7 @@ class DrafterOfOtherDevice:
             return
         values = [*(value.contiguous() for value in verdict), self._features(taps_NmH)]
         is_last = self._part == self._num_parts
-        self._link.tell(
+        self._link.send_results(
             self._step, part, values, followed=self._followed, num_drafts=num_drafts, is_last=is_last
         )
 
@@ -170,7 +170,7 @@ class DrafterOfOtherDevice:
 class SplitRunner:
     """Wraps a rank's `runner.Runner`, and adds drafts from another process."""
 
-    def __init__(self, runner: Runner, drafts: DrafterOfOtherDevice, plan: LoadPlan) -> None:
+    def __init__(self, runner: Runner, drafts: RemoteDrafterSource, plan: LoadPlan) -> None:
         self._runner, self._drafts = runner, drafts
         self._on_device = runs_on_device(plan)
         # driven by the host: plans and the times of their requests
@@ -180,7 +180,7 @@ class SplitRunner:
 
     def submit(self, plan: SchedulerOutput) -> None:
         if plan.writes_context:
-            self._drafts.ask(plan)
+            self._drafts.request_drafts(plan)
         if self._on_device:
             decodes_R = (plan.num_rows == plan.num_drafts + 1) & plan.samples
             self._drafts.begin(plan, int(decodes_R.any()) + int(not decodes_R.all()))
@@ -191,7 +191,7 @@ class SplitRunner:
     def is_ready(self) -> bool:
         """Return whether the oldest step has ended or, if the host drives it, should run now."""
         if self._drafts.link is not None:
-            self._drafts.link.hear()  # sends results that the device has written
+            self._drafts.link.receive()  # sends results that the device has written
         if self._on_device:
             return self._runner.is_ready()
         return time.monotonic() > self._grace_until_s and self._drafts.is_answered(self._waiting[0][0])

@@ -20,8 +20,8 @@ import struct
 from .endpoint import PROOF_BYTES, PeerLostError
 
 _CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
-KNOCK_WITHIN_S = 1.0  # a connecting process must prove itself within this time
-STRANGERS = 16  # unknown connections that may be queued before expected ones
+CONNECT_TIMEOUT_S = 1.0  # a connecting process must prove itself within this time
+BACKLOG_MARGIN = 16  # unknown connections that may be queued before expected ones
 
 
 class AbstractListener:
@@ -29,7 +29,7 @@ class AbstractListener:
 
     Attributes:
         listener: the socket.
-        address: the argument of `knock`; a secret.
+        address: the argument of `connect`; a secret.
     """
 
     def __init__(self, backlog: int) -> None:
@@ -38,16 +38,16 @@ class AbstractListener:
         self.address = f"{name}/{key.hex()}"
         self._peer_proof, self._own_proof = key[:PROOF_BYTES], key[PROOF_BYTES:]
         self.listener.bind("\0" + name)
-        self.listener.listen(backlog + STRANGERS)
+        self.listener.listen(backlog + BACKLOG_MARGIN)
 
-    def let_in(self) -> socket.socket | None:
+    def accept(self) -> socket.socket | None:
         """Accept the next connection and send our proof on it; None if it is rejected.
 
         Connections of another user, and those that do not know the key, are rejected.
         """
         sock, _ = self.listener.accept()
         try:
-            sock.settimeout(KNOCK_WITHIN_S)
+            sock.settimeout(CONNECT_TIMEOUT_S)
             if _peer_uid(sock) == os.getuid() and hmac.compare_digest(
                 sock.recv(PROOF_BYTES, socket.MSG_WAITALL), self._peer_proof
             ):
@@ -59,11 +59,11 @@ class AbstractListener:
         return None
 
 
-def knock(address: str) -> tuple[socket.socket, bytes]:
-    """Connect to a door; returns the socket, and the proof that the other side sends first.
+def connect(address: str) -> tuple[socket.socket, bytes]:
+    """Connect to a listener; returns the socket, and the proof that the other side sends first.
 
     Raises:
-        PeerLostError: there is no such door on this machine, or it is another user's.
+        PeerLostError: there is no such listener on this machine, or it is another user's.
     """
     name, _, key_hex = address.partition("/")
     key = bytes.fromhex(key_hex)

@@ -21,9 +21,9 @@ from typing import Any
 
 from .ring_buffer import SharedMemory, ShmRing
 
-PATIENCE_S = 60.0  # timeout for a peer that must answer at once
+PEER_TIMEOUT_S = 60.0  # timeout for a peer that must answer at once
 POLL_S = 0.1  # polling interval of sleepers, which bounds the cost of a lost wake-up
-PROOF_BYTES = 32  # proof at the beginning of a socket that was connected with `doors.knock`
+PROOF_BYTES = 32  # proof at the beginning of a socket that was connected with `abstract_sockets.connect`
 SHORT_SPIN_S, LONG_SPIN_S = 30e-6, 1e-3
 
 
@@ -31,7 +31,7 @@ class PeerLostError(Exception):
     """The process at the other end is gone, or was never on this machine."""
 
 
-def nothing() -> None:
+def no_op() -> None:
     """Do nothing, for waits without a callback."""
 
 
@@ -65,7 +65,7 @@ class SpinWaiter:
         self,
         ready: Callable[[], bool],
         timeout_s: float,
-        alive: Callable[[], None] = nothing,
+        alive: Callable[[], None] = no_op,
         poll_s: float = POLL_S,
     ) -> None:
         """Wait until `ready`, which is checked at least every `poll_s` seconds. Raises TimeoutError.
@@ -81,12 +81,12 @@ class SpinWaiter:
         else:
             return
         for end in self._ends:
-            end.say_asleep(1)
+            end.set_asleep(1)
         try:
             self._sleep_until(ready, time.monotonic() + timeout_s, alive, poll_s)
         finally:
             for end in self._ends:
-                end.say_asleep(0)
+                end.set_asleep(0)
 
     def _sleep_until(
         self, ready: Callable[[], bool], deadline_s: float, alive: Callable[[], None], poll_s: float
@@ -125,8 +125,8 @@ class ShmEndpoint:
         """Add a peer with its socket, which this end now owns.
 
         Args:
-            proof: what the socket must begin with before a message is read (`doors.knock`); empty if the peer
-                has already proven itself.
+            proof: what the socket must begin with before a message is read (`abstract_sockets.connect`);
+                empty if the peer has already proven itself.
         """
         sock.setblocking(False)
         self._peers[number] = sock, asleep_line
@@ -189,7 +189,7 @@ class ShmEndpoint:
         if not ready():
             raise PeerLostError(self._name(min(self._lost)))
 
-    def say_asleep(self, is_asleep: int) -> None:
+    def set_asleep(self, is_asleep: int) -> None:
         """Tell peers whether this end sleeps, before checking for their messages."""
         if not self._closed:
             self._memory.write(self._own_line, is_asleep)

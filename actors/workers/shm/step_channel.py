@@ -32,8 +32,8 @@ from dataclasses import asdict
 from multiprocessing.connection import Connection
 from typing import Any
 
-from . import abstract_sockets as doors
-from .endpoint import PATIENCE_S, PeerLostError, ShmEndpoint, SpinWaiter, nothing, spin_budget_s
+from . import abstract_sockets
+from .endpoint import PEER_TIMEOUT_S, PeerLostError, ShmEndpoint, SpinWaiter, no_op, spin_budget_s
 from .ring_buffer import Layout, SharedMemory, ShmRing
 
 TICK_S = 1e-3  # polling interval for events that wake no sleeper
@@ -53,8 +53,8 @@ class StepChannel(ShmEndpoint):
     """
 
     def __init__(self, num_workers: int, layout: Layout | None = None) -> None:
-        self._door = doors.AbstractListener(num_workers)
-        self.address = self._door.address
+        self._listener = abstract_sockets.AbstractListener(num_workers)
+        self.address = self._listener.address
         self._layout = layout = layout or Layout(num_workers)
         self._file = os.memfd_create("manta-steps")
         os.ftruncate(self._file, layout.size_bytes)
@@ -64,19 +64,19 @@ class StepChannel(ShmEndpoint):
         super().__init__(memory, 0, waiter)
         self._down = ShmRing.down(memory, layout)
         self._ups = [ShmRing.up(memory, layout, rank) for rank in range(num_workers)]
-        self._is_door_open = True
+        self._is_listening = True
         self.lanes: dict[int, tuple[Connection, ...]] = {}
 
-    def accept(self, timeout_s: float = PATIENCE_S) -> None:
+    def accept(self, timeout_s: float = PEER_TIMEOUT_S) -> None:
         """Accept all workers, which connected during their set-up."""
         deadline_s = time.monotonic() + timeout_s
         hello = json.dumps(asdict(self._layout)).encode()
         while len(self._peers) < self._layout.num_workers:
-            self._door.listener.settimeout(max(0.001, deadline_s - time.monotonic()))
-            sock = self._door.let_in()
+            self._listener.listener.settimeout(max(0.001, deadline_s - time.monotonic()))
+            sock = self._listener.accept()
             if sock is None:
                 continue
-            sock.settimeout(PATIENCE_S)
+            sock.settimeout(PEER_TIMEOUT_S)
             (rank,) = _HELLO.unpack(sock.recv(_HELLO.size, socket.MSG_WAITALL))
             pairs = [socket.socketpair() for _ in range(NUM_LANES)]
             socket.send_fds(sock, [hello], [self._file, *(worker_end.fileno() for _, worker_end in pairs)])
@@ -84,15 +84,15 @@ class StepChannel(ShmEndpoint):
                 worker_end.close()
             self.lanes[rank] = tuple(Connection(engine_end.detach()) for engine_end, _ in pairs)
             self._add_peer(rank, sock, self._layout.line(rank, 0))
-        self._close_door()
+        self._close_listener()
 
     def send(
-        self, message: object, timeout_s: float = PATIENCE_S, alive: Callable[[], None] = nothing
+        self, message: object, timeout_s: float = PEER_TIMEOUT_S, alive: Callable[[], None] = no_op
     ) -> None:
         """Send a message to every worker. `alive` is called about ten times a second and may raise."""
         self._write(self._down, message, timeout_s, alive)
 
-    def receive(self, timeout_s: float, alive: Callable[[], None] = nothing) -> tuple[int, Any]:
+    def receive(self, timeout_s: float, alive: Callable[[], None] = no_op) -> tuple[int, Any]:
         """Return the next message of any worker as (rank, message). Raises PeerLostError, TimeoutError."""
         self._wait(self._has_message, timeout_s, alive)
         rank = next(r for r, ring in enumerate(self._ups) if ring.has_next(0))
@@ -104,14 +104,14 @@ class StepChannel(ShmEndpoint):
     def _name(self, number: int) -> str:
         return f"the worker of rank {number}"
 
-    def _close_door(self) -> None:
-        if self._is_door_open:
-            self._is_door_open = False
-            self._door.listener.close()
+    def _close_listener(self) -> None:
+        if self._is_listening:
+            self._is_listening = False
+            self._listener.listener.close()
             os.close(self._file)
 
     def close(self) -> None:
-        self._close_door()
+        self._close_listener()
         for lane in (lane for lanes in self.lanes.values() for lane in lanes):
             lane.close()
         super().close()
@@ -121,7 +121,7 @@ class WorkerChannel(ShmEndpoint):
     """A worker's end. It gets the shared memory from the engine, which must call `accept` soon.
 
     Args:
-        knocked: result of `knock` with the same rank.
+        connected: result of `connect` with the same rank.
         rank: rank of this worker.
         waiter: shared by everything that the worker waits for.
 
@@ -131,12 +131,12 @@ class WorkerChannel(ShmEndpoint):
 
     def __init__(
         self,
-        knocked: tuple[socket.socket, bytes],
+        connected: tuple[socket.socket, bytes],
         rank: int,
         waiter: SpinWaiter | None = None,
-        timeout_s: float = PATIENCE_S,
+        timeout_s: float = PEER_TIMEOUT_S,
     ) -> None:
-        sock, proof = knocked
+        sock, proof = connected
         sock.settimeout(timeout_s)
         try:
             is_proven = hmac.compare_digest(sock.recv(len(proof), socket.MSG_WAITALL), proof)
@@ -159,10 +159,10 @@ class WorkerChannel(ShmEndpoint):
 
     def receive(self) -> Any:
         """Wait without limit for the engine's next message. Raises PeerLostError if the engine dies."""
-        self._wait(self._has_message, float("inf"), nothing)
-        return self._read(self._down, self._rank, PATIENCE_S, nothing)
+        self._wait(self._has_message, float("inf"), no_op)
+        return self._read(self._down, self._rank, PEER_TIMEOUT_S, no_op)
 
-    def has_mail_before(self, event: Callable[[], bool], *, spins: bool) -> bool:
+    def has_message_before(self, event: Callable[[], bool], *, spins: bool) -> bool:
         """Wait for a message (True) or for `event` (False), which must occur soon in any case.
 
         Args:
@@ -177,8 +177,8 @@ class WorkerChannel(ShmEndpoint):
             self._waiter.wait(is_done, float("inf"), poll_s=TICK_S)
         return not event() and self._has_message()
 
-    def send(self, message: object, timeout_s: float = PATIENCE_S) -> None:
-        self._write(self._up, message, timeout_s, nothing)
+    def send(self, message: object, timeout_s: float = PEER_TIMEOUT_S) -> None:
+        self._write(self._up, message, timeout_s, no_op)
 
     def _has_message(self) -> bool:
         return self._down.has_next(self._rank)
@@ -187,8 +187,8 @@ class WorkerChannel(ShmEndpoint):
         return "the engine"
 
 
-def knock(address: str, rank: int) -> tuple[socket.socket, bytes]:
-    """Connect to the engine's channel, see `doors.knock`. Raises PeerLostError."""
-    sock, proof = doors.knock(address)
+def connect(address: str, rank: int) -> tuple[socket.socket, bytes]:
+    """Connect to the engine's channel, see `abstract_sockets.connect`. Raises PeerLostError."""
+    sock, proof = abstract_sockets.connect(address)
     sock.sendall(_HELLO.pack(rank))
     return sock, proof

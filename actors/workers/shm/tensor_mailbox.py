@@ -111,6 +111,6 @@ class RoundRobinBuffer:
         self._ranges.append((begin, self._next))
         return self._first + begin
 
-    def give_back(self) -> None:
+    def release(self) -> None:
         """Free the oldest range."""
         self._ranges.popleft()

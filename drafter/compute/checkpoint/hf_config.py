@@ -255,10 +255,10 @@ def _value(raw: Json, path: list[str]) -> object:
     return value
 
 
-def _sentence(said: str) -> tuple[str, str]:
+def _sentence(message: str) -> tuple[str, str]:
     """Split a validator's message into the key, if any, and the ending after "must be"."""
-    match = re.fullmatch(r"(?:([\w.]+) )?must be (.*?)\.?", said, re.DOTALL)
-    return (match[1] or "", match[2]) if match else ("", f"right: {said}")
+    match = re.fullmatch(r"(?:([\w.]+) )?must be (.*?)\.?", message, re.DOTALL)
+    return (match[1] or "", match[2]) if match else ("", f"right: {message}")
 
 
 # Kinds of pydantic errors that say more than the field's type.

@@ -26,18 +26,18 @@ class RopeJson:
 
 def read_rope(config: Json, head_dim: int, file: str, layer_type: str | None) -> RopeJson:
     """Read the rotary settings of a layer type; arguments as in `RopeConfig.read`."""
-    beside = parse(_Beside, config, file)
-    at, rope, theta = _of_layer(config, beside, layer_type, file)
-    inside = parse(_Inside, rope, file, at)
+    outer = parse(_Outer, config, file)
+    at, rope, theta = _of_layer(config, outer, layer_type, file)
+    inside = parse(_Inner, rope, file, at)
     theta = inside.rope_theta or theta
-    rope.setdefault("max_position_embeddings", beside.max_position_embeddings)
+    rope.setdefault("max_position_embeddings", outer.max_position_embeddings)
     rotary_dim = 0
     if inside.rope_type == "yarn":
         _fill_yarn(rope, file, at)
     if inside.rope_type == "proportional":
-        rope.setdefault("partial_rotary_factor", beside.partial_rotary_factor or 1.0)
+        rope.setdefault("partial_rotary_factor", outer.partial_rotary_factor or 1.0)
     else:
-        rotary_dim = _rotary_dim(inside, beside, head_dim, file, at)
+        rotary_dim = _rotary_dim(inside, outer, head_dim, file, at)
     used = {"max_position_embeddings", *_USED[inside.rope_type]}
     return RopeJson(
         theta, inside.rope_type, {key: rope[key] for key in sorted(used & rope.keys())}, rotary_dim
@@ -74,7 +74,7 @@ Base = Annotated[float, Field(gt=1, description="a number above 1")]
 Share = Annotated[float, Field(gt=0, le=1, description="above 0 and at most 1")]
 
 
-class _Beside(HfConfig):
+class _Outer(HfConfig):
     """Keys at the level of `rope_parameters` or `rope_scaling`."""
 
     rope_theta: Base | None = None
@@ -89,7 +89,7 @@ class _Beside(HfConfig):
     rope_scaling: dict[str, Any] | None = None
 
 
-class _Inside(HfConfig):
+class _Inner(HfConfig):
     """Keys inside one of these two, or inside its object for a layer type."""
 
     rope_type: Literal["default", "linear", "llama3", "yarn", "proportional"] = Field(
@@ -111,7 +111,7 @@ class _Inside(HfConfig):
     truncate: bool = True
 
     @model_validator(mode="after")
-    def _is_complete(self) -> _Inside:
+    def _is_complete(self) -> _Inner:
         for key in _NEEDED.get(self.rope_type, ()):
             if getattr(self, key) is None:
                 raise ValueError(f"{key} must be given for rope type {self.rope_type!r}")
@@ -119,14 +119,14 @@ class _Inside(HfConfig):
 
 
 def _of_layer(
-    config: Json, beside: _Beside, layer_type: str | None, file: str
+    config: Json, outer: _Outer, layer_type: str | None, file: str
 ) -> tuple[str, dict[str, Any], float | None]:  # Any: JSON values
     """Return the path of a layer type's settings, the settings, and the theta outside them.
 
     As in transformers: `rope_scaling` takes precedence over `rope_parameters`; if there are settings per
     layer type, it changes those of full attention.
     """
-    scaling, parameters = (_known(config, key, file) for key in ("rope_scaling", "rope_parameters"))
+    scaling, parameters = (_known_settings(config, key, file) for key in ("rope_scaling", "rope_parameters"))
     at, found = ("rope_scaling", scaling) if scaling else ("rope_parameters", parameters)
     if layer_type is not None and _by_type(parameters) and not _by_type(scaling):
         full = parameters.get("full_attention") or {}
@@ -135,24 +135,24 @@ def _of_layer(
     sliding = layer_type == "sliding_attention"
     if not by_type:
         if sliding:
-            return at, {}, beside.local_theta
-        if beside.original_max_position_embeddings is not None:  # takes precedence over the inner one
-            found["original_max_position_embeddings"] = beside.original_max_position_embeddings
-        return at, found, beside.rope_theta
+            return at, {}, outer.local_theta
+        if outer.original_max_position_embeddings is not None:  # takes precedence over the inner one
+            found["original_max_position_embeddings"] = outer.original_max_position_embeddings
+        return at, found, outer.rope_theta
     if layer_type is None:
         raise wrong(file, at, found, "one setting for all layers: several are not supported here")
     if layer_type not in by_type:
         raise wrong(file, f"{at}.{layer_type}", None, "an object with the rotary settings of these layers")
-    theta = beside.local_theta if sliding else None
-    return f"{at}.{layer_type}", _stated(by_type[layer_type]), theta or beside.rope_theta
+    theta = outer.local_theta if sliding else None
+    return f"{at}.{layer_type}", _stated(by_type[layer_type]), theta or outer.rope_theta
 
 
-def _known(config: Json, key: str, file: str) -> dict[str, Any]:  # Any: JSON values
+def _known_settings(config: Json, key: str, file: str) -> dict[str, Any]:  # Any: JSON values
     """Return the settings under a key, empty without any. Unknown ones are refused even if unused."""
     found = _stated(config.get(key) or {})
     by_type = {f"{key}.{name}": value for name, value in _by_type(found).items()} or {key: found}
     for at, settings in by_type.items():
-        parse(_Inside, settings, file, at)
+        parse(_Inner, settings, file, at)
     return found
 
 
@@ -174,12 +174,12 @@ def _fill_yarn(rope: dict[str, Any], file: str, at: str) -> None:  # Any: JSON v
     rope.setdefault("factor", (length or original) / original)
 
 
-def _rotary_dim(inside: _Inside, beside: _Beside, head_dim: int, file: str, at: str) -> int:
+def _rotary_dim(inside: _Inner, outer: _Outer, head_dim: int, file: str, at: str) -> int:
     """Return the rotated dimensions (`partial_rotary_factor`, MiniMax's `rotary_dim`); 0 is all."""
     for key, value in (
         (f"{at}.partial_rotary_factor", inside.partial_rotary_factor),
-        ("partial_rotary_factor", beside.partial_rotary_factor),
-        ("rotary_dim", beside.rotary_dim),
+        ("partial_rotary_factor", outer.partial_rotary_factor),
+        ("rotary_dim", outer.rotary_dim),
     ):
         if value is None:
             continue

@@ -117,6 +117,6 @@ def amx_combination(columns: int) -> Any:
     return procedure(7, emit)
 
 
-def _move_tile(builder: Any, way: str, tile: ir.Constant, address: Value, stride: Value) -> None:
-    name = {"load": "llvm.x86.tileloadd64", "store": "llvm.x86.tilestored64"}[way]
+def _move_tile(builder: Any, direction: str, tile: ir.Constant, address: Value, stride: Value) -> None:
+    name = {"load": "llvm.x86.tileloadd64", "store": "llvm.x86.tilestored64"}[direction]
     call(builder, name, VOID, [tile, builder.inttoptr(address, POINTER), stride])

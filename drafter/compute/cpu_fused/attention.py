@@ -58,8 +58,8 @@ class PagedContexts:
 
 def scratch_bytes(longest: int, head_dim: int) -> int:
     """Return the scratch memory of `attend` per thread, in bytes."""
-    most = tile_scratch_bytes(longest, head_dim) if has_tiles() else row_scratch_bytes(longest, head_dim)
-    return -(-most // 64) * 64  # every thread's is aligned to a cache line
+    maximum = tile_scratch_bytes(longest, head_dim) if has_tiles() else row_scratch_bytes(longest, head_dim)
+    return -(-maximum // 64) * 64  # every thread's is aligned to a cache line
 
 
 @elements

@@ -37,7 +37,7 @@ def why_not(spec: ModelStackSpec, machine: DeviceCapabilities) -> str | None:
         return "needs a page_size that is a multiple of 16"
     if not can_compile(*spec.sizes, *spec.head_dims):
         return f"needs sizes that are multiples of 32, not all of the {spec.name}'s are"
-    return spec.lacking(frozenset())
+    return spec.why_unsupported(frozenset())
 
 
 class FusedCpuBackend(NumbaBackend):

@@ -30,9 +30,9 @@ from ..layers.linear import RMSNorm
 from ..memory.kv_cache import PagedKVCache
 from .amx_tiles import COLUMNS, begin_products, end_products
 from .attention import PagedContexts, attend, scratch_bytes
-from .packed_gemm import PackedLinear, halves_taking_turns, project
+from .packed_gemm import PackedLinear, interleave_halves, project
 from .packed_gemm import scratch_bytes as product_scratch_bytes
-from .qkv_heads import BLOCK, place_heads, write_slot
+from .qkv_heads import BLOCK, norm_rotate_heads, write_slot
 from .simd_vectors import norm
 from .threads.thread_team import barrier, process_team, run
 
@@ -97,7 +97,7 @@ class FusedForward:
         self._num_threads = num_threads
         self._shape = shape
         self._num_taps = len(tap_ids)
-        self._kept: list[Tensor] = []  # keeps the tensors alive whose addresses are stored
+        self._held_tensors: list[Tensor] = []  # keeps the tensors alive whose addresses are stored
         self._layers = np.zeros(len(blocks), dtype=_LAYER)
         norms = [*(parts.attention_norm for _, parts in blocks), final_norm]
         for i, (layer_shape, parts) in enumerate(blocks):
@@ -128,7 +128,7 @@ class FusedForward:
             -1 if shape.window is None else shape.window,
             *self._linear(parts.o),
             self._address(parts.mlp_norm.weight_H),
-            self._address(halves_taking_turns(gate_up.tiles)),
+            self._address(interleave_halves(gate_up.tiles)),
             self._address(gate_up_bias),
             *self._linear(mlp.down),
             self._address(next_norm.weight_H),
@@ -145,7 +145,7 @@ class FusedForward:
         if tensor is None:
             return 0
         assert tensor.is_contiguous()
-        self._kept.append(tensor)
+        self._held_tensors.append(tensor)
         return tensor.data_ptr()
 
     def _set_constants(self, first_norm: RMSNorm) -> None:
@@ -273,7 +273,7 @@ def _attention_part(p, s, layer, kv, eps):
         q = s.qkv + 2 * n * heads * dim
         for at, count in ((0, shared), (p.num_heads, 1)):
             first, last = at + s.first_head * count, at + s.last_head * count
-            place_heads(q, layer.head_norm, p.cos, p.sin, positions_N[n], first, last, dim, eps)
+            norm_rotate_heads(q, layer.head_norm, p.cos, p.sin, positions_N[n], first, last, dim, eps)
         k = q + 2 * p.num_heads * dim
         write_slot(kv, slots_N[n], k, k + 2 * p.num_kv * dim, s.first_head, s.last_head, p.num_kv, dim)
     if s.parts > 1:
@@ -360,7 +360,7 @@ def _own_requests(rows_R, thread, num_threads):
     Threads with their own requests need neither barriers nor data just written by another core; but each
     reads all weights. So this pays with enough rows, evenly divided.
     """
-    total, most = rows_R.sum(), 0
+    total, maximum = rows_R.sum(), 0
     begin, end = len(rows_R), 0
     before, part, size = 0, 0, 0
     for r in range(len(rows_R)):
@@ -368,11 +368,11 @@ def _own_requests(rows_R, thread, num_threads):
         if mine != part:
             part, size = mine, 0
         size += rows_R[r]
-        most = max(most, size)
+        maximum = max(maximum, size)
         if mine == thread:
             begin, end = min(begin, r), r + 1
         before += rows_R[r]
-    if num_threads == 1 or total < _OWN_ROWS * num_threads or most * num_threads * 4 > total * 5:
+    if num_threads == 1 or total < _OWN_ROWS * num_threads or maximum * num_threads * 4 > total * 5:
         return 0, -1
     return begin, max(begin, end)
 

@@ -72,7 +72,7 @@ def scratch_bytes(num_rows: int, inputs: int) -> int:
     return _TILE_SUMS_BYTES if has_tiles() else SUMS_BYTES + packed_bytes(num_rows, inputs)
 
 
-def halves_taking_turns(tiles: Tensor) -> Tensor:
+def interleave_halves(tiles: Tensor) -> Tensor:
     """Interleave the outputs' two halves in groups of 16, as `project` requires for gate and up."""
     return tiles.unflatten(0, (2, -1)).transpose(0, 1).flatten(0, 1).contiguous()
 

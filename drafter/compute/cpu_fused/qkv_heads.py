@@ -19,7 +19,7 @@ from numba import carray
 from torch import Tensor
 
 from ..backend import PlacedRows
-from ..cpu_numba.element_ops import elements, pointer, sound
+from ..cpu_numba.element_ops import elements, finite_or_zero, pointer
 from ..layers.rope import RotaryEmbedding
 from ..memory.kv_cache import PagedKVCache
 from .isa_dispatch import of_two_kinds
@@ -61,7 +61,7 @@ def _write_context(
     num_keys = num_layers * num_kv
     for n in range(num_rows):
         row = rows + 4 * n * num_keys * head_dim
-        place_heads(row, weight, cos, sin, positions_N[n], 0, num_keys, head_dim, eps)
+        norm_rotate_heads(row, weight, cos, sin, positions_N[n], 0, num_keys, head_dim, eps)
         for layer in range(num_layers):
             k = row + 2 * layer * num_kv * head_dim
             write_slot(
@@ -71,7 +71,7 @@ def _write_context(
 
 
 @elements
-def place_heads(row, weight, cos, sin, position, first, last, head_dim, eps):
+def norm_rotate_heads(row, weight, cos, sin, position, first, last, head_dim, eps):
     """Norm and rotate some heads of a row in place; weights are per head, or 0 without a norm."""
     at = 2 * position * head_dim
     for j in range(first, last):
@@ -94,13 +94,13 @@ def write_slot(kv, slot, k, v, first, last, num_kv, head_dim):
     for head in range(first, last):
         k_D = carray(pointer(k + 2 * head * head_dim, _BF16), (head_dim,))
         for d in range(head_dim):
-            k_D[d] = sound(k_D[d])
+            k_D[d] = finite_or_zero(k_D[d])
         _write_key(k + 2 * head * head_dim, base + head * size, t, head_dim)
         v_D = carray(pointer(v + 2 * head * head_dim, _BF16), (head_dim,))
         block_D = carray(pointer(base + (num_kv + head) * size + 64 * (t // 2), _BF16), (BLOCK * head_dim,))
         for c in range(head_dim // 16):
             for d in range(16):
-                block_D[256 * c + 2 * d + t % 2] = sound(v_D[16 * c + d])
+                block_D[256 * c + 2 * d + t % 2] = finite_or_zero(v_D[16 * c + d])
 
 
 def _write_key(k, block, t, head_dim):
@@ -135,5 +135,5 @@ def find_blocks(kv, pages, blocks, num_keys, num_blocks, page_size, block_bytes)
             blocks_B[b] = address
             address += block_bytes
             b += 1
-    for behind in range(used, num_blocks + QUAD):
-        blocks_B[behind] = blocks_B[used - 1]
+    for next_block in range(used, num_blocks + QUAD):
+        blocks_B[next_block] = blocks_B[used - 1]

@@ -55,8 +55,8 @@ def _shape() -> tuple[int, dict[int, int]]:
 
 def _columns(rows: int) -> int:
     """Return the groups of 16 columns that are summed at once with this many rows."""
-    most, of_low_ones = _shape()
-    return of_low_ones.get(rows, 2 if most == _WIDE[0] else 1)
+    maximum, of_low_ones = _shape()
+    return of_low_ones.get(rows, 2 if maximum == _WIDE[0] else 1)
 
 
 @intrinsic
@@ -160,9 +160,9 @@ def _emit_product(builder, args):
 
         return emit
 
-    most = _shape()[0]
+    maximum = _shape()[0]
     widths = {
-        count: [p for p in (1, 2, 4) if 2 * p <= max(_columns(count), 2)] for count in range(1, most + 1)
+        count: [p for p in (1, 2, 4) if 2 * p <= max(_columns(count), 2)] for count in range(1, maximum + 1)
     }
     cases = {8 * count + width: of(count, width) for count, some in widths.items() for width in some}
     _switch(builder, at(builder, panels, (rows, 8)), cases)

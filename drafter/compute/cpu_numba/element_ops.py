@@ -31,7 +31,7 @@ LIKE = {torch.float32: np.float32(0), torch.bfloat16: np.uint16(0)}
 _NUMBERS = (int, float, np.number)
 
 
-class _KeptCode:
+class _CodeCache:
     """Numba's on-disk cache of a function's code, opened when the function is first called."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
@@ -84,8 +84,8 @@ def _hash(folder: Path) -> str:
     return hashlib.sha256(text).hexdigest()
 
 
-def _kept(compiled: Any) -> Any:
-    compiled._cache = _KeptCode(getattr(compiled, "py_func", None) or compiled.__wrapped__)
+def _with_code_cache(compiled: Any) -> Any:
+    compiled._cache = _CodeCache(getattr(compiled, "py_func", None) or compiled.__wrapped__)
     return compiled
 
 
@@ -94,14 +94,14 @@ _OPTIONS = {"nogil": True, "error_model": "numpy"}
 
 def _loop(fastmath: set[str], inline: str = "never") -> Callable[[Callable[..., Any]], Any]:
     """Return a decorator that compiles a function on first call with these fast-math flags."""
-    return lambda function: _kept(njit(**_OPTIONS, fastmath=fastmath, inline=inline)(function))
+    return lambda function: _with_code_cache(njit(**_OPTIONS, fastmath=fastmath, inline=inline)(function))
 
 
 class Task:
     """A function of (args, thread, num_threads) for `thread_team.run`; compiled when its address is read."""
 
     def __init__(self, function: Callable[[int, int, int], None]) -> None:
-        self._code = _kept(CFunc(function, ((types.int64,) * 3, types.void), {}, _OPTIONS))
+        self._code = _with_code_cache(CFunc(function, ((types.int64,) * 3, types.void), {}, _OPTIONS))
 
     @property
     def address(self) -> int:
@@ -149,7 +149,7 @@ def size_of(like):
     """Return the size in bytes of an element of the type of `like`."""
 
 
-def sound(element):
+def finite_or_zero(element):
     """Return the element; 0 for NaN and infinities."""
 
 
@@ -164,7 +164,7 @@ def _float_of(element):
     return lambda element: element
 
 
-@overload(sound)
+@overload(finite_or_zero)
 def _sound(element):
     if isinstance(element, types.Integer):
         mask = np.uint16(0x7F80)

@@ -179,7 +179,7 @@ def _run_head(
 @exact
 def _run(mixed, y, num_rows, heads, weights, eps, memory, sizes, rows, saves_M3, like):
     num_keys, num_values, key_dim, value_dim, taps = heads
-    num_slots, most = sizes
+    num_slots, maximum = sizes
     slots_R, num_rows_R, num_drafts_R, pending_R = rows
     fp32, group, before = np.float32(0), num_values // num_keys, taps - 1
     keys, values = num_keys * key_dim, num_values * value_dim
@@ -193,10 +193,10 @@ def _run(mixed, y, num_rows, heads, weights, eps, memory, sizes, rows, saves_M3,
     norm_F = carray(pointer(weights[3], fp32), (value_dim,))
     states_ZVDF = carray(pointer(memory[0], fp32), (num_slots, num_values, key_dim, value_dim))
     windows_ZWC = carray(pointer(memory[1], like), (num_slots, before, channels))
-    k_ZPKD = carray(pointer(memory[2], fp32), (num_slots, most, num_keys, key_dim))
-    u_ZPVF = carray(pointer(memory[3], fp32), (num_slots, most, num_values, value_dim))
-    g_ZPV = carray(pointer(memory[4], fp32), (num_slots, most, num_values))
-    x_ZPC = carray(pointer(memory[5], like), (num_slots, most, channels))
+    k_ZPKD = carray(pointer(memory[2], fp32), (num_slots, maximum, num_keys, key_dim))
+    u_ZPVF = carray(pointer(memory[3], fp32), (num_slots, maximum, num_values, value_dim))
+    g_ZPV = carray(pointer(memory[4], fp32), (num_slots, maximum, num_values))
+    x_ZPC = carray(pointer(memory[5], like), (num_slots, maximum, channels))
     window_WC = np.empty_like(windows_ZWC[0])
     begin, save = 0, 0
     for r in range(len(slots_R)):

@@ -53,20 +53,22 @@ def top_two(context, row, count, like):
             builder.store(_larger(builder, builder.select(greater, old, value), builder.load(second)), second)
             builder.store(builder.select(greater, value, old), best)
             builder.store(builder.select(greater, index, builder.load(where)), where)
-        value, index, behind = builder.load(best), builder.load(where), builder.load(second)
+        value, index, second_value = builder.load(best), builder.load(where), builder.load(second)
         for step in (8, 4, 2, 1):
-            other, other_index, other_behind = (_swapped(builder, x, step) for x in (value, index, behind))
+            other, other_index, other_second = (
+                _swapped(builder, x, step) for x in (value, index, second_value)
+            )
             equal = builder.fcmp_ordered("==", other, value)
             earlier = builder.and_(equal, builder.icmp_signed("<", other_index, index))
             take = builder.or_(builder.fcmp_ordered(">", other, value), earlier)
-            behind = _larger(builder, behind, other_behind)
-            behind = _larger(builder, behind, builder.select(take, value, other))
+            second_value = _larger(builder, second_value, other_second)
+            second_value = _larger(builder, second_value, builder.select(take, value, other))
             value = builder.select(take, other, value)
             index = builder.select(take, other_index, index)
-        index, value, behind = (
-            builder.extract_element(x, ir.Constant(INT32, 0)) for x in (index, value, behind)
+        index, value, second_value = (
+            builder.extract_element(x, ir.Constant(INT32, 0)) for x in (index, value, second_value)
         )
-        found = builder.zext(index, INT64), value, behind
+        found = builder.zext(index, INT64), value, second_value
         return context.make_tuple(builder, signature.return_type, found)
 
     found = types.Tuple((types.int64, types.float32, types.float32))

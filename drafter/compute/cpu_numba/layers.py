@@ -22,7 +22,7 @@ from torch import Tensor
 
 from ..layers.linear import Activation
 from ..layers.rope import RotaryEmbedding
-from .element_ops import LIKE, elements, float_of, pointer, rounded, sound, sums
+from .element_ops import LIKE, elements, finite_or_zero, float_of, pointer, rounded, sums
 
 DTYPES = tuple(LIKE)
 
@@ -157,9 +157,9 @@ def _norm_rotate_write(head_dim, v_head_dim, has_norm, rotates):
                     key = (num_heads + layer * num_kv + k) * head_dim
                     value = values + (layer * num_kv + k) * v_head_dim
                     for d in range(head_dim):
-                        kv_W[at + k * head_dim + d] = sound(x_NO[n, key + d])
+                        kv_W[at + k * head_dim + d] = finite_or_zero(x_NO[n, key + d])
                     for d in range(v_head_dim):
-                        kv_W[at + num_kv * head_dim + k * v_head_dim + d] = sound(x_NO[n, value + d])
+                        kv_W[at + num_kv * head_dim + k * v_head_dim + d] = finite_or_zero(x_NO[n, value + d])
 
     return kernel
 

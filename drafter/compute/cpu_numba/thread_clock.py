@@ -20,7 +20,7 @@ from .llvm_intrinsics import stack_memory
 
 _TRIAL_NS = 20_000_000  # longer than a scheduler quantum: a competitor for the core interrupts it by then
 _GAP_NS = 50_000
-_MOST_LOST = 3  # eighths of the trial; two competing processes take half and more
+_MAX_LOST = 3  # eighths of the trial; two competing processes take half and more
 
 _clock_gettime = types.ExternalFunction("clock_gettime", signature(types.int32, types.int32, types.int64))
 _timespec = stack_memory(64)
@@ -44,4 +44,4 @@ def finds_a_core():
         if at_ns - last_ns > _GAP_NS:
             lost_ns += at_ns - last_ns
         last_ns = at_ns
-    return 8 * lost_ns < _MOST_LOST * (last_ns - begin_ns)
+    return 8 * lost_ns < _MAX_LOST * (last_ns - begin_ns)

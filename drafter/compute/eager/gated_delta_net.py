@@ -13,7 +13,7 @@ from __future__ import annotations
 from torch import Tensor
 from torch.nn import functional as F
 
-from ..layers.gated_delta_net import DeltaNetShape, states_of, tell_apart
+from ..layers.gated_delta_net import DeltaNetShape, split_inputs, states_of
 from ..layers.linear import in_fp32
 from ..memory.kv_cache import PagedKVCache
 from ..memory.recurrent_state_cache import StateMemory
@@ -30,7 +30,7 @@ class TorchDeltaNet:
     def __call__(self, mixed_NO: Tensor, step: TorchPass, cache: PagedKVCache, layer: int) -> Tensor:
         shape, kind = self._shape, self._shape.geometry
         states, memory = states_of(step.rows.states, cache)
-        x_NC, z_NG, b_NV, a_NV = tell_apart(mixed_NO, kind)
+        x_NC, z_NG, b_NV, a_NV = split_inputs(mixed_NO, kind)
         beta_NV, g_NV = sigmoid(in_fp32(b_NV)), shape.rate_V * softplus(in_fp32(a_NV) + shape.dt_bias_V)
         read_NVF = beta_NV.new_empty(len(mixed_NO), kind.num_value_heads, kind.value_dim)
         saves, begin = list(states.saves), 0

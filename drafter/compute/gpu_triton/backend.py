@@ -179,18 +179,18 @@ class TritonBackend(OperatorBackend):
     def attention(self, shape: AttentionShape) -> Attention:
         self._attend.reserve(shape.v_head_dim)
         if shape.latent is not None:
-            room = self._room_to_expand(shape, shape.latent)
-            return TritonLatentAttention(shape, room, batch_invariant=self._batch_invariant)
+            workspace = self._expansion_workspace(shape, shape.latent)
+            return TritonLatentAttention(shape, workspace, batch_invariant=self._batch_invariant)
         return _TritonAttention(shape, self._attend)
 
-    def _room_to_expand(self, shape: AttentionShape, parts: MLALayer) -> ExpansionWorkspace | None:
+    def _expansion_workspace(self, shape: AttentionShape, parts: MLALayer) -> ExpansionWorkspace | None:
         """Return the workspace that layers of equal shape share; None if prompts stay absorbed."""
-        fewest = parts.fewest_expanded
-        if self._batch_invariant or not shape.causal or shape.window is not None or fewest is None:
+        minimum = parts.min_expanded
+        if self._batch_invariant or not shape.causal or shape.window is not None or minimum is None:
             return None
         key = parts.kv_up_JUC.shape, shape.head_dim, parts.kv_up_JUC.dtype
         if key not in self._expansions:
-            self._expansions[key] = ExpansionWorkspace(parts, shape.head_dim, fewest)
+            self._expansions[key] = ExpansionWorkspace(parts, shape.head_dim, minimum)
         return self._expansions[key]
 
     def delta_net(self, shape: DeltaNetShape) -> Attention:
@@ -255,10 +255,10 @@ class _Pass:
             self._prepared[key] = self._attend.prepare(kind, self.rows.batches[group])
         return self._prepared[key]
 
-    def expansion(self, group: int, room: ExpansionWorkspace) -> Expansion | None:
-        key = group, room
+    def expansion(self, group: int, workspace: ExpansionWorkspace) -> Expansion | None:
+        key = group, workspace
         if key not in self._expansions:
-            self._expansions[key] = find_expansion(self.rows.batches[group], room)
+            self._expansions[key] = find_expansion(self.rows.batches[group], workspace)
         return self._expansions[key]
 
 

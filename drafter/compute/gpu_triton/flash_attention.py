@@ -87,7 +87,7 @@ class FlashAttention:
         """Attend; see `paged_attention.verify_attention`. Returns [N, Q * D], zeros for padding."""
         assert sinks_Q is None, "refused before a weight was read"
         kind, window = prepared.kind, prepared.kind.window
-        beside = -1 if window is None else window - 1  # the package counts neighbors, -1 for unlimited
+        neighbors = -1 if window is None else window - 1  # the package counts neighbors, -1 for unlimited
         out_NQD = self._attend(
             q_NQD,
             k_PSKD,
@@ -99,7 +99,7 @@ class FlashAttention:
             max_seqlen_k=rows.page_table.shape[1] * k_PSKD.shape[1],
             softmax_scale=scale,
             causal=kind.causal,
-            window_size=(beside, 0 if kind.causal and window is not None else beside),
+            window_size=(neighbors, 0 if kind.causal and window is not None else neighbors),
             block_table=prepared.pages_BP,
         )
         padding_N = torch.arange(len(q_NQD), device=q_NQD.device) >= rows.cu_rows[-1]

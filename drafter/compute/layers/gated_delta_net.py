@@ -48,7 +48,7 @@ class DeltaNetInputs(NamedTuple):
     a_NV: Tensor
 
 
-def tell_apart(mixed_NO: Tensor, kind: RecurrentStateSpec) -> DeltaNetInputs:
+def split_inputs(mixed_NO: Tensor, kind: RecurrentStateSpec) -> DeltaNetInputs:
     sizes = [kind.channels, kind.num_value_heads * kind.value_dim, kind.num_value_heads, kind.num_value_heads]
     return DeltaNetInputs(*mixed_NO.split(sizes, dim=1))
 

@@ -36,7 +36,7 @@ class Linear:
     another order. Elsewhere this is `F.linear`.
     """
 
-    __slots__ = ("_bias", "_never_alone", "_packed", "_weight", "dtype", "in_features", "out_features")
+    __slots__ = ("_bias", "_packed", "_pads_single_rows", "_weight", "dtype", "in_features", "out_features")
 
     def __init__(self, weight_OH: Tensor, bias_O: Tensor | None = None) -> None:
         self.out_features, self.in_features = weight_OH.shape
@@ -44,7 +44,7 @@ class Linear:
         self._bias = bias_O
         self._packed: Tensor | None = None
         self._weight: Tensor | None = None
-        self._never_alone = self.dtype is torch.float32 and self.in_features > _SUMMED_ALIKE
+        self._pads_single_rows = self.dtype is torch.float32 and self.in_features > _SUMMED_ALIKE
         if _can_pack(weight_OH):
             self._packed = torch.ops.mkldnn._reorder_linear_weight(weight_OH.contiguous(), _ROWS_HINT)
         else:
@@ -54,7 +54,7 @@ class Linear:
         if self._packed is None:
             y_NO = F.linear(x_NH, self._weight, self._bias)  # type: ignore[arg-type]
             return y_NO if residual_NO is None else y_NO + residual_NO
-        if self._never_alone and len(x_NH) == 1:
+        if self._pads_single_rows and len(x_NH) == 1:
             both_2O = None if residual_NO is None else residual_NO.repeat(2, 1)
             return self(x_NH.repeat(2, 1), both_2O)[:1]
         if residual_NO is None:

@@ -58,7 +58,7 @@ class MLALayer:
         return self.kv_up_JUC.shape[2]
 
     @property
-    def fewest_expanded(self) -> int | None:
+    def min_expanded(self) -> int | None:
         """Rows of a request in a pass from which expansion is less work, for any context; None: never.
 
         A row and a key of its context take 2 C + R multiplications per head absorbed, and U + R expanded,

@@ -80,11 +80,11 @@ def _are_numbers_16(logits, found, num_rows, vocab_size):
     unsigned_NV = carray(pointer(logits, _UINT16), (num_rows, vocab_size))
     found_N = carray(pointer(found, _BOOL), (num_rows,))
     for n in range(num_rows):
-        most, most_negative = np.int16(0), np.uint16(0)
+        maximum, most_negative = np.int16(0), np.uint16(0)
         for v in range(vocab_size):
-            most = max(most, signed_NV[n, v])
+            maximum = max(maximum, signed_NV[n, v])
             most_negative = max(most_negative, unsigned_NV[n, v])
-        found_N[n] = most < 0x7F80 and most_negative <= 0xFF80
+        found_N[n] = maximum < 0x7F80 and most_negative <= 0xFF80
 
 
 @elements
@@ -93,11 +93,11 @@ def _are_numbers_32(logits, found, num_rows, vocab_size):
     unsigned_NV = carray(pointer(logits, _UINT32), (num_rows, vocab_size))
     found_N = carray(pointer(found, _BOOL), (num_rows,))
     for n in range(num_rows):
-        most, most_negative = np.int32(0), np.uint32(0)
+        maximum, most_negative = np.int32(0), np.uint32(0)
         for v in range(vocab_size):
-            most = max(most, signed_NV[n, v])
+            maximum = max(maximum, signed_NV[n, v])
             most_negative = max(most_negative, unsigned_NV[n, v])
-        found_N[n] = most < 0x7F800000 and most_negative <= 0xFF800000
+        found_N[n] = maximum < 0x7F800000 and most_negative <= 0xFF800000
 
 
 @elements

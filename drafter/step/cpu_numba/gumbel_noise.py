@@ -30,7 +30,7 @@ def mixed_tokens(vocab_size):
 
 
 @inlined
-def most_gumbel(bits):
+def max_gumbel(bits):
     """Return an upper bound of g for these bits, without a logarithm.
 
     With u = 2^e (1 + f): g <= -log(u) <= -log(2) (e + f), plus `ROUNDING`.

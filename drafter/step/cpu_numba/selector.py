@@ -36,7 +36,7 @@ from ..inputs.row_layout import StepRows
 from ..inputs.sampling_metadata import SamplingMetadata
 from ..sampling.selector import SelectorCodebooks
 from ..sampling.top_k_top_p import floors
-from .gumbel_noise import ROUNDING, hash_of, mixed_tokens, most_gumbel, negative_gumbel
+from .gumbel_noise import ROUNDING, hash_of, max_gumbel, mixed_tokens, negative_gumbel
 
 _FLOAT, _INT = np.float32(0), np.int64(0)
 NOTHING = np.float32(-np.inf)
@@ -102,14 +102,14 @@ def _find(row, row_V, like, score_K, best_K):
     vocab_size, num_best = len(row_V), 0
     count = vocab_size // 16
     score_K[:], best_K[:] = NOTHING, 0
-    least = lane_floor(row, count, like) if len(best_K) <= 16 else NOTHING
-    c = next_reaching(row, 0, count, least, like)
+    minimum = lane_floor(row, count, like) if len(best_K) <= 16 else NOTHING
+    c = next_reaching(row, 0, count, minimum, like)
     while c * 16 < vocab_size:
         for v in range(c * 16, min(c * 16 + 16, vocab_size)):
             value = float_of(row_V[v])
-            if value >= least:
+            if value >= minimum:
                 num_best = _put_in(value, v, score_K, best_K, num_best)
-        c = next_reaching(row, c + 1, count, max(least, score_K[-1]), like)
+        c = next_reaching(row, c + 1, count, max(minimum, score_K[-1]), like)
 
 
 @elements
@@ -120,22 +120,22 @@ def find_noisy(row_V, mixed_V, noise, floor, score_K, best_K, bound_V):
     """
     vocab_size, (scale, key_0, key_1) = len(row_V), noise
     for v in range(vocab_size):
-        value, g = float_of(row_V[v]), most_gumbel(hash_of(mixed_V[v], key_0, key_1))
+        value, g = float_of(row_V[v]), max_gumbel(hash_of(mixed_V[v], key_0, key_1))
         bound_V[v] = value + scale * (_MOST_IF_CUT if value < floor else g)
     bounds, count, num_best = bound_V.ctypes.data, vocab_size // 16, 0
     score_K[:], best_K[:] = NOTHING, 0
     split = lane_floor(bounds, count, _FLOAT) if len(best_K) <= 16 else NOTHING
     for is_first in (True, False):
-        least = split if is_first else NOTHING
-        c = next_reaching(bounds, 0, count, max(least, score_K[-1]), _FLOAT)
+        minimum = split if is_first else NOTHING
+        c = next_reaching(bounds, 0, count, max(minimum, score_K[-1]), _FLOAT)
         while c * 16 < vocab_size:
             for v in range(c * 16, min(c * 16 + 16, vocab_size)):
                 bound = bound_V[v]
-                if bound >= max(least, score_K[-1]) and (bound >= split) == is_first:
+                if bound >= max(minimum, score_K[-1]) and (bound >= split) == is_first:
                     value = float_of(row_V[v])
                     negative_g = _CUT if value < floor else negative_gumbel(key_0, key_1, np.uint32(v))
                     num_best = _put_in(value - scale * negative_g, v, score_K, best_K, num_best)
-            c = next_reaching(bounds, c + 1, count, max(least, score_K[-1]), _FLOAT)
+            c = next_reaching(bounds, c + 1, count, max(minimum, score_K[-1]), _FLOAT)
 
 
 @elements
@@ -160,21 +160,21 @@ def walk(
     num_requests, width, batch = len(block.counts_R), block.max_count, block.sampling
     drafts_RW = torch.empty(num_requests, width, dtype=torch.int64)
     margins_RW = torch.empty(num_requests, width)
-    gates_XE, books = gates_XE.contiguous(), (codebooks.predecessor_VE, codebooks.successor_VE)
+    gates_XE, codebook_pair = gates_XE.contiguous(), (codebooks.predecessor_VE, codebooks.successor_VE)
     filters = (batch.top_k_M, batch.top_p_M1, batch.min_p_M1)
     of_noise = (batch.noisy_M, batch.temperature_M1, batch.key_2M1, *filters)
     _walk(
-        *(x.data_ptr() for x in (z_XK, ids_XK, gates_XE, *books, block.token_ids_N, block.sampled_X)),
+        *(x.data_ptr() for x in (z_XK, ids_XK, gates_XE, *codebook_pair, block.token_ids_N, block.sampled_X)),
         *(0 if x is None else x.data_ptr() for x in of_noise),
         0 if batch.noisy_M is None else len(batch.noisy_M),
         *(x.data_ptr() for x in (block.counts_R, drafts_RW, margins_RW)),
         num_requests,
         width,
         *z_XK.shape,
-        *books[0].shape,
+        *codebook_pair[0].shape,
         len(block.token_ids_N),
         LIKE[gates_XE.dtype],
-        LIKE[books[0].dtype],
+        LIKE[codebook_pair[0].dtype],
     )
     return Proposals(drafts_RW, margins_RW)
 
@@ -184,13 +184,13 @@ def _walk(
     z, ids, gates, predecessors, successors, token_ids, sampled,
     noisy, temperatures, keys, top_ks, top_ps, min_ps, num_noisy,
     counts, drafts, margins, num_requests, width, num_rows, top_k, vocab_size, rank, num_inputs,
-    like_gate, like_book,
+    like_gate, like_codebook,
 ):  # fmt: skip
     z_XK = carray(pointer(z, _FLOAT), (num_rows, top_k))
     ids_XK = carray(pointer(ids, _INT), (num_rows, top_k))
     gates_XE = carray(pointer(gates, like_gate), (num_rows, rank))
-    predecessor_VE = carray(pointer(predecessors, like_book), (vocab_size, rank))
-    successor_VE = carray(pointer(successors, like_book), (vocab_size, rank))
+    predecessor_VE = carray(pointer(predecessors, like_codebook), (vocab_size, rank))
+    successor_VE = carray(pointer(successors, like_codebook), (vocab_size, rank))
     token_ids_N = carray(pointer(token_ids, _INT), (num_inputs,))
     sampled_X = carray(pointer(sampled, _INT), (num_rows,))
     noisy_M = carray(pointer(noisy, _INT), (num_noisy,))

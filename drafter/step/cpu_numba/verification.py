@@ -16,7 +16,7 @@ import torch
 from numba import carray
 from torch import Tensor
 
-from ....cluster.speculation.draft_trimming import MOST_MARGIN
+from ....cluster.speculation.draft_trimming import MAX_MARGIN
 from ....cluster.step.scheduler_output import IntArray, SchedulerOutput
 from ...compute.cpu_numba.element_ops import elements, pointer
 
@@ -117,4 +117,4 @@ def _chance(margin, bias, slope):
     """Return the probability that a draft is accepted if those before it are."""
     if np.isnan(margin):
         return np.float32(0)
-    return _ONE / (_ONE + np.exp(-(bias + slope * np.log(_ONE + min(margin, MOST_MARGIN)))))
+    return _ONE / (_ONE + np.exp(-(bias + slope * np.log(_ONE + min(margin, MAX_MARGIN)))))

@@ -69,8 +69,8 @@ def _look_up(
             goes_on = goes_on & (tl.load(tokens + places - n, mask=goes_on, other=-2) == mine)
             length += goes_on.to(tl.int32)
         found = tl.max(length, 0)
-        behind = tl.max(tl.where(length == found, places, -1), 0) + 1  # last occurrence of the longest
-        begin = tl.where(found > best, behind, begin)
+        after = tl.max(tl.where(length == found, places, -1), 0) + 1  # last occurrence of the longest
+        begin = tl.where(found > best, after, begin)
         best = tl.maximum(found, best)
         last -= PLACES
     lanes = tl.arange(0, LANES)

@@ -31,7 +31,7 @@ from ....cluster.step.scheduler_output import SchedulerOutput
 from ...compute.memory.recurrent_state_cache import MAX_SAVES, DeviceStateRows, StateMemory
 from .inputs.row_layout import DeviceStepRequests, Ints, SlotTables
 
-_MOST_PROGRAMS, _BLOCK = 32, 1024  # programs per layer that copy a state; elements per iteration
+_MAX_PROGRAMS, _BLOCK = 32, 1024  # programs per layer that copy a state; elements per iteration
 _NO_SOURCE = -1
 
 
@@ -47,9 +47,9 @@ def pack_saves(plan: SchedulerOutput, requests_G: NDArray[np.intp], room: int) -
         return saves_2RM
     place_R = np.full(plan.num_requests, -1)
     place_R[requests_G] = np.arange(len(requests_G))
-    asked = zip(place_R[saves.requests].tolist(), saves.positions, saves.states, strict=True)
+    saves_of_requests = zip(place_R[saves.requests].tolist(), saves.positions, saves.states, strict=True)
     count_R = [0] * len(requests_G)
-    for place, position, state in asked:
+    for place, position, state in saves_of_requests:
         if place >= 0:
             assert count_R[place] < MAX_SAVES, "a step passes no more positions than are asked for at once"
             saves_2RM[:, place, count_R[place]] = position, state
@@ -66,22 +66,27 @@ class DeviceRecurrent:
 
     def __init__(self, memory: StateMemory, states_S: Tensor, tables: SlotTables) -> None:
         self._memory, self._states_S, self._tables = memory, states_S, tables
-        self._stands_Z = torch.zeros(memory.num_slots, dtype=torch.int32, device=states_S.device)
+        self._positions_Z = torch.zeros(memory.num_slots, dtype=torch.int32, device=states_S.device)
         self._parts = [(part, part[0, :1].numel()) for part in memory.tensors]
-        programs = min(triton.cdiv(max(size for _, size in self._parts), _BLOCK), _MOST_PROGRAMS)
+        programs = min(triton.cdiv(max(size for _, size in self._parts), _BLOCK), _MAX_PROGRAMS)
         self._programs = (programs, memory.num_layers)
 
-    def enter(self, plan: SchedulerOutput) -> None:
+    def admit(self, plan: SchedulerOutput) -> None:
         """Initialize the states of admitted requests with zeros or a copy."""
         for request in plan.admitted:
             entry = request.state
             if entry is not None and entry.source != entry.state:
                 source = _NO_SOURCE if entry.source is None else entry.source
-                _enter[self._programs](
-                    *self._of_parts(), self._stands_Z, source, entry.state, entry.num_tokens, **self._sizes()
+                _admit_states[self._programs](
+                    *self._of_parts(),
+                    self._positions_Z,
+                    source,
+                    entry.state,
+                    entry.num_tokens,
+                    **self._sizes(),
                 )
 
-    def place(self, requests: DeviceStepRequests, saves_2RM: Tensor | None) -> DeviceStateRows:
+    def build_rows(self, requests: DeviceStepRequests, saves_2RM: Tensor | None) -> DeviceStateRows:
         """Return what layers do in a pass, and advance the states to the end of its known rows.
 
         Args:
@@ -89,16 +94,16 @@ class DeviceRecurrent:
         """
         num_requests = len(requests.slots_R)
         lists_3R = torch.empty(
-            3, (num_requests + 3) // 4 * 4, dtype=torch.int32, device=self._stands_Z.device
+            3, (num_requests + 3) // 4 * 4, dtype=torch.int32, device=self._positions_Z.device
         )
         slots_R, pending_R, first_R = lists_3R[:, :num_requests].unbind(0)
-        _place[num_requests,](
+        _build_rows[num_requests,](
             requests.slots_R,
             requests.cu_rows_R1,
             requests.num_drafts_R,
             self._tables.num_computed,
             self._states_S,
-            self._stands_Z,
+            self._positions_Z,
             saves_2RM,
             0 if saves_2RM is None else saves_2RM.stride(0),
             slots_R,
@@ -119,11 +124,11 @@ class DeviceRecurrent:
             max_drafts=requests.max_drafts,
         )
 
-    def save_stood(self, slots_R: Tensor, saves_2RM: Tensor) -> None:
+    def save_accepted(self, slots_R: Tensor, saves_2RM: Tensor) -> None:
         """Copy the states of decoding requests that passed a position to save."""
-        _save_stood[len(slots_R) * MAX_SAVES, *self._programs](
+        _save_accepted[len(slots_R) * MAX_SAVES, *self._programs](
             *self._of_parts(),
-            self._stands_Z,
+            self._positions_Z,
             slots_R,
             self._tables.num_computed,
             self._states_S,
@@ -146,13 +151,13 @@ class DeviceRecurrent:
     do_not_specialize=["saves_stride"],
     do_not_specialize_on_alignment=["num_drafts", "saves", "state_slots", "pendings", "firsts"],
 )
-def _place(
+def _build_rows(
     slots,
     cu_rows,
     num_drafts,
     num_computed,
     states,
-    stands,
+    positions,
     saves,
     saves_stride,
     state_slots,
@@ -170,29 +175,29 @@ def _place(
         return
     slot = tl.load(slots + request)
     state, first = tl.load(states + slot), tl.load(num_computed + slot)
-    pending = first - tl.load(stands + state)
+    pending = first - tl.load(positions + state)
     # A dummy step may repeat earlier rows: clamp at 0.
     tl.store(pendings + request, tl.minimum(tl.maximum(pending, 0), MAX_DRAFTS))
     tl.store(state_slots + request, state)
     tl.store(firsts + request, first)
-    behind = first + count - tl.load(num_drafts + request)
-    tl.store(stands + state, behind)
+    after = first + count - tl.load(num_drafts + request)
+    tl.store(positions + state, after)
     if saves is not None:
         for save in range(SAVES):
             position = tl.load(saves + request * SAVES + save)
-            if (position > first) & (position <= behind):
-                tl.store(stands + tl.load(saves + saves_stride + request * SAVES + save), position)
+            if (position > first) & (position <= after):
+                tl.store(positions + tl.load(saves + saves_stride + request * SAVES + save), position)
 
 
 @triton.jit(do_not_specialize=["source", "target", "num_tokens"])
-def _enter(
+def _admit_states(
     states,
     windows,
     k_records,
     u_records,
     g_records,
     x_records,
-    stands,
+    positions,
     source,
     target,
     num_tokens,
@@ -209,19 +214,19 @@ def _enter(
     _copy_parts(parts, sizes, source, target, SLOTS, BLOCK, 0)
     if (tl.program_id(0) == 0) & (tl.program_id(1) == 0):
         is_copy = source >= 0
-        stood = tl.load(stands + source, mask=is_copy, other=0)
-        tl.store(stands + target, tl.where(is_copy, stood, num_tokens))
+        saved_position = tl.load(positions + source, mask=is_copy, other=0)
+        tl.store(positions + target, tl.where(is_copy, saved_position, num_tokens))
 
 
 @triton.jit(do_not_specialize=["saves_stride"], do_not_specialize_on_alignment=["slots", "saves"])
-def _save_stood(
+def _save_accepted(
     states,
     windows,
     k_records,
     u_records,
     g_records,
     x_records,
-    stands,
+    positions,
     slots,
     num_computed,
     states_of_slots,
@@ -240,14 +245,14 @@ def _save_stood(
     slot = tl.load(slots + tl.program_id(0) // SAVES)
     at = saves + tl.program_id(0)
     position, source = tl.load(at), tl.load(states_of_slots + slot)
-    begin = tl.load(stands + source)
+    begin = tl.load(positions + source)
     if (position == 0) | (position < begin) | (position > tl.load(num_computed + slot)):
         return
     target = tl.load(at + saves_stride)
     parts, sizes = (states, windows, k_records, u_records, g_records, x_records), (STATE, WINDOW, K, U, G, X)
     _copy_parts(parts, sizes, source, target, SLOTS, BLOCK, 1)
     if (tl.program_id(1) == 0) & (tl.program_id(2) == 0):
-        tl.store(stands + target, begin)
+        tl.store(positions + target, begin)
 
 
 @triton.jit

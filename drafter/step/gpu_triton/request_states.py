@@ -23,7 +23,7 @@ from ....cluster.pages.kv_cache_groups import ONE_GROUP, KVCacheLayout
 from ....cluster.pages.page_pool import pages_for
 from ....cluster.step.scheduler_output import AdmittedRequest, SchedulerOutput
 from ...compute.memory.kv_cache import skip_slot
-from ..sampling.logprobs import AskedSlots
+from ..sampling.logprobs import LogprobSlots
 from .inputs.row_layout import Ints, SlotTables
 from .inputs.upload import Arena
 from .sampling.logits_processor_tables import RuleTables, rule_entries
@@ -51,8 +51,8 @@ class DeviceStates:
         tables, sampling: views of the arena that kernels read.
         states_S: recurrent state of each slot, if the target has them (`recurrent_states.py`).
         arena: int32, all tables' words.
-        asked: requested log probabilities, on the host only.
-        most_changes: changes of the admission of a longest sequence without rules.
+        logprob_slots: requested log probabilities, on the host only.
+        max_changes: changes of the admission of a longest sequence without rules.
     """
 
     def __init__(
@@ -102,9 +102,9 @@ class DeviceStates:
         )
         of_groups = len(pages.groups) * table_shape[2]
         self.states_S = tables["states"]
-        self.most_changes = max_model_len + of_groups + MAX_STOP_TOKEN_IDS + len(_SAMPLING) + 4
+        self.max_changes = max_model_len + of_groups + MAX_STOP_TOKEN_IDS + len(_SAMPLING) + 4
         self._filters_S = np.zeros(num_slots, dtype=np.bool_)
-        self.asked = AskedSlots(num_slots)
+        self.logprob_slots = LogprobSlots(num_slots)
 
     @property
     def arena(self) -> torch.Tensor:
@@ -141,18 +141,18 @@ class DeviceStates:
         groups, _, pages = self.tables.page_tables.shape
         # A sequence may end after its next step was planned: rows beyond its pages go to the skip slot.
         rows_GAP = np.repeat(self._no_page_G, len(slots_A) * pages).reshape(groups, -1, pages)
-        entered = (plan.page_groups[enters_M], place_M[enters_M], plan.page_indices[enters_M])
-        rows_GAP[entered] = plan.page_ids[enters_M]
-        whole = (np.arange(groups)[:, None, None], slots_A[:, None], np.arange(pages))
-        return [entries, self._arena.entries("page_tables", whole, rows_GAP)]
+        new_entries = (plan.page_groups[enters_M], place_M[enters_M], plan.page_indices[enters_M])
+        rows_GAP[new_entries] = plan.page_ids[enters_M]
+        table_shape = (np.arange(groups)[:, None, None], slots_A[:, None], np.arange(pages))
+        return [entries, self._arena.entries("page_tables", table_shape, rows_GAP)]
 
     def _admit(self, request: AdmittedRequest) -> list[tuple[Ints, Ints]]:
         slot, tokens, sampling = request.slot, request.token_ids, request.sampling
         greedy = sampling.temperature <= 0 or sampling.top_k == 1
         narrows = sampling.top_k > 0 or sampling.top_p < 1 or sampling.min_p > 0
-        tells = sampling.logprobs is not None
-        self._filters_S[slot] = (narrows and not greedy) or sampling.rules is not None or tells
-        self.asked.admit(slot, sampling)
+        wants_logprobs = sampling.logprobs is not None
+        self._filters_S[slot] = (narrows and not greedy) or sampling.rules is not None or wants_logprobs
+        self.logprob_slots.admit(slot, sampling)
         stops = np.full(MAX_STOP_TOKEN_IDS, -1, dtype=np.int32)
         stops[: len(sampling.stop_token_ids)] = sampling.stop_token_ids
         entries = self._arena.entries

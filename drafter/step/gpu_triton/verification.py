@@ -100,18 +100,18 @@ def _accept_and_advance(
     drafts = tl.load(num_drafts + request)
     is_sampled = tl.load(samples + request) != 0
     num_known = tl.load(num_computed + slot) + count - drafts
-    behind = token_ids + slot.to(tl.int64) * token_stride + num_known
+    after = token_ids + slot.to(tl.int64) * token_stride + num_known
     is_judged = is_sampled & (lanes <= drafts)
     verdict = tl.load(
         chosen + tl.load(first_chosen + request, mask=is_sampled, other=0) + lanes, mask=is_judged, other=-1
     )
-    draft = tl.load(behind + lanes, mask=lanes < drafts, other=-1)
-    stands = (lanes < drafts) & (draft == verdict)
+    draft = tl.load(after + lanes, mask=lanes < drafts, other=-1)
+    is_accepted = (lanes < drafts) & (draft == verdict)
     num_accepted = tl.min(
-        tl.where(stands, LANES, lanes), 0
+        tl.where(is_accepted, LANES, lanes), 0
     )  # the first mismatch; lane `drafts` always is one
     is_new = is_judged & (lanes <= num_accepted)
-    tl.store(behind + lanes, tl.maximum(verdict, 0), mask=is_new)  # NOT_A_NUMBER cannot be an input token
+    tl.store(after + lanes, tl.maximum(verdict, 0), mask=is_new)  # NOT_A_NUMBER cannot be an input token
     tl.store(num_computed + slot, num_known + tl.where(is_sampled, num_accepted, 0))
     tl.store(outcome + lanes, tl.where(is_new, verdict, -1).to(tl.int32), mask=lanes < width)
     tl.store(outcome + width, tl.where(is_sampled, num_accepted + 1, 0))
@@ -119,7 +119,7 @@ def _accept_and_advance(
 
 _REQUESTS = 128  # per iteration
 _ALIGNMENT = 4  # values: 16 bytes
-_MOST_MARGIN = tl.constexpr(1e6)  # as in `cluster/speculation/draft_trimming.py`
+_MAX_MARGIN = tl.constexpr(1e6)  # as in `cluster/speculation/draft_trimming.py`
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,7 +158,7 @@ class TrimLists:
         return values.view(np.int32)
 
     @classmethod
-    def over(cls, values: Tensor, room: int) -> TrimLists:
+    def views_of(cls, values: Tensor, room: int) -> TrimLists:
         """Return views of packed values on the device."""
         numbers = values.view(torch.float32)
         return cls(*numbers[: 2 * room].view(2, -1).unbind(0), *numbers[2 * room :].view(2, -1).unbind(0))
@@ -180,13 +180,15 @@ def trim_drafts(
         num_drafts_R: int32, written: verified drafts per request.
         margins_RD: fp32, written: the margins of all drafts, nan where there is none.
     """
-    num_requests, most = len(drafted.slots_R), drafted.max_drafts
-    assert margins_RD.shape == (num_requests, most) and len(num_drafts_R) == num_requests, "a place for each"
-    assert most <= len(lists.bias_K), "chances are known"
-    places = min(num_requests * (most + 1), len(margins_N))
+    num_requests, maximum = len(drafted.slots_R), drafted.max_drafts
+    assert margins_RD.shape == (num_requests, maximum) and len(num_drafts_R) == num_requests, (
+        "a place for each"
+    )
+    assert maximum <= len(lists.bias_K), "chances are known"
+    places = min(num_requests * (maximum + 1), len(margins_N))
     cu_rows_R1 = torch.empty_like(drafted.cu_rows_R1)
     worths_N = torch.empty(places, dtype=torch.float32, device=margins_N.device)
-    stay_before_N1 = torch.empty(places + 1, dtype=torch.int32, device=margins_N.device)
+    kept_before_N1 = torch.empty(places + 1, dtype=torch.int32, device=margins_N.device)
     _trim_drafts[1,](
         drafted.cu_rows_R1,
         drafted.num_drafts_R,
@@ -196,13 +198,13 @@ def trim_drafts(
         lists.bias_K,
         lists.slope_K,
         worths_N,
-        stay_before_N1,
+        kept_before_N1,
         cu_rows_R1,
         num_drafts_R,
         margins_RD,
         num_requests,
         num_rows,
-        most,
+        maximum,
         REQUESTS=_REQUESTS,
         PLACES=triton.next_power_of_2(len(margins_N)),  # of the largest step: one compiled kernel for all
         num_warps=8,
@@ -229,7 +231,7 @@ def _trim_drafts(
     biases,
     slopes,
     worths,
-    stay_before,
+    kept_before,
     new_cu_rows,
     new_num_drafts,
     margins_home,
@@ -252,7 +254,7 @@ def _trim_drafts(
         for k in range(most):
             is_draft = is_request & (k < drafts)
             margin = tl.load(margins + first + 1 + k, mask=is_draft, other=float("nan"))
-            sure = tl.log(1 + tl.minimum(margin, _MOST_MARGIN))
+            sure = tl.log(1 + tl.minimum(margin, _MAX_MARGIN))
             odds = request_bias + tl.load(biases + k) + tl.load(slopes + k) * sure
             chance = tl.where(margin >= 0, 1 / (1 + tl.exp(-odds)), 0.0)
             survival *= chance  # multiplied in order: rounding cannot make it rise
@@ -263,20 +265,20 @@ def _trim_drafts(
     places = tl.arange(0, PLACES)
     num_rows = tl.load(cu_rows + num_requests)
     is_row = places < num_rows
-    stays = is_row.to(tl.int32)
+    is_kept = is_row.to(tl.int32)
     if num_rows > room:
         worth = tl.load(worths + places, mask=is_row, other=-1.0)
         order = worth.to(tl.int32, bitcast=True)  # non-negative floats order as their bits do
-        least = 0
+        minimum = 0
         for bit in range(31):  # bisects the greatest threshold that `room` rows reach
-            higher = least | (1 << (30 - bit))
-            least = tl.where(tl.sum((order >= higher).to(tl.int32), 0) >= room, higher, least)
-        is_above, is_equal = order > least, (order == least) & is_row
+            higher = minimum | (1 << (30 - bit))
+            minimum = tl.where(tl.sum((order >= higher).to(tl.int32), 0) >= room, higher, minimum)
+        is_above, is_equal = order > minimum, (order == minimum) & is_row
         missing = room - tl.sum(is_above.to(tl.int32), 0)
-        stays = (is_above | (is_equal & (tl.cumsum(is_equal.to(tl.int32), 0) <= missing))).to(tl.int32)
-    num_before = tl.cumsum(stays, 0) - stays
-    tl.store(stay_before + places, num_before, mask=is_row)
-    tl.store(stay_before + num_rows, tl.sum(stays, 0))
+        is_kept = (is_above | (is_equal & (tl.cumsum(is_equal.to(tl.int32), 0) <= missing))).to(tl.int32)
+    num_before = tl.cumsum(is_kept, 0) - is_kept
+    tl.store(kept_before + places, num_before, mask=is_row)
+    tl.store(kept_before + num_rows, tl.sum(is_kept, 0))
     tl.debug_barrier()
 
     tl.store(new_cu_rows, 0)
@@ -285,7 +287,7 @@ def _trim_drafts(
         is_request = requests < num_requests
         first = tl.load(cu_rows + requests, mask=is_request, other=0)
         end = tl.load(cu_rows + requests + 1, mask=is_request, other=0)
-        new_first = tl.load(stay_before + first, mask=is_request, other=0)
-        new_end = tl.load(stay_before + end, mask=is_request, other=0)
+        new_first = tl.load(kept_before + first, mask=is_request, other=0)
+        new_end = tl.load(kept_before + end, mask=is_request, other=0)
         tl.store(new_cu_rows + requests + 1, new_end, mask=is_request)
         tl.store(new_num_drafts + requests, tl.maximum(new_end - new_first - 1, 0), mask=is_request)

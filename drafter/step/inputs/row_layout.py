@@ -109,7 +109,7 @@ def lay_out_rows(
     # Advanced indexing leaves a group's slots strided; readers want them contiguous.
     kv_slots_GN = np.ascontiguousarray(pages_GN * page_size + positions_N % page_size)
     sampled_X = np.flatnonzero(rows_N >= np.repeat(ends_R - counts_R, num_rows_R))
-    token_ids_N = tokens_ST[_beside(tokens_ST, slots_N), _beside(tokens_ST, positions_N)]
+    token_ids_N = tokens_ST[_to_device(tokens_ST, slots_N), _to_device(tokens_ST, positions_N)]
     return token_ids_N, positions_N, kv_slots_GN, sampled_X, slots_N[sampled_X]
 
 
@@ -119,10 +119,10 @@ def write_tokens(tokens_ST: Tensor, slots_R: Ints, begin_R: Ints, counts_R: Ints
     The last column of `tokens` is scratch: discarded values are written there.
     """
     columns_W = torch.arange(values_RW.shape[1], device=values_RW.device)
-    wanted_RW = (columns_W < _beside(tokens_ST, counts_R).unsqueeze(1)) & (values_RW >= 0)
-    columns_RW = _beside(tokens_ST, begin_R).unsqueeze(1) + columns_W
+    wanted_RW = (columns_W < _to_device(tokens_ST, counts_R).unsqueeze(1)) & (values_RW >= 0)
+    columns_RW = _to_device(tokens_ST, begin_R).unsqueeze(1) + columns_W
     columns_RW = torch.where(wanted_RW, columns_RW, tokens_ST.shape[1] - 1)
-    tokens_ST[_beside(tokens_ST, slots_R).unsqueeze(1), columns_RW] = values_RW
+    tokens_ST[_to_device(tokens_ST, slots_R).unsqueeze(1), columns_RW] = values_RW
 
 
 def by_request(values_X: Tensor, counts_R: Tensor, width: int) -> Tensor:
@@ -136,5 +136,5 @@ def by_request(values_X: Tensor, counts_R: Tensor, width: int) -> Tensor:
     return torch.where(columns_W < counts_R.unsqueeze(1), values_X[places_RW], nothing)
 
 
-def _beside(tokens: Tensor, values: Ints) -> Tensor:
+def _to_device(tokens: Tensor, values: Ints) -> Tensor:
     return torch.from_numpy(values).to(tokens.device)

@@ -119,11 +119,11 @@ class _SlotRules:
     def _forced(self, thoughts: ThinkingBudgetState, tokens_T: Tensor, num_before_W: Ints) -> Tensor | None:
         """Return (row, token) pairs where reasoning must end."""
         num_before = num_before_W.tolist()
-        self.thoughts = thoughts = thoughts.behind(tokens_T[thoughts.num_read : num_before[0]].tolist())
+        self.thoughts = thoughts = thoughts.after(tokens_T[thoughts.num_read : num_before[0]].tolist())
         drafts = tokens_T[num_before[0] : num_before[-1]].tolist()
         pairs: list[tuple[int, int]] = []
         for row, count in enumerate(num_before):
-            thoughts = thoughts.behind(drafts[thoughts.num_read - num_before[0] : count - num_before[0]])
+            thoughts = thoughts.after(drafts[thoughts.num_read - num_before[0] : count - num_before[0]])
             if (token := thoughts.forced) is not None:
                 pairs.append((row, token))
         return _pairs(pairs, tokens_T.device)

@@ -1,7 +1,7 @@
 """Log probabilities of sampled and prompt tokens, under the target's unmodified distribution.
 
 Computed in fp32 from the logits before rules, temperature and filters. Works on any device without host
-synchronization: a row's result is packed as int32, which `read_told` decodes on the host. Called by
+synchronization: a row's result is packed as int32, which `unpack_logprobs` decodes on the host. Called by
 `actors/targets/runners/`.
 
     a row's values    log probability, rank, L likeliest ids, their L log probabilities    int32; fp32 bits
@@ -28,7 +28,7 @@ _CHUNK = 32  # rows whose fp32 logits are in memory at once
 
 
 @dataclass(frozen=True, slots=True)
-class AskedRows:
+class LogprobRows:
     """The rows of a step that want log probabilities.
 
     Attributes:
@@ -42,13 +42,13 @@ class AskedRows:
     num_top: int
 
     @classmethod
-    def of(cls, num_top_R: Ints, begins_R: Ints, counts_R: Ints) -> AskedRows | None:
+    def of(cls, num_top_R: Ints, begins_R: Ints, counts_R: Ints) -> LogprobRows | None:
         """Return the rows of requests by their top-k (-1: not wanted); None if there are none."""
         requests_A = np.flatnonzero((num_top_R >= 0) & (counts_R > 0))
         if not len(requests_A):
             return None
-        most = int(num_top_R[requests_A].max())
-        return cls(requests_A, begins_R[requests_A], counts_R[requests_A], most)
+        maximum = int(num_top_R[requests_A].max())
+        return cls(requests_A, begins_R[requests_A], counts_R[requests_A], maximum)
 
     def rows(self) -> Ints:
         """Return the row indices [Y], in the numbering of `begins_A`, request after request."""
@@ -56,7 +56,7 @@ class AskedRows:
         return np.repeat(self.begins_A - firsts_A, self.counts_A) + np.arange(self.counts_A.sum())
 
 
-class AskedSlots:
+class LogprobSlots:
     """Log probabilities that each request slot wants; kept on the host for all devices.
 
     Attributes:
@@ -76,11 +76,11 @@ class AskedSlots:
         self._prompt_length_S[slot] = sampling.prompt_length
         self.in_use = bool((self._num_top_S >= 0).any() or (self._num_top_of_prompt_S >= 0).any())
 
-    def chosen(self, slots_R: Ints, begins_R: Ints, counts_R: Ints) -> AskedRows | None:
+    def chosen(self, slots_R: Ints, begins_R: Ints, counts_R: Ints) -> LogprobRows | None:
         """Return the sampled rows that want log probabilities; all `counts` rows of a request do."""
-        return AskedRows.of(self._num_top_S[slots_R], begins_R, counts_R)
+        return LogprobRows.of(self._num_top_S[slots_R], begins_R, counts_R)
 
-    def prompts(self, slots_R: Ints, first_R: Ints, num_rows_R: Ints) -> AskedRows | None:
+    def prompts(self, slots_R: Ints, first_R: Ints, num_rows_R: Ints) -> LogprobRows | None:
         """Return the prompt rows that want log probabilities: all that are followed by a prompt token.
 
         Args:
@@ -88,15 +88,15 @@ class AskedSlots:
         """
         before_last_R = self._prompt_length_S[slots_R] - 1 - first_R
         begins_R, counts_R = np.cumsum(num_rows_R) - num_rows_R, np.clip(before_last_R, 0, num_rows_R)
-        return AskedRows.of(self._num_top_of_prompt_S[slots_R], begins_R, counts_R)
+        return LogprobRows.of(self._num_top_of_prompt_S[slots_R], begins_R, counts_R)
 
 
-def raw_logprobs(logits_XV: Tensor, asked: AskedRows) -> Tensor:
+def raw_logprobs(logits_XV: Tensor, logprob_rows: LogprobRows) -> Tensor:
     """Return log probabilities of all tokens in these rows: fp32 [Y, V], a copy."""
-    return logits_XV[torch.from_numpy(asked.rows()).to(logits_XV.device)].float().log_softmax(dim=-1)
+    return logits_XV[torch.from_numpy(logprob_rows.rows()).to(logits_XV.device)].float().log_softmax(dim=-1)
 
 
-def tell(logprobs_YV: Tensor, token_ids_Y: Tensor, num_top: int) -> Tensor:
+def pack_logprobs(logprobs_YV: Tensor, token_ids_Y: Tensor, num_top: int) -> Tensor:
     """Pack log probabilities and ranks of these tokens and of the likeliest ones: int32 [Y, E]."""
     own_Y1 = logprobs_YV.gather(1, token_ids_Y.unsqueeze(1))
     ranks_Y1 = (logprobs_YV >= own_Y1).sum(dim=1, keepdim=True)
@@ -105,7 +105,7 @@ def tell(logprobs_YV: Tensor, token_ids_Y: Tensor, num_top: int) -> Tensor:
     return torch.cat(parts, dim=1)
 
 
-def tell_in_chunks(
+def pack_logprobs_in_chunks(
     hidden_YH: Tensor, token_ids_Y: Tensor, head: Callable[[Tensor], Tensor], num_top: int
 ) -> Tensor:
     """Pack log probabilities from hidden states, int32 [Y, E], in chunks: a prompt's logits may not fit.
@@ -115,26 +115,28 @@ def tell_in_chunks(
         head: hidden states to logits.
     """
     chunks = zip(hidden_YH.split(_CHUNK), token_ids_Y.split(_CHUNK), strict=True)
-    told = [tell(head(h).float().log_softmax(dim=-1), ids, num_top) for h, ids in chunks]
-    return torch.cat(told)
+    packed = [pack_logprobs(head(h).float().log_softmax(dim=-1), ids, num_top) for h, ids in chunks]
+    return torch.cat(packed)
 
 
-def num_told(num_top: int, vocab_size: int) -> int:
+def num_packed_values(num_top: int, vocab_size: int) -> int:
     """Return E, the number of values of a row."""
     return 2 + 2 * min(num_top, vocab_size)
 
 
-def read_told(told_YE: NDArray[np.int32], asked: AskedRows) -> StepLogprobs:
-    """Decode the packed values of `tell` on the host. A copy."""
-    num_top = (told_YE.shape[1] - 2) // 2
+def unpack_logprobs(packed_YE: NDArray[np.int32], logprob_rows: LogprobRows) -> StepLogprobs:
+    """Decode the packed values of `pack_logprobs` on the host. A copy."""
+    num_top = (packed_YE.shape[1] - 2) // 2
 
     def floats(values: NDArray[np.int32]) -> NDArray[np.float32]:
         return values.copy().view(np.float32)
 
     rows = RowLogprobs(
-        logprobs_Y=floats(told_YE[:, :1])[:, 0],
-        ranks_Y=told_YE[:, 1].copy(),
-        top_ids_YL=told_YE[:, 2 : 2 + num_top].copy(),
-        top_logprobs_YL=floats(told_YE[:, 2 + num_top :]),
+        logprobs_Y=floats(packed_YE[:, :1])[:, 0],
+        ranks_Y=packed_YE[:, 1].copy(),
+        top_ids_YL=packed_YE[:, 2 : 2 + num_top].copy(),
+        top_logprobs_YL=floats(packed_YE[:, 2 + num_top :]),
     )
-    return StepLogprobs(asked.requests_A.astype(np.int32), asked.counts_A.astype(np.int32), rows)
+    return StepLogprobs(
+        logprob_rows.requests_A.astype(np.int32), logprob_rows.counts_A.astype(np.int32), rows
+    )

@@ -36,7 +36,7 @@ class ThinkingBudgetState:
         """Return the state before any token. Without a start mark, reasoning begins with the answer."""
         return cls(rule, begin=None if rule.start else prompt_length)
 
-    def behind(self, tokens: Sequence[int]) -> ThinkingBudgetState:
+    def after(self, tokens: Sequence[int]) -> ThinkingBudgetState:
         """Return the state after further tokens."""
         rule, begin, num_read, recent = self.rule, self.begin, self.num_read, self.recent
         longest = max(len(rule.start), len(rule.end))
@@ -55,8 +55,8 @@ class ThinkingBudgetState:
         if self.begin is None or (count := self.num_read - self.begin) < self.rule.budget:
             return None
         end = self.rule.end
-        begun = (k for k in range(len(end) - 1, 0, -1) if k <= count and _ends(self.recent, end[:k]))
-        return end[next(begun, 0)]
+        prefix_lengths = (k for k in range(len(end) - 1, 0, -1) if k <= count and _ends(self.recent, end[:k]))
+        return end[next(prefix_lengths, 0)]
 
 
 def _ends(tokens: tuple[int, ...], mark: tuple[int, ...]) -> bool:

@@ -17,7 +17,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ....cluster.speculation.draft_trimming import trimmed
+from ....cluster.speculation.draft_trimming import drafts_to_verify
 from ....cluster.step.scheduler_output import IntArray, SchedulerOutput
 from ..inputs.row_layout import by_request
 
@@ -35,8 +35,8 @@ def accept(chosen_X: Tensor, counts_R: Tensor, drafts_RK: Tensor) -> tuple[Tenso
     """
     chosen_RW = by_request(chosen_X, counts_R, drafts_RK.shape[1] + 1)
     # A draft of -1 never equals the bonus token in its place, so the run of matches ends there.
-    stood_RK = (chosen_RW[:, :-1] == drafts_RK).cumprod(dim=1)
-    num_tokens_R = (stood_RK.sum(dim=1) + 1) * (counts_R > 0)
+    accepted_RK = (chosen_RW[:, :-1] == drafts_RK).cumprod(dim=1)
+    num_tokens_R = (accepted_RK.sum(dim=1) + 1) * (counts_R > 0)
     columns_W = torch.arange(chosen_RW.shape[1], device=counts_R.device)
     return torch.where(columns_W < num_tokens_R.unsqueeze(1), chosen_RW, -1), num_tokens_R
 
@@ -45,7 +45,7 @@ def trim(margins_RK: Tensor, plan: SchedulerOutput) -> IntArray:
     """Return the number of verified drafts of each request, int32 [R]. Margins are fp32 [R, K]."""
     assert plan.trim is not None, "asked where drafts are cut"
     num_other_rows = plan.num_batched_tokens - plan.num_draft_tokens
-    return trimmed(margins_RK.cpu().numpy(), plan.num_drafts, num_other_rows, plan.trim)
+    return drafts_to_verify(margins_RK.cpu().numpy(), plan.num_drafts, num_other_rows, plan.trim)
 
 
 def take_out(drafts_RK: Tensor, num_drafts_R: Tensor) -> Tensor:

@@ -24,10 +24,10 @@ def find_device(device: torch.device, dtype: torch.dtype, stated: str | None) ->
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
     if stated is not None:
         return Device.parse(f"{name}, rates as stated", stated)
-    return known_device(device, dtype) or measure_device(f"{name}, rates as measured", device, dtype)
+    return published_rates(device, dtype) or measure_device(f"{name}, rates as measured", device, dtype)
 
 
-def known_device(device: torch.device, dtype: torch.dtype) -> Device | None:
+def published_rates(device: torch.device, dtype: torch.dtype) -> Device | None:
     """Return the measured rates of a known GPU, for 16-bit products; None for other devices and dtypes."""
     if device.type != "cuda" or dtype.itemsize != 2:
         return None
@@ -37,9 +37,9 @@ def known_device(device: torch.device, dtype: torch.dtype) -> Device | None:
 def measure_device(name: str, device: torch.device, dtype: torch.dtype) -> Device:
     num_bytes, size = _COPY_BYTES[device.type], _PRODUCT_SIZE[device.type]
     source, copy = (torch.ones(num_bytes, dtype=torch.uint8, device=device) for _ in range(2))
-    copy_s = _least_s(device, lambda: copy.copy_(source))
+    copy_s = _min_s(device, lambda: copy.copy_(source))
     left, right = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
-    product_s = _least_s(device, lambda: left @ right)
+    product_s = _min_s(device, lambda: left @ right)
     return Device(name, 2 * num_bytes / copy_s, 2 * size**3 / product_s)
 
 
@@ -50,10 +50,10 @@ def weight_bytes_per_s(
     num_bytes: int,
 ) -> float:
     """Return bytes/s of weights that products read one after the other (`num_bytes` in total); best of 5."""
-    return num_bytes / _least_s(device, lambda: [product(x_NI) for product in products])
+    return num_bytes / _min_s(device, lambda: [product(x_NI) for product in products])
 
 
-def _least_s(device: torch.device, work: Callable[[], object]) -> float:
+def _min_s(device: torch.device, work: Callable[[], object]) -> float:
     return min(_seconds(device, work) for _ in range(_REPEATS))
 
 

@@ -31,8 +31,7 @@ from ....cluster.errors import DatasetError
 from ....cluster.request.request import SamplingParams
 from ....cluster.speculation.acceptance_length import mean_acceptance_length
 from ...common.generate import open_llm
-from ...common.progress import counting
-from ...common.progress import say as say
+from ...common.progress import counting, say
 from .options import RunOptions
 from .provenance import options_json, provenance
 
@@ -40,9 +39,9 @@ MODES = ("on", "off")
 Figures = dict[str, Any]  # Any: JSON
 Prompt = tuple[str, list[int]]  # id, token ids
 LINE_S = 4.0  # interval of progress lines
-TURN_S = 0.5  # duration for the slowest side
+SLICE_S = 0.5  # duration for the slowest side
 # Minimum number of full batches in a turn: at its end the batch is not full, which must not dominate.
-LEAST_GROUPS = 2
+MIN_GROUPS = 2
 
 _Name = TypeVar("_Name", bound=str)
 
@@ -253,9 +252,9 @@ def _answer(output: RequestOutput) -> list[int]:
 
 
 def prompts_per_turn(requests: int, tokens_per_s: float, max_tokens: int) -> int:
-    """Return the prompts that the slowest side answers in `TURN_S`: at least two groups of `requests`."""
-    groups = round(TURN_S * tokens_per_s / max_tokens / requests)
-    return requests * max(groups, LEAST_GROUPS)
+    """Return the prompts that the slowest side answers in `SLICE_S`: at least two groups of `requests`."""
+    groups = round(SLICE_S * tokens_per_s / max_tokens / requests)
+    return requests * max(groups, MIN_GROUPS)
 
 
 def split_evenly(count: int, per_turn: int, requests: int) -> list[slice]:

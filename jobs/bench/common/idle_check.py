@@ -62,17 +62,17 @@ class Idleness:
         takers = {"other processes": self.others_s, "other virtual machines": self.stolen_s}
         took = {name: self._share(taken) for name, taken in takers.items() if taken is not None}
         parts = [f"{name} took {share * 100:.0f} %" for name, share in took.items() if share >= IDLE_SHARE]
-        said: list[str] = []
+        texts: list[str] = []
         if parts:
-            said.append(
+            texts.append(
                 f"The machine was not idle: {' and '.join(parts)} of its CPU time during the measurement; "
                 "only ratios of sides that alternated are meaningful."
             )
         if self.throttled_s is not None and self._share(self.throttled_s) >= IDLE_SHARE:
-            said.append(
+            texts.append(
                 f"A CPU quota stopped this process for {self.throttled_s:.1f} s of {self.seconds:.1f} s."
             )
-        return " ".join(said) or None
+        return " ".join(texts) or None
 
     def as_json(self) -> dict[str, Any]:  # Any: JSON
         """Return the times as shares of the cores' time; null is unknown."""

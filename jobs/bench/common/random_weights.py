@@ -28,7 +28,7 @@ from ....drafter.compute.memory.kv_cache import PagedKVCache
 from ....drafter.dflash.checkpoint import drafter_shapes
 from ....drafter.dflash.config import DrafterConfig
 from ....drafter.dflash.model import DFlashDrafter
-from ....drafter.dflash.target_features import TargetFacts, TargetLends, usual_layer_ids
+from ....drafter.dflash.target_features import TargetEmbeddings, TargetFacts, usual_layer_ids
 
 T = TypeVar("T")
 
@@ -120,12 +120,14 @@ class RandomModels:
         tensors = RandomTensors(target_shapes(plan.target), plan.dtype, plan.device)
         return TargetWeights(tensors, plan.target, sharding, plan.dtype, plan.device)
 
-    def drafter(self, plan: LoadPlan, lends: TargetLends, backend: Backend) -> DFlashDrafter:
+    def drafter(self, plan: LoadPlan, shared_embeddings: TargetEmbeddings, backend: Backend) -> DFlashDrafter:
         assert isinstance(plan.drafter, DrafterConfig), "only a plan with a block drafter asks for one"
         tensors = RandomTensors(drafter_shapes(plan.drafter, plan.facts), plan.dtype, plan.device)
         weights = {name: tensors.get(name) for name in tensors.shapes}
         positions = plan.max_model_len + plan.drafter.block_size
-        return _FilledDrafter(plan.drafter, weights, lends, positions, backend, plan.pages.drafter)
+        return _FilledDrafter(
+            plan.drafter, weights, shared_embeddings, positions, backend, plan.pages.drafter
+        )
 
 
 class _FilledDrafter(DFlashDrafter):

@@ -17,7 +17,7 @@ from typing import Any
 
 import pyarrow.parquet as pq
 
-from ....actors.system.atomic_files import write_whole
+from ....actors.system.atomic_files import write_atomically
 from ....cluster.errors import DatasetError
 from ..common.engine_passes import say
 
@@ -57,7 +57,7 @@ def prepare_speed_bench(subset: str, output: Path, source: Path | None = None) -
         )
     text = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
     output.parent.mkdir(parents=True, exist_ok=True)
-    write_whole(output, lambda target: target.write_text(text, encoding="utf-8"))
+    write_atomically(output, lambda target: target.write_text(text, encoding="utf-8"))
     counted = Counter(line["category"] for line in lines)
     return Prepared(output, dict(sorted(counted.items())), len(rows) - len(lines))
 

@@ -55,15 +55,15 @@ class LoadRun:
         self.open: dict[str, AnswerRecord] = {}
         self.begin_s = self._clock()
 
-    def submit(self, source: RequestSource, number: int, asked_s: float) -> None:
+    def submit(self, source: RequestSource, number: int, requested_s: float) -> None:
         request, name = source[number], str(number)
-        self.answers[name] = self.open[name] = AnswerRecord(number, request.category, asked_s)
+        self.answers[name] = self.open[name] = AnswerRecord(number, request.category, requested_s)
         self._engine.add_request(
             Request(
                 request_id=name,
                 prompt_token_ids=tuple(request.prompt),
                 params=request.sampling,
-                arrival_s=asked_s,
+                arrival_s=requested_s,
             )
         )
 

@@ -34,9 +34,9 @@ class RequestLatencies:
     itl_s: tuple[float, ...]
 
     @classmethod
-    def of(cls, asked_s: float, times_s: Sequence[float], num_tokens: int) -> RequestLatencies:
+    def of(cls, requested_s: float, times_s: Sequence[float], num_tokens: int) -> RequestLatencies:
         """Compute the latencies from the arrival time and the times of events with tokens (at least one)."""
-        ttft_s, e2el_s = times_s[0] - asked_s, times_s[-1] - asked_s
+        ttft_s, e2el_s = times_s[0] - requested_s, times_s[-1] - requested_s
         tpot_s = (e2el_s - ttft_s) / (num_tokens - 1) if num_tokens > 1 else None
         return cls(ttft_s, e2el_s, tpot_s, tuple(later - sooner for sooner, later in pairwise(times_s)))
 
@@ -75,14 +75,16 @@ class AnswerRecord:
 
     number: int
     category: str
-    asked_s: float
+    requested_s: float
     blocks: list[DraftBlock] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
     ended_s: float | None = None
 
     @property
     def waits(self) -> RequestLatencies:
-        return RequestLatencies.of(self.asked_s, [block.at_s for block in self.blocks], len(self.token_ids))
+        return RequestLatencies.of(
+            self.requested_s, [block.at_s for block in self.blocks], len(self.token_ids)
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +111,7 @@ class LoadPass:
     @property
     def request_seconds(self) -> float:
         ends = ((answer, self.end_s if answer.ended_s is None else answer.ended_s) for answer in self.answers)
-        return sum(end_s - answer.asked_s for answer, end_s in ends)
+        return sum(end_s - answer.requested_s for answer, end_s in ends)
 
     @property
     def user_tokens_per_s(self) -> float:
@@ -137,8 +139,8 @@ class Sums:
     @classmethod
     def of(cls, blocks: Sequence[DraftBlock]) -> Sums:
         """Sum over blocks, including each request's first block, which ends the prefill and has no drafts."""
-        most = max((block.num_drafted for block in blocks), default=0)
-        drafted, accepted = [0] * most, [0] * most
+        maximum = max((block.num_drafted for block in blocks), default=0)
+        drafted, accepted = [0] * maximum, [0] * maximum
         for block in blocks:
             for i in range(block.num_drafted):
                 drafted[i] += 1

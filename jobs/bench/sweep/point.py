@@ -20,7 +20,7 @@ from .engine_driver import Driver
 from .engines import PLAIN
 from .load_records import LoadPass, Sums, acceptance_json, describe
 
-LEAST_ROUNDS = 3
+MIN_ROUNDS = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,11 +41,11 @@ def measure(
     `budget_s` covers all sides together; it is exceeded if it is too short for LEAST_ROUNDS.
     """
     begin_s = time.monotonic()
-    least = max(requests, 2)
+    minimum = max(requests, 2)
     # Warm-up. Its duration also determines how many requests fit into the budget.
-    slowest_s = max(driver.closed(source, range(least), requests).seconds for driver in drivers.values())
+    slowest_s = max(driver.closed(source, range(minimum), requests).seconds for driver in drivers.values())
     left_s = max(budget_s - (time.monotonic() - begin_s), 0.0)
-    rounds, count = _plan(least, slowest_s, left_s / len(drivers), rounds)
+    rounds, count = _plan(minimum, slowest_s, left_s / len(drivers), rounds)
     parts = [range(begin, begin + count) for begin in range(0, rounds * count, count)]
     passes: dict[str, list[LoadPass]] = {name: [] for name in drivers}
     watch = Watch()
@@ -57,14 +57,14 @@ def measure(
     return PointPasses(requests, parts, passes, watch)
 
 
-def _plan(least: int, least_s: float, side_s: float, most_rounds: int) -> tuple[int, int]:
-    """Return rounds and requests per round for `side_s` seconds, if `least` requests take `least_s`.
+def _plan(minimum: int, min_s: float, side_s: float, max_rounds: int) -> tuple[int, int]:
+    """Return rounds and requests per round for `side_s` seconds, if `minimum` requests take `min_s`.
 
     Longer rounds are preferred to more rounds, since all requests of a round start together.
     """
-    fit = side_s / least_s
-    rounds = max(min(most_rounds, int(fit / 2)), min(LEAST_ROUNDS, most_rounds))
-    return rounds, max(least, int(least * fit / rounds))
+    fit = side_s / min_s
+    rounds = max(min(max_rounds, int(fit / 2)), min(MIN_ROUNDS, max_rounds))
+    return rounds, max(minimum, int(minimum * fit / rounds))
 
 
 def point_figures(measured: PointPasses, fixed: Sequence[str]) -> Figures:
@@ -82,7 +82,7 @@ def point_figures(measured: PointPasses, fixed: Sequence[str]) -> Figures:
         "requests_per_round": len(measured.parts[0]),
         "best": best,
         "sides": {
-            name: _side_figures(name, passes, best, tells_drafts=name not in fixed[:-1])
+            name: _figures_of_side(name, passes, best, shows_drafts=name not in fixed[:-1])
             | {"identical": _tokens(measured, name) == expected}
             for name in passes
         },
@@ -100,8 +100,8 @@ def _tokens(measured: PointPasses, name: str) -> list[list[int]]:
     ]
 
 
-def _side_figures(
-    name: str, passes: Mapping[str, Sequence[LoadPass]], best: str, *, tells_drafts: bool
+def _figures_of_side(
+    name: str, passes: Mapping[str, Sequence[LoadPass]], best: str, *, shows_drafts: bool
 ) -> Figures:
     mine = passes[name]
     answers = [answer for done in mine for answer in done.answers]
@@ -122,7 +122,7 @@ def _side_figures(
         "tokens_per_step": rounded(sums.tokens_per_step),
         "mean_acceptance_length": rounded(sums.mean_acceptance_length),
         "drafts_per_step": rounded(sum(sums.drafted) / sums.num_blocks if sums.num_blocks else None),
-        "acceptance": acceptance_json(answers) if tells_drafts else {},
+        "acceptance": acceptance_json(answers) if shows_drafts else {},
         "step_seconds": {
             part: round(sum(done.step_seconds.get(part, 0.0) for done in mine), 4) for part in sorted(parts)
         },

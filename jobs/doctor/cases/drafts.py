@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ....cluster.speculation.draft_trimming import trimmed
+from ....cluster.speculation.draft_trimming import drafts_to_verify
 from ....cluster.step.scheduler_output import SlotSampling, Trim
 from ....drafter.step.gpu_triton.inputs.row_layout import DeviceStepRequests, lay_out_block, pack
 from ....drafter.step.gpu_triton.sampling.sampler import SamplingWorkspace
@@ -72,14 +72,14 @@ def _margins(place: MachineKind, sampling: SlotSampling) -> CheckOutcome:
 def _cuts(place: MachineKind) -> CheckOutcome:
     """Check that the kernel keeps the same drafts as the host. Few distinct margins give ties."""
     rng = np.random.default_rng(2)
-    count, most = (9, 7) if place.interpreted else (256, 15)
-    drafts_R = rng.integers(0, most + 1, count).astype(np.int32)
-    margins_RK = rng.choice(np.array([0.1, 1.0, 7.5], np.float32), (count, most))
-    made_RK = np.arange(most) < drafts_R[:, None]
+    count, maximum = (9, 7) if place.interpreted else (256, 15)
+    drafts_R = rng.integers(0, maximum + 1, count).astype(np.int32)
+    margins_RK = rng.choice(np.array([0.1, 1.0, 7.5], np.float32), (count, maximum))
+    made_RK = np.arange(maximum) < drafts_R[:, None]
     num_rows = count + int(drafts_R.sum()) // 2
-    flat_K, ones_R = np.full(most, 0.5, np.float32), np.ones(count, np.float32)
+    flat_K, ones_R = np.full(maximum, 0.5, np.float32), np.ones(count, np.float32)
     trim = Trim(flat_K, flat_K, 0 * ones_R, ones_R, np.empty(0, np.float32), num_rows)
-    expected_R = trimmed(np.where(made_RK, margins_RK, np.float32(np.nan)), drafts_R, count, trim)
+    expected_R = drafts_to_verify(np.where(made_RK, margins_RK, np.float32(np.nan)), drafts_R, count, trim)
     found, _ = cut(drafts_R, margins_RK, trim, num_rows, place.device)
     found_R = found.num_drafts_R.cpu().numpy()
     if found_R.sum() != expected_R.sum():
@@ -99,17 +99,19 @@ def cut(
 
     `padding` is the number of requests without rows after the others.
     """
-    count, most = margins_RK.shape
-    room, requests_R = DeviceStepRequests.room(count + padding), np.arange(count, dtype=np.int32)
+    count, maximum = margins_RK.shape
+    room, requests_R = DeviceStepRequests.list_length(count + padding), np.arange(count, dtype=np.int32)
     lists = pack(requests_R, 1 + drafts_R, drafts_R, np.ones(count, bool), room)
-    values = TrimLists.pack(trim, requests_R.astype(np.intp), room, most)
+    values = TrimLists.pack(trim, requests_R.astype(np.intp), room, maximum)
     blocks = [np.insert(of_one[:n], 0, 99.0) for of_one, n in zip(margins_RK, drafts_R, strict=True)]
     margins = np.concatenate([*blocks, np.full(5, 99.0)]).astype(np.float32)
     lists_LW, values_V, margins_N = (torch.from_numpy(x).to(device) for x in (lists, values, margins))
-    drafted = DeviceStepRequests.decoding(lists_LW, count + padding, most + 1, num_rows)
-    home_RK = torch.full((count + padding, most), 5.0, device=device)
+    drafted = DeviceStepRequests.decoding(lists_LW, count + padding, maximum + 1, num_rows)
+    home_RK = torch.full((count + padding, maximum), 5.0, device=device)
     num_drafts_R = torch.full((count + padding,), 77, dtype=torch.int32, device=device)
-    found = trim_drafts(drafted, margins_N, TrimLists.over(values_V, room), num_rows, num_drafts_R, home_RK)
+    found = trim_drafts(
+        drafted, margins_N, TrimLists.views_of(values_V, room), num_rows, num_drafts_R, home_RK
+    )
     return found, home_RK
 
 
@@ -127,17 +129,17 @@ def _paths(place: MachineKind, sampling: SlotSampling) -> CheckOutcome:
     num_rows = len(block.slots_N)
     logits_NV, gates_NE = randn(num_rows, place.vocab_size), randn(num_rows, _RANK)
     predecessor_VE, successor_VE = (0.1 * randn(place.vocab_size, _RANK) for _ in range(2))
-    books = SelectorCodebooks(predecessor_VE, successor_VE, _TOP_K)
+    codebooks = SelectorCodebooks(predecessor_VE, successor_VE, _TOP_K)
     drafting_N = torch.from_numpy(np.flatnonzero(np.repeat(pair.step.num_drafts > 0, pair.step.num_rows)))
     mine_X = drafting_N.to(place.device)[expected.sampled_X]
-    theirs = select_paths(logits_NV[mine_X], gates_NE[mine_X], expected, books)
+    theirs = select_paths(logits_NV[mine_X], gates_NE[mine_X], expected, codebooks)
     state = pair.device.sampling
     workspace = SamplingWorkspace.build(num_rows, place.vocab_size, place.device)
     found = find_candidates(logits_NV, block, state, _TOP_K, filters=filters, workspace=workspace)
     margins_N = torch.zeros(num_rows, device=place.device)
     cu_rows_R1 = pair.requests.cu_rows_R1
     chosen_N = walk_paths(
-        found, gates_NE, block, cu_rows_R1, state, books, filters=filters, margins_N=margins_N
+        found, gates_NE, block, cu_rows_R1, state, codebooks, filters=filters, margins_N=margins_N
     )
     assert theirs.margins_RK is not None, "select_paths returns margins"
     of_drafts = theirs.drafts_RK >= 0

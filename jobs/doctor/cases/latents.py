@@ -87,7 +87,7 @@ def _attend(inputs: KernelInputs, *, sizes: _Sizes, rows: tuple[int, int]) -> li
         given_NO = inputs.randn(len(placed.positions_N), sizes.heads * (sizes.nope + sizes.rotated) + width)
         return attention(given_NO, backend.begin(placed), contexts.cache, 0)
 
-    attend(contexts.known_rows())
+    attend(contexts.pending_rows())
     found_NO = attend(contexts.rows())
     written_NW = contexts.cache.slots(0)[0][contexts.rows().kv_slots[0]]
     return [written_NW[:, :rank], written_NW[:, rank:], *contexts.split(found_NO)]

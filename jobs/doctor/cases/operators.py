@@ -182,7 +182,7 @@ def _target_pass(inputs: KernelInputs) -> list[Tensor]:
     )
     return [
         stack(inputs.randn(len(rows.positions_N), inputs.hidden), rows, contexts.cache)[0]
-        for rows in (contexts.known_rows(), contexts.rows())
+        for rows in (contexts.pending_rows(), contexts.rows())
     ]
 
 
@@ -195,7 +195,7 @@ def _draft_pass(inputs: KernelInputs) -> list[Tensor]:
     stack = inputs.backend.stack(blocks, _random_norm(inputs))
     norms = [shape.k_norm_D for shape, _ in blocks if shape.k_norm_D is not None]
     write = inputs.backend.context_writer(torch.stack(norms), inputs.eps, of.num_kv_heads)
-    known, rows = contexts.known_rows(), contexts.rows(window)
+    known, rows = contexts.pending_rows(), contexts.rows(window)
     kv_NO = inputs.randn(len(known.positions_N), 2 * _NUM_LAYERS * of.num_kv_heads * of.head_dim)
     write(kv_NO, rope, known, contexts.cache, 0)
     x_NH = inputs.randn(len(rows.positions_N), inputs.hidden)

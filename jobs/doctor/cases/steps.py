@@ -23,7 +23,7 @@ from ....drafter.step.gpu_triton.inputs.row_layout import (
     lay_out_block,
     lay_out_rows,
     pack,
-    place_drafts,
+    write_drafts,
 )
 from ....drafter.step.gpu_triton.inputs.row_layout import DeviceStepRows as DeviceRows
 from ....drafter.step.gpu_triton.inputs.upload import Upload
@@ -95,8 +95,8 @@ class StatePair:
         )
         admission = replace(admission, admitted=tuple(admitted))
         self.step = dummy_step([n - 1 for n in _PROMPTS], [k + 1 for k in _DRAFTS], _DRAFTS)
-        room = DeviceStepRequests.room(requests + _PADDING)
-        upload = Upload(self.device.arena, NUM_LISTS * room, self.device.most_changes)
+        room = DeviceStepRequests.list_length(requests + _PADDING)
+        upload = Upload(self.device.arena, NUM_LISTS * room, self.device.max_changes)
         for plan in (admission, self.step):
             self.host.apply(plan)
             lists_LW = pack(plan.slots, plan.num_rows, plan.num_drafts, plan.samples, room)
@@ -122,12 +122,12 @@ class StatePair:
         expected = self.host.lay_out_block(plan, _MASK)
         assert expected is not None, "some request drafts"
         chosen_N = self.words(len(block.slots_N))
-        place_drafts(chosen_N, block, tables)
+        write_drafts(chosen_N, block, tables)
         drafting_N = np.flatnonzero(np.repeat(plan.num_drafts > 0, plan.num_rows))
         drafting_N = torch.from_numpy(drafting_N).to(self._device)
         proposed_X = chosen_N[drafting_N][expected.sampled_X]
         drafts_RK = by_request(proposed_X, expected.counts_R, expected.max_count)
-        self.host.place_drafts(plan, drafts_RK)
+        self.host.write_drafts(plan, drafts_RK)
         return *self._differing(block, drafting_N, expected), drafts_RK
 
     def rows(self) -> tuple[int, int]:
@@ -171,14 +171,14 @@ def _verdicts(place: MachineKind) -> CheckOutcome:
     outcome_RW1 = torch.full((len(requests.slots_R), requests.max_drafts + 2), 99).to(requests.slots_R)
     accept_and_advance(chosen_N, requests, tables, outcome_RW1)
     real, found_RW, found_R = plan.num_requests, outcome_RW1[:, :-1], outcome_RW1[:, -1]
-    stands_R = torch.from_numpy(plan.num_computed).to(chosen_N) + expected_R
+    ends_R = torch.from_numpy(plan.num_computed).to(chosen_N) + expected_R
     pairs = [
         (found_RW[:real], expected_RW),
         (found_R[:real], expected_R),
         (found_RW[real:], torch.full_like(found_RW[real:], -1)),
         (found_R[real:], torch.zeros_like(found_R[real:])),
         (tables.token_ids[:, :_LENGTH], pair.host.token_ids[:, :_LENGTH]),
-        (tables.num_computed, stands_R),
+        (tables.num_computed, ends_R),
     ]
     return none_differ(*_count(pairs), "integers")
 
@@ -269,16 +269,16 @@ def _negative_gumbel(seeds_N: np.ndarray, positions_N: np.ndarray, like_NV: Tens
 
 def _filtered(scaled_NV: Tensor, sampling: SlotSampling, near: float) -> Tensor:
     """Return the tokens that min-p, top-k and top-p keep, with thresholds relaxed by `near`."""
-    most_N1 = scaled_NV.amax(-1, keepdim=True)
+    max_N1 = scaled_NV.amax(-1, keepdim=True)
     kept_NV = torch.ones_like(scaled_NV, dtype=torch.bool)
     if sampling.min_p > 0:
-        kept_NV &= scaled_NV >= most_N1 + np.log(sampling.min_p) - near
+        kept_NV &= scaled_NV >= max_N1 + np.log(sampling.min_p) - near
     if sampling.top_k > 0:
         kept_NV &= scaled_NV >= scaled_NV.topk(sampling.top_k).values[:, -1:] - near
     if sampling.top_p < 1:
         probs_NV = scaled_NV.masked_fill(~kept_NV, -torch.inf).softmax(-1)
         sorted_NV = probs_NV.sort(-1, descending=True).values
         inside_NV = sorted_NV.cumsum(-1) - sorted_NV < sampling.top_p + near
-        least_N1 = sorted_NV.masked_fill(~inside_NV, 2.0).amin(-1, keepdim=True)
-        kept_NV &= probs_NV >= least_N1 * (1 - near)
-    return kept_NV | (scaled_NV == most_N1)
+        min_N1 = sorted_NV.masked_fill(~inside_NV, 2.0).amin(-1, keepdim=True)
+        kept_NV &= probs_NV >= min_N1 * (1 - near)
+    return kept_NV | (scaled_NV == max_N1)

@@ -76,7 +76,7 @@ class MachineKind:
     interpreted: bool = False
 
     @classmethod
-    def here(cls) -> MachineKind:
+    def detect(cls) -> MachineKind:
         """Return the place of this machine: its GPU if there is one, unless TRITON_INTERPRET is set."""
         interpreted = bool(os.environ.get("TRITON_INTERPRET"))
         if torch.cuda.is_available() and not interpreted:
@@ -109,8 +109,8 @@ class BackendCandidate:
         """Return why it does not run here, as text that follows its name; None if it runs."""
         shape = place.shape
         machine = DeviceCapabilities(place.device, dtype, self.page_size, num_ranks=1)
-        asked = "loops" if self.name == "loops" else self.setting or "torch"
-        return why_not(asked, [shape.target.of_backend(), shape.drafter.of_backend()], machine)
+        backend = "loops" if self.name == "loops" else self.setting or "torch"
+        return why_not(backend, [shape.target.of_backend(), shape.drafter.of_backend()], machine)
 
 
 def candidates(place: MachineKind) -> list[BackendCandidate]:
@@ -234,11 +234,11 @@ class Contexts:
 
     def rows(self, window: int | None = None, padding: int = 0) -> PlacedRows:
         """Return the rows of this step, followed by padding rows."""
-        return self._place(self.first_R, self.rows_R, window, padding)
+        return self._locate(self.first_R, self.rows_R, window, padding)
 
-    def known_rows(self) -> PlacedRows:
+    def pending_rows(self) -> PlacedRows:
         """Return the context tokens as the rows of a prefill; every request must have some."""
-        return self._place(np.zeros_like(self.first_R), self.first_R)
+        return self._locate(np.zeros_like(self.first_R), self.first_R)
 
     def fill(self, inputs: KernelInputs) -> None:
         """Write random keys and values of the context tokens to layer 1."""
@@ -262,7 +262,7 @@ class Contexts:
             self._pages_RP[request][at // self._page_size] * self._page_size + at % self._page_size
         )
 
-    def _place(
+    def _locate(
         self, first_R: np.ndarray, rows_R: np.ndarray, window: int | None = None, padding: int = 0
     ) -> PlacedRows:
         spans = [np.arange(first, first + rows) for first, rows in zip(first_R, rows_R, strict=True)]

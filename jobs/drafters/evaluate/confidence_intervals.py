@@ -19,7 +19,7 @@ from statistics import NormalDist
 
 import numpy as np
 
-LEAST_UNITS = 3  # with fewer units there is no interval
+MIN_UNITS = 3  # with fewer units there is no interval
 _SHARE = 0.95
 
 
@@ -40,13 +40,13 @@ class RatioEstimate:
 
 
 def ratio_of_sums(
-    above_U: Sequence[float], below_U: Sequence[float], least: float = -math.inf, most: float = math.inf
+    above_U: Sequence[float], below_U: Sequence[float], minimum: float = -math.inf, maximum: float = math.inf
 ) -> RatioEstimate | None:
     """Return the sum of `above_U` divided by that of `below_U`; None if that is 0.
 
     Args:
         above_U, below_U: numerators and denominators by unit; units with denominator 0 are ignored.
-        least, most: bounds of the ratio, to which the interval is clipped.
+        minimum, maximum: bounds of the ratio, to which the interval is clipped.
     """
     above, below = np.asarray(above_U, np.float64), np.asarray(below_U, np.float64)
     above, below = above[below > 0], below[below > 0]
@@ -54,12 +54,12 @@ def ratio_of_sums(
     if not count:
         return None
     value = float(above.sum() / below.sum())
-    if count < LEAST_UNITS:
+    if count < MIN_UNITS:
         return RatioEstimate(value, None, None, count)
     residuals = above - value * below
     error = math.sqrt(count / (count - 1) * float((residuals**2).sum())) / float(below.sum())
     reach = student_t(count - 1) * error
-    return RatioEstimate(value, max(value - reach, least), min(value + reach, most), count)
+    return RatioEstimate(value, max(value - reach, minimum), min(value + reach, maximum), count)
 
 
 def student_t(degrees: int) -> float:

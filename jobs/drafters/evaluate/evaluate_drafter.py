@@ -75,7 +75,7 @@ def run_eval(options: EvalOptions) -> Figures:
     """Measure acceptance and speed at each temperature; return the figures with their provenance."""
     suite, config = open_suite(options.suite, options.num_prompts), engine_of(options.drafter, options.target)
     config = replace(config, enable_prefix_caching=False, max_num_seqs=max(options.concurrency))
-    kinds, count = suite_asks(config, suite, options.temperatures, options.max_tokens), len(suite.rows)
+    kinds, count = suite_requests(config, suite, options.temperatures, options.max_tokens), len(suite.rows)
     drafts, acceptance = measure_suite(config, kinds, count)
     with open_sides(config, {}, methods_only=True) as sides:
         if PLAIN in sides.refused:
@@ -99,7 +99,7 @@ def run_eval(options: EvalOptions) -> Figures:
     }
 
 
-def suite_asks(
+def suite_requests(
     config: EngineConfig, suite: Suite, temperatures: Sequence[float], max_tokens: int
 ) -> dict[float, RequestSource]:
     rows = encode_rows(suite.rows, load_tokenizer(config))
@@ -110,25 +110,25 @@ def measure_suite(
     config: EngineConfig, kinds: Mapping[float, RequestSource], count: int
 ) -> tuple[int, list[Figures]]:
     """Return the number of drafts of a whole block, and acceptance by temperature as JSON for a card."""
-    with open_whole(config) as whole:
+    with open_full_length(config) as full_length:
         acceptance = [
             {
                 "temperature": t,
-                "categories": _as_json(measure_acceptance(whole, source, count, config.max_num_seqs)),
+                "categories": _as_json(measure_acceptance(full_length, source, count, config.max_num_seqs)),
             }
             for t, source in kinds.items()
         ]
-        return whole.info.num_speculative_tokens, acceptance
+        return full_length.info.num_speculative_tokens, acceptance
 
 
 @contextmanager
-def open_whole(config: EngineConfig) -> Iterator[Driver]:
+def open_full_length(config: EngineConfig) -> Iterator[Driver]:
     """Open an engine that drafts whole blocks in every step."""
     spec = config.speculative_config
     assert spec is not None, "engine_of sets a speculative config"
-    whole = replace(config, speculative_config=replace(spec, adaptive=False))
+    full_config = replace(config, speculative_config=replace(spec, adaptive=False))
     say("opening the drafter, whole blocks")
-    driver = Driver(whole, make_executor(whole))
+    driver = Driver(full_config, make_executor(full_config))
     try:
         yield driver
     finally:
@@ -140,7 +140,7 @@ def measure_acceptance(
 ) -> dict[str, Acceptance]:
     """Return the acceptance of the first `count` requests by category, overall first.
 
-    `driver` is from `open_whole`. A category without drafts is left out.
+    `driver` is from `open_full_length`. A category without drafts is left out.
     """
     say(f"acceptance at temperature {source[0].temperature:g}: {count} prompts")
     done = driver.closed(source, range(count), min(at_once, count))
@@ -155,7 +155,7 @@ def measure_acceptance(
 def _acceptance(answers: Sequence[AnswerRecord]) -> Acceptance | None:
     sums = [Sums.of(answer.blocks) for answer in answers]
     blocks = [one.num_verified for one in sums]
-    length = ratio_of_sums([one.num_verified + sum(one.accepted) for one in sums], blocks, least=1.0)
+    length = ratio_of_sums([one.num_verified + sum(one.accepted) for one in sums], blocks, minimum=1.0)
     if length is None:
         return None
     at, longest = partial(_at, sums), max(len(one.drafted) for one in sums)
@@ -203,7 +203,7 @@ def _speed(
         name: [size / done.user_tokens_per_s for size, done in zip(sizes, passes[name], strict=True)]
         for name in drivers
     }
-    speedup = ratio_of_sums(seconds[PLAIN], seconds[ADAPTIVE], least=0.0)
+    speedup = ratio_of_sums(seconds[PLAIN], seconds[ADAPTIVE], minimum=0.0)
     assert speedup is not None, "a round takes time"
     sums = Sums.of([block for done in passes[ADAPTIVE] for answer in done.answers for block in answer.blocks])
     return {

@@ -15,7 +15,7 @@ from typing import Any
 
 from huggingface_hub import EvalResult, ModelCardData
 
-from ....actors.system.atomic_files import write_json, write_whole
+from ....actors.system.atomic_files import write_atomically, write_json
 from ....cluster.errors import ConfigError
 from ...bench.common.idle_check import print_warning
 from ...charts.plots import Picture, can_plot, draw_shares, rows_size, write_svgs
@@ -63,7 +63,7 @@ def write_card(figures: Figures, folder: Path) -> None:
         if has_picture := can_plot():
             write_svgs([_picture(figures)], folder)
         card = _card(figures, has_picture=has_picture)
-        write_whole(folder / "card.md", lambda path: path.write_text(card, encoding="utf-8"))
+        write_atomically(folder / "card.md", lambda path: path.write_text(card, encoding="utf-8"))
     except OSError as error:
         raise ConfigError(
             f"output={str(folder)!r} cannot be written: {error.strerror}.", param="output"
@@ -91,8 +91,8 @@ def read_card(path: Path) -> Figures:
 
 def print_evaluation(figures: Figures) -> None:
     for at in figures["acceptance"]:
-        most = max(len(each["by_position"]) for each in at["categories"].values())
-        columns = ["category", "prompts", "tok/step", "95 %", *map(str, range(1, min(most, _SHOWN) + 1))]
+        maximum = max(len(each["by_position"]) for each in at["categories"].values())
+        columns = ["category", "prompts", "tok/step", "95 %", *map(str, range(1, min(maximum, _SHOWN) + 1))]
         rows = [
             [
                 name,
@@ -206,9 +206,9 @@ def _acceptance_table(figures: Figures) -> str:
 def _position_table(figures: Figures) -> str:
     """Return shares in per cent, each with half the width of its interval."""
     shares = _shares(figures, lambda share: _with_reach(share))
-    most = max(map(len, shares.values()))
-    rows = [[name, *cells, *[NO_FIGURE] * (most - len(cells))] for name, cells in shares.items()]
-    return _markdown(["%, by draft", *map(str, range(1, most + 1))], rows)
+    maximum = max(map(len, shares.values()))
+    rows = [[name, *cells, *[NO_FIGURE] * (maximum - len(cells))] for name, cells in shares.items()]
+    return _markdown(["%, by draft", *map(str, range(1, maximum + 1))], rows)
 
 
 def _with_reach(share: Figures) -> str:

@@ -33,10 +33,10 @@ from .train_data import completions_of_one_model
 
 NEW_ONE_IN, OLD_ONE_IN = 5, 2  # of so many prompts one is held out
 ANSWERS_SHARE = 0.2  # of the time, for generating answers where they are missing
-MOST_MEASURED = 48  # held-out prompts of a category
-LEAST_MEASURED = 8
+MAX_MEASURED = 48  # held-out prompts of a category
+MIN_MEASURED = 8
 WATCHED = 16
-MOST_EXAMPLES = 20_000  # newest examples; they take hours of training on two cores
+MAX_EXAMPLES = 20_000  # newest examples; they take hours of training on two cores
 MAX_PROMPT_TOKENS = 768  # longer prompts keep their end
 MAX_ANSWER_TOKENS = 256
 
@@ -91,7 +91,7 @@ def read_examples(path: Path, tokenizer: Tokenizer, field: str) -> list[Example]
         found = [Example(tuple(row.prompt), None, row.category) for row in rows]
     if not found:
         raise DatasetError(f"{field}: {path} contains no prompts.", param=field)
-    return [replace(each, prompt=each.prompt[-MAX_PROMPT_TOKENS:]) for each in found[-MOST_EXAMPLES:]]
+    return [replace(each, prompt=each.prompt[-MAX_PROMPT_TOKENS:]) for each in found[-MAX_EXAMPLES:]]
 
 
 def _captured(path: Path) -> list[Example]:
@@ -106,34 +106,32 @@ def is_held_out(prompt: Sequence[int], one_in: int) -> bool:
     return int.from_bytes(digest[:8], "big") % one_in == 0
 
 
-def prepare_text(
-    asked: AdaptRunKey, folder: Path, tokenizer: Tokenizer, report: Callable[[str], None]
-) -> Text:
+def prepare_text(key: AdaptRunKey, folder: Path, tokenizer: Tokenizer, report: Callable[[str], None]) -> Text:
     """Prepare the text of a run and store it, so that a continued run ignores traffic captured since."""
-    kept = folder / "text.json"
-    if kept.exists():
-        return _load(asked, folder, kept)
-    new, new_out = _split(Path(asked.data), NEW_ONE_IN, tokenizer, "data")
-    old, old_out = _split(Path(asked.replay), OLD_ONE_IN, tokenizer, "replay")
-    answers_s = asked.minutes * 60.0 * ANSWERS_SHARE / 2
-    is_asking = False
+    text_file = folder / "text.json"
+    if text_file.exists():
+        return _load(key, folder, text_file)
+    new, new_out = _split(Path(key.data), NEW_ONE_IN, tokenizer, "data")
+    old, old_out = _split(Path(key.replay), OLD_ONE_IN, tokenizer, "replay")
+    answers_s = key.minutes * 60.0 * ANSWERS_SHARE / 2
+    is_generating = False
     for name, examples in (("new", new), ("old", old), ("watched", new_out[:WATCHED])):
-        is_asking = is_asking or any(each.answer is None for each in examples)
-        found = _answered(Path(asked.target), examples, folder / name, answers_s, report)
+        is_generating = is_generating or any(each.answer is None for each in examples)
+        found = _answered(Path(key.target), examples, folder / name, answers_s, report)
         found.save(folder / f"{name}.npz")
     content = {
-        "asked": asked.as_json(),
-        "training_s": asked.minutes * 60.0 * (1.0 - ANSWERS_SHARE if is_asking else 1.0),
+        "asked": key.as_json(),
+        "training_s": key.minutes * 60.0 * (1.0 - ANSWERS_SHARE if is_generating else 1.0),
         "held_out_new": [(each.prompt, each.category) for each in new_out],
         "held_out_old": [(each.prompt, each.category) for each in old_out],
     }
-    write_json(kept, content)
-    return _load(asked, folder, kept)
+    write_json(text_file, content)
+    return _load(key, folder, text_file)
 
 
-def _load(asked: AdaptRunKey, folder: Path, kept: Path) -> Text:
-    content = json.loads(kept.read_text(encoding="utf-8"))
-    if content["asked"] != asked.as_json():
+def _load(key: AdaptRunKey, folder: Path, text_file: Path) -> Text:
+    content = json.loads(text_file.read_text(encoding="utf-8"))
+    if content["asked"] != key.as_json():
         raise ConfigError(
             f"output: {folder} is of another run ({content['asked']}). Remove it, or choose another output.",
             param="output",
@@ -154,11 +152,11 @@ def _split(path: Path, one_in: int, tokenizer: Tokenizer, field: str) -> tuple[l
     for each in examples:
         if is_held_out(each.prompt, one_in):
             found[each.category].setdefault(each.prompt, each)
-    held_out = [each for of in found.values() for each in islice(of.values(), MOST_MEASURED)]
-    if len(held_out) < LEAST_MEASURED or len(learnt) < LEAST_MEASURED:
+    held_out = [each for of in found.values() for each in islice(of.values(), MAX_MEASURED)]
+    if len(held_out) < MIN_MEASURED or len(learnt) < MIN_MEASURED:
         raise DatasetError(
             f"{field}: {path} has {len(learnt)} completions for training and {len(held_out)} distinct "
-            f"held-out prompts; at least {LEAST_MEASURED} of both are needed. Give more text.",
+            f"held-out prompts; at least {MIN_MEASURED} of both are needed. Give more text.",
             param=field,
         )
     return learnt, held_out
@@ -169,12 +167,12 @@ def _answered(
 ) -> Continuations:
     """Return completions with the known answers; the target generates the others within `budget_s`."""
     known = [(each.prompt, each.answer) for each in examples if each.answer is not None]
-    asked = [
+    requests = [
         ContinuationRequest(each.prompt, SPOKEN_TEMPERATURES[number % len(SPOKEN_TEMPERATURES)], number)
         for number, each in enumerate(examples)
         if each.answer is None
     ]
     parts = [Continuations.of_pairs(known)] if known else []
-    if asked:
-        parts.append(write_continuations(target, asked, folder, budget_s, report))
+    if requests:
+        parts.append(write_continuations(target, requests, folder, budget_s, report))
     return Continuations.join(parts)

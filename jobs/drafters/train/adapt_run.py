@@ -28,7 +28,7 @@ from ...training.heads.recipes import DrafterSettings, Teaching
 from ...training.loop.training_loop import Length, Schedule
 from ...training.train_drafter import Trained, train
 from ..common.options import AdaptOptions
-from ..evaluate.evaluate_drafter import OVERALL, engine_of, measure_acceptance, open_whole
+from ..evaluate.evaluate_drafter import OVERALL, engine_of, measure_acceptance, open_full_length
 from .adapt_data import AdaptRunKey, Example, Text, prepare_text
 
 # Lower learning rates than for a new drafter, to limit forgetting; chosen on the shipped pair.
@@ -49,19 +49,19 @@ def run_adapt(options: AdaptOptions, report: Callable[[str], None] = say) -> dic
     if options.num_threads is not None:
         torch.set_num_threads(options.num_threads)
     target = resolve_checkpoint(options.target, field="target")
-    begun = resolve_checkpoint(options.drafter, field="drafter")
-    asked = AdaptRunKey(str(begun), str(target), str(options.data), str(options.replay), options.minutes)
+    initial = resolve_checkpoint(options.drafter, field="drafter")
+    key = AdaptRunKey(str(initial), str(target), str(options.data), str(options.replay), options.minutes)
     options.work.mkdir(mode=0o700, parents=True, exist_ok=True)
-    text = prepare_text(asked, options.work, Tokenizer.load(target), report)
+    text = prepare_text(key, options.work, Tokenizer.load(target), report)
     report(
         f"{len(text.new)} new and {len(text.old)} old completions for training; {len(text.held_out_new)} and "
         f"{len(text.held_out_old)} prompts are held out"
     )
-    before = measure(begun, target, text.held_out_new, text.held_out_old)
-    trained = _train(text, target, begun, options.work, report)
+    before = measure(initial, target, text.held_out_new, text.held_out_old)
+    trained = _train(text, target, initial, options.work, report)
     after = measure(trained.drafter, target, text.held_out_new, text.held_out_old)
     verdict = judge(before, after, options.min_gain)
-    figures = _figures(asked, text, trained, verdict)
+    figures = _figures(key, text, trained, verdict)
     write_json(trained.drafter / "adapt.json", figures)
     if verdict.passed:
         shutil.copytree(trained.drafter, options.output)
@@ -70,7 +70,7 @@ def run_adapt(options: AdaptOptions, report: Callable[[str], None] = say) -> dic
 
 def measure(drafter: Path, target: Path, new: Sequence[Example], old: Sequence[Example]) -> GateLengths:
     config = replace(engine_of(str(drafter), str(target)), enable_prefix_caching=False, max_num_seqs=_AT_ONCE)
-    with open_whole(config) as driver:
+    with open_full_length(config) as driver:
 
         def of(examples: Sequence[Example]) -> dict[str, float]:
             rows = [PromptRow(str(i), each.category, each.prompt) for i, each in enumerate(examples)]
@@ -82,23 +82,23 @@ def measure(drafter: Path, target: Path, new: Sequence[Example], old: Sequence[E
     return GateLengths(of_new[OVERALL], {name: value for name, value in of_old.items() if name != OVERALL})
 
 
-def _train(text: Text, target: Path, begun: Path, folder: Path, report: Callable[[str], None]) -> Trained:
+def _train(text: Text, target: Path, initial: Path, folder: Path, report: Callable[[str], None]) -> Trained:
     return train(
         target,
         text.mixture(),
         text.new_to_watch,
         folder / "training",
         Length(seconds=text.training_s),
-        initial=begun,
+        initial=initial,
         settings=RECIPE,
         report=report,
     )
 
 
-def _figures(asked: AdaptRunKey, text: Text, trained: Trained, verdict: Verdict) -> dict[str, Any]:
+def _figures(key: AdaptRunKey, text: Text, trained: Trained, verdict: Verdict) -> dict[str, Any]:
     return {
         **verdict.as_json(),
-        **asked.as_json(),
+        **key.as_json(),
         "learnt": {"new": len(text.new), "old": len(text.old)},
         "held_out": {"new": len(text.held_out_new), "old": len(text.held_out_old)},
         "steps": trained.num_steps,

@@ -22,7 +22,7 @@ from ....actors.batch.dataset.source import Dataset, SourceFile, open_parquet, o
 from ....actors.capture.records import CapturedRecord, is_captured, read_captured
 from ....actors.tokenization.prompts import Chat, encode_prompt
 from ....actors.tokenization.tokenizer import Tokenizer
-from ....cluster.errors import DatasetError, RequestError, shown
+from ....cluster.errors import DatasetError, RequestError, brief
 from ...training.loop.continuations import (
     SPOKEN_TEMPERATURES,
     ContinuationRequest,
@@ -32,13 +32,13 @@ from ...training.loop.continuations import (
 from ...training.loop.training_loop import Report
 
 _PIECE_TOKENS, _FIRST_TOKENS = 512, 32  # plain text: tokens of a sequence; first ones, without a loss
-_LEAST_ANSWER_TOKENS = 2  # shorter captured answers are skipped
+_MIN_ANSWER_TOKENS = 2  # shorter captured answers are skipped
 Record = Mapping[str, Any]  # Any: a row of a data set
 Pair = tuple[Sequence[int], Sequence[int]]
 
 
 @dataclass(frozen=True)
-class Asking:
+class AnswerSettings:
     """Settings by which the target generates answers; `longest`: tokens of prompt and answer together."""
 
     target: str
@@ -47,39 +47,39 @@ class Asking:
     longest: int
 
 
-def gather(places: Sequence[str], asking: Asking, folder: Path, report: Report) -> Continuations:
+def gather(places: Sequence[str], settings: AnswerSettings, folder: Path, report: Report) -> Continuations:
     """Read all sources and generate missing answers, stored in parts in `folder`."""
     prompts: list[tuple[int, ...]] = []
     pairs: list[Pair] = []
     for record in _records(places):
-        prompt = _prompt_of(record, asking.tokenizer)
+        prompt = _prompt_of(record, settings.tokenizer)
         if prompt is None:
-            pairs += _pairs_of(record, asking.tokenizer)
+            pairs += _pairs_of(record, settings.tokenizer)
         else:
             prompts.append(prompt)
-    fitting = [prompt for prompt in prompts if len(prompt) + asking.max_tokens <= asking.longest]
+    fitting = [prompt for prompt in prompts if len(prompt) + settings.max_tokens <= settings.longest]
     if len(fitting) < len(prompts):
         left_out = len(prompts) - len(fitting)
         report(
-            f"data: {left_out} prompts are skipped: with {asking.max_tokens} tokens of answer they exceed "
-            f"{asking.longest} tokens"
+            f"data: {left_out} prompts are skipped: with {settings.max_tokens} tokens of answer they exceed "
+            f"{settings.longest} tokens"
         )
-    pairs = [(prompt, answer[: asking.longest - len(prompt)]) for prompt, answer in pairs]
-    asked = [
+    pairs = [(prompt, answer[: settings.longest - len(prompt)]) for prompt, answer in pairs]
+    requests = [
         ContinuationRequest(prompt, SPOKEN_TEMPERATURES[number % len(SPOKEN_TEMPERATURES)], number)
         for number, prompt in enumerate(fitting)
     ]
     parts = [Continuations.of_pairs(pairs)]
-    if asked:
+    if requests:
         parts.append(
             write_continuations(
-                asking.target, asked, folder, float("inf"), report, max_new_tokens=asking.max_tokens
+                settings.target, requests, folder, float("inf"), report, max_new_tokens=settings.max_tokens
             )
         )
     data = Continuations.join(parts)
     if not len(data):
         raise DatasetError(f"data: {', '.join(places)}: no usable row.", param="data")
-    report(f"data: {len(data)} sequences, {len(data.ids)} tokens, {len(asked)} of them answered again")
+    report(f"data: {len(data)} sequences, {len(data.ids)} tokens, {len(requests)} of them answered again")
     return data
 
 
@@ -101,7 +101,7 @@ def completions_of_one_model(path: Path) -> Iterator[CapturedRecord]:
         if not prompt:
             first = max(1, len(answer) // 4)
             prompt, answer = answer[:first], answer[first:]
-        if len(answer) >= _LEAST_ANSWER_TOKENS:
+        if len(answer) >= _MIN_ANSWER_TOKENS:
             yield replace(record, prompt_token_ids=prompt, token_ids=answer)
 
 
@@ -160,7 +160,7 @@ def _pairs_of(record: Record, tokenizer: Tokenizer | None) -> Iterator[Pair]:
     else:
         raise DatasetError(
             "data: a record must have a column messages, prompt or text, or prompt_token_ids and token_ids; "
-            f"this one has {shown(sorted(record))}.",
+            f"this one has {brief(sorted(record))}.",
             param="data",
         )
 

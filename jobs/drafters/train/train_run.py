@@ -30,9 +30,9 @@ from ...training.train_drafter import (
     run_on_workers,
 )
 from ..common.options import TrainOptions
-from .train_data import Asking, gather
+from .train_data import AnswerSettings, gather
 
-_HELD_OUT_SHARE, _MOST_HELD_OUT = 0.05, 64
+_HELD_OUT_SHARE, _MAX_HELD_OUT = 0.05, 64
 _EPOCHS = 6  # as in the DFlash paper
 # Title and description by kind of drafter.
 _HEADS: Mapping[Head, tuple[str, str]] = {
@@ -141,12 +141,12 @@ def prepare_data(options: TrainOptions, report: Report) -> Continuations:
     if not (data.exists() and held_out.exists()):
         spec, folder = read_target(options.target)
         tokenizer = Tokenizer.load(folder) if has_tokenizer(folder) else None
-        asking = Asking(options.target, tokenizer, options.max_tokens, spec.max_position_embeddings)
-        found = gather(options.data, asking, options.folder / "answers", report)
+        settings = AnswerSettings(options.target, tokenizer, options.max_tokens, spec.max_position_embeddings)
+        found = gather(options.data, settings, options.folder / "answers", report)
         if len(found) < 2:
             raise ConfigError("data: at least two sequences are needed.", param="data")
-        num_held_out = max(1, min(_MOST_HELD_OUT, int(_HELD_OUT_SHARE * len(found))))
-        learned, kept = found.parted(num_held_out)
+        num_held_out = max(1, min(_MAX_HELD_OUT, int(_HELD_OUT_SHARE * len(found))))
+        learned, kept = found.split_off(num_held_out)
         kept.save(held_out)
         learned.save(data)
     return Continuations.load(data)

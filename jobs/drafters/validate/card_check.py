@@ -18,7 +18,7 @@ from ....cluster.config import EngineConfig
 from ....cluster.request.request import SamplingParams
 from ....cluster.speculation.acceptance_length import mean_acceptance_length
 from ..common.drafter_files import method_of
-from ..evaluate.evaluate_drafter import OVERALL, engine_of, measure_suite, open_suite, suite_asks
+from ..evaluate.evaluate_drafter import OVERALL, engine_of, measure_suite, open_suite, suite_requests
 from ..evaluate.evaluation_card import read_card
 from .convention_checks import Incompatibility, fatal, warning
 
@@ -32,7 +32,7 @@ _PROMPTS = (
 )
 _NUM_TOKENS = 48
 _MAX_MODEL_LEN = 256
-_LEAST_LENGTH = 1.15  # mean acceptance length; without a drafter it is 1
+_MIN_LENGTH = 1.15  # mean acceptance length; without a drafter it is 1
 
 
 def needs_gpu() -> str:
@@ -52,15 +52,17 @@ def check_card(
     """Yield the figures in which acceptance is below the card's."""
     figures = read_card(card)
     config = replace(engine_of(drafter, target), device=device)
-    yield from compare_acceptance(figures["acceptance"], measure_again(config, figures))
+    yield from compare_acceptance(figures["acceptance"], remeasure(config, figures))
 
 
-def measure_again(config: EngineConfig, card: Figures) -> Sequence[Figures]:
+def remeasure(config: EngineConfig, card: Figures) -> Sequence[Figures]:
     options = card["options"]
     suite = open_suite(options["prompts"], card["suite"]["prompts"])
     config = replace(config, enable_prefix_caching=False, max_num_seqs=_AT_ONCE)
-    asks = suite_asks(config, suite, [at["temperature"] for at in card["acceptance"]], options["max_tokens"])
-    return measure_suite(config, asks, len(suite.rows))[1]
+    requests = suite_requests(
+        config, suite, [at["temperature"] for at in card["acceptance"]], options["max_tokens"]
+    )
+    return measure_suite(config, requests, len(suite.rows))[1]
 
 
 def compare_acceptance(card: Sequence[Figures], here: Sequence[Figures]) -> Iterator[Incompatibility]:
@@ -111,7 +113,7 @@ def compare_answers(
             "answers in fp32 differ with and without speculation. This is a bug in Manta, not in the "
             "drafter. Please report it with both names.",
         )
-    if length < _LEAST_LENGTH:
+    if length < _MIN_LENGTH:
         yield warning(
             "acceptance",
             f"the mean acceptance length is {length:.2f} (1 without a drafter): it was trained for another "

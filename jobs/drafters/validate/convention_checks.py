@@ -118,7 +118,7 @@ def _shifted_ids(files: DrafterFiles[DrafterConfig], spec: ModelSpec) -> str:
 
     z-lab's ids name the layer with the tapped output; Speculators' ids name the layer after it and are larger
     by one. If all ids differ from the usual ones by one, they follow the other convention. Ids beyond the
-    target's layers are reported by `DrafterConfig.misfits`.
+    target's layers are reported by `DrafterConfig.incompatibilities`.
     """
     config = files.config
     usual, ids = usual_layer_ids(spec.num_layers, config.num_taps), config.target_layer_ids
@@ -153,9 +153,9 @@ def _rotation(files: DrafterFiles[DrafterConfig], spec: ModelSpec) -> str:
     theirs = [mixer.rope for mixer in spec.attentions if mixer.rope is not None]
     if not theirs or any((r.theta, r.kind) == (ours.theta, ours.kind) for r in theirs):
         return ""
-    said = ", ".join(sorted({f"{r.kind} with theta {r.theta:g}" for r in theirs}))
+    thetas = ", ".join(sorted({f"{r.kind} with theta {r.theta:g}" for r in theirs}))
     return (
-        f"its rotary embedding is {ours.kind} with theta {ours.theta:g}, the target's {said}. If it was "
+        f"its rotary embedding is {ours.kind} with theta {ours.theta:g}, the target's {thetas}. If it was "
         "trained with the target's, set rope_theta and rope_scaling (rope_parameters) to the target's values."
     )
 

@@ -29,7 +29,7 @@ from .convention_checks import Incompatibility, check_conventions, check_text, f
 Level = Literal["static", "cpu", "gpu"]
 # Tensors in Speculators' files that only trainers read.
 _OF_TRAINING = ("t2d", "d2t", "verifier_norm.weight", "verifier_lm_head.weight")
-_MOST_LISTED = 8  # tensors listed by name
+_MAX_LISTED = 8  # tensors listed by name
 
 
 def validate_pair(
@@ -73,7 +73,7 @@ def _check_pair(
 ) -> Iterator[Incompatibility]:
     facts = TargetFacts(spec.hidden_size, spec.num_layers, spec.vocab_size, 0, spec.embed_scale)
     if is_dflash(files):
-        for error in files.config.misfits(facts):
+        for error in files.config.incompatibilities(facts):
             yield fatal(error.param or "config.json", error.message)
         yield from _check_tensors(files, facts)
         yield from check_text(files, spec, target_folder)
@@ -104,7 +104,7 @@ def _check_tensors(files: DrafterFiles[DrafterConfig], facts: TargetFacts) -> It
     yield from _limited(wrong)
     unused = sorted(tensors.shapes.keys() - wanted.keys() - set(_OF_TRAINING))
     if unused:
-        named = ", ".join(unused[:_MOST_LISTED]) + (" ..." if len(unused) > _MOST_LISTED else "")
+        named = ", ".join(unused[:_MAX_LISTED]) + (" ..." if len(unused) > _MAX_LISTED else "")
         yield fatal(
             "unused tensors",
             f"{tensors.where} has {len(unused)} unused tensors ({named}): config.json is from another "
@@ -121,6 +121,6 @@ def _remedy(unused: list[str], wanted: dict[str, tuple[int, ...]]) -> str:
 
 
 def _limited(findings: list[Incompatibility]) -> Iterator[Incompatibility]:
-    yield from findings[:_MOST_LISTED]
-    if (more := len(findings) - _MOST_LISTED) > 0:
+    yield from findings[:_MAX_LISTED]
+    if (more := len(findings) - _MAX_LISTED) > 0:
         yield fatal("tensors", f"{more} more tensors are missing or have the wrong shape.")

@@ -70,7 +70,7 @@ class FrozenTarget:
     @torch.no_grad()
     def embed(self, tokens: torch.Tensor) -> torch.Tensor:
         """Return token embeddings as the drafter gets them in serving, [..., D]."""
-        return self._decoder.lends.embed(tokens.flatten()).view(*tokens.shape, -1)
+        return self._decoder.shared_embeddings.embed(tokens.flatten()).view(*tokens.shape, -1)
 
     def head(self, hidden: torch.Tensor) -> torch.Tensor:
         # Contiguous, else torch copies the head.

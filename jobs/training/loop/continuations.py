@@ -78,7 +78,7 @@ class Continuations:
         ids = np.concatenate([np.zeros(0, dtype=self.ids.dtype), *spans])
         return Continuations(ids, bounds, self.first[np.asarray(chosen, dtype=np.int64)])
 
-    def parted(self, num_held_out: int) -> tuple[Continuations, Continuations]:
+    def split_off(self, num_held_out: int) -> tuple[Continuations, Continuations]:
         """Split into training data and `num_held_out` evenly spaced sequences."""
         held_out = np.linspace(0, len(self) - 1, num_held_out).round().astype(np.int64)
         return self.take(np.setdiff1d(np.arange(len(self)), held_out)), self.take(np.unique(held_out))
@@ -96,9 +96,9 @@ class Continuations:
 
     def save(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        beside = path.with_suffix(".partial.npz")
-        np.savez(beside, ids=self.ids, bounds=self.bounds, first=self.first)
-        beside.replace(path)
+        temporary = path.with_suffix(".partial.npz")
+        np.savez(temporary, ids=self.ids, bounds=self.bounds, first=self.first)
+        temporary.replace(path)
 
     @classmethod
     def load(cls, path: Path) -> Continuations:
@@ -171,12 +171,12 @@ def write_continuations(
     folder: Path,
     budget_s: float,
     report: Report,
-    keep: Callable[[Sequence[int]], list[int]] = list,
+    truncate: Callable[[Sequence[int]], list[int]] = list,
     max_new_tokens: int = MAX_NEW_TOKENS,
 ) -> Continuations:
     """Generate continuations in shards until all prompts are done or the time is over.
 
-    `folder` gets the shards; `keep` selects the part of an answer to train on.
+    `folder` gets the shards; `truncate` selects the part of an answer to train on.
     """
     used = folder / "used_s"  # seconds spent by earlier processes of this run
     budget = TimeBudget(budget_s, float(used.read_text()) if used.exists() else 0.0)
@@ -189,7 +189,7 @@ def write_continuations(
                 if shards and budget.progress >= 1.0:
                     break
                 part = asked[start : start + QUESTIONS_PER_SHARD]
-                Continuations.of(part, [keep(answer) for answer in generate(part)]).save(path)
+                Continuations.of(part, [truncate(answer) for answer in generate(part)]).save(path)
                 used.write_text(f"{budget.used_s:.1f}")
             shards.append(Continuations.load(path))
             report(f"{folder.name}: {start + len(shards[-1])} of {len(asked)}")

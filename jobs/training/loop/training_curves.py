@@ -64,9 +64,9 @@ class Curves:
         """Draw the page beside the record, with the suffix .html."""
         if self._path is not None:
             page = self._path.with_suffix(".html")
-            beside = page.with_name(page.name + ".partial")
-            beside.write_text(curves_page(title, read_rows(self._path)), encoding="utf-8")
-            beside.replace(page)
+            temporary = page.with_name(page.name + ".partial")
+            temporary.write_text(curves_page(title, read_rows(self._path)), encoding="utf-8")
+            temporary.replace(page)
 
 
 def read_rows(path: Path | None) -> list[Row]:

@@ -273,12 +273,12 @@ class TrainingLoop:
 def save_snapshot(path: Path, snapshot: Snapshot) -> None:
     """Write to a temporary file, sync and rename, so that a kill never leaves a partial snapshot."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    beside = path.with_name(path.name + ".partial")
-    with beside.open("wb") as file:
+    temporary = path.with_name(path.name + ".partial")
+    with temporary.open("wb") as file:
         torch.save(snapshot, file)
         file.flush()
         os.fsync(file.fileno())
-    beside.replace(path)
+    temporary.replace(path)
 
 
 def load_snapshot(path: Path) -> Snapshot | None:

@@ -38,7 +38,7 @@ from manta.actors.batch.ledger.ledger import Ledger
 from manta.actors.batch.ledger.output_parts import part_of
 from manta.actors.batch.ledger.row_writer import RowWriter
 from manta.actors.system.atomic_files import TEMPORARY
-from manta.cluster.batch.row_ranges import RowRanges, minus, rows_of, union
+from manta.cluster.batch.row_ranges import RowRanges, difference, iterate_rows, union
 from manta.cluster.errors import OutputError
 from pyarrow import fs
 
@@ -152,7 +152,9 @@ class Job(RuleBasedStateMachine):
             if self.ledger.complete and retry:
                 self.ledger.reopen()
             for orphan in self.ledger.orphans:
-                self.durable |= self.ids_of(minus(self.ledger.durable(orphan), self.ledger.known(orphan)))
+                self.durable |= self.ids_of(
+                    difference(self.ledger.durable(orphan), self.ledger.already_merged(orphan))
+                )
         except Killed:
             self.ledger.close()  # as the system does
             return False
@@ -161,7 +163,7 @@ class Job(RuleBasedStateMachine):
         assert self.ledger.complete == (self.storage.entry("_SUCCESS") is not None)
         waiting = (self.ledger.durable(orphan) for orphan in self.ledger.orphans)
         done = union(self.ledger.answered, *waiting, () if retry else self.ledger.failed)
-        self.left = set(rows_of(minus(((0, len(self.ids)),), done)))
+        self.left = set(iterate_rows(difference(((0, len(self.ids)),), done)))
         self.durable &= set(self.ids)
         again = {self.ids[row] for row in self.left} & self.durable
         failed = self.ids_of(self.ledger.failed)
@@ -170,7 +172,7 @@ class Job(RuleBasedStateMachine):
         return True
 
     def ids_of(self, rows: RowRanges) -> set[int]:
-        return {self.ids[row] for row in rows_of(rows)}
+        return {self.ids[row] for row in iterate_rows(rows)}
 
     @precondition(lambda self: not self.ledger.complete and len(self.engines) < 3)
     @rule()
@@ -204,7 +206,7 @@ class Job(RuleBasedStateMachine):
         try:
             if what == "adopt" and self.to_adopt:
                 orphan = data.draw(st.sampled_from(self.to_adopt))
-                engine.writer.adopt(orphan, self.ledger.known(orphan))
+                engine.writer.take_over(orphan, self.ledger.already_merged(orphan))
                 self.to_adopt.remove(orphan)
             elif what == "end_shard":
                 engine.writer.end_shard(data.draw(st.integers(0, NUM_ROWS // ROWS_PER_SHARD)))
@@ -219,14 +221,14 @@ class Job(RuleBasedStateMachine):
         engine.output.fate.clear()
 
     def learn(self, engine: Engine, rows: RowRanges) -> None:
-        assert set(rows_of(rows)) <= engine.leased, "only what was added is made durable"
-        engine.leased -= set(rows_of(rows))
+        assert set(iterate_rows(rows)) <= engine.leased, "only what was added is made durable"
+        engine.leased -= set(iterate_rows(rows))
         self.durable |= self.ids_of(rows)
 
     def mourn(self, engine: Engine) -> None:
         """The driver gives an engine up: its rows that are not durable are to be answered again."""
         self.ledger.refresh(engine.name)
-        durable = set(rows_of(self.ledger.durable(engine.name)))
+        durable = set(iterate_rows(self.ledger.durable(engine.name)))
         self.durable |= {self.ids[row] for row in durable & engine.leased}
         self.left |= engine.leased - durable
         if engine.name in self.ledger.orphans:
@@ -254,7 +256,7 @@ class Job(RuleBasedStateMachine):
             self.mourn(engine)
             for other in self.engines:
                 if engine.name in self.to_adopt:
-                    other.writer.adopt(engine.name, self.ledger.known(engine.name))
+                    other.writer.take_over(engine.name, self.ledger.already_merged(engine.name))
                     self.to_adopt.remove(engine.name)
 
         engine.output.fate[:] = [None] * pause + [given_up]
@@ -376,6 +378,6 @@ def test_every_row_is_written_once_whatever_dies_and_durable_rows_are_not_answer
 class FreeLock:
     """There is no other job: `test_batch_lock.py` tests that two jobs do not share an output."""
 
-    held = True
+    is_held = True
 
     def close(self) -> None: ...

@@ -30,7 +30,7 @@ from manta.actors.batch.ledger.ledger import Ledger
 from manta.actors.batch.ledger.output_index import write_segment
 from manta.actors.batch.ledger.output_parts import make_part, put
 from manta.actors.batch.ledger.row_writer import RowWriter
-from manta.cluster.batch.row_ranges import count, of_rows
+from manta.cluster.batch.row_ranges import count, from_rows
 from manta.cluster.errors import ConfigError, OutputError
 from pyarrow.dataset import dataset
 
@@ -50,7 +50,7 @@ def test_durable_rows_of_a_dead_writer_are_adopted_and_every_row_is_written_once
     ledger = Ledger.open(output, job)
     assert (ledger.run, ledger.orphans, ledger.answered) == (2, ("died",), ())
     heir = RowWriter(output, job.form, run=ledger.run, shard=0, writer="heir")
-    assert heir.adopt("died", ledger.known("died")) == ledger.durable("died")
+    assert heir.take_over("died", ledger.already_merged("died")) == ledger.durable("died")
     heir.add(results(range(1, 100, 2)))
     heir.close()
     ledger.finish({"rows": 100})
@@ -103,7 +103,7 @@ def test_a_finished_output_lists_its_parts_and_another_run_has_nothing_to_do(out
     assert output.read("_report.html") == b"<html></html>"
     assert [run["run"] for run in said["runs"]] == [1, 2]
     ledger = Ledger.open(output, spec(6, about={"drafter": "another"}))
-    assert (ledger.complete, ledger.left, ledger.failed) == (True, (), ((2, 3),))
+    assert (ledger.complete, ledger.unanswered, ledger.failed) == (True, (), ((2, 3),))
     ledger.close()
     assert output.entry("_SUCCESS") is not None
 
@@ -181,8 +181,8 @@ def test_a_dead_writers_answer_to_an_earlier_failed_row_is_adopted(output: Stora
     died.flush()
     ledger.close()
     ledger = Ledger.open(output, job)
-    ledger.adopt_orphans()
-    assert (ledger.failed, count(ledger.answered)) == (of_rows([3]), 3)
+    ledger.merge_orphans()
+    assert (ledger.failed, count(ledger.answered)) == (from_rows([3]), 3)
     ledger.close()
 
 
@@ -194,9 +194,9 @@ def test_rows_left_by_dead_writers_are_counted_correctly(output: Storage) -> Non
     died.flush()
     ledger.close()
     ledger = Ledger.open(output, job)
-    ledger.adopt_orphans()
-    assert (ledger.orphans, ledger.failed, count(ledger.answered)) == ((), of_rows([1, 3]), 4)
-    assert ledger.left == ((6, 8),)
+    ledger.merge_orphans()
+    assert (ledger.orphans, ledger.failed, count(ledger.answered)) == ((), from_rows([1, 3]), 4)
+    assert ledger.unanswered == ((6, 8),)
     ledger.close()
 
 
@@ -224,9 +224,9 @@ def test_an_output_of_an_earlier_version_is_continued(
     assert all("logprobs" not in row for row in rows_in(output, names))
     ledger = Ledger.open(output, job)
     writer = RowWriter(output, job.form, run=ledger.run, shard=0, writer="later")
-    assert writer.adopt("died", ledger.known("died")) == of_rows([4])
-    told = [{"logprob": -1.0, "rank": 1, "top_token_ids": [5], "top_logprobs": [-1.0]}]
-    writer.add([each | {"logprobs": told} for each in results([1, 5, 6, 7])], shard=shard)
+    assert writer.take_over("died", ledger.already_merged("died")) == from_rows([4])
+    reported = [{"logprob": -1.0, "rank": 1, "top_token_ids": [5], "top_logprobs": [-1.0]}]
+    writer.add([each | {"logprobs": reported} for each in results([1, 5, 6, 7])], shard=shard)
     writer.close()
     ledger.finish({})
     assert (ledger.stats.rows, ledger.stats.failed) == (8, 1)
@@ -234,7 +234,7 @@ def test_an_output_of_an_earlier_version_is_continued(
     rows = {row["id"]: row for row in rows_in(output, parts(output))}
     assert set(rows) == {f"id-{i}" for i in range(8)}
     assert {name for name, row in rows.items() if row.get("logprobs")} == {"id-1", "id-5", "id-6", "id-7"}
-    assert rows["id-1"]["logprobs"] == told
+    assert rows["id-1"]["logprobs"] == reported
     if given == "parquet" and ordered:  # all answers are one part
         (name,) = (name for name in parts(output) if name.startswith("part-"))
         assert pq.read_table(pa.BufferReader(output.read(name))).schema.names == job.form.written.names
@@ -289,7 +289,7 @@ def test_a_part_that_appears_after_the_end_is_removed_by_the_next_run(output: St
     )
     put(output, record, content)
     ledger = Ledger.open(output, job)
-    assert (ledger.complete, ledger.left) == (False, ())
+    assert (ledger.complete, ledger.unanswered) == (False, ())
     ledger.finish({})
     ledger.close()
     assert sorted(numbers_in(output, parts(output))) == list(range(4))
@@ -349,9 +349,9 @@ def test_a_job_with_missing_rows_is_no_success(output: Storage) -> None:
     ledger.close()
     assert output.entry("_SUCCESS") is None
     sample = spec(5, sample=((0, 2), (4, 5)))
-    assert finish(output, sample).left == ()
+    assert finish(output, sample).unanswered == ()
     ledger = Ledger.open(output, spec(5))  # the others too, now
-    assert (ledger.complete, ledger.left) == (False, ((2, 4),))
+    assert (ledger.complete, ledger.unanswered) == (False, ((2, 4),))
     ledger.close()
 
 
@@ -369,7 +369,7 @@ def test_a_job_with_other_settings_is_refused_with_the_changes(output: Storage) 
     ):
         assert words in refused.value.message
     ledger = Ledger.open(output, spec(3, made_from=changed), resume="force")
-    assert ledger.left == ((1, 3),)
+    assert ledger.unanswered == ((1, 3),)
     ledger.close()
     assert json.loads(output.read("_manta/job.json"))["spec"]["made_from"] == changed
 
@@ -421,7 +421,7 @@ def test_an_input_with_the_same_content_is_continued(
     named = {"name": "rows.jsonl", "size": 1203}
     answer(output, spec(3, input=[{**named, **before}]), [0])
     ledger = Ledger.open(output, spec(3, input=[{**named, **now}]))
-    assert ledger.left == ((1, 3),)
+    assert ledger.unanswered == ((1, 3),)
     ledger.close()
 
 
@@ -448,7 +448,7 @@ def test_rows_of_a_changed_input_are_found_by_their_ids(output: Storage) -> None
     changed = spec(4, input=[{"name": "rows.jsonl", "size": 7, "modified": 2.0}])
     hashes = np.array([id_hash(each) for each in ids], dtype=np.uint64)
     ledger = Ledger.open(output, changed, resume="force", id_hashes=lambda: hashes)
-    assert (ledger.answered, ledger.failed, ledger.left) == (((0, 1), (3, 4)), ((2, 3),), ((1, 2),))
+    assert (ledger.answered, ledger.failed, ledger.unanswered) == (((0, 1), (3, 4)), ((2, 3),), ((1, 2),))
     writer = RowWriter(output, job.form, run=ledger.run, shard=0, writer="last")
     writer.add([result(9) | {"row": 1}])
     writer.close()
@@ -457,15 +457,15 @@ def test_rows_of_a_changed_input_are_found_by_their_ids(output: Storage) -> None
     assert sorted(texts(output)) == sorted(ids)
 
 
-@pytest.mark.parametrize("begun", [True, False])
-def test_without_resume_an_output_that_is_not_empty_is_refused(begun: bool, output: Storage) -> None:
+@pytest.mark.parametrize("had_output", [True, False])
+def test_without_resume_an_output_that_is_not_empty_is_refused(had_output: bool, output: Storage) -> None:
     job = spec(3)
-    if begun:
+    if had_output:
         Ledger.open(output, job).close()
     else:
         output.write("part-00000-0123abcd.jsonl", b"{}\n")  # an older Manta's, which kept no records
     with pytest.raises(ConfigError, match=r"is not empty .*--overwrite"):
-        Ledger.open(output, job, resume="no" if begun else "yes")
+        Ledger.open(output, job, resume="no" if had_output else "yes")
 
 
 def test_parts_without_a_record_and_changed_parts_are_refused(output: Storage) -> None:
@@ -484,7 +484,7 @@ def test_parts_without_a_record_and_changed_parts_are_refused(output: Storage) -
     output.remove(ours)
     output.write("notes.txt", b"mine")  # an existing job may have other files next to it
     ledger = Ledger.open(output, job)
-    assert ledger.left == ((0, 3),)
+    assert ledger.unanswered == ((0, 3),)
     ledger.close()
 
 
@@ -496,11 +496,11 @@ def test_earlier_results_stay_until_new_ones_replace_them(output: Storage) -> No
     before = parts(output)
     new = spec(2, made_from={"model": "new"})
     ledger = Ledger.open(output, new, overwrite=True)
-    assert (ledger.run, ledger.left, parts(output)) == (3, ((0, 2),), before)
+    assert (ledger.run, ledger.unanswered, parts(output)) == (3, ((0, 2),), before)
     assert output.entry("_SUCCESS") is not None
     ledger.close()
     ledger = Ledger.open(output, new)  # it was killed before it had answered anything
-    assert (ledger.complete, ledger.left, parts(output)) == (False, ((0, 2),), before)
+    assert (ledger.complete, ledger.unanswered, parts(output)) == (False, ((0, 2),), before)
     writer = RowWriter(output, job.form, run=ledger.run, shard=0, writer="new")
     writer.add([result(row, text="new") for row in range(2)])
     writer.flush()
@@ -522,7 +522,7 @@ def test_segments_of_another_manta_version_are_adopted(output: Storage) -> None:
     write_segment(output, "_manta/pending/old/000000.arrow", old, run=1, shard=0)
     ledger.refresh()
     heir = RowWriter(output, job.form, run=1, shard=0, writer="heir")
-    heir.adopt("old", ledger.known("old"))
+    heir.take_over("old", ledger.already_merged("old"))
     heir.close()
     ledger.finish({})
     ledger.close()
@@ -556,14 +556,14 @@ def test_finishing_waits_for_an_output_that_fails_temporarily(
     answer(output, job, [0, 1])
     ledger = Ledger.open(output, job)
     writes = itertools.count()
-    real = storages.write_whole
+    real = storages.write_atomically
 
     def failing(*args: Any, **kwargs: Any) -> None:
         if next(writes) in (0, 2, 5, 9):  # each attempt gets one write further
             raise OSError(errno.EROFS, "Read-only file system")
         real(*args, **kwargs)
 
-    monkeypatch.setattr(storages, "write_whole", failing)
+    monkeypatch.setattr(storages, "write_atomically", failing)
     monkeypatch.setattr(ledgers, "RETRY_S", 0.0)
     ledger.finish({})
     ledger.close()

@@ -83,7 +83,7 @@ def test_only_one_of_many_processes_holds_a_folders_lock_at_a_time(tmp_path: Pat
         except ConfigError:
             return
         assert inside.acquire(blocking=False), "two have it"
-        seen.append(held.held)
+        seen.append(held.is_held)
         inside.release()
         held.close()
 
@@ -103,23 +103,23 @@ def server() -> Iterator[str]:
 @pytest.fixture
 def where(server: str, monkeypatch: pytest.MonkeyPatch) -> str:
     """An output in the store with a lock five times as fast; its times are whole seconds."""
-    monkeypatch.setattr(locks, "BEAT_S", 1.0)
+    monkeypatch.setattr(locks, "HEARTBEAT_S", 1.0)
     monkeypatch.setattr(locks, "DEAD_S", 3.0)
-    monkeypatch.setattr(locks, "LOOK_S", 0.2)
+    monkeypatch.setattr(locks, "POLL_S", 0.2)
     return s3_url(server, "bucket")
 
 
 def test_a_live_claim_refuses_others_and_a_dead_one_is_taken_over(where: str) -> None:
     output = Storage.open(where, field="output")
-    told: list[str] = []
+    reported: list[str] = []
     with hold(where) as other:
         with pytest.raises(ConfigError, match=rf"another job \(process {other.pid} on ") as refused:
-            lock(output, told.append)
+            lock(output, reported.append)
         assert refused.value.param == "output"
-        assert "to see whether it lives" in told[0]
+        assert "to see whether it lives" in reported[0]
         other.kill()
-    ours = lock(output, told.append)
-    assert (ours.held, len(told)) == (True, 2)
+    ours = lock(output, reported.append)
+    assert (ours.is_held, len(reported)) == (True, 2)
     ours.close()
     assert not output.entries("_manta")
 
@@ -156,7 +156,7 @@ def test_a_claim_that_was_considered_dead_is_lost_and_its_job_does_not_finish(wh
     with pytest.raises(OutputError, match="not written by run 1 any more: run 2 writes it now"):
         old.close()
     new = RowWriter(output, form(), run=heir.run, shard=0, writer="new")
-    new.adopt("old", heir.known("old"))
+    new.take_over("old", heir.already_merged("old"))
     new.add(results([2, 3]))
     new.close()
     heir.finish({})

@@ -135,8 +135,8 @@ def test_a_lone_surrogate_is_read_as_the_replacement_character() -> None:
     line = r'{"custom_id": "\ud800", "url": "/v1/chat/completions", "x": NaN, "body": {"messages": ['
     record = parse_line(line + r'{"role": "user", "content": "a\udc00"}]}}')
     assert record["custom_id"] == "\ufffd"
-    asked = [record["body"], {"messages": r'[{"role": "user", "content": "a\udc00"}]'}]
-    for row, layout in zip((record, asked[1]), (OPENAI, DATASET), strict=True):
+    requested = [record["body"], {"messages": r'[{"role": "user", "content": "a\udc00"}]'}]
+    for row, layout in zip((record, requested[1]), (OPENAI, DATASET), strict=True):
         body = read_request(row, layout, NO_DEFAULTS).body
         assert isinstance(body, ChatRequest) and body.messages[0].content == "a\ufffd"
 
@@ -252,14 +252,14 @@ def test_schemas_of_rows_are_passed_to_the_endpoints_models() -> None:
     read_request(
         {"prompt": "x", "response_format": {"type": "text", "json_schema": None}}, DATASET, NO_DEFAULTS
     )
-    asked = [
+    requested = [
         read_request({"prompt": "x", column: value}, DATASET, NO_DEFAULTS).params.structured_outputs
         for column, value in (
             ("response_format", {"type": "json_object"}),
             ("structured_outputs", '{"regex": "a+"}'),
         )
     ]
-    assert [each and each.way for each in asked] == ["json_object", "regex"]
+    assert [each and each.constraint for each in requested] == ["json_object", "regex"]
     with pytest.raises(RequestError, match="one of") as refused:
         read_request(
             {"prompt": "x", "structured_outputs": '{"regex": "a", "choice": ["b"]}'}, DATASET, NO_DEFAULTS
@@ -348,13 +348,13 @@ def test_a_rows_log_probabilities_are_a_column_and_its_echo_is_in_the_text(
             for layout in (DATASET, OPENAI)
         )
         rows = [Row(0, {"id": "a", **body}), Row(1, {"id": "b", **body, "logprobs": None})]
-        told = [openai.answer(Row(2 + i, {"text": json.dumps(line)})) for i, line in enumerate(lines)]
-        return await asyncio.gather(*(plain.answer(row) for row in rows), *told)
+        reported = [openai.answer(Row(2 + i, {"text": json.dumps(line)})) for i, line in enumerate(lines)]
+        return await asyncio.gather(*(plain.answer(row) for row in rows), *reported)
 
     results = answered(text_pair_config, answer)
-    told, plain, echoed, alone = pa.Table.from_pylist(results, schema=WIRE_SCHEMA).to_pylist()
-    assert plain["logprobs"] is None and told["token_ids"] == plain["token_ids"]
-    for token_id, place in zip(told["token_ids"], told["logprobs"], strict=True):
+    reported, plain, echoed, alone = pa.Table.from_pylist(results, schema=WIRE_SCHEMA).to_pylist()
+    assert plain["logprobs"] is None and reported["token_ids"] == plain["token_ids"]
+    for token_id, place in zip(reported["token_ids"], reported["logprobs"], strict=True):
         assert (place["rank"], place["top_token_ids"][0]) == (1, token_id), "greedy takes the likeliest"
         assert place["top_logprobs"][0] == place["logprob"] > place["top_logprobs"][1]
     (choice,) = json.loads(echoed["response"])["choices"]

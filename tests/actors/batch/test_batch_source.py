@@ -28,7 +28,7 @@ from manta.actors.batch.dataset.source import Dataset, open_source
 from manta.actors.batch.ledger.output_parts import OutputForm, part_content
 from manta.actors.batch.row_answerer import RESULT_SCHEMA, failure
 from manta.actors.batch.row_index import index_rows
-from manta.cluster.batch.row_ranges import of_rows
+from manta.cluster.batch.row_ranges import from_rows
 from manta.cluster.errors import DatasetError, RequestError
 
 FORMATS = ("parquet", "jsonl", "openai", "csv", "text")
@@ -93,10 +93,10 @@ def test_rows_are_returned_once_and_unchanged_for_any_selection(
         assert found.num_rows == len(prompts)
         reader = RowReader(pickle.loads(pickle.dumps(source)), layout)
         for _ in range(3):
-            asked = data.draw(st.sets(st.integers(0, len(prompts) - 1), max_size=30))
-            rows = reader.read(found.spans(of_rows(asked)))
-            assert [row.number for row in rows] == sorted(asked)
-            assert [prompt_of(row, layout) or "" for row in rows] == [prompts[i] for i in sorted(asked)]
+            requested = data.draw(st.sets(st.integers(0, len(prompts) - 1), max_size=30))
+            rows = reader.read(found.spans(from_rows(requested)))
+            assert [row.number for row in rows] == sorted(requested)
+            assert [prompt_of(row, layout) or "" for row in rows] == [prompts[i] for i in sorted(requested)]
         everything = reader.read(found.spans(((0, len(prompts)),)))
         assert [prompt_of(row, layout) or "" for row in everything] == prompts
         assert len({id_of(row, layout) for row in everything}) == len(prompts)
@@ -406,8 +406,8 @@ def test_lines_of_results_repeat_the_values_of_their_lines(rows: list[dict[str, 
     content = part_content("errors-0", form.table(failed), form)
     assert b"\r" not in bytes(content)
     for line, result in zip(lines, bytes(content).splitlines(), strict=True):
-        told = exactly(result)
-        assert {name: told[name] for name in told if name not in RESULT_SCHEMA.names} == exactly(line)
+        reported = exactly(result)
+        assert {name: reported[name] for name in reported if name not in RESULT_SCHEMA.names} == exactly(line)
 
 
 def test_ids_of_many_digits_are_distinguished(tmp_path: Path) -> None:

@@ -94,12 +94,12 @@ def test_written_files_are_read_and_listed_on_every_file_system(where: str) -> N
     ]
     assert [entry.name for entry in storage.entries()] == ["a é.txt"]
     assert [entry.name for entry in storage.entries("b")] == ["b/c.json"]
-    assert storage.read("b/c.json") == storage.under("b").read("c.json") == b"content"
+    assert storage.read("b/c.json") == storage.subfolder("b").read("c.json") == b"content"
     assert (entry := storage.entry("b/c.json")) is not None
     assert abs(entry.modified_s - time.time()) < 60
-    assert (storage.kind, storage.under("b", "c.json").kind) == ("folder", "file")
-    assert (storage.under("b").parent.root, storage.under("b").name) == (storage.root, "b")
-    assert storage.under("b").parent.where == storage.where
+    assert (storage.kind, storage.subfolder("b", "c.json").kind) == ("folder", "file")
+    assert (storage.subfolder("b").parent.root, storage.subfolder("b").name) == (storage.root, "b")
+    assert storage.subfolder("b").parent.where == storage.where
     storage.remove("b/c.json", "b/c.json")
     assert storage.entry("b/c.json") is None
     with pytest.raises(FileNotFoundError):

@@ -25,7 +25,7 @@ from manta.actors.batch.ledger import row_writer as writers
 from manta.actors.batch.ledger.ledger import Ledger
 from manta.actors.batch.ledger.row_writer import RowWriter
 from manta.actors.system import atomic_files as files
-from manta.cluster.batch.row_ranges import of_rows
+from manta.cluster.batch.row_ranges import from_rows
 from manta.cluster.errors import ConfigError, OutputError
 from paths import SUPPORT
 
@@ -50,11 +50,11 @@ def test_rows_are_written_to_segments_immediately_and_to_a_part_when_there_are_e
     writer = writer_of(output)
     writer.add(results([4, 2]))
     assert (writer.num_pending, parts(output)) == (2, [])
-    assert writer.flush() == of_rows([2, 4])
+    assert writer.flush() == from_rows([2, 4])
     assert (writer.num_pending, segments(output), parts(output)) == (0, ["_manta/pending/w/000000.arrow"], [])
     assert writer.flush() == ()
     writer.add(results([9, 0, 1], failed=[0]))
-    assert writer.flush() == of_rows([0, 1, 9])
+    assert writer.flush() == from_rows([0, 1, 9])
     assert segments(output) == []
     shapes = [re.sub("-[0-9a-f]{8}", "-*", name) for name in parts(output)]
     assert shapes == ["_errors/errors-000003-00002-*.jsonl", "part-000003-00001-*.jsonl"]
@@ -91,10 +91,10 @@ def test_parquet_and_jsonl_have_the_passed_through_columns_and_openai_output_its
     output: Storage,
 ) -> None:
     for name in ("parquet", "jsonl", "openai"):
-        writer = writer_of(output.under(name), name)
+        writer = writer_of(output.subfolder(name), name)
         writer.add(results(range(4), failed=[1]))
         writer.close()
-        rows = list(rows_in(output.under(name), parts(output.under(name))))
+        rows = list(rows_in(output.subfolder(name), parts(output.subfolder(name))))
         failed, first, *_ = rows
         if name == "openai":
             assert [row["custom_id"] for row in rows] == ["id-1", "id-0", "id-2", "id-3"]
@@ -131,7 +131,7 @@ def test_only_rows_in_no_part_are_adopted_from_a_dead_writers_segment(output: St
     died, heir = writer_of(output, name="died"), writer_of(output, name="heir")
     died.add(results(range(4)))
     died.flush()
-    assert heir.adopt("died", of_rows([1, 2])) == of_rows([0, 3])
+    assert heir.take_over("died", from_rows([1, 2])) == from_rows([0, 3])
     heir.close()
     assert sorted(numbers_in(output, parts(output))) == [0, 3]
     assert segments(output) == []
@@ -142,8 +142,8 @@ class FailingDisk:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, room: int) -> None:
         self.room = room
-        self._write = files.write_whole
-        monkeypatch.setattr(storages, "write_whole", self)
+        self._write = files.write_atomically
+        monkeypatch.setattr(storages, "write_atomically", self)
         monkeypatch.setattr(writers, "RETRY_S", 0.0)
 
     def __call__(self, *args: Any, **kwargs: Any) -> None:
@@ -160,7 +160,7 @@ def test_rows_whose_write_failed_are_written_later_and_none_twice(
     """Any write may fail: of a segment, a record, a part."""
     monkeypatch.setattr(writers, "ROWS_PER_PART", 3)
     for room in itertools.count():
-        each = output.under(f"{room}")
+        each = output.subfolder(f"{room}")
         disk = FailingDisk(monkeypatch, room)
         writer = writer_of(each, given)
         writer.add(results(range(3), failed=[1]))
@@ -313,15 +313,15 @@ def test_flushed_rows_survive_a_sigkill(output: Storage) -> None:
         command = [sys.executable, "-c", WRITE, output.where, str(SUPPORT), name, str(begin)]
         with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
             assert process.stdout is not None
-            told = [int(process.stdout.readline()) for _ in range(150)]
+            reported = [int(process.stdout.readline()) for _ in range(150)]
             process.kill()
-            told += [int(line) for line in process.stdout.read().split("\n")[:-1]]
+            reported += [int(line) for line in process.stdout.read().split("\n")[:-1]]
         ledger.refresh(name)
         durable = ledger.durable(name)
         assert durable[0][0] == begin
-        assert durable[0][1] > told[-1]
+        assert durable[0][1] > reported[-1]
     heir = RowWriter(output, form(), run=ledger.run, shard=0, writer="heir")
-    taken = [heir.adopt(name, ledger.known(name)) for name in ledger.orphans]
+    taken = [heir.take_over(name, ledger.already_merged(name)) for name in ledger.orphans]
     heir.close()
     ledger.refresh()
     ledger.close()
@@ -339,9 +339,9 @@ def test_a_truncated_segment_is_skipped(output: Storage) -> None:
     torn = Path(output.path(segments(output)[1]))
     os.truncate(torn, torn.stat().st_size // 2)
     ledger.refresh()
-    assert ledger.durable("w") == of_rows([0, 2])
+    assert ledger.durable("w") == from_rows([0, 2])
     heir = writer_of(output, name="heir")
-    assert heir.adopt("w", ()) == of_rows([0, 2])
+    assert heir.take_over("w", ()) == from_rows([0, 2])
     assert segments(output) == ["_manta/pending/heir/000000.arrow"]
     ledger.close()
 

@@ -20,7 +20,7 @@ from manta.actors.batch.ledger.row_writer import RowWriter
 from manta.actors.batch.openai.batch_store import BatchStore
 from manta.actors.batch.openai.file_store import FileStore
 from manta.actors.capture.segment_ring import SegmentRing
-from manta.actors.system.atomic_files import write_whole
+from manta.actors.system.atomic_files import write_atomically
 from manta.cluster.errors import ConfigError, MantaError, NotFoundError, OutputError
 from manta.cluster.request.caller import SERVER
 
@@ -164,12 +164,12 @@ def test_a_stored_file_can_only_name_pieces_of_its_storage(tmp_path: Path, victi
     files = FileStore(Storage.open(str(tmp_path / "store"), field="batch_storage"))
     file = files.upload("in.jsonl", "batch", b"{}\n")
     path = tmp_path / f"store/files/{file.id}.json"
-    told = json.loads(path.read_text())
+    reported = json.loads(path.read_text())
     for piece in (*OUTSIDE, "files/../../victim/notes.txt", "work/batch_1/out/../x.jsonl"):
-        path.write_text(json.dumps({**told, "pieces": [piece]}))
+        path.write_text(json.dumps({**reported, "pieces": [piece]}))
         with pytest.raises(ValueError, match="does not name a file"):
             files.get(file.id, SERVER)
-    path.write_text(json.dumps({**told, "id": "file-../../victim"}))
+    path.write_text(json.dumps({**reported, "id": "file-../../victim"}))
     with pytest.raises(ValueError, match="is not the object"):
         files.get(file.id, SERVER)
     assert untouched(victim)
@@ -194,7 +194,7 @@ def test_writers_of_one_name_do_not_conflict(tmp_path: Path, victim: Path) -> No
     def write(number: int) -> None:
         starting.wait()
         for _ in range(40):
-            write_whole(tmp_path / "one", partial(Path.write_bytes, data=str(number).encode() * 1000))
+            write_atomically(tmp_path / "one", partial(Path.write_bytes, data=str(number).encode() * 1000))
 
     with ThreadPoolExecutor(8) as pool:
         list(pool.map(write, range(8)))
@@ -208,8 +208,8 @@ def test_concurrent_cancels_of_a_batch_all_succeed(tmp_path: Path) -> None:
     batches = BatchStore(Storage.open(str(tmp_path), field="batch_storage"))
     batch = batches.create("/v1/completions", "file-1", "24h", 86400, None, SERVER, None)
     with ThreadPoolExecutor(16) as pool:
-        told = list(pool.map(partial(batches.cancel, caller=SERVER), [batch.id] * 48))
-    assert {each.status for each in told} == {"cancelling"}
+        reported = list(pool.map(partial(batches.cancel, caller=SERVER), [batch.id] * 48))
+    assert {each.status for each in reported} == {"cancelling"}
 
 
 def test_captured_traffic_is_written_through_no_link(tmp_path: Path, victim: Path) -> None:

@@ -13,12 +13,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from manta.actors.batch.dataset.row_requests import RowSchema, read_request
 from manta.actors.chat.answer_parser import AnswerParserFactory
-from manta.actors.chat.answer_parts import AnswerDelta, together
+from manta.actors.chat.answer_parts import AnswerDelta, concatenate
 from manta.actors.chat.chat_formats import CALLS, REASONING
 from manta.actors.chat.stream_parser import Splitter
 from manta.actors.http.anthropic.event_writer import MessageWriter
 from manta.actors.http.anthropic.request import MessagesRequest
-from manta.actors.http.generation.chat_adapter import Heeds
+from manta.actors.http.generation.chat_adapter import SupportedOptions
 from manta.actors.http.openai.chat import ChatShape
 from manta.actors.http.protocol.chat_request import ChatRequest, conversation
 from manta.actors.http.responses.event_writer import ResponseWriter
@@ -79,7 +79,7 @@ SLIPS = {
     "template": "{{ 1 / 0 }} {% raw %}",
 }
 RESULT, NEXT = "rain", {"role": "user", "content": "So?"}
-HEEDS = Heeds(effort=False, switch=False, thinks=True)
+HEEDS = SupportedOptions(effort=False, switch=False, thinks=True)
 USAGE: dict[str, Any] = {
     **{"prompt_tokens": 1, "completion_tokens": 1, "total_tokens": 2},
     "prompt_tokens_details": {"cached_tokens": 0},
@@ -93,7 +93,7 @@ def through_json(value: Any) -> Any:
 
 def by_chat(piece: AnswerDelta, cut: bool) -> list[Any]:
     shape = ChatShape(AnswerParserFactory())
-    message = shape.whole(0, piece, "length" if cut else "tool_calls")["message"]
+    message = shape.full_choice(0, piece, "length" if cut else "tool_calls")["message"]
     results = [{"role": "tool", "tool_call_id": call.id, "content": RESULT} for call in piece.calls]
     return [NEXT, through_json(message), *results, NEXT]
 
@@ -114,7 +114,7 @@ def responses(piece: AnswerDelta, cut: bool) -> ChatRequest:
     writer = ResponseWriter({"id": "resp_1"}, ClientTools([]))
     events = [*writer.feed(piece), *writer.finish("length" if cut else "stop", None, USAGE)]
     items = [event["item"] for event in events if event["type"] == "response.output_item.done"]
-    assert items == writer.whole()["output"]
+    assert items == writer.full_body()["output"]
     results = [
         {"type": "function_call_output", "call_id": item["call_id"], "output": RESULT}
         for item in items
@@ -127,7 +127,7 @@ def responses(piece: AnswerDelta, cut: bool) -> ChatRequest:
 def messages(piece: AnswerDelta, cut: bool) -> ChatRequest:
     writer = MessageWriter("msg_1", "m", 9)
     events = [*writer.feed(piece), *writer.finish("length" if cut else "stop", None, USAGE)]
-    content = through_json(writer.whole()["content"])
+    content = through_json(writer.full_body()["content"])
     assert inputs_of(events) == [block["input"] for block in content if block["type"] == "tool_use"]
     results = [
         {"type": "tool_result", "tool_use_id": block["id"], "content": RESULT}
@@ -176,7 +176,7 @@ def said(name: str, text: str) -> AnswerDelta:
     splitter = Splitter(
         None if thinking is None else REASONING[thinking], CALLS[calls], schemas=TOOLS, id_seed="x"
     )
-    return together([splitter.feed(text), splitter.finish()])
+    return concatenate([splitter.feed(text), splitter.finish()])
 
 
 @st.composite
@@ -208,7 +208,7 @@ def test_every_answer_is_accepted_in_a_history_by_each_api_with_each_template(
 
 @pytest.mark.parametrize("arguments", SLIPS.values(), ids=SLIPS.keys())
 def test_malformed_arguments_are_the_same_in_each_api_and_shown_by_each_template(arguments: str) -> None:
-    piece = together([open_call(arguments)])
+    piece = concatenate([open_call(arguments)])
     requests = [open_door(piece, False) for open_door in DOORS.values()]
     for name, template in TEMPLATES.items():
         first, *others = (rendered(request, template) for request in requests)
@@ -244,12 +244,12 @@ def test_object_arguments_reach_templates_as_objects() -> None:
 def test_arguments_of_any_json_type_are_accepted(given: Any) -> None:
     """Clients represent unreadable arguments differently, Claude Code as an empty object."""
     function = {"name": "f", "arguments": given}
-    told = {
+    reported = {
         "role": "assistant",
         "content": None,
         "tool_calls": [{"id": "a", "type": "function", "function": function}],
     }
-    by_chat = ChatRequest.model_validate({"messages": [NEXT, told, NEXT]})
+    by_chat = ChatRequest.model_validate({"messages": [NEXT, reported, NEXT]})
     block = {"type": "tool_use", "id": "a", "name": "f", "input": given}
     item = {"type": "function_call", "call_id": "a", "name": "f", "arguments": given}
     body = ResponsesRequest.model_validate({"input": [NEXT, item, NEXT]})

@@ -11,7 +11,7 @@ from byte_tokenizer import byte_tokenizer
 from chat_pairs import HARMONY, HARMONY_TOKENS, HERMES, NOW, TOOLS, WEATHER, chat_config
 from manta.actors.batch.ledger.job_spec import settings_identity
 from manta.actors.chat.answer_parser import ReasoningCounter
-from manta.actors.chat.answer_parts import together
+from manta.actors.chat.answer_parts import concatenate
 from manta.actors.chat.chat_formats import CALLS
 from manta.actors.chat.chat_model import ChatModel
 from manta.actors.chat.stream_parser import Splitter
@@ -83,7 +83,7 @@ def test_forced_calls_are_parsed_by_the_splitter(tokenizer: Tokenizer, name: str
     lark = forced_calls(syntax, SCHEMAS, tokenizer.special_token_ids, several=True)
     assert takes(compiler, tokenizer, lark, text)
     reader = Splitter(None, syntax, schemas=SCHEMAS)
-    found = together([reader.feed(text), reader.finish()])
+    found = concatenate([reader.feed(text), reader.finish()])
     called = [(call.name, json.loads(call.arguments)) for call in found.calls]
     assert called == [("get_weather", json.loads(W)), ("now", {})][: 1 if alone else 2] and not found.content
     single = forced_calls(syntax, SCHEMAS, tokenizer.special_token_ids, several=False)
@@ -100,7 +100,7 @@ def test_calls_of_strict_tools_fit_their_schemas_with_auto() -> None:
     compiler = GrammarCompiler(
         tokenizer.to_json(), tokenizer.vocab_size, (tokenizer.special_token_ids["<|im_end|>"],)
     )
-    strict = model.strict("", SCHEMAS, {"get_weather"})
+    strict = model.strict_call_grammar("", SCHEMAS, {"get_weather"})
     assert strict is not None and strict.field == "tools"
     _, lark = written_grammar(strict)
     call = CALLED["hermes"]
@@ -112,7 +112,7 @@ def test_calls_of_strict_tools_fit_their_schemas_with_auto() -> None:
         (call.replace("get_weather", "unknown"), False),
     ):
         assert takes(compiler, tokenizer, lark, text) == allowed, text
-    assert ChatModel.of(byte_tokenizer("<|tool_call>")).strict("", SCHEMAS, {"now"}) is None
+    assert ChatModel.of(byte_tokenizer("<|tool_call>")).strict_call_grammar("", SCHEMAS, {"now"}) is None
 
 
 @pytest.mark.parametrize("required", [[], ["a"], ["b"], ["a", "b"]])
@@ -289,6 +289,6 @@ def test_a_tools_schema_with_references_gives_its_values_types() -> None:
     }
     reader = Splitter(None, CALLS["mimo"], schemas={"f": schema})
     text = "<function=f><parameter=a>[1]</parameter><parameter=b>null</parameter></function>"
-    found = together([reader.feed(text), reader.finish()])
+    found = concatenate([reader.feed(text), reader.finish()])
     assert json.loads(found.calls[0].arguments) == {"a": [1], "b": None}
     assert WEATHER["function"]["name"] == "get_weather"

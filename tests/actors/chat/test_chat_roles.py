@@ -124,13 +124,13 @@ def test_calls_are_passed_in_the_form_that_a_template_accepts() -> None:
     )
     call = {**CALL, "function": {"name": "f", "arguments": {"a": "é"}}}
     said = {**A, "thinking": "T", "reasoning_content": "T", "tool_calls": [call]}
-    told = {"role": "tool", "content": "R", "tool_call_id": CALL["id"]}
-    assert adds.render([U, said, told]) == 'UA[{"a": "é"}]R'
+    reported = {"role": "tool", "content": "R", "tool_call_id": CALL["id"]}
+    assert adds.render([U, said, reported]) == 'UA[{"a": "é"}]R'
     assert (
         adds.render([U, {**said, "tool_calls": [{**CALL, "function": {"name": "f", "arguments": "{"}}]}])
         == "UA[{]"
     )
-    assert refuses.render([U, said, told]) == "UT\n\nAR"
+    assert refuses.render([U, said, reported]) == "UT\n\nAR"
     assert refuses.render([U, {**A, "thinking": "T"}]) == "UT"
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from manta.actors.chat.answer_parts import AnswerDelta, together
+from manta.actors.chat.answer_parts import AnswerDelta, concatenate
 from manta.actors.chat.chat_formats import CALLS, REASONING
 from manta.actors.chat.stream_parser import Splitter
 from paths import DATA
@@ -39,7 +39,7 @@ def splitter(name: str, *, opened: bool = False, parallel: bool = True) -> Split
 
 def read(name: str, *texts: str, opened: bool = False) -> AnswerDelta:
     reader = splitter(name, opened=opened)
-    return together([*(reader.feed(text) for text in texts), reader.finish()])
+    return concatenate([*(reader.feed(text) for text in texts), reader.finish()])
 
 
 def test_every_format_has_recorded_answers() -> None:
@@ -64,15 +64,15 @@ def test_output_depends_on_the_text_and_not_on_its_cuts(name: str, answer: Any) 
     by_character = splitter(name, opened=opened)
     so_far: list[AnswerDelta] = [AnswerDelta()]
     for character in text:
-        so_far.append(together([so_far[-1], by_character.feed(character)]))
-    whole = together([so_far[-1], by_character.finish()])
+        so_far.append(concatenate([so_far[-1], by_character.feed(character)]))
+    whole = concatenate([so_far[-1], by_character.finish()])
     for first in range(len(text) + 1):
         reader = splitter(name, opened=opened)
-        begun = reader.feed(text[:first])
-        assert begun == so_far[first]
+        resume_state = reader.feed(text[:first])
+        assert resume_state == so_far[first]
         rest = reader.feed(text[first:])
-        assert together([begun, rest]) == so_far[-1]
-        assert together([begun, rest, reader.finish()]) == whole
+        assert concatenate([resume_state, rest]) == so_far[-1]
+        assert concatenate([resume_state, rest, reader.finish()]) == whole
 
 
 @pytest.mark.parametrize(("name", "answer"), ANSWERS)
@@ -169,7 +169,7 @@ def test_a_call_is_streamed_and_only_possible_marks_are_held_back() -> None:
 def test_without_parallel_calls_there_is_one() -> None:
     (answer,) = [a for a in FORMATS["hermes"]["answers"] if len(a["calls"]) == 2]
     reader = splitter("hermes", parallel=False)
-    found = together([reader.feed(answer["text"]), reader.finish()])
+    found = concatenate([reader.feed(answer["text"]), reader.finish()])
     assert [call.name for call in found.calls] == ["get_weather"] and found.content == ""
 
 
@@ -178,5 +178,5 @@ def test_an_answer_of_a_hundred_thousand_characters_is_parsed_in_linear_time() -
     text = (
         "<" * 1000 + '<tool_call>{"name": "now", "arguments": {"a": "' + "x\\n" * 30_000 + '"}}</tool_call>'
     )
-    found = together([reader.feed(text[i : i + 7]) for i in range(0, len(text), 7)] + [reader.finish()])
+    found = concatenate([reader.feed(text[i : i + 7]) for i in range(0, len(text), 7)] + [reader.finish()])
     assert json.loads(found.calls[0].arguments) == {"a": "x\n" * 30_000} and found.content == "<" * 1000

@@ -76,8 +76,8 @@ def test_an_effort_reaches_the_system_message(http: httpx.Client, fields: Any, e
 
 def test_reasoning_before_a_call_is_returned_to_its_channel(http: httpx.Client) -> None:
     call = {"id": "a", "type": "function", "function": {"name": "now", "arguments": "{}"}}
-    asked = {"role": "assistant", "reasoning": "Hm.", "tool_calls": [call]}
-    assert prompt_of(http, messages=[USER, asked], tools=TOOLS).endswith(
+    requested = {"role": "assistant", "reasoning": "Hm.", "tool_calls": [call]}
+    assert prompt_of(http, messages=[USER, requested], tools=TOOLS).endswith(
         "<|start|>assistant<|channel|>analysis<|message|>Hm.<|end|>"
         "<|start|>assistant to=functions.now<|channel|>commentary json<|message|>{}<|call|><|start|>assistant"
     )
@@ -127,8 +127,8 @@ def test_an_answer_continues_a_message_and_ends_with_a_call_or_a_return(
         message, reason = choice["message"], choice["finish_reason"]
     assert reason == ("tool_calls" if calls else "stop")
     assert message["reasoning"] == "Rain?" and (message["content"] or "") == content
-    asked = [call["function"] for call in message.get("tool_calls") or ()]
-    assert [(f["name"], f["arguments"]) for f in asked] == [("get_weather", ARGUMENTS)] * calls
+    requested = [call["function"] for call in message.get("tool_calls") or ()]
+    assert [(f["name"], f["arguments"]) for f in requested] == [("get_weather", ARGUMENTS)] * calls
 
 
 def test_a_required_call_ends_with_the_token_that_ends_an_answer(http: httpx.Client) -> None:

@@ -98,11 +98,11 @@ def open_pair(pair: tuple[Path, Path], drafts: int | None, **more: Any) -> LLM:
     return LLM(str(pair[0]), speculative_config=None if drafts is None else spec, **how)
 
 
-def grammar_of(asked: StructuredOutputsParams) -> Grammar:
-    kind, text = written_grammar(asked)
+def grammar_of(requested: StructuredOutputsParams) -> Grammar:
+    kind, text = written_grammar(requested)
     if kind == "grammar":
         kind, text = "lark", lark_of(text)
-    return Grammar(kind, text, asked.after_token_ids, is_cheap=True)
+    return Grammar(kind, text, requested.after_token_ids, is_cheap=True)
 
 
 # Which can be.
@@ -113,14 +113,14 @@ def test_an_unsupported_schema_is_refused_with_the_field_and_the_reason(
     door: GrammarFrontend, name: str
 ) -> None:
     schema, word = REFUSED[name]
-    asked = StructuredOutputsParams(json=schema, sent_as="response_format.json_schema.schema")
+    requested = StructuredOutputsParams(json=schema, sent_as="response_format.json_schema.schema")
     with pytest.raises(RequestError, match=re.escape(word)) as refused:
-        door.let_in(SamplingParams(structured_outputs=asked))
+        door.compile(SamplingParams(structured_outputs=requested))
     assert refused.value.param == "response_format.json_schema.schema"
 
 
 @pytest.mark.parametrize(
-    ("asked", "field"),
+    ("requested", "field"),
     [
         ({"json": "{"}, "json"),
         ({"json": "3"}, "json"),
@@ -141,10 +141,10 @@ def test_an_unsupported_schema_is_refused_with_the_field_and_the_reason(
     ],
 )
 def test_an_invalid_grammar_is_refused_by_its_field(
-    door: GrammarFrontend, asked: dict[str, Any], field: str
+    door: GrammarFrontend, requested: dict[str, Any], field: str
 ) -> None:
     with pytest.raises(RequestError) as refused:
-        door.let_in(SamplingParams(structured_outputs=StructuredOutputsParams(**asked)))
+        door.compile(SamplingParams(structured_outputs=StructuredOutputsParams(**requested)))
     assert refused.value.param == f"structured_outputs.{field}"
 
 
@@ -154,12 +154,12 @@ def test_exactly_one_constraint_is_accepted_and_an_engine_without_a_tokenizer_re
     for fields in ({}, {"regex": "a", "choice": ("a",)}):
         with pytest.raises(RequestError, match="one of"):
             StructuredOutputsParams(**fields)
-    asked = SamplingParams(structured_outputs=StructuredOutputsParams(regex="a"))
+    requested = SamplingParams(structured_outputs=StructuredOutputsParams(regex="a"))
     with (
         open_pair(pair, None, skip_tokenizer_init=True) as llm,
         pytest.raises(RequestError, match="tokenizer"),
     ):
-        llm.generate([[5, 6]], asked)
+        llm.generate([[5, 6]], requested)
 
 
 @pytest.mark.parametrize(
@@ -248,7 +248,7 @@ def test_a_grammar_that_runs_out_of_states_ends_only_its_own_answer(
 
 
 @pytest.fixture(scope="module")
-def asked() -> list[SamplingParams]:
+def requested() -> list[SamplingParams]:
     """Every kind at every temperature, with the settings in turn."""
     knobs = list(KNOBS.values())
     return [
@@ -264,18 +264,18 @@ def asked() -> list[SamplingParams]:
     ]
 
 
-def answers_of(llm: LLM, asked: list[SamplingParams]) -> list[tuple[str, list[int], str | None]]:
-    answers = llm.generate([PROMPT] * len(asked), asked)
+def answers_of(llm: LLM, requested: list[SamplingParams]) -> list[tuple[str, list[int], str | None]]:
+    answers = llm.generate([PROMPT] * len(requested), requested)
     return [(a.outputs[0].text, a.outputs[0].token_ids, a.outputs[0].finish_reason) for a in answers]
 
 
 @pytest.fixture(scope="module")
 def reference(
-    pair: tuple[Path, Path], asked: list[SamplingParams]
+    pair: tuple[Path, Path], requested: list[SamplingParams]
 ) -> list[tuple[str, list[int], str | None]]:
     """Plain decoding, one request at a time."""
     with open_pair(pair, None) as llm:
-        return [answers_of(llm, [params])[0] for params in asked]
+        return [answers_of(llm, [params])[0] for params in requested]
 
 
 ENGINES = {
@@ -291,13 +291,13 @@ ENGINES = {
 )
 def test_speculation_changes_no_token_of_a_constrained_answer(
     pair: tuple[Path, Path],
-    asked: list[SamplingParams],
+    requested: list[SamplingParams],
     reference: list[tuple[str, list[int], str | None]],
     drafts: int,
     engine: str,
 ) -> None:
     with open_pair(pair, drafts, **ENGINES[engine]) as llm:
-        assert answers_of(llm, asked) == reference
+        assert answers_of(llm, requested) == reference
         stats = llm.stats()
     assert stats.num_accepted_tokens > 0
     assert (stats.preemptions > 0) == (engine == "few pages")
@@ -413,7 +413,7 @@ def test_masks_of_a_block_are_those_made_one_token_at_a_time(
     sure = np.isinf(margins_RK[1, :num_walked])
     assert (sure | (margins_RK[1, :num_walked] == 1)).all()
     assert sure[drafts_RK[1, :num_walked] != np.array(drafts)[:num_walked]].all(), "what is forced is sure"
-    again = states.guide(
+    again = states.constrain_drafts(
         np.array([3]),
         np.array([len(standing)]),
         np.array([1]),

@@ -23,11 +23,11 @@ from manta import LLM, SamplingParams, StructuredOutputsParams
 from manta.actors.engine.async_engine import AsyncEngine
 from manta.actors.http.config.settings import ServerSettings
 from manta.actors.structured_outputs.grammar_frontend import MAX_LARGE, GrammarFrontend
-from manta.actors.structured_outputs.grammar_validator import QUICK_S, SLOW_S, GrammarTrials
+from manta.actors.structured_outputs.grammar_validator import QUICK_S, SLOW_S, GrammarValidator
 from manta.actors.tokenization.tokenizer import Tokenizer
 from manta.actors.workers.base.grammar_compilation import GrammarLanes, serve_lanes
 from manta.actors.workers.ray_executor import RayExecutor
-from manta.actors.workers.shm.step_channel import StepChannel, WorkerChannel, knock
+from manta.actors.workers.shm.step_channel import StepChannel, WorkerChannel, connect
 from manta.cluster.config import EngineConfig
 from manta.cluster.errors import RequestError
 from manta.cluster.request.request import Request
@@ -57,8 +57,8 @@ def tokenizer(pair: tuple[Path, Path]) -> Tokenizer:
 
 
 @pytest.fixture(scope="module")
-def trials(tokenizer: Tokenizer) -> Iterator[GrammarTrials]:
-    trials = GrammarTrials(tokenizer.to_json(), VOCAB, EOS)
+def trials(tokenizer: Tokenizer) -> Iterator[GrammarValidator]:
+    trials = GrammarValidator(tokenizer.to_json(), VOCAB, EOS)
     yield trials
     trials.close()
 
@@ -132,19 +132,19 @@ def test_hostile_grammars_are_answered_or_refused_by_name_during_a_stream(server
     ],
 )
 def test_a_trial_says_which_limit_was_exceeded(
-    trials: GrammarTrials, kind: str, text: str, word: str | None
+    trials: GrammarValidator, kind: str, text: str, word: str | None
 ) -> None:
-    refusal = trials.ask(kind, text, SLOW_S).refusal
+    refusal = trials.try_grammar(kind, text, SLOW_S).refusal
     assert refusal is None if word is None else word in (refusal or "")
 
 
-def test_a_request_drafts_no_more_than_its_masks_can_be_computed_for(trials: GrammarTrials) -> None:
-    measured_s = trials.ask("regex", "[a-z]{1,40}", SLOW_S).mask_s
+def test_a_request_drafts_no_more_than_its_masks_can_be_computed_for(trials: GrammarValidator) -> None:
+    measured_s = trials.try_grammar("regex", "[a-z]{1,40}", SLOW_S).mask_s
     assert 0 < measured_s < 0.01
 
     def most_drafts(mask_s: float, **more: Any) -> int:
         params = SamplingParams(grammar=Grammar("regex", "a", mask_s=mask_s), seed=0)
-        return Request(request_id="a", prompt_token_ids=(1,), params=params, **more).most_drafts(15)
+        return Request(request_id="a", prompt_token_ids=(1,), params=params, **more).max_drafts(15)
 
     assert [most_drafts(mask_s) for mask_s in (0.0, measured_s, 0.01, 0.025, 0.04, 1.0)] == [
         15,
@@ -158,16 +158,18 @@ def test_a_request_drafts_no_more_than_its_masks_can_be_computed_for(trials: Gra
 
 
 def test_trial_results_are_cached_and_a_killed_process_is_restarted(tokenizer: Tokenizer) -> None:
-    trials = GrammarTrials(tokenizer.to_json(), VOCAB, EOS)
+    trials = GrammarValidator(tokenizer.to_json(), VOCAB, EOS)
     assert trials.pid is None, "it starts with the first grammar"
-    assert trials.ask("regex", "[a-z]+", QUICK_S).refusal is None
+    assert trials.try_grammar("regex", "[a-z]+", QUICK_S).refusal is None
     pid = trials.pid
     assert pid is not None
     os.kill(pid, signal.SIGKILL)
-    assert trials.ask("regex", "[0-9]+", SLOW_S).refusal is None
+    assert trials.try_grammar("regex", "[0-9]+", SLOW_S).refusal is None
     assert trials.pid not in (None, pid)
     trials.close()
-    assert trials.ask("regex", "[a-z]+", QUICK_S).refusal is None and trials.pid is None, "from memory"
+    assert trials.try_grammar("regex", "[a-z]+", QUICK_S).refusal is None and trials.pid is None, (
+        "from memory"
+    )
 
 
 def test_the_sandbox_ends_with_its_parent(tokenizer: Tokenizer, tmp_path: Path) -> None:
@@ -185,10 +187,10 @@ os.kill(os.getpid(), signal.SIGKILL)
 
 
 def test_llm_refuses_grammars_that_would_kill_its_process(pair: tuple[Path, Path]) -> None:
-    asked = SamplingParams(structured_outputs=StructuredOutputsParams(json=chain(1500, "allOf")))
+    requested = SamplingParams(structured_outputs=StructuredOutputsParams(json=chain(1500, "allOf")))
     with LLM(str(pair[0]), dtype="float32", num_threads=1, max_model_len=128) as llm:
         with pytest.raises(RequestError, match="nested deeper"):
-            llm.generate("x", asked)
+            llm.generate("x", requested)
         assert llm.generate("x", SamplingParams(max_tokens=2))
 
 
@@ -212,8 +214,8 @@ def test_warm_up_runs_every_step_operator_before_the_first_request(
     with LLM(str(pair[0]), speculative_config=spec, dtype="bfloat16", max_model_len=128) as llm:
         loaded = set(called)
         called.clear()
-        asked = None, StructuredOutputsParams(regex="[0-9]+")
-        for grammar, temperature, penalty in product(asked, (0.0, 1.0), (0.0, 0.5)):
+        requested = None, StructuredOutputsParams(regex="[0-9]+")
+        for grammar, temperature, penalty in product(requested, (0.0, 1.0), (0.0, 0.5)):
             params = SamplingParams(
                 max_tokens=40,
                 temperature=temperature,
@@ -232,7 +234,7 @@ def test_warm_up_runs_every_step_operator_before_the_first_request(
 def test_a_held_grammar_stays_cached_and_no_step_compiles_it(
     compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(compiler_module, "MAX_KEPT", 1)
+    monkeypatch.setattr(compiler_module, "MAX_CACHED", 1)
     held = Grammar("regex", "held[0-9]")
     compiler.hold(held)
     for text in ("x", "y", "z"):
@@ -244,7 +246,7 @@ def test_a_held_grammar_stays_cached_and_no_step_compiles_it(
     with monkeypatch.context() as patched:
         patched.setattr(compiler, "compile", compile_again)
         assert not compiler.matcher(held).is_error()
-    compiler.let_go(held)
+    compiler.release(held)
     for text in ("x", "y"):
         compiler.matcher(Grammar("regex", text))
     with monkeypatch.context() as patched, pytest.raises(pytest.fail.Exception):
@@ -264,7 +266,7 @@ class Holder:
         assert self.may_hold.wait(timeout=60)
         self.held.append(grammar)
 
-    def let_go_grammar(self, grammar: Grammar) -> None:
+    def release_grammar(self, grammar: Grammar) -> None:
         self.held.remove(grammar)
 
 
@@ -279,7 +281,7 @@ def test_a_grammar_is_held_while_its_request_is_open_and_released_on_disconnect(
         holder = Holder()
         door = GrammarFrontend(tokenizer, VOCAB, EOS, holder)
         try:
-            async with door.held(regex("[a-z]+")) as params:
+            async with door.hold(regex("[a-z]+")) as params:
                 assert params.grammar is not None and holder.held == [params.grammar]
             holder.may_hold.clear()
             leaving = asyncio.create_task(enter(door, regex("[a-z]+")))
@@ -296,7 +298,7 @@ def test_a_grammar_is_held_while_its_request_is_open_and_released_on_disconnect(
 
 
 async def enter(door: GrammarFrontend, params: SamplingParams) -> None:
-    async with door.held(params):
+    async with door.hold(params):
         pass
 
 
@@ -307,7 +309,7 @@ def test_the_number_of_large_grammars_in_use_is_limited(
         monkeypatch.setattr("manta.actors.structured_outputs.grammar_validator.CHEAP_S", 0.0)
         door = GrammarFrontend(tokenizer, VOCAB, EOS, Holder())
         try:
-            open_ones = [door.held(regex(f"x{i}")) for i in range(MAX_LARGE)]
+            open_ones = [door.hold(regex(f"x{i}")) for i in range(MAX_LARGE)]
             for each in open_ones:
                 await each.__aenter__()
             await enter(door, regex("x0"))  # held already
@@ -323,10 +325,10 @@ def test_the_number_of_large_grammars_in_use_is_limited(
 
 
 def test_grammar_compilation_yields_to_steps(
-    tokenizer: Tokenizer, trials: GrammarTrials, monkeypatch: pytest.MonkeyPatch
+    tokenizer: Tokenizer, trials: GrammarValidator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     own, found = os.getpriority(os.PRIO_PROCESS, 0), list[int]()
-    trials.ask("regex", "nice", SLOW_S)
+    trials.try_grammar("regex", "nice", SLOW_S)
     found.append(os.getpriority(os.PRIO_PROCESS, trials.pid or 0))
     compiler = GrammarCompiler(tokenizer.to_json(), VOCAB, EOS)
     compile_one = compiler.compile
@@ -349,7 +351,7 @@ def test_every_rank_compiles_grammars_and_reports_failures(compiler: GrammarComp
     workers: list[WorkerChannel] = []
 
     def work(rank: int) -> None:
-        worker = WorkerChannel(knock(channel.address, rank), rank)
+        worker = WorkerChannel(connect(channel.address, rank), rank)
         workers.append(worker)
         serve_lanes(worker.lanes, compiler)
 
@@ -364,7 +366,7 @@ def test_every_rank_compiles_grammars_and_reports_failures(compiler: GrammarComp
     for grammar in (cheap, large):
         lanes.hold(grammar)
         assert compiler._held[("regex", grammar.text)] == 2
-        lanes.let_go(grammar)
+        lanes.release(grammar)
         assert not compiler._held[("regex", grammar.text)]
     with pytest.raises(GrammarError, match="regex"):
         lanes.hold(Grammar("regex", "("))
@@ -406,7 +408,7 @@ def test_a_matcher_that_raises_ends_only_its_own_answer(compiler: GrammarCompile
             states.admit(slot, grammar)
         if fails:
             states._slots[1].matcher = Failing(states._slots[1].matcher, num_calls)  # type: ignore[assignment]
-        found = states.guide(
+        found = states.constrain_drafts(
             np.array([0, 1]), np.array([3, 3]), np.array([1, 1]), np.empty((2, 0), np.int64), read
         )
         assert found is not None
@@ -459,8 +461,8 @@ def test_ray_workers_compile_in_parallel_with_their_steps(pair: tuple[Path, Path
             with pytest.raises(RequestError, match="nested deeper"):
                 await engine.complete("1", prompt, bad)
             large = StructuredOutputsParams(json=PATTERNS)  # which no step may compile
-            for i, asked in enumerate((StructuredOutputsParams(regex="[0-9]{3}"), large, large)):
-                params = SamplingParams(structured_outputs=asked, max_tokens=9)
+            for i, requested in enumerate((StructuredOutputsParams(regex="[0-9]{3}"), large, large)):
+                params = SamplingParams(structured_outputs=requested, max_tokens=9)
                 answer = await engine.complete(f"{i} good", prompt, params)
                 assert answer.outputs[0].text[0] in "0123456789{"
             engine.check_health()

@@ -20,7 +20,7 @@ from manta.actors.capture.collector import CapturedAnswers, open_capture
 from manta.actors.capture.records import CapturedRecord, read_captured, segments
 from manta.actors.capture.segment_ring import NUM_SEGMENTS, SegmentRing
 from manta.actors.capture.writer_process import WriterSettings
-from manta.actors.engine.output_processor import NOTHING
+from manta.actors.engine.output_processor import NOT_RESUMED
 from manta.actors.engine.tenant import Tenant
 from manta.actors.http.config.settings import ServerSettings, split_models
 from manta.actors.tokenization.prompts import EncodedPrompt
@@ -88,11 +88,11 @@ def test_prompts_and_answers_are_captured_under_their_tenants(
     folder = tmp_path / "captured"
     with make_server(capture=str(folder)) as server, httpx.Client(base_url=server.url, timeout=30) as http:
         headers = {"X-Tenant": "acme", "X-Category": "logs"}
-        told = http.post(
+        reported = http.post(
             "/v1/completions", json={**ASKED, "prompt": "import os", "n": 2}, headers=headers
         ).json()
-        asked = {"messages": [{"role": "user", "content": "hello"}], "stream": True, **ASKED}
-        chat = http.post("/v1/chat/completions", json={**asked, "metadata": {"category": "chat"}}).text
+        requested = {"messages": [{"role": "user", "content": "hello"}], "stream": True, **ASKED}
+        chat = http.post("/v1/chat/completions", json={**requested, "metadata": {"category": "chat"}}).text
         http.post("/v1/completions", json={**ASKED, "prompt": "not this", "store": False})
         http.post(
             "/v1/completions", json={**ASKED, "prompt": "nor this"}, headers={"Cache-Control": "no-store"}
@@ -106,9 +106,9 @@ def test_prompts_and_answers_are_captured_under_their_tenants(
     assert writers() == [], "it ends with the server"
     records = list(read_captured(folder))
     first = {record.token_ids for record in records[:2]}
-    assert first == {tuple(choice["token_ids"]) for choice in told["choices"]}
+    assert first == {tuple(choice["token_ids"]) for choice in reported["choices"]}
     for record in records[:2]:
-        assert record.prompt_token_ids == tuple(told["choices"][0]["prompt_token_ids"])
+        assert record.prompt_token_ids == tuple(reported["choices"][0]["prompt_token_ids"])
         assert (record.model, record.tenant, record.category) == ("tiny", "acme", "logs")
     events = [json.loads(line[6:]) for line in chat.splitlines() if line.startswith("data: {")]
     chosen = [choice for event in events for choice in event["choices"]]
@@ -146,15 +146,15 @@ def test_a_redaction_hook_decides_what_is_captured_and_a_failing_hook_captures_n
 
 
 def test_prompts_may_be_omitted_and_nothing_is_captured_by_default(pair: tuple[Path, Path]) -> None:
-    prompt, asker = EncodedPrompt((1, 2)), Tenant(named="acme")
-    answers = CapturedAnswers([prompt], "tiny", asker, {(0, 0): [3], (0, 1): [4, 5]})
+    prompt, requester = EncodedPrompt((1, 2)), Tenant(named="acme")
+    answers = CapturedAnswers([prompt], "tiny", requester, {(0, 0): [3], (0, 1): [4, 5]})
     private, whole = (answers.records(prompts=prompts) for prompts in (False, True))
     assert [(each.prompt_token_ids, each.token_ids) for each in private] == [((), (3,)), ((), (4, 5))]
     assert {each.prompt_token_ids for each in whole} == {(1, 2)} and whole[0].tenant == "acme"
     config = EngineConfig(model=str(pair[0]))
     assert open_capture(config, ServerSettings(), lambda result: None) is None
     none = open_capture(config, ServerSettings(capture="/c", capture_fraction=0.0), lambda result: None)
-    assert none is not None and none.choose([prompt], NOTHING, "tiny", asker) is None
+    assert none is not None and none.choose([prompt], NOT_RESUMED, "tiny", requester) is None
 
 
 def records_of(sizes: list[int]) -> list[CapturedRecord]:
@@ -197,8 +197,8 @@ def test_two_writers_share_a_folder_and_its_limit(tmp_path: Path) -> None:
         WriterSettings(str(folder), bound).argument(),
     ]
     both = [subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) for _ in range(2)]
-    told = [each.communicate(lines, timeout=60)[0].decode().split() for each in both]
-    assert told == [["ready", *["kept"] * 120]] * 2
+    reported = [each.communicate(lines, timeout=60)[0].decode().split() for each in both]
+    assert reported == [["ready", *["kept"] * 120]] * 2
     kept = list(read_captured(folder))
     assert sum(path.stat().st_size for path in segments(folder)) <= bound
     assert len(kept) > 100 and all(len(record.token_ids) == 3001 for record in kept), "no line is torn"

@@ -17,7 +17,13 @@ import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from manta.actors.engine.output_logprobs import OutputLogprobs
-from manta.actors.engine.output_processor import NOTHING, Begun, CompletionOutput, OutputProcessor, begun_text
+from manta.actors.engine.output_processor import (
+    NOT_RESUMED,
+    CompletionOutput,
+    OutputProcessor,
+    ResumeState,
+    resumed_text,
+)
 from manta.actors.http.protocol.logprobs import chat_logprobs
 from manta.actors.tokenization.prompts import EncodedPrompt
 from manta.actors.tokenization.tokenizer import Tokenizer
@@ -196,8 +202,8 @@ def test_the_bytes_of_tokens_add_up_to_the_text(kind: str, data: st.DataObject) 
 def test_log_probabilities_show_the_bytes_of_a_partial_character(kind: str) -> None:
     ids = ids_of(kind, "日".encode()) if kind in (*BYTE_LEVELS, *WITH_RUNS) else ids_of(kind, "日本", "the")
     numbers = [TokenLogprobs(-1.0, 1, (token_id,), (-1.0,)) for token_id in ids]
-    told = OutputLogprobs(TOKENIZERS[kind], numbers, ids)
-    shown = chat_logprobs(CompletionOutput(0, "", ids, None, None, told), 1)["content"]
+    reported = OutputLogprobs(TOKENIZERS[kind], numbers, ids)
+    shown = chat_logprobs(CompletionOutput(0, "", ids, None, None, reported), 1)["content"]
     assert [entry["bytes"] for entry in shown] == [entry["top_logprobs"][0]["bytes"] for entry in shown]
     data = bytes(byte for entry in shown for byte in entry["bytes"])
     wanted = "日" if len(ids) == 3 else TOKENIZERS[kind].decode(ids).replace(" ", "")
@@ -295,9 +301,9 @@ def test_another_replica_continues_the_same_text(kind: str, data: st.DataObject)
     whole, num_tokens, stop, _ = completed(tokenizer, prompt, data.draw(cut_into_blocks(answer)), params)
     count = data.draw(st.integers(0, max(num_tokens - 1, 0)))
     text, _, _, given = completed(tokenizer, prompt, [answer[:count]], params, ends=False)
-    begun = Begun(tuple(answer[:count]), len(given))
-    assert begun_text(tokenizer, prompt, params, begun) == given == text[: len(given)]
-    rest = completed(tokenizer, prompt, data.draw(cut_into_blocks(answer[count:])), params, begun)
+    resume_state = ResumeState(tuple(answer[:count]), len(given))
+    assert resumed_text(tokenizer, prompt, params, resume_state) == given == text[: len(given)]
+    rest = completed(tokenizer, prompt, data.draw(cut_into_blocks(answer[count:])), params, resume_state)
     assert rest[:3] == (whole, num_tokens, stop) and given + rest[3] == whole
 
 
@@ -306,19 +312,21 @@ def completed(
     prompt: Sequence[int],
     blocks: Sequence[Sequence[int]],
     params: SamplingParams,
-    begun: Begun = NOTHING,
+    resume_state: ResumeState = NOT_RESUMED,
     *,
     ends: bool = True,
 ) -> tuple[str, int, object, str]:
     """Text, number of tokens and stop reason of a completion, and the text of its stream."""
     processor = OutputProcessor(tokenizer)
-    tracker, _ = processor.add("r", EncodedPrompt((tokenizer.vocab_size, *prompt)), params, begun=begun)
+    tracker, _ = processor.add(
+        "r", EncodedPrompt((tokenizer.vocab_size, *prompt)), params, resume_state=resume_state
+    )
     given = ""
     for at, block in enumerate(blocks, start=1):
         reason = "length" if ends and at == len(blocks) else None
         fed = processor.feed(SequenceUpdate("r", tuple(block), reason, None, 0, 0, 0))
         given += fed[1].text if fed is not None else ""
-    whole = tracker.whole().outputs[0]
+    whole = tracker.complete_output().outputs[0]
     return whole.text, len(whole.token_ids), whole.stop_reason, given
 
 

@@ -30,10 +30,10 @@ def test_an_engine_without_a_tokenizer_says_so_and_its_workers_end(
     first: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Workers that still load when the failure is reported also end; the error does not wait for them."""
-    told, loaded, executor = threading.Event(), threading.Event(), Loaded()
+    reported, loaded, executor = threading.Event(), threading.Event(), Loaded()
 
     def make(config: EngineConfig) -> Any:
-        assert first == "the models" or told.wait(WITHIN_S), "the failure waits for the models"
+        assert first == "the models" or reported.wait(WITHIN_S), "the failure waits for the models"
         loaded.set()
         return executor
 
@@ -46,7 +46,7 @@ def test_an_engine_without_a_tokenizer_says_so_and_its_workers_end(
     async def start() -> None:
         with pytest.raises(ConfigError, match="no tokenizer"):
             await AsyncEngine(EngineConfig(model="m"), make).start()
-        told.set()
+        reported.set()
 
     asyncio.run(start())  # and until its threads have ended
     assert loaded.is_set() and executor.num_closed > 0

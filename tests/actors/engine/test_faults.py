@@ -32,7 +32,7 @@ from manta.actors.engine.request_spec_stats import RequestSteps
 from manta.actors.engine.uniproc_executor import make_executor
 from manta.actors.http.config.settings import ServerSettings
 from manta.actors.http.generation.request_run import GenerationRun
-from manta.actors.http.generation.request_stats import RequestFigures
+from manta.actors.http.generation.request_stats import RequestStats
 from manta.actors.http.openai.chat import ChatShape
 from manta.actors.system import log_setup as process_log
 from manta.actors.tokenization.detokenizer import ByteLevelDetokenizer, IncrementalDetokenizer
@@ -69,7 +69,7 @@ DELIVERY = [
     (OutputStream, "take", ValueError),
 ]
 READERS = [
-    (RequestFigures, "feed", KeyError),
+    (RequestStats, "feed", KeyError),
     (GenerationRun, "_shown", AttributeError),
     (AnswerParser, "feed", RecursionError),
     (Splitter, "feed", Panic),
@@ -208,12 +208,12 @@ def test_a_failed_completion_ends_the_others_of_its_request(
 def test_an_engine_that_delivers_nothing_is_unhealthy(
     config: EngineConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(engine_module, "LOOK_S", 0.02)
+    monkeypatch.setattr(engine_module, "POLL_S", 0.02)
     monkeypatch.setattr(engine_module, "DELIVERY_TIMEOUT_S", 0.1)
     with LiveServer(config) as server, httpx.Client(base_url=server.url, timeout=30) as http:
         body = {"prompt": "x", "max_tokens": 400, "ignore_eos": True}
         assert http.post("/v1/completions", json=body | {"max_tokens": 4}).status_code == 200
-        monkeypatch.setattr(OutputStreams, "_deliver_a_turn", lambda streams: None)
+        monkeypatch.setattr(OutputStreams, "_deliver_slice", lambda streams: None)
         assert http.post("/v1/completions", json=body).status_code == 503
         assert http.get("/health").status_code == 503
 
@@ -238,7 +238,7 @@ def test_delivery_continues_after_an_unguarded_error(
 ) -> None:
     """A leftover queue does not count as a delivery in progress."""
     failures: list[BaseException] = []
-    hand_out = OutputStreams._hand_out
+    hand_out = OutputStreams._deliver_update
 
     def fail_once(streams: OutputStreams, update: Any) -> None:
         if not failures:
@@ -248,7 +248,7 @@ def test_delivery_continues_after_an_unguarded_error(
         hand_out(streams, update)
 
     with monkeypatch.context() as patch:
-        patch.setattr(OutputStreams, "_hand_out", fail_once)
+        patch.setattr(OutputStreams, "_deliver_update", fail_once)
         response = http.post("/v1/completions", json={"prompt": "x", "max_tokens": 4, "ignore_eos": True})
     assert response.json()["usage"]["completion_tokens"] == 4 and failures
 

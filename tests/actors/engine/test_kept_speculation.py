@@ -97,11 +97,11 @@ def test_a_warm_up_is_in_no_metric_and_updates_only_costs(
 ) -> None:
     with make((tiny_qwen3, tiny_drafter)) as llm:
         # on a busy machine drafts may not pay, and costs would be measured again
-        monkeypatch.setattr(type(llm._engine), "speculation_pays", True)
+        monkeypatch.setattr(type(llm._engine), "would_draft", True)
         before = llm.stats()
         llm.generate(PROMPT, PARAMS)
         assert llm.stats().generation_tokens == 60 and llm.stats().num_drafts > 0
-        llm._kept.end_warm_up()
+        llm._speculation_cache.end_warm_up()
         after = llm.stats()
         assert (after, learned(llm)[1]) == (replace(before, draft_length=after.draft_length), False)
         assert llm._engine.costs is not None and llm._engine.costs.has_measurements

@@ -209,8 +209,8 @@ def test_responses_and_messages_count_for_their_tenant(http: httpx.Client, load:
     again = Load(http)
     response = {"input": "hi", "max_output_tokens": 24, "metadata": {"category": "coding"}}
     message = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 24}
-    asked = (("/v1/responses", response, {}), ("/v1/messages", message, {"X-Tenant": "acme"}))
-    for path, body, headers in asked:
+    requested = (("/v1/responses", response, {}), ("/v1/messages", message, {"X-Tenant": "acme"}))
+    for path, body, headers in requested:
         assert http.post(path, json={"ignore_eos": True, **body}, headers=headers).status_code == 200
     again.end()
     for label, value in (("category", "coding"), ("tenant", "acme")):
@@ -219,9 +219,9 @@ def test_responses_and_messages_count_for_their_tenant(http: httpx.Client, load:
 
 def test_label_values_are_bounded_in_order_of_arrival() -> None:
     values = BoundedLabels(2)
-    asked = ["a", None, "b", "c", "a", "", "x" * 65, "b c", 'q"']
+    requested = ["a", None, "b", "c", "a", "", "x" * 65, "b c", 'q"']
     shown = ["a", "none", "b", "other", "a", "other", "other", "other", "other"]
-    assert [values.of(each) for each in asked] == shown
+    assert [values.of(each) for each in requested] == shown
     assert BoundedLabels(0).of("a") == "other"
 
 

@@ -67,7 +67,7 @@ def test_every_token_step_and_second_is_on_one_receipt() -> None:
     engine.add_request(make_request("late", [3] * 40, max_tokens=50, ignore_eos=True, account=OTHERS))
     while engine.has_unfinished:
         engine.step()
-    spent, stats = engine.spent(), engine.stats()
+    spent, stats = engine.usage_by_account(), engine.stats()
     assert set(spent) == {ACME, OTHERS, UsageAccount()}
     assert total(spent, "tokens") == stats.generation_tokens
     assert total(spent, "tokens") - total(spent, "steps") == stats.num_accepted_tokens, "the steps saved"
@@ -82,7 +82,7 @@ def test_savings_equal_the_extra_time_of_plain_decoding(survival: tuple[float, .
     plain_s = clock.now_s
     engine, clock = an_engine(survival)
     run(engine, [ACME, OTHERS, ACME, OTHERS])
-    spent = engine.spent()
+    spent = engine.usage_by_account()
     compared, all_s = total(spent, "compared_s"), total(spent, "engine_s")
     assert compared > 0.8 * all_s, "but for prompts, and steps before anything was measured"
     saved = total(spent, "plain_s") - compared
@@ -95,10 +95,10 @@ def test_savings_equal_the_extra_time_of_plain_decoding(survival: tuple[float, .
 def test_unmeasured_savings_are_not_guessed() -> None:
     fixed, _ = an_engine((0.85, 0.7), adaptive=False)
     run(fixed, [ACME])
-    assert fixed.spent()[ACME].engine_s > 0 and fixed.spent()[ACME].compared_s == 0.0
+    assert fixed.usage_by_account()[ACME].engine_s > 0 and fixed.usage_by_account()[ACME].compared_s == 0.0
     plain, _ = an_engine(())
     run(plain, [ACME])
-    assert plain.spent()[ACME].compared_s == 0.0, "an engine that does not speculate saves nothing"
+    assert plain.usage_by_account()[ACME].compared_s == 0.0, "an engine that does not speculate saves nothing"
 
 
 def test_savings_against_an_earlier_starts_measurements_are_separate(
@@ -111,14 +111,14 @@ def test_savings_against_an_earlier_starts_measurements_are_separate(
     assert engine.costs is not None and before.costs is not None
     engine.costs.read(before.costs.as_json())
     run(engine, [ACME], max_tokens=30)
-    spent = engine.spent()[ACME]
+    spent = engine.usage_by_account()[ACME]
     assert 0.0 < spent.kept_s <= spent.compared_s and spent.aged_s >= 0.0
 
 
 def test_nothing_is_counted_without_receipts() -> None:
     engine, _ = an_engine((0.5,))
     run(engine, [None, None])
-    assert engine.spent() == {}
+    assert engine.usage_by_account() == {}
 
 
 # The folder.
@@ -131,7 +131,7 @@ def test_a_receipt_has_device_seconds_and_the_compared_share(tmp_path: Path) -> 
     kept.account(Tenant("acme", "code"), begins=False)
     engine.spend(account, SOME)
     engine.spend(OTHERS, SOME._replace(compared_s=0.0, plain_s=0.0, aged_s=0.0))
-    kept.keep()
+    kept.write()
     acme, others = read_receipts(tmp_path / "made")
     assert acme == {
         **{"day": "2026-01-31", "model": "m", "tenant": "acme", "category": "code", "requests": 1},
@@ -148,11 +148,11 @@ def test_days_are_separate_and_restarts_and_replicas_add_up(tmp_path: Path) -> N
         kept = keeper(engine, tmp_path, clock=times)
         for _ in range(3):
             engine.spend(ACME, SOME)
-            kept.keep()
+            kept.write()
         times.append(NOON + 86400.0)
         engine.spend(ACME, SOME)
-        kept.keep()
-        kept.keep()
+        kept.write()
+        kept.write()
     assert [(one["day"], one["tokens"]) for one in read_receipts(tmp_path)] == [
         ("2026-01-31", 180),
         ("2026-02-01", 60),
@@ -169,7 +169,7 @@ def test_a_receipts_file_stays_short_and_a_broken_line_is_skipped(tmp_path: Path
     kept = keeper(engine, tmp_path)
     for _ in range(200):
         engine.spend(ACME, SOME)
-        kept.keep()
+        kept.write()
     (file,) = tmp_path.glob("*.jsonl")
     lines = file.read_text().splitlines()
     assert len(lines) <= 33 and json.loads(lines[-1])["tokens"] == 6000
@@ -188,12 +188,12 @@ def test_tenants_are_bounded_and_failed_writes_are_repeated(
         engine.spend(kept.account(Tenant(name)), SOME)
     folder.rmdir()
     folder.write_text("in the way")
-    kept.keep()
-    kept.keep()
+    kept.write()
+    kept.write()
     assert len(caplog.records) == 1 and "receipts" in caplog.text
     folder.unlink()
     folder.mkdir()
-    kept.keep()
+    kept.write()
     assert {one["tenant"]: one["tokens"] for one in read_receipts(folder)} == {"a": 30, "b": 30, OTHER: 60}
     with pytest.raises(ConfigError, match="--receipts"):
         keeper(engine, next(folder.iterdir()) / "below")
@@ -203,15 +203,15 @@ def test_a_kill_loses_no_written_receipt(tmp_path: Path) -> None:
     script = SUPPORT / "spending_engine.py"
     spender = subprocess.Popen([sys.executable, script, tmp_path], stdout=subprocess.PIPE, text=True)
     assert spender.stdout is not None
-    told: list[int] = []
+    reported: list[int] = []
     try:
-        told = [int(spender.stdout.readline()) for _ in range(40)]
+        reported = [int(spender.stdout.readline()) for _ in range(40)]
     finally:
         spender.send_signal(signal.SIGKILL)
-        told += [int(line) for line in spender.stdout.read().split()]
+        reported += [int(line) for line in spender.stdout.read().split()]
         spender.wait()
     (one,) = read_receipts(tmp_path)
-    assert one["tokens"] - told[-1] in (0, 30), "the last line, or one that it had no time to tell of"
+    assert one["tokens"] - reported[-1] in (0, 30), "the last line, or one that it had no time to tell of"
 
 
 # The server.
@@ -250,8 +250,8 @@ def http(config: EngineConfig, folder: Path) -> Iterator[httpx.Client]:
 def test_a_server_shows_operators_the_device_seconds_of_each_tenant(http: httpx.Client, folder: Path) -> None:
     body: dict[str, Any] = {"prompt": "ab", "max_tokens": 24}
     assert http.post("/v1/completions", json=body | {"n": 2}, headers={"X-Tenant": "acme"}).is_success
-    told = {"metadata": {"tenant": "body", "category": "code"}, "stream": True}
-    assert http.post("/v1/completions", json=body | told).is_success
+    reported = {"metadata": {"tenant": "body", "category": "code"}, "stream": True}
+    assert http.post("/v1/completions", json=body | reported).is_success
     assert http.post("/v1/completions", json=body | {"prompt": ["a", "b"]}).is_success
     found = {one["tenant"]: one for one in http.get("/receipts").json()["data"]}
     assert {name: (one["requests"], one["tokens"]) for name, one in found.items()} == {
@@ -275,7 +275,7 @@ def test_without_a_folder_there_are_no_receipts(config: EngineConfig) -> None:
         answer = httpx.get(f"{server.url}/receipts")
         assert answer.status_code == 501 and "--receipts" in answer.text
         assert httpx.post(f"{server.url}/v1/completions", json={"prompt": "a"}).is_success
-        assert server.engine.spent() == {}
+        assert server.engine.usage_by_account() == {}
     with pytest.raises(ConfigError, match="absolute"):
         ServerSettings(receipts="out/receipts")
 
@@ -285,7 +285,7 @@ def test_receipts_of_a_folder_or_a_server_are_printed(http: httpx.Client, tmp_pa
     kept = keeper(engine, tmp_path)
     engine.spend(ACME, SOME)
     engine.spend(OTHERS, Usage(tokens=5, steps=5, engine_s=1.0))
-    kept.keep()
+    kept.write()
 
     def said(*words: str, code: int = 0) -> str:
         done = CliRunner().invoke(app, ["receipts", *words])
@@ -302,5 +302,5 @@ def test_receipts_of_a_folder_or_a_server_are_printed(http: httpx.Client, tmp_pa
     assert json.loads(said(str(tmp_path), "--json", "--tenant", "acme")) == read_receipts(
         tmp_path, tenant="acme"
     )
-    asked = said("--url", str(http.base_url), "--api-key", "root", "--json", "--tenant", "nobody")
-    assert json.loads(asked) == []
+    requested = said("--url", str(http.base_url), "--api-key", "root", "--json", "--tenant", "nobody")
+    assert json.loads(requested) == []

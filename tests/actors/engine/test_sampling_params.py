@@ -130,10 +130,10 @@ def test_sampling_parameters_of_a_wrong_type_are_refused(llm: LLM, params: Any) 
         next(llm.stream("x", params))
 
 
-@pytest.mark.parametrize("most", ["x", 1.5, -1, True, [1]])
-def test_an_invalid_number_of_drafts_is_refused(llm: LLM, most: Any) -> None:
+@pytest.mark.parametrize("maximum", ["x", 1.5, -1, True, [1]])
+def test_an_invalid_number_of_drafts_is_refused(llm: LLM, maximum: Any) -> None:
     with pytest.raises(RequestError) as refused:
-        llm.generate("x", use_tqdm=False, max_draft_tokens=most)
+        llm.generate("x", use_tqdm=False, max_draft_tokens=maximum)
     assert refused.value.param == "max_draft_tokens"
 
 

@@ -24,7 +24,7 @@ from manta.actors.tokenization.prompts import EncodedPrompt
 from manta.actors.workers.ray_executor import RayExecutor
 from manta.cluster.config import EngineConfig
 from manta.cluster.engine.engine_core import EngineCore
-from manta.cluster.engine.step_watchdog import COMPILING_S, FACTOR, FLOOR_S, TICK_S, StepWatch
+from manta.cluster.engine.step_watchdog import COMPILING_S, FACTOR, FLOOR_S, TICK_S, StepWatchdog
 from manta.cluster.errors import EngineDeadError, EngineStalledError
 from manta.cluster.request.request import SamplingParams
 from manta.cluster.simulation.simulated_executor import SimulatedExecutor
@@ -73,7 +73,7 @@ class Driven:
     """A watch that gets real plans with scripted seconds."""
 
     def __init__(self) -> None:
-        self.watch = StepWatch()
+        self.watch = StepWatchdog()
         config = EngineConfig(model="", max_num_seqs=8, skip_tokenizer_init=True)
         self._engine = EngineCore(
             config, SimulatedExecutor(make_info(max_model_len=1000, num_pages=(500,), eos_token_ids=()))
@@ -90,13 +90,13 @@ class Driven:
         """Run a step of a duration; return whether it counted as stalled."""
         plan = self._engine.plan()
         assert plan is not None
-        self.watch.submitting(plan)
+        self.watch.before_submit(plan)
         self._executor.submit(plan)
-        self.watch.submitted(0.0)
-        self.watch.collecting()
+        self.watch.after_submit(0.0)
+        self.watch.before_collect()
         stalled = ticks and self.tick(seconds)
         self._engine.commit(self._executor.collect())
-        self.watch.collected(seconds)
+        self.watch.after_collect(seconds)
         return stalled
 
     def tick(self, seconds: float, stopped: Sequence[str] = ()) -> bool:
@@ -104,13 +104,13 @@ class Driven:
         found = False
         for _ in range(round(seconds / TICK_S) + 1):
             self._now_s += TICK_S
-            found = self.watch.tick(self._now_s, lambda: stopped) is not None
+            found = self.watch.check(self._now_s, lambda: stopped) is not None
         return found
 
     def suspend(self, seconds: float) -> bool:
         """Whether a stall is found after the whole process was stopped for a time."""
         self._now_s += seconds
-        return self.watch.tick(self._now_s, tuple) is not None
+        return self.watch.check(self._now_s, tuple) is not None
 
 
 @pytest.fixture
@@ -148,7 +148,7 @@ def test_steps_that_may_compile_have_60_seconds(driven: Driven) -> None:
     for _ in range(40):
         driven.step()
     assert driven.step(30.0, ticks=True)
-    driven.watch.forget()  # another drafter
+    driven.watch.reset()  # another drafter
     assert not driven.step(290.0, ticks=True)
 
 
@@ -172,7 +172,7 @@ def test_the_time_of_an_unseen_kind_is_expected_to_grow_with_its_rows() -> None:
 def test_time_of_a_suspended_process_does_not_count(driven: Driven) -> None:
     plan = driven._engine.plan()
     assert plan is not None
-    driven.watch.submitting(plan)
+    driven.watch.before_submit(plan)
     assert not driven.tick(1.0)
     assert not any(driven.suspend(3600.0) for _ in range(10))
     assert not driven.tick(FLOOR_S - 12.0) and driven.tick(2.0)
@@ -183,12 +183,12 @@ def test_a_stopped_processs_step_stalls_after_the_minimum() -> None:
     driven.add()
     plan = driven._engine.plan()
     assert plan is not None
-    driven.watch.submitting(plan)
+    driven.watch.before_submit(plan)
     assert not driven.tick(100.0)
     assert driven.tick(1.0, ["rank 3 (process 7)"])
-    stall = driven.watch.tick(driven._now_s + TICK_S, lambda: ["rank 3 (process 7)"])
+    stall = driven.watch.check(driven._now_s + TICK_S, lambda: ["rank 3 (process 7)"])
     assert stall is not None and "rank 3 (process 7)" in stall.reason
-    driven.watch.submitted(1.0)
+    driven.watch.after_submit(1.0)
     assert not driven.tick(100.0, ["rank 3 (process 7)"])  # nothing waits for it
 
 
@@ -207,7 +207,7 @@ def test_streams_of_a_hanging_step_end_and_health_follows_it(
         made.append(Hanging(config))
         return made[0]
 
-    watch = StepWatch(FLOOR_IN_TESTS_S)
+    watch = StepWatchdog(FLOOR_IN_TESTS_S)
     with LiveServer(config, make=make, watch=watch) as server:
         ask = lambda: httpx.post(f"{server.url}/v1/completions", json=BODY, timeout=60)  # noqa: E731
         _, whole = ask(), ask()  # steps of kinds that were not seen are not judged
@@ -285,7 +285,7 @@ def test_a_stopped_worker_is_named_its_streams_end_and_closing_removes_it(
         return found
 
     async def main() -> None:
-        engine = AsyncEngine(base, make, StepWatch(FLOOR_IN_TESTS_S))
+        engine = AsyncEngine(base, make, StepWatchdog(FLOOR_IN_TESTS_S))
         await engine.start()
         pids = executors[0].worker_pids
         whole = await ask(engine, "whole")

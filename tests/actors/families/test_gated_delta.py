@@ -60,7 +60,7 @@ class OneRequest:
             (t + 1) % TINY_VOCAB for t in self.tokens[-wrong:]
         ] * (wrong > 0)
         if drafts:
-            self._states.place_drafts(plan, torch.tensor([guessed]))
+            self._states.write_drafts(plan, torch.tensor([guessed]))
         numbers = (np.array([n]) for n in (0, rows, drafts, self._pending))
         step = replace(self._states.lay_out_rows(plan), states=StateRows(*numbers))
         hidden, _ = self._model.forward(step.token_ids_N, step, self._cache)

@@ -13,8 +13,8 @@ import pytest
 import torch
 from decoder_requests import computed, load, oracle
 from manta.actors.targets.families import read_model
-from manta.actors.targets.model.mlp_spec import BesideMLP
-from manta.actors.targets.model.mlp_weights import BesideTensors, MlpTensors
+from manta.actors.targets.model.mlp_spec import ParallelMlpSpec
+from manta.actors.targets.model.mlp_weights import MlpTensors, ParallelMlpTensors
 from manta.actors.targets.model.model_spec import ModelSpec
 from manta.actors.targets.model.tensor_parallel import Sharding
 from manta.actors.targets.model.weights import TargetWeights, target_shapes
@@ -125,7 +125,7 @@ def test_a_published_gemma4_config_is_read(
 
 def test_the_mixture_is_a_dense_mlp_next_to_its_experts(tmp_path: Path) -> None:
     mlp = published(tmp_path, MIXTURE_26B).layers[7].mlp
-    assert isinstance(mlp, BesideMLP)
+    assert isinstance(mlp, ParallelMlpSpec)
     assert (mlp.dense.inner_size, mlp.routed.inner_size) == (2112, 704)
     router = mlp.routed.router
     assert (router.num_experts, router.top_k, router.score) == (128, 8, "softmax")
@@ -231,8 +231,8 @@ def test_norms_and_scales_are_read_in_their_compute_dtype(saved: Path) -> None:
     assert torch.equal(k, v) and torch.equal(k, stored[at + "self_attn.k_proj.weight"].bfloat16())
 
 
-def beside(mlp: MlpTensors) -> BesideTensors:
-    assert isinstance(mlp, BesideTensors)
+def beside(mlp: MlpTensors) -> ParallelMlpTensors:
+    assert isinstance(mlp, ParallelMlpTensors)
     return mlp
 
 

@@ -24,7 +24,7 @@ from manta.actors.targets.model.tensor_parallel import Sharding
 from manta.actors.tokenization.chat_template import ChatTemplate
 from manta.cluster.errors import CheckpointError, PlacementError
 from manta.cluster.hardware.gpu_specs import GPUS
-from manta.cluster.hardware.memory_plan import find_room
+from manta.cluster.hardware.memory_plan import plan_memory
 from manta.cluster.hardware.model_pair import LayoutDemand
 from manta.cluster.hardware.model_shape import DeviceWork
 from manta.cluster.hardware.parallel_layouts import ParallelLayout
@@ -141,7 +141,7 @@ def test_kimi_k2_fits_eight_h200s_packed_and_sixteen_dequantized() -> None:
         target = next(target for target in TARGETS if target.name == name)
         pair = pair_of(target, spec_of(name))  # type: ignore[arg-type]
         assert ranks in pair.tp_sizes
-        return find_room(pair, GPUS["h200"], ParallelLayout(ranks, placement, 1), demand)
+        return plan_memory(pair, GPUS["h200"], ParallelLayout(ranks, placement, 1), demand)
 
     packed = room("Kimi-K2.6", 8, "colocated")
     assert packed.weights_bytes / 1e9 == pytest.approx(594 / 8 + 6.6, rel=0.05), "beside the whole drafter"
@@ -175,7 +175,7 @@ def test_a_plan_expands_prompts_from_the_kernels_number_of_rows() -> None:
     assert 0.99 < long.flop / rank.attention(1, 171, context).flop < 1
     zeros = torch.zeros(8, 256, 512, device="meta")
     parts = MLALayer(q_norm=None, q_up=None, kv_norm=RMSNorm(zeros, 1e-6), kv_up_JUC=zeros, v_dim=128)
-    assert parts.fewest_expanded == 171
+    assert parts.min_expanded == 171
 
 
 PREFILL = ROOT / "docs/decisions/expanded-latents.md"
@@ -196,14 +196,14 @@ def test_the_documented_savings_of_expanded_prompts_are_computed(row: tuple[str,
         of_layer = layer.latent.expanded(layer.heads, count * (begin + count / 2), begin + count, 2)
         expanded += device.seconds(DeviceWork(61 * of_layer.num_bytes, 61 * of_layer.flop))
     whole = rest + absorbed
-    told = [float(number) for number in re.findall(r"[\d.]+", row[1])]
+    reported = [float(number) for number in re.findall(r"[\d.]+", row[1])]
     counted = [
         1e3 * whole,
         100 * absorbed / whole,
         1e3 * (rest + expanded),
         100 * (absorbed - expanded) / whole,
     ]
-    assert counted == pytest.approx(told, rel=0.04), counted
+    assert counted == pytest.approx(reported, rel=0.04), counted
 
 
 def tiny_kimi(folder: Path) -> Path:
@@ -321,5 +321,5 @@ def test_reasoning_ends_where_the_prompt_or_the_model_ends_it() -> None:
     assert opened.opened and not closed.opened
     call = "<|tool_calls_section_begin|><|tool_call_begin|>functions.now:1<|tool_call_argument_begin|>{}"
     said = "Hm.</think>Now.".replace("Now.", "Now." + call + "<|tool_call_end|><|tool_calls_section_end|>")
-    found = opened.whole("r", 0, said)
+    found = opened.parse_complete("r", 0, said)
     assert (found.reasoning, found.content, [c.name for c in found.calls]) == ("Hm.", "Now.", ["now"])

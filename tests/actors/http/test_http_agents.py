@@ -120,9 +120,9 @@ def test_tool_results_are_accepted_and_answered(stand: AgentsStand) -> None:
     first = stand.openai.responses.create(**ASK, tools=TOOLS)
     call = next(item for item in first.output if item.type == "function_call")
     result = {"type": "function_call_output", "call_id": call.call_id, "output": "rain"}
-    asked = [{"role": "user", "content": "Oslo?"}, *first.output, result]
+    requested = [{"role": "user", "content": "Oslo?"}, *first.output, result]
     stand.say("It rains.")
-    second = stand.openai.responses.create(**{**ASK, "input": asked}, tools=TOOLS)
+    second = stand.openai.responses.create(**{**ASK, "input": requested}, tools=TOOLS)
     assert second.output_text == "It rains."
     stand.say(f"{THOUGHT}{CALL}")
     message = stand.anthropic.messages.create(**ASK_A, tools=TOOLS_A)
@@ -191,12 +191,12 @@ def test_an_eager_tools_arguments_are_streamed_as_the_model_writes_them(stand: A
 
 
 def test_tools_count_in_a_conversations_tokens(stand: AgentsStand) -> None:
-    asked = {"model": NAME, "messages": ASK_A["messages"]}
-    bare = stand.anthropic.messages.count_tokens(**asked).input_tokens
-    with_tools = stand.anthropic.messages.count_tokens(**asked, tools=TOOLS_A).input_tokens
+    requested = {"model": NAME, "messages": ASK_A["messages"]}
+    bare = stand.anthropic.messages.count_tokens(**requested).input_tokens
+    with_tools = stand.anthropic.messages.count_tokens(**requested, tools=TOOLS_A).input_tokens
     tools = [{"type": "function", "function": {k: v for k, v in t.items() if k != "type"}} for t in TOOLS]
     listed = [
-        stand.http.post("/tokenize", json={**asked, **extra}).json() for extra in ({}, {"tools": tools})
+        stand.http.post("/tokenize", json={**requested, **extra}).json() for extra in ({}, {"tools": tools})
     ]
     assert [each["count"] for each in listed] == [bare, with_tools] and bare < with_tools
     text = stand.http.post("/detokenize", json={"tokens": listed[1]["tokens"]}).json()["prompt"]
@@ -299,20 +299,20 @@ def test_a_truncated_answer_says_so(stand: AgentsStand) -> None:
 def test_a_message_with_max_tokens_beyond_the_context_ends_at_the_context(
     stand: AgentsStand, max_tokens: int
 ) -> None:
-    asked = {**ASK_A, "max_tokens": max_tokens}
+    requested = {**ASK_A, "max_tokens": max_tokens}
     stand.say("On and on. " * 200)
-    whole = stand.anthropic.messages.create(**asked)
+    whole = stand.anthropic.messages.create(**requested)
     assert whole.stop_reason == "model_context_window_exceeded"
     assert prompt_tokens(whole.usage) + whole.usage.output_tokens == 512
-    with stand.anthropic.messages.stream(**asked) as stream:
+    with stand.anthropic.messages.stream(**requested) as stream:
         assert stream.get_final_message().stop_reason == "model_context_window_exceeded"
-    fits = {**asked, "max_tokens": 512 - prompt_tokens(whole.usage)}
+    fits = {**requested, "max_tokens": 512 - prompt_tokens(whole.usage)}
     assert stand.anthropic.messages.create(**fits).stop_reason == "max_tokens"
     stand.say("It rains.")
-    assert stand.anthropic.messages.create(**asked).stop_reason == "end_turn"
+    assert stand.anthropic.messages.create(**requested).stop_reason == "end_turn"
     with pytest.raises(anthropic.BadRequestError, match="prompt"):
         long = {"role": "user", "content": "On and on. " * 200}
-        stand.anthropic.messages.create(**{**asked, "messages": [long]})
+        stand.anthropic.messages.create(**{**requested, "messages": [long]})
 
 
 def test_answers_are_constrained_to_schemas_and_calls_are_forced(stand: AgentsStand) -> None:

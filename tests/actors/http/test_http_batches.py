@@ -73,8 +73,8 @@ def client_of(url: str) -> openai.OpenAI:
 
 
 def line(custom_id: str, prompt: str = "Say something.", url: str = CHAT, **body: Any) -> dict[str, Any]:
-    asked = {"messages": [{"role": "user", "content": prompt}]} if url == CHAT else {"prompt": prompt}
-    body = {"model": NAME, "temperature": 0, "max_tokens": 12, **asked, **body}
+    requested = {"messages": [{"role": "user", "content": prompt}]} if url == CHAT else {"prompt": prompt}
+    body = {"model": NAME, "temperature": 0, "max_tokens": 12, **requested, **body}
     return {"custom_id": custom_id, "method": "POST", "url": url, "body": body}
 
 
@@ -180,9 +180,9 @@ def test_a_batch_answers_each_line_as_http_does(server: LiveServer, client: open
     assert batch.usage.input_tokens_details.cached_tokens == cached > 0
     errors = results(client, batch.error_file_id)
     assert set(errors) == {"bad", "long"} and len(found) == 12
-    for name, asked in (("bad", lines[-2]), ("long", lines[-1])):
+    for name, requested in (("bad", lines[-2]), ("long", lines[-1])):
         with pytest.raises(openai.APIStatusError) as refused:
-            client.completions.create(**asked["body"])
+            client.completions.create(**requested["body"])
         said = errors[name].pop("response")
         assert errors[name].keys() == {"id", "custom_id", "error"} and errors[name]["error"] is None
         assert (said["status_code"], said["body"]["error"]) == (refused.value.status_code, refused.value.body)
@@ -218,7 +218,7 @@ def test_a_wrong_file_fails_its_batch_with_its_lines(client: openai.OpenAI) -> N
 
 def test_invalid_batch_requests_are_refused(client: openai.OpenAI) -> None:
     file = client.files.create(file=("in.jsonl", jsonl([line("a")])), purpose="batch")
-    asked: dict[str, Any] = {"input_file_id": file.id, "endpoint": CHAT, "completion_window": "24h"}
+    requested: dict[str, Any] = {"input_file_id": file.id, "endpoint": CHAT, "completion_window": "24h"}
     for wrong, status, named in (
         ({"endpoint": "/v1/embeddings"}, 400, "endpoint"),
         ({"completion_window": "soon"}, 400, "completion_window"),
@@ -227,7 +227,7 @@ def test_invalid_batch_requests_are_refused(client: openai.OpenAI) -> None:
         ({"output_expires_after": {"anchor": "created_at", "seconds": 3600}}, 400, "output_expires_after"),
     ):
         with pytest.raises(openai.APIStatusError) as caught:
-            client.batches.create(**{**asked, **wrong})
+            client.batches.create(**{**requested, **wrong})
         assert caught.value.status_code == status and named in (caught.value.param or "")
     with pytest.raises(openai.NotFoundError):
         client.batches.retrieve("batch_unknown")
@@ -295,10 +295,10 @@ def test_replicas_share_batches_and_each_line_is_answered_once(
         batches = [submit(clients[i % 2], lines) for i in range(3)]
         done = [ended(clients[0], batch) for batch in batches]
         assert [batch.status for batch in done] == ["completed"] * 3
-        told = [results(clients[1], batch.output_file_id) for batch in done]
-        ids = [(each["id"], each["response"]["body"]["id"]) for lines in told for each in lines.values()]
+        reported = [results(clients[1], batch.output_file_id) for batch in done]
+        ids = [(each["id"], each["response"]["body"]["id"]) for lines in reported for each in lines.values()]
         assert len({id for both in ids for id in both}) == 2 * 12 * 3, "of three batches"
-        answers = [texts(each) for each in told]
+        answers = [texts(each) for each in reported]
         assert len(answers[0]) == 12 and all(each == answers[0] for each in answers)
     jobs = [json.loads(path.read_text()) for path in tmp_path.glob("work/*/out/_manta/job.json")]
     assert [len(job["runs"]) for job in jobs] == [1] * 3, "nobody began what another had"

@@ -122,14 +122,14 @@ def test_each_of_several_completions_is_parsed_separately(hermes: Server) -> Non
     pieces = client.chat.completions.create(
         **body, stream=True, extra_body={"structured_outputs": {"choice": texts}}
     )
-    told: dict[int, list[Any]] = {0: [], 1: []}
+    reported: dict[int, list[Any]] = {0: [], 1: []}
     for chunk in pieces:
         for choice in chunk.choices:
-            told[choice.index].append(choice)
+            reported[choice.index].append(choice)
     for choice in found.choices:
         called = choice.message.tool_calls is not None
         assert choice.message.content == ("I look." if called else "Well.")
-        streamed = told[choice.index]
+        streamed = reported[choice.index]
         assert streamed[-1].finish_reason == choice.finish_reason == ("tool_calls" if called else "stop")
         tokens = [each for piece in streamed if piece.logprobs for each in piece.logprobs.content]
         assert choice.logprobs and tokens == choice.logprobs.content
@@ -202,14 +202,14 @@ def test_required_calls_come_after_reasoning_and_with_special_tokens(harmony: Se
     assert choice["finish_reason"] == "tool_calls" and not choice["message"]["content"]
     schemas = {tool["function"]["name"]: tool["function"]["parameters"] for tool in (WEATHER, NOW)}
     for call in choice["message"]["tool_calls"]:
-        asked = call["function"]
-        jsonschema.validate(json.loads(asked["arguments"]), schemas[asked["name"]])
+        requested = call["function"]
+        jsonschema.validate(json.loads(requested["arguments"]), schemas[requested["name"]])
     with http.stream("POST", "/v1/chat/completions", json={**body, "stream": True}) as response:
         events = [json.loads(line[6:]) for line in response.iter_lines() if line.startswith("data: {")]
     deltas = [event["choices"][0]["delta"] for event in events]
     pieces = [call["function"] for delta in deltas for call in delta.get("tool_calls", ())]
-    told = "".join(piece.get("arguments", "") for piece in pieces)
-    assert told == "".join(call["function"]["arguments"] for call in choice["message"]["tool_calls"])
+    reported = "".join(piece.get("arguments", "") for piece in pieces)
+    assert reported == "".join(call["function"]["arguments"] for call in choice["message"]["tool_calls"])
     auto = http.post("/v1/chat/completions", json={**body, "tool_choice": "auto"})
     assert auto.status_code == 400 and auto.json()["error"]["param"] == "tool_choice"
 
@@ -251,8 +251,13 @@ def test_a_conversation_is_passed_to_the_template_correctly(hermes: Server, harm
 
 def test_an_answer_that_continues_a_message_is_parsed_from_its_end(hermes: Server) -> None:
     http, _ = hermes
-    begun = [*USER, {"role": "assistant", "content": "<think>\nWell"}]
-    body = {**GREEDY, "messages": begun, "continue_final_message": True, "add_generation_prompt": False}
+    resume_state = [*USER, {"role": "assistant", "content": "<think>\nWell"}]
+    body = {
+        **GREEDY,
+        "messages": resume_state,
+        "continue_final_message": True,
+        "add_generation_prompt": False,
+    }
     (choice,) = http.post("/v1/chat/completions", json=body | saying(", so</think>\n\nYes.")).json()[
         "choices"
     ]

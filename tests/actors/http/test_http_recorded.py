@@ -76,8 +76,12 @@ def check_complete_answer(path: str, body: dict[str, Any], answer: dict[str, Any
 
 
 def test_lm_evals_sums_are_log_probabilities_of_its_prompts_tokens(http: httpx.Client) -> None:
-    asked = next(request for request in RECORDED if request["name"] == "lm-eval: loglikelihood")
-    told = http.post(asked["path"], json=asked["body"]).json()["choices"][0]["logprobs"]
-    assert len(told["token_logprobs"]) == len(told["top_logprobs"]) == len(asked["body"]["prompt"][0]) + 1
-    for logprob, top in zip(told["token_logprobs"][1:-1], told["top_logprobs"][1:-1], strict=True):
+    requested = next(request for request in RECORDED if request["name"] == "lm-eval: loglikelihood")
+    reported = http.post(requested["path"], json=requested["body"]).json()["choices"][0]["logprobs"]
+    assert (
+        len(reported["token_logprobs"])
+        == len(reported["top_logprobs"])
+        == len(requested["body"]["prompt"][0]) + 1
+    )
+    for logprob, top in zip(reported["token_logprobs"][1:-1], reported["top_logprobs"][1:-1], strict=True):
         assert logprob <= max(top.values()) <= 0

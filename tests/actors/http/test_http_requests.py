@@ -16,8 +16,13 @@ from manta.actors.http.protocol.completion_request import CompletionRequest
 from manta.actors.http.protocol.protocol import GenerationRequest
 from manta.actors.http.protocol.unsupported_fields import REFUSED, check_extra_fields
 from manta.actors.http.responses.request import ResponsesRequest
-from manta.actors.http.wire.errors import ClientGoneError, error_response, from_validation, public_error
-from manta.actors.http.wire.sse import unless_gone
+from manta.actors.http.wire.errors import (
+    ClientDisconnectedError,
+    error_response,
+    from_validation,
+    public_error,
+)
+from manta.actors.http.wire.sse import cancel_on_disconnect
 from manta.actors.observability.prometheus_text import family_of
 from manta.actors.observability.telemetry import acceptance_line, engine_line
 from manta.actors.tokenization.generation_config import GenerationDefaults
@@ -230,7 +235,7 @@ def test_the_remedy_for_an_unknown_name_is_the_nearest_or_all_names() -> None:
     known = ["model", "method"]
     assert did_you_mean("modle", known, prefix="spec.") == "Did you mean spec.model?"
     assert did_you_mean("x", known) == "Known: model, method."
-    assert did_you_mean("x", known, else_say="See there.") == "See there."
+    assert did_you_mean("x", known, fallback="See there.") == "See there."
 
 
 def test_one_mapping_is_sorted_into_engine_and_server_settings() -> None:
@@ -301,8 +306,8 @@ def test_work_for_a_disconnected_client_is_cancelled() -> None:
             raise
 
     async def ask() -> None:
-        with pytest.raises(ClientGoneError):
-            await unless_gone(Request({"type": "http"}, leave), compute())
+        with pytest.raises(ClientDisconnectedError):
+            await cancel_on_disconnect(Request({"type": "http"}, leave), compute())
         assert ends == ["cancelled"]
 
     asyncio.run(ask())

@@ -173,8 +173,8 @@ def test_an_echo_has_the_prompts_log_probabilities_for_harnesses(http: httpx.Cli
         assert top[token] == value <= max(top.values()) <= 0
     for token, offset in zip(logprobs["tokens"], logprobs["text_offset"], strict=True):
         assert whole["text"][offset:].startswith(token)
-    told = [c["logprobs"] for c in streamed(http, COMPLETIONS, **body) if c["logprobs"]]
-    assert {name: [x for each in told for x in each[name]] for name in logprobs} == logprobs
+    reported = [c["logprobs"] for c in streamed(http, COMPLETIONS, **body) if c["logprobs"]]
+    assert {name: [x for each in reported for x in each[name]] for name in logprobs} == logprobs
 
 
 def test_prompt_logprobs_are_where_vllm_has_them(http: httpx.Client) -> None:

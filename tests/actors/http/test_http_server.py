@@ -439,8 +439,10 @@ def test_the_death_of_the_engine_ends_streams_with_an_error_and_fails_health(con
         late = http.post("/v1/completions", json={"prompt": "x", "stream": True})
         assert late.status_code == 503 and late.headers["retry-after"]
         assert http.get("/health").status_code == 503
-        (told,) = [line for line in http.get("/metrics").text.splitlines() if 'reason="engine_dead"' in line]
-        assert told.endswith(" 1.0"), "the stream that had begun was let in"
+        (reported,) = [
+            line for line in http.get("/metrics").text.splitlines() if 'reason="engine_dead"' in line
+        ]
+        assert reported.endswith(" 1.0"), "the stream that had begun was let in"
 
 
 def test_all_but_the_open_paths_need_a_key_and_large_bodies_are_refused(config: EngineConfig) -> None:

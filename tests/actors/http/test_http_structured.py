@@ -70,17 +70,17 @@ def test_the_sdk_parses_an_answer_into_a_model(client: openai.OpenAI) -> None:
 
 
 def test_a_stream_is_constrained_like_a_complete_answer(client: openai.OpenAI) -> None:
-    asked: dict[str, Any] = {
+    requested: dict[str, Any] = {
         "model": "tiny",
         "messages": USER,
         "response_format": schema_format(CLOSED, strict=True),
         "max_tokens": 40,
         "seed": 5,
     }
-    whole = client.chat.completions.create(**asked).choices[0]
+    whole = client.chat.completions.create(**requested).choices[0]
     pieces = [
         choice.delta.content or ""
-        for chunk in client.chat.completions.create(**asked, stream=True)
+        for chunk in client.chat.completions.create(**requested, stream=True)
         for choice in chunk.choices
     ]
     assert whole.finish_reason == "stop" and "".join(pieces) == whole.message.content

@@ -19,7 +19,7 @@ from manta.actors.engine.uniproc_executor import make_executor
 from manta.actors.http.config.settings import ServerSettings
 from manta.actors.http.generation import tracing
 from manta.actors.http.generation.tracing import Tracing
-from manta.actors.http.warmup_request import ask_first
+from manta.actors.http.warmup_request import run_first_request
 from manta.actors.system.log_setup import JsonFormatter, about_request
 from manta.actors.tokenization.prompts import EncodedPrompt
 from manta.cluster.config import EngineConfig
@@ -49,8 +49,8 @@ class Collector:
         class Handler(BaseHTTPRequestHandler):
             def do_POST(self) -> None:
                 body = self.rfile.read(int(self.headers["content-length"]))
-                told = ExportTraceServiceRequest.FromString(body)
-                for each in told.resource_spans if self.path == "/v1/traces" else ():
+                reported = ExportTraceServiceRequest.FromString(body)
+                for each in reported.resource_spans if self.path == "/v1/traces" else ():
                     resources.append(values(each.resource.attributes))
                     spans.extend(span for scope in each.scope_spans for span in scope.spans)
                 self.send_response(200)
@@ -146,13 +146,13 @@ def http(server: LiveServer) -> Iterator[httpx.Client]:
 @pytest.fixture
 def log() -> Iterator[io.StringIO]:
     """The lines that a replica would write with --log-format json."""
-    ours, told = logging.getLogger("manta"), io.StringIO()
-    handler = logging.StreamHandler(told)
+    ours, reported = logging.getLogger("manta"), io.StringIO()
+    handler = logging.StreamHandler(reported)
     handler.setFormatter(JsonFormatter({"process": "replica", "replica": "r1", "engine": NAME}))
     level = ours.level
     ours.addHandler(handler)
     ours.setLevel(logging.INFO)
-    yield told
+    yield reported
     ours.removeHandler(handler)
     ours.setLevel(level)
 
@@ -183,18 +183,20 @@ def test_a_request_is_a_span_with_queue_prefill_and_decode(
     answer = http.post("/v1/chat/completions", json=body, headers=headers).json()
     spans = flushed(server, collector, "traced-1")
     root = spans["root"]
-    told, spec = values(root.attributes), answer["metrics"]["speculative_decoding"]
+    reported, spec = values(root.attributes), answer["metrics"]["speculative_decoding"]
     assert root.name == f"chat {NAME}" and root.kind == root.SPAN_KIND_SERVER
     assert (root.trace_id.hex(), root.parent_span_id.hex()) == (TRACE, PARENT)
-    assert told["gen_ai.usage.output_tokens"] == 24 == answer["usage"]["completion_tokens"]
-    assert told["gen_ai.usage.input_tokens"] == answer["usage"]["prompt_tokens"]
-    assert told["gen_ai.response.id"] == answer["id"] and told["gen_ai.response.finish_reasons"] == ["length"]
-    assert (told["gen_ai.request.seed"], told["gen_ai.request.top_k"]) == (3, 5)
-    assert told["speculation.verify_steps"] == spec["num_spec_steps"] > 0
-    assert told["speculation.accepted_tokens"] == spec["num_accepted_draft_tokens"]
-    assert told["speculation.drafted_tokens"] == spec["num_draft_tokens"]
-    assert abs(told["speculation.mean_acceptance_length"] - spec["mean_acceptance_length"]) < 1e-3
-    assert told["speculation.drafter"] == server.engine.drafter and "secret" not in str(root)
+    assert reported["gen_ai.usage.output_tokens"] == 24 == answer["usage"]["completion_tokens"]
+    assert reported["gen_ai.usage.input_tokens"] == answer["usage"]["prompt_tokens"]
+    assert reported["gen_ai.response.id"] == answer["id"] and reported["gen_ai.response.finish_reasons"] == [
+        "length"
+    ]
+    assert (reported["gen_ai.request.seed"], reported["gen_ai.request.top_k"]) == (3, 5)
+    assert reported["speculation.verify_steps"] == spec["num_spec_steps"] > 0
+    assert reported["speculation.accepted_tokens"] == spec["num_accepted_draft_tokens"]
+    assert reported["speculation.drafted_tokens"] == spec["num_draft_tokens"]
+    assert abs(reported["speculation.mean_acceptance_length"] - spec["mean_acceptance_length"]) < 1e-3
+    assert reported["speculation.drafter"] == server.engine.drafter and "secret" not in str(root)
     queue, prefill, decode = (spans[name] for name in ("queue", "prefill", "decode"))
     ends = [root.start_time_unix_nano, queue.end_time_unix_nano, prefill.end_time_unix_nano]
     assert ends == sorted(ends)
@@ -208,11 +210,14 @@ def test_span_names_follow_the_conventions(
 ) -> None:
     body = {**BODY, "prompt": "x", "presence_penalty": 0.1, "frequency_penalty": 0.1, "n": 2}
     http.post("/v1/completions", json=body, headers={"X-Request-Id": "traced-2"})
-    told = values(flushed(server, collector, "traced-2")["root"].attributes)
+    reported = values(flushed(server, collector, "traced-2")["root"].attributes)
     known = {value for name, value in vars(gen_ai_attributes).items() if name.startswith("GEN_AI_")}
     newer = {"gen_ai.response.time_to_first_chunk", "gen_ai.usage.cache_read.input_tokens"}
-    assert told["gen_ai.operation.name"] == "text_completion" and told["gen_ai.request.choice.count"] == 2
-    assert {name for name in told if name.startswith("gen_ai.")} <= known | newer
+    assert (
+        reported["gen_ai.operation.name"] == "text_completion"
+        and reported["gen_ai.request.choice.count"] == 2
+    )
+    assert {name for name in reported if name.startswith("gen_ai.")} <= known | newer
 
 
 def test_a_refused_request_is_a_span_with_its_status_and_reason(
@@ -222,12 +227,12 @@ def test_a_refused_request_is_a_span_with_its_status_and_reason(
     refused = http.post("/v1/completions", json={**BODY, "prompt": "x", "top_k": "secret"}, headers=headers)
     spans = flushed(server, collector, "traced-3")
     root = spans.pop("root")
-    told = values(root.attributes)
+    reported = values(root.attributes)
     assert refused.status_code == 400 and not spans, "no engine had it"
     assert root.name == "POST /v1/completions" and root.kind == root.SPAN_KIND_SERVER
     assert (root.trace_id.hex(), root.parent_span_id.hex()) == (TRACE, PARENT)
-    assert told["http.response.status_code"] == 400 and told["error.type"] == "400"
-    assert told["manta.refusal.param"] == "top_k" and "secret" not in str(root)
+    assert reported["http.response.status_code"] == 400 and reported["error.type"] == "400"
+    assert reported["manta.refusal.param"] == "top_k" and "secret" not in str(root)
     assert root.end_time_unix_nano > root.start_time_unix_nano
 
 
@@ -239,12 +244,12 @@ def test_each_row_of_a_batch_is_a_span(server: LiveServer, http: httpx.Client, c
     ]
     upload = {"file": ("rows.jsonl", "\n".join(lines))}
     file = http.post("/v1/files", files=upload, data={"purpose": "batch"}).json()["id"]
-    asked = {"input_file_id": file, "endpoint": "/v1/completions", "completion_window": "24h"}
-    batch = http.post("/v1/batches", json=asked).json()["id"]
+    requested = {"input_file_id": file, "endpoint": "/v1/completions", "completion_window": "24h"}
+    batch = http.post("/v1/batches", json=requested).json()["id"]
     answered, failed = (flushed(server, collector, f"{batch}/row-{i}") for i in range(2))
-    root, told = answered["root"], values(answered["root"].attributes)
+    root, reported = answered["root"], values(answered["root"].attributes)
     assert root.name == f"text_completion {NAME}" and not root.parent_span_id and "secret" not in str(root)
-    assert told["gen_ai.usage.output_tokens"] == 24 and told["speculation.verify_steps"] > 0
+    assert reported["gen_ai.usage.output_tokens"] == 24 and reported["speculation.verify_steps"] > 0
     ends = [answered[name].end_time_unix_nano for name in ("queue", "prefill", "decode")]
     assert ends == sorted(ends) and ends[-1] == root.end_time_unix_nano
     assert root.start_time_unix_nano <= answered["queue"].start_time_unix_nano
@@ -301,7 +306,7 @@ def test_later_log_lines_do_not_name_the_first_request(log: io.StringIO) -> None
         await send({"type": "http.response.body", "body": b"data: [DONE]"})
 
     async def replica() -> None:
-        await ask_first(answer, 1)
+        await run_first_request(answer, 1)
         logging.getLogger("manta.test").info("after")
 
     asyncio.run(replica())

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 from manta.actors.http.anthropic.request import MessagesRequest
-from manta.actors.http.generation.chat_adapter import Heeds
-from manta.actors.http.generation.request_translation import said_of
+from manta.actors.http.generation.chat_adapter import SupportedOptions
+from manta.actors.http.generation.request_translation import rename_error_fields
 from manta.actors.http.protocol.chat_request import ChatRequest
 from manta.actors.http.responses.request import ResponsesRequest
 from manta.actors.tokenization.call_arguments import parse_arguments
@@ -24,18 +24,18 @@ TALK = [
     {"role": "tool", "tool_call_id": "c1", "content": "rain"},
     {"role": "user", "content": "So?"},
 ]
-ALL = Heeds(effort=True, switch=True, thinks=True)
-NONE = Heeds(effort=False, switch=False, thinks=False)
+ALL = SupportedOptions(effort=True, switch=True, thinks=True)
+NONE = SupportedOptions(effort=False, switch=False, thinks=False)
 
 
-def responses(*, heeds: Heeds = ALL, **body: Any) -> ChatRequest:
+def responses(*, supported: SupportedOptions = ALL, **body: Any) -> ChatRequest:
     request = ResponsesRequest.model_validate(body)
-    return request.for_chat(request.conversation(), heeds)
+    return request.for_chat(request.conversation(), supported)
 
 
-def messages(*, heeds: Heeds = ALL, **body: Any) -> ChatRequest:
+def messages(*, supported: SupportedOptions = ALL, **body: Any) -> ChatRequest:
     request = MessagesRequest.model_validate({"max_tokens": 9, **body})
-    return request.for_chat(request.conversation(), heeds)
+    return request.for_chat(request.conversation(), supported)
 
 
 def said(chat: ChatRequest) -> list[dict[str, Any]]:
@@ -201,8 +201,11 @@ def test_tools_choices_and_formats_are_translated_to_a_chats() -> None:
         wanted = chat.response_format
         assert wanted is not None and wanted.json_schema is not None
         assert wanted.json_schema.json_schema == SCHEMA
-    asked = {"messages": [{"role": "user", "content": "x"}], "tools": [{"name": "f", "input_schema": SCHEMA}]}
-    assert messages(**asked, tool_choice={"type": "any"}).tool_choice == "required"
+    requested = {
+        "messages": [{"role": "user", "content": "x"}],
+        "tools": [{"name": "f", "input_schema": SCHEMA}],
+    }
+    assert messages(**requested, tool_choice={"type": "any"}).tool_choice == "required"
 
 
 def test_client_side_tools_become_functions() -> None:
@@ -285,21 +288,24 @@ def test_a_last_assistant_message_is_continued() -> None:
 def test_thinking_is_switched_if_the_template_has_a_switch() -> None:
     body = {"messages": [{"role": "user", "content": "x"}], "thinking": {"type": "disabled"}}
     assert messages(**body).chat_template_kwargs == {"enable_thinking": False}
-    assert messages(heeds=NONE, **body).chat_template_kwargs is None
+    assert messages(supported=NONE, **body).chat_template_kwargs is None
     assert MessagesRequest.model_validate({"max_tokens": 1, **body}).ignored(NONE) == ["thinking"]
     switch = replace(NONE, switch=True)
     none = {"input": "x", "reasoning": {"effort": "none"}}
-    assert responses(heeds=switch, **none).chat_template_kwargs == {"enable_thinking": False}
+    assert responses(supported=switch, **none).chat_template_kwargs == {"enable_thinking": False}
     assert ResponsesRequest.model_validate(none).ignored(switch) == []
     assert ResponsesRequest.model_validate(none).ignored(NONE) == ["reasoning.effort"]
 
 
 def test_an_error_names_a_field_consistently() -> None:
-    told = "max_completion_tokens=9 and a prompt: leave max_completion_tokens out."
-    with pytest.raises(RequestError) as raised, said_of({"max_completion_tokens": "max_output_tokens"}):
-        raise RequestError(told, param="max_completion_tokens")
-    assert raised.value.message == told.replace("completion", "output")
-    with pytest.raises(RequestError) as raised, said_of({"prompt": "input"}):
+    reported = "max_completion_tokens=9 and a prompt: leave max_completion_tokens out."
+    with (
+        pytest.raises(RequestError) as raised,
+        rename_error_fields({"max_completion_tokens": "max_output_tokens"}),
+    ):
+        raise RequestError(reported, param="max_completion_tokens")
+    assert raised.value.message == reported.replace("completion", "output")
+    with pytest.raises(RequestError) as raised, rename_error_fields({"prompt": "input"}):
         raise RequestError("prompt: the prompt is too long.", param="prompt")
     assert raised.value.message == "input: the prompt is too long."
 

@@ -114,12 +114,12 @@ def test_blocks_are_colored_by_origin_and_both_columns_are_equal(
         ],
         **{"seed": 1, "temperature": 1, "max_tokens": 40, "speculative": {"return_trace": True}},
     }
-    asked = {"headers": {"Authorization": f"Bearer {KEY}"}, "json": body, "timeout": 60}
-    told = httpx.post(f"{server.url}/v1/chat/completions", **asked).json()
+    requested = {"headers": {"Authorization": f"Bearer {KEY}"}, "json": body, "timeout": 60}
+    reported = httpx.post(f"{server.url}/v1/chat/completions", **requested).json()
     shown = browser.run(
         "return [...document.querySelectorAll('.lane.first .t')].map((part) => part.classList[1])"
     )
-    assert shown == told["metrics"]["speculative_decoding"]["trace"]["origins"]
+    assert shown == reported["metrics"]["speculative_decoding"]["trace"]["origins"]
     wait_for(browser, "/[1-9]/.test(document.getElementById('length').textContent)")
     assert wait_for(browser, "document.querySelectorAll('#parts i').length") == 5
     for bar, words in (("parts", "verifying"), ("positions", "draft 1: "), ("pages", "pages in use: ")):
@@ -150,12 +150,12 @@ def test_batches_are_shown_with_their_progress(browser: Browser, server: LiveSer
     lines = "\n".join(json.dumps({"custom_id": str(i), **line}) for i in range(3))
     with httpx.Client(base_url=server.url, headers={"Authorization": f"Bearer {KEY}"}) as http:
         sent = http.post("/v1/files", files={"file": ("lines.jsonl", lines)}, data={"purpose": "batch"})
-        asked = {
+        requested = {
             "input_file_id": sent.json()["id"],
             "endpoint": "/v1/completions",
             "completion_window": "24h",
         }
-        assert http.post("/v1/batches", json=asked).status_code == 200
+        assert http.post("/v1/batches", json=requested).status_code == 200
     done = "document.querySelector('progress[value=\"3\"]')?.getAttribute('aria-label')"
     assert wait_for(browser, done).endswith(": completed, 3 of 3")
 

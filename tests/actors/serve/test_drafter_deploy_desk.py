@@ -28,25 +28,25 @@ class MemoryBoard:
     def __init__(self) -> None:
         self.wished: dict[str, Any] | None = None
         self.verdicts: dict[str, Verdict] = {}
-        self.begun: dict[str, float] = {}
+        self.started_at: dict[str, float] = {}
         self.reports: dict[str, dict[str, ReplicaReport]] = {}
 
-    def wish(self) -> dict[str, Any] | None:
+    def desired_config(self) -> dict[str, Any] | None:
         return self.wished
 
     def began_s(self, trial: str, now_s: float) -> float:
-        return self.begun.setdefault(trial, now_s)
+        return self.started_at.setdefault(trial, now_s)
 
-    def tell(self, trial: str, replica: str, report: ReplicaReport) -> None:
+    def report(self, trial: str, replica: str, report: ReplicaReport) -> None:
         self.reports.setdefault(trial, {})[replica] = report
 
-    def told(self, trial: str) -> dict[str, ReplicaReport]:
+    def all_reports(self, trial: str) -> dict[str, ReplicaReport]:
         return self.reports.get(trial, {})
 
     def verdict(self, trial: str) -> Verdict | None:
         return self.verdicts.get(trial)
 
-    def settle(self, trial: str, verdict: Verdict) -> Verdict:
+    def set_verdict(self, trial: str, verdict: Verdict) -> Verdict:
         return self.verdicts.setdefault(trial, verdict)
 
 
@@ -104,7 +104,7 @@ class Replicas:
     async def look(self) -> None:
         for _ in range(2):  # the first replica sees the others' reports the second time
             for desk in self.desks:
-                await desk._look()
+                await desk._poll()
 
     @property
     def drafters(self) -> list[str | None]:
@@ -165,8 +165,8 @@ def test_a_worse_candidate_is_removed_and_its_trial_does_not_start_again(
 def test_without_auto_promote_a_better_candidate_waits_for_the_operator() -> None:
     async def run() -> None:
         replicas = Replicas()
-        asked = {"drafter": "a", "candidate": {**CONFIG["candidate"], "auto_promote": False}}
-        engine = await replicas.start(asked)
+        requested = {"drafter": "a", "candidate": {**CONFIG["candidate"], "auto_promote": False}}
+        engine = await replicas.start(requested)
         engine.found = evidence(50.0)
         await replicas.look()
         assert engine.drafter == "a" and engine.candidate == "b"
@@ -268,8 +268,8 @@ def test_shadow_trials_decode_answers_again_with_both_drafters_unseen_by_clients
         assert time.monotonic() < deadline_s
         time.sleep(0.2)
     on_loop(server.engine.end_trial(None))
-    told = trial.evidence
-    assert told.incumbent.requests == told.candidate.requests
-    for tally in (told.incumbent, told.candidate):
+    reported = trial.evidence
+    assert reported.incumbent.requests == reported.candidate.requests
+    for tally in (reported.incumbent, reported.candidate):
         assert tally.steps + tally.accepted == 29 * tally.requests, "the same tokens, each once"
     assert texts() == before

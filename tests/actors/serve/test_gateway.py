@@ -24,14 +24,14 @@ from chat_pairs import ARGUMENTS, HERMES, SAID, TOOLS, chat_config
 from gateway_stand import GatewayStand, LocalDirectory
 from hypothesis import given
 from hypothesis import strategies as st
-from manta.actors.engine.output_processor import Begun
+from manta.actors.engine.output_processor import ResumeState
 from manta.actors.engine.uniproc_executor import make_executor
 from manta.actors.gateway.app import create_gateway
 from manta.actors.gateway.replica_registry import Directory, ReplicaRecord
 from manta.actors.gateway.replica_set import Fleet, Member, ServedModel
-from manta.actors.gateway.stream_resume import ToldStream
+from manta.actors.gateway.stream_resume import ResumableStream
 from manta.actors.http.config.settings import ServerSettings
-from manta.actors.http.generation.resume_origin import ResumeOrigin, told
+from manta.actors.http.generation.resume_origin import ResumeOrigin, token_comment
 from manta.actors.http.middleware import body_limits as bodies
 from manta.actors.http.wire.sse import KEEP_ALIVE
 from manta.actors.tokenization.tokenizer import Tokenizer
@@ -207,9 +207,9 @@ def test_agents_routes_are_forwarded_and_keep_their_apis_form(
 ) -> None:
     before = stand.replicas[2].engine.stats().generation_tokens
     with openai.OpenAI(base_url=f"{stand.url}/v1", api_key="key", max_retries=0) as client:
-        asked: dict[str, Any] = {"model": "other", "input": "x", "max_output_tokens": 4}
-        whole = client.responses.create(**asked, temperature=0)
-        *_, last = client.responses.create(**asked, temperature=0, stream=True)
+        requested: dict[str, Any] = {"model": "other", "input": "x", "max_output_tokens": 4}
+        whole = client.responses.create(**requested, temperature=0)
+        *_, last = client.responses.create(**requested, temperature=0, stream=True)
         assert last.type == "response.incomplete" and last.response.output_text == whole.output_text
         with pytest.raises(openai.NotFoundError, match="stores none"):
             client.responses.retrieve(whole.id)
@@ -242,16 +242,16 @@ def test_an_agents_stream_that_loses_its_replica_ends_in_its_apis_form(
     http: httpx.Client, stand: GatewayStand
 ) -> None:
     common = {"model": "other", "stream": True, "ignore_eos": True}
-    asked = {
+    requested = {
         "/v1/messages": {**common, "messages": [{"role": "user", "content": "x"}], "max_tokens": 400},
         "/v1/responses": {**common, "input": "x", "max_output_tokens": 400},
     }
     (member,) = (member for member in stand.fleet.members if member.name == "r2")
 
     async def lose() -> None:
-        member.lose()
+        member.expire()
 
-    for path, body in asked.items():
+    for path, body in requested.items():
         with http.stream("POST", path, json=body) as response:
             lines = response.iter_lines()
             next(lines)
@@ -495,12 +495,12 @@ def test_a_request_that_kills_gets_two_replicas_and_its_neighbors_lose_nothing(
         answers = [httpx.post(f"{stand.url}/v1/completions", json=body, timeout=120) for _ in range(3)]
         disturbed = [stream.result() for stream in streams]
         assert len(dead(stand)) == 2
-        told = [_errors(answer) for answer in answers]
+        reported = [_errors(answer) for answer in answers]
         if "n" in more:  # it had started and cannot continue: its client retries
-            assert [error["code"] for error in told] == [503, 503, 422]
+            assert [error["code"] for error in reported] == [503, 503, 422]
         else:
-            assert [error["code"] for error in told] == [422] * 3
-        assert told[-1]["type"] == "UnprocessableEntityError" and "retry-after" not in answers[-1].headers
+            assert [error["code"] for error in reported] == [422] * 3
+        assert reported[-1]["type"] == "UnprocessableEntityError" and "retry-after" not in answers[-1].headers
         assert answers[-1].status_code == 422, "it is not tried at all"
         renamed = {**body, "user": "another", "request_id": "another"}
         assert httpx.post(f"{stand.url}/v1/completions", json=renamed, timeout=60).status_code == 422
@@ -567,7 +567,7 @@ class DyingReplicas:
             replica = await asyncio.start_server(self._die, "127.0.0.1", 0)
             port = replica.sockets[0].getsockname()[1]
             beat = record(f"r{i}", 1, url=f"http://127.0.0.1:{port}", max_requests=9)
-            self._directory.directory.beat(beat)
+            self._directory.directory.heartbeat(beat)
         self._server = uvicorn.Server(uvicorn.Config(create_gateway(fleet, served("m")), log_config=None))
         self._serving = asyncio.create_task(self._server._serve([self._socket]))
         while not list(fleet.members):
@@ -631,10 +631,10 @@ def test_a_draining_replica_finishes_its_streams_and_gets_no_new_ones(config: En
 
 def test_waits_for_a_lost_replica_end() -> None:
     async def wait() -> None:
-        member = Member(record("a", 1), heard_s=0.0)
+        member = Member(record("a", 1), last_seen_s=0.0)
         with member.attempt() as until_lost:
             assert member.load == 1
-            asyncio.get_running_loop().call_soon(member.lose)
+            asyncio.get_running_loop().call_soon(member.expire)
             async with until_lost:
                 await asyncio.sleep(60)
 
@@ -688,14 +688,14 @@ def test_requests_to_a_model_scaled_to_zero_wait_for_one_wake_up_call(stand: Gat
     async def nobody(model: ServedModel) -> None:
         raise OSError("no room")
 
-    async def rouse(fleet: Fleet) -> None:
-        await asyncio.gather(*(fleet.rouse(fleet.models[0]) for _ in range(5)))
+    async def wake_model(fleet: Fleet) -> None:
+        await asyncio.gather(*(fleet.wake_model(fleet.models[0]) for _ in range(5)))
 
     fleet = Fleet([ServedModel(("m",), sleeps=True)], stand.directory, wake)
-    asyncio.run(rouse(fleet))
+    asyncio.run(wake_model(fleet))
     assert len(calls) == 1 and fleet.choose(fleet.models[0])[0].name == "a"
     forlorn = Fleet(fleet.models, stand.directory, nobody)
-    asyncio.run(rouse(forlorn))  # does not wait for ever
+    asyncio.run(wake_model(forlorn))  # does not wait for ever
     with pytest.raises(NoReplicaError, match="Retry"):
         forlorn.choose(forlorn.models[0])
 
@@ -703,15 +703,15 @@ def test_requests_to_a_model_scaled_to_zero_wait_for_one_wake_up_call(stand: Gat
 def test_the_registry_drops_silent_replicas() -> None:
     now_s = 0.0
     directory = Directory(lambda: now_s)
-    directory.beat(record("a", 1))
+    directory.heartbeat(record("a", 1))
     now_s = 2.0
-    directory.beat(record("b", 1))
+    directory.heartbeat(record("b", 1))
     assert [each.replica for each in directory.replicas()] == ["a", "b"]
     now_s = 4.0
-    assert [each.replica for each in directory.replicas()] == ["b"] and not directory.is_alone
-    directory.leave("b")
+    assert [each.replica for each in directory.replicas()] == ["b"] and not directory.is_unused
+    directory.deregister("b")
     now_s = 60.0
-    assert directory.is_alone and directory.replicas() == []
+    assert directory.is_unused and directory.replicas() == []
 
 
 pieces = st.lists(
@@ -730,15 +730,15 @@ def test_a_resumable_stream_releases_only_events_with_known_tokens(
     for i, (text, tokens) in enumerate(pieces):
         num_chars += len(text)
         event = b"data: " + json.dumps({"text": text}).encode() + b"\n\n" if text else b""
-        sent += event + told(num_chars, tokens, end=ends and i == len(pieces) - 1) + KEEP_ALIVE
+        sent += event + token_comment(num_chars, tokens, end=ends and i == len(pieces) - 1) + KEEP_ALIVE
         shown, ids = shown + event + KEEP_ALIVE, ids + tokens
     sent += b'data: {"te'  # cut off
-    stream, given_out = ToldStream(), b""
+    stream, given_out = ResumableStream(), b""
     for cut in [*cuts, len(sent)]:
         given_out += stream.feed(sent[:cut])
         sent = sent[cut:]
     assert given_out == shown
-    assert stream.begun == Begun(tuple(ids), num_chars) and stream.ended == ends
+    assert stream.resume_state == ResumeState(tuple(ids), num_chars) and stream.ended == ends
     stream.next_replica()
     assert stream.feed(b'data: {"error":{"message":"m","code":503}}\n\n') == b""
     assert stream.error == {"message": "m", "code": 503}
@@ -747,7 +747,7 @@ def test_a_resumable_stream_releases_only_events_with_known_tokens(
 @given(st.lists(st.integers(0, 2**31 - 1)), st.integers(0, 2**31))
 def test_a_resume_origin_survives_serialization(token_ids: list[int], num_chars: int) -> None:
     origin = ResumeOrigin(
-        id="x", created_s=1, seed=2**63 - 1, attempt=2, begun=Begun(tuple(token_ids), num_chars)
+        id="x", created_s=1, seed=2**63 - 1, attempt=2, resume_state=ResumeState(tuple(token_ids), num_chars)
     )
     assert ResumeOrigin.prefix_bytes(origin.header()) == len(origin.prefix())
     assert ResumeOrigin.read(origin.header(), origin.prefix()) == origin

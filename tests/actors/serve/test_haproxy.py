@@ -15,8 +15,8 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from haproxy_front import WAIT_S, Front, Replica, until
-from manta.actors.haproxy.config_rewriter import UNFINISHED, UNFINISHED_HEADER, Places, rewritten
+from haproxy_front import WAIT_S, Replica, RewrittenConfig, until
+from manta.actors.haproxy.config_rewriter import UNFINISHED, UNFINISHED_HEADER, HAProxyPaths, rewritten
 from manta.actors.haproxy.connections import MOST, PER_SOURCE, PROBE_PORT, Connections
 from manta.actors.haproxy.metrics_aggregator import joined
 from manta.actors.haproxy.run_dir import HAProxyFolder
@@ -28,8 +28,8 @@ from prometheus_client.parser import text_string_to_metric_families
 
 
 @pytest.fixture
-def front() -> Iterator[Front]:
-    front = Front(HAProxyFolder())
+def front() -> Iterator[RewrittenConfig]:
+    front = RewrittenConfig(HAProxyFolder())
     yield front
     front.end()
 
@@ -43,7 +43,7 @@ def replicas() -> Iterator[list[Replica]]:
 
 
 def test_a_killed_haproxy_is_restarted_immediately_unseen_by_serve(
-    front: Front, replicas: list[Replica]
+    front: RewrittenConfig, replicas: list[Replica]
 ) -> None:
     front.start(replicas)
     until(lambda: front.ask("/v1/models")[0] == 200)
@@ -60,7 +60,7 @@ def test_a_killed_haproxy_is_restarted_immediately_unseen_by_serve(
 
 
 def test_probes_follow_the_replicas_and_a_stopping_server_refuses_in_openais_form(
-    front: Front, replicas: list[Replica]
+    front: RewrittenConfig, replicas: list[Replica]
 ) -> None:
     front.start([])
     for path in ("/health", "/ping", "/v1/models"):
@@ -90,7 +90,7 @@ def test_probes_follow_the_replicas_and_a_stopping_server_refuses_in_openais_for
 
 
 def test_requests_refused_by_a_draining_replica_are_resent_unless_they_store_something(
-    front: Front, replicas: list[Replica]
+    front: RewrittenConfig, replicas: list[Replica]
 ) -> None:
     front.start(replicas)
     until(lambda: front.ask("/health")[0] == 200)
@@ -98,9 +98,9 @@ def test_requests_refused_by_a_draining_replica_are_resent_unless_they_store_som
     assert {front.ask("/v1/completions", "POST") for _ in range(6)} == {(200, "b")}
     replicas[1].status = 425
     assert front.ask("/v1/completions", "POST")[0] == 503
-    asked = sum(replica.asked for replica in replicas)
+    requested = sum(replica.asked for replica in replicas)
     assert front.ask("/v1/batches", "POST")[0] == 503
-    assert sum(replica.asked for replica in replicas) == asked + 1
+    assert sum(replica.asked for replica in replicas) == requested + 1
 
 
 def final_answer(connection: socket.socket) -> tuple[int, dict[str, str], bytes]:
@@ -114,7 +114,7 @@ def final_answer(connection: socket.socket) -> tuple[int, dict[str, str], bytes]
 
 
 def test_incomplete_requests_are_closed_and_delay_no_others(replicas: list[Replica]) -> None:
-    front = Front(HAProxyFolder(), head_time_s=1)
+    front = RewrittenConfig(HAProxyFolder(), head_time_s=1)
     head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n"
     try:
         front.start(replicas)
@@ -133,7 +133,7 @@ def test_incomplete_requests_are_closed_and_delay_no_others(replicas: list[Repli
 
 @pytest.mark.parametrize("status", UNFINISHED)
 def test_a_request_refused_before_its_body_is_answered_and_its_connection_closed(
-    front: Front, replicas: list[Replica], status: int
+    front: RewrittenConfig, replicas: list[Replica], status: int
 ) -> None:
     front.start(replicas[:1])
     until(lambda: front.ask("/v1/models")[0] == 200)
@@ -150,7 +150,7 @@ def test_a_request_refused_before_its_body_is_answered_and_its_connection_closed
 
 
 def test_a_request_under_which_a_replica_died_is_not_sent_to_another(
-    front: Front, replicas: list[Replica]
+    front: RewrittenConfig, replicas: list[Replica]
 ) -> None:
     front.start(replicas)
     until(lambda: front.ask("/health")[0] == 200)
@@ -176,7 +176,7 @@ def test_idle_connections_do_not_block_other_clients(replicas: list[Replica]) ->
     """One address has 30 of 40 connections."""
     probes = free_port()
     limits = {MOST: "40", PER_SOURCE: "30", PROBE_PORT: str(probes)}
-    front = Front(HAProxyFolder(), head_time_s=4, environment=limits)
+    front = RewrittenConfig(HAProxyFolder(), head_time_s=4, environment=limits)
 
     def idle(source: str) -> socket.socket:
         address = ("127.0.0.1", front.port)
@@ -226,9 +226,11 @@ def test_the_number_of_connections_follows_the_open_file_limit() -> None:
             Connections.of(1024, {PER_SOURCE: wrong})
 
 
-def test_a_request_has_one_id_whichever_process_answers(front: Front, replicas: list[Replica]) -> None:
-    def id_of(asked: str) -> str:
-        head = f"GET /health HTTP/1.1\r\nHost: x\r\nConnection: close\r\nX-Request-Id: {asked}\r\n\r\n"
+def test_a_request_has_one_id_whichever_process_answers(
+    front: RewrittenConfig, replicas: list[Replica]
+) -> None:
+    def id_of(requested: str) -> str:
+        head = f"GET /health HTTP/1.1\r\nHost: x\r\nConnection: close\r\nX-Request-Id: {requested}\r\n\r\n"
         return final_answer(front.send(head.encode()))[1]["x-request-id"]
 
     front.start([])
@@ -240,7 +242,7 @@ def test_a_request_has_one_id_whichever_process_answers(front: Front, replicas: 
         assert len(id_of(wrong)) == 36
 
 
-def test_haproxys_own_errors_have_openais_form(front: Front, replicas: list[Replica]) -> None:
+def test_haproxys_own_errors_have_openais_form(front: RewrittenConfig, replicas: list[Replica]) -> None:
     front.start(replicas[:1])
     until(lambda: front.ask("/health")[0] == 200)
     replicas[0].status = 400  # as an HTTP server says it, in plain text
@@ -259,7 +261,9 @@ def open_files(pid: int) -> Iterator[str]:
             yield os.readlink(link)  # noqa: PTH115
 
 
-def test_everything_listens_on_loopback_and_is_private(front: Front, replicas: list[Replica]) -> None:
+def test_everything_listens_on_loopback_and_is_private(
+    front: RewrittenConfig, replicas: list[Replica]
+) -> None:
     front.start(replicas)
     until(lambda: front.ask("/health")[0] == 200)
     links = list(open_files(front.haproxy_pid()))
@@ -300,7 +304,7 @@ def test_the_next_start_removes_folders_of_killed_servers() -> None:
         subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as living,
     ):
         assert killed.stdout is not None and living.stdout is not None
-        dead, alive = (Path(told.readline().strip()) for told in (killed.stdout, living.stdout))
+        dead, alive = (Path(reported.readline().strip()) for reported in (killed.stdout, living.stdout))
         killed.kill()
         killed.wait()
         assert dead.is_dir()
@@ -312,7 +316,7 @@ def test_the_next_start_removes_folders_of_killed_servers() -> None:
 
 
 def test_a_configuration_unlike_serves_is_refused(tmp_path: Path) -> None:
-    places = Places(tmp_path, tmp_path, tmp_path, tmp_path)
+    places = HAProxyPaths(tmp_path, tmp_path, tmp_path, tmp_path)
     with pytest.raises(ValueError, match="stats socket"):
         rewritten("global\n", places, Connections(1, 1, 1))
 

@@ -12,13 +12,13 @@ from typing import Any
 import pytest
 from manta.actors.haproxy.config_rewriter import RETRY_HEADER
 from manta.actors.serve import serve_hooks as serve_place
-from manta.actors.serve.serve_hooks import CALLBACK, OVERLOADED, ProbeBypass, door_is_there, restore_print
+from manta.actors.serve.serve_hooks import CALLBACK, OVERLOADED, ProbeBypass, proxy_listens, restore_print
 from manta.jobs.serve.ray_environment import OF_ALL
 from starlette.datastructures import Headers
 from starlette.types import Message, Receive, Scope, Send
 
 
-def answer(status: int, kind: str, body: bytes, ids: list[str], asked: str) -> tuple[int, Headers, bytes]:
+def answer(status: int, kind: str, body: bytes, ids: list[str], requested: str) -> tuple[int, Headers, bytes]:
     """The ids that a client gets for an answer with a number of ids, to a request with one."""
     sent: list[Message] = []
     seen: list[str | None] = []
@@ -39,11 +39,11 @@ def answer(status: int, kind: str, body: bytes, ids: list[str], asked: str) -> t
         "type": "http",
         "method": "GET",
         "path": "/v1/models",
-        "headers": [(b"x-request-id", asked.encode())],
+        "headers": [(b"x-request-id", requested.encode())],
     }
     asyncio.run(ProbeBypass(app)(scope, receive, send))
     headers = Headers(raw=sent[0]["headers"])
-    if asked == "mine":
+    if requested == "mine":
         assert seen == ["mine"]
     else:
         assert seen[0] is not None and len(seen[0]) == 32
@@ -68,11 +68,11 @@ def test_a_request_is_resent_only_if_its_engine_did_not_die_during_it(
     monkeypatch: pytest.MonkeyPatch, lived: bool, lives: bool, draining: bool, status: int
 ) -> None:
     class Replica:
-        lives = lived
+        is_alive = lived
         serves = lived
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
-        Replica.lives, Replica.serves = lives, lives and not draining
+        Replica.is_alive, Replica.serves = lives, lives and not draining
         headers = [(b"content-type", b"application/json")]
         await send({"type": "http.response.start", "status": 503, "headers": headers})
 
@@ -82,8 +82,13 @@ def test_a_request_is_resent_only_if_its_engine_did_not_die_during_it(
         sent.append(message)
 
     monkeypatch.setattr(serve_place, "_replica", lambda: Replica)
-    asked = [(RETRY_HEADER.encode(), b"425")]
-    scope: dict[str, Any] = {"type": "http", "method": "POST", "path": "/v1/completions", "headers": asked}
+    requested = [(RETRY_HEADER.encode(), b"425")]
+    scope: dict[str, Any] = {
+        "type": "http",
+        "method": "POST",
+        "path": "/v1/completions",
+        "headers": requested,
+    }
     asyncio.run(ProbeBypass(app)(scope, None, send))  # type: ignore[arg-type]  # nothing is received
     assert sent[0]["status"] == status
 
@@ -100,11 +105,11 @@ def test_a_replica_knows_from_its_environment_whether_the_serve_hooks_run(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.delenv(CALLBACK, raising=False)
-    assert not door_is_there()
+    assert not proxy_listens()
     monkeypatch.setenv(CALLBACK, OF_ALL[CALLBACK])
-    assert door_is_there()
+    assert proxy_listens()
     monkeypatch.setenv(CALLBACK, "somebody.elses:middlewares")
-    assert not door_is_there()
+    assert not proxy_listens()
 
 
 def test_tracebacks_of_a_replica_have_pythons_format(monkeypatch: pytest.MonkeyPatch) -> None:

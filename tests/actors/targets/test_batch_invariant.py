@@ -57,16 +57,16 @@ def test_speculation_and_other_requests_change_no_token_in_half_precision(
     tiny_qwen3: Path, tiny_drafter: Path
 ) -> None:
     """Compare requests run one by one and plainly with all together, in chunks of prompts and with drafts."""
-    asked = [
+    requested = [
         (prompt, replace(KNOBS[name], seed=i, max_tokens=TOKENS))
         for name in NAMES
         for i, prompt in enumerate(PROMPTS)
     ]
     if not ON_GPU:  # a step takes the interpreter a second
-        asked = asked[1:3]
-    prompts, params = [p for p, _ in asked], [s for _, s in asked]
+        requested = requested[1:3]
+    prompts, params = [p for p, _ in requested], [s for _, s in requested]
     with open_llm(tiny_qwen3, None, enable_prefix_caching=False) as llm:
-        expected = [tokens_of(llm, [p], [s])[0] for p, s in asked]
+        expected = [tokens_of(llm, [p], [s])[0] for p, s in requested]
     for num_drafts in DRAFTS:
         with open_llm(tiny_qwen3, tiny_drafter, num_drafts, max_num_batched_tokens=11) as llm:
             assert tokens_of(llm, prompts, params) == expected

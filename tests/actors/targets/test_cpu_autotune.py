@@ -17,12 +17,12 @@ from manta.actors.targets.loading.cpu_autotune import (
     choose_cpu_config,
     fastest,
     measured,
-    try_ways,
+    time_configs,
 )
 from manta.cluster.config import EngineConfig
 from manta.drafter.compute.backend import DeviceCapabilities, ModelStackSpec
 
-COMPILED, LOOPS, WIDE = cpu_ways.WAYS
+COMPILED, LOOPS, WIDE = cpu_ways.CPU_CONFIGS
 MACHINE = DeviceCapabilities(torch.device("cpu"), torch.bfloat16, page_size=16, num_ranks=1)
 MODEL = ModelStackSpec(name="target", sizes=frozenset({256, 1024}), head_dims=frozenset({64}))
 ODD = ModelStackSpec(name="target", sizes=frozenset({250, 1000}), head_dims=frozenset({64}))
@@ -40,19 +40,19 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def measure(
     monkeypatch: pytest.MonkeyPatch,
     seconds: dict[CpuConfig, float],
-    exact: tuple[CpuConfig, ...] = cpu_ways.WAYS,
+    exact: tuple[CpuConfig, ...] = cpu_ways.CPU_CONFIGS,
 ) -> list[CpuConfig]:
     """Simulate a machine with given times; return the choice and the backends checked for exactness."""
-    asked: list[CpuConfig] = []
+    requested: list[CpuConfig] = []
 
     def is_exact(way: CpuConfig, num_threads: int) -> bool:
-        asked.append(way)
+        requested.append(way)
         return way in exact
 
-    monkeypatch.setattr(cpu_ways, "time_way", lambda way, num_threads: seconds[way])
+    monkeypatch.setattr(cpu_ways, "time_config", lambda way, num_threads: seconds[way])
     monkeypatch.setattr(cpu_ways, "is_exact", is_exact)
-    try_ways(2)
-    return asked
+    time_configs(2)
+    return requested
 
 
 def chosen(model: ModelStackSpec = MODEL, num_values: int = 10**6, **settings: Any) -> CpuConfig:
@@ -72,9 +72,9 @@ def test_the_fastest_measured_backend_is_chosen(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_an_inexact_or_hardly_faster_backend_is_not_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = measure(monkeypatch, {COMPILED: 0.0031, LOOPS: 0.001, WIDE: 0.003}, exact=(WIDE,))
+    requested = measure(monkeypatch, {COMPILED: 0.0031, LOOPS: 0.001, WIDE: 0.003}, exact=(WIDE,))
     assert chosen() == COMPILED
-    assert asked == [LOOPS], "nobody would choose the others for their speed"
+    assert requested == [LOOPS], "nobody would choose the others for their speed"
 
 
 def test_a_model_that_the_fastest_backend_cannot_run_gets_the_next(
@@ -124,8 +124,8 @@ def test_a_stale_or_corrupt_file_is_ignored_and_replaced(
 
 def test_the_trial_times_every_backend_of_this_machine_and_frees_its_threads() -> None:
     before = torch.get_num_threads()
-    machine_s = [way for way in cpu_ways.WAYS if way.runs([cpu_ways._TRIAL_SPEC], MACHINE)]
+    machine_s = [way for way in cpu_ways.CPU_CONFIGS if way.runs([cpu_ways._TRIAL_SPEC], MACHINE)]
     for way in machine_s:
-        assert 0.0 < cpu_ways.time_way(way, before) < math.inf
+        assert 0.0 < cpu_ways.time_config(way, before) < math.inf
         assert torch.get_num_threads() == before
     assert COMPILED in machine_s and fastest(COMPILED, machine_s, {}) == COMPILED

@@ -114,15 +114,15 @@ def test_rules_give_the_hosts_tokens(tiny_llama: Path, tiny_drafter: Path) -> No
 
 def test_log_probabilities_equal_the_hosts(tiny_llama: Path, tiny_drafter: Path) -> None:
     """Log probabilities of prompts in chunks and of chosen tokens, run ahead; another request has none."""
-    asked = [
+    requested = [
         replace(PARAMS[0], logprobs=2, prompt_logprobs=1),
         PARAMS[1],
         replace(PARAMS[2], logprobs=0, prompt_logprobs=3, allowed_token_ids=tuple(range(1, 40))),
     ]
-    expected = outputs(tiny_llama, None, "torch", asked)
+    expected = outputs(tiny_llama, None, "torch", requested)
     ahead = {"async_scheduling": True, "max_num_batched_tokens": 18}
     for mine, theirs in zip(
-        outputs(tiny_llama, tiny_drafter, "triton", asked, **ahead), expected, strict=True
+        outputs(tiny_llama, tiny_drafter, "triton", requested, **ahead), expected, strict=True
     ):
         assert mine.outputs[0].token_ids == theirs.outputs[0].token_ids
         for got, wanted in (
@@ -132,7 +132,7 @@ def test_log_probabilities_equal_the_hosts(tiny_llama: Path, tiny_drafter: Path)
             assert (got is None) == (wanted is None)
             for place, other in zip(got or (), wanted or (), strict=True):
                 assert list(place or ()) == list(other or ())
-                values = [[told.logprob for told in (each or {}).values()] for each in (place, other)]
+                values = [[reported.logprob for reported in (each or {}).values()] for each in (place, other)]
                 assert values[0] == pytest.approx(values[1], abs=1e-4)
 
 

@@ -44,7 +44,7 @@ class Mirrors:
         self._host = host.RecurrentStates(self.memories[0], NUM_SLOTS)
         self._states = DeviceStates(NUM_SLOTS, 64, (8,), 16, DEVICE)
         self._device = DeviceRecurrent(self.memories[1], self._states.states_S, self._states.tables)
-        self._upload = Upload(self._states.arena, 1, self._states.most_changes)
+        self._upload = Upload(self._states.arena, 1, self._states.max_changes)
 
     def run(self, plan: SchedulerOutput, num_tokens: list[int]) -> list[int]:
         """Run a step with a number of tokens; return the records that its passes fold."""
@@ -56,22 +56,22 @@ class Mirrors:
             self.memories[0].copy(rows.slots_R[[save.request]], np.array([save.slot]))
         self._host.advance(r, np.array(num_tokens))
         self._upload.send(np.zeros(1, np.int32), self._states.changes(plan))
-        self._device.enter(plan)
+        self._device.admit(plan)
         lists = torch.from_numpy(pack(plan.slots, plan.num_rows, plan.num_drafts, plan.samples, ROOM))
-        most, num_rows = int(plan.num_rows.max()), plan.num_batched_tokens
+        maximum, num_rows = int(plan.num_rows.max()), plan.num_batched_tokens
         first_R, rows_R = (np.append(x_R, 0) for x_R in (plan.num_computed, plan.num_rows))  # and padding
         requests = (
-            DeviceStepRequests.decoding(lists.to(DEVICE), len(rows_R), most, num_rows)
+            DeviceStepRequests.decoding(lists.to(DEVICE), len(rows_R), maximum, num_rows)
             if decodes
             else DeviceStepRequests.prompts(lists.to(DEVICE), first_R, rows_R, 0)
         )
         saves = torch.from_numpy(pack_saves(plan, np.arange(plan.num_requests), ROOM)).to(DEVICE)
-        placed = self._device.place(requests, None if decodes else saves)
+        placed = self._device.build_rows(requests, None if decodes else saves)
         table = self._states.tables.num_computed
         for slot, begin, count in zip(plan.slots.tolist(), r.begin_R.tolist(), num_tokens, strict=True):
             table[slot] = begin + count - 1
         if decodes:
-            self._device.save_stood(lists[0, : plan.num_requests].to(DEVICE), saves)
+            self._device.save_accepted(lists[0, : plan.num_requests].to(DEVICE), saves)
         assert placed.pending_R.tolist() == [*pending, 0]
         assert placed.first_R.tolist() == [*r.first_R.tolist(), 0]
         for mine, theirs in zip(*(memory.tensors for memory in self.memories), strict=True):
@@ -79,9 +79,9 @@ class Mirrors:
         return pending
 
 
-def saves_of(*asked: tuple[int, int, int]) -> StateSaves:
+def saves_of(*requested: tuple[int, int, int]) -> StateSaves:
     """Request, position, state."""
-    return StateSaves(*np.array(asked, np.int32).T.copy())
+    return StateSaves(*np.array(requested, np.int32).T.copy())
 
 
 def entering(plan: SchedulerOutput, *entries: tuple[int, StateEntry]) -> SchedulerOutput:

@@ -68,7 +68,9 @@ def test_tokens_are_the_quantized_targets_and_a_drafters_weights_change_none(
         assert tokens_of(llm, CASES, PARAMS) == expected
         assert llm.stats().num_drafts > 0
     assert ("The target is quantized (fp8)" in caplog.text) == (target_s is not None)
-    (quantised,) = (folder for asked, folder in ((target_s, tiny_qwen3), (drafter_s, tiny_drafter)) if asked)
+    (quantised,) = (
+        folder for requested, folder in ((target_s, tiny_qwen3), (drafter_s, tiny_drafter)) if requested
+    )
     layers = json.loads((quantised / "config.json").read_text())["num_hidden_layers"]
     beside = 0 if target_s else 2  # a drafter's fc and its context's keys and values
     assert len(made) == 4 * layers + beside, "one model's q, k and v, o, gate and up, down; no head"

@@ -98,10 +98,10 @@ def test_a_drafter_borrows_embedding_and_head_as_stored(tmp_path: Path) -> None:
     folder = make_tiny_target(tmp_path, "muse_glimmer")
     model, weights = load(folder), weights_of(folder)
     spec, ids = weights.spec, torch.arange(TINY_VOCAB)
-    assert torch.equal(model.lends.embed(ids), weights.embedding())
+    assert torch.equal(model.shared_embeddings.embed(ids), weights.embedding())
     hidden = 20 * torch.randn(3, spec.hidden_size, generator=torch.Generator().manual_seed(0))
     raw = hidden @ weights.head().T
-    for lent in (model.lends.logits(hidden), model.lends.local_logits(hidden)[0]):
+    for lent in (model.shared_embeddings.logits(hidden), model.shared_embeddings.local_logits(hidden)[0]):
         torch.testing.assert_close(lent, raw)
     assert spec.logit_cap is not None and raw.abs().max() > 5 * spec.logit_cap
     capped = spec.logit_cap * torch.tanh(spec.logit_multiplier * raw / spec.logit_cap)

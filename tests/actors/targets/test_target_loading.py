@@ -157,7 +157,7 @@ def test_sharded_files_load_as_one(tmp_path: Path) -> None:
     runners = [load_runner(settings(folder))[0] for folder in (whole, tmp_path / "parts")]
     ids = torch.arange(20)
     with torch.inference_mode():
-        states = [r.model.logits(r.model.lends.embed(ids)) for r in runners]
+        states = [r.model.logits(r.model.shared_embeddings.embed(ids)) for r in runners]
     assert torch.equal(*states)
 
 

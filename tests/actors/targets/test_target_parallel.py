@@ -13,7 +13,7 @@ from manta.actors.targets.families import read_model
 from manta.actors.targets.loading.rank_loader import load_runner
 from manta.actors.targets.model.attention import TargetAttention
 from manta.actors.targets.model.decoder import Decoder
-from manta.actors.targets.model.mlp_weights import BesideTensors, DenseTensors, MlpTensors, RoutedTensors
+from manta.actors.targets.model.mlp_weights import DenseTensors, MlpTensors, ParallelMlpTensors, RoutedTensors
 from manta.actors.targets.model.model_spec import ModelSpec
 from manta.actors.targets.model.tensor_parallel import Sharding, SingleRank, VocabEmbedding, VocabHead
 from manta.actors.targets.model.weights import TargetWeights
@@ -154,7 +154,7 @@ def products(mlp: MlpTensors) -> list[tuple[torch.Tensor, torch.Tensor]]:
             return [(mlp.gate_up_IH, mlp.down_HI)]
         case RoutedTensors():
             return [(mlp.experts.gate_up, mlp.experts.down)]
-        case BesideTensors():
+        case ParallelMlpTensors():
             return [*products(mlp.dense), *products(mlp.routed)]
 
 

@@ -38,7 +38,7 @@ def encoder(tokenizer: Tokenizer) -> Iterator[AsyncPromptEncoder]:
     encoder.close()
 
 
-class Unread(Tokenizer):
+class UnreadOutputs(Tokenizer):
     """Fails if a text is encoded that must be refused by its length."""
 
     def encode_unlocked(self, text: str, *, add_special_tokens: bool = True) -> tokenizers.Encoding:
@@ -79,7 +79,7 @@ def test_the_ids_equal_a_plain_encoding(tokenizer: Tokenizer, encoder: AsyncProm
 
 
 def test_a_text_that_cannot_fit_is_refused_unread_with_the_engines_message(folder: Path) -> None:
-    encoder = AsyncPromptEncoder(Unread.load(folder), max_model_len=100)
+    encoder = AsyncPromptEncoder(UnreadOutputs.load(folder), max_model_len=100)
     for what in ("prompt", "messages"):
         with pytest.raises(
             RequestError, match=r"more than 99 tokens.*must fit max_model_len=100\."

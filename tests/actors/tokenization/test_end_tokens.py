@@ -114,4 +114,4 @@ def test_ids_in_config_files_equal_the_tokenizers(made: Path, shipped_pair: tupl
     for folder in (made, shipped_pair[0]):
         tokenizer, found = Tokenizer.load(folder), TokenIds.read(folder)
         assert found is not None and found.known == set(range(tokenizer.vocab_size))
-        assert tokenizer.known([*found.known, tokenizer.vocab_size]) == tuple(sorted(found.known))
+        assert tokenizer.ids_in_vocabulary([*found.known, tokenizer.vocab_size]) == tuple(sorted(found.known))

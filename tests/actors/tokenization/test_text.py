@@ -73,7 +73,7 @@ def run(tokenizer: Tokenizer, text: str, blocks: int, **params: object) -> tuple
             streamed += fed[1].text
         if tracker.finished:
             break
-    whole = tracker.whole().outputs[0]
+    whole = tracker.complete_output().outputs[0]
     return whole.text, whole.token_ids, whole.stop_reason, streamed
 
 
@@ -169,9 +169,9 @@ def test_completions_of_a_request_have_their_own_seeds(tokenizer: Tokenizer) -> 
 def test_an_engine_seed_determines_the_series_of_seeds() -> None:
     first, again = SeedSource(5), SeedSource(5)
     plain = SamplingParams()
-    series = [first.seeded(plain).seed for _ in range(3)]
-    assert series == [again.seeded(plain).seed for _ in range(3)] and len(set(series)) == 3
-    assert first.seeded(SamplingParams(seed=77)).seed == 77
+    series = [first.with_seed(plain).seed for _ in range(3)]
+    assert series == [again.with_seed(plain).seed for _ in range(3)] and len(set(series)) == 3
+    assert first.with_seed(SamplingParams(seed=77)).seed == 77
 
 
 @pytest.mark.parametrize(

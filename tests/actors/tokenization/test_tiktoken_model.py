@@ -223,7 +223,7 @@ def test_the_converted_tokenizer_can_be_saved_and_has_a_token_bound(
     for text in TEXTS.values():
         assert saved.encode(text) == tokenizer.encode(text)
         assert tokenizer.coverage is not None
-        assert tokenizer.coverage.fewest_tokens(text) <= len(tokenizer.encode(text))
+        assert tokenizer.coverage.min_tokens(text) <= len(tokenizer.encode(text))
 
 
 @pytest.mark.slow  # its loops are compiled for it

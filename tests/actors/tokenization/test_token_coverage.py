@@ -71,7 +71,7 @@ def test_no_text_has_fewer_tokens_than_the_bound_says(pieces: list[str]) -> None
     for backend in KEEPING:
         coverage = token_coverage(backend)
         assert coverage is not None
-        assert coverage.fewest_tokens(text) <= len(backend.encode(text).ids)
+        assert coverage.min_tokens(text) <= len(backend.encode(text).ids)
         tail = coverage.tail(text, 3)
         assert text.endswith(tail) and (tail == text or len(backend.encode(tail).ids) >= 3)
 
@@ -81,7 +81,7 @@ def test_runs_of_the_longest_tokens_keep_the_bound(piece: str) -> None:
     for backend in KEEPING:
         coverage = token_coverage(backend)
         assert coverage is not None
-        assert coverage.fewest_tokens(piece * 500) <= len(backend.encode(piece * 500).ids)
+        assert coverage.min_tokens(piece * 500) <= len(backend.encode(piece * 500).ids)
 
 
 def test_the_shipped_tokenizer_has_a_bound(shipped_pair: tuple[Path, Path]) -> None:

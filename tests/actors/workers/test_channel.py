@@ -27,7 +27,7 @@ from manta.actors.workers.drafter.drafter_protocol import LAYOUT, Hello, Sizes
 from manta.actors.workers.shm.abstract_sockets import AbstractListener
 from manta.actors.workers.shm.endpoint import PeerLostError, SpinWaiter
 from manta.actors.workers.shm.ring_buffer import Layout, SharedMemory, ShmRing
-from manta.actors.workers.shm.step_channel import NUM_LANES, StepChannel, WorkerChannel, knock
+from manta.actors.workers.shm.step_channel import NUM_LANES, StepChannel, WorkerChannel, connect
 from manta.cluster.config import EngineConfig
 from manta.cluster.fleet.placement import Topology
 from manta.cluster.step.dummy_steps import dummy_step
@@ -173,7 +173,7 @@ def test_workers_end_and_nothing_is_left_when_the_engine_is_killed() -> None:
 
 def test_a_worker_on_another_machine_gets_a_clear_error() -> None:
     with pytest.raises(PeerLostError, match="not on this machine"):
-        knock(f"manta-nobody-listens/{'00' * 64}", 0)
+        connect(f"manta-nobody-listens/{'00' * 64}", 0)
 
 
 def test_closing_twice_and_without_workers_is_fine(spawn) -> None:
@@ -209,9 +209,9 @@ def test_a_sleeping_worker_wakes_and_reads_all_messages(spawn) -> None:
 
 def test_both_ends_work_in_one_process() -> None:
     channel = StepChannel(1)
-    knocked = knock(channel.address, 0)
+    connected = connect(channel.address, 0)
     channel.accept()
-    worker = WorkerChannel(knocked, 0)
+    worker = WorkerChannel(connected, 0)
     channel.send({"a": 1})
     assert worker.receive() == {"a": 1}
     worker.send([1, 2])
@@ -242,7 +242,7 @@ class BreakingWorker(Worker):
 
     def collect(self) -> None: ...
 
-    def news(self) -> None: ...
+    def take_report(self) -> None: ...
 
 
 def test_a_worker_whose_step_fails_names_its_requests(caplog: pytest.LogCaptureFixture) -> None:
@@ -276,13 +276,13 @@ def test_an_unauthenticated_peer_is_rejected_and_the_worker_connects() -> None:
     name, _, key = channel.address.partition("/")
     assert f"@{name}" in Path("/proc/net/unix").read_text() and key not in Path("/proc/net/unix").read_text()
     wrong = f"{name}/{secrets.token_hex(len(key) // 2)}"
-    strangers = [knock(address, 0)[0] for address in (wrong, f"{name}/{key[len(key) // 2 :] * 2}")]
+    strangers = [connect(address, 0)[0] for address in (wrong, f"{name}/{key[len(key) // 2 :] * 2}")]
     silent = socket.socket(socket.AF_UNIX)
     silent.connect("\0" + name)
     silent.shutdown(socket.SHUT_WR)
-    knocked = knock(channel.address, 0)
+    connected = connect(channel.address, 0)
     channel.accept(timeout_s=10.0)
-    worker = WorkerChannel(knocked, 0)
+    worker = WorkerChannel(connected, 0)
     channel.send("work")
     assert worker.receive() == "work"
     for stranger in (*strangers, silent):
@@ -302,7 +302,7 @@ def test_a_process_that_reuses_a_dead_ones_socket_name_is_not_trusted(tmp_path: 
     impostor.listener = socket.socket(socket.AF_UNIX)
     impostor.listener.bind("\0" + address.partition("/")[0])
     impostor.listener.listen(4)
-    knocked = knock(address, 0)
+    connected = connect(address, 0)
     sock, _ = impostor.listener.accept()
     sock.sendall(secrets.token_bytes(32))
     layout, file = Layout(1), os.memfd_create("impostor")
@@ -310,7 +310,7 @@ def test_a_process_that_reuses_a_dead_ones_socket_name_is_not_trusted(tmp_path: 
     socket.send_fds(sock, [json.dumps(asdict(layout)).encode()], [file] * (1 + NUM_LANES))
     os.close(file)
     with pytest.raises(PeerLostError, match="the engine"):
-        WorkerChannel(knocked, 0)
+        WorkerChannel(connected, 0)
 
     hello = Hello("mine", EngineConfig(model="m"), (1,), Sizes(64, 64), None)
     link = DrafterClient(address, hello, torch.device("cpu"), SpinWaiter(0.0))
@@ -320,10 +320,10 @@ def test_a_process_that_reuses_a_dead_ones_socket_name_is_not_trusted(tmp_path: 
     ShmRing.up(memory, LAYOUT, 0).put(
         memoryview(pickle.dumps(TouchesWhenUnpickled(tmp_path / "ran"))), last=True
     )
-    link.hear()
+    link.receive()
     assert not link.is_lost, "it may prove itself yet"
     sock.sendall(secrets.token_bytes(32))
-    link.hear()
+    link.receive()
     assert link.is_lost and not (tmp_path / "ran").exists()
     memory.close()
     impostor.listener.close()

@@ -17,10 +17,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from manta.actors.workers.drafter import drafter_server
-from manta.actors.workers.drafter.drafter_client import LEAST_WAIT_S, DrafterClient
+from manta.actors.workers.drafter.drafter_client import MIN_WAIT_S, DrafterClient
 from manta.actors.workers.drafter.drafter_protocol import MAX_OPEN, Hello, Sizes
 from manta.actors.workers.drafter.drafter_server import DrafterServer
-from manta.actors.workers.shm.abstract_sockets import knock
+from manta.actors.workers.shm.abstract_sockets import connect
 from manta.actors.workers.shm.endpoint import PeerLostError, SpinWaiter
 from manta.actors.workers.shm.tensor_mailbox import RoundRobinBuffer, padded
 from manta.cluster.config import EngineConfig
@@ -53,7 +53,7 @@ class Notebook:
     def num_parts(self, plan: SchedulerOutput) -> int:
         return self._num_parts
 
-    def told_kinds(self, plan: SchedulerOutput, part: int) -> list[tuple[tuple[int, ...], torch.dtype]]:
+    def result_kinds(self, plan: SchedulerOutput, part: int) -> list[tuple[tuple[int, ...], torch.dtype]]:
         return [((plan.num_requests,), torch.int64), ((plan.num_requests, 4), torch.float32)]
 
     def take_in(
@@ -109,7 +109,7 @@ def house() -> Iterator[House]:
 
 def tell(link: DrafterClient, plan: SchedulerOutput, part: int = 0, *, is_last: bool = True) -> None:
     values = [torch.full((plan.num_requests,), plan.step), torch.full((plan.num_requests, 4), plan.step / 2)]
-    link.tell(plan.step, part, values, followed=True, num_drafts=None, is_last=is_last)
+    link.send_results(plan.step, part, values, followed=True, num_drafts=None, is_last=is_last)
 
 
 def until(is_so: Callable[[], bool]) -> None:
@@ -120,7 +120,7 @@ def until(is_so: Callable[[], bool]) -> None:
 
 
 def settle(link: DrafterClient) -> None:
-    until(lambda: link.hear() or not link.num_open)
+    until(lambda: link.receive() or not link.num_open)
 
 
 @pytest.mark.parametrize("common", ["nothing", "a request", "pages"])
@@ -131,8 +131,8 @@ def test_the_next_plan_is_drafted_ahead_if_it_shares_no_requests(house: House, c
     then = steps.plan([slot], [3], [3], [2], admitted=[steps.admit(slot, [1, 2, 3])])
     if common == "pages":  # of a request that has left meanwhile
         then.page_ids[:] = first.page_ids[: len(then.page_ids)]
-    link.ask(first)
-    link.ask(then)
+    link.request_drafts(first)
+    link.request_drafts(then)
     found = link.drafts(first.step, (2, 2))
     assert found is not None and found[0].tolist() == [DRAFTS] * 2
     assert found[1].dtype == torch.float32 and found[1].equal(found[0] / 8)
@@ -153,7 +153,7 @@ def test_a_step_sent_in_parts_stays_open_until_the_drafter_has_read_all_of_them(
     house.num_parts = 2
     link, steps = house.guest("a"), Steps(4)
     plan = steps.plan([0], [3], [3], [2])
-    link.ask(plan)
+    link.request_drafts(plan)
     assert link.drafts(plan.step, (1, 2)) is not None
     house.gate.clear()
     tell(link, plan, 0, is_last=False)
@@ -166,28 +166,28 @@ def test_a_step_sent_in_parts_stays_open_until_the_drafter_has_read_all_of_them(
 def test_a_stopped_drafter_is_awaited_once_and_catches_up_correctly(house: House) -> None:
     link, steps = house.guest("a"), Steps(4)
     plans = [steps.plan([0], [3 + i], [3], [2]) for i in range(6)]
-    link.ask(plans[0])
+    link.request_drafts(plans[0])
     assert link.drafts(plans[0].step, (1, 2)) is not None
     tell(link, plans[0])
     settle(link)
     house.gate.clear()
-    link.ask(plans[1])
+    link.request_drafts(plans[1])
     begin_s = time.monotonic()
     assert link.drafts(plans[1].step, (1, 2)) is None
-    assert LEAST_WAIT_S <= time.monotonic() - begin_s < 2.0 and not link.is_ready and not link.is_lost
+    assert MIN_WAIT_S <= time.monotonic() - begin_s < 2.0 and not link.is_ready and not link.is_lost
     tell(link, plans[1])
     begin_s = time.monotonic()
     for plan in plans[2:4]:
-        link.ask(plan)
+        link.request_drafts(plan)
         assert link.drafts(plan.step, (1, 2)) is None, "it is not waited for again"
         tell(link, plan)
-    assert time.monotonic() - begin_s < LEAST_WAIT_S
+    assert time.monotonic() - begin_s < MIN_WAIT_S
     house.gate.set()
     settle(link)
     assert link.is_ready
     learned = [step for note, step in house.notes if note == "a learns"]
     assert learned == [plan.step for plan in plans[:4]], "nothing is missing"
-    link.ask(plans[4])
+    link.request_drafts(plans[4])
     assert link.drafts(plans[4].step, (1, 2)) is not None
 
 
@@ -196,14 +196,14 @@ def test_a_drafter_that_lags_too_long_is_given_up_and_a_dead_one_is_noticed_imme
     house.gate.clear()
     for number in range(MAX_OPEN + 2):
         plan = steps.plan([0], [3 + number], [3], [2])
-        link.ask(plan)
+        link.request_drafts(plan)
         assert link.drafts(plan.step, (1, 2)) is None
         tell(link, plan)
     assert link.is_lost and not link.is_ready
     house.gate.set()
     again = house.guest("a")  # its own session
     plan = steps.plan([0], [3], [3], [2])
-    again.ask(plan)
+    again.request_drafts(plan)
     assert again.drafts(plan.step, (1, 2)) is not None
     with pytest.raises(PeerLostError):
         DrafterClient(
@@ -225,7 +225,7 @@ def test_a_message_of_a_process_that_does_not_know_the_key_is_not_unpickled(
 ) -> None:
     name, _, key = house.server.address.partition("/")
     for wrong in (secrets.token_hex(len(key) // 2), key[len(key) // 2 :] * 2):
-        sock, _ = knock(f"{name}/{wrong}")
+        sock, _ = connect(f"{name}/{wrong}")
         file = os.memfd_create("stranger")
         with contextlib.suppress(OSError):
             socket.send_fds(sock, [pickle.dumps(TouchesWhenUnpickled(tmp_path / "ran"))], [file])
@@ -240,12 +240,12 @@ def test_a_message_of_a_process_that_does_not_know_the_key_is_not_unpickled(
 def test_the_least_served_engine_is_next_and_every_engine_gets_its_queue_time(house: House) -> None:
     guests, steps = {name: house.guest(name) for name in ("a", "b")}, Steps(4)
     house.gate.clear()
-    guests["b"].ask(steps.plan([0], [3], [3], [2]))
+    guests["b"].request_drafts(steps.plan([0], [3], [3], [2]))
     time.sleep(0.05)  # b is being served, at the gate
     for slot in (1, 2):
-        guests["b"].ask(steps.plan([slot], [3], [3], [2]))
+        guests["b"].request_drafts(steps.plan([slot], [3], [3], [2]))
     late = steps.plan([0], [3], [3], [2])
-    guests["a"].ask(late)
+    guests["a"].request_drafts(late)
     time.sleep(0.05)
     house.gate.set()
     until(lambda: ("a drafts", late.step) in house.notes)
@@ -255,7 +255,7 @@ def test_the_least_served_engine_is_next_and_every_engine_gets_its_queue_time(ho
 
     def hear(drafted: dict[str, int]) -> bool:
         for name, guest in guests.items():
-            guest.hear()
+            guest.receive()
             uses[name] += guest.take_use()
         return {name: use.steps for name, use in uses.items()} == drafted
 
@@ -293,7 +293,7 @@ def test_every_engine_gets_the_same_share_of_the_drafters_time(
     house.gate.clear()
     for guest in guests.values():
         for slot in range(asks):
-            guest.ask(steps.plan([slot], [3], [3], [2]))
+            guest.request_drafts(steps.plan([slot], [3], [3], [2]))
     house.gate.set()
     until(lambda: len(house.notes) == 2 * asks * len(guests))
     served_s, left = dict.fromkeys(costs_s, 0.0), dict.fromkeys(costs_s, asks)
@@ -321,5 +321,5 @@ def test_mailbox_ranges_never_overlap(moves: list[tuple[bool, int]]) -> None:
             else:
                 assert taken, "an empty mailbox holds what fits"
         elif taken:
-            rounds.give_back()
+            rounds.release()
             taken.pop(0)

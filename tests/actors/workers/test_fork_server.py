@@ -92,10 +92,10 @@ def context(**fields: object) -> tuple[str, str]:
 
 
 def test_a_worker_has_its_clients_environment_and_its_servers_imports(owner: Owner) -> None:
-    told = [json.loads(owner.start("--id=7", *context(env_vars={"GIVEN": "${LEFT}"}))) for _ in range(2)]
+    reported = [json.loads(owner.start("--id=7", *context(env_vars={"GIVEN": "${LEFT}"}))) for _ in range(2)]
     assert owner.answer == "checked"
-    assert told[0].pop("random") != told[1].pop("random")
-    for each in told:
+    assert reported[0].pop("random") != reported[1].pop("random")
+    for each in reported:
         assert each == {
             "main": "__main__",
             "arguments": ["--id=7"],

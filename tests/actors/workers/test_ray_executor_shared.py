@@ -20,12 +20,12 @@ from manta.cluster.step.scheduler_output import DrafterUse
 
 def test_results_are_sums_over_engines_and_medians_over_rounds(capsys: pytest.CaptureFixture[str]) -> None:
     """Two engines, three rounds of ten seconds; in the second one an engine gets half."""
-    asked: list[tuple[str, int, int, float]] = []
+    requested: list[tuple[str, int, int, float]] = []
 
     def answering(side: str, drafter: DrafterUse, tokens: int):
         def run(engines: int, requests: int, seconds: float) -> list[Turn]:
-            number = sum(name == side for name, *_ in asked)  # 0 is the warm-up
-            asked.append((side, engines, requests, seconds))
+            number = sum(name == side for name, *_ in requested)  # 0 is the warm-up
+            requested.append((side, engines, requests, seconds))
             halves = [1, 2 if number == 2 else 1]
             return [Turn(seconds, tokens // h, 200, 100, 0.5, drafter) for h in halves[:engines]]
 
@@ -37,10 +37,10 @@ def test_results_are_sums_over_engines_and_medians_over_rounds(capsys: pytest.Ca
     }
     options = SharedDrafterOptions(engines=(2,), concurrency=(4,), rounds=3, seconds=10.0)
     (point,) = measure(runs, options)
-    assert [name for name, *_ in asked[:2]] == ["shared", "colocated"], "a turn that does not count"
+    assert [name for name, *_ in requested[:2]] == ["shared", "colocated"], "a turn that does not count"
     order = ["shared", "colocated", "colocated", "shared", "shared", "colocated"]
-    assert [name for name, *_ in asked[2:]] == order, "who begins moves on"
-    assert all(turn[1:] == (2, 4, 10.0) for turn in asked)
+    assert [name for name, *_ in requested[2:]] == order, "who begins moves on"
+    assert all(turn[1:] == (2, 4, 10.0) for turn in requested)
     shared, colocated = point["sides"]
     assert shared["rounds_tokens_per_s"] == [100.0, 75.0, 100.0] and shared["tokens_per_s"] == 100.0
     assert colocated["ratio"] == 1.0 and shared["ratio"] == 0.625

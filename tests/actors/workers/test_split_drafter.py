@@ -29,8 +29,8 @@ def one_launch_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
             return launch()
 
     watch_launches(monkeypatch, launch_alone)
-    monkeypatch.setattr(drafter_link, "LEAST_WAIT_S", 60.0)
-    monkeypatch.setattr(drafter_link, "MOST_WAIT_S", 60.0)
+    monkeypatch.setattr(drafter_link, "MIN_WAIT_S", 60.0)
+    monkeypatch.setattr(drafter_link, "MAX_WAIT_S", 60.0)
 
 
 @pytest.mark.parametrize("second", [False, True], ids=["DFlash", "DFlash2"])

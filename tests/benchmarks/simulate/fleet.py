@@ -42,21 +42,21 @@ PERCENTILES = (50, 95, 99)
 class OurPolicy:
     """Manta's policy (`cluster/autoscaling`), with the inputs that `actors/autoscaling` gives it."""
 
-    def __init__(self, rules: ScalingRules, fewest: int, most: int) -> None:
+    def __init__(self, rules: ScalingRules, minimum: int, maximum: int) -> None:
         self._count = ReplicaCount(rules)
-        self._bounds = fewest, most
+        self._bounds = minimum, maximum
 
     def wanted(self, fleet: Fleet, now_s: float) -> int:
-        return self._count.wanted(fleet.load(), fleet.target, *self._bounds, now_s)
+        return self._count.target(fleet.load(), fleet.target, *self._bounds, now_s)
 
 
 class RayPolicy:
     """Ray Serve's default policy (`ray_scaling.py`), with the inputs that Serve's replicas give it."""
 
-    def __init__(self, settings: RaySettings, fewest: int, most: int) -> None:
+    def __init__(self, settings: RaySettings, minimum: int, maximum: int) -> None:
         self._scaling = RayScaling(settings)
         self._requests = OngoingRequests(settings)
-        self._bounds = fewest, most
+        self._bounds = minimum, maximum
 
     def wanted(self, fleet: Fleet, now_s: float) -> int:
         ongoing = fleet.ongoing()
@@ -78,12 +78,12 @@ def run_fleet(options: FleetOptions) -> Figures:
     rules = from_mapping(ScalingRules, options.scaling, "scaling.")
     model = _replica_model(options)
     arrivals = make_day(day) if options.trace is None else read_arrivals(options.trace)
-    fewest, most = options.replicas
-    start = min(max(_first_replicas(model, arrivals, rules), fewest), most)
-    policies: dict[str, FleetPolicy] = {OURS: OurPolicy(rules, fewest, most)}
+    minimum, maximum = options.replicas
+    start = min(max(_first_replicas(model, arrivals, rules), minimum), maximum)
+    policies: dict[str, FleetPolicy] = {OURS: OurPolicy(rules, minimum, maximum)}
     for target in options.target_ongoing_requests if options.ray else ():
         settings = RaySettings(target_ongoing_requests=target)
-        policies[f"ray, target {target:g}"] = RayPolicy(settings, fewest, most)
+        policies[f"ray, target {target:g}"] = RayPolicy(settings, minimum, maximum)
     points = [_play(name, model, arrivals, policy, start) for name, policy in policies.items()]
     figures = {
         "provenance": provenance(),

@@ -57,12 +57,12 @@ class MeasuredCost:
         context = float(np.maximum(plan.num_computed[decodes_R], 0).mean()) if batch else 0.0
         drafted = int(np.count_nonzero(plan.num_drafts))
         draft_s = 0.0 if not drafted else self._at(self.draft_BDC, drafted, num_drafts / drafted, context)
-        rest_s = 0.0 if not batch else self._at(self.rest_BDC, batch, num_drafts / batch, context)
+        non_draft_s = 0.0 if not batch else self._at(self.rest_BDC, batch, num_drafts / batch, context)
         rows = int(plan.num_rows[~decodes_R].sum())
         if rows:
             prompt_s = float(np.interp(rows, self.prompt_rows, self.prompt_P))
-            rest_s = max(prompt_s, rest_s + prompt_s - float(self.prompt_P[0]))
-        return StepTimings(draft_s=draft_s, verify_s=rest_s)
+            non_draft_s = max(prompt_s, non_draft_s + prompt_s - float(self.prompt_P[0]))
+        return StepTimings(draft_s=draft_s, verify_s=non_draft_s)
 
     def _at(self, values_BDC: Floats, batch: float, drafts: float, context: float) -> float:
         for axis, at in ((self.batches, batch), (self.drafts, drafts), (self.contexts, context)):

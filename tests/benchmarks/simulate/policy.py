@@ -34,7 +34,7 @@ Figures = dict[str, Any]  # Any: JSON
 BEST_LEAST, PLAIN_LEAST = 0.98, 1.0
 # Requests that end before any is counted, and as many that are counted: WAVES times the concurrency, at least
 # LEAST_REQUESTS.
-LEAST_REQUESTS, WAVES = 8, 2
+MIN_REQUESTS, WAVES = 8, 2
 ADAPTIVE, PLAIN = "dflash", "plain"
 
 
@@ -124,13 +124,13 @@ def _at_loads(
 def _rate(node_engine: NodeEngine, work: Workload, load: int) -> float:
     """Return the throughput in tokens/s."""
     shared = work.request(0).prompt_token_ids
-    room = replace(node_engine.room, largest_batch=load)
-    engine = replace(node_engine, room=room).engine(free_prompts=True, prefix_caching=True)
+    room = replace(node_engine.memory, largest_batch=load)
+    engine = replace(node_engine, memory=room).engine(free_prompts=True, prefix_caching=True)
 
     def make(number: int, share: float) -> Request:
         return replace(work.request(number, share), prompt_token_ids=shared)
 
-    count = max(WAVES * load, LEAST_REQUESTS)
+    count = max(WAVES * load, MIN_REQUESTS)
     return closed_loop(engine, make, load, count, count).tokens_per_s
 
 

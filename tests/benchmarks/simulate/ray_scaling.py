@@ -24,7 +24,7 @@ from manta.cluster.errors import ConfigError
 
 RECORD_FACTOR = 0.2  # RAY_SERVE_AUTOSCALING_METRIC_RECORD_INTERVAL_FACTOR
 _DELAY_EPS_S = 1e-6  # _DELAY_ELAPSED_EPS_S
-_LEAST_S = 1e-3  # minimum length of the averaged time
+_MIN_S = 1e-3  # minimum length of the averaged time
 Point = tuple[float, float]
 
 
@@ -57,16 +57,16 @@ class RayScaling:
         self._counter = 0
         self._since_s: float | None = None
 
-    def wanted(self, total: float, there: int, target: int, fewest: int, most: int, now_s: float) -> int:
+    def wanted(self, total: float, there: int, target: int, minimum: int, maximum: int, now_s: float) -> int:
         """Return the number of replicas that there should be.
 
         Args:
             total: ongoing requests, as `OngoingRequests.total` returns them.
             there: serving replicas.
             target: the previous return value.
-            fewest, most: bounds of the return value.
+            minimum, maximum: bounds of the return value.
         """
-        return min(max(self._unbounded(total, there, target, now_s), fewest), most)
+        return min(max(self._unbounded(total, there, target, now_s), minimum), maximum)
 
     def _unbounded(self, total: float, there: int, target: int, now_s: float) -> int:
         if there == 0 and total > 0:
@@ -148,7 +148,7 @@ class OngoingRequests:
             begin_s = max(all_s, min(changes)) if all_s <= max(changes) else min(changes)
         else:
             return 0.0
-        seconds = max(now_s - begin_s, _LEAST_S)
+        seconds = max(now_s - begin_s, _MIN_S)
         return sum(_area(points, begin_s, begin_s + seconds) for points in series) / seconds
 
 

@@ -20,7 +20,7 @@ from manta.cluster.speculation.acceptance_length import expected_acceptance_leng
 from manta.cluster.step.dummy_steps import dummy_step
 from manta.jobs.simulate.node_engines import NodeEngine, Workload
 
-LEAST_REQUESTS = 12  # minimum number of counted requests per load
+MIN_REQUESTS = 12  # minimum number of counted requests per load
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,7 +32,7 @@ class ReplicaModel:
         step_tokens: tokens of each request in such a step (the mean acceptance length).
         prompt_token_s: seconds per token of a prompt.
         kv_tokens: capacity of the pages in tokens.
-        most_waiting: maximum waiting requests of the replica; more are refused.
+        max_waiting: maximum waiting requests of the replica; more are refused.
         start_s: seconds from the decision to start it to serving.
     """
 
@@ -40,7 +40,7 @@ class ReplicaModel:
     step_tokens: tuple[float, ...]
     prompt_token_s: float
     kv_tokens: int
-    most_waiting: int
+    max_waiting: int
     start_s: float
 
     @property
@@ -58,7 +58,7 @@ class ReplicaModel:
             step_tokens=tuple(tokens for _, tokens in best),
             prompt_token_s=cost.verify_row_s,
             kv_tokens=kv_tokens,
-            most_waiting=max_num_seqs,
+            max_waiting=max_num_seqs,
             start_s=start_s,
         )
 
@@ -72,19 +72,19 @@ def _best_step(cost: LinearCost, survival: Sequence[float], batch: int) -> tuple
     return max(steps, key=lambda step: step[1] / step[0])
 
 
-def loads_to_play(most: int) -> list[int]:
-    """Return 1, 2, 3, 4, 6, 8, 12, ... below `most`, and `most`."""
-    return sorted({most, *(base << n for base in (2, 3) for n in range(20) if base << n < most), 1})
+def loads_to_play(maximum: int) -> list[int]:
+    """Return 1, 2, 3, 4, 6, 8, 12, ... below `maximum`, and `maximum`."""
+    return sorted({maximum, *(base << n for base in (2, 3) for n in range(20) if base << n < maximum), 1})
 
 
 def replica_table(
     node_engine: NodeEngine, workload: Workload, max_num_seqs: int, start_s: float
 ) -> ReplicaModel:
     """Return the table of a simulated engine that runs at most `max_num_seqs` requests, or as many as fit."""
-    most = min(max_num_seqs, node_engine.room.max_num_seqs)
-    loads = loads_to_play(most)
+    maximum = min(max_num_seqs, node_engine.memory.max_num_seqs)
+    loads = loads_to_play(maximum)
     played = [_play(node_engine, workload, load) for load in loads]
-    batches = np.arange(1, most + 1)
+    batches = np.arange(1, maximum + 1)
     step_s, step_tokens = (np.interp(batches, loads, values) for values in zip(*played, strict=True))
     chunk = Chunk(MAX_ROWS, round(workload.prompt_tokens / 2))
     prompt_s = node_engine.times.round(0, 1, 0, chunk).total_s / MAX_ROWS
@@ -92,15 +92,15 @@ def replica_table(
         step_s=tuple(np.maximum.accumulate(step_s).tolist()),
         step_tokens=tuple(step_tokens.tolist()),
         prompt_token_s=prompt_s,
-        kv_tokens=node_engine.room.kv_tokens,
-        most_waiting=most,
+        kv_tokens=node_engine.memory.kv_tokens,
+        max_waiting=maximum,
         start_s=start_s,
     )
 
 
 def _play(node_engine: NodeEngine, workload: Workload, load: int) -> tuple[float, float]:
     """Return the mean seconds of a step and its tokens per request."""
-    measured = max(load, LEAST_REQUESTS)
+    measured = max(load, MIN_REQUESTS)
     engine = node_engine.engine(free_prompts=True)
     observed = closed_loop(engine, lambda number, share: workload.request(number, share), load, measured)
     return observed.seconds / observed.steps, observed.num_tokens / observed.steps / load

@@ -98,16 +98,16 @@ class Fleet:
         if len(rows) == 0:
             return FleetLoad(0, queued=float(len(self.queue)))
         running, waiting = slots.count[rows], slots.waiting[rows]
-        most = self.model.max_num_seqs
+        maximum = self.model.max_num_seqs
         mean_tokens = slots.tokens[rows] / np.maximum(slots.finished[rows], 1)
         rate = running * slots.pace()[rows]
         known = (waiting > 0) & (mean_tokens > 0.0) & (rate > 0.0)
-        busy = np.maximum(running / most, slots.kv_tokens[rows] / self.model.kv_tokens)
-        busy = busy + np.where(known, 0.0, waiting / most)
+        busy = np.maximum(running / maximum, slots.kv_tokens[rows] / self.model.kv_tokens)
+        busy = busy + np.where(known, 0.0, waiting / maximum)
         backlog_s = np.where(known, waiting * mean_tokens / np.where(known, rate, 1.0), 0.0)
         queued = float(len(self.queue))
         there = len(rows)
-        return FleetLoad(there, there, float(busy.sum()) + queued / most, float(backlog_s.sum()), queued)
+        return FleetLoad(there, there, float(busy.sum()) + queued / maximum, float(backlog_s.sum()), queued)
 
     def ongoing(self) -> Mapping[int, int]:
         """Return the number of requests of each serving replica, by the replica's number."""
@@ -151,13 +151,13 @@ class Fleet:
             self.failed += len(ids[room:])
             return
         loads = self._slots.load[self._serving]
-        most = self.model.max_num_seqs + self.model.most_waiting
+        maximum = self.model.max_num_seqs + self.model.max_waiting
         while len(ids):
-            fewest = int(loads.min())
-            if fewest >= most:
+            minimum = int(loads.min())
+            if minimum >= maximum:
                 self.failed += len(ids)
                 return
-            places = np.flatnonzero(loads == fewest)[: len(ids)]
+            places = np.flatnonzero(loads == minimum)[: len(ids)]
             count = len(places)
             self._slots.give(self._serving[places], ids[:count], at_s[:count], now_s)
             loads[places] += 1

@@ -48,7 +48,7 @@ class FleetSlots:
         slots = model.max_num_seqs
         self._ends_NC = np.empty((0, slots))
         self._ids_NC = np.empty((0, slots), dtype=np.int64)
-        self._queue_NQ = np.empty((0, slots + model.most_waiting), dtype=np.int64)  # slots may lack pages
+        self._queue_NQ = np.empty((0, slots + model.max_waiting), dtype=np.int64)  # slots may lack pages
         self._head = np.empty(0, dtype=np.int64)
         self._next_end, self._done, self._free_s = np.empty(0), np.empty(0), np.empty(0)
         self.count, self.waiting = np.empty(0, dtype=np.int64), np.empty(0, dtype=np.int64)

@@ -21,7 +21,7 @@ from manta.cluster.config import EngineConfig
 from manta.cluster.engine.engine_core import EngineCore
 from manta.cluster.request.request import Request, SamplingParams
 from manta.cluster.simulation.acceptance_mix import AcceptanceMix
-from manta.cluster.simulation.load_driver import LoadDriver, Observed, closed_loop
+from manta.cluster.simulation.load_driver import LoadDriver, LoadMeasurement, closed_loop
 from manta.cluster.simulation.simulated_executor import SimulatedExecutor, VirtualClock
 from manta.cluster.step.executor import Executor
 from manta.jobs.bench.common.engine_passes import encode_prompts, read_prompts
@@ -108,7 +108,7 @@ def _drive(
     make: Callable[[int, float], Request],
     clients: int,
     options: ValidateOptions,
-) -> Observed:
+) -> LoadMeasurement:
     driven = LoadDriver(engine, clock)
     observed = closed_loop(driven, make, clients, max(options.requests, clients))
     driven.abort_all()
@@ -123,7 +123,7 @@ def _simulate(
     make: Callable[[int, float], Request],
     clients: int,
     options: ValidateOptions,
-) -> Observed:
+) -> LoadMeasurement:
     clock = VirtualClock()
 
     def spend(seconds: float) -> None:
@@ -133,13 +133,13 @@ def _simulate(
     return _drive(EngineCore(config, simulated, clock), clock, make, clients, options)
 
 
-def _point(clients: int, real: Observed, simulated: Observed) -> Figures:
+def _point(clients: int, real: LoadMeasurement, simulated: LoadMeasurement) -> Figures:
     measured, found = _figures(real), _figures(simulated)
     errors = {name: found[name] / measured[name] - 1.0 for name in COMPARED}
     return {"concurrency": clients, "measured": measured, "simulated": found, "error": errors}
 
 
-def _figures(observed: Observed) -> dict[str, Any]:
+def _figures(observed: LoadMeasurement) -> dict[str, Any]:
     ttft, tpot = observed.ttft_s(), observed.tpot_s()
     return {
         "tokens_per_s": observed.tokens_per_s,

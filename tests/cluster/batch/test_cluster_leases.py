@@ -8,18 +8,26 @@ from typing import Any
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from manta.cluster.batch.leases import Lease, LeaseBook
-from manta.cluster.batch.row_ranges import RowRanges, contains, count, minus, of_rows, rows_of, union
+from manta.cluster.batch.leases import Lease, LeaseManager
+from manta.cluster.batch.row_ranges import (
+    RowRanges,
+    contains,
+    count,
+    difference,
+    from_rows,
+    iterate_rows,
+    union,
+)
 
 ENGINES = ("a", "b", "c")
 
 
-def book_of(num_rows: int, *, smallest: int = 2, largest: int = 8, ordered: bool = False) -> LeaseBook:
-    return LeaseBook(((0, num_rows),), largest=largest, smallest=smallest, ordered=ordered)
+def book_of(num_rows: int, *, smallest: int = 2, largest: int = 8, ordered: bool = False) -> LeaseManager:
+    return LeaseManager(((0, num_rows),), largest=largest, smallest=smallest, ordered=ordered)
 
 
 def some(data: st.DataObject, rows: RowRanges) -> RowRanges:
-    return of_rows(data.draw(st.sets(st.sampled_from(sorted(rows_of(rows))))) if rows else ())
+    return from_rows(data.draw(st.sets(st.sampled_from(sorted(iterate_rows(rows))))) if rows else ())
 
 
 @settings(max_examples=60)
@@ -27,39 +35,39 @@ def some(data: st.DataObject, rows: RowRanges) -> RowRanges:
 def test_every_row_is_in_one_place_and_the_job_ends_when_all_are_done(
     data: st.DataObject, rows: set[int], ordered: bool
 ) -> None:
-    book = LeaseBook(of_rows(rows), largest=8, smallest=2, ordered=ordered)
+    book = LeaseManager(from_rows(rows), largest=8, smallest=2, ordered=ordered)
     leases: dict[int, Lease] = {}
     done: set[int] = set()
     for _ in range(data.draw(st.integers(0, 40))):
         engine = data.draw(st.sampled_from(ENGINES))
-        match data.draw(st.sampled_from(("take", "take", "answered", "returned", "died"))):
+        match data.draw(st.sampled_from(("take", "take", "mark_durable", "return_rows", "died"))):
             case "take":
-                if lease := book.take(engine, len(ENGINES)):
+                if lease := book.acquire(engine, len(ENGINES)):
                     leases[lease.number] = lease
-                    assert not ordered or len({row // 8 for row in rows_of(lease.rows)}) == 1
-            case "answered" | "returned" as what if leases:
+                    assert not ordered or len({row // 8 for row in iterate_rows(lease.rows)}) == 1
+            case "mark_durable" | "return_rows" as what if leases:
                 number = data.draw(st.sampled_from(sorted(leases)))
                 part = some(data, leases[number].rows)
                 getattr(book, what)(number, part)
-                done |= set(rows_of(part)) if what == "answered" else set()
+                done |= set(iterate_rows(part)) if what == "mark_durable" else set()
             case "died":
                 lost = [lease for lease in leases.values() if lease.engine == engine]
-                durable = some(data, of_rows(row for lease in lost for row in rows_of(lease.rows)))
-                poison = book.died(engine, durable, blame=data.draw(st.booleans()))
-                assert set(rows_of(poison)) <= set(book.poison)
+                durable = some(data, from_rows(row for lease in lost for row in iterate_rows(lease.rows)))
+                poison = book.on_engine_death(engine, durable, blame=data.draw(st.booleans()))
+                assert set(iterate_rows(poison)) <= set(book.poison)
             case _:
                 pass
-        open_leases = {lease.number for name in ENGINES for lease in book.holds(name)}
+        open_leases = {lease.number for name in ENGINES for lease in book.leases_of(name)}
         leases = {number: lease for number, lease in leases.items() if number in open_leases}
         book.check_invariants()
     for lease in [*leases.values()]:
-        book.answered(lease.number, lease.rows)
-    while lease := book.take("last", 1):
+        book.mark_durable(lease.number, lease.rows)
+    while lease := book.acquire("last", 1):
         assert not book.done
-        book.answered(lease.number, lease.rows)
+        book.mark_durable(lease.number, lease.rows)
         book.check_invariants()
     assert book.done
-    assert book.left == 0
+    assert book.num_unleased == 0
 
 
 @settings(max_examples=60)
@@ -75,16 +83,16 @@ def test_rows_that_kill_are_found_within_a_bounded_number_of_deaths(
     while not book.done:
         engine = ENGINES[turn % num_engines]
         turn += 1
-        while len(book.holds(engine)) < 3 and book.take(engine, num_engines):
+        while len(book.leases_of(engine)) < 3 and book.acquire(engine, num_engines):
             book.check_invariants()
-        held = [row for lease in book.holds(engine) for row in rows_of(lease.rows)]
+        held = [row for lease in book.leases_of(engine) for row in iterate_rows(lease.rows)]
         if killers & set(held):
             deaths += 1
             durable = data.draw(st.sets(st.sampled_from(held))) - killers
-            book.died(engine, of_rows(durable), blame=True)
+            book.on_engine_death(engine, from_rows(durable), blame=True)
         else:
-            for lease in book.holds(engine):
-                book.answered(lease.number, lease.rows)
+            for lease in book.leases_of(engine):
+                book.mark_durable(lease.number, lease.rows)
         book.check_invariants()
         assert turn < 1000
     assert set(book.poison) == killers
@@ -96,7 +104,7 @@ def test_rows_that_kill_are_found_within_a_bounded_number_of_deaths(
 def test_leases_shrink_near_the_end() -> None:
     book = book_of(100, smallest=2, largest=16)
     sizes = []
-    while lease := book.take("a", 2):
+    while lease := book.acquire("a", 2):
         sizes.append(count(lease.rows))
     assert sizes == sorted(sizes, reverse=True)
     assert (sizes[0], sizes[-2]) == (16, 2)
@@ -106,33 +114,33 @@ def test_leases_shrink_near_the_end() -> None:
 def test_a_lost_node_makes_no_row_a_suspect() -> None:
     book = book_of(4, largest=4)
     for _ in range(9):
-        lease = book.take("a", 1)
+        lease = book.acquire("a", 1)
         assert lease is not None
         assert lease.deaths == 0
-        assert book.died("a", (), blame=False) == ()
-    assert (book.left, book.poison) == (4, {})
+        assert book.on_engine_death("a", (), blame=False) == ()
+    assert (book.num_unleased, book.poison) == (4, {})
 
 
 def test_suspect_rows_run_after_all_others_and_alone() -> None:
     book = book_of(8, smallest=2, largest=2)
-    first = book.take("a", 1)
+    first = book.acquire("a", 1)
     assert first is not None
-    book.died("a", (), blame=True)
-    order = [book.take("b", 1) for _ in range(4)]
+    book.on_engine_death("a", (), blame=True)
+    order = [book.acquire("b", 1) for _ in range(4)]
     assert [lease.rows[0][0] for lease in order if lease] == [2, 4, 6, 0]
-    book.died("b", ((2, 8),), blame=True)  # the suspects again
-    assert book.take("c", 1) == Lease(5, "c", ((0, 2),), 2, None)
-    assert book.take("c", 1) is None
-    book.died("c", (), blame=True)
-    alone = book.take("c", 1)
+    book.on_engine_death("b", ((2, 8),), blame=True)  # the suspects again
+    assert book.acquire("c", 1) == Lease(5, "c", ((0, 2),), 2, None)
+    assert book.acquire("c", 1) is None
+    book.on_engine_death("c", (), blame=True)
+    alone = book.acquire("c", 1)
     assert alone is not None
     assert alone.rows == ((0, 1),)
-    assert book.died("c", (), blame=True) == ((0, 1),)
+    assert book.on_engine_death("c", (), blame=True) == ((0, 1),)
     assert book.poison == {0: 4}
-    last = book.take("c", 1)
+    last = book.acquire("c", 1)
     assert last is not None
     assert contains(last.rows, 1)
-    book.answered(last.number, last.rows)
+    book.mark_durable(last.number, last.rows)
     assert book.done
 
 
@@ -151,23 +159,23 @@ def test_poison_rows_are_found_by_drivers_that_die_with_their_engines(
     blamed: RowRanges = ()
     deaths = 0
     saved: dict[str, Any] = {}
-    while left := minus(((0, 40),), union(done, blamed)):
-        book, found = LeaseBook.after_death(saved, left, largest=16, smallest=smallest, trials=3)
+    while left := difference(((0, 40),), union(done, blamed)):
+        book, found = LeaseManager.after_death(saved, left, largest=16, smallest=smallest, trials=3)
         book.check_invariants()
         blamed = union(blamed, found)
         while not book.done:
-            while len(book.holds("replica")) < 3 and book.take("replica", 1):
+            while len(book.leases_of("replica")) < 3 and book.acquire("replica", 1):
                 book.check_invariants()
             saved = json.loads(json.dumps(book.to_json()))
-            held = [row for lease in book.holds("replica") for row in rows_of(lease.rows)]
+            held = [row for lease in book.leases_of("replica") for row in iterate_rows(lease.rows)]
             if poison & set(held) or (other_deaths and other_deaths.pop()):
                 deaths += 1
-                done = union(done, of_rows(data.draw(st.sets(st.sampled_from(held))) - poison))
+                done = union(done, from_rows(data.draw(st.sets(st.sampled_from(held))) - poison))
                 break
-            for lease in book.holds("replica"):
-                book.answered(lease.number, lease.rows)
-            done = union(done, of_rows(held))
+            for lease in book.leases_of("replica"):
+                book.mark_durable(lease.number, lease.rows)
+            done = union(done, from_rows(held))
         else:
             saved = json.loads(json.dumps(book.to_json()))
-    assert set(rows_of(blamed)) == poison and count(done) == 40 - len(poison)
+    assert set(iterate_rows(blamed)) == poison and count(done) == 40 - len(poison)
     assert deaths <= len(poison) * (5 + math.ceil(math.log2(smallest)) + 1) + 2

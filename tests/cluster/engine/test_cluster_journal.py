@@ -33,11 +33,11 @@ def test_a_timeline_shows_what_a_request_waited_for_and_for_how_long() -> None:
     clock.advance(0.003)
     engine.add_request(make_request("second", max_tokens=4, arrival_s=clock.now_s, **LONG))
     until_done(engine)
-    (first_life,), (life,) = engine.lives("first"), engine.lives("second")
-    (stay,) = life.stays
-    assert stay.waited.keys() == {"slots"} and first_life.stays[0].waited == {}
+    (first_life,), (life,) = engine.timelines("first"), engine.timelines("second")
+    (stay,) = life.intervals
+    assert stay.waited.keys() == {"slots"} and first_life.intervals[0].waited == {}
     assert first_life.ended_s is not None
-    assert life.arrival_s + stay.waited["slots"] <= stay.entered_s == first_life.ended_s
+    assert life.arrival_s + stay.waited["slots"] <= stay.admitted_s == first_life.ended_s
 
 
 def test_an_extra_prompt_waits_for_pages_and_a_long_one_for_rows() -> None:
@@ -45,7 +45,7 @@ def test_an_extra_prompt_waits_for_pages_and_a_long_one_for_rows() -> None:
     for name in ("a", "b", "c"):
         engine.add_request(make_request(name, range(2, 22), max_tokens=8, cache_salt=name, **LONG))
     until_done(engine)
-    waited = [set(engine.lives(name)[0].stays[0].waited) for name in "abc"]
+    waited = [set(engine.timelines(name)[0].intervals[0].waited) for name in "abc"]
     assert waited[0] == set() and "rows" in waited[1] and "pages" in waited[2]
 
 
@@ -55,22 +55,22 @@ def test_a_timeline_shows_prompt_cache_drafts_and_times() -> None:
     for name in ("warm", "mine"):
         engine.add_request(make_request(name, prompt, max_tokens=12, client_id=f"of-{name}", **LONG))
         until_done(engine)
-    (life,) = engine.lives("of-mine")
-    (stay,) = life.stays
+    (life,) = engine.timelines("of-mine")
+    (stay,) = life.intervals
     assert (life.request_id, life.num_prompt_tokens, life.finish_reason) == ("mine", 20, "length")
     assert stay.num_cached == 16 and stay.steps[0].kind == "prefill" and stay.steps[0].num_known == 4
     verify = [step for step in stay.steps if step.kind == "verify"]
     assert verify and all(step.draft_s == 0.002 and step.verify_s == 0.008 for step in verify)
     assert all(abs(step.ended_s - step.planned_s - STEP_S) < 1e-9 for step in verify)
-    (warm,) = engine.lives("warm")
-    assert [step.num_known for step in warm.stays[0].steps[:2]] == [16, 4], "in two chunks"
+    (warm,) = engine.timelines("warm")
+    assert [step.num_known for step in warm.intervals[0].steps[:2]] == [16, 4], "in two chunks"
 
 
 def test_timelines_are_found_by_the_response_id_and_no_other() -> None:
     engine = open_engine(make_info())
     run(engine, *(make_request(name, max_tokens=2, **LONG) for name in ("r", "r-0", "r-1", "r.1", "rs")))
-    assert [life.request_id for life in engine.lives("r")] == ["r", "r-0", "r-1", "r.1"]
-    assert [life.request_id for life in engine.lives("r-1")] == ["r-1"] and engine.lives("x") == []
+    assert [life.request_id for life in engine.timelines("r")] == ["r", "r-0", "r-1", "r.1"]
+    assert [life.request_id for life in engine.timelines("r-1")] == ["r-1"] and engine.timelines("x") == []
 
 
 def test_a_running_request_has_a_partial_timeline() -> None:
@@ -78,11 +78,11 @@ def test_a_running_request_has_a_partial_timeline() -> None:
     engine.add_request(make_request("r", max_tokens=30, **LONG))
     for _ in range(3):
         engine.step()
-    (life,) = engine.lives("r")
-    assert len(life.stays[0].steps) == 3 and life.ended_s is None and life.stays[0].why is None
+    (life,) = engine.timelines("r")
+    assert len(life.intervals[0].steps) == 3 and life.ended_s is None and life.intervals[0].why is None
     engine.abort("r")
-    (life,) = engine.lives("r")
-    assert (life.finish_reason, life.ended_s, len(life.stays[0].steps)) == ("abort", clock.now_s, 3)
+    (life,) = engine.timelines("r")
+    assert (life.finish_reason, life.ended_s, len(life.intervals[0].steps)) == ("abort", clock.now_s, 3)
 
 
 def test_a_long_timeline_keeps_its_last_steps_and_the_oldest_timelines_are_dropped() -> None:
@@ -90,13 +90,13 @@ def test_a_long_timeline_keeps_its_last_steps_and_the_oldest_timelines_are_dropp
     engine, _ = clocked(info, max_num_seqs=2048, max_num_batched_tokens=2048)  # a journal of 256 steps
     engine.add_request(make_request("long", max_tokens=300, **LONG))
     until_done(engine)
-    (stay,) = engine.lives("long")[0].stays
+    (stay,) = engine.timelines("long")[0].intervals
     assert stay.num_forgotten == 44 and len(stay.steps) == 256
     for _ in range(41):
         for i in range(100):
             engine.add_request(make_request(f"r{i}", max_tokens=1, **LONG))
         until_done(engine)
-    assert engine.lives("long") == [] and len(engine.lives("r99")) == 41
+    assert engine.timelines("long") == [] and len(engine.timelines("r99")) == 41
 
 
 def test_a_request_without_the_prefix_cache_neither_reads_nor_writes_it() -> None:

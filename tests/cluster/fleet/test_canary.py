@@ -10,26 +10,26 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from manta.cluster.errors import ConfigError
-from manta.cluster.fleet.canary import ArmStats, Assignment, CanaryTrial, Evidence, TrialRules, verdict
+from manta.cluster.fleet.canary import ArmStats, Assignment, CanaryTrial, Evidence, TrialRules, decide
 
 STEPS = 40  # of a request
 RULES = TrialRules(fraction=0.5, auto_promote=True, alpha=0.05, min_requests=1, max_duration_s=math.inf)
 
 
-def first_verdict(rules: TrialRules, rng: random.Random, gain: float, most: int) -> tuple[str | None, int]:
+def first_verdict(rules: TrialRules, rng: random.Random, gain: float, maximum: int) -> tuple[str | None, int]:
     """Return the verdict of a trial that is evaluated after every request, and the number of requests.
     Requests differ widely, and the traffic drifts; the candidate's steps have (1 + gain) times as many
     tokens."""
     trial = CanaryTrial(rules, rng)
-    for i in range(1, most + 1):
+    for i in range(1, maximum + 1):
         ticket = trial.begin()
         assert ticket is not None
         tokens = 1.0 + rng.gammavariate(9.0, 0.25) * (1.0 + 0.5 * math.sin(i / 150))
         better = 1 + gain if ticket.role == "candidate" else 1.0
         trial.end(ticket, ArmStats(1, STEPS, round(STEPS * (tokens * better - 1.0))))
-        if (found := verdict(rules, trial.evidence, 0.0)) is not None:
+        if (found := decide(rules, trial.evidence, 0.0)) is not None:
             return found, i
-    return None, most
+    return None, maximum
 
 
 @pytest.mark.parametrize(("fraction", "gain"), [(0.5, 0.0), (0.1, 0.0), (0.5, -0.03)])
@@ -44,16 +44,16 @@ def test_few_of_a_thousand_equal_candidates_are_promoted(fraction: float, gain: 
         assert ends.count("rolled_back") <= 50 + 3 * math.sqrt(50)
 
 
-@pytest.mark.parametrize(("fraction", "most"), [(0.5, 1500), (0.1, 4000)])
+@pytest.mark.parametrize(("fraction", "maximum"), [(0.5, 1500), (0.1, 4000)])
 def test_a_candidate_a_tenth_better_is_promoted_and_one_a_tenth_worse_is_removed(
-    fraction: float, most: int
+    fraction: float, maximum: int
 ) -> None:
     rules = TrialRules(
         fraction=fraction, auto_promote=True, alpha=0.05, min_requests=20, max_duration_s=math.inf
     )
     rng = random.Random(2)
     for gain, wanted in ((0.1, "promoted"), (-0.1, "rolled_back")):
-        ends = [first_verdict(rules, rng, gain, most) for _ in range(20)]
+        ends = [first_verdict(rules, rng, gain, maximum) for _ in range(20)]
         assert sum(end == wanted for end, _ in ends) >= 18
         assert not any(end not in (wanted, None) for end, _ in ends)
 
@@ -69,7 +69,7 @@ def test_shadow_pairs_decide_with_few_answers() -> None:
                     ArmStats(1, STEPS, round(STEPS * length * how * rng.gauss(1, 0.1))) for how in (1.0, gain)
                 )
                 trial.compare(mine, its)
-                if (found := verdict(RULES, trial.evidence, 0.0)) is not None:
+                if (found := decide(RULES, trial.evidence, 0.0)) is not None:
                     needed.append(i)
                     break
             if gain != 1.0:
@@ -107,9 +107,9 @@ def test_requests_count_in_the_order_of_their_starts() -> None:
     trial.end(aborted, ArmStats(1))
     assert trial.evidence == Evidence()
     trial.end(slow, ArmStats(1, 2, 1))
-    told = trial.evidence
-    assert told.incumbent.requests + told.candidate.requests == 2
-    assert told.incumbent.plus(told.candidate) == ArmStats(2, 5, 6)
+    reported = trial.evidence
+    assert reported.incumbent.requests + reported.candidate.requests == 2
+    assert reported.incumbent.plus(reported.candidate) == ArmStats(2, 5, 6)
 
 
 def test_an_unfinished_request_delays_a_bounded_number_of_others() -> None:
@@ -125,14 +125,14 @@ def test_an_unfinished_request_delays_a_bounded_number_of_others() -> None:
 def test_a_verdict_needs_a_minimum_of_requests_or_the_time_limit() -> None:
     rules = TrialRules(alpha=0.01, min_requests=10, max_duration_s=60.0)
     better, worse = Evidence(9.0, -9.0, candidate=ArmStats(10)), Evidence(-9.0, 9.0, candidate=ArmStats(10))
-    assert verdict(rules, Evidence(9.0, candidate=ArmStats(9)), 0.0) is None
-    assert verdict(rules, better, 0.0) == "better"
-    assert verdict(TrialRules(min_requests=10, auto_promote=True), better, 0.0) == "promoted"
-    assert verdict(rules, worse, 0.0) == "rolled_back"
-    assert verdict(rules, Evidence(), 59.9) is None and verdict(rules, Evidence(), 60.0) == "undecided"
+    assert decide(rules, Evidence(9.0, candidate=ArmStats(9)), 0.0) is None
+    assert decide(rules, better, 0.0) == "better"
+    assert decide(TrialRules(min_requests=10, auto_promote=True), better, 0.0) == "promoted"
+    assert decide(rules, worse, 0.0) == "rolled_back"
+    assert decide(rules, Evidence(), 59.9) is None and decide(rules, Evidence(), 60.0) == "undecided"
     halves = [Evidence(2.5, -1.0, candidate=ArmStats(5, 3, 2))] * 2
     assert Evidence.pooled(halves) == Evidence(5.0, -2.0, candidate=ArmStats(10, 6, 4))
-    assert verdict(rules, Evidence.pooled(halves), 0.0) == "better"
+    assert decide(rules, Evidence.pooled(halves), 0.0) == "better"
 
 
 @pytest.mark.parametrize(

@@ -25,16 +25,16 @@ FULL = ReplicaStats(running=SLOTS, max_num_seqs=SLOTS, kv_usage=0.5)
 IDLE = ReplicaStats(max_num_seqs=SLOTS)
 
 
-def settled(count: ReplicaCount, load: FleetLoad, target: int, *, seconds: int, most: int = 100) -> int:
+def settled(count: ReplicaCount, load: FleetLoad, target: int, *, seconds: int, maximum: int = 100) -> int:
     """Return the desired replicas after a constant load for a time."""
     for now_s in range(seconds + 1):
-        target = count.wanted(load, target, 0, most, float(now_s))
+        target = count.target(load, target, 0, maximum, float(now_s))
     return target
 
 
 def test_scaling_up_follows_the_load_and_scaling_down_keeps_a_margin() -> None:
     def load(busy: float) -> FleetLoad:
-        return FleetLoad(there=4, heard=4, busy=busy)
+        return FleetLoad(there=4, num_reporting=4, busy=busy)
 
     assert [settled(ReplicaCount(RULES), load(b), 4, seconds=5) for b in (2.5, 3.0, 3.1, 4.0)] == [4, 4, 5, 6]
     assert [settled(ReplicaCount(RULES), load(b), 4, seconds=185) for b in (2.5, 1.8, 1.2, 0.1)] == [
@@ -72,7 +72,7 @@ def test_pages_determine_the_load_if_they_are_scarcer_than_slots() -> None:
 
 def test_starting_replicas_are_not_requested_twice_and_no_serving_one_is_removed_meanwhile() -> None:
     assert settled(ReplicaCount(RULES), FleetLoad.of([FULL], 1), 1, seconds=600) == 2
-    light = FleetLoad(there=3, heard=3, busy=0.3)
+    light = FleetLoad(there=3, num_reporting=3, busy=0.3)
     assert settled(ReplicaCount(RULES), light, 6, seconds=200) == 3
 
 
@@ -80,26 +80,26 @@ def test_idle_models_scale_to_zero_and_the_first_waiting_request_starts_a_replic
     quiet = FleetLoad.of([IDLE], 1)
     assert settled(ReplicaCount(RULES), quiet, 1, seconds=599) == 1
     assert settled(ReplicaCount(RULES), quiet, 1, seconds=600) == 0
-    assert ReplicaCount(RULES).wanted(quiet, 1, 1, 4, 1e9) == 1, "not below the fewest"
+    assert ReplicaCount(RULES).target(quiet, 1, 1, 4, 1e9) == 1, "not below the fewest"
     count = ReplicaCount(RULES)
-    assert count.wanted(FleetLoad(0), 0, 0, 4, 0.0) == 0
-    assert count.wanted(FleetLoad(0, queued=1), 0, 0, 4, 0.1) == 1
-    assert count.wanted(FleetLoad(0), 1, 0, 4, 0.2) == 1, "it is starting"
+    assert count.target(FleetLoad(0), 0, 0, 4, 0.0) == 0
+    assert count.target(FleetLoad(0, queued=1), 0, 0, 4, 0.1) == 1
+    assert count.target(FleetLoad(0), 1, 0, 4, 0.2) == 1, "it is starting"
 
 
 def test_a_replica_that_loaded_slowly_has_the_full_idle_time() -> None:
     count = ReplicaCount(ScalingRules(idle_s=10.0))
     for second in range(60):
-        assert count.wanted(FleetLoad(there=0), 1, 0, 4, float(second)) == 1
-    idle = FleetLoad(there=1, heard=1)
-    assert [count.wanted(idle, 1, 0, 4, 60.0 + passed) for passed in (0, 9, 10)] == [1, 1, 0]
+        assert count.target(FleetLoad(there=0), 1, 0, 4, float(second)) == 1
+    idle = FleetLoad(there=1, num_reporting=1)
+    assert [count.target(idle, 1, 0, 4, 60.0 + passed) for passed in (0, 9, 10)] == [1, 1, 0]
 
 
 def test_a_momentary_load_changes_nothing() -> None:
-    count, calm = ReplicaCount(RULES), FleetLoad(there=4, heard=4, busy=2.7)
+    count, calm = ReplicaCount(RULES), FleetLoad(there=4, num_reporting=4, busy=2.7)
     assert settled(count, calm, 4, seconds=100) == 4
-    assert count.wanted(FleetLoad(there=4, heard=4, busy=4.0), 4, 0, 9, 100.5) == 4
-    assert count.wanted(FleetLoad(there=4, heard=4, busy=0.0), 4, 0, 9, 101.0) == 4
+    assert count.target(FleetLoad(there=4, num_reporting=4, busy=4.0), 4, 0, 9, 100.5) == 4
+    assert count.target(FleetLoad(there=4, num_reporting=4, busy=0.0), 4, 0, 9, 101.0) == 4
 
 
 def test_without_replica_stats_nothing_changes() -> None:
@@ -109,7 +109,7 @@ def test_without_replica_stats_nothing_changes() -> None:
 loads = st.builds(
     FleetLoad,
     there=st.integers(0, 50),
-    heard=st.integers(0, 50),
+    num_reporting=st.integers(0, 50),
     busy=st.floats(0, 60),
     backlog_s=st.floats(0, 1e5),
     queued=st.floats(0, 1e4),
@@ -123,17 +123,17 @@ loads = st.builds(
     st.integers(0, 9),
 )
 def test_the_number_of_replicas_keeps_its_bounds_and_steps(
-    moments: list[tuple[FleetLoad, float]], fewest: int, more: int
+    moments: list[tuple[FleetLoad, float]], minimum: int, more: int
 ) -> None:
-    count, now_s, most = ReplicaCount(RULES), 0.0, max(1, fewest + more)
-    target = fewest
+    count, now_s, maximum = ReplicaCount(RULES), 0.0, max(1, minimum + more)
+    target = minimum
     for load, pause_s in moments:
         now_s += pause_s
-        wanted = count.wanted(load, target, fewest, most, now_s)
-        assert fewest <= wanted <= most
+        wanted = count.target(load, target, minimum, maximum, now_s)
+        assert minimum <= wanted <= maximum
         grown = math.ceil(load.there * RULES.growth)
-        assert wanted <= max(target, grown, 1, fewest)
-        assert wanted >= min(target // 2, most)
+        assert wanted <= max(target, grown, 1, minimum)
+        assert wanted >= min(target // 2, maximum)
         target = wanted
 
 
@@ -144,10 +144,15 @@ def test_more_load_never_needs_fewer_replicas(
     less, more = ReplicaCount(RULES), ReplicaCount(RULES)
     for i, load in enumerate(history):
         heavier = FleetLoad(
-            load.there, load.heard, load.busy + busy, load.backlog_s + backlog_s, load.queued, load.background
+            load.there,
+            load.num_reporting,
+            load.busy + busy,
+            load.backlog_s + backlog_s,
+            load.queued,
+            load.background,
         )
         now_s = 100.0 * i
-        assert less.wanted(load, target, 0, 50, now_s) <= more.wanted(heavier, target, 0, 50, now_s)
+        assert less.target(load, target, 0, 50, now_s) <= more.target(heavier, target, 0, 50, now_s)
 
 
 @settings(max_examples=30)
@@ -163,7 +168,7 @@ def test_a_steady_load_scales_up_at_most_once_and_down_at_most_once(
         there += sum(ready_s == now_s for ready_s in starting)
         busy = min(demand, there)
         load = FleetLoad(there, there, busy, backlog_s=10.0 * (demand - busy))
-        wanted = count.wanted(load, target, 1, 50, float(now_s))
+        wanted = count.target(load, target, 1, 50, float(now_s))
         if wanted > target:
             starting += [now_s + 1 + start_up_s] * (wanted - target)
         elif wanted < target:
@@ -209,8 +214,8 @@ def seconds(execute: float) -> dict[str, float]:
 
 def test_replica_stats_cover_recent_online_requests() -> None:
     meter = ReplicaStatsMeter(SLOTS)
-    assert meter.figures(stats()).decode_tokens_per_s == 0.0
-    figures = meter.figures(
+    assert meter.update(stats()).decode_tokens_per_s == 0.0
+    figures = meter.update(
         stats(
             running=4, waiting=7, background_running=1, background_waiting=5, kv_usage=0.8, steps=100,
             generation_tokens=2000, finished={"stop": 15, "length": 5}, num_drafts=500,
@@ -222,10 +227,10 @@ def test_replica_stats_cover_recent_online_requests() -> None:
     assert (figures.decode_tokens_per_s, figures.waiting_tokens) == (500.0, 200.0)
     assert (figures.mean_acceptance_length, figures.step_s) == (4.0, 0.04)
     before = {"steps": 100, "generation_tokens": 2000, "finished": {"stop": 20}}
-    idle = meter.figures(stats(**before, num_drafts=500, num_accepted_tokens=1500, step_seconds=seconds(4.0)))
+    idle = meter.update(stats(**before, num_drafts=500, num_accepted_tokens=1500, step_seconds=seconds(4.0)))
     assert idle.decode_tokens_per_s == 500.0, "idle time is not work"
     slow = {"steps": 200, "generation_tokens": 2400, "finished": {"stop": 20}, "num_drafts": 900}
-    worse = meter.figures(stats(**slow, num_accepted_tokens=1500, step_seconds=seconds(44.0)))
+    worse = meter.update(stats(**slow, num_accepted_tokens=1500, step_seconds=seconds(44.0)))
     assert worse.decode_tokens_per_s == pytest.approx(10.0), "what is long ago is forgotten"
     assert worse.mean_acceptance_length == 1.0
     assert set(worse.as_dict()) >= {"waiting_tokens", "kv_usage", "decode_tokens_per_s", "background"}

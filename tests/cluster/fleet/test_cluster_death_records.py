@@ -35,21 +35,21 @@ def test_a_second_death_decides_only_if_the_suspect_was_alone(records: DeathReco
     assert died(records, A, "r0") == died(records, B, "r0") == "suspect"
     assert died(records, B, "r1") == "suspect", "it was there by chance"
     assert died(records, A, "r1", alone=True) == "poisonous"
-    assert records.standing(A) == "poisonous" and records.standing(B) == "suspect"
+    assert records.status_of(A) == "poisonous" and records.status_of(B) == "suspect"
 
 
 def test_a_suspect_that_survived_a_death_is_a_suspect_again_after_the_next(
     records: DeathRecords,
 ) -> None:
     died(records, A, "r0")
-    records.outlive(A)
-    assert records.standing(A) == "clear"
+    records.clear_suspicion(A)
+    assert records.status_of(A) == "clear"
     assert died(records, A, "r1") == "suspect"
-    records.outlive(A)
+    records.clear_suspicion(A)
     assert died(records, A, "r2") == "poisonous" and MAX_DEATHS == 3
     died(records, B, "r0")
     records.complete(B)
-    assert records.standing(B) == "clear" and died(records, B, "r1") == died(records, B, "r2") == "suspect"
+    assert records.status_of(B) == "clear" and died(records, B, "r1") == died(records, B, "r2") == "suspect"
 
 
 def test_equal_requests_on_one_replica_see_one_death(records: DeathRecords) -> None:
@@ -61,9 +61,9 @@ def test_suspects_are_forgotten_after_a_time(records: DeathRecords, clock: Clock
     died(records, A, "r0")
     died(records, B, "r0", alone=True)
     clock.now_s = TTL_S - 1.0
-    assert (records.standing(A), records.standing(B)) == ("suspect", "poisonous")
+    assert (records.status_of(A), records.status_of(B)) == ("suspect", "poisonous")
     clock.now_s = TTL_S + 1.0
-    assert records.standing(A) == records.standing(B) == "clear" and not records
+    assert records.status_of(A) == records.status_of(B) == "clear" and not records
 
 
 steps = st.lists(
@@ -83,8 +83,8 @@ def test_records_are_bounded_in_number_and_age(
     for digest, replica, alone, wait_s in steps:
         clock.now_s += wait_s
         found = died(records, digest, str(replica), alone=alone)
-        assert found == records.standing(digest) and (found == "poisonous" or not alone)
+        assert found == records.status_of(digest) and (found == "poisonous" or not alone)
         last_s[digest] = clock.now_s
-        known = [each for each in last_s if records.standing(each) != "clear"]
+        known = [each for each in last_s if records.status_of(each) != "clear"]
         assert len(known) <= 10
         assert all(clock.now_s - last_s[each] <= TTL_S for each in known)

@@ -13,10 +13,10 @@ from manta.cluster.fleet.router import (
     BLOCK_BYTES,
     LOAD_FACTOR,
     LOAD_SLACK,
-    KnownPrefixes,
+    PrefixIndex,
     Router,
     hash_chain,
-    home_of,
+    rendezvous_replica,
 )
 
 prompts = st.lists(st.integers(0, 2), max_size=6).map(lambda parts: tuple(_chain(parts)))
@@ -28,16 +28,16 @@ def _chain(parts: Sequence[int]) -> list[int]:
 
 @given(st.lists(prompts, max_size=30), prompts, st.integers(1, 12))
 def test_a_hash_chain_is_found_up_to_its_last_known_block(
-    seen: list[tuple[int, ...]], asked: tuple[int, ...], room: int
+    seen: list[tuple[int, ...]], requested: tuple[int, ...], room: int
 ) -> None:
-    known = KnownPrefixes(room)
+    known = PrefixIndex(room)
     for chain in seen:
         known.add(chain)
         assert known.match(chain) == min(len(chain), room), "what was just seen is known"
         assert len(known) <= room
-    alone = [known.match(asked[i : i + 1]) for i in range(len(asked))]
+    alone = [known.match(requested[i : i + 1]) for i in range(len(requested))]
     assert alone == sorted(alone, reverse=True), "a block is known only with those before it"
-    assert known.match(asked) == sum(alone)
+    assert known.match(requested) == sum(alone)
 
 
 def test_equal_prefixes_share_blocks_unless_salts_differ() -> None:
@@ -57,26 +57,26 @@ def test_no_chosen_replica_is_far_more_loaded_than_the_least(
     router = Router()
     for there, chain, session in requests:
         choice = router.choose(there, chain, session)
-        least = min(there.values())
-        assert there[choice.replica] <= max(LOAD_FACTOR * least, least + LOAD_SLACK)
+        minimum = min(there.values())
+        assert there[choice.replica] <= max(LOAD_FACTOR * minimum, minimum + LOAD_SLACK)
         if choice.reason == "session":
-            assert session is not None and choice.replica == home_of(session, there)
+            assert session is not None and choice.replica == rendezvous_replica(session, there)
         if choice.reason == "load":
-            assert choice.known_blocks == 0 and there[choice.replica] == least
+            assert choice.known_blocks == 0 and there[choice.replica] == minimum
 
 
 @given(st.sets(st.text(min_size=1, max_size=4), min_size=2, max_size=8), st.text(max_size=8))
 def test_a_session_moves_only_when_its_replica_is_removed(replicas: set[str], session: str) -> None:
-    home = home_of(session, dict.fromkeys(replicas))
+    home = rendezvous_replica(session, dict.fromkeys(replicas))
     for gone in replicas - {home}:
-        assert home_of(session, dict.fromkeys(replicas - {gone})) == home
+        assert rendezvous_replica(session, dict.fromkeys(replicas - {gone})) == home
 
 
 def test_a_removed_replica_is_forgotten() -> None:
     router, chain = Router(), _chain([1, 2, 3])
     first = router.choose({"a": 0, "b": 0}, chain)
     assert router.choose({"a": 0, "b": 0}, chain).reason == "prefix"
-    router.forget(first.replica)
+    router.remove_replica(first.replica)
     assert router.choose({"a": 0, "b": 0}, chain).reason == "load"
 
 

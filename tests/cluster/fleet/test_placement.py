@@ -10,11 +10,11 @@ from manta.cluster.errors import PlacementError
 from manta.cluster.fleet.placement import (
     CPUS_PER_CPU_WORKER,
     DeploymentDemand,
-    NodeRoom,
+    NodeResources,
     Topology,
-    check_ever,
-    check_free,
-    lacking_now,
+    check_available,
+    check_feasible,
+    current_shortfall,
     shortfall,
     total,
 )
@@ -84,11 +84,11 @@ def test_a_node_that_is_large_enough_is_accepted() -> None:
 
 def test_a_shared_drafter_needs_its_own_resources_on_the_engines_node() -> None:
     topology = Topology.of(config(2, "shared"), {"GPU": 4.0})
-    topology.check_drafter(NodeRoom({"GPU": 4.0}, {"GPU": 1.0}))
+    topology.check_drafter(NodeResources({"GPU": 4.0}, {"GPU": 1.0}))
     with pytest.raises(
         PlacementError, match=r"shared drafter needs 1 GPU \(there is 0\).*held by x: 4 GPU"
     ) as caught:
-        topology.check_drafter(NodeRoom({"GPU": 4.0}, {"GPU": 0.0}, {"x": {"GPU": 4.0}}))
+        topology.check_drafter(NodeResources({"GPU": 4.0}, {"GPU": 0.0}, {"x": {"GPU": 4.0}}))
     assert caught.value.param == "speculative_config.placement"
 
 
@@ -98,30 +98,34 @@ TWO_OF_FOUR = Topology(2, False, "cuda").replica_bundles()
 def test_one_node_must_hold_all_bundles_whatever_the_cluster_has_together() -> None:
     small = {"GPU": 1.0, "CPU": 8.0}
     with pytest.raises(PlacementError, match=r"2 GPU \(there is 1\) on one node.*lower") as caught:
-        Topology(2, False, "cuda").check_ever(TWO_OF_FOUR, [NodeRoom(small, small)] * 4)
+        Topology(2, False, "cuda").check_feasible(TWO_OF_FOUR, [NodeResources(small, small)] * 4)
     assert caught.value.param == "tensor_parallel_size"
     large = {"GPU": 2.0, "CPU": 1.0}
-    Topology(2, False, "cuda").check_ever(TWO_OF_FOUR, [NodeRoom(small, small), NodeRoom(large, {})])
+    Topology(2, False, "cuda").check_feasible(
+        TWO_OF_FOUR, [NodeResources(small, small), NodeResources(large, {})]
+    )
 
 
 def test_an_empty_cluster_holds_nothing() -> None:
     with pytest.raises(PlacementError, match=r"there is 0\) on one node"):
-        Topology(2, False, "cuda").check_ever(TWO_OF_FOUR, [])
+        Topology(2, False, "cuda").check_feasible(TWO_OF_FOUR, [])
 
 
 def test_resources_in_use_are_named_with_their_holders() -> None:
     large, free = {"GPU": 4.0, "CPU": 8.0}, {"GPU": 1.0, "CPU": 8.0}
     nodes = [
-        NodeRoom({"GPU": 1.0, "CPU": 64.0}, {"GPU": 1.0, "CPU": 64.0}),  # free, but it can never hold two
-        NodeRoom(large, free, {"manta-engine": {"GPU": 2.0}}),
+        NodeResources(
+            {"GPU": 1.0, "CPU": 64.0}, {"GPU": 1.0, "CPU": 64.0}
+        ),  # free, but it can never hold two
+        NodeResources(large, free, {"manta-engine": {"GPU": 2.0}}),
     ]
     with pytest.raises(PlacementError) as caught:
-        Topology(2, False, "cuda").check_free(TWO_OF_FOUR, nodes)
+        Topology(2, False, "cuda").check_available(TWO_OF_FOUR, nodes)
     assert caught.value.message == (
         "tensor_parallel_size=2 on cuda needs 2 GPU (there is 1) free on one node; held by manta-engine: "
         "2 GPU, other actors and tasks: 1 GPU. Stop other work there, or lower tensor_parallel_size."
     )
-    assert lacking_now(TWO_OF_FOUR, [*nodes, NodeRoom(large, {"GPU": 2.0, "CPU": 1.0})]) == ""
+    assert current_shortfall(TWO_OF_FOUR, [*nodes, NodeResources(large, {"GPU": 2.0, "CPU": 1.0})]) == ""
 
 
 ONE_GPU = Topology(1, False, "cuda")
@@ -144,23 +148,26 @@ ONE_GPU = Topology(1, False, "cuda")
 def test_every_replica_must_fit_on_one_node(replicas, gpus, free, said, param) -> None:
     """The nodes are empty, except that `a` holds resources of the first one."""
     has = {"GPU": gpus, "CPU": 4.0}
-    nodes = [NodeRoom(has, {"GPU": free, "CPU": 4.0}, {"a": {"GPU": gpus - free}}), NodeRoom(has, has)]
+    nodes = [
+        NodeResources(has, {"GPU": free, "CPU": 4.0}, {"a": {"GPU": gpus - free}}),
+        NodeResources(has, has),
+    ]
     demands = [DeploymentDemand("manta", ONE_GPU, ONE_GPU.replica_bundles(), replicas)]
     with pytest.raises(PlacementError, match=said) as caught:
-        check_ever(demands, nodes)
-        check_free(demands, nodes)
+        check_feasible(demands, nodes)
+        check_available(demands, nodes)
     assert caught.value.param == param
     if replicas > 1:
-        check_free([replace(demands[0], replicas=replicas - 1)], nodes)
+        check_available([replace(demands[0], replicas=replicas - 1)], nodes)
 
 
 def test_models_that_fit_one_by_one_must_fit_together() -> None:
-    node = NodeRoom({"GPU": 2.0, "CPU": 8.0}, {"GPU": 2.0, "CPU": 8.0})
+    node = NodeResources({"GPU": 2.0, "CPU": 8.0}, {"GPU": 2.0, "CPU": 8.0})
     demands = [DeploymentDemand(name, ONE_GPU, ONE_GPU.replica_bundles(), 1) for name in "abc"]
-    check_free(demands[:2], [node])
+    check_available(demands[:2], [node])
     said = "of 3 models need 3 CPU and 3 GPU together.* have 8 CPU and 2 GPU"
     with pytest.raises(PlacementError, match=said):
-        check_ever(demands, [node])
+        check_feasible(demands, [node])
 
 
 def test_threads_are_the_setting_or_an_equal_share_of_the_cores() -> None:

@@ -217,25 +217,25 @@ def test_pools_are_exhausted_together() -> None:
     for budget in (100_000, 300_000, 1_000_000):
         pages = share_pages(MIXED, 16, 256, 16, 4096, sizes, budget)
 
-        def most(num_tokens: int) -> tuple[int, ...]:
+        def maximum(num_tokens: int) -> tuple[int, ...]:
             return MIXED.pages_per_sequence(num_tokens, 16, 256)
 
         def fits(num_tokens: int, memory: int = budget) -> bool:
-            return 16 * sum(n * size for n, size in zip(most(num_tokens), sizes, strict=True)) <= memory
+            return 16 * sum(n * size for n, size in zip(maximum(num_tokens), sizes, strict=True)) <= memory
 
         length = max(n for n in range(1, 4097) if fits(n))
-        assert all(have >= 16 * need for have, need in zip(pages, most(length), strict=True))
-        first, second = (have / need for have, need in zip(pages, most(length), strict=True))
+        assert all(have >= 16 * need for have, need in zip(pages, maximum(length), strict=True))
+        first, second = (have / need for have, need in zip(pages, maximum(length), strict=True))
         assert first == pytest.approx(second, rel=0.02)
 
 
 def test_every_pool_holds_the_longest_sequence_if_memory_allows() -> None:
-    least = MIXED.pages_per_sequence(4096, 16, 256)
+    minimum = MIXED.pages_per_sequence(4096, 16, 256)
     sizes = (64, 16)
-    tight = sum(n * size for n, size in zip(least, sizes, strict=True))
-    assert share_pages(MIXED, 16, 256, 500, 4096, sizes, tight) == least
+    tight = sum(n * size for n, size in zip(minimum, sizes, strict=True))
+    assert share_pages(MIXED, 16, 256, 500, 4096, sizes, tight) == minimum
     roomy = share_pages(MIXED, 16, 256, 500, 4096, sizes, tight + 6400)
-    assert all(have >= need for have, need in zip(roomy, least, strict=True)) and roomy != least
+    assert all(have >= need for have, need in zip(roomy, minimum, strict=True)) and roomy != minimum
 
 
 @given(
@@ -252,9 +252,9 @@ def test_pools_share_the_budget_whatever_it_is(
     pages = share_pages(plan, 4, 10, max_num_seqs, 64, sizes, budget)
     cost = sum(n * size for n, size in zip(pages, sizes, strict=True))
     assert budget - sum(sizes) < cost <= budget
-    least = plan.pages_per_sequence(64, 4, 10)
-    if sum(n * size for n, size in zip(least, sizes, strict=True)) <= budget:
-        assert all(have >= need for have, need in zip(pages, least, strict=True))
+    minimum = plan.pages_per_sequence(64, 4, 10)
+    if sum(n * size for n, size in zip(minimum, sizes, strict=True)) <= budget:
+        assert all(have >= need for have, need in zip(pages, minimum, strict=True))
 
 
 @given(
@@ -276,7 +276,7 @@ def test_the_longest_sequence_is_the_longest_that_every_pool_holds(
 
 def hold(engine: EngineCore, group: int, slot: int = 0) -> tuple[int, int]:
     """First and end index of the pages that a sequence holds."""
-    books = engine._scheduler.books
+    books = engine._scheduler.kv_cache_manager
     return int(books.first_GS[group, slot]), int(books.end_GS[group, slot])
 
 
@@ -301,7 +301,7 @@ def test_a_long_sequence_holds_a_quarter_where_five_of_six_layers_have_a_window(
     engine = EngineCore(config, SimulatedExecutor(info, [0.8, 0.6, 0.4, 0.2]))
     prompt = tuple(2 + i * i % 21 for i in range(length - 600))
     engine.add_request(make_request("r", prompt, max_tokens=600, **LONG))
-    (pool,) = engine._scheduler.books.pools
+    (pool,) = engine._scheduler.kv_cache_manager.pools
     shares, one_group = [], 6 * length
     while engine.has_unfinished:
         engine.step()
@@ -415,7 +415,7 @@ def test_an_abort_frees_the_pages_of_every_group() -> None:
     plan = engine.plan()
     assert engine.stats().kv_usage > 0 and engine.abort("a") and engine.abort("b")
     engine.check_invariants()
-    assert [pool.num_free for pool in engine._scheduler.books.pools] == [64, 64]
+    assert [pool.num_free for pool in engine._scheduler.kv_cache_manager.pools] == [64, 64]
     if plan is not None:
         engine._executor.submit(plan)
     assert engine.commit(engine._executor.collect()) == []
@@ -539,7 +539,7 @@ def test_a_running_prefix_is_shared_as_far_as_its_windows_reach() -> None:
     add(engine, make_request("b", (*PROMPT, 2), max_tokens=20, **LONG))
     plan = plan_step(engine)
     assert plan.num_computed.tolist() == [40, 40] and hold(engine, 1, slot=1) == (8, 11)
-    books = engine._scheduler.books
+    books = engine._scheduler.kv_cache_manager
     assert books.pages(1, 0)[:2] == books.pages(1, 1)[:2] and books.pages(0, 0)[:10] == books.pages(0, 1)[:10]
 
 

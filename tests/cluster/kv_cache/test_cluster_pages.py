@@ -47,7 +47,7 @@ def test_free_pages_are_reused_before_cached_ones_oldest_first(
     evicted: list[int] = []
     pool.on_evict = evicted.append
     for page in (a, b, c):
-        pool.keep(page)
+        pool.mark_cached(page)
     pool.release([b])
     pool.release([c, a])
     pool.check_invariants()
@@ -60,13 +60,13 @@ def test_free_pages_are_reused_before_cached_ones_oldest_first(
 
 def test_a_shared_page_is_free_only_after_its_last_user_releases_it(pool: PagePool) -> None:
     (page,) = pool.allocate(1)
-    pool.keep(page)
-    pool.share([page])
+    pool.mark_cached(page)
+    pool.touch([page])
     pool.release([page])
-    assert pool.num_free == 5 and pool.num_idle([page]) == 0
+    assert pool.num_free == 5 and pool.num_evictable([page]) == 0
     pool.release([page])
-    assert pool.num_free == 6 and pool.num_idle([page]) == 1
-    pool.share([page])
+    assert pool.num_free == 6 and pool.num_evictable([page]) == 1
+    pool.touch([page])
     pool.check_invariants()
     assert page not in pool.allocate(5)
 
@@ -144,13 +144,13 @@ def test_no_page_is_lost_by_any_sequence_of_operations(operations: list[tuple[st
     for serial, (operation, which) in enumerate(operations):
         if operation == "allocate" and which <= pool.num_free:
             uses += pool.allocate(which)
-        elif operation == "share" and which in pool.kept:
-            pool.share([which])
+        elif operation == "share" and which in pool.cached_pages:
+            pool.touch([which])
             uses.append(which)
         elif operation == "release" and which in uses:
             pool.release([which])
             uses.remove(which)
-        elif operation == "keep" and which in uses and which not in pool.kept:
+        elif operation == "keep" and which in uses and which not in pool.cached_pages:
             cache.insert(0, [(serial.to_bytes(16, "little"), which)])
         elif operation == "clear":
             cache.clear()

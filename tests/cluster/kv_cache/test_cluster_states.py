@@ -66,7 +66,7 @@ def test_a_repeated_prompt_starts_from_the_state_saved_at_its_end() -> None:
 def test_equal_prompts_computed_together_save_one_state() -> None:
     engine = engine_with(8)
     run(engine, *(make_request(name, STEM, max_tokens=2, ignore_eos=True) for name in "ab"))
-    states = engine._scheduler.books.states
+    states = engine._scheduler.kv_cache_manager.states
     assert states is not None and len(states.saved) == 1
     assert cached(engine, "c", STEM) == len(STEM) - PAGE
 
@@ -105,9 +105,9 @@ def test_a_preempted_request_resumes_from_its_last_saved_state() -> None:
     outputs = Outputs()
     while len(outputs.tokens.get("a", ())) < 20:
         outputs.take(engine)
-    roster = engine._scheduler.roster
+    queues = engine._scheduler.queues
     num_tokens = 5 + len(outputs.tokens["a"])
-    roster.preempt(roster.running[0])
+    queues.preempt(queues.running[0])
     plan = engine.plan()
     assert plan is not None
     moves = PAGE * MOVES_PAGES
@@ -125,11 +125,11 @@ def test_no_more_requests_run_than_there_are_states(max_in_flight: int) -> None:
     requests = [make_request(f"r{i}", STEM[: 3 + i], max_tokens=12, ignore_eos=True) for i in range(8)]
     for request in requests:
         add(engine, request)
-    outputs, most = Outputs(), 0
+    outputs, maximum = Outputs(), 0
     while engine.has_unfinished:
         outputs.take(engine)
-        most = max(most, engine.stats().running)
-    assert most == 3 and engine.stats().preemptions == 0
+        maximum = max(maximum, engine.stats().running)
+    assert maximum == 3 and engine.stats().preemptions == 0
     assert all(outputs.tokens[r.request_id] == expected(r, engine._executor.info)[0] for r in requests)
 
 
@@ -147,10 +147,10 @@ def test_saved_states_are_evicted_for_admitted_requests_and_the_last_one_is_reus
 def test_the_least_recently_used_saved_state_is_evicted() -> None:
     books = RecurrentStateManager(3, 3, PAGE, saves=True)
     books.saved.update({b"old": books._free.pop(), b"new": books._free.pop()})
-    assert books.enter(0, [b"old"], 1, 1, 9).source is not None  # and the last free state is taken
-    books.enter(1, [], 0, 0, 9)
+    assert books.admit(0, [b"old"], 1, 1, 9).source is not None  # and the last free state is taken
+    books.admit(1, [], 0, 0, 9)
     assert list(books.saved) == [b"old"]
-    entry = books.enter(2, [b"old"], 1, 1, 9)
+    entry = books.admit(2, [b"old"], 1, 1, 9)
     assert entry.source == entry.state and not books.saved  # taken over, as nothing else is left
 
 
@@ -177,23 +177,23 @@ def step_between(before: int, behind: int) -> StepOutcome:
 
 
 @pytest.mark.parametrize(
-    ("before", "behind", "saved", "asked"), [(4, 9, 1, 0), (4, 8, 1, 0), (4, 7, 0, 1), (8, 10, 0, 0)]
+    ("before", "behind", "saved", "requested"), [(4, 9, 1, 0), (4, 8, 1, 0), (4, 7, 0, 1), (8, 10, 0, 0)]
 )
 def test_only_positions_that_the_requested_step_passes_are_saved(
-    before: int, behind: int, saved: int, asked: int
+    before: int, behind: int, saved: int, requested: int
 ) -> None:
     """A state is saved neither beyond the step nor before it without a request."""
     books, table = RecurrentStateManager(3, 1, PAGE, saves=True), SlotTable(1, 64, VOCAB)
     sequence = Sequence.of(make_request("a", STEM[:5]), (0, 0, 0), 64, EOS)
     sequence.digests = [bytes([i]) for i in range(8)]
-    books.enter(table.enter(sequence, 0, 4), [], 0, 0, 5)
+    books.admit(table.admit(sequence, 0, 4), [], 0, 0, 5)
     slots, first, end = (np.array([n], np.int32) for n in (0, 4, 9))
-    saves = books.ask(slots, first, end)
+    saves = books.plan_saves(slots, first, end)
     assert saves is not None and saves.positions.tolist() == [8]
     plan = replace(dummy_step([before], [5], [4]), saves=saves)
-    books.settle(plan, step_between(before, behind), table)
+    books.commit(plan, step_between(before, behind), table)
     books.check_invariants((0,))
-    assert len(books.saved) == saved and len(books._asked[0]) == asked
+    assert len(books.saved) == saved and len(books._planned[0]) == requested
     assert not saved or list(books.saved) == [bytes([8 // PAGE - 1])]
 
 
@@ -213,7 +213,7 @@ def test_a_hit_ends_at_a_state_and_has_its_windows() -> None:
 def test_a_saved_state_is_evicted_with_the_page_before_it() -> None:
     engine = engine_with(8, pages=20)
     assert cached(engine, "a", STEM) == 0
-    states = engine._scheduler.books.states
+    states = engine._scheduler.kv_cache_manager.states
     assert states is not None and len(states.saved) > 0
     assert cached(engine, "b", tuple(reversed(STEM)), max_tokens=12) == 0  # needs nearly all pages
     assert cached(engine, "c", STEM) == 0
@@ -223,7 +223,7 @@ def test_a_saved_state_is_evicted_with_the_page_before_it() -> None:
 def test_nothing_is_saved_without_a_prefix_cache_or_drafter_context() -> None:
     engine = engine_with(8, enable_prefix_caching=False)
     cached(engine, "a", STEM, max_tokens=20)
-    states = engine._scheduler.books.states
+    states = engine._scheduler.kv_cache_manager.states
     assert states is not None and not states.saved
     engine = engine_with(8)
     add(engine, make_request("a", STEM, max_tokens=20, ignore_eos=True, max_draft_tokens=0))
@@ -232,7 +232,7 @@ def test_nothing_is_saved_without_a_prefix_cache_or_drafter_context() -> None:
     engine._executor.start_drafter()
     while engine.has_unfinished:
         outputs.take(engine)
-    states = engine._scheduler.books.states
+    states = engine._scheduler.kv_cache_manager.states
     assert states is not None and not states.saved and states.usage == 0.0
 
 
@@ -287,33 +287,33 @@ def test_no_state_is_lost_and_none_has_two_owners(data: st.DataObject) -> None:
     for _ in range(data.draw(st.integers(1, 30))):
         idle = [slot for slot in range(num_slots) if slot not in running]
         action = data.draw(st.sampled_from(("enter", "ask", "leave", "drop", "clear")))
-        if action == "enter" and idle and books.has_room:
+        if action == "enter" and idle and books.can_admit:
             salt, shared = data.draw(st.integers(0, 1)), data.draw(st.integers(0, 15))
-            pages = books.longest(digests[salt], shared)
-            entry = books.enter(idle[0], digests[salt], pages, shared, data.draw(st.integers(1, 32)))
+            pages = books.longest_prefix(digests[salt], shared)
+            entry = books.admit(idle[0], digests[salt], pages, shared, data.draw(st.integers(1, 32)))
             assert (entry.source is None) == (pages == 0) and entry.num_tokens == pages * PAGE
             running[idle[0]] = salt, entry.num_tokens
         elif action == "ask" and running:
             slots = np.array(sorted(running), dtype=np.int32)
             first = np.array([running[slot][1] for slot in slots.tolist()], dtype=np.int32)
             rows = data.draw(st.lists(st.integers(1, 24), min_size=len(slots), max_size=len(slots)))
-            saves = books.ask(slots, first, first + np.array(rows, dtype=np.int32))
+            saves = books.plan_saves(slots, first, first + np.array(rows, dtype=np.int32))
             if saves is not None:
                 owners = [books._live[slot] for slot in running]
-                asked = saves.states.tolist()
-                assert len(set(asked)) == len(asked) and not set(asked) & set(owners)
-                assert not set(asked) & set(books.saved.values()), "what is saved is not written"
+                requested = saves.states.tolist()
+                assert len(set(requested)) == len(requested) and not set(requested) & set(owners)
+                assert not set(requested) & set(books.saved.values()), "what is saved is not written"
         elif action == "leave" and running:
             slot = data.draw(st.sampled_from(sorted(running)))
-            books.leave(slot)
+            books.free(slot)
             del running[slot]
         elif action == "drop":
-            books.drop(data.draw(st.sampled_from(digests[0] + digests[1])))
+            books.evict(data.draw(st.sampled_from(digests[0] + digests[1])))
         elif action == "clear":
             books.clear()
         books.check_invariants(running)
     for slot in running:
-        books.leave(slot)
+        books.free(slot)
     books.clear()
     books.check_invariants(())
     assert len(books._free) == books.num_states

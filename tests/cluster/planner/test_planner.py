@@ -18,15 +18,15 @@ from manta.actors.targets.model.tensor_parallel import Sharding
 from manta.cluster.config import EngineConfig, SpeculativeConfig
 from manta.cluster.errors import CheckpointError, ConfigError, PlacementError
 from manta.cluster.hardware.gpu_specs import GPUS, find_gpu
-from manta.cluster.hardware.memory_plan import PAGE_SIZE, find_room, page_bytes, page_plan
+from manta.cluster.hardware.memory_plan import PAGE_SIZE, kv_cache_layout, page_bytes, plan_memory
 from manta.cluster.hardware.model_pair import LayoutDemand
 from manta.cluster.hardware.parallel_layouts import TP_SIZES, ParallelLayout, layouts
 from manta.cluster.hardware.roofline import Roofline
 from manta.cluster.hardware.step_time import StepTimes
 from manta.cluster.planner.estimates import LayoutEstimate, LayoutMisfit, check_fitting, choose, estimate
-from manta.cluster.simulation.simulated_engine import ReplayResult, Slo, TraceArrival, play
+from manta.cluster.simulation.simulated_engine import ReplayResult, Slo, TraceArrival, replay_trace
 from manta.cluster.speculation.acceptance_length import survival_of_length
-from manta.drafter.card import least_card_length
+from manta.drafter.card import min_card_length
 from manta.drafter.dflash.config import DrafterConfig
 from manta.jobs.plan.pair_reader import ReadPair, read_pair
 from paths import DATA
@@ -100,7 +100,7 @@ def test_planned_pages_are_as_large_as_the_engines(folders: Path, name: str, ran
     )
     plan = plan_models(config, folders / name, read_model(folders / name), None, None, 32768)
     layout = ParallelLayout(ranks, None, 1)
-    pages = page_plan(read(folders, name).pair, layout, 32768)
+    pages = kv_cache_layout(read(folders, name).pair, layout, 32768)
     assert pages.groups == plan.pages.groups
     assert page_bytes(read(folders, name).pair, layout, pages, target=True) == engine_page_bytes(plan)
 
@@ -114,7 +114,7 @@ def test_a_colocated_drafters_pages_count(folders: Path, qwen: ReadPair) -> None
     target = read_model(folders / "Qwen3-8B")
     plan = plan_models(config, folders, target, folders, drafter, 32768)
     layout = ParallelLayout(1, "colocated", 1)
-    pages = page_plan(qwen.pair, layout, 32768)
+    pages = kv_cache_layout(qwen.pair, layout, 32768)
     assert page_bytes(qwen.pair, layout, pages, target=True) == engine_page_bytes(plan)
     shared = page_bytes(qwen.pair, ParallelLayout(1, "shared", 7), pages, target=False)
     assert shared == tuple(7 * size for size in engine_page_bytes(plan, target=False))
@@ -122,7 +122,7 @@ def test_a_colocated_drafters_pages_count(folders: Path, qwen: ReadPair) -> None
 
 def test_qwen3_8b_fits_one_h200_and_a_plain_step_reads_its_weights(qwen: ReadPair) -> None:
     layout = ParallelLayout(1, None, 1)
-    room = find_room(qwen.pair, H200, layout, DEMAND)
+    room = plan_memory(qwen.pair, H200, layout, DEMAND)
     assert room.weights_bytes == pytest.approx(16.38e9, rel=1e-3)
     assert 700_000 < room.kv_tokens < 800_000  # (125.8 - 15.3 - 4.3 GiB) / 144 KiB
     spent = StepTimes(qwen.pair, H200, layout).verify(1, 1, 1024)
@@ -188,9 +188,9 @@ def test_an_overlong_sequence_is_refused_with_the_length_that_fits(folders: Path
     assert isinstance(misfit, LayoutMisfit)
     fits = int(misfit.error.message.partition("at most ")[2].partition(",")[0])
     assert misfit.error.param == "max_model_len"
-    assert find_room(pair, H100, ParallelLayout(2, None, 4), replace(long, max_model_len=fits, context=64))
+    assert plan_memory(pair, H100, ParallelLayout(2, None, 4), replace(long, max_model_len=fits, context=64))
     with pytest.raises(PlacementError):
-        find_room(
+        plan_memory(
             pair, H100, ParallelLayout(2, None, 4), replace(long, max_model_len=fits + PAGE_SIZE, context=64)
         )
 
@@ -204,7 +204,7 @@ def test_layers_with_a_window_leave_memory_for_more_sequences(folders: Path) -> 
         ),
     )
     demand = LayoutDemand(max_model_len=131072, context=32768)
-    sliding, seeing_all = (find_room(p, H200, ParallelLayout(1, None, 1), demand) for p in (pair, full))
+    sliding, seeing_all = (plan_memory(p, H200, ParallelLayout(1, None, 1), demand) for p in (pair, full))
     assert sliding.largest_batch > 2 * seeing_all.largest_batch
 
 
@@ -244,8 +244,8 @@ def test_an_impossible_acceptance_is_refused(folders: Path, text: str) -> None:
 def test_acceptance_comes_from_the_flag_else_the_card_else_an_assumption(
     folders: Path, shipped_pair: tuple[Path, Path]
 ) -> None:
-    assert least_card_length(shipped_pair[1]) == 2.30, "the least of its line of totals"
-    assert least_card_length(folders / "Qwen3-8B") is None
+    assert min_card_length(shipped_pair[1]) == 2.30, "the least of its line of totals"
+    assert min_card_length(folders / "Qwen3-8B") is None
     assumed = read(folders, "Qwen3-8B", "Qwen3-8B-DFlash-b16")
     assert 1 + sum(assumed.pair.survival) == pytest.approx(4.0) and "assumption" in assumed.acceptance
 
@@ -287,7 +287,7 @@ def test_a_light_trace_runs_at_the_estimated_speed_and_a_heavy_one_misses(qwen: 
 
     def outcome(count: int, gap_s: float, slo: Slo) -> ReplayResult:
         trace = [TraceArrival(n * gap_s, 1024, 200) for n in range(count)]
-        return play(trace, times, qwen.pair, layout, found.room, DEMAND, slo)
+        return replay_trace(trace, times, qwen.pair, layout, found.memory, DEMAND, slo)
 
     light = outcome(12, 1.0, Slo(tpot_s=2e-3, ttft_s=0.05))
     assert light.kept == 1.0

@@ -16,7 +16,7 @@ from manta.actors.targets.loading.memory_budget import (
 from manta.cluster.config import EngineConfig
 from manta.cluster.errors import ConfigError
 from manta.cluster.hardware.gpu_specs import GPUS
-from manta.cluster.hardware.memory_plan import MAX_NUM_SEQS, find_room
+from manta.cluster.hardware.memory_plan import MAX_NUM_SEQS, plan_memory
 from manta.cluster.hardware.model_pair import LayoutDemand, ModelPair
 from manta.cluster.hardware.model_shape import LayerShape, ModelShape
 from manta.cluster.hardware.parallel_layouts import ParallelLayout
@@ -70,12 +70,12 @@ def test_states_take_at_most_half_of_the_memory_for_pages_and_states(plan: LoadP
 
 
 def test_requests_with_states_leave_room_for_fewer_of_them() -> None:
-    room = find_room(PAIR, GPUS["h200"], ONE, DEMAND)
+    room = plan_memory(PAIR, GPUS["h200"], ONE, DEMAND)
     assert room.state_bytes == 2 * QWEN_27B.state_bytes(0) and room.num_states == 2 * room.max_num_seqs
     each, free = DEMAND.context * QWEN_27B.kv_bytes, room.kv_bytes + room.max_num_seqs * room.state_bytes
     assert room.largest_batch == free // (each + room.state_bytes) < MAX_NUM_SEQS
     no_states = replace(PAIR, target=replace(QWEN_27B, layers=(FULL,) * 64))
-    assert find_room(no_states, GPUS["h200"], ONE, DEMAND).num_states is None
+    assert plan_memory(no_states, GPUS["h200"], ONE, DEMAND).num_states is None
 
 
 def test_a_step_reads_and_writes_each_state_once_however_long_its_context() -> None:
@@ -87,7 +87,7 @@ def test_a_step_reads_and_writes_each_state_once_however_long_its_context() -> N
 
 
 def test_a_simulated_engine_has_the_planned_states() -> None:
-    room = replace(find_room(PAIR, GPUS["h200"], ONE, DEMAND), largest_batch=2)
+    room = replace(plan_memory(PAIR, GPUS["h200"], ONE, DEMAND), largest_batch=2)
     engine = simulated_engine(PAIR, room, DEMAND, lambda plan: StepTimings(verify_s=1e-3)).engine
     engine.add_request(simulated_request(0, 100, 5))
     engine.step()

@@ -91,7 +91,7 @@ def of_experts(
 ) -> ModelShape:
     """A model of which experts are the largest part."""
     experts = ExpertShape(
-        count=count, held=count, chosen=chosen, inter=inter, weight_bytes=weight_bytes, **more
+        count=count, num_held=count, chosen=chosen, inter=inter, weight_bytes=weight_bytes, **more
     )
     layer = LayerShape(heads=4, kv_heads=2, head_dim=64, v_head_dim=64, experts=experts)
     return ModelShape(layers=(layer,) * layers, hidden=hidden, vocab=1000)
@@ -125,8 +125,8 @@ def test_few_rows_of_a_routed_target_cost_much_more_than_one() -> None:
 def test_ranks_have_parts_of_all_experts_or_whole_ones() -> None:
     whole = of_experts(24, 2880, 2880, 32, 4, MXFP4, inner_multiple=32, shared_inter=64)
     split, by_expert = (whole.rank(ranks).routed[0][0] for ranks in (2, 4))
-    assert (split.inter, split.held, split.shared_inter) == (1440, 32, 32)
-    assert (by_expert.inter, by_expert.held, by_expert.shared_inter) == (2880, 8, 16), "90 blocks by 4"
+    assert (split.inter, split.num_held, split.shared_inter) == (1440, 32, 32)
+    assert (by_expert.inter, by_expert.num_held, by_expert.shared_inter) == (2880, 8, 16), "90 blocks by 4"
     for ranks in (2, 4):
         assert whole.rank(ranks).experts(16).num_bytes == pytest.approx(whole.experts(16).num_bytes / ranks)
         assert whole.rank(ranks).experts(16).flop == pytest.approx(whole.experts(16).flop / ranks)

@@ -258,7 +258,7 @@ def test_background_decoding_joins_every_step_if_rows_are_free_and_few_if_they_a
         costs, random, joined[kind] = StepCostModel(), np.random.default_rng(3), 0
         share = BackgroundBudget(costs, 2048, chunks=True)
         for _ in range(4000):
-            num_joining = share.beside(StepLoad(2, 0, 0.0), 4, num_decoding=16).num_decoding
+            num_joining = share.with_online(StepLoad(2, 0, 0.0), 4, num_decoding=16).num_decoding
             base_s, rows = 5e-4 + row_s * 10, 5 * (2 + num_joining)
             seconds = (5e-4 + row_s * rows) * random.lognormal(0, 0.05)
             share.observe(base_s if num_joining else seconds, seconds)
@@ -273,14 +273,14 @@ def test_background_decoding_joins_every_step_if_rows_are_free_and_few_if_they_a
 def test_background_steps_are_short_while_online_requests_arrive() -> None:
     costs = StepCostModel()
     share = BackgroundBudget(costs, 2048, chunks=True)
-    assert share.alone(64, 4, 0.0, quiet=False) == BackgroundWork(64, 2048), "nothing is known"
+    assert share.without_online(64, 4, 0.0, quiet=False) == BackgroundWork(64, 2048), "nothing is known"
     for _ in range(20):
         for num_requests, prompt_rows in ((1, 0), (8, 0), (20, 0), (1, 64), (8, 512)):
             seconds = 1e-3 + 3e-5 * (5 * num_requests + prompt_rows)
             load = StepLoad(num_requests, prompt_rows, 0.0)
             costs.observe(load, 4 * num_requests, 5 * num_requests, 1e-6, seconds, num_requests)
     share.observe(1.15e-3, 1.15e-3)
-    work = share.alone(64, 4, 0.0, quiet=False)  # 4.6 ms
+    work = share.without_online(64, 4, 0.0, quiet=False)  # 4.6 ms
     assert 18 <= work.num_decoding <= 24 and work.prompt_rows == 32
-    work = share.alone(64, 4, 0.0, quiet=True)
+    work = share.without_online(64, 4, 0.0, quiet=True)
     assert work.num_decoding == 64 and 1700 <= work.prompt_rows <= 2048, "80 ms, of prompts alone"

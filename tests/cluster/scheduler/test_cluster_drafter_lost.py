@@ -205,7 +205,7 @@ def test_acceptance_recovers_and_other_requests_wait_little() -> None:
 
     acceptance(5)
     steady = acceptance(40)
-    most_s = max(lengths[5:])
+    max_s = max(lengths[5:])
     executor.lose_drafter()
     for _ in range(10):
         engine.step()
@@ -216,7 +216,7 @@ def test_acceptance_recovers_and_other_requests_wait_little() -> None:
     engine.plan()
     refill = engine._scheduler.drafter.refill
     assert refill.current is None and not any(refill._prompts)
-    assert max(lengths) <= 1.25 * most_s
+    assert max(lengths) <= 1.25 * max_s
 
 
 def test_the_shortest_request_that_pays_is_recomputed_first() -> None:
@@ -225,12 +225,12 @@ def test_the_shortest_request_that_pays_is_recomputed_first() -> None:
     for length, max_tokens in ((3000, 500), (900, 500), (500, 20), (1000, 500)):
         request = make_request(f"{length}", (2,) * length, max_tokens=max_tokens)
         running.append(Sequence.of(request, (0, 0, length), 4096, ()))
-        table.enter(running[-1], 0, 0)
+        table.admit(running[-1], 0, 0)
     refill.begin(running)
     chosen: list[int] = []
     while (sequence := refill.next(table, 15, 3, background=False)) is not None:
         chosen.append(len(sequence.token_ids))
-        refill.leave(sequence.slot)
+        refill.on_sequence_removed(sequence.slot)
     assert chosen == [900, 1000], "the longest is too long, and the shortest about to end"
     refill.begin(running)
     assert refill.next(table, 0, 3, background=False) is None, "drafts do not pay"

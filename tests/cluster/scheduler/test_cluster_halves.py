@@ -10,7 +10,7 @@ from cluster_checker import Outputs, add, expected, make_info, make_request, ope
 from manta.cluster.config import EngineConfig, SpeculativeConfig
 from manta.cluster.engine.engine_core import EngineCore
 from manta.cluster.request.request import Request
-from manta.cluster.scheduler.batch_halves import BatchHalves
+from manta.cluster.scheduler.batch_halves import TwoBatchOverlap
 from manta.cluster.simulation.simulated_executor import LinearCost, SimulatedExecutor, VirtualClock
 from manta.cluster.step.scheduler_output import StepTimings
 from manta.cluster.step.sequence import Sequence
@@ -51,7 +51,7 @@ def serve(
     """
     engine, clock = open_simulated(cost, adaptive=adaptive)
     if way is not None:
-        engine._scheduler.controller.uses_halves = way
+        engine._scheduler.controller.uses_two_batches = way
     for i in range(8):
         fields = {"seed": i, "max_tokens": 1000, "ignore_eos": True, "background": background}
         engine.add_request(make_request(f"r{i}", (2 + i,), **fields))
@@ -87,7 +87,7 @@ def test_background_work_alone_alternates_as_well() -> None:
 Machine = Callable[[int], tuple[float, float]]  # seconds of drafting and verifying, by requests
 
 
-def steps_of(halves: BatchHalves, machine: Machine, loads: list[int], noise: float = 0.05) -> list[bool]:
+def steps_of(halves: TwoBatchOverlap, machine: Machine, loads: list[int], noise: float = 0.05) -> list[bool]:
     """Which steps alternated, on a machine whose times vary."""
     random, ways = np.random.default_rng(0), list[bool]()
     for num_requests in loads:
@@ -102,13 +102,13 @@ def steps_of(halves: BatchHalves, machine: Machine, loads: list[int], noise: flo
 
 
 def test_a_slower_mode_is_tried_rarely_and_one_that_cannot_win_never() -> None:
-    lost = steps_of(BatchHalves(), lambda n: (0.002, 0.014), [16] * 4000)
+    lost = steps_of(TwoBatchOverlap(), lambda n: (0.002, 0.014), [16] * 4000)
     assert 8 <= sum(lost) <= 40
-    assert not any(steps_of(BatchHalves(), lambda n: (0.0001, 0.014), [16] * 1000))
+    assert not any(steps_of(TwoBatchOverlap(), lambda n: (0.0001, 0.014), [16] * 1000))
 
 
 def test_the_mode_follows_a_change_of_costs() -> None:
-    halves = BatchHalves()
+    halves = TwoBatchOverlap()
     steps_of(halves, lambda n: (0.002, 0.014), [16] * 500)
     steps_of(halves, lambda n: (0.001 * n, 0.001 * n), [16] * 3000)
     assert all(steps_of(halves, lambda n: (0.001 * n, 0.001 * n), [16] * 30))
@@ -120,7 +120,7 @@ def test_a_new_load_starts_like_the_nearest_one_and_is_then_measured() -> None:
     def machine(n: int) -> tuple[float, float]:
         return (0.001 * n, 0.001 * n) if n > 8 else (0.004, 0.02)
 
-    halves = BatchHalves()
+    halves = TwoBatchOverlap()
     steps_of(halves, machine, [32] * 100)
     assert halves.choose(32) and halves.choose(40) and not halves.choose(1)
     steps_of(halves, machine, [4] * 400)
@@ -131,7 +131,7 @@ def alternating_engine(num_requests: int, **changes: object) -> EngineCore:
     """A checked engine that always alternates."""
     info = make_info(**{"max_model_len": 256, "num_pages": (512,), **changes}, halves=True, max_in_flight=2)
     engine = open_engine(info)
-    engine._scheduler.controller.uses_halves = lambda num_requests: num_requests > 1
+    engine._scheduler.controller.uses_two_batches = lambda num_requests: num_requests > 1
     for i in range(num_requests):
         add(engine, request(i))
     return engine
@@ -172,13 +172,13 @@ def test_without_a_drafter_all_requests_run_in_one_batch() -> None:
 
 def test_without_enough_pages_the_last_request_is_preempted_in_either_half() -> None:
     engine, outputs = alternating_engine(4, num_pages=(40,)), Outputs()
-    roster, preempt = engine._scheduler.roster, engine._scheduler.roster.preempt
+    queues, preempt = engine._scheduler.queues, engine._scheduler.queues.preempt
 
     def preempt_the_last(sequence: Sequence) -> None:
-        assert sequence is roster.running[-1]
+        assert sequence is queues.running[-1]
         preempt(sequence)
 
-    roster.preempt = preempt_the_last
+    queues.preempt = preempt_the_last
     while engine.has_unfinished:
         outputs.take(engine)
     assert engine.stats().preemptions > 0

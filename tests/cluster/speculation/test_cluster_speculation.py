@@ -48,10 +48,10 @@ class Machine:
 
     def __call__(self, plan: SchedulerOutput) -> StepTimings:
         drafted = int((plan.num_drafts + (plan.num_drafts > 0)).sum())
-        draft_s, rest_s = self._seconds(drafted, plan.num_batched_tokens)
+        draft_s, non_draft_s = self._seconds(drafted, plan.num_batched_tokens)
         noise, hangs = self._random.lognormal(0, 0.05, 2), self._random.random() < 0.003
         draft_s *= bool(drafted) * noise[0]
-        return StepTimings(draft_s=draft_s, verify_s=rest_s * noise[1] * (4 if hangs else 1))
+        return StepTimings(draft_s=draft_s, verify_s=non_draft_s * noise[1] * (4 if hangs else 1))
 
 
 class Play:
@@ -102,8 +102,8 @@ class Play:
 
     def _add(self) -> None:
         self._made += 1
-        length, most = 100 + 37 * self._made % 150, 0 if self._plain else None
-        fields = {"seed": self._made, "max_tokens": length, "ignore_eos": True, "max_draft_tokens": most}
+        length, maximum = 100 + 37 * self._made % 150, 0 if self._plain else None
+        fields = {"seed": self._made, "max_tokens": length, "ignore_eos": True, "max_draft_tokens": maximum}
         prompt = tuple(range(2, 12 + self._made % 13))
         self.engine.add_request(make_request(f"r{self._made}", prompt, **fields))
 
@@ -165,10 +165,10 @@ def test_drafting_pauses_once_it_has_lost_its_budget_and_random_losses_do_not_co
     budget.begin(plain_s)
     assert budget.balance_s == pytest.approx(4 * plain_s)
     for _ in range(1000):  # as quick as plain decoding, with good and bad steps
-        assert not budget.settle(-3e-3, plain_s)
-        assert not budget.settle(3e-3, plain_s)
+        assert not budget.record_step(-3e-3, plain_s)
+        assert not budget.record_step(3e-3, plain_s)
     lost_s = 0.0
-    while not budget.settle(0.2e-3, plain_s):
+    while not budget.record_step(0.2e-3, plain_s):
         lost_s += 0.2e-3
     assert lost_s <= 16.01 * plain_s
     assert not budget.balance_s, "it was paid for"
@@ -227,7 +227,7 @@ def test_a_new_drafter_starts_with_its_cards_acceptance_length():
     acceptance, slots = AcceptanceModel(7, 16), np.arange(16, dtype=np.int32)
     acceptance.admit(slots, [0.0] * 16)
     for length in (1.0, 2.3, 5.0, 8.0, 99.0):
-        acceptance.expect(length)
+        acceptance.set_prior(length)
         assert 1 + acceptance.means(slots)[0].sum() == pytest.approx(min(length, 8.0), abs=1e-3)
 
 
@@ -274,12 +274,12 @@ def test_a_slower_machine_is_slower_at_all_rows_and_one_slow_step_is_not_enough(
         costs.observe(few, 0, 0, 0.0, 1e-3, 0)
         costs.observe(many, 0, 0, 0.0, 2e-3, 0)
     costs.observe(StepLoad(16, 0, 3000.0), 0, 0, 0.0, 30e-3, 0)
-    assert costs.rest_s(few, 8)[-1] <= 2e-3, "no more than twice of half the rows"
+    assert costs.non_draft_s(few, 8)[-1] <= 2e-3, "no more than twice of half the rows"
     assert costs.bounds_s(few, (0, 1))[0][1] <= 1.55e-3
     for _ in range(200):
         costs.observe(many, 0, 0, 0.0, 3e-3, 0)
-    assert costs.rest_s(few, 0)[0] == pytest.approx(1.5e-3, rel=0.15)
-    assert costs.rest_s(many, 0)[0] == pytest.approx(3e-3, rel=0.1)
+    assert costs.non_draft_s(few, 0)[0] == pytest.approx(1.5e-3, rel=0.15)
+    assert costs.non_draft_s(many, 0)[0] == pytest.approx(3e-3, rel=0.1)
 
 
 def test_costs_increase_with_rows_and_are_saved_between_starts():
@@ -289,17 +289,17 @@ def test_costs_increase_with_rows_and_are_saved_between_starts():
         hangs = 20 if random.random() < 0.02 else 1
         costs.observe(StepLoad(8, 0, 3000.0), drafts, 64, 1e-3, (1e-3 + 1e-4 * (8 + drafts)) * hangs, 8)
     load = StepLoad(8, 0, 3000.0)
-    seconds = costs.rest_s(load, 39)
+    seconds = costs.non_draft_s(load, 39)
     assert (np.diff(seconds) >= 0).all()
     assert seconds == pytest.approx(1e-3 + 1e-4 * np.arange(8, 48), rel=0.1)
     again = StepCostModel()
     again.read(json.loads(json.dumps(costs.as_json())))
-    assert again.rest_s(load, 39) == pytest.approx(seconds, rel=0.05)
+    assert again.non_draft_s(load, 39) == pytest.approx(seconds, rel=0.05)
     kept = costs.as_json()
     for wrong in ({}, {"draft": 3}, kept | {"rest": kept["rest"] | {"seconds": [-1.0]}}):
         with pytest.raises(ValueError, match=r"cost|below 0"):
             again.read(wrong)
-    assert again.rest_s(load, 39) == pytest.approx(seconds, rel=0.05)
+    assert again.non_draft_s(load, 39) == pytest.approx(seconds, rel=0.05)
 
 
 @pytest.mark.parametrize("wrong", ["drafts are dear", "drafts hang", "all is dear", "all is cheap"])
@@ -315,8 +315,8 @@ def test_saved_costs_are_replaced_by_contradicting_measurements(wrong: str):
     misled, plain = Play(MACHINES["tiles"], 0.9), Play(MACHINES["tiles"], 0.9, length=0)
     assert misled.engine.costs is not None
     misled.engine.costs.read(kept)
-    if not misled.engine.speculation_pays:  # as at every start
-        misled.engine.forget_speculation()
+    if not misled.engine.would_draft:  # as at every start
+        misled.engine.reset_speculation()
     assert misled.rate(4, 150) > 0.95 * plain.rate(4, 150)
     misled.rate(4, 300)
     assert misled.rate(4, 600) > 0.85 * fresh.rate(4, 600)
@@ -349,7 +349,7 @@ def test_another_request_costs_more_than_a_row_also_at_unseen_loads():
         )
     for requests, rows in ((1, 16), (4, 4), (4, 16), (16, 16), (16, 64)):
         load = StepLoad(requests, 0, 200.0 * requests)
-        foreseen_s = costs.rest_s(load, rows - requests)[-1]
+        foreseen_s = costs.non_draft_s(load, rows - requests)[-1]
         assert foreseen_s == pytest.approx(seconds(requests, rows), rel=0.15), (requests, rows)
 
 
@@ -364,10 +364,10 @@ def test_the_cost_of_many_requests_is_learned_in_few_steps_at_any_context(contex
 
     for drafts in (0, 0, 0, 0, 64, 64, 64, 192, 192, 192):
         costs.observe(load, drafts, 0, 0.0, seconds(64 + drafts), 0)
-    least, most = costs.bounds_s(load, (0, 1, 3))
-    for length, low, high in zip((0, 1, 3), least, most, strict=True):
+    minimum, maximum = costs.bounds_s(load, (0, 1, 3))
+    for length, low, high in zip((0, 1, 3), minimum, maximum, strict=True):
         true_s = seconds(64 * (1 + length))
-        assert costs.rest_s(load, 64 * length)[-1] == pytest.approx(true_s, rel=0.05)
+        assert costs.non_draft_s(load, 64 * length)[-1] == pytest.approx(true_s, rel=0.05)
         assert low > 0.8 * true_s and (length or high < 1.2 * true_s)  # of drafting nothing is known
 
 
@@ -385,7 +385,7 @@ def test_plain_steps_are_predicted_in_a_machine_phase_without_any():
     for phase in (1.4, 0.8, 1.2):
         for _ in range(1500):
             learn(12, phase)
-        assert costs.rest_s(load, 0)[0] == pytest.approx(1.8e-3 * phase, rel=0.08), phase
+        assert costs.non_draft_s(load, 0)[0] == pytest.approx(1.8e-3 * phase, rel=0.08), phase
 
 
 def test_passes_of_fixed_sizes_cost_as_the_next_one():
@@ -393,7 +393,7 @@ def test_passes_of_fixed_sizes_cost_as_the_next_one():
     for _ in range(9):
         for drafts, seconds in ((0, 1e-3), (8, 1.2e-3), (24, 2e-3)):
             costs.observe(StepLoad(8, 0, 100.0), drafts, 0, 0.0, seconds, 0)
-    assert costs.rest_s(StepLoad(8, 0, 100.0), 9) == pytest.approx([1e-3, *[1.2e-3] * 8, 2e-3], rel=0.05)
+    assert costs.non_draft_s(StepLoad(8, 0, 100.0), 9) == pytest.approx([1e-3, *[1.2e-3] * 8, 2e-3], rel=0.05)
 
 
 def test_late_requests_weigh_more_and_background_work_less():

@@ -74,10 +74,10 @@ def outputs(exchange: Exchange) -> list[dict[str, Any]]:
 
 @check("exec with default settings: text, a call, its result, the answer; every event checked")
 def first_turn() -> None:
-    last, (asked, answered) = turn("What is the number?", f"Let me look.\n{READ}", f"It is {SECRET}.")
-    kinds = {tool["type"] for tool in asked.body["tools"]}
+    last, (requested, answered) = turn("What is the number?", f"Let me look.\n{READ}", f"It is {SECRET}.")
+    kinds = {tool["type"] for tool in requested.body["tools"]}
     assert {"function", "namespace", "web_search"} <= kinds, kinds
-    assert "tools.web_search" in asked.headers["x-ignored-params"]
+    assert "tools.web_search" in requested.headers["x-ignored-params"]
     (output,) = outputs(answered)
     assert SECRET in json.dumps(output["output"]) and last == f"It is {SECRET}."
 

@@ -43,8 +43,8 @@ def structured() -> None:
     answer = litellm.completion(**body, response_format=form)
     assert set(json.loads(answer.choices[0].message.content)) == {"city", "celsius"}
     tools = [{"type": "function", "function": WEATHER}]
-    asked = litellm.completion(**body, tools=tools, tool_choice="required")
-    assert asked.choices[0].message.tool_calls[0].function.name == "get_weather"
+    requested = litellm.completion(**body, tools=tools, tool_choice="required")
+    assert requested.choices[0].message.tool_calls[0].function.name == "get_weather"
 
 
 @check("errors are LiteLLM's own: NotFoundError, BadRequestError")

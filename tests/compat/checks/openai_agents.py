@@ -28,12 +28,12 @@ class Reading(BaseModel):
     celsius: int = Field(ge=-50, le=60)
 
 
-def agent(kind, asked: list[str] | None = None, **fields) -> Agent:
+def agent(kind, requested: list[str] | None = None, **fields) -> Agent:
     @function_tool
     def get_weather(city: str) -> str:
         """The weather of a city."""
-        assert asked is not None
-        asked.append(city)
+        assert requested is not None
+        requested.append(city)
         return "12 degrees"
 
     client = AsyncOpenAI(base_url=API, api_key=KEY, max_retries=0, timeout=120)
@@ -41,7 +41,7 @@ def agent(kind, asked: list[str] | None = None, **fields) -> Agent:
         name="A",
         instructions="Be brief.",
         model=kind(model=MODEL, openai_client=client),
-        tools=[] if asked is None else [get_weather],
+        tools=[] if requested is None else [get_weather],
         **{"model_settings": ModelSettings(temperature=0, max_tokens=32), **fields},
     )
 
@@ -56,12 +56,12 @@ def checks_of(kind, name: str) -> None:
 
     @check(f"{name}: a tool is called and its result is returned")
     async def tool() -> None:
-        asked: list[str] = []
+        requested: list[str] = []
         settings = ModelSettings(
             tool_choice="required", max_tokens=300, temperature=1, extra_body={"seed": 1}
         )
-        result = await Runner.run(agent(kind, asked, model_settings=settings), QUESTION, max_turns=3)
-        assert asked and result.final_output is not None
+        result = await Runner.run(agent(kind, requested, model_settings=settings), QUESTION, max_turns=3)
+        assert requested and result.final_output is not None
 
     @check(f"{name}: output_type")
     async def shaped() -> None:

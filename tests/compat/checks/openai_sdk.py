@@ -133,8 +133,8 @@ def tools() -> None:
         assert call.id and call.function.name == "get_weather"
         jsonschema.validate(json.loads(call.function.arguments), WEATHER["parameters"])
         assert answer.finish_reason in ("tool_calls", "stop")
-    asked = {**body, "messages": USER, "tool_choice": "required", "parallel_tool_calls": False}
-    with client.chat.completions.stream(**asked) as stream:
+    requested = {**body, "messages": USER, "tool_choice": "required", "parallel_tool_calls": False}
+    with client.chat.completions.stream(**requested) as stream:
         stream.until_done()
         streamed = stream.get_final_completion().choices[0].message.tool_calls[0].function
     jsonschema.validate(json.loads(streamed.arguments), WEATHER["parameters"])
@@ -161,10 +161,10 @@ def responses() -> None:
     shaped = client.responses.create(**{**body, "max_output_tokens": 200}, input="Weather?", text=form)
     jsonschema.validate(json.loads(shaped.output_text), SCHEMA)
     tool = {"type": "function", **WEATHER, "strict": True}
-    asked = client.responses.create(
+    requested = client.responses.create(
         **{**body, "max_output_tokens": 120}, input="Weather?", tools=[tool], tool_choice="required"
     )
-    call = next(item for item in asked.output if item.type == "function_call")
+    call = next(item for item in requested.output if item.type == "function_call")
     jsonschema.validate(json.loads(call.arguments), WEATHER["parameters"])
     result = {"type": "function_call_output", "call_id": call.call_id, "output": "12 degrees"}
     turns = [{"role": "user", "content": "Weather?"}, call.model_dump(exclude_none=True), result]

@@ -15,7 +15,7 @@ from manta.drafter.compute.checkpoint.safetensors_reader import TensorFolder
 from manta.drafter.compute.layers.linear import Linear
 from manta.drafter.dflash.checkpoint import check_drafter, load_drafter
 from manta.drafter.dflash.config import DrafterConfig
-from manta.drafter.dflash.target_features import LentWeights, TargetFacts
+from manta.drafter.dflash.target_features import EmbeddingCopies, TargetFacts
 from manta.drafter.drafter_spec import DraftLayer
 from safetensors.torch import save_file
 
@@ -321,13 +321,13 @@ def test_a_vocabulary_map_must_map_to_the_targets_vocabulary(tmp_path: Path):
     tensors = checkpoints.random_tensors(config)
     tensors["d2t"] = torch.full((40,), VOCAB)
     checkpoints.write(tmp_path, config, tensors)
-    lends = LentWeights(torch.zeros(VOCAB, HIDDEN), Linear(torch.zeros(VOCAB, HIDDEN)))
+    shared_embeddings = EmbeddingCopies(torch.zeros(VOCAB, HIDDEN), Linear(torch.zeros(VOCAB, HIDDEN)))
     with pytest.raises(CheckpointError, match="d2t"):
-        load_drafter(tmp_path, FACTS, lends, torch.float32, "cpu")
+        load_drafter(tmp_path, FACTS, shared_embeddings, torch.float32, "cpu")
 
 
 def test_a_mask_embedding_of_the_wrong_size_is_refused(tmp_path: Path):
     checkpoints.write(tmp_path, z_lab(), mask_embedding=torch.zeros(HIDDEN + 1))
-    lends = LentWeights(torch.zeros(VOCAB, HIDDEN), Linear(torch.zeros(VOCAB, HIDDEN)))
+    shared_embeddings = EmbeddingCopies(torch.zeros(VOCAB, HIDDEN), Linear(torch.zeros(VOCAB, HIDDEN)))
     with pytest.raises(CheckpointError, match=r"mask_embedding.pt must hold one vector of hidden_size 32"):
-        load_drafter(tmp_path, FACTS, lends, torch.float32, "cpu")
+        load_drafter(tmp_path, FACTS, shared_embeddings, torch.float32, "cpu")

@@ -117,15 +117,15 @@ def test_rejected_drafts_leave_no_trace_in_any_bit(layer: DeltaLayer, stood: int
     """A prompt, partly accepted drafts, more drafts, the rest: equal to row by row."""
     given, wrong = rows(24), rows(24, seed=20)
     expected = run_row_by_row(layer, 0, given)
-    told = [layer.run([(1, given[:9], 0)])]
+    reported = [layer.run([(1, given[:9], 0)])]
     drafts = torch.cat((given[9 : 10 + stood], wrong[: MAX_DRAFTS - stood]))
-    told.append(layer.run([(1, drafts, MAX_DRAFTS)])[: 1 + stood])
+    reported.append(layer.run([(1, drafts, MAX_DRAFTS)])[: 1 + stood])
     layer.accept(1, stood)
     at = 10 + stood
-    told.append(layer.run([(1, torch.cat((given[at : at + 2], wrong[:2])), 3)])[:2])
+    reported.append(layer.run([(1, torch.cat((given[at : at + 2], wrong[:2])), 3)])[:2])
     layer.accept(1, 1)
-    told.append(layer.run([(1, given[at + 2 :], 0)]))
-    assert torch.equal(torch.cat(told), expected)
+    reported.append(layer.run([(1, given[at + 2 :], 0)]))
+    assert torch.equal(torch.cat(reported), expected)
     for part in layer.memory.tensors[:2]:
         assert torch.equal(part[LAYER, 0], part[LAYER, 1]) and not part[1 - LAYER].any()
 
@@ -158,13 +158,13 @@ def test_a_copy_includes_records(layer: DeltaLayer) -> None:
 def test_loops_equal_the_definition(dtype: torch.dtype, data: st.DataObject) -> None:
     layers = [layer_of(backend, dtype) for backend in BACKENDS]
     for step in range(3):
-        who = data.draw(st.permutations(range(3)))[: data.draw(st.integers(1, 3))]
+        owner = data.draw(st.permutations(range(3)))[: data.draw(st.integers(1, 3))]
         given = []
-        for slot in who:
+        for slot in owner:
             known, drafts = data.draw(st.integers(1, 9)), data.draw(st.integers(0, MAX_DRAFTS))
             given.append((slot, rows(known + drafts, 100 * step + slot), drafts))
         saved = data.draw(st.integers(1, len(given[-1][1]) - given[-1][2]))
-        outs = [each.run(given, (Save(len(who) - 1, saved, 3),)) for each in layers]
+        outs = [each.run(given, (Save(len(owner) - 1, saved, 3),)) for each in layers]
         tolerance = 2e-5 if dtype is torch.float32 else 2e-2
         torch.testing.assert_close(outs[1], outs[0], atol=tolerance, rtol=tolerance)
         for mine, theirs in zip(layers[1].memory.tensors, layers[0].memory.tensors, strict=True):

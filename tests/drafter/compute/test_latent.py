@@ -123,18 +123,20 @@ class Requests:
 
     def compute(self, counts: dict[int, int]) -> list[Tensor]:
         """Attention's result for a number of further rows of each request."""
-        who, num = list(counts), list(counts.values())
-        first = [self.computed[r] for r in who]
+        owner, num = list(counts), list(counts.values())
+        first = [self.computed[r] for r in owner]
         spans = [range(at, at + n) for at, n in zip(first, num, strict=True)]
         slots = [
             self._pages[r][p // PAGE] * PAGE + p % PAGE
-            for r, span in zip(who, spans, strict=True)
+            for r, span in zip(owner, spans, strict=True)
             for p in span
         ]
-        batch = self._backend.attention_batch(np.array(first), np.array(num), self._pages[who], PAGE, DEVICE)
+        batch = self._backend.attention_batch(
+            np.array(first), np.array(num), self._pages[owner], PAGE, DEVICE
+        )
         positions = torch.tensor([p for span in spans for p in span])
         rows = PlacedRows(positions, (torch.tensor(slots),), (batch,))
-        qkv = torch.cat([self.rows[r][span.start : span.stop] for r, span in zip(who, spans, strict=True)])
+        qkv = torch.cat([self.rows[r][span.start : span.stop] for r, span in zip(owner, spans, strict=True)])
         out = self._attend(qkv.clone(), self._backend.begin(rows), self.cache, 0)  # type: ignore[attr-defined]
         for r, n in counts.items():
             self.computed[r] += n
@@ -275,7 +277,7 @@ def test_the_runner_expands_prompts_without_waits_and_gives_the_hosts_tokens(
 def test_no_request_is_expanded_without_host_lengths(layer: Layer) -> None:
     """As in decoding: graphs are made before there are requests."""
     assert layer.shape.latent is not None
-    assert layer.shape.latent.fewest_expanded == FEWEST
+    assert layer.shape.latent.min_expanded == FEWEST
     workspace = ExpansionWorkspace(layer.shape.latent, C + R, FEWEST)
     rows = TritonBackend.attention_batch(
         np.array([9, 0]), np.array([FEWEST, 2]), np.zeros((2, 3)), PAGE, DEVICE
@@ -286,16 +288,16 @@ def test_no_request_is_expanded_without_host_lengths(layer: Layer) -> None:
 
 
 @pytest.mark.parametrize(
-    ("sizes", "fewest"), [((128, 128, 512), 171), ((192, 128, 512), 233), ((20, 12, 16), None)]
+    ("sizes", "minimum"), [((128, 128, 512), 171), ((192, 128, 512), 233), ((20, 12, 16), None)]
 )
 def test_the_row_count_for_expanding_follows_from_the_sizes(
-    layer: Layer, sizes: tuple[int, int, int], fewest: int | None
+    layer: Layer, sizes: tuple[int, int, int], minimum: int | None
 ) -> None:
     """Kimi K2's and DeepSeek-V3's sizes; wider queries; and heads wider than a latent."""
     nope, v_dim, rank = sizes
     assert layer.shape.latent is not None
     parts = replace(layer.shape.latent, kv_up_JUC=torch.zeros(1, nope + v_dim, rank), v_dim=v_dim)
-    assert parts.fewest_expanded == fewest
+    assert parts.min_expanded == minimum
 
 
 def test_a_token_takes_one_vector_for_all_heads_with_its_value_in_its_key(layer: Layer) -> None:

@@ -145,12 +145,12 @@ class Model:
         self, backend: Backend, dtype: torch.dtype, requests: list[int] | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Normed rows, taps, and the last layer's K/V of the requests' own rows, or of some requests."""
-        who = list(range(len(self.shape.requests))) if requests is None else requests
+        owner = list(range(len(self.shape.requests))) if requests is None else requests
         stack, cache = self._stack(backend, dtype), self._cache(backend, dtype)
         counts = np.array([count for _, count in self.shape.requests])
         starts = np.cumsum(counts) - counts
-        mine = torch.cat([torch.arange(starts[r], starts[r] + counts[r]) for r in who])
-        rows = self._placed(backend, who)
+        mine = torch.cat([torch.arange(starts[r], starts[r] + counts[r]) for r in owner])
+        rows = self._placed(backend, owner)
         normed, taps = stack(self.x[mine].to(dtype), rows, cache)
         assert taps is not None
         kv = standard_order(cache, backend)[-1].flatten(0, 1)[rows.kv_slots[0]]
@@ -177,11 +177,11 @@ class Model:
             blocks.append((shape, BlockWeights(**parts, mlp=mlp, **norms)))
         return backend.stack(blocks, RMSNorm(self.final.to(dtype), EPS), (1, 0))
 
-    def _placed(self, backend: Backend, who: list[int]) -> PlacedRows:
-        first, counts = (np.array([self.shape.requests[r][i] for r in who]) for i in (0, 1))
+    def _placed(self, backend: Backend, owner: list[int]) -> PlacedRows:
+        first, counts = (np.array([self.shape.requests[r][i] for r in owner]) for i in (0, 1))
         positions = [np.arange(at, at + count) for at, count in zip(first, counts, strict=True)]
-        slots = [self._slots(r, at) for r, at in zip(who, positions, strict=True)]
-        batch = backend.attention_batch(first, counts, self.pages[who], self.shape.page_size, "cpu")
+        slots = [self._slots(r, at) for r, at in zip(owner, positions, strict=True)]
+        batch = backend.attention_batch(first, counts, self.pages[owner], self.shape.page_size, "cpu")
         return PlacedRows(
             torch.from_numpy(np.concatenate(positions)), (torch.from_numpy(np.concatenate(slots)),), (batch,)
         )

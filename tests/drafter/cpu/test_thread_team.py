@@ -30,10 +30,10 @@ MS = 1_000_000
 class Sizes:
     """Results of a team with a given number of threads."""
 
-    def __init__(self, most: int) -> None:
+    def __init__(self, maximum: int) -> None:
         self._words = np.zeros(8 * NUM_SIZE_LINES, dtype=np.int64)
         self.at = self._words.ctypes.data
-        begin_sizes(self.at, most)
+        begin_sizes(self.at, maximum)
 
     @property
     def limit(self) -> int:
@@ -44,9 +44,9 @@ class Sizes:
         judge(self.at, size, spent_ns)
         return self.limit
 
-    def begin_trial(self, asked: int) -> None:
+    def begin_trial(self, requested: int) -> None:
         deadline_s = time.monotonic() + 60.0
-        while not size_now(self.at, asked)[1]:
+        while not size_now(self.at, requested)[1]:
             assert time.monotonic() < deadline_s, "a rest ends"
             time.sleep(0.001)
 

@@ -19,7 +19,7 @@ from manta.jobs.doctor.doctor_run import kernel_checks
 def checks() -> list[Check]:
     if ON_GPU:
         return []
-    place = MachineKind.here()
+    place = MachineKind.detect()
     return [*operator_checks(place, quick=False), *kernel_checks(place, quick=False)]
 
 

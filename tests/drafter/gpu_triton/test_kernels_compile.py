@@ -151,9 +151,9 @@ def _apply_rules(dtype: str, *, drafts: bool) -> Variant:
     signature |= {"vocab_size": "i32:16"}
     constexprs = {
         "DRAFTS": drafts,
-        "MOST_ALLOWED": 1024,
-        "MOST_BIASED": 512,
-        "MOST_WORDS": 256,
+        "MAX_ALLOWED": 1024,
+        "MAX_BIASED": 512,
+        "MAX_WORDS": 256,
         "WORD": 8,
         "MARK": 8,
     }
@@ -189,7 +189,7 @@ def _best_of_row(dtype: str, vocab: int = 151936) -> Variant:
 def _trim(requests: int, drafts: int, *, budget: int) -> Variant:
     """Blocks of a number of requests."""
     signature = _pointers(
-        i32="cu_rows num_drafts stay_before new_cu_rows",
+        i32="cu_rows num_drafts kept_before new_cu_rows",
         fp32="margins weights request_biases biases slopes worths",
     )
     signature |= {"margins_home": "*fp32", "new_num_drafts": "*i32"}
@@ -342,8 +342,10 @@ def _experts(
         "STEP": cut.step,
         "PDL": True,
     } | {name: None for name in ("scale_ptr", "bias_ptr") if name not in given}
-    most = 1 if height == HEIGHTS[-1] else 3
-    return Variant("_multiply_tiles", given, constexprs, cut.warps, cut.stages, wgmma=True, side_by_side=most)
+    maximum = 1 if height == HEIGHTS[-1] else 3
+    return Variant(
+        "_multiply_tiles", given, constexprs, cut.warps, cut.stages, wgmma=True, side_by_side=maximum
+    )
 
 
 def _choose_experts(
@@ -435,7 +437,7 @@ def _copy_states(kernel: str, lists: str, *, i32: str) -> Variant:
     signature |= dict.fromkeys(i32.split(), "i32")
     sizes = {"STATE": 32 * 128 * 128, "WINDOW": 3 * 8192, "K": 15 * 2048, "U": 15 * 4096, "G": 15 * 32}
     constexprs: dict[str, object] = {"SLOTS": 128, "BLOCK": 1024, "X": 15 * 8192, **sizes}
-    return Variant(kernel, signature, constexprs | ({"SAVES": 3} if kernel == "_save_stood" else {}))
+    return Variant(kernel, signature, constexprs | ({"SAVES": 3} if kernel == "_save_accepted" else {}))
 
 
 def _row_squares(first: int, second: int) -> Variant:
@@ -569,7 +571,7 @@ VARIANTS: dict[str, list[Variant]] = {
         _lay_out(is_block=False),
         _lay_out(is_block=False, groups=3),
         Variant(
-            "_place_drafts",
+            "_write_drafts",
             _STEP | _pointers(i64="chosen positions") | {"num_rows": "i32"},
             {"ROWS": 32},
             1,
@@ -589,15 +591,17 @@ VARIANTS: dict[str, list[Variant]] = {
     ],
     "step.gpu_triton.recurrent_states": [
         Variant(
-            "_place",
-            _pointers(i32="slots cu_rows num_computed states stands")
+            "_build_rows",
+            _pointers(i32="slots cu_rows num_computed states positions")
             | dict.fromkeys(("num_drafts", "saves", "state_slots", "pendings", "firsts"), "*i32")
             | {"saves_stride": "i32"},
             {"MAX_DRAFTS": 15, "SAVES": 3},
             1,
         ),
-        _copy_states("_enter", "stands", i32="source target num_tokens"),
-        _copy_states("_save_stood", "stands num_computed states_of_slots slots saves", i32="saves_stride"),
+        _copy_states("_admit_states", "positions", i32="source target num_tokens"),
+        _copy_states(
+            "_save_accepted", "positions num_computed states_of_slots slots saves", i32="saves_stride"
+        ),
     ],
     "step.gpu_triton.inputs.upload": [
         Variant("_write_words", _pointers(i32="changes arena") | {"count": "i32"}, {"CHANGES": 1024}),

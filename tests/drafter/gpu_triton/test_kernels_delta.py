@@ -143,11 +143,11 @@ def test_rejected_drafts_leave_no_trace_in_any_bit(stood: int) -> None:
     layer, given, wrong = layer_of(SMALL, True, invariant=True), rows_of(SMALL, 12), rows_of(SMALL, 12, 20)
     plain = layer_of(SMALL, True, invariant=True)
     expected = torch.cat([plain.run([(1, row, 0)]) for row in given.split(1)])
-    told = [layer.run([(1, given[:3], 0)])]
+    reported = [layer.run([(1, given[:3], 0)])]
     drafts = torch.cat((given[3 : 4 + stood], wrong[: MAX_DRAFTS - stood]))
-    told.append(layer.run([(1, drafts, MAX_DRAFTS)])[: 1 + stood])
+    reported.append(layer.run([(1, drafts, MAX_DRAFTS)])[: 1 + stood])
     layer.accept(1, stood)
-    told.append(layer.run([(1, given[4 + stood :], 0)]))
-    assert torch.equal(torch.cat(told), expected)
+    reported.append(layer.run([(1, given[4 + stood :], 0)]))
+    assert torch.equal(torch.cat(reported), expected)
     for part, other in zip(layer.memory.tensors[:2], plain.memory.tensors[:2], strict=True):
         assert torch.equal(part[LAYER, 1], other[LAYER, 1]) and not part[1 - LAYER].any()

@@ -24,12 +24,12 @@ from manta.drafter.compute.gpu_triton.moe.grouped_gemm import multiply_tiles
 from manta.drafter.compute.gpu_triton.moe.grouped_gemm_tiles import (
     HEIGHTS,
     INVARIANT_HEIGHT,
-    most_tiles,
+    max_tiles,
     tile_height,
 )
 from manta.drafter.compute.gpu_triton.moe.moe_align import ExpertTiles, list_tiles
 from manta.drafter.compute.gpu_triton.moe.topk_routing import choose
-from manta.drafter.compute.gpu_triton.moe.unpack_4bit import MOST_EXPONENT
+from manta.drafter.compute.gpu_triton.moe.unpack_4bit import MAX_EXPONENT
 from manta.drafter.compute.layers.linear import RMSNorm, gate
 from manta.drafter.compute.layers.moe import ExpertActivation, ExpertWeights, MoeRouter, RouterWeights
 from manta.jobs.doctor.cases.experts import exact_experts
@@ -88,11 +88,11 @@ def test_pairs_are_in_tiles_of_their_experts_in_order(
 def test_a_grid_fits_every_choice_exactly(counts: list[int], height: int):
     """Counts of pairs by expert; the worst choice with as many pairs needs the whole grid."""
     needed, pairs, experts = sum(-(-count // height) for count in counts), sum(counts), len(counts)
-    assert needed <= most_tiles(pairs, experts, height)
+    assert needed <= max_tiles(pairs, experts, height)
     used = min(pairs, experts)
     worst = [1 + height * ((pairs - used) // height) + (pairs - used) % height, *[1] * (used - 1)]
     if pairs:
-        assert sum(-(-count // height) for count in worst) >= most_tiles(pairs, experts, height)
+        assert sum(-(-count // height) for count in worst) >= max_tiles(pairs, experts, height)
 
 
 def test_tiles_grow_with_the_pairs_of_an_expert():
@@ -300,7 +300,7 @@ def test_in_tiles_of_one_height_a_rows_bits_do_not_depend_on_its_batch(
 
 def test_every_code_and_power_of_packed_weights_has_its_value():
     """Read weights through rows with a single 1 each."""
-    scales = torch.tensor([[1, 2, 100, 127, MOST_EXPONENT]] if not ON_GPU else [[100, 110, 120, 127, 128]])
+    scales = torch.tensor([[1, 2, 100, 127, MAX_EXPONENT]] if not ON_GPU else [[100, 110, 120, 127, 128]])
     codes_J = torch.arange(16) + 16 * torch.arange(16).flip(0)
     weight = MXFP4(
         codes_J.to(torch.uint8).expand(1, 1, 5, 16).contiguous(), scales.to(torch.uint8)[None].contiguous()
@@ -314,6 +314,6 @@ def test_every_code_and_power_of_packed_weights_has_its_value():
 def test_a_scale_beyond_the_kernels_range_is_refused_at_load():
     layer = Layer(torch.float32, packed=True)
     assert isinstance(layer.weights.down, MXFP4)
-    layer.weights.down.scales_EOB[1, 2, 0] = MOST_EXPONENT + 1
+    layer.weights.down.scales_EOB[1, 2, 0] = MAX_EXPONENT + 1
     with pytest.raises(CheckpointError, match=r"scale 2\^2.*at most 2\^1"):
         TritonBackend(DEVICE).experts(layer.weights)

@@ -16,7 +16,7 @@ pytest.importorskip("triton")
 from devices import DEVICE
 from manta import LLM, SamplingParams, StructuredOutputsParams
 from manta.drafter.grammars.token_bitmasks import RowMasks
-from manta.drafter.step.gpu_triton.sampling.grammar_masks import DeviceMasks, end_where_nothing_is_left
+from manta.drafter.step.gpu_triton.sampling.grammar_masks import DeviceMasks, force_end_tokens
 from manta.drafter.step.gpu_triton.sampling.grammar_masks import mask_tokens as kernel
 from manta.drafter.step.sampling.grammar_masks import mask_tokens
 from text_pair import make_text_pair
@@ -35,7 +35,7 @@ def test_masks_are_applied_as_in_the_definition(dtype: torch.dtype) -> None:
     on_device = DeviceMasks.of(masks, DEVICE)
     kernel(got_NV, on_device)
     ids_N, scores_N = got_NV.argmax(dim=-1), got_NV.float().amax(dim=-1)
-    end_where_nothing_is_left(ids_N, scores_N, on_device)
+    force_end_tokens(ids_N, scores_N, on_device)
     assert ids_N.tolist() == expected_NV.argmax(dim=-1).tolist() and ids_N[2] == 7
     is_other = torch.arange(5) != 2  # where nothing was left the definition puts a 0
     assert torch.equal(got_NV.cpu()[is_other], expected_NV[is_other])
@@ -44,7 +44,7 @@ def test_masks_are_applied_as_in_the_definition(dtype: torch.dtype) -> None:
 def test_constrained_answers_equal_the_cpus(tmp_path: Path) -> None:
     target, drafter = make_text_pair(tmp_path)
     values = StructuredOutputsParams(json={"enum": [True, "of"]}, disable_any_whitespace=True)
-    asked = [
+    requested = [
         SamplingParams(seed=2, max_tokens=2),
         SamplingParams(temperature=0.7, top_k=20, seed=3, max_tokens=8, structured_outputs=values),
     ]
@@ -62,7 +62,7 @@ def test_constrained_answers_equal_the_cpus(tmp_path: Path) -> None:
             max_num_seqs=2,
             max_model_len=48,
         ) as llm:
-            return [a.outputs[0].text for a in llm.generate(["x", "So"], asked)]
+            return [a.outputs[0].text for a in llm.generate(["x", "So"], requested)]
 
     got = answers("triton", DEVICE.type, 3)
     assert got == answers("torch", "cpu", None) and got[1] in ("true", '"of"')

@@ -60,15 +60,15 @@ def params(rng: np.random.Generator) -> list[SamplingParams]:
 def test_rules_are_applied_as_in_the_definition(begin: int, drafts: bool) -> None:
     """Target rows see the drafts before them, drafter rows only known tokens."""
     rng = np.random.default_rng(begin)
-    asked = params(rng)
-    slots = rng.permutation(len(asked))
-    tokens = torch.from_numpy(rng.integers(0, 6, (len(asked), LENGTH)))  # few, so that they repeat
+    requested = params(rng)
+    slots = rng.permutation(len(requested))
+    tokens = torch.from_numpy(rng.integers(0, 6, (len(requested), LENGTH)))  # few, so that they repeat
     tokens[:, ::50] = torch.from_numpy(rng.integers(0, VOCAB, tokens[:, ::50].shape))
-    shapes = RuleTables.shapes(len(asked))
+    shapes = RuleTables.shapes(len(requested))
     arena = Arena(shapes, DEVICE)
     arena.words.fill_(0x7F7F7F7F)  # what a slot's last request left there
     states = RuleStates(torch.device("cpu"))
-    for slot, wanted in zip(slots.tolist(), asked, strict=True):
+    for slot, wanted in zip(slots.tolist(), requested, strict=True):
         rules = LogitsProcessorParams.of(wanted, PROMPT)
         states.admit(slot, rules)
         for words, values in rule_entries(arena, slot, rules):
@@ -80,8 +80,8 @@ def test_rules_are_applied_as_in_the_definition(begin: int, drafts: bool) -> Non
     wanted = apply_rules(logits[:-1].clone(), states.rows(tokens, slots_N, seen_N))
     tables = SlotTables(
         token_ids=tokens.to(torch.int32).to(DEVICE),
-        page_tables=torch.zeros(1, len(asked), 1, dtype=torch.int32, device=DEVICE),
-        num_computed=torch.full((len(asked),), begin - 1, dtype=torch.int32, device=DEVICE),
+        page_tables=torch.zeros(1, len(requested), 1, dtype=torch.int32, device=DEVICE),
+        num_computed=torch.full((len(requested),), begin - 1, dtype=torch.int32, device=DEVICE),
         page_size=16,
         skip_slots=torch.zeros(1, dtype=torch.int64, device=DEVICE),
     )
@@ -96,4 +96,4 @@ def test_rules_are_applied_as_in_the_definition(begin: int, drafts: bool) -> Non
     )
     assert torch.equal(got[-1].cpu(), logits[-1]), "padding was ruled"
     torch.testing.assert_close(got[:-1].cpu(), wanted, rtol=1e-6, atol=1e-6)
-    assert RULE_LIMITS.excess(asked[3]) is None, "the tables hold them"
+    assert RULE_LIMITS.excess(requested[3]) is None, "the tables hold them"

@@ -19,7 +19,7 @@ from manta.drafter.step.gpu_triton.inputs.row_layout import (
     SlotTables,
     lay_out_block,
     lay_out_rows,
-    place_drafts,
+    write_drafts,
 )
 from manta.drafter.step.gpu_triton.inputs.upload import Upload
 from manta.drafter.step.gpu_triton.request_states import DeviceStates
@@ -184,8 +184,8 @@ def test_blocks_and_proposals_are_placed_as_in_request_states(case: Case):
         assert rows.positions_N[:used].equal(expected.positions_N)
         assert torch.stack(rows.kv_slots)[:, :used].equal(torch.stack(expected.kv_slots))
         drafts = by_request(chosen[expected.sampled_X], expected.counts_R, expected.max_count)
-    place_drafts(chosen, rows, tables)
-    states.place_drafts(plan, drafts)
+    write_drafts(chosen, rows, tables)
+    states.write_drafts(plan, drafts)
     assert tables.token_ids[:, :MAX_LEN].equal(states.token_ids[:, :MAX_LEN].int())
 
 
@@ -202,7 +202,7 @@ def test_ngram_lookup_finds_the_tokens_of_the_definition(
     ends, counts = plan.num_computed.astype(np.int64) + 1, plan.num_drafts.astype(np.int64)
     slots, lengths = plan.slots.astype(np.int64), (shortest, shortest + more)
     drafts = look_up_by_definition(states.token_ids, slots, ends, counts, *lengths)
-    states.place_drafts(plan, torch.where(drafts < 0, 0, drafts))
+    states.write_drafts(plan, torch.where(drafts < 0, 0, drafts))
     requests = ragged(case, plan.num_drafts + 1, max_drafts=int(plan.num_drafts.max()))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(lookup, "_PLACES", places)
@@ -226,7 +226,7 @@ def test_device_states_have_the_hosts_pages_and_tokens(case: Case, max_changes: 
     device = DeviceStates(SLOTS, MAX_LEN, NUM_PAGES, PAGE_SIZE, DEVICE, case.pages)
     upload = Upload(device.arena, 8, max_changes)
     before = device.tables.page_tables.clone()
-    assert len(device.changes(plan)) <= SLOTS * device.most_changes
+    assert len(device.changes(plan)) <= SLOTS * device.max_changes
     assert len(np.unique(device.changes(plan)[:, 0])) == len(device.changes(plan)), "a word is written once"
     send(upload, device, plan, 3)
     mine, others = plan.slots, np.setdiff1d(np.arange(SLOTS), plan.slots)
@@ -276,7 +276,7 @@ def test_acceptance_and_advancing_equal_the_hosts(case: Case, of_all_rows: bool)
     width = int(plan.num_drafts.max())
     drafts = put(np.random.default_rng(case.seed).integers(0, 3, (plan.num_requests, width)))
     drafts.masked_fill_(torch.arange(width) >= put(plan.num_drafts)[:, None], -1)
-    states.place_drafts(plan, drafts)
+    states.write_drafts(plan, drafts)
     tables = tables_of(states, plan, case.pages)
     counts = np.where(plan.samples, 1 + plan.num_drafts, 0)
     sampled, chosen, first = verdicts_of(case, counts, of_all_rows=of_all_rows)
@@ -310,7 +310,7 @@ def test_two_steps_of_a_request_run_without_the_host():
     ):
         block = lay_out_block(requests, tables, MASK)
         assert block.token_ids_N.tolist() == [known[-1], MASK, MASK, MASK]
-        place_drafts(torch.tensor([99, *proposed]), block, tables)
+        write_drafts(torch.tensor([99, *proposed]), block, tables)
         rows = lay_out_rows(requests, tables)
         assert rows.token_ids_N.tolist() == [known[-1], *proposed]
         outcome = torch.empty(1, 5, dtype=torch.int32)

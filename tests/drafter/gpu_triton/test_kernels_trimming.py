@@ -7,18 +7,18 @@ import pytest
 from devices import DEVICE
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from manta.cluster.speculation.draft_trimming import survivals, trimmed
+from manta.cluster.speculation.draft_trimming import drafts_to_verify, survivals
 from manta.cluster.step.scheduler_output import Trim
 from manta.jobs.doctor.cases.drafts import cut
 
 pytestmark = pytest.mark.usefixtures("on_the_device")
 
 
-def trim_of(rng: np.random.Generator, num_requests: int, most: int, num_rows: int) -> Trim:
+def trim_of(rng: np.random.Generator, num_requests: int, maximum: int, num_rows: int) -> Trim:
     """Probabilities that fall with the position, and requests of different weight, some of zero."""
     return Trim(
-        bias_K=np.linspace(0.5, -1.0, most).astype(np.float32),
-        slope_K=np.linspace(2.0, 0.5, most).astype(np.float32),
+        bias_K=np.linspace(0.5, -1.0, maximum).astype(np.float32),
+        slope_K=np.linspace(2.0, 0.5, maximum).astype(np.float32),
         bias_R=rng.choice(np.array([0.0, 0.0, -0.7], np.float32), num_requests),
         weights_R=rng.choice(np.array([1.0, 1.0, 2.5, 0.0], np.float32), num_requests),
         seconds_N=np.empty(0, np.float32),
@@ -26,23 +26,23 @@ def trim_of(rng: np.random.Generator, num_requests: int, most: int, num_rows: in
     )
 
 
-def margins_of(rng: np.random.Generator, drafts_R: np.ndarray, most: int) -> np.ndarray:
+def margins_of(rng: np.random.Generator, drafts_R: np.ndarray, maximum: int) -> np.ndarray:
     """Few different values, so that there are ties; nan means no draft."""
-    margins_RK = rng.choice(np.array([0.0, 0.1, 1.0, 7.5, np.inf], np.float32), (len(drafts_R), most))
-    return np.where(np.arange(most) < drafts_R[:, None], margins_RK, np.float32(np.nan))
+    margins_RK = rng.choice(np.array([0.0, 0.1, 1.0, 7.5, np.inf], np.float32), (len(drafts_R), maximum))
+    return np.where(np.arange(maximum) < drafts_R[:, None], margins_RK, np.float32(np.nan))
 
 
 @settings(max_examples=25, deadline=None)
 @given(st.integers(1, 9), st.integers(1, 7), st.integers(0, 3), st.integers(0, 2**20))
 def test_the_most_valuable_drafts_fill_the_rows(
-    num_requests: int, most: int, padding: int, seed: int
+    num_requests: int, maximum: int, padding: int, seed: int
 ) -> None:
     rng = np.random.default_rng(seed)
-    drafts_R = rng.integers(0, most + 1, num_requests)
+    drafts_R = rng.integers(0, maximum + 1, num_requests)
     most_rows = num_requests + int(drafts_R.sum())
     num_rows = int(rng.integers(num_requests, most_rows + 3))
-    trim, margins_RK = trim_of(rng, num_requests, most, num_rows), margins_of(rng, drafts_R, most)
-    expected_R = trimmed(margins_RK, drafts_R.astype(np.int32), num_requests, trim)
+    trim, margins_RK = trim_of(rng, num_requests, maximum, num_rows), margins_of(rng, drafts_R, maximum)
+    expected_R = drafts_to_verify(margins_RK, drafts_R.astype(np.int32), num_requests, trim)
     found, home = cut(drafts_R, margins_RK, trim, num_rows, DEVICE, padding)
     assert found.num_drafts_R.tolist() == [*expected_R.tolist(), *[0] * padding]
     ends = np.cumsum(1 + expected_R).tolist()
@@ -65,7 +65,7 @@ def test_any_number_of_requests_is_trimmed_as_on_the_host() -> None:
     rng = np.random.default_rng(1)
     drafts_R, num_rows = np.full(256, 15), 1000
     trim, margins_RK = trim_of(rng, 256, 15, num_rows), rng.exponential(2.0, (256, 15)).astype(np.float32)
-    expected_R = trimmed(margins_RK, drafts_R.astype(np.int32), 256, trim)
+    expected_R = drafts_to_verify(margins_RK, drafts_R.astype(np.int32), 256, trim)
     found, _ = cut(drafts_R, margins_RK, trim, num_rows, DEVICE)
     found_R = found.num_drafts_R.cpu().numpy()
     assert found_R.sum() == num_rows - 256

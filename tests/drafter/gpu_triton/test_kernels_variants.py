@@ -39,7 +39,7 @@ from triton.runtime.jit import JITFunction, create_function_from_signature
 
 pytestmark = pytest.mark.skipif(ON_GPU, reason="the kernels do not run")
 FILTERED = SlotSampling(0.6, 20, 0.95, 0.01, 0, 0, ())
-MOST_REQUESTS, MOST_ROWS = 9, 16  # of a request that decodes
+MAX_REQUESTS, MOST_ROWS = 9, 16  # of a request that decodes
 NOT_GIVEN = str(("constexpr", None))
 # Different in target and drafter, the same in every step.
 OF_A_MODEL = {("_lay_out_rows", "mask_id")}
@@ -99,8 +99,8 @@ def keys(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Keys]:
         patch.setattr(torch, "empty", torch.zeros)
         patch.setattr(torch, "empty_like", torch.zeros_like)
         patch.setattr(torch.Tensor, "new_empty", torch.Tensor.new_zeros)
-        most = {"max_num_seqs": MOST_REQUESTS}
-        config = settings(target, drafter, attention_backend="triton", device="cpu", **most)
+        maximum = {"max_num_seqs": MAX_REQUESTS}
+        config = settings(target, drafter, attention_backend="triton", device="cpu", **maximum)
         runner, _ = load_runner(config)
 
         def step(rows: list[int], drafts: list[int]) -> None:
@@ -114,7 +114,7 @@ def keys(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Keys]:
             for rows in (1, 4, MOST_ROWS, 30, 60):  # each tile height, the drafter too
                 step([rows], [rows - 1 if rows <= MOST_ROWS else 0])
         keys.mark_first()
-        for requests in range(1, MOST_REQUESTS + 1):
+        for requests in range(1, MAX_REQUESTS + 1):
             for rows in range(1, MOST_ROWS + 1, 3):
                 step([rows] * requests, [rows - 1] * requests)
             mixed = [1 + 7 * i % 47 for i in range(requests)]

@@ -78,7 +78,7 @@ def load(target: Path, drafter: Path, backend: Backend) -> tuple[Decoder, DFlash
     weights = TargetWeights(target, spec, Sharding(spec, 0, 1), torch.float32, DEVICE)
     decoder = Decoder(weights, (0, 1, 2), 64, SingleRank(), backend)
     facts = TargetFacts(spec.hidden_size, spec.num_layers, spec.vocab_size, 64)
-    return decoder, load_drafter(drafter, facts, decoder.lends, torch.float32, DEVICE, backend)
+    return decoder, load_drafter(drafter, facts, decoder.shared_embeddings, torch.float32, DEVICE, backend)
 
 
 def rows(backend: Backend) -> PlacedRows:

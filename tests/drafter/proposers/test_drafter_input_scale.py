@@ -13,7 +13,7 @@ from manta.cluster.config import EngineConfig
 from manta.cluster.errors import ConfigError
 from manta.drafter.compute.layers.linear import Linear
 from manta.drafter.dflash.checkpoint import load_drafter
-from manta.drafter.dflash.target_features import LentWeights, TargetFacts
+from manta.drafter.dflash.target_features import EmbeddingCopies, TargetFacts
 
 SCALE = 5376**0.5  # Gemma 4 31B's: no round number
 FACTS = TargetFacts(HIDDEN, TARGET_LAYERS, VOCAB, 64, embed_scale=SCALE)
@@ -54,7 +54,7 @@ def test_the_targets_factor_is_rounded_as_the_target_rounds_it(tmp_path: Path) -
 def test_a_row_that_replaces_the_mask_embedding_is_scaled_too(tmp_path: Path) -> None:
     config, row = z_lab(dflash={"mask_token_id": VOCAB + 5}), torch.randn(HIDDEN)
     checkpoints.write(tmp_path, config, mask_embedding=row)
-    drafter = load_drafter(tmp_path, FACTS, lends(torch.float32), torch.float32, "cpu")
+    drafter = load_drafter(tmp_path, FACTS, shared_embeddings(torch.float32), torch.float32, "cpu")
     torch.testing.assert_close(drafter.embed_block(torch.tensor([VOCAB + 5]))[0], row * SCALE)
 
 
@@ -67,16 +67,16 @@ def test_a_setting_must_be_a_positive_number(value: object) -> None:
 
 def load(folder: Path, config: dict, facts: TargetFacts, dtype: torch.dtype, setting: float | None):
     checkpoints.write(folder, config)
-    return load_drafter(folder, facts, lends(dtype), dtype, "cpu", input_embedding_scale=setting)
+    return load_drafter(folder, facts, shared_embeddings(dtype), dtype, "cpu", input_embedding_scale=setting)
 
 
 def lent_embedding() -> torch.Tensor:
     return torch.randn(VOCAB, HIDDEN, generator=torch.Generator().manual_seed(7))
 
 
-def lends(dtype: torch.dtype) -> LentWeights:
+def shared_embeddings(dtype: torch.dtype) -> EmbeddingCopies:
     embedding = lent_embedding().to(dtype)
-    return LentWeights(embedding, Linear(embedding))
+    return EmbeddingCopies(embedding, Linear(embedding))
 
 
 def drafter_embedding(folder: Path, config: dict) -> torch.Tensor:

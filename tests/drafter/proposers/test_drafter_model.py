@@ -29,7 +29,7 @@ from manta.drafter.compute.layers.linear import Linear
 from manta.drafter.dflash.checkpoint import load_drafter
 from manta.drafter.dflash.model import DFlashDrafter
 from manta.drafter.dflash.proposer import DFlashProposer
-from manta.drafter.dflash.target_features import LentWeights
+from manta.drafter.dflash.target_features import EmbeddingCopies
 from manta.drafter.step.request_states import RequestStates
 from manta.drafter.step.sampling.sampler import sample_rows
 from manta.drafter.step.sampling.verification import accept
@@ -83,7 +83,7 @@ def test_a_longer_causal_block_begins_with_the_shorter_one(tmp_path: Path):
     )
 
 
-class Halves(LentWeights):
+class Halves(EmbeddingCopies):
     """The embedding and head shards of the second of two ranks."""
 
     is_split = True
@@ -139,9 +139,9 @@ def test_context_uses_the_layers_own_key_and_value_weights(groups: tuple[int, ..
     config, backend = checkpoints.z_lab(num_hidden_layers=3), KeepsWeights()
     tensors = checkpoints.random_tensors(config)
     checkpoints.write(tmp_path, config, tensors)
-    lends = LentWeights(torch.zeros(VOCAB, HIDDEN), Linear(torch.zeros(VOCAB, HIDDEN)))
+    shared_embeddings = EmbeddingCopies(torch.zeros(VOCAB, HIDDEN), Linear(torch.zeros(VOCAB, HIDDEN)))
     places = [LayerPlace(group, groups[:i].count(group)) for i, group in enumerate(groups)]
-    load_drafter(tmp_path, FACTS, lends, torch.float32, "cpu", backend, places)
+    load_drafter(tmp_path, FACTS, shared_embeddings, torch.float32, "cpu", backend, places)
     stores = {weight.untyped_storage().data_ptr() for weight in backend.matrices}
     assert len(backend.blocks) == len(set(groups))
     for group, blocks in enumerate(backend.blocks):
@@ -184,7 +184,7 @@ def run_batch(target, oracle: Oracle, drafter: DFlashDrafter, prompts, params, n
     while True:
         states.apply(plan)
         drafts = proposer.propose(plan, states).drafts_RK
-        states.place_drafts(plan, drafts)
+        states.write_drafts(plan, drafts)
         rows = states.lay_out_rows(plan)
         taps, logits = _target_rows(target, oracle, plan, rows.token_ids_N, tokens)
         sampled = sample_rows(logits[rows.sampled_X], rows.sampling)
@@ -231,7 +231,7 @@ def test_whole_generations_propose_and_accept_as_the_oracle(variant: str, temper
     checkpoints.write(tmp_path, config, tensors)
     embedding, head = target.model.embed_tokens.weight.detach(), target.lm_head.weight.detach()
     oracle = Oracle(config, tensors, embedding, head)
-    drafter = load_drafter(tmp_path, FACTS, LentWeights(embedding, Linear(head)), torch.float32, "cpu")
+    drafter = load_drafter(tmp_path, FACTS, EmbeddingCopies(embedding, Linear(head)), torch.float32, "cpu")
     prompts = [[3, 14, 15, 92, 65], [35, 89, 79, 32, 38, 46, 26, 43, 38, 32], [7]]
     seeds = [11, -(2**40) - 3, 2**62 + 17]
     params = [SlotSampling(temperature, 0, 1.0, 0.0, s, 0, ()) for s in seeds]
@@ -281,8 +281,8 @@ def test_blocks_equal_those_of_a_saved_transformers_assistant(tmp_path: Path):
                 parameter.add_(1)
     theirs.save_pretrained(tmp_path)
     embedding = torch.randn(VOCAB, HIDDEN)
-    lends = LentWeights(embedding, Linear(torch.randn(VOCAB, HIDDEN)))
-    ours = load_drafter(tmp_path, FACTS, lends, torch.float32, "cpu")
+    shared_embeddings = EmbeddingCopies(embedding, Linear(torch.randn(VOCAB, HIDDEN)))
+    ours = load_drafter(tmp_path, FACTS, shared_embeddings, torch.float32, "cpu")
     assert ours.config.layout == "assistant" and not any(kind.causal for kind in ours.config.layers)
     taps = random_taps([21])
     requests = Requests(ours, [21], taps)
@@ -295,4 +295,4 @@ def test_blocks_equal_those_of_a_saved_transformers_assistant(tmp_path: Path):
             position_ids=torch.arange(37)[None],
             use_cache=False,
         ).last_hidden_state
-    assert torch.allclose(requests.block_logits([15])[0], lends.logits(hidden[0, 1:]), atol=2e-4)
+    assert torch.allclose(requests.block_logits([15])[0], shared_embeddings.logits(hidden[0, 1:]), atol=2e-4)

@@ -72,8 +72,8 @@ class Chains(ColocatedDrafter):
 
         drafter.logits = kept
 
-    def exchange(self, drafter) -> None:
-        super().exchange(drafter)
+    def swap_drafter(self, drafter) -> None:
+        super().swap_drafter(drafter)
         self._listen()
 
     def propose(self, plan: SchedulerOutput, states: RequestStates) -> Proposals:

@@ -51,7 +51,7 @@ def mixed_step() -> tuple[RequestStates, SchedulerOutput]:
 
 def test_rows_hold_known_tokens_then_drafts_at_their_positions_and_pages():
     states, plan = mixed_step()
-    states.place_drafts(plan, torch.tensor([[21, 22], [-1, -1], [-1, -1]]))
+    states.write_drafts(plan, torch.tensor([[21, 22], [-1, -1], [-1, -1]]))
     rows = states.lay_out_rows(plan)
     assert rows.token_ids_N.tolist() == [13, 21, 22, 54, 55, 70, 71]
     assert rows.positions_N.tolist() == [3, 4, 5, 4, 5, 0, 1]
@@ -62,7 +62,7 @@ def test_rows_hold_known_tokens_then_drafts_at_their_positions_and_pages():
 
 def test_a_step_planned_ahead_continues_where_the_last_one_ended():
     states, plan = mixed_step()
-    states.place_drafts(plan, torch.tensor([[21, 22], [-1, -1], [-1, -1]]))
+    states.write_drafts(plan, torch.tensor([[21, 22], [-1, -1], [-1, -1]]))
     states.advance(plan, torch.tensor([[21, 33, -1], [-1, -1, -1], [72, -1, -1]]), torch.tensor([2, 0, 1]))
     ahead = plan_of([2, 0, 1], [-1, 6, -1], [3, 3, 1], [2, 0, 0], [True, False, True])
     rows = states.lay_out_rows(ahead)
@@ -78,7 +78,7 @@ def test_rows_beyond_the_pages_of_an_ended_sequence_are_not_written():
 
 def test_tokens_of_a_step_replace_its_drafts():
     states, plan = mixed_step()
-    states.place_drafts(plan, torch.tensor([[21, 22], [-1, -1], [-1, -1]]))
+    states.write_drafts(plan, torch.tensor([[21, 22], [-1, -1], [-1, -1]]))
     states.advance(plan, torch.tensor([[21, 33, -1], [-1, -1, -1], [72, -1, -1]]), torch.tensor([2, 0, 1]))
     assert states.token_ids[2, :6].tolist() == [10, 11, 12, 13, 21, 33]
     assert states.token_ids[1, :3].tolist() == [70, 71, 72]
@@ -91,7 +91,7 @@ def test_drafts_at_the_end_of_the_longest_sequence_stay_in_bounds():
         [0], [3], [2], [1], [True], admitted=[admit(0, [1, 2, 3, 4])], pages=[(0, 0, 0), (0, 1, 1)]
     )
     states.apply(plan)
-    states.place_drafts(plan, torch.tensor([[9]]))
+    states.write_drafts(plan, torch.tensor([[9]]))
     assert states.lay_out_rows(plan).token_ids_N.tolist() == [4, 9]
     states.advance(plan, torch.tensor([[8, -1]]), torch.tensor([1]))
     assert states.token_ids[0, :5].tolist() == [1, 2, 3, 4, 8]
@@ -146,10 +146,10 @@ def test_every_page_group_has_its_own_slots_and_visible_pages():
     """The target's layers are in groups 0 and 1, the drafter's in group 2, which uses another pool."""
     groups = (KVCacheGroup(), KVCacheGroup(window=6), KVCacheGroup(pool=1, window=9))
     pages = KVCacheLayout(groups, (LayerPlace(1, 0), LayerPlace(0, 0)), (LayerPlace(2, 0),))
-    asked: list[tuple] = []
+    requested: list[tuple] = []
 
     def batch(first_R, num_rows_R, pages_RP, page_size, device, window):
-        asked.append((first_R.tolist(), num_rows_R.tolist(), pages_RP.tolist(), page_size, window))
+        requested.append((first_R.tolist(), num_rows_R.tolist(), pages_RP.tolist(), page_size, window))
         return window or "all"
 
     states = RequestStates(2, 12, (9, 4), 4, "cpu", batch, pages=pages)
@@ -166,7 +166,7 @@ def test_every_page_group_has_its_own_slots_and_visible_pages():
             [3 * 4 + 3, 2 * 4, 2 * 4 + 1],
         ]
     assert rows.batches == ("all", 6, None) and block.batches == (None, None, 9)
-    assert asked == [
+    assert requested == [
         ([3], [3], [[5, 6]], 4, None),
         ([3], [3], [[9, 8]], 4, 6),
         ([3], [3], [[3, 2]], 4, 9),

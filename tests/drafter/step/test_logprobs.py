@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from manta import LLM, SamplingParams
-from manta.actors.engine.output_logprobs import PlaceLogprobs
+from manta.actors.engine.output_logprobs import PositionLogprobs
 from tiny import TINY_VOCAB, make_tiny_drafter, make_tiny_target
 
 KNOBS = {
@@ -69,7 +69,7 @@ def prompts(count: int) -> list[list[int]]:
 
 
 def check(
-    token_ids: Sequence[int], found: Sequence[PlaceLogprobs | None], theirs_TV: torch.Tensor, num_top: int
+    token_ids: Sequence[int], found: Sequence[PositionLogprobs | None], theirs_TV: torch.Tensor, num_top: int
 ) -> None:
     assert len(found) == len(token_ids) == len(theirs_TV)
     for token, place, wanted_V in zip(token_ids, found, theirs_TV, strict=True):
@@ -79,7 +79,7 @@ def check(
         likeliest = wanted_V.topk(num_top).indices.tolist()
         assert set(place) == {token, *likeliest}
         assert [i for i in sorted(place, key=lambda i: place[i].rank) if i in likeliest] == likeliest
-        ours = torch.tensor([told.logprob for told in place.values()])
+        ours = torch.tensor([reported.logprob for reported in place.values()])
         torch.testing.assert_close(ours, wanted_V[list(place)], atol=1e-4, rtol=0)
 
 
@@ -103,19 +103,19 @@ def test_log_probabilities_of_every_token_equal_transformers(
         found = llm.generate([{"prompt_token_ids": p} for p in batch], params)
         assert (llm.stats().num_accepted_tokens > 0) == (drafts is not None)
         assert (llm.stats().preemptions > 0) == ("num_pages" in ENGINES[engine])
-    for prompt, asked, answer in zip(batch, params, found, strict=True):
+    for prompt, requested, answer in zip(batch, params, found, strict=True):
         (output,) = answer.outputs
         of_prompt_TV, theirs_TV = theirs(tuple(prompt), tuple(output.token_ids))
-        if asked.prompt_logprobs is None:
+        if requested.prompt_logprobs is None:
             assert answer.prompt_logprobs is None
         else:
             first, *rest = answer.prompt_logprobs
             assert first is None, "nothing foretells it"
-            check(prompt[1:], rest, of_prompt_TV, asked.prompt_logprobs)
-        if asked.logprobs is None:
+            check(prompt[1:], rest, of_prompt_TV, requested.prompt_logprobs)
+        if requested.logprobs is None:
             assert output.logprobs is None and output.cumulative_logprob is None
             continue
-        check(output.token_ids, output.logprobs, theirs_TV, asked.logprobs)
+        check(output.token_ids, output.logprobs, theirs_TV, requested.logprobs)
         total = theirs_TV[range(len(output.token_ids)), output.token_ids].sum()
         torch.testing.assert_close(torch.tensor(output.cumulative_logprob), total, atol=1e-2, rtol=0)
 
@@ -129,15 +129,15 @@ def test_a_cached_prompt_has_the_same_log_probabilities_and_serves_the_next(
     with LLM(
         str(pair[0]), skip_tokenizer_init=True, dtype="float32", num_threads=1, page_size=4, max_model_len=128
     ) as llm:
-        plain, told, again = (
+        plain, reported, again = (
             llm.generate({"prompt_token_ids": prompt}, p)[0] for p in (params, telling, params)
         )
     assert (
-        [o.token_ids for o in told.outputs]
+        [o.token_ids for o in reported.outputs]
         == [plain.outputs[0].token_ids] * 2
         == [again.outputs[0].token_ids] * 2
     )
-    assert (plain.metrics.num_cached_tokens, told.metrics.num_cached_tokens) == (0, 0)
+    assert (plain.metrics.num_cached_tokens, reported.metrics.num_cached_tokens) == (0, 0)
     assert again.metrics.num_cached_tokens > 0
     of_prompt_TV, _ = theirs(tuple(prompt), ())
-    check(prompt[1:], told.prompt_logprobs[1:], of_prompt_TV, 1)
+    check(prompt[1:], reported.prompt_logprobs[1:], of_prompt_TV, 1)

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 from manta.actors.targets.loading.rank_loader import load_runner
-from manta.cluster.speculation.draft_trimming import trimmed
+from manta.cluster.speculation.draft_trimming import drafts_to_verify
 from manta.cluster.step.dummy_steps import dummy_step
 from manta.cluster.step.scheduler_output import SchedulerOutput, StepResult, Trim
 from manta.drafter.step.cpu_numba.step_ops import LOOPS
@@ -36,12 +36,14 @@ Execute = Callable[[SchedulerOutput], StepResult]
 
 def random_trim(plan: SchedulerOutput) -> Trim:
     """Trims randomly: in every third step everything, in others to a given number of rows."""
-    random, most = np.random.default_rng(plan.step), plan.num_batched_tokens
+    random, maximum = np.random.default_rng(plan.step), plan.num_batched_tokens
     floats = random.normal(size=(2, NUM_DRAFTS)).astype(np.float32)
     of_requests = random.random((2, plan.num_requests)).astype(np.float32)
-    rising = np.cumsum(random.random(most + 1)).astype(np.float32) + (0 if plan.step % 3 else 1e6)
+    rising = np.cumsum(random.random(maximum + 1)).astype(np.float32) + (0 if plan.step % 3 else 1e6)
     rising[1:] += 0 if plan.step % 3 else 1e9
-    return Trim(*floats, *of_requests, rising, int(random.integers(1, most)) if plan.step % 4 == 1 else None)
+    return Trim(
+        *floats, *of_requests, rising, int(random.integers(1, maximum)) if plan.step % 4 == 1 else None
+    )
 
 
 def generate(execute: Execute, *, trims: bool = True) -> tuple[list[list[int]], list[StepResult]]:
@@ -67,9 +69,11 @@ class Knows:
         self._texts = texts
 
     def propose(self, plan: SchedulerOutput, states: object) -> Proposals:
-        most = int(plan.num_drafts.max())
-        margins = torch.from_numpy(np.random.default_rng(plan.step).random((3, most), dtype=np.float32) * 9)
-        drafts = torch.full((3, most), -1)
+        maximum = int(plan.num_drafts.max())
+        margins = torch.from_numpy(
+            np.random.default_rng(plan.step).random((3, maximum), dtype=np.float32) * 9
+        )
+        drafts = torch.full((3, maximum), -1)
         for r, (n, k) in enumerate(zip(plan.num_computed, plan.num_drafts, strict=True)):
             drafts[r, :k] = torch.tensor(self._texts[r][n + 1 : n + 1 + k])
             margins[r, k:] = torch.nan
@@ -103,7 +107,7 @@ def test_trimmed_drafts_are_not_computed_and_change_no_token(tiny_qwen3: Path, t
     for plan, result, num_rows in list(zip(plans, results, rows, strict=True))[1:]:
         num_other_rows, margins = int((plan.num_rows - plan.num_drafts).sum()), result.margins
         assert margins.shape == (3, NUM_DRAFTS) and np.isnan(margins[1, 2:]).all()
-        expected = trimmed(margins, plan.num_drafts, num_other_rows, plan.trim)
+        expected = drafts_to_verify(margins, plan.num_drafts, num_other_rows, plan.trim)
         assert result.num_drafts.tolist() == expected.tolist()
         assert num_rows == num_other_rows + expected.sum()
         assert (result.num_tokens <= 1 + expected).all() and result.token_ids.shape == (3, NUM_DRAFTS + 1)
@@ -175,14 +179,14 @@ def test_a_step_without_context_sends_the_drafter_nothing(tiny_qwen3: Path, tiny
 def test_compiled_trimming_equals_the_definition(seed: int) -> None:
     """Given rows, a rate, neither; missing margins; few rows that pay, and many."""
     random = np.random.default_rng(seed)
-    num_requests, most = int(random.integers(1, 40)), int(random.integers(1, 16))
-    drafts = random.integers(0, most + 1, num_requests)
+    num_requests, maximum = int(random.integers(1, 40)), int(random.integers(1, 16))
+    drafts = random.integers(0, maximum + 1, num_requests)
     plan = dummy_step([5] * num_requests, (1 + drafts).tolist(), drafts.tolist())
     num_rows = plan.num_batched_tokens
-    margins = np.abs(random.normal(0, 3, (num_requests, most))).astype(np.float32)
+    margins = np.abs(random.normal(0, 3, (num_requests, maximum))).astype(np.float32)
     margins[random.random(margins.shape) < 0.05] = np.nan
     margins[random.random(margins.shape) < 0.05] = np.inf
-    curves = [random.normal(size=n).astype(np.float32) for n in (most, most, num_requests)]
+    curves = [random.normal(size=n).astype(np.float32) for n in (maximum, maximum, num_requests)]
     rest = random.random(num_requests) + 0.1, np.cumsum(random.random(num_rows + 1))
     chosen = int(random.integers(1, num_rows + 1)) if seed % 3 == 0 else None
     trim = Trim(*curves, *(f.astype(np.float32) for f in rest), chosen, (0.0, 0.5, 0.1, 2.0)[seed % 4])

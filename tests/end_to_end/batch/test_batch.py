@@ -105,19 +105,19 @@ def test_rows_are_answered_as_llm_decodes_them_plainly(pair: tuple[Path, Path], 
     folder, made = answered
     rows = {row["id"]: row for row in read_results(folder) if row["error"] is None}
     assert len(rows) == len(ROWS) - 3 and made.stats.num_draft_tokens > 0
-    asked = [row for row in ROWS if row["id"] in rows]
+    requested = [row for row in ROWS if row["id"] in rows]
     params = [
         SamplingParams(
             max_tokens=row["max_tokens"] or 16,
             seed=row_seed(0, row["id"]),
             **({} if row["temperature"] is None else {"temperature": row["temperature"]}),
         )
-        for row in asked
+        for row in requested
     ]
     settings = {"dtype": "float32", "num_threads": 1, "max_model_len": 256}
     with LLM(str(pair[0]), speculative_config=None, **settings) as llm:
-        wanted = llm.generate([row["prompt"] for row in asked], params)
-    for row, output in zip(asked, wanted, strict=True):
+        wanted = llm.generate([row["prompt"] for row in requested], params)
+    for row, output in zip(requested, wanted, strict=True):
         found, plain = rows[row["id"]], output.outputs[0]
         assert (found["token_ids"], found["text"]) == (plain.token_ids, plain.text)
 
@@ -153,10 +153,10 @@ def test_figures_add_up_and_a_repeated_command_prints_them_again(
 def test_the_page_shows_the_first_rows_with_prompts_and_answers(answered: Answered) -> None:
     folder, report = answered
     rows = {row["id"]: row for row in read_results(folder)}
-    asked = {row["id"]: row for row in ROWS}
+    requested = {row["id"]: row for row in ROWS}
     assert len(report.samples) == 3
     for sample in report.samples:
-        prompt = asked[sample.id]["prompt"]
+        prompt = requested[sample.id]["prompt"]
         assert (sample.prompt, sample.answer) == (prompt, rows[sample.id]["text"])
         assert str(prompt) in unescape((folder / "_report.html").read_text())
 

@@ -58,8 +58,8 @@ def test_an_engine_leaves_a_node_that_is_about_to_be_removed(
     (node,) = cluster.worker_nodes
     reason = autoscaler_pb2.DrainNodeReason.Value("DRAIN_NODE_REASON_PREEMPTION")
     deadline_ms = int((time.time() + 20) * 1000)
-    told, why = ray_worker.global_worker.gcs_client.drain_node(node.node_id, reason, "spot", deadline_ms)
-    assert told, why
+    reported, why = ray_worker.global_worker.gcs_client.drain_node(node.node_id, reason, "spot", deadline_ms)
+    assert reported, why
     thread.join(120)
     assert not thread.is_alive()
     assert "its node is about to leave the cluster" in capsys.readouterr().err

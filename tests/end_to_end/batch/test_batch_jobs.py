@@ -146,7 +146,7 @@ def test_a_time_limit_keeps_the_answers_and_the_next_run_completes_the_job(
     write_rows(tmp_path / "rows.jsonl", 300)
     with pytest.raises(TimeUp) as ended:
         run(model, tmp_path / "rows.jsonl", tmp_path / "out", limit_time_s=2.0)
-    assert (ended.value.exit_code, ended.value.told) == (3, True)
+    assert (ended.value.exit_code, ended.value.is_reported) == (3, True)
     kept = len(read_results(tmp_path / "out"))
     assert f"stopped by its time limit of 2 s: {kept} of 300 rows are in" in capsys.readouterr().err
     assert kept < 300
@@ -158,7 +158,9 @@ def test_engines_start_while_many_rows_remain_and_stop_when_none_are_left(
     model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(pool_size, "MIN_SOON_S", 0.5)
-    monkeypatch.setattr(pool_size.PoolSize, "started", lambda self, seconds: None)  # starts appear quick
+    monkeypatch.setattr(
+        pool_size.PoolSize, "record_startup", lambda self, seconds: None
+    )  # starts appear quick
     write_rows(tmp_path / "rows.jsonl", 900)
     begin_s = time.monotonic()
     figures = run(

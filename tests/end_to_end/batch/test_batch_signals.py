@@ -115,12 +115,12 @@ def all_processes_ended(job: Job) -> bool:
 
 def answered_rows(job: Job, number: signal.Signals, suffix: str) -> list[dict[str, Any]]:
     """Read the rows of a job that was stopped by a signal, and check its message about them."""
-    told = re.search(rf"stopped by {number.name}: (\d+) of {NUM_ROWS} rows are in (\S+);", job.said())
-    assert told, job.said()
+    reported = re.search(rf"stopped by {number.name}: (\d+) of {NUM_ROWS} rows are in (\S+);", job.said())
+    assert reported, job.said()
     rows = read_results(job.out)
-    assert len(rows) == len({row["id"] for row in rows}) == int(told[1]) > 0
+    assert len(rows) == len({row["id"] for row in rows}) == int(reported[1]) > 0
     assert all(len(row["token_ids"]) == 64 for row in rows)
-    assert told[2] == str(job.out)
+    assert reported[2] == str(job.out)
     assert "Traceback" not in job.said()
     assert {path.suffix for path in job.out.iterdir() if path.is_file()} == {suffix}
     return rows

@@ -22,7 +22,7 @@ from manta import LLM, SamplingParams
 from manta.actors.batch.dataset.row_requests import row_seed
 from manta.cluster.errors import ConfigError, PlacementError, RequestError
 from manta.data import MantaEngineProcessorConfig, build_processor
-from manta.jobs.batch.processor import EngineGroups, find_room
+from manta.jobs.batch.processor import EngineGroups, plan_engines
 from ray.util import placement_group_table
 from small_ray import small_ray
 from text_pair import make_text_pair
@@ -183,7 +183,7 @@ def test_the_death_of_an_engines_worker_loses_no_row_and_no_resources(
 
 
 def test_an_unused_placement_group_is_used_for_the_next_engine(two_cpus: None) -> None:
-    groups = EngineGroups([{"CPU": 0.5}], most=2)
+    groups = EngineGroups([{"CPU": 0.5}], maximum=2)
     first, second = groups(), groups()
     assert first["name"] == second["name"], "Ray Data asks more often than it starts"
 
@@ -193,7 +193,7 @@ def test_an_unused_placement_group_is_used_for_the_next_engine(two_cpus: None) -
 
     engine = Engine.options(**first).remote()
     assert groups()["name"] != first["name"]
-    full = EngineGroups([{"CPU": 0.5}], most=1)
+    full = EngineGroups([{"CPU": 0.5}], maximum=1)
     other = Engine.options(**full()).remote()
     assert full() == {}, "it asks though all engines run"
     ray.kill(engine)
@@ -201,12 +201,12 @@ def test_an_unused_placement_group_is_used_for_the_next_engine(two_cpus: None) -
     wait_for(lambda: all(group["state"] == "REMOVED" for group in placement_group_table().values()))
 
 
-@pytest.mark.parametrize(("ranks", "most"), [(1, 4), (2, 1)])
+@pytest.mark.parametrize(("ranks", "maximum"), [(1, 4), (2, 1)])
 def test_a_pool_grows_to_what_the_nodes_hold_besides_ray_data(
-    two_cpus: None, pair: tuple[Path, Path], ranks: int, most: int
+    two_cpus: None, pair: tuple[Path, Path], ranks: int, maximum: int
 ) -> None:
     settings = config(pair, engine_kwargs={"tensor_parallel_size": ranks})
-    assert find_room(settings.engine_config(), 1, 8).most == most
+    assert plan_engines(settings.engine_config(), 1, 8).most == maximum
 
 
 def test_wrong_settings_are_reported_before_anything_runs(two_cpus: None, pair: tuple[Path, Path]) -> None:

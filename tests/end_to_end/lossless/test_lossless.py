@@ -211,15 +211,15 @@ class Reference:
         self._pair = pair
         self._known: dict[tuple[str, int], list[int]] = {}
 
-    def of(self, asked: Iterable[tuple[str, int]]) -> list[list[int]]:
+    def of(self, requested: Iterable[tuple[str, int]]) -> list[list[int]]:
         """Tokens of these (setting, prompt)."""
-        asked = list(asked)
-        unknown = [each for each in asked if each not in self._known]
+        requested = list(requested)
+        unknown = [each for each in requested if each not in self._known]
         if unknown:
             with self._pair.open(speculate=False, enable_prefix_caching=False) as llm:
                 for name, i in unknown:
                     (self._known[name, i],) = tokens_of(llm, [prompts(8)[i]], [params_of(name, 8)[i]])
-        return [self._known[each] for each in asked]
+        return [self._known[each] for each in requested]
 
     def first(self, name: str, count: int) -> list[list[int]]:
         """Tokens of a setting and the first prompts."""
@@ -286,7 +286,7 @@ def test_no_token_changes_in_batches_of_eight_with_every_setting(
 
     Every prompt meets half of the knobs, the next prompt the other half; in the whole grid, as shipped, all.
     """
-    asked = [
+    requested = [
         (name, i)
         for number, name in enumerate(KNOBS)
         for i in range(8)
@@ -295,11 +295,11 @@ def test_no_token_changes_in_batches_of_eight_with_every_setting(
     how = {"speculate": drafts is not None, "num_speculative_tokens": drafts, **ENGINES[engine]}
     short = "preemption" in engine
     with pair.open(**how, **(pair.few_pages if short else {})) as llm:
-        params = [params_of(name, 8)[i] for name, i in asked]
-        got = tokens_of(llm, [prompts(8)[i] for _, i in asked], params)
+        params = [params_of(name, 8)[i] for name, i in requested]
+        got = tokens_of(llm, [prompts(8)[i] for _, i in requested], params)
         stats = llm.stats()
-    expected = reference.of(asked)
-    wrong = [which for which, ours, right in zip(asked, got, expected, strict=True) if ours != right]
+    expected = reference.of(requested)
+    wrong = [which for which, ours, right in zip(requested, got, expected, strict=True) if ours != right]
     assert not wrong, "these (knob, prompt) differ"
     assert (stats.num_accepted_tokens > 0) == (drafts is not None), (
         "drafts that are never accepted prove little"
@@ -317,12 +317,14 @@ def test_no_token_changes_with_random_drafts_and_trimming(
 ) -> None:
     """Eight at once, every setting, log probabilities among them."""
     monkeypatch.setattr("manta.cluster.scheduler.step_controller.DraftLengthPolicy", RandomPolicy)
-    asked = [(name, i) for number, name in enumerate(KNOBS) for i in range(number % 2, 8, 2)]
+    requested = [(name, i) for number, name in enumerate(KNOBS) for i in range(number % 2, 8, 2)]
     few = pair.few_pages if "preemption" in engine else {}
     with pair.open(speculate=True, adaptive=True, **ENGINES[engine], **few) as llm:
-        got = tokens_of(llm, [prompts(8)[i] for _, i in asked], [params_of(name, 8)[i] for name, i in asked])
+        got = tokens_of(
+            llm, [prompts(8)[i] for _, i in requested], [params_of(name, 8)[i] for name, i in requested]
+        )
         assert 0 < llm.stats().num_accepted_tokens < llm.stats().num_draft_tokens
-    assert got == reference.of(asked)
+    assert got == reference.of(requested)
 
 
 @pytest.mark.parametrize("bound", [1, 4])

@@ -285,15 +285,17 @@ def test_rays_exporter_shows_what_the_replica_does(server: Server) -> None:
     (node,) = ray.nodes()
     url = f"http://{node['NodeManagerAddress']}:{node['MetricsExportPort']}/metrics"
 
-    told: dict[str, list[float]] = {}  # polled, because audits continue in idle steps
+    reported: dict[str, list[float]] = {}  # polled, because audits continue in idle steps
 
     def shows_all() -> bool:
         for name, value in samples(f"{server.url}/metrics").items():
-            if (value or in_ray(name) in told) and not name.startswith(("http_", "manta:")):
-                told.setdefault(in_ray(name), []).append(value)
-        assert len(told) > 60
+            if (value or in_ray(name) in reported) and not name.startswith(("http_", "manta:")):
+                reported.setdefault(in_ray(name), []).append(value)
+        assert len(reported) > 60
         shown = samples(url)
-        return all(min(values) <= shown.get(name, math.nan) <= max(values) for name, values in told.items())
+        return all(
+            min(values) <= shown.get(name, math.nan) <= max(values) for name, values in reported.items()
+        )
 
     wait_for(shows_all)
 

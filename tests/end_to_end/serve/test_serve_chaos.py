@@ -99,8 +99,8 @@ def test_a_single_replicas_death_closes_connections_and_service_returns(
 ) -> None:
     """No process is left to write an event; OpenAI's client raises an error that it retries."""
     client = openai.OpenAI(base_url=f"{served.url}/v1", api_key="none", max_retries=0, timeout=60)
-    asked = {"model": client.models.list().data[0].id, "prompt": "x", "max_tokens": 480}
-    pieces = client.completions.create(**asked, stream=True, extra_body={"ignore_eos": True})
+    requested = {"model": client.models.list().data[0].id, "prompt": "x", "max_tokens": 480}
+    pieces = client.completions.create(**requested, stream=True, extra_body={"ignore_eos": True})
     next(iter(pieces))
     served.kill(REPLICA.victim(served))
     with pytest.raises(openai.APIConnectionError):
@@ -137,12 +137,12 @@ def test_a_stopping_server_accepts_no_request_and_finishes_streams(
         return served.log.read_text(errors="replace")[said_before:]
 
     with ThreadPoolExecutor(4) as pool:
-        begun = [threading.Event() for _ in range(2)]
-        short = pool.submit(stream, served.url, 1, 100, begun[0])
-        assert begun[0].wait(WAIT_S), "it would wait behind the others"
+        resume_state = [threading.Event() for _ in range(2)]
+        short = pool.submit(stream, served.url, 1, 100, resume_state[0])
+        assert resume_state[0].wait(WAIT_S), "it would wait behind the others"
         # More completions than the engine has slots for.
-        long = [pool.submit(stream, served.url, 4, CONTEXT - 96, begun[1]) for _ in range(3)]
-        assert begun[1].wait(WAIT_S)
+        long = [pool.submit(stream, served.url, 4, CONTEXT - 96, resume_state[1]) for _ in range(3)]
+        assert resume_state[1].wait(WAIT_S)
         process.send_signal(signal.SIGTERM)
         wait_for(lambda: "no new requests" in said() and served.health() == 503, WAIT_S, "it goes on")
         refused = httpx.post(f"{served.url}/v1/completions", json={"prompt": "x"}, timeout=10.0)

@@ -107,7 +107,7 @@ def body(i: int) -> dict[str, Any]:
     }
 
 
-def read(server: Cluster, i: int, begun: threading.Barrier | None = None) -> dict[str, Any]:
+def read(server: Cluster, i: int, started: threading.Barrier | None = None) -> dict[str, Any]:
     """A whole stream, as its client sees it."""
     seen: dict[str, Any] = {"text": "", "token_ids": [], "ids": set(), "comments": 0, "done": False}
     with httpx.stream("POST", f"{server.url}/v1/chat/completions", json=body(i), timeout=120) as response:
@@ -129,9 +129,9 @@ def read(server: Cluster, i: int, begun: threading.Barrier | None = None) -> dic
                 seen["usage"] = {
                     name: event["usage"][name] for name in ("prompt_tokens", "completion_tokens")
                 }
-            if begun is not None and len(seen["token_ids"]) > 20:
-                begun.wait(60)
-                begun = None
+            if started is not None and len(seen["token_ids"]) > 20:
+                started.wait(60)
+                started = None
     return seen
 
 
@@ -159,9 +159,9 @@ def test_a_drafter_is_swapped_under_load_and_a_wrong_one_refused(server: Cluster
 def test_streams_outlive_their_replica(server: Cluster) -> None:
     with ThreadPoolExecutor(NUM_STREAMS) as pool:
         undisturbed = list(pool.map(lambda i: read(server, i), range(NUM_STREAMS)))
-        begun = threading.Barrier(NUM_STREAMS + 1)
-        streams = [pool.submit(read, server, i, begun) for i in range(NUM_STREAMS)]
-        begun.wait(60)
+        started = threading.Barrier(NUM_STREAMS + 1)
+        streams = [pool.submit(read, server, i, started) for i in range(NUM_STREAMS)]
+        started.wait(60)
         pids = server.pids(REPLICA)
         assert len(pids) == 2
         os.kill(min(pids), signal.SIGKILL)

@@ -43,11 +43,11 @@ def test_load_adds_a_replica_and_idleness_removes_all_without_a_failed_request(
         output=tmp_path / "scale.json",
         plot=tmp_path / "scale.svg",
     )
-    told: dict[str, set[float]] = {}
-    with listening_to_ray(told):
+    reported: dict[str, set[float]] = {}
+    with listening_to_ray(reported):
         figures = run_scale(settings, options)
-    assert told["ray_manta_autoscaler_wanted_replicas"] >= {0.0, 1.0, 2.0}
-    assert told.keys() == {
+    assert reported["ray_manta_autoscaler_wanted_replicas"] >= {0.0, 1.0, 2.0}
+    assert reported.keys() == {
         f"ray_{metric.name}{'_total' if metric.kind == 'counter' else ''}" for metric in SCALING_CATALOGUE
     }
     numbers = [moment["serving"] for moment in figures["moments"]]
@@ -59,7 +59,7 @@ def test_load_adds_a_replica_and_idleness_removes_all_without_a_failed_request(
 
 
 @contextmanager
-def listening_to_ray(told: dict[str, set[float]]) -> Iterator[None]:
+def listening_to_ray(reported: dict[str, set[float]]) -> Iterator[None]:
     """The autoscaler's metrics from Ray's exporter meanwhile: by name, all values seen."""
     over = threading.Event()
 
@@ -72,7 +72,7 @@ def listening_to_ray(told: dict[str, set[float]]) -> Iterator[None]:
                     for sample in family.samples:
                         if sample.name.startswith("ray_manta_autoscaler_"):
                             assert sample.labels["deployment"] == "manta"
-                            told.setdefault(sample.name, set()).add(sample.value)
+                            reported.setdefault(sample.name, set()).add(sample.value)
 
     thread = threading.Thread(target=listen, daemon=True)
     thread.start()
@@ -84,14 +84,14 @@ def listening_to_ray(told: dict[str, set[float]]) -> Iterator[None]:
 
 
 def test_first_token_times_are_summarized_by_window_and_failures_are_counted() -> None:
-    asked = [
+    requested = [
         Asked(1.0, 0.1, None),
         Asked(4.0, 0.3, None),
         Asked(6.0, 0.2, "it broke"),
         Asked(7.0, None, "gone"),
     ]
     moments = [Moment(0.5, 1, 0, 0, 1), Moment(1.0, 1, 0, 0, 1), Moment(1.5, 1, 1, 0, 2)]
-    found = summary(Seen(moments, asked))
+    found = summary(Seen(moments, requested))
     assert (found["requests"], found["failed"]) == (4, 2)
     assert [window["requests"] for window in found["windows"]] == [2, 1]
     assert found["windows"][0]["first_token_s"]["p50"] == pytest.approx(0.2)

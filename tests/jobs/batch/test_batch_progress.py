@@ -19,7 +19,7 @@ from manta.cluster.engine.engine_core import EngineStats
 from manta.cluster.errors import ConfigError
 from manta.cluster.metrics.fleet_metrics import BATCH_CATALOGUE
 from manta.jobs.batch import progress
-from manta.jobs.batch.progress import JobGauges, Pace, Progress, ProgressView
+from manta.jobs.batch.progress import JobGauges, Progress, ProgressMeter, ProgressView
 from manta.jobs.common.progress import spell_time
 from rich.console import Console
 
@@ -163,10 +163,10 @@ def test_there_is_no_sample_without_rows_for_it() -> None:
     assert not engine.plain and sample.comparison is None
     assert num_plain_rows(2_560, 64) == 128
     assert num_plain_rows(2_559, 64) == 0, "more than 5 % of the rows"
-    assert num_plain_rows(100, 8, asked=20) == 20
-    assert num_plain_rows(10_000, 64, asked=0) == 0
+    assert num_plain_rows(100, 8, requested=20) == 20
+    assert num_plain_rows(10_000, 64, requested=0) == 0
     with pytest.raises(ConfigError, match=r"plain_sample=15 .*Set it to 16 or more") as caught:
-        num_plain_rows(100, 8, asked=15)
+        num_plain_rows(100, 8, requested=15)
     assert caught.value.param == "plain_sample"
 
 
@@ -219,7 +219,7 @@ def durable(rows: int, tokens_out: int) -> RowStats:
 
 def test_rates_and_remaining_time_follow_the_tokens() -> None:
     clock = Clock()
-    pace = Pace(300, clock=clock)
+    pace = ProgressMeter(300, clock=clock)
     now = pace.update(durable(100, 1000), EngineTotals(), 2)  # of an earlier run
     assert (now.rows, now.answering, now.left_s, now.mean_tokens_per_s) == (100, False, None, 0)
     clock.now_s += 100  # loading: no part of any rate
@@ -238,7 +238,7 @@ def test_rates_and_remaining_time_follow_the_tokens() -> None:
 
 def test_the_remaining_time_counts_tokens_of_running_rows() -> None:
     clock = Clock()
-    pace = Pace(100, clock=clock)
+    pace = ProgressMeter(100, clock=clock)
     pace.update(durable(0, 0), EngineTotals(rows_running=4), 1)
     clock.now_s += 10
     live = EngineTotals(rows_done=20, rows_running=4, completion_tokens=240)
@@ -249,7 +249,7 @@ def test_the_remaining_time_counts_tokens_of_running_rows() -> None:
 
 def test_the_current_rate_forgets_the_past_and_survives_a_lost_engine() -> None:
     clock, tokens = Clock(), 0
-    pace = Pace(1000, left=500, clock=clock)
+    pace = ProgressMeter(1000, left=500, clock=clock)
     for _ in range(100):
         clock.now_s += 1
         tokens += 10

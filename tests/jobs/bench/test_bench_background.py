@@ -67,7 +67,7 @@ def test_a_batch_runs_during_one_sides_turns_only(tmp_path: Path, capsys: pytest
         assert abs(alone["batch_tokens_per_s"]) < 1.0 < beside["batch_tokens_per_s"]
         assert set(point["ratios"]) == {"tpot_p50", "tpot_p95", "ttft_p50", "ttft_p95"}
         with ServerClient(server.url) as client:
-            batches = client.found("/v1/batches")["data"]
+            batches = client.get_json("/v1/batches")["data"]
             assert [batch["status"] for batch in batches] == ["cancelled"]
             few = replace(options, lines=2)
             with pytest.raises(MantaError, match="Give it more --lines"):

@@ -170,14 +170,14 @@ def test_generate_continues_after_an_end_of_sequence(pair: tuple[Path, Path], tm
 
 
 def test_a_server_that_refuses_extra_fields_and_returns_no_token_ids_is_measured() -> None:
-    asked: list[dict[str, Any]] = []
+    requested: list[dict[str, Any]] = []
 
     def answer(path: str, body: Any) -> tuple[int, Any]:
         if body is None:
             return 200, {"data": [{"id": "first"}, {"id": "second"}]}
         if "ignore_eos" in body:
             return 400, {"error": {"message": "Unknown field ignore_eos."}}
-        asked.append(body)
+        requested.append(body)
         return 200, {"choices": [{"text": "x"}], "usage": {"completion_tokens": len(body["prompt"])}}
 
     with serving(answer) as served:
@@ -186,8 +186,8 @@ def test_a_server_that_refuses_extra_fields_and_returns_no_token_ids_is_measured
         found = run(PROMPTS, 6)
     assert server.name.startswith("first at ") and setup.dtype is None and setup.at_once == 2
     assert found.tokens == sum(map(len, PROMPTS)) and found.token_ids is None
-    assert sorted(body["prompt"] for body in asked[1:]) == sorted(PROMPTS)
-    assert all(body["max_tokens"] == 6 and body["temperature"] == 0 for body in asked[1:])
+    assert sorted(body["prompt"] for body in requested[1:]) == sorted(PROMPTS)
+    assert all(body["max_tokens"] == 6 and body["temperature"] == 0 for body in requested[1:])
 
 
 def test_a_server_gets_the_requested_number_of_concurrent_requests() -> None:

@@ -126,7 +126,7 @@ def test_the_fleets_load_is_the_sum_of_its_replicas_and_no_slot_is_lost(seed: in
     class Looking(Fixed):
         def wanted(self, fleet: Fleet, now_s: float) -> int:
             slots = fleet._slots
-            assert (slots.count <= SLOTS).all() and (slots.load <= SLOTS + model.most_waiting).all()
+            assert (slots.count <= SLOTS).all() and (slots.load <= SLOTS + model.max_waiting).all()
             assert (slots.kv_tokens <= model.kv_tokens).all() and (slots.kv_tokens >= 0).all()
             assert (np.isfinite(slots._ends_NC).sum(axis=1) == slots.count).all()
             rows = fleet._serving
@@ -145,7 +145,11 @@ def test_the_fleets_load_is_the_sum_of_its_replicas_and_no_slot_is_lost(seed: in
             wanted = FleetLoad.of(figures, fleet.there, float(len(fleet.queue)))
             found = fleet.load()
             assert (found.busy, found.backlog_s) == pytest.approx((wanted.busy, wanted.backlog_s))
-            assert (found.there, found.heard, found.queued) == (wanted.there, wanted.heard, wanted.queued)
+            assert (found.there, found.num_reporting, found.queued) == (
+                wanted.there,
+                wanted.num_reporting,
+                wanted.queued,
+            )
             looks.append(found.busy)
             return super().wanted(fleet, now_s)
 
@@ -161,7 +165,7 @@ def test_requests_begin_and_end_at_their_own_times_within_a_time_step() -> None:
         step_tokens=(1.0, 1.0),
         prompt_token_s=0.01,
         kv_tokens=10_000,
-        most_waiting=2,
+        max_waiting=2,
         start_s=1.0,
     )
     coming = Arrivals(np.array([0.1, 2.0, 2.1]), np.array([10, 100, 10]), np.array([40, 20, 5]))

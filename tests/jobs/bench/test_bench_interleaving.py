@@ -7,7 +7,7 @@ from functools import partial
 from hypothesis import given
 from hypothesis import strategies as st
 from manta.jobs.bench.common.engine_passes import (
-    LEAST_GROUPS,
+    MIN_GROUPS,
     Pass,
     SteppedPass,
     joined,
@@ -25,7 +25,7 @@ def test_turns_cover_all_prompts_in_full_groups(
     count: int, requests: int, speed: float, max_tokens: int
 ) -> None:
     per_turn = prompts_per_turn(requests, speed, max_tokens)
-    assert per_turn % requests == 0 and per_turn >= LEAST_GROUPS * requests
+    assert per_turn % requests == 0 and per_turn >= MIN_GROUPS * requests
     turns = split_evenly(count, per_turn, requests)
     assert [i for turn in turns for i in range(count)[turn]] == list(range(count))
     lengths = [len(range(count)[turn]) for turn in turns]

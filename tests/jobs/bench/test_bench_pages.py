@@ -44,13 +44,13 @@ def synthetic_sweep() -> dict[str, Any]:
     """Figures as a sweep writes them."""
 
     def side(speed: float, ratio: float, accepted: list[float]) -> dict[str, Any]:
-        told = {"blocks": 50, "drafted": [50] * len(accepted), "accepted": accepted}
+        reported = {"blocks": 50, "drafted": [50] * len(accepted), "accepted": accepted}
         return {
             "tokens_per_s": speed,
             "user_tokens_per_s": speed / 4,
             "ratio_to_plain": ratio,
             "tokens": 100,
-            "acceptance": {HOSTILE: told, "code": told} if accepted else {},
+            "acceptance": {HOSTILE: reported, "code": reported} if accepted else {},
             "step_seconds": {"schedule": 0.01, "draft": 0.1, "verify": 0.4, "execute": 0.6, "commit": 0.02},
         }
 

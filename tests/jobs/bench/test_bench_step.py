@@ -168,13 +168,13 @@ def test_the_first_steps_do_not_count(config_file: Path, monkeypatch: pytest.Mon
     durations = {15: [9.0, 9.0, 9.0, 9.0, 0.001, 0.003], 0: [9.0, 9.0, 9.0, 9.0, 0.005, 0.007]}
     execute = CpuModelRunner.execute
 
-    def told(self: CpuModelRunner, plan: SchedulerOutput) -> StepResult:
+    def reported(self: CpuModelRunner, plan: SchedulerOutput) -> StepResult:
         result = execute(self, plan)
         if plan.num_computed[0] >= 0:
             return result
         return replace(result, timings=StepTimings(verify_s=durations[int(plan.num_drafts[0])].pop(0)))
 
-    monkeypatch.setattr(CpuModelRunner, "execute", told)
+    monkeypatch.setattr(CpuModelRunner, "execute", reported)
     (point,) = bench_step(options(config_file, steps=2))["points"]
     assert (point["drafting"]["verify"]["ms"], point["plain"]["verify"]["ms"]) == (2.0, 6.0)
 

@@ -80,26 +80,26 @@ def fresh(request: pytest.FixtureRequest) -> None:
 def test_a_closed_loop_is_always_full_and_counts_the_engines_updates(driver: Recorded) -> None:
     source = RequestSource(ROWS, 8, 0.0)
     done = driver.closed(source, range(5), at_once=3)
-    asked = {answer.number: answer for answer in done.answers}
-    assert set(range(5)) <= set(asked) and all(asked[i].ended_s is not None for i in range(5))
-    assert sorted(asked) == list(range(len(asked))), "behind the last come the next numbers"
-    assert max(asked) == max(answer.number for answer in done.answers if answer.number >= 5), (
+    requested = {answer.number: answer for answer in done.answers}
+    assert set(range(5)) <= set(requested) and all(requested[i].ended_s is not None for i in range(5))
+    assert sorted(requested) == list(range(len(requested))), "behind the last come the next numbers"
+    assert max(requested) == max(answer.number for answer in done.answers if answer.number >= 5), (
         "to keep it full"
     )
-    mine = [update for update in driver.updates if update.request_id in {str(number) for number in asked}]
-    open_ids = {str(number) for number, answer in asked.items() if answer.ended_s is None}
+    mine = [update for update in driver.updates if update.request_id in {str(number) for number in requested}]
+    open_ids = {str(number) for number, answer in requested.items() if answer.ended_s is None}
     counted = Counter[str]()
     for update in mine:
         counted[update.request_id] += len(update.token_ids)
-    for number, answer in asked.items():
-        told = counted[str(number)]
-        assert len(answer.token_ids) == told or str(number) in open_ids, (
+    for number, answer in requested.items():
+        reported = counted[str(number)]
+        assert len(answer.token_ids) == reported or str(number) in open_ids, (
             "one that left may get tokens in flight"
         )
         if answer.ended_s is not None:
-            assert told == source[number].max_tokens
+            assert reported == source[number].max_tokens
     assert done.tokens == sum(len(answer.token_ids) for answer in done.answers)
-    spans = [(a.asked_s, done.end_s if a.ended_s is None else a.ended_s) for a in done.answers]
+    spans = [(a.requested_s, done.end_s if a.ended_s is None else a.ended_s) for a in done.answers]
     for at_s in {block.at_s for answer in done.answers for block in answer.blocks}:
         assert sum(begin_s <= at_s <= end_s for begin_s, end_s in spans) == 3, "always as many"
     assert done.request_seconds == pytest.approx(sum(end_s - begin_s for begin_s, end_s in spans))
@@ -112,16 +112,16 @@ def test_positions_are_counted_from_the_updates(driver: Recorded) -> None:
     done = driver.closed(RequestSource(ROWS, 12, 0.0), range(4), at_once=4)
     ended = {str(answer.number) for answer in done.answers if answer.ended_s is not None}
     sums = Sums.of([b for a in done.answers if a.ended_s is not None for b in a.blocks])
-    told = [update for update in driver.updates if update.request_id in ended]
-    assert sums.num_blocks == len(told) and sums.num_verified == sum(u.num_drafted > 0 for u in told)
+    reported = [update for update in driver.updates if update.request_id in ended]
+    assert sums.num_blocks == len(reported) and sums.num_verified == sum(u.num_drafted > 0 for u in reported)
     for place in range(3):
-        assert sums.drafted[place] == sum(u.num_drafted > place for u in told)
-        assert sums.accepted[place] == sum(u.num_accepted > place for u in told)
-    drafted = [update for update in told if update.num_drafted]
+        assert sums.drafted[place] == sum(u.num_drafted > place for u in reported)
+        assert sums.accepted[place] == sum(u.num_accepted > place for u in reported)
+    drafted = [update for update in reported if update.num_drafted]
     assert sums.mean_acceptance_length == pytest.approx(
         1 + sum(u.num_accepted for u in drafted) / len(drafted)
     )
-    assert sums.tokens_per_step == pytest.approx(sum(len(u.token_ids) for u in told) / len(told))
+    assert sums.tokens_per_step == pytest.approx(sum(len(u.token_ids) for u in reported) / len(reported))
 
 
 def test_a_change_of_load_is_reported_separately(driver: Recorded) -> None:
@@ -154,11 +154,13 @@ def test_arrivals_keep_their_rate(rate: float) -> None:
 
 def test_latencies_are_those_of_vllm_bench() -> None:
     waits = [RequestLatencies.of(10.0, [10.2, 10.3, 10.7], 7), RequestLatencies.of(11.0, [11.1], 1)]
-    told = describe(waits)
+    reported = describe(waits)
     assert waits[0].tpot_s == pytest.approx(0.5 / 6) and waits[1].tpot_s is None
-    assert told["ttft_ms"]["mean"] == pytest.approx(150) and told["itl_ms"]["count"] == 2
-    assert told["itl_ms"]["p50"] == pytest.approx(median([100, 400])) and told["tpot_ms"]["count"] == 1
-    assert told["e2el_ms"]["p99"] == pytest.approx(np.percentile([700, 100], 99))
+    assert reported["ttft_ms"]["mean"] == pytest.approx(150) and reported["itl_ms"]["count"] == 2
+    assert (
+        reported["itl_ms"]["p50"] == pytest.approx(median([100, 400])) and reported["tpot_ms"]["count"] == 1
+    )
+    assert reported["e2el_ms"]["p99"] == pytest.approx(np.percentile([700, 100], 99))
 
 
 def test_a_shuffled_drafter_has_the_same_values_in_another_order(tiny_drafter: Path, tmp_path: Path) -> None:

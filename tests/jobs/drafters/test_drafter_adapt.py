@@ -60,10 +60,10 @@ def test_no_prompt_is_both_trained_on_and_held_out(pair: tuple[Path, Path], tmp_
     tokenizer = Tokenizer.load(pair[0])
     data, replay = captured(tmp_path / "new", 200), captured(tmp_path / "old", 120)
     captured(data, 200)  # sent twice
-    asked = AdaptRunKey("drafter", str(pair[0]), str(data), str(replay), 1.0)
+    requested = AdaptRunKey("drafter", str(pair[0]), str(data), str(replay), 1.0)
     work = tmp_path / "work"
     work.mkdir()
-    text = prepare_text(asked, work, tokenizer, print)
+    text = prepare_text(requested, work, tokenizer, print)
     assert text.training_s == 60.0, "nothing had to be asked"
     starts = {tuple(text.new.ids[at : at + 3].tolist()) for at in text.new.bounds[:-1]}
     held_out = {each.prompt for each in text.held_out_new}
@@ -74,7 +74,7 @@ def test_no_prompt_is_both_trained_on_and_held_out(pair: tuple[Path, Path], tmp_
     share = len(text.old) * round(len(text.new) / len(text.old)) / len(text.mixture())
     assert 0.4 < share < 0.6, "half of what is learnt is old"
     captured(data, 300)  # meanwhile
-    again = prepare_text(asked, work, tokenizer, print)
+    again = prepare_text(requested, work, tokenizer, print)
     assert again.mixture().digest == text.mixture().digest and again.held_out_new == text.held_out_new
     other = AdaptRunKey("drafter", str(pair[0]), str(data), str(replay), 2.0)
     with pytest.raises(ConfigError, match="another run"):
@@ -90,8 +90,8 @@ def test_unusable_training_text_is_named(pair: tuple[Path, Path], tmp_path: Path
     assert few.prompt == (0, 1, 2) and few.answer is not None
     assert private.answer is not None and private.prompt + private.answer == few.answer
     with pytest.raises(DatasetError, match="at least 8 of both"):
-        asked = AdaptRunKey("drafter", str(pair[0]), str(tmp_path / "few"), str(tmp_path / "few"), 1.0)
-        prepare_text(asked, tmp_path, tokenizer, print)
+        requested = AdaptRunKey("drafter", str(pair[0]), str(tmp_path / "few"), str(tmp_path / "few"), 1.0)
+        prepare_text(requested, tmp_path, tokenizer, print)
     captured(tmp_path / "few", 3, model="other")
     with pytest.raises(DatasetError, match="several models"):
         read_examples(tmp_path / "few", tokenizer, "data")
@@ -103,9 +103,9 @@ def test_logs_are_the_same_for_the_same_seed_and_lines_of_json() -> None:
     first, again, other = (list(islice(log_prompts(seed), 20)) for seed in (1, 1, 2))
     assert first == again != other
     for prompt in first:
-        *whole, begun = prompt.splitlines()
+        *whole, last_line = prompt.splitlines()
         fields = {tuple(json.loads(line)) for line in whole}
-        assert len(whole) >= 2 and len(fields) == 1 and begun.startswith("{")
+        assert len(whole) >= 2 and len(fields) == 1 and last_line.startswith("{")
 
 
 def test_the_gate_decides_whether_anything_is_written(

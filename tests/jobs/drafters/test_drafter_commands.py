@@ -122,10 +122,10 @@ def test_only_headers_of_a_drafter_on_the_hub_are_downloaded(tmp_path: Path):
             check=False,
         )
     assert done.returncode == 0, done.stderr
-    told, here = json.loads(done.stdout), summarize_drafter(open_drafter(str(DRAFTER))).as_json()
-    assert (told.pop("name"), told.pop("revision")) == ("me/small", REVISION)
-    assert told == {key: json.loads(json.dumps(here[key])) for key in told}
-    assert 0 < sent["model.safetensors"] <= 100_001 < told["weight_bytes"]
+    reported, here = json.loads(done.stdout), summarize_drafter(open_drafter(str(DRAFTER))).as_json()
+    assert (reported.pop("name"), reported.pop("revision")) == ("me/small", REVISION)
+    assert reported == {key: json.loads(json.dumps(here[key])) for key in reported}
+    assert 0 < sent["model.safetensors"] <= 100_001 < reported["weight_bytes"]
     assert not list(tmp_path.rglob("*.safetensors"))
 
 

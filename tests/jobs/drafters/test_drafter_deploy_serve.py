@@ -156,13 +156,13 @@ def test_a_good_candidate_is_promoted_and_a_bad_one_removed_under_load(served: S
     before = pids()
     with served.load(texts) as found:
         drafter("deploy", served.good, *TRY, "--auto-promote", "--wait")
-        told = json.loads(drafter("status", "--json"))
-        assert told["verdict"] == "promoted" and told["drafter"] == str(served.good)
-        assert told["candidate_tokens_per_step"] > 1.2 * told["incumbent_tokens_per_step"]
+        reported = json.loads(drafter("status", "--json"))
+        assert reported["verdict"] == "promoted" and reported["drafter"] == str(served.good)
+        assert reported["candidate_tokens_per_step"] > 1.2 * reported["incumbent_tokens_per_step"]
         until(lambda: drafts_with(served, served.good) == REPLICAS)
         drafter("deploy", served.bad, *TRY, "--auto-promote", "--wait")
-        told = json.loads(drafter("status", "--json"))
-        assert told["verdict"] == "rolled_back" and told["drafter"] == str(served.good)
+        reported = json.loads(drafter("status", "--json"))
+        assert reported["verdict"] == "rolled_back" and reported["drafter"] == str(served.good)
         until(lambda: sum(served.metric("manta:drafter_trials_total", verdict="rolled_back")) == REPLICAS)
         assert drafts_with(served, served.good) == REPLICAS
         drafter("rollback")

@@ -20,7 +20,7 @@ from manta.cluster.request.request import SamplingParams
 from manta.cluster.simulation.simulated_executor import SimulatedExecutor
 from manta.cluster.speculation.acceptance_length import mean_acceptance_length
 from manta.cluster.step.executor import ExecutorInfo
-from manta.drafter.card import least_card_length
+from manta.drafter.card import min_card_length
 from manta.jobs.bench.sweep import engines as sides
 from manta.jobs.cli import app
 from manta.jobs.drafters.common.options import EvalOptions
@@ -130,12 +130,12 @@ def test_the_acceptance_curve_is_found(card: Path) -> None:
     figures = read_card(card / "card.json")
     assert [at["temperature"] for at in figures["acceptance"]] == [0.0, 1.0]
     for at in figures["acceptance"]:
-        counts = {name: told["prompts"] for name, told in at["categories"].items()}
+        counts = {name: reported["prompts"] for name, reported in at["categories"].items()}
         assert counts == {"overall": 24, "x": 12, "y": 12}
-        for told in at["categories"].values():
-            shares = [share["value"] for share in told["by_position"]]
+        for reported in at["categories"].values():
+            shares = [share["value"] for share in reported["by_position"]]
             assert shares == pytest.approx(SURVIVAL, abs=0.1)
-            length = told["tokens_per_step"]
+            length = reported["tokens_per_step"]
             assert length["low"] < 1 + sum(SURVIVAL) < length["high"]
         blocks = [at["categories"][name]["blocks"] for name in ("overall", "x", "y")]
         assert blocks[0] == blocks[1] + blocks[2]
@@ -161,7 +161,7 @@ def test_the_card_is_readable_by_the_hub_and_the_planner(card: Path) -> None:
     assert [by_name[f"tokens per step, overall, temperature {t}"] for t in (0, 1)] == overall
     assert sum(result.metric_type == "speedup" for result in results) == 4
     (card / "card.md").rename(card / "README.md")
-    assert least_card_length(card) == pytest.approx(min(overall), abs=0.006)
+    assert min_card_length(card) == pytest.approx(min(overall), abs=0.006)
     assert str(card.parent.parent) not in (card / "README.md").read_text()
     picture = ElementTree.parse(card / "card.svg").getroot()
     assert picture.tag.endswith("svg") and "overall" in "".join(picture.itertext())
@@ -203,11 +203,11 @@ def test_acceptance_of_a_real_pair_equals_the_engines_counts(
         outputs = llm.generate(prompts, SamplingParams(temperature=0.0, max_tokens=16), use_tqdm=False)
         stats = llm.stats()
     of = {"overall": outputs, "x": outputs[::2], "y": outputs[1::2]}
-    for name, told in figures["acceptance"][0]["categories"].items():
+    for name, reported in figures["acceptance"][0]["categories"].items():
         costs = [output.metrics for output in of[name]]
         steps, accepted = sum(c.num_steps for c in costs), sum(c.num_accepted_tokens for c in costs)
-        length = told["tokens_per_step"]["value"]
-        assert told["blocks"] == steps
+        length = reported["tokens_per_step"]["value"]
+        assert reported["blocks"] == steps
         assert length == pytest.approx(mean_acceptance_length(steps, accepted), abs=1e-4)
     assert figures["points"][0]["identical"]
     assert figures["suite"]["num_speculative_tokens"] == len(stats.accepted_per_pos)

@@ -23,7 +23,7 @@ from manta.actors.tokenization.tokenizer import Tokenizer
 from manta.actors.workers.comm import process_group
 from manta.cluster.errors import ConfigError, DatasetError
 from manta.drafter.dflash.checkpoint import check_drafter
-from manta.jobs.drafters.train.train_data import Asking, gather
+from manta.jobs.drafters.train.train_data import AnswerSettings, gather
 from manta.jobs.drafters.train.train_run import TrainOptions, train_drafter
 from manta.jobs.training.heads.dflash_module import TrainableDrafter
 from manta.jobs.training.heads.frozen_target import FrozenTarget
@@ -129,12 +129,12 @@ def test_two_workers_average_their_gradients_and_have_the_same_weights(tmp_path:
     theirs = torch.load(tmp_path / "theirs.pt", weights_only=True)
     alone = weights_after_some_steps(tmp_path / "alone", parts=(0, 1))
     torch.manual_seed(0)
-    begun = TrainableDrafter(small_config()).state_dict()
+    initial_state = TrainableDrafter(small_config()).state_dict()
     for name, tensor in ours.items():
         assert torch.equal(tensor, theirs[name]), name
         # Muon orthogonalises in bf16: the same sums in another order move a weight by a little of a step.
         torch.testing.assert_close(tensor, alone[name], atol=2e-4, rtol=0.0)
-        assert name.endswith("norm.weight") or not torch.equal(tensor, begun[name])
+        assert name.endswith("norm.weight") or not torch.equal(tensor, initial_state[name])
     assert len(read_rows(tmp_path / "run" / CURVES)) == 3, "worker 0 alone writes"
 
 
@@ -210,7 +210,7 @@ def test_prompts_are_answered_again_and_texts_are_used_unchanged(tmp_path: Path)
     captured.mkdir()
     segment_path(captured, 1).write_bytes(CapturedRecord((), (3, 4, 5), "m", "2026-11-23").line() + b'{"day')
     tokenizer = Tokenizer.load(MODELS / "target")
-    asking = Asking(str(MODELS / "target"), tokenizer, max_tokens=4, longest=600)
+    asking = AnswerSettings(str(MODELS / "target"), tokenizer, max_tokens=4, longest=600)
     places = [str(lines), str(tmp_path / "rows.parquet"), str(captured)]
     data = gather(places, asking, tmp_path / "answers", report=lambda _: None)
     texts = [
@@ -219,17 +219,21 @@ def test_prompts_are_answered_again_and_texts_are_used_unchanged(tmp_path: Path)
             (data.ids[data.bounds[i] : data.bounds[i + 1]], data.first[i]) for i in range(len(data))
         )
     ]
-    taken, asked = texts[:-2], texts[-2:]
+    taken, requested = texts[:-2], texts[-2:]
     assert [answer for _, answer in taken[-2:]] == [[7, 8, 9], [4, 5]]
     assert taken[0][0].startswith("import os") and len(taken) == 3
-    assert "What?" in asked[0][0] and "Never seen" not in asked[0][0] and asked[1][0] == "def read(path):"
-    assert all(2 <= len(answer) <= 4 for _, answer in asked)
+    assert (
+        "What?" in requested[0][0]
+        and "Never seen" not in requested[0][0]
+        and requested[1][0] == "def read(path):"
+    )
+    assert all(2 <= len(answer) <= 4 for _, answer in requested)
 
 
 def test_answers_of_several_models_are_refused(tmp_path: Path) -> None:
     lines = [CapturedRecord((1,), (3, 4, 5), model, "2026-11-23").line() for model in ("m", "n")]
     segment_path(tmp_path, 1).write_bytes(b"".join(lines))
-    asking = Asking("nowhere", None, max_tokens=4, longest=100)
+    asking = AnswerSettings("nowhere", None, max_tokens=4, longest=100)
     with pytest.raises(DatasetError, match="several models"):
         gather([str(tmp_path)], asking, tmp_path / "answers", report=lambda _: None)
 
@@ -239,7 +243,7 @@ def test_answers_of_several_models_are_refused(tmp_path: Path) -> None:
 )
 def test_an_unusable_training_row_is_named(line: str, complaint: str, tmp_path: Path) -> None:
     (tmp_path / "rows.jsonl").write_text(line + "\n")
-    asking = Asking("nowhere", None, max_tokens=4, longest=100)
+    asking = AnswerSettings("nowhere", None, max_tokens=4, longest=100)
     with pytest.raises(DatasetError, match=complaint):
         gather([str(tmp_path / "rows.jsonl")], asking, tmp_path / "answers", report=lambda _: None)
 
@@ -259,12 +263,12 @@ def options(target: Path, folder: Path, **changes: object) -> TrainOptions:
 
 
 def test_the_command_writes_a_checkpoint_with_its_card(target: Path, tmp_path: Path) -> None:
-    told: list[str] = []
-    trained = train_drafter(options(target, tmp_path / "run", layers=1, block_size=4), told.append)
+    reported: list[str] = []
+    trained = train_drafter(options(target, tmp_path / "run", layers=1, block_size=4), reported.append)
     spec: ModelSpec = read_model(target)
     assert check_drafter(trained.drafter, facts_of(spec)).block_size == 4
     assert "manta drafter train" in (trained.drafter / "README.md").read_text()
-    assert any("tokens per step before" in line for line in told)
+    assert any("tokens per step before" in line for line in reported)
 
 
 @pytest.mark.parametrize(

@@ -12,11 +12,11 @@ from drafter_checkpoints import HIDDEN, TARGET_LAYERS, VOCAB
 from drafter_requests import FACTS, Requests, random_taps
 from eagle3_checkpoints import BLOCK
 from manta.actors.targets.families import read_model
-from manta.drafter.card import least_card_length
+from manta.drafter.card import min_card_length
 from manta.drafter.compute.layers.linear import Linear
 from manta.drafter.dflash.checkpoint import check_drafter, load_drafter
 from manta.drafter.dflash.config import ConvolutionSize, DraftLayer, SelectorSize
-from manta.drafter.dflash.target_features import LentWeights, TargetFacts
+from manta.drafter.dflash.target_features import EmbeddingCopies, TargetFacts
 from manta.drafter.eagle3.checkpoint import load_eagle3
 from manta.drafter.step.inputs.gumbel_noise import negative_gumbel_of
 from manta.jobs.drafters.train.train_run import DrafterCardFacts, write_drafter_card
@@ -137,7 +137,7 @@ def test_an_exported_drafter_drafts_like_the_trained_one(group_size: int | None,
     generator = torch.Generator().manual_seed(5)
     embedding = torch.randn(VOCAB, HIDDEN, generator=generator)
     head = torch.randn(VOCAB, HIDDEN, generator=generator) * HIDDEN**-0.5
-    served = load_drafter(tmp_path, FACTS, LentWeights(embedding, Linear(head)), torch.float32, "cpu")
+    served = load_drafter(tmp_path, FACTS, EmbeddingCopies(embedding, Linear(head)), torch.float32, "cpu")
     lengths = [1, 40, 17]
     taps = random_taps(lengths)
     requests = Requests(served, lengths, taps)
@@ -251,7 +251,7 @@ def test_an_exported_head_drafts_the_chains_it_was_trained_on(tmp_path: Path, ti
     facts = TargetFacts(hidden_size=64, num_layers=4, vocab_size=128, max_model_len=128)
     generator = torch.Generator().manual_seed(5)
     embedding, out = (torch.randn(128, 64, generator=generator) * 0.2 for _ in range(2))
-    served = load_eagle3(tmp_path, facts, LentWeights(embedding, Linear(out)), torch.float32, "cpu")
+    served = load_eagle3(tmp_path, facts, EmbeddingCopies(embedding, Linear(out)), torch.float32, "cpu")
     assert served.config.target_layer_ids == (0, 1, 2)
     written = json.loads((tmp_path / "config.json").read_text())
     assert {key: written[key] for key in BLOCK if key in written and key != "vocab_size"} == {
@@ -274,10 +274,10 @@ def test_an_exported_head_drafts_the_chains_it_was_trained_on(tmp_path: Path, ti
 
 @pytest.mark.parametrize("settings", [SECOND, EAGLE], ids=["dflash2", "eagle3"])
 def test_a_drafter_learns_and_writes_its_curves(settings: TrainSettings, target: Path, tmp_path: Path):
-    told: list[str] = []
+    reported: list[str] = []
     run = (target, continuations(), continuations(), tmp_path, Length(steps=30))
     how = {"mask_token_id": MASK_ID} if settings is SECOND else {"make": make_head}
-    trained = train(*run, settings=settings, report=told.append, **how)
+    trained = train(*run, settings=settings, report=reported.append, **how)
     assert trained.held_out_after["loss"] < trained.held_out_before["loss"]
     rows = read_rows(trained.curves)
     assert [row["step"] for row in rows if "loss" in row] == list(range(30))
@@ -285,7 +285,7 @@ def test_a_drafter_learns_and_writes_its_curves(settings: TrainSettings, target:
     page = (tmp_path / "curves.html").read_text()
     assert "Tokens per step" in page and "<script" not in page and page.count("<svg") == 4
     assert not re.search(r'(src|href)="(?!#)', page), "it loads nothing"
-    assert (trained.drafter / "config.json").exists() and any("step 25 (80.0%)" in line for line in told)
+    assert (trained.drafter / "config.json").exists() and any("step 25 (80.0%)" in line for line in reported)
     if settings is SECOND:
         codebook = load_file(trained.drafter / "model.safetensors")["candidate_selector.successor_codebook"]
         assert codebook.any(), "the selector speaks"
@@ -325,4 +325,4 @@ def test_a_card_describes_training_and_quality(tmp_path: Path):
     write_drafter_card(tmp_path, facts)
     card = (tmp_path / "README.md").read_text()
     assert "DFlash2 drafter for owner/target" in card and "9 steps" in card
-    assert least_card_length(tmp_path) == 2.5, "as `manta plan` reads it"
+    assert min_card_length(tmp_path) == 2.5, "as `manta plan` reads it"

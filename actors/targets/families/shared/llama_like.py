@@ -105,7 +105,7 @@ _ATTENTION, _MLP = "layers.{layer}.self_attn.", "layers.{layer}.mlp."
 TENSORS: Mapping[str, TensorRule] = {
     "embedding": TensorRule(name="embed_tokens.weight", axes=("vocab", "hidden")),
     "final_norm": TensorRule(name="norm.weight", axes=("hidden",)),
-    "head": TensorRule(name="lm_head.weight", axes=("vocab", "hidden"), beside_body=True),
+    "head": TensorRule(name="lm_head.weight", axes=("vocab", "hidden"), is_beside_body=True),
     "attention_norm": TensorRule(name="layers.{layer}.input_layernorm.weight", axes=("hidden",)),
     "mlp_norm": TensorRule(name="layers.{layer}.post_attention_layernorm.weight", axes=("hidden",)),
     "q": TensorRule(name=_ATTENTION + "q_proj.weight", axes=("q", "hidden")),

@@ -80,12 +80,12 @@ class ThreadTeam:
 @cache
 def process_team() -> ThreadTeam:
     """Return the process's team. All models share it, because they share the cores."""
-    _make_anew_in_children()
+    _reset_in_children()
     return ThreadTeam()
 
 
 @cache
-def _make_anew_in_children() -> None:
+def _reset_in_children() -> None:
     """Drop the team in forked children, which have none of its threads."""
     os.register_at_fork(after_in_child=process_team.cache_clear)
 
@@ -100,7 +100,7 @@ def run(team, task, args, num_threads):
         return
     size, call = size_now(team + _SIZES, num_threads)
     if call:
-        _call_the_given_up(team)
+        _wake_suspended(team)
     if size == 1:
         call_task(task, args, 0, 1)
     else:
@@ -129,7 +129,7 @@ def _begin_epoch(team, size):
 
 
 @elements
-def _call_the_given_up(team):
+def _wake_suspended(team):
     """Wake suspended threads, for a trial or to rejoin; they sleep on `_CALL`, or still on the epoch."""
     fetch_add(team + _CALL, 1)
     _wake_all(team + _CALL)
@@ -177,13 +177,13 @@ def _wait_for(team, word, value):
 
 @elements
 def _work(team, thread):
-    epoch, heard = 0, 0
+    epoch, seen_epoch = 0, 0
     while True:
         while thread >= read_shared(team + _SIZES + LIMIT):  # suspended
             call = read_shared(team + _CALL)
-            if call != heard:
+            if call != seen_epoch:
                 try_out(team + _SIZES, thread)
-            heard = call
+            seen_epoch = call
             _sleep(team + _CALL, call)
         epoch = _next_epoch(team, epoch)
         size = epoch % _MAX_THREADS

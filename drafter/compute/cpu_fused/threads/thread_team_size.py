@@ -30,17 +30,17 @@ _PASSED, _FAILED = 8, 16  # threads that have finished their trial
 LIMIT = 64  # threads that a task may get
 _TRYING = 72  # threads on trial: LIMIT and the following
 _SPENT = 80  # in tasks on several threads since the last decision
-_REST, _TRIAL = 88, 96  # rest before a trial; time at which the next one may begin
+_PAUSE, _TRIAL = 88, 96  # rest before a trial; time at which the next one may begin
 NUM_SIZE_LINES = 2
 
 _WINDOW_NS = 20_000_000  # of tasks: minimum time to judge waits by, and after which rests become shorter
-_SHORTEST_REST_NS, _LONGEST_REST_NS = 10_000_000, 1_000_000_000
+_MIN_PAUSE_NS, _MAX_PAUSE_NS = 10_000_000, 1_000_000_000
 
 
 @elements
-def begin_sizes(words, most):
-    write_shared(words + LIMIT, most)
-    write_shared(words + _REST, _SHORTEST_REST_NS)
+def begin_sizes(words, maximum):
+    write_shared(words + LIMIT, maximum)
+    write_shared(words + _PAUSE, _MIN_PAUSE_NS)
 
 
 @elements
@@ -59,12 +59,12 @@ def judge(words, size, spent_ns):
     write_shared(words + _SPENT, spent_ns)
     waited_ns = read_shared(words + _WAITED) // (size - 1)  # per waiting thread
     fewer = _step(size - 1)
-    rest_ns = read_shared(words + _REST)
+    pause_ns = read_shared(words + _PAUSE)
     if 5 * size * waited_ns > 4 * fewer * max(spent_ns, _WINDOW_NS):
         write_shared(words + LIMIT, size - fewer)
-        _rest_longer(words)
+        _extend_pause(words)
     elif spent_ns > _WINDOW_NS:
-        write_shared(words + _REST, max(rest_ns // 2, _SHORTEST_REST_NS))
+        write_shared(words + _PAUSE, max(pause_ns // 2, _MIN_PAUSE_NS))
         _begin_window(words)
 
 
@@ -86,7 +86,7 @@ def size_now(words, num_threads):
         return limit, False
     write_shared(words + _TRYING, 0)
     if failed > 0:
-        _rest_longer(words)
+        _extend_pause(words)
         return limit, False
     write_shared(words + LIMIT, limit + trying)
     _begin_window(words)
@@ -103,10 +103,10 @@ def try_out(words, thread):
 
 
 @elements
-def _rest_longer(words):
-    rest_ns = read_shared(words + _REST)
-    write_shared(words + _TRIAL, now_ns() + rest_ns)
-    write_shared(words + _REST, min(2 * rest_ns, _LONGEST_REST_NS))
+def _extend_pause(words):
+    pause_ns = read_shared(words + _PAUSE)
+    write_shared(words + _TRIAL, now_ns() + pause_ns)
+    write_shared(words + _PAUSE, min(2 * pause_ns, _MAX_PAUSE_NS))
     _begin_window(words)
 
 

@@ -55,8 +55,8 @@ def latent_kind(
     batch_invariant: bool = False,
 ) -> AttentionKind:
     """Return the kind of attention in which each tile of heads is a K/V head at the same address."""
-    most = _HEADS_FP32 if dtype is torch.float32 else _HEADS_INVARIANT if batch_invariant else _HEADS
-    kv_heads = num_heads // math.gcd(num_heads, most)
+    maximum = _HEADS_FP32 if dtype is torch.float32 else _HEADS_INVARIANT if batch_invariant else _HEADS
+    kv_heads = num_heads // math.gcd(num_heads, maximum)
     return AttentionKind(num_heads, kv_heads, rank, rank, dtype, page_size, causal, window)
 
 
@@ -163,12 +163,12 @@ def _norm_rotate_write_latents(
         to_ptr = pages_ptr + tl.load(slots_ptr + row).to(tl.int64) * slot_stride
         _norm(from_ptr, to_ptr, norm_ptr, eps, RANK, RANK_WIDTH)
         one_1 = tl.zeros([1], tl.int32)
-        _turn(from_ptr + RANK, to_ptr + RANK, one_1, one_1 == 0, column_C, cos_1C, sin_1C, HALF)
+        _rotate_key(from_ptr + RANK, to_ptr + RANK, one_1, one_1 == 0, column_C, cos_1C, sin_1C, HALF)
     else:
         head_G = (tl.program_id(1) - 1) * AT_ONCE + tl.arange(0, AT_ONCE)
         first_ptr = q_ptr + row * q_stride + NOPE
         offset_G = head_G * (NOPE + 2 * HALF)
-        _turn(first_ptr, first_ptr, offset_G, head_G < HEADS, column_C, cos_1C, sin_1C, HALF)
+        _rotate_key(first_ptr, first_ptr, offset_G, head_G < HEADS, column_C, cos_1C, sin_1C, HALF)
 
 
 @triton.jit
@@ -182,7 +182,7 @@ def _norm(from_ptr, to_ptr, weight_ptr, eps, RANK: tl.constexpr, WIDTH: tl.const
 
 
 @triton.jit
-def _turn(from_ptr, to_ptr, offset_G, there_G, column_C, cos_1C, sin_1C, HALF: tl.constexpr):
+def _rotate_key(from_ptr, to_ptr, offset_G, there_G, column_C, cos_1C, sin_1C, HALF: tl.constexpr):
     at_GC = offset_G[:, None] + column_C[None, :]
     inside_GC = there_G[:, None] & (column_C < HALF)[None, :]
     low_GC = tl.load(from_ptr + at_GC, mask=inside_GC, other=0.0)

@@ -156,7 +156,7 @@ def _attend_expanded(
     q_ME = tl.load(from_M[:, None] + nope_E[None, :], mask=there_ME, other=0.0)
     there_MR = inside(real_M[:, None], rotated_R[None, :], ROTATED, ROTATED_WIDTH)
     q_MR = tl.load(from_M[:, None] + NOPE + rotated_R[None, :], mask=there_MR, other=0.0)
-    sums_M = _places_of_sums(rows_before_ptr, request, row_M, split, num_sums, head, HEADS)
+    sums_M = _sum_offsets(rows_before_ptr, request, row_M, split, num_sums, head, HEADS)
     sums_MF = (sums_M * V_DIM)[:, None] + value_F[None, :]
     there_MF = inside(real_M[:, None], value_F[None, :], V_DIM, V_WIDTH)
     m_M, l_M, o_MF = no_part(BLOCK_ROWS, V_WIDTH)
@@ -216,7 +216,7 @@ def _add_splits(
     there_MF = inside(real_M[:, None], value_F[None, :], V_DIM, V_WIDTH)
     m_M, l_M, o_MF = no_part(BLOCK_ROWS, V_WIDTH)
     for split in range(0, tl.minimum(num_splits, tl.cdiv(end, BLOCK_KEYS))):
-        sums_M = _places_of_sums(rows_before_ptr, request, row_M, split, num_sums, head, HEADS)
+        sums_M = _sum_offsets(rows_before_ptr, request, row_M, split, num_sums, head, HEADS)
         sums_MF = (sums_M * V_DIM)[:, None] + value_F[None, :]
         m2_M = tl.load(max_ptr + sums_M, mask=real_M, other=-float("inf"))
         l2_M = tl.load(sum_ptr + sums_M, mask=real_M, other=0.0)
@@ -226,7 +226,7 @@ def _add_splits(
 
 
 @triton.jit
-def _places_of_sums(rows_before_ptr, request, row_M, split, num_sums, head, HEADS: tl.constexpr):
+def _sum_offsets(rows_before_ptr, request, row_M, split, num_sums, head, HEADS: tl.constexpr):
     place_M = (tl.load(rows_before_ptr + request) + row_M).to(tl.int64)
     return (split * num_sums + place_M) * HEADS + head
 

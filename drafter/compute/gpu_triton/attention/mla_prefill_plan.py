@@ -49,8 +49,8 @@ class ExpansionWorkspace:
 
     __slots__ = ("fewest", "heads_TJU", "latents_TW", "num_processors")
 
-    def __init__(self, parts: MLALayer, width: int, fewest: int) -> None:
-        self.fewest, empty = fewest, parts.kv_up_JUC.new_empty
+    def __init__(self, parts: MLALayer, width: int, minimum: int) -> None:
+        self.fewest, empty = minimum, parts.kv_up_JUC.new_empty
         self.latents_TW = empty(PIECE_KEYS, width)
         self.heads_TJU = empty(PIECE_KEYS, *parts.kv_up_JUC.shape[:2])
         self.num_processors = _count_processors(self.latents_TW.device)
@@ -99,12 +99,12 @@ def find_expansion(rows: PagedRows, workspace: ExpansionWorkspace) -> Expansion 
     if rows.host_spans_B2 is None:
         return None
     first_B, rows_B = rows.host_spans_B2.T
-    fewest, (height, _, _) = workspace.fewest, workspace.tile
-    expands_B = rows_B >= fewest
+    minimum, (height, _, _) = workspace.fewest, workspace.tile
+    expands_B = rows_B >= minimum
     if not expands_B.any():
         return None
     counts_B = rows.cu_rows.diff()
-    wanted_B = counts_B >= fewest
+    wanted_B = counts_B >= minimum
     tiles_B = (counts_B + (height - 1)).div(height, rounding_mode="floor")
     return Expansion(
         rows=rows,

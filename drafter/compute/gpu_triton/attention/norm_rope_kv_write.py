@@ -109,10 +109,10 @@ def write_context(
     )  # fmt: skip
 
 
-def heads_per_program(head_dim: int, most_heads: int) -> int:
+def heads_per_program(head_dim: int, max_heads: int) -> int:
     """Return how many heads one warp processes at once, a power of two."""
     width = _power_of_two_above(head_dim)
-    return min(max(_ELEMENTS_PER_PROGRAM // width, 1), _power_of_two_above(most_heads))
+    return min(max(_ELEMENTS_PER_PROGRAM // width, 1), _power_of_two_above(max_heads))
 
 
 def _power_of_two_above(number: int) -> int:

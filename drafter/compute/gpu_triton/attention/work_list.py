@@ -64,7 +64,7 @@ def list_work(kind: AttentionKind, rows: PagedRows, workspace: AttentionWorkspac
     max_rows = min(rows.max_rows, kind.most_rows)
     plan = plan_tiles(kind, max_rows, batch_invariant=workspace.batch_invariant)
     max_keys = rows.page_table.shape[1] * kind.page_size
-    most = plan.num_programs(num_requests, max_rows, kind.num_kv_heads, max_keys)
+    maximum = plan.num_programs(num_requests, max_rows, kind.num_kv_heads, max_keys)
     values = torch.empty(HEADER.value + 2 * num_requests + 1, dtype=torch.int32, device=rows.cu_rows.device)
     _list_work[(1,)](
         rows.cu_rows, rows.kv_lengths_B, values, num_requests, workspace.num_programs,
@@ -73,7 +73,7 @@ def list_work(kind: AttentionKind, rows: PagedRows, workspace: AttentionWorkspac
         TILE_TOKENS=plan.tile_tokens, WINDOW=kind.window or 0, SPLIT_KEYS=plan.split_keys,
         RUN_SPLITS=plan.run_splits, **dependent_launch(values.device),
     )  # fmt: skip
-    return WorkList(kind, plan, workspace, values, min(most, workspace.num_programs))
+    return WorkList(kind, plan, workspace, values, min(maximum, workspace.num_programs))
 
 
 @triton.jit(

@@ -48,13 +48,13 @@ from .recurrent_delta_rule import (
 
 # Rows of a chunk: tensor cores' minimum; and the maximum whose operands fit in registers, in fp32 with the
 # correction terms of the products.
-_FEWEST, _MOST, _MOST_FP32 = 16, 32, 16
+_FEWEST, _MOST, _MAX_FP32 = 16, 32, 16
 _COLUMNS, _COLUMNS_FP32, _STAGES, _PREPARING_WARPS = 16, 32, 2, 8
 
 
 def chunk_size(page_size: int, dtype: torch.dtype) -> int | None:
     """Return the rows of a chunk; None if the page size allows none."""
-    size = min(page_size & -page_size, _MOST_FP32 if dtype is torch.float32 else _MOST)
+    size = min(page_size & -page_size, _MAX_FP32 if dtype is torch.float32 else _MOST)
     return size if size >= _FEWEST else None
 
 

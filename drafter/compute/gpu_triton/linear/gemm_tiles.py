@@ -12,8 +12,8 @@ import torch
 ROW_TILES = (16, 32, 64)
 _MULTIPROCESSORS = 132  # of an H100 or H200
 _ENOUGH_PROGRAMS = 250  # two for most multiprocessors: a single one would wait for its copies
-_MOST_PROGRAMS = 8 * _MULTIPROCESSORS  # of split products: bounds the workspace
-_MOST_SPLITS, _LEAST_SPLIT_TILES = 16, 4
+_MAX_PROGRAMS = 8 * _MULTIPROCESSORS  # of split products: bounds the workspace
+_MAX_SPLITS, _MIN_SPLIT_TILES = 16, 4
 COLUMNS = 64  # rows of a weight per program: the size of a matrix instruction
 _STEPS = {1: 128, 2: 128, 4: 32}  # inputs per iteration, by bytes of a value
 _TALL = 64  # rows from which on x takes as much memory as the weights: steps are half as long
@@ -52,9 +52,9 @@ def plan_product(outputs: int, inputs: int, dtype: torch.dtype, *, gated: bool =
     width, step = COLUMNS // 2 if gated else COLUMNS, _STEPS[dtype.itemsize]
     tiles, steps = -(-outputs // width), -(-inputs // step)
     cuts = [1]
-    for splits in range(2, _MOST_SPLITS + 1):
+    for splits in range(2, _MAX_SPLITS + 1):
         each = -(-steps // splits)
-        if each >= _LEAST_SPLIT_TILES and -(-steps // each) == splits and tiles * splits <= _MOST_PROGRAMS:
+        if each >= _MIN_SPLIT_TILES and -(-steps // each) == splits and tiles * splits <= _MAX_PROGRAMS:
             cuts.append(splits)
     cuts = [splits for splits in cuts if tiles * splits >= _ENOUGH_PROGRAMS] or cuts
 
@@ -72,10 +72,10 @@ class ProductWorkspace:
     __slots__ = ("arrived_E", "sums_E")
 
     def __init__(self, device: torch.device | str) -> None:
-        size = _MOST_PROGRAMS * COLUMNS * ROW_TILES[-1]
+        size = _MAX_PROGRAMS * COLUMNS * ROW_TILES[-1]
         self.sums_E = torch.empty(size, dtype=torch.float32, device=device)
         # also zero between launches
-        self.arrived_E = torch.zeros(_MOST_PROGRAMS, dtype=torch.int32, device=device)
+        self.arrived_E = torch.zeros(_MAX_PROGRAMS, dtype=torch.int32, device=device)
 
 
 def row_tile(num_rows: int) -> int:

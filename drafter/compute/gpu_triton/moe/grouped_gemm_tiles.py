@@ -20,7 +20,7 @@ def tile_height(num_pairs: int, num_experts: int) -> int:
     return next((height for height in HEIGHTS if 2 * num_pairs <= height * num_experts), HEIGHTS[-1])
 
 
-def most_tiles(num_pairs: int, num_experts: int, height: int) -> int:
+def max_tiles(num_pairs: int, num_experts: int, height: int) -> int:
     """Return the most tiles any choice needs: one per expert that has a pair, one more for each full one."""
     used = min(num_pairs, num_experts)
     return used + (num_pairs - used) // height

@@ -19,7 +19,7 @@ from ...layers.moe import ExpertWeights
 from .grouped_gemm import add_up, multiply_tiles
 from .grouped_gemm_tiles import INVARIANT_HEIGHT, tile_height
 from .moe_align import list_tiles
-from .unpack_4bit import MOST_EXPONENT
+from .unpack_4bit import MAX_EXPONENT
 
 
 class TritonExperts:
@@ -59,9 +59,10 @@ class TritonExperts:
 
 
 def _check_scales(packed: MXFP4) -> None:
-    most = int(packed.scales_EOB.max())
-    if most > MOST_EXPONENT:
+    maximum = int(packed.scales_EOB.max())
+    if maximum > MAX_EXPONENT:
         raise CheckpointError(
-            f"A block of packed expert weights has the scale 2^{most - 127}; the GPU's kernels take at most "
-            f"2^{MOST_EXPONENT - 127}. Check the checkpoint's scales, or set attention_backend to 'torch'."
+            f"A block of packed expert weights has the scale 2^{maximum - 127}; the GPU's kernels take at "
+            "most "
+            f"2^{MAX_EXPONENT - 127}. Check the checkpoint's scales, or set attention_backend to 'torch'."
         )

@@ -24,7 +24,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..common.launch import dependent_launch, wait_for_predecessor
-from .grouped_gemm_tiles import most_tiles
+from .grouped_gemm_tiles import max_tiles
 
 _CHUNK = 1024  # pairs per iteration
 
@@ -57,7 +57,7 @@ def list_tiles(
     """
     assert expert_ids_Nk.is_contiguous(), "a pair's place is its number"
     num_pairs = expert_ids_Nk.numel()
-    num_tiles = most_tiles(num_pairs, num_experts, height)
+    num_tiles = max_tiles(num_pairs, num_experts, height)
     tiles = ExpertTiles(
         expert_ids_Nk.new_empty((num_tiles, height)),
         expert_ids_Nk.new_empty(num_tiles),

@@ -14,7 +14,7 @@ import triton.language as tl
 
 from ...checkpoint.packed_4bit import ZERO
 
-MOST_EXPONENT = 128  # of an MXFP4 block's scale: 2, so that a code's factor fits in fp32
+MAX_EXPONENT = 128  # of an MXFP4 block's scale: 2, so that a code's factor fits in fp32
 _BLOCK_BYTES = tl.constexpr(16)
 _ZERO = tl.constexpr(ZERO)
 

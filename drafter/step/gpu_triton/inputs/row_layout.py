@@ -80,7 +80,7 @@ class DeviceStepRequests:
     host_spans_R2: Ints | None = None
 
     @staticmethod
-    def room(max_requests: int) -> int:
+    def list_length(max_requests: int) -> int:
         """Return the length of each list of `pack` for this many requests, a multiple of 16 bytes."""
         return (max_requests // 4 + 1) * 4
 
@@ -119,7 +119,8 @@ def _views(lists_LW: Tensor, num_requests: int) -> tuple[Tensor, Tensor, Tensor,
 def pack(
     slots_R: Ints, num_rows_R: Ints, num_drafts_R: Ints, samples_R: NDArray[np.bool_], room: int
 ) -> Ints:
-    """Pack requests as lists [L, W] of `room` integers each; entries past the given requests have no rows.
+    """Pack requests as lists [L, W] of `list_length` integers each; entries past the given requests have no
+    rows.
 
     Order: slots, rows before each, drafts, whether they sample, index of the first sampled row; and the last
     rows of those that sample, used if no request drafts.
@@ -155,7 +156,7 @@ class DeviceStepRows(PlacedRows):
 
 
 def lay_out_rows(requests: DeviceStepRequests, tables: SlotTables) -> DeviceStepRows:
-    """Return the target's rows: known tokens and the drafts that `place_drafts` wrote after them."""
+    """Return the target's rows: known tokens and the drafts that `write_drafts` wrote after them."""
     return _lay_out(requests, tables, mask_id=None)
 
 
@@ -215,7 +216,7 @@ def _lay_out(requests: DeviceStepRequests, tables: SlotTables, mask_id: int | No
     return rows
 
 
-def place_drafts(chosen_N: Tensor, rows: DeviceStepRows, tables: SlotTables) -> None:
+def write_drafts(chosen_N: Tensor, rows: DeviceStepRows, tables: SlotTables) -> None:
     """Write drafts after the known tokens, where `lay_out_rows` reads them.
 
     Args:
@@ -224,7 +225,7 @@ def place_drafts(chosen_N: Tensor, rows: DeviceStepRows, tables: SlotTables) -> 
     """
     num_rows = len(chosen_N)
     assert len(rows.slots_N) == num_rows, "a choice per row"
-    _place_drafts[triton.cdiv(num_rows, _ROWS),](
+    _write_drafts[triton.cdiv(num_rows, _ROWS),](
         chosen_N,
         rows.slots_N,
         rows.positions_N,
@@ -300,7 +301,7 @@ def _lay_out_rows(
 
 
 @triton.jit(do_not_specialize=["num_rows"])
-def _place_drafts(
+def _write_drafts(
     chosen, slots, positions, num_computed, token_ids, num_rows, token_stride, ROWS: tl.constexpr
 ):
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)

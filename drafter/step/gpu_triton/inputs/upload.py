@@ -69,7 +69,7 @@ class Upload:
         self._staging = torch.zeros(size, dtype=torch.int32, device=arena.device)
         self.values = self._staging[:num_values]
         self._slots = [_Slot.build(size, on_gpu=arena.is_cuda) for _ in range(_NUM_SLOTS)]
-        self._turn = 0
+        self._slot_index = 0
 
     def send(self, values: Ints, changes_M2: Ints) -> None:
         """Copy a step's integers to `self.values` and write the changes; word indices must be distinct."""
@@ -89,8 +89,8 @@ class Upload:
             _write_words[triton.cdiv(count, _CHANGES),](changes, self._arena, count, CHANGES=_CHANGES)
 
     def _next_slot(self) -> _Slot:
-        slot = self._slots[self._turn]
-        self._turn = (self._turn + 1) % _NUM_SLOTS
+        slot = self._slots[self._slot_index]
+        self._slot_index = (self._slot_index + 1) % _NUM_SLOTS
         if slot.copied is not None and not slot.copied.query():
             slot.copied.synchronize()  # more rounds in flight than slots
         return slot

@@ -45,7 +45,7 @@ def mask_tokens(logits_NV: Tensor, masks: DeviceMasks) -> None:
     )
 
 
-def end_where_nothing_is_left(ids_N: Tensor, scores_N: Tensor, masks: DeviceMasks) -> None:
+def force_end_tokens(ids_N: Tensor, scores_N: Tensor, masks: DeviceMasks) -> None:
     """Set the sampled id to `end_id` in masked rows in which no token was possible."""
     ids_M, is_empty_M = ids_N[masks.rows_M], scores_N[masks.rows_M] == float("-inf")
     ids_N[masks.rows_M] = torch.where(is_empty_M, masks.end_id, ids_M)

@@ -74,14 +74,14 @@ class RuleTables:
     @staticmethod
     def shapes(num_slots: int) -> Mapping[str, tuple[tuple[int, ...], torch.dtype]]:
         """Return shape and dtype of the arena's tables."""
-        most = RULE_LIMITS
+        maximum = RULE_LIMITS
         return {
             **{name: ((num_slots,), dtype) for name, dtype in _NUMBERS.items()},
-            "allowed_ids": ((num_slots, most.allowed_tokens), torch.int32),
-            "biased_ids": ((num_slots, most.biased_tokens), torch.int32),
-            "biases": ((num_slots, most.biased_tokens), torch.float32),
-            "bad_words": ((num_slots, most.bad_words, most.bad_word_tokens), torch.int32),
-            "marks": ((num_slots, 2, most.reasoning_tokens), torch.int32),
+            "allowed_ids": ((num_slots, maximum.allowed_tokens), torch.int32),
+            "biased_ids": ((num_slots, maximum.biased_tokens), torch.int32),
+            "biases": ((num_slots, maximum.biased_tokens), torch.float32),
+            "bad_words": ((num_slots, maximum.bad_words, maximum.bad_word_tokens), torch.int32),
+            "marks": ((num_slots, 2, maximum.reasoning_tokens), torch.int32),
         }
 
     @classmethod

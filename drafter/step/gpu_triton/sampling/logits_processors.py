@@ -70,9 +70,9 @@ def apply_rules(
         rules.marks,
         vocab_size,
         DRAFTS=drafts,
-        MOST_ALLOWED=rules.allowed_ids.shape[1],
-        MOST_BIASED=rules.biased_ids.shape[1],
-        MOST_WORDS=rules.bad_words.shape[1],
+        MAX_ALLOWED=rules.allowed_ids.shape[1],
+        MAX_BIASED=rules.biased_ids.shape[1],
+        MAX_WORDS=rules.bad_words.shape[1],
         WORD=rules.bad_words.shape[2],
         MARK=rules.marks.shape[2],
         CHUNK=_CHUNK,
@@ -106,9 +106,9 @@ def _apply(
     marks,
     vocab_size,
     DRAFTS: tl.constexpr,
-    MOST_ALLOWED: tl.constexpr,
-    MOST_BIASED: tl.constexpr,
-    MOST_WORDS: tl.constexpr,
+    MAX_ALLOWED: tl.constexpr,
+    MAX_BIASED: tl.constexpr,
+    MAX_WORDS: tl.constexpr,
     WORD: tl.constexpr,
     MARK: tl.constexpr,
     CHUNK: tl.constexpr,
@@ -127,15 +127,15 @@ def _apply(
 
     num_allowed = tl.load(nums_allowed + slot)
     if num_allowed > 0:
-        hits = _count(allowed_ids + slot * MOST_ALLOWED, 0, num_allowed, first, CHUNK)
+        hits = _count(allowed_ids + slot * MAX_ALLOWED, 0, num_allowed, first, CHUNK)
         z = tl.where(hits > 0, z, -float("inf"))
     num_words = tl.load(nums_bad_words + slot)
     if num_words > 0:
-        words = bad_words + slot * MOST_WORDS * WORD
-        hits = _endings(words, num_words, tokens, prompt_length, end, first, MOST_WORDS, WORD, CHUNK)
+        words = bad_words + slot * MAX_WORDS * WORD
+        hits = _endings(words, num_words, tokens, prompt_length, end, first, MAX_WORDS, WORD, CHUNK)
         z = tl.where(hits > 0, -float("inf"), z)
     for i in range(0, tl.load(nums_biased + slot)):
-        place = slot * MOST_BIASED + i
+        place = slot * MAX_BIASED + i
         z = tl.where(columns == tl.load(biased_ids + place), z + tl.load(biases + place), z)
 
     repetition, frequency = tl.load(repetitions + slot), tl.load(frequencies + slot)
@@ -172,12 +172,12 @@ def _endings(
     prompt_length,
     end,
     first,
-    MOST_WORDS: tl.constexpr,
+    MAX_WORDS: tl.constexpr,
     WORD: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
     """Return how many bad words of generated tokens each column's token would complete at `end`."""
-    word = tl.arange(0, MOST_WORDS)
+    word = tl.arange(0, MAX_WORDS)
     is_word = word < num_words
     ends = is_word
     for back in range(1, WORD):
@@ -198,33 +198,33 @@ def _forced(tokens, prompt_length, end, marks, spans, MARK: tl.constexpr):
     start_length, end_length, budget = spans
     begin = prompt_length
     if start_length > 0:
-        begin = _behind_last(tokens, 0, end, marks, start_length)
+        begin = _after_last(tokens, 0, end, marks, start_length)
     token = -1
     if (begin >= 0) & (end - begin >= budget):
-        place = _behind_last(tokens, begin, end, marks + MARK, end_length)
+        place = _after_last(tokens, begin, end, marks + MARK, end_length)
         if place < 0:
-            begun = 0  # tokens of the end mark already present
+            num_matched = 0  # tokens of the end mark already present
             for length in range(1, end_length):
-                stands = end - begin >= length
+                fits = end - begin >= length
                 for i in range(0, length):
-                    seen = tl.load(tokens + end - length + i, mask=stands, other=-1)
-                    stands = stands & (seen == tl.load(marks + MARK + i))
-                begun = tl.where(stands, length, begun)
-            token = tl.load(marks + MARK + begun)
+                    seen = tl.load(tokens + end - length + i, mask=fits, other=-1)
+                    fits = fits & (seen == tl.load(marks + MARK + i))
+                num_matched = tl.where(fits, length, num_matched)
+            token = tl.load(marks + MARK + num_matched)
     return token
 
 
 @triton.jit
-def _behind_last(tokens, begin, end, mark, length):
+def _after_last(tokens, begin, end, mark, length):
     """Return the position after the last occurrence of a mark in tokens[begin:end]; -1 if there is none."""
     found = tl.full([_TILE], -1, tl.int32)
     for start in range(begin, end, _TILE):
         at = start + tl.arange(0, _TILE)  # position of the mark's last token
-        stands = (at < end) & (at - begin >= length - 1)
+        is_mark = (at < end) & (at - begin >= length - 1)
         for i in range(0, length):
-            seen = tl.load(tokens + at - length + 1 + i, mask=stands, other=-1)
-            stands = stands & (seen == tl.load(mark + i))
-        found = tl.maximum(found, tl.where(stands, at + 1, -1))
+            seen = tl.load(tokens + at - length + 1 + i, mask=is_mark, other=-1)
+            is_mark = is_mark & (seen == tl.load(mark + i))
+        found = tl.maximum(found, tl.where(is_mark, at + 1, -1))
     return tl.max(found, 0)
 
 

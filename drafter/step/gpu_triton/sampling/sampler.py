@@ -33,7 +33,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .....cluster.step.scheduler_output import NOT_A_NUMBER
-from .grammar_masks import DeviceMasks, end_where_nothing_is_left, mask_tokens
+from .grammar_masks import DeviceMasks, force_end_tokens, mask_tokens
 from .gumbel_noise import negative_gumbel, noise_keys
 from .logits_processors import apply_rules
 from .sampling_metadata import (
@@ -45,7 +45,7 @@ from .sampling_metadata import (
 )
 from .top_k_top_p import FilterWorkspace, find_floor, num_places, read_candidates, survey_chunk
 
-_BEHIND_ALL = tl.constexpr(2**31 - 1)
+_PAST_END = tl.constexpr(2**31 - 1)
 _TILE = tl.constexpr(1024)  # candidates scored per iteration
 _BROKEN = tl.constexpr(2**16)  # counts chunks with NaN or +inf, above the number of chunks
 _NOT_A_NUMBER = tl.constexpr(NOT_A_NUMBER)
@@ -187,7 +187,7 @@ def sample_rows(
         num_warps=8,
     )
     if masks is not None:
-        end_where_nothing_is_left(ids_N, scores_N, masks)
+        force_end_tokens(ids_N, scores_N, masks)
     return ids_N, scores_N
 
 
@@ -272,7 +272,7 @@ def _choose(
         z -= temperature * negative_gumbel(key_0, key_1, columns + vocab_start)
     if SECONDS | (not narrows):
         best = tl.max(z, 0)
-        column = tl.min(tl.where(z == best, columns, _BEHIND_ALL), 0)
+        column = tl.min(tl.where(z == best, columns, _PAST_END), 0)
         tl.store(best_scores + row * CHUNKS + chunk, best)
         tl.store(best_ids + row * CHUNKS + chunk, column)
         if SECONDS:
@@ -291,14 +291,14 @@ def _choose(
                 filters, logits_row, memory, row, CHUNKS, WIDTH, MAX_CANDIDATES, NUM_STOP_IDS, CHUNK
             )
             tl.store(floors + row, floor)
-            best, column, second = _best_kept(
+            best, column, second = _best_unfiltered(
                 floor, count, key_0, key_1, logits_row, row_candidates, MAX_CANDIDATES, NUM_STOP_IDS
             )
         if (second == -float("inf")) & (SECONDS | (not narrows)):
             their_best = tl.load(best_scores + place, mask=is_chunk, other=-float("inf"))
-            their_column = tl.load(best_ids + place, mask=is_chunk, other=_BEHIND_ALL)
+            their_column = tl.load(best_ids + place, mask=is_chunk, other=_PAST_END)
             best = tl.max(their_best, 0)
-            column = tl.min(tl.where(their_best == best, their_column, _BEHIND_ALL), 0)
+            column = tl.min(tl.where(their_best == best, their_column, _PAST_END), 0)
             if SECONDS:  # another chunk's best, or the winning chunk's second
                 second = tl.load(second_scores + place, mask=is_chunk, other=-float("inf"))
                 second = tl.max(tl.where(their_column == column, second, their_best), 0)
@@ -309,7 +309,7 @@ def _choose(
 
 
 @triton.jit
-def _best_kept(
+def _best_unfiltered(
     floor,
     count,
     key_0,
@@ -337,5 +337,5 @@ def _best_kept(
         column = tl.where(score > best, columns, column)  # columns ascend: the first of equals stays
         best = tl.maximum(score, best)
     highest = tl.max(best, 0)
-    chosen = tl.min(tl.where(best == highest, column, _BEHIND_ALL), 0)
+    chosen = tl.min(tl.where(best == highest, column, _PAST_END), 0)
     return highest, chosen, tl.max(tl.where((column == chosen) & (best == highest), second, best), 0)

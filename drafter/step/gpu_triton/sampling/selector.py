@@ -240,7 +240,7 @@ def walk_paths(
     filters: bool,
     margins_N: Tensor,
 ) -> Tensor:
-    """Return a token id per row [N] (int64) for `place_drafts`; 0 for anchors and padding.
+    """Return a token id per row [N] (int64) for `write_drafts`; 0 for anchors and padding.
 
     Args:
         found: candidates of these rows.
@@ -313,8 +313,8 @@ def _walk(
     places, e = tl.arange(0, PLACES), tl.arange(0, RANKS)
     is_place, is_e = places < TOP_K, e < RANK
     before = tl.load(token_ids + begin)
-    for behind in range(1, end - begin):
-        row = begin.to(tl.int64) + behind
+    for after in range(1, end - begin):
+        row = begin.to(tl.int64) + after
         there = row * TOP_K + places
         tokens = tl.load(ids + there, mask=is_place, other=0)
         score = tl.load(z + there, mask=is_place, other=-float("inf"))
@@ -329,7 +329,7 @@ def _walk(
         plain = score
         if temperature > 0:
             if FILTERS:
-                score = _kept(score, temperature, filters)
+                score = _passes_filters(score, temperature, filters)
             position = tl.load(positions + row).to(tl.int32)
             key_0, key_1 = noise_keys(seed, position)
             score -= temperature * negative_gumbel(key_0, key_1, tokens)
@@ -346,7 +346,7 @@ def _walk(
 
 
 @triton.jit
-def _kept(score, temperature, filters):
+def _passes_filters(score, temperature, filters):
     """Set scores that min-p, top-k or top-p cut to -inf, as if the row held no other tokens."""
     if has_filters(filters):
         top_k, top_p, min_p = filters

@@ -133,7 +133,7 @@ def test_answers_are_the_same_in_any_number_of_slices(
 ) -> None:
     whole = http.post(TEXT, json=MANY).json()
     assert len(whole["choices"]) == 9
-    monkeypatch.setattr(turns, "TURN_S", 0.0)
+    monkeypatch.setattr(turns, "TIME_SLICE_S", 0.0)
     monkeypatch.setattr(running, "BEGIN_AT_ONCE", 1)
     again = http.post(TEXT, json=MANY).json()
     assert again["choices"] == whole["choices"]
@@ -146,7 +146,7 @@ def test_answers_are_the_same_in_any_number_of_slices(
 
 
 def test_a_thousand_prompts_start_in_several_slices() -> None:
-    turn, begun = 0, list[int]()
+    turn, resume_state = 0, list[int]()
 
     async def count_loop_turns() -> None:
         nonlocal turn
@@ -155,15 +155,17 @@ def test_a_thousand_prompts_start_in_several_slices() -> None:
             await asyncio.sleep(0)
 
     async def begin() -> Any:
-        begun.append(turn)
+        resume_state.append(turn)
 
     async def main() -> None:
         counting = asyncio.create_task(count_loop_turns())
-        await running.together(begin() for _ in range(1000))
+        await running.gather_outputs(begin() for _ in range(1000))
         counting.cancel()
 
     asyncio.run(main())
-    assert len(begun) == 1000 and max(map(begun.count, set(begun))) <= running.BEGIN_AT_ONCE
+    assert (
+        len(resume_state) == 1000 and max(map(resume_state.count, set(resume_state))) <= running.BEGIN_AT_ONCE
+    )
 
 
 async def body_and_other_turns(completions: list[CompletionOutput]) -> tuple[bytes, int]:
@@ -193,7 +195,7 @@ async def body_and_other_turns(completions: list[CompletionOutput]) -> tuple[byt
 
 
 def test_a_long_answer_written_in_slices_is_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(turns, "TURN_S", 0.0)
+    monkeypatch.setattr(turns, "TIME_SLICE_S", 0.0)
     tokenizer, count = Tokenizer.load(MODEL), 3 * PLACES_AT_ONCE + 5
     token_ids = [i % 300 for i in range(count)]
     found = [TokenLogprobs(-1.5, 3, (7, 8), (-0.5, -1.0)) for _ in range(count)]

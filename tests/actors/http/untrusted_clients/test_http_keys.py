@@ -106,11 +106,11 @@ def test_routes_with_a_keys_own_data_need_a_key_if_any_is_configured(path: str) 
         ({"api_key": "user"}, ("user",)),
         ({"api_key": "user", "admin_api_key": "root"}, ("user", "root")),
     ):
-        asked = Keys(ServerSettings(**keys))  # type: ignore[arg-type]
+        requested = Keys(ServerSettings(**keys))  # type: ignore[arg-type]
         opened = [
             key
             for key in ("", "user", "root")
-            if asked.refusal(path, asked.given({"x-api-key": key})) is None
+            if requested.refusal(path, requested.given({"x-api-key": key})) is None
         ]
         assert opened == list(opening), keys
 
@@ -134,14 +134,14 @@ def test_routes_with_a_keys_own_data_need_a_key_if_any_is_configured(path: str) 
 def test_metrics_need_a_key_if_one_is_configured(
     keys: dict[str, str], opening: tuple[str, ...], knowing: tuple[str, ...]
 ) -> None:
-    asked = Keys(ServerSettings(**keys))  # type: ignore[arg-type]
+    requested = Keys(ServerSettings(**keys))  # type: ignore[arg-type]
     for key in ("", "user", "root", "scrape", "other", "wrong"):
         for headers in ({"authorization": f"Bearer {key}"}, {"x-api-key": key}):
-            refusal = asked.refusal("/metrics", asked.given(headers))
+            refusal = requested.refusal("/metrics", requested.given(headers))
             wanted = None if key in opening else 403 if key in knowing else 401
             assert (refusal and refusal[0]) == wanted, (key, refusal)
     if "api_key" in keys:  # a metrics key is good for the metrics alone
-        assert asked.refusal("/v1/completions", asked.given({"x-api-key": "scrape"})) is not None
+        assert requested.refusal("/v1/completions", requested.given({"x-api-key": "scrape"})) is not None
     opened = metrics_key(ServerSettings(**keys))  # type: ignore[arg-type]
     assert (opened in opening) if keys else opened is None
 

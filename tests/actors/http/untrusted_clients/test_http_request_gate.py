@@ -28,7 +28,7 @@ from manta.actors.http.middleware.body_limits import BodyBudget, BodyLimit
 from manta.actors.http.middleware.request_gate import MAX_HEADER_BYTES
 from manta.actors.http.wire.openapi_errors import MEANINGS
 from manta.cluster.config import EngineConfig
-from manta.cluster.errors import DrainingError, RequestError, shown
+from manta.cluster.errors import DrainingError, RequestError, brief
 from manta.cluster.request.request import SamplingParams
 from starlette.exceptions import HTTPException
 from starlette.types import Message
@@ -107,7 +107,7 @@ def test_a_message_shows_json_and_not_python(
 
 
 def test_a_shown_value_is_shortened() -> None:
-    assert shown({"a": [True, None, ("x",)]}) == '{"a": [true, null, ["x"]]}'
+    assert brief({"a": [True, None, ("x",)]}) == '{"a": [true, null, ["x"]]}'
     with pytest.raises(RequestError) as caught:
         SamplingParams(bad_words=("", *["word"] * 1000))
     assert len(caught.value.message) < 250 and "(1001 elements)" in caught.value.message
@@ -270,29 +270,31 @@ def test_long_unfinished_bodies_are_dropped_for_short_ones(
     config: EngineConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(bodies, "GRACE_S", 30.0)
-    most = 2 << 20
-    settings = ServerSettings(served_model_name=NAME, max_request_bytes=most)
+    maximum = 2 << 20
+    settings = ServerSettings(served_model_name=NAME, max_request_bytes=maximum)
     kept: list[BodyBudget] = []
-    monkeypatch.setattr(gate, "BodyBudget", lambda most: kept.append(BodyBudget(most)) or kept[-1])
+    monkeypatch.setattr(gate, "BodyBudget", lambda maximum: kept.append(BodyBudget(maximum)) or kept[-1])
     with LiveServer(config, settings) as server, ExitStack() as stack:
-        head = HEAD + f"Content-Length: {most}\r\n\r\n".encode()
+        head = HEAD + f"Content-Length: {maximum}\r\n\r\n".encode()
         long = [stack.enter_context(sent(server, head)) for _ in range(20)]
         for connection in long:
             with suppress(ConnectionError):  # it was dropped while it was sent
-                connection.sendall(b'"' * (most - 100))
+                connection.sendall(b'"' * (maximum - 100))
         (budget,) = kept
         http = stack.enter_context(httpx.Client(base_url=server.url, timeout=30))
         until(lambda: len(readable(long)) >= 11)  # 20 x 2 MiB do not fit into 16 MiB
-        assert 0 < budget.num_bytes <= budget.max_bytes == 8 * most
+        assert 0 < budget.num_bytes <= budget.max_bytes == 8 * maximum
         short = http.post(COMPLETIONS, json={**GREEDY, "prompt": "x"})
-        whole = http.post(COMPLETIONS, json={**GREEDY, "prompt": "x" * (most - 200)})
+        whole = http.post(COMPLETIONS, json={**GREEDY, "prompt": "x" * (maximum - 200)})
         assert short.status_code == 200 and whole.status_code == 400, (
             "its prompt is too long, its body is not"
         )
         answers = [received(connection) for connection in readable(long)]
-        told = [answer for answer in answers if answer]  # what was on its way may be lost with the connection
-        assert told and all(answer.startswith(b"HTTP/1.1 503") for answer in told)
-        assert all(b"retry-after" in answer.lower() for answer in told)
+        reported = [
+            answer for answer in answers if answer
+        ]  # what was on its way may be lost with the connection
+        assert reported and all(answer.startswith(b"HTTP/1.1 503") for answer in reported)
+        assert all(b"retry-after" in answer.lower() for answer in reported)
         stack.close()
         until(lambda: budget.num_bytes == 0)
 
@@ -334,10 +336,10 @@ def test_the_server_limits_concurrent_requests_and_refuses_more_in_openais_form(
         refused = http.post(COMPLETIONS, json=body)
         assert error_of(refused)["type"] == "ServiceUnavailableError" and refused.headers["retry-after"]
         assert http.get("/health").status_code == http.get("/v1/models").status_code == 200
-        (told,) = [
+        (reported,) = [
             line for line in http.get("/metrics").text.splitlines() if 'reason="too_many_requests"' in line
         ]
-        assert told.startswith("vllm:admission_rejections_total{") and told.endswith(" 1.0")
+        assert reported.startswith("vllm:admission_rejections_total{") and reported.endswith(" 1.0")
         stack.close()  # two have left
         with httpx.Client(base_url=server.url, timeout=30) as later:
             until(lambda: later.post(COMPLETIONS, json={"prompt": "x"}).status_code == 200)

@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from manta.actors.engine.output_logprobs import OutputLogprobs
 from manta.actors.engine.output_processor import CompletionOutput, RequestTracker
-from manta.actors.engine.output_streams import KEPT_APART, MERGED_TOKENS, ReaderLimit, Unread
+from manta.actors.engine.output_streams import MAX_UNMERGED, MERGED_TOKENS, ReaderLimit, UnreadOutputs
 from manta.actors.http.config.settings import ServerSettings
 from manta.actors.http.generation import request_run as running
 from manta.actors.tokenization.prompts import EncodedPrompt
@@ -47,8 +47,8 @@ def update(index: int, token_ids: list[int], *, ends: bool) -> SequenceUpdate:
 
 
 def delta(index: int, token_ids: list[int], *, ends: bool) -> CompletionOutput:
-    told = [TokenLogprobs(-1.0, 1, (t, t + 1), (-1.0, -2.0)) for t in token_ids]
-    logprobs = OutputLogprobs(None, told, token_ids)
+    reported = [TokenLogprobs(-1.0, 1, (t, t + 1), (-1.0, -2.0)) for t in token_ids]
+    logprobs = OutputLogprobs(None, reported, token_ids)
     text = "".join(f"<{t}>" for t in token_ids)
     return CompletionOutput(index, text, token_ids, "length" if ends else None, None, logprobs)
 
@@ -65,7 +65,7 @@ def test_a_reader_gets_each_token_once_in_order_after_any_merging(
 ) -> None:
     tracker = RequestTracker("r", EncodedPrompt((1,)), SamplingParams(n=count, logprobs=2), None)
     limit = ReaderLimit("client", 1 << 30)
-    unread, wanted = Unread(tracker, limit), dict[int, list[int]]()
+    unread, wanted = UnreadOutputs(tracker, limit), dict[int, list[int]]()
     got: dict[int, list[CompletionOutput]] = {}
     finished: list[bool] = []
 
@@ -100,13 +100,13 @@ def test_a_reader_gets_each_token_once_in_order_after_any_merging(
 
 def test_a_fast_reader_gets_an_output_per_step_and_a_slow_one_few() -> None:
     tracker = RequestTracker("r", EncodedPrompt((1,)), SamplingParams(), None)
-    unread = Unread(tracker)
+    unread = UnreadOutputs(tracker)
     for step in range(1000):
         unread.add(delta(0, [step], ends=False))
         assert unread.take().outputs[0].token_ids == [step]
     for step in range(10_000):
         unread.add(delta(0, [step], ends=False))
-    assert len(unread) <= KEPT_APART + 10_000 / MERGED_TOKENS + 1
+    assert len(unread) <= MAX_UNMERGED + 10_000 / MERGED_TOKENS + 1
 
 
 @pytest.fixture(scope="module")

@@ -17,7 +17,13 @@ from manta.actors.gateway.app import create_gateway
 from manta.actors.gateway.replica_set import Fleet, ServedModel
 from manta.actors.http.app import create_app
 from manta.actors.http.config.settings import ServerSettings
-from manta.actors.http.middleware.api_keys import Keys, behind_gateway, read_caller, told_caller, with_keys
+from manta.actors.http.middleware.api_keys import (
+    Keys,
+    decode_caller,
+    encode_caller,
+    with_keys,
+    without_gateway_settings,
+)
 from manta.cluster.config import EngineConfig
 from manta.cluster.errors import ConfigError
 from manta.cluster.request.caller import Caller, domain_of, owner_of
@@ -162,11 +168,11 @@ def test_each_route_refuses_keys_without_permission(
     ask: Ask, server: LiveServer, settings: ServerSettings
 ) -> None:
     for route in routes_of(create_app(server.engine, settings)):
-        who, path = WHO[route.path], re.sub(r"\{\w+(:path)?\}", "batch_x", route.path)
+        owner, path = WHO[route.path], re.sub(r"\{\w+(:path)?\}", "batch_x", route.path)
         for method in getattr(route, "methods", {"GET"}) - {"HEAD"}:  # a static folder has none
             bare, user = ask(None, method, path).status_code, ask(BOB, method, path).status_code
-            assert (bare == 401) == (who != "open"), (method, path, bare)
-            assert (user == 403) == (who == "admin") and user != 401, (method, path, user)
+            assert (bare == 401) == (owner != "open"), (method, path, bare)
+            assert (user == 403) == (owner == "admin") and user != 401, (method, path, user)
             assert ask(ROOT, method, path).status_code not in (401, 403), (method, path)
 
 
@@ -239,7 +245,7 @@ def test_no_key_learns_another_keys_prefixes(ask: Ask) -> None:
     for salt in ("mine", domain, Caller(domain=domain).salt("mine"), Caller(domain=domain).salt(None)):
         stolen = ask(BOB, "POST", "/v1/completions", json=salted | {"cache_salt": salt})
         assert cached(stolen) == 0, "no client chooses another's salt"
-    forged = {"X-Manta-Caller": told_caller(Caller(sees_all=True, domain=domain)), "X-Manta-Token": "x"}
+    forged = {"X-Manta-Caller": encode_caller(Caller(sees_all=True, domain=domain)), "X-Manta-Token": "x"}
     assert cached(ask(PROXY, "POST", "/v1/completions", json=salted, headers=forged)) == 0
     assert ask(None, "GET", "/v1/files", headers=forged).status_code == 401
 
@@ -292,9 +298,9 @@ def test_unknown_tenants_share_one_label_and_one_receipt(server: LiveServer) -> 
             return client.post("/v1/completions", json={"prompt": "x", "max_tokens": 1} | body, headers=own)
 
         for i in range(70):  # more than there are places
-            told = {"metadata": {"tenant": f"body-{i}", "category": f"kind-{i}"}}
+            reported = {"metadata": {"tenant": f"body-{i}", "category": f"kind-{i}"}}
             named = {"X-Tenant": f"t-{i}"} if i % 2 else {}
-            answer = sent(ALICE, named, **told)
+            answer = sent(ALICE, named, **reported)
             assert answer.headers["x-ignored-params"] == ("X-Tenant" if i % 2 else "metadata.tenant")
         assert (
             sent(ALICE, {"X-Tenant": "globex", "X-Category": "code"}).headers.get("x-ignored-params") is None
@@ -456,10 +462,10 @@ def test_with_isolation_by_tenant_keys_of_a_tenant_share_and_no_key_claims_anoth
     assert len({domain(trusted, None, each) for each in ("acme", "globex", "else")}) == 3
     assert domain(trusted, None, "else") == domain(trusted, None, "other") == domain(trusted, None)
     assert domain(ServerSettings(tenants=("acme",)), None, "acme") is None
-    told = caller(by_tenant, {"x-api-key": PROXY, "x-tenant": "d\u00e9j\u00e0"})
-    assert read_caller(told_caller(told)) == told and told_caller(told).isascii()
-    assert behind_gateway(by_tenant).keys("api_key") == ()
-    assert read_caller(None) == Caller() and not read_caller(None).may_see("x")
+    reported = caller(by_tenant, {"x-api-key": PROXY, "x-tenant": "d\u00e9j\u00e0"})
+    assert decode_caller(encode_caller(reported)) == reported and encode_caller(reported).isascii()
+    assert without_gateway_settings(by_tenant).keys("api_key") == ()
+    assert decode_caller(None) == Caller() and not decode_caller(None).may_see("x")
 
 
 def test_keys_may_name_tenants_in_files_and_flags(tmp_path: Path) -> None:

@@ -27,9 +27,9 @@ from manta.cluster.errors import (
     MAX_NAME,
     ConfigError,
     RequestError,
-    shown,
-    shown_name,
-    shown_url,
+    brief,
+    brief_name,
+    brief_url,
 )
 from manta.jobs.batch.options import BatchOptions
 from text_pair import LiveServer, make_text_pair
@@ -129,9 +129,9 @@ def check_log(log: Log) -> None:
     for line in text.split("\n"):
         assert line.isprintable() and len(line) <= MAX_LINE and not line.startswith(("2026-01-01", CORE))
     for line in objects.splitlines():
-        told = json.loads(line)
-        assert len(told.pop("param", None) or "") <= MAX_NAME
-        assert CORE not in json.dumps(told), json.dumps(told)[:800]
+        reported = json.loads(line)
+        assert len(reported.pop("param", None) or "") <= MAX_NAME
+        assert CORE not in json.dumps(reported), json.dumps(reported)[:800]
 
 
 def check_answer(response: httpx.Response, what: object) -> None:
@@ -359,15 +359,15 @@ def test_foreign_text_is_bounded_and_on_one_line() -> None:
     error = RequestError(f"{MARK * 1000} is wrong", param=MARK)
     assert len(error.message) <= MAX_MESSAGE and len(error.param or "") <= MAX_NAME
     for text in (
-        shown(MARK),
-        shown([MARK]),
-        shown({MARK: MARK}),
-        shown_name(MARK),
+        brief(MARK),
+        brief([MARK]),
+        brief({MARK: MARK}),
+        brief_name(MARK),
         str(error),
         error.param or "",
     ):
         assert text.replace("\n", "").isprintable() and "\x1b" not in text
-    assert len(shown(MARK)) < 150 and json.loads(shown("\x7f\u202e\n\ud800")) == "\x7f\u202e\n\ud800"
+    assert len(brief(MARK)) < 150 and json.loads(brief("\x7f\u202e\n\ud800")) == "\x7f\u202e\n\ud800"
 
 
 @pytest.mark.parametrize(
@@ -386,7 +386,7 @@ def test_foreign_text_is_bounded_and_on_one_line() -> None:
     ],
 )
 def test_a_url_is_shown_without_its_secrets(url: str, wanted: str) -> None:
-    assert shown_url(url) == wanted
+    assert brief_url(url) == wanted
 
 
 SECRETS = (
