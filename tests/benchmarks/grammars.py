@@ -52,7 +52,7 @@ def run_grammars(config: EngineConfig, options: GrammarOptions) -> dict[str, flo
     if make_grammars(plan) is None:
         raise ConfigError("model: it has no tokenizer or no end-of-sequence token.", param="model")
     doors: list[tuple[type, str]] = [
-        (GrammarStates, "guide"),
+        (GrammarStates, "constrain_drafts"),
         (type(make_step_operators(plan)), "mask_tokens"),
     ]
     rounds = _rounds(config, requested, options, doors)

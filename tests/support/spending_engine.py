@@ -26,7 +26,7 @@ class SpendingEngine:
     config: EngineConfig = field(default_factory=lambda: EngineConfig(model="m", tensor_parallel_size=2))
     info: Any = field(default_factory=lambda: SimpleNamespace(device="cuda:0"))
 
-    def spent(self) -> dict[UsageAccount, Usage]:
+    def usage_by_account(self) -> dict[UsageAccount, Usage]:
         return dict(self.sums)
 
     def spend(self, account: UsageAccount, more: Usage) -> None:

@@ -24,7 +24,7 @@ HOLD = """
 import sys, time
 from manta.actors.batch.ledger import output_lock as locks
 from manta.actors.batch.dataset.storage import Storage
-locks.BEAT_S = 1.0
+locks.HEARTBEAT_S = 1.0
 held = locks.lock(Storage.open(sys.argv[1], field="output"), print)
 print("held", flush=True)
 time.sleep(100)

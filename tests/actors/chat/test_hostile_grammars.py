@@ -176,9 +176,9 @@ def test_the_sandbox_ends_with_its_parent(tokenizer: Tokenizer, tmp_path: Path) 
     (tmp_path / "tokenizer.json").write_text(tokenizer.to_json())
     code = f"""
 import os, pathlib, signal
-from manta.actors.structured_outputs.grammar_validator import GrammarTrials
-trials = GrammarTrials(pathlib.Path({str(tmp_path / "tokenizer.json")!r}).read_text(), {VOCAB}, {EOS})
-trials.ask("regex", "a", 1.0)
+from manta.actors.structured_outputs.grammar_validator import GrammarValidator
+trials = GrammarValidator(pathlib.Path({str(tmp_path / "tokenizer.json")!r}).read_text(), {VOCAB}, {EOS})
+trials.try_grammar("regex", "a", 1.0)
 print(trials.pid, flush=True)
 os.kill(os.getpid(), signal.SIGKILL)
 """

@@ -208,7 +208,7 @@ def test_a_failed_completion_ends_the_others_of_its_request(
 def test_an_engine_that_delivers_nothing_is_unhealthy(
     config: EngineConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(engine_module, "POLL_S", 0.02)
+    monkeypatch.setattr(engine_module, "CHECK_INTERVAL_S", 0.02)
     monkeypatch.setattr(engine_module, "DELIVERY_TIMEOUT_S", 0.1)
     with LiveServer(config) as server, httpx.Client(base_url=server.url, timeout=30) as http:
         body = {"prompt": "x", "max_tokens": 400, "ignore_eos": True}

@@ -36,12 +36,12 @@ from unpickling import TouchesWhenUnpickled
 
 WORKER = """
 import os, sys, time
-from manta.actors.workers.shm.step_channel import WorkerChannel, knock
+from manta.actors.workers.shm.step_channel import WorkerChannel, connect
 from manta.actors.workers.shm.endpoint import PeerLostError
 address, rank, behaviour = sys.argv[1], int(sys.argv[2]), sys.argv[3]
 answers = behaviour == "all answer" or rank == 0
 try:
-    channel = WorkerChannel(knock(address, rank), rank)
+    channel = WorkerChannel(connect(address, rank), rank)
     while True:
         message = channel.receive()
         if behaviour == "stop reading":
