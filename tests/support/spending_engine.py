@@ -43,9 +43,9 @@ def keeper(
 
 
 if __name__ == "__main__":
-    usage_meter = SpendingEngine()
-    kept = keeper(usage_meter, Path(sys.argv[1]))
+    engine = SpendingEngine()
+    writer = keeper(engine, Path(sys.argv[1]))
     while True:
-        usage_meter.spend(ACME, SOME)
-        kept.write()
-        print(int(usage_meter.sums[ACME].tokens), flush=True)
+        engine.spend(ACME, SOME)
+        writer.write()
+        print(int(engine.sums[ACME].tokens), flush=True)

@@ -68,11 +68,11 @@ def test_output_depends_on_the_text_and_not_on_its_cuts(name: str, answer: Any) 
     whole = concatenate([so_far[-1], by_character.finish()])
     for first in range(len(text) + 1):
         reader = splitter(name, opened=opened)
-        resume_state = reader.feed(text[:first])
-        assert resume_state == so_far[first]
+        first_part = reader.feed(text[:first])
+        assert first_part == so_far[first]
         rest = reader.feed(text[first:])
-        assert concatenate([resume_state, rest]) == so_far[-1]
-        assert concatenate([resume_state, rest, reader.finish()]) == whole
+        assert concatenate([first_part, rest]) == so_far[-1]
+        assert concatenate([first_part, rest, reader.finish()]) == whole
 
 
 @pytest.mark.parametrize(("name", "answer"), ANSWERS)

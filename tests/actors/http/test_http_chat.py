@@ -251,10 +251,10 @@ def test_a_conversation_is_passed_to_the_template_correctly(hermes: Server, harm
 
 def test_an_answer_that_continues_a_message_is_parsed_from_its_end(hermes: Server) -> None:
     http, _ = hermes
-    resume_state = [*USER, {"role": "assistant", "content": "<think>\nWell"}]
+    messages = [*USER, {"role": "assistant", "content": "<think>\nWell"}]
     body = {
         **GREEDY,
-        "messages": resume_state,
+        "messages": messages,
         "continue_final_message": True,
         "add_generation_prompt": False,
     }

@@ -137,12 +137,12 @@ def test_a_stopping_server_accepts_no_request_and_finishes_streams(
         return served.log.read_text(errors="replace")[said_before:]
 
     with ThreadPoolExecutor(4) as pool:
-        resume_state = [threading.Event() for _ in range(2)]
-        short = pool.submit(stream, served.url, 1, 100, resume_state[0])
-        assert resume_state[0].wait(WAIT_S), "it would wait behind the others"
+        started = [threading.Event() for _ in range(2)]
+        short = pool.submit(stream, served.url, 1, 100, started[0])
+        assert started[0].wait(WAIT_S), "it would wait behind the others"
         # More completions than the engine has slots for.
-        long = [pool.submit(stream, served.url, 4, CONTEXT - 96, resume_state[1]) for _ in range(3)]
-        assert resume_state[1].wait(WAIT_S)
+        long = [pool.submit(stream, served.url, 4, CONTEXT - 96, started[1]) for _ in range(3)]
+        assert started[1].wait(WAIT_S)
         process.send_signal(signal.SIGTERM)
         wait_for(lambda: "no new requests" in said() and served.health() == 503, WAIT_S, "it goes on")
         refused = httpx.post(f"{served.url}/v1/completions", json={"prompt": "x"}, timeout=10.0)

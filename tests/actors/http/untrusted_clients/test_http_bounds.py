@@ -146,7 +146,7 @@ def test_answers_are_the_same_in_any_number_of_slices(
 
 
 def test_a_thousand_prompts_start_in_several_slices() -> None:
-    turn, resume_state = 0, list[int]()
+    turn, start_turns = 0, list[int]()
 
     async def count_loop_turns() -> None:
         nonlocal turn
@@ -155,7 +155,7 @@ def test_a_thousand_prompts_start_in_several_slices() -> None:
             await asyncio.sleep(0)
 
     async def begin() -> Any:
-        resume_state.append(turn)
+        start_turns.append(turn)
 
     async def main() -> None:
         counting = asyncio.create_task(count_loop_turns())
@@ -163,9 +163,7 @@ def test_a_thousand_prompts_start_in_several_slices() -> None:
         counting.cancel()
 
     asyncio.run(main())
-    assert (
-        len(resume_state) == 1000 and max(map(resume_state.count, set(resume_state))) <= running.BEGIN_AT_ONCE
-    )
+    assert len(start_turns) == 1000 and max(map(start_turns.count, set(start_turns))) <= running.BEGIN_AT_ONCE
 
 
 async def body_and_other_turns(completions: list[CompletionOutput]) -> tuple[bytes, int]:
