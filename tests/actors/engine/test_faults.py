@@ -66,20 +66,20 @@ DELIVERY = [
     (OutputLogprobs, "extend", TypeError),
     (RequestSteps, "feed", ZeroDivisionError),
     (RequestTracker, "output", MemoryError),
-    (OutputStream, "take", ValueError),
+    (OutputStream, "add", ValueError),
 ]
 READERS = [
     (RequestStats, "feed", KeyError),
-    (GenerationRun, "_shown", AttributeError),
+    (GenerationRun, "_visible", AttributeError),
     (AnswerParser, "feed", RecursionError),
     (Splitter, "feed", Panic),
-    (AnswerParserFactory, "whole", ValueError),
+    (AnswerParserFactory, "parse_complete", ValueError),
     (ChatShape, "chunks", TypeError),
-    (ChatShape, "whole", TypeError),
+    (ChatShape, "full_choice", TypeError),
     (ChatShape, "logprobs", IndexError),
 ]
 STREAMS_ONLY = {"chunks"}
-WHOLE_ONLY = {"whole"}
+WHOLE_ONLY = {"parse_complete", "full_choice"}
 
 
 @pytest.fixture(scope="module")
