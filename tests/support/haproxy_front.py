@@ -106,7 +106,7 @@ def serves_configuration(
     return path
 
 
-class RewrittenConfig:
+class HAProxyFront:
     """A server's HAProxy, started as by Serve's manager."""
 
     def __init__(

@@ -15,7 +15,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from haproxy_front import WAIT_S, Replica, RewrittenConfig, until
+from haproxy_front import WAIT_S, HAProxyFront, Replica, until
 from manta.actors.haproxy.config_rewriter import UNFINISHED, UNFINISHED_HEADER, HAProxyPaths, rewritten
 from manta.actors.haproxy.connections import MOST, PER_SOURCE, PROBE_PORT, Connections
 from manta.actors.haproxy.metrics_aggregator import joined
@@ -28,8 +28,8 @@ from prometheus_client.parser import text_string_to_metric_families
 
 
 @pytest.fixture
-def front() -> Iterator[RewrittenConfig]:
-    front = RewrittenConfig(HAProxyFolder())
+def front() -> Iterator[HAProxyFront]:
+    front = HAProxyFront(HAProxyFolder())
     yield front
     front.end()
 
@@ -43,7 +43,7 @@ def replicas() -> Iterator[list[Replica]]:
 
 
 def test_a_killed_haproxy_is_restarted_immediately_unseen_by_serve(
-    front: RewrittenConfig, replicas: list[Replica]
+    front: HAProxyFront, replicas: list[Replica]
 ) -> None:
     front.start(replicas)
     until(lambda: front.ask("/v1/models")[0] == 200)
@@ -60,7 +60,7 @@ def test_a_killed_haproxy_is_restarted_immediately_unseen_by_serve(
 
 
 def test_probes_follow_the_replicas_and_a_stopping_server_refuses_in_openais_form(
-    front: RewrittenConfig, replicas: list[Replica]
+    front: HAProxyFront, replicas: list[Replica]
 ) -> None:
     front.start([])
     for path in ("/health", "/ping", "/v1/models"):
@@ -90,7 +90,7 @@ def test_probes_follow_the_replicas_and_a_stopping_server_refuses_in_openais_for
 
 
 def test_requests_refused_by_a_draining_replica_are_resent_unless_they_store_something(
-    front: RewrittenConfig, replicas: list[Replica]
+    front: HAProxyFront, replicas: list[Replica]
 ) -> None:
     front.start(replicas)
     until(lambda: front.ask("/health")[0] == 200)
@@ -114,7 +114,7 @@ def final_answer(connection: socket.socket) -> tuple[int, dict[str, str], bytes]
 
 
 def test_incomplete_requests_are_closed_and_delay_no_others(replicas: list[Replica]) -> None:
-    front = RewrittenConfig(HAProxyFolder(), head_time_s=1)
+    front = HAProxyFront(HAProxyFolder(), head_time_s=1)
     head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n"
     try:
         front.start(replicas)
@@ -133,7 +133,7 @@ def test_incomplete_requests_are_closed_and_delay_no_others(replicas: list[Repli
 
 @pytest.mark.parametrize("status", UNFINISHED)
 def test_a_request_refused_before_its_body_is_answered_and_its_connection_closed(
-    front: RewrittenConfig, replicas: list[Replica], status: int
+    front: HAProxyFront, replicas: list[Replica], status: int
 ) -> None:
     front.start(replicas[:1])
     until(lambda: front.ask("/v1/models")[0] == 200)
@@ -150,7 +150,7 @@ def test_a_request_refused_before_its_body_is_answered_and_its_connection_closed
 
 
 def test_a_request_under_which_a_replica_died_is_not_sent_to_another(
-    front: RewrittenConfig, replicas: list[Replica]
+    front: HAProxyFront, replicas: list[Replica]
 ) -> None:
     front.start(replicas)
     until(lambda: front.ask("/health")[0] == 200)
@@ -176,7 +176,7 @@ def test_idle_connections_do_not_block_other_clients(replicas: list[Replica]) ->
     """One address has 30 of 40 connections."""
     probes = free_port()
     limits = {MOST: "40", PER_SOURCE: "30", PROBE_PORT: str(probes)}
-    front = RewrittenConfig(HAProxyFolder(), head_time_s=4, environment=limits)
+    front = HAProxyFront(HAProxyFolder(), head_time_s=4, environment=limits)
 
     def idle(source: str) -> socket.socket:
         address = ("127.0.0.1", front.port)
@@ -226,9 +226,7 @@ def test_the_number_of_connections_follows_the_open_file_limit() -> None:
             Connections.of(1024, {PER_SOURCE: wrong})
 
 
-def test_a_request_has_one_id_whichever_process_answers(
-    front: RewrittenConfig, replicas: list[Replica]
-) -> None:
+def test_a_request_has_one_id_whichever_process_answers(front: HAProxyFront, replicas: list[Replica]) -> None:
     def id_of(requested: str) -> str:
         head = f"GET /health HTTP/1.1\r\nHost: x\r\nConnection: close\r\nX-Request-Id: {requested}\r\n\r\n"
         return final_answer(front.send(head.encode()))[1]["x-request-id"]
@@ -242,7 +240,7 @@ def test_a_request_has_one_id_whichever_process_answers(
         assert len(id_of(wrong)) == 36
 
 
-def test_haproxys_own_errors_have_openais_form(front: RewrittenConfig, replicas: list[Replica]) -> None:
+def test_haproxys_own_errors_have_openais_form(front: HAProxyFront, replicas: list[Replica]) -> None:
     front.start(replicas[:1])
     until(lambda: front.ask("/health")[0] == 200)
     replicas[0].status = 400  # as an HTTP server says it, in plain text
@@ -261,9 +259,7 @@ def open_files(pid: int) -> Iterator[str]:
             yield os.readlink(link)  # noqa: PTH115
 
 
-def test_everything_listens_on_loopback_and_is_private(
-    front: RewrittenConfig, replicas: list[Replica]
-) -> None:
+def test_everything_listens_on_loopback_and_is_private(front: HAProxyFront, replicas: list[Replica]) -> None:
     front.start(replicas)
     until(lambda: front.ask("/health")[0] == 200)
     links = list(open_files(front.haproxy_pid()))
@@ -278,8 +274,9 @@ def test_everything_listens_on_loopback_and_is_private(
 
 def test_files_of_a_killed_server_are_removed() -> None:
     script = (
-        "import sys, time; sys.path.insert(0, sys.argv[1]); from haproxy_front import Front, HAProxyFolder;"
-        "front = Front(HAProxyFolder()); front.start([]);"
+        "import sys, time; sys.path.insert(0, sys.argv[1]);"
+        "from haproxy_front import HAProxyFolder, HAProxyFront;"
+        "front = HAProxyFront(HAProxyFolder()); front.start([]);"
         "print(front.folder.path, front.haproxy_pid(), flush=True); time.sleep(60)"
     )
     command = [sys.executable, "-c", script, str(SUPPORT)]
