@@ -48,7 +48,6 @@ def union(*sets: RowRanges) -> RowRanges:
 
 
 def difference(ranges: RowRanges, removed: RowRanges) -> RowRanges:
-    """Return the rows of the first set that are not in the second."""
     left: list[tuple[int, int]] = []
     place = 0
     for begin, end in ranges:
@@ -66,7 +65,6 @@ def difference(ranges: RowRanges, removed: RowRanges) -> RowRanges:
 
 
 def intersection(a: RowRanges, b: RowRanges) -> RowRanges:
-    """Return the rows that are in both sets."""
     return difference(a, difference(a, b))
 
 

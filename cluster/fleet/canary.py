@@ -91,8 +91,6 @@ class TrialRules:
 
 
 class ArmStats(NamedTuple):
-    """Counts for one drafter: requests, their decoding steps, and drafts accepted in these."""
-
     requests: int = 0
     steps: int = 0
     accepted: int = 0
@@ -210,8 +208,6 @@ class CanaryTrial:
 
 @dataclass(slots=True)
 class _Wealth:
-    """A bettor's wealth, split evenly over all bet sizes."""
-
     logs: list[float] = field(default_factory=lambda: [0.0] * len(_BETS))
 
     def bet(self, x: float) -> None:

@@ -20,10 +20,7 @@ Resources = Mapping[str, float]  # of one node, by Ray's names
 
 @dataclass(frozen=True, slots=True)
 class ResourceRequest:
-    """The resources that one engine takes on a node; `actor` is the part of its own process.
-
-    `num_threads` None leaves threads to the workers.
-    """
+    """The resources that one engine takes on a node; `actor` is the part of its own process."""
 
     bundles: tuple[Bundle, ...]
     actor: Bundle
@@ -88,13 +85,11 @@ def check_engines_fit(config: EngineConfig, engines: int, nodes: Sequence[Resour
 
 
 def reserve_cpu_per_node(nodes: Sequence[Resources]) -> list[Resources]:
-    """Return the nodes with one CPU less each, for tasks that run next to the engines."""
     return [{**node, "CPU": max(0.0, node.get("CPU", 0.0) - 1.0)} for node in nodes]
 
 
 def with_task_cpus(request: ResourceRequest, nodes: Sequence[Resources]) -> Bundle:
-    """Return the resources that an engine of this claim reserves if a CPU of every node must stay free for
-    tasks.
+    """Return what an engine of this claim reserves if every node must keep a CPU free for tasks.
 
     If nodes only hold the claim itself, less is reserved than is computed on, as tasks only briefly need
     cores.

@@ -57,11 +57,7 @@ class MemoryPlan:
 
 
 def plan_memory(pair: ModelPair, gpu: Gpu, layout: ParallelLayout, demand: LayoutDemand) -> MemoryPlan:
-    """Return the memory of an engine in this layout.
-
-    Raises:
-        PlacementError: not even one sequence of max_model_len fits; says what is missing and what to change.
-    """
+    """Return the memory of an engine; PlacementError if not even one sequence of max_model_len fits."""
     budget = int(gpu.memory_bytes * UTILISATION)
     weights, target_free = _target_gpu(pair, layout, budget)
     if target_free <= 0:
@@ -109,7 +105,6 @@ def _drafter_gpu(pair: ModelPair, layout: ParallelLayout, given: int) -> int:
 
 
 def _step_bytes(rank: ModelShape, num_drafts: int) -> int:
-    """Return the peak bytes of a step, with the process's fixed share."""
     states = MAX_ROWS * (HIDDEN_COPIES * rank.hidden + INNER_COPIES * rank.widest_inter)
     logits = LOGIT_COPIES * min(MAX_NUM_SEQS * (1 + num_drafts), MAX_ROWS) * rank.vocab
     return PROCESS_BYTES + (states + logits) * rank.itemsize
@@ -122,7 +117,6 @@ def _state_bytes(pair: ModelPair, layout: ParallelLayout) -> int:
 
 
 def kv_cache_layout(pair: ModelPair, layout: ParallelLayout, max_model_len: int) -> KVCacheLayout:
-    """Return the K/V page plan of this layout, as the engine computes it."""
     drafter = pair.drafter if layout.placement else None
     windows = () if drafter is None else drafter.windows
     target = pair.target.rank(layout.tp)
@@ -132,10 +126,7 @@ def kv_cache_layout(pair: ModelPair, layout: ParallelLayout, max_model_len: int)
 def page_bytes(
     pair: ModelPair, layout: ParallelLayout, pages: KVCacheLayout, *, target: bool
 ) -> tuple[int, ...]:
-    """Return the bytes of a page of each pool, on a GPU of the target or on the drafter's own.
-
-    A shared drafter keeps a page set for each engine.
-    """
+    """Return the bytes of a page of each pool, on a GPU of the target or on the drafter's own."""
     sizes = [0] * pages.num_pools
     models: list[tuple[ModelShape, tuple[LayerPlace, ...], int]] = []
     if target:
@@ -152,7 +143,6 @@ def page_bytes(
 
 
 def _sequence_bytes(pages: KVCacheLayout, sizes: tuple[int, ...], num_tokens: int) -> int:
-    """Return the page bytes of a sequence of `num_tokens` tokens."""
     in_use = pages.pages_per_sequence(num_tokens, PAGE_SIZE, MAX_ROWS)
     return sum(count * size for count, size in zip(in_use, sizes, strict=True))
 

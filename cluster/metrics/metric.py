@@ -1,6 +1,4 @@
-"""The definition of a metric, and bounds of histograms. `engine_metrics.py` and `fleet_metrics.py` list
-the metrics.
-"""
+"""The definition of a metric, and bounds of histograms; the catalogue is in `engine_metrics.py`."""
 
 from __future__ import annotations
 
@@ -62,10 +60,7 @@ class Metric:
 
     Attributes:
         name: without the `_total` of counters.
-        kind: counter, gauge or histogram.
-        unit: unit of its values.
         help: its meaning, as shown by Prometheus.
-        labels: all of its labels.
         buckets: upper bounds of a histogram, without infinity.
     """
 

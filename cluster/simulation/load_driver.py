@@ -30,8 +30,6 @@ Percentiles = dict[str, float]
 
 @dataclass(slots=True)
 class CompletedRequest:
-    """A request and its times, in seconds of its engine's clock."""
-
     request_id: str
     arrival_s: float
     prompt_tokens: int
@@ -68,7 +66,6 @@ class LoadDriver:
         self.engine.add_request(request)
 
     def step(self) -> list[CompletedRequest]:
-        """Run one step and return the requests that finished in it."""
         ended: list[CompletedRequest] = []
         updates = self.engine.step()
         now_s = self.clock()
@@ -92,9 +89,9 @@ class LoadDriver:
             self.engine.step()
 
     def run_until(self, end_s: float) -> list[CompletedRequest]:
-        """Step until `end_s`, or until all requests have finished if it is infinite.
+        """Step until `end_s`, or to the end of all requests if it is infinite; return the finished ones.
 
-        A step that begins before `end_s` runs to its end. Returns the requests that finished.
+        A step that begins before `end_s` runs to its end.
         """
         ended: list[CompletedRequest] = []
         while self.clock() < end_s:
@@ -128,7 +125,6 @@ class LoadMeasurement:
 
     @property
     def user_tokens_per_s(self) -> float:
-        """Median over requests of tokens per second after the first token (interactivity)."""
         rates = [1.0 / request.tpot_s for request in self.served if request.tpot_s > 0.0]
         return float(np.median(rates)) if rates else float("nan")
 

@@ -1,6 +1,7 @@
 """The interface between decisions and computation: an `Executor` runs planned steps.
 
-`SimulatedExecutor` (simulator.py) computes nothing; `actors/engine/uniproc_executor.py` has the real ones.
+`cluster/simulation/simulated_executor.py` computes nothing; `actors/engine/uniproc_executor.py` has the real
+ones.
 """
 
 from __future__ import annotations
@@ -87,11 +88,7 @@ class Executor(Protocol):
         ...
 
     def submit(self, plan: SchedulerOutput) -> None:
-        """Start a step; at most `info.max_in_flight` at once.
-
-        Raises EngineDeadError if a target's worker has died. A drafter's death only shows in
-        `drafter_health`.
-        """
+        """Start a step; at most `info.max_in_flight` at once. EngineDeadError if a target's worker died."""
         ...
 
     def collect(self) -> StepResult:

@@ -74,10 +74,8 @@ class SlotSampling:
 class StateEntry(NamedTuple):
     """The recurrent state that a request gets when it enters.
 
-    Attributes:
-        state: its state while it has its slot.
-        source: the saved state that it begins as a copy of (may be the same one); None for zeros.
-        num_tokens: tokens that the source has seen; the request's first row follows them.
+    It begins as a copy of the saved state `source` (may be the same one; None for zeros), which has seen
+    `num_tokens` tokens; the request's first row follows them.
     """
 
     state: int
@@ -209,8 +207,6 @@ class SchedulerOutput:
 
 @dataclass(frozen=True, slots=True)
 class StepTimings:
-    """Seconds spent in the parts of a step, measured by the first target rank."""
-
     draft_s: float = 0.0
     verify_s: float = 0.0
     sample_s: float = 0.0
@@ -222,12 +218,7 @@ class StepTimings:
 
 
 class ExpertReads(NamedTuple):
-    """Experts that routed layers read in a step, on the first target rank.
-
-    Attributes:
-        experts: experts with weights that were read, summed over layers.
-        layers: passes through routed layers.
-    """
+    """Experts read in a step, summed over `layers` passes through routed layers, on the first rank."""
 
     experts: int
     layers: int
@@ -235,12 +226,9 @@ class ExpertReads(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class DrafterUse:
-    """An engine's use of a remote drafter, which it may share with others.
+    """Steps in which an engine used a remote drafter, and the seconds of its work for this engine.
 
-    Attributes:
-        steps: steps with its drafts.
-        queue_s: seconds in which it could have worked for this engine, but worked for others.
-        served_s: seconds of its work for this engine: drafts, context, admissions.
+    `queue_s` are seconds in which it could have worked for this engine, but worked for others.
     """
 
     steps: int = 0

@@ -56,17 +56,13 @@ class StepOutcome:
     Attributes:
         slots, samples: from the plan.
         num_known: rows of known tokens.
-        num_planned: most drafts, from the plan.
-        num_drafts: verified drafts.
+        num_planned, num_drafts: most drafts, from the plan, and verified ones.
         token_ids: [R, W], from the result.
-        num_out: new tokens, up to the end of the sequence.
-        num_accepted: accepted drafts among them.
+        num_out, num_accepted: new tokens, up to the end of the sequence, and accepted drafts among them.
         num_computed: tokens of the sequence with K/V that exist now.
-        stopped: the last new token is a stop token.
-        full: the sequence has reached its maximum length.
+        stopped, full: the last new token is a stop token; the sequence has reached its maximum length.
         failed: logits after the new tokens, or log probabilities, are NaN or infinite.
-        logprobs: by slot, of the new tokens, if requested.
-        prompt_logprobs: by slot, of prompt rows, if requested.
+        logprobs, prompt_logprobs: by slot, of the new tokens and of prompt rows, if requested.
     """
 
     slots: IntArray
