@@ -121,7 +121,6 @@ def _serve(options: DemoOptions, log: Path) -> dict[bool, ChatAnswer]:
 
 
 def stream_chat(client: ServerClient, *, speculate: bool, show: bool = False) -> ChatAnswer:
-    """Stream a chat answer; with `show`, print it as its blocks arrive."""
     body = {
         "model": "manta",
         "messages": [{"role": "user", "content": CHAT}],
@@ -204,7 +203,6 @@ def _title(text: str) -> None:
 
 
 def run_command(arguments: Sequence[str], *, show: bool = True) -> None:
-    """Run a command; without `show` its standard output is hidden, and only its progress is shown."""
     _show(arguments)
     output = None if show else subprocess.DEVNULL
     code = subprocess.run(manta(*arguments), env=without_ray(), stdout=output, check=False).returncode
@@ -251,10 +249,7 @@ def without_ray() -> dict[str, str]:
 def server(
     command: Sequence[str], url: str, log: Path, while_waiting: Callable[[], None] | None = None
 ) -> Iterator[float]:
-    """Run a server in its own process group; yield the seconds until it was ready.
-
-    `while_waiting` is called regularly until then.
-    """
+    """Run a server in its own process group; yield the seconds until it was ready."""
     with log.open("wb") as output:
         process = subprocess.Popen(
             command, start_new_session=True, env=without_ray(), stdout=output, stderr=output

@@ -57,8 +57,6 @@ Record = dict[str, Any]  # Any: whatever a row of the user's dataset holds
 
 
 class ProcessorEngine:
-    """One engine of a processor; if `continuing`, a bad row becomes a row with an error, else it raises."""
-
     def __init__(self, config: EngineConfig, layout: RowSchema, continuing: bool) -> None:
         self._config = config
         self._layout = layout
@@ -98,7 +96,6 @@ class ProcessorEngine:
 
 
 def check_sampling(given: Mapping[str, Any]) -> None:
-    """Raise RequestError for an unknown sampling field."""
     unknown = {name: value for name, value in given.items() if name not in SAMPLING_COLUMNS}
     check_extra_fields(unknown, SAMPLING_COLUMNS, "ignore")
     for name in unknown:
@@ -153,7 +150,6 @@ def _columns(result: Result) -> Record:
 
 
 def _join_columns(batch: pa.Table, answers: Sequence[Record]) -> pa.Table:
-    """Return the batch with the answers' columns, which replace columns of the same name."""
     table = batch.drop_columns([name for name in ANSWER_SCHEMA.names if name in batch.column_names])
     answered = pa.Table.from_pylist(list(answers), schema=ANSWER_SCHEMA)
     for name in ANSWER_SCHEMA.names:

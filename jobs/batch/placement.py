@@ -44,8 +44,6 @@ MARGIN_S = 5.0  # before a node's end: rows must be durable by then
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """A placement group for one engine. Release it when the engine is gone."""
-
     group: PlacementGroup
     resources: ResourceRequest
 
@@ -163,7 +161,6 @@ def living_nodes() -> set[str]:
 
 
 def draining_nodes() -> dict[str, float]:
-    """Return leaving nodes, with the seconds that engines there still have."""
     client: Any = ray_worker.global_worker  # its attributes are set at run time
     found: Mapping[str, int] = client.gcs_client.get_draining_nodes(timeout=GCS_TIMEOUT_S)
     return {

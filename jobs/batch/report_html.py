@@ -102,10 +102,7 @@ def _throughput(timeline: Timeline, stretches: RunIntervals) -> Picture:
 
 
 def rates(timeline: Timeline, stretches: RunIntervals) -> list[list[tuple[float, float, float]]]:
-    """Tokens per second over time: begin, end (s of work, without pauses) and rate, by stretch.
-
-    Points are about MAX_POINTS at most and of equal width; a stretch's last one ends with it.
-    """
+    """Return (begin, end, tokens/s) by stretch, in seconds of work; at most about MAX_POINTS in all."""
     width_s = timeline.width_s * max(1, round(stretches.seconds / MAX_POINTS / timeline.width_s))
     times = stretches.times
     tokens = [[0] * max(1, round((end_s - begin_s) / width_s)) for begin_s, end_s in times]

@@ -257,7 +257,6 @@ class Memory:
 def measure_points(
     points: Sequence[StepPoint], plan: LoadPlan, memory: Memory, steps: int
 ) -> dict[StepPoint, PointSteps]:
-    """Measure steps with all drafts and with none at every point."""
     if not points:
         raise ConfigError(
             "model: its weights and the pages of a single point do not fit into memory. Reduce --model, "

@@ -18,10 +18,7 @@ FIRST_S, INTERVAL_S = 2.0, 4.0
 
 
 class TimeLeft:
-    """Reports the progress of work and the estimated remaining time every few seconds.
-
-    Can replace a tqdm bar, see `LLM.generate`. Without a `unit` only the share is shown.
-    """
+    """Reports progress and remaining time every few seconds, like a tqdm bar; a share without `unit`."""
 
     def __init__(
         self,

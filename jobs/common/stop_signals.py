@@ -18,10 +18,7 @@ STOPPING = (signal.SIGINT, signal.SIGTERM)
 
 
 class Stopped(BaseException):
-    """Raised when a signal stops the job. A BaseException, so that error handlers do not catch it.
-
-    `is_reported`: whether the user has been informed about the remaining work.
-    """
+    """A signal stops the job. A BaseException, so that error handlers do not catch it."""
 
     def __init__(self, number: signal.Signals) -> None:
         super().__init__(f"stopped by {number.name}")

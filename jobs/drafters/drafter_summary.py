@@ -1,7 +1,4 @@
-"""Summaries of drafters: one, two side by side, or all in folders and in the hub's cache, as a table or JSON.
-
-Called by `manta drafter inspect`, `compare` and `list`.
-"""
+"""Summaries of drafters: one, two side by side, or all that are found, as a table or JSON."""
 
 from __future__ import annotations
 
@@ -28,8 +25,8 @@ _SHARED_TENSORS = {"embedding": "embed_tokens.weight", "head": "lm_head.weight"}
 class DrafterSummary:
     """Properties of a drafter; the fields are the rows of the table, in this order.
 
-    EAGLE-3 drafters have no blocks and masks; their `target_layer_ids` are empty if they use the target's
-    defaults. `kv_bytes_per_token` is for 16-bit elements, `mean_acceptance_length` the card's lowest value.
+    `target_layer_ids` are empty for an EAGLE-3 drafter with the target's defaults, `kv_bytes_per_token` is
+    for 16-bit elements, `mean_acceptance_length` the card's lowest value.
     """
 
     name: str
@@ -142,10 +139,7 @@ def _num_bytes(tensors: TensorHeaders, name: str) -> int:
 
 
 def find_drafters(folders: Sequence[Path] | None) -> dict[str, AnyConfig]:
-    """Return drafter configurations by folder or hub id; other checkpoints are skipped.
-
-    None searches models/ and the hub's cache, else each folder and its subfolders.
-    """
+    """Return drafter configurations by folder or hub id; None searches models/ and the hub's cache."""
     here = [Path("models")] if folders is None else folders
     places = {str(each): each for folder in here for each in (folder, *_subfolders(folder))}
     if folders is None:

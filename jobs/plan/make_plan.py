@@ -45,7 +45,6 @@ _QUEUED_PER_RUNNING = 4
 
 
 def make_plan(options: PlanOptions) -> dict[str, Any]:  # Any: JSON
-    """Print the plan, write its config if requested, and return the report."""
     gpu = find_gpu(options.gpu)
     read = read_pair(_engine_config(options), options.acceptance)
     trace = read_trace(options.trace, read.max_model_len) if options.trace is not None else []

@@ -121,7 +121,6 @@ def ray_version() -> str:
 
 
 def ray_image(*, gpu: bool) -> str:
-    """Return the tag of Ray's image with this Python version."""
     python = f"py{sys.version_info.major}{sys.version_info.minor}"
     return f"rayproject/ray:{ray_version()}-{python}-{CUDA if gpu else 'cpu'}"
 
@@ -160,8 +159,6 @@ class Engines:
 
 @dataclass(frozen=True, slots=True)
 class Deployment:
-    """A Serve config and the nodes that it needs."""
-
     file: Path
     serve: Json
     engines: tuple[Engines, ...]

@@ -1,10 +1,10 @@
-"""Starting and stopping Ray Serve with one Manta application: the work behind `manta serve` and the demo.
+"""Starts and stops Ray Serve with one Manta application, for `manta serve` and the demo.
 
-Everything that can be wrong is checked before anything starts. A Ray that is running already (RAY_ADDRESS) is
-used and left running; else one is started here and ended with the server. HAProxy stands in front unless
-`plain_proxy` asks for Serve's own proxy; that is chosen by environment variables before Ray starts
-(`ray_environment.py`), so on an existing cluster it is what its nodes were started with. The end is in two
-parts: `drain` lets requests end and takes no new ones, `stop` ends what is there.
+Settings are checked before anything starts. A running Ray (RAY_ADDRESS) is used and left running; otherwise
+one is started here and ended with the server. HAProxy is in front unless `plain_proxy` selects Serve's own
+proxy; that is chosen by environment variables before Ray starts (`ray_environment.py`), so an existing
+cluster keeps what its nodes were started with. `drain` lets running requests end and refuses new ones; `stop`
+ends the application.
 """
 
 from __future__ import annotations
@@ -86,7 +86,6 @@ class Server:
         self._ray_is_lost = False
 
     def serve_until_stopped(self) -> None:
-        """Block until a signal's handler raises `Stopped`; then drain."""
         try:
             self._wait()
         except Stopped as stopped:
@@ -103,7 +102,7 @@ class Server:
                 )
 
     def drain(self, why: str) -> None:
-        """Take no new requests. Those that run have `shutdown_timeout`, and then get an error event."""
+        """Refuse new requests. Running ones have `shutdown_timeout`, and then get an error event."""
         from ray import serve
 
         began_s = reported_s = time.monotonic()
@@ -128,13 +127,13 @@ class Server:
         self._report(f"drained in {time.monotonic() - began_s:.1f} s")
 
     def _await_last_words(self) -> None:
-        """HAProxy asks others, for some seconds, to take requests that had to end before they began."""
+        """Wait while HAProxy retries, on other servers, requests that were refused before they began."""
         deadline_s = time.monotonic() + LAST_WORDS_S
         while open_connections(self._port) and time.monotonic() < deadline_s:
             time.sleep(POLL_S)
 
     def deploy(self, app: Application) -> None:
-        """Hand the application to Serve. From now on it is ours to end, also where it replaced another."""
+        """Hand the application to Serve. From now on `stop` ends it, also where it replaced another."""
         from ray import serve
 
         self._deployed = True

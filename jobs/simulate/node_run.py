@@ -98,7 +98,6 @@ def run_node(options: NodeOptions) -> Figures:
 
 
 def _name(model: str) -> str:
-    """Return the last part of a hub id or path; "gpt-oss-120b" for ".../gpt-oss-120b/target"."""
     path = Path(model)
     return path.parent.name if path.name == "target" else path.name
 
@@ -207,7 +206,6 @@ def _milliseconds(found: Percentiles) -> str:
 
 
 def assumptions(gpu: Gpu, pair: ModelPair, spread: float) -> list[str]:
-    """Return the assumptions, most important first."""
     device, link, target = gpu.device, gpu.link, pair.target
     packed = ", ".join(f"{experts.weight_bytes:g} bytes" for experts, _ in target.routed)
     return [

@@ -43,12 +43,9 @@ class LoadRequest:
 
 
 class RequestSource:
-    """An endless sequence of requests.
+    """An endless sequence of requests over `rows`, with 0.5 to 1.5 times `max_tokens` output tokens.
 
-    Args:
-        rows: the prompts, used cyclically.
-        max_tokens: mean output tokens; requests vary from 0.5 to 1.5 times this.
-        natural: stop at an end-of-sequence token; `max_tokens` is then the limit of each request.
+    If `natural`, requests stop at an end-of-sequence token, and `max_tokens` is the limit of each.
     """
 
     def __init__(

@@ -36,10 +36,7 @@ class PointPasses:
 def measure(
     requests: int, drivers: Mapping[str, Driver], source: RequestSource, rounds: int, budget_s: float
 ) -> PointPasses:
-    """Measure all sides in at most `rounds` rounds.
-
-    `budget_s` covers all sides together; it is exceeded if it is too short for LEAST_ROUNDS.
-    """
+    """Measure in LEAST_ROUNDS to `rounds` rounds; `budget_s` is for all sides together."""
     begin_s = time.monotonic()
     minimum = max(requests, 2)
     # Warm-up. Its duration also determines how many requests fit into the budget.
@@ -68,10 +65,9 @@ def _plan(minimum: int, min_s: float, side_s: float, max_rounds: int) -> tuple[i
 
 
 def point_figures(measured: PointPasses, fixed: Sequence[str]) -> Figures:
-    """Return the figures of all sides as JSON. The *best* side is the fastest of plain and fixed lengths.
+    """Return the figures of all sides as JSON; the *best* side is the fastest of plain and fixed lengths.
 
-    Acceptance by draft position is reported only for the longest fixed length, since shorter ones have the
-    same first drafts.
+    Acceptance by position is that of the longest fixed length: shorter ones have the same first drafts.
     """
     passes = measured.passes
     best = max((PLAIN, *fixed), key=lambda name: statistics.median(_speeds(passes[name])))
@@ -135,5 +131,4 @@ def _speeds(passes: Sequence[LoadPass]) -> list[float]:
 
 
 def _ratios(ours: Sequence[LoadPass], theirs: Sequence[LoadPass]) -> list[float]:
-    """Return the ratios of tokens/s per request, in closed loops those of total tokens/s."""
     return [mine / other for mine, other in zip(_speeds(ours), _speeds(theirs), strict=True)]

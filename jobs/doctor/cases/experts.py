@@ -65,7 +65,6 @@ def bytes_of(weight: Tensor | Packed) -> int:
 
 
 def expert_checks(place: MachineKind, *, quick: bool) -> Iterator[Check]:
-    """Yield a case for each kind; fewer tile heights if `quick`."""
     cases = [
         Case(kind.name, partial(_error, kind=kind, quick=quick), _HALF, _FP32) for kind in expert_kinds(place)
     ]

@@ -56,7 +56,6 @@ _NEAR = 2e-5  # of scores and filter thresholds: the noise differs in the last p
 
 
 def step_checks(place: MachineKind, *, quick: bool) -> Iterator[Check]:
-    """Yield all checks; only fp32 logits if `quick`."""
     yield Check("steps", "rows and proposals", partial(_rows, place), REMEDY)
     yield Check("steps", "verdicts", partial(_verdicts, place), REMEDY)
     dtypes = (torch.float32,) if quick or place.interpreted else (torch.float32, torch.bfloat16)
@@ -109,7 +108,6 @@ class StatePair:
         )
 
     def words(self, count: int) -> Tensor:
-        """Return random token choices, int64 [count]."""
         return torch.from_numpy(np.random.default_rng(count).integers(0, _WORDS, count)).to(self._device)
 
     def draft(self) -> tuple[int, int, Tensor]:
@@ -228,10 +226,7 @@ def choose(
     *,
     with_margins: bool,
 ) -> tuple[Tensor, Tensor | None, Tensor]:
-    """Sample with the kernels; return ids int64 [N], the filters' floors, and margins fp32 [N] if requested.
-
-    Row i belongs to slot i.
-    """
+    """Sample row i in slot i; return ids int64 [N], the filters' floors, and margins fp32 [N] or None."""
     (num_rows, vocab_size), device = logits_NV.shape, logits_NV.device
     filters = sampling.top_k > 0 or sampling.top_p < 1 or sampling.min_p > 0
     workspace = SamplingWorkspace.build(num_rows, vocab_size, device)

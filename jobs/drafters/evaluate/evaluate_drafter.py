@@ -48,7 +48,7 @@ _SPEED_BENCH = Path("speed-bench.jsonl")
 class Acceptance:
     """Acceptance of one category at one temperature.
 
-    `by_position`: share of the blocks with draft i + 1 in which it was accepted (and so all before it).
+    `by_position`: share of the blocks with draft i + 1 in which it (and so all before it) was accepted.
     """
 
     num_prompts: int
@@ -72,7 +72,6 @@ def engine_of(drafter: str, target: str) -> EngineConfig:
 
 
 def run_eval(options: EvalOptions) -> Figures:
-    """Measure acceptance and speed at each temperature; return the figures with their provenance."""
     suite, config = open_suite(options.suite, options.num_prompts), engine_of(options.drafter, options.target)
     config = replace(config, enable_prefix_caching=False, max_num_seqs=max(options.concurrency))
     kinds, count = suite_requests(config, suite, options.temperatures, options.max_tokens), len(suite.rows)
@@ -123,7 +122,6 @@ def measure_suite(
 
 @contextmanager
 def open_full_length(config: EngineConfig) -> Iterator[Driver]:
-    """Open an engine that drafts whole blocks in every step."""
     spec = config.speculative_config
     assert spec is not None, "engine_of sets a speculative config"
     full_config = replace(config, speculative_config=replace(spec, adaptive=False))

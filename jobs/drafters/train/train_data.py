@@ -84,10 +84,7 @@ def gather(places: Sequence[str], settings: AnswerSettings, folder: Path, report
 
 
 def completions_of_one_model(path: Path) -> Iterator[CapturedRecord]:
-    """Yield the records of a folder or segment that have an answer of at least two tokens.
-
-    If prompts were not captured, the first quarter of the answer is used as the prompt.
-    """
+    """Yield records with an answer of at least two tokens; its first quarter replaces a missing prompt."""
     model: str | None = None
     for record in read_captured(path):
         model = model or record.model

@@ -66,7 +66,6 @@ def remeasure(config: EngineConfig, card: Figures) -> Sequence[Figures]:
 
 
 def compare_acceptance(card: Sequence[Figures], here: Sequence[Figures]) -> Iterator[Incompatibility]:
-    """Compare tokens per step of each category, and the overall acceptance of each draft, by temperature."""
     for said, found in zip(card, here, strict=True):
         where = f"at temperature {said['temperature']:g}"
         for name, of_card in said["categories"].items():
