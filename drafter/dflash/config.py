@@ -55,13 +55,11 @@ class DrafterConfig(DrafterShape):
     Attributes:
         layout: "z-lab", "speculators" or "assistant" (transformers' own).
         block_size: rows of a block: the anchor and `block_size` - 1 masks, one per draft.
-        mask_token_id: token with the embedding that marks a position to fill in.
-        target_hidden_size: size of a tapped state; None if the file does not say.
-        num_target_layers: layers of the target it was trained for; None if the file does not say.
+        target_hidden_size, num_target_layers: of the target it was trained for; None if the file does not
+            say.
         mask_embedding: whether `mask_embedding.pt` replaces the mask token's embedding row.
         input_embedding_scale: factor on input embeddings; None: use the target's.
-        output_multiplier: factor on the logits.
-        logit_softcap: c of c * tanh(z / c) on the logits; None: no cap.
+        output_multiplier, logit_softcap: logits are c * tanh(multiplier * z / c); None: no cap.
         attention_sinks: whether every head has a learned sink logit.
         attention_value_scale: factor on v.
         convolutions, selector: DFlash2's parts; None if absent.
@@ -87,11 +85,7 @@ class DrafterConfig(DrafterShape):
 
     @classmethod
     def load(cls, path: str | Path, overrides: Json | None = None) -> DrafterConfig:
-        """Read a folder's `config.json`. CheckpointError names what is missing or not supported.
-
-        Args:
-            overrides: values that replace keys of config.json.
-        """
+        """Read a folder's `config.json` with `overrides`; CheckpointError names what is not supported."""
         folder = Path(path)
         raw, file = read_json(folder, param="speculative_config.model"), str(folder / "config.json")
         mask_embedding = (folder / "mask_embedding.pt").exists()
@@ -108,7 +102,6 @@ class DrafterConfig(DrafterShape):
         return overridden(raw, overrides, read, param="speculative_config.hf_overrides")
 
     def of_backend(self) -> ModelStackSpec:
-        """Return what this drafter requires of a backend."""
         features: set[Feature] = set()
         if self.attention_sinks:
             features.add("attention sinks")
@@ -122,7 +115,6 @@ class DrafterConfig(DrafterShape):
         )
 
     def check_fits(self, target: TargetFacts) -> None:
-        """Raise CheckpointError, naming field and remedy, if this drafter cannot draft for `target`."""
         for misfit in self.incompatibilities(target):
             raise misfit
 
@@ -270,11 +262,7 @@ def _shape(
 def _scales(
     keys: Scales, input_scale: float | None = None
 ) -> dict[str, Any]:  # Any: fields of DrafterConfig by name
-    """Return scales, soft cap and attention sinks.
-
-    Args:
-        input_scale: input embedding scale if the file has none; None: the target's.
-    """
+    """Return scales, soft cap and attention sinks; `input_scale` is used if the file has none."""
     stated = keys.input_embedding_scale
     return {
         "attention_sinks": keys.attention_sink_bias,

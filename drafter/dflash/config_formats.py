@@ -84,14 +84,11 @@ class Backbone(StrictConfig):
         return self
 
     def windows(self) -> list[int | None]:
-        """Return the window of each layer in tokens; None is full attention."""
         kinds = self.layer_types or ("full_attention",) * self.num_hidden_layers
         return [self.sliding_window if kind == "sliding_attention" else None for kind in kinds]
 
 
 class Scales(StrictConfig):
-    """Scales, logit soft cap and attention sinks, which any format may set."""
-
     input_embedding_scale: float | None = None
     output_multiplier: float = 1.0
     final_logit_softcapping: float = 0.0

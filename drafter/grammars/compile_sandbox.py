@@ -46,16 +46,11 @@ class CompileQuestion(TypedDict):
 
 
 class CompileAnswer(TypedDict):
-    """The outcome of a trial.
+    """The outcome of a trial; only `signal`, if that killed the child.
 
-    Attributes:
-        text: the grammar; EBNF is converted to Lark.
-        forces: see `Grammar`.
-        mask_s: see `Grammar`. The first mask is left out: it makes most of the lexer's states.
-        cpu_s: CPU time used.
-        grown_bytes: memory used.
-        error: why llguidance refuses it.
-        signal: signal that killed the child; all else is missing then.
+    `text` is the grammar with EBNF converted to Lark, `error` why llguidance refuses it, `cpu_s` and
+    `grown_bytes` what it took. `forces` and `mask_s` are as in `Grammar`, without the first mask, which makes
+    most of the lexer's states.
     """
 
     text: NotRequired[str]
@@ -68,10 +63,7 @@ class CompileAnswer(TypedDict):
 
 
 def try_grammar(compiler: GrammarCompiler, kind: str, text: str) -> CompileAnswer:
-    """Compile a grammar and consume a few tokens with it. Raises GrammarError.
-
-    Returns `text`, `forces` and `mask_s`.
-    """
+    """Compile a grammar, consume a few tokens, and return `text`, `forces`, `mask_s`; or GrammarError."""
     if kind == "grammar":
         kind, text = "lark", lark_of(text)
     assert kind in ("json_schema", "regex", "lark")

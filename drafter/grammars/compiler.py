@@ -51,12 +51,8 @@ class GrammarError(Exception):
 class GrammarCompiler:
     """Makes matchers for a model's tokens. Thread-safe.
 
-    Args:
-        vocab_size: the model's; tokens that only the tokenizer has are never sampled.
-        eos_token_ids: the model's end-of-sequence tokens, at least one.
-
-    Attributes:
-        mask_words: 32-bit words of a mask, with a bit for every token of model and tokenizer.
+    Tokens beyond `vocab_size`, which only the tokenizer has, are never sampled. A mask has `mask_words`
+    32-bit words.
     """
 
     def __init__(self, tokenizer_json: str, vocab_size: int, eos_token_ids: tuple[int, ...]) -> None:
@@ -108,7 +104,6 @@ class GrammarCompiler:
             self._trim()
 
     def forget(self, grammar: Grammar) -> None:
-        """Drop a compiled grammar, so that the next use compiles it again."""
         with self._lock:
             self._cached.pop((grammar.kind, grammar.text), None)
 
@@ -140,7 +135,6 @@ class GrammarCompiler:
         return cached
 
     def _trim(self) -> None:
-        """Drop the least recently used grammars that are not held."""
         idle = [written for written in self._cached if written not in self._held]
         for written in idle[: max(0, len(idle) - MAX_CACHED)]:
             del self._cached[written]

@@ -55,9 +55,7 @@ class _Slot:
         num_read: tokens of the request, prompt included, that have been consumed.
         recent: before the grammar begins, the last generated tokens: one less than its start marker.
         is_over: a committed token does not fit the grammar: the text has ended.
-        forces: whether forced tokens may be computed.
-        is_renewed: whether the matcher was recreated.
-        has_failed: only an end token can follow.
+        has_failed: only an end token can follow; `is_renewed`: the matcher was recreated.
     """
 
     grammar_slot: SlotGrammar
@@ -72,15 +70,12 @@ class _Slot:
 
 @dataclass(slots=True)
 class _Walk:
-    """A request's walk through a step's drafts, which it edits.
+    """The walk of the request at index `place` through a step's drafts, which it edits (with their margins).
 
     Attributes:
-        place: index of the request in the step.
         standing: returns committed tokens that have not been consumed.
-        margins_D: margins of the drafts, edited likewise; None if not wanted.
         matcher: state where the grammar begins to apply; None if it does not within the drafts.
-        num_free: drafts before the grammar applies.
-        num_walked: allowed drafts after those.
+        num_free, num_walked: drafts before the grammar applies; allowed drafts after those.
     """
 
     slot: _Slot
@@ -98,18 +93,12 @@ class _Walk:
 
 @dataclass(frozen=True, slots=True)
 class StepWalks:
-    """The walks of a step's requests that have grammars; input of `GrammarStates.masks`."""
-
     walks: tuple[_Walk, ...]
     forces: bool
 
 
 class GrammarStates:
-    """The grammars of running requests.
-
-    Args:
-        num_threads: threads that compute a step's masks.
-    """
+    """The grammars of running requests; `num_threads` threads compute a step's masks."""
 
     def __init__(self, compiler: GrammarCompiler, num_threads: int) -> None:
         self.compiler = compiler
@@ -137,7 +126,6 @@ class GrammarStates:
         *,
         forces: bool = True,
     ) -> RowMasks | None:
-        """Run `walk`, then `masks` for all rows."""
         walks = self.walk(slots_R, begin_R, counts_R, drafts_RK, read, forces=forces)
         return None if walks is None else self.masks(walks, counts_R)
 
@@ -155,8 +143,7 @@ class GrammarStates:
         """Walk through a step's drafts and edit them. Return None if no grammar applies.
 
         Args:
-            begin_R: committed tokens of each request.
-            counts_R: sampled rows: 1 + drafts; or 0.
+            begin_R, counts_R: committed tokens of each request; sampled rows: 1 + drafts, or 0.
             drafts_RK: edited; negative ids are no drafts.
             read: reads committed tokens.
             margins_RK: edited: inf where a token is forced, nan after a disallowed draft.
@@ -181,11 +168,7 @@ class GrammarStates:
         return StepWalks(tuple(walks), forces)
 
     def masks(self, step: StepWalks, counts_R: Ints) -> RowMasks:
-        """Return the masks of a step's sampled rows; rows without an applicable matcher allow all tokens.
-
-        Args:
-            counts_R: sampled rows, no more than were walked through.
-        """
+        """Return the masks of a step's sampled rows, at most those that were walked through."""
         is_held_R = np.zeros(len(counts_R), dtype=np.bool_)
         is_held_R[[walk.place for walk in step.walks]] = True
         counts_H = counts_R[is_held_R]
@@ -212,14 +195,12 @@ class GrammarStates:
         return bits_MW
 
     def _try(self, walk: _Walk, forces: bool) -> None:
-        """Run `_go`; an error ends this answer only."""
         with _ending(walk.slot):
             self._go(walk, forces)
         if walk.slot.has_failed:
             walk.matcher, walk.num_free, walk.num_walked = None, 0, 0
 
     def _go(self, walk: _Walk, forces: bool) -> None:
-        """Consume the committed tokens, then walk through the drafts."""
         slot = walk.slot
         if slot.has_failed:
             return
@@ -258,7 +239,6 @@ class GrammarStates:
         return num_walked, places
 
     def _write(self, rows: Iterable[tuple[_Walk, int, int]], bits_MW: Words) -> None:
-        """Compute masks of the walks' rows; each entry is (walk, first row, end row)."""
         drafted = list[tuple[_Walk, _Drafted]]()
         begin, stride = bits_MW.ctypes.data, bits_MW.strides[0]
         for walk, first, end in rows:

@@ -82,13 +82,10 @@ class TransformerBlock:
     def __call__(
         self, x_NH: Tensor, normed_NH: Normed, step: Any, cache: PagedKVCache, layer: int, next_norm: RMSNorm
     ) -> tuple[Tensor, Normed]:
-        """Return the residual after this block and its norm.
+        """Return the residual after this block (`x_NH` is not changed) and its norm by `next_norm`.
 
-        Args:
-            x_NH: the residual; not changed.
-            normed_NH: this block's first norm of it.
-            step: result of `Backend.begin` for this pass.
-            next_norm: the next block's first norm, or the model's final norm.
+        `normed_NH` is this block's first norm of the residual, `step` the result of `Backend.begin` for this
+        pass.
         """
         weights, operators = self._weights, self._operators
         qkv_NO = weights.qkv(normed_NH)

@@ -110,8 +110,7 @@ def _add_up(
 
 @triton.jit
 def _tile_of(tile, tiles_before_ptr, cu_rows_ptr, kv_lengths_ptr, num_requests, BLOCK_ROWS: tl.constexpr):
-    """Return the tile's request, the request's first row and row count, the tile's rows and their
-    positions, and the number of keys they see."""
+    """Return a tile's request, its first row and row count, and the tile's rows, positions and keys."""
     request = find_request(tiles_before_ptr, tile, num_requests)
     begin = tl.load(cu_rows_ptr + request)
     count = tl.load(cu_rows_ptr + request + 1) - begin

@@ -39,12 +39,7 @@ _REQUESTS = tl.constexpr(64)  # scanned per iteration
 class ExpansionWorkspace:
     """Memory for one piece, for layers of equal shape: allocated once, used by each in turn.
 
-    Args:
-        fewest: rows from which a request is expanded.
-
-    Attributes:
-        latents_TW, heads_TJU: of the weights' dtype.
-        num_processors: tiles that run at once.
+    Requests with `fewest` rows or more are expanded; `num_processors` tiles run at once.
     """
 
     __slots__ = ("fewest", "heads_TJU", "latents_TW", "num_processors")
@@ -69,12 +64,9 @@ def _count_processors(device: torch.device) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Expansion:
-    """The expanded requests of a pass, for all MLA layers in a page group.
+    """The expanded requests of a pass, for all MLA layers in a page group, and totals.
 
-    Attributes:
-        keys_before, rows_before, tiles_before: int32 [B + 1], how many of expanded requests come before each.
-        num_keys, num_rows, num_tiles: totals.
-        takes_all: no other request has rows.
+    int32 [B + 1] tensors count what comes before each request. `takes_all`: no other request has rows.
     """
 
     rows: PagedRows
@@ -89,7 +81,6 @@ class Expansion:
 
     @property
     def num_splits(self) -> int:
-        """Programs of a tile, Z."""
         num_heads = self.workspace.heads_TJU.shape[1]
         return max(1, self.workspace.num_processors // (self.num_tiles * num_heads))
 

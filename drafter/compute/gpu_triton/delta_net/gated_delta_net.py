@@ -28,8 +28,7 @@ from .recurrent_delta_rule import MOST_ROWS, DeltaPass, run_rows
 class TritonDeltaNet:
     """The delta rule of one layer, called as `backend.Attention`.
 
-    Args:
-        by_rows: run all requests row by row, so that their bits do not depend on how many rows a pass has.
+    `by_rows` runs all requests row by row, so that their bits do not depend on how many rows a pass has.
     """
 
     __slots__ = ("_by_rows", "_shape")

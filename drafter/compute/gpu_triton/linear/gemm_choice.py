@@ -28,8 +28,7 @@ Clock = Callable[[Callable[[], object]], float]
 class MeasuredChoice:
     """A `projections.GemmChoice` by measurement; more rows than a tile holds use PyTorch.
 
-    Args:
-        clock: by default Triton's, which flushes the cache before each call.
+    The clock is by default Triton's, which flushes the cache before each call.
     """
 
     def __init__(self, clock: Clock | None = None) -> None:
