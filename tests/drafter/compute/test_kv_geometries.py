@@ -119,7 +119,7 @@ def _rotate(x_NJD: Tensor, theta: float) -> Tensor:
 
 
 def full_attention(spec: ModelSpec, tokens: list[int]) -> Tensor:
-    """Logits of a whole sequence, from the definition."""
+    """Return the logits of a whole sequence, from the definition."""
     made = MadeUp(spec)
     x = made.get("model.embed_tokens.weight")[tokens]
     for i, layer in enumerate(spec.layers):
@@ -162,7 +162,7 @@ def tokens_of(slot: int) -> list[int]:
 
 @torch.inference_mode()
 def in_pages(spec: ModelSpec, communicator: Communicator, backend: Backend) -> list[Tensor]:
-    """Logits of all requests, computed in chunks over the pages that the loader would plan."""
+    """Return the logits of all requests, computed in chunks over the pages that the loader would plan."""
     sharding = Sharding(spec, communicator.rank, communicator.world_size)
     pages = plan_kv_cache(spec.windows, [], MAX_LEN, sharding.kv_geometries())
     device = torch.device(DEVICE) if isinstance(backend, TritonBackend) else torch.device("cpu")

@@ -57,7 +57,7 @@ class Keys:
         self.first: dict[str, set[Key]] = {}
 
     def take(self, kernel: InterpretedFunction, *args: object, **kwargs: Any) -> None:
-        """A replacement of `InterpretedFunction.run`."""
+        """Record a launch and run it; replaces `InterpretedFunction.run`."""
         del kwargs["grid"], kwargs["warmup"]
         if kernel not in self._binders:
             jitted = JITFunction(kernel.fn, **kernel.kwargs)
@@ -75,7 +75,7 @@ class Keys:
         return {dict(key)[name] for key in self.found[kernel]} - {NOT_GIVEN}
 
     def wavering(self) -> set[tuple[str, str]]:
-        """(kernel, runtime argument) pairs whose keys differ."""
+        """Return (kernel, runtime argument) pairs whose keys differ."""
         return {
             (kernel, name)
             for kernel, keys in self.found.items()
@@ -86,7 +86,7 @@ class Keys:
 
 @pytest.fixture(scope="module")
 def keys(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Keys]:
-    """A target with two kinds of layers and a DFlash2 drafter with a window: `first`, then many steps."""
+    """Run a target with two kinds of layers and a DFlash2 drafter with a window: `first`, then many steps."""
     folder, keys = tmp_path_factory.mktemp("variants"), Keys()
     target = make_tiny_target(folder / "target", "gemma3")
     drafter = make_tiny_drafter(folder / "drafter", hidden_size=72, sliding_window=7, second=True)

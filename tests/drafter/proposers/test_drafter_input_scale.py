@@ -80,6 +80,6 @@ def shared_embeddings(dtype: torch.dtype) -> EmbeddingCopies:
 
 
 def drafter_embedding(folder: Path, config: dict) -> torch.Tensor:
-    """The drafter's own embedding rows if it has any, else the target's."""
+    """Return the drafter's own embedding rows if it has any, else the target's."""
     own = checkpoints.random_tensors(config).get("embed_tokens.weight")
     return lent_embedding() if own is None else own

@@ -33,7 +33,6 @@ def prompts(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def started(monkeypatch: pytest.MonkeyPatch) -> list[subprocess.Popen[bytes]]:
-    """The busy processes that a test started."""
     found: list[subprocess.Popen[bytes]] = []
     start = owner._start
 
@@ -60,7 +59,6 @@ def config(pair: tuple[Path, Path], **settings: Any) -> EngineConfig:
 
 
 def has_ended(process: subprocess.Popen[bytes]) -> bool:
-    """Whether they are killed and reaped."""
     try:
         os.kill(process.pid, 0)
     except ProcessLookupError:

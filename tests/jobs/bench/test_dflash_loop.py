@@ -81,7 +81,6 @@ def test_drafts_equal_the_oracles_with_context_written_in_parts(variant: str, tm
 
 
 def lender() -> Qwen3ForCausalLM:
-    """A target of which only embedding and head are used."""
     torch.manual_seed(4)
     raw = {name: checkpoints.BACKBONE[name] for name in ("vocab_size", "hidden_size", "intermediate_size")}
     shape = Qwen3Config(

@@ -56,7 +56,7 @@ def test_students_quantile_equals_the_tables(degrees: int, table: float) -> None
 
 
 def test_intervals_cover_correlated_steps_of_different_answers() -> None:
-    """Beta-binomial answers of differing lengths: 60 of 100 drafts are accepted, more in some answers."""
+    """Answers are beta-binomial and of different lengths; 60 of 100 drafts are accepted."""
     draws, covered, naive, truth = np.random.default_rng(0), 0, 0, 0.6
     for _ in range(1000):
         steps = draws.integers(10, 60, size=16)

@@ -179,7 +179,7 @@ def continuations(count: int = 12) -> Continuations:
 
 
 def test_the_teacher_of_a_slot_is_the_targets_row_before_it(target: Path):
-    """A drafter that copies the target's rows must overlap fully: any shift would show."""
+    """A drafter that copies the target's rows must overlap fully, so that any shift shows."""
     batch = ContinuationReader(continuations(), 4, pad_id=0).next_batch()
     hidden = random_target().model(torch.from_numpy(batch.tokens)).last_hidden_state
 
@@ -208,7 +208,7 @@ def test_continuations_survive_saving_and_padding(tmp_path: Path):
 
 
 def test_a_killed_run_resumes_identically(tmp_path: Path):
-    """The same six steps in one run, and with a kill after the third."""
+    """The same six steps run once without interruption, and once with a kill after the third."""
 
     def loop(path: Path, drafter: TrainableDrafter) -> TrainingLoop:
         reader = ContinuationReader(continuations(), 4, pad_id=0)

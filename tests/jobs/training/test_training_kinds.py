@@ -89,7 +89,7 @@ def continuations(count: int = 12) -> Continuations:
 
 
 def shuffle_weights(model: torch.nn.Module) -> None:
-    """Weights with which every part has an effect, rounded to bf16 as in files."""
+    """Set weights with which every part has an effect, rounded to bf16 as in files."""
     generator = torch.Generator().manual_seed(4)
     with torch.no_grad():
         for name, weight in model.named_parameters():
@@ -105,8 +105,7 @@ def shuffle_weights(model: torch.nn.Module) -> None:
 
 @pytest.mark.parametrize("group_size", [None, 16])
 def test_an_exported_drafter_drafts_like_the_trained_one(group_size: int | None, tmp_path: Path):
-    """In fp32, over pages: logits of its blocks, and greedy paths through the selector's scores. Layers are
-    of three kinds: a window that cuts the context, one that is causal, and neither."""
+    """Compare logits over pages in fp32, and greedy paths by the selector, with three kinds of layers."""
     kinds = (DraftLayer(False, 20), DraftLayer(False, 20)) if group_size else (DraftLayer(True, 20), FULL)
     config = small_config(
         hidden_size=HIDDEN,
