@@ -183,7 +183,12 @@ def print_result(chat: Mapping[bool, ChatAnswer], bench: Mapping[str, Any], opti
     rows = [
         ["chat: tokens", str(on.num_tokens), str(off.num_tokens), ""],
         ["chat: events", str(on.num_events), str(off.num_events), ""],
-        ["chat: tokens/s", f"{on.tokens_per_s:,.0f}", f"{off.tokens_per_s:,.0f}", _speedup(on, off)],
+        [
+            "chat: tokens/s",
+            f"{on.tokens_per_s:,.0f}",
+            f"{off.tokens_per_s:,.0f}",
+            f"{on.tokens_per_s / off.tokens_per_s:.2f} x",
+        ],
         [f"{many}: tokens/s", *rates, f"{bench['speedup']:.2f} x"],
     ]
     print_table("", ["", "with speculation", "without", "faster"], rows)
@@ -192,10 +197,6 @@ def print_result(chat: Mapping[bool, ChatAnswer], bench: Mapping[str, Any], opti
     )
     if warning := bench["idleness"]["warning"]:
         print(warning, flush=True)
-
-
-def _speedup(on: ChatAnswer, off: ChatAnswer) -> str:
-    return f"{on.tokens_per_s / off.tokens_per_s:.2f} x"
 
 
 def _title(text: str) -> None:

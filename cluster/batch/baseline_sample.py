@@ -112,7 +112,7 @@ class BaselineSample:
         return self._comparison
 
     def start(self, now_s: float, num_tokens: int) -> bool:
-        """Record a row that goes to the engine (which has made `num_tokens`); return whether it speculates."""
+        """Record a row that goes to the engine (`num_tokens` so far); return whether it speculates."""
         self._add_elapsed(now_s, num_tokens)
         if self._phase is _Phase.BEFORE and self._is_warm:
             self._phase = _Phase.PLAIN

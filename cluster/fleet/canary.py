@@ -45,7 +45,7 @@ _BETS = (0.05, 0.1, 0.2, 0.4, 0.8)
 _OUTLIER = 4.0  # deviations beyond which a score is clipped
 _WARM_UP = 20  # requests that only estimate mean and deviation
 _WINDOW = 64  # requests over which mean and deviation are averaged
-# tracked requests, including finished ones behind one that has not; further ones take no part
+# tracked requests, including finished ones after one that has not; further ones take no part
 _MAX_OPEN = 4096
 
 

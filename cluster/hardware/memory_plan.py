@@ -17,7 +17,7 @@ from .model_pair import LayoutDemand, ModelPair
 from .model_shape import ModelShape
 from .parallel_layouts import ParallelLayout
 
-UTILISATION = 0.9  # share of a GPU's memory that is used: `gpu_memory_utilization`
+GPU_MEMORY_UTILIZATION = 0.9  # share of a GPU's memory that is used: `gpu_memory_utilization`
 PAGE_SIZE = 64  # the engine's page size on a GPU
 MAX_NUM_SEQS = 256  # each one costs a slot and CUDA graphs
 MAX_ROWS = 8192  # rows of a step: `max_num_batched_tokens`
@@ -58,7 +58,7 @@ class MemoryPlan:
 
 def plan_memory(pair: ModelPair, gpu: Gpu, layout: ParallelLayout, demand: LayoutDemand) -> MemoryPlan:
     """Return the memory of an engine; PlacementError if not even one sequence of max_model_len fits."""
-    budget = int(gpu.memory_bytes * UTILISATION)
+    budget = int(gpu.memory_bytes * GPU_MEMORY_UTILIZATION)
     weights, target_free = _target_gpu(pair, layout, budget)
     if target_free <= 0:
         raise _too_large(pair, gpu, layout, budget - target_free)
@@ -152,13 +152,13 @@ def _sequences(free: int, sequence_bytes: int) -> float:
 
 
 def _too_large(pair: ModelPair, gpu: Gpu, layout: ParallelLayout, needed: int) -> PlacementError:
-    given = gpu.memory_bytes * UTILISATION
+    given = gpu.memory_bytes * GPU_MEMORY_UTILIZATION
     larger = [tp for tp in pair.tp_sizes if tp > layout.tp]
     remedy = f"shard it over {larger[0]} GPUs" if larger else "take a larger GPU or a smaller model"
     return PlacementError(
         f"{layout}: weights and steps need {needed / GIB:.1f} GiB on each {gpu.name}, which gives "
-        f"{given / GIB:.1f} GiB ({UTILISATION:g} of its memory): {(needed - given) / GIB:.1f} GiB are "
-        f"missing. To serve it, {remedy}.",
+        f"{given / GIB:.1f} GiB ({GPU_MEMORY_UTILIZATION:g} of its memory): "
+        f"{(needed - given) / GIB:.1f} GiB are missing. To serve it, {remedy}.",
         param="gpus" if larger else "gpu",
     )
 

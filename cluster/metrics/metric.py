@@ -42,7 +42,7 @@ REQUEST_S = (
     *(0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0),
     *(120.0, 240.0, 480.0, 960.0, 1920.0, 7680.0),
 )
-# also vLLM's
+# Also vLLM's.
 STEP_TOKENS = (1.0, *(float(8 << n) for n in range(12)))
 COMPLETIONS = (1.0, 2.0, 5.0, 10.0, 20.0)
 # Tokens of requests: vLLM's 1, 2, 5, 10, .. up to the engine's context; here up to a million.

@@ -144,7 +144,7 @@ class SamplingParams:
 
 
 # Below, Any is what a user gave for a field.
-# Field: least and greatest value, and what is said of others; null is taken where that says so.
+# Field: bounds, and the message's text for other values; null is accepted where that says so.
 _ABOVE_0 = math.nextafter(0.0, 1.0)
 _INTEGERS: Mapping[str, tuple[int, int, str]] = {
     "n": (1, 128, "an integer from 1 to 128"),

@@ -174,7 +174,7 @@ def _read_z_lab(raw: Json, file: str, *, mask_embedding: bool) -> DrafterConfig:
         raise wrong(file, "block_size", None, BLOCK_SIZE)
     return DrafterConfig(
         **_shape(top, raw, file),
-        **_second(dflash),
+        **_dflash2_parts(dflash),
         **_scales(dflash),
         layout="z-lab",
         layers=_z_lab_layers(top),
@@ -226,7 +226,7 @@ def _read_speculators(raw: Json, file: str) -> DrafterConfig:
     causal = not top.sliding_window_non_causal
     return DrafterConfig(
         **_shape(backbone, raw["transformer_layer_config"], file),
-        **_second(top),
+        **_dflash2_parts(top),
         **_scales(top, input_scale=1.0),  # vLLM, which runs this format, uses unscaled embeddings
         layout="speculators",
         layers=tuple(DraftLayer(causal and window is not None, window) for window in backbone.windows()),
@@ -273,7 +273,7 @@ def _scales(
     }
 
 
-def _second(keys: Conditioning) -> dict[str, Any]:  # Any: fields of DrafterConfig by name
+def _dflash2_parts(keys: Conditioning) -> dict[str, Any]:  # Any: fields of DrafterConfig by name
     taps, group = keys.conv_kernel_size, keys.conv_group_size
     rank, top_k = keys.selector_rank, keys.selector_top_k
     return {

@@ -255,14 +255,14 @@ class DFlashSpeculators(DFlashSpeculatorsKind, Conditioning, Scales):
 
     @model_validator(mode="before")
     @classmethod
-    def _second_has_defaults(cls, raw: Any) -> Any:  # Any: JSON values
+    def _fill_dflash2_defaults(cls, raw: Any) -> Any:  # Any: JSON values
         if isinstance(raw, dict) and raw.get("speculators_model_type") == "dflash2":
-            return {**_SECOND, **{key: value for key, value in raw.items() if value is not None}}
+            return {**_DFLASH2_DEFAULTS, **{key: value for key, value in raw.items() if value is not None}}
         return raw
 
 
 # Defaults of Speculators' 'dflash2' class.
-_SECOND = {
+_DFLASH2_DEFAULTS = {
     "conv_kernel_size": 2,
     "conv_group_size": 16,
     "selector_rank": 256,

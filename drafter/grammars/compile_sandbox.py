@@ -29,7 +29,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NotRequired, TypedDict
 
-from .compiler import MAX_FORCED, GrammarCompiler, GrammarError, lark_of, on_stack, reason_of
+from .compiler import MAX_FORCED, GrammarCompiler, GrammarError, lark_of, reason_of, run_on_stack
 
 # Smaller than the stacks of threads that compile (`STACK_BYTES`) and make masks.
 TRIAL_STACK_BYTES = 1 << 20
@@ -152,7 +152,9 @@ def _answer(connection: socket.socket, compiler: GrammarCompiler) -> None:
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # llguidance writes a trace on out-of-memory
     signal.setitimer(signal.ITIMER_PROF, question["cpu_s"])  # SIGPROF ends the process
     try:
-        tried = on_stack(TRIAL_STACK_BYTES, lambda: try_grammar(compiler, question["kind"], question["text"]))
+        tried = run_on_stack(
+            TRIAL_STACK_BYTES, lambda: try_grammar(compiler, question["kind"], question["text"])
+        )
     except GrammarError as error:
         answer = CompileAnswer(error=str(error)[:2000])
     except MemoryError:

@@ -128,7 +128,7 @@ class GrammarCompiler:
             if cached is not None:
                 self._cached.move_to_end(written)
                 return cached
-        cached = on_stack(STACK_BYTES, lambda: self.compile(written))
+        cached = run_on_stack(STACK_BYTES, lambda: self.compile(written))
         with self._lock:
             self._cached[written] = cached
             self._trim()
@@ -140,7 +140,7 @@ class GrammarCompiler:
             del self._cached[written]
 
 
-def on_stack(num_bytes: int, work: Callable[[], T]) -> T:
+def run_on_stack(num_bytes: int, work: Callable[[], T]) -> T:
     """Run `work` in a thread with a stack of this size; return its result or raise its error."""
     returned: list[T] = []
     raised: list[BaseException] = []

@@ -73,14 +73,14 @@ class _Walk:
     """The walk of the request at index `place` through a step's drafts, which it edits (with their margins).
 
     Attributes:
-        standing: returns committed tokens that have not been consumed.
+        unread: returns committed tokens that have not been consumed.
         matcher: state where the grammar begins to apply; None if it does not within the drafts.
         num_free, num_walked: drafts before the grammar applies; allowed drafts after those.
     """
 
     slot: _Slot
     place: int
-    standing: Callable[[], list[int]]
+    unread: Callable[[], list[int]]
     drafts_D: Ints
     margins_D: Margins | None
     matcher: LLMatcher | None = None
@@ -157,14 +157,14 @@ class GrammarStates:
         for place in walked:
             number, last, begin = numbers[place], int(counts_R[place]) - 1, int(begin_R[place])
             slot = self._slots[number]
-            standing = partial(_unread, slot, number, begin, read)
+            unread = partial(_read_committed, slot, number, begin, read)
             margins_D = None if margins_RK is None else margins_RK[place, :last]
-            walks.append(_Walk(slot, place, standing, drafts_RK[place, :last], margins_D))
+            walks.append(_Walk(slot, place, unread, drafts_RK[place, :last], margins_D))
         for walk in walks:
-            self._try(walk, forces)
+            self._walk_or_fail(walk, forces)
             if walk.has_failed():
                 self._rewind(walk)
-                self._try(walk, forces)
+                self._walk_or_fail(walk, forces)
         return StepWalks(tuple(walks), forces)
 
     def masks(self, step: StepWalks, counts_R: Ints) -> RowMasks:
@@ -178,7 +178,7 @@ class GrammarStates:
         if failed := [row for row in rows if row[0].has_failed()]:
             for walk, *_ in failed:
                 self._rewind(walk)
-                self._try(walk, step.forces)
+                self._walk_or_fail(walk, step.forces)
             self._write(failed, bits_MW)
         for walk, first, end in rows:
             if walk.slot.has_failed and first + walk.num_free < end:
@@ -194,17 +194,17 @@ class GrammarStates:
         bits_MW.fill(-1)
         return bits_MW
 
-    def _try(self, walk: _Walk, forces: bool) -> None:
+    def _walk_or_fail(self, walk: _Walk, forces: bool) -> None:
         with _ending(walk.slot):
-            self._go(walk, forces)
+            self._walk_drafts(walk, forces)
         if walk.slot.has_failed:
             walk.matcher, walk.num_free, walk.num_walked = None, 0, 0
 
-    def _go(self, walk: _Walk, forces: bool) -> None:
+    def _walk_drafts(self, walk: _Walk, forces: bool) -> None:
         slot = walk.slot
         if slot.has_failed:
             return
-        self._read(slot, walk.standing())
+        self._read(slot, walk.unread())
         drafts = walk.drafts_D.tolist()
         walk.matcher, walk.num_free = self._start(slot, drafts)
         walk.num_walked = 0
@@ -335,7 +335,7 @@ def _fail(slot: _Slot, cause: object) -> None:
     slot.has_failed, slot.is_over = True, True
 
 
-def _unread(slot: _Slot, number: int, begin: int, read: TokenReader) -> list[int]:
+def _read_committed(slot: _Slot, number: int, begin: int, read: TokenReader) -> list[int]:
     return read(number, slot.num_read, begin)
 
 

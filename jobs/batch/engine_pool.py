@@ -207,7 +207,7 @@ class EnginePool:
                 await self._return_backlog(longest)
 
     async def _return_backlog(self, engine: EngineHandle) -> None:
-        assert self._leases is not None, "engines work when there is a book"
+        assert self._leases is not None, "engines work when there are leases"
         for lease, rows in (await engine.return_backlog()).items():
             self._leases.return_rows(lease, rows)
         self._notify()
@@ -278,7 +278,7 @@ class EnginePool:
         await engine.refresh()
 
     async def _hand_out(self, engine: EngineHandle, job: EngineJob, calls: asyncio.TaskGroup) -> None:
-        assert self._leases is not None, "engines work when there is a book"
+        assert self._leases is not None, "engines work when there are leases"
         while not engine.draining.is_set():
             changed = self._changed
             await _unless(engine.draining, engine.wait_for_capacity())
@@ -296,7 +296,7 @@ class EnginePool:
             await self._return_backlog(engine)
 
     async def _end_lease(self, lease: Lease, call: Awaitable[RowRanges]) -> None:
-        assert self._leases is not None, "engines work when there is a book"
+        assert self._leases is not None, "engines work when there are leases"
         returned = await call
         answered = difference(lease.rows, returned)
         self._leases.mark_durable(lease.number, answered)

@@ -117,13 +117,13 @@ def _record(row: Record, defaults: Mapping[str, Any]) -> Record:
     sampling = {name: value for name, value in sampling.items() if value is not None}
     check_sampling(sampling)
     logprobs = sampling.get("logprobs", defaults.get("logprobs"))
-    if isinstance(logprobs, int) and not isinstance(logprobs, bool) and _converses(row):
+    if isinstance(logprobs, int) and not isinstance(logprobs, bool) and _has_messages(row):
         sampling |= {"logprobs": True, "top_logprobs": logprobs}  # the chat form of the same request
     others = {name: value for name, value in row.items() if name != SAMPLING_COLUMN}
     return {**others, **{name: value for name, value in sampling.items() if name not in IGNORED_SAMPLING}}
 
 
-def _converses(row: Record) -> bool:
+def _has_messages(row: Record) -> bool:
     given = [row.get(name) for name in PROMPT_COLUMNS]
     return any(isinstance(each, list) and bool(each) and isinstance(each[0], Mapping) for each in given)
 

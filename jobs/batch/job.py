@@ -2,7 +2,7 @@
 
     files ─ index ──▶ leases ─▶ engine actors ─▶ segments, parts     (they read and write: `engine_actor.py`)
                         ▲            │
-                    LeaseBook ◀── driver ──▶ progress, report, _SUCCESS  (it writes no row)
+                 LeaseManager ◀── driver ──▶ progress, report, _SUCCESS  (it writes no row)
 
 The driver may be killed at any time: answered rows are in the output, and the same command resumes there.
 """
@@ -201,7 +201,7 @@ class _Driver:
             elif isinstance(event, str):
                 self._view.say(event)
             elif event is _Phase.CONNECTED:
-                self._signals.take_back()
+                self._signals.reinstall()
             elif event is _Phase.PREPARED:
                 self.show(self._startup.job.result())
             elif isinstance(event, (signal.Signals, TimeUp)):
@@ -236,7 +236,7 @@ class _Driver:
             return TimeUp(self._options.limit_time_s)
 
     def _stop(self) -> bool:
-        """Ask the engines to leave; LEFT follows. Returns False if there are none."""
+        """Request that the engines leave; DRAINED follows. Returns False if there are none."""
         with self._lock:
             self._stopping = True
             if self._pool is None or self._loop is None:

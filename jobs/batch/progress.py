@@ -23,7 +23,7 @@ from rich.text import Text
 
 from ...actors.batch.row_stats import EngineTotals, RowStats
 from ...cluster.metrics.fleet_metrics import BATCH_CATALOGUE
-from ..common.progress import spell_time
+from ..common.progress import format_duration
 from ..common.tables import decimals
 
 PLAIN_INTERVAL_S = 10.0  # between two lines of a log
@@ -168,7 +168,7 @@ class ProgressView:
         """Show the progress now; arguments as of `ProgressMeter.update`. Cheap enough for every second."""
         assert self._pace is not None, "begin() first"
         now = self._pace.update(stats, live or EngineTotals(), engines or 0)
-        left = "" if not now.left_s else f"about {spell_time(now.left_s)} left"
+        left = "" if not now.left_s else f"about {format_duration(now.left_s)} left"
         if self._bar is not None:
             self._bar.update(self._bar.task_ids[0], completed=now.rows, description=left)
             self._words.plain = "; ".join(self._numbers(now))

@@ -260,7 +260,7 @@ class ConfigFlag:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpeculationFlags:
-    """Flags for a `SpeculativeConfig`, as JSON or by field (`settings.merge_speculation`).
+    """Flags for a `SpeculativeConfig`, as JSON or by field (`config_loading.merge_speculation`).
 
     Attributes:
         speculative_config: JSON: '{"model": DRAFTER, "num_speculative_tokens": 15, "placement":

@@ -53,7 +53,7 @@ def join_ray(address: str, **settings: Any) -> None:  # Any: arguments of `ray.i
         ray.init(address=address, **settings)
 
 
-def lost_ray() -> str | None:
+def dead_ray_process() -> str | None:
     """Return the vital process (raylet or GCS) of a Ray started here that has exited; None if all run."""
     from ray._private import ray_constants, worker
 

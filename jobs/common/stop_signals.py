@@ -43,7 +43,7 @@ class StopSignals:
         finally:
             self._notify = _raise
 
-    def take_back(self) -> None:
+    def reinstall(self) -> None:
         """Reinstall the handlers after a library (Ray) has replaced them."""
         if not self._signalled:  # else the next signal must end the process
             for number in self._before:

@@ -37,8 +37,8 @@ TEMPLATES = {
     "dockerfile": "Dockerfile",
     "systemd": "manta.service",
 }
-# Serve waits for streams up to `GRACEFUL_SHUTDOWN_S` of actors/replica.py; an engine of a job returns its
-# rows and exits.
+# Serve waits for streams up to `graceful_shutdown_timeout_s` (actors/replica.py); an engine of a job returns
+# its rows and exits.
 SERVICE_GRACE_S, JOB_GRACE_S = 900, 120
 _FOLDER = Path(__file__).with_name("templates")
 # Environment that every node's Ray must start with; `manta serve` sets it for its own cluster.

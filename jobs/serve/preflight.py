@@ -132,7 +132,7 @@ def describe_models(config: EngineConfig, settings: ServerSettings) -> Iterator[
     yield f"on {where} in {dtype}; loading takes about {round(seconds, -1) or 10:.0f} s"
 
 
-def try_it(url: str, config: EngineConfig, settings: ServerSettings) -> str:
+def example_request(url: str, config: EngineConfig, settings: ServerSettings) -> str:
     from ...actors.tokenization.tokenizer_config import read_chat_templates
 
     folder = target_folder(config)

@@ -104,6 +104,6 @@ def _checked(models: Models) -> bytes:
         lines = [line for model in models for line in describe_models(*model)]
         for model in models:
             check_capture(*model)
-    except Exception as error:  # raised by whoever asked
+    except Exception as error:  # raised again by the caller
         return pickle.dumps(error)
     return pickle.dumps(lines)

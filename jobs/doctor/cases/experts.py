@@ -132,12 +132,12 @@ def exact_experts(weights: ExpertWeights, x_NH: Tensor, expert_ids_Nk: Tensor, w
     """Return the definition's result in fp64, by expert: all of them unpacked may not fit into memory."""
     y_NH = torch.zeros_like(x_NH, dtype=torch.float64)
     for expert in range(weights.gate_up.shape[0]):
-        experts = TorchBackend().experts(_alone(weights, expert))
+        experts = TorchBackend().experts(_single_expert(weights, expert))
         y_NH += experts(x_NH.double(), expert_ids_Nk, weights_Nk.double())
     return y_NH
 
 
-def _alone(weights: ExpertWeights, expert: int) -> ExpertWeights:
+def _single_expert(weights: ExpertWeights, expert: int) -> ExpertWeights:
     at = slice(expert, expert + 1)
 
     def cut(weight: Tensor | Packed) -> Tensor:

@@ -57,7 +57,7 @@ _NEAR = 2e-5  # of scores and filter thresholds: the noise differs in the last p
 
 def step_checks(place: MachineKind, *, quick: bool) -> Iterator[Check]:
     yield Check("steps", "rows and proposals", partial(_rows, place), REMEDY)
-    yield Check("steps", "verdicts", partial(_verdicts, place), REMEDY)
+    yield Check("steps", "verdicts", partial(_verification, place), REMEDY)
     dtypes = (torch.float32,) if quick or place.interpreted else (torch.float32, torch.bfloat16)
     for name, sampling in SAMPLINGS.items():
         for dtype in dtypes:
@@ -157,7 +157,7 @@ def _rows(place: MachineKind) -> CheckOutcome:
     return none_differ(of_blocks[0] + of_rows[0], of_blocks[1] + of_rows[1], "integers")
 
 
-def _verdicts(place: MachineKind) -> CheckOutcome:
+def _verification(place: MachineKind) -> CheckOutcome:
     """Compare the results of verification and the states after the step."""
     pair = StatePair(place)
     *_, drafts_RK = pair.draft()

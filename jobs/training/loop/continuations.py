@@ -18,7 +18,7 @@ from ....cluster.request.request import SamplingParams
 from .training_loop import Report, TimeBudget
 
 # Sampling temperatures of the training data, used in turn.
-SPOKEN_TEMPERATURES = (1.0, 0.7, 1.0, 0.0)
+TEMPERATURES = (1.0, 0.7, 1.0, 0.0)
 QUESTIONS_PER_SHARD = 512
 MAX_NEW_TOKENS = 192
 NUM_RUNNING = 64  # concurrent continuations

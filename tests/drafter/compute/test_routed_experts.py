@@ -243,7 +243,7 @@ def test_the_shared_expert_is_added_before_the_sum_over_ranks(backend: Any, gate
     torch.testing.assert_close(normed_NH, norm(got_NH))
 
 
-class _SummedByCompany(NumbaBackend):
+class _BatchDependentExperts(NumbaBackend):
     """Experts whose result depends on the number of rows."""
 
     def experts(self, weights: ExpertWeights) -> Experts:
@@ -257,5 +257,5 @@ class _SummedByCompany(NumbaBackend):
 
 def test_batch_invariance_is_measured_with_experts_if_the_model_has_some() -> None:
     assert rows_are_invariant(NumbaBackend(), torch.float32, "cpu", routed=True)
-    assert rows_are_invariant(_SummedByCompany(), torch.float32, "cpu")
-    assert not rows_are_invariant(_SummedByCompany(), torch.float32, "cpu", routed=True)
+    assert rows_are_invariant(_BatchDependentExperts(), torch.float32, "cpu")
+    assert not rows_are_invariant(_BatchDependentExperts(), torch.float32, "cpu", routed=True)

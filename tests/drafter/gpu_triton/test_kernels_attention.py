@@ -453,7 +453,7 @@ def flash_attn_varlen_func(
     assert k.shape[1] % 256 == 0 and q.dtype is k.dtype is torch.float16
     assert max_seqlen_q > 1, "at 1 the package takes row b for request b's"
     assert max_seqlen_q >= cu_seqlens_q.diff().max() and max_seqlen_k >= cu_seqlens_k.diff().max()
-    out = torch.full_like(q, NAN)  # not initialised
+    out = torch.full_like(q, NAN)  # not initialized
     left, right = (2**30 if beside < 0 else beside for beside in window_size)
     for b, (rows, keys) in enumerate(zip(cu_seqlens_q.diff(), cu_seqlens_k.diff(), strict=True)):
         mine = slice(int(cu_seqlens_q[b]), int(cu_seqlens_q[b + 1]))

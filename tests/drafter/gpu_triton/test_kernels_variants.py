@@ -74,7 +74,7 @@ class Keys:
     def values(self, kernel: str, name: str) -> set[str]:
         return {dict(key)[name] for key in self.found[kernel]} - {NOT_GIVEN}
 
-    def wavering(self) -> set[tuple[str, str]]:
+    def varying(self) -> set[tuple[str, str]]:
         """Return (kernel, runtime argument) pairs whose keys differ."""
         return {
             (kernel, name)
@@ -125,7 +125,7 @@ def keys(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Keys]:
 def test_values_that_change_between_steps_are_no_part_of_a_kernels_key(keys: Keys):
     assert {"_attend", "_lay_out_rows", "_choose", "_write_words"} <= keys.found.keys()
     assert {"_convolve", "_best_of_chunk", "_best_of_row", "_walk"} <= keys.found.keys()
-    assert keys.wavering() <= OF_A_MODEL
+    assert keys.varying() <= OF_A_MODEL
 
 
 def test_few_steps_compile_every_kernel_variant(keys: Keys):

@@ -68,7 +68,7 @@ class Chains(ColocatedDrafter):
 
         def kept(normed_XH: torch.Tensor) -> torch.Tensor:
             self._logits.append(logits(normed_XH))
-            return self._logits[-1].clone()  # whoever samples may edit it
+            return self._logits[-1].clone()  # sampling may edit it
 
         drafter.logits = kept
 

@@ -62,7 +62,7 @@ def generate(execute: Execute, *, trims: bool = True) -> tuple[list[list[int]], 
     return found, results
 
 
-class Knows:
+class OracleProposer:
     """A proposer that knows the continuation, with varying margins."""
 
     def __init__(self, texts: list[list[int]]) -> None:
@@ -87,7 +87,7 @@ def test_trimmed_drafts_are_not_computed_and_change_no_token(tiny_qwen3: Path, t
     runner, _ = open_runner(tiny_qwen3, tiny_drafter)
     whole = PROMPTS
     for _ in range(6):  # from proposals to the continuation
-        runner.drafts = Knows([tokens + [9] * 64 for tokens in whole])
+        runner.drafts = OracleProposer([tokens + [9] * 64 for tokens in whole])
         whole, _ = generate(runner.execute, trims=False)
     plans, rows, forward = list[SchedulerOutput](), list[int](), runner.model.forward
 

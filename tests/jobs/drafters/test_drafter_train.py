@@ -131,7 +131,7 @@ def test_two_workers_average_their_gradients_and_have_the_same_weights(tmp_path:
     initial_state = TrainableDrafter(small_config()).state_dict()
     for name, tensor in ours.items():
         assert torch.equal(tensor, theirs[name]), name
-        # Muon orthogonalises in bf16: the same sums in another order move a weight by a little of a step.
+        # Muon orthogonalizes in bf16: the same sums in another order move a weight by a little of a step.
         torch.testing.assert_close(tensor, alone[name], atol=2e-4, rtol=0.0)
         assert name.endswith("norm.weight") or not torch.equal(tensor, initial_state[name])
     assert len(read_rows(tmp_path / "run" / CURVES)) == 3, "worker 0 alone writes"
