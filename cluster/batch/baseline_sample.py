@@ -108,7 +108,6 @@ class BaselineSample:
 
     @property
     def comparison(self) -> BaselineComparison | None:
-        """The result; None until the sample is complete."""
         return self._comparison
 
     def start(self, now_s: float, num_tokens: int) -> bool:

@@ -69,7 +69,6 @@ def intersection(a: RowRanges, b: RowRanges) -> RowRanges:
 
 
 def split_off(ranges: RowRanges, num_rows: int) -> tuple[RowRanges, RowRanges]:
-    """Return the first `num_rows` rows of a set, and the rest."""
     first: list[tuple[int, int]] = []
     for place, (begin, end) in enumerate(ranges):
         if end - begin > num_rows:

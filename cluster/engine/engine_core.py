@@ -214,7 +214,6 @@ class EngineCore:
         return result
 
     def commit(self, result: StepResult) -> list[SequenceUpdate]:
-        """Commit the result of the oldest plan in flight."""
         begin_s = self._clock()
         updates = self._scheduler.commit(result, begin_s)
         seconds, timings = self._seconds, result.timings

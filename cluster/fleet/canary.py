@@ -174,7 +174,6 @@ class CanaryTrial:
         return ticket
 
     def end(self, ticket: Assignment, stats: ArmStats) -> None:
-        """Record that a request has ended for any reason."""
         ticket.stats = stats
         while self._open and (first := self._open[0].stats) is not None:
             self._count(self._open.popleft().role, first)

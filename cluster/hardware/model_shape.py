@@ -290,7 +290,6 @@ class ModelShape:
         return DeviceWork(self.linear_params * self.weight_bytes, 2 * self.linear_params * rows)
 
     def experts(self, rows: float) -> DeviceWork:
-        """Return the work of routed experts, of which only the chosen ones are read."""
         num_bytes = flop = 0.0
         for experts, times in self.routed:
             params = times * self.expert_params(experts)
@@ -309,7 +308,6 @@ class ModelShape:
         return _sum_of(works)
 
     def prompt_attention(self, rows: float, context: float) -> DeviceWork:
-        """Return the work of attention for a prompt on a GPU, see `LayerShape.prompt_attention`."""
         works = [
             (layer.prompt_attention(rows, context, self.itemsize), times) for layer, times in self._kinds
         ]

@@ -33,7 +33,6 @@ class ParallelLayout:
 
     @property
     def drafted_engines(self) -> int:
-        """Engines served by one drafter."""
         return self.replicas if self.placement == "shared" else 1
 
     def __str__(self) -> str:

@@ -77,8 +77,6 @@ class Floor:
 
 @dataclass(frozen=True, slots=True)
 class Roofline:
-    """A target and a drafter on a device."""
-
     device: Device
     target: ModelShape
     drafter: ModelShape

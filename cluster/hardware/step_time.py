@@ -69,8 +69,6 @@ class DeviceTime:
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """Prompt rows of a step, after `context` tokens."""
-
     rows: int = 0
     context: int = 0
 
@@ -79,8 +77,6 @@ NO_CHUNK = Chunk()
 
 
 class StepTimes:
-    """Estimates the step times of one engine of a layout."""
-
     def __init__(self, pair: ModelPair, gpu: Gpu, layout: ParallelLayout) -> None:
         self._gpu, self._layout = gpu, layout
         self._target, self._hidden = pair.target.rank(layout.tp), pair.target.hidden

@@ -27,8 +27,6 @@ class SampledPageTimes:
 
 
 class KVCacheMetricsCollector:
-    """Measures the pages of one pool."""
-
     def __init__(self, times: SampledPageTimes, num_pages: int) -> None:
         self._times = times
         stride = -(-num_pages // _SAMPLE_SIZE)

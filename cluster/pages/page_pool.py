@@ -47,7 +47,6 @@ class PagePool:
         return pages
 
     def touch(self, pages: Iterable[int]) -> None:
-        """Add a use to kept pages."""
         for page in pages:
             if self.ref_counts[page] == 0:
                 del self._evictable[page]

@@ -108,8 +108,6 @@ class LoadDriver:
 
 @dataclass(frozen=True, slots=True)
 class LoadMeasurement:
-    """Measurements of a load over all its engines in a period."""
-
     seconds: float
     num_tokens: int
     num_engines: int

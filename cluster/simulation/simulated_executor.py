@@ -108,7 +108,6 @@ class SimulatedExecutor:
         return self._drafter
 
     def lose_drafter(self) -> None:
-        """Lose the drafter: no draft is accepted from now on."""
         self._drafter = replace(self._drafter, ready=False)
 
     def start_drafter(self) -> None:

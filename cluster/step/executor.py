@@ -20,17 +20,12 @@ class ExecutorInfo:
 
     Attributes:
         num_pages: pages of `page_size` tokens in each K/V pool.
-        page_size: tokens per page.
         max_model_len: longest sequence, prompt and output, in tokens.
         vocab_size: token ids are below it.
-        eos_token_ids: the model's end-of-sequence tokens.
         num_speculative_tokens: most drafts per request and step (block size - 1); 0 for plain decoding.
-        dtype: data type of weights and K/V, such as "bfloat16".
-        device: such as "cpu" or "cuda".
         max_in_flight: steps that may be submitted before the first is collected; with 2 the scheduler plans
             the next step while the device computes one.
         max_stop_token_ids: most tokens that may end a request, including the model's own; None for no limit.
-        has_grammars: whether answers can be constrained by grammars.
         rule_limits: limits of a request's rules; None for no limit.
         num_states: recurrent states, each for a running sequence or a saved prefix; None if the target has no
             recurrent layers.

@@ -194,7 +194,6 @@ def _check_thinking(params: SamplingParams, limits: SchedulerConfig) -> None:
 
 
 def prompt_too_long(length: int | str, max_model_len: int, param: str = "prompt") -> RequestError:
-    """Return the error for a prompt with `length` tokens, which may be an estimate."""
     return RequestError(
         f"The prompt has {length} tokens; with one to generate it must fit max_model_len={max_model_len}. "
         "Shorten it, or raise max_model_len.",

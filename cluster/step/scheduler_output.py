@@ -51,10 +51,8 @@ class SlotSampling:
         seed: the 64-bit noise key.
         min_length: tokens at positions below it cannot be any of `stop_token_ids`.
         stop_token_ids: the model's end tokens, unless ignored, and the request's.
-        rules: None if the request has none.
         logprobs: number of most likely tokens to return; None for no log probabilities.
         prompt_logprobs: the same for the prompt's tokens, at positions below `prompt_length`.
-        grammar: None if the request has none.
     """
 
     temperature: float
@@ -169,7 +167,6 @@ class SchedulerOutput:
         trim: how drafts are trimmed before they are verified; None verifies all.
         writes_context: whether the drafter's context of this step is written. If not, no request of the step
             is drafted for before it has entered again.
-        saves: recurrent states to save, if any.
         num_batched_tokens, num_draft_tokens: rows and drafts of all requests together.
     """
 

@@ -29,7 +29,6 @@ class Sequence:
     """One live request.
 
     Attributes:
-        request: the request.
         rank: its position in the serving order, lower first.
         token_ids: int32; all known tokens while it waits (while it runs they are in the table).
         max_length: largest number of tokens, including the prompt.
@@ -40,7 +39,6 @@ class Sequence:
         digests: of its first full pages, as far as they were needed.
         num_cached_tokens: tokens found in the prefix cache when it first entered; None before.
         queue_s: how long it waited until then.
-        slot: while it runs, else WAITING.
     """
 
     request: Request
@@ -190,7 +188,6 @@ class SlotTable:
         return self.token_ids_SL[slot, : self.num_tokens_S[slot]].copy()
 
     def free(self, sequence: Sequence) -> None:
-        """Free a sequence's slot; the sequence keeps its tokens."""
         slot = sequence.slot
         sequence.token_ids = self.copy_tokens(slot)
         sequence.slot = WAITING

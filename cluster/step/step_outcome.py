@@ -25,7 +25,6 @@ class SequenceUpdate(NamedTuple):
     """The result of a step for one sequence. (A tuple, as hundreds are made per step.)
 
     Attributes:
-        request_id: the request.
         token_ids: new tokens, up to the end of the sequence; includes a token that ends it.
         finish_reason: why it ended; None if it continues.
         stop_reason: the stop token that ended it; None if that was the model's own end token.
@@ -33,7 +32,6 @@ class SequenceUpdate(NamedTuple):
         num_drafted: drafts verified in this step.
         num_accepted: accepted drafts among `token_ids`.
         queue_s: time from its arrival until it first ran.
-        logprobs: of each of `token_ids`, if requested.
         prompt_logprobs: with the first tokens, if requested: of all prompt tokens but the first.
     """
 

@@ -67,7 +67,6 @@ class Backbone(StrictConfig):
 
     @property
     def has_layer_types(self) -> bool:
-        """Whether `layer_types` applies, if present."""
         return True
 
     @model_validator(mode="after")

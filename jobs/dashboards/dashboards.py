@@ -236,7 +236,6 @@ class Dialect:
 
 
 def vllm_names() -> Dialect:
-    """Return the names on `/metrics` of replicas and gateways."""
     return Dialect("vllm", _exported((*CATALOGUE, *GATEWAY_CATALOGUE)), "replica")
 
 

@@ -47,7 +47,6 @@ class TensorHeaders:
         self.file_of: dict[str, str] = {}
 
     def add(self, name: str, shape: tuple[int, ...], dtype: str, file: str) -> None:
-        """Record the header of a tensor; CheckpointError if another file has a tensor of this name."""
         if name in self.shapes:
             raise CheckpointError(
                 f"{self.where}: tensor {name} is in {self.file_of[name]} and in {file}. Keep only the"

@@ -53,8 +53,6 @@ DRAFT_LAYERS, DRAFT_TAPS, BLOCK_SIZE = 5, 5, 16  # z-lab's b16 drafters
 
 @dataclass(frozen=True, slots=True)
 class PairShape:
-    """Configurations of a target and a drafter, parsed and as JSON; `name` is shown."""
-
     name: str
     target_json: Json
     drafter_json: Json

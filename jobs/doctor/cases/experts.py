@@ -81,7 +81,6 @@ def _error(inputs: KernelInputs, kind: ExpertKind, quick: bool) -> float:
 
 
 def random_experts(inputs: KernelInputs, kind: ExpertKind) -> ExpertWeights:
-    """Make the experts of a layer; MXFP4 ones have biases."""
     experts, hidden, inner = kind.experts, kind.hidden, kind.inner
     make = {None: _plain, MXFP4: _mxfp4, Int4: _int4}[kind.packed]
     return ExpertWeights(

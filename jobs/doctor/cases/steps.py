@@ -158,7 +158,6 @@ def _rows(place: MachineKind) -> CheckOutcome:
 
 
 def _verification(place: MachineKind) -> CheckOutcome:
-    """Compare the results of verification and the states after the step."""
     pair = StatePair(place)
     *_, drafts_RK = pair.draft()
     plan, tables, requests = pair.step, pair.device.tables, pair.requests

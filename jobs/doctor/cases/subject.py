@@ -104,7 +104,6 @@ class BackendCandidate:
 
 
 def candidates(place: MachineKind) -> list[BackendCandidate]:
-    """Return the backends for this kind of device, whether or not they run on this machine."""
     both = (torch.float32, torch.bfloat16)
     if place.interpreted:  # the interpreter's bf16 products are wrong
         return [BackendCandidate("triton", "triton", (torch.float32, torch.float16))]
@@ -219,7 +218,6 @@ class Contexts:
         return int((self.first_R + self.rows_R).max())
 
     def rows(self, window: int | None = None, padding: int = 0) -> PlacedRows:
-        """Return the rows of this step, followed by padding rows."""
         return self._locate(self.first_R, self.rows_R, window, padding)
 
     def pending_rows(self) -> PlacedRows:

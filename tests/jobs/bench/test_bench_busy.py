@@ -14,14 +14,8 @@ from benchmarks.busy import BusyOptions, CpuPressure, run_busy
 from manta.cluster.config import EngineConfig
 from manta.cluster.errors import ConfigError
 from manta.jobs.bench.common.engine_passes import EnginePass
-from text_pair import make_text_pair
 
 pytestmark = pytest.mark.quiet
-
-
-@pytest.fixture(scope="module")
-def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    return make_text_pair(tmp_path_factory.mktemp("pair"))
 
 
 @pytest.fixture

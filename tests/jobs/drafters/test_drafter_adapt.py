@@ -19,13 +19,8 @@ from manta.jobs.drafters.train.adapt_data import AdaptRunKey, prepare_text, read
 from manta.jobs.drafters.train.adapt_run import GateLengths, judge
 from manta.jobs.training.loop.training_loop import Length
 from manta.jobs.training.train_drafter import Trained, train
-from text_pair import VOCAB, make_text_pair
+from text_pair import VOCAB
 from typer.testing import CliRunner
-
-
-@pytest.fixture(scope="module")
-def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    return make_text_pair(tmp_path_factory.mktemp("pair"))
 
 
 def captured(folder: Path, count: int, *, model: str = "m", private: bool = False) -> Path:

@@ -5,7 +5,6 @@ import re
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from drafter_checkpoints import HIDDEN, TARGET_LAYERS, VOCAB
@@ -31,7 +30,7 @@ from manta.jobs.training.heads.initialization import (
 )
 from manta.jobs.training.heads.offline_proposals import BlockProposals, sampling
 from manta.jobs.training.heads.recipes import DrafterSettings, Teaching, TrainSettings
-from manta.jobs.training.loop.continuations import ContinuationRequest, Continuations
+from manta.jobs.training.loop.continuations import ContinuationRequest
 from manta.jobs.training.loop.training_curves import read_rows
 from manta.jobs.training.loop.training_loop import Length
 from manta.jobs.training.train_drafter import train
@@ -48,7 +47,7 @@ from oracle_eagle3 import Eagle3Oracle
 from safetensors.torch import load_file
 from tiny import make_tiny_target
 from torch.nn import functional as F
-from training_targets import CPU, small_config, write_target
+from training_targets import CPU, continuations, small_config, write_target
 
 MASK_ID, FULL = 63, DraftLayer(causal=False, window=None)
 SECOND = DrafterSettings(
@@ -79,13 +78,6 @@ def second_drafter(frozen: FrozenTarget) -> TrainableDrafter:
 
 def eagle_head(frozen: FrozenTarget) -> EagleHead:
     return new_eagle_head(eagle_config(frozen.spec, EAGLE), frozen.weights)
-
-
-def continuations(count: int = 12) -> Continuations:
-    random = np.random.default_rng(0)
-    prompts = [tuple(random.integers(0, 60, 6 + i).tolist()) for i in range(count)]
-    answers = [random.integers(0, 60, 9 + i % 5).tolist() for i in range(count)]
-    return Continuations.of([ContinuationRequest(prompt, 1.0, 0) for prompt in prompts], answers)
 
 
 def shuffle_weights(model: torch.nn.Module) -> None:

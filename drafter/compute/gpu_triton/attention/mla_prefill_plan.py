@@ -52,7 +52,6 @@ class ExpansionWorkspace:
 
     @property
     def tile(self) -> tuple[int, int, int]:
-        """Rows, keys and warps of a tile."""
         return _TILE_FP32 if self.heads_TJU.dtype is torch.float32 else _TILE
 
 

@@ -153,8 +153,6 @@ class OwnProjection(LayerProjection):
 
 
 class GemmChoice(Protocol):
-    """Chooses a projection for a call."""
-
     def __call__(self, use: Use, own: OwnProjection, other: TorchProjection, num_rows: int, /) -> bool: ...
 
 
