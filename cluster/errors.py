@@ -274,10 +274,7 @@ def truncate(text: str, maximum: int) -> str:
 
 
 def did_you_mean(name: str, known: Iterable[str], *, prefix: str = "", fallback: str | None = None) -> str:
-    """Return the remedy for an unknown name: the nearest known one, else all (or `fallback`, if too many).
-
-    `prefix` is put before names that are parts of a dotted path.
-    """
+    """Return the remedy for an unknown name: the nearest known one, else all (or `fallback`, if too many)."""
     names, name = list(known), name[:MAX_NAME]
     if near := difflib.get_close_matches(name, names, n=1):
         return f"Did you mean {prefix}{near[0]}?"

@@ -30,10 +30,7 @@ MAX_SHARE = 0.05  # of a job's rows, unless the user requests a sample
 
 
 def num_plain_rows(num_rows: int, max_num_seqs: int, requested: int | None = None) -> int:
-    """Return how many of a job's rows are answered plainly to measure the speed-up; 0 for none.
-
-    With `requested` None, as many as needed, if that is a small share of the rows.
-    """
+    """Return how many rows of a job to answer plainly; by default as needed, within a small share."""
     needed = ROWS_PER_SEQ * max_num_seqs
     if requested is None:
         return needed if needed <= MAX_SHARE * num_rows else 0

@@ -173,10 +173,7 @@ class EngineCore:
             )
 
     def abort(self, request_id: str, reason: FinishReason = "abort") -> bool:
-        """End a request before the next plan, dropping its tokens in flight; return False if it is unknown.
-
-        No update follows. `reason` is "stop" if a stop string was found in its text.
-        """
+        """End a request before the next plan, without an update; return False if it is unknown."""
         return self._queues.abort(request_id, reason)
 
     def step(self) -> list[SequenceUpdate]:

@@ -173,10 +173,7 @@ class _WindowMax:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplicaStats:
-    """A replica's online requests, the K/V pages that they hold, and its measured rates (0 before the first).
-
-    `waiting_tokens` are expected, by the mean of finished requests.
-    """
+    """A replica's online requests, their K/V pages, expected tokens, and rates (0 before the first)."""
 
     running: float = 0.0
     waiting: float = 0.0

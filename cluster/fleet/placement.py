@@ -35,11 +35,7 @@ class NodeResources:
 
 @dataclass(frozen=True, slots=True)
 class Topology:
-    """The workers of one engine: the target's ranks, then the split drafter, if any.
-
-    A shared drafter (`shared_drafter`) is a process that other engines on the node also use; it is not a
-    worker.
-    """
+    """The workers of one engine: the target's ranks, then the split drafter; a shared one is no worker."""
 
     tensor_parallel_size: int
     split_drafter: bool
@@ -208,10 +204,7 @@ def format_resources(resources: Mapping[str, float]) -> str:
 
 
 def current_shortfall(bundles: list[Bundle], nodes: Sequence[NodeResources]) -> str:
-    """Return what is missing on the node with the most of it free, and its holders; empty if one has room.
-
-    Nodes that could never hold the bundles are considered only if there are no others.
-    """
+    """Return what is missing on the best node, and its holders; empty if one node has room."""
     needs = total(bundles)
     candidates = [node for node in nodes if not shortfall(needs, node.resources)] or list(nodes)
     free = _closest_node(needs, [node.free for node in candidates])

@@ -63,10 +63,7 @@ class DeathRecords:
         return 0.0 if record is None else record.lived_s
 
     def record_death(self, digest: bytes, replica: str, *, alone: bool, lived_s: float) -> Standing:
-        """Record that `replica` died `lived_s` after a request began there; return the new standing.
-
-        `alone`: it was the only suspect there.
-        """
+        """Record a death of `replica` `lived_s` after a request began there as the only suspect (`alone`)."""
         self._expire()
         record = self._suspects.pop(digest, None) or _Record(0.0)
         record.replicas.add(replica)

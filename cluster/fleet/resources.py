@@ -89,11 +89,7 @@ def reserve_cpu_per_node(nodes: Sequence[Resources]) -> list[Resources]:
 
 
 def with_task_cpus(request: ResourceRequest, nodes: Sequence[Resources]) -> Bundle:
-    """Return what an engine of this claim reserves if every node must keep a CPU free for tasks.
-
-    If nodes only hold the claim itself, less is reserved than is computed on, as tasks only briefly need
-    cores.
-    """
+    """Return what an engine reserves, less a CPU of every node for tasks, which only briefly need cores."""
     if "CPU" not in request.actor:
         return request.actor
     after = reserve_cpu_per_node(nodes)

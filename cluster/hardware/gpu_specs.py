@@ -14,11 +14,7 @@ GIB = 2**30
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """A link between GPUs of one node.
-
-    `bytes_per_s` is the sustained rate at which one GPU sends, `latency_s` the time of a small collective
-    with launch.
-    """
+    """A link between GPUs of one node: sustained rate of one GPU, and seconds of a small collective."""
 
     bytes_per_s: float
     latency_s: float

@@ -100,10 +100,7 @@ class RecurrentStateManager:
         return StateEntry(state, source, num_pages * self._page_size)
 
     def plan_saves(self, slots_R: IntArray, first_R: IntArray, ends_R: IntArray) -> StateSaves | None:
-        """Return the states that a step being planned will save.
-
-        Each request's first row is at position `first_R` or later, and its rows end at `ends_R` or earlier.
-        """
+        """Return the states to save in a step with rows from `first_R` or later to `ends_R` or earlier."""
         if not self._saves:
             return None
         passes_R = ends_R // self._move > first_R // self._move

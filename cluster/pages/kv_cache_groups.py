@@ -34,10 +34,7 @@ _GROUP_COST = 0.02  # cost of another page table, as a share of what the model's
 
 @dataclass(frozen=True, slots=True)
 class KVCacheGroup:
-    """Layers with K/V in one page table, with pages from `pool`.
-
-    A row at position p sees keys > p - window (None: all); pages before it are freed.
-    """
+    """Layers with K/V in one page table of `pool`; a row at position p sees keys > p - window (None: all)."""
 
     pool: int = 0
     window: int | None = None
@@ -56,10 +53,7 @@ class KVCacheGroup:
 
 @dataclass(frozen=True, slots=True)
 class KVCacheSpec:
-    """K/V of a token in a layer, on one rank. A value is at most as large as its key.
-
-    `v_in_k`: a head's value is the beginning of its key (latent attention), and is not stored separately.
-    """
+    """K/V of a token in a layer, on one rank; `v_in_k`: a value is the beginning of its key (MLA)."""
 
     num_kv_heads: int
     head_dim: int

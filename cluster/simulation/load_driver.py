@@ -89,10 +89,7 @@ class LoadDriver:
             self.engine.step()
 
     def run_until(self, end_s: float) -> list[CompletedRequest]:
-        """Step until `end_s`, or to the end of all requests if it is infinite; return the finished ones.
-
-        A step that begins before `end_s` runs to its end.
-        """
+        """Step until `end_s`, or to the end of all requests if it is infinite; return the finished ones."""
         ended: list[CompletedRequest] = []
         while self.clock() < end_s:
             if self.engine.has_unfinished:

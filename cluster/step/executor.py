@@ -1,8 +1,4 @@
-"""The interface between decisions and computation: an `Executor` runs planned steps.
-
-`cluster/simulation/simulated_executor.py` computes nothing; `actors/engine/uniproc_executor.py` has the real
-ones.
-"""
+"""The interface between decisions and computation: an `Executor` runs planned steps."""
 
 from __future__ import annotations
 

@@ -189,10 +189,7 @@ def _read_z_lab(raw: Json, file: str, *, mask_embedding: bool) -> DrafterConfig:
 
 
 def _z_lab_layers(top: ZLab) -> tuple[DraftLayer, ...]:
-    """Return each layer's mask: `is_causal`, else `dflash_config.causal`, else causal in sliding layers only.
-
-    With `use_swa` all layers have one window, and are causal only if a key says so.
-    """
+    """Return each layer's mask: by `is_causal`, `dflash_config.causal`, or causal in sliding layers only."""
     dflash = top.dflash_config
     stated = dflash.causal if top.is_causal is None else top.is_causal
     if dflash.use_swa:

@@ -82,10 +82,7 @@ class GrammarCompiler:
         return self._compiled((grammar.kind, grammar.text)).deep_copy()
 
     def hold(self, grammar: Grammar) -> None:
-        """Compile a grammar and keep it until `release` is called as often. Releases the GIL while compiling.
-
-        A GrammarError means that it cannot be compiled, and is not held.
-        """
+        """Compile a grammar without the GIL and keep it until `release`; GrammarError if it is not kept."""
         written = (grammar.kind, grammar.text)
         with self._lock:
             self._held[written] += 1

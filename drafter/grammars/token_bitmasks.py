@@ -1,7 +1,4 @@
-"""Token bitmasks of a step's rows, as samplers read them. Does not need llguidance.
-
-Legend: M rows of requests with grammars, W words.
-"""
+"""Token bitmasks of a step's rows, without llguidance. Legend: M rows with grammars, W words."""
 
 from __future__ import annotations
 

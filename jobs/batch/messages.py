@@ -48,10 +48,7 @@ class LeasedRows:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineState:
-    """State of an engine: `rows` are durable, `engine` includes running ones, `capacity` are useful at most.
-
-    `failing_s`: how long the output has not been writable.
-    """
+    """State of an engine: durable `rows`, running ones in `engine`; `failing_s`: output is not writable."""
 
     rows: RowStats = field(default_factory=RowStats)
     engine: EngineTotals = field(default_factory=EngineTotals)

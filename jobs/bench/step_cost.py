@@ -119,10 +119,7 @@ def _load_plan(options: StepOptions, shape: PairShape) -> LoadPlan:
 
 
 def _figures(point: StepPoint, seen: PointSteps, roofline: Roofline, survival: Sequence[float]) -> Figures:
-    """Return the figures of one point: both kinds of step with their roofline, and the resulting speed-up.
-
-    Plain decoding needs no drafter, so the inject part of a step without drafts is subtracted.
-    """
+    """Return the figures of one point; a step without drafts is without its inject part (plain decoding)."""
     batch, context, rows = point.batch, point.context, len(survival) + 1
     floor = roofline.step(batch, rows, context)
     floor_s = {"draft": floor.draft_s, "verify": floor.verify_s, "inject": floor.inject_s}

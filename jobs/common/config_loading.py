@@ -27,10 +27,7 @@ _SPECULATION_FLAGS = ("speculative_config", *_REFINED, "no_speculation")
 
 # Any in this module: settings from YAML and flags are plain data, validated by EngineConfig.
 def merge_settings(flags: Mapping[str, Any], config_path: Path | None = None) -> dict[str, Any]:
-    """Return engine (and server) settings from a YAML file and the given flags, as one flat mapping.
-
-    Without a file and a model, `ray_config.yaml` here is read.
-    """
+    """Return one flat mapping of flags and the YAML file (./ray_config.yaml without file and model)."""
     given = {name: value for name, value in flags.items() if value is not None}
     config_path = used_config(config_path, given.get("model"))
     settings = read_settings(config_path) if config_path is not None else {}

@@ -61,10 +61,7 @@ def read_json(folder: Path, name: str = "config.json", *, param: str, required: 
 
 
 def text_config(raw: Json) -> Json:
-    """Return the language model's part of a multimodal config.json, or `raw` itself.
-
-    It inherits keys of all parts (class, dtype, end tokens, tying, quantization) that it lacks.
-    """
+    """Return the language model's part of a multimodal config.json, with keys of all parts, or `raw`."""
     nested = raw.get("text_config")
     if not isinstance(nested, dict):
         return raw

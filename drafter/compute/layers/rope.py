@@ -143,10 +143,7 @@ class RopeConfig:
         return torch.cat((low, passing[: len(passing) // 2], high, passing[len(passing) // 2 :]))
 
     def arranged(self, rows: Tensor) -> Tensor:
-        """Permute a checkpoint's query or key rows for these tables.
-
-        `rows` are weight [J * D, H], bias [J * D] or norm [D] of whole heads, after slicing by rank.
-        """
+        """Permute a checkpoint's query or key weight, bias or norm of whole heads for these tables."""
         order_D = self.permutation()
         if order_D is None:
             return rows

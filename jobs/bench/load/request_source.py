@@ -43,10 +43,7 @@ class LoadRequest:
 
 
 class RequestSource:
-    """An endless sequence of requests over `rows`, with 0.5 to 1.5 times `max_tokens` output tokens.
-
-    If `natural`, requests stop at an end-of-sequence token, and `max_tokens` is the limit of each.
-    """
+    """An endless sequence of requests over `rows`; `natural` ones stop at an end-of-sequence token."""
 
     def __init__(
         self,

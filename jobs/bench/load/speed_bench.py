@@ -41,10 +41,7 @@ class Prepared:
 
 
 def prepare_speed_bench(subset: str, output: Path, source: Path | None = None) -> Prepared:
-    """Write a line {id, category, messages} for the first turn of each row.
-
-    `source` is the output of NVIDIA's preparation (Parquet or JSONL), by default the hub's file.
-    """
+    """Write a line {id, category, messages} for each row's first turn, of the hub's file or `source`."""
     say(_LICENSE)
     file = source or _download(subset)
     rows = list(_read(file))

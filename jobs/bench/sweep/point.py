@@ -55,20 +55,14 @@ def measure(
 
 
 def _plan(minimum: int, min_s: float, side_s: float, max_rounds: int) -> tuple[int, int]:
-    """Return rounds and requests per round for `side_s` seconds, if `minimum` requests take `min_s`.
-
-    Longer rounds are preferred to more rounds, since all requests of a round start together.
-    """
+    """Return rounds and requests per round for `side_s` seconds; longer rounds are preferred to more."""
     fit = side_s / min_s
     rounds = max(min(max_rounds, int(fit / 2)), min(MIN_ROUNDS, max_rounds))
     return rounds, max(minimum, int(minimum * fit / rounds))
 
 
 def point_figures(measured: PointPasses, fixed: Sequence[str]) -> Figures:
-    """Return the figures of all sides as JSON; the *best* side is the fastest of plain and fixed lengths.
-
-    Acceptance by position is that of the longest fixed length: shorter ones have the same first drafts.
-    """
+    """Return the figures of all sides as JSON; the *best* side is the fastest of plain and fixed lengths."""
     passes = measured.passes
     best = max((PLAIN, *fixed), key=lambda name: statistics.median(_speeds(passes[name])))
     expected = _tokens(measured, PLAIN)

@@ -44,10 +44,7 @@ class Check:
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """A line of the report.
-
-    `measured` is the result, the reason for skipping, or the exception, whose traceback is `trace`.
-    """
+    """A line of the report; `measured` is the result, the reason for skipping, or the exception."""
 
     group: str
     name: str
@@ -91,10 +88,7 @@ def _status(outcome: CheckOutcome) -> Status:
 
 
 def off_by(found: Tensor, exact: Tensor) -> float:
-    """Return the largest error against the fp64 values, in units of the last place of `found`'s dtype.
-
-    The unit is taken at the magnitude of the exact value or at the root mean square, whichever is larger.
-    """
+    """Return the largest error against fp64 in units of the last place at max(|exact|, root mean square)."""
     assert found.shape == exact.shape and exact.dtype is torch.float64, "equal shapes, exact in fp64"
     if not bool(torch.isfinite(found).all()):
         return float("inf")

@@ -30,10 +30,7 @@ _PADDING = 2  # rows without a request after the others, as in captured steps
 
 
 def operator_checks(place: MachineKind, *, quick: bool) -> Iterator[Check]:
-    """Yield all cases of every backend for the device.
-
-    If `quick`, on a GPU only the preferred backend, and one 16-bit dtype.
-    """
+    """Yield all cases of every backend; if `quick`, of the GPU's preferred one, and one 16-bit dtype."""
     for candidate in candidates(place)[: 1 if quick and place.device.type == "cuda" else None]:
         for dtype in candidate.examined(quick=quick):
             kind, reason = str(dtype).removeprefix("torch."), candidate.why_not(place, dtype)

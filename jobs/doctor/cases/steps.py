@@ -111,10 +111,7 @@ class StatePair:
         return torch.from_numpy(np.random.default_rng(count).integers(0, _WORDS, count)).to(self._device)
 
     def draft(self) -> tuple[int, int, Tensor]:
-        """Lay out blocks and place proposals; return differing and compared integers, and the drafts [R, K].
-
-        On the device, requests without drafts also have a row, for their newest token.
-        """
+        """Lay out blocks and place proposals; return differing and compared integers, and drafts [R, K]."""
         plan, tables = self.step, self.device.tables
         block = lay_out_block(self.requests, tables, _MASK)
         expected = self.host.lay_out_block(plan, _MASK)

@@ -40,10 +40,7 @@ class RatioEstimate:
 def ratio_of_sums(
     above_U: Sequence[float], below_U: Sequence[float], minimum: float = -math.inf, maximum: float = math.inf
 ) -> RatioEstimate | None:
-    """Return the sum of `above_U` divided by that of `below_U`; None if that is 0.
-
-    Units with denominator 0 are ignored; the interval is clipped to `minimum` and `maximum`.
-    """
+    """Return the ratio of two sums over units, clipped to the bounds; None if the denominator is 0."""
     above, below = np.asarray(above_U, np.float64), np.asarray(below_U, np.float64)
     above, below = above[below > 0], below[below > 0]
     count = len(below)

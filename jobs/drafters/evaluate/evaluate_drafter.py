@@ -46,10 +46,7 @@ _SPEED_BENCH = Path("speed-bench.jsonl")
 
 @dataclass(frozen=True, slots=True)
 class Acceptance:
-    """Acceptance of one category at one temperature.
-
-    `by_position`: share of the blocks with draft i + 1 in which it (and so all before it) was accepted.
-    """
+    """Acceptance of a category at one temperature; `by_position` is of blocks with that many drafts."""
 
     num_prompts: int
     num_blocks: int
@@ -136,10 +133,7 @@ def open_full_length(config: EngineConfig) -> Iterator[Driver]:
 def measure_acceptance(
     driver: Driver, source: RequestSource, count: int, at_once: int
 ) -> dict[str, Acceptance]:
-    """Return the acceptance of the first `count` requests by category, overall first.
-
-    `driver` is from `open_full_length`. A category without drafts is left out.
-    """
+    """Return the acceptance of the first `count` requests, overall and by category that has drafts."""
     say(f"acceptance at temperature {source[0].temperature:g}: {count} prompts")
     done = driver.closed(source, range(count), min(at_once, count))
     answers = [answer for answer in done.answers if answer.number < count]

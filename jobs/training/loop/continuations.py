@@ -169,10 +169,7 @@ def write_continuations(
     truncate: Callable[[Sequence[int]], list[int]] = list,
     max_new_tokens: int = MAX_NEW_TOKENS,
 ) -> Continuations:
-    """Generate continuations in shards in `folder` until all prompts are done or the time is over.
-
-    `truncate` selects the part of an answer to train on.
-    """
+    """Generate continuations (cut by `truncate`) in shards until all are done or the time is over."""
     used = folder / "used_s"  # seconds spent by earlier processes of this run
     budget = TimeBudget(budget_s, float(used.read_text()) if used.exists() else 0.0)
     shards: list[Continuations] = []

@@ -43,10 +43,7 @@ _ADDING_WARPS = 16
 def attend_expanded(
     q_NJO: Tensor, parts: MLALayer, pages_PSW: Tensor, expansion: Expansion, scale: float, out_NJF: Tensor
 ) -> None:
-    """Compute causal attention of the expansion's requests; other rows of `out` are not changed.
-
-    The rows' own latents are written already, and queries rotated.
-    """
+    """Attend causally from the expansion's rotated queries, whose latents are written, into `out`."""
     (num_heads, unit, rank), workspace = parts.kv_up_JUC.shape, expansion.workspace
     assert q_NJO.stride(2) == pages_PSW.stride(2) == 1, "the last dimension is contiguous"
     assert out_NJF.is_contiguous() and parts.kv_up_JUC.is_contiguous(), "here all are"

@@ -37,10 +37,7 @@ _REQUESTS = tl.constexpr(64)  # scanned per iteration
 
 
 class ExpansionWorkspace:
-    """Memory for one piece, for layers of equal shape: allocated once, used by each in turn.
-
-    Requests with `fewest` rows or more are expanded; `num_processors` tiles run at once.
-    """
+    """Memory for one piece of latents, shared by layers of equal shape; requests from `fewest` rows on."""
 
     __slots__ = ("fewest", "heads_TJU", "latents_TW", "num_processors")
 

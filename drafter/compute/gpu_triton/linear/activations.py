@@ -1,7 +1,4 @@
-"""The gated activation of an MLP in one launch; Triton version of `layers.linear.gate`.
-
-Legend: N rows, I inner size.
-"""
+"""The gated activation of an MLP in one launch (`layers.linear.gate`). Legend: N rows, I inner size."""
 
 # Type checkers do not know Triton's launch options.
 # pyright: reportCallIssue=false

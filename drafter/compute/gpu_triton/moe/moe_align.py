@@ -31,10 +31,7 @@ _CHUNK = 1024  # pairs per iteration
 
 @dataclass(frozen=True, slots=True)
 class ExpertTiles:
-    """The list of tiles, int32: pairs [T, M] (`num_pairs` where unused), and experts on this rank.
-
-    `count_1` is the number of tiles that are not idle.
-    """
+    """The list of tiles, int32: pairs [T, M] (`num_pairs` where unused), experts, and count of used tiles."""
 
     pairs_TM: Tensor
     experts_T: Tensor
