@@ -43,7 +43,7 @@ _ADDING_WARPS = 16
 def attend_expanded(
     q_NJO: Tensor, parts: MLALayer, pages_PSW: Tensor, expansion: Expansion, scale: float, out_NJF: Tensor
 ) -> None:
-    """Attend causally from the expansion's rotated queries, whose latents are written, into `out`."""
+    """Attend causally from the rotated queries of the expansion into `out`; their latents are written."""
     (num_heads, unit, rank), workspace = parts.kv_up_JUC.shape, expansion.workspace
     assert q_NJO.stride(2) == pages_PSW.stride(2) == 1, "the last dimension is contiguous"
     assert out_NJF.is_contiguous() and parts.kv_up_JUC.is_contiguous(), "here all are"
