@@ -20,7 +20,7 @@ Resources = Mapping[str, float]  # of one node, by Ray's names
 
 @dataclass(frozen=True, slots=True)
 class ResourceRequest:
-    """The resources that one engine takes on a node; `actor` is the part of its own process."""
+    """What one engine takes on a node, `actor` for its own process; without `num_threads`, workers decide."""
 
     bundles: tuple[Bundle, ...]
     actor: Bundle
@@ -89,7 +89,7 @@ def reserve_cpu_per_node(nodes: Sequence[Resources]) -> list[Resources]:
 
 
 def with_task_cpus(request: ResourceRequest, nodes: Sequence[Resources]) -> Bundle:
-    """Return what an engine reserves, less a CPU of every node for tasks, which only briefly need cores."""
+    """Return what an engine reserves so that a CPU of every node stays free for tasks, which are brief."""
     if "CPU" not in request.actor:
         return request.actor
     after = reserve_cpu_per_node(nodes)

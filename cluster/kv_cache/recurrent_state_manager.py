@@ -42,7 +42,7 @@ MOVES_PAGES = 4  # pages between the positions at which a sequence's moving stat
 
 
 class _PlannedSave(NamedTuple):
-    """A state of the first `position` tokens, to be saved; `moves`: in its sequence's moving state."""
+    """A state of the first `position` tokens, to be saved; `moves`: it replaces the moving state."""
 
     position: int
     state: int

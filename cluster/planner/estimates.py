@@ -22,7 +22,7 @@ _SIMPLEST = ("colocated", None, "split", "shared")
 
 @dataclass(frozen=True, slots=True)
 class OperatingPoint:
-    """Estimated speed of an engine with `rows` rows per request; `bound` takes most of a round."""
+    """Estimated speed of an engine: `tokens` per request and round; `bound` takes most of its time."""
 
     batch: int
     rows: int

@@ -46,7 +46,7 @@ _SPEED_BENCH = Path("speed-bench.jsonl")
 
 @dataclass(frozen=True, slots=True)
 class Acceptance:
-    """Acceptance of a category at one temperature; `by_position` is of blocks with that many drafts."""
+    """Acceptance of a category; `by_position` is the share of blocks with a draft there that accept it."""
 
     num_prompts: int
     num_blocks: int
