@@ -66,6 +66,8 @@ GPUS: Mapping[str, Device] = {
 
 @dataclass(frozen=True, slots=True)
 class Floor:
+    """The minimum seconds of a step's parts."""
+
     draft_s: float
     verify_s: float
     inject_s: float

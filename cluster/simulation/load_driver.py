@@ -30,6 +30,8 @@ Percentiles = dict[str, float]
 
 @dataclass(slots=True)
 class CompletedRequest:
+    """A request and its times, in seconds of its engine's clock."""
+
     request_id: str
     arrival_s: float
     prompt_tokens: int

@@ -170,6 +170,7 @@ class CrashRecovery:
     async def write_poison_rows(
         self, spans: RowSpans, deaths: Mapping[int, int], shards: Mapping[int, int | None]
     ) -> None:
+        """Write error rows for rows that killed engines; `deaths` and `shards` are by row."""
         await _write_poison_rows.remote(self._setup, self._terms, spans, deaths, shards)
 
 

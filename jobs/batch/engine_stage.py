@@ -57,6 +57,8 @@ Record = dict[str, Any]  # Any: whatever a row of the user's dataset holds
 
 
 class ProcessorEngine:
+    """One engine of a processor; if `continuing`, a bad row becomes a row with an error, else it raises."""
+
     def __init__(self, config: EngineConfig, layout: RowSchema, continuing: bool) -> None:
         self._config = config
         self._layout = layout

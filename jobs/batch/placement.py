@@ -158,6 +158,7 @@ def living_nodes() -> set[str]:
 
 
 def draining_nodes() -> dict[str, float]:
+    """Return leaving nodes, with the seconds that engines there still have."""
     client: Any = ray_worker.global_worker  # its attributes are set at run time
     found: Mapping[str, int] = client.gcs_client.get_draining_nodes(timeout=GCS_TIMEOUT_S)
     return {

@@ -49,10 +49,12 @@ class Report:
 
     @property
     def device_s(self) -> float:
+        """Device-seconds from each engine's first row to its last one, in every run."""
         return self.stats.open_s
 
     @property
     def loading_s(self) -> float:
+        """Device-seconds that engines were held before their first row."""
         return max(0.0, self.stats.device_s - self.stats.open_s)
 
     @property

@@ -28,6 +28,8 @@ Point = tuple[float, float]  # (tokens/s of a user, tokens/s of a GPU)
 
 @dataclass(frozen=True, slots=True)
 class Method:
+    """A decoding method; `drafts` None is adaptive, else the number in every step."""
+
     name: str
     kind: Kind
     drafts: int | None = None
