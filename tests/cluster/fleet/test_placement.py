@@ -1,4 +1,4 @@
-"""From settings to bundles: arithmetic, no Ray."""
+"""Bundles and checks of placement are computed from settings, without Ray."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `manta plan` computes: the engine's sizes, the roofline's speeds, and the chosen layout."""
+"""`manta plan` computes the engine's sizes and the roofline's speeds, and chooses a layout."""
 
 from __future__ import annotations
 

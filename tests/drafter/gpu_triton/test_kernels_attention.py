@@ -346,7 +346,7 @@ def test_any_number_of_programs_gives_the_same_bits():
 
 
 class Cut:
-    """How a pass of Qwen3-8B's shape is split on an H200: pieces per request, and their length."""
+    """The split of a pass of Qwen3-8B's shape on an H200: pieces per request, and their length."""
 
     def __init__(self, lengths, rows=16, *, kv_heads=8, window=None, batch_invariant=False, **kind):
         count = len(lengths)

@@ -1,4 +1,4 @@
-"""How many kernel variants are compiled: Triton's own cache keys, for steps of many shapes.
+"""The number of compiled kernel variants: Triton's own cache keys, for steps of many shapes.
 
 A kernel is compiled once for each key: the values of its compile-time arguments, the types of the others,
 whether an integer is 1 or divisible by 16, whether a pointer is. A step with a new key waits seconds for the

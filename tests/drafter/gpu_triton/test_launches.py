@@ -1,4 +1,4 @@
-"""How many kernels the passes of a decoding step launch (device: see `devices.py`).
+"""The number of kernels that a decoding step's passes launch (device: see `devices.py`).
 
 A launch costs a GPU about a microsecond whatever it computes, and a pass of few rows has hundreds. Counted
 are Triton's kernels and PyTorch's operators that would launch one; views and allocations are none.

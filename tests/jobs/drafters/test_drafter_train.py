@@ -57,9 +57,9 @@ def one_thread() -> Iterator[None]:
 
 
 @pytest.fixture(scope="module")
-def whole(target: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def uninterrupted(target: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Train without a kill."""
-    folder = tmp_path_factory.mktemp("whole")
+    folder = tmp_path_factory.mktemp("uninterrupted")
     run(target, folder, Length(steps=NUM_STEPS))
     return folder
 
@@ -80,7 +80,7 @@ def same_weights(one: Path, other: Path) -> bool:
     )
 
 
-def test_a_killed_run_ends_with_the_same_weights(target: Path, whole: Path, tmp_path: Path) -> None:
+def test_a_killed_run_ends_with_the_same_weights(target: Path, uninterrupted: Path, tmp_path: Path) -> None:
     """The process gets SIGKILL at a random moment after a number of lines, and is then run to the end."""
     process = start("run", target, tmp_path, NUM_STEPS)
     assert process.stdout is not None
@@ -90,11 +90,11 @@ def test_a_killed_run_ends_with_the_same_weights(target: Path, whole: Path, tmp_
     process.communicate()
     assert (tmp_path / CURVES).exists()
     run(target, tmp_path, Length(steps=NUM_STEPS))
-    assert same_weights(whole, tmp_path)
+    assert same_weights(uninterrupted, tmp_path)
     steps = [row["step"] for row in read_rows(tmp_path / CURVES) if "loss" in row]
     assert steps == list(range(NUM_STEPS)), "each step is told once"
     losses = [row["loss"] for row in read_rows(tmp_path / CURVES) if "loss" in row]
-    assert losses == [row["loss"] for row in read_rows(whole / CURVES) if "loss" in row]
+    assert losses == [row["loss"] for row in read_rows(uninterrupted / CURVES) if "loss" in row]
 
 
 def test_steps_of_a_timed_run_are_repeated_identically(target: Path, tmp_path: Path) -> None:
@@ -107,8 +107,8 @@ def test_steps_of_a_timed_run_are_repeated_identically(target: Path, tmp_path: P
     assert trained.num_steps == again.num_steps and same_weights(one, other)
 
 
-def test_a_folder_of_another_run_is_refused(target: Path, whole: Path, tmp_path: Path) -> None:
-    shutil.copyfile(whole / "snapshot.pt", tmp_path / "snapshot.pt")
+def test_a_folder_of_another_run_is_refused(target: Path, uninterrupted: Path, tmp_path: Path) -> None:
+    shutil.copyfile(uninterrupted / "snapshot.pt", tmp_path / "snapshot.pt")
     data = continuations(8)
     with pytest.raises(ConfigError, match="another run"):
         train(target, data, data, tmp_path, Length(steps=2), settings=SETTINGS, mask_token_id=63)
