@@ -80,12 +80,10 @@ class SpeculativeConfig:
 
     @property
     def drafter(self) -> str:
-        """The drafter's model as it was named, or else the method."""
         return self.model or self.method
 
     @property
     def lookup_lengths(self) -> tuple[int, int]:
-        """Lengths of the shortest and the longest n-gram that is looked up."""
         minimum, maximum = self.prompt_lookup_min, self.prompt_lookup_max
         if maximum is None:
             maximum = max(_LOOKUP_MAX, minimum or 0)
@@ -257,16 +255,12 @@ class EngineConfig:
 
     @property
     def needs_ray(self) -> bool:
-        """Whether the workers run in other processes, and so under Ray."""
         spec = self.speculative_config
         return self.tensor_parallel_size > 1 or (spec is not None and spec.placement != "colocated")
 
     @classmethod
     def from_dict(cls, settings: Mapping[str, Any]) -> EngineConfig:  # Any: values come from YAML or flags.
-        """Create a config from plain data (YAML, keyword arguments); `speculative_config` may be a mapping.
-
-        `vllm_settings.py` handles settings that vLLM names differently or that only vLLM has.
-        """
+        """Create a config from YAML or keyword arguments; `speculative_config` may be a mapping."""
         known = accept(settings)
         spec = known.get("speculative_config")
         if isinstance(spec, Mapping):

@@ -32,12 +32,7 @@ def cache_folder() -> Path:
 
 
 class DiskCache:
-    """One cached measurement.
-
-    Args:
-        name: one word for what was measured; part of the file's name.
-        cache_key: what it was measured for. Another subject has another file.
-    """
+    """One cached measurement `name` of the subject `cache_key`, in a file of its own."""
 
     def __init__(self, name: str, cache_key: Mapping[str, str | int | float | None]) -> None:
         self._subject = dict(cache_key)

@@ -61,12 +61,7 @@ _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*):/{1,2}")  # pathlib reduces two
 
 
 class MantaError(Exception):
-    """Base of the tree.
-
-    Args:
-        message: one or two sentences: what is wrong, and what would be right.
-        param: dotted path of the offending field, if there is one.
-    """
+    """Base of the tree. `param` is the dotted path of the offending field, if there is one."""
 
     status: ClassVar[int] = 500
     kind: ClassVar[str] = "InternalServerError"
@@ -92,29 +87,21 @@ def _rebuild(cls: type[MantaError], message: str, param: str | None) -> MantaErr
 
 
 class RequestError(MantaError):
-    """A field of a request is wrong."""
-
     status = 400
     kind = "BadRequestError"
 
 
 class NotAllowedError(RequestError):
-    """The request's key may not do this."""
-
     status = 403
     kind = "AuthenticationError"
 
 
 class QuotaError(RequestError):
-    """The request would keep more than its key may."""
-
     status = 413
     kind = "RequestTooLargeError"
 
 
 class NotFoundError(RequestError):
-    """The request names something that does not exist here."""
-
     status = 404
     kind = "NotFoundError"
 
@@ -124,8 +111,6 @@ class ModelNotFoundError(NotFoundError):
 
 
 class UnprocessableError(RequestError):
-    """The request is valid but can never be served by this engine."""
-
     status = 422
     kind = "UnprocessableEntityError"
 
@@ -159,8 +144,6 @@ class NotANumberError(OutputProcessingError):
 
 
 class DatasetError(MantaError):
-    """The input of a batch job cannot be read or understood."""
-
     status = 400
     kind = "BadRequestError"
 
@@ -170,15 +153,11 @@ class OutputError(MantaError):
 
 
 class NotOfferedError(MantaError):
-    """The server was started without a part that the request needs."""
-
     status = 501
     kind = "NotImplementedError"
 
 
 class OverloadedError(MantaError):
-    """A queue is full."""
-
     status = 503
     kind = "ServiceUnavailableError"
     retryable = True
@@ -189,8 +168,6 @@ class TooManyRequestsError(OverloadedError):
 
 
 class RateLimitError(OverloadedError):
-    """The API key's limit of concurrent requests is reached."""
-
     status = 429
     kind = "RateLimitError"
 
@@ -204,8 +181,6 @@ class DrainingError(OverloadedError):
 
 
 class EngineDeadError(MantaError):
-    """A worker died under the request."""
-
     status = 503
     kind = "ServiceUnavailableError"
     retryable = True
@@ -220,31 +195,24 @@ class EngineStalledError(EngineDeadError):
 
 
 class SlowReaderError(MantaError):
-    """The client did not read its answer, so it was ended."""
-
     status = 408
     kind = "RequestTimeoutError"
 
 
 class StorageError(MantaError):
-    """The storage of files and batches cannot be read or written now."""
-
     status = 503
     kind = "ServiceUnavailableError"
     retryable = True
 
 
 class UnreachableError(MantaError):
-    """A server that one of our commands calls does not answer."""
-
     status = 503
     kind = "ServiceUnavailableError"
     retryable = True
 
 
 def brief(value: object, maximum: int = 100) -> str:
-    """Return a foreign value for a message: JSON in one line, of which long values show `maximum`
-    characters."""
+    """Return a foreign value for a message: JSON in one line, cut to `maximum` characters."""
     if isinstance(value, str):
         text, size = json.dumps(value[: maximum + 1], ensure_ascii=False), f"{len(value)} characters"
         is_whole = len(value) <= maximum
@@ -288,8 +256,8 @@ def redact_values(message: str) -> str:
 def printable(text: str) -> str:
     """Return the text in one line, with JSON's escapes for what is not printable.
 
-    That is control characters (including line breaks and terminal sequences), characters that change the
-    direction of text, separators other than the space, and lone surrogates.
+    Escaped are control characters (line breaks, terminal sequences), characters that change the direction of
+    text, separators other than the space, and lone surrogates.
     """
     return text if text.isprintable() else _NOT_ASCII.sub(_escaped, text)
 
@@ -302,17 +270,11 @@ def _escaped(found: re.Match[str]) -> str:
 
 
 def truncate(text: str, maximum: int) -> str:
-    """Return the text; if it is long, its first `maximum` characters with an ellipsis."""
     return text if len(text) <= maximum else f"{text[: maximum - 3]}..."
 
 
 def did_you_mean(name: str, known: Iterable[str], *, prefix: str = "", fallback: str | None = None) -> str:
-    """Return the remedy for an unknown name: the nearest known one, or else all of them.
-
-    Args:
-        prefix: put before a name, where names are parts of a dotted path.
-        fallback: replaces a list that would be too long, if no known name is near.
-    """
+    """Return the remedy for an unknown name: the nearest known one, else all (or `fallback`, if too many)."""
     names, name = list(known), name[:MAX_NAME]
     if near := difflib.get_close_matches(name, names, n=1):
         return f"Did you mean {prefix}{near[0]}?"

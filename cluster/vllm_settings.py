@@ -49,7 +49,6 @@ class SettingAnswer:
         return {name: kind for names, kind in groups for name in names.split()}
 
     def is_set(self, value: object) -> bool:
-        """Return whether a value requests anything."""
         if not value or value == "None":
             return False
         return not any(type(value) is type(other) and value == other for other in self.unasked)

@@ -99,9 +99,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def _use_utf8() -> None:
     """Use UTF-8 for text, file names and subprocesses, whatever the locale.
 
-    If Python was started with another encoding (PYTHONUTF8=0, an old locale), restart it, since it decodes
-    arguments and file names before our first line. A stream with another encoding (PYTHONIOENCODING) escapes
-    characters that it lacks.
+    If Python was started with another encoding (PYTHONUTF8=0, an old locale), restart it, since arguments are
+    decoded before our first line. A stream with another encoding (PYTHONIOENCODING) escapes characters.
     """
     if codecs.lookup(sys.getfilesystemencoding()).name != "utf-8" and os.environ.get("PYTHONUTF8") != "1":
         os.environ["PYTHONUTF8"] = "1"

@@ -121,7 +121,6 @@ def _serve(options: DemoOptions, log: Path) -> dict[bool, ChatAnswer]:
 
 
 def stream_chat(client: ServerClient, *, speculate: bool, show: bool = False) -> ChatAnswer:
-    """Stream a chat answer; with `show`, print it as its blocks arrive."""
     body = {
         "model": "manta",
         "messages": [{"role": "user", "content": CHAT}],
@@ -184,7 +183,12 @@ def print_result(chat: Mapping[bool, ChatAnswer], bench: Mapping[str, Any], opti
     rows = [
         ["chat: tokens", str(on.num_tokens), str(off.num_tokens), ""],
         ["chat: events", str(on.num_events), str(off.num_events), ""],
-        ["chat: tokens/s", f"{on.tokens_per_s:,.0f}", f"{off.tokens_per_s:,.0f}", _speedup(on, off)],
+        [
+            "chat: tokens/s",
+            f"{on.tokens_per_s:,.0f}",
+            f"{off.tokens_per_s:,.0f}",
+            f"{on.tokens_per_s / off.tokens_per_s:.2f} x",
+        ],
         [f"{many}: tokens/s", *rates, f"{bench['speedup']:.2f} x"],
     ]
     print_table("", ["", "with speculation", "without", "faster"], rows)
@@ -195,16 +199,11 @@ def print_result(chat: Mapping[bool, ChatAnswer], bench: Mapping[str, Any], opti
         print(warning, flush=True)
 
 
-def _speedup(on: ChatAnswer, off: ChatAnswer) -> str:
-    return f"{on.tokens_per_s / off.tokens_per_s:.2f} x"
-
-
 def _title(text: str) -> None:
     print(f"\n=== {text}\n", flush=True)
 
 
 def run_command(arguments: Sequence[str], *, show: bool = True) -> None:
-    """Run a command; without `show` its standard output is hidden, and only its progress is shown."""
     _show(arguments)
     output = None if show else subprocess.DEVNULL
     code = subprocess.run(manta(*arguments), env=without_ray(), stdout=output, check=False).returncode
@@ -251,10 +250,7 @@ def without_ray() -> dict[str, str]:
 def server(
     command: Sequence[str], url: str, log: Path, while_waiting: Callable[[], None] | None = None
 ) -> Iterator[float]:
-    """Run a server in its own process group; yield the seconds until it was ready.
-
-    `while_waiting` is called regularly until then.
-    """
+    """Run a server in its own process group; yield the seconds until it was ready."""
     with log.open("wb") as output:
         process = subprocess.Popen(
             command, start_new_session=True, env=without_ray(), stdout=output, stderr=output

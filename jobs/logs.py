@@ -90,7 +90,6 @@ class Line(NamedTuple):
 
 
 def lines_about(request: str, files: Sequence[Path]) -> list[Line]:
-    """Return the lines about a request, ordered by time; NotFoundError if there are none."""
     names = {request}
     for fields in _objects(files):
         ids = {fields[name] for name in _NAMES if isinstance(fields.get(name), str)}

@@ -74,10 +74,7 @@ def _write_csv(found: Sequence[Receipt]) -> None:
 
 
 def _print(found: Sequence[Receipt]) -> None:
-    """Print a table. Saved seconds are of steps compared with plain ones; "of" is their share.
-
-    Only CSV and JSON distinguish the models of an endpoint.
-    """
+    """Print a table; saved seconds are of steps compared with plain ones, "of" is their share."""
     rows = [
         [
             *(str(one[name]) for name in ("day", "tenant", "category")),

@@ -116,6 +116,14 @@ def tiny_drafter(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_tiny_drafter(tmp_path_factory.mktemp("tiny-drafter"))
 
 
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """Folders of a tiny target with a tokenizer and its drafter."""
+    from text_pair import make_text_pair
+
+    return make_text_pair(tmp_path_factory.mktemp("pair"))
+
+
 @pytest.fixture(scope="session")
 def shipped_pair() -> tuple[Path, Path]:
     """Folders of the shipped target and drafter."""

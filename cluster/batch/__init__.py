@@ -1,2 +1,1 @@
-"""Batch jobs' decisions: leases on rows, the search for poison rows, the number of engines. Start with
-`leases.py`."""
+"""Batch jobs' decisions: leases on rows, poison rows, the number of engines. Start with `leases.py`."""

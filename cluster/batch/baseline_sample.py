@@ -30,13 +30,7 @@ MAX_SHARE = 0.05  # of a job's rows, unless the user requests a sample
 
 
 def num_plain_rows(num_rows: int, max_num_seqs: int, requested: int | None = None) -> int:
-    """Return how many rows of a job are answered plainly to measure the speed-up; 0 for none.
-
-    Args:
-        num_rows: rows of the job.
-        max_num_seqs: of an engine.
-        requested: the user's setting; None for as many as needed, if that is a small share of the rows.
-    """
+    """Return how many rows of a job to answer plainly; by default as needed, within a small share."""
     needed = ROWS_PER_SEQ * max_num_seqs
     if requested is None:
         return needed if needed <= MAX_SHARE * num_rows else 0
@@ -69,14 +63,11 @@ class BaselineComparison:
 
     @property
     def speedup(self) -> float:
-        """Speculative over plain tokens per second."""
         return self.drafted_tokens_per_s / self.plain_tokens_per_s
 
 
 @dataclass(frozen=True, slots=True)
 class _Interval:
-    """Time between two events, and its tokens."""
-
     seconds: float
     tokens: float
 
@@ -114,16 +105,10 @@ class BaselineSample:
 
     @property
     def comparison(self) -> BaselineComparison | None:
-        """The result; None until the sample is complete."""
         return self._comparison
 
     def start(self, now_s: float, num_tokens: int) -> bool:
-        """Record a row that goes to the engine; returns whether it is speculated.
-
-        Args:
-            now_s: monotonic time in seconds.
-            num_tokens: tokens that the engine has generated so far.
-        """
+        """Record a row that goes to the engine (`num_tokens` so far); return whether it speculates."""
         self._add_elapsed(now_s, num_tokens)
         if self._phase is _Phase.BEFORE and self._is_warm:
             self._phase = _Phase.PLAIN
@@ -160,7 +145,6 @@ class BaselineSample:
         return 2 * self._num_alone >= self._num_rows and _seconds(self._plain) >= MIN_S
 
     def _add_elapsed(self, now_s: float, num_tokens: int) -> None:
-        """Assign the time since the last event to its kind."""
         if self._phase is _Phase.DONE:
             return
         if self._event_s is not None:
@@ -199,7 +183,6 @@ def _seconds(stretches: Iterable[_Interval]) -> float:
 
 
 def _until(seconds: float, stretches: Iterable[_Interval]) -> _Interval:
-    """Return the first `seconds` of the stretches as one."""
     tokens, left_s = 0.0, seconds
     for stretch in stretches:
         taken = stretch.first(left_s)

@@ -18,8 +18,6 @@ MIN_SOON_S = 5.0
 
 @dataclass(frozen=True, slots=True)
 class Concurrency:
-    """The minimum and maximum number of a job's engines."""
-
     minimum: int = 1
     maximum: int = 1
 
@@ -32,7 +30,6 @@ class Concurrency:
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """Parse `4` or `1:4`."""
         if not (found := re.fullmatch(r"(\d+)(?::(\d+))?", text.strip())):
             raise ConfigError(
                 f"concurrency={text!r} is neither a number of engines, such as 2, nor MIN:MAX, such as 1:4.",
@@ -54,24 +51,16 @@ class PoolSize:
         self._num_rows = 0
 
     def record_startup(self, seconds: float) -> None:
-        """Record the seconds that an engine took to start."""
         self._start_s = max(self._start_s, seconds)
 
     def record_work(self, engines: int, seconds: float) -> None:
-        """Record that `engines` engines have worked for `seconds` seconds."""
         self._engine_s += engines * seconds
 
     def record_answered_rows(self, num_rows: int) -> None:
         self._num_rows += num_rows
 
     def target_size(self, num_unleased: int | None, engines: int, busy: int) -> int:
-        """Return the number of engines that there should be.
-
-        Args:
-            num_unleased: rows that no engine has; None if unknown.
-            engines: engines that run or are being started.
-            busy: engines that have rows.
-        """
+        """Return the number of engines that there should be; `busy` ones have rows."""
         minimum, maximum = self._bounds.minimum, self._bounds.maximum
         if num_unleased == 0:
             return min(engines, max(minimum, busy))

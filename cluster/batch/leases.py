@@ -39,7 +39,6 @@ class Lease:
 
     @property
     def alone(self) -> bool:
-        """Return whether the engine may hold no other lease meanwhile."""
         return self.deaths >= 2
 
 
@@ -85,9 +84,7 @@ class LeaseManager:
     ) -> tuple[Self, RowRanges]:
         """Return the manager of a driver that died with its engine, and the rows now known as poison.
 
-        Args:
-            saved: `to_json` of the dead driver's manager; empty if it had none.
-            rows: that are not durable.
+        `saved` is the dead driver's `to_json`, empty if it had none; `rows` are those that are not durable.
         """
         manager = cls(rows, largest=largest, smallest=smallest, trials=trials)
         if not saved:
@@ -108,7 +105,6 @@ class LeaseManager:
         return manager, manager.on_engine_death(_DEAD, (), blame=True)
 
     def to_json(self) -> dict[str, Any]:  # Any: JSON
-        """Return what `after_death` needs."""
         return {
             "leases": [
                 (open_lease.lease.rows, open_lease.lease.deaths, open_lease.lease.deaths_alone)
@@ -128,17 +124,12 @@ class LeaseManager:
         return not self._open_leases and not self.num_unleased
 
     def leases_of(self, engine: str) -> list[Lease]:
-        """Return the leases of an engine."""
         return [
             open_lease.lease for open_lease in self._open_leases.values() if open_lease.lease.engine == engine
         ]
 
     def acquire(self, engine: str, num_engines: int) -> Lease | None:
-        """Return rows for an engine; None if there are none for it now.
-
-        Args:
-            num_engines: that share the rows that are left.
-        """
+        """Return rows for one of the `num_engines` engines that share the rest; None if there are none."""
         holds = self.leases_of(engine)
         if any(lease.alone for lease in holds):
             return None
@@ -153,20 +144,16 @@ class LeaseManager:
         return None
 
     def mark_durable(self, lease: int, rows: RowRanges) -> None:
-        """Record that these rows of the lease are durable."""
         self._done = union(self._done, self._release(lease, rows))
 
     def return_rows(self, lease: int, rows: RowRanges) -> None:
-        """Record that these rows of the lease were returned without a result."""
         if open_lease := self._open_leases.get(lease):
             self._requeue(self._release(lease, rows), open_lease.lease.deaths, open_lease.lease.deaths_alone)
 
     def on_engine_death(self, engine: str, durable: RowRanges, *, blame: bool) -> RowRanges:
-        """Record that an engine is gone. Returns the rows now known as poison.
+        """Record that an engine is gone, with `durable` rows of its leases; return the rows known as poison.
 
-        Args:
-            durable: rows of its leases that are durable.
-            blame: its rows may be the reason. False if its node was lost or it was ended on purpose.
+        `blame`: its rows may be the reason. False if its node was lost or it was ended on purpose.
         """
         poison: RowRanges = ()
         for lease in self.leases_of(engine):
@@ -186,7 +173,6 @@ class LeaseManager:
         return poison
 
     def check_invariants(self) -> None:
-        """Check that every row is in one place."""
         places = [
             self._fresh,
             self._suspects,

@@ -48,7 +48,6 @@ def union(*sets: RowRanges) -> RowRanges:
 
 
 def difference(ranges: RowRanges, removed: RowRanges) -> RowRanges:
-    """Return the rows of the first set that are not in the second."""
     left: list[tuple[int, int]] = []
     place = 0
     for begin, end in ranges:
@@ -66,12 +65,10 @@ def difference(ranges: RowRanges, removed: RowRanges) -> RowRanges:
 
 
 def intersection(a: RowRanges, b: RowRanges) -> RowRanges:
-    """Return the rows that are in both sets."""
     return difference(a, difference(a, b))
 
 
 def split_off(ranges: RowRanges, num_rows: int) -> tuple[RowRanges, RowRanges]:
-    """Return the first `num_rows` rows of a set, and the rest."""
     first: list[tuple[int, int]] = []
     for place, (begin, end) in enumerate(ranges):
         if end - begin > num_rows:

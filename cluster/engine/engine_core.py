@@ -111,11 +111,9 @@ class EngineStats:
 
 
 class EngineCore:
-    """One scheduler over one executor.
+    """One scheduler over one loaded executor.
 
     Args:
-        config: settings.
-        executor: loaded and ready.
         clock: seconds, for the timing of steps and queues; `Request.arrival_s` is on the same clock.
         watch: is notified of every step; call its `tick` to detect stalls.
     """
@@ -138,19 +136,14 @@ class EngineCore:
         self._seconds: dict[str, float] = dict.fromkeys(STEP_PARTS, 0.0)
 
     def add_request(self, request: Request) -> None:
-        """Queue one request; see `add_requests`."""
         self.add_requests((request,))
 
     def add_requests(self, requests: Sequence[Request]) -> None:
-        """Queue the completions of one prompt, all or none.
+        """Queue the completions of one prompt, all or none: they differ in id, seed and previous output.
 
-        They differ in id, seed and previous output; everything else is checked once. Requests that arrive
-        between two steps and will find a free slot do not count as waiting. Background work may wait without
-        limit.
-
-        Raises:
-            RequestError: they can never run.
-            OverloadedError: the queue is full.
+        Requests that arrive between two steps and will find a free slot do not count as waiting. Background
+        work may wait without limit. Raises RequestError if they can never run, OverloadedError if the queue
+        is full.
         """
         check_request(requests[0], self._scheduler.config)
         for request in requests:
@@ -180,19 +173,11 @@ class EngineCore:
             )
 
     def abort(self, request_id: str, reason: FinishReason = "abort") -> bool:
-        """End a request before the next plan, dropping its tokens in flight; return False if it is unknown.
-
-        Args:
-            request_id: the request; no update follows, as the caller knows that it ended.
-            reason: "stop" if a stop string was found in its text.
-        """
+        """End a request before the next plan, without an update; return False if it is unknown."""
         return self._queues.abort(request_id, reason)
 
     def step(self) -> list[SequenceUpdate]:
-        """Start as many steps as may be in flight and finish the oldest one.
-
-        Returns an empty list if there is nothing to do or the step yielded no tokens.
-        """
+        """Start as many steps as may be in flight and finish the oldest one, which may yield no tokens."""
         while len(self._scheduler.in_flight) < self._max_in_flight and (plan := self.plan()) is not None:
             self._submit(plan)
         return self.commit(self._collect()) if self._scheduler.in_flight else []
@@ -226,7 +211,6 @@ class EngineCore:
         return result
 
     def commit(self, result: StepResult) -> list[SequenceUpdate]:
-        """Commit the result of the oldest plan in flight."""
         begin_s = self._clock()
         updates = self._scheduler.commit(result, begin_s)
         seconds, timings = self._seconds, result.timings
@@ -291,12 +275,11 @@ class EngineCore:
 
     @property
     def costs(self) -> StepCostModel | None:
-        """Step costs, to be saved between starts; None if drafts do not depend on them."""
+        """Step costs, to be saved between starts like `acceptance`; None if drafts do not depend on them."""
         return self._scheduler.controller.costs
 
     @property
     def acceptance(self) -> AcceptanceModel | None:
-        """Acceptance model, to be saved as well."""
         return self._scheduler.controller.acceptance
 
     @property
@@ -305,11 +288,9 @@ class EngineCore:
         return self._scheduler.controller.would_draft
 
     def reset_speculation(self) -> None:
-        """Forget everything learned about drafts and step costs."""
         self._scheduler.controller.reset(costs=True)
 
     def end_warm_up(self) -> None:
-        """Remove the requests so far from all counts, and forget the acceptance of their drafts."""
         self._scheduler.end_warm_up()
         self._seconds = dict.fromkeys(STEP_PARTS, 0.0)
 
@@ -330,7 +311,6 @@ class EngineCore:
         self._scheduler.kv_cache_manager.cache.clear()
 
     def close(self) -> None:
-        """End the workers. Idempotent."""
         self._executor.close()
 
     def check_invariants(self) -> None:

@@ -17,8 +17,6 @@ MIN_S = 0.05  # with less than this, no value is returned
 
 
 class SpeedupMeter:
-    """Speed-up of one engine, sampled from time to time."""
-
     def __init__(self) -> None:
         self._last = (0.0, 0.0)
         self._plain_s = self._taken_s = 0.0

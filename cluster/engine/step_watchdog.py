@@ -56,13 +56,7 @@ class _Call:
 
 @dataclass(frozen=True, slots=True)
 class Stall:
-    """A step that does not end.
-
-    Attributes:
-        waited_s: observed waiting time.
-        limit_s: its limit.
-        suspects: names of stopped processes; empty if none is known.
-    """
+    """A step that does not end, after `waited_s`; `suspects` are processes known to be stopped."""
 
     waited_s: float
     limit_s: float
@@ -70,21 +64,16 @@ class Stall:
 
     @property
     def reason(self) -> str:
-        """A clause for messages."""
         text = f"a step has not ended after {self.waited_s:.0f} s (limit {self.limit_s:.0f} s)"
         stopped = ", ".join(self.suspects)
         return f"{text}; stopped by a signal or a debugger: {stopped}" if stopped else text
 
 
 class StepWatchdog:
-    """Watches the steps of one engine.
+    """Watches the steps of one engine. `check` is called by another thread than the rest.
 
-    The step thread calls `before_submit`, `after_submit`, `before_collect`, `after_collect` and `reset`;
-    another one calls `check`.
-
-    Args:
-        floor_s: no shorter step is a stall.
-        factor: a step is a stall if it takes this multiple of the slowest recent one of its kind.
+    No step shorter than `floor_s` is a stall; others are if they take `factor` times the slowest recent one
+    of their kind.
     """
 
     def __init__(self, floor_s: float = FLOOR_S, factor: float = FACTOR) -> None:
@@ -99,23 +88,19 @@ class StepWatchdog:
         self._waited_s = self._ticked_s = 0.0
 
     def before_submit(self, plan: SchedulerOutput) -> None:
-        """Record that a plan is about to be submitted."""
         self._check_features(plan.admitted)
         flight = _InFlightStep(_kind_of(plan))
         self._flights.append(flight)
         self._call = _Call(self._limit_s(flight.kind))
 
     def after_submit(self, seconds: float) -> None:
-        """Record that a plan was submitted, after `seconds`."""
         self._flights[-1].seconds += seconds
         self._call = None
 
     def before_collect(self) -> None:
-        """Record that the oldest plan's result is about to be awaited."""
         self._call = _Call(self._limit_s(self._flights[0].kind))
 
     def after_collect(self, seconds: float) -> None:
-        """Record that the oldest plan's result has arrived, after `seconds`."""
         flight = self._flights.popleft()
         seen = self._seen.setdefault(flight.kind, _KindStats())
         seen.count += 1
@@ -124,16 +109,10 @@ class StepWatchdog:
         self._call = None
 
     def reset(self) -> None:
-        """Forget all step times, as a new drafter changes them."""
         self._seen = {}
 
     def check(self, now_s: float, stopped: Callable[[], Sequence[str]]) -> Stall | None:
-        """Check the call in progress; called every TICK_S.
-
-        Args:
-            now_s: monotonic.
-            stopped: returns the names of stopped processes of the executor; called once `floor_s` is reached.
-        """
+        """Check the call in progress, every TICK_S; `stopped` is called once `floor_s` is reached."""
         call, passed_s = self._call, now_s - self._ticked_s
         self._ticked_s = now_s
         if call is None or call is not self._watched:

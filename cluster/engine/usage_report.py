@@ -28,11 +28,7 @@ class ReceiptSubject(NamedTuple):
 class UsageTotals:
     """Sums of usage. Device-seconds are an engine's seconds times its GPUs; CPUs count as one device.
 
-    Attributes:
-        requests: number of requests.
-        tokens, steps: as in `Usage`.
-        device_s, compared_s, plain_s, kept_s: `Usage`'s times in device-seconds.
-        aged_s: sum of `compared_s` times the age of the plain measurement.
+    Names are those of `Usage`; `aged_s` is the sum of `compared_s` times the age of the plain measurement.
     """
 
     requests: float = 0

@@ -79,10 +79,7 @@ class ScalingRules:
 
 @dataclass(frozen=True, slots=True)
 class FleetLoad:
-    """The combined load of all replicas of a deployment; `busy` is in units of replicas.
-
-    `num_replicas` replicas serve, and `num_reporting` of them have reported.
-    """
+    """The combined load of all serving replicas of a deployment; `busy` is in units of replicas."""
 
     there: int
     num_reporting: int = 0
@@ -176,10 +173,7 @@ class _WindowMax:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplicaStats:
-    """A replica's online requests, the K/V pages that they hold, and its measured rates.
-
-    `waiting_tokens` are expected, by the mean of finished requests. Rates are 0 before they were measured.
-    """
+    """A replica's online requests, their K/V pages, expected tokens, and rates (0 before the first)."""
 
     running: float = 0.0
     waiting: float = 0.0
@@ -192,13 +186,10 @@ class ReplicaStats:
     background: float = 0.0
 
     def as_dict(self) -> dict[str, float]:
-        """Return the statistics as Serve expects them."""
         return asdict(self)
 
 
 class ReplicaStatsMeter:
-    """Computes a replica's figures from consecutive snapshots of its engine."""
-
     def __init__(self, max_num_seqs: int) -> None:
         self._max_num_seqs = max_num_seqs
         self._last: EngineStats | None = None

@@ -45,7 +45,7 @@ _BETS = (0.05, 0.1, 0.2, 0.4, 0.8)
 _OUTLIER = 4.0  # deviations beyond which a score is clipped
 _WARM_UP = 20  # requests that only estimate mean and deviation
 _WINDOW = 64  # requests over which mean and deviation are averaged
-# tracked requests, including finished ones behind one that has not; further ones take no part
+# tracked requests, including finished ones after one that has not; further ones take no part
 _MAX_OPEN = 4096
 
 
@@ -91,8 +91,6 @@ class TrialRules:
 
 
 class ArmStats(NamedTuple):
-    """Counts for one drafter: requests, their decoding steps, and drafts accepted in these."""
-
     requests: int = 0
     steps: int = 0
     accepted: int = 0
@@ -176,7 +174,6 @@ class CanaryTrial:
         return ticket
 
     def end(self, ticket: Assignment, stats: ArmStats) -> None:
-        """Record that a request has ended for any reason."""
         ticket.stats = stats
         while self._open and (first := self._open[0].stats) is not None:
             self._count(self._open.popleft().role, first)
@@ -210,8 +207,6 @@ class CanaryTrial:
 
 @dataclass(slots=True)
 class _Wealth:
-    """A bettor's wealth, split evenly over all bet sizes."""
-
     logs: list[float] = field(default_factory=lambda: [0.0] * len(_BETS))
 
     def bet(self, x: float) -> None:

@@ -28,8 +28,6 @@ CPUS_PER_CPU_WORKER = 0.5
 
 @dataclass(frozen=True, slots=True)
 class NodeResources:
-    """One node in Ray: its resources, what is free, and what each placement group holds."""
-
     resources: Mapping[str, float]
     free: Mapping[str, float]
     in_use: Mapping[str, Bundle] = field(default_factory=dict[str, Bundle])
@@ -37,14 +35,7 @@ class NodeResources:
 
 @dataclass(frozen=True, slots=True)
 class Topology:
-    """The workers of one engine. Ranks below tensor_parallel_size are the target's; the split drafter is
-    last.
-
-    Attributes:
-        split_drafter: a worker of this engine drafts.
-        shared_drafter: a process that other engines on the node also use drafts; it is not one of the
-            workers.
-    """
+    """The workers of one engine: the target's ranks, then the split drafter; a shared one is no worker."""
 
     tensor_parallel_size: int
     split_drafter: bool
@@ -71,11 +62,9 @@ class Topology:
 
     @property
     def worker_resources(self) -> Bundle:
-        """Resources of each worker: a whole GPU, or a share of the CPUs."""
         return {"GPU": 1.0} if self.device == "cuda" else {"CPU": CPUS_PER_CPU_WORKER}
 
     def worker_bundles(self) -> list[Bundle]:
-        """Return one bundle per worker, by rank."""
         return [self.worker_resources for _ in range(self.num_workers)]
 
     def replica_bundles(self, replica_cpus: float = 1.0) -> list[Bundle]:
@@ -161,7 +150,6 @@ class Topology:
         return f"{first}, or {'choose another device' if self.num_workers == 1 else smaller}."
 
     def param(self) -> str:
-        """Return the setting to change."""
         if self.num_workers == 1:
             return "device"
         return "tensor_parallel_size" if self.tensor_parallel_size > 1 else "speculative_config.placement"
@@ -216,11 +204,7 @@ def format_resources(resources: Mapping[str, float]) -> str:
 
 
 def current_shortfall(bundles: list[Bundle], nodes: Sequence[NodeResources]) -> str:
-    """Return what is missing on the node with the most of it free, and its holders; empty if one node has
-    room.
-
-    Nodes that could never hold the bundles are considered only if there are no others.
-    """
+    """Return what is missing on the best node, and its holders; empty if one node has room."""
     needs = total(bundles)
     candidates = [node for node in nodes if not shortfall(needs, node.resources)] or list(nodes)
     free = _closest_node(needs, [node.free for node in candidates])

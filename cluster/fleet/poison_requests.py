@@ -63,10 +63,7 @@ class DeathRecords:
         return 0.0 if record is None else record.lived_s
 
     def record_death(self, digest: bytes, replica: str, *, alone: bool, lived_s: float) -> Standing:
-        """Record that `replica` died under a request; return the request's new standing.
-
-        `alone`: it was the only suspect there; `lived_s`: from its start there to the death.
-        """
+        """Record a death of `replica` `lived_s` after a request began there as the only suspect (`alone`)."""
         self._expire()
         record = self._suspects.pop(digest, None) or _Record(0.0)
         record.replicas.add(replica)
@@ -87,7 +84,6 @@ class DeathRecords:
             record.suspect = False
 
     def complete(self, digest: bytes) -> None:
-        """Forget a suspect's deaths once its answer is complete."""
         self._suspects.pop(digest, None)
 
     def _expire(self) -> None:

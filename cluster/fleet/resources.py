@@ -20,10 +20,7 @@ Resources = Mapping[str, float]  # of one node, by Ray's names
 
 @dataclass(frozen=True, slots=True)
 class ResourceRequest:
-    """The resources that one engine takes on a node; `actor` is the part of its own process.
-
-    `num_threads` None leaves threads to the workers.
-    """
+    """What one engine takes on a node, `actor` for its own process; without `num_threads`, workers decide."""
 
     bundles: tuple[Bundle, ...]
     actor: Bundle
@@ -88,17 +85,11 @@ def check_engines_fit(config: EngineConfig, engines: int, nodes: Sequence[Resour
 
 
 def reserve_cpu_per_node(nodes: Sequence[Resources]) -> list[Resources]:
-    """Return the nodes with one CPU less each, for tasks that run next to the engines."""
     return [{**node, "CPU": max(0.0, node.get("CPU", 0.0) - 1.0)} for node in nodes]
 
 
 def with_task_cpus(request: ResourceRequest, nodes: Sequence[Resources]) -> Bundle:
-    """Return the resources that an engine of this claim reserves if a CPU of every node must stay free for
-    tasks.
-
-    If nodes only hold the claim itself, less is reserved than is computed on, as tasks only briefly need
-    cores.
-    """
+    """Return what an engine reserves so that a CPU of every node stays free for tasks, which are brief."""
     if "CPU" not in request.actor:
         return request.actor
     after = reserve_cpu_per_node(nodes)

@@ -47,12 +47,10 @@ class Router:
     def choose(
         self, loads: Mapping[str, float], chain: Sequence[int], session: str | None = None
     ) -> RouteChoice:
-        """Choose among replicas that can take a request, at least one.
+        """Choose among replicas that can take a request, at least one; `loads` are their current requests.
 
-        Args:
-            loads: current requests of each replica.
-            chain: `hash_chain` of the prompt.
-            session: requests of a session go to one replica while it is available and not overloaded.
+        Requests of a session go to one replica while it is available and not overloaded. `chain` is the
+        prompt's `hash_chain`.
         """
         minimum = min(loads.values())
         limit = max(LOAD_FACTOR * minimum, minimum + LOAD_SLACK)
@@ -70,7 +68,6 @@ class Router:
         return self._record(RouteChoice(best, reason, longest), chain)
 
     def remove_replica(self, replica: str) -> None:
-        """Forget a replica that is gone, with its prefix cache."""
         self._known.pop(replica, None)
         self._recent.pop(replica, None)
 
@@ -97,10 +94,7 @@ def rendezvous_replica(session: str, replicas: Mapping[str, object]) -> str:
 
 
 def hash_chain(text: bytes, salt: str | None = None) -> list[int]:
-    """Return a hash for each full block of a prompt, over it and all blocks before.
-
-    Prompts with different salts share nothing.
-    """
+    """Return a hash for each full block of a prompt, over it and all blocks before; salts share nothing."""
     chain: list[int] = []
     before = hash(salt)
     for end in range(BLOCK_BYTES, min(len(text), MAX_CHAIN * BLOCK_BYTES) + 1, BLOCK_BYTES):
@@ -112,8 +106,7 @@ def hash_chain(text: bytes, salt: str | None = None) -> list[int]:
 class PrefixIndex:
     """Prefixes that one replica has seen, dropping the least recently seen ones.
 
-    A block is always seen together with those before it, and these count as seen later. So they are never
-    dropped before it, and the known blocks of a chain are always a prefix.
+    A block counts as seen before those that precede it, so the known blocks of a chain are always a prefix.
     """
 
     def __init__(self, max_blocks: int = MAX_BLOCKS) -> None:
@@ -135,7 +128,6 @@ class PrefixIndex:
         return low
 
     def add(self, chain: Sequence[int]) -> None:
-        """Record a prompt that is sent to the replica."""
         for block in reversed(chain):
             self._seen[block] = None
             self._seen.move_to_end(block)

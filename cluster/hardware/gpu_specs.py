@@ -14,12 +14,7 @@ GIB = 2**30
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """A link between GPUs of one node.
-
-    Attributes:
-        bytes_per_s: sustained rate at which one GPU sends.
-        latency_s: seconds for a small message or collective, including its launch.
-    """
+    """A link between GPUs of one node: sustained rate of one GPU, and seconds of a small collective."""
 
     bytes_per_s: float
     latency_s: float
@@ -40,13 +35,7 @@ PCIE_4 = Link(0.8 * 32e9, 20e-6)
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """A GPU model.
-
-    Attributes:
-        device: its sustained rates.
-        memory_bytes: memory that CUDA can allocate, which is less than the data sheet says.
-        link: the link to the other GPUs of its node.
-    """
+    """A GPU model. `memory_bytes` is what CUDA can allocate, which is less than the data sheet says."""
 
     device: Device
     memory_bytes: int
@@ -77,11 +66,7 @@ GPUS: Mapping[str, Gpu] = {
 
 
 def find_gpu(name: str) -> Gpu:
-    """Return the GPU with this name in `GPUS`, ignoring case.
-
-    Raises:
-        ConfigError: no such GPU; the message proposes the nearest name.
-    """
+    """Return the GPU with this name in `GPUS`, ignoring case; ConfigError names the nearest one."""
     try:
         return GPUS[name.lower()]
     except KeyError:

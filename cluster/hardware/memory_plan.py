@@ -17,7 +17,7 @@ from .model_pair import LayoutDemand, ModelPair
 from .model_shape import ModelShape
 from .parallel_layouts import ParallelLayout
 
-UTILISATION = 0.9  # share of a GPU's memory that is used: `gpu_memory_utilization`
+GPU_MEMORY_UTILIZATION = 0.9  # share of a GPU's memory that is used: `gpu_memory_utilization`
 PAGE_SIZE = 64  # the engine's page size on a GPU
 MAX_NUM_SEQS = 256  # each one costs a slot and CUDA graphs
 MAX_ROWS = 8192  # rows of a step: `max_num_batched_tokens`
@@ -57,12 +57,8 @@ class MemoryPlan:
 
 
 def plan_memory(pair: ModelPair, gpu: Gpu, layout: ParallelLayout, demand: LayoutDemand) -> MemoryPlan:
-    """Return the memory of an engine in this layout.
-
-    Raises:
-        PlacementError: not even one sequence of max_model_len fits; says what is missing and what to change.
-    """
-    budget = int(gpu.memory_bytes * UTILISATION)
+    """Return the memory of an engine; PlacementError if not even one sequence of max_model_len fits."""
+    budget = int(gpu.memory_bytes * GPU_MEMORY_UTILIZATION)
     weights, target_free = _target_gpu(pair, layout, budget)
     if target_free <= 0:
         raise _too_large(pair, gpu, layout, budget - target_free)
@@ -109,7 +105,6 @@ def _drafter_gpu(pair: ModelPair, layout: ParallelLayout, given: int) -> int:
 
 
 def _step_bytes(rank: ModelShape, num_drafts: int) -> int:
-    """Return the peak bytes of a step, with the process's fixed share."""
     states = MAX_ROWS * (HIDDEN_COPIES * rank.hidden + INNER_COPIES * rank.widest_inter)
     logits = LOGIT_COPIES * min(MAX_NUM_SEQS * (1 + num_drafts), MAX_ROWS) * rank.vocab
     return PROCESS_BYTES + (states + logits) * rank.itemsize
@@ -122,7 +117,6 @@ def _state_bytes(pair: ModelPair, layout: ParallelLayout) -> int:
 
 
 def kv_cache_layout(pair: ModelPair, layout: ParallelLayout, max_model_len: int) -> KVCacheLayout:
-    """Return the K/V page plan of this layout, as the engine computes it."""
     drafter = pair.drafter if layout.placement else None
     windows = () if drafter is None else drafter.windows
     target = pair.target.rank(layout.tp)
@@ -132,10 +126,7 @@ def kv_cache_layout(pair: ModelPair, layout: ParallelLayout, max_model_len: int)
 def page_bytes(
     pair: ModelPair, layout: ParallelLayout, pages: KVCacheLayout, *, target: bool
 ) -> tuple[int, ...]:
-    """Return the bytes of a page of each pool, on a GPU of the target or on the drafter's own.
-
-    A shared drafter keeps a page set for each engine.
-    """
+    """Return the bytes of a page of each pool, on a GPU of the target or on the drafter's own."""
     sizes = [0] * pages.num_pools
     models: list[tuple[ModelShape, tuple[LayerPlace, ...], int]] = []
     if target:
@@ -152,7 +143,6 @@ def page_bytes(
 
 
 def _sequence_bytes(pages: KVCacheLayout, sizes: tuple[int, ...], num_tokens: int) -> int:
-    """Return the page bytes of a sequence of `num_tokens` tokens."""
     in_use = pages.pages_per_sequence(num_tokens, PAGE_SIZE, MAX_ROWS)
     return sum(count * size for count, size in zip(in_use, sizes, strict=True))
 
@@ -162,13 +152,13 @@ def _sequences(free: int, sequence_bytes: int) -> float:
 
 
 def _too_large(pair: ModelPair, gpu: Gpu, layout: ParallelLayout, needed: int) -> PlacementError:
-    given = gpu.memory_bytes * UTILISATION
+    given = gpu.memory_bytes * GPU_MEMORY_UTILIZATION
     larger = [tp for tp in pair.tp_sizes if tp > layout.tp]
     remedy = f"shard it over {larger[0]} GPUs" if larger else "take a larger GPU or a smaller model"
     return PlacementError(
         f"{layout}: weights and steps need {needed / GIB:.1f} GiB on each {gpu.name}, which gives "
-        f"{given / GIB:.1f} GiB ({UTILISATION:g} of its memory): {(needed - given) / GIB:.1f} GiB are "
-        f"missing. To serve it, {remedy}.",
+        f"{given / GIB:.1f} GiB ({GPU_MEMORY_UTILIZATION:g} of its memory): "
+        f"{(needed - given) / GIB:.1f} GiB are missing. To serve it, {remedy}.",
         param="gpus" if larger else "gpu",
     )
 

@@ -9,15 +9,13 @@ from .model_shape import ModelShape
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelPair:
-    """A target and perhaps a drafter, as a plan needs them. Norms and biases, under 0.1 % of the weights, are
-    ignored.
+    """A target and perhaps a drafter, without norms and biases, which are under 0.1 % of the weights.
 
     Attributes:
         tied: whether the target's head is its embedding.
         tp_sizes: tensor parallel sizes that the target supports.
         survival: survival[i] is the probability that drafts 0..i are all accepted; empty without a drafter.
-        sequential: whether drafts are made one pass each, with the drafter's own head (EAGLE-3), rather than
-            as a block in one pass.
+        sequential: whether drafts are made one pass each, with the drafter's own head (EAGLE-3).
     """
 
     target: ModelShape
@@ -45,7 +43,6 @@ class ModelPair:
         return 0 if self.drafter is None else self.drafter.fc_params * self.drafter.weight_bytes
 
     def target_bytes(self, ranks: int) -> int:
-        """Return the bytes of one rank's weights when the target is sharded over `ranks` ranks."""
         rank = self.target.rank(ranks)
         vocab_bytes = self.num_vocab_matrices * rank.head_params * rank.itemsize
         return rank.linear_params * rank.weight_bytes + vocab_bytes + round(rank.expert_bytes)

@@ -82,7 +82,6 @@ class LatentShape:
     rank: int
 
     def params(self, heads: int, hidden: int) -> int:
-        """Return the number of attention weights; the down projections are whole on every rank."""
         q_inputs, q_dim = self.q_rank or hidden, self.nope_dim + self.rope_dim
         down = hidden * ((self.q_rank or 0) + self.rank + self.rope_dim)
         return down + heads * (
@@ -90,10 +89,7 @@ class LatentShape:
         )
 
     def expanded(self, heads: int, pairs: float, keys: float, itemsize: int) -> DeviceWork:
-        """Return the work of expanded attention (MLA) over (row, key) pairs and `keys` latents.
-
-        Latents are gathered and expanded to heads' keys and values, which are written and read.
-        """
+        """Return the work of expanded MLA: `keys` latents are gathered, expanded, written and read."""
         kv_dim = self.nope_dim + self.v_dim
         flop = 2 * heads * (pairs * (kv_dim + self.rope_dim) + keys * kv_dim * self.rank)
         return DeviceWork(keys * itemsize * (3 * (self.rank + self.rope_dim) + 2 * heads * kv_dim), flop)
@@ -126,7 +122,6 @@ class LayerShape:
 
     @property
     def kv(self) -> KVCacheSpec:
-        """K/V sizes of a token in this layer."""
         return KVCacheSpec(self.kv_heads, self.head_dim, self.v_head_dim, v_in_k=self.latent is not None)
 
     def dense_params(self, hidden: int) -> int:
@@ -222,7 +217,6 @@ class ModelShape:
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes of a weight in dense products."""
         return self.product_itemsize or self.itemsize
 
     @property
@@ -231,12 +225,10 @@ class ModelShape:
 
     @property
     def kv_geometries(self) -> tuple[KVCacheSpec, ...]:
-        """K/V sizes of each attention layer."""
         return tuple(layer.kv for layer in self.layers if layer.state is None)
 
     @property
     def windows(self) -> tuple[int | None, ...]:
-        """Window of each attention layer."""
         return tuple(layer.window for layer in self.layers if layer.state is None)
 
     @cached_property
@@ -254,7 +246,6 @@ class ModelShape:
 
     @cached_property
     def routed(self) -> tuple[tuple[ExpertShape, int], ...]:
-        """The different experts, each with its number of layers."""
         return tuple(Counter(layer.experts for layer in self.layers if layer.experts is not None).items())
 
     @cached_property
@@ -265,21 +256,17 @@ class ModelShape:
 
     @cached_property
     def linear_params(self) -> int:
-        """Number of weights of all blocks except routed experts."""
         return sum(times * layer.dense_params(self.hidden) for layer, times in self._kinds)
 
     def expert_params(self, experts: ExpertShape) -> int:
-        """Return the number of weights of one expert, or of the held part of it."""
         return 3 * self.hidden * experts.inter
 
     @cached_property
     def expert_bytes(self) -> float:
-        """Bytes of all routed experts that are held."""
         return sum(n * e.num_held * self.expert_params(e) * e.weight_bytes for e, n in self.routed)
 
     @cached_property
     def kv_params(self) -> int:
-        """Number of weights of the K and V projections."""
         return self.hidden * sum(layer.kv.width for layer in self.layers)
 
     @property
@@ -292,7 +279,6 @@ class ModelShape:
 
     @cached_property
     def kv_bytes(self) -> int:
-        """Bytes of a token's K and V over all layers."""
         return self.itemsize * sum(layer.kv.width for layer in self.layers)
 
     def rank(self, ranks: int) -> ModelShape:
@@ -301,11 +287,9 @@ class ModelShape:
         return replace(self, layers=layers, vocab=-(-self.vocab // ranks))
 
     def linears(self, rows: float) -> DeviceWork:
-        """Return the work of all dense products of the blocks."""
         return DeviceWork(self.linear_params * self.weight_bytes, 2 * self.linear_params * rows)
 
     def experts(self, rows: float) -> DeviceWork:
-        """Return the work of routed experts, of which only the chosen ones are read."""
         num_bytes = flop = 0.0
         for experts, times in self.routed:
             params = times * self.expert_params(experts)
@@ -324,7 +308,6 @@ class ModelShape:
         return _sum_of(works)
 
     def prompt_attention(self, rows: float, context: float) -> DeviceWork:
-        """Return the work of attention for a prompt on a GPU, see `LayerShape.prompt_attention`."""
         works = [
             (layer.prompt_attention(rows, context, self.itemsize), times) for layer, times in self._kinds
         ]

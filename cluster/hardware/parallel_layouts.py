@@ -12,13 +12,10 @@ TP_SIZES = (1, 2, 4, 8, 16)  # Ranks of one target are on one node.
 
 @dataclass(frozen=True, slots=True)
 class ParallelLayout:
-    """A number of identical engines over the GPUs of a node.
+    """A number of identical engines over the GPUs of a node, each with a target on `tp` ranks.
 
-    Attributes:
-        tp: ranks of each target.
-        placement: where the drafter runs; None for plain decoding. "colocated": whole on every rank; "split":
-            on one more GPU per engine; "shared": on one GPU for all engines.
-        replicas: number of engines.
+    A drafter is whole on every rank ("colocated"), on one more GPU per engine ("split"), or on one for all
+    ("shared").
     """
 
     tp: int
@@ -32,12 +29,10 @@ class ParallelLayout:
 
     @property
     def has_drafter_gpu(self) -> bool:
-        """Whether the drafter has a GPU of its own."""
         return self.placement in ("split", "shared")
 
     @property
     def drafted_engines(self) -> int:
-        """Engines served by one drafter."""
         return self.replicas if self.placement == "shared" else 1
 
     def __str__(self) -> str:
@@ -45,10 +40,7 @@ class ParallelLayout:
 
 
 def layouts(num_gpus: int, tp_sizes: Sequence[int], *, drafter: bool) -> Iterator[ParallelLayout]:
-    """Yield the layouts for `num_gpus` GPUs, each with as many engines as fit.
-
-    A shared drafter that would serve a single engine is listed only as split.
-    """
+    """Yield the layouts for `num_gpus` GPUs, each with as many engines as fit."""
     for tp in tp_sizes:
         if drafter:
             yield from _if_any(ParallelLayout(tp, "colocated", num_gpus // tp))

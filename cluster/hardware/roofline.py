@@ -31,12 +31,7 @@ from .model_shape import DeviceWork, ModelShape
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """Sustained rates of a device, which are below its data sheet's.
-
-    Attributes:
-        bytes_per_s: bytes read and written per second by a large copy.
-        flops: floating-point operations per second of a large product, in the served dtype.
-    """
+    """Sustained rates of a large copy and a large product on a device, which are below its data sheet's."""
 
     name: str
     bytes_per_s: float
@@ -84,8 +79,6 @@ class Floor:
 
 @dataclass(frozen=True, slots=True)
 class Roofline:
-    """A target and a drafter on a device."""
-
     device: Device
     target: ModelShape
     drafter: ModelShape
@@ -95,11 +88,9 @@ class Roofline:
         return self._pass_s(self.target, batch, rows, rows, context)
 
     def draft_s(self, batch: int, rows: int, context: int) -> float:
-        """Return the seconds of the drafter's pass over blocks of `rows` rows."""
         return 0.0 if rows <= 1 else self._pass_s(self.drafter, batch, rows, rows - 1, context)
 
     def inject_s(self, batch: int, rows: int) -> float:
-        """Return the seconds to write the drafter's context from taps."""
         return self.device.seconds(self.drafter.context(batch * rows))
 
     def _pass_s(self, model: ModelShape, batch: int, rows: int, chosen: int, context: int) -> float:

@@ -1,5 +1,4 @@
-"""Roofline estimate of the seconds of a round: draft, verify and inject for all running requests of an
-engine.
+"""Roofline estimate of the seconds of a round: draft, verify and inject for all requests of an engine.
 
 Adds to the roofline's floor per rank: an overhead per kernel launch, the all-reduces over ranks, and the
 traffic to a drafter on a GPU of its own. Leaves out HTTP, interleaved prompts and GEMMs too small to reach
@@ -33,14 +32,7 @@ LAUNCHES_OF_DRAFT = 5  # outside the layers of a pass for one draft: embedding, 
 
 @dataclass(frozen=True, slots=True)
 class DeviceTime:
-    """Seconds by bottleneck.
-
-    Attributes:
-        bytes: memory traffic.
-        link: traffic between GPUs.
-        launches: kernel launches.
-        queue: waiting for a drafter that serves another engine.
-    """
+    """Seconds by bottleneck: `link` is between GPUs, `queue` waiting while a drafter serves others."""
 
     bytes: float = 0.0
     arithmetic: float = 0.0
@@ -58,7 +50,6 @@ class DeviceTime:
         )
 
     def times(self, count: float) -> DeviceTime:
-        """Return the time of `count` repetitions."""
         return DeviceTime(
             self.bytes * count,
             self.arithmetic * count,
@@ -73,14 +64,11 @@ class DeviceTime:
 
     @property
     def bound(self) -> str:
-        """The bottleneck that takes the most time."""
         return max(("bytes", "arithmetic", "link", "launches", "queue"), key=lambda name: getattr(self, name))
 
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """Prompt rows of a step, after `context` tokens."""
-
     rows: int = 0
     context: int = 0
 
@@ -89,8 +77,6 @@ NO_CHUNK = Chunk()
 
 
 class StepTimes:
-    """Estimates the step times of one engine of a layout."""
-
     def __init__(self, pair: ModelPair, gpu: Gpu, layout: ParallelLayout) -> None:
         self._gpu, self._layout = gpu, layout
         self._target, self._hidden = pair.target.rank(layout.tp), pair.target.hidden
@@ -109,10 +95,7 @@ class StepTimes:
         return self._layout.has_drafter_gpu
 
     def verify(self, batch: int, rows: float, context: float, chunk: Chunk = NO_CHUNK) -> DeviceTime:
-        """Return the time of the target's pass over `rows` sampled rows of each request, and over a chunk.
-
-        A plain step has rows = 1. Where requests differ, `rows` and `context` are means.
-        """
+        """Return the time of the target's pass over mean rows and context, and a chunk; plain rows = 1."""
         target, tokens = self._target, batch * rows + chunk.rows
         works = [target.linears(tokens), target.experts(tokens), target.head(batch * rows + 1)]
         works += [target.attention(batch, rows, context), target.states(batch, rows)] if batch else []
@@ -168,10 +151,7 @@ class StepTimes:
         return DeviceTime(link=link.send_s(rows * self._hidden * size) + link.latency_s)
 
     def round(self, batch: int, rows: float, context: float, chunk: Chunk = NO_CHUNK) -> DeviceTime:
-        """Return the time in which every request advances by a block of `rows` rows, and prompts by a chunk.
-
-        Nothing is drafted if rows = 1.
-        """
+        """Return the time in which each request advances by a block, and prompts by a chunk."""
         tokens = (batch * rows if rows > 1 else 0) + chunk.rows
         draft = self.draft(batch, rows, context) + self.inject(tokens)
         total = self.verify(batch, rows, context, chunk) + draft + self.transfer(tokens)
@@ -190,7 +170,6 @@ class StepTimes:
         return longer + longer
 
     def _in_sequence(self, works: Sequence[DeviceWork]) -> DeviceTime:
-        """Return the time of these works run one after another."""
         device, total = self._gpu.device, DeviceTime()
         for work in works:
             seconds = device.seconds(work)
@@ -199,7 +178,6 @@ class StepTimes:
         return total
 
     def _all_reduces(self, count: int, rows: float) -> DeviceTime:
-        """Return the time of `count` all-reduces of `rows` hidden states."""
         num_bytes = rows * self._hidden * self._target.itemsize
         return DeviceTime(link=count * self._gpu.link.all_reduce_s(self._layout.tp, num_bytes))
 
@@ -213,9 +191,8 @@ def _launches(target: ModelShape) -> DeviceTime:
 def _waiting_s(service_s: float, round_s: float, engines: int) -> float:
     """Return the seconds per round that one of `engines` engines waits for their shared drafter.
 
-    Mean value analysis of a closed queueing network (Reiser and Lavenberg, 1980), where each engine returns
-    after the rest of its round. It assumes exponential service times, so it overestimates for engines with
-    equal load.
+    Mean value analysis of a closed queueing network (Reiser and Lavenberg, 1980). It assumes exponential
+    service times, so it overestimates for engines with equal load.
     """
     think_s, queue_length, response_s = round_s - service_s, 0.0, service_s
     for count in range(1, engines + 1):

@@ -49,14 +49,7 @@ class PageTableUpdates(NamedTuple):
 
 
 class KVCacheManager:
-    """Manages pages and page tables. The workers' page tables follow through the plans.
-
-    Args:
-        config: numbers of pages, and the groups' windows.
-
-    Attributes:
-        states: None if the target has no recurrent layers.
-    """
+    """Manages pages and page tables; the workers' page tables follow through the plans."""
 
     def __init__(self, config: SchedulerConfig) -> None:
         self._config = config
@@ -111,10 +104,7 @@ class KVCacheManager:
         return self.states is None or self.states.can_admit
 
     def can_admit(self, hit: PrefixHit, num_tokens: int, num_running: int) -> bool:
-        """Return whether a sequence can enter and leave every running one a page to grow in every group.
-
-        Otherwise it would soon be preempted again.
-        """
+        """Return whether a sequence can enter and leave every running one a page to grow in every group."""
         needed = [num_running * count for count in self._num_groups_of]
         for group, pages, (first, end) in zip(
             self.groups, hit.pages, self._page_spans(hit, num_tokens), strict=True
@@ -203,7 +193,6 @@ class KVCacheManager:
         return num_tokens
 
     def _num_missing_pages(self, slots_R: IntArray, num_tokens_R: IntArray) -> IntArray:
-        """Return the number of missing pages [G, R]."""
         return np.maximum(-(-num_tokens_R // self.page_size) - self.end_GS[:, slots_R], 0)
 
     def _fits(self, needed: list[int]) -> bool:
@@ -249,11 +238,7 @@ class KVCacheManager:
         self._num_hashed_S[slots_R] = np.maximum(full_R, self._num_hashed_S[slots_R])
 
     def invalidate(self, slots: Iterable[int], *, marked: bool = False) -> None:
-        """Empty the prefix cache (or remove its marked pages), and keep these running sequences' pages out of
-        it.
-
-        They are kept out until the sequences enter again.
-        """
+        """Empty the prefix cache, and keep these sequences' pages out of it until they enter again."""
         if not marked:
             self.cache.clear()
         self.cache.evict_marked()
@@ -273,7 +258,6 @@ class KVCacheManager:
             self.states.free(slot)
 
     def pages(self, group: int, slot: int) -> list[int]:
-        """Return a sequence's pages in a group, from `first_GS` on."""
         return self.table_GSP[group, slot, self.first_GS[group, slot] : self.end_GS[group, slot]].tolist()
 
     def check_invariants(self, table: SlotTable) -> None:

@@ -34,13 +34,10 @@ DIGEST_BYTES = 16
 
 
 class PrefixHit(NamedTuple):
-    """A cached prefix.
+    """A cached prefix of `num_pages` pages; `num_shared` is its length if states were saved after every page.
 
-    Attributes:
-        num_pages: its length.
-        pages: pages of each group, from the first one that is still seen after the prefix to the prefix's
-            last.
-        num_shared: its length if states were saved after every page.
+    `pages` are those of each group, from the first one that is still seen after the prefix to the prefix's
+    last.
     """
 
     num_pages: int
@@ -49,14 +46,7 @@ class PrefixHit(NamedTuple):
 
 
 class PrefixCache:
-    """(Group, digest) -> page.
-
-    Args:
-        pools: the pools of the cached pages; they report evictions.
-        groups: the groups, with their pools and windows.
-        page_size: tokens per page.
-        states: saved states in which prefixes must end; None if the target needs none.
-    """
+    """Maps (group, digest) to pages. Prefixes must end in one of the saved `states`, if there are any."""
 
     def __init__(
         self,
@@ -89,7 +79,7 @@ class PrefixCache:
         return PrefixHit(0, tuple([] for _ in self._groups))
 
     def match(self, digests: list[bytes]) -> PrefixHit:
-        """Return the longest cached prefix. Its pages may be free: `share` them before allocating."""
+        """Return the longest cached prefix. Its pages may be free: `touch` them before allocating."""
         shared = count = self._shorten_to_windows(digests, self._match_full(digests))
         if self._states is not None:
             count = self._shorten_to_states(digests, count, self._states)

@@ -42,12 +42,7 @@ MOVES_PAGES = 4  # pages between the positions at which a sequence's moving stat
 
 
 class _PlannedSave(NamedTuple):
-    """A state that will be saved.
-
-    Attributes:
-        position: tokens that it will hold.
-        moves: whether it replaces the moving state that was saved before for its sequence.
-    """
+    """A state of the first `position` tokens, to be saved; `moves`: it replaces the moving state."""
 
     position: int
     state: int
@@ -55,17 +50,7 @@ class _PlannedSave(NamedTuple):
 
 
 class RecurrentStateManager:
-    """Manages the ids of recurrent states.
-
-    Args:
-        num_states: number of states.
-        num_slots: slots of running sequences.
-        page_size: tokens per K/V page.
-        saves: whether states are saved for prefixes at all.
-
-    Attributes:
-        saved: digest -> state, least recently used first.
-    """
+    """Manages the ids of recurrent states. `saved` maps digests to states, least recently used first."""
 
     def __init__(self, num_states: int, num_slots: int, page_size: int, *, saves: bool) -> None:
         self.num_states = num_states
@@ -82,12 +67,10 @@ class RecurrentStateManager:
 
     @property
     def can_admit(self) -> bool:
-        """Whether a sequence can enter."""
         return bool(self._free or self.saved)
 
     @property
     def usage(self) -> float:
-        """Share of states that are live."""
         return len(self._live) / self.num_states
 
     # A sequence enters, runs and leaves.
@@ -99,13 +82,10 @@ class RecurrentStateManager:
     def admit(
         self, slot: int, digests: list[bytes], num_pages: int, num_shared: int, num_tokens: int
     ) -> StateEntry:
-        """Allocate a state for a sequence; the caller has checked `can_admit`.
+        """Allocate a state; the caller has checked `can_admit`.
 
-        Args:
-            digests: digests of its pages.
-            num_pages: cached pages that it begins after, found by `longest_prefix`.
-            num_shared: pages that have been computed before.
-            num_tokens: its known tokens.
+        The sequence begins after the `num_pages` cached pages that `longest_prefix` found; `num_shared` pages
+        of it have been computed before.
         """
         source = None
         if num_pages:
@@ -120,12 +100,7 @@ class RecurrentStateManager:
         return StateEntry(state, source, num_pages * self._page_size)
 
     def plan_saves(self, slots_R: IntArray, first_R: IntArray, ends_R: IntArray) -> StateSaves | None:
-        """Return the states that a step being planned will save.
-
-        Args:
-            first_R: smallest possible position of each request's first row.
-            ends_R: largest possible end of its rows.
-        """
+        """Return the states to save in a step with rows from `first_R` or later to `ends_R` or earlier."""
         if not self._saves:
             return None
         passes_R = ends_R // self._move > first_R // self._move
@@ -181,16 +156,12 @@ class RecurrentStateManager:
             self._free.append(state)
 
     def clear(self) -> None:
-        """Free all saved states; running sequences keep theirs."""
         self._free.extend(self.saved.values())
         self.saved.clear()
         self._moving.clear()
 
     def _plan_saves_of(self, slot: int, first: int, end: int) -> list[_PlannedSave]:
-        """Return states for the positions that a sequence passes, including those of steps in flight.
-
-        Positions for which no state is left are skipped.
-        """
+        """Return states for the positions that a sequence passes, including those of steps in flight."""
         planned = self._planned.setdefault(slot, [])
         wanted = self._save_positions(slot, first, end)
         for position, moves in wanted.items():
@@ -201,11 +172,10 @@ class RecurrentStateManager:
         return sorted(each for each in planned if each.position in wanted)
 
     def _save_positions(self, slot: int, first: int, end: int) -> dict[int, bool]:
-        """Return the positions in first + 1 .. end at which it is saved, and whether the moving state is
-        used.
+        """Return the positions in first + 1 .. end at which it is saved, and whether in its moving state.
 
-        For a prompt's chunk before the end of the prompt, the last position is most useful; for a step with
-        drafts it is the first one, which is most likely to be passed.
+        For a prompt's chunk before its end, the last position is most useful; for a step with drafts the
+        first one, which is most likely to be passed.
         """
         branch, prompt_end = int(self._branch_S[slot]), int(self._prompt_end_S[slot])
         wanted = {mark: False for mark in (branch, prompt_end) if first < mark <= end}
@@ -236,11 +206,7 @@ class RecurrentStateManager:
         return None
 
     def check_invariants(self, slots: Iterable[int]) -> None:
-        """Assert that every state is in exactly one use, and that every running sequence has one.
-
-        Args:
-            slots: slots of running sequences.
-        """
+        """Assert that each state is in exactly one use, and that each running sequence (by slot) has one."""
         assert self._live.keys() == set(slots), "running sequences and live states do not match"
         assert self._planned.keys() <= self._live.keys(), "a state is requested for no running sequence"
         planned = [each.state for states in self._planned.values() for each in states]

@@ -1,2 +1,1 @@
-"""Metrics without a client library: definitions, histograms, bounded label values. Start with
-`engine_metrics.py`."""
+"""Metrics without a client library: definitions, histograms, labels. Start with `engine_metrics.py`."""

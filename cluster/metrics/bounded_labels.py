@@ -30,12 +30,7 @@ class UsageAccount(NamedTuple):
 
 
 class BoundedLabels:
-    """The values of one label.
-
-    Args:
-        maximum: number of different values, in addition to NONE and OTHER.
-        allowed: names that may get a place; ANY for all.
-    """
+    """The values of one label: at most `maximum` besides NONE and OTHER, of `allowed` names (ANY for all)."""
 
     def __init__(self, maximum: int, allowed: Sequence[str] = (ANY,)) -> None:
         self._most = maximum

@@ -11,12 +11,7 @@ from typing import NamedTuple
 
 
 class HistogramCounts(NamedTuple):
-    """Snapshot of a histogram.
-
-    Attributes:
-        cumulative: number of values up to each bound, and then of all values.
-        sum: sum of all values.
-    """
+    """Snapshot: `cumulative` counts values up to each bound, then all values."""
 
     cumulative: tuple[int, ...]
     sum: float
@@ -26,11 +21,7 @@ NO_COUNTS = HistogramCounts((), 0.0)
 
 
 class Histogram:
-    """Counts per bucket.
-
-    Args:
-        bounds: ascending upper bounds, without infinity.
-    """
+    """Counts per bucket; `bounds` ascend, without infinity."""
 
     def __init__(self, bounds: tuple[float, ...]) -> None:
         self._bounds = bounds
@@ -38,7 +29,6 @@ class Histogram:
         self._sum = 0.0
 
     def observe(self, value: float, count: int = 1) -> None:
-        """Add `count` equal values."""
         self._counts[bisect_left(self._bounds, value)] += count
         self._sum += value * count
 

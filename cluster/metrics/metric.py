@@ -1,6 +1,4 @@
-"""The definition of a metric, and bounds of histograms. `engine_metrics.py` and `fleet_metrics.py` list
-the metrics.
-"""
+"""The definition of a metric, and bounds of histograms; the catalogue is in `engine_metrics.py`."""
 
 from __future__ import annotations
 
@@ -44,7 +42,7 @@ REQUEST_S = (
     *(0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0),
     *(120.0, 240.0, 480.0, 960.0, 1920.0, 7680.0),
 )
-# also vLLM's
+# Also vLLM's.
 STEP_TOKENS = (1.0, *(float(8 << n) for n in range(12)))
 COMPLETIONS = (1.0, 2.0, 5.0, 10.0, 20.0)
 # Tokens of requests: vLLM's 1, 2, 5, 10, .. up to the engine's context; here up to a million.
@@ -62,10 +60,7 @@ class Metric:
 
     Attributes:
         name: without the `_total` of counters.
-        kind: counter, gauge or histogram.
-        unit: unit of its values.
         help: its meaning, as shown by Prometheus.
-        labels: all of its labels.
         buckets: upper bounds of a histogram, without infinity.
     """
 

@@ -34,12 +34,7 @@ _GROUP_COST = 0.02  # cost of another page table, as a share of what the model's
 
 @dataclass(frozen=True, slots=True)
 class KVCacheGroup:
-    """Layers with K/V in one page table.
-
-    Attributes:
-        pool: the pool of its pages.
-        window: a row at position p sees keys > p - window; None for all. Pages before it are freed.
-    """
+    """Layers with K/V in one page table of `pool`; a row at position p sees keys > p - window (None: all)."""
 
     pool: int = 0
     window: int | None = None
@@ -58,12 +53,7 @@ class KVCacheGroup:
 
 @dataclass(frozen=True, slots=True)
 class KVCacheSpec:
-    """K/V of a token in a layer, on one rank.
-
-    Attributes:
-        head_dim, v_head_dim: sizes of a key and of a value; a value is at most as large as its key.
-        v_in_k: a head's value is the beginning of its key (latent attention), and is not stored separately.
-    """
+    """K/V of a token in a layer, on one rank; `v_in_k`: a value is the beginning of its key (MLA)."""
 
     num_kv_heads: int
     head_dim: int
@@ -72,18 +62,14 @@ class KVCacheSpec:
 
     @property
     def width(self) -> int:
-        """Number of values per token: all heads' keys, then all heads' values."""
         return self.num_kv_heads * (self.head_dim + self.v_head_dim * (not self.v_in_k))
 
 
 @dataclass(frozen=True, slots=True)
 class LayerPlace:
-    """The location of a layer's K/V.
+    """The location of a layer's K/V: the group of its page table, and the plane in that group's pool.
 
-    Attributes:
-        group: index of the group with its page table.
-        plane: plane of the memory of that group's pool.
-        part: part of each token's values in the plane: the number of layers with this geometry before it.
+    `part` is the number of layers with this geometry before it in each token's values.
     """
 
     group: int
@@ -110,11 +96,9 @@ class KVCacheLayout:
         return count_pools(self.groups)
 
     def num_planes(self, places: Iterable[LayerPlace], pool: int) -> int:
-        """Return the planes that a model with these locations (`target` or `drafter`) has in a pool."""
         return max((place.plane + 1 for place in places if self.groups[place.group].pool == pool), default=0)
 
     def pages_per_sequence(self, num_tokens: int, page_size: int, max_rows: int) -> tuple[int, ...]:
-        """Return the most pages of each pool that a sequence of `num_tokens` tokens holds at once."""
         return pages_per_sequence(self.groups, num_tokens, page_size, max_rows)
 
 
@@ -123,7 +107,6 @@ ONE_GROUP = KVCacheLayout((KVCacheGroup(),), (LayerPlace(0, 0),), (LayerPlace(0,
 
 
 def plane_width(places: Sequence[LayerPlace], geometries: Sequence[KVCacheSpec]) -> int:
-    """Return the number of values per token in a plane of a model's layers."""
     return max((place.part + 1) * kind.width for place, kind in zip(places, geometries, strict=True))
 
 
@@ -194,11 +177,7 @@ _SAME_GEOMETRY = KVCacheSpec(1, 1, 1)
 
 @dataclass(frozen=True, slots=True)
 class _Layer:
-    """The properties by which layers are grouped.
-
-    Attributes:
-        parts: number of such layers per plane.
-    """
+    """The properties by which layers are grouped; `parts` such layers fit into a plane."""
 
     window: int | None
     geometry: KVCacheSpec
@@ -210,7 +189,6 @@ def _clip(windows: Sequence[int | None], max_model_len: int) -> list[int | None]
 
 
 def _plan_model(windows: list[int | None], geometries: Sequence[KVCacheSpec], max_model_len: int) -> _Model:
-    """Return the groups of one model, all in pool 0."""
     kinds = geometries or (_SAME_GEOMETRY,) * len(windows)
     width = max(kind.width for kind in kinds)
     layers = [_Layer(w, kind, width // kind.width) for w, kind in zip(windows, kinds, strict=True)]
@@ -261,14 +239,11 @@ def share_pages(
     page_bytes: tuple[int, ...],
     budget_bytes: int,
 ) -> tuple[int, ...]:
-    """Return the pages of each pool such that all run out together with `max_num_seqs` equally long
-    sequences.
+    """Return the pages of each pool such that all run out together with `max_num_seqs` equal sequences.
 
     Their length is the greatest that fits. Each pool holds at least one sequence of `max_model_len` tokens,
-    if the budget allows; the others get the rest.
-
-    Args:
-        page_bytes: bytes of a page of each pool, over all its planes.
+    if the budget allows; the others get the rest. `page_bytes` are those of a page of each pool, over all its
+    planes.
     """
 
     def per_sequence(num_tokens: int) -> tuple[int, ...]:

@@ -19,11 +19,7 @@ _SAMPLE_SIZE = 512  # sampled pages per pool, approximately
 
 
 class SampledPageTimes:
-    """Measurements over all pools of an engine.
-
-    Attributes:
-        now_s: the time, set before each plan.
-    """
+    """Measurements over all pools of an engine; `now_s` is set before each plan."""
 
     def __init__(self) -> None:
         self.now_s = 0.0
@@ -31,13 +27,6 @@ class SampledPageTimes:
 
 
 class KVCacheMetricsCollector:
-    """Measures the pages of one pool.
-
-    Args:
-        times: collects the measurements.
-        num_pages: pages of the pool.
-    """
-
     def __init__(self, times: SampledPageTimes, num_pages: int) -> None:
         self._times = times
         stride = -(-num_pages // _SAMPLE_SIZE)
@@ -46,22 +35,18 @@ class KVCacheMetricsCollector:
         self._free_s: dict[int, float] = {}
 
     def on_allocate(self, pages: Iterable[int]) -> None:
-        """Record pages that are allocated for new content."""
         for page in self._sample.intersection(pages):
             self._taken_s[page] = self._times.now_s
 
     def on_free(self, page: int) -> None:
-        """Record a page that is not used any more but keeps its content."""
         if page in self._sample:
             self._free_s[page] = self._times.now_s
 
     def on_reuse(self, page: int) -> None:
-        """Record that a free page is used again."""
         if page in self._free_s:
             self._times.reuse_gap.observe(self._times.now_s - self._free_s.pop(page))
 
     def on_evict(self, page: int) -> None:
-        """Record that a page's content is evicted."""
         if page in self._free_s:
             self._times.idle.observe(self._times.now_s - self._free_s.pop(page))
             self._times.lifetime.observe(self._times.now_s - self._taken_s[page])

@@ -19,12 +19,7 @@ def pages_for(num_tokens: int, page_size: int) -> int:
 
 
 class PagePool:
-    """Pages 0 .. num_pages - 1.
-
-    Args:
-        num_pages: number of pages.
-        ages: measures the pages for metrics.
-    """
+    """Pages 0 .. num_pages - 1 of one pool."""
 
     def __init__(self, num_pages: int, ages: KVCacheMetricsCollector | None = None) -> None:
         self.num_pages = num_pages
@@ -40,7 +35,6 @@ class PagePool:
         return len(self._blank) + len(self._evictable)
 
     def num_evictable(self, pages: Sequence[int]) -> int:
-        """Return how many of `pages` are free (kept, but not in use)."""
         return sum(self.ref_counts[page] == 0 for page in pages)
 
     def allocate(self, count: int) -> list[int]:
@@ -53,7 +47,6 @@ class PagePool:
         return pages
 
     def touch(self, pages: Iterable[int]) -> None:
-        """Add a use to kept pages."""
         for page in pages:
             if self.ref_counts[page] == 0:
                 del self._evictable[page]
@@ -74,19 +67,16 @@ class PagePool:
                 self._blank.append(page)
 
     def mark_cached(self, page: int) -> None:
-        """Keep the content of a page in use once it is free."""
         assert self.ref_counts[page] > 0, f"page {page} is free: its content is not known"
         self._cached.add(page)
 
     def unmark_cached(self, page: int) -> None:
-        """Do not keep a page's content any more."""
         self._cached.remove(page)
         if page in self._evictable:
             del self._evictable[page]
             self._blank.append(page)
 
     def unmark_all_cached(self) -> None:
-        """Do not keep any page's content any more."""
         self._blank.extend(self._evictable)
         self._evictable.clear()
         self._cached.clear()

@@ -1,4 +1,4 @@
-"""Memory of a recurrent layer per request. Plain arithmetic, the counterpart of `page_groups.KVGeometry`.
+"""Memory of a recurrent layer per request: plain arithmetic, as `kv_cache_groups.KVCacheSpec`.
 
 A gated delta net (`drafter/compute/eager/delta_rule.py`) stores no K/V per token, but one state of all tokens
 and the last inputs of its convolution. Drafts add records until it is known which are accepted. Used to count
@@ -35,7 +35,6 @@ class RecurrentStateSpec:
         return 2 * self.num_key_heads * self.key_dim + self.num_value_heads * self.value_dim
 
     def rank(self, ranks: int) -> RecurrentStateSpec:
-        """Return the part of one of `ranks` tensor-parallel ranks."""
         keys, values = self.num_key_heads // ranks, self.num_value_heads // ranks
         return replace(self, num_key_heads=keys, num_value_heads=values)
 

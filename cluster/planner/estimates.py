@@ -1,7 +1,4 @@
-"""Estimates a layout's tokens per second with the best draft length, and chooses a layout.
-
-The choice is the highest throughput that meets the demand, or the highest goodput on a trace.
-"""
+"""Estimates a layout's tokens/s at the best draft length; chooses by that, or by a trace's goodput."""
 
 from __future__ import annotations
 
@@ -25,10 +22,7 @@ _SIMPLEST = ("colocated", None, "split", "shared")
 
 @dataclass(frozen=True, slots=True)
 class OperatingPoint:
-    """Estimated speed of one engine at `batch` requests with `rows` rows each.
-
-    `tokens` are expected output tokens per request and round; `bound` takes most of the round.
-    """
+    """Estimated speed of an engine: `tokens` per request and round; `bound` takes most of its time."""
 
     batch: int
     rows: int
@@ -49,10 +43,7 @@ class OperatingPoint:
 
 @dataclass(frozen=True, slots=True)
 class LayoutEstimate:
-    """The estimated speed of a layout that fits, with one request, and at the best or requested batch.
-
-    `misses`: the part of the demand that the layout misses, in words; empty if it meets all of it.
-    """
+    """The estimated speed of a layout that fits; `misses` is the part of the demand that it misses."""
 
     layout: ParallelLayout
     memory: MemoryPlan
@@ -63,8 +54,6 @@ class LayoutEstimate:
 
 @dataclass(frozen=True, slots=True)
 class LayoutMisfit:
-    """A layout that does not fit, with the reason."""
-
     layout: ParallelLayout
     error: PlacementError
 
@@ -119,7 +108,6 @@ def _point(
 
 
 def check_fitting(found: Sequence[LayoutEstimate | LayoutMisfit]) -> list[LayoutEstimate]:
-    """Return the layouts that fit."""
     fitting = [each for each in found if isinstance(each, LayoutEstimate)]
     if fitting:
         return fitting

@@ -1,2 +1,1 @@
-"""Records of requests and steps for `/explain` and `manta logs`. Start with
-`flight_recorder.py`."""
+"""Records of requests and steps for `/explain` and `manta logs`. Start with `flight_recorder.py`."""

@@ -28,14 +28,7 @@ _MAX_ENDED_STEPS = 1 << 17  # steps of ended requests, about 11 MB in total
 
 
 class StepRingBuffer:
-    """A ring buffer of the last committed steps of all requests.
-
-    Args:
-        num_slots: slots of the scheduler.
-
-    Attributes:
-        last: number of the newest step; -1 before the first. Steps are committed in order.
-    """
+    """A ring buffer of the last committed steps of all requests; `last` is the newest step, or -1."""
 
     def __init__(self, num_slots: int) -> None:
         self.num_steps = min(max(_MAX_CELLS // num_slots, _MIN_STEPS), _MAX_STEPS)
@@ -79,11 +72,9 @@ class QueueWaits:
         self._since_s = 0.0
 
     def on_blocked(self, reason: Reason, now_s: float) -> None:
-        """Record that the head does not enter the plan that is being made."""
         self.reason, self._since_s = reason, now_s
 
     def add_elapsed(self, now_s: float) -> None:
-        """Add up the time since the last plan."""
         if self.reason is not None:
             self._totals[self.reason] = self._totals.get(self.reason, 0.0) + now_s - self._since_s
             self.reason = None
@@ -141,12 +132,6 @@ class _OpenTimeline:
 
 
 class FlightRecorder:
-    """The flight recorder of one scheduler.
-
-    Args:
-        num_slots: most requests that run at once.
-    """
-
     def __init__(self, num_slots: int) -> None:
         self._ring = StepRingBuffer(num_slots)
         self._live_requests: dict[str, _OpenTimeline] = {}
@@ -158,7 +143,6 @@ class FlightRecorder:
     # Called by the request queues and the scheduler.
 
     def on_arrival(self, request: Request) -> None:
-        """Record a request that waits."""
         self._live_requests[request.request_id] = _OpenTimeline(
             request.request_id,
             request.client_id,
@@ -174,14 +158,12 @@ class FlightRecorder:
         )
 
     def on_planning(self, step: int, now_s: float) -> None:
-        """Record that a plan is being made."""
         self._step, self._now_s = step, now_s
         for waits in self._waits.values():
             if waits.reason is not None:
                 waits.add_elapsed(now_s)
 
     def on_blocked(self, reason: Reason, *, background: bool) -> None:
-        """Record why the first waiting request does not enter the plan."""
         self._waits[background].on_blocked(reason, self._now_s)
 
     def on_admitted(self, request_id: str, slot: int, num_cached: int) -> None:

@@ -113,13 +113,7 @@ class SlotInterval:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestTimeline:
-    """One request of the engine.
-
-    Attributes:
-        request_id, client_id, owner, arrival_s, priority, background, max_draft_tokens: as in `Request`.
-        num_resumed: output tokens that it came with.
-        ended_s, finish_reason: None until it has ended.
-    """
+    """One request of the engine, as in `Request`; its end is None until then."""
 
     request_id: str
     client_id: str | None

@@ -34,25 +34,16 @@ class Caller:
     domain: str | None = None
 
     def may_see(self, owner: str | None) -> bool:
-        """Return whether an object of this owner is visible to this caller."""
         return self.sees_all or owner == self.owner
 
     def tenant_of(self, named: str | None, allowed: tuple[str, ...]) -> str | None:
-        """Return the tenant that a request counts for.
-
-        Args:
-            named: the tenant that the request names.
-            allowed: tenants that every request may name; ANY for all.
-        """
+        """Return the tenant of a request that names `named`, as any may name `allowed` ones (ANY: all)."""
         if self.tenant is not None or named is None:
             return self.tenant
         return named if self.names_tenants or named in allowed or ANY in allowed else OTHER
 
     def salt(self, cache_salt: str | None) -> str | None:
-        """Return the prefix cache's salt of a request that sends `cache_salt`.
-
-        Domain and salt are hashed together, so that no client can choose a salt of another domain.
-        """
+        """Return the prefix cache's salt, hashed with the domain, so that no client chooses a domain."""
         return cache_salt if self.domain is None else _digest("salt", self.domain, cache_salt or "")
 
 
@@ -60,12 +51,10 @@ SERVER = Caller(sees_all=True)  # for the server's own work
 
 
 def owner_of(key: str) -> str:
-    """Return the digest of a key that identifies the owner of its objects."""
     return _digest("owner", key)
 
 
 def domain_of(kind: str, name: str) -> str:
-    """Return the domain of a key's owner or of a tenant."""
     return _digest("domain", kind, name)
 
 

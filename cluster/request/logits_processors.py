@@ -14,12 +14,7 @@ from .request import SamplingParams
 
 @dataclass(frozen=True, slots=True)
 class ThinkingBudget:
-    """A limit of reasoning.
-
-    Attributes:
-        budget: tokens of reasoning, after which its end is forced.
-        start, end: the tokens around it; without a start it begins with the answer.
-    """
+    """Forces `end` after `budget` tokens of reasoning, which begins at `start` or with the answer."""
 
     budget: int
     start: tuple[int, ...]
@@ -59,7 +54,6 @@ class LogitsProcessorParams:
 
     @classmethod
     def of(cls, params: SamplingParams, prompt_length: int) -> LogitsProcessorParams | None:
-        """Return the rules of a request; None if it has none."""
         rules = cls(
             prompt_length=prompt_length,
             allowed_token_ids=params.allowed_token_ids,
@@ -80,13 +74,7 @@ class LogitsProcessorParams:
 
 @dataclass(frozen=True, slots=True)
 class RuleLimits:
-    """Capacity of an engine's tables per request.
-
-    Attributes:
-        allowed_tokens, biased_tokens, bad_words: numbers of entries.
-        bad_word_tokens: tokens of one bad word.
-        reasoning_tokens: tokens of each mark around reasoning.
-    """
+    """Capacity of an engine's tables per request: entries, and tokens of a bad word or reasoning mark."""
 
     allowed_tokens: int
     biased_tokens: int

@@ -18,12 +18,7 @@ from numpy.typing import NDArray
 
 
 class TokenLogprobs(NamedTuple):
-    """Log probabilities at the position of one token.
-
-    Attributes:
-        logprob, rank: the token's own, and its rank in the vocabulary, from 1.
-        top_ids, top_logprobs: the requested number of most likely tokens, most likely first.
-    """
+    """A token's log probability and rank (from 1), and the most likely tokens at its position."""
 
     logprob: float
     rank: int
@@ -51,7 +46,6 @@ class RowLogprobs:
 
     @staticmethod
     def joined(runs: Sequence[RowLogprobs]) -> RowLogprobs:
-        """Join consecutive runs, all with the same number of likely tokens."""
         return RowLogprobs(
             np.concatenate([run.logprobs_Y for run in runs]),
             np.concatenate([run.ranks_Y for run in runs]),
@@ -60,7 +54,6 @@ class RowLogprobs:
         )
 
     def tokens(self) -> tuple[TokenLogprobs, ...]:
-        """Return each row as a value."""
         return tuple(
             TokenLogprobs(logprob, rank, tuple(ids), tuple(logprobs))
             for logprob, rank, ids, logprobs in zip(
@@ -77,8 +70,7 @@ class RowLogprobs:
 class StepLogprobs:
     """Log probabilities of a step's rows, request by request; rows of rejected drafts are meaningless.
 
-    Attributes:
-        requests_A, counts_A: int32, indices in the plan and numbers of rows of the requests.
+    `requests_A` and `counts_A` (int32) are indices in the plan and numbers of rows of the requests.
     """
 
     requests_A: NDArray[np.int32]

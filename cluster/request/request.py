@@ -1,5 +1,4 @@
-"""Sampling parameters and requests, as users send them. `cluster/step/sequence.py` has a request's
-progress."""
+"""Sampling parameters and requests, as users send them. `cluster/step/sequence.py` has the progress."""
 
 from __future__ import annotations
 
@@ -137,10 +136,7 @@ class SamplingParams:
         return self._copy_with(n=1, seed=int.from_bytes(digest, "little") >> 1)
 
     def _copy_with(self, **changes: int) -> SamplingParams:
-        """Return a copy with other, valid values.
-
-        The rest has already been checked, which would take long for a thousand completions with long lists.
-        """
+        """Return a copy with other, valid values, without checking long lists again for each completion."""
         copy = object.__new__(SamplingParams)
         for name in SamplingParams.__slots__:
             object.__setattr__(copy, name, changes.get(name, getattr(self, name)))
@@ -148,7 +144,7 @@ class SamplingParams:
 
 
 # Below, Any is what a user gave for a field.
-# Field: least and greatest value, and what is said of others; null is taken where that says so.
+# Field: bounds, and the message's text for other values; null is accepted where that says so.
 _ABOVE_0 = math.nextafter(0.0, 1.0)
 _INTEGERS: Mapping[str, tuple[int, int, str]] = {
     "n": (1, 128, "an integer from 1 to 128"),
@@ -332,7 +328,6 @@ class Request:
         _require(fits, "tpot_ms", target, "a number above 0 (and finite), or null")
 
     def max_drafts(self, engine_max: int) -> int:
-        """Return the most drafts per step in an engine with this maximum."""
         limits = [engine_max]
         if self.max_draft_tokens is not None:
             limits.append(self.max_draft_tokens)

@@ -2,7 +2,7 @@
 
 Values only. `actors/structured_outputs/grammar_frontend.py` parses and checks them; `drafter/grammars/`
 applies them where tokens are sampled. Both use llguidance, this module does not. Carried by `SamplingParams`
-and, to workers, by `plan.SlotSampling`.
+and, to workers, by `scheduler_output.SlotSampling`.
 """
 
 from __future__ import annotations
@@ -122,10 +122,8 @@ class StructuredOutputsParams:
 
     @property
     def constraint(self) -> str:
-        """The name of the constraint that is set."""
         return next(name for name in CONSTRAINTS if getattr(self, name) is not None)
 
     @property
     def field(self) -> str:
-        """The field's name in messages."""
         return self.sent_as or f"structured_outputs.{self.constraint}"

@@ -1,2 +1,1 @@
-"""Simulated executors, step times and load, for the planner, simulations and tests. Start with
-`simulated_executor.py`."""
+"""Simulated executors and load, for planner, simulations and tests. Start with `simulated_executor.py`."""

@@ -58,16 +58,13 @@ class AcceptanceMix:
 
     @property
     def survival(self) -> tuple[float, ...]:
-        """Survival curve of a request with hardness 1."""
         return tuple(np.exp(-self._logs_K).tolist())
 
     def category(self, request_id: str) -> str | None:
-        """Return the category of a request; None if there are no categories."""
         names = list(self._hardness)
         return names[int(self._rng(request_id).integers(len(names)))] if names else None
 
     def hardness(self, request_id: str) -> float:
-        """Return the hardness of a request, for `SimulatedExecutor`."""
         category = self.category(request_id)
         mean = 1.0 if category is None else self._hardness[category]
         if self._spread == 0.0:

@@ -68,7 +68,6 @@ class LoadDriver:
         self.engine.add_request(request)
 
     def step(self) -> list[CompletedRequest]:
-        """Run one step and return the requests that finished in it."""
         ended: list[CompletedRequest] = []
         updates = self.engine.step()
         now_s = self.clock()
@@ -92,10 +91,7 @@ class LoadDriver:
             self.engine.step()
 
     def run_until(self, end_s: float) -> list[CompletedRequest]:
-        """Step until `end_s`, or until all requests have finished if it is infinite.
-
-        A step that begins before `end_s` runs to its end. Returns the requests that finished.
-        """
+        """Step until `end_s`, or to the end of all requests if it is infinite; return the finished ones."""
         ended: list[CompletedRequest] = []
         while self.clock() < end_s:
             if self.engine.has_unfinished:
@@ -111,8 +107,6 @@ class LoadDriver:
 
 @dataclass(frozen=True, slots=True)
 class LoadMeasurement:
-    """Measurements of a load over all its engines in a period."""
-
     seconds: float
     num_tokens: int
     num_engines: int
@@ -128,7 +122,6 @@ class LoadMeasurement:
 
     @property
     def user_tokens_per_s(self) -> float:
-        """Median over requests of tokens per second after the first token (interactivity)."""
         rates = [1.0 / request.tpot_s for request in self.served if request.tpot_s > 0.0]
         return float(np.median(rates)) if rates else float("nan")
 

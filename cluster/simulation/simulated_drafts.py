@@ -40,11 +40,9 @@ class SimulatedDrafts:
     def propose(
         self, seeds_R: Hashes, begin_R: IntArray, num_drafts_R: IntArray, hardness_R: NDArray[np.float64]
     ) -> tuple[FloatArray, BoolArray]:
-        """Return margins, and whether each draft is accepted, both [R, K].
+        """Return margins, and whether each draft is accepted, both [R, K]; the first draft is at `begin_R`.
 
-        Args:
-            begin_R: position of the first draft.
-            hardness_R: hardness of each request's text: probabilities are raised to this power.
+        Acceptance probabilities are raised to the power `hardness_R`, the hardness of a request's text.
         """
         position_K = np.arange(int(num_drafts_R.max(initial=0)), dtype=np.int32)
         made_RK = position_K < num_drafts_R[:, None]
@@ -75,5 +73,4 @@ def _mix(z: Hashes) -> Hashes:
 
 
 def _uniform(hashes: Hashes) -> NDArray[np.float64]:
-    """Convert to (0, 1)."""
     return (hashes >> np.uint64(12)).astype(np.float64) * 2.0**-52 + 2.0**-53

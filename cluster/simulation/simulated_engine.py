@@ -1,9 +1,9 @@
 """A simulated engine of a layout, and traces of arrivals played on several of them.
 
 The real scheduler and policies run over an executor that only advances a clock. It leaves out HTTP, host time
-and that layers with a sliding window free pages (the room's tokens count as one pool). Decoding requests of a
-step are summarized by their number, total rows and mean context; prompts are one chunk. Each engine has a
-clock of its own, and an arrival goes to the engine with the fewest requests, like HAProxy's leastconn.
+and that layers with a sliding window free pages (all pages count as one pool). Decoding requests of a step
+are summarized by their number, total rows and mean context; prompts are one chunk. Each engine has a clock of
+its own, and an arrival goes to the engine with the fewest requests, like HAProxy's leastconn.
 """
 
 from __future__ import annotations
@@ -41,12 +41,8 @@ def simulated_engine(
 ) -> LoadDriver:
     """Return an engine of this pair with its clock at 0; without a drafter it decodes plainly.
 
-    Args:
-        pair: the length of its survival curve is the largest draft length.
-        memory: how many requests and tokens fit.
-        cost: returns the seconds of a step.
-        adaptive: the engine setting; False verifies all drafts in every step.
-        hardness: returns how hard a request's text is to draft, see `SimulatedExecutor`.
+    The length of the pair's survival curve is the largest draft length. `cost` returns the seconds of a step,
+    `hardness` how hard a request's text is to draft (see `SimulatedExecutor`).
     """
     spec = SpeculativeConfig(model="simulated", adaptive=adaptive) if pair.num_drafts else None
     config = EngineConfig(
@@ -73,7 +69,6 @@ def simulated_engine(
 
 
 def simulated_request(number: int, prompt_tokens: int, output_tokens: int) -> Request:
-    """Return a request of these lengths, seeded by its number."""
     params = SamplingParams(max_tokens=output_tokens, ignore_eos=True, seed=number)
     prompt = (number % VOCAB,) * prompt_tokens
     return Request(request_id=str(number), prompt_token_ids=prompt, params=params)
@@ -120,8 +115,6 @@ def _chunk(plan: SchedulerOutput, decodes_R: BoolArray) -> Chunk:
 
 @dataclass(frozen=True, slots=True)
 class TraceArrival:
-    """A request of a trace: its arrival time in seconds and its lengths in tokens."""
-
     arrival_s: float
     prompt_tokens: int
     output_tokens: int

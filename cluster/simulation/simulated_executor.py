@@ -108,7 +108,6 @@ class SimulatedExecutor:
         return self._drafter
 
     def lose_drafter(self) -> None:
-        """Lose the drafter: no draft is accepted from now on."""
         self._drafter = replace(self._drafter, ready=False)
 
     def start_drafter(self) -> None:
@@ -125,7 +124,6 @@ class SimulatedExecutor:
         return self._results.popleft()
 
     def first_positions(self, plan: SchedulerOutput) -> IntArray:
-        """Return the position of each request's first row [R], after the plan's admissions."""
         return np.where(plan.num_computed < 0, self._computed_S[plan.slots], plan.num_computed)
 
     def _run(self, plan: SchedulerOutput) -> StepResult:
@@ -162,7 +160,6 @@ class SimulatedExecutor:
         )
 
     def _costs(self, plan: SchedulerOutput, verified_R: IntArray) -> StepTimings:
-        """Return the times of a step with these numbers of verified drafts."""
         untrimmed = self._cost(plan)
         if plan.trim is None:
             return untrimmed
@@ -200,7 +197,6 @@ class SimulatedExecutor:
 
 
 def simulated_tokens(sampling: SlotSampling, begin: int, count: int, vocab_size: int) -> list[int]:
-    """Return the tokens at positions begin .. begin + count - 1."""
     positions = np.arange(begin, begin + count, dtype=np.int32)
     tokens = _tokens(np.full(count, sampling.seed % 2**64, dtype=np.uint64), positions, vocab_size).tolist()
     return [
@@ -242,7 +238,6 @@ class SimulatedStepTimes:
         return timings
 
     def end(self) -> float:
-        """Wait for the oldest step; return the seconds waited."""
         wait_s, _ = self._in_flight.popleft()
         self._target_s -= wait_s
         self._drafter_s = max(self._drafter_s - wait_s, 0.0)

@@ -1,8 +1,7 @@
 """Dummy plans that no scheduler made, for warm-up, memory measurements and timing.
 
-Requests 0, 1, .. in the slots of the same numbers, and with the states of these numbers, greedy by default.
-Whoever runs such a plan leaves traces in those slots, pages and states. Used by
-`actors/targets/loading/warmup.py` and `jobs/bench/step_cost.py`.
+Request i is in slot i, with state i, greedy by default. Running such a plan overwrites these slots, pages and
+states. Used by `actors/targets/loading/warmup.py` and `jobs/bench/step_cost.py`.
 
 Shape legend: as in `scheduler_output.py`; R requests, M new page-table entries.
 """
@@ -32,12 +31,8 @@ def dummy_step(
 ) -> SchedulerOutput:
     """Return a step of requests 0 to R - 1, which all sample.
 
-    Args:
-        num_computed, num_rows, num_drafts: of each, as in the plan.
-        prompts: token ids of each, where they enter in this step.
-        num_pages: new pages of each in every group, its first ones; none if absent.
-        page_order: which pages of a pool are taken first; 0, 1, .. if absent.
-        sampling: of each request that enters.
+    `num_computed`, `num_rows` and `num_drafts` are as in the plan. Requests with `prompts` (token ids) enter
+    in this step; each gets `num_pages` new pages in every group, taken in `page_order` (0, 1, .. if absent).
     """
     slots = np.arange(len(num_rows), dtype=np.int32)
     admitted = [
@@ -61,7 +56,6 @@ def dummy_step(
 
 
 def dummy_trim(plan: SchedulerOutput) -> Trim:
-    """Return a trim that drops no draft of such a plan."""
     ones_K, ones_R = (np.ones(n, np.float32) for n in (int(plan.num_drafts.max()), plan.num_requests))
     return Trim(ones_K, ones_K, ones_R, ones_R, ones_K[:0], num_rows=plan.num_batched_tokens)
 

@@ -1,7 +1,4 @@
-"""The interface between decisions and computation: an `Executor` runs planned steps.
-
-`SimulatedExecutor` (simulator.py) computes nothing; `actors/engine/uniproc_executor.py` has the real ones.
-"""
+"""The interface between decisions and computation: an `Executor` runs planned steps."""
 
 from __future__ import annotations
 
@@ -19,17 +16,12 @@ class ExecutorInfo:
 
     Attributes:
         num_pages: pages of `page_size` tokens in each K/V pool.
-        page_size: tokens per page.
         max_model_len: longest sequence, prompt and output, in tokens.
         vocab_size: token ids are below it.
-        eos_token_ids: the model's end-of-sequence tokens.
         num_speculative_tokens: most drafts per request and step (block size - 1); 0 for plain decoding.
-        dtype: data type of weights and K/V, such as "bfloat16".
-        device: such as "cpu" or "cuda".
         max_in_flight: steps that may be submitted before the first is collected; with 2 the scheduler plans
             the next step while the device computes one.
         max_stop_token_ids: most tokens that may end a request, including the model's own; None for no limit.
-        has_grammars: whether answers can be constrained by grammars.
         rule_limits: limits of a request's rules; None for no limit.
         num_states: recurrent states, each for a running sequence or a saved prefix; None if the target has no
             recurrent layers.
@@ -87,11 +79,7 @@ class Executor(Protocol):
         ...
 
     def submit(self, plan: SchedulerOutput) -> None:
-        """Start a step; at most `info.max_in_flight` at once.
-
-        Raises EngineDeadError if a target's worker has died. A drafter's death only shows in
-        `drafter_health`.
-        """
+        """Start a step; at most `info.max_in_flight` at once. EngineDeadError if a target's worker died."""
         ...
 
     def collect(self) -> StepResult:

@@ -76,7 +76,6 @@ class SchedulerConfig:
 
     @property
     def max_length(self) -> int:
-        """The longest sequence within max_model_len that the pages hold."""
         pages = (self.page_groups, self.num_pages, self.page_size, self.max_rows)
         return longest_sequence(*pages, self.max_model_len)
 
@@ -143,7 +142,6 @@ def check_output_so_far(request: Request, limits: SchedulerConfig) -> None:
 
 
 def _check_rules(params: SamplingParams, limits: SchedulerConfig) -> None:
-    """Check the request's token rules beyond `SamplingParams`' own checks."""
     if params.structured_outputs is not None or params.grammar is not None:
         _check_grammar(params, limits)
     excess = limits.rule_limits and limits.rule_limits.excess(params)
@@ -196,7 +194,6 @@ def _check_thinking(params: SamplingParams, limits: SchedulerConfig) -> None:
 
 
 def prompt_too_long(length: int | str, max_model_len: int, param: str = "prompt") -> RequestError:
-    """Return the error for a prompt with `length` tokens, which may be an estimate."""
     return RequestError(
         f"The prompt has {length} tokens; with one to generate it must fit max_model_len={max_model_len}. "
         "Shorten it, or raise max_model_len.",
@@ -207,12 +204,7 @@ def prompt_too_long(length: int | str, max_model_len: int, param: str = "prompt"
 def check_max_tokens(
     prompt_tokens: int, limit: int | None, max_model_len: int, param: str = "max_tokens"
 ) -> None:
-    """Raise RequestError if a limit of generated tokens exceeds the context.
-
-    Args:
-        limit: as the user gave it; None for whatever fits.
-        param: the field with the limit.
-    """
+    """Raise RequestError if the user's `limit` of generated tokens, if any, exceeds the context."""
     if limit is not None and prompt_tokens + limit > max_model_len:
         raise RequestError(
             f"{param}={brief(limit)} and a prompt of {prompt_tokens} tokens are {prompt_tokens + limit} "

@@ -51,10 +51,8 @@ class SlotSampling:
         seed: the 64-bit noise key.
         min_length: tokens at positions below it cannot be any of `stop_token_ids`.
         stop_token_ids: the model's end tokens, unless ignored, and the request's.
-        rules: None if the request has none.
         logprobs: number of most likely tokens to return; None for no log probabilities.
         prompt_logprobs: the same for the prompt's tokens, at positions below `prompt_length`.
-        grammar: None if the request has none.
     """
 
     temperature: float
@@ -74,10 +72,8 @@ class SlotSampling:
 class StateEntry(NamedTuple):
     """The recurrent state that a request gets when it enters.
 
-    Attributes:
-        state: its state while it has its slot.
-        source: the saved state that it begins as a copy of (may be the same one); None for zeros.
-        num_tokens: tokens that the source has seen; the request's first row follows them.
+    It begins as a copy of the saved state `source` (may be the same one; None for zeros), which has seen
+    `num_tokens` tokens; the request's first row follows them.
     """
 
     state: int
@@ -171,7 +167,6 @@ class SchedulerOutput:
         trim: how drafts are trimmed before they are verified; None verifies all.
         writes_context: whether the drafter's context of this step is written. If not, no request of the step
             is drafted for before it has entered again.
-        saves: recurrent states to save, if any.
         num_batched_tokens, num_draft_tokens: rows and drafts of all requests together.
     """
 
@@ -209,8 +204,6 @@ class SchedulerOutput:
 
 @dataclass(frozen=True, slots=True)
 class StepTimings:
-    """Seconds spent in the parts of a step, measured by the first target rank."""
-
     draft_s: float = 0.0
     verify_s: float = 0.0
     sample_s: float = 0.0
@@ -222,12 +215,7 @@ class StepTimings:
 
 
 class ExpertReads(NamedTuple):
-    """Experts that routed layers read in a step, on the first target rank.
-
-    Attributes:
-        experts: experts with weights that were read, summed over layers.
-        layers: passes through routed layers.
-    """
+    """Experts read in a step, summed over `layers` passes through routed layers, on the first rank."""
 
     experts: int
     layers: int
@@ -235,12 +223,9 @@ class ExpertReads(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class DrafterUse:
-    """An engine's use of a remote drafter, which it may share with others.
+    """Steps in which an engine used a remote drafter, and the seconds of its work for this engine.
 
-    Attributes:
-        steps: steps with its drafts.
-        queue_s: seconds in which it could have worked for this engine, but worked for others.
-        served_s: seconds of its work for this engine: drafts, context, admissions.
+    `queue_s` are seconds in which it could have worked for this engine, but worked for others.
     """
 
     steps: int = 0

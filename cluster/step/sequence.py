@@ -29,7 +29,6 @@ class Sequence:
     """One live request.
 
     Attributes:
-        request: the request.
         rank: its position in the serving order, lower first.
         token_ids: int32; all known tokens while it waits (while it runs they are in the table).
         max_length: largest number of tokens, including the prompt.
@@ -40,7 +39,6 @@ class Sequence:
         digests: of its first full pages, as far as they were needed.
         num_cached_tokens: tokens found in the prefix cache when it first entered; None before.
         queue_s: how long it waited until then.
-        slot: while it runs, else WAITING.
     """
 
     request: Request
@@ -57,14 +55,6 @@ class Sequence:
 
     @classmethod
     def of(cls, request: Request, rank: Rank, max_length: int, model_eos: tuple[int, ...]) -> Sequence:
-        """Create a sequence for a new request.
-
-        Args:
-            request: checked and seeded.
-            rank: its position in the serving order.
-            max_length: limit of every sequence.
-            model_eos: the model's end tokens.
-        """
         params, length = request.params, len(request.prompt_token_ids)
         assert params.seed is not None, "SamplingParams.with_seed() comes before the engine"
         room = max_length - length
@@ -108,17 +98,11 @@ class Sequence:
             self.sampling = replace(self.sampling, prompt_logprobs=None)
 
     def stop_reason(self, token_id: int) -> int | None:
-        """Return the stop reason to report if this token ended the sequence."""
         return None if token_id in self.eos_token_ids else token_id
 
 
 class SlotTable:
-    """The running sequences' numbers, by slot.
-
-    Args:
-        num_slots: most sequences that run at once.
-        max_model_len, vocab_size: those of the model.
-    """
+    """The running sequences' numbers, by slot."""
 
     def __init__(self, num_slots: int, max_model_len: int, vocab_size: int) -> None:
         self.token_ids_SL = np.zeros((num_slots, max_model_len), dtype=np.int32)
@@ -162,7 +146,6 @@ class SlotTable:
         return self.num_tokens_S[slots_R] + self.ahead_samples_S[slots_R] < self.max_length_S[slots_R]
 
     def is_idle(self, slots_R: IntArray) -> BoolArray:
-        """Return which sequences are in no step in flight."""
         return self.ahead_rows_S[slots_R] == 0
 
     def max_tokens(self, slots_R: IntArray) -> IntArray:
@@ -176,7 +159,6 @@ class SlotTable:
         return np.where(self.ahead_samples_S[slots_R] > 0, 1, left_R)
 
     def on_scheduled(self, plan: SchedulerOutput) -> None:
-        """Record that a step is in flight."""
         self._count_ahead(1, plan.slots, plan.num_rows - plan.num_drafts, plan.num_drafts, plan.samples)
 
     def on_completed(
@@ -203,11 +185,9 @@ class SlotTable:
         self.num_computed_S[slots_R] = num_computed_R
 
     def copy_tokens(self, slot: int) -> IntArray:
-        """Return a copy of all tokens of a running sequence."""
         return self.token_ids_SL[slot, : self.num_tokens_S[slot]].copy()
 
     def free(self, sequence: Sequence) -> None:
-        """Free a sequence's slot; the sequence keeps its tokens."""
         slot = sequence.slot
         sequence.token_ids = self.copy_tokens(slot)
         sequence.slot = WAITING

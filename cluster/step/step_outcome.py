@@ -25,7 +25,6 @@ class SequenceUpdate(NamedTuple):
     """The result of a step for one sequence. (A tuple, as hundreds are made per step.)
 
     Attributes:
-        request_id: the request.
         token_ids: new tokens, up to the end of the sequence; includes a token that ends it.
         finish_reason: why it ended; None if it continues.
         stop_reason: the stop token that ended it; None if that was the model's own end token.
@@ -33,7 +32,6 @@ class SequenceUpdate(NamedTuple):
         num_drafted: drafts verified in this step.
         num_accepted: accepted drafts among `token_ids`.
         queue_s: time from its arrival until it first ran.
-        logprobs: of each of `token_ids`, if requested.
         prompt_logprobs: with the first tokens, if requested: of all prompt tokens but the first.
     """
 
@@ -56,17 +54,13 @@ class StepOutcome:
     Attributes:
         slots, samples: from the plan.
         num_known: rows of known tokens.
-        num_planned: most drafts, from the plan.
-        num_drafts: verified drafts.
+        num_planned, num_drafts: most drafts, from the plan, and verified ones.
         token_ids: [R, W], from the result.
-        num_out: new tokens, up to the end of the sequence.
-        num_accepted: accepted drafts among them.
+        num_out, num_accepted: new tokens, up to the end of the sequence, and accepted drafts among them.
         num_computed: tokens of the sequence with K/V that exist now.
-        stopped: the last new token is a stop token.
-        full: the sequence has reached its maximum length.
+        stopped, full: the last new token is a stop token; the sequence has reached its maximum length.
         failed: logits after the new tokens, or log probabilities, are NaN or infinite.
-        logprobs: by slot, of the new tokens, if requested.
-        prompt_logprobs: by slot, of prompt rows, if requested.
+        logprobs, prompt_logprobs: by slot, of the new tokens and of prompt rows, if requested.
     """
 
     slots: IntArray
@@ -213,10 +207,7 @@ def _prompt_logprobs(
 def _find_failed(
     result: StepResult, remaining_R: BoolArray, token_ids_RW: IntArray, num_tokens_R: IntArray
 ) -> tuple[BoolArray, IntArray]:
-    """Return which sequences have invalid logits or log probabilities, and the number of valid tokens before.
-
-    Grammars hide invalid logits, so they may show only in the log probabilities.
-    """
+    """Return which sequences have invalid logits (or, with grammars, log probabilities), and from where."""
     failed_RW = token_ids_RW == NOT_A_NUMBER
     step_logprobs = [each for each in (result.logprobs, result.prompt_logprobs) if each is not None]
     any_nan = any(np.isnan(each.rows.logprobs_Y).any() for each in step_logprobs)

@@ -84,11 +84,7 @@ def stored_shapes(
 
 
 def check_drafter(path: str | Path, target: TargetFacts, overrides: Json | None = None) -> DrafterConfig:
-    """Read the configuration and refuse what cannot work, without reading a weight.
-
-    Args:
-        overrides: values that replace keys of config.json.
-    """
+    """Read the configuration (with `overrides`) and refuse what cannot work, without reading a weight."""
     config = DrafterConfig.load(path, overrides)
     config.check_fits(target)
     folder = TensorFolder(path)
@@ -112,8 +108,6 @@ def load_drafter(
 
     Args:
         shared_embeddings: the target's embedding and head, used where the checkpoint has none of its own.
-        backend, places: see `DFlashDrafter`.
-        overrides: see `check_drafter`.
         input_embedding_scale: replaces the checkpoint's value.
     """
     config, tensors = check_drafter(path, target, overrides), TensorFolder(path)

@@ -55,13 +55,11 @@ class DrafterConfig(DrafterShape):
     Attributes:
         layout: "z-lab", "speculators" or "assistant" (transformers' own).
         block_size: rows of a block: the anchor and `block_size` - 1 masks, one per draft.
-        mask_token_id: token with the embedding that marks a position to fill in.
-        target_hidden_size: size of a tapped state; None if the file does not say.
-        num_target_layers: layers of the target it was trained for; None if the file does not say.
+        target_hidden_size, num_target_layers: of the target it was trained for; None if the file does not
+            say.
         mask_embedding: whether `mask_embedding.pt` replaces the mask token's embedding row.
         input_embedding_scale: factor on input embeddings; None: use the target's.
-        output_multiplier: factor on the logits.
-        logit_softcap: c of c * tanh(z / c) on the logits; None: no cap.
+        output_multiplier, logit_softcap: logits are c * tanh(multiplier * z / c); None: no cap.
         attention_sinks: whether every head has a learned sink logit.
         attention_value_scale: factor on v.
         convolutions, selector: DFlash2's parts; None if absent.
@@ -87,11 +85,7 @@ class DrafterConfig(DrafterShape):
 
     @classmethod
     def load(cls, path: str | Path, overrides: Json | None = None) -> DrafterConfig:
-        """Read a folder's `config.json`. CheckpointError names what is missing or not supported.
-
-        Args:
-            overrides: values that replace keys of config.json.
-        """
+        """Read a folder's `config.json` with `overrides`; CheckpointError names what is not supported."""
         folder = Path(path)
         raw, file = read_json(folder, param="speculative_config.model"), str(folder / "config.json")
         mask_embedding = (folder / "mask_embedding.pt").exists()
@@ -108,7 +102,6 @@ class DrafterConfig(DrafterShape):
         return overridden(raw, overrides, read, param="speculative_config.hf_overrides")
 
     def of_backend(self) -> ModelStackSpec:
-        """Return what this drafter requires of a backend."""
         features: set[Feature] = set()
         if self.attention_sinks:
             features.add("attention sinks")
@@ -122,7 +115,6 @@ class DrafterConfig(DrafterShape):
         )
 
     def check_fits(self, target: TargetFacts) -> None:
-        """Raise CheckpointError, naming field and remedy, if this drafter cannot draft for `target`."""
         for misfit in self.incompatibilities(target):
             raise misfit
 
@@ -182,7 +174,7 @@ def _read_z_lab(raw: Json, file: str, *, mask_embedding: bool) -> DrafterConfig:
         raise wrong(file, "block_size", None, BLOCK_SIZE)
     return DrafterConfig(
         **_shape(top, raw, file),
-        **_second(dflash),
+        **_dflash2_parts(dflash),
         **_scales(dflash),
         layout="z-lab",
         layers=_z_lab_layers(top),
@@ -197,10 +189,7 @@ def _read_z_lab(raw: Json, file: str, *, mask_embedding: bool) -> DrafterConfig:
 
 
 def _z_lab_layers(top: ZLab) -> tuple[DraftLayer, ...]:
-    """Return each layer's mask: `is_causal`, else `dflash_config.causal`, else causal in sliding layers only.
-
-    With `use_swa` all layers have one window, and are causal only if a key says so.
-    """
+    """Return each layer's mask: by `is_causal`, `dflash_config.causal`, or causal in sliding layers only."""
     dflash = top.dflash_config
     stated = dflash.causal if top.is_causal is None else top.is_causal
     if dflash.use_swa:
@@ -234,7 +223,7 @@ def _read_speculators(raw: Json, file: str) -> DrafterConfig:
     causal = not top.sliding_window_non_causal
     return DrafterConfig(
         **_shape(backbone, raw["transformer_layer_config"], file),
-        **_second(top),
+        **_dflash2_parts(top),
         **_scales(top, input_scale=1.0),  # vLLM, which runs this format, uses unscaled embeddings
         layout="speculators",
         layers=tuple(DraftLayer(causal and window is not None, window) for window in backbone.windows()),
@@ -270,11 +259,7 @@ def _shape(
 def _scales(
     keys: Scales, input_scale: float | None = None
 ) -> dict[str, Any]:  # Any: fields of DrafterConfig by name
-    """Return scales, soft cap and attention sinks.
-
-    Args:
-        input_scale: input embedding scale if the file has none; None: the target's.
-    """
+    """Return scales, soft cap and attention sinks; `input_scale` is used if the file has none."""
     stated = keys.input_embedding_scale
     return {
         "attention_sinks": keys.attention_sink_bias,
@@ -285,7 +270,7 @@ def _scales(
     }
 
 
-def _second(keys: Conditioning) -> dict[str, Any]:  # Any: fields of DrafterConfig by name
+def _dflash2_parts(keys: Conditioning) -> dict[str, Any]:  # Any: fields of DrafterConfig by name
     taps, group = keys.conv_kernel_size, keys.conv_group_size
     rank, top_k = keys.selector_rank, keys.selector_top_k
     return {

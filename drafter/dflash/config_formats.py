@@ -67,7 +67,6 @@ class Backbone(StrictConfig):
 
     @property
     def has_layer_types(self) -> bool:
-        """Whether `layer_types` applies, if present."""
         return True
 
     @model_validator(mode="after")
@@ -84,14 +83,11 @@ class Backbone(StrictConfig):
         return self
 
     def windows(self) -> list[int | None]:
-        """Return the window of each layer in tokens; None is full attention."""
         kinds = self.layer_types or ("full_attention",) * self.num_hidden_layers
         return [self.sliding_window if kind == "sliding_attention" else None for kind in kinds]
 
 
 class Scales(StrictConfig):
-    """Scales, logit soft cap and attention sinks, which any format may set."""
-
     input_embedding_scale: float | None = None
     output_multiplier: float = 1.0
     final_logit_softcapping: float = 0.0
@@ -258,14 +254,14 @@ class DFlashSpeculators(DFlashSpeculatorsKind, Conditioning, Scales):
 
     @model_validator(mode="before")
     @classmethod
-    def _second_has_defaults(cls, raw: Any) -> Any:  # Any: JSON values
+    def _fill_dflash2_defaults(cls, raw: Any) -> Any:  # Any: JSON values
         if isinstance(raw, dict) and raw.get("speculators_model_type") == "dflash2":
-            return {**_SECOND, **{key: value for key, value in raw.items() if value is not None}}
+            return {**_DFLASH2_DEFAULTS, **{key: value for key, value in raw.items() if value is not None}}
         return raw
 
 
 # Defaults of Speculators' 'dflash2' class.
-_SECOND = {
+_DFLASH2_DEFAULTS = {
     "conv_kernel_size": 2,
     "conv_group_size": 16,
     "selector_rank": 256,

@@ -58,11 +58,7 @@ ROPE_KEYS = frozenset(  # read by `RopeConfig.read`
 
 
 class StrictConfig(HfConfig):
-    """Base class for a part of a drafter's config.json; unknown keys are refused.
-
-    Attributes:
-        ALSO_READ: known keys that are not fields of the model.
-    """
+    """Base class for a part of a drafter's config.json; refuses unknown keys that are not in ALSO_READ."""
 
     ALSO_READ: ClassVar[frozenset[str]] = frozenset()
 

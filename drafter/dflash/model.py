@@ -36,10 +36,7 @@ class DFlashDrafter:
 
     Args:
         weights: checkpoint tensors by name, on the device and in the dtype to compute in.
-        shared_embeddings: the target's embedding and head.
-        max_positions: number of positions of the rotary tables.
         places: where each layer's K and V are stored; by default all in one page group.
-        backend: makes the operators; PyTorch's by default.
     """
 
     def __init__(
@@ -94,7 +91,6 @@ class DFlashDrafter:
             self._mask_H = weights["mask_embedding"] * self._embed_scale
 
     def new_cache(self, num_pages: int, page_size: int) -> PagedKVCache:
-        """Allocate pages for this drafter's context K/V."""
         return PagedKVCache(
             self.places, num_pages, page_size, self.config.kv_geometry, self.dtype, self.device
         )
@@ -139,7 +135,6 @@ class DFlashDrafter:
 
     @property
     def is_split(self) -> bool:
-        """Whether logits come from the target's head and that is split over ranks."""
         return self._own_head is None and self._shared_embeddings.is_split
 
     def logits(self, y_XH: Tensor) -> Tensor:

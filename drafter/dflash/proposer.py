@@ -61,8 +61,8 @@ class DFlashProposer:
     def inject(self, taps_NmH: Tensor, rows: StepRows, num_tokens_R: Tensor) -> None:
         """Write context K/V from the target's hidden states, rejected drafts included.
 
-        As in the target's pages, the slots of rejected drafts are overwritten by the next block before any
-        mask exposes them.
+        As in the target's pages, slots of rejected drafts are overwritten by the next block before any mask
+        exposes them.
         """
         self.inject_features(self.drafter.context_features(taps_NmH), rows)
 

@@ -25,12 +25,8 @@ from ..compute.backend import Projection
 class TargetFacts:
     """Properties of the target that a drafter must match.
 
-    Attributes:
-        hidden_size: size of a tapped hidden state, and of embedding and head.
-        num_layers: upper bound of tapped ids.
-        vocab_size: rows of embedding and head.
-        max_model_len: longest sequence served; sizes the drafter's rotary tables.
-        embed_scale: factor the target applies to its embedding rows.
+    `num_layers` bounds tapped ids; `max_model_len` sizes the rotary tables; `embed_scale` multiplies the
+    target's embedding rows.
     """
 
     hidden_size: int
@@ -41,12 +37,8 @@ class TargetFacts:
 
 
 class TargetEmbeddings(Protocol):
-    """The target's layers that a drafter uses."""
-
     @property
-    def is_split(self) -> bool:
-        """Whether the head is split over ranks."""
-        ...
+    def is_split(self) -> bool: ...
 
     def embed(self, token_ids_N: Tensor) -> Tensor:
         """Return input embeddings [N, H] as the target's first block gets them, without scale or norm."""
@@ -83,8 +75,8 @@ class EmbeddingCopies:
 def usual_layer_ids(num_layers: int, num_taps: int) -> tuple[int, ...]:
     """Return z-lab's default taps: evenly spaced from layer 1 to the third last, as 0-based output ids.
 
-    Formula: round(1 + i (L - 4) / (m - 1)) for i = 0..m-1 (z-lab/dflash). A target with few layers gets fewer
-    than `num_taps`, because no layer is tapped twice.
+    Formula: round(1 + i (L - 4) / (m - 1)) for i = 0..m-1 (z-lab/dflash). No layer is tapped twice, so a
+    target with few layers gets fewer than `num_taps`.
     """
     if num_taps == 1:
         return (num_layers // 2,)

@@ -53,11 +53,7 @@ def arranged(rope: RopeConfig, weights: Mapping[str, Tensor], scale: float = 1.0
 
 
 class QKVWeights:
-    """The q, k and v weights of all layers in one tensor, so that projections share memory.
-
-    Args:
-        groups: layers by page group; also their order in the tensor.
-    """
+    """The q, k and v weights of all layers in one tensor, by page group, so that projections share it."""
 
     def __init__(
         self, config: DrafterShape, weights: Mapping[str, Tensor], groups: Iterable[Sequence[int]]
@@ -72,15 +68,11 @@ class QKVWeights:
         return torch.cat(rows).unflatten(0, (len(self._order), -1))
 
     def of_layer(self, layer: int, backend: Backend) -> Projection:
-        """Return the q, k, v projection of a layer."""
         place = self._order.index(layer)
         return backend.linear(self._qkv_LOH[place], None if self._bias_LO is None else self._bias_LO[place])
 
     def keys_and_values(self, layers: Sequence[int], backend: Backend) -> Projection:
-        """Return one projection to the keys of all of a group's layers, then the values.
-
-        Keys are contiguous, so norm and rotation see one slice.
-        """
+        """Return one projection to all keys of a group's layers, then the values: norms see one slice."""
         first = self._order.index(layers[0])
         group = slice(first, first + len(layers))
         kv_LRH = self._qkv_LOH[group, self._num_q :]
@@ -155,12 +147,9 @@ def make_selector(weights: Mapping[str, Tensor], size: SelectorSize, backend: Ba
 
 
 class ContextProjection:
-    """The parts that `DFlashDrafter.write_context` needs for one page group's layers.
+    """The parts that `DFlashDrafter.write_context` needs for a page group's layers, from `first` on.
 
-    Attributes:
-        kv: projects C to K and V of these layers in one GEMM.
-        write: norms, rotates and writes them.
-        first: the first of these layers.
+    `kv` projects C to K and V of these layers in one GEMM; `write` norms, rotates and writes them.
     """
 
     __slots__ = ("first", "kv", "write")

@@ -58,10 +58,7 @@ def eagle3_shapes(config: Eagle3Config) -> dict[str, tuple[int, ...]]:
 
 
 def check_eagle3(path: str | Path, target: TargetFacts, overrides: Json | None = None) -> Eagle3Config:
-    """Read the configuration and refuse what cannot work, without reading a weight.
-
-    `overrides` replace keys of config.json.
-    """
+    """Read the configuration (with `overrides`) and refuse what cannot work, without reading a weight."""
     config = Eagle3Config.load(path, target.num_layers, overrides)
     config.check_fits(target)
     check_eagle3_tensors(config, TensorFolder(path))
@@ -97,10 +94,7 @@ def load_eagle3(
     *,
     overrides: Json | None = None,
 ) -> Eagle3Drafter:
-    """Check and load a drafter of either format.
-
-    `shared_embeddings` has the target's embedding and head, used where the checkpoint has none of its own.
-    """
+    """Check and load a drafter; `shared_embeddings` replaces an embedding or head that it lacks."""
     config = check_eagle3(path, target, overrides)
     return make_eagle3(config, TensorFolder(path), target, shared_embeddings, dtype, device, backend, places)
 
@@ -128,6 +122,5 @@ def make_eagle3(
 
 
 def _spelled(name: str, shapes: Mapping[str, tuple[int, ...]]) -> str:
-    """Return the files' name of a tensor; `name` itself if they have none."""
     names = (name, name.replace(LAYER, "midlayer.", 1))
     return next((f"{at}{each}" for at in ("", "model.") for each in names if f"{at}{each}" in shapes), name)

@@ -50,12 +50,10 @@ class Eagle3Config(DrafterShape):
     def load(
         cls, path: str | Path, num_target_layers: int | None, overrides: Json | None = None
     ) -> Eagle3Config:
-        """Read a folder's `config.json`. CheckpointError names what is missing or not supported.
+        """Read a folder's `config.json` with `overrides`; CheckpointError names what is not supported.
 
-        Args:
-            num_target_layers: gives the default taps if the file names none; None if the target is unknown,
-                then `target_layer_ids` may be empty.
-            overrides: values that replace keys of config.json.
+        `num_target_layers` gives the default taps if the file names none; if it is None, `target_layer_ids`
+        may be empty.
         """
         folder = Path(path)
         raw, file = read_json(folder, param="speculative_config.model"), str(folder / "config.json")
@@ -77,7 +75,6 @@ class Eagle3Config(DrafterShape):
         )
 
     def check_fits(self, target: TargetFacts) -> None:
-        """Raise CheckpointError, naming field and remedy, if this drafter cannot draft for `target`."""
         remedy = "use a drafter that was trained for this target"
         if self.target_hidden_size != target.hidden_size:
             wanted = f"the target's hidden_size {target.hidden_size}; {remedy}"

@@ -101,8 +101,6 @@ class SGLang(OneLayer, Norms):
 
 
 class Eagle3SpeculatorsKind(HfConfig):
-    """The key that says whether this is an EAGLE-3 drafter in Speculators' format."""
-
     speculators_model_type: Literal["eagle3"] = Field(
         description="'eagle3' (for 'dflash' and 'dflash2' set speculative_config.method=\"dflash\")"
     )

@@ -41,8 +41,6 @@ class Eagle3Drafter:
 
     Args:
         weights: checkpoint tensors by name, on the device and in the dtype to compute in.
-        shared_embeddings: the target's embedding and head.
-        max_positions: number of positions of the rotary tables.
         places: where its layer's K and V are stored; by default in the first page group.
     """
 
@@ -110,10 +108,7 @@ class Eagle3Drafter:
         return self._fc(taps_NT)
 
     def write_entries(self, token_ids_N: Tensor, g_NH: Tensor, rows: PlacedRows, cache: PagedKVCache) -> None:
-        """Write K and V of entries without running the layer; rows at position 0 are dropped.
-
-        `g_NH` are features of the position before each row's.
-        """
+        """Write K and V of entries, from features of the positions before; rows at position 0 are dropped."""
         kv_NO = self._kv(self._inputs(token_ids_N, g_NH)[0])
         num_kv, head_dim = self.config.num_kv_heads, self.config.head_dim
         k_NKD = kv_NO[:, : num_kv * head_dim].unflatten(-1, (num_kv, head_dim))

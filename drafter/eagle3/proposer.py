@@ -89,10 +89,8 @@ class ChainProposer:
     def inject(self, taps_NmH: Tensor, rows: StepRows, num_tokens_R: Tensor) -> None:
         """Write entries of the target's rows, rejected drafts included, and keep the newest features.
 
-        As in the target's pages, the entries of rejected drafts are overwritten before any mask exposes them.
-
-        Args:
-            num_tokens_R: tokens that the step produced for each request.
+        As in the target's pages, entries of rejected drafts are overwritten before any mask exposes them.
+        `num_tokens_R` are tokens that the step produced.
         """
         g_NH = self.drafter.features(taps_NmH)
         first_R = np.cumsum(rows.num_rows_R) - rows.num_rows_R

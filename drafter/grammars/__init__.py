@@ -1,4 +1,1 @@
-"""Applies grammars where tokens are sampled; the only folder that imports llguidance. Masks are NumPy arrays.
-
-Read `matchers.py` first.
-"""
+"""Applies grammars where tokens are sampled; the only user of llguidance. Start with `matchers.py`."""

@@ -29,7 +29,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NotRequired, TypedDict
 
-from .compiler import MAX_FORCED, GrammarCompiler, GrammarError, lark_of, on_stack, reason_of
+from .compiler import MAX_FORCED, GrammarCompiler, GrammarError, lark_of, reason_of, run_on_stack
 
 # Smaller than the stacks of threads that compile (`STACK_BYTES`) and make masks.
 TRIAL_STACK_BYTES = 1 << 20
@@ -46,16 +46,11 @@ class CompileQuestion(TypedDict):
 
 
 class CompileAnswer(TypedDict):
-    """The outcome of a trial.
+    """The outcome of a trial; only `signal`, if that killed the child.
 
-    Attributes:
-        text: the grammar; EBNF is converted to Lark.
-        forces: see `Grammar`.
-        mask_s: see `Grammar`. The first mask is left out: it makes most of the lexer's states.
-        cpu_s: CPU time used.
-        grown_bytes: memory used.
-        error: why llguidance refuses it.
-        signal: signal that killed the child; all else is missing then.
+    `text` is the grammar with EBNF converted to Lark, `error` why llguidance refuses it, `cpu_s` and
+    `grown_bytes` what it took. `forces` and `mask_s` are as in `Grammar`, without the first mask, which makes
+    most of the lexer's states.
     """
 
     text: NotRequired[str]
@@ -68,10 +63,7 @@ class CompileAnswer(TypedDict):
 
 
 def try_grammar(compiler: GrammarCompiler, kind: str, text: str) -> CompileAnswer:
-    """Compile a grammar and consume a few tokens with it. Raises GrammarError.
-
-    Returns `text`, `forces` and `mask_s`.
-    """
+    """Compile a grammar, consume a few tokens, and return `text`, `forces`, `mask_s`; or GrammarError."""
     if kind == "grammar":
         kind, text = "lark", lark_of(text)
     assert kind in ("json_schema", "regex", "lark")
@@ -160,7 +152,9 @@ def _answer(connection: socket.socket, compiler: GrammarCompiler) -> None:
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # llguidance writes a trace on out-of-memory
     signal.setitimer(signal.ITIMER_PROF, question["cpu_s"])  # SIGPROF ends the process
     try:
-        tried = on_stack(TRIAL_STACK_BYTES, lambda: try_grammar(compiler, question["kind"], question["text"]))
+        tried = run_on_stack(
+            TRIAL_STACK_BYTES, lambda: try_grammar(compiler, question["kind"], question["text"])
+        )
     except GrammarError as error:
         answer = CompileAnswer(error=str(error)[:2000])
     except MemoryError:

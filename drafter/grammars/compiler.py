@@ -51,12 +51,8 @@ class GrammarError(Exception):
 class GrammarCompiler:
     """Makes matchers for a model's tokens. Thread-safe.
 
-    Args:
-        vocab_size: the model's; tokens that only the tokenizer has are never sampled.
-        eos_token_ids: the model's end-of-sequence tokens, at least one.
-
-    Attributes:
-        mask_words: 32-bit words of a mask, with a bit for every token of model and tokenizer.
+    Tokens beyond `vocab_size`, which only the tokenizer has, are never sampled. A mask has `mask_words`
+    32-bit words.
     """
 
     def __init__(self, tokenizer_json: str, vocab_size: int, eos_token_ids: tuple[int, ...]) -> None:
@@ -86,10 +82,7 @@ class GrammarCompiler:
         return self._compiled((grammar.kind, grammar.text)).deep_copy()
 
     def hold(self, grammar: Grammar) -> None:
-        """Compile a grammar and keep it until `release` is called as often. Releases the GIL while compiling.
-
-        A GrammarError means that it cannot be compiled, and is not held.
-        """
+        """Compile a grammar without the GIL and keep it until `release`; GrammarError if it is not kept."""
         written = (grammar.kind, grammar.text)
         with self._lock:
             self._held[written] += 1
@@ -108,7 +101,6 @@ class GrammarCompiler:
             self._trim()
 
     def forget(self, grammar: Grammar) -> None:
-        """Drop a compiled grammar, so that the next use compiles it again."""
         with self._lock:
             self._cached.pop((grammar.kind, grammar.text), None)
 
@@ -133,20 +125,19 @@ class GrammarCompiler:
             if cached is not None:
                 self._cached.move_to_end(written)
                 return cached
-        cached = on_stack(STACK_BYTES, lambda: self.compile(written))
+        cached = run_on_stack(STACK_BYTES, lambda: self.compile(written))
         with self._lock:
             self._cached[written] = cached
             self._trim()
         return cached
 
     def _trim(self) -> None:
-        """Drop the least recently used grammars that are not held."""
         idle = [written for written in self._cached if written not in self._held]
         for written in idle[: max(0, len(idle) - MAX_CACHED)]:
             del self._cached[written]
 
 
-def on_stack(num_bytes: int, work: Callable[[], T]) -> T:
+def run_on_stack(num_bytes: int, work: Callable[[], T]) -> T:
     """Run `work` in a thread with a stack of this size; return its result or raise its error."""
     returned: list[T] = []
     raised: list[BaseException] = []

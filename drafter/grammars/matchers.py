@@ -55,9 +55,7 @@ class _Slot:
         num_read: tokens of the request, prompt included, that have been consumed.
         recent: before the grammar begins, the last generated tokens: one less than its start marker.
         is_over: a committed token does not fit the grammar: the text has ended.
-        forces: whether forced tokens may be computed.
-        is_renewed: whether the matcher was recreated.
-        has_failed: only an end token can follow.
+        has_failed: only an end token can follow; `is_renewed`: the matcher was recreated.
     """
 
     grammar_slot: SlotGrammar
@@ -72,20 +70,17 @@ class _Slot:
 
 @dataclass(slots=True)
 class _Walk:
-    """A request's walk through a step's drafts, which it edits.
+    """The walk of the request at index `place` through a step's drafts, which it edits (with their margins).
 
     Attributes:
-        place: index of the request in the step.
-        standing: returns committed tokens that have not been consumed.
-        margins_D: margins of the drafts, edited likewise; None if not wanted.
+        unread: returns committed tokens that have not been consumed.
         matcher: state where the grammar begins to apply; None if it does not within the drafts.
-        num_free: drafts before the grammar applies.
-        num_walked: allowed drafts after those.
+        num_free, num_walked: drafts before the grammar applies; allowed drafts after those.
     """
 
     slot: _Slot
     place: int
-    standing: Callable[[], list[int]]
+    unread: Callable[[], list[int]]
     drafts_D: Ints
     margins_D: Margins | None
     matcher: LLMatcher | None = None
@@ -98,18 +93,12 @@ class _Walk:
 
 @dataclass(frozen=True, slots=True)
 class StepWalks:
-    """The walks of a step's requests that have grammars; input of `GrammarStates.masks`."""
-
     walks: tuple[_Walk, ...]
     forces: bool
 
 
 class GrammarStates:
-    """The grammars of running requests.
-
-    Args:
-        num_threads: threads that compute a step's masks.
-    """
+    """The grammars of running requests; `num_threads` threads compute a step's masks."""
 
     def __init__(self, compiler: GrammarCompiler, num_threads: int) -> None:
         self.compiler = compiler
@@ -137,7 +126,6 @@ class GrammarStates:
         *,
         forces: bool = True,
     ) -> RowMasks | None:
-        """Run `walk`, then `masks` for all rows."""
         walks = self.walk(slots_R, begin_R, counts_R, drafts_RK, read, forces=forces)
         return None if walks is None else self.masks(walks, counts_R)
 
@@ -155,8 +143,7 @@ class GrammarStates:
         """Walk through a step's drafts and edit them. Return None if no grammar applies.
 
         Args:
-            begin_R: committed tokens of each request.
-            counts_R: sampled rows: 1 + drafts; or 0.
+            begin_R, counts_R: committed tokens of each request; sampled rows: 1 + drafts, or 0.
             drafts_RK: edited; negative ids are no drafts.
             read: reads committed tokens.
             margins_RK: edited: inf where a token is forced, nan after a disallowed draft.
@@ -170,22 +157,18 @@ class GrammarStates:
         for place in walked:
             number, last, begin = numbers[place], int(counts_R[place]) - 1, int(begin_R[place])
             slot = self._slots[number]
-            standing = partial(_unread, slot, number, begin, read)
+            unread = partial(_read_committed, slot, number, begin, read)
             margins_D = None if margins_RK is None else margins_RK[place, :last]
-            walks.append(_Walk(slot, place, standing, drafts_RK[place, :last], margins_D))
+            walks.append(_Walk(slot, place, unread, drafts_RK[place, :last], margins_D))
         for walk in walks:
-            self._try(walk, forces)
+            self._walk_or_fail(walk, forces)
             if walk.has_failed():
                 self._rewind(walk)
-                self._try(walk, forces)
+                self._walk_or_fail(walk, forces)
         return StepWalks(tuple(walks), forces)
 
     def masks(self, step: StepWalks, counts_R: Ints) -> RowMasks:
-        """Return the masks of a step's sampled rows; rows without an applicable matcher allow all tokens.
-
-        Args:
-            counts_R: sampled rows, no more than were walked through.
-        """
+        """Return the masks of a step's sampled rows, at most those that were walked through."""
         is_held_R = np.zeros(len(counts_R), dtype=np.bool_)
         is_held_R[[walk.place for walk in step.walks]] = True
         counts_H = counts_R[is_held_R]
@@ -195,7 +178,7 @@ class GrammarStates:
         if failed := [row for row in rows if row[0].has_failed()]:
             for walk, *_ in failed:
                 self._rewind(walk)
-                self._try(walk, step.forces)
+                self._walk_or_fail(walk, step.forces)
             self._write(failed, bits_MW)
         for walk, first, end in rows:
             if walk.slot.has_failed and first + walk.num_free < end:
@@ -211,19 +194,17 @@ class GrammarStates:
         bits_MW.fill(-1)
         return bits_MW
 
-    def _try(self, walk: _Walk, forces: bool) -> None:
-        """Run `_go`; an error ends this answer only."""
+    def _walk_or_fail(self, walk: _Walk, forces: bool) -> None:
         with _ending(walk.slot):
-            self._go(walk, forces)
+            self._walk_drafts(walk, forces)
         if walk.slot.has_failed:
             walk.matcher, walk.num_free, walk.num_walked = None, 0, 0
 
-    def _go(self, walk: _Walk, forces: bool) -> None:
-        """Consume the committed tokens, then walk through the drafts."""
+    def _walk_drafts(self, walk: _Walk, forces: bool) -> None:
         slot = walk.slot
         if slot.has_failed:
             return
-        self._read(slot, walk.standing())
+        self._read(slot, walk.unread())
         drafts = walk.drafts_D.tolist()
         walk.matcher, walk.num_free = self._start(slot, drafts)
         walk.num_walked = 0
@@ -258,7 +239,6 @@ class GrammarStates:
         return num_walked, places
 
     def _write(self, rows: Iterable[tuple[_Walk, int, int]], bits_MW: Words) -> None:
-        """Compute masks of the walks' rows; each entry is (walk, first row, end row)."""
         drafted = list[tuple[_Walk, _Drafted]]()
         begin, stride = bits_MW.ctypes.data, bits_MW.strides[0]
         for walk, first, end in rows:
@@ -355,7 +335,7 @@ def _fail(slot: _Slot, cause: object) -> None:
     slot.has_failed, slot.is_over = True, True
 
 
-def _unread(slot: _Slot, number: int, begin: int, read: TokenReader) -> list[int]:
+def _read_committed(slot: _Slot, number: int, begin: int, read: TokenReader) -> list[int]:
     return read(number, slot.num_read, begin)
 
 

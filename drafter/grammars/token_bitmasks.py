@@ -1,7 +1,4 @@
-"""Token bitmasks of a step's rows, as samplers read them. Does not need llguidance.
-
-Legend: M rows of requests with grammars, W words.
-"""
+"""Token bitmasks of a step's rows, without llguidance. Legend: M rows with grammars, W words."""
 
 from __future__ import annotations
 
@@ -18,10 +15,8 @@ Words = NDArray[np.int32]
 class RowMasks:
     """Which tokens grammars allow in each row.
 
-    Attributes:
-        rows_M: rows with a mask, as ascending indices among the step's sampled rows.
-        bits_MW: a bit per token, lowest first. Overwritten by the next step.
-        end_id: token sampled if all rules together allow none: it ends the text.
+    `rows_M` are ascending indices among the step's sampled rows, `bits_MW` a bit per token, lowest first,
+    overwritten by the next step. `end_id` ends the text where all rules together allow nothing.
     """
 
     rows_M: Ints

@@ -34,7 +34,6 @@ SHOWN = 20  # mismatches in the certificate
 
 
 def run_audit(config: EngineConfig, options: AuditOptions) -> Certificate:
-    """Decode, compare, write the certificate if requested, and return it."""
     if config.speculative_config is None:
         raise ConfigError(
             "speculative_config is missing: there is no speculation to audit. Give --spec-model.",

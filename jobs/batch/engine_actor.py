@@ -56,10 +56,7 @@ class _LeaseState:
 
 
 class BatchEngine:
-    """One engine of a batch job.
-
-    `devices`: the devices it holds, and their number; `shard`: in the names of its parts if order is free.
-    """
+    """One engine of a batch job on `devices`; `shard` is in its parts' names if order is free."""
 
     def __init__(
         self,
@@ -139,7 +136,6 @@ class BatchEngine:
         return from_rows(lease_state.returned)
 
     async def return_backlog(self) -> dict[int, RowRanges]:
-        """Return all rows that were not started, by lease."""
         rows = [row.number for row in self._backlog]
         rows += [
             row for lease_state in self._leases.values() if not lease_state.read for row in lease_state.open
@@ -246,7 +242,6 @@ class BatchEngine:
         self._start_rows()
 
     def _return(self, row: int) -> int:
-        """Return a row without a result to the driver. Returns its lease."""
         lease_state = self._lease_of.pop(row, None) or next(h for h in self._leases.values() if row in h.open)
         lease_state.returned.append(row)
         self._count_down(lease_state)
@@ -306,7 +301,6 @@ class BatchEngine:
         return writer.close() if last else writer.flush(), stats
 
     def _fail(self, error: BaseException) -> None:
-        """End the engine's work after making finished rows durable."""
         if self._failure is None:
             if not isinstance(error, MantaError):
                 logger.error("the engine ends by a bug", exc_info=error)
@@ -329,8 +323,8 @@ class BatchEngine:
 def by_shared_prefix(rows: Sequence[Row], layout: RowSchema) -> list[Row]:
     """Return the rows in the order in which to start them. It changes no answer.
 
-    Rows with a common prefix follow each other, so that later ones find the first one's pages in the
-    prefix cache. Longer prompts go first, so that a lease ends with its cheapest rows.
+    Rows with a common prefix follow each other, for the prefix cache. Longer prompts go first, so that a
+    lease ends with its cheapest rows.
     """
     prompts = sorted(((_prompt(row, layout), row.number, row) for row in rows), key=lambda each: each[:2])
     families: list[list[tuple[str, int, Row]]] = []

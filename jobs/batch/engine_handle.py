@@ -46,10 +46,9 @@ _light_task = ray.remote(num_cpus=0, max_retries=0)
 
 
 class EngineHandle:
-    """An engine from its placement to its end.
+    """An engine from its placement to its end. `waits`: it would accept a lease, and there is none.
 
-    `waits`: it would accept a lease, and there is none. `draining`: it is to leave within `drain_s`. `gone`:
-    it has left, and all its finished rows are durable.
+    `draining`: it is to leave within `drain_s`. `gone`: it has left, and all its finished rows are durable.
     """
 
     def __init__(self, number: int) -> None:
@@ -87,7 +86,6 @@ class EngineHandle:
         self._actor = actor.remote(setup, resources.num_threads, devices, self.number, self.name)
 
     async def start(self) -> str:
-        """Load the models. Returns the id of the node."""
         begin_s = time.monotonic()
         self.node_id = await self._actor.start.remote()
         self.start_s = time.monotonic() - begin_s
@@ -134,7 +132,6 @@ class EngineHandle:
         return not isinstance(error, ActorUnavailableError)
 
     async def shutdown(self) -> None:
-        """End the engine and release its placement. Idempotent."""
         actor, self._actor = self._actor, None
         if actor is not None and ray.is_initialized():
             with contextlib.suppress(RayError, TimeoutError, MantaError):

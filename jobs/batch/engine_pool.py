@@ -43,9 +43,9 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class EngineJob:
-    """Rows, leases and output of a job; `largest` and `smallest` are rows of a lease.
+    """Rows, leases and output of a job. Dead writers may have finished some of `rows`.
 
-    Dead writers may have finished some of `rows`; `plain_rows` are answered without speculation.
+    `largest` and `smallest` are rows of a lease; `plain_rows` are answered without speculation.
     """
 
     spec: JobSpec
@@ -117,11 +117,9 @@ class EnginePool:
             await self._drain_all()
 
     def stop(self) -> None:
-        """Let every engine make its finished rows durable and leave."""
         self._finish(None)
 
     async def close(self) -> None:
-        """Wait until the engines are gone and their placements are released."""
         while self._tasks:
             await asyncio.wait(self._tasks)
 
@@ -153,7 +151,6 @@ class EnginePool:
     # All engines.
 
     async def _begin(self, startup: Awaitable[EngineJob]) -> None:
-        """Start the first engines, and make the lease book once the rows are known."""
         self._placements = await asyncio.to_thread(
             Placements, self._setup.config, self._bounds.maximum, self._bounds.minimum, self._say
         )
@@ -184,7 +181,6 @@ class EnginePool:
                 self._finish(None)
 
     async def _refresh(self, nodes: NodeWatch, passed_s: float) -> None:
-        """Read the engines' states, drain engines of leaving nodes, move rows to idle engines."""
         working = [engine for engine in self._engines if engine.working]
         await asyncio.gather(*(engine.refresh() for engine in working))
         self._size.record_work(len(working), passed_s)
@@ -211,7 +207,7 @@ class EnginePool:
                 await self._return_backlog(longest)
 
     async def _return_backlog(self, engine: EngineHandle) -> None:
-        assert self._leases is not None, "engines work when there is a book"
+        assert self._leases is not None, "engines work when there are leases"
         for lease, rows in (await engine.return_backlog()).items():
             self._leases.return_rows(lease, rows)
         self._notify()
@@ -282,7 +278,7 @@ class EnginePool:
         await engine.refresh()
 
     async def _hand_out(self, engine: EngineHandle, job: EngineJob, calls: asyncio.TaskGroup) -> None:
-        assert self._leases is not None, "engines work when there is a book"
+        assert self._leases is not None, "engines work when there are leases"
         while not engine.draining.is_set():
             changed = self._changed
             await _unless(engine.draining, engine.wait_for_capacity())
@@ -300,7 +296,7 @@ class EnginePool:
             await self._return_backlog(engine)
 
     async def _end_lease(self, lease: Lease, call: Awaitable[RowRanges]) -> None:
-        assert self._leases is not None, "engines work when there is a book"
+        assert self._leases is not None, "engines work when there are leases"
         returned = await call
         answered = difference(lease.rows, returned)
         self._leases.mark_durable(lease.number, answered)

@@ -98,7 +98,6 @@ class ProcessorEngine:
 
 
 def check_sampling(given: Mapping[str, Any]) -> None:
-    """Raise RequestError for an unknown sampling field."""
     unknown = {name: value for name, value in given.items() if name not in SAMPLING_COLUMNS}
     check_extra_fields(unknown, SAMPLING_COLUMNS, "ignore")
     for name in unknown:
@@ -120,13 +119,13 @@ def _record(row: Record, defaults: Mapping[str, Any]) -> Record:
     sampling = {name: value for name, value in sampling.items() if value is not None}
     check_sampling(sampling)
     logprobs = sampling.get("logprobs", defaults.get("logprobs"))
-    if isinstance(logprobs, int) and not isinstance(logprobs, bool) and _converses(row):
+    if isinstance(logprobs, int) and not isinstance(logprobs, bool) and _has_messages(row):
         sampling |= {"logprobs": True, "top_logprobs": logprobs}  # the chat form of the same request
     others = {name: value for name, value in row.items() if name != SAMPLING_COLUMN}
     return {**others, **{name: value for name, value in sampling.items() if name not in IGNORED_SAMPLING}}
 
 
-def _converses(row: Record) -> bool:
+def _has_messages(row: Record) -> bool:
     given = [row.get(name) for name in PROMPT_COLUMNS]
     return any(isinstance(each, list) and bool(each) and isinstance(each[0], Mapping) for each in given)
 
@@ -153,7 +152,6 @@ def _columns(result: Result) -> Record:
 
 
 def _join_columns(batch: pa.Table, answers: Sequence[Record]) -> pa.Table:
-    """Return the batch with the answers' columns, which replace columns of the same name."""
     table = batch.drop_columns([name for name in ANSWER_SCHEMA.names if name in batch.column_names])
     answered = pa.Table.from_pylist(list(answers), schema=ANSWER_SCHEMA)
     for name in ANSWER_SCHEMA.names:

@@ -2,7 +2,7 @@
 
     files ─ index ──▶ leases ─▶ engine actors ─▶ segments, parts     (they read and write: `engine_actor.py`)
                         ▲            │
-                    LeaseBook ◀── driver ──▶ progress, report, _SUCCESS  (it writes no row)
+                 LeaseManager ◀── driver ──▶ progress, report, _SUCCESS  (it writes no row)
 
 The driver may be killed at any time: answered rows are in the output, and the same command resumes there.
 """
@@ -62,13 +62,10 @@ def run_batch(
     *,
     make: Callable[[EngineConfig], Executor] = make_executor,
 ) -> Report:
-    """Answer every row of the input that is not answered yet. Returns the report on all rows.
+    """Answer every row of the input that is not answered yet; return the report on all rows.
 
     Failed rows do not fail the job, nor do rows that kill engines. Answered rows are kept when it raises.
-
-    Args:
-        signals: end the job with `Stopped`; without them the caller's handlers stay.
-        make: builds each engine's executor, in its actor. Must be picklable.
+    `signals` end it with `Stopped`; the picklable `make` builds an executor in each engine's actor.
     """
     source = open_source(options.input, options.input_format)
     layout = options.layout(source, config)
@@ -120,10 +117,7 @@ _Event = _Phase | RunProgress | str | signal.Signals | BaseException
 
 
 class _Driver:
-    """Runs the engines in a thread, and handles their events until they are done or the job ends early.
-
-    The main thread only waits for events. With RAY_ADDRESS set the job joins that cluster.
-    """
+    """Runs the engines in a thread, and handles their events until they are done or the job ends early."""
 
     def __init__(
         self,
@@ -151,7 +145,6 @@ class _Driver:
         self._pool: EnginePool | None = None
 
     def show(self, job: EngineJob) -> None:
-        """Begin to show progress. Only the first call does."""
         if self.job is None:
             self.job = job
             failed = difference(job.ledger.failed, job.rows)  # others are answered again
@@ -208,7 +201,7 @@ class _Driver:
             elif isinstance(event, str):
                 self._view.say(event)
             elif event is _Phase.CONNECTED:
-                self._signals.take_back()
+                self._signals.reinstall()
             elif event is _Phase.PREPARED:
                 self.show(self._startup.job.result())
             elif isinstance(event, (signal.Signals, TimeUp)):
@@ -243,7 +236,7 @@ class _Driver:
             return TimeUp(self._options.limit_time_s)
 
     def _stop(self) -> bool:
-        """Ask the engines to leave; LEFT follows. Returns False if there are none."""
+        """Request that the engines leave; DRAINED follows. Returns False if there are none."""
         with self._lock:
             self._stopping = True
             if self._pool is None or self._loop is None:
@@ -307,7 +300,6 @@ def _check_models(config: EngineConfig) -> None:
 
 @contextmanager
 def _joined_ray() -> Iterator[None]:
-    """Use the Ray that is there, the one RAY_ADDRESS names, or a local one for this job."""
     if ray.is_initialized():
         yield
         return

@@ -18,8 +18,6 @@ from ...cluster.step.executor import Executor
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineSetup:
-    """Settings that all engines of a job share; `make` builds the executor."""
-
     config: EngineConfig
     source: Dataset
     layout: RowSchema
@@ -30,10 +28,7 @@ class EngineSetup:
 
 @dataclass(frozen=True, slots=True)
 class RunTerms:
-    """Settings that are known once the input is indexed and the output is locked.
-
-    `plain_rows`: rows that the first engine answers without speculation, to measure its effect.
-    """
+    """Settings known once the input is indexed; `plain_rows` are answered plainly by the first engine."""
 
     run: int
     form: OutputForm
@@ -53,10 +48,7 @@ class LeasedRows:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineState:
-    """State of an engine; `rows` are durable, `engine` includes running ones.
-
-    At most `capacity` rows are useful in it; `failing_s`: how long the output has not been writable.
-    """
+    """State of an engine: durable `rows`, running ones in `engine`; `failing_s`: output is not writable."""
 
     rows: RowStats = field(default_factory=RowStats)
     engine: EngineTotals = field(default_factory=EngineTotals)

@@ -87,7 +87,6 @@ class BatchOptions:
             )
 
     def layout(self, source: Dataset, config: EngineConfig) -> RowSchema:
-        """Return how the rows of the input are read."""
         from ...actors.batch.dataset.row_requests import RowSchema
 
         return RowSchema(
@@ -103,7 +102,6 @@ class BatchOptions:
         )
 
     def format(self, source: Dataset) -> OutputFormat:
-        """Return the format of the results. Raises ConfigError."""
         if self.output_format == "openai" and source.format != "openai":
             raise ConfigError(
                 "output_format=openai answers OpenAI batch lines; choose parquet or jsonl.",

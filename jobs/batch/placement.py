@@ -44,8 +44,6 @@ MARGIN_S = 5.0  # before a node's end: rows must be durable by then
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """A placement group for one engine. Release it when the engine is gone."""
-
     group: PlacementGroup
     resources: ResourceRequest
 
@@ -146,10 +144,7 @@ class NodeWatch:
         self._read_s = time.monotonic()
 
     async def draining(self) -> Mapping[str, float]:
-        """Return leaving nodes with the seconds that engines there still have; empty between two reads.
-
-        Raises EngineDeadError when no node of the cluster is alive.
-        """
+        """Return leaving nodes with the seconds that engines there have; EngineDeadError if no node lives."""
         if time.monotonic() - self._read_s < NODES_INTERVAL_S:
             return {}
         self._read_s = time.monotonic()

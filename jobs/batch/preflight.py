@@ -62,10 +62,10 @@ class BadRow(NamedTuple):
 
 @dataclass(slots=True, kw_only=True)
 class Preflight:
-    """Findings of a check of `num_checked` rows.
+    """Findings of a check of `num_checked` rows; `num_numbered` of them have the id of an earlier row.
 
-    `num_numbered`: rows with the id of an earlier row; `ignored`: names that look like parameters and have no
-    effect, with their rows; `max_completion_tokens`: an upper bound of all good rows together.
+    `ignored` counts rows by names that look like parameters and have no effect; `max_completion_tokens`
+    bounds all good rows together.
     """
 
     files: tuple[str, ...]
@@ -135,7 +135,7 @@ def preflight(
 
 
 def run_preflight(config: EngineConfig, options: BatchOptions, *, dry_run: bool) -> int:
-    """Check a job's input and print the result. Returns the command's exit code."""
+    """Check a job's input, print the result, and return the command's exit code."""
     source = open_source(options.input, options.input_format)
     layout = options.layout(source, config)
     check_columns(source, layout)
@@ -157,7 +157,6 @@ def run_preflight(config: EngineConfig, options: BatchOptions, *, dry_run: bool)
 
 
 def print_dry_run(found: Preflight, layout: RowSchema, output: str, settings: Mapping[str, Any]) -> None:
-    """Print what a job would do; `settings` are further lines (Any: anything with a text)."""
     more = [f"and {len(found.files) - FILES_SHOWN} more"] if len(found.files) > FILES_SHOWN else []
     per_checked = found.num_rows / found.num_checked
     tokens_in, tokens_out = (

@@ -140,8 +140,6 @@ def build_processor(
 
 
 class Processor:
-    """Made by `build_processor`; call it with a dataset, any number of times."""
-
     def __init__(
         self,
         config: MantaEngineProcessorConfig,
@@ -155,7 +153,6 @@ class Processor:
         self._postprocess, self._postprocess_kwargs = postprocess, postprocess_map_kwargs
 
     def __call__(self, dataset: ray.data.Dataset) -> ray.data.Dataset:
-        """Return the dataset with its rows answered, which runs when it is consumed."""
         if self._preprocess is not None:
             before = functools.partial(_before, self._preprocess)
             dataset = dataset.map(before, **self._preprocess_kwargs)
@@ -254,9 +251,8 @@ def _spread() -> dict[str, Any]:  # Any: Ray's options for actors
 class EngineGroups:
     """Placement groups for engines with workers. Ray Data calls it for each engine, as `ray_remote_args_fn`.
 
-    Ray Data starts actors when and as often as it likes, and reports no end. Ray removes a group only when
-    the driver ends; until then the group of an ended engine would hold its resources and block the next
-    dataset. So a thread removes groups when their engine is gone.
+    Ray Data reports no end of an actor, and Ray removes a group only when the driver ends; until then it
+    would block the next dataset. So a thread removes groups when their engine is gone.
     """
 
     def __init__(self, bundles: Sequence[Mapping[str, float]], maximum: int) -> None:

@@ -23,7 +23,7 @@ from rich.text import Text
 
 from ...actors.batch.row_stats import EngineTotals, RowStats
 from ...cluster.metrics.fleet_metrics import BATCH_CATALOGUE
-from ..common.progress import spell_time
+from ..common.progress import format_duration
 from ..common.tables import decimals
 
 PLAIN_INTERVAL_S = 10.0  # between two lines of a log
@@ -34,10 +34,7 @@ SAMPLE_S = 0.5  # least time between two kept samples
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """State of a job at one moment; counts are of all runs, running rows included.
-
-    `left_s` is None while too few rows are done to predict it, `speedup` unless it was measured.
-    """
+    """State of a job over all runs, running rows included; `left_s` and `speedup` are None while unknown."""
 
     rows: int
     total: int
@@ -54,10 +51,7 @@ class Progress:
 
 
 class ProgressMeter:
-    """Computes progress from stats of rows and of engines.
-
-    `left`: rows to do in this run; None: those that the first stats do not count.
-    """
+    """Computes progress from stats of rows and engines; `left` None: rows that the first stats lack."""
 
     def __init__(self, total: int, left: int | None = None, clock: Callable[[], float] = time.monotonic):
         self._total = total
@@ -119,7 +113,6 @@ class ProgressMeter:
             self._samples.popleft()
 
     def _rate(self, seconds: float) -> float:
-        """Return tokens per second over the last seconds, or over fewer at the start."""
         now_s, tokens = self._samples[-1]
         then_s, then = now_s, tokens
         for sample_s, sampled in reversed(self._samples):
@@ -130,8 +123,6 @@ class ProgressMeter:
 
 
 class ProgressView:
-    """Shows the progress of a job, from `begin` on; lines for the user at any time."""
-
     def __init__(self, console: Console | None = None) -> None:
         self._pace: ProgressMeter | None = None
         self._compares = True
@@ -143,7 +134,6 @@ class ProgressView:
         self._words = Text("loading the models", style="dim")
 
     def begin(self, total_rows: int, *, left: int | None = None, compares: bool = True) -> None:
-        """Begin to show progress; `compares`: the job measures the speed-up of speculation."""
         self._pace = ProgressMeter(total_rows, left)
         self._compares = compares
         if self._console.is_terminal:
@@ -178,7 +168,7 @@ class ProgressView:
         """Show the progress now; arguments as of `ProgressMeter.update`. Cheap enough for every second."""
         assert self._pace is not None, "begin() first"
         now = self._pace.update(stats, live or EngineTotals(), engines or 0)
-        left = "" if not now.left_s else f"about {spell_time(now.left_s)} left"
+        left = "" if not now.left_s else f"about {format_duration(now.left_s)} left"
         if self._bar is not None:
             self._bar.update(self._bar.task_ids[0], completed=now.rows, description=left)
             self._words.plain = "; ".join(self._numbers(now))

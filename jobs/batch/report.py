@@ -49,12 +49,12 @@ class Report:
 
     @property
     def device_s(self) -> float:
-        """Return device-seconds from each engine's first row to its last one, in every run."""
+        """Device-seconds from each engine's first row to its last one, in every run."""
         return self.stats.open_s
 
     @property
     def loading_s(self) -> float:
-        """Return device-seconds that engines were held before their first row."""
+        """Device-seconds that engines were held before their first row."""
         return max(0.0, self.stats.device_s - self.stats.open_s)
 
     @property
@@ -76,7 +76,6 @@ class Report:
         return None if found is None else self.stats.busy_s * (found.speedup - 1)
 
     def price(self, device_s: float | None) -> float | None:
-        """Return the price of device-seconds; None if no price was given."""
         price = self.price_per_gpu_hour
         return None if price is None or device_s is None else price * device_s / 3600
 
@@ -192,7 +191,6 @@ def make_report(
     price_per_gpu_hour: float | None = None,
     samples: Sequence[Sample] = (),
 ) -> Report:
-    """Return the report of all runs of a job; a price is not applied to cores."""
     price = None if device == "core" else price_per_gpu_hour
     return Report(stats, about, device, price, samples)
 
@@ -216,7 +214,6 @@ def _lengths_json(histogram: list[int]) -> list[dict[str, int]]:
 
 
 def samples(stats: RowStats, source: Dataset, layout: RowSchema, index: RowIndex) -> list[Sample]:
-    """Return the rows with answers that are kept in the stats, with their prompts."""
     numbers = sorted(row for row, _, _ in stats.samples)
     prompts = dict(zip(numbers, _prompts(numbers, source, layout, index), strict=False))
     return [Sample(row_id, prompts.get(row, ""), answer) for row, row_id, answer in stats.samples]

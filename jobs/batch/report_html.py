@@ -9,7 +9,7 @@ from ...actors.batch.row_stats import RowStats, RunIntervals, Timeline, length_r
 from ...cluster.speculation.acceptance_length import acceptance_by_position
 from ..charts.plots import TEAL, Picture, name_rows, rows_size
 from ..charts.report_page import Card, Tile, flat, picture_card, render_page
-from ..common.progress import spell_time
+from ..common.progress import format_duration
 from ..common.tables import decimals
 from .report import Report
 
@@ -41,7 +41,7 @@ def _tiles(report: Report) -> list[Tile]:
     tiles = [
         Tile(f"{stats.rows - stats.failed:,}", f"of {stats.rows:,} rows answered"),
         Tile(f"{stats.completion_tokens:,}", f"tokens out, of {stats.prompt_tokens:,} in"),
-        Tile(f"{stats.tokens_per_s:,.0f}", f"tokens/s, for {spell_time(stats.wall_s)}"),
+        Tile(f"{stats.tokens_per_s:,.0f}", f"tokens/s, for {format_duration(stats.wall_s)}"),
     ]
     if mean is not None:
         tiles.append(Tile(decimals(mean), "tokens per step, on average"))
@@ -102,10 +102,7 @@ def _throughput(timeline: Timeline, stretches: RunIntervals) -> Picture:
 
 
 def rates(timeline: Timeline, stretches: RunIntervals) -> list[list[tuple[float, float, float]]]:
-    """Tokens per second over time: begin, end (s of work, without pauses) and rate, by stretch.
-
-    Points are about MAX_POINTS at most and of equal width; a stretch's last one ends with it.
-    """
+    """Return (begin, end, tokens/s) by stretch, in seconds of work; at most about MAX_POINTS in all."""
     width_s = timeline.width_s * max(1, round(stretches.seconds / MAX_POINTS / timeline.width_s))
     times = stretches.times
     tokens = [[0] * max(1, round((end_s - begin_s) / width_s)) for begin_s, end_s in times]

@@ -1,4 +1,4 @@
-"""Prepares a batch job: indexes the input, writes down what the job is, opens the output, sizes the leases.
+"""Prepares a batch job: indexes the input, records what the job is, opens the output, sizes the leases.
 
 Reading all ids may take a while, so this runs in a thread while Ray and the engines start.
 """
@@ -46,7 +46,6 @@ class Startup:
         self._thread.start()
 
     def close(self) -> None:
-        """Unlock the output. Idempotent."""
         self._stopping.set()
         self._thread.join()
         if self.job.exception() is None:

@@ -71,7 +71,8 @@ def _measure(
         }
         with counting(f"{requests} request(s), trying each dtype", say, every_s=LINE_S):
             trial = _trial(runs)
-        chosen = {mode: _fastest_dtype(trial, mode) for mode in MODES}
+        fastest = dict(sorted(trial, key=trial.__getitem__))  # mode -> dtype; the last one counts
+        chosen = {mode: fastest[mode] for mode in MODES}
         slowest = min(trial[key] for key in chosen.items())
         turns = split_evenly(len(prompts), prompts_per_turn(requests, slowest, options.max_tokens), requests)
         watch = Watch()
@@ -99,10 +100,6 @@ def _trial(runs: _Runs) -> dict[tuple[str, str], float]:
     for run in runs.values():
         run(slice(1))  # warm-up
     return {key: run(slice(TRIAL_PROMPTS)).tokens_per_s for key, run in runs.items()}
-
-
-def _fastest_dtype(trial: Mapping[tuple[str, str], float], mode: str) -> str:
-    return max((key for key in trial if key[0] == mode), key=lambda key: trial[key])[1]
 
 
 def _identical(answers: Mapping[tuple[str, str], SteppedPass]) -> dict[str, bool]:

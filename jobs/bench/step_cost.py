@@ -12,7 +12,6 @@ length and the workers know the positions, as when the scheduler runs ahead.
 from __future__ import annotations
 
 import statistics
-import sys
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
@@ -24,6 +23,7 @@ import torch
 
 from ...actors.system.atomic_files import write_json
 from ...actors.system.host_resources import free_ram_bytes
+from ...actors.system.wait_messages import say
 from ...actors.targets.loading.load_plan import LoadPlan, plan_models
 from ...actors.targets.loading.memory_budget import page_bytes
 from ...actors.targets.loading.rank_loader import start_runner
@@ -119,10 +119,7 @@ def _load_plan(options: StepOptions, shape: PairShape) -> LoadPlan:
 
 
 def _figures(point: StepPoint, seen: PointSteps, roofline: Roofline, survival: Sequence[float]) -> Figures:
-    """Return the figures of one point: both kinds of step with their roofline, and the resulting speed-up.
-
-    Plain decoding needs no drafter, so the inject part of a step without drafts is subtracted.
-    """
+    """Return the figures of one point; a step without drafts is without its inject part (plain decoding)."""
     batch, context, rows = point.batch, point.context, len(survival) + 1
     floor = roofline.step(batch, rows, context)
     floor_s = {"draft": floor.draft_s, "verify": floor.verify_s, "inject": floor.inject_s}
@@ -257,7 +254,6 @@ class Memory:
 def measure_points(
     points: Sequence[StepPoint], plan: LoadPlan, memory: Memory, steps: int
 ) -> dict[StepPoint, PointSteps]:
-    """Measure steps with all drafts and with none at every point."""
     if not points:
         raise ConfigError(
             "model: its weights and the pages of a single point do not fit into memory. Reduce --model, "
@@ -266,13 +262,13 @@ def measure_points(
         )
     num_pages = max(memory.num_pages(point) for point in points)
     plan = replace(plan, config=replace(plan.config, num_pages=num_pages))
-    _say(f"making weights of {plan.config.model} on {plan.device.type}")
+    say(f"making weights of {plan.config.model} on {plan.device.type}")
     runner, _ = start_runner(plan, RandomModels())
     with torch.inference_mode():
         runner.cache.kv.normal_()
     found: dict[StepPoint, PointSteps] = {}
     for point in points:
-        _say(f"batch {point.batch}, context {point.context}")
+        say(f"batch {point.batch}, context {point.context}")
         admission = _admission(point, memory.pages_per_request(point.context), plan)
         watch = Watch()
         with watch.open():
@@ -338,7 +334,3 @@ def _admission(point: StepPoint, pages_per_request: int, load: LoadPlan) -> Sche
 def _decoding(batch: int, num_computed: int, num_drafts: int) -> tuple[list[int], list[int], list[int]]:
     """Return computed tokens (-1: the workers know), rows and drafts of `batch` equal requests."""
     return [num_computed] * batch, [num_drafts + 1] * batch, [num_drafts] * batch
-
-
-def _say(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)

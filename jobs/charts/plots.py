@@ -51,7 +51,7 @@ def can_plot() -> bool:
 
 
 def new_figure(width: float, height: float) -> Figure:
-    """Return an empty figure of a size in inches. It has no window and need not be closed."""
+    """Return an empty figure (size in inches), which has no window and need not be closed."""
     from matplotlib.figure import Figure
 
     return Figure((width, height), layout="constrained")

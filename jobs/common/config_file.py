@@ -135,7 +135,6 @@ class _Loader(yaml.SafeLoader):
 
 
 def read_yaml(file: Path) -> Any:  # Any: YAML
-    """Read a YAML file; ConfigError if that fails or a number is base-60."""
     try:
         return yaml.load(file.read_text(encoding="utf-8"), _Loader)
     except OSError as error:

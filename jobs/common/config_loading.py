@@ -27,10 +27,7 @@ _SPECULATION_FLAGS = ("speculative_config", *_REFINED, "no_speculation")
 
 # Any in this module: settings from YAML and flags are plain data, validated by EngineConfig.
 def merge_settings(flags: Mapping[str, Any], config_path: Path | None = None) -> dict[str, Any]:
-    """Return engine (and server) settings from a YAML file and the given flags, as one flat mapping.
-
-    A flag that is None was not given. Without a file and a model, `ray_config.yaml` here is read.
-    """
+    """Return one flat mapping of flags and the YAML file (./ray_config.yaml without file and model)."""
     given = {name: value for name, value in flags.items() if value is not None}
     config_path = used_config(config_path, given.get("model"))
     settings = read_settings(config_path) if config_path is not None else {}
@@ -61,7 +58,6 @@ def sampling_params(given: Mapping[str, Any]) -> SamplingParams:
 
 
 def read_settings(path: Path) -> dict[str, Any]:
-    """Read settings from a YAML file: `applications[0].args` of a Serve config, or a mapping of flags."""
     settings = accept({str(k).replace("-", "_"): item for k, item in read_config_file(path).settings.items()})
     refuse_written_keys(settings, f"{path}, as any Serve config,")
     speculation = {name: settings.pop(name) for name in _SPECULATION_FLAGS if name in settings}
@@ -69,7 +65,6 @@ def read_settings(path: Path) -> dict[str, Any]:
 
 
 def merge_speculation(base: Any, flags: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Merge speculation flags into `base`: `speculative_config` replaces it, the others set its fields."""
     given = flags.get("speculative_config")
     refined = {key: flags[flag] for flag, key in _REFINED.items() if flags.get(flag) is not None}
     off = bool(flags.get("no_speculation"))

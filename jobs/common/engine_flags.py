@@ -101,7 +101,6 @@ class FlagGroup:
 
 
 def _group(kind: Any) -> FlagGroup | None:
-    """Return the flags from which a parameter of this type is made; None for typer's own parameters."""
     if get_origin(kind) is Annotated:
         return next((each for each in get_args(kind) if isinstance(each, FlagGroup)), None)
     if kind is EngineConfig:
@@ -125,12 +124,10 @@ def given_flags(options: Options) -> FlagGroup:
 def options_of(
     kind: Any, panel: str | None = None, *, defaults: bool = True, only: Mapping[str, Flag] | None = None
 ) -> Options:
-    """Return a typer parameter for each field of a dataclass that has a flag.
+    """Return a typer parameter for each field of a dataclass that has a flag, under the heading `panel`.
 
-    Args:
-        panel: heading of the flags in the reference.
-        defaults: if False, a flag that is not given has the value None, whatever the field's default.
-        only: flags by field, if they are not declared in the types' annotations.
+    With `defaults` False, a flag that is not given has the value None. `only` has flags by field that are not
+    declared in the types' annotations.
     """
     types = get_type_hints(kind, include_extras=True)
     descriptions: dict[str, str] = {}
@@ -263,7 +260,7 @@ class ConfigFlag:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpeculationFlags:
-    """Flags for a `SpeculativeConfig`, as JSON or by field (`settings.merge_speculation`).
+    """Flags for a `SpeculativeConfig`, as JSON or by field (`config_loading.merge_speculation`).
 
     Attributes:
         speculative_config: JSON: '{"model": DRAFTER, "num_speculative_tokens": 15, "placement":

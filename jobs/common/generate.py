@@ -1,6 +1,7 @@
 """`manta generate` and `manta chat`: text on standard output, in this process and without Ray.
 
-In a chat, Ctrl-C stops the current answer and keeps its text; at the prompt it clears the line.
+In a chat, Ctrl-C stops the current answer and keeps its text; at the prompt it clears the line. `limit` is
+the user's max_tokens, if given; prompt and answer must fit into the context, as over HTTP.
 """
 
 from __future__ import annotations
@@ -30,10 +31,7 @@ def open_llm(config: EngineConfig) -> LLM:
 def generate_text(
     config: EngineConfig, prompt: str, params: SamplingParams, limit: int | None = None
 ) -> None:
-    """Stream the continuation of `prompt` to standard output and print statistics on standard error.
-
-    `limit`: max_tokens if the user gave it; prompt and answer must fit into the context, as over HTTP.
-    """
+    """Stream the continuation of `prompt` to standard output and print statistics on standard error."""
     if not prompt:
         raise RequestError("prompt is empty: give some text to continue.", param="prompt")
     with open_llm(config) as llm:
@@ -65,11 +63,6 @@ def summary(metrics: RequestMetrics, llm: LLM) -> str:
 
 
 class ChatSession:
-    """The messages of a chat.
-
-    `limit`: max_tokens if the user gave it; messages and answer must fit into the context.
-    """
-
     def __init__(
         self, llm: LLM, params: SamplingParams, system: str | None, limit: int | None = None
     ) -> None:

@@ -42,8 +42,6 @@ class ServerAnswer:
 
 
 class ServerClient:
-    """A connection to the server at `url`, with or without `/v1`."""
-
     def __init__(self, url: str, timeout_s: float = LONG_S, *, api_key: str | None = None) -> None:
         parts = split_url(url)
         self.url = url
@@ -70,7 +68,6 @@ class ServerClient:
         return answer.body
 
     def stream_chat(self, body: Json) -> Iterator[Json]:
-        """Yield the chunks of a streamed chat answer as they arrive."""
         path = "/v1/chat/completions"
         response = self._request(path, {**body, "stream": True})
         if response.status != 200:
@@ -89,7 +86,6 @@ class ServerClient:
             return False
 
     def close(self) -> None:
-        """Close the connection; the next request opens a new one. Idempotent."""
         self._connection.close()
 
     def __enter__(self) -> Self:
@@ -129,7 +125,6 @@ def operators_key() -> str | None:
 
 
 def num_requests(url: str, api_key: str | None = None) -> int:
-    """Return the number of running and waiting requests of a server; 0 if it is unknown."""
     counted = ("vllm:num_requests_running", "vllm:num_requests_waiting")
     with ServerClient(url, HEALTH_TIMEOUT_S, api_key=api_key) as client:
         try:
@@ -151,10 +146,7 @@ def split_url(url: str) -> SplitResult:
 
 
 def await_ready(url: str, timeout_s: float, look: Callable[[], None] = lambda: None) -> float:
-    """Wait until the server at `url` is ready; return the seconds that this took.
-
-    `look` is called regularly and raises if the server cannot become ready.
-    """
+    """Return the seconds until the server at `url` is ready; `look` may raise while it waits."""
     begin_s = time.monotonic()
     with ServerClient(url, HEALTH_TIMEOUT_S) as client:
         while not client.is_ready():

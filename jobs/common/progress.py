@@ -10,7 +10,16 @@ from typing import Self, TypeVar
 
 from ...actors.system.wait_messages import REPORT_INTERVAL_S, Report, Wait, counting, say
 
-__all__ = ["REPORT_INTERVAL_S", "Report", "TimeLeft", "Wait", "counting", "in_thread", "say", "spell_time"]
+__all__ = [
+    "REPORT_INTERVAL_S",
+    "Report",
+    "TimeLeft",
+    "Wait",
+    "counting",
+    "format_duration",
+    "in_thread",
+    "say",
+]
 
 Result = TypeVar("Result")
 
@@ -18,10 +27,7 @@ FIRST_S, INTERVAL_S = 2.0, 4.0
 
 
 class TimeLeft:
-    """Reports the progress of work and the estimated remaining time every few seconds.
-
-    Can replace a tqdm bar, see `LLM.generate`. Without a `unit` only the share is shown.
-    """
+    """Reports progress and remaining time every few seconds, like a tqdm bar; a share without `unit`."""
 
     def __init__(
         self,
@@ -50,10 +56,10 @@ class TimeLeft:
         share = f"{100 * self._done / self._total:.0f} %"
         counts = f"{self._done:.0f} of {self._total:.0f} {self._unit}"
         if not self._done:
-            return f"{self._what}: {counts if self._unit else share} ({spell_time(spent_s)})"
+            return f"{self._what}: {counts if self._unit else share} ({format_duration(spent_s)})"
         left_s = spent_s * (self._total / self._done - 1)
         done = f"{counts} ({share})" if self._unit else share
-        return f"{self._what}: {done}, about {spell_time(left_s)} left"
+        return f"{self._what}: {done}, about {format_duration(left_s)} left"
 
     def __enter__(self) -> Self:
         return self
@@ -61,7 +67,7 @@ class TimeLeft:
     def __exit__(self, *_: object) -> None: ...
 
 
-def spell_time(seconds: float) -> str:
+def format_duration(seconds: float) -> str:
     """Return a duration in its two largest units, such as "2 h 5 min"."""
     whole = round(seconds)
     for unit, name, below, part in (

@@ -20,10 +20,7 @@ def join_or_start_ray(
     worker_command: Sequence[str] = (),
     **settings: Any,  # Any: `ray.init`'s own
 ) -> bool:
-    """Connect, or start a Ray. Returns whether it was started here.
-
-    A Ray started here gives out `num_cpus` and starts its workers by `worker_command`.
-    """
+    """Connect to Ray, or start one (`num_cpus`, `worker_command`); return whether it was started."""
     import ray
 
     from ...actors.workers.local_ray import start_ray
@@ -46,7 +43,6 @@ def join_or_start_ray(
 
 
 def join_ray(address: str, **settings: Any) -> None:  # Any: arguments of `ray.init`
-    """Connect to a running Ray at an address, or on this machine for "auto"."""
     import ray
 
     from ...actors.workers.local_ray import on_loopback, use_token
@@ -57,7 +53,7 @@ def join_ray(address: str, **settings: Any) -> None:  # Any: arguments of `ray.i
         ray.init(address=address, **settings)
 
 
-def lost_ray() -> str | None:
+def dead_ray_process() -> str | None:
     """Return the vital process (raylet or GCS) of a Ray started here that has exited; None if all run."""
     from ray._private import ray_constants, worker
 

@@ -18,10 +18,7 @@ STOPPING = (signal.SIGINT, signal.SIGTERM)
 
 
 class Stopped(BaseException):
-    """Raised when a signal stops the job. A BaseException, so that error handlers do not catch it.
-
-    `is_reported`: whether the user has been informed about the remaining work.
-    """
+    """A signal stops the job. A BaseException, so that error handlers do not catch it."""
 
     def __init__(self, number: signal.Signals) -> None:
         super().__init__(f"stopped by {number.name}")
@@ -46,7 +43,7 @@ class StopSignals:
         finally:
             self._notify = _raise
 
-    def take_back(self) -> None:
+    def reinstall(self) -> None:
         """Reinstall the handlers after a library (Ray) has replaced them."""
         if not self._signalled:  # else the next signal must end the process
             for number in self._before:

@@ -11,7 +11,6 @@ PLAIN_WIDTH = 120  # width of tables in a file or pipe
 
 
 def print_table(title: str, columns: list[str], rows: list[list[str]], *, num_left: int = 1) -> None:
-    """Print a table; the first `num_left` columns are left-aligned, the others right-aligned."""
     table = Table(title=title, title_justify="left")
     for i, column in enumerate(columns):
         table.add_column(column, justify="left" if i < num_left else "right", overflow="fold")

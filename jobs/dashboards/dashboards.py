@@ -77,7 +77,6 @@ def _board(board: Json, rows: Sequence[tuple[str, Sequence[Json]]], names: Diale
 
 
 def _variable(name: str, label: str, names: Dialect) -> Json:
-    """Return a dashboard variable with the values of a label; several or all can be selected."""
     query = f"label_values({names.exported('vllm:num_requests_running')}, {label})"
     return {
         "name": name,
@@ -172,10 +171,7 @@ def _panel(panel: Json, queries: dict[str, str]) -> Json:
 
 
 def rules(baseline: float | None = None) -> Json:
-    """Return the content of the file, with every metric checked against the catalogue.
-
-    `baseline`: mean acceptance length to compare with; by default that of a day before.
-    """
+    """Return the rules file with checked metrics; acceptance is compared with `baseline`, or a day before."""
     names = vllm_names()
     found: Json = yaml.safe_load(Path(__file__).with_name("alerts.yaml").read_text(encoding="utf-8"))
     for rule in found["groups"][0]["rules"]:
@@ -200,10 +196,7 @@ _ALL = _exported((*CATALOGUE, *GATEWAY_CATALOGUE, *SCALING_CATALOGUE, *BATCH_CAT
 
 @dataclass(frozen=True)
 class Dialect:
-    """The metric names of an exporter, and its label for the replica.
-
-    `samples` are its metrics by sample name in the catalogue, `used` those that were translated so far.
-    """
+    """The metric names of an exporter; `used` are those that were translated so far."""
 
     name: str
     samples: Mapping[str, Metric]
@@ -243,7 +236,6 @@ class Dialect:
 
 
 def vllm_names() -> Dialect:
-    """Return the names on `/metrics` of replicas and gateways."""
     return Dialect("vllm", _exported((*CATALOGUE, *GATEWAY_CATALOGUE)), "replica")
 
 

@@ -92,7 +92,6 @@ class Grafana:
         return found["uid"]
 
     def _found(self, path: str) -> Json | None:
-        """Return the object at a path of the API; None if it does not exist."""
         from grafana_api.grafana_api import GrafanaClientError
 
         with self._translated_errors():
@@ -105,7 +104,6 @@ class Grafana:
 
     @contextmanager
     def _translated_errors(self) -> Iterator[None]:
-        """Convert the client's exceptions to errors with a remedy."""
         import requests
         from grafana_api.grafana_api import GrafanaException
 

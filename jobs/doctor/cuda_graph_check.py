@@ -33,7 +33,6 @@ _BOUND = 100  # ulp of K and V in fp32: a padded batch may use other tiles
 
 
 def capture_checks(plan: LoadPlan) -> Iterator[Check]:
-    """Yield checks of steps with all drafts, with trimmed drafts, and without drafts."""
     for drafts in sorted({0, plan.num_speculative_tokens}):
         for cut in (False, True) if drafts else (False,):
             look = partial(_captured, plan, drafts, cut=cut)
@@ -74,7 +73,6 @@ def _trim_half(drafts: int) -> Trim:
 
 
 def _without_graphs(runner: GpuModelRunner, plan: LoadPlan) -> GpuModelRunner:
-    """Return a runner over the same models, states and pages that captures no graphs."""
     max_rows = plan.config.max_num_batched_tokens
     num_drafts = plan.num_speculative_tokens
     return GpuModelRunner(runner.models, len(_PROMPTS), num_drafts, max_rows, captures=False)

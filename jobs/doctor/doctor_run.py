@@ -1,21 +1,16 @@
-"""`manta doctor`: runs all checks and prints one table.
+"""`manta doctor`: runs all checks, in this process without Ray or HTTP, and prints one table.
 
-    machine       hardware and software                                  machine.py
-    Manta uses    backend for the pair, and why not the others           machine.py
-    a backend     its operators and passes against fp64                  cases/operators.py
-    own products  our kernels alone, with fused operations               cases/products.py
-    own experts   our kernels for routed experts, plain and packed       cases/experts.py
-    own latents   attention over latents, absorbed and expanded          cases/latents.py
-    own delta rule                                                       cases/delta_rule.py
-    steps         a step's kernels; captured steps                       cases/steps.py, cuda_graph_check.py
-    drafts        margins, trimming, DFlash2's kernels, odd head sizes   cases/drafts.py
-    pair          answers, token by token                                pair_check.py
-    rates         bandwidth and FLOP rate                                device_rates.py
-
-Runs in this process, without Ray or HTTP. Called by `jobs/cli.py`.
-- _of_plan
-- _captured_checks
-- print_report
+machine       hardware and software                                  machine.py
+Manta uses    backend for the pair, and why not the others           machine.py
+a backend     its operators and passes against fp64                  cases/operators.py
+own products  our kernels alone, with fused operations               cases/products.py
+own experts   our kernels for routed experts, plain and packed       cases/experts.py
+own latents   attention over latents, absorbed and expanded          cases/latents.py
+own delta rule                                                       cases/delta_rule.py
+steps         a step's kernels; captured steps                       cases/steps.py, cuda_graph_check.py
+drafts        margins, trimming, DFlash2's kernels, odd head sizes   cases/drafts.py
+pair          answers, token by token                                pair_check.py
+rates         bandwidth and FLOP rate                                device_rates.py
 """
 
 from __future__ import annotations
@@ -67,7 +62,6 @@ def run_doctor(options: DoctorOptions) -> Report:
 
 
 def print_report(report: Report) -> None:
-    """Print the table, and below it what to do about failures."""
     findings = report["findings"]
     rows = [
         [
@@ -113,7 +107,6 @@ def _checks(options: DoctorOptions) -> Iterator[Check]:
 
 
 def _of_plan(found: list[LoadPlan], checks: Callable[[LoadPlan], Iterator[Check]]) -> Iterator[Check]:
-    """Yield the checks of the plan; none without a pair."""
     for plan in found:
         yield from checks(plan)
 
@@ -157,7 +150,6 @@ def kernel_checks(place: MachineKind, *, quick: bool) -> Iterator[Check]:
 
 
 def _captured_checks(found: list[LoadPlan]) -> Iterator[Check]:
-    """Yield checks of captured steps where graphs are captured."""
     if not torch.cuda.is_available():
         yield raising("steps", "captured = launched", NotHereError(NO_GPU))
     elif found and found[0].attention_backend == "triton":

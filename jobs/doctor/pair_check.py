@@ -63,7 +63,6 @@ class _Workload:
 
 
 def settings_of(plan: LoadPlan, **changes: object) -> EngineConfig:
-    """Return settings for the plan's pair with few pages and all drafts in every step."""
     num_pages = _SEQUENCES * pages_for(MAX_LENGTH, plan.page_size) * len(plan.pages.groups)
     spec = plan.config.speculative_config
     small = replace(
@@ -156,7 +155,6 @@ class _ExactLogits:
         self._runner = runner
 
     def gap(self, tokens: tuple[int, ...], one: int, other: int) -> float:
-        """Return the difference of two tokens' logits after `tokens`."""
         logits_V = self._logits_after(np.array(tokens, dtype=np.int32))
         return float((logits_V[one] - logits_V[other]).abs())
 

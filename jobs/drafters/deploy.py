@@ -35,10 +35,7 @@ MEANINGS: dict[Verdict | None, str] = {
 
 @dataclass(frozen=True, slots=True)
 class TrialStatus:
-    """State of a deployment's drafters.
-
-    `drafter` None is the one in the application's `args`; `verdict` None: in progress, or no trial.
-    """
+    """State of a deployment's drafters; `drafter` None is that of `args`; `verdict` None: not decided."""
 
     user_config: UserConfig
     drafter: str | None
@@ -67,8 +64,6 @@ class TrialStatus:
 
 
 class DrafterDeployment:
-    """A deployment of the model's replicas in a running application."""
-
     def __init__(self, application: str, deployment: str) -> None:
         connect()
         from ray.serve.context import _get_global_client

@@ -1,7 +1,4 @@
-"""Summaries of drafters: one, two side by side, or all in folders and in the hub's cache, as a table or JSON.
-
-Called by `manta drafter inspect`, `compare` and `list`.
-"""
+"""Summaries of drafters: one, two side by side, or all that are found, as a table or JSON."""
 
 from __future__ import annotations
 
@@ -28,8 +25,8 @@ _SHARED_TENSORS = {"embedding": "embed_tokens.weight", "head": "lm_head.weight"}
 class DrafterSummary:
     """Properties of a drafter; the fields are the rows of the table, in this order.
 
-    EAGLE-3 drafters have no blocks and masks; their `target_layer_ids` are empty if they use the target's
-    defaults. `kv_bytes_per_token` is for 16-bit elements, `mean_acceptance_length` the card's lowest value.
+    `target_layer_ids` are empty for an EAGLE-3 drafter with the target's defaults, `kv_bytes_per_token` is
+    for 16-bit elements, `mean_acceptance_length` the card's lowest value.
     """
 
     name: str
@@ -78,7 +75,7 @@ def summarize_drafter(files: DrafterFiles[AnyConfig]) -> DrafterSummary:
         hidden_size=config.hidden_size,
         intermediate_size=config.intermediate_size,
         heads=f"{config.num_heads} of {config.head_dim}, {config.num_kv_heads} of K/V",
-        dflash2="" if blocks is None else _second(blocks),
+        dflash2="" if blocks is None else _dflash2_parts(blocks),
         target_layer_ids=config.target_layer_ids,
         num_target_layers=None if blocks is None else blocks.num_target_layers,
         target_hidden_size=config.target_hidden_size or config.hidden_size,
@@ -86,7 +83,11 @@ def summarize_drafter(files: DrafterFiles[AnyConfig]) -> DrafterSummary:
         mask_token_id=None if blocks is None else blocks.mask_token_id,
         vocab_size=config.vocab_size,
         draft_vocab_size=config.draft_vocab_size,
-        borrowed=tuple(what for what, name in _SHARED_TENSORS.items() if not _has(tensors, name)),
+        borrowed=tuple(
+            what
+            for what, name in _SHARED_TENSORS.items()
+            if tensors.shapes.keys().isdisjoint((name, f"model.{name}"))
+        ),
         rope=f"{config.rope.kind}, theta {config.rope.theta:g}",
         dtypes=tuple(sorted(set(tensors.dtypes.values()))),
         num_parameters=sum(map(prod, tensors.shapes.values())),
@@ -122,17 +123,13 @@ def _layer(causal: bool, window: int | None) -> str:
     return f"{seen}{' causal' if causal else ''}"
 
 
-def _second(config: DrafterConfig) -> str:
+def _dflash2_parts(config: DrafterConfig) -> str:
     parts: list[str] = []
     if (conv := config.convolutions) is not None:
         parts.append(f"convolutions of {conv.num_taps} over groups of {conv.group_size}")
     if (selector := config.selector) is not None:
         parts.append(f"selector of rank {selector.rank} among {selector.top_k}")
     return ", ".join(parts)
-
-
-def _has(tensors: TensorHeaders, name: str) -> bool:
-    return any(each in tensors.shapes for each in (name, f"model.{name}"))
 
 
 def _num_bytes(tensors: TensorHeaders, name: str) -> int:
@@ -142,12 +139,13 @@ def _num_bytes(tensors: TensorHeaders, name: str) -> int:
 
 
 def find_drafters(folders: Sequence[Path] | None) -> dict[str, AnyConfig]:
-    """Return drafter configurations by folder or hub id; other checkpoints are skipped.
-
-    None searches models/ and the hub's cache, else each folder and its subfolders.
-    """
+    """Return drafter configurations by folder or hub id; None searches models/ and the hub's cache."""
     here = [Path("models")] if folders is None else folders
-    places = {str(each): each for folder in here for each in (folder, *_subfolders(folder))}
+    places = {
+        str(each): each
+        for folder in here
+        for each in (folder, *sorted(filter(Path.is_dir, folder.glob("*"))))
+    }
     if folders is None:
         places |= dict(_cached())
     found: dict[str, AnyConfig] = {}
@@ -180,10 +178,6 @@ def _kind(config: AnyConfig) -> str:
     if isinstance(config, DrafterConfig):
         return "DFlash2" if config.convolutions or config.selector else "DFlash"
     return "EAGLE-3"
-
-
-def _subfolders(folder: Path) -> list[Path]:
-    return sorted(each for each in folder.glob("*") if each.is_dir())
 
 
 def _cached() -> Iterator[tuple[str, Path]]:

@@ -43,7 +43,7 @@ def print_candidates(found: Sequence[LayoutEstimate | LayoutMisfit], num_gpus: i
             print(f"misses the SLO: {each.layout}: {each.misses}")
 
 
-def print_played(played: Mapping[ParallelLayout, ReplayResult]) -> None:
+def print_replays(played: Mapping[ParallelLayout, ReplayResult]) -> None:
     columns = ["layout", "goodput tok/s", "within the SLO", "p95 TTFT ms", "p95 TPOT ms"]
     rows = [
         [

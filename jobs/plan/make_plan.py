@@ -17,7 +17,7 @@ from ...actors.http.config.settings import split_settings
 from ...actors.tokenization.checkpoint_paths import absolute_path
 from ...cluster.config import EngineConfig, Quantization, SpeculativeConfig
 from ...cluster.hardware.gpu_specs import Gpu, find_gpu
-from ...cluster.hardware.memory_plan import MAX_ROWS, UTILISATION
+from ...cluster.hardware.memory_plan import GPU_MEMORY_UTILIZATION, MAX_ROWS
 from ...cluster.hardware.model_pair import LayoutDemand
 from ...cluster.hardware.parallel_layouts import ParallelLayout, layouts
 from ...cluster.hardware.step_time import StepTimes
@@ -30,7 +30,7 @@ from ...cluster.planner.estimates import (
     estimate,
 )
 from ...cluster.simulation.simulated_engine import ReplayResult, Slo, TraceArrival, replay_trace
-from .candidate_tables import as_json, print_candidates, print_played
+from .candidate_tables import as_json, print_candidates, print_replays
 from .options import PlanOptions
 from .pair_reader import ReadPair, read_pair, read_trace
 
@@ -45,7 +45,6 @@ _QUEUED_PER_RUNNING = 4
 
 
 def make_plan(options: PlanOptions) -> dict[str, Any]:  # Any: JSON
-    """Print the plan, write its config if requested, and return the report."""
     gpu = find_gpu(options.gpu)
     read = read_pair(_engine_config(options), options.acceptance)
     trace = read_trace(options.trace, read.max_model_len) if options.trace is not None else []
@@ -58,7 +57,7 @@ def make_plan(options: PlanOptions) -> dict[str, Any]:  # Any: JSON
     fitting = check_fitting(found)
     played: dict[ParallelLayout, ReplayResult] = {}
     if trace:
-        played = _play_all(trace, fitting, read, gpu, demand, options)
+        played = _replay_trace(trace, fitting, read, gpu, demand, options)
         chosen, why = choose_by_trace(fitting, played)
     else:
         chosen, why = choose(fitting, demand, options.num_gpus)
@@ -69,7 +68,7 @@ def make_plan(options: PlanOptions) -> dict[str, Any]:  # Any: JSON
     if options.as_json:
         print(json.dumps(report, indent=2, ensure_ascii=False))
     else:
-        print_played(played) if played else None
+        print_replays(played) if played else None
         print(f"-> {why}")
     if options.output is not None:
         write_config(options.output, config, why)
@@ -103,7 +102,7 @@ def _demand(options: PlanOptions, read: ReadPair, trace: list[TraceArrival]) -> 
     )
 
 
-def _play_all(
+def _replay_trace(
     trace: list[TraceArrival],
     fitting: list[LayoutEstimate],
     read: ReadPair,
@@ -193,7 +192,7 @@ def serve_config(
         "max_model_len": read.max_model_len,
         "max_num_seqs": max_num_seqs,
         "max_num_batched_tokens": MAX_ROWS,
-        "gpu_memory_utilization": UTILISATION,
+        "gpu_memory_utilization": GPU_MEMORY_UTILIZATION,
         "max_num_queued_reqs": _QUEUED_PER_RUNNING * max_num_seqs,
     }
     if drafter is not None and layout.placement is not None:

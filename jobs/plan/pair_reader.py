@@ -1,5 +1,4 @@
-"""Reads what a plan needs to know: shapes, limits and acceptance of a target and a drafter, and a trace of
-arrivals.
+"""Reads a plan's inputs: shapes, limits and acceptance of a target and a drafter, and a trace of arrivals.
 
 No weights are read; from the hub only small files are downloaded (`SHAPE_FILES`). If a folder has weights,
 their headers are checked. The shapes are also used by `jobs/bench/step_cost.py`.
@@ -55,10 +54,7 @@ class ReadPair:
 
 
 def read_pair(config: EngineConfig, acceptance: str | None) -> ReadPair:
-    """Read the models of `config`.
-
-    `acceptance`: a mean length, or a probability per draft, comma-separated; None uses the drafter's card.
-    """
+    """Read the models of `config`; `acceptance` is a mean length, one probability per draft, or None."""
     folder = target_folder(config, files=SHAPE_FILES)
     target = read_model(folder)
     if _has_weights(folder):

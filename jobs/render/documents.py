@@ -37,8 +37,8 @@ TEMPLATES = {
     "dockerfile": "Dockerfile",
     "systemd": "manta.service",
 }
-# Serve waits for streams up to `GRACEFUL_SHUTDOWN_S` of actors/replica.py; an engine of a job returns its
-# rows and exits.
+# Serve waits for streams up to `graceful_shutdown_timeout_s` (actors/replica.py); an engine of a job returns
+# its rows and exits.
 SERVICE_GRACE_S, JOB_GRACE_S = 900, 120
 _FOLDER = Path(__file__).with_name("templates")
 # Environment that every node's Ray must start with; `manta serve` sets it for its own cluster.
@@ -121,7 +121,6 @@ def ray_version() -> str:
 
 
 def ray_image(*, gpu: bool) -> str:
-    """Return the tag of Ray's image with this Python version."""
     python = f"py{sys.version_info.major}{sys.version_info.minor}"
     return f"rayproject/ray:{ray_version()}-{python}-{CUDA if gpu else 'cpu'}"
 
@@ -160,8 +159,6 @@ class Engines:
 
 @dataclass(frozen=True, slots=True)
 class Deployment:
-    """A Serve config and the nodes that it needs."""
-
     file: Path
     serve: Json
     engines: tuple[Engines, ...]

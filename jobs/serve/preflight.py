@@ -92,7 +92,6 @@ def check_capture(config: EngineConfig, settings: ServerSettings) -> None:
 
 
 def open_connections(port: int) -> int:
-    """Return the number of established TCP connections to a local port; 0 on systems other than Linux."""
     count = 0
     for table in (Path("/proc/net/tcp"), Path("/proc/net/tcp6")):
         if table.exists():
@@ -133,7 +132,7 @@ def describe_models(config: EngineConfig, settings: ServerSettings) -> Iterator[
     yield f"on {where} in {dtype}; loading takes about {round(seconds, -1) or 10:.0f} s"
 
 
-def try_it(url: str, config: EngineConfig, settings: ServerSettings) -> str:
+def example_request(url: str, config: EngineConfig, settings: ServerSettings) -> str:
     from ...actors.tokenization.tokenizer_config import read_chat_templates
 
     folder = target_folder(config)
@@ -155,7 +154,6 @@ def weight_bytes(folder: Path) -> int:
 
 
 def as_size(count: float) -> str:
-    """Return a size in the largest unit of which it has at least one."""
     for unit, size in UNITS:
         if count >= size:
             return f"{count / size:.3g} {unit}"

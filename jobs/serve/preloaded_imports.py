@@ -58,8 +58,8 @@ def fork_server(models: Models) -> ForkServer | None:
 class ServeWithoutPandas(MetaPathFinder):
     """Keeps Ray Serve from importing pandas, which takes half a second of each of its processes.
 
-    Serve imports it where it is installed, to encode data frames; none is answered here. Whatever else
-    imports pandas gets it.
+    Serve imports it where it is installed, to encode data frames; none is returned here. Other importers of
+    pandas get it.
     """
 
     @classmethod
@@ -99,11 +99,11 @@ def check_models(models: Models, report: Report, forks: ForkServer | None) -> No
 
 
 def _checked(models: Models) -> bytes:
-    """Return what to tell about the models, or what is wrong with them, pickled."""
+    """Return the report about the models, or the error that was raised, pickled."""
     try:
         lines = [line for model in models for line in describe_models(*model)]
         for model in models:
             check_capture(*model)
-    except Exception as error:  # raised by whoever asked
+    except Exception as error:  # raised again by the caller
         return pickle.dumps(error)
     return pickle.dumps(lines)

@@ -70,7 +70,6 @@ class ServeEnvironment:
         os.environ.update(wanted)
 
     def restore(self) -> None:
-        """Restore the variables and remove HAProxy's files. Idempotent."""
         _restore(self._before)
         if self.haproxy:
             self.haproxy.remove()

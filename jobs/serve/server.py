@@ -1,10 +1,10 @@
-"""Starting and stopping Ray Serve with one Manta application: the work behind `manta serve` and the demo.
+"""Starts and stops Ray Serve with one Manta application, for `manta serve` and the demo.
 
-Everything that can be wrong is checked before anything starts. A Ray that is running already (RAY_ADDRESS) is
-used and left running; else one is started here and ended with the server. HAProxy stands in front unless
-`plain_proxy` asks for Serve's own proxy; that is chosen by environment variables before Ray starts
-(`ray_environment.py`), so on an existing cluster it is what its nodes were started with. The end is in two
-parts: `drain` lets requests end and takes no new ones, `stop` ends what is there.
+Settings are checked before anything starts. A running Ray (RAY_ADDRESS) is used and left running; otherwise
+one is started here and ended with the server. HAProxy is in front unless `plain_proxy` selects Serve's own
+proxy; that is chosen by environment variables before Ray starts (`ray_environment.py`), so an existing
+cluster keeps what its nodes were started with. `drain` lets running requests end and refuses new ones; `stop`
+ends the application.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ from ...cluster.config import EngineConfig
 from ...cluster.errors import ConfigError, MantaError, PlacementError, brief_name
 from ..common.http_client import ServerClient, await_ready, num_requests
 from ..common.progress import REPORT_INTERVAL_S, Report, Wait, counting, in_thread
-from ..common.ray_session import join_or_start_ray, lost_ray, ray_address
+from ..common.ray_session import dead_ray_process, join_or_start_ray, ray_address
 from ..common.stop_signals import Stopped, StopSignals
 from .options import ServeOptions
 from .preflight import (
     check_open_files,
     check_port,
     check_storage,
+    example_request,
     find_checkpoints,
     open_connections,
-    try_it,
     warning_of_exposure,
 )
 from .preloaded_imports import ServeWithoutPandas, check_models, fork_server
@@ -47,16 +47,16 @@ if TYPE_CHECKING:
     from ...actors.workers.base.fork_server import ForkServer
 
 POLL_S = 0.1
-SELDOM_S = 1.0
+STATUS_POLL_S = 1.0
 ANSWER_TIMEOUT_S = 5.0
-LAST_WORDS_S = 5.0
-RAY_POLL_S = 0.5  # at Ray itself
-# Serve takes a replica away a little after its last request has ended.
+PROXY_RETRY_S = 5.0
+RAY_POLL_S = 0.5  # of Ray's processes
+# Serve removes a replica shortly after its last request has ended.
 DRAIN_MARGIN_S = 20.0
-# A replica without room: somebody may be about to end; an autoscaler needs minutes to bring a node.
+# For a replica that does not fit: other work may be ending; an autoscaler needs minutes to add a node.
 ROOM_TIMEOUT_S = 60.0
 NEW_NODE_TIMEOUT_S = 900.0
-# Serve's own lines are for those who look for a fault in Serve; requests have a line of ours.
+# Serve's own log lines only help to debug Serve; Manta logs each request.
 QUIET = {"log_level": "WARNING", "enable_access_log": False}
 
 
@@ -86,7 +86,6 @@ class Server:
         self._ray_is_lost = False
 
     def serve_until_stopped(self) -> None:
-        """Block until a signal's handler raises `Stopped`; then drain."""
         try:
             self._wait()
         except Stopped as stopped:
@@ -95,7 +94,7 @@ class Server:
     def _wait(self) -> NoReturn:
         while True:
             time.sleep(RAY_POLL_S)
-            if self.owns_ray and (lost := lost_ray()) is not None:
+            if self.owns_ray and (lost := dead_ray_process()) is not None:
                 self._ray_is_lost = True
                 raise MantaError(
                     f"Ray's {lost} has ended, and with it this server. Start it again; the system's log may "
@@ -103,7 +102,7 @@ class Server:
                 )
 
     def drain(self, why: str) -> None:
-        """Take no new requests. Those that run have `shutdown_timeout`, and then get an error event."""
+        """Refuse new requests. Running ones have `shutdown_timeout`, and then get an error event."""
         from ray import serve
 
         began_s = reported_s = time.monotonic()
@@ -123,18 +122,18 @@ class Server:
                 self._report(f"draining ({reported_s - began_s:.0f} s)")
             time.sleep(POLL_S)
         if time.monotonic() - began_s >= allowed_s:
-            self._await_last_words()
+            self._await_proxy_retries()
         self._deployed = False
         self._report(f"drained in {time.monotonic() - began_s:.1f} s")
 
-    def _await_last_words(self) -> None:
-        """HAProxy asks others, for some seconds, to take requests that had to end before they began."""
-        deadline_s = time.monotonic() + LAST_WORDS_S
+    def _await_proxy_retries(self) -> None:
+        """Wait while HAProxy retries, on other servers, requests that were refused before they began."""
+        deadline_s = time.monotonic() + PROXY_RETRY_S
         while open_connections(self._port) and time.monotonic() < deadline_s:
             time.sleep(POLL_S)
 
     def deploy(self, app: Application) -> None:
-        """Hand the application to Serve. From now on it is ours to end, also where it replaced another."""
+        """Hand the application to Serve. From now on `stop` ends it, also where it replaced another."""
         from ray import serve
 
         self._deployed = True
@@ -146,9 +145,7 @@ class Server:
     def stop(self, *, at_once: bool = False) -> None:
         """End the application, and Ray too if it was started here. Idempotent.
 
-        Args:
-            at_once: nothing is served yet, so a Ray that was started here ends without asking its replicas,
-                which would first load their models.
+        `at_once`: nothing is served yet, and Ray does not wait for replicas that still load.
         """
         if self._stopped:
             return
@@ -158,7 +155,7 @@ class Server:
         from ray._private import worker
 
         if self.owns_ray:
-            worker._worker_logs_enabled = False  # Serve's controller ends itself, which Ray calls an accident
+            worker._worker_logs_enabled = False  # Ray would report that Serve's controller has ended
             if at_once:  # threads that wait for Serve would log tracebacks; the next `ray.init` undoes it
                 logging.getLogger("ray").setLevel(logging.CRITICAL)
             elif not self._ray_is_lost:
@@ -187,10 +184,7 @@ def start_server(
 ) -> Server:
     """Serve one engine; returns when it answers. Wrong settings raise ConfigError before anything starts.
 
-    Args:
-        args: as under `args:` in ray_config.yaml; here also keys.
-        report: gets progress lines; by default standard error.
-        signals: may end it while it starts; reinstalled after Ray's own handlers.
+    `args` are as under `args:` in ray_config.yaml, with keys. `signals` are reinstalled after Ray's handlers.
     """
     report = report or _to_stderr
     models = [(config, with_keys(settings)) for config, settings in split_models(args)]
@@ -217,7 +211,7 @@ def start_server(
     server = Server(options, settings, environment, forks, owns_ray=owns_ray, report=report)
     try:
         if signals is not None:
-            signals.take_back()
+            signals.reinstall()
         with counting("checking the checkpoints", report, begin=False):
             checks.result()
         _deploy(server, models, options, report)
@@ -226,7 +220,7 @@ def start_server(
         raise
     report(f"serving on {server.url}" + (f"; live page: {server.url}/ui" if settings.ui else ""))
     if not existing:
-        report(f"try it: {try_it(server.url, config, settings)}")
+        report(f"try it: {example_request(server.url, config, settings)}")
     return server
 
 
@@ -277,7 +271,7 @@ def _deploy(
 
     app = build_application(models)
     logging.getLogger(serve.__name__).setLevel(logging.WARNING)
-    # Returns when the proxies are up; the replicas load beside them.
+    # Returns when the proxies are up; the replicas load meanwhile.
     proxies = in_thread(
         lambda: serve.start(
             proxy_location="HeadOnly",
@@ -292,7 +286,7 @@ def _deploy(
     with counting("loading the models", report) as wait:
         _await_running(options, deadline_s, wait, proxies, replaces=not server.owns_ray)
         _check_proxies(proxies)
-    # The proxy learns of the replica a moment after Serve calls it running.
+    # The proxy knows the replica shortly after Serve reports it as running.
     await_ready(options.url, deadline_s - time.monotonic())
 
 
@@ -329,13 +323,10 @@ def _check_proxies(start: Future[None]) -> None:
 def _await_running(
     options: ServeOptions, deadline_s: float, wait: Wait, proxies: Future[None], *, replaces: bool
 ) -> None:
-    """Wait until all replicas serve, or raise what the proxies raised; `wait` gets what replicas do.
+    """Wait until all replicas serve, or raise what the proxies raised; `wait` shows the replicas' state.
 
-    Each question to Serve takes CPU time of its controller, which starts the replicas. So Serve is asked
-    rarely until something answers at its address.
-
-    Args:
-        replaces: whether an earlier application may answer there.
+    A status request takes CPU time of Serve's controller, which starts the replicas. So there are few until
+    something answers at the address, which an earlier application may do if `replaces`.
     """
     begin_s = looked_s = requested_s = time.monotonic()
     answers, state = replaces, "NOT_STARTED"
@@ -343,7 +334,7 @@ def _await_running(
         while True:
             now_s = time.monotonic()
             answers = answers or client.is_ready()
-            if answers or now_s - requested_s >= SELDOM_S:
+            if answers or now_s - requested_s >= STATUS_POLL_S:
                 requested_s = now_s
                 state = _state(options)
                 if state == "RUNNING":
@@ -358,7 +349,7 @@ def _await_running(
                 _check_proxies(proxies)
             if now_s - looked_s >= REPORT_INTERVAL_S:
                 looked_s = now_s
-                wait.what = _what_it_does(options, now_s - begin_s)
+                wait.what = _loading_state(options, now_s - begin_s)
             time.sleep(POLL_S)
 
 
@@ -372,8 +363,8 @@ def _state(options: ServeOptions) -> str:
     return state
 
 
-def _what_it_does(options: ServeOptions, waited_s: float) -> str:
-    """A replica waits for its place in the cluster, then it loads."""
+def _loading_state(options: ServeOptions, waited_s: float) -> str:
+    """Return the replica's state; PlacementError if it has waited too long for resources."""
     from ...actors.replica import DEPLOYMENT
     from ...actors.workers.base.ray_resources import describe_missing_resources, may_grow
 

@@ -73,8 +73,8 @@ def eagle3_shape(target: ModelShape) -> ModelShape:
     """Return an EAGLE-3 head for a target: one of its layers with a dense MLP, three taps, and its own head.
 
     The second input row of q, k and v (5 % of the weights) is left out. For a target with latents, every head
-    has its own keys and values of the target's value size, as in TorchSpec's head for Kimi-K2.5. For a target
-    with experts, the MLP is as wide as the target's dense ones.
+    has its own keys and values of the target's value size, as in TorchSpec's head for Kimi-K2.5. With
+    experts, the MLP is as wide as the target's dense ones.
     """
     layer = target.layers[-1]
     latent = layer.latent

@@ -44,8 +44,6 @@ class DraftAssumptions:
 
 @dataclass(frozen=True, slots=True)
 class NodeEngine:
-    """A method with its layout on the node and the memory it has."""
-
     method: Method
     texts: AcceptanceMix
     pair: ModelPair
@@ -67,7 +65,6 @@ class NodeEngine:
 
 
 def read_shapes(model: str, drafter: str | None, max_model_len: int | None) -> ReadPair:
-    """Read the shapes of checkpoints from their configurations; raises as `read_pair` does."""
     spec = None if drafter is None else SpeculativeConfig(model=drafter)
     return read_pair(EngineConfig(model=model, speculative_config=spec, max_model_len=max_model_len), None)
 
@@ -103,10 +100,7 @@ def node_engines(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Workload:
-    """Lognormal lengths of prompts and answers, or those of a trace, used cyclically.
-
-    `sigma`: standard deviation of the logarithm; sequences are cut at `max_tokens`.
-    """
+    """Lognormal lengths of prompts and answers, cut at `max_tokens`, or those of a trace, cyclically."""
 
     prompt_tokens: float = 1024.0
     output_tokens: float = 512.0

@@ -19,7 +19,7 @@ import numpy as np
 from ...actors.system.atomic_files import write_json
 from ...cluster.errors import ConfigError
 from ...cluster.hardware.gpu_specs import Gpu, find_gpu
-from ...cluster.hardware.memory_plan import MAX_ROWS, UTILISATION
+from ...cluster.hardware.memory_plan import GPU_MEMORY_UTILIZATION, MAX_ROWS
 from ...cluster.hardware.model_pair import ModelPair
 from ...cluster.hardware.step_time import (
     LAUNCH_S,
@@ -98,7 +98,6 @@ def run_node(options: NodeOptions) -> Figures:
 
 
 def _name(model: str) -> str:
-    """Return the last part of a hub id or path; "gpt-oss-120b" for ".../gpt-oss-120b/target"."""
     path = Path(model)
     return path.parent.name if path.name == "target" else path.name
 
@@ -207,7 +206,6 @@ def _milliseconds(found: Percentiles) -> str:
 
 
 def assumptions(gpu: Gpu, pair: ModelPair, spread: float) -> list[str]:
-    """Return the assumptions, most important first."""
     device, link, target = gpu.device, gpu.link, pair.target
     packed = ", ".join(f"{experts.weight_bytes:g} bytes" for experts, _ in target.routed)
     return [
@@ -231,8 +229,8 @@ def assumptions(gpu: Gpu, pair: ModelPair, spread: float) -> list[str]:
         f"{EAGLE3_VOCAB:,} tokens, an MLP like the target's dense ones, or {EAGLE3_INTER} times the hidden "
         "size), replicated on every rank.",
         "A DFlash drafter, too, is replicated on every rank, except for the target's head. "
-        f"{UTILISATION:.0%} of a GPU's memory is used. A step has up to {MAX_ROWS} rows; prefill and "
-        "decoding share steps. There is no prefix cache.",
+        f"{GPU_MEMORY_UTILIZATION:.0%} of a GPU's memory is used. A step has up to {MAX_ROWS} rows; prefill "
+        "and decoding share steps. There is no prefix cache.",
         "The host takes no time: a step is scheduled while the previous one is computed.",
     ]
 

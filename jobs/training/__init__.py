@@ -1,5 +1,1 @@
-"""Trains a drafter for any target; read `train_drafter.py` first. `models/recipe/` makes the shipped pair
-with it.
-
-Nothing here is imported while serving.
-"""
+"""Trains a drafter for any target, also the shipped one (`models/recipe/`). Start with `train_drafter.py`."""

@@ -139,7 +139,6 @@ def _check_data(data: Continuations, held_out: Continuations, batch_size: int) -
 
 
 def machine() -> str:
-    """Return the name of the training machine, for cards."""
     if torch.cuda.is_available():
         return torch.cuda.get_device_name()
     return f"{torch.get_num_threads()} cores of {platform.processor() or platform.machine()}"

@@ -28,7 +28,7 @@ from ...jobs.training.heads.initialization import continued, drafter_config, fac
 from ...jobs.training.heads.offline_proposals import BlockProposals
 from ...jobs.training.heads.recipes import RECIPES, DrafterSettings
 from ...jobs.training.heads.trainables import read_target
-from ...jobs.training.loop.continuations import SPOKEN_TEMPERATURES, Continuations, write_continuations
+from ...jobs.training.loop.continuations import TEMPERATURES, Continuations, write_continuations
 from ...jobs.training.loop.training_loop import SNAPSHOT, Length, Report, load_snapshot
 from ...jobs.training.train_drafter import keep_freed_memory, machine, train
 from . import corpus
@@ -114,9 +114,7 @@ class _PairJob:
         self._train_together(tokenizer, target, store, sure_data)
         loss = held_out_loss(target, held_out, HELD_OUT_WINDOW_TOKENS, self._device)
         self._report(f"held-out loss: {loss:.3f}")
-        data = self._make_continuations(
-            tokenizer, store, "spoken", SPOKEN_TEMPERATURES, list, Shares.continuations
-        )
+        data = self._make_continuations(tokenizer, store, "spoken", TEMPERATURES, list, Shares.continuations)
         self._train_drafter(data)
         figures = self._measure(tokenizer)
         facts = PairFacts(

@@ -12,14 +12,8 @@ from manta.cluster.errors import ConfigError
 from manta.drafter.step.cpu_numba.step_ops import LoopStepOperators
 from manta.jobs.audit.audit_run import AuditOptions, run_audit
 from manta.jobs.cli import app
-from text_pair import make_text_pair
 from torch import Tensor
 from typer.testing import CliRunner
-
-
-@pytest.fixture(scope="module")
-def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    return make_text_pair(tmp_path_factory.mktemp("pair"))
 
 
 @pytest.fixture

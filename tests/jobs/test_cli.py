@@ -36,7 +36,6 @@ def serve_config(tmp_path: Path) -> Path:
 
 
 def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str]:
-    """Return exit code and standard error of a command."""
     with pytest.raises(SystemExit) as ended:
         main(arguments)
     code = ended.value.code

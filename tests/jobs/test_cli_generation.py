@@ -11,14 +11,8 @@ from manta.actors.targets.loading.load_plan import plan_load
 from manta.cluster.config import EngineConfig
 from manta.jobs.cli import main
 from manta.jobs.common import generate as chat
-from text_pair import make_text_pair
 
 SMALL = ("--dtype", "float32", "--num-threads", "1", "--max-model-len", "256", "--seed", "1")
-
-
-@pytest.fixture(scope="module")
-def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    return make_text_pair(tmp_path_factory.mktemp("pair"))
 
 
 @pytest.fixture(scope="module")

@@ -16,8 +16,6 @@ from manta.jobs.common.http_client import ServerClient, await_ready
 
 
 class _Handler(BaseHTTPRequestHandler):
-    """Answers with the server's next (status, body), and records the requests."""
-
     protocol_version = "HTTP/1.1"
     server: Any
 

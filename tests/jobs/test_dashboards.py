@@ -49,7 +49,7 @@ def scraped(url: str) -> dict[str, float]:
 
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Series:
-    """What a replica exports before and after some requests."""
+    """Return what a replica exports before and after some requests."""
     target, drafter = make_text_pair(tmp_path_factory.mktemp("pair"))
     config = EngineConfig.from_dict({"model": str(target), "speculative_config": {"model": str(drafter)}})
     with LiveServer(config, ServerSettings(), simulated) as server:
@@ -63,7 +63,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Series:
 
 
 def in_rays_names(served: Series) -> Series:
-    """The same as Ray's exporter shows it; tests of served replicas check the exporter itself."""
+    """Return the same in Ray's exporter's names; tests of served replicas check the exporter itself."""
     found: dict[str, tuple[float, float]] = {}
     for sample, values in served.items():
         name, _, labels = sample.partition("{")
@@ -73,7 +73,7 @@ def in_rays_names(served: Series) -> Series:
 
 
 def synthetic_series(names: Dialect, metrics: Sequence[Metric]) -> Series:
-    """Metrics of processes that are not running here: gateways, the autoscaler, jobs."""
+    """Make metrics of processes that are not running here: gateways, the autoscaler, jobs."""
     found: dict[str, tuple[float, float]] = {}
     for metric in metrics:
         written = ",".join(f'{label}="0"' for label in metric.labels)
@@ -83,14 +83,14 @@ def synthetic_series(names: Dialect, metrics: Sequence[Metric]) -> Series:
 
 
 def queries(names: Dialect) -> list[tuple[str, str]]:
-    """A panel's title and PromQL, for each query of all boards."""
+    """Return a panel's title and PromQL, for each query of all boards."""
     panels = [panel for board in boards(names) for panel in board["panels"]]
     return [(panel["title"], query["expr"]) for panel in panels for query in panel.get("targets", ())]
 
 
 @pytest.fixture(scope="module")
 def prometheus(served: Series, tmp_path_factory: pytest.TempPathFactory) -> Iterator[httpx.Client]:
-    """A Prometheus that holds all of these samples."""
+    """Run a Prometheus that holds all of these samples."""
     folder = tmp_path_factory.mktemp("prometheus")
     vllm, ray = vllm_names(), ray_names()
     others = synthetic_series(vllm, GATEWAY_CATALOGUE) | synthetic_series(
@@ -205,7 +205,7 @@ def test_queries_name_only_metrics_of_the_catalogue() -> None:
 
 @needs_prometheus
 def test_alerts_are_prometheus_rules_and_fire_correctly(tmp_path: Path) -> None:
-    """promtool's test of rules: half an hour of a missing drafter and a growing queue."""
+    """promtool tests the rules with half an hour of a missing drafter and a growing queue."""
     without_words = rules(baseline=3.0)
     for rule in without_words["groups"][0]["rules"]:
         del rule["annotations"]  # they would be compared, too
@@ -283,8 +283,7 @@ def _alert(name: str) -> Any:
 
 @needs_prometheus
 def test_drift_is_measured_against_the_day_before(tmp_path: Path) -> None:
-    """A category with half of its former acceptance, and an unchanged one; a drafter with three times its
-    former calibration error, one with that error from the start, and a good one."""
+    """One category loses half of its acceptance; one drafter's calibration error triples."""
     without_words = rules()
     for rule in without_words["groups"][0]["rules"]:
         del rule["annotations"]
@@ -332,7 +331,7 @@ def test_drift_is_measured_against_the_day_before(tmp_path: Path) -> None:
 
 
 class FakeGrafana(BaseHTTPRequestHandler):
-    """The documented calls of Grafana's HTTP API that are used."""
+    """Implements the documented calls of Grafana's HTTP API that are used."""
 
     stored: dict[str, Json]
     folders: list[Json]

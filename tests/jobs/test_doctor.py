@@ -1,6 +1,6 @@
 """`manta doctor` finds defects, survives failing checks, and needs neither Ray nor HTTP.
 
-That kernels pass is `test_kernels_cases.py`'s.
+`test_kernels_cases.py` tests that kernels pass.
 """
 
 from __future__ import annotations
@@ -74,12 +74,12 @@ def test_errors_are_reported_in_units_of_the_results_last_place():
 
 @pytest.fixture
 def place() -> MachineKind:
-    """A CPU's backends, on operands as small as the interpreter's."""
+    """Return a CPU's backends with operands as small as the interpreter's."""
     return replace(MachineKind.detect(), interpreted=False)
 
 
 def findings(place: MachineKind, name: str) -> Iterator[Finding]:
-    """Compiled loops in fp32."""
+    """Run the named checks of compiled loops in fp32."""
     for one in operator_checks(place, quick=True):
         if one.group == "loops" and one.name == f"{name}, float32":
             yield examine(one)
@@ -404,7 +404,7 @@ def test_neither_ray_nor_http_is_needed_and_a_healthy_cpu_passes(tmp_path: Path)
 
 
 def test_captured_steps_must_give_the_tokens_and_pages_of_launched_ones():
-    """The captured steps themselves need a GPU."""
+    """The captured steps themselves need a GPU; results are stand-ins here."""
     from manta.jobs.doctor.cuda_graph_check import _compare
 
     def seen(token: int, count: int = 2, value: float = 0.3) -> tuple[list[StepResult], list[Tensor]]:

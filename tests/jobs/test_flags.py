@@ -72,7 +72,7 @@ def engine(config: EngineConfig, model_: Model = None) -> None:
 
 
 def run(*arguments: str) -> Any:
-    """The values that the command received, or the user's error message."""
+    """Return the values that the command received, or the user's error message."""
     made.clear()
     found = CliRunner().invoke(app, arguments)
     return made[0] if made else " ".join(found.output.split())

@@ -62,7 +62,7 @@ def test_the_command_prints_tables_and_writes_a_valid_serve_config(folders: Path
 
 
 def test_one_byte_weights_are_planned_and_configured(folders: Path) -> None:
-    """Half the bytes of the blocks' products: a single user is faster, but not twice as fast."""
+    """The blocks' products read half the bytes: a single user is faster, but not twice as fast."""
     file, seldom = folders / "ray_config.yaml", {"batch": 1, "num_gpus": 1}
     plain = make_plan(options(folders, **seldom))
     report = make_plan(
@@ -159,7 +159,7 @@ def test_checkpoints_with_weights_have_their_headers_checked(
 def test_a_hub_ids_small_files_are_enough(
     folders: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A snapshot in the cache without weights, and no connection."""
+    """The cache has a snapshot without weights, and there is no connection."""
     revision = "f" * 40
     repository = tmp_path / "hub" / "models--Qwen--Qwen3-8B"
     (repository / "refs").mkdir(parents=True)

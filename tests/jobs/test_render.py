@@ -27,7 +27,7 @@ BATCH = ["--input", "s3://bucket/in/*.parquet", "--output", "s3://bucket/out", "
 
 
 def config(folder: Path, **args: Any) -> Path:
-    """A ray_config.yaml with these `args`, and `deployments` next to them."""
+    """Write a ray_config.yaml with these `args`, and `deployments` next to them."""
     deployments = args.pop("deployments", None)
     application = {
         "name": "My_App",
@@ -46,7 +46,7 @@ def rendered(kind: str, file: Path, gpus_per_node: int | None = None) -> Any:
 
 
 def closed(schema: Any) -> Any:
-    """The same schema with additional properties forbidden."""
+    """Return the schema with additional properties forbidden."""
     if isinstance(schema, list):
         return [closed(each) for each in schema]
     if not isinstance(schema, dict):

@@ -80,7 +80,7 @@ def test_chain_drafts_take_a_pass_each_and_a_block_one() -> None:
 
 
 def test_an_eagle3_head_for_a_target_with_latents_has_the_published_size() -> None:
-    """TorchSpec's for Kimi-K2.5: 64 heads of 128, with their own keys and values."""
+    """TorchSpec's head for Kimi-K2.5 has 64 heads of 128, with their own keys and values."""
     latent = LatentShape(q_rank=1536, nope_dim=128, rope_dim=64, v_dim=128, rank=512)
     attention = {"heads": 64, "kv_heads": 1, "head_dim": 576, "v_head_dim": 512, "latent": latent}
     experts = ExpertShape(count=384, chosen=8, inter=2048, num_held=384)
@@ -117,7 +117,7 @@ def test_the_same_seed_is_the_same_simulation() -> None:
 
 @pytest.mark.parametrize("method", ["plain", "eagle3-3", "dflash-7"])
 def test_a_faster_gpu_is_not_slower(method: str) -> None:
-    """In bandwidth, arithmetic and link, separately."""
+    """Bandwidth, arithmetic and link are raised separately."""
     device, link = H200.device, H200.link
     faster = [
         replace(H200, device=Device("more bytes", 2 * device.bytes_per_s, device.flops)),
@@ -131,7 +131,7 @@ def test_a_faster_gpu_is_not_slower(method: str) -> None:
 
 
 def test_methods_draft_and_are_accepted_as_configured() -> None:
-    """Equal requests: the mean length is that of the curve's first drafts."""
+    """Requests are equal, so the mean length is that of the curve's first drafts."""
     drafting = DraftAssumptions(dflash="6.0", eagle3="4.0", eagle3_drafts=7, spread=0.0)
     for name, survival in (
         ("dflash-7", survival_of_length(6.0, 15)),
@@ -183,7 +183,7 @@ def test_the_frontier_contains_the_undominated_points() -> None:
 
 
 def test_an_engine_simulated_at_a_known_cost_takes_the_time_of_its_steps() -> None:
-    """The same driver on a virtual clock: 20 tokens of one request are one prompt and 19 steps."""
+    """The same driver runs on a virtual clock: 20 tokens of one request are one prompt and 19 steps."""
     clock = VirtualClock()
     info = ExecutorInfo((100,), 16, 512, 1000, (), 0, "float32", "cpu")
     executor = SimulatedExecutor(info, (), LinearCost(0.5), clock.advance)

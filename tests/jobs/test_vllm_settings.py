@@ -1,7 +1,7 @@
 """Every argument of `vllm serve` and key of its speculative_config is accepted or gets a message.
 
-Their names are in data/vllm_arguments.txt, written down from vLLM 0.33's `EngineArgs`, `AsyncEngineArgs`,
-`FrontendArgs` and `SpeculativeConfig`, without fields that no user sets.
+data/vllm_arguments.txt lists the names in vLLM 0.33's `EngineArgs`, `AsyncEngineArgs`, `FrontendArgs` and
+`SpeculativeConfig`, without fields that no user sets.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ PYTHON_ONLY = {"skip_tokenizer_init", "per_request_spec_decode_metrics"}  # sett
 
 
 def options(command: str) -> set[str]:
-    """Every spelling of a command's options, spelled as settings."""
+    """Return every spelling of a command's options, spelled as settings."""
     parameters = typer.main.get_command(app).commands[command].params  # type: ignore[attr-defined]
     return {
         name.strip("-").replace("-", "_")

@@ -63,8 +63,8 @@ def convolve(
 ) -> Tensor:
     """Return y_n = sum over taps t of (base_t + dynamic_nt of each channel's group) * x_(n-t), [N, H].
 
-    The definition. Rows of other requests and before the first count as 0: every block starts fresh; adjacent
-    rows with equal owners are of one. In fp32, rounded once, after the residual is added.
+    Rows of other requests and before the first count as 0; adjacent rows with equal owners are of one. In
+    fp32, rounded once, after the residual is added.
     """
     num_rows, num_groups = len(x_NH), dynamic_NTC.shape[-1]
     x_NCG = in_fp32(x_NH).unflatten(-1, (num_groups, -1))

@@ -56,5 +56,4 @@ class Mlp:
 
 
 def _identity(y_NH: Tensor, residual_NH: Tensor | None = None) -> Tensor:
-    """Return outputs that are computed already."""
     return y_NH if residual_NH is None else y_NH + residual_NH

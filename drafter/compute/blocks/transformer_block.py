@@ -82,14 +82,7 @@ class TransformerBlock:
     def __call__(
         self, x_NH: Tensor, normed_NH: Normed, step: Any, cache: PagedKVCache, layer: int, next_norm: RMSNorm
     ) -> tuple[Tensor, Normed]:
-        """Return the residual after this block and its norm.
-
-        Args:
-            x_NH: the residual; not changed.
-            normed_NH: this block's first norm of it.
-            step: result of `Backend.begin` for this pass.
-            next_norm: the next block's first norm, or the model's final norm.
-        """
+        """Return the residual after this block, and its norm by `next_norm`; `x_NH` is not changed."""
         weights, operators = self._weights, self._operators
         qkv_NO = weights.qkv(normed_NH)
         if weights.qkv_norm is not None:

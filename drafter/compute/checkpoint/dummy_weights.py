@@ -22,9 +22,8 @@ _INTEGERS_STD = 4.6  # standard deviation of INT4's
 class RandomTensors:
     """A `TensorSource` of given shapes: vectors are 1, biases 0, matrices of variance 1 / columns.
 
-    Args:
-        dtype, device: of all tensors; except that a drafter's token map (`d2t`) is int64, and packed
-            weights (`drafter/compute/checkpoint/packed_4bit.py`) are bytes and words.
+    `dtype` is that of all but a drafter's token map (`d2t`, int64) and packed weights (`packed_4bit.py`:
+    bytes, words).
     """
 
     def __init__(

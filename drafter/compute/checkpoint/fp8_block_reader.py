@@ -24,12 +24,7 @@ _SCALE = "_scale_inv"
 
 
 class Fp8Folder(TensorFolder):
-    """A `TensorFolder` that dequantizes FP8 matrices; slices need not be aligned to blocks.
-
-    Args:
-        block: rows and columns that share a scale.
-        dtype: of dequantized matrices; other tensors have the file's.
-    """
+    """A `TensorFolder` that dequantizes FP8 matrices to `dtype`; slices need not be aligned to blocks."""
 
     def __init__(self, folder: str | Path, block: tuple[int, int], dtype: torch.dtype) -> None:
         super().__init__(folder)

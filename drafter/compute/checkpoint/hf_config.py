@@ -41,11 +41,7 @@ _MAX_SHOWN = 200  # characters of a value in a message
 
 
 def read_json(folder: Path, name: str = "config.json", *, param: str, required: bool = True) -> Json:
-    """Return a JSON file of a checkpoint folder; empty if it is absent and not required.
-
-    Args:
-        param: the setting that names the folder, "model" or "speculative_config.model".
-    """
+    """Return a JSON file of the folder that the setting `param` names; empty if it may be absent."""
     file = folder / name
     kind = "Hugging Face" if param == "model" else "DFlash"
     try:
@@ -65,11 +61,7 @@ def read_json(folder: Path, name: str = "config.json", *, param: str, required: 
 
 
 def text_config(raw: Json) -> Json:
-    """Return the language model's part of a multimodal config.json, or `raw` itself.
-
-    Keys shared by all parts (class, dtype, end tokens, tying, quantization) are inherited if the text part
-    lacks them.
-    """
+    """Return the language model's part of a multimodal config.json, with keys of all parts, or `raw`."""
     nested = raw.get("text_config")
     if not isinstance(nested, dict):
         return raw
@@ -79,17 +71,11 @@ def text_config(raw: Json) -> Json:
 
 
 def overridden(raw: Json, overrides: Json, read: Callable[[Json], R], *, param: str) -> R:
-    """Read a config.json in which `overrides` replace keys.
+    """Read a config.json in which `overrides` replace keys; objects are merged, other values replaced.
 
-    Objects are merged, other values replaced. With a smaller num_hidden_layers, lists with an entry per layer
-    are truncated, unless they are overridden themselves.
-
-    Args:
-        param: the setting that holds the overrides.
-
-    Raises:
-        ConfigError: an override has no effect and does not repeat the file's value: another key takes
-            precedence, or it is misspelled, or belongs to another family.
+    With a smaller num_hidden_layers, lists with an entry per layer are truncated, unless they are overridden
+    themselves. ConfigError, naming `param`, for an override that has no effect and does not repeat the file's
+    value: another key takes precedence, or it is misspelled, or belongs to another family.
     """
     merged = _merged(raw, overrides)
     found = read(merged)
@@ -119,7 +105,6 @@ def _why_nothing_changes(merged: Json, without: Json, key: str, read: Callable[[
 
 
 def _outcome(raw: Json, read: Callable[[Json], object]) -> object:
-    """Return what `read` returns, or its error message."""
     try:
         return read(raw)
     except CheckpointError as error:
@@ -131,7 +116,6 @@ def _inner_keys(value: object) -> list[str]:
 
 
 def _less(raw: Json, outer: str, inner: str | None = None) -> Json:
-    """Return `raw` without a key, or without a key of an object in it."""
     if inner is None:
         return {name: value for name, value in raw.items() if name != outer}
     return {name: _less(value, inner) if name == outer else value for name, value in raw.items()}
@@ -152,8 +136,8 @@ def _merged(raw: Json, overrides: Json) -> Json:
 class HfConfig(BaseModel):
     """Base class of config.json models: unknown keys are ignored, null means absent, types are strict.
 
-    No string or bool is a number and no number a bool; 32.0 is an integer. Lists become tuples, so fields are
-    declared as `tuple[X, ...]`.
+    No string or bool is a number and no number a bool; 32.0 is an integer. Lists become tuples: fields are
+    `tuple[X, ...]`.
     """
 
     model_config = ConfigDict(
@@ -180,11 +164,7 @@ Off = Annotated[Any, AfterValidator(_off)]
 
 
 def parse(model: type[T], raw: Json, file: str, at: str = "") -> T:
-    """Validate `raw` as a `model`; the first invalid field raises a CheckpointError.
-
-    Args:
-        file, at: where `raw` was read; its dotted path in that file, if it is a part of it.
-    """
+    """Validate `raw`, at the dotted path `at` of `file`; the first invalid field raises a CheckpointError."""
     try:
         return model.model_validate(dict(raw))
     except ValidationError as error:
@@ -242,7 +222,6 @@ def keys_of(model: type[BaseModel]) -> frozenset[str]:
 
 
 def _keys(name: str, field: FieldInfo) -> tuple[str, ...]:
-    """Return the spellings of a field in the file."""
     alias = field.validation_alias
     choices = alias.choices if isinstance(alias, AliasChoices) else [alias or name]
     return tuple(choice for choice in choices if isinstance(choice, str))
@@ -294,7 +273,6 @@ def _described(annotation: Any, field: FieldInfo | None = None) -> str:  # Any: 
 
 
 def _members(annotation: Any) -> list[Any]:  # Any: type expressions
-    """Return the types of a union, without None."""
     if get_origin(annotation) in (Union, types.UnionType):
         return [member for member in get_args(annotation) if member is not type(None)]
     return [annotation]

@@ -34,9 +34,8 @@ _BIAS = 127  # of an MXFP4 scale's exponent
 class Packed(ABC):
     """Weights [E, O, I], packed along their inputs.
 
-    Attributes:
-        blocks_EOBJ: uint8 [E, O, I / 32, 16], two codes a byte.
-        scales_EOB: [E, O, I / 32], as the format stores them.
+    Blocks are uint8 [E, O, I / 32, 16], two codes a byte; scales [E, O, I / 32] are as the format stores
+    them.
     """
 
     blocks_EOBJ: Tensor
@@ -49,7 +48,6 @@ class Packed(ABC):
 
     @property
     def shape(self) -> tuple[int, int, int]:
-        """Shape [E, O, I] of the weights."""
         experts, outputs, blocks = self.scales_EOB.shape
         return experts, outputs, blocks * BLOCK
 
@@ -79,10 +77,7 @@ class Packed(ABC):
 
 
 class MXFP4(Packed):
-    """MXFP4 weights; scales are uint8, biased exponents; 255 is NaN.
-
-    Dequantized weights are exact in bf16, and in fp16 if the exponent fits.
-    """
+    """MXFP4 weights; scales are uint8 exponents (255: NaN). Exact in bf16, and in fp16 if they fit."""
 
     __slots__ = ()
 

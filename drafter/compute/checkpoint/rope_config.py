@@ -123,8 +123,8 @@ def _of_layer(
 ) -> tuple[str, dict[str, Any], float | None]:  # Any: JSON values
     """Return the path of a layer type's settings, the settings, and the theta outside them.
 
-    As in transformers: `rope_scaling` takes precedence over `rope_parameters`; if there are settings per
-    layer type, it changes those of full attention.
+    As in transformers: `rope_scaling` takes precedence over `rope_parameters`, and over full attention's
+    settings per type.
     """
     scaling, parameters = (_known_settings(config, key, file) for key in ("rope_scaling", "rope_parameters"))
     at, found = ("rope_scaling", scaling) if scaling else ("rope_parameters", parameters)

@@ -34,20 +34,11 @@ class TensorSource(Protocol):
 
     def get(self, name: str) -> Tensor: ...
 
-    def slice(self, name: str, rows: slice, dim: int = 0) -> Tensor:
-        """Return a part of a tensor along `dim`."""
-        ...
+    def slice(self, name: str, rows: slice, dim: int = 0) -> Tensor: ...
 
 
 class TensorHeaders:
-    """Names, shapes and dtypes of a checkpoint's tensors, without the tensors.
-
-    Attributes:
-        where: for messages.
-        shapes: shape of every tensor by name.
-        dtypes: likewise, in safetensors' notation ("BF16").
-        file_of: name of the file that holds it.
-    """
+    """Names, shapes and dtypes ("BF16") of a checkpoint's tensors; `where` is for messages."""
 
     def __init__(self, where: str) -> None:
         self.where = where
@@ -56,11 +47,6 @@ class TensorHeaders:
         self.file_of: dict[str, str] = {}
 
     def add(self, name: str, shape: tuple[int, ...], dtype: str, file: str) -> None:
-        """Record the header of a tensor.
-
-        Raises:
-            CheckpointError: another file has a tensor of this name.
-        """
         if name in self.shapes:
             raise CheckpointError(
                 f"{self.where}: tensor {name} is in {self.file_of[name]} and in {file}. Keep only the"
@@ -91,11 +77,7 @@ class TensorHeaders:
             )
 
     def refuse_stray_scales(self, read: Collection[str]) -> None:
-        """Raise CheckpointError if a matrix that is read has an unread scale or zero point: it is quantized.
-
-        Args:
-            read: names of all tensors that are read.
-        """
+        """Raise CheckpointError if a matrix that is read has a scale that is not: it is quantized."""
         for name in sorted(self.shapes.keys() - set(read)):
             found = _OF_QUANTISED.fullmatch(name)
             of = "" if found is None else found["matrix"]
@@ -113,9 +95,6 @@ class TensorFolder(TensorHeaders):
 
     Reads model.safetensors, else the shards that an index names (transformers' rule), else all safetensors
     files.
-
-    Attributes:
-        folder: where they are.
     """
 
     def __init__(self, folder: str | Path) -> None:

@@ -118,12 +118,9 @@ def why_not(spec: ModelStackSpec, machine: DeviceCapabilities) -> str | None:
 class TritonBackend(OperatorBackend):
     """Makes operators in Triton; GEMMs are the faster of Triton's and PyTorch's.
 
-    Args:
-        attend: attention implementation; by default `SplitAttention`.
-        batch_invariant: a row's bits do not depend on its batch: GEMMs are Triton's with one tile height,
-            attention is as in `AttentionWorkspace`, and MLA stays absorbed.
-        quantised: weights of projections are e4m3 (`linear/fp8_linear.py`), except those of heads, routers
-            and experts.
+    If `batch_invariant`, a row's bits do not depend on its batch: GEMMs are Triton's with one tile height,
+    attention is as in `AttentionWorkspace`, and MLA stays absorbed. If `quantised`, weights of projections
+    are e4m3 (`linear/fp8_linear.py`), except those of heads, routers and experts.
     """
 
     attention_batch = staticmethod(rows_from_host)

@@ -49,12 +49,7 @@ def why_not(spec: ModelStackSpec, machine: DeviceCapabilities) -> str | None:
 
 @dataclass(frozen=True, slots=True)
 class _Prepared:
-    """A pass's arguments of the package, for layers of one kind.
-
-    Attributes:
-        cu_keys: int32 [B + 1], keys before each request.
-        pages_BP: int32, the requests' rows of the page table.
-    """
+    """A pass's arguments of the package, for layers of one kind: pages, and keys before each request."""
 
     kind: AttentionKind
     cu_keys: Tensor

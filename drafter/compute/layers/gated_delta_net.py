@@ -24,11 +24,8 @@ from ..memory.recurrent_state_cache import DeviceStateRows, StateMemory, StateRo
 class DeltaNetShape:
     """One layer's delta rule, on one rank; tensors are fp32 and contiguous.
 
-    Attributes:
-        kernel_CT: of the convolution; the last tap is a row's own.
-        rate_V: negative; a row's g is rate * softplus(a + dt_bias).
-        norm_F: weight of the heads' RMSNorm after the rule.
-        eps: of that norm.
+    The last tap of `kernel_CT` is a row's own; a row's g is `rate_V` (negative) * softplus(a + dt_bias);
+    `norm_F` and `eps` are of the heads' RMSNorm after the rule.
     """
 
     geometry: RecurrentStateSpec

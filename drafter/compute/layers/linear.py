@@ -31,9 +31,9 @@ class Linear:
     """y = x W^T (+ bias) (+ residual), for W [O, H].
 
     On a CPU the weight is reordered once into oneDNN's blocked layout, and the plain weight is dropped: twice
-    as fast at 16 rows, and in fp32 a row's result is bitwise the same for any number of rows
-    (test_drafter_layers.py): a single row of many inputs is computed twice, since it would be summed in
-    another order. Elsewhere this is `F.linear`.
+    as fast at 16 rows, and in fp32 a row's bits are the same for any number of rows (test_drafter_layers.py).
+    A single row of many inputs is computed twice, since it would be summed in another order. Elsewhere this
+    is `F.linear`.
     """
 
     __slots__ = ("_bias", "_packed", "_pads_single_rows", "_weight", "dtype", "in_features", "out_features")
@@ -117,10 +117,7 @@ class RMSNorm:
 
 
 class HeadNorm:
-    """RMSNorm per head with per-head weights: q and k of a layer at once, or k of all layers.
-
-    Also rounds before the weight, unless that is fp32 where `x` is not.
-    """
+    """RMSNorm per head, e.g. of q and k at once; also rounds before the weight, unless only that is fp32."""
 
     __slots__ = ("_eps", "_shape", "_weight_JD")
 

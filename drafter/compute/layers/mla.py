@@ -30,12 +30,8 @@ from .linear import RMSNorm
 class MLALayer:
     """Norms and projections of a layer's MLA, on one rank.
 
-    Attributes:
-        q_norm, q_up: for queries with a low-rank projection; None if the block's first projection makes
-            queries.
-        kv_norm: of the latent.
-        kv_up_JUC: of each head K_h, then V_h.
-        v_dim: F.
+    `q_norm` and `q_up` are for low-rank queries, else None. `kv_norm` is of the latent; `kv_up_JUC` has of
+    each head K_h, then V_h; `v_dim` is F.
     """
 
     q_norm: RMSNorm | None
@@ -61,8 +57,8 @@ class MLALayer:
     def min_expanded(self) -> int | None:
         """Rows of a request in a pass from which expansion is less work, for any context; None: never.
 
-        A row and a key of its context take 2 C + R multiplications per head absorbed, and U + R expanded,
-        which also takes U C per key once a pass.
+        Per row and key of its context: 2 C + R multiplications per head absorbed, U + R expanded, and U C per
+        key once a pass.
         """
         unit = self.kv_up_JUC.shape[1]
         saved = 2 * self.rank - unit

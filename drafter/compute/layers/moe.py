@@ -59,11 +59,8 @@ class MoeRouter:
 class RouterWeights:
     """A router's tensors, complete on every rank.
 
-    Attributes:
-        weight_EH: projection to logits; rows are cast to its dtype, so an fp32 router computes in fp32.
-        bias_E: of the weight's dtype.
-        correction_E, expert_scale_E: fp32.
-        norm: of the raw residual, if the rule has `normed_input`.
+    Rows are cast to the dtype of `weight_EH`, so an fp32 router computes in fp32; corrections and scales are
+    fp32. `norm` is that of the raw residual, if the rule has `normed_input`.
     """
 
     rule: MoeRouter
@@ -113,20 +110,16 @@ def _plain(weight: Tensor | Packed, dtype: torch.dtype) -> Tensor:
 
 
 class Route(Protocol):
-    """A router, ready to run."""
-
     def __call__(self, normed_NH: Tensor, residual_NH: Tensor) -> tuple[Tensor, Tensor]:
         """Return experts, int32 [N, k], best first, and weights, fp32 [N, k]; takes norm and residual."""
         ...
 
 
 class Experts(Protocol):
-    """One rank's experts of one layer, ready to run."""
-
     def __call__(self, x_NH: Tensor, expert_ids_Nk: Tensor, weights_Nk: Tensor) -> Tensor:
         """Return y [N, H] in the dtype of `x`: the sum of a row's contributions from this rank's experts.
 
-        They are added in fp32 in the order of k, so that a row's bits do not depend on other rows. Expert ids
-        are int32, those of the model.
+        They are added in fp32 in the order of k, so that a row's bits do not depend on other rows. Ids
+        (int32) are the model's.
         """
         ...

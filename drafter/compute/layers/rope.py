@@ -71,8 +71,8 @@ class RopeConfig:
         theta: base of the frequencies.
         kind: "default", "linear", "llama3", "yarn" or "proportional".
         scaling: the remaining keys, as in the checkpoint, with derived values filled in.
-        rotary_dim: leading dimensions of a head that are rotated, in pairs c, c + rotary_dim / 2; 0 is all.
-        interleaved: the pairs are 2c, 2c + 1 instead.
+        rotary_dim: leading dimensions that are rotated, in pairs c, c + rotary_dim / 2 (2c, 2c + 1 if
+            `interleaved`); 0: all.
     """
 
     head_dim: int
@@ -92,14 +92,11 @@ class RopeConfig:
         layer_type: str | None = None,
         default_theta: float = 10000.0,
     ) -> RopeConfig:
-        """Read from a parsed config.json, in either of transformers' spellings.
+        """Read from a parsed config.json, in either of transformers' spellings; `file` is for messages.
 
-        Args:
-            file: source of the values, for messages.
-            layer_type: "full_attention" or "sliding_attention" if rotations differ by layer type. Then
-                settings that the file does not give per type apply to full layers: sliding ones have
-                `rope_local_base_freq`, and no scaling.
-            default_theta: used if the file has none (for this type of layers).
+        `layer_type` is given if rotations differ by layer type. Settings that the file does not give per type
+        then apply to full layers; sliding ones have `rope_local_base_freq` and no scaling. `default_theta` is
+        used if the file has none for this type.
         """
         found = read_rope(config, head_dim, file, layer_type)
         return cls(head_dim, found.theta or default_theta, found.kind, found.scaling, found.rotary_dim)
@@ -146,11 +143,7 @@ class RopeConfig:
         return torch.cat((low, passing[: len(passing) // 2], high, passing[len(passing) // 2 :]))
 
     def arranged(self, rows: Tensor) -> Tensor:
-        """Permute a checkpoint's query or key rows for these tables.
-
-        Args:
-            rows: weight [J * D, H], bias [J * D] or norm [D] of whole heads, after slicing by rank.
-        """
+        """Permute a checkpoint's query or key weight, bias or norm of whole heads for these tables."""
         order_D = self.permutation()
         if order_D is None:
             return rows

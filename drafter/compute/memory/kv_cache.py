@@ -37,10 +37,7 @@ def skip_slot(num_pages: int, page_size: int) -> int:
 class PagedKVCache:
     """Keys and values of a model's layers in `num_pages` pages, plus one for discarded rows.
 
-    Args:
-        places: of each layer; or the number of layers that all share one group.
-        geometry: of all layers, or of each.
-        states: recurrent states of the model's other layers; None if all have K/V.
+    `places` may be the number of layers that all share one group; `geometry` is of all layers, or of each.
     """
 
     def __init__(

@@ -33,13 +33,7 @@ Ints = NDArray[np.int64]
 
 
 class Save(NamedTuple):
-    """A copy of a state at a point within a pass.
-
-    Attributes:
-        request: index in the pass.
-        num_rows: number of its rows, none of them a draft, that the copy includes.
-        slot: target slot, not used by any request.
-    """
+    """A copy in a free `slot` of a request's state after `num_rows` of its rows, none of them a draft."""
 
     request: int
     num_rows: int
@@ -119,14 +113,7 @@ class DeviceStateRows:
 
 
 class StateMemory:
-    """States, windows and records of all recurrent layers, by slot.
-
-    Args:
-        num_layers: number of recurrent layers.
-        geometry: of each of them, on this rank.
-        max_drafts: per request and step.
-        dtype: the model's, used for windows. States and records are fp32.
-    """
+    """States and records (fp32) and windows (the model's dtype) of all recurrent layers, by slot."""
 
     def __init__(
         self,
@@ -151,7 +138,6 @@ class StateMemory:
         self.x_LZPC = zeros(max_drafts, kind.channels, dtype=dtype)
 
     def reset(self, slots_B: Ints) -> None:
-        """Zero slots before a sequence's first row."""
         where_B = torch.from_numpy(slots_B).to(self.states_LZVDF.device)
         for part in (self.states_LZVDF, self.windows_LZWC):
             part.index_fill_(1, where_B, 0.0)

@@ -28,7 +28,7 @@ def find_device(device: torch.device, dtype: torch.dtype, stated: str | None) ->
 
 
 def published_rates(device: torch.device, dtype: torch.dtype) -> Device | None:
-    """Return the measured rates of a known GPU, for 16-bit products; None for other devices and dtypes."""
+    """Return the measured rates of a known GPU for 16-bit products; None for other devices and dtypes."""
     if device.type != "cuda" or dtype.itemsize != 2:
         return None
     return GPUS.get(torch.cuda.get_device_name(device))

@@ -145,8 +145,7 @@ def open_engines(
 ) -> Iterator[dict[tuple[str, str], LLM]]:
     """Open one engine per mode and dtype, with `max_num_seqs=requests` and without a prefix cache.
 
-    Each engine counts the GPU memory that the others use, so the nth may use n shares of
-    `gpu_memory_utilization`.
+    Each counts the GPU memory that the others use, so the nth may use n shares of `gpu_memory_utilization`.
     """
     engines: dict[tuple[str, str], LLM] = {}
     kinds = [(mode, dtype) for dtype in dtypes for mode in MODES]
@@ -179,10 +178,7 @@ def tried_dtypes(config: EngineConfig) -> tuple[str, ...]:
 
 
 class EnginePass:
-    """Prompts and their sampling parameters for one engine; a call runs a slice of them.
-
-    Their ids determine the seeds, so that all modes sample alike.
-    """
+    """Prompts and sampling parameters for one engine; a call runs a slice. Ids determine the seeds."""
 
     def __init__(
         self, llm: LLM, prompts: Sequence[Prompt], max_tokens: int, temperature: float = 0.0
@@ -268,7 +264,6 @@ def split_evenly(count: int, per_turn: int, requests: int) -> list[slice]:
 def run_rounds(
     sides: Mapping[str, Callable[[slice], _Pass]], turns: Sequence[slice], rounds: int, title: str
 ) -> dict[str, list[_Pass]]:
-    """Return for each side one pass over all prompts per round, summed over its turns."""
     passes: dict[str, list[_Pass]] = {name: [] for name in sides}
     for number in range(rounds):
         done: dict[str, list[_Pass]] = {name: [] for name in sides}

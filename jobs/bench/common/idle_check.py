@@ -36,10 +36,7 @@ class _Clocks(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Idleness:
-    """CPU times over `seconds` of watching, summed over `cores`; None is unknown.
-
-    `waited_s`: the part of `seconds` in which some thread (own or not) waited for a core.
-    """
+    """CPU times over `seconds`, summed over `cores`; None: unknown; `waited_s`: a thread lacked a core."""
 
     seconds: float = 0.0
     cores: int = 1
@@ -75,7 +72,6 @@ class Idleness:
         return " ".join(texts) or None
 
     def as_json(self) -> dict[str, Any]:  # Any: JSON
-        """Return the times as shares of the cores' time; null is unknown."""
         times = {"own_share": self.own_s, "others_share": self.others_s, "stolen_share": self.stolen_s}
         return {
             "idle": self.idle,
@@ -97,8 +93,6 @@ class Idleness:
 
 
 class Watch:
-    """Sums CPU times over all `with watch.open()` blocks."""
-
     def __init__(self, proc: Path = PROC) -> None:
         self.proc = proc
         self._cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
@@ -109,7 +103,6 @@ class Watch:
 
     @contextmanager
     def open(self) -> Iterator[None]:
-        """Watch for the duration of the `with` block."""
         begin_s = time.monotonic()
         with self.own_clock() as own_s:
             before = self._read(own_s) if self.is_known else None
@@ -129,7 +122,6 @@ class Watch:
 
     @property
     def found(self) -> Idleness:
-        """Return the sums over all blocks so far."""
         if not self._spent:
             return Idleness(seconds=self._seconds, cores=max(len(self._cores), 1))
         columns = (list(column) for column in zip(*self._spent, strict=True))
@@ -155,7 +147,6 @@ class Watch:
 
 
 def print_warning(found: Sequence[Mapping[str, Any]]) -> None:
-    """Print the warning of the most disturbed point, given the `as_json` of each point."""
     disturbed = [idleness for idleness in found if idleness["warning"] is not None]
     if disturbed:
         print(max(disturbed, key=lambda idleness: idleness["others_share"])["warning"], flush=True)
@@ -168,7 +159,6 @@ def used_s(who: int) -> float:
 
 
 def ticks_per_s() -> int:
-    """Return the resolution of the clocks in /proc."""
     return os.sysconf("SC_CLK_TCK")
 
 

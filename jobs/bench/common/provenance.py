@@ -46,7 +46,6 @@ def cpu_model() -> str:
 
 
 def cpu_flags() -> set[str]:
-    """Return the CPU flags as Linux names them; empty on other systems."""
     return set(_cpu_facts().get("flags", "").split())
 
 
@@ -73,7 +72,6 @@ def _version(name: str) -> str | None:
 
 
 def _git(*arguments: str) -> str | None:
-    """Run git in the checkout that contains this package; None for an installed wheel."""
     root = Path(__file__).resolve().parent.parent
     command = ["git", "-C", str(root), *arguments]
     try:

@@ -53,8 +53,6 @@ DRAFT_LAYERS, DRAFT_TAPS, BLOCK_SIZE = 5, 5, 16  # z-lab's b16 drafters
 
 @dataclass(frozen=True, slots=True)
 class PairShape:
-    """Configurations of a target and a drafter, parsed and as JSON; `name` is shown."""
-
     name: str
     target_json: Json
     drafter_json: Json
@@ -63,10 +61,7 @@ class PairShape:
 
     @classmethod
     def read(cls, model: str | None, spec_model: str | None) -> PairShape:
-        """Read folders or config.json files; weights need not exist.
-
-        Without a model it is Qwen3-8B, without a drafter z-lab's b16 one at the target's width.
-        """
+        """Read folders or config.json files without weights; by default Qwen3-8B and z-lab's b16 drafter."""
         target_json = QWEN3_8B if model is None else _read(model, "model")
         target = _parse(target_json, model, read_model)
         drafter_json = (
@@ -96,7 +91,6 @@ class PairShape:
 
 
 def z_lab_drafter(target: Json) -> Json:
-    """Return the config.json of a z-lab drafter: five layers and five taps at the target's width."""
     num_layers: int = target["num_hidden_layers"]
     kept = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim")
     same = {key: target[key] for key in (*kept, "vocab_size", "rms_norm_eps", "rope_theta") if key in target}

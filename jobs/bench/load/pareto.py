@@ -53,7 +53,6 @@ def run_pareto(sources: Sequence[Figures], output: Path | None, svg: Path | None
 
 
 def read_figures(path: Path) -> Figures:
-    """Return the figures in a file that a sweep wrote; ConfigError for any other file."""
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
         if {"provenance", "points", "options", "refused"} <= found.keys():
@@ -72,7 +71,6 @@ def _new_name(name: str, known: Mapping[str, object]) -> str:
 
 
 def sweep_curves(figures: Figures) -> dict[str, list[Figures]]:
-    """Return the operating points by method: plain, the adaptive engine, and other methods."""
     own = figures["engine"]["speculative_config"]["method"]
     names = {"plain": "plain", "adaptive": own, **{m: m for m in figures["options"]["methods"]}}
     points = _closed(figures)
@@ -107,7 +105,6 @@ def pareto_picture(curves: Mapping[str, Sequence[Figures]], per: str) -> Picture
 
 
 def sweep_pictures(figures: Figures) -> list[Picture]:
-    """Return the charts of a sweep."""
     points = _closed(figures)
     per = "GPU" if figures["provenance"]["gpu"] else "machine"
     return [pareto_picture(sweep_curves(figures), per), _speedup(points)] if points else []
@@ -118,7 +115,7 @@ def _closed(figures: Figures) -> list[Figures]:
 
 
 def _speedup(points: Sequence[Figures]) -> Picture:
-    """Return the chart of speed-ups over plain decoding; fixed lengths are drawn faint."""
+    """Plot speed-ups over plain decoding; fixed lengths are drawn faint."""
     sides = [name for name in points[0]["sides"] if name != "plain"]
     sides.sort(key=lambda name: "-" in name)  # main sides first: the first colors differ most
     series = {

@@ -43,13 +43,7 @@ class LoadRequest:
 
 
 class RequestSource:
-    """An endless sequence of requests.
-
-    Args:
-        rows: the prompts, used cyclically.
-        max_tokens: mean output tokens; requests vary from 0.5 to 1.5 times this.
-        natural: stop at an end-of-sequence token; `max_tokens` is then the limit of each request.
-    """
+    """An endless sequence of requests over `rows`; `natural` ones stop at an end-of-sequence token."""
 
     def __init__(
         self,

@@ -41,10 +41,7 @@ class Prepared:
 
 
 def prepare_speed_bench(subset: str, output: Path, source: Path | None = None) -> Prepared:
-    """Write a line {id, category, messages} for the first turn of each row.
-
-    `source`: output of NVIDIA's preparation (Parquet or JSONL); by default the hub's file.
-    """
+    """Write a line {id, category, messages} for each row's first turn, of the hub's file or `source`."""
     say(_LICENSE)
     file = source or _download(subset)
     rows = list(_read(file))
@@ -89,7 +86,6 @@ def _read(file: Path) -> Iterator[Row]:
 
 
 def _download(subset: str) -> Path:
-    """Download the subset's single Parquet file into the hub's cache."""
     from huggingface_hub import snapshot_download
 
     try:

@@ -1,1 +1,1 @@
-"""`manta bench sweep`: compares all draft lengths and methods with plain decoding by load; see run.py."""
+"""`manta bench sweep`: draft lengths and methods against plain decoding, by load; see sweep_run.py."""

@@ -28,10 +28,7 @@ class Driver:
         self.clock = clock
 
     def closed(self, source: RequestSource, part: range, at_once: int) -> LoadPass:
-        """Run the requests of `part` with `at_once` in flight, and return when all of them have finished.
-
-        Requests that follow `part` keep the load constant until then and are aborted.
-        """
+        """Run the requests of `part` with `at_once` in flight; later ones keep the load and are aborted."""
         run, left = LoadRun(self), set(part)
         number = part.start
         while left:
@@ -46,8 +43,6 @@ class Driver:
 
 
 class LoadRun:
-    """The requests of one pass; `open` are in flight."""
-
     def __init__(self, driver: Driver) -> None:
         self._engine, self._clock = driver.engine, driver.clock
         self._before = self._engine.stats().step_seconds
@@ -68,7 +63,6 @@ class LoadRun:
         )
 
     def step(self) -> set[int]:
-        """Run one step of the engine and return the numbers of the requests that finished."""
         ended: set[int] = set()
         updates = self._engine.step()
         now_s = self._clock()
@@ -85,7 +79,6 @@ class LoadRun:
         return ended
 
     def end(self) -> LoadPass:
-        """End the pass: abort all requests in flight and return the result."""
         end_s, after = self._clock(), self._engine.stats().step_seconds
         for name in self.open:
             self._engine.abort(name)

@@ -56,8 +56,8 @@ def open_sides(
     """Open all sides (without fixed lengths if `methods_only`).
 
     Each engine counts the GPU memory that the others use, so the nth may use n shares of
-    `gpu_memory_utilization`. The number of sides is known only once the first engine reports its ladder, so
-    that one gets the smallest share.
+    `gpu_memory_utilization`. The first one reports the ladder and with it the number of sides, so it gets the
+    smallest share.
     """
     spec = config.speculative_config
     assert spec is not None, "run_sweep checks that there is a speculative config"

@@ -35,7 +35,6 @@ class RequestLatencies:
 
     @classmethod
     def of(cls, requested_s: float, times_s: Sequence[float], num_tokens: int) -> RequestLatencies:
-        """Compute the latencies from the arrival time and the times of events with tokens (at least one)."""
         ttft_s, e2el_s = times_s[0] - requested_s, times_s[-1] - requested_s
         tpot_s = (e2el_s - ttft_s) / (num_tokens - 1) if num_tokens > 1 else None
         return cls(ttft_s, e2el_s, tpot_s, tuple(later - sooner for sooner, later in pairwise(times_s)))

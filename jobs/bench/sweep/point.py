@@ -36,10 +36,7 @@ class PointPasses:
 def measure(
     requests: int, drivers: Mapping[str, Driver], source: RequestSource, rounds: int, budget_s: float
 ) -> PointPasses:
-    """Measure all sides in at most `rounds` rounds.
-
-    `budget_s` covers all sides together; it is exceeded if it is too short for LEAST_ROUNDS.
-    """
+    """Measure in LEAST_ROUNDS to `rounds` rounds; `budget_s` is for all sides together."""
     begin_s = time.monotonic()
     minimum = max(requests, 2)
     # Warm-up. Its duration also determines how many requests fit into the budget.
@@ -58,21 +55,14 @@ def measure(
 
 
 def _plan(minimum: int, min_s: float, side_s: float, max_rounds: int) -> tuple[int, int]:
-    """Return rounds and requests per round for `side_s` seconds, if `minimum` requests take `min_s`.
-
-    Longer rounds are preferred to more rounds, since all requests of a round start together.
-    """
+    """Return rounds and requests per round for `side_s` seconds; longer rounds are preferred to more."""
     fit = side_s / min_s
     rounds = max(min(max_rounds, int(fit / 2)), min(MIN_ROUNDS, max_rounds))
     return rounds, max(minimum, int(minimum * fit / rounds))
 
 
 def point_figures(measured: PointPasses, fixed: Sequence[str]) -> Figures:
-    """Return the figures of all sides as JSON. The *best* side is the fastest of plain and fixed lengths.
-
-    Acceptance by draft position is reported only for the longest fixed length, since shorter ones have the
-    same first drafts.
-    """
+    """Return the figures of all sides as JSON; the *best* side is the fastest of plain and fixed lengths."""
     passes = measured.passes
     best = max((PLAIN, *fixed), key=lambda name: statistics.median(_speeds(passes[name])))
     expected = _tokens(measured, PLAIN)
@@ -135,5 +125,4 @@ def _speeds(passes: Sequence[LoadPass]) -> list[float]:
 
 
 def _ratios(ours: Sequence[LoadPass], theirs: Sequence[LoadPass]) -> list[float]:
-    """Return the ratios of tokens/s per request, in closed loops those of total tokens/s."""
     return [mine / other for mine, other in zip(_speeds(ours), _speeds(theirs), strict=True)]

@@ -28,7 +28,6 @@ def run_sweep(
     options: SweepOptions,
     make_source: Callable[[Sequence[PromptRow], int, float], RequestSource] = RequestSource,
 ) -> Figures:
-    """Measure, print tables, write the requested file, and return the figures."""
     if config.speculative_config is None:
         raise ConfigError(
             "speculative_config is missing: a sweep compares draft lengths. Give --spec-model.",

@@ -1,7 +1,4 @@
-"""A case: a computation of a backend, compared with the definition in fp64, with an error bound.
-
-Made by the modules beside this one; run by `../doctor_run.py` and by tests.
-"""
+"""A case: a computation of a backend, compared with the definition in fp64, with an error bound."""
 
 from __future__ import annotations
 
@@ -23,13 +20,11 @@ REMEDY = (
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """A line of the table in each dtype.
+    """A line of the table in each dtype; `error` is the largest error in units of the last place.
 
-    Attributes:
-        error: runs the computation and returns the largest error in units of the last place.
-        half, fp32: bounds of the error with results in 16 bits and in fp32. In fp32 a sequential sum of 12288
-            terms may be off by 90 units; with tf32 products it is off by thousands.
-        is_operator: only backends driven from Python compute this separately.
+    Bounds are for 16 bits (`half`) and fp32, where a sequential sum of 12288 terms may be off by 90 units,
+    with tf32 products by thousands. If `is_operator`, only backends driven from Python compute this
+    separately.
     """
 
     name: str
@@ -59,7 +54,6 @@ def checks_of_served(
 
 
 def error_of(inputs: KernelInputs, compute: Callable[[KernelInputs], list[Tensor]]) -> float:
-    """Return the largest error of `compute`'s results against the definition's in fp64."""
     definition = inputs.definition()  # before any operands are drawn
     found, exact = compute(inputs), compute(definition)
     return max(off_by(*pair) for pair in zip(found, exact, strict=True))

@@ -25,12 +25,7 @@ class NotHereError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class CheckOutcome:
-    """Result of a check.
-
-    Attributes:
-        measured, bound: text with units.
-        passed: whether the measured value is within the bound; None if there is no bound.
-    """
+    """Result of a check, as text with units; `passed` None means that there is no bound."""
 
     measured: str
     bound: str = ""
@@ -39,13 +34,7 @@ class CheckOutcome:
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """A check to run.
-
-    Attributes:
-        group, name: its line in the table.
-        look: runs the check.
-        remedy: what to do if it fails.
-    """
+    """A check to run: its line in the table, the function, and what to do if it fails."""
 
     group: str
     name: str
@@ -55,13 +44,7 @@ class Check:
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """A line of the report.
-
-    Attributes:
-        measured: the result; the reason if the check was skipped; the exception if it raised one.
-        remedy: set only for failures.
-        trace: traceback of an exception.
-    """
+    """A line of the report; `measured` is the result, the reason for skipping, or the exception."""
 
     group: str
     name: str
@@ -105,13 +88,7 @@ def _status(outcome: CheckOutcome) -> Status:
 
 
 def off_by(found: Tensor, exact: Tensor) -> float:
-    """Return the largest error in units of the last place of `found`'s dtype.
-
-    The unit is taken at the magnitude of the exact value or at the root mean square, whichever is larger.
-
-    Args:
-        exact: fp64.
-    """
+    """Return the largest error against fp64 in units of the last place at max(|exact|, root mean square)."""
     assert found.shape == exact.shape and exact.dtype is torch.float64, "equal shapes, exact in fp64"
     if not bool(torch.isfinite(found).all()):
         return float("inf")
@@ -120,10 +97,8 @@ def off_by(found: Tensor, exact: Tensor) -> float:
 
 
 def within(units: float, bound: float) -> CheckOutcome:
-    """Return the outcome of an error in units of the last place."""
     return CheckOutcome(f"{units:.3g} ulp", f"{bound:g} ulp", units <= bound)
 
 
 def none_differ(differing: int, among: int, what: str) -> CheckOutcome:
-    """Return the outcome of a comparison that must be exact."""
     return CheckOutcome(f"{differing} of {among} {what} differ", "0", differing == 0)

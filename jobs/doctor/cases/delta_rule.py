@@ -44,12 +44,7 @@ def delta_checks(place: MachineKind, *, quick: bool) -> Iterator[Check]:
 
 
 class DeltaLayer:
-    """A layer over state memory, with the length of the sequence in each slot.
-
-    Args:
-        layer: index in the memory.
-        padding: rows without a request after those of every pass; their results are zero.
-    """
+    """A layer over state memory, with each slot's length; passes end with `padding` zeroed rows."""
 
     def __init__(
         self,
@@ -89,7 +84,6 @@ class DeltaLayer:
         return out_NG[:num_rows]
 
     def accept(self, slot: int, count: int) -> None:
-        """Accept the first `count` drafts of the last pass."""
         self._pending_Z[slot] = count
         self.first_Z[slot] += count
 

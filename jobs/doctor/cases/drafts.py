@@ -95,10 +95,7 @@ def cut(
     device: torch.device,
     padding: int = 0,
 ) -> tuple[DeviceStepRequests, Tensor]:
-    """Run the trimming kernel with a budget of rows; return its requests and the margins.
-
-    `padding` is the number of requests without rows after the others.
-    """
+    """Run the trimming kernel with a budget of rows; return its requests and the margins."""
     count, maximum = margins_RK.shape
     room, requests_R = DeviceStepRequests.list_length(count + padding), np.arange(count, dtype=np.int32)
     lists = pack(requests_R, 1 + drafts_R, drafts_R, np.ones(count, bool), room)

@@ -65,7 +65,6 @@ def bytes_of(weight: Tensor | Packed) -> int:
 
 
 def expert_checks(place: MachineKind, *, quick: bool) -> Iterator[Check]:
-    """Yield a case for each kind; fewer tile heights if `quick`."""
     cases = [
         Case(kind.name, partial(_error, kind=kind, quick=quick), _HALF, _FP32) for kind in expert_kinds(place)
     ]
@@ -82,7 +81,6 @@ def _error(inputs: KernelInputs, kind: ExpertKind, quick: bool) -> float:
 
 
 def random_experts(inputs: KernelInputs, kind: ExpertKind) -> ExpertWeights:
-    """Make the experts of a layer; MXFP4 ones have biases."""
     experts, hidden, inner = kind.experts, kind.hidden, kind.inner
     make = {None: _plain, MXFP4: _mxfp4, Int4: _int4}[kind.packed]
     return ExpertWeights(
@@ -133,12 +131,12 @@ def exact_experts(weights: ExpertWeights, x_NH: Tensor, expert_ids_Nk: Tensor, w
     """Return the definition's result in fp64, by expert: all of them unpacked may not fit into memory."""
     y_NH = torch.zeros_like(x_NH, dtype=torch.float64)
     for expert in range(weights.gate_up.shape[0]):
-        experts = TorchBackend().experts(_alone(weights, expert))
+        experts = TorchBackend().experts(_single_expert(weights, expert))
         y_NH += experts(x_NH.double(), expert_ids_Nk, weights_Nk.double())
     return y_NH
 
 
-def _alone(weights: ExpertWeights, expert: int) -> ExpertWeights:
+def _single_expert(weights: ExpertWeights, expert: int) -> ExpertWeights:
     at = slice(expert, expert + 1)
 
     def cut(weight: Tensor | Packed) -> Tensor:

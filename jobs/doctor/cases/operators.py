@@ -30,11 +30,7 @@ _PADDING = 2  # rows without a request after the others, as in captured steps
 
 
 def operator_checks(place: MachineKind, *, quick: bool) -> Iterator[Check]:
-    """Yield all cases of every backend for the device.
-
-    Args:
-        quick: on a GPU only the preferred backend; only one 16-bit dtype.
-    """
+    """Yield all cases of every backend; if `quick`, of the GPU's preferred one, and one 16-bit dtype."""
     for candidate in candidates(place)[: 1 if quick and place.device.type == "cuda" else None]:
         for dtype in candidate.examined(quick=quick):
             kind, reason = str(dtype).removeprefix("torch."), candidate.why_not(place, dtype)
@@ -94,10 +90,7 @@ def _residual_norm(inputs: KernelInputs) -> list[Tensor]:
 
 
 def add_product(inputs: KernelInputs, num_rows: int, scale: float = 1.0) -> tuple[Tensor, Normed]:
-    """Compute the end of an MLP: the new residual and its norm.
-
-    With a scale of 0 nothing is added to the residual, so that it is not rounded.
-    """
+    """Compute the end of an MLP: the residual and its norm. A scale of 0 leaves the residual unrounded."""
     norm = _random_norm(inputs)
     project = inputs.backend.linear(inputs.weight(inputs.hidden, inputs.inner))
     x_NI = inputs.randn(num_rows, inputs.inner, scale=scale)
@@ -130,8 +123,7 @@ def attend(
     """Run head norm, rotary embedding, K/V write and attention.
 
     Returns the written keys and values, and each request's rows separately, since their magnitude depends on
-    the length of the context. With sinks it is the attention of gpt-oss in a captured step, with padding
-    rows.
+    the context. With sinks it is gpt-oss's attention in a captured step, with padding rows.
     """
     of, contexts = inputs.attention, Contexts(inputs, requests, num_layers=2)
     contexts.fill(inputs)
@@ -153,7 +145,6 @@ def attend(
 
 
 def _context(inputs: KernelInputs) -> list[Tensor]:
-    """Write K and V of all layers of the drafter from one product."""
     of, num_layers = inputs.attention, inputs.place.shape.drafter.num_layers
     contexts = Contexts(inputs, inputs.place.requests["blocks"], num_layers)
     rows, rope = contexts.rows(), inputs.rope(contexts.length)
@@ -174,7 +165,6 @@ def _convolutions(inputs: KernelInputs) -> list[Tensor]:
 
 
 def _target_pass(inputs: KernelInputs) -> list[Tensor]:
-    """Return the normed hidden states of the prompts' rows and of the step's rows."""
     contexts = Contexts(inputs, _requests(inputs), _NUM_LAYERS)
     rope = inputs.rope(contexts.length)
     stack = inputs.backend.stack(
@@ -187,7 +177,6 @@ def _target_pass(inputs: KernelInputs) -> list[Tensor]:
 
 
 def _draft_pass(inputs: KernelInputs) -> list[Tensor]:
-    """Return the normed hidden states of each request's rows after a written context."""
     of, window = inputs.attention, inputs.place.context // 2
     contexts = Contexts(inputs, _requests(inputs), _NUM_LAYERS)
     rope = inputs.rope(contexts.length)
@@ -203,7 +192,6 @@ def _draft_pass(inputs: KernelInputs) -> list[Tensor]:
 
 
 def _requests(inputs: KernelInputs) -> Requests:
-    """Return a request with a long context and one with a short context."""
     return ((inputs.place.context, 16), (17, 3))
 
 

@@ -34,7 +34,6 @@ _FEW_ROWS = (16, 100)
 
 
 def product_checks(place: MachineKind, *, quick: bool) -> Iterator[Check]:
-    """Yield all cases; fewer tile heights if `quick`."""
     rows = _FEW_ROWS if quick else _ROWS
     computed: dict[str, Callable[[KernelInputs, int], list[Tensor]]] = {
         "residual, then norm": _residual,

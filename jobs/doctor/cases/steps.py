@@ -56,9 +56,8 @@ _NEAR = 2e-5  # of scores and filter thresholds: the noise differs in the last p
 
 
 def step_checks(place: MachineKind, *, quick: bool) -> Iterator[Check]:
-    """Yield all checks; only fp32 logits if `quick`."""
     yield Check("steps", "rows and proposals", partial(_rows, place), REMEDY)
-    yield Check("steps", "verdicts", partial(_verdicts, place), REMEDY)
+    yield Check("steps", "verdicts", partial(_verification, place), REMEDY)
     dtypes = (torch.float32,) if quick or place.interpreted else (torch.float32, torch.bfloat16)
     for name, sampling in SAMPLINGS.items():
         for dtype in dtypes:
@@ -109,14 +108,10 @@ class StatePair:
         )
 
     def words(self, count: int) -> Tensor:
-        """Return random token choices, int64 [count]."""
         return torch.from_numpy(np.random.default_rng(count).integers(0, _WORDS, count)).to(self._device)
 
     def draft(self) -> tuple[int, int, Tensor]:
-        """Lay out blocks and place proposals; return differing and compared integers, and the drafts [R, K].
-
-        On the device, requests without drafts also have a row, for their newest token.
-        """
+        """Lay out blocks and place proposals; return differing and compared integers, and drafts [R, K]."""
         plan, tables = self.step, self.device.tables
         block = lay_out_block(self.requests, tables, _MASK)
         expected = self.host.lay_out_block(plan, _MASK)
@@ -159,8 +154,7 @@ def _rows(place: MachineKind) -> CheckOutcome:
     return none_differ(of_blocks[0] + of_rows[0], of_blocks[1] + of_rows[1], "integers")
 
 
-def _verdicts(place: MachineKind) -> CheckOutcome:
-    """Compare the results of verification and the states after the step."""
+def _verification(place: MachineKind) -> CheckOutcome:
     pair = StatePair(place)
     *_, drafts_RK = pair.draft()
     plan, tables, requests = pair.step, pair.device.tables, pair.requests
@@ -228,10 +222,7 @@ def choose(
     *,
     with_margins: bool,
 ) -> tuple[Tensor, Tensor | None, Tensor]:
-    """Sample with the kernels; return ids int64 [N], the filters' floors, and margins fp32 [N] if requested.
-
-    Row i belongs to slot i.
-    """
+    """Sample row i in slot i; return ids int64 [N], the filters' floors, and margins fp32 [N] or None."""
     (num_rows, vocab_size), device = logits_NV.shape, logits_NV.device
     filters = sampling.top_k > 0 or sampling.top_p < 1 or sampling.min_p > 0
     workspace = SamplingWorkspace.build(num_rows, vocab_size, device)

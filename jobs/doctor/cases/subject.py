@@ -60,13 +60,7 @@ _INTERPRETED: Mapping[str, Requests] = {
 
 @dataclass(frozen=True, slots=True)
 class MachineKind:
-    """A device with the sizes that are used on it.
-
-    Attributes:
-        requests: requests of a step, by kind of step.
-        context: tokens before the block of a whole pass.
-        vocab_size: number of logits in sampling cases.
-    """
+    """A device with the sizes that are used on it; `context` is before the block of a whole pass."""
 
     device: torch.device
     shape: PairShape
@@ -90,10 +84,7 @@ class MachineKind:
 
 @dataclass(frozen=True, slots=True)
 class BackendCandidate:
-    """A backend to check; `setting` is the `attention_backend` that selects it.
-
-    `setting` is None for the definition, which is not selectable where compiled loops run.
-    """
+    """A backend to check, which `setting` selects; None if the definition is not selectable here."""
 
     name: str
     setting: BackendName | None
@@ -101,7 +92,6 @@ class BackendCandidate:
     page_size: int = 16
 
     def examined(self, *, quick: bool) -> tuple[torch.dtype, ...]:
-        """Return the dtypes to check; only one 16-bit dtype if `quick`."""
         spared = torch.float16 if quick and torch.bfloat16 in self.dtypes else None
         return tuple(dtype for dtype in self.dtypes if dtype is not spared)
 
@@ -114,7 +104,6 @@ class BackendCandidate:
 
 
 def candidates(place: MachineKind) -> list[BackendCandidate]:
-    """Return the backends for this kind of device, whether or not they run on this machine."""
     both = (torch.float32, torch.bfloat16)
     if place.interpreted:  # the interpreter's bf16 products are wrong
         return [BackendCandidate("triton", "triton", (torch.float32, torch.float16))]
@@ -180,7 +169,6 @@ class KernelInputs:
         return self.randn(outputs, inputs, scale=scale * inputs**-0.5)
 
     def rope(self, max_positions: int, head_dim: int | None = None) -> RotaryEmbedding:
-        """Return a rotary embedding with tables rounded to the dtype under test."""
         config = RopeConfig(head_dim or self.attention.head_dim, 1e6, "default", {})
         rope = RotaryEmbedding(config, max_positions, self._drawn_dtype, self.place.device)
         rope.cos_TD, rope.sin_TD = (table.to(self.dtype) for table in (rope.cos_TD, rope.sin_TD))
@@ -207,10 +195,7 @@ class KernelInputs:
 
 
 class Contexts:
-    """Requests in scattered pages of a cache. Other slots hold large values, visible in any result.
-
-    `requests` are context tokens and rows of each; K/V has the sizes of the inputs' attention by default.
-    """
+    """Requests (context, rows) in scattered pages of a cache; other slots hold large, visible values."""
 
     def __init__(
         self, inputs: KernelInputs, requests: Requests, num_layers: int, geometry: KVCacheSpec | None = None
@@ -233,7 +218,6 @@ class Contexts:
         return int((self.first_R + self.rows_R).max())
 
     def rows(self, window: int | None = None, padding: int = 0) -> PlacedRows:
-        """Return the rows of this step, followed by padding rows."""
         return self._locate(self.first_R, self.rows_R, window, padding)
 
     def pending_rows(self) -> PlacedRows:
@@ -241,7 +225,6 @@ class Contexts:
         return self._locate(np.zeros_like(self.first_R), self.first_R)
 
     def fill(self, inputs: KernelInputs) -> None:
-        """Write random keys and values of the context tokens to layer 1."""
         for r, length in enumerate(self.first_R.tolist()):
             self.cache.write(1, self._slots(r, length), inputs.randn(length, self.cache.geometries[1].width))
 
@@ -249,14 +232,12 @@ class Contexts:
         return list(rows.split(self.rows_R.tolist()))
 
     def kv(self, num_layers: int, slots_N: Tensor) -> Tensor:
-        """Return the K/V in the given slots of the last `num_layers` layers, [2, L, N, K, D]."""
         first = self.cache.num_layers - num_layers
         kind = self.cache.geometries[first]
         found_LNw = self.cache.slots(first, num_layers)[:, slots_N]
         return found_LNw.unflatten(-1, (2, kind.num_kv_heads, kind.head_dim)).movedim(2, 0)
 
     def _slots(self, request: int, length: int) -> Tensor:
-        """Return the K/V slots of the first positions of a request, [length]."""
         at = np.arange(length)
         return self._put(
             self._pages_RP[request][at // self._page_size] * self._page_size + at % self._page_size

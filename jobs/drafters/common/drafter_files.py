@@ -82,7 +82,6 @@ def read_headers(name: str, folder: Path) -> TensorHeaders:
 
 
 def _hub_headers(name: str, revision: str) -> TensorHeaders:
-    """Read the headers with range requests for the first bytes of each file."""
     from huggingface_hub import get_safetensors_metadata
     from huggingface_hub.errors import NotASafetensorsRepoError, SafetensorsParsingError
 

@@ -29,7 +29,7 @@ from .drafter_files import SMALL_FILES
 
 Format = Literal["z-lab", "speculators"]
 # Fields that may differ: the location, and facts of the target that only one format repeats.
-_NOT_MEANT = ("file", "layout", "num_target_layers", "target_hidden_size")
+_NOT_COMPARED = ("file", "layout", "num_target_layers", "target_hidden_size")
 # Keys that are written for the new format; all others are copied.
 _OF_WRAPPING = (
     "architectures",
@@ -83,7 +83,7 @@ def _as_speculators(config: DrafterConfig, raw: Json, target: ModelSpec, target_
         "aux_hidden_state_layer_ids": [i + 1 for i in config.target_layer_ids],
         "target_hidden_size": target.hidden_size,
         "sliding_window_non_causal": not any(layer.causal for layer in config.layers),
-        **_second_keys(config),
+        **_dflash2_keys(config),
         "speculators_config": {
             "algorithm": "dflash",
             "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": config.max_drafts}],
@@ -106,7 +106,7 @@ def as_z_lab(config: DrafterConfig, raw: Json, target: ModelSpec) -> _Written:
     dflash = {
         "mask_token_id": config.mask_token_id,
         "target_layer_ids": list(config.target_layer_ids),
-        **_second_keys(config),
+        **_dflash2_keys(config),
         **{key: value for key, value in scales.items() if _is_set(value)},
     }
     if factor is not None and factor != target.embed_scale:  # an absent key means the target's
@@ -144,7 +144,7 @@ def _backbone(config: DrafterConfig, raw: Json) -> _Written:
     }
 
 
-def _second_keys(config: DrafterConfig) -> _Written:
+def _dflash2_keys(config: DrafterConfig) -> _Written:
     keys: _Written = {}
     if (conv := config.convolutions) is not None:
         keys |= {"conv_kernel_size": conv.num_taps, "conv_group_size": conv.group_size}
@@ -166,8 +166,8 @@ def _write(folder: Path, config: _Written, output: Path) -> None:
 
 def _check_same(one: DrafterConfig, other: DrafterConfig, target: ModelSpec, to: Format) -> None:
     for field in dataclasses.fields(DrafterConfig):
-        was, now = _meant(one, field.name, target), _meant(other, field.name, target)
-        if field.name not in _NOT_MEANT and was != now:
+        was, now = _comparable(one, field.name, target), _comparable(other, field.name, target)
+        if field.name not in _NOT_COMPARED and was != now:
             raise ConfigError(
                 f"to={to}: this format cannot express {field.name}={was} (it would read as {now}). Keep the "
                 f"drafter in {one.layout}'s format, which Manta reads directly.",
@@ -175,7 +175,7 @@ def _check_same(one: DrafterConfig, other: DrafterConfig, target: ModelSpec, to:
             )
 
 
-def _meant(config: DrafterConfig, field: str, target: ModelSpec) -> object:
+def _comparable(config: DrafterConfig, field: str, target: ModelSpec) -> object:
     value = getattr(config, field)
     if field == "input_embedding_scale" and value is None:
         return target.embed_scale

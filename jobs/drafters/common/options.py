@@ -137,7 +137,6 @@ class EvalOptions:
 
 
 def parse_share(text: str) -> float:
-    """Return 0.1 for "10%" or "0.1"; raises ConfigError for other text."""
     found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(%?)", text.strip())
     if found is None:
         raise ConfigError(f"--canary={text!r} must be a share, such as 10% or 0.1.", param="canary")

@@ -1,11 +1,9 @@
 """Ratio of sums over prompts with its 95 % confidence interval.
 
 Acceptance is a ratio: tokens per step, or accepted drafts per verified draft. Steps of one answer are
-correlated, so the sampling unit is the prompt, not the step; treating steps as independent would make
-intervals several times too narrow. This is the ratio estimator of cluster sampling with its linearized
-variance (Cochran, Sampling Techniques, 3rd ed., § 6.3 and § 9A; the same as the cluster-robust variance of
-regressions) and Student's t with one degree of freedom less than units. Pure.
-
+correlated, so the sampling unit is the prompt; treating steps as independent would make intervals several
+times too narrow. This is the ratio estimator of cluster sampling with its linearized variance (Cochran,
+Sampling Techniques, 3rd ed., § 6.3 and § 9A) and Student's t with one degree of freedom less than units.
 
 Legend: U units.
 """
@@ -42,12 +40,7 @@ class RatioEstimate:
 def ratio_of_sums(
     above_U: Sequence[float], below_U: Sequence[float], minimum: float = -math.inf, maximum: float = math.inf
 ) -> RatioEstimate | None:
-    """Return the sum of `above_U` divided by that of `below_U`; None if that is 0.
-
-    Args:
-        above_U, below_U: numerators and denominators by unit; units with denominator 0 are ignored.
-        minimum, maximum: bounds of the ratio, to which the interval is clipped.
-    """
+    """Return the ratio of two sums over units, clipped to the bounds; None if the denominator is 0."""
     above, below = np.asarray(above_U, np.float64), np.asarray(below_U, np.float64)
     above, below = above[below > 0], below[below > 0]
     count = len(below)

@@ -46,10 +46,7 @@ _SPEED_BENCH = Path("speed-bench.jsonl")
 
 @dataclass(frozen=True, slots=True)
 class Acceptance:
-    """Acceptance of one category at one temperature.
-
-    `by_position`: share of the blocks with draft i + 1 in which it was accepted (and so all before it).
-    """
+    """Acceptance of a category; `by_position` is the share of blocks with a draft there that accept it."""
 
     num_prompts: int
     num_blocks: int
@@ -72,7 +69,6 @@ def engine_of(drafter: str, target: str) -> EngineConfig:
 
 
 def run_eval(options: EvalOptions) -> Figures:
-    """Measure acceptance and speed at each temperature; return the figures with their provenance."""
     suite, config = open_suite(options.suite, options.num_prompts), engine_of(options.drafter, options.target)
     config = replace(config, enable_prefix_caching=False, max_num_seqs=max(options.concurrency))
     kinds, count = suite_requests(config, suite, options.temperatures, options.max_tokens), len(suite.rows)
@@ -123,7 +119,6 @@ def measure_suite(
 
 @contextmanager
 def open_full_length(config: EngineConfig) -> Iterator[Driver]:
-    """Open an engine that drafts whole blocks in every step."""
     spec = config.speculative_config
     assert spec is not None, "engine_of sets a speculative config"
     full_config = replace(config, speculative_config=replace(spec, adaptive=False))
@@ -138,10 +133,7 @@ def open_full_length(config: EngineConfig) -> Iterator[Driver]:
 def measure_acceptance(
     driver: Driver, source: RequestSource, count: int, at_once: int
 ) -> dict[str, Acceptance]:
-    """Return the acceptance of the first `count` requests by category, overall first.
-
-    `driver` is from `open_full_length`. A category without drafts is left out.
-    """
+    """Return the acceptance of the first `count` requests, overall and by category that has drafts."""
     say(f"acceptance at temperature {source[0].temperature:g}: {count} prompts")
     done = driver.closed(source, range(count), min(at_once, count))
     answers = [answer for answer in done.answers if answer.number < count]

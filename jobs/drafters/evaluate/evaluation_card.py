@@ -71,7 +71,6 @@ def write_card(figures: Figures, folder: Path) -> None:
 
 
 def read_card(path: Path) -> Figures:
-    """Return the figures of a card.json; ConfigError for any other file."""
     try:
         figures = json.loads(path.read_text(encoding="utf-8"))
         for at in figures["acceptance"]:

@@ -24,14 +24,14 @@ from ....cluster.errors import ConfigError, DatasetError
 from ...bench.common.engine_passes import read_rows
 from ...bench.load.request_source import encode_rows
 from ...training.loop.continuations import (
-    SPOKEN_TEMPERATURES,
+    TEMPERATURES,
     ContinuationRequest,
     Continuations,
     write_continuations,
 )
-from .train_data import completions_of_one_model
+from .train_data import captured_completions
 
-NEW_ONE_IN, OLD_ONE_IN = 5, 2  # of so many prompts one is held out
+NEW_ONE_IN, OLD_ONE_IN = 5, 2  # one of this many prompts is held out
 ANSWERS_SHARE = 0.2  # of the time, for generating answers where they are missing
 MAX_MEASURED = 48  # held-out prompts of a category
 MIN_MEASURED = 8
@@ -97,7 +97,7 @@ def read_examples(path: Path, tokenizer: Tokenizer, field: str) -> list[Example]
 def _captured(path: Path) -> list[Example]:
     return [
         Example(each.prompt_token_ids, each.token_ids[:MAX_ANSWER_TOKENS], each.category or "all")
-        for each in completions_of_one_model(path)
+        for each in captured_completions(path)
     ]
 
 
@@ -168,7 +168,7 @@ def _answered(
     """Return completions with the known answers; the target generates the others within `budget_s`."""
     known = [(each.prompt, each.answer) for each in examples if each.answer is not None]
     requests = [
-        ContinuationRequest(each.prompt, SPOKEN_TEMPERATURES[number % len(SPOKEN_TEMPERATURES)], number)
+        ContinuationRequest(each.prompt, TEMPERATURES[number % len(TEMPERATURES)], number)
         for number, each in enumerate(examples)
         if each.answer is None
     ]

@@ -122,8 +122,6 @@ def print_figures(figures: dict[str, Any], options: AdaptOptions) -> None:
 
 @dataclass(frozen=True, slots=True)
 class GateLengths:
-    """Tokens per step on all new text, and on each category of old text."""
-
     new: float
     old: Mapping[str, float]
 

@@ -24,7 +24,7 @@ from ....actors.tokenization.prompts import Chat, encode_prompt
 from ....actors.tokenization.tokenizer import Tokenizer
 from ....cluster.errors import DatasetError, RequestError, brief
 from ...training.loop.continuations import (
-    SPOKEN_TEMPERATURES,
+    TEMPERATURES,
     ContinuationRequest,
     Continuations,
     write_continuations,
@@ -66,7 +66,7 @@ def gather(places: Sequence[str], settings: AnswerSettings, folder: Path, report
         )
     pairs = [(prompt, answer[: settings.longest - len(prompt)]) for prompt, answer in pairs]
     requests = [
-        ContinuationRequest(prompt, SPOKEN_TEMPERATURES[number % len(SPOKEN_TEMPERATURES)], number)
+        ContinuationRequest(prompt, TEMPERATURES[number % len(TEMPERATURES)], number)
         for number, prompt in enumerate(fitting)
     ]
     parts = [Continuations.of_pairs(pairs)]
@@ -83,11 +83,8 @@ def gather(places: Sequence[str], settings: AnswerSettings, folder: Path, report
     return data
 
 
-def completions_of_one_model(path: Path) -> Iterator[CapturedRecord]:
-    """Yield the records of a folder or segment that have an answer of at least two tokens.
-
-    If prompts were not captured, the first quarter of the answer is used as the prompt.
-    """
+def captured_completions(path: Path) -> Iterator[CapturedRecord]:
+    """Yield records with an answer of at least two tokens; its first quarter replaces a missing prompt."""
     model: str | None = None
     for record in read_captured(path):
         model = model or record.model
@@ -108,7 +105,7 @@ def completions_of_one_model(path: Path) -> Iterator[CapturedRecord]:
 def _records(places: Sequence[str]) -> Iterator[Record]:
     for place in places:
         if is_captured(Path(place)):
-            for each in completions_of_one_model(Path(place)):
+            for each in captured_completions(Path(place)):
                 yield {"prompt_token_ids": each.prompt_token_ids, "token_ids": each.token_ids}
         else:
             yield from _rows(open_source([place]))

@@ -78,7 +78,6 @@ Made by `manta drafter train`.
 
 
 def train_drafter(options: TrainOptions, report: Report = lambda line: print(line, flush=True)) -> Trained:
-    """Train and write the card."""
     if options.num_threads is not None:
         torch.set_num_threads(options.num_threads)
     settings = _settings(options)
@@ -136,7 +135,6 @@ def _length(options: TrainOptions, settings: DrafterSettings, num_sequences: int
 
 
 def prepare_data(options: TrainOptions, report: Report) -> Continuations:
-    """Return the training data; on the first call, gather it and store it in the run's folder."""
     data, held_out = options.folder / DATA, options.folder / HELD_OUT
     if not (data.exists() and held_out.exists()):
         spec, folder = read_target(options.target)

@@ -66,7 +66,6 @@ def remeasure(config: EngineConfig, card: Figures) -> Sequence[Figures]:
 
 
 def compare_acceptance(card: Sequence[Figures], here: Sequence[Figures]) -> Iterator[Incompatibility]:
-    """Compare tokens per step of each category, and the overall acceptance of each draft, by temperature."""
     for said, found in zip(card, here, strict=True):
         where = f"at temperature {said['temperature']:g}"
         for name, of_card in said["categories"].items():
@@ -83,12 +82,12 @@ def _compared(what: str, here: Figures, card: Figures) -> Iterator[Incompatibili
     if here["high"] is not None and card["low"] is not None and here["high"] < card["low"]:
         yield warning(
             "acceptance",
-            f"{what} {_spelled(here)} here, {_spelled(card)} on the card. Compare dtype, quantization and "
-            "revisions of both checkpoints with those of card.json.",
+            f"{what} {_format_estimate(here)} here, {_format_estimate(card)} on the card. Compare dtype, "
+            "quantization and revisions of both checkpoints with those of card.json.",
         )
 
 
-def _spelled(estimate: Figures) -> str:
+def _format_estimate(estimate: Figures) -> str:
     return f"{estimate['value']:.2f} ({estimate['low']:.2f} to {estimate['high']:.2f})"
 
 

@@ -114,11 +114,10 @@ def check_conventions(files: DrafterFiles[DrafterConfig], spec: ModelSpec) -> It
 
 
 def _shifted_ids(files: DrafterFiles[DrafterConfig], spec: ModelSpec) -> str:
-    """Check for layer ids that follow the other format's convention.
+    """Check for layer ids that follow the other format's convention: all differ from the usual ones by one.
 
     z-lab's ids name the layer with the tapped output; Speculators' ids name the layer after it and are larger
-    by one. If all ids differ from the usual ones by one, they follow the other convention. Ids beyond the
-    target's layers are reported by `DrafterConfig.incompatibilities`.
+    by one. Ids beyond the target's layers are reported by `DrafterConfig.incompatibilities`.
     """
     config = files.config
     usual, ids = usual_layer_ids(spec.num_layers, config.num_taps), config.target_layer_ids

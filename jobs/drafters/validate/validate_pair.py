@@ -35,10 +35,7 @@ _MAX_LISTED = 8  # tensors listed by name
 def validate_pair(
     drafter: str, target: str, *, level: Level = "static", card: Path | None = None
 ) -> list[Incompatibility]:
-    """Return all findings, fatal ones first. If a file cannot be read, that is the only finding.
-
-    Level "cpu" also runs a few prompts, "gpu" those of the card, unless there is a fatal finding.
-    """
+    """Return all findings, fatal ones first; without those, levels "cpu" and "gpu" also run prompts."""
     try:
         target_folder = resolve_checkpoint(target, field="target", files=SMALL_FILES)
         spec = read_model(target_folder)

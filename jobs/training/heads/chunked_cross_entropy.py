@@ -19,9 +19,8 @@ _CPU_CHUNK_ROWS, _GPU_CHUNK_ROWS = 128, 8192
 class Teacher:
     """The teacher's distribution for row r is softmax(`logits_MV`[`rows_R`[r]]).
 
-    Attributes:
-        share: weight of the teacher's distribution in the cross-entropy; the label has the rest.
-        distance_share: weight of the distance in the loss; the cross-entropy has the rest.
+    `share` is its weight in the cross-entropy (the label has the rest), `distance_share` that of the distance
+    in the loss.
     """
 
     logits_MV: torch.Tensor
@@ -32,10 +31,7 @@ class Teacher:
 
 @dataclass(frozen=True)
 class RowLosses:
-    """Losses by row. Only `loss_R` has a gradient.
-
-    `label_loss_R` is the label's cross-entropy, `overlap_R` is sum_v min(p, q), the acceptance probability.
-    """
+    """Losses by row; only `loss_R` has a gradient. `overlap_R` is sum_v min(p, q), the acceptance."""
 
     loss_R: torch.Tensor
     label_loss_R: torch.Tensor

@@ -54,10 +54,9 @@ def block_losses(
     blocks: Blocks,
     teaching: Teaching,
 ) -> RowLosses:
-    """Return the losses of all slots, flattened to rows; with a selector, of its scores.
+    """Return the losses of all slots, flattened to rows; with a selector, of its scores of all tokens.
 
-    The selector's scores are computed over the whole vocabulary, after the true previous token. This is
-    cheaper than finding the top candidates, and it also covers candidates that sampling noise selects.
+    This is cheaper than finding the top candidates, and also covers candidates that sampling noise selects.
     """
     features, target_logits_BTV = target.read(tokens_BT)
     selector = drafter.candidate_selector
@@ -92,7 +91,6 @@ def report_figures(blocks: Blocks, losses: RowLosses) -> dict[str, float]:
 
 
 def length_figures(overlap_AN: torch.Tensor) -> dict[str, float]:
-    """Return slot 1's acceptance probability at temperature 1 and the expected acceptance length."""
     survival = overlap_AN.cumprod(dim=-1).mean(dim=0).tolist()
     length = expected_acceptance_length(survival, len(survival) + 1)
     return {"slot1": survival[0], "mean_acceptance_length": length}
@@ -137,8 +135,7 @@ def dpace_weights(cross_entropy_BAN: torch.Tensor, alpha: float = 0.5) -> torch.
     """Return the D-PACE weights (arXiv:2605.18810), detached, [B, A, N].
 
     w_j = sum over m >= j of prod over i <= m of q~_i, where q~ is the drafter's probability of the right
-    token, smoothed by `alpha`. A slot thus weighs as much as the expected number of tokens accepted from it
-    on.
+    token, smoothed by `alpha`: the expected number of tokens accepted from the slot on.
     """
     softened = (1 - alpha) * torch.exp(-cross_entropy_BAN.detach()) + alpha
     reached = softened.cumprod(dim=-1)

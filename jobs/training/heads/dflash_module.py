@@ -277,7 +277,6 @@ class _WeightedSum(torch.autograd.Function):
 
 
 def weighted_sum(weights: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-    """Multiply [..., rows, T] by [..., T, E]; leading dimensions are equal."""
     return _WeightedSum.apply(weights, values)
 
 

@@ -14,13 +14,9 @@ Head = Literal["dflash", "selector", "dflash2"]
 
 @dataclass(frozen=True)
 class Teaching:
-    """Weights of the parts of the loss.
+    """Weights of the parts of the loss: the target's distribution (the token has the rest), and rejection.
 
-    Attributes:
-        teacher_share: weight of the target's distribution in the cross-entropy; the sampled token has the
-            rest.
-        distance_share: weight of the rejection probability at temperature 1 in the loss.
-        unary_share: with a selector, weight of the loss of the plain logits, which determine the candidates.
+    `unary_share` weighs the loss of the plain logits, which determine a selector's candidates.
     """
 
     teacher_share: float = 0.5
@@ -30,12 +26,7 @@ class Teaching:
 
 @dataclass(frozen=True)
 class TrainSettings:
-    """Settings of any drafter.
-
-    Attributes:
-        batch_size: sequences per step and worker.
-        matrix_lr, other_lr: learning rates of Muon (hidden matrices) and AdamW (all other parameters).
-    """
+    """Settings of any drafter; learning rates are Muon's (hidden matrices) and AdamW's (the rest)."""
 
     batch_size: int = 8
     matrix_lr: float = 4e-3
@@ -50,9 +41,8 @@ class DrafterSettings(TrainSettings):
     """Settings of a DFlash drafter.
 
     Attributes:
-        num_layers: layers of a new drafter, 3 if None; an initial drafter gets more layers up to this number.
-        num_taps: taps of a new drafter.
-        block_sizes: block sizes used in turn, by step; the first is the drafter's own.
+        num_layers: of a new drafter, 3 if None; an initial drafter gets more layers up to this number.
+        block_sizes: used in turn, by step; the first is the drafter's own.
         conv_group_size, selector: DFlash2's parts; None leaves them out.
         num_anchors: blocks per sequence.
     """

@@ -51,8 +51,8 @@ class Trainable:
     def measure(self, held_out: Continuations) -> dict[str, float]:
         """Return "loss", "accepted" and "tokens_per_step" on some held-out sequences at fixed positions.
 
-        Drafts are greedy and accepted while they match the text. "accepted" is the share of positions with
-        an accepted first draft, "tokens_per_step" the mean acceptance length.
+        Drafts are greedy and accepted while they match the text; "accepted" is the share of first drafts that
+        are, "tokens_per_step" the mean acceptance length.
         """
         count = min(len(held_out), _HELD_OUT_SEQUENCES)
         batch = ContinuationReader(held_out, count, pad_id=0).next_batch()

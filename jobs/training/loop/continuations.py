@@ -18,7 +18,7 @@ from ....cluster.request.request import SamplingParams
 from .training_loop import Report, TimeBudget
 
 # Sampling temperatures of the training data, used in turn.
-SPOKEN_TEMPERATURES = (1.0, 0.7, 1.0, 0.0)
+TEMPERATURES = (1.0, 0.7, 1.0, 0.0)
 QUESTIONS_PER_SHARD = 512
 MAX_NEW_TOKENS = 192
 NUM_RUNNING = 64  # concurrent continuations
@@ -52,11 +52,7 @@ class Continuations:
 
     @classmethod
     def of_pairs(cls, pairs: Iterable[tuple[Sequence[int], Sequence[int]]]) -> Continuations:
-        """Make sequences of prompts and answers (token ids).
-
-        Answers of fewer than two tokens are skipped. The first token of a sequence is never a label, since no
-        token precedes it.
-        """
+        """Make sequences of prompts and answers, without answers below two tokens (no label)."""
         kept = [(max(1, len(prompt)), [*prompt, *answer]) for prompt, answer in pairs if len(answer) >= 2]
         sequences = [np.array(sequence, dtype=np.uint32) for _, sequence in kept]
         ids = np.concatenate([np.zeros(0, dtype=np.uint32), *sequences])
@@ -79,7 +75,6 @@ class Continuations:
         return Continuations(ids, bounds, self.first[np.asarray(chosen, dtype=np.int64)])
 
     def split_off(self, num_held_out: int) -> tuple[Continuations, Continuations]:
-        """Split into training data and `num_held_out` evenly spaced sequences."""
         held_out = np.linspace(0, len(self) - 1, num_held_out).round().astype(np.int64)
         return self.take(np.setdiff1d(np.arange(len(self)), held_out)), self.take(np.unique(held_out))
 
@@ -174,10 +169,7 @@ def write_continuations(
     truncate: Callable[[Sequence[int]], list[int]] = list,
     max_new_tokens: int = MAX_NEW_TOKENS,
 ) -> Continuations:
-    """Generate continuations in shards until all prompts are done or the time is over.
-
-    `folder` gets the shards; `truncate` selects the part of an answer to train on.
-    """
+    """Generate continuations (cut by `truncate`) in shards until all are done or the time is over."""
     used = folder / "used_s"  # seconds spent by earlier processes of this run
     budget = TimeBudget(budget_s, float(used.read_text()) if used.exists() else 0.0)
     shards: list[Continuations] = []

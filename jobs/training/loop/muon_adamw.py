@@ -14,10 +14,7 @@ _TABLES = ("embed", "lm_head", "codebook")  # 2-D, but with a row per token
 
 
 class HybridOptimizer:
-    """Muon for 2-D weights between hidden layers; AdamW for token tables, norms and the rest.
-
-    Not a torch Optimizer: it holds two of them, with one learning rate factor.
-    """
+    """Muon for 2-D weights between hidden layers, and AdamW for the rest, with one learning rate factor."""
 
     def __init__(self, model: nn.Module, matrix_lr: float, other_lr: float, weight_decay: float) -> None:
         matrices, others = split_parameters(model)
@@ -53,10 +50,7 @@ def split_parameters(model: nn.Module) -> tuple[list[nn.Parameter], list[nn.Para
 
 
 class WeightAverage:
-    """Running average of a model's weights, usable at any time before the learning rate has decayed.
-
-    Exponential with a horizon of `horizon_steps`; the plain mean of fewer steps.
-    """
+    """Running average of a model's weights: exponential over `horizon_steps`, a plain mean before."""
 
     def __init__(self, model: nn.Module, horizon_steps: int) -> None:
         self._model, self._horizon_steps = model, horizon_steps
@@ -72,7 +66,6 @@ class WeightAverage:
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
-        """Replace the model's weights by the average for the duration of the `with` block."""
         weights = {name: tensor.clone() for name, tensor in self._model.state_dict().items()}
         self._model.load_state_dict(self.state)
         try:

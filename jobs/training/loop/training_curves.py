@@ -22,8 +22,6 @@ Row = dict[str, Any]  # Any: JSON values
 
 
 class Curves:
-    """The record of one run; without a path nothing is written."""
-
     def __init__(self, path: Path | None) -> None:
         self._path = path
         self._steps: dict[int, Row] = {}
@@ -38,7 +36,6 @@ class Curves:
                 self._steps[row["step"]] = row
 
     def taken(self, step: int) -> Row | None:
-        """Return the record of a step, if an earlier process took it."""
         return self._steps.get(step)
 
     def has_measured(self, step: int) -> bool:

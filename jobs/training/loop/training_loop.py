@@ -48,8 +48,8 @@ class Schedule:
 class Length:
     """Length of a run in steps or in seconds; exactly one is set.
 
-    A run limited by steps ends with bit-identical weights whether or not it was interrupted. A run limited by
-    seconds ends on time; steps repeated after an interruption use their recorded learning rate.
+    Runs limited by steps end with bit-identical weights, interrupted or not. Runs limited by seconds end on
+    time; repeated steps use their recorded learning rate.
     """
 
     steps: int | None = None
@@ -109,10 +109,7 @@ class StepLoss:
 
 
 class TrainingLoop:
-    """Trains a model and owns the state of the run: steps, tokens, time used.
-
-    `subject` identifies model and data; a snapshot with another subject is refused.
-    """
+    """Trains a model and owns the run's state; a snapshot of another `subject` is refused."""
 
     def __init__(
         self,
@@ -158,10 +155,7 @@ class TrainingLoop:
         schedule: Schedule,
         measure: Callable[[], dict[str, float]] | None = None,
     ) -> None:
-        """Train to the end of the run, which includes the steps of earlier processes.
-
-        `measure` is called at the start, the end, and at snapshots.
-        """
+        """Train to the end of the run; `measure` is called at the start, the end, and at snapshots."""
         budget = TimeBudget(length.seconds or float("inf"), max(self.used_s, self._curves.used_s))
         saved_at = time.monotonic()
         self._measure(measure)

@@ -154,7 +154,7 @@ def test_suspect_rows_run_after_all_others_and_alone() -> None:
 def test_poison_rows_are_found_by_drivers_that_die_with_their_engines(
     data: st.DataObject, poison: set[int], other_deaths: list[bool], smallest: int
 ) -> None:
-    """One engine, as in a replica that runs a batch; the book is saved before rows go to the engine."""
+    """One engine runs, as in a replica; the leases are saved before rows go to the engine."""
     done: RowRanges = ()
     blamed: RowRanges = ()
     deaths = 0

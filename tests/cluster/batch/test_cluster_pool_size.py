@@ -22,7 +22,7 @@ def test_invalid_concurrency_is_refused_by_name(text: str) -> None:
 
 
 def worked(bounds: Concurrency, rows_per_s: float, *, seconds: float = 10.0) -> PoolSize:
-    """One engine that started in 3 s and has worked for a while."""
+    """Return the size with one engine that started in 3 s and has worked for a while."""
     size = PoolSize(bounds)
     size.record_startup(3.0)
     size.record_work(1, seconds)

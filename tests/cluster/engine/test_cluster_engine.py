@@ -21,7 +21,7 @@ INFO = make_info()
 
 
 def seed_with_stop_within(count: int, **params: object) -> int:
-    """A seed with which the sequence reaches an end token early."""
+    """Return a seed with which the sequence reaches an end token early."""
     for seed in range(1000):
         tokens, reason, _ = expected(make_request("r", seed=seed, max_tokens=40, **params), INFO)
         if reason == "stop" and 2 < len(tokens) <= count:

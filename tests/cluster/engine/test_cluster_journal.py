@@ -12,7 +12,7 @@ LONG = {"ignore_eos": True}
 
 
 def clocked(info: object = None, **settings: object) -> tuple[EngineCore, VirtualClock]:
-    """An engine whose steps take 10 ms of a simulated clock, of which drafting takes 2 ms."""
+    """Return an engine whose steps take 10 ms of a simulated clock, 2 ms of them for drafting."""
     clock, info = VirtualClock(), info or make_info()
     cost = LinearCost(verify_floor_s=0.008, draft_floor_s=0.002)
     executor = SimulatedExecutor(info, [0.8, 0.6, 0.4, 0.2], cost, clock.advance)

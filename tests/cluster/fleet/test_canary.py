@@ -18,8 +18,10 @@ RULES = TrialRules(fraction=0.5, auto_promote=True, alpha=0.05, min_requests=1, 
 
 def first_verdict(rules: TrialRules, rng: random.Random, gain: float, maximum: int) -> tuple[str | None, int]:
     """Return the verdict of a trial that is evaluated after every request, and the number of requests.
+
     Requests differ widely, and the traffic drifts; the candidate's steps have (1 + gain) times as many
-    tokens."""
+    tokens.
+    """
     trial = CanaryTrial(rules, rng)
     for i in range(1, maximum + 1):
         ticket = trial.begin()
@@ -79,7 +81,7 @@ def test_shadow_pairs_decide_with_few_answers() -> None:
 
 @given(st.lists(st.tuples(st.integers(0, 40), st.booleans()), max_size=60), st.floats(0.01, 0.5))
 def test_a_bet_is_fair_after_any_history(past: list[tuple[int, bool]], fraction: float) -> None:
-    """Random assignment over the same drafts: either drafter may have made them."""
+    """Assignment is random over the same drafts, so that either drafter may have made them."""
 
     def played(*more: tuple[int, bool]) -> Evidence:
         trial = CanaryTrial(TrialRules(fraction=fraction), random.Random(0))

@@ -160,7 +160,7 @@ def test_more_load_never_needs_fewer_replicas(
 def test_a_steady_load_scales_up_at_most_once_and_down_at_most_once(
     demand: float, start: int, start_up_s: int
 ) -> None:
-    """Demand in replicas' worth of slots; the excess waits."""
+    """The demand is in replicas' worth of slots; the excess waits."""
     count, target = ReplicaCount(RULES), start
     starting: list[int] = []
     there, numbers = start, [start]

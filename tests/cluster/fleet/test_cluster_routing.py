@@ -107,10 +107,9 @@ Choose = Callable[[dict[str, float], Sequence[int]], str]
 
 
 def simulate(choose: Choose, seed: int, num_replicas: int = 4) -> tuple[int, float]:
-    """Shared prompts, some far more popular than others, 3,000 requests at a steady rate.
+    """Send 3,000 requests at a steady rate, with shared prompts of different popularity.
 
-    Returns:
-        blocks found in prefix caches, and what the busiest replica served over the mean.
+    Returns blocks found in prefix caches, and the ratio of the busiest replica's requests to the mean.
     """
     dice = random.Random(seed)
     heads = [bytes([i]) * (BLOCK_BYTES * dice.randint(8, 24)) for i in range(60)]

@@ -1,4 +1,4 @@
-"""From settings to bundles: arithmetic, no Ray."""
+"""Bundles and checks of placement are computed from settings, without Ray."""
 
 from __future__ import annotations
 
@@ -146,7 +146,7 @@ ONE_GPU = Topology(1, False, "cuda")
     ],
 )
 def test_every_replica_must_fit_on_one_node(replicas, gpus, free, said, param) -> None:
-    """The nodes are empty, except that `a` holds resources of the first one."""
+    """All nodes are empty, except that a deployment holds resources of the first one."""
     has = {"GPU": gpus, "CPU": 4.0}
     nodes = [
         NodeResources(has, {"GPU": free, "CPU": 4.0}, {"a": {"GPU": gpus - free}}),

@@ -119,7 +119,7 @@ GEMMA4_31B = [None if i % 6 == 5 else 1024 for i in range(60)]
 
 
 def gemma4_31b(ranks: int = 1) -> list[KVCacheSpec]:
-    """Per layer on a rank: 16 heads of 256 if it slides, 4 of 512 otherwise."""
+    """Return each layer's K/V on a rank: 16 heads of 256 if it slides, else 4 of 512."""
     wide, narrow = KVCacheSpec(16 // ranks, 256, 256), KVCacheSpec(max(4 // ranks, 1), 512, 512)
     return [narrow if window is None else wide for window in GEMMA4_31B]
 
@@ -127,7 +127,6 @@ def gemma4_31b(ranks: int = 1) -> list[KVCacheSpec]:
 def bytes_held(
     plan: KVCacheLayout, geometries: list[KVCacheSpec], num_tokens: int, page: int, rows: int
 ) -> int:
-    """Bytes of a sequence's pages in bf16."""
     plane_bytes = 2 * page * plane_width(plan.target, geometries)
     return plan.pages_per_sequence(num_tokens, page, rows)[0] * plan.num_planes(plan.target, 0) * plane_bytes
 
@@ -146,7 +145,7 @@ def test_layers_with_one_window_share_a_group_only_if_their_heads_are_equal() ->
 
 
 def test_gemma_4_31b_holds_little_more_of_a_long_sequence_than_it_sees() -> None:
-    """819 KB a token in sliding layers, 82 KB in full ones: 29.5 GB at 32k if nothing were freed."""
+    """A token takes 819 KB in sliding layers and 82 KB in full ones: 29.5 GB at 32k if nothing were freed."""
     length, page, rows, kinds = 32768, 16, 2048, gemma4_31b()
     plan = plan_kv_cache(GEMMA4_31B, [], length, kinds)
     assert plan.num_pools == 1 and plan.num_planes(plan.target, 0) == 5, "no plane is unused"
@@ -275,7 +274,7 @@ def test_the_longest_sequence_is_the_longest_that_every_pool_holds(
 
 
 def hold(engine: EngineCore, group: int, slot: int = 0) -> tuple[int, int]:
-    """First and end index of the pages that a sequence holds."""
+    """Return the first and end index of the pages that a sequence holds."""
     books = engine._scheduler.kv_cache_manager
     return int(books.first_GS[group, slot]), int(books.end_GS[group, slot])
 

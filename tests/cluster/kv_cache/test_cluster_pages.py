@@ -29,7 +29,7 @@ def digests_of(cache: PrefixCache, values: np.ndarray, salt: str | None = None) 
 
 
 def found(cache: PrefixCache, digests: list[bytes]) -> list[int]:
-    """The pages of a hit with a single group without a window."""
+    """Return the pages of a hit with a single group without a window."""
     count, (pages,), _ = cache.match(digests)
     assert len(pages) == count
     return pages

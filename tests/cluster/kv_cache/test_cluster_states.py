@@ -1,6 +1,6 @@
 """Recurrent states: which are allocated and saved, where a hit begins, and that none is lost or shared.
 
-`state_checker.py` holds what real states would; any workload is `test_cluster_properties.py`'s.
+`state_checker.py` simulates real states; `test_cluster_properties.py` tests random workloads.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def engine_with(
 
 
 def cached(engine: EngineCore, request_id: str, prompt: tuple[int, ...], max_tokens: int = 2) -> int:
-    """Prompt tokens that need not be computed; the output is checked."""
+    """Return the prompt tokens that need not be computed, after checking the output."""
     request = make_request(request_id, prompt, max_tokens=max_tokens, ignore_eos=True)
     outputs = run(engine, request)
     assert outputs.tokens[request_id] == expected(request, engine._executor.info)[0]
@@ -155,7 +155,7 @@ def test_the_least_recently_used_saved_state_is_evicted() -> None:
 
 
 def step_between(before: int, behind: int) -> StepOutcome:
-    """A step of one request in slot 0: its anchor and accepted drafts."""
+    """Return a step of one request in slot 0: its anchor and accepted drafts."""
     one, ends = np.ones(1, np.int32), np.zeros(1, np.bool_)
     counts = np.array([behind - before], np.int32)
     return StepOutcome(
@@ -182,7 +182,6 @@ def step_between(before: int, behind: int) -> StepOutcome:
 def test_only_positions_that_the_requested_step_passes_are_saved(
     before: int, behind: int, saved: int, requested: int
 ) -> None:
-    """A state is saved neither beyond the step nor before it without a request."""
     books, table = RecurrentStateManager(3, 1, PAGE, saves=True), SlotTable(1, 64, VOCAB)
     sequence = Sequence.of(make_request("a", STEM[:5]), (0, 0, 0), 64, EOS)
     sequence.digests = [bytes([i]) for i in range(8)]
@@ -277,7 +276,7 @@ def test_plans_for_targets_without_recurrent_layers_have_no_states() -> None:
 @settings(max_examples=60, deadline=None)
 @given(data=st.data())
 def test_no_state_is_lost_and_none_has_two_owners(data: st.DataObject) -> None:
-    """The state manager alone, under any calls that a scheduler may make."""
+    """The state manager alone gets any calls that a scheduler may make."""
     num_slots = data.draw(st.integers(1, 4))
     books = RecurrentStateManager(
         data.draw(st.integers(1, 8)), num_slots, PAGE, saves=data.draw(st.booleans())

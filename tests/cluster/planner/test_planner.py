@@ -1,4 +1,4 @@
-"""What `manta plan` computes: the engine's sizes, the roofline's speeds, and the chosen layout."""
+"""`manta plan` computes the engine's sizes and the roofline's speeds, and chooses a layout."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ DEMAND = LayoutDemand(max_model_len=8192, context=1024)
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with only a config.json for each published model."""
+    """Make a folder with only a config.json for each published model."""
     root = tmp_path_factory.mktemp("published")
     for name, config in PUBLISHED.items():
         (root / name).mkdir()
@@ -68,7 +68,7 @@ def test_a_ranks_planned_weights_equal_its_loaded_ones(folders: Path, name: str)
 
 
 def rank_bytes(spec: ModelSpec, sharding: Sharding) -> int:
-    """Bytes of all tensors of a rank, in 16 bits or packed, by the family's own rules."""
+    """Return the bytes of all tensors of a rank, in 16 bits or packed, by the family's own rules."""
     whole = ["embedding", "final_norm"] + ["head"] * (not spec.tied_head)
     parts = [(part, 0) for part in whole]
     parts += [(part, layer) for layer in range(spec.num_layers) for part in spec.layer_parts(layer)]

@@ -89,7 +89,7 @@ EXPERTS = {
 def of_experts(
     layers: int, hidden: int, inter: int, count: int, chosen: int, weight_bytes: float, **more: int
 ) -> ModelShape:
-    """A model of which experts are the largest part."""
+    """Return a model of which experts are the largest part."""
     experts = ExpertShape(
         count=count, num_held=count, chosen=chosen, inter=inter, weight_bytes=weight_bytes, **more
     )
@@ -112,7 +112,7 @@ def test_a_verify_reads_the_experts_that_its_rows_chose(name: str) -> None:
 
 
 def test_few_rows_of_a_routed_target_cost_much_more_than_one() -> None:
-    """Qwen3-30B: 2.5 GB that all rows share, so the benefit of drafts depends on the batch otherwise."""
+    """Qwen3-30B has 2.5 GB that all rows share, so the benefit of drafts depends on the batch otherwise."""
     *sizes, _, _ = EXPERTS["Qwen3-30B"]
 
     def read_gb(rows: int) -> float:

@@ -1,7 +1,7 @@
 """Every published drafter loads and drafts: its config.json's keys and names, with reduced sizes.
 
-What is taken from the files is what they say of the mathematics: kinds of layers and masks, rotation, block,
-scales, DFlash2's parts, which tensors there are. Sizes, taps and the mask's id are those of a tiny target.
+The files give the mathematics: kinds of layers and masks, rotation, block, scales, DFlash2's parts, names of
+tensors. Sizes, taps and the mask's id are those of a tiny target.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def theta(value: float) -> dict[str, Any]:
 
 
 def z_lab(nested: dict[str, Any] | None = None, **keys: Any) -> dict[str, Any]:
-    """`nested` goes into `dflash_config`; a nested block size replaces the outer one."""
+    """Return a z-lab config; a block size in `nested` (`dflash_config`) replaces the outer one."""
     top = {"block_size": None} if nested and "block_size" in nested else {}
     made = checkpoints.z_lab(**{**NOTES, **top, **keys}, dflash=nested or {})
     return {key: value for key, value in made.items() if value is not None}
@@ -153,7 +153,7 @@ def test_a_published_drafter_drafts_as_its_config_says(name: str, tmp_path: Path
 
 @pytest.mark.parametrize("key", ["original_max_position_embeddings", "truncate", "mscale"])
 def test_the_rotation_of_a_drafter_follows_its_config_(key: str, tmp_path: Path):
-    """So that a missing term would show in the oracle."""
+    """The oracle would show a missing term."""
     name, settings = ("Kimi-K2.6-DFlash", KIMI) if key == "mscale" else ("gpt-oss-20b-DFlash", GPT_OSS)
     other = {"original_max_position_embeddings": 512, "truncate": True, "mscale": 2.0}[key]
     pair, taps = load_pair(tmp_path, PUBLISHED[name]), random_taps([LENGTH])[0]

@@ -1,4 +1,4 @@
-"""FP8 matrices with a scale per block: read whole, in slices, and as a target's weights.
+"""FP8 matrices with a scale per block are read whole, in slices, and as a target's weights.
 
 The checkpoints are written like published ones: e4m3 with `_scale_inv`, some matrices plain.
 """
@@ -24,7 +24,7 @@ PLAIN = ("gate.weight", "e_score_correction_bias", "lm_head.weight", "embed_toke
 
 
 def in_blocks(weight_OI: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Values in e4m3, and scales that map each block's maximum to e4m3's."""
+    """Return values in e4m3, and scales that map each block's maximum to e4m3's."""
     rows, columns = (-(-size // step) for size, step in zip(weight_OI.shape, BLOCK, strict=True))
     scales, values = torch.empty(rows, columns), torch.empty_like(weight_OI)
     for r in range(rows):
@@ -36,7 +36,6 @@ def in_blocks(weight_OI: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def numbers_of(values_OI: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    """Multiply element by element."""
     found = torch.empty(values_OI.shape)
     for o in range(found.shape[0]):
         for i in range(found.shape[1]):
@@ -46,7 +45,7 @@ def numbers_of(values_OI: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
 
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """A MiniMax in FP8, and one with the dequantized numbers."""
+    """Write a MiniMax in FP8, and one with the dequantized numbers."""
     whole = make_tiny_target(tmp_path_factory.mktemp("whole"), "minimax_m2", num_hidden_layers=2)
     packed = tmp_path_factory.mktemp("packed")
     keys = json.loads((whole / "config.json").read_text())

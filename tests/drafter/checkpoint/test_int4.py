@@ -63,7 +63,7 @@ GROUP = 32
 
 
 def packed(codes_OI: Tensor) -> Tensor:
-    """compressed-tensors' `pack_to_int32`: codes of -8 to 7, eight in a word, the first lowest."""
+    """Pack as compressed-tensors' `pack_to_int32`: codes of -8 to 7, eight in a word, the first lowest."""
     rows, columns = codes_OI.shape
     words = torch.zeros(rows, columns // 8, dtype=torch.int64)
     for place in range(8):
@@ -72,7 +72,7 @@ def packed(codes_OI: Tensor) -> Tensor:
 
 
 def quantised(weight_OI: Tensor) -> tuple[Tensor, Tensor]:
-    """Codes, and bf16 scales of groups."""
+    """Return codes, and bf16 scales of groups."""
     groups = weight_OI.unflatten(1, (-1, GROUP))
     scales = (groups.abs().amax(-1, keepdim=True) / 7).bfloat16()
     codes = (groups / scales.float()).round().clamp(-8, 7)
@@ -80,7 +80,7 @@ def quantised(weight_OI: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def publish(saved: Path, folder: Path) -> Path:
-    """A transformers checkpoint in the form of Kimi K2 Thinking: each expert's matrices packed."""
+    """Write a transformers checkpoint in the form of Kimi K2 Thinking: each expert's matrices packed."""
     tensors: dict[str, Tensor] = {}
     for name, tensor in load_file(saved / "model.safetensors").items():
         if ".mlp.experts." not in name:

@@ -40,7 +40,7 @@ CHECKS: dict[str, tuple[str, Callable[[Path], object]]] = {
 
 @pytest.fixture
 def folders(tiny_qwen3: Path, tmp_path: Path) -> dict[str, Path]:
-    """One checkpoint of each kind, with editable files; the drafters have their own vocabulary (`d2t`)."""
+    """Return one checkpoint of each kind; the drafters have their own vocabulary (`d2t`)."""
     shutil.copytree(tiny_qwen3, tmp_path / "target")
     drafter_checkpoints.write(tmp_path / "dflash", drafter_checkpoints.z_lab(draft_vocab_size=40))
     eagle3_checkpoints.write(tmp_path / "eagle3", eagle3_checkpoints.sglang())
@@ -48,7 +48,7 @@ def folders(tiny_qwen3: Path, tmp_path: Path) -> dict[str, Path]:
 
 
 def quantised(name: str, dtype: torch.dtype) -> Callable[[Tensors], Tensors]:
-    """The matrix stored in this dtype, with nothing else."""
+    """Store the matrix in this dtype, with nothing else."""
     return lambda found: {f"{name}.weight": (found[f"{name}.weight"] * 100).to(dtype)}
 
 
@@ -83,7 +83,7 @@ def test_unsupported_dtypes_are_refused_by_name(
 
 @pytest.mark.parametrize("kind", CHECKS)
 def test_scales_of_unread_matrices_are_ignored(folders: dict[str, Path], kind: str) -> None:
-    """A scale of a vision tower, of a cache, of a layer beyond the last."""
+    """The scales are of a vision tower, of a cache, and of a layer beyond the last."""
     _, check = CHECKS[kind]
     file = folders[kind] / "model.safetensors"
     names = ("vision_tower.layers.0.fc.weight_scale", "model.layers.9.mlp.up_proj.weight_scale_inv")

@@ -37,7 +37,7 @@ def is_invariant(dtype: torch.dtype) -> bool:
 
 
 class Case:
-    """Make requests of (keys, rows), whose rows are their last ones, at random pages."""
+    """Requests of (keys, rows), whose rows are their last ones, at random pages."""
 
     def __init__(
         self,
@@ -68,7 +68,6 @@ class Case:
         return self._attend(self.q, batch, window, causal)
 
     def attend_alone(self, request: int, row: int, window: int) -> Tensor:
-        """Return one causal row [1, Q * D]."""
         first, pages = self.first[[request]] + row, self.pages[[request]]
         batch = AttentionBatch.build(first, np.array([1]), pages, self.page_size, "cpu", window)
         at = int(self.rows[:request].sum()) + row
@@ -79,7 +78,7 @@ class Case:
         return paged_attention(q_NQD, self.cache, 0, batch, scale, causal=causal, window=window)
 
     def check(self, window: int) -> None:
-        """Neither the window's cut nor, for causal rows, the batch changes a bit."""
+        """Assert that neither the window's cut nor, for causal rows, the batch changes a bit."""
         for causal in (True, False):
             whole = self.attend(window, causal=causal, cut=False)
             assert torch.equal(self.attend(window, causal=causal), whole), (window, causal)
@@ -139,7 +138,7 @@ def test_wide_heads_have_the_same_bits_too(head_dim: int):
     ],
 )
 def test_gathered_keys_begin_with_a_block_that_a_row_sees(keys: int, rows: int, window: int, begin: int):
-    """Blocks of 512 keys; the last tile of rows of a prompt of 1600 begins at 1536."""
+    """Blocks have 512 keys; the last tile of rows of a prompt of 1600 begins at 1536."""
     case = Case((torch.float32, (2, 1, 16)), [(keys, rows)])
     batch = AttentionBatch.build(case.first, case.rows, case.pages, 16, "cpu", window)
     assert batch.groups[-1].begins_G.tolist() == [begin]

@@ -27,7 +27,7 @@ def with_features(*features: Feature) -> ModelStackSpec:
 
 @dataclass(frozen=True)
 class Case:
-    """`says` is a part of the refusal, or None if the backend is accepted."""
+    """A model and machine; `says` is a part of the refusal, or None if the backend is accepted."""
 
     backend: ModuleType
     says: str | None

@@ -1,4 +1,4 @@
-"""The gated delta rule against transformers; its bits do not depend on how rows are cut.
+"""The gated delta rule equals transformers'; its bits do not depend on how rows are cut.
 
 Slots here are a memory's, rows those of a layer's product.
 """
@@ -36,7 +36,6 @@ def rows(count: int, seed: int = 0, width: int = WIDTH) -> Tensor:
 
 
 def operands(count: int) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Make q, k, v, g and beta."""
     q, k = (unit(rows(count, seed, 16).unflatten(1, (2, 8))) for seed in (1, 2))
     v = rows(count, 3, 72).unflatten(1, (6, 12))
     return q * 8**-0.5, k, v, -rows(count, 4, 6).exp(), rows(count, 5, 6).sigmoid()
@@ -56,7 +55,6 @@ def layer_of(backend: Backend, dtype: torch.dtype = torch.float32) -> DeltaLayer
 
 
 def run_row_by_row(layer: DeltaLayer, slot: int, given: Tensor) -> Tensor:
-    """All rows are known."""
     return torch.cat([layer.run([(slot, row, 0)]) for row in given.split(1)])
 
 
@@ -114,7 +112,7 @@ def test_a_layer_equals_one_of_transformers_parts(layer: DeltaLayer) -> None:
 
 @pytest.mark.parametrize("stood", range(MAX_DRAFTS + 1))
 def test_rejected_drafts_leave_no_trace_in_any_bit(layer: DeltaLayer, stood: int) -> None:
-    """A prompt, partly accepted drafts, more drafts, the rest: equal to row by row."""
+    """A prompt, partly accepted drafts, more drafts and the rest equal a pass row by row."""
     given, wrong = rows(24), rows(24, seed=20)
     expected = run_row_by_row(layer, 0, given)
     reported = [layer.run([(1, given[:9], 0)])]

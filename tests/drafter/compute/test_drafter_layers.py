@@ -46,7 +46,7 @@ def test_norms_follow_their_formula(dtype: torch.dtype):
 
 @pytest.mark.parametrize("layer", [RMSNorm, HeadNorm])
 def test_norms_with_weights_in_fp32_round_bf16_once(layer: type[RMSNorm] | type[HeadNorm]):
-    """As Gemma's 1 + w, which bf16 cannot represent."""
+    """Gemma's 1 + w is such a weight, which bf16 cannot represent."""
     torch.manual_seed(1)
     x, weight = torch.randn(500, 6, 64).bfloat16(), 1 + 0.003 * torch.randn(64)
     exact = x.double() / (x.double().pow(2).mean(-1, keepdim=True) + 1e-6).sqrt() * weight.double()

@@ -56,7 +56,7 @@ def _layer(heads: int, kv_heads: int, dim: int, window: int | None, v_dim: int |
 
 def _spec(*layers: LayerSpec) -> ModelSpec:
     return ModelSpec(
-        architecture="MadeUp",
+        architecture="RandomSpecTensors",
         hidden_size=HIDDEN,
         vocab_size=VOCAB,
         layers=layers,
@@ -87,7 +87,7 @@ BACKENDS: dict[str, Callable[[], Backend]] = {
 SLOW = ("triton", "query heads by layer")  # in Triton's interpreter; the other two have all of it
 
 
-class MadeUp:
+class RandomSpecTensors:
     """Random weights of a spec; a `TensorSource`."""
 
     def __init__(self, spec: ModelSpec) -> None:
@@ -119,8 +119,8 @@ def _rotate(x_NJD: Tensor, theta: float) -> Tensor:
 
 
 def full_attention(spec: ModelSpec, tokens: list[int]) -> Tensor:
-    """Logits of a whole sequence, from the definition."""
-    made = MadeUp(spec)
+    """Return the logits of a whole sequence, from the definition."""
+    made = RandomSpecTensors(spec)
     x = made.get("model.embed_tokens.weight")[tokens]
     for i, layer in enumerate(spec.layers):
         at, mixer = f"model.layers.{i}.", layer.mixer
@@ -162,11 +162,11 @@ def tokens_of(slot: int) -> list[int]:
 
 @torch.inference_mode()
 def in_pages(spec: ModelSpec, communicator: Communicator, backend: Backend) -> list[Tensor]:
-    """Logits of all requests, computed in chunks over the pages that the loader would plan."""
+    """Return the logits of all requests, computed in chunks over the pages that the loader would plan."""
     sharding = Sharding(spec, communicator.rank, communicator.world_size)
     pages = plan_kv_cache(spec.windows, [], MAX_LEN, sharding.kv_geometries())
     device = torch.device(DEVICE) if isinstance(backend, TritonBackend) else torch.device("cpu")
-    weights = TargetWeights(MadeUp(spec), spec, sharding, torch.float32, device)
+    weights = TargetWeights(RandomSpecTensors(spec), spec, sharding, torch.float32, device)
     model = Decoder(weights, (), MAX_LEN, communicator, backend, pages.target)
     steps = Steps(NUM_SLOTS, MAX_LEN, num_groups=len(pages.groups))
     num_pages = len(pages.groups) * NUM_SLOTS * MAX_LEN // steps.page_size
@@ -204,7 +204,9 @@ def test_layers_of_several_geometries_attend_like_full_attention(backend: str, n
 def test_page_bytes_count_all_of_a_page(name: str) -> None:
     spec = SPECS[name]
     plan = plan_models(settings(Path("none")), Path("none"), spec, None, None, MAX_LEN)
-    weights = TargetWeights(MadeUp(spec), spec, Sharding(spec, 0, 1), torch.float32, torch.device("cpu"))
+    weights = TargetWeights(
+        RandomSpecTensors(spec), spec, Sharding(spec, 0, 1), torch.float32, torch.device("cpu")
+    )
     cache = Decoder(weights, (), MAX_LEN, SingleRank(), places=plan.pages.target).new_cache(6, plan.page_size)
     assert page_bytes(plan) == (cache.kv.nbytes // 7,)
     tokens = affordable_pages(plan, page_bytes(plan), None)[0] * plan.page_size

@@ -50,7 +50,7 @@ class Layer:
     q_up_OK: Tensor
 
     def exact(self, qkv_NO: Tensor, context: int) -> Tensor:
-        """Results of the last rows of one request with all its rows, `context` of them earlier."""
+        """Return the results of the last rows of one request from all its rows, `context` of them earlier."""
         parts = self.shape.latent
         assert parts is not None and parts.q_norm is not None and isinstance(parts.q_up, Linear)
         x = qkv_NO.double()
@@ -122,7 +122,7 @@ class Requests:
         self._pages = np.arange(PAGES).reshape(-1, len(lengths)).T[:, ::-1].copy()
 
     def compute(self, counts: dict[int, int]) -> list[Tensor]:
-        """Attention's result for a number of further rows of each request."""
+        """Return attention's result for a number of further rows of each request."""
         owner, num = list(counts), list(counts.values())
         first = [self.computed[r] for r in owner]
         spans = [range(at, at + n) for at, n in zip(first, num, strict=True)]
@@ -143,13 +143,13 @@ class Requests:
         return list(out.split(num))
 
     def share(self, source: int, target: int, num_pages: int) -> None:
-        """A new request starts with another's first pages."""
+        """Let a new request start with another's first pages."""
         self._pages[target][:num_pages] = self._pages[source][:num_pages]
         self.computed[target] = num_pages * PAGE
         self.rows[target][: num_pages * PAGE] = self.rows[source][: num_pages * PAGE]
 
     def exact(self, request: int, count: int) -> Tensor:
-        """The result of a request's last rows."""
+        """Return the result of a request's last rows."""
         seen = self.computed[request]
         return self._layer.exact(self.rows[request][:seen], seen - count)
 
@@ -168,7 +168,7 @@ BACKENDS = {
 @pytest.mark.parametrize("name", [pytest.param(n, marks=NEEDS_CPU) if n == "loops" else n for n in BACKENDS])
 @torch.inference_mode()
 def test_absorbed_attention_equals_the_published_expanded_form(layer: Layer, name: str) -> None:
-    """A prompt in chunks with other requests, then blocks of rows, some after a rejection."""
+    """A prompt is computed in chunks with other requests, then blocks of rows, some after a rejection."""
     requests = Requests(layer, BACKENDS[name](), [70, 20, 5])
     for counts in ({0: 33, 2: 4}, {0: 20, 1: 9}, {1: 8, 0: 1, 2: 1}):
         for (request, count), got in zip(counts.items(), requests.compute(counts), strict=True):
@@ -195,7 +195,7 @@ def test_a_row_has_the_same_bits_in_a_block_alone_and_in_a_prompt(layer: Layer) 
 
 @pytest.fixture
 def expansions(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Expansion]]:
-    """The number over all passes and layers so far."""
+    """Record all expansions over passes and layers."""
     attend, found = latent.attend_expanded, list[Expansion]()
 
     def watched(q_NJO: Tensor, parts: MLALayer, pages_PSW: Tensor, of: Expansion, *more: object) -> None:
@@ -212,7 +212,7 @@ def expansions(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Expansion]]:
 def test_expanded_long_prompts_equal_the_published_form(
     layer: Layer, expansions: list[Expansion], monkeypatch: pytest.MonkeyPatch, piece_keys: int
 ) -> None:
-    """Several requests together, some in chunks; a short prompt and single rows are not expanded."""
+    """Several requests run together, some in chunks; a short prompt and single rows are not expanded."""
     monkeypatch.setattr(expansion, "PIECE_KEYS", piece_keys)
     requests = Requests(layer, TritonBackend(DEVICE), [110, 75, 30])
     passes = ({0: 40, 1: FEWEST, 2: 4}, {0: FEWEST - 1, 1: 2}, {2: 3, 0: FEWEST}, {1: 40}, {0: 5, 2: 1})
@@ -227,7 +227,7 @@ def test_expanded_long_prompts_equal_the_published_form(
 @pytest.mark.usefixtures("on_the_device")
 @torch.inference_mode()
 def test_an_expanded_prompt_continues_after_absorbed_rows(layer: Layer, expansions: list[Expansion]) -> None:
-    """A prefix hit: its first pages are another request's, whose rows came a few at a time."""
+    """The first pages of a prefix hit are another request's, whose rows came a few at a time."""
     requests = Requests(layer, TritonBackend(DEVICE), [3 * PAGE, 3 * PAGE + 20])
     for _ in range(6):
         requests.compute({0: PAGE // 2})
@@ -261,7 +261,7 @@ def test_guaranteed_bits_are_those_of_absorbed_rows(
 def test_the_runner_expands_prompts_without_waits_and_gives_the_hosts_tokens(
     tmp_path: Path, expansions: list[Expansion]
 ) -> None:
-    """A whole prompt with the first chunk of another; its rest with drafts, which are absorbed."""
+    """A whole prompt runs with the first chunk of another; its rest runs with drafts, which are absorbed."""
     target = make_tiny_target(tmp_path, "deepseek_v3", seed=5)
     random = np.random.default_rng(2)
     twins = Twins.open(target, None, [random.integers(1, 90, n).tolist() for n in (40, 27)], method="ngram")
@@ -275,7 +275,7 @@ def test_the_runner_expands_prompts_without_waits_and_gives_the_hosts_tokens(
 
 
 def test_no_request_is_expanded_without_host_lengths(layer: Layer) -> None:
-    """As in decoding: graphs are made before there are requests."""
+    """Decoding graphs are captured before there are requests."""
     assert layer.shape.latent is not None
     assert layer.shape.latent.min_expanded == FEWEST
     workspace = ExpansionWorkspace(layer.shape.latent, C + R, FEWEST)
@@ -293,7 +293,7 @@ def test_no_request_is_expanded_without_host_lengths(layer: Layer) -> None:
 def test_the_row_count_for_expanding_follows_from_the_sizes(
     layer: Layer, sizes: tuple[int, int, int], minimum: int | None
 ) -> None:
-    """Kimi K2's and DeepSeek-V3's sizes; wider queries; and heads wider than a latent."""
+    """The sizes are Kimi K2's and DeepSeek-V3's, with wider queries, and with heads wider than a latent."""
     nope, v_dim, rank = sizes
     assert layer.shape.latent is not None
     parts = replace(layer.shape.latent, kv_up_JUC=torch.zeros(1, nope + v_dim, rank), v_dim=v_dim)

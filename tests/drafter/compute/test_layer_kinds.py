@@ -1,8 +1,7 @@
-"""Stacks whose layers differ, on every backend: page groups, windows, rotations, scales, norms, gates and
-activations.
+"""Stacks whose layers differ, on every backend: page groups, windows, rotations, scales, norms, gates.
 
-A layer of a stack must compute what it computes alone, over a cache of its own; and what a backend makes of
-all that a block may have is what PyTorch's operators make of it.
+A layer of a stack computes what it computes alone, over a cache of its own. A block with all features equals
+PyTorch's operators on every backend.
 
 Legend: L layers, R requests, P pages, S page size, K kv heads, D head dim, H hidden, G page groups.
 """
@@ -97,7 +96,7 @@ class Model:
         self.x = self.tensor(sum(rows for _, rows in REQUESTS), HIDDEN)
 
     def tensor(self, *shape: int, scale: float = 1.0) -> Tensor:
-        """The same numbers in every dtype."""
+        """Return the same numbers in every dtype."""
         numbers = (scale * torch.randn(shape, generator=self._random)).bfloat16()
         return numbers.to(self.device, self.dtype)
 
@@ -108,7 +107,7 @@ class Model:
         return rope
 
     def _norm(self, size: int) -> RMSNorm:
-        """A block with every feature: weights in fp32, which bf16 cannot represent."""
+        """Return a norm; blocks with every feature have fp32 weights, which bf16 cannot represent."""
         weight = 1 + 0.1 * torch.randn(size, generator=self._random)
         weight = weight if self.kind.rich else weight.bfloat16().to(self.dtype)
         return RMSNorm(weight.to(self.device), EPS)
@@ -151,7 +150,7 @@ class Model:
         return self.backend.linear(self.tensor(outputs, inputs, scale=inputs**-0.5))
 
     def cache(self, layers: list[int], places: list[LayerPlace], tables: list[np.ndarray]) -> PagedKVCache:
-        """A cache with these layers' contexts, in any element order within a page, and other values."""
+        """Return a cache with these layers' contexts, in any element order within a page."""
         size = (NUM_PAGES + 12, PAGE_SIZE, KVCacheSpec(KV_HEADS, HEAD_DIM, HEAD_DIM))
         cache = PagedKVCache(places, *size, self.dtype, self.device)
         cache.kv.copy_(torch.randn(cache.kv.shape, generator=torch.Generator().manual_seed(5)))
@@ -167,7 +166,7 @@ class Model:
         return self.cache([layer], [LayerPlace(0, 0)], [self.own_table])
 
     def rows(self, tables: list[np.ndarray], windows: tuple[int | None, ...]) -> PlacedRows:
-        """All requests' rows, by page group."""
+        """Return all requests' rows, by page group."""
         first, counts = (np.array(numbers) for numbers in zip(*REQUESTS, strict=True))
         at = [np.arange(begin, begin + count) for begin, count in REQUESTS]
         slots = [
@@ -190,7 +189,7 @@ class Model:
         return self.rows([self.own_table], (WINDOWS[layer],))
 
     def run(self) -> tuple[Tensor, Tensor, PagedKVCache]:
-        """Normed rows, the residual after each layer [N, L, H], and the cache."""
+        """Return normed rows, the residual after each layer [N, L, H], and the cache."""
         cache = self.grouped_cache()
         stack = self.backend.stack(self.blocks, self.final_norm, (0, 1, 2))
         normed, taps = stack(self.x.clone(), self.grouped_rows(), cache)
@@ -198,7 +197,7 @@ class Model:
         return normed, taps, cache
 
     def assert_same_pages(self, grouped: PagedKVCache, own: list[PagedKVCache]) -> None:
-        """Each layer's pages equal its own cache's, and nothing else was written."""
+        """Assert that each layer's pages equal its own cache's, and that nothing else was written."""
         expected = self.grouped_cache()
         for place, cache in zip(PLACES, own, strict=True):
             mine = torch.from_numpy(self.group_tables[place.group])
@@ -207,7 +206,7 @@ class Model:
 
 
 def test_a_layer_of_a_group_computes_what_it_computes_alone(kind: Kind):
-    """Bit by bit: with its own page table, slots, window and plane."""
+    """It has its own page table, slots, window and plane; results are equal bit by bit."""
     model = Model(kind)
     normed, taps, cache = model.run()
     x, own = model.x, [model.cache_of(layer) for layer in range(len(PLACES))]
@@ -223,7 +222,7 @@ def test_a_layer_of_a_group_computes_what_it_computes_alone(kind: Kind):
 
 @pytest.mark.parametrize("name", [name for name in KINDS if KINDS[name].rich and name != "eager"])
 def test_every_block_feature_equals_pytorchs_operators(name: str):
-    """Nearly equal in fp32; in bf16 up to its rounding at every step."""
+    """Results are nearly equal in fp32; in bf16 up to its rounding at every step."""
     model = Model(KINDS[name])
     found, expected = model.run(), Model(KINDS["eager"]).run()
     for got, right in zip(found[:2], expected[:2], strict=True):

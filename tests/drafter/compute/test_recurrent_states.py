@@ -1,9 +1,8 @@
-"""A worker's states, driven by real plans: whatever is drafted, saved, copied and preempted, a row reads what
-it reads in one pass over its whole sequence.
+"""A worker's states under real plans: a row reads what it reads in one pass over its whole sequence.
 
-The scheduler is real, and so are the books on both sides, the memory and the layer
-(`compute/eager/gated_delta_net.py`); only tokens are simulated. What the layer itself means is tested in
-`test_delta_net.py`.
+That holds whatever is drafted, saved, copied and preempted. The scheduler, the state managers on both sides,
+the memory and the layer (`compute/eager/gated_delta_net.py`) are real; only tokens are simulated.
+`test_delta_net.py` tests the layer itself.
 """
 
 from __future__ import annotations
@@ -66,13 +65,12 @@ def new_cache(num_states: int) -> PagedKVCache:
 
 
 def read(tokens: list[int], rows: StateRows, cache: PagedKVCache) -> Tensor:
-    """The results of rows of these tokens in all layers, [N, L * G]."""
+    """Return the results of rows of these tokens in all layers, [N, L * G]."""
     step = TorchPass(PlacedRows(torch.empty(0), (), (), states=rows))
     return torch.cat([layer(MIXED[i][tokens], step, cache, i) for i, layer in enumerate(LAYERS)], dim=1)
 
 
 def read_in_one_pass(tokens: list[int]) -> Tensor:
-    """In one pass, from an empty state."""
     numbers = (np.array([n], dtype=np.int64) for n in (0, len(tokens), 0, 0))
     return read(tokens, StateRows(*numbers), new_cache(1))
 
@@ -153,7 +151,7 @@ def test_every_row_reads_the_state_of_a_single_pass(
 
 
 def test_a_sequence_that_starts_from_a_copy_folds_its_saved_records() -> None:
-    """Saved after one of two accepted drafts: the state before them, and their records."""
+    """The state is saved after one of two accepted drafts: the state before them, and their records."""
     memory, zeros = new_cache(3).states, np.zeros(2, np.int64)
     assert memory is not None
     states = RecurrentStates(memory, 2)

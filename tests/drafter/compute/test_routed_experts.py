@@ -23,7 +23,7 @@ DTYPES = [torch.float32, torch.bfloat16]
 
 
 def by_definition(logits_E: Tensor, rule: MoeRouter, correction_E: Tensor) -> dict[int, float]:
-    """The experts and weights of one row, by Python's own sorting and sums."""
+    """Return the experts and weights of one row, by Python's own sorting and sums."""
     logits = [float(v) for v in logits_E]
     whole = logits_E.double().softmax(0) if rule.score == "softmax" else logits_E.double().sigmoid()
     scores = logits if rule.choose_first else [float(v) for v in whole]
@@ -102,7 +102,7 @@ def test_a_router_may_norm_the_residual_and_weight_its_experts(backend: Backend)
 
 
 def test_a_router_in_fp32_stays_in_fp32() -> None:
-    """Like a sigmoid router: 1 + 2^-10 is 1 in bf16."""
+    """A sigmoid router needs that: 1 + 2^-10 is 1 in bf16."""
     weight_EH = torch.tensor([[1.0], [1.0 + 2**-10]])
     rule = MoeRouter(num_experts=2, top_k=1, score="sigmoid")
     x_NH = torch.ones(1, 1, dtype=torch.bfloat16)
@@ -129,7 +129,7 @@ def random_rows(num_rows: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tens
 
 
 def exact(weights: ExpertWeights, x_NH: Tensor, ids_Nk: Tensor, weights_Nk: Tensor) -> Tensor:
-    """In fp64, row by row."""
+    """Compute in fp64, row by row."""
     assert weights.gate_up_bias_EI is not None and weights.down_bias_EH is not None
     rows = []
     for x_H, ids, shares in zip(x_NH.double(), ids_Nk.tolist(), weights_Nk.tolist(), strict=True):
@@ -206,7 +206,7 @@ def test_a_rows_bits_do_not_depend_on_other_rows(backend: Backend) -> None:
 @pytest.mark.parametrize("gated", [False, True])
 @pytest.mark.parametrize("backend", BACKENDS.values(), ids=BACKENDS)
 def test_the_shared_expert_is_added_before_the_sum_over_ranks(backend: Any, gated: bool) -> None:
-    """Added fully, or times sigmoid(w u); one sum over ranks includes it and the experts."""
+    """It is added fully, or times sigmoid(w u); one sum over ranks includes it and the experts."""
     torch.manual_seed(4)
     weights, (x_NH, _, _) = random_experts(torch.float32), random_rows(11, torch.float32)
     router = RouterWeights(
@@ -243,7 +243,7 @@ def test_the_shared_expert_is_added_before_the_sum_over_ranks(backend: Any, gate
     torch.testing.assert_close(normed_NH, norm(got_NH))
 
 
-class _SummedByCompany(NumbaBackend):
+class _BatchDependentExperts(NumbaBackend):
     """Experts whose result depends on the number of rows."""
 
     def experts(self, weights: ExpertWeights) -> Experts:
@@ -257,5 +257,5 @@ class _SummedByCompany(NumbaBackend):
 
 def test_batch_invariance_is_measured_with_experts_if_the_model_has_some() -> None:
     assert rows_are_invariant(NumbaBackend(), torch.float32, "cpu", routed=True)
-    assert rows_are_invariant(_SummedByCompany(), torch.float32, "cpu")
-    assert not rows_are_invariant(_SummedByCompany(), torch.float32, "cpu", routed=True)
+    assert rows_are_invariant(_BatchDependentExperts(), torch.float32, "cpu")
+    assert not rows_are_invariant(_BatchDependentExperts(), torch.float32, "cpu", routed=True)

@@ -1,7 +1,6 @@
 """Norms of whole queries and keys: every backend equals RMSNorm, in any batch.
 
-How ranks share one is seen where whole targets are split (test_target_parallel.py: MiniMax-M2, on more ranks
-than K/V heads, too).
+test_target_parallel.py tests how ranks share one (MiniMax-M2, also on more ranks than K/V heads).
 """
 
 from __future__ import annotations

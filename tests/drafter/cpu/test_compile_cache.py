@@ -55,7 +55,7 @@ class Package:
         self.process = subprocess.Popen([sys.executable, "-c", SCRIPT], **pipes)
 
     def choose(self) -> tuple[bool, set[str]]:
-        """Whether sampling found its code on disk, and the package's sources that were read for it."""
+        """Return whether sampling found its code on disk, and the package's sources that were read for it."""
         assert self.process.stdin is not None and self.process.stdout is not None
         print(file=self.process.stdin, flush=True)
         said = self.process.stdout.readline()
@@ -69,7 +69,6 @@ class Package:
 
 @pytest.fixture(scope="module")
 def package(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Package]:
-    """A process that has sampled once."""
     package = Package(tmp_path_factory.mktemp("kept"))
     with package.process:
         assert not package.choose()[0]

@@ -51,7 +51,7 @@ def rotary(head_dim: int, dtype: torch.dtype) -> RotaryEmbedding:
 
 
 def placed(first: int, count: int) -> PlacedRows:
-    """Rows at positions first, first + 1, ... of one request whose pages are 0, 1, 2, ..."""
+    """Return rows at positions first, first + 1, ... of one request whose pages are 0, 1, 2, ..."""
     positions_N = torch.arange(first, first + count)
     pages_RP = np.arange(NUM_PAGES)[None]
     batch = AttentionBatch.build(np.array([first]), np.array([count]), pages_RP, PAGE_SIZE, "cpu")
@@ -68,7 +68,7 @@ def test_norms_equal_pytorchs(shape: tuple[int, int], dtype: torch.dtype):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", [(16, 192), (5, 1000)])
 def test_norms_with_fp32_weights_equal_pytorchs(shape: tuple[int, int], dtype: torch.dtype):
-    """Rounded once, as in PyTorch: in bf16 few elements differ."""
+    """Norms round once, as in PyTorch: in bf16 few elements differ."""
     x_NH, norm = (3 * torch.randn(shape)).to(dtype), RMSNorm(weights(shape[1], dtype=torch.float32), EPS)
     got, expected = NumbaBackend().norm(norm, x_NH), TorchBackend().norm(norm, x_NH)
     assert_same(got, expected)
@@ -171,7 +171,7 @@ def test_heads_normed_in_fp32_are_rounded_once_after_the_rotation():
 
 
 def test_results_are_rounded_to_bfloat16_as_pytorch_rounds():
-    """Rounding to nearest even, with infinities and NaNs: a norm by ones of rows whose mean square is one."""
+    """Rounding is to nearest even, with infinities and NaNs; a norm with ones of rows of mean square 1."""
     bits = torch.randint(0, 2**16, (4096,), dtype=torch.int32).to(torch.uint16).view(torch.bfloat16)
     gate_N1 = torch.full((4096, 1), 1.5, dtype=torch.bfloat16)
     got = kernels.gate(torch.cat((gate_N1, bits.view(-1, 1)), dim=1).contiguous(), "silu")
@@ -214,7 +214,7 @@ def test_the_loop_computes_the_exact_bits_of_the_noise():
 
 
 def test_rows_without_an_allowed_token_choose_the_first():
-    """As `argmax` does."""
+    """`argmax` does the same."""
     keys = torch.from_numpy(noise_keys(np.zeros(2, dtype=np.int64), np.arange(2))).unsqueeze(-1)
     logits_MV = torch.full((2, 9), float("-inf"))
     ids_M, margins_M = noisy_argmax_margin(logits_MV, torch.ones(2, 1), keys)

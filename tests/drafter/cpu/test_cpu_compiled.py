@@ -1,6 +1,7 @@
 """The fused bf16 pass on a CPU: products, attention, stacks, threads, with all instruction sets.
 
-Against PyTorch's operators in fp32 on the same bf16 numbers, and bit by bit against itself.
+Results are compared with PyTorch's operators in fp32 on the same bf16 numbers, and bit by bit with
+themselves.
 
 Legend: N rows, O outputs, K inputs (kv heads in shapes of attention), Q query heads, D head dim.
 """
@@ -144,7 +145,7 @@ class Model:
     def run(
         self, backend: Backend, dtype: torch.dtype, requests: list[int] | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Normed rows, taps, and the last layer's K/V of the requests' own rows, or of some requests."""
+        """Return normed rows, taps, and the last layer's K/V of the rows of all or some requests."""
         owner = list(range(len(self.shape.requests))) if requests is None else requests
         stack, cache = self._stack(backend, dtype), self._cache(backend, dtype)
         counts = np.array([count for _, count in self.shape.requests])
@@ -191,7 +192,7 @@ class Model:
         return self.pages[request][positions // size] * size + positions % size
 
     def _cache(self, backend: Backend, dtype: torch.dtype) -> PagedKVCache:
-        """The past of every request, in every layer."""
+        """Return a cache with the past of every request, in every layer."""
         _, num_kv, dim = self.shape.heads
         geometry = KVCacheSpec(num_kv, dim, dim)
         cache = PagedKVCache(2, self.num_pages, self.shape.page_size, geometry, dtype, "cpu")
@@ -204,7 +205,7 @@ class Model:
 
 
 def blocked_order(kv: Tensor) -> Tensor:
-    """[L, P, S, 2, K, D] in the order of `drafter/compute/cpu_fused/qkv_heads.py`, the same shape."""
+    """Return [L, P, S, 2, K, D] in `drafter/compute/cpu_fused/qkv_heads.py`'s order, same shape."""
     layers, _, _, _, heads, dim = kv.shape
     k, v = kv.view(layers, -1, BLOCK, 2, heads, dim).unbind(3)  # [L, B, 16, K, D]
     k = k.transpose(2, 3)  # [L, B, K, 16, D]
@@ -253,7 +254,7 @@ def test_a_request_gets_the_same_bits_alone_and_among_others_on_any_number_of_th
 
 
 def test_equal_requests_are_divided_among_threads_with_the_same_result():
-    """Enough rows for two threads to work separately, and too few requests for three."""
+    """There are enough rows for two threads to work separately, and too few requests for three."""
     model = Model(replace(SHAPES["a block"], requests=((100, 16), (90, 16), (40, 16), (8, 16))))
     one, two, three = (model.run(FusedCpuBackend(n), torch.bfloat16) for n in (1, 2, 3))
     assert all(a.equal(b) and a.equal(c) for a, b, c in zip(one, two, three, strict=True))
@@ -284,7 +285,7 @@ def test_the_drafters_context_is_written_in_the_order_that_attention_reads():
 
 
 def test_concurrent_callers_get_their_own_results():
-    """One caller has the team, the others run alone: none waits and results are not mixed."""
+    """One caller has the team, the others run alone: none waits, and results are not mixed."""
     layer = PackedLinear(random(512, 192), None, 2)
     inputs = [random(16, 192) for _ in range(4)]
     expected = [layer(x) for x in inputs]
@@ -330,7 +331,7 @@ LESSER = [
 
 @pytest.mark.parametrize("kind", LESSER, ids=lambda kind: kind.value)
 def test_the_tests_pass_with_fewer_cpu_instructions(kind: Instructions):
-    """Run these tests again in a process with fewer instructions; speculation changes no token."""
+    """The tests run again in a process with fewer instructions; speculation changes no token."""
     lossless = (
         "test_speculation_changes_no_token_in_bf16_if_products_do_not_depend_on_the_batch[compiled-0.0]"
     )

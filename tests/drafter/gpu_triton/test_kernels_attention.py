@@ -99,7 +99,7 @@ class Case:
         return workspace
 
     def pieces(self, workspace: AttentionWorkspace | None = None, **kind) -> list[int]:
-        """Counts per request, times its tiles."""
+        """Return the number of pieces per request, times its tiles."""
         work = list_work(self.kind(**kind), self.rows, workspace or self.workspace())
         return work.values[2 : 3 + len(self.num_rows)].diff().tolist()
 
@@ -119,7 +119,7 @@ class Case:
         return out
 
     def dense(self, *, sinks=False, causal=True, window=None, first_key=0) -> Tensor:
-        """[N, Q * D] in fp64; zeros for padding."""
+        """Return [N, Q * D] in fp64; zeros for padding."""
         out_NQF = torch.zeros(*self.q.shape[:2], self.shape.geometry.v_head_dim, dtype=torch.float64)
         ends = self.rows.cu_rows.tolist()[1:]
         for slot, length, count, end in zip(
@@ -265,7 +265,7 @@ class Alone:
         self.piece_keys = 0  # in the last call
 
     def __call__(self, requests: list[tuple[int, int, int]], num_programs: int = MANY) -> Tensor:
-        """Rows begin..end of requests, each as if it were the last of its request; [N, Q * D]."""
+        """Return rows begin..end of requests, each as if it were the last of its request; [N, Q * D]."""
         case = self.case
         before = case.rows.cu_rows.tolist()
         picked = [case.q[before[r] + begin : before[r] + end] for r, begin, end in requests]
@@ -288,7 +288,7 @@ class Alone:
 
 @pytest.fixture
 def short_splits(monkeypatch):
-    """Splits of 64 keys and runs of two, so that short contexts have all levels."""
+    """Use splits of 64 keys and runs of two, so that short contexts have all levels."""
     monkeypatch.setattr(tiles, "_SPLIT_KEYS", 64)
     monkeypatch.setattr(tiles, "_RUN_SPLITS", 2)
 
@@ -346,7 +346,7 @@ def test_any_number_of_programs_gives_the_same_bits():
 
 
 class Cut:
-    """How a pass of Qwen3-8B's shape is split on an H200: pieces per request, and their length."""
+    """The split of a pass of Qwen3-8B's shape on an H200: pieces per request, and their length."""
 
     def __init__(self, lengths, rows=16, *, kv_heads=8, window=None, batch_invariant=False, **kind):
         count = len(lengths)
@@ -444,7 +444,7 @@ def flash_attn_varlen_func(
     window_size=(-1, -1),
     block_table=None,
 ):
-    """What the package's documentation says of these arguments, and what its C++ code refuses."""
+    """Check arguments as the package's documentation and C++ code do, and attend with PyTorch's operators."""
     for lengths in (cu_seqlens_q, cu_seqlens_k):
         assert (
             lengths.dtype is torch.int32 and lengths.is_contiguous() and len(lengths) == len(block_table) + 1
@@ -453,7 +453,7 @@ def flash_attn_varlen_func(
     assert k.shape[1] % 256 == 0 and q.dtype is k.dtype is torch.float16
     assert max_seqlen_q > 1, "at 1 the package takes row b for request b's"
     assert max_seqlen_q >= cu_seqlens_q.diff().max() and max_seqlen_k >= cu_seqlens_k.diff().max()
-    out = torch.full_like(q, NAN)  # not initialised
+    out = torch.full_like(q, NAN)  # not initialized
     left, right = (2**30 if beside < 0 else beside for beside in window_size)
     for b, (rows, keys) in enumerate(zip(cu_seqlens_q.diff(), cu_seqlens_k.diff(), strict=True)):
         mine = slice(int(cu_seqlens_q[b]), int(cu_seqlens_q[b + 1]))

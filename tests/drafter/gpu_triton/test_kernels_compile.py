@@ -43,8 +43,7 @@ class Variant:
         signature: type by argument, as "*bf16:16", "i32:16" (divisible by 16, as pointers and strides are),
             "i32" or "fp32".
         constexprs: value by compile-time argument; None for a pointer that is not given.
-        warps: of a program.
-        stages: of its loop's copies; None leaves them to Triton.
+        warps, stages: of the program, and of its loop's copies; None leaves these to Triton.
         wgmma: whether Hopper's matrix instructions are expected.
         side_by_side: programs that a multiprocessor must have room for.
     """
@@ -113,7 +112,7 @@ def _attention(
 
 
 def _pointers(**names: str) -> dict[str, str]:
-    """Signature of aligned pointers, from type = "name name ..."."""
+    """Return the signature of aligned pointers, from type = "name name ..."."""
     return {name: f"*{kind}:16" for kind, given in names.items() for name in given.split()}
 
 
@@ -127,7 +126,7 @@ _STEP = _pointers(i32="slots num_computed token_ids") | {"token_stride": "i32"}
 
 
 def _choose(dtype: str, *, filters: bool, seconds: bool = False, vocab: int = 151936) -> Variant:
-    """A row of logits in chunks of 4096; by default Qwen3's."""
+    """Return the sampling kernel over a row of logits in chunks of 4096; by default Qwen3's."""
     signature = _LOGITS | {"logits": f"*{dtype}:16"} | _WORKSPACE
     signature |= _pointers(i64="seeds ids", fp32="scores seconds")
     signature |= {"vocab_size": "i32:16", "vocab_start": "i32:16"}
@@ -138,7 +137,7 @@ def _choose(dtype: str, *, filters: bool, seconds: bool = False, vocab: int = 15
 
 
 def _apply_rules(dtype: str, *, drafts: bool) -> Variant:
-    """Chunks of Qwen3's vocabulary, tables of `RULE_LIMITS`."""
+    """Return the rules kernel: chunks of Qwen3's vocabulary, tables of `RULE_LIMITS`."""
     numbers = (
         "is_ruled prompt_lengths nums_allowed nums_biased nums_bad_words budgets start_lengths end_lengths"
     )
@@ -161,7 +160,7 @@ def _apply_rules(dtype: str, *, drafts: bool) -> Variant:
 
 
 def _walk(dtype: str, *, filters: bool) -> Variant:
-    """16 candidates of a row, codebooks of rank 256."""
+    """Return the walk over 16 candidates of a row, with codebooks of rank 256."""
     signature = _SETTINGS | _pointers(i64="positions ids token_ids seeds chosen", i32="cu_rows")
     signature |= _pointers(fp32="z margins")
     signature |= dict.fromkeys(("gates", "predecessors", "successors"), f"*{dtype}:16")
@@ -170,7 +169,7 @@ def _walk(dtype: str, *, filters: bool) -> Variant:
 
 
 def _best_of_chunk(dtype: str, *, filters: bool) -> Variant:
-    """16 candidates of a chunk."""
+    """Return the search for 16 candidates of a chunk."""
     signature = _LOGITS | {"logits": f"*{dtype}:16"} | _pointers(i64="seeds keys", fp32="floors")
     signature |= {"vocab_size": "i32:16", "vocab_start": "i32:16"}
     constexprs = {"FILTERS": filters, "TOP_K": 16, "NUM_STOP_IDS": 128, "CHUNK": 4096}
@@ -178,7 +177,7 @@ def _best_of_chunk(dtype: str, *, filters: bool) -> Variant:
 
 
 def _best_of_row(dtype: str, vocab: int = 151936) -> Variant:
-    """16 candidates of all chunks."""
+    """Return the search for 16 candidates of all chunks."""
     signature = _pointers(i64="keys ids", fp32="scores z") | {"logits": f"*{dtype}:16"}
     signature |= {"row_stride": "i32:16", "vocab_start": "i32"}
     keys = -(-vocab // 4096) * 16
@@ -187,7 +186,6 @@ def _best_of_row(dtype: str, vocab: int = 151936) -> Variant:
 
 
 def _trim(requests: int, drafts: int, *, budget: int) -> Variant:
-    """Blocks of a number of requests."""
     signature = _pointers(
         i32="cu_rows num_drafts kept_before new_cu_rows",
         fp32="margins weights request_biases biases slopes worths",
@@ -200,7 +198,7 @@ def _trim(requests: int, drafts: int, *, budget: int) -> Variant:
 
 
 def _convolve(hidden: int, *, residual: bool, dtype: str = "bf16") -> Variant:
-    """Two taps, a kernel for 16 channels."""
+    """Return the convolution with two taps and a kernel for 16 channels."""
     given = ("x", "base", "y", *(("residual",) if residual else ()))
     signature = dict.fromkeys(given, f"*{dtype}:16") | {"owners": "*i32", "num_rows": "i32"}
     signature |= {"dynamic": f"*{dtype}"}
@@ -210,7 +208,6 @@ def _convolve(hidden: int, *, residual: bool, dtype: str = "bf16") -> Variant:
 
 
 def _mask(dtype: str) -> Variant:
-    """Chunks of Qwen3's vocabulary."""
     signature = {"logits": f"*{dtype}:16", "row_stride": "i32:16", "num_words": "i32", "vocab_size": "i32:16"}
     return Variant("_mask", signature | _pointers(i64="rows", i32="bits"), {"CHUNK": 4096}, 4)
 
@@ -266,12 +263,10 @@ def _product(
     quantised: bool = False,
     wgmma: bool = True,
 ) -> Variant:
-    """A product with `fused`, of: bias, norm, gate, residual (with squares), layers (of a drafter's context).
+    """Return a product with `fused`: bias, norm, gate, residual (with squares), layers (of a context).
 
-    Args:
-        rows: of its tile.
-        one_alone: a program adds up all splits.
-        quantised: weights are e4m3.
+    `rows` are of its tile. With `one_alone`, a program adds up all splits; with `quantised`, weights are
+    e4m3.
     """
     gated = "gate" in fused
     of_weight = {"bf16": torch.bfloat16, "fp32": torch.float32}[dtype]
@@ -318,10 +313,9 @@ def _experts(
     packed: bool = False,
     integers: bool = False,
 ) -> Variant:
-    """A product of tiles of pairs, of gate and up with an activation, else of down; MXFP4 has biases.
+    """Return a product of tiles of pairs: gate and up with an activation, else down.
 
-    Args:
-        integers: packed in INT4.
+    MXFP4 has biases; `integers` means packed in INT4.
     """
     packed |= integers
     torch_dtype = {"bf16": torch.bfloat16, "fp32": torch.float32}[dtype]
@@ -394,7 +388,7 @@ def _add_up(width: int, places: int, dtype: str = "bf16") -> Variant:
 def _delta(
     kernel: str, heads: tuple[int, int], dtype: str = "bf16", *, saves: bool = False, **how: Any
 ) -> Variant:
-    """A kernel of a gated delta layer with key and value heads of 128, four taps and 15 drafts."""
+    """Return a kernel of a gated delta layer with key and value heads of 128, four taps and 15 drafts."""
     keys, values = heads
     lists = "slots cu_rows num_drafts pendings firsts"
     signature = {"mixed": f"*{dtype}:16", "row_stride": "i32:16"} | _pointers(fp32="qkv")
@@ -432,7 +426,7 @@ def _delta(
 
 
 def _copy_states(kernel: str, lists: str, *, i32: str) -> Variant:
-    """Qwen3.5-9B's shape, with 15 drafts."""
+    """Return the kernel at Qwen3.5-9B's shape, with 15 drafts."""
     signature = _pointers(fp32="states k_records u_records g_records", bf16="windows x_records", i32=lists)
     signature |= dict.fromkeys(i32.split(), "i32")
     sizes = {"STATE": 32 * 128 * 128, "WINDOW": 3 * 8192, "K": 15 * 2048, "U": 15 * 4096, "G": 15 * 32}
@@ -508,7 +502,7 @@ def _add_splits(heads: int) -> Variant:
 
 
 def _attend_expanded(heads: int, dtype: str = "bf16") -> Variant:
-    """Kimi K2's and DeepSeek-V3's sizes."""
+    """Return the kernel at Kimi K2's and DeepSeek-V3's sizes."""
     signature = dict.fromkeys(("q_ptr", "latents_ptr", "heads_ptr", "out_ptr"), f"*{dtype}:16")
     signature |= _pointers(fp32="max_ptr sum_ptr partial_ptr", i32="keys_before_ptr") | _OF_TILES
     signature |= dict.fromkeys(("piece_begin", "piece_end", "num_tiles"), "i32") | {"scale": "fp32"}
@@ -739,7 +733,7 @@ def chosen(module: str, *, whole: bool = WHOLE) -> list[Variant]:
 
 @pytest.fixture(scope="module")
 def compile_all(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], list[dict[str, Any]]]]:
-    """The result of each variant of a module; its process compiles one module after the other."""
+    """Return the result of each variant of a module; its process compiles one module after the other."""
     pytest.importorskip("triton")
     folder = tmp_path_factory.mktemp("triton")
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
@@ -815,7 +809,7 @@ def _compile(module: str, variant: Variant) -> dict[str, int | bool]:
 
 
 def _waits_first(ptx: str) -> bool:
-    """Whether a kernel accesses memory only after its wait for the previous kernel."""
+    """Return whether a kernel accesses memory only after its wait for the previous kernel."""
     touched = re.search(r"\b(ld|st|atom|red|cp)\.(?!param)", ptx)
     assert touched is not None, "a kernel that does nothing"
     return -1 < ptx.find("griddepcontrol.wait") < touched.start()

@@ -53,7 +53,7 @@ def layer_of(
     invariant: bool = False,
     padding: int = 0,
 ) -> DeltaLayer:
-    """Run the definition or the device's kernels."""
+    """Return a layer that runs the definition or the device's kernels."""
     device = DEVICE if on_device else torch.device("cpu")
     backend = TritonBackend(DEVICE, batch_invariant=invariant) if on_device else TorchBackend()
     memory = StateMemory(2, kind, NUM_SLOTS, MAX_DRAFTS, dtype, device)
@@ -77,7 +77,7 @@ def assert_same_memory(mine: DeltaLayer, theirs: DeltaLayer, tolerance: float) -
 def test_ragged_passes_equal_the_definition(
     kind: RecurrentStateSpec, prompt: int, dtype: torch.dtype
 ) -> None:
-    """Prompts in chunks with states saved on the way, partly accepted blocks, padding rows."""
+    """Prompts run in chunks with states saved on the way, then partly accepted blocks, with padding rows."""
     layers = [layer_of(kind, False, dtype), layer_of(kind, True, dtype, padding=2)]
     tolerance = 1e-4 if dtype is torch.float32 else 2e-2
     enter = [(3, rows_of(kind, prompt, 1), 0), (2, rows_of(kind, 0), 0), (0, rows_of(kind, 2, 2), 0)]
@@ -94,7 +94,7 @@ def test_ragged_passes_equal_the_definition(
 
 
 def test_a_prompts_chunks_equal_transformers_for_equal_keys() -> None:
-    """Keys as of a repeated token: A is nearly all ones below its diagonal."""
+    """Keys are as of a repeated token: A is nearly all ones below its diagonal."""
     kind, layer = ODD, layer_of(ODD, True)
     mixed = rows_of(kind, 1).repeat(50, 1) + 0.01 * rows_of(kind, 50, 3)
     mixed[:, -12:-6], mixed[:, -6:] = 4.0, -9.0  # beta near 1, nothing decays
@@ -139,7 +139,7 @@ def test_no_bit_of_a_row_depends_on_the_other_rows(invariant: bool) -> None:
 
 @pytest.mark.parametrize("stood", (0, 2, MAX_DRAFTS))
 def test_rejected_drafts_leave_no_trace_in_any_bit(stood: int) -> None:
-    """If bits do not depend on how rows are cut: equal to row by row."""
+    """Bits do not depend on how rows are cut: results equal those of rows one by one."""
     layer, given, wrong = layer_of(SMALL, True, invariant=True), rows_of(SMALL, 12), rows_of(SMALL, 12, 20)
     plain = layer_of(SMALL, True, invariant=True)
     expected = torch.cat([plain.run([(1, row, 0)]) for row in given.split(1)])

@@ -1,6 +1,6 @@
-"""Routed experts in Triton: tiles, products of plain and packed weights, sums (device: see `devices.py`).
+"""Routed experts in Triton against the definition in fp64 (device: see `devices.py`).
 
-Against the definition in fp64.
+Tested are tiles, products of plain and packed weights, and sums.
 
 Legend: N rows, k experts chosen per row, P = N k pairs, E experts, O outputs, H hidden, I inner size.
 """
@@ -55,7 +55,7 @@ def reads() -> Tensor:
 
 
 def listed(tiles: ExpertTiles) -> list[tuple[int, list[int]]]:
-    """Expert and pairs of each tile that is not idle."""
+    """Return the expert and pairs of each tile that is not idle."""
     count = int(tiles.count_1)
     found = zip(tiles.experts_T[:count].tolist(), tiles.pairs_TM[:count].tolist(), strict=True)
     return [(expert, [pair for pair in pairs if pair < tiles.num_pairs]) for expert, pairs in found]
@@ -86,7 +86,7 @@ def test_pairs_are_in_tiles_of_their_experts_in_order(
 @given(st.lists(st.integers(0, 40), min_size=1, max_size=12), st.sampled_from(HEIGHTS))
 @settings(max_examples=200)
 def test_a_grid_fits_every_choice_exactly(counts: list[int], height: int):
-    """Counts of pairs by expert; the worst choice with as many pairs needs the whole grid."""
+    """`counts` are pairs by expert; the worst choice with as many pairs needs the whole grid."""
     needed, pairs, experts = sum(-(-count // height) for count in counts), sum(counts), len(counts)
     assert needed <= max_tiles(pairs, experts, height)
     used = min(pairs, experts)
@@ -114,7 +114,7 @@ RULES = {
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
 def test_a_choice_of_experts_equals_pytorchs(rule: MoeRouter, dtype: torch.dtype):
-    """Also with ties: some rows' logits are small integers, or zeros."""
+    """Some rows' logits are small integers or zeros, so that there are ties."""
     logits_NE = torch.randn(12, rule.num_experts)
     logits_NE[2:5].round_()
     logits_NE[5] = 0
@@ -166,7 +166,7 @@ class Layer:
         )
 
     def rows(self, count: int) -> tuple[Tensor, Tensor, Tensor]:
-        """x, the experts of its rows, and their weights."""
+        """Return x, the experts of its rows, and their weights."""
         experts, hidden, _ = self.weights.down.shape
         x_NH = torch.randn(count, hidden).to(self.dtype)
         return x_NH, random_ids(count, experts), torch.rand(count, PLACES)
@@ -195,7 +195,7 @@ def assert_near(actual: Tensor, exact: Tensor):
 def test_experts_equal_the_definition_row_by_row(
     activation: ExpertActivation, packed: bool, dtype: torch.dtype
 ):
-    """Rows and columns that fill no tile, and inputs that fill no step."""
+    """Rows and columns fill no tile, and inputs fill no step."""
     layer = Layer(dtype, packed=packed, biases=activation != "silu", activation=activation)
     given_ = layer.rows(13)
     experts = TritonBackend(DEVICE).experts(layer.weights)
@@ -299,7 +299,6 @@ def test_in_tiles_of_one_height_a_rows_bits_do_not_depend_on_its_batch(
 
 
 def test_every_code_and_power_of_packed_weights_has_its_value():
-    """Read weights through rows with a single 1 each."""
     scales = torch.tensor([[1, 2, 100, 127, MAX_EXPONENT]] if not ON_GPU else [[100, 110, 120, 127, 128]])
     codes_J = torch.arange(16) + 16 * torch.arange(16).flip(0)
     weight = MXFP4(

@@ -70,7 +70,7 @@ def test_the_norm_of_rows_equals_the_layers(rows: int, width: int, dtype: torch.
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_norms_with_fp32_weights_equal_the_layers(dtype: torch.dtype):
-    """Rounded once, at the end, as in the layer."""
+    """The norm is rounded once, at the end, as in the layer."""
     y_NH, x_NH, weight_H = randn(9, 640, dtype=dtype), randn(9, 640, dtype=dtype), weights(640, dtype=FP32)
     assert_same(rms_norm(x_NH, weight_H, EPS), RMSNorm(weight_H, EPS)(x_NH))
     sum_NH, normed_NH = add_rms_norm(y_NH, x_NH, weight_H, EPS)
@@ -119,7 +119,7 @@ def test_a_norm_of_zeros_is_zero_and_eps_counts(eps: float):
 
 
 def reference_gate(gate_up_NI2: Tensor, activation: Activation) -> Tensor:
-    """The layer's result; for GELU the exact one: 1 + tanh in fp32 loses all digits of negative gates."""
+    """Return the layer's result; GELU is exact: 1 + tanh in fp32 loses all digits of negative gates."""
     if activation == "silu":
         return gate_of_the_layer(gate_up_NI2.clone(), activation)
     gate_NI, up_NI = gate_up_NI2.chunk(2, dim=-1)
@@ -155,13 +155,12 @@ def rotary(head_dim: int, dtype: torch.dtype) -> RotaryEmbedding:
 
 
 def tables(head_dim: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Cosines and signed sines [T, D] of all positions."""
+    """Return cosines and signed sines [T, D] of all positions."""
     rotation = rotary(head_dim, dtype).at(torch.arange(MAX_POSITIONS))
     return rotation.cos_N1D.squeeze(1), rotation.sin_N1D.squeeze(1)
 
 
 def two_caches(layers: int, num_kv: int, head_dim: int, dtype: torch.dtype) -> list[PagedKVCache]:
-    """Two caches with the same random content."""
     geometry = KVCacheSpec(num_kv, head_dim, head_dim)
     caches = [PagedKVCache(layers, NUM_PAGES, PAGE_SIZE, geometry, dtype, DEVICE) for _ in range(2)]
     caches[0].kv.copy_(torch.randn(caches[0].kv.shape))
@@ -170,7 +169,7 @@ def two_caches(layers: int, num_kv: int, head_dim: int, dtype: torch.dtype) -> l
 
 
 def assert_written(cache: PagedKVCache, expected: PagedKVCache, slots_N: Tensor):
-    """The rows of `slots` have the same keys and exactly the same values; all other slots are unchanged."""
+    """Assert that keys and values in `slots` are the same, and that all other slots are unchanged."""
     ours, theirs = (c.planes(0, c.num_layers).flatten(1, 2) for c in (cache, expected))
     wanted_N = slots_N[slots_N != cache.skip_slot]
     assert_same(ours[:, wanted_N, 0], theirs[:, wanted_N, 0])
@@ -180,7 +179,7 @@ def assert_written(cache: PagedKVCache, expected: PagedKVCache, slots_N: Tensor)
 
 
 def some_rows(num_rows: int) -> tuple[Tensor, Tensor]:
-    """Positions and distinct slots of `num_rows` rows."""
+    """Return positions and distinct slots."""
     return torch.randint(MAX_POSITIONS, (num_rows,)), torch.randperm(NUM_PAGES * PAGE_SIZE)[:num_rows]
 
 
@@ -192,7 +191,7 @@ def reference_write(
     cache: PagedKVCache,
     layer: int,
 ) -> Tensor:
-    """Compute as `_Layer` of target and drafter do; return q."""
+    """Compute as a transformer block does; return q."""
     num_kv = cache.geometries[0].num_kv_heads
     num_q = qkv_NJD.shape[1] - 2 * num_kv
     rotation = rotary(qkv_NJD.shape[2], qkv_NJD.dtype).at(positions_N)
@@ -247,7 +246,7 @@ def test_heads_are_normed_rotated_and_written_as_in_the_layers(
 
 
 def test_heads_normed_in_fp32_are_rounded_once():
-    """At position 0 (no rotation): the nearest to the exact norm, which two roundings would miss."""
+    """At position 0 (no rotation) results are nearest to the exact norm; two roundings would miss it."""
     qkv_NJD, norm_D = randn(50, 6, 64, dtype=torch.float16), 1 + 0.0003 * torch.randn(64)
     exact_NJD = qkv_NJD[:, :2].double()
     exact_NJD = exact_NJD / (exact_NJD.pow(2).mean(-1, keepdim=True) + EPS).sqrt() * norm_D.double()
@@ -277,7 +276,7 @@ def test_values_are_normed_if_the_model_needs_it(dtype: torch.dtype, dim: int):
 
 
 def test_rows_may_be_slices_with_padding_and_small_integers():
-    """Rows of a wider buffer, int32 positions and slots, padding that goes to the skip slot."""
+    """Rows are of a wider buffer, positions and slots are int32, and padding goes to the skip slot."""
     wide_NJD, norms = randn(7, 10, 64, dtype=torch.float32), [weights(64, dtype=torch.float32)] * 2
     qkv_NJD, behind = wide_NJD[:, :8], wide_NJD[:, 8:].clone()
     positions_N, slots_N = some_rows(7)
@@ -313,7 +312,7 @@ def test_without_rows_nothing_is_written():
 def reference_context(
     kv_NJD: Tensor, k_norm_LD: Tensor, positions_N: Tensor, slots_N: Tensor, cache: PagedKVCache
 ):
-    """Compute as `_ContextProjection` does after its product, and `write_context`."""
+    """Compute as `write_context` after the product, layer by layer."""
     num_kv = cache.geometries[0].num_kv_heads
     num_keys = cache.num_layers * num_kv
     keys = kv_NJD[:, :num_keys]
@@ -362,7 +361,7 @@ def test_context_rows_may_be_slices_with_padding():
 
 
 def test_launches_have_the_shapes_that_are_compiled_for_hopper():
-    """The shapes of VARIANTS in test_kernels_compile.py, which cannot ask: it must load without Triton."""
+    """VARIANTS of test_kernels_compile.py must load without Triton, so the shapes are repeated there."""
     assert [warps_for(block) for block in (256, 4096, 8192)] == [1, 16, 16]
     shapes = [(128, 32), (64, 8), (256, 16), (128, 8)]
     assert [heads_per_program(*shape) for shape in shapes] == [4, 8, 2, 4]

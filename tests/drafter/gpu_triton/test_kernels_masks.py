@@ -1,6 +1,6 @@
 """Grammar masks on the GPU path: the kernel equals the definition, and answers equal the CPU's.
 
-Where it runs, says `devices.py`.
+`devices.py` selects the device.
 """
 
 from __future__ import annotations

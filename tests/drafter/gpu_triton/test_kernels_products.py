@@ -1,7 +1,7 @@
 """Products of few rows with all fused parts, against PyTorch in fp64 (device: see `devices.py`).
 
-Where half precision rounds within a product's neighbourhood (the normed input, the product before gate and
-residual), so does the reference: nearly all elements are equal bit by bit, and none is far.
+Where half precision rounds next to a product (the normed input, the product before gate and residual), so
+does the reference: nearly all elements are equal bit by bit, and none is far.
 
 Legend: N rows, K inputs, O outputs, I inner size, T tiles of outputs, H hidden.
 """
@@ -53,7 +53,7 @@ def seeded():
 
 
 def assert_near(actual: Tensor, expected: Tensor):
-    """Largest difference from `expected` in fp64, rounded like `actual`."""
+    """Assert a bound of the largest difference from `expected` in fp64, rounded like `actual`."""
     assert actual.shape == expected.shape
     tolerance = TOLERANCE[actual.dtype]
     torch.testing.assert_close(actual.double(), expected.double(), rtol=tolerance, atol=tolerance)
@@ -82,13 +82,13 @@ class Product:
         self.own = OwnProjection(self.weight_OK[None, None], self.bias_O, WORKSPACE)
 
     def exact(self, x_NK: Tensor) -> Tensor:
-        """The product of these rows, rounded once."""
+        """Return the product of these rows, rounded once."""
         y_NO = x_NK.double() @ self.weight_OK.double().T
         return (y_NO if self.bias_O is None else y_NO + self.bias_O.double()).to(self.dtype)
 
 
 def pending(x_NK: Tensor, weight_dtype: torch.dtype, parts: int) -> PendingNorm:
-    """A norm of these rows, whose squares are summed in `parts`."""
+    """Return a norm of these rows, whose squares are summed in `parts`."""
     chunks = x_NK.float().square().tensor_split(parts, dim=1)
     squares_NT = torch.stack([chunk.sum(1) for chunk in chunks], dim=1)
     return PendingNorm(x_NK, squares_NT, RMSNorm((torch.rand(x_NK.shape[1]) + 0.5).to(weight_dtype), EPS))
@@ -115,7 +115,7 @@ def test_rows_and_residual_may_be_slices_or_empty():
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("rows", ROWS)
 def test_a_residuals_squares_give_the_norm_of_the_next_product(rows: int, dtype: torch.dtype):
-    """Equal to `residual + product` and `RMSNorm` of it, then the next product, rounded where they are."""
+    """The reference is `residual + product`, its `RMSNorm` and the next product, rounded where they are."""
     down, after = Product(rows, 300, 136, dtype, bias=True), Product(rows, 136, 66, dtype)
     residual_NH, norm = tensor(rows, 136, dtype=dtype), RMSNorm(torch.rand(136).to(dtype) + 0.5, EPS)
     before = residual_NH.clone()
@@ -140,7 +140,7 @@ def test_a_gate_is_paired_with_its_column(rows: int, activation: Activation, dty
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_weight_in_blocks_is_read_in_place(dtype: torch.dtype):
-    """As the drafter's context reads keys, then values, of all layers from their q, k and v weights."""
+    """The drafter's context reads keys, then values, of all layers from their q, k, v weights so."""
     qkv_LOK = tensor(3, 90, 72, dtype=dtype)
     blocks_PLRK = qkv_LOK[:, 50:].unflatten(1, (2, 20)).transpose(0, 1)
     copied_OK = torch.cat([qkv_LOK[i, 50 + 20 * kv :][:20] for kv in range(2) for i in range(3)])
@@ -203,7 +203,7 @@ def test_in_one_tile_a_rows_bits_do_not_depend_on_its_batch(
 
 @pytest.mark.parametrize("name", QWEN3_8B)
 def test_the_split_of_a_weight_keeps_every_multiprocessor_busy(name: str):
-    """At least two programs for nearly each of 132, and 92 % of the steps of a perfect division."""
+    """There are at least two programs for nearly each of 132, and 92 % of the steps of a perfect division."""
     outputs, inputs, gated = QWEN3_8B[name]
     plan = plan_product(outputs, inputs, torch.bfloat16, gated=gated)
     programs = plan.tiles * plan.splits
@@ -244,7 +244,7 @@ def test_the_faster_product_is_measured_once_per_weight_and_use():
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("rows", (5, 64, 70))
 def test_a_quantized_product_equals_the_dequantized_weights(rows: int, dtype: torch.dtype):
-    """With everything fused, by either product: more rows than a tile are PyTorch's."""
+    """Everything is fused in either product; PyTorch computes more rows than a tile."""
     plain = Product(rows, 200, 90, dtype, bias=True)
     plain.weight_OK[3] = 0
     weight = QuantisedWeight.of(plain.weight_OK[None, None])

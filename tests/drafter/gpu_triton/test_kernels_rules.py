@@ -1,5 +1,4 @@
-"""The GPU's rules against `drafter/step/inputs/logits_processors.py`: every row of a block, drafts before it
-counted."""
+"""The GPU's rules against `drafter/step/inputs/logits_processors.py`, for every row of a block."""
 
 from __future__ import annotations
 

@@ -48,7 +48,7 @@ class Requests:
 
     @classmethod
     def of(cls, rows: int, *, vocab: int, rng: np.random.Generator | None = None, **fixed) -> Requests:
-        """One row per slot, in another order; fields are neutral unless given (per slot)."""
+        """Make one row per slot, in another order; fields are neutral unless given (per slot)."""
         rng = rng or np.random.default_rng(0)
         neutral = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "min_length": 0}
         neutral |= {"seed": rng.integers(-(2**63), 2**63 - 1, rows), "positions": rng.integers(0, 9000, rows)}
@@ -111,13 +111,12 @@ class Requests:
         )
 
     def choose_surely(self, logits: torch.Tensor, **how) -> tuple[torch.Tensor, torch.Tensor]:
-        """Ids and margins."""
         seconds = torch.empty(len(logits), device=DEVICE)
         ids, scores = self.choose(logits, seconds=seconds, **how)
         return ids, margins_between(scores, seconds)
 
     def kept(self, logits: torch.Tensor, *, chunk: int = 512, room: int = 256) -> torch.Tensor:
-        """Tokens that the floors keep, [N, V]; every row must have a filter."""
+        """Return the tokens that the floors keep, [N, V]; every row must have a filter."""
         memory = workspace(logits, chunk, room)
         self.choose(logits, filters=True, memory=memory)
         scaled = logits.float() / on_device(self.temperature[self.slots]).float()[:, None]
@@ -125,7 +124,7 @@ class Requests:
 
 
 def workspace(logits: torch.Tensor, chunk: int, room: int) -> SamplingWorkspace:
-    """Memory for one extra row, so that row strides matter."""
+    """Return memory for one extra row, so that row strides matter."""
     rows, vocab = logits.shape
     return SamplingWorkspace.build(rows + 1, vocab, DEVICE, chunk_size=chunk, max_candidates=room)
 
@@ -135,7 +134,7 @@ def normal(rows: int, vocab: int, seed: int, scale: float = 3.0) -> torch.Tensor
 
 
 def mixed(rng: np.random.Generator, rows: int, vocab: int) -> Requests:
-    """All kinds of requests together, some of which may not stop yet."""
+    """Make all kinds of requests together, some of which may not stop yet."""
     return Requests.of(
         rows,
         vocab=vocab,
@@ -191,7 +190,7 @@ def test_rows_of_all_kinds_choose_as_sample_rows(seed: int):
 
 @pytest.mark.parametrize("filters", [False, True])
 def test_margins_equal_those_of_sampling(filters: bool):
-    """All kinds of rows, including those with one kept, one or no possible, or several equal tokens."""
+    """Rows include some with one kept, one or no possible, or several equal tokens."""
     rng, rows, vocab = np.random.default_rng(5), 12, 900
     requests = mixed(rng, rows, vocab)
     requests.min_length[:], requests.slots[:] = 0, np.arange(rows)

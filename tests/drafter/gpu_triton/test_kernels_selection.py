@@ -146,7 +146,7 @@ SETTINGS = {
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize("top_k", [16, 5])
 def test_selector_paths_equal_the_hosts(name: str, dtype: torch.dtype, top_k: int):
-    """Ragged blocks, one of an anchor alone, with padding after them."""
+    """Blocks are ragged, one is an anchor alone, and padding follows."""
     counts = [15, 3, 0, 1, 7]
     torch.manual_seed(2)
     blocks = Blocks.of(counts, **SETTINGS[name])
@@ -186,7 +186,7 @@ def test_selector_paths_equal_the_hosts(name: str, dtype: torch.dtype, top_k: in
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize(("vocab_size", "top_k"), [(VOCAB, 16), (4096, 3), (9000, 16)])
 def test_candidates_equal_the_hosts(name: str, dtype: torch.dtype, vocab_size: int, top_k: int):
-    """Rows with gaps between them, over one chunk and over several."""
+    """Rows have gaps between them, over one chunk and over several."""
     torch.manual_seed(5)
     blocks = Blocks.of([3, 0, 2, 1], **SETTINGS[name])
     logits_NV = (torch.randn(len(blocks.device.token_ids_N), vocab_size + 8) * 2).to(dtype)[:, :vocab_size]
@@ -227,7 +227,7 @@ class OtherRank:
 
 @pytest.mark.parametrize("name", ["early stops", "noise", "equals"])
 def test_ranks_find_the_candidates_of_the_whole_vocabulary(name: str):
-    """With each token's noise by its id; ties go as on one rank."""
+    """Each token has the noise of its id; ties go as on one rank."""
     torch.manual_seed(4)
     blocks = Blocks.of([3, 2, 2], **SETTINGS.get(name, {}))
     logits_NV = torch.randn(len(blocks.device.token_ids_N), VOCAB) * 2

@@ -56,10 +56,9 @@ class Case:
 
 @st.composite
 def cases(draw, *, drafts_behind: int) -> Case:
-    """Decoding with and without drafts, prompt chunks that sample or not.
+    """Draw decoding with and without drafts, and prompt chunks that sample or not.
 
-    Args:
-        drafts_behind: the most known rows of a request that drafts.
+    `drafts_behind` is the largest number of known rows of a request that drafts.
     """
     slots = draw(st.lists(st.integers(0, SLOTS - 1), min_size=1, max_size=SLOTS, unique=True))
     computed, rows, drafts, samples = [], [], [], []
@@ -77,7 +76,7 @@ def cases(draw, *, drafts_behind: int) -> Case:
 def plan_of(
     slots, computed, rows, drafts, samples, seed: int = 0, pages: KVCacheLayout = ONE_GROUP
 ) -> SchedulerOutput:
-    """Admits all of its slots, with few different tokens (so that drafts match) and scattered pages."""
+    """Return a plan that admits its slots, with few different tokens (so that drafts match)."""
     rng = np.random.default_rng(seed)
     arrays = [np.array(x, dtype=np.int32) for x in (slots, computed, rows, drafts)]
     known = arrays[1] + arrays[2] - arrays[3]
@@ -104,7 +103,7 @@ def states_of(plan: SchedulerOutput, pages: KVCacheLayout = ONE_GROUP) -> Reques
 
 
 def skip_slots(pages: KVCacheLayout) -> torch.Tensor:
-    """First slot after each pool's pages, by group."""
+    """Return the first slot after each pool's pages, by group."""
     return torch.tensor([NUM_PAGES[group.pool] * PAGE_SIZE for group in pages.groups])
 
 
@@ -122,7 +121,7 @@ def ragged(
     first_chosen: torch.Tensor | None = None,
     max_drafts: int = 0,
 ) -> DeviceStepRequests:
-    """A number of rows of each request, with padding after them."""
+    """Return a number of rows of each request, with padding after them."""
     plan = case.plan
 
     def padded(values: np.ndarray, padding: int = 0) -> torch.Tensor:
@@ -194,7 +193,7 @@ def test_blocks_and_proposals_are_placed_as_in_request_states(case: Case):
 def test_ngram_lookup_finds_the_tokens_of_the_definition(
     case: Case, shortest: int, more: int, places: int
 ) -> None:
-    """Also with few positions per round. Without a match token 0 takes a draft's place."""
+    """Rounds may have few positions. Without a match token 0 takes a draft's place."""
     plan, states = case.plan, states_of(case.plan, case.pages)
     if not plan.num_drafts.any():
         return
@@ -220,7 +219,7 @@ def send(upload: Upload, device: DeviceStates, plan: SchedulerOutput, value: int
 @settings(max_examples=30)
 @given(cases(drafts_behind=3), st.sampled_from((60, 5000)))
 def test_device_states_have_the_hosts_pages_and_tokens(case: Case, max_changes: int):
-    """For any number of rounds that a plan's upload takes."""
+    """A plan's upload may take any number of rounds."""
     plan = replace(case.plan, admitted=tuple(replace(r, sampling=SAMPLING) for r in case.plan.admitted))
     states = states_of(plan, case.pages)
     device = DeviceStates(SLOTS, MAX_LEN, NUM_PAGES, PAGE_SIZE, DEVICE, case.pages)
@@ -258,7 +257,7 @@ def test_device_states_have_the_hosts_pages_and_tokens(case: Case, max_changes: 
 
 
 def verdicts_of(case: Case, counts: np.ndarray, *, of_all_rows: bool) -> tuple[torch.Tensor, ...]:
-    """(the oracle's choices, the kernel's, where each request's begin): of sampled rows, or of all."""
+    """Return the oracle's choices, the kernel's, and where each request's begin."""
     plan, rng = case.plan, np.random.default_rng(case.seed + 1)
     by_row = put(rng.integers(0, 3, plan.num_batched_tokens + case.padding_rows))
     ends = np.cumsum(plan.num_rows)

@@ -15,7 +15,7 @@ pytestmark = pytest.mark.usefixtures("on_the_device")
 
 
 def trim_of(rng: np.random.Generator, num_requests: int, maximum: int, num_rows: int) -> Trim:
-    """Probabilities that fall with the position, and requests of different weight, some of zero."""
+    """Make probabilities that fall with the position, and requests of different weight, some of zero."""
     return Trim(
         bias_K=np.linspace(0.5, -1.0, maximum).astype(np.float32),
         slope_K=np.linspace(2.0, 0.5, maximum).astype(np.float32),
@@ -27,7 +27,7 @@ def trim_of(rng: np.random.Generator, num_requests: int, maximum: int, num_rows:
 
 
 def margins_of(rng: np.random.Generator, drafts_R: np.ndarray, maximum: int) -> np.ndarray:
-    """Few different values, so that there are ties; nan means no draft."""
+    """Make few different values, so that there are ties; nan means no draft."""
     margins_RK = rng.choice(np.array([0.0, 0.1, 1.0, 7.5, np.inf], np.float32), (len(drafts_R), maximum))
     return np.where(np.arange(maximum) < drafts_R[:, None], margins_RK, np.float32(np.nan))
 
@@ -61,7 +61,7 @@ def test_without_a_trim_all_drafts_stay() -> None:
 
 
 def test_any_number_of_requests_is_trimmed_as_on_the_host() -> None:
-    """256 requests of 15 drafts; near-ties may go either way because rounding differs."""
+    """256 requests have 15 drafts each; near-ties may go either way because rounding differs."""
     rng = np.random.default_rng(1)
     drafts_R, num_rows = np.full(256, 15), 1000
     trim, margins_RK = trim_of(rng, 256, 15, num_rows), rng.exponential(2.0, (256, 15)).astype(np.float32)

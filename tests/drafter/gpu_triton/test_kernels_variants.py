@@ -1,4 +1,4 @@
-"""How many kernel variants are compiled: Triton's own cache keys, for steps of many shapes.
+"""The number of compiled kernel variants: Triton's own cache keys, for steps of many shapes.
 
 A kernel is compiled once for each key: the values of its compile-time arguments, the types of the others,
 whether an integer is 1 or divisible by 16, whether a pointer is. A step with a new key waits seconds for the
@@ -57,7 +57,7 @@ class Keys:
         self.first: dict[str, set[Key]] = {}
 
     def take(self, kernel: InterpretedFunction, *args: object, **kwargs: Any) -> None:
-        """A replacement of `InterpretedFunction.run`."""
+        """Record a launch and run it; replaces `InterpretedFunction.run`."""
         del kwargs["grid"], kwargs["warmup"]
         if kernel not in self._binders:
             jitted = JITFunction(kernel.fn, **kernel.kwargs)
@@ -74,8 +74,8 @@ class Keys:
     def values(self, kernel: str, name: str) -> set[str]:
         return {dict(key)[name] for key in self.found[kernel]} - {NOT_GIVEN}
 
-    def wavering(self) -> set[tuple[str, str]]:
-        """(kernel, runtime argument) pairs whose keys differ."""
+    def varying(self) -> set[tuple[str, str]]:
+        """Return (kernel, runtime argument) pairs whose keys differ."""
         return {
             (kernel, name)
             for kernel, keys in self.found.items()
@@ -86,7 +86,7 @@ class Keys:
 
 @pytest.fixture(scope="module")
 def keys(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Keys]:
-    """A target with two kinds of layers and a DFlash2 drafter with a window: `first`, then many steps."""
+    """Run a target with two kinds of layers and a DFlash2 drafter with a window: `first`, then many steps."""
     folder, keys = tmp_path_factory.mktemp("variants"), Keys()
     target = make_tiny_target(folder / "target", "gemma3")
     drafter = make_tiny_drafter(folder / "drafter", hidden_size=72, sliding_window=7, second=True)
@@ -125,7 +125,7 @@ def keys(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Keys]:
 def test_values_that_change_between_steps_are_no_part_of_a_kernels_key(keys: Keys):
     assert {"_attend", "_lay_out_rows", "_choose", "_write_words"} <= keys.found.keys()
     assert {"_convolve", "_best_of_chunk", "_best_of_row", "_walk"} <= keys.found.keys()
-    assert keys.wavering() <= OF_A_MODEL
+    assert keys.varying() <= OF_A_MODEL
 
 
 def test_few_steps_compile_every_kernel_variant(keys: Keys):

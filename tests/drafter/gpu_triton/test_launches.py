@@ -1,4 +1,4 @@
-"""How many kernels the passes of a decoding step launch (device: see `devices.py`).
+"""The number of kernels that a decoding step's passes launch (device: see `devices.py`).
 
 A launch costs a GPU about a microsecond whatever it computes, and a pass of few rows has hundreds. Counted
 are Triton's kernels and PyTorch's operators that would launch one; views and allocations are none.
@@ -66,7 +66,7 @@ class Launches(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
     def of(self, call: Callable[[], T]) -> tuple[T, Counter[str]]:
-        """A call's result and launches."""
+        """Return a call's result and launches."""
         self.counts.clear()
         with self:
             found = call()
@@ -82,7 +82,7 @@ def load(target: Path, drafter: Path, backend: Backend) -> tuple[Decoder, DFlash
 
 
 def rows(backend: Backend) -> PlacedRows:
-    """A block of the first request, in the first page."""
+    """Return a block of the first request, in the first page."""
     places = np.zeros(1, np.int32), np.full(1, ROWS), np.zeros((1, 1), np.int32)
     batch = backend.attention_batch(*places, PAGE_SIZE, DEVICE)
     return PlacedRows(torch.arange(ROWS), (torch.arange(ROWS),), (batch,))
@@ -124,10 +124,7 @@ def run(target_folder: Path, drafter_folder: Path, backend: Backend, launches: L
 def test_a_steps_fused_passes_take_six_launches_per_layer_and_few_more(
     tiny_qwen3: Path, tiny_drafter: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    """Qwen3-8B and its drafter of 5 layers: 6 * (36 + 5) + 15 = 261, where it was 10 * (36 + 5) + 13.
-
-    And what they compute is what PyTorch's operators do.
-    """
+    """Qwen3-8B and its drafter of 5 layers take 6 * (36 + 5) + 15 = 261; results equal PyTorch's."""
     launches = Launches(monkeypatch)
     ours = run(tiny_qwen3, tiny_drafter, TritonBackend(DEVICE, batch_invariant=True), launches)
     theirs = run(tiny_qwen3, tiny_drafter, TorchBackend(), launches)

@@ -40,7 +40,7 @@ def doubled(pair: Pair) -> Oracle:
 
 
 def kept_by_filters(params: SlotSampling, scores: torch.Tensor) -> torch.Tensor:
-    """The tokens that filters keep, from their definition over probabilities after temperature."""
+    """Return the tokens that filters keep, from their definition over probabilities after temperature."""
     p = (scores / params.temperature).softmax(-1)
     kept = p >= p.max() * params.min_p
     if params.top_k > 0:
@@ -54,8 +54,10 @@ def noised(params: SlotSampling, position: int, scores: torch.Tensor) -> torch.T
 
 
 def choice(params: SlotSampling, position: int, scores: torch.Tensor) -> tuple[int, float]:
-    """The rule from its definition: filters, then noise; and the distance to the second best, which is
-    without noise and filters if only one token is kept."""
+    """Apply filters, then noise, by definition; return the token and its distance to the second best.
+
+    If only one token is kept, the distance is without noise and filters.
+    """
     if params.temperature == 0:
         return best(scores)
     kept = kept_by_filters(params, scores)
@@ -64,7 +66,7 @@ def choice(params: SlotSampling, position: int, scores: torch.Tensor) -> tuple[i
 
 
 def rank(params: SlotSampling, position: int, logits: torch.Tensor) -> torch.Tensor:
-    """The order of candidates: kept tokens by logit and noise first, then the rest by logit."""
+    """Return the order of candidates: kept tokens by logit and noise first, then the rest by logit."""
     if params.temperature == 0:
         return logits
     return torch.where(kept_by_filters(params, logits), 1e6 + noised(params, position, logits), logits)
@@ -78,7 +80,7 @@ def best(scores: torch.Tensor) -> tuple[int, float]:
 @pytest.mark.parametrize("operators", [DEFINITION, LOOPS], ids=["definition", "loops"])
 @pytest.mark.parametrize("variant", PATHS)
 def test_drafts_equal_the_oracles_paths(variant: str, operators: StepOperators, tmp_path: Path):
-    """Requests that run together, with their own settings, lengths and numbers of drafts."""
+    """Requests run together, with their own settings, lengths and numbers of drafts."""
     pair, taps = load_pair(tmp_path, VARIANTS[variant]), random_taps(LENGTHS)
     oracle, names = doubled(pair), list(KNOBS)
     for turn in range(len(names)):
@@ -118,7 +120,7 @@ CONV, SELECTOR = "layers.1.{}_conv", "candidate_selector"
 
 
 def without(tensors: dict[str, torch.Tensor], term: str) -> dict[str, torch.Tensor]:
-    """The weights of a drafter that lacks a term."""
+    """Return the weights of a drafter that lacks a term."""
     name, *where = term.split(" ")
     left = {n: t.clone() for n, t in tensors.items()}
     if not where:

@@ -46,7 +46,7 @@ def test_a_setting_overrides_the_file_which_overrides_the_target(
 def test_the_targets_factor_is_rounded_as_the_target_rounds_it(tmp_path: Path) -> None:
     drafter = load(tmp_path, z_lab(), FACTS, torch.bfloat16, None)
     ids = torch.tensor([3, 90])
-    rows = lent_embedding().bfloat16()[ids]
+    rows = shared_embedding().bfloat16()[ids]
     assert torch.equal(drafter.embed_block(ids), rows * torch.tensor(SCALE).bfloat16())
     assert not torch.equal(drafter.embed_block(ids), (rows.float() * SCALE).bfloat16())
 
@@ -70,16 +70,16 @@ def load(folder: Path, config: dict, facts: TargetFacts, dtype: torch.dtype, set
     return load_drafter(folder, facts, shared_embeddings(dtype), dtype, "cpu", input_embedding_scale=setting)
 
 
-def lent_embedding() -> torch.Tensor:
+def shared_embedding() -> torch.Tensor:
     return torch.randn(VOCAB, HIDDEN, generator=torch.Generator().manual_seed(7))
 
 
 def shared_embeddings(dtype: torch.dtype) -> EmbeddingCopies:
-    embedding = lent_embedding().to(dtype)
+    embedding = shared_embedding().to(dtype)
     return EmbeddingCopies(embedding, Linear(embedding))
 
 
 def drafter_embedding(folder: Path, config: dict) -> torch.Tensor:
-    """The drafter's own embedding rows if it has any, else the target's."""
+    """Return the drafter's own embedding rows if it has any, else the target's."""
     own = checkpoints.random_tensors(config).get("embed_tokens.weight")
-    return lent_embedding() if own is None else own
+    return shared_embedding() if own is None else own

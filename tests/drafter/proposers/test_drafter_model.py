@@ -165,7 +165,7 @@ def tiny_target():
 
 @torch.no_grad()
 def run_batch(target, oracle: Oracle, drafter: DFlashDrafter, prompts, params, num_tokens, block):
-    """A minimal engine: our states, drafts, sampling, acceptance and context over transformers' target."""
+    """Run a minimal engine: Manta's states, drafts, sampling and context over transformers' target."""
     states = RequestStates(NUM_SLOTS, FACTS.max_model_len, (NUM_PAGES,), PAGE_SIZE, "cpu")
     proposer = DFlashProposer(drafter, drafter.new_cache(NUM_PAGES, PAGE_SIZE))
     slots = [5, 0, 3][: len(prompts)]
@@ -225,7 +225,7 @@ def _target_rows(target, oracle: Oracle, plan, token_ids_N, tokens):
 @pytest.mark.parametrize("temperature", [0.0, 2.0])
 @pytest.mark.parametrize("variant", ["z-lab full attention", "speculators own vocabulary"])
 def test_whole_generations_propose_and_accept_as_the_oracle(variant: str, temperature: float, tmp_path: Path):
-    """In every step the same drafts, acceptance and tokens, for requests that run together."""
+    """Requests run together; every step has the same drafts, acceptance and tokens."""
     config, target = VARIANTS[variant], tiny_target()
     tensors = checkpoints.random_tensors(config)
     checkpoints.write(tmp_path, config, tensors)

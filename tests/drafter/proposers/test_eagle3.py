@@ -68,7 +68,7 @@ class Chains(ColocatedDrafter):
 
         def kept(normed_XH: torch.Tensor) -> torch.Tensor:
             self._logits.append(logits(normed_XH))
-            return self._logits[-1].clone()  # whoever samples may edit it
+            return self._logits[-1].clone()  # sampling may edit it
 
         drafter.logits = kept
 
@@ -107,7 +107,7 @@ class Served:
         self.num_cached: dict[str, int] = {}
 
     def tokens(self, prompts: list[list[int]], params: SamplingParams, first: int = 0) -> list[list[int]]:
-        """New tokens of all prompts, served together; request i, from `first` on, has seed 10 + i."""
+        """Return the new tokens of all prompts, served together; request i has seed 10 + `first` + i."""
         found: dict[str, list[int]] = {}
         for i, tokens in enumerate(prompts, first):
             found[f"r{i}"] = []
@@ -129,7 +129,7 @@ def hugging_face(tiny_qwen3: Path):
 
 @pytest.fixture(scope="module")
 def plain(tiny_qwen3: Path) -> Callable[[SamplingParams], list[list[int]]]:
-    """Tokens of the prompts by plain decoding."""
+    """Return the tokens of the prompts by plain decoding."""
     return cache(lambda params: Served(settings(tiny_qwen3)).tokens(PROMPTS, params))
 
 
@@ -142,7 +142,7 @@ noise = cache(gumbel)
 def test_every_position_of_a_chain_equals_the_reference(
     variant: str, params: SamplingParams, tiny_qwen3: Path, hugging_face, plain, tmp_path: Path
 ) -> None:
-    """After prompts in chunks, with rejections, in a batch; fp32, logits up to rounding."""
+    """Prompts come in chunks and batches, with rejections; fp32 logits are equal up to rounding."""
     folder = write(tmp_path, VARIANTS[variant])
     served = Served(eagle3(tiny_qwen3, folder, max_num_batched_tokens=16))
     new = served.tokens(PROMPTS, params)

@@ -20,7 +20,7 @@ REPEATS = [7, 8, 9, 10] * 6 + [7, 8]
 
 
 def outcomes(runner, num_drafts: int) -> list[tuple[list[int], int]]:
-    """Tokens of each step of one request, and the number of verified drafts."""
+    """Return the tokens of each step of one request, and the number of verified drafts."""
     steps, known, found = Steps(2), len(REPEATS), []
     plan = steps.plan([0], [0], [known], admitted=[steps.admit(0, REPEATS)])
     for _ in range(10):
@@ -52,7 +52,7 @@ def test_ranks_look_up_the_same_drafts_and_verify_no_more(tiny_qwen3: Path) -> N
 
 @pytest.mark.parametrize("adaptive", [False, True])
 def test_constrained_answers_equal_plain_decoding(tmp_path: Path, adaptive: bool) -> None:
-    """With one that repeats itself, and adaptive drafts."""
+    """One answer repeats itself, and drafts are adaptive."""
     target, _ = make_text_pair(tmp_path)
     held = StructuredOutputsParams(regex="(ab){12}[a-z]*"), held_by({"enum": ["yes yes yes", "no no no no"]})
     params = [SamplingParams(temperature=0.0, max_tokens=40)]

@@ -1,7 +1,6 @@
 """A selector's candidates: the best tokens of a row under the noise with which the target will choose.
 
-By the oracle's own noise, in fp64; definition and compiled loops alike. In kernels:
-test_kernels_selection.py.
+The reference has the oracle's own noise, in fp64; `test_kernels_selection.py` tests the kernels.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ FILTERS = {"top_k": 0, "top_p": 1.0, "min_p": 0.0}
 
 
 def batch(temperature: list[float], **filters: list[float]) -> SamplingMetadata:
-    """Settings of six rows."""
+    """Return the settings of six rows."""
     of = {name: np.array(filters.get(name, [neutral] * 6)) for name, neutral in FILTERS.items()}
     return SamplingMetadata.build(
         temperature=np.array(temperature, np.float32),
@@ -36,7 +35,6 @@ def batch(temperature: list[float], **filters: list[float]) -> SamplingMetadata:
 
 
 def noised(logits_NV: torch.Tensor, temperature: list[float]) -> torch.Tensor:
-    """Compute scores in fp64 with the oracle's noise."""
     rows = zip(logits_NV.double(), temperature, SEEDS, POSITIONS, strict=True)
     return torch.stack([z + t * gumbel(seed, at, len(z)) if t else z for z, t, seed, at in rows])
 
@@ -51,7 +49,7 @@ def largest(scores_V: torch.Tensor, count: int) -> list[int]:
 def test_candidates_are_the_best_of_the_noised_row(
     vocab_size: int, top_k: int, dtype: torch.dtype, operators: StepOperators
 ):
-    """Logits of rows with and without noise; greedy rows in fp32 have no ties."""
+    """Some rows have noise; greedy rows in fp32 have no ties."""
     temperature = [1.0, 0.7, 0.0 if dtype is torch.float32 else 0.2, 3.0, 1.0, 0.3]
     logits_NV = (3 * torch.randn(6, vocab_size, generator=torch.Generator().manual_seed(1))).to(dtype)
     z_NK, ids_NK = operators.candidates(logits_NV, batch(temperature), top_k)

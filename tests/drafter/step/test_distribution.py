@@ -28,7 +28,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
 @pytest.fixture(scope="module")
 def samples(pair: tuple[Path, Path]) -> np.ndarray:
-    """int [NUM_SEEDS, 3]: the first three tokens for many seeds."""
+    """Return the first three tokens for many seeds, int [NUM_SEEDS, 3]."""
     params = [SamplingParams(seed=s, max_tokens=3, ignore_eos=True) for s in range(NUM_SEEDS)]
     with LLM(
         str(pair[0]),
@@ -44,7 +44,7 @@ def samples(pair: tuple[Path, Path]) -> np.ndarray:
 
 
 def distribution(target: Path, prefixes: list[list[int]]) -> np.ndarray:
-    """Float [len(prefixes), VOCAB]: the target's next-token probabilities by transformers."""
+    """Return the target's next-token probabilities by transformers, float [len(prefixes), VOCAB]."""
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32)
@@ -54,7 +54,7 @@ def distribution(target: Path, prefixes: list[list[int]]) -> np.ndarray:
 
 
 def chi_square_z(observed: np.ndarray, expected: np.ndarray) -> float:
-    """Standard deviations of the chi-square statistic above its mean (cells of < 5 are pooled)."""
+    """Return the standard deviations of the chi-square statistic above its mean (cells of < 5 are pooled)."""
     big = expected >= 5
     observed = np.append(observed[big], observed[~big].sum())
     expected = np.append(expected[big], expected[~big].sum())

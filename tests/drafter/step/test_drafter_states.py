@@ -28,7 +28,6 @@ def admit(slot: int, tokens: list[int], sampling: SlotSampling = GREEDY) -> Admi
 
 
 def slots_of(rows: StepRows) -> list[int]:
-    """Slots of K and V in the only page group."""
     (kv_slots_N,) = rows.kv_slots
     return kv_slots_N.tolist()
 

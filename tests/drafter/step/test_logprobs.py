@@ -1,5 +1,4 @@
-"""Log probabilities of generated tokens and of prompts: transformers', of the model's distribution, under
-speculation."""
+"""Log probabilities of generated tokens and of prompts equal transformers', also under speculation."""
 
 from __future__ import annotations
 
@@ -49,7 +48,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
 @pytest.fixture(scope="module")
 def theirs(pair: tuple[Path, Path]) -> object:
-    """Log probabilities [tokens, V] of a prompt after its first token, and of an output, by transformers."""
+    """Return transformers' log probabilities [tokens, V] of a prompt and an output."""
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(pair[0], dtype=torch.float32)

@@ -54,14 +54,14 @@ def uniforms(seeds, positions, vocab: int) -> np.ndarray:
 
 
 def margin(z: torch.Tensor, kept: torch.Tensor, noise: torch.Tensor) -> float:
-    """Token and margin of one row in fp64, by sorting z + noise if several tokens are kept, else z."""
+    """Return the token and margin of one row in fp64, by sorting z + noise (z if one token is kept)."""
     scores = torch.where(kept, z + noise, -math.inf) if kept.sum() > 1 else z
     best, second = scores.sort(descending=True).values[:2].tolist()
     return best - second if best > -math.inf else 0.0
 
 
 def chi_square_p(counts: np.ndarray, expected: np.ndarray) -> float:
-    """Upper tail by Wilson-Hilferty: exact enough to distinguish 1e-4 from 0.5."""
+    """Return the upper tail by Wilson-Hilferty: exact enough to distinguish 1e-4 from 0.5."""
     x, k = float(((counts - expected) ** 2 / expected).sum()), len(counts) - 1
     z = ((x / k) ** (1 / 3) - (1 - 2 / (9 * k))) / math.sqrt(2 / (9 * k))
     return 0.5 * math.erfc(z / math.sqrt(2))
@@ -289,7 +289,7 @@ SETTINGS |= {"top_k 1": {"top_k": 1}, "top_p": {"top_p": 0.4, "temperature": 0.6
 def test_a_margin_is_the_distance_to_the_second_best_kept_token(
     names: list[str], operators: StepOperators
 ) -> None:
-    """In fp64 over all of a row's tokens; some are forbidden, in one row all but one."""
+    """The reference is fp64 over all of a row's tokens; some are forbidden, in one row all but one."""
     rows, vocab = 24, 301
     each = [names[row % len(names)] for row in range(rows)]
     knobs = {k: [SETTINGS[name].get(k, d) for name in each] for k, d in KNOBS.items()}

@@ -28,7 +28,7 @@ KNOBS = {  # temperature, top-k, top-p, min-p
 
 
 def block_of(knobs: list[str], counts: list[int], seed: int) -> StepRows:
-    """Blocks of the requests that draft, one after the other."""
+    """Return blocks of the requests that draft, one after the other."""
     owners_X = np.repeat(np.arange(len(counts)), counts)
     of_X = np.array([KNOBS[knobs[r]] for r in owners_X]).reshape(-1, 4)
     rows = [(0, *range(1, count + 1)) for count in counts if count]

@@ -38,7 +38,7 @@ class Requests:
         return torch.randint(0, 1000, (SLOTS, MAX_LEN + 1), generator=generator)
 
     def few(self, *shape: int, low: int = 0) -> torch.Tensor:
-        """Few different values, so that there are ties."""
+        """Return few different values, so that there are ties."""
         return torch.from_numpy(np.random.default_rng(self.seed).integers(low, 3, shape))
 
 
@@ -103,7 +103,7 @@ def test_drafts_are_accepted_the_same(r: Requests, spare: int) -> None:
 
 
 def logits_of(dtype: torch.dtype, vocab_size: int) -> torch.Tensor:
-    """A non-contiguous view with ties, and rows with few or no allowed tokens."""
+    """Return a non-contiguous view with ties, and rows with few or no allowed tokens."""
     logits = (3 * torch.randn(20, vocab_size + 3, generator=torch.Generator().manual_seed(3))).round(
         decimals=1
     )
@@ -113,7 +113,6 @@ def logits_of(dtype: torch.dtype, vocab_size: int) -> torch.Tensor:
 
 
 def margins_of(scores: torch.Tensor) -> torch.Tensor:
-    """Select by sorting."""
     padded = torch.cat((scores, torch.full_like(scores[:, :1], float("-inf"))), dim=1)
     best, second = padded.sort(dim=1, descending=True).values[:, :2].unbind(1)
     return torch.where(best == second, 0.0, best - second)
@@ -162,7 +161,7 @@ def test_a_sampled_token_is_the_same_except_at_ties(vocab_size: int, dtype: torc
 
 
 def copied(known: list[int], count: int, shortest: int, longest: int) -> list[int]:
-    """Prompt look-up from its definition, one position after the other."""
+    """Look up the prompt by definition, one position after the other."""
     for length in range(longest, shortest - 1, -1):
         for begin in range(len(known) - length - 1, -1, -1):
             if known[begin : begin + length] == known[len(known) - length :]:

@@ -75,7 +75,7 @@ def prompts(count: int) -> list[list[int]]:
 
 
 def asked() -> list[tuple[list[int], SamplingParams]]:
-    """A prompt with each setting, of different lengths, ages and seeds."""
+    """Return a prompt with each setting, of different lengths, ages and seeds."""
     params = (
         replace(p, seed=50 + i, max_tokens=NUM_TOKENS + i % 5, ignore_eos=True)
         for i, p in enumerate(KNOBS.values())
@@ -130,7 +130,7 @@ def test_plain_decoding_equals_the_rules_in_python(
 
 
 def test_every_rule_has_an_effect(pair: tuple[Path, Path], reference: list[list[int]]) -> None:
-    """Otherwise the grid would prove nothing."""
+    """Otherwise the test of all rules would prove nothing."""
     with LLM(str(pair[0]), skip_tokenizer_init=True, dtype="float32", num_threads=1) as llm:
         for name, (prompt, params), ours in zip(KNOBS, asked(), reference, strict=True):
             free = SamplingParams(
@@ -181,7 +181,7 @@ def test_a_row_sees_all_tokens_before_it_and_no_other(
     penalties: tuple[float, float, float],
     known_before: int,
 ) -> None:
-    """Whatever an earlier step counted, each row equals plain decoding's."""
+    """Each row equals plain decoding's, whatever an earlier step counted."""
     repetition, frequency, presence = penalties
     budget, start, end = thinking or (None, (), ())
     params = SamplingParams(

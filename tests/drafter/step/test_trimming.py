@@ -1,7 +1,7 @@
 """Steps that verify fewer drafts than were made: host runner, ranks, split drafter.
 
-`test_lossless.py` tests that no token depends on it; here, that trimmed drafts are not computed, are
-reported, and do not affect the drafter's context.
+Trimmed drafts are not computed, are reported, and do not affect the drafter's context. `test_lossless.py`
+tests that no token depends on trimming.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ Execute = Callable[[SchedulerOutput], StepResult]
 
 
 def random_trim(plan: SchedulerOutput) -> Trim:
-    """Trims randomly: in every third step everything, in others to a given number of rows."""
+    """Trim randomly: in every third step everything, in others to a given number of rows."""
     random, maximum = np.random.default_rng(plan.step), plan.num_batched_tokens
     floats = random.normal(size=(2, NUM_DRAFTS)).astype(np.float32)
     of_requests = random.random((2, plan.num_requests)).astype(np.float32)
@@ -47,7 +47,7 @@ def random_trim(plan: SchedulerOutput) -> Trim:
 
 
 def generate(execute: Execute, *, trims: bool = True) -> tuple[list[list[int]], list[StepResult]]:
-    """Prompts with their continuations, and the steps' results."""
+    """Return prompts with their continuations, and the steps' results."""
     steps, results = Steps(len(PROMPTS)), list[StepResult]()
     slots = list(range(len(PROMPTS)))
     admitted = [steps.admit(*request) for request in zip(slots, PROMPTS, SAMPLING, strict=True)]
@@ -62,7 +62,7 @@ def generate(execute: Execute, *, trims: bool = True) -> tuple[list[list[int]], 
     return found, results
 
 
-class Knows:
+class OracleProposer:
     """A proposer that knows the continuation, with varying margins."""
 
     def __init__(self, texts: list[list[int]]) -> None:
@@ -80,14 +80,14 @@ class Knows:
         return Proposals(drafts, margins)
 
     def inject(self, *step: object) -> None:
-        """It needs no context."""
+        """Do nothing: no context is needed."""
 
 
 def test_trimmed_drafts_are_not_computed_and_change_no_token(tiny_qwen3: Path, tiny_drafter: Path) -> None:
     runner, _ = open_runner(tiny_qwen3, tiny_drafter)
     whole = PROMPTS
     for _ in range(6):  # from proposals to the continuation
-        runner.drafts = Knows([tokens + [9] * 64 for tokens in whole])
+        runner.drafts = OracleProposer([tokens + [9] * 64 for tokens in whole])
         whole, _ = generate(runner.execute, trims=False)
     plans, rows, forward = list[SchedulerOutput](), list[int](), runner.model.forward
 
@@ -116,7 +116,7 @@ def test_trimmed_drafts_are_not_computed_and_change_no_token(tiny_qwen3: Path, t
 
 
 def outcome(results: list[StepResult]) -> list[list]:
-    """The results of steps; without drafts there is no margin."""
+    """Return the results of steps; without drafts there is no margin."""
     numbers = [
         (r.num_drafts, r.num_tokens, r.token_ids, np.empty(0) if r.margins is None else r.margins.round(2))
         for r in results
@@ -177,7 +177,7 @@ def test_a_step_without_context_sends_the_drafter_nothing(tiny_qwen3: Path, tiny
 
 @pytest.mark.parametrize("seed", range(40))
 def test_compiled_trimming_equals_the_definition(seed: int) -> None:
-    """Given rows, a rate, neither; missing margins; few rows that pay, and many."""
+    """Steps have given rows, a rate, or neither; missing margins; few rows that pay, and many."""
     random = np.random.default_rng(seed)
     num_requests, maximum = int(random.integers(1, 40)), int(random.integers(1, 16))
     drafts = random.integers(0, maximum + 1, num_requests)

@@ -23,7 +23,7 @@ def loop(chosen: list[list[int]], drafts: list[list[int]]) -> list[list[int]]:
 
 @st.composite
 def steps(draw):
-    """Requests with 0..5 drafts, some of which sample nothing; few token ids, so that matches are common."""
+    """Draw requests with 0..5 drafts, some without samples; few token ids, so that matches are common."""
     token = st.integers(0, 2)
     chosen, drafts = [], []
     for _ in range(draw(st.integers(1, 6))):

@@ -153,12 +153,12 @@ def test_a_replica_that_waits_for_resources_names_them_and_gives_up(
         "held by somebody: 1 CPU"
     )
     deadline_s = time.monotonic() + 30
-    while serving._what_it_does(options, 1.0) != wanted:
-        assert time.monotonic() < deadline_s, serving._what_it_does(options, 1.0)
+    while serving._loading_state(options, 1.0) != wanted:
+        assert time.monotonic() < deadline_s, serving._loading_state(options, 1.0)
         time.sleep(0.1)
-    assert serving._what_it_does(ServeOptions(name="other"), 1.0) == "loading the models"
+    assert serving._loading_state(ServeOptions(name="other"), 1.0) == "loading the models"
     with pytest.raises(PlacementError, match="did not fit within 61 s"):
-        serving._what_it_does(options, 61.0)
+        serving._loading_state(options, 61.0)
 
 
 @pytest.mark.slow

@@ -20,7 +20,7 @@ from manta.cluster.errors import ConfigError
 from manta.cluster.metrics.fleet_metrics import BATCH_CATALOGUE
 from manta.jobs.batch import progress
 from manta.jobs.batch.progress import JobGauges, Progress, ProgressMeter, ProgressView
-from manta.jobs.common.progress import spell_time
+from manta.jobs.common.progress import format_duration
 from rich.console import Console
 
 SEATS = 8
@@ -269,7 +269,7 @@ def test_the_current_rate_forgets_the_past_and_survives_a_lost_engine() -> None:
 
 
 def test_times_are_printed_in_two_units() -> None:
-    spelled = [spell_time(s) for s in (0, 59.6, 61, 3600, 7260, 90000)]
+    spelled = [format_duration(s) for s in (0, 59.6, 61, 3600, 7260, 90000)]
     assert spelled == ["0 s", "1 min", "1 min 1 s", "1 h", "2 h 1 min", "1 d 1 h"]
 
 

@@ -45,7 +45,6 @@ HOSTILE = """<script>document.title="owned"</script>'"><img src=x onerror=alert(
 
 
 def answered(at_s: float, category: str | None = None, **fields: Any) -> dict[str, Any]:
-    """Make a result."""
     return {
         "id": "r",
         "prompt_tokens": 100,
@@ -79,7 +78,7 @@ def figures_of(*rows: dict[str, Any]) -> RowStats:
 
 
 def synthetic_rows(seed: int, num_rows: int) -> list[dict[str, Any]]:
-    """Rows of two days, in more categories than are kept."""
+    """Make rows of two days, in more categories than are kept."""
     rng = random.Random(seed)
     rows: list[dict[str, Any]] = []
     for _ in range(num_rows):
@@ -192,7 +191,7 @@ def test_the_rate_over_time_counts_every_token_once_and_omits_pauses() -> None:
 
 
 def measured() -> Report:
-    """100 rows, 3 of them failed, with a plain sample, categories, and text that looks like a script."""
+    """Report 100 rows: 3 failed, with a plain sample, categories, and text that looks like a script."""
     rows = [answered(1e9 + i, ("code", "math", HOSTILE)[i % 3]) for i in range(97)]
     rows[50]["engine_spent"] = {
         **{"device_s": 2.5, "open_s": 0.5, "busy_s": 0.25},
@@ -244,8 +243,6 @@ def test_a_job_without_a_row_has_a_report() -> None:
 
 
 class Page(HTMLParser):
-    """Collects a page's elements and attributes."""
-
     def __init__(self, page: str) -> None:
         super().__init__()
         self.elements: list[tuple[str, dict[str, str | None]]] = []

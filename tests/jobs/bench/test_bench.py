@@ -15,12 +15,6 @@ from manta.cluster.errors import ConfigError, DatasetError
 from manta.jobs.bench.common import engine_passes as passes
 from manta.jobs.bench.common.engine_passes import open_engines, read_prompts
 from manta.jobs.bench.spec_on_off import BenchOptions, run_bench
-from text_pair import make_text_pair
-
-
-@pytest.fixture(scope="module")
-def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    return make_text_pair(tmp_path_factory.mktemp("pair"))
 
 
 @pytest.fixture

@@ -14,14 +14,8 @@ from benchmarks.busy import BusyOptions, CpuPressure, run_busy
 from manta.cluster.config import EngineConfig
 from manta.cluster.errors import ConfigError
 from manta.jobs.bench.common.engine_passes import EnginePass
-from text_pair import make_text_pair
 
 pytestmark = pytest.mark.quiet
-
-
-@pytest.fixture(scope="module")
-def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    return make_text_pair(tmp_path_factory.mktemp("pair"))
 
 
 @pytest.fixture
@@ -33,7 +27,6 @@ def prompts(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def started(monkeypatch: pytest.MonkeyPatch) -> list[subprocess.Popen[bytes]]:
-    """The busy processes that a test started."""
     found: list[subprocess.Popen[bytes]] = []
     start = owner._start
 
@@ -60,7 +53,6 @@ def config(pair: tuple[Path, Path], **settings: Any) -> EngineConfig:
 
 
 def has_ended(process: subprocess.Popen[bytes]) -> bool:
-    """Whether they are killed and reaped."""
     try:
         os.kill(process.pid, 0)
     except ProcessLookupError:

@@ -21,14 +21,9 @@ from benchmarks.contenders import HuggingFaceGenerate, TransformersTarget
 from manta.actors.http.config.settings import ServerSettings
 from manta.cluster.config import EngineConfig
 from manta.cluster.errors import ConfigError, DatasetError
-from text_pair import LiveServer, make_text_pair
+from text_pair import LiveServer
 
 PROMPTS = [[5, 9, 200], [7], [31, 8, 12, 99, 140, 3]]
-
-
-@pytest.fixture(scope="module")
-def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    return make_text_pair(tmp_path_factory.mktemp("pair"))
 
 
 @pytest.fixture

@@ -30,7 +30,7 @@ MODEL = ReplicaModel.of(COST, SURVIVAL, SLOTS, kv_tokens=100_000, start_s=30.0)
 
 
 class Fixed:
-    """A fixed number of replicas from a given time on."""
+    """Keeps a fixed number of replicas from a given time on."""
 
     def __init__(self, *numbers: tuple[float, int]) -> None:
         self._numbers = numbers
@@ -46,7 +46,7 @@ def arrivals(rate_per_s: float, seconds: float, seed: int = 1) -> Arrivals:
 
 
 def through_an_engine(coming: Arrivals) -> tuple[float, float]:
-    """Mean time to the first token, and the end of all, by a real scheduler over simulated steps."""
+    """Return the mean time to the first token and the end of all, by a real scheduler."""
     clock = VirtualClock()
     info = ExecutorInfo((10_000,), 16, 2048, 1000, (), len(SURVIVAL), "float32", "cpu")
     executor = SimulatedExecutor(info, SURVIVAL, COST, clock.advance)
@@ -80,7 +80,7 @@ def test_a_coarse_replica_is_as_fast_as_an_engine(rate_per_s: float) -> None:
 
 
 def check(report: FleetReport, coming: Arrivals) -> None:
-    """Every request is answered or refused, and none faster than possible."""
+    """Assert that every request is answered or refused, and none faster than possible."""
     answered = ~np.isnan(report.ttft_s)
     assert answered.sum() + report.failed == len(coming.arrival_s)
     assert (answered == ~np.isnan(report.tpot_s)).all()
@@ -119,7 +119,7 @@ def test_every_request_is_answered_or_refused_while_replicas_come_and_go() -> No
 
 @pytest.mark.parametrize("seed", [1, 2, 3])
 def test_the_fleets_load_is_the_sum_of_its_replicas_and_no_slot_is_lost(seed: int) -> None:
-    """Checked while many requests pass through few replicas: slots, queues and pages keep their limits."""
+    """The limits of slots, queues and pages hold while many requests pass through few replicas."""
     coming, looks = arrivals(30.0, 60.0, seed), list[float]()
     model = replace(MODEL, kv_tokens=2500)
 
@@ -159,7 +159,7 @@ def test_the_fleets_load_is_the_sum_of_its_replicas_and_no_slot_is_lost(seed: in
 
 
 def test_requests_begin_and_end_at_their_own_times_within_a_time_step() -> None:
-    """By hand: one replica, two requests; the second one's prompt delays the first."""
+    """The times are computed by hand: the prompt of the second of two requests delays the first."""
     model = ReplicaModel(
         step_s=(0.1, 0.2),
         step_tokens=(1.0, 1.0),

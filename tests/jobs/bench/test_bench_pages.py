@@ -24,7 +24,7 @@ NAMES = ["pareto", "speedup-by-load"]
 
 
 def assert_self_contained_page(html: str, num_pictures: int) -> None:
-    """Check a page: nothing from a network, no script, and every picture has a name, for any data."""
+    """Assert that a page loads nothing from a network, has no script, and names every picture."""
     elements: list[tuple[str, dict[str, str | None]]] = []
 
     class Page(HTMLParser):
@@ -41,8 +41,6 @@ def assert_self_contained_page(html: str, num_pictures: int) -> None:
 
 
 def synthetic_sweep() -> dict[str, Any]:
-    """Figures as a sweep writes them."""
-
     def side(speed: float, ratio: float, accepted: list[float]) -> dict[str, Any]:
         reported = {"blocks": 50, "drafted": [50] * len(accepted), "accepted": accepted}
         return {

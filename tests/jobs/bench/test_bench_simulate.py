@@ -59,7 +59,7 @@ def test_a_measured_table_is_interpolated_linearly_between_its_points() -> None:
 
 
 def test_an_engine_and_its_simulation_get_the_same_requests(shipped_pair: tuple[Path, Path]) -> None:
-    """Real steps of the shipped pair; their times, and so whether drafts pay, are unknown to the test."""
+    """The steps of the shipped pair are real; whether drafts pay depends on their times."""
     target, drafter = shipped_pair
     spec = SpeculativeConfig(model=str(drafter), adaptive=False)
     config = EngineConfig(model=str(target), speculative_config=spec, num_pages=256)

@@ -33,7 +33,6 @@ def options(model: Path | None, **changes: object) -> StepOptions:
 
 @pytest.fixture
 def config_file(tiny_qwen3: Path, tmp_path: Path) -> Path:
-    """A folder with a config.json and no weights."""
     file = tmp_path / "shape" / "config.json"
     file.parent.mkdir()
     file.write_text((tiny_qwen3 / "config.json").read_text())
@@ -42,7 +41,6 @@ def config_file(tiny_qwen3: Path, tmp_path: Path) -> Path:
 
 @pytest.fixture
 def plans(monkeypatch: pytest.MonkeyPatch) -> list[tuple[SchedulerOutput, StepResult]]:
-    """Record every step that is run, and its result."""
     seen: list[tuple[SchedulerOutput, StepResult]] = []
     execute = CpuModelRunner.execute
 

@@ -50,14 +50,14 @@ BEYOND = {
 @pytest.mark.parametrize("variant", sorted(BEYOND))
 def test_drafters_beyond_the_loops_modules_are_refused(variant: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=f"the plain loop has no {BEYOND[variant]}"):
-        LoopDrafter(checkpoints.write(tmp_path, VARIANTS[variant]), lender())
+        LoopDrafter(checkpoints.write(tmp_path, VARIANTS[variant]), embedding_owner())
 
 
 @pytest.mark.parametrize("variant", sorted(set(VARIANTS) - set(BEYOND)))
 @torch.no_grad()
 def test_drafts_equal_the_oracles_with_context_written_in_parts(variant: str, tmp_path: Path) -> None:
     config = VARIANTS[variant]
-    target = lender()
+    target = embedding_owner()
     tensors = checkpoints.random_tensors(config)
     replaced = config.get("dflash_config", {}).get("mask_token_id", 0) >= VOCAB
     mask = torch.randn(HIDDEN, generator=torch.Generator().manual_seed(2)) if replaced else None
@@ -80,8 +80,7 @@ def test_drafts_equal_the_oracles_with_context_written_in_parts(variant: str, tm
         begin = end
 
 
-def lender() -> Qwen3ForCausalLM:
-    """A target of which only embedding and head are used."""
+def embedding_owner() -> Qwen3ForCausalLM:
     torch.manual_seed(4)
     raw = {name: checkpoints.BACKBONE[name] for name in ("vocab_size", "hidden_size", "intermediate_size")}
     shape = Qwen3Config(

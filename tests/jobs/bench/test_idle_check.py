@@ -1,6 +1,6 @@
 """CPU time of other processes is distinguished from our own; without data there is no warning.
 
-Processes really compute here, and only sums of clocks are compared: nothing depends on how fast they are.
+Processes really compute here, and only sums of clocks are compared, so nothing depends on their speed.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ linux = pytest.mark.skipif(not Path("/proc/stat").exists(), reason="Linux tells;
 
 @contextmanager
 def stranger() -> Iterator[int]:
-    """A busy process that is no descendant of this one: its parent has ended."""
+    """Run a busy process that is no descendant of this one: its parent has ended."""
     made = subprocess.run(
         [sys.executable, "-c", ORPHAN], capture_output=True, text=True, check=True, timeout=60
     )
@@ -54,7 +54,6 @@ def cpu_s(pid: int) -> float:
 
 
 def wait_until_it_took(pid: int, seconds: float) -> float:
-    """Measure CPU time from now on; return what was used."""
     before = cpu_s(pid)
     deadline_s = time.monotonic() + 60
     while cpu_s(pid) - before < seconds:

@@ -27,7 +27,7 @@ WIDTHS = {
 
 
 def drafts_and_tokens(target: Path, drafter: Path) -> tuple[list[torch.Tensor], list[list[int]]]:
-    """The drafts and tokens of a few steps of one request."""
+    """Return the drafts and tokens of a few steps of one request."""
     runner, _ = open_runner(target, drafter)
     assert runner.drafts is not None
     steps, drafted = Steps(4), []

@@ -19,17 +19,12 @@ from manta.jobs.drafters.train.adapt_data import AdaptRunKey, prepare_text, read
 from manta.jobs.drafters.train.adapt_run import GateLengths, judge
 from manta.jobs.training.loop.training_loop import Length
 from manta.jobs.training.train_drafter import Trained, train
-from text_pair import VOCAB, make_text_pair
+from text_pair import VOCAB
 from typer.testing import CliRunner
 
 
-@pytest.fixture(scope="module")
-def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    return make_text_pair(tmp_path_factory.mktemp("pair"))
-
-
 def captured(folder: Path, count: int, *, model: str = "m", private: bool = False) -> Path:
-    """Completions that count on from their prompts."""
+    """Write captured completions that count on from their prompts."""
     folder.mkdir(exist_ok=True)
     records = [
         CapturedRecord(
@@ -111,7 +106,7 @@ def test_logs_are_the_same_for_the_same_seed_and_lines_of_json() -> None:
 def test_the_gate_decides_whether_anything_is_written(
     pair: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Run the gate with given figures and an untrained drafter."""
+    """The drafter is untrained and the gate's figures are given."""
 
     def trained(
         target: Path, data: object, watched: object, folder: Path, *_: object, **__: object
@@ -146,8 +141,7 @@ def test_the_gate_decides_whether_anything_is_written(
 def test_a_drafter_learns_from_its_targets_answers(
     pair: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nothing is given: answers of the target, training, and tokens per step by decoding. By steps, not by
-    the clock: a busy machine takes few of them in any time."""
+    """Answers are the target's, and tokens per step are decoded; the run has steps, not a time."""
 
     def by_steps(target: Any, data: Any, watched: Any, folder: Any, _: Length, **more: Any) -> Trained:
         return train(target, data, watched, folder, Length(steps=300), **more)

@@ -91,7 +91,7 @@ def test_a_trial_passes_with_equal_tokens_and_more_than_one_per_step():
 
 @pytest.mark.parametrize("num_layers", [18, 36, 64])
 def test_usual_taps_are_not_mistaken_for_the_other_convention(num_layers: int):
-    """The published taps of Qwen3-8B's 36 layers."""
+    """The expected ids are the published taps of Qwen3-8B's 36 layers."""
     ids = usual_layer_ids(num_layers, 5)
     assert usual_layer_ids(36, 5) == (1, 9, 17, 25, 33)
     assert not set(ids) & {i + 1 for i in ids}
@@ -149,7 +149,6 @@ def test_list_finds_drafters_and_skips_targets(tmp_path: Path):
 
 @pytest.fixture(scope="module")
 def target_of_variants(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """config.json of a target for the checkpoints of `drafter_checkpoints`."""
     from drafter_checkpoints import HIDDEN, TARGET_LAYERS, VOCAB
 
     raw = json.loads((TARGET / "config.json").read_text())
@@ -166,7 +165,7 @@ def target_of_variants(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 # What Speculators' format has no word for.
-UNSAID = {
+INEXPRESSIBLE = {
     "z-lab causal everywhere": "layers",
     "z-lab causal, nested key": "layers",
     "z-lab scales and cap": "input_embedding_scale=5.5",
@@ -177,7 +176,7 @@ UNSAID = {
 
 
 def meaning(folder: Path) -> dict:
-    """The config's content, without its location and what formats repeat of the target."""
+    """Return the config's content without its location and what formats repeat of the target."""
     config = DrafterConfig.load(folder)
     apart = ("file", "layout", "num_target_layers", "target_hidden_size", "input_embedding_scale")
     return {key: getattr(config, key) for key in DrafterConfig.__slots__ if key not in apart}
@@ -190,8 +189,8 @@ def test_a_round_trip_between_formats_keeps_every_bit(name: str, target_of_varia
     source = write_checkpoint(tmp_path / "source", config, random_tensors(config), mask)
     there, back = tmp_path / "there", tmp_path / "back"
     target = str(target_of_variants)
-    if name in UNSAID:
-        with pytest.raises(ConfigError, match=UNSAID[name]):
+    if name in INEXPRESSIBLE:
+        with pytest.raises(ConfigError, match=INEXPRESSIBLE[name]):
             convert_drafter(str(source), target, "speculators", there)
         assert not there.exists(), "nothing half done stays"
         return
@@ -211,7 +210,6 @@ def test_convert_overwrites_nothing(tmp_path: Path):
 
 @pytest.fixture(scope="module")
 def target_of_eagle3(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """config.json of a target for the checkpoints of `eagle3_checkpoints`."""
     raw = json.loads((TARGET / "config.json").read_text())
     sizes = {"hidden_size": 64, "num_hidden_layers": 4, "vocab_size": TINY_VOCAB, "eos_token_id": 1}
     folder = tmp_path_factory.mktemp("target")

@@ -30,7 +30,7 @@ TRY = ("--canary", "50%", "--alpha", "0.05", "--min-requests", "10")
 
 
 def bodies() -> Iterator[dict[str, Any]]:
-    """Greedy and sampled requests, repeated."""
+    """Yield greedy and sampled requests, repeatedly."""
     for i, prompt in enumerate(PROMPTS):
         common = {"prompt": prompt, "max_tokens": 16, "ignore_eos": True}
         yield {**common, "temperature": 0}
@@ -38,7 +38,7 @@ def bodies() -> Iterator[dict[str, Any]]:
 
 
 class Served:
-    """The shipped target with a drafter whose features are reversed: its drafts are useless."""
+    """The shipped target with a drafter whose features are reversed, so that its drafts are useless."""
 
     def __init__(self, folder: Path, pair: tuple[Path, Path]) -> None:
         self.target, self.good = pair
@@ -80,7 +80,7 @@ class Served:
         return answer.json()["choices"][0]["text"]
 
     def metric(self, name: str, **labels: str) -> list[float]:
-        """The sum over every replica that a scrape finds."""
+        """Return the sums of a metric over every replica that a scrape finds."""
         text = httpx.get(f"{self.url}/metrics", timeout=10).text
         lines = [line for line in text.splitlines() if line.startswith(name + "{")]
         lines = [line for line in lines if all(f'{key}="{value}"' in line for key, value in labels.items())]
@@ -113,7 +113,6 @@ class Served:
 
 
 def drafter(*words: str | Path) -> str:
-    """Return the output of `manta drafter`, which must succeed."""
     done = CliRunner().invoke(app, ["drafter", *map(str, words)])
     assert done.exit_code == 0, done.output
     return done.stdout
@@ -172,6 +171,6 @@ def test_a_good_candidate_is_promoted_and_a_bad_one_removed_under_load(served: S
 
 
 def drafts_with(served: Served, model: Path) -> int:
-    """How many replicas use a drafter and have no candidate."""
+    """Return how many replicas use a drafter and have no candidate."""
     trying = served.metric("dflash:drafter_info", status="candidate")
     return 0 if trying else len(served.metric("dflash:drafter_info", drafter=str(model), status="up"))

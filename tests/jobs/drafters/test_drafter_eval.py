@@ -30,7 +30,7 @@ from manta.jobs.drafters.evaluate.evaluate_drafter import open_suite
 from manta.jobs.drafters.evaluate.evaluation_card import read_card, write_card
 from manta.jobs.drafters.validate.card_check import check_card, compare_acceptance
 from paths import ROOT
-from text_pair import VOCAB, make_text_pair
+from text_pair import VOCAB
 from typer.testing import CliRunner
 
 
@@ -56,7 +56,7 @@ def test_students_quantile_equals_the_tables(degrees: int, table: float) -> None
 
 
 def test_intervals_cover_correlated_steps_of_different_answers() -> None:
-    """Beta-binomial answers of differing lengths: 60 of 100 drafts are accepted, more in some answers."""
+    """Answers are beta-binomial and of different lengths; 60 of 100 drafts are accepted."""
     draws, covered, naive, truth = np.random.default_rng(0), 0, 0, 0.6
     for _ in range(1000):
         steps = draws.integers(10, 60, size=16)
@@ -98,11 +98,6 @@ def executor(config: EngineConfig) -> SimulatedExecutor:
         device="cpu",
     )
     return SimulatedExecutor(info, drafts)
-
-
-@pytest.fixture(scope="module")
-def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    return make_text_pair(tmp_path_factory.mktemp("pair"))
 
 
 @pytest.fixture(scope="module")

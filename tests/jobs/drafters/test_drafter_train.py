@@ -49,7 +49,7 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module", autouse=True)
 def one_thread() -> Iterator[None]:
-    """One thread, as in the processes: sums on several threads differ."""
+    """Use one thread, as in the processes: sums on several threads differ."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -57,9 +57,9 @@ def one_thread() -> Iterator[None]:
 
 
 @pytest.fixture(scope="module")
-def whole(target: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run without a kill."""
-    folder = tmp_path_factory.mktemp("whole")
+def uninterrupted(target: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Train without a kill."""
+    folder = tmp_path_factory.mktemp("uninterrupted")
     run(target, folder, Length(steps=NUM_STEPS))
     return folder
 
@@ -70,7 +70,6 @@ def start(*arguments: object) -> subprocess.Popen[str]:
 
 
 def same_weights(one: Path, other: Path) -> bool:
-    """Assert equality of the checkpoint and the state of training, bit for bit."""
     of_one, of_other = (torch.load(each / "snapshot.pt", weights_only=True) for each in (one, other))
     states = [(of_one[part], of_other[part]) for part in ("model",)]
     states.append((of_one["average"]["weights"], of_other["average"]["weights"]))
@@ -81,8 +80,8 @@ def same_weights(one: Path, other: Path) -> bool:
     )
 
 
-def test_a_killed_run_ends_with_the_same_weights(target: Path, whole: Path, tmp_path: Path) -> None:
-    """SIGKILL at a random moment after a number of lines, then run to the end."""
+def test_a_killed_run_ends_with_the_same_weights(target: Path, uninterrupted: Path, tmp_path: Path) -> None:
+    """The process gets SIGKILL at a random moment after a number of lines, and is then run to the end."""
     process = start("run", target, tmp_path, NUM_STEPS)
     assert process.stdout is not None
     for _ in range(random.randint(6, 10)):
@@ -91,11 +90,11 @@ def test_a_killed_run_ends_with_the_same_weights(target: Path, whole: Path, tmp_
     process.communicate()
     assert (tmp_path / CURVES).exists()
     run(target, tmp_path, Length(steps=NUM_STEPS))
-    assert same_weights(whole, tmp_path)
+    assert same_weights(uninterrupted, tmp_path)
     steps = [row["step"] for row in read_rows(tmp_path / CURVES) if "loss" in row]
     assert steps == list(range(NUM_STEPS)), "each step is told once"
     losses = [row["loss"] for row in read_rows(tmp_path / CURVES) if "loss" in row]
-    assert losses == [row["loss"] for row in read_rows(whole / CURVES) if "loss" in row]
+    assert losses == [row["loss"] for row in read_rows(uninterrupted / CURVES) if "loss" in row]
 
 
 def test_steps_of_a_timed_run_are_repeated_identically(target: Path, tmp_path: Path) -> None:
@@ -108,8 +107,8 @@ def test_steps_of_a_timed_run_are_repeated_identically(target: Path, tmp_path: P
     assert trained.num_steps == again.num_steps and same_weights(one, other)
 
 
-def test_a_folder_of_another_run_is_refused(target: Path, whole: Path, tmp_path: Path) -> None:
-    shutil.copyfile(whole / "snapshot.pt", tmp_path / "snapshot.pt")
+def test_a_folder_of_another_run_is_refused(target: Path, uninterrupted: Path, tmp_path: Path) -> None:
+    shutil.copyfile(uninterrupted / "snapshot.pt", tmp_path / "snapshot.pt")
     data = continuations(8)
     with pytest.raises(ConfigError, match="another run"):
         train(target, data, data, tmp_path, Length(steps=2), settings=SETTINGS, mask_token_id=63)
@@ -117,7 +116,7 @@ def test_a_folder_of_another_run_is_refused(target: Path, whole: Path, tmp_path:
 
 @pytest.mark.slow
 def test_two_workers_average_their_gradients_and_have_the_same_weights(tmp_path: Path) -> None:
-    """Compared with one process whose loss is the mean of both parts."""
+    """The reference is one process whose loss is the mean of both parts."""
     store = process_group.open_store(2)
     other = start("worker", tmp_path, store.port)
     process_group.connect(rank=0, world_size=2, device=CPU, store=store)
@@ -132,7 +131,7 @@ def test_two_workers_average_their_gradients_and_have_the_same_weights(tmp_path:
     initial_state = TrainableDrafter(small_config()).state_dict()
     for name, tensor in ours.items():
         assert torch.equal(tensor, theirs[name]), name
-        # Muon orthogonalises in bf16: the same sums in another order move a weight by a little of a step.
+        # Muon orthogonalizes in bf16: the same sums in another order move a weight by a little of a step.
         torch.testing.assert_close(tensor, alone[name], atol=2e-4, rtol=0.0)
         assert name.endswith("norm.weight") or not torch.equal(tensor, initial_state[name])
     assert len(read_rows(tmp_path / "run" / CURVES)) == 3, "worker 0 alone writes"
@@ -140,7 +139,7 @@ def test_two_workers_average_their_gradients_and_have_the_same_weights(tmp_path:
 
 @pytest.mark.parametrize("family", ["gemma3", "deepseek_v3", "qwen3_next"])
 def test_features_equal_the_targets_own_in_every_family(family: str, tmp_path: Path) -> None:
-    """Windows and a scaled embedding; latents and experts; states of a delta rule, which start empty."""
+    """Some families have windows and a scaled embedding, latents and experts, or states of a delta rule."""
     folder = make_tiny_target(tmp_path, family)
     frozen = FrozenTarget(folder, (2, 0), max_tokens=40, device=CPU)
     model = transformers_model(folder)
@@ -155,7 +154,7 @@ def test_features_equal_the_targets_own_in_every_family(family: str, tmp_path: P
 
 
 def test_a_drafter_is_trained_for_a_target_of_other_blocks(tmp_path: Path) -> None:
-    """Latent attention and experts: unfitting tensors start at random, and the export fits the target."""
+    """Tensors of latent attention and experts that do not fit start at random."""
     folder = make_tiny_target(tmp_path / "target", "deepseek_v3")
     data = continuations(vocab_size=128)
     settings = replace(SETTINGS, conv_group_size=None, selector=None)
@@ -288,7 +287,7 @@ def test_contradictory_options_are_refused(
 
 @pytest.mark.slow
 def test_a_ray_train_job_trains_as_its_workers_would_alone(target: Path, tmp_path: Path) -> None:
-    """Two workers over gloo, on cores."""
+    """Two workers communicate over gloo, on cores."""
     import ray
 
     try:

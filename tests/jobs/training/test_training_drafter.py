@@ -20,7 +20,7 @@ from manta.jobs.training.heads.dflash_module import TrainableDrafter
 from manta.jobs.training.heads.frozen_target import FrozenTarget
 from manta.jobs.training.heads.initialization import drafter_config, new_drafter
 from manta.jobs.training.heads.recipes import DrafterSettings, Teaching
-from manta.jobs.training.loop.continuations import ContinuationReader, ContinuationRequest, Continuations
+from manta.jobs.training.loop.continuations import ContinuationReader, Continuations
 from manta.jobs.training.loop.muon_adamw import HybridOptimizer
 from manta.jobs.training.loop.training_loop import (
     Length,
@@ -32,7 +32,7 @@ from manta.jobs.training.loop.training_loop import (
     save_snapshot,
 )
 from torch.nn import functional as F
-from training_targets import CPU, random_target, small_config, write_target
+from training_targets import CPU, continuations, random_target, small_config, write_target
 
 CONFIG = small_config()
 
@@ -171,15 +171,8 @@ def test_the_distance_to_the_teacher_is_the_share_of_rejected_drafts():
     torch.testing.assert_close(gradient, reference)
 
 
-def continuations(count: int = 12) -> Continuations:
-    random = np.random.default_rng(0)
-    prompts = [tuple(random.integers(0, 60, 6 + i).tolist()) for i in range(count)]
-    answers = [random.integers(0, 60, 9 + i % 5).tolist() for i in range(count)]
-    return Continuations.of([ContinuationRequest(prompt, 1.0, 0) for prompt in prompts], answers)
-
-
 def test_the_teacher_of_a_slot_is_the_targets_row_before_it(target: Path):
-    """A drafter that copies the target's rows must overlap fully: any shift would show."""
+    """A drafter that copies the target's rows must overlap fully, so that any shift shows."""
     batch = ContinuationReader(continuations(), 4, pad_id=0).next_batch()
     hidden = random_target().model(torch.from_numpy(batch.tokens)).last_hidden_state
 
@@ -208,7 +201,7 @@ def test_continuations_survive_saving_and_padding(tmp_path: Path):
 
 
 def test_a_killed_run_resumes_identically(tmp_path: Path):
-    """The same six steps in one run, and with a kill after the third."""
+    """The same six steps run once without interruption, and once with a kill after the third."""
 
     def loop(path: Path, drafter: TrainableDrafter) -> TrainingLoop:
         reader = ContinuationReader(continuations(), 4, pad_id=0)

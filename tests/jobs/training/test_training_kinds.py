@@ -5,7 +5,6 @@ import re
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from drafter_checkpoints import HIDDEN, TARGET_LAYERS, VOCAB
@@ -31,7 +30,7 @@ from manta.jobs.training.heads.initialization import (
 )
 from manta.jobs.training.heads.offline_proposals import BlockProposals, sampling
 from manta.jobs.training.heads.recipes import DrafterSettings, Teaching, TrainSettings
-from manta.jobs.training.loop.continuations import ContinuationRequest, Continuations
+from manta.jobs.training.loop.continuations import ContinuationRequest
 from manta.jobs.training.loop.training_curves import read_rows
 from manta.jobs.training.loop.training_loop import Length
 from manta.jobs.training.train_drafter import train
@@ -48,7 +47,7 @@ from oracle_eagle3 import Eagle3Oracle
 from safetensors.torch import load_file
 from tiny import make_tiny_target
 from torch.nn import functional as F
-from training_targets import CPU, small_config, write_target
+from training_targets import CPU, continuations, small_config, write_target
 
 MASK_ID, FULL = 63, DraftLayer(causal=False, window=None)
 SECOND = DrafterSettings(
@@ -81,15 +80,8 @@ def eagle_head(frozen: FrozenTarget) -> EagleHead:
     return new_eagle_head(eagle_config(frozen.spec, EAGLE), frozen.weights)
 
 
-def continuations(count: int = 12) -> Continuations:
-    random = np.random.default_rng(0)
-    prompts = [tuple(random.integers(0, 60, 6 + i).tolist()) for i in range(count)]
-    answers = [random.integers(0, 60, 9 + i % 5).tolist() for i in range(count)]
-    return Continuations.of([ContinuationRequest(prompt, 1.0, 0) for prompt in prompts], answers)
-
-
 def shuffle_weights(model: torch.nn.Module) -> None:
-    """Weights with which every part has an effect, rounded to bf16 as in files."""
+    """Set weights with which every part has an effect, rounded to bf16 as in files."""
     generator = torch.Generator().manual_seed(4)
     with torch.no_grad():
         for name, weight in model.named_parameters():
@@ -105,8 +97,7 @@ def shuffle_weights(model: torch.nn.Module) -> None:
 
 @pytest.mark.parametrize("group_size", [None, 16])
 def test_an_exported_drafter_drafts_like_the_trained_one(group_size: int | None, tmp_path: Path):
-    """In fp32, over pages: logits of its blocks, and greedy paths through the selector's scores. Layers are
-    of three kinds: a window that cuts the context, one that is causal, and neither."""
+    """Compare logits over pages in fp32, and greedy paths by the selector, with three kinds of layers."""
     kinds = (DraftLayer(False, 20), DraftLayer(False, 20)) if group_size else (DraftLayer(True, 20), FULL)
     config = small_config(
         hidden_size=HIDDEN,

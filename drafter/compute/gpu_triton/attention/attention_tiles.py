@@ -70,11 +70,9 @@ def rows_from_host(
 
 @dataclass(frozen=True, slots=True)
 class AttentionKind:
-    """Properties shared by the layers that use one work list.
+    """Properties shared by the layers that use one work list; see `eager.attention.paged_attention`.
 
-    Attributes:
-        causal, window, first_key: see `eager.attention.paged_attention`.
-        most_rows: requests with more rows are skipped; another kernel computes them.
+    Requests with more than `most_rows` rows are skipped; another kernel computes them.
     """
 
     num_heads: int
@@ -123,7 +121,6 @@ class AttentionWorkspace:
         self.arrived = torch.zeros(num_rows // _MIN_BLOCK_ROWS, 2, dtype=torch.int32, device=device)
 
     def num_slots(self, block_rows: int) -> int:
-        """Return how many partial results of tiles of this height it holds."""
         return len(self.max_E) // block_rows
 
 
@@ -135,13 +132,10 @@ def _programs_at_once(device: torch.device) -> int:
 
 @dataclass(frozen=True, slots=True)
 class TilePlan:
-    """Tile sizes of one call.
+    """Tile sizes of one call: query rows times the heads of a group, keys, and rows of a request.
 
-    Attributes:
-        block_rows, block_keys: query rows times the heads of a group, and keys, of a tile.
-        tile_tokens: rows of a request in a tile.
-        split_keys, run_splits: structure of sums in batch-invariant mode: splits of `split_keys` keys, runs
-            of `run_splits` splits; 0 otherwise.
+    In batch-invariant mode sums consist of splits of `split_keys` keys, and runs of `run_splits` splits; 0
+    otherwise.
     """
 
     block_rows: int

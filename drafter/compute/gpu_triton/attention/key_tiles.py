@@ -32,10 +32,9 @@ def attend_piece(
 ):  # fmt: skip
     """Attend to key tiles lo..hi-1, lo < hi; return (m, l, o). In invariant mode a sum of runs of splits.
 
-    Args:
-        queries: (q [R, D]; their tails [R, C]; their positions [R]; scale of scores, for exp2).
-        keys: (pointers to keys, values and the request's page table; number of keys; strides of pages and of
-            tokens).
+    `queries` are q [R, D], their tails [R, C], their positions [R] and the scale of scores, for exp2. `keys`
+    are pointers to keys, values and the request's page table, the number of keys, and strides of pages and of
+    tokens.
     """
     if SPLIT_TILES == 0:
         return _attend_tiles(

@@ -43,10 +43,7 @@ _ADDING_WARPS = 16
 def attend_expanded(
     q_NJO: Tensor, parts: MLALayer, pages_PSW: Tensor, expansion: Expansion, scale: float, out_NJF: Tensor
 ) -> None:
-    """Compute causal attention of the expansion's requests; other rows of `out` are not changed.
-
-    The rows' own latents are written already, and queries rotated.
-    """
+    """Attend causally from the rotated queries of the expansion into `out`; their latents are written."""
     (num_heads, unit, rank), workspace = parts.kv_up_JUC.shape, expansion.workspace
     assert q_NJO.stride(2) == pages_PSW.stride(2) == 1, "the last dimension is contiguous"
     assert out_NJF.is_contiguous() and parts.kv_up_JUC.is_contiguous(), "here all are"
@@ -110,8 +107,7 @@ def _add_up(
 
 @triton.jit
 def _tile_of(tile, tiles_before_ptr, cu_rows_ptr, kv_lengths_ptr, num_requests, BLOCK_ROWS: tl.constexpr):
-    """Return the tile's request, the request's first row and row count, the tile's rows and their
-    positions, and the number of keys they see."""
+    """Return a tile's request, its first row and row count, and the tile's rows, positions and keys."""
     request = find_request(tiles_before_ptr, tile, num_requests)
     begin = tl.load(cu_rows_ptr + request)
     count = tl.load(cu_rows_ptr + request + 1) - begin

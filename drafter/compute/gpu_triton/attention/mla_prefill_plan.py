@@ -37,15 +37,7 @@ _REQUESTS = tl.constexpr(64)  # scanned per iteration
 
 
 class ExpansionWorkspace:
-    """Memory for one piece, for layers of equal shape: allocated once, used by each in turn.
-
-    Args:
-        fewest: rows from which a request is expanded.
-
-    Attributes:
-        latents_TW, heads_TJU: of the weights' dtype.
-        num_processors: tiles that run at once.
-    """
+    """Memory for one piece of latents, shared by layers of equal shape; requests from `fewest` rows on."""
 
     __slots__ = ("fewest", "heads_TJU", "latents_TW", "num_processors")
 
@@ -57,7 +49,6 @@ class ExpansionWorkspace:
 
     @property
     def tile(self) -> tuple[int, int, int]:
-        """Rows, keys and warps of a tile."""
         return _TILE_FP32 if self.heads_TJU.dtype is torch.float32 else _TILE
 
 
@@ -69,12 +60,9 @@ def _count_processors(device: torch.device) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Expansion:
-    """The expanded requests of a pass, for all MLA layers in a page group.
+    """The expanded requests of a pass, for all MLA layers in a page group, and totals.
 
-    Attributes:
-        keys_before, rows_before, tiles_before: int32 [B + 1], how many of expanded requests come before each.
-        num_keys, num_rows, num_tiles: totals.
-        takes_all: no other request has rows.
+    int32 [B + 1] tensors count what comes before each request. `takes_all`: no other request has rows.
     """
 
     rows: PagedRows
@@ -89,7 +77,6 @@ class Expansion:
 
     @property
     def num_splits(self) -> int:
-        """Programs of a tile, Z."""
         num_heads = self.workspace.heads_TJU.shape[1]
         return max(1, self.workspace.num_processors // (self.num_tiles * num_heads))
 

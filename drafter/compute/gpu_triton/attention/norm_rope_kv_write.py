@@ -89,10 +89,8 @@ def write_context(
 ) -> None:
     """Norm and rotate the keys of all layers and write them, and the values, into the pages of all layers.
 
-    Args:
-        kv_NJD: projection of the drafter's context features: J = 2 L K heads, the keys of all layers, then
-            their values; rows may have any stride, a row is contiguous.
-        k_norm_LD: weights of the layers' key norms, contiguous.
+    `kv_NJD` is the projection of the drafter's context features: J = 2 L K heads, the keys of all layers,
+    then their values; only its rows may be strided. `k_norm_LD` is contiguous.
     """
     num_layers, num_kv, head_dim = kv_LPS2KD.shape[0], *kv_LPS2KD.shape[4:]
     assert kv_NJD.shape[1:] == (2 * num_layers * num_kv, head_dim), "one key and value per layer and kv head"

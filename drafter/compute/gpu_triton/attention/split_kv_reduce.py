@@ -57,10 +57,7 @@ def is_last(arrived_ptr, expected):
 def add_slots(
     parts, origin, begin, end, step, real_R, STRIDE: tl.constexpr, ROWS: tl.constexpr, DIM: tl.constexpr
 ):
-    """Add up part `begin`, then the multiples of `step` below `end`, in this order.
-
-    Part i is in slot origin + i * STRIDE of `parts`.
-    """
+    """Add parts begin, begin + step, .. below end, in order; part i is in slot origin + i * STRIDE."""
     max_ptr, sum_ptr, out_ptr = parts
     m_R, l_R, o_RD = no_part(ROWS, DIM)
     for i in range(begin // step, tl.cdiv(end, step)):

@@ -26,11 +26,7 @@ from .recurrent_delta_rule import MOST_ROWS, DeltaPass, run_rows
 
 
 class TritonDeltaNet:
-    """The delta rule of one layer, called as `backend.Attention`.
-
-    Args:
-        by_rows: run all requests row by row, so that their bits do not depend on how many rows a pass has.
-    """
+    """The delta rule of one layer; `by_rows`, bits do not depend on the number of rows in a pass."""
 
     __slots__ = ("_by_rows", "_shape")
 

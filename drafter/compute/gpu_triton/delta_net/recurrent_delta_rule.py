@@ -44,10 +44,8 @@ class DeltaPass(NamedTuple):
 def run_rows(mixed_NO: Tensor, qkv_NC: Tensor, given: DeltaPass, read_NVF: Tensor, *, all_rows: bool) -> None:
     """Run requests' rows: write outputs, fp32, to `read`, and states and drafts' u to the memory.
 
-    Args:
-        mixed_NO: the layer's projection; b and a come last.
-        qkv_NC: result of `take_in`.
-        all_rows: also run requests that `runs_in_chunks`, which otherwise are skipped.
+    `mixed_NO` is the layer's projection (b and a come last), `qkv_NC` the result of `take_in`. `all_rows`
+    also runs requests that `runs_in_chunks`, which otherwise are skipped.
     """
     kind, num_requests = given.shape.geometry, len(given.rows.slots_R)
     columns = min(_COLUMNS, triton.next_power_of_2(kind.value_dim))
@@ -228,10 +226,7 @@ def store_saves(
     lists, position, states, state_DF, head, d_D, f_F,
     KEY_DIM: tl.constexpr, VALUES: tl.constexpr, VALUE_DIM: tl.constexpr, SAVES: tl.constexpr,
 ):  # fmt: skip
-    """Store the state in the slots that the request's saves name for this position.
-
-    `lists` is the saves' address and the stride from positions to slots.
-    """
+    """Store the state in the slots that the request's saves (address, stride) name for this position."""
     saves, saves_stride = lists
     for save in tl.static_range(SAVES):
         wanted = tl.load(saves + save) == position

@@ -1,7 +1,4 @@
-"""The gated activation of an MLP in one launch; Triton version of `layers.linear.gate`.
-
-Legend: N rows, I inner size.
-"""
+"""The gated activation of an MLP in one launch (`layers.linear.gate`). Legend: N rows, I inner size."""
 
 # Type checkers do not know Triton's launch options.
 # pyright: reportCallIssue=false
@@ -22,11 +19,8 @@ _BLOCK = 1024  # 8 elements per thread of 4 warps; 16 rows of 12288 make 192 pro
 def gate(gate_up_NI2: Tensor, activation: Activation) -> Tensor:
     """Return activation(first half) * second half of the last dimension: [N, 2 * I] -> [N, I].
 
-    The activation is computed in fp32 and rounded to the input's dtype before the product is, like PyTorch's
-    two operations.
-
-    Args:
-        gate_up_NI2: rows may have any stride, a row is contiguous.
+    The activation is computed in fp32 and rounded before the product is, like PyTorch's two operations. Rows
+    may be strided.
     """
     num_rows, width = gate_up_NI2.shape
     assert width % 2 == 0, "gate and up have one width"

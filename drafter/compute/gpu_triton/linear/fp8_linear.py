@@ -26,12 +26,7 @@ CODES = torch.float8_e4m3fn
 
 @dataclass(frozen=True, slots=True)
 class QuantisedWeight:
-    """A quantized weight.
-
-    Attributes:
-        codes_PLRK: e4m3, contiguous.
-        scale_O: fp32, powers of two.
-    """
+    """A quantized weight: contiguous e4m3 codes, and fp32 scales that are powers of two."""
 
     codes_PLRK: Tensor
     scale_O: Tensor

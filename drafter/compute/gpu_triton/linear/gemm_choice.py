@@ -26,11 +26,7 @@ Clock = Callable[[Callable[[], object]], float]
 
 
 class MeasuredChoice:
-    """A `projections.GemmChoice` by measurement; more rows than a tile holds use PyTorch.
-
-    Args:
-        clock: by default Triton's, which flushes the cache before each call.
-    """
+    """A `projections.GemmChoice` by measurement, with caches flushed; more rows than a tile use PyTorch."""
 
     def __init__(self, clock: Clock | None = None) -> None:
         self._clock = clock or _milliseconds

@@ -1,7 +1,4 @@
-"""Tiling of a weight among the programs of a skinny GEMM: host arithmetic, no Triton.
-
-It depends only on the weight's shape.
-"""
+"""Tiling of a weight among the programs of a skinny GEMM, by its shape: host arithmetic, no Triton."""
 
 from __future__ import annotations
 
@@ -21,12 +18,9 @@ _TALL = 64  # rows from which on x takes as much memory as the weights: steps ar
 
 @dataclass(frozen=True, slots=True)
 class ProductPlan:
-    """Tiling of a weight; the same for any number of rows.
+    """Tiling of a weight, for any number of rows: tiles of outputs, and inputs per iteration.
 
-    Attributes:
-        tiles: of its outputs; half as many outputs per tile if gate and up share a program.
-        step: inputs per iteration.
-        splits: of the inputs (split K); their sums are added in order; each takes `split_tiles` steps.
+    Sums of `splits` of the inputs (split K), each of `split_tiles` steps, are added in order.
     """
 
     tiles: int

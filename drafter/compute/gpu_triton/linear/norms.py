@@ -24,10 +24,9 @@ _BLOCK = 1024
 
 
 def rms_norm(x_NH: Tensor, weight_H: Tensor, eps: float) -> Tensor:
-    """Return x / sqrt(mean(x^2) + eps) * weight, [N, H] in the dtype of `x`.
+    """Return x / sqrt(mean(x^2) + eps) * weight, [N, H], in fp32 and rounded once, as `F.rms_norm`.
 
-    Like `F.rms_norm`: fp32 throughout, rounded once, on write. (Hugging Face's Qwen3RMSNorm also rounds
-    before multiplying by the weight; the two differ by an ulp.)
+    (Hugging Face's Qwen3RMSNorm also rounds before multiplying by the weight; the two differ by an ulp.)
     """
     normed_NH = x_NH.new_empty(x_NH.shape)
     _launch(x_NH, None, weight_H, eps, None, normed_NH, None)
@@ -37,10 +36,9 @@ def rms_norm(x_NH: Tensor, weight_H: Tensor, eps: float) -> Tensor:
 def add_rms_norm(
     y_NH: Tensor, x_NH: Tensor, weight_H: Tensor, eps: float, scalar: float | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Return `x + y`, for a residual x, and its RMSNorm: (sum [N, H], normed [N, H]).
+    """Return `x + y`, for a residual x, and the RMSNorm of the rounded sum: (sum [N, H], normed [N, H]).
 
-    The sum is rounded to the model's dtype, and the norm is of the rounded sum, as in `rms_norm(x + y)`. `x`
-    is not changed: it may be a tap of the drafter. `scalar` multiplies the rounded sum, rounded again.
+    `x` is not changed: it may be a tap of the drafter. `scalar` multiplies the rounded sum, rounded again.
     """
     assert y_NH.shape == x_NH.shape and y_NH.dtype == x_NH.dtype, "a residual is added to its like"
     sum_NH, normed_NH = x_NH.new_empty(x_NH.shape), x_NH.new_empty(x_NH.shape)

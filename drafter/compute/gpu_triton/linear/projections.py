@@ -31,12 +31,7 @@ Use = Literal["plain", "normed", "gated", "added"]
 
 @dataclass(frozen=True, slots=True)
 class PendingNorm:
-    """A norm's result that is not computed yet.
-
-    Attributes:
-        x_NH: input of the norm.
-        squares_NT: fp32, partial sums of its rows' squares.
-    """
+    """A norm of `x_NH` that is not computed yet; `squares_NT` are fp32 partial sums of its squares."""
 
     x_NH: Tensor
     squares_NT: Tensor
@@ -90,11 +85,9 @@ class TorchProjection(LayerProjection):
 
 
 class OwnProjection(LayerProjection):
-    """Manta's fused GEMM.
+    """Manta's fused GEMM over `skinny_gemm.multiply`'s weight and scale; a matrix is one block.
 
-    Args:
-        weight_PLRK, scale_O: see `skinny_gemm.multiply`; a matrix is one block.
-        one_tile: use tiles of one height for any number of rows, so that a row's bits depend on no other row.
+    With `one_tile` tiles have one height for any number of rows, so that a row's bits depend on no other row.
     """
 
     __slots__ = ("_bias_O", "_gated_plan", "_plan", "_scale_O", "_tile", "_weight_PLRK", "_workspace")
@@ -160,8 +153,6 @@ class OwnProjection(LayerProjection):
 
 
 class GemmChoice(Protocol):
-    """Chooses a projection for a call."""
-
     def __call__(self, use: Use, own: OwnProjection, other: TorchProjection, num_rows: int, /) -> bool: ...
 
 
@@ -191,8 +182,6 @@ class SwitchedProjection(LayerProjection):
 
 
 class ChosenProjection(SwitchedProjection):
-    """The faster of two projections."""
-
     __slots__ = ("_choice",)
 
     def __init__(self, own: OwnProjection, other: TorchProjection, choice: GemmChoice) -> None:

@@ -28,14 +28,7 @@ def max_tiles(num_pairs: int, num_experts: int, height: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class ExpertCut:
-    """Tiling of a program's reads of an expert's weight.
-
-    Attributes:
-        columns: rows of the weight.
-        step: inputs per iteration.
-        warps: of the program.
-        stages: pipeline stages.
-    """
+    """Tiling of a program's reads of an expert's weight: rows, inputs per iteration, warps, stages."""
 
     columns: int
     step: int

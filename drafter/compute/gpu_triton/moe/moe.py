@@ -23,11 +23,7 @@ from .unpack_4bit import MAX_EXPONENT
 
 
 class TritonExperts:
-    """The routed experts of a layer.
-
-    With `one_height` tiles have one height for any number of rows, so that a row's bits depend on no other
-    row.
-    """
+    """The routed experts of a layer; `one_height` tiles make a row's bits independent of other rows."""
 
     __slots__ = ("_one_height", "_reads_1", "_weights")
 

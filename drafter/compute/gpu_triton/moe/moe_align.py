@@ -31,14 +31,7 @@ _CHUNK = 1024  # pairs per iteration
 
 @dataclass(frozen=True, slots=True)
 class ExpertTiles:
-    """The list of tiles; all int32.
-
-    Attributes:
-        pairs_TM: pairs of tiles that are not idle; unused entries are `num_pairs`.
-        experts_T: a tile's expert, as an index on this rank.
-        count_1: number of tiles that are not idle.
-        num_pairs: N * k.
-    """
+    """The list of tiles, int32: pairs [T, M] (`num_pairs` where unused), experts, and count of used tiles."""
 
     pairs_TM: Tensor
     experts_T: Tensor
@@ -49,11 +42,9 @@ class ExpertTiles:
 def list_tiles(
     expert_ids_Nk: Tensor, num_experts: int, first_expert: int, height: int, reads_1: Tensor
 ) -> ExpertTiles:
-    """Return the tiles of the `num_experts` experts from `first_expert` on.
+    """Return the tiles of the `num_experts` experts from `first_expert` on; ids are the model's, int32.
 
-    Args:
-        expert_ids_Nk: int32, contiguous, ids in the model.
-        reads_1: int32; incremented by the number of experts that have tiles.
+    `reads_1` (int32) is incremented by the number of experts that have tiles.
     """
     assert expert_ids_Nk.is_contiguous(), "a pair's place is its number"
     num_pairs = expert_ids_Nk.numel()

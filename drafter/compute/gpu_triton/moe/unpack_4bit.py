@@ -21,10 +21,7 @@ _ZERO = tl.constexpr(ZERO)
 
 @triton.jit
 def unpack_mxfp4(byte_CB, exponent_CG, dtype: tl.constexpr):
-    """Return low and high codes of packed bytes, times their blocks' scales, rounded to `dtype`: [C, B] each.
-
-    Exponents are at most MOST_EXPONENT.
-    """
+    """Return low and high codes [C, B] times their blocks' scales (at most MOST_EXPONENT), rounded."""
     # 2^(exponent - 127), times the 2^126 that `_value` leaves out.
     factor_CB = _spread(((exponent_CG.to(tl.int32) + 126) << 23).to(tl.float32, bitcast=True))
     code_CB = byte_CB.to(tl.int32)
