@@ -58,17 +58,13 @@ class DuplicateIds:
 
 @dataclass(frozen=True, eq=False)
 class RowIndex:
-    """Locations and ids of the rows of a source.
-
-    Attributes:
-        columns: names and types of the columns that are passed through (`RowSchema.columns`).
-        digests: for each file, `sha256` of its content; for a Parquet file in an object store `sampled`
-            (footer and ids), because reading the whole file would read all data twice.
-    """
+    """Locations and ids of the rows of a source."""
 
     num_rows: int
-    columns: pa.Schema
+    columns: pa.Schema  # names and types of the columns that are passed through (`RowSchema.columns`)
     duplicates: DuplicateIds
+    # for each file, `sha256` of its content; for a Parquet file in an object store `sampled` (footer and
+    # ids), because reading the whole file would read all data twice
     digests: tuple[Mapping[str, str], ...]
     _begins: tuple[int, ...]  # number of the first row of each file
     _marks: tuple[np.ndarray, ...]  # int64, per text file: offsets of its records 0, 64, 128, ...

@@ -59,14 +59,10 @@ def length_range(index: int) -> tuple[int, int]:
 
 @dataclass(slots=True)
 class Timeline:
-    """Tokens over time.
+    """Tokens over time."""
 
-    Attributes:
-        width_s: width of a bucket; the smallest power of two that needs at most MAX_BUCKETS buckets.
-        tokens: tokens by bucket; bucket n begins at Unix time n x width_s.
-    """
-
-    width_s: int = 1
+    width_s: int = 1  # width of a bucket; the smallest power of two that needs at most MAX_BUCKETS buckets
+    # tokens by bucket; bucket n begins at Unix time n x width_s
     tokens: dict[int, int] = field(default_factory=dict)
 
     @classmethod
@@ -388,17 +384,11 @@ class EngineTotals(PlainComparison):
 
 @dataclass(frozen=True, slots=True)
 class Failures:
-    """Rows of one category that failed with one type of error.
+    """Rows of one category that failed with one type of error."""
 
-    Attributes:
-        category: the results' `counted_as`; None: in no category.
-        kind: the error's type.
-        example: the alphabetically first message.
-    """
-
-    category: str | None
-    kind: str
-    example: str
+    category: str | None  # the results' `counted_as`; None: in no category
+    kind: str  # the error's type
+    example: str  # the alphabetically first message
     rows: RowRanges
 
     @classmethod

@@ -105,17 +105,12 @@ Outcome = Literal["kept", "redacted", "failed", "too_large", "full"]
 
 @dataclass(frozen=True, slots=True)
 class WriterSettings:
-    """Settings of the writing process.
-
-    Attributes:
-        redact: `module:function` (`load_hook`); None stores completions unchanged.
-        tokenizer: folder of the tokenizer, for the hook.
-    """
+    """Settings of the writing process."""
 
     folder: str
     max_bytes: int
-    redact: str | None = None
-    tokenizer: str | None = None
+    redact: str | None = None  # `module:function` (`load_hook`); None stores completions unchanged
+    tokenizer: str | None = None  # folder of the tokenizer, for the hook
 
     def argument(self) -> str:
         return json.dumps(asdict(self))

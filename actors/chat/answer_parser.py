@@ -88,20 +88,15 @@ class AnswerParser:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AnswerParserFactory:
-    """Creates the parsers of a request's completions; most arguments are those of `Splitter`.
-
-    Attributes:
-        with_reasoning: False drops the model's reasoning.
-        tokenizer: the model's tokenizer, used only to count tokens.
-    """
+    """Creates the parsers of a request's completions; most arguments are those of `Splitter`."""
 
     thinking: ThinkingFormat | Messages | None = None
     calls: CallSyntax | Messages | None = None
     schemas: Mapping[str, Mapping[str, Any]] = field(default_factory=dict[str, Mapping[str, Any]])
     opened: bool = False
     parallel: bool = True
-    with_reasoning: bool = True
-    tokenizer: Tokenizer | None = None
+    with_reasoning: bool = True  # False drops the model's reasoning
+    tokenizer: Tokenizer | None = None  # the model's tokenizer, used only to count tokens
 
     def make_parser(self, response_id: str, index: int) -> AnswerParser:
         """Return a parser of the `index`th completion of a response. Both determine its tool call ids."""

@@ -12,18 +12,12 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class CallPiece:
-    """A new part of one tool call.
+    """A new part of one tool call."""
 
-    Attributes:
-        index: index of the call in its response, from 0.
-        id: set on the call's first part only, as is `name`.
-        arguments: a fragment of JSON; the fragments of a call concatenated are its arguments.
-    """
-
-    index: int
-    id: str | None
+    index: int  # index of the call in its response, from 0
+    id: str | None  # set on the call's first part only, as is `name`
     name: str | None
-    arguments: str
+    arguments: str  # a fragment of JSON; the fragments of a call concatenated are its arguments
 
 
 @dataclass(frozen=True, slots=True)

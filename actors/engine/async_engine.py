@@ -93,12 +93,6 @@ class AsyncEngine:
         config: engine configuration.
         make: builds the executor; runs in a thread because loading takes long.
         watch: detects steps that do not end.
-
-    Attributes:
-        drafter: the checkpoint that drafts, as it was named; None without speculation.
-        candidate: the drafter on trial, if any.
-        trial: the running trial, which assigns new requests that may be drafted for to an arm at random.
-        verdicts: number of finished trials by verdict.
     """
 
     def __init__(
@@ -112,10 +106,12 @@ class AsyncEngine:
         self._stall: Stall | None = None  # set while a step does not end
         self._stopping = threading.Event()  # ends the thread that watches steps
         spec = config.speculative_config
+        # the checkpoint that drafts, as it was named; None without speculation
         self.drafter = None if spec is None else spec.drafter
-        self.candidate: str | None = None
+        self.candidate: str | None = None  # the drafter on trial, if any
+        # the running trial, which assigns new requests that may be drafted for to an arm at random
         self.trial: CanaryTrial | None = None
-        self.verdicts: Counter[Verdict] = Counter()
+        self.verdicts: Counter[Verdict] = Counter()  # number of finished trials by verdict
         self._make = make
         self._executor: Executor | None = None
         self._engine: EngineCore | None = None

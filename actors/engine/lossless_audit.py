@@ -39,23 +39,17 @@ MAX_WAITING_TOKENS = 1 << 18  # total tokens of the waiting responses and their 
 
 @dataclass(slots=True, eq=False)
 class AuditedAnswer:
-    """A response chosen for recomputation, fed while it is generated.
-
-    Attributes:
-        num_compared: number of leading tokens found to be equal.
-        audits: whether its tokens still have to be compared.
-        trial: the trial for which both drafters decode it.
-        tallies: acceptance counts of the drafters that have decoded it.
-    """
+    """A response chosen for recomputation, fed while it is generated."""
 
     request_id: str
     response_id: str
     prompt: EncodedPrompt
     params: SamplingParams
     token_ids: list[int] = field(default_factory=list[int])
-    num_compared: int = 0
-    audits: bool = True
-    trial: CanaryTrial | None = None
+    num_compared: int = 0  # number of leading tokens found to be equal
+    audits: bool = True  # whether its tokens still have to be compared
+    trial: CanaryTrial | None = None  # the trial for which both drafters decode it
+    # acceptance counts of the drafters that have decoded it
     tallies: list[ArmStats] = field(default_factory=list[ArmStats])
 
     def feed(self, output: RequestOutput) -> None:

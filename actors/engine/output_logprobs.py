@@ -11,17 +11,11 @@ from ..tokenization.tokenizer import Tokenizer
 
 
 class Logprob(NamedTuple):
-    """Log probability of one token at one position of the output.
+    """Log probability of one token at one position of the output."""
 
-    Attributes:
-        logprob: natural logarithm, of the model's own distribution.
-        rank: rank of the token in the vocabulary, from 1.
-        decoded_token: text of this token alone; None without a tokenizer.
-    """
-
-    logprob: float
-    rank: int
-    decoded_token: str | None
+    logprob: float  # natural logarithm, of the model's own distribution
+    rank: int  # rank of the token in the vocabulary, from 1
+    decoded_token: str | None  # text of this token alone; None without a tokenizer
 
 
 Numbers = tuple[int, float, int, tuple[int, ...], tuple[float, ...]]  # a token's id and TokenLogprobs

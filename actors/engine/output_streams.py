@@ -46,21 +46,16 @@ PLACE_BYTES, TOP_BYTES = 150, 72  # bytes of log probabilities per position, and
 
 @dataclass(slots=True)
 class OutputStream:
-    """The outputs of one user request on their way to its reader. `failure` ends the stream.
-
-    Attributes:
-        complete_only: the reader wants only the complete output; it gets nothing earlier.
-        limit: bounds what the client may leave unread; None if the reader cannot be slow.
-        client_id: the client's name for the request, for the log.
-    """
+    """The outputs of one user request on their way to its reader. `failure` ends the stream."""
 
     tracker: RequestTracker
     background: bool = False
-    complete_only: bool = False
+    complete_only: bool = False  # the reader wants only the complete output; it gets nothing earlier
+    # bounds what the client may leave unread; None if the reader cannot be slow
     limit: ReaderLimit | None = None
     failure: MantaError | None = None
     wake: asyncio.Event = field(default_factory=asyncio.Event)
-    client_id: str | None = None
+    client_id: str | None = None  # the client's name for the request, for the log
     unread: UnreadOutputs = field(init=False)
 
     def __post_init__(self) -> None:
@@ -262,19 +257,12 @@ def _aborted(child_id: str) -> SequenceUpdate:
 
 @dataclass(slots=True)
 class ReaderLimit:
-    """Bounds what the client of one HTTP request may leave unread in all of its streams together.
+    """Bounds what the client of one HTTP request may leave unread in all of its streams together."""
 
-    Attributes:
-        client_id: the client's name for the request.
-        max_bytes: limit, in approximate bytes of memory.
-        num_bytes: bytes that are unread now.
-        is_logged: whether exceeding the limit has been logged.
-    """
-
-    client_id: str
-    max_bytes: int
-    num_bytes: int = 0
-    is_logged: bool = False
+    client_id: str  # the client's name for the request
+    max_bytes: int  # limit, in approximate bytes of memory
+    num_bytes: int = 0  # bytes that are unread now
+    is_logged: bool = False  # whether exceeding the limit has been logged
 
     @property
     def is_exceeded(self) -> bool:
@@ -289,15 +277,10 @@ class _Entry:
 
 @dataclass(slots=True)
 class UnreadOutputs:
-    """Unread outputs of one stream, oldest first.
+    """Unread outputs of one stream, oldest first."""
 
-    Attributes:
-        tracker: tracker of the stream's request.
-        limit: limit of its client; None if the reader cannot be slow.
-    """
-
-    tracker: RequestTracker
-    limit: ReaderLimit | None = None
+    tracker: RequestTracker  # tracker of the stream's request
+    limit: ReaderLimit | None = None  # limit of its client; None if the reader cannot be slow
     _entries: deque[_Entry] = field(default_factory=deque[_Entry])
     _last: dict[int, _Entry] = field(default_factory=dict[int, _Entry])  # newest entry by completion
 

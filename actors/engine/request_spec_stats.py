@@ -16,17 +16,11 @@ TokenOrigin = Literal["plain", "draft", "bonus"]
 
 
 class TracedStep(NamedTuple):
-    """A step that produced tokens for a request.
+    """A step that produced tokens for a request."""
 
-    Attributes:
-        num_drafted: drafts verified; 0 in a plain decoding step.
-        num_accepted: drafts accepted, as in `RequestMetrics`.
-        num_tokens: tokens produced, cut where a stop string ends the text.
-    """
-
-    num_drafted: int
-    num_accepted: int
-    num_tokens: int
+    num_drafted: int  # drafts verified; 0 in a plain decoding step
+    num_accepted: int  # drafts accepted, as in `RequestMetrics`
+    num_tokens: int  # tokens produced, cut where a stop string ends the text
 
     @property
     def origins(self) -> Iterator[TokenOrigin]:
@@ -43,18 +37,13 @@ class RequestSteps:
 
     Args:
         trace: also record each step. Only meaningful for a single completion.
-
-    Attributes:
-        num_decoding: steps that produced tokens after a completion's first.
-        num_drafted: drafts verified.
-        histogram: histogram[a] counts verify steps in which `a` drafts were accepted.
-        trace: the steps in order; None if not requested.
     """
 
     def __init__(self, *, trace: bool) -> None:
-        self.num_decoding = 0
-        self.num_drafted = 0
-        self.histogram: list[int] = []
+        self.num_decoding = 0  # steps that produced tokens after a completion's first
+        self.num_drafted = 0  # drafts verified
+        self.histogram: list[int] = []  # histogram[a] counts verify steps in which `a` drafts were accepted
+        # the steps in order; None if not requested
         self.trace: list[TracedStep] | None = [] if trace else None
 
     def feed(self, update: SequenceUpdate, num_tokens: int, *, decodes: bool) -> None:

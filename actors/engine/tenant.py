@@ -17,15 +17,11 @@ from ...cluster.request.caller import Caller
 
 
 class Tenant(NamedTuple):
-    """The tenant and category a request is counted for.
-
-    Attributes:
-        named: the tenant of its key, else the one that the request names, whether or not it is counted for
-            it.
-    """
+    """The tenant and category a request is counted for."""
 
     tenant: str | None = None
     category: str | None = None
+    # the tenant of its key, else the one that the request names, whether or not it is counted for it
     named: str | None = None
 
 

@@ -123,21 +123,16 @@ class ReplicaAttempt:
 
 
 class SuspectRequest:
-    """A request with its death records, and its trial on a replica if it is a suspect.
-
-    Attributes:
-        digest: of the request; None until it is needed.
-        num_tokens_received: number of tokens that the request got in its last attempt.
-    """
+    """A request with its death records, and its trial on a replica if it is a suspect."""
 
     def __init__(self, isolation: Isolation, path: str, body: bytes) -> None:
         self._isolation = isolation
         self._path = path
         self._body = body
-        self.digest: bytes | None = None
+        self.digest: bytes | None = None  # of the request; None until it is needed
         self._tested_on: Member | None = None  # the replica, while this is the only suspect there
         self._began_s = 0.0
-        self.num_tokens_received = 0
+        self.num_tokens_received = 0  # number of tokens that the request got in its last attempt
 
     async def identify(self) -> None:
         """Compute the digest if there are death records; call before `check`."""

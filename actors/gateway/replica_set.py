@@ -29,35 +29,22 @@ LOST_S = 10.0
 
 @dataclass(frozen=True, slots=True)
 class ServedModel:
-    """A model that the gateway serves.
+    """A model that the gateway serves."""
 
-    Attributes:
-        names: names in requests; the first one is reported.
-        sleeps: the model may scale to zero replicas; a request then starts one and waits for it.
-    """
-
-    names: tuple[str, ...]
-    sleeps: bool = False
+    names: tuple[str, ...]  # names in requests; the first one is reported
+    sleeps: bool = False  # the model may scale to zero replicas; a request then starts one and waits for it
 
 
 @dataclass(slots=True, eq=False)
 class Member:
-    """One replica, as the gateway sees it.
-
-    Attributes:
-        last_seen_s: when that arrived, monotonic.
-        here: requests from this gateway in flight there.
-        others: requests from other gateways, by its last heartbeat.
-        broken: its socket failed, and no heartbeat has arrived since.
-        tests_suspect: it serves a request under which another replica died (`isolation.py`).
-    """
+    """One replica, as the gateway sees it."""
 
     record: ReplicaRecord
-    last_seen_s: float
-    here: int = 0
-    others: int = 0
-    broken: bool = False
-    tests_suspect: bool = False
+    last_seen_s: float  # when that arrived, monotonic
+    here: int = 0  # requests from this gateway in flight there
+    others: int = 0  # requests from other gateways, by its last heartbeat
+    broken: bool = False  # its socket failed, and no heartbeat has arrived since
+    tests_suspect: bool = False  # it serves a request under which another replica died (`isolation.py`)
     _peaks: tuple[int, int] = (0, 0)  # peak of `here` between the last two heartbeats, and since the last
     _attempts: set[asyncio.Timeout] = field(default_factory=set[asyncio.Timeout])
 

@@ -22,14 +22,11 @@ class ResumableStream:
 
     An event is released only when its tokens are known. When a replica dies, the known tokens therefore match
     what the client has.
-
-    Attributes:
-        ended: the completion is whole; only [DONE] follows.
-        error: the error with which a replica ended it, in OpenAI's format (Any: JSON).
     """
 
     def __init__(self) -> None:
-        self.ended = False
+        self.ended = False  # the completion is whole; only [DONE] follows
+        # the error with which a replica ended it, in OpenAI's format (Any: JSON)
         self.error: dict[str, Any] | None = None
         self._token_ids = array("i")
         self._num_chars = 0

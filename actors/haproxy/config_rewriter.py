@@ -84,33 +84,21 @@ _ROUTES = "    # Static routing based on path prefixes"
 
 @dataclass(frozen=True, slots=True)
 class HAProxyPaths:
-    """Paths of the files of one HAProxy.
+    """Paths of the files of one HAProxy."""
 
-    Attributes:
-        admin: socket on which HAProxy takes commands.
-        scrape: socket that serves the joined metrics.
-        errors: folder with HAProxy's own error responses.
-        draining: ACL file; the entry `DRAINING_ENTRY` in it means that the server is stopping.
-    """
-
-    admin: Path
-    scrape: Path
-    errors: Path
-    draining: Path
+    admin: Path  # socket on which HAProxy takes commands
+    scrape: Path  # socket that serves the joined metrics
+    errors: Path  # folder with HAProxy's own error responses
+    draining: Path  # ACL file; the entry `DRAINING_ENTRY` in it means that the server is stopping
 
 
 @dataclass(frozen=True, slots=True)
 class RewrittenConfig:
-    """A rewritten configuration and what was read from it.
-
-    Attributes:
-        admin: the admin socket that Serve connects to.
-        replicas: (host, port) of each replica.
-    """
+    """A rewritten configuration and what was read from it."""
 
     text: str
-    admin: Path
-    replicas: tuple[tuple[str, int], ...]
+    admin: Path  # the admin socket that Serve connects to
+    replicas: tuple[tuple[str, int], ...]  # (host, port) of each replica
 
 
 DRAINING_ENTRY = "draining"

@@ -28,19 +28,13 @@ OTHER_FILES = 256
 
 @dataclass(frozen=True, slots=True)
 class Connections:
-    """Limits of one HAProxy.
+    """Limits of one HAProxy."""
 
-    Attributes:
-        most: connections of clients.
-        per_source: connections of one address; half of `maximum` by default, so that no single client takes
-            all.
-        for_probes: further connections on which only probes are answered.
-        probe_port: TCP port on which only probes are answered; None: probes have no port of their own.
-    """
-
-    most: int
+    most: int  # connections of clients
+    # connections of one address; half of `maximum` by default, so that no single client takes all
     per_source: int
-    for_probes: int
+    for_probes: int  # further connections on which only probes are answered
+    # TCP port on which only probes are answered; None: probes have no port of their own
     probe_port: int | None = None
 
     @classmethod

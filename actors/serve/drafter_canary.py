@@ -36,16 +36,11 @@ from ..engine.async_engine import AsyncEngine
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DrafterCandidate:
-    """A drafter that is tried on traffic before it replaces the current one (`cluster/fleet/canary.py`).
+    """A drafter that is tried on traffic before it replaces the current one (`cluster/fleet/canary.py`)."""
 
-    Attributes:
-        drafter: folder or hub id.
-        trial: name of the trial; another name tries the same candidate again.
-        rules: rules of the trial; in YAML its fields are next to these.
-    """
-
-    drafter: str
-    trial: str = ""
+    drafter: str  # folder or hub id
+    trial: str = ""  # name of the trial; another name tries the same candidate again
+    # rules of the trial; in YAML its fields are next to these
     rules: TrialRules = field(default_factory=TrialRules)
 
     def __post_init__(self) -> None:
@@ -70,16 +65,12 @@ class DrafterCandidate:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplicaUserConfig:
-    """The settings of a replica. Changing them needs no restart and interrupts no request.
+    """The settings of a replica. Changing them needs no restart and interrupts no request."""
 
-    Attributes:
-        drafter: folder or hub id of the drafter; None: the one that the replica started with. Tokens do not
-            depend on it. On the target's device it loads while requests wait.
-        candidate: another drafter to try alongside it.
-    """
-
+    # folder or hub id of the drafter; None: the one that the replica started with. Tokens do not depend on
+    # it. On the target's device it loads while requests wait.
     drafter: str | None = None
-    candidate: DrafterCandidate | None = None
+    candidate: DrafterCandidate | None = None  # another drafter to try alongside it
 
     def __post_init__(self) -> None:
         if self.drafter is not None:
@@ -113,15 +104,10 @@ POLL_S = 1.0
 
 @dataclass(frozen=True, slots=True)
 class ReplicaReport:
-    """A replica's report on a trial.
+    """A replica's report on a trial."""
 
-    Attributes:
-        evidence: the evidence it has collected.
-        refused: why it does not take part; None if it does.
-    """
-
-    evidence: Evidence = NO_EVIDENCE
-    refused: str | None = None
+    evidence: Evidence = NO_EVIDENCE  # the evidence it has collected
+    refused: str | None = None  # why it does not take part; None if it does
 
 
 class DrafterCanary:

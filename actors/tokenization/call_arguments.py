@@ -45,15 +45,10 @@ def invalid_json(arguments: str) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class ArgumentForms:
-    """The forms in which a template can render a call's arguments.
+    """The forms in which a template can render a call's arguments."""
 
-    Attributes:
-        objects: it renders objects.
-        text: it renders text unchanged.
-    """
-
-    objects: bool
-    text: bool
+    objects: bool  # it renders objects
+    text: bool  # it renders text unchanged
 
     @classmethod
     def of(cls, render: Callable[[Messages], str]) -> ArgumentForms:

@@ -48,10 +48,6 @@ class ChatTemplate:
         defaults: variables that a request may override: `default_chat_template_kwargs`.
         sorts_tools: the model was trained on tools with sorted object keys, as are models if the template
             takes TypeScript declarations (`tools_ts_str`).
-
-    Attributes:
-        source: the source of all templates.
-        names: names of the templates if there are several.
     """
 
     def __init__(
@@ -70,8 +66,8 @@ class ChatTemplate:
                 f"default_chat_template_kwargs.{name}: every request says this itself. Leave it out.",
                 param="default_chat_template_kwargs",
             )
-        self.names = frozenset(self._named)
-        self.source = "\n".join(dict.fromkeys((source, *self._named.values())))
+        self.names = frozenset(self._named)  # names of the templates if there are several
+        self.source = "\n".join(dict.fromkeys((source, *self._named.values())))  # the source of all templates
         self._special_tokens = dict(special_tokens)
         self._defaults = dict(defaults or {})
         self._declares = self.uses(_TYPESCRIPT)

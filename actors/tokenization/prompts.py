@@ -39,25 +39,17 @@ class EncodedPrompt:
 
 @dataclass(frozen=True, slots=True)
 class Chat:
-    """A conversation to be rendered by the model's chat template.
+    """A conversation to be rendered by the model's chat template."""
 
-    Attributes:
-        messages: at least one, oldest first; fields besides role and content are passed to the template.
-        add_generation_prompt: end with the beginning of an assistant message.
-        continue_final_message: leave the last message open instead.
-        variables: additional template variables, `chat_template_kwargs` (Any: JSON).
-        tools: the callable tools in OpenAI's format.
-        documents: for templates that support them.
-        template: Jinja source instead of the model's own template.
-    """
-
+    # at least one, oldest first; fields besides role and content are passed to the template
     messages: Sequence[Message]
-    add_generation_prompt: bool = True
-    continue_final_message: bool = False
+    add_generation_prompt: bool = True  # end with the beginning of an assistant message
+    continue_final_message: bool = False  # leave the last message open instead
+    # additional template variables, `chat_template_kwargs` (Any: JSON)
     variables: Mapping[str, Any] | None = None
-    tools: Sequence[Mapping[str, Any]] | None = None
-    documents: Sequence[Mapping[str, Any]] | None = None
-    template: str | None = None
+    tools: Sequence[Mapping[str, Any]] | None = None  # the callable tools in OpenAI's format
+    documents: Sequence[Mapping[str, Any]] | None = None  # for templates that support them
+    template: str | None = None  # Jinja source instead of the model's own template
 
     def __post_init__(self) -> None:
         if not self.messages or not all(isinstance(message, Mapping) for message in self.messages):
@@ -76,16 +68,12 @@ class Chat:
 
 @dataclass(frozen=True, slots=True)
 class PromptText:
-    """A text to be encoded.
-
-    Attributes:
-        param: the request field that contained it.
-        guarded: encoded instead of the text if users wrote special tokens in it (`Tokenizer.render`).
-    """
+    """A text to be encoded."""
 
     text: str
     add_special_tokens: bool = True
-    param: str = "prompt"
+    param: str = "prompt"  # the request field that contained it
+    # encoded instead of the text if users wrote special tokens in it (`Tokenizer.render`)
     guarded: str | None = None
 
     def encode(self, encode: Callable[..., T]) -> T:

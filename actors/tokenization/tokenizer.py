@@ -28,13 +28,7 @@ _FOREIGN = ("variables", "tools", "documents")  # rendering arguments besides me
 
 
 class Tokenizer:
-    """One checkpoint's tokenizer.
-
-    Attributes:
-        vocab_size: number of ids, including added tokens.
-        template: the chat template; None if the checkpoint has none.
-        coverage: maximum text per token; None if there is no such bound.
-    """
+    """One checkpoint's tokenizer."""
 
     def __init__(
         self,
@@ -49,9 +43,10 @@ class Tokenizer:
     ) -> None:
         self._backend = backend
         self._trust_templates = trust_templates
+        # number of ids, including added tokens
         self.vocab_size = backend.get_vocab_size(with_added_tokens=True)
-        self.coverage = token_coverage(backend)
-        self.template = None
+        self.coverage = token_coverage(backend)  # maximum text per token; None if there is no such bound
+        self.template = None  # the chat template; None if the checkpoint has none
         if chat_template:
             self.template = ChatTemplate(
                 chat_template, special_tokens, template_kwargs, sorts_tools=sorts_tools

@@ -123,15 +123,10 @@ def _template_text(path: Path) -> str:
 
 @dataclass(frozen=True, slots=True)
 class TokenIds:
-    """The token ids of a tokenizer, known without loading it.
+    """The token ids of a tokenizer, known without loading it."""
 
-    Attributes:
-        known: all its token ids.
-        end: id of its `eos_token`, if it has one.
-    """
-
-    known: frozenset[int]
-    end: int | None
+    known: frozenset[int]  # all its token ids
+    end: int | None  # id of its `eos_token`, if it has one
 
     @classmethod
     def read(cls, folder: Path) -> TokenIds | None:

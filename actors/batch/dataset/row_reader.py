@@ -29,20 +29,13 @@ BUFFER_BYTES = 2 * 2**20  # for text: one request to an object store
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Consecutive rows of a file.
+    """Consecutive rows of a file."""
 
-    Attributes:
-        file: index in `Dataset.files`.
-        row: number of the first row.
-        begin: index of the first row in its file (Parquet), or offset of a record at or before it (text).
-        skip: records between `begin` and the first row.
-    """
-
-    file: int
-    row: int
+    file: int  # index in `Dataset.files`
+    row: int  # number of the first row
     num_rows: int
-    begin: int
-    skip: int = 0
+    begin: int  # index of the first row in its file (Parquet), or offset of a record at or before it (text)
+    skip: int = 0  # records between `begin` and the first row
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,19 +51,12 @@ class RowSpans:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A row of the input.
+    """A row of the input."""
 
-    Attributes:
-        number: 0-based, in the whole dataset.
-        record: as read; for JSON lines `{"text": line}`, which is parsed where the row is answered.
-        id: assigned by the job; None if the row's own id is used.
-        fault: why there is no record; `record` then contains the text.
-    """
-
-    number: int
-    record: Record
-    id: str | None = None
-    fault: str | None = None
+    number: int  # 0-based, in the whole dataset
+    record: Record  # as read; for JSON lines `{"text": line}`, which is parsed where the row is answered
+    id: str | None = None  # assigned by the job; None if the row's own id is used
+    fault: str | None = None  # why there is no record; `record` then contains the text
 
 
 def record_of(row: Row, layout: RowSchema) -> Record:

@@ -57,29 +57,21 @@ _LONG_NUMBER = re.compile(rb"[0-9]{19}")  # orjson reads an integer of more than
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowSchema:
-    """Format of records. Raises ConfigError for an invalid template, or for one together with another prompt.
+    """Format of records. Raises ConfigError for an invalid template, or for one together with another prompt."""
 
-    Attributes:
-        kind: "openai" for OpenAI batch lines, else "dataset".
-        lines: records are unparsed lines of JSON in a column `text`, so that malformed lines are rows too.
-        prompt_column: column of the prompt (text, token ids or messages); found by name if absent.
-        template: makes the prompt from several columns, instead of one column.
-        id_column: column of the row's id; found by name if absent, else a hash of the record is its id.
-        columns: columns of the input to copy to the results.
-        defaults: sampling fields for rows that have none.
-        seed: seed of the job; a row without a seed gets one derived from this and its id.
-        category_column: the job's report counts rows by its values. If None, OpenAI batch lines are counted
-            by `metadata.category` of their bodies.
-    """
-
-    kind: Literal["dataset", "openai"] = "dataset"
+    kind: Literal["dataset", "openai"] = "dataset"  # "openai" for OpenAI batch lines, else "dataset"
+    # records are unparsed lines of JSON in a column `text`, so that malformed lines are rows too
     lines: bool = False
+    # column of the prompt (text, token ids or messages); found by name if absent
     prompt_column: str | None = None
-    template: str | None = None
+    template: str | None = None  # makes the prompt from several columns, instead of one column
+    # column of the row's id; found by name if absent, else a hash of the record is its id
     id_column: str | None = None
-    columns: tuple[str, ...] | Literal["all"] = ()
-    defaults: Mapping[str, Any] = field(default_factory=dict)
-    seed: int = 0
+    columns: tuple[str, ...] | Literal["all"] = ()  # columns of the input to copy to the results
+    defaults: Mapping[str, Any] = field(default_factory=dict)  # sampling fields for rows that have none
+    seed: int = 0  # seed of the job; a row without a seed gets one derived from this and its id
+    # the job's report counts rows by its values. If None, OpenAI batch lines are counted by
+    # `metadata.category` of their bodies.
     category_column: str | None = None
 
     def __post_init__(self) -> None:

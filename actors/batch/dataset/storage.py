@@ -47,20 +47,13 @@ class Entry:
 
 @dataclass(frozen=True, slots=True)
 class Storage:
-    """A folder. It need not exist before something is written.
+    """A folder. It need not exist before something is written."""
 
-    Attributes:
-        where: as the user wrote it, without a URL's query and credentials; for messages.
-        root: the folder's path in it.
-        private: other users of the disk may not read what is written.
-        follows_links: links in this folder are followed; for input.
-    """
-
-    where: str
+    where: str  # as the user wrote it, without a URL's query and credentials; for messages
     filesystem: fs.FileSystem
-    root: str
-    private: bool = False
-    follows_links: bool = False
+    root: str  # the folder's path in it
+    private: bool = False  # other users of the disk may not read what is written
+    follows_links: bool = False  # links in this folder are followed; for input
 
     @classmethod
     def open(cls, where: str, *, field: str, private: bool = False, follows_links: bool = False) -> Storage:

@@ -29,17 +29,11 @@ VERSION = 3  # of the layout of an output
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobRun:
-    """Content of `job.json`.
+    """Content of `job.json`."""
 
-    Attributes:
-        first_run: of this job; earlier runs were another job's.
-        numbering: row numbers written before this run refer to an input that has changed since.
-        runs: one entry per run, in order.
-    """
-
-    first_run: int
-    numbering: int
-    runs: tuple[Mapping[str, Any], ...]
+    first_run: int  # of this job; earlier runs were another job's
+    numbering: int  # row numbers written before this run refer to an input that has changed since
+    runs: tuple[Mapping[str, Any], ...]  # one entry per run, in order
     spec: Mapping[str, Any]
 
     @property

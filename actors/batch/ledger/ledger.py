@@ -51,16 +51,11 @@ Resume = Literal["yes", "no", "force"]
 
 
 class Ledger:
-    """An output that this process may write. Created by `open`.
-
-    Attributes:
-        run: the number of this run, for writers.
-        complete: all rows are done and no run was begun; `reopen` begins one.
-    """
+    """An output that this process may write. Created by `open`."""
 
     def __init__(self, output: Storage, spec: JobSpec, lock: Lock) -> None:
-        self.run = 0
-        self.complete = False
+        self.run = 0  # the number of this run, for writers
+        self.complete = False  # all rows are done and no run was begun; `reopen` begins one
         self._output = output
         self._spec = spec
         self._lock = lock

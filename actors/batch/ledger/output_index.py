@@ -78,20 +78,14 @@ def read_segment(output: Storage, name: str, *, only_rows: bool = False) -> Segm
 
 
 class OutputIndex:
-    """Records and segments of an output at the last `refresh`.
-
-    Attributes:
-        files: sizes of the files in the output's folder and in the folder of failed rows, by name.
-        records: records of the parts that count, by part name.
-        stale: records of parts with row numbers of an earlier input.
-        segments: segments that count, by name; row numbers only.
-    """
+    """Records and segments of an output at the last `refresh`."""
 
     def __init__(self, output: Storage, *, first_run: int, numbering: int) -> None:
+        # sizes of the files in the output's folder and in the folder of failed rows, by name
         self.files: dict[str, int] = {}
-        self.records: dict[str, Record] = {}
-        self.stale: dict[str, Record] = {}
-        self.segments: dict[str, Segment] = {}
+        self.records: dict[str, Record] = {}  # records of the parts that count, by part name
+        self.stale: dict[str, Record] = {}  # records of parts with row numbers of an earlier input
+        self.segments: dict[str, Segment] = {}  # segments that count, by name; row numbers only
         self._output = output
         self._first_run = first_run
         self._numbering = numbering

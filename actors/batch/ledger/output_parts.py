@@ -46,16 +46,12 @@ Json = dict[str, Any]  # Any: JSON
 
 @dataclass(frozen=True, slots=True)
 class OutputForm:
-    """Format of results.
-
-    Attributes:
-        columns: columns of the input that are passed through (`RowIndex.columns`).
-        ordered: parts contain complete shards of consecutive rows.
-    """
+    """Format of results."""
 
     format: OutputFormat
+    # columns of the input that are passed through (`RowIndex.columns`)
     columns: pa.Schema = field(default_factory=lambda: pa.schema([]))
-    ordered: bool = False
+    ordered: bool = False  # parts contain complete shards of consecutive rows
 
     def __post_init__(self) -> None:
         if not len(self.columns):

@@ -61,10 +61,6 @@ class BatchRun:
         slots: limit of running rows, shared by all batches of the replica.
         on_tail: called when all rows have been started, so slots will become free for another batch.
         count_lines: called with lines that became durable, on the event loop, as is `on_tail`.
-
-    Attributes:
-        batch: the batch as last saved.
-        all_started: whether `on_tail` was called.
     """
 
     def __init__(
@@ -77,8 +73,8 @@ class BatchRun:
         on_tail: Callable[[], None],
         count_lines: Callable[[BatchLines], None],
     ) -> None:
-        self.batch = opened.batch
-        self.all_started = False
+        self.batch = opened.batch  # the batch as last saved
+        self.all_started = False  # whether `on_tail` was called
         self._opened = opened
         self._batches, self._files = batches, files
         self._answerer = answerer

@@ -65,20 +65,15 @@ class Page(Generic[T]):
 
 @dataclass(frozen=True, slots=True)
 class StoredFile:
-    """A stored file.
-
-    Attributes:
-        pieces: names in the storage; their concatenated contents are the file's.
-        owner: digest of the key that uploaded it; None without keys.
-    """
+    """A stored file."""
 
     id: str
     filename: str
     purpose: str
     bytes: int
     created_at: int
-    pieces: tuple[str, ...]
-    owner: str | None = None
+    pieces: tuple[str, ...]  # names in the storage; their concatenated contents are the file's
+    owner: str | None = None  # digest of the key that uploaded it; None without keys
 
     def as_openai(self) -> JsonObject:
         return {

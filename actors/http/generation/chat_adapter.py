@@ -24,17 +24,11 @@ from .server_context import ServerContext
 
 @dataclass(frozen=True, slots=True)
 class SupportedOptions:
-    """Which options of a conversation the model supports. Agents send them for every model.
+    """Which options of a conversation the model supports. Agents send them for every model."""
 
-    Attributes:
-        effort: the chat template has a reasoning effort.
-        switch: thinking can be switched on and off.
-        thinks: reasoning can be separated from the answer.
-    """
-
-    effort: bool
-    switch: bool
-    thinks: bool
+    effort: bool  # the chat template has a reasoning effort
+    switch: bool  # thinking can be switched on and off
+    thinks: bool  # reasoning can be separated from the answer
 
     @classmethod
     def of(cls, frontend: ServerContext) -> SupportedOptions:

@@ -26,37 +26,24 @@ def operation_of(request: GenerationRequest) -> str:
 
 @dataclass(frozen=True, slots=True)
 class GenerationTask:
-    """One HTTP request, ready to run.
+    """One HTTP request, ready to run."""
 
-    Attributes:
-        id: of the response, also the engine's.
-        request_id: the client's.
-        created_s: Unix time.
-        caller: the key that sent it.
-        requester: tenant and category that it is counted for.
-        may_be_captured: traffic capture may keep it.
-        origin: what a gateway has fixed for the request.
-        resumable: its stream can continue at another replica.
-        reading: parses its answers.
-        trace_headers: the client's trace context.
-    """
-
-    id: str
-    request_id: str
+    id: str  # of the response, also the engine's
+    request_id: str  # the client's
     model: str
     prompts: list[EncodedPrompt]
     params: SamplingParams
     priority: int
     ignored: list[str]
     request: GenerationRequest
-    created_s: int
-    caller: Caller
-    requester: Tenant
-    may_be_captured: bool = True
-    origin: ResumeOrigin | None = None
-    resumable: bool = True
-    reading: AnswerParserFactory = PLAIN
-    trace_headers: Mapping[str, str] = field(default_factory=dict)
+    created_s: int  # Unix time
+    caller: Caller  # the key that sent it
+    requester: Tenant  # tenant and category that it is counted for
+    may_be_captured: bool = True  # traffic capture may keep it
+    origin: ResumeOrigin | None = None  # what a gateway has fixed for the request
+    resumable: bool = True  # its stream can continue at another replica
+    reading: AnswerParserFactory = PLAIN  # parses its answers
+    trace_headers: Mapping[str, str] = field(default_factory=dict)  # the client's trace context
 
     @property
     def operation(self) -> str:

@@ -33,14 +33,10 @@ class Section:
 
 
 class SectionWriter(ABC):
-    """Turns the pieces of one answer into events.
-
-    Attributes:
-        sections: so far; the last one is open until `close`.
-    """
+    """Turns the pieces of one answer into events."""
 
     def __init__(self) -> None:
-        self.sections: list[Section] = []
+        self.sections: list[Section] = []  # so far; the last one is open until `close`
         self._is_open = False
 
     def feed(self, piece: AnswerDelta) -> Events:

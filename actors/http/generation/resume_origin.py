@@ -32,21 +32,13 @@ END = b" end"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResumeOrigin:
-    """One attempt at a request.
+    """One attempt at a request."""
 
-    Attributes:
-        id: of the response, without the endpoint's prefix.
-        created_s: Unix time of the request.
-        seed: for a request that has none.
-        attempt: number of earlier attempts, so that an engine never sees an id twice.
-        resume_state: output of the earlier attempts.
-    """
-
-    id: str
-    created_s: int
-    seed: int
-    attempt: int = 0
-    resume_state: ResumeState = field(default=NOT_RESUMED, repr=False)
+    id: str  # of the response, without the endpoint's prefix
+    created_s: int  # Unix time of the request
+    seed: int  # for a request that has none
+    attempt: int = 0  # number of earlier attempts, so that an engine never sees an id twice
+    resume_state: ResumeState = field(default=NOT_RESUMED, repr=False)  # output of the earlier attempts
 
     def header(self) -> str:
         """Return all fields but the tokens, which precede the body (`prefix`) since they may be many."""

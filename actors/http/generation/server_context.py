@@ -29,14 +29,7 @@ from .tracing import Tracing
 
 
 class ServerContext:
-    """The engine as the routes see it.
-
-    Attributes:
-        chat: the model's formats of tool calls and reasoning.
-        names: under which the model is served, the reported one first.
-        fingerprint: equal for equal models and engine settings.
-        created_s: Unix time of the start.
-    """
+    """The engine as the routes see it."""
 
     def __init__(
         self,
@@ -58,15 +51,18 @@ class ServerContext:
         self.tracing = tracing
         self.receipts = receipts
         self.capture = capture
+        # the model's formats of tool calls and reasoning
         self.chat = ChatModel.of(
             engine.tokenizer,
             tool_call_parser=settings.tool_call_parser,
             reasoning_parser=settings.reasoning_parser,
             auto_calls=settings.enable_auto_tool_choice,
         )
+        # under which the model is served, the reported one first
         self.names = settings.model_names(engine.config.model)
-        self.created_s = int(time.time())
+        self.created_s = int(time.time())  # Unix time of the start
         facts = json.dumps({**asdict(engine.config), "dtype": engine.info.dtype}, sort_keys=True, default=str)
+        # equal for equal models and engine settings
         self.fingerprint = "fp_" + hashlib.blake2b(facts.encode(), digest_size=6).hexdigest()
 
     @property

@@ -28,17 +28,12 @@ UNCOUNTED_BYTES = 64 * 1024
 
 @dataclass(slots=True, eq=False)
 class _Unfinished:
-    """A body that is being received.
-
-    Attributes:
-        num_bytes: bytes received so far.
-        dropped: the budget had no room for it.
-        waiting: time-out of the wait for its next bytes.
-    """
+    """A body that is being received."""
 
     began_s: float
-    num_bytes: int = 0
-    dropped: bool = False
+    num_bytes: int = 0  # bytes received so far
+    dropped: bool = False  # the budget had no room for it
+    # time-out of the wait for its next bytes
     waiting: asyncio.Timeout | None = field(default=None, repr=False)
 
     @property

@@ -8,16 +8,11 @@ from contextlib import contextmanager
 
 
 class Traffic:
-    """The requests in flight of one application.
-
-    Attributes:
-        open: requests that have begun, without a completely sent response.
-        draining: the server takes no new requests; /health reports it.
-    """
+    """The requests in flight of one application."""
 
     def __init__(self) -> None:
-        self.open = 0
-        self.draining = False
+        self.open = 0  # requests that have begun, without a completely sent response
+        self.draining = False  # the server takes no new requests; /health reports it
         self._none_open = asyncio.Event()
         self._none_open.set()
 

@@ -197,9 +197,6 @@ class StallGuard:
     Args:
         send: the server's.
         timeout_s: seconds that it may wait; 0: unlimited.
-
-    Attributes:
-        has_cut: whether the response was ended early.
     """
 
     def __init__(self, send: Send, timeout_s: float) -> None:
@@ -208,7 +205,7 @@ class StallGuard:
         self._timer: asyncio.TimerHandle | None = None
         self._sender: asyncio.Task[object] | None = None  # while it waits
         self._since_s = 0.0
-        self.has_cut = False
+        self.has_cut = False  # whether the response was ended early
 
     async def send(self, message: Message) -> None:
         """Send a message. Raises SlowReaderError once the client has read nothing for too long."""

@@ -86,22 +86,14 @@ class ChatMessage(BaseModel):
 
 
 class ChatTemplateOptions(ToolOptions):
-    """Options for making a prompt of messages; the same for all requests that take messages.
+    """Options for making a prompt of messages; the same for all requests that take messages."""
 
-    Attributes:
-        add_generation_prompt: the template begins the answer.
-        continue_final_message: the answer continues the last message.
-        chat_template: a Jinja template; needs trust_request_chat_template.
-        chat_template_kwargs: variables for the template.
-        documents: for templates that support them.
-        reasoning_effort: for templates that support it.
-    """
-
-    add_generation_prompt: bool = True
-    continue_final_message: bool = False
-    chat_template: str | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
-    documents: list[dict[str, Any]] | None = None
+    add_generation_prompt: bool = True  # the template begins the answer
+    continue_final_message: bool = False  # the answer continues the last message
+    chat_template: str | None = None  # a Jinja template; needs trust_request_chat_template
+    chat_template_kwargs: dict[str, Any] | None = None  # variables for the template
+    documents: list[dict[str, Any]] | None = None  # for templates that support them
+    # for templates that support it
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
 
     @model_validator(mode="after")

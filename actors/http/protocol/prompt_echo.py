@@ -22,22 +22,14 @@ from .protocol import GenerationRequest
 
 @dataclass(frozen=True, slots=True)
 class PromptParts:
-    """The parts of a response that show one prompt.
+    """The parts of a response that show one prompt."""
 
-    Attributes:
-        echo: the prompt's text; None if it is not shown.
-        num_top: number of likeliest tokens per position of the echo; None: no log probabilities.
-        logprobs: the prompt's log probabilities; None if they were not requested.
-        num_prompt_logprobs: number of likeliest tokens per position of `prompt_logprobs`; None: no such
-            field.
-        at_root: `prompt_logprobs` is a field of the response, not of each choice.
-    """
-
-    echo: str | None
-    num_top: int | None
-    logprobs: PromptLogprobs | None
+    echo: str | None  # the prompt's text; None if it is not shown
+    num_top: int | None  # number of likeliest tokens per position of the echo; None: no log probabilities
+    logprobs: PromptLogprobs | None  # the prompt's log probabilities; None if they were not requested
+    # number of likeliest tokens per position of `prompt_logprobs`; None: no such field
     num_prompt_logprobs: int | None
-    at_root: bool
+    at_root: bool  # `prompt_logprobs` is a field of the response, not of each choice
 
     @classmethod
     async def of(

@@ -22,18 +22,14 @@ _KINDS = {"image_url": "image", "input_image": "image", "input_file": "file", "i
 
 @dataclass(slots=True)
 class TranslatedMessages:
-    """Messages in chat's format.
-
-    Attributes:
-        names: `messages.3` of the chat -> the item of the body that it began with, for errors.
-        skipped: types of skipped items, as X-Ignored-Params names them.
-        is_open: whether the last message is the beginning of the answer.
-    """
+    """Messages in chat's format."""
 
     messages: list[JsonObject] = field(default_factory=list[JsonObject])
+    # `messages.3` of the chat -> the item of the body that it began with, for errors
     names: dict[str, str] = field(default_factory=dict[str, str])
+    # types of skipped items, as X-Ignored-Params names them
     skipped: list[str] = field(default_factory=list[str])
-    is_open: bool = False
+    is_open: bool = False  # whether the last message is the beginning of the answer
 
     def add(self, message: JsonObject, name: str) -> None:
         self.names[f"messages.{len(self.messages)}"] = name

@@ -46,17 +46,13 @@ class NamedTool(BaseModel):
 
 
 class ToolOptions(BaseModel):
-    """Fields about tools of requests that take messages.
+    """Fields about tools of requests that take messages."""
 
-    Attributes:
-        tools: functions that the model may call.
-        tool_choice: none, auto (the model's choice), required, or one function by name.
-        parallel_tool_calls: false: at most one call.
-    """
-
+    # functions that the model may call
     tools: Annotated[list[Tool] | None, Field(max_length=MAX_TOOLS)] = None
+    # none, auto (the model's choice), required, or one function by name
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
-    parallel_tool_calls: bool | None = None
+    parallel_tool_calls: bool | None = None  # false: at most one call
 
     @model_validator(mode="after")
     def _check_tools(self) -> ToolOptions:

@@ -41,19 +41,14 @@ _SHELL_SCHEMA = {
 
 @dataclass(frozen=True, slots=True)
 class ClientTool:
-    """A tool that the client runs.
-
-    Attributes:
-        name: within its namespace.
-        function: in chat's format, with the flat name.
-        at: path in the body.
-    """
+    """A tool that the client runs."""
 
     kind: Kind
+    # within its namespace
     name: Any  # chat validation refuses what is not a string
     namespace: str | None
-    function: JsonObject
-    at: str
+    function: JsonObject  # in chat's format, with the flat name
+    at: str  # path in the body
 
     def call_item(self, call_id: str, arguments: str) -> JsonObject:
         """Return a call as an item, without its id and status."""
@@ -75,16 +70,11 @@ def flat_name(namespace: Any, name: str) -> str:  # Any: JSON
 
 
 class ClientTools:
-    """The tools of a request.
-
-    Attributes:
-        tools: those that the client runs.
-        left_out: types of the others, as X-Ignored-Params names them.
-    """
+    """The tools of a request."""
 
     def __init__(self, given: Sequence[JsonObject]) -> None:
-        self.left_out: list[str] = []
-        self.tools = list(self._read(given, "tools"))
+        self.left_out: list[str] = []  # types of the others, as X-Ignored-Params names them
+        self.tools = list(self._read(given, "tools"))  # those that the client runs
         self._by_name = {tool.function["name"]: tool for tool in self.tools}
 
     def called(self, name: str) -> ClientTool:

@@ -28,27 +28,17 @@ TRACE_HEADERS = ("traceparent", "tracestate")
 
 
 class Rejection(NamedTuple):
-    """A request that failed before reaching an engine.
+    """A request that failed before reaching an engine."""
 
-    Attributes:
-        request_id: the client's, or one that we generated.
-        route: path template; None if there is none.
-        param: the wrong field.
-        reason: the error's message without client text.
-        seconds: from the request's arrival to the end of its response.
-        error: the exception, if it is one of ours.
-        trace_headers: as the client sent them.
-    """
-
-    request_id: str | None
+    request_id: str | None  # the client's, or one that we generated
     method: str
-    route: str | None
+    route: str | None  # path template; None if there is none
     status: int
-    param: str | None
-    reason: str | None
-    seconds: float
-    error: MantaError | None
-    trace_headers: Mapping[str, str]
+    param: str | None  # the wrong field
+    reason: str | None  # the error's message without client text
+    seconds: float  # from the request's arrival to the end of its response
+    error: MantaError | None  # the exception, if it is one of ours
+    trace_headers: Mapping[str, str]  # as the client sent them
 
 
 class _Noted(NamedTuple):

@@ -21,17 +21,11 @@ class DrafterAt:
 
 @dataclass(frozen=True, slots=True)
 class DrafterReport:
-    """Rank 0's view of the drafter, sent when it changes.
+    """Rank 0's view of the drafter, sent when it changes."""
 
-    Attributes:
-        generation: generation of the drafter in question.
-        ready: whether drafts may be requested.
-        lost: whether its session is lost.
-    """
-
-    generation: int
-    ready: bool
-    lost: bool
+    generation: int  # generation of the drafter in question
+    ready: bool  # whether drafts may be requested
+    lost: bool  # whether its session is lost
 
 
 @dataclass(frozen=True, slots=True)

@@ -43,22 +43,15 @@ FORWARDED = ("HF_", "HUGGING_FACE_", "NCCL_", "GLOO_", "TORCH", "PYTORCH_", "TRI
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerSetup:
-    """Settings that a worker gets before it loads.
+    """Settings that a worker gets before it loads."""
 
-    Attributes:
-        config: the engine's, with absolute paths and the topology's device.
-        topology: the engine's.
-        rank: of this worker among the target's ranks.
-        channel: address of the engine's step channel.
-        log: log settings of the engine's process, if it has any.
-        environment: variables for libraries, set here unless this process has them.
-    """
-
-    config: EngineConfig
-    topology: Topology
-    rank: int
+    config: EngineConfig  # the engine's, with absolute paths and the topology's device
+    topology: Topology  # the engine's
+    rank: int  # of this worker among the target's ranks
+    # address of the engine's step channel
     channel: str = field(repr=False)  # a secret
-    log: LogSettings | None = None
+    log: LogSettings | None = None  # log settings of the engine's process, if it has any
+    # variables for libraries, set here unless this process has them
     environment: Mapping[str, str] = field(default_factory=dict)
 
 

@@ -52,21 +52,14 @@ _NUM_RECENT = 32
 
 @dataclass(slots=True)
 class _Step:
-    """A step that the drafter has not completed.
+    """A step that the drafter has not completed."""
 
-    Attributes:
-        place: index of its drafts in the mailbox.
-        since_s: earliest time at which it could be drafted.
-        drafts: whether drafts are expected.
-        num_reported: results that were sent and are not yet acknowledged.
-    """
-
-    place: int
-    since_s: float
-    drafts: bool
+    place: int  # index of its drafts in the mailbox
+    since_s: float  # earliest time at which it could be drafted
+    drafts: bool  # whether drafts are expected
     is_drafted: bool = False
     is_over: bool = False  # all results were sent
-    num_reported: int = 0
+    num_reported: int = 0  # results that were sent and are not yet acknowledged
 
 
 @dataclass(slots=True)

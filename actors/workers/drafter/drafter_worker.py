@@ -28,21 +28,14 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DrafterSetup:
-    """Settings that a drafter's process gets before it loads.
+    """Settings that a drafter's process gets before it loads."""
 
-    Attributes:
-        config: that of the engine that starts it, with absolute paths and the topology's device.
-        topology: that of this engine.
-        log: log settings of this engine's process, if it has any.
-        environment: variables for libraries, set here unless this process has them.
-        linger_s: exit after this time without an engine; infinite for an engine's own drafter.
-    """
-
-    config: EngineConfig
-    topology: Topology
-    log: LogSettings | None = None
+    config: EngineConfig  # that of the engine that starts it, with absolute paths and the topology's device
+    topology: Topology  # that of this engine
+    log: LogSettings | None = None  # log settings of this engine's process, if it has any
+    # variables for libraries, set here unless this process has them
     environment: Mapping[str, str] = field(default_factory=dict)
-    linger_s: float = math.inf
+    linger_s: float = math.inf  # exit after this time without an engine; infinite for an engine's own drafter
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,17 +25,12 @@ BACKLOG_MARGIN = 16  # unknown connections that may be queued before expected on
 
 
 class AbstractListener:
-    """A listening socket.
-
-    Attributes:
-        listener: the socket.
-        address: the argument of `connect`; a secret.
-    """
+    """A listening socket."""
 
     def __init__(self, backlog: int) -> None:
-        self.listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self.listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)  # the socket
         name, key = f"manta-{os.getpid()}-{secrets.token_hex(8)}", secrets.token_bytes(2 * PROOF_BYTES)
-        self.address = f"{name}/{key.hex()}"
+        self.address = f"{name}/{key.hex()}"  # the argument of `connect`; a secret
         self._peer_proof, self._own_proof = key[:PROOF_BYTES], key[PROOF_BYTES:]
         self.listener.bind("\0" + name)
         self.listener.listen(backlog + BACKLOG_MARGIN)

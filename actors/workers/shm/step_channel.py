@@ -47,9 +47,6 @@ class StepChannel(ShmEndpoint):
     Args:
         num_workers: ranks 0..W-1 will connect.
         layout: slot sizes; the default suits.
-
-    Attributes:
-        lanes: byte connections to each accepted worker, by rank.
     """
 
     def __init__(self, num_workers: int, layout: Layout | None = None) -> None:
@@ -65,6 +62,7 @@ class StepChannel(ShmEndpoint):
         self._down = ShmRing.down(memory, layout)
         self._ups = [ShmRing.up(memory, layout, rank) for rank in range(num_workers)]
         self._is_listening = True
+        # byte connections to each accepted worker, by rank
         self.lanes: dict[int, tuple[Connection, ...]] = {}
 
     def accept(self, timeout_s: float = PEER_TIMEOUT_S) -> None:
@@ -124,9 +122,6 @@ class WorkerChannel(ShmEndpoint):
         connected: result of `connect` with the same rank.
         rank: rank of this worker.
         waiter: shared by everything that the worker waits for.
-
-    Attributes:
-        lanes: byte connections to the engine, in addition to the rings.
     """
 
     def __init__(
@@ -148,6 +143,7 @@ class WorkerChannel(ShmEndpoint):
         layout = Layout(**json.loads(hello))
         memory = SharedMemory(files[0], layout.size_bytes)
         os.close(files[0])
+        # byte connections to the engine, in addition to the rings
         self.lanes = tuple(map(Connection, files[1:]))
         # The worker waits for the engine's host work, which is short and runs on one core.
         waiter = waiter or SpinWaiter(spin_budget_s(layout.num_workers + 1))
