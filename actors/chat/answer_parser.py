@@ -1,7 +1,4 @@
-"""Parses the responses to one request; each completion's text goes through its own `AnswerParser`.
-
-Created by `ChatModel.reading` for a request and its prompt; used by the endpoints and by batch rows.
-"""
+"""Parses the responses to one request, each completion with its own `AnswerParser`."""
 
 from __future__ import annotations
 
@@ -17,12 +14,9 @@ from .stream_parser import Splitter
 
 
 class ReasoningCounter:
-    """Counts the reasoning tokens of one completion. `count`: reasoning tokens so far, without the marks.
+    """Counts the reasoning tokens of one completion, without the marks.
 
-    Args:
-        begin: the tokens before reasoning.
-        end: the token after it.
-        opened: the prompt ends within reasoning.
+    `begin`: tokens before reasoning; `end`: token after it; `opened`: the prompt ends within reasoning.
     """
 
     def __init__(self, begin: Sequence[int], end: int, *, opened: bool) -> None:
@@ -68,8 +62,7 @@ def reasoning_marks(
 class AnswerParser:
     """Parses the text of one completion incrementally.
 
-    `with_reasoning`: False drops the reasoning from the output. `called`: whether the completion has called a
-    tool so far.
+    `with_reasoning`: False drops the reasoning. `called`: whether a tool was called so far.
     """
 
     def __init__(self, splitter: Splitter, *, with_reasoning: bool = True) -> None:
@@ -99,7 +92,7 @@ class AnswerParserFactory:
     tokenizer: Tokenizer | None = None  # the model's tokenizer, used only to count tokens
 
     def make_parser(self, response_id: str, index: int) -> AnswerParser:
-        """Return a parser of the `index`th completion of a response. Both determine its tool call ids."""
+        """Return a parser of one completion. The arguments determine its tool call ids."""
         splitter = Splitter(
             self.thinking,
             self.calls,
@@ -111,7 +104,7 @@ class AnswerParserFactory:
         return AnswerParser(splitter, with_reasoning=self.with_reasoning)
 
     def token_counter(self) -> ReasoningCounter | None:
-        """Return a counter of one completion's reasoning tokens; None if the marks are not single tokens."""
+        """None if the marks are not single tokens."""
         if self.thinking is None or self.tokenizer is None:
             return None
         return ReasoningCounter.of(self.thinking, self.tokenizer, opened=self.opened)

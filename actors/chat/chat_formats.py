@@ -1,9 +1,8 @@
 """Tables of the reasoning and tool-call formats of model families.
 
 Names are those of vLLM's parsers (`--reasoning-parser`, `--tool-call-parser`). A format that these
-dataclasses can express needs no code: `stream_parser.py` and `tool_parsers.py` parse by them, and
-`tool_call_grammars.py` makes grammars from them. Marks are part of what models were trained on, as are the
-newlines around marks, which are not shown.
+dataclasses can express needs no code. Marks are part of what models were trained on, as are the newlines
+around them, which are not shown.
 """
 
 from __future__ import annotations
@@ -83,10 +82,7 @@ CallSyntax: TypeAlias = JsonCalls | HeadedCalls | TaggedCalls | QuotedCalls
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Messages:
-    """A response of several messages, each with a header that names its recipient.
-
-    `start ROLE to=RECIPIENT channel CHANNEL kind json body text end`
-    """
+    """Messages with headers that name recipients: `start ROLE to=X channel Y kind json body text end`."""
 
     start: str
     # possible beginnings of a response; the prompt has ended with `start` and the role
@@ -205,7 +201,7 @@ TEMPLATE_SIGNS: tuple[tuple[tuple[str, ...], str | None, str | None], ...] = (
 
 
 def marks_of(given: Format) -> frozenset[str]:
-    """Return all strings of a format that may be tokens of a vocabulary."""
+    """Return all strings of a format that may be tokens."""
     values = [getattr(given, f.name) for f in fields(given)]
     several = (value if isinstance(value, tuple) else (value,) for value in values)
     return frozenset(each for value in several for each in value if isinstance(each, str) and "<" in each)

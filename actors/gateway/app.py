@@ -1,7 +1,6 @@
-"""The gateway's application: the routes that it answers itself and those that it forwards to a replica.
+"""The gateway's application: routes that it answers itself, and those that it forwards to a replica.
 
-Health and models are answered from the gateway's own state, without calling a replica. Scrapes and /explain
-query all replicas, with a short time-out.
+Health and models are answered from the gateway's state. Scrapes and /explain query all replicas, briefly.
 """
 
 from __future__ import annotations
@@ -59,10 +58,8 @@ def create_gateway(
 ) -> FastAPI:
     """Create the gateway's application.
 
-    Args:
-        fleet: the replicas; kept up to date as long as the application runs.
-        traffic: counts the requests in flight, and holds whether the gateway is draining.
-        echo_request_id: see `RequestGate`.
+    `traffic` counts the requests in flight and holds whether the gateway is draining. `echo_request_id`: see
+    `RequestGate`.
     """
     traffic = traffic or Traffic()
     figures = GatewayMetrics(fleet, gateway)
@@ -166,7 +163,7 @@ def _card(fleet: Fleet, model: ServedModel, name: str, started_s: int) -> JsonOb
 async def _text(
     upstream: Upstream, member: Member, path: str, headers: Sequence[tuple[str, str]] = ()
 ) -> str:
-    """Return the body of a replica's 200 response, or "" after another status, an error or a time-out."""
+    """Return the body of a replica's 200 response; "" after another status, an error or a time-out."""
     try:
         async with (
             asyncio.timeout(SCRAPE_TIMEOUT_S),

@@ -1,10 +1,9 @@
 """Isolates requests under which a replica died, and tests them one at a time.
 
-A request under which a replica died is a suspect (`cluster/fleet/poison_requests.py`). Suspects wait in one
-queue per model and take turns. A replica serves at most one suspect, alongside ordinary requests, and at most
-half of a model's replicas (at least one) serve suspects at the same time. A turn ends when the suspect has
-outlived the point at which the replica died, has ended, or has killed the replica. Used by
-`generation_proxy.py` and `forward_proxy.py` on the event loop.
+Such a request is a suspect (`cluster/fleet/poison_requests.py`). Suspects wait in one queue per model and
+take turns. A replica serves at most one suspect, alongside ordinary requests, and at most half of a model's
+replicas (at least one) serve suspects at the same time. A turn ends when the suspect has outlived the point
+at which the replica died, has ended, or has killed the replica. Runs on the event loop.
 """
 
 from __future__ import annotations
@@ -52,7 +51,7 @@ class Isolation:
 
     @contextmanager
     def wait_turn(self, model: ServedModel, suspect: SuspectRequest) -> Iterator[ReplicaAttempt]:
-        """Queue a request for its model until a replica is taken. Only suspects wait in the queue."""
+        """Queue a request until a replica is taken. Only suspects wait."""
         attempt = ReplicaAttempt(self, model, suspect)
         line = self._lines.setdefault(model, [])
         line.append(attempt)
@@ -64,9 +63,9 @@ class Isolation:
                 self.notify()
 
     def next_suspect(self, model: ServedModel) -> ReplicaAttempt | None:
-        """Return the most suspicious waiting request: it got the fewest tokens from the dead replica.
+        """Return the most suspicious waiting request: the dead replica gave it the fewest tokens.
 
-        Of equal requests only one is tested at a time, because its result holds for all of them.
+        Only one of equal requests is tested at a time: its result holds for all.
         """
         line = self._lines.get(model, ())
         waiting = [t for t in line if t.case.is_suspect and t.case.digest not in self.testing]
@@ -94,11 +93,8 @@ class ReplicaAttempt:
     def take(self, chain: list[int], session: str | None, without: Iterable[str]) -> Member | None:
         """Choose a replica; None while the request must wait for its turn. Raises as `Fleet.choose` does.
 
-        The caller enters `SuspectRequest.attempt` before it awaits anything else.
-
-        Raises:
-            PoisonousRequestError: the request was found to kill replicas.
-            EngineDeadError: the request has waited too long.
+        The caller enters `SuspectRequest.attempt` before it awaits anything else. Also raises
+        PoisonousRequestError if the request kills replicas, EngineDeadError if it has waited too long.
         """
         self.case.check()
         fleet, figures, name = self._isolation.fleet, self._isolation.figures, self._model.names[0]
@@ -152,7 +148,6 @@ class SuspectRequest:
         return self.digest is not None and self._isolation.records.status_of(self.digest) == "suspect"
 
     def check(self) -> None:
-        """Raise PoisonousRequestError if this request recently killed replicas."""
         if self.digest is not None and self._isolation.records.status_of(self.digest) == "poisonous":
             raise PoisonousRequestError(
                 f"Replicas died while they served this request. It is refused for {TTL_S / 60:g} minutes. "
@@ -202,7 +197,7 @@ class SuspectRequest:
             self._isolation.records.complete(self.digest)
 
     async def record_death(self, member: Member, request_id: str) -> None:
-        """Record that the replica's process died under the request. Call `check` afterwards."""
+        """Record that the replica died under the request. Call `check` afterwards."""
         alone = self._tested_on is not None
         lived_s = time.monotonic() - self._began_s
         digest = await self._identify()
@@ -217,7 +212,7 @@ class SuspectRequest:
 
 
 def _digest(path: str, body: bytes) -> bytes:
-    """Return the SHA-256 of a route and a body; short JSON is compared without fields that have no effect."""
+    """Return the SHA-256 of route and body; short JSON without fields that have no effect."""
     if len(body) <= CANONICAL_BYTES:
         try:
             fields = orjson.loads(body)

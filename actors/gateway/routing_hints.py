@@ -26,13 +26,7 @@ BEFORE = ("system", "instructions")
 
 @dataclass(frozen=True, slots=True)
 class RoutingHints:
-    """Routing hints of one request.
-
-    Attributes:
-        model, session: None where the request names none.
-        chain: hash chain of the prompt's prefixes.
-        num_completions: 1 where the request's fields are not valid.
-    """
+    """`chain`: hash chain of the prompt's prefixes. `num_completions`: 1 if the fields are not valid."""
 
     model: str | None = None
     session: str | None = None
@@ -41,7 +35,7 @@ class RoutingHints:
 
 
 async def read_hints(http: Request, body: bytes) -> RoutingHints:
-    """Parse a JSON body. Long ones are parsed off the event loop; those with too many values get 413."""
+    """Parse a JSON body, off the event loop if it is long; too many values get 413."""
     try:
         found = await parsed(body)
     except orjson.JSONDecodeError:
@@ -73,9 +67,9 @@ def _num_completions(fields: dict[str, Any]) -> int:
 
 
 def _prompt_bytes(fields: dict[str, Any]) -> bytes:
-    """Return a prompt as bytes with common prefixes that match the prompts'; empty if it is nested too deep.
+    """Return bytes whose common prefixes match the prompts'; empty if nested too deep.
 
-    orjson reads 1,024 levels and writes 254. The replica still answers such a prompt, without cache affinity.
+    orjson reads 1,024 levels and writes 254; the replica still answers such a prompt.
     """
     try:
         return _written_prompt(fields)

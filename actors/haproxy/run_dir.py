@@ -1,8 +1,7 @@
 """The folder with the files of one server's HAProxies, and the command that makes them refuse new requests.
 
-`manta serve` creates the folder before Ray starts, readable by its user alone, and removes it at the end. If
-the server and all its processes were killed, the next server removes it: the owner holds a lock on its folder
-as long as it runs.
+`manta serve` creates the folder before Ray starts and removes it at the end. If the server and all its
+processes were killed, the next server removes it: a running owner holds a lock on its folder.
 """
 
 from __future__ import annotations
@@ -29,10 +28,9 @@ exec {python} -m {package}.actors.haproxy.supervisor \\
 
 
 class HAProxyFolder:
-    """The folder and its files. Raises ConfigError when HAProxy is not installed.
+    """Raises ConfigError when HAProxy is not installed.
 
-    `path`: the folder, readable only by its owner. The path is short because it holds Unix sockets, with
-    paths are limited in length.
+    `path` is readable only by its owner, and short because paths of Unix sockets are limited in length.
     """
 
     def __init__(self) -> None:
@@ -69,7 +67,6 @@ class HAProxyFolder:
         return {f"RAY_SERVE_HAPROXY_{name}": str(self.path / file) for name, file in names.items()}
 
     def refuse_requests(self) -> None:
-        """Make all HAProxies answer new requests with a 503 from now on; running requests continue."""
         self._draining.write_text(f"{DRAINING_ENTRY}\n")  # for HAProxies that start later
         command = f"add acl {self._draining} {DRAINING_ENTRY}\n".encode()
         for admin in self.path.glob("*/admin.sock"):
@@ -83,7 +80,7 @@ class HAProxyFolder:
 
 
 def _locked(folder: Path) -> int:
-    """Create and return the lock of a new folder. It gets its final name only once it is held.
+    """Create and hold the lock of a new folder; it gets its final name only once held.
 
     The lock is released when the process ends.
     """
@@ -95,7 +92,7 @@ def _locked(folder: Path) -> int:
 
 
 def _sweep() -> None:
-    """Remove folders of this user after their owner processes were killed; other users share /tmp."""
+    """Remove this user's folders whose owners were killed; other users share /tmp."""
     for lock in Path(_PARENT).glob(f"{_PREFIX}*/{_LOCK}"):
         try:
             if lock.parent.lstat().st_uid != os.getuid():

@@ -20,9 +20,8 @@ Values = float | Mapping[tuple[str, ...], float] | HistogramCounts
 class Exposition(Collector):
     """Exports some metrics as Prometheus text.
 
-    Args:
-        labels: labels that all metrics share, with their values.
-        values: returns the values by name at each scrape. Metrics without a value are left out.
+    `labels`: shared by all metrics. `values` returns the values by name at each scrape; metrics without one
+    are left out.
     """
 
     def __init__(
@@ -39,7 +38,7 @@ class Exposition(Collector):
         return generate_latest(self._registry)
 
     def collect(self) -> Iterable[Family]:
-        """Yield the metric families; called by prometheus_client's registry."""
+        """Called by prometheus_client's registry."""
         values = self._values()
         for metric in self._catalogue:
             if metric.name in values:

@@ -1,12 +1,11 @@
 """Selects a replica's drafter by its deployment's `user_config` and by the outcome of a trial.
 
     user_config ─▶ configure ─▶ swap, or load a candidate ─▶ requests are assigned at random (async_engine.py)
-    every LOOK_S ─▶ store this replica's evidence, pool that of all ─▶ verdict (cluster/fleet/canary.py)
+    every POLL_S ─▶ store this replica's evidence, pool that of all ─▶ verdict (cluster/fleet/canary.py)
     ─▶ promote or remove the candidate, on every replica, by the first verdict stored
 
-Replicas decide together on the pooled evidence of all. A verdict stays in the store, so a replica that starts
-later begins with it. Created by `actors/replica.py`. Everything runs on the event loop except calls of the
-store.
+A verdict stays in the store, so a replica that starts later begins with it. Everything runs on the event loop
+except calls of the store.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ from ..engine.async_engine import AsyncEngine
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DrafterCandidate:
-    """A drafter that is tried on traffic before it replaces the current one (`cluster/fleet/canary.py`)."""
+    """A drafter that is tried on traffic before it replaces the current one."""
 
     drafter: str  # folder or hub id
     trial: str = ""  # name of the trial; another name tries the same candidate again
@@ -65,7 +64,7 @@ class DrafterCandidate:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplicaUserConfig:
-    """The settings of a replica. Changing them needs no restart and interrupts no request."""
+    """Settings of a replica. Changing them needs no restart and interrupts no request."""
 
     # folder or hub id of the drafter; None: the one that the replica started with. Tokens do not depend on
     # it. On the target's device it loads while requests wait.
@@ -78,7 +77,7 @@ class ReplicaUserConfig:
 
     @property
     def trial_id(self) -> str:
-        """Id of the trial of this candidate against that drafter, the same on all replicas."""
+        """Id of this trial, the same on all replicas."""
         text = json.dumps(asdict(self), sort_keys=True)
         return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
 
@@ -104,14 +103,12 @@ POLL_S = 1.0
 
 @dataclass(frozen=True, slots=True)
 class ReplicaReport:
-    """A replica's report on a trial."""
-
     evidence: Evidence = NO_EVIDENCE  # the evidence it has collected
     refused: str | None = None  # why it does not take part; None if it does
 
 
 class DrafterCanary:
-    """The drafter control of one replica. `store`: the deployment's store."""
+    """The drafter control of one replica. `store`: the deployment's."""
 
     def __init__(
         self,
@@ -141,7 +138,6 @@ class DrafterCanary:
             await self._follow(self._configured or await asyncio.to_thread(self._store.desired_config) or {})
 
     async def work_forever(self) -> None:
-        """Check the store periodically. Runs until cancelled."""
         while True:
             await asyncio.sleep(POLL_S)
             try:
@@ -221,7 +217,7 @@ class DrafterCanary:
         logger.info("%s is on trial %s, next to %s", candidate.drafter, how, self._engine.drafter)
 
     async def _end(self, found: Verdict | None) -> None:
-        """End the trial in this replica; None if it was withdrawn."""
+        """End the trial in this replica. None: it was withdrawn."""
         self._candidate = None
         await self._engine.end_trial(found)
         logger.info("drafting with %s from now on", self._engine.drafter)
@@ -241,16 +237,16 @@ NAMESPACE = b"manta"
 class CanaryStore:
     """The trial state of one deployment of one application, in Ray's internal key-value store.
 
-    Serve keeps its own state there, so the trial state lives as long as the application. Every replica writes
-    under its own key; the first verdict is final. Calls take a network round trip, so they must not run on an
-    event loop. Used by `manta drafter` (jobs/drafters/deploy.py), too.
+    Serve keeps its own state there, so it lives as long as the application. Every replica writes under its
+    own key; the first verdict is final. Calls take a network round trip, so they must not run on an event
+    loop.
     """
 
     def __init__(self, application: str, deployment: str) -> None:
         self._place = f"drafters/{application}/{deployment}/"
 
     def desired_config(self) -> dict[str, Any] | None:  # Any: a user_config
-        """Return the replacement for a `user_config` that Serve was not given, if one is stored."""
+        """Return the stored replacement for a `user_config` that Serve was not given."""
         found = _internal_kv_get(self._key("wish"), namespace=NAMESPACE)
         return None if found is None else json.loads(found)
 
@@ -258,7 +254,7 @@ class CanaryStore:
         _internal_kv_put(self._key("wish"), json.dumps(user_config), overwrite=True, namespace=NAMESPACE)
 
     def began_s(self, trial: str, now_s: float) -> float:
-        """Return the Unix time of the first call for this trial by any replica."""
+        """Return the Unix time of any replica's first call for this trial."""
         return float(self._set_once(f"{trial}/began", repr(now_s)))
 
     def report(self, trial: str, replica: str, report: ReplicaReport) -> None:
@@ -266,7 +262,7 @@ class CanaryStore:
         _internal_kv_put(self._key(f"{trial}/of/{replica}"), text, overwrite=True, namespace=NAMESPACE)
 
     def all_reports(self, trial: str) -> dict[str, ReplicaReport]:
-        """Return the reports by replica, including replicas that are gone, since their evidence counts."""
+        """Return the reports by replica, also of those that are gone: their evidence counts."""
         prefix = self._key(f"{trial}/of/")
         keys = _internal_kv_list(prefix, namespace=NAMESPACE)
         client = internal_kv_get_gcs_client()
@@ -278,7 +274,7 @@ class CanaryStore:
         return None if found is None else _verdict(found.decode())
 
     def set_verdict(self, trial: str, verdict: Verdict) -> Verdict:
-        """Store the verdict unless there is one already. Return the one in effect."""
+        """Store the verdict unless there is one. Return the one in effect."""
         return _verdict(self._set_once(f"{trial}/verdict", verdict))
 
     def clear(self) -> None:

@@ -7,7 +7,7 @@
                                                   connections are refused
 
 Serve notifies a replica's own code only after its streams have ended, so Serve's object in this process is
-polled a few times a second. What a client sees is defined in `http/`. Created by `actors/replica.py`.
+polled a few times a second.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ ENDED = "The server is stopping, and the time for running requests is over. Send
 
 
 class ReplicaLifecycle:
-    """Watches a replica until its end. Everything happens on the event loop that serves.
+    """Watches a replica until its end, on the event loop that serves.
 
     `timeout_s`: how long requests may continue during a shutdown.
     """
@@ -67,14 +67,12 @@ class ReplicaLifecycle:
             await asyncio.sleep(POLL_S)
 
     async def handle_sigterm(self) -> None:
-        """Shut down as if Serve had asked, and end the process."""
         if not self._place.is_stopping:  # otherwise Ray ends a replica that Serve has drained
             logger.info("SIGTERM: this replica stops")
         await self._place.exit()  # `watch` notices it and drains
         self._exit(0)
 
     async def _drain(self) -> None:
-        """Let requests continue until the timeout, then end the rest."""
         began_s = time.monotonic()
         self._traffic.draining = True
         logger.info("draining: %d requests run and have %g s to finish", self._traffic.open, self._timeout_s)

@@ -8,7 +8,7 @@ From these, transformers' `TikTokenConverter` builds a tokenizer of the `tokeniz
 merge if their concatenated bytes are a token, in the order of ranks. The code is parsed, never run: for its
 pattern, and for whether it sorts the keys of tools. Only Kimi's pattern is accepted: `tiktoken` and
 `tokenizers` interpret patterns differently, and they have been compared for this one alone
-(docs/decisions/tiktoken-tokenizers.md). Called by `tokenizer.py`, and by the load plan for token ids.
+(docs/decisions/tiktoken-tokenizers.md).
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class _AddedToken(HfConfig):
 class _Published(HfConfig):
     """The part of tokenizer_config.json that names the publisher's code.
 
-    `auto_map`: transformers' class -> the file and class of that code, or two of them (the second for a fast
+    `auto_map`: transformers' class -> the file and class of that code, or two (the second for a fast
     tokenizer, which does not exist here).
     """
 
@@ -156,8 +156,9 @@ def _settings(folder: Path) -> _Settings:
 
 
 def _added_tokens(num_ranks: int, named: dict[int, _AddedToken]) -> dict[int, _AddedToken]:
-    """Return every id from the ranks up to the largest named one, ascending; unnamed ids are reserved tokens,
-    spelled as in the publisher's code.
+    """Return the ids from the ranks up to the largest named one; unnamed ones are reserved.
+
+    Reserved tokens are spelled as in the publisher's code.
     """
     reserved = range(num_ranks, max(named, default=-1) + 1)
     unnamed = {i: _AddedToken(content=f"<|reserved_token_{i}|>", special=True) for i in reserved}
@@ -184,7 +185,7 @@ def _check_pattern(folder: Path, settings: _Settings) -> None:
 
 
 def published_pattern(file: Path) -> str | None:
-    """Return the value of `pat_str` in Python code, which is only parsed; None if it is not plain text."""
+    """Return the value of `pat_str` in code that is only parsed; None if it is not plain text."""
     for node in _parsed(file):
         match node:
             case ast.Assign(targets=[ast.Name(id="pat_str")], value=value):
@@ -200,7 +201,7 @@ def _parsed(file: Path) -> list[ast.AST]:
 
 
 def _text(value: ast.expr) -> str | None:
-    """Return the text of a literal, or of literals joined by another one; None for other expressions."""
+    """Return the text of literals, joined by one or not; None for other expressions."""
     match value:
         case ast.Constant(value=str() as text):
             return text

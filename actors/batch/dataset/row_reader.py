@@ -1,8 +1,6 @@
 """Reads rows where they are answered: engine actors read spans of the input files themselves.
 
-`actors/batch/row_index.py` makes `RowSpans`, which say where rows are; a `RowReader` reads them in any order.
-The dataset crosses the network once and no process holds it. The files must be visible to the driver and the
-engines.
+The dataset crosses the network once and no process holds it. The files must be visible to driver and engines.
 """
 
 from __future__ import annotations
@@ -40,10 +38,7 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class RowSpans:
-    """Locations of some rows.
-
-    `copies`: by row, for rows with the id of an earlier row: `-<copy>` is appended to the row's id.
-    """
+    """Locations of some rows. `copies`: `-<copy>` is appended to the id of a row with an earlier row's."""
 
     spans: tuple[Span, ...]
     copies: Mapping[int, int] = field(default_factory=dict)
@@ -99,7 +94,6 @@ class RowReader:
         ]
 
     def close(self) -> None:
-        """Close the files. Idempotent; later reads open them again."""
         with self._lock:
             while self._open:
                 self._open.popitem()[1].close()
@@ -136,7 +130,7 @@ class _TextRows:
         self.close = self._file.close
 
     def read(self, span: Span) -> list[Row]:
-        """Return the rows, or fewer if the file ends before them."""
+        """Return the rows; fewer if the file ends before them."""
         raws = itertools.islice(self._file.raw_records(span.begin), span.skip, span.skip + span.num_rows)
         return [self._row(number, raw) for number, (_, raw) in enumerate(raws, span.row)]
 

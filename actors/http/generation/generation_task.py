@@ -20,14 +20,11 @@ _UNPRINTABLE = re.compile(r"[^\w.-]", re.ASCII)
 
 
 def operation_of(request: GenerationRequest) -> str:
-    """Return OpenTelemetry's name of the operation."""
     return "text_completion" if isinstance(request, CompletionRequest) else "chat"
 
 
 @dataclass(frozen=True, slots=True)
 class GenerationTask:
-    """One HTTP request, ready to run."""
-
     id: str  # of the response, also the engine's
     request_id: str  # the client's
     model: str
@@ -57,9 +54,8 @@ class GenerationTask:
     def reports_tokens(self) -> bool:
         """Return whether the stream reports its tokens to a gateway.
 
-        Only a single completion can continue at another replica. It must not echo its prompt or have log
-        probabilities: their offsets count from the beginning of the text, which the other replica has not
-        generated.
+        Only a single completion can continue at another replica, without an echo or log probabilities: their
+        offsets count from the beginning of the text, which the other replica has not generated.
         """
         is_single = self.single and self.params.logprobs is None
         is_single = is_single and self.resumable and not self.request.echoes
@@ -71,7 +67,7 @@ class GenerationTask:
 
     @property
     def headers(self) -> dict[str, str]:
-        """Return X-Ignored-Params, as far as the names fit a header, and the header for the gateway."""
+        """X-Ignored-Params, as far as the names fit a header, and the header for the gateway."""
         names = [_UNPRINTABLE.sub("?", name)[:64] for name in self.ignored[:20]]
         headers = {"X-Ignored-Params": ",".join(names)} if names else {}
         return headers | ({TOKENS_HEADER: "1"} if self.reports_tokens else {})

@@ -29,8 +29,6 @@ from .tracing import Tracing
 
 
 class ServerContext:
-    """The engine as the routes see it."""
-
     def __init__(
         self,
         engine: AsyncEngine,
@@ -81,7 +79,7 @@ class ServerContext:
         )
 
     def ignored_fields(self, request: GenerationRequest) -> list[str]:
-        """Return dotted names of ignored fields. Raises RequestError for those that must not be ignored."""
+        """Return dotted names of ignored fields. Raises RequestError for those that must not be."""
         extra, known = request.model_extra or {}, type(request).model_fields
         ignored = check_extra_fields(extra, known, self.settings.unknown_params)
         if "speculative" in request.model_fields_set and request.speculative.enabled and not self.speculates:
@@ -104,7 +102,7 @@ class ServerContext:
     def requester(
         self, request: GenerationRequest, http: Request, caller: Caller
     ) -> tuple[Tenant, list[str]]:
-        """Return the tenant and category of a request, and the names of ignored fields."""
+        """Return the request's tenant and category, and ignored fields."""
         metadata = (request.model_extra or {}).get("metadata")
         requester, ignored_fields = tenant_of(http.headers, metadata, caller, self.settings.tenants)
         if ignored_fields is not None and self.settings.unknown_params == "reject":

@@ -46,13 +46,17 @@ class NamedTool(BaseModel):
 
 
 class ToolOptions(BaseModel):
-    """Fields about tools of requests that take messages."""
+    """Fields about tools of requests that take messages.
 
-    # functions that the model may call
+    Attributes:
+        tools: functions that the model may call.
+        tool_choice: none, auto (the model's choice), required, or one function by name.
+        parallel_tool_calls: false: at most one call.
+    """
+
     tools: Annotated[list[Tool] | None, Field(max_length=MAX_TOOLS)] = None
-    # none, auto (the model's choice), required, or one function by name
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
-    parallel_tool_calls: bool | None = None  # false: at most one call
+    parallel_tool_calls: bool | None = None
 
     @model_validator(mode="after")
     def _check_tools(self) -> ToolOptions:
@@ -76,14 +80,13 @@ class ToolOptions(BaseModel):
 
     @property
     def choice(self) -> Literal["none", "auto", "required"]:
-        """Return whether tools may or must be called; a named one must be."""
+        """Whether tools may or must be called; a named one must be."""
         if not self.tools or self.tool_choice == "none":
             return "none"
         return "auto" if self.tool_choice in (None, "auto") else "required"
 
     @property
     def available_tools(self) -> list[FunctionTool]:
-        """Return the functions that may be called."""
         if self.choice == "none":
             return []
         functions = [tool.function for tool in self.tools or ()]
@@ -93,5 +96,4 @@ class ToolOptions(BaseModel):
 
     @property
     def schemas(self) -> Mapping[str, Mapping[str, Any]]:
-        """Return the argument schemas of the functions that may be called, by name."""
         return {each.name: each.parameters or {} for each in self.available_tools}

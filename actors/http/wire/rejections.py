@@ -1,8 +1,7 @@
 """Requests that failed before reaching an engine: which one, with what status and why, and their log line.
 
-A request that reaches the engine is logged by its run (`observability/telemetry.py`), a forwarded one by the
-replica that answers it; `logged_elsewhere` marks both. Log lines contain no client text: `errors.brief`
-quotes it, and quoted parts of a reason are left out.
+A request that reaches the engine is logged by its run, a forwarded one by the replica that answers it;
+`logged_elsewhere` marks both. Log lines contain no client text: quoted parts of a reason are left out.
 """
 
 from __future__ import annotations
@@ -28,8 +27,6 @@ TRACE_HEADERS = ("traceparent", "tracestate")
 
 
 class Rejection(NamedTuple):
-    """A request that failed before reaching an engine."""
-
     request_id: str | None  # the client's, or one that we generated
     method: str
     route: str | None  # path template; None if there is none
@@ -52,7 +49,6 @@ def ignore(refusal: Rejection) -> None:
 
 
 def note(scope: Scope, error: MantaError | str) -> None:
-    """Record why the request is refused."""
     ours = None if isinstance(error, str) else error
     message, param = (error, None) if isinstance(error, str) else (error.message, error.param)
     if param and not _PLAIN_PATH.fullmatch(param):  # the field's name is the client's
@@ -67,7 +63,7 @@ def logged_elsewhere(scope: Scope) -> None:
 
 
 def refusal_of(scope: Scope, status: int, seconds: float) -> Rejection | None:
-    """Return the rejection of a request that failed here, else None. Refused probes are not reported."""
+    """Return the rejection of a request that failed here. Refused probes are not reported."""
     state: dict[str, Any] = scope.get("state", {})  # Any: Starlette's open state
     if status < 400 or state.get("logged") or scope["path"] in OPEN_PATHS:
         return None
@@ -92,5 +88,4 @@ def log_refusal(refusal: Rejection, replica: str) -> None:
 
 
 def trace_headers(headers: Headers) -> dict[str, str]:
-    """Return the headers with the client's trace context."""
     return {name: headers[name] for name in TRACE_HEADERS if name in headers}

@@ -2,18 +2,17 @@
 
     target rank 0                                        drafter
     Hello: name, config, and the memory   ── socket ──▶  a session: states, pages
-                                          ◀──────────── Welcome, or Refusal
-    Ask: a plan                           ── down ────▶  draft
+                                          ◀──────────── Welcome, or DrafterRefusal
+    DraftRequest: a plan                  ── down ────▶  draft
                               drafts ◀── mailbox ─────   Drafted
     verify
     verdict, features  ── mailbox ──▶
-    Told: the results                     ── down ────▶  append, write context
-                                          ◀──── up ───   Done: the mailbox's bytes are free
+    StepReport: the results               ── down ────▶  append, write context
+                                          ◀──── up ───   StepReportDone: the mailbox's bytes are free
 
 A connection is one session at one drafter. Reconnecting gives a new one, so messages of different drafters or
-sessions never mix; within a session messages carry the step. `actors/workers/shm/ring_buffer.py` has the
-rings, `actors/workers/shm/tensor_mailbox.py` the mailbox. The two sides are `drafter_client.py` (client) and
-`drafter_server.py` (server).
+sessions never mix; within a session messages carry the step. The two sides are `drafter_client.py` and
+`drafter_server.py`.
 """
 
 from __future__ import annotations

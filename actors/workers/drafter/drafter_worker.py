@@ -40,7 +40,7 @@ class DrafterSetup:
 
 @dataclass(frozen=True, slots=True)
 class DrafterFacts:
-    """A loaded drafter's process; `address` is that of its listener (`abstract_sockets.connect`)."""
+    """`address` is that of its listener (`abstract_sockets.connect`)."""
 
     pid: int
     address: str = field(repr=False)  # a secret
@@ -56,7 +56,7 @@ class DrafterWorker:
         self._thread: threading.Thread | None = None
 
     def pid(self) -> int:
-        """Return the process id; answers as soon as the process has started."""
+        """Answers as soon as the process has started."""
         return os.getpid()
 
     def start(self, setting: DrafterSetup) -> DrafterFacts:

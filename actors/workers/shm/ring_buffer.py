@@ -125,7 +125,7 @@ class ShmRing:
         return self._memory.read(self._head) > self._memory.read(self._tails[reader])
 
     def peek(self, reader: int) -> tuple[memoryview, bool]:
-        """Return the next fragment, in place, and whether it is its message's last; call `drop` after use."""
+        """Return the next fragment, in place, and whether it is its message's last; then call `drop`."""
         self._memory.fence()
         at = self._slot(self._memory.read(self._tails[reader]))
         (head,) = _HEADER.unpack_from(self._memory.bytes, at)
