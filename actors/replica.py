@@ -84,10 +84,7 @@ class Replica:
         self._trying = asyncio.create_task(self._desk.work_forever())
 
     async def __serve_build_asgi_app__(self) -> FastAPI:
-        """Build the application; called by Serve in the replica after `__init__`.
-
-        Raises EngineDeadError if it does not answer a first request.
-        """
+        """Called by Serve after `__init__`. Raises EngineDeadError if a first request is not answered."""
         from .http.app import create_app, create_check_app
         from .http.warmup_request import run_first_request
         from .observability.ray_metrics import RayMetrics
@@ -138,7 +135,6 @@ class Replica:
 
     @property
     def serves(self) -> bool:
-        """Whether the engine is alive and the replica is not draining."""
         return self._engine.is_alive and not self._traffic.draining
 
     async def check_health(self) -> None:

@@ -22,12 +22,7 @@ NO_COMPARISON: dict[str, Any] = {"plain_tokens": 0, "plain_s": 0.0, "drafted_tok
 
 
 class EngineMeter:
-    """Meter of one engine.
-
-    Args:
-        began_s: when the engine began to hold its devices, on `clock`.
-        sample: chooses rows to answer without speculation; None: no rows.
-    """
+    """`began_s`: when the engine began to hold its devices. `sample` chooses rows without speculation."""
 
     def __init__(
         self,

@@ -1,7 +1,4 @@
-"""Answers one row with an engine; the result is a response or an error.
-
-An error of a row becomes its result; the death of an engine is raised.
-"""
+"""Answers one row with an engine. An error of a row becomes its result; the death of an engine is raised."""
 
 from __future__ import annotations
 
@@ -139,10 +136,7 @@ class RowAnswerer:
         self._ids = itertools.count()
 
     async def answer(self, row: Row, *, speculate: bool = True, attempts: int = 1) -> Result:
-        """Raises EngineDeadError, which is not an error of the row.
-
-        `speculate`: False for the baseline sample. `attempts`: how often the row was started, including now.
-        """
+        """`speculate`: False for the baseline sample. `attempts`: starts of the row, including this one."""
         begin_s = time.time()
         name, category = id_of(row, self._layout), None
         operation, answer = None, None

@@ -289,10 +289,7 @@ def _find_duplicates(
 
 
 class _SharedIds:
-    """The first row of each shared id, and the numbers given to later rows.
-
-    A group is the ids that share 64 bits, nearly always one; further ids of a group are stored by name.
-    """
+    """First row and last number of each shared id. A group is the ids that share 64 bits, nearly always one."""
 
     def __init__(self, shared: np.ndarray, ordered: np.ndarray) -> None:
         self._ordered = ordered

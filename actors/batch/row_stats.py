@@ -229,7 +229,6 @@ class RowStats(PlainComparison):
     drafted_s: float = 0.0
 
     def add(self, results: pa.Table) -> None:
-        """Count a table of results (`row_answerer.WIRE_SCHEMA`)."""
         if results.num_rows:
             self.merge(_count_results(results))
 

@@ -36,10 +36,7 @@ class SegmentRing:
         _make_private(folder)
 
     def append(self, line: bytes) -> bool:
-        """Write a whole line of at most `segment_bytes`; False if other processes write all segments.
-
-        Raises OSError, after undoing a partial write.
-        """
+        """Write a whole line; False if others write all segments. Raises OSError, undoing a partial write."""
         assert len(line) <= self.segment_bytes, "callers check the size"
         if not (self._has_room(line) or self._open_segment(line)):
             return False

@@ -37,7 +37,6 @@ class RedactionError(MantaError):
 
 
 def load_hook(name: str) -> Hook:
-    """Import the function `module:function`. Raises ConfigError."""
     module, _, function = name.partition(":")
     try:
         hook = getattr(importlib.import_module(module), function)

@@ -14,10 +14,7 @@ from .stream_parser import Splitter
 
 
 class ReasoningCounter:
-    """Counts the reasoning tokens of one completion, without the marks.
-
-    `begin`: tokens before reasoning; `end`: token after it; `opened`: the prompt ends within reasoning.
-    """
+    """Counts the reasoning tokens of one completion. `opened`: the prompt ends within reasoning."""
 
     def __init__(self, begin: Sequence[int], end: int, *, opened: bool) -> None:
         self._begin, self._end = tuple(begin), end
@@ -60,10 +57,7 @@ def reasoning_marks(
 
 
 class AnswerParser:
-    """Parses the text of one completion incrementally.
-
-    `with_reasoning`: False drops the reasoning. `called`: whether a tool was called so far.
-    """
+    """Parses one completion's text. `with_reasoning`: False drops it. `called`: a tool was called."""
 
     def __init__(self, splitter: Splitter, *, with_reasoning: bool = True) -> None:
         self._splitter = splitter

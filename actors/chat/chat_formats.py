@@ -201,7 +201,6 @@ TEMPLATE_SIGNS: tuple[tuple[tuple[str, ...], str | None, str | None], ...] = (
 
 
 def marks_of(given: Format) -> frozenset[str]:
-    """Return all strings of a format that may be tokens."""
     values = [getattr(given, f.name) for f in fields(given)]
     several = (value if isinstance(value, tuple) else (value,) for value in values)
     return frozenset(each for value in several for each in value if isinstance(each, str) and "<" in each)

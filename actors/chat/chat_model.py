@@ -119,10 +119,7 @@ class ChatModel:
         return StructuredOutputsParams(structural_tag=tags, after_token_ids=end_tokens, sent_as="tools")
 
     def end_of_reasoning(self, prompt: str) -> tuple[int, ...]:
-        """Return the tokens that end the reasoning after a prompt; () if they cannot be relied on.
-
-        An end mark of several tokens cannot: the model may write the same text with other tokens.
-        """
+        """Return the tokens that end the reasoning; () for several, as the same text has other tokens."""
         if self.thinking is None or self.tokenizer is None:
             return ()
         if isinstance(self.thinking, Messages):

@@ -60,10 +60,7 @@ def types_of(schema: Mapping[str, Any] | None) -> frozenset[str]:
 def _resolved(
     schema: Any, root: Mapping[str, Any], parts: Iterator[int], depth: int = 0
 ) -> Mapping[str, Any] | None:
-    """Resolve references at a schema's top level and in its branches; None if invalid.
-
-    Also None once `parts`, the budget of schemas to visit, is exhausted.
-    """
+    """Resolve references; None if invalid, or once `parts`, the budget of schemas to visit, is exhausted."""
     if not isinstance(schema, Mapping) or depth > _MAX_REFERENCES or next(parts, None) is None:
         return None
     if isinstance(reference := schema.get("$ref"), str):

@@ -86,7 +86,6 @@ class TextSource:
         return self._text[self._at]
 
     def character(self) -> Waiting[str]:
-        """Read the next character; "" at the end."""
         found = yield from self.peek()
         self._at += len(found)
         return found

@@ -38,10 +38,7 @@ def strict_calls(
     strict: Collection[str],
     special: Mapping[str, int],
 ) -> Mapping[str, Any] | None:
-    """Return a structural tag for optional calls; arguments of strict tools follow their schemas.
-
-    None unless calls begin with a mark that is text, and are JSON.
-    """
+    """Return a structural tag for optional calls; None unless their begin mark is text and they are JSON."""
     if not isinstance(syntax, JsonCalls) or not syntax.begin or syntax.begin in special:
         return None
     structures = [

@@ -43,10 +43,7 @@ def json_string(source: TextSource) -> Waiting[str]:
 
 
 def json_value(source: TextSource, sink: Sink) -> Waiting[None]:
-    """Pass on a value that begins with a brace or bracket, up to the matching close or to a mark.
-
-    Only the nesting depth is tracked; errors inside are left to the consumer.
-    """
+    """Pass on a value up to the bracket that closes it, or to a mark. Only nesting depth is tracked."""
     depth = 0
     while True:
         found = yield from source.span(_STRUCTURE, sink)

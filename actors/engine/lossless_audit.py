@@ -39,8 +39,6 @@ MAX_WAITING_TOKENS = 1 << 18  # total tokens of the waiting responses and their 
 
 @dataclass(slots=True, eq=False)
 class AuditedAnswer:
-    """A response chosen for recomputation, fed while it is generated."""
-
     request_id: str
     response_id: str
     prompt: EncodedPrompt
@@ -193,10 +191,7 @@ class LosslessAudit:
             self._count("match")
 
     async def _compute(self, answer: AuditedAnswer) -> None:
-        """Decode the rest without speculation. Raises _DiffersError.
-
-        The last token compared before is computed again: the run must also end there.
-        """
+        """Decode the rest and the last compared token, as the run must end there. Raises _DiffersError."""
         answer.num_compared = min(answer.num_compared, len(answer.token_ids) - 1)
         await self._engine.complete(
             f"audit-{answer.response_id}",

@@ -90,10 +90,7 @@ class OutputLogprobs(Sequence[PositionLogprobs]):
 
 
 class PromptLogprobs:
-    """Log probabilities of a prompt, converted to text on first use because long prompts take a while.
-
-    `rows`: log probabilities of all tokens but the first; None for a prompt of one token.
-    """
+    """Log probabilities of a prompt, converted to text on first use. `rows`: of all tokens but the first."""
 
     def __init__(
         self, token_ids: Sequence[int], rows: RowLogprobs | None, tokenizer: Tokenizer | None

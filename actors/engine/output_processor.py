@@ -68,7 +68,6 @@ class RequestMetrics:
 
     @property
     def arm_stats(self) -> ArmStats:
-        """Acceptance counts for the drafter that served the request."""
         return ArmStats(1, self.num_decoding_steps, self.num_accepted_tokens)
 
     @property
@@ -138,10 +137,7 @@ class _Text:
         self._ahead = self._stream.peek() if self._stop else ""
 
     def feed(self, token_ids: Sequence[int], num_before: int, *, ends: bool) -> tuple[int, str | None]:
-        """Append tokens. Return how many count and the stop string that ended the text, if any.
-
-        `num_before`: the completion's tokens before these. `ends`: includes text held back.
-        """
+        """Return how many tokens count, and the stop string that ended the text. `ends`: flush."""
         if not self._stop:
             self.text += self._stream.step(token_ids)
             self.text += self._stream.flush() if ends else ""
@@ -167,7 +163,6 @@ class _Text:
         return self._find_stop(self.text + ahead, begin) if num_tokens > self._min_tokens else None
 
     def take(self, *, final: bool) -> str:
-        """Return the text not emitted yet."""
         end = len(self.text) if final else max(self._emitted, len(self.text) - self._num_held_back)
         piece, self._emitted = self.text[self._emitted : end], end
         return piece

@@ -158,7 +158,6 @@ class OutputStreams:
                 stream.fail(failure)
 
     def _deliver_slice(self) -> None:
-        """Deliver updates for one time slice."""
         self._is_delivering = False
         yielder = LoopYielder()
         try:

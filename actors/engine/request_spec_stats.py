@@ -60,7 +60,6 @@ class RequestSteps:
 
 
 def token_origins(trace: Iterable[TracedStep]) -> Iterator[tuple[int, TokenOrigin]]:
-    """Yield (step number, origin) of each token in order."""
     for number, step in enumerate(trace):
         for origin in step.origins:
             yield number, origin

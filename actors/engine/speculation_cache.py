@@ -48,7 +48,6 @@ class SpeculationCache:
         self._begin()
 
     def end_warm_up(self) -> None:
-        """Have the engine forget the requests so far and start again from the stored values."""
         self._engine.end_warm_up()
         if self._survival is not None:
             _read(self._survival, self._acceptance_cache)
@@ -87,7 +86,6 @@ def _read(learned: StepCostModel | AcceptanceModel, cache: DiskCache) -> None:
 
 
 def _pair(config: EngineConfig, info: ExecutorInfo) -> dict[str, str | int | None]:
-    """Return the cache key of target and drafter."""
     spec = config.speculative_config
     return {
         "manta": __version__,

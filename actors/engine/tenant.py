@@ -29,10 +29,7 @@ def tenant_of(
     caller: Caller,
     tenants: tuple[str, ...],
 ) -> tuple[Tenant, str | None]:
-    """Return the tenant, and the field that names an ignored tenant, if any.
-
-    `tenants`: tenants that every request may name.
-    """
+    """Return the tenant, and the field that names an ignored tenant. Every request may name `tenants`."""
     parsed = parse_tenant(metadata)
     in_header = headers.get("x-tenant")
     named = in_header or parsed.tenant

@@ -16,10 +16,7 @@ if TYPE_CHECKING:
 
 
 class InProcessExecutor:
-    """Runs steps in the caller's thread: one target rank and the drafter, without Ray.
-
-    Sets the process's number of PyTorch CPU threads. Raises CheckpointError, ConfigError from loading.
-    """
+    """One target rank and the drafter in the caller's thread. Sets PyTorch's number of CPU threads."""
 
     def __init__(self, config: EngineConfig) -> None:
         import torch
@@ -61,10 +58,7 @@ class InProcessExecutor:
         self._alive()
 
     def swap_drafter(self, model: str) -> None:
-        """Draft with another checkpoint from now on. Increments the drafter's generation.
-
-        Raises CheckpointError or ConfigError if it does not fit, and keeps the old drafter.
-        """
+        """Draft with another checkpoint. Raises CheckpointError, ConfigError, and keeps the old one."""
         self._alive()
         assert self._exchange is not None, "it lives as long as the runner"
         self._exchange.load(model)
@@ -72,10 +66,7 @@ class InProcessExecutor:
         self._num_swaps += 1
 
     def begin_trial(self, model: str) -> None:
-        """Load a candidate that drafts for requests `on_trial`, before `EngineCore.begin_trial`.
-
-        Raises CheckpointError or ConfigError, and changes nothing.
-        """
+        """Load a candidate, before `EngineCore.begin_trial`. Raises CheckpointError, ConfigError."""
         self._alive()
         assert self._exchange is not None, "it lives as long as the runner"
         self._exchange.begin_trial(model)

@@ -1,7 +1,4 @@
-"""The ingress deployment of Ray Serve in front of several replicas or models.
-
-Serve starts, watches, scales and stops gateways and engines; it sends requests to gateways only.
-"""
+"""The ingress deployment of Ray Serve, which starts, watches, scales and stops gateways and engines."""
 
 from __future__ import annotations
 

@@ -63,10 +63,7 @@ class Isolation:
                 self.notify()
 
     def next_suspect(self, model: ServedModel) -> ReplicaAttempt | None:
-        """Return the most suspicious waiting request: the dead replica gave it the fewest tokens.
-
-        Only one of equal requests is tested at a time: its result holds for all.
-        """
+        """Return the waiting request that got the fewest tokens; only one of equal requests is tested."""
         line = self._lines.get(model, ())
         waiting = [t for t in line if t.case.is_suspect and t.case.digest not in self.testing]
         return min(waiting, key=lambda attempt: attempt.case.num_tokens_received, default=None)

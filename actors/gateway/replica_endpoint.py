@@ -35,10 +35,7 @@ STALE_REPORT_S = 3 * HEARTBEAT_S
 
 
 class ReplicaEndpoint:
-    """Serves an application to gateways until it is closed.
-
-    `describe` returns the replica's current record, given URL, token and heartbeat number.
-    """
+    """Serves an application to gateways until closed. `describe` returns the replica's current record."""
 
     def __init__(
         self,

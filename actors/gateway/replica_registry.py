@@ -105,10 +105,7 @@ class DirectoryActor(Directory):
 
 
 class DirectoryClient:
-    """Client of one application's directory.
-
-    Raises UnreachableError while it does not answer; the next call looks up the actor again, or creates it.
-    """
+    """Raises UnreachableError while the directory does not answer; the next call finds or creates it."""
 
     def __init__(self, application: str) -> None:
         self._name = f"manta-directory-{application}"

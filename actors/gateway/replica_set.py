@@ -152,10 +152,7 @@ class Fleet:
     def choose_for_suspect(
         self, model: ServedModel, chain: Sequence[int] = (), *, without: Iterable[str] = ()
     ) -> Member | None:
-        """Choose a replica that tests no suspect; None while the maximum number of replicas test one.
-
-        That is half of the model's replicas, at least one, so that the others are unaffected.
-        """
+        """Choose a replica that tests no suspect; None while half of the model's (at least one) test some."""
         there = self.check(model)
         able = {m.name: m.load for m in self._able(model, there, without) if not m.tests_suspect}
         if not able or sum(member.tests_suspect for member in there) >= max(1, len(there) // 2):
@@ -170,10 +167,7 @@ class Fleet:
         return found
 
     async def wake_model(self, model: ServedModel) -> None:
-        """Wait up to WAKE_S for a replica of a sleeping model that has none.
-
-        Returns without a replica if none can be started.
-        """
+        """Wait up to WAKE_S for a replica of a sleeping model; return without if none can be started."""
         deadline_s = time.monotonic() + WAKE_S
         while model.sleeps and not self.ready(model) and time.monotonic() < deadline_s:
             if (waking := self._wake_call(model)) is None:

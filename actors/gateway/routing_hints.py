@@ -1,7 +1,4 @@
-"""Reads what routing needs from a generation request: its model, its session, the beginning of its prompt.
-
-Nothing is rejected here: the replica validates the body.
-"""
+"""Reads what routing needs from a request: model, session, the prompt's beginning. Rejects nothing."""
 
 from __future__ import annotations
 
@@ -67,10 +64,7 @@ def _num_completions(fields: dict[str, Any]) -> int:
 
 
 def _prompt_bytes(fields: dict[str, Any]) -> bytes:
-    """Return bytes whose common prefixes match the prompts'; empty if nested too deep.
-
-    orjson reads 1,024 levels and writes 254; the replica still answers such a prompt.
-    """
+    """Return bytes with the prompts' common prefixes; empty beyond 254 levels, which orjson cannot write."""
     try:
         return _written_prompt(fields)
     except orjson.JSONEncodeError:

@@ -28,10 +28,7 @@ exec {python} -m {package}.actors.haproxy.supervisor \\
 
 
 class HAProxyFolder:
-    """Raises ConfigError when HAProxy is not installed.
-
-    `path` is readable only by its owner, and short because paths of Unix sockets are limited in length.
-    """
+    """Raises ConfigError without HAProxy. `path` is private, and short because it holds Unix sockets."""
 
     def __init__(self) -> None:
         haproxy = find_haproxy()
@@ -80,10 +77,7 @@ class HAProxyFolder:
 
 
 def _locked(folder: Path) -> int:
-    """Create and hold the lock of a new folder; it gets its final name only once held.
-
-    The lock is released when the process ends.
-    """
+    """Return the held lock of a new folder. The lock is released when the process ends."""
     temporary = folder / f"{_LOCK}.new"
     lock = os.open(temporary, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
     fcntl.flock(lock, fcntl.LOCK_EX)

@@ -1,7 +1,4 @@
-"""The ready check of a replica: streams one completion through an application before taking requests.
-
-The application is one of its own, so that no metric counts the request; the log shows it as `ready-check`.
-"""
+"""The ready check of a replica: streams one completion through an application that no metric counts."""
 
 from __future__ import annotations
 

@@ -18,11 +18,7 @@ Values = float | Mapping[tuple[str, ...], float] | HistogramCounts
 
 
 class Exposition(Collector):
-    """Exports some metrics as Prometheus text.
-
-    `labels`: shared by all metrics. `values` returns the values by name at each scrape; metrics without one
-    are left out.
-    """
+    """Exports metrics as Prometheus text. `values` returns them at each scrape; missing ones are left out."""
 
     def __init__(
         self,

@@ -61,10 +61,7 @@ class MetricsMirror(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class FinishedCompletion:
-    """Seconds since the request arrived; None for times of tokens without any.
-
-    `max_tokens`: None if the context is the limit.
-    """
+    """Seconds since the request arrived. `max_tokens`: None if the context is the limit."""
 
     num_tokens: int
     max_tokens: int | None

@@ -41,10 +41,7 @@ _FILE = re.compile(r"(\d{4}-\d{2}-\d{2})\.[\w-]+\.jsonl", re.ASCII)
 
 
 class ReceiptWriter:
-    """Writes the receipts of one engine. Raises ConfigError if the folder cannot be written.
-
-    `max_label_values`, `categories`: as in `RequestTelemetry`.
-    """
+    """Writes the receipts of one engine. Raises ConfigError if the folder cannot be written."""
 
     def __init__(
         self,
@@ -75,10 +72,7 @@ class ReceiptWriter:
         self._logs_failure = True
 
     def account(self, requester: Tenant, *, begins: bool = True) -> UsageAccount:
-        """Return the account that a request is counted for. Call it on the event loop.
-
-        `begins`: False if another engine has counted the request.
-        """
+        """Return a request's account, on the event loop. `begins`: False if another engine has counted it."""
         account = UsageAccount(self._tenants.of(requester.tenant), self._categories.of(requester.category))
         self._requests[account] += begins
         return account

@@ -64,7 +64,6 @@ def latest(ctx: AutoscalingContext) -> list[ReplicaStats]:
 
 
 def initial_replicas(minimum: int) -> int:
-    """Return at least one, even if the minimum is zero."""
     return max(minimum, 1)
 
 

@@ -128,10 +128,7 @@ class DrafterCanary:
         self._lock = asyncio.Lock()
 
     async def configure(self, user_config: Mapping[str, Any]) -> None:
-        """Use the drafter of the deployment's `user_config` or, if that is empty, of the store's.
-
-        Errors are logged and nothing changes, because Serve would end the replica on an exception.
-        """
+        """Use the `user_config`'s drafter, else the store's; log errors, upon which Serve would end it."""
         async with self._lock:
             self._configured = dict(user_config)
             self._desired = None

@@ -36,10 +36,7 @@ ENDED = "The server is stopping, and the time for running requests is over. Send
 
 
 class ReplicaLifecycle:
-    """Watches a replica until its end, on the event loop that serves.
-
-    `timeout_s`: how long requests may continue during a shutdown.
-    """
+    """Watches a replica until its end, on the loop that serves. `timeout_s`: for running requests."""
 
     def __init__(
         self,

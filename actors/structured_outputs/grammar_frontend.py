@@ -83,20 +83,14 @@ class GrammarFrontend:
         return cls(tokenizer, info.vocab_size, info.eos_token_ids, holder)
 
     def compile(self, params: SamplingParams) -> SamplingParams:
-        """Add the grammar for `structured_outputs`. Blocks.
-
-        Raises RequestError, which names the field, if it is not valid or too expensive.
-        """
+        """Add the grammar for `structured_outputs`. Blocks. Raises RequestError, which names the field."""
         found = self._checked(params, QUICK_S) or self._checked(params, SLOW_S)
         assert found is not None, "a slow trial answers"
         return found
 
     @asynccontextmanager
     async def hold(self, params: SamplingParams) -> AsyncGenerator[SamplingParams, None]:
-        """Do as `compile` off the event loop; inside the context every rank holds the grammar.
-
-        Raises OverloadedError, too, if other large grammars have been in use for too long.
-        """
+        """Do as `compile`, with the grammar held on every rank. May also raise OverloadedError."""
         if params.structured_outputs is None and params.grammar is None:
             yield params
             return
@@ -221,10 +215,7 @@ _Kind = GrammarKind | Literal["grammar"]
 
 
 def written_grammar(outputs: StructuredOutputsParams) -> tuple[_Kind, str]:
-    """Return the grammar for llguidance, or as EBNF that may have to become Lark ("grammar").
-
-    Raises RequestError for errors found without compiling.
-    """
+    """Return a grammar for llguidance, or EBNF that may have to become Lark. Raises RequestError."""
     field = outputs.field
     match outputs.constraint:
         case "json" | "json_object":

@@ -67,10 +67,7 @@ class GrammarValidator:
         return None if self._process is None else self._process.pid
 
     def try_grammar(self, kind: str, text: str, cpu_s: float) -> TrialResult:
-        """Block until there is a result or the time is exceeded.
-
-        Raises OverloadedError if the process did not answer.
-        """
+        """Block until there is a result or the time is exceeded. Raises OverloadedError."""
         key = _key(kind, text)
         with self._lock:
             result = self._results.get(key)
@@ -167,7 +164,6 @@ def _trial_result(answer: Mapping[str, Any], cpu_s: float, text: str) -> TrialRe
 
 
 def _killed(by: int, cpu_s: float) -> TrialResult:
-    """Return the result for a grammar during which a signal ended the process."""
     match by:
         case signal.SIGPROF:
             reason = f"compiling it takes longer than the time limit of {cpu_s:g} s of a core"

@@ -1,7 +1,4 @@
-"""Prepares JSON schemas for llguidance: rejects what it would misread, and bounds whitespace.
-
-llguidance itself rejects what it does not support (`GrammarCompiler`).
-"""
+"""Prepares JSON schemas for llguidance: rejects what it would misread, and bounds whitespace."""
 
 from __future__ import annotations
 

@@ -41,10 +41,7 @@ def check_writable(folder: Path, param: str) -> None:
 
 
 def make_folder(folder: Path, *, private: bool = False) -> None:
-    """Create a folder and its parents; existing ones are not changed.
-
-    `private`: created folders are not accessible to other users.
-    """
+    """Create a folder and its parents, for this user alone if `private`; existing ones are not changed."""
     if not private:
         folder.mkdir(parents=True, exist_ok=True)
         return

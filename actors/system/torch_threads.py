@@ -24,10 +24,7 @@ _MIN_PAUSE_S, _MAX_PAUSE_S = 0.05, 1.0
 
 
 class TorchThreads:
-    """Sets PyTorch's number of threads to at most that at construction.
-
-    `adapts`: give up threads if cores are scarce; otherwise the number is fixed.
-    """
+    """Sets PyTorch's threads to at most those at construction. `adapts`: fewer if cores are scarce."""
 
     def __init__(self, *, adapts: bool) -> None:
         self._most = self._size = torch.get_num_threads()

@@ -63,10 +63,7 @@ class AsyncPromptEncoder:
         self._middle = ThreadPoolExecutor(MAX_MIDDLE_TEXTS, thread_name_prefix="manta-encode-middle")
 
     async def prompt(self, prompt: Prompt, *, truncate: int | None = None) -> EncodedPrompt:
-        """Encode a prompt. Raises RequestError if it does not fit the model.
-
-        `truncate`: `truncate_prompt_tokens`: keep only the last N tokens; -1 keeps as many as fit.
-        """
+        """Raises RequestError if it is too long. `truncate`: keep the last N tokens; -1: all that fit."""
         keep_last = self._max_model_len - 1 if truncate == -1 else truncate
         given = await self._read(prompt)
         if isinstance(given, PromptText):
@@ -100,9 +97,8 @@ class AsyncPromptEncoder:
     async def list_tokens(
         self, prompt: Prompt, max_tokens: int, *, add_special_tokens: bool | None = None
     ) -> list[int]:
-        """Return the token ids of a prompt that need not fit the model, only `max_tokens`.
-
-        `add_special_tokens`: default: True for a text, False for a conversation (its template adds them).
+        """Return at most `max_tokens` tokens. Special ones are added to a text, but not to a chat, by
+        default.
         """
         given = await self._read(prompt)
         if isinstance(given, EncodedPrompt):
@@ -137,10 +133,7 @@ class AsyncPromptEncoder:
         return await self._token_ids(PromptText(text, add_special_tokens, param), keep_last)
 
     async def in_thread(self, work: Callable[..., T], *arguments: object, **named: object) -> T:
-        """Run work on long texts in a thread.
-
-        A cancelled caller's thread stays occupied until it is done, so the limit on threads holds.
-        """
+        """Run in a thread, which stays occupied after a cancellation until the work is done."""
         call = partial(work, *arguments, **named)
         return await asyncio.get_running_loop().run_in_executor(self._threads, call)
 

@@ -59,7 +59,6 @@ def resolve_checkpoint(
 
 
 def shipped(path: Path) -> Path:
-    """Return `path`, or what of that name ships with the package (`models/...`)."""
     return path if path.exists() or not (_ROOT / path).exists() else _ROOT / path
 
 
@@ -114,12 +113,10 @@ def tokenizer_folder(config: EngineConfig) -> Path:
 
 
 def has_tokenizer(folder: Path) -> bool:
-    """Return whether a folder contains what `Tokenizer.load` reads."""
     return any((folder / name).is_file() for name in (TOKENIZER_JSON, TIKTOKEN_MODEL))
 
 
 def drafter_folder(config: EngineConfig, model: str, *, files: Sequence[str] | None = None) -> Path:
-    """Return the folder of the configured drafter or of a replacement."""
     return resolve_checkpoint(
         model,
         field="speculative_config.model",

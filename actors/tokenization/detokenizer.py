@@ -296,10 +296,7 @@ def _parts(decoder: Part) -> list[Part]:
 
 
 def _goes_by_token(parts: Sequence[Part]) -> bool:
-    """Return whether texts of single tokens and of runs of byte tokens, concatenated, are the text.
-
-    Except for what is stripped at its beginning.
-    """
+    """Return whether the text is that of single tokens and runs of byte tokens, after its beginning."""
     has_runs = is_fused = False
     for part in parts:
         kind = part["type"]
@@ -332,7 +329,6 @@ def _keeps_length(part: Part) -> bool:
 
 
 def _byte_of(spelling: str) -> int | None:
-    """Return the byte of a ByteFallback token; None for others."""
     found = _BYTE_TOKEN.fullmatch(spelling)
     return None if found is None else int(found[1], 16)
 

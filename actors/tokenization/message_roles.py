@@ -90,10 +90,7 @@ class TemplateRoles:
         return message if is_known else {**message, "role": "system"}
 
     def _leading(self, messages: list[Message], following: tuple[str, ...]) -> list[Message] | None:
-        """Return leading system messages in an accepted form; None if none is accepted there.
-
-        `following`: the role of the next message, if there is one.
-        """
+        """Return leading system messages in an accepted form; None if none is accepted before `following`."""
         roles = [each["role"] for each in messages[:MAX_PROBED]]
         if not roles or self.takes(*roles, *following):
             return messages

@@ -50,7 +50,6 @@ def replace_escapes(body: bytes | bytearray) -> bytes | bytearray:
 
 
 def _is_escaped(body: bytes | bytearray, at: int) -> bool:
-    """Return whether an odd number of backslashes precedes the byte."""
     first = at
     while first and body[first - 1] == ord("\\"):
         first -= 1

@@ -47,10 +47,7 @@ _BY_MODEL = {
 
 
 def read_special_tokens(folder: Path, *, byte_level: bool) -> dict[str, str]:
-    """Return special tokens by their names in templates (`bos_token` ..). Raises CheckpointError.
-
-    `byte_level`: tokenizer.json splits texts into bytes, which rules out a true `LlamaTokenizer`.
-    """
+    """Return special tokens by names in templates. `byte_level` rules out a true `LlamaTokenizer`."""
     found = dict(_read(folder, _SETTINGS))
     defaults = CLASS_TOKENS.get(_class_name(folder, found, byte_level), {})
     if "added_tokens_decoder" not in found:  # written by transformers before 4.34
@@ -63,10 +60,7 @@ def read_special_tokens(folder: Path, *, byte_level: bool) -> dict[str, str]:
 
 
 def read_chat_templates(folder: Path) -> dict[str, str]:
-    """Return Jinja sources by name: `default`, `tool_use` and others. Raises CheckpointError.
-
-    If there are template files, those in tokenizer_config.json are ignored.
-    """
+    """Return Jinja sources by name; files before tokenizer_config.json. Raises CheckpointError."""
     files = {DEFAULT: folder / _TEMPLATE_FILE} if (folder / _TEMPLATE_FILE).is_file() else {}
     files |= {path.name.removesuffix(".jinja"): path for path in (folder / _TEMPLATE_FOLDER).glob("*.jinja")}
     if files:

@@ -55,10 +55,7 @@ class _NoTypeError(Exception):
 
 
 def declare(tools: Sequence[Mapping[str, Any]]) -> str | None:
-    """Return the declarations of tools in OpenAI's format; None if one cannot be declared.
-
-    `tools`: with sorted object keys (`sort_keys`), which determines the order of interfaces.
-    """
+    """Declare tools with sorted keys, which order the interfaces; None if one cannot be declared."""
     try:
         functions = [tool.get("function") for tool in tools if tool.get("type") == "function"]
         declared = [_Declaration().of(function) for function in functions if function]

@@ -46,8 +46,6 @@ class RowSpans:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A row of the input."""
-
     number: int  # 0-based, in the whole dataset
     record: Record  # as read; for JSON lines `{"text": line}`, which is parsed where the row is answered
     id: str | None = None  # assigned by the job; None if the row's own id is used

@@ -160,10 +160,7 @@ def row_seed(job_seed: int, row: str) -> int:
 def read_request(
     record: Record, layout: RowSchema, generation: GenerationDefaults, row: str | None = None
 ) -> RowRequest:
-    """Validate a record. Raises RequestError.
-
-    `row`: its id, of which a seed is made, if that is not the record's own.
-    """
+    """Validate a record. Raises RequestError. `row`: its id if that is not its own; gives a seed."""
     url, body = _openai_body(record) if layout.kind == "openai" else _dataset_body(record, layout)
     body = {**layout.defaults, **body}
     if body.get("seed") is None:

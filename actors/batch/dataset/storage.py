@@ -140,9 +140,7 @@ class Storage:
         return self.filesystem.open_input_file(self.path(name))
 
     def write(self, name: str, content: bytes | pa.Buffer, *, synced: bool = True) -> None:
-        """Write a complete file. Raises OSError. `synced`: it survives a power failure, not only killed
-        processes.
-        """
+        """Write a complete file. `synced`: it survives a power failure, not only killed processes."""
         path = self.path(name)
         if self.local:
             make_folder(Path(path).parent, private=self.private)

@@ -70,9 +70,7 @@ class TextFile:
         return self._file.tell()
 
     def lines(self, offset: int = 0, digest: hashlib._Hash | None = None) -> Iterator[tuple[int, bytes]]:
-        """Yield offset and content of each line from `offset` on, ended only by line feeds. `digest` gets all
-        bytes.
-        """
+        """Yield offset and content of lines, ended by line feeds alone. `digest` gets all bytes."""
         self._file.seek(offset)
         while line := self._file.readline(MAX_LINE_BYTES + 1):
             if len(line) > MAX_LINE_BYTES:

@@ -39,10 +39,7 @@ def compact(output: Storage, index: OutputIndex, form: OutputForm, run: int) -> 
 
 
 def renumber(output: Storage, index: OutputIndex, form: OutputForm, id_hashes: np.ndarray, run: int) -> None:
-    """Give the rows of stale parts the numbers of the same ids in the changed input; remove rows without one.
-
-    `id_hashes`: `row_requests.id_hash` of each row of the input. Raises OSError; may be called again.
-    """
+    """Give rows of stale parts the numbers of their ids in the changed input; remove others. Repeatable."""
     order = np.argsort(id_hashes)
     ordered = id_hashes[order]
 
@@ -98,10 +95,7 @@ def _rewrite(
     run: int,
     shard: int,
 ) -> None:
-    """Write one part that replaces others; none if no row is left.
-
-    `numbers`: for each part, the new number of each of its rows, or REMOVED.
-    """
+    """Write one part that replaces others, with their rows' new numbers or REMOVED; none without rows."""
     flat = np.concatenate(numbers)
     order = np.argsort(flat, kind="stable")[np.count_nonzero(flat == REMOVED) :]
     if len(order):
@@ -139,11 +133,7 @@ def _remove(output: Storage, index: OutputIndex, records: Iterable[Record]) -> N
 
 
 def _groups(index: OutputIndex, form: OutputForm) -> Iterator[tuple[int, list[Record]]]:
-    """Yield the groups of parts that become one part, with the shard in its name.
-
-    If `ordered`, parts with overlapping rows are merged, and names follow the order of rows. Overlaps and
-    wrong names occur after several runs or renumbering.
-    """
+    """Yield groups of parts to become one (if `ordered`, those that overlap), with its shard."""
     records = sorted(index.records.values(), key=lambda each: (each.kind, each.rows[0]))
     if not form.ordered:
         yield from ((record.shard, [record]) for record in records)

@@ -1,7 +1,6 @@
 """Specification of a job: settings its results depend on, input and output. Checks whether it may resume.
 
-The fingerprint is a hash of what results depend on. The drafter does not change results, so it is not part of
-it.
+The fingerprint is a hash of what results depend on, without the drafter, which does not change them.
 """
 
 from __future__ import annotations
@@ -89,10 +88,7 @@ class JobSpec:
         return changes
 
     def check_resume(self, where: str, before: Mapping[str, Any], *, force: bool) -> None:
-        """Raise ConfigError if this job cannot resume that of an earlier spec.
-
-        `force` accepts other settings and another input.
-        """
+        """Raise ConfigError for another format or, unless `force`, other settings or another input."""
         if other := _changes(before["output"], self.to_json()["output"], "output "):
             raise ConfigError(
                 f"output: {where} has results in another format: {'; '.join(other)}. Choose another output, "
@@ -110,10 +106,7 @@ class JobSpec:
 
 
 def check_parts(where: str, index: OutputIndex, replaced: Collection[str]) -> None:
-    """Raise ConfigError if a part is not this job's or has another size than was written.
-
-    `replaced`: results of an earlier job, which will be removed.
-    """
+    """Raise ConfigError if a part is not this job's, or `replaced`, or has another size than was written."""
     if foreign := [name for name in index.unrecorded if name not in replaced]:
         raise ConfigError(
             f"output: {_named(foreign)} in {where} was not written by this job. Move it away, choose another "

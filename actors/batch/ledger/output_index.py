@@ -94,10 +94,7 @@ class OutputIndex:
         self._count()
 
     def refresh(self, writer: str | None = None) -> None:
-        """Read new entries.
-
-        Segments come first, so a row that moves into a part is seen twice rather than never.
-        """
+        """Read new entries; segments first: a row that moves into a part is seen twice, not never."""
         self._refresh_segments(segment_folder(writer) if writer else PENDING)
         self.files = {entry.name: entry.size for entry in results_in(self._output)}
         names = [entry.name for entry in self._output.entries(RECORDS)]

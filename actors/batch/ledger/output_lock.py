@@ -33,10 +33,7 @@ POLL_S = 1.0
 
 
 def lock(output: Storage, say: Callable[[str], object]) -> Lock:
-    """Lock an output. Raises InUseError if another job holds it, ConfigError if it cannot be locked.
-
-    `say`: called with a line for the user about a wait: in an object store up to 15 s after a killed job.
-    """
+    """Raises InUseError, ConfigError. `say` reports a wait: in an object store up to 15 s after a kill."""
     return FileLock(output) if output.local else LockClaim(output, say)
 
 
@@ -97,7 +94,6 @@ class LockClaim:
                 self._output.remove(self._name)
 
     def _heartbeat(self) -> None:
-        """Rewrite the claim until it is closed or another job has removed it."""
         while not self._closing.wait(HEARTBEAT_S):
             with contextlib.suppress(OSError):  # retried at the next beat
                 if self._output.entry(self._name) is None:

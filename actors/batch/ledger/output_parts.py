@@ -45,8 +45,6 @@ Json = dict[str, Any]  # Any: JSON
 
 @dataclass(frozen=True, slots=True)
 class OutputForm:
-    """Format of results."""
-
     format: OutputFormat
     # columns of the input that are passed through (`RowIndex.columns`)
     columns: pa.Schema = field(default_factory=lambda: pa.schema([]))

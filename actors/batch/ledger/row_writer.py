@@ -94,10 +94,7 @@ class RowWriter:
         return added + sum(table.num_rows for _, table in tuple(self._unsaved))
 
     def add(self, results: Sequence[Result], *, shard: int | None = None) -> pa.Table:
-        """Add finished rows, and return them as a table. They are durable when `flush` has returned them.
-
-        `shard`: of the rows, where order is preserved.
-        """
+        """Return added rows as a table; durable when `flush` has returned them. `shard`: if ordered."""
         assert (shard is not None) == self._form.ordered, "rows have a shard where order is preserved"
         table = self._form.table(results)
         with self._adding:
@@ -129,17 +126,11 @@ class RowWriter:
         return union(*durable)
 
     def take_over(self, writer: str, known: RowRanges) -> RowRanges:
-        """Move a dead writer's segments to this one, without rows that are `known` (`Ledger.already_merged`).
-
-        Returns the rows that were moved. Retries while the output fails; raises OutputError.
-        """
+        """Move a dead writer's segments here, without `known` rows; return the moved. Raises OutputError."""
         return self._until_written(lambda: self._take_over(writer, known))
 
     def close(self) -> RowRanges:
-        """Make parts of all rows. Return the rows made durable. Retries while the output fails.
-
-        Raises OutputError; rows in segments are then left to the next run.
-        """
+        """Make parts of all rows; return those made durable. Raises OutputError after GIVE_UP_S."""
         durable: list[RowRanges] = []
         with self._writing:
             self._until_written(lambda: self._write_all(durable, lambda *_: True))
@@ -166,10 +157,7 @@ class RowWriter:
             raise self._not_written(error) from error
 
     def _write_all(self, durable: list[RowRanges], due: Callable[[int, _Gathered], bool]) -> None:
-        """Write segments of rows in memory, then the parts that are due. Raises OSError; may be repeated.
-
-        `durable`: extended by the rows made durable, also on an error.
-        """
+        """Write segments, then parts that are due; may be repeated. Extends `durable`, also on an error."""
         with self._adding:
             added, self._added = self._added, defaultdict(list)
             ended = frozenset(self._ended)

@@ -41,10 +41,7 @@ FORM = OutputForm(format="openai")
 
 @dataclass(frozen=True, slots=True)
 class OpenBatch:
-    """A batch that this replica has locked, with the objects needed to run it.
-
-    `given_up`: why no more lines can be answered; None if they can.
-    """
+    """A batch that this replica has locked. `given_up`: why no more lines can be answered."""
 
     batch: Batch
     lock: Lock
@@ -169,7 +166,6 @@ class Validation:
 
 
 def validate_lines(file: pa.NativeFile, endpoint: str, models: Sequence[str], max_lines: int) -> Validation:
-    """Validate all lines, or those up to the `MAX_ERRORS`th error."""
     found = Validation()
     seen: set[str] = set()
     with io.BufferedReader(file) as lines:  # type: ignore[arg-type]  # it has RawIOBase's methods
@@ -193,7 +189,6 @@ def validate_lines(file: pa.NativeFile, endpoint: str, models: Sequence[str], ma
 
 
 def plain_error(code: str, message: str) -> JsonObject:
-    """Return a list of one error that concerns no line."""
     return _errors_list([_error(code, message)])
 
 

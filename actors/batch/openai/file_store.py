@@ -181,7 +181,6 @@ class FileStore:
         self.storage.remove(f"{FOLDER}/{file.id}.json", *file.pieces)
 
     def remove_leftovers(self) -> None:
-        """Remove half-written files and batches of killed replicas."""
         for folder in (FOLDER, "batches", "queue"):
             self.storage.remove_leftovers(folder, STALE_FILE_S)
 
@@ -195,10 +194,7 @@ class FileStore:
 
 
 class OwnerIndex:
-    """Caches owner and size of each object in a folder, which never change.
-
-    Otherwise listing or summing one owner's objects would read those of all owners.
-    """
+    """Caches owner and size of objects, so that listing one owner's does not read all owners'."""
 
     def __init__(self, storage: Storage, folder: str, prefix: str) -> None:
         self._storage, self._folder, self._prefix = storage, folder, prefix

@@ -30,13 +30,7 @@ PREFIX = "msg_"
 
 
 class MessageWriter(SectionWriter):
-    """Writes the message of one request.
-
-    Args:
-        max_tokens: the request's limit; an answer that was cut off earlier has filled the context.
-        metrics: called at the end; returns the field next to `usage`.
-        eager_tools: names of tools with unchecked streamed arguments.
-    """
+    """`max_tokens`: an answer cut off earlier has filled the context. `eager_tools`: streamed unchecked."""
 
     def __init__(
         self,

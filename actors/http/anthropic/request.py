@@ -1,7 +1,4 @@
-"""Bodies of /v1/messages and count_tokens, and their translation to a `ChatRequest`.
-
-Fields that this API lacks (`min_p`, `seed`, `speculative` ...) are passed to the chat unchanged.
-"""
+"""Bodies of /v1/messages and count_tokens, and their translation to a `ChatRequest`."""
 
 from __future__ import annotations
 

@@ -242,8 +242,6 @@ def _usage_event(run: GenerationRun, envelope: JsonObject) -> bytes:
 
 
 class _ChunkWriter:
-    """Turns outputs into the choices of chunks and tracks each choice's progress."""
-
     def __init__(self, run: GenerationRun, shape: ResponseShape) -> None:
         self._work = run.work
         self._shape = shape

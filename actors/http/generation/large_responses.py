@@ -28,8 +28,6 @@ class FormatsLogprobs(Protocol):
 
 
 class StreamedChoices:
-    """A JSON object with choices that are added one by one."""
-
     def __init__(self) -> None:
         self._choices: list[bytes] = []
         self._yielder = LoopYielder()

@@ -116,7 +116,6 @@ class Tracing:
         span.end(clock.ns(figures.started_s + figures.e2e_s))
 
     def end_row(self, model: str, drafter: str | None, row: FinishedRow) -> None:
-        """Export the span of a batch row that has its answer, or an error."""
         from opentelemetry.trace import SpanKind, Status, StatusCode
 
         begin_ns, answer = int(row.begin_s * 1e9), row.answer
@@ -175,10 +174,7 @@ class Tracing:
         span.end(clock.ns(now_s))
 
     def _phases(self, parent: Span, begin_ns: int, runs_ns: int, first_ns: int, last_ns: int) -> None:
-        """Add the child spans queue, prefill and decode, in Unix time.
-
-        With several completions: the earliest first token and the latest last token.
-        """
+        """Add child spans, in Unix time, from the earliest first token to the latest last token."""
         from opentelemetry.trace import set_span_in_context
 
         runs_ns = min(runs_ns, first_ns)

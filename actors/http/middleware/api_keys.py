@@ -55,10 +55,7 @@ def refuse_written_keys(args: Mapping[str, Any], where: str) -> None:
 
 
 def with_keys(settings: ServerSettings, environment: Mapping[str, str] = os.environ) -> ServerSettings:
-    """Return the settings with given keys and those of the key file, else the environment's.
-
-    Raises ConfigError if a file cannot be read, or holds no key.
-    """
+    """Add keys of the key file, else the environment's. Raises ConfigError for a file without keys."""
     found: dict[str, Any] = {}  # Any: settings of two types
     for name, variable in ENVIRONMENT.items():
         file, flags = getattr(settings, f"{name}_file"), getattr(settings, name) or ()

@@ -40,10 +40,7 @@ def completion_logprobs(completion: CompletionOutput, num_top: int, offset: int)
 
 
 def echo_logprobs(prompt: PromptLogprobs, num_top: int, num_chars: int) -> JsonObject:
-    """Return the parallel lists of a prompt of `num_chars` characters.
-
-    The first token has only its text. Tokens that the tokenizer adds before the text begin at offset 0.
-    """
+    """Return the lists of a prompt; the first token has only its text. Tokens added before it: offset 0."""
     first = prompt.first_text
     length = len(first) + _length(prompt.scored)
     lists = _lists(prompt.scored, num_top, num_chars - length + len(first))

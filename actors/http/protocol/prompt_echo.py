@@ -55,7 +55,6 @@ class PromptParts:
         return {"index": index, "text": self.echo, "logprobs": self._echo_logprobs(), "finish_reason": None}
 
     def begin(self, choice: JsonObject) -> JsonObject:
-        """Add the prompt's parts to a whole choice."""
         if self.echo is not None:
             choice["text"] = self.echo + choice["text"]
             echo_lists, own_lists = self._echo_logprobs(), choice["logprobs"]

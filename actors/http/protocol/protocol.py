@@ -207,10 +207,7 @@ class GenerationRequest(BaseModel):
         return False
 
     def sampling_params(self, defaults: GenerationDefaults, max_tokens: int | None) -> SamplingParams:
-        """Use the request's values, else generation_config.json's, else OpenAI's defaults.
-
-        `max_tokens` is the default limit of the endpoint.
-        """
+        """Use the request's values, else generation_config.json's, else OpenAI's. `max_tokens`: default."""
         limit_name, limit = self.token_limit
         try:
             return SamplingParams(

@@ -1,7 +1,4 @@
-"""`response_format` (OpenAI's) and `structured_outputs` (vLLM's): constraints on an answer's text.
-
-A request may have one of them.
-"""
+"""`response_format` (OpenAI's) and `structured_outputs` (vLLM's), of which a request may have one."""
 
 from __future__ import annotations
 

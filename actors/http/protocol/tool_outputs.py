@@ -20,8 +20,6 @@ _KINDS = {"image_url": "image", "input_image": "image", "input_file": "file", "i
 
 @dataclass(slots=True)
 class TranslatedMessages:
-    """Messages in chat's format."""
-
     messages: list[JsonObject] = field(default_factory=list[JsonObject])
     # `messages.3` of the chat -> the item of the body that it began with, for errors
     names: dict[str, str] = field(default_factory=dict[str, str])
@@ -53,7 +51,6 @@ def output_text(content: Any, at: str) -> str:
 
 
 def readable_text(part: Mapping[str, Any]) -> str | None:
-    """Return the text of a search result or a document, if it has any."""
     if part.get("type") == "search_result":
         return _lines(part.get("title"), part.get("source"), _plain(part.get("content")))
     if part.get("type") == "document" and (text := _document(part.get("source"))) is not None:

@@ -36,9 +36,7 @@ _PARTS = {"reasoning": "reasoning_text", "content": "output_text", "call": "func
 
 
 class ResponseWriter(SectionWriter):
-    """`frame`: fields of the response that do not grow. `metrics` returns, at the end, the field next to
-    `usage`.
-    """
+    """`frame`: the fields that do not grow. `metrics` returns the field next to `usage`."""
 
     def __init__(
         self,
@@ -91,7 +89,6 @@ class ResponseWriter(SectionWriter):
         return [*events, self._event("response.output_item.done", output_index=section.at, item=item)]
 
     def _ended_call(self, section: Section, item: JsonObject) -> Events:
-        """Return the events of a call before its item is done."""
         place, events, field = self._location(section), list[JsonObject](), _CALL_TEXTS.get(item["type"])
         stem = f"response.{item['type']}_{field}"
         if self._is_sent_complete(section):

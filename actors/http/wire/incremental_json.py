@@ -31,10 +31,7 @@ def loads_in_slices(body: Bytes) -> Any:  # Any: JSON.
 
 
 def end_of_string(body: Bytes, at: int) -> int:
-    """Return the index after the closing quote, the first after an even number of backslashes.
-
-    `at`: index after the opening quote.
-    """
+    """Return the index after the closing quote; `at` is the one after the opening quote."""
     while True:
         quote = body.find(b'"', at)
         if quote < 0:
@@ -88,10 +85,7 @@ def _is_long(run: tuple[int, int]) -> bool:
 
 
 def _runs(body: Bytes, begin: int, end: int) -> Iterator[tuple[int, int]]:
-    """Yield the runs of elements of a list or object, cut at its own commas.
-
-    A run has as many elements as fit a slice, or one that is longer.
-    """
+    """Yield runs of elements that fit a slice, or one longer element, cut at the value's own commas."""
     first, comma = begin + 1, 0  # start of the run; the last comma at which it can end
     for gap, gap_end in _gaps(body, begin, end):
         while True:

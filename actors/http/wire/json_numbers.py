@@ -32,12 +32,10 @@ def types_of(values: Iterable[Any]) -> set[type]:
 
 
 def lowest(values: list[int]) -> int:
-    """Return the lowest value; 0 for an empty list."""
     return min((min(each) for each in _slices(values)), default=0)
 
 
 def highest(values: list[int]) -> int:
-    """Return the highest value; 0 for an empty list."""
     return max((max(each) for each in _slices(values)), default=0)
 
 

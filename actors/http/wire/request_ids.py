@@ -25,10 +25,7 @@ def acceptable_id(client_id: object) -> str | None:
 
 
 def take_request_id(scope: Scope, body: Any) -> None:  # Any: JSON
-    """Use the id in the request's body, if any, instead of its header's, for the log and the response.
-
-    Not if a gateway has fixed it, which has read the body, or Serve, which echoes the header's.
-    """
+    """Use the body's id for log and response, unless a gateway or Serve has fixed the header's."""
     state = scope["state"]
     client_id = acceptable_id(body.get("request_id")) if isinstance(body, dict) else None
     if client_id is not None and state["may_rename"] and "origin" not in state:

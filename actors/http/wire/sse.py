@@ -50,8 +50,6 @@ class Ending(Protocol):
 
 
 class DoneEnding:
-    """The ending of completions and chat."""
-
     done = DONE
 
     def failed(self, error: BaseException) -> bytes:

@@ -48,10 +48,7 @@ Imports = Callable[[], None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stages:
-    """Imports of the fork servers: all but Ray. `third`: None: there is no third server.
-
-    `errand`: run in a fork of the second server; `answer` reads what it returns.
-    """
+    """Imports of the fork servers: all but Ray. `errand` runs in a fork of the second; see `answer`."""
 
     first: Imports
     second: Imports

@@ -25,10 +25,7 @@ _CHEAP, _LARGE = 0, 1  # lanes
 
 
 class GrammarLanes:
-    """The engine's end, usable from several threads.
-
-    `check_health` raises EngineDeadError if no answer can come any more.
-    """
+    """The engine's end. Thread-safe. `check_health` raises EngineDeadError if no answer can come."""
 
     def __init__(self, lanes: Collection[tuple[Connection, ...]], check_health: Callable[[], None]) -> None:
         self._lanes, self._check_health = lanes, check_health

@@ -46,7 +46,6 @@ class WorkerPlacement:
 
 
 def node_resources() -> dict[str, float]:
-    """Return the total resources of this process's node, free or not."""
     node_id = ray.get_runtime_context().get_node_id()
     return next(node["Resources"] for node in ray.nodes() if node["NodeID"] == node_id)
 

@@ -42,8 +42,6 @@ FORWARDED = ("HF_", "HUGGING_FACE_", "NCCL_", "GLOO_", "TORCH", "PYTORCH_", "TRI
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerSetup:
-    """Settings that a worker gets before it loads."""
-
     config: EngineConfig  # the engine's, with absolute paths and the topology's device
     topology: Topology  # the engine's
     rank: int  # of this worker among the target's ranks
@@ -144,7 +142,6 @@ class Worker:
         raise NotImplementedError
 
     def is_ready(self) -> bool:
-        """Return whether the oldest submitted step has ended."""
         raise NotImplementedError
 
     def collect(self) -> StepResult | None:
@@ -176,10 +173,7 @@ class Worker:
             raise
 
     def _run_steps(self, channel: WorkerChannel) -> NoReturn:
-        """Run steps until the engine ends (PeerLostError).
-
-        If the device works asynchronously, a step starts as soon as it arrives, even while the last one runs.
-        """
+        """Run steps until PeerLostError; on an asynchronous device, each as soon as it arrives."""
         in_flight, spins = self._in_flight, self.device.type == "cuda"
         while True:
             may_start = len(in_flight) < self.max_in_flight

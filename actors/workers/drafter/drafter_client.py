@@ -51,8 +51,6 @@ _NUM_RECENT = 32
 
 @dataclass(slots=True)
 class _Step:
-    """A step that the drafter has not completed."""
-
     place: int  # index of its drafts in the mailbox
     since_s: float  # earliest time at which it could be drafted
     drafts: bool  # whether drafts are expected
@@ -181,10 +179,7 @@ class DrafterClient(ShmEndpoint):
         return time.monotonic() > open_step.since_s + self.max_wait_s
 
     def drafts(self, step: int, shape: tuple[int, ...]) -> Sequence[Tensor] | None:
-        """Return drafts of this shape, int64, and their margins, fp32; None if they are not in time.
-
-        The tensors stay valid until `send_results` is called for the step.
-        """
+        """Return int64 drafts and fp32 margins, valid until `send_results`; None if they are late."""
         with contextlib.suppress(TimeoutError):
             self._waiter.wait(lambda: self.is_answered(step), MAX_WAIT_S, poll_s=5e-3)
         open_step = self._steps.get(step)

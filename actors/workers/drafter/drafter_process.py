@@ -69,8 +69,6 @@ class DrafterProcess:
 
 
 class DrafterSource:
-    """Starts drafters for one engine."""
-
     def __init__(self, topology: Topology, placement: WorkerPlacement) -> None:
         self._topology, self._placement = topology, placement
 

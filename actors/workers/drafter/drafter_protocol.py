@@ -43,7 +43,6 @@ class Sizes:
 
     @classmethod
     def of(cls, config: EngineConfig, num_drafts: int, hidden_size: int, dtype: torch.dtype) -> Sizes:
-        """Return the sizes for an engine's steps and its drafter's hidden size and dtype."""
         rows = max(config.max_num_seqs * (num_drafts + 2), config.max_num_batched_tokens)
         ids_bytes, margins_bytes = padded(rows * 8), padded(rows * 4)
         features_bytes = padded(rows * hidden_size * dtype.itemsize)
@@ -76,8 +75,6 @@ class Welcome:
 
 @dataclass(frozen=True, slots=True)
 class DrafterRefusal:
-    """The drafter cannot create a session."""
-
     error: MantaError
 
 

@@ -107,10 +107,7 @@ class DrafterSessionQueue(ShmEndpoint):
         return bool(self._requests) and not any(self._overlaps(step.plan) for step in self._open)
 
     def work(self, awake_s: float) -> None:
-        """Do the client's next work: take in results of its oldest step, else draft for its next plan.
-
-        `awake_s`: time since which the drafter has worked for any client without a rest.
-        """
+        """Take in results of the client's oldest step, else draft. `awake_s`: since the last rest."""
         self._awake_s = awake_s
         begin_s = time.monotonic()
         if self._open and (results := self._results.get(self._open[0].plan.step)):
@@ -185,10 +182,7 @@ class DrafterSessionQueue(ShmEndpoint):
 
 
 class DrafterServer:
-    """Serves drafts to engines. Create it, pass `address` on, then call `serve` in one thread.
-
-    `make_session` creates a session for a hello; raises a MantaError if it cannot.
-    """
+    """Serves drafts to engines: pass `address` on, then call `serve`. `make_session` may raise MantaError."""
 
     def __init__(self, make_session: Callable[[Hello], DrafterSession]) -> None:
         self._make_session = make_session

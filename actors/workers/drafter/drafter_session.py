@@ -155,10 +155,7 @@ class CpuDrafterSession:
 
 
 def _check_pages_fit(plan: LoadPlan, num_pages: tuple[int, ...]) -> None:
-    """Raise ConfigError unless the drafter's GPU holds the target's number of pages next to its weights.
-
-    A rank of a wide tensor-parallel target may have fewer bytes per token than the drafter.
-    """
+    """Raise ConfigError unless the drafter's GPU holds the target's number of pages."""
     if plan.device.type != "cuda":
         return
     needed = sum(count * size for count, size in zip(num_pages, page_bytes(plan, target=False), strict=True))

@@ -28,8 +28,6 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DrafterSetup:
-    """Settings that a drafter's process gets before it loads."""
-
     config: EngineConfig  # that of the engine that starts it, with absolute paths and the topology's device
     topology: Topology  # that of this engine
     log: LogSettings | None = None  # log settings of this engine's process, if it has any

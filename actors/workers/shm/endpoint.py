@@ -50,7 +50,6 @@ class SpinWaiter:
             self._ends.remove(end)
 
     def listen(self, sock: socket.socket) -> None:
-        """Wake up for this socket, too."""
         self._poller.register(sock, select.POLLIN)
 
     def forget(self, sock: socket.socket) -> None:

@@ -104,7 +104,6 @@ class ShmRing:
         self._tails = tails
 
     def fragments(self, message: bytes) -> list[memoryview]:
-        """Split a message into pieces that fit a slot."""
         view, step = memoryview(message), self._slot_bytes
         return [view[at : at + step] for at in range(0, len(view), step)]
 

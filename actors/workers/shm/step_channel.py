@@ -58,7 +58,6 @@ class StepChannel(ShmEndpoint):
         self.lanes: dict[int, tuple[Connection, ...]] = {}
 
     def accept(self, timeout_s: float = PEER_TIMEOUT_S) -> None:
-        """Accept all workers, which connected during their set-up."""
         deadline_s = time.monotonic() + timeout_s
         hello = json.dumps(asdict(self._layout)).encode()
         while len(self._peers) < self._layout.num_workers:

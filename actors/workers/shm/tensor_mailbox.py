@@ -61,7 +61,6 @@ class Mailbox:
         return views
 
     def finish(self) -> None:
-        """Wait until writes have reached the memory."""
         if self._bytes_B.is_cuda:
             torch.cuda.current_stream().synchronize()
 
@@ -72,7 +71,6 @@ def _map_file(file: int, size_bytes: int) -> Tensor:
 
 
 def padded(size_bytes: int) -> int:
-    """Round up to the alignment of tensors."""
     return -(-size_bytes // _ALIGNMENT) * _ALIGNMENT
 
 
