@@ -182,7 +182,7 @@ class RoutedReplica(Replica):
         """Do nothing: a gateway calls this, as a waiting call makes Serve start a replica."""
 
     async def __del__(self) -> None:  # type: ignore[override]  # Serve awaits what is to be awaited
-        """Drain the direct endpoint, whose requests Serve does not count, then close."""
+        """Drain the direct endpoint, since Serve does not count its requests, then close."""
         if endpoint := getattr(self, "_endpoint", None):
             await endpoint.close()
         super().__del__()

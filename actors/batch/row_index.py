@@ -289,7 +289,7 @@ def _find_duplicates(
 
 
 class _SharedIds:
-    """First row and last number of each shared id. A group is the ids that share 64 bits, nearly always one."""
+    """First row and last number of each shared id. A group is the ids that share 64 bits, rarely several."""
 
     def __init__(self, shared: np.ndarray, ordered: np.ndarray) -> None:
         self._ordered = ordered

@@ -23,7 +23,7 @@ PositionLogprobs = dict[int, Logprob]  # token id + TokenLogprobs' fields
 class OutputLogprobs(Sequence[PositionLogprobs]):
     """One `PositionLogprobs` for each token of an output, stored as numbers and converted on access.
 
-    Twenty top tokens at thousands of positions would be millions of objects, whose garbage collection blocks
+    Twenty top tokens at thousands of positions would be millions of objects; collecting their garbage blocks
     all streams. Plain tuples of numbers are not tracked by the collector.
     """
 

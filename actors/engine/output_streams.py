@@ -119,7 +119,7 @@ class OutputStreams:
         self._open[stream.tracker.request_id] = stream
 
     def remove(self, stream: OutputStream) -> None:
-        """Remove a stream whose reader has left; abort the request if it has not finished."""
+        """Remove a stream after its reader has left; abort the request if it has not finished."""
         tracker = stream.tracker
         del self._open[tracker.request_id]
         if not tracker.finished:

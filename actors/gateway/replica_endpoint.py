@@ -101,7 +101,7 @@ class Guard:
     """Requires the token, and passes on what the gateway says of a request.
 
     Sets in `scope["state"]`: `origin`, a `ResumeOrigin` (its tokens are removed from the body), and `caller`,
-    whom the gateway has authenticated (the application itself checks no key).
+    as authenticated by the gateway (the application itself checks no key).
     """
 
     def __init__(self, app: ASGIApp, token: str) -> None:

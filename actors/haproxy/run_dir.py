@@ -86,7 +86,7 @@ def _locked(folder: Path) -> int:
 
 
 def _sweep() -> None:
-    """Remove this user's folders whose owners were killed; other users share /tmp."""
+    """Remove this user's folders of killed owners; other users share /tmp."""
     for lock in Path(_PARENT).glob(f"{_PREFIX}*/{_LOCK}"):
         try:
             if lock.parent.lstat().st_uid != os.getuid():

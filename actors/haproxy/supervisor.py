@@ -227,7 +227,7 @@ def _without_takeover(arguments: Sequence[str]) -> list[str]:
 
 
 def _replace_server(where: Path, make: Callable[[Path], BaseServer]) -> BaseServer:
-    """Return a server whose socket (mode 0600) atomically replaces the one at `where`."""
+    """Return a server; its socket (mode 0600) atomically replaces the one at `where`."""
     temporary = where.with_name(f"{os.getpid()}.s")
     server = make(temporary)
     temporary.chmod(0o600)

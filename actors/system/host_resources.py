@@ -26,7 +26,7 @@ class ControlGroup:
 
     @classmethod
     def of_this_process(cls, controller: Controller = "cpu") -> ControlGroup | None:
-        """None if no such hierarchy is mounted."""
+        """Return None if no such hierarchy is mounted."""
         places = [line.split(":", 2)[1:] for line in _lines(_MEMBERSHIP)]
         v1 = next((path for names, path in places if controller in names.split(",")), None)
         v2 = next((path for names, path in places if not names), None)

@@ -118,7 +118,7 @@ class TokenPieces(dict[int, Piece]):
         return piece
 
     def bytes_of(self, token_id: int) -> bytes | None:
-        """None if the token is not in the vocabulary or has no text of its own."""
+        """Return None if the token is not in the vocabulary or has no text of its own."""
         piece = None if self.kind is FullDetokenizer else self[token_id]
         return piece.encode() if isinstance(piece, str) else piece
 

@@ -47,7 +47,7 @@ class TokenCoverage:
 
 
 def token_coverage(backend: tokenizers.Tokenizer) -> TokenCoverage | None:
-    """None if it is unbounded or unknown."""
+    """Return None if it is unbounded or unknown."""
     serialized: Part = json.loads(backend.to_str())
     normalizers = list(_parts(serialized["normalizer"], "normalizers"))
     splitters = list(_parts(serialized["pre_tokenizer"], "pretokenizers"))

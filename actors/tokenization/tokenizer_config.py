@@ -121,7 +121,7 @@ class TokenIds:
 
     @classmethod
     def read(cls, folder: Path) -> TokenIds | None:
-        """None if the files are malformed, which loading the tokenizer reports."""
+        """Return None if the files are malformed, which loading the tokenizer reports."""
         file = folder / TOKENIZER_JSON
         try:
             raw = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}

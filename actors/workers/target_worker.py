@@ -85,7 +85,7 @@ class TargetWorker(Worker):
         return self._runner.is_ready()
 
     def collect(self) -> StepResult | None:
-        """None on ranks other than 0."""
+        """Return None on ranks other than 0."""
         result = self._runner.collect()
         return result if self.setting.rank == 0 else None
 

@@ -66,7 +66,7 @@ async def in_storage_thread(call: Callable[P, T], *args: P.args, **kwargs: P.kwa
 
 
 def file_routes(service: BatchService | None) -> APIRouter:
-    """Without a service the routes answer 501."""
+    """Return routes that answer 501 without a service."""
     router = APIRouter()
 
     def store() -> FileStore:
@@ -213,7 +213,7 @@ class BatchRequest(BaseModel):
 
 
 def batch_routes(service: BatchService | None, tenants: tuple[str, ...]) -> APIRouter:
-    """Without a service the routes answer 501. `tenants`: names that every batch may count for."""
+    """Return routes that answer 501 without a service. `tenants`: names that every batch may count for."""
     router = APIRouter(route_class=JsonRoute)
 
     @router.post("/v1/batches")

@@ -174,7 +174,7 @@ def encode_caller(caller: Caller) -> str:
 
 
 def decode_caller(header: str | None) -> Caller:
-    """Without a header return a caller that owns nothing."""
+    """Return a caller that owns nothing if there is no header."""
     return Caller() if header is None else Caller(**json.loads(header))
 
 

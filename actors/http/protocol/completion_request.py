@@ -74,7 +74,7 @@ class CompletionRequest(GenerationRequest):
         return self.echo and 0 in (self.max_tokens, self.max_completion_tokens)
 
     def sampling_params(self, defaults: GenerationDefaults, max_tokens: int | None) -> SamplingParams:
-        """For an echo alone, generate one token, which is not returned."""
+        """Generate one token for an echo alone; it is not returned."""
         if not self.echoes_only:
             return super().sampling_params(defaults, max_tokens)
         changes = {"max_tokens": 1, "max_completion_tokens": None, "min_tokens": 0}

@@ -76,7 +76,7 @@ def _placeholder(kind: str, part: Mapping[str, Any]) -> str:
 
 
 def _document(source: Any) -> str | None:
-    """None for a file, a URL or the bytes of a PDF."""
+    """Return None for a file, a URL or the bytes of a PDF."""
     if not isinstance(source, Mapping):
         return None
     if source.get("type") == "text" and isinstance(source.get("data"), str):

@@ -147,7 +147,7 @@ def _custom_input(arguments: str) -> str:
 
 
 def _shell_action(arguments: str) -> JsonObject | None:
-    """None if the arguments do not contain an action."""
+    """Return None if the arguments do not contain an action."""
     found = read_object(arguments) or {}
     command, timeout_ms, folder = (found.get(name) for name in ("command", "timeout_ms", "working_directory"))
     if not isinstance(command, list) or not all(isinstance(word, str) for word in command):

@@ -108,7 +108,7 @@ def json_error(
     headers: Mapping[str, str] | None = None,
     scope: Scope | None = None,
 ) -> Response:
-    """With `scope`, the reason is recorded for the log."""
+    """Return an error; the reason is recorded for the log if `scope` is given."""
     if scope is not None:
         note(scope, message)
     headers = dict(headers or {})

@@ -26,7 +26,7 @@ Bytes: TypeAlias = bytes | bytearray
 
 
 def loads_in_slices(body: Bytes) -> Any:  # Any: JSON.
-    """Raises orjson.JSONDecodeError."""
+    """Parse like `orjson.loads`, with its errors."""
     return _value(body, *_stripped(body, 0, len(body)), MAX_DEPTH)
 
 
