@@ -79,9 +79,9 @@ class Replica:
         await asyncio.gather(self._engine.start(), asyncio.to_thread(_import_front))
         self._loaded_s = time.monotonic()
         context = serve.get_replica_context()
-        board = CanaryStore(context.app_name, context.deployment)
-        self._desk = DrafterCanary(self._engine, board, replica)
-        self._trying = asyncio.create_task(self._desk.work_forever())
+        store = CanaryStore(context.app_name, context.deployment)
+        self._canary = DrafterCanary(self._engine, store, replica)
+        self._canary_task = asyncio.create_task(self._canary.work_forever())
 
     async def __serve_build_asgi_app__(self) -> FastAPI:
         """Called by Serve after `__init__`. Raises EngineDeadError if a first request is not answered."""
@@ -105,7 +105,7 @@ class Replica:
         await run_first_request(create_check_app(self._engine, replica), max_tokens)
         await self._engine.end_warm_up()
         tune_gc()
-        self._live()
+        self._watch_for_end()
         lifecycle_logger.info(
             Event(
                 "ready",
@@ -120,14 +120,14 @@ class Replica:
         """False where Serve's wrapped server returns request ids."""
         return proxy_listens()
 
-    def _live(self) -> None:
+    def _watch_for_end(self) -> None:
         from .serve.replica_lifecycle import ReplicaLifecycle
         from .serve.serve_hooks import RayServeHost
 
-        loop, place = asyncio.get_running_loop(), RayServeHost()
-        lifecycle = ReplicaLifecycle(self._engine, self._traffic, place, self._settings.shutdown_timeout)
+        loop, host = asyncio.get_running_loop(), RayServeHost()
+        lifecycle = ReplicaLifecycle(self._engine, self._traffic, host, self._settings.shutdown_timeout)
         self._watching = asyncio.create_task(lifecycle.watch())
-        place.on_sigterm(lambda: asyncio.run_coroutine_threadsafe(lifecycle.handle_sigterm(), loop))
+        host.on_sigterm(lambda: asyncio.run_coroutine_threadsafe(lifecycle.handle_sigterm(), loop))
 
     @property
     def is_alive(self) -> bool:
@@ -147,7 +147,7 @@ class Replica:
         Serve would end the replica on an exception, and a replacement would never start. So errors are logged
         and nothing changes.
         """
-        await self._desk.configure(user_config)
+        await self._canary.configure(user_config)
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
         """Called by Serve every second if the number of replicas is automatic."""

@@ -62,7 +62,7 @@ def create_gateway(
     `RequestGate`.
     """
     traffic = traffic or Traffic()
-    figures = GatewayMetrics(fleet, gateway)
+    own_metrics = GatewayMetrics(fleet, gateway)
     started_s = int(time.time())
     parts: GatewayState
 
@@ -70,7 +70,7 @@ def create_gateway(
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         nonlocal parts
         parts = GatewayState(
-            fleet, Upstream(), figures, traffic, Isolation(fleet, figures), KeyLimits(settings)
+            fleet, Upstream(), own_metrics, traffic, Isolation(fleet, own_metrics), KeyLimits(settings)
         )
         watching = asyncio.create_task(fleet.watch_forever())
         yield
@@ -99,7 +99,7 @@ def create_gateway(
     async def metrics() -> Response:
         members = [member for model in fleet.models for member in fleet.ready(model)]
         texts = await asyncio.gather(*(_text(parts.upstream, member, "/metrics") for member in members))
-        return Response(joined([*texts, figures.render()]), media_type=CONTENT_TYPE_LATEST)
+        return Response(joined([*texts, own_metrics.render()]), media_type=CONTENT_TYPE_LATEST)
 
     @app.get("/load")
     async def load() -> Response:
@@ -142,7 +142,7 @@ def create_gateway(
     add_middleware(
         app,
         settings,
-        telemetry=figures,
+        telemetry=own_metrics,
         traffic=traffic,
         replica=gateway,
         echo_request_id=echo_request_id,

@@ -67,7 +67,7 @@ NOT_RECEIVED = (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError)
 class GatewayState:
     fleet: Fleet
     upstream: Upstream
-    figures: GatewayMetrics
+    metrics: GatewayMetrics
     traffic: Traffic
     isolation: Isolation
     key_limits: KeyLimits
@@ -160,7 +160,7 @@ class GenerationResponse(Response):
                     keep_alive_s = time.monotonic()
                     await self._write(KEEP_ALIVE)
         if self._origin.attempt:
-            count = self._parts.figures.resumed if self._has_started else self._parts.figures.retried
+            count = self._parts.metrics.resumed if self._has_started else self._parts.metrics.retried
             count(self._model.names[0])
         return member
 

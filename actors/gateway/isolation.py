@@ -41,10 +41,10 @@ _NAMES = frozenset({"request_id", "user", "metadata", "stream", "stream_options"
 class Isolation:
     """A gateway's records of deaths under its requests, and the queues of suspects."""
 
-    def __init__(self, fleet: Fleet, figures: GatewayMetrics) -> None:
+    def __init__(self, fleet: Fleet, metrics: GatewayMetrics) -> None:
         self.records = DeathRecords()
         self.fleet = fleet
-        self.figures = figures
+        self.metrics = metrics
         self.testing: set[bytes] = set()  # digests of the suspects that replicas are serving
         self._lines: dict[ServedModel, list[ReplicaAttempt]] = {}
         self._changed = asyncio.Event()
@@ -94,16 +94,16 @@ class ReplicaAttempt:
         PoisonousRequestError if the request kills replicas, EngineDeadError if it has waited too long.
         """
         self.case.check()
-        fleet, figures, name = self._isolation.fleet, self._isolation.figures, self._model.names[0]
+        fleet, metrics, name = self._isolation.fleet, self._isolation.metrics, self._model.names[0]
         if not self.case.is_suspect:
             member, choice = fleet.choose(self._model, chain, session, without=without)
-            figures.routed(name, choice)
+            metrics.routed(name, choice)
             return member
         fleet.check(self._model)
         if self._isolation.next_suspect(self._model) is self:
             member = fleet.choose_for_suspect(self._model, chain, without=without)
             if member is not None:
-                figures.isolated(name)
+                metrics.isolated(name)
                 return member
         if time.monotonic() - self._began_s > SUSPECT_TIMEOUT_S:
             raise EngineDeadError(
@@ -200,7 +200,7 @@ class SuspectRequest:
         digest = await self._identify()
         records = self._isolation.records
         if records.record_death(digest, member.name, alone=alone, lived_s=lived_s) == "poisonous":
-            self._isolation.figures.poisonous(member.record.names[0])
+            self._isolation.metrics.poisonous(member.record.names[0])
             logger.error(
                 "request %s: replica %s died under it, and another one before; requests with the digest %s "
                 "are refused for %g s",

@@ -240,7 +240,7 @@ class CanaryStore:
     """
 
     def __init__(self, application: str, deployment: str) -> None:
-        self._place = f"drafters/{application}/{deployment}/"
+        self._prefix = f"drafters/{application}/{deployment}/"
 
     def desired_config(self) -> dict[str, Any] | None:  # Any: a user_config
         """Return the stored replacement for a `user_config` that Serve was not given."""
@@ -285,7 +285,7 @@ class CanaryStore:
         return found.decode()
 
     def _key(self, name: str) -> bytes:
-        return (self._place + name).encode()
+        return (self._prefix + name).encode()
 
 
 def _report(stored: dict[str, Any]) -> ReplicaReport:  # Any: JSON

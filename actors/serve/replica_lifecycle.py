@@ -42,31 +42,31 @@ class ReplicaLifecycle:
         self,
         engine: AsyncEngine,
         traffic: Traffic,
-        place: RayServeHost,
+        host: RayServeHost,
         timeout_s: float,
         exit: Callable[[int], object] = os._exit,
     ) -> None:
         self._engine = engine
         self._traffic = traffic
-        self._place = place
+        self._host = host
         self._timeout_s = timeout_s
         self._exit = exit
 
     async def watch(self) -> None:
         while True:
             if not self._engine.is_alive:
-                if not self._place.is_stopping:  # otherwise Serve has closed it
+                if not self._host.is_stopping:  # otherwise Serve has closed it
                     await self._end_dead()
                 return
-            if self._place.is_stopping:
+            if self._host.is_stopping:
                 await self._drain()
                 return
             await asyncio.sleep(POLL_S)
 
     async def handle_sigterm(self) -> None:
-        if not self._place.is_stopping:  # otherwise Ray ends a replica that Serve has drained
+        if not self._host.is_stopping:  # otherwise Ray ends a replica that Serve has drained
             logger.info("SIGTERM: this replica stops")
-        await self._place.exit()  # `watch` notices it and drains
+        await self._host.exit()  # `watch` notices it and drains
         self._exit(0)
 
     async def _drain(self) -> None:
@@ -87,7 +87,7 @@ class ReplicaLifecycle:
     async def _end_dead(self) -> None:
         logger.error("the engine is dead: this replica ends, for Serve to replace it")
         self._traffic.draining = True
-        self._place.stop_accepting()
+        self._host.stop_accepting()
         await asyncio.sleep(CLOSING_S)
         await self._traffic.ended(FLUSH_S)
         self._engine.kill_stalled_workers()
