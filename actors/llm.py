@@ -1,7 +1,6 @@
 """`manta.LLM`: offline generation like vLLM's class, in this process and without Ray.
 
-Only a topology of several processes (tensor parallel, split drafter) starts Ray workers. For serving use
-`actors/engine/async_engine.py`. Not thread-safe.
+Only a topology of several processes (tensor parallel, split drafter) starts Ray workers. Not thread-safe.
 """
 
 from __future__ import annotations
@@ -185,7 +184,7 @@ class LLM:
         return [output for update in self._engine.step() if (output := self._output(update)) is not None]
 
     def _output(self, update: SequenceUpdate) -> RequestOutput | None:
-        """Process an update into new output. An exception ends only this request."""
+        """Process an update. An exception ends only this request."""
         tracker = self._processor.tracker_of(update.request_id)
         if tracker is None:
             return None

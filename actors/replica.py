@@ -4,8 +4,8 @@
 is plain: everything heavy (torch, FastAPI, the engine) is imported and created inside the replica's process,
 and none of it is pickled. Models live in worker actors, even if there is only one: HTTP and scheduling then
 never wait for a model's Python code, and a worker that dies takes no connection with it. The replica answers
-requests only when the models are loaded and warm. `actors/serve/replica_lifecycle.py` defines how it ends: a
-dead engine ends the process, and Serve replaces the replica together with its workers.
+requests only when the models are loaded and warm. A dead engine ends the process
+(`actors/serve/replica_lifecycle.py`), and Serve replaces the replica together with its workers.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ FRONT = (".http.app", ".http.warmup_request", ".observability.ray_metrics", ".se
 
 
 class Replica:
-    """The class of the deployment, constructed by Serve from the arguments that `build_app` binds."""
+    """Constructed by Serve from the arguments that `build_app` binds."""
 
     async def __init__(self, config: EngineConfig, settings: ServerSettings) -> None:
         self._began_s = time.monotonic()
@@ -79,15 +79,12 @@ class Replica:
         await asyncio.gather(self._engine.start(), asyncio.to_thread(_import_front))
         self._loaded_s = time.monotonic()
         context = serve.get_replica_context()
-        board = CanaryStore(context.app_name, context.deployment)
-        self._desk = DrafterCanary(self._engine, board, replica)
-        self._trying = asyncio.create_task(self._desk.work_forever())
+        store = CanaryStore(context.app_name, context.deployment)
+        self._canary = DrafterCanary(self._engine, store, replica)
+        self._canary_task = asyncio.create_task(self._canary.work_forever())
 
     async def __serve_build_asgi_app__(self) -> FastAPI:
-        """Build the application to serve; called by Serve in the replica after `__init__`.
-
-        Raises EngineDeadError if it does not answer a first request.
-        """
+        """Called by Serve after `__init__`. Raises EngineDeadError if a first request is not answered."""
         from .http.app import create_app, create_check_app
         from .http.warmup_request import run_first_request
         from .observability.ray_metrics import RayMetrics
@@ -108,7 +105,7 @@ class Replica:
         await run_first_request(create_check_app(self._engine, replica), max_tokens)
         await self._engine.end_warm_up()
         tune_gc()
-        self._live()
+        self._watch_for_end()
         lifecycle_logger.info(
             Event(
                 "ready",
@@ -120,18 +117,17 @@ class Replica:
 
     @property
     def _echoes_request_id(self) -> bool:
-        """Whether this application must return request ids; if not, Serve's wrapped server does."""
+        """False where Serve's wrapped server returns request ids."""
         return proxy_listens()
 
-    def _live(self) -> None:
-        """Start watching for the end of the replica."""
+    def _watch_for_end(self) -> None:
         from .serve.replica_lifecycle import ReplicaLifecycle
         from .serve.serve_hooks import RayServeHost
 
-        loop, place = asyncio.get_running_loop(), RayServeHost()
-        lifecycle = ReplicaLifecycle(self._engine, self._traffic, place, self._settings.shutdown_timeout)
+        loop, host = asyncio.get_running_loop(), RayServeHost()
+        lifecycle = ReplicaLifecycle(self._engine, self._traffic, host, self._settings.shutdown_timeout)
         self._watching = asyncio.create_task(lifecycle.watch())
-        place.on_sigterm(lambda: asyncio.run_coroutine_threadsafe(lifecycle.handle_sigterm(), loop))
+        host.on_sigterm(lambda: asyncio.run_coroutine_threadsafe(lifecycle.handle_sigterm(), loop))
 
     @property
     def is_alive(self) -> bool:
@@ -139,7 +135,6 @@ class Replica:
 
     @property
     def serves(self) -> bool:
-        """Whether the replica accepts requests: the engine is alive and the replica is not draining."""
         return self._engine.is_alive and not self._traffic.draining
 
     async def check_health(self) -> None:
@@ -150,18 +145,16 @@ class Replica:
         """Apply the deployment's `user_config`; called by Serve at the start and when it changes.
 
         Serve would end the replica on an exception, and a replacement would never start. So errors are logged
-        and nothing changes: at the start, the configuration that the replica was built with stays.
+        and nothing changes.
         """
-        await self._desk.configure(user_config)
+        await self._canary.configure(user_config)
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
-        """Return autoscaling statistics; called by Serve every second if the number of replicas is automatic
-        (`actors/serve/autoscaling_policy.py`).
-        """
+        """Called by Serve every second if the number of replicas is automatic."""
         return self._meter.update(self._engine.stats()).as_dict()
 
     def __del__(self) -> None:
-        """Close the engine; called by Serve when the replica has drained."""
+        """Called by Serve when the replica has drained."""
         if engine := getattr(self, "_engine", None):
             engine.close()
 
@@ -186,10 +179,10 @@ class RoutedReplica(Replica):
         return True
 
     async def wake(self) -> None:
-        """Do nothing: a gateway without a replica calls this, as a waiting call makes Serve start one."""
+        """Do nothing: a gateway calls this, as a waiting call makes Serve start a replica."""
 
     async def __del__(self) -> None:  # type: ignore[override]  # Serve awaits what is to be awaited
-        """Drain the direct endpoint, then close; called by Serve, which does not count its requests."""
+        """Drain the direct endpoint, since Serve does not count its requests, then close."""
         if endpoint := getattr(self, "_endpoint", None):
             await endpoint.close()
         super().__del__()
@@ -213,23 +206,18 @@ class RoutedReplica(Replica):
 
 def build_app(args: Mapping[str, Any]) -> serve.Application:  # Any: values come from YAML.
     """Return the Serve application of one endpoint: one engine, or a gateway for several or one that may
-    sleep. `args`: fields of `EngineConfig` and of `ServerSettings` in one mapping; see `ray_config.yaml`.
+    sleep.
 
-    Raises:
-        ConfigError: a setting is unknown or wrong; nothing has been started.
-        PlacementError: the initial replicas do not fit into the running Ray cluster.
+    `args`: fields of `EngineConfig` and of `ServerSettings` in one mapping; see `ray_config.yaml`. Raises
+    ConfigError if a setting is unknown or wrong, PlacementError if the initial replicas do not fit into the
+    running Ray cluster; nothing has been started.
     """
     refuse_written_keys(args, "everything under `args`")
     return build_application(split_models(args))
 
 
 def build_application(models: Sequence[tuple[EngineConfig, ServerSettings]]) -> serve.Application:
-    """Return the application for settings that are already parsed, from code or flags.
-
-    Raises:
-        ConfigError: a file of keys cannot be read.
-        PlacementError: as in `build_app`.
-    """
+    """Return the application for parsed settings. Raises ConfigError, PlacementError."""
     models = [(config, with_keys(settings)) for config, settings in models]
     for _, settings in models:
         check_tracing(settings)
@@ -276,7 +264,6 @@ def _deployment_name(index: int) -> str:
 def deployment_options(
     config: EngineConfig, settings: ServerSettings, name: str = DEPLOYMENT
 ) -> dict[str, Any]:  # Any: Serve's options.
-    """Return Serve's options for the replicas of one engine."""
     return {
         "name": name,
         # Excess requests are rejected by the replica in OpenAI's format; Serve would answer in plain text
@@ -306,12 +293,12 @@ def max_ongoing_requests(config: EngineConfig) -> int:
 
 
 def _fence(maximum: int) -> int:
-    """Return Serve's limit of requests, above those accepted and those with unfinished bodies."""
+    """Return Serve's limit, above accepted requests and those with unfinished bodies."""
     return max(2 * maximum + RESERVED_REQUESTS, MAX_CONNECTIONS)
 
 
 def placement_options(topology: Topology) -> dict[str, Any]:  # Any: Serve's options.
-    """Return options that place the replica and its workers in one placement group on one node."""
+    """Place the replica and its workers in one placement group on one node."""
     return {
         "ray_actor_options": {"num_cpus": REPLICA_CPUS},
         "placement_group_bundles": topology.replica_bundles(REPLICA_CPUS),
@@ -334,7 +321,7 @@ def _check_place(models: Sequence[tuple[EngineConfig, ServerSettings]]) -> None:
 
 
 def _largest_node() -> Mapping[str, float]:
-    """Return the resources of the live node with most GPUs; of this machine if Ray is not running yet."""
+    """Return the resources of the node with most GPUs; of this machine without Ray."""
     if not ray.is_initialized():
         return machine_resources()
     nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]

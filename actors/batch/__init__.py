@@ -1,3 +1,1 @@
-"""Datasets: reading rows, answering them, and storing each result exactly once. Start with
-`actors/batch/ledger/ledger.py`.
-"""
+"""Datasets: reads rows, answers them, stores each result exactly once. Start with `ledger/ledger.py`."""

@@ -1,13 +1,9 @@
 """Measures the device time of an engine and records it in results.
 
 Each result gets what was spent since the previous one (`engine_spent` of WIRE_SCHEMA). So device time is
-counted exactly once, with the rows: it adds up over runs, and a kill loses only the time of lost rows. One
-meter per engine actor. Not thread-safe: called on the event loop.
+counted exactly once, with the rows: it adds up over runs, and a kill loses only the time of lost rows.
 
-    meter = EngineMeter(engine.stats, "GPU", 4, began_s, sample)  # sample: BaselineSample or None
-    speculate = meter.row_started()
-    result = await answerer.answer(row, speculate=speculate)
-    meter.row_ended(result, speculate)
+Not thread-safe: called on the event loop.
 """
 
 from __future__ import annotations
@@ -26,13 +22,7 @@ NO_COMPARISON: dict[str, Any] = {"plain_tokens": 0, "plain_s": 0.0, "drafted_tok
 
 
 class EngineMeter:
-    """Meter of one engine.
-
-    Args:
-        device, num_devices: devices that the engine holds.
-        began_s: when it began to hold them, on `clock`.
-        sample: chooses rows to answer without speculation; None: no rows.
-    """
+    """`began_s`: when the engine began to hold its devices. `sample` chooses rows without speculation."""
 
     def __init__(
         self,
@@ -59,7 +49,7 @@ class EngineMeter:
         self._first_row_s = self._last_row_s = 0.0  # Unix time
 
     def row_started(self) -> bool:
-        """Record the start of a row. Return whether to answer it with speculation."""
+        """Return whether to answer the row with speculation."""
         now_s = self._advance()
         if self._opened_s is None:
             self._opened_s, self._first_row_s = now_s, time.time()
@@ -67,12 +57,7 @@ class EngineMeter:
         return self._sample is None or self._sample.start(now_s, self._stats().generation_tokens)
 
     def row_ended(self, result: dict[str, Any] | None, speculate: bool) -> None:
-        """Record the end of a row.
-
-        Args:
-            result: receives what was spent since the previous result; None if the row was abandoned.
-            speculate: what `row_started` returned for it.
-        """
+        """`result` receives what was spent since the previous result; it is None if the row was abandoned."""
         now_s = self._advance()
         self._running -= 1
         if self._sample is not None:
@@ -114,7 +99,6 @@ class EngineMeter:
         return now_s
 
     def _times(self, now_s: float, open_until_s: float) -> dict[str, float]:
-        """Return the device's held, open and busy seconds since the start (`row_stats.SPENT`)."""
         open_s = max(0.0, open_until_s - self._opened_s) if self._opened_s is not None else 0.0
         return {"device_s": now_s - self._began_s, "open_s": open_s, "busy_s": self._busy_s}
 

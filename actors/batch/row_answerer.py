@@ -1,8 +1,4 @@
-"""Answers one row with an engine; the result is a response or an error.
-
-Used by the engine actors of batch jobs, the replica that runs `/v1/batches`, and the processor of a Ray
-dataset. An error of a row becomes its result; the death of an engine is raised.
-"""
+"""Answers one row with an engine. An error of a row becomes its result; the death of an engine is raised."""
 
 from __future__ import annotations
 
@@ -104,14 +100,11 @@ class RowAnswerer:
     """Answers rows concurrently with one engine.
 
     Args:
-        model_name: reported in OpenAI responses.
         columns: columns passed through from the input to the results.
         background: rows yield to the engine's other requests.
         chat: the model's chat format; by default that of its chat template.
         prefix: request ids are this followed by the row's id, which must be unique. None: numbered.
-        on_row: called at each row's end.
         account_of: returns the account that a row is charged to; None without receipts.
-        caller: owner of the rows.
     """
 
     def __init__(
@@ -143,12 +136,7 @@ class RowAnswerer:
         self._ids = itertools.count()
 
     async def answer(self, row: Row, *, speculate: bool = True, attempts: int = 1) -> Result:
-        """Return the result of one row. Raises EngineDeadError, which is not an error of the row.
-
-        Args:
-            speculate: False to use the target alone, for the baseline sample.
-            attempts: how often the row was started, including this time.
-        """
+        """`speculate`: False for the baseline sample. `attempts`: starts of the row, including this one."""
         begin_s = time.time()
         name, category = id_of(row, self._layout), None
         operation, answer = None, None
@@ -280,7 +268,7 @@ class RowAnswerer:
 def failure(
     row: Row, error: MantaError, layout: RowSchema, columns: pa.Schema = NO_COLUMNS, *, attempts: int = 1
 ) -> Result:
-    """Return the result of a row without a response, except for `begin_s` and `end_s`."""
+    """Return the result of a row without a response, without `begin_s` and `end_s`."""
     text = row.fault is not None or layout.lines
     try:
         passthrough = passed_through(record_of(row, layout), columns, _line(row, layout))

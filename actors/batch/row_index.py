@@ -2,9 +2,9 @@
 
     files -> records -> 64-bit hash of each id, byte offset of every 64th record -> duplicate ids -> RowIndex
 
-The index takes 8 bytes per row. Only the id column of Parquet is read. The content of files is hashed, so
-that a later run recognizes the same input whatever the files' times are. A malformed row is not an error
-here: it becomes an error row when it is answered. A file that cannot be read to its end is an error.
+The index takes 8 bytes per row. Only the id column of Parquet is read. Files are hashed, so that a later run
+recognizes the same input whatever the files' times are. A malformed row becomes an error row when it is
+answered; a file that cannot be read to its end is an error here.
 """
 
 from __future__ import annotations
@@ -58,17 +58,11 @@ class DuplicateIds:
 
 @dataclass(frozen=True, eq=False)
 class RowIndex:
-    """Locations and ids of the rows of a source.
-
-    Attributes:
-        columns: names and types of the columns that are passed through (`RowSchema.columns`).
-        digests: for each file, `sha256` of its content; for a Parquet file in an object store `sampled`
-            (footer and ids), because reading the whole file would read all data twice.
-    """
-
     num_rows: int
-    columns: pa.Schema
+    columns: pa.Schema  # names and types of the columns that are passed through (`RowSchema.columns`)
     duplicates: DuplicateIds
+    # for each file, `sha256` of its content; for a Parquet file in an object store `sampled` (footer and
+    # ids), because reading the whole file would read all data twice
     digests: tuple[Mapping[str, str], ...]
     _begins: tuple[int, ...]  # number of the first row of each file
     _marks: tuple[np.ndarray, ...]  # int64, per text file: offsets of its records 0, 64, 128, ...
@@ -79,7 +73,7 @@ class RowIndex:
         return RowSpans(tuple(spans), self.duplicates.within(rows))
 
     def id_hashes(self) -> np.ndarray:
-        """Return `row_requests.id_hash` of each row's id, uint64."""
+        """`row_requests.id_hash` of each row's id, uint64."""
         return self._hashes
 
     def location(self, row: int, source: Dataset) -> str:
@@ -111,12 +105,10 @@ def index_rows(
     """Read all rows and index them.
 
     Raises DatasetError if a file cannot be read, there are no rows, an id is duplicated, or a column cannot
-    be passed through.
+    be passed through. Raises CancelledError once `stop`, which is polled, returns True.
 
-    Args:
-        duplicates: what to do if the data contains an id twice. Rows without an id get a hash of their
-            content as id and are always numbered.
-        stop: polled; CancelledError is raised if it returns True.
+    `duplicates`: what to do if an id occurs twice. Rows without an id get a hash of their content as id and
+    are always numbered.
     """
     scan = _Scan(source, layout, stop)
     for file in source.files:
@@ -213,7 +205,6 @@ class _Scan:
         self.digests.append(self._parquet_digest(file))
 
     def _add_ids(self, parquet: pq.ParquetFile, columns: list[str]) -> np.ndarray:
-        """Return the indices in the file of the rows that have no id, int64."""
         begin = len(self.hashes)
         if not columns:
             self.hashes.frombytes(bytes(8 * parquet.metadata.num_rows))
@@ -264,9 +255,9 @@ def _find_duplicates(
 ) -> DuplicateIds:
     """Find the rows with the id of an earlier row, and write the hashes of their new ids into the index.
 
-    Rows that share 64 bits are read again, in order, and compared by 64 further bits. `-2`, `-3` and so on is
-    appended to the id of later rows, skipping ids in the data. The result depends only on the order of rows,
-    so a resumed job finds the same ids.
+    Rows that share 64 bits are read again, in order, and compared by 64 further bits. `-2`, `-3`, ... is
+    appended to the id of later rows, skipping ids in the data. This depends only on the order of rows, so a
+    resumed job finds the same ids.
     """
     hashes = index.id_hashes()
     ordered = np.sort(hashes)
@@ -298,10 +289,7 @@ def _find_duplicates(
 
 
 class _SharedIds:
-    """The first row of each shared id, and the numbers given to later rows.
-
-    A group is the ids that share 64 bits, nearly always one id; further ids of a group are stored by name.
-    """
+    """First row and last number of each shared id. A group is the ids that share 64 bits, rarely several."""
 
     def __init__(self, shared: np.ndarray, ordered: np.ndarray) -> None:
         self._ordered = ordered
@@ -311,7 +299,6 @@ class _SharedIds:
         self._others: dict[str, list[int]] = {}  # [first row, last copy] by id
 
     def first_row(self, group: int, name: str, row: int) -> int:
-        """Return the first row with this id, which may be `row`."""
         digest = hashlib.blake2b(name.encode("utf-8", "surrogatepass"), digest_size=16).digest()
         further_bits = np.frombuffer(digest, np.uint64)[0]
         if self._first[group] < 0:
@@ -321,7 +308,6 @@ class _SharedIds:
         return self._others.setdefault(name, [row, 1])[0]
 
     def next_copy(self, group: int, name: str) -> int:
-        """Return the next number that gives an id which is not in the data."""
         other = self._others.get(name)
         copy = (int(self._copies[group]) if other is None else other[1]) + 1
         while self._is_in_data(f"{name}-{copy}"):

@@ -1,10 +1,9 @@
 """Statistics of a batch job: counts that add up over rows, parts, engines and runs.
 
-`RowStats` is computed from results and stored in the record of every part, so a job's report is complete
-even after kills. `Failures` records which rows of a part failed in the same way, so that rows answered later
-are no longer counted as failed. `EngineTotals` is what running engines report for progress.
-
-Everything is bounded in size, and merging gives the same result in any order.
+`RowStats` is computed from results and stored in the record of every part, so a job's report is complete even
+after kills. `Failures` records which rows of a part failed in the same way, so that rows answered later no
+longer count as failed. `EngineTotals` is what running engines report. Everything is bounded in size, and
+merging gives the same result in any order.
 """
 
 from __future__ import annotations
@@ -53,20 +52,13 @@ def length_histogram(lengths: Ints) -> list[int]:
 
 
 def length_range(index: int) -> tuple[int, int]:
-    """Return the first and last length that an index of `length_histogram` counts."""
     return (1 << index - 1, (1 << index) - 1) if index else (0, 0)
 
 
 @dataclass(slots=True)
 class Timeline:
-    """Tokens over time.
-
-    Attributes:
-        width_s: width of a bucket; the smallest power of two that needs at most MAX_BUCKETS buckets.
-        tokens: tokens by bucket; bucket n begins at Unix time n x width_s.
-    """
-
-    width_s: int = 1
+    width_s: int = 1  # width of a bucket; the smallest power of two that needs at most MAX_BUCKETS buckets
+    # tokens by bucket; bucket n begins at Unix time n x width_s
     tokens: dict[int, int] = field(default_factory=dict)
 
     @classmethod
@@ -104,13 +96,6 @@ class Timeline:
 
 @dataclass(slots=True)
 class RunIntervals:
-    """Unix times between which rows ran, without the pauses between runs.
-
-    Attributes:
-        times: begin and end of each stretch, ascending. Gaps up to PAUSE_S do not split a stretch. Above
-            MAX_STRETCHES the shortest gaps are closed; only then does the order of merging matter.
-    """
-
     times: list[list[float]] = field(default_factory=list)
 
     @classmethod
@@ -204,8 +189,6 @@ class ErrorCount:
 
 
 class PlainComparison:
-    """Mix-in for classes with both sides of a baseline sample."""
-
     plain_tokens: int
     plain_s: float
     drafted_tokens: int
@@ -213,7 +196,6 @@ class PlainComparison:
 
     @property
     def comparison(self) -> BaselineComparison | None:
-        """Return the measured effect of speculation; None if it was not measured."""
         if not (self.plain_tokens and self.plain_s and self.drafted_tokens and self.drafted_s):
             return None
         return BaselineComparison(self.plain_tokens, self.plain_s, self.drafted_tokens, self.drafted_s)
@@ -221,21 +203,6 @@ class PlainComparison:
 
 @dataclass(slots=True)
 class RowStats(PlainComparison):
-    """Counts over results.
-
-    Attributes:
-        rows, failed: number of rows, and of failed ones among them.
-        retried: rows that were started more than once in a run, because an engine died.
-        errors: counts by the error's type.
-        cached_prompt_tokens: prompt tokens found in the prefix cache.
-        num_steps: verify steps; `num_draft_tokens`, `num_accepted_tokens`: drafts in them.
-        acceptance: number of verify steps by accepted drafts.
-        prompt_lengths, output_lengths: `length_histogram` of tokens of answered rows.
-        samples: number, id and response of the first answered rows.
-        stretches, timeline: when rows ran, and when their tokens were complete.
-        device_s, ..., drafted_s: see SPENT.
-    """
-
     rows: int = 0
     failed: int = 0
     retried: int = 0
@@ -262,7 +229,6 @@ class RowStats(PlainComparison):
     drafted_s: float = 0.0
 
     def add(self, results: pa.Table) -> None:
-        """Count a table of results (`row_answerer.WIRE_SCHEMA`)."""
         if results.num_rows:
             self.merge(_count_results(results))
 
@@ -297,7 +263,6 @@ class RowStats(PlainComparison):
 
     @property
     def first_error(self) -> str:
-        """Return the example of the most frequent error; empty if no row failed."""
         return self.ranked_errors()[0][1].example if self.errors else ""
 
     def ranked_errors(self) -> list[tuple[str, ErrorCount]]:
@@ -305,7 +270,6 @@ class RowStats(PlainComparison):
 
     @property
     def wall_s(self) -> float:
-        """Return the seconds in which rows ran, without the pauses between runs."""
         return self.stretches.seconds
 
     @property
@@ -333,20 +297,6 @@ class RowStats(PlainComparison):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineTotals(PlainComparison):
-    """Totals of one engine, or of several together, since its start in this run.
-
-    Attributes:
-        rows_done: answered or failed rows.
-        rows_running: rows started and not done.
-        prompt_tokens, ..., num_accepted_tokens: from the engine's counters, including running rows.
-        device_s: device-seconds since the engine began to load.
-        open_s: device-seconds from the first row's start to the last row's end (or now, while rows run).
-        busy_s: device-seconds in which a row ran.
-        first_row_s, last_row_s: Unix time of the first row's start and the last row's end; 0 until then.
-        num_devices: number of devices of kind `device` held by the engine.
-        plain_tokens, ..., drafted_s: the baseline sample, once it is complete.
-    """
-
     rows_done: int = 0
     rows_running: int = 0
     prompt_tokens: int = 0
@@ -388,17 +338,11 @@ class EngineTotals(PlainComparison):
 
 @dataclass(frozen=True, slots=True)
 class Failures:
-    """Rows of one category that failed with one type of error.
+    """Rows of one category that failed with one type of error."""
 
-    Attributes:
-        category: the results' `counted_as`; None: in no category.
-        kind: the error's type.
-        example: the alphabetically first message.
-    """
-
-    category: str | None
-    kind: str
-    example: str
+    category: str | None  # the results' `counted_as`; None: in no category
+    kind: str  # the error's type
+    example: str  # the alphabetically first message
     rows: RowRanges
 
     @classmethod
@@ -417,10 +361,10 @@ def failures_in(results: pa.Table) -> tuple[Failures, ...]:
 def renumber_failures(
     parts: Sequence[tuple[Sequence[Failures], Mapping[int, int]]],
 ) -> tuple[Failures, ...]:
-    """Return the failures of several parts together, with new row numbers looked up by the old ones.
+    """Return several parts' failures together, with new row numbers looked up by the old ones.
 
-    Rows without a new number are left out. Returns nothing if a part was written by an earlier version
-    without failures in its records.
+    Rows without a new number are left out. Returns nothing if a part's record, of an earlier version, has
+    none.
     """
     if not all(failures for failures, _ in parts):
         return ()

@@ -1,14 +1,12 @@
-"""Captures traffic in the server: selects requests, collects their answers and sends them to a writing
-process.
+"""Captures traffic in the server: selects requests, sends their answers to a writing process.
 
     engine's thread ─▶ event loop: a list grows by a step's tokens; at the end one JSON line, into a pipe
                                                           │ holds at most 8 MiB; what exceeds that is dropped
                                                           ▼
-                       writer.py, a process of its own: redaction, the ring of segments
+                       writer_process.py: redaction, the ring of segments
 
 Neither steps nor responses wait for the writer, which may be slow, stop or die. Completions that it cannot
-take are counted (`manta:captured_completions_total{result}`). Fed by `http/generation/request_run.py`; runs
-on the event loop.
+take are counted (`manta:captured_completions_total{result}`). Runs on the event loop.
 """
 
 from __future__ import annotations
@@ -57,7 +55,6 @@ class CapturedAnswers:
             self.token_ids.setdefault((prompt_index, completion.index), []).extend(completion.token_ids)
 
     def records(self, *, prompts: bool) -> list[CapturedRecord]:
-        """Return the answers as records with today's date."""
         day = datetime.now(UTC).date().isoformat()
         return [
             CapturedRecord(
@@ -73,14 +70,6 @@ class CapturedAnswers:
 
 
 class TrafficCapture:
-    """Captures the traffic of one engine.
-
-    Args:
-        fraction: share of the requests to capture.
-        prompts: False stores answers only.
-        count: called with the outcome of each completion.
-    """
-
     def __init__(
         self,
         settings: WriterSettings,
@@ -99,10 +88,6 @@ class TrafficCapture:
     def choose(
         self, prompts: Sequence[EncodedPrompt], resume_state: ResumeState, model: str, requester: Tenant
     ) -> CapturedAnswers | None:
-        """Return a collector for this request's answers if it is selected, else None.
-
-        `resume_state`: tokens of its only completion that another engine generated.
-        """
         if random.random() >= self._fraction:
             return None
         known = {(0, 0): list(resume_state.token_ids)} if resume_state.token_ids else {}
@@ -124,7 +109,7 @@ class TrafficCapture:
             await asyncio.sleep(RESTART_DELAY_S)
 
     async def _run_writer(self) -> bool:
-        """Run one writer until it ends; False if it refuses to start, as another one would, too."""
+        """Run one writer until it ends; False if it refuses to start, as another would, too."""
         # The pipe is created before the process, so that answers can be buffered in the meantime.
         read_end, write_end = os.pipe()
         loop, process = asyncio.get_running_loop(), None
@@ -166,7 +151,7 @@ class TrafficCapture:
 
 
 def _start(settings: WriterSettings, read_end: int) -> subprocess.Popen[bytes]:
-    """Start the writing process, which reads `read_end`; the descriptor is closed here."""
+    """Start the writing process, which reads `read_end`; closes the descriptor here."""
     try:
         return subprocess.Popen(
             [sys.executable, "-m", writer.__name__, settings.argument()],
@@ -179,7 +164,6 @@ def _start(settings: WriterSettings, read_end: int) -> subprocess.Popen[bytes]:
 
 
 def writer_settings(config: EngineConfig, settings: ServerSettings) -> WriterSettings | None:
-    """Return the settings of the writing process; None if capture is off. Raises ConfigError."""
     if settings.capture is None:
         return None
     tokenizer = None
@@ -196,7 +180,6 @@ def writer_settings(config: EngineConfig, settings: ServerSettings) -> WriterSet
 def open_capture(
     config: EngineConfig, settings: ServerSettings, count: Callable[[CaptureResult], None]
 ) -> TrafficCapture | None:
-    """Return the capture that `settings` request; None if it is off. Raises ConfigError."""
     writer = writer_settings(config, settings)
     if writer is None:
         return None

@@ -25,14 +25,6 @@ _SEGMENT = re.compile(r"captured-(\d{8,})\.jsonl")
 
 @dataclass(frozen=True, slots=True)
 class CapturedRecord:
-    """One completion of one request.
-
-    Attributes:
-        prompt_token_ids: the prompt as the target read it; empty if prompts are not captured.
-        token_ids: the answer, including the token that ended it.
-        tenant, category: as the request named them (`actors/engine/tenant.py`).
-    """
-
     prompt_token_ids: tuple[int, ...]
     token_ids: tuple[int, ...]
     model: str
@@ -41,7 +33,7 @@ class CapturedRecord:
     category: str | None = None
 
     def line(self) -> bytes:
-        """Return the record as a line of a segment, including the newline."""
+        """Return a line of a segment, including the newline."""
         row = {
             "day": self.day,
             "model": self.model,
@@ -54,7 +46,6 @@ class CapturedRecord:
 
 
 def is_captured(path: Path) -> bool:
-    """Return whether this is a folder with segments, or a segment."""
     if path.is_dir():
         return bool(segments(path))
     return _SEGMENT.fullmatch(path.name) is not None
@@ -63,9 +54,8 @@ def is_captured(path: Path) -> bool:
 def read_captured(path: Path) -> Iterator[CapturedRecord]:
     """Yield all records of a folder, oldest segment first, or of one segment.
 
-    A last line without a newline is still being written, or its writer died; it is skipped. So are segments
-    that are removed in the meantime. Raises DatasetError if there are no segments, or a line is not a
-    captured completion.
+    Skips a last line without a newline (being written, or its writer died), and segments that are removed
+    meanwhile. Raises DatasetError if there are no segments, or a line is not a captured completion.
     """
     paths = segments(path) if path.is_dir() else [path]
     if not paths:
@@ -93,7 +83,6 @@ def segments(folder: Path) -> list[Path]:
 
 
 def segment_number(path: Path) -> int | None:
-    """Return the number of a segment; None if the file is not a segment."""
     match = _SEGMENT.fullmatch(path.name)
     return None if match is None else int(match[1])
 
@@ -103,7 +92,6 @@ def segment_path(folder: Path, number: int) -> Path:
 
 
 def parse_line(line: bytes) -> CapturedRecord:
-    """Parse a line of `CapturedRecord.line`. Raises ValueError."""
     row: Any = orjson.loads(line)  # Any: JSON
     if not isinstance(row, dict):
         raise ValueError("not a JSON object")

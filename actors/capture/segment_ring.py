@@ -1,9 +1,8 @@
 """A ring of segment files that holds captured traffic up to a size limit, removing the oldest first.
 
-There are at most 16 segments, each of at most a sixteenth of the limit, so the limit always holds. Replicas
-may share a folder: each one writes a segment of its own, which it keeps locked (flock). A replica that starts
-a segment removes the oldest one that no process writes. After a restart the newest segment without a writer
-is continued. Called by `writer_process.py`; the calls block.
+There are at most 16 segments of a sixteenth of the limit each. Replicas may share a folder: each writes a
+segment of its own, which it keeps locked (flock), and removes the oldest one that no process writes when it
+starts another. After a restart the newest segment without a writer is continued. Blocking.
 """
 
 from __future__ import annotations
@@ -25,11 +24,8 @@ _LOCK = ".lock"
 class SegmentRing:
     """The segments of one folder, including the one that this process writes.
 
-    Raises ConfigError if other users may read the folder, or it cannot be written.
-
-    Args:
-        folder: created if missing; only its owner may read it.
-        max_bytes: limit on all segments together.
+    `max_bytes` limits all segments together. Raises ConfigError if other users may read the folder, or it
+    cannot be written.
     """
 
     def __init__(self, folder: Path, max_bytes: int) -> None:
@@ -40,11 +36,7 @@ class SegmentRing:
         _make_private(folder)
 
     def append(self, line: bytes) -> bool:
-        """Write a whole line of at most `segment_bytes`.
-
-        Returns False if there is no room because other processes write all segments. Raises OSError, after
-        undoing a partial write.
-        """
+        """Write a whole line; False if others write all segments. Raises OSError, undoing a partial write."""
         assert len(line) <= self.segment_bytes, "callers check the size"
         if not (self._has_room(line) or self._open_segment(line)):
             return False
@@ -68,7 +60,6 @@ class SegmentRing:
         return self._handle is not None and self._size + len(line) <= self.segment_bytes
 
     def _open_segment(self, line: bytes) -> bool:
-        """Continue a segment if this is the first line, or start a new one; False if there is no room."""
         is_start = self._handle is None
         self.close()
         with self._locked():
@@ -104,7 +95,7 @@ class SegmentRing:
 
     @contextlib.contextmanager
     def _locked(self) -> Iterator[None]:
-        """Let only one process at a time add or remove segments."""
+        """Allow one process at a time to add or remove segments."""
         handle = open_own(self._folder / _LOCK, os.O_RDWR | os.O_CREAT, 0o600)
         try:
             fcntl.flock(handle, fcntl.LOCK_EX)

@@ -1,13 +1,12 @@
 """The process that writes captured traffic: it reads lines and replies with the outcome of each.
 
     python -m manta.actors.capture.writer_process '{"folder": "...", "max_bytes": 1073741824, ...}'
-
     stdin    lines as in `records.py`
     stdout   `ready`, or `refused` and the reason; then the outcome of each line: kept, redacted, failed,
              too_large, full. The first failure of a kind is followed by its reason.
 
-It is a separate process with low priority (nice 19), so that neither a slow hook nor a slow disk delays a
-step. It ends with its input. Imports neither torch nor Ray. Started by `collector.py`.
+Low priority (nice 19), so that neither a slow hook nor a slow disk delays a step. Ends with its input.
+Imports neither torch nor Ray.
 """
 
 from __future__ import annotations
@@ -34,11 +33,10 @@ Hook: TypeAlias = Callable[[dict[str, Any]], Any]
 
 
 class RedactionError(MantaError):
-    """The hook failed or returned something that is not a record. Quotes nothing of the record."""
+    """The hook failed or did not return a record. Quotes nothing of the record."""
 
 
 def load_hook(name: str) -> Hook:
-    """Import the function `module:function`. Raises ConfigError."""
     module, _, function = name.partition(":")
     try:
         hook = getattr(importlib.import_module(module), function)
@@ -50,7 +48,7 @@ def load_hook(name: str) -> Hook:
 
 
 def redacted(record: CapturedRecord, hook: Hook, tokenizer: Tokenizer) -> CapturedRecord | None:
-    """Return the record as the hook leaves it, or None if it must not be stored. Raises RedactionError."""
+    """Return the record as the hook leaves it; None if it must not be stored. Raises RedactionError."""
     texts = {
         "prompt": tokenizer.decode(record.prompt_token_ids, skip_special_tokens=False),
         "answer": tokenizer.decode(record.token_ids, skip_special_tokens=False),
@@ -105,25 +103,16 @@ Outcome = Literal["kept", "redacted", "failed", "too_large", "full"]
 
 @dataclass(frozen=True, slots=True)
 class WriterSettings:
-    """Settings of the writing process.
-
-    Attributes:
-        redact: `module:function` (`load_hook`); None stores completions unchanged.
-        tokenizer: folder of the tokenizer, for the hook.
-    """
-
     folder: str
     max_bytes: int
-    redact: str | None = None
-    tokenizer: str | None = None
+    redact: str | None = None  # `module:function` (`load_hook`); None stores completions unchanged
+    tokenizer: str | None = None  # folder of the tokenizer, for the hook
 
     def argument(self) -> str:
         return json.dumps(asdict(self))
 
 
 class Writer:
-    """Stores lines. Raises ConfigError for unusable settings."""
-
     def __init__(self, settings: WriterSettings) -> None:
         self._ring = SegmentRing(Path(settings.folder), settings.max_bytes)
         self._redact: Callable[[CapturedRecord], CapturedRecord | None] | None = None
@@ -133,7 +122,6 @@ class Writer:
             self._redact = partial(redacted, hook=hook, tokenizer=tokenizer)
 
     def take(self, line: bytes) -> tuple[Outcome, str]:
-        """Store a line; return its outcome, and the reason if it failed."""
         try:
             if self._redact is not None:
                 record = self._redact(parse_line(line))
@@ -156,7 +144,6 @@ class Writer:
 
 
 def run(writer: Writer, lines: Iterable[bytes], reply: Callable[[str], None]) -> None:
-    """Store all lines and reply to each."""
     explained: set[Outcome] = set()
     for line in lines:
         outcome, reason = writer.take(line)

@@ -1,7 +1,4 @@
-"""Parses the responses to one request; each completion's text goes through its own `AnswerParser`.
-
-Created by `ChatModel.reading` for a request and its prompt; used by the endpoints and by batch rows.
-"""
+"""Parses the responses to one request, each completion with its own `AnswerParser`."""
 
 from __future__ import annotations
 
@@ -17,13 +14,7 @@ from .stream_parser import Splitter
 
 
 class ReasoningCounter:
-    """Counts the reasoning tokens of one completion. `count`: reasoning tokens so far, without the marks.
-
-    Args:
-        begin: the tokens before reasoning.
-        end: the token after it.
-        opened: the prompt ends within reasoning.
-    """
+    """Counts the reasoning tokens of one completion. `opened`: the prompt ends within reasoning."""
 
     def __init__(self, begin: Sequence[int], end: int, *, opened: bool) -> None:
         self._begin, self._end = tuple(begin), end
@@ -66,11 +57,7 @@ def reasoning_marks(
 
 
 class AnswerParser:
-    """Parses the text of one completion incrementally.
-
-    `with_reasoning`: False drops the reasoning from the output. `called`: whether the completion has called a
-    tool so far.
-    """
+    """Parses one completion's text. `with_reasoning`: False drops it. `called`: a tool was called."""
 
     def __init__(self, splitter: Splitter, *, with_reasoning: bool = True) -> None:
         self._splitter = splitter
@@ -88,23 +75,18 @@ class AnswerParser:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AnswerParserFactory:
-    """Creates the parsers of a request's completions; most arguments are those of `Splitter`.
-
-    Attributes:
-        with_reasoning: False drops the model's reasoning.
-        tokenizer: the model's tokenizer, used only to count tokens.
-    """
+    """Creates the parsers of a request's completions; most arguments are those of `Splitter`."""
 
     thinking: ThinkingFormat | Messages | None = None
     calls: CallSyntax | Messages | None = None
     schemas: Mapping[str, Mapping[str, Any]] = field(default_factory=dict[str, Mapping[str, Any]])
     opened: bool = False
     parallel: bool = True
-    with_reasoning: bool = True
-    tokenizer: Tokenizer | None = None
+    with_reasoning: bool = True  # False drops the model's reasoning
+    tokenizer: Tokenizer | None = None  # the model's tokenizer, used only to count tokens
 
     def make_parser(self, response_id: str, index: int) -> AnswerParser:
-        """Return a parser of the `index`th completion of a response. Both determine its tool call ids."""
+        """Return a parser of one completion. The arguments determine its tool call ids."""
         splitter = Splitter(
             self.thinking,
             self.calls,
@@ -116,7 +98,7 @@ class AnswerParserFactory:
         return AnswerParser(splitter, with_reasoning=self.with_reasoning)
 
     def token_counter(self) -> ReasoningCounter | None:
-        """Return a counter of one completion's reasoning tokens; None if the marks are not single tokens."""
+        """Return None if the marks are not single tokens."""
         if self.thinking is None or self.tokenizer is None:
             return None
         return ReasoningCounter.of(self.thinking, self.tokenizer, opened=self.opened)

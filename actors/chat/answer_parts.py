@@ -1,8 +1,4 @@
-"""The parts of a response: reasoning, content and tool calls.
-
-Plain values, created from text by `stream_parser.py` and formatted by the endpoints (`actors/http/`) and
-batch rows.
-"""
+"""The parts of a response: reasoning, content and tool calls."""
 
 from __future__ import annotations
 
@@ -12,23 +8,15 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class CallPiece:
-    """A new part of one tool call.
-
-    Attributes:
-        index: index of the call in its response, from 0.
-        id: set on the call's first part only, as is `name`.
-        arguments: a fragment of JSON; the fragments of a call concatenated are its arguments.
-    """
-
-    index: int
-    id: str | None
+    index: int  # index of the call in its response, from 0
+    id: str | None  # set on the call's first part only, as is `name`
     name: str | None
-    arguments: str
+    arguments: str  # a fragment of JSON; the fragments of a call concatenated are its arguments
 
 
 @dataclass(frozen=True, slots=True)
 class AnswerDelta:
-    """The parsed content of a stretch of text. A complete response is the concatenation (`concatenate`)."""
+    """The parsed content of a stretch of text; `concatenate` makes the complete response."""
 
     reasoning: str = ""
     content: str = ""

@@ -1,9 +1,8 @@
 """Tables of the reasoning and tool-call formats of model families.
 
 Names are those of vLLM's parsers (`--reasoning-parser`, `--tool-call-parser`). A format that these
-dataclasses can express needs no code: `stream_parser.py` and `tool_parsers.py` parse by them, and
-`tool_call_grammars.py` makes grammars from them. Marks are part of what models were trained on, as are the
-newlines around marks, which are not shown.
+dataclasses can express needs no code. Marks are part of what models were trained on, as are the newlines
+around them, which are not shown.
 """
 
 from __future__ import annotations
@@ -15,33 +14,24 @@ from typing import TypeAlias
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ThinkingFormat:
-    """Reasoning between two marks, at the start of a response or after a call.
-
-    Attributes:
-        heading: text that follows `begin` and is not shown.
-        always_open: a response begins within reasoning, whether or not the prompt ends with `begin`.
-    """
+    """Reasoning between two marks, at the start of a response or after a call."""
 
     begin: str
     end: str
-    heading: str = ""
+    heading: str = ""  # text that follows `begin` and is not shown
+    # a response begins within reasoning, whether or not the prompt ends with `begin`
     always_open: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JsonCalls:
-    """Calls written as `begin {"name": .., "arguments": {..}} end`.
+    """Calls written as `begin {"name": .., "arguments": {..}} end`."""
 
-    Attributes:
-        begin: mark before every call; if "", a response that begins with a brace and names a tool is a call.
-        before: optional text before the first call.
-        between: separator of calls that have no `begin`.
-    """
-
+    # mark before every call; if "", a response that begins with a brace and names a tool is a call
     begin: str = ""
     end: str = ""
-    before: str = ""
-    between: str = ""
+    before: str = ""  # optional text before the first call
+    between: str = ""  # separator of calls that have no `begin`
     arguments: str = "arguments"
 
 
@@ -63,25 +53,18 @@ class TaggedCalls:
     section_end`.
 
     Values are written without quotes; the tool's schema determines their type.
-
-    Attributes:
-        section: may be absent where `name_open` is a mark of its own.
-        name_close: "" if the name ends at the end of its line or at the next mark.
-        value_open: mark between key and value.
-        end: mark after a call; the section's end mark where a section holds one call.
-        newlines: one newline directly before and after a value belongs to the marks.
     """
 
-    section: str
+    section: str  # may be absent where `name_open` is a mark of its own
     section_end: str
     name_open: str
-    name_close: str
+    name_close: str  # "" if the name ends at the end of its line or at the next mark
     key_open: str
     key_close: str
-    value_open: str = ""
+    value_open: str = ""  # mark between key and value
     value_close: str
-    end: str
-    newlines: bool = True
+    end: str  # mark after a call; the section's end mark where a section holds one call
+    newlines: bool = True  # one newline directly before and after a value belongs to the marks
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,26 +82,19 @@ CallSyntax: TypeAlias = JsonCalls | HeadedCalls | TaggedCalls | QuotedCalls
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Messages:
-    """A response of several messages, each with a header that names its recipient.
-
-    `start ROLE to=RECIPIENT channel CHANNEL kind json body text end`
-
-    Attributes:
-        first: possible beginnings of a response; the prompt has ended with `start` and the role.
-        thoughts: channels or recipients of reasoning.
-        answers: recipients of content; a message without a recipient is also content.
-        prefix: prefix of tool names as recipients.
-    """
+    """Messages with headers that name recipients: `start ROLE to=X channel Y kind json body text end`."""
 
     start: str
+    # possible beginnings of a response; the prompt has ended with `start` and the role
     first: tuple[str, ...]
     body: str
     ends: tuple[str, ...]
     channel: str = ""
     kind: str = ""
-    thoughts: frozenset[str]
+    thoughts: frozenset[str]  # channels or recipients of reasoning
+    # recipients of content; a message without a recipient is also content
     answers: frozenset[str] = frozenset()
-    prefix: str = ""
+    prefix: str = ""  # prefix of tool names as recipients
 
 
 Format: TypeAlias = ThinkingFormat | CallSyntax | Messages
@@ -225,7 +201,6 @@ TEMPLATE_SIGNS: tuple[tuple[tuple[str, ...], str | None, str | None], ...] = (
 
 
 def marks_of(given: Format) -> frozenset[str]:
-    """Return all strings of a format that may be tokens of a vocabulary."""
     values = [getattr(given, f.name) for f in fields(given)]
     several = (value if isinstance(value, tuple) else (value,) for value in values)
     return frozenset(each for value in several for each in value if isinstance(each, str) and "<" in each)

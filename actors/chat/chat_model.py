@@ -1,8 +1,4 @@
-"""The chat formats of a model, found by its chat template or configured by name.
-
-Created once per engine by the HTTP server and by batch row processing. Creates an `AnswerParserFactory` for
-each request.
-"""
+"""The chat formats of a model, found by its chat template or configured by name. Created once per engine."""
 
 from __future__ import annotations
 
@@ -23,15 +19,7 @@ AUTO, NONE = "auto", "none"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChatModel:
-    """The chat formats of one model.
-
-    Attributes:
-        calls: tool-call format; None if the model cannot call tools.
-        thinking: reasoning format; None if the model does not reason.
-        call_parser, reasoning_parser: names of the formats.
-        auto_calls: whether tool_choice "auto" is allowed.
-        kept_token_ids: special tokens that the formats parse, so they must not be removed from the text.
-    """
+    """`kept_token_ids`: special tokens that the formats parse, so they must not be removed from the text."""
 
     calls: CallSyntax | Messages | None = None
     thinking: ThinkingFormat | Messages | None = None
@@ -50,7 +38,7 @@ class ChatModel:
         reasoning_parser: str = AUTO,
         auto_calls: bool = True,
     ) -> ChatModel:
-        """Select the formats by settings or, for "auto", by the chat template. Raises ConfigError."""
+        """Select formats by settings or, for "auto", by the chat template. Raises ConfigError."""
         by_template = _by_template(tokenizer)
         call_name = _chosen("tool_call_parser", tool_call_parser, CALLS, by_template[0])
         reasoning_name = _chosen("reasoning_parser", reasoning_parser, REASONING, by_template[1])
@@ -69,10 +57,7 @@ class ChatModel:
         )
 
     def check_tools(self, tool_choice: str) -> None:
-        """Raise RequestError if tools cannot be offered with this `tool_choice`.
-
-        They are rejected rather than ignored: an agent cannot see why its tools are never called.
-        """
+        """Raise RequestError if tools cannot be offered: an agent cannot see that its tools are ignored."""
         if self.calls is None:
             raise RequestError(
                 "tools: this model's chat template does not support tools, so the model would not see them. "
@@ -98,9 +83,8 @@ class ChatModel:
         """Return the parser factory for the text that follows a prompt.
 
         Args:
-            schemas: argument schemas of the callable tools by name; if None or empty, no calls are parsed.
+            schemas: argument schemas of the callable tools by name; without any, no calls are parsed.
             parallel: False drops all calls after the first.
-            with_reasoning: False drops the model's reasoning.
             continued: the message that the response continues, if any.
         """
         return AnswerParserFactory(
@@ -116,7 +100,7 @@ class ChatModel:
     def forced_call_grammar(
         self, prompt: str, schemas: Mapping[str, Mapping[str, Any]], *, parallel: bool
     ) -> StructuredOutputsParams:
-        """Return the grammar that forces calls of these tools after the reasoning; see `reading`."""
+        """Return the grammar that forces calls of these tools after the reasoning."""
         assert self.calls is not None and self.tokenizer is not None, "the tools were checked"
         lark = forced_calls(self.calls, schemas, self.tokenizer.special_token_ids, several=parallel)
         return StructuredOutputsParams(
@@ -126,7 +110,7 @@ class ChatModel:
     def strict_call_grammar(
         self, prompt: str, schemas: Mapping[str, Mapping[str, Any]], strict: Collection[str]
     ) -> StructuredOutputsParams | None:
-        """Return structural tags that make calls of strict tools follow their schemas; None if impossible."""
+        """Return structural tags that make strict tools' calls follow their schemas; None if impossible."""
         assert self.calls is not None and self.tokenizer is not None, "the tools were checked"
         tags = strict_calls(self.calls, schemas, strict, self.tokenizer.special_token_ids)
         if tags is None:
@@ -135,11 +119,7 @@ class ChatModel:
         return StructuredOutputsParams(structural_tag=tags, after_token_ids=end_tokens, sent_as="tools")
 
     def end_of_reasoning(self, prompt: str) -> tuple[int, ...]:
-        """Return the tokens that end the reasoning after a prompt; () if they cannot be relied on.
-
-        This includes end marks that are not a single token: the model may write the same text with other
-        tokens.
-        """
+        """Return the tokens that end the reasoning; () for several, as the same text has other tokens."""
         if self.thinking is None or self.tokenizer is None:
             return ()
         if isinstance(self.thinking, Messages):
@@ -151,7 +131,7 @@ class ChatModel:
         return tuple(ids) if len(ids) == 1 else ()
 
     def with_thinking_budget(self, params: SamplingParams, prompt: str) -> SamplingParams:
-        """Return the parameters with the reasoning marks if a thinking budget needs known ones."""
+        """Add the reasoning marks if a thinking budget needs them and they are known."""
         if params.thinking_token_budget is None or params.reasoning_end_token_ids:
             return params
         if self.thinking is None or self.tokenizer is None:

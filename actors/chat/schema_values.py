@@ -14,26 +14,25 @@ _WORDS = {"true": "true", "false": "false", "null": "null", "none": "null"}
 
 
 def property_schema(schema: Mapping[str, Any], name: str) -> Mapping[str, Any] | None:
-    """Return the schema of one property with references resolved; None if there is none."""
+    """Return one property's schema with references resolved; None if there is none."""
     properties = schema.get("properties")
     parts = iter(range(_MAX_PARTS))
     return _resolved(properties.get(name), schema, parts) if isinstance(properties, Mapping) else None
 
 
 def is_text(schema: Mapping[str, Any] | None) -> bool:
-    """Return whether a value is plain text: the schema says string, or nothing."""
     return types_of(schema) in (frozenset(), frozenset({"string"}))
 
 
 def as_json(raw: str, schema: Mapping[str, Any] | None) -> str:
-    """Return a raw value as JSON of a type that the schema allows, or as a JSON string if none matches."""
+    """Return a raw value as JSON of a type that the schema allows, else as a JSON string."""
     types, word = types_of(schema), raw.strip()
     known = _WORDS.get(word.lower())
     if known is not None and ("null" if known == "null" else "boolean") in types:
         return known
     if types != {"null", "string"}:
         try:
-            value = json.loads(word, parse_constant=_no_constant)
+            value = json.loads(word, parse_constant=no_constant)
         except (ValueError, RecursionError):
             pass
         else:
@@ -43,7 +42,7 @@ def as_json(raw: str, schema: Mapping[str, Any] | None) -> str:
 
 
 def types_of(schema: Mapping[str, Any] | None) -> frozenset[str]:
-    """Return the JSON types that a schema allows; an empty set if it does not say."""
+    """Return the JSON types that a schema allows; empty if it does not say."""
     if not isinstance(schema, Mapping):
         return frozenset()
     given = schema.get("type")
@@ -61,10 +60,7 @@ def types_of(schema: Mapping[str, Any] | None) -> frozenset[str]:
 def _resolved(
     schema: Any, root: Mapping[str, Any], parts: Iterator[int], depth: int = 0
 ) -> Mapping[str, Any] | None:
-    """Return a schema with references resolved at its top level and in its branches; None if invalid.
-
-    `parts`: budget of schemas to visit; None is returned once it is exhausted.
-    """
+    """Resolve references; None if invalid, or once `parts`, the budget of schemas to visit, is exhausted."""
     if not isinstance(schema, Mapping) or depth > _MAX_REFERENCES or next(parts, None) is None:
         return None
     if isinstance(reference := schema.get("$ref"), str):
@@ -78,7 +74,7 @@ def _resolved(
     return schema
 
 
-def _no_constant(word: str) -> None:
+def no_constant(word: str) -> None:
     raise ValueError(word)  # NaN and infinities are not valid JSON
 
 

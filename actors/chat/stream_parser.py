@@ -3,8 +3,7 @@
 One `Splitter` per completion, driven by a table of formats (`chat_formats.py`). The total output depends only
 on the text received, not on how it was split: a stream, a complete response and a stream that another replica
 continues give the same result. Text that may begin a mark is held back, and so is a call until it is known to
-be one; text that looks like a call but is none is content. Newlines next to a mark belong to it. Used by the
-endpoints and by batch rows through `answer_parser.py`.
+be one; text that looks like a call but is none is content. Newlines next to a mark belong to it.
 """
 
 from __future__ import annotations
@@ -29,8 +28,6 @@ class Splitter:
     """Parser of one completion.
 
     Args:
-        thinking: reasoning format; None parses no reasoning.
-        calls: tool-call format; None parses no calls.
         schemas: argument schemas of the callable tools by name (Any: JSON).
         opened: the prompt ends within reasoning.
         id_seed: seed of the call ids.
@@ -57,12 +54,12 @@ class Splitter:
         self._done = False
 
     def feed(self, text: str) -> AnswerDelta:
-        """Parse the next text; return what is known now and was not returned before."""
+        """Return what is known now and was not returned before."""
         self._source.add(text)
         return self._take()
 
     def finish(self) -> AnswerDelta:
-        """Mark the end of the text; return what was held back."""
+        """Return what was held back; no more text follows."""
         self._source.closed = True
         return self._take()
 
@@ -182,7 +179,7 @@ class Splitter:
             yield from self._source.starts_with(calls.section_end)
 
     def _read_bare_calls(self, calls: JsonCalls) -> Waiting[bool]:
-        """Read calls without marks at the start. False if any was read, so that nothing else follows."""
+        """Read calls without marks at the start; False if any was read, so that nothing else follows."""
         while True:
             before = self._num_calls
             self._source.mark()
@@ -201,7 +198,7 @@ class Splitter:
                     return True
 
     def _read_messages(self, messages: Messages, *, with_calls: bool) -> Waiting[None]:
-        """Read messages with headers. Text that does not begin with a header is content."""
+        """Read messages with headers. Text without a header is content."""
         ends = Marks(*messages.ends, messages.start)
         self._source.mark()
         headed = (yield from self._source.starts_with(*messages.first)) is not None

@@ -1,8 +1,7 @@
 """A text source for incremental parsers that read as if the whole text were available.
 
-A reader is a generator that yields when it needs more text (`Waiting`); `Splitter` resumes it when text
-arrives. Each decision depends on the text alone: a reader waits only while the received text is ambiguous, so
-how the text was split does not matter. After `mark`, text can be read again with `go_back`.
+A reader is a generator that yields when it needs more text (`Waiting`), that is, only while the received text
+is ambiguous. So how the text was split does not matter.
 """
 
 from __future__ import annotations
@@ -17,14 +16,13 @@ Sink = Callable[[str], None]
 
 
 class NotACallError(Exception):
-    """Text that looked like a tool call is not one and is treated as content. Never leaves this package."""
+    """Text that looked like a tool call is content. Never leaves this package."""
 
 
 class Marks:
     """Strings that end a stretch of text; without any, nothing ends it. No mark may begin within another.
 
-    `newlines`: up to this many newlines before a mark belong to it; they are neither shown nor part of a
-    value.
+    `newlines`: up to this many newlines before a mark belong to it, not to the text.
     """
 
     def __init__(self, *marks: str, newlines: int = 0) -> None:
@@ -88,7 +86,6 @@ class TextSource:
         return self._text[self._at]
 
     def character(self) -> Waiting[str]:
-        """Read the next character; "" at the end."""
         found = yield from self.peek()
         self._at += len(found)
         return found

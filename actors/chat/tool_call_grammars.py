@@ -1,7 +1,7 @@
 """Grammars that force tool calls in the syntax of each format, in llguidance's Lark.
 
-The counterpart of `tool_parsers.py`, which reads what these grammars allow. Arguments follow the tools'
-schemas. Marks that are special tokens are named by their ids, since text never matches a special token.
+The counterpart of `tool_parsers.py`, which reads what they allow. Marks that are special tokens are named by
+their ids, since text never matches a special token.
 """
 
 from __future__ import annotations
@@ -25,12 +25,8 @@ def forced_calls(
 ) -> str:
     """Return the Lark grammar of at least one call of these tools and nothing else.
 
-    Raises RequestError if the schemas are too long or nested too deep.
-
-    Args:
-        schemas: argument schemas by tool name.
-        special: ids of special tokens by text.
-        several: whether several calls may follow each other.
+    `special`: ids of special tokens by text. `several`: calls may follow each other. Raises RequestError if
+    the schemas are too long or nested too deep.
     """
     check_size(schemas, "tools")
     return _Writer(special).lark(syntax, schemas, several=several)
@@ -42,11 +38,7 @@ def strict_calls(
     strict: Collection[str],
     special: Mapping[str, int],
 ) -> Mapping[str, Any] | None:
-    """Return a structural tag for optional calls of these tools; arguments of strict ones follow their
-    schemas.
-
-    None if the format does not allow it: its calls must begin with a mark that is text, and be JSON.
-    """
+    """Return a structural tag for optional calls; None unless their begin mark is text and they are JSON."""
     if not isinstance(syntax, JsonCalls) or not syntax.begin or syntax.begin in special:
         return None
     structures = [
@@ -120,7 +112,7 @@ class _Writer:
         return " ".join([*parts, self._text(closing)])
 
     def _quoted(self, syntax: QuotedCalls, name: str, schema: Schema, at: int) -> str:
-        """Return a call: texts between quote marks, other values as JSON, optional fields last."""
+        """Write texts between quote marks, other values as JSON, optional fields last."""
         fields: tuple[list[str], list[str]] = ([], [])
         for i, (key, optional) in enumerate(_properties(schema)):
             value = property_schema(schema, key)
@@ -142,7 +134,7 @@ class _Writer:
         return f"{self._text(header + syntax.body)} {self._json(f'args_{at}', schema)}"
 
     def _json(self, rule: str, schema: Schema, root: Schema | None = None) -> str:
-        """Add a rule for JSON of a schema and return its name; `root` holds referenced definitions."""
+        """Add a rule for a schema's JSON; return its name. `root` holds referenced definitions."""
         schema = schema or _ANY_OBJECT if root is None else schema
         if root is not None:
             schema = {**schema, **{name: root[name] for name in ("$defs", "definitions") if name in root}}
@@ -172,7 +164,7 @@ def _properties(schema: Schema) -> list[tuple[str, bool]]:
 
 
 def _listed(required: list[str], optional: list[str]) -> str:
-    """Return the Lark of fields separated by commas, of which the optional ones may be absent."""
+    """Return the Lark of comma-separated fields, of which optional ones may be absent."""
 
     def after(fields: list[str]) -> str:
         return " ".join(f'("," {field})?' for field in fields)

@@ -2,7 +2,7 @@
 
 A reader begins after the mark that begins a call and reads up to the mark that ends it. Before it has opened
 the call it raises NotACallError for unexpected text, which `Splitter` then shows as content. Afterwards all
-text it reads is arguments; the consumer of the arguments checks them.
+text is arguments; their consumer checks them.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 from ..tokenization.surrogates import loads
 from .chat_formats import HeadedCalls, JsonCalls, QuotedCalls, TaggedCalls
-from .schema_values import as_json, is_text, property_schema
+from .schema_values import as_json, is_text, no_constant, property_schema
 from .text_stream import Marks, NotACallError, Sink, TextSource, Waiting
 
 _STRUCTURE = re.compile(r'["{}\[\]<]')  # "<" never occurs in JSON outside of a string, so a mark begins there
@@ -24,7 +24,7 @@ _MAX_CHARS = 1024  # of a string that is a key or a name
 
 
 def json_string(source: TextSource) -> Waiting[str]:
-    """Read a string and return its value. Raises NotACallError if it is not one or too long for a name."""
+    """Return a string's value. Raises NotACallError if it is none, or too long for a name."""
     parts: list[str] = []
 
     def take(text: str) -> None:
@@ -43,11 +43,7 @@ def json_string(source: TextSource) -> Waiting[str]:
 
 
 def json_value(source: TextSource, sink: Sink) -> Waiting[None]:
-    """Pass on a value that begins with a brace or bracket, up to the matching close.
-
-    Only the nesting depth is tracked; errors inside are left to the consumer of the arguments. A mark in
-    between ends the value.
-    """
+    """Pass on a value up to the bracket that closes it, or to a mark. Only nesting depth is tracked."""
     depth = 0
     while True:
         found = yield from source.span(_STRUCTURE, sink)
@@ -105,9 +101,7 @@ class OpenCalls(Protocol):
         """Argument schemas of the callable tools by name (Any: JSON)."""
         ...
 
-    def open(self, name: str, id: str | None = None) -> None:
-        """Begin a call. Raises NotACallError if the name is not valid."""
-        ...
+    def open(self, name: str, id: str | None = None) -> None: ...
 
     def add(self, arguments: str) -> None: ...
 
@@ -240,10 +234,10 @@ def _read_value(
 
 
 def _through_value(source: TextSource, syntax: TaggedCalls, sink: Sink) -> Waiting[bool]:
-    """Pass on a value up to its end. Return False if the text ends before.
+    """Pass on a value up to its end; False if the text ends before.
 
     The value ends at its own mark or, if the model omitted that, at the call's end mark. The latter is left
-    unread, and counts only if nothing but what may follow a call comes next, since a value may contain it.
+    unread, and counts only if what may follow a call comes next, since a value may contain it.
     """
     followers = tuple(filter(None, (syntax.section_end, syntax.section, syntax.name_open)))
     ends = Marks(syntax.value_close, syntax.end, newlines=int(syntax.newlines))
@@ -301,15 +295,11 @@ def _read_quoted_value(source: TextSource, add: Sink, quote: str) -> Waiting[Non
 def _bare_as_json(word: str, *, is_key: bool) -> str:
     if not is_key:
         try:
-            json.loads(word, parse_constant=_no_constant)
+            json.loads(word, parse_constant=no_constant)
             return word
         except ValueError:
             pass
     return json.dumps(word, ensure_ascii=False)
-
-
-def _no_constant(word: str) -> None:
-    raise ValueError(word)
 
 
 def _name_before(source: TextSource, pattern: re.Pattern[str]) -> Waiting[str]:

@@ -4,7 +4,7 @@
 
 The step thread never touches text: detokenization and stop strings run on the event loop during the next
 step. A stop string found there aborts the sequence one step later, and the tokens of that step are dropped.
-Used by the Serve replica and by batch actors. `LLM` (llm.py) is the synchronous counterpart.
+`LLM` (llm.py) is the synchronous counterpart.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ DELIVERY_TIMEOUT_S = 10.0  # longest time that updates may wait undelivered whil
 
 @runtime_checkable
 class SwapsDrafters(Protocol):
-    """An executor that can replace its drafter between two steps (`uniproc_executor.py`, `workers/`)."""
+    """An executor that can replace its drafter between two steps."""
 
     def swap_drafter(self, model: str) -> None: ...
 
@@ -56,20 +56,19 @@ class SwapsDrafters(Protocol):
 
 @runtime_checkable
 class HasWorkers(Protocol):
-    """An executor with workers in separate processes (`workers/`). Its methods are thread-safe."""
+    """An executor with workers in separate processes. Its methods are thread-safe."""
 
     def stopped_workers(self) -> Sequence[str]: ...
 
     def kill_workers(self, reason: str) -> None:
-        """Kill all workers, also the stopped ones. The executor is dead afterwards."""
+        """Kill all workers, also stopped ones. The executor is dead afterwards."""
         ...
 
 
 class RequestOptions(TypedDict, total=False):
     """Per-request options, as the fields of `Request` in `cluster/request/request.py`.
 
-    `resume_state` is the output that another engine generated before this one took over. With `trace` the
-    metrics of the finished request list every step.
+    `resume_state`: output that another engine generated before. `trace`: the final metrics list every step.
     """
 
     priority: int
@@ -87,19 +86,7 @@ class RequestOptions(TypedDict, total=False):
 
 
 class AsyncEngine:
-    """One engine that serves many concurrent requests.
-
-    Args:
-        config: engine configuration.
-        make: builds the executor; runs in a thread because loading takes long.
-        watch: detects steps that do not end.
-
-    Attributes:
-        drafter: the checkpoint that drafts, as it was named; None without speculation.
-        candidate: the drafter on trial, if any.
-        trial: the running trial, which assigns new requests that may be drafted for to an arm at random.
-        verdicts: number of finished trials by verdict.
-    """
+    """One engine that serves many concurrent requests. `make` builds the executor, in a thread."""
 
     def __init__(
         self,
@@ -112,10 +99,12 @@ class AsyncEngine:
         self._stall: Stall | None = None  # set while a step does not end
         self._stopping = threading.Event()  # ends the thread that watches steps
         spec = config.speculative_config
+        # the checkpoint that drafts, as it was named; None without speculation
         self.drafter = None if spec is None else spec.drafter
-        self.candidate: str | None = None
+        self.candidate: str | None = None  # the drafter on trial, if any
+        # the running trial, which assigns new requests that may be drafted for to an arm at random
         self.trial: CanaryTrial | None = None
-        self.verdicts: Counter[Verdict] = Counter()
+        self.verdicts: Counter[Verdict] = Counter()  # number of finished trials by verdict
         self._make = make
         self._executor: Executor | None = None
         self._engine: EngineCore | None = None
@@ -137,9 +126,9 @@ class AsyncEngine:
         self._loop = asyncio.get_running_loop()
         # In parallel: the workers are processes, so this process mostly waits for them.
         loading = asyncio.to_thread(self._load)
-        parser_factory = asyncio.to_thread(load_tokenizer, self.config)
+        tokenizer = asyncio.to_thread(load_tokenizer, self.config)
         try:
-            executor, self._tokenizer = await asyncio.gather(loading, parser_factory)
+            executor, self._tokenizer = await asyncio.gather(loading, tokenizer)
         except BaseException:
             self.close()
             raise
@@ -155,7 +144,7 @@ class AsyncEngine:
         self._watch_delivery()
 
     def _load(self) -> Executor:
-        """Build the executor, in a thread. Closes the executor if `close` was called meanwhile."""
+        """Build the executor; close it if `close` was called meanwhile."""
         executor = self._make(self.config)
         with self._wake:
             self._executor = executor
@@ -175,7 +164,7 @@ class AsyncEngine:
 
     @property
     def encoder(self) -> AsyncPromptEncoder:
-        """The prompt encoder, which works off the event loop and rejects prompts that are too long."""
+        """Encodes prompts off the event loop, and rejects those that are too long."""
         assert self._encoder is not None, "start() the engine first"
         return self._encoder
 
@@ -184,17 +173,14 @@ class AsyncEngine:
         return self._engine.stats()
 
     def timelines(self, name: str) -> list[RequestTimeline]:
-        """Return the timelines of the requests with this name; see `EngineCore.timelines`."""
         assert self._engine is not None, "start() the engine first"
         return self._engine.timelines(name)
 
     def usage_by_account(self) -> dict[UsageAccount, Usage]:
-        """Return the usage by account; see `EngineCore.usage_by_account`."""
         assert self._engine is not None, "start() the engine first"
         return self._engine.usage_by_account()
 
     def check_health(self) -> None:
-        """Raise EngineDeadError if the engine cannot serve."""
         if self._failure is not None:
             raise self._failure
         if self._executor is None or self._thread is None or not self._thread.is_alive():
@@ -205,7 +191,6 @@ class AsyncEngine:
 
     @property
     def is_alive(self) -> bool:
-        """Whether `check_health` does not raise."""
         try:
             self.check_health()
         except MantaError:
@@ -221,13 +206,11 @@ class AsyncEngine:
         limit: ReaderLimit | None = None,
         **options: Unpack[RequestOptions],
     ) -> AsyncGenerator[RequestOutput, None]:
-        """Serve one request. Yield the new output once per step that produced tokens, or less often to a slow
+        """Serve one request. Yield new output once per step that produced tokens; less often to a slow
         reader.
 
         Leaving the iterator early (break, cancellation, aclose) aborts the request and frees its pages.
-
-        Args:
-            limit: bounds the unread output; the request ends with SlowReaderError when it is exceeded.
+        Beyond `limit`, which bounds unread output, it ends with SlowReaderError.
         """
         async with self._hold_grammar(params) as params_with_grammar:
             with self._open_stream(request_id, prompt, params_with_grammar, options, limit=limit) as stream:
@@ -245,9 +228,8 @@ class AsyncEngine:
     ) -> RequestOutput:
         """Serve one request and return its complete output with all n completions. Cancellation aborts it.
 
-        Args:
-            watch: called with every output that `add` would have yielded; an exception from it ends the
-                request.
+        `watch` is called with every output that `add` would have yielded; an exception from it ends the
+        request.
         """
         async with self._hold_grammar(params) as params_with_grammar:
             with self._open_stream(
@@ -259,26 +241,21 @@ class AsyncEngine:
                 return stream.tracker.complete_output()
 
     def abort(self, request_id: str) -> bool:
-        """End a request as aborted; its stream ends with finish_reason "abort". False if it is unknown."""
+        """End a request as aborted (finish_reason "abort"). Return False if it is unknown."""
         return self._streams.abort(request_id)
 
     async def swap_drafter(self, model: str) -> None:
         """Draft with the checkpoint `model` from now on. Running requests continue with unchanged tokens.
 
-        Raises:
-            CheckpointError, ConfigError: the checkpoint does not fit this engine; the old drafter stays.
-            EngineDeadError: the engine cannot serve.
+        Raises CheckpointError or ConfigError if it does not fit, and keeps the old drafter; EngineDeadError.
         """
         await self._run_between_steps(lambda executor, engine: executor.swap_drafter(model))
         self.drafter = model
 
     async def begin_trial(self, model: str, trial: CanaryTrial) -> None:
-        """Load the checkpoint `model` as a candidate; it drafts for the requests that are assigned to it at
-        random.
+        """Load the checkpoint `model` as a candidate, which drafts for requests assigned to it at random.
 
-        Raises:
-            CheckpointError, ConfigError: the checkpoint does not fit this engine; nothing has changed.
-            EngineDeadError: the engine cannot serve.
+        Raises CheckpointError or ConfigError if it does not fit, and changes nothing; EngineDeadError.
         """
 
         def begin(executor: SwapsDrafters, engine: EngineCore) -> None:
@@ -291,13 +268,8 @@ class AsyncEngine:
     async def end_trial(self, verdict: Verdict | None) -> None:
         """Return to one drafter: the candidate if `verdict` is "promoted", else the previous one.
 
-        Running requests continue and keep drafting, except for those older than the trial.
-
-        Args:
-            verdict: result of the trial; None if it was withdrawn.
-
-        Raises:
-            EngineDeadError: the engine cannot serve.
+        Running requests keep drafting, except for those older than the trial. `verdict` is None if the trial
+        was withdrawn. Raises EngineDeadError.
         """
         promoted = verdict == "promoted"
 
@@ -314,17 +286,13 @@ class AsyncEngine:
             self.verdicts[verdict] += 1
 
     async def end_warm_up(self) -> None:
-        """Exclude the requests so far from all statistics; only the measured step times are kept.
-
-        Raises:
-            EngineDeadError: the engine cannot serve.
-        """
+        """Exclude the requests so far from all statistics; only measured step times are kept."""
         speculation_cache = self._speculation_cache
         assert speculation_cache is not None, "start() the engine first"
         await self._run_between_steps(lambda executor, engine: speculation_cache.end_warm_up())
 
     async def _run_between_steps(self, operation: Callable[[SwapsDrafters, EngineCore], None]) -> None:
-        """Run `operation` on the step thread between two steps. Raises what `operation` raises."""
+        """Run `operation` on the step thread between two steps; raise what it raises."""
         done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._post_command(lambda engine: self._run_command(engine, operation, done))
         while not done.done():
@@ -342,7 +310,7 @@ class AsyncEngine:
             self._executor.kill_workers(self._stall.reason)
 
     def close(self) -> None:
-        """Stop the loop and end the workers. Running requests fail with EngineDeadError. Idempotent."""
+        """End loop and workers. Running requests fail with EngineDeadError. Idempotent."""
         with self._wake:
             self._closing = True
             self._wake.notify()
@@ -358,13 +326,12 @@ class AsyncEngine:
             self._executor.close()
 
     def with_seed(self, params: SamplingParams) -> SamplingParams:
-        """Return the parameters with the seed that the engine would choose for a request without one."""
+        """Add the seed that the engine would choose for a request without one."""
         return self._seeds.with_seed(params)
 
     # On the event loop.
 
     def _hold_grammar(self, params: SamplingParams) -> AbstractAsyncContextManager[SamplingParams]:
-        """Hold the parameters' grammar in a context; it is compiled off the loop and the step thread."""
         assert self._grammars is not None, "start() the engine first"
         return self._grammars.hold(params)
 
@@ -379,7 +346,6 @@ class AsyncEngine:
         complete: bool = False,
         limit: ReaderLimit | None = None,
     ) -> Iterator[OutputStream]:
-        """Run a request for as long as the context is open."""
         try:
             self.check_health()
         except MantaError as error:
@@ -403,8 +369,8 @@ class AsyncEngine:
                 trial.end(ticket, tracker.metrics.arm_stats)
 
     def _watch_delivery(self, num_stuck: int = 0) -> None:
-        """Check every LOOK_S seconds that updates reach their readers; declare the engine dead if none does
-        for long.
+        """Check every CHECK_INTERVAL_S that updates reach readers; declare the engine dead if none does for
+        long.
 
         Counts checks rather than seconds, so a blocked event loop does not count as a failure.
         """
@@ -486,7 +452,6 @@ class AsyncEngine:
         self._post(self._streams.fail_all, self._failure)
 
     def _watch_steps(self) -> None:
-        """Watch in a separate thread that steps end."""
         executor = self._executor
         stopped = executor.stopped_workers if isinstance(executor, HasWorkers) else tuple[str, ...]
         while not self._stopping.wait(TICK_S):

@@ -1,15 +1,15 @@
 """Recomputes finished responses in idle steps, for the lossless audit and for shadow trials of a drafter.
 
-The audit decodes a response without speculation and compares the tokens; they must be equal. A shadow trial
+The audit decodes a response without speculation; the tokens must be equal. A shadow trial
 (`cluster/fleet/canary.py`) decodes it with the drafter and with the candidate and compares their acceptance.
 
 A share of the responses is kept in memory (token ids, bounded). They are recomputed as background work while
-no online request runs, without reading or filling the prefix cache. An arriving online request cancels the
-work at once; the audit later continues after the tokens already compared.
+no online request runs, without the prefix cache. An arriving online request cancels the work at once; the
+audit later continues after the tokens already compared.
 
-`manta audit` (jobs/audit/) does the same for a dataset, with whole blocks. In half precision a row's bits
-depend on its batch, so a near-tie may resolve differently: this counts as a mismatch here, since the client
-would also see it. Fed by `http/generation/request_run.py`. Everything runs on the event loop.
+`manta audit` (jobs/audit/) does the same for a dataset. In half precision a row's bits depend on its batch,
+so a near-tie may resolve differently: this counts as a mismatch, since the client would also see it. Runs on
+the event loop.
 """
 
 from __future__ import annotations
@@ -39,27 +39,18 @@ MAX_WAITING_TOKENS = 1 << 18  # total tokens of the waiting responses and their 
 
 @dataclass(slots=True, eq=False)
 class AuditedAnswer:
-    """A response chosen for recomputation, fed while it is generated.
-
-    Attributes:
-        num_compared: number of leading tokens found to be equal.
-        audits: whether its tokens still have to be compared.
-        trial: the trial for which both drafters decode it.
-        tallies: acceptance counts of the drafters that have decoded it.
-    """
-
     request_id: str
     response_id: str
     prompt: EncodedPrompt
     params: SamplingParams
     token_ids: list[int] = field(default_factory=list[int])
-    num_compared: int = 0
-    audits: bool = True
-    trial: CanaryTrial | None = None
+    num_compared: int = 0  # number of leading tokens found to be equal
+    audits: bool = True  # whether its tokens still have to be compared
+    trial: CanaryTrial | None = None  # the trial for which both drafters decode it
+    # acceptance counts of the drafters that have decoded it
     tallies: list[ArmStats] = field(default_factory=list[ArmStats])
 
     def feed(self, output: RequestOutput) -> None:
-        """Append new tokens of the response."""
         self.token_ids += output.outputs[0].token_ids
 
     @property
@@ -67,7 +58,7 @@ class AuditedAnswer:
         return len(self.prompt.token_ids) + len(self.token_ids)
 
     def compare(self, output: RequestOutput) -> None:
-        """Compare new tokens decoded without speculation. Raises _DiffersError at the first difference."""
+        """Compare new tokens. Raises _DiffersError at the first difference."""
         for token_id in output.outputs[0].token_ids:
             if self.token_ids[self.num_compared : self.num_compared + 1] != [token_id]:
                 raise _DiffersError
@@ -75,18 +66,10 @@ class AuditedAnswer:
 
 
 class _DiffersError(Exception):
-    """The responses differ after the compared tokens."""
+    pass
 
 
 class LosslessAudit:
-    """Audits the responses of one engine.
-
-    Args:
-        engine: recomputes the responses.
-        share: fraction of the responses that are audited.
-        count: called with the result of each audit.
-    """
-
     def __init__(self, engine: AsyncEngine, share: float, count: Callable[[AuditResult], None]) -> None:
         self._engine = engine
         self._share = share
@@ -98,7 +81,6 @@ class LosslessAudit:
 
     @contextmanager
     def pause_for_online_request(self) -> Iterator[None]:
-        """Pause the audit while an online request runs."""
         self._num_online += 1
         self._may_run.clear()
         if self._running is not None:
@@ -135,14 +117,12 @@ class LosslessAudit:
         return AuditedAnswer(*arguments, audits=audits, trial=trial)
 
     def _shadow(self) -> CanaryTrial | None:
-        """Return the shadow trial that this response is sampled for, or None."""
         trial = self._engine.trial
         if trial is None or not trial.rules.shadow or random.random() >= trial.rules.fraction:
             return None
         return trial
 
     def submit(self, answer: AuditedAnswer) -> None:
-        """Queue a finished response; drop it if the queue is full."""
         num_tokens = sum(each.num_tokens for each in self._waiting)
         if len(self._waiting) == MAX_WAITING or num_tokens + answer.num_tokens > MAX_WAITING_TOKENS:
             if answer.audits:
@@ -156,7 +136,7 @@ class LosslessAudit:
             self._may_run.set()
 
     async def work_forever(self) -> None:
-        """Recompute queued responses one by one while no online request runs. Runs until cancelled."""
+        """Recompute queued responses while no online request runs, until cancelled."""
         while True:
             await self._may_run.wait()
             self._running = asyncio.create_task(self._recompute(self._waiting[0]))
@@ -178,7 +158,7 @@ class LosslessAudit:
             await self._decode_both(answer, answer.trial)
 
     async def _decode_both(self, answer: AuditedAnswer, trial: CanaryTrial) -> None:
-        """Decode the response with the drafter and with the candidate, skipping a finished one."""
+        """Decode with the drafter and with the candidate; skip one that has finished."""
         try:
             while len(answer.tallies) < 2:
                 answer.tallies.append(await self._decode(answer, on_trial=bool(answer.tallies)))
@@ -188,7 +168,6 @@ class LosslessAudit:
             trial.compare(*answer.tallies)
 
     async def _decode(self, answer: AuditedAnswer, *, on_trial: bool) -> ArmStats:
-        """Decode the response with one of the two drafters and return its acceptance counts."""
         output = await self._engine.complete(
             f"{'candidate' if on_trial else 'incumbent'}-{answer.response_id}",
             answer.prompt,
@@ -212,10 +191,7 @@ class LosslessAudit:
             self._count("match")
 
     async def _compute(self, answer: AuditedAnswer) -> None:
-        """Decode the rest without speculation. Raises _DiffersError.
-
-        Tokens compared before are not computed again, except for the last one: the run must also end there.
-        """
+        """Decode the rest and the last compared token, as the run must end there. Raises _DiffersError."""
         answer.num_compared = min(answer.num_compared, len(answer.token_ids) - 1)
         await self._engine.complete(
             f"audit-{answer.response_id}",

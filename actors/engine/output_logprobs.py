@@ -11,17 +11,9 @@ from ..tokenization.tokenizer import Tokenizer
 
 
 class Logprob(NamedTuple):
-    """Log probability of one token at one position of the output.
-
-    Attributes:
-        logprob: natural logarithm, of the model's own distribution.
-        rank: rank of the token in the vocabulary, from 1.
-        decoded_token: text of this token alone; None without a tokenizer.
-    """
-
-    logprob: float
-    rank: int
-    decoded_token: str | None
+    logprob: float  # natural logarithm, of the model's own distribution
+    rank: int  # rank of the token in the vocabulary, from 1
+    decoded_token: str | None  # text of this token alone; None without a tokenizer
 
 
 Numbers = tuple[int, float, int, tuple[int, ...], tuple[float, ...]]  # a token's id and TokenLogprobs
@@ -31,11 +23,8 @@ PositionLogprobs = dict[int, Logprob]  # token id + TokenLogprobs' fields
 class OutputLogprobs(Sequence[PositionLogprobs]):
     """One `PositionLogprobs` for each token of an output, stored as numbers and converted on access.
 
-    Twenty top tokens at thousands of positions would be millions of objects; their garbage collection blocks
-    all streams. The collector does not track plain tuples of numbers.
-
-    Args:
-        found, token_ids: log probabilities and the tokens they belong to.
+    Twenty top tokens at thousands of positions would be millions of objects; collecting their garbage blocks
+    all streams. Plain tuples of numbers are not tracked by the collector.
     """
 
     def __init__(
@@ -56,7 +45,6 @@ class OutputLogprobs(Sequence[PositionLogprobs]):
 
     @classmethod
     def joined(cls, first: OutputLogprobs, more: OutputLogprobs) -> OutputLogprobs:
-        """Return the positions of both; neither is changed."""
         found = cls(first._tokenizer)
         found._numbers = [*first._numbers, *more._numbers]
         return found
@@ -66,7 +54,6 @@ class OutputLogprobs(Sequence[PositionLogprobs]):
 
     @property
     def numbers(self) -> Sequence[Numbers]:
-        """The stored numbers, for code that serializes many of them."""
         return self._numbers
 
     def text_of(self, token_id: int) -> str:
@@ -103,12 +90,7 @@ class OutputLogprobs(Sequence[PositionLogprobs]):
 
 
 class PromptLogprobs:
-    """Log probabilities of a prompt, converted to text on first use because long prompts take a while.
-
-    Args:
-        token_ids: the prompt's tokens.
-        rows: log probabilities of all tokens but the first; None for a prompt of one token.
-    """
+    """Log probabilities of a prompt, converted to text on first use. `rows`: of all tokens but the first."""
 
     def __init__(
         self, token_ids: Sequence[int], rows: RowLogprobs | None, tokenizer: Tokenizer | None
@@ -117,7 +99,7 @@ class PromptLogprobs:
 
     @cached_property
     def scored(self) -> OutputLogprobs:
-        """Log probabilities of each token but the first, which has no prediction."""
+        """Log probabilities of each token but the first."""
         rows = () if self._rows is None else self._rows.tokens()
         return OutputLogprobs(self._tokenizer, rows, self._token_ids[1:])
 
@@ -132,7 +114,6 @@ class PromptLogprobs:
 
 
 def display_text(token_id: int, text: str | None) -> str:
-    """Return a token's text, or its id if it has no text."""
     return f"token_id:{token_id}" if text is None else text
 
 

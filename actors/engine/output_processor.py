@@ -1,6 +1,5 @@
 """Turns token updates into user output: text, stop strings, n completions, acceptance statistics.
 
-The engine core handles the token ids of single requests; here they become `RequestOutput`s in vLLM's shape.
 Not thread-safe: `LLM` calls it inline, `AsyncEngine` on its event loop, outside of the step thread.
 """
 
@@ -69,12 +68,10 @@ class RequestMetrics:
 
     @property
     def arm_stats(self) -> ArmStats:
-        """Acceptance counts for the drafter that served the request."""
         return ArmStats(1, self.num_decoding_steps, self.num_accepted_tokens)
 
     @property
     def mean_acceptance_length(self) -> float | None:
-        """Mean acceptance length of the verify steps; see `cluster/speculation/acceptance_length.py`."""
         return mean_acceptance_length(self.num_steps, self.num_accepted_tokens)
 
 
@@ -101,7 +98,7 @@ class RequestOutput:
 
 @dataclass(frozen=True, slots=True)
 class ResumeState:
-    """Progress that another engine made on a request: its output tokens and the number of characters sent."""
+    """Progress of another engine on a request: its output tokens, and the number of characters sent."""
 
     token_ids: tuple[int, ...] = ()
     num_chars: int = 0
@@ -140,12 +137,7 @@ class _Text:
         self._ahead = self._stream.peek() if self._stop else ""
 
     def feed(self, token_ids: Sequence[int], num_before: int, *, ends: bool) -> tuple[int, str | None]:
-        """Append tokens. Return how many of them count and the stop string that ended the text, if any.
-
-        Args:
-            num_before: number of tokens of the completion before these.
-            ends: these are the last tokens, so text held back is included.
-        """
+        """Return how many tokens count, and the stop string that ended the text. `ends`: flush."""
         if not self._stop:
             self.text += self._stream.step(token_ids)
             self.text += self._stream.flush() if ends else ""
@@ -171,13 +163,11 @@ class _Text:
         return self._find_stop(self.text + ahead, begin) if num_tokens > self._min_tokens else None
 
     def take(self, *, final: bool) -> str:
-        """Return the text not emitted yet."""
         end = len(self.text) if final else max(self._emitted, len(self.text) - self._num_held_back)
         piece, self._emitted = self.text[self._emitted : end], end
         return piece
 
     def _find_stop(self, text: str, begin: int) -> str | None:
-        """Find the first stop string that ends in text[begin:], and end the text there."""
         found = [
             (at, stop) for stop in self._stop if (at := text.find(stop, max(0, begin - len(stop) + 1))) >= 0
         ]
@@ -199,7 +189,7 @@ class _Completion:
     stop_reason: int | str | None = None
 
     def feed(self, update: SequenceUpdate) -> tuple[CompletionOutput, bool]:
-        """Process an update. Return the new part, and whether a stop string ends the sequence early."""
+        """Return the new part, and whether a stop string ends the sequence early."""
         token_ids, hit = list(update.token_ids), None
         if self.text is not None:
             used, hit = self.text.feed(token_ids, len(self.token_ids), ends=update.finish_reason is not None)
@@ -225,8 +215,6 @@ class _Completion:
 
 
 class RequestTracker:
-    """All completions of one user request and its statistics."""
-
     def __init__(
         self,
         request_id: str,
@@ -271,7 +259,7 @@ class RequestTracker:
 
     @property
     def child_ids(self) -> list[str]:
-        """The ids of the completions in the engine."""
+        """Ids of the completions in the engine."""
         count = len(self._completions)
         return [self.request_id if count == 1 else f"{self.request_id}-{i}" for i in range(count)]
 
@@ -285,7 +273,6 @@ class RequestTracker:
         return all(c.finish_reason is not None for c in self._completions)
 
     def feed(self, index: int, update: SequenceUpdate) -> tuple[CompletionOutput, bool]:
-        """Process an update of completion `index`; see `_Completion.feed`."""
         self._last_s = time.monotonic()
         if update.token_ids and self._first_token_s is None:
             self._first_token_s = self._last_s
@@ -300,17 +287,14 @@ class RequestTracker:
         return delta, stopped
 
     def forget_logprobs(self, index: int) -> None:
-        """Drop delivered log probabilities of a completion; `complete_output` must not be called
-        afterwards."""
+        """Drop a completion's delivered log probabilities; call `complete_output` no more."""
         if (logprobs := self._completions[index].logprobs) is not None:
             logprobs.clear()
 
     def complete_output(self) -> RequestOutput:
-        """Return everything so far; once finished, the complete output."""
         return self.output([completion.complete_output() for completion in self._completions])
 
     def output(self, outputs: list[CompletionOutput]) -> RequestOutput:
-        """Return the current state of the request with these completions."""
         return RequestOutput(
             self.request_id,
             self.prompt,
@@ -339,15 +323,12 @@ class RequestTracker:
 
 
 class OutputProcessor:
-    """Processes the updates of all running requests of an engine, by engine request id."""
-
     def __init__(self, tokenizer: Tokenizer | None) -> None:
         self._tokenizer = tokenizer
         self._living: dict[str, tuple[RequestTracker, int]] = {}
 
     @cached_property
     def _chat(self) -> ChatModel:
-        """Chat formats found without server settings, used to apply thinking budgets."""
         return ChatModel.of(self._tokenizer)
 
     def add(
@@ -371,9 +352,7 @@ class OutputProcessor:
     ) -> tuple[RequestTracker, list[Request]]:
         """Register a user request; return its tracker and one engine request per completion.
 
-        Args:
-            trace: the metrics of the complete output list every step.
-            resume_state: output of another engine, which is neither generated nor emitted again.
+        `resume_state`: output of another engine, neither generated nor emitted again.
         """
         params = encode_bad_words(params, self._tokenizer)
         if params.thinking_token_budget is not None:
@@ -404,13 +383,10 @@ class OutputProcessor:
         return tracker, requests
 
     def feed(self, update: SequenceUpdate) -> tuple[RequestTracker, CompletionOutput, bool] | None:
-        """Process one update. Return its tracker, the new output, and whether a stop string ends the sequence
-        early.
+        """Return the tracker, the new output, and whether a stop string ends the sequence early.
 
-        Returns None for a request that was forgotten while its last step was in flight.
-
-        Raises:
-            NotANumberError: the target computed NaN or infinite logits for it.
+        None for a request forgotten while its last step was in flight. Raises NotANumberError if the target
+        computed NaN or infinite logits for it.
         """
         known = self._living.get(update.request_id)
         if known is None:
@@ -428,7 +404,6 @@ class OutputProcessor:
         return tracker, fresh, hit
 
     def tracker_of(self, child_id: str) -> RequestTracker | None:
-        """Return the tracker of a completion's request; None if it has ended or was forgotten."""
         known = self._living.get(child_id)
         return None if known is None else known[0]
 

@@ -1,11 +1,9 @@
 """The output streams of an engine's requests, one for each request, fed with the results of steps.
 
-Everything here runs on the event loop. The updates of a step are delivered in slices, so that hundreds of
-requests do not block other tasks. Used by `async_engine.py`.
-
-A reader that keeps up gets one output for each step that produced tokens. When many are unread, those of a
-completion are merged (text, tokens, log probabilities), so that their memory is about that of their content.
-`ReaderLimit` bounds the bytes of all streams of a client together.
+Updates of a step are delivered in slices, so that hundreds of requests do not block other tasks. A reader
+that keeps up gets one output for each step that produced tokens. When many are unread, those of a completion
+are merged, so that they take about the memory of their content. `ReaderLimit` bounds the bytes of all streams
+of a client together. Runs on the event loop.
 """
 
 from __future__ import annotations
@@ -46,28 +44,22 @@ PLACE_BYTES, TOP_BYTES = 150, 72  # bytes of log probabilities per position, and
 
 @dataclass(slots=True)
 class OutputStream:
-    """The outputs of one user request on their way to its reader. `failure` ends the stream.
-
-    Attributes:
-        complete_only: the reader wants only the complete output; it gets nothing earlier.
-        limit: bounds what the client may leave unread; None if the reader cannot be slow.
-        client_id: the client's name for the request, for the log.
-    """
+    """The outputs of one user request on their way to its reader. `failure` ends the stream."""
 
     tracker: RequestTracker
     background: bool = False
-    complete_only: bool = False
+    complete_only: bool = False  # the reader wants only the complete output; it gets nothing earlier
+    # bounds what the client may leave unread; None if the reader cannot be slow
     limit: ReaderLimit | None = None
     failure: MantaError | None = None
     wake: asyncio.Event = field(default_factory=asyncio.Event)
-    client_id: str | None = None
+    client_id: str | None = None  # the client's name for the request, for the log
     unread: UnreadOutputs = field(init=False)
 
     def __post_init__(self) -> None:
         self.unread = UnreadOutputs(self.tracker, self.limit)
 
     async def next(self) -> RequestOutput | None:
-        """Return the new output, or None at the end. Raises the failure that ended the request early."""
         while not self.unread:
             if self.failure is not None:
                 raise self.failure
@@ -78,7 +70,6 @@ class OutputStream:
         return self.unread.take()
 
     def add(self, fresh: CompletionOutput) -> None:
-        """Add new output for the reader."""
         if not self.complete_only:
             self.unread.add(fresh)
             if self.limit is not None:  # a reader with a limit assembles the output itself
@@ -99,16 +90,11 @@ class OutputStream:
 
     @property
     def is_too_slow(self) -> bool:
-        """Whether the client exceeds its limit while more output is to come."""
         return self.limit is not None and self.limit.is_exceeded and not self.tracker.finished
 
 
 class OutputStreams:
-    """The streams of one engine, by user request id.
-
-    Args:
-        abort: ends completions in the engine, with a reason.
-    """
+    """The streams of one engine, by user request id. `abort` ends completions in the engine."""
 
     def __init__(self, abort: Callable[[Sequence[str], FinishReason], None]) -> None:
         self.processor = OutputProcessor(None)
@@ -120,11 +106,9 @@ class OutputStreams:
 
     @property
     def ids(self) -> list[str]:
-        """Ids of the running requests; may be read from any thread."""
         return sorted(self._open)
 
     def check_new(self, request_id: str) -> None:
-        """Raise RequestError if a request with this id is running."""
         if request_id in self._open:
             raise RequestError(
                 f"request_id={brief(request_id)} is already running; give each request a unique id.",
@@ -135,7 +119,7 @@ class OutputStreams:
         self._open[stream.tracker.request_id] = stream
 
     def remove(self, stream: OutputStream) -> None:
-        """Remove a stream after its reader has finished or left; abort the request if it has not finished."""
+        """Remove a stream after its reader has left; abort the request if it has not finished."""
         tracker = stream.tracker
         del self._open[tracker.request_id]
         if not tracker.finished:
@@ -143,7 +127,6 @@ class OutputStreams:
             self._abort(tracker.child_ids, "abort")
 
     def abort(self, request_id: str) -> bool:
-        """End a request as aborted. Return False if it is unknown."""
         stream = self._open.get(request_id)
         if stream is None:
             return False
@@ -170,13 +153,11 @@ class OutputStreams:
             stream.fail(failure)
 
     def fail_online(self, failure: MantaError) -> None:
-        """End all streams with `failure` except those of background requests."""
         for stream in self._open.values():
             if not stream.background:
                 stream.fail(failure)
 
     def _deliver_slice(self) -> None:
-        """Deliver updates for one time slice; a step with hundreds of requests may need several."""
         self._is_delivering = False
         yielder = LoopYielder()
         try:
@@ -235,7 +216,7 @@ class OutputStreams:
 
 
 def processing_failure(request_id: str, error: BaseException, *, client_id: str | None = None) -> MantaError:
-    """Log an exception from processing a request's output. Return the error that ends the request."""
+    """Log an exception from processing a request's output; return the error that ends it."""
     name = client_id or request_id
     if isinstance(error, NotANumberError):
         logger.error("request %s: %s", name, error.message, extra={"request_id": name})
@@ -262,19 +243,12 @@ def _aborted(child_id: str) -> SequenceUpdate:
 
 @dataclass(slots=True)
 class ReaderLimit:
-    """Bounds what the client of one HTTP request may leave unread in all of its streams together.
+    """Bounds what the client of one HTTP request may leave unread in all of its streams."""
 
-    Attributes:
-        client_id: the client's name for the request.
-        max_bytes: limit, in approximate bytes of memory.
-        num_bytes: bytes that are unread now.
-        is_logged: whether exceeding the limit has been logged.
-    """
-
-    client_id: str
-    max_bytes: int
-    num_bytes: int = 0
-    is_logged: bool = False
+    client_id: str  # the client's name for the request
+    max_bytes: int  # limit, in approximate bytes of memory
+    num_bytes: int = 0  # bytes that are unread now
+    is_logged: bool = False  # whether exceeding the limit has been logged
 
     @property
     def is_exceeded(self) -> bool:
@@ -289,15 +263,8 @@ class _Entry:
 
 @dataclass(slots=True)
 class UnreadOutputs:
-    """Unread outputs of one stream, oldest first.
-
-    Attributes:
-        tracker: tracker of the stream's request.
-        limit: limit of its client; None if the reader cannot be slow.
-    """
-
-    tracker: RequestTracker
-    limit: ReaderLimit | None = None
+    tracker: RequestTracker  # tracker of the stream's request
+    limit: ReaderLimit | None = None  # limit of its client; None if the reader cannot be slow
     _entries: deque[_Entry] = field(default_factory=deque[_Entry])
     _last: dict[int, _Entry] = field(default_factory=dict[int, _Entry])  # newest entry by completion
 
@@ -317,7 +284,7 @@ class UnreadOutputs:
             self.limit.num_bytes += num_bytes
 
     def take(self) -> RequestOutput:
-        """Remove and return the oldest output; it is marked as finished only if no other is left."""
+        """Remove the oldest output, marked as finished only if no other is left."""
         entry = self._entries.popleft()
         if self._last.get(entry.output.index) is entry:
             del self._last[entry.output.index]
@@ -351,7 +318,7 @@ def _merged(before: CompletionOutput, fresh: CompletionOutput) -> CompletionOutp
 
 
 def size_of(output: CompletionOutput) -> int:
-    """Return the approximate memory of an output, in bytes."""
+    """Return the approximate bytes of an output in memory."""
     num_bytes = len(output.text) + TOKEN_BYTES * len(output.token_ids)
     if output.logprobs:
         places = output.logprobs.numbers

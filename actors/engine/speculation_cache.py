@@ -4,12 +4,10 @@
     acceptance   acceptance probability by margin, position and temperature of this model and drafter,
                  on any machine
 
-Read when an engine is made; written when it is closed and every few minutes in between. The stored values are
-only a starting point that new measurements replace. Stored values that say drafts do not pay may come from a
-busy machine or from other text; they are ignored, and the engine tries drafts in its first steps as without a
-cache. If few drafts were observed, the acceptance lengths on the drafter's model card complete them.
-`cluster/disk_cache.py` defines the location and handles broken files. Called by `actors/llm.py` and
-`async_engine.py`.
+Read when an engine is made; written when it is closed and every few minutes in between. Stored values are a
+starting point that measurements replace. Those that say drafts do not pay may come from a busy machine or
+from other text: they are ignored, and the engine tries drafts in its first steps. If few drafts were
+observed, the acceptance lengths on the drafter's model card complete them.
 """
 
 from __future__ import annotations
@@ -36,12 +34,6 @@ _WRITE_INTERVAL_S = 300.0
 
 
 class SpeculationCache:
-    """Reads and writes the cache of one engine; stores nothing that the engine does not learn.
-
-    Args:
-        engine: a new engine.
-    """
-
     def __init__(self, config: EngineConfig, info: ExecutorInfo, engine: EngineCore) -> None:
         pair, self._engine = _pair(config, info), engine
         self._costs, self._cost_cache = engine.costs, DiskCache("step-costs", _runs(config, info) | pair)
@@ -56,7 +48,6 @@ class SpeculationCache:
         self._begin()
 
     def end_warm_up(self) -> None:
-        """Have the engine forget the requests so far and start again from the stored values."""
         self._engine.end_warm_up()
         if self._survival is not None:
             _read(self._survival, self._acceptance_cache)
@@ -72,12 +63,11 @@ class SpeculationCache:
             survival.set_prior(mean(self._card_lengths))
 
     def write_if_due(self) -> None:
-        """Write the cache if it is due; called between two steps."""
         if time.monotonic() >= self._due_s:
             self.write()
 
     def write(self) -> None:
-        """Write what was learned; acceptance is not written if the drafter was replaced since the start."""
+        """Write what was learned; no acceptance if the drafter was replaced since the start."""
         self._due_s = time.monotonic() + _WRITE_INTERVAL_S
         if self._costs is not None and self._costs.has_measured_drafts:
             self._cost_cache.write(self._costs.as_json())
@@ -96,7 +86,6 @@ def _read(learned: StepCostModel | AcceptanceModel, cache: DiskCache) -> None:
 
 
 def _pair(config: EngineConfig, info: ExecutorInfo) -> dict[str, str | int | None]:
-    """Return the cache key of a target and drafter pair."""
     spec = config.speculative_config
     return {
         "manta": __version__,
@@ -110,7 +99,7 @@ def _pair(config: EngineConfig, info: ExecutorInfo) -> dict[str, str | int | Non
 
 
 def _runs(config: EngineConfig, info: ExecutorInfo) -> dict[str, str | int | None]:
-    """Return the further cache key of step times: what else determines them, as far as known."""
+    """Return the further cache key of step times: what else determines them, if known."""
     spec = config.speculative_config
     return {
         "placement": None if spec is None else spec.placement,
@@ -124,7 +113,7 @@ def _runs(config: EngineConfig, info: ExecutorInfo) -> dict[str, str | int | Non
 
 
 def _written_s(config: EngineConfig) -> dict[str, float | None]:
-    """Return the modification time of the drafter's weights in a local folder, which training changes."""
+    """Return the modification time of a local drafter's weights, which training changes."""
     spec = config.speculative_config
     folder = Path("" if spec is None else spec.model or "")
     files = folder.glob("*.safetensors") if spec is not None and spec.model is not None else ()
@@ -132,7 +121,7 @@ def _written_s(config: EngineConfig) -> dict[str, float | None]:
 
 
 def _gpu_names() -> str:
-    """Return the GPU names from the driver; this process may not use the GPU itself."""
+    """Return the driver's GPU names; this process may not use the GPU."""
     names: set[str] = set()
     for file in Path("/proc/driver/nvidia/gpus").glob("*/information"):
         lines = file.read_text(encoding="utf-8").splitlines()

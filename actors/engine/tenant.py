@@ -4,8 +4,8 @@
     X-Category: coding
 
 The tenant of the key has priority (`ServerSettings.api_key`), then the header, which a trusted proxy sets and
-which a body cannot override. A name is counted by itself if it is configured (`ServerSettings.tenants`) or if
-the key may name any tenant; all other names are counted as one. Pure functions.
+a body cannot override. A name is counted by itself if it is configured (`ServerSettings.tenants`) or the key
+may name any tenant; all others are counted as one.
 """
 
 from __future__ import annotations
@@ -17,15 +17,9 @@ from ...cluster.request.caller import Caller
 
 
 class Tenant(NamedTuple):
-    """The tenant and category a request is counted for.
-
-    Attributes:
-        named: the tenant of its key, else the one that the request names, whether or not it is counted for
-            it.
-    """
-
     tenant: str | None = None
     category: str | None = None
+    # the tenant of its key, else the one that the request names, whether or not it is counted for it
     named: str | None = None
 
 
@@ -35,12 +29,7 @@ def tenant_of(
     caller: Caller,
     tenants: tuple[str, ...],
 ) -> tuple[Tenant, str | None]:
-    """Return tenant and category of an HTTP request, and the name of the field with an ignored tenant, if
-    any.
-
-    Args:
-        tenants: tenants that every request may name.
-    """
+    """Return the tenant, and the field that names an ignored tenant. Every request may name `tenants`."""
     parsed = parse_tenant(metadata)
     in_header = headers.get("x-tenant")
     named = in_header or parsed.tenant
@@ -51,7 +40,6 @@ def tenant_of(
 
 
 def parse_tenant(metadata: Any) -> Tenant:  # Any: JSON
-    """Return the tenant and category in a body's `metadata`."""
     fields = metadata if isinstance(metadata, Mapping) else {}
     return Tenant(_text(fields.get("tenant")), _text(fields.get("category")))
 

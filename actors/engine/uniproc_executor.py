@@ -1,8 +1,4 @@
-"""Executors that compute, in this process or in Ray workers.
-
-`InProcessExecutor` runs one target rank and the drafter without Ray. `make_executor` selects by topology.
-Called by `LLM` and `AsyncEngine`.
-"""
+"""Executors that compute, in this process or in Ray workers."""
 
 from __future__ import annotations
 
@@ -20,11 +16,7 @@ if TYPE_CHECKING:
 
 
 class InProcessExecutor:
-    """Runs steps in the caller's thread. Sets the process's number of PyTorch CPU threads.
-
-    Raises:
-        CheckpointError, ConfigError: from loading.
-    """
+    """One target rank and the drafter in the caller's thread. Sets PyTorch's number of CPU threads."""
 
     def __init__(self, config: EngineConfig) -> None:
         import torch
@@ -53,7 +45,6 @@ class InProcessExecutor:
 
     @property
     def drafter_health(self) -> DrafterHealth:
-        """Health of the drafter: always that of the target; the generation counts swaps."""
         return DrafterHealth(generation=self._num_swaps)
 
     def submit(self, plan: SchedulerOutput) -> None:
@@ -67,12 +58,7 @@ class InProcessExecutor:
         self._alive()
 
     def swap_drafter(self, model: str) -> None:
-        """Draft with another checkpoint from now on; called between steps. Increments the drafter's
-        generation.
-
-        Raises:
-            CheckpointError, ConfigError: the checkpoint does not fit this engine. The old drafter stays.
-        """
+        """Draft with another checkpoint. Raises CheckpointError, ConfigError, and keeps the old one."""
         self._alive()
         assert self._exchange is not None, "it lives as long as the runner"
         self._exchange.load(model)
@@ -80,24 +66,19 @@ class InProcessExecutor:
         self._num_swaps += 1
 
     def begin_trial(self, model: str) -> None:
-        """Load a candidate that drafts for requests `on_trial`; called between steps, before
-        `EngineCore.begin_trial`.
-
-        Raises:
-            CheckpointError, ConfigError: nothing has changed.
-        """
+        """Load a candidate, before `EngineCore.begin_trial`. Raises CheckpointError, ConfigError."""
         self._alive()
         assert self._exchange is not None, "it lives as long as the runner"
         self._exchange.begin_trial(model)
 
     def end_trial(self, *, promoted: bool) -> None:
-        """Return to one drafter, the candidate if `promoted`; called before `EngineCore.end_trial`."""
+        """Keep one drafter, the candidate if `promoted`; called before `EngineCore.end_trial`."""
         self._alive()
         assert self._exchange is not None, "it lives as long as the runner"
         self._exchange.end_trial(promoted=promoted)
 
     def hold_grammar(self, grammar: Grammar) -> None:
-        """Compile a grammar alongside the steps and hold it until `release_grammar`. Raises GrammarError."""
+        """Compile a grammar alongside the steps and hold it. Raises GrammarError."""
         if (grammars := self._alive().grammars) is not None:
             grammars.compiler.hold(grammar)
 

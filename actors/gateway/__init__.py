@@ -1,4 +1,1 @@
-"""The gateway: one address for several replicas and models, with routing, retries and resumed streams.
-
-Start with `app.py`; `generation_proxy.py` follows one request.
-"""
+"""The gateway in front of replicas and models: routing, retries, resumed streams. Start with `app.py`."""

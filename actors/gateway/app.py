@@ -1,7 +1,6 @@
-"""The gateway's application: the routes that it answers itself and those that it forwards to a replica.
+"""The gateway's application: routes that it answers itself, and those that it forwards to a replica.
 
-Health and models are answered from the gateway's own state, without calling a replica. Scrapes and /explain
-query all replicas, with a short time-out.
+Health and models are answered from the gateway's state. Scrapes and /explain query all replicas, briefly.
 """
 
 from __future__ import annotations
@@ -59,13 +58,11 @@ def create_gateway(
 ) -> FastAPI:
     """Create the gateway's application.
 
-    Args:
-        fleet: the replicas; kept up to date as long as the application runs.
-        traffic: counts the requests in flight, and holds whether the gateway is draining.
-        echo_request_id: see `RequestGate`.
+    `traffic` counts the requests in flight and holds whether the gateway is draining. `echo_request_id`: see
+    `RequestGate`.
     """
     traffic = traffic or Traffic()
-    figures = GatewayMetrics(fleet, gateway)
+    own_metrics = GatewayMetrics(fleet, gateway)
     started_s = int(time.time())
     parts: GatewayState
 
@@ -73,7 +70,7 @@ def create_gateway(
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         nonlocal parts
         parts = GatewayState(
-            fleet, Upstream(), figures, traffic, Isolation(fleet, figures), KeyLimits(settings)
+            fleet, Upstream(), own_metrics, traffic, Isolation(fleet, own_metrics), KeyLimits(settings)
         )
         watching = asyncio.create_task(fleet.watch_forever())
         yield
@@ -102,7 +99,7 @@ def create_gateway(
     async def metrics() -> Response:
         members = [member for model in fleet.models for member in fleet.ready(model)]
         texts = await asyncio.gather(*(_text(parts.upstream, member, "/metrics") for member in members))
-        return Response(joined([*texts, figures.render()]), media_type=CONTENT_TYPE_LATEST)
+        return Response(joined([*texts, own_metrics.render()]), media_type=CONTENT_TYPE_LATEST)
 
     @app.get("/load")
     async def load() -> Response:
@@ -145,7 +142,7 @@ def create_gateway(
     add_middleware(
         app,
         settings,
-        telemetry=figures,
+        telemetry=own_metrics,
         traffic=traffic,
         replica=gateway,
         echo_request_id=echo_request_id,
@@ -166,7 +163,7 @@ def _card(fleet: Fleet, model: ServedModel, name: str, started_s: int) -> JsonOb
 async def _text(
     upstream: Upstream, member: Member, path: str, headers: Sequence[tuple[str, str]] = ()
 ) -> str:
-    """Return the body of a replica's 200 response, or "" after another status, an error or a time-out."""
+    """Return the body of a replica's 200 response; "" after another status, an error or a time-out."""
     try:
         async with (
             asyncio.timeout(SCRAPE_TIMEOUT_S),

@@ -1,8 +1,4 @@
-"""The ingress deployment of Ray Serve in front of several replicas or models.
-
-`actors/replica.py` builds the Serve application from it and the engine deployments. Serve starts, watches,
-scales and stops both; it sends requests to gateways only.
-"""
+"""The ingress deployment of Ray Serve, which starts, watches, scales and stops gateways and engines."""
 
 from __future__ import annotations
 
@@ -32,11 +28,7 @@ GATEWAY = "gateway"
 
 
 class Gateway:
-    """The class of the ingress deployment.
-
-    `engines`: the models' deployments, in the same order. Passing them here is what makes them part of the
-    Serve application.
-    """
+    """`engines`: the models' deployments, in order. Passing them makes them part of the Serve application."""
 
     async def __init__(
         self, models: Sequence[ServedModel], settings: ServerSettings, engines: Sequence[DeploymentHandle]
@@ -52,7 +44,7 @@ class Gateway:
         self._fleet = Fleet(models, directory, self._wake)
 
     def __serve_build_asgi_app__(self) -> FastAPI:
-        """Build the application. Serve calls this after `__init__`."""
+        """Build the application; called by Serve after `__init__`."""
         from .app import create_gateway
 
         self._watching = asyncio.create_task(self._watch(RayServeHost()))
@@ -67,7 +59,7 @@ class Gateway:
         return app
 
     async def _watch(self, host: RayServeHost) -> None:
-        """Wait until Serve or a SIGTERM stops this process, then mark the gateway as draining."""
+        """Mark the gateway as draining when Serve or a SIGTERM stops this process."""
         loop = asyncio.get_running_loop()
         host.on_sigterm(lambda: asyncio.run_coroutine_threadsafe(_deregister(host), loop))
         while not host.is_stopping:
@@ -84,7 +76,7 @@ async def _deregister(host: RayServeHost) -> None:
 
 
 def listen_host() -> str:
-    """Return loopback if this machine is the only node and stays so, else the node's address."""
+    """Return loopback if this machine stays the only node, else the node's address."""
     address = ray.util.get_node_ip_address()
     elsewhere = any(node["Alive"] and node["NodeManagerAddress"] != address for node in ray.nodes())
     return address if elsewhere or may_grow() else "127.0.0.1"

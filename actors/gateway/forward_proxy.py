@@ -2,7 +2,7 @@
 
 Small bodies are read first, so that the request can be sent to another replica as long as none has taken it;
 safe methods (GET, HEAD, OPTIONS) are also sent again after a replica has died. Uploads are streamed once. A
-request under which a replica died becomes a suspect, like requests that generate (`isolation.py`).
+request under which a replica died becomes a suspect (`isolation.py`).
 """
 
 from __future__ import annotations
@@ -28,8 +28,6 @@ _SAFE = frozenset({"GET", "HEAD", "OPTIONS"})
 
 
 class ForwardedResponse(Response):
-    """The response of a replica; the request is forwarded when Starlette sends the response."""
-
     def __init__(self, parts: GatewayState, http: Request) -> None:
         self.background = None
         self._parts = parts
@@ -90,12 +88,12 @@ class ForwardedResponse(Response):
             raise
 
     async def _model(self, body: bytes | None) -> ServedModel:
-        """Return the model that a JSON body names; for any other request the first model."""
+        """Return the model that a JSON body names, else the first model."""
         name = (await read_hints(self._http, body)).model if self._is_json and body else None
         return self._parts.fleet.find(name)
 
     async def _attempt(self, member: Member, body: Body, send: Send, suspect: SuspectRequest | None) -> bool:
-        """Forward to a replica and return True; False if it has certainly not taken the request."""
+        """Forward to a replica; False if it has certainly not taken the request."""
         http, has_started = self._http, False
         headers = request_headers(http)
         try:

@@ -11,8 +11,6 @@ from .replica_set import Fleet
 
 
 class GatewayMetrics:
-    """Counts the events of one gateway and exports them to Prometheus."""
-
     def __init__(self, fleet: Fleet, gateway: str) -> None:
         self._fleet = fleet
         self._counts: dict[str, Counter[tuple[str, ...]]] = {
@@ -27,15 +25,13 @@ class GatewayMetrics:
         self._counts["manta:gateway_requests"][model, choice.reason] += 1
 
     def resumed(self, model: str) -> None:
-        """Count a stream that another replica continues."""
         self._counts["manta:gateway_resumed_streams"][model,] += 1
 
     def retried(self, model: str) -> None:
-        """Count a request that another replica starts again, after none of its output was sent."""
+        """Count a request that another replica starts again, before any output was sent."""
         self._counts["manta:gateway_retried_requests"][model,] += 1
 
     def isolated(self, model: str) -> None:
-        """Count a suspect that is sent to a replica as the only suspect there."""
         self._counts["manta:gateway_isolated_requests"][model,] += 1
 
     def poisonous(self, model: str) -> None:

@@ -6,10 +6,9 @@
        └── with the generated tokens, if they were reported ◀───┘
 
 After a death the request is a suspect: its next attempt waits for a turn, and is the last one if that replica
-dies, too.
-
-No part of a response is sent twice. A request with tokens that replicas do not report (such as several
-completions) moves to another replica as long as nothing was sent; after that it ends with an error event.
+dies, too. No part of a response is sent twice. A request with tokens that replicas do not report (such as
+several completions) moves to another replica as long as nothing was sent; after that it ends with an error
+event.
 """
 
 from __future__ import annotations
@@ -68,19 +67,14 @@ NOT_RECEIVED = (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError)
 class GatewayState:
     fleet: Fleet
     upstream: Upstream
-    figures: GatewayMetrics
+    metrics: GatewayMetrics
     traffic: Traffic
     isolation: Isolation
     key_limits: KeyLimits
 
 
 class GenerationResponse(Response):
-    """The response to a generation request; the request runs when Starlette sends the response.
-
-    Args:
-        http: the request; its body has been read.
-        ending: how streams of the route's API end.
-    """
+    """Runs the request when Starlette sends the response. `http`: its body has been read."""
 
     def __init__(
         self, parts: GatewayState, http: Request, body: bytes, hints: RoutingHints, ending: Ending
@@ -141,11 +135,10 @@ class GenerationResponse(Response):
             )
 
     async def _next_replica(self) -> Member | None:
-        """Return the next replica to try; None if all ready ones have refused. A started stream waits."""
+        """Return the next replica; None if all ready ones have refused. A started stream waits."""
         hints, keep_alive_s = self._hints, time.monotonic()
-        there_s = (
-            keep_alive_s  # when a replica could last have taken the request, apart from waiting for a turn
-        )
+        # When a replica could last have taken the request, apart from waiting for a turn.
+        there_s = keep_alive_s
         with self._parts.isolation.wait_turn(self._model, self._suspect) as attempt:
             while True:
                 try:
@@ -167,7 +160,7 @@ class GenerationResponse(Response):
                     keep_alive_s = time.monotonic()
                     await self._write(KEEP_ALIVE)
         if self._origin.attempt:
-            count = self._parts.figures.resumed if self._has_started else self._parts.figures.retried
+            count = self._parts.metrics.resumed if self._has_started else self._parts.metrics.retried
             count(self._model.names[0])
         return member
 
@@ -178,9 +171,8 @@ class GenerationResponse(Response):
     async def _send_request(self, member: Member) -> bool:
         """Send the request to a replica and relay its response. Return False to try another replica.
 
-        Raises:
-            EngineDeadError: the replica died after sending output that no other replica can continue.
-            PoisonousRequestError: replicas died under this request.
+        Raises EngineDeadError if the replica died after output that no other can continue, and
+        PoisonousRequestError if replicas died under this request.
         """
         request_id = self._http.scope["state"]["request_id"]
         headers = [*request_headers(self._http), (ORIGIN_HEADER, self._origin.header())]
@@ -209,7 +201,7 @@ class GenerationResponse(Response):
         await self._suspect.record_death(member, self._http.scope["state"]["request_id"])
 
     async def _relay(self, member: Member, response: aiohttp.ClientResponse) -> bool:
-        """Relay a response to the client. Return False if another replica is to be tried."""
+        """Relay a response; False if another replica is to be tried."""
         if response.status == 503:
             refusal = await _read_response(response)
             await self._refuse(member, refusal, _error_of(refusal))
@@ -256,7 +248,7 @@ class GenerationResponse(Response):
         raise aiohttp.ClientPayloadError("the stream ended before the completion")
 
     async def _end_or_refuse(self, member: Member, error: JsonObject) -> bool:
-        """Handle a stream that the replica ended with an error. Return False if another replica continues."""
+        """Handle a stream that ended with an error; False if another replica continues."""
         if error.get("code") == 503:
             await self._refuse(member, error_response(EngineDeadError(error["message"])), error)
             return False
@@ -265,7 +257,7 @@ class GenerationResponse(Response):
         return True
 
     async def _refuse(self, member: Member, refusal: Response, error: JsonObject) -> None:
-        """Record that a replica does not serve the request: it is full, draining, or its engine died."""
+        """Record that a replica refuses: it is full, draining, or its engine died."""
         self._refused.add(member.name)
         self._refusal = refusal
         if is_engine_death(error) and member.record.state != "draining":
@@ -276,7 +268,7 @@ class GenerationResponse(Response):
     # Writing to the client.
 
     async def _answer(self, response: Response) -> None:
-        """Send a replica's whole response; in a started stream, send its body as the final event."""
+        """Send a whole response; in a started stream, its body as the final event."""
         assert self._send is not None
         if self._has_started:
             await self._finish(b"data: " + bytes(response.body) + b"\n\n" + DONE)
@@ -293,9 +285,7 @@ class GenerationResponse(Response):
         await self._send({"type": "http.response.start", "status": response.status, "headers": headers})
 
     async def _write(self, data: bytes, *, more: bool = True) -> None:
-        """Write to the client. Blocks while the client reads slowly, which pauses the replica
-        (back-pressure).
-        """
+        """Blocks while the client reads slowly, which pauses the replica (back-pressure)."""
         assert self._send is not None
         await self._send({"type": "http.response.body", "body": data, "more_body": more})
 
@@ -304,11 +294,10 @@ class GenerationResponse(Response):
 
 
 async def died_with_requests(member: Member, error: BaseException) -> bool:
-    """Return whether a broken connection means that the replica's process died or hangs with its requests.
+    """Return whether a broken connection means that the replica died or hangs with its requests.
 
     False for a draining replica, or one that never received the request. After silence (TimeoutError) the
-    node may have been lost, in which case its socket no longer accepts connections; if it still does, the
-    process hangs.
+    node may be lost, so that its socket accepts no connection; if it does, the process hangs.
     """
     if isinstance(error, NOT_RECEIVED) or member.record.state == "draining":
         return False

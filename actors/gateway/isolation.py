@@ -1,10 +1,9 @@
 """Isolates requests under which a replica died, and tests them one at a time.
 
-A request under which a replica died is a suspect (`cluster/fleet/poison_requests.py`). Suspects wait in one
-queue per model and take turns. A replica serves at most one suspect, alongside ordinary requests, and at most
-half of a model's replicas (at least one) serve suspects at the same time. A turn ends when the suspect has
-outlived the point at which the replica died, has ended, or has killed the replica. Used by
-`generation_proxy.py` and `forward_proxy.py` on the event loop.
+Such a request is a suspect (`cluster/fleet/poison_requests.py`). Suspects wait in one queue per model and
+take turns. A replica serves at most one suspect, alongside ordinary requests, and at most half of a model's
+replicas (at least one) serve suspects at the same time. A turn ends when the suspect has outlived the point
+at which the replica died, has ended, or has killed the replica. Runs on the event loop.
 """
 
 from __future__ import annotations
@@ -42,17 +41,17 @@ _NAMES = frozenset({"request_id", "user", "metadata", "stream", "stream_options"
 class Isolation:
     """A gateway's records of deaths under its requests, and the queues of suspects."""
 
-    def __init__(self, fleet: Fleet, figures: GatewayMetrics) -> None:
+    def __init__(self, fleet: Fleet, metrics: GatewayMetrics) -> None:
         self.records = DeathRecords()
         self.fleet = fleet
-        self.figures = figures
+        self.metrics = metrics
         self.testing: set[bytes] = set()  # digests of the suspects that replicas are serving
         self._lines: dict[ServedModel, list[ReplicaAttempt]] = {}
         self._changed = asyncio.Event()
 
     @contextmanager
     def wait_turn(self, model: ServedModel, suspect: SuspectRequest) -> Iterator[ReplicaAttempt]:
-        """Queue a request for its model until a replica is taken. Only suspects wait in the queue."""
+        """Queue a request until a replica is taken. Only suspects wait."""
         attempt = ReplicaAttempt(self, model, suspect)
         line = self._lines.setdefault(model, [])
         line.append(attempt)
@@ -64,10 +63,7 @@ class Isolation:
                 self.notify()
 
     def next_suspect(self, model: ServedModel) -> ReplicaAttempt | None:
-        """Return the most suspicious waiting request: it got the fewest tokens from the dead replica.
-
-        Of equal requests only one is tested at a time, because its result holds for all of them.
-        """
+        """Return the waiting request that got the fewest tokens; only one of equal requests is tested."""
         line = self._lines.get(model, ())
         waiting = [t for t in line if t.case.is_suspect and t.case.digest not in self.testing]
         return min(waiting, key=lambda attempt: attempt.case.num_tokens_received, default=None)
@@ -94,23 +90,20 @@ class ReplicaAttempt:
     def take(self, chain: list[int], session: str | None, without: Iterable[str]) -> Member | None:
         """Choose a replica; None while the request must wait for its turn. Raises as `Fleet.choose` does.
 
-        The caller enters `SuspectRequest.attempt` before it awaits anything else.
-
-        Raises:
-            PoisonousRequestError: the request was found to kill replicas.
-            EngineDeadError: the request has waited too long.
+        The caller enters `SuspectRequest.attempt` before it awaits anything else. Also raises
+        PoisonousRequestError if the request kills replicas, EngineDeadError if it has waited too long.
         """
         self.case.check()
-        fleet, figures, name = self._isolation.fleet, self._isolation.figures, self._model.names[0]
+        fleet, metrics, name = self._isolation.fleet, self._isolation.metrics, self._model.names[0]
         if not self.case.is_suspect:
             member, choice = fleet.choose(self._model, chain, session, without=without)
-            figures.routed(name, choice)
+            metrics.routed(name, choice)
             return member
         fleet.check(self._model)
         if self._isolation.next_suspect(self._model) is self:
             member = fleet.choose_for_suspect(self._model, chain, without=without)
             if member is not None:
-                figures.isolated(name)
+                metrics.isolated(name)
                 return member
         if time.monotonic() - self._began_s > SUSPECT_TIMEOUT_S:
             raise EngineDeadError(
@@ -123,21 +116,16 @@ class ReplicaAttempt:
 
 
 class SuspectRequest:
-    """A request with its death records, and its trial on a replica if it is a suspect.
-
-    Attributes:
-        digest: of the request; None until it is needed.
-        num_tokens_received: number of tokens that the request got in its last attempt.
-    """
+    """A request with its death records, and its trial on a replica if it is a suspect."""
 
     def __init__(self, isolation: Isolation, path: str, body: bytes) -> None:
         self._isolation = isolation
         self._path = path
         self._body = body
-        self.digest: bytes | None = None
+        self.digest: bytes | None = None  # of the request; None until it is needed
         self._tested_on: Member | None = None  # the replica, while this is the only suspect there
         self._began_s = 0.0
-        self.num_tokens_received = 0
+        self.num_tokens_received = 0  # number of tokens that the request got in its last attempt
 
     async def identify(self) -> None:
         """Compute the digest if there are death records; call before `check`."""
@@ -157,7 +145,6 @@ class SuspectRequest:
         return self.digest is not None and self._isolation.records.status_of(self.digest) == "suspect"
 
     def check(self) -> None:
-        """Raise PoisonousRequestError if this request recently killed replicas."""
         if self.digest is not None and self._isolation.records.status_of(self.digest) == "poisonous":
             raise PoisonousRequestError(
                 f"Replicas died while they served this request. It is refused for {TTL_S / 60:g} minutes. "
@@ -207,13 +194,13 @@ class SuspectRequest:
             self._isolation.records.complete(self.digest)
 
     async def record_death(self, member: Member, request_id: str) -> None:
-        """Record that the replica's process died under the request. Call `check` afterwards."""
+        """Record that the replica died under the request. Call `check` afterwards."""
         alone = self._tested_on is not None
         lived_s = time.monotonic() - self._began_s
         digest = await self._identify()
         records = self._isolation.records
         if records.record_death(digest, member.name, alone=alone, lived_s=lived_s) == "poisonous":
-            self._isolation.figures.poisonous(member.record.names[0])
+            self._isolation.metrics.poisonous(member.record.names[0])
             logger.error(
                 "request %s: replica %s died under it, and another one before; requests with the digest %s "
                 "are refused for %g s",
@@ -222,7 +209,7 @@ class SuspectRequest:
 
 
 def _digest(path: str, body: bytes) -> bytes:
-    """Return the SHA-256 of a route and a body; short JSON is compared without fields that have no effect."""
+    """Return the SHA-256 of route and body; short JSON without fields that have no effect."""
     if len(body) <= CANONICAL_BYTES:
         try:
             fields = orjson.loads(body)

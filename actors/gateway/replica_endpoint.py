@@ -1,8 +1,8 @@
 """A replica's endpoint for gateways: its application on a socket of its own, announced by heartbeats.
 
 Serve's proxies do not know this socket. Requests must carry the token from the replica's heartbeats, so only
-processes that can read the cluster's directory get in. The headers of `http/generation/resume_origin.py` are
-read only here.
+processes that can read the cluster's directory get in. Only here the headers of
+`http/generation/resume_origin.py` are read.
 """
 
 from __future__ import annotations
@@ -35,12 +35,7 @@ STALE_REPORT_S = 3 * HEARTBEAT_S
 
 
 class ReplicaEndpoint:
-    """Serves an application to gateways until it is closed.
-
-    Args:
-        describe: returns the replica's current record, given its URL, token and heartbeat number.
-        directory: gets a heartbeat every half second.
-    """
+    """Serves an application to gateways until closed. `describe` returns the replica's current record."""
 
     def __init__(
         self,
@@ -105,8 +100,8 @@ class ReplicaEndpoint:
 class Guard:
     """Requires the token, and passes on what the gateway says of a request.
 
-    Sets `scope["state"]["origin"]`, a `ResumeOrigin`; its tokens are removed from the body, and
-    `["caller"]`, the caller that the gateway has authenticated (the application itself checks no key).
+    Sets in `scope["state"]`: `origin`, a `ResumeOrigin` (its tokens are removed from the body), and `caller`,
+    as authenticated by the gateway (the application itself checks no key).
     """
 
     def __init__(self, app: ASGIApp, token: str) -> None:

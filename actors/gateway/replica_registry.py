@@ -1,7 +1,7 @@
 """The directory of an application's replicas: a small named Ray actor without a CPU.
 
-Replicas send it heartbeats and gateways query it. Its whole state is rebuilt by the next heartbeats, so it
-may die: Ray restarts it on any node. It ends itself when it has not been called for a while.
+Replicas send it heartbeats and gateways query it. The next heartbeats rebuild its whole state, so it may die:
+Ray restarts it on any node. It ends itself when it has not been called for a while.
 """
 
 from __future__ import annotations
@@ -35,11 +35,9 @@ class ReplicaRecord:
     """One heartbeat of a replica.
 
     Attributes:
-        replica: its id in Serve.
         names: names of its model; the first identifies the model.
         url: of its endpoint for gateways; requests must carry `token`.
         state: "failed" when its engine is dead.
-        running, waiting: requests there.
         max_requests: requests that it should have at most.
         max_model_len, created_s: for the model's card.
     """
@@ -107,11 +105,7 @@ class DirectoryActor(Directory):
 
 
 class DirectoryClient:
-    """Client of one application's directory for replicas and gateways.
-
-    Calls raise UnreachableError while it does not answer. After a failed call, the next one looks up the
-    actor again, or creates it.
-    """
+    """Raises UnreachableError while the directory does not answer; the next call finds or creates it."""
 
     def __init__(self, application: str) -> None:
         self._name = f"manta-directory-{application}"
@@ -137,7 +131,7 @@ class DirectoryClient:
             raise UnreachableError(f"The directory {self._name} does not answer: {error!r}.") from error
 
     def _find(self) -> Any:
-        """Get or create the actor. In no placement group: it must outlive the replica that created it."""
+        """Get or create the actor, in no placement group: it must outlive its creator."""
         return (
             ray.remote(DirectoryActor)
             .options(

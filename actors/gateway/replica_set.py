@@ -1,6 +1,6 @@
 """A gateway's view of the replicas: which are ready, how loaded each is, which have just died.
 
-It is updated from the directory twice a second. After its socket fails a replica gets none until its next
+Updated from the directory twice a second. After its socket fails a replica gets no request until its next
 heartbeat. If the directory does not answer, no replica is removed. Runs on the gateway's event loop.
 """
 
@@ -29,35 +29,18 @@ LOST_S = 10.0
 
 @dataclass(frozen=True, slots=True)
 class ServedModel:
-    """A model that the gateway serves.
-
-    Attributes:
-        names: names in requests; the first one is reported.
-        sleeps: the model may scale to zero replicas; a request then starts one and waits for it.
-    """
-
-    names: tuple[str, ...]
-    sleeps: bool = False
+    names: tuple[str, ...]  # names in requests; the first one is reported
+    sleeps: bool = False  # the model may scale to zero replicas; a request then starts one and waits for it
 
 
 @dataclass(slots=True, eq=False)
 class Member:
-    """One replica, as the gateway sees it.
-
-    Attributes:
-        last_seen_s: when that arrived, monotonic.
-        here: requests from this gateway in flight there.
-        others: requests from other gateways, by its last heartbeat.
-        broken: its socket failed, and no heartbeat has arrived since.
-        tests_suspect: it serves a request under which another replica died (`isolation.py`).
-    """
-
     record: ReplicaRecord
-    last_seen_s: float
-    here: int = 0
-    others: int = 0
-    broken: bool = False
-    tests_suspect: bool = False
+    last_seen_s: float  # when that arrived, monotonic
+    here: int = 0  # requests from this gateway in flight there
+    others: int = 0  # requests from other gateways, by its last heartbeat
+    broken: bool = False  # its socket failed, and no heartbeat has arrived since
+    tests_suspect: bool = False  # it serves a request under which another replica died (`isolation.py`)
     _peaks: tuple[int, int] = (0, 0)  # peak of `here` between the last two heartbeats, and since the last
     _attempts: set[asyncio.Timeout] = field(default_factory=set[asyncio.Timeout])
 
@@ -67,16 +50,14 @@ class Member:
 
     @property
     def load(self) -> float:
-        """Return the requests there: this gateway's now, and others' as of the last heartbeat."""
+        """Requests there: this gateway's now, and others' as of the last heartbeat."""
         return self.here + self.others
 
     @property
     def is_ready(self) -> bool:
-        """Return whether its last heartbeat says ready and its socket has not failed since."""
         return not self.broken and self.record.state == "ready"
 
     def update(self, record: ReplicaRecord, now_s: float) -> None:
-        """Update from the directory's record, which may be the same as before."""
         if record.beat != self.record.beat:
             self.last_seen_s, self.broken = now_s, False
             # Some of our own requests may have ended since the replica counted them.
@@ -86,7 +67,7 @@ class Member:
 
     @contextmanager
     def attempt(self) -> Iterator[asyncio.Timeout]:
-        """Count a request as in flight there. The yielded timeout expires if the replica is lost."""
+        """Count a request as in flight. The yielded timeout expires if the replica is lost."""
         bound = asyncio.timeout(None)
         self._attempts.add(bound)
         self.here += 1
@@ -104,13 +85,7 @@ class Member:
 
 
 class Fleet:
-    """All replicas of all models.
-
-    Args:
-        models: in the order in which they are listed.
-        directory: queried twice a second.
-        wake: starts a replica of a model that has none; None if no model sleeps.
-    """
+    """All replicas of all models, listed in this order. `wake` starts a replica of a sleeping model."""
 
     def __init__(
         self,
@@ -132,7 +107,7 @@ class Fleet:
         return self._members.values()
 
     def find(self, name: str | None) -> ServedModel:
-        """Return the model of a name, or the first model if it is None. Raises ModelNotFoundError."""
+        """Return a name's model; the first for None. Raises ModelNotFoundError."""
         if name is None:
             return self.models[0]
         if name in self._by_name:
@@ -143,14 +118,14 @@ class Fleet:
         )
 
     def ready(self, model: ServedModel) -> list[Member]:
-        """Return the ready replicas with a recent heartbeat; if there are none, all ready replicas."""
+        """Return the ready replicas with a recent heartbeat; without any, all ready ones."""
         name = model.names[0]
         found = [m for m in self._members.values() if m.record.names[0] == name and m.is_ready]
         recent = [member for member in found if self._answered_s - member.last_seen_s <= SILENT_S]
         return recent or found
 
     def check(self, model: ServedModel) -> list[Member]:
-        """Return `ready(model)`; raises NoReplicaError if that is empty."""
+        """Return `ready(model)`. Raises NoReplicaError if that is empty."""
         found = self.ready(model)
         if not found:
             raise NoReplicaError(f"No replica of {model.names[0]} can answer at this moment. Retry.")
@@ -164,16 +139,10 @@ class Fleet:
         *,
         without: Iterable[str] = (),
     ) -> tuple[Member, RouteChoice]:
-        """Choose the replica of a request.
+        """Choose the replica of a request. Raises OverloadedError if all are full, NoReplicaError.
 
-        Args:
-            chain: hashes of the prompt's prefixes.
-            session: routes requests of one session to the same replica.
-            without: replicas that have refused the request.
-
-        Raises:
-            OverloadedError: all ready replicas are full.
-            NoReplicaError: no replica is ready.
+        `chain`: hashes of the prompt's prefixes. `session`: its requests get the same replica. `without`:
+        replicas that have refused the request.
         """
         there = self.check(model)
         able = {member.name: _weight(member) for member in self._able(model, there, without)}
@@ -183,11 +152,7 @@ class Fleet:
     def choose_for_suspect(
         self, model: ServedModel, chain: Sequence[int] = (), *, without: Iterable[str] = ()
     ) -> Member | None:
-        """Choose a replica that tests no suspect; None while the maximum number of replicas test one.
-
-        The maximum is half of the model's replicas, at least one, so that the others are unaffected by
-        suspects. Raises as `choose`.
-        """
+        """Choose a replica that tests no suspect; None while half of the model's (at least one) test some."""
         there = self.check(model)
         able = {m.name: m.load for m in self._able(model, there, without) if not m.tests_suspect}
         if not able or sum(member.tests_suspect for member in there) >= max(1, len(there) // 2):
@@ -202,10 +167,7 @@ class Fleet:
         return found
 
     async def wake_model(self, model: ServedModel) -> None:
-        """Start a replica of a sleeping model that has none, and wait for it, for at most WAKE_S.
-
-        Returns without a replica if none can be started.
-        """
+        """Wait up to WAKE_S for a replica of a sleeping model; return without if none can be started."""
         deadline_s = time.monotonic() + WAKE_S
         while model.sleeps and not self.ready(model) and time.monotonic() < deadline_s:
             if (waking := self._wake_call(model)) is None:
@@ -218,7 +180,7 @@ class Fleet:
                 await asyncio.sleep(POLL_S)  # the replica runs; its first heartbeat has not arrived yet
 
     def _wake_call(self, model: ServedModel) -> asyncio.Task[None] | None:
-        """Return the one call that starts a replica for all waiting requests; None if no model sleeps."""
+        """Return the one call that starts a replica for all waiting requests."""
         if self._wake is None:
             return None
         if model not in self._waking or self._waking[model].done():
@@ -266,7 +228,7 @@ class Fleet:
 
 
 def _weight(member: Member) -> float:
-    """Return the load for routing, increased for a replica that tests a suspect, since it may die."""
+    """Return the load for routing; higher while it tests a suspect, since it may die."""
     if not member.tests_suspect:
         return member.load
     return LOAD_FACTOR * member.load + LOAD_SLACK + 1.0

@@ -1,7 +1,4 @@
-"""Reads what routing needs from a generation request: its model, its session, the beginning of its prompt.
-
-Nothing is rejected here: the replica validates the body.
-"""
+"""Reads what routing needs from a request: model, session, the prompt's beginning. Rejects nothing."""
 
 from __future__ import annotations
 
@@ -26,13 +23,7 @@ BEFORE = ("system", "instructions")
 
 @dataclass(frozen=True, slots=True)
 class RoutingHints:
-    """Routing hints of one request.
-
-    Attributes:
-        model, session: None where the request names none.
-        chain: hash chain of the prompt's prefixes.
-        num_completions: 1 where the request's fields are not valid.
-    """
+    """`chain`: hash chain of the prompt's prefixes. `num_completions`: 1 if the fields are not valid."""
 
     model: str | None = None
     session: str | None = None
@@ -41,7 +32,7 @@ class RoutingHints:
 
 
 async def read_hints(http: Request, body: bytes) -> RoutingHints:
-    """Parse a JSON body. Long ones are parsed off the event loop; those with too many values get 413."""
+    """Parse a JSON body, off the event loop if it is long; too many values get 413."""
     try:
         found = await parsed(body)
     except orjson.JSONDecodeError:
@@ -73,10 +64,7 @@ def _num_completions(fields: dict[str, Any]) -> int:
 
 
 def _prompt_bytes(fields: dict[str, Any]) -> bytes:
-    """Return a prompt as bytes with common prefixes that match the prompts'; empty if it is nested too deep.
-
-    orjson reads 1,024 levels and writes 254. The replica still answers such a prompt, without cache affinity.
-    """
+    """Return bytes with the prompts' common prefixes; empty beyond 254 levels, which orjson cannot write."""
     try:
         return _written_prompt(fields)
     except orjson.JSONEncodeError:

@@ -20,16 +20,13 @@ _ERROR = b'data: {"error":'
 class ResumableStream:
     """Removes token comments from the events that a request's successive replicas send.
 
-    An event is released only when its tokens are known. When a replica dies, the known tokens therefore match
-    what the client has.
-
-    Attributes:
-        ended: the completion is whole; only [DONE] follows.
-        error: the error with which a replica ended it, in OpenAI's format (Any: JSON).
+    An event is released only when its tokens are known, so that after a death the known tokens match what the
+    client has.
     """
 
     def __init__(self) -> None:
-        self.ended = False
+        self.ended = False  # the completion is whole; only [DONE] follows
+        # the error with which a replica ended it, in OpenAI's format (Any: JSON)
         self.error: dict[str, Any] | None = None
         self._token_ids = array("i")
         self._num_chars = 0
@@ -44,11 +41,11 @@ class ResumableStream:
         return ResumeState(tuple(self._token_ids), self._num_chars)
 
     def next_replica(self) -> None:
-        """Discard incomplete events and the error of the last replica."""
+        """Discard incomplete events and the last replica's error."""
         self._buffered, self.error = b"", None
 
     def feed(self, data: bytes) -> bytes:
-        """Take in received bytes; return those that the client may have now."""
+        """Return the bytes that the client may have now."""
         buffered = self._buffered + data if self._buffered else data
         given: list[bytes] = []
         begin = 0
@@ -74,7 +71,7 @@ class ResumableStream:
 
 
 def _comment(buffered: bytes, begin: int) -> int:
-    """Return the start of the next token comment, or -1. (No event looks like one: events are JSON.)"""
+    """Return the start of the next token comment, or -1. (Events are JSON: none looks like one.)"""
     if buffered.startswith(TOKENS_MARK, begin):
         return begin
     at = buffered.find(b"\n\n" + TOKENS_MARK, begin)

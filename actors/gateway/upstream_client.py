@@ -1,4 +1,4 @@
-"""HTTP client for the replicas: one connection pool, and the headers that are forwarded in each direction."""
+"""HTTP client for the replicas: one connection pool, and the headers forwarded in each direction."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class Upstream:
     def request(
         self, member: Member, method: str, path: str, headers: Iterable[tuple[str, str]], body: Body | None
     ) -> _RequestContextManager:
-        """Send a request to a replica; `path` is encoded, with its query. Raises aiohttp.ClientError."""
+        """Send a request; `path` is encoded, with its query. Raises aiohttp.ClientError."""
         url = URL(member.record.url + path, encoded=True)
         named = [*headers, (TOKEN_HEADER, member.record.token)]
         return self._session.request(method, url, headers=named, data=body, allow_redirects=False)

@@ -8,16 +8,14 @@
   helps. (For input that is not HTTP, or ends within the headers, HAProxy uses its built-in error pages.)
 * The headers, and as much of the body as HAProxy buffers, must arrive within some seconds. If a replica
   refuses a request before the rest of its body has arrived, HAProxy does not wait for the rest.
-* Idle connections do not block other clients: they are closed after some seconds, and after each response
-  once half of all connections are in use. One address may use only a part of the connections. Probes have
-  connections of their own, or a port.
-* A replica that is draining, or has a dead engine, refuses with a status of its own, on which HAProxy
-  tries another replica; no work has been done for such a request. The client sees it as a 503, and only if
-  there is no other replica. A request under which a replica died is not sent again, since it may be the
-  cause.
+* Idle connections are closed after some seconds, and after each response once half of all connections are in
+  use. One address may use only a part of the connections. Probes have connections of their own, or a port.
+* A replica that is draining, or has a dead engine, refuses with a status of its own, on which HAProxy tries
+  another replica. The client sees it as a 503, and only if there is no other replica. A request under which a
+  replica died is not sent again, since it may be the cause.
 
-The lines to change are found by patterns. A line that is missing means an incompatible version of Ray, and
-raises ValueError. `supervisor.py` calls this before every start of HAProxy.
+The lines to change are found by patterns. A missing line means an incompatible version of Ray, and raises
+ValueError.
 """
 
 from __future__ import annotations
@@ -84,43 +82,24 @@ _ROUTES = "    # Static routing based on path prefixes"
 
 @dataclass(frozen=True, slots=True)
 class HAProxyPaths:
-    """Paths of the files of one HAProxy.
-
-    Attributes:
-        admin: socket on which HAProxy takes commands.
-        scrape: socket that serves the joined metrics.
-        errors: folder with HAProxy's own error responses.
-        draining: ACL file; the entry `DRAINING_ENTRY` in it means that the server is stopping.
-    """
-
-    admin: Path
-    scrape: Path
-    errors: Path
-    draining: Path
+    admin: Path  # socket on which HAProxy takes commands
+    scrape: Path  # socket that serves the joined metrics
+    errors: Path  # folder with HAProxy's own error responses
+    draining: Path  # ACL file; the entry `DRAINING_ENTRY` in it means that the server is stopping
 
 
 @dataclass(frozen=True, slots=True)
 class RewrittenConfig:
-    """A rewritten configuration and what was read from it.
-
-    Attributes:
-        admin: the admin socket that Serve connects to.
-        replicas: (host, port) of each replica.
-    """
-
     text: str
-    admin: Path
-    replicas: tuple[tuple[str, int], ...]
+    admin: Path  # the admin socket that Serve connects to
+    replicas: tuple[tuple[str, int], ...]  # (host, port) of each replica
 
 
 DRAINING_ENTRY = "draining"
 
 
 def rewritten(text: str, places: HAProxyPaths, connections: Connections) -> RewrittenConfig:
-    """Return Serve's configuration with the changes that the module's docstring lists.
-
-    Raises ValueError if a line that must be changed is missing.
-    """
+    """Return Serve's configuration with the changes listed above. Raises ValueError."""
     found = _SOCKET.search(text)
     if found is None:
         raise ValueError("Serve's HAProxy configuration has no line 'stats socket ...'")
@@ -175,7 +154,7 @@ def _error_file(folder: Path, status: int) -> Path:
 
 
 def _with_defaults(text: str, places: HAProxyPaths) -> str:
-    """Replace Serve's error file in the defaults with ours for all errors, and bound the time for headers."""
+    """Replace Serve's error file by ours for all errors, and bound the time for headers."""
     if _ERROR_FILE.search(text) is None:
         raise ValueError("Serve's HAProxy configuration has no line 'errorfile 503 ...'")
     lines = [f"errorfile {status} {_error_file(places.errors, status)}" for status in FAILURES]
@@ -231,7 +210,7 @@ def _rules(servers: list[str], places: HAProxyPaths, head_time: str, maximum: in
 
 
 def _with_limits(text: str, connections: Connections) -> str:
-    """Limit the connections of the clients' frontend; add a frontend for probes if they have a port."""
+    """Limit the clients' frontend; add a frontend for probes if they have a port."""
     found = _FRONTEND.search(text)
     if found is None:
         raise ValueError("Serve's HAProxy configuration has no frontend 'http_frontend' with its 'bind'")
@@ -263,7 +242,7 @@ def _returning(message: str) -> str:
 
 
 def _closing(status: int) -> str:
-    """Return the rule that sends a replica's body as a response of HAProxy, which closes the connection."""
+    """Return the rule that sends a replica's body as HAProxy's, which closes the connection."""
     head = f"http-response return status {status} content-type application/json {_retry_after(status)}"
     return f"{head}lf-string '%[var(txn.manta_body)]'"
 
@@ -278,7 +257,7 @@ def _wrong() -> str:
 
 
 def _body(message: str, status: int = 503, kind: str = "ServiceUnavailableError") -> str:
-    """Return an error body in OpenAI's format. (`http/wire/errors.py` would import a web framework.)"""
+    """Return an error body. (`http/wire/errors.py` would import a web framework.)"""
     error = {"message": message, "type": kind, "param": None, "code": status}
     return json.dumps({"error": error}, separators=(",", ":"))
 

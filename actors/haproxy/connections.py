@@ -1,8 +1,4 @@
-"""Connection limits and idle time-outs of an HAProxy, derived from the limits of the machine.
-
-`Connections.of_this_process` raises this process's limit of open files; everything else is pure.
-`config_rewriter.py` writes the numbers into the configuration.
-"""
+"""Connection limits and idle time-outs of an HAProxy, derived from the limits of the machine."""
 
 from __future__ import annotations
 
@@ -28,27 +24,16 @@ OTHER_FILES = 256
 
 @dataclass(frozen=True, slots=True)
 class Connections:
-    """Limits of one HAProxy.
-
-    Attributes:
-        most: connections of clients.
-        per_source: connections of one address; half of `maximum` by default, so that no single client takes
-            all.
-        for_probes: further connections on which only probes are answered.
-        probe_port: TCP port on which only probes are answered; None: probes have no port of their own.
-    """
-
-    most: int
+    most: int  # connections of clients
+    # connections of one address; half of `most` by default, so that no single client takes all
     per_source: int
-    for_probes: int
+    for_probes: int  # further connections on which only probes are answered
+    # TCP port on which only probes are answered; None: probes have no port of their own
     probe_port: int | None = None
 
     @classmethod
     def of(cls, max_files: int, environment: Mapping[str, str]) -> Connections:
-        """Return the limits of a process that may open `max_files` files.
-
-        Raises ConfigError if an environment variable is not a number in its range.
-        """
+        """Return the limits for `max_files` open files. Raises ConfigError for a wrong variable."""
         files = max_files - min(OTHER_FILES, max_files // 4)
         for_probes = min(PROBE_CONNECTIONS, files // 16)
         possible = max(1, int(files / FILES_PER_CONNECTION) - 2 * for_probes - 1)
@@ -59,7 +44,7 @@ class Connections:
 
     @classmethod
     def of_this_process(cls) -> Connections:
-        """Raise this process's limit of open files to the hard limit and return the resulting limits."""
+        """Raise this process's limit of open files to the hard limit, and return the limits."""
         _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
         files = 1 << 20 if hard == resource.RLIM_INFINITY else hard
         resource.setrlimit(resource.RLIMIT_NOFILE, (files, hard))
@@ -67,7 +52,7 @@ class Connections:
 
     @property
     def total(self) -> int:
-        """Return the limit of all frontends together; statistics and metrics need few connections."""
+        """Limit of all frontends together; statistics and metrics need few connections."""
         return self.most + 2 * self.for_probes + 1
 
 

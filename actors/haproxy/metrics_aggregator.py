@@ -1,8 +1,8 @@
 """Joins the metrics of all replicas into one `/metrics` response, so that every scrape sees the same series.
 
 Each replica's series carry its name in the label `replica`. A replica that does not answer in time is left
-out of that scrape. The client's API key is forwarded to the replicas; if all of them refuse it, the refusal
-is returned. `supervisor.py` runs the server; HAProxy connects to it over a Unix socket.
+out. The client's API key is forwarded; if all replicas refuse it, the refusal is returned. HAProxy connects
+to the server over a Unix socket.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class ScrapeAnswer(NamedTuple):
 
 
 def scrape_server(where: Path, replicas: Sequence[tuple[str, int]]) -> ThreadingUnixStreamServer:
-    """Return a server on the Unix socket `where` that answers every GET with all replicas' metrics."""
+    """Return a server on the Unix socket `where` that answers GETs with all replicas' metrics."""
 
     class Scrape(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
@@ -35,14 +35,14 @@ def scrape_server(where: Path, replicas: Sequence[tuple[str, int]]) -> Threading
             answers = scraped(replicas, keys)
             refusal = next((each for each in answers if each.status != 200), None)
             texts = [each.body.decode() for each in answers if each.status == 200]
-            exposition = (
-                refusal if refusal and not texts else ScrapeAnswer(200, CONTENT_TYPE, joined(texts).encode())
-            )
-            self.send_response(exposition.status)
-            self.send_header("Content-Type", exposition.content_type)
-            self.send_header("Content-Length", str(len(exposition.body)))
+            answer = refusal
+            if texts or answer is None:
+                answer = ScrapeAnswer(200, CONTENT_TYPE, joined(texts).encode())
+            self.send_response(answer.status)
+            self.send_header("Content-Type", answer.content_type)
+            self.send_header("Content-Length", str(len(answer.body)))
             self.end_headers()
-            self.wfile.write(exposition.body)
+            self.wfile.write(answer.body)
 
         def log_message(self, format: str, *args: object) -> None:
             """Do nothing: HAProxy logs the request."""
@@ -76,7 +76,7 @@ def _metrics_of(replica: tuple[str, int], headers: Mapping[str, str]) -> ScrapeA
 
 
 def joined(expositions: Iterable[str]) -> str:
-    """Merge Prometheus expositions: each family appears once with the samples of all, equal series once."""
+    """Merge Prometheus expositions: each family once, with the samples of all, equal series once."""
     heads: dict[str, dict[str, None]] = {}
     samples: dict[str, dict[str, str]] = {}
     for exposition in expositions:

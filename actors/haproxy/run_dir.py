@@ -1,8 +1,7 @@
 """The folder with the files of one server's HAProxies, and the command that makes them refuse new requests.
 
-`manta serve` creates the folder before Ray starts, readable by its user alone, and removes it at the end. If
-the server and all its processes were killed, the next server removes it: the owner holds a lock on its folder
-as long as it runs.
+`manta serve` creates the folder before Ray starts and removes it at the end. If the server and all its
+processes were killed, the next server removes it: a running owner holds a lock on its folder.
 """
 
 from __future__ import annotations
@@ -29,11 +28,7 @@ exec {python} -m {package}.actors.haproxy.supervisor \\
 
 
 class HAProxyFolder:
-    """The folder and its files. Raises ConfigError when HAProxy is not installed.
-
-    `path`: the folder, readable only by its owner. The path is short because it holds Unix sockets, with
-    paths are limited in length.
-    """
+    """Raises ConfigError without HAProxy. `path` is private, and short because it holds Unix sockets."""
 
     def __init__(self) -> None:
         haproxy = find_haproxy()
@@ -69,7 +64,6 @@ class HAProxyFolder:
         return {f"RAY_SERVE_HAPROXY_{name}": str(self.path / file) for name, file in names.items()}
 
     def refuse_requests(self) -> None:
-        """Make all HAProxies answer new requests with a 503 from now on; running requests continue."""
         self._draining.write_text(f"{DRAINING_ENTRY}\n")  # for HAProxies that start later
         command = f"add acl {self._draining} {DRAINING_ENTRY}\n".encode()
         for admin in self.path.glob("*/admin.sock"):
@@ -83,10 +77,7 @@ class HAProxyFolder:
 
 
 def _locked(folder: Path) -> int:
-    """Create and return the lock of a new folder. It gets its final name only once it is held.
-
-    The lock is released when the process ends.
-    """
+    """Return the held lock of a new folder. The lock is released when the process ends."""
     temporary = folder / f"{_LOCK}.new"
     lock = os.open(temporary, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
     fcntl.flock(lock, fcntl.LOCK_EX)
@@ -95,7 +86,7 @@ def _locked(folder: Path) -> int:
 
 
 def _sweep() -> None:
-    """Remove folders of this user after their owner processes were killed; other users share /tmp."""
+    """Remove this user's folders of killed owners; other users share /tmp."""
     for lock in Path(_PARENT).glob(f"{_PREFIX}*/{_LOCK}"):
         try:
             if lock.parent.lstat().st_uid != os.getuid():

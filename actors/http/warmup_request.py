@@ -1,8 +1,4 @@
-"""The ready check of a replica: streams one completion through an application before taking requests.
-
-The application is one of its own, so that no metric counts the request; the log shows it as `ready-check`.
-Called by `actors/replica.py`.
-"""
+"""The ready check of a replica: streams one completion through an application that no metric counts."""
 
 from __future__ import annotations
 
@@ -18,7 +14,7 @@ NAME = "ready-check"
 
 
 async def run_first_request(app: ASGIApp, max_tokens: int) -> None:
-    """Stream one short completion. Raises EngineDeadError if it does not complete."""
+    """Stream one completion. Raises EngineDeadError if it does not complete."""
     body = {"prompt": [1], "max_tokens": max_tokens, "ignore_eos": True, "temperature": 0, "stream": True}
     body["store"] = False
     exchange = _Exchange(orjson.dumps(body))
@@ -30,8 +26,6 @@ async def run_first_request(app: ASGIApp, max_tokens: int) -> None:
 
 
 class _Exchange:
-    """The client of one request."""
-
     def __init__(self, body: bytes) -> None:
         self._request: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
         self.status = 0

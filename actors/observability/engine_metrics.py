@@ -1,7 +1,4 @@
-"""Metric values of an engine, read from `EngineStats` and its settings.
-
-Values observed as outputs are delivered are in `telemetry.py`, which combines both.
-"""
+"""Metric values of an engine, read from `EngineStats` and its settings."""
 
 from __future__ import annotations
 
@@ -87,7 +84,7 @@ def rejection_values(stats: EngineStats) -> dict[tuple[str, ...], float]:
 
 
 def info_values(engine: AsyncEngine, stats: EngineStats) -> dict[str, Values]:
-    """Return the metrics that carry information in their labels: K/V cache and drafters."""
+    """Return the metrics with information in their labels: K/V cache and drafters."""
     return {
         "vllm:cache_config_info": {_cache_labels(engine.config, engine.info): 1.0},
         "dflash:drafter_info": _drafter_labels(engine, stats),
@@ -108,7 +105,7 @@ def trial_values(engine: AsyncEngine) -> dict[str, Values]:
 
 
 def _cache_labels(config: EngineConfig, info: ExecutorInfo) -> tuple[str, ...]:
-    """Return the labels of the pages for full attention, also if there are others for sliding windows."""
+    """Label the pages for full attention, also if there are others for sliding windows."""
     pool = next((group.pool for group in info.page_groups if group.window is None), 0)
     facts = info.page_size, info.num_pages[pool], info.dtype, config.enable_prefix_caching
     return tuple(map(str, facts))

@@ -18,12 +18,7 @@ Values = float | Mapping[tuple[str, ...], float] | HistogramCounts
 
 
 class Exposition(Collector):
-    """Exports some metrics as Prometheus text.
-
-    Args:
-        labels: labels that all metrics share, with their values.
-        values: returns the values by name at each scrape. Metrics without a value are left out.
-    """
+    """Exports metrics as Prometheus text. `values` returns them at each scrape; missing ones are left out."""
 
     def __init__(
         self,
@@ -39,7 +34,7 @@ class Exposition(Collector):
         return generate_latest(self._registry)
 
     def collect(self) -> Iterable[Family]:
-        """Yield the metric families; called by prometheus_client's registry."""
+        """Called by prometheus_client's registry."""
         values = self._values()
         for metric in self._catalogue:
             if metric.name in values:

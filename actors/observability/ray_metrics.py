@@ -1,9 +1,8 @@
 """Mirrors an engine's metrics into Ray's own, where they appear next to Ray's and Serve's.
 
-Includes the whole catalogue. Ray drops names with a colon: `vllm:...` becomes `ray_vllm_...`, with a delay of
-about ten seconds. A histogram is exported as Prometheus's three kinds of series (`_bucket` by `le`, `_sum`,
-`_count`), as gauges: Ray's own histogram would need a call for each observation, that is, for each token.
-Created in the replica, updated by `telemetry.py`.
+Ray drops names with a colon: `vllm:...` becomes `ray_vllm_...`, with a delay of about ten seconds. A
+histogram is exported as Prometheus's three kinds of series (`_bucket` by `le`, `_sum`, `_count`), as gauges:
+Ray's own histogram would need a call for each observation, that is, for each token.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ class RayMetrics:
 
 
 def _exporter_answers() -> bool:
-    """Return whether the agent of this node serves the metrics of its processes."""
+    """Return whether this node's agent serves the metrics of its processes."""
     own = ray.get_runtime_context().get_node_id()
     for node in ray.nodes():
         if node["NodeID"] == own:
@@ -76,8 +75,6 @@ class _Simple:
 
 
 class _Histogram:
-    """A histogram as gauges; see the module."""
-
     def __init__(self, metric: Metric, tags: Tags) -> None:
         name = metric.name.replace(":", "_")
         self._metric = metric

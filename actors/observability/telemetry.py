@@ -2,7 +2,7 @@
 
 Names, buckets and meanings are in `cluster/metrics/engine_metrics.py`. Counters that the engine keeps are
 read at each scrape (`engine_metrics.py`); events on the event loop are observed here: finished requests,
-HTTP, batch rows. `prometheus_text.py` formats them. A `RequestTelemetry` is used on that loop only.
+HTTP, batch rows.
 """
 
 from __future__ import annotations
@@ -54,18 +54,14 @@ REJECTIONS: Mapping[type[MantaError], str] = {
 
 
 class MetricsMirror(Protocol):
-    """Receives all metric values every few seconds (Ray's metrics: `ray_metrics.py`). Called in a thread."""
+    """Receives all metric values every few seconds. Called in a thread."""
 
     def update(self, values: Mapping[str, Values]) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
 class FinishedCompletion:
-    """One completion of a request. Seconds since the request arrived.
-
-    `first_s`, `last_s`: times of its first and last tokens; None without tokens. `max_tokens`: None if the
-    context is the limit.
-    """
+    """Seconds since the request arrived. `max_tokens`: None if the context is the limit."""
 
     num_tokens: int
     max_tokens: int | None
@@ -76,7 +72,7 @@ class FinishedCompletion:
 
 @dataclass(frozen=True, slots=True)
 class EndedPrompt:
-    """A prompt with only ended completions; `longest` is the maximum tokens of a completion."""
+    """`longest`: maximum tokens of a completion."""
 
     num_tokens: int
     num_cached_tokens: int
@@ -85,12 +81,9 @@ class EndedPrompt:
 
 
 class BatchLines(NamedTuple):
-    """Rows of batches that have become durable.
+    """Rows of batches that have become durable; tokens are those of the completed ones.
 
-    Attributes:
-        completed, failed: numbers of rows.
-        prompt_tokens, generation_tokens: tokens of the completed rows.
-        by_category: verify steps and accepted drafts by category.
+    `by_category`: verify steps and accepted drafts.
     """
 
     completed: int
@@ -109,7 +102,6 @@ class FinishedRow:
         operation: OpenTelemetry's name of the operation; None if it cannot be read.
         begin_s, end_s: Unix time.
         error: the error's type.
-        answer: None if there is none.
     """
 
     id: str
@@ -122,7 +114,7 @@ class FinishedRow:
 
 @dataclass(frozen=True, slots=True)
 class FinishedRequest:
-    """One HTTP request at its end, as logged. Times in milliseconds; contains no prompts or outputs."""
+    """One HTTP request at its end, as logged. Contains no prompts or outputs."""
 
     request_id: str
     id: str
@@ -141,8 +133,8 @@ class RequestTelemetry:
     """All metrics of one engine.
 
     Args:
-        replica: included in log lines and label of all metrics. (The label `engine` is vLLM's number of an
-            engine in its process, here always "0".)
+        replica: included in log lines, and label of all metrics. (The label `engine`, here always "0", is
+            vLLM's number of an engine in its process.)
         max_label_values: maximum number of distinct tenants, and of categories.
         categories: categories counted by name.
     """
@@ -213,7 +205,7 @@ class RequestTelemetry:
         self._histograms["vllm:request_max_num_generation_tokens"].observe(ended.longest)
 
     def count_drafts(self, requester: Tenant, num_drafts: int, num_accepted: int) -> None:
-        """Count the verify steps and accepted drafts of a request that has ended for any reason."""
+        """Count verify steps and accepted drafts of a request that has ended for any reason."""
         tenant = self._tenants.of(requester.tenant)
         category = self._categories.of(requester.category)
         for label, value in (("tenant", tenant), ("category", category)):
@@ -233,7 +225,7 @@ class RequestTelemetry:
             self.count_drafts(Tenant(category=category), num_drafts, num_accepted)
 
     def count_rejection(self, error: MantaError) -> None:
-        """Count a request that ended before its first token, unless the request itself is invalid."""
+        """Count a request that ended before its first token, unless it is invalid."""
         if (reason := REJECTIONS.get(type(error))) is not None:
             self._rejected[reason,] += 1
 

@@ -4,7 +4,7 @@ A process has its own file for each day, `2026-01-31.NAME.jsonl`, and appends a 
 changed: its *totals* of that day in that process. The last line of an account counts, so nothing is counted
 twice, a truncated line is skipped, and a kill loses at most the seconds since the last write. A long file is
 rewritten with one line per account. The receipts of a day are the sums over all its files, so replicas share
-a folder. Read by `http/admin/operations.py` and `manta receipts`.
+a folder.
 """
 
 from __future__ import annotations
@@ -41,13 +41,7 @@ _FILE = re.compile(r"(\d{4}-\d{2}-\d{2})\.[\w-]+\.jsonl", re.ASCII)
 
 
 class ReceiptWriter:
-    """Writes the receipts of one engine. Raises ConfigError if the folder cannot be written.
-
-    Args:
-        folder: created if missing.
-        max_label_values: maximum number of distinct tenants, and of categories, as in metrics.
-        categories: categories counted by name.
-    """
+    """Writes the receipts of one engine. Raises ConfigError if the folder cannot be written."""
 
     def __init__(
         self,
@@ -78,16 +72,12 @@ class ReceiptWriter:
         self._logs_failure = True
 
     def account(self, requester: Tenant, *, begins: bool = True) -> UsageAccount:
-        """Return the account that a request is counted for. Call it on the event loop.
-
-        `begins`: False if another engine has counted the request.
-        """
+        """Return a request's account, on the event loop. `begins`: False if another engine has counted it."""
         account = UsageAccount(self._tenants.of(requester.tenant), self._categories.of(requester.category))
         self._requests[account] += begins
         return account
 
     async def write_forever(self) -> None:
-        """Write receipts periodically until cancelled, then once more."""
         try:
             while True:
                 await asyncio.sleep(WRITE_INTERVAL_S)
@@ -147,21 +137,15 @@ class ReceiptWriter:
 
 
 def num_devices(config: EngineConfig) -> int:
-    """Return the number of GPUs an engine holds; a drafter shared by several engines is not counted."""
+    """Return the number of GPUs; a drafter shared by several engines is not counted."""
     spec = config.speculative_config
     return config.tensor_parallel_size + (spec is not None and spec.placement == "split")
 
 
 def read_receipts(folder: Path, day: str | None = None, tenant: str | None = None) -> list[dict[str, Any]]:
-    """Return all receipts of a folder, sorted by day and name, as JSON (`receipt_json`).
+    """Return the receipts of a folder, sorted by day and name, as JSON (`receipt_json`).
 
-    Args:
-        day: YYYY-MM-DD, in UTC; None for all.
-        tenant: None for all.
-
-    Raises:
-        RequestError: `day` is not valid.
-        OSError: the folder cannot be read.
+    `day`: YYYY-MM-DD, in UTC. None: all. Raises RequestError if `day` is not valid; OSError.
     """
     if day is not None:
         day = _checked_day(day)

@@ -1,3 +1,1 @@
-"""Parts of a Ray Serve replica besides HTTP: lifecycle, autoscaling, live settings, canaries. Start with
-`replica_lifecycle.py`.
-"""
+"""Parts of a Ray Serve replica besides HTTP. Start with `replica_lifecycle.py`."""

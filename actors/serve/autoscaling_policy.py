@@ -2,9 +2,9 @@
 
 Named in a deployment's `autoscaling_config.policy`. Serve's controller creates one instance per deployment
 and calls it ten times a second with the last values of the replicas' `record_autoscaling_stats`. This module
-is pickled into the controller and its imports run there, so it imports nothing heavy, and of Ray only its
-metrics (`ScalingMetrics`). Serve then applies its own bounds, factors and delays; `scaling_options`
-sets the delays to zero because two delays in a row would only be slow.
+is pickled into the controller and its imports run there, so it imports nothing heavy. Serve then applies its
+own bounds, factors and delays; `scaling_options` sets the delays to zero because two delays in a row would
+only be slow.
 """
 
 from __future__ import annotations
@@ -30,11 +30,7 @@ _FIGURES = tuple(field.name for field in fields(ReplicaStats))
 
 
 class SpeculativeScaling:
-    """Chooses the number of replicas by load.
-
-    `rules`: fields of `ScalingRules`, from `policy_kwargs`. Raises ConfigError if a rule is unknown or
-    invalid; the deployment is then rejected.
-    """
+    """Chooses the number of replicas by load. `rules`: fields of `ScalingRules`. Raises ConfigError."""
 
     def __init__(self, **rules: float) -> None:
         self._count = ReplicaCount(from_mapping(ScalingRules, rules, "policy_kwargs."))
@@ -58,7 +54,7 @@ class SpeculativeScaling:
 
 
 def latest(ctx: AutoscalingContext) -> list[ReplicaStats]:
-    """Return each replica's latest statistics. Serve's means would lag by seconds and cost a merge each."""
+    """Return each replica's latest statistics. Serve's means would lag by seconds."""
     found: dict[Any, dict[str, float]] = {}
     for name in _FIGURES:
         for replica, points in (ctx.raw_metrics or {}).get(name, {}).items():
@@ -68,7 +64,6 @@ def latest(ctx: AutoscalingContext) -> list[ReplicaStats]:
 
 
 def initial_replicas(minimum: int) -> int:
-    """Return the initial number of replicas, at least one even if the minimum is zero."""
     return max(minimum, 1)
 
 
@@ -92,8 +87,6 @@ def scaling_options(
 
 
 class ScalingMetrics:
-    """Autoscaling metrics of one deployment."""
-
     def __init__(self, application: str, deployment: str) -> None:
         tags = {"application": application, "deployment": deployment}
         self._gauges: dict[str, Gauge] = {}
@@ -106,7 +99,7 @@ class ScalingMetrics:
                 self._decisions.set_default_tags(tags)
 
     def show(self, load: FleetLoad, target: int, wanted: int) -> None:
-        """Export one evaluation: `target` replicas were wanted before it, `wanted` are wanted now."""
+        """Export one evaluation: `target` replicas were wanted before, `wanted` are now."""
         values = {
             "manta_autoscaler_replicas": load.there,
             "manta_autoscaler_wanted_replicas": wanted,

@@ -1,12 +1,11 @@
 """Selects a replica's drafter by its deployment's `user_config` and by the outcome of a trial.
 
     user_config ─▶ configure ─▶ swap, or load a candidate ─▶ requests are assigned at random (async_engine.py)
-    every LOOK_S ─▶ store this replica's evidence, pool that of all ─▶ verdict (cluster/fleet/canary.py)
+    every POLL_S ─▶ store this replica's evidence, pool that of all ─▶ verdict (cluster/fleet/canary.py)
     ─▶ promote or remove the candidate, on every replica, by the first verdict stored
 
-Replicas decide together on the pooled evidence of all. A verdict stays in the store, so a replica that starts
-later begins with it. Created by `actors/replica.py`. Everything runs on the event loop except calls of the
-store.
+A verdict stays in the store, so a replica that starts later begins with it. Everything runs on the event loop
+except calls of the store.
 """
 
 from __future__ import annotations
@@ -36,16 +35,11 @@ from ..engine.async_engine import AsyncEngine
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DrafterCandidate:
-    """A drafter that is tried on traffic before it replaces the current one (`cluster/fleet/canary.py`).
+    """A drafter that is tried on traffic before it replaces the current one."""
 
-    Attributes:
-        drafter: folder or hub id.
-        trial: name of the trial; another name tries the same candidate again.
-        rules: rules of the trial; in YAML its fields are next to these.
-    """
-
-    drafter: str
-    trial: str = ""
+    drafter: str  # folder or hub id
+    trial: str = ""  # name of the trial; another name tries the same candidate again
+    # rules of the trial; in YAML its fields are next to these
     rules: TrialRules = field(default_factory=TrialRules)
 
     def __post_init__(self) -> None:
@@ -70,16 +64,12 @@ class DrafterCandidate:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplicaUserConfig:
-    """The settings of a replica. Changing them needs no restart and interrupts no request.
+    """Settings of a replica. Changing them needs no restart and interrupts no request."""
 
-    Attributes:
-        drafter: folder or hub id of the drafter; None: the one that the replica started with. Tokens do not
-            depend on it. On the target's device it loads while requests wait.
-        candidate: another drafter to try alongside it.
-    """
-
+    # folder or hub id of the drafter; None: the one that the replica started with. Tokens do not depend on
+    # it. On the target's device it loads while requests wait.
     drafter: str | None = None
-    candidate: DrafterCandidate | None = None
+    candidate: DrafterCandidate | None = None  # another drafter to try alongside it
 
     def __post_init__(self) -> None:
         if self.drafter is not None:
@@ -87,7 +77,7 @@ class ReplicaUserConfig:
 
     @property
     def trial_id(self) -> str:
-        """Id of the trial of this candidate against that drafter, the same on all replicas."""
+        """Id of this trial, the same on all replicas."""
         text = json.dumps(asdict(self), sort_keys=True)
         return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
 
@@ -113,19 +103,12 @@ POLL_S = 1.0
 
 @dataclass(frozen=True, slots=True)
 class ReplicaReport:
-    """A replica's report on a trial.
-
-    Attributes:
-        evidence: the evidence it has collected.
-        refused: why it does not take part; None if it does.
-    """
-
-    evidence: Evidence = NO_EVIDENCE
-    refused: str | None = None
+    evidence: Evidence = NO_EVIDENCE  # the evidence it has collected
+    refused: str | None = None  # why it does not take part; None if it does
 
 
 class DrafterCanary:
-    """The drafter control of one replica. `store`: the deployment's store."""
+    """The drafter control of one replica. `store`: the deployment's."""
 
     def __init__(
         self,
@@ -145,17 +128,13 @@ class DrafterCanary:
         self._lock = asyncio.Lock()
 
     async def configure(self, user_config: Mapping[str, Any]) -> None:
-        """Use the drafter of the deployment's `user_config` or, if that is empty, of the store's.
-
-        Errors are logged and nothing changes, because Serve would end the replica on an exception.
-        """
+        """Use the `user_config`'s drafter, else the store's; log errors, upon which Serve would end it."""
         async with self._lock:
             self._configured = dict(user_config)
             self._desired = None
             await self._follow(self._configured or await asyncio.to_thread(self._store.desired_config) or {})
 
     async def work_forever(self) -> None:
-        """Check the store periodically. Runs until cancelled."""
         while True:
             await asyncio.sleep(POLL_S)
             try:
@@ -235,7 +214,7 @@ class DrafterCanary:
         logger.info("%s is on trial %s, next to %s", candidate.drafter, how, self._engine.drafter)
 
     async def _end(self, found: Verdict | None) -> None:
-        """End the trial in this replica; None if it was withdrawn."""
+        """End the trial in this replica. None: it was withdrawn."""
         self._candidate = None
         await self._engine.end_trial(found)
         logger.info("drafting with %s from now on", self._engine.drafter)
@@ -255,16 +234,16 @@ NAMESPACE = b"manta"
 class CanaryStore:
     """The trial state of one deployment of one application, in Ray's internal key-value store.
 
-    Serve keeps its own state there, so the trial state lives as long as the application. Every replica writes
-    under its own key; the first verdict is final. Calls take a network round trip, so they must not run on an
-    event loop. Used by `manta drafter` (jobs/drafters/deploy.py), too.
+    Serve keeps its own state there, so it lives as long as the application. Every replica writes under its
+    own key; the first verdict is final. Calls take a network round trip, so they must not run on an event
+    loop.
     """
 
     def __init__(self, application: str, deployment: str) -> None:
-        self._place = f"drafters/{application}/{deployment}/"
+        self._prefix = f"drafters/{application}/{deployment}/"
 
     def desired_config(self) -> dict[str, Any] | None:  # Any: a user_config
-        """Return the replacement for a `user_config` that Serve was not given, if one is stored."""
+        """Return the stored replacement for a `user_config` that Serve was not given."""
         found = _internal_kv_get(self._key("wish"), namespace=NAMESPACE)
         return None if found is None else json.loads(found)
 
@@ -272,7 +251,7 @@ class CanaryStore:
         _internal_kv_put(self._key("wish"), json.dumps(user_config), overwrite=True, namespace=NAMESPACE)
 
     def began_s(self, trial: str, now_s: float) -> float:
-        """Return the Unix time of the first call for this trial by any replica."""
+        """Return the Unix time of any replica's first call for this trial."""
         return float(self._set_once(f"{trial}/began", repr(now_s)))
 
     def report(self, trial: str, replica: str, report: ReplicaReport) -> None:
@@ -280,7 +259,7 @@ class CanaryStore:
         _internal_kv_put(self._key(f"{trial}/of/{replica}"), text, overwrite=True, namespace=NAMESPACE)
 
     def all_reports(self, trial: str) -> dict[str, ReplicaReport]:
-        """Return the reports by replica, including replicas that are gone, since their evidence counts."""
+        """Return the reports by replica, also of those that are gone: their evidence counts."""
         prefix = self._key(f"{trial}/of/")
         keys = _internal_kv_list(prefix, namespace=NAMESPACE)
         client = internal_kv_get_gcs_client()
@@ -292,7 +271,7 @@ class CanaryStore:
         return None if found is None else _verdict(found.decode())
 
     def set_verdict(self, trial: str, verdict: Verdict) -> Verdict:
-        """Store the verdict unless there is one already. Return the one in effect."""
+        """Store the verdict unless there is one. Return the one in effect."""
         return _verdict(self._set_once(f"{trial}/verdict", verdict))
 
     def clear(self) -> None:
@@ -306,7 +285,7 @@ class CanaryStore:
         return found.decode()
 
     def _key(self, name: str) -> bytes:
-        return (self._place + name).encode()
+        return (self._prefix + name).encode()
 
 
 def _report(stored: dict[str, Any]) -> ReplicaReport:  # Any: JSON

@@ -7,7 +7,7 @@
                                                   connections are refused
 
 Serve notifies a replica's own code only after its streams have ended, so Serve's object in this process is
-polled a few times a second. What a client sees is defined in `http/`. Created by `actors/replica.py`.
+polled a few times a second.
 """
 
 from __future__ import annotations
@@ -36,45 +36,40 @@ ENDED = "The server is stopping, and the time for running requests is over. Send
 
 
 class ReplicaLifecycle:
-    """Watches a replica until its end. Everything happens on the event loop that serves.
-
-    `timeout_s`: how long requests may continue during a shutdown.
-    """
+    """Watches a replica until its end, on the loop that serves. `timeout_s`: for running requests."""
 
     def __init__(
         self,
         engine: AsyncEngine,
         traffic: Traffic,
-        place: RayServeHost,
+        host: RayServeHost,
         timeout_s: float,
         exit: Callable[[int], object] = os._exit,
     ) -> None:
         self._engine = engine
         self._traffic = traffic
-        self._place = place
+        self._host = host
         self._timeout_s = timeout_s
         self._exit = exit
 
     async def watch(self) -> None:
         while True:
             if not self._engine.is_alive:
-                if not self._place.is_stopping:  # otherwise Serve has closed it
+                if not self._host.is_stopping:  # otherwise Serve has closed it
                     await self._end_dead()
                 return
-            if self._place.is_stopping:
+            if self._host.is_stopping:
                 await self._drain()
                 return
             await asyncio.sleep(POLL_S)
 
     async def handle_sigterm(self) -> None:
-        """Shut down as if Serve had asked, and end the process."""
-        if not self._place.is_stopping:  # otherwise Ray ends a replica that Serve has drained
+        if not self._host.is_stopping:  # otherwise Ray ends a replica that Serve has drained
             logger.info("SIGTERM: this replica stops")
-        await self._place.exit()  # `watch` notices it and drains
+        await self._host.exit()  # `watch` notices it and drains
         self._exit(0)
 
     async def _drain(self) -> None:
-        """Let requests continue until the timeout, then end the rest."""
         began_s = time.monotonic()
         self._traffic.draining = True
         logger.info("draining: %d requests run and have %g s to finish", self._traffic.open, self._timeout_s)
@@ -92,7 +87,7 @@ class ReplicaLifecycle:
     async def _end_dead(self) -> None:
         logger.error("the engine is dead: this replica ends, for Serve to replace it")
         self._traffic.draining = True
-        self._place.stop_accepting()
+        self._host.stop_accepting()
         await asyncio.sleep(CLOSING_S)
         await self._traffic.ended(FLUSH_S)
         self._engine.kill_stalled_workers()

@@ -1,9 +1,9 @@
 """Hooks into Serve's own objects in a replica's process: its shutdown state, and an ASGI wrapper before its
 queue.
 
-`RayServeHost` is used by `replica_lifecycle.py`. `ProbeBypass` wraps the HTTP server that Serve opens in a
-replica behind HAProxy, and Serve's own proxy, if the environment of their processes names `middlewares`
-(RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH, as set by `manta serve`). It does the following:
+`ProbeBypass` wraps the HTTP server that Serve opens in a replica behind HAProxy, and Serve's own proxy, if
+the environment of their processes names `middlewares` (RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH, as set by
+`manta serve`):
 
 * Health and metrics requests are answered before Serve's queue, so that probes do not wait.
 * Serve's plain-text errors are replaced by errors in OpenAI's format.
@@ -45,7 +45,7 @@ STATUS_MESSAGES = {404: (503, NOT_READY), 408: (408, "The request took too long.
 
 
 def middlewares() -> list[Middleware]:
-    """Return the ASGI middlewares; called by Serve in each process that listens."""
+    """Called by Serve in each process that listens."""
     return [Middleware(ProbeBypass)]
 
 
@@ -60,8 +60,7 @@ def restore_print() -> None:
     """Restore Python's own `print` in this process.
 
     If RAY_SERVE_LOG_TO_STDERR is 0, as set by `manta serve`, Serve replaces `print` in a replica by one that
-    writes the tuple of its arguments into any other file, which includes each formatted traceback. Standard
-    output and error stay Serve's.
+    writes the tuple of its arguments into any other file, also for each formatted traceback.
     """
     builtins.print = logging_utils.buildin_print
 
@@ -87,7 +86,6 @@ class RayServeHost:
 
     @property
     def is_stopping(self) -> bool:
-        """Whether Serve has asked the replica to stop."""
         return self._replica._shutting_down
 
     def stop_accepting(self) -> None:
@@ -95,8 +93,7 @@ class RayServeHost:
         self._replica._event_loop.call_soon_threadsafe(self._replica._stop_accepting_direct_ingress)
 
     def on_sigterm(self, callback: Callable[[], object]) -> None:
-        """Call `callback` on SIGTERM instead of ending at once. Call from any thread; `callback` runs in the
-        main one.
+        """Call `callback`, in the main thread, on SIGTERM instead of ending at once.
 
         Only the main thread may set a handler, and it never leaves Ray's loop. So Ray's handler stays, and
         the function of its module that ends the process is replaced.
@@ -141,7 +138,7 @@ def _one_id(scope: Scope, send: Send) -> Send:
 
 
 def _replica() -> Any:  # Any: a class that Serve makes of ours.
-    """Return the replica of this process; None in a proxy."""
+    """Return None in a proxy."""
     try:
         return serve.get_replica_context().servable_object
     except RayServeException:
@@ -169,7 +166,7 @@ class _Translated:
             await self._send(message)
 
     def _is_untouched(self) -> bool:
-        """Return whether the replica does not serve, and its engine did not die during this request."""
+        """Return whether the replica does not serve and its engine did not die during this request."""
         serves = getattr(self._replica, "serves", True)  # a gateway's replica has no engine that could die
         return not serves and (self._is_alive() or not self._lived)
 

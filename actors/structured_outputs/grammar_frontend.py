@@ -6,8 +6,6 @@ Errors name the request field. Sizes are bounded here. Time, memory and nesting 
 process that compiles each grammar first (`grammar_validator.py`); then the ranks compile it in parallel with
 their steps and hold it while the request is open. JSON Schema keywords that llguidance does not support are
 rejected: output that follows half a schema would be silently wrong.
-
-Used by `AsyncEngine` (`hold`) and by `LLM` (`compile`, which blocks).
 """
 
 from __future__ import annotations
@@ -45,11 +43,10 @@ LARGE_TIMEOUT_S = 600.0
 
 @runtime_checkable
 class HoldsGrammars(Protocol):
-    """An executor with ranks that compile grammars alongside their steps. Methods are thread-safe."""
+    """An executor with ranks that compile grammars alongside their steps. Thread-safe."""
 
     def hold_grammar(self, grammar: Grammar) -> None:
-        """Compile a grammar on every rank and hold it until `release_grammar`. Blocks; raises
-        GrammarError."""
+        """Compile on every rank and hold until `release_grammar`. Blocks; raises GrammarError."""
         ...
 
     def release_grammar(self, grammar: Grammar) -> None: ...
@@ -58,10 +55,8 @@ class HoldsGrammars(Protocol):
 class GrammarFrontend:
     """Checks the grammars of one engine's requests.
 
-    Args:
-        tokenizer: None if the engine has none; every grammar is then rejected.
-        vocab_size, eos_token_ids: of the model.
-        holder: compiles what `hold` has checked; None if steps compile, as in `LLM`.
+    `tokenizer`: without one every grammar is rejected. `holder` compiles what `hold` has checked; None if
+    steps compile, as in `LLM`.
     """
 
     def __init__(
@@ -88,22 +83,14 @@ class GrammarFrontend:
         return cls(tokenizer, info.vocab_size, info.eos_token_ids, holder)
 
     def compile(self, params: SamplingParams) -> SamplingParams:
-        """Return the parameters with the grammar for their `structured_outputs`. Blocks.
-
-        Raises RequestError if the grammar is not valid or too expensive; names the field.
-        """
+        """Add the grammar for `structured_outputs`. Blocks. Raises RequestError, which names the field."""
         found = self._checked(params, QUICK_S) or self._checked(params, SLOW_S)
         assert found is not None, "a slow trial answers"
         return found
 
     @asynccontextmanager
     async def hold(self, params: SamplingParams) -> AsyncGenerator[SamplingParams, None]:
-        """Do as `compile` off the event loop; the grammar stays compiled on every rank inside the context.
-
-        Raises:
-            RequestError: the grammar is not valid or too expensive; names the field.
-            OverloadedError: other large grammars have been in use for too long.
-        """
+        """Do as `compile`, with the grammar held on every rank. May also raise OverloadedError."""
         if params.structured_outputs is None and params.grammar is None:
             yield params
             return
@@ -161,7 +148,7 @@ class GrammarFrontend:
         return found
 
     def _wait_for_capacity(self, grammar: Grammar, field: str) -> None:
-        """Wait until a large grammar may be compiled, and count it. Raises OverloadedError."""
+        """Count a large grammar once it may be compiled. Raises OverloadedError."""
 
         def has_capacity() -> bool:
             return self._is_closed or grammar in self._large or len(self._large) < MAX_LARGE
@@ -193,7 +180,7 @@ class GrammarFrontend:
                 self._capacity.notify_all()
 
     def _checked(self, params: SamplingParams, cpu_s: float) -> SamplingParams | None:
-        """Return the parameters with their checked grammar; None if that takes longer than `cpu_s`."""
+        """Add the checked grammar; None if that takes longer than `cpu_s`."""
         outputs = params.structured_outputs
         if params.grammar is not None:
             kind, text, after = params.grammar.kind, params.grammar.text, params.grammar.after_token_ids
@@ -228,9 +215,7 @@ _Kind = GrammarKind | Literal["grammar"]
 
 
 def written_grammar(outputs: StructuredOutputsParams) -> tuple[_Kind, str]:
-    """Return the grammar in a form for llguidance, or as EBNF that may have to be converted to Lark
-    ("grammar"). Raises RequestError for errors found without compiling.
-    """
+    """Return a grammar for llguidance, or EBNF that may have to become Lark. Raises RequestError."""
     field = outputs.field
     match outputs.constraint:
         case "json" | "json_object":
@@ -261,7 +246,7 @@ def _lark_of_choice(choice: tuple[object, ...], field: str) -> str:
 
 
 def _parsed(value: Any, field: str) -> Any:  # Any: JSON
-    """Return JSON, which may have been sent as text."""
+    """Parse JSON that was sent as text."""
     if not isinstance(value, str):
         return value
     _check_size(value, field)

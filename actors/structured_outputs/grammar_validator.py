@@ -1,8 +1,7 @@
-"""Tries grammars in a process that may be killed (`drafter/grammars/compile_sandbox.py`), and caches the
-results.
+"""Tries grammars in a process that may be killed (`compile_sandbox.py`), and caches the results.
 
 The process is started for the first grammar, and again after it was killed. It ends with `close` or when this
-process ends. Called by `grammar_frontend.py`.
+process ends.
 """
 
 from __future__ import annotations
@@ -68,10 +67,7 @@ class GrammarValidator:
         return None if self._process is None else self._process.pid
 
     def try_grammar(self, kind: str, text: str, cpu_s: float) -> TrialResult:
-        """Try a grammar. Blocks until there is a result or the time is exceeded.
-
-        Raises OverloadedError if the process did not answer.
-        """
+        """Block until there is a result or the time is exceeded. Raises OverloadedError."""
         key = _key(kind, text)
         with self._lock:
             result = self._results.get(key)
@@ -106,7 +102,7 @@ class GrammarValidator:
         raise OverloadedError("The process that tries grammars does not answer. Retry.")
 
     def _running(self) -> socket.socket:
-        """Return the socket to the process; start it if it is not running."""
+        """Return the socket to the process; start it if needed."""
         if self._control is not None and self._process is not None and self._process.poll() is None:
             return self._control
         self._end()
@@ -145,7 +141,7 @@ class GrammarValidator:
 
 
 def _exchange(control: socket.socket, sent: bytes) -> bytes:
-    """Send a question on its own connection; return the answer, or b"" if the process has ended."""
+    """Return the answer, on a connection of its own; b"" if the process has ended."""
     ours, theirs = socket.socketpair()
     with ours:
         with theirs:
@@ -168,7 +164,6 @@ def _trial_result(answer: Mapping[str, Any], cpu_s: float, text: str) -> TrialRe
 
 
 def _killed(by: int, cpu_s: float) -> TrialResult:
-    """Return the result for a grammar during which a signal ended the process."""
     match by:
         case signal.SIGPROF:
             reason = f"compiling it takes longer than the time limit of {cpu_s:g} s of a core"

@@ -1,8 +1,4 @@
-"""Prepares JSON schemas for llguidance: rejects what it would misread, and bounds whitespace.
-
-llguidance itself rejects what it does not support (`GrammarCompiler`). Called by `grammar_frontend.py`,
-`structural_tags.py` and other code that embeds schemas in grammars.
-"""
+"""Prepares JSON schemas for llguidance: rejects what it would misread, and bounds whitespace."""
 
 from __future__ import annotations
 
@@ -22,8 +18,8 @@ MAX_JSON_DEPTH = 120  # JSON schema readers accept up to 128
 def written_schema(schema: Any, field: str, *, whitespace: bool = True) -> str:
     """Return a schema as JSON text for llguidance.
 
-    `whitespace`: allow whitespace between JSON tokens, as the schema's own `x-guidance` says. Raises
-    RequestError if it is not a schema or cannot be enforced; names `field`.
+    `whitespace`: allow it between JSON tokens, as the schema's own `x-guidance` says. Raises RequestError,
+    which names `field`, if it is not a schema or cannot be enforced.
     """
     check_size(schema, field)
     keywords = {} if schema is True else schema
@@ -45,7 +41,7 @@ def written_schema(schema: Any, field: str, *, whitespace: bool = True) -> str:
 
 
 def check_size(value: Any, field: str) -> None:
-    """Raise RequestError if JSON is nested too deep or too large, without recursion or serialization."""
+    """Raise RequestError for too deep or large JSON, without recursion or serialization."""
     num_chars, depth, layer = 0, 0, [value]
     while layer:
         following: list[Any] = []
@@ -65,7 +61,7 @@ def check_size(value: Any, field: str) -> None:
 
 
 def _has_misread_bounds(schema: Any) -> bool:
-    """Return whether llguidance would accept a value that a part's bounds exclude: 0 in 0 < x < 0.5."""
+    """Return whether llguidance would accept a value that bounds exclude: 0 in 0 < x < 0.5."""
     if isinstance(schema, list):
         return any(map(_has_misread_bounds, schema))
     if not isinstance(schema, Mapping):

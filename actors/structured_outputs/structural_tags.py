@@ -1,4 +1,4 @@
-"""Structural tags as llguidance's Lark: free text in which triggers begin structures, and formats combining
+"""Structural tags as llguidance's Lark: free text in which triggers begin structures, and formats around
 them.
 
     {"structures": [{"begin": "<fn=f>", "schema": {..}, "end": "</fn>"}], "triggers": ["<fn="]}
@@ -9,7 +9,7 @@ The older form is that of OpenAI-compatible servers; the newer is XGrammar's, wh
 XGrammar's "Structural Tag Usage"). In both, a tag belongs to the shortest trigger that its `begin` starts
 with, because the free text before it ends there. Free text ends at the first occurrence of its end mark, so a
 tag's end is passed down to the last part inside it. Free text without an end mark cannot be followed by
-anything; a format that places something after it is rejected. Called by `grammar_frontend.py`.
+anything; a format that places something after it is rejected.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class _Tag:
 
 
 def lark_of_tags(tags: Json, field: str) -> str:
-    """Return the Lark grammar of structural tags. Raises RequestError, naming a part of `field`."""
+    """Return the Lark of structural tags. Raises RequestError, naming a part of `field`."""
     check_size(tags, field)
     writer = _Writer()
     if "format" in tags:
@@ -76,10 +76,7 @@ class _Writer:
         self._num_chars = 0
 
     def part(self, form: Json, field: str, ends: _Ends) -> str:
-        """Return the Lark expression of a format and of what ends it.
-
-        Raises RequestError if the format is unknown or incomplete.
-        """
+        """Return the Lark of a format and its ends. Raises RequestError if unknown or incomplete."""
         self._depth += 1
         if self._depth > MAX_DEPTH:
             raise RequestError(f"{field}: formats may be nested at most {MAX_DEPTH} deep.", param=field)
@@ -146,12 +143,10 @@ class _Writer:
         first: bool = False,
         only: bool = False,
     ) -> str:
-        """Return the Lark expression of free text that contains tags.
+        """Return the Lark of free text with tags.
 
-        Args:
-            text: allowed text between tags, as Lark.
-            first: it begins with a tag.
-            only: it ends with its first tag.
+        `text`: allowed text between tags, as Lark. `first`: it begins with a tag. `only`: it ends with its
+        first.
         """
         by_trigger: dict[str, list[str]] = {}
         for tag in tags:
@@ -185,7 +180,6 @@ class _Writer:
         return self._until(text, ends) if ends else self._named(text, terminal=True)
 
     def _text_without(self, form: Json, field: str) -> str:
-        """Return the Lark of any text without what a format excludes."""
         if not form.get("excludes"):
             return _ANY_TEXT
         excluded = _either(map(_quoted, _list(form, "excludes", field, str)))
@@ -202,7 +196,7 @@ class _Writer:
             yield each, f"{field}.elements.{i}"
 
     def _must_end(self, ends: _Ends, field: str) -> _Ends:
-        """Return the ends of free text. Raises RequestError if something follows it that cannot."""
+        """Return the ends of free text. Raises RequestError if something follows that cannot."""
         if ends == ():
             raise RequestError(
                 f"{field}: free text has no end here, so nothing can follow it. Put it last, or into a tag.",
@@ -268,7 +262,7 @@ def _quoted(text: str) -> str:
 
 
 def _regex(pattern: str, field: str) -> str:
-    """Return the pattern between Lark's slashes; a slash in it is escaped if it was not."""
+    """Return the pattern between Lark's slashes; an unescaped slash in it is escaped."""
 
     def written(piece: re.Match[str]) -> str:
         char = piece[0] if piece[1] is None else piece[1]

@@ -1,7 +1,6 @@
 """Writes files atomically, and opens them without following links.
 
-Another user may have prepared a folder that we write to, so links and names in it are not trusted
-(`cluster/safe_file_names.py`).
+Another user may have prepared a folder that we write to, so links and names in it are not trusted.
 """
 
 from __future__ import annotations
@@ -42,10 +41,7 @@ def check_writable(folder: Path, param: str) -> None:
 
 
 def make_folder(folder: Path, *, private: bool = False) -> None:
-    """Create a folder and its parents; existing ones are not changed.
-
-    `private`: created folders are not accessible to other users.
-    """
+    """Create a folder and its parents, for this user alone if `private`; existing ones are not changed."""
     if not private:
         folder.mkdir(parents=True, exist_ok=True)
         return
@@ -83,9 +79,7 @@ def write_atomically(
 ) -> None:
     """Write a file under a temporary name, make it durable, and rename it.
 
-    Args:
-        synced: False leaves it to the system when the file reaches the disk.
-        private: other users may not read it.
+    `synced`: False leaves it to the system when it reaches the disk. `private`: other users may not read it.
     """
     # No other writer uses this name, and no link can have been placed there.
     temporary = path.with_name(f"{TEMPORARY}{path.name[:_LONGEST]}-{secrets.token_hex(8)}.part")
@@ -107,7 +101,7 @@ def write_atomically(
 
 
 def _sync_folder(folder: Path) -> None:
-    """Make a rename in a folder durable; some network file systems cannot guarantee it."""
+    """Make a rename durable; some network file systems cannot guarantee it."""
     handle = os.open(folder, os.O_RDONLY)
     try:
         with contextlib.suppress(OSError):

@@ -7,8 +7,7 @@ computes, it gets the GIL back only after the switch interval, 5 ms by default: 
 take 50 ms.
 
 Work that must run on the loop or consists of many small parts is split into time slices (`LoopYielder`). A
-single long call goes into a thread instead (`actors/tokenization/async_prompt_encoder.py`) if it releases the
-GIL there.
+single long call goes into a thread instead if it releases the GIL there.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ _YOUNG, _MIDDLE = 10, 1000
 
 
 def tune_gc() -> None:
-    """Freeze all present objects, rarely collect the oldest others, and switch threads sooner."""
+    """Freeze all present objects, rarely collect the oldest others, switch threads sooner."""
     sys.setswitchinterval(_SWITCH_INTERVAL_S)
     gc.collect()
     gc.freeze()
@@ -46,7 +45,7 @@ class LoopYielder:
         return time.monotonic() >= self._begin_s + TIME_SLICE_S
 
     async def yield_if_over(self) -> None:
-        """Yield to the event loop if this time slice is over; call it between two parts."""
+        """Yield if this time slice is over; call it between two parts."""
         if self.is_over:
             await asyncio.sleep(0)
             self._begin_s = time.monotonic()

@@ -18,7 +18,7 @@ Controller = Literal["cpu", "memory"]
 
 @dataclass(frozen=True, slots=True)
 class ControlGroup:
-    """The group of this process in the hierarchy of a controller: `folder`, at or below `mount`."""
+    """The group of this process in a controller's hierarchy: `folder`, at or below `mount`."""
 
     folder: Path
     mount: Path
@@ -26,7 +26,7 @@ class ControlGroup:
 
     @classmethod
     def of_this_process(cls, controller: Controller = "cpu") -> ControlGroup | None:
-        """Return the group, or None if no such hierarchy is mounted."""
+        """Return None if no such hierarchy is mounted."""
         places = [line.split(":", 2)[1:] for line in _lines(_MEMBERSHIP)]
         v1 = next((path for names, path in places if controller in names.split(",")), None)
         v2 = next((path for names, path in places if not names), None)
@@ -48,12 +48,12 @@ class ControlGroup:
             yield folder
 
     def cpu_quota(self) -> float | None:
-        """Return the smallest CPU quota, in cores; None without one."""
+        """Return the smallest CPU quota, in cores."""
         quotas = [quota for folder in self._folders if (quota := _cpu_quota(folder)) is not None]
         return min(quotas, default=None)
 
     def throttled_s(self) -> float | None:
-        """Return the seconds throttled by quotas, summed over cores and groups; None without a quota."""
+        """Return the seconds throttled, summed over cores and groups; None without a quota."""
         found = [held_s for folder in self._folders if (held_s := _throttled_s(folder)) is not None]
         return sum(found) if found else None
 
@@ -91,7 +91,7 @@ def _throttled_s(folder: Path) -> float | None:
 
 
 def _free_bytes(folder: Path) -> int | None:
-    """Return the free bytes of one group; cached file pages count as free."""
+    """Cached file pages count as free."""
     for maximum, used in (("max", "current"), ("limit_in_bytes", "usage_in_bytes")):
         limit, taken = _first(folder / f"memory.{maximum}"), _first(folder / f"memory.{used}")
         if limit not in (None, "max") and taken is not None:
@@ -106,7 +106,7 @@ def _facts(file: Path) -> dict[str, int]:
 
 
 def _lines(file: Path) -> list[str]:
-    """Return the lines of a file, or none if it does not exist or is not readable."""
+    """Return no lines if the file does not exist or is not readable."""
     try:
         return file.read_text(encoding="utf-8").splitlines()
     except OSError:
@@ -126,7 +126,7 @@ _WORTH_A_THREAD = 0.6
 
 
 def owned_cores() -> int:
-    """Return the number of cores this process may use, by its CPU affinity and its quota of CPU time."""
+    """Return the number of cores, by CPU affinity and quota."""
     affinity = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     group = ControlGroup.of_this_process("cpu")
     quota = group.cpu_quota() if group else None

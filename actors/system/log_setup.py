@@ -1,8 +1,8 @@
 """Log destination and format of our processes: text, or one JSON object per line.
 
-A replica or a gateway sets this up for itself and passes it on to the processes that it starts (`in_force`),
-each of which adds its own origin. In JSON every line has `time`, `level`, `logger` and its origin (`process`,
-`replica`, `engine`, `rank`), and `request_id` if it concerns a request.
+A replica or a gateway passes its settings on to the processes that it starts (`in_force`), each of which adds
+its own origin. In JSON every line has `time`, `level`, `logger` and its origin (`process`, `replica`,
+`engine`, `rank`), and `request_id` if it concerns a request.
 
 A message or an exception cannot forge a line or send control sequences to the terminal: unprintable
 characters are escaped, continuation lines are indented, and a record is truncated at MAX_RECORD characters.
@@ -31,7 +31,7 @@ _EXTRAS = ("request_id", "request_ids")  # fields of a line, given with `extra`
 
 @dataclass(frozen=True, slots=True)
 class LogSettings:
-    """Settings of a process's log; `origin` is included in each line of JSON."""
+    """`origin` is included in each line of JSON."""
 
     format: LogFormat = "text"
     origin: Mapping[str, str | int] = field(default_factory=dict)
@@ -76,7 +76,7 @@ class JsonFormatter(logging.Formatter):
 
 
 class TextFormatter(logging.Formatter):
-    """Formats time, level, logger and message; continuation lines are indented."""
+    """Continuation lines are indented."""
 
     def __init__(self) -> None:
         super().__init__("%(asctime)s %(levelname)s %(name)s: %(message)s")
@@ -87,7 +87,7 @@ class TextFormatter(logging.Formatter):
 
 
 def _ends_of(text: str) -> str:
-    """Return the text; if it is long, its beginning and its end, which names the exception."""
+    """Return the beginning of a long text and its end, which names the exception."""
     if len(text) <= MAX_RECORD:
         return text
     half = MAX_RECORD // 2
@@ -102,7 +102,7 @@ class _Handler(logging.StreamHandler[Any]):
 
 
 def log_to_stderr(settings: LogSettings) -> None:
-    """Log to the process's standard error, which Ray captures; Serve may replace `sys.stderr`."""
+    """Log to the standard error that Ray captures; Serve may replace `sys.stderr`."""
     ours = logging.getLogger("manta")
     ours.handlers = [_Handler(settings)]
     ours.setLevel(logging.INFO)
@@ -110,7 +110,7 @@ def log_to_stderr(settings: LogSettings) -> None:
 
 
 def in_force() -> LogSettings | None:
-    """Return this process's log settings, for processes it starts; None if they were not set up here."""
+    """Return this process's settings, for processes it starts; None if not set up here."""
     handlers = logging.getLogger("manta").handlers
     return next((handler.settings for handler in handlers if isinstance(handler, _Handler)), None)
 

@@ -2,10 +2,8 @@
 
 A parallel loop of PyTorch ends with its slowest thread, and a thread without a core is slow by a scheduler
 quantum; a step has about a hundred such loops. So a process that is preempted often gives up threads; after a
-pause, trial threads test whether there are cores for more. The same idea as in
-`drafter/compute/cpu_fused/threads/thread_team_size.py`; its threads measure their own waits; here the
-system's count of involuntary context switches is used. Used by `actors/engine/uniproc_executor.py` and
-`workers/base/worker_base.py` around their steps.
+pause, trial threads test whether there are cores for more. `cpu_fused/threads/thread_team_size.py` has the
+same idea, but its threads measure their own waits; here the system counts involuntary context switches.
 
 Only for fp32: there a product's bits do not depend on the number of threads (tested); in bf16, oneDNN's do.
 """
@@ -20,16 +18,13 @@ import torch
 
 from ...cluster.step.executor import ExecutorInfo
 
-WINDOW_S = 0.1  # switches per second; an idle machine has up to 40 with two threads
+WINDOW_S = 0.1  # between two looks at the number of interruptions
 _OFTEN, _OFTEN_PER_THREAD = 100, 10  # interruptions per second; an idle machine has up to 40 on two threads
 _MIN_PAUSE_S, _MAX_PAUSE_S = 0.05, 1.0
 
 
 class TorchThreads:
-    """Sets PyTorch's number of threads to at most that at construction.
-
-    `adapts`: give up threads if cores are scarce; otherwise the number is fixed.
-    """
+    """Sets PyTorch's threads to at most those at construction. `adapts`: fewer if cores are scarce."""
 
     def __init__(self, *, adapts: bool) -> None:
         self._most = self._size = torch.get_num_threads()
@@ -41,7 +36,6 @@ class TorchThreads:
 
     @classmethod
     def of(cls, info: ExecutorInfo) -> TorchThreads:
-        """Create it for the steps of this executor."""
         return cls(adapts=info.device == "cpu" and info.dtype == "float32")
 
     @property
@@ -49,7 +43,7 @@ class TorchThreads:
         return self._size
 
     def use(self) -> None:
-        """Set the number of threads before a step, whatever another engine or the user has set since."""
+        """Set the number of threads before a step, whatever others have set since."""
         if self._adapts:
             self._adapt(time.monotonic())
         if torch.get_num_threads() != self._size:
@@ -103,7 +97,7 @@ class _Trial:
         self._found.append(finds_a_core())
 
     def passed(self) -> bool | None:
-        """Return whether all found a core; None while running. A thread that failed has not passed."""
+        """Return whether all found a core; None while running. A failed thread has not passed."""
         if any(thread.is_alive() for thread in self._threads):
             return None
         return len(self._found) == len(self._threads) and all(self._found)

@@ -18,7 +18,7 @@ def say(line: str) -> None:
 
 
 class Wait:
-    """A wait in progress. `what`: the work in progress; may change."""
+    """`what`: the work in progress; may change."""
 
     def __init__(self, what: str, report: Report, every_s: float = REPORT_INTERVAL_S) -> None:
         self.what, self._every_s = what, every_s
@@ -41,10 +41,7 @@ class Wait:
 def counting(
     what: str, report: Report, *, begin: bool = True, every_s: float = REPORT_INTERVAL_S
 ) -> Iterator[Wait]:
-    """Report `what` at the beginning of the block and then every `every_s` with the elapsed seconds.
-
-    `begin`: False leaves out the first line.
-    """
+    """Report `what` at the beginning, unless not `begin`, and every `every_s` with the elapsed seconds."""
     if begin:
         report(what)
     wait = Wait(what, report, every_s)
@@ -56,5 +53,4 @@ def counting(
 
 
 def counting_on_terminal(what: str, every_s: float = REPORT_INTERVAL_S) -> AbstractContextManager[object]:
-    """Report on standard error every `every_s` if it is a terminal."""
     return counting(what, say, begin=False, every_s=every_s) if sys.stderr.isatty() else nullcontext()

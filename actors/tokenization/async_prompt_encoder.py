@@ -2,7 +2,7 @@
 
 `Tokenizer.encode` holds the GIL and so blocks every stream while it runs. Here a text that can never fit is
 rejected without encoding it, short texts are encoded inline, and long ones in a few threads that release the
-GIL. Prompt parsing is in `prompts.py`. Owned by `AsyncEngine`; used by HTTP and batch rows.
+GIL.
 """
 
 from __future__ import annotations
@@ -54,12 +54,7 @@ CUT_TOKENS = 256
 
 
 class AsyncPromptEncoder:
-    """The prompt encoder of one engine.
-
-    Args:
-        tokenizer: None if prompts are always token ids.
-        max_model_len: maximum tokens of prompt and output together.
-    """
+    """`tokenizer`: None if prompts are always token ids."""
 
     def __init__(self, tokenizer: Tokenizer | None, max_model_len: int) -> None:
         self._tokenizer = tokenizer
@@ -68,10 +63,7 @@ class AsyncPromptEncoder:
         self._middle = ThreadPoolExecutor(MAX_MIDDLE_TEXTS, thread_name_prefix="manta-encode-middle")
 
     async def prompt(self, prompt: Prompt, *, truncate: int | None = None) -> EncodedPrompt:
-        """Encode a prompt for `AsyncEngine`. Raises RequestError if it does not fit the model.
-
-        `truncate`: `truncate_prompt_tokens`: keep only the last N tokens; -1 keeps as many as fit.
-        """
+        """Raises RequestError if it is too long. `truncate`: keep the last N tokens; -1: all that fit."""
         keep_last = self._max_model_len - 1 if truncate == -1 else truncate
         given = await self._read(prompt)
         if isinstance(given, PromptText):
@@ -84,7 +76,7 @@ class AsyncPromptEncoder:
         return given
 
     async def prompts(self, prompts: Sequence[Prompt], *, truncate: int | None = None) -> list[EncodedPrompt]:
-        """Encode the prompts of one request. Raises RequestError beyond MAX_TOKENS_TOGETHER tokens."""
+        """Encode one request's prompts. Raises RequestError beyond MAX_TOKENS_TOGETHER tokens."""
         found: list[EncodedPrompt] = []
         count, yielder = 0, LoopYielder()
         for prompt in prompts:
@@ -105,9 +97,8 @@ class AsyncPromptEncoder:
     async def list_tokens(
         self, prompt: Prompt, max_tokens: int, *, add_special_tokens: bool | None = None
     ) -> list[int]:
-        """Return the token ids of a prompt that need not fit the model, only `max_tokens`.
-
-        `add_special_tokens`: default: True for a text, False for a conversation (its template adds them).
+        """Return at most `max_tokens` tokens. Special ones are added to a text, but not to a chat, by
+        default.
         """
         given = await self._read(prompt)
         if isinstance(given, EncodedPrompt):
@@ -134,7 +125,7 @@ class AsyncPromptEncoder:
         keep_last: int | None = None,
         param: str = "prompt",
     ) -> list[int]:
-        """Return the token ids of a text. Raises RequestError, naming `param`, if they do not fit the model.
+        """Return a text's token ids. Raises RequestError, naming `param`, if they do not fit the model.
 
         With `keep_last` only the last N tokens are returned and no text is too long: of a text that certainly
         exceeds the model's limit, only the end is encoded.
@@ -142,9 +133,7 @@ class AsyncPromptEncoder:
         return await self._token_ids(PromptText(text, add_special_tokens, param), keep_last)
 
     async def in_thread(self, work: Callable[..., T], *arguments: object, **named: object) -> T:
-        """Run work on long texts in a thread. A cancelled caller's thread stays occupied until the work is
-        done, so the limit on threads holds.
-        """
+        """Run in a thread, which stays occupied after a cancellation until the work is done."""
         call = partial(work, *arguments, **named)
         return await asyncio.get_running_loop().run_in_executor(self._threads, call)
 

@@ -4,7 +4,7 @@ APIs carry arguments as JSON in a string; templates are written for objects (tra
 make mistakes and responses are cut off, so a string may not be a JSON object; the template then gets the text
 as the model wrote it. It is never an error, because clients send the history again with every turn. A
 template that cannot render text (it iterates an object's items) gets an object containing the text; a
-template that cannot render an object (it joins strings) gets JSON. Used by `Tokenizer` and `ChatTemplate`.
+template that cannot render an object (it joins strings) gets JSON.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ _PROBE = "manta-probe"
 
 
 def parse_arguments(messages: Messages) -> list[Mapping[str, Any]]:
-    """Return the messages with each call's arguments as an object if they are one, else as text."""
+    """Make each call's arguments an object if they are one, else text."""
     return _with_arguments(messages, _parsed)
 
 
 def read_object(arguments: str) -> dict[str, Any] | None:
-    """Return a call's arguments as a JSON object, or None if they are not one; "" is an empty object."""
+    """Return the JSON object; None if the arguments are none. "" is an empty object."""
     try:
         found = loads(arguments or "{}")
     except ValueError:
@@ -39,21 +39,14 @@ def read_object(arguments: str) -> dict[str, Any] | None:
 
 
 def invalid_json(arguments: str) -> dict[str, Any]:
-    """Return an object that wraps invalid arguments, for APIs and templates that only take objects."""
+    """Wrap invalid arguments in an object, for APIs and templates that only take objects."""
     return {INVALID_JSON: arguments}
 
 
 @dataclass(frozen=True, slots=True)
 class ArgumentForms:
-    """The forms in which a template can render a call's arguments.
-
-    Attributes:
-        objects: it renders objects.
-        text: it renders text unchanged.
-    """
-
-    objects: bool
-    text: bool
+    objects: bool  # it renders objects
+    text: bool  # it renders text unchanged
 
     @classmethod
     def of(cls, render: Callable[[Messages], str]) -> ArgumentForms:
@@ -101,7 +94,6 @@ def _parsed(arguments: Any) -> Any:
 
 
 def _depth_fits(value: Any, maximum: int) -> bool:
-    """Return whether a value has at most `maximum` levels of objects and lists."""
     if isinstance(value, Mapping):
         return maximum > 0 and all(_depth_fits(each, maximum - 1) for each in value.values())
     if isinstance(value, list):
@@ -110,7 +102,7 @@ def _depth_fits(value: Any, maximum: int) -> bool:
 
 
 def _rendered(render: Callable[[Messages], str], arguments: Any) -> str | None:
-    """Render a call that has these arguments, and its result; None if the template rejects it."""
+    """Render a call with these arguments; None if the template rejects it."""
     function = {"name": "probe", "arguments": arguments}
     call = {"id": "probe0000", "type": "function", "function": function}  # Mistral's ids have nine characters
     messages = [

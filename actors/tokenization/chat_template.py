@@ -2,7 +2,7 @@
 
 This is 10 times faster than transformers, does not import it, and bounds a template's execution steps. The
 functions that transformers adds to Jinja (`tojson`, `raise_exception`, `strftime_now`) are provided. Nothing
-is ever evaluated as Python. Thread-safe. Used by `Tokenizer`.
+is ever evaluated as Python. Thread-safe.
 """
 
 from __future__ import annotations
@@ -39,8 +39,7 @@ class ChatTemplate:
     """A model's chat template, or several by name, with the variables that they are given besides messages.
 
     Of several, `tool_use` renders conversations with tools and `default` all others, as in transformers; the
-    rest are used only by name. Raises RequestError if it is too long or not a template; `param` is
-    `chat_template`.
+    rest are used only by name. Raises RequestError if it is too long or not a template.
 
     Args:
         source: Jinja source, or several by name.
@@ -48,10 +47,6 @@ class ChatTemplate:
         defaults: variables that a request may override: `default_chat_template_kwargs`.
         sorts_tools: the model was trained on tools with sorted object keys, as are models if the template
             takes TypeScript declarations (`tools_ts_str`).
-
-    Attributes:
-        source: the source of all templates.
-        names: names of the templates if there are several.
     """
 
     def __init__(
@@ -70,8 +65,8 @@ class ChatTemplate:
                 f"default_chat_template_kwargs.{name}: every request says this itself. Leave it out.",
                 param="default_chat_template_kwargs",
             )
-        self.names = frozenset(self._named)
-        self.source = "\n".join(dict.fromkeys((source, *self._named.values())))
+        self.names = frozenset(self._named)  # names of the templates if there are several
+        self.source = "\n".join(dict.fromkeys((source, *self._named.values())))  # the source of all templates
         self._special_tokens = dict(special_tokens)
         self._defaults = dict(defaults or {})
         self._declares = self.uses(_TYPESCRIPT)
@@ -87,7 +82,7 @@ class ChatTemplate:
         return ChatTemplate(source, self._special_tokens, self._defaults, sorts_tools=self._sorts_tools)
 
     def uses(self, variable: str) -> bool:
-        """Return whether the template names a variable; other variables have no effect."""
+        """Return whether the template names a variable; others have no effect."""
         return variable in self.source
 
     def render(
@@ -100,13 +95,10 @@ class ChatTemplate:
         tools: Sequence[Mapping[str, Any]] | None = None,
         documents: Sequence[Mapping[str, Any]] | None = None,
     ) -> str:
-        """Render the prompt. Messages are first adapted to what the template accepts (`message_roles.py`).
+        """Render messages, adapted to what the template accepts (`message_roles.py`).
 
-        Raises RequestError if the template rejects the messages, or `variables` contains a reserved name.
-
-        Args:
-            variables: additional variables, `chat_template_kwargs`.
-            tools: in OpenAI's format, with `type` and `function`.
+        `variables`: `chat_template_kwargs`. `tools`: in OpenAI's format. Raises RequestError if the template
+        rejects the messages, or `variables` contains a reserved name.
         """
         variables = dict(variables or {})
         for name in TEMPLATE_ARGUMENTS & variables.keys():
@@ -146,8 +138,6 @@ class ChatTemplate:
 
 
 class _Jinja:
-    """One compiled template."""
-
     def __init__(self, source: str, variables: Mapping[str, Any]) -> None:
         self._environment = _environment(source)
         self._variables = {"tools": None, "documents": None, "add_generation_prompt": True, **variables}
@@ -157,7 +147,7 @@ class _Jinja:
         return self._roles.fit(messages)
 
     def render(self, messages: Sequence[Message], variables: Mapping[str, Any] | None = None) -> str:
-        """Return the rendered messages. Raises RequestError if the template rejects them."""
+        """Raises RequestError if the template rejects the messages."""
         if has_calls(messages):
             messages = self._argument_forms.apply(messages)
         return self._text(messages, variables)
@@ -177,7 +167,7 @@ class _Jinja:
 
 
 def _refusing(named: Mapping[str, str]) -> str:
-    """Return a template that rejects every conversation, for models without a default template."""
+    """Return a template that rejects every conversation, for models without a default one."""
     reason = f"of its templates none is the default; name one of {', '.join(sorted(named))} as chat_template"
     return f"{{{{ raise_exception({json.dumps(reason)}) }}}}"
 
@@ -216,7 +206,7 @@ def _strftime_now(form: object) -> str:
 
 
 def _refusal(what: str, why: object) -> RequestError:
-    """Return an error that quotes the template's message, which may repeat message contents."""
+    """Quote the template's message, which may repeat message contents."""
     return RequestError(
         f"messages: the chat template {what}: {brief(str(why), MAX_SHOWN)}.", param="messages"
     )

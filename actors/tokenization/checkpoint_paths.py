@@ -1,7 +1,6 @@
 """Locates a checkpoint: a local folder, one shipped in this package, or a snapshot from the Hugging Face hub.
 
-Reads only enough to check that a target is not a drafter. Called by all code that takes a model's or
-tokenizer's name from a user.
+Reads only enough to check that a target is not a drafter.
 """
 
 from __future__ import annotations
@@ -35,8 +34,7 @@ def resolve_checkpoint(
     """Return the folder that `name` refers to.
 
     Args:
-        name: a folder (absolute, relative to the working directory, or relative to the package for the
-            shipped pair), or a hub id.
+        name: a folder (absolute, relative to the working directory, or to the package), or a hub id.
         field: the setting that contained the name, for error messages.
         files: patterns of the files to get from the hub; `SHAPE_FILES` contains no weights.
         revision: revision on the hub; default: the newest.
@@ -61,16 +59,11 @@ def resolve_checkpoint(
 
 
 def shipped(path: Path) -> Path:
-    """Return `path`, or the file or folder of that name that ships with the package (`models/...`)."""
     return path if path.exists() or not (_ROOT / path).exists() else _ROOT / path
 
 
 def revision_of(name: str, revision: str | None = None, download_dir: str | None = None) -> str:
-    """Return the commit of a cached hub snapshot; empty for a local folder. Does not use the network.
-
-    Args:
-        revision, download_dir: as given to `resolve_checkpoint`.
-    """
+    """Return the commit of a cached hub snapshot; empty for a folder. Does not use the network."""
     from huggingface_hub import try_to_load_from_cache
 
     if Path(name).is_dir():
@@ -87,12 +80,7 @@ def _snapshot_of(folder: Path) -> str:
 
 
 def target_folder(config: EngineConfig, *, field: str = "model", files: Sequence[str] | None = None) -> Path:
-    """Return the target's folder; without weights for `load_format="dummy"`.
-
-    Args:
-        field: the setting that named it.
-        files: as in `resolve_checkpoint`.
-    """
+    """Return the target's folder; without weights for `load_format="dummy"`."""
     folder = resolve_checkpoint(
         config.model,
         field=field,
@@ -125,12 +113,10 @@ def tokenizer_folder(config: EngineConfig) -> Path:
 
 
 def has_tokenizer(folder: Path) -> bool:
-    """Return whether a folder contains the files that `Tokenizer.load` reads."""
     return any((folder / name).is_file() for name in (TOKENIZER_JSON, TIKTOKEN_MODEL))
 
 
 def drafter_folder(config: EngineConfig, model: str, *, files: Sequence[str] | None = None) -> Path:
-    """Return the folder of a drafter for this engine: the configured one or a replacement."""
     return resolve_checkpoint(
         model,
         field="speculative_config.model",
@@ -145,7 +131,7 @@ def drafter_commit(config: EngineConfig, model: str) -> str:
 
 
 def _drafter_revision(config: EngineConfig, model: str) -> str | None:
-    """Return the configured revision, which applies only to the configured drafter, not to a replacement."""
+    """The configured revision applies only to the configured drafter, not to a replacement."""
     spec = config.speculative_config
     return spec.revision if spec is not None and spec.model == model else None
 
@@ -155,7 +141,7 @@ def _files_of(config: EngineConfig) -> Sequence[str]:
 
 
 def with_absolute_paths(config: EngineConfig) -> EngineConfig:
-    """Return the config with absolute paths, for processes with another working directory; hub ids stay."""
+    """Make paths absolute, for processes with another working directory; hub ids stay."""
     spec = config.speculative_config
     if spec is not None and spec.model is not None:
         spec = replace(spec, model=absolute_path(spec.model))
@@ -182,7 +168,7 @@ def with_drafter(config: EngineConfig, model: str) -> EngineConfig:
 
 
 def absolute_path(name: str) -> str:
-    """Return the absolute path of a local checkpoint or file; hub ids are returned unchanged."""
+    """Return the absolute path of a local checkpoint or file; hub ids are unchanged."""
     return str(Path(name).resolve()) if Path(name).exists() else name
 
 

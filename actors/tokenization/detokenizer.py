@@ -15,8 +15,6 @@ split into blocks. There are three kinds of decoders:
 
 The library's `DecodeStream` is not used: it raises where bytes already returned as text turn out to be
 invalid, and requires a prompt that ends with a complete character.
-
-`tokenizer.py` creates a `TokenPieces` for each tokenizer, and a detokenizer for each completion.
 """
 
 from __future__ import annotations
@@ -43,9 +41,8 @@ _NOTHING: frozenset[int] = frozenset()
 class IncrementalDetokenizer(ABC):
     """Turns the tokens of one completion into text.
 
-    Args:
-        prompt_token_ids: read at the first token of the output; the engine has checked them by then.
-        hidden: tokens left out of the text, in the prompt and in the output.
+    `prompt_token_ids` are read at the first token of the output, when the engine has checked them. `hidden`:
+    tokens left out of the text, in prompt and output.
     """
 
     def __init__(self, pieces: TokenPieces, prompt_token_ids: Sequence[int], hidden: frozenset[int]) -> None:
@@ -72,7 +69,7 @@ class IncrementalDetokenizer(ABC):
         return "".join(texts)
 
     def peek(self) -> str:
-        """Return what `flush` would return if it is complete characters; later tokens may change it."""
+        """Return what `flush` would if it is complete characters; later tokens may change it."""
         return ""
 
     @abstractmethod
@@ -92,10 +89,7 @@ class IncrementalDetokenizer(ABC):
 
 
 class TokenPieces(dict[int, Piece]):
-    """Maps token ids of one tokenizer to their pieces; computed on first use, then cached.
-
-    `kind`: class of its detokenizers; see the module.
-    """
+    """Pieces of one tokenizer by token id, computed on first use. `kind`: class of its detokenizers."""
 
     kind: Callable[[TokenPieces, Sequence[int], frozenset[int]], IncrementalDetokenizer]
     _make: Callable[[int, str], Piece]  # takes a token's id and spelling
@@ -124,7 +118,7 @@ class TokenPieces(dict[int, Piece]):
         return piece
 
     def bytes_of(self, token_id: int) -> bytes | None:
-        """Return the bytes of a token; None if it is not in the vocabulary or has no text of its own."""
+        """Return None if the token is not in the vocabulary or has no text of its own."""
         piece = None if self.kind is FullDetokenizer else self[token_id]
         return piece.encode() if isinstance(piece, str) else piece
 
@@ -158,8 +152,6 @@ class TokenPieces(dict[int, Piece]):
 
 
 class ByteLevelDetokenizer(IncrementalDetokenizer):
-    """Decodes tokens that are bytes."""
-
     def __init__(self, pieces: TokenPieces, prompt_token_ids: Sequence[int], hidden: frozenset[int]) -> None:
         super().__init__(pieces, prompt_token_ids, hidden)
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
@@ -175,8 +167,8 @@ class ByteLevelDetokenizer(IncrementalDetokenizer):
             if len(tail) >= _MAX_CHAR_BYTES:
                 break
         self._decoder.decode(tail)
-        resume_state, _ = self._decoder.getstate()
-        if resume_state and not (isinstance(first, bytes) and _continues(resume_state, first)):
+        partial, _ = self._decoder.getstate()
+        if partial and not (isinstance(first, bytes) and _continues(partial, first)):
             self._decoder.reset()  # the output does not complete it: its U+FFFD belongs to the prompt
 
     def _take(self, token_id: int, piece: str | bytes) -> str:
@@ -304,9 +296,7 @@ def _parts(decoder: Part) -> list[Part]:
 
 
 def _goes_by_token(parts: Sequence[Part]) -> bool:
-    """Return whether the text is the concatenation of the texts of single tokens and of runs of byte tokens,
-    except for what is stripped at its beginning.
-    """
+    """Return whether the text is that of single tokens and runs of byte tokens, after its beginning."""
     has_runs = is_fused = False
     for part in parts:
         kind = part["type"]
@@ -326,7 +316,7 @@ def _goes_by_token(parts: Sequence[Part]) -> bool:
 
 
 def _keeps_length(part: Part) -> bool:
-    """Return whether a part maps each character to one, except for what it strips at the beginning."""
+    """Return whether each character maps to one, except for what is stripped at the beginning."""
     match part["type"]:
         case "Metaspace":
             return True
@@ -339,13 +329,12 @@ def _keeps_length(part: Part) -> bool:
 
 
 def _byte_of(spelling: str) -> int | None:
-    """Return the byte of a ByteFallback token; None if it is not a byte token."""
     found = _BYTE_TOKEN.fullmatch(spelling)
     return None if found is None else int(found[1], 16)
 
 
 def _continues(partial: bytes, piece: bytes) -> bool:
-    """Return whether the first byte of `piece` continues the character that `resume_state` begins."""
+    """Return whether the first byte of `piece` continues the character that `partial` begins."""
     try:
         (partial + piece[:1]).decode()
     except UnicodeDecodeError as error:

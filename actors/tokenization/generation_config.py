@@ -21,8 +21,6 @@ KEYS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationDefaults:
-    """Sampling defaults of the checkpoint; None where it gives none."""
-
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
@@ -32,7 +30,7 @@ class GenerationDefaults:
 
     @classmethod
     def load(cls, folder: Path) -> GenerationDefaults:
-        """Read the defaults. Raises CheckpointError if the file is not a JSON object or has a wrong value."""
+        """Raises CheckpointError if the file is not a JSON object or has a wrong value."""
         param = "generation_config"
         found = read_json(folder, "generation_config.json", param=param, required=False)
         fields = {field: found.get(key) for key, field in KEYS.items()}
@@ -47,10 +45,7 @@ class GenerationDefaults:
         return cls(**fields)
 
     def overridden(self, values: Mapping[str, Any]) -> GenerationDefaults:  # Any: JSON
-        """Return the defaults with other values for some keys of that file.
-
-        Raises ConfigError if a key is unknown, or its value is not valid for sampling.
-        """
+        """Replace the defaults for some keys of that file. Raises ConfigError if one is not valid."""
         param = "override_generation_config"
         if not isinstance(values, Mapping):
             raise ConfigError(

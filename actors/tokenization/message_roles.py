@@ -14,7 +14,7 @@ template accepts are passed unchanged. All others become part of a message that 
     a user message after a tool's   the end of the tool's result
     text with reasoning and calls   reasoning, if the template accepts only one of them (gpt-oss)
 
-What a template accepts is found by rendering short conversations, each once. Used by `ChatTemplate`.
+What a template accepts is found by rendering short conversations, each once.
 """
 
 from __future__ import annotations
@@ -38,9 +38,8 @@ _CALL_ID = "probe0000"
 class TemplateRoles:
     """The roles that one template accepts.
 
-    Args:
-        render: renders a conversation. Raises RequestError if the template rejects it.
-        names_developers: the template's source contains the word "developer".
+    `render` raises RequestError for what the template rejects. `names_developers`: its source contains the
+    word "developer".
     """
 
     def __init__(self, render: Callable[[Sequence[Message]], str], *, names_developers: bool) -> None:
@@ -51,8 +50,8 @@ class TemplateRoles:
     def takes(self, *roles: str) -> bool:
         """Return whether the template renders every message of a conversation with these roles.
 
-        `call` is an assistant's message with a call, `said call` one with reasoning and text. The contents of
-        these two are not checked.
+        `call` is an assistant's message with a call, `said call` one with reasoning and text; their contents
+        are not checked.
         """
         if roles not in self._taken:
             self._taken[roles] = self._try(roles)
@@ -91,10 +90,7 @@ class TemplateRoles:
         return message if is_known else {**message, "role": "system"}
 
     def _leading(self, messages: list[Message], following: tuple[str, ...]) -> list[Message] | None:
-        """Return the leading system messages in an accepted form; None if the template accepts none there.
-
-        `following`: the role of the next message, if there is one.
-        """
+        """Return leading system messages in an accepted form; None if none is accepted before `following`."""
         roles = [each["role"] for each in messages[:MAX_PROBED]]
         if not roles or self.takes(*roles, *following):
             return messages
@@ -102,7 +98,7 @@ class TemplateRoles:
         return None if role is None else _joined_all(messages, role)
 
     def _following(self, messages: list[Message]) -> list[Message]:
-        """Return the other messages, rewriting system messages that the template rejects there."""
+        """Rewrite system messages that the template rejects after the start."""
         found: list[Message] = []
         awaits_user = False  # the last message was a system message that may be merged into a user's
         for message in messages:
@@ -121,7 +117,7 @@ class TemplateRoles:
         return found
 
     def _wants_thought_text(self) -> bool:
-        """Return whether text next to reasoning and calls must be made part of the reasoning."""
+        """Return whether text next to reasoning and calls must become reasoning."""
         return self.takes("user", "call", "tool") and not self.takes("user", "said call", "tool")
 
     def _accepts_after(self, role: str) -> bool:

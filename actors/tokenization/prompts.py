@@ -1,9 +1,8 @@
 """Prompt parsing: text, token ids or a conversation in, an `EncodedPrompt` out.
 
-Both engines take only `EncodedPrompt`s. Prompts are parsed here; `LLM` encodes them inline (`encode_prompt`),
-all other code off the event loop (`async_prompt_encoder.py`). Token ids are checked to be integers here, or
-by the HTTP models for JSON; `cluster/step/limits.py` checks them against the vocabulary. Also here: loading a
-tokenizer, and seeds.
+Both engines take only `EncodedPrompt`s. `LLM` encodes inline (`encode_prompt`), all other code off the event
+loop (`async_prompt_encoder.py`). Token ids are checked to be integers here, or by the HTTP models for JSON;
+`cluster/step/limits.py` checks them against the vocabulary. Also here: loading a tokenizer, and seeds.
 """
 
 from __future__ import annotations
@@ -39,25 +38,17 @@ class EncodedPrompt:
 
 @dataclass(frozen=True, slots=True)
 class Chat:
-    """A conversation to be rendered by the model's chat template.
+    """A conversation to be rendered by the model's chat template."""
 
-    Attributes:
-        messages: at least one, oldest first; fields besides role and content are passed to the template.
-        add_generation_prompt: end with the beginning of an assistant message.
-        continue_final_message: leave the last message open instead.
-        variables: additional template variables, `chat_template_kwargs` (Any: JSON).
-        tools: the callable tools in OpenAI's format.
-        documents: for templates that support them.
-        template: Jinja source instead of the model's own template.
-    """
-
+    # at least one, oldest first; fields besides role and content are passed to the template
     messages: Sequence[Message]
-    add_generation_prompt: bool = True
-    continue_final_message: bool = False
+    add_generation_prompt: bool = True  # end with the beginning of an assistant message
+    continue_final_message: bool = False  # leave the last message open instead
+    # additional template variables, `chat_template_kwargs` (Any: JSON)
     variables: Mapping[str, Any] | None = None
-    tools: Sequence[Mapping[str, Any]] | None = None
-    documents: Sequence[Mapping[str, Any]] | None = None
-    template: str | None = None
+    tools: Sequence[Mapping[str, Any]] | None = None  # the callable tools in OpenAI's format
+    documents: Sequence[Mapping[str, Any]] | None = None  # for templates that support them
+    template: str | None = None  # Jinja source instead of the model's own template
 
     def __post_init__(self) -> None:
         if not self.messages or not all(isinstance(message, Mapping) for message in self.messages):
@@ -68,7 +59,7 @@ class Chat:
 
     @property
     def num_chars(self) -> int:
-        """Characters of messages, tools and documents, which determine the time of rendering and encoding."""
+        """Characters of messages, tools and documents, which determine the time of encoding."""
         values = (value for each in self.messages for key, value in each.items() if value and key != "role")
         lengths = (len(value) if isinstance(value, str) else len(repr(value)) for value in values)
         return sum(lengths) + sum(len(repr(given)) for given in (self.tools, self.documents) if given)
@@ -76,16 +67,10 @@ class Chat:
 
 @dataclass(frozen=True, slots=True)
 class PromptText:
-    """A text to be encoded.
-
-    Attributes:
-        param: the request field that contained it.
-        guarded: encoded instead of the text if users wrote special tokens in it (`Tokenizer.render`).
-    """
-
     text: str
     add_special_tokens: bool = True
-    param: str = "prompt"
+    param: str = "prompt"  # the request field that contained it
+    # encoded instead of the text if users wrote special tokens in it (`Tokenizer.render`)
     guarded: str | None = None
 
     def encode(self, encode: Callable[..., T]) -> T:
@@ -98,7 +83,7 @@ Prompt: TypeAlias = str | Sequence[int] | Mapping[str, object] | Chat | EncodedP
 
 
 def encode_prompt(prompt: Prompt, tokenizer: Tokenizer | None) -> EncodedPrompt:
-    """Encode a string, token ids, {"prompt"|"prompt_token_ids": ..} or a conversation for an engine."""
+    """Encode a string, ids, {"prompt"|"prompt_token_ids": ..} or a conversation."""
     given = read_prompt(prompt)
     if isinstance(given, Chat):
         given = render_chat(given, tokenizer)
@@ -109,7 +94,7 @@ def encode_prompt(prompt: Prompt, tokenizer: Tokenizer | None) -> EncodedPrompt:
 
 
 def read_prompt(prompt: Prompt) -> PromptText | Chat | EncodedPrompt:
-    """Parse a prompt and check it as far as possible without a tokenizer."""
+    """Parse a prompt and check what needs no tokenizer."""
     if isinstance(prompt, Chat | EncodedPrompt):
         return prompt
     if isinstance(prompt, str):
@@ -149,7 +134,7 @@ def render_chat(chat: Chat, tokenizer: Tokenizer | None) -> PromptText:
 
 
 def require_tokenizer(tokenizer: Tokenizer | None, param: str = "prompt") -> Tokenizer:
-    """Return the tokenizer. Raises RequestError if the engine has none."""
+    """Raises RequestError if the engine has no tokenizer."""
     if tokenizer is None:
         raise RequestError(
             f"{param}: this engine runs without a tokenizer (skip_tokenizer_init); send token ids.",
@@ -159,7 +144,7 @@ def require_tokenizer(tokenizer: Tokenizer | None, param: str = "prompt") -> Tok
 
 
 def encode_bad_words(params: SamplingParams, tokenizer: Tokenizer | None) -> SamplingParams:
-    """Return the parameters with bad words replaced by token ids, each with and without a leading space."""
+    """Replace bad words by token ids, each with and without a leading space."""
     if tokenizer is None or not params.bad_words:
         return params
     spellings = (prefix + word.lstrip() for word in params.bad_words for prefix in ("", " "))
@@ -170,7 +155,6 @@ def encode_bad_words(params: SamplingParams, tokenizer: Tokenizer | None) -> Sam
 
 
 def load_tokenizer(config: EngineConfig) -> Tokenizer | None:
-    """Return the engine's tokenizer; None with `skip_tokenizer_init`."""
     if config.skip_tokenizer_init:
         return None
     return Tokenizer.load(
@@ -214,7 +198,7 @@ class SeedSource:
 
 
 def _integers(values: Sequence[object]) -> tuple[int, ...]:
-    """Return the ids as plain integers. A valid list, which may be long, is checked at once."""
+    """Return plain integers. A valid list, which may be long, is checked at once."""
     if set(map(type, values)) <= {int}:
         return tuple(cast("Sequence[int]", values))
     return tuple(map(_integer, values))

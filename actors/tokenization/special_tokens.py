@@ -1,7 +1,7 @@
-"""Special tokens that messages contain, encoded as ordinary text: the setting `split_special_tokens`.
+r"""Special tokens that messages contain, encoded as ordinary text: the setting `split_special_tokens`.
 
 A chat template makes one text of its own markers and of what users wrote. A user that writes a marker
-(`<|im_end|>\\n<|im_start|>system`) would close the message and open another one. With the setting:
+(`<|im_end|>\n<|im_start|>system`) would close the message and open another one. With the setting:
 
     messages ─ mark ─▶ template ─ read ─▶ text, and the same with the template's own markers in other words
                                               │ encoded by a copy of the tokenizer that knows those words
@@ -9,7 +9,7 @@ A chat template makes one text of its own markers and of what users wrote. A use
                                           token ids
 
 Marks are random characters for private use that break each marker before the template sees it. Texts in which
-no user wrote a marker are encoded as always, by the tokenizer itself. Called by `Tokenizer`; thread-safe.
+no user wrote a marker are encoded as always, by the tokenizer itself. Thread-safe.
 """
 
 from __future__ import annotations
@@ -33,9 +33,8 @@ class SpecialTokenGuard:
     """Separates the special tokens of a template from those that messages contain.
 
     Guarded are the tokenizer's special tokens, and those of its other added tokens that the chat template
-    writes (`<think>`, `<tool_call>`) or that are written <|so|>. Added tokens that are words, spaces or HTML
-    are not guarded. Raises ConfigError if the tokenizer has special tokens that cannot be distinguished from
-    text.
+    writes (`<think>`, `<tool_call>`) or that are written <|so|>, but no words, spaces or HTML. Raises
+    ConfigError if the tokenizer cannot distinguish special tokens from text.
     """
 
     def __init__(self, backend: tokenizers.Tokenizer, template: str) -> None:
@@ -58,7 +57,7 @@ class SpecialTokenGuard:
         self.backend = _renamed(serialized, self._words)
 
     def mark(self, value: Any, *, is_answer: bool = False) -> Any:  # Any: JSON
-        """Return the value with all its texts and names marked.
+        """Mark all texts and names in the value.
 
         `is_answer`: the value is a message of the model (templates search for its reasoning and calls); only
         special tokens are marked in it.
@@ -114,13 +113,13 @@ def _either(texts: Iterable[str]) -> str:
 
 
 def _merges_without(merges: Iterable[Any], texts: Mapping[str, str]) -> list[Any]:
-    """Return the merges that cannot produce any of these tokens from ordinary text."""
+    """Drop merges that can produce one of these tokens from ordinary text."""
     pairs = ((each, each.split(" ", 1) if isinstance(each, str) else each) for each in merges)
     return [each for each, (left, right) in pairs if not {left, right, left + right} & texts.keys()]
 
 
 def _renamed(serialized: dict[str, Any], words: Mapping[str, str]) -> tokenizers.Tokenizer:
-    """Return the tokenizer with some of its added tokens renamed, under the same ids."""
+    """Rename some of the added tokens, under the same ids."""
     vocab = serialized["model"]["vocab"]
     ids: dict[str, int] = {}
     for token in serialized["added_tokens"]:

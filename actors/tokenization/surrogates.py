@@ -23,10 +23,7 @@ _REPLACEMENT = rb"\ufffd"
 
 # Any: JSON.
 def loads(text: str | bytes | bytearray, parse: Callable[[bytes | bytearray], Any] | None = None) -> Any:
-    """Parse JSON as orjson does, with U+FFFD for lone surrogates. Raises orjson.JSONDecodeError.
-
-    `parse`: parser to use instead of `orjson.loads`, with the same errors.
-    """
+    """Parse JSON as orjson does, or as `parse` with its errors, with U+FFFD for lone surrogates."""
     read: Callable[..., Any] = parse or orjson.loads
     try:
         return read(text)
@@ -53,7 +50,6 @@ def replace_escapes(body: bytes | bytearray) -> bytes | bytearray:
 
 
 def _is_escaped(body: bytes | bytearray, at: int) -> bool:
-    """Return whether an odd number of backslashes precedes the byte."""
     first = at
     while first and body[first - 1] == ord("\\"):
         first -= 1
@@ -61,5 +57,5 @@ def _is_escaped(body: bytes | bytearray, at: int) -> bool:
 
 
 def without_surrogates(text: str) -> str:
-    """Return text with U+FFFD for each lone surrogate; two that form a pair become their character."""
+    """Return U+FFFD for each lone surrogate; two that form a pair become their character."""
     return text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")

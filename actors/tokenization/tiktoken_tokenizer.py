@@ -8,7 +8,7 @@ From these, transformers' `TikTokenConverter` builds a tokenizer of the `tokeniz
 merge if their concatenated bytes are a token, in the order of ranks. The code is parsed, never run: for its
 pattern, and for whether it sorts the keys of tools. Only Kimi's pattern is accepted: `tiktoken` and
 `tokenizers` interpret patterns differently, and they have been compared for this one alone
-(docs/decisions/tiktoken-tokenizers.md). Called by `tokenizer.py`, and by the load plan for token ids.
+(docs/decisions/tiktoken-tokenizers.md).
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class _AddedToken(HfConfig):
 class _Published(HfConfig):
     """The part of tokenizer_config.json that names the publisher's code.
 
-    `auto_map`: transformers' class -> the file and class of that code, or two of them (the second for a fast
+    `auto_map`: transformers' class -> the file and class of that code, or two (the second for a fast
     tokenizer, which does not exist here).
     """
 
@@ -85,10 +85,7 @@ class _Settings(_Published):
 
 
 def tiktoken_backend(folder: Path) -> tokenizers.Tokenizer:
-    """Return the tokenizer of a folder with a `tiktoken.model`; it adds no token to a text by itself.
-
-    Raises CheckpointError if a file is missing or malformed, or its pattern is not Kimi's.
-    """
+    """Return the tokenizer of a `tiktoken.model`, which adds no tokens. Raises CheckpointError."""
     import tokenizers  # not needed for token ids: machines that only time kernels do not have it
     from transformers.convert_slow_tokenizer import TikTokenConverter
 
@@ -122,10 +119,7 @@ def tiktoken_ids(folder: Path) -> dict[str, int]:
 
 
 def read_ranks(file: Path) -> dict[bytes, int]:
-    """Return the tokens' bytes and ranks, which must be 0 to n - 1 and include every single byte.
-
-    Raises CheckpointError if the file does not contain that.
-    """
+    """Return bytes -> rank: 0 to n - 1, with every single byte. Raises CheckpointError."""
     try:
         lines = [line.split() for line in file.read_bytes().splitlines() if line]
         ranks = {base64.b64decode(token, validate=True): int(rank) for token, rank in lines}
@@ -139,10 +133,7 @@ def read_ranks(file: Path) -> dict[bytes, int]:
 
 
 def sorts_tools(folder: Path) -> bool:
-    """Return whether the publisher's code sorts the keys of tools before rendering, as Kimi's does.
-
-    Works for any tokenizer folder. Raises CheckpointError if the code cannot be read.
-    """
+    """Return whether the publisher's code sorts the keys of tools, as Kimi's does. Raises CheckpointError."""
     raw = read_json(folder, _SETTINGS, param="tokenizer", required=False)
     name = parse(_Published, raw, _SETTINGS).code()
     if name is None or not (folder / name).is_file():
@@ -156,9 +147,7 @@ def _settings(folder: Path) -> _Settings:
 
 
 def _added_tokens(num_ranks: int, named: dict[int, _AddedToken]) -> dict[int, _AddedToken]:
-    """Return every id from the ranks up to the largest named one, ascending; unnamed ids are reserved tokens,
-    spelled as in the publisher's code.
-    """
+    """Return the ids from the ranks up to the last named one; unnamed ones are reserved, as published."""
     reserved = range(num_ranks, max(named, default=-1) + 1)
     unnamed = {i: _AddedToken(content=f"<|reserved_token_{i}|>", special=True) for i in reserved}
     return dict(sorted((unnamed | named).items()))
@@ -184,7 +173,7 @@ def _check_pattern(folder: Path, settings: _Settings) -> None:
 
 
 def published_pattern(file: Path) -> str | None:
-    """Return the value of `pat_str` in Python code, which is only parsed; None if it is not plain text."""
+    """Return the value of `pat_str` in code that is only parsed; None if it is not plain text."""
     for node in _parsed(file):
         match node:
             case ast.Assign(targets=[ast.Name(id="pat_str")], value=value):
@@ -200,7 +189,7 @@ def _parsed(file: Path) -> list[ast.AST]:
 
 
 def _text(value: ast.expr) -> str | None:
-    """Return the text of a literal, or of literals joined by another one; None for other expressions."""
+    """Return the text of literals, joined by one or not; None for other expressions."""
     match value:
         case ast.Constant(value=str() as text):
             return text

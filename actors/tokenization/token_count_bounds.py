@@ -1,13 +1,11 @@
 """An upper bound of the text per token, which gives a lower bound of a text's tokens without encoding it.
 
-A text that cannot fit the model is rejected in microseconds, where encoding takes a second per 2 MB. The
-bound must never reject a text that fits, so it is only computed for tokenizers that lose no characters: each
-step must be one known to keep or lengthen text, and the vocabulary must cover every byte.
-
     text ─ normalizer ─▶ characters ─ pre-tokenizer, BPE ─▶ tokens
          at most 4 : 1 (NFC, NFKC)                        at most the longest entry : 1
 
-Used by `Tokenizer`, once per checkpoint.
+A text that cannot fit the model is rejected in microseconds, where encoding takes a second per 2 MB. The
+bound must never reject a text that fits, so it is only computed for tokenizers that lose no characters: each
+step must be one known to keep or lengthen text, and the vocabulary must cover every byte.
 """
 
 from __future__ import annotations
@@ -41,7 +39,7 @@ class TokenCoverage:
         return -(-len(text) // self._per_token(text))
 
     def tail(self, text: str, num_tokens: int) -> str:
-        """Return an end of the text with at least `num_tokens` tokens, or all of it if it is shorter."""
+        """Return an end of the text with at least `num_tokens` tokens, or all of it."""
         return text[-num_tokens * self._per_token(text) :]
 
     def _per_token(self, text: str) -> int:
@@ -49,7 +47,7 @@ class TokenCoverage:
 
 
 def token_coverage(backend: tokenizers.Tokenizer) -> TokenCoverage | None:
-    """Return the coverage, or None if it is unbounded or unknown."""
+    """Return None if it is unbounded or unknown."""
     serialized: Part = json.loads(backend.to_str())
     normalizers = list(_parts(serialized["normalizer"], "normalizers"))
     splitters = list(_parts(serialized["pre_tokenizer"], "pretokenizers"))
@@ -91,7 +89,7 @@ def _splitter_keeps(part: Part) -> bool:
 
 
 def _model_keeps(model: Part, steps: list[Part]) -> bool:
-    """Return whether every byte has a token; otherwise text is dropped or merged into one unknown token."""
+    """Return whether every byte has a token; otherwise text is dropped or merged."""
     if model["type"] != "BPE" or model["continuing_subword_prefix"] or model["end_of_word_suffix"]:
         return False
     if any(step["type"] == "ByteLevel" for step in steps):
@@ -100,7 +98,7 @@ def _model_keeps(model: Part, steps: list[Part]) -> bool:
 
 
 def _added(backend: tokenizers.Tokenizer, serialized: Part) -> Iterator[str]:
-    """Yield the added tokens in the forms that are matched: in the text and in the normalized text."""
+    """Yield the added tokens as matched: in the text and in the normalized text."""
     for token in serialized["added_tokens"]:
         yield token["content"]
         if token["normalized"] and backend.normalizer is not None:

@@ -1,7 +1,7 @@
 """Tokenizer: the `tokenizers` library plus the checkpoint's chat template.
 
-Reads `tokenizer.json` (any fast tokenizer) or Kimi's `tiktoken.model` (`tiktoken_tokenizer.py`). Used by
-`LLM`, the replica's engine and the HTTP server. Thread-safe: the tokenizer is never changed after loading.
+Reads `tokenizer.json` (any fast tokenizer) or Kimi's `tiktoken.model` (`tiktoken_tokenizer.py`). Thread-safe:
+the tokenizer is never changed after loading.
 """
 
 from __future__ import annotations
@@ -28,14 +28,6 @@ _FOREIGN = ("variables", "tools", "documents")  # rendering arguments besides me
 
 
 class Tokenizer:
-    """One checkpoint's tokenizer.
-
-    Attributes:
-        vocab_size: number of ids, including added tokens.
-        template: the chat template; None if the checkpoint has none.
-        coverage: maximum text per token; None if there is no such bound.
-    """
-
     def __init__(
         self,
         backend: tokenizers.Tokenizer,
@@ -49,9 +41,10 @@ class Tokenizer:
     ) -> None:
         self._backend = backend
         self._trust_templates = trust_templates
+        # number of ids, including added tokens
         self.vocab_size = backend.get_vocab_size(with_added_tokens=True)
-        self.coverage = token_coverage(backend)
-        self.template = None
+        self.coverage = token_coverage(backend)  # maximum text per token; None if there is no such bound
+        self.template = None  # the chat template; None if the checkpoint has none
         if chat_template:
             self.template = ChatTemplate(
                 chat_template, special_tokens, template_kwargs, sorts_tools=sorts_tools
@@ -101,7 +94,7 @@ class Tokenizer:
         return self._backend.to_str()
 
     def encode(self, text: str, *, add_special_tokens: bool = True, guarded: bool = False) -> list[int]:
-        """Return token ids. `guarded`: the text is the second one of `render`."""
+        """`guarded`: the text is the second one of `render`."""
         return self.encoding(text, add_special_tokens=add_special_tokens, guarded=guarded).ids
 
     def encoding(
@@ -116,10 +109,7 @@ class Tokenizer:
     def encode_unlocked(
         self, text: str, *, add_special_tokens: bool = True, guarded: bool = False
     ) -> tokenizers.Encoding:
-        """Return the library's encoding without holding the GIL, for use in a thread (`encode` holds it).
-
-        The encoding's length is available before a list of millions of integers is created.
-        """
+        """Return the library's encoding without holding the GIL, for use in a thread."""
         backend = self._encoder(guarded)
         return _encoded(
             text,
@@ -135,21 +125,21 @@ class Tokenizer:
         return self._guard.backend
 
     def decode_unlocked(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        """Decode like `decode` without holding the GIL, for use in a thread."""
+        """Decode without holding the GIL, for use in a thread."""
         return self._backend.decode_batch([list(token_ids)], skip_special_tokens=skip_special_tokens)[0]
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         return self._backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
 
     def token_text(self, token_id: int) -> str:
-        """Decode a single token. Cached, because log probabilities need twenty of them per position."""
+        """Cached, because log probabilities need twenty of them per position."""
         text = self._token_texts.get(token_id)
         if text is None:
             text = self._token_texts[token_id] = self.decode([token_id], skip_special_tokens=False)
         return text
 
     def token_bytes(self, token_id: int) -> bytes | None:
-        """Return the bytes of a token that follows others; None if it has none of its own."""
+        """Return the bytes of a token that follows others; None if it has none."""
         return self._pieces.bytes_of(token_id)
 
     def tokens(self, token_ids: Sequence[int]) -> list[str | None]:
@@ -157,7 +147,7 @@ class Tokenizer:
         return [self._backend.id_to_token(token_id) for token_id in token_ids]
 
     def ids_in_vocabulary(self, token_ids: Sequence[int]) -> tuple[int, ...]:
-        """Return the ids that are in the vocabulary and below `vocab_size`, the limit of grammars."""
+        """Return the ids in the vocabulary and below `vocab_size`, the limit of grammars."""
         tokens = zip(token_ids, self.tokens(token_ids), strict=True)
         return tuple(i for i, token in tokens if token is not None and i < self.vocab_size)
 
@@ -171,10 +161,11 @@ class Tokenizer:
     def render(
         self, messages: Sequence[Message], *, source: str | None = None, **options: Any
     ) -> tuple[str, str | None]:
-        """Render messages. Return the prompt text, and a second text to encode as `guarded` if messages
-        contain special tokens that must be encoded as text. `source`: the name of one of the model's
-        templates, or Jinja source instead of them. Raises RequestError if there is no template, or it
-        rejects the messages, or requests may not contain templates.
+        """Return the prompt text, and a second text to encode as `guarded` if special tokens in messages are
+        text.
+
+        `source`: the name of one of the model's templates, or Jinja source. Raises RequestError if there is
+        no template, or it rejects the messages, or requests may not contain templates.
         """
         named = self.template is not None and source in self.template.names
         if source is not None and not named and not self._trust_templates:
@@ -197,7 +188,6 @@ class Tokenizer:
         return self._guard.read(template.render(self._guard.mark_messages(messages), **options))
 
     def template_uses(self, variable: str) -> bool:
-        """Return whether the chat template names a variable; other variables have no effect."""
         return self.template is not None and self.template.uses(variable)
 
     @cached_property
@@ -216,10 +206,7 @@ class Tokenizer:
         skip_special_tokens: bool,
         kept_token_ids: Sequence[int] = (),
     ) -> IncrementalDetokenizer:
-        """Return a detokenizer of the tokens after a prompt.
-
-        `skip_special_tokens`: leave special tokens out of the text, except for `kept_token_ids`.
-        """
+        """`skip_special_tokens`: leave special tokens out of the text, except for `kept_token_ids`."""
         hidden: frozenset[int] = frozenset()
         if skip_special_tokens:
             hidden = self._specials.difference(kept_token_ids)
@@ -227,7 +214,7 @@ class Tokenizer:
 
 
 def _encoded(text: str, encode: Callable[[str], tokenizers.Encoding]) -> tokenizers.Encoding:
-    """Encode a text, with U+FFFD for lone surrogates, which the library rejects."""
+    """Encode with U+FFFD for lone surrogates, which the library rejects."""
     try:
         return encode(text)
     except TypeError:

@@ -1,8 +1,7 @@
 """Reads a checkpoint's tokenizer settings: names of special tokens, and chat templates.
 
 Reads tokenizer_config.json, special_tokens_map.json, chat_template.jinja and additional_chat_templates/ by
-the rules of transformers' `AutoTokenizer` (5.24), without importing it. Called by `tokenizer.py`, by the load
-plan for the end token, and by `manta serve`.
+the rules of transformers' `AutoTokenizer` (5.24), without importing it.
 """
 
 from __future__ import annotations
@@ -48,11 +47,7 @@ _BY_MODEL = {
 
 
 def read_special_tokens(folder: Path, *, byte_level: bool) -> dict[str, str]:
-    """Return special tokens by their names in templates (`bos_token` ..), without null ones.
-
-    `byte_level`: tokenizer.json splits texts into bytes, which rules out a true `LlamaTokenizer`. Raises
-    CheckpointError if a file cannot be read.
-    """
+    """Return special tokens by names in templates. `byte_level` rules out a true `LlamaTokenizer`."""
     found = dict(_read(folder, _SETTINGS))
     defaults = CLASS_TOKENS.get(_class_name(folder, found, byte_level), {})
     if "added_tokens_decoder" not in found:  # written by transformers before 4.34
@@ -65,11 +60,7 @@ def read_special_tokens(folder: Path, *, byte_level: bool) -> dict[str, str]:
 
 
 def read_chat_templates(folder: Path) -> dict[str, str]:
-    """Return Jinja sources by name: `default`, `tool_use` and others.
-
-    If there are template files, those in tokenizer_config.json are ignored. Raises CheckpointError if a file
-    cannot be read or is malformed.
-    """
+    """Return Jinja sources by name; files before tokenizer_config.json. Raises CheckpointError."""
     files = {DEFAULT: folder / _TEMPLATE_FILE} if (folder / _TEMPLATE_FILE).is_file() else {}
     files |= {path.name.removesuffix(".jinja"): path for path in (folder / _TEMPLATE_FOLDER).glob("*.jinja")}
     if files:
@@ -96,7 +87,7 @@ def _read(folder: Path, name: str) -> Json:
 
 
 def _class_name(folder: Path, settings: Json, byte_level: bool) -> str:
-    """Return the class that transformers selects for these files; "" if it has no own special tokens."""
+    """Return the class that transformers selects; "" if it has no own special tokens."""
     config = _read(folder, "config.json")
     kind = str(config.get("model_type") or "")
     named = settings.get("tokenizer_class") or config.get("tokenizer_class")
@@ -109,7 +100,7 @@ def _class_name(folder: Path, settings: Json, byte_level: bool) -> str:
 
 
 def _text(value: Any) -> str | None:  # Any: JSON values
-    """Return the text of a token in a file, which is a string or an object with flags."""
+    """Return the text of a token, which is a string or an object with flags."""
     text = value.get("content") if isinstance(value, Mapping) else value
     return text if isinstance(text, str) else None
 
@@ -123,19 +114,14 @@ def _template_text(path: Path) -> str:
 
 @dataclass(frozen=True, slots=True)
 class TokenIds:
-    """The token ids of a tokenizer, known without loading it.
+    """The token ids of a tokenizer, known without loading it."""
 
-    Attributes:
-        known: all its token ids.
-        end: id of its `eos_token`, if it has one.
-    """
-
-    known: frozenset[int]
-    end: int | None
+    known: frozenset[int]  # all its token ids
+    end: int | None  # id of its `eos_token`, if it has one
 
     @classmethod
     def read(cls, folder: Path) -> TokenIds | None:
-        """Read a folder's files; None if they are malformed, which loading the tokenizer reports."""
+        """Return None if the files are malformed, which loading the tokenizer reports."""
         file = folder / TOKENIZER_JSON
         try:
             raw = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}

@@ -1,7 +1,6 @@
 """Tools declared in TypeScript, the format that Kimi K2.5 and later were trained on.
 
     # Tools
-
     ## functions
     namespace functions {
     // What is it like outside?
@@ -15,7 +14,7 @@
 The output equals that of `tool_declaration_ts.py`, published with the tokenizers, to the character: required
 properties before optional ones, both by name; descriptions of types as comments above them; `$defs` as
 interfaces before the function; values of `enum` as Python spells them. A schema that it rejects is rejected
-here. Called by `chat_template.py`.
+here.
 """
 
 from __future__ import annotations
@@ -56,10 +55,7 @@ class _NoTypeError(Exception):
 
 
 def declare(tools: Sequence[Mapping[str, Any]]) -> str | None:
-    """Return the declarations of tools in OpenAI's format; None if one of them cannot be declared.
-
-    `tools`: with sorted object keys (`sort_keys`), which determines the order of interfaces.
-    """
+    """Declare tools with sorted keys, which order the interfaces; None if one cannot be declared."""
     try:
         functions = [tool.get("function") for tool in tools if tool.get("type") == "function"]
         declared = [_Declaration().of(function) for function in functions if function]
@@ -160,7 +156,7 @@ class _Declaration:
 
 
 def _kind(schema: Schema) -> str:
-    """Return how a schema is written: a deciding keyword, "union", "anything", or the value of `type`."""
+    """Return a deciding keyword, "union", "anything", or the value of `type`."""
     if isinstance(schema, bool):
         return "anything"
     for keyword in ("$ref", "anyOf", "enum"):
@@ -174,7 +170,7 @@ def _kind(schema: Schema) -> str:
 
 
 def _comments(schema: Schema, indent: str) -> str:
-    """Return the comment lines above a type: its description, and the bounds that can be written."""
+    """Return the lines above a type: its description, and the bounds that can be written."""
     kind = _kind(schema)
     if kind == "anything":
         return ""

@@ -1,9 +1,9 @@
 """Starts a local Ray that listens on loopback only and requires its user's token.
 
-By default Ray listens on all interfaces, and writes a new token with the process's umask. Used wherever we
-call `ray.init` without the address of a cluster. To get a Ray that other machines can reach, a user starts it
-(`ray start`, `manta render ray-up`) and names it in RAY_ADDRESS. RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER=1 leaves
-the choice of the address to Ray, and RAY_AUTH_MODE=disabled omits the token.
+By default Ray listens on all interfaces, and writes a new token with the process's umask. To get a Ray that
+other machines can reach, a user starts it (`ray start`, `manta render ray-up`) and names it in RAY_ADDRESS.
+RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER=1 leaves the choice of the address to Ray, and RAY_AUTH_MODE=disabled omits
+the token.
 """
 
 from __future__ import annotations
@@ -43,12 +43,8 @@ _PORTS = (
 def start_ray(worker_command: Sequence[str] = (), **settings: Any) -> None:  # Any: `ray.init`'s own
     """Start a Ray on this machine, or connect to the one that `ray.init` finds here.
 
-    Args:
-        worker_command: starts Ray's worker processes in place of Python (`ForkServer.worker_command`).
-        settings: for `ray.init`.
-
-    Raises:
-        ConfigError: its token cannot be written.
+    `worker_command` starts Ray's worker processes in place of Python (`ForkServer.worker_command`);
+    `settings` are for `ray.init`. Raises ConfigError if the token cannot be written.
     """
     if os.environ.get(AUTH_MODE, "token").lower() == "token" and not any(map(os.environ.get, OTHER_TOKENS)):
         make_token(_token_file())
@@ -78,8 +74,7 @@ def _without_head_services() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _lean_raylet(worker_command: Sequence[str]) -> Iterator[None]:
-    """Have a Ray that starts meanwhile start its workers by `worker_command`, and its dashboard agent
-    with less priority.
+    """Have a Ray started within use `worker_command`, and less priority for its dashboard agent.
 
     The agents' ports are chosen here: a raylet that does not know them waits until its agents have started.
     """
@@ -105,7 +100,7 @@ def _lean_raylet(worker_command: Sequence[str]) -> Iterator[None]:
 
 
 def _lean(flag: str, worker_command: Sequence[str]) -> str:
-    """Return a flag of the raylet, changed where it is the command of an agent or of workers."""
+    """Change a flag of the raylet that is the command of an agent or of workers."""
     name, _, value = flag.partition("=")
     if name == "--dashboard_agent_command":
         nice = f"import os, sys; os.nice({AGENT_NICENESS}); os.execv(sys.argv[1], sys.argv[1:])"

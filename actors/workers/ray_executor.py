@@ -3,10 +3,8 @@
 Ray places, starts, watches and ends them, but is not called in a step: plans and results use
 `actors/workers/shm/step_channel.py`. A worker's `run` only returns when it ends, so a thread that waits on
 these calls notices every death. Any failure of the target ends the whole engine: it is marked as dead, all
-workers are killed, and `submit`, `collect` and `check_health` raise from then on; a new engine must replace
-it. A remote drafter is different: its end only costs drafts, and
-`actors/workers/drafter/drafter_supervisor.py` finds another one. Used by `executor.make_executor`, and
-directly by callers with a placement group.
+workers are killed, and `submit`, `collect` and `check_health` raise from then on. The end of a remote drafter
+only costs drafts, and `drafter_supervisor.py` finds another one.
 """
 
 from __future__ import annotations
@@ -67,7 +65,7 @@ Actor = Any  # ray.actor.ActorHandle of a dynamically wrapped class has no stati
 
 
 class RayExecutor:
-    """Workers under Ray, see `cluster.executor.Executor`.
+    """Workers under Ray, see `cluster/step/executor.py`.
 
     Args:
         config: the engine's, with any topology, including a single worker.
@@ -75,9 +73,8 @@ class RayExecutor:
             replica's) if it fits, else one that is created here and removed at the end.
         placement_timeout_s: how long to wait for resources.
 
-    Raises:
-        PlacementError: there is no room for the workers, or they would not be on this node.
-        CheckpointError and other MantaErrors: from loading, as the worker raised them.
+    Raises PlacementError if there is no room for the workers or they would not be on this node, and the
+    errors of loading.
     """
 
     def __init__(
@@ -132,7 +129,7 @@ class RayExecutor:
         return self._placement is not None and self._placement.owned
 
     def submit(self, plan: SchedulerOutput) -> None:
-        """Send a step to the workers. Raises EngineDeadError if one has died."""
+        """Send a step to the workers. Raises EngineDeadError."""
         with self._stepping, self._failing_with_peers() as channel:
             offer = self._drafter_supervisor.take_offer() if self._drafter_supervisor is not None else None
             if offer is not None:
@@ -140,24 +137,22 @@ class RayExecutor:
             channel.send(plan, STEP_TIMEOUT_S, self.check_health)
 
     def collect(self) -> StepResult:
-        """Wait for the oldest step's result. Raises EngineDeadError if a worker has died."""
+        """Wait for the oldest step's result. Raises EngineDeadError."""
         with self._stepping, self._failing_with_peers() as channel:
             while not self._results:
                 self._results.append(self._receive(channel, StepResult))
             return self._results.popleft()
 
     def hold_grammar(self, grammar: Grammar) -> None:
-        """Let every rank compile a grammar outside of the steps, and keep it until it is let go.
+        """Compile a grammar on every rank outside of the steps, and keep it.
 
-        Raises:
-            GrammarError: it cannot be compiled.
-            EngineDeadError: a worker has died.
+        Raises GrammarError if it cannot be compiled, EngineDeadError.
         """
         assert self._grammars is not None, "the executor has not started"
         self._grammars.hold(grammar)
 
     def release_grammar(self, grammar: Grammar) -> None:
-        """Undo one `hold_grammar`; does nothing if the engine is dead."""
+        """Undo one `hold_grammar`; do nothing if the engine is dead."""
         assert self._grammars is not None, "the executor has not started"
         with suppress(EngineDeadError):
             self._grammars.release(grammar)
@@ -166,10 +161,8 @@ class RayExecutor:
         """Switch to another drafter checkpoint. Called between steps, on the engine's thread.
 
         A colocated drafter is in use when this returns. A remote one loads in the background, while decoding
-        continues without drafts, and then has the next generation number.
-
-        Raises:
-            CheckpointError, ConfigError: it does not fit this engine. The old one stays.
+        continues without drafts, and then has the next generation number. Raises CheckpointError or
+        ConfigError if it does not fit, and keeps the old one.
         """
         config = with_drafter(self._config, model)
         assert config.speculative_config is not None and config.speculative_config.model is not None
@@ -185,12 +178,9 @@ class RayExecutor:
             self._num_swaps += 1
 
     def begin_trial(self, model: str) -> None:
-        """Load a candidate to draft for requests `on_trial`, next to the current drafter.
+        """Load a candidate to draft for requests `on_trial`, before `EngineCore.begin_trial`.
 
-        Called between steps on the engine's thread, and the engine must be told afterwards.
-
-        Raises:
-            CheckpointError, ConfigError: it does not fit; nothing has changed.
+        Raises CheckpointError or ConfigError if it does not fit, and changes nothing.
         """
         config = with_drafter(self._config, model)
         assert config.speculative_config is not None and config.speculative_config.model is not None
@@ -202,7 +192,7 @@ class RayExecutor:
         self._candidate = config
 
     def end_trial(self, *, promoted: bool) -> None:
-        """Keep one drafter: the candidate if `promoted`. The engine must be told afterwards."""
+        """Keep one drafter, the candidate if `promoted`; called before `EngineCore.end_trial`."""
         with self._stepping, self._failing_with_peers() as channel:
             channel.send(EndTrial(promoted), STEP_TIMEOUT_S, self.check_health)
         if promoted and self._candidate is not None:
@@ -210,7 +200,6 @@ class RayExecutor:
         self._candidate = None
 
     def _load_drafter(self, channel: StepChannel, message: LoadDrafter | BeginTrial) -> list[MantaError]:
-        """Let every rank load a drafter; return the errors."""
         channel.send(message, LOAD_TIMEOUT_S, self.check_health)
         loaded = [self._receive(channel, DrafterLoaded, LOAD_TIMEOUT_S) for _ in self._actors]
         return [reply.error for reply in loaded if reply.error is not None]
@@ -403,7 +392,7 @@ def _gather(calls: Sequence[ray.ObjectRef], timeout_s: float) -> list[Any]:  # A
 
 
 def _result(call: ray.ObjectRef, rank: int) -> Any:  # Any: what workers return.
-    """Return a worker's result; raises its own errors unwrapped."""
+    """Raise a worker's own errors unwrapped."""
     try:
         return ray.get(call)
     except RayTaskError as error:

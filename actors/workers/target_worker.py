@@ -1,4 +1,4 @@
-"""A rank of the target as a process of its own. Wrapped by `ray_executor.py`; runs `targets/runners`."""
+"""A rank of the target as a process of its own. Wrapped by `ray_executor.py`."""
 
 from __future__ import annotations
 
@@ -68,7 +68,6 @@ class TargetWorker(Worker):
         return info
 
     def serve_lanes_in_thread(self, lanes: Collection[Connection]) -> None:
-        """Start threads that compile grammars."""
         from .base.grammar_compilation import serve_lanes
 
         serve_lanes(lanes, None if self._grammars is None else self._grammars.compiler)
@@ -86,7 +85,7 @@ class TargetWorker(Worker):
         return self._runner.is_ready()
 
     def collect(self) -> StepResult | None:
-        """Return the oldest step's result on rank 0; None on other ranks."""
+        """Return None on ranks other than 0."""
         result = self._runner.collect()
         return result if self.setting.rank == 0 else None
 
@@ -125,7 +124,6 @@ class TargetWorker(Worker):
             self._drafts.disconnect()
 
     def _load_drafter(self, model: str, load: Callable[[str], None]) -> MantaError | None:
-        """Load a drafter; return the error, if any."""
         try:
             load(model)
         except MantaError as error:

@@ -1,11 +1,8 @@
-"""Columns passed through from the input to the results (`--pass-through`): which, and of what type.
+"""Columns passed through from the input to the results (`--pass-through`).
 
-Parquet files have types. Fields of CSV are text. Lines of JSON have no types by column:
-
-* Results in JSONL repeat each value as its line writes it, and omit what a line omits.
-* Results in Parquet need one type per column. `actors/batch/row_index.py` collects the types over all lines:
-  integers, floats, booleans and text. A column of other values, or of several types, holds each value's JSON
-  text.
+Results in JSONL repeat each value as its line writes it. Results in Parquet need one type per column, which
+is collected over all lines of JSON: integers, floats, booleans or text. A column of other or of several types
+holds each value's JSON text.
 """
 
 from __future__ import annotations
@@ -34,12 +31,10 @@ _TOKEN = re.compile(r'"[^"\\]*(?:\\.[^"\\]*)*"|[{}\[\],:]|[^\s"{}\[\],:]+')
 
 
 class _Wide(int):
-    """A marker type for integers of 64 bits that a float64 may not represent."""
+    """Marks integers of 64 bits that a float64 may not represent."""
 
 
 class ColumnTypes:
-    """Collects the types of columns over records. `layout`: its `columns` says which columns are wanted."""
-
     def __init__(self, layout: RowSchema) -> None:
         self._layout = layout
         self._seen: dict[str, set[type]] = {}
@@ -74,7 +69,7 @@ def chosen(schema: pa.Schema, layout: RowSchema) -> pa.Schema:
 
 
 def of_parquet(schemas: Iterable[pa.Schema], layout: RowSchema) -> pa.Schema:
-    """Return the columns of Parquet files to pass through. Types may differ where one can hold the other."""
+    """Return the columns of Parquet files to pass through; types may differ where one can hold the other."""
     plain = [pa.schema(map(_plain, schema)) for schema in schemas]
     try:
         return chosen(pa.unify_schemas(plain, promote_options="permissive"), layout)
@@ -91,7 +86,6 @@ def is_member(field: pa.Field) -> bool:
 
 
 def passed_through(record: Record, schema: pa.Schema, line: str | None = None) -> dict[str, Any]:
-    """Return the record's values of the columns, converted to the schema."""
     texts = members(line) if line is not None and any(field.metadata for field in schema) else {}
     return {field.name: _fit(record.get(field.name), texts.get(field.name), field) for field in schema}
 

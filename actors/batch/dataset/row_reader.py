@@ -1,8 +1,6 @@
 """Reads rows where they are answered: engine actors read spans of the input files themselves.
 
-`actors/batch/row_index.py` makes `RowSpans`, which say where rows are; a `RowReader` reads them in any order.
-The dataset crosses the network once and no process holds it. The files must be visible to the driver and the
-engines.
+The dataset crosses the network once and no process holds it. The files must be visible to driver and engines.
 """
 
 from __future__ import annotations
@@ -29,28 +27,18 @@ BUFFER_BYTES = 2 * 2**20  # for text: one request to an object store
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Consecutive rows of a file.
+    """Consecutive rows of a file."""
 
-    Attributes:
-        file: index in `Dataset.files`.
-        row: number of the first row.
-        begin: index of the first row in its file (Parquet), or offset of a record at or before it (text).
-        skip: records between `begin` and the first row.
-    """
-
-    file: int
-    row: int
+    file: int  # index in `Dataset.files`
+    row: int  # number of the first row
     num_rows: int
-    begin: int
-    skip: int = 0
+    begin: int  # index of the first row in its file (Parquet), or offset of a record at or before it (text)
+    skip: int = 0  # records between `begin` and the first row
 
 
 @dataclass(frozen=True, slots=True)
 class RowSpans:
-    """Locations of some rows.
-
-    `copies`: by row, for rows with the id of an earlier row: `-<copy>` is appended to the row's id.
-    """
+    """Locations of some rows. `copies`: `-<copy>` is appended to the id of a row with an earlier row's."""
 
     spans: tuple[Span, ...]
     copies: Mapping[int, int] = field(default_factory=dict)
@@ -58,19 +46,10 @@ class RowSpans:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A row of the input.
-
-    Attributes:
-        number: 0-based, in the whole dataset.
-        record: as read; for JSON lines `{"text": line}`, which is parsed where the row is answered.
-        id: assigned by the job; None if the row's own id is used.
-        fault: why there is no record; `record` then contains the text.
-    """
-
-    number: int
-    record: Record
-    id: str | None = None
-    fault: str | None = None
+    number: int  # 0-based, in the whole dataset
+    record: Record  # as read; for JSON lines `{"text": line}`, which is parsed where the row is answered
+    id: str | None = None  # assigned by the job; None if the row's own id is used
+    fault: str | None = None  # why there is no record; `record` then contains the text
 
 
 def record_of(row: Row, layout: RowSchema) -> Record:
@@ -113,7 +92,6 @@ class RowReader:
         ]
 
     def close(self) -> None:
-        """Close the files. Idempotent; later reads open them again."""
         with self._lock:
             while self._open:
                 self._open.popitem()[1].close()
@@ -150,7 +128,7 @@ class _TextRows:
         self.close = self._file.close
 
     def read(self, span: Span) -> list[Row]:
-        """Return the rows, or fewer if the file ends before them."""
+        """Return the rows; fewer if the file ends before them."""
         raws = itertools.islice(self._file.raw_records(span.begin), span.skip, span.skip + span.num_rows)
         return [self._row(number, raw) for number, (_, raw) in enumerate(raws, span.row)]
 

@@ -1,9 +1,8 @@
 """Turns records of a dataset into requests: ids, prompts, sampling fields.
 
 A record has a `messages` column (chat), a `prompt` column or columns for a template (completion), or is a
-line of an OpenAI batch file (`custom_id`, `url`, `body`). All become the bodies that the HTTP endpoints take
-and are validated by the same models. Text of CSV is converted: numbers by those models, JSON here. Pure: no
-Ray, no files, no engine.
+line of an OpenAI batch file (`custom_id`, `url`, `body`). All become bodies of the HTTP endpoints and are
+validated by the same models. Pure: no Ray, no files, no engine.
 """
 
 from __future__ import annotations
@@ -57,29 +56,21 @@ _LONG_NUMBER = re.compile(rb"[0-9]{19}")  # orjson reads an integer of more than
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowSchema:
-    """Format of records. Raises ConfigError for an invalid template, or for one together with another prompt.
+    """Format of records. Raises ConfigError for an invalid template, or one next to another prompt."""
 
-    Attributes:
-        kind: "openai" for OpenAI batch lines, else "dataset".
-        lines: records are unparsed lines of JSON in a column `text`, so that malformed lines are rows too.
-        prompt_column: column of the prompt (text, token ids or messages); found by name if absent.
-        template: makes the prompt from several columns, instead of one column.
-        id_column: column of the row's id; found by name if absent, else a hash of the record is its id.
-        columns: columns of the input to copy to the results.
-        defaults: sampling fields for rows that have none.
-        seed: seed of the job; a row without a seed gets one derived from this and its id.
-        category_column: the job's report counts rows by its values. If None, OpenAI batch lines are counted
-            by `metadata.category` of their bodies.
-    """
-
-    kind: Literal["dataset", "openai"] = "dataset"
+    kind: Literal["dataset", "openai"] = "dataset"  # "openai" for OpenAI batch lines, else "dataset"
+    # records are unparsed lines of JSON in a column `text`, so that malformed lines are rows too
     lines: bool = False
+    # column of the prompt (text, token ids or messages); found by name if absent
     prompt_column: str | None = None
-    template: str | None = None
+    template: str | None = None  # makes the prompt from several columns, instead of one column
+    # column of the row's id; found by name if absent, else a hash of the record is its id
     id_column: str | None = None
-    columns: tuple[str, ...] | Literal["all"] = ()
-    defaults: Mapping[str, Any] = field(default_factory=dict)
-    seed: int = 0
+    columns: tuple[str, ...] | Literal["all"] = ()  # columns of the input to copy to the results
+    defaults: Mapping[str, Any] = field(default_factory=dict)  # sampling fields for rows that have none
+    seed: int = 0  # seed of the job; a row without a seed gets one derived from this and its id
+    # the job's report counts rows by its values. If None, OpenAI batch lines are counted by
+    # `metadata.category` of their bodies.
     category_column: str | None = None
 
     def __post_init__(self) -> None:
@@ -132,7 +123,6 @@ def _parse_python(line: str | bytes, error: ValueError) -> Any:
 
 
 def read_record(raw: Record, layout: RowSchema) -> Record:
-    """Return the record, parsed where it is a line. Raises RequestError."""
     return parse_line(raw["text"]) if layout.lines else raw
 
 
@@ -170,10 +160,7 @@ def row_seed(job_seed: int, row: str) -> int:
 def read_request(
     record: Record, layout: RowSchema, generation: GenerationDefaults, row: str | None = None
 ) -> RowRequest:
-    """Validate a record. Raises RequestError; its `param` names the column or field.
-
-    `row`: its id if that is not the record's own; the seed is derived from it.
-    """
+    """Validate a record. Raises RequestError. `row`: its id if that is not its own; gives a seed."""
     url, body = _openai_body(record) if layout.kind == "openai" else _dataset_body(record, layout)
     body = {**layout.defaults, **body}
     if body.get("seed") is None:
@@ -252,10 +239,7 @@ def _text_value(name: str, record: Record) -> str:
 
 @functools.lru_cache(maxsize=8)
 def _template_parts(template: str) -> tuple[tuple[str, str | None], ...]:
-    """Split `Translate {text}` into texts, each with the column that follows it.
-
-    Supports only `{name}`, `{{` and `}}` of Python's formatting. Raises ConfigError.
-    """
+    """Split `Translate {text}` into texts, each with the column that follows it. Raises ConfigError."""
     why = None
     try:
         found = list(string.Formatter().parse(template))

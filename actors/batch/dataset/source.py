@@ -1,8 +1,7 @@
 """The input files of a batch job: finds them and their format, and checks that their rows can have a prompt.
 
-An input is a file, a folder (its files of known formats, without subfolders and without names that begin
-with `.` or `_`) or a pattern (`x/*.jsonl`; `x/**/*.parquet` for all folders below), on any storage. All of
-this is cheap and happens before anything starts. `actors/batch/row_index.py` reads all rows.
+An input is a file, a folder (its files of known formats; no subfolders, no names that begin with `.` or `_`)
+or a pattern (`x/*.jsonl`, `x/**/*.parquet`), on any storage. Cheap: runs before anything starts.
 """
 
 from __future__ import annotations
@@ -44,8 +43,6 @@ PARQUET_BUFFER_BYTES = 2**20  # per column: pages are read as they are needed, n
 
 @dataclass(frozen=True, slots=True)
 class SourceFile:
-    """A file of the input. `modified_s` is Unix time."""
-
     storage: Storage
     name: str
     size: int
@@ -103,14 +100,10 @@ class Dataset:
 
     @property
     def lines(self) -> bool:
-        """Return whether records come as unparsed lines of JSON (`RowSchema.lines`)."""
         return self.format in ("jsonl", "openai")
 
     def identity(self, digests: Sequence[Mapping[str, str]] = ()) -> list[dict[str, Any]]:  # Any: JSON
-        """Return the data by which a later run recognizes the same input.
-
-        `digests`: digest of each file (`RowIndex.digests`).
-        """
+        """Return what a later run recognizes the input by. `digests`: of each file (`RowIndex.digests`)."""
         return [
             {"name": file.path, "size": file.size, "modified": file.modified_s, **digest}
             for file, digest in zip(self.files, digests or [{}] * len(self.files), strict=True)
@@ -163,7 +156,6 @@ def open_parquet(file: SourceFile) -> pq.ParquetFile:
 
 
 def read_results(folder: Storage | Path) -> list[dict[str, Any]]:
-    """Return all result rows of a finished job, ordered by id."""
     storage = (
         folder
         if isinstance(folder, Storage)

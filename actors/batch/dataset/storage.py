@@ -1,9 +1,9 @@
 """A folder for input or output: on a disk, or in an object store.
 
-`s3://`, `gs://` and `abfs://` are Arrow's file systems, `hf://` is Hugging Face's. Credentials are found as
-those do, on every node (environment, files, instance roles). The URL may name an S3 server other than
-Amazon's: `s3://bucket/x?endpoint_override=http://host:9000`. A written file appears complete or not at all:
-by rename on a disk, by a single put in an object store. Picklable.
+`s3://`, `gs://` and `abfs://` are Arrow's file systems, `hf://` is Hugging Face's; they find credentials on
+every node (environment, files, instance roles). The URL may name another S3 server:
+`s3://bucket/x?endpoint_override=http://host:9000`. A written file appears complete or not at all: by rename
+on a disk, by a single put in an object store. Picklable.
 
 An output folder may contain what an attacker has put there, so no name leads out of it and no link in it is
 followed. Input belongs to the user, and its links are followed.
@@ -38,8 +38,6 @@ NUM_REQUESTS = 16  # in parallel: object stores answer many as fast as one
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A listed file. `name` is relative to the storage's folder; `modified_s` is Unix time."""
-
     name: str
     size: int
     modified_s: float
@@ -47,20 +45,13 @@ class Entry:
 
 @dataclass(frozen=True, slots=True)
 class Storage:
-    """A folder. It need not exist before something is written.
+    """A folder. It need not exist before something is written."""
 
-    Attributes:
-        where: as the user wrote it, without a URL's query and credentials; for messages.
-        root: the folder's path in it.
-        private: other users of the disk may not read what is written.
-        follows_links: links in this folder are followed; for input.
-    """
-
-    where: str
+    where: str  # as the user wrote it, without a URL's query and credentials; for messages
     filesystem: fs.FileSystem
-    root: str
-    private: bool = False
-    follows_links: bool = False
+    root: str  # the folder's path in it
+    private: bool = False  # other users of the disk may not read what is written
+    follows_links: bool = False  # links in this folder are followed; for input
 
     @classmethod
     def open(cls, where: str, *, field: str, private: bool = False, follows_links: bool = False) -> Storage:
@@ -92,7 +83,6 @@ class Storage:
 
     @property
     def kind(self) -> Literal["file", "folder"] | None:
-        """Return what exists there; None for nothing."""
         found = self.filesystem.get_file_info(self.root).type
         if found == fs.FileType.File:
             return "file"
@@ -114,9 +104,8 @@ class Storage:
     def path(self, *parts: str) -> str:
         """Return the path of a name in the file system.
 
-        Raises, unless links are followed:
-            ValueError: the name leads out of the folder.
-            OSError: a link, or something that is neither a file nor a folder, is part of the path.
+        Unless links are followed, raises ValueError for a name that leads out of the folder, and OSError for
+        a path with a link or with something that is neither file nor folder.
         """
         if not self.follows_links:
             name = inner_name("/".join(part for part in parts if part))
@@ -143,7 +132,7 @@ class Storage:
         return Entry(name, info.size or 0, _modified_s(info)) if info.type == fs.FileType.File else None
 
     def read(self, name: str) -> bytes:
-        """Return the content of a file. Raises FileNotFoundError, OSError."""
+        """Return the content. Raises FileNotFoundError, OSError."""
         with self.reader(name) as file:
             return file.read()
 
@@ -151,10 +140,7 @@ class Storage:
         return self.filesystem.open_input_file(self.path(name))
 
     def write(self, name: str, content: bytes | pa.Buffer, *, synced: bool = True) -> None:
-        """Write a complete file, replacing an earlier one. Raises OSError.
-
-        `synced`: survive also a power failure, not only the death of any process.
-        """
+        """Write a complete file. `synced`: it survives a power failure, not only killed processes."""
         path = self.path(name)
         if self.local:
             make_folder(Path(path).parent, private=self.private)

@@ -1,8 +1,8 @@
 """Records of text files: lines of JSON, lines of text, and CSV rows, each with its byte offset.
 
-From the offset of a record, later records can be read without what precedes it, so engines read only the rows
-they answer. A CSV row may span lines. Blank lines are not records. A malformed record does not affect others.
-pyarrow's readers provide none of this (docs/decisions/batch-input.md).
+From any offset later records can be read, so engines read only the rows they answer. A CSV row may span
+lines. Blank lines are not records. A malformed record does not affect others. pyarrow's readers provide none
+of this (docs/decisions/batch-input.md).
 """
 
 from __future__ import annotations
@@ -36,8 +36,6 @@ class BadTextError(Exception):
 
 
 class BadRecordError(Exception):
-    """One record is malformed. `text` is its content."""
-
     def __init__(self, why: str, text: str) -> None:
         super().__init__(why)
         self.why = why
@@ -45,10 +43,7 @@ class BadRecordError(Exception):
 
 
 class TextFile:
-    """An open file of records. Raises BadTextError.
-
-    `buffer_bytes`: read at once. `header`: the columns of a CSV file.
-    """
+    """An open file of records. Raises BadTextError. `header`: the columns of a CSV file."""
 
     def __init__(self, file: pa.NativeFile, format: TextFormat, buffer_bytes: int) -> None:
         self._format: TextFormat = format
@@ -75,10 +70,7 @@ class TextFile:
         return self._file.tell()
 
     def lines(self, offset: int = 0, digest: hashlib._Hash | None = None) -> Iterator[tuple[int, bytes]]:
-        """Yield the offset and content of each line from `offset` on; only a line feed ends a line.
-
-        `digest`: updated with all bytes that are read.
-        """
+        """Yield offset and content of lines, ended by line feeds alone. `digest` gets all bytes."""
         self._file.seek(offset)
         while line := self._file.readline(MAX_LINE_BYTES + 1):
             if len(line) > MAX_LINE_BYTES:
@@ -89,7 +81,7 @@ class TextFile:
             offset += len(line)
 
     def raw_records(self, offset: int = 0, digest: hashlib._Hash | None = None) -> Iterator[tuple[int, Raw]]:
-        """Yield the offset and content of each record from `offset` on, without the header of CSV."""
+        """Yield offset and content of each record from `offset` on, without the header of CSV."""
         lines = self.lines(offset, digest)
         if self._format != "csv":
             return ((at, line) for at, line in lines if line.strip())
@@ -99,10 +91,7 @@ class TextFile:
         return records
 
     def record(self, raw: Raw) -> Record:
-        """Return a record as `row_requests.read_record` takes it. An empty CSV field becomes None.
-
-        Raises BadRecordError, UnicodeDecodeError.
-        """
+        """Return a record; an empty CSV field becomes None. Raises BadRecordError, UnicodeDecodeError."""
         if isinstance(raw, list):
             if len(raw) > len(self.header):
                 why = f"The row has {len(raw)} fields, the header {len(self.header)}: put a field with commas"
@@ -135,7 +124,7 @@ def _csv_records(lines: Iterator[tuple[int, bytes]]) -> Iterator[tuple[int, Raw]
 
 
 class _CsvLines:
-    """Lines as `csv.reader` takes them, and how far it has read."""
+    """Lines for `csv.reader`, and how far it has read."""
 
     def __init__(self, lines: Iterator[tuple[int, bytes]]) -> None:
         self._lines = lines

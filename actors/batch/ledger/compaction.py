@@ -1,8 +1,7 @@
 """Rewrites parts: so that at the end every row is in one part, or to renumber rows after the input changed.
 
 A rewritten part gets a new name, and its record lists the parts it replaces. So each row counts in one part
-at any moment, even if this is killed; running it again completes it. Called only by the ledger, while no
-writer may write.
+at any moment, and running it again after a kill completes it. Called only while no writer may write.
 """
 
 from __future__ import annotations
@@ -28,11 +27,7 @@ REMOVED = -1  # instead of a row's number
 
 
 def compact(output: Storage, index: OutputIndex, form: OutputForm, run: int) -> None:
-    """Remove parts that do not count. Rewrite those that count only partly or, with `ordered`, belong
-    together.
-
-    Raises OSError; may be called again.
-    """
+    """Remove parts that do not count; rewrite those that count partly or, if `ordered`, belong together."""
     for record in index.uncommitted:
         _remove(output, index, [record])
     owned = index.owned  # before rewriting, which moves rows
@@ -44,14 +39,7 @@ def compact(output: Storage, index: OutputIndex, form: OutputForm, run: int) -> 
 
 
 def renumber(output: Storage, index: OutputIndex, form: OutputForm, id_hashes: np.ndarray, run: int) -> None:
-    """Give the rows of stale parts the numbers of the same ids in the changed input.
-
-    Rows with a removed id are removed. Raises OSError; may be called again.
-
-    Args:
-        id_hashes: `row_requests.id_hash` of each row of the input.
-        run: the run that begins.
-    """
+    """Give rows of stale parts the numbers of their ids in the changed input; remove others. Repeatable."""
     order = np.argsort(id_hashes)
     ordered = id_hashes[order]
 
@@ -107,12 +95,7 @@ def _rewrite(
     run: int,
     shard: int,
 ) -> None:
-    """Write one part that replaces others; none if no row is left.
-
-    Args:
-        records: records of parts of one kind.
-        numbers: for each part, the new number of each of its rows, or GONE.
-    """
+    """Write one part that replaces others, with their rows' new numbers or REMOVED; none without rows."""
     flat = np.concatenate(numbers)
     order = np.argsort(flat, kind="stable")[np.count_nonzero(flat == REMOVED) :]
     if len(order):
@@ -150,11 +133,7 @@ def _remove(output: Storage, index: OutputIndex, records: Iterable[Record]) -> N
 
 
 def _groups(index: OutputIndex, form: OutputForm) -> Iterator[tuple[int, list[Record]]]:
-    """Yield the groups of parts that become one part, with the shard in its name.
-
-    Where order is preserved, parts with overlapping rows are merged, and names follow the order of rows.
-    Overlaps and wrong names occur after several runs or after rows were renumbered.
-    """
+    """Yield groups of parts to become one (if `ordered`, those that overlap), with its shard."""
     records = sorted(index.records.values(), key=lambda each: (each.kind, each.rows[0]))
     if not form.ordered:
         yield from ((record.shard, [record]) for record in records)

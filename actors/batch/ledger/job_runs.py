@@ -29,17 +29,9 @@ VERSION = 3  # of the layout of an output
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobRun:
-    """Content of `job.json`.
-
-    Attributes:
-        first_run: of this job; earlier runs were another job's.
-        numbering: row numbers written before this run refer to an input that has changed since.
-        runs: one entry per run, in order.
-    """
-
-    first_run: int
-    numbering: int
-    runs: tuple[Mapping[str, Any], ...]
+    first_run: int  # of this job; earlier runs were another job's
+    numbering: int  # row numbers written before this run refer to an input that has changed since
+    runs: tuple[Mapping[str, Any], ...]  # one entry per run, in order
     spec: Mapping[str, Any]
 
     @property
@@ -48,7 +40,7 @@ class JobRun:
 
     @classmethod
     def read(cls, output: Storage) -> Self | None:
-        """Return the job of an output, if it has one. Raises OSError, ValueError."""
+        """Return the job of an output, if any. Raises OSError, ValueError."""
         try:
             job = json.loads(output.read(JOB))
         except FileNotFoundError:
@@ -64,7 +56,6 @@ class JobRun:
 
     @classmethod
     def first(cls, spec: JobSpec, before: JobRun | None) -> Self:
-        """Return a new job with its first run, replacing an earlier job if there was one."""
         run = before.run + 1 if before else 1
         return cls(first_run=run, numbering=run, runs=(_run(run),), spec=spec.to_json())
 
@@ -90,7 +81,7 @@ def allow_writes(output: Storage, run: int | None) -> None:
 
 
 def check_run(output: Storage, run: int) -> None:
-    """Raise OutputError if another run has replaced this one, or the job has ended."""
+    """Raise OutputError if another run has replaced this one or the job has ended."""
     current = _read(output, RUN, {"run": run})["run"]
     if current != run:
         now = "it has ended" if current is None else f"run {current} writes it now"
@@ -106,7 +97,6 @@ def keep_earlier(output: Storage, run: int, names: list[str]) -> None:
 
 
 def earlier(output: Storage, first_run: int) -> tuple[str, ...]:
-    """Return the remaining results that the job replaces."""
     run, names = _earlier(output)
     return names if run == first_run else ()
 

@@ -1,7 +1,6 @@
 """Specification of a job: settings its results depend on, input and output. Checks whether it may resume.
 
-The fingerprint is a hash of what results depend on. The drafter is not part of it: it does not change
-results, and the next run may use another. `job_runs.py` stores the spec in the output.
+The fingerprint is a hash of what results depend on, without the drafter, which does not change them.
 """
 
 from __future__ import annotations
@@ -28,14 +27,13 @@ NAMED_FILES = 3  # in a message; other files are counted
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobSpec:
-    """Specification of a job. All fields but `form` are JSON.
+    """All fields but `form` are JSON.
 
     Attributes:
         made_from: what results depend on, by name: model and revision, tokenizer, sampling, template, seed.
         input: name, size, modification time and content hash of every file (`Dataset.identity`).
         sample: the rows to answer; all if absent.
-        rows_per_shard: set if order is preserved. If a later run has another value, the end of the job
-            corrects it.
+        rows_per_shard: set if order is preserved. May differ in a later run: the end of the job corrects it.
         about: reported in the manifest, and free to differ between runs: drafter, number of engines.
     """
 
@@ -73,7 +71,6 @@ class JobSpec:
         )
 
     def differences(self, before: Mapping[str, Any]) -> list[str]:
-        """Return descriptions of the differences in settings and input from an earlier spec (`to_json`)."""
         return self.other_settings(before) + self.other_input(before)
 
     def other_settings(self, before: Mapping[str, Any]) -> list[str]:
@@ -91,12 +88,7 @@ class JobSpec:
         return changes
 
     def check_resume(self, where: str, before: Mapping[str, Any], *, force: bool) -> None:
-        """Raise ConfigError if this job cannot resume the job of an earlier spec.
-
-        Args:
-            where: the output, for messages.
-            force: accept other settings and another input.
-        """
+        """Raise ConfigError for another format or, unless `force`, other settings or another input."""
         if other := _changes(before["output"], self.to_json()["output"], "output "):
             raise ConfigError(
                 f"output: {where} has results in another format: {'; '.join(other)}. Choose another output, "
@@ -114,10 +106,7 @@ class JobSpec:
 
 
 def check_parts(where: str, index: OutputIndex, replaced: Collection[str]) -> None:
-    """Raise ConfigError if a part is not this job's, or has another size than was written.
-
-    `replaced`: results of an earlier job, which will be removed.
-    """
+    """Raise ConfigError if a part is not this job's, or `replaced`, or has another size than was written."""
     if foreign := [name for name in index.unrecorded if name not in replaced]:
         raise ConfigError(
             f"output: {_named(foreign)} in {where} was not written by this job. Move it away, choose another "
@@ -196,7 +185,7 @@ PROBE_BYTES = 65536  # read at the beginning, middle and end of a file of weight
 
 
 def model_identity(config: EngineConfig) -> dict[str, Any]:  # Any: JSON
-    """Return what identifies the model of an engine. The drafter is left out: it does not change results."""
+    """Return what identifies the model, without the drafter, which does not change results."""
     target, tokenizer = target_folder(config), tokenizer_folder(config)
     return {
         "model": checkpoint_identity(target),
@@ -206,7 +195,7 @@ def model_identity(config: EngineConfig) -> dict[str, Any]:  # Any: JSON
 
 
 def checkpoint_identity(folder: Path) -> str:
-    """Return a digest of a checkpoint: of its small files, and of sizes and probes of its weights."""
+    """Return a digest of a checkpoint's small files, and of sizes and probes of its weights."""
     digest = hashlib.sha256()
     for path in sorted(folder.iterdir()):
         if path.suffix not in SUFFIXES or not path.is_file():
@@ -224,7 +213,7 @@ def checkpoint_identity(folder: Path) -> str:
 
 
 def settings_identity(config: EngineConfig) -> dict[str, Any]:  # Any: JSON
-    """Return the settings that change the chat template, the config.json or the weights, if they are set."""
+    """Return the settings, if set, that change the chat template, config.json or the weights."""
     found: dict[str, Any] = {}
     if config.chat_template is not None:
         found["chat_template"] = hashlib.sha256(Path(config.chat_template).read_bytes()).hexdigest()

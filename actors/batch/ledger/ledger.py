@@ -51,16 +51,11 @@ Resume = Literal["yes", "no", "force"]
 
 
 class Ledger:
-    """An output that this process may write. Created by `open`.
-
-    Attributes:
-        run: the number of this run, for writers.
-        complete: all rows are done and no run was begun; `reopen` begins one.
-    """
+    """An output that this process may write. Created by `open`."""
 
     def __init__(self, output: Storage, spec: JobSpec, lock: Lock) -> None:
-        self.run = 0
-        self.complete = False
+        self.run = 0  # the number of this run, for writers
+        self.complete = False  # all rows are done and no run was begun; `reopen` begins one
         self._output = output
         self._spec = spec
         self._lock = lock
@@ -82,12 +77,11 @@ class Ledger:
         """Open an output for a new job, or for one more run of its job.
 
         Args:
-            resume: "no" rejects an output that is not empty; "force" resumes even if settings or input
-                differ.
+            resume: "no" rejects an output that is not empty; "force" resumes despite other settings or input.
             overwrite: begin a new job; earlier results stay until there are new ones.
             id_hashes: `RowIndex.id_hashes`, by which rows of a changed input are found again.
             say: called with a line for the user about a long wait.
-            held_lock: the output's lock, if it was taken before; the ledger closes it, unless this raises.
+            held_lock: the output's lock, if taken before; the ledger closes it, unless this raises.
 
         Raises ConfigError, which names what prevents it and the remedy.
         """
@@ -122,7 +116,7 @@ class Ledger:
 
     @property
     def orphans(self) -> tuple[str, ...]:
-        """Return writers with segments that must be adopted, as of the last refresh."""
+        """Writers with segments that must be adopted, as of the last refresh."""
         return self._index.writers
 
     @property
@@ -131,32 +125,28 @@ class Ledger:
 
     @property
     def device(self) -> Device:
-        """Return the devices that the engines of a complete job held, from its report."""
+        """The devices that the engines of a complete job held, from its report."""
         try:
             return json.loads(self._output.read(REPORT))["device"]
         except (OSError, ValueError, KeyError):
             return "device"
 
     def refresh(self, writer: str | None = None) -> None:
-        """Read which parts and segments exist. Raises OutputError.
-
-        `writer`: read only segments of this writer, in addition to all parts.
-        """
+        """Read which parts and segments exist; with `writer`, only its segments. Raises OutputError."""
         try:
             self._index.refresh(writer)
         except UNREADABLE as error:
             raise self._failed("read", error) from error
 
     def durable(self, writer: str) -> RowRanges:
-        """Return the rows of a writer in parts or segments, as of the last refresh."""
         return self._index.durable(writer)
 
     def already_merged(self, writer: str) -> RowRanges:
-        """Return rows that need not be adopted from a writer: answered, or failed in its run or later."""
+        """Return rows not to adopt from a writer: answered, or failed in its run or later."""
         return union(self.answered, self._index.failed_since(self._index.run_of(writer)))
 
     def merge_orphans(self) -> None:
-        """Make parts of the segments of dead writers. Raises OSError, OutputError."""
+        """Make parts of dead writers' segments. Raises OSError, OutputError."""
         if not (orphans := self.orphans):
             return
         allow_writes(self._output, self.run)
@@ -179,10 +169,9 @@ class Ledger:
         self.complete = False
 
     def finish(self, report: Mapping[str, Any], html: str | None = None) -> None:
-        """Make every row appear once, then write report and manifest, and `_SUCCESS` last. Writers must be
-        closed.
+        """Make every row appear once, then write report and manifest, and `_SUCCESS` last.
 
-        Retries for a minute while the output fails. Raises OutputError; the job can then be resumed.
+        Writers must be closed. Retries for a minute. Raises OutputError; the job can then be resumed.
         """
         deadline_s = time.monotonic() + GIVE_UP_S
         while True:
@@ -269,8 +258,7 @@ class Ledger:
         if unanswered := self.unanswered:
             raise OutputError(
                 f"output: {count(unanswered)} rows are in no part of {self._output.where}. Run the same "
-                "command "
-                "again: it resumes.",
+                "command again: it resumes.",
                 param="output",
             )
         remove_earlier(self._output)
@@ -302,7 +290,6 @@ class Ledger:
 
 
 def _remove_half_written(output: Storage) -> None:
-    """Remove half-written files left by killed processes. Object stores have none."""
     if output.local:
         root = Path(output.root)
         for folder in (FOLDER, ERRORS):

@@ -1,11 +1,11 @@
 """Index of an output: which parts and segments count, and which row is where.
 
-A part counts if its record and the part itself exist. A row that is in several parts (an abandoned writer had
-written it too, or it failed and a later run answered it) counts in one of them: an answer has priority over a
-failure, a later run over an earlier one. Reading changes nothing.
+A part counts if its record and the part itself exist. A row in several parts (written by an abandoned writer
+too, or failed and answered by a later run) counts in one: an answer before a failure, a later run before an
+earlier one.
 
-Segments are Arrow files with finished rows that are in no part yet, in a folder of their writer. They are not
-synced: they survive the death of any process, and rows lost in a power failure are answered again.
+Segments are Arrow files with finished rows that are in no part yet. They are not synced: they survive the
+death of any process, and rows lost in a power failure are answered again.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ Taken = TypeVar("Taken")
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """A segment read back from the output. `rows` are in the order of the table."""
+    """`rows` are in the order of the table."""
 
     name: str
     run: int
@@ -63,10 +63,7 @@ def write_segment(output: Storage, name: str, table: pa.Table, *, run: int, shar
 
 
 def read_segment(output: Storage, name: str, *, only_rows: bool = False) -> Segment | None:
-    """Read a segment; None if it is gone, or damaged by a power failure. Raises OSError.
-
-    `only_rows`: read the row numbers without the results.
-    """
+    """Read a segment, or only its row numbers. None if it is gone, or damaged by a power failure."""
     try:
         content = output.read(name)
         options = pa.ipc.IpcReadOptions(included_fields=[0] if only_rows else None)
@@ -78,20 +75,14 @@ def read_segment(output: Storage, name: str, *, only_rows: bool = False) -> Segm
 
 
 class OutputIndex:
-    """Records and segments of an output at the last `refresh`.
-
-    Attributes:
-        files: sizes of the files in the output's folder and in the folder of failed rows, by name.
-        records: records of the parts that count, by part name.
-        stale: records of parts with row numbers of an earlier input.
-        segments: segments that count, by name; row numbers only.
-    """
+    """Records and segments of an output at the last `refresh`."""
 
     def __init__(self, output: Storage, *, first_run: int, numbering: int) -> None:
+        # sizes of the files in the output's folder and in the folder of failed rows, by name
         self.files: dict[str, int] = {}
-        self.records: dict[str, Record] = {}
-        self.stale: dict[str, Record] = {}
-        self.segments: dict[str, Segment] = {}
+        self.records: dict[str, Record] = {}  # records of the parts that count, by part name
+        self.stale: dict[str, Record] = {}  # records of parts with row numbers of an earlier input
+        self.segments: dict[str, Segment] = {}  # segments that count, by name; row numbers only
         self._output = output
         self._first_run = first_run
         self._numbering = numbering
@@ -99,14 +90,11 @@ class OutputIndex:
         self._owned: dict[str, RowRanges] | None = None
 
     def set_numbering(self, numbering: int) -> None:
-        """Count only parts and segments numbered since this run."""
         self._numbering = numbering
         self._count()
 
     def refresh(self, writer: str | None = None) -> None:
-        """Read new entries. Segments come first, so a row that moves into a part is seen twice rather than
-        never. `writer`: look only at segments of this writer.
-        """
+        """Read new entries; segments first: a row that moves into a part is seen twice, not never."""
         self._refresh_segments(segment_folder(writer) if writer else PENDING)
         self.files = {entry.name: entry.size for entry in results_in(self._output)}
         names = [entry.name for entry in self._output.entries(RECORDS)]
@@ -116,13 +104,11 @@ class OutputIndex:
         self._count()
 
     def forget(self, part: str) -> None:
-        """Record that a part was removed with its record."""
         self._read.pop(part, None)
         self.files.pop(part, None)
         self._count()
 
     def add(self, record: Record) -> None:
-        """Record that a part was written, or its record rewritten."""
         self._read[record.part] = record
         self.files[record.part] = record.num_bytes
         self._count()
@@ -133,7 +119,7 @@ class OutputIndex:
 
     @property
     def uncommitted(self) -> list[Record]:
-        """Return records without an existing part of this job."""
+        """Records without an existing part of this job."""
         return [record for record in self._read.values() if record and record.part not in self.records]
 
     @property
@@ -156,7 +142,7 @@ class OutputIndex:
 
     @property
     def stats(self) -> RowStats:
-        """Return the stats of all parts. Each row is counted once; work is counted wherever it was done."""
+        """Stats of all parts. Each row is counted once; work is counted wherever it was done."""
         return stats_of(self.records.values(), self.owned)
 
     @property
@@ -169,7 +155,7 @@ class OutputIndex:
         return union(*parts, *segments)
 
     def run_of(self, writer: str) -> int:
-        """Return the run of a writer of segments; 0 if it has none."""
+        """Return the run of a writer; 0 if it has no segments."""
         runs = (segment.run for segment in self.segments.values() if segment.writer == writer)
         return max(runs, default=0)
 
@@ -186,7 +172,7 @@ class OutputIndex:
                 self.segments[segment.name] = segment
 
     def _read_record(self, name: str) -> Record | None:
-        """Return None if the record has been removed meanwhile. Raises ValueError if it is invalid."""
+        """Return None if the record has been removed. Raises ValueError if it is invalid."""
         try:
             record = Record.decoded(self._output.read(name))
             if record.name != name:
@@ -215,10 +201,7 @@ def results_in(output: Storage) -> list[Entry]:
 
 
 def stats_of(records: Iterable[Record], owned: Mapping[str, RowRanges]) -> RowStats:
-    """Return the stats of parts together.
-
-    `owned`: by part, the rows that count there. Other rows are not counted, but the work for them is.
-    """
+    """Sum the stats of parts, counting only the rows in `owned`, but the work for all rows."""
     stats = RowStats()
     for record in records:
         rows, of_part = owned[record.part], record.row_stats()
@@ -237,7 +220,7 @@ def in_parallel(read: Callable[[Given], Taken], given: Sequence[Given]) -> list[
 
 
 def _owned(records: Iterable[Record]) -> dict[str, RowRanges]:
-    """Assign each row to the part with the highest priority that contains it."""
+    """Assign each row to the part with the highest priority."""
     weakest_first = sorted(records, key=lambda each: (each.kind == "part", each.run, each.part))
     num_rows = max((record.rows[-1][1] for record in weakest_first if record.rows), default=0)
     holder = np.full(num_rows, -1, dtype=np.int32)

@@ -1,10 +1,9 @@
 """Allows one job at a time to write an output.
 
 On a disk this is `flock` on a file, which ends with its process. In an object store each job writes its own
-claim and then lists the claims of others: two jobs that both write before they list cannot miss each other. A
-claim is rewritten every few seconds and its age is measured by the store's own times; a claim that is not
-rewritten is taken over. Two jobs that start at once may both be rejected, but never both continue. The ledger
-holds the lock.
+claim and then lists others: two jobs that both write before they list cannot miss each other. A claim is
+rewritten every few seconds, its age is measured by the store's own times, and one that is not rewritten is
+taken over. Two jobs that start at once may both be rejected, but never both continue.
 """
 
 from __future__ import annotations
@@ -34,10 +33,7 @@ POLL_S = 1.0
 
 
 def lock(output: Storage, say: Callable[[str], object]) -> Lock:
-    """Lock an output. Raises InUseError if another job holds it, ConfigError if it cannot be locked.
-
-    `say`: called with a line for the user about a wait: in an object store up to 15 s after a killed job.
-    """
+    """Raises InUseError, ConfigError. `say` reports a wait: in an object store up to 15 s after a kill."""
     return FileLock(output) if output.local else LockClaim(output, say)
 
 
@@ -51,7 +47,7 @@ class FileLock:
 
     @property
     def is_held(self) -> bool:
-        """Return False once another job has taken the output over."""
+        """False once another job has taken the output over."""
         return not self._file.closed and _is_same_file(self._path, self._file)
 
     def close(self) -> None:
@@ -63,7 +59,7 @@ class FileLock:
 
 
 class LockClaim:
-    """An object in a store, rewritten periodically by a thread."""
+    """An object in a store, rewritten by a thread."""
 
     def __init__(self, output: Storage, say: Callable[[str], object]) -> None:
         self._output = output
@@ -98,7 +94,6 @@ class LockClaim:
                 self._output.remove(self._name)
 
     def _heartbeat(self) -> None:
-        """Rewrite the claim until it is closed or another job has removed it."""
         while not self._closing.wait(HEARTBEAT_S):
             with contextlib.suppress(OSError):  # retried at the next beat
                 if self._output.entry(self._name) is None:
@@ -107,13 +102,12 @@ class LockClaim:
                 self._output.write(self._name, self._content)
 
     def _wait_for_other_claims(self, say: Callable[[str], object]) -> None:
-        """Wait until no other claim is alive. Raises InUseError if one is rewritten meanwhile."""
+        """Wait until no other claim is alive. Raises InUseError if one is rewritten."""
         first = self._others()
         if first:
             say(
                 f"{self._output.where} was claimed by another job{self._describe_others(first)}: waiting "
-                "up to "
-                f"{DEAD_S:.0f} s to see whether it lives"
+                f"up to {DEAD_S:.0f} s to see whether it lives"
             )
         others, deadline_s = first, time.monotonic() + DEAD_S
         while others:
@@ -147,7 +141,6 @@ def _holder() -> str:
 
 
 def _describe_holder(holder: str | bytes) -> str:
-    """Return what is known of the holder, with a space before it."""
     try:
         info = json.loads(holder)
         since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(info["since_s"]))
@@ -159,8 +152,7 @@ def _describe_holder(holder: str | bytes) -> str:
 def _in_use(output: Storage, holder: str) -> InUseError:
     return InUseError(
         f"output: {output.where} is being written by another job{holder}. Wait for its end, or choose "
-        "another "
-        "output.",
+        "another output.",
         param="output",
     )
 

@@ -1,8 +1,7 @@
 """Parts, the files of an output that its user reads: names, contents, and their records.
 
-The rows of a part are sorted by number, so the row ranges of its record map each row of the part to a row of
-the dataset. Failed rows have separate parts in a folder named `_...`, which readers of datasets
-skip. `row_writer.py` makes parts, `output_index.py` determines which parts count.
+The rows of a part are sorted by number, so its record's ranges map each row to a row of the dataset. Failed
+rows have separate parts in a folder named `_...`, which readers of datasets skip.
 """
 
 from __future__ import annotations
@@ -46,16 +45,10 @@ Json = dict[str, Any]  # Any: JSON
 
 @dataclass(frozen=True, slots=True)
 class OutputForm:
-    """Format of results.
-
-    Attributes:
-        columns: columns of the input that are passed through (`RowIndex.columns`).
-        ordered: parts contain complete shards of consecutive rows.
-    """
-
     format: OutputFormat
+    # columns of the input that are passed through (`RowIndex.columns`)
     columns: pa.Schema = field(default_factory=lambda: pa.schema([]))
-    ordered: bool = False
+    ordered: bool = False  # parts contain complete shards of consecutive rows
 
     def __post_init__(self) -> None:
         if not len(self.columns):
@@ -74,7 +67,7 @@ class OutputForm:
 
     @property
     def written(self) -> pa.Schema:
-        """Return the columns of parts, except for OpenAI's lines."""
+        """The columns of parts, except for OpenAI's lines."""
         return pa.schema([*RESULT_SCHEMA, *self.columns])
 
     @property
@@ -177,10 +170,7 @@ def _in_folder(part: str) -> str:
 def make_part(
     name: str, table: pa.Table, form: OutputForm, *, run: int, writer: str
 ) -> tuple[Record, bytes | pa.Buffer]:
-    """Return the record and the content of a part.
-
-    `table`: results (the form's wire schema), all answered or all failed, sorted by row.
-    """
+    """Return record and content of a part. `table`: all answered or all failed, sorted by row."""
     content = part_content(name, table, form)
     stats = RowStats()
     stats.add(table)
@@ -215,10 +205,7 @@ def part_content(name: str, table: pa.Table, form: OutputForm) -> bytes | pa.Buf
 
 
 def merge_rows(contents: Sequence[bytes], order: Sequence[int] | np.ndarray, form: OutputForm) -> Any:
-    """Return the content of a part made of rows of other parts.
-
-    `order`: indices of the rows to take, counted over all contents.
-    """
+    """Return a part of rows of others. `order`: indices of the rows to take, counted over all contents."""
     if form.suffix == "jsonl":
         lines = [line for content in contents for line in content.splitlines(keepends=True)]
         return b"".join(lines[place] for place in order)
@@ -245,7 +232,7 @@ def _lines(rows: Iterable[Json], members: Sequence[str] = ()) -> bytes:
 
 
 def _line(row: Json, members: Sequence[str]) -> str:
-    """Return a result as a line. `members`: columns that contain JSON (`passthrough_columns.MEMBER`)."""
+    """`members`: columns that contain JSON (`passthrough_columns.MEMBER`)."""
     texts = {name: row.pop(name) for name in members}
     line = json.dumps(row, ensure_ascii=False, default=str)
     further = (f", {json.dumps(name, ensure_ascii=False)}: {text}" for name, text in texts.items() if text)
@@ -253,7 +240,7 @@ def _line(row: Json, members: Sequence[str]) -> str:
 
 
 def _openai_line(row: Mapping[str, Any]) -> Json:
-    """Return the response of the HTTP endpoint, or the error of a row without a response."""
+    """Return the endpoint's response, or the error of a row without one."""
     error, response = row["error"], None
     if row["response"] is not None:
         body = json.loads(row["response"])

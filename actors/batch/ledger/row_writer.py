@@ -2,8 +2,7 @@
 
     add -> (memory) -> flush -> segment -> enough rows, or a minute -> record, part; segments are removed
 
-Synchronous: `add` never waits for a disk, everything else is called in threads. Failed writes are retried. A
-writer does not depend on other writers.
+`add` never waits for a disk, everything else is called in threads. Failed writes are retried.
 """
 
 from __future__ import annotations
@@ -36,13 +35,13 @@ Done = TypeVar("Done")
 
 
 def flush_interval_s(output: Storage) -> float:
-    """Return the interval of making finished rows durable. A kill loses the rows since the last time."""
+    """Interval of making finished rows durable. A kill loses the rows since the last time."""
     return FLUSH_INTERVAL_S if output.local else REMOTE_FLUSH_INTERVAL_S
 
 
 @dataclass(slots=True)
 class _Gathered:
-    """Rows of a shard that are in no part yet, and the segments that hold them."""
+    """Rows of a shard in no part yet, and the segments that hold them."""
 
     tables: list[pa.Table] = field(default_factory=list)
     segments: list[str] = field(default_factory=list)
@@ -55,7 +54,7 @@ class _Gathered:
 
 @dataclass(frozen=True, slots=True)
 class _Batch:
-    """Parts to write, and the segments to remove when all of them are written."""
+    """Parts to write, and segments to remove after all of them."""
 
     parts: deque[tuple[Record, bytes | pa.Buffer]]
     segments: tuple[str, ...]
@@ -65,7 +64,7 @@ class RowWriter:
     """Writes the results of one engine.
 
     Args:
-        run: run of the job; the writer of an earlier run makes no parts once a later run has begun.
+        run: the writer of an earlier run makes no parts once a later run has begun.
         shard: shard in the names of its parts if order is not preserved.
     """
 
@@ -95,10 +94,7 @@ class RowWriter:
         return added + sum(table.num_rows for _, table in tuple(self._unsaved))
 
     def add(self, results: Sequence[Result], *, shard: int | None = None) -> pa.Table:
-        """Add finished rows, and return them as a table. They are durable when `flush` has returned them.
-
-        `shard`: of the rows, where order is preserved.
-        """
+        """Return added rows as a table; durable when `flush` has returned them. `shard`: if ordered."""
         assert (shard is not None) == self._form.ordered, "rows have a shard where order is preserved"
         table = self._form.table(results)
         with self._adding:
@@ -106,16 +102,16 @@ class RowWriter:
         return table
 
     def end_shard(self, shard: int) -> None:
-        """Make the shard's part at the next `flush`; no more rows of it will be added to this writer."""
+        """Make the shard's part at the next `flush`; no more rows of it are added."""
         with self._adding:
             self._ended.add(shard)
 
     def flush(self) -> RowRanges:
         """Make added rows durable and make the parts that are due. Return the rows made durable.
 
-        Durable rows survive the death of any process, and a power failure once they are in a part. Failed
-        writes are retried by later calls. Raises OutputError if they have failed for a minute, or if a later
-        run has taken over the output.
+        Durable rows survive the death of any process, and a power failure once they are in a part. Later
+        calls retry failed writes. Raises OutputError after a minute of failures, or if a later run has taken
+        over the output.
         """
         durable: list[RowRanges] = []
         with self._writing:
@@ -130,18 +126,11 @@ class RowWriter:
         return union(*durable)
 
     def take_over(self, writer: str, known: RowRanges) -> RowRanges:
-        """Move the segments of a dead writer to this one. Retries while the output fails.
-
-        `known`: rows to leave out, because they are in parts (`Ledger.already_merged`). Returns the rows that
-        were moved. Raises OutputError.
-        """
+        """Move a dead writer's segments here, without `known` rows; return the moved. Raises OutputError."""
         return self._until_written(lambda: self._take_over(writer, known))
 
     def close(self) -> RowRanges:
-        """Make parts of all rows. Return the rows made durable. Retries while the output fails.
-
-        Raises OutputError; rows in segments are then left to the next run.
-        """
+        """Make parts of all rows; return those made durable. Raises OutputError after GIVE_UP_S."""
         durable: list[RowRanges] = []
         with self._writing:
             self._until_written(lambda: self._write_all(durable, lambda *_: True))
@@ -149,7 +138,7 @@ class RowWriter:
         return union(*durable)
 
     def _until_written(self, write: Callable[[], Done]) -> Done:
-        """Repeat `write` until it succeeds. Raises OutputError when it has failed for GIVE_UP_S."""
+        """Repeat `write` until it succeeds; raise OutputError after GIVE_UP_S."""
         with self._writing:
             while True:
                 try:
@@ -163,16 +152,12 @@ class RowWriter:
                     return done
 
     def _fail(self, error: OSError) -> None:
-        """Record a failed attempt. Raises OutputError when they have failed for GIVE_UP_S."""
         self.failing_since_s = self.failing_since_s or self._attempted_s
         if time.monotonic() - self.failing_since_s > GIVE_UP_S:
             raise self._not_written(error) from error
 
     def _write_all(self, durable: list[RowRanges], due: Callable[[int, _Gathered], bool]) -> None:
-        """Write segments of rows in memory, then the parts that are due. Raises OSError; may be repeated.
-
-        `durable`: extended by the rows made durable, also on an error.
-        """
+        """Write segments, then parts that are due; may be repeated. Extends `durable`, also on an error."""
         with self._adding:
             added, self._added = self._added, defaultdict(list)
             ended = frozenset(self._ended)
@@ -198,7 +183,7 @@ class RowWriter:
         self.num_durable += table.num_rows
 
     def _take_over(self, writer: str, known: RowRanges) -> RowRanges:
-        """Write segments of the rows, then remove the other writer's. Raises OSError; may be repeated."""
+        """Write segments of the rows, then remove the other writer's. May be repeated."""
         names = [entry.name for entry in self._output.entries(segment_folder(writer))]
         tables: defaultdict[int, list[pa.Table]] = defaultdict(list)
         for segment in in_parallel(lambda name: read_segment(self._output, name), names):
@@ -227,7 +212,7 @@ class RowWriter:
         return _Batch(parts, tuple(gathered.segments))
 
     def _put(self, batch: _Batch) -> None:
-        """Write parts, then remove their segments: a row is always in one or the other."""
+        """Write parts, then remove their segments: a row is always in one of them."""
         while batch.parts:
             check_run(self._output, self._run)
             if not self._earlier_gone:
@@ -252,12 +237,12 @@ def _without(segment: Segment, known: RowRanges) -> pa.Table:
 
 
 def _fitting(table: pa.Table, form: OutputForm) -> pa.Table:
-    """Convert results to the current schema: another version may have written the segment."""
+    """Convert results to this schema: another version may have written the segment."""
     return table if table.schema.equals(form.wire) else form.table(table.to_pylist())
 
 
 def _sorted(table: pa.Table) -> tuple[pa.Table, np.ndarray]:
-    """Return results by row number, each row once (an answer before a failure), and which failed."""
+    """Sort by row number, each row once (an answer before a failure); also return which failed."""
     rows = table["row"].to_numpy()
     failed = table["error"].is_valid().to_numpy()
     order = np.lexsort((failed, rows))

@@ -1,8 +1,7 @@
 """Opens a queued batch of `/v1/batches` on this replica: locks it, validates its file, opens its ledger.
 
 Errors of the file end the batch with line numbers, as OpenAI does. Errors of a single request (a field, a
-prompt that is too long) are found when it is answered, and fail that line only. Blocking; called by
-`batch_service.py`.
+prompt that is too long) are found when it is answered, and fail that line only. Blocking.
 """
 
 from __future__ import annotations
@@ -42,10 +41,7 @@ FORM = OutputForm(format="openai")
 
 @dataclass(frozen=True, slots=True)
 class OpenBatch:
-    """A batch that this replica has locked, with the objects needed to run it.
-
-    `given_up`: why no more lines can be answered; None if they can.
-    """
+    """A batch that this replica has locked. `given_up`: why no more lines can be answered."""
 
     batch: Batch
     lock: Lock
@@ -60,10 +56,7 @@ class OpenBatch:
 
 
 class BatchOpener:
-    """Opens batches for one replica.
-
-    `made_from`: what results depend on; a batch that was begun with other settings is given up.
-    """
+    """Opens batches for one replica. A batch begun with other settings (`made_from`) is given up."""
 
     def __init__(
         self,
@@ -82,11 +75,8 @@ class BatchOpener:
     def open(self, batch_id: str, *, has_capacity: bool) -> OpenBatch | None:
         """Return the batch if this replica may run it now.
 
-        `has_capacity`: whether its rows can run. If False, the batch is only validated or ended early.
-
-        Raises:
-            InUseError: another replica has locked it.
-            ConfigError, OSError: the storage fails.
+        `has_capacity`: if False, the batch is only validated or ended early. Raises InUseError if another
+        replica has locked it; ConfigError or OSError if the storage fails.
         """
         batch = self._batches.find(batch_id)
         if batch is None:
@@ -168,7 +158,7 @@ class BatchOpener:
 
 @dataclass(slots=True)
 class Validation:
-    """Result of validating a file. `model` is the first line's; errors are OpenAI's BatchError objects."""
+    """`model` is the first line's; errors are OpenAI's BatchError objects."""
 
     num_lines: int = 0
     model: str | None = None
@@ -176,7 +166,6 @@ class Validation:
 
 
 def validate_lines(file: pa.NativeFile, endpoint: str, models: Sequence[str], max_lines: int) -> Validation:
-    """Validate all lines of a file, or those up to its `MAX_ERRORS`th error."""
     found = Validation()
     seen: set[str] = set()
     with io.BufferedReader(file) as lines:  # type: ignore[arg-type]  # it has RawIOBase's methods
@@ -200,7 +189,6 @@ def validate_lines(file: pa.NativeFile, endpoint: str, models: Sequence[str], ma
 
 
 def plain_error(code: str, message: str) -> JsonObject:
-    """Return a list with one error that concerns no line."""
     return _errors_list([_error(code, message)])
 
 
@@ -211,7 +199,7 @@ def _errors_list(errors: Sequence[JsonObject]) -> JsonObject:
 def _line_error(
     line: bytes, endpoint: str, models: Sequence[str], seen: set[str], found: Validation
 ) -> tuple[str, str, str | None]:
-    """Return code, message and param of a line's error; an empty code if there is none."""
+    """Return code, message and param of a line's error; an empty code for none."""
     try:
         record = loads(line)
     except orjson.JSONDecodeError as error:

@@ -3,8 +3,8 @@
     read ─▶ answer (at most the service's slots at once) ─▶ RowWriter ─▶ parts ─▶ output and error file
 
 Rows are read, answered, written and counted as in `manta batch`: a durable row is answered once, even if
-another replica continues. The batch's stored object shows the progress. At the end every line is in one of
-the two files; a line without a response with the reason.
+another replica continues. At the end every line is in one of the two files; a line without a response with
+the reason.
 """
 
 from __future__ import annotations
@@ -61,10 +61,6 @@ class BatchRun:
         slots: limit of running rows, shared by all batches of the replica.
         on_tail: called when all rows have been started, so slots will become free for another batch.
         count_lines: called with lines that became durable, on the event loop, as is `on_tail`.
-
-    Attributes:
-        batch: the batch as last saved.
-        all_started: whether `on_tail` was called.
     """
 
     def __init__(
@@ -77,8 +73,8 @@ class BatchRun:
         on_tail: Callable[[], None],
         count_lines: Callable[[BatchLines], None],
     ) -> None:
-        self.batch = opened.batch
-        self.all_started = False
+        self.batch = opened.batch  # the batch as last saved
+        self.all_started = False  # whether `on_tail` was called
         self._opened = opened
         self._batches, self._files = batches, files
         self._answerer = answerer
@@ -100,8 +96,8 @@ class BatchRun:
     async def run(self) -> None:
         """Run the batch from its present state to its end.
 
-        Raises:
-            EngineDeadError, OutputError, DatasetError: durable rows stay; another replica may continue.
+        After EngineDeadError, OutputError or DatasetError durable rows stay, and another replica may
+        continue.
         """
         try:
             await in_thread(self._begin)
@@ -117,7 +113,7 @@ class BatchRun:
             await in_thread(self._close)
 
     def _begin(self) -> None:
-        """Recover a dead replica's finished rows, and the rows that its engine was running."""
+        """Recover a dead replica's finished rows, and the rows its engine was running."""
         ledger = self._opened.ledger
         ledger.merge_orphans()
         self._done = union(ledger.answered, ledger.failed)
@@ -179,7 +175,7 @@ class BatchRun:
             raise several.exceptions[0] from None
 
     def _take(self) -> list[Row]:
-        """Return the next rows for the engine, after saving them as leased in case it dies."""
+        """Return the next rows, after saving them as leased in case the engine dies."""
         assert self._leases is not None, "_begin() first"
         with self._leasing:
             lease = self._leases.acquire(ENGINE, 1)
@@ -199,7 +195,7 @@ class BatchRun:
         return self._opened.reader.read(self._opened.index.spans(rows))
 
     def _poll(self) -> End | None:
-        """Return how the batch must end early, or None; save its progress periodically."""
+        """Return how the batch must end early, or None; save progress periodically."""
         batch = self.batch
         if not self._unanswered:
             return None
@@ -257,7 +253,6 @@ class BatchRun:
         )
 
     def _ending(self, end: End) -> Batch:
-        """Return the batch in the status before its last one."""
         batch = self.batch
         if batch.status != "in_progress":
             return batch
@@ -266,7 +261,7 @@ class BatchRun:
         return batch.moved("finalizing", expired_at=int(time.time()) if end == "expired" else None)
 
     def _put(self, kind: str, folder: str = "") -> str | None:
-        """Make a file of the parts in a folder of the output. Returns its id; None without parts."""
+        """Make a file of the parts in a folder; return its id, None without parts."""
         entries = self._output.entries(folder)
         names = [entry.name for entry in entries if PART_NAME.fullmatch(entry.name)]
         if not names:
@@ -288,7 +283,7 @@ class BatchRun:
         self._batches.save(self.batch)
 
     def _close(self) -> None:
-        """Make answered rows durable and unlock the batch, whatever happened."""
+        """Make answered rows durable and unlock the batch."""
         try:
             if not self.batch.ended:
                 self._write(self._results)
@@ -300,7 +295,7 @@ class BatchRun:
 
 
 async def in_thread(call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-    """Call a function in a thread. A cancellation waits until it has returned."""
+    """Call in a thread. A cancellation waits until it has returned."""
     work = asyncio.ensure_future(asyncio.to_thread(call, *args, **kwargs))
     try:
         return await asyncio.shield(work)

@@ -1,7 +1,7 @@
 """The worker of `/v1/batches` in a replica: finds batches that have not ended, and runs them.
 
-All state is in the storage, so a starting replica finds the batches that another left. The replica that holds
-the lock of a batch's ledger runs it. A replica takes another batch when its present ones leave slots free, so
+All state is in the storage, so a starting replica finds the batches that another left; the holder of a
+ledger's lock runs its batch. A replica takes another batch when its present ones leave slots free, so that
 batches spread over replicas and no engine idles while a batch's last rows run. Runs on the application's
 event loop, with storage and files in threads. Rows yield to online requests.
 """
@@ -39,16 +39,13 @@ IN_FLIGHT = 1.25  # rows in flight per row that the engine runs at once, so the 
 
 
 class BatchService:
-    """Serves the batch routes, and runs batches.
+    """Serves the batch routes (`files`, `batches`), and runs batches.
 
     Args:
         names: names of the model; the first is reported.
-        count_lines: called with counts of lines that became durable, on the event loop.
-        on_row: called with each line when it is answered, on the event loop.
+        count_lines, on_row: called on the event loop with counts of durable lines, and with each answered
+            line.
         account_of: returns the account that a line is charged to; None without receipts.
-
-    Attributes:
-        files, batches: for routes that only read.
     """
 
     def __init__(
@@ -97,7 +94,7 @@ class BatchService:
         caller: Caller,
         tenant: str | None,
     ) -> Batch:
-        """Create a batch. Blocking. Raises RequestError, NotFoundError for a wrong input file."""
+        """Create a batch. Blocking. Raises RequestError, NotFoundError."""
         file = self.files.get(input_file_id, caller)
         if file.purpose != "batch":
             raise RequestError(
@@ -111,7 +108,7 @@ class BatchService:
         self._wake.set()
 
     def delete_file(self, file_id: str, caller: Caller) -> None:
-        """Delete a file. Blocking. Raises NotFoundError, RequestError if a batch still needs it."""
+        """Delete a file. Blocking. Raises NotFoundError, RequestError if a batch needs it."""
         file = self.files.get(file_id, caller)
         for batch_id in self.batches.queued() if file.purpose == "batch" else ():
             batch = self.batches.saved(batch_id)
@@ -194,7 +191,7 @@ class BatchService:
         self._tasks[batch_id] = asyncio.create_task(self._work(run))
 
     async def _work(self, run: BatchRun) -> None:
-        """Run one batch. After a failure it is tried again, here or on another replica."""
+        """Run one batch. After a failure it is tried again, here or elsewhere."""
         batch_id = run.batch.id
         try:
             await run.run()

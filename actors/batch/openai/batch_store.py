@@ -6,8 +6,8 @@
     work/<id>/out/        its ledger (`actors/batch/ledger/ledger.py`): its lock says which replica runs it
     work/<id>/leases.json which rows the engine of that replica has
 
-A batch has one writer: the route that creates it, then the holder of the lock. Others, such as the route that
-cancels, only write separate files. Blocking and stateless, so any replica can serve any request.
+A batch has one writer: the route that creates it, then the holder of the lock. Others only write separate
+files. Blocking and stateless, so any replica can serve any request.
 """
 
 from __future__ import annotations
@@ -44,14 +44,7 @@ NEXT: Mapping[Status, tuple[Status, ...]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Batch:
-    """A batch, with the fields of OpenAI's object. Times are Unix times in seconds.
-
-    Attributes:
-        errors: why the input was rejected or the batch given up, as OpenAI's list of errors.
-        usage: tokens of all answered lines; None before there are any.
-        owner, domain: of the caller that created it (`cluster/request/caller.py`); hidden.
-        tenant: the tenant that its lines are counted for; hidden.
-    """
+    """A batch, with the fields of OpenAI's object and those in HIDDEN. Times are Unix times in seconds."""
 
     id: str
     endpoint: str
@@ -89,7 +82,6 @@ class Batch:
         return time.time() >= self.expires_at
 
     def moved(self, status: Status, at: int | None = None, **changes: Any) -> Batch:  # Any: fields
-        """Return the batch in its next status, with the status's time stamp."""
         assert status in NEXT[self.status], f"a batch that is {self.status} does not become {status}"
         stamp = int(time.time()) if at is None else at
         return replace(self, status=status, **{f"{status}_at": stamp}, **changes)
@@ -135,14 +127,12 @@ class BatchStore:
         return batch
 
     def get(self, batch_id: str, caller: Caller) -> Batch:
-        """Return the batch as shown to users. Raises NotFoundError if there is none for this caller."""
         batch = self.find(batch_id)
         if batch is None or not caller.may_see(batch.owner):
             raise NotFoundError(f"There is no batch {brief(batch_id)} here.", param="batch_id")
         return batch
 
     def find(self, batch_id: str) -> Batch | None:
-        """Return the batch as shown to users; None if there is none."""
         batch = self.saved(batch_id)
         if batch is None or batch.status not in ("validating", "in_progress"):
             return batch
@@ -154,11 +144,11 @@ class BatchStore:
         return None if found is None else Batch(**{each.name: found[each.name] for each in fields(Batch)})
 
     def list(self, caller: Caller, *, limit: int, after: str | None) -> Page[Batch]:
-        """Return the caller's batches, newest first. Raises RequestError if `after` is not one of them."""
+        """Raises RequestError if `after` is not one of the caller's batches."""
         return page(self._owned.ids(caller, newest_first=True), after, limit, self.find)
 
     def cancel(self, batch_id: str, caller: Caller) -> Batch:
-        """Request a cancellation. Raises NotFoundError as `get` does, RequestError if the batch has ended."""
+        """Raises NotFoundError as `get` does, RequestError if the batch has ended."""
         batch = self.get(batch_id, caller)
         if batch.ended or batch.status == "finalizing":
             raise RequestError(f"The batch {batch_id} is {batch.status}: it cannot be cancelled any more.")
@@ -168,7 +158,6 @@ class BatchStore:
         return self.get(batch_id, caller)
 
     def cancel_requested_at(self, batch_id: str) -> int | None:
-        """Return the Unix time at which its cancellation was requested, or None."""
         try:
             return int(json.loads(self.storage.read(f"{FOLDER}/{batch_id}.cancel"))["cancelling_at"])
         except FileNotFoundError:
@@ -178,7 +167,6 @@ class BatchStore:
         return [entry.name.rpartition("/")[2] for entry in self.storage.entries(QUEUE)]
 
     def save(self, batch: Batch) -> None:
-        """Save a batch; the caller holds its lock. An ended batch leaves the queue."""
         self.storage.write(f"{FOLDER}/{batch.id}.json", json.dumps(batch.to_json()).encode())
         if batch.ended:
             self.remove_from_queue(batch.id)
@@ -188,7 +176,6 @@ class BatchStore:
         self.storage.remove(f"{QUEUE}/{batch_id}")
 
     def drop_abandoned(self, batch_id: str) -> None:
-        """Remove a queue entry that has existed for long without a batch."""
         entry = self.storage.entry(f"{QUEUE}/{batch_id}")
         if entry is not None and time.time() - entry.modified_s > ABANDONED_S:
             self.remove_from_queue(batch_id)

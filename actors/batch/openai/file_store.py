@@ -4,8 +4,8 @@
     files/<id>.json     its object: OpenAI's fields, the owner, and the pieces of the content
 
 The object is written last, which makes the file exist. An output is not copied: its pieces are the parts of
-the batch's ledger. All state is in the storage, so any replica can serve any request. A file that a caller
-(`cluster/request/caller.py`) may not see does not exist for it. Blocking: called in threads.
+the batch's ledger. A file that a caller (`cluster/request/caller.py`) may not see does not exist for it.
+Blocking.
 """
 
 from __future__ import annotations
@@ -65,20 +65,13 @@ class Page(Generic[T]):
 
 @dataclass(frozen=True, slots=True)
 class StoredFile:
-    """A stored file.
-
-    Attributes:
-        pieces: names in the storage; their concatenated contents are the file's.
-        owner: digest of the key that uploaded it; None without keys.
-    """
-
     id: str
     filename: str
     purpose: str
     bytes: int
     created_at: int
-    pieces: tuple[str, ...]
-    owner: str | None = None
+    pieces: tuple[str, ...]  # names in the storage; their concatenated contents are the file's
+    owner: str | None = None  # digest of the key that uploaded it; None without keys
 
     def as_openai(self) -> JsonObject:
         return {
@@ -107,7 +100,6 @@ class FileStore:
     def upload(
         self, filename: str, purpose: str, content: bytes | pa.Buffer, owner: str | None = None
     ) -> StoredFile:
-        """Store an upload. Raises QuotaError, or OSError if it cannot be written."""
         file_id = ordered_id("file-")
         name = f"{FOLDER}/{file_id}.jsonl"
         size = len(memoryview(content))
@@ -116,7 +108,6 @@ class FileStore:
             return self.put(file_id, filename, purpose, (name,), created_at=int(time.time()), owner=owner)
 
     def check_quota(self, owner: str | None, param: str) -> None:
-        """Raise QuotaError, which names `param`, if an owner has used its quota."""
         if owner is not None and self._max_owner_bytes is not None:
             used = self._owned.num_bytes(owner)
             if used >= self._max_owner_bytes:
@@ -124,7 +115,7 @@ class FileStore:
 
     @contextmanager
     def _reserve(self, owner: str | None, size: int) -> Iterator[None]:
-        """Count a file against the quota while it is written. Other replicas do not see this count."""
+        """Count a file against the quota while it is written. Other replicas do not see this."""
         if owner is None or self._max_owner_bytes is None:
             yield
             return
@@ -156,7 +147,6 @@ class FileStore:
         created_at: int,
         owner: str | None,
     ) -> StoredFile:
-        """Create a file from pieces in the storage. May be repeated."""
         entries = [self.storage.entry(piece) for piece in pieces]
         size = sum(entry.size for entry in entries if entry is not None)
         file = StoredFile(file_id, filename, purpose, size, created_at, tuple(pieces), owner)
@@ -165,7 +155,6 @@ class FileStore:
         return file
 
     def get(self, file_id: str, caller: Caller) -> StoredFile:
-        """Return a file. Raises NotFoundError if there is none for this caller."""
         file = self._read(file_id)
         if file is None or not caller.may_see(file.owner):
             raise NotFoundError(f"There is no file {brief(file_id)} here.", param="file_id")
@@ -174,7 +163,6 @@ class FileStore:
     def list(
         self, caller: Caller, *, purpose: str | None, limit: int, after: str | None, newest_first: bool
     ) -> Page[StoredFile]:
-        """Return the caller's files by time. Raises RequestError if `after` is not an id of theirs."""
         ids = self._owned.ids(caller, newest_first=newest_first)
 
         def wanted(file_id: str) -> StoredFile | None:
@@ -193,7 +181,6 @@ class FileStore:
         self.storage.remove(f"{FOLDER}/{file.id}.json", *file.pieces)
 
     def remove_leftovers(self) -> None:
-        """Remove half-written files and batches of killed replicas."""
         for folder in (FOLDER, "batches", "queue"):
             self.storage.remove_leftovers(folder, STALE_FILE_S)
 
@@ -207,10 +194,7 @@ class FileStore:
 
 
 class OwnerIndex:
-    """Caches the owner and the size of each object in a folder, which never change.
-
-    Otherwise listing one owner's objects and summing their bytes would read the objects of all owners.
-    """
+    """Caches owner and size of objects, so that listing one owner's does not read all owners'."""
 
     def __init__(self, storage: Storage, folder: str, prefix: str) -> None:
         self._storage, self._folder, self._prefix = storage, folder, prefix
@@ -224,7 +208,6 @@ class OwnerIndex:
         return [each for each in ids if each in known and caller.may_see(known[each][0])]
 
     def num_bytes(self, owner: str) -> int:
-        """Return the bytes that an owner's objects count against its quota."""
         known = self._facts(listed_ids(self._storage, self._folder, newest_first=False))
         return sum(size for of, size in known.values() if of == owner)
 
@@ -248,9 +231,7 @@ class OwnerIndex:
 def read_object(storage: Storage, name: str, prefix: str, given_id: str) -> JsonObject | None:
     """Return the JSON object of an id; None if there is none, or the id is malformed (it becomes a path).
 
-    Raises:
-        ValueError: the file is not this object.
-        OSError: it cannot be read.
+    Raises ValueError if the file is not this object, OSError if it cannot be read.
     """
     if not given_id.startswith(prefix) or not ID.fullmatch(given_id):
         return None
@@ -275,16 +256,14 @@ def listed_ids(storage: Storage, folder: str, *, newest_first: bool) -> list[str
 
 
 def page(ids: Sequence[str], after: str | None, limit: int, read: Callable[[str], T | None]) -> Page[T]:
-    """Return the items after an id: at most `limit` items that `read` returns; None is skipped."""
+    """Return at most `limit` items after an id; those that `read` returns None for are skipped."""
     if after is not None and after not in ids:
         raise RequestError(f"after={brief(after)} is no id of this list.", param="after")
     remaining = ids[ids.index(after) + 1 :] if after is not None else ids
     found: list[T] = []
+    at_once = max(READS_AT_ONCE, limit + 1)
     with ThreadPoolExecutor(READS_AT_ONCE) as pool:
         while remaining and len(found) <= limit:
-            some, remaining = (
-                remaining[: max(READS_AT_ONCE, limit + 1)],
-                remaining[max(READS_AT_ONCE, limit + 1) :],
-            )
+            some, remaining = remaining[:at_once], remaining[at_once:]
             found += [each for each in pool.map(read, some) if each is not None]
     return Page(found[:limit], len(found) > limit)

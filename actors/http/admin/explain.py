@@ -1,8 +1,7 @@
 """GET /explain?id=...: the timeline of a request, step by step, for the key that sent it. No text, no tokens.
 
 The id is the response's or the client's own (X-Request-Id). The engine keeps the timelines of its last
-requests (`cluster/records/flight_recorder.py`); a gateway queries all of its replicas. `manta logs explain`
-prints the timeline as sentences.
+requests (`cluster/records/flight_recorder.py`); a gateway queries all of its replicas.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ def explain_routes(engine: AsyncEngine, replica: str) -> APIRouter:
 
 
 def timelines_response(id: str, timelines: Sequence[JsonObject]) -> Response:
-    """Return the timelines of an id, oldest first. Raises NotFoundError if there is none."""
+    """Return an id's timelines, oldest first. Raises NotFoundError."""
     if not timelines:
         raise NotFoundError(
             f"There is no record of a request {brief(id)}. The last few thousand are kept, by the response's "
@@ -49,7 +48,7 @@ def timelines_response(id: str, timelines: Sequence[JsonObject]) -> Response:
 
 
 def timeline_json(timeline: RequestTimeline, replica: str) -> JsonObject:
-    """Return a timeline as JSON. `arrived` is Unix time; other times are in milliseconds since arrival."""
+    """`arrived` is Unix time; other times are in milliseconds since arrival."""
     since = _Since(timeline.arrival_s)
     return {
         "object": "life",

@@ -1,7 +1,7 @@
 """Routes for operators: /health, /ping, /version, /metrics, /load, and /receipts.
 
 The first three need no key and are not counted. Receipts are summed from the folder that all replicas write
-(`actors/observability/usage_store.py`): a key sees those of its tenant, an admin key those of all.
+(`usage_store.py`): a key sees those of its tenant, an admin key all.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def operation_routes(frontend: ServerContext, traffic: Traffic) -> APIRouter:
 
 
 def load_stats(traffic: Traffic, *, running: int, waiting: int) -> JsonObject:
-    """Return the load. `server_load` is vLLM's: HTTP requests in flight, without the one that asks."""
+    """`server_load` is vLLM's: HTTP requests in flight, without the one that asks."""
     return {"server_load": traffic.open - 1, "running": running, "waiting": waiting}
 
 
@@ -68,12 +68,7 @@ RECEIPTS_PATH = "/receipts"
 
 
 def receipt_routes(folder: str | None, keep: Callable[[], None] | None = None) -> APIRouter:
-    """Return the router of the receipts.
-
-    Args:
-        folder: the setting `receipts`; None if no receipts are kept.
-        keep: writes receipts that are not in the folder yet.
-    """
+    """`folder`: the setting `receipts`. `keep` writes receipts that are not in the folder yet."""
     router = APIRouter()
 
     @router.get(RECEIPTS_PATH)

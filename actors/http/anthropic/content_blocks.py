@@ -18,10 +18,7 @@ FAILED = "Error:"
 
 
 def read_messages(system: Content | None, messages: Sequence[tuple[str, Content]]) -> TranslatedMessages:
-    """Return the conversation of a request.
-
-    `messages`: pairs of a role (user, assistant or system) and a content.
-    """
+    """Return the conversation of a request. `messages`: role (user, assistant, system) and content."""
     found = TranslatedMessages()
     if system:
         found.add({"role": "system", "content": _text_of(system, "system")}, "system")
@@ -41,7 +38,7 @@ def read_messages(system: Content | None, messages: Sequence[tuple[str, Content]
 
 
 def _read_user(found: TranslatedMessages, blocks: Sequence[Mapping[str, Any]], at: str) -> None:
-    """Add texts and tool results in their order. Adjacent texts form one message."""
+    """Add texts and tool results in order. Adjacent texts form one message."""
     texts: list[str] = []
 
     def flush_text() -> None:
@@ -61,7 +58,7 @@ def _read_user(found: TranslatedMessages, blocks: Sequence[Mapping[str, Any]], a
 
 
 def _result(block: Mapping[str, Any], at: str) -> JsonObject:
-    """Return a tool result. An error is marked in its text, because a chat's message has no field for it."""
+    """Return a tool result. An error is marked in its text: a chat's message has no field for it."""
     content = output_text(block.get("content"), f"{at}.content")
     if block.get("is_error"):
         content = f"{FAILED} {content}".rstrip()

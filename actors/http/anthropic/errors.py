@@ -1,8 +1,7 @@
 """Errors in Anthropic's format: `{"type": "error", "error": {"type", "message"}, ...}`.
 
-Errors are created in OpenAI's format in many places; on these routes their bodies are rewritten on the way
-out. The same layer reads that API's key header and adds its request-id header. It is outside
-`http/middleware/request_gate.py`.
+Errors are created in OpenAI's format; on these routes their bodies are rewritten on the way out. The same
+layer, outside of `request_gate.py`, reads that API's key header and adds its request-id header.
 """
 
 from __future__ import annotations
@@ -58,7 +57,7 @@ class MessagesLayer:
 
 
 def _take_key(scope: Scope) -> None:
-    """Convert `x-api-key` to a bearer token; Anthropic's SDK uses it for all routes, such as /v1/models."""
+    """Convert `x-api-key` to a bearer token; Anthropic's SDK uses it for all routes."""
     headers = Headers(scope=scope)
     if "authorization" not in headers and (key := headers.get("x-api-key")):
         scope["headers"] = [*scope["headers"], (b"authorization", b"Bearer " + key.encode("latin-1"))]
@@ -98,7 +97,7 @@ class _Rewriting:
 
 
 def _rewritten(body: bytes, status: int, request_id: str | None) -> bytes:
-    """Return the rewritten body; unchanged if it is not in OpenAI's format, as a replica's may be."""
+    """Return the rewritten body; unchanged if not in OpenAI's format, as a replica's may be."""
     try:
         found: Any = orjson.loads(body)  # Any: JSON
     except orjson.JSONDecodeError:

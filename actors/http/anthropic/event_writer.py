@@ -1,10 +1,10 @@
 """The events of a growing message of /v1/messages, and the whole message, which is their sum.
 
-message_start, ping
-  content_block_start
-    content_block_delta (thinking_delta and, last, signature_delta; text_delta; input_json_delta)
-  content_block_stop
-message_delta, message_stop
+    message_start, ping
+      content_block_start
+        content_block_delta (thinking_delta and, last, signature_delta; text_delta; input_json_delta)
+      content_block_stop
+    message_delta, message_stop
 
 The arguments of a call are sent at its end as one delta, which is always a JSON object: Anthropic's SDKs
 parse deltas as they arrive, and raise for invalid JSON. Arguments of tools with `eager_input_streaming` are
@@ -30,14 +30,7 @@ PREFIX = "msg_"
 
 
 class MessageWriter(SectionWriter):
-    """Writes the message of one request.
-
-    Args:
-        id, model: of the message.
-        max_tokens: the request's limit; an answer that was cut off earlier has filled the context.
-        metrics: called at the end; returns the field next to `usage`.
-        eager_tools: names of tools with unchecked streamed arguments.
-    """
+    """`max_tokens`: an answer cut off earlier has filled the context. `eager_tools`: streamed unchecked."""
 
     def __init__(
         self,
@@ -131,18 +124,18 @@ def _delta(section: Section, delta: JsonObject) -> JsonObject:
 
 
 def _object(arguments: str) -> JsonObject:
-    """Return arguments as an object; invalid ones, as of a call that was cut off, are wrapped in one."""
+    """Return arguments as an object; invalid ones, as of a cut-off call, are wrapped in one."""
     found = read_object(arguments)
     return invalid_json(arguments) if found is None else found
 
 
 def _signature(thinking: str) -> str:
-    """Return a signature of thinking, because clients drop thinking without one. It is never verified."""
+    """Return a signature, because clients drop thinking without one. It is never verified."""
     return base64.b64encode(hashlib.blake2b(thinking.encode(), digest_size=24).digest()).decode()
 
 
 def _usage(usage: JsonObject) -> JsonObject:
-    """Return Anthropic's usage: `input_tokens` excludes cached tokens, which are counted separately."""
+    """`input_tokens` excludes cached tokens, which Anthropic counts separately."""
     cached = usage["prompt_tokens_details"]["cached_tokens"]
     reasoning = usage.get("completion_tokens_details", {}).get("reasoning_tokens", 0)
     return {

@@ -1,8 +1,4 @@
-"""Bodies of /v1/messages and count_tokens, and their translation to a `ChatRequest`.
-
-Fields that this API lacks (`min_p`, `seed`, `speculative`, `chat_template_kwargs` ...) are passed to the chat
-unchanged.
-"""
+"""Bodies of /v1/messages and count_tokens, and their translation to a `ChatRequest`."""
 
 from __future__ import annotations
 
@@ -144,7 +140,7 @@ class CountRequest(BaseModel):
         return [*found, "thinking"] if self.thinking.type == "disabled" and not supported.switch else found
 
     def for_chat(self, conversation: TranslatedMessages, supported: SupportedOptions) -> ChatRequest:
-        """Translate the body to a chat. Raises RequestError with this body's field names."""
+        """Translate the body. Raises RequestError with this body's field names."""
         extra = self.model_extra or {}
         for name, remedy in NEVER.items():
             if extra.get(name):
@@ -155,11 +151,10 @@ class CountRequest(BaseModel):
 
     @property
     def eager_tools(self) -> frozenset[str]:
-        """Return the names of the tools with unchecked streamed arguments."""
         return frozenset(tool.name for tool in self.tools or () if tool.eager_input_streaming)
 
     def _tool_names(self) -> dict[str, str]:
-        """Return chat's paths in tools -> this body's, which have one level less."""
+        """Map chat's paths in tools to this body's, which have one level less."""
         names: dict[str, str] = {}
         for i in range(len(self.tools or ())):
             names[f"tools.{i}.function"] = f"tools.{i}"

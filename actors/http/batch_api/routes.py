@@ -1,7 +1,7 @@
 """/v1/files and /v1/batches: files of requests that are answered with spare capacity, and their outputs.
 
-`batch/openai/file_store.py` stores files, `batch/openai/batch_service.py` runs batches. An upload is parsed
-as it arrives. Its content is in a temporary file, from which the storage reads it without a copy in memory.
+An upload is parsed as it arrives. Its content is in a temporary file, from which the storage reads it without
+a copy in memory.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ Order = Literal["asc", "desc"]
 
 
 def require_service(service: BatchService | None) -> BatchService:
-    """Return the service. Raises NotOfferedError if the server has no storage for files."""
+    """Raises NotOfferedError if the server has no storage for files."""
     if service is None:
         raise NotOfferedError(
             "Files and batches need a storage location, and this server has none: start it with "
@@ -66,7 +66,7 @@ async def in_storage_thread(call: Callable[P, T], *args: P.args, **kwargs: P.kwa
 
 
 def file_routes(service: BatchService | None) -> APIRouter:
-    """Return the router of the files; without a service its routes answer 501."""
+    """Return routes that answer 501 without a service."""
     router = APIRouter()
 
     def store() -> FileStore:
@@ -159,7 +159,7 @@ def _store_upload(files: FileStore, filename: str, file: IO[bytes], owner: str |
 
 
 def _mapped(file: IO[bytes]) -> bytes | pa.Buffer:
-    """Return the content of a temporary file; a file on disk is memory-mapped."""
+    """Return the content; a file on disk is memory-mapped."""
     if getattr(file, "_rolled", True):  # SpooledTemporaryFile has no public attribute for it
         file.flush()
         return pa.py_buffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
@@ -202,7 +202,6 @@ class BatchRequest(BaseModel):
         return int(found[1]) * _SECONDS[found[2]]
 
     def check(self) -> None:
-        """Raise RequestError for an endpoint or a field that is not supported."""
         if self.endpoint not in ENDPOINTS:
             raise RequestError(
                 f"endpoint={brief(self.endpoint)} is not served in batches: use {' or '.join(ENDPOINTS)}.",
@@ -214,11 +213,7 @@ class BatchRequest(BaseModel):
 
 
 def batch_routes(service: BatchService | None, tenants: tuple[str, ...]) -> APIRouter:
-    """Return the router of the batches; without a service its routes answer 501.
-
-    Args:
-        tenants: names that every batch may count for.
-    """
+    """Return routes that answer 501 without a service. `tenants`: names that every batch may count for."""
     router = APIRouter(route_class=JsonRoute)
 
     @router.post("/v1/batches")

@@ -1,7 +1,6 @@
 """Settings of the HTTP server, and how one flat mapping is split into these and the engine's settings.
 
-`ray_config.yaml` (`args:`) and the command line yield one mapping; `split_settings` splits it. Flags are made
-from the fields of `ServerSettings` (`jobs/common/engine_flags.py`). Settings of Serve itself (ports, routes)
+`ray_config.yaml` (`args:`) and the command line yield one mapping. Settings of Serve itself (ports, routes)
 are not here: they are Serve's own keys next to `args:`.
 """
 
@@ -268,23 +267,23 @@ class ServerSettings:
         return _as_tuple(self.served_model_name) or (model,)
 
     def keys(self, name: str) -> tuple[str, ...]:
-        """Return the keys of a setting: `api_key`, `admin_api_key` or `metrics_api_key`."""
+        """Return the keys of `api_key`, `admin_api_key` or `metrics_api_key`."""
         return tuple(self.key_tenants(name))
 
     def key_tenants(self, name: str) -> dict[str, str | None]:
-        """Return the keys of a setting with their tenants: None without one, ANY if requests may name any."""
+        """Map a setting's keys to their tenants: None without one, ANY if requests may name any."""
         found = (_KEY.fullmatch(entry) for entry in _as_tuple(getattr(self, name)))
         return {entry[1]: entry[2] for entry in found if entry is not None}
 
     @property
     def isolation(self) -> Isolation:
-        """Return the effective `prefix_cache_isolation`: if unset, "key" with several keys, else "none"."""
+        """`prefix_cache_isolation` or, if unset, "key" with several keys, else "none"."""
         num_keys = len({*self.keys("api_key"), *self.keys("admin_api_key")})
         return self.prefix_cache_isolation or ("key" if num_keys > 1 else "none")
 
 
 def split_settings(args: Mapping[str, Any]) -> tuple[EngineConfig, ServerSettings]:
-    """Split one mapping into both settings. An unknown key raises ConfigError, which suggests a known one."""
+    """Split one mapping. Raises ConfigError for an unknown key, with a suggestion."""
     args = accept(args)
     server_names = {f.name for f in fields(ServerSettings)}
     engine_names = {f.name for f in fields(EngineConfig)}
@@ -304,10 +303,8 @@ def split_settings(args: Mapping[str, Any]) -> tuple[EngineConfig, ServerSetting
 def split_models(args: Mapping[str, Any]) -> list[tuple[EngineConfig, ServerSettings]]:
     """Apply `split_settings` to each model of one endpoint, at least one.
 
-    Several models are a list of mappings under `models:`; each overrides the settings next to `models:`.
-
-    Raises:
-        ConfigError: a setting is unknown or wrong, or two models have the same name.
+    `models:` lists mappings, each of which overrides the settings next to it. Raises ConfigError if a setting
+    is unknown or wrong, or two models have the same name.
     """
     if "models" not in args:
         return [split_settings(args)]
@@ -325,12 +322,12 @@ def split_models(args: Mapping[str, Any]) -> list[tuple[EngineConfig, ServerSett
 
 
 def wants_gateway(replicas: int | str) -> bool:
-    """Return whether replicas have a gateway in front; a single fixed one has none, unless written "1:1"."""
+    """Return whether replicas have a gateway; a single fixed one has none, unless written "1:1"."""
     return ":" in str(replicas) or parse_replicas(replicas) != (1, 1)
 
 
 def parse_replicas(replicas: int | str) -> tuple[int, int]:
-    """Return the minimum and maximum number of replicas of a setting; equal if their number is fixed."""
+    """Return the minimum and maximum number of replicas; equal if fixed."""
     minimum, _, maximum = str(replicas).partition(":")
     maximum = maximum if ":" in str(replicas) else minimum
     if isinstance(replicas, bool) or not (minimum.isdecimal() and maximum.isdecimal()):
@@ -346,7 +343,6 @@ def parse_replicas(replicas: int | str) -> tuple[int, int]:
 
 
 def _entries(models: Any, common: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """Return the entries under `models:`. Raises ConfigError for settings of the whole endpoint."""
     if not isinstance(models, list) or not models or not all(isinstance(each, Mapping) for each in models):
         raise ConfigError("models must be a list of mappings, each with a `model`.", param="models")
     for i, entry in enumerate(models):
@@ -371,7 +367,6 @@ def _entries(models: Any, common: Mapping[str, Any]) -> list[Mapping[str, Any]]:
 
 
 def _check_keys(name: str, entries: tuple[str, ...]) -> None:
-    """Raise ConfigError for invalid keys, without repeating them in the message."""
     for entry in entries:
         if (found := _KEY.fullmatch(entry)) is None:
             raise ConfigError(
@@ -393,7 +388,7 @@ def _check_label(name: str, value: str) -> None:
 
 
 def _check_place(where: str) -> None:
-    """Raise ConfigError for a relative path, which each replica's process would resolve differently."""
+    """Raise ConfigError for a relative path, which each replica would resolve differently."""
     if "://" not in where and not Path(where).is_absolute():
         raise ConfigError(
             f"batch_storage={brief_url(where)} must be an absolute path that all replicas see, or a URL.",

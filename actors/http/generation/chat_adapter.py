@@ -1,7 +1,4 @@
-"""Answers a `ChatRequest` for APIs other than chat, whole or as the events of their `SectionWriter`.
-
-Called by `http/responses/routes.py` and `http/anthropic/routes.py`. The request itself is handled as in chat.
-"""
+"""Answers a `ChatRequest` for APIs other than chat, whole or as the events of their `SectionWriter`."""
 
 from __future__ import annotations
 
@@ -24,17 +21,11 @@ from .server_context import ServerContext
 
 @dataclass(frozen=True, slots=True)
 class SupportedOptions:
-    """Which options of a conversation the model supports. Agents send them for every model.
+    """Options of a conversation that the model supports. Agents send them for every model."""
 
-    Attributes:
-        effort: the chat template has a reasoning effort.
-        switch: thinking can be switched on and off.
-        thinks: reasoning can be separated from the answer.
-    """
-
-    effort: bool
-    switch: bool
-    thinks: bool
+    effort: bool  # the chat template has a reasoning effort
+    switch: bool  # thinking can be switched on and off
+    thinks: bool  # reasoning can be separated from the answer
 
     @classmethod
     def of(cls, frontend: ServerContext) -> SupportedOptions:
@@ -49,7 +40,6 @@ class SupportedOptions:
 async def answer(
     run: GenerationRun, parser_factory: AnswerParserFactory, writer: SectionWriter, http: Request
 ) -> Response:
-    """Return the response, once its first token is there. Earlier failures raise MantaError."""
     headers = run.work.headers
     if run.work.request.stream:
         keep_alive_s = run.frontend.settings.sse_keep_alive_interval
@@ -75,7 +65,6 @@ class _Ending:
 async def _stream_events(
     run: GenerationRun, parser_factory: AnswerParserFactory, writer: SectionWriter
 ) -> AsyncGenerator[bytes, None]:
-    """Yield the bytes of each verified block."""
     parts, has_started = parser_factory.make_parser(run.work.id, 0), False
     async with aclosing(run.outputs()) as outputs:
         async for _, output in outputs:

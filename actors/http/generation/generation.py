@@ -1,9 +1,8 @@
 """Turns a parsed request into its response, whole or as a stream of events.
 
-Completions and chat differ in the format of a choice (`ResponseShape`) and in how the prompt is made;
-everything else is here.
-
     request ─ prepare ─▶ GenerationTask ─ GenerationRun ─▶ answers: one body; or outputs: one event per block
+
+Completions and chat differ in the format of a choice (`ResponseShape`) and in how the prompt is made.
 """
 
 from __future__ import annotations
@@ -63,10 +62,7 @@ class ResponseShape(Protocol):
     def full_choice(self, index: int, piece: AnswerDelta, finish_reason: str) -> JsonObject: ...
 
     def logprobs(self, completion: CompletionOutput, num_top: int, offset: int) -> JsonObject:
-        """Return the log probabilities of a choice's tokens, with the `num_top` likeliest ones.
-
-        `offset` is the number of characters of the preceding tokens.
-        """
+        """`num_top`: likeliest tokens to include. `offset`: characters of the preceding tokens."""
         ...
 
 
@@ -89,7 +85,7 @@ def prepare(
         default_max_tokens: None means as many as fit.
         ignored: further names for X-Ignored-Params.
         resumable: whether another replica could continue the response's stream.
-        ends_with_context: a limit beyond the context's length means the end of the context, not an error.
+        ends_with_context: a limit beyond the context's length means its end, not an error.
     """
     model = frontend.check_model(request.model)
     all_ignored = [*frontend.ignored_fields(request), *ignored]
@@ -151,7 +147,6 @@ def _check_context(
 def _exceeds_context(
     frontend: ServerContext, request: GenerationRequest, prompts: Sequence[EncodedPrompt]
 ) -> bool:
-    """Return whether the prompt and the limit of new tokens exceed the context."""
     _, limit = request.token_limit
     return limit is not None and _longest(prompts) + limit > frontend.engine.info.max_model_len
 
@@ -198,7 +193,6 @@ async def full_response(run: GenerationRun, shape: ResponseShape) -> Response:
 def full_choice(
     shape: ResponseShape, response_id: str, at: int, completion: CompletionOutput, num_logprobs: int | None
 ) -> JsonObject:
-    """Return a choice of a whole response; `at` is its index."""
     assert completion.finish_reason is not None, "an answer ends only when all its completions have"
     piece = shape.reading.parse_complete(response_id, at, completion.text)
     choice = shape.full_choice(
@@ -210,7 +204,7 @@ def full_choice(
 
 
 def openai_finish_reason(finish_reason: str, *, called: bool) -> str:
-    """Return OpenAI's finish reason: "tool_calls" for a choice with calls that was not cut off."""
+    """Return "tool_calls" for a choice with calls that was not cut off."""
     return "tool_calls" if called and finish_reason == "stop" else finish_reason
 
 
@@ -248,8 +242,6 @@ def _usage_event(run: GenerationRun, envelope: JsonObject) -> bytes:
 
 
 class _ChunkWriter:
-    """Turns outputs into the choices of chunks and tracks each choice's progress."""
-
     def __init__(self, run: GenerationRun, shape: ResponseShape) -> None:
         self._work = run.work
         self._shape = shape
@@ -262,7 +254,6 @@ class _ChunkWriter:
         self._echoes: dict[int, PromptParts] = {}  # by prompt
 
     async def prepare_prompt(self, prompt_index: int, output: RequestOutput) -> None:
-        """Prepare a prompt's echo before the first of its choices."""
         if self._work.request.echoes and prompt_index not in self._echoes:
             prompt = self._work.prompts[prompt_index]
             self._echoes[prompt_index] = await self._run.prompt_parts(prompt, output)
@@ -291,7 +282,7 @@ class _ChunkWriter:
         return [choice]
 
     def _body(self, at: int, completion: CompletionOutput) -> list[JsonObject]:
-        """Return the chunks of new output; log probabilities and token ids are in the first one."""
+        """Return the chunks of new output; log probabilities and token ids are in the first."""
         found: list[JsonObject] = []
         with_ids = self._work.request.return_token_ids
         answer = self._answers[at]

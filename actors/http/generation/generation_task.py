@@ -20,43 +20,27 @@ _UNPRINTABLE = re.compile(r"[^\w.-]", re.ASCII)
 
 
 def operation_of(request: GenerationRequest) -> str:
-    """Return OpenTelemetry's name of the operation."""
     return "text_completion" if isinstance(request, CompletionRequest) else "chat"
 
 
 @dataclass(frozen=True, slots=True)
 class GenerationTask:
-    """One HTTP request, ready to run.
-
-    Attributes:
-        id: of the response, also the engine's.
-        request_id: the client's.
-        created_s: Unix time.
-        caller: the key that sent it.
-        requester: tenant and category that it is counted for.
-        may_be_captured: traffic capture may keep it.
-        origin: what a gateway has fixed for the request.
-        resumable: its stream can continue at another replica.
-        reading: parses its answers.
-        trace_headers: the client's trace context.
-    """
-
-    id: str
-    request_id: str
+    id: str  # of the response, also the engine's
+    request_id: str  # the client's
     model: str
     prompts: list[EncodedPrompt]
     params: SamplingParams
     priority: int
     ignored: list[str]
     request: GenerationRequest
-    created_s: int
-    caller: Caller
-    requester: Tenant
-    may_be_captured: bool = True
-    origin: ResumeOrigin | None = None
-    resumable: bool = True
-    reading: AnswerParserFactory = PLAIN
-    trace_headers: Mapping[str, str] = field(default_factory=dict)
+    created_s: int  # Unix time
+    caller: Caller  # the key that sent it
+    requester: Tenant  # tenant and category that it is counted for
+    may_be_captured: bool = True  # traffic capture may keep it
+    origin: ResumeOrigin | None = None  # what a gateway has fixed for the request
+    resumable: bool = True  # its stream can continue at another replica
+    reading: AnswerParserFactory = PLAIN  # parses its answers
+    trace_headers: Mapping[str, str] = field(default_factory=dict)  # the client's trace context
 
     @property
     def operation(self) -> str:
@@ -70,9 +54,8 @@ class GenerationTask:
     def reports_tokens(self) -> bool:
         """Return whether the stream reports its tokens to a gateway.
 
-        Only a single completion can continue at another replica. It must not echo its prompt or have log
-        probabilities: their offsets count from the beginning of the text, which the other replica has not
-        generated.
+        Only a single completion can continue at another replica, without an echo or log probabilities: their
+        offsets count from the beginning of the text, which the other replica has not generated.
         """
         is_single = self.single and self.params.logprobs is None
         is_single = is_single and self.resumable and not self.request.echoes
@@ -84,7 +67,7 @@ class GenerationTask:
 
     @property
     def headers(self) -> dict[str, str]:
-        """Return X-Ignored-Params, as far as the names fit a header, and the header for the gateway."""
+        """X-Ignored-Params, as far as the names fit a header, and the header for the gateway."""
         names = [_UNPRINTABLE.sub("?", name)[:64] for name in self.ignored[:20]]
         headers = {"X-Ignored-Params": ",".join(names)} if names else {}
         return headers | ({TOKENS_HEADER: "1"} if self.reports_tokens else {})

@@ -1,7 +1,7 @@
 """Whole responses of any size: serialized in slices between which the event loop runs, and sent in pieces.
 
 Thousands of completions with log probabilities are tens of MB of JSON. Serialized at once, they would block
-every stream for seconds. `generation.py` and the response shapes define a choice's content.
+every stream for seconds.
 """
 
 from __future__ import annotations
@@ -24,14 +24,10 @@ PIECE_BYTES = 1 << 16  # sent at once; servers buffer at least that for a client
 
 
 class FormatsLogprobs(Protocol):
-    """The part of a `ResponseShape` that is used here."""
-
     def logprobs(self, completion: CompletionOutput, num_top: int, offset: int) -> JsonObject: ...
 
 
 class StreamedChoices:
-    """A JSON object with choices that are added one by one."""
-
     def __init__(self) -> None:
         self._choices: list[bytes] = []
         self._yielder = LoopYielder()
@@ -61,14 +57,13 @@ class StreamedChoices:
         return found
 
     def response(self, head: JsonObject, tail: JsonObject, headers: Mapping[str, str]) -> PiecesResponse:
-        """Return the response with the object {**head, "choices": [...], **tail}. Neither may be empty."""
+        """Return the object {**head, "choices": [...], **tail}. Neither may be empty."""
         between = [b","] * len(self._choices)
         choices = [piece for pair in zip(between, self._choices, strict=True) for piece in pair][1:]
         begin, end = orjson.dumps(head)[:-1] + b',"choices":[', b"]," + orjson.dumps(tail)[1:]
         return PiecesResponse([begin, *choices, end], headers)
 
     async def _lists_written(self, value: JsonObject | None) -> JsonObject | None:
-        """Return the object with long lists replaced by fragments of JSON, each of many elements."""
         if value is None:
             return None
         return {name: await self._written(each) for name, each in value.items()}

@@ -1,8 +1,7 @@
 """The sections of an answer: reasoning, text and tool calls, one after the other.
 
 `/v1/responses` calls them output items and `/v1/messages` content blocks; both send events when a section
-opens, grows and closes. This module assigns each `AnswerDelta` to a section; the writers format the events
-(`http/responses/event_writer.py`, `http/anthropic/event_writer.py`).
+opens, grows and closes. This module assigns each `AnswerDelta` to a section; the writers format the events.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ Events = list[JsonObject]
 
 @dataclass(slots=True)
 class Section:
-    """A section; `at` is its index in the answer. The `text` of a call is its arguments."""
+    """`at`: index in the answer. The `text` of a call is its arguments."""
 
     kind: Kind
     at: int
@@ -33,14 +32,8 @@ class Section:
 
 
 class SectionWriter(ABC):
-    """Turns the pieces of one answer into events.
-
-    Attributes:
-        sections: so far; the last one is open until `close`.
-    """
-
     def __init__(self) -> None:
-        self.sections: list[Section] = []
+        self.sections: list[Section] = []  # so far; the last one is open until `close`
         self._is_open = False
 
     def feed(self, piece: AnswerDelta) -> Events:
@@ -56,7 +49,7 @@ class SectionWriter(ABC):
         return events
 
     def close(self, *, is_complete: bool) -> Events:
-        """Close the open section. `full_body` is False if the answer was cut off in it."""
+        """Close the open section. `is_complete`: the answer was not cut off in it."""
         if not self._is_open:
             return []
         self._is_open = False
@@ -67,7 +60,7 @@ class SectionWriter(ABC):
         return any(section.kind == "call" for section in self.sections)
 
     def ensure_content(self) -> Events:
-        """Open an empty text section if the answer has no section: clients expect one."""
+        """Open an empty text section if the answer has none: clients expect one."""
         return [] if self.sections else self._open("content", None)
 
     @abstractmethod

@@ -1,7 +1,4 @@
-"""Runs one HTTP request on the engine: turns its prompts into whole answers or merged streams.
-
-`generation.py` formats the outputs.
-"""
+"""Runs one HTTP request on the engine: turns its prompts into whole answers or merged streams."""
 
 from __future__ import annotations
 
@@ -59,7 +56,7 @@ class GenerationRun:
             )
 
     async def outputs(self) -> Outputs:
-        """Yield (prompt index, new output) as it is generated. Closing early aborts; the end is logged."""
+        """Yield (prompt index, new output). Closing early aborts; the end is logged."""
         engine, work = self.frontend.engine, self.work
         limit = ReaderLimit(work.request_id, self.frontend.settings.max_unread_bytes)
         streams = [
@@ -74,9 +71,7 @@ class GenerationRun:
                     yield index, output
 
     async def answers(self) -> list[RequestOutput]:
-        """Return the whole answer to every prompt; the first failure or a cancellation ends all. Logs the
-        end.
-        """
+        """Return the answers to all prompts; the first failure or a cancellation ends all."""
         with self._logged():
             return await gather_outputs(self._complete(i) for i in range(len(self.work.prompts)))
 
@@ -118,14 +113,13 @@ class GenerationRun:
         return id if len(work.prompts) == 1 else f"{id}-{index}"
 
     def resumed_text(self) -> str:
-        """Return the text of the only completion that the client already has from another replica."""
+        """Return the text that the client already has from another replica."""
         work, tokenizer = self.work, self.frontend.engine.tokenizer
         if tokenizer is None:
             return ""
         return resumed_text(tokenizer, work.prompts[0].token_ids, work.params, work.resume_state)
 
     async def prompt_parts(self, prompt: EncodedPrompt, answer: RequestOutput) -> PromptParts:
-        """Return what the response shows of a prompt."""
         tokenizer = self.frontend.engine.tokenizer
         return await PromptParts.of(self.work.request, prompt, answer.prompt_logprobs_state, tokenizer)
 
@@ -145,11 +139,7 @@ class GenerationRun:
 
     @contextmanager
     def _logged(self) -> Iterator[None]:
-        """Log the request with its final status, whatever happens inside.
-
-        Raises:
-            RateLimitError: the key has too many completions in flight.
-        """
+        """Log the request with its final status. Raises RateLimitError from the key's limit."""
         status = 499
         work = self.work
         count = len(work.prompts) * work.params.n
@@ -198,7 +188,7 @@ class GenerationRun:
         }
 
     def metrics(self) -> JsonObject | None:
-        """Return times and acceptance; None unless the request has a single completion."""
+        """Return times and acceptance; None unless there is a single completion."""
         settings, cost = self.frontend.settings, self.figures.cost
         if cost is None or not (self.work.single and self.work.request.include_metrics):
             return None
@@ -236,7 +226,7 @@ async def gather_outputs(work: Iterable[Coroutine[Any, Any, RequestOutput]]) -> 
 
 
 async def merge(streams: Sequence[AsyncGenerator[RequestOutput, None]]) -> Outputs:
-    """Yield the outputs of several streams with the index of each; the first failure ends all."""
+    """Yield several streams' outputs with the index of each; the first failure ends all."""
     if len(streams) == 1:
         async with aclosing(streams[0]) as only:
             async for output in only:
@@ -264,7 +254,7 @@ async def merge(streams: Sequence[AsyncGenerator[RequestOutput, None]]) -> Outpu
 
 
 async def _start_gradually(tasks: list[asyncio.Task[T]], work: Iterable[Coroutine[Any, Any, T]]) -> None:
-    """Create a task for each coroutine, with pauses: starting thousands at once would block the loop."""
+    """Create tasks with pauses: starting thousands at once would block the loop."""
     for count, each in enumerate(work, start=1):
         tasks.append(asyncio.create_task(each))
         if count % BEGIN_AT_ONCE == 0:
@@ -289,6 +279,6 @@ async def _pump(
 
 
 def _refuse_aborted(output: RequestOutput) -> None:
-    """Raise EngineDeadError if the server ended a completion early: OpenAI has no finish reason for that."""
+    """Raise EngineDeadError if a completion ended early: OpenAI has no finish reason for that."""
     if any(completion.finish_reason in ("abort", "error") for completion in output.outputs):
         raise EngineDeadError("The server ended this request early. Retry.")

@@ -1,4 +1,4 @@
-"""Figures of one HTTP request, counted from its outputs: `usage`, times and the log line.
+"""Statistics of one HTTP request, counted from its outputs: `usage`, times and the log line.
 
 A request may have several prompts, each with several completions. Its times are those of the earliest first
 token and the latest last token.
@@ -22,7 +22,7 @@ from ..wire.json_io import JsonObject
 
 @dataclass(slots=True)
 class _Tokens:
-    """Tokens of one completion: their number, and when the first and the last arrived (monotonic)."""
+    """Times are monotonic."""
 
     first_s: float
     last_s: float
@@ -32,11 +32,8 @@ class _Tokens:
 class RequestStats:
     """Counts one HTTP request. Only `GenerationRun` feeds it.
 
-    Args:
-        params: of the request.
-        resumed_token_ids: output that another engine generated; included in `usage`, not in times.
-        new_counter: returns a counter of the reasoning tokens of a completion; None if they cannot be
-            counted.
+    `resumed_token_ids`: output that another engine generated; included in `usage`, not in times.
+    `new_counter` returns a counter of a completion's reasoning tokens; None if they cannot be counted.
     """
 
     def __init__(
@@ -92,7 +89,7 @@ class RequestStats:
         output: RequestOutput,
         telemetry: RequestTelemetry,
     ) -> None:
-        """Record the end of a completion (unless aborted), and of its prompt with the last completion."""
+        """Record the end of a completion (unless aborted), and with the last one of its prompt."""
         if completion.finish_reason in ("abort", "error"):
             return
         tokens = self._tokens.get((prompt_index, completion.index))
@@ -132,14 +129,13 @@ class RequestStats:
 
     @property
     def tpot_s(self) -> float | None:
-        """Return the seconds per output token after the first."""
+        """Seconds per output token after the first."""
         if self.first_token_s is None or self.last_token_s is None or self.num_output_tokens < 2:
             return None
         return (self.last_token_s - self.first_token_s) / (self.num_output_tokens - 1)
 
     @property
     def mean_acceptance_length(self) -> float | None:
-        """Return the mean over all prompts and completions."""
         num_accepted = sum(cost.num_accepted_tokens for cost in self.costs)
         return mean_acceptance_length(sum(cost.num_steps for cost in self.costs), num_accepted)
 
@@ -157,16 +153,15 @@ class RequestStats:
 
     @property
     def costs(self) -> list[RequestMetrics]:
-        """Return the metrics of each prompt that has had output."""
         return [cost for cost in self._costs if cost is not None]
 
     @property
     def cost(self) -> RequestMetrics | None:
-        """Return the metrics of a request with one prompt; None before its first output."""
+        """Metrics of a request with one prompt; None before its first output."""
         return self._costs[0]
 
     def times(self) -> JsonObject:
-        """Return times in vLLM's format, for a request of one completion."""
+        """Return vLLM's times, for a request of one completion."""
         first_s, last_s = self.first_token_s, self.last_token_s
         return {
             "time_to_first_token_ms": _ms(self.ttft_s),
@@ -198,7 +193,7 @@ def usage_of(
     cached_tokens: int,
     counters: Sequence[ReasoningCounter | None] = (),
 ) -> JsonObject:
-    """Return OpenAI's `usage`; it includes reasoning tokens if they were counted."""
+    """Return OpenAI's `usage`, with reasoning tokens if they were counted."""
     counted = [counter.count for counter in counters if counter is not None]
     return {
         "prompt_tokens": prompt_tokens,

@@ -1,8 +1,4 @@
-"""Translates bodies of other APIs to a `ChatRequest`, and errors back to the fields of those APIs.
-
-`/v1/responses` and `/v1/messages` are two other formats for a conversation. Their modules translate the
-fields. From there on the request is handled as in chat, and the field names in errors are translated back.
-"""
+"""Translates bodies of other APIs to a `ChatRequest`, and errors back to the fields of those APIs."""
 
 from __future__ import annotations
 
@@ -18,7 +14,7 @@ from ..wire.errors import from_validation
 
 
 def chat_request(fields: Mapping[str, Any]) -> ChatRequest:  # Any: JSON.
-    """Return a chat request of the fields that are not None. Raises RequestError with chat's field names."""
+    """Validate the fields that are not None. Raises RequestError with chat's field names."""
     try:
         return ChatRequest.model_validate(
             {name: value for name, value in fields.items() if value is not None}
@@ -29,11 +25,7 @@ def chat_request(fields: Mapping[str, Any]) -> ChatRequest:  # Any: JSON.
 
 @contextmanager
 def rename_error_fields(names: Mapping[str, str]) -> Iterator[None]:
-    """Rename chat's fields in errors to those of the original body.
-
-    Args:
-        names: dotted path in the chat -> in the body; paths below it are renamed, too.
-    """
+    """Rename fields in errors. `names`: dotted path in the chat -> in the body; also of paths below it."""
     try:
         yield
     except RequestError as error:
@@ -47,7 +39,7 @@ def rename_error_fields(names: Mapping[str, str]) -> Iterator[None]:
 
 
 def _renamed(param: str, names: Mapping[str, str]) -> str | None:
-    """Return a path with its longest known prefix replaced; None if no prefix is known."""
+    """Replace a path's longest known prefix; None if no prefix is known."""
     head, tail = param, ""
     while head:
         if head in names:

@@ -1,11 +1,11 @@
-"""Headers from a gateway and comments from a replica with which another replica can resume a stream.
+r"""Headers from a gateway and comments from a replica with which another replica can resume a stream.
 
 A gateway (`actors/gateway/`) fixes what must not depend on the replica: the answer's id, time and seed. If
 the replica dies, another one gets these and the tokens generated so far, and continues; the client sees one
 stream. The replica therefore reports the tokens of each block in a comment after its events:
 
-    data: {...}\\n\\n : tokens 12 5,6,7\\n\\n      12 characters sent so far, with these new tokens
-    data: {...}\\n\\n : tokens 14 8 end\\n\\n      ... and only [DONE] follows
+    data: {...}\n\n : tokens 12 5,6,7\n\n      12 characters sent so far, with these new tokens
+    data: {...}\n\n : tokens 14 8 end\n\n      ... and only [DONE] follows
 
 These headers are read only at a replica's own endpoint (`actors/gateway/replica_endpoint.py`), for clients
 with its token. All other clients' headers are ignored.
@@ -32,24 +32,14 @@ END = b" end"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResumeOrigin:
-    """One attempt at a request.
-
-    Attributes:
-        id: of the response, without the endpoint's prefix.
-        created_s: Unix time of the request.
-        seed: for a request that has none.
-        attempt: number of earlier attempts, so that an engine never sees an id twice.
-        resume_state: output of the earlier attempts.
-    """
-
-    id: str
-    created_s: int
-    seed: int
-    attempt: int = 0
-    resume_state: ResumeState = field(default=NOT_RESUMED, repr=False)
+    id: str  # of the response, without the endpoint's prefix
+    created_s: int  # Unix time of the request
+    seed: int  # for a request that has none
+    attempt: int = 0  # number of earlier attempts, so that an engine never sees an id twice
+    resume_state: ResumeState = field(default=NOT_RESUMED, repr=False)  # output of the earlier attempts
 
     def header(self) -> str:
-        """Return all fields but the tokens, which precede the body (`prefix`) since they may be many."""
+        """Return all fields but the tokens, which may be many and precede the body (`prefix`)."""
         numbers = [
             self.created_s,
             self.seed,
@@ -65,7 +55,7 @@ class ResumeOrigin:
 
     @staticmethod
     def prefix_bytes(header: str) -> int:
-        """Return the length in bytes of the prefix that belongs to a header."""
+        """Return the length of the prefix that belongs to a header."""
         return 4 * orjson.loads(header)[-1]
 
     @classmethod
@@ -76,6 +66,5 @@ class ResumeOrigin:
 
 
 def token_comment(num_chars: int, token_ids: Sequence[int], *, end: bool) -> bytes:
-    """Return the comment after a block's events."""
     ids = ",".join(map(str, token_ids))
     return TOKENS_MARK + f"{num_chars} {ids}".encode() + (END if end else b"") + b"\n\n"

@@ -29,15 +29,6 @@ from .tracing import Tracing
 
 
 class ServerContext:
-    """The engine as the routes see it.
-
-    Attributes:
-        chat: the model's formats of tool calls and reasoning.
-        names: under which the model is served, the reported one first.
-        fingerprint: equal for equal models and engine settings.
-        created_s: Unix time of the start.
-    """
-
     def __init__(
         self,
         engine: AsyncEngine,
@@ -58,15 +49,18 @@ class ServerContext:
         self.tracing = tracing
         self.receipts = receipts
         self.capture = capture
+        # the model's formats of tool calls and reasoning
         self.chat = ChatModel.of(
             engine.tokenizer,
             tool_call_parser=settings.tool_call_parser,
             reasoning_parser=settings.reasoning_parser,
             auto_calls=settings.enable_auto_tool_choice,
         )
+        # under which the model is served, the reported one first
         self.names = settings.model_names(engine.config.model)
-        self.created_s = int(time.time())
+        self.created_s = int(time.time())  # Unix time of the start
         facts = json.dumps({**asdict(engine.config), "dtype": engine.info.dtype}, sort_keys=True, default=str)
+        # equal for equal models and engine settings
         self.fingerprint = "fp_" + hashlib.blake2b(facts.encode(), digest_size=6).hexdigest()
 
     @property
@@ -85,7 +79,7 @@ class ServerContext:
         )
 
     def ignored_fields(self, request: GenerationRequest) -> list[str]:
-        """Return dotted names of ignored fields. Raises RequestError for those that must not be ignored."""
+        """Return dotted names of ignored fields. Raises RequestError for those that must not be."""
         extra, known = request.model_extra or {}, type(request).model_fields
         ignored = check_extra_fields(extra, known, self.settings.unknown_params)
         if "speculative" in request.model_fields_set and request.speculative.enabled and not self.speculates:
@@ -108,7 +102,7 @@ class ServerContext:
     def requester(
         self, request: GenerationRequest, http: Request, caller: Caller
     ) -> tuple[Tenant, list[str]]:
-        """Return the tenant and category of a request, and the names of ignored fields."""
+        """Return the request's tenant and category, and ignored fields."""
         metadata = (request.model_extra or {}).get("metadata")
         requester, ignored_fields = tenant_of(http.headers, metadata, caller, self.settings.tenants)
         if ignored_fields is not None and self.settings.unknown_params == "reject":

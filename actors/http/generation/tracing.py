@@ -2,11 +2,10 @@
 
 Requests that an engine served have child spans: queue, prefill, decode.
 
-Spans are created when a request has ended, from figures that are recorded anyway: nothing is traced while it
-runs. Names follow the semantic conventions for generative AI (`gen_ai.*`); what these lack is
-`speculation.*`. Spans contain no text. The client's `traceparent` is the parent. Without an endpoint,
-OpenTelemetry is not imported (the extra `otel` installs it). `request_run.py` reports requests;
-`actors/http/app.py` opens and closes the exporter.
+Spans are created when a request has ended, from statistics that are recorded anyway. Names follow the
+semantic conventions for generative AI (`gen_ai.*`); what these lack is `speculation.*`. Spans contain no
+text. The client's `traceparent` is the parent. Without an endpoint, OpenTelemetry is not imported (the extra
+`otel` installs it).
 """
 
 from __future__ import annotations
@@ -43,7 +42,6 @@ Attributes = Mapping[str, str | int | float | list[str]]
 
 
 def check_tracing(settings: ServerSettings) -> None:
-    """Raise ConfigError if traces are configured and the extra is not installed."""
     if settings.otlp_traces_endpoint is not None and not _can_export():
         raise ConfigError(
             "otlp_traces_endpoint: OpenTelemetry's exporter is not installed. Install it "
@@ -53,11 +51,7 @@ def check_tracing(settings: ServerSettings) -> None:
 
 
 def open_tracing(settings: ServerSettings, replica: str) -> Tracing | None:
-    """Return the exporter of spans; None if no collector is configured.
-
-    Raises:
-        ConfigError: the extra is not installed.
-    """
+    """Return the exporter; None if no collector is configured. Raises ConfigError without the extra."""
     check_tracing(settings)
     if settings.otlp_traces_endpoint is not None:
         return Tracing(_with_path(settings.otlp_traces_endpoint), replica)
@@ -84,12 +78,7 @@ def _with_path(endpoint: str) -> str:
 
 
 class Tracing:
-    """Exports the spans of one replica.
-
-    Args:
-        endpoint: URL of the collector's traces; None leaves it to OpenTelemetry's own variables.
-        replica: the service's instance id.
-    """
+    """Exports the spans of one replica. `endpoint`: None leaves it to OpenTelemetry's variables."""
 
     def __init__(self, endpoint: str | None, replica: str) -> None:
         from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
@@ -104,7 +93,6 @@ class Tracing:
         self._tracer = self._provider.get_tracer("manta")
 
     def end(self, work: GenerationTask, figures: RequestStats, status: int, drafter: str | None) -> None:
-        """Export the span of a request that has ended with this status."""
         from opentelemetry.trace import SpanKind, Status, StatusCode
 
         clock = _WallClock()
@@ -128,7 +116,6 @@ class Tracing:
         span.end(clock.ns(figures.started_s + figures.e2e_s))
 
     def end_row(self, model: str, drafter: str | None, row: FinishedRow) -> None:
-        """Export the span of a batch row that has its answer, or an error."""
         from opentelemetry.trace import SpanKind, Status, StatusCode
 
         begin_ns, answer = int(row.begin_s * 1e9), row.answer
@@ -157,7 +144,7 @@ class Tracing:
         span.end(int(row.end_s * 1e9))
 
     def refuse(self, refusal: Rejection) -> None:
-        """Export the span of a request that failed before reaching an engine; no client text but the id."""
+        """Export a request that failed before reaching an engine; no client text but the id."""
         from opentelemetry.trace import SpanKind, Status, StatusCode
 
         clock, now_s = _WallClock(), time.monotonic()
@@ -187,10 +174,7 @@ class Tracing:
         span.end(clock.ns(now_s))
 
     def _phases(self, parent: Span, begin_ns: int, runs_ns: int, first_ns: int, last_ns: int) -> None:
-        """Add the child spans queue, prefill and decode, in Unix time.
-
-        With several completions, `first_ns` is the earliest first token and `last_ns` the latest last token.
-        """
+        """Add child spans, in Unix time, from the earliest first token to the latest last token."""
         from opentelemetry.trace import set_span_in_context
 
         runs_ns = min(runs_ns, first_ns)
@@ -203,13 +187,11 @@ class Tracing:
             self._tracer.start_span(name, context=context, start_time=from_ns).end(to_ns)
 
     def close(self) -> None:
-        """Send the remaining spans; waits for the collector for at most the exporter's time-out."""
+        """Send the remaining spans; waits at most the exporter's time-out."""
         self._provider.shutdown()
 
 
 class _WallClock:
-    """Converts monotonic times to Unix times."""
-
     def __init__(self) -> None:
         self._ahead_ns = time.time_ns() - time.monotonic_ns()
 
@@ -276,7 +258,7 @@ def _of_answer(answer: RequestOutput) -> Attributes:
 
 
 def _of_speculation(costs: Sequence[RequestMetrics], drafter: str | None) -> Attributes:
-    """Return the attributes of speculation, over the steps that verified drafts; none without a drafter."""
+    """Count the steps that verified drafts; no attributes without a drafter."""
     if drafter is None:
         return {}
     num_steps = sum(cost.num_steps for cost in costs)

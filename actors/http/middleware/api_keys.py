@@ -1,5 +1,4 @@
-"""API keys: where a server's keys come from, whether a request has a valid one, what that key may access, and
-how many completions it may have in flight (`KeyLimits`).
+"""API keys: their sources, whether a request has a valid one, and what it may access (`KeyLimits`: how much).
 
 Keys come from flags or code, files, or the environment, but never from a Serve config, because Serve stores
 and shows it (`serve config`, the dashboard). Wherever settings are shown, keys are left out. Keys are read
@@ -56,11 +55,7 @@ def refuse_written_keys(args: Mapping[str, Any], where: str) -> None:
 
 
 def with_keys(settings: ServerSettings, environment: Mapping[str, str] = os.environ) -> ServerSettings:
-    """Return the settings with all keys: those given and those of the key file, else the environment's.
-
-    Raises:
-        ConfigError: a file cannot be read, or holds no key.
-    """
+    """Add keys of the key file, else the environment's. Raises ConfigError for a file without keys."""
     found: dict[str, Any] = {}  # Any: settings of two types
     for name, variable in ENVIRONMENT.items():
         file, flags = getattr(settings, f"{name}_file"), getattr(settings, name) or ()
@@ -73,8 +68,8 @@ def with_keys(settings: ServerSettings, environment: Mapping[str, str] = os.envi
 def without_gateway_settings(settings: ServerSettings) -> ServerSettings:
     """Return the settings of a gateway's replicas, without what the gateway does for them.
 
-    The gateway checks keys and origins, sends each request with its caller, counts a key's requests and waits
-    for slow clients.
+    It checks keys and origins, sends each request with its caller, counts a key's requests and waits for slow
+    clients.
     """
     return replace(
         settings,
@@ -113,16 +108,13 @@ class Keys:
         self._isolation, self._tenants = settings.isolation, settings.tenants
 
     def _caller(self, key: str, tenant: str | None) -> Caller:
-        """Return the permissions of a key. The only key of a server belongs to its operator, and sees all."""
+        """Return a key's permissions. A server's only key belongs to its operator, and sees all."""
         sees_all = _digest(key) in self._admin or (not self._admin and self._is_only_key)
         own = None if tenant == ANY else tenant
         return Caller(owner=owner_of(key), sees_all=sees_all, tenant=own, names_tenants=tenant == ANY)
 
     def given(self, headers: Mapping[str, str]) -> bytes:
-        """Return the digest of the key in a request's headers, for `caller` and `refusal`.
-
-        Header names must be lower case. Without configured keys, none is read.
-        """
+        """Return the digest of the key in lower-case headers. Without configured keys, none is read."""
         return _digest(_key_in(headers)) if self._callers or self._metrics else b""
 
     def refusal(self, path: str, given: bytes) -> tuple[int, str] | None:
@@ -142,7 +134,7 @@ class Keys:
         return 401, "Send a valid API key: `Authorization: Bearer <key>`."
 
     def _metrics_refusal(self, given: bytes) -> tuple[int, str] | None:
-        """Return the refusal for /metrics, which takes metrics and admin keys, or without those any key."""
+        """/metrics takes metrics and admin keys, or without those any key."""
         wanted = [*self._metrics, *self._admin] or self._any
         if not wanted or _among(given, wanted):
             return None
@@ -151,12 +143,11 @@ class Keys:
         return 401, "Send the metrics key, or the admin API key: `Authorization: Bearer <key>`."
 
     def caller(self, given: bytes, headers: Mapping[str, str]) -> Caller:
-        """Return the caller of a request that `refusal` lets through."""
         found = self._callers.get(given) or Caller(sees_all=not self._callers)
         return found if self._isolation == "none" else replace(found, domain=self._domain(found, headers))
 
     def _domain(self, caller: Caller, headers: Mapping[str, str]) -> str:
-        """Return the prefix-cache domain of a caller. Without keys X-Tenant is trusted, as a proxy's."""
+        """Return the prefix-cache domain. Without keys X-Tenant is trusted, as a proxy's."""
         if self._isolation == "tenant":
             believed = caller.names_tenants or not self._callers
             named = headers.get(TENANT_HEADER) if believed else None
@@ -174,22 +165,21 @@ def metrics_key(settings: ServerSettings) -> str | None:
 
 
 def caller_of(scope: Scope) -> Caller:
-    """Return the caller of a request that has passed the gate."""
     return scope["state"]["caller"]
 
 
 def encode_caller(caller: Caller) -> str:
-    """Encode a caller for a header from a gateway to a replica (`http/generation/resume_origin.py`)."""
+    """Encode a caller for a header from a gateway to a replica."""
     return json.dumps(asdict(caller))
 
 
 def decode_caller(header: str | None) -> Caller:
-    """Decode the header of `encode_caller`. Without a header return a caller that owns nothing."""
+    """Return a caller that owns nothing if there is no header."""
     return Caller() if header is None else Caller(**json.loads(header))
 
 
 def _key_in(headers: Mapping[str, str]) -> str:
-    """Return the key in the headers, as OpenAI's or Anthropic's clients send it; "" without one."""
+    """Return the key as OpenAI's or Anthropic's clients send it; "" without one."""
     scheme, _, key = headers.get("authorization", "").partition(" ")
     return key.strip() if scheme.lower() == "bearer" else headers.get("x-api-key", "")
 
@@ -208,9 +198,8 @@ _SHARE = "max_requests_per_key"
 class KeyLimits:
     """Limits the completions in flight of one API key, running and waiting ones together.
 
-    The process that checks the keys counts: without a gateway the request's run
-    (`actors/http/generation/request_run.py`), else the gateway (`gateway/generation_proxy.py`). Only digests
-    of keys are kept.
+    The process that checks the keys counts: the gateway or, without one, the request's run. Only digests of
+    keys are kept.
     """
 
     def __init__(self, settings: ServerSettings) -> None:
@@ -219,17 +208,10 @@ class KeyLimits:
 
     @contextmanager
     def acquire(self, key: str | None, count: int, num_replicas: int = 1) -> Iterator[None]:
-        """Count completions as in flight.
+        """Count completions as in flight; the limit applies to each replica of the model.
 
-        Args:
-            key: `Caller.owner` of the request; None if the server has no keys, in which case nothing is
-                counted.
-            count: completions of the request.
-            num_replicas: replicas of the model; the limit applies to each.
-
-        Raises:
-            RateLimitError: with these, too many would be in flight.
-            RequestError: the request alone exceeds the limit.
+        `key`: `Caller.owner`; None counts nothing. Raises RateLimitError if too many would be in flight,
+        RequestError if the request alone exceeds the limit.
         """
         if key is None or self._most is None:
             yield

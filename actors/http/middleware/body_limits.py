@@ -1,7 +1,4 @@
-"""Limits of request bodies: size, arrival time, and the memory of all unfinished bodies together.
-
-Used by `request_gate.py`; independent of routes.
-"""
+"""Limits of request bodies: size, arrival time, and the memory of all unfinished bodies together."""
 
 from __future__ import annotations
 
@@ -28,17 +25,10 @@ UNCOUNTED_BYTES = 64 * 1024
 
 @dataclass(slots=True, eq=False)
 class _Unfinished:
-    """A body that is being received.
-
-    Attributes:
-        num_bytes: bytes received so far.
-        dropped: the budget had no room for it.
-        waiting: time-out of the wait for its next bytes.
-    """
-
     began_s: float
-    num_bytes: int = 0
-    dropped: bool = False
+    num_bytes: int = 0  # bytes received so far
+    dropped: bool = False  # the budget had no room for it
+    # time-out of the wait for its next bytes
     waiting: asyncio.Timeout | None = field(default=None, repr=False)
 
     @property
@@ -49,11 +39,8 @@ class _Unfinished:
 class BodyBudget:
     """The memory of one process for unfinished bodies. Used on the event loop.
 
-    When the budget is exceeded, the body with the largest product of bytes and age is dropped, so that slow,
-    long bodies make room for quick, short ones.
-
-    Args:
-        max_bytes: for all unfinished bodies together, not counting the first UNCOUNTED_BYTES of each.
+    When it exceeds `max_bytes` (without the first UNCOUNTED_BYTES of each body), the body with the largest
+    product of bytes and age is dropped, so that slow, long bodies make room for quick, short ones.
     """
 
     def __init__(self, max_bytes: int) -> None:
@@ -72,13 +59,13 @@ class BodyBudget:
             self.release(body)
 
     def release(self, body: _Unfinished) -> None:
-        """Return a body's memory: it is complete, dropped or given up. Idempotent."""
+        """Return the memory of a body that is complete, dropped or given up. Idempotent."""
         if body in self._open:
             self._open.discard(body)
             self.num_bytes -= body.counted
 
     def receive(self, body: _Unfinished, num_bytes: int) -> None:
-        """Count received bytes of a body, then drop bodies (perhaps this one) until the budget holds."""
+        """Count received bytes, then drop bodies (perhaps this one) until the budget holds."""
         if body not in self._open:
             return
         before = body.counted
@@ -98,14 +85,12 @@ class BodyBudget:
 
 @dataclass(frozen=True, slots=True)
 class BodyLimit:
-    """The size limit of a body, and the message for a larger one."""
-
     max_bytes: int
     message: str
 
     @classmethod
     def of(cls, settings: ServerSettings, name: str, extra_bytes: int = 0) -> BodyLimit:
-        """Return the limit of a setting, plus `extra_bytes` bytes for the rest of a form."""
+        """`extra_bytes`: for the rest of a form."""
         size = getattr(settings, name)
         return cls(size + extra_bytes, f"The body is larger than {size} bytes, this server's {name}.")
 
@@ -116,11 +101,8 @@ class BodyLimit:
         """Wrap `receive` so that it raises HTTPException when a limit is exceeded.
 
         The status is 413 for a body that is too large, 408 for one that is too slow, and 503 if all
-        unfinished bodies together are too large.
-
-        Args:
-            arrived: called when the whole body has arrived; may raise HTTPException, too.
-            budget: None if the body is not kept in memory.
+        unfinished bodies together are too large. `arrived` is called when the whole body has arrived, and may
+        raise HTTPException, too. `budget`: None if the body is not kept in memory.
         """
         budget = budget or BodyBudget(self.max_bytes)
         with budget.body() as body:

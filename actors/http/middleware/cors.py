@@ -11,7 +11,7 @@ EXPOSED_HEADERS = ("X-Request-Id", "X-Ignored-Params", "Retry-After", "x-should-
 
 
 def allow_origins(app: FastAPI, settings: ServerSettings) -> None:
-    """Add CORS if an origin is allowed. It goes around `RequestGate`, because preflights have no key."""
+    """Add CORS around `RequestGate`, because preflights have no key."""
     if settings.allowed_origins:
         app.add_middleware(
             CORSMiddleware,

@@ -1,4 +1,4 @@
-"""Counts the HTTP requests in flight, except those to open paths. Updated by `request_gate.py`."""
+"""Counts the HTTP requests in flight, except those to open paths."""
 
 from __future__ import annotations
 
@@ -8,16 +8,9 @@ from contextlib import contextmanager
 
 
 class Traffic:
-    """The requests in flight of one application.
-
-    Attributes:
-        open: requests that have begun, without a completely sent response.
-        draining: the server takes no new requests; /health reports it.
-    """
-
     def __init__(self) -> None:
-        self.open = 0
-        self.draining = False
+        self.open = 0  # requests that have begun, without a completely sent response
+        self.draining = False  # the server takes no new requests; /health reports it
         self._none_open = asyncio.Event()
         self._none_open.set()
 
@@ -34,7 +27,7 @@ class Traffic:
                 self._none_open.set()
 
     async def ended(self, timeout_s: float) -> bool:
-        """Wait until no request is in flight; False if some still are after `timeout_s` seconds."""
+        """Wait until no request is in flight; False if some still are after `timeout_s`."""
         try:
             await asyncio.wait_for(self._none_open.wait(), timeout_s)
         except TimeoutError:

@@ -39,23 +39,16 @@ MAX_HEADER_BYTES = 32 * 1024  # of all headers together; half of HAProxy's limit
 
 
 class Observer(Protocol):
-    """Counts the requests that passed."""
-
     def observe_http(self, handler: str, method: str, status: int, seconds: float) -> None: ...
 
 
 class RequestGate:
-    """Wraps the application with the checks described above.
+    """Wraps the application with these checks.
 
     Args:
-        app: the application.
-        settings: of the endpoint.
-        telemetry: counts every request.
-        traffic: counts the requests in flight.
         replica: name of this process in log lines.
         echo_request_id: return X-Request-Id; off where Serve does that, which knows only the header's id.
-        max_requests: limit for requests in flight with complete bodies, so that slow bodies do
-            not count. None sets no limit here.
+        max_requests: limit for requests in flight with complete bodies, so that slow bodies do not count.
         on_refusal: called for each request that failed before reaching an engine, except probes.
     """
 
@@ -107,7 +100,7 @@ class RequestGate:
             await (refusal or self._app)(scope, limited, send)
 
     def _acquire_slot(self, place: ExitStack, scope: Scope) -> None:
-        """Count a request with a complete body, until it ends. Raises HTTPException (503) if too many."""
+        """Count a request with a complete body until it ends. Raises HTTPException (503)."""
         scope["state"]["has_body"] = True
         if self._num_received == self._max_requests:
             # FastAPI reads the body, and lets only HTTPException through.
@@ -140,8 +133,6 @@ class RequestGate:
 
 
 class _Exchange:
-    """One request and its response on the way through the gate."""
-
     def __init__(self, gate: RequestGate, scope: Scope, receive: Receive, send: Send) -> None:
         self._gate = gate
         self._scope = scope
@@ -192,14 +183,7 @@ class StallGuard:
     """A `send` with a bounded waiting time, with one timer per request (none per message).
 
     A server waits for its client to read before it sends more (back-pressure). A client that reads nothing
-    for too long is gone or malicious: it occupies memory and counts as a request in flight.
-
-    Args:
-        send: the server's.
-        timeout_s: seconds that it may wait; 0: unlimited.
-
-    Attributes:
-        has_cut: whether the response was ended early.
+    for `timeout_s` (0: unlimited) is gone or malicious: it occupies memory and counts as a request in flight.
     """
 
     def __init__(self, send: Send, timeout_s: float) -> None:
@@ -208,10 +192,10 @@ class StallGuard:
         self._timer: asyncio.TimerHandle | None = None
         self._sender: asyncio.Task[object] | None = None  # while it waits
         self._since_s = 0.0
-        self.has_cut = False
+        self.has_cut = False  # whether the response was ended early
 
     async def send(self, message: Message) -> None:
-        """Send a message. Raises SlowReaderError once the client has read nothing for too long."""
+        """Send. Raises SlowReaderError once the client has read nothing for too long."""
         if self.has_cut:
             raise self._too_slow()
         loop = asyncio.get_running_loop()
@@ -229,7 +213,6 @@ class StallGuard:
             self._sender = None
 
     def close(self) -> None:
-        """Stop the timer at the end of the request."""
         if self._timer is not None:
             self._timer.cancel()
 

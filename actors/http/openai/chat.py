@@ -21,7 +21,7 @@ REASONING_FIELDS = ("reasoning", "reasoning_content")  # vLLM's name, and that o
 
 
 class ChatShape:
-    """The format of chat completions. Deltas of calls are OpenAI's: first id and name, then the arguments."""
+    """Deltas of calls are OpenAI's: first id and name, then the arguments."""
 
     prefix = "chatcmpl-"
     full_object = "chat.completion"
@@ -102,7 +102,7 @@ async def prepare_chat(
     resumable: bool = True,
     ends_with_context: bool = False,
 ) -> tuple[GenerationTask, AnswerParserFactory]:
-    """Return the task of a conversation and the parsers of its answers. Arguments as of `prepare`."""
+    """Return the task of a conversation and the parsers of its answers; see `prepare`."""
     check_tools(frontend.chat, body)
     chat = conversation(body, body.messages, frontend.engine.tokenizer)
     prompt = await frontend.engine.encoder.prompt(

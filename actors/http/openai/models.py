@@ -25,7 +25,7 @@ def model_routes(frontend: ServerContext) -> APIRouter:
 
 
 def model_card(name: str, *, root: str, created_s: int, max_model_len: int | None) -> JsonObject:
-    """Return a model in OpenAI's format, with vLLM's `max_model_len`; `root` is the first of its names."""
+    """Return OpenAI's model with vLLM's `max_model_len`; `root` is the first of its names."""
     return {
         "id": name,
         "object": "model",

@@ -27,7 +27,7 @@ TEXT_PARTS = ("text", "input_text", "output_text", "refusal")
 
 # Any: validators see raw JSON.
 def _whether_logprobs(value: Any) -> Any:
-    """Refuse numbers: 0 does not mean false, but belongs to the `logprobs` of completions."""
+    """Refuse numbers: 0 is not false, but a value of completions' `logprobs`."""
     if value is None or isinstance(value, bool):
         return value
     raise RequestError(
@@ -70,7 +70,7 @@ class ChatMessage(BaseModel):
     reasoning_content: str | None = None
 
     def for_template(self, at: str) -> dict[str, Any]:
-        """Return the message for a template: content as one string, reasoning under each usual name."""
+        """Return the content as one string, and the reasoning under each usual name."""
         message = {**(self.model_extra or {}), "role": self.role, "content": self.content or ""}
         if self.role == "tool":
             message["content"] = output_text(self.content, f"{at}.content")
@@ -125,7 +125,7 @@ class ChatPrompt(ChatTemplateOptions):
 
     @classmethod
     def read(cls, messages: Sequence[Message], tokenizer: Tokenizer | None, **options: Any) -> Chat:
-        """Return the chat for the engine, validated like a request body. Raises RequestError."""
+        """Return the chat, validated like a request body. Raises RequestError."""
         try:
             given = cls.model_validate({"messages": _as_dicts(messages), **options})
         except ValidationError as error:
@@ -171,7 +171,7 @@ class ChatRequest(ChatTemplateOptions, GenerationRequest):
 
     @property
     def continued(self) -> str | None:
-        """Return the text of the message that the answer continues; None if it continues none."""
+        """Text of the message that the answer continues; None if it continues none."""
         if not self.continue_final_message:
             return None
         return self.messages[-1].for_template(f"messages.{len(self.messages) - 1}")["content"]
@@ -180,7 +180,7 @@ class ChatRequest(ChatTemplateOptions, GenerationRequest):
 def conversation(
     options: ChatTemplateOptions, messages: Sequence[ChatMessage], tokenizer: Tokenizer | None
 ) -> Chat:
-    """Return the chat for the engine. Raises RequestError for options that the template would ignore."""
+    """Return the engine's chat. Raises RequestError for options that the template would ignore."""
 
     def uses(variable: str) -> bool:
         return require_tokenizer(tokenizer, "messages").template_uses(variable)
@@ -210,7 +210,7 @@ def conversation(
 
 
 def _as_dicts(messages: object) -> object:
-    """Return messages as dictionaries with valid text; anything else unchanged, for pydantic to refuse."""
+    """Make messages dictionaries with valid text; leave others for pydantic to refuse."""
     if not isinstance(messages, Sequence):
         return messages
     return [map_texts(each, without_surrogates) if isinstance(each, Mapping) else each for each in messages]
@@ -244,7 +244,7 @@ def reading_of(chat: ChatModel, body: ChatRequest, prompt: str) -> AnswerParserF
 
 
 def chat_params(chat: ChatModel, body: ChatRequest, params: SamplingParams, prompt: str) -> SamplingParams:
-    """Return the sampling parameters with what the model's formats need, and with forced tool calls."""
+    """Add what the model's formats need, and forced tool calls."""
     params = replace(params, kept_special_token_ids=chat.kept_token_ids)
     constraint = params.structured_outputs
     if body.choice == "required":

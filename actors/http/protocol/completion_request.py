@@ -20,7 +20,6 @@ Prompts = str | list[str] | list[int] | list[list[int]]
 
 # Any below: validators see raw JSON.
 def _prompt_list(value: Any) -> Any:
-    """Return a list of prompts from any of the four forms: str, [str], [int], [[int]]."""
     if isinstance(value, str):
         return [value]
     if not isinstance(value, list) or not value:
@@ -62,7 +61,7 @@ class CompletionRequest(GenerationRequest):
 
     @property
     def num_prompt_logprobs(self) -> int | None:
-        """Return the number of likeliest tokens per prompt position. `logprobs` applies to an echo, too."""
+        """Likeliest tokens per prompt position. `logprobs` applies to an echo, too."""
         requested = [self.prompt_logprobs, self.logprobs if self.echo else None]
         return max((count for count in requested if count is not None), default=None)
 
@@ -75,12 +74,12 @@ class CompletionRequest(GenerationRequest):
         return self.echo and 0 in (self.max_tokens, self.max_completion_tokens)
 
     def sampling_params(self, defaults: GenerationDefaults, max_tokens: int | None) -> SamplingParams:
-        """Return the parameters; for an echo alone, generate one token, which is not returned."""
+        """Generate one token for an echo alone; it is not returned."""
         if not self.echoes_only:
             return super().sampling_params(defaults, max_tokens)
         changes = {"max_tokens": 1, "max_completion_tokens": None, "min_tokens": 0}
         return self.model_copy(update=changes).sampling_params(defaults, max_tokens)
 
     def prompts(self) -> list[Prompt]:
-        """Return the prompts for the engine; the token ids have been validated as integers."""
+        """The token ids have been validated as integers."""
         return [p if isinstance(p, str) else EncodedPrompt(tuple(p)) for p in self.prompt]

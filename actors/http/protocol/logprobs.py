@@ -13,7 +13,6 @@ from ..wire.json_io import JsonObject
 
 
 def chat_logprobs(completion: CompletionOutput, num_top: int) -> JsonObject:
-    """Return the log probabilities of a completion's tokens, with `num_top` likeliest alternatives each."""
     logprobs = _logprobs_of(completion)
     seen: dict[int, JsonObject] = {}  # cache: the same few tokens are often likely
 
@@ -36,15 +35,12 @@ def chat_logprobs(completion: CompletionOutput, num_top: int) -> JsonObject:
 
 
 def completion_logprobs(completion: CompletionOutput, num_top: int, offset: int) -> JsonObject:
-    """Return the same as parallel lists; `offset` is the number of characters of the preceding tokens."""
+    """`offset`: number of characters of the preceding tokens."""
     return _lists(_logprobs_of(completion), num_top, offset)
 
 
 def echo_logprobs(prompt: PromptLogprobs, num_top: int, num_chars: int) -> JsonObject:
-    """Return the log probabilities of a prompt of `num_chars` characters, as parallel lists.
-
-    The first token has only its text. Tokens that the tokenizer adds before the text begin at offset 0.
-    """
+    """Return the lists of a prompt; the first token has only its text. Tokens added before it: offset 0."""
     first = prompt.first_text
     length = len(first) + _length(prompt.scored)
     lists = _lists(prompt.scored, num_top, num_chars - length + len(first))
@@ -70,7 +66,7 @@ def _lists(logprobs: OutputLogprobs, num_top: int, offset: int) -> JsonObject:
 
 
 def token_lengths(completion: CompletionOutput) -> int:
-    """Return the total length of the texts of all tokens in a completion, each decoded on its own."""
+    """Return the total length of all tokens' texts, each decoded on its own."""
     return _length(_logprobs_of(completion))
 
 

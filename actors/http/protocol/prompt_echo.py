@@ -1,8 +1,7 @@
 """The parts of a response that show the prompt: `echo` and `prompt_logprobs`, in vLLM's formats.
 
 The echo precedes a completion's text, and its log probabilities precede the choice's. `prompt_logprobs` is a
-field of each choice in completions, and of the response in chat. Used by
-`actors/http/generation/generation.py` and by batch rows.
+field of each choice in completions, and of the response in chat.
 """
 
 from __future__ import annotations
@@ -22,22 +21,12 @@ from .protocol import GenerationRequest
 
 @dataclass(frozen=True, slots=True)
 class PromptParts:
-    """The parts of a response that show one prompt.
-
-    Attributes:
-        echo: the prompt's text; None if it is not shown.
-        num_top: number of likeliest tokens per position of the echo; None: no log probabilities.
-        logprobs: the prompt's log probabilities; None if they were not requested.
-        num_prompt_logprobs: number of likeliest tokens per position of `prompt_logprobs`; None: no such
-            field.
-        at_root: `prompt_logprobs` is a field of the response, not of each choice.
-    """
-
-    echo: str | None
-    num_top: int | None
-    logprobs: PromptLogprobs | None
+    echo: str | None  # the prompt's text; None if it is not shown
+    num_top: int | None  # number of likeliest tokens per position of the echo; None: no log probabilities
+    logprobs: PromptLogprobs | None  # the prompt's log probabilities; None if they were not requested
+    # number of likeliest tokens per position of `prompt_logprobs`; None: no such field
     num_prompt_logprobs: int | None
-    at_root: bool
+    at_root: bool  # `prompt_logprobs` is a field of the response, not of each choice
 
     @classmethod
     async def of(
@@ -47,7 +36,7 @@ class PromptParts:
         logprobs: PromptLogprobs | None,
         tokenizer: Tokenizer | None,
     ) -> PromptParts:
-        """Return the parts of a prompt. Its log probabilities are written out in a thread."""
+        """Log probabilities are written out in a thread."""
         if logprobs is not None:
             await asyncio.to_thread(lambda: logprobs.scored)
         return cls(
@@ -66,7 +55,6 @@ class PromptParts:
         return {"index": index, "text": self.echo, "logprobs": self._echo_logprobs(), "finish_reason": None}
 
     def begin(self, choice: JsonObject) -> JsonObject:
-        """Return a whole choice with the prompt's parts added."""
         if self.echo is not None:
             choice["text"] = self.echo + choice["text"]
             echo_lists, own_lists = self._echo_logprobs(), choice["logprobs"]
@@ -76,7 +64,6 @@ class PromptParts:
         return choice if self.at_root else choice | self._field()
 
     def root_fields(self) -> JsonObject:
-        """Return the prompt's fields at the root of the response."""
         return self._field() if self.at_root else {}
 
     def _field(self) -> JsonObject:
@@ -96,7 +83,7 @@ class PromptParts:
 
 
 def without_answer(output: RequestOutput) -> RequestOutput:
-    """Return an output without its generated token: the engine generates at least one."""
+    """Drop the generated token: the engine generates at least one."""
     outputs = [
         replace(
             each,
@@ -120,7 +107,7 @@ def _text(request: GenerationRequest, prompt: EncodedPrompt, tokenizer: Tokenize
 
 
 def _entries(position: PositionLogprobs | None, num_top: int) -> JsonObject | None:
-    """Return the entries of a position by token id: its own token and the `num_top` likeliest ones."""
+    """Return a position's own token and the `num_top` likeliest, by token id."""
     if position is None:
         return None
     own = next(iter(position))

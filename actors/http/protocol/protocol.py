@@ -1,9 +1,7 @@
 """Pydantic models of requests that generate: the fields that completions and chat have in common.
 
-Written by hand, with vLLM's extensions; `unsupported_fields.py` handles fields that are not here. A wrong
-value raises `RequestValidationError` or `RequestError`, both answered by `actors/http/wire/errors.py`.
-Responses are plain dictionaries (`actors/http/generation/generation.py`), because we need not validate them
-and building models per token takes time.
+Written by hand, with vLLM's extensions; `unsupported_fields.py` handles fields that are not here. Responses
+are plain dictionaries, because we need not validate them and building models per token takes time.
 """
 
 from __future__ import annotations
@@ -97,7 +95,7 @@ class Speculative(BaseModel):
 
     @property
     def max_draft_tokens(self) -> int | None:
-        """Return the bound of `Request` in `cluster/request/request.py`."""
+        """The bound of `Request` in `cluster/request/request.py`."""
         return self.max_tokens if self.enabled else 0
 
 
@@ -178,13 +176,12 @@ class GenerationRequest(BaseModel):
 
     @property
     def token_limit(self) -> tuple[str, int | None]:
-        """Return the name and value of the field that limits the answer."""
         if self.max_completion_tokens is None:
             return "max_tokens", self.max_tokens
         return "max_completion_tokens", self.max_completion_tokens
 
     def truncation(self, max_model_len: int) -> int | None:
-        """Return how many tokens of a prompt's end are kept. -1: as many as leave room; None: all."""
+        """Return how many tokens of a prompt's end are kept; None: all."""
         _, limit = self.token_limit
         if self.truncate_prompt_tokens != -1 or limit is None:
             return self.truncate_prompt_tokens
@@ -192,29 +189,25 @@ class GenerationRequest(BaseModel):
 
     @property
     def num_logprobs(self) -> int | None:
-        """Return the number of likeliest tokens per position; None: no log probabilities."""
+        """Likeliest tokens per position; None: no log probabilities."""
         raise NotImplementedError
 
     @property
     def num_prompt_logprobs(self) -> int | None:
-        """Return the same for the prompt's tokens."""
         return self.prompt_logprobs
 
     @property
     def echoes(self) -> bool:
-        """Return whether the answer begins with the prompt."""
+        """Whether the answer begins with the prompt."""
         return False
 
     @property
     def echoes_only(self) -> bool:
-        """Return whether the answer is the prompt alone."""
+        """Whether the answer is the prompt alone."""
         return False
 
     def sampling_params(self, defaults: GenerationDefaults, max_tokens: int | None) -> SamplingParams:
-        """Return sampling parameters: the request's, else generation_config.json's, else OpenAI's defaults.
-
-        `max_tokens` is the default limit of the endpoint.
-        """
+        """Use the request's values, else generation_config.json's, else OpenAI's. `max_tokens`: default."""
         limit_name, limit = self.token_limit
         try:
             return SamplingParams(

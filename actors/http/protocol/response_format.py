@@ -1,8 +1,4 @@
-"""`response_format` (OpenAI's) and `structured_outputs` (vLLM's): constraints on an answer's text.
-
-A request may have one of them. `actors/structured_outputs/grammar_frontend.py` validates and compiles their
-contents, and names the field in its errors.
-"""
+"""`response_format` (OpenAI's) and `structured_outputs` (vLLM's), of which a request may have one."""
 
 from __future__ import annotations
 
@@ -76,7 +72,7 @@ class StructuredOutputs(BaseModel):
 def constraint_of(
     response_format: ResponseFormat | None, structured_outputs: StructuredOutputs | None
 ) -> StructuredOutputsParams | None:
-    """Return the constraint of either field. Raises RequestError if both have one."""
+    """Raises RequestError if both fields have a constraint."""
     constraint = [each.constraint() for each in (response_format, structured_outputs) if each is not None]
     wanted = [each for each in constraint if each is not None]
     if len(wanted) == 2:

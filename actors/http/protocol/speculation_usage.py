@@ -9,8 +9,7 @@
                                        "truncated": false}}
 
 A trace has an entry per token of the answer: its origin, and the index of its step among all steps that
-produced tokens, including plain ones (which verify nothing). Called by
-`actors/http/generation/request_run.py`.
+produced tokens, including plain ones.
 """
 
 from __future__ import annotations
@@ -31,12 +30,8 @@ def acceptance(
 ) -> JsonObject:
     """Return the object for a request with one completion.
 
-    The histogram is dense: index = accepted drafts without the bonus token, 0..num_spec_tokens.
-
-    Args:
-        num_spec_tokens: most drafts per step of the engine.
-        detailed: include each verify step.
-        first_traced: include a trace of the tokens from this index of the answer on.
+    The histogram is dense: index = accepted drafts without the bonus token, 0..num_spec_tokens (most drafts
+    per step). `detailed` includes each verify step; `first_traced`, a trace of the answer from this token on.
     """
     histogram = cost.acceptance_histogram + [0] * (num_spec_tokens + 1 - len(cost.acceptance_histogram))
     drafted, trace = cost.num_draft_tokens, cost.trace or ()

@@ -1,9 +1,7 @@
 """Messages of a chat made from other APIs' bodies, and tool outputs as text.
 
-Tool outputs are `tool` messages of chat, outputs of /v1/responses, and results of /v1/messages.
-
 A client does not control what its tools return, so parts of every type are accepted: search results and
-documents are converted to text, images and files to a placeholder. Parts are separated by newlines.
+documents are converted to text, images and files to a placeholder.
 """
 
 from __future__ import annotations
@@ -22,18 +20,12 @@ _KINDS = {"image_url": "image", "input_image": "image", "input_file": "file", "i
 
 @dataclass(slots=True)
 class TranslatedMessages:
-    """Messages in chat's format.
-
-    Attributes:
-        names: `messages.3` of the chat -> the item of the body that it began with, for errors.
-        skipped: types of skipped items, as X-Ignored-Params names them.
-        is_open: whether the last message is the beginning of the answer.
-    """
-
     messages: list[JsonObject] = field(default_factory=list[JsonObject])
+    # `messages.3` of the chat -> the item of the body that it began with, for errors
     names: dict[str, str] = field(default_factory=dict[str, str])
+    # types of skipped items, as X-Ignored-Params names them
     skipped: list[str] = field(default_factory=list[str])
-    is_open: bool = False
+    is_open: bool = False  # whether the last message is the beginning of the answer
 
     def add(self, message: JsonObject, name: str) -> None:
         self.names[f"messages.{len(self.messages)}"] = name
@@ -41,7 +33,7 @@ class TranslatedMessages:
 
 
 def required_text(part: Mapping[str, Any], name: str, at: str) -> str:  # Any: JSON.
-    """Return a field of a part at `at`. Raises RequestError if it is not a string."""
+    """Raises RequestError, which names the path `at`, if the field is not a string."""
     value = part.get(name)
     if not isinstance(value, str):
         raise RequestError(f"{at}.{name} must be a string.", param=f"{at}.{name}")
@@ -50,7 +42,7 @@ def required_text(part: Mapping[str, Any], name: str, at: str) -> str:  # Any: J
 
 # Any: JSON.
 def output_text(content: Any, at: str) -> str:
-    """Return the text of a string or a list of parts. Raises RequestError for anything else."""
+    """Join text parts by newlines. Raises RequestError."""
     if content is None or isinstance(content, str):
         return content or ""
     if not isinstance(content, list):
@@ -59,7 +51,6 @@ def output_text(content: Any, at: str) -> str:
 
 
 def readable_text(part: Mapping[str, Any]) -> str | None:
-    """Return the text of a search result or a document; None if it has no readable text."""
     if part.get("type") == "search_result":
         return _lines(part.get("title"), part.get("source"), _plain(part.get("content")))
     if part.get("type") == "document" and (text := _document(part.get("source"))) is not None:
@@ -85,7 +76,7 @@ def _placeholder(kind: str, part: Mapping[str, Any]) -> str:
 
 
 def _document(source: Any) -> str | None:
-    """Return the text of a document's source; None for a file, a URL or the bytes of a PDF."""
+    """Return None for a file, a URL or the bytes of a PDF."""
     if not isinstance(source, Mapping):
         return None
     if source.get("type") == "text" and isinstance(source.get("data"), str):
@@ -94,7 +85,7 @@ def _document(source: Any) -> str | None:
 
 
 def _plain(content: Any) -> str:
-    """Return the texts of nested blocks, with placeholders for blocks of other types."""
+    """Join the texts of nested blocks, with placeholders for other types."""
     if isinstance(content, str):
         return content
     blocks = [block for block in content or () if isinstance(block, Mapping)]

@@ -80,14 +80,13 @@ class ToolOptions(BaseModel):
 
     @property
     def choice(self) -> Literal["none", "auto", "required"]:
-        """Return whether tools may or must be called; a named one must be."""
+        """Whether tools may or must be called; a named one must be."""
         if not self.tools or self.tool_choice == "none":
             return "none"
         return "auto" if self.tool_choice in (None, "auto") else "required"
 
     @property
     def available_tools(self) -> list[FunctionTool]:
-        """Return the functions that may be called."""
         if self.choice == "none":
             return []
         functions = [tool.function for tool in self.tools or ()]
@@ -97,5 +96,4 @@ class ToolOptions(BaseModel):
 
     @property
     def schemas(self) -> Mapping[str, Mapping[str, Any]]:
-        """Return the argument schemas of the functions that may be called, by name."""
         return {each.name: each.parameters or {} for each in self.available_tools}

@@ -1,8 +1,8 @@
 """Request fields that are not implemented: which are refused, which are ignored, which are unknown.
 
 A field that would change the answer is refused if it is set to anything but its default, because an answer
-that ignores it would be silently wrong. When a field is implemented, it moves from `REFUSED` to a request
-model of `protocol.py`.
+that ignores it would be silently wrong. An implemented field moves from `REFUSED` to a model of
+`protocol.py`.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ SILENT = frozenset({"user", "metadata", "session_id", "safety_identifier", "serv
 
 
 def check_extra_fields(extra: Mapping[str, Any], known: Iterable[str], policy: UnknownParams) -> list[str]:
-    """Return the unknown, ignored fields. Raises RequestError for fields that must not be ignored."""
+    """Return unknown, ignored fields. Raises RequestError for those that must not be ignored."""
     for name, value in extra.items():
         if name in NEVER and value is not None and value != NEVER[name][0]:
             raise RequestError(f"{name} is not supported. {NEVER[name][1]}", param=name)

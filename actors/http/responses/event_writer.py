@@ -1,11 +1,11 @@
 """The events of a growing response of /v1/responses, and the whole response, which is their sum.
 
-created, in_progress
-  output_item.added
-    content_part.added, output_text.delta ..., output_text.done, content_part.done     (or reasoning_text)
-    function_call_arguments.delta ..., function_call_arguments.done
-  output_item.done
-completed | incomplete | failed
+    created, in_progress
+      output_item.added
+        content_part.added, output_text.delta ..., output_text.done, content_part.done     (or reasoning_text)
+        function_call_arguments.delta ..., function_call_arguments.done
+      output_item.done
+    completed | incomplete | failed
 
 Calls of tools other than functions (`tools.py`) are sent when they are complete: their item depends on all of
 their arguments.
@@ -36,12 +36,7 @@ _PARTS = {"reasoning": "reasoning_text", "content": "output_text", "call": "func
 
 
 class ResponseWriter(SectionWriter):
-    """Writes the response of one request.
-
-    Args:
-        frame: the fields of the response that do not grow (`routes.py`).
-        metrics: called at the end; returns the field next to `usage`.
-    """
+    """`frame`: the fields that do not grow. `metrics` returns the field next to `usage`."""
 
     def __init__(
         self,
@@ -94,7 +89,6 @@ class ResponseWriter(SectionWriter):
         return [*events, self._event("response.output_item.done", output_index=section.at, item=item)]
 
     def _ended_call(self, section: Section, item: JsonObject) -> Events:
-        """Return the events of a call before its item is done."""
         place, events, field = self._location(section), list[JsonObject](), _CALL_TEXTS.get(item["type"])
         stem = f"response.{item['type']}_{field}"
         if self._is_sent_complete(section):
@@ -131,7 +125,6 @@ class ResponseWriter(SectionWriter):
         return [*events, self._event(f"response.{status}", response=self._response)]
 
     def failed(self, error: BaseException) -> Events:
-        """Return the events of a response that failed, begun or not."""
         public = public_error(error)
         self._response |= {
             "status": "failed",
@@ -177,12 +170,11 @@ def _part(section: Section, text: str) -> JsonObject:
 
 
 def _logprobs(section: Section) -> JsonObject:
-    """Return an empty list of log probabilities, which SDKs require."""
+    """SDKs require an empty list."""
     return {"logprobs": []} if section.kind == "content" else {}
 
 
 def _usage(usage: JsonObject) -> JsonObject:
-    """Return the usage with this API's names for prompt and completion tokens."""
     return {
         "input_tokens": usage["prompt_tokens"],
         "input_tokens_details": {
@@ -198,7 +190,7 @@ def _usage(usage: JsonObject) -> JsonObject:
 
 
 class LostResponse:
-    """Ends the stream with an error event numbered -1: the gateway does not know how many were sent."""
+    """Ends with an error event numbered -1: the gateway does not know how many were sent."""
 
     done = b""
 

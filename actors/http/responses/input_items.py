@@ -1,10 +1,9 @@
 """Converts input items of /v1/responses to messages of a chat.
 
 An answer consists of several items (its reasoning, its text, each of its calls), and clients send them back
-as such; a chat has one message for all of them. Calls of all tools that a client runs are read, with their
-outputs. Items that cannot be used here are skipped and reported to the client, so that a session can
-continue: calls that OpenAI's servers answered, content that another server has encrypted, references to items
-that it stores, unknown types.
+as such; a chat has one message for all of them. Items that cannot be used here are skipped and reported to
+the client, so that a session can continue: calls that OpenAI's servers answered, content that another server
+has encrypted, references to items that it stores, unknown types.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ TEXT_OUTPUTS = ("function_call_output", "custom_tool_call_output")
 
 
 def read_items(instructions: str | None, items: Sequence[Mapping[str, Any]]) -> TranslatedMessages:
-    """Return the conversation of a request; the instructions are its system message."""
+    """Return the conversation; the instructions are its system message."""
     reader = _Reader()
     if instructions:
         reader.conversation.add({"role": "system", "content": instructions}, "instructions")
@@ -66,7 +65,7 @@ class _Reader:
             self.conversation.add({"role": role, "content": text}, at)
 
     def _read_text(self, text: str, at: str) -> None:
-        """Add text of an answer. Text after a call continues the text before it."""
+        """Add text. Text after a call continues the text before it."""
         messages = self.conversation.messages
         if messages and messages[-1].get("tool_calls"):
             messages[-1]["content"] += text
@@ -83,7 +82,7 @@ class _Reader:
         calls.append(call)
 
     def _answer(self, at: str, without: Sequence[str] = ()) -> JsonObject:
-        """Return the message of the answer that an item is part of; a new one if it has any of `without`."""
+        """Return the answer's message that an item is part of; a new one if it has any of `without`."""
         messages = self.conversation.messages
         last = messages[-1] if messages else {"role": None}
         if last["role"] != "assistant" or any(last.get(name) for name in without):
@@ -92,7 +91,6 @@ class _Reader:
 
 
 def text_of(content: Any, at: str) -> str:  # Any: JSON.
-    """Return the text of a string or of a list of text parts, joined by newlines."""
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
@@ -114,7 +112,7 @@ def _part(part: Any, at: str) -> str:
 
 
 def _reasoning(item: Mapping[str, Any], at: str) -> str:
-    """Return the readable reasoning: its text, else its summary."""
+    """Return the text, else the summary."""
     for name, kind in (("content", "reasoning_text"), ("summary", "summary_text")):
         parts = item.get(name) or []
         if not isinstance(parts, list) or not all(
@@ -130,7 +128,7 @@ def _reasoning(item: Mapping[str, Any], at: str) -> str:
 
 
 def _call_id(item: Mapping[str, Any]) -> str | None:
-    """Return the id of a call. Outputs of the local shell may have it in `id`."""
+    """Outputs of the local shell may have the id in `id`."""
     found = item.get("call_id")
     if found is None and item["type"] == "local_shell_call_output":
         found = item.get("id")
@@ -138,7 +136,7 @@ def _call_id(item: Mapping[str, Any]) -> str | None:
 
 
 def _arguments(kind: str, item: Mapping[str, Any]) -> Any:
-    """Return the arguments of a call in the format that `tools.py` gives the model, where it gives one."""
+    """Return the arguments in the format that `tools.py` gives the model, where it gives one."""
     if kind == "function_call":
         return item.get("arguments")
     if kind == "custom_tool_call":

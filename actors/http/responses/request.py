@@ -1,7 +1,7 @@
 """The body of /v1/responses, and its translation to a `ChatRequest`.
 
-Fields that this API lacks (`top_k`, `seed`, `speculative`, `chat_template_kwargs` ...) are passed to the chat
-unchanged. Fields that need stored responses are refused.
+Fields that this API lacks (`top_k`, `seed`, `speculative` ...) are passed to the chat unchanged. Fields that
+need stored responses are refused.
 """
 
 from __future__ import annotations
@@ -94,7 +94,6 @@ class TextOptions(BaseModel):
 
 # Any: a validator sees raw JSON.
 def _input_list(value: Any) -> Any:
-    """Return a list of items; a string becomes a message of the user."""
     if isinstance(value, str):
         return [{"role": "user", "content": value}]
     if not isinstance(value, list) or not value or not all(isinstance(item, dict) for item in value):
@@ -139,7 +138,7 @@ class ResponsesRequest(BaseModel):
         return read_items(self.instructions, self.input)
 
     def for_chat(self, conversation: TranslatedMessages, supported: SupportedOptions) -> ChatRequest:
-        """Translate the body to a chat. Raises RequestError with this body's field names."""
+        """Translate the body. Raises RequestError with this body's field names."""
         extra = self.model_extra or {}
         for name, (nothing, remedy) in NEVER.items():
             if extra.get(name) is not None and extra[name] not in nothing:
@@ -186,7 +185,7 @@ class ResponsesRequest(BaseModel):
         return self.reasoning.effort if self.reasoning else None
 
     def _switches(self, supported: SupportedOptions) -> bool:
-        """Return whether effort "none" switches thinking off, in a template without efforts."""
+        """Effort "none" switches thinking off in a template without efforts."""
         return self._effort == "none" and supported.switch and not supported.effort
 
     def _thinking_fields(self, supported: SupportedOptions) -> JsonObject:

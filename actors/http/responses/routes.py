@@ -51,10 +51,7 @@ def response_routes(frontend: ServerContext) -> APIRouter:
 
 
 def response_fields(body: ResponsesRequest, chat: ChatRequest, run: GenerationRun) -> JsonObject:
-    """Return all fields of the SDKs' response model except those that grow (`event_writer.py`).
-
-    `chat`: the translated body.
-    """
+    """Return all fields of the SDKs' response model except those that grow (`event_writer.py`)."""
     params = run.work.params
     text = body.text.model_dump() if body.text else {"format": {"type": "text"}}
     return {

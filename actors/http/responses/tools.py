@@ -1,8 +1,7 @@
 """Converts tools of /v1/responses to functions of a chat, and calls of those functions to items of this API.
 
-A chat has only functions. Other types that the client runs become functions: the tools of a namespace, custom
-tools (which take one string) and the local shell. Tools that OpenAI's servers run are left out. `request.py`
-reads tools here, `input_items.py` the calls of a history, and `event_writer.py` writes new calls.
+Types other than functions that the client runs become functions: the tools of a namespace, custom tools
+(which take one string) and the local shell. Tools that OpenAI's servers run are left out.
 """
 
 from __future__ import annotations
@@ -41,22 +40,14 @@ _SHELL_SCHEMA = {
 
 @dataclass(frozen=True, slots=True)
 class ClientTool:
-    """A tool that the client runs.
-
-    Attributes:
-        name: within its namespace.
-        function: in chat's format, with the flat name.
-        at: path in the body.
-    """
-
     kind: Kind
+    # within its namespace
     name: Any  # chat validation refuses what is not a string
     namespace: str | None
-    function: JsonObject
-    at: str
+    function: JsonObject  # in chat's format, with the flat name
+    at: str  # path in the body
 
     def call_item(self, call_id: str, arguments: str) -> JsonObject:
-        """Return a call as an item, without its id and status."""
         call = {"call_id": call_id, "name": self.name}
         if self.namespace is not None:
             call["namespace"] = self.namespace
@@ -68,31 +59,23 @@ class ClientTool:
 
 
 def flat_name(namespace: Any, name: str) -> str:  # Any: JSON
-    """Return the name of the function for a tool of a namespace."""
     if not isinstance(namespace, str) or not namespace:
         return name
     return f"{namespace}{name}" if namespace.endswith("__") else f"{namespace}__{name}"
 
 
 class ClientTools:
-    """The tools of a request.
-
-    Attributes:
-        tools: those that the client runs.
-        left_out: types of the others, as X-Ignored-Params names them.
-    """
-
     def __init__(self, given: Sequence[JsonObject]) -> None:
-        self.left_out: list[str] = []
-        self.tools = list(self._read(given, "tools"))
+        self.left_out: list[str] = []  # types of the others, as X-Ignored-Params names them
+        self.tools = list(self._read(given, "tools"))  # those that the client runs
         self._by_name = {tool.function["name"]: tool for tool in self.tools}
 
     def called(self, name: str) -> ClientTool:
-        """Return the tool that a call names; an unknown name is treated as a function."""
+        """Return the called tool; an unknown name is treated as a function."""
         return self._by_name.get(name) or ClientTool("function", name, None, {"name": name}, "tools")
 
     def choice(self, given: str | JsonObject | None) -> str | JsonObject | None:
-        """Return `tool_choice` for a chat. Raises RequestError for a tool that this server cannot offer."""
+        """Return the chat's `tool_choice`. Raises RequestError for a tool that cannot be offered."""
         if given == "required" and self.left_out:
             raise RequestError(
                 f"{self.left_out[0]}: OpenAI's servers run this tool, and this server cannot require its "
@@ -146,7 +129,6 @@ class ClientTools:
 
 
 def _function(kind: Kind, tool: Mapping[str, Any]) -> JsonObject:
-    """Return the fields of a chat's function except its name."""
     if kind == "function":
         return {name: value for name, value in tool.items() if name != "type" and value is not None}
     if kind == "local_shell":
@@ -159,13 +141,13 @@ def _function(kind: Kind, tool: Mapping[str, Any]) -> JsonObject:
 
 
 def _custom_input(arguments: str) -> str:
-    """Return the string for a custom tool: the property `input`, or all arguments in another format."""
+    """Return the property `input`, or all arguments in another format."""
     found = read_object(arguments) or {}
     return found[INPUT] if len(found) == 1 and isinstance(found.get(INPUT), str) else arguments
 
 
 def _shell_action(arguments: str) -> JsonObject | None:
-    """Return the action of the local shell; None if the arguments do not contain it."""
+    """Return None if the arguments do not contain an action."""
     found = read_object(arguments) or {}
     command, timeout_ms, folder = (found.get(name) for name in ("command", "timeout_ms", "working_directory"))
     if not isinstance(command, list) or not all(isinstance(word, str) for word in command):

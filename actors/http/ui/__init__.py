@@ -1,7 +1,7 @@
 """The live page `/ui`: one HTML file with its styles and script, and its routes.
 
 The page uses this server's API like any other client (`page.html` lists the routes). It contains no data, so
-it needs no key itself; it asks for the key, keeps it until its tab is closed, and sends it with each request.
+it needs no key; it asks for the key, keeps it until its tab is closed, and sends it with each request.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _HEADERS = {
 
 
 def ui_routes(*, batches: bool) -> APIRouter:
-    """Return the router of the page. `batches`: whether the server has batches for the page to show."""
+    """`batches`: whether the server has batches for the page to show."""
     router = APIRouter(include_in_schema=False)
     page = files(__name__).joinpath("page.html").read_bytes()
     if not batches:

@@ -68,7 +68,7 @@ def kind_of(status: int) -> str:
 
 
 def public_error(error: BaseException) -> MantaError:
-    """Return the error that a client may see: our own if it is meant for users, else a generic one."""
+    """Return our own error if it is meant for users, else a generic one."""
     if isinstance(error, EngineGoneError):
         return EngineGoneError(ENGINE_GONE)
     if isinstance(error, EngineDeadError) and not isinstance(error, EngineStalledError):
@@ -79,12 +79,12 @@ def public_error(error: BaseException) -> MantaError:
 
 
 def is_engine_death(error: Mapping[str, Any]) -> bool:  # Any: JSON
-    """Return whether a response's error object says that an engine died or stalled under the request."""
+    """Return whether an error object says that an engine died or stalled under the request."""
     return error.get("message") == ENGINE_DEAD
 
 
 def ends_with_engine_death(end: bytes) -> bool:
-    """Return whether the end of a stream, in any API's events, says that an engine died."""
+    """Return whether the end of a stream, in any API, says that an engine died."""
     return ENGINE_DEAD.encode() in end
 
 
@@ -93,7 +93,7 @@ def error_response(error: MantaError) -> Response:
 
 
 def refused(scope: Scope, error: MantaError) -> Response:
-    """Return the response to a request that fails before reaching an engine; record why, for the log."""
+    """Return the response to a request that fails before an engine; record why, for the log."""
     note(scope, error)
     return error_response(error)
 
@@ -108,7 +108,7 @@ def json_error(
     headers: Mapping[str, str] | None = None,
     scope: Scope | None = None,
 ) -> Response:
-    """Return an error as a response. With the request's scope, the reason is recorded for the log."""
+    """Return an error; the reason is recorded for the log if `scope` is given."""
     if scope is not None:
         note(scope, message)
     headers = dict(headers or {})
@@ -121,7 +121,7 @@ def json_error(
 
 
 def install_handlers(app: FastAPI) -> None:
-    """Install handlers that answer all errors before or inside a route; the gate answers the rest."""
+    """Answer all errors before or inside a route; the gate answers the rest."""
 
     @app.exception_handler(MantaError)
     async def on_manta_error(request: Request, error: MantaError) -> Response:
@@ -158,7 +158,7 @@ def log_if_internal(error: BaseException, scope: Any) -> None:  # Any: an ASGI s
 
 
 def from_validation(errors: Any) -> RequestError:  # Any: pydantic's error dictionaries are untyped.
-    """Return an error that names the first wrong field by its dotted path, without the client's value."""
+    """Name the first wrong field by its dotted path, without the client's value."""
     first = errors[0]
     if (
         first["type"] in ("json_invalid", "model_attributes_type", "dict_type", "missing")
@@ -188,5 +188,5 @@ def _in_json(error: Mapping[str, Any]) -> str:  # Any: pydantic's error
 
 
 def _is_type(part: object) -> bool:
-    """Return whether a component of a pydantic path is the branch of a union, not a field."""
+    """Return whether a part of pydantic's path is a branch of a union, not a field."""
     return isinstance(part, str) and (part in ("str", "int", "float", "bool") or "[" in part)

@@ -1,10 +1,9 @@
 """Parses long JSON in slices, so that other threads run between them: `loads_in_slices`.
 
-orjson parses each slice, and holds the GIL meanwhile: 30 MB at once would block all streams for 100 ms. This
-module only finds where to cut. Results and errors are the same as those of `orjson.loads`. Meant for threads;
-`json_io.py` and the gateway call it after counting the values.
-
     {"model": "m", "messages": [{..}, {..}, | {..}, {..}, | {.., "content": "a long | text | in slices"}]}
+
+orjson parses each slice, and holds the GIL meanwhile: 30 MB at once would block all streams for 100 ms. This
+module only finds where to cut. Results and errors are those of `orjson.loads`. Meant for threads.
 """
 
 from __future__ import annotations
@@ -27,16 +26,12 @@ Bytes: TypeAlias = bytes | bytearray
 
 
 def loads_in_slices(body: Bytes) -> Any:  # Any: JSON.
-    """Parse like `orjson.loads`. Raises orjson.JSONDecodeError."""
+    """Parse like `orjson.loads`, with its errors."""
     return _value(body, *_stripped(body, 0, len(body)), MAX_DEPTH)
 
 
 def end_of_string(body: Bytes, at: int) -> int:
-    """Return the index after the closing quote: the next quote after an even number of backslashes.
-
-    Args:
-        at: index after the opening quote.
-    """
+    """Return the index after the closing quote; `at` is the one after the opening quote."""
     while True:
         quote = body.find(b'"', at)
         if quote < 0:
@@ -78,7 +73,6 @@ def _value(body: Bytes, begin: int, end: int, depth: int) -> Any:
 
 
 def _member(body: Bytes, begin: int, end: int, depth: int) -> dict[str, Any]:
-    """Return the object of one key and its value."""
     key_end = end_of_string(body, begin + 1)
     colon, _ = _stripped(body, key_end, end)
     if body[begin] != _QUOTE or colon >= end or body[colon] != _COLON:
@@ -91,10 +85,7 @@ def _is_long(run: tuple[int, int]) -> bool:
 
 
 def _runs(body: Bytes, begin: int, end: int) -> Iterator[tuple[int, int]]:
-    """Yield the runs of elements of a list or object, cut at its own commas.
-
-    A run has as many elements as fit a slice, or one that is longer.
-    """
+    """Yield runs of elements that fit a slice, or one longer element, cut at the value's own commas."""
     first, comma = begin + 1, 0  # start of the run; the last comma at which it can end
     for gap, gap_end in _gaps(body, begin, end):
         while True:
@@ -144,7 +135,6 @@ def _filled(body: Bytes, begin: int, end: int) -> tuple[int, int]:
 
 
 def _stripped(body: Bytes, begin: int, end: int) -> tuple[int, int]:
-    """Return the range without surrounding spaces."""
     spaces = _SPACES.match(body, begin, end)
     begin = spaces.end() if spaces else begin
     while end > begin and body[end - 1] in _SPACE:
@@ -153,7 +143,6 @@ def _stripped(body: Bytes, begin: int, end: int) -> tuple[int, int]:
 
 
 def _string(body: Bytes, begin: int, end: int) -> str:
-    """Parse the text between two quotes."""
     if end_of_string(body, begin) != end + 1:
         raise orjson.JSONDecodeError("unexpected content after the closing quote", "", 0)
     found = ""
@@ -165,7 +154,7 @@ def _string(body: Bytes, begin: int, end: int) -> str:
 
 
 def _between_characters(body: Bytes, begin: int, at: int) -> int:
-    """Return an index at or before `at` that splits no character and no escape; `begin` is one."""
+    """Return an index up to `at` that splits no character and no escape; `begin` is one."""
     while body[at] & 0xC0 == 0x80:
         at -= 1
     while (backslash := body.rfind(b"\\", max(begin, at - _ESCAPED_PAIR_BYTES), at)) >= 0:

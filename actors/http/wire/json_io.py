@@ -4,9 +4,9 @@ orjson parses bodies; unlike Python's parser it refuses NaN and infinities. Lone
 tokenizer accepts, become U+FFFD (`actors/tokenization/surrogates.py`).
 
 Parsing holds the GIL, so every stream waits: about 2 ms per MB of text, but 25 ms per million numbers, and
-far more per million strings or objects, which are then validated one by one. The values of long bodies are
-therefore counted first, and bodies with too many are refused. The others are parsed in slices
-(`incremental_json.py`) and validated in a thread.
+far more per million strings or objects, which are then validated one by one. So the values of long bodies are
+counted first; bodies with too many are refused, others are parsed in slices (`incremental_json.py`) and
+validated in a thread.
 """
 
 from __future__ import annotations
@@ -67,9 +67,8 @@ class JsonRoute(APIRoute):
 class _JsonRequest(Request):
     """A request with a body that orjson parses; a long one is validated in a thread.
 
-    Attributes:
-        invalid: what is wrong with a long body. FastAPI would replace any error of `json` other than an
-            HTTPException, and validate the values a second time, on the event loop.
+    `invalid`: what is wrong with a long body. FastAPI would replace any error of `json` other than an
+    HTTPException, and validate the values a second time, on the event loop.
     """
 
     _body: bytearray
@@ -80,10 +79,7 @@ class _JsonRequest(Request):
         self.invalid: RequestValidationError | None = None
 
     async def body(self) -> Bytes:  # type: ignore[override]  # who asks does not change it
-        """Return the body, collected in place as it arrives.
-
-        Joining 30 MB at the end would block the loop while memory is allocated, 100 ms on some machines.
-        """
+        """Collect the body in place: joining 30 MB would block the loop, 100 ms on some machines."""
         if not hasattr(self, "_body"):
             body = bytearray()
             async for piece in self.stream():
@@ -92,7 +88,7 @@ class _JsonRequest(Request):
         return self._body
 
     async def json(self) -> Any:  # Any: JSON.
-        """Return the parsed body; a long one as the route's model, because validating it takes long, too."""
+        """Return the parsed body; a long one as the route's model, since validating takes long, too."""
         body = await self.body()
         found = await parsed(body)
         take_request_id(self.scope, found)
@@ -107,7 +103,7 @@ class _JsonRequest(Request):
 
 
 async def parsed(body: Bytes) -> Any:  # Any: JSON.
-    """Parse a JSON body, long ones in a thread. Raises orjson.JSONDecodeError or HTTPException (413)."""
+    """Parse, long bodies in a thread. Raises orjson.JSONDecodeError or HTTPException (413)."""
     if len(body) <= SHORT_BODY_BYTES:
         return loads(body)
     await asyncio.to_thread(check_pieces, body)
@@ -115,7 +111,7 @@ async def parsed(body: Bytes) -> Any:  # Any: JSON.
 
 
 def check_pieces(body: Bytes) -> None:
-    """Raise HTTPException (413) for a body with too many values to parse without blocking other requests."""
+    """Raise HTTPException (413) for too many values to parse without blocking other requests."""
     containers = values = strings = at = 0
     while True:
         quote = body.find(b'"', at)

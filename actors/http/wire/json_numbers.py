@@ -2,7 +2,7 @@
 
 pydantic reads numbers from text, as rows of CSV need it; it would also read `true` as 1, which is refused
 here. Valid lists of token ids are neither looped over in Python nor copied. They are checked in slices, so
-that a thread (`json_io.py`) lets the event loop run in between.
+that a thread lets the event loop run in between.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ SLICE_VALUES = 1 << 15  # values per call that holds the GIL: about a millisecon
 
 # Any: validators see raw JSON.
 def are_ids(values: list[Any]) -> bool:
-    """Return whether all values are integers and none is a boolean."""
     return types_of(values) <= {int}
 
 
@@ -33,12 +32,10 @@ def types_of(values: Iterable[Any]) -> set[type]:
 
 
 def lowest(values: list[int]) -> int:
-    """Return the lowest value, or 0 for an empty list."""
     return min((min(each) for each in _slices(values)), default=0)
 
 
 def highest(values: list[int]) -> int:
-    """Return the highest value, or 0 for an empty list."""
     return max((max(each) for each in _slices(values)), default=0)
 
 
@@ -51,7 +48,6 @@ def _slices(values: list[Any]) -> Iterator[list[Any]]:
 
 
 def no_booleans(types: set[type]) -> None:
-    """Raise PydanticCustomError if bool is among the types of a list's values."""
     if bool in types:
         raise PydanticCustomError("number_type", "Input should be numbers, not true or false")
 

@@ -1,7 +1,4 @@
-"""Errors in the OpenAPI document: the statuses of the routes, and the common format of error bodies.
-
-Documentation only: `errors.py` creates the bodies.
-"""
+"""Errors in the OpenAPI document: the statuses of the routes, and the format of error bodies."""
 
 from __future__ import annotations
 

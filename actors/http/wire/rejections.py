@@ -1,8 +1,7 @@
 """Requests that failed before reaching an engine: which one, with what status and why, and their log line.
 
-A request that reaches the engine is logged by its run (`observability/telemetry.py`), a forwarded one by the
-replica that answers it; `logged_elsewhere` marks both. Log lines contain no client text: `errors.brief`
-quotes it, and quoted parts of a reason are left out.
+A request that reaches the engine is logged by its run, a forwarded one by the replica that answers it;
+`logged_elsewhere` marks both. Log lines contain no client text: quoted parts of a reason are left out.
 """
 
 from __future__ import annotations
@@ -28,27 +27,15 @@ TRACE_HEADERS = ("traceparent", "tracestate")
 
 
 class Rejection(NamedTuple):
-    """A request that failed before reaching an engine.
-
-    Attributes:
-        request_id: the client's, or one that we generated.
-        route: path template; None if there is none.
-        param: the wrong field.
-        reason: the error's message without client text.
-        seconds: from the request's arrival to the end of its response.
-        error: the exception, if it is one of ours.
-        trace_headers: as the client sent them.
-    """
-
-    request_id: str | None
+    request_id: str | None  # the client's, or one that we generated
     method: str
-    route: str | None
+    route: str | None  # path template; None if there is none
     status: int
-    param: str | None
-    reason: str | None
-    seconds: float
-    error: MantaError | None
-    trace_headers: Mapping[str, str]
+    param: str | None  # the wrong field
+    reason: str | None  # the error's message without client text
+    seconds: float  # from the request's arrival to the end of its response
+    error: MantaError | None  # the exception, if it is one of ours
+    trace_headers: Mapping[str, str]  # as the client sent them
 
 
 class _Noted(NamedTuple):
@@ -62,7 +49,6 @@ def ignore(refusal: Rejection) -> None:
 
 
 def note(scope: Scope, error: MantaError | str) -> None:
-    """Record why the request is refused."""
     ours = None if isinstance(error, str) else error
     message, param = (error, None) if isinstance(error, str) else (error.message, error.param)
     if param and not _PLAIN_PATH.fullmatch(param):  # the field's name is the client's
@@ -77,7 +63,7 @@ def logged_elsewhere(scope: Scope) -> None:
 
 
 def refusal_of(scope: Scope, status: int, seconds: float) -> Rejection | None:
-    """Return the rejection of a request that failed here, else None. Refused probes are not reported."""
+    """Return the rejection of a request that failed here. Refused probes are not reported."""
     state: dict[str, Any] = scope.get("state", {})  # Any: Starlette's open state
     if status < 400 or state.get("logged") or scope["path"] in OPEN_PATHS:
         return None
@@ -102,5 +88,4 @@ def log_refusal(refusal: Rejection, replica: str) -> None:
 
 
 def trace_headers(headers: Headers) -> dict[str, str]:
-    """Return the headers with the client's trace context."""
     return {name: headers[name] for name in TRACE_HEADERS if name in headers}

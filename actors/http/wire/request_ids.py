@@ -20,16 +20,12 @@ def new_id(prefix: str = "") -> str:
 
 
 def acceptable_id(client_id: object) -> str | None:
-    """Return a client's id for its request if it fits a header and a log line, else None."""
+    """Return a client's id if it fits a header and a log line."""
     return client_id if isinstance(client_id, str) and _REQUEST_ID.fullmatch(client_id) else None
 
 
 def take_request_id(scope: Scope, body: Any) -> None:  # Any: JSON
-    """Use the id in the request's body, if any, instead of its header's, for the log and the response.
-
-    Does nothing if the id is fixed by a gateway, which has read the body, or by Serve, which echoes the
-    header's.
-    """
+    """Use the body's id for log and response, unless a gateway or Serve has fixed the header's."""
     state = scope["state"]
     client_id = acceptable_id(body.get("request_id")) if isinstance(body, dict) else None
     if client_id is not None and state["may_rename"] and "origin" not in state:

@@ -1,9 +1,8 @@
 """Server-sent events in OpenAI's format: `data: {json}`, errors as events, `[DONE]` always last.
 
-Newer APIs name their events and have an ending of their own (`Ending`).
-
-`stream` waits for the first event before it sends a status, so that a failure before the first token has a
-real HTTP status. If a client disconnects, its generator is canceled, which frees the request.
+Newer APIs name their events and have an ending of their own (`Ending`). `stream` waits for the first event
+before it sends a status, so that a failure before the first token has a real HTTP status. If a client
+disconnects, its generator is canceled, which frees the request.
 """
 
 from __future__ import annotations
@@ -34,7 +33,6 @@ def event(payload: Mapping[str, Any]) -> bytes:  # Any: a JSON object.
 
 
 def named_event(payload: Mapping[str, Any]) -> bytes:
-    """Return an event named by its `type`."""
     return b"event: " + payload["type"].encode() + b"\n" + event(payload)
 
 
@@ -52,8 +50,6 @@ class Ending(Protocol):
 
 
 class DoneEnding:
-    """The ending of completions and chat."""
-
     done = DONE
 
     def failed(self, error: BaseException) -> bytes:
@@ -67,7 +63,7 @@ async def stream(
     keep_alive_s: float,
     ending: Ending | None = None,
 ) -> EventStream:
-    """Return a response with `events`. Raises their errors before the first one; later ones become events."""
+    """Raise errors before the first event; later ones become events."""
     if keep_alive_s > 0:
         events = _with_keep_alive(events, keep_alive_s)
     try:
@@ -79,7 +75,7 @@ async def stream(
 
 
 class EventStream(Response):
-    """A 200 response with events. It always ends with its API's ending, unless the client disconnects."""
+    """A 200 response with events and its API's ending, unless the client disconnects."""
 
     media_type = "text/event-stream"
 
@@ -121,7 +117,7 @@ class EventStream(Response):
 
 
 async def cancel_on_disconnect(request: Request, work: Coroutine[Any, Any, T]) -> T:
-    """Await `work`; cancel it and raise ClientGoneError if the client disconnects first."""
+    """Await `work`; cancel it and raise ClientDisconnectedError if the client disconnects first."""
     working = asyncio.ensure_future(work)
     gone = asyncio.ensure_future(_disconnected(request.receive))
     try:
@@ -139,7 +135,6 @@ async def _disconnected(receive: Receive) -> None:
 
 
 async def cancel(*tasks: asyncio.Future[Any]) -> None:
-    """Cancel tasks and wait until they have ended."""
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
@@ -148,7 +143,7 @@ async def cancel(*tasks: asyncio.Future[Any]) -> None:
 async def _with_keep_alive(
     events: AsyncGenerator[bytes, None], interval_s: float
 ) -> AsyncGenerator[bytes, None]:
-    """Yield the events, and a comment whenever there was none for `interval_s`."""
+    """Yield the events, and a comment after each `interval_s` without one."""
     pending: asyncio.Future[bytes] | None = None
     try:
         while True:

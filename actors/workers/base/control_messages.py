@@ -1,7 +1,6 @@
 """Messages between the engine and its workers other than plans and results.
 
-They use the same channel as plans (`cluster/step/scheduler_output.py`) and stay in order with them. Sent by
-`actors/workers/ray_executor.py`, handled by `worker_base.py`.
+They use the same channel as plans (`cluster/step/scheduler_output.py`) and stay in order with them.
 """
 
 from __future__ import annotations
@@ -21,17 +20,11 @@ class DrafterAt:
 
 @dataclass(frozen=True, slots=True)
 class DrafterReport:
-    """Rank 0's view of the drafter, sent when it changes.
+    """Rank 0's view of the drafter, sent when it changes."""
 
-    Attributes:
-        generation: generation of the drafter in question.
-        ready: whether drafts may be requested.
-        lost: whether its session is lost.
-    """
-
-    generation: int
-    ready: bool
-    lost: bool
+    generation: int  # generation of the drafter in question
+    ready: bool  # whether drafts may be requested
+    lost: bool  # whether its session is lost
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,25 +36,20 @@ class LoadDrafter:
 
 @dataclass(frozen=True, slots=True)
 class BeginTrial:
-    """Load a candidate to draft next to the current drafter; every rank answers with a `DrafterLoaded`.
-
-    If a rank could not load it, an `EndTrial` follows.
-    """
+    """Load a candidate to draft, too; answered likewise. An `EndTrial` follows if a rank could not."""
 
     model: str
 
 
 @dataclass(frozen=True, slots=True)
 class EndTrial:
-    """End the trial and keep one drafter: the candidate if it is promoted."""
+    """Keep one drafter: the candidate if it is promoted."""
 
     promoted: bool
 
 
 @dataclass(frozen=True, slots=True)
 class DrafterLoaded:
-    """The result of loading a drafter."""
-
     error: MantaError | None
 
 

@@ -29,12 +29,12 @@ def main() -> None:
 
 
 def worker_arguments(arguments: list[str]) -> list[str]:
-    """Return the arguments without those that `setup_worker.py` takes for itself."""
+    """Drop the arguments that `setup_worker.py` takes for itself."""
     return [each for each in arguments if not each.startswith((f"{CONTEXT}=", f"{LANGUAGE}="))]
 
 
 def own_variables(arguments: list[str]) -> dict[str, str] | None:
-    """Return the variables of a worker's runtime environment; None if it asks for more than variables."""
+    """Return a runtime environment's variables; None if it asks for more than these."""
     given = [each.partition("=")[2] for each in arguments if each.startswith(f"{CONTEXT}=")]
     if CONTEXT in arguments or f"{LANGUAGE}=PYTHON" not in arguments:
         return None

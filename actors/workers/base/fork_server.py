@@ -7,14 +7,14 @@
 
 Serve's controller, proxies and replicas and the engine's workers are Python processes, each of which imports
 for one to two seconds. A server listens on a Unix socket that its owner alone may reach. The client
-(`fork_client.py`), which Ray starts in place of a worker, passes on what the worker is to be given. A server
-that has imported more takes the place of the one before it on the socket. All end when the process that
-started them ends or calls `close`.
+(`fork_client.py`), which Ray starts in place of a worker, passes on what the worker needs. A server that has
+imported more replaces the one before it on the socket. All end when the process that started them ends or
+calls `close`.
 
-Ray itself is imported by each worker: it reads its worker's environment when it is imported, and its random
-numbers, of which it makes ids, would be the same in all forks. Linux only. CUDA must not be initialized
-before a fork, so PyTorch is imported only where there is no GPU (`jobs/serve/preloaded_imports.py`). Used
-through `local_ray.start_ray`.
+Each worker imports Ray itself: it reads its worker's environment when it is imported, and its random numbers,
+of which it makes ids, would be the same in all forks. Linux only. CUDA must not be initialized before a fork,
+so PyTorch is imported only where there is no GPU (`jobs/serve/preloaded_imports.py`). Used through
+`local_ray.start_ray`.
 """
 
 from __future__ import annotations
@@ -48,12 +48,7 @@ Imports = Callable[[], None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stages:
-    """Imports of the fork servers: all but Ray.
-
-    Attributes:
-        first, second, third: of each server; None: there is no third one.
-        errand: run in a fork of the second server; `answer` reads what it returns.
-    """
+    """Imports of the fork servers: all but Ray. `errand` runs in a fork of the second; see `answer`."""
 
     first: Imports
     second: Imports
@@ -62,8 +57,6 @@ class Stages:
 
 
 class ForkServer:
-    """The servers of this process."""
-
     def __init__(self, stages: Stages) -> None:
         assert self.is_possible()
         # Readable by its owner alone. Short, for the path of a socket.
@@ -89,7 +82,7 @@ class ForkServer:
         return sys.platform == "linux" and threading.active_count() == 1 and "ray" not in sys.modules
 
     def worker_command(self) -> list[str]:
-        """Return the command that stands before the path of Ray's `setup_worker.py`."""
+        """Return the command that precedes the path of Ray's `setup_worker.py`."""
         return [sys.executable, "-IS", str(CLIENT), str(self._socket)]
 
     def answer(self) -> bytes:
@@ -172,7 +165,7 @@ def _fork_workers(listener: socket.socket, owner: int) -> None:
 
 
 def _receive(connection: socket.socket) -> tuple[Order, list[int]]:
-    """Return what a client wants and its standard streams. Raises OSError, ValueError."""
+    """Return a client's order and its standard streams. Raises OSError, ValueError."""
     connection.settimeout(RECEIVE_TIMEOUT_S)
     header, streams, _, _ = socket.recv_fds(connection, HEADER_BYTES, 3)
     left = int.from_bytes(header, "big")
@@ -201,7 +194,7 @@ def _run_worker(order: Order, streams: list[int]) -> None:
 
 
 def _in_child(work: Callable[[], None]) -> NoReturn:
-    """Run `work` as the whole life of a process that was just forked."""
+    """Run `work` as the whole life of a forked process."""
     status = 1
     try:
         atexit._clear()

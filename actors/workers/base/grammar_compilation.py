@@ -1,8 +1,7 @@
 """Sends grammars to the ranks, which compile and keep them, independently of the steps.
 
 Each worker has two lanes with a thread each, so that a slow compilation does not delay cheap ones. A message
-is JSON, `[action, kind, text]`; the answer is an error message, or empty. The engine's end is used by
-`actors/workers/ray_executor.py`, the other by `actors/workers/target_worker.py`.
+is JSON, `[action, kind, text]`; the answer is an error message, or empty.
 """
 
 from __future__ import annotations
@@ -26,12 +25,7 @@ _CHEAP, _LARGE = 0, 1  # lanes
 
 
 class GrammarLanes:
-    """The engine's end, usable from several threads.
-
-    Args:
-        lanes: those of each worker.
-        check_health: raises EngineDeadError if no answer can come any more.
-    """
+    """The engine's end. Thread-safe. `check_health` raises EngineDeadError if no answer can come."""
 
     def __init__(self, lanes: Collection[tuple[Connection, ...]], check_health: Callable[[], None]) -> None:
         self._lanes, self._check_health = lanes, check_health
@@ -47,7 +41,6 @@ class GrammarLanes:
             raise GrammarError(failed[0])
 
     def release(self, grammar: Grammar) -> None:
-        """Undo one `hold`."""
         self._send("let go", grammar, self._lanes)
 
     def _send(self, action: str, grammar: Grammar, workers: Collection[tuple[Connection, ...]]) -> list[str]:
@@ -70,7 +63,7 @@ class GrammarLanes:
 
 
 def serve_lanes(lanes: Collection[Connection], compiler: GrammarCompiler | None) -> None:
-    """Start the threads of a worker's end, which end when the engine closes its own."""
+    """Start a worker's threads, which end when the engine closes its end."""
     for lane in lanes:
         threading.Thread(target=_serve, args=(lane, compiler), name="manta-grammar-lane", daemon=True).start()
 
@@ -87,7 +80,7 @@ def _serve(lane: Connection, compiler: GrammarCompiler | None) -> None:
 
 
 def _run_action(compiler: GrammarCompiler | None, action: str, grammar: Grammar) -> str:
-    """Run an action; return an error message, or an empty string."""
+    """Return an error message, or an empty string."""
     if compiler is None:
         return ""  # `cluster/step/limits.py` refuses such requests
     if action == "let go":

@@ -2,8 +2,7 @@
 
 A given group, or the one in which this process runs (a Serve replica), is borrowed. Otherwise a group is
 created, STRICT_PACK on this node, and removed at the end. Ray silently leaves a group that cannot be placed
-pending forever; here that ends in a PlacementError that says what is missing. `cluster/fleet/placement.py`
-decides what is needed; `actors/workers/ray_executor.py` starts the workers.
+pending forever; here that ends in a PlacementError that says what is missing.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ class WorkerPlacement:
     owned: bool
 
     def strategy(self, rank: int) -> PlacementGroupSchedulingStrategy:
-        """Return the strategy that puts worker `rank` into its bundle, but not what the worker starts."""
+        """Put worker `rank` into its bundle, but not what the worker starts."""
         return PlacementGroupSchedulingStrategy(
             self.group, placement_group_bundle_index=rank, placement_group_capture_child_tasks=False
         )
@@ -47,7 +46,6 @@ class WorkerPlacement:
 
 
 def node_resources() -> dict[str, float]:
-    """Return the total resources of this process's node in Ray, free or not."""
     node_id = ray.get_runtime_context().get_node_id()
     return next(node["Resources"] for node in ray.nodes() if node["NodeID"] == node_id)
 
@@ -55,7 +53,7 @@ def node_resources() -> dict[str, float]:
 def create_placement(
     topology: Topology, group: PlacementGroup | None = None, timeout_s: float = PLACEMENT_TIMEOUT_S
 ) -> WorkerPlacement:
-    """Return a placement for the workers. Raises PlacementError if there is no room in time."""
+    """Raises PlacementError if there is no room in time."""
     if group is not None and not topology.fits(group.bundle_specs):
         raise PlacementError(
             f"The placement group's bundles {group.bundle_specs} do not hold {topology}: bundle i must hold "

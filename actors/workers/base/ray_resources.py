@@ -1,9 +1,8 @@
 """Reads the cluster's resources from Ray, and checks whether one more replica fits.
 
 Ray silently leaves a placement group that no node can hold pending forever, and Serve waits with it. So
-`build_app` checks first, and `manta serve` checks again while a replica waits for resources; batch jobs check
-while they wait (`jobs/batch/placement.py`). `cluster/fleet/placement.py` decides what the numbers mean;
-`placement_group.py` places an engine's workers.
+`build_app` checks first, `manta serve` again while a replica waits for resources, and batch jobs while they
+wait (`jobs/batch/placement.py`).
 """
 
 from __future__ import annotations
@@ -48,9 +47,9 @@ POLL_S = 0.2
 def check_resources(demands: Sequence[DeploymentDemand]) -> None:
     """Raise PlacementError unless all replicas fit, or the cluster may add nodes.
 
-    Resources held by replicas of these deployments count as free, as Serve frees them when it replaces the
-    replicas. The application is not known here, so this applies to every application with such a deployment;
-    a replica that does not find room after all is reported by `describe_missing_resources`.
+    Resources held by replicas of these deployments, in any application, count as free, as Serve frees them
+    when it replaces the replicas; `describe_missing_resources` reports a replica that finds no room after
+    all.
     """
     try:
         check_feasible(demands, nodes())
@@ -62,7 +61,7 @@ def check_resources(demands: Sequence[DeploymentDemand]) -> None:
 
 
 def describe_missing_resources(application: str, deployment: str) -> str | None:
-    """Return what a replica that Ray could not place lacks, in words; None if no replica is waiting."""
+    """Return what an unplaced replica lacks, in words; None if no replica is waiting."""
     for group in _groups():
         if group["state"] in ("PENDING", "RESCHEDULING") and _is_replica(group, deployment, application):
             return current_shortfall(list(group["bundles"].values()), nodes()) or None
@@ -70,7 +69,7 @@ def describe_missing_resources(application: str, deployment: str) -> str | None:
 
 
 def nodes(releases: Callable[[Group], bool] = lambda group: False) -> list[NodeResources]:
-    """Return the living nodes; resources of placement groups for which `releases` is true count as free."""
+    """Return the living nodes; resources of groups for which `releases` is true count as free."""
     return list(_nodes_by_id(releases).values())
 
 
@@ -121,7 +120,7 @@ def may_grow() -> bool:
 
 
 def warn_of_this_machine(demands: Sequence[DeploymentDemand]) -> None:
-    """Warn if this machine cannot hold the replicas, when no Ray is running. Ray may be started elsewhere."""
+    """Warn if this machine cannot hold the replicas. Ray may be started elsewhere."""
     machine = machine_resources()
     try:
         check_feasible(demands, [NodeResources(machine, machine)])
@@ -159,7 +158,7 @@ def _groups() -> Iterable[Group]:
 
 
 def _is_replica(group: Group, deployment: str, application: str | None = None) -> bool:
-    """Return whether a group is a replica's; Serve names it SERVE_REPLICA::application#deployment#id."""
+    """Serve names a replica's group SERVE_REPLICA::application#deployment#id."""
     kind, _, rest = group["name"].partition("::")
     parts = rest.split("#")
     return (

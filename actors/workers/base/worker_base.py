@@ -1,9 +1,8 @@
 """A rank as a process of its own: its set-up, and the loop that runs steps. Subclasses define what it runs.
 
-A plain class; `actors/workers/ray_executor.py` wraps `target_worker.TargetWorker` with `ray.remote(...)`. The
-calls in order are `__init__` (light: no torch), `setup`, `load`, and one `run` that returns only when the
-worker ends, which is how Ray reports that. The process also ends when the engine does: its socket closes, and
-Ray kills it.
+A plain class; `ray_executor.py` wraps `target_worker.TargetWorker` with `ray.remote(...)`. The calls in order
+are `__init__` (light: no torch), `setup`, `load`, and one `run` that returns only when the worker ends, which
+is how Ray reports that. The process also ends when the engine does: its socket closes, and Ray kills it.
 """
 
 from __future__ import annotations
@@ -43,28 +42,19 @@ FORWARDED = ("HF_", "HUGGING_FACE_", "NCCL_", "GLOO_", "TORCH", "PYTORCH_", "TRI
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerSetup:
-    """Settings that a worker gets before it loads.
-
-    Attributes:
-        config: the engine's, with absolute paths and the topology's device.
-        topology: the engine's.
-        rank: of this worker among the target's ranks.
-        channel: address of the engine's step channel.
-        log: log settings of the engine's process, if it has any.
-        environment: variables for libraries, set here unless this process has them.
-    """
-
-    config: EngineConfig
-    topology: Topology
-    rank: int
+    config: EngineConfig  # the engine's, with absolute paths and the topology's device
+    topology: Topology  # the engine's
+    rank: int  # of this worker among the target's ranks
+    # address of the engine's step channel
     channel: str = field(repr=False)  # a secret
-    log: LogSettings | None = None
+    log: LogSettings | None = None  # log settings of the engine's process, if it has any
+    # variables for libraries, set here unless this process has them
     environment: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerFacts:
-    """Result of `Worker.setup`. `store_port` is where the ranks meet; rank 0 serves it."""
+    """`store_port` is where the ranks meet; rank 0 serves it."""
 
     pid: int
     store_port: int | None
@@ -78,8 +68,6 @@ class StepFailure:
 
 
 class Worker:
-    """One process of an engine."""
-
     setting: WorkerSetup
     device: torch.device
     ranks: ProcessGroupCommunicator
@@ -122,7 +110,7 @@ class Worker:
         return self._store.port
 
     def load(self, store_port: int | None) -> ExecutorInfo:
-        """Join the other ranks and load the model; returns what the engine must know."""
+        """Join the other ranks and load the model."""
         from ...system.torch_threads import TorchThreads
         from ..comm import process_group
 
@@ -143,7 +131,7 @@ class Worker:
         """Start to serve requests of the engine outside of the steps."""
 
     def execute(self, message: ControlMessage) -> object | None:
-        """Handle a message between steps; returns the answer, if there is one."""
+        """Handle a message between steps; return the answer, if there is one."""
         raise NotImplementedError
 
     def take_report(self) -> object | None:
@@ -154,7 +142,6 @@ class Worker:
         raise NotImplementedError
 
     def is_ready(self) -> bool:
-        """Return whether the oldest submitted step has ended."""
         raise NotImplementedError
 
     def collect(self) -> StepResult | None:
@@ -162,7 +149,7 @@ class Worker:
         raise NotImplementedError
 
     def run(self) -> str:
-        """Run steps until the engine ends. Raises the error of a step, after reporting it to the engine."""
+        """Run steps until the engine ends. Raises a step's error, after reporting it to the engine."""
         assert self._knocked is not None, "call setup() first"
         channel: WorkerChannel | None = None
         try:
@@ -186,10 +173,7 @@ class Worker:
             raise
 
     def _run_steps(self, channel: WorkerChannel) -> NoReturn:
-        """Run steps until the engine ends (PeerLostError).
-
-        If the device works asynchronously, a step starts as soon as it arrives, even while the last one runs.
-        """
+        """Run steps until PeerLostError; on an asynchronous device, each as soon as it arrives."""
         in_flight, spins = self._in_flight, self.device.type == "cuda"
         while True:
             may_start = len(in_flight) < self.max_in_flight
@@ -248,12 +232,12 @@ def open_device(topology: Topology, config: EngineConfig) -> torch.device:
 
 
 def forwarded_environment() -> dict[str, str]:
-    """Return the part of this process's environment that workers take over, without devices and ranks."""
+    """Return the variables that workers take over, without devices and ranks."""
     return {name: value for name, value in os.environ.items() if name.startswith(FORWARDED)}
 
 
 def _own_gpu() -> int:
-    """Return the index of this actor's GPU among the visible ones (NOSET: Ray hides none)."""
+    """Return this actor's GPU among the visible ones (NOSET: Ray hides none)."""
     import ray
 
     (gpu,) = ray.get_runtime_context().get_accelerator_ids()["GPU"]

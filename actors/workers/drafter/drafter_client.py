@@ -3,8 +3,7 @@
 The drafter may die, stop or lag at any moment, which only costs drafts. A step waits no longer than recent
 drafts explain; after that the target verifies without them, and the drafter *lags*: it still gets all
 messages, so that it can catch up, but no step waits for it. A drafter that lags by too many steps, refuses or
-dies is *lost*: this link is over, and another one must be made. The messages are those of
-`drafter_protocol.py`. Used by `remote_drafter.py` on target rank 0; does not use Ray.
+dies is *lost*: another connection must be made. Used on target rank 0; does not use Ray.
 """
 
 from __future__ import annotations
@@ -52,42 +51,29 @@ _NUM_RECENT = 32
 
 @dataclass(slots=True)
 class _Step:
-    """A step that the drafter has not completed.
-
-    Attributes:
-        place: index of its drafts in the mailbox.
-        since_s: earliest time at which it could be drafted.
-        drafts: whether drafts are expected.
-        num_reported: results that were sent and are not yet acknowledged.
-    """
-
-    place: int
-    since_s: float
-    drafts: bool
+    place: int  # index of its drafts in the mailbox
+    since_s: float  # earliest time at which it could be drafted
+    drafts: bool  # whether drafts are expected
     is_drafted: bool = False
     is_over: bool = False  # all results were sent
-    num_reported: int = 0
+    num_reported: int = 0  # results that were sent and are not yet acknowledged
 
 
 @dataclass(slots=True)
 class _Unsent:
-    """A message to send once the device has written its data; built with the time of sending, in seconds."""
+    """A message to send once the device has written its data; built with the time of sending."""
 
     message: Callable[[float], StepReport]
     written: torch.cuda.Event | None
 
 
 class DrafterClient(ShmEndpoint):
-    """A connection to one session of one drafter, from the target's side.
+    """A connection to one session of one drafter, from the target's side. Raises PeerLostError.
 
     Args:
         address: address of the drafter's listener.
         hello: identifies the engine; its `mailbox` is filled in here.
-        device: device of the target.
         waiter: shared by everything that the target's process waits for.
-
-    Raises:
-        PeerLostError: there is no drafter at this address.
     """
 
     def __init__(self, address: str, hello: Hello, device: torch.device, waiter: SpinWaiter) -> None:
@@ -129,7 +115,7 @@ class DrafterClient(ShmEndpoint):
 
     @property
     def is_ready(self) -> bool:
-        """Whether drafts may be requested: the drafter has accepted, and does not lag."""
+        """Whether the drafter has accepted and does not lag."""
         return self._is_accepted and not self._lags and not self.is_lost
 
     @property
@@ -193,10 +179,7 @@ class DrafterClient(ShmEndpoint):
         return time.monotonic() > open_step.since_s + self.max_wait_s
 
     def drafts(self, step: int, shape: tuple[int, ...]) -> Sequence[Tensor] | None:
-        """Return drafts of this shape, int64, and their margins, fp32; None if they are not in time.
-
-        The tensors stay valid until `send_results` is called for the step.
-        """
+        """Return int64 drafts and fp32 margins, valid until `send_results`; None if they are late."""
         with contextlib.suppress(TimeoutError):
             self._waiter.wait(lambda: self.is_answered(step), MAX_WAIT_S, poll_s=5e-3)
         open_step = self._steps.get(step)
@@ -225,7 +208,6 @@ class DrafterClient(ShmEndpoint):
         Args:
             followed: whether the drafts of `drafts` were verified.
             num_drafts: verified drafts per request; None if as planned, or if they are among the values.
-            is_last: whether this is the step's last part.
         """
         open_step = self._steps.get(step)
         if open_step is None or self.is_lost:

@@ -3,7 +3,6 @@
 An engine's own drafter is placed in the engine's placement group and dies with the engine's process. A shared
 drafter is a detached actor with a name derived from everything that its weights depend on. The first engine
 starts it on its own node, outside all placement groups, and it exits once no engine has used it for a while.
-Called by `drafter_supervisor.py`.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ Actor = Any  # ray.actor.ActorHandle of a dynamically wrapped class has no stati
 
 
 class DrafterGoneError(Exception):
-    """The process died or does not answer."""
+    pass
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +52,7 @@ class DrafterProcess:
     ended: ray.ObjectRef
 
     def has_ended(self, timeout_s: float) -> bool:
-        """Wait at most `timeout_s` for its end, and return whether it has ended."""
+        """Wait at most `timeout_s`; return whether it has ended."""
         return bool(ray.wait([self.ended], timeout=timeout_s)[0])
 
     def answers(self, timeout_s: float) -> bool:
@@ -70,12 +69,6 @@ class DrafterProcess:
 
 
 class DrafterSource:
-    """Starts drafters for one engine.
-
-    Args:
-        topology, placement: those of the engine.
-    """
-
     def __init__(self, topology: Topology, placement: WorkerPlacement) -> None:
         self._topology, self._placement = topology, placement
 
@@ -86,10 +79,8 @@ class DrafterSource:
     def start(self, config: EngineConfig) -> DrafterProcess:
         """Start a drafter and wait until it has loaded.
 
-        Raises:
-            PlacementError: there is no room.
-            CheckpointError, ConfigError: from loading.
-            DrafterGoneError: it died in the meantime.
+        Raises PlacementError if there is no room, CheckpointError or ConfigError from loading, and
+        DrafterGoneError if it died.
         """
         actor = self._shared_actor(config) if self.is_shared else self._own_actor()
         setting = DrafterSetup(

@@ -2,18 +2,17 @@
 
     target rank 0                                        drafter
     Hello: name, config, and the memory   ── socket ──▶  a session: states, pages
-                                          ◀──────────── Welcome, or Refusal
-    Ask: a plan                           ── down ────▶  draft
+                                          ◀──────────── Welcome, or DrafterRefusal
+    DraftRequest: a plan                  ── down ────▶  draft
                               drafts ◀── mailbox ─────   Drafted
     verify
     verdict, features  ── mailbox ──▶
-    Told: the results                     ── down ────▶  append, write context
-                                          ◀──── up ───   Done: the mailbox's bytes are free
+    StepReport: the results               ── down ────▶  append, write context
+                                          ◀──── up ───   StepReportDone: the mailbox's bytes are free
 
 A connection is one session at one drafter. Reconnecting gives a new one, so messages of different drafters or
-sessions never mix; within a session messages carry the step. `actors/workers/shm/ring_buffer.py` has the
-rings, `actors/workers/shm/tensor_mailbox.py` the mailbox. The two sides are `drafter_client.py` (client) and
-`drafter_server.py` (server).
+sessions never mix; within a session messages carry the step. The two sides are `drafter_client.py` and
+`drafter_server.py`.
 """
 
 from __future__ import annotations
@@ -37,19 +36,13 @@ _STEPS = 4  # number of largest steps whose results the mailbox holds; decoding 
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """Layout of a mailbox: a place for drafts per open step, then the target's results.
+    """Layout of a mailbox: a place for drafts per open step, then the target's results."""
 
-    Attributes:
-        drafts_bytes: size of one place.
-        results_bytes: size of all results that the drafter has not taken in yet.
-    """
-
-    drafts_bytes: int
-    results_bytes: int
+    drafts_bytes: int  # size of one place
+    results_bytes: int  # size of all results that the drafter has not taken in yet
 
     @classmethod
     def of(cls, config: EngineConfig, num_drafts: int, hidden_size: int, dtype: torch.dtype) -> Sizes:
-        """Return the sizes for an engine's steps and its drafter's hidden size and dtype."""
         rows = max(config.max_num_seqs * (num_drafts + 2), config.max_num_batched_tokens)
         ids_bytes, margins_bytes = padded(rows * 8), padded(rows * 4)
         features_bytes = padded(rows * hidden_size * dtype.itemsize)
@@ -66,20 +59,13 @@ class Sizes:
 
 @dataclass(frozen=True, slots=True)
 class Hello:
-    """First message of a target; comes with the rings' memory file.
+    """First message of a target; comes with the rings' memory file."""
 
-    Attributes:
-        name: of the engine, for the drafter's logs.
-        config: the engine's.
-        num_pages: pages of each pool.
-        mailbox: argument of `Mailbox.open`; None if it is a second file.
-    """
-
-    name: str
-    config: EngineConfig
-    num_pages: tuple[int, ...]
+    name: str  # of the engine, for the drafter's logs
+    config: EngineConfig  # the engine's
+    num_pages: tuple[int, ...]  # pages of each pool
     sizes: Sizes
-    mailbox: object
+    mailbox: object  # argument of `Mailbox.open`; None if it is a second file
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,8 +75,6 @@ class Welcome:
 
 @dataclass(frozen=True, slots=True)
 class DrafterRefusal:
-    """The drafter cannot create a session."""
-
     error: MantaError
 
 
@@ -114,21 +98,16 @@ class Drafted:
 
 @dataclass(frozen=True, slots=True)
 class StepReport:
-    """Results of a part of a step's rows are in the mailbox.
-
-    Attributes:
-        followed: whether the drafts were verified; if they came too late, tokens of id 0 were verified
-            instead.
-        num_drafts: int32 [R], verified drafts, if the target's host knows that they are fewer than planned.
-        sent_s: see `DraftRequest`.
-    """
+    """Results of a part of a step's rows are in the mailbox."""
 
     step: int
     part: int
     offset: int
+    # whether the drafts were verified; if they came too late, tokens of id 0 were verified instead
     followed: bool
+    # int32 [R], verified drafts, if the target's host knows that they are fewer than planned
     num_drafts: IntArray | None
-    sent_s: float
+    sent_s: float  # see `DraftRequest`
 
 
 @dataclass(frozen=True, slots=True)

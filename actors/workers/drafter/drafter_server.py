@@ -2,8 +2,7 @@
 
 Each engine (a *client*) has a connection, a session of its own (`drafter_session.py`) and a place in a fair
 queue: of those with work, the client that has used the least of the drafter's time is next. A client's
-session is freed when it leaves, and no client can keep another one waiting. The messages are those of
-`drafter_protocol.py`, the other side is `drafter_client.py`. Run by `drafter_worker.py`; does not use Ray.
+session is freed when it leaves, and no client can keep another one waiting. Does not use Ray.
 """
 
 from __future__ import annotations
@@ -103,17 +102,12 @@ class DrafterSessionQueue(ShmEndpoint):
         return self._down.has_next(0)
 
     def has_work(self) -> bool:
-        """Return whether `work` has something to do."""
         if self._open and self._results.get(self._open[0].plan.step):
             return True
         return bool(self._requests) and not any(self._overlaps(step.plan) for step in self._open)
 
     def work(self, awake_s: float) -> None:
-        """Do the client's next work: take in results of its oldest step, else draft for its next plan.
-
-        Args:
-            awake_s: time since which the drafter has worked for any client without a rest.
-        """
+        """Take in results of the client's oldest step, else draft. `awake_s`: since the last rest."""
         self._awake_s = awake_s
         begin_s = time.monotonic()
         if self._open and (results := self._results.get(self._open[0].plan.step)):
@@ -157,7 +151,7 @@ class DrafterSessionQueue(ShmEndpoint):
         self.answer(StepReportDone(plan.step, results.part, self._take_use()))
 
     def _record_use(self, sent_s: float, begin_s: float, *, num_drafted: int = 0) -> float:
-        """Record work that was requested at `sent_s`, began at `begin_s` and ends now; returns the time.
+        """Record work that was requested at `sent_s`, began at `begin_s` and ends now; return the time.
 
         It was queued since it was sent or since the client's last work ended, as before that it could not be
         done. Waking the drafter does not count as queueing.
@@ -172,7 +166,7 @@ class DrafterSessionQueue(ShmEndpoint):
         return use
 
     def _overlaps(self, plan: SchedulerOutput) -> bool:
-        """Return whether the client's next plan has a slot, or a page formerly of a request, of this plan."""
+        """Return whether the client's next plan has a slot, or a page of a slot, of this plan."""
         next_plan = self._requests[0].plan
         slots = set(plan.slots.tolist())
         if not slots.isdisjoint(next_plan.slots.tolist()):
@@ -188,11 +182,7 @@ class DrafterSessionQueue(ShmEndpoint):
 
 
 class DrafterServer:
-    """Serves drafts to engines. Create it, pass `address` on, then call `serve` in one thread.
-
-    Args:
-        make_session: creates a session for a hello; raises a MantaError if it cannot.
-    """
+    """Serves drafts to engines: pass `address` on, then call `serve`. `make_session` may raise MantaError."""
 
     def __init__(self, make_session: Callable[[Hello], DrafterSession]) -> None:
         self._make_session = make_session

@@ -2,11 +2,9 @@
 
     begin: take in the plan ─▶ draft: propose ─▶ ... ─▶ take_in: append accepted tokens, write context
 
-The host drives the steps of a `CpuDrafterSession`, the device those of a `device_drafter.DeviceSeat`. The
-drafter's weights are shared by all sessions of a process. Created and called by `drafter_server.py`.
-
-A session may be newer than its engine's requests. It has neither tokens nor pages of those, and their values
-are written to unused memory.
+The host drives the steps of a `CpuDrafterSession`, the device those of a `GpuDrafterSession`. The drafter's
+weights are shared by all sessions of a process. A session may be newer than its engine's requests: it has
+neither tokens nor pages of those, and their values are written to unused memory.
 
 Legend: N rows, R requests, K most drafts, W = K + 1, H hidden.
 """
@@ -36,7 +34,7 @@ from ..shm.tensor_mailbox import Kinds
 
 
 class DrafterSession(Protocol):
-    """A drafter's session for one engine. Plans come in order; two open plans have no request in common."""
+    """Plans come in order; two open plans have no request in common."""
 
     def begin(self, plan: SchedulerOutput) -> None:
         """Apply a plan's admissions and new pages."""
@@ -51,7 +49,7 @@ class DrafterSession(Protocol):
         ...
 
     def result_kinds(self, plan: SchedulerOutput, part: int) -> Kinds:
-        """Return shapes and dtypes of the results in a part; `plan` has the numbers of verified drafts."""
+        """Return a part's shapes and dtypes; `plan` has the numbers of verified drafts."""
         ...
 
     def take_in(self, plan: SchedulerOutput, part: int, values: Sequence[Tensor], *, followed: bool) -> None:
@@ -62,11 +60,8 @@ class DrafterSession(Protocol):
 class LoadedDrafter:
     """A drafter with copies of the target's embedding and head; creates sessions.
 
-    Args:
-        plan: an engine's; other engines must have the same settings where the weights depend on them.
-
-    Raises:
-        CheckpointError, ConfigError: from loading.
+    `plan`: an engine's; others must have the same settings where the weights depend on them. Raises
+    CheckpointError, ConfigError from loading.
     """
 
     @torch.inference_mode()
@@ -81,7 +76,7 @@ class LoadedDrafter:
 
     @torch.inference_mode()
     def make_session(self, plan: LoadPlan, num_pages: tuple[int, ...]) -> DrafterSession:
-        """Create a session for an engine with these pages per pool. Raises ConfigError if they do not fit."""
+        """Create a session for these pages per pool. Raises ConfigError if they do not fit."""
         own_plan = self.plan
         if (plan.pages.drafter, plan.dtype) != (own_plan.pages.drafter, own_plan.dtype) or (
             plan.max_model_len > own_plan.max_model_len
@@ -127,8 +122,6 @@ class LoadedDrafter:
 
 
 class CpuDrafterSession:
-    """A session with host-driven steps."""
-
     def __init__(self, proposer: DFlashProposer, states: RequestStates) -> None:
         self._proposer, self._states = proposer, states
 
@@ -162,10 +155,7 @@ class CpuDrafterSession:
 
 
 def _check_pages_fit(plan: LoadPlan, num_pages: tuple[int, ...]) -> None:
-    """Raise ConfigError unless the drafter's GPU holds the target's number of pages next to its weights.
-
-    A rank of a wide tensor-parallel target may have fewer bytes per token than the drafter.
-    """
+    """Raise ConfigError unless the drafter's GPU holds the target's number of pages."""
     if plan.device.type != "cuda":
         return
     needed = sum(count * size for count, size in zip(num_pages, page_bytes(plan, target=False), strict=True))

@@ -5,8 +5,7 @@
        └──────────────────── the target takes a session: generation + 1 ────────────────────────────┘
 
 A thread of its own waits and starts. The engine's thread reads `health`, forwards offers to the workers and
-reports what they say about the drafter. It retries forever with growing pauses. Used by
-`actors/workers/ray_executor.py`.
+reports what they say about the drafter. It retries forever with growing pauses.
 """
 
 from __future__ import annotations
@@ -30,11 +29,7 @@ _START_ATTEMPTS = 3  # at the first start: a shared drafter may be about to exit
 
 
 class DrafterSupervisor:
-    """Keeps the drafter of one engine running.
-
-    Args:
-        config: the engine's, with absolute paths.
-    """
+    """Keeps the drafter of one engine running. `config`: the engine's, with absolute paths."""
 
     def __init__(self, source: DrafterSource, config: EngineConfig) -> None:
         self._source, self._config = source, config
@@ -75,10 +70,10 @@ class DrafterSupervisor:
         with self._lock:
             return DrafterHealth(self._is_running and self._is_ready, self._generation)
 
-    # The engine's thread.
+    # Called on the engine's thread.
 
     def take_offer(self) -> DrafterAt | None:
-        """Return a new drafter's address that the workers need before the next plan, or None."""
+        """Return a new drafter's address, which the workers need before the next plan."""
         with self._lock:
             offer, self._offer = self._offer, None
             return offer
@@ -112,7 +107,7 @@ class DrafterSupervisor:
         if self._thread.is_alive():
             self._thread.join(timeout=10.0)
 
-    # The keeper's thread.
+    # The watching thread.
 
     def _watch(self) -> None:
         while not self._closing.is_set():
@@ -164,7 +159,7 @@ class DrafterSupervisor:
         self._closing.wait(self._pause_s)
 
     def _reconnect(self, process: DrafterProcess | None) -> DrafterProcess | None:
-        """Return the process of a lost session if it answers; otherwise kill it and return None."""
+        """Return the process of a lost session if it answers; otherwise kill it."""
         if process is None or process.has_ended(0.0):
             return None
         if process.answers(ANSWER_WITHIN_S):

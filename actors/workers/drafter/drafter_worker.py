@@ -28,26 +28,17 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DrafterSetup:
-    """Settings that a drafter's process gets before it loads.
-
-    Attributes:
-        config: that of the engine that starts it, with absolute paths and the topology's device.
-        topology: that of this engine.
-        log: log settings of this engine's process, if it has any.
-        environment: variables for libraries, set here unless this process has them.
-        linger_s: exit after this time without an engine; infinite for an engine's own drafter.
-    """
-
-    config: EngineConfig
-    topology: Topology
-    log: LogSettings | None = None
+    config: EngineConfig  # that of the engine that starts it, with absolute paths and the topology's device
+    topology: Topology  # that of this engine
+    log: LogSettings | None = None  # log settings of this engine's process, if it has any
+    # variables for libraries, set here unless this process has them
     environment: Mapping[str, str] = field(default_factory=dict)
-    linger_s: float = math.inf
+    linger_s: float = math.inf  # exit after this time without an engine; infinite for an engine's own drafter
 
 
 @dataclass(frozen=True, slots=True)
 class DrafterFacts:
-    """A loaded drafter's process; `address` is that of its listener (`abstract_sockets.connect`)."""
+    """`address` is that of its listener (`abstract_sockets.connect`)."""
 
     pid: int
     address: str = field(repr=False)  # a secret
@@ -63,7 +54,7 @@ class DrafterWorker:
         self._thread: threading.Thread | None = None
 
     def pid(self) -> int:
-        """Return the process id; answers as soon as the process has started."""
+        """Answers as soon as the process has started."""
         return os.getpid()
 
     def start(self, setting: DrafterSetup) -> DrafterFacts:

@@ -3,7 +3,7 @@
 It gets the plans that the target gets, so it has the same passes with the same rows, including padding, and
 the sizes of all messages are known. The target sends the numbers of verified drafts and its choices, and the
 same kernel accepts drafts on both sides. If drafts came too late, both sides use the zeros that replaced
-them. None of it is in a CUDA graph yet. Created by `drafter_session.py`.
+them. None of it is in a CUDA graph yet.
 
 Legend: N rows of a pass, X sampled rows, H hidden, R requests.
 """
@@ -42,7 +42,7 @@ from ..shm.tensor_mailbox import Kinds
 
 @dataclass(frozen=True, slots=True)
 class _Open:
-    """A plan in progress: the requests to draft for, and those of each of the target's passes, in order."""
+    """The requests to draft for, and those of each of the target's passes, in order."""
 
     plan: SchedulerOutput
     block: DeviceStepRequests | None
@@ -51,11 +51,7 @@ class _Open:
 
 
 class GpuDrafterSession:
-    """A drafter's session for one engine on a device, see the module's docstring.
-
-    Args:
-        num_pages: pages of each pool, as the target has them.
-    """
+    """`num_pages`: pages of each pool, as the target has them."""
 
     def __init__(
         self, plan: LoadPlan, drafter: DFlashDrafter, cache: PagedKVCache, num_pages: tuple[int, ...]
@@ -93,7 +89,7 @@ class GpuDrafterSession:
         self._open[plan.step] = _Open(plan, block, passes, filters)
 
     def draft(self, plan: SchedulerOutput) -> tuple[Tensor, Tensor]:
-        """Return a token and its margin for each row of `lay_out_block`'s blocks of decoding requests [N]."""
+        """Return a token and a margin for each row of `lay_out_block`'s blocks of decoding requests [N]."""
         step, drafter, tables = self._open[plan.step], self._drafter, self._states.tables
         assert step.block is not None, "draft() is called for plans with drafts"
         rows = lay_out_block(step.block, tables, drafter.config.mask_token_id)
@@ -174,7 +170,6 @@ def _requests_of(kind: PassKind, lists_LW: Tensor) -> DeviceStepRequests:
 
 
 def _with_num_drafts(requests: DeviceStepRequests, num_drafts_R: Tensor) -> DeviceStepRequests:
-    """Return the requests with these numbers of drafts."""
     known_R = requests.cu_rows_R1.diff() - requests.num_drafts_R
     cu_rows_R1 = torch.nn.functional.pad((known_R + num_drafts_R).cumsum(0, dtype=torch.int32), (1, 0))
     return replace(requests, cu_rows_R1=cu_rows_R1, num_drafts_R=num_drafts_R, first_chosen_R=cu_rows_R1[:-1])

@@ -1,17 +1,16 @@
 """The target's side of a remote drafter: a rank's source of drafts, and the results that it sends back.
 
+    plan arrives rank 0 requests drafts
+    step         drafts, or zeros ─▶ all ranks ─▶ verify ─▶ rank 0 sends: verdict, features
+
 Only target rank 0 talks to the drafter (`drafter_client.py`); the other ranks get the drafts from it through
 the target's own group. So no group spans target and drafter, and none breaks when the drafter dies
 ([why](../../docs/decisions/split-drafter.md)). If no drafts come in time, tokens of id 0 without margins
 replace them. Features are computed on the target's side, as they are num_taps times smaller than the taps.
 Nothing is sent for a plan that writes no context.
 
-    plan arrives rank 0 requests drafts
-    step         drafts, or zeros ─▶ all ranks ─▶ verify ─▶ rank 0 sends: verdict, features
-
 A step that the host drives is run when its drafts have arrived (`SplitRunner`). Until then the next plan may
-arrive and be requested, so that one half of the requests is drafted while the other is verified. Used by
-`actors/workers/target_worker.py`.
+arrive and be requested, so that one half of the requests is drafted while the other is verified.
 
 Legend: N rows, R requests, K most drafts, X sampled rows, m taps, H hidden.
 """
@@ -48,11 +47,7 @@ WELCOME_WITHIN_S = 60.0
 
 
 class RemoteDrafterSource:
-    """A target rank's source of drafts: a `host.DraftSource` and a `runner.RemoteDrafter`.
-
-    Args:
-        communicator: that of the target's ranks.
-    """
+    """A target rank's source of drafts. `communicator`: that of the target's ranks."""
 
     def __init__(self, plan: LoadPlan, backend: Backend, communicator: Communicator) -> None:
         self._plan, self._backend, self._communicator = plan, backend, communicator
@@ -168,7 +163,7 @@ class RemoteDrafterSource:
 
 
 class SplitRunner:
-    """Wraps a rank's `runner.Runner`, and adds drafts from another process."""
+    """Wraps a rank's runner, and adds drafts from another process."""
 
     def __init__(self, runner: Runner, drafts: RemoteDrafterSource, plan: LoadPlan) -> None:
         self._runner, self._drafts = runner, drafts

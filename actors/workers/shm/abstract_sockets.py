@@ -1,12 +1,9 @@
 """Abstract Unix sockets, by which processes on one machine connect without leaving a file.
 
-Nothing is left in /tmp when a process is killed. Connections are only possible within one machine and one
-user; both are checked.
-
-Any process may list and connect to such sockets, or bind the name of one that is gone. So before a byte of a
-peer is unpickled, it must prove that it knows the address's key: the connecting side by its first bytes, the
-listening side by its own (`End._add_peer` waits for them). The address is only sent through Ray. Used by
-`step_channel.py` and `actors/workers/drafter/drafter_client.py`.
+Connections are only possible within one machine and one user; both are checked. Any process may list and
+connect to such sockets, or bind the name of one that is gone. So before a byte of a peer is unpickled, it
+must prove that it knows the address's key: the connecting side by its first bytes, the listening side by its
+own (`ShmEndpoint._add_peer` waits for them). The address is only sent through Ray.
 """
 
 from __future__ import annotations
@@ -25,25 +22,18 @@ BACKLOG_MARGIN = 16  # unknown connections that may be queued before expected on
 
 
 class AbstractListener:
-    """A listening socket.
-
-    Attributes:
-        listener: the socket.
-        address: the argument of `connect`; a secret.
-    """
-
     def __init__(self, backlog: int) -> None:
-        self.listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self.listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)  # the socket
         name, key = f"manta-{os.getpid()}-{secrets.token_hex(8)}", secrets.token_bytes(2 * PROOF_BYTES)
-        self.address = f"{name}/{key.hex()}"
+        self.address = f"{name}/{key.hex()}"  # the argument of `connect`; a secret
         self._peer_proof, self._own_proof = key[:PROOF_BYTES], key[PROOF_BYTES:]
         self.listener.bind("\0" + name)
         self.listener.listen(backlog + BACKLOG_MARGIN)
 
     def accept(self) -> socket.socket | None:
-        """Accept the next connection and send our proof on it; None if it is rejected.
+        """Accept a connection and send our proof on it.
 
-        Connections of another user, and those that do not know the key, are rejected.
+        None if it is another user's, or does not know the key.
         """
         sock, _ = self.listener.accept()
         try:
@@ -60,10 +50,9 @@ class AbstractListener:
 
 
 def connect(address: str) -> tuple[socket.socket, bytes]:
-    """Connect to a listener; returns the socket, and the proof that the other side sends first.
+    """Return the socket to a listener, and the proof that the other side sends first.
 
-    Raises:
-        PeerLostError: there is no such listener on this machine, or it is another user's.
+    Raises PeerLostError if there is no such listener on this machine, or it is another user's.
     """
     name, _, key_hex = address.partition("/")
     key = bytes.fromhex(key_hex)

@@ -2,10 +2,9 @@
 
 An `ShmEndpoint` is one side of rings (`ring_buffer.py`) shared with its peers. A socket to each peer wakes a
 sleeper (one byte) and reports immediately when the process at its other end has died. A `SpinWaiter` waits on
-several ends together: it first spins briefly with `sched_yield`, then sleeps on their sockets. The step
-channel (`step_channel.py`) and the connection to a drafter (`actors/workers/drafter/drafter_client.py`) are
-built on this. An end belongs to one thread, as do ends that share a waiter. Messages are pickles, which may
-execute code, so nothing is read from a peer before it has proven itself (`abstract_sockets.py`).
+several ends together: it first spins briefly with `sched_yield`, then sleeps on their sockets. An end belongs
+to one thread, as do ends that share a waiter. Messages are pickles, which may execute code, so nothing is
+read from a peer before it has proven itself (`abstract_sockets.py`).
 """
 
 from __future__ import annotations
@@ -36,11 +35,7 @@ def no_op() -> None:
 
 
 class SpinWaiter:
-    """Waits until something happens on one of several ends.
-
-    Args:
-        spin_s: how long to spin before sleeping.
-    """
+    """Waits until something happens on one of several ends. `spin_s`: how long to spin before sleeping."""
 
     def __init__(self, spin_s: float) -> None:
         self._spin_s = spin_s
@@ -55,7 +50,6 @@ class SpinWaiter:
             self._ends.remove(end)
 
     def listen(self, sock: socket.socket) -> None:
-        """Wake up for this socket, too."""
         self._poller.register(sock, select.POLLIN)
 
     def forget(self, sock: socket.socket) -> None:
@@ -70,8 +64,7 @@ class SpinWaiter:
     ) -> None:
         """Wait until `ready`, which is checked at least every `poll_s` seconds. Raises TimeoutError.
 
-        Args:
-            alive: called as often; an exception of it ends the wait.
+        `alive` is called as often; an exception of it ends the wait.
         """
         spin_until = time.perf_counter() + self._spin_s
         while not ready():
@@ -104,9 +97,7 @@ class SpinWaiter:
 class ShmEndpoint:
     """One side of a shared-memory connection.
 
-    Args:
-        own_line: line of the memory in which this end says that it sleeps.
-        waiter: waits for it, possibly together with others.
+    `own_line`: line of the memory in which this end says that it sleeps.
     """
 
     def __init__(self, memory: SharedMemory, own_line: int, waiter: SpinWaiter) -> None:
@@ -124,9 +115,8 @@ class ShmEndpoint:
     def _add_peer(self, number: int, sock: socket.socket, asleep_line: int, proof: bytes = b"") -> None:
         """Add a peer with its socket, which this end now owns.
 
-        Args:
-            proof: what the socket must begin with before a message is read (`abstract_sockets.connect`);
-                empty if the peer has already proven itself.
+        `proof`: what the socket must begin with before a message is read (`abstract_sockets.connect`); empty
+        if the peer has already proven itself.
         """
         sock.setblocking(False)
         self._peers[number] = sock, asleep_line
@@ -135,7 +125,6 @@ class ShmEndpoint:
         self._waiter.listen(sock)
 
     def _name(self, number: int) -> str:
-        """Return a peer's name for errors."""
         return f"peer {number}"
 
     def _write(self, ring: ShmRing, message: object, timeout_s: float, alive: Callable[[], None]) -> None:
@@ -184,7 +173,7 @@ class ShmEndpoint:
                     pass  # the peer died; the next wait reports it
 
     def _wait(self, ready: Callable[[], bool], timeout_s: float, alive: Callable[[], None]) -> None:
-        """Wait; raises PeerLostError if a peer is gone and left nothing to read."""
+        """Wait; raise PeerLostError if a peer is gone and left nothing to read."""
         self._waiter.wait(lambda: ready() or bool(self._lost), timeout_s, alive)
         if not ready():
             raise PeerLostError(self._name(min(self._lost)))
@@ -205,7 +194,7 @@ class ShmEndpoint:
                 self._waiter.forget(sock)
 
     def _is_proven(self, number: int, sock: socket.socket) -> bool:
-        """Remove the proof from the socket once it has arrived. False if it is wrong or the peer is gone."""
+        """Remove the proof once it has arrived. False if it is wrong or the peer is gone."""
         proof = self._proofs[number]
         try:
             begin = sock.recv(len(proof), socket.MSG_PEEK)
@@ -244,5 +233,5 @@ def _drain(sock: socket.socket) -> bool:
 
 
 def spin_budget_s(cores_wanted: int) -> float:
-    """Return how long to spin: briefly if spinning would take a core that the awaited process needs."""
+    """Spin briefly if spinning would take a core that the awaited process needs."""
     return LONG_SPIN_S if len(os.sched_getaffinity(0)) >= cores_wanted else SHORT_SPIN_S

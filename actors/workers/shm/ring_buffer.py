@@ -104,7 +104,6 @@ class ShmRing:
         self._tails = tails
 
     def fragments(self, message: bytes) -> list[memoryview]:
-        """Split a message into pieces that fit a slot."""
         view, step = memoryview(message), self._slot_bytes
         return [view[at : at + step] for at in range(0, len(view), step)]
 
@@ -125,7 +124,7 @@ class ShmRing:
         return self._memory.read(self._head) > self._memory.read(self._tails[reader])
 
     def peek(self, reader: int) -> tuple[memoryview, bool]:
-        """Return the next fragment, in place, and whether it is its message's last; call `drop` after use."""
+        """Return the next fragment, in place, and whether it is its message's last; then call `drop`."""
         self._memory.fence()
         at = self._slot(self._memory.read(self._tails[reader]))
         (head,) = _HEADER.unpack_from(self._memory.bytes, at)

@@ -4,19 +4,13 @@
     engine ◀── up ring of each worker ───────────── worker           results (rank 0), failures (any rank)
 
 The rings (`ring_buffer.py`) are in an anonymous memory file (memfd) that the engine passes to each worker
-over an abstract Unix socket, so no process that is killed leaves anything in /dev/shm or /tmp. `endpoint.py`
-implements waiting and waking.
+over an abstract Unix socket, so no process that is killed leaves anything in /dev/shm or /tmp. Each worker
+also gets `NUM_LANES` socket pairs, for work outside of the steps.
 
-Each worker also gets `NUM_LANES` socket pairs, for work outside of the steps
-(`actors/workers/base/grammar_compilation.py`).
-
-Messages are pickled. One that is larger than a slot is sent as several fragments, so there is no size limit.
-Linux only, and only between processes of the same user on the same machine; this, and that both sides know
-the address's key, is checked before a pickle is read (`abstract_sockets.py`). Tensors use
-`actors/workers/comm/process_group.py` instead.
-
-Used by `actors/workers/ray_executor.py` (the engine's end) and the workers; does not use Ray. An end belongs
-to one thread.
+Messages are pickled; one that is larger than a slot is sent as several fragments. Linux only, and only
+between processes of the same user on the same machine; this, and that both sides know the address's key, is
+checked before a pickle is read (`abstract_sockets.py`). Tensors use `actors/workers/comm/process_group.py`
+instead. Does not use Ray. An end belongs to one thread.
 """
 
 from __future__ import annotations
@@ -44,12 +38,7 @@ _HELLO = struct.Struct("<q")  # rank
 class StepChannel(ShmEndpoint):
     """The engine's end. Create it, pass `address` to the workers, `accept` them, then send and receive.
 
-    Args:
-        num_workers: ranks 0..W-1 will connect.
-        layout: slot sizes; the default suits.
-
-    Attributes:
-        lanes: byte connections to each accepted worker, by rank.
+    Ranks 0..W-1 will connect. `layout`: slot sizes; the default suits.
     """
 
     def __init__(self, num_workers: int, layout: Layout | None = None) -> None:
@@ -65,10 +54,10 @@ class StepChannel(ShmEndpoint):
         self._down = ShmRing.down(memory, layout)
         self._ups = [ShmRing.up(memory, layout, rank) for rank in range(num_workers)]
         self._is_listening = True
+        # byte connections to each accepted worker, by rank
         self.lanes: dict[int, tuple[Connection, ...]] = {}
 
     def accept(self, timeout_s: float = PEER_TIMEOUT_S) -> None:
-        """Accept all workers, which connected during their set-up."""
         deadline_s = time.monotonic() + timeout_s
         hello = json.dumps(asdict(self._layout)).encode()
         while len(self._peers) < self._layout.num_workers:
@@ -89,11 +78,11 @@ class StepChannel(ShmEndpoint):
     def send(
         self, message: object, timeout_s: float = PEER_TIMEOUT_S, alive: Callable[[], None] = no_op
     ) -> None:
-        """Send a message to every worker. `alive` is called about ten times a second and may raise."""
+        """Send to every worker. `alive` is called about ten times a second and may raise."""
         self._write(self._down, message, timeout_s, alive)
 
     def receive(self, timeout_s: float, alive: Callable[[], None] = no_op) -> tuple[int, Any]:
-        """Return the next message of any worker as (rank, message). Raises PeerLostError, TimeoutError."""
+        """Return the next message of any worker and its rank. Raises PeerLostError, TimeoutError."""
         self._wait(self._has_message, timeout_s, alive)
         rank = next(r for r, ring in enumerate(self._ups) if ring.has_next(0))
         return rank, self._read(self._ups[rank], 0, timeout_s, alive)
@@ -120,13 +109,8 @@ class StepChannel(ShmEndpoint):
 class WorkerChannel(ShmEndpoint):
     """A worker's end. It gets the shared memory from the engine, which must call `accept` soon.
 
-    Args:
-        connected: result of `connect` with the same rank.
-        rank: rank of this worker.
-        waiter: shared by everything that the worker waits for.
-
-    Attributes:
-        lanes: byte connections to the engine, in addition to the rings.
+    `connected`: result of `connect` with the same rank. `waiter`: shared by everything that the worker waits
+    for.
     """
 
     def __init__(
@@ -148,6 +132,7 @@ class WorkerChannel(ShmEndpoint):
         layout = Layout(**json.loads(hello))
         memory = SharedMemory(files[0], layout.size_bytes)
         os.close(files[0])
+        # byte connections to the engine, in addition to the rings
         self.lanes = tuple(map(Connection, files[1:]))
         # The worker waits for the engine's host work, which is short and runs on one core.
         waiter = waiter or SpinWaiter(spin_budget_s(layout.num_workers + 1))
@@ -158,15 +143,14 @@ class WorkerChannel(ShmEndpoint):
         self._add_peer(-1, sock, 0)
 
     def receive(self) -> Any:
-        """Wait without limit for the engine's next message. Raises PeerLostError if the engine dies."""
+        """Wait without limit for the engine's next message. Raises PeerLostError if it dies."""
         self._wait(self._has_message, float("inf"), no_op)
         return self._read(self._down, self._rank, PEER_TIMEOUT_S, no_op)
 
     def has_message_before(self, event: Callable[[], bool], *, spins: bool) -> bool:
         """Wait for a message (True) or for `event` (False), which must occur soon in any case.
 
-        Args:
-            spins: poll continuously, for an event that wakes no sleeper, such as a device's; else sleep.
+        `spins`: poll continuously, for an event that wakes no sleeper, such as a device's; else sleep.
         """
         while spins and not event():
             if self._has_message():
@@ -188,7 +172,7 @@ class WorkerChannel(ShmEndpoint):
 
 
 def connect(address: str, rank: int) -> tuple[socket.socket, bytes]:
-    """Connect to the engine's channel, see `abstract_sockets.connect`. Raises PeerLostError."""
+    """Connect to the engine's channel. Raises PeerLostError."""
     sock, proof = abstract_sockets.connect(address)
     sock.sendall(_HELLO.pack(rank))
     return sock, proof

@@ -3,7 +3,7 @@
 On a CPU this is a memory file (memfd); on GPUs of one node it is memory of the target's GPU that the
 drafter's process also maps (CUDA IPC). A writer announces data only once it has been written, so no process
 ever waits for the device of one that may be dead. The target owns the memory, which survives the drafter's
-death. Used by `actors/workers/drafter/drafter_client.py`.
+death.
 """
 
 from __future__ import annotations
@@ -23,18 +23,14 @@ Kinds = Sequence[tuple[tuple[int, ...], torch.dtype]]  # shapes and dtypes of co
 
 
 class Mailbox:
-    """Mapped bytes, read and written as tensors.
-
-    Args:
-        bytes_B: uint8, on the target's device.
-    """
+    """Mapped bytes, read and written as tensors. `bytes_B`: uint8, on the target's device."""
 
     def __init__(self, bytes_B: Tensor) -> None:
         self._bytes_B = bytes_B
 
     @classmethod
     def make(cls, size_bytes: int, device: torch.device) -> tuple[Mailbox, object]:
-        """Create a mailbox; returns it and the ticket with which the other process calls `open`."""
+        """Return a mailbox, and the ticket with which the other process calls `open`."""
         if device.type == "cuda":
             from torch.multiprocessing.reductions import reduce_tensor
 
@@ -46,7 +42,7 @@ class Mailbox:
 
     @classmethod
     def open(cls, ticket: object, size_bytes: int) -> Mailbox:
-        """Open another process's mailbox: a descriptor (closed here), or how to rebuild a CUDA tensor."""
+        """Open a mailbox by a descriptor (closed here), or by how to rebuild a CUDA tensor."""
         if isinstance(ticket, int):
             bytes_B = _map_file(ticket, size_bytes)
             os.close(ticket)
@@ -65,7 +61,6 @@ class Mailbox:
         return views
 
     def finish(self) -> None:
-        """Wait until writes have reached the memory."""
         if self._bytes_B.is_cuda:
             torch.cuda.current_stream().synchronize()
 
@@ -76,16 +71,11 @@ def _map_file(file: int, size_bytes: int) -> Tensor:
 
 
 def padded(size_bytes: int) -> int:
-    """Return the size rounded up to the alignment of tensors."""
     return -(-size_bytes // _ALIGNMENT) * _ALIGNMENT
 
 
 class RoundRobinBuffer:
-    """A ring of byte ranges, allocated in turn and freed in the same order.
-
-    Args:
-        first, size_bytes: offset in the mailbox, and size.
-    """
+    """A ring of byte ranges, allocated in turn and freed in the same order."""
 
     def __init__(self, first: int, size_bytes: int) -> None:
         self._first, self._size = first, size_bytes
@@ -93,7 +83,7 @@ class RoundRobinBuffer:
         self._ranges: deque[tuple[int, int]] = deque()  # (begin, end)
 
     def take(self, size_bytes: int) -> int | None:
-        """Allocate a range and return its offset; None if there is no room."""
+        """Return the offset of a new range; None if there is no room."""
         size_bytes = padded(size_bytes)
         oldest = self._ranges[0][0] if self._ranges else None
         begin = self._next
@@ -112,5 +102,4 @@ class RoundRobinBuffer:
         return self._first + begin
 
     def release(self) -> None:
-        """Free the oldest range."""
         self._ranges.popleft()

@@ -103,7 +103,7 @@ KILLS = st.none() | st.integers(0, 6) | st.integers(0, 30)
 
 @dataclass
 class Engine:
-    """A writer, and the rows that it was given and has not made durable."""
+    """A writer, and its rows that are not durable yet."""
 
     name: str
     output: MortalStorage
@@ -139,7 +139,7 @@ class Job(RuleBasedStateMachine):
         return MortalStorage(self.storage.where, self.storage.filesystem, self.storage.root)
 
     def open(self, kill: int | None, *, retry: bool, force: bool = False) -> bool:
-        """The driver begins a run, unless it is killed meanwhile."""
+        """Begin a run as the driver, unless it is killed meanwhile."""
         self.output = self.mortal()
         self.output.fate[:] = [] if kill is None else [None] * kill + [die]
         changed = {"name": "rows.jsonl", "size": 1000 + self.version, "modified": 1.0}
@@ -200,7 +200,7 @@ class Job(RuleBasedStateMachine):
     @precondition(lambda self: self.engines)
     @rule(data=st.data(), kill=KILLS, what=st.sampled_from(["flush", "flush", "adopt", "close", "end_shard"]))
     def work(self, data: st.DataObject, kill: int | None, what: str) -> None:
-        """An engine writes, and may be killed meanwhile."""
+        """Write as an engine, which may be killed meanwhile."""
         engine = data.draw(st.sampled_from(self.engines))
         engine.output.fate[:] = [] if kill is None else [None] * kill + [die]
         try:
@@ -217,7 +217,7 @@ class Job(RuleBasedStateMachine):
                 self.learn(engine, engine.writer.flush())
         except Killed:
             self.engines.remove(engine)
-            self.mourn(engine)
+            self.replace_engine(engine)
         engine.output.fate.clear()
 
     def learn(self, engine: Engine, rows: RowRanges) -> None:
@@ -225,8 +225,8 @@ class Job(RuleBasedStateMachine):
         engine.leased -= set(iterate_rows(rows))
         self.durable |= self.ids_of(rows)
 
-    def mourn(self, engine: Engine) -> None:
-        """The driver gives an engine up: its rows that are not durable are to be answered again."""
+    def replace_engine(self, engine: Engine) -> None:
+        """Give an engine up as the driver: its rows that are not durable must be answered again."""
         self.ledger.refresh(engine.name)
         durable = set(iterate_rows(self.ledger.durable(engine.name)))
         self.durable |= {self.ids[row] for row in durable & engine.leased}
@@ -237,23 +237,23 @@ class Job(RuleBasedStateMachine):
     @precondition(lambda self: self.engines)
     @rule(data=st.data())
     def give_up(self, data: st.DataObject) -> None:
-        """A living engine is considered dead."""
+        """Give up an engine that still lives."""
         engine = data.draw(st.sampled_from(self.engines))
         self.engines.remove(engine)
         self.zombies.append(engine)
-        self.mourn(engine)
+        self.replace_engine(engine)
 
     @precondition(lambda self: self.engines)
     @rule(data=st.data(), pause=st.integers(0, 10))
     def pause(self, data: st.DataObject, pause: int) -> None:
-        """An engine pauses between two operations, is given up meanwhile, and continues."""
+        """Pause an engine between two operations, give it up meanwhile, and let it continue."""
         engine = data.draw(st.sampled_from(self.engines))
         gone = [False]
 
         def given_up() -> None:
             gone[0] = True
             self.engines.remove(engine)
-            self.mourn(engine)
+            self.replace_engine(engine)
             for other in self.engines:
                 if engine.name in self.to_adopt:
                     other.writer.take_over(engine.name, self.ledger.already_merged(engine.name))
@@ -286,7 +286,7 @@ class Job(RuleBasedStateMachine):
     def kill_driver(
         self, kill: int | None, retry: bool, change: str | None, haunting: bool, data: st.DataObject
     ) -> None:
-        """The driver dies, with or without its engines, and the job is run again until it succeeds."""
+        """Kill the driver, with or without its engines, and run the job again until it succeeds."""
         self.ledger.close()  # as the system does
         self.zombies += self.engines if haunting else []
         self.engines = []
@@ -307,7 +307,7 @@ class Job(RuleBasedStateMachine):
     @precondition(lambda self: not self.ledger.complete and len(self.left) < NUM_ROWS // 2)
     @rule(kill=KILLS)
     def finish(self, kill: int | None) -> None:
-        """All remaining rows are answered and the job ends, or is killed and ends in its next run."""
+        """Answer all remaining rows and end the job, in its next run if it is killed."""
         if self.left and not self.engines:
             self.start_engine()
         if self.left:
@@ -376,7 +376,7 @@ def test_every_row_is_written_once_whatever_dies_and_durable_rows_are_not_answer
 
 
 class FreeLock:
-    """There is no other job: `test_batch_lock.py` tests that two jobs do not share an output."""
+    """A lock without contention: `test_batch_lock.py` tests that two jobs do not share an output."""
 
     is_held = True
 

@@ -68,7 +68,7 @@ def output(tmp_path: Path) -> Storage:
 def answer(
     output: Storage, job: JobSpec, rows: Iterable[int], failed: Iterable[int] = (), **how: Any
 ) -> Ledger:
-    """A run that answers some rows and ends; its ledger is closed."""
+    """Run a job that answers some rows and ends."""
     ledger = Ledger.open(output, job, **how)
     writer = RowWriter(output, job.form, run=ledger.run, shard=0, writer=uuid.uuid4().hex)
     writer.add(results(rows, failed), shard=0 if job.form.ordered else None)
@@ -280,7 +280,7 @@ def test_an_abandoned_engine_writes_no_part_after_the_end(output: Storage) -> No
 
 
 def test_a_part_that_appears_after_the_end_is_removed_by_the_next_run(output: Storage) -> None:
-    """A writer that was given up between its last check of the run and its part."""
+    """The writer is given up between its last check of the run and its part."""
     job = spec(4)
     answer(output, job, range(4))
     finish(output, job)

@@ -1,4 +1,4 @@
-"""Only one job writes an output at a time: a file lock on a disk, claims in an object store."""
+"""One job at a time writes an output: a file lock on a disk, claims in an object store."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ time.sleep(100)
 
 
 def hold(where: str) -> subprocess.Popen[str]:
-    """Another process that holds an output."""
+    """Hold an output in another process."""
     process = subprocess.Popen([sys.executable, "-c", HOLD, where], stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
     assert process.stdout.readline() == "held\n"
@@ -102,7 +102,7 @@ def server() -> Iterator[str]:
 
 @pytest.fixture
 def where(server: str, monkeypatch: pytest.MonkeyPatch) -> str:
-    """An output in the store with a lock five times as fast; its times are whole seconds."""
+    """Return an output in the store with a lock five times as fast; its times are whole seconds."""
     monkeypatch.setattr(locks, "HEARTBEAT_S", 1.0)
     monkeypatch.setattr(locks, "DEAD_S", 3.0)
     monkeypatch.setattr(locks, "POLL_S", 0.2)

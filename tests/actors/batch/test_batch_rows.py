@@ -283,8 +283,6 @@ def text_pair_config(tmp_path_factory: pytest.TempPathFactory) -> EngineConfig:
 
 
 def answered(config: EngineConfig, answer: Callable[[AsyncEngine], Awaitable[T]]) -> T:
-    """The output of an engine that only this test uses."""
-
     async def run() -> T:
         engine = AsyncEngine(config)
         await engine.start()
@@ -368,7 +366,7 @@ def test_a_rows_log_probabilities_are_a_column_and_its_echo_is_in_the_text(
 def test_only_an_engines_death_is_not_attributed_to_the_row(
     text_pair_config: EngineConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """All other errors of a row become its result."""
+    """Other errors of a row become its result."""
     row = Row(7, {"id": "a", "prompt": "x"})
 
     def divide(*_: object) -> None:

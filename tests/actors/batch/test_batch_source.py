@@ -36,7 +36,7 @@ TEXT = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0\r
 
 
 def write(folder: Path, format: str, files: list[list[str]], rows_per_group: int = 7) -> Dataset:
-    """Rows with these prompts, in a number of files."""
+    """Write rows with these prompts into a number of files."""
     folder.mkdir(exist_ok=True)
     suffix = {"openai": "jsonl", "text": "txt"}.get(format, format)
     for number, prompts in enumerate(files):
@@ -165,7 +165,7 @@ CONTENT = content_id(b'{"prompt":"same"}')
 def test_later_rows_of_an_id_are_numbered_and_no_two_rows_share_one(
     weak: bool, ids: list[str | None], tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    """Also if ids of the data share their hash."""
+    """This holds even if ids of the data share their hash."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(row_index, "DUPLICATES_PER_READ", 3)
         if weak:
@@ -385,14 +385,14 @@ ODD = st.recursive(
 
 
 def exactly(text: bytes | str) -> Any:
-    """A JSON line with its numbers as they are written."""
+    """Parse a JSON line with its numbers as they are written."""
     return json.loads(text, parse_int=str, parse_float=str, parse_constant=str)
 
 
 @settings(max_examples=60)
 @given(st.lists(st.dictionaries(st.sampled_from(("kind", "n", r"k\u00e9\"y")), ODD), min_size=1, max_size=4))
 def test_lines_of_results_repeat_the_values_of_their_lines(rows: list[dict[str, str]]) -> None:
-    """Only the name of each column is known, whatever the other lines contain."""
+    """The name of each column is known, whatever the other lines contain."""
     lines = [written({"prompt": '"x"', **row}) for row in rows]
     layout = RowSchema(lines=True, columns="all")
     types = ColumnTypes(layout)

@@ -39,7 +39,6 @@ class S3Server:
         return f"s3://{path}?endpoint_override={self.url}"
 
     def post(self, path: str, content: bytes = b"") -> None:
-        """Send a request to moto itself."""
         headers = {"Content-Type": "text/plain"}
         urllib.request.urlopen(urllib.request.Request(f"{self.url}{path}", content, headers)).close()
 
@@ -47,7 +46,6 @@ class S3Server:
         urllib.request.urlopen(urllib.request.Request(f"{self.url}/{name}", method="PUT")).close()
 
     def requests(self, kind: str) -> list[str]:
-        """The addresses of the requests so far."""
         return re.findall(rf"{kind} (/bucket\S*) HTTP", self.log.read_text())
 
 
@@ -76,7 +74,6 @@ def s3(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
 
 @pytest.fixture(params=["disk", "s3"])
 def where(request: pytest.FixtureRequest, tmp_path: Path) -> str:
-    """An empty storage location."""
     if request.param == "disk":
         return str(tmp_path / "a b" / "out")
     return request.getfixturevalue("s3").where(f"bucket/a b/{request.node.name[:20]}")

@@ -138,7 +138,7 @@ def test_only_rows_in_no_part_are_adopted_from_a_dead_writers_segment(output: St
 
 
 class FailingDisk:
-    """Writes fail from the `nth` on, until there is space again."""
+    """A disk with failing writes from the `nth` on, until there is space again."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, room: int) -> None:
         self.room = room
@@ -264,7 +264,7 @@ def test_an_output_that_becomes_read_only_loses_nothing(
 
 
 def test_a_reader_finds_only_complete_files_at_any_time(output: Storage) -> None:
-    """Also while a large Parquet file is written; pathlib's globs match names that begin with a dot."""
+    """A large Parquet file is written meanwhile; pathlib's globs match names that begin with a dot."""
     folder, done, faults, seen = Path(output.root), threading.Event(), [], 0
     ledger = Ledger.open(output, spec(24_000, form("parquet")))
 

@@ -45,7 +45,7 @@ def victim(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """An output whose job has started, with rows in parts."""
+    """An output with rows in parts; its job has started."""
     output = Storage.open(str(tmp_path / "out"), field="output")
     ledger = Ledger.open(output, spec(NUM_ROWS))
     writer = RowWriter(output, spec(NUM_ROWS).form, run=ledger.run, shard=0, writer="first")
@@ -60,7 +60,7 @@ def untouched(victim: Path) -> bool:
     return len(files) == 3 and all(path.read_text() == MINE for path in files)
 
 
-def go_on(folder: Path) -> None:
+def resume(folder: Path) -> None:
     """Run the job once more, to its end."""
     output = Storage.open(str(folder), field="output")
     ledger = Ledger.open(output, spec(NUM_ROWS))
@@ -87,7 +87,7 @@ def test_a_list_of_earlier_results_cannot_remove_other_files(folder: Path, victi
     with pytest.raises(OutputError, match=r"earlier\.json"):
         writer.close()
     with pytest.raises(OutputError, match=r"earlier\.json"):
-        go_on(folder)
+        resume(folder)
     assert untouched(victim) and (folder / "_manta/job.json").exists()
 
 
@@ -98,7 +98,7 @@ def test_a_part_record_can_only_name_a_part_of_its_output(folder: Path, victim: 
         for changed in ({"part": name}, {"replaces": [name]}):
             record.write_text(json.dumps(content | changed))
             with pytest.raises(ConfigError, match="is no record of a part"):
-                go_on(folder)
+                resume(folder)
     assert untouched(victim)
 
 
@@ -144,7 +144,7 @@ def test_a_link_in_an_output_is_refused_and_not_followed(
     monkeypatch.setattr("manta.actors.batch.ledger.row_writer.RETRY_S", 0.0)
     monkeypatch.setattr("manta.actors.batch.ledger.ledger.GIVE_UP_S", 0.0)
     with pytest.raises(MantaError, match="is a link, or no regular file"):
-        go_on(folder)
+        resume(folder)
     assert untouched(victim)
 
 

@@ -181,7 +181,7 @@ def said(name: str, text: str) -> AnswerDelta:
 
 @st.composite
 def answers(draw: st.DrawFn) -> tuple[AnswerDelta, bool]:
-    """A recorded answer that was truncated or partly replaced; and whether it was truncated."""
+    """Return a recorded answer that was truncated or partly replaced; and whether it was truncated."""
     name = draw(st.sampled_from(sorted(FORMATS)))
     text = draw(st.sampled_from([answer["text"] for answer in FORMATS[name]["answers"]]))
     at = draw(st.integers(0, len(text)))

@@ -67,7 +67,6 @@ SCHEMAS = {"get_weather": PLAIN_WEATHER, "now": NOW["function"]["parameters"]}
 
 
 def takes(compiler: GrammarCompiler, tokenizer: Tokenizer, lark: str, text: str) -> bool:
-    """Whether a grammar accepts a complete text."""
     matcher = compiler.matcher(Grammar("lark", lark))
     ids = tokenizer.encode(text, add_special_tokens=False)
     return matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting()

@@ -141,7 +141,7 @@ def test_a_required_call_ends_with_the_token_that_ends_an_answer(http: httpx.Cli
 
 
 def gathered(events: list[dict[str, Any]]) -> tuple[dict[str, Any], str]:
-    """The message of a stream's deltas, with at most one call, and its finish reason."""
+    """Return the message of a stream's deltas, with at most one call, and its finish reason."""
     choices = [choice for event in events for choice in event["choices"]]
     deltas = [choice["delta"] for choice in choices]
     message: dict[str, Any] = {

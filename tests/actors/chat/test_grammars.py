@@ -83,7 +83,7 @@ def tokenizer(pair: tuple[Path, Path]) -> Tokenizer:
 
 
 @pytest.fixture(scope="module")
-def door(tokenizer: Tokenizer) -> GrammarFrontend:
+def frontend(tokenizer: Tokenizer) -> GrammarFrontend:
     return GrammarFrontend(tokenizer, VOCAB, EOS)
 
 
@@ -110,12 +110,12 @@ def grammar_of(requested: StructuredOutputsParams) -> Grammar:
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_an_unsupported_schema_is_refused_with_the_field_and_the_reason(
-    door: GrammarFrontend, name: str
+    frontend: GrammarFrontend, name: str
 ) -> None:
     schema, word = REFUSED[name]
     requested = StructuredOutputsParams(json=schema, sent_as="response_format.json_schema.schema")
     with pytest.raises(RequestError, match=re.escape(word)) as refused:
-        door.compile(SamplingParams(structured_outputs=requested))
+        frontend.compile(SamplingParams(structured_outputs=requested))
     assert refused.value.param == "response_format.json_schema.schema"
 
 
@@ -141,10 +141,10 @@ def test_an_unsupported_schema_is_refused_with_the_field_and_the_reason(
     ],
 )
 def test_an_invalid_grammar_is_refused_by_its_field(
-    door: GrammarFrontend, requested: dict[str, Any], field: str
+    frontend: GrammarFrontend, requested: dict[str, Any], field: str
 ) -> None:
     with pytest.raises(RequestError) as refused:
-        door.compile(SamplingParams(structured_outputs=StructuredOutputsParams(**requested)))
+        frontend.compile(SamplingParams(structured_outputs=StructuredOutputsParams(**requested)))
     assert refused.value.param == f"structured_outputs.{field}"
 
 
@@ -249,7 +249,7 @@ def test_a_grammar_that_runs_out_of_states_ends_only_its_own_answer(
 
 @pytest.fixture(scope="module")
 def requested() -> list[SamplingParams]:
-    """Every kind at every temperature, with the settings in turn."""
+    """Yield every kind at every temperature, with the settings in turn."""
     knobs = list(KNOBS.values())
     return [
         SamplingParams(
@@ -273,7 +273,7 @@ def answers_of(llm: LLM, requested: list[SamplingParams]) -> list[tuple[str, lis
 def reference(
     pair: tuple[Path, Path], requested: list[SamplingParams]
 ) -> list[tuple[str, list[int], str | None]]:
-    """Plain decoding, one request at a time."""
+    """Decode plainly, one request at a time."""
     with open_pair(pair, None) as llm:
         return [answers_of(llm, [params])[0] for params in requested]
 
@@ -347,7 +347,7 @@ def masks_one_by_one(compiler: GrammarCompiler, grammar: Grammar, tokens: list[i
 
 
 def walk(compiler: GrammarCompiler, grammar: Grammar, choices: list[int], matcher: LLMatcher) -> list[int]:
-    """Tokens that a grammar accepts, chosen by these numbers."""
+    """Return tokens that a grammar accepts, chosen by these numbers."""
     tokens: list[int] = []
     for choice in choices:
         bits = np.zeros(compiler.mask_words, dtype=np.int32)

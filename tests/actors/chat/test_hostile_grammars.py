@@ -279,12 +279,12 @@ def test_a_grammar_is_held_while_its_request_is_open_and_released_on_disconnect(
 ) -> None:
     async def check() -> None:
         holder = Holder()
-        door = GrammarFrontend(tokenizer, VOCAB, EOS, holder)
+        frontend = GrammarFrontend(tokenizer, VOCAB, EOS, holder)
         try:
-            async with door.hold(regex("[a-z]+")) as params:
+            async with frontend.hold(regex("[a-z]+")) as params:
                 assert params.grammar is not None and holder.held == [params.grammar]
             holder.may_hold.clear()
-            leaving = asyncio.create_task(enter(door, regex("[a-z]+")))
+            leaving = asyncio.create_task(hold(frontend, regex("[a-z]+")))
             await asyncio.sleep(0.2)
             leaving.cancel()
             with pytest.raises(asyncio.CancelledError):
@@ -292,13 +292,13 @@ def test_a_grammar_is_held_while_its_request_is_open_and_released_on_disconnect(
             holder.may_hold.set()
             await asyncio.to_thread(wait_until, lambda: not holder.held)
         finally:
-            door.close()
+            frontend.close()
 
     asyncio.run(check())
 
 
-async def enter(door: GrammarFrontend, params: SamplingParams) -> None:
-    async with door.hold(params):
+async def hold(frontend: GrammarFrontend, params: SamplingParams) -> None:
+    async with frontend.hold(params):
         pass
 
 
@@ -307,19 +307,19 @@ def test_the_number_of_large_grammars_in_use_is_limited(
 ) -> None:
     async def check() -> None:
         monkeypatch.setattr("manta.actors.structured_outputs.grammar_validator.CHEAP_S", 0.0)
-        door = GrammarFrontend(tokenizer, VOCAB, EOS, Holder())
+        frontend = GrammarFrontend(tokenizer, VOCAB, EOS, Holder())
         try:
-            open_ones = [door.hold(regex(f"x{i}")) for i in range(MAX_LARGE)]
+            open_ones = [frontend.hold(regex(f"x{i}")) for i in range(MAX_LARGE)]
             for each in open_ones:
                 await each.__aenter__()
-            await enter(door, regex("x0"))  # held already
-            waiting = asyncio.create_task(enter(door, regex("one more")))
+            await hold(frontend, regex("x0"))  # held already
+            waiting = asyncio.create_task(hold(frontend, regex("one more")))
             await asyncio.sleep(0.5)
             assert not waiting.done()
             await open_ones[0].__aexit__(None, None, None)
             await waiting
         finally:
-            door.close()
+            frontend.close()
 
     asyncio.run(check())
 

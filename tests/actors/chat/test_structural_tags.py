@@ -127,7 +127,6 @@ def tokens() -> LLTokenizer:
 
 
 def accepts(tokens: LLTokenizer, lark: str, text: str) -> bool:
-    """Whether the text is accepted byte by byte and may end there."""
     matcher = LLMatcher(tokens, LLMatcher.grammar_from_lark(lark), log_level=0)
     assert not matcher.is_error(), matcher.get_error()
     ids = list(text.encode())

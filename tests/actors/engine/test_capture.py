@@ -69,7 +69,6 @@ def make_server(
 
 
 def counted(server: LiveServer) -> dict[str, int]:
-    """Completions by result, from /metrics."""
     lines = httpx.get(f"{server.url}/metrics").text.splitlines()
     found = [line for line in lines if line.startswith("manta:captured_completions_total")]
     return {line.partition('result="')[2].partition('"')[0]: int(float(line.split()[-1])) for line in found}
@@ -158,7 +157,7 @@ def test_prompts_may_be_omitted_and_nothing_is_captured_by_default(pair: tuple[P
 
 
 def records_of(sizes: list[int]) -> list[CapturedRecord]:
-    """Records of equal size, distinguished by their first token."""
+    """Return records of equal size, distinguished by their first token."""
     return [
         CapturedRecord((), (number, *([7] * size)), "m", "2026-11-23") for number, size in enumerate(sizes)
     ]

@@ -128,7 +128,7 @@ def byte_ids(kind: str, data: bytes) -> list[int]:
 
 
 def ids_of(kind: str, *parts: str | bytes) -> list[int]:
-    """Tokens by their names, and of bytes."""
+    """Return tokens by their names, and of bytes."""
     found: list[int] = []
     for part in parts:
         token_id = None if isinstance(part, bytes) else TOKENIZERS[kind]._backend.token_to_id(part)
@@ -158,7 +158,7 @@ def cut_into_blocks(draw: st.DrawFn, ids: Sequence[int]) -> list[list[int]]:
 
 
 def expected(kind: str, prompt: list[int], answer: list[int]) -> str:
-    """The shown characters whose last byte belongs to the answer."""
+    """Return the shown characters with their last byte in the answer."""
 
     def decode(ids: list[int]) -> str:
         return TOKENIZERS[kind].decode(ids, skip_special_tokens=False)
@@ -211,7 +211,7 @@ def test_log_probabilities_show_the_bytes_of_a_partial_character(kind: str) -> N
 
 
 def run_of(kind: str, ids: list[int]) -> bytes:
-    """The byte tokens at the beginning."""
+    """Return the byte tokens at the beginning."""
     if kind not in WITH_RUNS:
         return b""
     names = takewhile(
@@ -229,7 +229,7 @@ def ids_to_bytes(kind: str, ids: Sequence[int]) -> bytes:
 
 
 def char_ends(data: bytes) -> list[int]:
-    """The end of each character of the lossy text."""
+    """Return the end of each character of the lossy text."""
     ends, at = list[int](), 0
 
     def broken(error: UnicodeError) -> tuple[str, int]:
@@ -255,7 +255,7 @@ def char_ends(data: bytes) -> list[int]:
 def texts(
     kind: str, prompt: Sequence[int], blocks: Sequence[Sequence[int]], kept: Sequence[int], *, skips: bool
 ) -> list[str]:
-    """Each block's text, and the end."""
+    """Return each block's text, and the end."""
     detokenizer = TOKENIZERS[kind].detokenizer(prompt, skip_special_tokens=skips, kept_token_ids=kept)
     return [*(detokenizer.step(block) for block in blocks), detokenizer.flush()]
 
@@ -316,7 +316,7 @@ def completed(
     *,
     ends: bool = True,
 ) -> tuple[str, int, object, str]:
-    """Text, number of tokens and stop reason of a completion, and the text of its stream."""
+    """Return text, number of tokens and stop reason of a completion, and the text of its stream."""
     processor = OutputProcessor(tokenizer)
     tracker, _ = processor.add(
         "r", EncodedPrompt((tokenizer.vocab_size, *prompt)), params, resume_state=resume_state

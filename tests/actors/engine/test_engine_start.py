@@ -1,4 +1,4 @@
-"""How an `AsyncEngine` starts: tokenizer and models in parallel, and what remains if one fails."""
+"""The start of an `AsyncEngine`: tokenizer and models in parallel, and what remains if one fails."""
 
 from __future__ import annotations
 

@@ -53,7 +53,7 @@ TOOLS = [tool("now", zone={"type": "string"})]
 
 
 class Panic(BaseException):
-    """Like `pyo3_runtime.PanicException`, which is no Exception."""
+    """Imitates `pyo3_runtime.PanicException`, which is no Exception."""
 
 
 # Where things are made of tokens: on the event loop for all requests, and in each reader's own task.
@@ -94,7 +94,7 @@ def server(config: EngineConfig) -> Iterator[LiveServer]:
 
 
 def poison(monkeypatch: pytest.MonkeyPatch, owner: type, name: str, error: type[BaseException]) -> None:
-    """Let a stage raise for requests whose prompt or id says so."""
+    """Let a stage raise for requests with POISON in their prompt or id."""
     fed: list[bool] = []
 
     def feed(tracker: RequestTracker, *args: Any) -> Any:
@@ -123,7 +123,7 @@ def http(server: LiveServer) -> Iterator[httpx.Client]:
 
 
 def ask(http: httpx.Client, index: int, *, poisoned: bool = False) -> tuple[int, Any]:
-    """The status and the answer, or its error."""
+    """Return the status and the answer, or its error."""
     text = f"Say {index}." + (MARK if poisoned else "")
     body: dict[str, Any] = {
         "messages": [{"role": "user", "content": text}],

@@ -31,7 +31,6 @@ def make(pair: tuple[Path, Path], **settings: object) -> LLM:
 
 
 def learned(llm: LLM) -> tuple[bool, bool]:
-    """Whether step costs and acceptance are known."""
     costs, survival = llm._engine.costs, llm._engine.acceptance
     assert costs is not None and survival is not None
     return costs.has_measured_drafts, bool((survival.bias_K != AcceptanceModel(15, 1).bias_K[0]).any())

@@ -299,7 +299,7 @@ def test_drafter_and_cache_settings_are_labels(server: LiveServer, load: Load) -
 
 
 def test_the_measured_speed_up_and_the_reasons_for_not_drafting_are_exported(http: httpx.Client) -> None:
-    """Of reported seconds: a block gives at most 4.5 tokens in 5 ms, plainly a token takes 4 ms."""
+    """The reported seconds: a block gives at most 4.5 tokens in 5 ms, a plain step a token in 4 ms."""
     load = Load(http)
     load.post("/v1/completions", {"prompt": "ab", "max_tokens": 200, "speculative": False})
     load.end()

@@ -80,7 +80,7 @@ def answers(llm: LLM, prompts: list[list[int]], params: SamplingParams) -> list[
 def test_a_request_with_nan_ends_and_does_not_affect_others(
     targets: dict[str, Path], tmp_path: Path, backend: str, drafts: bool
 ) -> None:
-    """Its pages are reused afterwards by requests that read none of its content."""
+    """Requests that reuse its pages afterwards read none of its content."""
     slow = backend == "triton"  # in its interpreter: two tokens, the second after drafts
     if slow and not drafts:
         pytest.skip("with drafts it computes all that it does without, and more")
@@ -160,7 +160,7 @@ def body(path: str, content: str = "x", **fields: object) -> dict[str, Any]:
 
 @pytest.mark.parametrize("path", BODIES)
 def test_an_http_request_with_nan_gets_an_error_and_others_continue(http: httpx.Client, path: str) -> None:
-    """In the prompt it gives a status; after a forced first token, an error event of the API."""
+    """NaN in the prompt gives a status; after a forced first token, an error event of the API."""
     good = http.post(path, json=body(path))
     assert good.status_code == 200
     forced = {"allowed_token_ids": http.post("/tokenize", json={"prompt": NOT_A_NUMBER}).json()["tokens"]}

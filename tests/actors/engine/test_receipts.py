@@ -232,7 +232,6 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> EngineConfig:
 
 @pytest.fixture(scope="module")
 def http(config: EngineConfig, folder: Path) -> Iterator[httpx.Client]:
-    """A client with the admin key."""
     settings = ServerSettings(
         served_model_name="tiny",
         receipts=str(folder),

@@ -133,7 +133,7 @@ def engine(tiny_qwen3: Path, tiny_drafter: Path) -> Iterator[EngineCore]:
 
 @pytest.mark.parametrize("params", PARAMS, ids=range(len(PARAMS)))
 def test_resumed_requests_compute_the_same_tokens(engine: EngineCore, params: SamplingParams) -> None:
-    """On an engine with an empty prefix cache, and on one that has all of it."""
+    """The prefix cache of the engine is empty, or has all of it."""
     for prompt in PROMPTS:
         request = Request(request_id="whole", prompt_token_ids=prompt, params=params)
         engine.reset_prefix_cache()

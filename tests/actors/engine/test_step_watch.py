@@ -87,7 +87,6 @@ class Driven:
         self._engine.add_request(make_request(str(self._num_requests), max_tokens=900, **params))
 
     def step(self, seconds: float = 0.01, *, ticks: bool = False) -> bool:
-        """Run a step of a duration; return whether it counted as stalled."""
         plan = self._engine.plan()
         assert plan is not None
         self.watch.before_submit(plan)
@@ -100,7 +99,7 @@ class Driven:
         return stalled
 
     def tick(self, seconds: float, stopped: Sequence[str] = ()) -> bool:
-        """Whether a stall was found while time passed, tick by tick."""
+        """Return whether a stall was found while time passed, tick by tick."""
         found = False
         for _ in range(round(seconds / TICK_S) + 1):
             self._now_s += TICK_S
@@ -108,7 +107,7 @@ class Driven:
         return found
 
     def suspend(self, seconds: float) -> bool:
-        """Whether a stall is found after the whole process was stopped for a time."""
+        """Return whether a stall is found after the whole process was stopped for a time."""
         self._now_s += seconds
         return self.watch.check(self._now_s, tuple) is not None
 

@@ -38,7 +38,7 @@ def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
 
 
 class OneRequest:
-    """A sequence whose drafts are right up to a given number, and wrong after it."""
+    """A sequence with right drafts up to a given number, and wrong ones after it."""
 
     def __init__(self, folder: Path, tokens: list[int]) -> None:
         self.tokens, self._model, self._steps = tokens, load(folder), Steps(1, MAX_LEN)
@@ -50,7 +50,6 @@ class OneRequest:
 
     @torch.inference_mode()
     def compute(self, known: int, right: int = 0, wrong: int = 0) -> torch.Tensor:
-        """Logits of a step's accepted rows."""
         rows, drafts, first = known + right + wrong, right + wrong, self._computed
         plan = self._steps.plan([0], [first], [rows], [drafts], admitted=self._admitted)
         self._admitted = []
@@ -85,7 +84,7 @@ def test_tokens_after_rejected_drafts_equal_transformers(checkpoint: Path, stood
 def test_ranks_of_each_family_get_their_heads_of_the_delta_rules_inputs(
     checkpoint: Path, world_size: int
 ) -> None:
-    """In every packing of the projections: q, k, v, z, b and a of whole key heads."""
+    """Every packing of the projections is covered: q, k, v, z, b and a of whole key heads."""
     spec = read_model(checkpoint)
 
     def layer(rank: int, of: int) -> LayerWeights:

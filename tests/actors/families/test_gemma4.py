@@ -157,12 +157,12 @@ def test_omitted_keys_have_transformers_defaults(tmp_path: Path, architecture: s
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """As transformers saves it: `per_layer_config`, experts in one tensor."""
+    """Save as transformers does: `per_layer_config`, experts in one tensor."""
     return make_tiny_target(tmp_path_factory.mktemp("gemma4"), "gemma4")
 
 
 def rewritten(folder: Path, copy: Path, **changes: object) -> Path:
-    """With changed values in its config.json; None removes a key."""
+    """Change values in a config.json; None removes a key."""
     shutil.copytree(folder, copy)
     keys = json.loads((copy / "config.json").read_text()) | changes
     (copy / "config.json").write_text(json.dumps({k: v for k, v in keys.items() if v is not None}))
@@ -211,7 +211,7 @@ def test_experts_in_separate_tensors_equal_those_in_one_tensor(
             tensors[name] = tensor
     save_file(tensors, tmp_path / "split" / "model.safetensors")
     folders = (saved, tmp_path / "split")
-    fused, split = (beside(weights_of(folder, rank).layer(1).mlp).routed.experts for folder in folders)
+    fused, split = (parallel_mlp(weights_of(folder, rank).layer(1).mlp).routed.experts for folder in folders)
     assert torch.equal(fused.gate_up, split.gate_up) and torch.equal(fused.down, split.down)
 
 
@@ -219,7 +219,7 @@ def test_norms_and_scales_are_read_in_their_compute_dtype(saved: Path) -> None:
     """Norms multiply before they round, in fp32; the router's includes 1 / sqrt(H)."""
     stored = load_file(saved / "model.safetensors")
     layer, at = weights_of(saved, dtype=torch.bfloat16).layer(1), "model.layers.1."
-    mlp = beside(layer.mlp)
+    mlp = parallel_mlp(layer.mlp)
     router = mlp.routed.router
     assert router.norm is not None and router.expert_scale_E is not None
     assert torch.equal(layer.attention_norm_H, stored[at + "input_layernorm.weight"])
@@ -231,7 +231,7 @@ def test_norms_and_scales_are_read_in_their_compute_dtype(saved: Path) -> None:
     assert torch.equal(k, v) and torch.equal(k, stored[at + "self_attn.k_proj.weight"].bfloat16())
 
 
-def beside(mlp: MlpTensors) -> ParallelMlpTensors:
+def parallel_mlp(mlp: MlpTensors) -> ParallelMlpTensors:
     assert isinstance(mlp, ParallelMlpTensors)
     return mlp
 

@@ -179,7 +179,7 @@ def test_sizes_must_be_multiples_of_a_block(published: Path, tmp_path: Path) -> 
 
 
 def test_norms_round_once_as_the_models_own_code_does() -> None:
-    """Its norm weights multiply before the cast, Llama's after it."""
+    """This model's norm weights multiply before the cast, Llama's after it."""
     from transformers.models.gpt_oss.modeling_gpt_oss import GptOssRMSNorm
 
     generator = torch.Generator().manual_seed(0)
@@ -193,7 +193,7 @@ def test_norms_round_once_as_the_models_own_code_does() -> None:
 
 @pytest.mark.parametrize("block_size", [8, 10])
 def test_drafters_of_its_block_sizes_change_no_token(saved: Path, tmp_path: Path, block_size: int) -> None:
-    """The 20b's and the 120b's; their rotation is the target's."""
+    """The sizes are the 20b's and the 120b's; their rotation is the target's."""
     rope = json.loads((saved / "config.json").read_text())["rope_parameters"]
     drafter = make_tiny_drafter(tmp_path, block_size=block_size, rope_scaling=rope)
     params = [SamplingParams(temperature=t, seed=4, max_tokens=30, ignore_eos=True) for t in (0.0, 1.0)]

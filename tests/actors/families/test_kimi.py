@@ -183,7 +183,7 @@ PREFILL = ROOT / "docs/decisions/expanded-latents.md"
 
 @pytest.mark.parametrize("row", re.findall(r"^\| (\d+)k \| (.*) \|$", PREFILL.read_text(), re.MULTILINE))
 def test_the_documented_savings_of_expanded_prompts_are_computed(row: tuple[str, str]) -> None:
-    """In chunks of 2048 rows; row i of a chunk sees i + 1 of its keys, half of them on average."""
+    """Chunks have 2048 rows; row i of a chunk sees i + 1 of its keys, half of them on average."""
     rank, device, rows = target_shape(spec_of("Kimi-K2.6")).rank(8), ROOFLINE["NVIDIA H200"], 2048  # type: ignore[arg-type]
     rest, absorbed, expanded = 0.0, 0.0, 0.0
     for begin in range(0, prompt := 1024 * int(row[0]), rows):
@@ -231,7 +231,7 @@ def tiny_kimi(folder: Path) -> Path:
 
 
 def published(saved: Path, folder: Path) -> Path:
-    """As on the Hub, by class and names (transformers saves layers as `blocks`, and reads both)."""
+    """Write as on the Hub, by class and names (transformers saves layers as `blocks`, and reads both)."""
     folder.mkdir()
     tensors = load_file(saved / "model.safetensors")
     renamed = {

@@ -15,7 +15,6 @@ SERVED = [name for name, entry in ENTRIES.items() if "refused" not in entry]
 
 
 def _one_of_each(names: list[str]) -> list[str]:
-    """The first entry of each class and drafting method."""
     found: dict[object, str] = {}
     for name in names:
         found.setdefault((config_of(name)["architectures"][0], ENTRIES[name].get("method")), name)

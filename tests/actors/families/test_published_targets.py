@@ -65,7 +65,7 @@ def test_weights_take_their_packed_size(name: str) -> None:
 
 
 def test_rows_cost_more_with_routed_experts() -> None:
-    """Verifying 16 rows compared with a plain step on an H200: the draft length depends on it."""
+    """The comparison is of 16 rows with a plain step on an H200: the draft length depends on it."""
 
     def cost(name: str) -> float:
         target = next(target for target in TARGETS if target.name == name)

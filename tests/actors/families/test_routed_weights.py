@@ -31,7 +31,6 @@ def one_by_one(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def fused(folder: Path, copy: Path) -> Path:
-    """The checkpoint with one gate-and-up and one down tensor for all experts of a layer."""
     tensors = load_file(folder / "model.safetensors")
     at = "model.layers.{}.mlp.experts."
     for layer in (0, 2, 3):

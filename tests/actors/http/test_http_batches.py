@@ -97,13 +97,13 @@ def wait_for(condition: Callable[[], bool], timeout_s: float = 30.0) -> None:
 
 
 def ended(client: openai.OpenAI, batch: Batch) -> Batch:
-    """The batch at its end."""
+    """Return the batch at its end."""
     wait_for(lambda: client.batches.retrieve(batch.id).status in ENDED)
     return client.batches.retrieve(batch.id)
 
 
 def results(client: openai.OpenAI, file_id: str | None) -> dict[str, Any]:
-    """The lines of an output or error file by custom_id, each once."""
+    """Return the lines of an output or error file by custom_id, each once."""
     lines = client.files.content(file_id).text.splitlines() if file_id else []
     found = {each["custom_id"]: each for each in map(json.loads, lines)}
     assert len(found) == len(lines)
@@ -273,7 +273,7 @@ def test_finished_lines_of_an_expired_batch_are_kept(client: openai.OpenAI) -> N
 
 
 def check_cut(client: openai.OpenAI, batch: Batch, code: str) -> None:
-    """Some lines were answered, the others have the reason; each is there once."""
+    """Check that each line is there once: some answered, the others with the reason."""
     found, errors = results(client, batch.output_file_id), results(client, batch.error_file_id)
     assert found and errors and not set(found) & set(errors)
     assert set(found) | set(errors) == {f"row-{i}" for i in range(300)}
@@ -341,8 +341,8 @@ def test_a_batch_of_another_model_fails(engine_args: dict[str, Any], tmp_path: P
         check_cut(client, batch, "batch_failed")
 
 
-class Deadly(PassingExecutor):
-    """A real executor that dies of a line."""
+class DyingExecutor(PassingExecutor):
+    """A real executor that dies when it computes a certain line."""
 
     def __init__(self, config: EngineConfig) -> None:
         super().__init__(make_executor(config))
@@ -360,7 +360,7 @@ def test_a_line_that_kills_engines_is_found_and_all_others_are_answered(
     lines = [line(f"row-{i}", max_tokens=4) for i in range(11)]
     batch, deaths = None, 0
     while batch is None or batch.status != "completed":
-        with LiveServer(*split_settings(args), make=Deadly) as server:
+        with LiveServer(*split_settings(args), make=DyingExecutor) as server:
             client = client_of(server.url)
             batch = batch or submit(client, [*lines[:7], line("poison", max_tokens=4), *lines[7:]])
             wait_for(partial(dead_or_done, client, batch))

@@ -26,7 +26,7 @@ Server = tuple[httpx.Client, openai.OpenAI]
 
 
 def saying(text: str) -> dict[str, Any]:
-    """A body whose answer is this text."""
+    """Return a body that forces this text as the answer."""
     return {"structured_outputs": {"choice": [text]}}
 
 

@@ -63,7 +63,7 @@ def test_recorded_client_requests_are_answered_without_unknown_fields(
 
 
 def check_complete_answer(path: str, body: dict[str, Any], answer: dict[str, Any]) -> None:
-    """Everything that its client reads is present."""
+    """Check that everything that its client reads is present."""
     if path.endswith("completions"):
         count = len(body["prompt"]) * body.get("n", 1) if isinstance(body.get("prompt"), list) else 1
         assert [choice["index"] for choice in answer["choices"]] == list(range(count))

@@ -1,4 +1,4 @@
-"""How the HTTP layer translates requests before the engine sees them, and failures after it."""
+"""Translation of requests by the HTTP layer before the engine sees them, and failures after it."""
 
 from __future__ import annotations
 
@@ -294,7 +294,7 @@ def stats(**counts: object) -> EngineStats:
 def test_work_for_a_disconnected_client_is_cancelled() -> None:
     ends: list[str] = []
 
-    async def leave() -> dict[str, str]:
+    async def disconnect() -> dict[str, str]:
         await asyncio.sleep(0)
         return {"type": "http.disconnect"}
 
@@ -307,7 +307,7 @@ def test_work_for_a_disconnected_client_is_cancelled() -> None:
 
     async def ask() -> None:
         with pytest.raises(ClientDisconnectedError):
-            await cancel_on_disconnect(Request({"type": "http"}, leave), compute())
+            await cancel_on_disconnect(Request({"type": "http"}, disconnect), compute())
         assert ends == ["cancelled"]
 
     asyncio.run(ask())

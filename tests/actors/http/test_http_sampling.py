@@ -45,7 +45,6 @@ def answer(http: httpx.Client, path: str, **body: Any) -> Any:
 
 
 def streamed(http: httpx.Client, path: str, **body: Any) -> list[Any]:
-    """The choices of a stream."""
     response = http.post(path, json={**GREEDY, **body, "stream": True})
     pieces = response.text.split("\n\n")[:-2]
     return [c for p in pieces for c in json.loads(p.removeprefix("data: "))["choices"]]
@@ -140,7 +139,7 @@ ECHO: dict[str, Any] = {"prompt": "abc def", "echo": True}
 
 
 def test_an_echo_is_the_prompt_and_then_the_answer(http: httpx.Client) -> None:
-    """Also in a stream; each of several prompts has its own."""
+    """A stream has the echo, too, and each of several prompts its own."""
     plain = answer(http, COMPLETIONS, prompt="abc def")
     assert answer(http, COMPLETIONS, **ECHO)["text"] == "abc def" + plain["text"]
     pieces = streamed(http, COMPLETIONS, prompt=["abc def", "xy"], echo=True, n=2, temperature=1, seed=3)

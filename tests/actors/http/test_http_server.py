@@ -407,8 +407,6 @@ def test_disconnects_free_their_requests(server: LiveServer) -> None:
 
 
 class DyingExecutor(PassingExecutor):
-    """A real executor whose workers die on command."""
-
     def __init__(self, config: EngineConfig) -> None:
         super().__init__(make_executor(config))
         self.dies_at_step = threading.Event()

@@ -46,7 +46,7 @@ def answer(http: httpx.Client, **body: Any) -> Any:
 
 
 def check_trace(figures: Any, num_tokens: int) -> None:
-    """The reported tokens, steps and totals agree."""
+    """Check that the reported tokens, steps and totals agree."""
     trace = figures["trace"]
     assert trace["first_token"] == 0 and trace["truncated"] is False
     assert len(trace["origins"]) == len(trace["steps"]) == num_tokens

@@ -84,7 +84,7 @@ def collector() -> Iterator[Collector]:
     found.server.server_close()
 
 
-class Lying(PassingExecutor):
+class WrongExecutor(PassingExecutor):
     """A real executor that can be made to accept a wrong draft."""
 
     lies = False
@@ -101,16 +101,16 @@ class Lying(PassingExecutor):
 
 
 @pytest.fixture(scope="module")
-def executors() -> list[Lying]:
+def executors() -> list[WrongExecutor]:
     return []
 
 
 @pytest.fixture(scope="module")
 def server(
-    tmp_path_factory: pytest.TempPathFactory, collector: Collector, executors: list[Lying]
+    tmp_path_factory: pytest.TempPathFactory, collector: Collector, executors: list[WrongExecutor]
 ) -> Iterator[LiveServer]:
-    def make(config: EngineConfig) -> Lying:
-        executors.append(Lying(make_executor(config)))
+    def make(config: EngineConfig) -> WrongExecutor:
+        executors.append(WrongExecutor(make_executor(config)))
         return executors[-1]
 
     target, drafter = make_text_pair(tmp_path_factory.mktemp("pair"))
@@ -164,7 +164,7 @@ def audits(http: httpx.Client) -> dict[str, float]:
 
 
 def flushed(server: LiveServer, collector: Collector, request_id: str) -> dict[str, Any]:
-    """The spans of a request by name, as they arrive at the collector."""
+    """Return the spans of a request by name, as they arrive at the collector."""
 
     def mine() -> list[Any]:
         return [s for s in collector.spans if values(s.attributes).get("manta.request_id") == request_id]
@@ -379,7 +379,7 @@ def test_finished_answers_are_audited_and_equal(server: LiveServer, http: httpx.
 
 
 def test_a_differing_answer_is_named_with_its_token(
-    http: httpx.Client, server: LiveServer, executors: list[Lying], log: io.StringIO
+    http: httpx.Client, server: LiveServer, executors: list[WrongExecutor], log: io.StringIO
 ) -> None:
     wait_for(lambda: server.engine.stats().running == 0)
     before = audits(http)

@@ -39,14 +39,14 @@ def messages(*, supported: SupportedOptions = ALL, **body: Any) -> ChatRequest:
 
 
 def said(chat: ChatRequest) -> list[dict[str, Any]]:
-    """What a template gets; reasoning is there under several names."""
+    """Return what a template gets; reasoning has several names there."""
     messages = [message.for_template(f"messages.{i}") for i, message in enumerate(chat.messages)]
     shown = parse_arguments(messages)
     return [{k: v for k, v in each.items() if k not in ("reasoning", "thinking")} for each in shown]
 
 
 def items(*given: dict[str, Any]) -> list[dict[str, Any]]:
-    """A turn with a call, as a client returns it."""
+    """Return a turn with a call, as a client returns it."""
     return [
         {"role": "user", "content": [{"type": "input_text", "text": "Oslo?"}]},
         {

@@ -31,7 +31,7 @@ VALUES = st.recursive(
 
 
 def bodies(value: Any) -> list[bytes]:
-    """The same value in clients' spellings: plain characters, escaped, and with whitespace."""
+    """Yield the same value in clients' spellings: plain characters, escaped, and with whitespace."""
     return [orjson.dumps(value), json.dumps(value).encode(), json.dumps(value, indent=2).encode()]
 
 

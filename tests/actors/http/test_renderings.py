@@ -46,8 +46,8 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> EngineConfig:
     )
 
 
-class Doors:
-    """Asks for a conversation, written as chat has it, by each door.
+class Apis:
+    """Sends a conversation, written as chat has it, to each API.
 
     Tokens are taken where the engine gets them, for two of the APIs do not return them.
     """
@@ -117,12 +117,12 @@ class Doors:
 
 
 @pytest.fixture(scope="module")
-def doors(config: EngineConfig) -> Iterator[Doors]:
+def apis(config: EngineConfig) -> Iterator[Apis]:
     with LLM(**asdict(config)) as llm, closing(asyncio.new_event_loop()) as loop:
         engine = AsyncEngine(config)
         loop.run_until_complete(engine.start())
         try:
-            yield Doors(llm, engine, loop, config.model)
+            yield Apis(llm, engine, loop, config.model)
         finally:
             engine.close()
 
@@ -133,7 +133,6 @@ def parts_of(message: Json) -> list[str]:
 
 
 def as_items(messages: list[Json]) -> Json:
-    """The body for /v1/responses."""
     body: Json = {"input": []}
     for at, message in enumerate(messages):
         role, texts = message["role"], parts_of(message)
@@ -238,15 +237,15 @@ SHAPES: dict[str, list[Json]] = {
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_a_conversation_has_one_rendering_in_five_apis(doors: Doors, shape: str) -> None:
+def test_a_conversation_has_one_rendering_in_five_apis(apis: Apis, shape: str) -> None:
     messages = SHAPES[shape]
     for name, template in ROLE_TEMPLATES.items():
-        found = doors.ask(messages, template)
-        texts = "".join(f"\n--- {name}, {door}\n{doors.text(each)}" for door, each in found.items())
+        found = apis.ask(messages, template)
+        texts = "".join(f"\n--- {name}, {api}\n{apis.text(each)}" for api, each in found.items())
         assert len(set(found.values())) == 1, texts
         if name in NO_TOOLS and any(message["role"] == "tool" for message in messages):
             assert found["LLM"] == REFUSED
             continue
-        text = doors.text(found["LLM"])
+        text = apis.text(found["LLM"])
         parts = (without_surrogates(part) for message in messages for part in parts_of(message))
         assert all(part in text for part in parts), (name, text)

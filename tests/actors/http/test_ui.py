@@ -66,7 +66,7 @@ def test_the_api_documentation_needs_no_other_server(server: LiveServer, page: s
 
 
 def wait_for(browser: Browser, what: str) -> Any:
-    """The value of a script once it is true on the page."""
+    """Return the value of a script once it is true on the page."""
     deadline_s = time.monotonic() + 60
     while not (found := browser.run(f"return {what}")):
         assert time.monotonic() < deadline_s, what

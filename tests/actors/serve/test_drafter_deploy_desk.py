@@ -81,7 +81,7 @@ class Engine:
 
 
 class Replicas:
-    """Desks over one board, and a clock."""
+    """Canaries over one store, and a clock."""
 
     def __init__(self) -> None:
         self.board, self.now_s = MemoryBoard(), 0.0

@@ -82,7 +82,7 @@ def until(true: Callable[[], bool]) -> None:
 
 
 def events(response: httpx.Response) -> list[Any]:
-    """The events of a stream; [DONE] must end it, and nothing meant for gateways may be left."""
+    """Return the events of a stream; [DONE] must end it, and nothing meant for gateways may be left."""
     lines = [line for line in response.text.split("\n\n") if line]
     assert lines[-1] == "data: [DONE]" and all(line.startswith("data: ") for line in lines), lines
     return [json.loads(line.removeprefix("data: ")) for line in lines[:-1]]
@@ -91,7 +91,7 @@ def events(response: httpx.Response) -> list[Any]:
 def test_shared_prompts_are_routed_to_the_replica_that_computed_them(
     http: httpx.Client, stand: GatewayStand
 ) -> None:
-    """By the engines' own counts, compared with random choice."""
+    """The engines' own counts are compared with random choice."""
     dice, pair = random.Random(4), stand.replicas[:2]
 
     def by_chance(body: dict[str, Any]) -> None:
@@ -296,7 +296,7 @@ def test_one_metrics_page_has_the_samples_of_all_replicas(http: httpx.Client) ->
     assert text.count("manta:gateway_replica_up{") == 3
 
 
-class Mortal(PassingExecutor):
+class DyingExecutor(PassingExecutor):
     """A real executor that dies at its nth step."""
 
     def __init__(self, config: EngineConfig, num_steps: int) -> None:
@@ -311,11 +311,11 @@ class Mortal(PassingExecutor):
 
 
 def mortal(num_steps: int) -> Callable[[EngineConfig], Executor]:
-    return lambda config: Mortal(config, num_steps)
+    return lambda config: DyingExecutor(config, num_steps)
 
 
 def dying(config: EngineConfig, *num_steps: int) -> GatewayStand:
-    """Replicas that die one after the other, and one that does not; they are tried in this order."""
+    """Start replicas that die one after the other, and one that does not; they are tried in this order."""
     models = [(config, served("tiny"))] * (len(num_steps) + 1)
     return GatewayStand(models, makers=[*map(mortal, num_steps), None])
 
@@ -364,7 +364,7 @@ def test_reasoning_and_calls_continue_where_they_were_cut(tmp_path: Path) -> Non
 
 
 def said(response: httpx.Response) -> dict[str, str]:
-    """The contents of a stream's deltas, joined; ids of calls, derived from the response's, are removed."""
+    """Join the contents of a stream's deltas, without ids of calls, which are derived from the response's."""
     found: dict[str, str] = {}
 
     def add(name: str, text: str | None) -> None:
@@ -382,7 +382,7 @@ def said(response: httpx.Response) -> dict[str, str]:
 
 
 def content(response: httpx.Response) -> tuple[str, list[int], int, list[Any], dict[str, int]]:
-    """Text, tokens, number of role events, finish reasons, usage."""
+    """Return text, tokens, number of role events, finish reasons, usage."""
     text, ids, opened, reasons, usage = "", list[int](), 0, list[Any](), dict[str, int]()
     for event in events(response):
         for choice in event["choices"]:
@@ -513,7 +513,7 @@ def test_a_request_that_kills_gets_two_replicas_and_its_neighbors_lose_nothing(
 
 
 def _errors(response: httpx.Response) -> dict[str, Any]:
-    """The error of a response, or the one that ends its stream."""
+    """Return the error of a response, or the one that ends its stream."""
     if response.status_code != 200:
         return response.json()["error"]
     return events(response)[-1]["error"]
@@ -685,7 +685,7 @@ def test_requests_to_a_model_scaled_to_zero_wait_for_one_wake_up_call(stand: Gat
         await asyncio.sleep(0.05)
         fleet.update([record("a", 1)])
 
-    async def nobody(model: ServedModel) -> None:
+    async def start_none(model: ServedModel) -> None:
         raise OSError("no room")
 
     async def wake_model(fleet: Fleet) -> None:
@@ -694,10 +694,10 @@ def test_requests_to_a_model_scaled_to_zero_wait_for_one_wake_up_call(stand: Gat
     fleet = Fleet([ServedModel(("m",), sleeps=True)], stand.directory, wake)
     asyncio.run(wake_model(fleet))
     assert len(calls) == 1 and fleet.choose(fleet.models[0])[0].name == "a"
-    forlorn = Fleet(fleet.models, stand.directory, nobody)
-    asyncio.run(wake_model(forlorn))  # does not wait for ever
+    without_replicas = Fleet(fleet.models, stand.directory, start_none)
+    asyncio.run(wake_model(without_replicas))  # does not wait for ever
     with pytest.raises(NoReplicaError, match="Retry"):
-        forlorn.choose(forlorn.models[0])
+        without_replicas.choose(without_replicas.models[0])
 
 
 def test_the_registry_drops_silent_replicas() -> None:

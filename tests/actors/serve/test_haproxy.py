@@ -164,7 +164,7 @@ def test_a_request_under_which_a_replica_died_is_not_sent_to_another(
 
 
 def kept_alive(connection: socket.socket) -> bool:
-    """Whether a connection that requests a probe may send another request."""
+    """Return whether a connection that requests a probe may send another request."""
     connection.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
     response = http.client.HTTPResponse(connection)
     response.begin()

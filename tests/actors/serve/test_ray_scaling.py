@@ -23,7 +23,7 @@ FULL = ReplicaStats(running=8, max_num_seqs=8, decode_tokens_per_s=100.0).as_dic
 
 
 def context(config: AutoscalingConfig, now_s: float, **known: Any) -> AutoscalingContext:
-    """A replica id as the controller makes it."""
+    """Return a replica id as the controller makes it."""
     blank: dict[str, Any] = {
         "deployment_id": DeploymentID("manta"),
         "deployment_name": "manta",
@@ -43,7 +43,7 @@ def context(config: AutoscalingConfig, now_s: float, **known: Any) -> Autoscalin
 
 
 def heard(now_s: float, *replicas: dict[str, float]) -> dict[str, dict[str, list[TimeStampedValue]]]:
-    """Raw metrics: one point of each value of each replica."""
+    """Return raw metrics: one point of each value of each replica."""
     return {
         name: {f"r{i}": [TimeStampedValue(now_s, figures[name])] for i, figures in enumerate(replicas)}
         for name in replicas[0]
@@ -51,7 +51,7 @@ def heard(now_s: float, *replicas: dict[str, float]) -> dict[str, dict[str, list
 
 
 def served(**changed: Any) -> tuple[AutoscalingConfig, Callable[[AutoscalingContext], tuple[int, Any]]]:
-    """The policy as in the controller: pickled, loaded there, within Serve's bounds and delays."""
+    """Return the policy as in the controller: pickled, loaded there, within Serve's bounds and delays."""
     config = AutoscalingConfig(**{**scaling_options(0, 9, ScalingRules())["autoscaling_config"], **changed})
     policy = config.policy.from_serialized_policy_def(
         {"policy_function": POLICY, "policy_kwargs": config.policy.policy_kwargs},

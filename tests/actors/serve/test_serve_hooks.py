@@ -19,7 +19,7 @@ from starlette.types import Message, Receive, Scope, Send
 
 
 def answer(status: int, kind: str, body: bytes, ids: list[str], requested: str) -> tuple[int, Headers, bytes]:
-    """The ids that a client gets for an answer with a number of ids, to a request with one."""
+    """Return the ids that a client gets for an answer with a number of ids, to a request with one."""
     sent: list[Message] = []
     seen: list[str | None] = []
 

@@ -38,7 +38,7 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> EngineConfig:
 
 
 @pytest.fixture(scope="module")
-def doors(config: EngineConfig) -> Iterator[dict[str, Ask]]:
+def apis(config: EngineConfig) -> Iterator[dict[str, Ask]]:
     """Every API that answers a conversation, by name; `/tokenize` only returns its tokens."""
     with (
         LLM(**asdict(config)) as llm,
@@ -113,26 +113,26 @@ def _ask_batch(config: EngineConfig, options: dict[str, Any]) -> Answer:
     ],
 )
 def test_a_conversation_has_the_same_prompt_in_every_api(
-    doors: dict[str, Ask], options: dict[str, Any]
+    apis: dict[str, Ask], options: dict[str, Any]
 ) -> None:
-    found = {name: ask(options) for name, ask in doors.items()}
+    found = {name: ask(options) for name, ask in apis.items()}
     first, answer = found["LLM.chat"]
     wanted = {name: (first, None if name == "tokenize" and first != "refused" else answer) for name in found}
     assert found == wanted
 
 
-def test_a_conversation_is_truncated_in_every_api(doors: dict[str, Ask]) -> None:
-    chat, stream, batch = (doors[n]({"truncate_prompt_tokens": 3}) for n in ("chat", "stream", "batch"))
+def test_a_conversation_is_truncated_in_every_api(apis: dict[str, Ask]) -> None:
+    chat, stream, batch = (apis[n]({"truncate_prompt_tokens": 3}) for n in ("chat", "stream", "batch"))
     assert chat == stream == batch and chat[0] == 3
     for name in ("chat", "stream", "batch"):
-        assert doors[name]({"truncate_prompt_tokens": 0}) == ("refused", "prompt")
+        assert apis[name]({"truncate_prompt_tokens": 0}) == ("refused", "prompt")
 
 
 def test_an_unknown_reasoning_effort_is_refused_in_every_api(
-    doors: dict[str, Ask],
+    apis: dict[str, Ask],
 ) -> None:
     for name in ("chat", "stream", "tokenize", "batch"):
-        assert doors[name]({"reasoning_effort": "high"}) == ("refused", "reasoning_effort")
+        assert apis[name]({"reasoning_effort": "high"}) == ("refused", "reasoning_effort")
 
 
 def test_a_complete_answer_equals_its_stream(config: EngineConfig) -> None:

@@ -76,8 +76,10 @@ SHOWN = {"<think>", "</think>"}
 
 
 def learn_ranks() -> dict[bytes, int]:
-    """All bytes, then the most frequent pairs of what is left, one by one: also those that lie across two
-    pieces of the pattern, so that a text which is cut elsewhere shows. At last `WHOLE`."""
+    """Return all bytes, then the most frequent remaining pairs, one by one, and `WHOLE`.
+
+    Pairs may lie across two pieces of the pattern, so that a text which is split elsewhere shows.
+    """
     ranks = {bytes([byte]): byte for byte in range(256)}
     pieces = [[bytes([byte]) for byte in (text * 2).encode()] for text in TEXTS.values()]
     for _ in range(NUM_MERGES):
@@ -139,7 +141,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def make_oracle() -> tiktoken.Encoding:
-    """As tokenization_kimi.py builds it, with fewer reserved tokens."""
+    """Build the tokenizer as tokenization_kimi.py does, with fewer reserved tokens."""
     special = {NAMES.get(i, f"<|reserved_token_{FIRST_ADDED + i}|>"): FIRST_ADDED + i for i in range(18)}
     return tiktoken.Encoding("kimi", pat_str=PATTERN, mergeable_ranks=RANKS, special_tokens=special)
 

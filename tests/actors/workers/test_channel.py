@@ -227,7 +227,7 @@ def _shared_files() -> set[str]:
 
 
 class BreakingWorker(Worker):
-    """A rank whose second step fails."""
+    """A rank with a failing second step."""
 
     def _open(self) -> None:
         self.device = torch.device("cpu")

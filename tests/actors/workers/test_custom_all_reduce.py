@@ -131,7 +131,7 @@ Result = dict[str, Any]  # Any: JSON
 
 @pytest.fixture(scope="module", params=[2, 4])
 def results(request: pytest.FixtureRequest) -> dict[tuple[str, str], list[Result]]:
-    """What each rank found, for each case."""
+    """Each rank's results by case."""
     cases = [case for case in (*WORKING, *FAILING) if request.param > 2 or case[0] != "order"]
 
     def start(rank: int, port: int) -> subprocess.Popen[str]:

@@ -33,7 +33,7 @@ CPU = torch.device("cpu")
 DRAFTS = [7, 8]
 
 
-class Notebook:
+class RecordingSession:
     """A drafter session that records its input and proposes the same drafts for all; `gate` makes it wait."""
 
     def __init__(
@@ -65,7 +65,7 @@ class Notebook:
         self._notes.append((f"{self._name} learns", plan.step))
 
 
-class House:
+class RunningServer:
     """A server in a thread, and links to it."""
 
     def __init__(self) -> None:
@@ -73,16 +73,16 @@ class House:
         self.notes: list[tuple[str, int]] = []
         self.gate = threading.Event()
         self.gate.set()
-        self.server = DrafterServer(self._seat)
+        self.server = DrafterServer(self._make_session)
         self._thread = threading.Thread(target=self.server.serve, args=[0.2])
         self._links: list[DrafterClient] = []
 
-    def _seat(self, hello: Hello) -> Notebook:
+    def _make_session(self, hello: Hello) -> RecordingSession:
         if not hello.num_pages[0]:
             raise ConfigError("no pages", param="num_pages")
-        return Notebook(hello.name, self.notes, self.gate, self.num_parts)
+        return RecordingSession(hello.name, self.notes, self.gate, self.num_parts)
 
-    def guest(self, name: str, num_pages: int = 8) -> DrafterClient:
+    def connect(self, name: str, num_pages: int = 8) -> DrafterClient:
         config = EngineConfig(model="t", max_num_seqs=4, max_num_batched_tokens=32)
         sizes = Sizes.of(config, 2, 4, torch.float32)
         hello = Hello(name, config, (num_pages,), sizes, None)
@@ -101,13 +101,13 @@ class House:
 
 
 @pytest.fixture
-def house() -> Iterator[House]:
-    made = House()
+def running() -> Iterator[RunningServer]:
+    made = RunningServer()
     yield made
     made.close()
 
 
-def tell(link: DrafterClient, plan: SchedulerOutput, part: int = 0, *, is_last: bool = True) -> None:
+def report(link: DrafterClient, plan: SchedulerOutput, part: int = 0, *, is_last: bool = True) -> None:
     values = [torch.full((plan.num_requests,), plan.step), torch.full((plan.num_requests, 4), plan.step / 2)]
     link.send_results(plan.step, part, values, followed=True, num_drafts=None, is_last=is_last)
 
@@ -119,13 +119,13 @@ def until(is_so: Callable[[], bool]) -> None:
         time.sleep(1e-3)
 
 
-def settle(link: DrafterClient) -> None:
+def wait_until_done(link: DrafterClient) -> None:
     until(lambda: link.receive() or not link.num_open)
 
 
 @pytest.mark.parametrize("common", ["nothing", "a request", "pages"])
-def test_the_next_plan_is_drafted_ahead_if_it_shares_no_requests(house: House, common: str) -> None:
-    link, steps = house.guest("a"), Steps(4)
+def test_the_next_plan_is_drafted_ahead_if_it_shares_no_requests(running: RunningServer, common: str) -> None:
+    link, steps = running.connect("a"), Steps(4)
     first = steps.plan([0, 1], [3, 3], [3, 3], [2, 2], admitted=[steps.admit(s, [1, 2, 3]) for s in (0, 1)])
     slot = 1 if common == "a request" else 2
     then = steps.plan([slot], [3], [3], [2], admitted=[steps.admit(slot, [1, 2, 3])])
@@ -137,71 +137,75 @@ def test_the_next_plan_is_drafted_ahead_if_it_shares_no_requests(house: House, c
     assert found is not None and found[0].tolist() == [DRAFTS] * 2
     assert found[1].dtype == torch.float32 and found[1].equal(found[0] / 8)
     if common == "nothing":
-        until(lambda: ("a drafts", then.step) in house.notes)
+        until(lambda: ("a drafts", then.step) in running.notes)
     else:
         time.sleep(0.05)
-        assert house.notes[-1] == ("a drafts", first.step)
-    tell(link, first)
+        assert running.notes[-1] == ("a drafts", first.step)
+    report(link, first)
     assert link.drafts(then.step, (1, 2)) is not None
-    tell(link, then)
-    settle(link)
-    learned = [step for note, step in house.notes if note == "a learns"]
+    report(link, then)
+    wait_until_done(link)
+    learned = [step for note, step in running.notes if note == "a learns"]
     assert learned == [first.step, then.step]
 
 
-def test_a_step_sent_in_parts_stays_open_until_the_drafter_has_read_all_of_them(house: House) -> None:
-    house.num_parts = 2
-    link, steps = house.guest("a"), Steps(4)
+def test_a_step_sent_in_parts_stays_open_until_the_drafter_has_read_all_of_them(
+    running: RunningServer,
+) -> None:
+    running.num_parts = 2
+    link, steps = running.connect("a"), Steps(4)
     plan = steps.plan([0], [3], [3], [2])
     link.request_drafts(plan)
     assert link.drafts(plan.step, (1, 2)) is not None
-    house.gate.clear()
-    tell(link, plan, 0, is_last=False)
-    tell(link, plan, 1)
-    house.gate.set()
-    settle(link)
-    assert house.notes[-2:] == [("a learns", plan.step)] * 2
+    running.gate.clear()
+    report(link, plan, 0, is_last=False)
+    report(link, plan, 1)
+    running.gate.set()
+    wait_until_done(link)
+    assert running.notes[-2:] == [("a learns", plan.step)] * 2
 
 
-def test_a_stopped_drafter_is_awaited_once_and_catches_up_correctly(house: House) -> None:
-    link, steps = house.guest("a"), Steps(4)
+def test_a_stopped_drafter_is_awaited_once_and_catches_up_correctly(running: RunningServer) -> None:
+    link, steps = running.connect("a"), Steps(4)
     plans = [steps.plan([0], [3 + i], [3], [2]) for i in range(6)]
     link.request_drafts(plans[0])
     assert link.drafts(plans[0].step, (1, 2)) is not None
-    tell(link, plans[0])
-    settle(link)
-    house.gate.clear()
+    report(link, plans[0])
+    wait_until_done(link)
+    running.gate.clear()
     link.request_drafts(plans[1])
     begin_s = time.monotonic()
     assert link.drafts(plans[1].step, (1, 2)) is None
     assert MIN_WAIT_S <= time.monotonic() - begin_s < 2.0 and not link.is_ready and not link.is_lost
-    tell(link, plans[1])
+    report(link, plans[1])
     begin_s = time.monotonic()
     for plan in plans[2:4]:
         link.request_drafts(plan)
         assert link.drafts(plan.step, (1, 2)) is None, "it is not waited for again"
-        tell(link, plan)
+        report(link, plan)
     assert time.monotonic() - begin_s < MIN_WAIT_S
-    house.gate.set()
-    settle(link)
+    running.gate.set()
+    wait_until_done(link)
     assert link.is_ready
-    learned = [step for note, step in house.notes if note == "a learns"]
+    learned = [step for note, step in running.notes if note == "a learns"]
     assert learned == [plan.step for plan in plans[:4]], "nothing is missing"
     link.request_drafts(plans[4])
     assert link.drafts(plans[4].step, (1, 2)) is not None
 
 
-def test_a_drafter_that_lags_too_long_is_given_up_and_a_dead_one_is_noticed_immediately(house: House) -> None:
-    link, steps = house.guest("a"), Steps(4)
-    house.gate.clear()
+def test_a_drafter_that_lags_too_long_is_given_up_and_a_dead_one_is_noticed_immediately(
+    running: RunningServer,
+) -> None:
+    link, steps = running.connect("a"), Steps(4)
+    running.gate.clear()
     for number in range(MAX_OPEN + 2):
         plan = steps.plan([0], [3 + number], [3], [2])
         link.request_drafts(plan)
         assert link.drafts(plan.step, (1, 2)) is None
-        tell(link, plan)
+        report(link, plan)
     assert link.is_lost and not link.is_ready
-    house.gate.set()
-    again = house.guest("a")  # its own session
+    running.gate.set()
+    again = running.connect("a")  # its own session
     plan = steps.plan([0], [3], [3], [2])
     again.request_drafts(plan)
     assert again.drafts(plan.step, (1, 2)) is not None
@@ -214,56 +218,56 @@ def test_a_drafter_that_lags_too_long_is_given_up_and_a_dead_one_is_noticed_imme
         )
 
 
-def test_a_refused_connection_gets_the_reason(house: House) -> None:
+def test_a_refused_connection_gets_the_reason(running: RunningServer) -> None:
     with pytest.raises(ConfigError, match="no pages") as caught:
-        house.guest("a", num_pages=0)
+        running.connect("a", num_pages=0)
     assert caught.value.param == "num_pages"
 
 
 def test_a_message_of_a_process_that_does_not_know_the_key_is_not_unpickled(
-    house: House, tmp_path: Path
+    running: RunningServer, tmp_path: Path
 ) -> None:
-    name, _, key = house.server.address.partition("/")
+    name, _, key = running.server.address.partition("/")
     for wrong in (secrets.token_hex(len(key) // 2), key[len(key) // 2 :] * 2):
         sock, _ = connect(f"{name}/{wrong}")
         file = os.memfd_create("stranger")
         with contextlib.suppress(OSError):
             socket.send_fds(sock, [pickle.dumps(TouchesWhenUnpickled(tmp_path / "ran"))], [file])
         os.close(file)
-        house.guest(f"next to {wrong[:4]}")
+        running.connect(f"next to {wrong[:4]}")
         with contextlib.suppress(ConnectionResetError):
             assert sock.recv(100) == b"", "no byte of ours"
         sock.close()
     assert not (tmp_path / "ran").exists()
 
 
-def test_the_least_served_engine_is_next_and_every_engine_gets_its_queue_time(house: House) -> None:
-    guests, steps = {name: house.guest(name) for name in ("a", "b")}, Steps(4)
-    house.gate.clear()
-    guests["b"].request_drafts(steps.plan([0], [3], [3], [2]))
+def test_the_least_served_engine_is_next_and_every_engine_gets_its_queue_time(running: RunningServer) -> None:
+    links, steps = {name: running.connect(name) for name in ("a", "b")}, Steps(4)
+    running.gate.clear()
+    links["b"].request_drafts(steps.plan([0], [3], [3], [2]))
     time.sleep(0.05)  # b is being served, at the gate
     for slot in (1, 2):
-        guests["b"].request_drafts(steps.plan([slot], [3], [3], [2]))
+        links["b"].request_drafts(steps.plan([slot], [3], [3], [2]))
     late = steps.plan([0], [3], [3], [2])
-    guests["a"].request_drafts(late)
+    links["a"].request_drafts(late)
     time.sleep(0.05)
-    house.gate.set()
-    until(lambda: ("a drafts", late.step) in house.notes)
-    order = [note for note, _ in house.notes if "drafts" in note]
+    running.gate.set()
+    until(lambda: ("a drafts", late.step) in running.notes)
+    order = [note for note, _ in running.notes if "drafts" in note]
     assert order[:2] == ["b drafts", "a drafts"], "b wants more, and has had more"
-    uses = {name: DrafterUse() for name in guests}
+    uses = {name: DrafterUse() for name in links}
 
     def hear(drafted: dict[str, int]) -> bool:
-        for name, guest in guests.items():
-            guest.receive()
-            uses[name] += guest.take_use()
+        for name, link in links.items():
+            link.receive()
+            uses[name] += link.take_use()
         return {name: use.steps for name, use in uses.items()} == drafted
 
     until(lambda: hear({"a": 1, "b": 3}))
     a, b = uses["a"], uses["b"]
     assert a.queue_s > 0.02 and b.served_s > 0.05 > a.served_s
     assert b.queue_s < a.queue_s, "what is done for b itself is no queue"
-    assert guests["a"].take_use() == DrafterUse(), "told once"
+    assert links["a"].take_use() == DrafterUse(), "told once"
 
 
 class WorkClock:
@@ -277,27 +281,27 @@ class WorkClock:
 
 
 def test_every_engine_gets_the_same_share_of_the_drafters_time(
-    house: House, monkeypatch: pytest.MonkeyPatch
+    running: RunningServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Steps of 8, 2 and 1 seconds: each waiting engine has had as much time as the others, within a step."""
     costs_s, asks, clock = {"greedy": 8.0, "small": 2.0, "smaller": 1.0}, 20, WorkClock()
     monkeypatch.setattr(drafter_server, "time", clock)
-    draft = Notebook.draft
+    draft = RecordingSession.draft
 
-    def working(self: Notebook, plan: SchedulerOutput) -> tuple[torch.Tensor, torch.Tensor]:
+    def working(self: RecordingSession, plan: SchedulerOutput) -> tuple[torch.Tensor, torch.Tensor]:
         clock.now_s += costs_s[self._name]
         return draft(self, plan)
 
-    monkeypatch.setattr(Notebook, "draft", working)
-    guests, steps = {name: house.guest(name) for name in costs_s}, Steps(asks)
-    house.gate.clear()
-    for guest in guests.values():
+    monkeypatch.setattr(RecordingSession, "draft", working)
+    links, steps = {name: running.connect(name) for name in costs_s}, Steps(asks)
+    running.gate.clear()
+    for link in links.values():
         for slot in range(asks):
-            guest.request_drafts(steps.plan([slot], [3], [3], [2]))
-    house.gate.set()
-    until(lambda: len(house.notes) == 2 * asks * len(guests))
+            link.request_drafts(steps.plan([slot], [3], [3], [2]))
+    running.gate.set()
+    until(lambda: len(running.notes) == 2 * asks * len(links))
     served_s, left = dict.fromkeys(costs_s, 0.0), dict.fromkeys(costs_s, asks)
-    for note, _ in house.notes:
+    for note, _ in running.notes:
         name, what = note.split()
         if what == "drafts":
             served_s[name] += costs_s[name]

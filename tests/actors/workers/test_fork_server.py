@@ -63,7 +63,6 @@ class Owner:
         self.command, self.answer = json.loads(self.process.stdout.readline())
 
     def start(self, *flags: str) -> str:
-        """Return what a worker prints."""
         process = subprocess.run(
             [*self.command, str(self.folder / "setup.py"), str(self.folder / "worker.py"), *flags],
             cwd=self.folder,

@@ -1,4 +1,4 @@
-"""A Ray that is started here: its token is readable by its user only, whose processes join it."""
+"""A Ray that is started here: only its user can read its token, and that user's processes join it."""
 
 from __future__ import annotations
 

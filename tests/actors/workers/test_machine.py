@@ -1,4 +1,4 @@
-"""What a process may use: the limits of its control groups, both versions, including parents."""
+"""The limits of a process's control groups, both versions, including parents."""
 
 from __future__ import annotations
 
@@ -29,7 +29,6 @@ def groups(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def write(folder: Path, membership: str, **files: str) -> None:
-    """`files`: path with / for __ and . for _dot_ -> text."""
     (folder / "membership").write_text(membership)
     for name, text in files.items():
         path = folder / "mount" / name.replace("__", "/").replace("_dot_", ".")

@@ -1,4 +1,4 @@
-"""Engines whose workers are Ray actors: the same tokens, reported deaths, nothing left behind."""
+"""Engines with Ray actors as workers: the same tokens, reported deaths, nothing left behind."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def requests() -> list[Request]:
 def run_all(
     engine: EngineCore, *, max_draft_tokens: int | None = None, die: Callable[[], None] | None = None
 ) -> list[list[int]]:
-    """Tokens by request; `die` is called while requests run."""
+    """Return tokens by request; `die` is called while requests run."""
     tokens: dict[str, list[int]] = {}
     for request in requests():
         tokens[request.request_id] = []

@@ -78,7 +78,7 @@ def requests() -> list[Request]:
 
 
 def run_all(engine: EngineCore, between: Callable[[int], None] = lambda step: None) -> list[list[int]]:
-    """Tokens by request; `between` is called with the step number after every step."""
+    """Return tokens by request; `between` is called with the step number after every step."""
     tokens: dict[str, list[int]] = {}
     for request in requests():
         tokens[request.request_id] = []
@@ -94,7 +94,7 @@ def run_all(engine: EngineCore, between: Callable[[int], None] = lambda step: No
 
 
 def acceptance(engine: EngineCore) -> float:
-    """Tokens per drafting step in a run of all requests."""
+    """Return tokens per drafting step in a run of all requests."""
     before = engine.stats()
     run_all(engine)
     after = engine.stats()
@@ -141,7 +141,7 @@ def test_a_drafter_killed_stopped_and_restarted_at_random_costs_no_token(
 
 
 def run_until(engine: EngineCore, is_so: Callable[[], bool]) -> None:
-    """One request after the other, so that each step has a known drafter."""
+    """Run one request after the other, so that each step has a known drafter."""
     deadline = time.monotonic() + 60.0
     number = 0
     while not is_so():

@@ -19,7 +19,7 @@ from manta.cluster.step.scheduler_output import DrafterUse
 
 
 def test_results_are_sums_over_engines_and_medians_over_rounds(capsys: pytest.CaptureFixture[str]) -> None:
-    """Two engines, three rounds of ten seconds; in the second one an engine gets half."""
+    """Two engines run three rounds of ten seconds; in the second one an engine gets half."""
     requested: list[tuple[str, int, int, float]] = []
 
     def answering(side: str, drafter: DrafterUse, tokens: int):

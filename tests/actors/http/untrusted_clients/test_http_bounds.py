@@ -54,7 +54,7 @@ def http(server: LiveServer) -> Iterator[httpx.Client]:
 
 
 def test_no_request_builds_a_validator(http: httpx.Client, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first test of this server: its requests are the first."""
+    """This test is the first to use its server."""
     made: list[object] = []
     init = TypeAdapter.__init__
 
@@ -70,7 +70,7 @@ def test_no_request_builds_a_validator(http: httpx.Client, monkeypatch: pytest.M
 
 
 def refusal(http: httpx.Client, path: str, body: dict[str, Any]) -> tuple[str, str]:
-    """The field and the message."""
+    """Return the field and the message."""
     answer = http.post(path, json=body)
     assert answer.status_code == 400, answer.text
     error = answer.json()["error"]
@@ -167,7 +167,7 @@ def test_a_thousand_prompts_start_in_several_slices() -> None:
 
 
 async def body_and_other_turns(completions: list[CompletionOutput]) -> tuple[bytes, int]:
-    """A response's body, and how often other tasks ran meanwhile."""
+    """Return a response's body, and how often other tasks ran meanwhile."""
     others, sent, at_work = 0, list[bytes](), True
 
     async def count() -> None:

@@ -111,7 +111,7 @@ class Listener:
 
 
 def post(server: LiveServer, path: str, body: Any, encodings: Encodings | None = None) -> httpx.Response:
-    """The answer to a large body sent during a stream, which must continue."""
+    """Return the answer to a large body sent during a stream, which must continue."""
     content = body if isinstance(body, bytes) else orjson.dumps(body)
     with Listener(server.url) as listener, httpx.Client(base_url=server.url, timeout=120) as http:
         if encodings is not None:
@@ -185,7 +185,7 @@ def test_characters_inside_strings_are_not_counted(text: str) -> None:
 
 
 class Checked(BaseModel):
-    """A body whose values must not be negative; records the threads that validate it."""
+    """A body without negative values; records the threads that validate it."""
 
     validated_on: ClassVar[list[int]] = []
 

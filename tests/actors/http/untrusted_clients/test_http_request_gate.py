@@ -78,7 +78,7 @@ def until(true: Callable[[], bool]) -> None:
 
 
 def lines_of(caplog: pytest.LogCaptureFixture, count: int) -> list[dict[str, Any]]:
-    """The requests' log lines, once there are enough; a line may come just after its answer."""
+    """Return the requests' log lines, once there are enough; a line may come just after its answer."""
     until(lambda: len(caplog.records) >= count)
     found = [json.loads(r.message) for r in caplog.records if r.name == "manta.requests"]
     assert len(found) == count
@@ -214,7 +214,6 @@ def sent(server: LiveServer, data: bytes) -> socket.socket:
 
 
 def rest(connection: socket.socket) -> bytes:
-    """Everything received until the other side closes."""
     with connection:
         pieces: list[bytes] = []
         while piece := connection.recv(65536):
@@ -245,7 +244,7 @@ def test_the_time_for_a_body_grows_with_the_received_bytes(monkeypatch: pytest.M
     monkeypatch.setattr(bodies, "GRACE_S", 0.1)
 
     async def read(piece: bytes) -> int:
-        """How many of ten pieces arrive, one every 50 ms."""
+        """Return how many of ten pieces arrive, one every 50 ms."""
         count = 0
 
         async def receive() -> Message:

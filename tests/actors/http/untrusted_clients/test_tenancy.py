@@ -96,7 +96,7 @@ def server(config: EngineConfig, settings: ServerSettings) -> Iterator[LiveServe
 
 @pytest.fixture(scope="module")
 def stand(config: EngineConfig, settings: ServerSettings) -> Iterator[GatewayStand]:
-    """The same behind a gateway, with the same storage."""
+    """Start the same behind a gateway, with the same storage."""
     with GatewayStand([(config, settings)] * 2, makers=[simulated] * 2) as stand:
         yield stand
 
@@ -133,7 +133,7 @@ def upload(ask: Ask, key: str | None, content: bytes) -> httpx.Response:
 
 
 def batch_of(ask: Ask, key: str | None, content: bytes, **more: Any) -> dict[str, Any]:
-    """A batch at its end."""
+    """Return a batch at its end."""
     made = {"input_file_id": upload(ask, key, content).json()["id"], "endpoint": "/v1/completions", **more}
     batch = ask(key, "POST", "/v1/batches", json=made).json()
     deadline_s = time.monotonic() + 30
@@ -149,7 +149,7 @@ def rows_of(ask: Ask, key: str | None, batch: dict[str, Any]) -> list[dict[str, 
 
 
 def routes_of(router: Any) -> Iterator[Any]:
-    """All routes, including those that FastAPI keeps in included routers."""
+    """Return all routes, including those that FastAPI keeps in included routers."""
     for route in router.routes:
         inner = getattr(route, "original_router", None)
         yield from [route] if inner is None else routes_of(inner)

@@ -123,7 +123,7 @@ def document(http: httpx.Client) -> Json:
 
 
 def check_log(log: Log) -> None:
-    """Both logs contain no part of the marker, except a bounded field's path."""
+    """Check that both logs contain no part of the marker, except a bounded field's path."""
     text, objects = log.text.getvalue(), log.json.getvalue()
     log.clear()
     for line in text.split("\n"):
@@ -142,8 +142,6 @@ def check_answer(response: httpx.Response, what: object) -> None:
 
 
 class Schemas:
-    """Instances of a document's schemas: the smallest valid one, and those with the marker in one place."""
-
     def __init__(self, document: Json) -> None:
         self._named = document["components"]["schemas"]
 
