@@ -1,3 +1,3 @@
-"""Which Manta this is: told by all that others read, and part of what is kept between starts."""
+"""Manta's version. It is part of the key under which measurements are stored between starts."""
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"

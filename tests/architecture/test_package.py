@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 import tomllib
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import typer.main
+from manta import __version__
 from manta.jobs.cli import app
 from paths import ROOT
 
@@ -106,3 +108,10 @@ def test_the_dockerfile_copies_existing_files_and_runs_existing_commands() -> No
     assert {*default.split(",")} <= extras.keys()
     guide = (ROOT / "docs/how-to/install.md").read_text()
     assert all(f"| `{extra}` |" in guide for extra in extras)
+
+
+def test_package_changelog_and_guide_name_one_version() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    released = re.search(r"^## \[(\d[^]]*)\]", (ROOT / "CHANGELOG.md").read_text(), re.M)
+    assert released is not None and __version__ == project["version"] == released[1]
+    assert f"manta-{__version__}-py3" in (ROOT / "docs/how-to/install.md").read_text()
