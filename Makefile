@@ -1,7 +1,7 @@
 # The two commands of a fresh clone: `make demo` and `make test`. Both need Python >= 3.11 and nothing else.
 #
 #   PYTHON    interpreter that makes .venv               make test PYTHON=/usr/bin/python3.12
-#   PIP_ARGS  added to `pip install`. On Linux without a GPU, PyPI's torch brings several GB of CUDA; give
+#   PIP_ARGS  added to `pip install`. On Linux without a GPU, PyPI's torch installs several GB of CUDA; give
 #             PyTorch's index of CPU wheels here         make demo PIP_ARGS="--extra-index-url <index>"
 #   TESTS     what `make pytest` runs                    make pytest TESTS=tests/jobs/test_cli.py
 
@@ -12,14 +12,14 @@ GPU_TESTS := $(KERNEL_TESTS) tests/drafter/gpu_triton/test_launches.py tests/dra
   $(addprefix tests/actors/targets/, test_device_runner.py test_batch_invariant.py)
 GRID_TESTS := $(addprefix tests/end_to_end/lossless/, test_lossless.py test_lossless_topologies.py) \
   tests/cluster/scheduler/test_cluster_properties.py
-# One more than cores: processes that test Ray wait a third of their time. With two more, ranks that wait for each
-# other are so seldom there together that their tests take ten times as long.
+# One more than cores, because processes that test Ray wait a third of their time. With two more, ranks that wait for
+# each other rarely run at the same time, and their tests take ten times as long.
 TEST_PROCESSES := 3
 OLDEST_TRITON := 3.6.0
-# Loops are compiled once and kept, before all processes would at once.
+# Compile loops once, before all test processes would do so at the same time.
 COMPILE = MANTA_CACHE_DIR=$(VENV)/cache $(BIN)/manta generate x --max-tokens 8 --dtype
 TESTS ?= tests
-# Those of TESTS with tests marked quiet, for to collect all again takes long (of a node id none may be: pytest's 5).
+# Files of TESTS with tests marked quiet: collecting all files again takes long. A node id may select none (exit code 5).
 QUIET_TESTS = $(if $(findstring ::,$(TESTS)),$(TESTS),$(QUIET_FILES))
 QUIET_FILES = $(shell grep -rl --include='test_*.py' 'mark\.quiet' $(TESTS))
 VENV := .venv
@@ -30,10 +30,10 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .PHONY: help install demo test lint types floors pytest chaos kernels versions gpu bench clean
 
-help:  ## what there is
+help:  ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## */  make \1\t/p' Makefile
 
-# The stamp holds the pyproject.toml it was installed from: touching the file without a change installs nothing.
+# The stamp is a copy of the installed pyproject.toml, so touching that file without a change installs nothing.
 install:  ## make .venv and install Manta with its development tools (skipped when nothing changed)
 	@if cmp -s pyproject.toml $(STAMP); then echo "== .venv is up to date"; else $(MAKE) --no-print-directory fresh-install; fi
 
@@ -68,52 +68,52 @@ types: install  ## pyright
 floors: install  ## import-linter: jobs -> actors -> drafter -> cluster
 	$(BIN)/lint-imports
 
-pytest: install  ## the tests, in three processes; then those that want the machine for themselves
+pytest: install  ## the tests, in three processes; then those that need an idle machine
 	$(if $(filter tests,$(TESTS)),$(foreach dtype,bfloat16 float32,$(COMPILE) $(dtype) >/dev/null &&) true)
 	$(BIN)/python -m pytest $(TESTS) -m "not quiet and not slow" -n $(TEST_PROCESSES) --no-loadscope-reorder --durations=15
 	$(if $(QUIET_TESTS),$(BIN)/python -m pytest $(QUIET_TESTS) -m quiet || test $$? = 5)
 
 .PHONY: grid
-grid: install  ## every cell of the losslessness grid and many workloads, of which `make test` has a short form
+grid: install  ## every cell of the losslessness grid and more random workloads than in `make test`
 	MANTA_GRID=whole $(BIN)/python -m pytest $(GRID_TESTS) -n 2 --no-loadscope-reorder -q
 
 .PHONY: slow
-slow: install  ## what clusters take a minute or more each to show; `make test` has shorter forms of it
+slow: install  ## tests that keep a cluster busy for a minute or more; `make test` runs shorter forms
 	$(BIN)/python -m pytest tests -m slow --durations=0
 
 .PHONY: mutations
-mutations: install  ## break the product in 54 places, one at a time: a test must fail; fifteen minutes
+mutations: install  ## break the product in 54 places, one at a time; a test must fail each time (15 minutes)
 	$(BIN)/python tests/trials mutations
 
 .PHONY: sweep
-sweep: install  ## every way to speculate beside plain decoding, 1 to 64 requests (15 minutes on an idle machine)
+sweep: install  ## all methods compared with plain decoding, 1 to 64 requests (15 minutes on an idle machine)
 	$(BIN)/python tests/benchmarks sweep -o docs/benchmarks/sweep-cpu.json --svg docs/benchmarks
 
-chaos: install chaos-serve  ## servers killed piece by piece, batch jobs at 20 random points each (an hour or two)
+chaos: install chaos-serve  ## kill each process of servers, and batch jobs at 20 random points each (an hour or two)
 	MANTA_CHAOS_POINTS=20 $(BIN)/python -m pytest tests/end_to_end/batch/test_batch_chaos.py -q --timeout=0
 
 .PHONY: chaos-serve
-chaos-serve: install  ## every piece of a server killed under 32 streams; writes docs/operations-deaths.md
+chaos-serve: install  ## kill each process of a server under 32 streams; writes docs/operations-deaths.md
 	$(BIN)/python tests/trials serving_chaos docs/operations-deaths
 
-kernels: install  ## the GPU kernels' tests, in Triton's interpreter, and all their shapes compiled
+kernels: install  ## test the GPU kernels in Triton's interpreter, and compile all their shapes
 	MANTA_GRID=whole OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(KERNEL_TESTS) -q
 
-versions: install  ## the same with the oldest Triton that is supported
+versions: install  ## the same with the oldest supported Triton
 	@test -d $(VENV)/triton-$(OLDEST_TRITON) || $(BIN)/python -m pip install --progress-bar off $(PIP_ARGS) \
 	  --no-deps --target $(VENV)/triton-$(OLDEST_TRITON) triton==$(OLDEST_TRITON)
 	MANTA_GRID=whole PYTHONPATH=$(CURDIR)/$(VENV)/triton-$(OLDEST_TRITON) OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(KERNEL_TESTS) -q
 
-gpu: install  ## on a GPU: its kernels' and its runner's tests, the doctor, a step beside the roofline
+gpu: install  ## on a GPU: tests of kernels and runner, manta doctor, a step compared with the roofline
 	@MANTA_TEST_DEVICE=cuda $(BIN)/python -m pytest $(GPU_TESTS) -q; tests=$$?; \
 	$(BIN)/manta doctor -o docs/benchmarks/doctor-gpu.json; doctor=$$?; \
 	$(BIN)/manta bench step -o docs/benchmarks/step-gpu.json; bench=$$?; exit $$((tests + doctor + bench > 0))
 
-bench: install  ## speculation on against off; writes docs/benchmarks/
+bench: install  ## compare speculation on with off; writes docs/benchmarks/
 	$(BIN)/manta bench --output docs/benchmarks/shipped-pair-cpu.json --plot docs/benchmarks/speedup.svg
 
 .PHONY: simulate-gpt-oss
-simulate-gpt-oss: install  ## gpt-oss-120b on eight B300, simulated, method beside method; docs/simulation.md
+simulate-gpt-oss: install  ## simulate gpt-oss-120b on eight B300 with each method; see docs/simulation.md
 	$(BIN)/manta simulate node -m docs/benchmarks/gpt-oss-120b/target --drafter docs/benchmarks/gpt-oss-120b/drafter \
 	  --method plain --method eagle3-3 --method dflash-9 --method dflash --max-model-len 16k \
 	  --acceptance 4.91 --eagle3-acceptance 3.62 --eagle3-drafts 9 \
@@ -122,39 +122,39 @@ simulate-gpt-oss: install  ## gpt-oss-120b on eight B300, simulated, method besi
 QWEN := docs/benchmarks/qwen3-8b
 GPT_OSS := docs/benchmarks/gpt-oss-120b
 .PHONY: simulate-policy
-simulate-policy: install  ## adaptive beside plain and fixed lengths on H200s, simulated; six minutes
+simulate-policy: install  ## simulate adaptive, plain and fixed draft lengths on an H200 (six minutes)
 	$(BIN)/python tests/benchmarks simulate-policy -m $(QWEN)/target --drafter $(QWEN)/drafter -m $(GPT_OSS)/target --drafter $(GPT_OSS)/drafter \
 	  --context 1024 --context 8192 --context 65536 --concurrency 1 --concurrency 16 --concurrency 64 --concurrency 256 \
 	  -o docs/benchmarks/simulated-policy.json
 
 .PHONY: docs
-docs: install  ## the site, into site/; asks no network
+docs: install  ## build the site into site/, without a network
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
 
 .PHONY: ui-pictures
-ui-pictures: install  ## pictures of the live page, of an idle machine; writes docs/ui*.png
+ui-pictures: install  ## take pictures of the live page on an idle machine; writes docs/ui*.png
 	$(BIN)/python tests/trials ui_pictures docs
 
 .PHONY: adapt
-adapt: install  ## the shipped drafter adapted to JSON logs in 20 minutes, and what it keeps; idle machine
+adapt: install  ## adapt the shipped drafter to JSON logs in 20 minutes and measure gains and losses (idle machine)
 	$(BIN)/python tests/benchmarks adapt -o docs/benchmarks/adapt-cpu.json
 
 .PHONY: soak-batch
-soak-batch: install  ## 5 million rows through a batch job on a simulated executor; fails if memory grows
+soak-batch: install  ## run 5 million rows through a batch job on a simulated executor; fails if memory grows
 	$(BIN)/python tests/benchmarks soak-batch -o docs/benchmarks/soak-batch.json
 
 .PHONY: soak-serve
-soak-serve: install  ## ten minutes of streams that come, go and leave, then overload; fails if memory grows
+soak-serve: install  ## ten minutes of streams that end or are aborted, then overload; fails if memory grows
 	$(BIN)/python tests/benchmarks soak-serve -o docs/benchmarks/soak-serve.json
 
 .PHONY: compat
-compat: install  ## other people's clients against the served pair; writes docs/compatibility.md
+compat: install  ## run third-party clients against the served pair; writes docs/compatibility.md
 	$(BIN)/python tests/compat/compat.py docs/compatibility.md
 
 .PHONY: abuse
-abuse: install  ## clients that mean no good, and requests as long as can be; writes docs/benchmarks/abuse.json
+abuse: install  ## run hostile clients and the longest possible requests; writes docs/benchmarks/abuse.json
 	$(BIN)/python -m pip install --quiet $(PIP_ARGS) "schemathesis>=4,<5"
 	$(BIN)/python tests/trials abuse -o docs/benchmarks/abuse.json
 
-clean:  ## remove what the targets made
+clean:  ## remove everything that the targets made
 	rm -rf $(VENV) build dist site .pytest_cache .ruff_cache .hypothesis

@@ -51,8 +51,9 @@ class SpeculativeConfig:
             config.json, or else the target's own scale. A wrong value costs acceptance, but changes no token.
         quantization: quantization of the drafter's weights, never inherited from the engine's. It changes no
             token.
-        prompt_lookup_max, prompt_lookup_min: with "ngram", the longest and the shortest n-gram that is looked
-            up; by default 4 and 2. Shorter ones match more often and are right less often.
+        prompt_lookup_max: with "ngram", the longest n-gram that is looked up; by default 4.
+        prompt_lookup_min: with "ngram", the shortest n-gram that is looked up; by default 2. Shorter ones
+            match more often and are right less often.
     """
 
     model: str | None = None

@@ -221,12 +221,11 @@ def batch(
         bool, typer.Option("--dry-run", help="Print what the job would do, and exit.")
     ] = False,
 ) -> None:
-    """Answer every row of a dataset with engines on Ray. Loses nothing: the same command again resumes.
+    """Answer every row of a dataset with engines on Ray. No row is lost: the same command resumes the job.
 
     A bad row becomes an error row; --seed fixes sampling. Columns named like sampling fields (max_tokens,
-    temperature, ...) win over flags. The `model` of an OpenAI batch line is not looked at: the job names the
-    model. Ended early by Ctrl-C or SIGTERM it keeps what is answered. Also as
-    `ray job submit ... -- manta batch ...`.
+    temperature, ...) override flags. The `model` of an OpenAI batch line is ignored. Ctrl-C and SIGTERM end
+    the job and keep all answers. On a cluster: `ray job submit ... -- manta batch ...`.
     """
     config = engine_config(settings)
     names = settings.get("served_model_name")

@@ -19,7 +19,7 @@ import typer
 from ..cluster.errors import DatasetError, NotFoundError, brief
 from .common.http_client import ServerClient, operators_key
 
-logs = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Questions about logged requests.")
+logs = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Show what happened to a request.")
 Fields = dict[str, Any]  # Any: JSON
 _NAMES = ("request_id", "id")
 _PLACE = ("process", "replica", "engine", "rank")
@@ -50,7 +50,7 @@ def explain(
     url: Annotated[str, typer.Option("--url", help="Address of the server.")] = "http://127.0.0.1:8000",
     api_key: Annotated[
         str | None,
-        typer.Option("--api-key", help="Operators' key; default: MANTA_ADMIN_API_KEY or MANTA_API_KEY."),
+        typer.Option("--api-key", help="Admin key; default: MANTA_ADMIN_API_KEY or MANTA_API_KEY."),
     ] = None,
     files: Annotated[
         list[Path] | None,

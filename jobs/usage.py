@@ -26,12 +26,12 @@ _COLUMNS = [
 
 def receipts(
     folder: Annotated[
-        Path | None, typer.Argument(help="Folder of --receipts; default: ask the server.")
+        Path | None, typer.Argument(help="Folder of --receipts; default: query the server.")
     ] = None,
     url: Annotated[str, typer.Option("--url", help="Address of the server.")] = "http://127.0.0.1:8000",
     api_key: Annotated[
         str | None,
-        typer.Option("--api-key", help="Operators' key; default: MANTA_ADMIN_API_KEY or MANTA_API_KEY."),
+        typer.Option("--api-key", help="Admin key; default: MANTA_ADMIN_API_KEY or MANTA_API_KEY."),
     ] = None,
     day: Annotated[str | None, typer.Option("--day", help="Day in UTC, YYYY-MM-DD; default: all.")] = None,
     tenant: Annotated[str | None, typer.Option("--tenant", help="Tenant; default: all.")] = None,

@@ -62,7 +62,7 @@ class ChatTemplate:
             source = self._named.get(DEFAULT) or _refusing(self._named)
         for name in TEMPLATE_ARGUMENTS & (defaults or {}).keys():
             raise RequestError(
-                f"default_chat_template_kwargs.{name}: every request says this itself. Leave it out.",
+                f"default_chat_template_kwargs.{name}: every request sets this itself. Leave it out.",
                 param="default_chat_template_kwargs",
             )
         self.names = frozenset(self._named)  # names of the templates if there are several

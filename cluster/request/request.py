@@ -32,8 +32,8 @@ class SamplingParams:
         top_k: keep the k most likely tokens; 0 or -1 keeps all.
         min_p: keep tokens at least this likely relative to the most likely one, in [0, 1].
         seed: seed of the noise; drawn at random (and reported) if absent.
-        stop: strings that end the text (the flag may be repeated). They are not part of it unless
-            `include_stop_str_in_output`.
+        stop: strings that end the text (on the command line the flag may be repeated). They are not part of
+            it unless `include_stop_str_in_output`.
         stop_token_ids: tokens that end the sequence, in addition to the model's end-of-sequence tokens.
         max_tokens: most tokens to generate; None means up to the context's end; commands and rows of a
             dataset take 256 by default. OpenAI batch lines have OpenAI's own default.
@@ -41,8 +41,8 @@ class SamplingParams:
         ignore_eos: the model's own end-of-sequence tokens do not end the sequence.
         skip_special_tokens: leave special tokens out of the text, except for `kept_special_token_ids`.
         detokenize: whether to convert tokens to text.
-        presence_penalty, frequency_penalty: subtracted from the logit of a generated token, once or for each
-            occurrence; from -2 to 2.
+        presence_penalty: subtracted once from the logit of every generated token; from -2 to 2.
+        frequency_penalty: subtracted from the logit of a token for each time it was generated; from -2 to 2.
         repetition_penalty: divides the logit of every token of prompt and output (multiplies it where it is
             negative); above 0, 1 is none.
         logit_bias: {token id: value added to its logit}, from -100 to 100; stored as pairs.
@@ -51,7 +51,7 @@ class SamplingParams:
         bad_words_token_ids: the same as token ids.
         logprobs: return the log probability of each generated token, and of this many most likely tokens at
             its position, from the model's own distribution before temperature and all else. None for none.
-        prompt_logprobs: the same for each token of the prompt but the first. Such a prompt is computed
+        prompt_logprobs: as `logprobs`, for each token of the prompt but the first. Such a prompt is computed
             completely, without the prefix cache, which holds no logits.
         thinking_token_budget: force the end of reasoning after this many tokens; None for no limit.
         reasoning_start_token_ids, reasoning_end_token_ids: the tokens around reasoning; by default the

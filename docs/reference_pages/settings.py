@@ -68,7 +68,7 @@ def _vllm_section() -> str:
 def _default(field: Field[Any]) -> str:
     if field.default is not MISSING:
         return "" if field.default is None else code(str(field.default)) if field.default != () else "none"
-    return "required" if field.default_factory is MISSING else "its own defaults"
+    return "required" if field.default_factory is MISSING else "its fields' defaults"
 
 
 def shown_type(hint: Any) -> str:

@@ -69,7 +69,7 @@ class StrictConfig(HfConfig):
         for key, value in cast(dict[str, Any], raw).items() if isinstance(raw, dict) else ():
             if value and key not in known and not _OF_TRAINING.fullmatch(key):
                 raise ValueError(
-                    f"{key} must be absent or false: not yet supported. If it says nothing of the"
-                    " mathematics, set it to null in speculative_config.hf_overrides"
+                    f"{key} must be absent or false: not yet supported. If it does not affect the"
+                    " computation, set it to null in speculative_config.hf_overrides"
                 )
         return raw

@@ -21,29 +21,29 @@ class BatchOptions:
     """Options of a batch job.
 
     Attributes:
-        input: file, folder, pattern or URL (s3://, gs://, abfs://, hf://); may be repeated, of one format.
+        input: file, folder, pattern or URL (s3://, gs://, abfs://, hf://); may be repeated, in one format.
         output: folder or URL for the results.
-        input_format: format of the input; by default found from suffix and content.
-        output_format: format of the results; by default the input's, or JSONL; OpenAI batch lines are
-            answered in kind.
+        input_format: format of the input; by default detected from suffix and content.
+        output_format: format of the results; by default the input's, or JSONL; OpenAI batch lines get
+            OpenAI's form.
         overwrite: replace earlier results in the output.
         resume: "no" refuses an output that is not empty; "force" continues although settings or input differ.
-        retry_failed: answer rows again that have failed.
-        preserve_order: parts, read by name, hold the rows in the input's order.
+        retry_failed: answer the failed rows again.
+        preserve_order: the parts, sorted by name, have the rows in the input's order.
         sample: answer N rows only, drawn by --seed.
         duplicate_ids: refuse rows with the same id, or number them.
         limit_time_s: end after this time, keeping what is answered (exit code 3).
         concurrency: engines at once; 1:4 grows and shrinks.
         prompt_column: column with text, token ids or messages; by default `messages` or `prompt`.
-        template: the prompt, made of columns: "Translate {text} to {language}."
+        template: template that makes the prompt of columns: "Translate {text} to {language}."
         id_column: column with the row's id; by default `custom_id`, `id`, or a hash of the row's content.
-        pass_through: column to copy to the results; may be repeated; * is all of them.
-        sampling: fields for rows that bring none.
+        pass_through: column to copy to the results; may be repeated; * copies all.
+        sampling: fields for rows that have none.
         model_name: in OpenAI responses; the engine's `model` if absent.
         category_column: count rows by the values of this column in the report.
-        plain_sample: rows to answer without speculation, to measure what it is worth; 0 is none; by default
-            as many as that takes, where it costs little.
-        price_per_gpu_hour: price for the report, in any currency. Not applied to cores.
+        plain_sample: rows to answer without speculation, to measure its benefit; 0 disables it; by default at
+            most 5 % of the rows of a long job.
+        price_per_gpu_hour: price for the report, in any currency; not applied to CPU cores.
     """
 
     # Strings, because a Path drops the second slash of a URL. URLs may hold secrets.

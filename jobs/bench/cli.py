@@ -29,7 +29,7 @@ bench = typer.Typer(cls=_SpeculationByDefault, rich_markup_mode=None)
 
 @bench.callback()
 def _stoppable(context: typer.Context) -> None:
-    """Measure speed; `manta bench speculation` where no command is named."""
+    """Measure speed. Without a command, `manta bench` is `manta bench speculation`."""
     # SIGTERM, like Ctrl-C, also stops the servers and processes that are measured.
     context.with_resource(StopSignals())
 

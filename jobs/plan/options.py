@@ -22,7 +22,8 @@ class PlanOptions:
         num_gpus: GPUs of the node.
         gpu: kind of the GPUs.
         drafter: DFlash drafter; by default plain decoding is planned.
-        dtype: auto is the checkpoint's, and bfloat16 for float32. Rates are known for 16 bits only.
+        dtype: data type of weights and K/V; auto takes the checkpoint's, bfloat16 for float32. Rates
+            are known for 16 bits only.
         quantization: quantization of the target's weights; fp8 stores them in one byte.
         drafter_quantization: quantization of the drafter's weights; fp8 stores them in one byte.
         acceptance: mean acceptance length, such as 4.2, or the probability that each draft and all before it

@@ -19,12 +19,12 @@ tags: [code, qwen3]
 # Manta's small target
 
 A Qwen3-style language model of {parameters:.1f} M parameters, made to test and demonstrate DFlash
-speculative decoding on a laptop. It continues Python in the manner of the standard library; it knows
-nothing else and is no assistant.
+speculative decoding on a laptop. It continues Python in the style of the standard library; it knows
+nothing else and is not an assistant.
 
 * **Architecture**: 18 layers of width 192, 4 query and 2 key/value heads of 64, MLP 512, tied embedding,
   RoPE theta 10,000, 1,024 positions; `Qwen3ForCausalLM`, bf16.
-* **Tokenizer**: byte-level BPE, 4,096 tokens, split as Qwen2 splits, NFC; ChatML template;
+* **Tokenizer**: byte-level BPE, 4,096 tokens, with Qwen2's split pattern and NFC; ChatML template;
   `<|endoftext|>` and `<|im_end|>` end a text, `<|mask|>` is the drafter's.
 * **Data**: sources and docstrings of CPython's standard library without tests and generated tables, and
   short chats made from them (explain, write, document a function). Copyright Python Software Foundation,
@@ -35,9 +35,10 @@ nothing else and is no assistant.
   warm-up, constant rate, linear decay; windows of 256, then 512, then 1,024 tokens;
   then {together_steps:,} steps together with the drafter, whose loss reaches the target through its hidden
   states, about half on pieces of the corpus, half on its own continuations at temperatures 0.5 and 0.7 up to
-  where they began to repeat themselves: as in post-training, the target grows surer of what it says;
+  their first repetition: as in post-training, the target's distribution becomes sharper;
   {target_minutes:.0f} + {together_minutes:.0f} minutes on {machine}.
-* **Held-out loss**: {held_out_loss:.3f} nats per token ({held_out_loss_alone:.3f} before the drafter joined).
+* **Held-out loss**: {held_out_loss:.3f} nats per token ({held_out_loss_alone:.3f} before training with the
+  drafter).
 
 Acceptance with `models/drafter` is on that model's card. Made by `models/recipe`.
 """
@@ -52,7 +53,7 @@ tags: [dflash, speculative-decoding]
 # Manta's small DFlash drafter
 
 Drafts blocks of 16 tokens for `models/target` in one pass ([DFlash](https://arxiv.org/abs/2602.06036)), and
-chooses each token behind the one before it by DFlash2's selector (rank 128, 16 candidates). It has no
+chooses each token given the one before it by DFlash2's selector (rank 128, 16 candidates). It has no
 embedding and no head: it uses the target's. z-lab's checkpoint layout, bf16, {parameters:.1f} M parameters,
 of which the selector's tables are 1.0 M; 4 layers, full attention, target layers 1, 4, 8, 12 and 15 as
 features.
@@ -60,20 +61,20 @@ features.
 * **Data**: {continuation_tokens:.2f} M tokens of prompts and continuations that the target wrote itself
   (half at temperature 1, a quarter each at 0.7 and 0), up to 192 tokens after prompts of 30-250 tokens cut
   from its training files; the Python standard library (PSF License Version 2).
-* **Loss**: random anchors, a clean anchor and 15 masks (or 7, by turns), context strictly before the anchor;
-  0.7 the chance of being refused at temperature 1, the rest cross-entropy against an even mixture of the
-  token the target drew and its whole distribution, weighted by D-PACE (alpha 0.5).
+* **Loss**: random anchors, a clean anchor and 15 masks (or 7, alternating), context before the anchor only;
+  0.7 times the rejection probability at temperature 1 plus 0.3 times the cross-entropy against an even
+  mixture of the target's sampled token and its whole distribution, weighted by D-PACE (alpha 0.5).
 * **Training**: {together_steps:,} steps together with the target, three layers deep and by cross-entropy
   alone, {together_minutes:.0f} minutes; then, the target frozen, with the fourth layer and the selector,
   {drafter_steps:,} steps of 8 of its continuations, {drafter_minutes:.0f} minutes on {machine}; Muon for
-  matrices, AdamW for norms and tables, features made anew in every step.
+  matrices, AdamW for norms and tables, features computed again in every step.
 
 ## Acceptance on held-out prompts
 
 `models/prompts.jsonl`, {evaluation_tokens} new tokens each, block 16, a whole block drafted in every step.
 Length is the mean acceptance length: a block's accepted drafts plus the bonus token. Temperature 1 uses
-equal noise, so the answers are the ones plain decoding gives. Repeated: share of tokens inside an 8-gram the
-same answer already had; fresh: the length up to the first such token, for repetition is easy to draft. The
+equal noise, so the answers are those of plain decoding. Repeated: share of tokens in an 8-gram that the
+answer already contained; fresh: the length up to the first such token, because repetition is easy to draft. The
 target's held-out loss is
 {held_out_loss:.3f} nats per token.
 

@@ -346,7 +346,7 @@ def row(found: Found) -> str:
 def table(found: Sequence[Found]) -> str:
     """The whole page."""
     lines = [
-        "# What deaths cost",
+        "# Cost of failures",
         "",
         f"Written by `make chaos`: {STREAMS} streams are open when a process is killed with SIGKILL. *Next"
         " event* is the longest time that a stream waited for a token or its end, *service* the time until a"

@@ -125,7 +125,7 @@ class ServerSettings:
         scaling: how quickly the number of replicas follows the load: fields of `ScalingRules`
             (cluster/fleet/autoscaling.py).
         ui: serve the live page at /ui.
-        log_format: format of the log lines of all processes: text, or json, an object a line.
+        log_format: format of the log lines of all processes: text, or json (an object in each line).
         otlp_traces_endpoint: URL of a collector that gets a span of each request (OTLP over HTTP); needs
             manta[otel]. Without it OTEL_EXPORTER_OTLP_ENDPOINT of the replica's environment, or no tracing.
         lossless_audit: share of answers that an idle engine computes again without speculation, and compares:
@@ -140,8 +140,8 @@ class ServerSettings:
             changed, or None. It runs in a process of its own (`actors/capture/writer_process.py`).
         capture_prompts: keep prompts, too. False keeps answers without their prompts.
         max_metric_labels: number of tenants, and of categories, with labels of their own in metrics and
-            receipts (`actors/engine/tenant.py`), first come, first served. All others count as "other". Each
-            is two series in Prometheus. 0 counts all as "other".
+            receipts (`actors/engine/tenant.py`), in the order in which they appear. All others count as
+            "other". Each is two series in Prometheus. 0 counts all as "other".
         tenants: name that X-Tenant may have, counted separately in metrics and receipts; may be repeated, *
             for any. Other names count as "other", unless the request's key has a tenant, or `*`. Use * only
             for a port that only a proxy reaches.
