@@ -158,13 +158,13 @@ def _check_pattern(folder: Path, settings: _Settings) -> None:
     if name is None:
         raise _unreadable(
             f"{folder / _SETTINGS} is missing, or names no code in auto_map.AutoTokenizer; {TIKTOKEN_MODEL} "
-            "alone does not say how texts are cut."
+            "alone does not define how texts are split."
         )
     file = folder / name
     if not file.is_file():
         raise _unreadable(
-            f"{folder} holds no {name}, which says how texts are cut for its {TIKTOKEN_MODEL}. Put the "
-            "publisher's there: it is read for that, and never run."
+            f"{folder} has no {name}, which defines how texts are split for its {TIKTOKEN_MODEL}. Add "
+            "the publisher's: it is parsed for the pattern and never run."
         )
     if published_pattern(file) != KIMI_PATTERN:
         raise _unreadable(
