@@ -31,7 +31,7 @@ class SamplingParams:
         top_p: smallest set of tokens with probabilities that sum to at least this, in (0, 1].
         top_k: keep the k most likely tokens; 0 or -1 keeps all.
         min_p: keep tokens at least this likely relative to the most likely one, in [0, 1].
-        seed: seed of the noise; drawn at random (and reported) if absent.
+        seed: seed of the noise; drawn at random if absent (dataset results have it in the column `seed`).
         stop: strings that end the text (on the command line the flag may be repeated). They are not part of
             it unless `include_stop_str_in_output`.
         stop_token_ids: tokens that end the sequence, in addition to the model's end-of-sequence tokens.
