@@ -208,3 +208,25 @@ def test_the_readmes_acceptance_equals_the_cards() -> None:
         f"a step returns {float(fresh):.1f} tokens, and at temperature 1 it returns {float(drawn):.1f}"
         in words
     )
+
+
+def test_every_decision_gives_context_decision_and_consequences_in_this_order() -> None:
+    for path in (ROOT / "docs/decisions").glob("*.md"):
+        text = path.read_text(encoding="utf-8")
+        parts = [text.find(part) for part in ("**Context.**", "**Decision", "**Consequences.**")]
+        assert 0 < parts[0] < parts[1] < parts[2], path.name
+
+
+# Files of other repositories that pages name.
+FOREIGN = {"prepare_data.py", "tokenization_kimi.py"}
+
+
+def test_the_modules_that_pages_name_exist() -> None:
+    folders = ("actors", "cluster", "docs", "drafter", "jobs", "models", "tests")
+    modules = [f"/{path.relative_to(ROOT)}" for each in folders for path in (ROOT / each).rglob("*.py")]
+    modules += ["/data.py", "/version.py"]
+    pages = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")]
+    for page in pages:
+        named = re.findall(r"`(?:\.\.\./)?([\w/]+\.py)(?:::[^`]*)?`", page.read_text(encoding="utf-8"))
+        unknown = {name for name in named if not any(module.endswith(f"/{name}") for module in modules)}
+        assert unknown <= FOREIGN, page.name
