@@ -269,7 +269,7 @@ OTHER = CODE.replace("1,3", "1,4")
 @pytest.mark.parametrize(
     ("name", "text", "message"),
     [
-        ("tokenization_kimi.py", None, "holds no tokenization_kimi.py.*never run"),
+        ("tokenization_kimi.py", None, "has no tokenization_kimi.py.*never run"),
         ("tokenization_kimi.py", OTHER, "another `pat_str` than Kimi's"),
         ("tokenization_kimi.py", "pat_str = unknown()", "another `pat_str` than Kimi's"),
         ("tokenization_kimi.py", "pat_str = (", "tokenization_kimi.py cannot be read"),
