@@ -74,9 +74,8 @@ features.
 `models/prompts.jsonl`, {evaluation_tokens} new tokens each, block 16, a whole block drafted in every step.
 Length is the mean acceptance length: a block's accepted drafts plus the bonus token. Temperature 1 uses
 equal noise, so the answers are those of plain decoding. Repeated: share of tokens in an 8-gram that the
-answer already contained; fresh: the length up to the first such token, because repetition is easy to draft. The
-target's held-out loss is
-{held_out_loss:.3f} nats per token.
+answer already contained; fresh: the length up to the first such token, because repetition is easy to draft.
+The target's held-out loss is {held_out_loss:.3f} nats per token.
 
 {table}
 
