@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ..cluster.errors import CheckpointError
 from ..cluster.pages.kv_cache_groups import KVCacheSpec
+from .compute.checkpoint.quantization.checkpoint_quantization import CheckpointQuantization
 from .compute.checkpoint.safetensors_reader import FLOATS, INTEGERS, TensorHeaders
 from .compute.layers.rope import RopeConfig
 
@@ -35,6 +36,7 @@ class DrafterShape:
         vocab_size: vocabulary of the target it was trained for.
         draft_vocab_size: rows of its own head; equals `vocab_size` unless `d2t` maps them.
         attention_bias: whether q, k, v and o have biases.
+        quantization: how the checkpoint stores quantized matrices; None if none is.
     """
 
     file: str
@@ -50,6 +52,7 @@ class DrafterShape:
     vocab_size: int
     draft_vocab_size: int
     attention_bias: bool = False
+    quantization: CheckpointQuantization | None = None
 
     @property
     def num_layers(self) -> int:

@@ -16,7 +16,13 @@ from ...drafter.compute.checkpoint.hf_config import read_json
 
 _ROOT = Path(__file__).resolve().parents[2]
 _HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
-SHAPE_FILES = ("config.json", "generation_config.json", "README.md", "mask_embedding.pt")
+SHAPE_FILES = (
+    "config.json",
+    "generation_config.json",
+    "hf_quant_config.json",
+    "README.md",
+    "mask_embedding.pt",
+)
 TOKENIZER_JSON, TIKTOKEN_MODEL = "tokenizer.json", "tiktoken.model"
 TOKENIZER_CODE = "tokenization_*.py"  # parsed for a pattern, never run
 _SMALL_FILES = ("*.json", "*.jinja", "*.txt", "*.model", TOKENIZER_CODE, "mask_embedding.pt")

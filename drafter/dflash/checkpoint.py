@@ -17,7 +17,8 @@ from ...cluster.errors import CheckpointError
 from ...cluster.pages.kv_cache_groups import LayerPlace
 from ..compute.backend import Backend
 from ..compute.checkpoint.hf_config import Json
-from ..compute.checkpoint.safetensors_reader import TensorFolder, TensorHeaders, TensorSource
+from ..compute.checkpoint.quantization.quantized_tensors import open_folder
+from ..compute.checkpoint.safetensors_reader import TensorHeaders, TensorSource
 from ..drafter_spec import TOKEN_MAP, check_tensors
 from .config import DrafterConfig
 from .model import DFlashDrafter
@@ -87,7 +88,7 @@ def check_drafter(path: str | Path, target: TargetFacts, overrides: Json | None 
     """Read the configuration (with `overrides`) and refuse what cannot work, without reading a weight."""
     config = DrafterConfig.load(path, overrides)
     config.check_fits(target)
-    folder = TensorFolder(path)
+    folder = open_folder(path, config.quantization)
     check_tensors(folder, stored_shapes(config, target, folder))
     return config
 
@@ -110,7 +111,8 @@ def load_drafter(
         shared_embeddings: the target's embedding and head, used where the checkpoint has none of its own.
         input_embedding_scale: replaces the checkpoint's value.
     """
-    config, tensors = check_drafter(path, target, overrides), TensorFolder(path)
+    config = check_drafter(path, target, overrides)
+    tensors = open_folder(path, config.quantization, dtype)
     place = (target, shared_embeddings, dtype, device, backend, places)
     return make_drafter(config, tensors, *place, input_embedding_scale=input_embedding_scale)
 

@@ -15,6 +15,7 @@ from typing import Any, Literal
 from ...cluster.errors import CheckpointError
 from ..compute.backend import Feature, ModelStackSpec
 from ..compute.checkpoint.hf_config import Json, overridden, parse, read_json, wrong
+from ..compute.checkpoint.quantization.read_quantization import read_quantization
 from ..compute.layers.rope import RopeConfig
 from ..drafter_spec import DrafterShape, DraftLayer
 from .config_formats import (
@@ -97,9 +98,13 @@ class DrafterConfig(DrafterShape):
             of_kind = _read_assistant if parse(DFlashKind, raw, file).name == ASSISTANT else _read_z_lab
             return of_kind(raw, file, mask_embedding=mask_embedding)
 
+        def read_all(raw: Json) -> DrafterConfig:
+            quantization = read_quantization(raw, folder, param="speculative_config.model")
+            return replace(read(raw), quantization=quantization)
+
         if not overrides:
-            return read(raw)
-        return overridden(raw, overrides, read, param="speculative_config.hf_overrides")
+            return read_all(raw)
+        return overridden(raw, overrides, read_all, param="speculative_config.hf_overrides")
 
     def of_backend(self) -> ModelStackSpec:
         features: set[Feature] = set()

@@ -10,7 +10,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import AfterValidator, AliasChoices, Field, field_validator, model_validator
 
 from ..compute.checkpoint.hf_config import Count, HfConfig, Off
-from .known_keys import ROPE_KEYS, StrictConfig
+from .known_keys import QUANTIZATION_KEYS, ROPE_KEYS, StrictConfig
 
 BLOCK_SIZE = "an integer from 2 (anchor and one mask)"
 BlockSize = Annotated[int, Field(ge=2, description=BLOCK_SIZE)]
@@ -37,7 +37,7 @@ LayerTypes = Annotated[
 class Backbone(StrictConfig):
     """The Qwen3 block, with the keys that all formats spell alike."""
 
-    ALSO_READ: ClassVar[frozenset[str]] = ROPE_KEYS
+    ALSO_READ: ClassVar[frozenset[str]] = ROPE_KEYS | QUANTIZATION_KEYS
 
     hidden_size: Count
     intermediate_size: Count
@@ -55,7 +55,6 @@ class Backbone(StrictConfig):
     mlp_bias: Off = False
     use_gemma_norm: Off = False
     swiglu_limit: Off = False
-    quantization_config: Off = False
 
     @property
     def kv_heads(self) -> int:
@@ -217,6 +216,8 @@ class DFlashSpeculatorsKind(HfConfig):
 
 class DFlashSpeculators(DFlashSpeculatorsKind, Conditioning, Scales):
     """Speculators' format: the Qwen3 configuration is nested; windows may be at the top level."""
+
+    ALSO_READ: ClassVar[frozenset[str]] = QUANTIZATION_KEYS
 
     transformer_layer_config: Backbone
     layer_types: LayerTypes | None = None

@@ -45,6 +45,7 @@ _OF_TRANSFORMERS = frozenset(
     transformers_version typical_p use_bfloat16 use_cache use_sliding_window
 """.split()  # noqa: SIM905  (a table)
 )
+QUANTIZATION_KEYS = frozenset(["quantization_config"])  # read by `read_quantization`
 ROPE_KEYS = frozenset(  # read by `RopeConfig.read`
     [
         "rope_theta",

@@ -14,7 +14,8 @@ import torch
 from ...cluster.pages.kv_cache_groups import LayerPlace
 from ..compute.backend import Backend
 from ..compute.checkpoint.hf_config import Json
-from ..compute.checkpoint.safetensors_reader import TensorFolder, TensorHeaders, TensorSource
+from ..compute.checkpoint.quantization.quantized_tensors import open_folder
+from ..compute.checkpoint.safetensors_reader import TensorHeaders, TensorSource
 from ..dflash.target_features import TargetEmbeddings, TargetFacts
 from ..drafter_spec import TOKEN_MAP, check_tensors
 from .config import Eagle3Config
@@ -61,7 +62,7 @@ def check_eagle3(path: str | Path, target: TargetFacts, overrides: Json | None =
     """Read the configuration (with `overrides`) and refuse what cannot work, without reading a weight."""
     config = Eagle3Config.load(path, target.num_layers, overrides)
     config.check_fits(target)
-    check_eagle3_tensors(config, TensorFolder(path))
+    check_eagle3_tensors(config, open_folder(path, config.quantization))
     return config
 
 
@@ -96,7 +97,8 @@ def load_eagle3(
 ) -> Eagle3Drafter:
     """Check and load a drafter; `shared_embeddings` replaces an embedding or head that it lacks."""
     config = check_eagle3(path, target, overrides)
-    return make_eagle3(config, TensorFolder(path), target, shared_embeddings, dtype, device, backend, places)
+    tensors = open_folder(path, config.quantization, dtype)
+    return make_eagle3(config, tensors, target, shared_embeddings, dtype, device, backend, places)
 
 
 def make_eagle3(

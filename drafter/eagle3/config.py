@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 from ..compute.backend import ModelStackSpec
 from ..compute.checkpoint.hf_config import Json, overridden, parse, read_json, wrong
+from ..compute.checkpoint.quantization.read_quantization import read_quantization
 from ..compute.layers.rope import RopeConfig
 from ..dflash.target_features import TargetFacts
 from ..drafter_spec import DrafterShape, DraftLayer
@@ -60,7 +61,8 @@ class Eagle3Config(DrafterShape):
 
         def read(raw: Json) -> Eagle3Config:
             of_format = _read_speculators if "speculators_model_type" in raw else _read_sglang
-            return of_format(raw, file, num_target_layers)
+            quantization = read_quantization(raw, folder, param="speculative_config.model")
+            return replace(of_format(raw, file, num_target_layers), quantization=quantization)
 
         if not overrides:
             return read(raw)

@@ -5,14 +5,14 @@ Keys that ask for unsupported mathematics are refused. `config.py` combines the 
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import AfterValidator, Field, field_validator, model_validator
 
 from ..compute.checkpoint.hf_config import Count, HfConfig, Json, Off
 from ..dflash.config_formats import KINDS as DFLASH_KINDS
 from ..dflash.config_formats import Backbone, each_once
-from ..dflash.known_keys import StrictConfig
+from ..dflash.known_keys import QUANTIZATION_KEYS, StrictConfig
 
 LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
 LayerIds = Annotated[tuple[int, ...], Field(description="a list of integers"), AfterValidator(each_once)]
@@ -108,6 +108,8 @@ class Eagle3SpeculatorsKind(HfConfig):
 
 class Eagle3Speculators(Eagle3SpeculatorsKind, Norms):
     """Speculators' format: the block's configuration is nested."""
+
+    ALSO_READ: ClassVar[frozenset[str]] = QUANTIZATION_KEYS
 
     transformer_layer_config: OneLayer
     draft_vocab_size: Count = 32000  # the default of Speculators' class

@@ -12,6 +12,7 @@ from typing import Any
 
 from ...cluster.errors import CheckpointError
 from ...drafter.card import min_card_length
+from ...drafter.compute.checkpoint.quantization.quantized_tensors import QuantizedTensors
 from ...drafter.compute.checkpoint.safetensors_reader import TensorHeaders
 from ...drafter.dflash.config import DrafterConfig
 from ...drafter.eagle3.config import DEFAULT_DRAFTS
@@ -64,6 +65,7 @@ class DrafterSummary:
 
 def summarize_drafter(files: DrafterFiles[AnyConfig]) -> DrafterSummary:
     config, tensors = files.config, files.tensors
+    stored = tensors.stored if isinstance(tensors, QuantizedTensors) else tensors
     blocks = config if isinstance(config, DrafterConfig) else None
     return DrafterSummary(
         name=files.name,
@@ -89,9 +91,9 @@ def summarize_drafter(files: DrafterFiles[AnyConfig]) -> DrafterSummary:
             if tensors.shapes.keys().isdisjoint((name, f"model.{name}"))
         ),
         rope=f"{config.rope.kind}, theta {config.rope.theta:g}",
-        dtypes=tuple(sorted(set(tensors.dtypes.values()))),
+        dtypes=tuple(sorted({tensors.dtypes[name] for name in tensors.shapes})),
         num_parameters=sum(map(prod, tensors.shapes.values())),
-        weight_bytes=sum(_num_bytes(tensors, name) for name in tensors.shapes),
+        weight_bytes=sum(_num_bytes(stored, name) for name in stored.shapes),
         kv_bytes_per_token=2 * 2 * config.num_layers * config.num_kv_heads * config.head_dim,
         num_speculative_tokens=DEFAULT_DRAFTS if blocks is None else blocks.max_drafts,
         mean_acceptance_length=min_card_length(files.folder),

@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from ....cluster.errors import CheckpointError
 from ....drafter.compute.checkpoint.hf_config import Json, overridden, read_json, text_config, wrong
+from ....drafter.compute.checkpoint.quantization.read_quantization import read_quantization
 from ..model.model_spec import ModelSpec
 from . import (
     deepseek_v3,
@@ -25,6 +25,7 @@ from . import (
     muse_glimmer,
     qwen3_5,
 )
+from .packed_experts import with_quantization
 
 Reader = Callable[[Json, str], ModelSpec]
 
@@ -55,7 +56,6 @@ FAMILIES: Mapping[str, Reader] = {
 }
 
 _GENERATION, _ENDS = "generation_config.json", "eos_token_id"
-_QUANTIZED = "hf_quant_config.json"
 
 # Unsupported classes that resemble supported ones, with the feature that is missing here.
 _MISSING_FEATURES: Mapping[str, str] = {
@@ -72,35 +72,19 @@ def read_model(folder: Path, overrides: Json | None = None) -> ModelSpec:
     a "text_config", wherever the file has them. Raises CheckpointError if the model is not supported; says
     why.
     """
-    file = str(folder / "config.json")
     raw = text_config(read_json(folder, param="model"))
-    _check_unquantised(folder)
     generation = read_json(folder, _GENERATION, param="model", required=False)
     if generation.get(_ENDS) is not None:
         raw = {**raw, _ENDS: generation[_ENDS]}
     nested = (overrides or {}).get("text_config")
     flat = {key: value for key, value in (overrides or {}).items() if key != "text_config"}
     flat |= nested if isinstance(nested, Mapping) else {}
-    found = overridden(raw, flat, lambda raw: _read(raw, file), param="hf_overrides")
+    found = overridden(raw, flat, lambda raw: _read(raw, folder), param="hf_overrides")
     if not all(0 <= token_id < found.vocab_size for token_id in found.eos_token_ids):
         given = end_tokens_file(folder, flat)
         wanted = f"token ids below vocab_size ({found.vocab_size}); set hf_overrides where the file is wrong"
         raise wrong(given, _ENDS, list(found.eos_token_ids), wanted)
     return found
-
-
-def _check_unquantised(folder: Path) -> None:
-    """Raise CheckpointError for ModelOpt checkpoints if hf_quant_config.json says that they are
-    quantized.
-    """
-    quantized = read_json(folder, _QUANTIZED, param="model", required=False).get("quantization")
-    if quantized is not None:
-        algorithm = quantized.get("quant_algo") if isinstance(quantized, Mapping) else quantized
-        raise CheckpointError(
-            f"{folder / _QUANTIZED} says that its weights are quantized ({algorithm}): such targets are not "
-            "served, use the unquantized checkpoint.",
-            param="model",
-        )
 
 
 def end_tokens_file(folder: Path, overrides: Json | None = None) -> str:
@@ -111,12 +95,13 @@ def end_tokens_file(folder: Path, overrides: Json | None = None) -> str:
     return str(folder / ("config.json" if generation.get(_ENDS) is None else _GENERATION))
 
 
-def _read(raw: Json, file: str) -> ModelSpec:
-    names = raw.get("architectures")
+def _read(raw: Json, folder: Path) -> ModelSpec:
+    names, file = raw.get("architectures"), str(folder / "config.json")
     name = names[0] if isinstance(names, list) and names else ""
     if name not in FAMILIES:
         reason = f"{name} has {_MISSING_FEATURES[name]}, which" if name in _MISSING_FEATURES else "others"
         verb = "is" if name in _MISSING_FEATURES else "are"
         wanted = f"one of {', '.join(FAMILIES)}: {reason} {verb} not served"
         raise wrong(file, "architectures", names, wanted)
-    return FAMILIES[name](raw, file)
+    spec = FAMILIES[name](raw, file)
+    return with_quantization(spec, read_quantization(raw, folder, param="model"), raw, file)

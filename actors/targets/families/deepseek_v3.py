@@ -7,8 +7,6 @@ that of cosines and sines. The norms of both bottlenecks have an epsilon that is
 layers for multi-token prediction (`num_nextn_predict_layers`) are not read. Of Kimi K2.5 and later the text
 part is read.
 
-Published weights are FP8 in blocks, or INT4 in groups for experts only (`shared/quantization_configs.py`).
-
 Sources: transformers' modeling_deepseek_v3.py and configuration_{deepseek_v3,kimi_k25}.py.
 """
 
@@ -23,11 +21,10 @@ from pydantic import Field
 from ....drafter.compute.checkpoint.hf_config import Count, Json, Off, parse, wrong
 from ....drafter.compute.layers.rope import RopeConfig
 from ..model.attention import Latent, TargetAttention
-from ..model.mlp_spec import GatedMLP, RoutedMLP
+from ..model.mlp_spec import GatedMLP
 from ..model.model_spec import LayerSpec, ModelSpec, TensorRule
 from .shared.deepseek_moe import EXPERT_TENSORS, SigmoidExpertsConfig
 from .shared.llama_like import model_of
-from .shared.quantization_configs import INT4_GROUP, Fp8Weights, Int4Weights, int4_tensors
 
 _BOTTLENECK_EPS = 1e-6  # as in the publishers' code and in transformers
 
@@ -46,11 +43,6 @@ class DeepseekV3Config(SigmoidExpertsConfig):
     n_group: Count = 8
     topk_group: Count = 4
     routed_scaling_factor: float = 2.5
-    quantization_config: Fp8Weights | Int4Weights | None = Field(
-        None,
-        discriminator="quant_method",
-        description="FP8 in blocks, or INT4 in groups of 32 (compressed-tensors, pack-quantized)",
-    )
     # Other values of these keys would change the mathematics.
     attention_bias: Off = False
     index_topk: Off = False
@@ -78,15 +70,6 @@ class DeepseekV3Config(SigmoidExpertsConfig):
             ),
         )
 
-    def experts(self, file: str) -> RoutedMLP:
-        routed = self.routed(file)
-        if not isinstance(self.quantization_config, Int4Weights):
-            return routed
-        for key in ("hidden_size", "moe_intermediate_size"):
-            if (size := getattr(self, key)) % INT4_GROUP:
-                raise wrong(file, key, size, f"a multiple of {INT4_GROUP}, the group of packed weights")
-        return replace(routed, inner_multiple=INT4_GROUP)
-
 
 _ATTENTION = "layers.{layer}.self_attn."
 _TENSORS: Mapping[str, TensorRule] = {
@@ -102,12 +85,10 @@ _TENSORS: Mapping[str, TensorRule] = {
 
 def read(raw: Json, file: str) -> ModelSpec:
     config = parse(DeepseekV3Config, raw, file)
-    attention, routed = config.attention(raw, file), config.experts(file)
+    attention, routed = config.attention(raw, file), config.routed(file)
     dense = GatedMLP(inner_size=config.intermediate_size)
     layers = tuple(
         LayerSpec(mixer=attention, mlp=dense if i < config.first_k_dense_replace else routed)
         for i in range(config.num_hidden_layers)
     )
-    packing = config.quantization_config
-    spec = model_of(config, layers, int4_tensors(_TENSORS) if isinstance(packing, Int4Weights) else _TENSORS)
-    return replace(spec, fp8_block=packing.block if isinstance(packing, Fp8Weights) else None)
+    return model_of(config, layers, _TENSORS)

@@ -2,8 +2,8 @@
 
     x += o(attention(norm x), sinks) + b;  x += sum of w_j (down_j(act(gate_up_j u + b_j)) + c_j),  u = norm x
 
-Experts' gate and up rows are interleaved in files and separated at load. On the Hub experts are packed
-(MXFP4, as `quantization_config` says); without it they are [E, inputs, outputs] in the model's dtype.
+Experts' gate and up rows are interleaved in files and separated at load. Files have the experts packed, as on
+the Hub, or as [E, inputs, outputs].
 
 Sources: transformers' modeling_gpt_oss.py and configuration_gpt_oss.py, with the latter's defaults.
 """
@@ -12,13 +12,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 from pydantic import AfterValidator, AliasChoices, Field
 from torch import Tensor
 
-from ....drafter.compute.checkpoint.hf_config import Count, HfConfig, Json, parse, wrong
-from ....drafter.compute.checkpoint.packed_4bit import BLOCK
+from ....drafter.compute.checkpoint.hf_config import Count, Json, parse
 from ....drafter.compute.checkpoint.safetensors_reader import BYTES
 from ....drafter.compute.layers.moe import MoeRouter
 from ....drafter.compute.layers.rope import RopeConfig
@@ -45,12 +44,6 @@ def _check_alpha(value: float) -> float:
     return value
 
 
-class _Quantisation(HfConfig):
-    """MXFP4. The list of modules that are not packed is ignored, as the tensors' names say the same."""
-
-    quant_method: Literal["mxfp4"]
-
-
 class GptOssConfig(PlainConfig):
     intermediate_size: Count = 2880
     head_dim: Count | None = 64
@@ -66,7 +59,6 @@ class GptOssConfig(PlainConfig):
     swiglu_alpha: Annotated[float, AfterValidator(_check_alpha)] = _ALPHA
     # + Published files do not state a dtype.
     checkpoint_dtype: str = Field("bfloat16", validation_alias=AliasChoices("dtype", "torch_dtype"))
-    quantization_config: _Quantisation | None = None
 
 
 def _deinterleave(rows: Tensor) -> Tensor:
@@ -126,11 +118,6 @@ def read(raw: Json, file: str) -> ModelSpec:
     if not raw.get("rope_parameters") and not raw.get("rope_scaling"):
         raw = {**raw, "rope_scaling": _YARN}
     config = parse(GptOssConfig, raw, file)
-    is_packed = config.quantization_config is not None
-    if is_packed:
-        for key in ("hidden_size", "intermediate_size"):
-            if (size := getattr(config, key)) % BLOCK:
-                raise wrong(file, key, size, f"a multiple of {BLOCK}, the block of packed weights")
     size = config.head_size(file)
     derived = tuple(
         "full_attention" if i % 2 else "sliding_attention" for i in range(config.num_hidden_layers)
@@ -149,7 +136,7 @@ def read(raw: Json, file: str) -> ModelSpec:
         LayerSpec(mixer=replace(attention, window=config.window_of(kind, file)), mlp=_experts(config))
         for kind in config.types(file, derived)
     ]
-    return model_of(config, tuple(layers), {**_TENSORS, **(_PACKED if is_packed else _PLAIN)})
+    return model_of(config, tuple(layers), {**_TENSORS, **_PLAIN, **_PACKED})
 
 
 def _experts(config: GptOssConfig) -> RoutedMLP:
@@ -166,5 +153,4 @@ def _experts(config: GptOssConfig) -> RoutedMLP:
         activation="swiglu_clamped",
         limit=config.swiglu_limit,
         bias=True,
-        inner_multiple=1 if config.quantization_config is None else BLOCK,
     )

@@ -4,8 +4,7 @@
 
 `sliding_window_size` counts the tokens before a row; `sliding_window`, which transformers writes, includes
 the row. The scale of values is multiplied into v's rows at load. Published files and those saved by
-transformers name most of this differently; both are read. FP8 matrices in blocks are dequantized
-(`actors/targets/families/shared/quantization_configs.py`).
+transformers name most of this differently; both are read.
 
 Sources: transformers' modeling_mimo_v2_flash.py and configuration_mimo_v2_flash.py; a published file.
 """
@@ -26,7 +25,6 @@ from ..model.mlp_spec import GatedMLP
 from ..model.model_spec import LayerSpec, ModelSpec, TensorRule, Transform
 from .shared.deepseek_moe import EXPERT_TENSORS, SigmoidExpertsConfig, in_fp32
 from .shared.llama_like import model_of, refuse_rope_scaling
-from .shared.quantization_configs import Fp8Weights
 
 _ROTARY_FACTOR = 0.334  # rotated share of a head if config.json does not say: 64 of 192 dimensions
 _THETA = {"full_attention": 5e6, "sliding_attention": 1e4}
@@ -53,7 +51,6 @@ class MiMoV2Config(SigmoidExpertsConfig):
     mlp_layer_types: tuple[Literal["dense", "sparse"], ...] | None = None
     moe_layer_freq: tuple[Literal[0, 1], ...] | None = None
     scoring_func: Literal["sigmoid"] = "sigmoid"
-    quantization_config: Fp8Weights | None = None
 
     def kinds(self, file: str) -> tuple[str, ...]:
         """Return the type of each layer; by default the first and every sixth are full."""
@@ -128,5 +125,4 @@ def read(raw: Json, file: str) -> ModelSpec:
         LayerSpec(mixer=attention[kind], mlp=routed if is_routed else dense)
         for kind, is_routed in zip(config.kinds(file), config.are_routed(file), strict=True)
     )
-    spec = model_of(config, layers, _tensors(config.attention_value_scale))
-    return replace(spec, fp8_block=config.quantization_config and config.quantization_config.block)
+    return model_of(config, layers, _tensors(config.attention_value_scale))

@@ -3,9 +3,6 @@
     q = norm(W_q u), k = norm(W_k u) over all heads;  x += o(attention(q, k, v))
     s = sigmoid(W u) in fp32;  the top k of s + correction;  x += sum of  s_e / (sum of these s) expert_e(u)
 
-Published weights are FP8 in blocks, which are dequantized
-(`actors/targets/families/shared/quantization_configs.py`).
-
 Sources: transformers' modeling_minimax_m2.py and configuration_minimax_m2.py.
 """
 
@@ -25,7 +22,6 @@ from ..model.mlp_spec import RoutedMLP
 from ..model.model_spec import LayerSpec, ModelSpec, TensorRule
 from .shared.deepseek_moe import in_fp32
 from .shared.llama_like import TENSORS, PlainConfig, model_of
-from .shared.quantization_configs import Fp8Weights
 
 _THETA = 5e6
 
@@ -43,7 +39,6 @@ class MiniMaxM2Config(PlainConfig):
     num_key_value_heads: Count | None = 8
     num_local_experts: Count = 256
     num_experts_per_tok: Count = 8
-    quantization_config: Fp8Weights | None = None
     # Keys of published files that transformers does not have; only these values are supported.
     scoring_func: Literal["sigmoid"] = "sigmoid"
     qk_norm_type: Literal["per_layer"] = "per_layer"
@@ -95,5 +90,4 @@ def read(raw: Json, file: str) -> ModelSpec:
         ),
         mlp=config.routed(file),
     )
-    spec = model_of(config, (layer,) * config.num_hidden_layers, _TENSORS)
-    return replace(spec, fp8_block=config.quantization_config and config.quantization_config.block)
+    return model_of(config, (layer,) * config.num_hidden_layers, _TENSORS)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from ....cluster.config import EngineConfig, SpeculativeConfig
 from ....cluster.errors import CheckpointError, ConfigError
 from ....cluster.pages.kv_cache_groups import KVCacheLayout, plan_kv_cache
 from ....drafter.compute.backend import DeviceCapabilities, ModelStackSpec
+from ....drafter.compute.checkpoint.quantization.quantized_tensors import open_folder, unused_scales
 from ....drafter.dflash.checkpoint import check_drafter
 from ....drafter.dflash.config import DrafterConfig
 from ....drafter.dflash.target_features import TargetFacts
@@ -97,8 +99,7 @@ def plan_load(config: EngineConfig) -> LoadPlan:
     folder, draft_folder, drafter = target_folder(config), None, None
     target = read_model(folder, config.hf_overrides)
     Sharding(target, 0, config.tensor_parallel_size)
-    if config.load_format == "auto":
-        open_checkpoint(folder, target)
+    unused = unused_scales(open_checkpoint(folder, target)) if config.load_format == "auto" else ()
     target, doubts = _with_end_token(config, folder, target)
     if (spec := config.speculative_config) is not None and spec.model is not None:
         draft_folder = drafter_folder(config, spec.model)
@@ -106,8 +107,20 @@ def plan_load(config: EngineConfig) -> LoadPlan:
     length = find_max_model_len(config, target, drafter)
     plan = plan_models(config, folder, target, draft_folder, drafter, length)
     if draft_folder is not None:
-        read_drafter(config, draft_folder, plan.facts)
-    return replace(plan, doubts=doubts)
+        checked = read_drafter(config, draft_folder, plan.facts)
+        if config.load_format == "auto" and checked.quantization is not None:
+            unused += unused_scales(open_folder(draft_folder, checked.quantization))
+    return replace(plan, doubts=(*doubts, *unused))
+
+
+def describe_quantization(plan: LoadPlan) -> Iterator[str]:
+    """Yield a sentence for each model whose checkpoint is quantized, with the form in which it is kept."""
+    for name, model in (("target", plan.target), ("drafter", plan.drafter)):
+        if model is None or model.quantization is None:
+            continue
+        is_packed = isinstance(model, ModelSpec) and model.has_packed_experts
+        kept = "its experts stay packed, other matrices" if is_packed else "its matrices"
+        yield f"the {name}'s checkpoint is quantized ({model.quantization}): {kept} are dequantized at load"
 
 
 def read_drafter(config: EngineConfig, folder: Path, facts: TargetFacts) -> DraftConfig:

@@ -37,7 +37,7 @@ from ..model.tensor_parallel import Communicator, Sharding, SingleRank, smallest
 from ..model.weights import TargetWeights, target_shapes
 from ..runners.cpu_runner import ColocatedDrafter, CpuModelRunner, DraftSource
 from ..runners.runner_interface import Drafter, RemoteDrafter, Runner
-from .load_plan import LoadPlan, plan_load
+from .load_plan import LoadPlan, describe_quantization, plan_load
 from .memory_budget import (
     affordable_pages,
     affordable_states,
@@ -154,6 +154,8 @@ def start_runner(
     logger.info("%s", _describe(info, plan))
     for doubt in plan.doubts:
         logger.warning("%s", doubt)
+    for quantized in describe_quantization(plan):
+        logger.info("%s", quantized)
     if plan.config.quantization is not None:
         logger.warning(
             "The target is quantized (%s): outputs differ from those of the unquantized model.",

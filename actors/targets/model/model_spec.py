@@ -18,10 +18,22 @@ from torch import Tensor
 from ....cluster.pages.recurrent_state_spec import RecurrentStateSpec
 from ....drafter.compute.backend import Feature, ModelStackSpec
 from ....drafter.compute.checkpoint.packed_4bit import BLOCK, WORD
+from ....drafter.compute.checkpoint.quantization.checkpoint_quantization import CheckpointQuantization
 from ....drafter.compute.checkpoint.safetensors_reader import FLOATS
 from .attention import AttentionAxis, TargetAttention, attention_axis_size, is_attention_axis
 from .delta_net import DeltaAxis, DeltaNet, delta_axis_size, delta_parts, is_delta_axis, projections
-from .mlp_spec import EXPERT_FORMS, MLP, GatedMLP, MLPAxis, RoutedMLP, is_mlp_axis, mlp_axis_size, mlp_parts
+from .mlp_spec import (
+    EXPERT_FORMS,
+    INT4_EXPERTS,
+    MLP,
+    PACKED_EXPERTS,
+    GatedMLP,
+    MLPAxis,
+    RoutedMLP,
+    is_mlp_axis,
+    mlp_axis_size,
+    mlp_parts,
+)
 
 CheckpointDType = Literal["float32", "bfloat16", "float16"]
 # Dimensions of tensors. "one" has size 1. "_blocks" count blocks of packed weights
@@ -117,8 +129,7 @@ class ModelSpec:
         tensors: part -> where it is. Parts that a layer lacks are not looked up, and of several
             `EXPERT_FORMS` the checkpoint has one.
         dtype: dtype of the checkpoint.
-        fp8_block: rows and columns that share a scale, where the checkpoint stores matrices in FP8; they are
-            computed in `dtype`.
+        quantization: how the checkpoint stores quantized matrices; None if none is.
         eos_token_ids: end-of-sequence tokens, from generation_config.json if it has any.
     """
 
@@ -137,7 +148,7 @@ class ModelSpec:
     tensors: Mapping[str, TensorRule]
     max_position_embeddings: int
     dtype: CheckpointDType
-    fp8_block: tuple[int, int] | None = None
+    quantization: CheckpointQuantization | None = None
     eos_token_ids: tuple[int, ...]
 
     @property
@@ -220,6 +231,11 @@ class ModelSpec:
     def expert_forms(self) -> list[tuple[str, ...]]:
         """The forms in `EXPERT_FORMS` for which the family has tensor names."""
         return [form for form in EXPERT_FORMS if self.tensors.keys() >= set(form)]
+
+    @property
+    def has_packed_experts(self) -> bool:
+        """Whether experts are computed from their packed codes."""
+        return any(form in (PACKED_EXPERTS, INT4_EXPERTS) for form in self.expert_forms)
 
     def in_form(self, form: tuple[str, ...]) -> ModelSpec:
         """Return this model for a checkpoint that stores its experts in this form."""

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ....cluster.errors import CheckpointError
-from ....drafter.compute.checkpoint.fp8_block_reader import Fp8Folder
+from ....drafter.compute.checkpoint.quantization.quantized_tensors import QuantizedFolder, open_folder
 from ....drafter.compute.checkpoint.safetensors_reader import TensorFolder, TensorSource
 from .attention import TargetAttention
 from .delta_net import DeltaNet, DeltaTensors, read_delta
@@ -233,13 +233,15 @@ def _arrange_for_rope(rows: Tensor, part: str, mixer: TargetAttention) -> Tensor
     return torch.cat((passing, mixer.rope.arranged(rotated.flatten(0, 1)).view_as(rotated)), 1).flatten(0, 1)
 
 
-def open_checkpoint(folder: Path, spec: ModelSpec, dtype: torch.dtype = torch.float32) -> TensorFolder:
+def open_checkpoint(
+    folder: Path, spec: ModelSpec, dtype: torch.dtype = torch.float32
+) -> TensorFolder | QuantizedFolder:
     """Open the files and check that every tensor is there with its shape, without reading one.
 
     Args:
         dtype: dtype to compute in.
     """
-    tensors = Fp8Folder(folder, spec.fp8_block, dtype) if spec.fp8_block else TensorFolder(folder)
+    tensors = open_folder(folder, spec.quantization, dtype)
     prefixes = _prefixes(tensors.shapes)
     spec = _in_stored_form(spec, tensors.shapes, prefixes)
     read = _rules_by_name(spec, prefixes)
@@ -250,19 +252,35 @@ def open_checkpoint(folder: Path, spec: ModelSpec, dtype: torch.dtype = torch.fl
     return tensors
 
 
-def _refuse_unexpected(tensors: TensorFolder, spec: ModelSpec, prefixes: tuple[str, str]) -> None:
-    """Raise CheckpointError for a bias or norm that config.json does not mention and would be ignored."""
+def _refuse_unexpected(
+    tensors: TensorFolder | QuantizedFolder, spec: ModelSpec, prefixes: tuple[str, str]
+) -> None:
+    """Raise CheckpointError for a bias or norm that config.json does not mention and would be ignored.
+
+    Biases of zeros, which quantizers write for every module, change nothing.
+    """
     stored = {part for part, rule in spec.tensors.items() if rule.constant is None}
     unexpected = stored - {"embedding", "final_norm", "head", *spec.layer_parts(0)}
     expected = {_full_name(spec.tensors[part], 0, prefixes) for part in spec.layer_parts(0)}
     for part in sorted(unexpected):
         name = _full_name(spec.tensors[part], 0, prefixes)
-        if name in tensors.shapes and name not in expected:
+        if name in tensors.shapes and name not in expected and not _is_zero(tensors, spec, part, prefixes):
             raise CheckpointError(
                 f"model: {tensors.folder} holds {name}, but config.json declares none (attention_bias, "
                 "mlp_bias). Take config.json and weights from one revision.",
                 param="model",
             )
+
+
+def _is_zero(
+    tensors: TensorFolder | QuantizedFolder, spec: ModelSpec, part: str, prefixes: tuple[str, str]
+) -> bool:
+    """Return whether a part is a bias of zeros in all layers that are to have none."""
+    layers = [layer for layer in range(spec.num_layers) if part not in spec.layer_parts(layer)]
+    names = [_full_name(spec.tensors[part], layer, prefixes) for layer in layers]
+    return part.endswith("bias") and not any(
+        tensors.get(name).any() for name in names if name in tensors.shapes
+    )
 
 
 def target_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:

@@ -27,7 +27,7 @@ from torch import Tensor
 from ....cluster.step.executor import ExecutorInfo
 from ....cluster.step.scheduler_output import DrafterUse, IntArray, SchedulerOutput, StepResult
 from ....drafter.compute.backend import Backend
-from ....drafter.compute.checkpoint.safetensors_reader import TensorFolder
+from ....drafter.compute.checkpoint.quantization.quantized_tensors import open_folder
 from ....drafter.dflash.model import ContextFeatures
 from ....drafter.step.inputs.proposals import Proposals
 from ....drafter.step.inputs.row_layout import StepRows
@@ -212,7 +212,7 @@ class SplitRunner:
 
 def _context_features(plan: LoadPlan, backend: Backend) -> ContextFeatures:
     assert plan.drafter_folder is not None and plan.drafter is not None, "a split drafter has a checkpoint"
-    folder = TensorFolder(plan.drafter_folder)
+    folder = open_folder(plan.drafter_folder, plan.drafter.quantization, plan.dtype)
     fc, norm = (
         folder.get(name).to(device=plan.device, dtype=plan.dtype)
         for name in ("fc.weight", "hidden_norm.weight")

@@ -19,6 +19,7 @@ _SAFETENSORS = re.compile(r".+\.safetensors")
 # Dtypes used as stored; dtypes of a drafter's token map; bytes and words of packed codes.
 FLOATS, INTEGERS = ("F32", "BF16", "F16", "F64"), ("I64", "I32")
 BYTES, WORDS = ("U8",), ("I32",)
+_CODES = ("qweight", "weight_packed")  # names of packed matrices
 # Suffixes that quantizers append to a matrix's name without ".weight".
 _OF_QUANTISED = re.compile(
     r"(?P<matrix>.+?)(?:\.weight)?[._]"
@@ -58,8 +59,11 @@ class TensorHeaders:
     def check(self, name: str, shape: tuple[int, ...], dtypes: tuple[str, ...] = FLOATS) -> None:
         """Raise CheckpointError unless the tensor exists with this shape and one of these dtypes."""
         if name not in self.shapes:
+            module = name.removesuffix(".weight")
+            packed = next((code for suffix in _CODES if (code := f"{module}.{suffix}") in self.shapes), None)
+            hint = "" if packed is None else f" {packed} is quantized, which config.json does not say."
             raise CheckpointError(
-                f"{self.where}: tensor {name} is missing; config.json requires shape {list(shape)}.",
+                f"{self.where}: tensor {name} is missing; config.json requires shape {list(shape)}.{hint}",
                 param=name,
             )
         if self.shapes[name] != shape:
@@ -148,5 +152,8 @@ class TensorFolder(TensorHeaders):
 
     def slice(self, name: str, rows: slice, dim: int = 0) -> Tensor:
         """Return a part of a tensor along `dim`, reading only its bytes."""
-        view = self._open[self.file_of[name]].get_slice(name)
-        return view[(*[slice(None)] * dim, rows)]
+        return self.part(name, *[slice(None)] * dim, rows)
+
+    def part(self, name: str, *ranges: slice) -> Tensor:
+        """Return a part of a tensor, a range per leading dimension, reading only its bytes."""
+        return self._open[self.file_of[name]].get_slice(name)[ranges]

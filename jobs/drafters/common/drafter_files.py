@@ -18,6 +18,7 @@ from ....actors.tokenization.checkpoint_paths import (
 )
 from ....cluster.errors import CheckpointError
 from ....drafter.compute.checkpoint.hf_config import Json, read_json
+from ....drafter.compute.checkpoint.quantization.quantized_tensors import QuantizedTensors
 from ....drafter.compute.checkpoint.safetensors_reader import TensorFolder, TensorHeaders
 from ....drafter.dflash.config import DrafterConfig
 from ....drafter.eagle3.config import Eagle3Config
@@ -55,7 +56,10 @@ def open_drafter(name: str) -> DrafterFiles[AnyConfig]:
     """Read a drafter. Raises CheckpointError naming what is missing, wrong or not supported."""
     folder = resolve_checkpoint(name, field="drafter", files=SMALL_FILES)
     config, raw = read_config(folder), read_json(folder, param="drafter")
-    return DrafterFiles(name, folder, revision_of(str(folder)), raw, config, read_headers(name, folder))
+    tensors = read_headers(name, folder)
+    if config.quantization is not None:
+        tensors = QuantizedTensors(tensors, config.quantization)
+    return DrafterFiles(name, folder, revision_of(str(folder)), raw, config, tensors)
 
 
 def is_dflash(files: DrafterFiles[AnyConfig]) -> TypeGuard[DrafterFiles[DrafterConfig]]:

@@ -54,6 +54,12 @@ def convert_drafter(name: str, target_name: str, to: Format, output: Path) -> No
     folder = resolve_checkpoint(name, field="drafter")
     facts = TargetFacts(target.hidden_size, target.num_layers, target.vocab_size, 0, target.embed_scale)
     config, raw = check_drafter(folder, facts), read_json(folder, param="drafter")
+    if config.quantization is not None:
+        raise ConfigError(
+            f"drafter={name!r} is quantized ({config.quantization}): convert the unquantized drafter. Manta "
+            "reads this one directly.",
+            param="drafter",
+        )
     if to == "speculators":
         written = _as_speculators(config, raw, target, target_name)
     else:

@@ -18,7 +18,7 @@ from ....actors.targets.model.model_spec import GatedMLP, ModelSpec, TargetAtten
 from ....actors.targets.model.weights import TargetWeights
 from ....actors.tokenization.tokenizer import Tokenizer
 from ....cluster.errors import ConfigError
-from ....drafter.compute.checkpoint.safetensors_reader import TensorFolder
+from ....drafter.compute.checkpoint.quantization.quantized_tensors import open_folder
 from ....drafter.compute.layers.rope import RopeConfig
 from ....drafter.dflash.checkpoint import drafter_shapes, named_as_ours
 from ....drafter.dflash.config import ConvolutionSize, DrafterConfig, DraftLayer
@@ -106,7 +106,7 @@ def new_drafter(
     torch.manual_seed(SEED)
     drafter = TrainableDrafter(config)
     if initial is not None:
-        source, facts = TensorFolder(initial), facts_of(target.spec)
+        source, facts = open_folder(initial, DrafterConfig.load(initial).quantization), facts_of(target.spec)
         names = [name for name in source.shapes if named_as_ours(name) in drafter_shapes(config, facts)]
         drafter.load_state_dict({named_as_ours(n): source.get(n) for n in names}, strict=False)
         _add_identity_layers(drafter, names)

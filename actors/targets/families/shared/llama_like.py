@@ -6,20 +6,15 @@ x += o(attention(norm x));  x += down(silu(gate norm x) * up norm x)
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Literal, cast
+from typing import ClassVar, Literal, cast
 
-from pydantic import AfterValidator, AliasChoices, Field, field_validator
+from pydantic import AliasChoices, Field, field_validator
 
 from .....drafter.compute.checkpoint.hf_config import Count, HfConfig, Json, wrong
 from .....drafter.compute.layers.rope import RopeConfig
 from ...model.attention import TargetAttention
 from ...model.mlp_spec import GatedMLP
 from ...model.model_spec import CheckpointDType, LayerSpec, ModelSpec, TensorRule
-
-
-def _check_unquantized(value: Any) -> None:  # Any: JSON values
-    if value:
-        raise ValueError("must be absent: quantized targets are not served, use the unquantized checkpoint")
 
 
 class PlainConfig(HfConfig):
@@ -43,7 +38,6 @@ class PlainConfig(HfConfig):
     layer_types: tuple[str, ...] | None = None
     eos_token_id: int | tuple[int, ...] = ()
     checkpoint_dtype: str = Field("float32", validation_alias=AliasChoices("dtype", "torch_dtype"))
-    quantization_config: Annotated[Any, AfterValidator(_check_unquantized)] = None
 
     @field_validator("layer_types")
     @classmethod

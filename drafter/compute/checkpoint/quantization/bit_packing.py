@@ -1,0 +1,57 @@
+"""Unpacks codes from 32-bit words: a little-endian stream of bits, the first code lowest.
+
+Codes of 2, 4 and 8 bits never cross a word; 32 codes of 3 bits fill three words. Files of compressed-tensors
+and GPTQ agree in this; AWQ stores the eight codes of a word in another order (`awq.py`).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+WORD_BITS = 32
+
+
+def codes_per_block(bits: int) -> int:
+    """Return the number of codes in the smallest run of words that holds whole codes."""
+    return WORD_BITS // bits if WORD_BITS % bits == 0 else WORD_BITS
+
+
+def words_per_block(bits: int) -> int:
+    return 1 if WORD_BITS % bits == 0 else bits
+
+
+def num_words(num_codes: int, bits: int) -> int:
+    return -(-num_codes * bits // WORD_BITS)
+
+
+def word_range(part: slice, bits: int) -> tuple[slice, int]:
+    """Return the words that hold the codes of `part`, and the place of its first code in them."""
+    codes, words = codes_per_block(bits), words_per_block(bits)
+    first, last = part.start // codes, -(-part.stop // codes)
+    return slice(first * words, last * words), part.start % codes
+
+
+def unpack(words_RW: Tensor, bits: int) -> Tensor:
+    """Return the codes along the last dimension, uint8 [R, W * 32 / bits], without their offset."""
+    assert words_RW.dtype is torch.int32, "words of 32 bits"
+    words_RW = words_RW.contiguous()
+    if bits == 8:
+        return words_RW.view(torch.uint8)
+    if bits == 4:
+        pairs = words_RW.view(torch.uint8)
+        return torch.stack((pairs & 0xF, pairs >> 4), dim=-1).flatten(-2)
+    if WORD_BITS % bits == 0:
+        shifts = torch.arange(0, WORD_BITS, bits, dtype=torch.int32)
+        return ((words_RW.unsqueeze(-1) >> shifts) & (2**bits - 1)).to(torch.uint8).flatten(-2)
+    return _unpack_crossing(words_RW, bits)
+
+
+def _unpack_crossing(words_RW: Tensor, bits: int) -> Tensor:
+    """Unpack codes that may lie in two words."""
+    missing = -words_RW.shape[-1] % bits
+    words = torch.nn.functional.pad(words_RW.long() & 0xFFFFFFFF, (0, missing + 1))
+    begins = torch.arange((words.shape[-1] - 1) * WORD_BITS // bits) * bits
+    low, place = begins // WORD_BITS, begins % WORD_BITS
+    pair = words[..., low] | (words[..., low + 1] << WORD_BITS)
+    return ((pair >> place) & (2**bits - 1)).to(torch.uint8)

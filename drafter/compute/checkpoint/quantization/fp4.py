@@ -1,0 +1,120 @@
+"""Floating-point codes of four bits (E2M1), two per byte, the first in the low nibble: MXFP4 and NVFP4.
+
+    MXFP4               MODULE.weight_packed  uint8 [O, I / 2]   MODULE.weight_scale  uint8 [O, I / 32]
+                        w = e2m1 * 2^(scale - 127)                 (OCP MX specification v1.0)
+    NVFP4, ModelOpt     MODULE.weight  uint8 [O, I / 2]          MODULE.weight_scale  e4m3 [O, I / 16]
+                        w = e2m1 * (scale * weight_scale_2)        weight_scale_2: fp32, of the whole matrix
+    NVFP4,              MODULE.weight_packed, MODULE.weight_scale likewise
+    compressed-tensors  w = e2m1 * (scale / weight_global_scale)   weight_global_scale: fp32 [1]
+
+The factor of the whole matrix is multiplied or divided first, in fp32, as both formats' own code does.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from ..packed_4bit import GRID
+from ..safetensors_reader import TensorFolder, TensorHeaders
+from .scheme import Scheme, StoredForm, enclosing, expand, require_multiple
+
+_BIAS = 127  # of an MXFP4 scale's exponent
+_OF_MATRIX = ((), (1,))
+
+
+@dataclass(frozen=True, slots=True)
+class _Fp4(Scheme):
+    """Attributes: GROUP: elements of a row that share a scale. SCALE_DTYPES: of these scales."""
+
+    GROUP: ClassVar[int]
+    SCALE_DTYPES: ClassVar[tuple[str, ...]]
+
+    @property
+    def code_dtypes(self) -> tuple[str, ...]:
+        return ("U8",)
+
+    @property
+    def dtype(self) -> str:
+        return "FP4"
+
+    def shape(self, stored: TensorHeaders, module: str) -> tuple[int, int]:
+        rows, columns = (*stored.shapes[f"{module}.{self.CODES}"], 1, 1)[:2]
+        return rows, 2 * columns
+
+    def parts(self, stored: TensorHeaders, module: str, shape: tuple[int, int]) -> Mapping[str, StoredForm]:
+        rows, columns = shape
+        require_multiple(stored, module, "inputs", columns, self.GROUP)
+        return {
+            f"{module}.{self.CODES}": (((rows, columns // 2),), self.code_dtypes),
+            f"{module}.weight_scale": (((rows, columns // self.GROUP),), self.SCALE_DTYPES),
+        }
+
+    def read(self, files: TensorFolder, module: str, rows: slice, columns: slice) -> Tensor:
+        bytes_range, first = enclosing(columns, 2)
+        pairs = files.part(f"{module}.{self.CODES}", rows, bytes_range)
+        codes = torch.stack((pairs & 0xF, pairs >> 4), dim=-1).flatten(1)
+        codes = codes.narrow(1, first, columns.stop - columns.start)
+        values = torch.tensor(GRID)[codes.int()]
+        groups, _ = enclosing(columns, self.GROUP)
+        scales = self._scales(files, module, files.part(f"{module}.weight_scale", rows, groups))
+        return values.mul_(expand(scales, columns, self.GROUP, 1))
+
+    @abstractmethod
+    def _scales(self, files: TensorFolder, module: str, stored: Tensor) -> Tensor:
+        """Return the factors of groups in fp32."""
+
+
+@dataclass(frozen=True, slots=True)
+class Mxfp4Linear(_Fp4):
+    """MXFP4 of linear layers (compressed-tensors); `packed_4bit.py` has that of gpt-oss's experts."""
+
+    CODES: ClassVar[str] = "weight_packed"
+    GROUP: ClassVar[int] = 32
+    SCALE_DTYPES: ClassVar[tuple[str, ...]] = ("U8", "F8_E8M0")
+
+    def __str__(self) -> str:
+        return "MXFP4"
+
+    def _scales(self, files: TensorFolder, module: str, stored: Tensor) -> Tensor:
+        exponents = stored.view(torch.uint8).int() - _BIAS
+        return torch.ldexp(torch.ones_like(exponents, dtype=torch.float32), exponents)
+
+
+@dataclass(frozen=True, slots=True)
+class _Nvfp4(_Fp4):
+    """Attributes: MATRIX_SCALE: name of the factor of the whole matrix."""
+
+    GROUP: ClassVar[int] = 16
+    SCALE_DTYPES: ClassVar[tuple[str, ...]] = ("F8_E4M3",)
+    MATRIX_SCALE: ClassVar[str]
+
+    def __str__(self) -> str:
+        return "NVFP4"
+
+    def parts(self, stored: TensorHeaders, module: str, shape: tuple[int, int]) -> Mapping[str, StoredForm]:
+        of_groups = _Fp4.parts(self, stored, module, shape)
+        return {**of_groups, f"{module}.{self.MATRIX_SCALE}": (_OF_MATRIX, ("F32",))}
+
+
+@dataclass(frozen=True, slots=True)
+class ModelOptNvfp4(_Nvfp4):
+    CODES: ClassVar[str] = "weight"
+    MATRIX_SCALE: ClassVar[str] = "weight_scale_2"
+
+    def _scales(self, files: TensorFolder, module: str, stored: Tensor) -> Tensor:
+        return stored.float() * files.get(f"{module}.{self.MATRIX_SCALE}").reshape(())
+
+
+@dataclass(frozen=True, slots=True)
+class CompressedNvfp4(_Nvfp4):
+    CODES: ClassVar[str] = "weight_packed"
+    MATRIX_SCALE: ClassVar[str] = "weight_global_scale"
+
+    def _scales(self, files: TensorFolder, module: str, stored: Tensor) -> Tensor:
+        return stored.float() / files.get(f"{module}.{self.MATRIX_SCALE}").reshape(())

@@ -1,0 +1,135 @@
+"""compressed-tensors' `pack-quantized`: integers packed along the inputs.
+
+    MODULE.weight_packed      int32 [O, ceil(I * bits / 32)]     w = (code - zero) * scale
+    MODULE.weight_scale       [O, G]; per channel [O, 1]; per tensor [1]
+    MODULE.weight_shape       [2]: O and I
+    MODULE.weight_zero_point  int32 [ceil(O * bits / 32), G], packed along the outputs; or int8 [O, G]
+    MODULE.weight_g_idx       int32 [I]: each input's group (act-order); -1: groups are consecutive
+
+Codes are unsigned in the files; of symmetric weights the zero is the middle one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+import torch
+from torch import Tensor
+
+from .....cluster.errors import CheckpointError
+from ..safetensors_reader import TensorFolder, TensorHeaders
+from .bit_packing import WORD_BITS, num_words, unpack, word_range
+from .scheme import FLOAT_SCALES, Scheme, StoredForm, columns_in_order, require_multiple, rows_of_groups
+
+_INTEGERS = ("I64", "I32")
+
+
+@dataclass(frozen=True, slots=True)
+class PackedIntegers(Scheme):
+    """INT4 or INT8 in words.
+
+    Attributes:
+        group: inputs that share a scale; None: all of a row.
+        per_tensor: one scale for the whole matrix.
+        symmetric: whether there are no zero points.
+        act_order: whether inputs name their group.
+    """
+
+    CODES: ClassVar[str] = "weight_packed"
+
+    bits: Literal[4, 8]
+    group: int | None
+    per_tensor: bool = False
+    symmetric: bool = True
+    act_order: bool = False
+
+    @property
+    def code_dtypes(self) -> tuple[str, ...]:
+        return ("I32",)
+
+    @property
+    def dtype(self) -> str:
+        return f"INT{self.bits}"
+
+    def __str__(self) -> str:
+        per = "tensor" if self.per_tensor else "channel"
+        scaled = f"with a scale per {per}" if self.group is None else f"in groups of {self.group}"
+        return f"INT{self.bits} {scaled}" + ", act-order" * self.act_order
+
+    def shape(self, stored: TensorHeaders, module: str) -> tuple[int, int]:
+        rows, words = (*stored.shapes[f"{module}.{self.CODES}"], 1, 1)[:2]
+        scales = stored.shapes.get(f"{module}.weight_scale", ())
+        if self.group is not None and len(scales) == 2:
+            return rows, scales[1] * self.group
+        if isinstance(stored, TensorFolder) and (name := f"{module}.weight_shape") in stored.shapes:
+            return rows, int(stored.get(name).flatten()[-1])  # the last word may be only partly used
+        return rows, words * WORD_BITS // self.bits
+
+    def parts(self, stored: TensorHeaders, module: str, shape: tuple[int, int]) -> Mapping[str, StoredForm]:
+        rows, columns = shape
+        groups = 1
+        if self.group is not None:
+            require_multiple(stored, module, "inputs", columns, self.group)
+            groups = columns // self.group
+        scales = ((1,), (), (1, 1)) if self.per_tensor else ((rows, groups),)
+        parts: dict[str, StoredForm] = {
+            f"{module}.weight_packed": (((rows, num_words(columns, self.bits)),), self.code_dtypes),
+            f"{module}.weight_scale": (scales, FLOAT_SCALES),
+            f"{module}.weight_shape": (((2,),), _INTEGERS),
+        }
+        if not self.symmetric:
+            name = f"{module}.weight_zero_point"
+            packed = stored.dtypes.get(name) != "I8"
+            zeros = (num_words(rows, self.bits), groups) if packed else (rows, groups)
+            parts[name] = ((zeros,), ("I32",) if packed else ("I8",))
+        if self.act_order:
+            parts[f"{module}.weight_g_idx"] = (((columns,),), _INTEGERS)
+        return parts
+
+    def read(self, files: TensorFolder, module: str, rows: slice, columns: slice) -> Tensor:
+        self._check_shape(files, module)
+        words, first = word_range(columns, self.bits)
+        codes = unpack(files.part(f"{module}.weight_packed", rows, words), self.bits)
+        values = codes.narrow(1, first, columns.stop - columns.start).float()
+        if self.per_tensor:
+            return (values - 2 ** (self.bits - 1)).mul_(
+                files.get(f"{module}.weight_scale").float().reshape(())
+            )
+        places, groups = self._groups(files, module, columns)
+        values -= self._zeros(files, module, rows, groups)[:, places]
+        return values.mul_(files.part(f"{module}.weight_scale", rows, groups).float()[:, places])
+
+    def _groups(self, files: TensorFolder, module: str, columns: slice) -> tuple[Tensor, slice]:
+        """Return each column's group, relative to the first of the range, and the range of groups."""
+        count = files.shapes[f"{module}.weight_scale"][1]
+        index = columns_in_order(columns, self.group or columns.stop)
+        if self.act_order:
+            name = f"{module}.weight_g_idx"
+            stored = files.part(name, columns)
+            index = index if int(stored.min()) < 0 else stored
+        return rows_of_groups(index, count, files, f"{module}.weight_g_idx")
+
+    def _zeros(self, files: TensorFolder, module: str, rows: slice, groups: slice) -> Tensor:
+        """Return the unsigned codes of zero, fp32 [rows, groups] or [1, 1]."""
+        middle, name = 2 ** (self.bits - 1), f"{module}.weight_zero_point"
+        if self.symmetric:
+            return torch.full((1, 1), float(middle)).expand(1, groups.stop - groups.start)
+        if files.dtypes[name] == "I8":
+            return files.part(name, rows, groups).float() + middle
+        words, first = word_range(rows, self.bits)
+        packed_GW = files.part(name, words, groups).T
+        return unpack(packed_GW, self.bits).narrow(1, first, rows.stop - rows.start).T.float()
+
+    def _check_shape(self, files: TensorFolder, module: str) -> None:
+        """Raise CheckpointError if `weight_shape` names another shape than the codes have."""
+        name = f"{module}.weight_shape"
+        rows, columns = (int(size) for size in files.get(name))
+        words = files.shapes[f"{module}.weight_packed"]
+        if words != (rows, num_words(columns, self.bits)):
+            raise CheckpointError(
+                f"{files.where}: {name} is {[rows, columns]}, but its codes have shape {list(words)}; "
+                "download again.",
+                param=name,
+            )

@@ -1,0 +1,192 @@
+"""The matrices of a quantized checkpoint by name, read as if they were stored as plain numbers.
+
+    config.json ─▶ CheckpointQuantization ─▶ table: "MODULE.weight" -> Scheme ─▶ values in the computing dtype
+
+A scheme dequantizes after the cut: a rank reads the codes and scales of its slice alone. Codes that
+config.json does not declare, and declared ones without their scales, are refused before a weight is read. A
+matrix of plain numbers is used as it is even if config.json would quantize it: publishers leave routers and
+heads out of their lists.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterator
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from .....cluster.errors import CheckpointError
+from ..safetensors_reader import FLOATS, TensorFolder, TensorHeaders
+from .checkpoint_quantization import KEY, CheckpointQuantization
+from .scheme import Scheme, check_parts
+
+_WEIGHT = "weight"
+_CODES = ("weight", "weight_packed", "qweight")  # last components of names of codes
+# Scales of activations and of K and V, which are accepted and not used.
+_OF_ACTIVATIONS = re.compile(
+    r"(?P<module>.+)\.(?:(?:in|out)put_(?:global_)?(?:scale|zero_point)|input_scale_ub|activation_scale)"
+)
+_OF_KV_CACHE = re.compile(r".+\.(?:[qkv]|kv|prob)_(?:scale|zero_point)")
+_UNUSED = (_OF_ACTIVATIONS, _OF_KV_CACHE)
+_MAX_VALUES = 2**24  # of a part that is dequantized at once; bounds the memory of intermediates
+
+
+class QuantizedTensors(TensorHeaders):
+    """Headers of a checkpoint in which a quantized matrix has its name and shape as if it were plain.
+
+    Attributes:
+        stored: the headers of the files.
+    """
+
+    def __init__(self, stored: TensorHeaders, quantization: CheckpointQuantization) -> None:
+        super().__init__(stored.where)
+        self.stored, self._quantization = stored, quantization
+        self._schemes: dict[str, Scheme] = dict(self._quantized(stored, quantization))
+        self.shapes, self.dtypes = dict(stored.shapes), dict(stored.dtypes)
+        self.file_of = dict(stored.file_of)
+        for name, scheme in self._schemes.items():
+            self._replace_parts(name, scheme)
+        self._unused = dict(self._unused_scales())
+        for name in self._unused:
+            del self.shapes[name]
+
+    @staticmethod
+    def _quantized(
+        stored: TensorHeaders, quantization: CheckpointQuantization
+    ) -> Iterator[tuple[str, Scheme]]:
+        for name in stored.shapes:
+            module, _, last = name.rpartition(".")
+            if last not in _CODES or (last == _WEIGHT and stored.dtypes[name] in FLOATS):
+                continue
+            if quantization.is_packed(module):
+                continue
+            scheme = quantization.scheme_of(module)
+            if scheme is not None and last == scheme.CODES and scheme.is_stored(stored, module):
+                yield f"{module}.{_WEIGHT}", scheme
+
+    def _replace_parts(self, name: str, scheme: Scheme) -> None:
+        module = name.removesuffix(f".{_WEIGHT}")
+        shape = scheme.shape(self.stored, module)
+        file = self.stored.file_of[f"{module}.{scheme.CODES}"]
+        try:
+            parts = scheme.parts(self.stored, module, shape)
+        except CheckpointError:  # reported by `check`, if the matrix is used
+            parts = {}
+        for part in parts:
+            self.shapes.pop(part, None)
+        self.shapes[name], self.dtypes[name], self.file_of[name] = shape, scheme.dtype, file
+
+    def _unused_scales(self) -> Iterator[tuple[str, re.Pattern[str]]]:
+        """Yield scales of activations, of K and of V, with their kind."""
+        for name in self.shapes:
+            found = _OF_ACTIVATIONS.fullmatch(name)
+            if found is not None and f"{found['module']}.{_WEIGHT}" in self._schemes:
+                yield name, _OF_ACTIVATIONS
+            elif _OF_KV_CACHE.fullmatch(name):
+                yield name, _OF_KV_CACHE
+
+    def check(self, name: str, shape: tuple[int, ...], dtypes: tuple[str, ...] = FLOATS) -> None:
+        scheme = self._schemes.get(name)
+        if scheme is None:
+            self._refuse_undeclared(name)
+            return super().check(name, shape, dtypes)
+        if len(shape) != 2:
+            raise CheckpointError(
+                f"{self.where}: {name} is stored as {scheme}, but config.json requires shape {list(shape)}, "
+                "which is no matrix.",
+                param=name,
+            )
+        rows, columns = shape
+        parts = scheme.parts(self.stored, name.removesuffix(f".{_WEIGHT}"), (rows, columns))
+        check_parts(parts, self.stored)
+
+    def _refuse_undeclared(self, name: str) -> None:
+        """Raise CheckpointError if the files hold this matrix in undeclared codes."""
+        module = name.removesuffix(f".{_WEIGHT}")
+        names = [f"{module}.{last}" for last in _CODES if last != _WEIGHT]
+        codes = next((each for each in names if each in self.stored.shapes), None)
+        if codes is None or name in self.stored.shapes:
+            return
+        declared = self._quantization.scheme_of(module)
+        says = "that it is not quantized" if declared is None else f"that it is {declared}"
+        raise CheckpointError(
+            f"{self.where}: {codes} is stored as {self.stored.dtypes[codes]}, but {KEY} says {says}. Take "
+            "config.json and weights from one revision.",
+            param=name,
+        )
+
+    def refuse_stray_scales(self, read: Collection[str]) -> None:
+        """Raise CheckpointError if a matrix has a scale that is not used, or if no matrix is quantized."""
+        used = set(read)
+        for name in read:
+            if (scheme := self._schemes.get(name)) is not None:
+                module, shape = name.removesuffix(f".{_WEIGHT}"), self.shapes[name]
+                used |= scheme.parts(self.stored, module, (shape[0], shape[1])).keys()
+        self.stored.refuse_stray_scales(used | self._unused.keys())
+        is_used = self._schemes.keys() & set(read) or self._quantization.packed
+        if self._quantization.targets and not is_used:
+            raise CheckpointError(
+                f"{self.where}: {KEY} says {self._quantization}, but no matrix is stored so. Take config.json "
+                f"and weights from one revision; if the weights are plain, override {KEY} with null.",
+                param=KEY,
+            )
+
+    def notes(self) -> tuple[str, ...]:
+        """Return sentences about what the checkpoint holds and this engine does not use."""
+        activations, kv_cache = (sum(kind is each for kind in self._unused.values()) for each in _UNUSED)
+        found: list[str] = []
+        if activations:
+            found.append(f"{activations} scales of activations")
+        if kv_cache or self._quantization.quantizes_kv_cache:
+            found.append(f"{kv_cache} scales of K and V")
+        return tuple(f"{self.where}: {each} are not used: these keep the model's dtype." for each in found)
+
+
+class QuantizedFolder(QuantizedTensors):
+    """The tensors of a quantized checkpoint's folder; matrices are dequantized when they are read.
+
+    Args:
+        dtype: of dequantized matrices, rounded once from fp32; other tensors have the file's.
+    """
+
+    def __init__(self, folder: str | Path, quantization: CheckpointQuantization, dtype: torch.dtype) -> None:
+        self._files, self._dtype = TensorFolder(folder), dtype
+        super().__init__(self._files, quantization)
+        self.folder = self._files.folder
+
+    def get(self, name: str) -> Tensor:
+        if name not in self._schemes:
+            return self._files.get(name)
+        return self._dequantized(name, *(slice(0, size) for size in self.shapes[name]))
+
+    def slice(self, name: str, rows: slice, dim: int = 0) -> Tensor:
+        if name not in self._schemes:
+            return self._files.slice(name, rows, dim)
+        whole = [slice(0, size) for size in self.shapes[name]]
+        return self._dequantized(name, *(rows if at == dim else part for at, part in enumerate(whole)))
+
+    def _dequantized(self, name: str, rows: slice, columns: slice) -> Tensor:
+        scheme, module = self._schemes[name], name.removesuffix(f".{_WEIGHT}")
+        width = columns.stop - columns.start
+        values = torch.empty(rows.stop - rows.start, width, dtype=self._dtype)
+        step = max(_MAX_VALUES // max(width, 1), 1)
+        for start in range(rows.start, rows.stop, step):
+            part = slice(start, min(start + step, rows.stop))
+            values[part.start - rows.start : part.stop - rows.start] = scheme.read(
+                self._files, module, part, columns
+            )
+        return values
+
+
+def unused_scales(tensors: TensorFolder | QuantizedFolder) -> tuple[str, ...]:
+    """Return sentences about scales that a checkpoint holds and this engine does not use."""
+    return tensors.notes() if isinstance(tensors, QuantizedFolder) else ()
+
+
+def open_folder(
+    folder: str | Path, quantization: CheckpointQuantization | None, dtype: torch.dtype = torch.float32
+) -> TensorFolder | QuantizedFolder:
+    """Open a checkpoint's files; `dtype` is that of dequantized matrices."""
+    return TensorFolder(folder) if quantization is None else QuantizedFolder(folder, quantization, dtype)

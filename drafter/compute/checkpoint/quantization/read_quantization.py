@@ -1,0 +1,73 @@
+"""Reads the quantization that a checkpoint declares, from config.json and hf_quant_config.json.
+
+Called by the target's families and by the drafters' configurations. A method that is not served is refused by
+name before a weight is read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from .....cluster.errors import CheckpointError
+from ..hf_config import Json, read_json, wrong
+from .auto_round import read_auto_round
+from .awq import read_awq
+from .checkpoint_quantization import KEY, CheckpointQuantization
+from .compressed_tensors import read_compressed_tensors
+from .eight_bit import read_fp8
+from .gptq import read_gptq
+from .modelopt import HF_QUANT_CONFIG, read_modelopt
+
+
+def _read_mxfp4(_: Json, file: str) -> CheckpointQuantization:
+    """Return the quantization of gpt-oss; names of tensors say which ones are packed."""
+    return CheckpointQuantization(method="mxfp4", file=file, packed_experts="mxfp4")
+
+
+_READERS: Mapping[str, Callable[[Json, str], CheckpointQuantization]] = {
+    "fp8": read_fp8,
+    "fbgemm_fp8": read_fp8,
+    "compressed-tensors": read_compressed_tensors,
+    "gptq": read_gptq,
+    "awq": read_awq,
+    "auto-round": read_auto_round,
+    "auto_round": read_auto_round,
+    "intel/auto-round": read_auto_round,
+    "modelopt": read_modelopt,
+    "modelopt_fp4": read_modelopt,
+    "mxfp4": _read_mxfp4,
+}
+_NAMED = ("fp8", "fbgemm_fp8", "compressed-tensors", "gptq", "awq", "auto-round", "modelopt", "mxfp4")
+
+
+def read_quantization(raw: Json, folder: Path, *, param: str) -> CheckpointQuantization | None:
+    """Return the quantization that a checkpoint declares; None if its weights are plain.
+
+    Args:
+        raw: config.json, with overrides applied.
+        folder: the checkpoint, which may hold ModelOpt's hf_quant_config.json.
+        param: the setting that names the folder.
+    """
+    stated, file = raw.get(KEY), str(folder / "config.json")
+    of_file = _read_hf_quant_config(folder, param)
+    if not stated:
+        return of_file
+    method = stated.get("quant_method") if isinstance(stated, Mapping) else stated
+    if not isinstance(stated, Mapping) or not isinstance(method, str) or method not in _READERS:
+        wanted = f"one of {', '.join(_NAMED)}: others are not served, use the unquantized checkpoint"
+        raise wrong(file, f"{KEY}.quant_method", method, wanted)
+    found = _READERS[method](stated, file)
+    if of_file is not None and (found.method, found.targets) != (of_file.method, of_file.targets):
+        raise CheckpointError(
+            f"{file}: {KEY} says {found}, but {HF_QUANT_CONFIG} says {of_file}. Take both from one revision.",
+            param=KEY,
+        )
+    return found
+
+
+def _read_hf_quant_config(folder: Path, param: str) -> CheckpointQuantization | None:
+    stated = read_json(folder, HF_QUANT_CONFIG, param=param, required=False).get("quantization")
+    if not isinstance(stated, Mapping) or stated.get("quant_algo") is None:
+        return None
+    return read_modelopt(stated, str(folder / HF_QUANT_CONFIG), "quantization")

@@ -1,0 +1,125 @@
+"""What a quantization format is to the reader: names, shapes, dtypes and values of a matrix's tensors.
+
+A format implements `Scheme` in a module of its own. Matrices are [O, I]: outputs and inputs of a linear
+layer. `quantized_tensors.py` calls it; nothing else knows formats.
+
+Legend: O outputs, I inputs, G groups of a row that share a scale, W words of a row.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Annotated, ClassVar
+
+import torch
+from pydantic import AfterValidator
+from torch import Tensor
+
+from .....cluster.errors import CheckpointError
+from ..safetensors_reader import TensorFolder, TensorHeaders
+
+Shape = tuple[int, ...]
+# Shapes and dtypes (in safetensors' notation) that a tensor may have.
+StoredForm = tuple[tuple[Shape, ...], tuple[str, ...]]
+
+FLOAT_SCALES = ("F32", "BF16", "F16")
+WHOLE_ROW = -1  # a `group_size`: all inputs share a scale
+
+
+def _check_group(size: int) -> int:
+    if size != WHOLE_ROW and size <= 0:
+        raise ValueError(f"must be a positive integer, or {WHOLE_ROW} for whole rows")
+    return size
+
+
+GroupSize = Annotated[int, AfterValidator(_check_group)]
+
+
+@dataclass(frozen=True, slots=True)
+class Scheme(ABC):
+    """How a format stores the matrix of a module, such as "model.layers.0.mlp.up_proj".
+
+    Attributes:
+        CODES: name of the tensor with the codes, after the module's.
+    """
+
+    CODES: ClassVar[str]
+
+    @property
+    @abstractmethod
+    def code_dtypes(self) -> tuple[str, ...]:
+        """Dtypes of the codes; a tensor of this name with another dtype is not quantized by this scheme."""
+
+    @property
+    @abstractmethod
+    def dtype(self) -> str:
+        """The name of an element's type, with its bits, such as "INT4"."""
+
+    @abstractmethod
+    def shape(self, stored: TensorHeaders, module: str) -> tuple[int, int]:
+        """Return the matrix's shape [O, I] as far as the codes' header shows it."""
+
+    @abstractmethod
+    def parts(self, stored: TensorHeaders, module: str, shape: tuple[int, int]) -> Mapping[str, StoredForm]:
+        """Return the tensors of a matrix of this shape, by name.
+
+        Raises:
+            CheckpointError: the format cannot store a matrix of this shape.
+        """
+
+    @abstractmethod
+    def read(self, files: TensorFolder, module: str, rows: slice, columns: slice) -> Tensor:
+        """Return the values of a part of the matrix, fp32 [rows, columns]."""
+
+    def is_stored(self, stored: TensorHeaders, module: str) -> bool:
+        """Return whether the files hold this module's matrix in this scheme rather than as plain numbers."""
+        return stored.dtypes.get(f"{module}.{self.CODES}") in self.code_dtypes
+
+
+def check_parts(parts: Mapping[str, StoredForm], stored: TensorHeaders) -> None:
+    """Raise CheckpointError unless all tensors are stored with one of their shapes and dtypes."""
+    for name, (shapes, dtypes) in parts.items():
+        found = stored.shapes.get(name)
+        stored.check(name, found if found is not None and found in shapes else shapes[0], dtypes)
+
+
+def require_multiple(stored: TensorHeaders, module: str, what: str, size: int, multiple: int) -> None:
+    if size % multiple:
+        raise CheckpointError(
+            f"{stored.where}: {module} has {size} {what}, which are no multiple of {multiple}, as its "
+            "quantization in config.json requires. Take config.json and weights from one revision.",
+            param=module,
+        )
+
+
+def enclosing(part: slice, step: int) -> tuple[slice, int]:
+    """Return the range of blocks of `step` elements that hold `part`, and its offset in the first one."""
+    return slice(part.start // step, -(-part.stop // step)), part.start % step
+
+
+def expand(scales: Tensor, part: slice, step: int, dim: int) -> Tensor:
+    """Repeat scales of blocks along `dim` for each element of `part`; they begin with its first block."""
+    return scales.repeat_interleave(step, dim).narrow(dim, part.start % step, part.stop - part.start)
+
+
+def rows_of_groups(index: Tensor, num_groups: int, files: TensorFolder, name: str) -> tuple[Tensor, slice]:
+    """Return each column's group relative to the first one used, and the range of the groups used.
+
+    Raises:
+        CheckpointError: a column has a group without a scale.
+    """
+    groups, first, last = index.long(), int(index.min()), int(index.max())
+    if first < 0 or last >= num_groups:
+        raise CheckpointError(
+            f"{files.where}: {name} names groups {first} to {last}, but there are {num_groups}; download "
+            "again.",
+            param=name,
+        )
+    return groups - first, slice(first, last + 1)
+
+
+def columns_in_order(columns: slice, group: int) -> Tensor:
+    """Return the group of each column when groups are consecutive."""
+    return torch.arange(columns.start, columns.stop) // group
