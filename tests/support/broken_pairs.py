@@ -298,9 +298,9 @@ BROKEN = [
     ),
     Broken(
         "a quantised drafter",
-        config(quantization_config={"quant_method": "awq"}),
-        "quantization_config",
-        "not yet",
+        config(quantization_config={"quant_method": "quark"}),
+        "quantization_config.quant_method",
+        "others are not served",
     ),
     Broken("no room for a draft", config(block_size=1), "block_size", "from 2"),
     Broken(

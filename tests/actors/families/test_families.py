@@ -125,7 +125,7 @@ def test_norms_that_are_offset_stay_in_fp32(tmp_path: Path) -> None:
         ("llama", {"head_dim": 15}, "head_dim=15 must be even"),
         ("gpt_oss", {"swiglu_alpha": 1.5}, r"swiglu_alpha=1.5 must be 1\.702"),
         ("gpt_oss", {"swiglu_limit": 0}, "swiglu_limit=0 must be a positive number"),
-        ("gpt_oss", {"quantization_config": {"quant_method": "awq"}}, "quant_method='awq' must be 'mxfp4'"),
+        ("llama", {"quantization_config": {"quant_method": "mxfp4"}}, "MXFP4 are served for gpt-oss alone"),
         ("glm4_moe", {"num_experts_per_tok": 9}, r"at most 8 \(n_routed_experts\)"),
         ("glm4_moe", {"n_group": 3}, r"n_group=3 must be a divisor of n_routed_experts \(8\)"),
         ("glm4_moe", {"topk_group": 5}, r"topk_group=5 must be at most 4 \(n_group\)"),
@@ -140,7 +140,11 @@ def test_norms_that_are_offset_stay_in_fp32(tmp_path: Path) -> None:
         ),
         ("minimax_m2", {"attn_type_list": [1, 0, 1, 1]}, "attn_type_list.*must be all 1"),
         ("minimax_m2", {"shared_intermediate_size": 64}, "shared_intermediate_size=64 must be absent"),
-        ("minimax_m2", {"quantization_config": {"quant_method": "awq"}}, "quant_method='awq' must be 'fp8'"),
+        (
+            "minimax_m2",
+            {"quantization_config": {"quant_method": "quark"}},
+            "quant_method='quark' must be one of fp8,.*use the unquantized checkpoint",
+        ),
         (
             "minimax_m2",
             {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128]}},
@@ -240,7 +244,7 @@ def spec_of(config: dict, folder: Path) -> ModelSpec:
 
 def test_a_published_minimax_m2_norms_full_rows_and_is_fp8(tmp_path: Path) -> None:
     spec = spec_of(MINIMAX_M2, tmp_path)
-    assert spec.fp8_block == (128, 128) and spec.dtype == "bfloat16"
+    assert str(spec.quantization) == "fp8: FP8 in blocks of 128 x 128" and spec.dtype == "bfloat16"
     for layer in spec.layers:
         mixer, routed = layer.mixer, layer.routed
         assert mixer.row_norm and not mixer.qk_norm and mixer.rope is not None and routed is not None
@@ -326,7 +330,7 @@ MIMO_V2 = {
 
 def test_a_published_mimo_v2_config_is_read_layer_by_layer(tmp_path: Path) -> None:
     spec = spec_of(MIMO_V2, tmp_path)
-    assert (spec.rms_norm_eps, spec.fp8_block) == (1e-5, (128, 128))
+    assert (spec.rms_norm_eps, str(spec.quantization)) == (1e-5, "fp8: FP8 in blocks of 128 x 128")
     slides = [layer.mixer.window is not None for layer in spec.layers]
     assert slides == [False, True, True, True, True, False, True]
     assert [layer.routed is None for layer in spec.layers] == [True] + [False] * 6

@@ -112,7 +112,7 @@ def test_a_published_kimi_config_has_the_published_values(tmp_path: Path) -> Non
     assert routed is not None and routed.shared is not None and routed.shared.inner_size == 2048
     assert (routed.router.groups, routed.router.top_k, routed.router.scale) == (1, 8, 2.827)
     deepseek = spec_of("DeepSeek-V3")
-    assert deepseek is not None and deepseek.fp8_block == (128, 128)
+    assert deepseek is not None and str(deepseek.quantization) == "fp8: FP8 in blocks of 128 x 128"
     router = deepseek.layers[3].routed
     assert router is not None and (router.router.groups, router.router.top_groups) == (8, 4)
 
@@ -284,7 +284,7 @@ def test_queries_may_have_no_bottleneck(tmp_path: Path) -> None:
         ({"moe_layer_freq": 2}, "moe_layer_freq=2 must be 1"),
         ({"topk_method": "greedy"}, "topk_method='greedy' must be 'noaux_tc'"),
         ({"qk_rope_head_dim": 63}, "qk_rope_head_dim=63 must be even"),
-        ({"quantization_config": {"quant_method": "awq"}}, "quantization_config.*FP8 in blocks"),
+        ({"quantization_config": {"quant_method": "quark"}}, "quant_method='quark' must be one of fp8,"),
     ],
 )
 def test_unsupported_features_are_refused_with_a_sentence(

@@ -58,7 +58,8 @@ def copy_of(folder: Path, tmp_path: Path, **changes: object) -> Path:
         ({"num_hidden_layers": None}, "num_hidden_layers is missing; it must be a positive integer"),
         ({"num_key_value_heads": 3}, r"num_key_value_heads=3 must be a divisor of num_attention_heads \(4\)"),
         ({"hidden_act": "gelu"}, "hidden_act='gelu'"),
-        ({"quantization_config": {"quant_method": "awq"}}, "quantization_config.*unquantized"),
+        ({"quantization_config": {"quant_method": "hqq"}}, "quant_method='hqq'.*use the unquantized"),
+        ({"quantization_config": {"quant_method": "awq"}}, "says awq: AWQ INT4.*but no matrix is stored so"),
         (
             {"rope_parameters": {"rope_type": "dynamic"}},
             "rope_type='dynamic'.*others are not supported",

@@ -181,7 +181,7 @@ def test_speculators_windows_may_be_at_the_top_level(tmp_path: Path):
         (z_lab(dflash={"projector_type": "domino"}), "dflash_config.projector_type='domino'.*not yet"),
         (z_lab(use_gemma_norm=True), "use_gemma_norm=True.*not yet supported"),
         (z_lab(swiglu_limit=7.0), "swiglu_limit=7.*not yet supported"),
-        (z_lab(quantization_config={"quant_method": "fp8"}), "quantization_config.*not yet supported"),
+        (z_lab(quantization_config={"quant_method": "quark"}), "quant_method='quark'.*others are not served"),
         (z_lab(dflash={"use_swa": True}), "dflash_config.swa_window_size is missing"),
         (z_lab(dflash={"block_size": 1}), "dflash_config.block_size=1 must be an integer from 2"),
         (z_lab(dflash={"output_multiplier": "2"}), "dflash_config.output_multiplier='2' must be a number"),

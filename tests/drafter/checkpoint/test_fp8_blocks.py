@@ -15,7 +15,8 @@ from manta.actors.targets.model.decoder import Decoder
 from manta.actors.targets.model.tensor_parallel import Sharding, SingleRank
 from manta.actors.targets.model.weights import TargetWeights, open_checkpoint
 from manta.cluster.errors import CheckpointError
-from manta.drafter.compute.checkpoint.fp8_block_reader import Fp8Folder
+from manta.drafter.compute.checkpoint.quantization.quantized_tensors import QuantizedFolder
+from manta.drafter.compute.checkpoint.quantization.read_quantization import read_quantization
 from safetensors.torch import load_file, save_file
 from tiny import make_tiny_target
 
@@ -67,14 +68,18 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 def test_slices_need_not_end_with_a_block(tmp_path: Path) -> None:
     values, scales = in_blocks(torch.randn(60, 90, generator=torch.Generator().manual_seed(0)))
     expected = numbers_of(values, scales)
-    save_file({"w": values, "w_scale_inv": scales, "b": scales[0].clone()}, tmp_path / "model.safetensors")
-    folder = Fp8Folder(tmp_path, BLOCK, torch.float32)
-    folder.check("w", (60, 90))
-    assert torch.equal(folder.get("w"), expected) and torch.equal(folder.get("b"), scales[0])
+    stored = {"m.weight": values, "m.weight_scale_inv": scales, "m.bias": scales[0].clone()}
+    save_file(stored, tmp_path / "model.safetensors")
+    config = {"quant_method": "fp8", "weight_block_size": list(BLOCK)}
+    quantization = read_quantization({"quantization_config": config}, tmp_path, param="model")
+    assert quantization is not None
+    folder = QuantizedFolder(tmp_path, quantization, torch.float32)
+    folder.check("m.weight", (60, 90))
+    assert torch.equal(folder.get("m.weight"), expected) and torch.equal(folder.get("m.bias"), scales[0])
     for part in (slice(0, 24), slice(5, 49), slice(30, 60), slice(23, 25)):
-        assert torch.equal(folder.slice("w", part), expected[part])
-        assert torch.equal(folder.slice("w", part, 1), expected[:, part])
-    assert Fp8Folder(tmp_path, BLOCK, torch.bfloat16).get("w").dtype is torch.bfloat16
+        assert torch.equal(folder.slice("m.weight", part), expected[part])
+        assert torch.equal(folder.slice("m.weight", part, 1), expected[:, part])
+    assert QuantizedFolder(tmp_path, quantization, torch.bfloat16).get("m.weight").dtype is torch.bfloat16
 
 
 @pytest.mark.parametrize("ranks", [1, 2])

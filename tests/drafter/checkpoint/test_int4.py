@@ -171,16 +171,23 @@ def test_ranks_take_full_groups_of_every_expert_or_full_experts(published: Path)
 
 
 @pytest.mark.parametrize(
-    "changes", [{"group_size": 128}, {"num_bits": 8}, {"symmetric": False}, {"strategy": "channel"}]
+    ("changes", "message"),
+    [
+        ({"group_size": 64}, r"gate_proj\.weight_scale has shape \[64, 2\].*\[64, 1\]"),
+        ({"num_bits": 8}, r"gate_proj\.weight_packed has shape \[64, 8\].*\[64, 16\]"),
+        ({"symmetric": False}, r"gate_proj\.weight_zero_point is missing"),
+        ({"strategy": "channel", "group_size": None}, r"weight_scale has shape \[64, 2\].*\[64, 1\]"),
+    ],
 )
-def test_another_packing_is_refused_with_the_supported_one(
-    published: Path, tmp_path: Path, changes: dict[str, Any]
+def test_another_packing_than_the_files_have_is_refused(
+    published: Path, tmp_path: Path, changes: dict[str, Any], message: str
 ) -> None:
     raw = json.loads((published / "config.json").read_text())
     raw["quantization_config"]["config_groups"]["group_0"]["weights"] |= changes
     (tmp_path / "config.json").write_text(json.dumps(raw))
-    with pytest.raises(CheckpointError, match=r"quantization_config.*INT4 in groups of 32"):
-        read_model(tmp_path)
+    (tmp_path / "model.safetensors").symlink_to(published / "model.safetensors")
+    with pytest.raises(CheckpointError, match=message):
+        open_checkpoint(tmp_path, read_model(tmp_path))
 
 
 def test_sizes_not_divisible_by_groups_are_refused_by_name(published: Path, tmp_path: Path) -> None:

@@ -1,0 +1,166 @@
+"""Targets whose checkpoints are quantized compute with the numbers that the formats define, on one rank or more."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import fields, is_dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from decoder_requests import Requests, load, oracle
+from manta import LLM, SamplingParams
+from manta.actors.targets.families import read_model
+from manta.actors.targets.loading.load_plan import describe_quantization, plan_load
+from manta.actors.targets.loading.rank_loader import load_runner
+from manta.actors.targets.model.tensor_parallel import Sharding
+from manta.actors.targets.model.weights import TargetWeights
+from manta.cluster.errors import CheckpointError
+from quantized_checkpoints import FORMATS, KINDS, publish
+from safetensors.torch import load_file, save_file
+from steps import settings
+from thread_ranks import PROMPTS, tokens_by_steps
+from tiny import make_tiny_drafter, make_tiny_target
+
+CPU = torch.device("cpu")
+FAMILIES = {
+    "qwen3": {},
+    "gemma3": {"hidden_size": 96},
+    "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
+}
+HOW = {"dtype": "float32", "skip_tokenizer_init": True, "max_model_len": 128, "num_pages": 60, "num_threads": 1}
+
+WORKER = """
+import json, sys
+from pathlib import Path
+import torch
+from manta.actors.targets.loading.rank_loader import load_runner
+from manta.actors.workers.comm import process_group as pg
+
+rank, port, support, folder = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], Path(sys.argv[4])
+sys.path.insert(0, support)
+from steps import settings
+from thread_ranks import PROMPTS, tokens_by_steps
+
+store = port
+if rank == 0:
+    store = pg.open_store(2)
+    print(store.port, flush=True)
+group = pg.connect(rank=rank, world_size=2, device=torch.device("cpu"), store=store, timeout_s=60)
+runner, _ = load_runner(settings(folder, num_pages=80, tensor_parallel_size=2), group)
+print(json.dumps(tokens_by_steps(runner, PROMPTS, 6)))
+group.close()
+"""
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    return {
+        family: make_tiny_target(tmp_path_factory.mktemp(family), family, num_hidden_layers=2, **changes)
+        for family, changes in FAMILIES.items()
+    }
+
+
+def weights_of(folder: Path, rank: int = 0, ranks: int = 1) -> TargetWeights:
+    spec = read_model(folder)
+    return TargetWeights(folder, spec, Sharding(spec, rank, ranks), torch.float32, CPU)
+
+
+def tensors_of(value: object, at: str = "") -> Iterator[tuple[str, torch.Tensor]]:
+    """All tensors of a layer, by the path of their fields."""
+    if isinstance(value, torch.Tensor):
+        yield at, value
+    elif is_dataclass(value):
+        for each in fields(value):
+            yield from tensors_of(getattr(value, each.name), f"{at}.{each.name}")
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_rank_has_its_part_of_the_numbers_of_the_format(
+    saved: dict[str, Path], family: str, name: str, tmp_path: Path
+) -> None:
+    quantized, plain = publish(saved[family], tmp_path, name)
+    for rank, ranks in ((0, 1), (0, 2), (1, 2)):
+        found, expected = weights_of(quantized, rank, ranks), weights_of(plain, rank, ranks)
+        assert found.spec.quantization is not None and expected.spec.quantization is None
+        for layer in range(2):
+            mine, theirs = (dict(tensors_of(weights.layer(layer))) for weights in (found, expected))
+            assert mine.keys() == theirs.keys() and len(mine) > 5
+            for part, tensor in mine.items():
+                assert torch.equal(tensor, theirs[part]), f"{part} of layer {layer} on rank {rank} of {ranks}"
+        assert torch.equal(found.head(), expected.head())
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_logits_equal_transformers_with_the_numbers_of_the_format(
+    saved: dict[str, Path], name: str, tmp_path: Path
+) -> None:
+    quantized, plain = publish(make_tiny_target(tmp_path / "saved", "qwen3"), tmp_path, name)
+    requests = Requests(load(quantized), [30])
+    requests.compute({0: 25})
+    requests.compute({0: 5})
+    expected, _ = oracle(plain, requests.tokens[0])
+    torch.testing.assert_close(torch.cat(requests.logits[0]), expected, atol=1e-4, rtol=1e-4)
+    other, _ = oracle(tmp_path / "saved", requests.tokens[0])
+    assert (other - expected).abs().max() > 0.01, "and not the weights before"
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_outputs_are_the_same_with_and_without_a_quantized_drafter(name: str, tmp_path: Path) -> None:
+    target, _ = publish(make_tiny_target(tmp_path / "target", "qwen3"), tmp_path / "quantized", name)
+    drafter, _ = publish(make_tiny_drafter(tmp_path / "drafter"), tmp_path / "drafters", name)
+    prompts = [{"prompt_token_ids": prompt} for prompt in PROMPTS]
+    params = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
+
+    def answers(**more: object) -> list[list[int]]:
+        with LLM(str(target), **HOW, **more) as llm:
+            return [output.outputs[0].token_ids for output in llm.generate(prompts, params)]
+
+    spec = {"model": str(drafter), "num_speculative_tokens": 3, "adaptive": False}
+    assert answers(speculative_config=spec) == answers()
+
+
+def test_two_processes_over_gloo_give_the_tokens_of_one(saved: dict[str, Path], tmp_path: Path) -> None:
+    quantized, plain = publish(saved["qwen3"], tmp_path, "gptq_act_order")
+    expected = tokens_by_steps(load_runner(settings(plain, num_pages=80))[0], PROMPTS, 6)
+    support = str(Path(__file__).parents[2] / "support")
+
+    def start(rank: int, port: int) -> subprocess.Popen[str]:
+        arguments = [str(rank), str(port), support, str(quantized)]
+        return subprocess.Popen([sys.executable, "-c", WORKER, *arguments], stdout=subprocess.PIPE, text=True)
+
+    first = start(0, 0)
+    assert first.stdout is not None
+    second = start(1, int(first.stdout.readline()))
+    for worker in (first, second):
+        assert json.loads(worker.communicate(timeout=120)[0].splitlines()[-1]) == expected
+
+
+def test_a_plan_says_what_is_dequantized_and_what_is_not_used(saved: dict[str, Path], tmp_path: Path) -> None:
+    quantized, _ = publish(saved["qwen3"], tmp_path, "modelopt_nvfp4")
+    plan = plan_load(settings(quantized, num_pages=80))
+    (said,) = describe_quantization(plan)
+    assert "target's checkpoint is quantized (modelopt: NVFP4)" in said and "dequantized at load" in said
+    of_activations, of_cache = plan.doubts
+    assert "14 scales of activations are not used" in of_activations
+    assert "2 scales of K and V are not used" in of_cache
+
+
+def test_biases_of_zeros_that_config_json_does_not_declare_are_ignored(
+    saved: dict[str, Path], tmp_path: Path
+) -> None:
+    """GPTQ's files have a bias for every module; others than zeros are refused."""
+    quantized, _ = publish(make_tiny_target(tmp_path / "llama", "llama", num_hidden_layers=2), tmp_path, "gptq")
+    file = quantized / "model.safetensors"
+    tensors = load_file(file)
+    biases = {f"model.layers.{layer}.mlp.down_proj.bias": torch.zeros(64) for layer in range(2)}
+    save_file({**tensors, **biases}, file)
+    weights_of(quantized)
+    biases["model.layers.1.mlp.down_proj.bias"][3] = 1.0
+    save_file({**tensors, **biases}, file)
+    with pytest.raises(CheckpointError, match=r"down_proj\.bias, but config\.json declares none"):
+        weights_of(quantized)
