@@ -1,9 +1,10 @@
 """Tiny checkpoints in published quantization formats, and the numbers that they stand for.
 
-Written from the formats' definitions, apart from the product's readers: matrices are filled with random codes and
-scales, packed bit by bit, and decoded element by element with Python's integers. Sources: compressed-tensors'
-compressors (0.20), AutoAWQ's `packing_utils.py`, GPTQModel's `qlinear` modules, AutoRound's `backend.py`, ModelOpt's
-`nvfp4_tensor.py`, and the OCP specifications of FP8 (E4M3) and MX.
+Written from the formats' definitions, apart from the product's readers: matrices are filled with random codes
+and scales, packed bit by bit, and decoded element by element with Python's integers. Sources:
+compressed-tensors' compressors (0.20), AutoAWQ's `packing_utils.py`, GPTQModel's `qlinear` modules, AutoRound's
+`backend.py`, ModelOpt's `nvfp4_tensor.py`, and the OCP specifications of FP8 (E4M3) and MX. The numbers equal
+what the named code makes of the same tensors.
 """
 
 from __future__ import annotations
@@ -103,7 +104,11 @@ def int8(random: np.random.Generator, rows: int, columns: int) -> StoredMatrix:
     codes = random.integers(-128, 128, (rows, columns)).astype(np.int8)
     zeros = random.integers(-20, 20, (rows, 1)).astype(np.int8)
     scales = _scales(random, (rows, 1), 128.0).bfloat16()
-    stored = {"weight": torch.from_numpy(codes), "weight_scale": scales, "weight_zero_point": torch.from_numpy(zeros)}
+    stored = {
+        "weight": torch.from_numpy(codes),
+        "weight_scale": scales,
+        "weight_zero_point": torch.from_numpy(zeros),
+    }
     return StoredMatrix(
         stored, lambda o, i: F32(int(codes[o, i]) - int(zeros[o, 0])) * F32(scales[o, 0].item())
     )
@@ -192,7 +197,7 @@ def mxfp4(random: np.random.Generator, rows: int, columns: int) -> StoredMatrix:
 
 
 def nvfp4(*, compressed: bool) -> Encoder:
-    """compressed-tensors' layout, which divides by the scale of the matrix, or ModelOpt's, which multiplies."""
+    """compressed-tensors' layout, which divides by the matrix's scale, or ModelOpt's, which multiplies."""
 
     def encode(random: np.random.Generator, rows: int, columns: int) -> StoredMatrix:
         codes, pairs = _fp4_codes(random, rows, columns)
@@ -201,7 +206,10 @@ def nvfp4(*, compressed: bool) -> Encoder:
         of_groups = torch.from_numpy(scales).view(torch.float8_e4m3fn)
         if compressed:
             tensors = {"weight_packed": pairs, "weight_scale": of_groups}
-            tensors |= {"weight_global_scale": torch.tensor([whole]), "input_global_scale": torch.tensor([2.0])}
+            tensors |= {
+                "weight_global_scale": torch.tensor([whole]),
+                "input_global_scale": torch.tensor([2.0]),
+            }
         else:
             tensors = {"weight": pairs, "weight_scale": of_groups}
             tensors |= {"weight_scale_2": torch.tensor(whole), "input_scale": torch.tensor(0.5)}

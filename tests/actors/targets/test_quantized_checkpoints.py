@@ -1,4 +1,4 @@
-"""Targets whose checkpoints are quantized compute with the numbers that the formats define, on one rank or more."""
+"""Targets with quantized checkpoints compute with the numbers that the formats define, on all ranks."""
 
 from __future__ import annotations
 
@@ -31,7 +31,13 @@ FAMILIES = {
     "gemma3": {"hidden_size": 96},
     "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
 }
-HOW = {"dtype": "float32", "skip_tokenizer_init": True, "max_model_len": 128, "num_pages": 60, "num_threads": 1}
+HOW = {
+    "dtype": "float32",
+    "skip_tokenizer_init": True,
+    "max_model_len": 128,
+    "num_pages": 60,
+    "num_threads": 1,
+}
 
 WORKER = """
 import json, sys
@@ -154,7 +160,9 @@ def test_biases_of_zeros_that_config_json_does_not_declare_are_ignored(
     saved: dict[str, Path], tmp_path: Path
 ) -> None:
     """GPTQ's files have a bias for every module; others than zeros are refused."""
-    quantized, _ = publish(make_tiny_target(tmp_path / "llama", "llama", num_hidden_layers=2), tmp_path, "gptq")
+    quantized, _ = publish(
+        make_tiny_target(tmp_path / "llama", "llama", num_hidden_layers=2), tmp_path, "gptq"
+    )
     file = quantized / "model.safetensors"
     tensors = load_file(file)
     biases = {f"model.layers.{layer}.mlp.down_proj.bias": torch.zeros(64) for layer in range(2)}

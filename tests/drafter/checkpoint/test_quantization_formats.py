@@ -1,4 +1,4 @@
-"""Matrices of quantized checkpoints: read whole and in parts they have the numbers that their format defines."""
+"""Matrices of quantized checkpoints have the numbers that their format defines, read whole or in parts."""
 
 from __future__ import annotations
 
@@ -7,28 +7,47 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from manta.cluster.errors import CheckpointError
+from manta.drafter.compute.checkpoint.quantization.awq import in_order
+from manta.drafter.compute.checkpoint.quantization.bit_packing import unpack
+from manta.drafter.compute.checkpoint.quantization.checkpoint_quantization import CheckpointQuantization
 from manta.drafter.compute.checkpoint.quantization.quantized_tensors import QuantizedFolder
 from manta.drafter.compute.checkpoint.quantization.read_quantization import read_quantization
-from quantized_checkpoints import FORMATS, decode
-from safetensors.torch import save_file
+from quantized_checkpoints import AUTO_ROUND, AWQ_CONFIG, FORMATS, GPTQ_CONFIG, KINDS, decode
+from safetensors.torch import load_file, save_file
 
 MODULE = "model.layers.0.mlp.up_proj"
 NAME = f"{MODULE}.weight"
 ROWS, COLUMNS = 64, 96
 
 
-def open_one(name: str, folder: Path, dtype: torch.dtype = torch.float32) -> tuple[QuantizedFolder, torch.Tensor]:
+def open_one(
+    name: str, folder: Path, dtype: torch.dtype = torch.float32
+) -> tuple[QuantizedFolder, torch.Tensor]:
     """A folder with one matrix in a format, and the matrix's numbers."""
     form = FORMATS[name]
     matrix = form.encoder(MODULE)(np.random.default_rng(3), ROWS, COLUMNS)
-    save_file({f"{MODULE}.{part}": tensor.clone() for part, tensor in matrix.tensors.items()}, folder / "m.safetensors")
-    config = form.config
+    save_file(
+        {f"{MODULE}.{part}": tensor.clone() for part, tensor in matrix.tensors.items()},
+        folder / "m.safetensors",
+    )
+    return QuantizedFolder(folder, quantization_of(name, folder), dtype), decode(matrix, ROWS, COLUMNS)
+
+
+def quantization_of(name: str, folder: Path) -> CheckpointQuantization:
+    config = FORMATS[name].config
     if config is None:
-        assert form.hf_quant_config is not None
-        config = {"quant_method": "modelopt", **form.hf_quant_config["quantization"]}
+        written = FORMATS[name].hf_quant_config
+        assert written is not None
+        config = {"quant_method": "modelopt", **written["quantization"]}
     quantization = read_quantization({"quantization_config": config}, folder, param="model")
     assert quantization is not None
-    return QuantizedFolder(folder, quantization, dtype), decode(matrix, ROWS, COLUMNS)
+    return quantization
+
+
+def compressed(layout: str) -> dict[str, object]:
+    """compressed-tensors' configuration of INT4 in another layout."""
+    return {**(FORMATS["ct_w4a16"].config or {}), "format": layout}
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -48,3 +67,278 @@ def test_16_bits_are_rounded_once(name: str, tmp_path: Path) -> None:
     tensors, expected = open_one(name, tmp_path, torch.bfloat16)
     found = tensors.get(NAME)
     assert found.dtype is torch.bfloat16 and torch.equal(found, expected.bfloat16())
+
+
+def stored_in(folder: Path) -> dict[str, torch.Tensor]:
+    return load_file(folder / "m.safetensors")
+
+
+def reopened(name: str, folder: Path, tensors: dict[str, torch.Tensor]) -> QuantizedFolder:
+    """The folder of `open_one` with other tensors."""
+    save_file(tensors, folder / "m.safetensors")
+    return QuantizedFolder(folder, quantization_of(name, folder), torch.float32)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_missing_part_is_refused_by_name(name: str, tmp_path: Path) -> None:
+    open_one(name, tmp_path)
+    stored = stored_in(tmp_path)
+    codes = ("weight", "weight_packed", "qweight")
+    optional = ("input_scale", "input_global_scale", *(["g_idx"] if "act_order" not in name else []))
+    parts = [part for part in stored if not part.endswith(tuple(f".{each}" for each in (*codes, *optional)))]
+    assert parts
+    for missing in parts:
+        tensors = reopened(name, tmp_path, {part: each for part, each in stored.items() if part != missing})
+        with pytest.raises(CheckpointError, match=rf"tensor {MODULE}\.\w+ is missing"):
+            tensors.check(NAME, (ROWS, COLUMNS))
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_truncated_scales_and_codes_are_refused_by_name(name: str, tmp_path: Path) -> None:
+    open_one(name, tmp_path)
+    stored = stored_in(tmp_path)
+    for part, tensor in stored.items():
+        if tensor.dim() < 2:
+            continue
+        tensors = reopened(name, tmp_path, {**stored, part: tensor[:-1].clone()})
+        with pytest.raises(CheckpointError, match=rf"{part} has shape .*ask for"):
+            tensors.check(NAME, (ROWS, COLUMNS))
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_a_matrix_of_another_shape_than_config_json_requires_is_refused(name: str, tmp_path: Path) -> None:
+    tensors, _ = open_one(name, tmp_path)
+    for shape in ((ROWS + 32, COLUMNS), (ROWS, COLUMNS + 96)):
+        with pytest.raises(CheckpointError, match=r"has shape .*ask for"):
+            tensors.check(NAME, shape)
+    with pytest.raises(CheckpointError, match=r"which is no matrix"):
+        tensors.check(NAME, (ROWS,))
+
+
+@pytest.mark.parametrize(
+    ("declared", "stored", "message"),
+    [
+        ("awq", "gptq", r"qweight has shape \[12, 64\].*\[96, 8\]"),
+        ("gptq", "awq", r"qweight has shape \[96, 8\].*\[12, 64\]"),
+        (
+            "gptq",
+            "ct_w4a16",
+            r"weight_packed is stored as I32, but quantization_config says that it is GPTQ INT4",
+        ),
+        (
+            "ct_w4a16",
+            "gptq",
+            r"qweight is stored as I32, but quantization_config says that it is INT4 in groups",
+        ),
+        ("ct_w4a16", "ct_w8a16", r"weight_packed has shape \[64, 24\].*\[64, 12\]"),
+        ("ct_w4a16", "mxfp4", r"weight_packed is stored as U8, but quantization_config says that it is INT4"),
+        ("fp8_blocks", "ct_int8", r"up_proj.weight is stored as I8; it must be F32"),
+        ("ct_nvfp4", "mxfp4", r"weight_scale has shape \[64, 3\].*\[64, 6\]"),
+    ],
+)
+def test_another_format_than_config_json_declares_is_refused(
+    declared: str, stored: str, message: str, tmp_path: Path
+) -> None:
+    open_one(stored, tmp_path)
+    tensors = QuantizedFolder(tmp_path, quantization_of(declared, tmp_path), torch.float32)
+    with pytest.raises(CheckpointError, match=message):
+        tensors.check(NAME, (ROWS, COLUMNS))
+
+
+def test_a_quantized_matrix_that_config_json_ignores_is_refused(tmp_path: Path) -> None:
+    open_one("ct_w4a16", tmp_path)
+    config = {**(FORMATS["ct_w4a16"].config or {}), "ignore": ["re:.*up_proj"]}
+    quantization = read_quantization({"quantization_config": config}, tmp_path, param="model")
+    assert quantization is not None
+    tensors = QuantizedFolder(tmp_path, quantization, torch.float32)
+    with pytest.raises(
+        CheckpointError, match=r"weight_packed is stored as I32.*says that it is not quantized"
+    ):
+        tensors.check(NAME, (ROWS, COLUMNS))
+
+
+def test_plain_matrices_under_a_declared_quantization_are_refused(tmp_path: Path) -> None:
+    tensors = reopened("gptq", tmp_path, {NAME: torch.zeros(ROWS, COLUMNS)})
+    tensors.check(NAME, (ROWS, COLUMNS))
+    with pytest.raises(
+        CheckpointError, match=r"says gptq: GPTQ INT4 in groups of 32, but no matrix is stored so"
+    ):
+        tensors.refuse_stray_scales([NAME])
+
+
+def test_groups_without_a_scale_are_refused(tmp_path: Path) -> None:
+    open_one("gptq_act_order", tmp_path)
+    stored = stored_in(tmp_path)
+    stored[f"{MODULE}.g_idx"][7] = 3
+    with pytest.raises(CheckpointError, match=r"g_idx names groups 0 to 3, but there are 3"):
+        reopened("gptq_act_order", tmp_path, stored).get(NAME)
+
+
+def test_a_shape_that_contradicts_its_codes_is_refused(tmp_path: Path) -> None:
+    open_one("ct_w4a16", tmp_path)
+    stored = stored_in(tmp_path)
+    stored[f"{MODULE}.weight_shape"][1] = 64
+    with pytest.raises(
+        CheckpointError, match=r"weight_shape is \[64, 64\], but its codes have shape \[64, 12\]"
+    ):
+        reopened("ct_w4a16", tmp_path, stored).get(NAME)
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (
+            {"quant_method": "bitsandbytes", "load_in_4bit": True},
+            r"quant_method='bitsandbytes' must be one of fp8,",
+        ),
+        (
+            {"load_in_8bit": True},
+            r"quant_method is missing; it must be one of fp8,.*use the unquantized checkpoint",
+        ),
+        ({"quant_method": "fp8", "fmt": "e5m2"}, "fmt='e5m2' must be 'float8_e4m3fn' or 'e4m3'"),
+        ({"quant_method": "fp8", "expert_dtype": "fp4"}, "expert_dtype='fp4' must be 'fp8'"),
+        ({**GPTQ_CONFIG, "bits": 5}, "bits=5 must be 2 or 3 or 4 or 8"),
+        (
+            {**GPTQ_CONFIG, "checkpoint_format": "marlin"},
+            "checkpoint_format='marlin' must be 'gptq' or 'gptq_v2'",
+        ),
+        ({**GPTQ_CONFIG, "group_size": 0}, "group_size=0 must be a positive integer, or -1 for whole rows"),
+        ({**GPTQ_CONFIG, "dynamic": {"+:(": {}}}, r"dynamic.* must be a regular expression"),
+        ({**AWQ_CONFIG, "version": "gemv"}, "version='gemv' must be 'gemm'"),
+        ({**AWQ_CONFIG, "zero_point": False}, "zero_point=False must be true"),
+        (
+            {**AUTO_ROUND, "packing_format": "auto_round:llm_compressor"},
+            "packing_format=.*others are not served",
+        ),
+        ({**AUTO_ROUND, "data_type": "mx_fp"}, "data_type='mx_fp' must be 'int'"),
+        ({**AUTO_ROUND, "bits": 5}, "bits=5 must be 2, 3, 4 or 8, or 16 for modules that are not quantized"),
+        (
+            {"quant_method": "modelopt", "quant_algo": "NVFP4_AWQ"},
+            "quant_algo='NVFP4_AWQ' must be one of FP8,",
+        ),
+        (
+            compressed("marlin-24"),
+            r"config_groups\.group_0\.format='marlin-24, int of 4 bits.*others are not served",
+        ),
+        (
+            {**compressed("pack-quantized"), "quantization_status": "frozen"},
+            "quantization_status='frozen' must be",
+        ),
+        (
+            {**compressed("pack-quantized"), "transform_config": {"config_groups": {"u": {}}}},
+            "transform_config=.*absent",
+        ),
+        (
+            {**compressed("pack-quantized"), "sparsity_config": {"format": "sparse-24-bitmask"}},
+            "sparsity_config=.*must be absent or dense",
+        ),
+    ],
+)
+def test_what_is_not_served_is_refused_by_name(config: dict, message: str, tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=message):
+        read_quantization({"quantization_config": config}, tmp_path, param="model")
+
+
+def test_config_json_and_hf_quant_config_must_agree(tmp_path: Path) -> None:
+    (tmp_path / "hf_quant_config.json").write_text(
+        '{"quantization": {"quant_algo": "NVFP4", "group_size": 16}}'
+    )
+    same = {"quant_method": "modelopt", "quant_algo": "NVFP4"}
+    assert str(read_quantization({"quantization_config": same}, tmp_path, param="model")) == "modelopt: NVFP4"
+    assert str(read_quantization({}, tmp_path, param="model")) == "modelopt: NVFP4"
+    other = {"quant_method": "modelopt", "quant_algo": "FP8"}
+    with pytest.raises(
+        CheckpointError, match=r"says modelopt: FP8.*hf_quant_config\.json says modelopt: NVFP4"
+    ):
+        read_quantization({"quantization_config": other}, tmp_path, param="model")
+
+
+MIXED = {
+    "quant_method": "modelopt",
+    "quant_algo": "MIXED_PRECISION",
+    "quantized_layers": {
+        "model.layers.0.mlp.up_proj": {"quant_algo": "NVFP4", "group_size": 16},
+        "model.layers.0.self_attn.q_proj": {"quant_algo": "FP8"},
+    },
+}
+
+
+@pytest.mark.parametrize(
+    ("config", "module", "expected"),
+    [
+        ({**compressed("pack-quantized"), "ignore": ["re:.*self_attn.*"]}, "layers.1.self_attn.q_proj", None),
+        (
+            {**compressed("pack-quantized"), "ignore": ["model.layers.1.mlp.up_proj"]},
+            "model.language_model.layers.1.mlp.up_proj",
+            None,
+        ),
+        (compressed("pack-quantized"), "model.embed_tokens", None),
+        (FORMATS["ct_groups"].config, "model.layers.1.self_attn.q_proj", "INT8 with a scale per channel"),
+        (FORMATS["ct_groups"].config, "model.layers.1.mlp.up_proj", "INT4 in groups of 32"),
+        ({**AWQ_CONFIG, "modules_to_not_convert": ["mlp.gate"]}, "model.layers.1.mlp.gate", None),
+        (
+            {**AWQ_CONFIG, "modules_to_not_convert": ["mlp.gate"]},
+            "model.layers.1.mlp.gate_proj",
+            "AWQ INT4 in groups of 32",
+        ),
+        (
+            {"quant_method": "fp8", "modules_to_not_convert": [r"model\.layers\.\d\.mlp"]},
+            "model.layers.1.mlp.up_proj",
+            None,
+        ),
+        (
+            {"quant_method": "fp8", "ignored_layers": ["model.layers.1"]},
+            "model.layers.11.mlp.up_proj",
+            "FP8 with a scale per tensor or channel",
+        ),
+        (
+            {**GPTQ_CONFIG, "dynamic": {"-:.*down": {}, r"+:.*\.up": {"bits": 8}}},
+            "model.layers.1.mlp.down_proj",
+            None,
+        ),
+        (
+            {**GPTQ_CONFIG, "dynamic": {"-:.*down": {}, r"+:.*\.up": {"bits": 8}}},
+            "model.layers.1.mlp.up_proj",
+            "GPTQ INT8 in groups of 32",
+        ),
+        (
+            {**AUTO_ROUND, "extra_config": {"model.layers.1.mlp.up_proj": {"bits": 8}}},
+            "model.layers.1.mlp.up_proj",
+            "GPTQ INT8 in groups of 32",
+        ),
+        (
+            {**AUTO_ROUND, "extra_config": {".*lm_head.*": {"bits": 16, "data_type": "float"}}},
+            "lm_head",
+            None,
+        ),
+        (MIXED, "model.layers.0.mlp.up_proj", "NVFP4"),
+        (MIXED, "model.layers.0.self_attn.q_proj", "FP8 with a scale per tensor"),
+        (MIXED, "model.layers.0.self_attn.k_proj", None),
+        (
+            {"quant_method": "modelopt", "quant_algo": "FP8", "ignore": ["model.layers.0.self_attn*"]},
+            "model.layers.0.self_attn.q_proj",
+            None,
+        ),
+        ({"quant_method": "modelopt", "quant_algo": "FP8", "ignore": ["lm_head"]}, "lm_head", None),
+    ],
+)
+def test_lists_of_modules_are_read_as_the_formats_mean_them(
+    config: dict, module: str, expected: str | None, tmp_path: Path
+) -> None:
+    quantization = read_quantization({"quantization_config": config}, tmp_path, param="model")
+    assert quantization is not None
+    scheme = quantization.scheme_of(module)
+    assert (None if scheme is None else str(scheme)) == expected
+
+
+def test_awq_and_gptq_words_have_the_published_order() -> None:
+    """The words of the codes 0 to 7, by hand."""
+    codes = torch.tensor([[0x76543210]], dtype=torch.int32)
+    assert unpack(codes, 4).tolist() == [[0, 1, 2, 3, 4, 5, 6, 7]]
+    assert in_order(torch.tensor([[0x75316420]], dtype=torch.int32)).tolist() == [[0, 1, 2, 3, 4, 5, 6, 7]]
+    threes = sum((place % 8) << (3 * place) for place in range(32))
+    words = [(threes >> (32 * word)) & 0xFFFFFFFF for word in range(3)]
+    signed = [word - 2**32 if word >= 2**31 else word for word in words]
+    assert unpack(torch.tensor([signed], dtype=torch.int32), 3).tolist() == [
+        [place % 8 for place in range(32)]
+    ]

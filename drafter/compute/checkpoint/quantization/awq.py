@@ -78,13 +78,13 @@ class Awq(Scheme):
         num_rows = rows.stop - rows.start
         index = columns_in_order(columns, self.group or columns.stop)
         places, groups = rows_of_groups(index, files.shapes[f"{module}.scales"][0], files, module)
-        codes_IO = _in_order(files.part(f"{module}.qweight", columns, words)).narrow(1, first, num_rows)
-        zeros_GO = _in_order(files.part(f"{module}.qzeros", groups, words)).narrow(1, first, num_rows)
+        codes_IO = in_order(files.part(f"{module}.qweight", columns, words)).narrow(1, first, num_rows)
+        zeros_GO = in_order(files.part(f"{module}.qzeros", groups, words)).narrow(1, first, num_rows)
         values_IO = codes_IO.float() - zeros_GO.float()[places]
         return values_IO.mul_(files.part(f"{module}.scales", groups, rows).float()[places]).T.contiguous()
 
 
-def _in_order(words: Tensor) -> Tensor:
+def in_order(words: Tensor) -> Tensor:
     """Return the codes of words along the last dimension, in the order of the outputs."""
     return unpack(words, _BITS).unflatten(-1, (-1, _PER_WORD))[..., _PLACES].flatten(-2)
 

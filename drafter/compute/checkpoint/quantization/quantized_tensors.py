@@ -128,8 +128,8 @@ class QuantizedTensors(TensorHeaders):
         is_used = self._schemes.keys() & set(read) or self._quantization.packed
         if self._quantization.targets and not is_used:
             raise CheckpointError(
-                f"{self.where}: {KEY} says {self._quantization}, but no matrix is stored so. Take config.json "
-                f"and weights from one revision; if the weights are plain, override {KEY} with null.",
+                f"{self.where}: {KEY} says {self._quantization}, but no matrix is stored so. Take config.json"
+                f" and weights from one revision; if the weights are plain, override {KEY} with null.",
                 param=KEY,
             )
 
@@ -141,7 +141,7 @@ class QuantizedTensors(TensorHeaders):
             found.append(f"{activations} scales of activations")
         if kv_cache or self._quantization.quantizes_kv_cache:
             found.append(f"{kv_cache} scales of K and V")
-        return tuple(f"{self.where}: {each} are not used: these keep the model's dtype." for each in found)
+        return tuple(f"{self.where}: {each} are not used, as these keep the model's dtype." for each in found)
 
 
 class QuantizedFolder(QuantizedTensors):
