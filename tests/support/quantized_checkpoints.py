@@ -1,10 +1,9 @@
 """Tiny checkpoints in published quantization formats, and the numbers that they stand for.
 
 Written from the formats' definitions, apart from the product's readers: matrices are filled with random codes
-and scales, packed bit by bit, and decoded element by element with Python's integers. Sources:
-compressed-tensors' compressors (0.20), AutoAWQ's `packing_utils.py`, GPTQModel's `qlinear` modules, AutoRound's
-`backend.py`, ModelOpt's `nvfp4_tensor.py`, and the OCP specifications of FP8 (E4M3) and MX. The numbers equal
-what the named code makes of the same tensors.
+and scales, packed bit by bit, and decoded element by element with Python's integers. The numbers equal what
+the formats' own code makes of the same tensors: compressed-tensors' compressors (0.20), AutoAWQ's
+`packing_utils.py`, GPTQModel's `qlinear` modules and ModelOpt's `nvfp4_tensor.py`.
 """
 
 from __future__ import annotations

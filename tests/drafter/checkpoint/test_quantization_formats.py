@@ -217,12 +217,16 @@ def test_a_shape_that_contradicts_its_codes_is_refused(tmp_path: Path) -> None:
             "quant_algo='NVFP4_AWQ' must be one of FP8,",
         ),
         (
+            {"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION"},
+            "quantized_layers is missing; it must be an object by module, for MIXED_PRECISION",
+        ),
+        (
             compressed("marlin-24"),
             r"config_groups\.group_0\.format='marlin-24, int of 4 bits.*others are not served",
         ),
         (
-            {**compressed("pack-quantized"), "quantization_status": "frozen"},
-            "quantization_status='frozen' must be",
+            {**compressed("pack-quantized"), "quantization_status": "calibration"},
+            "quantization_status='calibration' must be",
         ),
         (
             {**compressed("pack-quantized"), "transform_config": {"config_groups": {"u": {}}}},
@@ -259,6 +263,7 @@ MIXED = {
     "quantized_layers": {
         "model.layers.0.mlp.up_proj": {"quant_algo": "NVFP4", "group_size": 16},
         "model.layers.0.self_attn.q_proj": {"quant_algo": "FP8"},
+        "model.language_model.layers.0.mlp.experts": {"quant_algo": "W4A16_NVFP4", "group_size": 16},
     },
 }
 
@@ -314,6 +319,8 @@ MIXED = {
         (MIXED, "model.layers.0.mlp.up_proj", "NVFP4"),
         (MIXED, "model.layers.0.self_attn.q_proj", "FP8 with a scale per tensor"),
         (MIXED, "model.layers.0.self_attn.k_proj", None),
+        (MIXED, "model.layers.0.mlp.experts.3.up_proj", "NVFP4"),
+        ({**MIXED, "quant_method": None}, "model.layers.0.mlp.up_proj", "NVFP4"),
         (
             {"quant_method": "modelopt", "quant_algo": "FP8", "ignore": ["model.layers.0.self_attn*"]},
             "model.layers.0.self_attn.q_proj",

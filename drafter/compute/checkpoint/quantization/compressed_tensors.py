@@ -64,9 +64,8 @@ class _Group(HfConfig):
 class CompressedTensorsConfig(HfConfig):
     quant_method: Literal["compressed-tensors"]
     format: str | None = None
-    quantization_status: Literal["compressed"] = Field(
-        "compressed", description="'compressed': checkpoints with simulated quantization are not served"
-    )
+    # The first versions wrote "frozen" with compressed weights, too; plain ones are refused for their scales.
+    quantization_status: Literal["compressed", "frozen"] = "compressed"
     config_groups: dict[str, Any] = Field({}, description="an object of groups")  # Any: JSON values
     ignore: tuple[str, ...] = Field((), description="a list of names of modules")
     kv_cache_scheme: Any = None  # Any: JSON values; not applied

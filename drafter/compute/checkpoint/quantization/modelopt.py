@@ -22,8 +22,10 @@ _SCHEMES: Mapping[str, Scheme] = {
     "FP8": EightBit("F8_E4M3", "tensor"),
     "FP8_PER_CHANNEL_PER_TOKEN": EightBit("F8_E4M3", "channel"),
     "NVFP4": ModelOptNvfp4(),
+    "W4A16_NVFP4": ModelOptNvfp4(),
 }
 _MIXED = "MIXED_PRECISION"
+_NOT_QUANTIZED = ("UNQUANTIZED", "NONE")
 
 
 class ModelOptConfig(HfConfig):
@@ -60,7 +62,7 @@ def read_modelopt(raw: Json, file: str, at: str = KEY) -> CheckpointQuantization
     return CheckpointQuantization(
         method="modelopt",
         file=file,
-        ignored=shell_patterns(config.exclude_modules),
+        ignored=shell_patterns(config.exclude_modules, file, f"{at}.exclude_modules"),
         targets=tuple(targets),
         quantizes_activations=True,
         quantizes_kv_cache=bool(config.kv_cache_quant_algo),
@@ -68,19 +70,24 @@ def read_modelopt(raw: Json, file: str, at: str = KEY) -> CheckpointQuantization
 
 
 def _by_layer(config: ModelOptConfig, file: str, at: str) -> list[tuple[ModulePatterns, Scheme | None]]:
-    modules: dict[Scheme, set[str]] = {}
+    if not config.quantized_layers:
+        raise wrong(file, f"{at}.quantized_layers", None, f"an object by module, for {_MIXED}")
+    modules: dict[Scheme | None, set[str]] = {}
     for module, stated in config.quantized_layers.items():
         where = f"{at}.quantized_layers.{module}"
         if not isinstance(stated, Mapping):
             raise wrong(file, where, stated, "an object with quant_algo")
         scheme = _scheme(parse(_Layer, stated, file, where).quant_algo, file, f"{where}.quant_algo")
         modules.setdefault(scheme, set()).add(normalized(module))
-    return [(ModulePatterns(frozenset(names)), scheme) for scheme, names in modules.items()]
+    return [
+        (ModulePatterns(frozenset(names), with_children=True), scheme) for scheme, names in modules.items()
+    ]
 
 
-def _scheme(algorithm: str, file: str, key: str) -> Scheme:
+def _scheme(algorithm: str, file: str, key: str) -> Scheme | None:
+    if algorithm in _NOT_QUANTIZED:
+        return None
     if algorithm not in _SCHEMES:
-        served = ", ".join(_SCHEMES)
-        wanted = f"one of {served} or {_MIXED}: others are not served, use the unquantized checkpoint"
+        wanted = f"one of {', '.join((*_SCHEMES, _MIXED))}: others are not served"
         raise wrong(file, key, algorithm, wanted)
     return _SCHEMES[algorithm]

@@ -1,61 +1,59 @@
 """Patterns by which config.json names the modules that are quantized, or are not.
 
 Formats write them differently. A checkpoint's tensors may have another prefix than the model that was
-quantized had, so names are compared with the prefix of a plain language model.
+quantized had, so names are compared with the prefix of a plain language model. Large models have 70,000
+modules and lists of hundreds of names, so that lists become sets, or one expression.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
+from fnmatch import translate
 from typing import Literal
 
 from ..hf_config import wrong
 
-# How a text names modules: by an expression that matches from the beginning or anywhere, by a shell pattern,
-# by whole components in a row ("mlp.gate"), or by the class of the layer ("Linear").
-Kind = Literal["match", "search", "glob", "components", "class"]
-
-_BODIES = ("model.language_model.", "language_model.model.", "language_model.")
-_BODY = "model."
+_PREFIXES = {"model.language_model.": "model.", "language_model.model.": "model.", "language_model.": ""}
 _REGEX = "re:"  # marks a regular expression in lists of names
 _BOUNDARY = r"(?:(?<=\.)|(?=\.|$))"  # the end of a component
 
 
 @dataclass(frozen=True, slots=True)
 class ModulePattern:
-    kind: Kind
+    """Attributes:
+    kind: whether `text` is an expression that matches from the beginning of a name or anywhere, or the class
+        of a layer ("Linear").
+    """
+
+    kind: Literal["match", "search", "class"]
     text: str
 
     def matches(self, module: str) -> bool:
-        names = {module, normalized(module)}
-        match self.kind:
-            case "match":
-                return any(re.match(self.text, name) for name in names)
-            case "search":
-                return any(re.search(self.text, name) for name in names)
-            case "glob":
-                return any(fnmatchcase(name, text) for name in names for text in self._spellings())
-            case "components":
-                return any(f".{text}." in f".{name}." for name in names for text in self._spellings())
-            case "class":
-                return self.text == _class_of(module)
-
-    def _spellings(self) -> set[str]:
-        return {self.text, normalized(self.text)}
+        if self.kind == "class":
+            return self.text == _class_of(module)
+        matches = re.match if self.kind == "match" else re.search
+        return any(matches(self.text, name) for name in {module, normalized(module)})
 
 
 @dataclass(frozen=True, slots=True)
 class ModulePatterns:
-    """A set of modules: some by their whole (normalized) names, others by patterns."""
+    """A set of modules: some by their (normalized) names, others by patterns.
+
+    Attributes:
+        with_children: whether a name stands for all modules inside, too, such as "layers.0.mlp.experts".
+    """
 
     names: frozenset[str] = frozenset()
     patterns: tuple[ModulePattern, ...] = ()
+    with_children: bool = False
 
     def has_name(self, module: str) -> bool:
-        return normalized(module) in self.names
+        name = normalized(module)
+        while name and self.with_children and name not in self.names:
+            name = name.rpartition(".")[0]
+        return name in self.names
 
     def matches(self, module: str) -> bool:
         return self.has_name(module) or any(pattern.matches(module) for pattern in self.patterns)
@@ -67,35 +65,36 @@ LINEAR = ModulePatterns(patterns=(ModulePattern("class", "Linear"),))
 
 def normalized(module: str) -> str:
     """Return a module's name with the prefix of a plain language model."""
-    body = next((body for body in _BODIES if module.startswith(body)), None)
-    return module if body is None else _BODY + module.removeprefix(body)
+    prefix = next((prefix for prefix in _PREFIXES if module.startswith(prefix)), None)
+    return module if prefix is None else _PREFIXES[prefix] + module.removeprefix(prefix)
 
 
 def names_and_classes(texts: Sequence[str], file: str, key: str) -> ModulePatterns:
     """Return compressed-tensors' targets: whole names, "re:" and an expression, or classes of layers."""
     expressions = [text.removeprefix(_REGEX) for text in texts if text.startswith(_REGEX)]
     names = [text for text in texts if not text.startswith(_REGEX)]
-    classes = tuple(ModulePattern("class", name) for name in names)
+    classes = tuple(ModulePattern("class", name) for name in names if name[:1].isupper())
     found = (*expressions_of("match", expressions, file, key), *classes)
     return ModulePatterns(frozenset(map(normalized, names)), found)
 
 
 def unconverted(texts: Sequence[str], file: str, key: str) -> ModulePatterns:
     """Return `modules_to_not_convert`: parts of names, or expressions that end where a component ends."""
-    found: list[ModulePattern] = []
-    for text in texts:
-        if re.fullmatch(r"[\w.-]+", text):
-            found.append(ModulePattern("components", text))
-        else:
-            expression = f"(?:{text.removeprefix(_REGEX)}){_BOUNDARY}"
-            found += expressions_of("match", [expression], file, key)
-    return ModulePatterns(patterns=tuple(found))
+    parts = [text for text in texts if re.fullmatch(r"[\w.-]+", text)]
+    others = [f"(?:{text.removeprefix(_REGEX)}){_BOUNDARY}" for text in texts if text not in parts]
+    alternatives = "|".join(re.escape(text) for text in _spellings(parts))
+    whole_components = [rf"(?:^|\.)(?:{alternatives})(?:\.|$)"] if parts else []
+    found = expressions_of("search", whole_components, file, key), expressions_of("match", others, file, key)
+    return ModulePatterns(patterns=(*found[0], *found[1]))
 
 
-def shell_patterns(texts: Sequence[str]) -> ModulePatterns:
-    """Return ModelOpt's excluded modules: shell patterns, or names of modules that contain others."""
-    patterns = [ModulePattern("glob" if set(text) & set("*?[") else "components", text) for text in texts]
-    return ModulePatterns(patterns=tuple(patterns))
+def shell_patterns(texts: Sequence[str], file: str, key: str) -> ModulePatterns:
+    """Return ModelOpt's excluded modules: shell patterns, or names of modules that may contain others."""
+    globs = [text for text in texts if set(text) & set("*?[")]
+    names = frozenset(normalized(text) for text in texts if text not in globs)
+    expression = "|".join(translate(text) for text in _spellings(globs))
+    patterns = expressions_of("match", [expression] if globs else [], file, key)
+    return ModulePatterns(names, patterns, with_children=True)
 
 
 def expressions_of(
@@ -112,6 +111,10 @@ def expressions_of(
         except re.error as error:
             raise wrong(file, key, text, f"a regular expression ({error})") from None
     return tuple(ModulePattern(kind, text) for text in texts)
+
+
+def _spellings(texts: Iterable[str]) -> list[str]:
+    return sorted({spelling for text in texts for spelling in (text, normalized(text))})
 
 
 def _class_of(module: str) -> str:

@@ -54,6 +54,8 @@ def read_quantization(raw: Json, folder: Path, *, param: str) -> CheckpointQuant
     if not stated:
         return of_file
     method = stated.get("quant_method") if isinstance(stated, Mapping) else stated
+    if isinstance(stated, Mapping) and method is None and "quant_algo" in stated:
+        method = "modelopt"  # whose first versions did not name it
     if not isinstance(stated, Mapping) or not isinstance(method, str) or method not in _READERS:
         wanted = f"one of {', '.join(_NAMED)}: others are not served, use the unquantized checkpoint"
         raise wrong(file, f"{KEY}.quant_method", method, wanted)
