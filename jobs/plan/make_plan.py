@@ -131,6 +131,8 @@ def _facts(options: PlanOptions, read: ReadPair, gpu: Gpu) -> str:
     rates = f"{device.bytes_per_s / 1e9:,.0f} GB/s, {device.flops / 1e12:,.0f} TFLOP/s"
     drafts = f"; {length:.2f} tokens a block ({read.acceptance})" if read.pair.drafter else ""
     kept = f"{read.dtype}, weights in {options.quantization}" if options.quantization else read.dtype
+    if read.checkpoint_quantization is not None:
+        kept += f" (the checkpoint is quantized, {read.checkpoint_quantization}, and dequantized at load)"
     return (
         f"{options.model} in {kept}, up to {read.max_model_len} tokens, on {gpu.name} ({rates}, link "
         f"{gpu.link.bytes_per_s / 1e9:,.0f} GB/s and {gpu.link.latency_s * 1e6:.0f} µs){drafts}.\n"
@@ -154,6 +156,7 @@ def _report(
         "drafter": options.drafter,
         "dtype": read.dtype,
         "quantization": options.quantization,
+        "checkpoint_quantization": read.checkpoint_quantization,
         "drafter_quantization": options.drafter_quantization,
         "max_model_len": read.max_model_len,
         "acceptance": {"survival": read.pair.survival, "source": read.acceptance},

@@ -45,12 +45,18 @@ PACKED_BYTES, INT4_BYTES = 0.5 + 1 / BLOCK, 0.5 + 2 / BLOCK
 
 @dataclass(frozen=True, slots=True)
 class ReadPair:
-    """Two checkpoints as input of a plan; `acceptance` names the source of the curve."""
+    """Two checkpoints as input of a plan.
+
+    Attributes:
+        acceptance: names the source of the curve.
+        checkpoint_quantization: how the target's checkpoint is quantized, for messages; None if it is not.
+    """
 
     pair: ModelPair
     dtype: HalfDType
     max_model_len: int
     acceptance: str
+    checkpoint_quantization: str | None = None
 
 
 def read_pair(config: EngineConfig, acceptance: str | None) -> ReadPair:
@@ -75,7 +81,8 @@ def read_pair(config: EngineConfig, acceptance: str | None) -> ReadPair:
         tp_sizes=tuple(tp for tp in TP_SIZES if divides(target, tp)),
         survival=survival,
     )
-    return ReadPair(pair, _dtype(config, target), max_model_len, source)
+    quantization = None if target.quantization is None else str(target.quantization)
+    return ReadPair(pair, _dtype(config, target), max_model_len, source, quantization)
 
 
 def _read_drafter(config: EngineConfig, target: ModelSpec) -> tuple[Path | None, DrafterConfig | None]:

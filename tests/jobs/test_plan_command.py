@@ -173,6 +173,21 @@ def test_a_hub_ids_small_files_are_enough(
         make_plan(options(folders, model="Qwen/Qwen3-9B", drafter=None))
 
 
+def test_a_quantized_checkpoint_is_planned_as_it_is_kept(folders: Path) -> None:
+    """Dequantized: with the bytes of the plain one."""
+    quantized = folders / "Qwen3-8B-FP8"
+    quantized.mkdir()
+    stated = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
+    (quantized / "config.json").write_text(
+        json.dumps(PUBLISHED["Qwen3-8B"] | {"quantization_config": stated})
+    )
+    plain = make_plan(options(folders, drafter=None, num_gpus=1))
+    report = make_plan(options(folders, model=str(quantized), drafter=None, num_gpus=1))
+    assert report["candidates"] == plain["candidates"]
+    assert plain["checkpoint_quantization"] is None
+    assert report["checkpoint_quantization"] == "fp8: FP8 in blocks of 128 x 128"
+
+
 def test_an_existing_file_is_replaced_only_by_force(folders: Path, tmp_path: Path) -> None:
     file = tmp_path / "ray_config.yaml"
     file.write_text("edited: by hand\n")

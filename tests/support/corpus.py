@@ -160,6 +160,8 @@ def table() -> Iterator[str]:
         else:
             file = FAMILIES[planned.target.architecture].__module__.rpartition(".")[2]
             reported = f"served: [{file}.py](../actors/targets/families/{file}.py)"
+            if planned.target.quantization is not None:
+                reported += f", {planned.target.quantization}"
         yield f"| {name} | `{kind}` | {reported} |"
 
 
