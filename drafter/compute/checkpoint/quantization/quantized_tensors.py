@@ -123,8 +123,8 @@ class QuantizedTensors(TensorHeaders):
         for name in read:
             if (scheme := self._schemes.get(name)) is not None:
                 module, shape = name.removesuffix(f".{_WEIGHT}"), self.shapes[name]
-                used |= scheme.parts(self.stored, module, (shape[0], shape[1])).keys()
-        self.stored.refuse_stray_scales(used | self._unused.keys())
+                used.update(scheme.parts(self.stored, module, (shape[0], shape[1])))
+        self.stored.refuse_stray_scales(used.union(self._unused))
         is_used = self._schemes.keys() & set(read) or self._quantization.packed
         if self._quantization.targets and not is_used:
             raise CheckpointError(
