@@ -19,6 +19,7 @@ from manta.actors.targets.loading.rank_loader import load_runner
 from manta.actors.targets.model.tensor_parallel import Sharding
 from manta.actors.targets.model.weights import TargetWeights
 from manta.cluster.errors import CheckpointError
+from manta.drafter.compute.checkpoint.packed_4bit import Packed
 from quantized_checkpoints import FORMATS, KINDS, publish
 from safetensors.torch import load_file, save_file
 from steps import settings
@@ -29,7 +30,7 @@ CPU = torch.device("cpu")
 FAMILIES = {
     "qwen3": {},
     "gemma3": {"hidden_size": 96},
-    "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
+    "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64},
 }
 HOW = {
     "dtype": "float32",
@@ -76,8 +77,10 @@ def weights_of(folder: Path, rank: int = 0, ranks: int = 1) -> TargetWeights:
 
 
 def tensors_of(value: object, at: str = "") -> Iterator[tuple[str, torch.Tensor]]:
-    """All tensors of a layer, by the path of their fields."""
-    if isinstance(value, torch.Tensor):
+    """All tensors of a layer, by the path of their fields; packed ones dequantized."""
+    if isinstance(value, Packed):
+        yield at, value.dequantised(torch.float32)
+    elif isinstance(value, torch.Tensor):
         yield at, value
     elif is_dataclass(value):
         for each in fields(value):
