@@ -121,7 +121,7 @@ def _shifted_ids(files: DrafterFiles[DrafterConfig], spec: ModelSpec) -> str:
     """
     config = files.config
     usual, ids = usual_layer_ids(spec.num_layers, config.num_taps), config.target_layer_ids
-    if ids == usual or config.num_taps < 2:
+    if ids == usual or len(ids) < 2 or len(ids) != len(usual):  # a target of few layers has fewer usual taps
         return ""
     moved = {ids[i] - usual[i] for i in range(len(ids))}
     if moved == {1} and config.layout != "speculators":

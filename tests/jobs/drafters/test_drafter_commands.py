@@ -203,6 +203,19 @@ def test_a_round_trip_between_formats_keeps_every_bit(name: str, target_of_varia
     assert all(torch.equal(first.get(name), last.get(named_as_ours(name))) for name in first.shapes)
 
 
+def test_a_target_with_fewer_usual_taps_than_the_drafter_has_is_checked(
+    target_of_variants: Path, tmp_path: Path
+):
+    config = VARIANTS["z-lab second, three taps"]
+    raw = json.loads((target_of_variants / "config.json").read_text())
+    raw |= {"num_hidden_layers": 4, "layer_types": ["full_attention"] * 4, "max_window_layers": 4}
+    target = tmp_path / "target"
+    target.mkdir()
+    (target / "config.json").write_text(json.dumps(raw))
+    drafter = write_checkpoint(tmp_path / "drafter", config, random_tensors(config), None)
+    assert all(finding.what != "layer ids" for finding in validate_pair(str(drafter), str(target)))
+
+
 def test_convert_overwrites_nothing(tmp_path: Path):
     code, _ = run("convert", DRAFTER, "--to", "zlab", "--target", TARGET, "-o", tmp_path)
     assert code == 1 and list(tmp_path.iterdir()) == []
