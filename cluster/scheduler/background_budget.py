@@ -1,15 +1,14 @@
 """Decides what joins the steps of decoding online requests: rows of their prompts, and background work.
 
-*Prompts of online requests* delay the tokens of the decoding ones, because a step returns tokens only at its
-end. They get the rows that make a step at most `_MAX_DELAY_S` longer, or `_MAX_DELAY_STEPS` decoding steps if
-that is more: with smaller chunks, most of the time would be spent reading the weights.
+*Prompts of online requests* delay the tokens of the decoding ones. They get the rows that make a step at
+most `_MAX_DELAY_S` longer, or `_MAX_DELAY_STEPS` decoding steps if that is more: smaller chunks would spend
+most of the time reading the weights.
 
-*Background work* may take a small share of the online requests' time (`_SHARE`). The share is saved while
-online requests decode, and spent by the difference between the measured seconds of steps with background work
-and the predicted ones without it; a negative balance is saved up again. Cheap work joins first: on a GPU more
-decoding requests cost next to nothing and join every step, while a prompt chunk joins occasionally; on a CPU,
-where each row costs, one request joins once in several steps. Without online requests in the step, background
-work gets what lasts as long as a prompt may delay them, because one of them may arrive meanwhile.
+*Background work* may take a share of the online requests' time (`_SHARE`). It is saved while they decode, and
+spent by the measured seconds of steps with background work minus the predicted ones without it. Cheap work
+joins first: on a GPU decoding requests join every step and prompts occasionally; on a CPU one request joins
+once in several steps. Without online requests in the step, background work gets what lasts as long as a
+prompt may delay them, because one may arrive meanwhile.
 
 Costs are predicted by `StepCostModel`. Legend: M amounts of work.
 """
@@ -33,12 +32,7 @@ _CHUNK = 32  # prompt rows, the unit of prompts; fewer take no longer than a ste
 
 @dataclass(frozen=True, slots=True)
 class BackgroundWork:
-    """The background work of one step.
-
-    Attributes:
-        num_decoding: maximum number of decoding requests.
-        prompt_rows: maximum number of prompt rows.
-    """
+    """The most decoding requests and prompt rows of background work in one step."""
 
     num_decoding: int
     prompt_rows: int
@@ -64,9 +58,7 @@ class BackgroundBudget:
         self._base_s = 0.0  # predicted seconds of the last step with online requests, without other work
 
     def prompt_rows(self, load: StepLoad, length: int) -> int:
-        """Return the maximum prompt rows of online requests in a step in which `load` decodes with drafts of
-        this length.
-        """
+        """Return the most prompt rows of online requests beside `load`, with drafts of this length."""
         if not self._chunks or not self._costs.has_measurements:
             return self._max_rows
         load = load._replace(prompt_rows=self._prompts_M)
@@ -79,16 +71,15 @@ class BackgroundBudget:
         self._most_prompt_rows = max(self._most_prompt_rows, num_rows)
 
     def with_online(self, load: StepLoad, length: int, num_decoding: int) -> BackgroundWork:
-        """Return the background work of a step in which only online requests, `load`, decode.
+        """Return the work to add to a step in which the online requests `load` decode.
 
         Args:
-            length: their draft length, also that of background requests.
+            length: draft length of all requests.
             num_decoding: background requests that could decode.
         """
         if not self._costs.has_measurements:
             return NOTHING
-        num_M = np.arange(num_decoding + 1)
-        all_M = 1.0 + num_M / load.num_requests
+        all_M = 1.0 + np.arange(num_decoding + 1) / load.num_requests
         costs_M = self._costs.step_s(
             load._replace(num_requests=load.num_requests * all_M, context=load.context * all_M), length
         )
@@ -112,12 +103,12 @@ class BackgroundBudget:
     def without_online(
         self, num_decoding: int, length: int, context: Amounts, *, quiet: bool
     ) -> BackgroundWork:
-        """Return the background work of a step without online requests.
+        """Return the work of a step without online requests.
 
         Args:
             num_decoding: requests that could decode, with drafts of this length.
             context: context tokens of each.
-            quiet: no online request arrived recently: all requests decode.
+            quiet: no online request arrived recently, so all requests decode.
         """
         if not self._base_s:
             return BackgroundWork(num_decoding, self._max_rows)
@@ -132,12 +123,7 @@ class BackgroundBudget:
         return BackgroundWork(num_decoding, int(self._prompts_M[max(_count(costs_M, limit_s), 1)]))
 
     def observe(self, base_s: float, seconds: float) -> None:
-        """Record a step in which online requests decoded.
-
-        Args:
-            base_s: seconds of such a step without background work.
-            seconds: its measured seconds.
-        """
+        """Record the seconds of a step in which online requests decoded, and those without other work."""
         self._base_s = base_s
         self._budget.earn(base_s, base_s)
         self._budget.balance_s = max(self._budget.balance_s - (seconds - base_s), -_MAX_SAVED * base_s)

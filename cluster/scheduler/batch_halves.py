@@ -7,9 +7,9 @@ while it verifies the other:
     halves    verify A  | verify B  | verify A            n / 2 requests every max(D(n / 2), V(n / 2)) seconds
               draft B   | draft A   | draft B
 
-Halves lose up to half if a pass over half of the rows takes as long as one over all, as on most GPUs. So
-batches stay whole unless halves were measured to produce more tokens per second. The other mode is tried
-occasionally, less often after each failure, and halves are not tried if even free drafts would gain nothing.
+Halves lose if a pass over half of the rows takes as long as one over all, as on most GPUs. So batches stay
+whole unless halves were measured to produce more tokens per second. The other mode is tried occasionally,
+less often after each failure; halves only if free drafts would gain.
 """
 
 from __future__ import annotations
@@ -31,17 +31,11 @@ _CHANGED = 1.33  # factor by which the rate changes, up or down, if costs or tex
 
 
 class BatchMode(NamedTuple):
-    """The mode in which a step was planned.
-
-    Attributes:
-        is_half: it has one half of the requests.
-        load: class of the number of running requests.
-        is_settled: the preceding steps were planned in the same mode.
-    """
+    """The mode in which a step was planned."""
 
     is_half: bool
-    load: int
-    is_settled: bool
+    load: int  # class of the number of running requests
+    is_settled: bool  # the preceding steps were planned in the same mode
 
 
 def _rates() -> deque[float]:
@@ -50,24 +44,16 @@ def _rates() -> deque[float]:
 
 @dataclass(slots=True)
 class _LoadState:
-    """Measurements for one class of load.
+    """Measurements for one class of load."""
 
-    Attributes:
-        uses_two_batches: the faster mode, as far as known.
-        rates: tokens per second of the last whole steps, and of the last halves.
-        max_gain: upper bound of the gain of halves over whole steps, from the last whole step's seconds.
-        since_trial, trial_rate: steps since the last trial, and the faster mode's rate then; 0 before it.
-        backoff: steps between trials.
-        is_trial: the slower mode is being tried.
-    """
-
-    uses_two_batches: bool = False
+    uses_two_batches: bool = False  # the faster mode, as far as known
+    # tokens per second of the last whole steps, and of the last halves
     rates: tuple[deque[float], deque[float]] = field(default_factory=lambda: (_rates(), _rates()))
-    max_gain: float = 0.0
+    max_gain: float = 0.0  # bound of the gain of halves, from the last whole step's seconds
     since_trial: int = 0
-    trial_rate: float = 0.0
-    backoff: Backoff = field(default_factory=lambda: Backoff(2 * _TRIAL_STEPS))
+    trial_rate: float = 0.0  # the faster mode's at the last trial; 0 before it
     is_trial: bool = False
+    backoff: Backoff = field(default_factory=lambda: Backoff(2 * _TRIAL_STEPS))
 
 
 class TwoBatchOverlap:
@@ -92,12 +78,7 @@ class TwoBatchOverlap:
         return BatchMode(is_half, load_class(num_requests), not is_half or self._num_alike >= _IGNORED_STEPS)
 
     def observe(self, mode: BatchMode, num_tokens: float, seconds: float, timings: StepTimings) -> None:
-        """Learn from a step in which all requests decoded with the same draft length.
-
-        Args:
-            num_tokens: average number of tokens that such a step produces.
-            seconds: since the previous step ended, or since it was planned if that was later.
-        """
+        """Learn from a step that took `seconds`; such steps produce `num_tokens` on average."""
         if not mode.is_settled or seconds <= 0:
             return
         state = self._state(mode.load)
@@ -130,7 +111,5 @@ class TwoBatchOverlap:
         """Return the state of this load; a new one starts from the nearest one."""
         if load not in self._states:
             nearest = min(self._states, key=lambda other: abs(other - load), default=load)
-            self._states[load] = _LoadState(
-                nearest in self._states and self._states[nearest].uses_two_batches
-            )
+            self._states[load] = _LoadState(nearest != load and self._states[nearest].uses_two_batches)
         return self._states[load]

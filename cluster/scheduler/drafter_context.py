@@ -1,9 +1,9 @@
 """Tracks whether the drafter is available and of which running requests it has the context K/V.
 
 Drafting for a request needs the drafter's K and V of all its computed tokens. They are missing if the drafter
-was replaced or restarted, or if they were not written for a while (`ContextWriteGate`). Then running
-requests decode without drafts until they are recomputed (`DrafterContextRefill`), and newly admitted ones get
-no cached page that lacks the context. Used by `scheduler.py`; changes the request queues and their pages.
+was replaced, or not written for a while (`ContextWriteGate`). Then running requests decode without drafts
+until they are recomputed (`DrafterContextRefill`), and new ones get no cached page that lacks the context.
+Used by `scheduler.py`; changes the request queues and their pages.
 
 Legend: L running sequences of one kind (online, background) without drafter context.
 """
@@ -27,7 +27,7 @@ from .step_controller import StepController
 # 384 1.3 % (simulated, writes a sixteenth of a pass).
 _IDLE_STEPS = 256
 _PAUSE_STEPS = 1024  # without writes until a trial may resume them: it recomputes a request
-_REFILL_ROWS, _REFILL_SHARE = 16, 1 / 4  # least rows per step, and fraction of the other requests' rows
+_REFILL_ROWS = 16  # least rows per step
 _REFILL_STEPS = 64  # most for one sequence, whose reader waits meanwhile
 # Maximum rows recomputed for each remaining token: a recomputed row costs about a tenth of a plain token on a
 # CPU and a hundredth on a GPU, because a chunk reads the weights once, and drafts save about half of a token.
@@ -37,10 +37,9 @@ _ROWS_PER_TOKEN = 8
 class ContextWriteGate:
     """Stops writing the drafter's context K/V while drafts have gained nothing for long.
 
-    The context is written with every row, whether or not it is drafted for. That costs a part of every step
-    and gains nothing while drafting is off. Resuming costs the recomputation of at least one request, so a
-    mere trial waits until enough steps have been saved, and twice as many after each unsuccessful trial.
-    Writes that take next to no time are never stopped.
+    Writing takes a part of every step, resuming the recomputation of at least one request. So a mere trial
+    waits until enough steps have been saved, and twice as many after each unsuccessful one. Writes that take
+    little time are never stopped.
 
     Args:
         may_stop: whether writes take the target's time. Those of a drafter with its own device do not.
@@ -91,11 +90,10 @@ class ContextWriteGate:
 class DrafterContextRefill:
     """Chooses the running requests to recompute for their drafter context, and their rows per step.
 
-    A recomputed request is preempted and readmitted. This makes the steps of other requests longer, and its
-    own reader waits until it is done. So one is recomputed at a time, the shortest first, with as many rows
-    per step as the drafts that are missing, which are free, or a quarter of the others'. A request that is
-    too long, or about to end, continues without drafts. The number of remaining tokens is assumed to be the
-    number generated so far.
+    A recomputed request is preempted and readmitted. Other requests' steps get longer, and its own reader
+    waits. So one is recomputed at a time, the shortest first, with as many rows per step as drafts are
+    missing, or as there are other requests. A request that is too long, or about to end, continues without
+    drafts; as many tokens are assumed to remain as were generated.
 
     Args:
         max_rows: maximum rows of a step.
@@ -127,26 +125,16 @@ class DrafterContextRefill:
             prompts.pop(slot, None)
 
     def rows(self, num_drafts: int, num_others: int) -> int:
-        """Return the maximum rows of the recomputed sequence in a step.
-
-        Args:
-            num_drafts: draft length if all drafted.
-            num_others: other requests with rows in the step.
-        """
+        """Return the most rows of the recomputed sequence beside `num_others` with this draft length."""
         if not num_others or not self._chunks:
             return self._max_rows
-        num_missing, num_more = num_drafts * sum(map(len, self._prompts)), num_others * (1 + num_drafts)
-        return min(max(num_missing, int(num_more * _REFILL_SHARE), self._min_rows), self._max_rows)
+        num_missing = num_drafts * sum(map(len, self._prompts))
+        return min(max(num_missing, num_others, self._min_rows), self._max_rows)
 
     def next(
         self, table: SlotTable, num_drafts: int, num_others: int, *, background: bool
     ) -> Sequence | None:
-        """Return the next sequence to recompute; None while one is in progress, or if it pays for none.
-
-        Args:
-            num_drafts, num_others: as in `rows`.
-            background: kind of the sequence.
-        """
+        """Return the next sequence to recompute; None while one is in progress, or if it pays for none."""
         if self.current is not None:
             slot = self.current.slot
             if slot != WAITING and int(table.pending_tokens(np.array([slot]))[0]) > 1:

@@ -12,7 +12,7 @@ from typing import Literal
 import numpy as np
 
 from ..request.request import Request
-from ..speculation.acceptance_model import NUM_BLOCKS, AcceptanceModel
+from ..speculation.acceptance_model import NUM_BLOCKS, UPDATE_STEPS, AcceptanceModel
 from ..speculation.draft_length_policy import DecodeBatch, DraftChoice, DraftLengthPolicy
 from ..speculation.request_weights import RequestWeights
 from ..speculation.step_cost_model import StepCostModel, StepLoad
@@ -26,37 +26,23 @@ _QUIET_S = 5.0  # without online requests, after which background steps may be l
 # Why requests decode without drafts: no drafter, not allowed for them, plain steps are measured, or are
 # faster.
 Undrafted = Literal["no_drafter", "not_asked", "measuring", "plain_is_faster"]
-# After the first 64 steps every second drafting step is learned from, and every 16th plain one, since
-# learning takes host time.
-_LEARN_EVERY, _LEARN_EVERY_PLAIN = 2, 16
+_LEARN_EVERY = 2  # drafting steps after the first 64, since learning takes host time
 _MAX_HOST_SHARE = 0.5  # of a step's own seconds; more time between steps was spent idle
 
 
 @dataclass(frozen=True, slots=True)
 class ScheduledStep:
-    """A plan that is not committed yet.
-
-    Attributes:
-        plan: the step.
-        planned_s: time at which it was made.
-        num_online: number of its first requests, which are not background work.
-        choice: draft choice for its first kind of requests.
-        load: what it computes besides drafts.
-        weights_R: weight of each request.
-        mode: how it was planned, if halves are possible.
-        remaining_R: mask of the sequences that have not left since it was made.
-        undrafted: why no request drafts, although one decodes and could.
-    """
+    """A plan that is not committed yet."""
 
     plan: SchedulerOutput
     planned_s: float
-    num_online: int
-    choice: DraftChoice
+    num_online: int  # of its first requests, which are not background work
+    choice: DraftChoice  # for its first kind of requests
     load: StepLoad
     weights_R: FloatArray
-    mode: BatchMode | None
-    remaining_R: BoolArray
-    undrafted: Undrafted | None = None
+    mode: BatchMode | None  # if halves are possible
+    remaining_R: BoolArray  # sequences that have not left since it was made
+    undrafted: Undrafted | None = None  # why no request drafts, although one decodes and could
 
 
 class StepController:
@@ -166,33 +152,19 @@ class StepController:
 
     def prefill_rows(self) -> int:
         """Return the maximum prompt rows in a step in which other online requests decode."""
-        return self._budget.prompt_rows(
-            self._loads[False]._replace(prompt_rows=0), self._choices[False].length
-        )
+        load = self._loads[False]._replace(prompt_rows=0)
+        return self._budget.prompt_rows(load, self._choices[False].length)
 
     def background_with_online(self, online: tuple[int, int], num_decoding: int) -> BackgroundWork:
-        """Return the background work of a step with online requests.
-
-        Args:
-            online: number of decoding online requests, and their draft length.
-            num_decoding: background requests that could decode.
-        """
-        return self._budget.with_online(
-            StepLoad(online[0], 0, self._loads[False].context), online[1], num_decoding
-        )
+        """Return the background work beside decoding online requests: their number and draft length."""
+        load = StepLoad(online[0], 0, self._loads[False].context)
+        return self._budget.with_online(load, online[1], num_decoding)
 
     def background_without_online(self, num_decoding: int, idle_s: float) -> BackgroundWork:
-        """Return the background work of a step without online requests.
-
-        Args:
-            num_decoding: background requests that could decode.
-            idle_s: seconds since the last step with online requests.
-        """
-        load = self._loads[True]
+        """Return the background work of a step `idle_s` after the last one with online requests."""
+        load, length = self._loads[True], self._choices[True].length
         each = load.context / load.num_requests
-        return self._budget.without_online(
-            num_decoding, self._choices[True].length, each, quiet=idle_s > _QUIET_S
-        )
+        return self._budget.without_online(num_decoding, length, each, quiet=idle_s > _QUIET_S)
 
     def on_scheduled(
         self,
@@ -209,8 +181,7 @@ class StepController:
 
         Args:
             context: context tokens, summed over its requests.
-            num_online: number of its first requests, which are not background work.
-            num_running: running requests of its first kind.
+            num_online, num_running: see `ScheduledStep`; running requests of its first kind.
         """
         mode = None if self._two_batches is None else self._two_batches.plan(num_running, is_half=is_half)
         choice = self._choices[not num_online]
@@ -249,7 +220,7 @@ class StepController:
             self._learn_shares(step, result, seconds, elapsed_s, has_background=has_background)
         self._num_completed += 1
         self._num_unlearned += 1
-        every = _LEARN_EVERY if step.choice.length else _LEARN_EVERY_PLAIN
+        every = _LEARN_EVERY if step.choice.length else UPDATE_STEPS
         is_rare = step.choice.is_trial or step.load.prompt_rows or self._num_completed <= NUM_BLOCKS
         if is_rare or self._num_unlearned >= every:
             self._learn_acceptance(step, outcome, result)
@@ -309,10 +280,8 @@ class StepController:
             return
         # Where drafts were withheld (no drafter, or no context) the time does not belong to the choice. The
         # first estimates of the tokens of drafts are not accurate enough.
-        length, is_known = (
-            int(drafts_R.max()),
-            self.acceptance is None or self._num_completed > NUM_BLOCKS // 2,
-        )
+        length = int(drafts_R.max())
+        is_known = self.acceptance is None or self._num_completed > NUM_BLOCKS // 2
         is_whole = count == plan.num_requests and length == step.choice.length
         if is_whole and is_known and step.mode is not None and self._two_batches is not None:
             num_tokens = step.choice.estimate.worth or float(count)

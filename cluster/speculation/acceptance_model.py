@@ -32,7 +32,7 @@ NUM_BLOCKS = (
     64  # stored for each slot, in each estimate, and observed in one step; more add cost, not accuracy
 )
 NO_MARGIN = math.e - 1.0  # used if no margin is reported: x is 1
-_UPDATE_STEPS = 16  # at most; an update costs about as much as a small step
+UPDATE_STEPS = 16  # at most; an update costs about as much as a small step
 _FADE = 0.985  # decay of the curvature per step: a time constant of 67 steps
 _FIRST_CHANCE = 0.75  # acceptance probability of each draft of an unknown drafter, given those before it
 _RIDGE = 2.0  # pseudo-observations (times p(1 - p)) at the prior; also of the mean probabilities
@@ -44,10 +44,6 @@ _ERROR_BINS = 10
 
 class AcceptanceModel:
     """The acceptance probabilities of one engine's drafter.
-
-    Args:
-        max_drafts: K.
-        num_slots: S.
 
     Attributes:
         num_drafters: number of drafters so far, the present one included.
@@ -114,7 +110,7 @@ class AcceptanceModel:
 
     def means(self, slots_R: IntArray) -> FloatArray:
         """Return the mean survival probabilities of each request's recent blocks, fp32 [R, K]."""
-        return self.samples(slots_R, _UPDATE_STEPS).mean(axis=0)
+        return self.samples(slots_R, UPDATE_STEPS).mean(axis=0)
 
     @property
     def calibration_error(self) -> tuple[float, ...]:
@@ -156,7 +152,7 @@ class AcceptanceModel:
         places_B = np.full(len(some), self._step % NUM_BLOCKS)
         self._pending.append((slots_R[some], places_B, accepted_R[some], judged_R[some], x_BK))
         self._step += 1
-        if len(self._pending) >= _UPDATE_STEPS:
+        if len(self._pending) >= UPDATE_STEPS:
             self.update()
 
     def update(self) -> None:
@@ -237,12 +233,9 @@ class AcceptanceModel:
 
     def as_json(self) -> dict[str, Any]:  # Any: JSON
         """Return what was learned about the drafter, without the state of single requests."""
-        return {
-            "theta": self._theta_P.tolist(),
-            "curvature": self._curvature_PP.tolist(),
-            "reached": self._reached_K.tolist(),
-            "accepted": self._accepted_K.tolist(),
-        }
+        counts = {"reached": self._reached_K, "accepted": self._accepted_K}
+        arrays = {"theta": self._theta_P, "curvature": self._curvature_PP, **counts}
+        return {name: array.tolist() for name, array in arrays.items()}
 
     def read(self, saved: Mapping[str, Any]) -> None:
         """Start from what `as_json` returned.
@@ -250,24 +243,18 @@ class AcceptanceModel:
         Raises:
             ValueError: it is malformed, or for a drafter of another block size; nothing is changed.
         """
-        theta_P = _read_array(saved, "theta", self._theta_P)
-        curvature_PP = _read_array(saved, "curvature", self._curvature_PP)
-        reached_K = _read_array(saved, "reached", self._reached_K)
-        accepted_K = _read_array(saved, "accepted", self._accepted_K)
+        shapes = {name: np.shape(value) for name, value in self.as_json().items()}
+        try:
+            arrays = {name: np.array(saved[name], dtype=np.float64) for name in shapes}
+        except (KeyError, TypeError, ValueError) as error:
+            raise ValueError("not a saved acceptance model") from error
+        if any(arrays[name].shape != shape for name, shape in shapes.items()):
+            raise ValueError("saved for another block size")
+        if not all(np.isfinite(array).all() for array in arrays.values()):
+            raise ValueError("not finite")
+        theta_P, curvature_PP, reached_K, accepted_K = arrays.values()
         # The next texts may be different: it weighs no more than the blocks of one update.
-        share = min(1.0, _UPDATE_STEPS / max(float(reached_K[0]), 1.0))
+        share = min(1.0, UPDATE_STEPS / max(float(reached_K[0]), 1.0))
         self._theta_P, self._curvature_PP = theta_P, share * curvature_PP
         self._reached_K, self._accepted_K = share * reached_K, share * accepted_K
         self._publish()
-
-
-def _read_array(saved: Mapping[str, Any], name: str, like: Doubles) -> Doubles:
-    try:
-        array = np.array(saved[name], dtype=np.float64)
-    except (KeyError, TypeError, ValueError) as error:
-        raise ValueError(f"not a saved acceptance model: {name}") from error
-    if array.shape != like.shape:
-        raise ValueError(f"saved for another block size: {name}")
-    if not np.isfinite(array).all():
-        raise ValueError(f"not finite: {name}")
-    return array

@@ -36,99 +36,60 @@ from .step_cost_model import MIN_S, Doubles, StepCostModel, StepLoad
 BETTER = 1.02  # rate ratio to change a choice; estimates differ by about a percent
 _KNOWN = 2.5  # a cost is known if the ratio of its bounds is at most this
 _REVIEW_STEPS = 8  # between reviews at first, and between trials of a length
-_RETRY_STEPS = 64  # between reviews later, and without drafts until a retry
+_RETRY_STEPS = NUM_BLOCKS  # between reviews later, and without drafts until a retry: all samples are new
 _TRIAL_STEPS = 3  # at most, as far as the loss is covered
-_RETRY_LENGTH = 3  # minimum draft length of a retry: one draft says little about the text
 _LOSS_SHARE, _MAX_LOSS_STEPS = 0.01, 16.0  # of the total time; plain steps whose time is covered at most
 
 
 class DecodeBatch(NamedTuple):
-    """The decoding requests of a step.
-
-    Attributes:
-        slots_R: slot of each request.
-        limits_R: most drafts of each request.
-        weights_R: weight of each request (`request_weights.py`).
-    """
+    """The decoding requests of a step."""
 
     slots_R: IntArray
-    limits_R: IntArray
-    weights_R: FloatArray
+    limits_R: IntArray  # most drafts of each
+    weights_R: FloatArray  # see `request_weights.py`
 
 
 class LengthEstimate(NamedTuple):
-    """Estimate for steps with one draft length; 0 while nothing is known.
+    """Expected figures of steps with one draft length; 0 while nothing is known."""
 
-    Attributes:
-        rate, worth: expected tokens, each times its request's weight, per second and per step.
-        seconds: expected seconds of a step.
-        num_verified: expected number of drafts worth verifying, over all requests.
-        trims: whether drafts are trimmed once their margins are known.
-    """
-
-    rate: float = 0.0
-    worth: float = 0.0
+    rate: float = 0.0  # worth per second
+    worth: float = 0.0  # tokens of a step, each times its request's weight
     seconds: float = 0.0
-    num_verified: int = 0
-    trims: bool = False
+    num_verified: int = 0  # drafts worth verifying, over all requests
+    trims: bool = False  # whether drafts are trimmed once their margins are known
 
 
 _UNKNOWN = LengthEstimate()
 
 
 class DraftChoice(NamedTuple):
-    """The draft lengths of a step.
-
-    Attributes:
-        num_drafts_R: number of drafts of each request.
-        length: the maximum of them.
-        is_trial: the step is made to measure; all drafts are verified.
-        estimate: estimate for the length that is best known.
-        plain_s: expected seconds of a step without drafts; 0 while nothing is known.
-    """
+    """The draft lengths of a step."""
 
     num_drafts_R: IntArray
-    length: int
-    is_trial: bool = False
-    estimate: LengthEstimate = _UNKNOWN
-    plain_s: float = 0.0
+    length: int  # the maximum of them
+    is_trial: bool = False  # the step is made to measure; all drafts are verified
+    estimate: LengthEstimate = _UNKNOWN  # for the best known length
+    plain_s: float = 0.0  # expected seconds of a step without drafts; 0 while nothing is known
 
 
 @dataclass(slots=True)
 class _LoadState:
-    """The decisions for one class of load.
-
-    Attributes:
-        length, estimate, plain_s: the present length, its estimate, and the seconds of a plain step.
-        has_plain: whether a step without drafts was made at this load, or at the one that it was copied from.
-        steps, review_at: steps at this load, and the step of the next review.
-        trial_length, trial_steps: length and remaining steps of the trial in progress; 0 steps: none.
-        trials: by length, when it may be tried again, and the steps between trials.
-    """
+    """The decisions for one class of load."""
 
     length: int = 0
     estimate: LengthEstimate = _UNKNOWN
     plain_s: float = 0.0
-    has_plain: bool = False
+    has_plain: bool = False  # a step without drafts was made, here or at the load that this was copied from
     steps: int = 0
-    review_at: int = 0
+    review_at: int = 0  # step of the next review
     trial_length: int = 0
-    trial_steps: int = 0
+    trial_steps: int = 0  # remaining ones of the trial in progress
+    # by length: when it may be tried again, and the steps between trials
     trials: dict[int, tuple[int, int]] = field(default_factory=dict[int, tuple[int, int]])
 
 
 class DraftLengthPolicy:
-    """Chooses the draft lengths of one engine's steps.
-
-    Args:
-        max_drafts: K.
-        max_rows: maximum rows of a step.
-        acceptance: acceptance model of the drafter.
-        costs: predicts the seconds of steps.
-
-    Attributes:
-        reports_margins: whether the drafter reports margins.
-    """
+    """Chooses the draft lengths of one engine's steps, of at most `max_rows` rows and K drafts."""
 
     def __init__(
         self, max_drafts: int, max_rows: int, acceptance: AcceptanceModel, costs: StepCostModel
@@ -143,7 +104,7 @@ class DraftLengthPolicy:
         self._retry_gain = math.inf  # ratio of expected to plain worth at the last retry
         self._paused_until = 0
         self._declines_S = np.zeros(acceptance.num_slots, dtype=np.bool_)  # requests whose drafts do not pay
-        self.reports_margins = True
+        self.reports_margins = True  # whether the drafter does
 
     def retry_soon(self) -> None:
         """Try drafts in the next step and soon again; they have become possible, or the drafter is new."""
@@ -219,7 +180,9 @@ class DraftLengthPolicy:
         min_s, max_s = (
             dict(zip(lengths, bounds.tolist(), strict=True)) for bounds in self._costs.bounds_s(load, lengths)
         )
-        if not (state.has_plain or self._costs.were_loaded) or max_s[0] > _KNOWN * min_s[0]:
+        # With costs of an earlier process drafts are tried first.
+        is_measured = state.has_plain and max_s[0] <= _KNOWN * min_s[0]
+        if not (is_measured or self._costs.were_loaded):
             state.trial_length, state.trial_steps = 0, 1
             return
         estimates = self._estimate(batch, load, lengths)
@@ -304,7 +267,7 @@ class DraftLengthPolicy:
 
     def _worth_retrying(self, estimates: dict[int, LengthEstimate]) -> int | None:
         """Return a length to try after long without drafts or for a higher expected gain, or None."""
-        lengths = [each for each in estimates if each >= _RETRY_LENGTH] or [max(estimates)]
+        lengths = list(estimates)[2:] or [max(estimates)]  # one draft alone says little about the text
         length = max(lengths, key=lambda each: estimates[each].rate)
         gain = estimates[length].worth / estimates[0].worth
         went_well = gain > BETTER * self._retry_gain
@@ -318,7 +281,7 @@ class DraftLengthPolicy:
         return length
 
     def _estimate(self, batch: DecodeBatch, load: StepLoad, lengths: list[int]) -> dict[int, LengthEstimate]:
-        """Estimate steps with these draft lengths (ascending) from recent blocks of some requests."""
+        """Estimate steps with these ascending lengths from recent blocks of some requests."""
         num_requests = len(batch.slots_R)
         num_some = min(num_requests, NUM_BLOCKS)
         some = np.arange(num_some) * num_requests // num_some

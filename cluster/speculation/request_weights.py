@@ -39,7 +39,6 @@ class RequestWeights:
         self._has_targets = False
 
     def admit(self, slot: int, request: Request) -> None:
-        """Set the weight of a slot for its new request."""
         maximum = math.log(_HIGH, _PER_PRIORITY)
         level = min(max(-request.priority, -maximum), maximum) if self._by_priority else 0.0
         self._fixed_S[slot] = _PER_PRIORITY**level * (_LOW if request.background else 1.0)
@@ -48,7 +47,6 @@ class RequestWeights:
         self._has_targets = self._has_targets or request.tpot_ms is not None
 
     def count_tokens(self, slots_R: IntArray, num_tokens_R: IntArray, now_s: float) -> None:
-        """Record the tokens that a step produced for each request."""
         if not self._has_targets:
             return
         began_R = ~np.isnan(self._first_s_S[slots_R])

@@ -52,19 +52,12 @@ MIN_S = 1e-9  # lower bound of any pass, which keeps logarithms and ratios finit
 
 
 class StepLoad(NamedTuple):
-    """The work of a step besides drafts; in predictions arrays [M] or numbers.
+    """The work of a step besides drafts; in predictions arrays [M] or numbers."""
 
-    Attributes:
-        num_requests: decoding requests, each with one row without drafts.
-        prompt_rows: all other rows.
-        context: context tokens, summed over all requests.
-        is_half: whether drafts are made beside another half's pass, so that only a part of it is waited for.
-    """
-
-    num_requests: Amounts
-    prompt_rows: Amounts
-    context: Amounts
-    is_half: bool = False
+    num_requests: Amounts  # decoding requests, each with one row without drafts
+    prompt_rows: Amounts  # all other rows
+    context: Amounts  # tokens, summed over all requests
+    is_half: bool = False  # drafts are made beside another half's pass, so only a part is waited for
 
 
 class PassRegression:
@@ -126,9 +119,8 @@ class PassRegression:
                 break
             # A coefficient that would become negative is set to zero, without its covariances; the update is
             # distributed over the others.
-            self._covariance_FF = self._covariance_FF * (
-                np.outer(kept_F, kept_F) | np.eye(_PHASE + 1, dtype=bool)
-            )
+            together_FF = np.outer(kept_F, kept_F) | np.eye(_PHASE + 1, dtype=bool)
+            self._covariance_FF = self._covariance_FF * together_FF
             slopes_F, theta_F = slopes_F * kept_F, theta_F * kept_F
             expected_s = float(slopes_F[:_PHASE] @ theta_F[:_PHASE])
         new_F[:_PHASE] = np.maximum(new_F[:_PHASE], 0.0)
@@ -139,11 +131,8 @@ class PassRegression:
         """Scale the prior to the first pass."""
         theta_F, covariance_FF = _prior(max(float(np.max(load.context)), _USUAL_CONTEXT))
         scale = seconds / float(_features(rows, load)[0] @ theta_F)
-        self._theta_F, self._first_s, self._saw_only_prompts = (
-            scale * theta_F,
-            seconds,
-            bool(load.prompt_rows),
-        )
+        self._theta_F, self._first_s = scale * theta_F, seconds
+        self._saw_only_prompts = bool(load.prompt_rows)
         covariance_FF *= scale**2
         covariance_FF[_CONSTANT, _CONSTANT] = (_DEVIATION * seconds) ** 2
         self._doubt(covariance_FF, 0.0)
@@ -166,7 +155,8 @@ class PassRegression:
             raise ValueError("coefficients must be numbers, not below 0")
         if not (math.isfinite(first_s) and first_s > 0):
             raise ValueError("seconds must be above 0")
-        self._theta_F, self._first_s, self._saw_only_prompts, self.was_loaded = theta_F, first_s, False, True
+        self._theta_F, self._first_s = theta_F, first_s
+        self._saw_only_prompts, self.was_loaded = False, True
         self._doubt(first_s**2 * _prior(_USUAL_CONTEXT)[1], _DEVIATION)
         return self
 
@@ -204,9 +194,6 @@ class StepCostModel:
 
     Args:
         row_buckets: row counts to which passes that only decode are padded (`ExecutorInfo.row_buckets`).
-
-    Attributes:
-        has_fixed_sizes: whether passes are padded to fixed numbers of rows.
     """
 
     def __init__(self, row_buckets: tuple[int, ...] | None = None) -> None:

@@ -322,6 +322,21 @@ def test_saved_costs_are_replaced_by_contradicting_measurements(wrong: str):
     assert misled.rate(4, 600) > 0.85 * fresh.rate(4, 600)
 
 
+def test_the_first_decode_step_drafts_with_saved_costs():
+    earlier = Play(MACHINES["linear"], 0.8)
+    earlier.rate(1, 300)
+    play = Play(MACHINES["linear"], 0.8)
+    assert earlier.engine.costs is not None and play.engine.costs is not None
+    play.engine.costs.read(json.loads(json.dumps(earlier.engine.costs.as_json())))
+    play._add()
+    lengths = list[int]()
+    for _ in range(12):
+        play._step()
+        lengths.append(play.engine._scheduler.controller.last_choice().length)
+    assert lengths[1] > 0, "the step after the prompt's"
+    assert sum(length > 0 for length in lengths[1:]) >= 6, lengths
+
+
 def slower(wrong: str, part: str) -> float:
     if wrong.startswith("all"):
         return 4.0 if wrong.endswith("dear") else 0.25
