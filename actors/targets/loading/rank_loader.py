@@ -263,13 +263,13 @@ class _Rank:
         self._plan, self._communicator, self._remote_drafts = plan, communicator, remote_drafts
         sharding = Sharding(plan.target, communicator.rank, communicator.world_size)
         weights = models.target(plan, sharding)
-        self.backend = backend = make_backend(plan)
+        self.backend = backend = make_backend(plan, communicator)
         places = plan.pages.target
         self._model = Decoder(weights, plan.tap_ids, plan.max_model_len, communicator, backend, places)
         self.grammars = make_grammars(plan)
         self._drafter: Drafter | None = None
         if plan.drafter is not None and not plan.split:
-            drafter_backend = make_drafter_backend(plan, backend)
+            drafter_backend = make_drafter_backend(plan, backend, communicator)
             self._drafter = models.drafter(plan, self._model.shared_embeddings, drafter_backend)
 
     def affordable_cache(self) -> tuple[tuple[int, ...], int | None]:

@@ -45,7 +45,7 @@ from .attention.work_list import WorkList, list_work
 from .delta_net.dynamic_convolution import convolve
 from .delta_net.gated_delta_net import TritonDeltaNet
 from .linear.fp8_linear import QuantisedProjection, QuantisedWeight
-from .linear.gemm_choice import MeasuredChoice
+from .linear.gemm_choice import MeasuredChoice, Ranks
 from .linear.gemm_tiles import ProductWorkspace
 from .linear.norms import add_rms_norm, rms_norm, row_squares
 from .linear.projections import (
@@ -124,6 +124,7 @@ class TritonBackend(OperatorBackend):
             attention is as in `AttentionWorkspace`, and MLA stays absorbed.
         quantised: weights of projections are e4m3 (`linear/fp8_linear.py`), except those of heads, routers
             and experts.
+        ranks: of the same model, which agree on kernels; None for a single one.
     """
 
     attention_batch = staticmethod(rows_from_host)
@@ -136,11 +137,12 @@ class TritonBackend(OperatorBackend):
         *,
         batch_invariant: bool = False,
         quantised: bool = False,
+        ranks: Ranks | None = None,
     ) -> None:
         self._device, self._batch_invariant = torch.device(device), batch_invariant
         self._quantised = quantised
         self._attend = attend or SplitAttention(device, batch_invariant=batch_invariant)
-        self._choice, self._sums = MeasuredChoice(), ProductWorkspace(device)
+        self._choice, self._sums = MeasuredChoice(ranks=ranks), ProductWorkspace(device)
         self._expansions: dict[Hashable, ExpansionWorkspace] = {}
 
     def linear(self, weight_OH: Tensor, bias_O: Tensor | None = None) -> LayerProjection:
