@@ -16,7 +16,7 @@ from devices import DEVICE, HALVES, ON_GPU, watch_launches
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from manta.cluster.errors import CheckpointError
-from manta.drafter.compute.checkpoint.packed_4bit import MXFP4
+from manta.drafter.compute.checkpoint.packed_4bit import MXFP4, ZERO, Int4
 from manta.drafter.compute.eager import moe_routing as routing
 from manta.drafter.compute.eager.backend import TorchBackend
 from manta.drafter.compute.gpu_triton.backend import TritonBackend
@@ -29,7 +29,7 @@ from manta.drafter.compute.gpu_triton.moe.grouped_gemm_tiles import (
 )
 from manta.drafter.compute.gpu_triton.moe.moe_align import ExpertTiles, list_tiles
 from manta.drafter.compute.gpu_triton.moe.topk_routing import choose
-from manta.drafter.compute.gpu_triton.moe.unpack_4bit import MAX_EXPONENT
+from manta.drafter.compute.gpu_triton.moe.unpack_4bit import E2M1_PTX, INT4_PTX, MAX_EXPONENT
 from manta.drafter.compute.layers.linear import RMSNorm, gate
 from manta.drafter.compute.layers.moe import ExpertActivation, ExpertWeights, MoeRouter, RouterWeights
 from manta.jobs.doctor.cases.experts import exact_experts
@@ -317,3 +317,59 @@ def test_a_scale_beyond_the_kernels_range_is_refused_at_load():
     layer.weights.down.scales_EOB[1, 2, 0] = MAX_EXPONENT + 1
     with pytest.raises(CheckpointError, match=r"scale 2\^2.*at most 2\^1"):
         TritonBackend(DEVICE).experts(layer.weights)
+
+
+def run_ptx(ptx: str, num_results: int, given: Tensor) -> list[Tensor]:
+    """The result registers of integer instructions for each value of the last operand, in 64 bits."""
+    registers = {f"${num_results}": given}
+
+    def value(name: str) -> Tensor | int:
+        return registers[name] if name in registers else int(name, 0)
+
+    def selected(low: Tensor, high: int, selector: int) -> Tensor:
+        """`prmt` in its default mode: bytes of both operands, a nibble of the selector for each."""
+        both = low | high << 32
+        return sum((both >> 8 * (selector >> 4 * i & 7) & 0xFF) << 8 * i for i in range(4))
+
+    operations: dict[str, Callable[..., Tensor]] = {
+        "prmt.b32": selected,
+        "and.b32": lambda a, b: a & b,
+        "or.b32": lambda a, b: a | b,
+        "shr.u32": lambda a, b: a >> b,
+        "mul.lo.u32": lambda a, b: (a * b) & 0xFFFFFFFF,
+        "cvt.u32.u16": lambda a: a & 0xFFFF,
+        "mov.b32": lambda a: a,
+    }
+    for line in ptx.strip().strip("{}").strip().splitlines():
+        operation, _, operands = line.strip().rstrip(";").partition(" ")
+        if operation != ".reg":
+            result, *sources = operands.split(", ")
+            registers[result] = operations[operation](*map(value, sources))
+    return [registers[f"${i}"] for i in range(num_results)]
+
+
+@pytest.mark.parametrize("num_bytes", [2, 4])
+@pytest.mark.parametrize("kind", [MXFP4, Int4])
+def test_codes_unpacked_by_pairs_are_those_that_are_dequantized(
+    kind: type[MXFP4] | type[Int4], num_bytes: int
+):
+    """All codes in all places, in bf16, with all scales: bit by bit. The kernels' PTX runs here in Python."""
+    every = torch.arange(256)
+    bytes_XB = torch.stack([every.roll(i) for i in range(num_bytes)], dim=1)
+    word_X = sum(bytes_XB[:, i] << 8 * i for i in range(num_bytes))
+    ptx = (E2M1_PTX if kind is MXFP4 else INT4_PTX)[num_bytes].value
+    registers = torch.stack(run_ptx(ptx, num_bytes, word_X), dim=1)
+    halves_X2P2 = torch.stack((registers & 0xFFFF, registers >> 16), dim=2).unflatten(1, (2, -1))
+    bits_XB2 = halves_X2P2.flatten(2).transpose(1, 2)  # low and high code of each byte
+    value_XB2 = bits_XB2.to(torch.uint16).view(torch.bfloat16)
+    if kind is MXFP4:
+        scales = torch.arange(MAX_EXPONENT + 1, dtype=torch.uint8)
+        factor = ((scales.to(torch.int16) + 126) << 7).view(torch.bfloat16)
+    else:
+        scales = torch.tensor([3e-39, 1e-3, 0.0123, 1.0, 7.75, 3e36], dtype=torch.bfloat16)
+        factor, value_XB2 = scales, value_XB2 - (128 + ZERO)
+    got_XSI = value_XB2.flatten(1)[:, None] * factor[:, None]
+    blocks = bytes_XB.to(torch.uint8).repeat(1, 16 // num_bytes)[:, None, None].expand(-1, len(scales), 1, 16)
+    packed = kind(blocks.contiguous(), scales[:, None].expand(256, -1, 1).contiguous())
+    expected_XSI = packed.dequantised(torch.bfloat16)[..., : 2 * num_bytes]
+    assert torch.equal(got_XSI.view(torch.int16), expected_XSI.contiguous().view(torch.int16))
