@@ -150,6 +150,23 @@ class Case:
         assert error < TOLERANCE[self.shape.dtype], error
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("batch_invariant", [True, False])
+def test_keys_before_a_window_may_be_anything(batch_invariant: bool, causal: bool, dtype: torch.dtype):
+    """Their pages are released, and another request's values may be infinite in fp16."""
+    case, window = Case(Shape(dtype=dtype), [100, 40], [3, 1]), 20
+    workspace = case.workspace(batch_invariant=batch_invariant)
+    expected = case.attend(causal=causal, window=window, workspace=workspace)
+    for slot, length, rows in zip(case.rows.slots_B, case.lengths, case.num_rows, strict=True):
+        released = torch.arange(length - rows - window + 1)
+        size = case.shape.page_size
+        at = case.rows.page_table[slot][released // size].long() * size + released % size
+        case.cache.write(1, at, torch.full((len(at), case.shape.geometry.width), torch.inf, dtype=dtype))
+    assert expected.isfinite().all()
+    assert torch.equal(case.attend(causal=causal, window=window, workspace=workspace), expected)
+
+
 @pytest.mark.parametrize("sinks", [False, True])
 @pytest.mark.parametrize("window", [None, 20, 128])
 @pytest.mark.parametrize("causal", [True, False])

@@ -75,9 +75,12 @@ def _attend_tiles(
     dim_D = tl.arange(0, q_RD.shape[1])
     dim_F = tl.arange(0, V_WIDTH)
     m_R, l_R, o_RF = no_part(q_RD.shape[0], V_WIDTH)
+    oldest = first_seen(tl.min(position_R, 0), WINDOW)
     for tile in range(lo, hi):
         key_T = tile * BLOCK_KEYS + tl.arange(0, BLOCK_KEYS)
         there_T = key_T < num_keys
+        if WINDOW > 0:  # a page before it may be another request's: zero times its infinity would be NaN
+            there_T = there_T & (key_T >= oldest)
         page_T = tl.load(table_ptr + key_T // PAGE, mask=there_T, other=0).to(tl.int64)
         at_T = page_T * page_stride + (key_T % PAGE) * token_stride
         there_DT = inside(there_T[None, :], dim_D[:, None], DIM, q_RD.shape[1])
