@@ -42,6 +42,7 @@ from .attention.mla_prefill_plan import Expansion, ExpansionWorkspace, find_expa
 from .attention.norm_rope_kv_write import norm_rotate_write, write_context
 from .attention.paged_attention import MAX_HEAD_DIM, verify_attention
 from .attention.work_list import WorkList, list_work
+from .common.c_compiler import why_not_launch
 from .delta_net.dynamic_convolution import convolve
 from .delta_net.gated_delta_net import TritonDeltaNet
 from .linear.fp8_linear import QuantisedProjection, QuantisedWeight
@@ -112,7 +113,7 @@ def why_not(spec: ModelStackSpec, machine: DeviceCapabilities) -> str | None:
     wide = sorted(dim for dim in spec.head_dims if dim > MAX_HEAD_DIM)
     if wide:
         return f"has no head_dim above {MAX_HEAD_DIM}, the {spec.name}'s is {wide[0]}"
-    return None
+    return why_not_launch() if machine.device.type == "cuda" else None
 
 
 class TritonBackend(OperatorBackend):
