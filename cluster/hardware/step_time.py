@@ -25,9 +25,9 @@ from .parallel_layouts import ParallelLayout
 # Estimated in docs/benchmarks/gpu.md: seconds each kernel takes beyond its roofline floor.
 LAUNCH_S = 3e-6
 # Kernels of a step, counted by tests/drafter/gpu_triton/test_launches.py: of a layer; outside the layers of
-# target and drafter together; more of a layer with experts (norm, router, choice, tiles, two GEMMs, a sum and a
-# norm instead of two GEMMs); more of one without, over ranks (residual and norm apart from the two sums); more
-# over ranks for embedding and choice of tokens, of the target and of the drafter.
+# target and drafter together; more of a layer with experts (norm, router, choice, tiles, two GEMMs, a sum and
+# a norm instead of two GEMMs); more of one without, over ranks (residual and norm apart from the two sums);
+# more over ranks for embedding and choice of tokens, of the target and of the drafter.
 LAUNCHES_PER_LAYER, LAUNCHES_AROUND = 6, 27
 LAUNCHES_OF_EXPERTS, LAUNCHES_OF_SUMS = 6, 2
 LAUNCHES_OVER_RANKS, LAUNCHES_OF_DRAFTS_OVER_RANKS = 11, 19

@@ -9,12 +9,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from devices import DEVICE, HALVES, ON_GPU, watch_launches
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from manta.actors.targets.families import read_model
+from manta.actors.targets.model.decoder import Decoder
+from manta.actors.targets.model.tensor_parallel import Sharding, SingleRank
+from manta.actors.targets.model.weights import TargetWeights
 from manta.cluster.errors import CheckpointError
 from manta.drafter.compute.checkpoint.packed_4bit import MXFP4, ZERO, Int4
 from manta.drafter.compute.eager import moe_routing as routing
@@ -32,6 +38,7 @@ from manta.drafter.compute.gpu_triton.moe.topk_routing import choose
 from manta.drafter.compute.gpu_triton.moe.unpack_4bit import E2M1_PTX, INT4_PTX, MAX_EXPONENT
 from manta.drafter.compute.layers.linear import RMSNorm, gate
 from manta.drafter.compute.layers.moe import ExpertActivation, ExpertWeights, MoeRouter, RouterWeights
+from manta.drafter.step.gpu_triton.inputs.row_layout import DeviceStepRows
 from manta.jobs.doctor.cases.experts import exact_experts
 from torch import Tensor
 
@@ -127,6 +134,41 @@ def test_a_choice_of_experts_equals_pytorchs(rule: MoeRouter, dtype: torch.dtype
     torch.testing.assert_close(weights_Nk, expected[1], rtol=1e-5, atol=1e-7)
     alone = choose(logits_NE[7:8], rule, correction_E, expert_scale_E)
     assert torch.equal(alone[0][0], ids_Nk[7]) and torch.equal(alone[1][0], weights_Nk[7])
+
+
+@pytest.mark.parametrize("rule", [RULES["choice first"], RULES["groups"]], ids=["choice first", "groups"])
+def test_padding_rows_choose_no_expert(rule: MoeRouter):
+    logits_NE, correction_E = torch.randn(5, rule.num_experts), torch.zeros(rule.num_experts)
+    owners_N = torch.tensor([3, 0, 0, -1, -1], dtype=torch.int32)
+    ids_Nk, weights_Nk = choose(logits_NE, rule, correction_E, owners_N=owners_N)
+    expected = routing.choose(logits_NE, rule, correction_E, owners_N=owners_N)
+    assert torch.equal(ids_Nk, expected[0]) and (ids_Nk[3:] == -1).all() and (ids_Nk[:3] >= 0).all()
+    torch.testing.assert_close(weights_Nk, expected[1], rtol=1e-5, atol=1e-7)
+
+
+@torch.no_grad()
+def test_a_pass_reads_no_experts_for_its_padding(tiny_qwen3_moe: Path):
+    """As in a graph for more rows than a step has; nothing else of the real rows changes."""
+    spec, backend = read_model(tiny_qwen3_moe), TritonBackend(DEVICE, batch_invariant=True)
+    weights = TargetWeights(tiny_qwen3_moe, spec, Sharding(spec, 0, 1), torch.float32, DEVICE)
+    target = Decoder(weights, (), 64, SingleRank(), backend)
+
+    def run(num_rows: int, num_marked: int) -> tuple[Tensor, int]:
+        """The hidden states of two rows among `num_rows`, and the experts read."""
+        cache, page = target.new_cache(2, 16), np.zeros((1, 1), np.int32)
+        batch = backend.attention_batch(np.zeros(1, np.int32), np.full(1, 2), page, 16, DEVICE)
+        number_N = torch.arange(num_rows)
+        owners_N = torch.where(number_N < num_rows - num_marked, 0, -1).to(torch.int32)
+        placed = DeviceStepRows(number_N, (number_N,), (batch,), 5 * number_N % 90, owners_N)
+        before = 0 if backend.expert_reads is None else int(backend.expert_reads)
+        hidden_NH, _ = target.forward(placed.token_ids_N, placed, cache)
+        assert backend.expert_reads is not None
+        return hidden_NH[:2], int(backend.expert_reads) - before
+
+    alone, reads_alone = run(2, 0)
+    among, reads_among = run(12, 10)
+    assert torch.equal(among, alone) and reads_among == reads_alone
+    assert run(12, 0)[1] > reads_alone, "rows that are not padding do read"
 
 
 def test_a_router_may_read_the_residual_with_its_own_norm():

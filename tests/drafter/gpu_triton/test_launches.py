@@ -155,7 +155,7 @@ def test_a_steps_fused_passes_take_six_launches_per_layer_and_few_more(
 
 
 class EqualRanks(SingleRank):
-    """Rank 0 of several with equal tensors. Collectives are no launches here: planned seconds include them."""
+    """Rank 0 of several with equal tensors. Collectives are no launches here: their seconds include them."""
 
     def __init__(self, world_size: int) -> None:
         self.world_size = world_size
