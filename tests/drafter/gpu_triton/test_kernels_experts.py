@@ -105,6 +105,12 @@ def test_a_grid_fits_every_choice_exactly(counts: list[int], height: int):
 def test_tiles_grow_with_the_pairs_of_an_expert():
     heights = [tile_height(pairs, 128) for pairs in (8, 1024, 1032, 2048, 4096, 65536)]
     assert heights == [16, 16, 32, 32, 64, 128]
+    for dtype, packed, tallest in (
+        (torch.float32, True, 64),
+        (torch.float32, False, 128),
+        (torch.bfloat16, True, 128),
+    ):
+        assert tile_height(65536, 128, dtype, packed=packed) == tallest
 
 
 RULES = {
