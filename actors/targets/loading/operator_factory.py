@@ -59,7 +59,9 @@ def _backend(plan: LoadPlan, quantization: Quantization | None, ranks: Communica
         return TritonBackend(plan.device, batch_invariant=invariant, quantised=quantised, ranks=ranks)
     from ....drafter.compute.gpu_triton.flash_attention import FlashAttention
 
-    return TritonBackend(plan.device, FlashAttention(), quantised=quantization is not None, ranks=ranks)
+    return TritonBackend(
+        plan.device, FlashAttention(plan.device), quantised=quantization is not None, ranks=ranks
+    )
 
 
 def make_step_operators(plan: LoadPlan) -> StepOperators:
