@@ -20,9 +20,13 @@ import torch
 from torch.cuda import nccl
 
 from ...actors.system.host_resources import free_ram_bytes, owned_cores
-from ...actors.targets.loading.backend_selection import BackendName, instructions_of_passes, why_not
+from ...actors.targets.loading.backend_selection import (
+    BackendName,
+    compiler_of_triton,
+    instructions_of_passes,
+    why_not,
+)
 from ...actors.targets.loading.load_plan import LoadPlan
-from ...drafter.compute.gpu_triton.common.c_compiler import REMEDY, find_compiler, why_not_launch
 from ..bench.common.provenance import cpu_model
 from .cases.checks import Check, CheckOutcome, NotHereError
 
@@ -38,7 +42,7 @@ def machine_checks() -> Iterator[Check]:
         ("CUDA", lambda: CheckOutcome(torch.version.cuda or "none: this is a CPU build of PyTorch"), ""),
         ("PyTorch", lambda: CheckOutcome(torch.__version__), "install PyTorch"),
         ("Triton", _triton, "pip install 'manta[gpu]': without it a GPU runs PyTorch's own kernels"),
-        ("C compiler", _c_compiler, REMEDY),
+        ("C compiler", _c_compiler, "install gcc and Python's headers (python3-dev), or set CC"),
         ("NCCL", _nccl, ""),
         ("flash-attn", lambda: _package("flash-attn", "not installed; not needed"), ""),
         ("peer access", _peers, ""),
@@ -106,9 +110,9 @@ def _triton() -> CheckOutcome:
 
 def _c_compiler() -> CheckOutcome:
     """Return the one that builds Triton's launchers; fails if a GPU is present without it."""
-    reason = why_not_launch()
+    compiler, reason = compiler_of_triton()
     if reason is None:
-        return CheckOutcome(str(find_compiler()))
+        return CheckOutcome(str(compiler))
     return CheckOutcome(f"Triton {reason}", "", passed=False if torch.cuda.is_available() else None)
 
 

@@ -162,6 +162,13 @@ def instructions_of_passes() -> str | None:
     return kind.value if kind else None
 
 
+def compiler_of_triton() -> tuple[str | None, str | None]:
+    """Return the C compiler that builds Triton's launchers, and why they cannot be built, if they cannot."""
+    from ....drafter.compute.gpu_triton.common.c_compiler import find_compiler, why_not_launch
+
+    return find_compiler(), why_not_launch()
+
+
 def _why_not_of(name: str) -> Callable[[ModelStackSpec, DeviceCapabilities], str | None]:
     match name:
         case "triton":
