@@ -26,7 +26,7 @@ MAX_EXPONENT = 128  # of an MXFP4 block's scale: 2, so that a code's factor fits
 _FIRST_WITH_TENSOR_MEMORY = (10, 0)
 _BLOCK_BYTES = tl.constexpr(16)
 _ZERO = tl.constexpr(ZERO)
-_HAS_PTX = tl.constexpr(not os.environ.get("TRITON_INTERPRET"))
+_HAS_PTX = tl.constexpr(not os.environ.get("TRITON_INTERPRET") and torch.version.hip is None)
 _BF16_OF_CODE_0 = tl.constexpr(128.0 + ZERO)  # of INT4, see `INT4_PTX`
 
 
