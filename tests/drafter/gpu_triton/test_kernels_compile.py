@@ -801,6 +801,7 @@ def test_kernels_compile_without_spills_or_slow_conversions(
         assert found["wgmma"] == variant.wgmma, (variant, found)
         assert found["waits_first"] == bool(variant.constexprs.get("PDL")), (variant, found)
         assert found["slow_conversions"] == 0, (variant, found)
+        assert not (variant.constexprs.get("PACK") and found["flushes"]), "codes are subnormal floats"
         if variant.most_instructions is not None:
             most = variant.most_instructions[CAPABILITIES.index(capability)]
             assert 0 < found["instructions"] <= most, (variant, found)
@@ -844,6 +845,7 @@ def _compile(module: str, variant: Variant, capability: int) -> dict[str, int | 
         "instructions": len(loop),
         "slow_conversions": sum(name in ("I2F", "F2F", "F2I") for name in loop),
         "copies": loop.count("LDGSTS"),
+        "flushes": ".ftz" in compiled.asm["ptx"],
     }
 
 
