@@ -72,7 +72,7 @@ def report_of_rank(device: torch.device) -> dict[str, Any]:
     """Try it over the default group. Collective."""
     warnings: list[str] = []
     handler = logging.Handler(logging.WARNING)
-    handler.emit = lambda record: warnings.append(str(record.args[0]) if record.args else record.getMessage())
+    handler.emit = lambda record: warnings.append(_reason(record))
     custom_all_reduce.logger.addHandler(handler)
     assert dist.group.WORLD is not None, "connected"
     peers = CustomAllReduce.of(dist.group.WORLD, device, torch.bfloat16)
@@ -82,3 +82,8 @@ def report_of_rank(device: torch.device) -> dict[str, Any]:
         "multicast": peers is not None and peers.has_multicast,
         "reason": warnings[-1] if warnings else "",
     }
+
+
+def _reason(record: logging.LogRecord) -> str:
+    """Return the reason in a warning that says what follows from it."""
+    return str(record.args[0]) if isinstance(record.args, tuple) and record.args else record.getMessage()

@@ -696,7 +696,9 @@ VARIANTS: dict[str, list[Variant]] = {
         _experts(7168, 256, 64, integers=True),
         _experts(512, 7168, 128, activation="silu", integers=True),
         _experts(1536, 2048, 16, activation="silu", dtype="fp32"),
-        _experts(5760, 2880, 64, activation="swiglu_clamped", packed=True, dtype="fp32"),
+        replace(
+            _experts(5760, 2880, 64, activation="swiglu_clamped", packed=True, dtype="fp32"), side_by_side=2
+        ),
         _add_up(2048, 8),
         _add_up(2880, 4),
     ],
@@ -710,7 +712,7 @@ VARIANTS: dict[str, list[Variant]] = {
     ],
     "compute.gpu_triton.attention.mla_prefill": [
         _attend_expanded(8),
-        _attend_expanded(64, "fp32"),
+        replace(_attend_expanded(64, "fp32"), spills=(100,)),
         _add_splits(8),
     ],
     # Of Qwen3.5-9B and 35B-A3B, of 27B, and of a rank of many.
@@ -728,7 +730,7 @@ VARIANTS: dict[str, list[Variant]] = {
         _delta("_prepare", (16, 48), "fp32", warps=8),
         _delta("_run_chunks", (16, 32), stages=2, wgmma=True, side_by_side=2),
         _delta("_run_chunks", (16, 48), saves=True, stages=2, wgmma=True, side_by_side=2),
-        _delta("_run_chunks", (16, 48), "fp32", stages=2, wgmma=True),
+        _delta("_run_chunks", (16, 48), "fp32", stages=2, wgmma=True, spills=(100,)),
     ],
     "compute.gpu_triton.delta_net.gated_norm": [
         _delta("_gate_outputs", (16, 32)),

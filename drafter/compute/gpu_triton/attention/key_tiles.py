@@ -79,10 +79,10 @@ def _attend_tiles(
     for tile in range(lo, hi):
         key_T = tile * BLOCK_KEYS + tl.arange(0, BLOCK_KEYS)
         there_T = key_T < num_keys
-        if WINDOW > 0:  # a page before it may be another request's: zero times its infinity would be NaN
-            there_T = there_T & (key_T >= oldest)
-        page_T = tl.load(table_ptr + key_T // PAGE, mask=there_T, other=0).to(tl.int64)
-        at_T = page_T * page_stride + (key_T % PAGE) * token_stride
+        # A page before the window may be another request's, and zero times its infinity would be NaN.
+        read_T = tl.maximum(key_T, oldest) if WINDOW > 0 else key_T
+        page_T = tl.load(table_ptr + read_T // PAGE, mask=there_T, other=0).to(tl.int64)
+        at_T = page_T * page_stride + (read_T % PAGE) * token_stride
         there_DT = inside(there_T[None, :], dim_D[:, None], DIM, q_RD.shape[1])
         k_DT = tl.load(k_ptr + at_T[None, :] + dim_D[:, None], mask=there_DT, other=0.0)
         x_RT = tl.dot(q_RD, k_DT, input_precision=_FP32_PRODUCT)

@@ -11,6 +11,9 @@ code times its scale, rounded once, in 40 % fewer instructions, which bound thes
 Legend: C rows of a weight's tile, B bytes of a step, G = B / 16 blocks of a step, M rows of x.
 """
 
+# Type checkers take compile-time strings for constexpr.
+# pyright: reportArgumentType=false
+
 from __future__ import annotations
 
 import os
@@ -117,11 +120,14 @@ def unpack_int4(byte_CB, scale_CG, dtype: tl.constexpr, PACK: tl.constexpr):
 @triton.jit
 def _unpack(byte_CB, PTX_2: tl.constexpr, PTX_4: tl.constexpr, PACK: tl.constexpr):
     """Return the bf16 of bytes' low and high codes: [C, B] each."""
-    both: tl.constexpr = (tl.bfloat16, tl.bfloat16)
     if PACK == 4:
-        return tl.inline_asm_elementwise(PTX_4, "=r,=r,=r,=r,r", [byte_CB], dtype=both, is_pure=True, pack=4)
+        return tl.inline_asm_elementwise(
+            PTX_4, "=r,=r,=r,=r,r", [byte_CB], dtype=(tl.bfloat16, tl.bfloat16), is_pure=True, pack=4
+        )
     else:
-        return tl.inline_asm_elementwise(PTX_2, "=r,=r,h", [byte_CB], dtype=both, is_pure=True, pack=2)
+        return tl.inline_asm_elementwise(
+            PTX_2, "=r,=r,h", [byte_CB], dtype=(tl.bfloat16, tl.bfloat16), is_pure=True, pack=2
+        )
 
 
 @triton.jit
