@@ -60,8 +60,9 @@ def outcome(num_ranks: int, reports: list[dict[str, Any]]) -> CheckOutcome:
 def run_rank() -> None:
     """Join the group, report, and leave."""
     rank, num_ranks, port, device_type = json.loads(sys.argv[1])
-    device = torch.device(device_type, rank if device_type == "cuda" else None)
+    device = torch.device(device_type)
     if device_type == "cuda":
+        device = torch.device(device_type, rank)
         torch.cuda.set_device(device)
     group = connect(rank=rank, world_size=num_ranks, device=device, store=port, timeout_s=_TIMEOUT_S)
     print(json.dumps(report_of_rank(device)))

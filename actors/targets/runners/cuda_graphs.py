@@ -26,6 +26,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -197,7 +198,7 @@ class StepGraphs:
         self._models, self._lists_LW, self._trim, self._outcome = models, lists_LW, trim, outcome
         self._passes: dict[PassKind, DraftPass | TargetPass] = {}
         self._graphs: dict[PassKind, torch.cuda.CUDAGraph] = {}
-        self._pool: tuple[int, int] | None = None  # shared memory of the graphs
+        self._pool: Any = None  # shared memory of the graphs; Any: PyTorch's type is private
 
     def rebuild(self, models: StepModels) -> None:
         """Drop everything that was made with other models."""
