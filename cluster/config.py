@@ -157,8 +157,9 @@ class EngineConfig:
         device: where the models run. "auto" takes CUDA if there is a device.
         attention_backend: kernels of a step; "auto" takes triton on a GPU where it is installed, compiled on
             a CPU where it runs, else torch. "triton" runs fused kernels and CUDA graphs; "flash_attn" the
-            same with that package's attention (page_size 256); "compiled" a whole pass in one call, in
-            bfloat16 on a CPU with instructions for it; "torch" PyTorch's own kernels, driven from the host.
+            same with that package's kernel for prompts (page_size 256); "compiled" a whole pass in one call,
+            in bfloat16 on a CPU with instructions for it; "torch" PyTorch's own kernels, driven from the
+            host.
         quantization: "fp8" quantizes the target's weights to eight bits, on GPUs; outputs are the quantized
             target's. Weights are e4m3 with a scale per row, made at load: a step reads half the bytes of
             bf16. Embedding, head, routers and experts are not quantized.

@@ -61,7 +61,7 @@ class TargetWorker(Worker):
         )
         self._drafts = sources[-1] if sources else None
         self._runner = SplitRunner(runner, self._drafts, plan) if self._drafts else runner
-        self._exchange = DrafterSwap(plan, runner, self._drafts)
+        self._exchange = DrafterSwap(plan, runner, self._drafts, self.ranks)
         self._info, self._report = info, DrafterReport(0, ready=True, lost=False)
         self.max_in_flight = info.max_in_flight
         self._grammars = runner.grammars

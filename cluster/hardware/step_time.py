@@ -21,12 +21,15 @@ from .model_pair import ModelPair
 from .model_shape import DeviceWork, ModelShape
 from .parallel_layouts import ParallelLayout
 
-# Estimates derived in docs/benchmarks/gpu.md: seconds each kernel takes beyond its roofline floor, and
-# kernels per step: a number per layer, more for MoE layers (router, top-k, sort, two GEMMs and a sum instead
-# of two GEMMs), and a number outside the layers of target and drafter together.
+# Estimated in docs/benchmarks/gpu.md: seconds each kernel takes beyond its roofline floor.
 LAUNCH_S = 3e-6
+# Kernels of a step, counted by tests/drafter/gpu_triton/test_launches.py: of a layer; outside the layers of
+# target and drafter together; more of a layer with experts (norm, router, choice, tiles, two GEMMs, a sum and
+# a norm instead of two GEMMs); more of one without, over ranks (residual and norm apart from the two sums);
+# more over ranks for embedding and choice of tokens, of the target and of the drafter.
 LAUNCHES_PER_LAYER, LAUNCHES_AROUND = 6, 27
-LAUNCHES_OF_EXPERTS = 4
+LAUNCHES_OF_EXPERTS, LAUNCHES_OF_SUMS = 6, 2
+LAUNCHES_OVER_RANKS, LAUNCHES_OF_DRAFTS_OVER_RANKS = 11, 19
 LAUNCHES_OF_DRAFT = 5  # outside the layers of a pass for one draft: embedding, fc, norm, head, argmax
 
 
@@ -97,6 +100,7 @@ class StepTimes:
     def verify(self, batch: int, rows: float, context: float, chunk: Chunk = NO_CHUNK) -> DeviceTime:
         """Return the time of the target's pass over mean rows and context, and a chunk; plain rows = 1."""
         target, tokens = self._target, batch * rows + chunk.rows
+        num_routed = sum(times for _, times in target.routed)
         works = [target.linears(tokens), target.experts(tokens), target.head(batch * rows + 1)]
         works += [target.attention(batch, rows, context), target.states(batch, rows)] if batch else []
         if chunk.rows:  # prompts record no states for rejected drafts
@@ -104,7 +108,7 @@ class StepTimes:
         return (
             self._in_sequence(works)
             + self._all_reduces(2 * target.num_layers + 1, tokens)
-            + _launches(target)
+            + DeviceTime(launches=LAUNCH_S * target_launches(target.num_layers, num_routed, self._layout.tp))
         )
 
     def draft(self, batch: int, rows: float, context: float) -> DeviceTime:
@@ -120,14 +124,11 @@ class StepTimes:
             self._draft_head.head(chosen),
             drafter.attention(batch, rows, context),
         ]
-        sums = (
-            DeviceTime() if self._layout.has_drafter_gpu else self._all_reduces(2, tokens)
-        )  # embedding and argmax
-        return (
-            self._in_sequence(works)
-            + sums
-            + DeviceTime(launches=LAUNCH_S * LAUNCHES_PER_LAYER * drafter.num_layers)
-        )
+        launches, sums = LAUNCHES_PER_LAYER * drafter.num_layers, DeviceTime()
+        if self._layout.tp > 1 and not self._layout.has_drafter_gpu:
+            launches += LAUNCHES_OF_DRAFTS_OVER_RANKS
+            sums = self._all_reduces(2, tokens)  # embedding and argmax
+        return self._in_sequence(works) + sums + DeviceTime(launches=LAUNCH_S * launches)
 
     def _draft_one_by_one(self, drafter: ModelShape, batch: int, drafts: float, context: float) -> DeviceTime:
         """Return the time of a pass per draft, without all-reduces: every rank has the whole drafter."""
@@ -182,10 +183,12 @@ class StepTimes:
         return DeviceTime(link=count * self._gpu.link.all_reduce_s(self._layout.tp, num_bytes))
 
 
-def _launches(target: ModelShape) -> DeviceTime:
-    routed = LAUNCHES_OF_EXPERTS * sum(times for _, times in target.routed)
-    count = LAUNCHES_PER_LAYER * target.num_layers + routed + LAUNCHES_AROUND
-    return DeviceTime(launches=LAUNCH_S * count)
+def target_launches(num_layers: int, num_routed: int, tp: int) -> int:
+    """Return the launches of the target's pass and around it; `num_routed` of its layers have experts."""
+    count = LAUNCHES_PER_LAYER * num_layers + LAUNCHES_OF_EXPERTS * num_routed + LAUNCHES_AROUND
+    if tp > 1:
+        count += LAUNCHES_OF_SUMS * (num_layers - num_routed) + LAUNCHES_OVER_RANKS
+    return count
 
 
 def _waiting_s(service_s: float, round_s: float, engines: int) -> float:

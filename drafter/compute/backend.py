@@ -247,6 +247,10 @@ class PlacedRows:
     batches: tuple[Any, ...]
     states: StateRows | DeviceStateRows | None = field(default=None, kw_only=True)
 
+    def padding_owners(self) -> Tensor | None:
+        """Return `owners`, negative for padding, where a pass may have padding; else None."""
+        return None
+
     def owners(self) -> Tensor:
         """Return integers [N] for a drafter's block, equal in neighboring rows of the same request."""
         raise NotImplementedError("only a step's rows know their requests")

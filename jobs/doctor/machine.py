@@ -1,7 +1,7 @@
 """Reports hardware and software that matter to Manta, and what it uses of them for a pair.
 
-What prevents Manta from running is a failure. Runs no kernel, loads no model, and imports no package but
-PyTorch; versions are read from package metadata. Called by `doctor_run.py`.
+What prevents Manta from running is a failure. Runs none of Manta's kernels, loads no model, and imports no
+package but PyTorch; versions are read from package metadata. Called by `doctor_run.py`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,12 @@ import torch
 from torch.cuda import nccl
 
 from ...actors.system.host_resources import free_ram_bytes, owned_cores
-from ...actors.targets.loading.backend_selection import BackendName, instructions_of_passes, why_not
+from ...actors.targets.loading.backend_selection import (
+    BackendName,
+    compiler_of_triton,
+    instructions_of_passes,
+    why_not,
+)
 from ...actors.targets.loading.load_plan import LoadPlan
 from ..bench.common.provenance import cpu_model
 from .cases.checks import Check, CheckOutcome, NotHereError
@@ -37,9 +42,11 @@ def machine_checks() -> Iterator[Check]:
         ("CUDA", lambda: CheckOutcome(torch.version.cuda or "none: this is a CPU build of PyTorch"), ""),
         ("PyTorch", lambda: CheckOutcome(torch.__version__), "install PyTorch"),
         ("Triton", _triton, "pip install 'manta[gpu]': without it a GPU runs PyTorch's own kernels"),
+        ("C compiler", _c_compiler, "install gcc and Python's headers (python3-dev), or set CC"),
         ("NCCL", _nccl, ""),
         ("flash-attn", lambda: _package("flash-attn", "not installed; not needed"), ""),
         ("peer access", _peers, ""),
+        ("small all-reduce", _small_all_reduce, "run with NCCL_DEBUG=INFO, and see the log of a rank"),
         ("Ray", lambda: _package("ray", "not installed: no serve, batch or tensor parallelism"), ""),
         ("HAProxy", _haproxy, ""),
         ("CPU", lambda: CheckOutcome(cpu_model()), ""),
@@ -101,6 +108,14 @@ def _triton() -> CheckOutcome:
         return CheckOutcome("not installed", "", passed=False if torch.cuda.is_available() else None)
 
 
+def _c_compiler() -> CheckOutcome:
+    """Return the one that builds Triton's launchers; fails if a GPU is present without it."""
+    compiler, reason = compiler_of_triton()
+    if reason is None:
+        return CheckOutcome(str(compiler))
+    return CheckOutcome(f"Triton {reason}", "", passed=False if torch.cuda.is_available() else None)
+
+
 def _nccl() -> CheckOutcome:
     if not torch.cuda.is_available():
         raise NotHereError(_NO_GPU)
@@ -115,6 +130,16 @@ def _peers() -> CheckOutcome:
     reached = sum(torch.cuda.can_device_access_peer(a, b) for a, b in pairs)
     rest = "" if reached == len(pairs) else ": small all-reduces use NCCL only"
     return CheckOutcome(f"{reached} of {len(pairs)} pairs{rest}")
+
+
+def _small_all_reduce() -> CheckOutcome:
+    """Return how GPUs sum a step's few rows; fails if they cannot sum at all."""
+    count = torch.cuda.device_count()
+    if count < 2:
+        raise NotHereError(_NO_GPU if count == 0 else "one GPU")
+    from .all_reduce_check import try_all_reduce
+
+    return try_all_reduce(count)
 
 
 def _package(name: str, absent: str) -> CheckOutcome:

@@ -26,6 +26,8 @@ from ...cluster.hardware.step_time import (
     LAUNCHES_AROUND,
     LAUNCHES_OF_DRAFT,
     LAUNCHES_OF_EXPERTS,
+    LAUNCHES_OF_SUMS,
+    LAUNCHES_OVER_RANKS,
     LAUNCHES_PER_LAYER,
 )
 from ...cluster.request.request import Request
@@ -218,7 +220,8 @@ def assumptions(gpu: Gpu, pair: ModelPair, spread: float) -> list[str]:
         "TFLOP/s in every product, however few rows it has; published engines reach 40 to 75 % of such "
         "rooflines.",
         f"A kernel launch costs {LAUNCH_S * 1e6:g} µs: {LAUNCHES_PER_LAYER} a layer, {LAUNCHES_OF_EXPERTS} "
-        f"more with experts, {LAUNCHES_AROUND} per step, {LAUNCHES_OF_DRAFT} per pass for one draft.",
+        f"more with experts, {LAUNCHES_OF_SUMS} more without over ranks, {LAUNCHES_AROUND} per step, "
+        f"{LAUNCHES_OVER_RANKS} more over ranks, {LAUNCHES_OF_DRAFT} per pass for one draft.",
         f"An all-reduce takes {link.latency_s * 1e6:g} µs plus its bytes at "
         f"{link.bytes_per_s / 1e9:,.0f} GB/s; two per layer. No data-parallel attention and no expert "
         "parallelism.",

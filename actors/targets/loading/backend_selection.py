@@ -8,6 +8,7 @@ them where `operator_factory.py` finds them. Called by `load_plan.py`.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from typing import Literal
 
@@ -17,6 +18,8 @@ from ....cluster.config import EngineConfig
 from ....cluster.errors import ConfigError
 from ....drafter.compute.backend import Backend, DeviceCapabilities, ModelStackSpec
 from ....drafter.compute.batch_invariance import rows_are_invariant
+
+logger = logging.getLogger(__name__)
 
 _FIRST_WITH_E4M3 = (8, 9)
 BackendName = Literal["torch", "compiled", "triton", "flash_attn"]
@@ -34,6 +37,11 @@ def choose_backend(
         best = "triton" if machine.device.type == "cuda" else "compiled"
         reason = why_not(best, models, machine)
         chosen = "torch" if reason else best
+        if reason is not None and machine.device.type == "cuda":
+            logger.warning(
+                "triton %s. PyTorch's operators compute instead, without graphs, which is many times slower.",
+                reason,
+            )
     else:
         chosen, reason = wanted, why_not(wanted, models, machine)
         if reason is not None:
@@ -152,6 +160,13 @@ def instructions_of_passes() -> str | None:
         return None
     kind = bf16_instructions()
     return kind.value if kind else None
+
+
+def compiler_of_triton() -> tuple[str | None, str | None]:
+    """Return the C compiler that builds Triton's launchers, and why they cannot be built, if they cannot."""
+    from ....drafter.compute.gpu_triton.common.c_compiler import find_compiler, why_not_launch
+
+    return find_compiler(), why_not_launch()
 
 
 def _why_not_of(name: str) -> Callable[[ModelStackSpec, DeviceCapabilities], str | None]:

@@ -17,6 +17,7 @@ import torch
 from ....cluster.errors import ConfigError
 from ....drafter.dflash.config import DrafterConfig
 from ...tokenization.checkpoint_paths import drafter_folder, with_drafter
+from ..model.tensor_parallel import Communicator
 from ..runners.runner_interface import Drafter, Runner, TriesDrafters
 from .load_plan import DraftConfig, LoadPlan, read_drafter
 from .operator_factory import make_drafter_backend
@@ -36,10 +37,21 @@ class RemoteSide(Protocol):
 
 
 class DrafterSwap:
-    """Loads and swaps the drafters of one rank. `remote`: given if the drafter is in another process."""
+    """Loads and swaps the drafters of one rank.
 
-    def __init__(self, plan: LoadPlan, runner: Runner, remote: RemoteSide | None = None) -> None:
-        self._plan, self._runner, self._remote = plan, runner, remote
+    Args:
+        remote: given if the drafter is in another process.
+        ranks: all ranks of the target; None for a single one.
+    """
+
+    def __init__(
+        self,
+        plan: LoadPlan,
+        runner: Runner,
+        remote: RemoteSide | None = None,
+        ranks: Communicator | None = None,
+    ) -> None:
+        self._plan, self._runner, self._remote, self._ranks = plan, runner, remote, ranks
         self._next_plan: LoadPlan | None = None
         self._next_drafter: Drafter | None = None
         self._candidate: LoadPlan | None = None  # the plan with the candidate on trial
@@ -56,7 +68,7 @@ class DrafterSwap:
             self._remote.load(plan)
         else:
             target = self._runner.model
-            backend = make_drafter_backend(plan, target.backend)
+            backend = make_drafter_backend(plan, target.backend, self._ranks)
             self._next_drafter = Checkpoints().drafter(plan, target.shared_embeddings, backend)
         self._next_plan = plan
 
@@ -81,9 +93,8 @@ class DrafterSwap:
         runner = self._trial_runner()
         plan = _plan_with_drafter(self._plan, model)
         target = self._runner.model
-        runner.begin_trial(
-            Checkpoints().drafter(plan, target.shared_embeddings, make_drafter_backend(plan, target.backend))
-        )
+        backend = make_drafter_backend(plan, target.backend, self._ranks)
+        runner.begin_trial(Checkpoints().drafter(plan, target.shared_embeddings, backend))
         self._candidate = plan
 
     def end_trial(self, *, promoted: bool) -> None:

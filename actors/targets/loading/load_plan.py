@@ -279,7 +279,7 @@ def _page_size(config: EngineConfig, device: torch.device) -> int:
     sequences.
     """
     if config.attention_backend == "flash_attn":
-        return 256  # the only size that the package supports
+        return 256  # the only size that FlashAttention 2 supports
     return 64 if device.type == "cuda" else 16
 
 

@@ -16,6 +16,7 @@ from ....drafter.compute.eager.backend import TorchBackend
 from ....drafter.step.sampling.step_ops import DEFINITION, StepOperators
 from ...system.host_resources import owned_cores
 from ...tokenization.checkpoint_paths import has_tokenizer, tokenizer_folder
+from ..model.tensor_parallel import Communicator
 from .backend_selection import take_cpu, why_not
 from .load_plan import LoadPlan
 
@@ -23,21 +24,26 @@ if TYPE_CHECKING:
     from ....drafter.grammars.matchers import GrammarStates
 
 
-def make_backend(plan: LoadPlan) -> Backend:
-    """Create the target's backend, which may take over PyTorch's threads."""
-    return _backend(plan, plan.config.quantization)
+def make_backend(plan: LoadPlan, ranks: Communicator | None = None) -> Backend:
+    """Create the target's backend, which may take over PyTorch's threads; `ranks` choose kernels alike."""
+    return _backend(plan, plan.config.quantization, ranks)
 
 
-def make_drafter_backend(plan: LoadPlan, target_backend: Backend | None = None) -> Backend:
-    """Return the drafter's backend: the target's if it is given and quantized alike, else a new one."""
+def make_drafter_backend(
+    plan: LoadPlan, target_backend: Backend | None = None, ranks: Communicator | None = None
+) -> Backend:
+    """Return the drafter's backend: the target's if it is given and quantized alike, else a new one.
+
+    `ranks` compute the same drafter and choose kernels alike.
+    """
     spec = plan.config.speculative_config
     assert spec is not None, "only speculation needs a drafter's backend"
     if target_backend is not None and spec.quantization == plan.config.quantization:
         return target_backend
-    return _backend(plan, spec.quantization)
+    return _backend(plan, spec.quantization, ranks)
 
 
-def _backend(plan: LoadPlan, quantization: Quantization | None) -> Backend:
+def _backend(plan: LoadPlan, quantization: Quantization | None, ranks: Communicator | None) -> Backend:
     if plan.attention_backend == "compiled" or (plan.attention_backend == "torch" and _has_loops(plan)):
         return take_cpu(plan.attention_backend)
     if plan.attention_backend == "torch":
@@ -49,10 +55,13 @@ def _backend(plan: LoadPlan, quantization: Quantization | None) -> Backend:
         torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
     if plan.attention_backend == "triton":
         invariant = plan.config.batch_invariant
-        return TritonBackend(plan.device, batch_invariant=invariant, quantised=quantization is not None)
+        quantised = quantization is not None
+        return TritonBackend(plan.device, batch_invariant=invariant, quantised=quantised, ranks=ranks)
     from ....drafter.compute.gpu_triton.flash_attention import FlashAttention
 
-    return TritonBackend(plan.device, FlashAttention(), quantised=quantization is not None)
+    return TritonBackend(
+        plan.device, FlashAttention(plan.device), quantised=quantization is not None, ranks=ranks
+    )
 
 
 def make_step_operators(plan: LoadPlan) -> StepOperators:

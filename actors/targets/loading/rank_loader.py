@@ -265,13 +265,13 @@ class _Rank:
         self._plan, self._communicator, self._remote_drafts = plan, communicator, remote_drafts
         sharding = Sharding(plan.target, communicator.rank, communicator.world_size)
         weights = models.target(plan, sharding)
-        self.backend = backend = make_backend(plan)
+        self.backend = backend = make_backend(plan, communicator)
         places = plan.pages.target
         self._model = Decoder(weights, plan.tap_ids, plan.max_model_len, communicator, backend, places)
         self.grammars = make_grammars(plan)
         self._drafter: Drafter | None = None
         if plan.drafter is not None and not plan.split:
-            drafter_backend = make_drafter_backend(plan, backend)
+            drafter_backend = make_drafter_backend(plan, backend, communicator)
             self._drafter = models.drafter(plan, self._model.shared_embeddings, drafter_backend)
 
     def affordable_cache(self) -> tuple[tuple[int, ...], int | None]:
@@ -280,15 +280,20 @@ class _Rank:
         is_set = config.num_pages is not None or config.kv_cache_memory_bytes is not None
         if plan.device.type == "cuda" and not is_set:
             budget = gpu_budget_bytes(plan.device, config.gpu_memory_utilization, self._step_bytes())
-        num_states = affordable_states(plan, budget)
-        if num_states is not None:
-            num_states = smallest(num_states, self._communicator, plan.device)
+        own_states = num_states = affordable_states(plan, budget)
+        if own_states is not None:
+            (num_states,) = smallest(lambda: [own_states], 1, self._communicator, plan.device)
         sizes, state_bytes_taken = (
             page_bytes(plan, drafter=not plan.split),
             (num_states or 0) * state_bytes(plan),
         )
-        local_pages = affordable_pages(plan, sizes, budget, state_bytes_taken)
-        return tuple(smallest(pages, self._communicator, plan.device) for pages in local_pages), num_states
+        pages = smallest(
+            lambda: affordable_pages(plan, sizes, budget, state_bytes_taken),
+            plan.pages.num_pools,
+            self._communicator,
+            plan.device,
+        )
+        return pages, num_states
 
     def runner(self, num_pages: tuple[int, ...], num_states: int | None) -> Runner:
         if runs_on_device(self._plan):

@@ -28,7 +28,6 @@ from .memory_budget import used_gpu_bytes
 
 _PROMPT_TOKENS = 8
 _ANY_WORDS = Grammar("regex", "[a-z ]*", is_cheap=True)
-_GRAPH_BYTES = 2**20  # a CUDA graph beside the memory that all share: its nodes, some hundred kernels
 
 
 def warm_up(runner: Runner, plan: LoadPlan, num_pages: tuple[int, ...]) -> None:
@@ -71,22 +70,37 @@ def measure_step_bytes(make_runner: Callable[[], Runner], plan: LoadPlan) -> int
     """Return the peak GPU bytes that steps take in addition to pages.
 
     This covers states and workspaces, the largest prefill, the logits of as many prompts as can end in a
-    step, the largest decoding step, and graphs. All of them run once. Nothing is freed in between, so the
-    reading holds the peak of each; everything is freed at the end. Only the graphs of the largest steps are
-    captured, as all graphs share one pool; the others get an allowance. Pages cannot be allocated before
+    step, the largest decoding step, and graphs. All of them run once. Nothing is freed between prompts, so
+    their reading holds the peak of each; everything is freed at the end. Pages cannot be allocated before
     this, as graphs hold their address, so these steps write to the scratch page. Memory that the process
     takes outside PyTorch's allocator (kernels, NCCL, graphs) counts as well.
+
+    Small steps run first, in which products are measured (`gemm_choice.py`): that takes a buffer which is no
+    part of a step.
     """
+
+    def used() -> int:
+        return used_gpu_bytes(plan.device)
+
+    _run_small_steps(make_runner(), plan)
+    gc.collect()
     torch.cuda.empty_cache()  # else the runner would reuse memory that loading freed
-    used_before = used_gpu_bytes(plan.device)
+    used_before = used()
     runner = make_runner()
     for lengths in (_longest_prompts(plan), _max_prompts(plan)):
         runner.execute(_prefill(plan, lengths))
-    num_other_graphs = runner.profile_run(_largest_decoding(plan))
-    taken = used_gpu_bytes(plan.device) - used_before
+    taken = used() - used_before
+    taken += runner.profile_run(_largest_decoding(plan), used)
     del runner
     gc.collect()
-    return taken + num_other_graphs * _GRAPH_BYTES
+    return taken
+
+
+def _run_small_steps(runner: Runner, plan: LoadPlan) -> None:
+    """Run a short prompt, and a decoding step with as many drafts as possible."""
+    runner.execute(_prefill(plan, [min(plan.max_model_len, _PROMPT_TOKENS)]))
+    drafts = max(0, min(plan.num_speculative_tokens, plan.max_model_len - 2))
+    runner.execute(dummy_step([1], [1 + drafts], [drafts]))
 
 
 def _longest_prompts(plan: LoadPlan) -> list[int]:

@@ -10,7 +10,7 @@ Legend: N rows, H hidden, O outputs, V vocabulary (all), U vocabulary of a rank 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import torch
@@ -295,7 +295,26 @@ class VocabHead:
         return logits_NV if logits_NV.shape[-1] == self._vocab_size else logits_NV[:, : self._vocab_size]
 
 
-def smallest(value: int, communicator: Communicator, device: torch.device) -> int:
-    """Return the smallest of the ranks' values, by one collective."""
-    mine_1 = torch.tensor([value], dtype=torch.int64, device=device)
-    return int(communicator.all_gather(mine_1).min())
+def smallest(
+    find: Callable[[], Sequence[int]], count: int, communicator: Communicator, device: torch.device
+) -> tuple[int, ...]:
+    """Return the smallest of what the ranks find, by place, by one collective.
+
+    If `find` raises a ConfigError on one rank, all ranks raise one: no rank waits for another that gave up.
+
+    Args:
+        find: finds `count` values.
+    """
+    values, error = [0] * count, None
+    try:
+        values = list(find())
+    except ConfigError as raised:
+        error = raised
+    assert len(values) == count, "every rank shows as many values"
+    mine_1V = torch.tensor([[int(error is None), *values]], dtype=torch.int64, device=device)
+    works, *found = communicator.all_gather(mine_1V, dim=0).amin(0).tolist()
+    if error is not None:
+        raise error
+    if not works:
+        raise ConfigError("Another rank of the target cannot be loaded; its error says why.")
+    return tuple(found)

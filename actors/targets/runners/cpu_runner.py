@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
@@ -93,10 +94,11 @@ class CpuModelRunner:
     def prepare(self) -> None:
         """Do nothing: there are no graphs to capture."""
 
-    def profile_run(self, largest: SchedulerOutput) -> int:
-        """Run this step and return 0: there are no graphs."""
+    def profile_run(self, largest: SchedulerOutput, used_bytes: Callable[[], int]) -> int:
+        """Run this step; there are no graphs."""
+        used_before = used_bytes()
         self.execute(largest)
-        return 0
+        return used_bytes() - used_before
 
     def swap_drafter(self, drafter: Drafter) -> None:
         assert isinstance(self.drafts, ColocatedDrafter), "the drafter is colocated"

@@ -26,6 +26,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -197,12 +198,14 @@ class StepGraphs:
         self._models, self._lists_LW, self._trim, self._outcome = models, lists_LW, trim, outcome
         self._passes: dict[PassKind, DraftPass | TargetPass] = {}
         self._graphs: dict[PassKind, torch.cuda.CUDAGraph] = {}
+        self._pool: Any = None  # shared memory of the graphs; Any: PyTorch's type is private
 
     def rebuild(self, models: StepModels) -> None:
         """Drop everything that was made with other models."""
         self._models = models
         self._passes.clear()
         self._graphs.clear()
+        self._pool = None
 
     def parts(self, kind: PassKind) -> tuple[str, ...]:
         """Return the timed parts of a step with this target pass, see `iteration.Iteration.parts`."""
@@ -228,12 +231,13 @@ class StepGraphs:
         The request lists are emptied first, which makes a run short and keeps it from writing to any
         request's memory. Each kind runs once before its capture, which loads its kernels. `torch.cuda.graph`
         would collect garbage and empty the allocator's cache each time; `capture_begin` does neither, and
-        with mode "thread_local" other threads (NCCL's watchdog, another engine) can go on.
+        with mode "thread_local" other threads (NCCL's watchdog, another engine) can go on. The cache is
+        emptied once, at the end: what the runs took on the side stream, no other stream could use.
         """
         self._lists_LW.zero_()
         device = self._models.device
         torch.cuda.synchronize(device)
-        pool = torch.cuda.graph_pool_handle()
+        pool = self._pool = self._pool or torch.cuda.graph_pool_handle()
         with torch.cuda.stream(torch.cuda.Stream(device)):
             for kind in kinds:
                 pass_, graph = self._pass(kind), torch.cuda.CUDAGraph()
@@ -246,6 +250,7 @@ class StepGraphs:
                     graph.capture_end()
                 self._graphs[kind] = graph
         torch.cuda.synchronize(device)
+        torch.cuda.empty_cache()
 
     def _pass(self, kind: PassKind) -> DraftPass | TargetPass:
         found = self._passes.get(kind)

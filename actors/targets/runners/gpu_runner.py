@@ -18,7 +18,7 @@ Legend: R requests, G requests of one iteration, W most tokens of a request.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING
@@ -50,6 +50,7 @@ if TYPE_CHECKING:
     from ....drafter.grammars.matchers import GrammarStates
 
 Indices = NDArray[np.intp]
+_NUM_PROFILED = 16  # graphs captured to find the memory of one
 
 
 @dataclass(frozen=True, slots=True)
@@ -318,11 +319,21 @@ class GpuModelRunner(GpuStepRunner):
         self.prepare()
 
     @torch.inference_mode()
-    def profile_run(self, largest: SchedulerOutput) -> int:
-        """Capture only the graphs of the largest steps, and return the number of all others."""
+    def profile_run(self, largest: SchedulerOutput, used_bytes: Callable[[], int]) -> int:
+        """Capture the graphs of the largest steps, whose memory all share, and a few others.
+
+        The few, of all sizes, show what each of the rest takes beside the shared memory.
+        """
+        used_before = used_bytes()
         if not self._captures:
             self.execute(largest)
-            return 0
-        kinds = self._kinds.largest()
+            return used_bytes() - used_before
+        torch.cuda.empty_cache()  # as at the end of a capture
+        used_before, kinds = used_bytes(), self._kinds.largest()
         self._graphs.capture(kinds)
-        return len(self._kinds.all()) - len(kinds)
+        rest = [kind for kind in self._kinds.all() if kind not in kinds]
+        few = rest[:: max(1, len(rest) // _NUM_PROFILED)]
+        used_by_largest = used_bytes() - used_before
+        self._graphs.capture(few)
+        used_by_few = used_bytes() - used_before - used_by_largest
+        return used_by_largest + (used_by_few * len(rest) // len(few) if few else 0)

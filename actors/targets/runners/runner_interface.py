@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from torch import Tensor
@@ -50,8 +51,12 @@ class Runner(Protocol):
         """Get ready for requests, after every kind of step has run in the warm-up."""
         ...
 
-    def profile_run(self, largest: SchedulerOutput) -> int:
-        """Allocate the memory of the largest decoding step and its graphs; return the number of others."""
+    def profile_run(self, largest: SchedulerOutput, used_bytes: Callable[[], int]) -> int:
+        """Return the bytes that decoding takes in addition to what has run: its largest step, and all graphs.
+
+        Args:
+            used_bytes: reads the bytes of the device in use.
+        """
         ...
 
     def swap_drafter(self, drafter: Drafter) -> None:

@@ -84,6 +84,10 @@ class CustomAllReduce:
         )
         return None
 
+    @property
+    def has_multicast(self) -> bool:
+        return self._has_multicast
+
     def takes(self, tensor: torch.Tensor) -> bool:
         """Return whether a tensor has the right dtype, and is small enough and a multiple of 4 bytes."""
         num_bytes = tensor.numel() * tensor.element_size()

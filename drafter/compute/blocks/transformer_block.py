@@ -57,11 +57,11 @@ class BlockStack:
 
     def __call__(self, x_NH: Tensor, rows: PlacedRows, cache: PagedKVCache) -> tuple[Tensor, Tensor | None]:
         normed_NH: Normed = self._operators.norm(self._first_norm, x_NH)
-        step = self._operators.begin(rows)
+        step, owners_N = self._operators.begin(rows), rows.padding_owners()
         tapped: dict[int, Tensor] = {}
         layers = zip(self._blocks, self._cache_layers, self._next_norms, strict=True)
         for i, (block, layer, next_norm) in enumerate(layers):
-            x_NH, normed_NH = block(x_NH, normed_NH, step, cache, layer, next_norm)
+            x_NH, normed_NH = block(x_NH, normed_NH, step, cache, layer, next_norm, owners_N)
             if i in self._tap_ids:
                 tapped[i] = x_NH
         hidden_NH = self._operators.as_tensor(normed_NH)
@@ -80,9 +80,24 @@ class TransformerBlock:
         self._weights = weights
 
     def __call__(
-        self, x_NH: Tensor, normed_NH: Normed, step: Any, cache: PagedKVCache, layer: int, next_norm: RMSNorm
+        self,
+        x_NH: Tensor,
+        normed_NH: Normed,
+        step: Any,
+        cache: PagedKVCache,
+        layer: int,
+        next_norm: RMSNorm,
+        owners_N: Tensor | None = None,
     ) -> tuple[Tensor, Normed]:
-        """Return the residual after this block, and its norm by `next_norm`; `x_NH` is not changed."""
+        """Return the residual after this block and its norm.
+
+        Args:
+            x_NH: the residual; not changed.
+            normed_NH: this block's first norm of it.
+            step: result of `Backend.begin` for this pass.
+            next_norm: the next block's first norm, or the model's final norm.
+            owners_N: see `backend.PlacedRows.padding_owners`.
+        """
         weights, operators = self._weights, self._operators
         qkv_NO = weights.qkv(normed_NH)
         if weights.qkv_norm is not None:
@@ -93,7 +108,7 @@ class TransformerBlock:
         x_NH, normed_NH = operators.residual_norm(
             weights.o, attended, x_NH, weights.mlp_norm, weights.attention_out_norm
         )
-        return self._mlp(normed_NH, x_NH, next_norm)
+        return self._mlp(normed_NH, x_NH, next_norm, owners_N)
 
 
 def _mixer(operators: Backend, shape: MixerShape) -> Attention:

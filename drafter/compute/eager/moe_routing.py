@@ -25,8 +25,12 @@ def choose(
     rule: MoeRouter,
     correction_E: Tensor | None = None,
     expert_scale_E: Tensor | None = None,
+    owners_N: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return chosen experts, int32 [N, k], best first, and their weights, fp32 [N, k]."""
+    """Return chosen experts, int32 [N, k], best first, and their weights, fp32 [N, k].
+
+    Experts of rows with a negative owner are -1.
+    """
     logits_NE = logits_NE.float()
     scores_NE = logits_NE if rule.choose_first else _scores(logits_NE, rule)
     best_NE = scores_NE if correction_E is None else scores_NE + correction_E
@@ -42,6 +46,8 @@ def choose(
     weights_Nk = weights_Nk * rule.scale
     if expert_scale_E is not None:
         weights_Nk = weights_Nk * expert_scale_E[ids_Nk]
+    if owners_N is not None:
+        ids_Nk = ids_Nk.masked_fill((owners_N < 0).unsqueeze(1), -1)
     return ids_Nk.to(torch.int32), weights_Nk
 
 
@@ -66,11 +72,13 @@ class LayerRouter:
     ) -> None:
         self._weights, self._project, self._norm, self._choose = weights, project, norm, choose
 
-    def __call__(self, normed_NH: Tensor, residual_NH: Tensor) -> tuple[Tensor, Tensor]:
+    def __call__(
+        self, normed_NH: Tensor, residual_NH: Tensor, owners_N: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
         weights, norm = self._weights, self._weights.norm
         x_NH = normed_NH if norm is None else self._norm(norm, residual_NH)
         logits_NE = self._project(x_NH.to(weights.weight_EH.dtype))
-        return self._choose(logits_NE, weights.rule, weights.correction_E, weights.expert_scale_E)
+        return self._choose(logits_NE, weights.rule, weights.correction_E, weights.expert_scale_E, owners_N)
 
 
 def _scores(logits: Tensor, rule: MoeRouter) -> Tensor:

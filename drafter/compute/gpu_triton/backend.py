@@ -42,10 +42,11 @@ from .attention.mla_prefill_plan import Expansion, ExpansionWorkspace, find_expa
 from .attention.norm_rope_kv_write import norm_rotate_write, write_context
 from .attention.paged_attention import MAX_HEAD_DIM, verify_attention
 from .attention.work_list import WorkList, list_work
+from .common.c_compiler import why_not_launch
 from .delta_net.dynamic_convolution import convolve
 from .delta_net.gated_delta_net import TritonDeltaNet
 from .linear.fp8_linear import QuantisedProjection, QuantisedWeight
-from .linear.gemm_choice import MeasuredChoice
+from .linear.gemm_choice import MeasuredChoice, Ranks
 from .linear.gemm_tiles import ProductWorkspace
 from .linear.norms import add_rms_norm, rms_norm, row_squares
 from .linear.projections import (
@@ -112,15 +113,19 @@ def why_not(spec: ModelStackSpec, machine: DeviceCapabilities) -> str | None:
     wide = sorted(dim for dim in spec.head_dims if dim > MAX_HEAD_DIM)
     if wide:
         return f"has no head_dim above {MAX_HEAD_DIM}, the {spec.name}'s is {wide[0]}"
-    return None
+    return why_not_launch() if machine.device.type == "cuda" else None
 
 
 class TritonBackend(OperatorBackend):
     """Makes operators in Triton; GEMMs are the faster of Triton's and PyTorch's.
 
-    If `batch_invariant`, a row's bits do not depend on its batch: GEMMs are Triton's with one tile height,
-    attention is as in `AttentionWorkspace`, and MLA stays absorbed. If `quantised`, weights of projections
-    are e4m3 (`linear/fp8_linear.py`), except those of heads, routers and experts.
+    Args:
+        attend: attention implementation; by default `SplitAttention`.
+        batch_invariant: a row's bits do not depend on its batch: GEMMs are Triton's with one tile height,
+            attention is as in `AttentionWorkspace`, and MLA stays absorbed.
+        quantised: weights of projections are e4m3 (`linear/fp8_linear.py`), except those of heads, routers
+            and experts.
+        ranks: of the same model, which agree on kernels; None for a single one.
     """
 
     attention_batch = staticmethod(rows_from_host)
@@ -133,11 +138,12 @@ class TritonBackend(OperatorBackend):
         *,
         batch_invariant: bool = False,
         quantised: bool = False,
+        ranks: Ranks | None = None,
     ) -> None:
         self._device, self._batch_invariant = torch.device(device), batch_invariant
         self._quantised = quantised
         self._attend = attend or SplitAttention(device, batch_invariant=batch_invariant)
-        self._choice, self._sums = MeasuredChoice(), ProductWorkspace(device)
+        self._choice, self._sums = MeasuredChoice(ranks=ranks), ProductWorkspace(device)
         self._expansions: dict[Hashable, ExpansionWorkspace] = {}
 
     def linear(self, weight_OH: Tensor, bias_O: Tensor | None = None) -> LayerProjection:

@@ -110,8 +110,15 @@ def _plain(weight: Tensor | Packed, dtype: torch.dtype) -> Tensor:
 
 
 class Route(Protocol):
-    def __call__(self, normed_NH: Tensor, residual_NH: Tensor) -> tuple[Tensor, Tensor]:
-        """Return experts, int32 [N, k], best first, and weights, fp32 [N, k]; takes norm and residual."""
+    """A router, ready to run."""
+
+    def __call__(
+        self, normed_NH: Tensor, residual_NH: Tensor, owners_N: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Return experts, int32 [N, k], best first, and weights, fp32 [N, k]; takes norm and residual.
+
+        Rows with a negative owner are padding: their experts are -1, which no rank has.
+        """
         ...
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import weakref
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -21,6 +22,8 @@ from manta.actors.targets.runners.cpu_runner import CpuModelRunner
 from manta.actors.targets.runners.runner_interface import Runner
 from manta.actors.tokenization.checkpoint_paths import resolve_checkpoint
 from manta.cluster.errors import CheckpointError, ConfigError
+from manta.cluster.step.dummy_steps import dummy_step
+from manta.cluster.step.scheduler_output import SchedulerOutput
 from manta.drafter.compute.cpu_fused import backend as compiled_backend
 from manta.drafter.compute.cpu_numba.cpu_features import Instructions
 from steps import settings
@@ -302,17 +305,22 @@ def test_an_impossible_compiled_pass_is_refused_before_a_weight_is_read(
 def test_step_memory_is_measured_by_allocating_everything_once(
     tiny_qwen3: Path, tiny_drafter: Path, backend: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On a GPU the two readings enclose states, workspaces, prompts, the largest decoding step and graphs."""
+    """On a GPU two readings enclose states, workspaces and prompts, two more decoding and graphs.
+
+    Small steps come before, in a runner of their own: they measure products, and their buffer is no step's.
+    """
     pytest.importorskip("triton")
     from manta.actors.targets.runners.gpu_runner import GpuModelRunner
 
+    small_steps: list[SchedulerOutput] = []
     spec = {"model": str(tiny_drafter), "num_speculative_tokens": 1}
     small = {"max_num_seqs": 3, "max_model_len": 6, "max_num_batched_tokens": 9, "num_pages": 3}
     config = settings(tiny_qwen3, speculative_config=spec, attention_backend=backend, **small)
-    readings, made, steps = iter((100, 175)), [], []
+    readings, made, steps = iter((100, 150, 160, 185)), [], []
     monkeypatch.setattr(warm_up, "used_gpu_bytes", lambda device: next(readings))
 
     def make_runner() -> Runner:
+        small_steps[:] = steps
         runner = load_runner(config)[0]
         made.append(weakref.ref(runner))
         steps.clear()  # those of the warm-up
@@ -324,4 +332,67 @@ def test_step_memory_is_measured_by_allocating_everything_once(
     assert warm_up.measure_step_bytes(make_runner, plan_load(config)) == 75
     assert [step.num_rows.tolist() for step in steps] == [[6], [3, 3, 3], [2, 2, 2]]
     assert [step.num_drafts.max() for step in steps] == [0, 0, 1]
-    assert len(made) == 1 and made[0]() is None, "given back"
+    assert [step.num_rows.tolist() for step in small_steps] == [[6], [2]]
+    assert len(made) == 2 and not any(runner() for runner in made), "given back"
+
+
+def test_the_memory_of_graphs_is_extrapolated_from_a_few(
+    tiny_qwen3: Path, tiny_drafter: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The largest take the memory that all share, and each one some of its own."""
+    pytest.importorskip("triton")
+    from manta.actors.targets.runners.cuda_graphs import PassKind, StepGraphs
+    from manta.actors.targets.runners.gpu_runner import GpuModelRunner
+
+    spec = {"model": str(tiny_drafter), "num_speculative_tokens": 3}
+    config = settings(tiny_qwen3, speculative_config=spec, attention_backend="triton", num_pages=3)
+    runner = load_runner(config)[0]
+    assert isinstance(runner, GpuModelRunner)
+    captured: list[PassKind] = []
+    monkeypatch.setattr(runner, "_captures", True)
+    monkeypatch.setattr(StepGraphs, "capture", lambda _, kinds: captured.extend(kinds))
+    largest = dummy_step([1], [4], [3])
+    taken = runner.profile_run(largest, lambda: 10**6 + 7 * len(captured) + 5000 * bool(captured))
+    kinds = runner._kinds.all()
+    assert len(set(captured)) == len(captured) < len(kinds)
+    assert taken == 5000 + 7 * len(kinds)
+
+
+@torch.inference_mode()
+def test_captures_share_a_pool_and_give_back_what_runs_before_them_took(
+    tiny_qwen3: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """PyTorch's side of a capture is a stand-in that notes its calls."""
+    pytest.importorskip("triton")
+    from manta.actors.targets.runners.gpu_runner import GpuModelRunner
+
+    runner = load_runner(settings(tiny_qwen3, attention_backend="triton", num_pages=3))[0]
+    assert isinstance(runner, GpuModelRunner)
+    calls: list[str] = []
+
+    class Graph:
+        def capture_begin(self, pool: tuple[int, int], capture_error_mode: str) -> None:
+            calls.append(f"begin in {pool}")
+
+        def capture_end(self) -> None:
+            calls.append("end")
+
+    pools = iter(((0, 1), (0, 2)))
+    stand_ins = {
+        "CUDAGraph": Graph,
+        "Stream": lambda device: None,
+        "stream": lambda stream: nullcontext(),
+        "synchronize": lambda device: None,
+        "graph_pool_handle": lambda: next(pools),
+        "empty_cache": lambda: calls.append("emptied"),
+    }
+    for name, stand_in in stand_ins.items():
+        monkeypatch.setattr(torch.cuda, name, stand_in)
+    kinds = runner._kinds.all()
+    runner._graphs.capture(kinds[:2])
+    runner._graphs.capture(kinds[-1:])
+    assert calls == [*["begin in (0, 1)", "end"] * 2, "emptied", "begin in (0, 1)", "end", "emptied"]
+    runner._graphs.rebuild(runner.models)
+    calls.clear()
+    runner._graphs.capture(kinds[-1:])
+    assert calls[0] == "begin in (0, 2)", "a pool is freed with its graphs"

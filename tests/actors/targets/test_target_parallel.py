@@ -15,7 +15,13 @@ from manta.actors.targets.model.attention import TargetAttention
 from manta.actors.targets.model.decoder import Decoder
 from manta.actors.targets.model.mlp_weights import DenseTensors, MlpTensors, ParallelMlpTensors, RoutedTensors
 from manta.actors.targets.model.model_spec import ModelSpec
-from manta.actors.targets.model.tensor_parallel import Sharding, SingleRank, VocabEmbedding, VocabHead
+from manta.actors.targets.model.tensor_parallel import (
+    Sharding,
+    SingleRank,
+    VocabEmbedding,
+    VocabHead,
+    smallest,
+)
 from manta.actors.targets.model.weights import TargetWeights
 from manta.cluster.errors import ConfigError
 from manta.drafter.compute.layers.linear import Linear
@@ -208,3 +214,30 @@ def test_kv_heads_are_repeated_if_there_are_more_ranks(target: Path) -> None:
         ThreadRank(ThreadRanks(4), 3),
     )
     assert model.new_cache(2, 16).geometries[0].num_kv_heads == 1
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_ranks_agree_on_the_smallest_values(world_size: int) -> None:
+    device = torch.device("cpu")
+
+    def find(rank: ThreadRank) -> tuple[int, ...]:
+        return smallest(lambda: (9 - rank.rank, 5 + rank.rank), 2, rank, device)
+
+    assert ThreadRanks(world_size).run(find) == [(10 - world_size, 5)] * world_size
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_if_one_rank_has_too_little_memory_all_raise_and_none_waits(world_size: int) -> None:
+    def find(rank: ThreadRank) -> str:
+        def own() -> tuple[int, int]:
+            if rank.rank == 1:
+                raise ConfigError("max_model_len=9 needs more", param="max_model_len")
+            return 7, 8
+
+        with pytest.raises(ConfigError) as caught:
+            smallest(own, 2, rank, torch.device("cpu"))
+        return str(caught.value)
+
+    first, second, *others = ThreadRanks(world_size).run(find)
+    assert second == "max_model_len=9 needs more"
+    assert {first, *others} == {"Another rank of the target cannot be loaded; its error says why."}

@@ -12,6 +12,7 @@ import sys
 from typing import Any
 
 import pytest
+from manta.jobs.doctor.all_reduce_check import outcome, try_all_reduce
 
 WORKER = """
 import json, logging, sys
@@ -20,6 +21,7 @@ import torch.distributed as dist
 from torch.distributed import _symmetric_memory as memory
 from manta.actors.workers.comm import process_group as pg
 from manta.actors.workers.comm.custom_all_reduce import MAX_BYTES, CustomAllReduce
+from manta.jobs.doctor.all_reduce_check import report_of_rank
 
 rank, ranks, port, cases = (json.loads(argument) for argument in sys.argv[1:])
 store = port
@@ -104,10 +106,12 @@ def run(dtype):
     return out
 
 memory.empty, memory.rendezvous, torch.ops.symm_mem = empty, rendezvous, Ops()
+CustomAllReduce.of = CustomAllReduce._tried
 results = []
 for fault, dtype in cases:
     messages, used = [], []
-    results.append({**run(getattr(torch, dtype)), "used": sorted(set(used)), "messages": messages})
+    found = {**run(getattr(torch, dtype)), "used": sorted(set(used)), "messages": list(messages)}
+    results.append(found | {"report": report_of_rank(torch.device("cpu"))})
 print(json.dumps(results))
 dist.destroy_process_group()
 """
@@ -164,3 +168,27 @@ def test_if_one_rank_cannot_all_use_nccl_and_say_why(results: dict[tuple[str, st
             assert not result["works"]
             assert len(result["messages"]) == 1 and result["messages"][0].startswith("WARNING")
         assert case not in results or any(reason in result["messages"][0] for result in results[case])
+
+
+def test_the_doctor_says_by_which_way_or_why_not(results: dict[tuple[str, str], list[Result]]) -> None:
+    """Its ranks try bf16 whatever the case's dtype."""
+    for case, operator in WORKING.items():
+        way = {"multicast": "NVLink multicast", "one shot": "peer memory"}[operator]
+        reports = [result["report"] for result in results[case]]
+        assert outcome(len(reports), reports).measured == f"{len(reports)} GPUs by {way}"
+    for (fault, dtype), reason in FAILING.items():
+        if dtype == "bfloat16" and (fault, dtype) in results:
+            reports = [result["report"] for result in results[fault, dtype]]
+            found = outcome(len(reports), reports)
+            assert "by NCCL alone" in found.measured and reason in found.measured
+            assert found.passed is None, "it runs without"
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_the_doctor_starts_a_rank_for_each_device(num_ranks: int) -> None:
+    assert try_all_reduce(num_ranks, "cpu").measured.startswith(f"{num_ranks} GPUs by NCCL alone")
+
+
+def test_the_doctor_tells_why_a_rank_fails() -> None:
+    with pytest.raises(RuntimeError, match=r"a rank failed: .*device"):
+        try_all_reduce(2, "no such device")

@@ -7,7 +7,7 @@ import logging
 from pathlib import Path
 
 import pytest
-from manta.cluster.disk_cache import DiskCache
+from manta.cluster.disk_cache import FOREVER_S, DiskCache
 
 SUBJECT = {"machine": "a", "threads": 2}
 
@@ -57,3 +57,21 @@ def test_an_unwritable_cache_is_logged_once(folder: Path, caplog: pytest.LogCapt
     kept.write(2)
     assert kept.read() is None
     assert caplog.text.count("cannot cache measurements") == 1
+
+
+def test_of_two_that_measure_at_once_both_use_the_first_value(folder: Path) -> None:
+    first, second = (DiskCache("kernels", SUBJECT) for _ in range(2))
+    assert (first.read(), second.read()) == (None, None)
+    assert first.write_once([True]) == [True]
+    assert second.write_once([False]) == [True] == second.read()
+    first.path.write_text("{")
+    assert second.write_once([False]) == [False] == first.read(), "what cannot be read is replaced"
+    assert len(list(folder.iterdir())) == 1
+
+
+def test_a_value_may_be_kept_forever() -> None:
+    kept = DiskCache("kernels", SUBJECT, FOREVER_S)
+    kept.write(1)
+    kept.path.write_text(json.dumps(json.loads(kept.path.read_text()) | {"written_s": 0.0}))
+    assert kept.read() == 1
+    assert DiskCache("kernels", SUBJECT).read() is None

@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import logging
+import sysconfig
 from dataclasses import dataclass, replace
+from pathlib import Path
 from types import ModuleType
 from typing import get_args
 
 import pytest
 import torch
+from manta.actors.targets.loading.backend_selection import choose_backend
+from manta.cluster.config import EngineConfig
 from manta.drafter.compute.backend import DeviceCapabilities, Feature, ModelStackSpec
 from manta.drafter.compute.cpu_fused import backend as compiled
 from manta.drafter.compute.cpu_numba import backend as loops
 from manta.drafter.compute.cpu_numba.cpu_features import Instructions
 from manta.drafter.compute.eager import backend as eager
 from manta.drafter.compute.gpu_triton import backend as triton
+from manta.jobs.doctor.cases.checks import examine
+from manta.jobs.doctor.machine import machine_checks
 
 SPEC = ModelStackSpec(name="target", sizes=frozenset({4096, 12288}), head_dims=frozenset({128}))
 ALL_FEATURES: frozenset[Feature] = frozenset(get_args(Feature))
@@ -87,6 +94,7 @@ CASES = {
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 def test_a_backend_names_the_features_it_lacks(case: Case, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(compiled, "bf16_instructions", lambda: Instructions.AVX512)
+    monkeypatch.setattr(triton, "why_not_launch", lambda: None)
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     found = case.backend.why_not(case.spec, case.machine)
     assert found is None if case.says is None else found is not None and case.says in found
@@ -100,3 +108,49 @@ def test_passes_are_not_compiled_for_a_cpu_without_wide_vectors(monkeypatch: pyt
 def test_tritons_interpreter_runs_on_a_cpu(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     assert triton.why_not(SPEC, CPU) is None
+
+
+@pytest.fixture
+def no_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """A machine whose PATH is one empty folder."""
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CC", raising=False)
+    monkeypatch.setattr(sysconfig, "get_path", lambda name: str(tmp_path))
+    (tmp_path / "Python.h").touch()
+    return tmp_path
+
+
+def test_triton_on_a_gpu_needs_a_c_compiler_and_pythons_headers(
+    no_compiler: Path, monkeypatch: pytest.MonkeyPatch
+):
+    assert "needs a C compiler" in str(triton.why_not(SPEC, GPU))
+    (no_compiler / "clang").touch(mode=0o755)
+    assert triton.why_not(SPEC, GPU) is None
+    monkeypatch.setenv("CC", "no-such-compiler")
+    assert "set CC" in str(triton.why_not(SPEC, GPU)), "Triton takes no other one then"
+    monkeypatch.delenv("CC")
+    (no_compiler / "Python.h").unlink()
+    assert "needs Python.h" in str(triton.why_not(SPEC, GPU))
+
+
+def test_the_doctor_names_the_compiler_or_what_to_install(no_compiler: Path, monkeypatch: pytest.MonkeyPatch):
+    (check,) = (check for check in machine_checks() if check.name == "C compiler")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    found = examine(check)
+    assert found.status == "failed" and "gcc" in found.remedy
+    (no_compiler / "gcc").touch(mode=0o755)
+    found = examine(check)
+    assert (found.status, found.measured) == ("fact", str(no_compiler / "gcc"))
+
+
+def test_a_gpu_that_falls_back_to_pytorchs_operators_is_warned_of(
+    no_compiler: Path, caplog: pytest.LogCaptureFixture
+):
+    config = EngineConfig.from_dict({"model": "none", "device": "cuda"})
+    with caplog.at_level(logging.WARNING):
+        assert choose_backend(config, [SPEC], GPU) == "torch"
+    assert "triton needs a C compiler" in caplog.text
+    caplog.clear()
+    (no_compiler / "gcc").touch(mode=0o755)
+    assert choose_backend(config, [SPEC], GPU) == "triton"
+    assert not caplog.text

@@ -17,9 +17,10 @@ import pytest
 import torch
 from devices import DEVICE, HALVES, ON_GPU
 from manta.cluster.pages.kv_cache_groups import KVCacheSpec
-from manta.drafter.compute.backend import DeviceCapabilities, Feature, ModelStackSpec
+from manta.drafter.compute.backend import DeviceCapabilities, ModelStackSpec
 from manta.drafter.compute.eager.attention import paged_attention
 from manta.drafter.compute.eager.attention_metadata import AttentionBatch
+from manta.drafter.compute.gpu_triton import flash_attention
 from manta.drafter.compute.gpu_triton.attention import attention_tiles as tiles
 from manta.drafter.compute.gpu_triton.attention.attention_tiles import (
     AttentionKind,
@@ -28,7 +29,7 @@ from manta.drafter.compute.gpu_triton.attention.attention_tiles import (
     plan_tiles,
 )
 from manta.drafter.compute.gpu_triton.attention.paged_attention import verify_attention
-from manta.drafter.compute.gpu_triton.attention.work_list import list_work
+from manta.drafter.compute.gpu_triton.attention.work_list import WorkList, list_work
 from manta.drafter.compute.gpu_triton.flash_attention import FlashAttention, why_not
 from manta.drafter.compute.memory.kv_cache import PagedKVCache
 from torch import Tensor
@@ -148,6 +149,23 @@ class Case:
     def check(self, **kind) -> None:
         error = (self.attend(**kind).double() - self.dense(**kind)).abs().max().item()
         assert error < TOLERANCE[self.shape.dtype], error
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("batch_invariant", [True, False])
+def test_keys_before_a_window_may_be_anything(batch_invariant: bool, causal: bool, dtype: torch.dtype):
+    """Their pages are released, and another request's values may be infinite in fp16."""
+    case, window = Case(Shape(dtype=dtype), [100, 40], [3, 1]), 20
+    workspace = case.workspace(batch_invariant=batch_invariant)
+    expected = case.attend(causal=causal, window=window, workspace=workspace)
+    for slot, length, rows in zip(case.rows.slots_B, case.lengths, case.num_rows, strict=True):
+        released = torch.arange(length - rows - window + 1)
+        size = case.shape.page_size
+        at = case.rows.page_table[slot][released // size].long() * size + released % size
+        case.cache.write(1, at, torch.full((len(at), case.shape.geometry.width), torch.inf, dtype=dtype))
+    assert expected.isfinite().all()
+    assert torch.equal(case.attend(causal=causal, window=window, workspace=workspace), expected)
 
 
 @pytest.mark.parametrize("sinks", [False, True])
@@ -450,7 +468,19 @@ def flash_attn_varlen_func(
             lengths.dtype is torch.int32 and lengths.is_contiguous() and len(lengths) == len(block_table) + 1
         )
     assert block_table.dtype is torch.int32 and block_table.stride(-1) == 1
-    assert k.shape[1] % 256 == 0 and q.dtype is k.dtype is torch.float16
+    assert k.shape[1] % 256 == 0, "Paged KV cache block size must be divisible by 256"
+    return attend_over_pages(
+        q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, softmax_scale, causal, window_size,
+        block_table,
+    )  # fmt: skip
+
+
+def attend_over_pages(
+    q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, softmax_scale, causal, window_size,
+    block_table,
+):  # fmt: skip
+    """What both packages compute."""
+    assert q.dtype is k.dtype is torch.float16
     assert max_seqlen_q > 1, "at 1 the package takes row b for request b's"
     assert max_seqlen_q >= cu_seqlens_q.diff().max() and max_seqlen_k >= cu_seqlens_k.diff().max()
     out = torch.full_like(q, NAN)  # not initialized
@@ -469,24 +499,132 @@ def flash_attn_varlen_func(
     return out
 
 
+def flash_attn_with_kvcache(
+    q,
+    k_cache,
+    v_cache,
+    k=None,
+    v=None,
+    qv=None,
+    rotary_cos=None,
+    rotary_sin=None,
+    cache_seqlens=None,
+    cache_batch_idx=None,
+    cache_leftpad=None,
+    page_table=None,
+    cu_seqlens_q=None,
+    cu_seqlens_k_new=None,
+    max_seqlen_q=None,
+    rotary_seqlens=None,
+    q_descale=None,
+    k_descale=None,
+    v_descale=None,
+    softmax_scale=None,
+    causal=False,
+    window_size=(-1, -1),
+    attention_chunk=0,
+    softcap=0.0,
+    rotary_interleaved=True,
+    scheduler_metadata=None,
+    num_splits=0,
+    pack_gqa=None,
+    sm_margin=0,
+    return_softmax_lse=False,
+):
+    """FlashAttention 3's, for what is given here: pages of any size, ragged queries."""
+    assert q.dim() == 3 and q.shape[-1] <= 256 and q.dtype in (torch.float16, torch.bfloat16)
+    assert k_cache.stride(-1) == v_cache.stride(-1) == q.stride(-1) == 1
+    for lengths, count in ((cache_seqlens, len(page_table)), (cu_seqlens_q, len(page_table) + 1)):
+        assert lengths.dtype is torch.int32 and lengths.is_contiguous() and len(lengths) == count
+    assert page_table.dtype is torch.int32 and page_table.stride(-1) == 1
+    keys = torch.nn.functional.pad(cache_seqlens.cumsum(0, dtype=torch.int32), (1, 0))
+    common = {"softmax_scale": softmax_scale, "causal": causal, "window_size": window_size}
+    limits = max(max_seqlen_q, 2), int(cache_seqlens.max())
+    return attend_over_pages(
+        q, k_cache, v_cache, cu_seqlens_q, keys, *limits, **common, block_table=page_table
+    )
+
+
+PACKAGES = {"flash_attn": flash_attn_varlen_func, "flash_attn_interface": flash_attn_with_kvcache}
+
+
+@pytest.fixture(params=PACKAGES)
+def package(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Only this package is installed, on a Hopper GPU."""
+    for name, function in PACKAGES.items():
+        module = ModuleType(name)
+        setattr(module, function.__name__, function)
+        monkeypatch.setitem(sys.modules, name, module if name == request.param else None)
+    monkeypatch.setattr(flash_attention, "_is_hopper", lambda device: True)
+    return request.param
+
+
 @pytest.fixture
-def flash_attn(monkeypatch):
+def flash_attn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """FlashAttention 2 is installed, on a GPU before Hopper."""
     module = ModuleType("flash_attn")
     module.flash_attn_varlen_func = flash_attn_varlen_func
     monkeypatch.setitem(sys.modules, "flash_attn", module)
+    monkeypatch.setattr(flash_attention, "_is_hopper", lambda device: False)
+
+
+def as_prompts(case: Case) -> Case:
+    """The same requests, with lengths that the host knows."""
+    rows_B = np.array(case.num_rows)
+    spans_B2 = np.stack((np.array(case.lengths) - rows_B, rows_B), axis=1)
+    case.rows = replace(case.rows, host_spans_B2=spans_B2)
+    return case
 
 
 @pytest.mark.parametrize("window", [None, 1, 20])
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("rows", [[16, 1, 3, 0], [1, 1, 1, 0]])
-def test_the_flash_attn_package_gets_our_kernels_arguments(flash_attn, rows, causal, window):
-    case = Case(Shape(page_size=256, dtype=torch.float16), [300, 5, 77, 0], rows, max_keys=1024, padding=2)
+def test_prompts_are_attended_by_the_package(package: str, rows: list[int], causal: bool, window: int | None):
+    page_size = 256 if package == "flash_attn" else 64
+    shape = Shape(page_size=page_size, dtype=torch.float16)
+    case = as_prompts(Case(shape, [300, 5, 77, 0], rows, max_keys=1024))
     case.rows.slots_B[3] = 0
-    attend = FlashAttention()
+    attend = FlashAttention(DEVICE)
     k_PSKD, v_PSKD = case.cache.heads(1)
     prepared = attend.prepare(case.kind(causal, window), case.rows)
+    assert not isinstance(prepared, WorkList)
     out = attend(case.q, k_PSKD, v_PSKD, case.rows, prepared, case.scale)
     assert (out.double() - case.dense(causal=causal, window=window)).abs().max() < 3e-3
+
+
+@pytest.mark.parametrize(
+    ("prompts", "shape", "first_key"),
+    [
+        (False, Shape(page_size=256, dtype=torch.float16), 0),
+        (True, Shape(page_size=256, dtype=torch.float16, v_dim=8), 0),
+        (True, Shape(page_size=256, dtype=torch.float16, dim=512), 0),
+        (True, Shape(page_size=256, dtype=torch.float16), 1),
+    ],
+    ids=["a block", "values of another size", "wide heads", "a first key"],
+)
+def test_other_rows_and_kinds_are_attended_by_our_kernel(
+    flash_attn, prompts: bool, shape: Shape, first_key: int
+):
+    case = Case(shape, [300, 5, 77], [16, 1, 3], max_keys=1024, padding=0 if prompts else 2)
+    case = as_prompts(case) if prompts else case
+    attend, kind = FlashAttention(DEVICE), case.kind(first_key=first_key)
+    attend.reserve(kind.v_head_dim)
+    prepared = attend.prepare(kind, case.rows)
+    assert isinstance(prepared, WorkList)
+    out = attend(case.q, *case.cache.heads(1), case.rows, prepared, case.scale)
+    assert (out.double() - case.dense(first_key=first_key)).abs().max() < 3e-3
+
+
+def test_the_newest_package_of_a_device_is_used(monkeypatch: pytest.MonkeyPatch):
+    for name, function in PACKAGES.items():
+        module = ModuleType(name)
+        setattr(module, function.__name__, function)
+        monkeypatch.setitem(sys.modules, name, module)
+    spec, machine = asked(64, torch.bfloat16, 128)
+    monkeypatch.setattr(flash_attention, "_is_hopper", lambda device: True)
+    assert why_not(spec, machine) is None, "FlashAttention 3 reads pages of any size"
+    monkeypatch.setattr(flash_attention, "_is_hopper", lambda device: False)
+    assert "page_size=256" in str(why_not(spec, machine)), "it runs on Hopper only"
 
 
 @pytest.mark.parametrize(
@@ -496,7 +634,8 @@ def test_the_flash_attn_package_gets_our_kernels_arguments(flash_attn, rows, cau
         (512, torch.float16, 64, None),
         (64, torch.bfloat16, 128, "page_size=256"),
         (256, torch.float32, 128, "dtype=bfloat16"),
-        (256, torch.bfloat16, 512, "head_dim above 256, the drafter's is 512"),
+        (256, torch.bfloat16, 512, None),
+        (256, torch.bfloat16, 1024, "head_dim above 512, the drafter's is 1024"),
         (256, torch.bfloat16, 96, None),
     ],
 )
@@ -505,12 +644,6 @@ def test_limits_of_the_flash_attn_package_are_reported_with_a_remedy(
 ):
     reason = why_not(*asked(page_size, dtype, head_dim))
     assert reason is None if named is None else reason is not None and named in reason
-
-
-def test_the_flash_attn_package_has_no_values_of_another_size(flash_attn):
-    spec, machine = asked(256, torch.bfloat16, 128)
-    feature: Feature = "values of another size than keys"
-    assert feature in str(why_not(replace(spec, features=frozenset({feature})), machine))
 
 
 def asked(page_size: int, dtype: torch.dtype, head_dim: int) -> tuple[ModelStackSpec, DeviceCapabilities]:
@@ -524,7 +657,7 @@ def test_the_flash_attn_package_has_no_sinks(flash_attn):
     assert reason == "has no attention sinks, which the drafter needs"
 
 
-def test_a_missing_flash_attn_package_is_named(monkeypatch):
+def test_a_missing_flash_attn_package_is_named(flash_attn, monkeypatch):
     monkeypatch.setitem(sys.modules, "flash_attn", None)
     reason = why_not(*asked(256, torch.bfloat16, 128))
     assert reason is not None and "manta[flash-attn]" in reason

@@ -1,4 +1,7 @@
-"""Every Triton kernel compiles for Hopper (sm_90) without register spills, without a GPU.
+"""Every Triton kernel compiles for Hopper (sm_90) and Blackwell (sm_100) without spills, without a GPU.
+
+The machine code is counted, too: a loop over weights that takes longer to issue than the memory takes to read
+them is bound by its instructions, which no other test shows.
 
 `VARIANTS` lists, for each module of `compute/gpu_triton` and `step/gpu_triton`, few representative shapes,
 because each costs seconds. They are compiled in one process without Triton's interpreter, by this file as a
@@ -16,9 +19,10 @@ import os
 import re
 import subprocess
 import sys
+import tempfile
 import traceback
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -28,7 +32,8 @@ from manta.drafter.compute.gpu_triton.attention.mla import latent_kind
 from manta.drafter.compute.gpu_triton.linear.gemm_tiles import plan_product
 from manta.drafter.compute.gpu_triton.moe.grouped_gemm_tiles import HEIGHTS, cut_weight
 
-SHARED_MEMORY_BYTES = 228 * 1024  # of a multiprocessor of an H100 or H200; each program takes 1 KiB more
+CAPABILITIES = (90, 100)  # H100 and H200; B200 and B300
+SHARED_MEMORY_BYTES = 228 * 1024  # of their multiprocessors; each program takes 1 KiB more
 REGISTERS = 65536
 WHOLE = os.environ.get("MANTA_GRID") == "whole"
 MANY = 4  # shapes of a module
@@ -43,9 +48,12 @@ class Variant:
         signature: type by argument, as "*bf16:16", "i32:16" (divisible by 16, as pointers and strides are),
             "i32" or "fp32".
         constexprs: value by compile-time argument; None for a pointer that is not given.
-        warps, stages: of the program, and of its loop's copies; None leaves these to Triton.
-        wgmma: whether Hopper's matrix instructions are expected.
+        warps: of a program.
+        stages: of its loop's copies; None leaves them to Triton.
+        wgmma: whether Hopper's and Blackwell's own matrix instructions are expected.
         side_by_side: programs that a multiprocessor must have room for.
+        most_instructions: of an iteration of its loop, by capability; a warp issues one per cycle.
+        spills: capabilities for which the compiler spills registers.
     """
 
     kernel: str
@@ -55,6 +63,8 @@ class Variant:
     stages: int | None = None
     wgmma: bool = False
     side_by_side: int = 1
+    most_instructions: tuple[int, int] | None = None
+    spills: tuple[int, ...] = ()
 
 
 def _attention(
@@ -262,6 +272,7 @@ def _product(
     one_alone: bool = False,
     quantised: bool = False,
     wgmma: bool = True,
+    most_instructions: tuple[int, int] | None = None,
 ) -> Variant:
     """Return a product with `fused`: bias, norm, gate, residual (with squares), layers (of a context).
 
@@ -300,7 +311,8 @@ def _product(
         "STEP": step,
         "PDL": True,
     } | {name: None for name in optional if name not in given}
-    return Variant("_multiply", given, constexprs, 4, stages, wgmma, side_by_side=3)
+    bound = {"side_by_side": 3, "most_instructions": most_instructions}
+    return Variant("_multiply", given, constexprs, 4, stages, wgmma, **bound)
 
 
 def _experts(
@@ -312,6 +324,7 @@ def _experts(
     dtype: str = "bf16",
     packed: bool = False,
     integers: bool = False,
+    most_instructions: tuple[int, int] | None = None,
 ) -> Variant:
     """Return a product of tiles of pairs: gate and up with an activation, else down.
 
@@ -334,12 +347,12 @@ def _experts(
         "HEIGHT": height,
         "COLUMNS": cut.columns,
         "STEP": cut.step,
+        "PACK": 2 if packed else 0,
         "PDL": True,
     } | {name: None for name in ("scale_ptr", "bias_ptr") if name not in given}
     maximum = 1 if height == HEIGHTS[-1] else 3
-    return Variant(
-        "_multiply_tiles", given, constexprs, cut.warps, cut.stages, wgmma=True, side_by_side=maximum
-    )
+    bound = {"wgmma": True, "side_by_side": maximum, "most_instructions": most_instructions}
+    return Variant("_multiply_tiles", given, constexprs, cut.warps, cut.stages, **bound)
 
 
 def _choose_experts(
@@ -367,6 +380,7 @@ def _choose_experts(
         "TOP_GROUPS": top_groups,
         "PDL": True,
         "expert_scale_ptr": None,
+        "owners_ptr": None,
     } | ({} if correction else {"correction_ptr": None})
     return Variant("_choose", signature, constexprs, 1)
 
@@ -536,7 +550,7 @@ VARIANTS: dict[str, list[Variant]] = {
         _choose("bf16", filters=True),
         _choose("bf16", filters=False, seconds=True),
         _choose("bf16", filters=True, seconds=True, vocab=262144),  # Gemma 3
-        _choose("fp32", filters=True),
+        replace(_choose("fp32", filters=True), spills=(90,)),
     ],
     "step.gpu_triton.sampling.logits_processors": [
         _apply_rules("bf16", drafts=False),
@@ -607,14 +621,16 @@ VARIANTS: dict[str, list[Variant]] = {
         _attention(32, 8, 128),  # Qwen3-8B, a block of 16 rows
         _attention(32, 8, 128, rows=2048),  # a prompt: tiles of 128
         _attention(32, 8, 128, causal=False, window=2048),  # its drafter
-        _attention(32, 8, 128, batch_invariant=True),
+        replace(_attention(32, 8, 128, batch_invariant=True), spills=(100,)),
         _attention(32, 8, 128, rows=1),  # plain decoding
         _attention(32, 8, 128, rows=1, first_key=1),  # a link of an EAGLE-3 chain
         _attention(64, 8, 64, window=128, sinks=True),  # gpt-oss
         _attention(16, 4, 256, page=256),
         _attention(32, 8, 128, dtype="fp32"),
         _attention(32, 4, 512),  # Gemma 4's full layers
-        _attention(64, 8, 192, v_dim=128, window=128, sinks=True, batch_invariant=True),  # MiMo-V2
+        replace(  # MiMo-V2
+            _attention(64, 8, 192, v_dim=128, window=128, sinks=True, batch_invariant=True), spills=(100,)
+        ),
         _attention(8, 1, 512, tail=64),  # Kimi K2 on eight ranks
         _attention(64, 1, 512, tail=64, rows=1),  # and on one, in two tiles of heads
         _attention(8, 1, 512, tail=64, batch_invariant=True),
@@ -652,7 +668,7 @@ VARIANTS: dict[str, list[Variant]] = {
         _product(10240, 4096, 32, "layers"),  # its drafter's context
         _product(4096, 4096, 64, "residual bias", one_alone=True),  # batch-invariant
         _product(4096, 4096, 16, "norm", dtype="fp32"),
-        _product(12288, 4096, 16, "norm gate", quantised=True),
+        _product(12288, 4096, 16, "norm gate", quantised=True, most_instructions=(335, 305)),
         _product(4096, 12288, 64, "residual bias", quantised=True),
     ],
     "compute.gpu_triton.moe.topk_routing": [
@@ -666,14 +682,18 @@ VARIANTS: dict[str, list[Variant]] = {
         _experts(2048, 768, 16),  # down
         _experts(1536, 2048, 64, activation="silu"),
         _experts(1408, 2816, 128, activation="gelu_tanh"),  # Gemma 4 26B: a prompt
-        _experts(5760, 2880, 16, activation="swiglu_clamped", packed=True),  # gpt-oss
-        _experts(2880, 2880, 64, packed=True),
+        # gpt-oss; a tile is 8,192 codes
+        _experts(5760, 2880, 16, activation="swiglu_clamped", packed=True, most_instructions=(310, 330)),
+        _experts(2880, 2880, 64, packed=True, most_instructions=(370, 415)),
         _experts(5760, 2880, 128, activation="swiglu_clamped", packed=True),
-        _experts(512, 7168, 16, activation="silu", integers=True),  # Kimi K2 on eight ranks
+        # Kimi K2 on eight ranks
+        _experts(512, 7168, 16, activation="silu", integers=True, most_instructions=(285, 315)),
         _experts(7168, 256, 64, integers=True),
         _experts(512, 7168, 128, activation="silu", integers=True),
         _experts(1536, 2048, 16, activation="silu", dtype="fp32"),
-        _experts(5760, 2880, 128, activation="swiglu_clamped", packed=True, dtype="fp32"),
+        replace(
+            _experts(5760, 2880, 64, activation="swiglu_clamped", packed=True, dtype="fp32"), side_by_side=2
+        ),
         _add_up(2048, 8),
         _add_up(2880, 4),
     ],
@@ -687,7 +707,7 @@ VARIANTS: dict[str, list[Variant]] = {
     ],
     "compute.gpu_triton.attention.mla_prefill": [
         _attend_expanded(8),
-        _attend_expanded(64, "fp32"),
+        replace(_attend_expanded(64, "fp32"), spills=(100,)),
         _add_splits(8),
     ],
     # Of Qwen3.5-9B and 35B-A3B, of 27B, and of a rank of many.
@@ -705,7 +725,7 @@ VARIANTS: dict[str, list[Variant]] = {
         _delta("_prepare", (16, 48), "fp32", warps=8),
         _delta("_run_chunks", (16, 32), stages=2, wgmma=True, side_by_side=2),
         _delta("_run_chunks", (16, 48), saves=True, stages=2, wgmma=True, side_by_side=2),
-        _delta("_run_chunks", (16, 48), "fp32", stages=2, wgmma=True),
+        _delta("_run_chunks", (16, 48), "fp32", stages=2, wgmma=True, spills=(100,)),
     ],
     "compute.gpu_triton.delta_net.gated_norm": [
         _delta("_gate_outputs", (16, 32)),
@@ -727,13 +747,16 @@ VARIANTS: dict[str, list[Variant]] = {
 
 
 def chosen(module: str, *, whole: bool = WHOLE) -> list[Variant]:
-    every = 1 if whole or len(VARIANTS[module]) <= MANY else 3
-    return VARIANTS[module][::every]
+    variants = VARIANTS[module]
+    every = 1 if whole or len(variants) <= MANY else 3
+    return [variant for i, variant in enumerate(variants) if i % every == 0 or variant.most_instructions]
 
 
 @pytest.fixture(scope="module")
-def compile_all(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], list[dict[str, Any]]]]:
-    """Return the result of each variant of a module; its process compiles one module after the other."""
+def compile_all(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Iterator[Callable[[str, int], list[dict[str, Any]]]]:
+    """The result of each variant of a module; its process compiles one module after the other."""
     pytest.importorskip("triton")
     folder = tmp_path_factory.mktemp("triton")
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
@@ -744,10 +767,10 @@ def compile_all(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[
         subprocess.Popen([sys.executable, __file__], stderr=log, **pipes) as process,
     ):
 
-        def compile_module(module: str) -> list[dict[str, Any]]:
+        def compile_module(module: str, capability: int) -> list[dict[str, Any]]:
             assert process.stdin is not None and process.stdout is not None
             if process.poll() is None:
-                print(module, file=process.stdin, flush=True)
+                print(capability, module, file=process.stdin, flush=True)
             said = process.stdout.readline()
             assert said, (folder / "log").read_text()[-3000:]
             return json.loads(said)
@@ -762,17 +785,24 @@ def test_every_kernel_is_in_the_short_form(module: str) -> None:
     assert few == all_of_it
 
 
+@pytest.mark.parametrize("capability", CAPABILITIES)
 @pytest.mark.parametrize("module", VARIANTS)
-def test_kernels_compile_for_hopper_without_spills(
-    module: str, compile_all: Callable[[str], list[dict[str, Any]]]
+def test_kernels_compile_without_spills_or_slow_conversions(
+    module: str, capability: int, compile_all: Callable[[str, int], list[dict[str, Any]]]
 ):
-    for variant, found in zip(chosen(module), compile_all(module), strict=True):
+    for variant, found in zip(chosen(module), compile_all(module, capability), strict=True):
         assert "error" not in found, (variant, found)
-        assert found["spilled_bytes"] == 0, (variant, found)
+        assert (found["spilled_bytes"] > 0) == (capability in variant.spills), (variant, found)
         assert variant.side_by_side * (found["shared_bytes"] + 1024) <= SHARED_MEMORY_BYTES, (variant, found)
         assert variant.side_by_side * found["registers"] * 32 * variant.warps <= REGISTERS, (variant, found)
         assert found["wgmma"] == variant.wgmma, (variant, found)
         assert found["waits_first"] == bool(variant.constexprs.get("PDL")), (variant, found)
+        assert found["slow_conversions"] == 0, (variant, found)
+        assert not (variant.constexprs.get("PACK") and found["flushes"]), "codes are subnormal floats"
+        if variant.most_instructions is not None:
+            most = variant.most_instructions[CAPABILITIES.index(capability)]
+            assert 0 < found["instructions"] <= most, (variant, found)
+            assert found["copies"] > 0, (variant, found)
 
 
 def test_blocks_and_prompts_of_qwen3_8b_use_hoppers_matrix_instructions():
@@ -781,7 +811,7 @@ def test_blocks_and_prompts_of_qwen3_8b_use_hoppers_matrix_instructions():
     assert block.wgmma and prompt.wgmma
 
 
-def _compile(module: str, variant: Variant) -> dict[str, int | bool]:
+def _compile(module: str, variant: Variant, capability: int) -> dict[str, int | bool]:
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -789,40 +819,74 @@ def _compile(module: str, variant: Variant) -> dict[str, int | bool]:
     kernel = getattr(importlib.import_module(f"manta.drafter.{module}"), variant.kernel)
     types = {name: variant.signature.get(name, "constexpr").split(":")[0] for name in kernel.arg_names}
     aligned = [kernel.arg_names.index(name) for name, kind in variant.signature.items() if ":16" in kind]
-    source = ASTSource(kernel, types, variant.constexprs, {(i,): [["tt.divisibility", 16]] for i in aligned})
+    constexprs = dict(variant.constexprs)
+    if constexprs.get("PACK") and capability >= 100:  # as `unpack_4bit.bytes_at_once`
+        constexprs["PACK"] = 4
+    source = ASTSource(kernel, types, constexprs, {(i,): [["tt.divisibility", 16]] for i in aligned})
     log = io.StringIO()  # ptxas reports there
     with contextlib.redirect_stdout(log):
-        target = GPUTarget("cuda", 90, 32)
+        target = GPUTarget("cuda", capability, 32)
         options = {"num_warps": variant.warps}
         if variant.stages is not None:
             options["num_stages"] = variant.stages
         compiled = triton.compile(source, target=target, options=options)
     spilled = re.findall(r"(\d+) bytes spill", log.getvalue())
     assert spilled, f"ptxas reported nothing: {log.getvalue()!r}"
+    loop = _hot_loop(compiled.asm["cubin"])
     return {
         "spilled_bytes": sum(map(int, spilled)),
         "registers": int(re.findall(r"Used (\d+) registers", log.getvalue())[-1]),
         "shared_bytes": compiled.metadata.shared,
-        "wgmma": "wgmma.mma_async" in compiled.asm["ptx"],
+        "wgmma": any(name in compiled.asm["ptx"] for name in ("wgmma.mma_async", "tcgen05.mma")),
         "waits_first": _waits_first(compiled.asm["ptx"]),
+        "instructions": len(loop),
+        "slow_conversions": sum(name in ("I2F", "F2F", "F2I") for name in loop),
+        "copies": loop.count("LDGSTS"),
+        "flushes": ".ftz" in compiled.asm["ptx"],
     }
 
 
+def _hot_loop(cubin: bytes) -> list[str]:
+    """The instructions of the loop with matrix products; none if it is unrolled or there are none.
+
+    A loop ends with a conditional branch back; waits are out of line, and come back unconditionally.
+    """
+    from triton import knobs
+
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        command = [knobs.nvidia.cuobjdump.path, "-sass", file.name]
+        listing = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    lines = re.findall(r"^\s+/\*([0-9a-f]{4,6})\*/\s+(@!?U?P\w+ )?\s*(\S+?)(?:\.\S+)? (.*?);", listing, re.M)
+    places = {int(address, 16): i for i, (address, *_) in enumerate(lines)}
+    names = [name for _, _, name, _ in lines]
+    for i, (address, predicate, name, operands) in enumerate(lines):
+        if name != "BRA" or not (predicate or "UP" in operands):
+            continue
+        target = int(re.findall(r"0x([0-9a-f]+)", operands)[-1], 16)
+        body = names[places[target] : i + 1] if target < int(address, 16) else []
+        if any(name.endswith("MMA") for name in body):
+            return body
+    return []
+
+
 def _waits_first(ptx: str) -> bool:
-    """Return whether a kernel accesses memory only after its wait for the previous kernel."""
-    touched = re.search(r"\b(ld|st|atom|red|cp)\.(?!param)", ptx)
-    assert touched is not None, "a kernel that does nothing"
+    """Whether a kernel accesses global memory only after its wait for the previous kernel."""
+    touched = re.search(r"\b(?:cp|(?:ld|st|atom|red)(?!\S*\.(?:param|shared)))\.", ptx)
+    assert touched is not None, "a kernel that does nothing: it may be a trap"
     return -1 < ptx.find("griddepcontrol.wait") < touched.start()
 
 
-def _compile_or_explain(module: str, variant: Variant) -> dict[str, Any]:
+def _compile_or_explain(module: str, variant: Variant, capability: int) -> dict[str, Any]:
     try:
-        return _compile(module, variant)
+        return _compile(module, variant, capability)
     except Exception:
         return {"error": traceback.format_exc()[-3000:]}
 
 
 if __name__ == "__main__":
     for line in sys.stdin:
-        asked = line.strip()
-        print(json.dumps([_compile_or_explain(asked, variant) for variant in chosen(asked)]), flush=True)
+        number, asked = line.split()
+        results = [_compile_or_explain(asked, variant, int(number)) for variant in chosen(asked)]
+        print(json.dumps(results), flush=True)

@@ -9,14 +9,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from devices import DEVICE, HALVES, ON_GPU, watch_launches
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from manta.actors.targets.families import read_model
+from manta.actors.targets.model.decoder import Decoder
+from manta.actors.targets.model.tensor_parallel import Sharding, SingleRank
+from manta.actors.targets.model.weights import TargetWeights
 from manta.cluster.errors import CheckpointError
-from manta.drafter.compute.checkpoint.packed_4bit import MXFP4
+from manta.drafter.compute.checkpoint.packed_4bit import MXFP4, ZERO, Int4
 from manta.drafter.compute.eager import moe_routing as routing
 from manta.drafter.compute.eager.backend import TorchBackend
 from manta.drafter.compute.gpu_triton.backend import TritonBackend
@@ -29,9 +35,10 @@ from manta.drafter.compute.gpu_triton.moe.grouped_gemm_tiles import (
 )
 from manta.drafter.compute.gpu_triton.moe.moe_align import ExpertTiles, list_tiles
 from manta.drafter.compute.gpu_triton.moe.topk_routing import choose
-from manta.drafter.compute.gpu_triton.moe.unpack_4bit import MAX_EXPONENT
+from manta.drafter.compute.gpu_triton.moe.unpack_4bit import E2M1_PTX, INT4_PTX, MAX_EXPONENT
 from manta.drafter.compute.layers.linear import RMSNorm, gate
 from manta.drafter.compute.layers.moe import ExpertActivation, ExpertWeights, MoeRouter, RouterWeights
+from manta.drafter.step.gpu_triton.inputs.row_layout import DeviceStepRows
 from manta.jobs.doctor.cases.experts import exact_experts
 from torch import Tensor
 
@@ -98,6 +105,12 @@ def test_a_grid_fits_every_choice_exactly(counts: list[int], height: int):
 def test_tiles_grow_with_the_pairs_of_an_expert():
     heights = [tile_height(pairs, 128) for pairs in (8, 1024, 1032, 2048, 4096, 65536)]
     assert heights == [16, 16, 32, 32, 64, 128]
+    for dtype, packed, tallest in (
+        (torch.float32, True, 64),
+        (torch.float32, False, 128),
+        (torch.bfloat16, True, 128),
+    ):
+        assert tile_height(65536, 128, dtype, packed=packed) == tallest
 
 
 RULES = {
@@ -127,6 +140,41 @@ def test_a_choice_of_experts_equals_pytorchs(rule: MoeRouter, dtype: torch.dtype
     torch.testing.assert_close(weights_Nk, expected[1], rtol=1e-5, atol=1e-7)
     alone = choose(logits_NE[7:8], rule, correction_E, expert_scale_E)
     assert torch.equal(alone[0][0], ids_Nk[7]) and torch.equal(alone[1][0], weights_Nk[7])
+
+
+@pytest.mark.parametrize("rule", [RULES["choice first"], RULES["groups"]], ids=["choice first", "groups"])
+def test_padding_rows_choose_no_expert(rule: MoeRouter):
+    logits_NE, correction_E = torch.randn(5, rule.num_experts), torch.zeros(rule.num_experts)
+    owners_N = torch.tensor([3, 0, 0, -1, -1], dtype=torch.int32)
+    ids_Nk, weights_Nk = choose(logits_NE, rule, correction_E, owners_N=owners_N)
+    expected = routing.choose(logits_NE, rule, correction_E, owners_N=owners_N)
+    assert torch.equal(ids_Nk, expected[0]) and (ids_Nk[3:] == -1).all() and (ids_Nk[:3] >= 0).all()
+    torch.testing.assert_close(weights_Nk, expected[1], rtol=1e-5, atol=1e-7)
+
+
+@torch.no_grad()
+def test_a_pass_reads_no_experts_for_its_padding(tiny_qwen3_moe: Path):
+    """As in a graph for more rows than a step has; nothing else of the real rows changes."""
+    spec, backend = read_model(tiny_qwen3_moe), TritonBackend(DEVICE, batch_invariant=True)
+    weights = TargetWeights(tiny_qwen3_moe, spec, Sharding(spec, 0, 1), torch.float32, DEVICE)
+    target = Decoder(weights, (), 64, SingleRank(), backend)
+
+    def run(num_rows: int, num_marked: int) -> tuple[Tensor, int]:
+        """The hidden states of two rows among `num_rows`, and the experts read."""
+        cache, page = target.new_cache(2, 16), np.zeros((1, 1), np.int32)
+        batch = backend.attention_batch(np.zeros(1, np.int32), np.full(1, 2), page, 16, DEVICE)
+        number_N = torch.arange(num_rows)
+        owners_N = torch.where(number_N < num_rows - num_marked, 0, -1).to(torch.int32)
+        placed = DeviceStepRows(number_N, (number_N,), (batch,), 5 * number_N % 90, owners_N)
+        before = 0 if backend.expert_reads is None else int(backend.expert_reads)
+        hidden_NH, _ = target.forward(placed.token_ids_N, placed, cache)
+        assert backend.expert_reads is not None
+        return hidden_NH[:2], int(backend.expert_reads) - before
+
+    alone, reads_alone = run(2, 0)
+    among, reads_among = run(12, 10)
+    assert torch.equal(among, alone) and reads_among == reads_alone
+    assert run(12, 0)[1] > reads_alone, "rows that are not padding do read"
 
 
 def test_a_router_may_read_the_residual_with_its_own_norm():
@@ -316,3 +364,59 @@ def test_a_scale_beyond_the_kernels_range_is_refused_at_load():
     layer.weights.down.scales_EOB[1, 2, 0] = MAX_EXPONENT + 1
     with pytest.raises(CheckpointError, match=r"scale 2\^2.*at most 2\^1"):
         TritonBackend(DEVICE).experts(layer.weights)
+
+
+def run_ptx(ptx: str, num_results: int, given: Tensor) -> list[Tensor]:
+    """The result registers of integer instructions for each value of the last operand, in 64 bits."""
+    registers = {f"${num_results}": given}
+
+    def value(name: str) -> Tensor | int:
+        return registers[name] if name in registers else int(name, 0)
+
+    def selected(low: Tensor, high: int, selector: int) -> Tensor:
+        """`prmt` in its default mode: bytes of both operands, a nibble of the selector for each."""
+        both = low | high << 32
+        return sum((both >> 8 * (selector >> 4 * i & 7) & 0xFF) << 8 * i for i in range(4))
+
+    operations: dict[str, Callable[..., Tensor]] = {
+        "prmt.b32": selected,
+        "and.b32": lambda a, b: a & b,
+        "or.b32": lambda a, b: a | b,
+        "shr.u32": lambda a, b: a >> b,
+        "mul.lo.u32": lambda a, b: (a * b) & 0xFFFFFFFF,
+        "cvt.u32.u16": lambda a: a & 0xFFFF,
+        "mov.b32": lambda a: a,
+    }
+    for line in ptx.strip().strip("{}").strip().splitlines():
+        operation, _, operands = line.strip().rstrip(";").partition(" ")
+        if operation != ".reg":
+            result, *sources = operands.split(", ")
+            registers[result] = operations[operation](*map(value, sources))
+    return [registers[f"${i}"] for i in range(num_results)]
+
+
+@pytest.mark.parametrize("num_bytes", [2, 4])
+@pytest.mark.parametrize("kind", [MXFP4, Int4])
+def test_codes_unpacked_by_pairs_are_those_that_are_dequantized(
+    kind: type[MXFP4] | type[Int4], num_bytes: int
+):
+    """All codes in all places, in bf16, with all scales: bit by bit. The kernels' PTX runs here in Python."""
+    every = torch.arange(256)
+    bytes_XB = torch.stack([every.roll(i) for i in range(num_bytes)], dim=1)
+    word_X = sum(bytes_XB[:, i] << 8 * i for i in range(num_bytes))
+    ptx = (E2M1_PTX if kind is MXFP4 else INT4_PTX)[num_bytes].value
+    registers = torch.stack(run_ptx(ptx, num_bytes, word_X), dim=1)
+    halves_X2P2 = torch.stack((registers & 0xFFFF, registers >> 16), dim=2).unflatten(1, (2, -1))
+    bits_XB2 = halves_X2P2.flatten(2).transpose(1, 2)  # low and high code of each byte
+    value_XB2 = bits_XB2.to(torch.uint16).view(torch.bfloat16)
+    if kind is MXFP4:
+        scales = torch.arange(MAX_EXPONENT + 1, dtype=torch.uint8)
+        factor = ((scales.to(torch.int16) + 126) << 7).view(torch.bfloat16)
+    else:
+        scales = torch.tensor([3e-39, 1e-3, 0.0123, 1.0, 7.75, 3e36], dtype=torch.bfloat16)
+        factor, value_XB2 = scales, value_XB2 - (128 + ZERO)
+    got_XSI = value_XB2.flatten(1)[:, None] * factor[:, None]
+    blocks = bytes_XB.to(torch.uint8).repeat(1, 16 // num_bytes)[:, None, None].expand(-1, len(scales), 1, 16)
+    packed = kind(blocks.contiguous(), scales[:, None].expand(256, -1, 1).contiguous())
+    expected_XSI = packed.dequantised(torch.bfloat16)[..., : 2 * num_bytes]
+    assert torch.equal(got_XSI.view(torch.int16), expected_XSI.contiguous().view(torch.int16))

@@ -25,6 +25,12 @@ from manta.actors.targets.families import read_model
 from manta.actors.targets.model.decoder import Decoder
 from manta.actors.targets.model.tensor_parallel import Sharding, SingleRank
 from manta.actors.targets.model.weights import TargetWeights
+from manta.actors.targets.runners.tp_sampling import best_of_ranks, surest_of_ranks
+from manta.cluster.hardware.step_time import (
+    LAUNCHES_AROUND,
+    LAUNCHES_OF_DRAFTS_OVER_RANKS,
+    target_launches,
+)
 from manta.drafter.compute.backend import Backend, PlacedRows
 from manta.drafter.compute.eager.backend import TorchBackend
 from manta.drafter.compute.gpu_triton.backend import TritonBackend
@@ -32,7 +38,7 @@ from manta.drafter.dflash.checkpoint import load_drafter
 from manta.drafter.dflash.model import DFlashDrafter
 from manta.drafter.dflash.target_features import TargetFacts
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 pytestmark = pytest.mark.usefixtures("on_the_device")
 ROWS, PAGE_SIZE = 16, 16
@@ -40,6 +46,7 @@ ATOL = 1e-4 if ON_GPU else 1e-5  # a GPU's products of fp32 are three of tf32
 T = TypeVar("T")
 NO_LAUNCH = ("view", "empty", "slice", "select.", "expand", "permute", "transpose", "squeeze", "alias")
 NO_LAUNCH += ("unbind", "detach", "as_strided", "split", "lift_fresh")
+EMBEDDING_OVER_RANKS = ("sub.Tensor", "lt.Scalar", "ge.Scalar", "bitwise_or.Tensor", "masked_fill_.Scalar")
 
 
 class Launches(TorchDispatchMode):
@@ -142,3 +149,48 @@ def test_a_steps_fused_passes_take_six_launches_per_layer_and_few_more(
     assert context == {"_multiply": 2, "_rms_norm": 1, "_write_context": 1}
     fixed = [verify - Counter(per_layer(ours.layers[0])), draft - Counter(per_layer(ours.layers[1]))]
     assert 6 * (36 + 5) + sum(part.total() for part in (*fixed, head, head, context)) == 261
+
+
+class EqualRanks(SingleRank):
+    """Rank 0 of several with equal tensors. Collectives are no launches here: their seconds include them."""
+
+    def __init__(self, world_size: int) -> None:
+        self.world_size = world_size
+
+    def all_gather(self, tensor: Tensor, dim: int = -1) -> Tensor:
+        with _disable_current_modes():
+            return torch.cat([tensor] * self.world_size, dim=dim)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("tp", [1, 8])
+@pytest.mark.parametrize("family", ["qwen3", "gpt_oss"])
+def test_the_planner_charges_the_launches_of_a_targets_pass(
+    family: str, tp: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Of layers with experts and without, on one rank and on eight, for any number of layers.
+
+    gpt-oss-120b's pass on eight ranks has 470 launches with those around it.
+    """
+    from tiny import make_tiny_target
+
+    folder = make_tiny_target(tmp_path / family, family, num_attention_heads=8, num_key_value_heads=8)
+    spec, ranks, backend = read_model(folder), EqualRanks(tp), TritonBackend(DEVICE, batch_invariant=True)
+    weights = TargetWeights(folder, spec, Sharding(spec, 0, tp), torch.float32, DEVICE)
+    target, launches = Decoder(weights, (), 64, ranks, backend), Launches(monkeypatch)
+    token_ids_N, placed, cache = torch.arange(ROWS), rows(backend), target.new_cache(1, PAGE_SIZE)
+    (hidden_NH, _), verify = launches.of(lambda: target.forward(token_ids_N, placed, cache))
+    (logits_NU, _), head = launches.of(lambda: target.local_logits(hidden_NH))
+    ids_N, scores_N = logits_NU.argmax(1), logits_NU.amax(1)
+    count = verify.total() + head.total()
+    if tp > 1:
+        _, choice = launches.of(lambda: best_of_ranks(ids_N, scores_N, ranks))
+        count += choice.total()
+        _, drafts = launches.of(lambda: surest_of_ranks(ids_N, scores_N, scores_N - 1, ranks))
+        embedding = sum(verify[name] for name in EMBEDDING_OVER_RANKS)
+        assert drafts.total() + embedding == LAUNCHES_OF_DRAFTS_OVER_RANKS
+    num_layers, num_routed = spec.num_layers, target.num_routed
+    planned = target_launches(num_layers, num_routed, tp) - LAUNCHES_AROUND
+    one_rank = Counter({"_rms_norm": 2, "_list_work": 1, "index_select": 1, "head": 1})
+    assert planned + one_rank.total() - count in (0, 1), "a last norm may be its layer's"
+    assert target_launches(36, 36, 8) == 470

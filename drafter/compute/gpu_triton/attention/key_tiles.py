@@ -74,11 +74,14 @@ def _attend_tiles(
     dim_D = tl.arange(0, q_RD.shape[1])
     dim_F = tl.arange(0, V_WIDTH)
     m_R, l_R, o_RF = no_part(q_RD.shape[0], V_WIDTH)
+    oldest = first_seen(tl.min(position_R, 0), WINDOW)
     for tile in range(lo, hi):
         key_T = tile * BLOCK_KEYS + tl.arange(0, BLOCK_KEYS)
         there_T = key_T < num_keys
-        page_T = tl.load(table_ptr + key_T // PAGE, mask=there_T, other=0).to(tl.int64)
-        at_T = page_T * page_stride + (key_T % PAGE) * token_stride
+        # A page before the window may be another request's, and zero times its infinity would be NaN.
+        read_T = tl.maximum(key_T, oldest) if WINDOW > 0 else key_T
+        page_T = tl.load(table_ptr + read_T // PAGE, mask=there_T, other=0).to(tl.int64)
+        at_T = page_T * page_stride + (read_T % PAGE) * token_stride
         there_DT = inside(there_T[None, :], dim_D[:, None], DIM, q_RD.shape[1])
         k_DT = tl.load(k_ptr + at_T[None, :] + dim_D[:, None], mask=there_DT, other=0.0)
         x_RT = tl.dot(q_RD, k_DT, input_precision=_FP32_PRODUCT)

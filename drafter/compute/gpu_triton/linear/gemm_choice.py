@@ -1,20 +1,29 @@
-"""Chooses between Manta's and PyTorch's GEMMs by measurement, once per shape and process.
+"""Chooses between Manta's and PyTorch's GEMMs by measurement, once per shape and device.
 
 cuBLAS is tuned for many rows; at 16 it may leave a third of the memory bandwidth unused. The comparison
 includes what each fuses: Manta's kernel against PyTorch's GEMM and the kernels after it, with the weights out
 of cache. Shapes are measured in warm-up passes, before graphs are captured.
+
+The two differ in their last bits, so all ranks must choose alike: otherwise a near-tie in a router would send
+a row to different experts on different ranks. Rank 0 measures and broadcasts. Its choices are kept on disk,
+so every start on this kind of device computes the same bits.
 
 Legend: N rows, K inputs, O outputs, T tiles of a product's outputs.
 """
 
 from __future__ import annotations
 
+import hashlib
 import logging
 from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from .....cluster.disk_cache import FOREVER_S, DiskCache
 from ...layers.linear import RMSNorm
 from .gemm_tiles import COLUMNS, ROW_TILES, row_tile
 from .projections import OwnProjection, PendingNorm, TorchProjection, Use
@@ -23,13 +32,30 @@ logger = logging.getLogger(__name__)
 
 # Measures milliseconds of a call whose data are in memory, not in caches.
 Clock = Callable[[Callable[[], object]], float]
+_FAILED = -1
+
+
+class Ranks(Protocol):
+    """The ranks that compute the same model, as `tensor_parallel.Communicator` in actors."""
+
+    @property
+    def rank(self) -> int: ...
+
+    def broadcast(self, tensor: Tensor, source: int = 0) -> Tensor:
+        """Copy the tensor of rank `source` to all ranks, in place."""
+        ...
 
 
 class MeasuredChoice:
-    """A `projections.GemmChoice` by measurement, with caches flushed; more rows than a tile use PyTorch."""
+    """A `projections.GemmChoice` by measurement; more rows than a tile holds use PyTorch.
 
-    def __init__(self, clock: Clock | None = None) -> None:
-        self._clock = clock or _milliseconds
+    Args:
+        clock: by default Triton's, which flushes the cache before each call.
+        ranks: agree on each choice; all of them must run the same passes. None: there is one.
+    """
+
+    def __init__(self, clock: Clock | None = None, ranks: Ranks | None = None) -> None:
+        self._clock, self._ranks = clock or _milliseconds, ranks
         self._ours: dict[tuple[object, ...], bool] = {}
 
     def __call__(self, use: Use, own: OwnProjection, other: TorchProjection, num_rows: int) -> bool:
@@ -39,9 +65,37 @@ class MeasuredChoice:
         kind = (use, weight.shape, weight.stride(), weight.dtype)
         tile = row_tile(num_rows)
         if (*kind, tile) not in self._ours:
-            for rows in ROW_TILES:
-                self._ours[*kind, rows] = self._is_ours_sooner(use, own, other, rows)
+            for rows, is_ours in zip(ROW_TILES, self._agree(use, own, other), strict=True):
+                self._ours[*kind, rows] = is_ours
         return self._ours[*kind, tile]
+
+    def _agree(self, use: Use, own: OwnProjection, other: TorchProjection) -> list[bool]:
+        """Return whether ours is used, by tile of rows, as rank 0 found it. Collective."""
+        choices_T = torch.full((len(ROW_TILES),), _FAILED, dtype=torch.int32, device=own.weight.device)
+        is_first, error = self._ranks is None or self._ranks.rank == 0, None
+        if is_first:
+            try:
+                choices_T.copy_(torch.tensor(self._kept_or_measured(use, own, other)))
+            except Exception as raised:  # the other ranks wait for an answer
+                error = raised
+        if self._ranks is not None:
+            self._ranks.broadcast(choices_T)
+        if error is not None:
+            raise error
+        choices = choices_T.tolist()
+        if _FAILED in choices:
+            raise RuntimeError(f"rank 0 could not measure a product of shape {tuple(own.weight.shape)}")
+        for rows, is_ours in zip(ROW_TILES, choices, strict=True):
+            if is_ours:  # load its kernel now, not in a request
+                _call(use, own, own, rows)()
+        return list(map(bool, choices))
+
+    def _kept_or_measured(self, use: Use, own: OwnProjection, other: TorchProjection) -> list[bool]:
+        kept = DiskCache("gemm-choice", _subject(use, own.weight), FOREVER_S)
+        found = kept.read()
+        if not _is_valid(found):
+            found = kept.write_once([self._is_ours_sooner(use, own, other, rows) for rows in ROW_TILES])
+        return found
 
     def _is_ours_sooner(self, use: Use, own: OwnProjection, other: TorchProjection, num_rows: int) -> bool:
         ours, theirs = (self._clock(_call(use, projection, own, num_rows)) for projection in (own, other))
@@ -55,6 +109,38 @@ class MeasuredChoice:
             1e3 * theirs,
         )
         return ours <= theirs
+
+
+def _subject(use: Use, weight: Tensor) -> dict[str, str | int | float | None]:
+    """Return what a choice depends on."""
+    device = {"device": str(weight.device)}
+    if weight.device.type == "cuda":
+        found = torch.cuda.get_device_properties(weight.device)
+        device = {
+            "device": found.name,
+            "capability": f"{found.major}.{found.minor}",
+            "processors": found.multi_processor_count,
+        }
+    return {
+        **device,
+        "use": use,
+        "shape": str(tuple(weight.shape)),
+        "stride": str(weight.stride()),
+        "dtype": str(weight.dtype),
+        "torch": torch.__version__,
+        "code": _code(),
+    }
+
+
+@cache
+def _code() -> str:
+    """Return a digest of the products' code, so that measurements of other code are not used."""
+    folder = Path(__file__).parent
+    return hashlib.sha256(b"".join(path.read_bytes() for path in sorted(folder.glob("*.py")))).hexdigest()
+
+
+def _is_valid(found: object) -> bool:
+    return isinstance(found, list) and len(found) == len(ROW_TILES) and all(x in (True, False) for x in found)
 
 
 def _call(

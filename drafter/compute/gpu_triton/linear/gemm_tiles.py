@@ -1,4 +1,7 @@
-"""Tiling of a weight among the programs of a skinny GEMM, by its shape: host arithmetic, no Triton."""
+"""Tiling of a weight among the programs of a skinny GEMM: host arithmetic, no Triton.
+
+It depends only on the weight's shape and the device's number of multiprocessors.
+"""
 
 from __future__ import annotations
 
@@ -7,10 +10,11 @@ from dataclasses import dataclass
 import torch
 
 ROW_TILES = (16, 32, 64)
-_MULTIPROCESSORS = 132  # of an H100 or H200
-_ENOUGH_PROGRAMS = 250  # two for most multiprocessors: a single one would wait for its copies
-_MAX_PROGRAMS = 8 * _MULTIPROCESSORS  # of split products: bounds the workspace
+H100_PROCESSORS = 132  # and an H200's; a B200 has 148
+_ENOUGH_PROGRAMS = 1.9  # per multiprocessor: a single one would wait for its copies
+_MAX_PROGRAMS = 8  # per multiprocessor, of split products: bounds the workspace
 _MAX_SPLITS, _MIN_SPLIT_TILES = 16, 4
+_MIN_SPLIT_TILES_OF_FEW = 2  # of a weight with fewer tiles than multiprocessors
 COLUMNS = 64  # rows of a weight per program: the size of a matrix instruction
 _STEPS = {1: 128, 2: 128, 4: 32}  # inputs per iteration, by bytes of a value
 _TALL = 64  # rows from which on x takes as much memory as the weights: steps are half as long
@@ -38,38 +42,55 @@ class ProductPlan:
         return self.step // 2, 2 * self.split_tiles, 4
 
 
-def plan_product(outputs: int, inputs: int, dtype: torch.dtype, *, gated: bool = False) -> ProductPlan:
+def plan_product(
+    outputs: int,
+    inputs: int,
+    dtype: torch.dtype,
+    *,
+    gated: bool = False,
+    processors: int = H100_PROCESSORS,
+) -> ProductPlan:
     """Return the split that minimizes the busiest multiprocessor's work, with enough copies in flight.
 
     `outputs` are the product's; a gate's weight has twice as many rows.
     """
     width, step = COLUMNS // 2 if gated else COLUMNS, _STEPS[dtype.itemsize]
     tiles, steps = -(-outputs // width), -(-inputs // step)
+    least = _MIN_SPLIT_TILES_OF_FEW if tiles < processors else _MIN_SPLIT_TILES
     cuts = [1]
     for splits in range(2, _MAX_SPLITS + 1):
         each = -(-steps // splits)
-        if each >= _MIN_SPLIT_TILES and -(-steps // each) == splits and tiles * splits <= _MAX_PROGRAMS:
+        fits = tiles * splits <= _MAX_PROGRAMS * processors
+        if each >= least and -(-steps // each) == splits and fits:
             cuts.append(splits)
-    cuts = [splits for splits in cuts if tiles * splits >= _ENOUGH_PROGRAMS] or cuts
+    cuts = [splits for splits in cuts if tiles * splits >= int(_ENOUGH_PROGRAMS * processors)] or cuts
 
     def load(splits: int) -> int:
         """Return the busiest multiprocessor's steps; adding up splits costs about one step."""
-        return -(-tiles * splits // _MULTIPROCESSORS) * (-(-steps // splits) + (splits > 1))
+        return -(-tiles * splits // processors) * (-(-steps // splits) + (splits > 1))
 
     best = min(cuts, key=load)
     return ProductPlan(tiles, step, best, -(-steps // best))
 
 
 class ProductWorkspace:
-    """Memory for the sums of split products; shared by all products that run one after another."""
+    """Memory for the sums of split products; shared by all products that run one after another.
 
-    __slots__ = ("arrived_E", "sums_E")
+    Attributes:
+        processors: the device's multiprocessors, an H100's for the interpreter.
+    """
+
+    __slots__ = ("arrived_E", "processors", "sums_E")
 
     def __init__(self, device: torch.device | str) -> None:
-        size = _MAX_PROGRAMS * COLUMNS * ROW_TILES[-1]
-        self.sums_E = torch.empty(size, dtype=torch.float32, device=device)
+        device = torch.device(device)
+        self.processors = H100_PROCESSORS
+        if device.type == "cuda":
+            self.processors = torch.cuda.get_device_properties(device).multi_processor_count
+        programs = _MAX_PROGRAMS * self.processors
+        self.sums_E = torch.empty(programs * COLUMNS * ROW_TILES[-1], dtype=torch.float32, device=device)
         # also zero between launches
-        self.arrived_E = torch.zeros(_MAX_PROGRAMS, dtype=torch.int32, device=device)
+        self.arrived_E = torch.zeros(programs, dtype=torch.int32, device=device)
 
 
 def row_tile(num_rows: int) -> int:

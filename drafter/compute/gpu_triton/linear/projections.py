@@ -104,8 +104,9 @@ class OwnProjection(LayerProjection):
         outputs, inputs = weight_PLRK.shape[:3].numel(), weight_PLRK.shape[3]
         self._weight_PLRK, self._bias_O, self._workspace = weight_PLRK, bias_O, workspace
         self._scale_O = scale_O
-        self._plan = plan_product(outputs, inputs, weight_PLRK.dtype)
-        self._gated_plan = plan_product(outputs // 2, inputs, weight_PLRK.dtype, gated=True)
+        dtype, processors = weight_PLRK.dtype, workspace.processors
+        self._plan = plan_product(outputs, inputs, dtype, processors=processors)
+        self._gated_plan = plan_product(outputs // 2, inputs, dtype, gated=True, processors=processors)
         self._tile = ROW_TILES[-1] if one_tile else None
 
     @property

@@ -30,7 +30,7 @@ from ..common.launch import dependent_launch, wait_for_predecessor
 from ..linear.activations import expert_gate
 from .grouped_gemm_tiles import cut_weight
 from .moe_align import ExpertTiles
-from .unpack_4bit import split_words, unpack_int4, unpack_mxfp4
+from .unpack_4bit import bytes_at_once, split_words, unpack_int4, unpack_mxfp4
 
 _FP32_PRODUCT = tl.constexpr("tf32x3")  # see `drafter/compute/gpu_triton/linear/skinny_gemm.py`
 _SUM_BLOCK = 1024  # columns of a row per program
@@ -72,7 +72,8 @@ def multiply_tiles(
         bias_EO, y_PO, tiles.pairs_TM, tiles.experts_T, tiles.count_1, 0.0 if limit is None else limit,
         tiles.num_pairs, x_RK.stride(0),
         PLACES=tiles.num_pairs // rows, INPUTS=inputs, OUTPUTS=outputs, ACTIVATION=activation, HEIGHT=height,
-        COLUMNS=cut.columns, STEP=cut.step, num_warps=cut.warps, num_stages=cut.stages,
+        COLUMNS=cut.columns, STEP=cut.step, PACK=bytes_at_once(x_RK.device) if packed else 0,
+        num_warps=cut.warps, num_stages=cut.stages,
         **dependent_launch(x_RK.device),
     )  # fmt: skip
     return y_PO
@@ -103,7 +104,7 @@ def _multiply_tiles(
     x_ptr, weight_ptr, scale_ptr, bias_ptr, y_ptr, pairs_ptr, experts_ptr, count_ptr, limit, num_pairs,
     x_stride,
     PLACES: tl.constexpr, INPUTS: tl.constexpr, OUTPUTS: tl.constexpr, ACTIVATION: tl.constexpr,
-    HEIGHT: tl.constexpr, COLUMNS: tl.constexpr, STEP: tl.constexpr, PDL: tl.constexpr,
+    HEIGHT: tl.constexpr, COLUMNS: tl.constexpr, STEP: tl.constexpr, PACK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     wait_for_predecessor(PDL)
     tile = tl.program_id(0)
@@ -124,6 +125,7 @@ def _multiply_tiles(
         sum_CM = _sum_packed(
             x_ptrs_M, weight_ptr + row_C * (INPUTS // 2), scale_ptr + row_C * (INPUTS // 32), real_M,
             scale_ptr.dtype.element_ty, y_ptr.dtype.element_ty, INPUTS, HEIGHT, COLUMNS, STEP,
+            PACK,
         )  # fmt: skip
     if bias_ptr is not None:
         sum_CM += tl.load(bias_ptr + row_C).to(tl.float32)[:, None]
@@ -155,7 +157,7 @@ def _sum_plain(
 def _sum_packed(
     x_ptrs_M, weight_ptrs_C, scale_ptrs_C, real_M,
     scale_dtype: tl.constexpr, dtype: tl.constexpr, INPUTS: tl.constexpr, HEIGHT: tl.constexpr,
-    COLUMNS: tl.constexpr, STEP: tl.constexpr,
+    COLUMNS: tl.constexpr, STEP: tl.constexpr, PACK: tl.constexpr,
 ):  # fmt: skip
     """Return the product with packed weights; even and odd inputs are multiplied separately."""
     sum_CM = tl.zeros([COLUMNS, HEIGHT], tl.float32)
@@ -170,9 +172,9 @@ def _sum_packed(
         here_BM = inside_B[:, None] & real_M[None, :]
         word_BM = tl.load(x_ptrs_M[None, :] + at_B[:, None], mask=here_BM, other=0)
         if scale_dtype == tl.uint8:  # MXFP4's exponents
-            low_CB, high_CB = unpack_mxfp4(byte_CB, scale_CG, dtype)
+            low_CB, high_CB = unpack_mxfp4(byte_CB, scale_CG, dtype, PACK)
         else:
-            low_CB, high_CB = unpack_int4(byte_CB, scale_CG, dtype)
+            low_CB, high_CB = unpack_int4(byte_CB, scale_CG, dtype, PACK)
         even_BM, odd_BM = split_words(word_BM, dtype)
         sum_CM = tl.dot(low_CB, even_BM, sum_CM, input_precision=_FP32_PRODUCT)
         sum_CM = tl.dot(high_CB, odd_BM, sum_CM, input_precision=_FP32_PRODUCT)

@@ -15,9 +15,15 @@ INVARIANT_HEIGHT = 64  # of all tiles if a row's bits must depend on no other ro
 _TALL, _TALLEST = HEIGHTS[-2:]
 
 
-def tile_height(num_pairs: int, num_experts: int) -> int:
-    """Return the smallest height that holds twice an expert's average pairs, or the largest height."""
-    return next((height for height in HEIGHTS if 2 * num_pairs <= height * num_experts), HEIGHTS[-1])
+def tile_height(
+    num_pairs: int, num_experts: int, dtype: torch.dtype = torch.bfloat16, *, packed: bool = False
+) -> int:
+    """Return the smallest height that holds twice an expert's average pairs, or the largest height.
+
+    The largest of fp32 and packed weights is 64: of higher ones Triton 3.7 makes a trap for Blackwell.
+    """
+    heights = HEIGHTS[:-1] if packed and dtype is torch.float32 else HEIGHTS
+    return next((height for height in heights if 2 * num_pairs <= height * num_experts), heights[-1])
 
 
 def max_tiles(num_pairs: int, num_experts: int, height: int) -> int:

@@ -40,7 +40,10 @@ class TritonExperts:
         if len(x_NH) == 0:
             return x_NH.new_empty(x_NH.shape)
         num_experts, first = weights.gate_up.shape[0], weights.first_expert
-        height = INVARIANT_HEIGHT if self._one_height else tile_height(expert_ids_Nk.numel(), num_experts)
+        height = INVARIANT_HEIGHT
+        if not self._one_height:
+            packed = not isinstance(weights.gate_up, Tensor)
+            height = tile_height(expert_ids_Nk.numel(), num_experts, x_NH.dtype, packed=packed)
         tiles = list_tiles(expert_ids_Nk, num_experts, first, height, self._reads_1)
         inner_PI = multiply_tiles(
             x_NH,

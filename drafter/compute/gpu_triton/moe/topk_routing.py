@@ -28,6 +28,7 @@ def choose(
     rule: MoeRouter,
     correction_E: Tensor | None = None,
     expert_scale_E: Tensor | None = None,
+    owners_N: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return experts, int32 [N, k], and weights, fp32 [N, k], as `eager/moe_routing.choose`."""
     num_rows, num_experts = logits_NE.shape
@@ -37,7 +38,8 @@ def choose(
     if num_rows == 0:
         return ids_Nk, weights_Nk
     _choose[(num_rows,)](
-        logits_NE, correction_E, expert_scale_E, ids_Nk, weights_Nk, rule.scale, logits_NE.stride(0),
+        logits_NE, correction_E, expert_scale_E, owners_N, ids_Nk, weights_Nk, rule.scale,
+        logits_NE.stride(0),
         EXPERTS=num_experts, LANES=triton.next_power_of_2(num_experts), CHOSEN=rule.top_k,
         CHOSEN_LANES=triton.next_power_of_2(rule.top_k), SIGMOID=rule.score == "sigmoid",
         CHOOSE_FIRST=rule.choose_first, RENORMALIZE=rule.renormalize, GROUPS=rule.groups,
@@ -48,7 +50,7 @@ def choose(
 
 @triton.jit
 def _choose(
-    logits_ptr, correction_ptr, expert_scale_ptr, ids_ptr, weights_ptr, scale, row_stride,
+    logits_ptr, correction_ptr, expert_scale_ptr, owners_ptr, ids_ptr, weights_ptr, scale, row_stride,
     EXPERTS: tl.constexpr, LANES: tl.constexpr, CHOSEN: tl.constexpr, CHOSEN_LANES: tl.constexpr,
     SIGMOID: tl.constexpr, CHOOSE_FIRST: tl.constexpr, RENORMALIZE: tl.constexpr, GROUPS: tl.constexpr,
     TOP_GROUPS: tl.constexpr, PDL: tl.constexpr,
@@ -83,6 +85,8 @@ def _choose(
     weight_K *= scale
     if expert_scale_ptr is not None:
         weight_K *= tl.load(expert_scale_ptr + id_K, mask=real_K, other=0.0)
+    if owners_ptr is not None:  # padding reads no expert's weights
+        id_K = tl.where(tl.load(owners_ptr + row) < 0, -1, id_K)
     tl.store(ids_ptr + row * CHOSEN + lane_K, id_K, mask=real_K)
     tl.store(weights_ptr + row * CHOSEN + lane_K, weight_K, mask=real_K)
 

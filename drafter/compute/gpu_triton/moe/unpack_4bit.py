@@ -4,40 +4,130 @@ A weight's byte holds two adjacent inputs. They are multiplied separately: low c
 x, high codes with the odd ones, which share a word of x. So nothing is shuffled, neither at load nor in the
 kernel. Called by `grouped_gemm.py`.
 
+In bf16 two codes are unpacked at a time, as two floats share a register: integer instructions put their bits
+in place (`E2M1_PTX`, `INT4_PTX`), and packed products scale them. The result is the same as through fp32, a
+code times its scale, rounded once, in 40 % fewer instructions, which bound these kernels.
+
 Legend: C rows of a weight's tile, B bytes of a step, G = B / 16 blocks of a step, M rows of x.
 """
 
+# Type checkers take compile-time strings for constexpr.
+# pyright: reportArgumentType=false
+
 from __future__ import annotations
 
+import os
+from functools import cache
+
+import torch
 import triton
 import triton.language as tl
 
 from ...checkpoint.packed_4bit import ZERO
 
 MAX_EXPONENT = 128  # of an MXFP4 block's scale: 2, so that a code's factor fits in fp32
+_FIRST_WITH_TENSOR_MEMORY = (10, 0)
 _BLOCK_BYTES = tl.constexpr(16)
 _ZERO = tl.constexpr(ZERO)
+_HAS_PTX = tl.constexpr(not os.environ.get("TRITON_INTERPRET") and torch.version.hip is None)
+_BF16_OF_CODE_0 = tl.constexpr(128.0 + ZERO)  # of INT4, see `INT4_PTX`
+
+
+# Two codes' signs and magnitudes to a float's fields, by a product, as `_value` does.
+_E2M1_PAIR = """
+and.b32 code, both, 0x000F000F;
+mul.lo.u32 code, code, 0x1040;
+and.b32 LOW, code, 0x81C081C0;
+and.b32 code, both, 0x00F000F0;
+mul.lo.u32 code, code, 0x104;
+and.b32 HIGH, code, 0x81C081C0;
+"""
+# Two codes to the mantissa of 128: 128 + code.
+_INT4_PAIR = """
+and.b32 code, both, 0x000F000F;
+or.b32 LOW, code, 0x43004300;
+shr.u32 both, both, 4;
+and.b32 code, both, 0x000F000F;
+or.b32 HIGH, code, 0x43004300;
+"""
+
+
+def _unpacking_ptx(of_pair: str, num_bytes: int) -> str:
+    """Return PTX that turns bytes, its last operand, into the bf16 of their low, then of their high codes.
+
+    `of_pair` does so for two bytes, in the halves of `both`.
+    """
+    given = "cvt.u32.u16 bytes, $2;" if num_bytes == 2 else "mov.b32 bytes, $4;"
+    lines = ["{", ".reg .b32 bytes, both, code;", given]
+    for pair, halves in enumerate(("0x4140", "0x4342")[: num_bytes // 2]):
+        lines.append(f"prmt.b32 both, bytes, 0, {halves};")
+        lines.append(of_pair.replace("LOW", f"${pair}").replace("HIGH", f"${num_bytes // 2 + pair}").strip())
+    return "\n".join([*lines, "}"])
+
+
+E2M1_PTX, INT4_PTX = (
+    {num_bytes: tl.constexpr(_unpacking_ptx(pair, num_bytes)) for num_bytes in (2, 4)}
+    for pair in (_E2M1_PAIR, _INT4_PAIR)
+)
+_E2M1_2, _E2M1_4, _INT4_2, _INT4_4 = E2M1_PTX[2], E2M1_PTX[4], INT4_PTX[2], INT4_PTX[4]
+
+
+@cache
+def bytes_at_once(device: torch.device) -> int:
+    """Return how many bytes of a row a thread unpacks together: 2 until Hopper, 4 from Blackwell on.
+
+    So many are adjacent in the registers that the matrix instructions take weights from.
+    """
+    if device.type != "cuda" or torch.version.hip:
+        return 2
+    return 4 if torch.cuda.get_device_capability(device) >= _FIRST_WITH_TENSOR_MEMORY else 2
 
 
 @triton.jit
-def unpack_mxfp4(byte_CB, exponent_CG, dtype: tl.constexpr):
-    """Return low and high codes [C, B] times their blocks' scales (at most MOST_EXPONENT), rounded."""
-    # 2^(exponent - 127), times the 2^126 that `_value` leaves out.
-    factor_CB = _spread(((exponent_CG.to(tl.int32) + 126) << 23).to(tl.float32, bitcast=True))
-    code_CB = byte_CB.to(tl.int32)
-    low_CB = (_value(code_CB) * factor_CB).to(dtype)
-    high_CB = (_value(code_CB >> 4) * factor_CB).to(dtype)
-    return low_CB, high_CB
+def unpack_mxfp4(byte_CB, exponent_CG, dtype: tl.constexpr, PACK: tl.constexpr):
+    """Return low and high codes of packed bytes, times their blocks' scales, rounded to `dtype`: [C, B] each.
+
+    Exponents are at most MAX_EXPONENT. `PACK`: see `bytes_at_once`.
+    """
+    # 2^(exponent - 127), times the 2^126 that a code's bits in a float leave out.
+    if dtype == tl.bfloat16 and _HAS_PTX:
+        factor_CB = _spread(((exponent_CG.to(tl.int16) + 126) << 7).to(tl.bfloat16, bitcast=True))
+        low_CB, high_CB = _unpack(byte_CB, _E2M1_2, _E2M1_4, PACK)
+        return low_CB * factor_CB, high_CB * factor_CB
+    else:
+        factor_CB = _spread(((exponent_CG.to(tl.int32) + 126) << 23).to(tl.float32, bitcast=True))
+        code_CB = byte_CB.to(tl.int32)
+        low_CB = (_value(code_CB) * factor_CB).to(dtype)
+        high_CB = (_value(code_CB >> 4) * factor_CB).to(dtype)
+        return low_CB, high_CB
 
 
 @triton.jit
-def unpack_int4(byte_CB, scale_CG, dtype: tl.constexpr):
+def unpack_int4(byte_CB, scale_CG, dtype: tl.constexpr, PACK: tl.constexpr):
     """Return low and high codes of packed bytes, scaled and rounded to `dtype`: [C, B] each."""
-    scale_CB = _spread(scale_CG.to(tl.float32))
-    code_CB = byte_CB.to(tl.int32)
-    low_CB = ((code_CB & 15) - _ZERO).to(tl.float32) * scale_CB
-    high_CB = ((code_CB >> 4) - _ZERO).to(tl.float32) * scale_CB
-    return low_CB.to(dtype), high_CB.to(dtype)
+    if dtype == tl.bfloat16 and _HAS_PTX:
+        scale_CB = _spread(scale_CG)
+        low_CB, high_CB = _unpack(byte_CB, _INT4_2, _INT4_4, PACK)
+        return (low_CB - _BF16_OF_CODE_0) * scale_CB, (high_CB - _BF16_OF_CODE_0) * scale_CB
+    else:
+        scale_CB = _spread(scale_CG.to(tl.float32))
+        code_CB = byte_CB.to(tl.int32)
+        low_CB = ((code_CB & 15) - _ZERO).to(tl.float32) * scale_CB
+        high_CB = ((code_CB >> 4) - _ZERO).to(tl.float32) * scale_CB
+        return low_CB.to(dtype), high_CB.to(dtype)
+
+
+@triton.jit
+def _unpack(byte_CB, PTX_2: tl.constexpr, PTX_4: tl.constexpr, PACK: tl.constexpr):
+    """Return the bf16 of bytes' low and high codes: [C, B] each."""
+    if PACK == 4:
+        return tl.inline_asm_elementwise(
+            PTX_4, "=r,=r,=r,=r,r", [byte_CB], dtype=(tl.bfloat16, tl.bfloat16), is_pure=True, pack=4
+        )
+    else:
+        return tl.inline_asm_elementwise(
+            PTX_2, "=r,=r,h", [byte_CB], dtype=(tl.bfloat16, tl.bfloat16), is_pure=True, pack=2
+        )
 
 
 @triton.jit

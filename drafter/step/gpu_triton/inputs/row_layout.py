@@ -154,6 +154,9 @@ class DeviceStepRows(PlacedRows):
     def owners(self) -> Tensor:
         return self.slots_N
 
+    def padding_owners(self) -> Tensor:
+        return self.slots_N
+
 
 def lay_out_rows(requests: DeviceStepRequests, tables: SlotTables) -> DeviceStepRows:
     """Return the target's rows: known tokens and the drafts that `write_drafts` wrote after them."""
