@@ -1,7 +1,4 @@
-"""Rotary keys of a config.json, in both of transformers' spellings: finds those that apply to a layer.
-
-`drafter/compute/layers/rope.py`, the only caller, defines what they mean.
-"""
+"""Rotary keys of a config.json, in both of transformers' spellings; `layers/rope.py` defines them."""
 
 from __future__ import annotations
 
@@ -25,7 +22,6 @@ class RopeJson:
 
 
 def read_rope(config: Json, head_dim: int, file: str, layer_type: str | None) -> RopeJson:
-    """Read the rotary settings of a layer type; arguments as in `RopeConfig.read`."""
     outer = parse(_Outer, config, file)
     at, rope, theta = _of_layer(config, outer, layer_type, file)
     inside = parse(_Inner, rope, file, at)
@@ -123,8 +119,7 @@ def _of_layer(
 ) -> tuple[str, dict[str, Any], float | None]:  # Any: JSON values
     """Return the path of a layer type's settings, the settings, and the theta outside them.
 
-    As in transformers: `rope_scaling` takes precedence over `rope_parameters`, and over full attention's
-    settings per type.
+    As in transformers, `rope_scaling` precedes `rope_parameters`, and full attention's settings per type.
     """
     scaling, parameters = (_known_settings(config, key, file) for key in ("rope_scaling", "rope_parameters"))
     at, found = ("rope_scaling", scaling) if scaling else ("rope_parameters", parameters)

@@ -1,7 +1,7 @@
 """AutoRound's `quantization_config`: integers in GPTQ's or AWQ's packing, with exceptions by module.
 
 Of GPTQ's packings "auto_round:auto_gptq" stores zeros less one, "auto_round" and "auto_round:gptqmodel" as
-they are. Its exports in compressed-tensors' layouts, and its floating-point types, are not served.
+they are. compressed-tensors' layouts and floating-point types are not supported.
 """
 
 from __future__ import annotations
@@ -40,8 +40,6 @@ class AutoRoundConfig(HfConfig):
 
 
 class _Exception(HfConfig):
-    """An entry of `extra_config`: what differs for a module."""
-
     bits: int | None = None
     group_size: GroupSize | None = None
     data_type: Literal["int", "float"] = "int"

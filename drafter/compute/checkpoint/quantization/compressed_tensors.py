@@ -4,8 +4,7 @@
     pack-quantized                                    `packed_integers.py`
     mxfp4-pack-quantized, nvfp4-pack-quantized        `fp4.py`
 
-Sparse layouts and transforms of the activations (`transform_config`) are refused. Quantized activations are
-accepted: activations stay as they are.
+Sparse layouts and `transform_config` are refused. Activations are not quantized here, even if declared.
 """
 
 from __future__ import annotations
@@ -38,8 +37,6 @@ def _check_dense(config: Any) -> None:  # Any: JSON values
 
 
 class _Weights(HfConfig):
-    """`weights` of a group."""
-
     num_bits: Literal[4, 8]
     type: Literal["int", "float"] = "int"
     symmetric: bool = True

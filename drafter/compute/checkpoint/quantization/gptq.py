@@ -38,10 +38,9 @@ Bits = Literal[2, 3, 4, 8]
 
 @dataclass(frozen=True, slots=True)
 class Gptq(Scheme):
-    """Attributes:
-    group: inputs that share a scale; None: all.
-    zero_offset: added to a stored zero.
-    act_order: whether the files must name each input's group.
+    """GPTQ's integers; `group` inputs share a scale (None: all), and `zero_offset` is added to stored zeros.
+
+    `act_order`: whether the files must name each input's group.
     """
 
     CODES: ClassVar[str] = "qweight"
@@ -94,7 +93,6 @@ class Gptq(Scheme):
         return values_OI.mul_(files.part(f"{module}.scales", groups, rows).T.float()[:, places])
 
     def _groups(self, files: TensorFolder, module: str, columns: slice) -> tuple[Tensor, slice]:
-        """Return each column's group, relative to the first of the range, and the range of groups."""
         name = f"{module}.g_idx"
         count = files.shapes[f"{module}.scales"][0]
         index = columns_in_order(columns, self.group or columns.stop)
@@ -104,8 +102,6 @@ class Gptq(Scheme):
 
 
 class GptqConfig(HfConfig):
-    """`quantization_config` of AutoGPTQ and GPTQModel."""
-
     quant_method: Literal["gptq"]
     bits: Bits
     group_size: GroupSize
@@ -124,8 +120,6 @@ class GptqConfig(HfConfig):
 
 
 class _Override(HfConfig):
-    """An entry of `dynamic`: the quantization of modules that match its key."""
-
     bits: Bits | None = None
     group_size: GroupSize | None = None
     desc_act: bool | None = None

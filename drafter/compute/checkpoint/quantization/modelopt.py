@@ -1,4 +1,4 @@
-"""ModelOpt's quantization: FP8, NVFP4, or different ones by layer; in config.json or hf_quant_config.json.
+"""ModelOpt's FP8, NVFP4 or mixed quantization, from config.json or hf_quant_config.json.
 
 Algorithms that also scale the inputs of a layer (AWQ's `pre_quant_scale`) are refused.
 """
@@ -45,8 +45,6 @@ class ModelOptConfig(HfConfig):
 
 
 class _Layer(HfConfig):
-    """An entry of `quantized_layers`."""
-
     quant_algo: str
     group_size: Literal[16] | None = None
 
