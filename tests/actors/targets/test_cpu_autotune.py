@@ -1,4 +1,4 @@
-"""Which backend a CPU uses: the fastest measured one among those that are exact and allowed."""
+"""A CPU uses the fastest measured backend among those that are exact and allowed."""
 
 from __future__ import annotations
 
@@ -30,7 +30,6 @@ ODD = ModelStackSpec(name="target", sizes=frozenset({250, 1000}), head_dims=froz
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The folder of measurements; all backends run on this machine."""
     monkeypatch.setenv("MANTA_CACHE_DIR", str(tmp_path))
     if cpu_ways.instructions_of_passes() is None:
         pytest.skip("no compiled pass here")

@@ -29,8 +29,6 @@ from tiny import TINY_BLOCK, TINY_VOCAB, make_tiny_drafter, make_tiny_target
 
 @pytest.fixture
 def nothing_loads(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Errors in these tests must be raised before a weight is read."""
-
     def refuse(*_: object) -> None:
         raise AssertionError("a weight was read")
 
@@ -38,7 +36,7 @@ def nothing_loads(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def copy_of(folder: Path, tmp_path: Path, **changes: object) -> Path:
-    """A checkpoint with changed values in its config.json; None removes one."""
+    """Return a copy of the folder with changed values in its config.json; None removes one."""
     copy = tmp_path / "copy"
     shutil.copytree(folder, copy)
     raw = json.loads((copy / "config.json").read_text())
@@ -302,7 +300,6 @@ def test_an_impossible_compiled_pass_is_refused_before_a_weight_is_read(
 def test_step_memory_is_measured_by_allocating_everything_once(
     tiny_qwen3: Path, tiny_drafter: Path, backend: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On a GPU the two readings enclose states, workspaces, prompts, the largest decoding step and graphs."""
     pytest.importorskip("triton")
     from manta.actors.targets.runners.gpu_runner import GpuModelRunner
 
