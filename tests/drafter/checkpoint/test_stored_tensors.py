@@ -48,7 +48,6 @@ def folders(tiny_qwen3: Path, tmp_path: Path) -> dict[str, Path]:
 
 
 def quantised(name: str, dtype: torch.dtype) -> Callable[[Tensors], Tensors]:
-    """Store the matrix in this dtype, with nothing else."""
     return lambda found: {f"{name}.weight": (found[f"{name}.weight"] * 100).to(dtype)}
 
 
