@@ -119,7 +119,7 @@ class GptqConfig(HfConfig):
     modules_to_not_convert: tuple[str, ...] = Field((), description="a list of names of modules")
 
 
-class _Override(HfConfig):
+class _DynamicEntry(HfConfig):
     bits: Bits | None = None
     group_size: GroupSize | None = None
     desc_act: bool | None = None
@@ -136,17 +136,17 @@ def read_gptq(raw: Json, file: str) -> CheckpointQuantization:
         if key.startswith("-:"):
             ignored += patterns
             continue
-        own = parse(_Override, changes, file, at) if isinstance(changes, Mapping) else _Override()
+        own = parse(_DynamicEntry, changes, file, at) if isinstance(changes, Mapping) else _DynamicEntry()
         targets.append((ModulePatterns(patterns=patterns), _scheme(config, own, offset)))
     return CheckpointQuantization(
         method="gptq",
         file=file,
         ignored=ModulePatterns(patterns=tuple(ignored)),
-        targets=(*targets, (LINEAR, _scheme(config, _Override(), offset))),
+        targets=(*targets, (LINEAR, _scheme(config, _DynamicEntry(), offset))),
     )
 
 
-def _scheme(config: GptqConfig, own: _Override, offset: Literal[0, 1]) -> Gptq:
+def _scheme(config: GptqConfig, own: _DynamicEntry, offset: Literal[0, 1]) -> Gptq:
     group = own.group_size or config.group_size
     act_order = config.desc_act if own.desc_act is None else own.desc_act
     return Gptq(own.bits or config.bits, None if group == WHOLE_ROW else group, offset, act_order)
