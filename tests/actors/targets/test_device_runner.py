@@ -56,7 +56,7 @@ def test_packed_experts_stay_packed_in_products_and_change_no_token(
 
 @pytest.mark.parametrize("family", FAMILIES_HERE)
 def test_kernels_change_no_token(tmp_path: Path, family: str) -> None:
-    """With sliding layers the drafter's first one slides, too, so pages are freed."""
+    """Pages are freed: with sliding layers the drafter's first one slides, too."""
     changes = {key: size for key, size in SMALL_STATES.items() if key in FAMILIES[family].changes}
     target = make_tiny_target(tmp_path / "target", family, seed=5, **changes)
     spec = read_model(target)

@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from manta.actors.targets.loading import backend_selection as backends
-from manta.actors.targets.loading import cpu_autotune as cpu_ways
-from manta.actors.targets.loading import load_plan
+from manta.actors.targets.loading import cpu_autotune, load_plan
 from manta.actors.targets.loading import memory_budget as memory
 from manta.actors.targets.loading import rank_loader as loading
 from manta.actors.targets.loading import warmup as warm_up
@@ -207,7 +206,7 @@ def test_end_tokens_come_from_generation_config_first(tiny_qwen3: Path, tmp_path
 def test_dtype_auto_on_a_cpu_is_bf16_if_native_and_exact(
     tiny_qwen3: Path, shipped_pair: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch, invariant: bool
 ) -> None:
-    monkeypatch.setattr(cpu_ways, "measured", lambda _: {})  # another test's engine may have tried the ways
+    monkeypatch.setattr(cpu_autotune, "measured", lambda _: {})  # another test's engine may have timed them
     monkeypatch.setattr(backends, "rows_are_invariant", lambda *_, **__: invariant)
     native = torch.ops.mkldnn._is_mkldnn_bf16_supported()
     by_products = plan_load(settings(tiny_qwen3, dtype="auto", device="cpu")).dtype

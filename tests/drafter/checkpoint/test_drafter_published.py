@@ -151,7 +151,7 @@ def test_a_published_drafter_drafts_as_its_config_says(name: str, tmp_path: Path
 
 
 @pytest.mark.parametrize("key", ["original_max_position_embeddings", "truncate", "mscale"])
-def test_the_rotation_of_a_drafter_follows_its_config_(key: str, tmp_path: Path):
+def test_the_rotation_of_a_drafter_follows_its_config(key: str, tmp_path: Path):
     name, settings = ("Kimi-K2.6-DFlash", KIMI) if key == "mscale" else ("gpt-oss-20b-DFlash", GPT_OSS)
     other = {"original_max_position_embeddings": 512, "truncate": True, "mscale": 2.0}[key]
     pair, taps = load_pair(tmp_path, PUBLISHED[name]), random_taps([LENGTH])[0]

@@ -237,7 +237,7 @@ def test_a_shape_that_contradicts_its_codes_is_refused(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_what_is_not_served_is_refused_by_name(config: dict, message: str, tmp_path: Path) -> None:
+def test_unsupported_formats_are_refused_by_name(config: dict, message: str, tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=message):
         read_quantization({"quantization_config": config}, tmp_path, param="model")
 
