@@ -61,11 +61,7 @@ Feature = Literal[
 class ModelStackSpec:
     """Requirements of a target or drafter on a backend, known before a weight is read.
 
-    Attributes:
-        name: "target" or "drafter", for messages.
-        sizes: the hidden size and the MLPs' inner sizes.
-        head_dims: for MLA without the rotated part.
-        features: features beyond a plain block.
+    `sizes` are the hidden and inner sizes; `head_dims` are without MLA's rotated part.
     """
 
     name: str
@@ -74,7 +70,6 @@ class ModelStackSpec:
     features: frozenset[Feature] = frozenset()
 
     def why_unsupported(self, known: frozenset[Feature]) -> str | None:
-        """Return why a backend with these features refuses the model; None if it supports all of them."""
         missing = sorted(self.features - known)
         return f"has no {missing[0]}, which the {self.name} needs" if missing else None
 
@@ -97,9 +92,7 @@ Normed = Any
 class Projection(Protocol):
     """A matrix product with weights, as `layers.Linear`; a backend's own also accept its `Normed`."""
 
-    def __call__(self, x_NK: Tensor, residual_NO: Tensor | None = None, /) -> Tensor:
-        """Return y [N, O] of x [N, K], plus the residual if one is given."""
-        ...
+    def __call__(self, x_NK: Tensor, residual_NO: Tensor | None = None, /) -> Tensor: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,9 +104,8 @@ class AttentionShape:
         v_norm: values are RMS-normed per head too, without a weight (Gemma 4).
         rope: of queries and keys; None rotates nothing.
         causal, window, sinks_Q, first_key: see `eager.attention.paged_attention`.
-        latent: MLA layer: keys and values are latents, one K/V head of `head_dim`, of which the first
-            `v_head_dim` are the value and the rest is rotated by `rope`. The layer then returns
-            [N, Q * `latent.v_dim`].
+        latent: MLA: keys and values are latents, one K/V head of `head_dim`; its first `v_head_dim` are the
+            value, and `rope` rotates the rest. The layer then returns [N, Q * `latent.v_dim`].
     """
 
     num_heads: int
@@ -133,7 +125,6 @@ class AttentionShape:
     latent: MLALayer | None = None
 
     def head_norm(self) -> Tensor | None:
-        """Return the norm weights of the q and k heads, [Q + K, D]; None if the model has none."""
         if self.q_norm_D is None or self.k_norm_D is None:
             return None
         q_QD, k_KD = self.q_norm_D.expand(self.num_heads, -1), self.k_norm_D.expand(self.num_kv_heads, -1)
@@ -151,10 +142,9 @@ class DenseMLP:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoutedExperts:
-    """Routed experts (MoE), and optionally a shared expert.
+    """Routed experts (MoE), and optionally a shared expert, which adds this rank's part, as the experts do.
 
     Attributes:
-        shared: the shared expert; its result is this rank's part, as the experts' are.
         shared_gate: [N, 1]; its sigmoid weighs the shared expert; None: weight 1.
         all_reduce: sums the ranks' parts, in place; None on a single rank.
     """
@@ -168,10 +158,7 @@ class RoutedExperts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParallelMLP:
-    """A dense MLP and a routed one of the same residual; each output is normed, then both are added.
-
-    `routed_norm` comes before the experts; the dense MLP's is the block's `mlp_norm`.
-    """
+    """Sum of the normed outputs of a dense MLP and a routed one; `routed_norm` precedes the experts."""
 
     dense: DenseMLP
     dense_out_norm: RMSNorm
@@ -222,8 +209,6 @@ class Convolution:
 
 @dataclass(frozen=True, slots=True)
 class ConvolvedBlock:
-    """A block's weights and the convolutions around its sublayers (`blocks/dflash2_block.py`)."""
-
     shape: AttentionShape
     weights: BlockWeights
     around_attention: Convolution
@@ -235,10 +220,8 @@ class PlacedRows:
     """The rows of a pass and their places in the caches.
 
     Attributes:
-        positions_N: absolute positions.
         kv_slots: per page group [N], slots to which each row's K and V are written.
-        batches: per page group the result of `Backend.attention_batch`; None if the model has no layers in
-            it.
+        batches: per page group the result of `Backend.attention_batch`; None for a group without layers.
         states: rows by request, for layers with recurrent states.
     """
 
@@ -266,9 +249,7 @@ class Attention(Protocol):
     def __call__(self, qkv_NO: Tensor, step: Any, cache: PagedKVCache, layer: int, /) -> Tensor:
         """Return [N, Q * F] from q, k and v, which are overwritten.
 
-        Args:
-            step: the result of `Backend.begin`.
-            layer: its index among the layers of its kind, for which the cache has K/V or states.
+        `step` is the result of `Backend.begin`, `layer` the index of the layer's K/V or states in the cache.
         """
         ...
 
@@ -279,11 +260,7 @@ class ContextWriter(Protocol):
     def __call__(
         self, kv_NO: Tensor, rope: RotaryEmbedding, rows: PlacedRows, cache: PagedKVCache, first: int
     ) -> None:
-        """Write `kv_NO`, the layers' keys, then their values; it is overwritten.
-
-        Args:
-            first: index in the cache of the first of these layers; the others follow it.
-        """
+        """Write the layers' keys, then values; overwrites `kv_NO`. `first`: the first one's cache index."""
         ...
 
 
@@ -291,9 +268,9 @@ class Stack(Protocol):
     """A model's blocks between its embedding and its head."""
 
     def __call__(self, x_NH: Tensor, rows: PlacedRows, cache: PagedKVCache) -> tuple[Tensor, Tensor | None]:
-        """Run a step's rows; return normed hidden states [N, H] and taps [N, m, H], None without taps.
+        """Run a step's rows and write their K/V; return normed hidden states [N, H] and taps [N, m, H].
 
-        Writes the rows' K/V. `x_NH`, the input embeddings, may be overwritten.
+        `x_NH`, the input embeddings, may be overwritten. Taps are None without tap ids.
         """
         ...
 
@@ -303,8 +280,7 @@ class Backend(ABC):
 
     Attributes:
         packed_experts: whether `experts` takes packed weights; else they are dequantized first.
-        expert_reads: int32 [1]: number of experts' weights read by passes so far, summed over layers,
-            wrapping.
+        expert_reads: int32 [1]: experts' weights read by passes so far, summed over layers, wrapping.
     """
 
     packed_experts = False
@@ -356,11 +332,7 @@ class Backend(ABC):
         final_norm: RMSNorm,
         tap_ids: Sequence[int] = (),
     ) -> Stack:
-        """Make a stack of the blocks in order, and the final norm.
-
-        Args:
-            tap_ids: 0-based layers with outputs to return, in the drafter's order.
-        """
+        """Stack blocks and final norm; `tap_ids`: 0-based layers with outputs to return, in this order."""
 
     @abstractmethod
     def convolved_stack(self, blocks: Sequence[ConvolvedBlock], final_norm: RMSNorm) -> Stack: ...
@@ -369,9 +341,9 @@ class Backend(ABC):
     def norm(self, norm: RMSNorm, x_NH: Tensor) -> Tensor: ...
 
     def row_squares(self, x_NO: Tensor, widths: tuple[int, int]) -> Tensor:
-        """Return sums of squares, fp32 [N, 2], of `widths[0]` elements of a row and of the next `widths[1]`.
+        """Return sums of squares of two consecutive parts of a row, fp32 [N, 2], for a norm of q and k.
 
-        They begin a norm of whole queries and keys. A row's bits do not depend on other rows.
+        A row's bits do not depend on other rows.
         """
         parts = x_NO[:, : sum(widths)].float().square().split(widths, dim=1)
         return torch.stack([part_NP.sum(1) for part_NP in parts], dim=1)
@@ -401,8 +373,7 @@ class Backend(ABC):
     ) -> tuple[Tensor, Normed]:
         """Return the new residual, project(x) + residual, and its norm. The old residual is not changed.
 
-        `out_norm` norms project(x) before it is added; `scalar` multiplies the sum, which is rounded before
-        and after.
+        `out_norm` norms project(x) before the sum; `scalar` multiplies the sum, rounded before and after.
         """
 
     @abstractmethod
@@ -418,9 +389,7 @@ class Backend(ABC):
         owners_N: Tensor,
         residual_NH: Tensor | None = None,
         /,
-    ) -> Tensor:
-        """Convolve rows; see `blocks.dflash2_block.convolve`."""
+    ) -> Tensor: ...
 
     def as_tensor(self, normed_NH: Normed) -> Tensor:
-        """Return a norm's result as a tensor [N, H], for readers other than GEMMs."""
         return normed_NH

@@ -1,8 +1,8 @@
 """The model families: Hugging Face's class name -> its reader of config.json.
 
 A family is one file: the meaning of its config.json (`ModelSpec`), the names of its tensors, how ranks slice
-them and how they are transformed at load. No family has a forward pass of its own: `targets/model/decoder.py`
-runs any spec. To add a family, add a file, an entry here, and a row of `tests/support/families.py`.
+them and how they are transformed at load. `targets/model/decoder.py` runs any spec. To add a family, add a
+file, an entry here, and a row of `tests/support/families.py`.
 """
 
 from __future__ import annotations
@@ -66,11 +66,9 @@ _MISSING_FEATURES: Mapping[str, str] = {
 
 
 def read_model(folder: Path, overrides: Json | None = None) -> ModelSpec:
-    """Return the model in a checkpoint folder, without reading a weight.
+    """Return a folder's model, without reading a weight. Raises CheckpointError if it is not supported.
 
-    `overrides`: replacements for keys of config.json. Keys of the language model may be given directly or in
-    a "text_config", wherever the file has them. Raises CheckpointError if the model is not supported; says
-    why.
+    `overrides` replaces keys of config.json; those of the language model may be direct or in a "text_config".
     """
     raw = text_config(read_json(folder, param="model"))
     generation = read_json(folder, _GENERATION, param="model", required=False)
@@ -88,7 +86,6 @@ def read_model(folder: Path, overrides: Json | None = None) -> ModelSpec:
 
 
 def end_tokens_file(folder: Path, overrides: Json | None = None) -> str:
-    """Return the file or setting that determines the end tokens."""
     if _ENDS in (overrides or {}):
         return "hf_overrides"
     generation = read_json(folder, _GENERATION, param="model", required=False)

@@ -3,9 +3,8 @@
     x += o(attention over latents(norm x));  x += shared(u) + sum over the chosen of  w_e expert_e(u)
 
 Part of each head is rotated, in pairs 2c, 2c + 1 as published. With yarn, scores have a factor in addition to
-that of cosines and sines. The norms of both bottlenecks have an epsilon that is not in config.json. The
-layers for multi-token prediction (`num_nextn_predict_layers`) are not read. Of Kimi K2.5 and later the text
-part is read.
+that of cosines and sines. The epsilon of the bottlenecks' norms is not in config.json. Layers for multi-token
+prediction (`num_nextn_predict_layers`) are not read; of Kimi K2.5 and later only the text part is.
 
 Sources: transformers' modeling_deepseek_v3.py and configuration_{deepseek_v3,kimi_k25}.py.
 """
@@ -30,8 +29,6 @@ _BOTTLENECK_EPS = 1e-6  # as in the publishers' code and in transformers
 
 
 class DeepseekV3Config(SigmoidExpertsConfig):
-    """config.json of DeepseekV3ForCausalLM, or the text part of KimiK25's, with transformers' defaults."""
-
     kv_lora_rank: Count = 512
     q_lora_rank: Count | None = None
     qk_nope_head_dim: Count = 128

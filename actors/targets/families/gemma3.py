@@ -1,10 +1,8 @@
-"""Gemma 3, text: sandwich norms that store w of 1 + w, GELU, sliding and full layers with different
-rotations.
+"""Gemma 3, text: sandwich norms that store w of 1 + w, GELU, rotations by layer type (sliding, full).
 
     x = sqrt(H) E[id];  x += post(attention(norm x));  x += post(down(gelu(gate norm x) * up norm x))
 
-Sources: transformers' modeling_gemma3.py, with the defaults of its configuration, as published files omit
-much.
+Sources: transformers' modeling_gemma3.py and its configuration's defaults, as published files omit much.
 """
 
 from __future__ import annotations

@@ -5,12 +5,9 @@
 Sliding and full layers differ in heads, head size, window and rotation. Full layers of most models have no
 value projection: v = rms(k_proj u), before the keys' norm and rotation. Scores are not scaled, as q and k are
 normed. The mixture of experts (26B-A4B) runs a dense MLP and experts in parallel (`ParallelMlpSpec`).
+Images and sound are not read; per-layer embeddings and shared K/V (E2B, E4B) are refused.
 
-Not supported: images and sound (the text part of a multimodal checkpoint is read), and the per-layer
-embeddings and shared K/V of E2B and E4B, which are refused.
-
-Sources: transformers' modeling_gemma4.py and modeling_gemma4_unified.py (12B), with the defaults of their
-configurations.
+Sources: transformers' modeling_gemma4.py, modeling_gemma4_unified.py (12B), their configurations' defaults.
 """
 
 from __future__ import annotations
@@ -54,8 +51,7 @@ class LayerGeometry(HfConfig):
 
 
 class Gemma4Config(PlainConfig):
-    """The text part of a Gemma 4 config.json, as published, or with `per_layer_config` as saved by
-    transformers.
+    """The text part of a Gemma 4 config.json, as published, or with transformers' `per_layer_config`.
 
     Without `hidden_size_per_layer_input` a file has per-layer embeddings.
     """
@@ -107,7 +103,6 @@ class UnifiedConfig(Gemma4Config):
 
 
 def _router_norm(scale_H: Tensor) -> Tensor:
-    """Return the router's factor of a normed row: scale / sqrt(H)."""
     return scale_H.to(torch.float32) * len(scale_H) ** -0.5
 
 
@@ -178,7 +173,7 @@ def _read(raw: Json, file: str, form: type[Gemma4Config]) -> ModelSpec:
 
 
 def _kinds(config: Gemma4Config, file: str) -> tuple[str, ...]:
-    """Return the type of each layer; the last one is always full, as in transformers."""
+    """Return each layer's type; the last one is always full, as in transformers."""
     derived = tuple(
         "sliding_attention" if (i + 1) % _FULL_INTERVAL else "full_attention"
         for i in range(config.num_hidden_layers)

@@ -2,8 +2,7 @@
 
     x += o(attention(norm x));  x += shared(u) + sum over the chosen of  w_e expert_e(u),   u = norm x
 
-The layers for multi-token prediction (`num_nextn_predict_layers`) are not read.
-
+Layers for multi-token prediction (`num_nextn_predict_layers`) are not read.
 Sources: transformers' modeling_glm4_moe.py and configuration_glm4_moe.py.
 """
 
@@ -22,8 +21,6 @@ _ROTARY_FACTOR = 0.5  # rotated share of a head if config.json does not say
 
 
 class Glm4MoeConfig(SigmoidExpertsConfig):
-    """config.json of Glm4MoeForCausalLM, with transformers' defaults."""
-
     rms_norm_eps: float = 1e-5
     attention_bias: bool = False
     use_qk_norm: bool = False

@@ -2,9 +2,7 @@
 
     x += o(attention(norm x), sinks) + b;  x += sum of w_j (down_j(act(gate_up_j u + b_j)) + c_j),  u = norm x
 
-Experts' gate and up rows are interleaved in files and separated at load. Files have the experts packed, as on
-the Hub, or as [E, inputs, outputs].
-
+Files have the experts packed, as on the Hub, or as [E, inputs, outputs]; gate and up rows are interleaved.
 Sources: transformers' modeling_gpt_oss.py and configuration_gpt_oss.py, with the latter's defaults.
 """
 
@@ -62,7 +60,6 @@ class GptOssConfig(PlainConfig):
 
 
 def _deinterleave(rows: Tensor) -> Tensor:
-    """Return interleaved rows [E, 2 I, ...] as gate rows, then up rows."""
     return rows.unflatten(1, (-1, 2)).transpose(1, 2).flatten(1, 2)
 
 

@@ -25,10 +25,7 @@ class Qwen3Config(QwenConfig):
 
 
 class Qwen3MoeConfig(Qwen3Config, SoftmaxExpertsConfig):
-    """config.json of Qwen3MoeForCausalLM, with transformers' defaults.
-
-    Qwen3-Coder states that no expert is shared (0); transformers ignores the key.
-    """
+    """Keys as in transformers, which also ignores that Qwen3-Coder states a shared expert of size 0."""
 
     @field_validator("shared_expert_intermediate_size")
     @classmethod
@@ -39,14 +36,12 @@ class Qwen3MoeConfig(Qwen3Config, SoftmaxExpertsConfig):
 
 
 def read_llama(raw: Json, file: str) -> ModelSpec:
-    """Return a model with optional biases, as others of Llama's shape have them."""
     config = parse(LlamaConfig, raw, file)
     bias = config.attention_bias
     return read_plain(raw, file, config, bias=bias, out_bias=bias, mlp_bias=config.mlp_bias)
 
 
 def read_mistral(raw: Json, file: str) -> ModelSpec:
-    """Return a model of which either all layers or none have a sliding window."""
     config = parse(PlainConfig, raw, file)
     return read_plain(raw, file, config, windows=(config.sliding_window,) * config.num_hidden_layers)
 
@@ -69,7 +64,6 @@ def read_qwen3_moe(raw: Json, file: str) -> ModelSpec:
 
 
 def _read_dense_qwen3(raw: Json, file: str, config: Qwen3Config) -> ModelSpec:
-    """Return a model with dense MLPs in all layers, heads of size 128, and normed queries and keys."""
     bias, windows = config.attention_bias, config.windows(file)
     return read_plain(
         raw, file, config, head_dim=128, windows=windows, qk_norm=True, bias=bias, out_bias=bias

@@ -2,9 +2,8 @@
 
     x += o(attention(q, k, scale v));  x += sum over the chosen of  w_e expert_e(u), or one MLP;  u = norm x
 
-`sliding_window_size` counts the tokens before a row; `sliding_window`, which transformers writes, includes
-the row. The scale of values is multiplied into v's rows at load. Published files and those saved by
-transformers name most of this differently; both are read.
+`sliding_window_size` counts the tokens before a row, transformers' `sliding_window` includes the row. The
+scale of values is multiplied into v's rows at load. Published and transformers' names differ; both are read.
 
 Sources: transformers' modeling_mimo_v2_flash.py and configuration_mimo_v2_flash.py; a published file.
 """
@@ -32,8 +31,6 @@ _KINDS = ("full_attention", "sliding_attention")
 
 
 class MiMoV2Config(SigmoidExpertsConfig):
-    """config.json of MiMoV2FlashForCausalLM, as published or as saved by transformers, with its defaults."""
-
     rms_norm_eps: float = Field(1e-5, validation_alias=AliasChoices("rms_norm_eps", "layernorm_epsilon"))
     head_dim: Count | None = 192
     v_head_dim: Count = 128
@@ -53,7 +50,7 @@ class MiMoV2Config(SigmoidExpertsConfig):
     scoring_func: Literal["sigmoid"] = "sigmoid"
 
     def kinds(self, file: str) -> tuple[str, ...]:
-        """Return the type of each layer; by default the first and every sixth are full."""
+        """Return each layer's type; by default the first and every sixth are full."""
         count = self.num_hidden_layers
         default = tuple(_KINDS[i != 0 and (i + 1) % 6 != 0] for i in range(count))
         if self.layer_types is None and self.hybrid_layer_pattern is not None:
@@ -62,7 +59,6 @@ class MiMoV2Config(SigmoidExpertsConfig):
         return self.types(file, default)
 
     def are_routed(self, file: str) -> tuple[bool, ...]:
-        """Return whether each layer has experts; by default all but the first do."""
         if self.mlp_layer_types is not None:
             self._check_length(self.mlp_layer_types, "mlp_layer_types", file)
             return tuple(kind == "sparse" for kind in self.mlp_layer_types)

@@ -33,8 +33,6 @@ def _check_softmax_layers(kinds: tuple[int, ...]) -> tuple[int, ...]:
 
 
 class MiniMaxM2Config(PlainConfig):
-    """config.json of MiniMaxM2ForCausalLM, with transformers' defaults."""
-
     head_dim: Count | None = 128
     num_key_value_heads: Count | None = 8
     num_local_experts: Count = 256

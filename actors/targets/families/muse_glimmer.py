@@ -6,7 +6,6 @@
 
 Norms of a block store w of 1 + w, the final norm w. Queries and keys are normed per head without a weight,
 and queries are then multiplied by a factor: here these are head norms with constant weights.
-
 Sources: transformers' modeling_muse_glimmer.py, with the defaults of its configuration.
 """
 
@@ -42,7 +41,6 @@ class MuseGlimmerConfig(PlainConfig):
     layer_rope_theta: tuple[float, ...] | None = None
 
     def is_full(self, layer: int) -> bool:
-        """Return whether a layer is full and does not rotate, unless config.json says otherwise."""
         return (self.num_hidden_layers - 1 - layer) % _FULL_INTERVAL == 0
 
     def rotates(self, file: str, theta: float) -> tuple[bool, ...]:

@@ -3,8 +3,7 @@
     mxfp4                                            one packed tensor for all experts (gpt-oss)
     INT4 in groups of 32 (compressed-tensors)        a packed tensor per expert (Kimi K2)
 
-`drafter/compute/checkpoint/packed_4bit.py` has both. Experts in any other scheme are dequantized one by one
-when they are read, as all other matrices are. Called by `read_model`; families only name their tensors.
+`drafter/compute/checkpoint/packed_4bit.py` has both. Experts in other schemes are dequantized when read.
 """
 
 from __future__ import annotations
@@ -29,11 +28,7 @@ _INT4 = PackedIntegers(4, BLOCK)
 def with_quantization(
     spec: ModelSpec, quantization: CheckpointQuantization | None, raw: Json, file: str
 ) -> ModelSpec:
-    """Return the model as the checkpoint stores it.
-
-    Raises:
-        CheckpointError: the family has no packed form, or its sizes do not divide into blocks.
-    """
+    """Return the model as stored. Raises CheckpointError without a packed form or with partial blocks."""
     if quantization is None or quantization.packed_experts != "mxfp4":
         spec = _without(spec, PACKED_EXPERTS)
     if quantization is None:
@@ -50,12 +45,10 @@ def with_quantization(
 
 
 def _without(spec: ModelSpec, form: tuple[str, ...]) -> ModelSpec:
-    """Return the model without the tensors of one form of experts."""
     return replace(spec, tensors={part: rule for part, rule in spec.tensors.items() if part not in form})
 
 
 def _has_int4_experts(spec: ModelSpec, quantization: CheckpointQuantization) -> bool:
-    """Return whether all experts of all layers are stored in the INT4 that stays packed."""
     if not spec.tensors.keys() >= set(_PARTS):
         return False
     layers = [i for i, layer in enumerate(spec.layers) if layer.routed is not None]
@@ -68,7 +61,6 @@ def _has_int4_experts(spec: ModelSpec, quantization: CheckpointQuantization) -> 
 
 
 def _int4_form(spec: ModelSpec, quantization: CheckpointQuantization) -> Mapping[str, object]:
-    """Return the model's changed fields: packed tensors of experts, which are read as they are stored."""
     tensors = dict(spec.tensors)
     for part in _PARTS:
         rule = tensors.pop(part)

@@ -5,9 +5,7 @@
 
 Every fourth layer has gated attention. Norms store w of 1 + w, except for the delta net's own. A head's rows
 of q_proj are its queries, then its gate. Image positions (mrope) equal text positions if there is only text.
-Parts of a published file for images and multi-token prediction are ignored.
-
-Qwen3-Next groups the delta nets' projections by key head:
+Parts for images and multi-token prediction are ignored. Qwen3-Next groups projections by key head:
 
     in_proj_qkvz   q k v.. z.. of the first key head and of the value heads that it serves, then of the next
     in_proj_ba     b.. a.. likewise
@@ -41,8 +39,6 @@ _ROTARY_FACTOR = 0.25  # rotated share of a head if config.json does not say
 
 
 class GatedDeltaConfig(PlainConfig):
-    """The keys that both families have."""
-
     KINDS: ClassVar[tuple[str, ...]] = ("linear_attention", "full_attention")
 
     head_dim: Count | None = 256
@@ -96,10 +92,7 @@ def read_gated_delta(
     mlps: tuple[GatedMLP | RoutedMLP, ...],
     tensors: Mapping[str, TensorRule],
 ) -> ModelSpec:
-    """Return the model with these MLPs.
-
-    `tensors`: the delta nets' projections, and the MLPs' tensors that dense MLPs lack.
-    """
+    """Return the model with `mlps`; `tensors`: delta nets' projections, and those that dense MLPs lack."""
     mixers = config.mixers(raw, file)
     layers = tuple(LayerSpec(mixer=mixer, mlp=mlp) for mixer, mlp in zip(mixers, mlps, strict=True))
     tensors = {**_tensors(config.head_size(file)), **tensors}
@@ -107,7 +100,6 @@ def read_gated_delta(
 
 
 def _half_of_each_head(head_dim: int, which: int, rows_OH: Tensor) -> Tensor:
-    """Return the first (0) or second (1) `head_dim` rows of each head."""
     return rows_OH.unflatten(0, (-1, 2, head_dim))[:, which].flatten(0, 1)
 
 
@@ -146,8 +138,6 @@ def _tensors(head_dim: int) -> Mapping[str, TensorRule]:
 
 
 class Qwen35MoeConfig(GatedDeltaConfig, SoftmaxExpertsConfig):
-    """The text part of the config.json of a Qwen3.5 with experts in every layer."""
-
     intermediate_size: Count = 1  # no layer has a dense MLP
     num_experts: Count = Field(256, validation_alias=AliasChoices("num_experts", "num_local_experts"))
     moe_intermediate_size: Count = 512

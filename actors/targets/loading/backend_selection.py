@@ -1,9 +1,8 @@
 """Chooses the compute backend: the one that the settings name if it runs here, else the fastest.
 
-This is the only place that chooses: each backend's module has a `why_not(spec, machine)` that says whether it
-can run a model. Backends of another kind of device are not imported for this, so a GPU process needs neither
-Numba nor LLVM, and a CPU process no Triton. "torch" means PyTorch's operators, with compiled loops between
-them where `operator_factory.py` finds them. Called by `load_plan.py`.
+Only this module chooses, by the `why_not(spec, machine)` of each backend's module. Backends of another kind
+of device are not imported: a GPU process needs neither Numba nor LLVM, a CPU process no Triton. "torch" means
+PyTorch's operators, with compiled loops between them where `operator_factory.py` finds them.
 """
 
 from __future__ import annotations
@@ -28,10 +27,7 @@ BackendName = Literal["torch", "compiled", "triton", "flash_attn"]
 def choose_backend(
     config: EngineConfig, models: Sequence[ModelStackSpec], machine: DeviceCapabilities
 ) -> BackendName:
-    """Return the backend to use.
-
-    Raises ConfigError if the backend or option in the settings cannot run here; says why.
-    """
+    """Return the backend to use. Raises ConfigError if a setting cannot be met here."""
     wanted = config.attention_backend
     if wanted == "auto":
         best = "triton" if machine.device.type == "cuda" else "compiled"
@@ -56,10 +52,7 @@ def choose_backend(
 
 
 def _check_can_be_invariant(chosen: BackendName, reason: str | None, machine: DeviceCapabilities) -> None:
-    """Raise ConfigError if rows cannot be batch-invariant here, as far as is known without measuring.
-
-    `reason`: why the device's best backend was not chosen, if it was not.
-    """
+    """Raise ConfigError if rows cannot be batch-invariant; `reason`: why the best backend is not used."""
     obstacle = None
     if machine.num_ranks > 2:  # a sum of two terms has a single order
         obstacle = (
@@ -98,11 +91,8 @@ def choose_dtype(
 ) -> torch.dtype:
     """Return the dtype to compute in: the setting, or one chosen for the device.
 
-    By default a GPU uses the checkpoint's dtype, and a CPU bf16 where rows are exact in it, else fp32.
-
-    Args:
-        checkpoint: the target's dtype.
-        machine: its dtype is the one that a CPU prefers.
+    By default a GPU uses the `checkpoint`'s (the target's), and a CPU bf16 where rows are exact in it, else
+    fp32. `machine` has the dtype that a CPU prefers.
     """
     if config.dtype != "auto":
         return getattr(torch, config.dtype)
@@ -137,10 +127,7 @@ _PACKAGES = ("triton", "numba")
 
 
 def take_cpu(name: BackendName) -> Backend:
-    """Return a CPU backend with compiled loops on PyTorch's number of threads.
-
-    The compiled backend takes these threads over: PyTorch keeps one.
-    """
+    """Return a CPU backend on PyTorch's number of threads; "compiled" takes them over, PyTorch keeps one."""
     if name == "compiled":
         from ....drafter.compute.cpu_fused.backend import FusedCpuBackend
 

@@ -1,11 +1,9 @@
 """Chooses a CPU's fastest backend and dtype, measured at an engine's first start and cached on disk.
 
-A *way* is a backend and a dtype. Ways with the same bits of a row in any batch are timed on a medium-sized
-block with one row, a draft block's rows and a prompt's rows. The fastest one that the model and the settings
-allow is chosen. The default of `backend_selection.py` stays if nothing was measured or no other way is
-clearly faster: dtypes differ in their last bits, and timing noise must not decide which tokens come out.
-
-    executor.py ──try_ways──▶ a file per CPU, instructions, threads, code ──choose_way──▶ plan.py
+Configurations with the same bits of a row in any batch are timed on a medium-sized block with one row, a
+draft block's rows and a prompt's rows. The fastest one that the model and the settings allow is chosen. The
+default of `backend_selection.py` stays if nothing was measured or no other one is clearly faster: dtypes
+differ in their last bits, and timing noise must not decide which tokens come out.
 
 Legend: N rows, H hidden.
 """
@@ -44,9 +42,9 @@ logger = logging.getLogger(__name__)
 
 _HIDDEN, _INNER = 768, 2048
 _CASES = ((300, 1), (300, 16), (0, 256))  # (context tokens, rows)
-# timed rounds of each way, and seconds after which they stop; the first run compiles
+# timed rounds of each configuration, and seconds after which they stop; the first run compiles
 _ROUNDS, _MAX_S = 5, 0.2
-_MAX_RELATIVE_TIME = 0.9  # a way must take less than this share of the default's seconds to replace it
+_MAX_RELATIVE_TIME = 0.9  # share of the default's seconds below which another one replaces it
 # Weights of a target with more bytes than this are not widened: each step reads them from memory, while those
 # of the timed block come from a cache.
 _MAX_WIDENED_BYTES = 2**30
@@ -86,12 +84,9 @@ def choose_cpu_config(
     machine: DeviceCapabilities,
     num_values: int,
 ) -> CpuConfig:
-    """Return the way to compute: the one in the settings, or else the fastest.
+    """Return the configuration in the settings, or else the fastest for a target of `num_values` weights.
 
-    Args:
-        checkpoint: the target's dtype.
-        machine: its dtype is the one that a CPU prefers.
-        num_values: number of the target's weights.
+    `checkpoint` is the target's dtype; `machine` has the dtype that a CPU prefers.
     """
     dtype = choose_dtype(config, models, checkpoint, machine)
     default = CpuConfig(choose_backend(config, models, replace(machine, dtype=dtype)), dtype)
@@ -121,7 +116,6 @@ class Timed(NamedTuple):
 def fastest(
     default: CpuConfig, others: Collection[CpuConfig], timings: Mapping[CpuConfig, Timed]
 ) -> CpuConfig:
-    """Return the fastest of these ways as measured; `default` unless one is clearly faster."""
     if default not in timings:
         return default
     exact = [candidate for candidate in others if candidate in timings and timings[candidate].exact]
@@ -138,7 +132,7 @@ def measured(num_threads: int) -> dict[CpuConfig, Timed]:
 
 
 def time_configs(num_threads: int) -> None:
-    """Time all ways and cache the result, unless that was done before. Restores the number of threads."""
+    """Time all configurations and cache the result, unless that was done. Restores the number of threads."""
     if measured(num_threads):
         return
     machine = DeviceCapabilities(torch.device("cpu"), torch.float32, page_size=16, num_ranks=1)
@@ -148,8 +142,8 @@ def time_configs(num_threads: int) -> None:
         if candidate.runs([_TRIAL_SPEC], machine)
     }
     slowest = max(seconds.values(), default=0.0)
-    # A way that is not faster than another is never chosen. Whether it is exact takes longer to find out than
-    # all the rest here, so that is skipped.
+    # The slowest is never chosen. Whether a configuration is exact takes longer to find out than all the rest
+    # here, so that is skipped.
     timings = {
         candidate.name: Timed(
             taken, taken < _MAX_RELATIVE_TIME * slowest and is_exact(candidate, num_threads)
@@ -192,7 +186,6 @@ def time_config(candidate: CpuConfig, num_threads: int) -> float:
 
 @contextmanager
 def _open_backend(candidate: CpuConfig, num_threads: int) -> Iterator[Backend]:
-    """Open the backend of a way, and restore PyTorch's number of threads afterwards."""
     try:
         yield take_cpu(candidate.backend)
     finally:
@@ -213,7 +206,7 @@ def _disk_cache(num_threads: int) -> DiskCache:
 
 @cache
 def _code() -> str:
-    """Return a digest of the code that computes, so that timings of other code are not used."""
+    """Return a digest of the code that computes: timings of other code are not used."""
     folder = Path(__file__).parents[3] / "drafter" / "compute"
     text = b"".join(path.read_bytes() for path in sorted(folder.rglob("*.py")))
     return hashlib.sha256(text).hexdigest()

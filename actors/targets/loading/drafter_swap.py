@@ -1,10 +1,8 @@
 """Replaces a running engine's drafter, or runs a candidate drafter next to it for a trial.
 
-To swap, the new drafter is loaded next to the old one and then takes its place. On trial, a candidate drafts
-for some requests, and both drafters get the context of all. Pages, taps and steps that were planned for the
-old drafter stay, so the new one must have the same shape. That is checked before a weight is read, and the
-old one drafts until the new one is loaded. Called between steps by `uniproc_executor.InProcessExecutor` and
-`workers/target_worker.py`.
+On trial, a candidate drafts for some requests, and both drafters get the context of all. Pages, taps and
+steps that were planned for the old drafter stay, so the new one must have the same shape, which is checked
+before a weight is read. The old one drafts until the new one is loaded. Called between steps.
 """
 
 from __future__ import annotations
@@ -29,9 +27,7 @@ FIELD = "speculative_config.model"
 class RemoteSide(Protocol):
     """A rank's connection to a drafter in another process."""
 
-    def load(self, plan: LoadPlan) -> None:
-        """Load another drafter in that process, next to the one in use."""
-        ...
+    def load(self, plan: LoadPlan) -> None: ...
 
     def use(self) -> None: ...
 
@@ -58,11 +54,7 @@ class DrafterSwap:
 
     @torch.inference_mode()
     def load(self, model: str) -> None:
-        """Load a drafter next to the current one.
-
-        Raises:
-            CheckpointError, ConfigError: it does not fit; nothing has changed.
-        """
+        """Load a drafter next to the current one, which stays if CheckpointError or ConfigError is raised."""
         plan = _plan_with_drafter(self._plan, model)
         if self._remote is not None:
             self._remote.load(plan)
@@ -84,11 +76,7 @@ class DrafterSwap:
 
     @torch.inference_mode()
     def begin_trial(self, model: str) -> None:
-        """Load a candidate that then drafts next to the current drafter.
-
-        Raises:
-            CheckpointError, ConfigError: it does not fit, or this runner cannot draft with two drafters.
-        """
+        """Load a candidate for a trial. CheckpointError or ConfigError: it or this runner is not suitable."""
         assert self._candidate is None, "one candidate at a time"
         runner = self._trial_runner()
         plan = _plan_with_drafter(self._plan, model)
@@ -98,7 +86,6 @@ class DrafterSwap:
         self._candidate = plan
 
     def end_trial(self, *, promoted: bool) -> None:
-        """Drop the candidate, or the old drafter if `promoted`. Does nothing if no trial is running."""
         if self._candidate is None:
             return
         self._trial_runner().end_trial(promoted=promoted)
@@ -121,11 +108,7 @@ class DrafterSwap:
 
 
 def _plan_with_drafter(plan: LoadPlan, model: str) -> LoadPlan:
-    """Return the plan with another drafter.
-
-    Raises:
-        CheckpointError, ConfigError: it does not fit.
-    """
+    """Return the plan with another drafter. Raises CheckpointError or ConfigError if it does not fit."""
     config = with_drafter(plan.config, model)
     assert plan.drafter is not None, "a swap needs a drafter"
     folder = drafter_folder(config, model)

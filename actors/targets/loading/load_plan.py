@@ -1,7 +1,6 @@
 """Resolves settings against checkpoints and checks them, without reading a weight.
 
-Reports every mistake that config files, tensor headers and settings can show. Called by `rank_loader.py`, and
-by the worker of a split drafter, which loads by the same plan.
+Reports every mistake that config files, tensor headers and settings can show.
 """
 
 from __future__ import annotations
@@ -48,8 +47,6 @@ class LoadPlan:
         target_folder, drafter_folder: checkpoints on this disk; no drafter's without speculation.
         facts: what the drafter must fit.
         num_speculative_tokens: most drafts per request and step.
-        attention_backend: of target and drafter.
-        page_size: tokens per K/V page.
         pages: which layers' K and V share pages, and where they lie.
         doubts: sentences about checkpoints that are odd, and no errors.
     """
@@ -91,11 +88,7 @@ class LoadPlan:
 
 
 def plan_load(config: EngineConfig) -> LoadPlan:
-    """Resolve and check the settings.
-
-    Raises:
-        CheckpointError, ConfigError: names the field and the remedy.
-    """
+    """Resolve and check settings. A CheckpointError or ConfigError names the field and the remedy."""
     folder, draft_folder, drafter = target_folder(config), None, None
     target = read_model(folder, config.hf_overrides)
     Sharding(target, 0, config.tensor_parallel_size)
@@ -114,7 +107,7 @@ def plan_load(config: EngineConfig) -> LoadPlan:
 
 
 def describe_quantization(plan: LoadPlan) -> Iterator[str]:
-    """Yield a sentence for each model whose checkpoint is quantized, with the form in which it is kept."""
+    """Yield a sentence for each quantized model: its format, and the form in which weights are kept."""
     for name, model in (("target", plan.target), ("drafter", plan.drafter)):
         if model is None or model.quantization is None:
             continue
@@ -124,9 +117,7 @@ def describe_quantization(plan: LoadPlan) -> Iterator[str]:
 
 
 def read_drafter(config: EngineConfig, folder: Path, facts: TargetFacts) -> DraftConfig:
-    """Return the config of a drafter after checking that it fits and, if they are to be read, has all its
-    tensors. Raises CheckpointError if it does not fit, or a tensor is missing.
-    """
+    """Return a drafter's config. Raises CheckpointError if it does not fit, or lacks tensors to be read."""
     spec = config.speculative_config
     assert spec is not None, "only speculation has a drafter"
     if config.load_format == "auto":
@@ -183,10 +174,7 @@ def plan_models(
 def _stack_specs(
     target: ModelSpec, drafter: DraftConfig | None, device: torch.device
 ) -> list[ModelStackSpec]:
-    """Return what the models require of a backend.
-
-    An EAGLE-3 drafter on a CPU is left out: it runs in Python by operators that every backend has there.
-    """
+    """Return what the models require of a backend, but for EAGLE-3 on a CPU, which all backends run."""
     if drafter is None or (isinstance(drafter, Eagle3Config) and device.type == "cpu"):
         return [target.of_backend()]
     return [target.of_backend(), drafter.of_backend()]
@@ -195,8 +183,9 @@ def _stack_specs(
 def _with_end_token(
     config: EngineConfig, folder: Path, target: ModelSpec
 ) -> tuple[ModelSpec, tuple[str, ...]]:
-    """Return the target with the tokenizer's end token added, as in vLLM and SGLang, and warnings about
-    oddities. Raises CheckpointError if the tokenizer has ids without an embedding in the target.
+    """Return the target with the tokenizer's end token added, as in vLLM and SGLang, and warnings.
+
+    Raises CheckpointError if the tokenizer has ids without an embedding in the target.
     """
     if config.skip_tokenizer_init:
         return target, ()
@@ -222,11 +211,10 @@ def _with_end_token(
 
 
 def find_max_model_len(config: EngineConfig, target: ModelSpec, drafter: DraftConfig | None) -> int:
-    """Return the setting, or the shorter of both models' limits if it is not set.
+    """Return the setting, or the smaller limit of both models. ConfigError: the setting exceeds a limit.
 
     A limit is max_position_embeddings, or what yarn extends it to (factor x original length). EAGLE-3's
-    published drafters state their training length (2048 for targets of 128k), which is not a limit. Raises
-    ConfigError if the setting exceeds a limit.
+    published drafters state their training length (2048 for targets of 128k), which is not a limit.
     """
     ropes = (mixer.rope for mixer in target.attentions if mixer.rope is not None)
     limits = {"the target": max([target.max_position_embeddings, *(rope.max_positions for rope in ropes)])}
@@ -273,11 +261,7 @@ def _num_speculative_tokens(config: EngineConfig, drafter: DraftConfig | None) -
 
 
 def _page_size(config: EngineConfig, device: torch.device) -> int:
-    """Return the default page size.
-
-    On a GPU a tile of keys is read from one page. On a CPU smaller pages waste less and are shared by more
-    sequences.
-    """
+    """Return the default: a GPU kernel's tile of keys; smaller on a CPU, to waste less and share more."""
     if config.attention_backend == "flash_attn":
         return 256  # the only size that FlashAttention 2 supports
     return 64 if device.type == "cuda" else 16

@@ -1,9 +1,4 @@
-"""Computes how many K/V pages and recurrent states a rank can have, from the settings and the free memory.
-
-It also allocates the states. The page memory is `drafter/compute/memory/kv_cache.py`'s, and
-`cluster/kv_cache/kv_cache_manager.py` and `recurrent_state_manager.py` hand pages and states out. Called by
-`rank_loader.py`.
-"""
+"""Computes how many K/V pages and recurrent states a rank can have, and allocates the states."""
 
 from __future__ import annotations
 
@@ -58,7 +53,6 @@ def state_bytes(plan: LoadPlan) -> int:
 
 
 def make_state_memory(plan: LoadPlan, num_states: int | None) -> StateMemory | None:
-    """Allocate a rank's recurrent states; None if the target has none."""
     if plan.target.states is None or num_states is None:
         return None
     count, geometry = plan.target.states
@@ -69,10 +63,7 @@ def make_state_memory(plan: LoadPlan, num_states: int | None) -> StateMemory | N
 
 
 def affordable_states(plan: LoadPlan, budget_bytes: int | None) -> int | None:
-    """Return the number of states of a rank; None if the target has no recurrent layers.
-
-    `budget_bytes`: memory for pages and states, see `affordable_pages`.
-    """
+    """Return the number of states of a rank within `budget_bytes`; None without recurrent layers."""
     config, size = plan.config, state_bytes(plan)
     if not size or config.num_states is not None:
         return config.num_states if size else None
@@ -87,14 +78,10 @@ def affordable_states(plan: LoadPlan, budget_bytes: int | None) -> int | None:
 def affordable_pages(
     plan: LoadPlan, sizes: tuple[int, ...], budget_bytes: int | None, taken_bytes: int = 0
 ) -> tuple[int, ...]:
-    """Return the number of pages in each of a rank's pools.
+    """Return the number of pages in each of a rank's pools. Raises ConfigError if no whole sequence fits.
 
-    Raises ConfigError if the memory does not hold one sequence of `max_model_len`.
-
-    Args:
-        sizes: `page_bytes` of the models that the rank holds.
-        budget_bytes: measured free memory; None where only settings and RAM decide (CPU).
-        taken_bytes: the part of it that recurrent states take.
+    `sizes`: `page_bytes` of the rank's models. `budget_bytes`: measured free memory, of which recurrent
+    states take `taken_bytes`; None where only settings and RAM decide (CPU).
     """
     config, pages, max_model_len = plan.config, plan.pages, plan.max_model_len
     if config.num_pages is not None:
@@ -102,7 +89,6 @@ def affordable_pages(
     rows = config.max_num_batched_tokens
 
     def bytes_of(num_tokens: int) -> int:
-        """Return the largest number of bytes that a sequence takes."""
         pages_held = pages.pages_per_sequence(num_tokens, plan.page_size, rows)
         return sum(count * size for count, size in zip(pages_held, sizes, strict=True))
 
@@ -137,10 +123,7 @@ def _cpu_budget_bytes(sequence_bytes: int, config: EngineConfig) -> int:
 
 
 def gpu_budget_bytes(device: torch.device, utilization: float, step_bytes: int) -> int:
-    """Return the bytes that `gpu_memory_utilization` leaves for pages once weights are loaded.
-
-    `step_bytes`: the peak that steps take in addition to the pages (`warm_up.measure_step_bytes`).
-    """
+    """Return the bytes for pages once weights are loaded; `step_bytes` is the peak that steps add."""
     torch.cuda.empty_cache()
     _, total = torch.cuda.mem_get_info(device)
     return int(total * utilization) - used_gpu_bytes(device) - step_bytes

@@ -1,7 +1,6 @@
 """Creates a plan's operators: those of a forward pass (`Backend`) and those of a step (`StepOperators`).
 
-Only what the plan chooses is imported, so a GPU process has neither Numba nor LLVM, and a CPU process no
-Triton. Called by `rank_loader.py`, and by the worker of a split drafter.
+Imports only what the plan chooses: no Numba or LLVM in a GPU process, no Triton in a CPU process.
 """
 
 from __future__ import annotations
@@ -65,7 +64,6 @@ def _backend(plan: LoadPlan, quantization: Quantization | None, ranks: Communica
 
 
 def make_step_operators(plan: LoadPlan) -> StepOperators:
-    """Return the operators of steps that the host drives; a GPU drives its own with kernels."""
     if not _has_loops(plan):
         return DEFINITION
     from ....drafter.step.cpu_numba.step_ops import LOOPS
@@ -74,7 +72,6 @@ def make_step_operators(plan: LoadPlan) -> StepOperators:
 
 
 def _has_loops(plan: LoadPlan) -> bool:
-    """Return whether compiled loops run here: on a CPU, with a dtype that they support."""
     if plan.device.type != "cpu":
         return False  # do not import Numba to find out
     return why_not("loops", plan.models, plan.machine) is None

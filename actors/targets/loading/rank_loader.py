@@ -1,9 +1,7 @@
 """Loads a target rank that can run steps.
 
-    EngineConfig ─▶ LoadPlan: all checked, nothing loaded ─▶ weights, drafter ─▶ pages that fit in memory
-                 ─▶ warm-up ─▶ Runner, ExecutorInfo
-
-Called by `uniproc_executor.InProcessExecutor` and `workers/target_worker.py`.
+EngineConfig ─▶ LoadPlan: all checked, nothing loaded ─▶ weights, drafter ─▶ pages that fit in memory
+             ─▶ warm-up ─▶ Runner, ExecutorInfo
 """
 
 from __future__ import annotations
@@ -120,16 +118,10 @@ def load_runner(
     *,
     remote_drafts: RemoteDrafts | None = None,
 ) -> tuple[Runner, ExecutorInfo]:
-    """Load one rank of the target, and the drafter if it is colocated.
+    """Load one rank of the target, and the drafter if it is colocated, else `remote_drafts` makes its source.
 
-    Uses CUDA's current device and the process's number of threads.
-
-    Args:
-        communicator: of the target's ranks; a single rank by default.
-        remote_drafts: makes the source of drafts if the drafter is split off.
-
-    Raises:
-        CheckpointError, ConfigError: before weights are read, except for a lack of memory.
+    Uses CUDA's current device and the process's number of threads. Raises CheckpointError or ConfigError
+    before weights are read, except for a lack of memory.
     """
     return start_runner(plan_load(config), Checkpoints(), communicator, remote_drafts=remote_drafts)
 
@@ -379,10 +371,7 @@ class _Rank:
         return self._drafter.new_cache(pages_of(pages, pages.drafter, num_pages), page_size)
 
     def _step_bytes(self) -> int:
-        """Return the peak bytes of steps in addition to weights, pages and states.
-
-        Runs the largest steps with a minimal number of pages and states; their bytes are subtracted.
-        """
+        """Return the peak bytes of steps beyond weights, pages and states, by running the largest ones."""
         plan, pages = self._plan, (1,) * self._plan.pages.num_pools
         states = plan.config.max_num_seqs if plan.target.states is not None else None
         measured = measure_step_bytes(lambda: self.runner(pages, states), plan)
@@ -404,5 +393,4 @@ def _make_proposer(
 
 
 def pages_of(plan: KVCacheLayout, places: Sequence[LayerPlace], num_pages: tuple[int, ...]) -> int:
-    """Return the number of pages in the pool that a model's layers use."""
     return num_pages[plan.groups[places[0].group].pool]

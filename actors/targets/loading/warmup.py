@@ -1,7 +1,6 @@
 """Runs dummy steps: to pay for first calls before the first request, and to measure memory.
 
-They write to the first slots and pages, which are overwritten once they are allocated. Called by
-`rank_loader.py`.
+They write to the first slots and pages, which are overwritten once they are allocated.
 """
 
 from __future__ import annotations
@@ -31,10 +30,9 @@ _ANY_WORDS = Grammar("regex", "[a-z ]*", is_cheap=True)
 
 
 def warm_up(runner: Runner, plan: LoadPlan, num_pages: tuple[int, ...]) -> None:
-    """Run a small prefill, a step with drafts that may be cut, and one without, in each way of choosing.
+    """Run a small prefill, a step with drafts that may be cut, and one without, with each kind of sampling.
 
-    Loops and kernels of a way that no step has taken would be compiled in the first request that asks for
-    it, while all streams wait.
+    Otherwise a request would compile the loops and kernels that it is first to use, while all streams wait.
     """
     pools = [group.pool for group in plan.pages.groups]
     capacity = min(count // pools.count(pool) for pool, count in enumerate(num_pages)) * plan.page_size
@@ -51,10 +49,7 @@ def warm_up(runner: Runner, plan: LoadPlan, num_pages: tuple[int, ...]) -> None:
 
 
 def _sampling_variants(runner: Runner, prompt: int) -> list[SlotSampling]:
-    """Return ways that take other loops and kernels: rules make logits fp32, and noise and masks have theirs.
-
-    Plain greedy sampling is the last, for its traces stay in the slot.
-    """
+    """Return settings that take different kernels (fp32 rules, noise, masks); the slot keeps the last."""
     grammar = None if runner.grammars is None else SlotGrammar(_ANY_WORDS, prompt)
     return [
         *(
@@ -69,14 +64,11 @@ def _sampling_variants(runner: Runner, prompt: int) -> list[SlotSampling]:
 def measure_step_bytes(make_runner: Callable[[], Runner], plan: LoadPlan) -> int:
     """Return the peak GPU bytes that steps take in addition to pages.
 
-    This covers states and workspaces, the largest prefill, the logits of as many prompts as can end in a
-    step, the largest decoding step, and graphs. All of them run once. Nothing is freed between prompts, so
-    their reading holds the peak of each; everything is freed at the end. Pages cannot be allocated before
-    this, as graphs hold their address, so these steps write to the scratch page. Memory that the process
-    takes outside PyTorch's allocator (kernels, NCCL, graphs) counts as well.
-
-    Small steps run first, in which products are measured (`gemm_choice.py`): that takes a buffer which is no
-    part of a step.
+    Small steps come first, in which products are measured (`gemm_choice.py`): that takes a buffer which is no
+    part of a step. Then the largest prefill and decoding step, the logits of as many prompts as can end in a
+    step, and graphs run once; nothing is freed in between. Graphs hold the address of pages, which cannot be
+    allocated before this, so these steps write to the scratch page. Memory outside PyTorch's allocator
+    (kernels, NCCL, graphs) counts as well.
     """
 
     def used() -> int:
@@ -116,7 +108,6 @@ def _max_prompts(plan: LoadPlan) -> list[int]:
 
 
 def _largest_decoding(plan: LoadPlan) -> SchedulerOutput:
-    """Return the largest decoding step, for the requests of the prompts above."""
     config = plan.config
     drafts = max(0, min(plan.num_speculative_tokens, plan.max_model_len - 2))
     count = max(1, min(config.max_num_seqs, config.max_num_batched_tokens // (1 + drafts)))
@@ -129,7 +120,6 @@ def _prefill(
     num_pages: list[int] | None = None,
     sampling: SlotSampling = GREEDY,
 ) -> SchedulerOutput:
-    """Admit prompts into the first slots, with so many consecutive pages each, and compute them."""
     none = [0] * len(lengths)
     prompts = [np.zeros(n, np.int32) for n in lengths]
     groups = plan.pages.groups

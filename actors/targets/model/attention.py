@@ -1,7 +1,4 @@
-"""Specification of a layer's attention: its tensors and their dimensions.
-
-Called by `model_spec.py`, and by code that reads a model's parts.
-"""
+"""Specification of a layer's attention: its tensors and their dimensions."""
 
 from __future__ import annotations
 
@@ -23,11 +20,8 @@ AttentionAxis = Literal["q", "q_and_gate", "kv", "value", "attended", "q_heads",
 class Latent:
     """Multi-head latent attention (MLA, DeepSeek-V2, arXiv:2405.04434), see `drafter/compute/layers/mla.py`.
 
-    Attributes:
-        q_rank: size of the queries' bottleneck; None without one.
-        nope_dim: part of a head's queries and keys that is not rotated.
-        v_dim: size of a head's values.
-        eps: epsilon of the norms of both bottlenecks.
+    `q_rank`: size of the queries' bottleneck, or None; `nope_dim`: part of a head's queries and keys that is
+    not rotated; `eps`: of the norms of both bottlenecks.
     """
 
     q_rank: int | None
@@ -41,17 +35,12 @@ class TargetAttention:
     """Grouped-query attention over paged K/V.
 
     Attributes:
-        head_dim: size of a head's queries and keys.
-        v_head_dim: size of a head's values, at most `head_dim`; None for `head_dim`.
-        scale: factor of the scores.
-        rope: None for no rotation.
-        window: number of tokens that a row sees, including itself; None for all.
-        qk_norm: queries and keys are RMS-normed per head before rotation.
-        v_norm: values are also RMS-normed per head, without a weight.
+        head_dim, v_head_dim: sizes of a head's queries and keys, and of its values (smaller; None: the same).
+        rope, window: None for no rotation, or for no window; a window includes the row itself.
+        qk_norm, v_norm: RMS-norm per head, of queries and keys before rotation, of values without a weight.
         k_is_v: values are the keys before norm and rotation: one projection makes both.
         row_norm: queries and keys are each RMS-normed over all heads together.
         gate: the attention output is multiplied by sigmoid(gate x), where x is the input of the queries.
-        bias, out_bias: biases of the q, k and v projections, and of the output projection.
         sinks: each query head has a logit without a value in its softmax (attention sink).
         latent: keys and values are made of latents. Then `num_kv_heads` is 1, `v_head_dim` the size of a
             latent, and `head_dim` that plus `rope`'s, which is what is cached per token.
@@ -96,17 +85,12 @@ class TargetAttention:
         return self.value_dim if self.latent is None else self.latent.v_dim
 
     def qkv_parts(self) -> tuple[str, ...]:
-        """Return the parts of the block's first product.
-
-        These are queries, keys and values (`k_as_v` reads the rows of the keys again), or the down
-        projections of queries and latents.
-        """
+        """Return the parts of the block's first product (MLA: down projections of queries and latents)."""
         if self.latent is not None:
             return "q" if self.latent.q_rank is None else "q_down", "kv_down"
         return "q", "k", "k_as_v" if self.k_is_v else "v"
 
     def parts(self) -> list[str]:
-        """Return the names of all its tensors, as keys of `ModelSpec.tensors`."""
         qkv = self.qkv_parts()
         parts = [*(["q_norm", "k_norm"] * (self.qk_norm or self.row_norm)), *qkv]
         if self.latent is not None:

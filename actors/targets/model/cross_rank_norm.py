@@ -2,10 +2,8 @@
 
     scale of a row = 1 / sqrt(sum of its squares over all ranks' heads / (all heads * D) + eps)
 
-It is not the per-head norm (`AttentionShape.q_norm_D`). Made by `decoder.py`; `transformer_block.py` calls it
-on the fused product of queries, keys and values. Costs one small all-reduce per layer.
-
-Legend: N rows, O outputs of a rank's product, Q and K widths of its queries and of its keys.
+Not the per-head norm (`AttentionShape.q_norm_D`). Costs one small all-reduce per layer.
+Legend: N rows, O outputs of a rank's product (q, k, v), Q and K widths of its queries and of its keys.
 """
 
 from __future__ import annotations
@@ -18,13 +16,7 @@ from .tensor_parallel import Communicator, Sharding
 
 
 class RowNorm:
-    """Norm of whole queries and keys, see the module's docstring.
-
-    Args:
-        q_norm_Q, k_norm_K: this rank's part of the weights.
-        eps: epsilon of both norms.
-        layer: the layer in `sharding`.
-    """
+    """Norm of whole queries and keys; `q_norm_Q` and `k_norm_K` are this rank's part of the weights."""
 
     __slots__ = ("_communicator", "_eps", "_row_squares", "_shares_2", "_weight_O", "_widths")
 

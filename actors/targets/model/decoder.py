@@ -1,8 +1,7 @@
 """The target: a decoder over paged K/V, with one implementation for every family (`model_spec.py`).
 
-It is stateless: requests' K/V are in the cache passed to it. A backend (`drafter/compute/backend.py`)
-computes its blocks, with projections split between ranks. The drafter borrows its embedding and head
-(`Decoder.shared_embeddings`), without the target's scaling. Called by the runners.
+Stateless: requests' K/V are in the cache passed to it. A backend computes its blocks, with projections split
+between ranks. The drafter borrows its embedding and head, without the target's scaling.
 
     token ids --embedding, scale or norm--> x --blocks, some with taps after--> norm --head, cap--> logits
 
@@ -40,14 +39,8 @@ class Decoder:
     Args:
         weights: the rank's slices; read here, layer by layer.
         tap_ids: 0-based blocks with outputs that the drafter reads, in its order; may be empty.
-        max_positions: number of positions in the rotary tables.
-        backend: computes everything but the collectives; PyTorch's operators by default.
+        backend: computes everything but the collectives, also for a colocated drafter; PyTorch's by default.
         places: where the K and V of each layer with attention are; all in one page group by default.
-
-    Attributes:
-        backend: also used by a colocated drafter.
-        shared_embeddings: the embedding and head that a drafter uses.
-        num_routed: number of layers with experts.
     """
 
     def __init__(
@@ -94,7 +87,6 @@ class Decoder:
         self.num_routed = sum(layer.routed is not None for layer in spec.layers)
 
     def new_cache(self, num_pages: int, page_size: int, states: StateMemory | None = None) -> PagedKVCache:
-        """Allocate pages for this rank's K/V heads, together with its recurrent states."""
         geometries = self._sharding.kv_geometries()
         return PagedKVCache(self.places, num_pages, page_size, geometries, self.dtype, self.device, states)
 
@@ -119,11 +111,7 @@ class Decoder:
     def forward(
         self, token_ids_N: Tensor, rows: PlacedRows, cache: PagedKVCache
     ) -> tuple[Tensor, Tensor | None]:
-        """Run a step's rows and write their K/V.
-
-        Returns:
-            normed hidden states [N, H]; taps [N, m, H], or None without taps.
-        """
+        """Run a step's rows and write their K/V; return normed hidden states [N, H] and taps [N, m, H]."""
         x_NH = self.shared_embeddings.embed(token_ids_N)
         if self._embed_scale != 1.0:
             x_NH = x_NH * self._embed_scale
@@ -133,7 +121,7 @@ class Decoder:
 
 
 class SharedEmbeddings:
-    """`features.TargetEmbeddings` of a target in this process: its unscaled embedding and head."""
+    """`target_features.TargetEmbeddings` of a target in this process: its unscaled embedding and head."""
 
     __slots__ = ("_embedding", "_head", "is_split")
 

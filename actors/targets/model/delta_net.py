@@ -1,7 +1,7 @@
 """Gated delta net layers (arXiv:2412.06464): specification, tensors, and how ranks shard and fuse them.
 
-The computation is described in `drafter/compute/layers/gated_delta_net.py`. A rank has whole key heads, with
-their value heads. Called by `model_spec.py`, `tensor_parallel.py`, `weights.py` and `decoder.py`.
+`drafter/compute/layers/gated_delta_net.py` describes the computation. A rank has whole key heads, with their
+value heads.
 
     a checkpoint's projections, by rows          a rank's, fused into one product
     delta_qkv  delta_z  delta_b  delta_a         q k v z b a, each for its heads
@@ -33,11 +33,7 @@ _OTHERS = ("delta_conv", "delta_rate", "delta_dt_bias", "delta_norm", "delta_out
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeltaNet:
-    """Gated delta rule after a short convolution: a recurrent state instead of K/V per token.
-
-    Attributes:
-        geometry: sizes over all ranks together.
-    """
+    """Gated delta rule after a short convolution, with a recurrent state; `geometry` is over all ranks."""
 
     geometry: RecurrentStateSpec
 
@@ -52,7 +48,6 @@ class DeltaTensors:
     norm_F: Tensor
 
     def shape(self, geometry: RecurrentStateSpec, eps: float) -> DeltaNetShape:
-        """Return the layer as a backend takes it; `geometry` is the rank's."""
         return DeltaNetShape(geometry, self.kernel_CT, self.rate_V, self.dt_bias_V, self.norm_F, eps)
 
 
@@ -71,7 +66,6 @@ def projections(names: Iterable[str]) -> tuple[str, ...]:
 
 
 def delta_parts(names: Iterable[str]) -> list[str]:
-    """Return the names of all tensors, as keys of `ModelSpec.tensors`."""
     return [*projections(names), *_OTHERS]
 
 

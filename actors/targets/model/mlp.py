@@ -1,7 +1,4 @@
-"""Builds a layer's MLP from its tensors: a backend's projections, split between ranks, with one all-reduce.
-
-Called by `decoder.py`, at load.
-"""
+"""Builds a layer's MLP from its tensors: a backend's projections, split between ranks, one all-reduce."""
 
 from __future__ import annotations
 
@@ -23,12 +20,7 @@ def make_mlp(
     eps: float,
     dtype: torch.dtype,
 ) -> DenseMLP | RoutedExperts | ParallelMLP:
-    """Build a layer's MLP.
-
-    Args:
-        eps: epsilon of the norms of parallel MLPs (`ParallelMlpSpec`).
-        dtype: dtype to compute in.
-    """
+    """Build a layer's MLP for computing in `dtype`; `eps` is of the norms of `ParallelMlpSpec`."""
     match layer.mlp, tensors:
         case GatedMLP(), DenseTensors():
             return _dense(layer.mlp, tensors, communicator, backend)

@@ -1,7 +1,4 @@
-"""Specification of a layer's MLP: its tensors and their dimensions.
-
-Called by `model_spec.py`, and by code that reads a model's parts.
-"""
+"""Specification of a layer's MLP: its tensors and their dimensions."""
 
 from __future__ import annotations
 
@@ -64,9 +61,7 @@ class RoutedMLP:
     """Mixture of experts: a weighted sum of the gated MLPs that a router chooses for each row.
 
     Attributes:
-        inner_size: inner size of an expert.
         limit: clamping limit of the activation `swiglu_clamped`.
-        bias: whether the experts' projections have biases.
         shared: an expert of its own size that every row passes.
         shared_gate: the shared expert is weighted by sigmoid(w x).
         inner_multiple: a rank's part of the inner size must be a multiple of this (a quantization block).

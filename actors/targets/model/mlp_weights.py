@@ -1,8 +1,7 @@
 """Reads a rank's tensors of a layer's MLP, dense, routed or both, from the parts that `weights.py` provides.
 
-A checkpoint stores the experts of a routed MLP one by one, in one tensor, or packed (`spec.EXPERT_FORMS`).
-Here they always become [E, 2 I, H] and [E, H, I], with this rank's experts or its part of each one's inner
-states.
+In any of the checkpoint's forms (`mlp_spec.EXPERT_FORMS`), experts become [E, 2 I, H] and [E, H, I], with
+this rank's experts or its part of each one's inner states.
 
 Legend: H hidden, I inner size of a rank, E experts of a rank.
 """
@@ -65,13 +64,9 @@ class LayerParts(Protocol):
         """Return a tensor; None if the layer has none, or only rank 0 has it."""
         ...
 
-    def joined(self, *parts: str) -> Tensor | None:
-        """Return these tensors joined along their first dimension; None if the layer has none."""
-        ...
+    def joined(self, *parts: str) -> Tensor | None: ...
 
-    def of_each_expert(self, part: str) -> Iterator[Tensor]:
-        """Iterate over the tensors of this rank's experts, in order."""
-        ...
+    def of_each_expert(self, part: str) -> Iterator[Tensor]: ...
 
 
 def read_dense(parts: LayerParts, prefix: str = "") -> DenseTensors:
@@ -94,13 +89,9 @@ def read_routed(
     has_down_bias: bool,
     eps: float,
 ) -> RoutedTensors:
-    """Read a routed MLP.
+    """Read a routed MLP stored in a `form` of `EXPERT_FORMS`: this rank's `experts`, or its part of each.
 
-    Args:
-        form: how the checkpoint stores the experts: one of `EXPERT_FORMS`.
-        experts: the experts of which this rank has all or a part.
-        has_down_bias: False if another rank adds the bias.
-        eps: epsilon of the router's norm.
+    Without `has_down_bias` another rank adds the biases of down. `eps` is of the router's norm.
     """
     norm_H = parts.optional("router_norm")
     router = RouterWeights(
@@ -142,7 +133,6 @@ def _read_experts(
 
 
 def _stack_experts(parts: LayerParts, names: tuple[str, ...], count: int) -> tuple[Tensor, Tensor]:
-    """Stack the experts' gate, up and down tensors into two: gate rows before up rows, and down."""
     gate_up, down = torch.empty(0), torch.empty(0)
     tensors = (parts.of_each_expert(part) for part in names)
     for i, (gate_IH, up_IH, down_HI) in enumerate(zip(*tensors, strict=True)):

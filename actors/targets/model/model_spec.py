@@ -1,10 +1,9 @@
 """A target as data: the decoder runs any `ModelSpec`, and each family reads its config.json into one.
 
-Plain values, known before a weight is read. For a family with a new feature, add a field or a kind of mixer
-or MLP here and implement it in the decoder.
+For a family with a new feature, add a field or a kind of mixer or MLP here and implement it in the decoder.
 
-    ModelSpec ─ layers ─▶ LayerSpec ┬ mixer: Attention (attention.py) | DeltaNet (delta_net.py)
-                                    └ mlp: GatedMLP | RoutedMLP | BesideMLP (feed_forward.py)
+    ModelSpec ─ layers ─▶ LayerSpec ┬ mixer: TargetAttention (attention.py) | DeltaNet (delta_net.py)
+                                    └ mlp: GatedMLP | RoutedMLP | ParallelMlpSpec (mlp_spec.py)
 """
 
 from __future__ import annotations
@@ -49,12 +48,7 @@ Axis = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerSpec:
-    """One block: x += mixer(norm x), then x += mlp(norm x).
-
-    Attributes:
-        sandwich: what is added to x is normed, too.
-        scalar: x is multiplied by a scalar of the layer at the end.
-    """
+    """One block: x += mixer(norm x); x += mlp(norm x); x *= scalar. `sandwich`: addends are normed, too."""
 
     mixer: TargetAttention | DeltaNet
     mlp: MLP
@@ -92,12 +86,10 @@ class TensorRule:
     """Location of a tensor in a checkpoint, and how a rank reads it.
 
     Attributes:
-        name: after the checkpoint's own prefix (`weights.py`), with {layer} for the layer's index, and
-            {expert} if each expert has a tensor.
+        name: after the checkpoint's own prefix (`weights.py`), with {layer} and, if each has one, {expert}.
         axes: its dimensions, which determine its shape and a rank's slice.
         stored: dtypes in which a checkpoint may store it, as safetensors names them.
-        transform: applied at load to the rank's slice (of one expert if each has a tensor). A result in fp32
-            stays fp32.
+        transform: applied at load to the rank's slice (of one expert). A result in fp32 stays fp32.
         first_rank: only rank 0 has it, since the ranks' results are summed.
         is_beside_body: named outside of the body's prefix (the head).
         constant: not in the checkpoint (`name` is empty): every element has this value, in fp32.
@@ -119,17 +111,13 @@ class ModelSpec:
     Attributes:
         architecture: Hugging Face's class name.
         out_norm_eps: epsilon of the norms of what a block adds (`sandwich`); None for `rms_norm_eps`.
-        embed_scale: factor of the embedding before the first block; the drafter borrows the unscaled
-            embedding.
-        embed_norm: the embedding is RMS-normed without a weight before the first block; not for the drafter.
-        tied_head: the head is the embedding.
+        embed_scale, embed_norm: factor, or RMSNorm without a weight, of the embedding before the first block.
         logit_multiplier, logit_cap: logits are cap tanh(multiplier z / cap); None for no cap. The drafter
-            borrows the head without them.
+            borrows embedding and head without any of these.
         fp32_norms: norm weights stay in fp32, whatever the dtype.
         tensors: part -> where it is. Parts that a layer lacks are not looked up, and of several
             `EXPERT_FORMS` the checkpoint has one.
         dtype: dtype of the checkpoint.
-        quantization: how the checkpoint stores quantized matrices; None if none is.
         eos_token_ids: end-of-sequence tokens, from generation_config.json if it has any.
     """
 
@@ -157,12 +145,10 @@ class ModelSpec:
 
     @property
     def attentions(self) -> tuple[TargetAttention, ...]:
-        """Attention mixers of the layers with K/V, in order."""
         return tuple(layer.mixer for layer in self.layers if isinstance(layer.mixer, TargetAttention))
 
     @property
     def delta_nets(self) -> tuple[DeltaNet, ...]:
-        """Mixers of the layers with a recurrent state instead, in order."""
         return tuple(layer.mixer for layer in self.layers if isinstance(layer.mixer, DeltaNet))
 
     @property
@@ -177,7 +163,6 @@ class ModelSpec:
         return (len(mixers), mixers[0].geometry) if mixers else None
 
     def of_backend(self) -> ModelStackSpec:
-        """Return what this model requires of a backend."""
         return ModelStackSpec(
             name="target",
             sizes=frozenset({self.hidden_size}).union(*(layer.inner_sizes for layer in self.layers)),
@@ -186,7 +171,6 @@ class ModelSpec:
         )
 
     def _features(self) -> frozenset[Feature]:
-        """Return the features it has beyond a plain block."""
         mixers = self.attentions
         mlps = [mlp for layer in self.layers for mlp in (layer.dense, layer.routed) if mlp is not None]
         heads = {(mixer.num_heads, mixer.num_kv_heads, mixer.head_dim, mixer.value_dim) for mixer in mixers}
@@ -212,7 +196,6 @@ class ModelSpec:
         return frozenset(feature for feature, is_present in present.items() if is_present)
 
     def layer_parts(self, layer: int) -> list[str]:
-        """Return the parts of a layer, as keys of `tensors`."""
         spec = self.layers[layer]
         norms = ["attention_norm", "mlp_norm"] + ["attention_out_norm", "mlp_out_norm"] * spec.sandwich
         match spec.mixer:
@@ -223,13 +206,11 @@ class ModelSpec:
         return [*norms, *mixer, *mlp_parts(spec.mlp, self.expert_forms), *(["scalar"] * spec.scalar)]
 
     def qkv_parts(self, layer: int) -> tuple[str, ...]:
-        """Return the parts of the block's first product: attention's, or a delta net's projections."""
         mixer = self.layers[layer].mixer
         return projections(self.tensors) if isinstance(mixer, DeltaNet) else mixer.qkv_parts()
 
     @property
     def expert_forms(self) -> list[tuple[str, ...]]:
-        """The forms in `EXPERT_FORMS` for which the family has tensor names."""
         return [form for form in EXPERT_FORMS if self.tensors.keys() >= set(form)]
 
     @property
@@ -244,7 +225,6 @@ class ModelSpec:
         return replace(self, tensors=tensors)
 
     def axis_size(self, axis: Axis, layer: int) -> int:
-        """Return the full size of a dimension."""
         match axis:
             case "one":
                 return 1

@@ -3,7 +3,7 @@
 Heads, the MLP's inner size and the vocabulary are split over ranks; norms, routers, latents and hidden states
 are replicated. Experts are split by inner size if it divides, else each rank has whole experts. K/V heads are
 replicated if there are fewer of them than ranks. A single rank runs the same code with collectives that do
-nothing. `actors/workers/comm/process_group.py` has the real collectives; torch.distributed is not used here.
+nothing; `actors/workers/comm/process_group.py` has the real ones.
 
 Legend: N rows, H hidden, O outputs, V vocabulary (all), U vocabulary of a rank (padded).
 """
@@ -49,8 +49,6 @@ class Communicator(Protocol):
 
 
 class SingleRank:
-    """The communicator of a target that is not sharded."""
-
     rank = 0
     world_size = 1
 
@@ -65,19 +63,10 @@ class SingleRank:
 
 
 class Sharding:
-    """One rank's part of a target.
-
-    Attributes:
-        vocab: its token ids.
-        vocab_rows: U, equal on all ranks; the last ranks may have fewer token ids.
-    """
+    """One rank's part of a target; `vocab_rows` (U) is equal on all ranks, the last may have fewer ids."""
 
     def __init__(self, spec: ModelSpec, rank: int, world_size: int) -> None:
-        """Split a target.
-
-        Raises:
-            ConfigError: a size does not divide by `world_size`.
-        """
+        """Split a target. Raises ConfigError if a size does not divide by `world_size`."""
         for layer in spec.layers:
             _check_layer(layer, world_size)
         self.spec, self.rank, self.world_size = spec, rank, world_size
@@ -86,7 +75,6 @@ class Sharding:
         self.vocab = slice(first, min(first + self.vocab_rows, spec.vocab_size))
 
     def heads(self, layer: int) -> slice:
-        """Return this rank's query heads of a layer."""
         return _part(self.spec.attention(layer).num_heads, self.rank, self.world_size)
 
     def kv_heads(self, layer: int) -> slice:
@@ -104,7 +92,6 @@ class Sharding:
         return _length(self.kv_heads(layer))
 
     def kv_geometries(self) -> list[KVCacheSpec]:
-        """Return the K/V sizes of each layer with attention; equal on all ranks."""
         mixers = [(i, layer.mixer) for i, layer in enumerate(self.spec.layers)]
         return [
             KVCacheSpec(
@@ -115,7 +102,6 @@ class Sharding:
         ]
 
     def state_geometry(self, layer: int) -> RecurrentStateSpec:
-        """Return a rank's state sizes of a recurrent layer; equal on all ranks."""
         return self.spec.delta_net(layer).geometry.rank(self.world_size)
 
     def slices_of(self, axis: Axis, layer: int) -> Sequence[slice]:
@@ -163,7 +149,6 @@ class Sharding:
         return slice(0, count) if self.splits_experts(layer) else _part(count, self.rank, self.world_size)
 
     def splits_experts(self, layer: int) -> bool:
-        """Return whether each rank has a part of every expert, rather than whole experts."""
         routed = self.spec.layers[layer].routed
         assert routed is not None, "a layer with experts"
         return _splits(routed, self.world_size)
@@ -239,8 +224,6 @@ def row_linear(
 
 
 class _RowLinear:
-    """A projection that sums the ranks' partial products."""
-
     __slots__ = ("_communicator", "_linear")
 
     def __init__(self, linear: Projection, communicator: Communicator) -> None:

@@ -1,8 +1,8 @@
 """Reads the slices of a target's tensors that one rank needs, and nothing else of the files.
 
 Shapes are checked against config.json by the files' headers before any weight is read. Names, axes and
-transforms come from the family (`ModelSpec.tensors`). Called by `targets/loading/rank_loader.py`;
-`decoder.py` reads layer by layer, so that plain weights are freed once a layer is packed.
+transforms come from the family (`ModelSpec.tensors`). `decoder.py` reads layer by layer, so that plain
+weights are freed once a layer is packed.
 
 Legend: H hidden, O outputs of a rank, D head dim, Q query heads of a rank, U vocabulary rows of a rank.
 """
@@ -32,12 +32,11 @@ _HEADS = ("", "language_model.")
 
 @dataclass(frozen=True, slots=True)
 class LayerWeights:
-    """One block's tensors.
+    """One block's tensors; query, key and value rows in this order. Those that the family lacks are None.
 
-    Query, key and value rows are in this order, as are a delta net's projections. Biases, norms, gates and
-    sinks are None if the family has none; the bias of o is None except on rank 0. `q_norm` and `k_norm` are
-    of one head, or of all this rank's heads (`TargetAttention.row_norm`). With latent attention `qkv_OH`
-    makes the latents, and the queries or their bottleneck.
+    The bias of o is None except on rank 0. `q_norm` and `k_norm` are of one head, or of all this rank's heads
+    (`TargetAttention.row_norm`). With latent attention `qkv_OH` makes the latents, and the queries or their
+    bottleneck.
     """
 
     attention_norm_H: Tensor
@@ -60,11 +59,7 @@ class LayerWeights:
 
 @dataclass(frozen=True, slots=True)
 class LatentTensors:
-    """Latent attention's tensors after the block's first product; those of queries are None without a
-    bottleneck.
-
-    `kv_up_UC` has each head's keys, then its values.
-    """
+    """Latent attention's tensors after the first product; `kv_up_UC`: each head's keys, then its values."""
 
     q_norm_K: Tensor | None
     q_up_OK: Tensor | None
@@ -73,12 +68,9 @@ class LatentTensors:
 
 
 class TargetWeights:
-    """A rank's view of a checkpoint.
+    """A rank's view of a checkpoint, cut by `sharding`.
 
-    Args:
-        source: a folder (its files are opened and checked), or an in-memory source with the tensors of
-            `target_shapes`.
-        sharding: selects this rank's slices.
+    `source`: a folder, with files that are opened and checked, or tensors in memory (`target_shapes`).
     """
 
     def __init__(
@@ -145,7 +137,6 @@ class TargetWeights:
         return self._vocab("embedding")
 
     def head(self) -> Tensor:
-        """Return the head [U, H], which is the embedding if they are tied."""
         return self.embedding() if self.spec.tied_head else self._vocab("head")
 
     def _vocab(self, part: str) -> Tensor:
@@ -182,8 +173,6 @@ class TargetWeights:
 
 
 class _LayerParts:
-    """`mlp_weights.LayerParts` of one layer."""
-
     __slots__ = ("_layer", "_present", "_weights")
 
     def __init__(self, weights: TargetWeights, layer: int) -> None:
@@ -223,7 +212,6 @@ _ROTATED = frozenset({"q", "k", "q_bias", "k_bias", "q_norm", "k_norm", "q_up", 
 
 
 def _arrange_for_rope(rows: Tensor, part: str, mixer: TargetAttention) -> Tensor:
-    """Return the rows in the order that rotation expects (`RopeConfig.arranged`)."""
     if mixer.rope is None:
         return rows
     if mixer.latent is None:
@@ -236,11 +224,7 @@ def _arrange_for_rope(rows: Tensor, part: str, mixer: TargetAttention) -> Tensor
 def open_checkpoint(
     folder: Path, spec: ModelSpec, dtype: torch.dtype = torch.float32
 ) -> TensorFolder | QuantizedFolder:
-    """Open the files and check that every tensor is there with its shape, without reading one.
-
-    Args:
-        dtype: dtype to compute in.
-    """
+    """Open the files and check that every tensor is there with its shape; `dtype` is the computing dtype."""
     tensors = open_folder(folder, spec.quantization, dtype)
     prefixes = _prefixes(tensors.shapes)
     spec = _in_stored_form(spec, tensors.shapes, prefixes)
@@ -255,10 +239,7 @@ def open_checkpoint(
 def _refuse_unexpected(
     tensors: TensorFolder | QuantizedFolder, spec: ModelSpec, prefixes: tuple[str, str]
 ) -> None:
-    """Raise CheckpointError for a bias or norm that config.json does not mention and would be ignored.
-
-    Biases of zeros, which quantizers write for every module, change nothing.
-    """
+    """Raise CheckpointError for a bias or norm that would be ignored, unless it is a bias of zeros."""
     stored = {part for part, rule in spec.tensors.items() if rule.constant is None}
     unexpected = stored - {"embedding", "final_norm", "head", *spec.layer_parts(0)}
     expected = {_full_name(spec.tensors[part], 0, prefixes) for part in spec.layer_parts(0)}
@@ -275,7 +256,6 @@ def _refuse_unexpected(
 def _is_zero(
     tensors: TensorFolder | QuantizedFolder, spec: ModelSpec, part: str, prefixes: tuple[str, str]
 ) -> bool:
-    """Return whether a part is a bias of zeros in all layers that are to have none."""
     layers = [layer for layer in range(spec.num_layers) if part not in spec.layer_parts(layer)]
     names = [_full_name(spec.tensors[part], layer, prefixes) for layer in layers]
     return part.endswith("bias") and not any(
@@ -292,7 +272,6 @@ def target_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
 def _rules_by_name(
     spec: ModelSpec, prefixes: tuple[str, str]
 ) -> dict[str, tuple[TensorRule, tuple[int, ...]]]:
-    """Return the rule and shape of every tensor that a target must have."""
     global_parts = ["embedding", "final_norm"] + ["head"] * (not spec.tied_head)
     parts = [(part, 0) for part in global_parts]
     parts += [(part, layer) for layer in range(spec.num_layers) for part in spec.layer_parts(layer)]
@@ -321,7 +300,6 @@ def _in_stored_form(
 
 
 def _prefixes(shapes: Mapping[str, tuple[int, ...]]) -> tuple[str, str]:
-    """Return the prefixes of body and head in this checkpoint."""
     body = next((prefix for prefix in _BODIES if f"{prefix}embed_tokens.weight" in shapes), _BODIES[0])
     head = next((prefix for prefix in _HEADS if f"{prefix}lm_head.weight" in shapes), _HEADS[0])
     return body, head

@@ -1,11 +1,10 @@
 """Small all-reduces between GPUs through peer memory, where it works; NCCL does the rest.
 
 A decoding step of a tensor-parallel target sums a few KB twice per layer. NCCL takes 20 to 30 microseconds
-for each sum, while one kernel on torch's symmetric memory takes half of that and adds no host node to a CUDA
-graph. With NVLink multicast each rank sums a slice and sends it to all ranks (`multimem_all_reduce_`), which
-gives all ranks the same bits by construction; without it each rank reads all peers' buffers
-(`one_shot_all_reduce_copy_out`). Both need all ranks' devices visible in every process, and peer access
-between them. If anything is missing or wrong on one rank, all ranks use NCCL. Used by `process_group.py`.
+for each sum; one kernel on torch's symmetric memory takes half, and adds no host node to a CUDA graph. With
+NVLink multicast each rank sums a slice and sends it to all (`multimem_all_reduce_`), so all get the same bits
+by construction; without it each reads all peers' buffers (`one_shot_all_reduce_copy_out`). Every process must
+see all ranks' devices, with peer access. If anything is missing or wrong on one rank, all ranks use NCCL.
 """
 
 from __future__ import annotations
@@ -29,12 +28,7 @@ T = TypeVar("T")
 
 
 class CustomAllReduce:
-    """Sums over one group. Use `of`.
-
-    Args:
-        buffer: symmetric memory of one dimension, of `MAX_BYTES`, after its rendezvous.
-        has_multicast: whether its devices can send to all ranks at once.
-    """
+    """Sums over one group; made by `of`, with `MAX_BYTES` of symmetric memory after its rendezvous."""
 
     def __init__(self, buffer: torch.Tensor, group_name: str, *, has_multicast: bool) -> None:
         self._buffer, self._group_name, self._has_multicast = buffer, group_name, has_multicast
@@ -51,8 +45,7 @@ class CustomAllReduce:
         reason = "it failed on another rank"
 
         def on_all_ranks(step: Callable[[], T]) -> T | None:
-            """Return what a step returns; None if it raises on any rank, so that no rank waits for one
-            that has given up."""
+            """Return what a step returns; None if it raises on any rank, so that no rank waits for it."""
             nonlocal reason
             result, works_1 = None, torch.zeros(1, device=device)
             try:
@@ -89,12 +82,10 @@ class CustomAllReduce:
         return self._has_multicast
 
     def takes(self, tensor: torch.Tensor) -> bool:
-        """Return whether a tensor has the right dtype, and is small enough and a multiple of 4 bytes."""
         num_bytes = tensor.numel() * tensor.element_size()
         return tensor.dtype is self._buffer.dtype and num_bytes <= MAX_BYTES and num_bytes % 4 == 0
 
     def add_up(self, tensor: torch.Tensor) -> None:
-        """Sum a contiguous tensor over the ranks, in place."""
         view, ops = self._buffer[: tensor.numel()].view_as(tensor), torch.ops.symm_mem
         if self._has_multicast:
             view.copy_(tensor)
@@ -104,10 +95,7 @@ class CustomAllReduce:
             ops.one_shot_all_reduce_copy_out(view, tensor, "sum", self._group_name, tensor)
 
     def _test_sums(self, group: dist.ProcessGroup) -> torch.Tensor:
-        """Sum small integers, which have one right sum in any order, and random values.
-
-        Returns the sum of the random values. Raises RuntimeError if the sum of the integers is wrong.
-        """
+        """Return the sum of random values. Raises RuntimeError if small integers do not sum exactly."""
         device, dtype = self._buffer.device, self._buffer.dtype
         rank, world_size = dist.get_rank(group), dist.get_world_size(group)
         integers = torch.arange(_CHECKED_VALUES, device=device).remainder_(8).to(dtype)
@@ -122,10 +110,7 @@ class CustomAllReduce:
 
 
 def _check_same(total: torch.Tensor, group: dist.ProcessGroup) -> bool:
-    """Raise RuntimeError unless all ranks have the same bits: their routers and samplers rely on it.
-
-    Sums of random values depend on the order of the ranks. Collective.
-    """
+    """Raise RuntimeError unless all ranks have the same bits: routers and samplers rely on it. Collective."""
     lowest, highest = (total.to(torch.float32, copy=True) for _ in range(2))
     dist.all_reduce(lowest, op=dist.ReduceOp.MIN, group=group)
     dist.all_reduce(highest, op=dist.ReduceOp.MAX, group=group)

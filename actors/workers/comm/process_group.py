@@ -1,10 +1,8 @@
 """Tensors between the target's ranks. Only this file and `custom_all_reduce.py` use torch.distributed.
 
 NCCL between GPUs, gloo between CPUs. Rank 0 opens a store on a free port (`open_store`), and the others join
-it (`connect`). A single rank needs no torch.distributed: its communicator does nothing. Small sums between
-GPUs may use `custom_all_reduce.py`. Plans and results use `actors/workers/shm/step_channel.py` instead. A
-remote drafter is not part of a group, as a group cannot be repaired after the death of a member. Used by
-`actors/workers/target_worker.py`.
+it (`connect`). A single rank needs no torch.distributed. Plans and results use `shm/step_channel.py` instead.
+A remote drafter is in no group, as a group cannot be repaired after the death of a member.
 """
 
 from __future__ import annotations

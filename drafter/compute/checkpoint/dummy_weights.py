@@ -1,7 +1,7 @@
 """Random tensors with the shapes of a checkpoint, for `load_format="dummy"` and benchmarks.
 
-A model's output is noise, but finite: matrices preserve the variance of their inputs. A name always gets the
-same values on a kind of device, so ranks that slice one tensor get parts of the same one.
+Outputs are noise, but finite: matrices preserve the variance of their inputs. A name always gets the same
+values on a kind of device, so ranks that slice one tensor get parts of the same one.
 """
 
 from __future__ import annotations
@@ -22,8 +22,7 @@ _INTEGERS_STD = 4.6  # standard deviation of INT4's
 class RandomTensors:
     """A `TensorSource` of given shapes: vectors are 1, biases 0, matrices of variance 1 / columns.
 
-    `dtype` is that of all but a drafter's token map (`d2t`, int64) and packed weights (`packed_4bit.py`:
-    bytes, words).
+    All have `dtype`, but a drafter's token map (`d2t`, int64) and packed weights (bytes, words).
     """
 
     def __init__(

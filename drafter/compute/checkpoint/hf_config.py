@@ -1,8 +1,5 @@
 """Hugging Face's config.json as pydantic models with strict fields and errors that name file and field.
 
-Subclasses of `HfConfig` declare the keys of a checkpoint: the target's families, and the drafter's formats.
-This module knows no model.
-
 A field's `description` completes the sentence "must be ..."; without one its type is described. A validator
 raises `ValueError("must be ...")`; one of a whole model names the key: `ValueError("head_dim must be even")`.
 """
@@ -74,7 +71,7 @@ def overridden(raw: Json, overrides: Json, read: Callable[[Json], R], *, param: 
     """Read a config.json in which `overrides` replace keys; objects are merged, other values replaced.
 
     With a smaller num_hidden_layers, lists with an entry per layer are truncated, unless they are overridden
-    themselves. ConfigError, naming `param`, for an override that has no effect and does not repeat the file's
+    themselves. ConfigError, naming `param`, for an override without effect that does not repeat the file's
     value: another key takes precedence, or it is misspelled, or belongs to another family.
     """
     merged = _merged(raw, overrides)
@@ -91,7 +88,6 @@ def overridden(raw: Json, overrides: Json, read: Callable[[Json], R], *, param: 
 
 
 def _why_nothing_changes(merged: Json, without: Json, key: str, read: Callable[[Json], object]) -> str:
-    """Return a sentence that names the first key without which the override would have an effect."""
     paths = [(outer, inner) for outer in sorted(merged) for inner in (*_inner_keys(merged[outer]), None)]
     for outer, inner in paths:
         if outer != key and _outcome(_less(merged, outer, inner), read) != _outcome(
@@ -134,10 +130,9 @@ def _merged(raw: Json, overrides: Json) -> Json:
 
 
 class HfConfig(BaseModel):
-    """Base class of config.json models: unknown keys are ignored, null means absent, types are strict.
+    """Base class: unknown keys are ignored, null means absent, no string or bool is a number or vice versa.
 
-    No string or bool is a number and no number a bool; 32.0 is an integer. Lists become tuples: fields are
-    `tuple[X, ...]`.
+    32.0 is an integer. Lists become tuples: fields are `tuple[X, ...]`.
     """
 
     model_config = ConfigDict(
@@ -201,7 +196,6 @@ def _plain(value: Any) -> Any:  # Any: JSON values
 
 
 def _field(model: type[BaseModel], loc: tuple[int | str, ...]) -> tuple[list[str], FieldInfo | None]:
-    """Return the path of an error down to the last key that a model declares, and that key's field."""
     path: list[str] = []
     field: FieldInfo | None = None
     inner: type[BaseModel] | None = model
@@ -217,7 +211,6 @@ def _field(model: type[BaseModel], loc: tuple[int | str, ...]) -> tuple[list[str
 
 
 def keys_of(model: type[BaseModel]) -> frozenset[str]:
-    """Return all keys that a model reads, in every spelling."""
     return frozenset(key for name, field in model.model_fields.items() for key in _keys(name, field))
 
 
@@ -235,7 +228,6 @@ def _value(raw: Json, path: list[str]) -> object:
 
 
 def _sentence(message: str) -> tuple[str, str]:
-    """Split a validator's message into the key, if any, and the ending after "must be"."""
     match = re.fullmatch(r"(?:([\w.]+) )?must be (.*?)\.?", message, re.DOTALL)
     return (match[1] or "", match[2]) if match else ("", f"right: {message}")
 
@@ -254,7 +246,6 @@ _PLURALS = {int: "integers", float: "numbers", bool: "booleans", str: "strings"}
 
 
 def _described(annotation: Any, field: FieldInfo | None = None) -> str:  # Any: type expressions
-    """Describe a type, to complete "must be ..."."""
     if field is not None and field.description:
         return field.description
     if get_origin(annotation) is Annotated:

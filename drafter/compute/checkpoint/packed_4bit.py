@@ -4,11 +4,9 @@
             times 2^(scale - 127) of its block
     Int4    Kimi K2's experts, 4.5 bits per weight (compressed-tensors): (code - 8) times the bf16 scale of
             its block
-
     byte j of a block    | element 2j + 1 | element 2j |      high nibble, low nibble
 
-`drafter/compute/layers/moe.py` multiplies with the dequantized tensor, backends with packed GEMMs read the
-bytes. Published INT4 files have words of eight codes, the first lowest, with these bytes:
+Published INT4 files have words of eight codes, the first lowest, with these bytes:
 
     NAME_packed   int32 [O, I / 8]        NAME_scale   [O, I / 32]        NAME_shape   [2], O and I again
 
@@ -32,10 +30,9 @@ _BIAS = 127  # of an MXFP4 scale's exponent
 
 @dataclass(frozen=True, slots=True)
 class Packed(ABC):
-    """Weights [E, O, I], packed along their inputs.
+    """Weights [E, O, I] as uint8 blocks [E, O, I / 32, 16] along the inputs, two codes a byte.
 
-    Blocks are uint8 [E, O, I / 32, 16], two codes a byte; scales [E, O, I / 32] are as the format stores
-    them.
+    Scales [E, O, I / 32] are as the format stores them.
     """
 
     blocks_EOBJ: Tensor

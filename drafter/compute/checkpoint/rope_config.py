@@ -1,7 +1,4 @@
-"""Rotary keys of a config.json, in both of transformers' spellings: finds those that apply to a layer.
-
-`drafter/compute/layers/rope.py`, the only caller, defines what they mean.
-"""
+"""Rotary keys of a config.json, in both of transformers' spellings; `layers/rope.py` defines them."""
 
 from __future__ import annotations
 
@@ -25,10 +22,9 @@ class RopeJson:
 
 
 def read_rope(config: Json, head_dim: int, file: str, layer_type: str | None) -> RopeJson:
-    """Read the rotary settings of a layer type; arguments as in `RopeConfig.read`."""
-    outer = parse(_Outer, config, file)
+    outer = parse(_OuterRopeKeys, config, file)
     at, rope, theta = _of_layer(config, outer, layer_type, file)
-    inside = parse(_Inner, rope, file, at)
+    inside = parse(_RopeKeys, rope, file, at)
     theta = inside.rope_theta or theta
     rope.setdefault("max_position_embeddings", outer.max_position_embeddings)
     rotary_dim = 0
@@ -74,7 +70,7 @@ Base = Annotated[float, Field(gt=1, description="a number above 1")]
 Share = Annotated[float, Field(gt=0, le=1, description="above 0 and at most 1")]
 
 
-class _Outer(HfConfig):
+class _OuterRopeKeys(HfConfig):
     """Keys at the level of `rope_parameters` or `rope_scaling`."""
 
     rope_theta: Base | None = None
@@ -89,7 +85,7 @@ class _Outer(HfConfig):
     rope_scaling: dict[str, Any] | None = None
 
 
-class _Inner(HfConfig):
+class _RopeKeys(HfConfig):
     """Keys inside one of these two, or inside its object for a layer type."""
 
     rope_type: Literal["default", "linear", "llama3", "yarn", "proportional"] = Field(
@@ -111,7 +107,7 @@ class _Inner(HfConfig):
     truncate: bool = True
 
     @model_validator(mode="after")
-    def _is_complete(self) -> _Inner:
+    def _is_complete(self) -> _RopeKeys:
         for key in _NEEDED.get(self.rope_type, ()):
             if getattr(self, key) is None:
                 raise ValueError(f"{key} must be given for rope type {self.rope_type!r}")
@@ -119,14 +115,13 @@ class _Inner(HfConfig):
 
 
 def _of_layer(
-    config: Json, outer: _Outer, layer_type: str | None, file: str
+    config: Json, outer: _OuterRopeKeys, layer_type: str | None, file: str
 ) -> tuple[str, dict[str, Any], float | None]:  # Any: JSON values
     """Return the path of a layer type's settings, the settings, and the theta outside them.
 
-    As in transformers: `rope_scaling` takes precedence over `rope_parameters`, and over full attention's
-    settings per type.
+    As in transformers, `rope_scaling` precedes `rope_parameters`, and full attention's settings per type.
     """
-    scaling, parameters = (_known_settings(config, key, file) for key in ("rope_scaling", "rope_parameters"))
+    scaling, parameters = (_read_settings(config, key, file) for key in ("rope_scaling", "rope_parameters"))
     at, found = ("rope_scaling", scaling) if scaling else ("rope_parameters", parameters)
     if layer_type is not None and _by_type(parameters) and not _by_type(scaling):
         full = parameters.get("full_attention") or {}
@@ -147,12 +142,12 @@ def _of_layer(
     return f"{at}.{layer_type}", _stated(by_type[layer_type]), theta or outer.rope_theta
 
 
-def _known_settings(config: Json, key: str, file: str) -> dict[str, Any]:  # Any: JSON values
+def _read_settings(config: Json, key: str, file: str) -> dict[str, Any]:  # Any: JSON values
     """Return the settings under a key, empty without any. Unknown ones are refused even if unused."""
     found = _stated(config.get(key) or {})
     by_type = {f"{key}.{name}": value for name, value in _by_type(found).items()} or {key: found}
     for at, settings in by_type.items():
-        parse(_Inner, settings, file, at)
+        parse(_RopeKeys, settings, file, at)
     return found
 
 
@@ -174,7 +169,7 @@ def _fill_yarn(rope: dict[str, Any], file: str, at: str) -> None:  # Any: JSON v
     rope.setdefault("factor", (length or original) / original)
 
 
-def _rotary_dim(inside: _Inner, outer: _Outer, head_dim: int, file: str, at: str) -> int:
+def _rotary_dim(inside: _RopeKeys, outer: _OuterRopeKeys, head_dim: int, file: str, at: str) -> int:
     """Return the rotated dimensions (`partial_rotary_factor`, MiniMax's `rotary_dim`); 0 is all."""
     for key, value in (
         (f"{at}.partial_rotary_factor", inside.partial_rotary_factor),

@@ -28,8 +28,6 @@ _OF_QUANTISED = re.compile(
 
 
 class TensorSource(Protocol):
-    """Tensors by their names in a checkpoint: a `TensorFolder`, or `RandomTensors`."""
-
     @property
     def shapes(self) -> Mapping[str, tuple[int, ...]]: ...
 
@@ -95,11 +93,7 @@ class TensorHeaders:
 
 
 class TensorFolder(TensorHeaders):
-    """The tensors of a checkpoint folder.
-
-    Reads model.safetensors, else the shards that an index names (transformers' rule), else all safetensors
-    files.
-    """
+    """The tensors of a folder: of model.safetensors, else an index's shards, else all safetensors files."""
 
     def __init__(self, folder: str | Path) -> None:
         super().__init__(str(folder))
@@ -141,7 +135,6 @@ class TensorFolder(TensorHeaders):
         self._open[file.name] = handle
 
     def get(self, name: str) -> Tensor:
-        """Return the tensor on the CPU, in the file's dtype."""
         file = self.file_of[name]
         try:
             return self._open[file].get_tensor(name)
@@ -151,7 +144,6 @@ class TensorFolder(TensorHeaders):
             ) from None
 
     def slice(self, name: str, rows: slice, dim: int = 0) -> Tensor:
-        """Return a part of a tensor along `dim`, reading only its bytes."""
         return self.part(name, *[slice(None)] * dim, rows)
 
     def part(self, name: str, *ranges: slice) -> Tensor:

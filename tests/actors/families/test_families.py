@@ -1,7 +1,7 @@
 """Families as published: nested configs, other prefixes, omitted keys, refusals.
 
-What a family computes is tested where all are: test_target_decoder.py (rows and taps against transformers),
-test_target_parallel.py (ranks), test_lossless.py (the grid), test_device_runner.py (Triton's kernels).
+`test_target_decoder.py` (rows and taps against transformers), `test_target_parallel.py` (ranks),
+`test_lossless.py` and `test_device_runner.py` (Triton's kernels) test what all families compute.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ GEMMA3_4B = {
 }
 
 
-def test_every_served_family_has_a_row_of_tests() -> None:
+def test_every_supported_family_has_a_row_of_tests() -> None:
     tested = {tiny.model.__name__ for tiny in TINY_FAMILIES.values()}
     # The language models of these are a tested family's (Gemma4Unified: test_gemma4.py, Kimi: test_kimi.py).
     assert set(FAMILIES) - tested == {
@@ -78,7 +78,6 @@ def test_a_published_gemma3_config_is_read_as_by_transformers(tmp_path: Path) ->
 def test_the_text_model_of_a_multimodal_checkpoint_is_found(
     tmp_path: Path, family: str, body: str, head: str
 ) -> None:
-    """A nested config, and tensors with another prefix: the same weights are read."""
     plain = make_tiny_target(tmp_path / "plain", family, tie_word_embeddings=False)
     nested = tmp_path / "nested"
     nested.mkdir()

@@ -1,8 +1,7 @@
 """Every value of a family's spec has an effect: set to the default, it changes the results.
 
-Either the logits are no longer transformers', by far more than parity allows, or the checkpoint is refused.
-This walks over whatever the specs of `families.py` hold, so a new family, or a new field, is covered by being
-there. What no test of parity can say by passing is said here: that the tiny models have each feature at work.
+Either the logits differ from transformers' by far more than parity allows, or the checkpoint is refused. So
+the tiny models use each feature, which tests of parity cannot show. New families and fields are covered, too.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ Mutation = tuple[str, ModelSpec]
 
 
 def mutations(spec: ModelSpec) -> Iterator[Mutation]:
-    """One mutation per field that differs from its plain value anywhere, and one per transform."""
+    """Yield one mutation per field that differs from its plain value anywhere, and one per transform."""
     seen: dict[str, tuple[type, Field[Any]]] = {}
     for node in nodes(spec):
         for field in fields(node):
@@ -61,7 +60,7 @@ def mutations(spec: ModelSpec) -> Iterator[Mutation]:
 
 
 def changes_values(transform: Callable[[torch.Tensor], torch.Tensor]) -> bool:
-    """Transforms that only keep weights in fp32 show in half precision only."""
+    """Return False for transforms that only keep weights in fp32, which shows in half precision only."""
     try:
         return not torch.equal(transform(SAMPLE), SAMPLE)
     except (IndexError, RuntimeError):
@@ -69,14 +68,13 @@ def changes_values(transform: Callable[[torch.Tensor], torch.Tensor]) -> bool:
 
 
 def plain_value(node: Any, field: Field[Any]) -> object:
-    """The field's default, or MISSING if every model must set it."""
+    """Return the field's default, or MISSING if every model must set it."""
     if (plain := PLAIN.get((type(node).__name__, field.name))) is not None:
         return plain(node)
     return field.default if field.default_factory is MISSING else field.default_factory()
 
 
 def nodes(value: Any) -> Iterator[Any]:
-    """All dataclasses of a spec, itself included."""
     if isinstance(value, tuple):
         for item in value:
             yield from nodes(item)
@@ -87,7 +85,7 @@ def nodes(value: Any) -> Iterator[Any]:
 
 
 def put_back(value: Any, kind: type, field: Field[Any]) -> Any:
-    """The spec with the field's plain value in every dataclass of a kind."""
+    """Return the spec with the field's plain value in every dataclass of a kind."""
     if isinstance(value, tuple):
         return tuple(put_back(item, kind, field) for item in value)
     if not is_dataclass(value) or isinstance(value, type):
@@ -103,7 +101,6 @@ def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
 
 
 def logits_of(folder: Path, spec: ModelSpec) -> Requests:
-    """Logits of all rows of one prompt."""
     weights = TargetWeights(folder, spec, Sharding(spec, 0, 1), torch.float32, torch.device("cpu"))
     requests = Requests(Decoder(weights, TAPS, MAX_LEN, SingleRank()), [NUM_TOKENS])
     requests.compute({0: NUM_TOKENS})

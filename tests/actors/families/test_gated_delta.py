@@ -1,8 +1,4 @@
-"""Qwen3.5 and Qwen3-Next: rejected drafts, published files, and refusals.
-
-What these families share with all others is tested where that is (`test_families.py` says where); the rule
-itself in test_delta_net.py.
-"""
+"""Qwen3.5 and Qwen3-Next: rejected drafts, published files, and refusals."""
 
 from __future__ import annotations
 
@@ -84,7 +80,6 @@ def test_tokens_after_rejected_drafts_equal_transformers(checkpoint: Path, stood
 def test_ranks_of_each_family_get_their_heads_of_the_delta_rules_inputs(
     checkpoint: Path, world_size: int
 ) -> None:
-    """Every packing of the projections is covered: q, k, v, z, b and a of whole key heads."""
     spec = read_model(checkpoint)
 
     def layer(rank: int, of: int) -> LayerWeights:

@@ -1,7 +1,4 @@
-"""Gemma 4 as published and as transformers saves it: keys, names, two forms of experts, refusals.
-
-What it computes is tested where all families are (`tests/support/families.py`).
-"""
+"""Gemma 4 as published and as transformers saves it: keys, names, two forms of experts, refusals."""
 
 from __future__ import annotations
 
@@ -89,7 +86,6 @@ PUBLISHED = {
 
 
 def published(folder: Path, text: dict, architecture: str = "Gemma4ForConditionalGeneration") -> ModelSpec:
-    """A checkpoint like the Hub's: a text part, and the turn's end tokens in generation_config.json."""
     folder.mkdir(exist_ok=True)
     config = {"architectures": [architecture], "dtype": "bfloat16", "text_config": text, "vision_config": {}}
     (folder / "config.json").write_text(json.dumps(config))
@@ -162,7 +158,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def rewritten(folder: Path, copy: Path, **changes: object) -> Path:
-    """Change values in a config.json; None removes a key."""
+    """Return a copy of the folder with changed values in its config.json; None removes a key."""
     shutil.copytree(folder, copy)
     keys = json.loads((copy / "config.json").read_text()) | changes
     (copy / "config.json").write_text(json.dumps({k: v for k, v in keys.items() if v is not None}))

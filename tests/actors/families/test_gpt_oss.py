@@ -1,7 +1,4 @@
-"""gpt-oss as on the Hub: packed experts in shards, published keys, its norms in bf16, its drafters.
-
-What every family must do is tested where all are (see test_families.py).
-"""
+"""gpt-oss as on the Hub: packed experts in shards, published keys, its norms in bf16, its drafters."""
 
 from __future__ import annotations
 
@@ -179,7 +176,7 @@ def test_sizes_must_be_multiples_of_a_block(published: Path, tmp_path: Path) -> 
 
 
 def test_norms_round_once_as_the_models_own_code_does() -> None:
-    """This model's norm weights multiply before the cast, Llama's after it."""
+    """gpt-oss multiplies by norm weights before the cast, Llama after it."""
     from transformers.models.gpt_oss.modeling_gpt_oss import GptOssRMSNorm
 
     generator = torch.Generator().manual_seed(0)

@@ -1,8 +1,4 @@
-"""Kimi K2 and DeepSeek-V3 as published and as transformers saves them: keys, names, chat, refusals.
-
-What they compute is tested where all families are (`tests/support/families.py`), packed experts in
-`test_int4.py`.
-"""
+"""Kimi K2 and DeepSeek-V3 as published and as transformers saves them: keys, names, chat, refusals."""
 
 from __future__ import annotations
 
@@ -207,7 +203,6 @@ def test_the_documented_savings_of_expanded_prompts_are_computed(row: tuple[str,
 
 
 def tiny_kimi(folder: Path) -> Path:
-    """Kimi K2.5's text part, with an unused vision part."""
     torch.manual_seed(6)
     saved = make_tiny_target(folder / "text", "deepseek_v3", seed=6)
     text = json.loads((saved / "config.json").read_text())

@@ -121,7 +121,6 @@ def test_a_rank_reads_its_own_part_and_nothing_else(tmp_path: Path, form: str) -
 
 
 def test_routing_is_in_fp32_and_one_rank_adds_the_bias(tmp_path: Path) -> None:
-    """Parts of other routers: a correction, a factor and biases per expert."""
     at = "layers.{layer}.mlp."
     rules = {
         "router_correction": TensorRule(name=at + "gate.correction", axes=("experts",)),
@@ -197,7 +196,7 @@ def test_configs_say_which_layers_have_experts(tmp_path: Path) -> None:
 
 
 def with_keys(folder: Path, copy: Path, **changes: object) -> Path:
-    """A config.json with changed keys; None removes one."""
+    """Return a copy of the folder with changed keys in its config.json; None removes one."""
     keys = json.loads((folder / "config.json").read_text()) | changes
     copy.mkdir()
     (copy / "config.json").write_text(json.dumps({k: v for k, v in keys.items() if v is not None}))

@@ -56,7 +56,6 @@ def open_llm(target: Path, drafter: Path | None, num_drafts: int = 0, **changes:
 def test_speculation_and_other_requests_change_no_token_in_half_precision(
     tiny_qwen3: Path, tiny_drafter: Path
 ) -> None:
-    """Compare requests run one by one and plainly with all together, in chunks of prompts and with drafts."""
     requested = [
         (prompt, replace(KNOBS[name], seed=i, max_tokens=TOKENS))
         for name in NAMES

@@ -1,4 +1,4 @@
-"""Which backend a CPU uses: the fastest measured one among those that are exact and allowed."""
+"""A CPU uses the fastest measured backend among those that are exact and allowed."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from manta.actors.targets.loading import cpu_autotune as cpu_ways
+from manta.actors.targets.loading import cpu_autotune
 from manta.actors.targets.loading.cpu_autotune import (
     CpuConfig,
     Timed,
@@ -22,7 +22,7 @@ from manta.actors.targets.loading.cpu_autotune import (
 from manta.cluster.config import EngineConfig
 from manta.drafter.compute.backend import DeviceCapabilities, ModelStackSpec
 
-COMPILED, LOOPS, WIDE = cpu_ways.CPU_CONFIGS
+COMPILED, LOOPS, WIDE = cpu_autotune.CPU_CONFIGS
 MACHINE = DeviceCapabilities(torch.device("cpu"), torch.bfloat16, page_size=16, num_ranks=1)
 MODEL = ModelStackSpec(name="target", sizes=frozenset({256, 1024}), head_dims=frozenset({64}))
 ODD = ModelStackSpec(name="target", sizes=frozenset({250, 1000}), head_dims=frozenset({64}))
@@ -30,9 +30,8 @@ ODD = ModelStackSpec(name="target", sizes=frozenset({250, 1000}), head_dims=froz
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The folder of measurements; all backends run on this machine."""
     monkeypatch.setenv("MANTA_CACHE_DIR", str(tmp_path))
-    if cpu_ways.instructions_of_passes() is None:
+    if cpu_autotune.instructions_of_passes() is None:
         pytest.skip("no compiled pass here")
     return tmp_path
 
@@ -40,17 +39,17 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def measure(
     monkeypatch: pytest.MonkeyPatch,
     seconds: dict[CpuConfig, float],
-    exact: tuple[CpuConfig, ...] = cpu_ways.CPU_CONFIGS,
+    exact: tuple[CpuConfig, ...] = cpu_autotune.CPU_CONFIGS,
 ) -> list[CpuConfig]:
     """Simulate a machine with given times; return the choice and the backends checked for exactness."""
     requested: list[CpuConfig] = []
 
-    def is_exact(way: CpuConfig, num_threads: int) -> bool:
-        requested.append(way)
-        return way in exact
+    def is_exact(candidate: CpuConfig, num_threads: int) -> bool:
+        requested.append(candidate)
+        return candidate in exact
 
-    monkeypatch.setattr(cpu_ways, "time_config", lambda way, num_threads: seconds[way])
-    monkeypatch.setattr(cpu_ways, "is_exact", is_exact)
+    monkeypatch.setattr(cpu_autotune, "time_config", lambda candidate, num_threads: seconds[candidate])
+    monkeypatch.setattr(cpu_autotune, "is_exact", is_exact)
     time_configs(2)
     return requested
 
@@ -92,7 +91,7 @@ def test_measurements_are_reused_only_for_the_same_cpu_and_instructions(
     before = measured(2)
     for name, value in (("cpu_name", "another"), ("instructions_of_passes", "others")):
         with monkeypatch.context() as other:
-            other.setattr(cpu_ways, name, lambda value=value: value)
+            other.setattr(cpu_autotune, name, lambda value=value: value)
             assert measured(2) == {}
     assert measured(2) == before != {}
 
@@ -124,8 +123,9 @@ def test_a_stale_or_corrupt_file_is_ignored_and_replaced(
 
 def test_the_trial_times_every_backend_of_this_machine_and_frees_its_threads() -> None:
     before = torch.get_num_threads()
-    machine_s = [way for way in cpu_ways.CPU_CONFIGS if way.runs([cpu_ways._TRIAL_SPEC], MACHINE)]
-    for way in machine_s:
-        assert 0.0 < cpu_ways.time_config(way, before) < math.inf
+    trial = [cpu_autotune._TRIAL_SPEC]
+    possible = [config for config in cpu_autotune.CPU_CONFIGS if config.runs(trial, MACHINE)]
+    for candidate in possible:
+        assert 0.0 < cpu_autotune.time_config(candidate, before) < math.inf
         assert torch.get_num_threads() == before
-    assert COMPILED in machine_s and fastest(COMPILED, machine_s, {}) == COMPILED
+    assert COMPILED in possible and fastest(COMPILED, possible, {}) == COMPILED

@@ -1,7 +1,6 @@
 """The GPU path end to end: kernels, runner, the scheduler running ahead (device: see `devices.py`).
 
-In Triton's interpreter everything but CUDA's own part (streams, graphs) runs as it does on a GPU. It must
-give the tokens of PyTorch's kernels, one by one.
+Triton's interpreter runs all but CUDA's own part (streams, graphs). Tokens equal those of PyTorch's kernels.
 """
 
 from __future__ import annotations
@@ -41,7 +40,6 @@ FAMILIES_HERE = [n for n, f in FAMILIES.items() if not f.composed and (ON_GPU or
 def test_packed_experts_stay_packed_in_products_and_change_no_token(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """gpt-oss as published; PyTorch's kernels get its experts dequantized."""
     target = publish(make_tiny_target(tmp_path / "saved", "gpt_oss", seed=5), tmp_path / "published")
     params = [replace(KNOBS["greedy"], max_tokens=2)] * len(CASES)
     expected, _ = generate(target, None, "torch", params)
@@ -58,8 +56,7 @@ def test_packed_experts_stay_packed_in_products_and_change_no_token(
 
 @pytest.mark.parametrize("family", FAMILIES_HERE)
 def test_kernels_change_no_token(tmp_path: Path, family: str) -> None:
-    """For families with kernels; with sliding layers the drafter's first one slides, too, so pages are
-    freed."""
+    """Pages are freed: with sliding layers the drafter's first one slides, too."""
     changes = {key: size for key, size in SMALL_STATES.items() if key in FAMILIES[family].changes}
     target = make_tiny_target(tmp_path / "target", family, seed=5, **changes)
     spec = read_model(target)
@@ -81,7 +78,6 @@ def test_kernels_change_no_token(tmp_path: Path, family: str) -> None:
 
 
 def test_a_dflash2_drafter_on_the_device_drafts_as_the_hosts(tiny_qwen3: Path, tmp_path: Path) -> None:
-    """A drafter with sliding layers and accepted drafts for each request."""
     drafter = make_tiny_drafter(tmp_path, sliding_window=20, second=True)
     hot = [replace(p, temperature=4.0, max_tokens=5) for p in PARAMS[1:]]
     found: list[list[tuple[list[int], list[int]]]] = []
@@ -103,7 +99,7 @@ def test_running_ahead_changes_no_token(tiny_llama: Path, tiny_drafter: Path) ->
 
 
 def test_rules_give_the_hosts_tokens(tiny_llama: Path, tiny_drafter: Path) -> None:
-    """Next to a request without rules; run ahead, so the host does not know the generated tokens."""
+    """The other request has no rules; steps run ahead, so the host does not know the generated tokens."""
     rules = {"presence_penalty": 2.0, "repetition_penalty": 2.0, "allowed_token_ids": tuple(range(1, 40))}
     params = [replace(PARAMS[0], **rules), PARAMS[1], replace(PARAMS[2], frequency_penalty=2.0)]
     expected, _ = generate(tiny_llama, None, "torch", params)
@@ -113,7 +109,6 @@ def test_rules_give_the_hosts_tokens(tiny_llama: Path, tiny_drafter: Path) -> No
 
 
 def test_log_probabilities_equal_the_hosts(tiny_llama: Path, tiny_drafter: Path) -> None:
-    """Log probabilities of prompts in chunks and of chosen tokens, run ahead; another request has none."""
     requested = [
         replace(PARAMS[0], logprobs=2, prompt_logprobs=1),
         PARAMS[1],
@@ -137,7 +132,6 @@ def test_log_probabilities_equal_the_hosts(tiny_llama: Path, tiny_drafter: Path)
 
 
 def test_steps_of_all_kinds_never_wait_and_equal_the_hosts(tiny_qwen3: Path, tiny_drafter: Path) -> None:
-    """Prompts, decoding with a prompt, ragged drafts with padding in rows and requests, filters."""
     prompts = [[5, 6, 7], [9] * 7, [11], [12, 13], [14] * 4]
     warm, narrow = (replace(GREEDY, temperature=1.0, top_k=k, seed=9) for k in (0, 4))
     telling = replace(narrow, logprobs=2, prompt_logprobs=1)
@@ -161,7 +155,7 @@ def test_steps_of_all_kinds_never_wait_and_equal_the_hosts(tiny_qwen3: Path, tin
 
 
 def test_a_trimmed_step_fills_its_rows_and_equals_the_hosts(tiny_qwen3: Path, tiny_drafter: Path) -> None:
-    """With a prompt; log probabilities of rows that the host cannot locate; then a step without context."""
+    """The step has a prompt, and log probabilities of rows that the host cannot locate."""
     prompts = [[5, 6, 7], [9] * 7, [11, 3], [14] * 4]
     warm = replace(GREEDY, temperature=1.0, seed=9)
     sampling = [replace(GREEDY, logprobs=1), warm, replace(warm, top_k=4, logprobs=2), GREEDY]
@@ -191,7 +185,6 @@ def test_a_trimmed_step_fills_its_rows_and_equals_the_hosts(tiny_qwen3: Path, ti
 
 
 def test_ngram_lookup_never_waits_and_equals_the_hosts(tiny_qwen3: Path) -> None:
-    """A text that repeats itself, and one that does not."""
     prompts = [[20] * 3 + [110] * 3, [5, 6]]  # the target continues with 110
     twins = Twins.open(tiny_qwen3, None, prompts, method="ngram")
     enter = [twins.steps.admit(*of) for of in zip(range(2), prompts, strict=True)]
@@ -200,8 +193,7 @@ def test_ngram_lookup_never_waits_and_equals_the_hosts(tiny_qwen3: Path) -> None
 
 
 def test_eagle3_chains_never_wait_and_equal_the_hosts(tiny_qwen3: Path, tmp_path: Path) -> None:
-    """Margins are compared for ragged chains with padding and a prompt, from features of an earlier step, at
-    the end of a page, and after a prompt's first token."""
+    """Margins are compared for ragged chains with padding and a prompt, and at the end of a page."""
     drafter = write(tmp_path, VARIANTS["speculators normed before fc"])
     prompts = [[9] * 16, [11], [5, 6, 7]]
     twins = Twins.open(tiny_qwen3, drafter, prompts, method="eagle3")
@@ -215,7 +207,7 @@ def test_eagle3_chains_never_wait_and_equal_the_hosts(tiny_qwen3: Path, tmp_path
 
 
 class OtherRank:
-    """A communicator whose other rank, the second, has chosen already."""
+    """A communicator in which the second rank has chosen already."""
 
     rank, world_size = 0, 2
 
@@ -310,13 +302,11 @@ def test_a_backend_that_cannot_run_here_is_refused(tiny_qwen3: Path, monkeypatch
 
 @pytest.fixture(scope="module")
 def tiny_states(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A target half of whose layers are recurrent."""
     folder = tmp_path_factory.mktemp("states")
     return make_tiny_target(folder, "qwen3_5", seed=5, num_hidden_layers=2, **SMALL_STATES)
 
 
 def test_states_after_accepted_and_rejected_drafts_equal_the_hosts(tiny_states: Path, tmp_path: Path) -> None:
-    """Correct drafts are looked up in a prompt with the target's output; another prompt runs, too."""
     with opened(tiny_states, None, "torch") as llm:
         (said,) = tokens_of(llm, [[5, 6, 7]], [replace(KNOBS["greedy"], max_tokens=24)])
     stood: set[int] = set()

@@ -80,7 +80,7 @@ class Mirrors:
 
 
 def saves_of(*requested: tuple[int, int, int]) -> StateSaves:
-    """Request, position, state."""
+    """Return saves of (request, position, state)."""
     return StateSaves(*np.array(requested, np.int32).T.copy())
 
 
@@ -125,7 +125,6 @@ def tokens(llm: LLM, params: SamplingParams) -> list[list[int]]:
 
 @pytest.mark.slow
 def test_preemption_prefix_hits_and_aborts_change_no_token(pair: tuple[Path, Path]) -> None:
-    """Steps run ahead, pages are few, and a request leaves while its drafts are verified."""
     params = SamplingParams(temperature=0.8, seed=3, max_tokens=8)
     with opened(pair[0], None, "torch", enable_prefix_caching=False) as llm:
         expected = tokens(llm, params)

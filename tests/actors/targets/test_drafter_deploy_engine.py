@@ -25,7 +25,7 @@ LONG = 24  # tokens of an answer
 
 
 class Served:
-    """An engine in this process whose drafts are recorded."""
+    """An engine in this process that records its drafts."""
 
     def __init__(self, config: EngineConfig) -> None:
         self.executor = InProcessExecutor(config)
@@ -77,7 +77,7 @@ class Served:
 
 
 def requests(name: str, on_trial: Callable[[int], bool] = lambda i: False) -> list[Request]:
-    """Four requests, greedy and sampled, with a common prefix: their pages are shared."""
+    """Return four requests, greedy and sampled, with a common prefix: their pages are shared."""
     shared = [3 + i % 90 for i in range(20)]
     return [
         Request(
@@ -102,7 +102,6 @@ def config(tiny_qwen3: Path, tiny_drafter: Path) -> EngineConfig:
 
 @pytest.fixture(scope="module")
 def alone(config: EngineConfig, other: Path) -> Iterator[dict[str, tuple[dict[str, list[int]], Seen]]]:
-    """Answers and drafts of each drafter alone."""
     found = {}
     spec = config.speculative_config
     assert spec is not None
@@ -114,7 +113,7 @@ def alone(config: EngineConfig, other: Path) -> Iterator[dict[str, tuple[dict[st
 
 
 def same(seen: Seen, wanted: Seen, name: str) -> int:
-    """How many blocks of the requests with this name equal the expected ones."""
+    """Return how many blocks of the requests with this name equal the expected ones."""
     shared = [key for key in seen if key[0] == name and key in wanted]
     for key in shared:
         assert seen[key] == wanted[key], f"at {key}"

@@ -33,7 +33,6 @@ SMALL = ("--dtype", "float32", "--num-threads", "1", "--max-model-len", "256", "
 
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """A checkpoint without weights."""
     folders = make_text_pair(tmp_path_factory.mktemp("shapes"))
     for folder in folders:
         (folder / "model.safetensors").unlink()
@@ -51,7 +50,6 @@ def generated(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[str,
 def test_a_pair_without_weights_generates_at_the_requested_depth(
     pair: tuple[Path, Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Two starts are equal, and the drafter, which drafts noise, changes no token."""
     target, drafter = map(str, pair)
     flags = ("-m", target, "--load-format", "dummy", "--hf-overrides", '{"num_hidden_layers": 2}')
     plain, _ = generated(capsys, *flags)
@@ -100,7 +98,6 @@ def test_every_family_starts_at_reduced_depth(tmp_path: Path, family: str) -> No
 
 
 def test_packed_dummy_experts_are_bytes(tmp_path: Path) -> None:
-    """Their values vary like those of any matrix."""
     folder = make_tiny_target(tmp_path, "gpt_oss", intermediate_size=64)
     packed = {"quantization_config": {"quant_method": "mxfp4"}}
     plan = plan_load(settings(folder, load_format="dummy", hf_overrides=packed))

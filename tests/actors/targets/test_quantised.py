@@ -1,7 +1,4 @@
-"""`quantization`: eight-bit weights, and the tokens of the quantized target (device: see `devices.py`).
-
-Products by themselves are in `test_kernels_products.py`.
-"""
+"""`quantization`: eight-bit weights, and the tokens of the quantized target (device: see `devices.py`)."""
 
 from __future__ import annotations
 
@@ -27,7 +24,7 @@ PARAMS = [replace(KNOBS["greedy"], max_tokens=3)] * len(CASES)
 
 
 def rounded(saved: Path, folder: Path) -> Path:
-    """The checkpoint with the dequantized values of its quantized weights."""
+    """Return the checkpoint with the dequantized values of its quantized weights."""
     folder.mkdir()
     (folder / "config.json").write_bytes((saved / "config.json").read_bytes())
     tensors = load_file(saved / "model.safetensors")

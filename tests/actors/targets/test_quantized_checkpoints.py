@@ -77,7 +77,7 @@ def weights_of(folder: Path, rank: int = 0, ranks: int = 1) -> TargetWeights:
 
 
 def tensors_of(value: object, at: str = "") -> Iterator[tuple[str, torch.Tensor]]:
-    """All tensors of a layer, by the path of their fields; packed ones dequantized."""
+    """Yield all tensors of a layer by the path of their fields; packed ones dequantized."""
     if isinstance(value, Packed):
         yield at, value.dequantised(torch.float32)
     elif isinstance(value, torch.Tensor):

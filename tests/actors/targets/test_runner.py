@@ -1,4 +1,4 @@
-"""A step end to end through the engine: drafts, verification, context; against transformers and oracle."""
+"""Steps end to end through the engine: drafts, verification, context; against transformers and an oracle."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ PROMPTS = [prompt(n, n) for n in (1, 18, 37, 64)]
 def run(
     executor: InProcessExecutor, config: EngineConfig, prompts: list[list[int]], params: SamplingParams
 ) -> list[list[int]]:
-    """New tokens of all prompts, served together; request i has seed 10 + i."""
+    """Return the new tokens of all prompts, served together; request i has seed 10 + i."""
     engine = EngineCore(config, executor)
     for i, tokens in enumerate(prompts):
         engine.add_request(
@@ -69,7 +69,6 @@ def hugging_face(target: Path):
 
 @pytest.fixture(scope="module")
 def plain(target: Path) -> list[list[int]]:
-    """Greedy tokens by plain decoding, one request at a time."""
     config = settings(target)
     executor = InProcessExecutor(config)
     return [run(executor, config, [p], GREEDY_PARAMS)[0] for p in PROMPTS]
@@ -98,8 +97,6 @@ def test_speculation_changes_no_token(
 
 
 class Recorded:
-    """A proposer that records another one's proposals."""
-
     def __init__(self, inner: DraftSource) -> None:
         self._inner = inner
         self.seen: list[tuple[int, list[int]]] = []
@@ -208,7 +205,6 @@ def test_correct_drafts_are_accepted_up_to_the_first_wrong_one(
 
 
 def test_missing_drafts_cost_no_token(target: Path, tiny_drafter: Path, plain: list[list[int]]) -> None:
-    """A dead split drafter proposes only -1."""
     runner, _ = open_runner(target, tiny_drafter)
     runner.drafts = KnowsAll({0: [-1] * 200})
     steps, text = Steps(4), PROMPTS[1] + plain[1]

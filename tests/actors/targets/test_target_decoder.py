@@ -94,7 +94,7 @@ def test_omitted_config_values_take_the_familys_defaults(tmp_path: Path) -> None
 
 @torch.inference_mode()
 def test_a_drafter_borrows_embedding_and_head_as_stored(tmp_path: Path) -> None:
-    """Without norm, scale and cap, which the target applies itself."""
+    """The target itself applies norm, scale and cap."""
     folder = make_tiny_target(tmp_path, "muse_glimmer")
     model, weights = load(folder), weights_of(folder)
     spec, ids = weights.spec, torch.arange(TINY_VOCAB)

@@ -11,8 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from manta.actors.targets.loading import backend_selection as backends
-from manta.actors.targets.loading import cpu_autotune as cpu_ways
-from manta.actors.targets.loading import load_plan
+from manta.actors.targets.loading import cpu_autotune, load_plan
 from manta.actors.targets.loading import memory_budget as memory
 from manta.actors.targets.loading import rank_loader as loading
 from manta.actors.targets.loading import warmup as warm_up
@@ -32,8 +31,6 @@ from tiny import TINY_BLOCK, TINY_VOCAB, make_tiny_drafter, make_tiny_target
 
 @pytest.fixture
 def nothing_loads(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Errors in these tests must be raised before a weight is read."""
-
     def refuse(*_: object) -> None:
         raise AssertionError("a weight was read")
 
@@ -41,7 +38,7 @@ def nothing_loads(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def copy_of(folder: Path, tmp_path: Path, **changes: object) -> Path:
-    """A checkpoint with changed values in its config.json; None removes one."""
+    """Return a copy of the folder with changed values in its config.json; None removes one."""
     copy = tmp_path / "copy"
     shutil.copytree(folder, copy)
     raw = json.loads((copy / "config.json").read_text())
@@ -212,7 +209,7 @@ def test_end_tokens_come_from_generation_config_first(tiny_qwen3: Path, tmp_path
 def test_dtype_auto_on_a_cpu_is_bf16_if_native_and_exact(
     tiny_qwen3: Path, shipped_pair: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch, invariant: bool
 ) -> None:
-    monkeypatch.setattr(cpu_ways, "measured", lambda _: {})  # another test's engine may have tried the ways
+    monkeypatch.setattr(cpu_autotune, "measured", lambda _: {})  # another test's engine may have timed them
     monkeypatch.setattr(backends, "rows_are_invariant", lambda *_, **__: invariant)
     native = torch.ops.mkldnn._is_mkldnn_bf16_supported()
     by_products = plan_load(settings(tiny_qwen3, dtype="auto", device="cpu")).dtype

@@ -35,7 +35,7 @@ SPLIT = [name for name, family in FAMILIES.items() if not family.composed]
 
 @pytest.fixture(scope="module", params=SPLIT)
 def target(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A vocabulary that no number of ranks divides."""
+    """Return a target with a vocabulary that no number of ranks divides."""
     return make_tiny_target(tmp_path_factory.mktemp(request.param), request.param, vocab_size=TINY_VOCAB - 1)
 
 
@@ -44,7 +44,6 @@ HEADS = "(num_attention_heads|linear_num_key_heads) is 4"  # of the first layer
 
 @pytest.fixture(scope="module")
 def expected(target: Path) -> list[list[int]]:
-    """Return the tokens of the target that is not split."""
     return tokens_by_steps(load_runner(settings(target, num_pages=80))[0], PROMPTS, 6)
 
 
@@ -62,7 +61,7 @@ def test_four_ranks_that_share_two_kv_heads_give_the_tokens_of_one(
 
 
 def test_ranks_with_whole_experts_add_up_to_the_whole(tmp_path: Path) -> None:
-    """Four ranks cannot split 30 inner states, but 8 experts."""
+    """Four ranks cannot split 30 inner states, only 8 experts."""
     folder = make_tiny_target(tmp_path, "qwen3_moe", moe_intermediate_size=30)
     whole, _ = load_runner(settings(folder, num_pages=80))
     expected = tokens_by_steps(whole, PROMPTS, 6)
@@ -144,7 +143,6 @@ def test_ranks_read_only_their_slices(target: Path) -> None:
 
 
 def rows_by_kind(spec: ModelSpec) -> list[int]:
-    """The first layer's first product: q, k and v, and the other inputs of a delta rule."""
     mixer = spec.layers[0].mixer
     if isinstance(mixer, TargetAttention):
         return [spec.axis_size(axis, 0) for axis in ("q", "kv", "value")]
@@ -154,7 +152,6 @@ def rows_by_kind(spec: ModelSpec) -> list[int]:
 
 
 def products(mlp: MlpTensors) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Gate, up and down of the layer's dense MLP and experts."""
     match mlp:
         case DenseTensors():
             return [(mlp.gate_up_IH, mlp.down_HI)]

@@ -1,7 +1,6 @@
 """Every published drafter loads and drafts: its config.json's keys and names, with reduced sizes.
 
-The files give the mathematics: kinds of layers and masks, rotation, block, scales, DFlash2's parts, names of
-tensors. Sizes, taps and the mask's id are those of a tiny target.
+Only sizes, taps and the mask's id are those of a tiny target.
 """
 
 from __future__ import annotations
@@ -152,8 +151,7 @@ def test_a_published_drafter_drafts_as_its_config_says(name: str, tmp_path: Path
 
 
 @pytest.mark.parametrize("key", ["original_max_position_embeddings", "truncate", "mscale"])
-def test_the_rotation_of_a_drafter_follows_its_config_(key: str, tmp_path: Path):
-    """The oracle would show a missing term."""
+def test_the_rotation_of_a_drafter_follows_its_config(key: str, tmp_path: Path):
     name, settings = ("Kimi-K2.6-DFlash", KIMI) if key == "mscale" else ("gpt-oss-20b-DFlash", GPT_OSS)
     other = {"original_max_position_embeddings": 512, "truncate": True, "mscale": 2.0}[key]
     pair, taps = load_pair(tmp_path, PUBLISHED[name]), random_taps([LENGTH])[0]

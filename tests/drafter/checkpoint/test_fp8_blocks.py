@@ -1,7 +1,4 @@
-"""FP8 matrices with a scale per block are read whole, in slices, and as a target's weights.
-
-The checkpoints are written like published ones: e4m3 with `_scale_inv`, some matrices plain.
-"""
+"""FP8 matrices with a scale per block are read whole, in slices, and as a target's weights."""
 
 from __future__ import annotations
 

@@ -72,7 +72,6 @@ def packed(codes_OI: Tensor) -> Tensor:
 
 
 def quantised(weight_OI: Tensor) -> tuple[Tensor, Tensor]:
-    """Return codes, and bf16 scales of groups."""
     groups = weight_OI.unflatten(1, (-1, GROUP))
     scales = (groups.abs().amax(-1, keepdim=True) / 7).bfloat16()
     codes = (groups / scales.float()).round().clamp(-8, 7)

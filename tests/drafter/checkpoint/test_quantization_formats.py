@@ -24,7 +24,7 @@ ROWS, COLUMNS = 64, 96
 def open_one(
     name: str, folder: Path, dtype: torch.dtype = torch.float32
 ) -> tuple[QuantizedFolder, torch.Tensor]:
-    """A folder with one matrix in a format, and the matrix's numbers."""
+    """Return a folder with one matrix in a format, and the matrix's numbers."""
     form = FORMATS[name]
     matrix = form.encoder(MODULE)(np.random.default_rng(3), ROWS, COLUMNS)
     save_file(
@@ -46,7 +46,7 @@ def quantization_of(name: str, folder: Path) -> CheckpointQuantization:
 
 
 def compressed(layout: str) -> dict[str, object]:
-    """compressed-tensors' configuration of INT4 in another layout."""
+    """Return compressed-tensors' configuration of INT4 in another layout."""
     return {**(FORMATS["ct_w4a16"].config or {}), "format": layout}
 
 
@@ -74,7 +74,6 @@ def stored_in(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def reopened(name: str, folder: Path, tensors: dict[str, torch.Tensor]) -> QuantizedFolder:
-    """The folder of `open_one` with other tensors."""
     save_file(tensors, folder / "m.safetensors")
     return QuantizedFolder(folder, quantization_of(name, folder), torch.float32)
 
@@ -238,7 +237,7 @@ def test_a_shape_that_contradicts_its_codes_is_refused(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_what_is_not_served_is_refused_by_name(config: dict, message: str, tmp_path: Path) -> None:
+def test_unsupported_formats_are_refused_by_name(config: dict, message: str, tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=message):
         read_quantization({"quantization_config": config}, tmp_path, param="model")
 
@@ -339,7 +338,6 @@ def test_lists_of_modules_are_read_as_the_formats_mean_them(
 
 
 def test_awq_and_gptq_words_have_the_published_order() -> None:
-    """The words of the codes 0 to 7, by hand."""
     codes = torch.tensor([[0x76543210]], dtype=torch.int32)
     assert unpack(codes, 4).tolist() == [[0, 1, 2, 3, 4, 5, 6, 7]]
     assert in_order(torch.tensor([[0x75316420]], dtype=torch.int32)).tolist() == [[0, 1, 2, 3, 4, 5, 6, 7]]

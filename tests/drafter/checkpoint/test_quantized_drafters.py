@@ -42,7 +42,7 @@ def test_a_drafter_has_the_numbers_of_its_format(kind: str, name: str, tmp_path:
         assert torch.equal(tensors.get(tensor_name), tensor), tensor_name
 
 
-def test_speculators_state_the_quantization_beside_the_layers(tmp_path: Path) -> None:
+def test_speculators_declare_quantization_next_to_the_layers(tmp_path: Path) -> None:
     config = eagle3_checkpoints.speculators(quantization_config=FORMATS["ct_w4a16"].config)
     folder = eagle3_checkpoints.write(tmp_path / "saved", config)
     with pytest.raises(CheckpointError, match=r"says compressed-tensors: INT4.*but no matrix is stored so"):

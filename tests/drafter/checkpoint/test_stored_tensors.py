@@ -48,11 +48,10 @@ def folders(tiny_qwen3: Path, tmp_path: Path) -> dict[str, Path]:
 
 
 def quantised(name: str, dtype: torch.dtype) -> Callable[[Tensors], Tensors]:
-    """Store the matrix in this dtype, with nothing else."""
     return lambda found: {f"{name}.weight": (found[f"{name}.weight"] * 100).to(dtype)}
 
 
-def beside(name: str, suffix: str) -> Callable[[Tensors], Tensors]:
+def with_suffix(name: str, suffix: str) -> Callable[[Tensors], Tensors]:
     return lambda found: {f"{name}{suffix}": torch.ones(found[f"{name}.weight"].shape[0], 1)}
 
 
@@ -63,7 +62,7 @@ def beside(name: str, suffix: str) -> Callable[[Tensors], Tensors]:
         *((quantised, (dtype,), r"q_proj\.weight is stored as \w+; it must be F32 or BF16")
           for dtype in (torch.int8, torch.uint8, torch.int32, torch.int64, torch.bool, torch.float8_e4m3fn,
                         torch.float8_e5m2)),
-        *((beside, (suffix,), rf"{re.escape(suffix)} is stored with a matrix")
+        *((with_suffix, (suffix,), rf"{re.escape(suffix)} is stored with a matrix")
           for suffix in (".weight_scale", ".weight_scale_inv", ".weight_scale_2", ".scales", ".weight.scale",
                          ".input_scale", ".weight_zero_point", ".qzeros", ".SCB", ".weight.absmax",
                          ".weight_global_scale")),

@@ -20,8 +20,6 @@ from .llama_like import TENSORS, PlainConfig
 
 
 class SigmoidExpertsConfig(PlainConfig):
-    """The keys of the experts, with transformers' defaults where all families agree."""
-
     n_routed_experts: Count
     num_experts_per_tok: Count = 8
     moe_intermediate_size: Count
@@ -55,7 +53,6 @@ class SigmoidExpertsConfig(PlainConfig):
 
 
 def in_fp32(tensor: Tensor) -> Tensor:
-    """Return the tensor in fp32, in which routers compute."""
     return tensor.to(torch.float32)
 
 

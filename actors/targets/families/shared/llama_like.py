@@ -18,9 +18,7 @@ from ...model.model_spec import CheckpointDType, LayerSpec, ModelSpec, TensorRul
 
 
 class PlainConfig(HfConfig):
-    """The keys that every family has. `KINDS`: the types of layers that `layer_types` may have."""
-
-    KINDS: ClassVar[tuple[str, ...]] = ("full_attention", "sliding_attention")
+    KINDS: ClassVar[tuple[str, ...]] = ("full_attention", "sliding_attention")  # of `layer_types`
 
     architectures: tuple[str, ...]
     hidden_size: Count
@@ -67,7 +65,6 @@ class PlainConfig(HfConfig):
         return size
 
     def types(self, file: str, default: tuple[str, ...]) -> tuple[str, ...]:
-        """Return the type of each layer, one of `KINDS`."""
         kinds = self.layer_types or default
         if len(kinds) != self.num_hidden_layers:
             raise wrong(
@@ -134,11 +131,9 @@ def read_plain(
     out_bias: bool = False,
     mlp_bias: bool = False,
 ) -> ModelSpec:
-    """Return a model of plain blocks that differ only in their windows.
+    """Return a model of plain blocks that differ only in their windows (None: none has one).
 
-    Args:
-        head_dim: default if config.json has none; None for hidden_size / num_attention_heads.
-        windows: window of each layer; None for no windows.
+    `head_dim` is the default if config.json has none; None for hidden_size / num_attention_heads.
     """
     size = config.head_size(file, head_dim)
     rope = RopeConfig.read(raw, size, file)

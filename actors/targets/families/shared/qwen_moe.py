@@ -20,8 +20,6 @@ from .llama_like import PlainConfig
 
 
 class SoftmaxExpertsConfig(PlainConfig):
-    """The keys of the experts; families set their own defaults."""
-
     num_experts: Count = Field(128, validation_alias=AliasChoices("num_experts", "num_local_experts"))
     num_experts_per_tok: Count = 8
     moe_intermediate_size: Count = 768

@@ -1,7 +1,7 @@
 """AutoRound's `quantization_config`: integers in GPTQ's or AWQ's packing, with exceptions by module.
 
 Of GPTQ's packings "auto_round:auto_gptq" stores zeros less one, "auto_round" and "auto_round:gptqmodel" as
-they are. Its exports in compressed-tensors' layouts, and its floating-point types, are not served.
+they are. compressed-tensors' layouts and floating-point types are not supported.
 """
 
 from __future__ import annotations
@@ -39,9 +39,7 @@ class AutoRoundConfig(HfConfig):
     act_bits: int | None = None
 
 
-class _Exception(HfConfig):
-    """An entry of `extra_config`: what differs for a module."""
-
+class _ModuleSettings(HfConfig):
     bits: int | None = None
     group_size: GroupSize | None = None
     data_type: Literal["int", "float"] = "int"
@@ -52,7 +50,7 @@ def read_auto_round(raw: Json, file: str) -> CheckpointQuantization:
     targets: list[tuple[ModulePatterns, Scheme | None]] = []
     for module, changes in config.extra_config.items():
         at = f"{KEY}.extra_config.{module}"
-        own = parse(_Exception, changes, file, at) if isinstance(changes, Mapping) else _Exception()
+        own = parse(_ModuleSettings, changes, file, at) if isinstance(changes, Mapping) else _ModuleSettings()
         patterns = expressions_of("search", [module], file, at)
         targets.append(
             (ModulePatterns(frozenset({normalized(module)}), patterns), _scheme(config, own, file, at))
@@ -60,12 +58,12 @@ def read_auto_round(raw: Json, file: str) -> CheckpointQuantization:
     return CheckpointQuantization(
         method="auto-round",
         file=file,
-        targets=(*targets, (LINEAR, _scheme(config, _Exception(), file, KEY))),
+        targets=(*targets, (LINEAR, _scheme(config, _ModuleSettings(), file, KEY))),
         quantizes_activations=(config.act_bits or _PLAIN_BITS) < _PLAIN_BITS,
     )
 
 
-def _scheme(config: AutoRoundConfig, own: _Exception, file: str, at: str) -> Scheme | None:
+def _scheme(config: AutoRoundConfig, own: _ModuleSettings, file: str, at: str) -> Scheme | None:
     bits, group = own.bits or config.bits, own.group_size or config.group_size
     if bits >= _PLAIN_BITS:
         return None

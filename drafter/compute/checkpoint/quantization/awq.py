@@ -38,7 +38,7 @@ _PLACES = (0, 4, 1, 5, 2, 6, 3, 7)  # the nibble of each output of a word
 
 @dataclass(frozen=True, slots=True)
 class Awq(Scheme):
-    """Attributes: group: inputs that share a scale; None: all."""
+    """AWQ's integers; `group` inputs share a scale (None: all)."""
 
     CODES: ClassVar[str] = "qweight"
 
@@ -90,8 +90,6 @@ def in_order(words: Tensor) -> Tensor:
 
 
 class AwqConfig(HfConfig):
-    """`quantization_config` of AutoAWQ."""
-
     quant_method: Literal["awq"]
     bits: Literal[4] = Field(4, validation_alias=AliasChoices("bits", "w_bit"))
     group_size: GroupSize = Field(128, validation_alias=AliasChoices("group_size", "q_group_size"))

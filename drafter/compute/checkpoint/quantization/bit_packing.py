@@ -1,7 +1,6 @@
 """Unpacks codes from 32-bit words: a little-endian stream of bits, the first code lowest.
 
-Codes of 2, 4 and 8 bits never cross a word; 32 codes of 3 bits fill three words. Files of compressed-tensors
-and GPTQ agree in this; AWQ stores the eight codes of a word in another order (`awq.py`).
+32 codes of 3 bits fill three words; other codes never cross one. AWQ's words have another order (`awq.py`).
 """
 
 from __future__ import annotations
@@ -46,7 +45,6 @@ def unpack(words_RW: Tensor, bits: int) -> Tensor:
 
 
 def _unpack_crossing(words_RW: Tensor, bits: int) -> Tensor:
-    """Unpack codes that may lie in two words."""
     missing = -words_RW.shape[-1] % bits
     words = torch.nn.functional.pad(words_RW.long() & 0xFFFFFFFF, (0, missing + 1))
     begins = torch.arange((words.shape[-1] - 1) * WORD_BITS // bits) * bits

@@ -1,4 +1,4 @@
-"""What config.json says of a checkpoint's quantized matrices: which module is stored in which scheme."""
+"""The quantization that a config.json declares: the scheme in which each module is stored."""
 
 from __future__ import annotations
 
@@ -16,15 +16,13 @@ class CheckpointQuantization:
     """The quantization that config.json, or ModelOpt's hf_quant_config.json, declares.
 
     Attributes:
-        method: `quant_method`.
         file: where it was read, for messages.
-        ignored: modules that are not quantized, whatever the targets say.
-        targets: schemes of modules; whole names take precedence over patterns, then the first match. None is
-            a module that is not quantized.
+        ignored: modules that are not quantized, regardless of the targets.
+        targets: schemes of modules (None: not quantized); whole names first, then the first matching pattern.
         quantizes_activations: whether the publisher's engine rounds activations, which this one does not.
         quantizes_kv_cache: whether the publisher's engine stores K and V in 8 bits or fewer.
         packed_experts: form of all routed experts, stored without modules of their own.
-        packed: modules whose tensors are read as they are stored.
+        packed: modules with tensors that are read as they are stored.
     """
 
     method: str
@@ -45,7 +43,6 @@ class CheckpointQuantization:
         return any(pattern.matches(module) for pattern in self.packed)
 
     def scheme_of(self, module: str) -> Scheme | None:
-        """Return the scheme of a module; None if it is not quantized."""
         if self.ignored.matches(module):
             return None
         for patterns, scheme in self.targets:

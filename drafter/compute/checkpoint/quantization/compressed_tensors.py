@@ -4,8 +4,7 @@
     pack-quantized                                    `packed_integers.py`
     mxfp4-pack-quantized, nvfp4-pack-quantized        `fp4.py`
 
-Sparse layouts and transforms of the activations (`transform_config`) are refused. Quantized activations are
-accepted: activations stay as they are.
+Sparse layouts and `transform_config` are refused. Activations are not quantized here, even if declared.
 """
 
 from __future__ import annotations
@@ -37,9 +36,7 @@ def _check_dense(config: Any) -> None:  # Any: JSON values
         raise ValueError("must be absent or dense: sparse layouts are not served")
 
 
-class _Weights(HfConfig):
-    """`weights` of a group."""
-
+class _WeightSettings(HfConfig):
     num_bits: Literal[4, 8]
     type: Literal["int", "float"] = "int"
     symmetric: bool = True
@@ -55,7 +52,7 @@ class _Weights(HfConfig):
 
 class _Group(HfConfig):
     targets: tuple[str, ...] = ("Linear",)
-    weights: _Weights | None = None
+    weights: _WeightSettings | None = None
     format: str | None = None
     input_activations: Any = None  # Any: JSON values; not applied
     output_activations: Any = None  # Any: JSON values; not applied
@@ -97,7 +94,7 @@ def read_compressed_tensors(raw: Json, file: str) -> CheckpointQuantization:
     )
 
 
-def _scheme(weights: _Weights, layout: str | None, file: str, at: str) -> Scheme:
+def _scheme(weights: _WeightSettings, layout: str | None, file: str, at: str) -> Scheme:
     match (layout, weights.type, weights.num_bits, weights.group):
         case (layout, "float", 8, _) if layout in _PLAIN_CODES:
             return _eight_bit(weights, "F8_E4M3", file, at)
@@ -115,7 +112,7 @@ def _scheme(weights: _Weights, layout: str | None, file: str, at: str) -> Scheme
             raise wrong(file, f"{at}.format", stated, _SERVED)
 
 
-def _eight_bit(weights: _Weights, code: Literal["F8_E4M3", "I8"], file: str, at: str) -> EightBit:
+def _eight_bit(weights: _WeightSettings, code: Literal["F8_E4M3", "I8"], file: str, at: str) -> EightBit:
     if code == "F8_E4M3" and not weights.symmetric:
         raise wrong(file, f"{at}.weights.symmetric", weights.symmetric, "true for floating-point codes")
     match weights.strategy or ("channel" if weights.group_size == WHOLE_ROW else "tensor"):
@@ -131,7 +128,7 @@ def _eight_bit(weights: _Weights, code: Literal["F8_E4M3", "I8"], file: str, at:
             raise wrong(file, f"{at}.weights.strategy", other, wanted)
 
 
-def _packed(weights: _Weights, file: str, at: str) -> PackedIntegers:
+def _packed(weights: _WeightSettings, file: str, at: str) -> PackedIntegers:
     strategy = weights.strategy or ("group" if weights.group is not None else "channel")
     if strategy not in ("tensor", "channel", "group") or (strategy == "group") != (weights.group is not None):
         wanted = "group with a group_size, channel or tensor, for packed integers"

@@ -5,8 +5,8 @@
     MODULE.weight_scale_inv   the same; multiplied, despite its name (DeepSeek-V3, arXiv 2412.19437, 3.3)
     MODULE.weight_zero_point  int8, like the scale; of asymmetric INT8 alone
 
-Scales of activations (`input_scale`, `activation_scale`) are accepted and unused: activations are not
-quantized here, so outputs are at least as exact as the publisher's, but not the same bits.
+Scales of activations (`input_scale`, `activation_scale`) are unused: activations are not quantized here, so
+outputs are at least as exact as the publisher's, but not the same bits.
 
 Legend: O, I rows and columns of a matrix; R, C those of a block.
 """
@@ -33,13 +33,9 @@ _EXPONENTS = ("F8_E8M0",)  # scales that are powers of two
 
 @dataclass(frozen=True, slots=True)
 class EightBit(Scheme):
-    """FP8 or INT8.
+    """FP8 or INT8. `code`: dtype of the codes in safetensors' notation; `granularity`: what shares a scale.
 
-    Attributes:
-        code: the dtype of the codes, as safetensors names it.
-        granularity: what shares a scale.
-        block: rows and columns of a block; a group of columns in one row is (1, columns).
-        symmetric: whether there are no zero points.
+    `block`: rows and columns of a block; a group of columns in one row is (1, columns).
     """
 
     CODES: ClassVar[str] = "weight"
@@ -114,7 +110,7 @@ def _check_two_sizes(sizes: tuple[int, ...] | None) -> tuple[int, ...] | None:
 
 
 class Fp8Config(HfConfig):
-    """`quantization_config` of vLLM's and transformers' FP8, and of FBGEMM's."""
+    """Keys of vLLM's and transformers' FP8, and of FBGEMM's."""
 
     quant_method: Literal["fp8", "fbgemm_fp8"]
     fmt: Literal["float8_e4m3fn", "e4m3"] = "e4m3"

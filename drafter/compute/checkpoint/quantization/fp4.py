@@ -30,7 +30,7 @@ _OF_MATRIX = ((), (1,))
 
 @dataclass(frozen=True, slots=True)
 class _Fp4(Scheme):
-    """Attributes: GROUP: elements of a row that share a scale. SCALE_DTYPES: of these scales."""
+    """E2M1 codes; `GROUP` elements of a row share a scale of one of `SCALE_DTYPES`."""
 
     GROUP: ClassVar[int]
     SCALE_DTYPES: ClassVar[tuple[str, ...]]
@@ -88,7 +88,7 @@ class Mxfp4Linear(_Fp4):
 
 @dataclass(frozen=True, slots=True)
 class _Nvfp4(_Fp4):
-    """Attributes: MATRIX_SCALE: name of the factor of the whole matrix."""
+    """NVFP4; `MATRIX_SCALE` names the factor of the whole matrix."""
 
     GROUP: ClassVar[int] = 16
     SCALE_DTYPES: ClassVar[tuple[str, ...]] = ("F8_E4M3",)

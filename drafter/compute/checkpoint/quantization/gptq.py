@@ -38,10 +38,9 @@ Bits = Literal[2, 3, 4, 8]
 
 @dataclass(frozen=True, slots=True)
 class Gptq(Scheme):
-    """Attributes:
-    group: inputs that share a scale; None: all.
-    zero_offset: added to a stored zero.
-    act_order: whether the files must name each input's group.
+    """GPTQ's integers; `group` inputs share a scale (None: all), and `zero_offset` is added to stored zeros.
+
+    `act_order`: whether the files must name each input's group.
     """
 
     CODES: ClassVar[str] = "qweight"
@@ -94,7 +93,6 @@ class Gptq(Scheme):
         return values_OI.mul_(files.part(f"{module}.scales", groups, rows).T.float()[:, places])
 
     def _groups(self, files: TensorFolder, module: str, columns: slice) -> tuple[Tensor, slice]:
-        """Return each column's group, relative to the first of the range, and the range of groups."""
         name = f"{module}.g_idx"
         count = files.shapes[f"{module}.scales"][0]
         index = columns_in_order(columns, self.group or columns.stop)
@@ -104,8 +102,6 @@ class Gptq(Scheme):
 
 
 class GptqConfig(HfConfig):
-    """`quantization_config` of AutoGPTQ and GPTQModel."""
-
     quant_method: Literal["gptq"]
     bits: Bits
     group_size: GroupSize
@@ -123,9 +119,7 @@ class GptqConfig(HfConfig):
     modules_to_not_convert: tuple[str, ...] = Field((), description="a list of names of modules")
 
 
-class _Override(HfConfig):
-    """An entry of `dynamic`: the quantization of modules that match its key."""
-
+class _DynamicEntry(HfConfig):
     bits: Bits | None = None
     group_size: GroupSize | None = None
     desc_act: bool | None = None
@@ -142,17 +136,17 @@ def read_gptq(raw: Json, file: str) -> CheckpointQuantization:
         if key.startswith("-:"):
             ignored += patterns
             continue
-        own = parse(_Override, changes, file, at) if isinstance(changes, Mapping) else _Override()
+        own = parse(_DynamicEntry, changes, file, at) if isinstance(changes, Mapping) else _DynamicEntry()
         targets.append((ModulePatterns(patterns=patterns), _scheme(config, own, offset)))
     return CheckpointQuantization(
         method="gptq",
         file=file,
         ignored=ModulePatterns(patterns=tuple(ignored)),
-        targets=(*targets, (LINEAR, _scheme(config, _Override(), offset))),
+        targets=(*targets, (LINEAR, _scheme(config, _DynamicEntry(), offset))),
     )
 
 
-def _scheme(config: GptqConfig, own: _Override, offset: Literal[0, 1]) -> Gptq:
+def _scheme(config: GptqConfig, own: _DynamicEntry, offset: Literal[0, 1]) -> Gptq:
     group = own.group_size or config.group_size
     act_order = config.desc_act if own.desc_act is None else own.desc_act
     return Gptq(own.bits or config.bits, None if group == WHOLE_ROW else group, offset, act_order)

@@ -1,4 +1,4 @@
-"""ModelOpt's quantization: FP8, NVFP4, or different ones by layer; in config.json or hf_quant_config.json.
+"""ModelOpt's FP8, NVFP4 or mixed quantization, from config.json or hf_quant_config.json.
 
 Algorithms that also scale the inputs of a layer (AWQ's `pre_quant_scale`) are refused.
 """
@@ -44,9 +44,7 @@ class ModelOptConfig(HfConfig):
     quantized_layers: dict[str, Any] = Field({}, description="an object by module")  # Any: JSON values
 
 
-class _Layer(HfConfig):
-    """An entry of `quantized_layers`."""
-
+class _LayerSettings(HfConfig):
     quant_algo: str
     group_size: Literal[16] | None = None
 
@@ -77,7 +75,7 @@ def _by_layer(config: ModelOptConfig, file: str, at: str) -> list[tuple[ModulePa
         where = f"{at}.quantized_layers.{module}"
         if not isinstance(stated, Mapping):
             raise wrong(file, where, stated, "an object with quant_algo")
-        scheme = _scheme(parse(_Layer, stated, file, where).quant_algo, file, f"{where}.quant_algo")
+        scheme = _scheme(parse(_LayerSettings, stated, file, where).quant_algo, file, f"{where}.quant_algo")
         modules.setdefault(scheme, set()).add(normalized(module))
     return [
         (ModulePatterns(frozenset(names), with_children=True), scheme) for scheme, names in modules.items()

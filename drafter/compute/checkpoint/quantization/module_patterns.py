@@ -1,8 +1,7 @@
 """Patterns by which config.json names the modules that are quantized, or are not.
 
-Formats write them differently. A checkpoint's tensors may have another prefix than the model that was
-quantized had, so names are compared with the prefix of a plain language model. Large models have 70,000
-modules and lists of hundreds of names, so that lists become sets, or one expression.
+Names are compared with the prefix of a plain language model, as a checkpoint's may differ from the quantized
+model's. Large models have 70,000 modules and hundreds of names: lists become sets, or one expression.
 """
 
 from __future__ import annotations
@@ -22,10 +21,7 @@ _BOUNDARY = r"(?:(?<=\.)|(?=\.|$))"  # the end of a component
 
 @dataclass(frozen=True, slots=True)
 class ModulePattern:
-    """Attributes:
-    kind: whether `text` is an expression that matches from the beginning of a name or anywhere, or the class
-        of a layer ("Linear").
-    """
+    """An expression that matches from the beginning of a name or anywhere, or a class ("Linear")."""
 
     kind: Literal["match", "search", "class"]
     text: str
@@ -39,11 +35,7 @@ class ModulePattern:
 
 @dataclass(frozen=True, slots=True)
 class ModulePatterns:
-    """A set of modules: some by their (normalized) names, others by patterns.
-
-    Attributes:
-        with_children: whether a name stands for all modules inside, too, such as "layers.0.mlp.experts".
-    """
+    """Modules by (normalized) names and patterns; `with_children`: a name includes all modules inside."""
 
     names: frozenset[str] = frozenset()
     patterns: tuple[ModulePattern, ...] = ()
@@ -64,7 +56,6 @@ LINEAR = ModulePatterns(patterns=(ModulePattern("class", "Linear"),))
 
 
 def normalized(module: str) -> str:
-    """Return a module's name with the prefix of a plain language model."""
     prefix = next((prefix for prefix in _PREFIXES if module.startswith(prefix)), None)
     return module if prefix is None else _PREFIXES[prefix] + module.removeprefix(prefix)
 
@@ -100,11 +91,7 @@ def shell_patterns(texts: Sequence[str], file: str, key: str) -> ModulePatterns:
 def expressions_of(
     kind: Literal["match", "search"], texts: Sequence[str], file: str, key: str
 ) -> tuple[ModulePattern, ...]:
-    """Return patterns of regular expressions.
-
-    Raises:
-        CheckpointError: one is no regular expression.
-    """
+    """Return patterns of regular expressions. Raises CheckpointError if one is invalid."""
     for text in texts:
         try:
             re.compile(text)

@@ -28,13 +28,9 @@ _INTEGERS = ("I64", "I32")
 
 @dataclass(frozen=True, slots=True)
 class PackedIntegers(Scheme):
-    """INT4 or INT8 in words.
+    """INT4 or INT8 in words; `group` inputs of a row share a scale (None: all), or all if `per_tensor`.
 
-    Attributes:
-        group: inputs that share a scale; None: all of a row.
-        per_tensor: one scale for the whole matrix.
-        symmetric: whether there are no zero points.
-        act_order: whether inputs name their group.
+    `act_order`: whether inputs name their group.
     """
 
     CODES: ClassVar[str] = "weight_packed"
@@ -102,7 +98,6 @@ class PackedIntegers(Scheme):
         return values.mul_(files.part(f"{module}.weight_scale", rows, groups).float()[:, places])
 
     def _groups(self, files: TensorFolder, module: str, columns: slice) -> tuple[Tensor, slice]:
-        """Return each column's group, relative to the first of the range, and the range of groups."""
         count = files.shapes[f"{module}.weight_scale"][1]
         index = columns_in_order(columns, self.group or columns.stop)
         if self.act_order:
@@ -123,7 +118,6 @@ class PackedIntegers(Scheme):
         return unpack(packed_GW, self.bits).narrow(1, first, rows.stop - rows.start).T.float()
 
     def _check_shape(self, files: TensorFolder, module: str) -> None:
-        """Raise CheckpointError if `weight_shape` names another shape than the codes have."""
         name = f"{module}.weight_shape"
         rows, columns = (int(size) for size in files.get(name))
         words = files.shapes[f"{module}.weight_packed"]

@@ -2,10 +2,9 @@
 
     config.json ─▶ CheckpointQuantization ─▶ table: "MODULE.weight" -> Scheme ─▶ values in the computing dtype
 
-A scheme dequantizes after the cut: a rank reads the codes and scales of its slice alone. Codes that
-config.json does not declare, and declared ones without their scales, are refused before a weight is read. A
-matrix of plain numbers is used as it is even if config.json would quantize it: publishers leave routers and
-heads out of their lists.
+A rank reads the codes and scales of its slice alone. Codes that config.json does not declare, and declared
+ones without their scales, are refused before a weight is read. A matrix of plain numbers is used as it is
+even if config.json would quantize it: publishers leave routers and heads out of their lists.
 """
 
 from __future__ import annotations
@@ -34,11 +33,7 @@ _MAX_VALUES = 2**24  # of a part that is dequantized at once; bounds the memory 
 
 
 class QuantizedTensors(TensorHeaders):
-    """Headers of a checkpoint in which a quantized matrix has its name and shape as if it were plain.
-
-    Attributes:
-        stored: the headers of the files.
-    """
+    """Headers of a checkpoint, with quantized matrices under plain names and shapes; `stored`: the files'."""
 
     def __init__(self, stored: TensorHeaders, quantization: CheckpointQuantization) -> None:
         super().__init__(stored.where)
@@ -79,7 +74,6 @@ class QuantizedTensors(TensorHeaders):
         self.shapes[name], self.dtypes[name], self.file_of[name] = shape, scheme.dtype, file
 
     def _unused_scales(self) -> Iterator[tuple[str, re.Pattern[str]]]:
-        """Yield scales of activations, of K and of V, with their kind."""
         for name in self.shapes:
             found = _OF_ACTIVATIONS.fullmatch(name)
             if found is not None and f"{found['module']}.{_WEIGHT}" in self._schemes:
@@ -103,7 +97,6 @@ class QuantizedTensors(TensorHeaders):
         check_parts(parts, self.stored)
 
     def _refuse_undeclared(self, name: str) -> None:
-        """Raise CheckpointError if the files hold this matrix in undeclared codes."""
         module = name.removesuffix(f".{_WEIGHT}")
         names = [f"{module}.{last}" for last in _CODES if last != _WEIGHT]
         codes = next((each for each in names if each in self.stored.shapes), None)
@@ -145,11 +138,7 @@ class QuantizedTensors(TensorHeaders):
 
 
 class QuantizedFolder(QuantizedTensors):
-    """The tensors of a quantized checkpoint's folder; matrices are dequantized when they are read.
-
-    Args:
-        dtype: of dequantized matrices, rounded once from fp32; other tensors have the file's.
-    """
+    """Tensors of a quantized checkpoint; matrices are dequantized, and rounded once from fp32 to `dtype`."""
 
     def __init__(self, folder: str | Path, quantization: CheckpointQuantization, dtype: torch.dtype) -> None:
         self._files, self._dtype = TensorFolder(folder), dtype
@@ -181,7 +170,6 @@ class QuantizedFolder(QuantizedTensors):
 
 
 def unused_scales(tensors: TensorFolder | QuantizedFolder) -> tuple[str, ...]:
-    """Return sentences about scales that a checkpoint holds and this engine does not use."""
     return tensors.notes() if isinstance(tensors, QuantizedFolder) else ()
 
 

@@ -1,8 +1,4 @@
-"""Reads the quantization that a checkpoint declares, from config.json and hf_quant_config.json.
-
-Called by the target's families and by the drafters' configurations. A method that is not served is refused by
-name before a weight is read.
-"""
+"""Reads the quantization that a checkpoint declares; an unsupported method is refused by name."""
 
 from __future__ import annotations
 
@@ -42,13 +38,7 @@ _NAMED = ("fp8", "fbgemm_fp8", "compressed-tensors", "gptq", "awq", "auto-round"
 
 
 def read_quantization(raw: Json, folder: Path, *, param: str) -> CheckpointQuantization | None:
-    """Return the quantization that a checkpoint declares; None if its weights are plain.
-
-    Args:
-        raw: config.json, with overrides applied.
-        folder: the checkpoint, which may hold ModelOpt's hf_quant_config.json.
-        param: the setting that names the folder.
-    """
+    """Return the declared quantization, None for plain weights; `raw` is config.json with overrides."""
     stated, file = raw.get(KEY), str(folder / "config.json")
     of_file = _read_hf_quant_config(folder, param)
     if not stated:

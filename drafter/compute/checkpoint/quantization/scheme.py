@@ -1,7 +1,6 @@
-"""What a quantization format is to the reader: names, shapes, dtypes and values of a matrix's tensors.
+"""Interface of a quantization format: names, shapes, dtypes and values of a matrix's tensors.
 
-A format implements `Scheme` in a module of its own. Matrices are [O, I]: outputs and inputs of a linear
-layer. `quantized_tensors.py` calls it; nothing else knows formats.
+A format implements `Scheme` in its own module; only `quantized_tensors.py` calls it. Matrices are [O, I].
 
 Legend: O outputs, I inputs, G groups of a row that share a scale, W words of a row.
 """
@@ -39,11 +38,7 @@ GroupSize = Annotated[int, AfterValidator(_check_group)]
 
 @dataclass(frozen=True, slots=True)
 class Scheme(ABC):
-    """How a format stores the matrix of a module, such as "model.layers.0.mlp.up_proj".
-
-    Attributes:
-        CODES: name of the tensor with the codes, after the module's.
-    """
+    """Form in which a module's matrix is stored; `CODES` is the suffix of its tensor with the codes."""
 
     CODES: ClassVar[str]
 
@@ -63,18 +58,13 @@ class Scheme(ABC):
 
     @abstractmethod
     def parts(self, stored: TensorHeaders, module: str, shape: tuple[int, int]) -> Mapping[str, StoredForm]:
-        """Return the tensors of a matrix of this shape, by name.
-
-        Raises:
-            CheckpointError: the format cannot store a matrix of this shape.
-        """
+        """Return a matrix's tensors by name. Raises CheckpointError if the format cannot have this shape."""
 
     @abstractmethod
     def read(self, files: TensorFolder, module: str, rows: slice, columns: slice) -> Tensor:
         """Return the values of a part of the matrix, fp32 [rows, columns]."""
 
     def is_stored(self, stored: TensorHeaders, module: str) -> bool:
-        """Return whether the files hold this module's matrix in this scheme rather than as plain numbers."""
         return stored.dtypes.get(f"{module}.{self.CODES}") in self.code_dtypes
 
 
@@ -105,11 +95,7 @@ def expand(scales: Tensor, part: slice, step: int, dim: int) -> Tensor:
 
 
 def rows_of_groups(index: Tensor, num_groups: int, files: TensorFolder, name: str) -> tuple[Tensor, slice]:
-    """Return each column's group relative to the first one used, and the range of the groups used.
-
-    Raises:
-        CheckpointError: a column has a group without a scale.
-    """
+    """Return each column's group relative to the first used, and the range used; all must have a scale."""
     groups, first, last = index.long(), int(index.min()), int(index.max())
     if first < 0 or last >= num_groups:
         raise CheckpointError(
@@ -121,5 +107,4 @@ def rows_of_groups(index: Tensor, num_groups: int, files: TensorFolder, name: st
 
 
 def columns_in_order(columns: slice, group: int) -> Tensor:
-    """Return the group of each column when groups are consecutive."""
     return torch.arange(columns.start, columns.stop) // group
