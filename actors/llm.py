@@ -58,6 +58,7 @@ class LLM:
             self._executor = make_executor(self.config)
         self._engine = EngineCore(self.config, self._executor)
         self._speculation_cache = SpeculationCache(self.config, self.info, self._engine)
+        self._speculation_cache.measure_steps()
         self._processor = OutputProcessor(self.tokenizer)
         self._grammars = GrammarFrontend.of(self.tokenizer, self.info)
         self._seeds = SeedSource(self.config.seed)

@@ -102,6 +102,7 @@ class Replica:
         )
         info = self._engine.info
         max_tokens = min(FIRST_TOKENS, info.max_model_len - 1)
+        await self._engine.measure_steps()
         await run_first_request(create_check_app(self._engine, replica), max_tokens)
         await self._engine.end_warm_up()
         tune_gc()

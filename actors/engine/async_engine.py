@@ -16,7 +16,7 @@ import time
 from collections import Counter, deque
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager, contextmanager
-from typing import Protocol, TypedDict, Unpack, runtime_checkable
+from typing import Protocol, TypedDict, Unpack, cast, runtime_checkable
 
 from ...cluster.config import EngineConfig
 from ...cluster.engine.engine_core import EngineCore, EngineStats
@@ -285,6 +285,12 @@ class AsyncEngine:
         if verdict is not None:
             self.verdicts[verdict] += 1
 
+    async def measure_steps(self) -> None:
+        """Measure steps of every draft length before the first request, unless their costs were saved."""
+        speculation_cache = self._speculation_cache
+        assert speculation_cache is not None, "start() the engine first"
+        await self._run_between_steps(lambda executor, engine: speculation_cache.measure_steps())
+
     async def end_warm_up(self) -> None:
         """Exclude the requests so far from all statistics; only measured step times are kept."""
         speculation_cache = self._speculation_cache
@@ -416,8 +422,7 @@ class AsyncEngine:
         done: asyncio.Future[None],
     ) -> None:
         try:
-            assert isinstance(self._executor, SwapsDrafters), "executors that compute do"
-            operation(self._executor, engine)
+            operation(cast(SwapsDrafters, self._executor), engine)  # those that compute drafts do
         except EngineDeadError:
             raise
         except MantaError as error:

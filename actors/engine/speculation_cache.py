@@ -31,6 +31,7 @@ from ..system.host_resources import cpu_name, owned_cores
 logger = logging.getLogger(__name__)
 
 _WRITE_INTERVAL_S = 300.0
+_MEASURE_S = 1.0  # at most, of a start without saved costs
 
 
 class SpeculationCache:
@@ -45,18 +46,30 @@ class SpeculationCache:
         for learned, cache in ((self._costs, self._cost_cache), (self._survival, self._acceptance_cache)):
             if learned is not None:
                 _read(learned, cache)
-        self._begin()
+        self._trusts_saved = engine.would_draft
+        if not self._trusts_saved:
+            logger.info("Saved statistics say that drafts do not pay; they are measured again.")
+            engine.reset_speculation()
+        self._set_prior()
+
+    def measure_steps(self) -> None:
+        """Measure steps before the first request, unless an earlier process has saved their costs."""
+        self._engine.measure_steps(_MEASURE_S)
+        self._restore()
 
     def end_warm_up(self) -> None:
+        """Forget the requests so far, except for the costs of their steps."""
         self._engine.end_warm_up()
-        if self._survival is not None:
-            _read(self._survival, self._acceptance_cache)
-        self._begin()
+        self._restore()
 
-    def _begin(self) -> None:
-        if not self._engine.would_draft:
-            logger.info("Saved statistics say that drafts do not pay; they are measured again.")
-            self._engine.reset_speculation()
+    def _restore(self) -> None:
+        """Read the saved acceptance again, which a warm-up resets."""
+        survival = self._survival
+        if survival is not None and self._trusts_saved:
+            _read(survival, self._acceptance_cache)
+        self._set_prior()
+
+    def _set_prior(self) -> None:
         survival = self._survival
         self._drafter = None if survival is None else survival.num_drafters
         if survival is not None and self._card_lengths:

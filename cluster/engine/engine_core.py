@@ -16,7 +16,7 @@ from ..errors import OverloadedError, RequestError, brief
 from ..metrics.bounded_labels import UsageAccount
 from ..metrics.histogram import NO_COUNTS, HistogramCounts
 from ..records.request_timeline import RequestTimeline
-from ..request.request import FinishReason, Request
+from ..request.request import FinishReason, Request, SamplingParams
 from ..scheduler.scheduler import Scheduler
 from ..scheduler.scheduler_stats import Usage
 from ..speculation.acceptance_model import AcceptanceModel
@@ -26,6 +26,8 @@ from ..step.limits import SchedulerConfig, check_output_so_far, check_request
 from ..step.scheduler_output import DrafterUse, SchedulerOutput, StepResult
 from ..step.step_outcome import SequenceUpdate
 from .step_watchdog import StepWatchdog
+
+_WARM_UP_TOKENS = 48  # three steps of each draft length, and a block
 
 __all__ = ["EngineCore", "EngineStats", "SequenceUpdate"]
 
@@ -288,9 +290,33 @@ class EngineCore:
         return self._scheduler.controller.would_draft
 
     def reset_speculation(self) -> None:
-        self._scheduler.controller.reset(costs=True)
+        self._scheduler.controller.reset()
+
+    def measure_steps(self, max_s: float) -> None:
+        """Measure steps of every draft length with a request of its own, unless their costs are known.
+
+        Args:
+            max_s: seconds after which it ends. For an engine without requests.
+        """
+        if self.costs is None or self.costs.known_at_start:
+            return
+        begin_s, name = self._clock(), "warm-up"
+        self._scheduler.controller.begin_warm_up()
+        config = self._scheduler.config
+        max_tokens = min(_WARM_UP_TOKENS, config.max_model_len - 1)
+        params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True, seed=0)
+        request = Request(
+            request_id=name, prompt_token_ids=(0,), params=params, arrival_s=begin_s, uses_cache=False
+        )
+        self.add_request(request)
+        while self.has_unfinished:
+            self.step()
+            if self._clock() - begin_s > max_s:
+                self.abort(name)
+        self.end_warm_up()
 
     def end_warm_up(self) -> None:
+        """Forget the requests so far; only their step times are kept."""
         self._scheduler.end_warm_up()
         self._seconds = dict.fromkeys(STEP_PARTS, 0.0)
 

@@ -67,7 +67,7 @@ class Scheduler:
     def end_warm_up(self) -> None:
         """Forget the requests so far, except for the step times."""
         self.queues.counters = self.counters = Counters(self.config.num_speculative_tokens)
-        self.controller.reset(costs=False)
+        self.controller.end_warm_up()
 
     # Planning.
 

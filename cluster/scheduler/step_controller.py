@@ -101,12 +101,23 @@ class StepController:
         if self.acceptance is not None and len(slots):
             self.acceptance.admit(slots, [request.params.temperature for request in requests])
 
-    def reset(self, *, costs: bool) -> None:
-        """Forget what was learned about drafts, all sums, and with `costs` also the step costs."""
+    def reset(self) -> None:
+        """Forget everything, as in a new process."""
         if self.acceptance is not None:
             self.acceptance.reset()
-            if costs:
-                self._costs.reset()
+            self._costs.reset()
+        self._restart()
+
+    def begin_warm_up(self) -> None:
+        """Measure steps of every draft length until `end_warm_up`."""
+        if self._policy is not None:
+            self._policy.begin_warm_up()
+
+    def end_warm_up(self) -> None:
+        """Forget all but the step costs, from which the first request starts."""
+        if self.acceptance is not None:
+            self.acceptance.reset()
+            self._costs.end_warm_up()
         self._restart()
 
     def on_drafter_replaced(self) -> None:

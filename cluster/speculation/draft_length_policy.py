@@ -20,8 +20,9 @@ Legend: R decoding requests, K most drafts of a request, N blocks, S drafts that
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
+from itertools import cycle
 from typing import NamedTuple
 
 import numpy as np
@@ -104,7 +105,12 @@ class DraftLengthPolicy:
         self._retry_gain = math.inf  # ratio of expected to plain worth at the last retry
         self._paused_until = 0
         self._declines_S = np.zeros(acceptance.num_slots, dtype=np.bool_)  # requests whose drafts do not pay
+        self._measured: Iterator[int] | None = None  # the lengths of the warm-up
         self.reports_margins = True  # whether the drafter does
+
+    def begin_warm_up(self) -> None:
+        """Make steps of every draft length in turn, to measure them."""
+        self._measured = cycle(self._lengths)
 
     def retry_soon(self) -> None:
         """Try drafts in the next step and soon again; they have become possible, or the drafter is new."""
@@ -123,6 +129,9 @@ class DraftLengthPolicy:
     # Planning.
 
     def choose(self, batch: DecodeBatch, load: StepLoad) -> DraftChoice:
+        if self._measured is not None:
+            length = next(self._measured)
+            return DraftChoice(np.minimum(batch.limits_R, length), length, is_trial=True)
         if not self._costs.has_measurements:
             length = self._max_drafts if self._num_steps else 0
             self._num_steps += 1
@@ -180,9 +189,9 @@ class DraftLengthPolicy:
         min_s, max_s = (
             dict(zip(lengths, bounds.tolist(), strict=True)) for bounds in self._costs.bounds_s(load, lengths)
         )
-        # With costs of an earlier process drafts are tried first.
+        # With costs from before the first request drafts are tried first.
         is_measured = state.has_plain and max_s[0] <= _KNOWN * min_s[0]
-        if not (is_measured or self._costs.were_loaded):
+        if not (is_measured or self._costs.known_at_start):
             state.trial_length, state.trial_steps = 0, 1
             return
         estimates = self._estimate(batch, load, lengths)

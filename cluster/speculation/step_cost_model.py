@@ -65,14 +65,10 @@ class PassRegression:
 
     Args:
         has_phase: whether the phase is estimated; otherwise it is 1.
-
-    Attributes:
-        was_loaded: it started from what an earlier process saved.
     """
 
     def __init__(self, *, has_phase: bool = False) -> None:
         self._has_phase = has_phase
-        self.was_loaded = False
         self._theta_F: Doubles = np.zeros(_PHASE + 1)
         self._covariance_FF = self._walk_FF = np.zeros((_PHASE + 1, _PHASE + 1))
         self._first_s = 0.0
@@ -156,7 +152,7 @@ class PassRegression:
         if not (math.isfinite(first_s) and first_s > 0):
             raise ValueError("seconds must be above 0")
         self._theta_F, self._first_s = theta_F, first_s
-        self._saw_only_prompts, self.was_loaded = False, True
+        self._saw_only_prompts = False
         self._doubt(first_s**2 * _prior(_USUAL_CONTEXT)[1], _DEVIATION)
         return self
 
@@ -205,6 +201,7 @@ class StepCostModel:
 
     def reset(self) -> None:
         """Forget everything, as in a new process."""
+        self.known_at_start = False  # costs of drafting steps preceded the first request
         self._non_draft = PassRegression(has_phase=True)
         self._drafts = {is_half: PassRegression() for is_half in (False, True)}
 
@@ -213,10 +210,9 @@ class StepCostModel:
         """Whether any step was measured, by this process or an earlier one."""
         return bool(self._non_draft)
 
-    @property
-    def were_loaded(self) -> bool:
-        """Whether measurements of an earlier process were loaded."""
-        return self._non_draft.was_loaded
+    def end_warm_up(self) -> None:
+        """Take the steps so far as known before the first request."""
+        self.known_at_start = self.has_measured_drafts
 
     @property
     def has_measured_drafts(self) -> bool:
@@ -330,4 +326,4 @@ class StepCostModel:
             draft = PassRegression().read(saved["draft"])
         except (KeyError, TypeError, AttributeError) as error:
             raise ValueError("these are no costs of steps") from error
-        self._non_draft, self._drafts[False] = rest, draft
+        self._non_draft, self._drafts[False], self.known_at_start = rest, draft, True

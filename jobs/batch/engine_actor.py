@@ -97,6 +97,7 @@ class BatchEngine:
         """Load the models. Returns the id of the node. Raises ConfigError, CheckpointError, ..."""
         self._engine = AsyncEngine(self._config, self._setup.make)
         await self._engine.start()
+        await self._engine.measure_steps()
         return ray.get_runtime_context().get_node_id()
 
     async def begin(self, terms: RunTerms) -> None:

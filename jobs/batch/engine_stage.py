@@ -93,6 +93,7 @@ class ProcessorEngine:
                 generation = GenerationDefaults.load(folder)
                 engine = AsyncEngine(self._config)
                 await engine.start()
+                await engine.measure_steps()
                 self._answerer = RowAnswerer(engine, self._layout, generation, self._config.model)
         return self._answerer
 
