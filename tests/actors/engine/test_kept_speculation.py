@@ -12,8 +12,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 from manta import LLM, SamplingParams
+from manta.actors.engine import speculation_cache
 from manta.cluster.disk_cache import cache_folder
 from manta.cluster.speculation.acceptance_model import AcceptanceModel
+from manta.cluster.speculation.draft_length_policy import DecodeBatch, DraftChoice, DraftLengthPolicy
+from manta.cluster.speculation.draft_lengths import draft_lengths
+from manta.cluster.speculation.step_cost_model import StepLoad
 
 PROMPT = {"prompt_token_ids": [1, 5, 9, 20, 21]}
 PARAMS = SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True)
@@ -36,6 +40,12 @@ def learned(llm: LLM) -> tuple[bool, bool]:
     return costs.has_measured_drafts, bool((survival.bias_K != AcceptanceModel(15, 1).bias_K[0]).any())
 
 
+def draft_s(llm: LLM) -> float:
+    """Return the predicted seconds of a drafter's pass for one request."""
+    assert llm._engine.costs is not None
+    return float(llm._engine.costs.draft_s(StepLoad(1, 0, 0.0), [3])[0])
+
+
 def believe(bias: float, draft_s: float = 1e-9) -> None:
     """Save that drafting takes a given time, and that drafts are accepted with sigmoid(bias)."""
     for file in cache_folder().glob("*.json"):
@@ -56,7 +66,7 @@ def test_acceptance_statistics_are_saved_for_the_same_drafter(
     drafter = tmp_path / "drafter"
     shutil.copytree(tiny_drafter, drafter)
     with make((tiny_qwen3, drafter)) as llm:
-        assert learned(llm) == (False, False)
+        assert learned(llm) == (True, False)
         llm.generate(PROMPT, PARAMS)
     believe(3.0)
     with make((tiny_qwen3, drafter)) as llm:
@@ -86,9 +96,7 @@ def test_saved_statistics_by_which_drafts_do_not_pay_are_ignored(
         llm.generate(PROMPT, PARAMS)
     believe(-5.0, draft_s=1.0)
     with make((tiny_qwen3, tiny_drafter)) as llm:
-        assert learned(llm) == (False, False)
-        llm.generate(PROMPT, PARAMS)
-        assert llm.stats().num_drafts > 0, "drafts are tried in the first request"
+        assert learned(llm) == (True, False) and draft_s(llm) < 0.5, "costs are measured again at the start"
 
 
 def test_a_warm_up_is_in_no_metric_and_updates_only_costs(
@@ -107,23 +115,41 @@ def test_a_warm_up_is_in_no_metric_and_updates_only_costs(
         assert llm.generate(PROMPT, PARAMS)[0].outputs[0].token_ids and llm.stats().generation_tokens == 60
 
 
+def test_a_start_without_saved_costs_measures_every_draft_length_before_the_first_request(
+    tiny_qwen3: Path, tiny_drafter: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lengths, choose = list[int](), DraftLengthPolicy.choose
+
+    def record(policy: DraftLengthPolicy, batch: DecodeBatch, load: StepLoad) -> DraftChoice:
+        lengths.append((choice := choose(policy, batch, load)).length)
+        return choice
+
+    monkeypatch.setattr(DraftLengthPolicy, "choose", record)
+    monkeypatch.setattr(speculation_cache, "_MEASURE_S", 60.0)  # a busy machine would end it early
+    with make((tiny_qwen3, tiny_drafter)) as llm:
+        assert set(lengths) == {*draft_lengths(15)}
+        assert llm.stats().steps == 0 and llm.stats().generation_tokens == 0 and llm.stats().kv_usage == 0
+        lengths.clear()
+    with make((tiny_qwen3, tiny_drafter)) as llm:
+        assert not lengths, "those of the first process were saved"
+
+
 def test_step_costs_are_saved_between_starts_and_change_no_token(
     tiny_qwen3: Path, tiny_drafter: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     pair, tokens = (tiny_qwen3, tiny_drafter), list[list[int]]()
     with make(pair) as llm:
-        assert llm._engine.costs is not None and not llm._engine.costs.has_measurements
         tokens.append(llm.generate(PROMPT, PARAMS)[0].outputs[0].token_ids)
-    believe(3.0)
+    believe(3.0, draft_s=1e-6)
     (file,) = cache_folder().glob("step-costs-*.json")
     assert str(tiny_drafter) in json.loads(file.read_text())["subject"]["drafter"]
     with make(pair) as llm:
-        assert llm._engine.costs is not None and llm._engine.costs.has_measured_drafts
+        assert draft_s(llm) < 1e-4
         tokens.append(llm.generate(PROMPT, PARAMS)[0].outputs[0].token_ids)
     kept = json.loads(file.read_text())
     file.write_text(json.dumps(kept | {"value": {"rest": "broken"}}))
     with make(pair) as llm:
-        assert llm._engine.costs is not None and not llm._engine.costs.has_measurements
+        assert draft_s(llm) > 1e-4
         tokens.append(llm.generate(PROMPT, PARAMS)[0].outputs[0].token_ids)
     assert tokens[0] == tokens[1] == tokens[2]
     assert "measured again" in caplog.text
