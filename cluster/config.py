@@ -21,7 +21,7 @@ DeviceKind = Literal["auto", "cpu", "cuda"]
 Policy = Literal["fcfs", "priority"]
 AttentionBackend = Literal["auto", "torch", "compiled", "triton", "flash_attn"]
 DrafterPlacement = Literal["colocated", "split", "shared"]
-DraftMethod = Literal["dflash", "eagle3", "ngram"]
+DraftMethod = Literal["dflash", "eagle3", "ngram", "suffix"]
 LoadFormat = Literal["auto", "dummy"]
 Quantization = Literal["fp8"]
 
@@ -34,11 +34,13 @@ class SpeculativeConfig:
 
     Attributes:
         model: folder or hub id of the drafter checkpoint: DFlash's in z-lab's or Speculators' format,
-            EAGLE-3's in Speculators' or SGLang's. None with "ngram", which has no model.
-        method: "dflash" drafts a block in one pass; "eagle3" a chain with a pass per token; "ngram" copies
-            what followed the same tokens earlier in the sequence, without a pass.
+            EAGLE-3's in Speculators' or SGLang's. None with "ngram" and "suffix", which have no model.
+        method: "dflash" drafts a block in one pass; "eagle3" a chain with a pass per token; "suffix" and
+            "ngram" copy what followed the same tokens earlier in the sequence, without a pass. "suffix" takes
+            the longest match and verifies drafts by their chance, on a CPU; "ngram" also runs on GPUs.
         num_speculative_tokens: drafts per step. With "dflash" at most block size - 1, which is the default
-            (SGLang counts one more); by default 5 with "eagle3" and 8 with "ngram".
+            (SGLang counts one more); by default 5 with "eagle3", 8 with "ngram" and 16
+            with "suffix".
         placement: "colocated" runs the drafter in the target's processes; "split" in an actor of its own,
             so that its death only costs drafts; "shared" in one actor for all engines on the node with the
             same target, drafter and dtype. A shared drafter serves the engines in turn and exits when no
@@ -54,6 +56,11 @@ class SpeculativeConfig:
         prompt_lookup_max: with "ngram", the longest n-gram that is looked up; by default 4.
         prompt_lookup_min: with "ngram", the shortest n-gram that is looked up; by default 2. Shorter ones
             match more often and are right less often.
+        suffix_drafts: with a model, also draft by "suffix" in each step, and verify for each request the
+            drafts that are expected to be accepted most. On CPUs, with a colocated drafter.
+        suffix_decoding_max_cached_requests: answers of earlier requests that suffix drafts are copied from,
+            in addition to the request's own tokens; 0 for none. Shared between requests with the same
+            `cache_salt`, as prefixes are. Costs about 1 KB of memory per token.
     """
 
     model: str | None = None
@@ -67,6 +74,8 @@ class SpeculativeConfig:
     quantization: Quantization | None = None
     prompt_lookup_max: int | None = None
     prompt_lookup_min: int | None = None
+    suffix_drafts: bool = False
+    suffix_decoding_max_cached_requests: int = 0
 
     def __post_init__(self) -> None:
         _is_mapping("speculative_config.hf_overrides", self.hf_overrides, "{block_size: 8}")
@@ -77,7 +86,24 @@ class SpeculativeConfig:
         _positive("speculative_config.input_embedding_scale", self.input_embedding_scale)
         for name in ("prompt_lookup_max", "prompt_lookup_min"):
             _positive_integer(f"speculative_config.{name}", getattr(self, name))
+        maximum = self.suffix_decoding_max_cached_requests
+        if isinstance(maximum, bool) or not isinstance(maximum, int) or maximum < 0:
+            raise ConfigError(
+                f"speculative_config.suffix_decoding_max_cached_requests={maximum!r} must be an integer of "
+                "at least 0.",
+                param="speculative_config.suffix_decoding_max_cached_requests",
+            )
         self._check_method()
+
+    @property
+    def has_model(self) -> bool:
+        """Whether the method drafts with a model."""
+        return self.method not in ("ngram", "suffix")
+
+    @property
+    def copies_suffixes(self) -> bool:
+        """Whether drafts are made by suffix decoding, alone or besides a model's."""
+        return self.method == "suffix" or self.suffix_drafts
 
     @property
     def drafter(self) -> str:
@@ -99,29 +125,43 @@ class SpeculativeConfig:
                 f"Set it to at most {maximum}.",
                 param="speculative_config.prompt_lookup_min",
             )
-        if self.method != "ngram" and self.model is None:
+        if self.has_model and self.model is None:
             raise ConfigError(
                 f'speculative_config.model is missing: method="{self.method}" drafts with a model. Give its '
-                'folder or hub id, or set method="ngram", which needs none.',
+                'folder or hub id, or set method="suffix", which needs none.',
                 param="speculative_config.model",
             )
         for name in _NOT_WITH[self.method]:
-            if (value := getattr(self, name)) not in (None, "colocated"):
+            if (value := getattr(self, name)) not in (None, False, 0, "colocated"):
                 raise ConfigError(
                     f'speculative_config.{name}={value!r} is not supported with method="{self.method}". '
                     "Remove it, or choose another method.",
                     param=f"speculative_config.{name}",
                 )
+        if self.suffix_drafts and self.placement != "colocated":
+            raise ConfigError(
+                f'speculative_config.suffix_drafts is not supported with placement="{self.placement}". Set '
+                'placement="colocated", or remove suffix_drafts.',
+                param="speculative_config.suffix_drafts",
+            )
+        if self.suffix_decoding_max_cached_requests and not self.copies_suffixes:
+            raise ConfigError(
+                "speculative_config.suffix_decoding_max_cached_requests has no use without suffix decoding. "
+                'Set method="suffix" or suffix_drafts, or remove it.',
+                param="speculative_config.suffix_decoding_max_cached_requests",
+            )
 
 
 # Defaults of `prompt_lookup_min` and `prompt_lookup_max`.
 _LOOKUP_MIN, _LOOKUP_MAX = 2, 4
 _LOOKUP = ("prompt_lookup_max", "prompt_lookup_min")
+_OF_MODELS = ("model", "placement", "revision", "hf_overrides", "input_embedding_scale", "quantization")
 # Settings that do not apply to a method; "placement" may only have its default there.
 _NOT_WITH: Mapping[DraftMethod, tuple[str, ...]] = {
     "dflash": _LOOKUP,
     "eagle3": (*_LOOKUP, "placement", "input_embedding_scale"),
-    "ngram": ("model", "placement", "revision", "hf_overrides", "input_embedding_scale", "quantization"),
+    "ngram": (*_OF_MODELS, "suffix_drafts"),
+    "suffix": (*_OF_MODELS, *_LOOKUP, "suffix_drafts"),
 }
 
 

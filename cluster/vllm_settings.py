@@ -303,10 +303,15 @@ SPECULATION = (
         refused=True,
     ),
     SettingAnswer(
-        "belongs to a method that is not served. Choose dflash, eagle3 or ngram",
+        "has no effect: a suffix automaton matches runs of any length, and drafts are cut by their "
+        "calibrated chance",
+        values="suffix_decoding_max_tree_depth suffix_decoding_max_spec_factor "
+        "suffix_decoding_min_token_prob",
+    ),
+    SettingAnswer(
+        "belongs to a method that is not served. Choose dflash, eagle3, suffix or ngram",
         switches="use_heterogeneous_vocab",
-        values="suffix_decoding_max_tree_depth suffix_decoding_max_cached_requests "
-        "suffix_decoding_max_spec_factor suffix_decoding_min_token_prob dspark_draft_topk",
+        values="dspark_draft_topk",
         refused=True,
     ),
 )

@@ -104,7 +104,7 @@ def _pair(config: EngineConfig, info: ExecutorInfo) -> dict[str, str | int | Non
         "manta": __version__,
         "model": config.model,
         "drafter": None if spec is None else spec.drafter,
-        "method": None if spec is None else spec.method,
+        "method": None if spec is None else spec.method + (" + suffix" if spec.suffix_drafts else ""),
         "drafts": info.num_speculative_tokens,
         "dtype": info.dtype,
         "quantization": config.quantization,

@@ -119,9 +119,7 @@ def _drafter_labels(engine: AsyncEngine, stats: EngineStats) -> dict[tuple[str, 
     if engine.candidate is not None:
         drafters[engine.candidate] = "candidate"
     size = str(engine.info.num_speculative_tokens + 1)
-    revisions = {
-        name: drafter_commit(engine.config, name) if spec.method != "ngram" else "" for name in drafters
-    }
+    revisions = {name: drafter_commit(engine.config, name) if spec.has_model else "" for name in drafters}
     return {
         (name, revisions[name], spec.method, size, engine.config.model, status): 1.0
         for name, status in drafters.items()

@@ -156,7 +156,13 @@ class RequestQueues:
             self.counters.prefix_cache_hits += sequence.num_cached_tokens
         request, tokens = sequence.request, table.copy_tokens(slot)
         return AdmittedRequest(
-            slot, request.request_id, tokens, sequence.sampling, state, on_trial=request.on_trial
+            slot,
+            request.request_id,
+            tokens,
+            sequence.sampling,
+            state,
+            on_trial=request.on_trial,
+            cache_salt=request.cache_salt,
         )
 
     def finish(self, updates: Iterable[SequenceUpdate]) -> None:

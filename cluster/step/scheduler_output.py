@@ -107,6 +107,7 @@ class AdmittedRequest:
         state: for targets with recurrent layers. All sources of a plan are read before any state is written
             in its step.
         on_trial: the candidate drafts for it, if there is one.
+        cache_salt: see `Request.cache_salt`.
     """
 
     slot: int
@@ -115,6 +116,7 @@ class AdmittedRequest:
     sampling: SlotSampling
     state: StateEntry | None = None
     on_trial: bool = False
+    cache_salt: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

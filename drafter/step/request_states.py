@@ -223,14 +223,19 @@ class RequestStates:
             return proposals
         r, guided_RK = self._requests(plan), proposals.drafts_RK.cpu().numpy().copy()
         margins_RK = None if proposals.margins_RK is None else proposals.margins_RK.cpu().numpy().copy()
-        walks = self.grammars.walk(r.slots_R, r.begin_R, r.counts_R, guided_RK, self._standing, margins_RK)
+        walks = self.grammars.walk(r.slots_R, r.begin_R, r.counts_R, guided_RK, self.known_tokens, margins_RK)
         self._walks = walks
         if walks is None:
             return proposals
         margins = None if margins_RK is None else torch.from_numpy(margins_RK).to(self.device)
-        return Proposals(torch.from_numpy(guided_RK).to(self.device), margins)
+        drafts = torch.from_numpy(guided_RK).to(self.device)
+        return replace(proposals, drafts_RK=drafts, margins_RK=margins)
 
-    def _standing(self, slot: int, begin: int, end: int) -> list[int]:
+    def num_known(self, plan: SchedulerOutput) -> Ints:
+        """Return the number of known tokens [R] of each request."""
+        return self._requests(plan).begin_R
+
+    def known_tokens(self, slot: int, begin: int, end: int) -> list[int]:
         return self.token_ids[slot, begin:end].tolist()
 
     def write_drafts(self, plan: SchedulerOutput, drafts_RK: Tensor) -> None:

@@ -13,7 +13,7 @@ from manta.cluster.errors import MantaError
 from manta.jobs.common.engine_flags import Model, Settings, with_flags
 from manta.jobs.common.stop_signals import Stopped, StopSignals
 
-from . import adapt, soak_batch, soak_serve
+from . import adapt, soak_batch, soak_serve, suffix
 from .options import (
     BackgroundOptions,
     BatchBenchOptions,
@@ -201,6 +201,7 @@ def widen(
 
 
 app.command("adapt")(adapt.main)
+app.command("suffix")(suffix.main)
 app.command("soak-batch")(soak_batch.main)
 app.command("soak-serve")(soak_serve.main)
 app.command("simulate-fleet")(simulate.fleet)

@@ -34,7 +34,7 @@ from .cpu_autotune import choose_cpu_config
 
 logger = logging.getLogger(__name__)
 
-NGRAM_DRAFTS = 8  # default number of drafts of prompt lookup
+NGRAM_DRAFTS, SUFFIX_DRAFTS = 8, 16  # default numbers of drafts without a model
 
 DraftConfig = DrafterConfig | Eagle3Config
 
@@ -149,6 +149,7 @@ def plan_models(
     preferred = DeviceCapabilities(device, torch.bfloat16, page_size, config.tensor_parallel_size)
     num_values = sum(math.prod(shape) for shape in target_shapes(target).values())
     cpu_config = choose_cpu_config(config, models, target.dtype, preferred, num_values)
+    check_suffix_drafts(config, cpu_config.backend)
     if device.type == "cpu" and cpu_config.dtype is torch.float16:
         logger.warning("dtype=float16: CPUs compute it many times slower than bfloat16 or float32. Use auto.")
     geometries = Sharding(target, 0, config.tensor_parallel_size).kv_geometries()
@@ -241,8 +242,8 @@ def _num_speculative_tokens(config: EngineConfig, drafter: DraftConfig | None) -
     if (spec := config.speculative_config) is None:
         return 0
     wanted = spec.num_speculative_tokens
-    if drafter is None:  # prompt lookup finds as many as requested
-        return wanted or NGRAM_DRAFTS
+    if drafter is None:  # as many as requested are copied
+        return wanted or (SUFFIX_DRAFTS if spec.method == "suffix" else NGRAM_DRAFTS)
     if isinstance(drafter, Eagle3Config):  # a chain of single drafts has no maximum
         return wanted or DEFAULT_DRAFTS
     maximum = drafter.max_drafts
@@ -258,6 +259,21 @@ def _num_speculative_tokens(config: EngineConfig, drafter: DraftConfig | None) -
             param="speculative_config.num_speculative_tokens",
         )
     return wanted
+
+
+def check_suffix_drafts(config: EngineConfig, backend: BackendName) -> None:
+    """Raise ConfigError if suffix decoding is wanted where the device drives the steps."""
+    spec = config.speculative_config
+    if spec is None or not spec.copies_suffixes or backend in ("torch", "compiled"):
+        return
+    field, remedy = "method", 'Set method="ngram"'
+    if spec.suffix_drafts:
+        field, remedy = "suffix_drafts", "Leave it out"
+    raise ConfigError(
+        f"speculative_config.{field}: suffix drafts are made on the host, but attention_backend={backend!r} "
+        f'drives steps on the device. {remedy}, or set attention_backend="torch".',
+        param=f"speculative_config.{field}",
+    )
 
 
 def _page_size(config: EngineConfig, device: torch.device) -> int:

@@ -30,6 +30,8 @@ from ....drafter.ngram.proposer import NgramProposer
 from ....drafter.step.recurrent_states import RecurrentStates
 from ....drafter.step.request_states import RequestStates
 from ....drafter.step.sampling.step_ops import StepOperators
+from ....drafter.suffix.mixing import SuffixMixer
+from ....drafter.suffix.proposer import SuffixProposer
 from ..model.decoder import Decoder
 from ..model.tensor_parallel import Communicator, Sharding, SingleRank, smallest
 from ..model.weights import TargetWeights, target_shapes
@@ -352,9 +354,14 @@ class _Rank:
         if self._drafter is not None:
             cache = self._draft_cache(num_pages)
             assert cache is not None, "a drafter has pages"
-            drafts = ColocatedDrafter(_make_proposer(self._drafter, cache, operators), self._communicator)
+            proposer, mixer = _make_proposer(self._drafter, cache, operators), None
+            if (suffix := _suffix_proposer(plan.config)) is not None:
+                mixer = SuffixMixer(suffix, plan.num_speculative_tokens, plan.config.max_num_seqs)
+            drafts = ColocatedDrafter(proposer, self._communicator, mixer)
         elif (lengths := _lookup_lengths(plan.config)) is not None:
             drafts = NgramProposer(*lengths)
+        else:
+            drafts = drafts or _suffix_proposer(plan.config)
         state_args = (plan.config.max_num_seqs, plan.max_model_len, num_pages, page_size)
         batch, memory = self.backend.attention_batch, make_state_memory(plan, num_states)
         recurrent = None if memory is None else RecurrentStates(memory, plan.config.max_num_seqs)
@@ -382,6 +389,13 @@ class _Rank:
 def _lookup_lengths(config: EngineConfig) -> tuple[int, int] | None:
     spec = config.speculative_config
     return spec.lookup_lengths if spec is not None and spec.method == "ngram" else None
+
+
+def _suffix_proposer(config: EngineConfig) -> SuffixProposer | None:
+    spec = config.speculative_config
+    if spec is None or not spec.copies_suffixes:
+        return None
+    return SuffixProposer(spec.suffix_decoding_max_cached_requests)
 
 
 def _make_proposer(

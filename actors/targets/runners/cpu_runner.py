@@ -16,6 +16,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
@@ -38,6 +39,7 @@ from ....drafter.step.sampling.logprobs import (
 from ....drafter.step.sampling.sampler import sample_rows
 from ....drafter.step.sampling.step_ops import StepOperators
 from ....drafter.step.sampling.verification import take_out
+from ....drafter.suffix.mixing import SuffixMixer
 from ..model.decoder import Decoder
 from ..model.tensor_parallel import Communicator
 from .runner_interface import Drafter, ReadsMeter
@@ -175,10 +177,11 @@ class CpuModelRunner:
         drafts_RK, margins_RK = proposals.drafts_RK, proposals.margins_RK
         if not drafts_RK.shape[1]:
             return plan, drafts_RK
-        if margins_RK is None:  # a source without margins may have found fewer drafts than planned
+        if proposals.is_partial:
             found_RK = np.cumprod(drafts_RK.cpu().numpy() >= 0, axis=1, dtype=np.int32)
-            return plan.with_num_drafts(found_RK.sum(axis=1, dtype=np.int32)), drafts_RK
-        if plan.trim is None:
+            found = plan.with_num_drafts(found_RK.sum(axis=1, dtype=np.int32))
+            plan = replace(found, trim=plan.trim)
+        if margins_RK is None or plan.trim is None:
             return plan, drafts_RK
         cut = torch.from_numpy(self._operators.trim(margins_RK, plan))
         # Ranks on different kinds of processors may differ in the last digits, so rank 0's result is used.
@@ -256,14 +259,19 @@ class ColocatedDrafter:
     `targets/loading/rank_loader.py`.
     """
 
-    def __init__(self, proposer: DraftProposer, communicator: Communicator) -> None:
+    def __init__(
+        self, proposer: DraftProposer, communicator: Communicator, mixer: SuffixMixer | None = None
+    ) -> None:
         self._proposer = proposer
         self._communicator = communicator
+        self._mixer = mixer
         self._candidate: DraftProposer | None = None
         self._on_trial: set[int] = set()  # slots
 
     def swap_drafter(self, drafter: Drafter) -> None:
         self._proposer = self._proposer.with_drafter(drafter)
+        if self._mixer is not None:
+            self._mixer.on_drafter_replaced()
 
     def begin_trial(self, drafter: Drafter) -> None:
         """Add a candidate. Running requests keep their drafter."""
@@ -273,19 +281,25 @@ class ColocatedDrafter:
     def end_trial(self, *, promoted: bool) -> None:
         if promoted and self._candidate is not None:
             self._proposer = self._candidate
+            if self._mixer is not None:
+                self._mixer.on_drafter_replaced()
         self._candidate = None
 
     def propose(self, plan: SchedulerOutput, states: RequestStates) -> Proposals:
+        proposals = self._propose(plan, states)
+        if self._mixer is not None:
+            proposals = self._mixer.mix(proposals, plan, states)
+        return broadcast_proposals(proposals, self._communicator)
+
+    def _propose(self, plan: SchedulerOutput, states: RequestStates) -> Proposals:
         if self._candidate is None:
-            return broadcast_proposals(self._proposer.propose(plan, states), self._communicator)
+            return self._proposer.propose(plan, states)
         for request in plan.admitted:
             (self._on_trial.add if request.on_trial else self._on_trial.discard)(request.slot)
         on_trial_R = np.isin(plan.slots, list(self._on_trial))
         current = self._proposer.propose(_plan_where(plan, ~on_trial_R), states)
         candidate = self._candidate.propose(_plan_where(plan, on_trial_R), states)
-        return broadcast_proposals(
-            _merge(current, candidate, torch.from_numpy(on_trial_R)), self._communicator
-        )
+        return _merge(current, candidate, torch.from_numpy(on_trial_R))
 
     def inject(
         self, taps_NmH: Tensor | None, rows: StepRows, token_ids_RW: Tensor, num_tokens_R: Tensor
@@ -302,10 +316,10 @@ def broadcast_proposals(proposals: Proposals, communicator: Communicator) -> Pro
     if communicator.world_size == 1 or not drafts_RK.numel():
         return proposals
     if margins_RK is None:
-        return Proposals(communicator.broadcast(drafts_RK), None)
+        return replace(proposals, drafts_RK=communicator.broadcast(drafts_RK))
     both_2RK = torch.stack((drafts_RK.int(), margins_RK.view(torch.int32)))
     drafts_RK, margins_RK = communicator.broadcast(both_2RK).unbind(0)
-    return Proposals(drafts_RK.long(), margins_RK.view(torch.float32))
+    return replace(proposals, drafts_RK=drafts_RK.long(), margins_RK=margins_RK.view(torch.float32))
 
 
 def _plan_where(plan: SchedulerOutput, drafts_R: np.ndarray) -> SchedulerOutput:

@@ -25,10 +25,12 @@ class Proposals:
         drafts_RK: int64, -1 where a request drafts fewer than K.
         margins_RK: fp32, >= 0; inf if no other token is possible, nan if there is no draft or its margin
             is unknown. None: the proposer has no margins.
+        is_partial: a request may have fewer drafts than were planned for it.
     """
 
     drafts_RK: Tensor
     margins_RK: Tensor | None
+    is_partial: bool = False
 
     @classmethod
     def none(cls, num_requests: int, device: torch.device | str) -> Proposals:

@@ -44,6 +44,8 @@ DFLASH2 = "qwen3 by DFlash2"  # a separate pair in few cells: it changes only th
 SELECTOR = "qwen3 in bf16 by a selector"  # likewise: no convolutions, so the compiled pass runs it
 EAGLE3 = ("qwen3 by EAGLE-3", "qwen3 in bf16 by EAGLE-3")  # likewise
 NGRAM = "qwen3 by n-grams"  # likewise
+SUFFIX = "qwen3 by suffixes"  # likewise
+MIXED = ("qwen3 mixed with suffixes", "qwen3 in bf16 mixed with suffixes")  # likewise
 STATES = "qwen3_5"  # lean, but that steps run ahead of its states and prefixes need them
 DRAFTS = (1, 3, 15)
 SIZES = (1, 3)
@@ -110,6 +112,21 @@ def ngram_cells(*, whole: bool = WHOLE) -> Iterator[tuple[str, str, int]]:
                 yield NGRAM, engine, drafts
 
 
+def suffix_cells(*, whole: bool = WHOLE) -> Iterator[tuple[str, str, int]]:
+    """(pair, engine, drafts)."""
+    short = {
+        (SUFFIX, "forced preemption with prefix cache", 15),
+        (MIXED[0], "planned ahead, forced preemption", 15),
+        (MIXED[0], "forced preemption with prefix cache", 3),
+        (MIXED[1], "as shipped", 15),
+    }
+    for pair in (SUFFIX, *MIXED):
+        for engine in ENGINES:
+            for drafts in DRAFTS:
+                if whole or (pair, engine, drafts) in short:
+                    yield pair, engine, drafts
+
+
 def state_cells(*, whole: bool = WHOLE) -> Iterator[tuple[str, str, int]]:
     """(pair, engine, drafts) that `cells` lacks."""
     if not whole:
@@ -125,6 +142,7 @@ class Pair:
     how: dict[str, object]
     few_pages: dict[str, object]
     method: str = "dflash"
+    mixed: bool = False
 
     def open(
         self,
@@ -135,7 +153,9 @@ class Pair:
         **settings: object,
     ) -> LLM:
         drafts = {"num_speculative_tokens": num_speculative_tokens, "adaptive": adaptive}
-        model = {} if self.method == "ngram" else {"model": str(self.drafter)}
+        model = {} if self.method in ("ngram", "suffix") else {"model": str(self.drafter)}
+        if self.method == "suffix" or self.mixed:  # few, so that answers are dropped
+            model |= {"suffix_drafts": self.mixed, "suffix_decoding_max_cached_requests": 4}
         spec = {"method": self.method, **model, **drafts}  # all in every step: they put most to the test
         return LLM(
             str(self.target),
@@ -168,6 +188,10 @@ def make_pair(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Pair]
             return replace(make(name.removesuffix(" by a selector")), drafter=drafter)
         if name == NGRAM:
             return replace(make(family), method="ngram")
+        if name == SUFFIX:
+            return replace(make(family), method="suffix")
+        if name in MIXED:
+            return replace(make(name.removesuffix(" mixed with suffixes")), mixed=True)
         if name in EAGLE3:
             pair = make(name.removesuffix(" by EAGLE-3"))
             layer = {"head_dim": 32} if "bf16" in name else {}
@@ -276,7 +300,7 @@ def test_speculation_changes_no_token_in_small_batches(
 
 @pytest.mark.parametrize(
     ("pair", "engine", "drafts"),
-    [*cells(), *dflash2_cells(), *eagle3_cells(), *ngram_cells(), *state_cells()],
+    [*cells(), *dflash2_cells(), *eagle3_cells(), *ngram_cells(), *suffix_cells(), *state_cells()],
     indirect=["pair"],
 )
 def test_no_token_changes_in_batches_of_eight_with_every_setting(

@@ -1,0 +1,243 @@
+"""Suffix decoding: the automaton against brute force, and drafts through whole engines.
+
+`test_lossless.py` has cells of the grid, `test_lossless_topologies.py` one with two ranks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from manta.actors.targets.loading.load_plan import check_suffix_drafts
+from manta.actors.targets.loading.rank_loader import load_runner
+from manta.actors.targets.runners.cpu_runner import CpuModelRunner
+from manta.cluster.config import EngineConfig, SpeculativeConfig
+from manta.cluster.errors import ConfigError
+from manta.cluster.step.scheduler_output import AdmittedRequest, SchedulerOutput
+from manta.drafter.step.inputs.proposals import Proposals
+from manta.drafter.step.request_states import RequestStates
+from manta.drafter.suffix.mixing import SuffixMixer
+from manta.drafter.suffix.proposer import AnswerCache, SuffixProposer
+from manta.drafter.suffix.suffix_automaton import SuffixAutomaton
+from steps import GREEDY, Steps, settings
+from thread_ranks import ThreadRank, ThreadRanks
+from tiny import make_tiny_drafter
+
+CACHED = "suffix_decoding_max_cached_requests"
+TEXTS = st.lists(st.integers(0, 2), max_size=60) | st.lists(st.integers(0, 5), max_size=60)
+
+
+def ends_of(text: list[int], run: list[int]) -> list[int]:
+    """Ends of a run's occurrences in a text, in ascending order."""
+    return [end for end in range(len(run), len(text) + 1) if text[end - len(run) : end] == run]
+
+
+def longest_repeated(text: list[int]) -> int:
+    """Length of the longest suffix that ends earlier, too."""
+    lengths = range(len(text) - 1, 0, -1)
+    return next((length for length in lengths if len(ends_of(text, text[-length:])) > 1), 0)
+
+
+def copied(text: list[int], length: int) -> tuple[int, float]:
+    """The token after the last earlier occurrence of the last `length` tokens, and its margin."""
+    *earlier, _ = ends_of(text, text[-length:])
+    token = text[earlier[-1]]
+    return token, length * sum(text[end] == token for end in earlier) / len(earlier)
+
+
+@given(TEXTS)
+def test_after_every_token_the_longest_repeated_suffix_and_what_follows_are_found(text: list[int]) -> None:
+    automaton = SuffixAutomaton()
+    for end in range(1, len(text) + 1):
+        automaton.extend(text[end - 1 : end])
+        match, length = automaton.repeated_suffix(), longest_repeated(text[:end])
+        assert match.length == length
+        if length:
+            tokens, margins = automaton.continuation(match, 1)
+            token, margin = copied(text[:end], length)
+            assert tokens == [token]
+            assert margins == pytest.approx([margin])
+        else:
+            assert automaton.continuation(match, 1) == ([], [])
+
+
+@given(TEXTS, TEXTS)
+def test_the_longest_suffix_of_another_text_is_matched(text: list[int], other: list[int]) -> None:
+    automaton = SuffixAutomaton()
+    automaton.extend(text)
+    lengths = range(len(other), 0, -1)
+    longest = next((length for length in lengths if ends_of(text, other[-length:])), 0)
+    assert automaton.match(other).length == longest
+
+
+@given(TEXTS, st.integers(1, 20))
+def test_drafts_follow_their_context_somewhere_in_the_text(text: list[int], count: int) -> None:
+    """Also after the end of the text, where the copy goes on after its own drafts."""
+    automaton = SuffixAutomaton()
+    automaton.extend(text)
+    tokens, margins = automaton.continuation(automaton.repeated_suffix(), count)
+    assert len(tokens) == len(margins) <= count
+    for place, (token, margin) in enumerate(zip(tokens, margins, strict=True)):
+        extended = [*text, *tokens[:place]]
+        assert margin > 0
+        assert ends_of(text, [*extended[-1:], token]), "a pair that does not occur"
+
+
+def test_text_that_repeats_is_continued_for_as_many_drafts_as_are_wanted() -> None:
+    automaton = SuffixAutomaton()
+    automaton.extend([7, 8, 9] * 3)
+    tokens, margins = automaton.continuation(automaton.repeated_suffix(), 20)
+    assert tokens == ([7, 8, 9] * 7)[:20]
+    assert min(margins) >= 3
+
+
+def test_long_runs_of_one_token_are_appended_in_constant_time() -> None:
+    """No state is updated more often than there are tokens; counts of long runs stay exact."""
+    automaton = SuffixAutomaton()
+    automaton.extend([1] * 5000)
+    match = automaton.repeated_suffix()
+    assert match.length == 4999
+    assert automaton.continuation(match, 3)[0] == [1, 1, 1]
+
+
+def test_earlier_answers_are_matched_within_their_salt_until_they_are_dropped() -> None:
+    cache = AnswerCache(4)
+    cache.add([1, 2, 3, 4, 5], "mine")
+    automaton, match = cache.longest_match([9, 2, 3], "mine")
+    assert automaton is not None
+    assert automaton.continuation(match, 9)[0] == [4, 5], "no draft beyond the answer"
+    for other in ("theirs", None):
+        assert cache.longest_match([9, 2, 3], other)[1].length == 0
+    for number in range(10, 14):
+        assert cache.longest_match([9, 2, 3], "mine")[1].length == 2
+        cache.add([number] * 3, "mine")
+    assert cache.longest_match([9, 2, 3], "mine")[1].length == 0, "four newer answers"
+
+
+def admitted(name: str, tokens: list[int], prompt_length: int, salt: str | None = None) -> AdmittedRequest:
+    sampling = replace(GREEDY, prompt_length=prompt_length)
+    return AdmittedRequest(0, name, np.array(tokens, np.int32), sampling, cache_salt=salt)
+
+
+def proposed(proposer: SuffixProposer, states: RequestStates, plan: SchedulerOutput) -> list[list[int]]:
+    states.apply(plan)
+    return proposer.propose(plan, states).drafts_RK.tolist()
+
+
+def test_a_slots_next_request_copies_the_answer_before_it_if_it_has_the_same_salt() -> None:
+    for salt, expected in (("mine", [[24, 25]]), ("theirs", [[-1, -1]])):
+        states, steps, proposer = RequestStates(2, 64, (16,), 4, "cpu"), Steps(4), SuffixProposer(2)
+        first = admitted("first", [1, 2, 21, 22, 23, 24, 25], 2, "mine")
+        plan = steps.plan([0], [6], [3], [2], admitted=[first])
+        assert proposed(proposer, states, plan) == [[-1, -1]], "nothing occurs twice"
+        second = admitted("second", [7, 22, 23], 3, salt)
+        plan = steps.plan([0], [2], [3], [2], admitted=[second])
+        assert proposed(proposer, states, plan) == expected
+
+
+class Text:
+    """A request whose tokens are known, decoded with drafts of both kinds."""
+
+    def __init__(self, tokens: list[int], prompt_length: int) -> None:
+        self.states, self._steps = RequestStates(1, len(tokens) + 8, (len(tokens),), 4, "cpu"), Steps(4)
+        self.mixer = SuffixMixer(SuffixProposer(), 4, 1)
+        self._tokens, self._known = tokens, prompt_length
+        self._admitted = [admitted("text", tokens[:prompt_length], prompt_length)]
+
+    def step(self, right: int, margin: float) -> tuple[Proposals, int]:
+        """Mix drafts of which the first `right` are right; return the result and how many are accepted."""
+        plan = self._steps.plan([0], [self._known - 1], [5], [4], admitted=self._admitted)
+        self._admitted = []
+        self.states.apply(plan)
+        drafts = self._tokens[self._known : self._known + 4]
+        drafts[right:] = [99] * (4 - right)
+        drafted = Proposals(torch.tensor([drafts]), torch.full((1, 4), margin))
+        mixed = self.mixer.mix(drafted, plan, self.states)
+        following = torch.tensor(self._tokens[self._known : self._known + 4])
+        accepted = int((mixed.drafts_RK[0] == following).cumprod(0).sum())
+        new = self._tokens[self._known : self._known + accepted + 1] + [-1] * (4 - accepted)
+        self.states.advance(plan, torch.tensor([new]), torch.tensor([accepted + 1]))
+        self._known += accepted + 1
+        return mixed, accepted
+
+
+def test_copies_are_verified_where_the_drafter_is_wrong_and_its_drafts_elsewhere() -> None:
+    chance = np.random.default_rng(0)
+    fresh = chance.integers(0, 90, 800).tolist()
+    repeated, unique = Text(fresh[:300] * 2, 300), Text(fresh, 300)
+    of_copies = [repeated.step(right=1, margin=1.0)[1] for _ in range(40)]
+    assert np.mean(of_copies[10:]) > 3.5
+    of_drafter = [unique.step(right=3, margin=1.0)[1] for _ in range(100)]
+    assert np.mean(of_drafter[10:]) == 3
+
+
+def test_chosen_copies_have_margins_on_the_drafters_scale() -> None:
+    """Of drafts that are nearly always right, the margin is the drafter's that is nearly always right."""
+    text = Text(np.random.default_rng(1).integers(0, 90, 300).tolist() * 2, 300)
+    for _ in range(40):
+        mixed, _ = text.step(right=1, margin=0.5)
+    assert mixed.margins_RK is not None
+    assert mixed.is_partial
+    assert (mixed.margins_RK[0] > 0.5).all()
+
+
+def outcomes(runner: CpuModelRunner, num_drafts: int) -> list[tuple[list[int], int]]:
+    """Tokens of each step of one request, and the number of verified drafts."""
+    steps, prompt, found = Steps(2), [7, 8, 9, 10] * 6 + [7, 8], []
+    known, plan = len(prompt), steps.plan([0], [0], [len(prompt)], admitted=[steps.admit(0, prompt)])
+    for _ in range(12):
+        result = runner.execute(plan)
+        tokens = result.token_ids[0, : result.num_tokens[0]].tolist()
+        found.append((tokens, int(result.num_drafts[0])))
+        known += len(tokens)
+        plan = steps.plan([0], [known - 1], [1 + num_drafts], [num_drafts])
+    return found
+
+
+@pytest.mark.parametrize("mixed", [False, True])
+def test_two_ranks_verify_the_same_drafts_and_return_the_plain_tokens(
+    tiny_qwen3: Path, tmp_path: Path, mixed: bool
+) -> None:
+    plain = [token for tokens, _ in outcomes(load_runner(settings(tiny_qwen3))[0], 0) for token in tokens]
+    drafter = {"model": str(make_tiny_drafter(tmp_path)), "suffix_drafts": True}
+    spec = {"adaptive": False, "num_speculative_tokens": 5, **(drafter if mixed else {"method": "suffix"})}
+    config = settings(tiny_qwen3, tensor_parallel_size=2, speculative_config=spec)
+
+    def work(rank: ThreadRank) -> list[tuple[list[int], int]]:
+        return outcomes(load_runner(config, rank)[0], 5)
+
+    first, second = ThreadRanks(2).run(work)
+    assert first == second
+    assert [token for tokens, _ in first for token in tokens][: len(plain)] == plain
+    assert max(count for _, count in first) == 5
+
+
+@pytest.mark.parametrize(
+    ("given_settings", "param", "message"),
+    [
+        ({"method": "suffix", "model": "m"}, "model", "is not supported with method"),
+        ({"method": "suffix", "suffix_drafts": True}, "suffix_drafts", "is not supported with method"),
+        ({"model": "m", "suffix_drafts": True, "placement": "split"}, "suffix_drafts", "placement"),
+        ({"model": "m", CACHED: 3}, CACHED, "no use"),
+        ({"method": "suffix", CACHED: -1}, CACHED, "at least 0"),
+    ],
+)
+def test_settings_without_use_are_refused(
+    given_settings: dict[str, object], param: str, message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message) as refused:
+        SpeculativeConfig(**given_settings)
+    assert refused.value.param == f"speculative_config.{param}"
+
+
+@pytest.mark.parametrize("spec", [{"method": "suffix"}, {"model": "m", "suffix_drafts": True}])
+def test_backends_that_drive_steps_on_the_device_refuse_suffix_drafts(spec: dict[str, object]) -> None:
+    config = EngineConfig(model="t", speculative_config=SpeculativeConfig(**spec))
+    check_suffix_drafts(config, "compiled")
+    with pytest.raises(ConfigError, match="made on the host"):
+        check_suffix_drafts(config, "triton")
