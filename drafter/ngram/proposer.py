@@ -31,7 +31,7 @@ class NgramProposer:
         """Return drafts [R, K], the same on all ranks."""
         if not plan.num_draft_tokens:
             return Proposals.none(plan.num_requests, states.device)
-        return Proposals(states.look_up(plan, *self._lengths), None, is_partial=True)
+        return Proposals(states.look_up(plan, *self._lengths), None)
 
     def inject(
         self, taps_NmH: Tensor | None, rows: StepRows, token_ids_RW: Tensor, num_tokens_R: Tensor

@@ -177,7 +177,7 @@ class CpuModelRunner:
         drafts_RK, margins_RK = proposals.drafts_RK, proposals.margins_RK
         if not drafts_RK.shape[1]:
             return plan, drafts_RK
-        if proposals.is_partial:
+        if proposals.is_partial or margins_RK is None:
             found_RK = np.cumprod(drafts_RK.cpu().numpy() >= 0, axis=1, dtype=np.int32)
             found = plan.with_num_drafts(found_RK.sum(axis=1, dtype=np.int32))
             plan = replace(found, trim=plan.trim)

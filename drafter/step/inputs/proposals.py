@@ -25,7 +25,7 @@ class Proposals:
         drafts_RK: int64, -1 where a request drafts fewer than K.
         margins_RK: fp32, >= 0; inf if no other token is possible, nan if there is no draft or its margin
             is unknown. None: the proposer has no margins.
-        is_partial: a request may have fewer drafts than were planned for it.
+        is_partial: a request may have fewer drafts than were planned for it, as always without margins.
     """
 
     drafts_RK: Tensor
