@@ -86,13 +86,8 @@ class SpeculativeConfig:
         _positive("speculative_config.input_embedding_scale", self.input_embedding_scale)
         for name in ("prompt_lookup_max", "prompt_lookup_min"):
             _positive_integer(f"speculative_config.{name}", getattr(self, name))
-        maximum = self.suffix_decoding_max_cached_requests
-        if isinstance(maximum, bool) or not isinstance(maximum, int) or maximum < 0:
-            raise ConfigError(
-                f"speculative_config.suffix_decoding_max_cached_requests={maximum!r} must be an integer of "
-                "at least 0.",
-                param="speculative_config.suffix_decoding_max_cached_requests",
-            )
+        name = "suffix_decoding_max_cached_requests"
+        _integer_from(0, f"speculative_config.{name}", getattr(self, name))
         self._check_method()
 
     @property
@@ -347,7 +342,10 @@ def _positive(name: str, value: object) -> None:
 
 
 def _positive_integer(name: str, value: object) -> None:
-    if value is None:
-        return
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise ConfigError(f"{name}={value!r} must be an integer of at least 1.", param=name)
+    if value is not None:
+        _integer_from(1, name, value)
+
+
+def _integer_from(minimum: int, name: str, value: object) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < minimum:
+        raise ConfigError(f"{name}={value!r} must be an integer of at least {minimum}.", param=name)

@@ -11,7 +11,7 @@ Legend: R requests of a step, K most drafts.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -30,7 +30,7 @@ class Proposals:
 
     drafts_RK: Tensor
     margins_RK: Tensor | None
-    is_partial: bool = False
+    is_partial: bool = field(default=False, kw_only=True)
 
     @classmethod
     def none(cls, num_requests: int, device: torch.device | str) -> Proposals:
