@@ -13,6 +13,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from manta import LLM, SamplingParams, StructuredOutputsParams
 from manta.actors.targets.loading.load_plan import check_suffix_drafts
 from manta.actors.targets.loading.rank_loader import load_runner
 from manta.actors.targets.runners.cpu_runner import CpuModelRunner
@@ -24,7 +25,9 @@ from manta.drafter.step.request_states import RequestStates
 from manta.drafter.suffix.mixing import SuffixMixer
 from manta.drafter.suffix.proposer import AnswerCache, SuffixProposer
 from manta.drafter.suffix.suffix_automaton import SuffixAutomaton
+from schemas import held_by
 from steps import GREEDY, Steps, settings
+from text_pair import make_text_pair
 from thread_ranks import ThreadRank, ThreadRanks
 from tiny import make_tiny_drafter
 
@@ -215,6 +218,30 @@ def test_two_ranks_verify_the_same_drafts_and_return_the_plain_tokens(
     assert first == second
     assert [token for tokens, _ in first for token in tokens][: len(plain)] == plain
     assert max(count for _, count in first) == 5
+
+
+@pytest.mark.parametrize("adaptive", [False, True])
+@pytest.mark.parametrize("mixed", [False, True])
+def test_constrained_answers_equal_plain_decoding(tmp_path: Path, mixed: bool, adaptive: bool) -> None:
+    """With one that repeats itself, and drafts that are trimmed; earlier answers are copied, too."""
+    target, drafter = make_text_pair(tmp_path)
+    spec = {"model": str(drafter), "suffix_drafts": True} if mixed else {"method": "suffix"}
+    regex, choice = "(ab){12}[a-z]*", held_by({"enum": ["yes yes yes", "no no no no"]})
+    params = [SamplingParams(temperature=0.7, seed=2, max_tokens=40)]
+    params += [
+        SamplingParams(seed=3, max_tokens=40, structured_outputs=each)
+        for each in (StructuredOutputsParams(regex=regex), choice)
+    ]
+    found = []
+    for each in (None, {**spec, CACHED: 8, "adaptive": adaptive}):
+        how = {"dtype": "float32", "num_threads": 1, "max_model_len": 256, "speculative_config": each}
+        with LLM(str(target), **how) as llm:
+            for _ in range(2):
+                answers = llm.generate(["a b a b a b", "say ab", "yes or no"], params)
+                found.append([answer.outputs[0].token_ids for answer in answers])
+            stats = llm.stats()
+    assert found[0] == found[1] == found[2] == found[3]
+    assert stats.num_accepted_tokens > 0
 
 
 @pytest.mark.parametrize(
