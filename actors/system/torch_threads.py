@@ -5,7 +5,7 @@ quantum; a step has about a hundred such loops. So a process that is preempted o
 pause, trial threads test whether there are cores for more. The same idea as in
 `drafter/compute/cpu_fused/threads/thread_team_size.py`; its threads measure their own waits; here the
 system's count of involuntary context switches is used. Used by `actors/engine/uniproc_executor.py` and
-`workers/base/worker_base.py` around their steps.
+`workers/base/worker_base.py` before their steps.
 
 Only for fp32: there a product's bits do not depend on the number of threads (tested); in bf16, oneDNN's do.
 """
@@ -15,6 +15,8 @@ from __future__ import annotations
 import resource
 import threading
 import time
+from collections.abc import Callable
+from functools import partial
 
 import torch
 
@@ -25,33 +27,34 @@ _OFTEN, _OFTEN_PER_THREAD = 100, 10  # interruptions per second; an idle machine
 _MIN_PAUSE_S, _MAX_PAUSE_S = 0.05, 1.0
 
 
-class TorchThreads:
-    """Sets PyTorch's number of threads to at most that at construction.
+def thread_setter(info: ExecutorInfo) -> Callable[[], object]:
+    """Return what sets the present number of threads again before each step of this executor.
 
-    `adapts`: give up threads if cores are scarce; otherwise the number is fixed.
+    Another engine or the user may have set another number since.
     """
+    num_threads = torch.get_num_threads()
+    if info.device == "cpu" and info.dtype == "float32" and num_threads > 1:
+        return TorchThreads().use
+    return partial(torch.set_num_threads, num_threads)
 
-    def __init__(self, *, adapts: bool) -> None:
+
+class TorchThreads:
+    """Sets PyTorch's number of threads to at most that at construction, which is more than one."""
+
+    def __init__(self) -> None:
         self._most = self._size = torch.get_num_threads()
-        self._adapts = adapts and self._most > 1
         self._seen_s, self._seen = time.monotonic(), _interruptions()
         self._pause_s = _MIN_PAUSE_S
         self._trial_s = 0.0  # time of the next trial
         self._trial: _Trial | None = None
-
-    @classmethod
-    def of(cls, info: ExecutorInfo) -> TorchThreads:
-        """Create it for the steps of this executor."""
-        return cls(adapts=info.device == "cpu" and info.dtype == "float32")
 
     @property
     def size(self) -> int:
         return self._size
 
     def use(self) -> None:
-        """Set the number of threads before a step, whatever another engine or the user has set since."""
-        if self._adapts:
-            self._adapt(time.monotonic())
+        """Set the number of threads before a step, fewer if cores are scarce."""
+        self._adapt(time.monotonic())
         if torch.get_num_threads() != self._size:
             torch.set_num_threads(self._size)
 

@@ -255,7 +255,7 @@ class RequestStates:
 
     def _requests(self, plan: SchedulerOutput) -> StepRequests:
         if self._now is None or self._now.plan is not plan:
-            self._now = StepRequests.of(plan, self._num_computed)
+            self._now = requests_of(plan, self._num_computed)
         return self._now
 
     def _lay_out(
@@ -301,7 +301,7 @@ class RequestStates:
         batch: Callable[..., Any],
     ) -> tuple[Any, ...]:
         """Build the backend's metadata for each page group in which the model has layers."""
-        used = pages_for(int((first_R + num_rows_R).max()), self.page_size)
+        used = -(-int((first_R + num_rows_R).max()) // self.page_size)
         return tuple(
             batch(
                 first_R,
@@ -318,10 +318,11 @@ class RequestStates:
 
     def _sampling(self, slots_X: Ints, positions_X: Ints, num_before_X: Ints) -> SamplingMetadata:
         temperature_X = self._temperature[slots_X]
-        forbidden = self._forbidden(slots_X, positions_X)
+        early_E = np.flatnonzero(positions_X < self._min_length[slots_X])
+        forbidden_F = self._forbidden(slots_X, early_E) if len(early_E) else None
         ruled = self._rules.rows(self.token_ids, slots_X, num_before_X) if self._rules.slots else ()
         if not temperature_X.any():
-            return SamplingMetadata.greedy(len(slots_X), forbidden, self.device, ruled)
+            return SamplingMetadata(len(slots_X), forbidden_F=forbidden_F, ruled=ruled)
         return SamplingMetadata.build(
             temperature=temperature_X,
             top_k=self._top_k[slots_X],
@@ -329,16 +330,24 @@ class RequestStates:
             min_p=self._min_p[slots_X],
             seed=self._seed[slots_X],
             position=positions_X,
-            forbidden=forbidden,
+            forbidden_F=forbidden_F,
             device=self.device,
             ruled=ruled,
         )
 
-    def _forbidden(self, slots_X: Ints, positions_X: Ints) -> Ints | None:
-        """Return (row, stop token) pairs [2, F] of rows below their minimum length, or None."""
-        early = np.flatnonzero(positions_X < self._min_length[slots_X])
-        pairs = [(row, token) for row in early.tolist() for token in self._stop_ids[slots_X[row]]]
-        return np.array(pairs, dtype=np.int64).T if pairs else None
+    def _forbidden(self, slots_X: Ints, early_E: Ints) -> Tensor | None:
+        """Return (row, stop token) pairs [2, F] of these rows, which are below their minimum length."""
+        pairs = [(row, token) for row in early_E.tolist() for token in self._stop_ids[slots_X[row]]]
+        return self._put(np.ascontiguousarray(np.array(pairs, dtype=np.int64).T)) if pairs else None
 
     def _put(self, values: Ints) -> Tensor:
         return torch.from_numpy(values).to(self.device)
+
+
+def requests_of(plan: SchedulerOutput, num_computed_S: Ints) -> StepRequests:
+    """Return a plan's requests; `num_computed` has positions that the plan leaves open."""
+    numbers = (plan.slots, plan.num_rows, plan.num_drafts)
+    slots_R, num_rows_R, num_drafts_R = (x.astype(np.int64) for x in numbers)
+    first_R = np.where(plan.num_computed < 0, num_computed_S[slots_R], plan.num_computed)
+    begin_R, counts_R = first_R + num_rows_R - num_drafts_R, (num_drafts_R + 1) * plan.samples
+    return StepRequests(plan, slots_R, num_rows_R, num_drafts_R, first_R, begin_R, counts_R)

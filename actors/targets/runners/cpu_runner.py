@@ -82,6 +82,7 @@ class CpuModelRunner:
         self.states = states
         self.drafts = drafts
         self._communicator = communicator
+        self._is_sharded = communicator.world_size > 1
         self._operators = operators
         self._results: deque[StepResult] = deque()
         self._expert_reads = ReadsMeter(model)
@@ -180,7 +181,9 @@ class CpuModelRunner:
             return plan, drafts_RK
         cut = torch.from_numpy(self._operators.trim(margins_RK, plan))
         # Ranks on different kinds of processors may differ in the last digits, so rank 0's result is used.
-        num_drafts_R = self._communicator.broadcast(cut.to(drafts_RK.device))
+        num_drafts_R = cut.to(drafts_RK.device)
+        if self._is_sharded:
+            num_drafts_R = self._communicator.broadcast(num_drafts_R)
         return plan.with_num_drafts(num_drafts_R.cpu().numpy()), take_out(drafts_RK, num_drafts_R)
 
     def _choose(
@@ -195,7 +198,8 @@ class CpuModelRunner:
         chosen_X = sample_rows(logits_XV, rows.sampling, self._operators)
         if len(non_finite_X):
             chosen_X[torch.from_numpy(non_finite_X).to(chosen_X.device)] = NOT_A_NUMBER
-        chosen_X = self._communicator.broadcast(chosen_X)
+        if self._is_sharded:
+            chosen_X = self._communicator.broadcast(chosen_X)
         if logprob_rows is None or logprobs_YV is None:
             return chosen_X, None
         chosen_Y = chosen_X[torch.from_numpy(logprob_rows.rows()).to(chosen_X.device)]

@@ -23,7 +23,7 @@ from ..eager.attention_metadata import TorchPass
 from ..eager.backend import TorchAttention, TorchBackend
 from ..eager.moe import TorchExperts
 from ..layers.gated_delta_net import DeltaNetShape
-from ..layers.linear import Activation, RMSNorm
+from ..layers.linear import Activation
 from ..layers.moe import Experts, ExpertWeights
 from ..layers.rope import RotaryEmbedding
 from ..memory.kv_cache import PagedKVCache
@@ -41,6 +41,8 @@ def why_not(spec: ModelStackSpec, machine: DeviceCapabilities) -> str | None:
 class NumbaBackend(TorchBackend):
     """Computes fp32 and bf16 in compiled loops; operators without a loop are `TorchBackend`'s."""
 
+    norm = staticmethod(layers.rms_norm)
+
     def attention(self, shape: AttentionShape) -> Attention:
         return _CpuAttention(shape) if shape.latent is None else super().attention(shape)
 
@@ -52,9 +54,6 @@ class NumbaBackend(TorchBackend):
 
     def experts(self, weights: ExpertWeights) -> Experts:
         return TorchExperts(weights, self._count_expert_reads(weights), layers.gate)
-
-    def norm(self, norm: RMSNorm, x_NH: Tensor) -> Tensor:
-        return layers.rms_norm(x_NH, norm.weight_H, norm.eps)
 
     def gated(self, gate_up: Projection, normed_NH: Tensor, activation: Activation) -> Tensor:
         return layers.gate(gate_up(normed_NH), activation)

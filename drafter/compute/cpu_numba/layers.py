@@ -20,27 +20,18 @@ import torch
 from numba import carray
 from torch import Tensor
 
-from ..layers.linear import Activation
+from ..layers.linear import Activation, RMSNorm
 from ..layers.rope import RotaryEmbedding
 from .element_ops import LIKE, elements, finite_or_zero, float_of, pointer, rounded, sums
 
 DTYPES = tuple(LIKE)
 
 
-def rms_norm(x_NH: Tensor, weight_H: Tensor, eps: float) -> Tensor:
+def rms_norm(norm: RMSNorm, x_NH: Tensor) -> Tensor:
     """Return x / sqrt(mean(x^2) + eps) * weight, [N, H] in the dtype of `x`; both contiguous."""
-    y_NH = torch.empty_like(x_NH)
-    num_rows, width = x_NH.shape
-    _rms_norm(
-        x_NH.data_ptr(),
-        weight_H.data_ptr(),
-        y_NH.data_ptr(),
-        num_rows,
-        width,
-        eps,
-        LIKE[x_NH.dtype],
-        LIKE[weight_H.dtype],
-    )
+    y_NH, weight_H = torch.empty_like(x_NH), norm.weight_H
+    addresses, likes = (x_NH.data_ptr(), weight_H.data_ptr(), y_NH.data_ptr()), (x_NH.dtype, weight_H.dtype)
+    _rms_norm(*addresses, *x_NH.shape, norm.eps, LIKE[likes[0]], LIKE[likes[1]])
     return y_NH
 
 

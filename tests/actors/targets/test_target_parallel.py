@@ -15,7 +15,7 @@ from manta.actors.targets.model.attention import TargetAttention
 from manta.actors.targets.model.decoder import Decoder
 from manta.actors.targets.model.mlp_weights import DenseTensors, MlpTensors, ParallelMlpTensors, RoutedTensors
 from manta.actors.targets.model.model_spec import ModelSpec
-from manta.actors.targets.model.tensor_parallel import Sharding, SingleRank, VocabEmbedding, VocabHead
+from manta.actors.targets.model.tensor_parallel import Sharding, SingleRank, VocabHead, vocab_embedding
 from manta.actors.targets.model.weights import TargetWeights
 from manta.cluster.errors import ConfigError
 from manta.drafter.compute.layers.linear import Linear
@@ -166,7 +166,7 @@ def test_vocabulary_shards_make_the_whole_embedding_and_head(target: Path) -> No
     def work(rank) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, int]:
         sharding = Sharding(config, rank.rank, rank.world_size)
         weights = TargetWeights(target, config, sharding, torch.float32, torch.device("cpu"))
-        embedding = VocabEmbedding(weights.embedding(), sharding, rank)
+        embedding = vocab_embedding(weights.embedding(), sharding, rank)
         head = VocabHead(Linear(weights.head()), config.vocab_size, sharding, rank)
         return embedding(ids), head(hidden), *head.local(hidden)
 
