@@ -30,7 +30,7 @@ class CapturedRecord:
     Attributes:
         prompt_token_ids: the prompt as the target read it; empty if prompts are not captured.
         token_ids: the answer, including the token that ended it.
-        tenant, category: as the request named them (`actors/engine/tenant.py`).
+        tenant, category: as the request named them (`cluster/request/caller.py`).
     """
 
     prompt_token_ids: tuple[int, ...]

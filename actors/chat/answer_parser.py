@@ -11,9 +11,9 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ..tokenization.tokenizer import Tokenizer
-from .answer_parts import AnswerDelta, concatenate
 from .chat_formats import CallSyntax, Messages, ThinkingFormat
 from .stream_parser import Splitter
+from .text_stream import AnswerDelta, concatenate
 
 
 class ReasoningCounter:

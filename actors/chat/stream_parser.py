@@ -14,9 +14,8 @@ import re
 from collections.abc import Generator, Mapping
 from typing import Any
 
-from .answer_parts import AnswerDelta, CallPiece, concatenate
 from .chat_formats import CallSyntax, HeadedCalls, JsonCalls, Messages, TaggedCalls, ThinkingFormat
-from .text_stream import Marks, NotACallError, TextSource, Waiting
+from .text_stream import AnswerDelta, CallPiece, Marks, NotACallError, TextSource, Waiting, concatenate
 from .tool_parsers import READERS, TOOL_NAME, read_raw_arguments
 
 _NEWLINES = 2  # before a mark

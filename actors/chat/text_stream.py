@@ -3,12 +3,16 @@
 A reader is a generator that yields when it needs more text (`Waiting`); `Splitter` resumes it when text
 arrives. Each decision depends on the text alone: a reader waits only while the received text is ambiguous, so
 how the text was split does not matter. After `mark`, text can be read again with `go_back`.
+
+What a reader finds are the parts of a response: reasoning, content and tool calls (`AnswerDelta`). They are
+plain values, made by `stream_parser.py` and formatted by the endpoints (`actors/http/`) and batch rows.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterable
+from dataclasses import dataclass
 from typing import TypeVar
 
 T = TypeVar("T")
@@ -154,3 +158,52 @@ class TextSource:
         if end > self._at:
             text, self._at = self._text[self._at : end], end
             sink(text)
+
+
+@dataclass(frozen=True, slots=True)
+class CallPiece:
+    """A new part of one tool call.
+
+    Attributes:
+        index: index of the call in its response, from 0.
+        id: set on the call's first part only, as is `name`.
+        arguments: a fragment of JSON; the fragments of a call concatenated are its arguments.
+    """
+
+    index: int
+    id: str | None
+    name: str | None
+    arguments: str
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerDelta:
+    """The parsed content of a stretch of text. A complete response is the concatenation (`concatenate`)."""
+
+    reasoning: str = ""
+    content: str = ""
+    calls: tuple[CallPiece, ...] = ()
+
+    def __bool__(self) -> bool:
+        return bool(self.reasoning or self.content or self.calls)
+
+
+NO_PIECE = AnswerDelta()
+
+
+def concatenate(pieces: Iterable[AnswerDelta]) -> AnswerDelta:
+    """Concatenate successive parts, with one `CallPiece` for each call."""
+    found = list(pieces)
+    calls: dict[int, CallPiece] = {}
+    for call in (call for piece in found for call in piece.calls):
+        before = calls.get(call.index)
+        calls[call.index] = (
+            call
+            if before is None
+            else CallPiece(call.index, before.id, before.name, before.arguments + call.arguments)
+        )
+    return AnswerDelta(
+        "".join(piece.reasoning for piece in found),
+        "".join(piece.content for piece in found),
+        tuple(calls.values()),
+    )

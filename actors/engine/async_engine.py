@@ -23,7 +23,7 @@ from ...cluster.engine.engine_core import EngineCore, EngineStats
 from ...cluster.engine.step_watchdog import TICK_S, Stall, StepWatchdog
 from ...cluster.errors import EngineDeadError, EngineGoneError, EngineStalledError, MantaError
 from ...cluster.fleet.canary import CanaryTrial, Verdict
-from ...cluster.metrics.bounded_labels import UsageAccount
+from ...cluster.metrics.metric import UsageAccount
 from ...cluster.records.request_timeline import RequestTimeline
 from ...cluster.request.request import FinishReason, Request, SamplingParams
 from ...cluster.scheduler.scheduler_stats import Usage

@@ -1,7 +1,7 @@
 """Counts what the steps of one request drafted and accepted, and optionally traces every step.
 
 A step that drafts is a *verify step*, vLLM's `num_spec_steps`. All others produce one plain token, as the
-step that completes the prompt does. Fed by `output_processor.py`; `http/protocol/speculation_usage.py`
+step that completes the prompt does. Fed by `output_processor.py`; `http/generation/request_stats.py`
 formats the statistics for HTTP.
 """
 

@@ -28,8 +28,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ..pages.kv_cache_metrics import KVCacheMetricsCollector, SampledPageTimes
-from ..pages.page_pool import PagePool, pages_for
+from ..pages.page_pool import KVCacheMetricsCollector, PagePool, SampledPageTimes, pages_for
 from ..step.limits import SchedulerConfig
 from ..step.scheduler_output import IntArray, StateEntry
 from ..step.sequence import Sequence, SlotTable

@@ -21,9 +21,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from ..metrics.bounded_labels import UsageAccount
-from ..metrics.histogram import Histogram
-from ..metrics.metric import STEP_TOKENS
+from ..metrics.metric import STEP_TOKENS, Histogram, UsageAccount
 from ..request.request import FinishReason
 from ..speculation.draft_lengths import load_class
 from ..step.scheduler_output import DrafterUse, SchedulerOutput

@@ -2,17 +2,24 @@
 
 Server internals are not revealed: messages of our own errors are written for users, all others are replaced.
 Retryable errors have `Retry-After`; permanent ones have `x-should-retry: false`.
+
+Requests that failed before they reached an engine are logged here: which one, with what status and why. A
+request that reaches the engine is logged by its run (`observability/telemetry.py`), a forwarded one by the
+replica that answers it; `logged_elsewhere` marks both. Log lines contain no client text: `errors.brief`
+quotes it, and quoted parts of a reason are left out.
 """
 
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import orjson
 from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
+from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.types import Scope
 
@@ -27,8 +34,11 @@ from ....cluster.errors import (
     StorageError,
     brief,
     brief_name,
+    printable,
+    redact_values,
 )
-from .rejections import note
+from ...system.log_setup import Event
+from ..config.settings import OPEN_PATHS
 
 logger = logging.getLogger(__name__)
 
@@ -190,3 +200,88 @@ def _in_json(error: Mapping[str, Any]) -> str:  # Any: pydantic's error
 def _is_type(part: object) -> bool:
     """Return whether a component of a pydantic path is the branch of a union, not a field."""
     return isinstance(part, str) and (part in ("str", "int", "float", "bool") or "[" in part)
+
+
+_PLAIN_PATH = re.compile(r"[\w.-]{1,100}", re.A)  # the format of declared field names
+MAX_REASON = 300
+MAX_PARAM = 100
+TRACE_HEADERS = ("traceparent", "tracestate")
+
+
+class Rejection(NamedTuple):
+    """A request that failed before reaching an engine.
+
+    Attributes:
+        request_id: the client's, or one that we generated.
+        route: path template; None if there is none.
+        param: the wrong field.
+        reason: the error's message without client text.
+        seconds: from the request's arrival to the end of its response.
+        error: the exception, if it is one of ours.
+        trace_headers: as the client sent them.
+    """
+
+    request_id: str | None
+    method: str
+    route: str | None
+    status: int
+    param: str | None
+    reason: str | None
+    seconds: float
+    error: MantaError | None
+    trace_headers: Mapping[str, str]
+
+
+class _Noted(NamedTuple):
+    param: str | None = None
+    reason: str | None = None
+    error: MantaError | None = None
+
+
+def ignore(refusal: Rejection) -> None:
+    """Do nothing: the default for callers that need only the log line."""
+
+
+def note(scope: Scope, error: MantaError | str) -> None:
+    """Record why the request is refused."""
+    ours = None if isinstance(error, str) else error
+    message, param = (error, None) if isinstance(error, str) else (error.message, error.param)
+    if param and not _PLAIN_PATH.fullmatch(param):  # the field's name is the client's
+        message = message.replace(param, "...")
+    reason = printable(redact_values(message)[:MAX_REASON])
+    scope.setdefault("state", {})["refusal"] = _Noted(param and param[:MAX_PARAM], reason, ours)
+
+
+def logged_elsewhere(scope: Scope) -> None:
+    """Mark the request as logged by its run or by another process."""
+    scope.setdefault("state", {})["logged"] = True
+
+
+def refusal_of(scope: Scope, status: int, seconds: float) -> Rejection | None:
+    """Return the rejection of a request that failed here, else None. Refused probes are not reported."""
+    state: dict[str, Any] = scope.get("state", {})  # Any: Starlette's open state
+    if status < 400 or state.get("logged") or scope["path"] in OPEN_PATHS:
+        return None
+    noted: _Noted = state.get("refusal", _Noted())
+    return Rejection(
+        request_id=state.get("request_id"),
+        method=scope["method"],
+        route=getattr(scope.get("route"), "path", None),
+        status=status,
+        param=noted.param,
+        reason=noted.reason,
+        seconds=seconds,
+        error=noted.error,
+        trace_headers=trace_headers(Headers(scope=scope)),
+    )
+
+
+def log_refusal(refusal: Rejection, replica: str) -> None:
+    fields = ("request_id", "method", "route", "status", "param", "reason")
+    line = {name: getattr(refusal, name) for name in fields}
+    logger.info(Event("refusal", **line, e2e_ms=round(1000 * refusal.seconds, 1), replica=replica))
+
+
+def trace_headers(headers: Headers) -> dict[str, str]:
+    """Return the headers with the client's trace context."""
+    return {name: headers[name] for name in TRACE_HEADERS if name in headers}
