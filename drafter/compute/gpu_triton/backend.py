@@ -36,26 +36,32 @@ from ..layers.mla import MLALayer
 from ..layers.moe import Experts, ExpertWeights, Route, RouterWeights
 from ..layers.rope import RotaryEmbedding
 from ..memory.kv_cache import PagedKVCache
-from .attention.attention_tiles import AttentionKind, AttentionWorkspace, PagedRows, rows_from_host
+from .attention.attention_tiles import (
+    AttentionKind,
+    AttentionWorkspace,
+    PagedRows,
+    WorkList,
+    list_work,
+    rows_from_host,
+)
 from .attention.mla import TritonLatentAttention
 from .attention.mla_prefill_plan import Expansion, ExpansionWorkspace, find_expansion
 from .attention.norm_rope_kv_write import norm_rotate_write, write_context
 from .attention.paged_attention import MAX_HEAD_DIM, verify_attention
-from .attention.work_list import WorkList, list_work
 from .delta_net.dynamic_convolution import convolve
 from .delta_net.gated_delta_net import TritonDeltaNet
 from .linear.fp8_linear import QuantisedProjection, QuantisedWeight
-from .linear.gemm_choice import MeasuredChoice
-from .linear.gemm_tiles import ProductWorkspace
 from .linear.norms import add_rms_norm, rms_norm, row_squares
 from .linear.projections import (
     ChosenProjection,
     LayerProjection,
+    MeasuredChoice,
     OwnProjection,
     PendingNorm,
     TorchProjection,
     as_tensor,
 )
+from .linear.skinny_gemm import ProductWorkspace
 from .moe.moe import TritonExperts
 from .moe.topk_routing import choose
 

@@ -25,7 +25,7 @@ import pytest
 import torch
 from manta.drafter.compute.gpu_triton.attention.attention_tiles import AttentionKind, plan_tiles, tile_width
 from manta.drafter.compute.gpu_triton.attention.mla import latent_kind
-from manta.drafter.compute.gpu_triton.linear.gemm_tiles import plan_product
+from manta.drafter.compute.gpu_triton.linear.skinny_gemm import plan_product
 from manta.drafter.compute.gpu_triton.moe.grouped_gemm_tiles import HEIGHTS, cut_weight
 
 SHARED_MEMORY_BYTES = 228 * 1024  # of a multiprocessor of an H100 or H200; each program takes 1 KiB more

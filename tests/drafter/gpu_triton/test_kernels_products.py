@@ -16,16 +16,15 @@ import torch
 from devices import DEVICE, HALVES, ON_GPU, watch_launches
 from manta.drafter.compute.gpu_triton.linear.activations import gate
 from manta.drafter.compute.gpu_triton.linear.fp8_linear import QuantisedProjection, QuantisedWeight
-from manta.drafter.compute.gpu_triton.linear.gemm_choice import MeasuredChoice
-from manta.drafter.compute.gpu_triton.linear.gemm_tiles import ProductWorkspace, plan_product
 from manta.drafter.compute.gpu_triton.linear.projections import (
     ChosenProjection,
+    MeasuredChoice,
     OwnProjection,
     PendingNorm,
     TorchProjection,
     as_tensor,
 )
-from manta.drafter.compute.gpu_triton.linear.skinny_gemm import multiply
+from manta.drafter.compute.gpu_triton.linear.skinny_gemm import ProductWorkspace, multiply, plan_product
 from manta.drafter.compute.layers.linear import Activation, Linear, RMSNorm, linear_of_blocks
 from torch import Tensor
 

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from .gemm_tiles import ROW_TILES, ProductWorkspace
 from .projections import OwnProjection, SwitchedProjection, TorchProjection, Use
+from .skinny_gemm import ROW_TILES, ProductWorkspace
 
 CODES = torch.float8_e4m3fn
 
