@@ -9,17 +9,16 @@ add the drafts before them. Owned by `drafter/step/request_states.py`, which rep
     samples     X_n+1    X_n+2   X_n+3
     counts      known    + d1    + d1 + d2
 
-Legend: S slots, T tokens of a request, X sampled rows, W those of a request, U distinct tokens before any of
-them, F (row, token) pairs.
-
-Ends reasoning when a request's thinking budget is spent: finds the token that a row is forced to.
-
-A row sees the tokens before it, drafts included, as plain decoding would, so speculation changes nothing. The
-definition, for rules that are evaluated on the host (`logits_processor_states.py`);
-`step/gpu_triton/sampling/logits_processors.py` derives the same from the token table.
+Reasoning ends when a request's thinking budget is spent: a row is then forced to a token. A row sees the
+tokens before it, drafts included, as plain decoding would, so speculation changes nothing. The definition,
+for rules that are evaluated on the host; `step/gpu_triton/sampling/logits_processors.py` derives the same
+from the token table.
 
     .. <think> a b c | </think> d e     budget 3: after `c` the end mark's first token is forced, then its
                1 2 3                    others; a part of it that is already present counts
+
+Legend: S slots, T tokens of a request, X sampled rows, W those of a request, U distinct tokens before any of
+them, F (row, token) pairs.
 """
 
 from __future__ import annotations

@@ -1,12 +1,7 @@
-"""Tile sizes of attention calls, and their shared tensors: host arithmetic, no Triton.
+"""Tile sizes of attention calls, their shared tensors, and their work lists.
 
-Everything here follows from shapes that a CUDA graph fixes; how contexts are split into pieces depends on
-lengths, and is decided on the device (`work_list.py`).
-
-Legend: B requests, N rows, Q query heads, K kv heads, D head dim, F that of values, P pages of a request, S
-page size, E rows of partial results.
-
-Builds an attention call's work list on the device: how contexts are split among programs.
+Tile sizes follow from shapes that a CUDA graph fixes. How contexts are split among programs depends on
+lengths; the work list with it is built on the device.
 
 A *pair* is a tile of a request's rows and a piece of its keys; pairs times kv heads are the items that
 `paged_attention.py`'s programs share. Pieces have one length per call and begin at multiples of it, so that a
@@ -23,7 +18,8 @@ One program, launched once per pass for all layers of a kind; the host reads not
 
     work    piece length | pieces of a run | pairs before each request, and all | shared pairs before each
 
-Legend: B requests (of one iteration), J candidate lengths.
+Legend: B requests (in the kernel of one iteration), N rows, Q query heads, K kv heads, D head dim, F that of
+values, P pages of a request, S page size, E rows of partial results, J candidate lengths.
 """
 
 from __future__ import annotations

@@ -6,17 +6,14 @@ In batch-invariant mode sums have a fixed structure: each split of 256 keys star
 are added in order; runs are added in order, whether one program does all this or many. All boundaries are
 absolute positions, and a tile in which a row sees no key changes none of its bits.
 
-Legend: R rows of a tile (tokens x heads of a group), T keys of a tile, D head dim, F that of values, C of a
-tail.
-
-Merges partial softmax sums: two of them, and those of several programs (split K/V, as in Flash-Decoding).
-
+Partial softmax sums are merged: two of them, and those of several programs (split K/V, as in Flash-Decoding).
 A part is (m, l, o) as in `paged_attention.py`; a part that saw no key is (-inf, 0, 0) and changes no bit of
 what it is added to. Parts are stored in the workspace, each in a *slot*. A program that stores one increments
 a counter; the program that completes the count adds all parts in their order, so the order of arrival does
 not matter. No program waits for another.
 
-Legend: R rows of a tile, D head dim.
+Legend: R rows of a tile (tokens x heads of a group), T keys of a tile, D head dim, F that of values, C of a
+tail.
 """
 
 # pyright: reportCallIssue=false, reportArgumentType=false, reportGeneralTypeIssues=false

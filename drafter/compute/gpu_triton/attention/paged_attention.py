@@ -5,7 +5,7 @@ Implements `drafter/compute/eager/attention.py` (causality, window, sinks). The 
 contain a call. Does not write K/V: a call's own rows are in the cache before. Called by the target's and the
 drafter's layers.
 
-Persistent programs, as many as the device runs at once, process a list of items (`work_list.py`): one
+Persistent programs, as many as the device runs at once, process a list of items (`attention_tiles.py`): one
 request, one kv head, one tile of rows, one piece of its keys. GQA heads are rows too, so a block of 16 rows
 of 4 heads each is one tile of 64 that reads its K and V once. If a context has several pieces, the last
 program to finish adds them up (split K/V, as in Flash-Decoding, https://pytorch.org/blog/flash-decoding/):

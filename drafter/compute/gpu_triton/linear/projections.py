@@ -2,20 +2,18 @@
 
     TorchProjection    PyTorch's GEMM, then a kernel for the gate, or for residual and norm
     OwnProjection      `skinny_gemm.py`: all of it in one launch; weights are read once for up to 64 rows
-    ChosenProjection   the faster of the two on this device, by rows and use (`gemm_choice.py`)
+    ChosenProjection   the faster of the two on this device, by rows and use
 
 Manta's kernels defer the norm after a residual to the GEMMs that read it: `PendingNorm` represents its
 result. Made and called by `drafter/compute/gpu_triton/backend.py`.
 
-Legend: N rows, H hidden, K inputs, O outputs, I inner size, P parts, L layers, R rows of a block of a weight.
+`ChosenProjection` measures once per shape and process. cuBLAS is tuned for many rows; at 16 it may leave a
+third of the memory bandwidth unused. The comparison includes what each fuses: Manta's kernel against
+PyTorch's GEMM and the kernels after it, with the weights out of cache. Shapes are measured in warm-up passes,
+before graphs are captured.
 
-Chooses between Manta's and PyTorch's GEMMs by measurement, once per shape and process.
-
-cuBLAS is tuned for many rows; at 16 it may leave a third of the memory bandwidth unused. The comparison
-includes what each fuses: Manta's kernel against PyTorch's GEMM and the kernels after it, with the weights out
-of cache. Shapes are measured in warm-up passes, before graphs are captured.
-
-Legend: N rows, K inputs, O outputs, T tiles of a product's outputs.
+Legend: N rows, H hidden, K inputs, O outputs, I inner size, P parts, L layers, R rows of a block of a weight,
+T tiles of a product's outputs.
 """
 
 from __future__ import annotations

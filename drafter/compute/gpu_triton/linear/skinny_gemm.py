@@ -3,7 +3,7 @@
 A block's verification multiplies 16 rows per request, so it is bound by reading the weights. A program owns
 64 rows of a weight and streams them past all rows of x at once; the weight is the left operand, so that
 Hopper's matrix instructions read it from shared memory. If there are too few programs to fill the GPU,
-several split one tile's inputs (split K), and the last to finish adds their sums in order. The splits depend
+several split one tile's inputs (split K), and the last to finish adds their sums in order. The tiling depends
 only on the weight's shape. Called by `projections.py`.
 
     x ──[norm: row scale from partial sums of squares, weight]──▶ x W^T ──[bias]──[gate]──[+ residual]──▶ y
@@ -14,10 +14,6 @@ Each step rounds as its separate kernel would: fused or not, only the order of a
 Legend: N rows, K inputs, O outputs, I inner size, P parts, L layers, R rows of a block of a weight, T tiles
 of outputs; in the kernel C rows of a weight's tile (D columns of a gate), M rows of x, S inputs per
 iteration.
-
-Tiling of a weight among the programs of a skinny GEMM: host arithmetic, no Triton.
-
-It depends only on the weight's shape.
 """
 
 # Type checkers know neither Triton's launch options nor what a jitted function returns.

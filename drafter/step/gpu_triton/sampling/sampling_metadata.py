@@ -1,17 +1,13 @@
 """Sampling parameters of request slots on the device, and the kernels' accessors.
 
-Used by `sampler.py` and `top_k_top_p.py`.
+Used by `sampler.py` and `top_k_top_p.py`. Both tables are written at admission.
 
-Legend: F stop tokens of a request.
+The logits rules have tables of their own: `drafter/step/inputs/logits_processors.py` defines the rules;
+`logits_processors.py` in this folder reads the tables. The tokens that a row has seen are read from the token
+table. Owned by `drafter/step/gpu_triton/request_states.py`.
 
-Tables of each request slot's logits rules on the device, written at admission.
-
-`drafter/step/inputs/logits_processors.py` defines the rules; `logits_processors.py` in this folder reads the
-tables. The tokens that a row has seen are read from the token table. Owned by
-`drafter/step/gpu_triton/request_states.py`.
-
-Legend: S slots, A allowed tokens at most, B biased ones, W bad words, L tokens of one; M tokens of a
-reasoning mark.
+Legend: S slots, F stop tokens of a request, A allowed tokens at most, B biased ones, W bad words, L tokens of
+one; M tokens of a reasoning mark.
 """
 
 # pyright: reportGeneralTypeIssues=false
