@@ -18,8 +18,8 @@ import pyarrow as pa
 from ...cluster.errors import ENDINGS, EngineDeadError, MantaError, brief_name
 from ...cluster.metrics.metric import UsageAccount
 from ...cluster.request.caller import SERVER, Caller, Tenant, new_id
-from ..chat.answer_parser import PLAIN, AnswerParserFactory
 from ..chat.chat_model import ChatModel
+from ..chat.stream_parser import PLAIN, AnswerParserFactory
 from ..engine.async_engine import AsyncEngine
 from ..engine.output_processor import CompletionOutput, RequestOutput
 from ..http.generation.generation import full_choice

@@ -15,7 +15,7 @@ import threading
 import time
 from collections import Counter, deque
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
-from contextlib import AbstractAsyncContextManager, contextmanager
+from contextlib import AbstractAsyncContextManager, contextmanager, nullcontext
 from typing import Protocol, TypedDict, Unpack, runtime_checkable
 
 from ...cluster.config import EngineConfig
@@ -366,6 +366,8 @@ class AsyncEngine:
     def _hold_grammar(self, params: SamplingParams) -> AbstractAsyncContextManager[SamplingParams]:
         """Hold the parameters' grammar in a context; it is compiled off the loop and the step thread."""
         assert self._grammars is not None, "start() the engine first"
+        if params.structured_outputs is None and params.grammar is None:
+            return nullcontext(params)
         return self._grammars.hold(params)
 
     @contextmanager

@@ -100,13 +100,12 @@ class GrammarFrontend:
     async def hold(self, params: SamplingParams) -> AsyncGenerator[SamplingParams, None]:
         """Do as `compile` off the event loop; the grammar stays compiled on every rank inside the context.
 
+        There must be a grammar.
+
         Raises:
             RequestError: the grammar is not valid or too expensive; names the field.
             OverloadedError: other large grammars have been in use for too long.
         """
-        if params.structured_outputs is None and params.grammar is None:
-            yield params
-            return
         found = await self._run_in_thread(self._quick, QUICK_S, params)
         if found is None:
             found = await self._run_in_thread(self._slow, SLOW_S, params)

@@ -117,9 +117,11 @@ class RequestStates:
         self._seed[slot] = sampling.seed
         self._min_length[slot] = sampling.min_length
         self._stop_ids[slot] = sampling.stop_token_ids
-        self._rules.admit(slot, sampling.rules)
-        self._logprob_slots.admit(slot, sampling)
-        if self.grammars is not None:
+        if sampling.rules is not None or slot in self._rules.slots:
+            self._rules.admit(slot, sampling.rules)
+        if (sampling.logprobs, sampling.prompt_logprobs) != (None, None) or self._logprob_slots.in_use:
+            self._logprob_slots.admit(slot, sampling)
+        if self.grammars is not None and (sampling.grammar is not None or slot in self._grammar_slots):
             self.grammars.admit(slot, sampling.grammar)
             (self._grammar_slots.discard if sampling.grammar is None else self._grammar_slots.add)(slot)
 

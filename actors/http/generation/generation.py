@@ -20,7 +20,7 @@ from starlette.responses import Response
 from ....cluster.errors import RequestError
 from ....cluster.request.caller import new_id
 from ....cluster.step.limits import check_max_tokens
-from ...chat.answer_parser import AnswerParser, AnswerParserFactory
+from ...chat.stream_parser import AnswerParser, AnswerParserFactory
 from ...chat.text_stream import AnswerDelta
 from ...engine.output_processor import CompletionOutput, RequestOutput
 from ...tokenization.prompts import EncodedPrompt

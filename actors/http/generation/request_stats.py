@@ -27,11 +27,10 @@ from itertools import islice
 from ....cluster.request.caller import Tenant
 from ....cluster.request.request import SamplingParams
 from ....cluster.speculation.acceptance_length import mean_acceptance_length
-from ...chat.answer_parser import ReasoningCounter
+from ...chat.stream_parser import ReasoningCounter
 from ...engine.output_processor import CompletionOutput, RequestMetrics, RequestOutput
 from ...engine.request_spec_stats import TracedStep, token_origins
 from ...observability.telemetry import EndedPrompt, FinishedCompletion, FinishedRequest, RequestTelemetry
-from ...system.atomic_files import rounded
 from ..wire.json_io import JsonObject
 
 
@@ -201,7 +200,7 @@ class RequestStats:
             ttft_ms=_ms(self.ttft_s),
             tpot_ms=_ms(self.tpot_s),
             e2e_ms=round(self.e2e_s * 1000.0, 3),
-            mean_acceptance_length=rounded(self.mean_acceptance_length),
+            mean_acceptance_length=None if (mean := self.mean_acceptance_length) is None else round(mean, 4),
             finish_reason=self.finish_reasons[0] if self.finish_reasons else None,
             status=status,
         )
@@ -248,8 +247,8 @@ def acceptance(
     verified = [step for step in trace if step.num_drafted]
     found: JsonObject = {
         # Numbers even if nothing was drafted: vLLM's format has them, and clients check it.
-        "mean_acceptance_length": rounded(cost.mean_acceptance_length or 1.0),
-        "draft_acceptance_rate": rounded(cost.num_accepted_tokens / drafted) if drafted else 0.0,
+        "mean_acceptance_length": round(cost.mean_acceptance_length or 1.0, 4),
+        "draft_acceptance_rate": round(cost.num_accepted_tokens / drafted, 4) if drafted else 0.0,
         "acceptance_histogram": histogram,
         "num_spec_steps": cost.num_steps,
         "num_accepted_draft_tokens": cost.num_accepted_tokens,

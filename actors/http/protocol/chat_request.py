@@ -13,8 +13,8 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 
 from ....cluster.errors import RequestError, brief
 from ....cluster.request.request import MAX_LOGPROBS, SamplingParams
-from ...chat.answer_parser import AnswerParserFactory
 from ...chat.chat_model import ChatModel
+from ...chat.stream_parser import AnswerParserFactory
 from ...tokenization.chat_template import Message
 from ...tokenization.prompts import Chat, require_tokenizer
 from ...tokenization.special_tokens import map_texts
