@@ -50,6 +50,10 @@ class RequestStates:
         grammars: of a target with requests that may have grammars. A drafter has none: its drafts are edited
             where they are verified.
         recurrent: of a target with recurrent layers; no drafter has any.
+
+    Attributes:
+        logprob_slots: which slots want log probabilities; if none does, rows need not be asked for.
+        grammar_slots: slots with a grammar; if there is none, `apply_grammars` is not needed.
     """
 
     def __init__(
@@ -87,10 +91,10 @@ class RequestStates:
         self._min_length = np.zeros(num_slots, dtype=np.int64)
         self._stop_ids: list[tuple[int, ...]] = [()] * num_slots
         self._rules = RuleStates(self.device)
-        self._logprob_slots = LogprobSlots(num_slots)
+        self.logprob_slots = LogprobSlots(num_slots)
         self._num_computed = np.zeros(num_slots, dtype=np.int64)
         self.grammars = grammars
-        self._grammar_slots: set[int] = set()
+        self.grammar_slots: set[int] = set()
         self._recurrent = recurrent
         self._walks: StepWalks | None = None  # of the current step:
         self._now: StepRequests | None = None
@@ -119,11 +123,11 @@ class RequestStates:
         self._stop_ids[slot] = sampling.stop_token_ids
         if sampling.rules is not None or slot in self._rules.slots:
             self._rules.admit(slot, sampling.rules)
-        if (sampling.logprobs, sampling.prompt_logprobs) != (None, None) or self._logprob_slots.in_use:
-            self._logprob_slots.admit(slot, sampling)
-        if self.grammars is not None and (sampling.grammar is not None or slot in self._grammar_slots):
+        if (sampling.logprobs, sampling.prompt_logprobs) != (None, None) or self.logprob_slots.in_use:
+            self.logprob_slots.admit(slot, sampling)
+        if self.grammars is not None and (sampling.grammar is not None or slot in self.grammar_slots):
             self.grammars.admit(slot, sampling.grammar)
-            (self._grammar_slots.discard if sampling.grammar is None else self._grammar_slots.add)(slot)
+            (self.grammar_slots.discard if sampling.grammar is None else self.grammar_slots.add)(slot)
 
     def lay_out_rows(self, plan: SchedulerOutput) -> StepRows:
         """Return the target's rows; drafts must have been placed."""
@@ -198,17 +202,13 @@ class RequestStates:
 
     def rows_wanting_logprobs(self, plan: SchedulerOutput) -> LogprobRows | None:
         """Return the sampled rows that want log probabilities."""
-        if not self._logprob_slots.in_use:
-            return None
         r = self._requests(plan)
-        return self._logprob_slots.chosen(r.slots_R, np.cumsum(r.counts_R) - r.counts_R, r.counts_R)
+        return self.logprob_slots.chosen(r.slots_R, np.cumsum(r.counts_R) - r.counts_R, r.counts_R)
 
     def prompt_rows_wanting_logprobs(self, plan: SchedulerOutput) -> LogprobRows | None:
         """Return the prompt rows that want log probabilities."""
-        if not self._logprob_slots.in_use:
-            return None
         r = self._requests(plan)
-        return self._logprob_slots.prompts(r.slots_R, r.first_R, r.num_rows_R)
+        return self.logprob_slots.prompts(r.slots_R, r.first_R, r.num_rows_R)
 
     def tokens_after(self, plan: SchedulerOutput, logprob_rows: LogprobRows) -> Tensor:
         """Return the known token [Y] (int64) after each of these prompt rows."""
@@ -220,8 +220,7 @@ class RequestStates:
 
     def apply_grammars(self, plan: SchedulerOutput, proposals: Proposals) -> Proposals:
         """Return the drafts as edited by grammars; also prepares the masks of the rows laid out next."""
-        self._walks = None
-        if self.grammars is None or not self._grammar_slots or not self.grammars.holds(plan.slots):
+        if self.grammars is None or not self.grammars.holds(plan.slots):
             return proposals
         r, guided_RK = self._requests(plan), proposals.drafts_RK.cpu().numpy().copy()
         margins_RK = None if proposals.margins_RK is None else proposals.margins_RK.cpu().numpy().copy()
@@ -253,7 +252,7 @@ class RequestStates:
         self._num_computed[r.slots_R] = r.begin_R + np.maximum(counts_R - 1, 0)
         if self._recurrent is not None:
             self._recurrent.advance(r, counts_R)
-        self._now = None
+        self._now = self._walks = None
 
     def _requests(self, plan: SchedulerOutput) -> StepRequests:
         if self._now is None or self._now.plan is not plan:
