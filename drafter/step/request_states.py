@@ -53,7 +53,6 @@ class RequestStates:
 
     Attributes:
         logprob_slots: which slots want log probabilities; if none does, rows need not be asked for.
-        grammar_slots: slots with a grammar; if there is none, `apply_grammars` is not needed.
     """
 
     def __init__(
@@ -94,7 +93,6 @@ class RequestStates:
         self.logprob_slots = LogprobSlots(num_slots)
         self._num_computed = np.zeros(num_slots, dtype=np.int64)
         self.grammars = grammars
-        self.grammar_slots: set[int] = set()
         self._recurrent = recurrent
         self._walks: StepWalks | None = None  # of the current step:
         self._now: StepRequests | None = None
@@ -125,9 +123,8 @@ class RequestStates:
             self._rules.admit(slot, sampling.rules)
         if (sampling.logprobs, sampling.prompt_logprobs) != (None, None) or self.logprob_slots.in_use:
             self.logprob_slots.admit(slot, sampling)
-        if self.grammars is not None and (sampling.grammar is not None or slot in self.grammar_slots):
+        if self.grammars is not None and (sampling.grammar is not None or slot in self.grammars.slots):
             self.grammars.admit(slot, sampling.grammar)
-            (self.grammar_slots.discard if sampling.grammar is None else self.grammar_slots.add)(slot)
 
     def lay_out_rows(self, plan: SchedulerOutput) -> StepRows:
         """Return the target's rows; drafts must have been placed."""

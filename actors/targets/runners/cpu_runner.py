@@ -170,7 +170,10 @@ class CpuModelRunner:
             proposals = Proposals.none(plan.num_requests, self.model.device)
         else:
             proposals = self.drafts.propose(plan, self.states)
-        return self.states.apply_grammars(plan, proposals) if self.states.grammar_slots else proposals
+        grammars = self.states.grammars
+        if grammars is None or not grammars.slots:
+            return proposals
+        return self.states.apply_grammars(plan, proposals)
 
     def _trim(self, plan: SchedulerOutput, proposals: Proposals) -> tuple[SchedulerOutput, Tensor]:
         """Return the plan with the drafts to verify, and the drafts [R, K] without the others."""
