@@ -23,7 +23,7 @@ import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass
 from hashlib import blake2b
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 from ..metrics.metric import ANY, OTHER
 
@@ -137,7 +137,7 @@ def tenant_of(
 
 def parse_tenant(metadata: Any) -> Tenant:  # Any: JSON
     """Return the tenant and category in a body's `metadata`."""
-    fields = metadata if isinstance(metadata, Mapping) else {}
+    fields = cast("Mapping[str, Any]", metadata) if isinstance(metadata, Mapping) else {}
     return Tenant(_text(fields.get("tenant")), _text(fields.get("category")))
 
 

@@ -135,8 +135,6 @@ class Decoder:
 class SharedEmbeddings:
     """`features.TargetEmbeddings` of a target in this process: its unscaled embedding and head."""
 
-    __slots__ = ("embed", "is_split", "local_logits", "logits")
-
     def __init__(self, embed: Callable[[Tensor], Tensor], head: VocabHead, *, is_split: bool) -> None:
         self.embed, self.is_split = embed, is_split
         self.local_logits = head.local

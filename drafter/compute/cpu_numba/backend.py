@@ -8,6 +8,7 @@ Legend: N rows, H hidden, O outputs, J heads of q and k, K kv heads, D head dim,
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from ..backend import (
@@ -23,11 +24,12 @@ from ..eager.attention_metadata import TorchPass
 from ..eager.backend import TorchAttention, TorchBackend
 from ..eager.moe import TorchExperts
 from ..layers.gated_delta_net import DeltaNetShape
-from ..layers.linear import Activation
+from ..layers.linear import Activation, RMSNorm
 from ..layers.moe import Experts, ExpertWeights
 from ..layers.rope import RotaryEmbedding
 from ..memory.kv_cache import PagedKVCache
 from . import layers
+from .element_ops import LIKE
 from .gated_delta_net import CpuDeltaNet
 
 
@@ -41,7 +43,11 @@ def why_not(spec: ModelStackSpec, machine: DeviceCapabilities) -> str | None:
 class NumbaBackend(TorchBackend):
     """Computes fp32 and bf16 in compiled loops; operators without a loop are `TorchBackend`'s."""
 
-    norm = staticmethod(layers.rms_norm)
+    def norm(self, norm: RMSNorm, x_NH: Tensor) -> Tensor:
+        y_NH, weight_H = torch.empty_like(x_NH), norm.weight_H
+        likes = LIKE[x_NH.dtype], LIKE[weight_H.dtype]
+        layers.rms_norm(x_NH.data_ptr(), weight_H.data_ptr(), y_NH.data_ptr(), *x_NH.shape, norm.eps, *likes)
+        return y_NH
 
     def attention(self, shape: AttentionShape) -> Attention:
         return _CpuAttention(shape) if shape.latent is None else super().attention(shape)

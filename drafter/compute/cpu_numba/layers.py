@@ -16,23 +16,14 @@ from __future__ import annotations
 from functools import cache
 
 import numpy as np
-import torch
 from numba import carray
 from torch import Tensor
 
-from ..layers.linear import Activation, RMSNorm
+from ..layers.linear import Activation
 from ..layers.rope import RotaryEmbedding
 from .element_ops import LIKE, elements, finite_or_zero, float_of, pointer, rounded, sums
 
 DTYPES = tuple(LIKE)
-
-
-def rms_norm(norm: RMSNorm, x_NH: Tensor) -> Tensor:
-    """Return x / sqrt(mean(x^2) + eps) * weight, [N, H] in the dtype of `x`; both contiguous."""
-    y_NH, weight_H = torch.empty_like(x_NH), norm.weight_H
-    addresses, likes = (x_NH.data_ptr(), weight_H.data_ptr(), y_NH.data_ptr()), (x_NH.dtype, weight_H.dtype)
-    _rms_norm(*addresses, *x_NH.shape, norm.eps, LIKE[likes[0]], LIKE[likes[1]])
-    return y_NH
 
 
 def norm_rotate_write(
@@ -88,7 +79,8 @@ def _inverse_rms(x_D, eps):
 
 
 @sums
-def _rms_norm(x, weight, y, num_rows, width, eps, like, weight_like):
+def rms_norm(x, weight, y, num_rows, width, eps, like, weight_like):
+    """Write x / sqrt(mean(x^2) + eps) * weight to rows `y`, in the dtype of `x`; all contiguous."""
     x_NH = carray(pointer(x, like), (num_rows, width))
     y_NH = carray(pointer(y, like), (num_rows, width))
     weight_H = carray(pointer(weight, weight_like), (width,))
