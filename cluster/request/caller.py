@@ -137,7 +137,9 @@ def tenant_of(
 
 def parse_tenant(metadata: Any) -> Tenant:  # Any: JSON
     """Return the tenant and category in a body's `metadata`."""
-    fields = cast("Mapping[str, Any]", metadata) if isinstance(metadata, Mapping) else {}
+    fields: Mapping[str, Any] = {}
+    if isinstance(metadata, Mapping):
+        fields = cast("Mapping[str, Any]", metadata)
     return Tenant(_text(fields.get("tenant")), _text(fields.get("category")))
 
 
