@@ -41,6 +41,7 @@ from ...system.log_setup import Event
 from ..config.settings import OPEN_PATHS
 
 logger = logging.getLogger(__name__)
+requests_logger = logging.getLogger("manta.requests")  # one line for each request that ends
 
 RETRY_AFTER_S = 1
 KINDS = {
@@ -279,7 +280,7 @@ def refusal_of(scope: Scope, status: int, seconds: float) -> Rejection | None:
 def log_refusal(refusal: Rejection, replica: str) -> None:
     fields = ("request_id", "method", "route", "status", "param", "reason")
     line = {name: getattr(refusal, name) for name in fields}
-    logger.info(Event("refusal", **line, e2e_ms=round(1000 * refusal.seconds, 1), replica=replica))
+    requests_logger.info(Event("refusal", **line, e2e_ms=round(1000 * refusal.seconds, 1), replica=replica))
 
 
 def trace_headers(headers: Headers) -> dict[str, str]:
