@@ -62,7 +62,7 @@ class Replica:
     async def __init__(self, config: EngineConfig, settings: ServerSettings) -> None:
         self._began_s = time.monotonic()
         from .engine.async_engine import AsyncEngine
-        from .http.middleware.inflight_requests import Traffic
+        from .http.middleware.request_gate import Traffic
         from .serve.drafter_canary import CanaryStore, DrafterCanary
         from .workers.ray_executor import RayExecutor
 

@@ -12,13 +12,12 @@ from typing import Any
 import pyarrow as pa
 
 from ...cluster.errors import ENDINGS, EngineDeadError, MantaError, brief_name
-from ...cluster.metrics.bounded_labels import UsageAccount
-from ...cluster.request.caller import SERVER, Caller
-from ..chat.answer_parser import PLAIN, AnswerParserFactory
+from ...cluster.metrics.metric import UsageAccount
+from ...cluster.request.caller import SERVER, Caller, Tenant, new_id
 from ..chat.chat_model import ChatModel
+from ..chat.stream_parser import PLAIN, AnswerParserFactory
 from ..engine.async_engine import AsyncEngine
 from ..engine.output_processor import CompletionOutput, RequestOutput
-from ..engine.tenant import Tenant
 from ..http.generation.generation import full_choice
 from ..http.generation.generation_task import operation_of
 from ..http.generation.request_stats import usage_of
@@ -27,7 +26,6 @@ from ..http.openai.completions import CompletionShape
 from ..http.protocol.chat_request import ChatRequest, chat_params, check_tools, conversation, reading_of
 from ..http.protocol.prompt_echo import PromptParts, without_answer
 from ..http.wire.errors import error_body
-from ..http.wire.request_ids import new_id
 from ..observability.telemetry import FinishedRow
 from ..tokenization.generation_config import GenerationDefaults
 from .dataset.passthrough_columns import passed_through

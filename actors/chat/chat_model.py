@@ -10,8 +10,8 @@ from ...cluster.errors import ConfigError, RequestError, did_you_mean
 from ...cluster.request.request import SamplingParams
 from ...cluster.request.structured_outputs import StructuredOutputsParams
 from ..tokenization.tokenizer import Tokenizer
-from .answer_parser import AnswerParserFactory, reasoning_marks
 from .chat_formats import CALLS, REASONING, TEMPLATE_SIGNS, CallSyntax, Messages, ThinkingFormat, marks_of
+from .stream_parser import AnswerParserFactory, reasoning_marks
 from .tool_call_grammars import forced_calls, strict_calls
 
 AUTO, NONE = "auto", "none"

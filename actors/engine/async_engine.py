@@ -15,7 +15,7 @@ import threading
 import time
 from collections import Counter, deque
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
-from contextlib import AbstractAsyncContextManager, contextmanager
+from contextlib import AbstractAsyncContextManager, contextmanager, nullcontext
 from typing import Protocol, TypedDict, Unpack, cast, runtime_checkable
 
 from ...cluster.config import EngineConfig
@@ -23,7 +23,7 @@ from ...cluster.engine.engine_core import EngineCore, EngineStats
 from ...cluster.engine.step_watchdog import TICK_S, Stall, StepWatchdog
 from ...cluster.errors import EngineDeadError, EngineGoneError, EngineStalledError, MantaError
 from ...cluster.fleet.canary import CanaryTrial, Verdict
-from ...cluster.metrics.bounded_labels import UsageAccount
+from ...cluster.metrics.metric import UsageAccount
 from ...cluster.records.request_timeline import RequestTimeline
 from ...cluster.request.request import FinishReason, Request, SamplingParams
 from ...cluster.scheduler.scheduler_stats import Usage
@@ -339,6 +339,8 @@ class AsyncEngine:
 
     def _hold_grammar(self, params: SamplingParams) -> AbstractAsyncContextManager[SamplingParams]:
         assert self._grammars is not None, "start() the engine first"
+        if params.structured_outputs is None and params.grammar is None:
+            return nullcontext(params)
         return self._grammars.hold(params)
 
     @contextmanager

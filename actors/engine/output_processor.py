@@ -13,7 +13,7 @@ from functools import cached_property
 from ...cluster.engine.engine_core import SequenceUpdate
 from ...cluster.errors import NotANumberError
 from ...cluster.fleet.canary import ArmStats
-from ...cluster.metrics.bounded_labels import UsageAccount
+from ...cluster.metrics.metric import UsageAccount
 from ...cluster.request.request import FinishReason, Request, SamplingParams
 from ...cluster.speculation.acceptance_length import mean_acceptance_length
 from ..chat.chat_model import ChatModel

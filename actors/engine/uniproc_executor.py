@@ -22,7 +22,7 @@ class InProcessExecutor:
         import torch
 
         from ..system.host_resources import owned_cores
-        from ..system.torch_threads import TorchThreads
+        from ..system.torch_threads import thread_setter
         from ..targets.loading.cpu_autotune import time_configs
         from ..targets.loading.drafter_swap import DrafterSwap
         from ..targets.loading.rank_loader import Checkpoints, plan_load, start_runner
@@ -37,7 +37,7 @@ class InProcessExecutor:
         self._runner: Runner | None = runner
         self._exchange: DrafterSwap | None = DrafterSwap(plan, runner)
         self._num_swaps = 0
-        self._threads = TorchThreads.of(self._info)  # the threads that the backend leaves to PyTorch
+        self._set_threads = thread_setter(self._info)  # those that the backend leaves to PyTorch
 
     @property
     def info(self) -> ExecutorInfo:
@@ -48,7 +48,7 @@ class InProcessExecutor:
         return DrafterHealth(generation=self._num_swaps)
 
     def submit(self, plan: SchedulerOutput) -> None:
-        self._threads.use()
+        self._set_threads()
         self._alive().submit(plan)
 
     def collect(self) -> StepResult:

@@ -23,8 +23,7 @@ from ..http.admin.operations import load_stats, receipt_routes
 from ..http.anthropic.errors import LostMessage
 from ..http.config.settings import ServerSettings
 from ..http.middleware.api_keys import KeyLimits
-from ..http.middleware.inflight_requests import Traffic
-from ..http.middleware.request_gate import METHODS
+from ..http.middleware.request_gate import METHODS, Traffic
 from ..http.middleware_stack import add_middleware
 from ..http.openai.models import model_card
 from ..http.responses.event_writer import LostResponse

@@ -12,7 +12,7 @@ from ray import serve
 from ray.serve.handle import DeploymentHandle
 
 from ..http.config.settings import ServerSettings
-from ..http.middleware.inflight_requests import Traffic
+from ..http.middleware.request_gate import Traffic
 from ..serve.replica_lifecycle import POLL_S
 from ..serve.serve_hooks import RayServeHost, listen_as_ray_does, proxy_listens, restore_print
 from ..system.event_loop import tune_gc

@@ -16,7 +16,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from ...cluster.errors import EngineDeadError
-from ..http.wire.rejections import logged_elsewhere
+from ..http.wire.errors import logged_elsewhere
 from .generation_proxy import BROKEN, NOT_RECEIVED, POLL_S, GatewayState, died_with_requests
 from .isolation import SuspectRequest
 from .replica_set import Member, ServedModel

@@ -30,16 +30,16 @@ from ...cluster.errors import EngineDeadError, MantaError, OverloadedError
 from ...cluster.request.request import MAX_SEED
 from ..http.generation.resume_origin import ORIGIN_HEADER, TOKENS_HEADER, ResumeOrigin
 from ..http.middleware.api_keys import KeyLimits, caller_of
-from ..http.middleware.inflight_requests import Traffic
+from ..http.middleware.request_gate import Traffic
 from ..http.wire.errors import (
     ClientDisconnectedError,
     ends_with_engine_death,
     error_response,
     is_engine_death,
     log_if_internal,
+    logged_elsewhere,
 )
 from ..http.wire.json_io import JsonObject
-from ..http.wire.rejections import logged_elsewhere
 from ..http.wire.sse import DONE, KEEP_ALIVE, Ending, cancel_on_disconnect
 from .gateway_metrics import GatewayMetrics
 from .isolation import Isolation, SuspectRequest

@@ -12,8 +12,7 @@ from starlette.requests import Request
 from ...cluster.fleet.router import hash_chain
 from ...cluster.request.caller import Caller
 from ..http.middleware.api_keys import caller_of
-from ..http.wire.json_io import parsed
-from ..http.wire.request_ids import take_request_id
+from ..http.wire.json_io import parsed, take_request_id
 
 SESSION_HEADER = "x-session-id"
 SESSION_FIELDS = ("session_id", "prompt_cache_key", "user")

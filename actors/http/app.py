@@ -31,7 +31,7 @@ from .batch_api.routes import batch_routes, file_routes
 from .config.settings import ServerSettings
 from .generation.server_context import ServerContext
 from .generation.tracing import Tracing, open_tracing
-from .middleware.inflight_requests import Traffic
+from .middleware.request_gate import Traffic
 from .middleware_stack import add_middleware
 from .openai.chat import chat_routes
 from .openai.completions import completion_routes
@@ -39,8 +39,8 @@ from .openai.models import model_routes
 from .openai.tokenization import tokenization_routes
 from .responses.routes import response_routes
 from .ui import ui_routes
+from .wire.errors import Rejection
 from .wire.openapi_errors import RESPONSES
-from .wire.rejections import Rejection
 
 logger = logging.getLogger(__name__)
 

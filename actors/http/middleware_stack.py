@@ -12,10 +12,8 @@ from fastapi import FastAPI
 from .anthropic.errors import MessagesLayer
 from .config.settings import ServerSettings
 from .middleware.cors import allow_origins
-from .middleware.inflight_requests import Traffic
-from .middleware.request_gate import Observer, RequestGate
-from .wire.errors import install_handlers
-from .wire.rejections import Rejection, ignore
+from .middleware.request_gate import Observer, RequestGate, Traffic
+from .wire.errors import Rejection, ignore, install_handlers
 
 
 def add_middleware(

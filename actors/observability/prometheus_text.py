@@ -10,8 +10,7 @@ from prometheus_client.core import Metric as Family
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
-from ...cluster.metrics.histogram import HistogramCounts
-from ...cluster.metrics.metric import Metric
+from ...cluster.metrics.metric import HistogramCounts, Metric
 
 # A mapping from label values (in the catalogue's order), empty if there is no value now; or a single value.
 Values = float | Mapping[tuple[str, ...], float] | HistogramCounts

@@ -14,8 +14,7 @@ import ray
 from ray.util.metrics import Counter, Gauge
 
 from ...cluster.metrics.engine_metrics import CATALOGUE
-from ...cluster.metrics.histogram import HistogramCounts
-from ...cluster.metrics.metric import SHARED_LABELS, Metric
+from ...cluster.metrics.metric import SHARED_LABELS, HistogramCounts, Metric
 from .prometheus_text import Values, buckets_of
 
 Tags = dict[str, str]

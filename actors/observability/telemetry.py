@@ -25,15 +25,14 @@ from ...cluster.errors import (
     RateLimitError,
     TooManyRequestsError,
 )
-from ...cluster.metrics.bounded_labels import ANY, BoundedLabels
 from ...cluster.metrics.engine_metrics import CATALOGUE
-from ...cluster.metrics.histogram import Histogram
+from ...cluster.metrics.metric import ANY, BoundedLabels, Histogram
+from ...cluster.request.caller import Tenant
 from ...cluster.speculation.acceptance_length import mean_acceptance_length
 from ..capture.collector import CaptureResult
 from ..engine.async_engine import AsyncEngine
 from ..engine.lossless_audit import AuditResult
 from ..engine.output_processor import RequestOutput
-from ..engine.tenant import Tenant
 from ..system.log_setup import Event
 from .engine_metrics import engine_values, info_values, rejection_values, trial_values
 from .prometheus_text import Exposition, Values

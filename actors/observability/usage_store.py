@@ -27,10 +27,10 @@ from typing import Any
 from ...cluster.config import EngineConfig
 from ...cluster.engine.usage_report import DeviceKind, ReceiptSubject, UsageTotals, receipt_json
 from ...cluster.errors import RequestError, brief
-from ...cluster.metrics.bounded_labels import ANY, BoundedLabels, UsageAccount
+from ...cluster.metrics.metric import ANY, BoundedLabels, UsageAccount
+from ...cluster.request.caller import Tenant
 from ...cluster.scheduler.scheduler_stats import Usage
 from ..engine.async_engine import AsyncEngine
-from ..engine.tenant import Tenant
 from ..system.atomic_files import PRIVATE_FILE, check_writable, open_own, write_atomically
 
 logger = logging.getLogger(__name__)

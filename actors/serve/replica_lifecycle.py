@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 
 from ...cluster.errors import DrainingError
 from ..engine.async_engine import AsyncEngine
-from ..http.middleware.inflight_requests import Traffic
+from ..http.middleware.request_gate import Traffic
 
 if TYPE_CHECKING:
     from .serve_hooks import RayServeHost

@@ -31,10 +31,10 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.middleware import Middleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from ...cluster.request.caller import ID_HEADER, acceptable_id, new_id
 from ..haproxy.config_rewriter import RETRY_HEADER
 from ..http.config.settings import OPEN_PATHS
 from ..http.wire.errors import json_error
-from ..http.wire.request_ids import ID_HEADER, acceptable_id, new_id
 
 CALLBACK = "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH"
 _ENDS_THE_PROCESS = "raise_sys_exit_with_custom_error_message"

@@ -90,10 +90,7 @@ class GrammarFrontend:
 
     @asynccontextmanager
     async def hold(self, params: SamplingParams) -> AsyncGenerator[SamplingParams, None]:
-        """Do as `compile`, with the grammar held on every rank. May also raise OverloadedError."""
-        if params.structured_outputs is None and params.grammar is None:
-            yield params
-            return
+        """Do as `compile`, of a grammar, held on every rank. May also raise OverloadedError."""
         found = await self._run_in_thread(self._quick, QUICK_S, params)
         if found is None:
             found = await self._run_in_thread(self._slow, SLOW_S, params)

@@ -13,6 +13,8 @@ from __future__ import annotations
 import resource
 import threading
 import time
+from collections.abc import Callable
+from functools import partial
 
 import torch
 
@@ -23,29 +25,34 @@ _OFTEN, _OFTEN_PER_THREAD = 100, 10  # interruptions per second; an idle machine
 _MIN_PAUSE_S, _MAX_PAUSE_S = 0.05, 1.0
 
 
-class TorchThreads:
-    """Sets PyTorch's threads to at most those at construction. `adapts`: fewer if cores are scarce."""
+def thread_setter(info: ExecutorInfo) -> Callable[[], object]:
+    """Return what sets the present number of threads again before each step of this executor.
 
-    def __init__(self, *, adapts: bool) -> None:
+    Another engine or the user may have set another number since.
+    """
+    num_threads = torch.get_num_threads()
+    if info.device == "cpu" and info.dtype == "float32" and num_threads > 1:
+        return TorchThreads().use
+    return partial(torch.set_num_threads, num_threads)
+
+
+class TorchThreads:
+    """Sets PyTorch's number of threads to at most that at construction, which is more than one."""
+
+    def __init__(self) -> None:
         self._most = self._size = torch.get_num_threads()
-        self._adapts = adapts and self._most > 1
         self._seen_s, self._seen = time.monotonic(), _interruptions()
         self._pause_s = _MIN_PAUSE_S
         self._trial_s = 0.0  # time of the next trial
         self._trial: _Trial | None = None
-
-    @classmethod
-    def of(cls, info: ExecutorInfo) -> TorchThreads:
-        return cls(adapts=info.device == "cpu" and info.dtype == "float32")
 
     @property
     def size(self) -> int:
         return self._size
 
     def use(self) -> None:
-        """Set the number of threads before a step, whatever others have set since."""
-        if self._adapts:
-            self._adapt(time.monotonic())
+        """Set the number of threads before a step, fewer if cores are scarce."""
+        self._adapt(time.monotonic())
         if torch.get_num_threads() != self._size:
             torch.set_num_threads(self._size)
 

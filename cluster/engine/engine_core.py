@@ -13,8 +13,7 @@ from dataclasses import dataclass, field
 
 from ..config import EngineConfig
 from ..errors import OverloadedError, RequestError, brief
-from ..metrics.bounded_labels import UsageAccount
-from ..metrics.histogram import NO_COUNTS, HistogramCounts
+from ..metrics.metric import NO_COUNTS, HistogramCounts, UsageAccount
 from ..records.request_timeline import RequestTimeline
 from ..request.request import FinishReason, Request, SamplingParams
 from ..scheduler.scheduler import Scheduler
@@ -69,7 +68,7 @@ class EngineStats:
         rejected: requests that were not admitted, by reason.
         step_tokens: steps by their progress in tokens: computed prompt tokens and new tokens.
         page_lifetimes, page_idle_times, page_reuse_gaps: of a sample of pages
-            (`cluster/pages/kv_cache_metrics.py`).
+            (`cluster/pages/page_pool.py`).
     """
 
     running: int

@@ -28,8 +28,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ..pages.kv_cache_metrics import KVCacheMetricsCollector, SampledPageTimes
-from ..pages.page_pool import PagePool, pages_for
+from ..pages.page_pool import KVCacheMetricsCollector, PagePool, SampledPageTimes, pages_for
 from ..step.limits import SchedulerConfig
 from ..step.scheduler_output import IntArray, StateEntry
 from ..step.sequence import Sequence, SlotTable
@@ -169,13 +168,13 @@ class KVCacheManager:
     def allocate(self, slots_R: IntArray, num_tokens_R: IntArray) -> bool:
         """Allocate the pages for this many tokens of each sequence; False if there are too few for all."""
         missing_GR = self._num_missing_pages(slots_R, num_tokens_R)
+        if not missing_GR.any():  # the usual case
+            return True
         counts_G, needed = missing_GR.sum(axis=1).tolist(), [0] * len(self.pools)
         for group, count in zip(self.groups, counts_G, strict=True):
             needed[group.pool] += count
         if not self._fits(needed):
             return False
-        if not any(needed):
-            return True
         groups_K, rows_K = (indices.astype(np.int32) for indices in np.nonzero(missing_GR))
         slots_K = slots_R[rows_K]
         begins_K, counts_K = self.end_GS[groups_K, slots_K], missing_GR[groups_K, rows_K]

@@ -3,16 +3,33 @@
 Keys themselves are not stored: an owner is a digest of a key. Created by `actors/http/middleware/api_keys.py`
 for each request, passed from a gateway to its replicas, and stored with what a request leaves behind (files,
 batches, timelines).
+
+A request is counted for a tenant and category, from its API key, a header or OpenAI's `metadata`:
+
+    X-Tenant: acme                    or    "metadata": {"tenant": "acme", "category": "coding"}
+    X-Category: coding
+
+The tenant of the key has priority (`ServerSettings.api_key`), then the header, which a trusted proxy sets and
+a body cannot override. A name is counted by itself if it is configured (`ServerSettings.tenants`) or the key
+may name any tenant; all others are counted as one.
+
+A request's id is the client's own if it is valid, else a new one; it is returned in `X-Request-Id`.
 """
 
 from __future__ import annotations
 
+import re
+import secrets
+from collections.abc import Mapping
 from dataclasses import dataclass
 from hashlib import blake2b
+from typing import Any, NamedTuple, cast
 
-from ..metrics.bounded_labels import ANY, OTHER
+from ..metrics.metric import ANY, OTHER
 
 REQUEST_ID = "^[!-~]{1,256}$"  # pattern of a client's request id: it fits a header and a log line
+ID_HEADER = "x-request-id"
+_REQUEST_ID = re.compile(REQUEST_ID)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,6 +64,15 @@ class Caller:
         return cache_salt if self.domain is None else _digest("salt", self.domain, cache_salt or "")
 
 
+def new_id(prefix: str = "") -> str:
+    return prefix + secrets.token_hex(16)
+
+
+def acceptable_id(client_id: object) -> str | None:
+    """Return a client's id if it fits a header and a log line."""
+    return client_id if isinstance(client_id, str) and _REQUEST_ID.fullmatch(client_id) else None
+
+
 SERVER = Caller(sees_all=True)  # for the server's own work
 
 
@@ -62,3 +88,37 @@ def _digest(*parts: str) -> str:
     """Return 128 bits of the parts, with lengths so that they cannot run into each other."""
     text = b"".join(b"%d:%b" % (len(each), each) for part in parts for each in [part.encode()])
     return blake2b(text, digest_size=16, person=b"manta caller").hexdigest()
+
+
+class Tenant(NamedTuple):
+    tenant: str | None = None
+    category: str | None = None
+    # the tenant of its key, else the one that the request names, whether or not it is counted for it
+    named: str | None = None
+
+
+def tenant_of(
+    headers: Mapping[str, str],
+    metadata: Any,  # Any: JSON
+    caller: Caller,
+    tenants: tuple[str, ...],
+) -> tuple[Tenant, str | None]:
+    """Return the tenant, and the field that names an ignored tenant. Every request may name `tenants`."""
+    parsed = parse_tenant(metadata)
+    in_header = headers.get("x-tenant")
+    named = in_header or parsed.tenant
+    tenant = caller.tenant_of(named, tenants)
+    ignored_field = None if named in (None, tenant) else "X-Tenant" if in_header else "metadata.tenant"
+    category = headers.get("x-category") or parsed.category
+    return Tenant(tenant, category, caller.tenant or named), ignored_field
+
+
+def parse_tenant(metadata: Any) -> Tenant:  # Any: JSON
+    fields: Mapping[str, Any] = {}
+    if isinstance(metadata, Mapping):
+        fields = cast("Mapping[str, Any]", metadata)
+    return Tenant(_text(fields.get("tenant")), _text(fields.get("category")))
+
+
+def _text(value: Any) -> str | None:  # Any: JSON
+    return value if isinstance(value, str) and value else None

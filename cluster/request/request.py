@@ -11,7 +11,7 @@ from numbers import Real
 from typing import Any, Literal, cast
 
 from ..errors import RequestError, brief
-from ..metrics.bounded_labels import UsageAccount
+from ..metrics.metric import UsageAccount
 from .structured_outputs import Grammar, StructuredOutputsParams
 
 FinishReason = Literal["stop", "length", "abort", "error"]

@@ -110,6 +110,11 @@ class DrafterContextRefill:
         self._min_rows = _REFILL_ROWS
         self.current: Sequence | None = None
 
+    @property
+    def is_pending(self) -> bool:
+        """Whether a sequence is recomputed or lacks drafter context."""
+        return self.current is not None or any(self._prompts)
+
     def begin(self, running: Iterable[Sequence], num_tokens: int = 0) -> None:
         """Start recomputing these, which lack drafter context; none up to `num_tokens` is too long."""
         self._prompts, self.current = ({}, {}), None
@@ -217,7 +222,7 @@ class DrafterContext:
             self._stop()
         elif not self._writes.on:
             self._resume_if_chosen()
-        if self.can_draft:
+        if self.can_draft and self.refill.is_pending:
             self._refill_next()
 
     def draft_length(self, *, background: bool) -> int:

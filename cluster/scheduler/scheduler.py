@@ -109,7 +109,8 @@ class Scheduler:
         )
         self.in_flight.append(step)
         self.drafter.scheduled(plan, is_trial=step.choice.is_trial)
-        self.usage.on_scheduled(plan)
+        if self.usage.has_accounts:
+            self.usage.on_scheduled(plan)
         self._num_steps += 1
         return step.plan
 
@@ -362,8 +363,10 @@ class Scheduler:
             *(step.plan, result, outcome, step.remaining_R, step.planned_s, now_s),
             *(int(step.load.prompt_rows), step.choice.plain_s),
         )
-        for observer in (self.flight_recorder, self.counters, self.usage):
-            observer.observe(done)
+        self.flight_recorder.observe(done)
+        self.counters.observe(done)
+        if self.usage.has_accounts:
+            self.usage.observe(done)
         for slot, rows in outcome.prompt_logprobs.items():
             # Their first row is at `num_computed_S`, which is updated next.
             self.table.sequences[slot].take_prompt_logprobs(int(self.table.num_computed_S[slot]), rows)

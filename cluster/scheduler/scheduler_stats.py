@@ -1,7 +1,7 @@
 """Cumulative counts of a scheduler's steps: `Counters` for metrics, `UsageMeter` for usage by account.
 
 `cluster/engine/engine_core.py` takes snapshots; `UsageMeter.totals` may be called from any thread. Both get
-every completed step once (`observe`).
+every completed step once (`observe`), the meter from the first account on.
 
 Usage: a step's seconds are split among its requests by rows, of prompts, anchors or drafts. Seconds of plain
 decoding are *measured*, never estimated (docs/decisions/receipts.md). A step in which all requests decode is
@@ -21,9 +21,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from ..metrics.bounded_labels import UsageAccount
-from ..metrics.histogram import Histogram
-from ..metrics.metric import STEP_TOKENS
+from ..metrics.metric import STEP_TOKENS, Histogram, UsageAccount
 from ..request.request import FinishReason
 from ..speculation.draft_lengths import load_class
 from ..step.scheduler_output import DrafterUse, SchedulerOutput
@@ -127,7 +125,7 @@ class UsageMeter:
         num_slots: maximum number of requests running at once.
 
     Attributes:
-        has_accounts: whether a request has named an account; nothing is counted before.
+        has_accounts: whether a request has named an account; steps before are not reported to the meter.
     """
 
     def __init__(self, num_slots: int) -> None:
@@ -151,13 +149,10 @@ class UsageMeter:
 
     def on_scheduled(self, plan: SchedulerOutput) -> None:
         """Record a plan's accounts; a request that leaves while it is in flight is still charged."""
-        if self.has_accounts:
-            self._in_flight[plan.step] = self._account_S[plan.slots]
+        self._in_flight[plan.step] = self._account_S[plan.slots]
 
     def observe(self, step: CompletedStep) -> None:
         """Count a completed step."""
-        if not self.has_accounts:
-            return
         plan, outcome, result, now_s = step.plan, step.outcome, step.result, step.ended_s
         elapsed_s = now_s - max(step.planned_s, self._ended_s)
         self._ended_s = now_s

@@ -6,7 +6,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from ..config import EngineConfig
 from ..errors import RequestError, UnprocessableError, brief
@@ -26,6 +26,7 @@ class SchedulerConfig:
         by_priority: whether `Request.priority` counts.
         adaptive_drafts: whether draft lengths follow the measured benefit.
         halves: whether one half of the requests can be drafted while the other is verified.
+        max_length: longest sequence within max_model_len that the pages hold.
 
     The rest is as in `EngineConfig` and `ExecutorInfo`.
     """
@@ -49,6 +50,11 @@ class SchedulerConfig:
     max_stop_token_ids: int | None
     has_grammars: bool
     rule_limits: RuleLimits | None
+    max_length: int = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        pages = (self.page_groups, self.num_pages, self.page_size, self.max_rows)
+        object.__setattr__(self, "max_length", longest_sequence(*pages, self.max_model_len))
 
     @classmethod
     def derive(cls, config: EngineConfig, info: ExecutorInfo) -> SchedulerConfig:
@@ -73,11 +79,6 @@ class SchedulerConfig:
             has_grammars=info.has_grammars,
             rule_limits=info.rule_limits,
         )
-
-    @property
-    def max_length(self) -> int:
-        pages = (self.page_groups, self.num_pages, self.page_size, self.max_rows)
-        return longest_sequence(*pages, self.max_model_len)
 
 
 def check_request(request: Request, limits: SchedulerConfig) -> None:

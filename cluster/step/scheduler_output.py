@@ -169,7 +169,7 @@ class SchedulerOutput:
         trim: how drafts are trimmed before they are verified; None verifies all.
         writes_context: whether the drafter's context of this step is written. If not, no request of the step
             is drafted for before it has entered again.
-        num_batched_tokens, num_draft_tokens: rows and drafts of all requests together.
+        num_requests, num_batched_tokens, num_draft_tokens: R; rows and drafts of all requests together.
     """
 
     step: int
@@ -186,11 +186,13 @@ class SchedulerOutput:
     trim: Trim | None = None
     writes_context: bool = True
     saves: StateSaves | None = None
+    num_requests: int = field(init=False, repr=False, compare=False)
     num_batched_tokens: int = field(init=False, repr=False, compare=False)
     num_draft_tokens: int = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         # Read a dozen times per step, and each sum of a short array takes two microseconds.
+        object.__setattr__(self, "num_requests", len(self.slots))
         object.__setattr__(self, "num_batched_tokens", int(self.num_rows.sum()))
         object.__setattr__(self, "num_draft_tokens", int(self.num_drafts.sum()))
 
@@ -198,10 +200,6 @@ class SchedulerOutput:
         """Return the trimmed plan, with these numbers of drafts, which are at most the planned ones."""
         num_rows_R = self.num_rows - self.num_drafts + num_drafts_R
         return replace(self, num_rows=num_rows_R, num_drafts=num_drafts_R, trim=None)
-
-    @property
-    def num_requests(self) -> int:
-        return len(self.slots)
 
 
 @dataclass(frozen=True, slots=True)

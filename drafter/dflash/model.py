@@ -119,7 +119,7 @@ class DFlashDrafter:
 
     def block_hidden(self, block: StepRows, cache: PagedKVCache) -> Tensor:
         """Return normed hidden states [X, H] of every mask row, in request order."""
-        hidden_NH = self.forward(self.embed_block(block.token_ids_N), block, cache)
+        hidden_NH, _ = self._stack(self.embed_block(block.token_ids_N), block, cache)
         return hidden_NH.index_select(0, block.sampled_X)
 
     def block_logits(self, block: StepRows, cache: PagedKVCache) -> Tensor:

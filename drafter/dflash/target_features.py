@@ -40,15 +40,15 @@ class TargetEmbeddings(Protocol):
     @property
     def is_split(self) -> bool: ...
 
-    def embed(self, token_ids_N: Tensor) -> Tensor:
+    def embed(self, token_ids_N: Tensor, /) -> Tensor:
         """Return input embeddings [N, H] as the target's first block gets them, without scale or norm."""
         ...
 
-    def logits(self, hidden_NH: Tensor) -> Tensor:
+    def logits(self, hidden_NH: Tensor, /) -> Tensor:
         """Return the head's logits [N, V] for normed states, without scaling or cap."""
         ...
 
-    def local_logits(self, hidden_NH: Tensor) -> tuple[Tensor, int]:
+    def local_logits(self, hidden_NH: Tensor, /) -> tuple[Tensor, int]:
         """Return the logits of this rank's part of the vocabulary, and the part's first token id."""
         ...
 
@@ -62,13 +62,13 @@ class EmbeddingCopies:
         self._embedding_VH = embedding_VH
         self._head = head
 
-    def embed(self, token_ids_N: Tensor) -> Tensor:
+    def embed(self, token_ids_N: Tensor, /) -> Tensor:
         return self._embedding_VH.index_select(0, token_ids_N)
 
-    def logits(self, hidden_NH: Tensor) -> Tensor:
+    def logits(self, hidden_NH: Tensor, /) -> Tensor:
         return self._head(hidden_NH)
 
-    def local_logits(self, hidden_NH: Tensor) -> tuple[Tensor, int]:
+    def local_logits(self, hidden_NH: Tensor, /) -> tuple[Tensor, int]:
         return self._head(hidden_NH), 0
 
 

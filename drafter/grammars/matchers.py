@@ -98,23 +98,27 @@ class StepWalks:
 
 
 class GrammarStates:
-    """The grammars of running requests; `num_threads` threads compute a step's masks."""
+    """The grammars of running requests; `num_threads` threads compute a step's masks.
+
+    Attributes:
+        slots: the slots with a grammar, and their states.
+    """
 
     def __init__(self, compiler: GrammarCompiler, num_threads: int) -> None:
         self.compiler = compiler
         self._executor = LLExecutor(num_threads)
         self._eos = frozenset(compiler.eos_token_ids)
-        self._slots: dict[int, _Slot] = {}
+        self.slots: dict[int, _Slot] = {}
         self._bits_MW = np.empty((0, compiler.mask_words), dtype=np.int32)
 
     def admit(self, slot: int, slot_grammar: SlotGrammar | None) -> None:
         """Replace a slot's state with that of a newly admitted or resumed request."""
-        self._slots.pop(slot, None)
+        self.slots.pop(slot, None)
         if slot_grammar is not None:
-            self._slots[slot] = self._begin(slot_grammar)
+            self.slots[slot] = self._begin(slot_grammar)
 
     def holds(self, slots: NDArray[np.integer]) -> bool:
-        return bool(self._slots) and not self._slots.keys().isdisjoint(slots.tolist())
+        return bool(self.slots) and not self.slots.keys().isdisjoint(slots.tolist())
 
     def constrain_drafts(
         self,
@@ -150,13 +154,13 @@ class GrammarStates:
             forces: replace drafts by forced tokens; otherwise drafts stay as they are.
         """
         numbers = slots_R.tolist()
-        walked = [place for place, number in enumerate(numbers) if number in self._slots and counts_R[place]]
+        walked = [place for place, number in enumerate(numbers) if number in self.slots and counts_R[place]]
         if not walked:
             return None
         walks = list[_Walk]()
         for place in walked:
             number, last, begin = numbers[place], int(counts_R[place]) - 1, int(begin_R[place])
-            slot = self._slots[number]
+            slot = self.slots[number]
             unread = partial(_read_committed, slot, number, begin, read)
             margins_D = None if margins_RK is None else margins_RK[place, :last]
             walks.append(_Walk(slot, place, unread, drafts_RK[place, :last], margins_D))

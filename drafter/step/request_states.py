@@ -50,6 +50,9 @@ class RequestStates:
         grammars: of a target with requests that may have grammars. A drafter has none: its drafts are edited
             where they are verified.
         recurrent: of a target with recurrent layers; no drafter has any.
+
+    Attributes:
+        logprob_slots: which slots want log probabilities; if none does, rows need not be asked for.
     """
 
     def __init__(
@@ -87,10 +90,9 @@ class RequestStates:
         self._min_length = np.zeros(num_slots, dtype=np.int64)
         self._stop_ids: list[tuple[int, ...]] = [()] * num_slots
         self._rules = RuleStates(self.device)
-        self._logprob_slots = LogprobSlots(num_slots)
+        self.logprob_slots = LogprobSlots(num_slots)
         self._num_computed = np.zeros(num_slots, dtype=np.int64)
         self.grammars = grammars
-        self._grammar_slots: set[int] = set()
         self._recurrent = recurrent
         self._walks: StepWalks | None = None  # of the current step:
         self._now: StepRequests | None = None
@@ -117,11 +119,12 @@ class RequestStates:
         self._seed[slot] = sampling.seed
         self._min_length[slot] = sampling.min_length
         self._stop_ids[slot] = sampling.stop_token_ids
-        self._rules.admit(slot, sampling.rules)
-        self._logprob_slots.admit(slot, sampling)
-        if self.grammars is not None:
+        if sampling.rules is not None or slot in self._rules.slots:
+            self._rules.admit(slot, sampling.rules)
+        if (sampling.logprobs, sampling.prompt_logprobs) != (None, None) or self.logprob_slots.in_use:
+            self.logprob_slots.admit(slot, sampling)
+        if self.grammars is not None and (sampling.grammar is not None or slot in self.grammars.slots):
             self.grammars.admit(slot, sampling.grammar)
-            (self._grammar_slots.discard if sampling.grammar is None else self._grammar_slots.add)(slot)
 
     def lay_out_rows(self, plan: SchedulerOutput) -> StepRows:
         """Return the target's rows; drafts must have been placed."""
@@ -196,17 +199,13 @@ class RequestStates:
 
     def rows_wanting_logprobs(self, plan: SchedulerOutput) -> LogprobRows | None:
         """Return the sampled rows that want log probabilities."""
-        if not self._logprob_slots.in_use:
-            return None
         r = self._requests(plan)
-        return self._logprob_slots.chosen(r.slots_R, np.cumsum(r.counts_R) - r.counts_R, r.counts_R)
+        return self.logprob_slots.chosen(r.slots_R, np.cumsum(r.counts_R) - r.counts_R, r.counts_R)
 
     def prompt_rows_wanting_logprobs(self, plan: SchedulerOutput) -> LogprobRows | None:
         """Return the prompt rows that want log probabilities."""
-        if not self._logprob_slots.in_use:
-            return None
         r = self._requests(plan)
-        return self._logprob_slots.prompts(r.slots_R, r.first_R, r.num_rows_R)
+        return self.logprob_slots.prompts(r.slots_R, r.first_R, r.num_rows_R)
 
     def tokens_after(self, plan: SchedulerOutput, logprob_rows: LogprobRows) -> Tensor:
         """Return the known token [Y] (int64) after each of these prompt rows."""
@@ -218,8 +217,7 @@ class RequestStates:
 
     def apply_grammars(self, plan: SchedulerOutput, proposals: Proposals) -> Proposals:
         """Return the drafts as edited by grammars; also prepares the masks of the rows laid out next."""
-        self._walks = None
-        if self.grammars is None or not self._grammar_slots or not self.grammars.holds(plan.slots):
+        if self.grammars is None or not self.grammars.holds(plan.slots):
             return proposals
         r, guided_RK = self._requests(plan), proposals.drafts_RK.cpu().numpy().copy()
         margins_RK = None if proposals.margins_RK is None else proposals.margins_RK.cpu().numpy().copy()
@@ -256,11 +254,11 @@ class RequestStates:
         self._num_computed[r.slots_R] = r.begin_R + np.maximum(counts_R - 1, 0)
         if self._recurrent is not None:
             self._recurrent.advance(r, counts_R)
-        self._now = None
+        self._now = self._walks = None
 
     def _requests(self, plan: SchedulerOutput) -> StepRequests:
         if self._now is None or self._now.plan is not plan:
-            self._now = StepRequests.of(plan, self._num_computed)
+            self._now = requests_of(plan, self._num_computed)
         return self._now
 
     def _lay_out(
@@ -306,7 +304,7 @@ class RequestStates:
         batch: Callable[..., Any],
     ) -> tuple[Any, ...]:
         """Build the backend's metadata for each page group in which the model has layers."""
-        used = pages_for(int((first_R + num_rows_R).max()), self.page_size)
+        used = -(-int((first_R + num_rows_R).max()) // self.page_size)
         return tuple(
             batch(
                 first_R,
@@ -323,10 +321,11 @@ class RequestStates:
 
     def _sampling(self, slots_X: Ints, positions_X: Ints, num_before_X: Ints) -> SamplingMetadata:
         temperature_X = self._temperature[slots_X]
-        forbidden = self._forbidden(slots_X, positions_X)
+        early_E = np.flatnonzero(positions_X < self._min_length[slots_X])
+        forbidden_F = self._forbidden(slots_X, early_E) if len(early_E) else None
         ruled = self._rules.rows(self.token_ids, slots_X, num_before_X) if self._rules.slots else ()
         if not temperature_X.any():
-            return SamplingMetadata.greedy(len(slots_X), forbidden, self.device, ruled)
+            return SamplingMetadata(len(slots_X), forbidden_F=forbidden_F, ruled=ruled)
         return SamplingMetadata.build(
             temperature=temperature_X,
             top_k=self._top_k[slots_X],
@@ -334,16 +333,24 @@ class RequestStates:
             min_p=self._min_p[slots_X],
             seed=self._seed[slots_X],
             position=positions_X,
-            forbidden=forbidden,
+            forbidden_F=forbidden_F,
             device=self.device,
             ruled=ruled,
         )
 
-    def _forbidden(self, slots_X: Ints, positions_X: Ints) -> Ints | None:
-        """Return (row, stop token) pairs [2, F] of rows below their minimum length, or None."""
-        early = np.flatnonzero(positions_X < self._min_length[slots_X])
-        pairs = [(row, token) for row in early.tolist() for token in self._stop_ids[slots_X[row]]]
-        return np.array(pairs, dtype=np.int64).T if pairs else None
+    def _forbidden(self, slots_X: Ints, early_E: Ints) -> Tensor | None:
+        """Return (row, stop token) pairs [2, F] of these rows, which are below their minimum length."""
+        pairs = [(row, token) for row in early_E.tolist() for token in self._stop_ids[slots_X[row]]]
+        return self._put(np.ascontiguousarray(np.array(pairs, dtype=np.int64).T)) if pairs else None
 
     def _put(self, values: Ints) -> Tensor:
         return torch.from_numpy(values).to(self.device)
+
+
+def requests_of(plan: SchedulerOutput, num_computed_S: Ints) -> StepRequests:
+    """Return a plan's requests; `num_computed` has positions that the plan leaves open."""
+    numbers = (plan.slots, plan.num_rows, plan.num_drafts)
+    slots_R, num_rows_R, num_drafts_R = (x.astype(np.int64) for x in numbers)
+    first_R = np.where(plan.num_computed < 0, num_computed_S[slots_R], plan.num_computed)
+    begin_R, counts_R = first_R + num_rows_R - num_drafts_R, (num_drafts_R + 1) * plan.samples
+    return StepRequests(plan, slots_R, num_rows_R, num_drafts_R, first_R, begin_R, counts_R)

@@ -20,7 +20,7 @@ from ...actors.batch.dataset.row_reader import Row
 from ...actors.batch.dataset.row_requests import ID_COLUMNS, PROMPT_COLUMNS, SAMPLING_COLUMNS, RowSchema
 from ...actors.batch.row_answerer import LOGPROBS_TYPE, Result, RowAnswerer
 from ...actors.engine.async_engine import AsyncEngine
-from ...actors.http.protocol.unsupported_fields import check_extra_fields
+from ...actors.http.protocol.protocol import check_extra_fields
 from ...actors.tokenization.checkpoint_paths import target_folder
 from ...actors.tokenization.generation_config import GenerationDefaults
 from ...cluster.config import EngineConfig

@@ -31,7 +31,7 @@ from ...actors.batch.dataset.source import Dataset, check_columns, open_source
 from ...actors.batch.row_index import Duplicates, RowIndex, index_rows
 from ...actors.http.protocol.chat_request import ChatRequest, conversation
 from ...actors.http.protocol.completion_request import CompletionRequest
-from ...actors.http.protocol.unsupported_fields import REFUSED, check_extra_fields
+from ...actors.http.protocol.protocol import REFUSED, check_extra_fields
 from ...actors.targets.loading.load_plan import plan_load
 from ...actors.tokenization.generation_config import GenerationDefaults
 from ...actors.tokenization.prompts import EncodedPrompt, encode_prompt, load_tokenizer

@@ -10,7 +10,7 @@ from typing import Any
 
 from manta.actors.observability.usage_store import ReceiptWriter
 from manta.cluster.config import EngineConfig
-from manta.cluster.metrics.bounded_labels import UsageAccount
+from manta.cluster.metrics.metric import UsageAccount
 from manta.cluster.scheduler.scheduler_stats import Usage
 
 NOON = 1_769_860_800.0  # 2026-01-31 12:00 UTC

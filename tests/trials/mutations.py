@@ -238,7 +238,7 @@ MUTATIONS = (
     ),
     Mutation(
         "lets reasoning run one token over its budget",
-        "drafter/step/sampling/thinking_budget.py",
+        "drafter/step/sampling/logits_processor_states.py",
         "(count := self.num_read - self.begin) < self.rule.budget",
         "(count := self.num_read - self.begin) <= self.rule.budget",
         ("token_rules",),

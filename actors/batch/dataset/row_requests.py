@@ -22,12 +22,12 @@ import orjson
 import pydantic
 
 from ....cluster.errors import ConfigError, RequestError, brief, did_you_mean
+from ....cluster.request.caller import parse_tenant
 from ....cluster.request.request import SamplingParams
-from ...engine.tenant import parse_tenant
 from ...http.openai.completions import OPENAI_MAX_TOKENS
 from ...http.protocol.chat_request import ChatRequest
 from ...http.protocol.completion_request import CompletionRequest
-from ...http.protocol.unsupported_fields import check_extra_fields
+from ...http.protocol.protocol import check_extra_fields
 from ...tokenization.generation_config import DEFAULT_MAX_TOKENS, GenerationDefaults
 from ...tokenization.surrogates import loads, replace_escapes
 

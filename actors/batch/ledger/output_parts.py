@@ -21,8 +21,8 @@ import pyarrow.parquet as pq
 
 from ....cluster.batch.row_ranges import RowRanges, count, from_rows
 from ....cluster.errors import ConfigError
+from ....cluster.request.caller import new_id
 from ....cluster.safe_file_names import inner_name
-from ...http.wire.request_ids import new_id
 from ..dataset.passthrough_columns import is_member
 from ..dataset.row_requests import CONTENT_ID
 from ..dataset.source import ERRORS, OutputFormat

@@ -16,11 +16,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict
 
 from ....cluster.errors import EngineDeadError, InUseError, RequestError, brief
-from ....cluster.metrics.bounded_labels import UsageAccount
-from ....cluster.request.caller import Caller
+from ....cluster.metrics.metric import UsageAccount
+from ....cluster.request.caller import Caller, Tenant
 from ...chat.chat_model import ChatModel
 from ...engine.async_engine import AsyncEngine
-from ...engine.tenant import Tenant
 from ...observability.telemetry import BatchLines, FinishedRow
 from ...tokenization.generation_config import GenerationDefaults
 from ..dataset.storage import Storage

@@ -18,7 +18,7 @@ from ....version import __version__
 from ...observability.usage_store import read_receipts
 from ..generation.server_context import ServerContext
 from ..middleware.api_keys import caller_of
-from ..middleware.inflight_requests import Traffic
+from ..middleware.request_gate import Traffic
 from ..wire.json_io import JsonObject, json_response
 
 

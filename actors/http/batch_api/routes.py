@@ -20,10 +20,10 @@ from starlette.datastructures import FormData, UploadFile
 from starlette.responses import StreamingResponse
 
 from ....cluster.errors import NotOfferedError, RequestError, StorageError, brief, brief_name
+from ....cluster.request.caller import tenant_of
 from ...batch.openai.batch_admission import ENDPOINTS
 from ...batch.openai.batch_service import BatchService
 from ...batch.openai.file_store import FileStore, Page, StoredFile
-from ...engine.tenant import tenant_of
 from ..middleware.api_keys import caller_of
 from ..middleware.request_gate import FORM_BYTES
 from ..wire.json_io import JsonObject, JsonRoute, json_response

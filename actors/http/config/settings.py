@@ -17,7 +17,7 @@ from ....cluster.config import EngineConfig, from_mapping, one_of
 from ....cluster.errors import ConfigError, brief, brief_url, did_you_mean
 from ....cluster.flag import NO_FLAG, Flag, FolderPath, Size
 from ....cluster.fleet.autoscaling import ScalingRules
-from ....cluster.metrics.bounded_labels import ANY, is_label
+from ....cluster.metrics.metric import ANY, is_label
 from ....cluster.vllm_settings import accept
 from ...system.log_setup import LogFormat
 from ...tokenization.generation_config import GenerationDefaults
@@ -140,7 +140,7 @@ class ServerSettings:
             changed, or None. It runs in a process of its own (`actors/capture/writer_process.py`).
         capture_prompts: keep prompts, too. False keeps answers without their prompts.
         max_metric_labels: number of tenants, and of categories, with labels of their own in metrics and
-            receipts (`actors/engine/tenant.py`), in the order in which they appear. All others count as
+            receipts (`cluster/request/caller.py`), in the order in which they appear. All others count as
             "other". Each is two series in Prometheus. 0 counts all as "other".
         tenants: name that X-Tenant may have, counted separately in metrics and receipts; may be repeated, *
             for any. Other names count as "other", unless the request's key has a tenant, or `*`. Use * only

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from starlette.requests import Request
 from starlette.responses import Response
 
-from ...chat.answer_parser import AnswerParserFactory
-from ...chat.answer_parts import AnswerDelta
+from ...chat.stream_parser import AnswerParserFactory
+from ...chat.text_stream import AnswerDelta
 from ...engine.output_processor import CompletionOutput
 from ..wire import sse
 from ..wire.json_io import JsonObject, json_response

@@ -17,9 +17,10 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from ....cluster.errors import RequestError
+from ....cluster.request.caller import new_id
 from ....cluster.step.limits import check_max_tokens
-from ...chat.answer_parser import AnswerParser, AnswerParserFactory
-from ...chat.answer_parts import AnswerDelta
+from ...chat.stream_parser import AnswerParser, AnswerParserFactory
+from ...chat.text_stream import AnswerDelta
 from ...engine.output_processor import CompletionOutput, RequestOutput
 from ...tokenization.prompts import EncodedPrompt
 from ..middleware.api_keys import caller_of
@@ -27,9 +28,8 @@ from ..protocol.logprobs import token_lengths
 from ..protocol.prompt_echo import PromptParts
 from ..protocol.protocol import GenerationRequest
 from ..wire import sse
+from ..wire.errors import logged_elsewhere, trace_headers
 from ..wire.json_io import JsonObject
-from ..wire.rejections import logged_elsewhere, trace_headers
-from ..wire.request_ids import new_id
 from .generation_task import GenerationTask
 from .large_responses import StreamedChoices
 from .request_run import GenerationRun

@@ -6,11 +6,10 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from ....cluster.request.caller import Caller
+from ....cluster.request.caller import Caller, Tenant
 from ....cluster.request.request import SamplingParams
-from ...chat.answer_parser import PLAIN, AnswerParserFactory
+from ...chat.stream_parser import PLAIN, AnswerParserFactory
 from ...engine.output_processor import NOT_RESUMED, ResumeState
-from ...engine.tenant import Tenant
 from ...tokenization.prompts import EncodedPrompt
 from ..protocol.completion_request import CompletionRequest
 from ..protocol.protocol import GenerationRequest

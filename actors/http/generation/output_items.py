@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from ....cluster.request.request import FinishReason
-from ...chat.answer_parts import AnswerDelta, CallPiece
+from ...chat.text_stream import AnswerDelta, CallPiece
 from ..wire.json_io import JsonObject
 
 Kind = Literal["reasoning", "content", "call"]

@@ -14,12 +14,11 @@ from ...engine.output_processor import RequestMetrics, RequestOutput, resumed_te
 from ...engine.output_streams import ReaderLimit, size_of
 from ...tokenization.prompts import EncodedPrompt
 from ..protocol.prompt_echo import PromptParts, without_answer
-from ..protocol.speculation_usage import acceptance
 from ..wire.errors import public_error
 from ..wire.json_io import JsonObject
 from ..wire.sse import cancel
 from .generation_task import GenerationTask
-from .request_stats import RequestStats
+from .request_stats import RequestStats, acceptance
 from .server_context import ServerContext
 
 T = TypeVar("T")

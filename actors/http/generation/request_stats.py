@@ -2,6 +2,19 @@
 
 A request may have several prompts, each with several completions. Its times are those of the earliest first
 token and the latest last token.
+
+`acceptance` makes `metrics.speculative_decoding` of a response: acceptance in vLLM's format, and our trace.
+
+    "speculative_decoding": {"mean_acceptance_length": 2.5, ..,       vLLM's `summary`
+                             "per_step_accepted": [1, 2],             vLLM's `detailed`: of verify steps
+                             "per_step_drafted": [3, 3],
+                             "trace": {"first_token": 0,              if the request asks for it
+                                       "origins": ["plain", "draft", "bonus", "draft", "draft", "bonus"],
+                                       "steps": [0, 1, 1, 2, 2, 2],
+                                       "truncated": false}}
+
+A trace has an entry per token of the answer: its origin, and the index of its step among all steps that
+produced tokens, including plain ones.
 """
 
 from __future__ import annotations
@@ -9,14 +22,15 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import islice
 
+from ....cluster.request.caller import Tenant
 from ....cluster.request.request import SamplingParams
 from ....cluster.speculation.acceptance_length import mean_acceptance_length
-from ...chat.answer_parser import ReasoningCounter
+from ...chat.stream_parser import ReasoningCounter
 from ...engine.output_processor import CompletionOutput, RequestMetrics, RequestOutput
-from ...engine.tenant import Tenant
+from ...engine.request_spec_stats import TracedStep, token_origins
 from ...observability.telemetry import EndedPrompt, FinishedCompletion, FinishedRequest, RequestTelemetry
-from ..protocol.speculation_usage import rounded
 from ..wire.json_io import JsonObject
 
 
@@ -181,7 +195,7 @@ class RequestStats:
             ttft_ms=_ms(self.ttft_s),
             tpot_ms=_ms(self.tpot_s),
             e2e_ms=round(self.e2e_s * 1000.0, 3),
-            mean_acceptance_length=rounded(self.mean_acceptance_length),
+            mean_acceptance_length=None if (mean := self.mean_acceptance_length) is None else round(mean, 4),
             finish_reason=self.finish_reasons[0] if self.finish_reasons else None,
             status=status,
         )
@@ -206,3 +220,42 @@ def usage_of(
 
 def _ms(seconds: float | None) -> float | None:
     return None if seconds is None else round(seconds * 1000.0, 3)
+
+
+MAX_TRACED_TOKENS = 16_384  # about 200 kB of JSON
+
+
+def acceptance(
+    cost: RequestMetrics, num_spec_tokens: int, *, detailed: bool, first_traced: int | None = None
+) -> JsonObject:
+    """Return the object for a request with one completion.
+
+    The histogram is dense: index = accepted drafts without the bonus token, 0..num_spec_tokens (most drafts
+    per step). `detailed` includes each verify step; `first_traced`, a trace of the answer from this token on.
+    """
+    histogram = cost.acceptance_histogram + [0] * (num_spec_tokens + 1 - len(cost.acceptance_histogram))
+    drafted, trace = cost.num_draft_tokens, cost.trace or ()
+    verified = [step for step in trace if step.num_drafted]
+    found: JsonObject = {
+        # Numbers even if nothing was drafted: vLLM's format has them, and clients check it.
+        "mean_acceptance_length": round(cost.mean_acceptance_length or 1.0, 4),
+        "draft_acceptance_rate": round(cost.num_accepted_tokens / drafted, 4) if drafted else 0.0,
+        "acceptance_histogram": histogram,
+        "num_spec_steps": cost.num_steps,
+        "num_accepted_draft_tokens": cost.num_accepted_tokens,
+        "num_draft_tokens": drafted,
+        "num_spec_tokens": num_spec_tokens,
+        "per_step_accepted": [step.num_accepted for step in verified] if detailed else None,
+        "per_step_drafted": [step.num_drafted for step in verified] if detailed else None,
+    }
+    return found if first_traced is None else {**found, "trace": _trace(trace, first_traced)}
+
+
+def _trace(steps: Sequence[TracedStep], first_token: int) -> JsonObject:
+    origins = list(islice(token_origins(steps), MAX_TRACED_TOKENS))
+    return {
+        "first_token": first_token,
+        "origins": [origin for _, origin in origins],
+        "steps": [number for number, _ in origins],
+        "truncated": sum(step.num_tokens for step in steps) > len(origins),
+    }

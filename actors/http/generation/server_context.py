@@ -10,12 +10,11 @@ from dataclasses import asdict
 from starlette.requests import Request
 
 from ....cluster.errors import ModelNotFoundError, RequestError, brief
-from ....cluster.request.caller import Caller
+from ....cluster.request.caller import Caller, Tenant, tenant_of
 from ...capture.collector import TrafficCapture
 from ...chat.chat_model import ChatModel
 from ...engine.async_engine import AsyncEngine
 from ...engine.lossless_audit import LosslessAudit
-from ...engine.tenant import Tenant, tenant_of
 from ...observability.telemetry import RequestTelemetry
 from ...observability.usage_store import ReceiptWriter
 from ...tokenization.generation_config import GenerationDefaults
@@ -23,8 +22,7 @@ from ...tokenization.prompts import require_tokenizer
 from ...tokenization.tokenizer import Tokenizer
 from ..config.settings import ServerSettings
 from ..middleware.api_keys import KeyLimits
-from ..protocol.protocol import GenerationRequest
-from ..protocol.unsupported_fields import check_extra_fields
+from ..protocol.protocol import GenerationRequest, check_extra_fields
 from .tracing import Tracing
 
 

@@ -23,7 +23,7 @@ from ....cluster.speculation.acceptance_length import mean_acceptance_length
 from ...engine.output_processor import RequestMetrics, RequestOutput
 from ...observability.telemetry import FinishedRow
 from ..config.settings import ServerSettings
-from ..wire.rejections import Rejection
+from ..wire.errors import Rejection
 from .generation_task import GenerationTask
 from .request_stats import RequestStats
 

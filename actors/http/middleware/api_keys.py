@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ....cluster.errors import ConfigError, RateLimitError, RequestError
-from ....cluster.metrics.bounded_labels import ANY
+from ....cluster.metrics.metric import ANY
 from ....cluster.request.caller import Caller, domain_of, owner_of
 from ..config.settings import OPEN_PATHS, ServerSettings
 

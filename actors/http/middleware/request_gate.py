@@ -1,6 +1,7 @@
 """The outermost layer: request ids, keys, limits, and a response for unhandled exceptions.
 
 Plain ASGI, so that streams pass through unchanged. The only route it knows is the one for file uploads.
+`Traffic` counts the requests in flight, except those to open paths.
 """
 
 from __future__ import annotations
@@ -8,8 +9,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable
-from contextlib import ExitStack, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any, Protocol
 
@@ -19,16 +20,14 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ....cluster.errors import ENDINGS, SlowReaderError, TooManyRequestsError
-from ....cluster.metrics.bounded_labels import OTHER
+from ....cluster.metrics.metric import OTHER
+from ....cluster.request.caller import ID_HEADER, acceptable_id, new_id
 from ...haproxy.config_rewriter import UNFINISHED, UNFINISHED_HEADER
 from ...system.log_setup import about_request
 from ..config.settings import OPEN_PATHS, ServerSettings
-from ..wire.errors import INTERNAL, json_error
-from ..wire.rejections import Rejection, ignore, log_refusal, refusal_of
-from ..wire.request_ids import ID_HEADER, acceptable_id, new_id
+from ..wire.errors import INTERNAL, Rejection, ignore, json_error, log_refusal, refusal_of
 from .api_keys import Keys
 from .body_limits import BUDGET_BODIES, BodyBudget, BodyLimit
-from .inflight_requests import Traffic
 
 logger = logging.getLogger(__name__)
 
@@ -230,3 +229,31 @@ class StallGuard:
             f"The client read nothing of its answer for {self._timeout_s:g} s (reader_timeout).",
             param="reader_timeout",
         )
+
+
+class Traffic:
+    def __init__(self) -> None:
+        self.open = 0  # requests that have begun, without a completely sent response
+        self.draining = False  # the server takes no new requests; /health reports it
+        self._none_open = asyncio.Event()
+        self._none_open.set()
+
+    @contextmanager
+    def request(self) -> Iterator[None]:
+        """Count one request, from its first byte to its last."""
+        self.open += 1
+        self._none_open.clear()
+        try:
+            yield
+        finally:
+            self.open -= 1
+            if not self.open:
+                self._none_open.set()
+
+    async def ended(self, timeout_s: float) -> bool:
+        """Wait until no request is in flight; False if some still are after `timeout_s`."""
+        try:
+            await asyncio.wait_for(self._none_open.wait(), timeout_s)
+        except TimeoutError:
+            return False
+        return True

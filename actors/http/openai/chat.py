@@ -7,8 +7,8 @@ from dataclasses import replace
 
 from fastapi import APIRouter, Request, Response
 
-from ...chat.answer_parser import AnswerParserFactory
-from ...chat.answer_parts import AnswerDelta, CallPiece
+from ...chat.stream_parser import AnswerParserFactory
+from ...chat.text_stream import AnswerDelta, CallPiece
 from ...engine.output_processor import CompletionOutput
 from ..generation.generation import prepare, respond
 from ..generation.generation_task import GenerationTask

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from fastapi import APIRouter, Request, Response
 
-from ...chat.answer_parser import PLAIN
-from ...chat.answer_parts import NO_PIECE, AnswerDelta
+from ...chat.stream_parser import PLAIN
+from ...chat.text_stream import NO_PIECE, AnswerDelta
 from ...engine.output_processor import CompletionOutput
 from ..generation.generation import prepare, respond
 from ..generation.server_context import ServerContext

@@ -1,22 +1,30 @@
 """Pydantic models of requests that generate: the fields that completions and chat have in common.
 
-Written by hand, with vLLM's extensions; `unsupported_fields.py` handles fields that are not here. Responses
-are plain dictionaries, because we need not validate them and building models per token takes time.
+Written by hand, with vLLM's extensions; `check_extra_fields` handles fields that are not here. Responses are
+plain dictionaries, because we need not validate them and building models per token takes time.
+
+A request may have one of `response_format` (OpenAI's) and `structured_outputs` (vLLM's).
+
+A field that is not implemented and would change the answer is refused if it is set to anything but its
+default, because an answer that ignores it would be silently wrong. An implemented field moves from `REFUSED`
+to a request model.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Annotated, Any
+import json
+from collections.abc import Callable, Iterable, Mapping
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
-from ....cluster.errors import RequestError
+from ....cluster.errors import RequestError, brief_name, did_you_mean
 from ....cluster.request.caller import REQUEST_ID
 from ....cluster.request.request import MAX_BAD_WORDS, MAX_LOGPROBS, SamplingParams
+from ....cluster.request.structured_outputs import CONSTRAINTS, StructuredOutputsParams
 from ...tokenization.generation_config import GenerationDefaults
+from ..config.settings import UnknownParams
 from ..wire.json_numbers import Integer, Number, TokenIds, no_booleans, types_of
-from .response_format import ResponseFormat, StructuredOutputs, constraint_of
 
 MAX_STOP_STRINGS = 64
 MAX_BAD_WORD_CHARS = 256
@@ -97,6 +105,65 @@ class Speculative(BaseModel):
     def max_draft_tokens(self) -> int | None:
         """The bound of `Request` in `cluster/request/request.py`."""
         return self.max_tokens if self.enabled else 0
+
+
+class JsonSchemaFormat(BaseModel):
+    """A schema and its name. The answer follows the schema with or without `strict`."""
+
+    name: str | None = None
+    description: str | None = None
+    json_schema: dict[str, Any] | bool = Field(alias="schema")  # Any: JSON
+    strict: bool | None = None
+
+
+class ResponseFormat(BaseModel):
+    """OpenAI's field. Structural tags have `structures` and `triggers` in addition to `type`."""
+
+    model_config = ConfigDict(extra="allow")
+
+    type: Literal["text", "json_object", "json_schema", "structural_tag"]
+    json_schema: JsonSchemaFormat | None = None
+
+    @model_validator(mode="after")
+    def _check_schema(self) -> ResponseFormat:
+        if (self.type == "json_schema") == (self.json_schema is None):
+            needs = "needs" if self.type == "json_schema" else "takes no"
+            raise RequestError(
+                f'response_format: type "{self.type}" {needs} json_schema.',
+                param="response_format.json_schema",
+            )
+        return self
+
+    def constraint(self) -> StructuredOutputsParams | None:
+        if self.type == "json_object":
+            return StructuredOutputsParams(json_object=True, sent_as="response_format")
+        if self.json_schema is not None:
+            schema = self.json_schema.json_schema
+            return StructuredOutputsParams(json=schema, sent_as="response_format.json_schema.schema")
+        if self.type == "structural_tag":
+            return StructuredOutputsParams(structural_tag=self.model_extra or {}, sent_as="response_format")
+        return None
+
+
+class StructuredOutputs(BaseModel):
+    """vLLM's field; see `StructuredOutputsParams`."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    json_: dict[str, Any] | bool | str | None = Field(None, alias="json")  # Any: JSON
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
+    structural_tag: dict[str, Any] | str | None = None  # Any: JSON
+    disable_any_whitespace: bool = False
+
+    def constraint(self) -> StructuredOutputsParams | None:
+        fields = self.model_dump(by_alias=True)
+        if not fields["json_object"]:
+            del fields["json_object"]
+        is_used = any(fields.get(name) is not None for name in CONSTRAINTS)
+        return StructuredOutputsParams(**fields) if is_used else None
 
 
 class GenerationRequest(BaseModel):
@@ -243,3 +310,69 @@ class GenerationRequest(BaseModel):
 
 def _first(*values: Any) -> Any:
     return next((value for value in values if value is not None), None)
+
+
+def constraint_of(
+    response_format: ResponseFormat | None, structured_outputs: StructuredOutputs | None
+) -> StructuredOutputsParams | None:
+    """Raises RequestError if both fields have a constraint."""
+    constraint = [each.constraint() for each in (response_format, structured_outputs) if each is not None]
+    wanted = [each for each in constraint if each is not None]
+    if len(wanted) == 2:
+        raise RequestError(
+            "structured_outputs and response_format both constrain the answer. Send one of them.",
+            param="structured_outputs",
+        )
+    return wanted[0] if wanted else None
+
+
+# Field -> values that mean "not used"; None and absence always do.
+REFUSED: Mapping[str, tuple[object, ...]] = {
+    "length_penalty": (1,),
+    "use_beam_search": (False,),
+    "echo": (False,),
+    "repetition_detection": (),
+    "stream_interval": (1,),
+    "prompt_embeds": (),
+    "functions": ([],),
+    "function_call": ("none", "auto"),
+    "modalities": (["text"],),
+    "audio": (),
+    "lora_path": (),
+}
+# Field -> the value that means "not used", and what to do instead of using it.
+NEVER: Mapping[str, tuple[object, str]] = {
+    "best_of": (1, "Leave it out: ask for n completions with logprobs, and choose among them."),
+    "suffix": (
+        "",
+        "Leave it out: put what is to follow into the prompt, as the model was taught.",
+    ),
+    **{
+        f"guided_{constraint}": (None, f"Send structured_outputs.{constraint}.") for constraint in CONSTRAINTS
+    },
+    "guided_decoding_backend": (None, "Leave it out: there is one."),
+    "guided_whitespace_pattern": (None, "Leave it out, or send structured_outputs.disable_any_whitespace."),
+    "regex": (None, "Send structured_outputs.regex."),
+    "ebnf": (None, "Send structured_outputs.grammar."),
+}
+# Fields that describe the request and do not affect the answer.
+SILENT = frozenset({"user", "metadata", "session_id", "safety_identifier", "service_tier"})
+
+
+def check_extra_fields(extra: Mapping[str, Any], known: Iterable[str], policy: UnknownParams) -> list[str]:
+    """Return unknown, ignored fields. Raises RequestError for those that must not be ignored."""
+    for name, value in extra.items():
+        if name in NEVER and value is not None and value != NEVER[name][0]:
+            raise RequestError(f"{name} is not supported. {NEVER[name][1]}", param=name)
+        if name in REFUSED and value is not None and value not in REFUSED[name]:
+            raise RequestError(
+                f"{name} is not supported by this server yet. Leave it out"
+                + (f" or send its default ({json.dumps(REFUSED[name][0])})." if REFUSED[name] else "."),
+                param=name,
+            )
+    unknown = [name for name in extra if not (name in REFUSED or name in NEVER or name in SILENT)]
+    if unknown and policy == "reject":
+        hint = did_you_mean(unknown[0], [*known, *REFUSED, *NEVER, *SILENT], fallback="Leave it out.")
+        name = brief_name(unknown[0])
+        raise RequestError(f"{name} is not a known field. {hint}", param=name)
+    return unknown

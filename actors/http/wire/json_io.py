@@ -22,10 +22,12 @@ from pydantic import BaseModel, ValidationError
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
+from starlette.types import Scope
 
+from ....cluster.request.caller import acceptable_id
+from ...system.log_setup import about_request
 from ...tokenization.surrogates import loads
 from .incremental_json import Bytes, end_of_string, loads_in_slices
-from .request_ids import take_request_id
 
 JsonObject: TypeAlias = dict[str, Any]  # Any: JSON.
 
@@ -128,3 +130,12 @@ def check_pieces(body: Bytes) -> None:
             return
         strings += 1
         at = end_of_string(body, quote + 1)
+
+
+def take_request_id(scope: Scope, body: Any) -> None:  # Any: JSON
+    """Use the body's id for log and response, unless a gateway or Serve has fixed the header's."""
+    state = scope["state"]
+    client_id = acceptable_id(body.get("request_id")) if isinstance(body, dict) else None
+    if client_id is not None and state["may_rename"] and "origin" not in state:
+        state["request_id"] = client_id
+        about_request(client_id)

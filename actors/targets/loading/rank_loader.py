@@ -225,7 +225,7 @@ def _max_stop_token_ids(plan: LoadPlan) -> int | None:
 def _rule_limits(plan: LoadPlan) -> RuleLimits | None:
     if not runs_on_device(plan):
         return None
-    from ....drafter.step.gpu_triton.sampling.logits_processor_tables import RULE_LIMITS
+    from ....drafter.step.gpu_triton.sampling.sampling_metadata import RULE_LIMITS
 
     return RULE_LIMITS
 

@@ -27,7 +27,7 @@ from .attention import TargetAttention
 from .cross_rank_norm import RowNorm
 from .delta_net import DeltaNet
 from .mlp import make_mlp
-from .tensor_parallel import Communicator, VocabEmbedding, VocabHead, row_linear
+from .tensor_parallel import Communicator, VocabHead, row_linear, vocab_embedding
 from .weights import LatentTensors, LayerWeights, TargetWeights
 
 RopeOf = Callable[[RopeConfig | None], RotaryEmbedding | None]
@@ -66,7 +66,7 @@ class Decoder:
         if spec.embed_norm:
             self._embed_norm = RMSNorm(embedding_UH.new_ones(spec.hidden_size), spec.rms_norm_eps)
         self.shared_embeddings = SharedEmbeddings(
-            VocabEmbedding(embedding_UH, sharding, communicator),
+            vocab_embedding(embedding_UH, sharding, communicator),
             VocabHead(backend.head(head_UH), spec.vocab_size, sharding, communicator),
             is_split=sharding.world_size > 1,
         )
@@ -123,19 +123,10 @@ class Decoder:
 class SharedEmbeddings:
     """`target_features.TargetEmbeddings` of a target in this process: its unscaled embedding and head."""
 
-    __slots__ = ("_embedding", "_head", "is_split")
-
-    def __init__(self, embedding: VocabEmbedding, head: VocabHead, *, is_split: bool) -> None:
-        self._embedding, self._head, self.is_split = embedding, head, is_split
-
-    def embed(self, token_ids_N: Tensor) -> Tensor:
-        return self._embedding(token_ids_N)
-
-    def logits(self, hidden_NH: Tensor) -> Tensor:
-        return self._head(hidden_NH)
-
-    def local_logits(self, hidden_NH: Tensor) -> tuple[Tensor, int]:
-        return self._head.local(hidden_NH)
+    def __init__(self, embed: Callable[[Tensor], Tensor], head: VocabHead, *, is_split: bool) -> None:
+        self.embed, self.is_split = embed, is_split
+        self.local_logits = head.local
+        self.logits: Callable[[Tensor], Tensor] = head if is_split else head.linear
 
 
 def _block(

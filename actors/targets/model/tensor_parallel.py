@@ -11,6 +11,7 @@ Legend: N rows, H hidden, O outputs, V vocabulary (all), U vocabulary of a rank 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -235,20 +236,26 @@ class _RowLinear:
         return y_NO if residual_NO is None else y_NO.add_(residual_NO)
 
 
-class VocabEmbedding:
+def vocab_embedding(
+    weight_UH: Tensor, sharding: Sharding, communicator: Communicator
+) -> Callable[[Tensor], Tensor]:
+    """Return the look-up of token ids; with several ranks it is vocabulary-parallel."""
+    if communicator.world_size == 1:
+        return partial(weight_UH.index_select, 0)
+    return _VocabEmbedding(weight_UH, sharding, communicator)
+
+
+class _VocabEmbedding:
     """Vocabulary-parallel embedding: each rank looks up its own ids, and an all-reduce adds the rows."""
 
-    __slots__ = ("_communicator", "_first", "_rows", "_split", "_weight_UH")
+    __slots__ = ("_communicator", "_first", "_rows", "_weight_UH")
 
     def __init__(self, weight_UH: Tensor, sharding: Sharding, communicator: Communicator) -> None:
         self._weight_UH = weight_UH
         self._first, self._rows = sharding.vocab.start, sharding.vocab_rows
         self._communicator = communicator
-        self._split = communicator.world_size > 1
 
     def __call__(self, token_ids_N: Tensor) -> Tensor:
-        if not self._split:
-            return self._weight_UH.index_select(0, token_ids_N)
         local_N = token_ids_N - self._first
         other_ranks_N = (local_N < 0) | (local_N >= self._rows)
         rows_NH = self._weight_UH.index_select(0, local_N.masked_fill_(other_ranks_N, 0))
@@ -256,14 +263,18 @@ class VocabEmbedding:
 
 
 class VocabHead:
-    """Vocabulary-parallel head: logits of all token ids on every rank, or only of a rank's own."""
+    """Vocabulary-parallel head: logits of all token ids on every rank, or only of a rank's own.
 
-    __slots__ = ("_communicator", "_linear", "_sharding", "_vocab_size")
+    Attributes:
+        linear: the head of a rank's own token ids.
+    """
+
+    __slots__ = ("_communicator", "_sharding", "_vocab_size", "linear")
 
     def __init__(
         self, linear: Projection, vocab_size: int, sharding: Sharding, communicator: Communicator
     ) -> None:
-        self._linear = linear
+        self.linear = linear
         self._vocab_size = vocab_size
         self._sharding = sharding
         self._communicator = communicator
@@ -271,10 +282,10 @@ class VocabHead:
     def local(self, x_NH: Tensor) -> tuple[Tensor, int]:
         """Return the logits of this rank's token ids, and the first of these ids."""
         vocab = self._sharding.vocab
-        return self._linear(x_NH)[:, : vocab.stop - vocab.start], vocab.start
+        return self.linear(x_NH)[:, : vocab.stop - vocab.start], vocab.start
 
     def __call__(self, x_NH: Tensor) -> Tensor:
-        logits_NV = self._communicator.all_gather(self._linear(x_NH))
+        logits_NV = self._communicator.all_gather(self.linear(x_NH))
         return logits_NV if logits_NV.shape[-1] == self._vocab_size else logits_NV[:, : self._vocab_size]
 
 

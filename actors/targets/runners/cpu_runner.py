@@ -85,6 +85,7 @@ class CpuModelRunner:
         self.states = states
         self.drafts = drafts
         self._communicator = communicator
+        self._is_sharded = communicator.world_size > 1
         self._operators = operators
         self._results: deque[StepResult] = deque()
         self._expert_reads = ReadsMeter(model)
@@ -137,8 +138,11 @@ class CpuModelRunner:
         all_sampled = len(rows.sampled_X) == len(hidden_NH)
         hidden_XH = hidden_NH if all_sampled else hidden_NH.index_select(0, rows.sampled_X)
         clock.mark()
-        prompt_logprobs = self._prompt_logprobs(plan, hidden_NH)
-        chosen_X, logprobs = self._choose(hidden_XH, rows, self.states.rows_wanting_logprobs(plan))
+        prompt_logprobs = logprob_rows = None
+        if self.states.logprob_slots.in_use:
+            prompt_logprobs = self._prompt_logprobs(plan, hidden_NH)
+            logprob_rows = self.states.rows_wanting_logprobs(plan)
+        chosen_X, logprobs = self._choose(hidden_XH, rows, logprob_rows)
         token_ids_RW, num_tokens_R = self._operators.accept(chosen_X, rows.counts_R, drafts_RK)
         if len(non_finite_N := self._non_finite_rows(hidden_NH)):
             token_ids_RW[torch.from_numpy(_requests_of(non_finite_N, plan)), 0] = NOT_A_NUMBER
@@ -170,6 +174,9 @@ class CpuModelRunner:
             proposals = Proposals.none(plan.num_requests, self.model.device)
         else:
             proposals = self.drafts.propose(plan, self.states)
+        grammars = self.states.grammars
+        if grammars is None or not grammars.slots:
+            return proposals
         return self.states.apply_grammars(plan, proposals)
 
     def _trim(self, plan: SchedulerOutput, proposals: Proposals) -> tuple[SchedulerOutput, Tensor]:
@@ -185,7 +192,9 @@ class CpuModelRunner:
             return plan, drafts_RK
         cut = torch.from_numpy(self._operators.trim(margins_RK, plan))
         # Ranks on different kinds of processors may differ in the last digits, so rank 0's result is used.
-        num_drafts_R = self._communicator.broadcast(cut.to(drafts_RK.device))
+        num_drafts_R = cut.to(drafts_RK.device)
+        if self._is_sharded:
+            num_drafts_R = self._communicator.broadcast(num_drafts_R)
         return plan.with_num_drafts(num_drafts_R.cpu().numpy()), take_out(drafts_RK, num_drafts_R)
 
     def _choose(
@@ -200,14 +209,11 @@ class CpuModelRunner:
         chosen_X = sample_rows(logits_XV, rows.sampling, self._operators)
         if len(non_finite_X):
             chosen_X[torch.from_numpy(non_finite_X).to(chosen_X.device)] = NOT_A_NUMBER
-        chosen_X = self._communicator.broadcast(chosen_X)
+        if self._is_sharded:
+            chosen_X = self._communicator.broadcast(chosen_X)
         if logprob_rows is None or logprobs_YV is None:
             return chosen_X, None
-        chosen_Y = chosen_X[torch.from_numpy(logprob_rows.rows()).to(chosen_X.device)]
-        return chosen_X, unpack_logprobs(
-            pack_logprobs(logprobs_YV, chosen_Y.clamp(min=0), logprob_rows.num_top).cpu().numpy(),
-            logprob_rows,
-        )
+        return chosen_X, _logprobs_of(chosen_X, logprobs_YV, logprob_rows)
 
     def _prompt_logprobs(self, plan: SchedulerOutput, hidden_NH: Tensor) -> StepLogprobs | None:
         """Return the requested log probabilities of prompt tokens."""
@@ -218,6 +224,13 @@ class CpuModelRunner:
         next_ids_Y = self.states.tokens_after(plan, logprob_rows)
         packed_YE = pack_logprobs_in_chunks(hidden_YH, next_ids_Y, self.model.logits, logprob_rows.num_top)
         return unpack_logprobs(packed_YE.cpu().numpy(), logprob_rows)
+
+
+def _logprobs_of(chosen_X: Tensor, logprobs_YV: Tensor, logprob_rows: LogprobRows) -> StepLogprobs:
+    """Return the log probabilities of the chosen tokens and of the likeliest ones."""
+    chosen_Y = chosen_X[torch.from_numpy(logprob_rows.rows()).to(chosen_X.device)]
+    packed_YE = pack_logprobs(logprobs_YV, chosen_Y.clamp(min=0), logprob_rows.num_top)
+    return unpack_logprobs(packed_YE.cpu().numpy(), logprob_rows)
 
 
 def _requests_of(non_finite_N: Ints, plan: SchedulerOutput) -> Ints:
@@ -265,6 +278,7 @@ class ColocatedDrafter:
         self._proposer = proposer
         self._communicator = communicator
         self._mixer = mixer
+        self._is_sharded = communicator.world_size > 1
         self._candidate: DraftProposer | None = None
         self._on_trial: set[int] = set()  # slots
 
@@ -289,17 +303,23 @@ class ColocatedDrafter:
         proposals = self._propose(plan, states)
         if self._mixer is not None:
             proposals = self._mixer.mix(proposals, plan, states)
-        return broadcast_proposals(proposals, self._communicator)
+        return broadcast_proposals(proposals, self._communicator) if self._is_sharded else proposals
 
     def _propose(self, plan: SchedulerOutput, states: RequestStates) -> Proposals:
         if self._candidate is None:
             return self._proposer.propose(plan, states)
+        return self._propose_on_trial(self._candidate, plan, states)
+
+    def _propose_on_trial(
+        self, candidate: DraftProposer, plan: SchedulerOutput, states: RequestStates
+    ) -> Proposals:
+        """Return drafts of both drafters, each for its requests."""
         for request in plan.admitted:
             (self._on_trial.add if request.on_trial else self._on_trial.discard)(request.slot)
         on_trial_R = np.isin(plan.slots, list(self._on_trial))
         current = self._proposer.propose(_plan_where(plan, ~on_trial_R), states)
-        candidate = self._candidate.propose(_plan_where(plan, on_trial_R), states)
-        return _merge(current, candidate, torch.from_numpy(on_trial_R))
+        tried = candidate.propose(_plan_where(plan, on_trial_R), states)
+        return _merge(current, tried, torch.from_numpy(on_trial_R))
 
     def inject(
         self, taps_NmH: Tensor | None, rows: StepRows, token_ids_RW: Tensor, num_tokens_R: Tensor

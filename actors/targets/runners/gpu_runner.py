@@ -139,7 +139,7 @@ class GpuStepRunner:
         decodes_R = (plan.num_rows == plan.num_drafts + 1) & plan.samples
         assert not plan.num_drafts[~decodes_R].any(), "a drafting request lacks only its newest token"
         decoding, prompts = np.flatnonzero(decodes_R), np.flatnonzero(~decodes_R)
-        if self._guide is not None:
+        if self._guide is not None and plan.admitted:
             self._guide.admit(plan)
         lists = [self._pack(plan, requests_G) for requests_G in (decoding, prompts)]
         lists.append(TrimLists.pack(plan.trim, decoding, self._capacity, self._num_drafts))
@@ -167,7 +167,9 @@ class GpuStepRunner:
             rows_RW1 = share.views_of(values[num_values:]).rows_RW1
             passes.append(Computed(prompts.tolist(), hidden_NH, rows_RW1, None))
             num_values += share.num_values
-        logprob_rows = RequestedLogprobs.of(plan, models.states, self._vocab_size)
+        logprob_rows = None
+        if models.states.logprob_slots.in_use:
+            logprob_rows = RequestedLogprobs.of(plan, models.states, self._vocab_size)
         if logprob_rows is not None:
             place = values[num_values : num_values + logprob_rows.num_values]
             place.copy_(logprob_rows.launch(plan, passes, models.target, models.states))
@@ -257,7 +259,9 @@ class GpuStepRunner:
 
     def _masks(self, plan: SchedulerOutput, requests_G: Indices) -> MakeMasks | None:
         """Return the function that makes these requests' masks; None if no grammar restricts them."""
-        if self._guide is None or not self._guide.holds(plan, requests_G):
+        if self._guide is None or not self._guide.grammars.slots:
+            return None
+        if not self._guide.holds(plan, requests_G):
             return None
         return partial(self._guide.masks, plan, requests_G)
 

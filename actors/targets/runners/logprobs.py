@@ -70,8 +70,6 @@ class RequestedLogprobs:
     @classmethod
     def of(cls, plan: SchedulerOutput, states: DeviceStates, vocab_size: int) -> RequestedLogprobs | None:
         """Return the requested rows, counted within their request; None if there are none."""
-        if not states.logprob_slots.in_use:
-            return None
         numbers = (plan.slots, plan.num_rows, plan.num_drafts, plan.num_computed)
         slots_R, num_rows_R, drafts_R, first_R = (x.astype(np.int64) for x in numbers)
         counts_R = (drafts_R + 1) * plan.samples

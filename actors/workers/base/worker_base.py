@@ -12,7 +12,7 @@ import os
 import socket
 import threading
 from collections import deque
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, NoReturn
@@ -30,7 +30,6 @@ from .control_messages import ControlMessage
 if TYPE_CHECKING:
     import torch
 
-    from ...system.torch_threads import TorchThreads
     from ..comm.process_group import ProcessGroupCommunicator, Store
 
 logger = logging.getLogger(__name__)
@@ -72,7 +71,7 @@ class Worker:
     device: torch.device
     ranks: ProcessGroupCommunicator
     waiter: SpinWaiter
-    _threads: TorchThreads
+    _set_threads: Callable[[], object]
     max_in_flight = 1
 
     def __init__(self) -> None:
@@ -111,7 +110,7 @@ class Worker:
 
     def load(self, store_port: int | None) -> ExecutorInfo:
         """Join the other ranks and load the model."""
-        from ...system.torch_threads import TorchThreads
+        from ...system.torch_threads import thread_setter
         from ..comm import process_group
 
         self.ranks = process_group.connect(
@@ -121,7 +120,7 @@ class Worker:
             store=self._store or store_port or 0,
         )
         info = self._load()
-        self._threads = TorchThreads.of(info)
+        self._set_threads = thread_setter(info)
         return info
 
     def _load(self) -> ExecutorInfo:
@@ -180,7 +179,7 @@ class Worker:
             if not in_flight or (may_start and channel.has_message_before(self.is_ready, spins=spins)):
                 message = channel.receive()
                 if isinstance(message, SchedulerOutput):
-                    self._threads.use()
+                    self._set_threads()
                     in_flight.add(message)
                     self.submit(message)
                 elif (answer := self.execute(message)) is not None:

@@ -13,12 +13,9 @@ Legend: R requests, N rows, Q query heads, K kv heads, C = Q / K, D head dim, T 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
 from numba import carray
 
-from ..backend import Device, Ints
 from ..cpu_numba.element_ops import elements, pointer
 from .amx_attention import attend_tiles, tile_scratch_bytes
 from .amx_tiles import begin_attention
@@ -27,33 +24,6 @@ from .simd_attention import attend_rows, row_scratch_bytes
 
 _GROUP = 256  # per item
 _INT64 = np.int64(0)
-
-
-@dataclass(frozen=True, slots=True)
-class PagedContexts:
-    """The requests of a step, this backend's `AttentionBatch`. int64, in host memory.
-
-    Attributes:
-        first_R, rows_R: absolute position of each request's first row, and its rows.
-        pages_RP, pages_address: page ids of each request from position 0 on; their address.
-        longest: length of the longest context.
-    """
-
-    first_R: Ints
-    rows_R: Ints
-    pages_RP: Ints
-    pages_address: int
-    page_size: int
-    longest: int
-
-    @staticmethod
-    def build(
-        first_R: Ints, rows_R: Ints, pages_RP: Ints, page_size: int, device: Device, window: int | None = None
-    ) -> PagedContexts:
-        first_R, rows_R = (np.ascontiguousarray(x, dtype=np.int64) for x in (first_R, rows_R))
-        longest = int((first_R + rows_R).max())
-        pages_RP = np.ascontiguousarray(pages_RP, dtype=np.int64)
-        return PagedContexts(first_R, rows_R, pages_RP, pages_RP.ctypes.data, page_size, longest)
 
 
 def scratch_bytes(longest: int, head_dim: int) -> int:

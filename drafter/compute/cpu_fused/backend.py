@@ -20,10 +20,9 @@ from ..backend import (
 from ..cpu_numba.backend import NumbaBackend
 from ..cpu_numba.cpu_features import bf16_instructions
 from ..layers.linear import Linear, RMSNorm
-from .attention import PagedContexts
 from .fused_forward import FusedForward, can_compile, fits_pages
-from .packed_gemm import PackedLinear, can_pack
-from .qkv_heads import BlockedContextWriter
+from .operators import BlockedContextWriter, PackedLinear, PagedContexts
+from .packed_gemm import can_pack
 
 
 def why_not(spec: ModelStackSpec, machine: DeviceCapabilities) -> str | None:

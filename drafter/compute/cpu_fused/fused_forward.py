@@ -25,16 +25,17 @@ from numba import carray
 from torch import Tensor
 
 from ..backend import AttentionShape, BlockWeights, DenseMLP, PlacedRows, Projection
-from ..cpu_numba.element_ops import Task, elements, pointer, records
+from ..cpu_numba.element_ops import Task, elements, pointer, record_dtype, records
 from ..layers.linear import RMSNorm
 from ..memory.kv_cache import PagedKVCache
 from .amx_tiles import COLUMNS, begin_products, end_products
-from .attention import PagedContexts, attend, scratch_bytes
-from .packed_gemm import PackedLinear, interleave_halves, project
+from .attention import attend, scratch_bytes
+from .operators import PackedLinear, PagedContexts
+from .packed_gemm import interleave_halves, project
 from .packed_gemm import scratch_bytes as product_scratch_bytes
 from .qkv_heads import BLOCK, norm_rotate_heads, write_slot
 from .simd_vectors import norm
-from .threads.thread_team import barrier, process_team, run
+from .threads.thread_team import barrier, run, team_address
 
 _BF16, _INT64 = np.uint16(0), np.int64(0)
 _ROOM = 16  # rows per tile
@@ -42,30 +43,25 @@ _OWN_ROWS = 24  # per thread: minimum for requests per thread instead of shared 
 _OWN_NORMS = 32  # rows up to which every thread norms all of them
 
 
-def _record(words: str, *floats: str) -> np.dtype:
-    """Return a structure dtype of int64 addresses and sizes, then fp32 fields."""
-    integers = [(name, np.int64) for name in words.split()]
-    return np.dtype([*integers, *((name, np.float32) for name in floats)])
-
-
-# A task's arguments (`slots` and `pages`: arrays of addresses by page group), each thread's share, and a
-# layer.
-_PASS = _record(
+# A task's arguments (`slots` and `pages`: arrays of addresses by page group; `work`: memory for one pass),
+# each thread's share, and a layer.
+_PASS = record_dtype(
     """
-    team shares layers num_layers hidden num_heads num_kv head_dim inner first_norm num_taps cos sin
+    team task threads work shares layers num_layers hidden num_heads num_kv head_dim inner first_norm
+    num_taps cos sin
     x normed taps positions slots kv plane_bytes page_size num_requests first rows pages num_pages qkv
     attended gated scratch scratch_bytes
     """,
     "eps",
     "scale",
 )
-_SHARE = _record(
+_SHARE = record_dtype(
     """
     thread num_threads first_head last_head part parts own_norms first_request first_row num_requests
     num_rows room first rows positions x normed qkv attended gated taps scratch
     """
 )
-_LAYER = _record(
+_LAYER = record_dtype(
     """
     qkv qkv_bias head_norm causal window o o_bias mlp_norm gate_up gate_up_bias down down_bias next_norm tap
     group plane
@@ -106,9 +102,11 @@ class FusedForward:
         self._cache: PagedKVCache | None = None  # the cache whose places are stored in the layers
         self._inner = _packed(_dense(blocks[0][1]).gate_up).out_features // 2
         heads = 2 * (shape.num_heads + shape.num_kv_heads)  # q, k, v; and attention's output
-        self._inputs = {len(final_norm.weight_H), shape.num_heads * shape.head_dim, self._inner}
+        inputs = {len(final_norm.weight_H), shape.num_heads * shape.head_dim, self._inner}
+        self._product_bytes = max(map(product_scratch_bytes, inputs))
         self._row_bytes = 2 * (heads * shape.head_dim + self._inner)
         self._work_1 = torch.empty(0, dtype=torch.uint8)
+        self._most_rows = self._most_keys = 0  # for which there is memory
         self._pass = np.zeros(1, dtype=_PASS)
         self._shares = np.zeros(num_threads, dtype=_SHARE)
         self._set_constants(norms[0])
@@ -151,7 +149,7 @@ class FusedForward:
     def _set_constants(self, first_norm: RMSNorm) -> None:
         p, shape, rope = self._pass[0], self._shape, self._shape.rope
         assert rope is not None, "a model without rotation is refused"
-        p["shares"] = self._shares.ctypes.data
+        p["threads"], p["shares"] = self._num_threads, self._shares.ctypes.data
         p["layers"], p["num_layers"] = self._layers.ctypes.data, len(self._layers)
         p["hidden"], p["inner"], p["num_taps"] = len(first_norm.weight_H), self._inner, self._num_taps
         p["num_heads"], p["num_kv"], p["head_dim"] = shape.num_heads, shape.num_kv_heads, shape.head_dim
@@ -168,19 +166,14 @@ class FusedForward:
             self._pages_G[group] = rows.batches[group].pages_address
         contexts: PagedContexts = rows.batches[self._groups[0]]
         num_rows, hidden = x_NH.shape
-        room = (-(-num_rows // _ROOM) + 1) * _ROOM  # one more tile: a thread's own rows may begin anywhere
-        normed_NH = x_NH.new_empty(room, hidden)
+        if num_rows > self._most_rows or contexts.longest > self._most_keys:
+            self._grow_work(max(num_rows, self._most_rows), max(contexts.longest, self._most_keys))
+        normed_NH = x_NH.new_empty(_room(num_rows), hidden)
         taps_NmH = x_NH.new_empty(num_rows, self._num_taps, hidden) if self._num_taps else None
-        products = (product_scratch_bytes(num_rows, inputs) for inputs in self._inputs)
-        scratch = max(scratch_bytes(contexts.longest, self._shape.head_dim), *products)
-        scratch += 2 * _OWN_NORMS * hidden
-        num_threads = self._num_threads
-        work = self._work_memory(room * self._row_bytes + scratch * num_threads)
         _run_pass(
-            process_team().of(num_threads), _TASK.address, num_threads, self._pass, room, x_NH.data_ptr(),
+            team_address(self._num_threads), self._pass, len(normed_NH), x_NH.data_ptr(),
             normed_NH.data_ptr(), 0 if taps_NmH is None else taps_NmH.data_ptr(), rows.positions_N.data_ptr(),
-            self._slots_G, cache.kv.data_ptr(), cache.plane_bytes, contexts.page_size, contexts.first_R,
-            contexts.rows_R, self._pages_G, contexts.pages_RP.shape[1], work, scratch,
+            contexts.first_R, contexts.rows_R, contexts.pages_RP.shape[1],
         )  # fmt: skip
         return normed_NH[:num_rows], taps_NmH
 
@@ -190,12 +183,25 @@ class FusedForward:
         self._layers["plane"] = [place.plane for place in cache.places]
         self._groups = sorted({place.group for place in cache.places})
         self._slots_G, self._pages_G = (np.zeros(self._groups[-1] + 1, dtype=np.int64) for _ in range(2))
+        p = self._pass[0]
+        p["task"] = _TASK.address
+        p["slots"], p["pages"] = self._slots_G.ctypes.data, self._pages_G.ctypes.data
+        p["kv"], p["plane_bytes"], p["page_size"] = cache.kv.data_ptr(), cache.plane_bytes, cache.page_size
 
-    def _work_memory(self, num_bytes: int) -> int:
-        """Return the address of scratch memory for one pass, growing it if necessary."""
-        if self._work_1.nbytes < num_bytes:
-            self._work_1 = torch.empty(num_bytes, dtype=torch.uint8)
-        return self._work_1.data_ptr()
+    def _grow_work(self, num_rows: int, num_keys: int) -> None:
+        """Allocate memory for passes of so many rows, with contexts of so many keys or somewhat more."""
+        self._most_rows, self._most_keys = num_rows, 1 << (num_keys - 1).bit_length()
+        p = self._pass[0]
+        scratch = max(scratch_bytes(self._most_keys, self._shape.head_dim), self._product_bytes)
+        scratch += 2 * _OWN_NORMS * int(p["hidden"])
+        num_bytes = _room(num_rows) * self._row_bytes + scratch * self._num_threads
+        self._work_1 = torch.empty(num_bytes, dtype=torch.uint8)
+        p["work"], p["scratch_bytes"] = self._work_1.data_ptr(), scratch
+
+
+def _room(num_rows: int) -> int:
+    """Return the rows of a pass's memory: one more tile, as a thread's own rows may begin anywhere."""
+    return (-(-num_rows // _ROOM) + 1) * _ROOM
 
 
 def _of_all_layers(shape: AttentionShape) -> tuple[object, ...]:
@@ -215,21 +221,16 @@ def _packed(projection: Projection) -> PackedLinear:
 
 
 @elements
-def _run_pass(
-    team, task, num_threads, pass_1, room, x, normed, taps, positions, slots_G, kv, plane_bytes,
-    page_size, first_R, rows_R, pages_G, num_pages, work, scratch_bytes,
-):  # fmt: skip
+def _run_pass(team, pass_1, room, x, normed, taps, positions, first_R, rows_R, num_pages):
     p = pass_1[0]
-    p.team, p.x, p.normed, p.taps = team, x, normed, taps
-    p.positions, p.kv, p.plane_bytes, p.page_size = positions, kv, plane_bytes, page_size
+    p.team, p.x, p.normed, p.taps, p.positions = team, x, normed, taps, positions
     p.num_requests, p.num_pages = len(first_R), num_pages
     p.first, p.rows = first_R.ctypes.data, rows_R.ctypes.data
-    p.slots, p.pages = slots_G.ctypes.data, pages_G.ctypes.data
-    p.qkv = work
+    p.qkv = p.work
     p.attended = p.qkv + 2 * room * (p.num_heads + 2 * p.num_kv) * p.head_dim
     p.gated = p.attended + 2 * room * p.num_heads * p.head_dim
-    p.scratch, p.scratch_bytes = p.gated + 2 * room * p.inner, scratch_bytes
-    run(team, task, pass_1.ctypes.data, num_threads)
+    p.scratch = p.gated + 2 * room * p.inner
+    run(team, p.task, pass_1.ctypes.data, p.threads)
 
 
 def _decoder_pass(args, thread, num_threads):

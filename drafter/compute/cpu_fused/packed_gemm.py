@@ -1,8 +1,8 @@
 """Products of bf16 rows with packed weights (GEMM), for CPUs of `compute/cpu_numba/cpu_features.py`.
 
-A oneDNN call has 20 to 30 microseconds of overhead; this one two, and it is callable from compiled code
-(`fused_forward.py`). A weight is read once, 32 columns at a time, for all rows; threads share the columns.
-Every row has the same order of sums: batch-invariant.
+A oneDNN call has 20 to 30 microseconds of overhead; this one two (`operators.PackedLinear`), and it is
+callable from compiled code (`fused_forward.py`). A weight is read once, 32 columns at a time, for all rows;
+threads share the columns. Every row has the same order of sums: batch-invariant.
 
 Legend: N rows, K inputs, O outputs.
 """
@@ -13,10 +13,8 @@ Legend: N rows, K inputs, O outputs.
 from __future__ import annotations
 
 import numpy as np
-import torch
 from numba import carray
 from torch import Tensor
-from torch.nn import functional as F
 
 from ..cpu_numba.element_ops import Task, elements, pointer
 from ..cpu_numba.llvm_intrinsics import stack_memory
@@ -24,52 +22,19 @@ from .amx_gemm import project_tiles
 from .amx_tiles import COLUMNS, ROWS, SUMS_STRIDE, begin_products, end_products
 from .isa_dispatch import has_tiles, of_two_kinds
 from .simd_gemm import SUMS_BYTES, packed_bytes, project_rows
-from .threads.thread_team import process_team, run
+from .threads.thread_team import run
 
 _TILE_SUMS_BYTES = ROWS * SUMS_STRIDE
 _args_memory = stack_memory(128)
-
-
-class PackedLinear:
-    """`layers.Linear` of bf16 for weights that satisfy `can_pack`: summed in fp32, rounded once.
-
-    Attributes:
-        tiles: the weight, [O / 16, K / 32, 16, 16, 2]: per 16 outputs and 32 inputs a tile of pairs of
-            inputs (AMX's layout of B). Zero rows pad O to a multiple of 32.
-    """
-
-    __slots__ = ("_num_threads", "bias_O", "in_features", "out_features", "tiles")
-
-    def __init__(self, weight_OK: Tensor, bias_O: Tensor | None, num_threads: int) -> None:
-        self.out_features, self.in_features = weight_OK.shape
-        self.bias_O = bias_O
-        self._num_threads = num_threads
-        padded = F.pad(weight_OK, (0, 0, 0, -self.out_features % COLUMNS))
-        pairs = padded.view(-1, 16, self.in_features // 32, 16, 2)
-        self.tiles = pairs.permute(0, 2, 3, 1, 4).contiguous()
-
-    def __call__(self, x_NK: Tensor, residual_NO: Tensor | None = None) -> Tensor:
-        x_NK = x_NK.contiguous()
-        residual_NO = None if residual_NO is None else residual_NO.contiguous()  # alive until it is read
-        y_NO = x_NK.new_empty(len(x_NK), self.out_features)
-        each = scratch_bytes(len(x_NK), self.in_features)
-        scratch_1 = torch.empty(each * self._num_threads, dtype=torch.uint8)
-        _run_product(
-            process_team().of(self._num_threads), _PRODUCT.address, self._num_threads, x_NK.data_ptr(),
-            self.tiles.data_ptr(), 0 if self.bias_O is None else self.bias_O.data_ptr(),
-            0 if residual_NO is None else residual_NO.data_ptr(), y_NO.data_ptr(), len(x_NK),
-            self.in_features, self.out_features, scratch_1.data_ptr(), each,
-        )  # fmt: skip
-        return y_NO
 
 
 def can_pack(num_inputs: int) -> bool:
     return num_inputs % 32 == 0
 
 
-def scratch_bytes(num_rows: int, inputs: int) -> int:
-    """Return the scratch memory of `project` per thread, in bytes, for at most `num_rows` rows."""
-    return _TILE_SUMS_BYTES if has_tiles() else SUMS_BYTES + packed_bytes(num_rows, inputs)
+def scratch_bytes(inputs: int) -> int:
+    """Return the scratch memory of `project` per thread, in bytes, for any number of rows."""
+    return _TILE_SUMS_BYTES if has_tiles() else SUMS_BYTES + packed_bytes(inputs)
 
 
 def interleave_halves(tiles: Tensor) -> Tensor:
@@ -78,7 +43,7 @@ def interleave_halves(tiles: Tensor) -> Tensor:
 
 
 @elements
-def _run_product(
+def run_product(
     team, task, num_threads, x, weight, bias, residual, y, num_rows, inputs, outputs, scratch, each
 ):
     args = _args_memory()
@@ -113,4 +78,4 @@ def project(
 
 
 of_two_kinds(project, project_tiles, project_rows)
-_PRODUCT = Task(_product_task)
+PRODUCT = Task(_product_task)

@@ -16,12 +16,8 @@ from __future__ import annotations
 
 import numpy as np
 from numba import carray
-from torch import Tensor
 
-from ..backend import PlacedRows
-from ..cpu_numba.element_ops import elements, finite_or_zero, pointer
-from ..layers.rope import RotaryEmbedding
-from ..memory.kv_cache import PagedKVCache
+from ..cpu_numba.element_ops import elements, finite_or_zero, pointer, record_dtype
 from .isa_dispatch import of_two_kinds
 from .simd_vectors import copy_lines, norm_rotate, rotate
 
@@ -30,44 +26,29 @@ QUAD = 4  # blocks scored at once
 _BF16, _INT32, _INT64 = np.uint16(0), np.int32(0), np.int64(0)
 
 
-class BlockedContextWriter:
-    """A `backend.ContextWriter` into such blocks."""
-
-    __slots__ = ("_eps_1", "_norm_JD", "_num_kv", "_num_layers")
-
-    def __init__(self, k_norm_LD: Tensor, eps: float, num_kv_heads: int) -> None:
-        self._norm_JD = k_norm_LD.repeat_interleave(num_kv_heads, dim=0).contiguous()
-        self._eps_1 = np.full(1, eps, dtype=np.float32)
-        self._num_kv, self._num_layers = num_kv_heads, len(k_norm_LD)
-
-    def __call__(
-        self, kv_NO: Tensor, rope: RotaryEmbedding, rows: PlacedRows, cache: PagedKVCache, first: int
-    ) -> None:
-        _write_context(
-            kv_NO.data_ptr(), len(kv_NO), self._num_layers, self._num_kv, cache.geometries[first].head_dim,
-            self._norm_JD.data_ptr(), rope.cos_TD.data_ptr(), rope.sin_TD.data_ptr(),
-            rows.positions_N.data_ptr(), rows.kv_slots[cache.group(first)].data_ptr(),
-            cache.slots(first, self._num_layers).data_ptr(), cache.plane_bytes, self._eps_1.ctypes.data,
-        )  # fmt: skip
+CONTEXT = record_dtype("num_layers num_kv head_dim head_norm cos sin kv plane_bytes", "eps")
+_EPS = CONTEXT.itemsize - 4  # offset of `eps`, which is passed by address
 
 
 @elements
-def _write_context(
-    rows, num_rows, num_layers, num_kv, head_dim, weight, cos, sin, positions, slots, kv, plane_bytes, eps
-):
-    """Write rows of [L, K] keys and [L, K] values of D."""
+def write_context(context_1, rows, num_rows, positions, slots):
+    """Norm and rotate the keys of rows of [L, K] keys and [L, K] values of D, and write both.
+
+    Args:
+        context_1: one CONTEXT; `kv` is the address of the first layer's blocks.
+        rows, positions, slots: addresses of the rows, their positions, and their slots.
+    """
+    c = context_1[0]
     positions_N = carray(pointer(positions, _INT64), (num_rows,))
     slots_N = carray(pointer(slots, _INT64), (num_rows,))
-    num_keys = num_layers * num_kv
+    eps, num_keys = context_1.ctypes.data + _EPS, c.num_layers * c.num_kv
     for n in range(num_rows):
-        row = rows + 4 * n * num_keys * head_dim
-        norm_rotate_heads(row, weight, cos, sin, positions_N[n], 0, num_keys, head_dim, eps)
-        for layer in range(num_layers):
-            k = row + 2 * layer * num_kv * head_dim
-            write_slot(
-                kv + layer * plane_bytes, slots_N[n], k, k + 2 * num_keys * head_dim, 0, num_kv, num_kv,
-                head_dim,
-            )  # fmt: skip
+        row = rows + 4 * n * num_keys * c.head_dim
+        norm_rotate_heads(row, c.head_norm, c.cos, c.sin, positions_N[n], 0, num_keys, c.head_dim, eps)
+        for layer in range(c.num_layers):
+            k = row + 2 * layer * c.num_kv * c.head_dim
+            v = k + 2 * num_keys * c.head_dim
+            write_slot(c.kv + layer * c.plane_bytes, slots_N[n], k, v, 0, c.num_kv, c.num_kv, c.head_dim)
 
 
 @elements

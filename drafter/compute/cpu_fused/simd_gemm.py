@@ -20,10 +20,10 @@ _EVEN_ROWS = 12  # a multiple of every CPU kind's highest tile
 SUMS_BYTES = _EVEN_ROWS * SUMS_STRIDE
 
 
-def packed_bytes(num_rows: int, inputs: int) -> int:
+def packed_bytes(inputs: int) -> int:
     """Return the memory that `project_rows` needs after SUMS_BYTES, in bytes."""
     at_once = max(_CACHE_BYTES // (4 * inputs) // _EVEN_ROWS, 1) * _EVEN_ROWS
-    return min(num_rows, at_once) * -(-inputs // CHUNK) * ROW_BYTES
+    return at_once * -(-inputs // CHUNK) * ROW_BYTES
 
 
 @elements

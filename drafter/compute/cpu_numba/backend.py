@@ -8,6 +8,7 @@ Legend: N rows, H hidden, O outputs, J heads of q and k, K kv heads, D head dim,
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from ..backend import (
@@ -28,6 +29,7 @@ from ..layers.moe import Experts, ExpertWeights
 from ..layers.rope import RotaryEmbedding
 from ..memory.kv_cache import PagedKVCache
 from . import layers
+from .element_ops import LIKE
 from .gated_delta_net import CpuDeltaNet
 
 
@@ -41,6 +43,12 @@ def why_not(spec: ModelStackSpec, machine: DeviceCapabilities) -> str | None:
 class NumbaBackend(TorchBackend):
     """Computes fp32 and bf16 in compiled loops; operators without a loop are `TorchBackend`'s."""
 
+    def norm(self, norm: RMSNorm, x_NH: Tensor) -> Tensor:
+        y_NH, weight_H = torch.empty_like(x_NH), norm.weight_H
+        likes = LIKE[x_NH.dtype], LIKE[weight_H.dtype]
+        layers.rms_norm(x_NH.data_ptr(), weight_H.data_ptr(), y_NH.data_ptr(), *x_NH.shape, norm.eps, *likes)
+        return y_NH
+
     def attention(self, shape: AttentionShape) -> Attention:
         return _CpuAttention(shape) if shape.latent is None else super().attention(shape)
 
@@ -52,9 +60,6 @@ class NumbaBackend(TorchBackend):
 
     def experts(self, weights: ExpertWeights) -> Experts:
         return TorchExperts(weights, self._count_expert_reads(weights), layers.gate)
-
-    def norm(self, norm: RMSNorm, x_NH: Tensor) -> Tensor:
-        return layers.rms_norm(x_NH, norm.weight_H, norm.eps)
 
     def gated(self, gate_up: Projection, normed_NH: Tensor, activation: Activation) -> Tensor:
         return layers.gate(gate_up(normed_NH), activation)

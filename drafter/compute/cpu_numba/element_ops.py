@@ -103,7 +103,7 @@ class Task:
     def __init__(self, function: Callable[[int, int, int], None]) -> None:
         self._code = _with_code_cache(CFunc(function, ((types.int64,) * 3, types.void), {}, _OPTIONS))
 
-    @property
+    @cached_property
     def address(self) -> int:
         if self._code.address is None:
             self._code.compile()
@@ -139,6 +139,12 @@ def _void_pointer(context, address):
 def records(address, count, dtype):
     """Return the array of `count` structures at an address; `dtype` is a constant."""
     return carray(_void_pointer(address), (count,), dtype)
+
+
+def record_dtype(words: str, *floats: str) -> np.dtype:
+    """Return a structure dtype of int64 addresses and sizes, then fp32 fields."""
+    integers = [(name, np.int64) for name in words.split()]
+    return np.dtype([*integers, *((name, np.float32) for name in floats)])
 
 
 def float_of(element):

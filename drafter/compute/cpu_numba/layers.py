@@ -16,7 +16,6 @@ from __future__ import annotations
 from functools import cache
 
 import numpy as np
-import torch
 from numba import carray
 from torch import Tensor
 
@@ -25,23 +24,6 @@ from ..layers.rope import RotaryEmbedding
 from .element_ops import LIKE, elements, finite_or_zero, float_of, pointer, rounded, sums
 
 DTYPES = tuple(LIKE)
-
-
-def rms_norm(x_NH: Tensor, weight_H: Tensor, eps: float) -> Tensor:
-    """Return x / sqrt(mean(x^2) + eps) * weight, [N, H] in the dtype of `x`; both contiguous."""
-    y_NH = torch.empty_like(x_NH)
-    num_rows, width = x_NH.shape
-    _rms_norm(
-        x_NH.data_ptr(),
-        weight_H.data_ptr(),
-        y_NH.data_ptr(),
-        num_rows,
-        width,
-        eps,
-        LIKE[x_NH.dtype],
-        LIKE[weight_H.dtype],
-    )
-    return y_NH
 
 
 def norm_rotate_write(
@@ -97,7 +79,8 @@ def _inverse_rms(x_D, eps):
 
 
 @sums
-def _rms_norm(x, weight, y, num_rows, width, eps, like, weight_like):
+def rms_norm(x, weight, y, num_rows, width, eps, like, weight_like):
+    """Write x / sqrt(mean(x^2) + eps) * weight to rows `y`, in the dtype of `x`; all contiguous."""
     x_NH = carray(pointer(x, like), (num_rows, width))
     y_NH = carray(pointer(y, like), (num_rows, width))
     weight_H = carray(pointer(weight, weight_like), (width,))

@@ -36,12 +36,18 @@ from ..layers.mla import MLALayer
 from ..layers.moe import Experts, ExpertWeights, Route, RouterWeights
 from ..layers.rope import RotaryEmbedding
 from ..memory.kv_cache import PagedKVCache
-from .attention.attention_tiles import AttentionKind, AttentionWorkspace, PagedRows, rows_from_host
+from .attention.attention_tiles import (
+    AttentionKind,
+    AttentionWorkspace,
+    PagedRows,
+    WorkList,
+    list_work,
+    rows_from_host,
+)
 from .attention.mla import TritonLatentAttention
 from .attention.mla_prefill_plan import Expansion, ExpansionWorkspace, find_expansion
 from .attention.norm_rope_kv_write import norm_rotate_write, write_context
 from .attention.paged_attention import MAX_HEAD_DIM, verify_attention
-from .attention.work_list import WorkList, list_work
 from .common.c_compiler import why_not_launch
 from .delta_net.dynamic_convolution import convolve
 from .delta_net.gated_delta_net import TritonDeltaNet

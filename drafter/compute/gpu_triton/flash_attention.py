@@ -24,8 +24,7 @@ from torch.nn import functional as F
 
 from ..backend import DeviceCapabilities, ModelStackSpec
 from . import backend
-from .attention.attention_tiles import AttentionKind, PagedRows
-from .attention.work_list import WorkList
+from .attention.attention_tiles import AttentionKind, PagedRows, WorkList
 
 _PAGE_MULTIPLE = 256  # of FlashAttention 2
 _MAX_HEAD_DIM = 256

@@ -10,33 +10,15 @@ from __future__ import annotations
 
 import numpy as np
 from numba import carray
-from torch import Tensor
 
-from ...compute.cpu_numba.element_ops import LIKE, elements, float_of, pointer, rounded, size_of
-from ...grammars.token_bitmasks import RowMasks
+from ...compute.cpu_numba.element_ops import elements, float_of, pointer, rounded, size_of
 
 _INT32, _INT64 = np.int32(0), np.int64(0)
 _NOTHING = np.float32(-np.inf)
 
 
-def mask_tokens(logits_NV: Tensor, masks: RowMasks) -> Tensor:
-    """Set disallowed tokens of fp32 or bf16 logits to -inf, in place if contiguous; see the definition."""
-    logits_NV = logits_NV.contiguous()
-    _mask_tokens(
-        logits_NV.data_ptr(),
-        masks.rows_M.ctypes.data,
-        masks.bits_MW.ctypes.data,
-        masks.end_id,
-        len(masks.rows_M),
-        logits_NV.shape[1],
-        masks.bits_MW.shape[1],
-        LIKE[logits_NV.dtype],
-    )
-    return logits_NV
-
-
 @elements
-def _mask_tokens(logits, rows, bits, end_id, num_rows, vocab_size, num_words, like):
+def mask_tokens(logits, rows, bits, end_id, num_rows, vocab_size, num_words, like):
     rows_M = carray(pointer(rows, _INT64), (num_rows,))
     bits_MW = carray(pointer(bits, _INT32), (num_rows, num_words))
     for m in range(num_rows):

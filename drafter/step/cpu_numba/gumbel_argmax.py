@@ -1,7 +1,7 @@
 """Numba version of `../sampling/gumbel_argmax.py`: argmax and margin of each row, with or without noise.
 
 PyTorch is slow at the argmax of bf16, and needs twenty operators over int64 [rows, vocabulary] to make the
-noise. With noise the result is the best two of `selector.py`. Called by `sampler.py`.
+noise. With noise the result is the best two of `selector.py`. Called by `step_ops.py`.
 
 Legend: M rows, V vocabulary.
 """
@@ -12,11 +12,9 @@ Legend: M rows, V vocabulary.
 from __future__ import annotations
 
 import numpy as np
-import torch
 from numba import carray
-from torch import Tensor
 
-from ...compute.cpu_numba.element_ops import LIKE, elements, float_of, pointer, size_of
+from ...compute.cpu_numba.element_ops import elements, float_of, pointer, size_of
 from ...compute.cpu_numba.lane_scans import top_two
 from .gumbel_noise import mixed_tokens
 from .selector import NOTHING, find_noisy
@@ -25,57 +23,12 @@ _FLOAT, _INT, _BOOL = np.float32(0), np.int64(0), np.bool_(0)
 _INT16, _UINT16, _INT32, _UINT32 = np.int16(0), np.uint16(0), np.int32(0), np.uint32(0)
 
 
-def argmax_margin(logits_NV: Tensor) -> tuple[Tensor, Tensor]:
-    """Return ids (int64) and margins (fp32) of fp32 or bf16 logits, [N] each."""
-    logits_NV = logits_NV.contiguous()
-    num_rows, vocab_size = logits_NV.shape
-    ids_N, margins_N = torch.empty(num_rows, dtype=torch.int64), torch.empty(num_rows)
-    _argmax(
-        logits_NV.data_ptr(),
-        ids_N.data_ptr(),
-        margins_N.data_ptr(),
-        num_rows,
-        vocab_size,
-        LIKE[logits_NV.dtype],
-    )
-    return ids_N, margins_N
-
-
-def are_numbers(logits_NV: Tensor) -> Tensor:
-    """Return whether each row of fp32 or bf16 logits is free of NaN and +inf, bool [N].
+@elements
+def are_numbers_16(logits, found, num_rows, vocab_size):
+    """Find the bf16 rows without NaN and +inf.
 
     Compares bit patterns: among values of one sign, those of infinity and NaN are the largest.
     """
-    logits_NV = logits_NV.contiguous()
-    num_rows, vocab_size = logits_NV.shape
-    found_N = torch.empty(num_rows, dtype=torch.bool)
-    if logits_NV.dtype is torch.bfloat16:
-        _are_numbers_16(logits_NV.data_ptr(), found_N.data_ptr(), num_rows, vocab_size)
-    else:
-        _are_numbers_32(logits_NV.data_ptr(), found_N.data_ptr(), num_rows, vocab_size)
-    return found_N
-
-
-def noisy_argmax_margin(logits_MV: Tensor, temperature_M1: Tensor, key_2M1: Tensor) -> tuple[Tensor, Tensor]:
-    """Return ids (int64) and margins (fp32) of z + T g for fp32 or bf16 logits, [M] each."""
-    logits_MV = logits_MV.contiguous()
-    num_rows, vocab_size = logits_MV.shape
-    ids_M, margins_M = torch.empty(num_rows, dtype=torch.int64), torch.empty(num_rows)
-    _noisy_argmax(
-        logits_MV.data_ptr(),
-        temperature_M1.data_ptr(),
-        key_2M1.data_ptr(),
-        ids_M.data_ptr(),
-        margins_M.data_ptr(),
-        num_rows,
-        vocab_size,
-        LIKE[logits_MV.dtype],
-    )
-    return ids_M, margins_M
-
-
-@elements
-def _are_numbers_16(logits, found, num_rows, vocab_size):
     signed_NV = carray(pointer(logits, _INT16), (num_rows, vocab_size))
     unsigned_NV = carray(pointer(logits, _UINT16), (num_rows, vocab_size))
     found_N = carray(pointer(found, _BOOL), (num_rows,))
@@ -88,7 +41,8 @@ def _are_numbers_16(logits, found, num_rows, vocab_size):
 
 
 @elements
-def _are_numbers_32(logits, found, num_rows, vocab_size):
+def are_numbers_32(logits, found, num_rows, vocab_size):
+    """As `are_numbers_16`, of fp32 rows."""
     signed_NV = carray(pointer(logits, _INT32), (num_rows, vocab_size))
     unsigned_NV = carray(pointer(logits, _UINT32), (num_rows, vocab_size))
     found_N = carray(pointer(found, _BOOL), (num_rows,))
@@ -101,7 +55,7 @@ def _are_numbers_32(logits, found, num_rows, vocab_size):
 
 
 @elements
-def _argmax(logits, ids, margins, num_rows, vocab_size, like):
+def argmax_margin(logits, ids, margins, num_rows, vocab_size, like):
     ids_N = carray(pointer(ids, _INT), (num_rows,))
     margins_N = carray(pointer(margins, _FLOAT), (num_rows,))
     for n in range(num_rows):
@@ -123,7 +77,7 @@ def _argmax_row(row, vocab_size, like):
 
 
 @elements
-def _noisy_argmax(logits, temperature, keys, ids, margins, num_rows, vocab_size, like):
+def noisy_argmax_margin(logits, temperature, keys, ids, margins, num_rows, vocab_size, like):
     logits_MV = carray(pointer(logits, like), (num_rows, vocab_size))
     temperature_M = carray(pointer(temperature, _FLOAT), (num_rows,))
     key_2M = carray(pointer(keys, _INT), (2, num_rows))

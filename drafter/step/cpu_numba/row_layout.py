@@ -1,6 +1,6 @@
 """Numba version of `../inputs/row_layout.py`: positions, K/V slots and tokens of a step's rows.
 
-Called by `request_states.py` and `dflash/proposer.py`.
+Called by `step_ops.py`.
 
 Legend: N rows, X sampled rows, R requests, W values of a request, S slots, P pages of a request, T tokens, G
 page groups.
@@ -12,49 +12,15 @@ page groups.
 from __future__ import annotations
 
 import numpy as np
-import torch
 from numba import carray
-from torch import Tensor
 
 from ...compute.cpu_numba.element_ops import elements, pointer
-from ..inputs.row_layout import Ints, Layout
 
 _INT64 = np.int64(0)
-_NOTHING = {torch.int64: np.int64(-1), torch.float32: np.float32(np.nan)}
-
-
-def lay_out_rows(
-    tokens_ST: Tensor,
-    slots_R: Ints,
-    first_R: Ints,
-    num_rows_R: Ints,
-    counts_R: Ints,
-    page_tables_GSP: Ints,
-    page_size: int,
-) -> Layout:
-    token_ids_N, *layout = _lay_out_rows(
-        tokens_ST.numpy(), slots_R, first_R, num_rows_R, counts_R, page_tables_GSP, page_size
-    )
-    return torch.from_numpy(token_ids_N), *layout
-
-
-def write_tokens(tokens_ST: Tensor, slots_R: Ints, begin_R: Ints, counts_R: Ints, values_RW: Tensor) -> None:
-    """Write each request's first `counts` values, except negative ones, from position `begin` on."""
-    _write_tokens(tokens_ST.numpy(), slots_R, begin_R, counts_R, values_RW.numpy())
-
-
-def by_request(values_X: Tensor, counts_R: Tensor, width: int) -> Tensor:
-    """Scatter int64 or fp32 values [X] to requests [R, W]; see the definition."""
-    assert counts_R.dtype == torch.int64, "read by address"
-    values_X, counts_R = values_X.contiguous(), counts_R.contiguous()
-    num_requests, nothing = len(counts_R), _NOTHING[values_X.dtype]
-    values_RW = torch.empty(num_requests, width, dtype=values_X.dtype)
-    _by_request(values_X.data_ptr(), counts_R.data_ptr(), values_RW.data_ptr(), num_requests, width, nothing)
-    return values_RW
 
 
 @elements
-def _lay_out_rows(tokens_ST, slots_R, first_R, num_rows_R, counts_R, page_tables_GSP, page_size):
+def lay_out_rows(tokens_ST, slots_R, first_R, num_rows_R, counts_R, page_tables_GSP, page_size):
     num_rows, num_sampled = num_rows_R.sum(), counts_R.sum()
     token_ids_N = np.empty(num_rows, dtype=np.int64)
     positions_N = np.empty(num_rows, dtype=np.int64)
@@ -80,7 +46,7 @@ def _lay_out_rows(tokens_ST, slots_R, first_R, num_rows_R, counts_R, page_tables
 
 
 @elements
-def _write_tokens(tokens_ST, slots_R, begin_R, counts_R, values_RW):
+def write_tokens(tokens_ST, slots_R, begin_R, counts_R, values_RW):
     for r in range(len(slots_R)):
         for i in range(counts_R[r]):
             if values_RW[r, i] >= 0:
@@ -88,7 +54,7 @@ def _write_tokens(tokens_ST, slots_R, begin_R, counts_R, values_RW):
 
 
 @elements
-def _by_request(values, counts, by_request, num_requests, width, nothing):
+def by_request(values, counts, by_request, num_requests, width, nothing):
     counts_R = carray(pointer(counts, _INT64), (num_requests,))
     values_X = carray(pointer(values, nothing), (counts_R.sum(),))
     values_RW = carray(pointer(by_request, nothing), (num_requests, width))

@@ -4,7 +4,7 @@ them for all requests in one call.
 The best tokens so far are kept sorted. With noise, most scores are never computed: an upper bound without a
 logarithm excludes most tokens. Ties go to the lowest ids. In the walk each row is scored after the one token
 chosen before it, so with 16 candidates a sixteenth of the definition's pairs is computed. Called by
-`../sampling/sampler.py`.
+`step_ops.py`.
 
 Legend: X mask rows, V vocabulary, E rank, R requests, W drafts, K candidates of a row, M rows with
 temperature > 0, C tokens of a run.
@@ -17,12 +17,9 @@ temperature > 0, C tokens of a run.
 from __future__ import annotations
 
 import numpy as np
-import torch
 from numba import carray
-from torch import Tensor
 
 from ...compute.cpu_numba.element_ops import (
-    LIKE,
     elements,
     float_of,
     pointer,
@@ -31,11 +28,6 @@ from ...compute.cpu_numba.element_ops import (
 )
 from ...compute.cpu_numba.lane_scans import lane_floor, next_reaching
 from ..inputs.gumbel_noise import GREATEST_NEGATIVE
-from ..inputs.proposals import Proposals
-from ..inputs.row_layout import StepRows
-from ..inputs.sampling_metadata import SamplingMetadata
-from ..sampling.selector import SelectorCodebooks
-from ..sampling.top_k_top_p import floors
 from .gumbel_noise import ROUNDING, hash_of, max_gumbel, mixed_tokens, negative_gumbel
 
 _FLOAT, _INT = np.float32(0), np.int64(0)
@@ -44,34 +36,14 @@ _CUT = np.float32(GREATEST_NEGATIVE)
 _MOST_IF_CUT = ROUNDING - _CUT
 
 
-def candidates(logits_XV: Tensor, batch: SamplingMetadata, top_k: int) -> tuple[Tensor, Tensor]:
-    """Return logits (fp32) and ids (int64) [X, K] of each row's candidates from fp32 or bf16 logits."""
-    logits_XV = logits_XV.contiguous()
-    num_rows, vocab_size = logits_XV.shape
-    assert top_k <= vocab_size, "as many candidates as there are tokens"
-    z_XK, ids_XK = torch.empty(num_rows, top_k), torch.empty(num_rows, top_k, dtype=torch.int64)
-    noisy_M, temperature_M1, key_2M1 = batch.noisy_M, batch.temperature_M1, batch.key_2M1
-    floor_M1 = None
-    if noisy_M is not None and batch.narrows:
-        floor_M1 = floors(logits_XV.index_select(0, noisy_M), batch)
-    _candidates(
-        logits_XV.data_ptr(),
-        *(0 if x is None else x.data_ptr() for x in (noisy_M, temperature_M1, key_2M1, floor_M1)),
-        0 if noisy_M is None else len(noisy_M),
-        z_XK.data_ptr(),
-        ids_XK.data_ptr(),
-        num_rows,
-        vocab_size,
-        top_k,
-        LIKE[logits_XV.dtype],
-    )
-    return z_XK, ids_XK
-
-
 @elements
-def _candidates(
-    logits, noisy, temperature, keys, floors, num_noisy, z, ids, num_rows, vocab_size, top_k, like
-):  # fmt: skip
+def candidates(logits, of_noise, num_noisy, z, ids, num_rows, vocab_size, top_k, like):
+    """Find logits and ids of each row's candidates.
+
+    Args:
+        of_noise: addresses of noisy rows, their temperatures, keys and floors; 0 for none.
+    """
+    noisy, temperature, keys, floors = of_noise
     noisy_M = carray(pointer(noisy, _INT), (num_noisy,))
     temperature_M = carray(pointer(temperature, _FLOAT), (num_noisy,))
     floor_M = carray(pointer(floors, _FLOAT), (num_noisy,))
@@ -153,39 +125,20 @@ def _put_in(score, token, score_K, best_K, num_best):
     return min(num_best + 1, len(best_K))
 
 
-def walk(
-    z_XK: Tensor, ids_XK: Tensor, gates_XE: Tensor, block: StepRows, codebooks: SelectorCodebooks
-) -> Proposals:
-    """Return drafts and margins [R, W]; gates and codebooks may be fp32 or bf16."""
-    num_requests, width, batch = len(block.counts_R), block.max_count, block.sampling
-    drafts_RW = torch.empty(num_requests, width, dtype=torch.int64)
-    margins_RW = torch.empty(num_requests, width)
-    gates_XE, codebook_pair = gates_XE.contiguous(), (codebooks.predecessor_VE, codebooks.successor_VE)
-    filters = (batch.top_k_M, batch.top_p_M1, batch.min_p_M1)
-    of_noise = (batch.noisy_M, batch.temperature_M1, batch.key_2M1, *filters)
-    _walk(
-        *(x.data_ptr() for x in (z_XK, ids_XK, gates_XE, *codebook_pair, block.token_ids_N, block.sampled_X)),
-        *(0 if x is None else x.data_ptr() for x in of_noise),
-        0 if batch.noisy_M is None else len(batch.noisy_M),
-        *(x.data_ptr() for x in (block.counts_R, drafts_RW, margins_RW)),
-        num_requests,
-        width,
-        *z_XK.shape,
-        *codebook_pair[0].shape,
-        len(block.token_ids_N),
-        LIKE[gates_XE.dtype],
-        LIKE[codebook_pair[0].dtype],
-    )
-    return Proposals(drafts_RW, margins_RW)
-
-
 @elements
-def _walk(
-    z, ids, gates, predecessors, successors, token_ids, sampled,
-    noisy, temperatures, keys, top_ks, top_ps, min_ps, num_noisy,
-    counts, drafts, margins, num_requests, width, num_rows, top_k, vocab_size, rank, num_inputs,
-    like_gate, like_codebook,
-):  # fmt: skip
+def walk(tensors, of_noise, num_noisy, results, sizes, like_gate, like_codebook):
+    """Choose a draft for each mask row, and its margin.
+
+    Args:
+        tensors: addresses of logits, ids, gates, both codebooks, the block's tokens and its mask rows.
+        of_noise: addresses of noisy rows, temperatures, keys, top-k, top-p, min-p; 0 for none.
+        results: addresses of the rows of each request, and of its drafts and margins.
+        sizes: R, W, X, K, V, E, rows of the block.
+    """
+    z, ids, gates, predecessors, successors, token_ids, sampled = tensors
+    noisy, temperatures, keys, top_ks, top_ps, min_ps = of_noise
+    counts, drafts, margins = results
+    num_requests, width, num_rows, top_k, vocab_size, rank, num_inputs = sizes
     z_XK = carray(pointer(z, _FLOAT), (num_rows, top_k))
     ids_XK = carray(pointer(ids, _INT), (num_rows, top_k))
     gates_XE = carray(pointer(gates, like_gate), (num_rows, rank))

@@ -12,37 +12,16 @@ drafts of all requests.
 from __future__ import annotations
 
 import numpy as np
-import torch
 from numba import carray
-from torch import Tensor
 
 from ....cluster.speculation.draft_trimming import MAX_MARGIN
-from ....cluster.step.scheduler_output import IntArray, SchedulerOutput
 from ...compute.cpu_numba.element_ops import elements, pointer
 
-_INT64 = np.int64(0)
-
-
-def accept(chosen_X: Tensor, counts_R: Tensor, drafts_RK: Tensor) -> tuple[Tensor, Tensor]:
-    assert chosen_X.dtype == counts_R.dtype == drafts_RK.dtype == torch.int64, "read by address"
-    chosen_X, counts_R, drafts_RK = chosen_X.contiguous(), counts_R.contiguous(), drafts_RK.contiguous()
-    num_requests, num_drafts = drafts_RK.shape
-    token_ids_RW = torch.empty(num_requests, num_drafts + 1, dtype=torch.int64)
-    num_tokens_R = torch.empty(num_requests, dtype=torch.int64)
-    _accept(
-        chosen_X.data_ptr(),
-        counts_R.data_ptr(),
-        drafts_RK.data_ptr(),
-        token_ids_RW.data_ptr(),
-        num_tokens_R.data_ptr(),
-        num_requests,
-        num_drafts,
-    )
-    return token_ids_RW, num_tokens_R
+_INT64, _ONE = np.int64(0), np.float32(1)
 
 
 @elements
-def _accept(sampled, counts, drafts, token_ids, num_tokens, num_requests, num_drafts):
+def accept(sampled, counts, drafts, token_ids, num_tokens, num_requests, num_drafts):
     counts_R = carray(pointer(counts, _INT64), (num_requests,))
     chosen_X = carray(pointer(sampled, _INT64), (counts_R.sum(),))
     drafts_RK = carray(pointer(drafts, _INT64), (num_requests, num_drafts))
@@ -60,29 +39,8 @@ def _accept(sampled, counts, drafts, token_ids, num_tokens, num_requests, num_dr
         begin += counts_R[r]
 
 
-_ONE = np.float32(1)
-
-
-def trim(margins_RK: Tensor, plan: SchedulerOutput) -> IntArray:
-    """Return the number of verified drafts of each request, int32 [R]. Margins are fp32 [R, K]."""
-    trim = plan.trim
-    assert trim is not None, "asked where drafts are cut"
-    return _trim(
-        margins_RK.numpy(),
-        plan.num_drafts,
-        plan.num_rows,
-        trim.bias_R,
-        trim.bias_K,
-        trim.slope_K,
-        trim.weights_R,
-        trim.seconds_N,
-        -1 if trim.num_rows is None else trim.num_rows,
-        np.float32(trim.rate),
-    )
-
-
 @elements
-def _trim(
+def trim(
     margins_RK, num_drafts_R, num_rows_R, bias_R, bias_K, slope_K, weights_R, seconds_N, num_rows, rate
 ):  # fmt: skip
     num_requests, num_drafts = len(num_drafts_R), num_drafts_R.sum()

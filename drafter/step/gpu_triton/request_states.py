@@ -26,8 +26,7 @@ from ...compute.memory.kv_cache import skip_slot
 from ..sampling.logprobs import LogprobSlots
 from .inputs.row_layout import Ints, SlotTables
 from .inputs.upload import Arena
-from .sampling.logits_processor_tables import RuleTables, rule_entries
-from .sampling.sampling_metadata import DeviceSamplingMetadata
+from .sampling.sampling_metadata import DeviceSamplingMetadata, RuleTables, rule_entries
 
 MAX_STOP_TOKEN_IDS = 128  # per request: a row of the table that kernels read
 _SAMPLING = {  # a value per slot

@@ -45,14 +45,6 @@ class StepRequests:
     begin_R: Ints
     counts_R: Ints
 
-    @classmethod
-    def of(cls, plan: SchedulerOutput, num_computed_S: Ints) -> StepRequests:
-        numbers = (plan.slots, plan.num_rows, plan.num_drafts)
-        slots_R, num_rows_R, num_drafts_R = (x.astype(np.int64) for x in numbers)
-        first_R = np.where(plan.num_computed < 0, num_computed_S[slots_R], plan.num_computed)
-        begin_R, counts_R = first_R + num_rows_R - num_drafts_R, (num_drafts_R + 1) * plan.samples
-        return cls(plan, slots_R, num_rows_R, num_drafts_R, first_R, begin_R, counts_R)
-
 
 @dataclass(frozen=True, slots=True)
 class StepRows(PlacedRows):

@@ -22,7 +22,7 @@ from .logits_processors import RuledRows
 
 @dataclass(frozen=True, slots=True)
 class SamplingMetadata:
-    """Parameters to sample one token for each of N rows.
+    """Parameters to sample one token for each of N rows; by default all take the likeliest token.
 
     Attributes:
         num_rows: N.
@@ -54,18 +54,6 @@ class SamplingMetadata:
         return not (self.min_p_M1 is None and self.top_k_M is None and self.top_p_M1 is None)
 
     @classmethod
-    def greedy(
-        cls,
-        num_rows: int,
-        forbidden: NDArray[np.int64] | None,
-        device: torch.device | str,
-        ruled: tuple[RuledRows, ...] = (),
-    ) -> SamplingMetadata:
-        """Return metadata for rows that all take the likeliest token; see `build`."""
-        forbidden_F = _put(forbidden, device) if forbidden is not None else None
-        return cls(num_rows, forbidden_F=forbidden_F, ruled=ruled)
-
-    @classmethod
     def build(
         cls,
         *,
@@ -75,7 +63,7 @@ class SamplingMetadata:
         min_p: NDArray[np.float32],
         seed: NDArray[np.int64],
         position: NDArray[np.int64],
-        forbidden: NDArray[np.int64] | None = None,
+        forbidden_F: Tensor | None = None,
         device: torch.device | str = "cpu",
         ruled: tuple[RuledRows, ...] = (),
     ) -> SamplingMetadata:
@@ -84,17 +72,16 @@ class SamplingMetadata:
         Args:
             top_k: 0 or less keeps all.
             position: absolute position of the token to sample (that of the row + 1).
-            forbidden: [2, F] rows and token ids.
+            forbidden_F: [2, F] rows and token ids, on the device.
             ruled: result of `RuleStates.rows`.
         """
 
         def put(values: np.ndarray) -> Tensor:
-            return _put(values, device)
+            return torch.from_numpy(np.ascontiguousarray(values)).to(device)
 
         noisy = np.flatnonzero((temperature > 0) & (top_k != 1))
-        plain = cls.greedy(len(temperature), forbidden, device, ruled)
         if noisy.size == 0:
-            return plain
+            return cls(len(temperature), forbidden_F=forbidden_F, ruled=ruled)
         top_k, top_p, min_p = top_k[noisy], top_p[noisy], min_p[noisy]
         limits_k = top_k > 0
         return cls(
@@ -105,11 +92,7 @@ class SamplingMetadata:
             top_p_M1=put(top_p[:, None]) if (top_p < 1).any() else None,
             min_p_M1=put(min_p[:, None]) if (min_p > 0).any() else None,
             key_2M1=put(noise_keys(seed[noisy], position[noisy])[:, :, None]),
-            forbidden_F=plain.forbidden_F,
+            forbidden_F=forbidden_F,
             max_top_k=int(top_k.max(initial=0)),
             ruled=ruled,
         )
-
-
-def _put(values: np.ndarray, device: torch.device | str) -> Tensor:
-    return torch.from_numpy(np.ascontiguousarray(values)).to(device)

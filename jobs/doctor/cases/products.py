@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 
 from ....drafter.compute.gpu_triton.backend import TritonBackend
-from ....drafter.compute.gpu_triton.linear.gemm_tiles import ProductWorkspace
 from ....drafter.compute.gpu_triton.linear.projections import OwnProjection, PendingNorm
+from ....drafter.compute.gpu_triton.linear.skinny_gemm import ProductWorkspace
 from ....drafter.compute.layers.linear import Activation
 from .case import Case, checks_of_served, error_of
 from .checks import Check

@@ -12,10 +12,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from manta.actors.batch.dataset.row_requests import RowSchema, read_request
-from manta.actors.chat.answer_parser import AnswerParserFactory
-from manta.actors.chat.answer_parts import AnswerDelta, concatenate
 from manta.actors.chat.chat_formats import CALLS, REASONING
-from manta.actors.chat.stream_parser import Splitter
+from manta.actors.chat.stream_parser import AnswerParserFactory, Splitter
+from manta.actors.chat.text_stream import AnswerDelta, concatenate
 from manta.actors.http.anthropic.event_writer import MessageWriter
 from manta.actors.http.anthropic.request import MessagesRequest
 from manta.actors.http.generation.chat_adapter import SupportedOptions

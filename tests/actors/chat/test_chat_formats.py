@@ -10,11 +10,10 @@ import pytest
 from byte_tokenizer import byte_tokenizer
 from chat_pairs import HARMONY, HARMONY_TOKENS, HERMES, NOW, TOOLS, WEATHER, chat_config
 from manta.actors.batch.ledger.job_spec import settings_identity
-from manta.actors.chat.answer_parser import ReasoningCounter
-from manta.actors.chat.answer_parts import concatenate
 from manta.actors.chat.chat_formats import CALLS
 from manta.actors.chat.chat_model import ChatModel
-from manta.actors.chat.stream_parser import Splitter
+from manta.actors.chat.stream_parser import ReasoningCounter, Splitter
+from manta.actors.chat.text_stream import concatenate
 from manta.actors.chat.tool_call_grammars import forced_calls
 from manta.actors.structured_outputs.grammar_frontend import written_grammar
 from manta.actors.tokenization.chat_template import ChatTemplate

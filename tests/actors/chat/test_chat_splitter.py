@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from manta.actors.chat.answer_parts import AnswerDelta, concatenate
 from manta.actors.chat.chat_formats import CALLS, REASONING
 from manta.actors.chat.stream_parser import Splitter
+from manta.actors.chat.text_stream import AnswerDelta, concatenate
 from paths import DATA
 
 FOLDER = DATA / "chat"

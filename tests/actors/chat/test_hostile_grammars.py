@@ -407,7 +407,7 @@ def test_a_matcher_that_raises_ends_only_its_own_answer(compiler: GrammarCompile
         for slot in (0, 1):
             states.admit(slot, grammar)
         if fails:
-            states._slots[1].matcher = Failing(states._slots[1].matcher, num_calls)  # type: ignore[assignment]
+            states.slots[1].matcher = Failing(states.slots[1].matcher, num_calls)  # type: ignore[assignment]
         found = states.constrain_drafts(
             np.array([0, 1]), np.array([3, 3]), np.array([1, 1]), np.empty((2, 0), np.int64), read
         )

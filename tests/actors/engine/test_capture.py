@@ -21,11 +21,11 @@ from manta.actors.capture.records import CapturedRecord, read_captured, segments
 from manta.actors.capture.segment_ring import NUM_SEGMENTS, SegmentRing
 from manta.actors.capture.writer_process import WriterSettings
 from manta.actors.engine.output_processor import NOT_RESUMED
-from manta.actors.engine.tenant import Tenant
 from manta.actors.http.config.settings import ServerSettings, split_models
 from manta.actors.tokenization.prompts import EncodedPrompt
 from manta.cluster.config import EngineConfig
 from manta.cluster.errors import ConfigError, DatasetError
+from manta.cluster.request.caller import Tenant
 from manta.jobs.cli import app
 from server_probes import wait_for
 from text_pair import LiveServer, make_text_pair

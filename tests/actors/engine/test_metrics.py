@@ -16,8 +16,8 @@ from manta.actors.http.config.settings import ServerSettings
 from manta.actors.observability.engine_metrics import engine_values
 from manta.actors.observability.telemetry import RequestTelemetry
 from manta.cluster.config import EngineConfig
-from manta.cluster.metrics.bounded_labels import BoundedLabels
 from manta.cluster.metrics.engine_metrics import CATALOGUE
+from manta.cluster.metrics.metric import BoundedLabels
 from manta.cluster.step.scheduler_output import DrafterUse
 from prometheus_client.parser import text_string_to_metric_families
 from simulated_server import SURVIVAL, simulated

@@ -15,13 +15,13 @@ from typing import Any
 import httpx
 import pytest
 from cluster_checker import make_info, make_request
-from manta.actors.engine.tenant import Tenant
 from manta.actors.http.config.settings import ServerSettings
 from manta.actors.observability.usage_store import read_receipts
 from manta.cluster.config import EngineConfig
 from manta.cluster.engine.engine_core import EngineCore
 from manta.cluster.errors import ConfigError, RequestError
-from manta.cluster.metrics.bounded_labels import NONE, OTHER, UsageAccount
+from manta.cluster.metrics.metric import NONE, OTHER, UsageAccount
+from manta.cluster.request.caller import Tenant
 from manta.cluster.scheduler.scheduler_stats import Usage
 from manta.cluster.simulation.simulated_executor import LinearCost, SimulatedExecutor, VirtualClock
 from manta.cluster.speculation import draft_length_policy

@@ -13,8 +13,7 @@ from manta.actors.http.config.settings import split_settings
 from manta.actors.http.openai.tokenization import DetokenizeRequest
 from manta.actors.http.protocol.chat_request import ChatRequest, conversation
 from manta.actors.http.protocol.completion_request import CompletionRequest
-from manta.actors.http.protocol.protocol import GenerationRequest
-from manta.actors.http.protocol.unsupported_fields import REFUSED, check_extra_fields
+from manta.actors.http.protocol.protocol import REFUSED, GenerationRequest, check_extra_fields
 from manta.actors.http.responses.request import ResponsesRequest
 from manta.actors.http.wire.errors import (
     ClientDisconnectedError,
@@ -36,8 +35,7 @@ from manta.cluster.errors import (
     RequestError,
     did_you_mean,
 )
-from manta.cluster.metrics.histogram import Histogram
-from manta.cluster.metrics.metric import Metric
+from manta.cluster.metrics.metric import Histogram, Metric
 from manta.cluster.request.request import SamplingParams
 from pydantic import BaseModel, ValidationError
 from starlette.requests import Request

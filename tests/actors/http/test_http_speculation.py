@@ -11,7 +11,7 @@ import pytest
 from manta.actors.engine.output_processor import RequestMetrics
 from manta.actors.engine.request_spec_stats import TracedStep, token_origins
 from manta.actors.http.config.settings import ServerSettings
-from manta.actors.http.protocol.speculation_usage import MAX_TRACED_TOKENS, acceptance
+from manta.actors.http.generation.request_stats import MAX_TRACED_TOKENS, acceptance
 from manta.cluster.config import EngineConfig
 from text_pair import LiveServer, make_text_pair
 

@@ -25,7 +25,7 @@ from manta.drafter.step.gpu_triton.inputs.row_layout import DeviceStepRequests, 
 from manta.drafter.step.gpu_triton.inputs.upload import Upload
 from manta.drafter.step.gpu_triton.recurrent_states import DeviceRecurrent, pack_saves
 from manta.drafter.step.gpu_triton.request_states import DeviceStates
-from manta.drafter.step.inputs import row_layout as host_rows
+from manta.drafter.step.request_states import requests_of
 from tiny import make_tiny_drafter, make_tiny_target
 
 KIND = RecurrentStateSpec(num_key_heads=1, num_value_heads=2, key_dim=4, value_dim=3, taps=3)
@@ -48,7 +48,7 @@ class Mirrors:
 
     def run(self, plan: SchedulerOutput, num_tokens: list[int]) -> list[int]:
         """Run a step with a number of tokens; return the records that its passes fold."""
-        r = host_rows.StepRequests.of(plan, np.zeros(NUM_SLOTS, np.int64))
+        r = requests_of(plan, np.zeros(NUM_SLOTS, np.int64))
         self._host.apply(plan)
         decodes, rows = bool(plan.num_drafts.any()), self._host.rows(r)
         pending = rows.pending_R.tolist()

@@ -18,9 +18,9 @@ from manta.actors.targets.model.model_spec import ModelSpec
 from manta.actors.targets.model.tensor_parallel import (
     Sharding,
     SingleRank,
-    VocabEmbedding,
     VocabHead,
     smallest,
+    vocab_embedding,
 )
 from manta.actors.targets.model.weights import TargetWeights
 from manta.cluster.errors import ConfigError
@@ -169,7 +169,7 @@ def test_vocabulary_shards_make_the_whole_embedding_and_head(target: Path) -> No
     def work(rank) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, int]:
         sharding = Sharding(config, rank.rank, rank.world_size)
         weights = TargetWeights(target, config, sharding, torch.float32, torch.device("cpu"))
-        embedding = VocabEmbedding(weights.embedding(), sharding, rank)
+        embedding = vocab_embedding(weights.embedding(), sharding, rank)
         head = VocabHead(Linear(weights.head()), config.vocab_size, sharding, rank)
         return embedding(ids), head(hidden), *head.local(hidden)
 

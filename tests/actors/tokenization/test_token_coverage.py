@@ -9,7 +9,7 @@ import pytest
 import tokenizers
 from hypothesis import given
 from hypothesis import strategies as st
-from manta.actors.tokenization.token_count_bounds import TokenCoverage, token_coverage
+from manta.actors.tokenization.tokenizer import TokenCoverage, token_coverage
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
 
 BYTES = {f"<0x{byte:02X}>": byte for byte in range(256)}

@@ -16,7 +16,7 @@ cores = os.sched_getaffinity(0)
 os.sched_setaffinity(0, {min(cores)})  # threads that are made from here on have this core alone
 torch.set_num_threads(2)
 from manta.actors.system.torch_threads import TorchThreads
-threads = TorchThreads(adapts=True)
+threads = TorchThreads()
 weight, x = torch.randn(512, 512), torch.randn(64, 512)
 
 def step():

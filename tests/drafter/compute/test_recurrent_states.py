@@ -27,8 +27,8 @@ from manta.drafter.compute.eager.gated_delta_net import TorchDeltaNet
 from manta.drafter.compute.layers.gated_delta_net import DeltaNetShape
 from manta.drafter.compute.memory.kv_cache import PagedKVCache
 from manta.drafter.compute.memory.recurrent_state_cache import StateMemory, StateRows
-from manta.drafter.step.inputs.row_layout import StepRequests
 from manta.drafter.step.recurrent_states import RecurrentStates
+from manta.drafter.step.request_states import requests_of
 from random_workloads import Arrival, arrivals, step
 from torch import Tensor
 from torch.testing import assert_close
@@ -90,7 +90,7 @@ class LayersExecutor(CheckingExecutor):
     def _advance(self, plan: SchedulerOutput, first_R: list[int], result: StepResult) -> None:
         self._names |= {request.slot: request.request_id for request in plan.admitted}
         self._recurrent.apply(plan)
-        r = StepRequests.of(replace(plan, num_computed=np.array(first_R)), np.zeros(self.max_slots, np.int64))
+        r = requests_of(replace(plan, num_computed=np.array(first_R)), np.zeros(self.max_slots, np.int64))
         tokens, standing = list[int](), list[int]()
         for i, index in enumerate(plan.slots.tolist()):
             count = max(int(result.num_tokens[i]) - 1, 0)
@@ -160,7 +160,7 @@ def test_a_sequence_that_starts_from_a_copy_folds_its_saved_records() -> None:
     second = replace(dummy_step([4], [4], [3]), saves=StateSaves(one, position, state))
     for plan, count in ((first, 1), (second, 3)):
         states.apply(plan)
-        r = StepRequests.of(plan, zeros)
+        r = requests_of(plan, zeros)
         states.rows(r)
         for part in memory.tensors:
             part[:, 0] = dice(*part[:, 0].shape)
@@ -168,7 +168,7 @@ def test_a_sequence_that_starts_from_a_copy_folds_its_saved_records() -> None:
     copy = replace(first.admitted[0], slot=1, state=StateEntry(2, source=1, num_tokens=6))
     third = replace(dummy_step([6], [1], [0]), slots=one + 1, admitted=(copy,))
     states.apply(third)
-    assert states.rows(StepRequests.of(third, zeros)).pending_R.tolist() == [1]
+    assert states.rows(requests_of(third, zeros)).pending_R.tolist() == [1]
     assert all(torch.equal(part[:, 2], part[:, 0]) for part in memory.tensors)
 
 

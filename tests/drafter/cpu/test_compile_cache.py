@@ -27,12 +27,13 @@ import json, os, sys
 import numba, torch
 
 def look():
-    from manta.drafter.step.cpu_numba import gumbel_argmax as choice
+    from manta.drafter.step.cpu_numba import gumbel_argmax as loops
+    from manta.drafter.step.cpu_numba.step_ops import LOOPS
 
     opened = []
     sys.addaudithook(lambda event, args: opened.append(str(args[0])) if event == "open" else None)
-    choice.noisy_argmax_margin(torch.zeros(1, 20), torch.ones(1, 1), torch.ones(2, 1, 1, dtype=torch.int64))
-    print(json.dumps([sum(choice._noisy_argmax.stats.cache_hits.values()), opened]), flush=True)
+    LOOPS.noisy_argmax_margin(torch.zeros(1, 20), torch.ones(1, 1), torch.ones(2, 1, 1, dtype=torch.int64))
+    print(json.dumps([sum(loops.noisy_argmax_margin.stats.cache_hits.values()), opened]), flush=True)
 
 for line in sys.stdin:
     if child := os.fork():

@@ -20,7 +20,7 @@ from manta.drafter.compute.eager.backend import TorchBackend
 from manta.drafter.compute.layers.linear import Activation, RMSNorm
 from manta.drafter.compute.layers.rope import RopeConfig, RotaryEmbedding
 from manta.drafter.compute.memory.kv_cache import PagedKVCache
-from manta.drafter.step.cpu_numba.gumbel_argmax import noisy_argmax_margin
+from manta.drafter.step.cpu_numba.step_ops import LOOPS
 from manta.drafter.step.inputs.gumbel_noise import negative_gumbel, noise_keys
 from torch import Tensor
 
@@ -147,7 +147,7 @@ def test_a_row_has_the_same_bits_in_any_batch(dtype: torch.dtype):
 
     everything = slice(0, 33)
     for compute in (
-        lambda rows: kernels.rms_norm(x_NH[rows], norm.weight_H, EPS),
+        lambda rows: NumbaBackend().norm(norm, x_NH[rows]),
         lambda rows: kernels.gate(gate_up_NI[rows], "silu"),
         lambda rows: kernels.gate(gate_up_NI[rows], "gelu_tanh"),
         heads,
@@ -191,14 +191,14 @@ def test_a_noisy_row_chooses_the_maximum_of_logits_plus_noise(vocab_size: int):
     temperature_M1 = torch.linspace(0.01, 3.0, num_rows).unsqueeze(1)
     keys = torch.from_numpy(noise_keys(np.arange(num_rows) * 7919, np.arange(num_rows))).unsqueeze(-1)
     score_MV = logits_MV - temperature_M1 * negative_gumbel(keys, vocab_size)
-    chosen_M = noisy_argmax_margin(logits_MV, temperature_M1, keys)[0]
+    chosen_M = LOOPS.noisy_argmax_margin(logits_MV, temperature_M1, keys)[0]
     best_M1 = score_MV.gather(1, chosen_M.unsqueeze(1))
     assert (best_M1.squeeze(1) >= score_MV.amax(dim=1) - 1e-4).all()
     assert (chosen_M == score_MV.argmax(dim=1)).float().mean() > 0.9
     alone = [
-        noisy_argmax_margin(logits_MV[m : m + 1], temperature_M1[m : m + 1], keys[:, m : m + 1].contiguous())[
-            0
-        ]
+        LOOPS.noisy_argmax_margin(
+            logits_MV[m : m + 1], temperature_M1[m : m + 1], keys[:, m : m + 1].contiguous()
+        )[0]
         for m in range(num_rows)
     ]
     assert torch.equal(torch.cat(alone), chosen_M)
@@ -209,7 +209,7 @@ def test_the_loop_computes_the_exact_bits_of_the_noise():
     rows = np.arange(300)
     keys = torch.from_numpy(noise_keys(rows * 104729 - 5, rows)).unsqueeze(-1)
     expected_M = negative_gumbel(keys, 3000).double().argmin(dim=1)
-    chosen_M, _ = noisy_argmax_margin(torch.zeros(300, 3000), torch.ones(300, 1), keys)
+    chosen_M, _ = LOOPS.noisy_argmax_margin(torch.zeros(300, 3000), torch.ones(300, 1), keys)
     assert torch.equal(chosen_M, expected_M)
 
 
@@ -217,7 +217,7 @@ def test_rows_without_an_allowed_token_choose_the_first():
     """`argmax` does the same."""
     keys = torch.from_numpy(noise_keys(np.zeros(2, dtype=np.int64), np.arange(2))).unsqueeze(-1)
     logits_MV = torch.full((2, 9), float("-inf"))
-    ids_M, margins_M = noisy_argmax_margin(logits_MV, torch.ones(2, 1), keys)
+    ids_M, margins_M = LOOPS.noisy_argmax_margin(logits_MV, torch.ones(2, 1), keys)
     assert ids_M.tolist() == [0, 0] and margins_M.tolist() == [0.0, 0.0]
 
 
@@ -225,8 +225,9 @@ def test_loops_run_without_a_cache_folder():
     """In a read-only image without a home folder Numba finds no place for its cache."""
     script = (
         "import torch; from numba.core import caching; caching.CacheImpl._locator_classes = []\n"
-        "from manta.drafter.compute.cpu_numba import layers as kernels\n"
-        "print(kernels.rms_norm(torch.ones(1, 4), torch.ones(4), 0.0).tolist())"
+        "from manta.drafter.compute.cpu_numba.backend import NumbaBackend\n"
+        "from manta.drafter.compute.layers.linear import RMSNorm\n"
+        "print(NumbaBackend().norm(RMSNorm(torch.ones(4), 0.0), torch.ones(1, 4)).tolist())"
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
     assert done.stdout.strip() == "[[1.0, 1.0, 1.0, 1.0]]", done.stderr

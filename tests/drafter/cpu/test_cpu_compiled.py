@@ -23,7 +23,7 @@ from manta.drafter.compute.backend import AttentionShape, Backend, BlockWeights,
 from manta.drafter.compute.batch_invariance import rows_are_invariant
 from manta.drafter.compute.cpu_fused.backend import FusedCpuBackend
 from manta.drafter.compute.cpu_fused.isa_dispatch import has_tiles
-from manta.drafter.compute.cpu_fused.packed_gemm import PackedLinear
+from manta.drafter.compute.cpu_fused.operators import PackedLinear
 from manta.drafter.compute.cpu_fused.qkv_heads import BLOCK
 from manta.drafter.compute.cpu_numba.cpu_features import (
     VARIABLE,
@@ -306,7 +306,7 @@ def test_concurrent_callers_get_their_own_results():
 
 SCRIPT = """
 import os, torch
-from manta.drafter.compute.cpu_fused.packed_gemm import PackedLinear
+from manta.drafter.compute.cpu_fused.operators import PackedLinear
 layer = PackedLinear(torch.randn(64, 32).bfloat16(), None, 2)
 x = torch.randn(4, 32).bfloat16()
 expected = layer(x)

@@ -105,7 +105,7 @@ SCRIPT = """
 import os, time, torch
 cores = os.sched_getaffinity(0)
 os.sched_setaffinity(0, {min(cores)})  # threads that are made from here on have this core alone
-from manta.drafter.compute.cpu_fused.packed_gemm import PackedLinear
+from manta.drafter.compute.cpu_fused.operators import PackedLinear
 from manta.drafter.compute.cpu_fused.threads.thread_team import process_team
 torch.set_num_threads(1)
 layer = PackedLinear(torch.randn(2048, 1024).bfloat16(), None, 2)

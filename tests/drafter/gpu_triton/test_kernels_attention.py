@@ -26,10 +26,11 @@ from manta.drafter.compute.gpu_triton.attention.attention_tiles import (
     AttentionKind,
     AttentionWorkspace,
     PagedRows,
+    WorkList,
+    list_work,
     plan_tiles,
 )
 from manta.drafter.compute.gpu_triton.attention.paged_attention import verify_attention
-from manta.drafter.compute.gpu_triton.attention.work_list import WorkList, list_work
 from manta.drafter.compute.gpu_triton.flash_attention import FlashAttention, why_not
 from manta.drafter.compute.memory.kv_cache import PagedKVCache
 from torch import Tensor

@@ -635,7 +635,7 @@ VARIANTS: dict[str, list[Variant]] = {
         _attention(64, 1, 512, tail=64, rows=1),  # and on one, in two tiles of heads
         _attention(8, 1, 512, tail=64, batch_invariant=True),
     ],
-    "compute.gpu_triton.attention.work_list": [
+    "compute.gpu_triton.attention.attention_tiles": [
         _work(split_keys=0, run_splits=0),
         _work(split_keys=256, run_splits=16),
     ],

@@ -13,12 +13,12 @@ from manta import SamplingParams
 from manta.cluster.request.logits_processors import LogitsProcessorParams
 from manta.drafter.step.gpu_triton.inputs.row_layout import SlotTables
 from manta.drafter.step.gpu_triton.inputs.upload import Arena
-from manta.drafter.step.gpu_triton.sampling.logits_processor_tables import (
+from manta.drafter.step.gpu_triton.sampling.logits_processors import apply_rules as apply_rules_in_kernels
+from manta.drafter.step.gpu_triton.sampling.sampling_metadata import (
     RULE_LIMITS,
     RuleTables,
     rule_entries,
 )
-from manta.drafter.step.gpu_triton.sampling.logits_processors import apply_rules as apply_rules_in_kernels
 from manta.drafter.step.inputs.logits_processors import apply_rules
 from manta.drafter.step.sampling.logits_processor_states import RuleStates
 

@@ -26,10 +26,10 @@ from manta.drafter.compute.checkpoint.safetensors_reader import TensorFolder
 from manta.drafter.compute.gpu_triton.attention.attention_tiles import (
     AttentionKind,
     AttentionWorkspace,
+    list_work,
     rows_from_host,
 )
 from manta.drafter.compute.gpu_triton.attention.paged_attention import verify_attention
-from manta.drafter.compute.gpu_triton.attention.work_list import list_work
 from steps import settings
 from tiny import make_tiny_drafter, make_tiny_target
 from triton.backends.compiler import GPUTarget

@@ -43,7 +43,7 @@ def batch(
         min_p=column(min_p, np.float32),
         seed=column(seed, np.int64),
         position=column(position, np.int64),
-        forbidden=np.array(forbidden, dtype=np.int64).T if forbidden else None,
+        forbidden_F=torch.tensor(forbidden).T if forbidden else None,
     )
 
 

@@ -94,7 +94,7 @@ def test_candidates_are_chosen_with_the_noise_of_their_position(wrong: str):
     gates_XE, books = torch.zeros(14, 4), SelectorCodebooks(torch.zeros(VOCAB, 4), torch.zeros(VOCAB, 4), 4)
     assert sampling.key_2M1 is not None and sampling.temperature_M1 is not None
     others = {
-        "no noise": SamplingMetadata.greedy(14, None, "cpu"),
+        "no noise": SamplingMetadata(14),
         "noise of the next position": block_of(["warm", "warm"], [7, 7], seed=3).sampling,
         "noise of another request": block_of(["warm", "warm"], [7, 7], seed=4).sampling,
     }

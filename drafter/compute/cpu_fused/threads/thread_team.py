@@ -85,9 +85,16 @@ def process_team() -> ThreadTeam:
 
 
 @cache
+def team_address(num_threads: int) -> int:
+    """Return the address of the process's team, which has at least so many threads."""
+    return process_team().of(num_threads)
+
+
+@cache
 def _reset_in_children() -> None:
     """Drop the team in forked children, which have none of its threads."""
-    os.register_at_fork(after_in_child=process_team.cache_clear)
+    for cached in (process_team, team_address):
+        os.register_at_fork(after_in_child=cached.cache_clear)
 
 
 @elements

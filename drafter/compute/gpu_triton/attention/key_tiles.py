@@ -17,8 +17,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from .attention_tiles import first_seen
 from .split_kv_reduce import add_parts, no_part
-from .work_list import first_seen
 
 _FP32_PRODUCT = tl.constexpr("tf32x3")  # fp32 precision on tensor cores; fp16 and bf16 ignore it
 

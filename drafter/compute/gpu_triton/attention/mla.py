@@ -31,12 +31,11 @@ from ...layers.mla import MLALayer
 from ...layers.rope import RotaryEmbedding
 from ...memory.kv_cache import PagedKVCache
 from ..common.launch import dependent_launch, wait_for_predecessor
-from .attention_tiles import AttentionKind, PagedRows
+from .attention_tiles import AttentionKind, PagedRows, WorkList
 from .mla_prefill import attend_expanded
 from .mla_prefill_plan import Expansion, ExpansionWorkspace
 from .norm_rope_kv_write import load_columns, rotate_halves
 from .paged_attention import verify_attention
-from .work_list import WorkList
 
 # Heads, and so rows, per tile: with accumulators 512 wide, 64 rows spill registers; batch-invariant mode
 # needs three accumulators, and fp32 operands take twice the space.

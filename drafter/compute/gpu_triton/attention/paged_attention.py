@@ -5,7 +5,7 @@ Implements `drafter/compute/eager/attention.py` (causality, window, sinks). The 
 contain a call. Does not write K/V: a call's own rows are in the cache before. Called by the target's and the
 drafter's layers.
 
-Persistent programs, as many as the device runs at once, process a list of items (`work_list.py`): one
+Persistent programs, as many as the device runs at once, process a list of items (`attention_tiles.py`): one
 request, one kv head, one tile of rows, one piece of its keys. GQA heads are rows too, so a block of 16 rows
 of 4 heads each is one tile of 64 that reads its K and V once. If a context has several pieces, the last
 program to finish adds them up (split K/V, as in Flash-Decoding, https://pytorch.org/blog/flash-decoding/):
@@ -36,10 +36,18 @@ import triton.language as tl
 from torch import Tensor
 
 from ..common.launch import dependent_launch, wait_for_predecessor
-from .attention_tiles import AttentionKind, PagedRows, tile_width
+from .attention_tiles import (
+    HEADER,
+    AttentionKind,
+    PagedRows,
+    WorkList,
+    count_pieces,
+    find_request,
+    first_seen,
+    tile_width,
+)
 from .key_tiles import attend_piece, inside, key_tiles
 from .split_kv_reduce import add_slots, is_last, store_part
-from .work_list import HEADER, WorkList, count_pieces, find_request, first_seen
 
 _LOG2_E = tl.constexpr(1.4426950408889634)
 MAX_HEAD_DIM = 512  # the largest whose tiles fit into registers and shared memory

@@ -20,7 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..inputs.row_layout import SlotTables
-from .logits_processor_tables import RuleTables
+from .sampling_metadata import RuleTables
 
 _TILE = tl.constexpr(1024)  # tokens counted per iteration
 _CHUNK = 1024  # columns per program
@@ -193,7 +193,7 @@ def _endings(
 def _forced(tokens, prompt_length, end, marks, spans, MARK: tl.constexpr):
     """Return the token that must come next to end reasoning; -1 if unconstrained.
 
-    See `drafter/step/sampling/thinking_budget.py`.
+    See `drafter/step/sampling/logits_processor_states.py`.
     """
     start_length, end_length, budget = spans
     begin = prompt_length
