@@ -344,7 +344,7 @@ class AnswerParserFactory:
         return AnswerParser(splitter, with_reasoning=self.with_reasoning)
 
     def token_counter(self) -> ReasoningCounter | None:
-        """Return None if the marks are not single tokens."""
+        """Return a counter of reasoning tokens; None if the marks are not single tokens."""
         if self.thinking is None or self.tokenizer is None:
             return None
         return ReasoningCounter.of(self.thinking, self.tokenizer, opened=self.opened)

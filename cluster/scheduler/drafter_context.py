@@ -116,7 +116,7 @@ class DrafterContextRefill:
         return self.current is not None or any(self._prompts)
 
     def begin(self, running: Iterable[Sequence], num_tokens: int = 0) -> None:
-        """Start recomputing these, which lack drafter context; none up to `num_tokens` is too long."""
+        """Start recomputing these, which lack drafter context, with rows enough for `num_tokens` tokens each."""
         self._prompts, self.current = ({}, {}), None
         self._min_rows = _REFILL_ROWS + num_tokens // _REFILL_STEPS
         for sequence in running:
@@ -256,7 +256,10 @@ class DrafterContext:
         self._disable_drafts(running, min(lengths, default=0) if marked else 0)
 
     def _disable_drafts(self, running: list[Sequence], num_tokens: int = 0) -> None:
-        """Disable drafts for these until they are recomputed; none up to `num_tokens` is too long."""
+        """Disable drafts for these until they are recomputed.
+
+        `num_tokens`: see `DrafterContextRefill.begin`.
+        """
         self._queues.table.max_drafts_S[[sequence.slot for sequence in running]] = 0
         self.refill.begin(running, num_tokens)
 

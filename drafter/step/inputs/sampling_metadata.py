@@ -50,7 +50,7 @@ class SamplingMetadata:
 
     @property
     def narrows(self) -> bool:
-        """Whether any noisy row's distribution is filtered."""
+        """Return whether the distribution of any noisy row is filtered."""
         return not (self.min_p_M1 is None and self.top_k_M is None and self.top_p_M1 is None)
 
     @classmethod

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch.distributed import _symmetric_memory as memory
 from manta.actors.workers.comm import process_group as pg
 from manta.actors.workers.comm.custom_all_reduce import MAX_BYTES, CustomAllReduce
-from manta.jobs.doctor.all_reduce_check import report_of_rank
+from manta.actors.workers.comm.all_reduce_trial import report_of_rank
 
 rank, ranks, port, cases = (json.loads(argument) for argument in sys.argv[1:])
 store = port
