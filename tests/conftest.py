@@ -19,12 +19,12 @@ if "MANTA_CACHE_DIR" not in os.environ:  # what was measured here before is none
     os.environ["MANTA_CACHE_DIR"] = _cache = mkdtemp(prefix="manta-cache-")
     atexit.register(rmtree, _cache, ignore_errors=True)
 
-import devices
 import pytest
 import torch
 from hypothesis import settings
-from paths import MODELS
-from small_ray import small_ray
+from support.engines import devices
+from support.engines.small_ray import small_ray
+from support.paths import MODELS
 
 # Several processes (pytest -n) take tests by file, or by their mark `xdist_group`, which the conftest.py of a
 # folder may set. Those of "servers" and of "jobs" start Ray and wait as much as they compute; both take about
@@ -90,28 +90,28 @@ def on_the_device() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def tiny_qwen3(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    from tiny import make_tiny_target  # transformers, which kernels' tests do without
+    from support.checkpoints.tiny import make_tiny_target  # transformers, which kernels' tests do without
 
     return make_tiny_target(tmp_path_factory.mktemp("tiny-qwen3"), "qwen3")
 
 
 @pytest.fixture(scope="session")
 def tiny_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    from tiny import make_tiny_target
+    from support.checkpoints.tiny import make_tiny_target
 
     return make_tiny_target(tmp_path_factory.mktemp("tiny-llama"), "llama")
 
 
 @pytest.fixture(scope="session")
 def tiny_qwen3_moe(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    from tiny import make_tiny_target
+    from support.checkpoints.tiny import make_tiny_target
 
     return make_tiny_target(tmp_path_factory.mktemp("tiny-qwen3-moe"), "qwen3_moe")
 
 
 @pytest.fixture(scope="session")
 def tiny_drafter(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    from tiny import make_tiny_drafter
+    from support.checkpoints.tiny import make_tiny_drafter
 
     return make_tiny_drafter(tmp_path_factory.mktemp("tiny-drafter"))
 
@@ -119,7 +119,7 @@ def tiny_drafter(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """Folders of a tiny target with a tokenizer and its drafter."""
-    from text_pair import make_text_pair
+    from support.checkpoints.text_pair import make_text_pair
 
     return make_text_pair(tmp_path_factory.mktemp("pair"))
 

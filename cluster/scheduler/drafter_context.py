@@ -116,7 +116,7 @@ class DrafterContextRefill:
         return self.current is not None or any(self._prompts)
 
     def begin(self, running: Iterable[Sequence], num_tokens: int = 0) -> None:
-        """Start recomputing these, which lack drafter context, with rows enough for `num_tokens` tokens each."""
+        """Start recomputing these, which lack drafter context, rows enough for `num_tokens` each."""
         self._prompts, self.current = ({}, {}), None
         self._min_rows = _REFILL_ROWS + num_tokens // _REFILL_STEPS
         for sequence in running:

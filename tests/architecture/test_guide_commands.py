@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import typer.main
 from manta.jobs.cli import app
-from paths import ROOT
+from support.paths import ROOT
 
 DOCS = ROOT / "docs"
 

@@ -16,8 +16,8 @@ from functools import cache
 from pathlib import Path
 
 import pytest
-from package_copy import FLOORS, copy_package, module_name, sources
-from paths import ROOT, TESTS
+from support.jobs.package_copy import FLOORS, copy_package, module_name, sources
+from support.paths import ROOT, TESTS
 
 # A module that must not name something, and the line that does; by contract.
 BREACHES = {
@@ -355,8 +355,8 @@ import json, os, sys
 from manta import LLM, SamplingParams
 
 if os.environ.get("TRITON_INTERPRET"):
-    sys.path.append("tests/support")
-    import interpreter
+    sys.path.append("tests")
+    from support.engines import interpreter
 
     interpreter.prepare()
 settings, unwanted = json.loads(sys.argv[1]), sys.argv[2:]

@@ -14,7 +14,7 @@ from typing import Any
 import typer.main
 from manta import __version__
 from manta.jobs.cli import app
-from paths import ROOT
+from support.paths import ROOT
 
 FLOORS = ("cluster", "drafter", "actors", "jobs")
 FACES = ("__init__.py", "data.py", "version.py")

@@ -25,7 +25,7 @@ from manta.docs.reference_pages.metrics import metrics_page
 from manta.docs.reference_pages.python_api import python_page
 from manta.docs.reference_pages.settings import settings_page
 from manta.jobs.cli import app
-from paths import ROOT
+from support.paths import ROOT
 from typer.main import get_command
 
 # mkdocs as `make docs` runs it, in a process that ends at any name look-up or connection.

@@ -14,7 +14,7 @@ from manta.cluster.errors import ConfigError
 from manta.cluster.flag import parse_size
 from manta.jobs.cli import main
 from manta.jobs.common.config_loading import engine_config, merge_settings, read_settings
-from paths import ROOT
+from support.paths import ROOT
 
 SERVE_CONFIG = """
 applications:

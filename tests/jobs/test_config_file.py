@@ -12,9 +12,9 @@ from manta.jobs.cli import main
 from manta.jobs.common import config_file
 from manta.jobs.common.config_file import read_config_file
 from manta.jobs.render.documents import read_deployment
-from paths import ROOT
 from pydantic import BaseModel
 from ray.serve import schema
+from support.paths import ROOT
 
 APPLICATION = {"import_path": "manta.actors.replica:build_app", "args": {"model": "models/target"}}
 

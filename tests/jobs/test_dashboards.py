@@ -23,8 +23,8 @@ from manta.cluster.metrics.metric import Metric
 from manta.jobs.cli import app
 from manta.jobs.dashboards.dashboards import Dialect, UnknownMetricError, boards, ray_names, rules, vllm_names
 from prometheus_client.parser import text_string_to_metric_families
-from simulated_server import simulated
-from text_pair import LiveServer, make_text_pair
+from support.checkpoints.text_pair import LiveServer, make_text_pair
+from support.servers.simulated_server import simulated
 from typer.testing import CliRunner
 
 Json = dict[str, Any]

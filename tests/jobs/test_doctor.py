@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from absent import NEITHER_RAY_NOR_HTTP, run_without
 from manta.actors.targets.loading.load_plan import LoadPlan, plan_load
 from manta.cluster.config import EngineConfig
 from manta.cluster.step.scheduler_output import StepResult
@@ -30,6 +29,7 @@ from manta.jobs.doctor import pair_check as pair
 from manta.jobs.doctor.cases.checks import Check, CheckOutcome, Finding, NotHereError, examine, off_by
 from manta.jobs.doctor.cases.operators import operator_checks
 from manta.jobs.doctor.cases.subject import MachineKind
+from support.jobs.absent import NEITHER_RAY_NOR_HTTP, run_without
 from torch import Tensor
 
 ADD, GATE, WRITE = NumbaBackend.residual_norm, layers.gate, layers.norm_rotate_write

@@ -16,7 +16,7 @@ from manta.jobs.cli import app
 from manta.jobs.common.config_loading import engine_config, read_settings
 from manta.jobs.plan.make_plan import PlanOptions, make_plan
 from manta.jobs.plan.pair_reader import target_shape
-from paths import DATA
+from support.paths import DATA
 from typer.testing import CliRunner
 
 PUBLISHED = json.loads((DATA / "published_configs.json").read_text())

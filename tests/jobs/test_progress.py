@@ -10,7 +10,7 @@ import pytest
 from manta.actors.system.wait_messages import Wait, counting_on_terminal
 from manta.jobs.common.progress import TimeLeft
 from manta.jobs.simulate.node_run import NodeOptions, run_node
-from paths import ROOT
+from support.paths import ROOT
 
 PAIR = ROOT / "docs" / "benchmarks" / "qwen3-8b"
 

@@ -20,7 +20,7 @@ from manta.actors.http.config.settings import split_settings
 from manta.cluster.errors import ConfigError, PlacementError
 from manta.jobs.cli import app
 from manta.jobs.render.documents import ENVIRONMENT, render_document
-from paths import TESTS
+from support.paths import TESTS
 
 SCHEMAS = TESTS / "kuberay"
 BATCH = ["--input", "s3://bucket/in/*.parquet", "--output", "s3://bucket/out", "--prompt-column", "question"]

@@ -27,7 +27,7 @@ from manta.cluster.step.executor import ExecutorInfo
 from manta.jobs.cli import main
 from manta.jobs.simulate.methods import Method, eagle3_shape, frontier, parse_acceptance, throughput_at
 from manta.jobs.simulate.node_engines import DraftAssumptions, NodeEngine, Workload, node_engines
-from paths import DATA
+from support.paths import DATA
 
 TARGET = ModelShape.dense(
     layers=36, hidden=4096, inter=12288, heads=32, kv_heads=8, head_dim=128, vocab=151936

@@ -15,7 +15,6 @@ from pathlib import Path
 
 import pytest
 import typer.main
-from hub_standin import REVISION, hub_with_model
 from manta.actors.http.config.settings import ServerSettings, split_settings
 from manta.actors.tokenization.checkpoint_paths import target_folder, with_drafter
 from manta.actors.tokenization.generation_config import GenerationDefaults
@@ -25,7 +24,8 @@ from manta.cluster.vllm_settings import ANSWERS, RENAMED, SETTINGS, SPECULATION,
 from manta.jobs.cli import app, main
 from manta.jobs.common.config_loading import merge_settings, read_settings
 from manta.jobs.common.vllm_flags import without_vllm_flags
-from paths import DATA
+from support.paths import DATA
+from support.published.hub_standin import REVISION, hub_with_model
 
 TOLD = (DATA / "vllm_arguments.txt").read_text().split("[")[1:]
 NAMES = {part.partition("]")[0]: part.partition("]")[2].split() for part in TOLD}

@@ -6,7 +6,7 @@ from pathlib import Path
 
 if __name__ == "__main__":
     tests = Path(__file__).resolve().parent.parent
-    sys.path[:1] = [str(tests), str(tests / "support")]  # instead of this folder
+    sys.path[:1] = [str(tests)]  # instead of this folder
     names = sorted(path.stem for path in tests.glob("trials/[!_]*.py") if "__main__" in path.read_text())
     if len(sys.argv) < 2 or sys.argv[1] not in names:
         raise SystemExit(f"python tests/trials NAME ...: NAME is one of {', '.join(names)}")

@@ -27,8 +27,8 @@ from typing import Any
 
 from manta.jobs.bench.common.provenance import provenance
 from manta.jobs.common.tables import print_table
-from paths import MODELS
-from probed_server import Found, ProbedServer
+from support.paths import MODELS
+from support.servers.probed_server import Found, ProbedServer
 
 from trials import abuse_hostile
 from trials.abuse_clients import ask, be_silent, leave, nonsense, read_slowly

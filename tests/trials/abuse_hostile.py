@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-from paths import MODELS
-from served import Served
+from support.paths import MODELS
+from support.servers.served import Served
 
 from trials import abuse_grammars
 from trials.abuse_clients import Answer

@@ -17,7 +17,7 @@ from typing import Any
 
 import httpx
 import orjson
-from probed_server import ProbedServer
+from support.servers.probed_server import ProbedServer
 
 Body = Mapping[str, Any]  # Any: JSON
 TEXT, CHAT = "/v1/completions", "/v1/chat/completions"

@@ -29,8 +29,8 @@ from statistics import median
 from typing import Any
 
 from manta.jobs.bench.common.provenance import provenance
-from paths import MODELS
-from served import Served
+from support.paths import MODELS
+from support.servers.served import Served
 
 PROCESSES, SERVERS = 10, 5
 NUM_OTHERS, MAX_TOKENS = 12, 128

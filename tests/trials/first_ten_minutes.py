@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import TextIO
 
 from manta.jobs.bench.common.provenance import provenance
-from paths import ROOT
+from support.paths import ROOT
 
 FILES = ("README.md", "docs/tutorial.md")
 MAX_SILENT_S = 5.0

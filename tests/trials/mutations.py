@@ -30,7 +30,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from paths import ROOT
+from support.paths import ROOT
 
 TIMEOUT_S = 600.0
 TESTS_FAILED = 1  # pytest's exit status; others mean that it could not run the tests

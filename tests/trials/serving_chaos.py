@@ -24,8 +24,8 @@ from typing import Any
 
 from benchmarks.streams import Stream
 from manta.jobs.bench.common.provenance import provenance
-from served import Served, forgotten_since, shared_memory, wait_for
-from text_pair import make_text_pair
+from support.checkpoints.text_pair import make_text_pair
+from support.servers.served import Served, forgotten_since, shared_memory, wait_for
 
 from trials.serving_load import Load, Probe, Prober
 from trials.serving_log import Return, read_return

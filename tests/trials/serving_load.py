@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from benchmarks.streams import Stream, StreamClient
 from manta.jobs.common.http_client import ServerClient
-from served import wait_for
+from support.servers.served import wait_for
 
 PROBE_EVERY_S = 0.1
 PROBE_TIMEOUT_S = 30.0

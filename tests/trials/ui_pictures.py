@@ -13,12 +13,12 @@ from pathlib import Path
 from typing import Literal
 
 import httpx
-from browser import Browser, real_browser
 from manta.actors.http.config.settings import ServerSettings
 from manta.cluster.config import EngineConfig
-from paths import MODELS
 from PIL import Image
-from text_pair import LiveServer
+from support.checkpoints.text_pair import LiveServer
+from support.paths import MODELS
+from support.servers.browser import Browser, real_browser
 
 PROMPT = "def read_lines(path):\n    "
 # Name, width, height, colors, and the element at the top.

@@ -94,7 +94,7 @@ class RowWriter:
         return added + sum(table.num_rows for _, table in tuple(self._unsaved))
 
     def add(self, results: Sequence[Result], *, shard: int | None = None) -> pa.Table:
-        """Return added rows as a table; durable when `flush` returned them. Ordered outputs need a `shard`."""
+        """Return added rows as a table; durable when `flush` returned them. Ordered ones need a `shard`."""
         assert (shard is not None) == self._form.ordered, "rows have a shard where order is preserved"
         table = self._form.table(results)
         with self._adding:

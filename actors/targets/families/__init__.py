@@ -2,7 +2,7 @@
 
 A family is one file: the meaning of its config.json (`ModelSpec`), the names of its tensors, how ranks slice
 them and how they are transformed at load. `targets/model/decoder.py` runs any spec. To add a family, add a
-file, an entry here, and a row of `tests/support/families.py`.
+file, an entry here, and a row of `families.py` of the tests.
 """
 
 from __future__ import annotations

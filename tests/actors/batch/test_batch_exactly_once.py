@@ -21,7 +21,6 @@ import hypothesis.strategies as st
 import numpy as np
 import pyarrow as pa
 import pytest
-from batch_outputs import form, manifest, numbers_in, parts, result, rows_in, spec
 from hypothesis import Phase, settings
 from hypothesis.stateful import (
     RuleBasedStateMachine,
@@ -41,6 +40,7 @@ from manta.actors.system.atomic_files import TEMPORARY
 from manta.cluster.batch.row_ranges import RowRanges, difference, iterate_rows, union
 from manta.cluster.errors import OutputError
 from pyarrow import fs
+from support.jobs.batch_outputs import form, manifest, numbers_in, parts, result, rows_in, spec
 
 EXAMPLES = int(os.environ.get("MANTA_EXAMPLES", "10"))
 NUM_ROWS = 60

@@ -18,7 +18,6 @@ import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from batch_outputs import COLUMNS, form, manifest, numbers_in, parts, result, results, rows_in, spec
 from manta.actors.batch import row_answerer as answering
 from manta.actors.batch.dataset import storage as storages
 from manta.actors.batch.dataset.row_requests import id_hash
@@ -33,6 +32,17 @@ from manta.actors.batch.ledger.row_writer import RowWriter
 from manta.cluster.batch.row_ranges import count, from_rows
 from manta.cluster.errors import ConfigError, OutputError
 from pyarrow.dataset import dataset
+from support.jobs.batch_outputs import (
+    COLUMNS,
+    form,
+    manifest,
+    numbers_in,
+    parts,
+    result,
+    results,
+    rows_in,
+    spec,
+)
 
 
 @pytest.mark.parametrize("format", ["parquet", "jsonl", "openai"])

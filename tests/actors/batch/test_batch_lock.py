@@ -11,14 +11,14 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from batch_outputs import form, numbers_in, parts, results, spec
 from manta.actors.batch.dataset.storage import Storage
 from manta.actors.batch.ledger import output_lock as locks
 from manta.actors.batch.ledger.ledger import Ledger
 from manta.actors.batch.ledger.output_lock import Lock, LockClaim, lock
 from manta.actors.batch.ledger.row_writer import RowWriter
 from manta.cluster.errors import ConfigError, OutputError
-from s3_outputs import make_bucket, s3_server, s3_url
+from support.jobs.batch_outputs import form, numbers_in, parts, results, spec
+from support.jobs.s3_outputs import make_bucket, s3_server, s3_url
 
 HOLD = """
 import sys, time

@@ -31,7 +31,7 @@ from manta.actors.http.protocol.completion_request import CompletionRequest
 from manta.actors.tokenization.generation_config import GenerationDefaults
 from manta.cluster.config import EngineConfig
 from manta.cluster.errors import ConfigError, DatasetError, EngineDeadError, RequestError
-from text_pair import make_text_pair
+from support.checkpoints.text_pair import make_text_pair
 
 DATASET = RowSchema()
 OPENAI = RowSchema(kind="openai", lines=True)

@@ -18,7 +18,6 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from hub_standin import hub_with
 from manta.actors.batch.dataset import row_reader
 from manta.actors.batch.dataset.row_reader import RowReader
 from manta.actors.batch.dataset.row_requests import RowSchema
@@ -26,6 +25,7 @@ from manta.actors.batch.dataset.source import open_source, read_results
 from manta.actors.batch.dataset.storage import Storage
 from manta.actors.batch.row_index import index_rows
 from manta.cluster.errors import ConfigError, DatasetError
+from support.published.hub_standin import hub_with
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,6 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from batch_outputs import form, numbers_in, parts, result, results, rows_in, spec
 from manta.actors.batch.dataset import storage as storages
 from manta.actors.batch.dataset.storage import Storage
 from manta.actors.batch.ledger import row_writer as writers
@@ -27,7 +26,8 @@ from manta.actors.batch.ledger.row_writer import RowWriter
 from manta.actors.system import atomic_files as files
 from manta.cluster.batch.row_ranges import from_rows
 from manta.cluster.errors import ConfigError, OutputError
-from paths import SUPPORT
+from support.jobs.batch_outputs import form, numbers_in, parts, result, results, rows_in, spec
+from support.paths import TESTS
 
 
 @pytest.fixture
@@ -295,7 +295,7 @@ def test_a_reader_finds_only_complete_files_at_any_time(output: Storage) -> None
 WRITE = """
 import sys
 sys.path.insert(0, sys.argv[2])
-from batch_outputs import form, results
+from support.jobs.batch_outputs import form, results
 from manta.actors.batch.dataset.storage import Storage
 from manta.actors.batch.ledger.row_writer import RowWriter
 writer = RowWriter(Storage.open(sys.argv[1], field="output"), form(), run=1, shard=0, writer=sys.argv[3])
@@ -310,7 +310,7 @@ def test_flushed_rows_survive_a_sigkill(output: Storage) -> None:
     """Writer processes are killed while they write; no row that they reported is missing."""
     ledger = Ledger.open(output, spec(100_000))
     for name, begin in (("a", 0), ("b", 50_000)):
-        command = [sys.executable, "-c", WRITE, output.where, str(SUPPORT), name, str(begin)]
+        command = [sys.executable, "-c", WRITE, output.where, str(TESTS), name, str(begin)]
         with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
             assert process.stdout is not None
             reported = [int(process.stdout.readline()) for _ in range(150)]

@@ -12,7 +12,6 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from batch_outputs import results, spec
 from manta.actors.batch.dataset.storage import Storage
 from manta.actors.batch.ledger.job_runs import earlier, remove_earlier
 from manta.actors.batch.ledger.ledger import Ledger
@@ -23,6 +22,7 @@ from manta.actors.capture.segment_ring import SegmentRing
 from manta.actors.system.atomic_files import write_atomically
 from manta.cluster.errors import ConfigError, MantaError, NotFoundError, OutputError
 from manta.cluster.request.caller import SERVER
+from support.jobs.batch_outputs import results, spec
 
 NUM_ROWS = 20
 MINE = "nobody else's"

@@ -26,7 +26,7 @@ from manta.actors.http.responses.tools import ClientTools
 from manta.actors.tokenization.call_arguments import parse_arguments
 from manta.actors.tokenization.chat_template import ChatTemplate
 from manta.actors.tokenization.generation_config import GenerationDefaults
-from paths import DATA
+from support.paths import DATA
 
 FOLDER = DATA / "chat"
 TOOLS: dict[str, Any] = json.loads((FOLDER / "tools.json").read_text())

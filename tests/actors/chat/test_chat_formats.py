@@ -7,8 +7,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from byte_tokenizer import byte_tokenizer
-from chat_pairs import HARMONY, HARMONY_TOKENS, HERMES, NOW, TOOLS, WEATHER, chat_config
 from manta.actors.batch.ledger.job_spec import settings_identity
 from manta.actors.chat.chat_formats import CALLS
 from manta.actors.chat.chat_model import ChatModel
@@ -22,6 +20,8 @@ from manta.actors.tokenization.tokenizer import Tokenizer
 from manta.cluster.errors import ConfigError, RequestError
 from manta.cluster.request.structured_outputs import Grammar
 from manta.drafter.grammars.compiler import GrammarCompiler
+from support.checkpoints.byte_tokenizer import byte_tokenizer
+from support.checkpoints.chat_pairs import HARMONY, HARMONY_TOKENS, HERMES, NOW, TOOLS, WEATHER, chat_config
 
 THINK = ("<think>", "</think>")
 

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from manta.actors.tokenization.chat_template import ChatTemplate
 from manta.cluster.errors import RequestError
-from role_templates import NO_TOOLS, ROLE_TEMPLATES
+from support.checkpoints.role_templates import NO_TOOLS, ROLE_TEMPLATES
 from transformers.utils.chat_template_utils import render_jinja_template
 
 SYSTEM = st.sampled_from(("system", "developer"))

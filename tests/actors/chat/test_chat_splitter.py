@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from manta.actors.chat.chat_formats import CALLS, REASONING
 from manta.actors.chat.stream_parser import Splitter
 from manta.actors.chat.text_stream import AnswerDelta, concatenate
-from paths import DATA
+from support.paths import DATA
 
 FOLDER = DATA / "chat"
 TOOLS: dict[str, Any] = json.loads((FOLDER / "tools.json").read_text())

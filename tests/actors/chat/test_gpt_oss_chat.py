@@ -8,10 +8,10 @@ from typing import Any
 
 import httpx
 import pytest
-from chat_pairs import HARMONY_TOKENS, SETTINGS, TOOLS
 from manta.actors.http.config.settings import ServerSettings
 from manta.cluster.config import EngineConfig
-from text_pair import LiveServer, make_text_pair
+from support.checkpoints.chat_pairs import HARMONY_TOKENS, SETTINGS, TOOLS
+from support.checkpoints.text_pair import LiveServer, make_text_pair
 
 # As published, in short: a system message with an effort, and the turns' channels.
 TEMPLATE = (

@@ -29,8 +29,8 @@ from manta.cluster.request.structured_outputs import Grammar, SlotGrammar
 from manta.drafter.grammars import compiler as compiler_module
 from manta.drafter.grammars.compiler import GrammarCompiler, lark_of
 from manta.drafter.grammars.matchers import GrammarStates
-from schemas import HELD, REFUSED, held_by
-from text_pair import VOCAB, make_text_pair
+from support.checkpoints.text_pair import VOCAB, make_text_pair
+from support.oracles.schemas import HELD, REFUSED, held_by
 
 EOS = (0, 2)
 PROMPT = "Hello, this is"

@@ -36,7 +36,7 @@ from manta.drafter.grammars import compiler as compiler_module
 from manta.drafter.grammars.compiler import GrammarCompiler, GrammarError
 from manta.drafter.grammars.matchers import GrammarStates
 from manta.drafter.step.cpu_numba.step_ops import LoopStepOperators
-from text_pair import VOCAB, LiveServer, make_text_pair
+from support.checkpoints.text_pair import VOCAB, LiveServer, make_text_pair
 from trials.abuse_grammars import HOSTILE, SHORT, STATUSES, chain
 
 EOS = (0, 2)

@@ -15,7 +15,7 @@ from manta.actors.tokenization.chat_template import ChatTemplate
 from manta.actors.tokenization.tiktoken_tokenizer import sorts_tools
 from manta.actors.tokenization.typescript_tools import declare, sort_keys
 from manta.cluster.errors import RequestError
-from paths import DATA
+from support.paths import DATA
 
 RECORDED: dict[str, dict[str, Any]] = json.loads((DATA / "typescript_tools.json").read_text(encoding="utf-8"))
 # As in Kimi-K2.5's chat_template.jinja.

@@ -27,8 +27,8 @@ from manta.cluster.config import EngineConfig
 from manta.cluster.errors import ConfigError, DatasetError
 from manta.cluster.request.caller import Tenant
 from manta.jobs.cli import app
-from server_probes import wait_for
-from text_pair import LiveServer, make_text_pair
+from support.checkpoints.text_pair import LiveServer, make_text_pair
+from support.servers.server_probes import wait_for
 from typer.testing import CliRunner
 
 HOOK = """

@@ -32,9 +32,9 @@ from manta.cluster.engine.engine_core import SequenceUpdate
 from manta.cluster.request.logprobs import TokenLogprobs
 from manta.cluster.request.request import SamplingParams
 from manta.cluster.step.executor import Executor
-from scripted_executor import ScriptedExecutor
-from server_probes import events
-from text_pair import LiveServer, make_text_pair
+from support.checkpoints.text_pair import LiveServer, make_text_pair
+from support.engines.scripted_executor import ScriptedExecutor
+from support.servers.server_probes import events
 from tokenizers import AddedToken, decoders, models
 from tokenizers.pre_tokenizers import ByteLevel
 from transformers.convert_slow_tokenizer import TikTokenConverter, bytes_to_unicode

@@ -15,7 +15,6 @@ from typing import Any
 
 import httpx
 import pytest
-from chat_pairs import HERMES, chat_config, tool
 from manta import LLM, SamplingParams
 from manta.actors.batch.dataset.row_reader import Row
 from manta.actors.batch.dataset.row_requests import RowSchema
@@ -40,9 +39,10 @@ from manta.cluster.config import EngineConfig
 from manta.cluster.engine.engine_core import EngineCore
 from manta.cluster.errors import OutputProcessingError
 from manta.cluster.step.scheduler_output import StepResult
-from passing_executor import PassingExecutor
-from server_probes import events, idle, wait_for
-from text_pair import LiveServer
+from support.checkpoints.chat_pairs import HERMES, chat_config, tool
+from support.checkpoints.text_pair import LiveServer
+from support.engines.passing_executor import PassingExecutor
+from support.servers.server_probes import events, idle, wait_for
 
 NUM_REQUESTS = 8
 STREAMED = POISONED = 3  # requests with odd numbers are streams

@@ -20,8 +20,8 @@ from manta.cluster.metrics.engine_metrics import CATALOGUE
 from manta.cluster.metrics.metric import BoundedLabels
 from manta.cluster.step.scheduler_output import DrafterUse
 from prometheus_client.parser import text_string_to_metric_families
-from simulated_server import SURVIVAL, simulated
-from text_pair import LiveServer, make_text_pair
+from support.checkpoints.text_pair import LiveServer, make_text_pair
+from support.servers.simulated_server import SURVIVAL, simulated
 
 Json = dict[str, Any]
 Samples = dict[str, float]

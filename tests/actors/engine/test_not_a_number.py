@@ -13,14 +13,14 @@ from typing import Any
 import httpx
 import pytest
 import torch
-from device_engines import PLACE
 from manta import LLM, SamplingParams
 from manta.actors.http.config.settings import ServerSettings
 from manta.cluster.config import EngineConfig
 from manta.drafter.step.sampling import gumbel_argmax as choice
 from safetensors.torch import load_file, save_file
-from text_pair import NOT_A_NUMBER, LiveServer, make_pair_with_nan
-from tiny import make_tiny_drafter, make_tiny_target
+from support.checkpoints.text_pair import NOT_A_NUMBER, LiveServer, make_pair_with_nan
+from support.checkpoints.tiny import make_tiny_drafter, make_tiny_target
+from support.engines.device_engines import PLACE
 
 BROKEN, GOOD = 77, [[5, 6, 7, 8, 9, 10, 11], [21, 22, 23], list(range(40, 60))]
 BAD = [[1, 2, BROKEN, 3], [BROKEN], [9] * 20 + [BROKEN]]

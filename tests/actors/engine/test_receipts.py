@@ -7,14 +7,12 @@ import io
 import json
 import signal
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
-from cluster_checker import make_info, make_request
 from manta.actors.http.config.settings import ServerSettings
 from manta.actors.observability.usage_store import read_receipts
 from manta.cluster.config import EngineConfig
@@ -26,10 +24,11 @@ from manta.cluster.scheduler.scheduler_stats import Usage
 from manta.cluster.simulation.simulated_executor import LinearCost, SimulatedExecutor, VirtualClock
 from manta.cluster.speculation import draft_length_policy
 from manta.jobs.cli import app
-from paths import SUPPORT
-from simulated_server import simulated
-from spending_engine import ACME, NOON, SOME, SpendingEngine, keeper
-from text_pair import LiveServer, make_text_pair
+from support.checkpoints.text_pair import LiveServer, make_text_pair
+from support.engines.cluster_checker import make_info, make_request
+from support.paths import module_command
+from support.servers.simulated_server import simulated
+from support.servers.spending_engine import ACME, NOON, SOME, SpendingEngine, keeper
 from typer.testing import CliRunner
 
 COST = LinearCost(verify_floor_s=4e-3, verify_row_s=2e-4, draft_floor_s=1e-3, draft_row_s=2e-5)
@@ -200,8 +199,8 @@ def test_tenants_are_bounded_and_failed_writes_are_repeated(
 
 
 def test_a_kill_loses_no_written_receipt(tmp_path: Path) -> None:
-    script = SUPPORT / "spending_engine.py"
-    spender = subprocess.Popen([sys.executable, script, tmp_path], stdout=subprocess.PIPE, text=True)
+    command = module_command("support.servers.spending_engine", [str(tmp_path)])
+    spender = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     assert spender.stdout is not None
     reported: list[int] = []
     try:

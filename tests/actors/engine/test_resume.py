@@ -7,12 +7,22 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from cluster_checker import EOS, VOCAB, Outputs, add, expected, make_info, make_request, open_engine, run
 from manta.actors.engine.uniproc_executor import InProcessExecutor
 from manta.cluster.engine.engine_core import EngineCore, SequenceUpdate
 from manta.cluster.errors import RequestError, UnprocessableError
 from manta.cluster.request.request import Request, SamplingParams
-from steps import settings
+from support.engines.cluster_checker import (
+    EOS,
+    VOCAB,
+    Outputs,
+    add,
+    expected,
+    make_info,
+    make_request,
+    open_engine,
+    run,
+)
+from support.engines.steps import settings
 
 INFO = make_info()
 LONG = {"ignore_eos": True, "max_tokens": 30}

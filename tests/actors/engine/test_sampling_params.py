@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from manta import LLM, SamplingParams
 from manta.cluster.errors import RequestError
 from manta.cluster.request.structured_outputs import StructuredOutputsParams
-from text_pair import make_text_pair
+from support.checkpoints.text_pair import make_text_pair
 
 FIELDS = [field.name for field in fields(SamplingParams)]
 ODD = [

@@ -14,8 +14,6 @@ from typing import Any
 import httpx
 import orjson
 import pytest
-from cluster_checker import make_info, make_request
-from gateway_stand import GatewayStand
 from manta.actors.engine.async_engine import AsyncEngine
 from manta.actors.engine.uniproc_executor import make_executor
 from manta.actors.http.config.settings import ServerSettings
@@ -30,8 +28,10 @@ from manta.cluster.request.request import SamplingParams
 from manta.cluster.simulation.simulated_executor import SimulatedExecutor
 from manta.cluster.step.executor import Executor
 from manta.cluster.step.scheduler_output import StepResult
-from passing_executor import PassingExecutor
-from text_pair import LiveServer, make_text_pair
+from support.checkpoints.text_pair import LiveServer, make_text_pair
+from support.engines.cluster_checker import make_info, make_request
+from support.engines.passing_executor import PassingExecutor
+from support.servers.gateway_stand import GatewayStand
 
 FLOOR_IN_TESTS_S = 1.0
 BODY = {"prompt": "x", "max_tokens": 60, "temperature": 1, "seed": 3, "ignore_eos": True, "stream": True}

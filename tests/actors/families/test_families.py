@@ -11,14 +11,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from families import FAMILIES as TINY_FAMILIES
 from manta.actors.targets.families import FAMILIES, read_model
 from manta.actors.targets.model.model_spec import ModelSpec
 from manta.actors.targets.model.tensor_parallel import Sharding
 from manta.actors.targets.model.weights import TargetWeights
 from manta.cluster.errors import CheckpointError
 from safetensors.torch import load_file, save_file
-from tiny import changed, make_tiny_target
+from support.checkpoints.families import FAMILIES as TINY_FAMILIES
+from support.checkpoints.tiny import changed, make_tiny_target
 
 CPU = torch.device("cpu")
 # google/gemma-3-4b-it's, but for its vision part: most keys are left to the configuration's defaults.

@@ -13,15 +13,15 @@ from typing import Any, cast
 
 import pytest
 import torch
-from decoder_requests import MAX_LEN, TAPS, Requests, oracle
-from families import FAMILIES
 from manta.actors.targets.families import read_model
 from manta.actors.targets.model.decoder import Decoder
 from manta.actors.targets.model.model_spec import ModelSpec
 from manta.actors.targets.model.tensor_parallel import Sharding, SingleRank
 from manta.actors.targets.model.weights import TargetWeights
 from manta.cluster.errors import CheckpointError, ConfigError
-from tiny import make_tiny_target
+from support.checkpoints.families import FAMILIES
+from support.checkpoints.tiny import make_tiny_target
+from support.oracles.decoder_requests import MAX_LEN, TAPS, Requests, oracle
 
 SAMPLE = torch.arange(6.0)
 PARITY, NOTICED = 1e-4, 2e-3  # largest difference of a logit

@@ -10,7 +10,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from decoder_requests import MAX_LEN, load, oracle, state_memory
 from manta.actors.targets.families import read_model
 from manta.actors.targets.model.attention import TargetAttention
 from manta.actors.targets.model.delta_net import DeltaNet
@@ -21,9 +20,10 @@ from manta.cluster.errors import CheckpointError
 from manta.cluster.pages.recurrent_state_spec import RecurrentStateSpec
 from manta.drafter.compute.memory.recurrent_state_cache import StateRows
 from manta.drafter.step.request_states import RequestStates
-from published import CONFIGS
-from steps import Steps
-from tiny import TINY_VOCAB, changed, make_tiny_target
+from support.checkpoints.tiny import TINY_VOCAB, changed, make_tiny_target
+from support.engines.steps import Steps
+from support.oracles.decoder_requests import MAX_LEN, load, oracle, state_memory
+from support.published.published import CONFIGS
 
 KNOWN, DRAFTS = 11, 4
 

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from decoder_requests import computed, load, oracle
 from manta.actors.targets.families import read_model
 from manta.actors.targets.model.mlp_spec import ParallelMlpSpec
 from manta.actors.targets.model.mlp_weights import MlpTensors, ParallelMlpTensors
@@ -17,7 +16,8 @@ from manta.actors.targets.model.tensor_parallel import Sharding
 from manta.actors.targets.model.weights import TargetWeights, target_shapes
 from manta.cluster.errors import CheckpointError
 from safetensors.torch import load_file, save_file
-from tiny import make_tiny_target
+from support.checkpoints.tiny import make_tiny_target
+from support.oracles.decoder_requests import computed, load, oracle
 
 CPU = torch.device("cpu")
 FULL_EVERY_6TH = (["sliding_attention"] * 5 + ["full_attention"]) * 10

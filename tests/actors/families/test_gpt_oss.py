@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from gpt_oss_checkpoints import GPT_OSS_20B, publish
 from manta import LLM, SamplingParams
 from manta.actors.targets.families import read_model
 from manta.actors.targets.loading.rank_loader import load_runner
@@ -22,9 +21,10 @@ from manta.drafter.compute.cpu_numba.backend import NumbaBackend
 from manta.drafter.compute.layers.linear import RMSNorm
 from manta.drafter.compute.layers.moe import ExpertWeights
 from safetensors.torch import load_file
-from steps import settings
-from thread_ranks import PROMPTS, ThreadRanks, tokens_by_steps
-from tiny import make_tiny_drafter, make_tiny_target
+from support.checkpoints.gpt_oss_checkpoints import GPT_OSS_20B, publish
+from support.checkpoints.tiny import make_tiny_drafter, make_tiny_target
+from support.engines.steps import settings
+from support.engines.thread_ranks import PROMPTS, ThreadRanks, tokens_by_steps
 
 CPU = torch.device("cpu")
 HOW: dict[str, Any] = {

@@ -11,9 +11,6 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from byte_tokenizer import byte_tokenizer
-from decoder_requests import computed, load, oracle
-from families import DEEPSEEK_YARN, FAMILIES
 from manta.actors.chat.chat_model import ChatModel
 from manta.actors.targets.families import read_model
 from manta.actors.targets.model.tensor_parallel import Sharding
@@ -28,10 +25,13 @@ from manta.cluster.hardware.roofline import GPUS as ROOFLINE
 from manta.drafter.compute.layers.linear import RMSNorm
 from manta.drafter.compute.layers.mla import MLALayer
 from manta.jobs.plan.pair_reader import target_shape
-from paths import ROOT
-from published import CONFIGS, TARGETS, pair_of, spec_of
 from safetensors.torch import load_file, save_file
-from tiny import make_tiny_target
+from support.checkpoints.byte_tokenizer import byte_tokenizer
+from support.checkpoints.families import DEEPSEEK_YARN, FAMILIES
+from support.checkpoints.tiny import make_tiny_target
+from support.oracles.decoder_requests import computed, load, oracle
+from support.paths import ROOT
+from support.published.published import CONFIGS, TARGETS, pair_of, spec_of
 
 # moonshotai/Kimi-K2.6's, but for pictures.
 TEMPLATE = """{%- macro render_content(msg) -%}

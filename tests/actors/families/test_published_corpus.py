@@ -6,10 +6,10 @@ import re
 from pathlib import Path
 
 import pytest
-from corpus import CORPUS, ENTRIES, config_of, plan_of, settings, tokenizer_of, with_table
 from manta import LLM, SamplingParams
 from manta.actors.targets.families import FAMILIES
-from published import GUIDE
+from support.published.corpus import CORPUS, ENTRIES, config_of, plan_of, settings, tokenizer_of, with_table
+from support.published.published import GUIDE
 
 SERVED = [name for name, entry in ENTRIES.items() if "refused" not in entry]
 
@@ -61,4 +61,4 @@ def test_the_corpus_is_large_and_every_fact_has_a_source() -> None:
 
 def test_the_guides_table_lists_each_config() -> None:
     text = GUIDE.read_text(encoding="utf-8")
-    assert with_table(text) == text, "write it anew: python tests/support/corpus.py"
+    assert with_table(text) == text, "write it anew: python -m support.published.corpus, in tests/"

@@ -10,7 +10,17 @@ from manta.cluster.hardware.gpu_specs import GPUS
 from manta.cluster.hardware.parallel_layouts import ParallelLayout
 from manta.cluster.hardware.step_time import StepTimes
 from manta.jobs.plan.pair_reader import target_shape
-from published import CONFIGS, GUIDE, TARGETS, Target, kv_by_window, num_params, pair_of, spec_of, with_table
+from support.published.published import (
+    CONFIGS,
+    GUIDE,
+    TARGETS,
+    Target,
+    kv_by_window,
+    num_params,
+    pair_of,
+    spec_of,
+    with_table,
+)
 
 SERVED = pytest.mark.parametrize("target", TARGETS, ids=lambda target: target.name)
 # Distinct experts that a verify of 1, 8, 16 and 64 rows reads in a layer, and their GB at 1, 8 and 16.
@@ -79,7 +89,7 @@ def test_rows_cost_more_with_routed_experts() -> None:
 
 def test_the_guides_table_agrees_with_the_family_readers() -> None:
     text = GUIDE.read_text(encoding="utf-8")
-    assert with_table(text) == text, "write it anew: python tests/support/published.py"
+    assert with_table(text) == text, "write it anew: python -m support.published.published, in tests/"
 
 
 def test_targets_listed_as_unsupported_are_refused() -> None:

@@ -19,7 +19,7 @@ from manta.actors.targets.model.weights import TargetWeights, target_shapes
 from manta.cluster.errors import CheckpointError, ConfigError
 from manta.drafter.compute.layers.moe import ExpertWeights
 from safetensors.torch import load_file, save_file
-from tiny import make_tiny_target
+from support.checkpoints.tiny import make_tiny_target
 
 CPU = torch.device("cpu")
 LAYER, NUM_EXPERTS, HIDDEN = 2, 8, 64

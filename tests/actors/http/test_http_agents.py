@@ -12,8 +12,8 @@ import anthropic
 import openai
 import pydantic
 import pytest
-from agents_stand import NAME, AgentsStand, agents_config
 from manta.cluster.config import EngineConfig
+from support.servers.agents_stand import NAME, AgentsStand, agents_config
 
 CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Oslo"}}\n</tool_call>'
 OTHER = '<tool_call>\n{"name": "clock", "arguments": {}}\n</tool_call>'

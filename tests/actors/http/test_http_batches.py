@@ -7,7 +7,6 @@ import os
 import shutil
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -25,10 +24,10 @@ from manta.cluster.config import EngineConfig
 from manta.cluster.errors import ConfigError, EngineDeadError
 from manta.cluster.step.scheduler_output import SchedulerOutput
 from openai.types import Batch
-from passing_executor import PassingExecutor
-from paths import SUPPORT
-from s3_outputs import make_bucket, s3_server, s3_url
-from text_pair import LiveServer, make_text_pair
+from support.checkpoints.text_pair import LiveServer, make_text_pair
+from support.engines.passing_executor import PassingExecutor
+from support.jobs.s3_outputs import make_bucket, s3_server, s3_url
+from support.paths import module_command
 
 NAME = "tiny"
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
@@ -396,7 +395,7 @@ def test_without_a_storage_the_routes_name_the_missing_setting(engine_args: dict
 @contextmanager
 def process(args: dict[str, Any]) -> Iterator[tuple[subprocess.Popen[str], openai.OpenAI]]:
     """A server that can be killed."""
-    command = [sys.executable, str(SUPPORT / "served_process.py"), json.dumps(args)]
+    command = module_command("support.servers.served_process", [json.dumps(args)])
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
         assert server.stdout is not None
         try:

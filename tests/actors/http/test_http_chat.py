@@ -11,14 +11,24 @@ import httpx
 import jsonschema
 import openai
 import pytest
-from chat_pairs import ARGUMENTS, HARMONY, HARMONY_TOKENS, HERMES, NOW, SAID, TOOLS, WEATHER, chat_config
 from manta.actors.batch.dataset.row_reader import Row
 from manta.actors.batch.dataset.row_requests import RowSchema
 from manta.actors.batch.row_answerer import RowAnswerer
 from manta.actors.engine.async_engine import AsyncEngine
 from manta.actors.http.config.settings import ServerSettings
 from manta.actors.tokenization.generation_config import GenerationDefaults
-from text_pair import LiveServer
+from support.checkpoints.chat_pairs import (
+    ARGUMENTS,
+    HARMONY,
+    HARMONY_TOKENS,
+    HERMES,
+    NOW,
+    SAID,
+    TOOLS,
+    WEATHER,
+    chat_config,
+)
+from support.checkpoints.text_pair import LiveServer
 
 USER = [{"role": "user", "content": "Weather?"}]
 GREEDY: dict[str, Any] = {"model": "tiny", "temperature": 0, "messages": USER}

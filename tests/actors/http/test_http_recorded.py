@@ -10,8 +10,8 @@ import httpx
 import pytest
 from manta.actors.http.config.settings import ServerSettings
 from manta.cluster.config import EngineConfig
-from paths import DATA, TESTS
-from text_pair import LiveServer, make_text_pair
+from support.checkpoints.text_pair import LiveServer, make_text_pair
+from support.paths import DATA, TESTS
 
 RECORDED: list[dict[str, Any]] = json.loads((DATA / "recorded_requests.json").read_text())
 LAST_EVENTS = {  # of a stream, by path

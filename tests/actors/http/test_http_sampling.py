@@ -11,7 +11,7 @@ import openai
 import pytest
 from manta.actors.http.config.settings import ServerSettings
 from manta.cluster.config import EngineConfig
-from text_pair import LiveServer, make_text_pair
+from support.checkpoints.text_pair import LiveServer, make_text_pair
 
 GREEDY: dict[str, Any] = {"model": "tiny", "temperature": 0, "max_tokens": 20}
 USER = [{"role": "user", "content": "Say something."}]

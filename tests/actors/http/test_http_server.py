@@ -20,9 +20,9 @@ from manta.cluster.config import EngineConfig
 from manta.cluster.errors import EngineDeadError
 from manta.cluster.step.executor import Executor
 from manta.cluster.step.scheduler_output import SchedulerOutput
-from passing_executor import PassingExecutor
-from server_probes import events, idle, scrape, wait_for
-from text_pair import LiveServer, make_text_pair
+from support.checkpoints.text_pair import LiveServer, make_text_pair
+from support.engines.passing_executor import PassingExecutor
+from support.servers.server_probes import events, idle, scrape, wait_for
 
 NAME = "tiny"
 GREEDY: dict[str, Any] = {"model": NAME, "temperature": 0, "max_tokens": 24}

@@ -13,7 +13,7 @@ from manta.actors.engine.request_spec_stats import TracedStep, token_origins
 from manta.actors.http.config.settings import ServerSettings
 from manta.actors.http.generation.request_stats import MAX_TRACED_TOKENS, acceptance
 from manta.cluster.config import EngineConfig
-from text_pair import LiveServer, make_text_pair
+from support.checkpoints.text_pair import LiveServer, make_text_pair
 
 PATH = "/v1/completions"
 BODY = {"prompt": "import os", "temperature": 1, "seed": 3, "max_tokens": 40, "return_token_ids": True}

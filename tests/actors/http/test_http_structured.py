@@ -14,9 +14,9 @@ import pytest
 from manta.actors.http.config.settings import ServerSettings
 from manta.actors.structured_outputs.grammar_frontend import MAX_GRAMMAR_CHARS
 from manta.cluster.config import EngineConfig
-from paths import ROOT
 from pydantic import BaseModel
-from text_pair import LiveServer, make_text_pair
+from support.checkpoints.text_pair import LiveServer, make_text_pair
+from support.paths import ROOT
 
 USER = [{"role": "user", "content": "Say something."}]
 SCHEMA = {"type": "object", "properties": {"ok": {"type": "boolean"}}, "required": ["ok"]}

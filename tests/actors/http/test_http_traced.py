@@ -29,9 +29,9 @@ from manta.cluster.step.scheduler_output import SchedulerOutput, StepResult
 from manta.jobs.cli import app
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 from opentelemetry.semconv._incubating.attributes import gen_ai_attributes
-from passing_executor import PassingExecutor
-from server_probes import wait_for
-from text_pair import LiveServer, make_text_pair
+from support.checkpoints.text_pair import LiveServer, make_text_pair
+from support.engines.passing_executor import PassingExecutor
+from support.servers.server_probes import wait_for
 from typer.testing import CliRunner
 
 NAME = "tiny"

@@ -23,8 +23,8 @@ from manta.actors.tokenization.generation_config import GenerationDefaults
 from manta.actors.tokenization.surrogates import without_surrogates
 from manta.cluster.config import EngineConfig
 from manta.cluster.errors import RequestError
-from role_templates import NO_TOOLS, ROLE_TEMPLATES
-from text_pair import make_text_pair
+from support.checkpoints.role_templates import NO_TOOLS, ROLE_TEMPLATES
+from support.checkpoints.text_pair import make_text_pair
 
 TOOL = {"name": "look", "description": "Look.", "parameters": {"type": "object", "properties": {}}}
 REFUSED = "refused"

@@ -10,13 +10,13 @@ from typing import Any
 
 import httpx
 import pytest
-from browser import FAINT, Browser, real_browser
 from fastapi import FastAPI
 from fastapi.testclient import TestClient
 from manta.actors.http.config.settings import ServerSettings
 from manta.actors.http.ui import ui_routes
 from manta.cluster.config import EngineConfig
-from text_pair import LiveServer, make_text_pair
+from support.checkpoints.text_pair import LiveServer, make_text_pair
+from support.servers.browser import FAINT, Browser, real_browser
 
 KEY = "secret-1"
 

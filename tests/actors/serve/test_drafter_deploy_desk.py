@@ -16,8 +16,8 @@ from manta.actors.serve.drafter_canary import DrafterCanary, ReplicaReport, Repl
 from manta.cluster.config import EngineConfig
 from manta.cluster.errors import ConfigError
 from manta.cluster.fleet.canary import NO_EVIDENCE, ArmStats, CanaryTrial, Evidence, TrialRules, Verdict
-from text_pair import VOCAB, LiveServer, make_text_pair
-from tiny import make_tiny_drafter
+from support.checkpoints.text_pair import VOCAB, LiveServer, make_text_pair
+from support.checkpoints.tiny import make_tiny_drafter
 
 CONFIG = {"drafter": "a", "candidate": {"drafter": "b", "auto_promote": True, "min_requests": 10}}
 

@@ -20,8 +20,6 @@ import httpx
 import openai
 import pytest
 import uvicorn
-from chat_pairs import ARGUMENTS, HERMES, SAID, TOOLS, chat_config
-from gateway_stand import GatewayStand, LocalDirectory
 from hypothesis import given
 from hypothesis import strategies as st
 from manta.actors.engine.output_processor import ResumeState
@@ -39,8 +37,10 @@ from manta.cluster.config import EngineConfig, SpeculativeConfig
 from manta.cluster.errors import EngineDeadError, NoReplicaError, OverloadedError
 from manta.cluster.step.executor import Executor
 from manta.cluster.step.scheduler_output import SchedulerOutput
-from passing_executor import PassingExecutor
-from text_pair import make_text_pair
+from support.checkpoints.chat_pairs import ARGUMENTS, HERMES, SAID, TOOLS, chat_config
+from support.checkpoints.text_pair import make_text_pair
+from support.engines.passing_executor import PassingExecutor
+from support.servers.gateway_stand import GatewayStand, LocalDirectory
 
 
 @pytest.fixture(scope="module")

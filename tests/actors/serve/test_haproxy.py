@@ -15,7 +15,6 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from haproxy_front import WAIT_S, HAProxyFront, Replica, until
 from manta.actors.haproxy.config_rewriter import UNFINISHED, UNFINISHED_HEADER, HAProxyPaths, rewritten
 from manta.actors.haproxy.connections import MOST, PER_SOURCE, PROBE_PORT, Connections
 from manta.actors.haproxy.metrics_aggregator import joined
@@ -23,8 +22,9 @@ from manta.actors.haproxy.run_dir import HAProxyFolder
 from manta.actors.system.host_resources import free_port
 from manta.cluster.errors import ConfigError
 from manta.jobs.serve import ray_environment as serve_environment
-from paths import SUPPORT
 from prometheus_client.parser import text_string_to_metric_families
+from support.paths import TESTS
+from support.servers.haproxy_front import WAIT_S, HAProxyFront, Replica, until
 
 
 @pytest.fixture
@@ -275,11 +275,11 @@ def test_everything_listens_on_loopback_and_is_private(front: HAProxyFront, repl
 def test_files_of_a_killed_server_are_removed() -> None:
     script = (
         "import sys, time; sys.path.insert(0, sys.argv[1]);"
-        "from haproxy_front import HAProxyFolder, HAProxyFront;"
+        "from support.servers.haproxy_front import HAProxyFolder, HAProxyFront;"
         "front = HAProxyFront(HAProxyFolder()); front.start([]);"
         "print(front.folder.path, front.haproxy_pid(), flush=True); time.sleep(60)"
     )
-    command = [sys.executable, "-c", script, str(SUPPORT)]
+    command = [sys.executable, "-c", script, str(TESTS)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
         assert server.stdout is not None
         folder, pid = server.stdout.readline().split()

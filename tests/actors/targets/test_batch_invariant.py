@@ -15,7 +15,6 @@ import torch
 
 pytest.importorskip("triton")
 
-from devices import DEVICE, HALVES, ON_GPU
 from manta.actors.llm import LLM
 from manta.actors.targets.loading.backend_selection import choose_backend
 from manta.actors.targets.loading.load_plan import plan_load
@@ -25,9 +24,10 @@ from manta.drafter.compute.backend import DeviceCapabilities, Projection
 from manta.drafter.compute.batch_invariance import rows_are_invariant
 from manta.drafter.compute.eager.backend import TorchBackend
 from manta.drafter.compute.gpu_triton.backend import TritonBackend
-from sampling_cases import KNOBS, tokens_of
-from steps import settings
-from tiny import TINY_VOCAB
+from support.checkpoints.tiny import TINY_VOCAB
+from support.engines.devices import DEVICE, HALVES, ON_GPU
+from support.engines.steps import settings
+from support.oracles.sampling_cases import KNOBS, tokens_of
 from torch import Tensor
 
 DTYPE = HALVES[0]

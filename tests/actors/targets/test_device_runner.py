@@ -12,11 +12,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from device_engines import CASES, KNOB_NAMES, PARAMS, SMALL_STATES, Twins, generate, opened, outputs
-from devices import ON_GPU
-from eagle3_checkpoints import VARIANTS, write
-from families import FAMILIES
-from gpt_oss_checkpoints import publish
 from manta.actors.targets.families import read_model
 from manta.actors.targets.runners.cuda_graphs import PassKind, StepKinds
 from manta.actors.targets.runners.tp_sampling import best_of_ranks
@@ -25,11 +20,25 @@ from manta.cluster.step.scheduler_output import Trim
 from manta.drafter.compute.checkpoint.packed_4bit import MXFP4
 from manta.drafter.compute.gpu_triton.moe import moe as experts
 from manta.drafter.compute.gpu_triton.moe.moe_align import ExpertTiles
-from sampling_cases import KNOBS, WHOLE, tokens_of
-from steps import GREEDY, settings
-from tiny import make_tiny_drafter, make_tiny_target
+from support.checkpoints.eagle3_checkpoints import VARIANTS, write
+from support.checkpoints.families import FAMILIES
+from support.checkpoints.gpt_oss_checkpoints import publish
+from support.checkpoints.tiny import make_tiny_drafter, make_tiny_target
+from support.engines.device_engines import (
+    CASES,
+    KNOB_NAMES,
+    PARAMS,
+    SMALL_STATES,
+    Twins,
+    generate,
+    opened,
+    outputs,
+)
+from support.engines.devices import ON_GPU
+from support.engines.steps import GREEDY, settings
+from support.engines.waits import counting_waits
+from support.oracles.sampling_cases import KNOBS, WHOLE, tokens_of
 from torch import Tensor
-from waits import counting_waits
 
 pytestmark = pytest.mark.xdist_group("device runner")
 # In the interpreter only families with layers of different kinds; others use the same kernels.

@@ -11,9 +11,6 @@ import torch
 
 pytest.importorskip("triton")
 
-from device_engines import SMALL_STATES, opened
-from devices import DEVICE, ON_GPU
-from eagle3_checkpoints import VARIANTS, write
 from manta import SamplingParams
 from manta.actors.llm import LLM
 from manta.cluster.pages.recurrent_state_spec import RecurrentStateSpec
@@ -26,7 +23,10 @@ from manta.drafter.step.gpu_triton.inputs.upload import Upload
 from manta.drafter.step.gpu_triton.recurrent_states import DeviceRecurrent, pack_saves
 from manta.drafter.step.gpu_triton.request_states import DeviceStates
 from manta.drafter.step.request_states import requests_of
-from tiny import make_tiny_drafter, make_tiny_target
+from support.checkpoints.eagle3_checkpoints import VARIANTS, write
+from support.checkpoints.tiny import make_tiny_drafter, make_tiny_target
+from support.engines.device_engines import SMALL_STATES, opened
+from support.engines.devices import DEVICE, ON_GPU
 
 KIND = RecurrentStateSpec(num_key_heads=1, num_value_heads=2, key_dim=4, value_dim=3, taps=3)
 NUM_STATES, NUM_SLOTS, MAX_DRAFTS, ROOM = 6, 3, 3, 8

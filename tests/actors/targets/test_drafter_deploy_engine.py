@@ -17,8 +17,8 @@ from manta.cluster.request.request import Request, SamplingParams
 from manta.cluster.step.scheduler_output import SchedulerOutput
 from manta.drafter.step.inputs.proposals import Proposals
 from manta.drafter.step.request_states import RequestStates
-from steps import settings
-from tiny import TINY_VOCAB, make_tiny_drafter
+from support.checkpoints.tiny import TINY_VOCAB, make_tiny_drafter
+from support.engines.steps import settings
 
 Seen = dict[tuple[str, int], tuple[int, ...]]  # drafts, by request and position
 LONG = 24  # tokens of an answer

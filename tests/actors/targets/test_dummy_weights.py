@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from families import FAMILIES
 from manta.actors.batch.ledger.job_spec import settings_identity
 from manta.actors.targets.families import FAMILIES as READERS
 from manta.actors.targets.families import read_model
@@ -22,10 +21,11 @@ from manta.drafter.compute.checkpoint.dummy_weights import RandomTensors
 from manta.drafter.compute.checkpoint.packed_4bit import MXFP4
 from manta.drafter.dflash.config import DrafterConfig
 from manta.jobs.cli import main
-from paths import DATA
-from steps import settings
-from text_pair import make_text_pair
-from tiny import make_tiny_target
+from support.checkpoints.families import FAMILIES
+from support.checkpoints.text_pair import make_text_pair
+from support.checkpoints.tiny import make_tiny_target
+from support.engines.steps import settings
+from support.paths import DATA
 
 PUBLISHED = json.loads((DATA / "published_configs.json").read_text())
 SMALL = ("--dtype", "float32", "--num-threads", "1", "--max-model-len", "256", "--seed", "1")

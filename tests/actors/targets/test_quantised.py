@@ -11,14 +11,14 @@ import pytest
 import torch
 
 pytest.importorskip("triton")
-from device_engines import CASES, opened
 from manta.actors.targets.loading.load_plan import plan_load
 from manta.cluster.config import SpeculativeConfig
 from manta.cluster.errors import ConfigError
 from manta.drafter.compute.gpu_triton.linear.fp8_linear import QuantisedWeight
 from safetensors.torch import load_file, save_file
-from sampling_cases import KNOBS, tokens_of
-from steps import settings
+from support.engines.device_engines import CASES, opened
+from support.engines.steps import settings
+from support.oracles.sampling_cases import KNOBS, tokens_of
 
 PARAMS = [replace(KNOBS["greedy"], max_tokens=3)] * len(CASES)
 

@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from decoder_requests import Requests, load, oracle
 from manta import LLM, SamplingParams
 from manta.actors.targets.families import read_model
 from manta.actors.targets.loading.load_plan import describe_quantization, plan_load
@@ -20,11 +19,12 @@ from manta.actors.targets.model.tensor_parallel import Sharding
 from manta.actors.targets.model.weights import TargetWeights
 from manta.cluster.errors import CheckpointError
 from manta.drafter.compute.checkpoint.packed_4bit import Packed
-from quantized_checkpoints import FORMATS, KINDS, publish
 from safetensors.torch import load_file, save_file
-from steps import settings
-from thread_ranks import PROMPTS, tokens_by_steps
-from tiny import make_tiny_drafter, make_tiny_target
+from support.checkpoints.tiny import make_tiny_drafter, make_tiny_target
+from support.engines.steps import settings
+from support.engines.thread_ranks import PROMPTS, tokens_by_steps
+from support.oracles.decoder_requests import Requests, load, oracle
+from support.oracles.quantized_checkpoints import FORMATS, KINDS, publish
 
 CPU = torch.device("cpu")
 FAMILIES = {
@@ -49,8 +49,8 @@ from manta.actors.workers.comm import process_group as pg
 
 rank, port, support, folder = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], Path(sys.argv[4])
 sys.path.insert(0, support)
-from steps import settings
-from thread_ranks import PROMPTS, tokens_by_steps
+from support.engines.steps import settings
+from support.engines.thread_ranks import PROMPTS, tokens_by_steps
 
 store = port
 if rank == 0:

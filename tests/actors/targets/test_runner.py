@@ -19,10 +19,10 @@ from manta.cluster.step.scheduler_output import SchedulerOutput
 from manta.drafter.step.inputs.proposals import Proposals
 from manta.drafter.step.inputs.row_layout import StepRows
 from manta.drafter.step.request_states import RequestStates
-from oracle_dflash import Oracle, decode, gumbel
 from safetensors.torch import load_file
-from steps import GREEDY, Steps, open_runner, settings
-from tiny import TINY_BLOCK, TINY_VOCAB
+from support.checkpoints.tiny import TINY_BLOCK, TINY_VOCAB
+from support.engines.steps import GREEDY, Steps, open_runner, settings
+from support.oracles.oracle_dflash import Oracle, decode, gumbel
 
 GREEDY_PARAMS = SamplingParams(temperature=0.0, seed=0, max_tokens=24)
 PARAMS = {

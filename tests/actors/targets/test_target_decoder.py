@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from decoder_requests import computed, load, oracle, weights_of
-from families import FAMILIES
 from manta.actors.targets.families import read_model
 from manta.drafter.compute.layers.linear import RMSNorm
-from tiny import TINY_VOCAB, make_tiny_target
+from support.checkpoints.families import FAMILIES
+from support.checkpoints.tiny import TINY_VOCAB, make_tiny_target
+from support.oracles.decoder_requests import computed, load, oracle, weights_of
 
 VARIANTS: dict[str, tuple[str, dict]] = {
     **{family: (family, {}) for family in FAMILIES},

@@ -25,8 +25,8 @@ from manta.cluster.step.dummy_steps import dummy_step
 from manta.cluster.step.scheduler_output import SchedulerOutput
 from manta.drafter.compute.cpu_fused import backend as compiled_backend
 from manta.drafter.compute.cpu_numba.cpu_features import Instructions
-from steps import settings
-from tiny import TINY_BLOCK, TINY_VOCAB, make_tiny_drafter, make_tiny_target
+from support.checkpoints.tiny import TINY_BLOCK, TINY_VOCAB, make_tiny_drafter, make_tiny_target
+from support.engines.steps import settings
 
 
 @pytest.fixture

@@ -7,8 +7,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from eagle3_checkpoints import speculators, write
-from families import FAMILIES
 from manta.actors.targets.families import read_model
 from manta.actors.targets.loading.rank_loader import load_runner
 from manta.actors.targets.model.attention import TargetAttention
@@ -26,9 +24,11 @@ from manta.actors.targets.model.weights import TargetWeights
 from manta.cluster.errors import ConfigError
 from manta.drafter.compute.layers.linear import Linear
 from manta.drafter.step.inputs.proposals import Proposals
-from steps import settings
-from thread_ranks import PROMPTS, ThreadRank, ThreadRanks, tokens_by_steps
-from tiny import TINY_VOCAB, make_tiny_drafter, make_tiny_target
+from support.checkpoints.eagle3_checkpoints import speculators, write
+from support.checkpoints.families import FAMILIES
+from support.checkpoints.tiny import TINY_VOCAB, make_tiny_drafter, make_tiny_target
+from support.engines.steps import settings
+from support.engines.thread_ranks import PROMPTS, ThreadRank, ThreadRanks, tokens_by_steps
 
 SPLIT = [name for name, family in FAMILIES.items() if not family.composed]
 

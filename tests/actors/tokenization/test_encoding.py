@@ -16,7 +16,7 @@ from manta.actors.tokenization.tokenizer import Tokenizer
 from manta.cluster.config import EngineConfig
 from manta.cluster.errors import RequestError
 from manta.cluster.request.request import SamplingParams
-from text_pair import make_text_pair
+from support.checkpoints.text_pair import make_text_pair
 
 CODE = Path(__file__).read_text(encoding="utf-8")
 

@@ -16,8 +16,8 @@ from manta.actors.tokenization.tokenizer_config import TokenIds
 from manta.cluster.config import EngineConfig
 from manta.cluster.errors import CheckpointError
 from manta.cluster.request.structured_outputs import StructuredOutputsParams
-from text_pair import VOCAB, make_text_pair
-from tiny import make_tiny_target
+from support.checkpoints.text_pair import VOCAB, make_text_pair
+from support.checkpoints.tiny import make_tiny_target
 
 PADDED = VOCAB + 16  # rows of the embedding; the tokenizer has VOCAB tokens
 END, TURN = 0, 2  # <|endoftext|>, which config.json names, and <|im_end|>

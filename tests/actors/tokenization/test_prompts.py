@@ -21,7 +21,7 @@ from manta.actors.tokenization.generation_config import GenerationDefaults
 from manta.actors.tokenization.prompts import Chat, EncodedPrompt
 from manta.cluster.config import EngineConfig
 from manta.cluster.errors import RequestError
-from text_pair import LiveServer, make_text_pair
+from support.checkpoints.text_pair import LiveServer, make_text_pair
 
 SAID = [{"role": "user", "content": "Say something."}, {"role": "assistant", "content": "It is"}]
 Answer = tuple[str, str] | tuple[int, list[int] | None]  # the field refused; prompt tokens, greedy answer

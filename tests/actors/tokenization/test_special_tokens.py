@@ -18,7 +18,7 @@ from manta.actors.tokenization.async_prompt_encoder import AsyncPromptEncoder
 from manta.actors.tokenization.prompts import Chat, encode_prompt, load_tokenizer
 from manta.actors.tokenization.tokenizer import Tokenizer
 from manta.cluster.config import EngineConfig
-from paths import DATA
+from support.paths import DATA
 from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
 
 SPECIAL = ("<s>", "</s>", "<|im_start|>", "<|im_end|>", "[INST]")

@@ -28,7 +28,7 @@ from manta.actors.tokenization.tokenizer import Tokenizer
 from manta.cluster.config import EngineConfig
 from manta.cluster.errors import CheckpointError
 from manta.jobs.drafters.common.drafter_files import SMALL_FILES
-from tiny import make_tiny_target
+from support.checkpoints.tiny import make_tiny_target
 
 # As moonshotai's tokenization_kimi.py has it; that it cannot be run is part of the test.
 CODE = '''

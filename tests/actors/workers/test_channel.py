@@ -31,7 +31,7 @@ from manta.cluster.config import EngineConfig
 from manta.cluster.fleet.placement import Topology
 from manta.cluster.step.dummy_steps import dummy_step
 from manta.cluster.step.scheduler_output import SchedulerOutput, StepResult
-from unpickling import TouchesWhenUnpickled
+from support.jobs.unpickling import TouchesWhenUnpickled
 
 WORKER = """
 import os, sys, time

@@ -26,8 +26,8 @@ from manta.actors.workers.shm.tensor_mailbox import RoundRobinBuffer, padded
 from manta.cluster.config import EngineConfig
 from manta.cluster.errors import ConfigError
 from manta.cluster.step.scheduler_output import DrafterUse, SchedulerOutput
-from steps import Steps
-from unpickling import TouchesWhenUnpickled
+from support.engines.steps import Steps
+from support.jobs.unpickling import TouchesWhenUnpickled
 
 CPU = torch.device("cpu")
 DRAFTS = [7, 8]

@@ -18,8 +18,8 @@ from manta.cluster.config import EngineConfig, SpeculativeConfig
 from manta.cluster.engine.engine_core import EngineCore
 from manta.cluster.errors import CheckpointError, EngineDeadError, PlacementError
 from manta.cluster.request.request import Request, SamplingParams
-from ray_engines import BASE, alive, wait_until
-from tiny import TINY_VOCAB
+from support.checkpoints.tiny import TINY_VOCAB
+from support.engines.ray_engines import BASE, alive, wait_until
 
 pytestmark = [pytest.mark.usefixtures("ray_session"), pytest.mark.xdist_group("servers")]
 

@@ -20,8 +20,8 @@ from manta.cluster.config import EngineConfig, SpeculativeConfig
 from manta.cluster.engine.engine_core import EngineCore
 from manta.cluster.errors import CheckpointError, ConfigError
 from manta.cluster.request.request import Request, SamplingParams
-from ray_engines import BASE, alive, wait_until
-from tiny import TINY_VOCAB, make_tiny_drafter
+from support.checkpoints.tiny import TINY_VOCAB, make_tiny_drafter
+from support.engines.ray_engines import BASE, alive, wait_until
 
 pytestmark = [pytest.mark.usefixtures("ray_session"), pytest.mark.xdist_group("servers")]
 

@@ -10,13 +10,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from devices import watch_launches
 from manta.actors.workers.drafter import drafter_client as drafter_link
 from manta.cluster.step.scheduler_output import Trim
 from manta.drafter.step.inputs.proposals import Proposals
-from split_pair import Pair
-from steps import GREEDY, Steps, open_runner
-from tiny import make_tiny_drafter
+from support.checkpoints.tiny import make_tiny_drafter
+from support.engines.devices import watch_launches
+from support.engines.split_pair import Pair
+from support.engines.steps import GREEDY, Steps, open_runner
 
 
 @pytest.fixture(autouse=True)

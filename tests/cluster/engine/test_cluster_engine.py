@@ -6,7 +6,6 @@ import dataclasses
 
 import numpy as np
 import pytest
-from cluster_checker import EOS, VOCAB, add, expected, make_info, make_request, open_engine, run
 from manta.cluster.config import EngineConfig
 from manta.cluster.engine.engine_core import STEP_PARTS, EngineCore
 from manta.cluster.errors import OverloadedError, RequestError, UnprocessableError
@@ -16,6 +15,16 @@ from manta.cluster.pages.kv_cache_groups import KVCacheGroup
 from manta.cluster.request.request import SamplingParams
 from manta.cluster.simulation.simulated_executor import LinearCost, SimulatedExecutor, VirtualClock
 from manta.cluster.step.dummy_steps import dummy_step
+from support.engines.cluster_checker import (
+    EOS,
+    VOCAB,
+    add,
+    expected,
+    make_info,
+    make_request,
+    open_engine,
+    run,
+)
 
 INFO = make_info()
 

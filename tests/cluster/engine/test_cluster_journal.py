@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from cluster_checker import add, make_info, make_request, open_engine, run
 from manta.cluster.config import EngineConfig
 from manta.cluster.engine.engine_core import EngineCore
 from manta.cluster.simulation.simulated_executor import LinearCost, SimulatedExecutor, VirtualClock
+from support.engines.cluster_checker import add, make_info, make_request, open_engine, run
 
 STEP_S = 0.01
 LONG = {"ignore_eos": True}

@@ -3,17 +3,6 @@
 from __future__ import annotations
 
 import pytest
-from cluster_checker import (
-    Outputs,
-    add,
-    expected,
-    longest,
-    make_info,
-    make_request,
-    open_engine,
-    run,
-    submit_and_collect,
-)
 from hypothesis import given
 from hypothesis import strategies as st
 from manta.cluster.config import EngineConfig
@@ -33,6 +22,17 @@ from manta.cluster.pages.page_pool import PagePool
 from manta.cluster.simulation.simulated_executor import SimulatedExecutor
 from manta.cluster.step.limits import SchedulerConfig
 from manta.cluster.step.scheduler_output import SchedulerOutput
+from support.engines.cluster_checker import (
+    Outputs,
+    add,
+    expected,
+    longest,
+    make_info,
+    make_request,
+    open_engine,
+    run,
+    submit_and_collect,
+)
 
 FULL = KVCacheGroup()
 LONG = {"ignore_eos": True}

@@ -9,7 +9,17 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from cluster_checker import (
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from manta.cluster.engine.engine_core import EngineCore
+from manta.cluster.kv_cache.prefix_cache import PrefixCache
+from manta.cluster.kv_cache.recurrent_state_manager import MOVES_PAGES, RecurrentStateManager
+from manta.cluster.pages.kv_cache_groups import KVCacheGroup
+from manta.cluster.pages.page_pool import PagePool
+from manta.cluster.step.dummy_steps import dummy_step
+from manta.cluster.step.sequence import Sequence, SlotTable
+from manta.cluster.step.step_outcome import StepOutcome
+from support.engines.cluster_checker import (
     EOS,
     VOCAB,
     Outputs,
@@ -21,16 +31,6 @@ from cluster_checker import (
     run,
     submit_and_collect,
 )
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from manta.cluster.engine.engine_core import EngineCore
-from manta.cluster.kv_cache.prefix_cache import PrefixCache
-from manta.cluster.kv_cache.recurrent_state_manager import MOVES_PAGES, RecurrentStateManager
-from manta.cluster.pages.kv_cache_groups import KVCacheGroup
-from manta.cluster.pages.page_pool import PagePool
-from manta.cluster.step.dummy_steps import dummy_step
-from manta.cluster.step.sequence import Sequence, SlotTable
-from manta.cluster.step.step_outcome import StepOutcome
 
 PAGE = 2
 STEM = tuple(2 + 5 * i % 19 for i in range(24))

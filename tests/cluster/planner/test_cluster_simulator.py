@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import pytest
-from cluster_checker import make_info, make_request
 from manta.cluster.config import EngineConfig
 from manta.cluster.engine.engine_core import EngineCore, EngineStats
 from manta.cluster.errors import ConfigError
 from manta.cluster.simulation.simulated_executor import SimulatedExecutor
+from support.engines.cluster_checker import make_info, make_request
 
 INFO = make_info(vocab_size=50_000, max_model_len=2048, num_pages=(8192,), num_speculative_tokens=7)
 

@@ -29,7 +29,7 @@ from manta.cluster.speculation.acceptance_length import survival_of_length
 from manta.drafter.card import min_card_length
 from manta.drafter.dflash.config import DrafterConfig
 from manta.jobs.plan.pair_reader import ReadPair, read_pair
-from paths import DATA
+from support.paths import DATA
 
 PUBLISHED = json.loads((DATA / "published_configs.json").read_text())
 SERVED = [name for name, config in PUBLISHED.items() if config["architectures"][0] in FAMILIES]

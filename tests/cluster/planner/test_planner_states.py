@@ -25,7 +25,7 @@ from manta.cluster.pages.recurrent_state_spec import RecurrentStateSpec
 from manta.cluster.simulation.simulated_engine import simulated_engine, simulated_request
 from manta.cluster.step.scheduler_output import StepTimings
 from manta.jobs.plan.pair_reader import target_shape
-from tiny import make_tiny_target
+from support.checkpoints.tiny import make_tiny_target
 
 FULL = LayerShape(heads=24, kv_heads=4, head_dim=256, v_head_dim=256, inter=17408, gated=True)
 RECURRENT = LayerShape(state=RecurrentStateSpec(16, 48, 128, 128, 4), inter=17408)

@@ -6,16 +6,6 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from cluster_checker import (
-    Outputs,
-    add,
-    expected,
-    make_info,
-    make_request,
-    open_engine,
-    submit_and_collect,
-    vary_background,
-)
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
 from manta.cluster.config import EngineConfig, SpeculativeConfig
@@ -26,7 +16,17 @@ from manta.cluster.scheduler.background_budget import BackgroundBudget, Backgrou
 from manta.cluster.simulation.simulated_executor import SimulatedExecutor, VirtualClock
 from manta.cluster.speculation.step_cost_model import StepCostModel, StepLoad
 from manta.cluster.step.scheduler_output import SchedulerOutput, StepTimings
-from random_workloads import LAYOUTS, Arrival, arrivals
+from support.engines.cluster_checker import (
+    Outputs,
+    add,
+    expected,
+    make_info,
+    make_request,
+    open_engine,
+    submit_and_collect,
+    vary_background,
+)
+from support.engines.random_workloads import LAYOUTS, Arrival, arrivals
 
 LONG = {"ignore_eos": True}
 PROMPT = tuple(range(2, 22))  # 20 tokens: 5 pages

@@ -6,7 +6,6 @@ from itertools import count
 from pathlib import Path
 
 import pytest
-from cluster_checker import Outputs, add, expected, make_info, make_request, open_engine, run
 from manta.actors.engine.uniproc_executor import InProcessExecutor
 from manta.cluster.config import EngineConfig
 from manta.cluster.engine.engine_core import EngineCore
@@ -16,8 +15,9 @@ from manta.cluster.simulation.simulated_executor import LinearCost, SimulatedExe
 from manta.cluster.step.executor import DrafterHealth, ExecutorInfo
 from manta.cluster.step.scheduler_output import SchedulerOutput
 from manta.cluster.step.sequence import Sequence, SlotTable
-from passing_executor import PassingExecutor
-from steps import settings
+from support.engines.cluster_checker import Outputs, add, expected, make_info, make_request, open_engine, run
+from support.engines.passing_executor import PassingExecutor
+from support.engines.steps import settings
 
 LONG = {"ignore_eos": True, "max_tokens": 400}
 INFO = make_info(max_model_len=512, num_pages=(1024,))

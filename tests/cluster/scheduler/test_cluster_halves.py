@@ -6,7 +6,6 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
-from cluster_checker import Outputs, add, expected, make_info, make_request, open_engine
 from manta.cluster.config import EngineConfig, SpeculativeConfig
 from manta.cluster.engine.engine_core import EngineCore
 from manta.cluster.request.request import Request
@@ -14,6 +13,7 @@ from manta.cluster.scheduler.batch_halves import TwoBatchOverlap
 from manta.cluster.simulation.simulated_executor import LinearCost, SimulatedExecutor, VirtualClock
 from manta.cluster.step.scheduler_output import StepTimings
 from manta.cluster.step.sequence import Sequence
+from support.engines.cluster_checker import Outputs, add, expected, make_info, make_request, open_engine
 
 DRAFTS, SURVIVAL = 7, [0.85**i for i in range(1, 8)]
 # Drafting takes about as long as verifying; each row costs, and drafts little; passes take as long over few

@@ -6,13 +6,13 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
-from cluster_checker import make_info, make_request
 from manta.cluster.config import EngineConfig
 from manta.cluster.engine.engine_core import EngineCore
 from manta.cluster.scheduler.background_budget import BackgroundBudget
 from manta.cluster.simulation.simulated_executor import SimulatedExecutor
 from manta.cluster.speculation.step_cost_model import StepCostModel, StepLoad
 from manta.cluster.step.scheduler_output import SchedulerOutput, StepTimings
+from support.engines.cluster_checker import make_info, make_request
 
 PROMPT = 900  # tokens
 CPU, LARGE_ON_CPU, GPU = (3e-3, 5e-4), (0.4, 1e-2), (8e-3, 2e-5)  # seconds of a step, and of each of its rows

@@ -9,7 +9,13 @@ import os
 from dataclasses import replace
 
 import pytest
-from cluster_checker import (
+from hypothesis import event, given, settings
+from hypothesis import strategies as st
+from manta.cluster.engine.engine_core import EngineCore
+from manta.cluster.errors import UnprocessableError
+from manta.cluster.pages.kv_cache_groups import KVCacheGroup, count_pools
+from manta.cluster.step.executor import ExecutorInfo
+from support.engines.cluster_checker import (
     Outputs,
     add,
     check_histories,
@@ -20,13 +26,7 @@ from cluster_checker import (
     vary_halves,
     vary_prefill,
 )
-from hypothesis import event, given, settings
-from hypothesis import strategies as st
-from manta.cluster.engine.engine_core import EngineCore
-from manta.cluster.errors import UnprocessableError
-from manta.cluster.pages.kv_cache_groups import KVCacheGroup, count_pools
-from manta.cluster.step.executor import ExecutorInfo
-from random_workloads import LAYOUTS, Arrival, arrivals, step
+from support.engines.random_workloads import LAYOUTS, Arrival, arrivals, step
 
 NUM_WORKLOADS = 240 if os.environ.get("MANTA_GRID") == "whole" else 60
 # What becomes of the drafter, before which steps.

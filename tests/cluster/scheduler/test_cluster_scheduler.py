@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from cluster_checker import (
+from manta.cluster.engine.engine_core import EngineCore
+from manta.cluster.step.scheduler_output import NOT_A_NUMBER, SchedulerOutput
+from support.engines.cluster_checker import (
     Outputs,
     add,
     expected,
@@ -12,8 +14,6 @@ from cluster_checker import (
     run,
     submit_and_collect,
 )
-from manta.cluster.engine.engine_core import EngineCore
-from manta.cluster.step.scheduler_output import NOT_A_NUMBER, SchedulerOutput
 
 LONG = {"ignore_eos": True}
 PROMPT = tuple(range(2, 22))  # 20 tokens: 5 pages

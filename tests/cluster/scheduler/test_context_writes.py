@@ -6,7 +6,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from cluster_checker import Outputs, add, expected, make_info, make_request, open_engine, run
 from manta.actors.engine.uniproc_executor import InProcessExecutor
 from manta.cluster.config import EngineConfig, SpeculativeConfig
 from manta.cluster.engine.engine_core import EngineCore
@@ -14,7 +13,8 @@ from manta.cluster.request.request import Request, SamplingParams
 from manta.cluster.scheduler.drafter_context import ContextWriteGate
 from manta.cluster.simulation.simulated_executor import LinearCost, SimulatedExecutor, VirtualClock
 from manta.cluster.step.scheduler_output import SchedulerOutput, StepTimings
-from steps import settings
+from support.engines.cluster_checker import Outputs, add, expected, make_info, make_request, open_engine, run
+from support.engines.steps import settings
 
 COST = LinearCost(verify_floor_s=0.004, verify_row_s=0.0001, draft_floor_s=0.001, inject_row_s=0.0002)
 INFO = make_info(

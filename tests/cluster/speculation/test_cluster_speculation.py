@@ -12,7 +12,6 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
-from cluster_checker import make_info, make_request
 from manta.cluster.config import EngineConfig, SpeculativeConfig
 from manta.cluster.engine.engine_core import EngineCore
 from manta.cluster.errors import RequestError
@@ -23,6 +22,7 @@ from manta.cluster.speculation.loss_budget import LossBudget
 from manta.cluster.speculation.request_weights import RequestWeights
 from manta.cluster.speculation.step_cost_model import StepCostModel, StepLoad
 from manta.cluster.step.scheduler_output import SchedulerOutput, StepTimings
+from support.engines.cluster_checker import make_info, make_request
 
 MOST = 15
 WHOLE = os.environ.get("MANTA_GRID") == "whole"

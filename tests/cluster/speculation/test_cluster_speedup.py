@@ -5,11 +5,11 @@ from __future__ import annotations
 import dataclasses
 
 import pytest
-from cluster_checker import make_info, make_request
 from manta.cluster.config import EngineConfig
 from manta.cluster.engine.engine_core import EngineCore, EngineStats
 from manta.cluster.engine.speedup_meter import MEMORY_S, SpeedupMeter
 from manta.cluster.simulation.simulated_executor import LinearCost, SimulatedExecutor, VirtualClock
+from support.engines.cluster_checker import make_info, make_request
 
 FACTS = {"num_pages": (8192,), "page_size": 16, "max_model_len": 2048, "eos_token_ids": ()}
 COST = LinearCost(verify_floor_s=4e-3, verify_row_s=2e-4, draft_floor_s=1e-3, draft_row_s=2e-5)

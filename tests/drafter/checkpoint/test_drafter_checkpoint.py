@@ -6,10 +6,8 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
-import drafter_checkpoints as checkpoints
 import pytest
 import torch
-from drafter_checkpoints import BACKBONE, HIDDEN, SECOND, SLIDING, TARGET_LAYERS, VOCAB, speculators, z_lab
 from manta.cluster.errors import CheckpointError
 from manta.drafter.compute.checkpoint.safetensors_reader import TensorFolder
 from manta.drafter.compute.layers.linear import Linear
@@ -18,6 +16,17 @@ from manta.drafter.dflash.config import DrafterConfig
 from manta.drafter.dflash.target_features import EmbeddingCopies, TargetFacts
 from manta.drafter.drafter_spec import DraftLayer
 from safetensors.torch import save_file
+from support.checkpoints import drafter_checkpoints as checkpoints
+from support.checkpoints.drafter_checkpoints import (
+    BACKBONE,
+    HIDDEN,
+    SECOND,
+    SLIDING,
+    TARGET_LAYERS,
+    VOCAB,
+    speculators,
+    z_lab,
+)
 
 FACTS = TargetFacts(hidden_size=HIDDEN, num_layers=TARGET_LAYERS, vocab_size=VOCAB, max_model_len=64)
 

@@ -8,14 +8,14 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import drafter_checkpoints as checkpoints
 import pytest
 import torch
-from drafter_checkpoints import HIDDEN, VOCAB
-from drafter_requests import GREEDY, Requests, load_pair, random_taps
 from manta.cluster.step.scheduler_output import SlotSampling
-from oracle_dflash import Oracle, gumbel
-from rope_configs import GPT_OSS, KIMI, LLAMA3
+from support.checkpoints import drafter_checkpoints as checkpoints
+from support.checkpoints.drafter_checkpoints import HIDDEN, VOCAB
+from support.checkpoints.rope_configs import GPT_OSS, KIMI, LLAMA3
+from support.oracles.drafter_requests import GREEDY, Requests, load_pair, random_taps
+from support.oracles.oracle_dflash import Oracle, gumbel
 
 # Keys that transformers also writes, without meaning here.
 NOTES = {

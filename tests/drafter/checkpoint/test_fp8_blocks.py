@@ -15,7 +15,7 @@ from manta.cluster.errors import CheckpointError
 from manta.drafter.compute.checkpoint.quantization.quantized_tensors import QuantizedFolder
 from manta.drafter.compute.checkpoint.quantization.read_quantization import read_quantization
 from safetensors.torch import load_file, save_file
-from tiny import make_tiny_target
+from support.checkpoints.tiny import make_tiny_target
 
 BLOCK = (24, 40)  # divides nothing that is cut
 PLAIN = ("gate.weight", "e_score_correction_bias", "lm_head.weight", "embed_tokens.weight", "norm.weight")

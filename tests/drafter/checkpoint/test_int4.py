@@ -8,8 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from decoder_requests import Requests, oracle
-from devices import DEVICE
 from manta import LLM, SamplingParams
 from manta.actors.targets.families import read_model
 from manta.actors.targets.model.decoder import Decoder
@@ -24,7 +22,9 @@ from manta.drafter.compute.gpu_triton.moe.grouped_gemm_tiles import HEIGHTS
 from manta.drafter.compute.gpu_triton.moe.moe_align import ExpertTiles, list_tiles
 from manta.drafter.compute.layers.moe import ExpertWeights
 from safetensors.torch import load_file, save_file
-from tiny import make_tiny_target, transformers_model
+from support.checkpoints.tiny import make_tiny_target, transformers_model
+from support.engines.devices import DEVICE
+from support.oracles.decoder_requests import Requests, oracle
 from torch import Tensor
 
 # moonshotai/Kimi-K2-Thinking's, but for what says nothing of the weights.

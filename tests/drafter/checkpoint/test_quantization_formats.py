@@ -13,8 +13,8 @@ from manta.drafter.compute.checkpoint.quantization.bit_packing import unpack
 from manta.drafter.compute.checkpoint.quantization.checkpoint_quantization import CheckpointQuantization
 from manta.drafter.compute.checkpoint.quantization.quantized_tensors import QuantizedFolder
 from manta.drafter.compute.checkpoint.quantization.read_quantization import read_quantization
-from quantized_checkpoints import AUTO_ROUND, AWQ_CONFIG, FORMATS, GPTQ_CONFIG, KINDS, decode
 from safetensors.torch import load_file, save_file
+from support.oracles.quantized_checkpoints import AUTO_ROUND, AWQ_CONFIG, FORMATS, GPTQ_CONFIG, KINDS, decode
 
 MODULE = "model.layers.0.mlp.up_proj"
 NAME = f"{MODULE}.weight"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-import eagle3_checkpoints
 import pytest
 import torch
 from manta.cluster.errors import CheckpointError, ConfigError
@@ -18,9 +17,10 @@ from manta.jobs.drafters.common.drafter_files import open_drafter
 from manta.jobs.drafters.common.format_conversion import convert_drafter
 from manta.jobs.drafters.drafter_summary import summarize_drafter
 from manta.jobs.drafters.validate.validate_pair import validate_pair
-from quantized_checkpoints import FORMATS, publish
 from safetensors.torch import load_file, save_file
-from tiny import TINY_VOCAB, make_tiny_drafter, make_tiny_target
+from support.checkpoints import eagle3_checkpoints
+from support.checkpoints.tiny import TINY_VOCAB, make_tiny_drafter, make_tiny_target
+from support.oracles.quantized_checkpoints import FORMATS, publish
 
 FACTS = TargetFacts(hidden_size=64, num_layers=4, vocab_size=TINY_VOCAB, max_model_len=64)
 SOME = ("ct_w4a16", "gptq", "modelopt_fp8", "ct_nvfp4")

@@ -8,8 +8,6 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
-import drafter_checkpoints
-import eagle3_checkpoints
 import pytest
 import torch
 from manta.actors.targets.families import read_model
@@ -20,7 +18,8 @@ from manta.drafter.dflash.checkpoint import check_drafter
 from manta.drafter.dflash.target_features import TargetFacts
 from manta.drafter.eagle3.checkpoint import check_eagle3
 from safetensors.torch import load_file, save_file
-from tiny import TINY_VOCAB
+from support.checkpoints import drafter_checkpoints, eagle3_checkpoints
+from support.checkpoints.tiny import TINY_VOCAB
 
 Tensors = dict[str, torch.Tensor]
 FACTS = TargetFacts(

@@ -14,7 +14,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from devices import DEVICE
 from manta.actors.targets.families.shared.llama_like import TENSORS
 from manta.actors.targets.loading.load_plan import plan_models
 from manta.actors.targets.loading.memory_budget import affordable_pages, page_bytes
@@ -31,8 +30,9 @@ from manta.drafter.compute.eager.backend import TorchBackend
 from manta.drafter.compute.gpu_triton.backend import TritonBackend
 from manta.drafter.compute.layers.rope import RopeConfig
 from manta.drafter.step.request_states import RequestStates
-from steps import Steps, settings
-from thread_ranks import ThreadRanks
+from support.engines.devices import DEVICE
+from support.engines.steps import Steps, settings
+from support.engines.thread_ranks import ThreadRanks
 from torch import Tensor
 
 HIDDEN, VOCAB, MAX_LEN, NUM_SLOTS, EPS = 64, 40, 128, 4, 1e-5

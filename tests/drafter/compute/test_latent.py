@@ -12,8 +12,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from device_engines import Twins
-from devices import DEVICE, ON_GPU
 from manta.cluster.pages.kv_cache_groups import KVCacheSpec
 from manta.drafter.compute.backend import AttentionShape, Backend, PlacedRows
 from manta.drafter.compute.cpu_numba.backend import NumbaBackend
@@ -32,7 +30,9 @@ from manta.drafter.compute.layers.linear import Linear, RMSNorm
 from manta.drafter.compute.layers.mla import MLALayer
 from manta.drafter.compute.layers.rope import RopeConfig, RotaryEmbedding
 from manta.drafter.compute.memory.kv_cache import PagedKVCache
-from tiny import make_tiny_target
+from support.checkpoints.tiny import make_tiny_target
+from support.engines.device_engines import Twins
+from support.engines.devices import DEVICE, ON_GPU
 from torch import Tensor
 
 PAGE, PAGES = 16, 24

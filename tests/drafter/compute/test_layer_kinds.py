@@ -14,7 +14,6 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 import torch
-from devices import DEVICE, HALVES, ON_GPU
 from manta.cluster.pages.kv_cache_groups import KVCacheSpec, LayerPlace
 from manta.drafter.compute.backend import AttentionShape, Backend, BlockWeights, DenseMLP, PlacedRows
 from manta.drafter.compute.cpu_fused.backend import FusedCpuBackend
@@ -25,6 +24,7 @@ from manta.drafter.compute.gpu_triton.backend import TritonBackend
 from manta.drafter.compute.layers.linear import RMSNorm
 from manta.drafter.compute.layers.rope import RopeConfig, RotaryEmbedding
 from manta.drafter.compute.memory.kv_cache import PagedKVCache
+from support.engines.devices import DEVICE, HALVES, ON_GPU
 from torch import Tensor
 
 EPS = 1e-6

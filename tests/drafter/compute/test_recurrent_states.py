@@ -11,7 +11,6 @@ from dataclasses import replace
 
 import numpy as np
 import torch
-from cluster_checker import CheckingExecutor, Outputs, add, expected, make_info
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
 from manta.cluster.config import EngineConfig
@@ -29,7 +28,8 @@ from manta.drafter.compute.memory.kv_cache import PagedKVCache
 from manta.drafter.compute.memory.recurrent_state_cache import StateMemory, StateRows
 from manta.drafter.step.recurrent_states import RecurrentStates
 from manta.drafter.step.request_states import requests_of
-from random_workloads import Arrival, arrivals, step
+from support.engines.cluster_checker import CheckingExecutor, Outputs, add, expected, make_info
+from support.engines.random_workloads import Arrival, arrivals, step
 from torch import Tensor
 from torch.testing import assert_close
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from manta.cluster.errors import CheckpointError
 from manta.drafter.compute.layers.rope import RopeConfig, RotaryEmbedding
-from rope_configs import GPT_OSS, KIMI, LLAMA3
+from support.checkpoints.rope_configs import GPT_OSS, KIMI, LLAMA3
 from transformers import Gemma3TextConfig, Gemma4TextConfig, LlamaConfig, MiniMaxM2Config, Qwen3_5TextConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.gemma3.modeling_gemma3 import Gemma3RotaryEmbedding

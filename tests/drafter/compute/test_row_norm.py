@@ -9,7 +9,6 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from devices import DEVICE
 from manta.actors.targets.families import read_model
 from manta.actors.targets.model.cross_rank_norm import RowNorm
 from manta.actors.targets.model.tensor_parallel import Sharding, SingleRank
@@ -18,7 +17,8 @@ from manta.drafter.compute.cpu_numba.backend import NumbaBackend
 from manta.drafter.compute.eager.backend import TorchBackend
 from manta.drafter.compute.gpu_triton.backend import TritonBackend
 from manta.drafter.compute.layers.linear import RMSNorm
-from tiny import make_tiny_target
+from support.checkpoints.tiny import make_tiny_target
+from support.engines.devices import DEVICE
 
 BACKENDS: dict[str, tuple[Callable[[], Backend], torch.device]] = {
     "eager": (TorchBackend, torch.device("cpu")),

@@ -13,7 +13,7 @@ import pytest
 from manta.drafter.compute.cpu_fused import packed_gemm as products
 from manta.drafter.compute.cpu_numba import element_ops as elements
 from manta.drafter.compute.cpu_numba.cpu_features import Instructions
-from package_copy import copy_package
+from support.jobs.package_copy import copy_package
 
 LOOPS, STEP_LOOPS, COMPILED = (
     "drafter/compute/cpu_numba",

@@ -36,7 +36,7 @@ from manta.drafter.compute.eager.backend import TorchBackend
 from manta.drafter.compute.layers.linear import RMSNorm
 from manta.drafter.compute.layers.rope import RopeConfig, RotaryEmbedding
 from manta.drafter.compute.memory.kv_cache import PagedKVCache
-from paths import ROOT, TESTS
+from support.paths import ROOT, TESTS
 from torch import Tensor
 
 pytestmark = pytest.mark.skipif(bf16_instructions() is None, reason="this CPU has no products of bf16")

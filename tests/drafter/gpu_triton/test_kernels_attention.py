@@ -15,7 +15,6 @@ from types import ModuleType
 import numpy as np
 import pytest
 import torch
-from devices import DEVICE, HALVES, ON_GPU
 from manta.cluster.pages.kv_cache_groups import KVCacheSpec
 from manta.drafter.compute.backend import DeviceCapabilities, ModelStackSpec
 from manta.drafter.compute.eager.attention import paged_attention
@@ -33,6 +32,7 @@ from manta.drafter.compute.gpu_triton.attention.attention_tiles import (
 from manta.drafter.compute.gpu_triton.attention.paged_attention import verify_attention
 from manta.drafter.compute.gpu_triton.flash_attention import FlashAttention, why_not
 from manta.drafter.compute.memory.kv_cache import PagedKVCache
+from support.engines.devices import DEVICE, HALVES, ON_GPU
 from torch import Tensor
 
 pytestmark = pytest.mark.usefixtures("on_the_device")

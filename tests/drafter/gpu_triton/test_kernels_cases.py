@@ -9,11 +9,11 @@ import pytest
 
 pytest.importorskip("triton")
 
-from devices import ON_GPU
 from manta.jobs.doctor.cases.checks import Check, examine
 from manta.jobs.doctor.cases.operators import operator_checks
 from manta.jobs.doctor.cases.subject import MachineKind
 from manta.jobs.doctor.doctor_run import kernel_checks
+from support.engines.devices import ON_GPU
 
 
 def checks() -> list[Check]:

@@ -7,13 +7,13 @@ import torch
 
 pytest.importorskip("triton")
 
-from devices import DEVICE, HALVES
 from manta.cluster.pages.recurrent_state_spec import RecurrentStateSpec
 from manta.drafter.compute.eager.backend import TorchBackend
 from manta.drafter.compute.gpu_triton.backend import TritonBackend
 from manta.drafter.compute.layers.gated_delta_net import DeltaNetShape
 from manta.drafter.compute.memory.recurrent_state_cache import Save, StateMemory
 from manta.jobs.doctor.cases.delta_rule import DeltaLayer
+from support.engines.devices import DEVICE, HALVES
 from torch import Tensor
 from transformers.models.qwen3_5.modeling_qwen3_5 import causal_conv1d_fn, torch_chunk_gated_delta_rule
 

@@ -14,7 +14,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from devices import DEVICE, HALVES, ON_GPU, watch_launches
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from manta.actors.targets.families import read_model
@@ -40,6 +39,7 @@ from manta.drafter.compute.layers.linear import RMSNorm, gate
 from manta.drafter.compute.layers.moe import ExpertActivation, ExpertWeights, MoeRouter, RouterWeights
 from manta.drafter.step.gpu_triton.inputs.row_layout import DeviceStepRows
 from manta.jobs.doctor.cases.experts import exact_experts
+from support.engines.devices import DEVICE, HALVES, ON_GPU, watch_launches
 from torch import Tensor
 
 pytestmark = pytest.mark.usefixtures("on_the_device")

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from devices import DEVICE, HALVES, ON_GPU
 from manta.cluster.pages.kv_cache_groups import KVCacheSpec
 from manta.drafter.compute.gpu_triton.attention.norm_rope_kv_write import (
     heads_per_program,
@@ -23,6 +22,7 @@ from manta.drafter.compute.layers.linear import Activation, HeadNorm, RMSNorm
 from manta.drafter.compute.layers.linear import gate as gate_of_the_layer
 from manta.drafter.compute.layers.rope import RopeConfig, RotaryEmbedding
 from manta.drafter.compute.memory.kv_cache import PagedKVCache
+from support.engines.devices import DEVICE, HALVES, ON_GPU
 from torch import Tensor
 from torch.nn import functional as F
 

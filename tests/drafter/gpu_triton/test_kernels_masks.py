@@ -13,13 +13,13 @@ import torch
 
 pytest.importorskip("triton")
 
-from devices import DEVICE
 from manta import LLM, SamplingParams, StructuredOutputsParams
 from manta.drafter.grammars.token_bitmasks import RowMasks
 from manta.drafter.step.gpu_triton.sampling.grammar_masks import DeviceMasks, force_end_tokens
 from manta.drafter.step.gpu_triton.sampling.grammar_masks import mask_tokens as kernel
 from manta.drafter.step.sampling.grammar_masks import mask_tokens
-from text_pair import make_text_pair
+from support.checkpoints.text_pair import make_text_pair
+from support.engines.devices import DEVICE
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -17,7 +17,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from devices import DEVICE, HALVES, ON_GPU, watch_launches
 from manta.drafter.compute.gpu_triton.linear.activations import gate
 from manta.drafter.compute.gpu_triton.linear.fp8_linear import QuantisedProjection, QuantisedWeight
 from manta.drafter.compute.gpu_triton.linear.gemm_choice import MeasuredChoice
@@ -31,6 +30,7 @@ from manta.drafter.compute.gpu_triton.linear.projections import (
 )
 from manta.drafter.compute.gpu_triton.linear.skinny_gemm import multiply
 from manta.drafter.compute.layers.linear import Activation, Linear, RMSNorm, linear_of_blocks
+from support.engines.devices import DEVICE, HALVES, ON_GPU, watch_launches
 from torch import Tensor
 
 pytestmark = pytest.mark.usefixtures("on_the_device")

@@ -8,7 +8,6 @@ import torch
 
 pytest.importorskip("triton")
 
-from devices import DEVICE
 from manta import SamplingParams
 from manta.cluster.request.logits_processors import LogitsProcessorParams
 from manta.drafter.step.gpu_triton.inputs.row_layout import SlotTables
@@ -21,6 +20,7 @@ from manta.drafter.step.gpu_triton.sampling.sampling_metadata import (
 )
 from manta.drafter.step.inputs.logits_processors import apply_rules
 from manta.drafter.step.sampling.logits_processor_states import RuleStates
+from support.engines.devices import DEVICE
 
 VOCAB, LENGTH, PROMPT = 1500, 1300, 40  # more than one chunk of columns, and of tokens
 DRAFTS = 3

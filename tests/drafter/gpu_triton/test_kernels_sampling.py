@@ -10,7 +10,6 @@ import pytest
 import torch
 import triton
 import triton.language as tl
-from devices import DEVICE, ON_GPU, watch_launches
 from manta.actors.targets.runners.tp_sampling import surest_of_ranks
 from manta.drafter.step.gpu_triton.sampling.gumbel_noise import negative_gumbel as negative_gumbel_in_kernel
 from manta.drafter.step.gpu_triton.sampling.gumbel_noise import noise_keys as noise_keys_in_kernel
@@ -24,6 +23,7 @@ from manta.drafter.step.inputs.gumbel_noise import negative_gumbel, noise_keys
 from manta.drafter.step.inputs.sampling_metadata import SamplingMetadata
 from manta.drafter.step.sampling.sampler import sample_rows, sample_with_margins
 from manta.drafter.step.sampling.top_k_top_p import filter_logits
+from support.engines.devices import DEVICE, ON_GPU, watch_launches
 
 pytestmark = pytest.mark.usefixtures("on_the_device")
 

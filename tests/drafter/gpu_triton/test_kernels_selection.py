@@ -7,7 +7,6 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 import torch
-from devices import DEVICE
 from manta.actors.targets.runners.tp_sampling import candidates_of_ranks
 from manta.drafter.compute.blocks.dflash2_block import convolve
 from manta.drafter.compute.gpu_triton.delta_net.dynamic_convolution import convolve as convolve_in_kernel
@@ -20,6 +19,7 @@ from manta.drafter.step.inputs.sampling_metadata import SamplingMetadata
 from manta.drafter.step.sampling.sampler import select_paths
 from manta.drafter.step.sampling.selector import SelectorCodebooks
 from manta.drafter.step.sampling.selector import candidates as candidates_of
+from support.engines.devices import DEVICE
 
 pytestmark = pytest.mark.usefixtures("on_the_device")
 VOCAB, RANK = 300, 24

@@ -7,7 +7,6 @@ from dataclasses import dataclass, fields, replace
 import numpy as np
 import pytest
 import torch
-from devices import DEVICE
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from manta.cluster.pages.kv_cache_groups import ONE_GROUP, KVCacheGroup, KVCacheLayout, LayerPlace
@@ -29,6 +28,7 @@ from manta.drafter.step.inputs.row_layout import by_request
 from manta.drafter.step.request_states import RequestStates
 from manta.drafter.step.sampling.ngram_lookup import look_up as look_up_by_definition
 from manta.drafter.step.sampling.verification import accept
+from support.engines.devices import DEVICE
 
 pytestmark = pytest.mark.usefixtures("on_the_device")
 GREEDY = SlotSampling(0.0, 0, 1.0, 0.0, 0, 0, ())

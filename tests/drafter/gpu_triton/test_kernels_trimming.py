@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from devices import DEVICE
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from manta.cluster.speculation.draft_trimming import drafts_to_verify, survivals
 from manta.cluster.step.scheduler_output import Trim
 from manta.jobs.doctor.cases.drafts import cut
+from support.engines.devices import DEVICE
 
 pytestmark = pytest.mark.usefixtures("on_the_device")
 

@@ -18,7 +18,6 @@ import pytest
 import torch
 
 pytest.importorskip("triton")
-from devices import ON_GPU
 from manta.actors.targets.loading.rank_loader import load_runner
 from manta.cluster.step.dummy_steps import dummy_step
 from manta.cluster.step.scheduler_output import AdmittedRequest, SlotSampling
@@ -30,8 +29,9 @@ from manta.drafter.compute.gpu_triton.attention.attention_tiles import (
     rows_from_host,
 )
 from manta.drafter.compute.gpu_triton.attention.paged_attention import verify_attention
-from steps import settings
-from tiny import make_tiny_drafter, make_tiny_target
+from support.checkpoints.tiny import make_tiny_drafter, make_tiny_target
+from support.engines.devices import ON_GPU
+from support.engines.steps import settings
 from triton.backends.compiler import GPUTarget
 from triton.compiler import make_backend
 from triton.runtime.interpreter import InterpretedFunction

@@ -20,7 +20,6 @@ import torch
 
 pytest.importorskip("triton")
 
-from devices import DEVICE, ON_GPU, watch_launches
 from manta.actors.targets.families import read_model
 from manta.actors.targets.model.decoder import Decoder
 from manta.actors.targets.model.tensor_parallel import Sharding, SingleRank
@@ -37,6 +36,7 @@ from manta.drafter.compute.gpu_triton.backend import TritonBackend
 from manta.drafter.dflash.checkpoint import load_drafter
 from manta.drafter.dflash.model import DFlashDrafter
 from manta.drafter.dflash.target_features import TargetFacts
+from support.engines.devices import DEVICE, ON_GPU, watch_launches
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
@@ -172,7 +172,7 @@ def test_the_planner_charges_the_launches_of_a_targets_pass(
 
     gpt-oss-120b's pass on eight ranks has 470 launches with those around it.
     """
-    from tiny import make_tiny_target
+    from support.checkpoints.tiny import make_tiny_target
 
     folder = make_tiny_target(tmp_path / family, family, num_attention_heads=8, num_key_value_heads=8)
     spec, ranks, backend = read_model(folder), EqualRanks(tp), TritonBackend(DEVICE, batch_invariant=True)

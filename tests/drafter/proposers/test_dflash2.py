@@ -11,13 +11,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from drafter_checkpoints import VARIANTS
-from drafter_requests import GREEDY, VOCAB, Pair, Requests, load_pair, random_taps
 from manta.cluster.step.scheduler_output import SlotSampling
 from manta.drafter.dflash.proposer import DFlashProposer
 from manta.drafter.step.cpu_numba.step_ops import LOOPS
 from manta.drafter.step.sampling.step_ops import DEFINITION, StepOperators
-from oracle_dflash import Oracle, gumbel
+from support.checkpoints.drafter_checkpoints import VARIANTS
+from support.oracles.drafter_requests import GREEDY, VOCAB, Pair, Requests, load_pair, random_taps
+from support.oracles.oracle_dflash import Oracle, gumbel
 
 PATHS = sorted(name for name in VARIANTS if "second" in name or "selector" in name)
 LENGTHS, DRAFTS = [1, 40, 5, 17, 33], [15, 3, 7, 0, 1]

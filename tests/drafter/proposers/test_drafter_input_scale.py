@@ -5,15 +5,15 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-import drafter_checkpoints as checkpoints
 import pytest
 import torch
-from drafter_checkpoints import HIDDEN, TARGET_LAYERS, VOCAB, speculators, z_lab
 from manta.cluster.config import EngineConfig
 from manta.cluster.errors import ConfigError
 from manta.drafter.compute.layers.linear import Linear
 from manta.drafter.dflash.checkpoint import load_drafter
 from manta.drafter.dflash.target_features import EmbeddingCopies, TargetFacts
+from support.checkpoints import drafter_checkpoints as checkpoints
+from support.checkpoints.drafter_checkpoints import HIDDEN, TARGET_LAYERS, VOCAB, speculators, z_lab
 
 SCALE = 5376**0.5  # Gemma 4 31B's: no round number
 FACTS = TargetFacts(HIDDEN, TARGET_LAYERS, VOCAB, 64, embed_scale=SCALE)

@@ -4,22 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import drafter_checkpoints as checkpoints
 import numpy as np
 import pytest
 import torch
-from drafter_checkpoints import HIDDEN, TARGET_LAYERS, VARIANTS, VOCAB
-from drafter_requests import (
-    FACTS,
-    NUM_PAGES,
-    NUM_SLOTS,
-    PAGE_SIZE,
-    Requests,
-    i32,
-    load_pair,
-    plan_of,
-    random_taps,
-)
 from manta.cluster.pages.kv_cache_groups import LayerPlace
 from manta.cluster.step.scheduler_output import AdmittedRequest, SlotSampling
 from manta.drafter.compute.backend import Projection
@@ -33,7 +20,20 @@ from manta.drafter.dflash.target_features import EmbeddingCopies
 from manta.drafter.step.request_states import RequestStates
 from manta.drafter.step.sampling.sampler import sample_rows
 from manta.drafter.step.sampling.verification import accept
-from oracle_dflash import Oracle, decode, gumbel
+from support.checkpoints import drafter_checkpoints as checkpoints
+from support.checkpoints.drafter_checkpoints import HIDDEN, TARGET_LAYERS, VARIANTS, VOCAB
+from support.oracles.drafter_requests import (
+    FACTS,
+    NUM_PAGES,
+    NUM_SLOTS,
+    PAGE_SIZE,
+    Requests,
+    i32,
+    load_pair,
+    plan_of,
+    random_taps,
+)
+from support.oracles.oracle_dflash import Oracle, decode, gumbel
 
 
 @pytest.mark.parametrize("variant", sorted(VARIANTS))

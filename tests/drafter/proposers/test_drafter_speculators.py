@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import drafter_checkpoints as checkpoints
 import pytest
 import torch
-from drafter_checkpoints import SLIDING, speculators
-from drafter_requests import Requests, load_pair, random_taps
+from support.checkpoints import drafter_checkpoints as checkpoints
+from support.checkpoints.drafter_checkpoints import SLIDING, speculators
+from support.oracles.drafter_requests import Requests, load_pair, random_taps
 
 core = pytest.importorskip("speculators.models.dflash.core", reason="speculators is not installed")
 

@@ -13,7 +13,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from eagle3_checkpoints import BLOCK, VARIANTS, random_tensors, sglang, speculators, write
 from manta.actors.engine.uniproc_executor import InProcessExecutor
 from manta.actors.targets.loading.load_plan import plan_load
 from manta.actors.targets.runners.cpu_runner import ColocatedDrafter
@@ -27,11 +26,12 @@ from manta.drafter.eagle3.checkpoint import eagle3_shapes
 from manta.drafter.eagle3.config import Eagle3Config
 from manta.drafter.step.inputs.proposals import Proposals
 from manta.drafter.step.request_states import RequestStates
-from oracle_dflash import gumbel
-from oracle_eagle3 import Eagle3Oracle, chains
 from safetensors.torch import load_file
-from steps import settings
-from tiny import TINY_VOCAB, transformers_model
+from support.checkpoints.eagle3_checkpoints import BLOCK, VARIANTS, random_tensors, sglang, speculators, write
+from support.checkpoints.tiny import TINY_VOCAB, transformers_model
+from support.engines.steps import settings
+from support.oracles.oracle_dflash import gumbel
+from support.oracles.oracle_eagle3 import Eagle3Oracle, chains
 
 NUM_DRAFTS = 4
 GREEDY = SamplingParams(temperature=0.0, max_tokens=10, ignore_eos=True)

@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 from manta import LLM, SamplingParams, StructuredOutputsParams
 from manta.actors.targets.loading.rank_loader import load_runner
-from schemas import held_by
-from steps import Steps, settings
-from text_pair import make_text_pair
-from thread_ranks import ThreadRank, ThreadRanks
+from support.checkpoints.text_pair import make_text_pair
+from support.engines.steps import Steps, settings
+from support.engines.thread_ranks import ThreadRank, ThreadRanks
+from support.oracles.schemas import held_by
 
 NGRAM = {"method": "ngram", "num_speculative_tokens": 5, "adaptive": False}
 REPEATS = [7, 8, 9, 10] * 6 + [7, 8]

@@ -25,11 +25,11 @@ from manta.drafter.step.request_states import RequestStates
 from manta.drafter.suffix.mixing import SuffixMixer
 from manta.drafter.suffix.proposer import AnswerCache, SuffixProposer
 from manta.drafter.suffix.suffix_automaton import SuffixAutomaton
-from schemas import held_by
-from steps import GREEDY, Steps, settings
-from text_pair import make_text_pair
-from thread_ranks import ThreadRank, ThreadRanks
-from tiny import make_tiny_drafter
+from support.checkpoints.text_pair import make_text_pair
+from support.checkpoints.tiny import make_tiny_drafter
+from support.engines.steps import GREEDY, Steps, settings
+from support.engines.thread_ranks import ThreadRank, ThreadRanks
+from support.oracles.schemas import held_by
 
 CACHED = "suffix_decoding_max_cached_requests"
 TEXTS = st.lists(st.integers(0, 2), max_size=60) | st.lists(st.integers(0, 5), max_size=60)

@@ -14,7 +14,7 @@ from manta.drafter.step.cpu_numba.step_ops import LOOPS
 from manta.drafter.step.inputs.gumbel_noise import GREATEST_NEGATIVE, negative_gumbel, noise_keys
 from manta.drafter.step.inputs.sampling_metadata import SamplingMetadata
 from manta.drafter.step.sampling.step_ops import DEFINITION, StepOperators
-from oracle_dflash import gumbel
+from support.oracles.oracle_dflash import gumbel
 
 BOTH = {"definition": DEFINITION, "loops": LOOPS}
 SEEDS, POSITIONS = [11, -(2**40) - 3, 2**62, 5, 0, 77], [9, 10, 1_000_000, 0, 4, 5]

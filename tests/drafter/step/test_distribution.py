@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from manta import LLM, SamplingParams
-from tiny import make_tiny_drafter, make_tiny_target
+from support.checkpoints.tiny import make_tiny_drafter, make_tiny_target
 
 VOCAB = 24
 PROMPT = [3, 14, 15, 9, 2, 6, 5]

@@ -12,7 +12,7 @@ import pytest
 import torch
 from manta import LLM, SamplingParams
 from manta.actors.engine.output_logprobs import PositionLogprobs
-from tiny import TINY_VOCAB, make_tiny_drafter, make_tiny_target
+from support.checkpoints.tiny import TINY_VOCAB, make_tiny_drafter, make_tiny_target
 
 KNOBS = {
     "greedy": SamplingParams(temperature=0.0, logprobs=3, prompt_logprobs=2),

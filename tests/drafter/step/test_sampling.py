@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 
 import numpy as np
-import oracle_dflash as oracle
 import pytest
 import torch
 from manta.drafter.step.cpu_numba.step_ops import LOOPS
@@ -20,6 +19,7 @@ from manta.drafter.step.inputs.sampling_metadata import SamplingMetadata
 from manta.drafter.step.sampling.sampler import sample_rows, sample_with_margins
 from manta.drafter.step.sampling.step_ops import DEFINITION, StepOperators
 from manta.drafter.step.sampling.top_k_top_p import filter_logits
+from support.oracles import oracle_dflash as oracle
 
 
 def batch(

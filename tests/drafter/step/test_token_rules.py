@@ -19,8 +19,8 @@ from manta.cluster.step.executor import ExecutorInfo
 from manta.cluster.step.limits import SchedulerConfig, check_request
 from manta.drafter.step.inputs.logits_processors import apply_rules
 from manta.drafter.step.sampling.logits_processor_states import RuleStates
-from oracle_rules import generate, ruled
-from tiny import TINY_VOCAB, make_tiny_drafter, make_tiny_target
+from support.checkpoints.tiny import TINY_VOCAB, make_tiny_drafter, make_tiny_target
+from support.oracles.oracle_rules import generate, ruled
 
 NUM_TOKENS = 24
 RULES = {

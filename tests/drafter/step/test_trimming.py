@@ -22,10 +22,10 @@ from manta.drafter.step.cpu_numba.step_ops import LOOPS
 from manta.drafter.step.inputs.proposals import Proposals
 from manta.drafter.step.sampling.step_ops import DEFINITION
 from manta.drafter.step.sampling.verification import take_out
-from split_pair import Pair
-from steps import GREEDY, Steps, open_runner, settings
-from thread_ranks import ThreadRank, ThreadRanks
-from tiny import TINY_VOCAB, make_tiny_drafter
+from support.checkpoints.tiny import TINY_VOCAB, make_tiny_drafter
+from support.engines.split_pair import Pair
+from support.engines.steps import GREEDY, Steps, open_runner, settings
+from support.engines.thread_ranks import ThreadRank, ThreadRanks
 
 PROMPTS = [np.random.default_rng(5).integers(1, TINY_VOCAB - 1, n).tolist() for n in (30, 3, 17)]
 NARROW = replace(GREEDY, temperature=1.0, top_k=4, seed=9)

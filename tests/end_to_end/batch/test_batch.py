@@ -27,8 +27,8 @@ from manta.jobs.batch.job import check_answered, run_batch
 from manta.jobs.batch.options import BatchOptions
 from manta.jobs.batch.report import Report
 from ray.util.placement_group import placement_group, remove_placement_group
-from small_ray import small_ray
-from text_pair import NOT_A_NUMBER, make_pair_with_nan, make_text_pair
+from support.checkpoints.text_pair import NOT_A_NUMBER, make_pair_with_nan, make_text_pair
+from support.engines.small_ray import small_ray
 
 pytestmark = pytest.mark.usefixtures("own_cores")
 

@@ -21,9 +21,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import chaos_job
 import pytest
-from chaos_job import ChaosJob, write_rows
 from manta import LLM
 from manta.actors.batch.dataset.row_requests import row_seed
 from manta.actors.batch.dataset.source import read_results
@@ -32,7 +30,9 @@ from manta.cluster.request.request import SamplingParams
 from manta.jobs.batch import engine_pool
 from manta.jobs.batch.job import run_batch
 from ray import cloudpickle
-from text_pair import make_text_pair
+from support.checkpoints.text_pair import make_text_pair
+from support.jobs import chaos_job
+from support.jobs.chaos_job import ChaosJob, write_rows
 
 cloudpickle.register_pickle_by_value(chaos_job)  # engines do not find tests
 POINTS = int(os.environ.get("MANTA_CHAOS_POINTS", "1"))

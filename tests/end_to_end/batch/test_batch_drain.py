@@ -10,16 +10,16 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-import chaos_job
 import pytest
 import ray
-from chaos_job import ChaosJob, write_rows
 from manta.actors.batch.dataset.source import read_results
 from ray import cloudpickle
 from ray._private import worker as ray_worker
 from ray.cluster_utils import Cluster
 from ray.core.generated import autoscaler_pb2
-from text_pair import make_text_pair
+from support.checkpoints.text_pair import make_text_pair
+from support.jobs import chaos_job
+from support.jobs.chaos_job import ChaosJob, write_rows
 
 cloudpickle.register_pickle_by_value(chaos_job)  # engines do not find tests
 

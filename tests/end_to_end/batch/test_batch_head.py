@@ -11,8 +11,8 @@ import pyarrow as pa
 import pytest
 from manta import LLM, SamplingParams
 from manta.actors.batch.dataset.row_requests import row_seed
-from served import Served, wait_for
-from text_pair import make_text_pair
+from support.checkpoints.text_pair import make_text_pair
+from support.servers.served import Served, wait_for
 
 NUM_LINES, MAX_TOKENS = 300, 48
 ENGINE = {"dtype": "float32", "device": "cpu", "max_num_seqs": 4, "max_model_len": 256, "num_threads": 1}

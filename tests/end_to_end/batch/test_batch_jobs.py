@@ -11,10 +11,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import chaos_job
 import pyarrow.parquet as pq
 import pytest
-from chaos_job import ChaosJob, write_rows
 from manta.actors.batch.dataset.source import read_results
 from manta.actors.batch.row_stats import RowStats
 from manta.cluster.batch import engine_pool_size as pool_size
@@ -23,7 +21,9 @@ from manta.cluster.errors import ConfigError, DatasetError
 from manta.jobs.batch.job import TimeUp, run_batch
 from manta.jobs.batch.options import BatchOptions
 from ray import cloudpickle
-from text_pair import make_text_pair
+from support.checkpoints.text_pair import make_text_pair
+from support.jobs import chaos_job
+from support.jobs.chaos_job import ChaosJob, write_rows
 
 cloudpickle.register_pickle_by_value(chaos_job)  # engines do not find tests
 

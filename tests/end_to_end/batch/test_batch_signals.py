@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 from manta.actors.batch.dataset.source import read_results
-from text_pair import make_text_pair
+from support.checkpoints.text_pair import make_text_pair
 
 NUM_ROWS = 3000
 WAIT_S = 90.0

@@ -12,7 +12,7 @@ from benchmarks.batch import BatchBenchOptions, run_batch_bench
 from benchmarks.soak_batch import ENGINE_BYTES, check_rows, run_soak
 from manta.cluster.config import EngineConfig
 from manta.cluster.errors import ConfigError, MantaError
-from text_pair import make_text_pair
+from support.checkpoints.text_pair import make_text_pair
 
 
 @pytest.fixture(scope="module")

@@ -24,8 +24,8 @@ from manta.cluster.errors import ConfigError, PlacementError, RequestError
 from manta.data import MantaEngineProcessorConfig, build_processor
 from manta.jobs.batch.processor import EngineGroups, plan_engines
 from ray.util import placement_group_table
-from small_ray import small_ray
-from text_pair import make_text_pair
+from support.checkpoints.text_pair import make_text_pair
+from support.engines.small_ray import small_ray
 
 ENGINE = {"dtype": "float32", "device": "cpu", "max_num_seqs": 8, "max_model_len": 256, "num_pages": 256}
 ROWS = [{"id": f"r{i}", "question": f"row {i}", "length": 4 + i % 5} for i in range(24)]

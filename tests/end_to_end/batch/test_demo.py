@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from manta.jobs.demo import ChatAnswer, DemoOptions, compare_modes, print_result
-from text_pair import make_text_pair
+from support.checkpoints.text_pair import make_text_pair
 
 
 def test_both_modes_alternate_and_are_shown_in_one_table(

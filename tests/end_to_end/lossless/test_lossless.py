@@ -20,14 +20,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from eagle3_checkpoints import speculators, write
-from families import FAMILIES, GPT_OSS_YARN
 from manta import LLM, SamplingParams
 from manta.actors.targets.families import read_model
 from manta.drafter.compute.cpu_numba.cpu_features import bf16_instructions
-from random_policy import RandomPolicy
-from sampling_cases import KNOBS, WHOLE, params_of, prompts, tokens_of
-from tiny import make_tiny_drafter, make_tiny_target, transformers_model
+from support.checkpoints.eagle3_checkpoints import speculators, write
+from support.checkpoints.families import FAMILIES, GPT_OSS_YARN
+from support.checkpoints.tiny import make_tiny_drafter, make_tiny_target, transformers_model
+from support.engines.random_policy import RandomPolicy
+from support.oracles.sampling_cases import KNOBS, WHOLE, params_of, prompts, tokens_of
 
 ENGINES = {
     "as shipped": {},

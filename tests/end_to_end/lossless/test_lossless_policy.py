@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from manta import LLM, SamplingParams
-from random_policy import RandomPolicy
+from support.engines.random_policy import RandomPolicy
 
 PROMPTS = [{"prompt_token_ids": [1 + i, 5, 9, *range(20, 20 + 3 * i)]} for i in range(6)]
 PARAMS = [

@@ -7,12 +7,12 @@ import time
 from pathlib import Path
 
 import pytest
-from devices import ON_GPU
-from families import FAMILIES
 from manta import LLM
 from manta.actors.targets.families import read_model
-from sampling_cases import params_of, prompts, tokens_of
-from tiny import make_tiny_drafter, make_tiny_target
+from support.checkpoints.families import FAMILIES
+from support.checkpoints.tiny import make_tiny_drafter, make_tiny_target
+from support.engines.devices import ON_GPU
+from support.oracles.sampling_cases import params_of, prompts, tokens_of
 
 pytestmark = pytest.mark.xdist_group("servers")
 KNOBS = ("greedy", "warm", "all", "rules")
@@ -84,7 +84,7 @@ def test_the_topology_changes_no_token(
 def test_kernels_of_two_ranks_change_no_token(ray_session: None, tiny_qwen3: Path, tmp_path: Path) -> None:
     """Logits stay sharded until the target's token, and the candidates for a draft, are chosen."""
     pytest.importorskip("triton")
-    from device_engines import generate
+    from support.engines.device_engines import generate
 
     expected, _ = generate(tiny_qwen3, None, "torch")
     drafter = make_tiny_drafter(tmp_path, second=True)

@@ -13,7 +13,7 @@ from manta.actors.tokenization.tokenizer import Tokenizer
 from manta.drafter.compute.batch_invariance import rows_are_invariant
 from manta.drafter.compute.cpu_numba.backend import NumbaBackend
 from manta.drafter.compute.cpu_numba.cpu_features import bf16_instructions
-from paths import DATA, MODELS
+from support.paths import DATA, MODELS
 
 NUM_TOKENS = 48
 

@@ -19,7 +19,7 @@ from manta.jobs.serve import server as serving
 from manta.jobs.serve.server import ServeOptions, start_server
 from ray import serve
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
-from text_pair import make_text_pair
+from support.checkpoints.text_pair import make_text_pair
 
 
 @pytest.fixture(scope="module")

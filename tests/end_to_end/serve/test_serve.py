@@ -23,10 +23,10 @@ from manta.actors.system.host_resources import free_port
 from manta.cluster.errors import CheckpointError, ConfigError
 from manta.jobs.cli import app
 from manta.jobs.serve.server import ServeOptions, Server, start_server
-from paths import ROOT
 from prometheus_client.parser import text_string_to_metric_families
 from ray.serve.schema import ServeDeploySchema
-from text_pair import make_text_pair
+from support.checkpoints.text_pair import make_text_pair
+from support.paths import ROOT
 from typer.testing import CliRunner
 
 BODY: dict[str, Any] = {

@@ -15,8 +15,8 @@ import httpx
 import openai
 import pytest
 from benchmarks.soak_serve import complaints, overload, overload_complaints, run_soak
-from served import Served, wait_for
-from text_pair import make_text_pair
+from support.checkpoints.text_pair import make_text_pair
+from support.servers.served import Served, wait_for
 from trials.serving_chaos import CONTROLLER, REPLICA, WORKER, Setup, Trial
 from trials.serving_load import Load
 

@@ -14,10 +14,10 @@ from typing import Any
 
 import httpx
 import pytest
-from deployed import REPLICA, Cluster, deployed, until
 from manta.actors.replica import build_app
 from manta.cluster.errors import ConfigError
-from text_pair import make_text_pair
+from support.checkpoints.text_pair import make_text_pair
+from support.servers.deployed import REPLICA, Cluster, deployed, until
 
 NUM_STREAMS = 16
 

@@ -9,7 +9,7 @@ import pytest
 from manta.actors.http.config.settings import split_models
 from manta.cluster.errors import CheckpointError
 from manta.jobs.serve.preloaded_imports import check_models
-from paths import ROOT
+from support.paths import ROOT
 
 PAIR = {
     "model": str(ROOT / "models/target"),

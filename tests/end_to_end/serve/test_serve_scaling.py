@@ -17,7 +17,7 @@ from manta.cluster.errors import ConfigError
 from manta.cluster.fleet.autoscaling import ScalingRules
 from manta.cluster.metrics.fleet_metrics import SCALING_CATALOGUE
 from prometheus_client.parser import text_string_to_metric_families
-from text_pair import make_text_pair
+from support.checkpoints.text_pair import make_text_pair
 
 
 @pytest.mark.slow

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import pytest
 from manta.actors.system.host_resources import free_port
-from text_pair import make_text_pair
+from support.checkpoints.text_pair import make_text_pair
 
 WAIT_S = 120.0
 

@@ -7,8 +7,8 @@ import signal
 from pathlib import Path
 
 import pytest
-from served import Served, wait_for
-from text_pair import make_text_pair
+from support.checkpoints.text_pair import make_text_pair
+from support.servers.served import Served, wait_for
 from trials.serving_load import Load
 
 

@@ -15,9 +15,9 @@ from benchmarks.process_clocks import ROLES, SERVER_MODULE, read_role_clocks, ro
 from benchmarks.serve_tax import ServeTaxOptions, run_serve_tax
 from manta.cluster.config import EngineConfig
 from manta.cluster.errors import ConfigError
-from paths import TESTS
-from served import wait_for
-from text_pair import make_text_pair
+from support.checkpoints.text_pair import make_text_pair
+from support.paths import TESTS
+from support.servers.served import wait_for
 
 
 @pytest.fixture(scope="module")

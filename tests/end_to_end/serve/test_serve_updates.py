@@ -7,7 +7,7 @@ import signal
 from collections.abc import Iterator
 
 import pytest
-from deployed import REPLICA, Cluster, deployed, until
+from support.servers.deployed import REPLICA, Cluster, deployed, until
 
 
 @pytest.fixture(scope="module")

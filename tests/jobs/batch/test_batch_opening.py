@@ -17,7 +17,7 @@ from manta.cluster.errors import ConfigError
 from manta.jobs.batch.messages import EngineSetup
 from manta.jobs.batch.options import BatchOptions
 from manta.jobs.batch.startup import LARGEST_SHARD, LEASE_BYTES, Startup, rows_per_shard, sampled
-from text_pair import make_text_pair
+from support.checkpoints.text_pair import make_text_pair
 
 
 @pytest.fixture(scope="module")

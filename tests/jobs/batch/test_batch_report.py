@@ -15,7 +15,6 @@ from xml.etree import ElementTree
 
 import pyarrow as pa
 import pytest
-from browser import CUT_OFF, Browser, real_browser
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from manta.actors.batch.dataset.row_reader import Row
@@ -40,6 +39,7 @@ from manta.cluster.speculation.acceptance_length import acceptance_by_position
 from manta.jobs.batch.report import Report, Sample, make_report
 from manta.jobs.batch.report_html import pictures, rates, report_page
 from manta.jobs.charts.plots import plotted
+from support.servers.browser import CUT_OFF, Browser, real_browser
 
 HOSTILE = """<script>document.title="owned"</script>'"><img src=x onerror=alert(1)>&amp;"""
 

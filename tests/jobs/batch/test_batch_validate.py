@@ -13,7 +13,7 @@ from manta.actors.batch.dataset.source import open_source
 from manta.cluster.config import EngineConfig
 from manta.cluster.errors import CheckpointError, DatasetError
 from manta.jobs.batch.preflight import DRY_RUN_ROWS, histogram, preflight, print_dry_run, print_validation
-from text_pair import make_text_pair
+from support.checkpoints.text_pair import make_text_pair
 
 LINES = RowSchema(lines=True)
 

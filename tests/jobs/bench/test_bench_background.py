@@ -17,7 +17,7 @@ from manta.cluster.errors import ConfigError, MantaError
 from manta.jobs.bench.common.engine_passes import PromptRow
 from manta.jobs.bench.load.request_source import RequestSource
 from manta.jobs.common.http_client import ServerClient
-from text_pair import LiveServer, make_text_pair
+from support.checkpoints.text_pair import LiveServer, make_text_pair
 
 
 def test_client_counts_equal_server_counts_and_every_failure_has_a_kind(tmp_path: Path) -> None:

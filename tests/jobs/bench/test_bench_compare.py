@@ -21,7 +21,7 @@ from benchmarks.contenders import HuggingFaceGenerate, TransformersTarget
 from manta.actors.http.config.settings import ServerSettings
 from manta.cluster.config import EngineConfig
 from manta.cluster.errors import ConfigError, DatasetError
-from text_pair import LiveServer
+from support.checkpoints.text_pair import LiveServer
 
 PROMPTS = [[5, 9, 200], [7], [31, 8, 12, 99, 140, 3]]
 

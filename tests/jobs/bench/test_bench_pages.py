@@ -9,7 +9,6 @@ from typing import Any
 from xml.etree import ElementTree
 
 import pytest
-from browser import CUT_OFF, real_browser
 from manta.cluster.errors import DatasetError
 from manta.jobs.bench.common.engine_passes import read_rows
 from manta.jobs.bench.load.pareto import sweep_pictures
@@ -17,6 +16,7 @@ from manta.jobs.bench.load.speed_bench import prepare_speed_bench
 from manta.jobs.charts.plots import plotted, write_svgs
 from manta.jobs.charts.report_page import Card, Tile, picture_card, render_page
 from manta.jobs.cli import main
+from support.servers.browser import CUT_OFF, real_browser
 
 HOSTILE = """<script>document.title="owned"</script>'"><img src=x onerror=alert(1)>&amp;"""
 

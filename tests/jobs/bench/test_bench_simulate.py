@@ -15,7 +15,7 @@ from manta.cluster.hardware.gpu_specs import find_gpu
 from manta.cluster.step.dummy_steps import dummy_step
 from manta.jobs.simulate.methods import Method
 from manta.jobs.simulate.node_engines import DraftAssumptions, Workload, node_engines, read_shapes
-from paths import ROOT
+from support.paths import ROOT
 
 PAIR = ROOT / "docs/benchmarks/qwen3-8b"
 PAIR_FLAGS = ["-m", str(PAIR / "target"), "--drafter", str(PAIR / "drafter")]

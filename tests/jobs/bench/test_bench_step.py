@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from absent import NEITHER_RAY_NOR_HTTP, run_without
 from manta.actors.targets.runners.cpu_runner import CpuModelRunner
 from manta.cluster.errors import CheckpointError, ConfigError
 from manta.cluster.step.scheduler_output import SchedulerOutput, StepResult, StepTimings
@@ -20,6 +19,7 @@ from manta.jobs.bench.common.options import StepOptions, parse_rates
 from manta.jobs.bench.common.random_weights import QWEN3_8B, PairShape, z_lab_drafter
 from manta.jobs.bench.step_cost import TURN_STEPS, WARM_UP_STEPS, Memory, bench_step
 from manta.jobs.cli import main
+from support.jobs.absent import NEITHER_RAY_NOR_HTTP, run_without
 
 RATES = "20,0.5"
 

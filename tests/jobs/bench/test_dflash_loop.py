@@ -5,16 +5,16 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-import drafter_checkpoints as checkpoints
 import pytest
 import torch
 from benchmarks.contenders import TransformersTarget
 from benchmarks.dflash_loop import LoopDrafter, dflash_loop
-from drafter_checkpoints import HIDDEN, TARGET_LAYERS, VARIANTS, VOCAB
 from manta.actors.tokenization.tokenizer import Tokenizer
 from manta.cluster.errors import ConfigError
-from oracle_dflash import Oracle, decode
 from safetensors.torch import load_file
+from support.checkpoints import drafter_checkpoints as checkpoints
+from support.checkpoints.drafter_checkpoints import HIDDEN, TARGET_LAYERS, VARIANTS, VOCAB
+from support.oracles.oracle_dflash import Oracle, decode
 from transformers import DynamicCache, PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
 PROMPT = [7, 21, 3, 90, 44, 5, 18]

@@ -21,7 +21,7 @@ from benchmarks.process_tree import TreeWatch
 from manta.actors.system.host_resources import ControlGroup
 from manta.cluster.errors import ConfigError
 from manta.jobs.bench.common.idle_check import IDLE_SHARE, Idleness, Watch, print_warning
-from paths import TESTS
+from support.paths import TESTS
 
 pytestmark = pytest.mark.quiet
 

@@ -15,9 +15,9 @@ from manta.actors.tokenization.tokenizer import Tokenizer
 from manta.cluster.errors import CheckpointError, ConfigError
 from manta.drafter.compute.checkpoint.safetensors_reader import TensorFolder
 from manta.drafter.step.inputs.proposals import Proposals
-from paths import MODELS
 from safetensors.torch import load_file, save_file
-from steps import Steps, open_runner
+from support.engines.steps import Steps, open_runner
+from support.paths import MODELS
 
 WIDTHS = {
     "four times as wide, larger groups of queries": Width(256, 160, 12, 3),

@@ -19,7 +19,7 @@ from manta.jobs.drafters.train.adapt_data import AdaptRunKey, prepare_text, read
 from manta.jobs.drafters.train.adapt_run import GateLengths, judge
 from manta.jobs.training.loop.training_loop import Length
 from manta.jobs.training.train_drafter import Trained, train
-from text_pair import VOCAB
+from support.checkpoints.text_pair import VOCAB
 from typer.testing import CliRunner
 
 

@@ -12,13 +12,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from broken_pairs import BROKEN, DRAFTER, TARGET, Broken, copied, tensors
-from drafter_checkpoints import VARIANTS, random_tensors
-from drafter_checkpoints import write as write_checkpoint
-from eagle3_checkpoints import VARIANTS as EAGLE3
-from eagle3_checkpoints import sglang
-from eagle3_checkpoints import write as write_eagle3
-from hub_standin import REVISION, hub_with_model
 from manta.cluster.errors import ConfigError
 from manta.drafter.compute.checkpoint.safetensors_reader import TensorFolder
 from manta.drafter.dflash.checkpoint import named_as_ours
@@ -31,8 +24,15 @@ from manta.jobs.drafters.common.format_conversion import convert_drafter
 from manta.jobs.drafters.drafter_summary import find_drafters, summarize_drafter
 from manta.jobs.drafters.validate.card_check import compare_answers
 from manta.jobs.drafters.validate.validate_pair import validate_pair
-from paths import DATA
-from tiny import TINY_VOCAB
+from support.checkpoints.broken_pairs import BROKEN, DRAFTER, TARGET, Broken, copied, tensors
+from support.checkpoints.drafter_checkpoints import VARIANTS, random_tensors
+from support.checkpoints.drafter_checkpoints import write as write_checkpoint
+from support.checkpoints.eagle3_checkpoints import VARIANTS as EAGLE3
+from support.checkpoints.eagle3_checkpoints import sglang
+from support.checkpoints.eagle3_checkpoints import write as write_eagle3
+from support.checkpoints.tiny import TINY_VOCAB
+from support.paths import DATA
+from support.published.hub_standin import REVISION, hub_with_model
 from typer.testing import CliRunner
 
 
@@ -149,7 +149,7 @@ def test_list_finds_drafters_and_skips_targets(tmp_path: Path):
 
 @pytest.fixture(scope="module")
 def target_of_variants(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    from drafter_checkpoints import HIDDEN, TARGET_LAYERS, VOCAB
+    from support.checkpoints.drafter_checkpoints import HIDDEN, TARGET_LAYERS, VOCAB
 
     raw = json.loads((TARGET / "config.json").read_text())
     sizes = {

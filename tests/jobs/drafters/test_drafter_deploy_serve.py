@@ -20,7 +20,7 @@ from manta.actors.system.host_resources import free_port
 from manta.jobs.cli import app
 from manta.jobs.serve.ray_environment import ServeEnvironment
 from safetensors.torch import load_file, save_file
-from small_ray import small_ray
+from support.engines.small_ray import small_ray
 from typer.testing import CliRunner
 
 WAIT_S = 240.0

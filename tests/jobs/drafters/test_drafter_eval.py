@@ -29,8 +29,8 @@ from manta.jobs.drafters.evaluate.confidence_intervals import ratio_of_sums, stu
 from manta.jobs.drafters.evaluate.evaluate_drafter import open_suite
 from manta.jobs.drafters.evaluate.evaluation_card import read_card, write_card
 from manta.jobs.drafters.validate.card_check import check_card, compare_acceptance
-from paths import ROOT
-from text_pair import VOCAB
+from support.checkpoints.text_pair import VOCAB
+from support.paths import ROOT
 from typer.testing import CliRunner
 
 

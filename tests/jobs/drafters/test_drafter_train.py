@@ -6,7 +6,6 @@ import json
 import random
 import shutil
 import subprocess
-import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -15,7 +14,6 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
-import training_run
 from manta.actors.capture.records import CapturedRecord, segment_path
 from manta.actors.targets.families import read_model
 from manta.actors.targets.model.model_spec import ModelSpec
@@ -31,11 +29,12 @@ from manta.jobs.training.heads.initialization import facts_of, mask_token
 from manta.jobs.training.loop.training_curves import read_rows
 from manta.jobs.training.loop.training_loop import CURVES, Length
 from manta.jobs.training.train_drafter import train
-from paths import MODELS
 from safetensors.torch import load_file
-from tiny import make_tiny_drafter, make_tiny_target, transformers_model
-from training_run import SETTINGS, run, weights_after_some_steps
-from training_targets import CPU, continuations, small_config, write_target
+from support.checkpoints.tiny import make_tiny_drafter, make_tiny_target, transformers_model
+from support.checkpoints.training_targets import CPU, continuations, small_config, write_target
+from support.jobs import training_run
+from support.jobs.training_run import SETTINGS, run, weights_after_some_steps
+from support.paths import MODELS, module_command
 
 NUM_STEPS = 8
 
@@ -65,7 +64,7 @@ def uninterrupted(target: Path, tmp_path_factory: pytest.TempPathFactory) -> Pat
 
 
 def start(*arguments: object) -> subprocess.Popen[str]:
-    command = [sys.executable, training_run.__file__, *map(str, arguments)]
+    command = module_command("support.jobs.training_run", [*map(str, arguments)])
     return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
 
 

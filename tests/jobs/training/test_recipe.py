@@ -33,11 +33,11 @@ from manta.models.recipe.together import TogetherSettings, train_together
 from manta.models.recipe.tokenizer import CHAT_TEMPLATE
 from manta.models.recipe.tokens import TokenStore, WindowReader, corpus_sequences, encode_documents
 from minijinja import Environment
-from paths import MODELS
-from tiny import tiny_training_config
+from support.checkpoints.tiny import tiny_training_config
+from support.checkpoints.training_targets import continuations, random_target, small_config
+from support.paths import MODELS
 from tokenizers import Tokenizer
 from torch.nn import functional as F
-from training_targets import continuations, random_target, small_config
 from transformers import Qwen3ForCausalLM
 
 MASK_ID = 63

@@ -31,8 +31,8 @@ from manta.jobs.training.loop.training_loop import (
     load_snapshot,
     save_snapshot,
 )
+from support.checkpoints.training_targets import CPU, continuations, random_target, small_config, write_target
 from torch.nn import functional as F
-from training_targets import CPU, continuations, random_target, small_config, write_target
 
 CONFIG = small_config()
 

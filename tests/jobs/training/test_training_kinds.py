@@ -7,9 +7,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from drafter_checkpoints import HIDDEN, TARGET_LAYERS, VOCAB
-from drafter_requests import FACTS, Requests, random_taps
-from eagle3_checkpoints import BLOCK
 from manta.actors.targets.families import read_model
 from manta.drafter.card import min_card_length
 from manta.drafter.compute.layers.linear import Linear
@@ -43,11 +40,14 @@ from manta.models.recipe.eagle3 import (
     make_head,
     new_eagle_head,
 )
-from oracle_eagle3 import Eagle3Oracle
 from safetensors.torch import load_file
-from tiny import make_tiny_target
+from support.checkpoints.drafter_checkpoints import HIDDEN, TARGET_LAYERS, VOCAB
+from support.checkpoints.eagle3_checkpoints import BLOCK
+from support.checkpoints.tiny import make_tiny_target
+from support.checkpoints.training_targets import CPU, continuations, small_config, write_target
+from support.oracles.drafter_requests import FACTS, Requests, random_taps
+from support.oracles.oracle_eagle3 import Eagle3Oracle
 from torch.nn import functional as F
-from training_targets import CPU, continuations, small_config, write_target
 
 MASK_ID, FULL = 63, DraftLayer(causal=False, window=None)
 SECOND = DrafterSettings(

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from probed_server import ProbedServer
+from support.servers.probed_server import ProbedServer
 from trials.abuse import MODEL, refuse_nonsense, suffer
 from trials.abuse_clients import be_silent, leave, read_slowly
 from trials.abuse_hostile import HOSTILE, KEYS, run_hostile

@@ -24,9 +24,9 @@ from manta.actors.tokenization.tokenizer import Tokenizer
 from manta.cluster.config import EngineConfig
 from manta.cluster.request.logprobs import TokenLogprobs
 from manta.cluster.request.request import SamplingParams
-from probed_server import make_executor
 from pydantic import TypeAdapter
-from text_pair import LiveServer
+from support.checkpoints.text_pair import LiveServer
+from support.servers.probed_server import make_executor
 from trials.abuse import MODEL
 
 TEXT, CHAT = "/v1/completions", "/v1/chat/completions"

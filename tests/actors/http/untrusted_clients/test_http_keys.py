@@ -13,7 +13,7 @@ from manta.actors.replica import build_app
 from manta.cluster.config import EngineConfig
 from manta.cluster.errors import ConfigError
 from manta.jobs.serve.preflight import warning_of_exposure
-from text_pair import LiveServer, make_text_pair
+from support.checkpoints.text_pair import LiveServer, make_text_pair
 
 COMPLETIONS = "/v1/completions"
 

@@ -25,7 +25,7 @@ from manta.actors.tokenization.tokenizer import Tokenizer
 from manta.cluster.config import EngineConfig
 from pydantic import BaseModel, field_validator
 from starlette.exceptions import HTTPException
-from text_pair import LiveServer, make_text_pair
+from support.checkpoints.text_pair import LiveServer, make_text_pair
 
 CODE = Path(__file__).read_text(encoding="utf-8")
 LARGE = (CODE * (20_000_000 // len(CODE) + 1))[:20_000_000]

@@ -32,7 +32,7 @@ from manta.cluster.errors import DrainingError, RequestError, brief
 from manta.cluster.request.request import SamplingParams
 from starlette.exceptions import HTTPException
 from starlette.types import Message
-from text_pair import LiveServer, make_text_pair
+from support.checkpoints.text_pair import LiveServer, make_text_pair
 
 NAME = "tiny"
 GREEDY: dict[str, Any] = {"model": NAME, "temperature": 0, "max_tokens": 8}

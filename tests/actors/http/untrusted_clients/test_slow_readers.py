@@ -10,9 +10,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import httpx
-import probed_server
 import pytest
-from gateway_stand import GatewayStand
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from manta.actors.engine.output_logprobs import OutputLogprobs
@@ -25,8 +23,10 @@ from manta.cluster.config import EngineConfig
 from manta.cluster.request.logprobs import TokenLogprobs
 from manta.cluster.request.request import SamplingParams
 from manta.cluster.step.step_outcome import SequenceUpdate
-from probed_server import ProbedServer, make_executor, shrink_send_buffer
-from text_pair import LiveServer
+from support.checkpoints.text_pair import LiveServer
+from support.servers import probed_server
+from support.servers.gateway_stand import GatewayStand
+from support.servers.probed_server import ProbedServer, make_executor, shrink_send_buffer
 from trials.abuse import MODEL
 from trials.abuse_readers import STREAMS, Reader, never_read
 

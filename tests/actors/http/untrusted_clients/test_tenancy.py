@@ -12,7 +12,6 @@ from typing import Any
 
 import httpx
 import pytest
-from gateway_stand import GatewayStand
 from manta.actors.gateway.app import create_gateway
 from manta.actors.gateway.replica_set import Fleet, ServedModel
 from manta.actors.http.app import create_app
@@ -27,8 +26,9 @@ from manta.actors.http.middleware.api_keys import (
 from manta.cluster.config import EngineConfig
 from manta.cluster.errors import ConfigError
 from manta.cluster.request.caller import Caller, domain_of, owner_of
-from simulated_server import simulated
-from text_pair import LiveServer, make_text_pair
+from support.checkpoints.text_pair import LiveServer, make_text_pair
+from support.servers.gateway_stand import GatewayStand
+from support.servers.simulated_server import simulated
 
 ALICE, BOB, PROXY, ROOT = "alice-key", "bob-key", "proxy-key", "root-key"
 KEYS = (ALICE, f"{BOB} acme", f"{PROXY} *")

@@ -32,7 +32,7 @@ from manta.cluster.errors import (
     brief_url,
 )
 from manta.jobs.batch.options import BatchOptions
-from text_pair import LiveServer, make_text_pair
+from support.checkpoints.text_pair import LiveServer, make_text_pair
 
 CORE = "zqMARKqz"
 # It would end a line of a log, forge the next one, and color a terminal.

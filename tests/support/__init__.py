@@ -1,0 +1,1 @@
+"""What tests share, by group; `paths.py` has the folders of this repository."""

@@ -1,0 +1,1 @@
+"""Tiny checkpoints, pairs and tokenizers, made at random or from the shipped pair."""

@@ -1,0 +1,1 @@
+"""Executors, devices, ranks and workloads that drive the engine core in tests."""

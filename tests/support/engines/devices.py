@@ -1,0 +1,54 @@
+"""Where kernel tests run: the environment variable MANTA_TEST_DEVICE.
+
+    interpret   Triton's interpreter on the CPU (the default); its bf16 products are broken, so no bf16
+    cuda        a GPU: every dtype
+
+Imported by `conftest.py` before any kernel is: Triton reads TRITON_INTERPRET when it decorates one.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from importlib.util import find_spec
+from typing import Any
+
+import pytest
+import torch
+
+KIND = os.environ.get("MANTA_TEST_DEVICE", "interpret")
+if KIND == "interpret":
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+    if find_spec("triton"):
+        from support.engines import interpreter
+
+        interpreter.prepare()
+elif KIND == "cuda":
+    os.environ.pop("TRITON_INTERPRET", None)
+    if not torch.cuda.is_available():
+        raise pytest.UsageError("MANTA_TEST_DEVICE=cuda, but PyTorch sees no GPU.")
+else:
+    raise pytest.UsageError(f"MANTA_TEST_DEVICE={KIND!r} is not known. Choose one of: interpret, cuda.")
+
+ON_GPU = KIND == "cuda"
+DEVICE = torch.device("cuda" if ON_GPU else "cpu")
+# Dtypes of 16 bits that products are computed in.
+HALVES = (torch.bfloat16, torch.float16) if ON_GPU else (torch.float16,)
+
+
+# What is called in a launch's place: with a kernel's name, arguments by name and what launches it.
+Watch = Callable[[str, Mapping[str, object], Callable[[], object]], object]
+
+
+def watch_launches(monkeypatch: pytest.MonkeyPatch, watch: Watch) -> None:
+    """Call `watch` in place of every launch."""
+    from triton import JITFunction
+    from triton.runtime.interpreter import GridExecutor
+
+    owner, method = (JITFunction, "run") if ON_GPU else (GridExecutor, "__call__")
+    launch = getattr(owner, method)
+
+    def watched(kernel: Any, *args: object, **kwargs: object) -> object:
+        return watch(kernel.fn.__name__, kwargs, lambda: launch(kernel, *args, **kwargs))
+
+    monkeypatch.setattr(owner, method, watched)

@@ -1,0 +1,70 @@
+"""Tensor-parallel ranks as threads of one process."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import torch
+
+from support.checkpoints.tiny import TINY_VOCAB
+from support.engines.steps import Steps
+
+
+class ThreadRanks:
+    """A rendezvous of threads that act as ranks."""
+
+    def __init__(self, world_size: int) -> None:
+        self.world_size = world_size
+        self._barrier = threading.Barrier(world_size, timeout=60)
+        self._shown: list[torch.Tensor] = [torch.empty(0)] * world_size
+
+    def meet(self, rank: int, tensor: torch.Tensor) -> list[torch.Tensor]:
+        """All ranks' tensors; returns when every rank has read them."""
+        self._shown[rank] = tensor.clone()
+        self._barrier.wait()
+        everybody = [t.clone() for t in self._shown]
+        self._barrier.wait()
+        return everybody
+
+    def run(self, work: Callable[[ThreadRank], object]) -> list:
+        with ThreadPoolExecutor(self.world_size) as pool:
+            return list(pool.map(work, [ThreadRank(self, rank) for rank in range(self.world_size)]))
+
+
+class ThreadRank:
+    """A `Communicator` over `ThreadRanks`."""
+
+    def __init__(self, ranks: ThreadRanks, rank: int) -> None:
+        self._ranks, self.rank = ranks, rank
+        self.world_size = ranks.world_size
+
+    def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.copy_(sum(self._ranks.meet(self.rank, tensor)))
+
+    def all_gather(self, tensor: torch.Tensor, dim: int = -1) -> torch.Tensor:
+        return torch.cat(self._ranks.meet(self.rank, tensor), dim=dim)
+
+    def broadcast(self, tensor: torch.Tensor, source: int = 0) -> torch.Tensor:
+        return tensor.copy_(self._ranks.meet(self.rank, tensor)[source])
+
+
+def tokens_by_steps(runner, prompts: list[list[int]], num_steps: int) -> list[list[int]]:
+    """Greedy tokens of all prompts, prefilled together; with drafts once prompts are done."""
+    steps = Steps(len(prompts), num_groups=len(runner.states.page_tables_GSP))
+    slots = list(range(len(prompts)))
+    admitted = [steps.admit(s, p) for s, p in enumerate(prompts)]
+    result = runner.execute(steps.plan(slots, [0] * len(slots), [len(p) for p in prompts], admitted=admitted))
+    found = [r[r >= 0].tolist() for r in result.token_ids]
+    drafts = 3 if runner.drafts is not None else 0
+    for _ in range(num_steps):
+        computed = [len(p) + len(f) - 1 for p, f in zip(prompts, found, strict=True)]
+        result = runner.execute(steps.plan(slots, computed, [1 + drafts] * len(slots), [drafts] * len(slots)))
+        for known, row in zip(found, result.token_ids, strict=True):
+            known += row[row >= 0].tolist()
+    return found
+
+
+PROMPTS = [np.random.default_rng(5).integers(0, TINY_VOCAB - 1, n).tolist() for n in (30, 3, 17)]

@@ -1,0 +1,1 @@
+"""Batch and training jobs, their outputs, and processes that tests kill."""

@@ -1,0 +1,1 @@
+"""Reference implementations and the cases that are compared with them."""

@@ -1,0 +1,99 @@
+"""Requests fed to a target's decoder in chunks, and transformers' outputs for the same tokens."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import torch
+from manta.actors.targets.families import read_model
+from manta.actors.targets.model.decoder import Decoder
+from manta.actors.targets.model.model_spec import ModelSpec
+from manta.actors.targets.model.tensor_parallel import Sharding, SingleRank
+from manta.actors.targets.model.weights import TargetWeights
+from manta.cluster.step.scheduler_output import SchedulerOutput
+from manta.drafter.compute.backend import PlacedRows
+from manta.drafter.compute.memory.recurrent_state_cache import StateMemory, StateRows
+from manta.drafter.step.request_states import RequestStates
+
+from support.checkpoints.tiny import TINY_VOCAB, transformers_model
+from support.engines.steps import Steps
+
+NUM_SLOTS, MAX_LEN = 4, 128
+TAPS = (2, 0, 3)
+
+
+def weights_of(folder: Path, dtype: torch.dtype = torch.float32) -> TargetWeights:
+    spec = read_model(folder)
+    return TargetWeights(folder, spec, Sharding(spec, 0, 1), dtype, torch.device("cpu"))
+
+
+def load(folder: Path, dtype: torch.dtype = torch.float32) -> Decoder:
+    return Decoder(weights_of(folder, dtype), TAPS, MAX_LEN, SingleRank())
+
+
+def state_memory(spec: ModelSpec) -> StateMemory | None:
+    """Build the decoder in fp32, for one rank."""
+    if spec.states is None:
+        return None
+    return StateMemory(*spec.states, NUM_SLOTS, MAX_LEN, torch.float32, "cpu")
+
+
+class Requests:
+    """Prompts of several lengths, computed in chunks; every row's logits and taps are recorded."""
+
+    def __init__(self, model: Decoder, lengths: list[int]) -> None:
+        steps = Steps(NUM_SLOTS, MAX_LEN)
+        num_pages = NUM_SLOTS * MAX_LEN // steps.page_size
+        random = np.random.default_rng(2)
+        self.tokens = [random.integers(0, TINY_VOCAB, n).tolist() for n in lengths]
+        self.logits: list[list[torch.Tensor]] = [[] for _ in lengths]
+        self.taps: list[list[torch.Tensor]] = [[] for _ in lengths]
+        self._model, self._steps = model, steps
+        self._states = RequestStates(NUM_SLOTS, MAX_LEN, (num_pages,), steps.page_size, "cpu")
+        self._pending = np.zeros(NUM_SLOTS, dtype=np.int64)
+        self._cache = model.new_cache(num_pages, steps.page_size, state_memory(model.spec))
+        self._cache.kv.fill_(100.0)  # reading an unwritten value must show
+        self._admitted = [steps.admit(slot, tokens) for slot, tokens in enumerate(self.tokens)]
+
+    @torch.inference_mode()
+    def compute(self, rows: dict[int, int]) -> None:
+        """One step with a number of further rows of each request. Known tokens take the drafts' places."""
+        slots, counts = list(rows), list(rows.values())
+        computed = [sum(map(len, self.logits[s])) for s in slots]
+        drafts = [n - 1 for n in counts]
+        plan = self._steps.plan(slots, computed, counts, drafts, admitted=self._admitted)
+        self._admitted = []
+        self._states.apply(plan)
+        step = self._laid_out(plan)
+        normed, taps = self._model.forward(step.token_ids_N, step, self._cache)
+        assert taps is not None
+        parts = zip(self._model.logits(normed).split(counts), taps.split(counts), strict=True)
+        for slot, (logits, tapped) in zip(slots, parts, strict=True):
+            self.logits[slot].append(logits)
+            self.taps[slot].append(tapped)
+
+    def _laid_out(self, plan: SchedulerOutput) -> PlacedRows:
+        """All drafts of the last step were accepted."""
+        step = self._states.lay_out_rows(plan)
+        slots, rows, drafts = (x.astype(np.int64) for x in (plan.slots, plan.num_rows, plan.num_drafts))
+        states = StateRows(slots, rows, drafts, self._pending[slots])
+        self._pending[slots] = drafts
+        return replace(step, states=states)
+
+
+@torch.no_grad()
+def oracle(folder: Path, tokens: list[int]) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
+    out = transformers_model(folder)(torch.tensor([tokens]), output_hidden_states=True)
+    return out.logits[0], tuple(h[0] for h in out.hidden_states)
+
+
+SCHEDULE = [{0: 17, 1: 5}, {0: 1, 1: 16, 2: 40}, {2: 1, 0: 16, 1: 1}, {0: 6, 3: 1}, {3: 1, 2: 1}, {3: 15}]
+
+
+def computed(model: Decoder) -> Requests:
+    requests = Requests(model, [40, 22, 42, 17])
+    for rows in SCHEDULE:
+        requests.compute(rows)
+    return requests

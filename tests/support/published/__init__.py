@@ -1,0 +1,1 @@
+"""Published checkpoints by their config files, and the tables in docs/families.md."""

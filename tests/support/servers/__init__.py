@@ -1,0 +1,1 @@
+"""Live servers, replicas, proxies and clients for tests."""

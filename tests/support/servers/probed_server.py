@@ -1,0 +1,233 @@
+"""A server in its own process with a watched event loop: `ProbedServer`; the process is `main`.
+
+The application, the engine and the tokenizer are the real ones; only the executor computes nothing, so that
+what holds the loop is the front's work, and a request of a thousand prompts ends while one waits. Used by
+`abuse.py` and `test_abuse.py`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+import numpy as np
+import uvicorn
+from manta.actors.engine.async_engine import AsyncEngine
+from manta.actors.http.app import create_app
+from manta.actors.http.config.settings import ServerSettings
+from manta.actors.system.event_loop import tune_gc
+from manta.cluster.config import EngineConfig
+from manta.cluster.request.logprobs import RowLogprobs, StepLogprobs
+from manta.cluster.simulation.simulated_executor import LinearCost, SimulatedExecutor
+from manta.cluster.step.executor import Executor, ExecutorInfo
+from manta.cluster.step.scheduler_output import SchedulerOutput, StepResult
+
+from support.engines.passing_executor import PassingExecutor
+from support.paths import module_command
+from support.servers.loop_probe import LoopProbe
+
+STEP_S = 0.004
+MAX_MODEL_LEN = 1 << 17
+VOCAB = 4096  # of the target that ships
+TOP = 20
+
+
+@dataclass(frozen=True)
+class Found:
+    """The server's state. Pauses (ms) are those of its loop since the last call.
+
+    Attributes:
+        held_by: where the loop was blocked, most frequent first.
+        tasks, threads: of its process.
+        rss_bytes: its resident memory, after a collection.
+        running, waiting: requests; `kv_usage` is the share of pages that they hold.
+    """
+
+    pause_ms: float
+    held_by: list[str]
+    tasks: int
+    threads: int
+    rss_bytes: int
+    running: int
+    waiting: int
+    kv_usage: float
+
+    def busy(self, tasks: int | None) -> bool:
+        """Whether there is a request, a page in use, or a task more than a number."""
+        return bool(self.running or self.waiting or self.kv_usage or self.tasks > (tasks or self.tasks))
+
+
+class ProbedServer:
+    """The server, ready for requests at `url`; ended with the context.
+
+    Args:
+        model: folder of a checkpoint with a tokenizer of at most VOCAB tokens.
+        settings: of the front, `ServerSettings`.
+        keeps_little: the system keeps little of what clients do not read.
+        engine: further settings of the engine.
+    """
+
+    def __init__(
+        self,
+        model: Path,
+        settings: dict[str, Any] | None = None,
+        *,
+        keeps_little: bool = False,
+        **engine: Any,
+    ) -> None:
+        given = json.dumps([str(model), settings or {}, engine, keeps_little])
+        self._process = subprocess.Popen(
+            module_command("support.servers.probed_server", [given]),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        self.port = int(self._ask() or 0)
+        self.url = f"http://127.0.0.1:{self.port}"
+
+    def __enter__(self) -> Self:
+        assert self.port, "the server did not start"
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        try:
+            assert self._process.wait(timeout=30) == 0, "the server did not end well"
+        finally:
+            self._process.kill()
+
+    def look(self) -> Found:
+        assert self._process.stdin is not None
+        self._process.stdin.write("\n")
+        self._process.stdin.flush()
+        return Found(**json.loads(self._ask()))
+
+    def rest(self, tasks: int | None = None, timeout_s: float = 30.0) -> Found:
+        """The same once nothing is left of requests, or when that has lasted too long.
+
+        Args:
+            tasks: that there were before.
+        """
+        deadline_s = time.monotonic() + timeout_s
+        while (found := self.look()).busy(tasks) and time.monotonic() < deadline_s:
+            time.sleep(0.05)
+        return found
+
+    def _ask(self) -> str:
+        assert self._process.stdout is not None
+        return self._process.stdout.readline()
+
+
+class WithLogprobs(PassingExecutor):
+    """Log probabilities of a test's answer."""
+
+    def __init__(self, inner: Executor) -> None:
+        super().__init__(inner)
+        self._asking: dict[int, bool] = {}
+        self._plans: list[SchedulerOutput] = []
+
+    def submit(self, plan: SchedulerOutput) -> None:
+        for request in plan.admitted:
+            self._asking[request.slot] = request.sampling.logprobs is not None
+        self._plans.append(plan)
+        super().submit(plan)
+
+    def collect(self) -> StepResult:
+        result, plan = super().collect(), self._plans.pop(0)
+        asking_A = np.flatnonzero([self._asking[slot] for slot in plan.slots.tolist()]).astype(np.int32)
+        if not len(asking_A):
+            return result
+        width = result.token_ids.shape[1]
+        num_rows = len(asking_A) * width
+        rows = RowLogprobs(
+            np.full(num_rows, -1.5, np.float32),
+            np.ones(num_rows, np.int32),
+            np.broadcast_to(np.arange(TOP, dtype=np.int32), (num_rows, TOP)),
+            np.full((num_rows, TOP), -2.5, np.float32),
+        )
+        found = StepLogprobs(asking_A, np.full(len(asking_A), width, np.int32), rows)
+        return StepResult(result.step, result.token_ids, result.num_tokens, result.timings, found)
+
+
+def make_executor(config: EngineConfig) -> Executor:
+    info = ExecutorInfo(
+        num_pages=(config.num_pages or 40_000,),
+        page_size=16,
+        max_model_len=config.max_model_len or MAX_MODEL_LEN,
+        vocab_size=VOCAB,
+        eos_token_ids=(),
+        num_speculative_tokens=0,
+        dtype="float32",
+        device="cpu",
+    )
+    return WithLogprobs(SimulatedExecutor(info, cost=LinearCost(verify_floor_s=STEP_S), spend=time.sleep))
+
+
+def shrink_send_buffer(listener: socket.socket) -> None:
+    """Limit the system's buffers for clients that do not read."""
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 8192)
+
+
+async def serve(
+    model: str, settings: dict[str, Any], engine_settings: dict[str, Any], keeps_little: bool
+) -> None:
+    """Run until stdin ends; each line there is answered with the contents of `Found`."""
+    many = {"max_num_seqs": 256, "max_num_batched_tokens": 1 << 16, "enable_prefix_caching": False}
+    engine = AsyncEngine(EngineConfig.from_dict({"model": model, **many, **engine_settings}), make_executor)
+    await engine.start()
+    app = create_app(engine, ServerSettings(served_model_name="tiny", **settings))
+    server = uvicorn.Server(
+        uvicorn.Config(app, port=0, log_config=None, timeout_graceful_shutdown=2, backlog=2048)
+    )
+    serving = asyncio.create_task(server.serve())
+    while not server.started:
+        await asyncio.sleep(0.01)
+    if keeps_little:
+        shrink_send_buffer(socket.socket(fileno=os.dup(server.servers[0].sockets[0].fileno())))
+    tune_gc()
+    probe = LoopProbe()
+    loop = asyncio.get_running_loop()
+    threading.Thread(target=_answer, args=(loop, engine, probe, server), daemon=True).start()
+    print(server.servers[0].sockets[0].getsockname()[1], flush=True)
+    await serving
+    probe.close()
+    engine.close()
+
+
+def _answer(
+    loop: asyncio.AbstractEventLoop, engine: AsyncEngine, probe: LoopProbe, server: uvicorn.Server
+) -> None:
+    for _ in sys.stdin:
+        found = asyncio.run_coroutine_threadsafe(_found(engine, probe), loop).result()
+        print(json.dumps(found), flush=True)
+    server.should_exit = True
+
+
+async def _found(engine: AsyncEngine, probe: LoopProbe) -> dict[str, Any]:
+    pauses, stats = probe.take(), engine.stats()
+    return {
+        "pause_ms": round(1e3 * pauses.longest_s, 1),
+        "held_by": [f"{count} x {place}" for place, count in pauses.held_by.most_common(3)],
+        "tasks": len(asyncio.all_tasks()),
+        "threads": threading.active_count(),
+        "rss_bytes": int(Path("/proc/self/statm").read_text().split()[1]) * 4096,
+        "running": stats.running,
+        "waiting": stats.waiting,
+        "kv_usage": stats.kv_usage,
+    }
+
+
+if __name__ == "__main__":
+    with suppress(KeyboardInterrupt):
+        asyncio.run(serve(*json.loads(sys.argv[1])))
