@@ -25,6 +25,7 @@ from support.engines.steps import settings
 from support.engines.thread_ranks import PROMPTS, tokens_by_steps
 from support.oracles.decoder_requests import Requests, load, oracle
 from support.oracles.quantized_checkpoints import FORMATS, KINDS, publish
+from support.paths import TESTS
 
 CPU = torch.device("cpu")
 FAMILIES = {
@@ -47,8 +48,8 @@ import torch
 from manta.actors.targets.loading.rank_loader import load_runner
 from manta.actors.workers.comm import process_group as pg
 
-rank, port, support, folder = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], Path(sys.argv[4])
-sys.path.insert(0, support)
+rank, port, tests, folder = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], Path(sys.argv[4])
+sys.path.insert(0, tests)
 from support.engines.steps import settings
 from support.engines.thread_ranks import PROMPTS, tokens_by_steps
 
@@ -136,10 +137,9 @@ def test_outputs_are_the_same_with_and_without_a_quantized_drafter(name: str, tm
 def test_two_processes_over_gloo_give_the_tokens_of_one(saved: dict[str, Path], tmp_path: Path) -> None:
     quantized, plain = publish(saved["qwen3"], tmp_path, "gptq_act_order")
     expected = tokens_by_steps(load_runner(settings(plain, num_pages=80))[0], PROMPTS, 6)
-    support = str(Path(__file__).parents[2] / "support")
 
     def start(rank: int, port: int) -> subprocess.Popen[str]:
-        arguments = [str(rank), str(port), support, str(quantized)]
+        arguments = [str(rank), str(port), str(TESTS), str(quantized)]
         return subprocess.Popen([sys.executable, "-c", WORKER, *arguments], stdout=subprocess.PIPE, text=True)
 
     first = start(0, 0)

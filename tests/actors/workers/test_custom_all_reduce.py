@@ -15,7 +15,7 @@ import pytest
 from manta.jobs.doctor.all_reduce_check import outcome, try_all_reduce
 
 WORKER = """
-import json, logging, sys
+import json, logging, os, sys
 import torch
 import torch.distributed as dist
 from torch.distributed import _symmetric_memory as memory
@@ -112,8 +112,9 @@ for fault, dtype in cases:
     messages, used = [], []
     found = {**run(getattr(torch, dtype)), "used": sorted(set(used)), "messages": list(messages)}
     results.append(found | {"report": report_of_rank(torch.device("cpu"))})
-print(json.dumps(results))
-dist.destroy_process_group()
+print(json.dumps(results), flush=True)
+dist.barrier()  # gloo may abort while it is torn down, most of all if a peer is gone
+os._exit(0)
 """
 
 

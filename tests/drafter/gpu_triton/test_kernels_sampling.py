@@ -84,7 +84,7 @@ class Requests:
             min_p=self.min_p[at].astype(np.float32),
             seed=self.seed[at],
             position=self.positions.astype(np.int64),
-            forbidden=np.array(pairs, dtype=np.int64).T if pairs else None,
+            forbidden_F=torch.tensor(pairs, device=DEVICE).T if pairs else None,
             device=DEVICE,
         )
 

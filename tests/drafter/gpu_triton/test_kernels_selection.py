@@ -93,7 +93,7 @@ class Blocks:
             min_p=per["min_p"][of_X].astype(np.float32),
             seed=seed[of_X],
             position=at_X,
-            forbidden=np.array(early, dtype=np.int64).T if early else None,
+            forbidden_F=torch.tensor(early, device=DEVICE).T if early else None,
             device=DEVICE,
         )
         host = StepRows(

@@ -138,7 +138,7 @@ def test_a_stopping_server_accepts_no_request_and_finishes_streams(
 
     with ThreadPoolExecutor(4) as pool:
         started = [threading.Event() for _ in range(2)]
-        short = pool.submit(stream, served.url, 1, 100, started[0])
+        short = pool.submit(stream, served.url, 1, 24, started[0])
         assert started[0].wait(WAIT_S), "it would wait behind the others"
         # More completions than the engine has slots for.
         long = [pool.submit(stream, served.url, 4, CONTEXT - 96, started[1]) for _ in range(3)]
