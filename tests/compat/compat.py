@@ -144,8 +144,8 @@ def server() -> Iterator[str]:
     if url := os.environ.get("MANTA_COMPAT_URL"):
         yield url
         return
-    sys.path.insert(0, str(HERE.parent / "support"))
-    from served import Served
+    sys.path.insert(0, str(HERE.parent))
+    from support.servers.served import Served
 
     class Keyed(Served):
         def answers(self, timeout_s: float = 5.0) -> bool:
