@@ -286,7 +286,7 @@ class AsyncEngine:
             self.verdicts[verdict] += 1
 
     async def measure_steps(self) -> None:
-        """Measure steps of every draft length before the first request, unless their costs were saved."""
+        """Measure steps of every draft length before the first request."""
         speculation_cache = self._speculation_cache
         assert speculation_cache is not None, "start() the engine first"
         await self._run_between_steps(lambda executor, engine: speculation_cache.measure_steps())

@@ -31,7 +31,7 @@ from ..system.host_resources import cpu_name, owned_cores
 logger = logging.getLogger(__name__)
 
 _WRITE_INTERVAL_S = 300.0
-_MEASURE_S = 1.0  # at most, of a start without saved costs
+_MEASURE_S = 1.0  # at most, of a start
 
 
 class SpeculationCache:
@@ -53,7 +53,7 @@ class SpeculationCache:
         self._set_prior()
 
     def measure_steps(self) -> None:
-        """Measure steps before the first request, unless an earlier process has saved their costs."""
+        """Measure steps before the first request: this machine may be busier than when costs were saved."""
         self._engine.measure_steps(_MEASURE_S)
         self._restore()
 

@@ -292,12 +292,12 @@ class EngineCore:
         self._scheduler.controller.reset()
 
     def measure_steps(self, max_s: float) -> None:
-        """Measure steps of every draft length with a request of its own, unless their costs are known.
+        """Measure steps of every draft length with a request of its own. For an engine without requests.
 
         Args:
-            max_s: seconds after which it ends. For an engine without requests.
+            max_s: seconds after which it ends.
         """
-        if self.costs is None or self.costs.known_at_start:
+        if self.costs is None:
             return
         begin_s, name = self._clock(), "warm-up"
         self._scheduler.controller.begin_warm_up()
