@@ -138,7 +138,7 @@ def _one_id(scope: Scope, send: Send) -> Send:
 
 
 def _replica() -> Any:  # Any: a class that Serve makes of ours.
-    """Return None in a proxy."""
+    """Return the replica of this process; None in a proxy."""
     try:
         return serve.get_replica_context().servable_object
     except RayServeException:

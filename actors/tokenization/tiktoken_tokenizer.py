@@ -189,7 +189,7 @@ def _parsed(file: Path) -> list[ast.AST]:
 
 
 def _text(value: ast.expr) -> str | None:
-    """Return the text of literals, joined by one or not; None for other expressions."""
+    """Return the text of a literal, or of literals joined by `str.join`; None for other expressions."""
     match value:
         case ast.Constant(value=str() as text):
             return text

@@ -143,7 +143,7 @@ class Tokenizer:
         return self._backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
 
     def token_text(self, token_id: int) -> str:
-        """Cached, because log probabilities need twenty of them per position."""
+        """Return the text of a token; it is cached, because log probabilities need twenty per position."""
         text = self._token_texts.get(token_id)
         if text is None:
             text = self._token_texts[token_id] = self.decode([token_id], skip_special_tokens=False)

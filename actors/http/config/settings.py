@@ -277,7 +277,7 @@ class ServerSettings:
 
     @property
     def isolation(self) -> Isolation:
-        """`prefix_cache_isolation` or, if unset, "key" with several keys, else "none"."""
+        """Return `prefix_cache_isolation` or, if unset, "key" with several keys, else "none"."""
         num_keys = len({*self.keys("api_key"), *self.keys("admin_api_key")})
         return self.prefix_cache_isolation or ("key" if num_keys > 1 else "none")
 
