@@ -25,9 +25,10 @@ from .scheme import (
     FLOAT_SCALES,
     WHOLE_ROW,
     GroupSize,
-    Scheme,
     StoredForm,
+    WordScheme,
     columns_in_order,
+    describe_scales,
     require_multiple,
     rows_of_groups,
 )
@@ -37,7 +38,7 @@ _PLACES = (0, 4, 1, 5, 2, 6, 3, 7)  # the nibble of each output of a word
 
 
 @dataclass(frozen=True, slots=True)
-class Awq(Scheme):
+class Awq(WordScheme):
     """AWQ's integers; `group` inputs share a scale (None: all)."""
 
     CODES: ClassVar[str] = "qweight"
@@ -45,16 +46,11 @@ class Awq(Scheme):
     group: int | None
 
     @property
-    def code_dtypes(self) -> tuple[str, ...]:
-        return ("I32",)
-
-    @property
     def dtype(self) -> str:
         return "INT4"
 
     def __str__(self) -> str:
-        groups = "with a scale per channel" if self.group is None else f"in groups of {self.group}"
-        return f"AWQ INT4 {groups}"
+        return f"AWQ INT4 {describe_scales(self.group)}"
 
     def shape(self, stored: TensorHeaders, module: str) -> tuple[int, int]:
         columns, words = (*stored.shapes[f"{module}.qweight"], 1, 1)[:2]

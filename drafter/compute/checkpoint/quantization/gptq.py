@@ -27,9 +27,10 @@ from .scheme import (
     FLOAT_SCALES,
     WHOLE_ROW,
     GroupSize,
-    Scheme,
     StoredForm,
+    WordScheme,
     columns_in_order,
+    describe_scales,
     rows_of_groups,
 )
 
@@ -37,7 +38,7 @@ Bits = Literal[2, 3, 4, 8]
 
 
 @dataclass(frozen=True, slots=True)
-class Gptq(Scheme):
+class Gptq(WordScheme):
     """GPTQ's integers; `group` inputs share a scale (None: all), and `zero_offset` is added to stored zeros.
 
     `act_order`: whether the files must name each input's group.
@@ -51,16 +52,11 @@ class Gptq(Scheme):
     act_order: bool = False
 
     @property
-    def code_dtypes(self) -> tuple[str, ...]:
-        return ("I32",)
-
-    @property
     def dtype(self) -> str:
         return f"INT{self.bits}"
 
     def __str__(self) -> str:
-        groups = "with a scale per channel" if self.group is None else f"in groups of {self.group}"
-        return f"GPTQ INT{self.bits} {groups}" + ", act-order" * self.act_order
+        return f"GPTQ INT{self.bits} {describe_scales(self.group)}" + ", act-order" * self.act_order
 
     def shape(self, stored: TensorHeaders, module: str) -> tuple[int, int]:
         words, rows = (*stored.shapes[f"{module}.qweight"], 1, 1)[:2]

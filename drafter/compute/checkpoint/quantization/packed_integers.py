@@ -21,13 +21,21 @@ from torch import Tensor
 from .....cluster.errors import CheckpointError
 from ..safetensors_reader import TensorFolder, TensorHeaders
 from .bit_packing import WORD_BITS, num_words, unpack, word_range
-from .scheme import FLOAT_SCALES, Scheme, StoredForm, columns_in_order, require_multiple, rows_of_groups
+from .scheme import (
+    FLOAT_SCALES,
+    StoredForm,
+    WordScheme,
+    columns_in_order,
+    describe_scales,
+    require_multiple,
+    rows_of_groups,
+)
 
 _INTEGERS = ("I64", "I32")
 
 
 @dataclass(frozen=True, slots=True)
-class PackedIntegers(Scheme):
+class PackedIntegers(WordScheme):
     """INT4 or INT8 in words; `group` inputs of a row share a scale (None: all), or all if `per_tensor`.
 
     `act_order`: whether inputs name their group.
@@ -42,17 +50,12 @@ class PackedIntegers(Scheme):
     act_order: bool = False
 
     @property
-    def code_dtypes(self) -> tuple[str, ...]:
-        return ("I32",)
-
-    @property
     def dtype(self) -> str:
         return f"INT{self.bits}"
 
     def __str__(self) -> str:
         per = "tensor" if self.per_tensor else "channel"
-        scaled = f"with a scale per {per}" if self.group is None else f"in groups of {self.group}"
-        return f"INT{self.bits} {scaled}" + ", act-order" * self.act_order
+        return f"INT{self.bits} {describe_scales(self.group, per)}" + ", act-order" * self.act_order
 
     def shape(self, stored: TensorHeaders, module: str) -> tuple[int, int]:
         rows, words = (*stored.shapes[f"{module}.{self.CODES}"], 1, 1)[:2]

@@ -68,6 +68,21 @@ class Scheme(ABC):
         return stored.dtypes.get(f"{module}.{self.CODES}") in self.code_dtypes
 
 
+class WordScheme(Scheme):
+    """A scheme whose codes are packed into words of 32 bits."""
+
+    __slots__ = ()
+
+    @property
+    def code_dtypes(self) -> tuple[str, ...]:
+        return ("I32",)
+
+
+def describe_scales(group: int | None, per: str = "channel") -> str:
+    """Return how scales are shared: by `group` inputs, or (None) by a whole channel or tensor."""
+    return f"with a scale per {per}" if group is None else f"in groups of {group}"
+
+
 def check_parts(parts: Mapping[str, StoredForm], stored: TensorHeaders) -> None:
     """Raise CheckpointError unless all tensors are stored with one of their shapes and dtypes."""
     for name, (shapes, dtypes) in parts.items():
