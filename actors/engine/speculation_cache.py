@@ -6,8 +6,8 @@
 
 Read when an engine is made; written when it is closed and every few minutes in between. Stored values are a
 starting point that measurements replace. Those that say drafts do not pay may come from a busy machine or
-from other text: they are ignored, and the engine tries drafts in its first steps. If few drafts were
-observed, the acceptance lengths on the drafter's model card complete them.
+from other text: they are ignored. Each start measures a few steps before the first request. If few drafts
+were observed, the acceptance lengths on the drafter's model card complete them.
 """
 
 from __future__ import annotations

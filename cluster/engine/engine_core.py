@@ -26,7 +26,7 @@ from ..step.scheduler_output import DrafterUse, SchedulerOutput, StepResult
 from ..step.step_outcome import SequenceUpdate
 from .step_watchdog import StepWatchdog
 
-_WARM_UP_TOKENS = 48  # three steps of each draft length, and a block
+_WARM_UP_TOKENS = 48  # a few steps of each draft length: each yields a token at least
 
 __all__ = ["EngineCore", "EngineStats", "SequenceUpdate"]
 
@@ -297,12 +297,11 @@ class EngineCore:
         Args:
             max_s: seconds after which it ends.
         """
-        if self.costs is None:
+        max_tokens = min(_WARM_UP_TOKENS, self._scheduler.config.max_model_len - 1)
+        if self.costs is None or max_tokens < 1:
             return
         begin_s, name = self._clock(), "warm-up"
         self._scheduler.controller.begin_warm_up()
-        config = self._scheduler.config
-        max_tokens = min(_WARM_UP_TOKENS, config.max_model_len - 1)
         params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True, seed=0)
         request = Request(
             request_id=name, prompt_token_ids=(0,), params=params, arrival_s=begin_s, uses_cache=False

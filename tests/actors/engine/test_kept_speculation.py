@@ -131,6 +131,11 @@ def test_a_start_measures_every_draft_length_before_the_first_request(
         assert llm.stats().steps == 0 and llm.stats().generation_tokens == 0 and llm.stats().kv_usage == 0
 
 
+def test_an_engine_whose_context_has_no_room_to_decode_starts(tiny_qwen3: Path, tiny_drafter: Path) -> None:
+    with make((tiny_qwen3, tiny_drafter), max_model_len=1) as llm:
+        assert learned(llm) == (False, False)
+
+
 def test_step_costs_are_saved_between_starts_and_change_no_token(
     tiny_qwen3: Path,
     tiny_drafter: Path,
