@@ -218,8 +218,9 @@ class EngineConfig:
         num_states: number of recurrent states, for targets with such layers. Each running request uses one,
             the others hold prefixes; by default two for each of max_num_seqs, within half of the memory.
         scheduling_policy: which request runs first: "fcfs", or "priority" (Request.priority, lower first).
-        async_scheduling: plan the next step while one is computed; by default on a GPU, which would otherwise
-            idle during host work. A sequence that ends costs one more step.
+        async_scheduling: plan the next step while one is computed; by default on a GPU and with workers in
+            processes of their own (a server's, tensor parallelism), which would otherwise idle during host
+            work. A sequence that ends costs one more step.
         max_num_queued_reqs: refuse requests beyond this many waiting ones, with a retryable error; no limit
             by default. A request that arrives between two steps and will find a free slot does not count.
         num_threads: threads of each CPU worker; by default an even share of the cores.

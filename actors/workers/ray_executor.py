@@ -93,6 +93,9 @@ class RayExecutor:
         self._runs: list[ray.ObjectRef] = []
         self._watcher: threading.Thread | None = None
         self._drafter_supervisor: DrafterSupervisor | None = None
+        if config.async_scheduling is None:
+            # Otherwise workers wait in every step for two wake-ups, the scheduler and the streams' readers.
+            config = replace(config, async_scheduling=True)
         self._config = with_absolute_paths(config)
         self._num_swaps = 0  # of a colocated drafter
         # the config with the drafter on trial; None without a trial

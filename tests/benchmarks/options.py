@@ -14,13 +14,22 @@ from manta.cluster.errors import ConfigError
 from manta.cluster.flag import NO_FLAG, Flag, Size
 from manta.cluster.fleet.autoscaling import ScalingRules
 from manta.cluster.hardware.gpu_specs import GPUS
-from manta.jobs.bench.common.options import CONCURRENCY, Loads, RunOptions, SweepOptions, Temperature
+from manta.jobs.bench.common.options import (
+    CONCURRENCY,
+    Loads,
+    RunOptions,
+    SweepOptions,
+    Temperature,
+    Temperatures,
+    check_temperatures,
+)
 
 from .arrivals import Arrivals
 
 SharedDrafterSide = Literal["shared", "split", "colocated"]
 BATCH_SIDES = ("job", "llm", "http", "generate", "engines")
 SERVE_TAX_SIDES = ("engine", "actor", "asgi", "serve")
+PLAIN_SIDES = ("engine-plain", "serve-plain")
 SHARED_DRAFTER_SIDES: tuple[SharedDrafterSide, ...] = get_args(SharedDrafterSide)
 QUICK_RULES = ScalingRules(up_after_s=1.0, down_after_s=10.0)
 Sides = Annotated[tuple[str, ...], Flag("--side")]
@@ -196,21 +205,22 @@ class ServeTaxOptions(RunOptions):
     Attributes:
         concurrency: concurrent streams; may be repeated.
         temperatures: sampling temperature; 0 is greedy; may be repeated.
-        sides: side to run; may be repeated.
+        sides: side to run; may be repeated. `engine-plain` and `serve-plain` decode without speculation.
+        peers: command of another OpenAI-compatible server of the same target, with {port}; may be repeated.
     """
 
     concurrency: Loads = (1, 8, 32)
-    temperatures: Annotated[tuple[float, ...], Flag("--temperature -t")] = (0.0, 1.0)
+    temperatures: Temperatures = (0.0, 1.0)
     sides: Sides = SERVE_TAX_SIDES
+    peers: Annotated[tuple[str, ...], Flag("--peer", metavar="COMMAND")] = ()
 
     def __post_init__(self) -> None:
         RunOptions.__post_init__(self)
         for name in self.sides:
-            one_of("side", name, SERVE_TAX_SIDES)
-        if not self.temperatures or min(self.temperatures) < 0.0:
-            raise ConfigError(
-                f"temperatures={self.temperatures} must be numbers of at least 0.", param="temperatures"
-            )
+            one_of("side", name, (*SERVE_TAX_SIDES, *PLAIN_SIDES))
+        if lost := [command for command in self.peers if "{port}" not in command]:
+            raise ConfigError(f"peers={lost[0]!r} must contain {{port}}.", param="peers")
+        check_temperatures(self.temperatures)
 
     @property
     def points(self) -> list[tuple[int, float]]:

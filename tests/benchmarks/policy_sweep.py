@@ -52,17 +52,18 @@ def run_policy_sweep(config: EngineConfig, options: PolicySweepOptions) -> Figur
     spec = config.speculative_config
     if spec is None or spec.model is None:
         raise ConfigError("Give a drafter: --spec-model.", param="speculative_config")
-    share = options.minutes / (len(options.concurrency) + len(options.mixed))
+    num_points = len(options.concurrency) * len(options.temperatures)
+    share = options.minutes / (num_points + len(options.mixed))
     with TemporaryDirectory(prefix="manta-sweep-") as scratch:
         folder = shuffled(drafter_folder(config, spec.model), Path(scratch))
         given = {name: value for name, value in asdict(spec).items() if value is not None}
         useless = {**given, "adaptive": True, "model": str(folder)}
         one = replace(options, methods={**options.methods, RANDOM: useless}, output=None)
-        figures = run_sweep(config, replace(one, minutes=share * len(options.concurrency)))
+        figures = run_sweep(config, replace(one, minutes=share * num_points))
         mixed: list[Figures] = []
         if options.mixed:
             minutes = share * len(options.mixed)
-            loads = replace(one, concurrency=options.mixed, minutes=minutes)
+            loads = replace(one, concurrency=options.mixed, minutes=minutes, temperatures=(0.0,))
             mixed = run_sweep(config, loads, MixedSource)["points"]
     judged = verdicts(figures["points"], mixed)
     print_verdicts(judged)
@@ -85,7 +86,7 @@ def verdicts(points: Sequence[Figures], mixed: Sequence[Figures]) -> list[Figure
     return [
         {
             "bar": bar,
-            "where": f"{point['requests']} request(s), {traffic}",
+            "where": f"{point['requests']} request(s), T = {point['temperature']:g}, {traffic}",
             "least": minimum,
             "measured": figures[ratio],
             "range": [min(figures[f"rounds_{ratio}"]), max(figures[f"rounds_{ratio}"])],

@@ -10,11 +10,14 @@ engine in the same round; medians over rounds are reported. CPU time is reported
 from __future__ import annotations
 
 import asyncio
+import shlex
 import statistics
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 
 from manta.actors.batch.dataset.row_requests import row_seed
@@ -40,7 +43,7 @@ from manta.jobs.common.tables import NO_FIGURE, print_table
 from .options import ServeTaxOptions
 from .process_clocks import ROLES, read_role_clocks
 from .process_tree import TreeWatch
-from .serve_tax_sides import NAMES, SIDES, Asker, Question, Reply
+from .serve_tax_sides import NAMES, SIDES, Asker, Question, Reply, peer_side
 
 MIN_STREAMS = 8  # minimum number of streams of a point
 MAX_GROUPS = 4  # streams of a point as a multiple of the concurrency, which drops at the end
@@ -67,18 +70,21 @@ def run_serve_tax(config: EngineConfig, options: ServeTaxOptions) -> Figures:
     config = replace(with_absolute_paths(config), enable_prefix_caching=False)
     _check_concurrency(config, options)
     prompts = encode_prompts(read_prompts(options.prompts, options.num_prompts), load_tokenizer(config))
+    sides = {NAMES[name]: SIDES[name] for name in options.sides}
+    sides |= {shlex.split(command)[0]: partial(peer_side, command) for command in options.peers}
     passes: dict[tuple[int, float], dict[str, list[TaxPass]]] = {
-        point: {side: [] for side in options.sides} for point in options.points
+        point: {name: [] for name in sides} for point in options.points
     }
     watch = TreeWatch(look_every_s=LOOK_EVERY_S)
     with tempfile.TemporaryDirectory(prefix="manta-tax-") as scratch:
         for number in range(options.rounds):
-            for side in rotated(list(options.sides), number):
-                say(f"round {number + 1}/{options.rounds}: {NAMES[side]}")
+            for name in rotated(list(sides), number):
+                say(f"round {number + 1}/{options.rounds}: {name}")
                 with watch.open():
-                    done = asyncio.run(_run_side(side, config, options, prompts, Path(scratch)))
+                    side = sides[name](config, Path(scratch))
+                    done = asyncio.run(_run_side(side, options, prompts))
                 for point, found in done.items():
-                    passes[point][side].append(found)
+                    passes[point][name].append(found)
     points = [_figures(point, found, watch) for point, found in passes.items()]
     for point in points:
         print_point(point)
@@ -106,10 +112,10 @@ def print_point(point: Figures) -> None:
 
 
 async def _run_side(
-    side: str, config: EngineConfig, options: ServeTaxOptions, prompts: Sequence[Prompt], scratch: Path
+    side: AbstractAsyncContextManager[Asker], options: ServeTaxOptions, prompts: Sequence[Prompt]
 ) -> dict[tuple[int, float], TaxPass]:
     found: dict[tuple[int, float], TaxPass] = {}
-    async with SIDES[side](config, scratch) as requester:
+    async with side as requester:
         for streams, temperature in options.points:
             questions = _questions(prompts, streams, options.max_tokens, temperature)
             warm_up = [replace(q, max_tokens=WARM_UP_TOKENS) for q in questions[:streams]]
@@ -122,10 +128,11 @@ async def _measure(requester: Asker, questions: Sequence[Question], streams: int
     before, begin_s = read_role_clocks(), time.perf_counter()
     replies = await _ask_all(requester, questions, streams)
     seconds = time.perf_counter() - begin_s
+    ids = [reply.token_ids for reply in replies]
     return TaxPass(
         seconds=seconds,
-        tokens=sum(len(reply.token_ids) for reply in replies),
-        token_ids=[reply.token_ids for reply in replies],
+        tokens=sum(reply.num_tokens for reply in replies),
+        token_ids=None if None in ids else ids,
         first_s=[reply.first_s for reply in replies],
         cpu_s=read_role_clocks().since(before),
     )
@@ -158,27 +165,29 @@ def _questions(
 
 def _figures(point: tuple[int, float], passes: Mapping[str, list[TaxPass]], watch: TreeWatch) -> Figures:
     streams, temperature = point
+    bare = passes.get(NAMES["engine"])
     return {
         "streams": streams,
         "temperature": temperature,
         "tokens": next(iter(passes.values()))[-1].tokens,
-        "sides": [_figures_of_side(side, found, passes.get("engine")) for side, found in passes.items()],
+        "sides": [_figures_of_side(name, found, bare) for name, found in passes.items()],
         "idleness": watch.found.as_json(),
     }
 
 
-def _figures_of_side(side: str, found: Sequence[TaxPass], bare: Sequence[TaxPass] | None) -> Figures:
+def _figures_of_side(name: str, found: Sequence[TaxPass], bare: Sequence[TaxPass] | None) -> Figures:
     def cpu(role: str) -> float:
         return statistics.median(1e3 * one.cpu_s[role] / one.tokens for one in found)
 
     return {
-        "side": side,
-        "name": NAMES[side],
+        "name": name,
         "tokens_per_s": round(statistics.median(one.tokens_per_s for one in found), 2),
         "rounds_tokens_per_s": [round(one.tokens_per_s, 2) for one in found],
         "ratio": None if bare is None else rounded(statistics.median(ratios(found, bare))),
         "first_token_ms": round(1e3 * statistics.median(s for one in found for s in one.first_s), 2),
-        "identical": None if bare is None else found[-1].token_ids == bare[-1].token_ids,
+        "identical": None
+        if bare is None or found[-1].token_ids is None
+        else found[-1].token_ids == bare[-1].token_ids,
         "cpu_s_per_1k_tokens": {role: round(cpu(role), 4) for role in ROLES},
     }
 

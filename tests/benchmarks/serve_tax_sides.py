@@ -4,6 +4,8 @@
     actor    the same with its worker in a Ray actor
     asgi     the application under uvicorn in its own process, over HTTP
     serve    `manta serve`: Ray Serve behind HAProxy
+    engine-plain, serve-plain    the first and the last without speculation
+    peers    other programs' servers of the same target
 
 Each runs alone and loads its models for its turn. All answer the same `Question`s.
 """
@@ -12,11 +14,12 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import shlex
 import sys
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -29,6 +32,7 @@ from manta.cluster.config import EngineConfig
 from manta.cluster.errors import MantaError
 from manta.cluster.request.request import SamplingParams
 from manta.cluster.step.executor import Executor
+from manta.jobs.common.http_client import ServerClient
 from manta.jobs.common.ray_session import join_or_start_ray
 from manta.jobs.demo import server
 
@@ -49,11 +53,15 @@ class Question:
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """Tokens of a stream, and the time to first token."""
+    """Tokens of a stream (None if a server returns no ids), and the time to first token."""
 
-    token_ids: list[int] = field(repr=False)
+    num_tokens: int
+    token_ids: list[int] | None = field(repr=False)
     first_s: float
 
+
+# A peer's tokens are counted by its usage if it returns no ids; its prefix cache would reuse earlier rounds.
+PEER_EXTRAS = {"stream_options": {"include_usage": True}, "cache_prompt": False}
 
 Ask = Callable[[Question], Awaitable[Reply]]
 
@@ -87,14 +95,14 @@ class EngineAsker:
         async for output in self._engine.add(f"tax-{next(self._numbers)}", prompt, params):
             first_s = first_s or time.monotonic() - begin_s
             token_ids += output.outputs[0].token_ids
-        return Reply(token_ids, first_s)
+        return Reply(len(token_ids), token_ids, first_s)
 
 
 class HttpAsker:
     """Sends requests over HTTP, with a persistent connection per worker."""
 
-    def __init__(self, url: str, model: str) -> None:
-        self._url, self._model = url, model
+    def __init__(self, url: str, model: str, extras: Mapping[str, object] | None = None) -> None:
+        self._url, self._model, self._extras = url, model, extras or {}
 
     @asynccontextmanager
     async def worker(self) -> AsyncIterator[Ask]:
@@ -107,7 +115,8 @@ class HttpAsker:
                         f"A stream from {self._url} ended as {stream.end!r} (status {stream.status}): "
                         f"{dict(stream.error)}."
                     )
-                return Reply(stream.token_ids, stream.first_s)
+                ids = stream.token_ids or None
+                return Reply(len(ids) if ids else stream.usage["completion_tokens"], ids, stream.first_s)
 
             yield ask
 
@@ -117,6 +126,7 @@ class HttpAsker:
             "model": self._model,
             "ignore_eos": True,
             "return_token_ids": True,
+            **self._extras,
         }
 
 
@@ -156,18 +166,37 @@ async def serve_side(config: EngineConfig, scratch: Path) -> AsyncIterator[Asker
         yield HttpAsker(url, config.model)
 
 
+@asynccontextmanager
+async def peer_side(command: str, config: EngineConfig, scratch: Path) -> AsyncIterator[Asker]:
+    port = free_port()
+    url = f"http://127.0.0.1:{port}"
+    with server(shlex.split(command.replace("{port}", str(port))), url, scratch / "peer.log"):
+        with ServerClient(url) as client:
+            model = client.request("/v1/models").body["data"][0]["id"]
+        yield HttpAsker(url, model, PEER_EXTRAS)
+
+
+def plain(side: Side) -> Side:
+    """Return the side without speculation."""
+    return lambda config, scratch: side(replace(config, speculative_config=None), scratch)
+
+
 Side = Callable[[EngineConfig, Path], AbstractAsyncContextManager[Asker]]
 SIDES: dict[str, Side] = {
     "engine": engine_side,
     "actor": actor_side,
     "asgi": asgi_side,
     "serve": serve_side,
+    "engine-plain": plain(engine_side),
+    "serve-plain": plain(serve_side),
 }
 NAMES = {
     "engine": "engine in process",
     "actor": "worker in an actor",
     "asgi": "bare ASGI",
     "serve": "Serve, HAProxy",
+    "engine-plain": "engine, plain",
+    "serve-plain": "Serve, plain",
 }
 
 

@@ -14,6 +14,7 @@ from ....cluster.flag import NO_FLAG, Flag, Size
 CONCURRENCY = (1, 2, 4, 8, 16, 32, 64)
 Loads = Annotated[tuple[int, ...], Flag("--max-concurrency")]
 Temperature = Annotated[float, Flag("-t")]
+Temperatures = Annotated[tuple[float, ...], Flag("--temperature -t")]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,7 +72,7 @@ class SweepOptions(RunOptions):
         concurrency: requests at once in closed loops; may be repeated.
         rounds: maximum number of rounds of each side at a point.
         max_tokens: mean output tokens of a request; requests vary from 0.5 to 1.5 times this.
-        temperature: 0 is greedy.
+        temperatures: sampling temperature; 0 is greedy; may be repeated. Every load is measured at each.
         methods: additional speculative configs, by name.
         minutes: approximate duration.
         methods_only: skip fixed lengths.
@@ -80,13 +81,14 @@ class SweepOptions(RunOptions):
     num_prompts: Annotated[int, NO_FLAG] = 240
     concurrency: Loads = CONCURRENCY
     rounds: Annotated[int, NO_FLAG] = 5
-    temperature: Temperature = 0.0
+    temperatures: Temperatures = (0.0, 0.7, 1.0)
     methods: Annotated[Mapping[str, Mapping[str, Any]], NO_FLAG] = field(default_factory=dict)  # Any: JSON
-    minutes: float = 15.0
+    minutes: float = 30.0
     methods_only: Annotated[bool, NO_FLAG] = False
 
     def __post_init__(self) -> None:
         RunOptions.__post_init__(self)
+        check_temperatures(self.temperatures)
         if not self.minutes > 0:
             raise ConfigError(f"minutes={self.minutes} must be above 0.", param="minutes")
 
@@ -95,8 +97,14 @@ class SweepOptions(RunOptions):
 class ParetoOptions(SweepOptions):
     """Options of `manta bench pareto` if it runs a sweep itself."""
 
+    temperatures: Temperatures = (0.0,)
     minutes: float = 5.0
     methods_only: Annotated[bool, NO_FLAG] = True
+
+
+def check_temperatures(temperatures: tuple[float, ...]) -> None:
+    if not temperatures or min(temperatures) < 0.0:
+        raise ConfigError(f"temperatures={temperatures} must be numbers of at least 0.", param="temperatures")
 
 
 def parse_rates(text: str) -> tuple[float, ...]:

@@ -73,14 +73,15 @@ def _new_name(name: str, known: Mapping[str, object]) -> str:
 def sweep_curves(figures: Figures) -> dict[str, list[Figures]]:
     own = figures["engine"]["speculative_config"]["method"]
     names = {"plain": "plain", "adaptive": own, **{m: m for m in figures["options"]["methods"]}}
-    points = _closed(figures)
+    by_temperature = _closed(figures)
     return {
-        shown: [
+        shown + (f", T = {temperature:g}" if len(by_temperature) > 1 else ""): [
             {key: (point["sides"][side] | {"requests": point["requests"]})[key] for key in _KEPT}
             for point in points
         ]
+        for temperature, points in by_temperature.items()
         for side, shown in names.items()
-        if points and side in points[0]["sides"]
+        if side in points[0]["sides"]
     }
 
 
@@ -105,16 +106,22 @@ def pareto_picture(curves: Mapping[str, Sequence[Figures]], per: str) -> Picture
 
 
 def sweep_pictures(figures: Figures) -> list[Picture]:
-    points = _closed(figures)
     per = "GPU" if figures["provenance"]["gpu"] else "machine"
-    return [pareto_picture(sweep_curves(figures), per), _speedup(points)] if points else []
+    by_temperature = _closed(figures)
+    speedups = [_speedup(points, temperature) for temperature, points in by_temperature.items()]
+    return [pareto_picture(sweep_curves(figures), per), *speedups] if speedups else []
 
 
-def _closed(figures: Figures) -> list[Figures]:
-    return [point for point in figures["points"] if point.get("traffic") != "mixed"]  # older files have some
+def _closed(figures: Figures) -> dict[float, list[Figures]]:
+    """Return the points by temperature; older files have mixed traffic, too, and a single temperature."""
+    found: dict[float, list[Figures]] = {}
+    for point in figures["points"]:
+        if point.get("traffic") != "mixed":
+            found.setdefault(point.get("temperature", 0.0), []).append(point)
+    return found
 
 
-def _speedup(points: Sequence[Figures]) -> Picture:
+def _speedup(points: Sequence[Figures], temperature: float) -> Picture:
     """Plot speed-ups over plain decoding; fixed lengths are drawn faint."""
     sides = [name for name in points[0]["sides"] if name != "plain"]
     sides.sort(key=lambda name: "-" in name)  # main sides first: the first colors differ most
@@ -134,4 +141,6 @@ def _speedup(points: Sequence[Figures]) -> Picture:
         axes.set_xscale("log", base=2)
         axes.set_xticks(loads, [str(load) for load in loads])
 
-    return Picture("speedup-by-load", "Speed-up by load", words, draw, table, (6.4, 4.4))
+    name = "speedup-by-load" + (f"-t{temperature:g}" if temperature else "")
+    title = f"Speed-up by load at temperature {temperature:g}"
+    return Picture(name, title, words, draw, table, (6.4, 4.4))

@@ -1,8 +1,8 @@
 """`manta bench sweep`: plain decoding, the adaptive engine, fixed draft lengths and other methods by load.
 
-It measures all sides (`engines.py`) at every load (`point.py`). Runs in this process, without Ray, and
-without the prefix cache, because prompts repeat. It writes its file after every point. `tests/benchmarks`
-judges the policy with it (`sweep`), and measures the first seconds of engines (`starts`).
+It measures all sides (`engines.py`) at every load and temperature (`point.py`). Runs in this process, without
+Ray, and without the prefix cache, because prompts repeat. It writes its file after every point.
+`tests/benchmarks` judges the policy with it (`sweep`), and measures the first seconds of engines (`starts`).
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from itertools import product
 
 from ....actors.tokenization.prompts import load_tokenizer
 from ....cluster.config import EngineConfig
@@ -36,15 +37,15 @@ def run_sweep(
     begin_s = time.monotonic()
     config = replace(config, enable_prefix_caching=False, max_num_seqs=max(options.concurrency))
     rows = encode_rows(read_rows(options.prompts, options.num_prompts), load_tokenizer(config))
-    source = make_source(rows, options.max_tokens, options.temperature)
     points: list[Figures] = []
     figures: Figures = {}
     with open_sides(config, options.methods, methods_only=options.methods_only) as sides:
-        todo = sorted(set(options.concurrency))
-        for number, requests in enumerate(todo):
+        todo = list(product(sorted(set(options.temperatures)), sorted(set(options.concurrency))))
+        for number, (temperature, requests) in enumerate(todo):
             budget_s = (60.0 * options.minutes - (time.monotonic() - begin_s)) / (len(todo) - number)
+            source = make_source(rows, options.max_tokens, temperature)
             measured = measure(requests, sides.drivers, source, options.rounds, budget_s)
-            points.append(point_figures(measured, sides.fixed))
+            points.append({"temperature": temperature, **point_figures(measured, sides.fixed)})
             print_point(points[-1])
             more = {
                 "complete": len(points) == len(todo),
@@ -76,8 +77,8 @@ def print_point(point: Figures) -> None:
         ]
         for name, side in point["sides"].items()
     ]
-    title = f"{point['requests']} request(s); * is the best of plain and fixed lengths"
-    print_table(title, columns, rows)
+    title = f"{point['requests']} request(s), T = {point['temperature']:g}"
+    print_table(f"{title}; * is the best of plain and fixed lengths", columns, rows)
     print_warning([point["idleness"]])
 
 

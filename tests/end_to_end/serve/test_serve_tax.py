@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
+from benchmarks.own_server import write_settings
 from benchmarks.process_clocks import ROLES, SERVER_MODULE, read_role_clocks, role_of
 from benchmarks.serve_tax import ServeTaxOptions, run_serve_tax
 from manta.cluster.config import EngineConfig
@@ -18,6 +19,8 @@ from manta.cluster.errors import ConfigError
 from support.checkpoints.text_pair import make_text_pair
 from support.paths import TESTS
 from support.servers.served import wait_for
+
+SERVER = TESTS / "benchmarks" / f"{SERVER_MODULE}.py"
 
 
 @pytest.fixture(scope="module")
@@ -40,18 +43,19 @@ def test_the_bare_server_answers_as_the_engine_and_its_processes_are_distinguish
         temperatures=(1.0,),
         rounds=1,
         max_tokens=24,
-        sides=("engine", "asgi"),
+        sides=("engine", "asgi", "engine-plain"),
+        peers=(f"{sys.executable} -P {SERVER} {write_settings(config, tmp_path)} {{port}}",),
         output=tmp_path / "figures.json",
     )
     run_serve_tax(config, options)
     (point,) = json.loads((tmp_path / "figures.json").read_text())["points"]
     assert (point["streams"], point["temperature"], point["tokens"]) == (2, 1.0, 8 * 24)
-    engine, asgi = point["sides"]
-    assert engine["ratio"] == 1.0 and asgi["identical"] is True
+    engine, asgi, plain, peer = point["sides"]
+    assert engine["ratio"] == 1.0 and asgi["identical"] is plain["identical"] is peer["identical"] is True
     assert asgi["ratio"] == pytest.approx(asgi["tokens_per_s"] / engine["tokens_per_s"], abs=0.01)
-    spent = {side["side"]: side["cpu_s_per_1k_tokens"] for side in (engine, asgi)}
-    assert spent["engine"]["client"] > 0 == spent["engine"]["worker"] == spent["engine"]["replica"]
-    assert spent["asgi"]["worker"] > 0 < spent["asgi"]["replica"]
+    spent = engine["cpu_s_per_1k_tokens"]
+    assert spent["client"] > 0 == spent["worker"] == spent["replica"]
+    assert asgi["cpu_s_per_1k_tokens"]["worker"] > 0 < asgi["cpu_s_per_1k_tokens"]["replica"]
     assert "2 stream(s) at once, T = 1, 192 tokens" in capsys.readouterr().out
 
 
@@ -60,6 +64,8 @@ def test_unmeasurable_settings_are_refused(config: EngineConfig) -> None:
         ServeTaxOptions(sides=("sreve",))
     with pytest.raises(ConfigError, match="32 streams at once would wait for each other: max_num_seqs=4"):
         run_serve_tax(config, ServeTaxOptions())
+    with pytest.raises(ConfigError, match=r"peers='llama-server' must contain \{port\}"):
+        ServeTaxOptions(peers=("llama-server",))
 
 
 def test_a_process_is_identified_by_its_command() -> None:

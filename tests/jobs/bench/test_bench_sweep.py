@@ -197,6 +197,7 @@ def test_a_sweep_compares_all_sides_and_judges_every_bar(
         prompts=prompts,
         concurrency=(1, 3),
         mixed=(3,),
+        temperatures=(0.0, 1.0),
         rounds=2,
         max_tokens=6,
         minutes=0.02,
@@ -209,7 +210,7 @@ def test_a_sweep_compares_all_sides_and_judges_every_bar(
     assert set(figures["refused"]) == {"no-such-method"}
     names = ["adaptive", "plain", "dflash-1", "dflash-3", "random"]
     closed = figures["points"]
-    assert [point["requests"] for point in closed] == [1, 3]
+    assert [(p["temperature"], p["requests"]) for p in closed] == [(0, 1), (0, 3), (1, 1), (1, 3)]
     assert [point["requests"] for point in figures["mixed"]] == [3]
     for point in (*closed, *figures["mixed"]):
         assert list(point["sides"]) == names and all(side["identical"] for side in point["sides"].values())
@@ -222,16 +223,17 @@ def test_a_sweep_compares_all_sides_and_judges_every_bar(
             assert side["ttft_ms"]["p50"] <= side["e2el_ms"]["p99"]
         assert {"draft", "verify"} <= set(point["sides"]["dflash-3"]["step_seconds"])
     judged = Counter(one["bar"] for one in figures["verdicts"])
-    assert judged == {"adaptive to the best": 3, "adaptive to plain": 3, "random drafter to plain": 2}
+    assert judged == {"adaptive to the best": 5, "adaptive to plain": 5, "random drafter to plain": 4}
     for one in figures["verdicts"]:
         assert one["met"] == (one["measured"] >= one["least"])
     said = capsys.readouterr()
     assert "no-such-method was refused" in said.out and "round 2/2" in said.err
 
     curves = run_pareto([read_figures(output), read_figures(output)], tmp_path / "pareto.json", tmp_path)
-    assert list(curves["curves"]) == ["plain", "dflash", "plain (2)", "dflash (2)"]
+    once = ["plain, T = 0", "dflash, T = 0", "plain, T = 1", "dflash, T = 1"]
+    assert list(curves["curves"]) == [*once, *(f"{name} (2)" for name in once)]
     side = closed[1]["sides"]["adaptive"]
-    assert curves["curves"]["dflash"][1] == {
+    assert curves["curves"]["dflash, T = 0"][1] == {
         "requests": 3,
         **{name: side[name] for name in ("user_tokens_per_s", "tokens_per_s")},
     }
