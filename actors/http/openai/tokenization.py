@@ -16,8 +16,7 @@ from pydantic import (
 from ....cluster.errors import RequestError
 from ..generation.server_context import ServerContext
 from ..protocol.chat_request import ChatMessage, ChatTemplateOptions, check_tools, conversation
-from ..wire.json_io import MAX_VALUES, JsonRoute, json_response
-from ..wire.json_numbers import highest, ids_as_they_are
+from ..wire.json_io import MAX_VALUES, JsonRoute, highest, ids_as_they_are, json_response
 
 
 class TokenizeRequest(ChatTemplateOptions):

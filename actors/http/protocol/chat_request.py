@@ -20,7 +20,7 @@ from ...tokenization.prompts import Chat, require_tokenizer
 from ...tokenization.special_tokens import map_texts
 from ...tokenization.surrogates import without_surrogates
 from ...tokenization.tokenizer import Tokenizer
-from ..wire.json_numbers import Integer
+from ..wire.json_io import Integer
 from .protocol import GenerationRequest
 from .tool_outputs import output_text
 
