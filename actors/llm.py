@@ -25,7 +25,7 @@ from .engine.uniproc_executor import make_executor
 from .http.protocol.chat_request import ChatPrompt
 from .structured_outputs.grammar_frontend import GrammarFrontend
 from .system.wait_messages import counting_on_terminal
-from .tokenization.chat_template import Message
+from .tokenization.client_messages import Message
 from .tokenization.prompts import Chat, EncodedPrompt, Prompt, SeedSource, encode_prompt, load_tokenizer
 from .tokenization.tokenizer import Tokenizer
 

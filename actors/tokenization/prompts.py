@@ -17,8 +17,8 @@ from typing import Any, TypeAlias, TypeVar, cast
 from ...cluster.config import EngineConfig
 from ...cluster.errors import ConfigError, RequestError, brief
 from ...cluster.request.request import MAX_SEED, SamplingParams
-from .chat_template import Message
 from .checkpoint_paths import tokenizer_folder
+from .client_messages import Message
 from .tokenizer import Tokenizer
 
 T = TypeVar("T")

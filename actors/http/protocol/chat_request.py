@@ -15,10 +15,9 @@ from ....cluster.errors import RequestError, brief
 from ....cluster.request.request import MAX_LOGPROBS, SamplingParams
 from ...chat.chat_model import ChatModel
 from ...chat.stream_parser import AnswerParserFactory
-from ...tokenization.chat_template import Message
+from ...tokenization.client_messages import Message, without_surrogates
 from ...tokenization.prompts import Chat, require_tokenizer
 from ...tokenization.special_tokens import map_texts
-from ...tokenization.surrogates import without_surrogates
 from ...tokenization.tokenizer import Tokenizer
 from ..wire.json_io import Integer
 from .protocol import GenerationRequest
@@ -130,7 +129,7 @@ def _whether_logprobs(value: Any) -> Any:
 
 
 class CalledFunction(BaseModel):
-    """A called function; `arguments` is JSON as text or parsed (Any: `tokenization/call_arguments.py`)."""
+    """A called function; `arguments` is JSON as text or parsed (Any: `tokenization/client_messages.py`)."""
 
     name: str
     arguments: Any = None

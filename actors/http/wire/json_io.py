@@ -1,7 +1,7 @@
 """Reading and writing JSON bodies, and numbers in them.
 
 orjson parses bodies; unlike Python's parser it refuses NaN and infinities. Lone surrogates, which no
-tokenizer accepts, become U+FFFD (`actors/tokenization/surrogates.py`).
+tokenizer accepts, become U+FFFD (`actors/tokenization/client_messages.py`).
 
 Parsing holds the GIL, so every stream waits: about 2 ms per MB of text, but 25 ms per million numbers, and
 far more per million strings or objects, which are then validated one by one. So the values of long bodies are
@@ -38,7 +38,7 @@ from starlette.types import Scope
 
 from ....cluster.request.caller import acceptable_id
 from ...system.log_setup import about_request
-from ...tokenization.surrogates import loads
+from ...tokenization.client_messages import loads
 from .incremental_json import Bytes, end_of_string, loads_in_slices
 
 JsonObject: TypeAlias = dict[str, Any]  # Any: JSON.

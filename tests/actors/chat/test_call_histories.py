@@ -23,8 +23,8 @@ from manta.actors.http.protocol.chat_request import ChatRequest, conversation
 from manta.actors.http.responses.event_writer import ResponseWriter
 from manta.actors.http.responses.request import ResponsesRequest
 from manta.actors.http.responses.tools import ClientTools
-from manta.actors.tokenization.call_arguments import parse_arguments
 from manta.actors.tokenization.chat_template import ChatTemplate
+from manta.actors.tokenization.client_messages import parse_arguments
 from manta.actors.tokenization.generation_config import GenerationDefaults
 from support.paths import DATA
 
