@@ -18,8 +18,9 @@ from ..cluster.engine.engine_core import EngineCore, EngineStats, SequenceUpdate
 from ..cluster.errors import ENDINGS, MantaError, RequestError, brief
 from ..cluster.request.request import FinishReason, SamplingParams
 from ..cluster.step.executor import ExecutorInfo
-from .engine.output_processor import OutputProcessor, RequestOutput, RequestTracker
+from .engine.output_processor import OutputProcessor, RequestTracker
 from .engine.output_streams import processing_failure
+from .engine.outputs import RequestOutput
 from .engine.speculation_cache import SpeculationCache
 from .engine.uniproc_executor import make_executor
 from .http.protocol.chat_request import ChatPrompt

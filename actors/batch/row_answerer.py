@@ -17,7 +17,7 @@ from ...cluster.request.caller import SERVER, Caller, Tenant, new_id
 from ..chat.chat_model import ChatModel
 from ..chat.stream_parser import PLAIN, AnswerParserFactory
 from ..engine.async_engine import AsyncEngine
-from ..engine.output_processor import CompletionOutput, RequestOutput
+from ..engine.outputs import CompletionOutput, RequestOutput
 from ..http.generation.generation import full_choice
 from ..http.generation.generation_task import operation_of
 from ..http.generation.request_stats import usage_of

@@ -21,7 +21,7 @@ from ....cluster.request.caller import new_id
 from ....cluster.step.limits import check_max_tokens
 from ...chat.stream_parser import AnswerParser, AnswerParserFactory
 from ...chat.text_stream import AnswerDelta
-from ...engine.output_processor import CompletionOutput, RequestOutput
+from ...engine.outputs import CompletionOutput, RequestOutput
 from ...tokenization.prompts import EncodedPrompt
 from ..middleware.api_keys import caller_of
 from ..protocol.logprobs import token_lengths

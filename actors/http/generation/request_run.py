@@ -10,8 +10,9 @@ from typing import Any, TypeVar
 from ....cluster.errors import ENDINGS, EngineDeadError, MantaError, UnprocessableError
 from ...capture.collector import CapturedAnswers
 from ...engine.async_engine import RequestOptions
-from ...engine.output_processor import RequestMetrics, RequestOutput, resumed_text
+from ...engine.output_processor import resumed_text
 from ...engine.output_streams import ReaderLimit, size_of
+from ...engine.outputs import RequestMetrics, RequestOutput
 from ...tokenization.prompts import EncodedPrompt
 from ..protocol.prompt_echo import PromptParts, without_answer
 from ..wire.errors import public_error

@@ -28,8 +28,7 @@ from ....cluster.request.caller import Tenant
 from ....cluster.request.request import SamplingParams
 from ....cluster.speculation.acceptance_length import mean_acceptance_length
 from ...chat.stream_parser import ReasoningCounter
-from ...engine.output_processor import CompletionOutput, RequestMetrics, RequestOutput
-from ...engine.request_spec_stats import TracedStep, token_origins
+from ...engine.outputs import CompletionOutput, RequestMetrics, RequestOutput, TracedStep, token_origins
 from ...observability.telemetry import EndedPrompt, FinishedCompletion, FinishedRequest, RequestTelemetry
 from ..wire.json_io import JsonObject
 

@@ -9,7 +9,7 @@ from fastapi import APIRouter, Request, Response
 
 from ...chat.stream_parser import AnswerParserFactory
 from ...chat.text_stream import AnswerDelta, CallPiece
-from ...engine.output_processor import CompletionOutput
+from ...engine.outputs import CompletionOutput
 from ..generation.generation import prepare, respond
 from ..generation.generation_task import GenerationTask
 from ..generation.server_context import ServerContext

@@ -23,10 +23,9 @@ from manta.actors.chat.stream_parser import AnswerParser, AnswerParserFactory, S
 from manta.actors.engine import async_engine as engine_module
 from manta.actors.engine import output_processor as outputs
 from manta.actors.engine.async_engine import AsyncEngine
-from manta.actors.engine.output_logprobs import OutputLogprobs
-from manta.actors.engine.output_processor import RequestTracker
+from manta.actors.engine.output_processor import RequestSteps, RequestTracker
 from manta.actors.engine.output_streams import OutputStream, OutputStreams
-from manta.actors.engine.request_spec_stats import RequestSteps
+from manta.actors.engine.outputs import OutputLogprobs
 from manta.actors.engine.uniproc_executor import make_executor
 from manta.actors.http.config.settings import ServerSettings
 from manta.actors.http.generation.request_run import GenerationRun

@@ -22,7 +22,7 @@ import pytest
 import uvicorn
 from hypothesis import given
 from hypothesis import strategies as st
-from manta.actors.engine.output_processor import ResumeState
+from manta.actors.engine.outputs import ResumeState
 from manta.actors.engine.uniproc_executor import make_executor
 from manta.actors.gateway.app import create_gateway
 from manta.actors.gateway.replica_registry import Directory, ReplicaRecord

@@ -10,8 +10,7 @@ from typing import Any
 import httpx
 import orjson
 import pytest
-from manta.actors.engine.output_logprobs import OutputLogprobs
-from manta.actors.engine.output_processor import CompletionOutput
+from manta.actors.engine.outputs import CompletionOutput, OutputLogprobs
 from manta.actors.http.config.settings import ServerSettings
 from manta.actors.http.generation import request_run as running
 from manta.actors.http.generation.large_responses import PIECE_BYTES, PLACES_AT_ONCE, StreamedChoices
