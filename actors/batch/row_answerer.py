@@ -14,8 +14,7 @@ import pyarrow as pa
 from ...cluster.errors import ENDINGS, EngineDeadError, MantaError, brief_name
 from ...cluster.metrics.metric import UsageAccount
 from ...cluster.request.caller import SERVER, Caller, Tenant, new_id
-from ..chat.chat_model import ChatModel
-from ..chat.stream_parser import PLAIN, AnswerParserFactory
+from ..chat.chat_model import PLAIN, AnswerParserFactory, ChatModel
 from ..engine.async_engine import AsyncEngine
 from ..engine.outputs import CompletionOutput, RequestOutput
 from ..http.generation.generation import full_choice

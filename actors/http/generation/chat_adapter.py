@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from starlette.requests import Request
 from starlette.responses import Response
 
-from ...chat.stream_parser import AnswerParserFactory
+from ...chat.chat_model import AnswerParserFactory
 from ...chat.text_stream import AnswerDelta
 from ...engine.outputs import CompletionOutput
 from ..wire import sse

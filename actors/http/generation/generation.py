@@ -19,7 +19,7 @@ from starlette.responses import Response
 from ....cluster.errors import RequestError
 from ....cluster.request.caller import new_id
 from ....cluster.step.limits import check_max_tokens
-from ...chat.stream_parser import AnswerParser, AnswerParserFactory
+from ...chat.chat_model import AnswerParser, AnswerParserFactory
 from ...chat.text_stream import AnswerDelta
 from ...engine.outputs import CompletionOutput, RequestOutput
 from ...tokenization.prompts import EncodedPrompt

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from ....cluster.request.caller import Caller, Tenant
 from ....cluster.request.request import SamplingParams
-from ...chat.stream_parser import PLAIN, AnswerParserFactory
+from ...chat.chat_model import PLAIN, AnswerParserFactory
 from ...engine.outputs import NOT_RESUMED, ResumeState
 from ...tokenization.prompts import EncodedPrompt
 from ..protocol.completion_request import CompletionRequest

@@ -27,7 +27,7 @@ from itertools import islice
 from ....cluster.request.caller import Tenant
 from ....cluster.request.request import SamplingParams
 from ....cluster.speculation.acceptance_length import mean_acceptance_length
-from ...chat.stream_parser import ReasoningCounter
+from ...chat.chat_model import ReasoningCounter
 from ...engine.outputs import CompletionOutput, RequestMetrics, RequestOutput, TracedStep, token_origins
 from ...observability.telemetry import EndedPrompt, FinishedCompletion, FinishedRequest, RequestTelemetry
 from ..wire.json_io import JsonObject

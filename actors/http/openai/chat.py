@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from fastapi import APIRouter, Request, Response
 
-from ...chat.stream_parser import AnswerParserFactory
+from ...chat.chat_model import AnswerParserFactory
 from ...chat.text_stream import AnswerDelta, CallPiece
 from ...engine.outputs import CompletionOutput
 from ..generation.generation import prepare, respond

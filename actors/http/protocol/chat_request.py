@@ -13,8 +13,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 
 from ....cluster.errors import RequestError, brief
 from ....cluster.request.request import MAX_LOGPROBS, SamplingParams
-from ...chat.chat_model import ChatModel
-from ...chat.stream_parser import AnswerParserFactory
+from ...chat.chat_model import AnswerParserFactory, ChatModel
 from ...tokenization.client_messages import Message, without_surrogates
 from ...tokenization.prompts import Chat, require_tokenizer
 from ...tokenization.special_tokens import map_texts

@@ -13,7 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from manta.actors.batch.dataset.row_requests import RowSchema, read_request
 from manta.actors.chat.chat_formats import CALLS, REASONING
-from manta.actors.chat.stream_parser import AnswerParserFactory, Splitter
+from manta.actors.chat.chat_model import AnswerParserFactory
+from manta.actors.chat.stream_parser import Splitter
 from manta.actors.chat.text_stream import AnswerDelta, concatenate
 from manta.actors.http.anthropic.event_writer import MessageWriter
 from manta.actors.http.anthropic.request import MessagesRequest

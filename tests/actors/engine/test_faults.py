@@ -19,7 +19,8 @@ from manta import LLM, SamplingParams
 from manta.actors.batch.dataset.row_reader import Row
 from manta.actors.batch.dataset.row_requests import RowSchema
 from manta.actors.batch.row_answerer import RowAnswerer
-from manta.actors.chat.stream_parser import AnswerParser, AnswerParserFactory, Splitter
+from manta.actors.chat.chat_model import AnswerParser, AnswerParserFactory
+from manta.actors.chat.stream_parser import Splitter
 from manta.actors.engine import async_engine as engine_module
 from manta.actors.engine import output_processor as outputs
 from manta.actors.engine.async_engine import AsyncEngine
