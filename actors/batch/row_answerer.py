@@ -18,8 +18,7 @@ from ..chat.chat_model import PLAIN, AnswerParserFactory, ChatModel
 from ..engine.async_engine import AsyncEngine
 from ..engine.outputs import CompletionOutput, RequestOutput
 from ..http.generation.generation import full_choice
-from ..http.generation.generation_task import operation_of
-from ..http.generation.request_stats import usage_of
+from ..http.generation.generation_task import operation_of, usage_of
 from ..http.openai.chat import ChatShape
 from ..http.openai.completions import CompletionShape
 from ..http.protocol.chat_request import ChatRequest, chat_params, check_tools, conversation, reading_of

@@ -24,8 +24,7 @@ from ...engine.outputs import RequestMetrics, RequestOutput
 from ...observability.telemetry import FinishedRow
 from ..config.settings import ServerSettings
 from ..wire.errors import Rejection
-from .generation_task import GenerationTask
-from .request_stats import RequestStats
+from .generation_task import GenerationTask, RequestStats
 
 if TYPE_CHECKING:
     from opentelemetry.context import Context

@@ -40,9 +40,10 @@ class ChatShape:
         delta = dict.fromkeys(self._reasoning_fields, piece.reasoning) if piece.reasoning else {}
         if piece.content or not piece:
             delta["content"] = piece.content
-        deltas = [delta] if delta else []
-        deltas += [{"tool_calls": [call_delta]} for call in piece.calls for call_delta in _call_deltas(call)]
-        return [_choice(index, delta) for delta in deltas]
+        choices = [_choice(index, delta)] if delta else []
+        for call in piece.calls:
+            choices += [_choice(index, {"tool_calls": [call_delta]}) for call_delta in _call_deltas(call)]
+        return choices
 
     def end(self, index: int, finish_reason: str) -> JsonObject:
         return _choice(index, {}, finish_reason)

@@ -29,8 +29,8 @@ from manta.actors.engine.output_streams import OutputStream, OutputStreams
 from manta.actors.engine.outputs import OutputLogprobs
 from manta.actors.engine.uniproc_executor import make_executor
 from manta.actors.http.config.settings import ServerSettings
+from manta.actors.http.generation.generation_task import RequestStats
 from manta.actors.http.generation.request_run import GenerationRun
-from manta.actors.http.generation.request_stats import RequestStats
 from manta.actors.http.openai.chat import ChatShape
 from manta.actors.system import log_setup as process_log
 from manta.actors.tokenization.detokenizer import ByteLevelDetokenizer, IncrementalDetokenizer
