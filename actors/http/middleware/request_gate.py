@@ -9,9 +9,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
+from types import MappingProxyType
 from typing import Any, Protocol
 
 from starlette.datastructures import Headers, MutableHeaders
@@ -49,6 +50,7 @@ class RequestGate:
         echo_request_id: return X-Request-Id; off where Serve does that, which knows only the header's id.
         max_requests: limit for requests in flight with complete bodies, so that slow bodies do not count.
         on_refusal: called for each request that failed before reaching an engine, except probes.
+        error_formats: by path of an API with errors of its own format, what converts its responses.
     """
 
     def __init__(
@@ -61,9 +63,11 @@ class RequestGate:
         echo_request_id: bool = True,
         max_requests: int | None = None,
         on_refusal: Callable[[Rejection], None] = ignore,
+        error_formats: Mapping[str, Callable[[Scope, Send], Send]] = MappingProxyType({}),
     ) -> None:
         self._app = app
         self._on_refusal = on_refusal
+        self._error_formats = error_formats
         self._traffic = traffic
         self._replica = replica
         self.echo_request_id = echo_request_id
@@ -82,6 +86,9 @@ class RequestGate:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
+        for path, rewriter in self._error_formats.items():
+            if scope["path"] == path or scope["path"].startswith(path + "/"):
+                send = rewriter(scope, send)
         with nullcontext() if scope["path"] in OPEN_PATHS else self._traffic.request():
             await _Exchange(self, scope, receive, send).run()
 
