@@ -29,8 +29,7 @@ from ...cluster.request.request import FinishReason, Request, SamplingParams
 from ...cluster.scheduler.scheduler_stats import Usage
 from ...cluster.step.executor import Executor, ExecutorInfo
 from ..structured_outputs.grammar_frontend import GrammarFrontend, HoldsGrammars
-from ..tokenization.async_prompt_encoder import AsyncPromptEncoder
-from ..tokenization.prompts import EncodedPrompt, SeedSource, load_tokenizer
+from ..tokenization.prompts import AsyncPromptEncoder, EncodedPrompt, SeedSource, load_tokenizer
 from ..tokenization.tokenizer import Tokenizer
 from .output_processor import OutputProcessor
 from .output_streams import OutputStream, OutputStreams, ReaderLimit, processing_failure

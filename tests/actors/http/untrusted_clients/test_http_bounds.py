@@ -17,7 +17,7 @@ from manta.actors.http.generation.large_responses import PIECE_BYTES, PLACES_AT_
 from manta.actors.http.openai.completions import CompletionShape
 from manta.actors.http.wire import json_io as numbers
 from manta.actors.system import event_loop as turns
-from manta.actors.tokenization import async_prompt_encoder as encoding
+from manta.actors.tokenization import prompts as encoding
 from manta.actors.tokenization.prompts import encode_bad_words
 from manta.actors.tokenization.tokenizer import Tokenizer
 from manta.cluster.config import EngineConfig
