@@ -236,7 +236,7 @@ class RequestTelemetry:
 
     def finish_request(self, request: FinishedRequest) -> None:
         origin = {"replica": self._replica, "drafter": self._engine.drafter}
-        request_logger.info(Event("request", **asdict(request), **origin))
+        request_logger.info(Event("request", asdict(request) | origin))
 
     # Output.
 

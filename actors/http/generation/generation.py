@@ -344,7 +344,8 @@ class _ChunkWriter:
         with_ids = self._work.request.return_token_ids
         answer = self._answers[at]
         piece = answer.feed(completion.text, final=completion.finish_reason is not None)
-        if piece or completion.logprobs or (with_ids and completion.token_ids):
+        has_more = completion.logprobs or (with_ids and completion.token_ids)
+        if piece.content or piece.reasoning or piece.calls or has_more:
             found = self._shape.chunks(at, piece)
             if with_ids:
                 found[0]["token_ids"] = completion.token_ids

@@ -26,7 +26,7 @@ from ....cluster.errors import ENDINGS, SlowReaderError, TooManyRequestsError
 from ....cluster.metrics.metric import OTHER
 from ....cluster.request.caller import ID_HEADER, acceptable_id, new_id
 from ...haproxy.config_rewriter import UNFINISHED, UNFINISHED_HEADER
-from ...system.log_setup import about_request
+from ...system.log_setup import current_request_id
 from ..config.settings import OPEN_PATHS, ServerSettings
 from ..wire.errors import INTERNAL, Rejection, ignore, json_error, log_refusal, refusal_of
 from .api_keys import Keys
@@ -166,7 +166,7 @@ class _Exchange:
 
     async def run(self) -> None:
         begin_s = time.monotonic()
-        about_request(self._state["request_id"])
+        current_request_id.set(self._state["request_id"])
         try:
             await self._gate.serve(self._scope, self._receive, self._forward)
         except ENDINGS:

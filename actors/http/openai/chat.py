@@ -38,12 +38,12 @@ class ChatShape:
 
     def chunks(self, index: int, piece: AnswerDelta) -> list[JsonObject]:
         delta = dict.fromkeys(self._reasoning_fields, piece.reasoning) if piece.reasoning else {}
-        if piece.content or not piece:
+        if piece.content:
             delta["content"] = piece.content
         choices = [_choice(index, delta)] if delta else []
         for call in piece.calls:
             choices += [_choice(index, {"tool_calls": [call_delta]}) for call_delta in _call_deltas(call)]
-        return choices
+        return choices or [_choice(index, {"content": ""})]
 
     def end(self, index: int, finish_reason: str) -> JsonObject:
         return _choice(index, {}, finish_reason)

@@ -37,7 +37,7 @@ from starlette.responses import Response
 from starlette.types import Scope
 
 from ....cluster.request.caller import acceptable_id
-from ...system.log_setup import about_request
+from ...system.log_setup import current_request_id
 from ...tokenization.client_messages import loads
 from .incremental_json import Bytes, end_of_string, loads_in_slices
 
@@ -150,7 +150,7 @@ def take_request_id(scope: Scope, body: Any) -> None:  # Any: JSON
     client_id = acceptable_id(body.get("request_id")) if isinstance(body, dict) else None
     if client_id is not None and state["may_rename"] and "origin" not in state:
         state["request_id"] = client_id
-        about_request(client_id)
+        current_request_id.set(client_id)
 
 
 # Numbers, single ones and long lists of token ids.

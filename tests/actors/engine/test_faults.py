@@ -106,7 +106,7 @@ def poison(monkeypatch: pytest.MonkeyPatch, owner: type, name: str, error: type[
     def raise_or_go_on(self: Any, *args: Any, **options: Any) -> Any:
         tracker = self if isinstance(self, RequestTracker) else getattr(self, "tracker", None)
         is_marked = tracker is not None and MARK in (tracker.prompt or "")
-        if is_marked or any(fed) or (not fed and process_log._request_id.get() == "poisoned"):
+        if is_marked or any(fed) or (not fed and process_log.current_request_id.get() == "poisoned"):
             raise error("injected")
         return original(self, *args, **options)
 
