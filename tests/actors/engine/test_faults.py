@@ -22,7 +22,7 @@ from manta.actors.batch.row_answerer import RowAnswerer
 from manta.actors.chat.chat_model import AnswerParser, AnswerParserFactory
 from manta.actors.chat.stream_parser import Splitter
 from manta.actors.engine import async_engine as engine_module
-from manta.actors.engine import output_processor as outputs
+from manta.actors.engine import output_processor as processing
 from manta.actors.engine.async_engine import AsyncEngine
 from manta.actors.engine.output_processor import RequestSteps, RequestTracker
 from manta.actors.engine.output_streams import OutputStream, OutputStreams
@@ -60,8 +60,8 @@ DELIVERY = [
     (IncrementalDetokenizer, "step", KeyError),
     (IncrementalDetokenizer, "step", Panic),
     (ByteLevelDetokenizer, "flush", OverflowError),
-    (outputs._Text, "_find_stop", RecursionError),
-    (outputs._Text, "take", IndexError),
+    (processing._Text, "_find_stop", RecursionError),
+    (processing._Text, "take", IndexError),
     (OutputLogprobs, "extend", TypeError),
     (RequestSteps, "feed", ZeroDivisionError),
     (RequestTracker, "output", MemoryError),
@@ -199,7 +199,7 @@ def test_a_failed_completion_ends_the_others_of_its_request(
 ) -> None:
     body = {"prompt": MARK, "n": 3, "max_tokens": 400, "ignore_eos": True, "stop": "\u2603\u2603\u2603"}
     with monkeypatch.context() as patch:
-        poison(patch, outputs._Text, "_find_stop", KeyError)
+        poison(patch, processing._Text, "_find_stop", KeyError)
         assert http.post("/v1/completions", json=body).status_code == 500
         wait_for(lambda: idle(server))
 
