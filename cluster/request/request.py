@@ -1,8 +1,7 @@
 """Sampling parameters and requests, as users send them. `cluster/step/sequence.py` has the progress.
 
-`LogitsProcessorParams` are a request's changes to logits before sampling: bias, forbidden tokens, penalties.
-Values only, as the workers need them; `drafter/step/inputs/logits_processors.py` applies them. A request
-without any has none, at no cost.
+`LogitsProcessorParams` are a request's changes to logits before sampling, as the workers need them;
+`drafter/step/inputs/logits_processors.py` applies them. A request without any has none, at no cost.
 """
 
 from __future__ import annotations
