@@ -1,4 +1,4 @@
-"""What a request returns: text, tokens, statistics, traced steps and log probabilities, in vLLM's shapes.
+"""Outputs of a request: text, tokens, statistics, traced steps and log probabilities, in vLLM's shapes.
 
 Values only; `output_processor.py` makes them. A step that drafts is a *verify step*, vLLM's `num_spec_steps`.
 All others produce one plain token, as the step that completes the prompt does.
