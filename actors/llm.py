@@ -18,14 +18,15 @@ from ..cluster.engine.engine_core import EngineCore, EngineStats, SequenceUpdate
 from ..cluster.errors import ENDINGS, MantaError, RequestError, brief
 from ..cluster.request.request import FinishReason, SamplingParams
 from ..cluster.step.executor import ExecutorInfo
-from .engine.output_processor import OutputProcessor, RequestOutput, RequestTracker
+from .engine.output_processor import OutputProcessor, RequestTracker
 from .engine.output_streams import processing_failure
+from .engine.outputs import RequestOutput
 from .engine.speculation_cache import SpeculationCache
 from .engine.uniproc_executor import make_executor
 from .http.protocol.chat_request import ChatPrompt
 from .structured_outputs.grammar_frontend import GrammarFrontend
 from .system.wait_messages import counting_on_terminal
-from .tokenization.chat_template import Message
+from .tokenization.client_messages import Message
 from .tokenization.prompts import Chat, EncodedPrompt, Prompt, SeedSource, encode_prompt, load_tokenizer
 from .tokenization.tokenizer import Tokenizer
 

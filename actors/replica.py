@@ -110,8 +110,10 @@ class Replica:
         lifecycle_logger.info(
             Event(
                 "ready",
-                loading_s=round(self._loaded_s - self._began_s, 3),
-                first_request_s=round(time.monotonic() - self._loaded_s, 3),
+                {
+                    "loading_s": round(self._loaded_s - self._began_s, 3),
+                    "first_request_s": round(time.monotonic() - self._loaded_s, 3),
+                },
             )
         )
         return app

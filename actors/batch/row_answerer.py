@@ -14,13 +14,11 @@ import pyarrow as pa
 from ...cluster.errors import ENDINGS, EngineDeadError, MantaError, brief_name
 from ...cluster.metrics.metric import UsageAccount
 from ...cluster.request.caller import SERVER, Caller, Tenant, new_id
-from ..chat.chat_model import ChatModel
-from ..chat.stream_parser import PLAIN, AnswerParserFactory
+from ..chat.chat_model import PLAIN, AnswerParserFactory, ChatModel
 from ..engine.async_engine import AsyncEngine
-from ..engine.output_processor import CompletionOutput, RequestOutput
+from ..engine.outputs import CompletionOutput, RequestOutput
 from ..http.generation.generation import full_choice
-from ..http.generation.generation_task import operation_of
-from ..http.generation.request_stats import usage_of
+from ..http.generation.generation_task import operation_of, usage_of
 from ..http.openai.chat import ChatShape
 from ..http.openai.completions import CompletionShape
 from ..http.protocol.chat_request import ChatRequest, chat_params, check_tools, conversation, reading_of

@@ -26,7 +26,7 @@ from typing import Literal, cast
 from ...cluster.config import EngineConfig
 from ...cluster.errors import ConfigError
 from ...cluster.request.caller import Tenant
-from ..engine.output_processor import RequestOutput, ResumeState
+from ..engine.outputs import RequestOutput, ResumeState
 from ..http.config.settings import ServerSettings
 from ..tokenization.checkpoint_paths import tokenizer_folder
 from ..tokenization.prompts import EncodedPrompt

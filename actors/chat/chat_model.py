@@ -1,17 +1,31 @@
-"""The chat formats of a model, found by its chat template or configured by name. Created once per engine."""
+"""The chat formats of a model, and the parsers of its answers.
+
+`ChatModel` has the formats, found by the chat template or configured by name; created once per engine.
+`AnswerParserFactory` parses the responses to one request, each completion with its own `AnswerParser`.
+"""
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ...cluster.errors import ConfigError, RequestError, did_you_mean
 from ...cluster.request.request import SamplingParams
 from ...cluster.request.structured_outputs import StructuredOutputsParams
 from ..tokenization.tokenizer import Tokenizer
-from .chat_formats import CALLS, REASONING, TEMPLATE_SIGNS, CallSyntax, Messages, ThinkingFormat, marks_of
-from .stream_parser import AnswerParserFactory, reasoning_marks
+from .chat_formats import (
+    CALLS,
+    REASONING,
+    TEMPLATE_SIGNS,
+    CallSyntax,
+    Messages,
+    ThinkingFormat,
+    marks_of,
+)
+from .stream_parser import Splitter
+from .text_stream import AnswerDelta, concatenate
 from .tool_call_grammars import forced_calls, strict_calls
 
 AUTO, NONE = "auto", "none"
@@ -173,3 +187,112 @@ def _by_template(tokenizer: Tokenizer | None) -> tuple[str | None, str | None]:
 
     found = ((calls, thinking) for signs, calls, thinking in TEMPLATE_SIGNS if names(signs))
     return next(found, (None, None))
+
+
+class ReasoningCounter:
+    """Counts the reasoning tokens of one completion. `opened`: the prompt ends within reasoning."""
+
+    def __init__(self, begin: Sequence[int], end: int, *, opened: bool) -> None:
+        self._begin, self._end = tuple(begin), end
+        self._recent: deque[int] = deque(maxlen=len(begin))
+        self._inside = opened
+        self.count = 0
+
+    @classmethod
+    def of(
+        cls, thinking: ThinkingFormat | Messages, tokenizer: Tokenizer, *, opened: bool
+    ) -> ReasoningCounter | None:
+        begin, end = reasoning_marks(thinking, tokenizer)
+        last = thinking.begin if isinstance(thinking, ThinkingFormat) else thinking.body
+        if len(end) != 1 or len(tokenizer.encode(last, add_special_tokens=False)) != 1:
+            return None
+        return cls(begin, end[0], opened=opened)
+
+    def feed(self, token_ids: Sequence[int]) -> None:
+        for token_id in token_ids:
+            self._recent.append(token_id)
+            if not self._inside:
+                self._inside = tuple(self._recent) == self._begin
+            elif token_id == self._end:
+                self._inside = False
+            else:
+                self.count += 1
+
+
+def reasoning_marks(
+    thinking: ThinkingFormat | Messages, tokenizer: Tokenizer
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    if isinstance(thinking, ThinkingFormat):
+        texts = thinking.begin, thinking.end
+    else:
+        (thoughts,) = thinking.thoughts
+        header = thinking.channel + thoughts if thinking.channel else f" to={thoughts}"
+        texts = header + thinking.body, thinking.ends[0]
+    begin, end = (tuple(tokenizer.encode(text, add_special_tokens=False)) for text in texts)
+    return begin, end
+
+
+class AnswerParser:
+    """Parses one completion's text. `with_reasoning`: False drops it. `called`: a tool was called.
+
+    Without a splitter all text is content.
+    """
+
+    def __init__(self, splitter: Splitter | None, *, with_reasoning: bool = True) -> None:
+        self._splitter = splitter
+        self._with_reasoning = with_reasoning
+        self.called = False
+
+    def feed(self, text: str, *, final: bool = False) -> AnswerDelta:
+        """Parse the next text, the last one if `final`; return what is new."""
+        if self._splitter is None:
+            return AnswerDelta(content=text)
+        piece = self._splitter.feed(text)
+        if final:
+            piece = concatenate((piece, self._splitter.finish()))
+        self.called = self.called or bool(piece.calls)
+        return piece if self._with_reasoning else replace(piece, reasoning="")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AnswerParserFactory:
+    """Creates the parsers of a request's completions; most arguments are those of `Splitter`."""
+
+    thinking: ThinkingFormat | Messages | None = None
+    calls: CallSyntax | Messages | None = None
+    schemas: Mapping[str, Mapping[str, Any]] = field(default_factory=dict[str, Mapping[str, Any]])
+    opened: bool = False
+    parallel: bool = True
+    with_reasoning: bool = True  # False drops the model's reasoning
+    tokenizer: Tokenizer | None = None  # the model's tokenizer, used only to count tokens
+
+    def make_parser(self, response_id: str, index: int) -> AnswerParser:
+        """Return a parser of one completion. The arguments determine its tool call ids."""
+        if self.thinking is None and self.calls is None:
+            return AnswerParser(None)
+        splitter = Splitter(
+            self.thinking,
+            self.calls,
+            schemas=self.schemas,
+            opened=self.opened,
+            id_seed=f"{response_id}/{index}",
+            parallel=self.parallel,
+        )
+        return AnswerParser(splitter, with_reasoning=self.with_reasoning)
+
+    def token_counter(self) -> ReasoningCounter | None:
+        """Return a counter of reasoning tokens; None if the marks are not single tokens."""
+        if self.thinking is None or self.tokenizer is None:
+            return None
+        return ReasoningCounter.of(self.thinking, self.tokenizer, opened=self.opened)
+
+    def counted(self, token_ids: Sequence[int]) -> ReasoningCounter | None:
+        if counter := self.token_counter():
+            counter.feed(token_ids)
+        return counter
+
+    def parse_complete(self, response_id: str, index: int, text: str) -> AnswerDelta:
+        return self.make_parser(response_id, index).feed(text, final=True)
+
+
+PLAIN = AnswerParserFactory()  # for completions: no parsing

@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from ..tokenization.surrogates import without_surrogates
+from ..tokenization.client_messages import without_surrogates
 
 _MAX_REFERENCES = 8  # longest chain of references
 _MAX_PARTS = 1000  # schemas visited per property: branches that refer to branches multiply

@@ -181,6 +181,8 @@ NO_PIECE = AnswerDelta()
 def concatenate(pieces: Iterable[AnswerDelta]) -> AnswerDelta:
     """Concatenate successive parts, with one `CallPiece` for each call."""
     found = list(pieces)
+    if len(found) == 1:
+        return found[0]
     calls: dict[int, CallPiece] = {}
     for call in (call for piece in found for call in piece.calls):
         before = calls.get(call.index)

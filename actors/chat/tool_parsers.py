@@ -12,7 +12,7 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
-from ..tokenization.surrogates import loads
+from ..tokenization.client_messages import loads
 from .chat_formats import HeadedCalls, JsonCalls, QuotedCalls, TaggedCalls
 from .schema_values import as_json, is_text, no_constant, property_schema
 from .text_stream import Marks, NotACallError, Sink, TextSource, Waiting

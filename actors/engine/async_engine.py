@@ -29,11 +29,11 @@ from ...cluster.request.request import FinishReason, Request, SamplingParams
 from ...cluster.scheduler.scheduler_stats import Usage
 from ...cluster.step.executor import Executor, ExecutorInfo
 from ..structured_outputs.grammar_frontend import GrammarFrontend, HoldsGrammars
-from ..tokenization.async_prompt_encoder import AsyncPromptEncoder
-from ..tokenization.prompts import EncodedPrompt, SeedSource, load_tokenizer
+from ..tokenization.prompts import AsyncPromptEncoder, EncodedPrompt, SeedSource, load_tokenizer
 from ..tokenization.tokenizer import Tokenizer
-from .output_processor import OutputProcessor, RequestOutput, ResumeState
+from .output_processor import OutputProcessor
 from .output_streams import OutputStream, OutputStreams, ReaderLimit, processing_failure
+from .outputs import RequestOutput, ResumeState
 from .speculation_cache import SpeculationCache
 from .uniproc_executor import make_executor
 
@@ -444,7 +444,8 @@ class AsyncEngine:
                 updates = self._engine.step()
                 if updates:
                     self._post(self._streams.deliver, updates)
-                self._speculation_cache.write_if_due()
+                if time.monotonic() >= self._speculation_cache.due_s:
+                    self._speculation_cache.write()
             self._speculation_cache.write()
             self._failure = EngineDeadError("The engine is shutting down. Retry.")
         except MantaError as error:

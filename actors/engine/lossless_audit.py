@@ -27,7 +27,7 @@ from ...cluster.fleet.canary import ArmStats, CanaryTrial
 from ...cluster.request.request import SamplingParams
 from ..tokenization.prompts import EncodedPrompt
 from .async_engine import AsyncEngine
-from .output_processor import RequestOutput, ResumeState
+from .outputs import RequestOutput, ResumeState
 
 logger = logging.getLogger(__name__)
 

@@ -12,99 +12,21 @@ from functools import cached_property
 
 from ...cluster.engine.engine_core import SequenceUpdate
 from ...cluster.errors import NotANumberError
-from ...cluster.fleet.canary import ArmStats
 from ...cluster.metrics.metric import UsageAccount
 from ...cluster.request.request import FinishReason, Request, SamplingParams
-from ...cluster.speculation.acceptance_length import mean_acceptance_length
 from ..chat.chat_model import ChatModel
 from ..tokenization.prompts import EncodedPrompt, encode_bad_words
 from ..tokenization.tokenizer import Tokenizer
-from .output_logprobs import OutputLogprobs, PositionLogprobs, PromptLogprobs
-from .request_spec_stats import RequestSteps, TracedStep
-
-
-@dataclass(frozen=True, slots=True)
-class CompletionOutput:
-    """One of n completions. In a stream `text` and `token_ids` hold only the new part, otherwise everything.
-
-    `stop_reason` is the stop string or stop token id that ended it, None for EOS. `logprobs` belong to
-    `token_ids`; None if not requested.
-    """
-
-    index: int
-    text: str
-    token_ids: list[int]
-    finish_reason: FinishReason | None
-    stop_reason: int | str | None
-    logprobs: OutputLogprobs | None = None
-
-    @property
-    def cumulative_logprob(self) -> float | None:
-        """Sum of the log probabilities of `token_ids`; None without `logprobs`."""
-        if self.logprobs is None:
-            return None
-        return sum(place[token].logprob for place, token in zip(self.logprobs, self.token_ids, strict=True))
-
-
-@dataclass(frozen=True, slots=True)
-class RequestMetrics:
-    """Statistics of a request. Times in seconds; None until known.
-
-    `acceptance_histogram[a]` counts verify steps in which `a` drafts were accepted, without the bonus token.
-    `trace` lists every step of a finished request with one completion, if requested. `num_decoding_steps`
-    counts the steps that produced tokens, except those that completed the prompt.
-    """
-
-    num_cached_tokens: int
-    queue_s: float
-    ttft_s: float | None
-    e2e_s: float
-    num_steps: int
-    num_draft_tokens: int
-    num_accepted_tokens: int
-    acceptance_histogram: list[int]
-    trace: tuple[TracedStep, ...] | None = None
-    num_decoding_steps: int = 0
-
-    @property
-    def arm_stats(self) -> ArmStats:
-        return ArmStats(1, self.num_decoding_steps, self.num_accepted_tokens)
-
-    @property
-    def mean_acceptance_length(self) -> float | None:
-        return mean_acceptance_length(self.num_steps, self.num_accepted_tokens)
-
-
-@dataclass(frozen=True, slots=True)
-class RequestOutput:
-    """The state of a request: everything so far or, in a stream, the new part since the last output.
-
-    `prompt_logprobs_state` holds log probabilities of the prompt if requested, from the first tokens on.
-    """
-
-    request_id: str
-    prompt: str | None
-    prompt_token_ids: list[int]
-    outputs: list[CompletionOutput]
-    finished: bool
-    metrics: RequestMetrics
-    prompt_logprobs_state: PromptLogprobs | None = None
-
-    @property
-    def prompt_logprobs(self) -> list[PositionLogprobs | None] | None:
-        """Log probabilities of each prompt token, None for the first; None if not requested."""
-        return None if self.prompt_logprobs_state is None else self.prompt_logprobs_state.positions
-
-
-@dataclass(frozen=True, slots=True)
-class ResumeState:
-    """Progress of another engine on a request: its output tokens, and the number of characters sent."""
-
-    token_ids: tuple[int, ...] = ()
-    num_chars: int = 0
-
-
-NOT_RESUMED = ResumeState()
+from .outputs import (
+    NOT_RESUMED,
+    CompletionOutput,
+    OutputLogprobs,
+    PromptLogprobs,
+    RequestMetrics,
+    RequestOutput,
+    ResumeState,
+    TracedStep,
+)
 
 
 def resumed_text(
@@ -231,6 +153,7 @@ class RequestTracker:
         self.prompt_token_ids = list(prompt.token_ids)
         self._tokenizer, self._wants_prompt_logprobs = tokenizer, params.prompt_logprobs is not None
         self._prompt_logprobs_state: PromptLogprobs | None = None
+        self.num_completions = self._num_unfinished = params.n
         self._completions = [
             _Completion(
                 i,
@@ -246,16 +169,13 @@ class RequestTracker:
         self._last_s = self._arrival_s
         self._num_cached = 0
         self._queue_s = 0.0
+        self.finished = False  # whether all completions have a finish reason
         self._steps = RequestSteps(trace=trace and params.n == 1)
 
     def _new_text(
         self, tokenizer: Tokenizer | None, params: SamplingParams, resume_state: ResumeState
     ) -> _Text | None:
         return None if tokenizer is None else _Text(tokenizer, self.prompt_token_ids, params, resume_state)
-
-    @property
-    def num_completions(self) -> int:
-        return len(self._completions)
 
     @property
     def child_ids(self) -> list[str]:
@@ -267,10 +187,7 @@ class RequestTracker:
         """End the unfinished completions with finish_reason "error"."""
         for completion in self._completions:
             completion.finish_reason = completion.finish_reason or "error"
-
-    @property
-    def finished(self) -> bool:
-        return all(c.finish_reason is not None for c in self._completions)
+        self.finished = True
 
     def feed(self, index: int, update: SequenceUpdate) -> tuple[CompletionOutput, bool]:
         self._last_s = time.monotonic()
@@ -281,8 +198,12 @@ class RequestTracker:
         if self._wants_prompt_logprobs and self._prompt_logprobs_state is None and update.token_ids:
             rows = update.prompt_logprobs
             self._prompt_logprobs_state = PromptLogprobs(self.prompt_token_ids, rows, self._tokenizer)
-        decodes = bool(self._completions[index].token_ids)
-        delta, stopped = self._completions[index].feed(update)
+        completion = self._completions[index]
+        decodes = bool(completion.token_ids)
+        delta, stopped = completion.feed(update)
+        if completion.finish_reason is not None:
+            self._num_unfinished -= 1
+            self.finished = not self._num_unfinished
         self._steps.feed(update, len(delta.token_ids), decodes=decodes)
         return delta, stopped
 
@@ -313,13 +234,41 @@ class RequestTracker:
             queue_s=self._queue_s,
             ttft_s=None if first is None else first - self._arrival_s,
             e2e_s=self._last_s - self._arrival_s,
-            num_steps=steps.num_verify_steps,
+            num_steps=steps.num_verify,
             num_draft_tokens=steps.num_drafted,
             num_accepted_tokens=steps.num_accepted,
             acceptance_histogram=list(steps.histogram),
             trace=tuple(steps.trace) if steps.trace is not None and self.finished else None,
             num_decoding_steps=steps.num_decoding,
         )
+
+
+class RequestSteps:
+    """Counts what the steps of one request drafted and accepted. `trace`: also record each step; only for a
+    single completion.
+    """
+
+    def __init__(self, *, trace: bool) -> None:
+        self.num_decoding = 0  # steps that produced tokens after a completion's first
+        self.num_verify = 0  # steps that drafted
+        self.num_drafted = 0  # drafts verified
+        self.num_accepted = 0  # drafts accepted
+        self.histogram: list[int] = []  # histogram[a] counts verify steps in which `a` drafts were accepted
+        # the steps in order; None if not requested
+        self.trace: list[TracedStep] | None = [] if trace else None
+
+    def feed(self, update: SequenceUpdate, num_tokens: int, *, decodes: bool) -> None:
+        """Record a step of which `num_tokens` count; `decodes`: the completion had tokens before."""
+        self.num_decoding += decodes and bool(update.token_ids)
+        if update.num_drafted:
+            self.num_verify += 1
+            self.num_drafted += update.num_drafted
+            self.num_accepted += update.num_accepted
+            missing = update.num_accepted + 1 - len(self.histogram)
+            self.histogram.extend([0] * missing)
+            self.histogram[update.num_accepted] += 1
+        if self.trace is not None:
+            self.trace.append(TracedStep(update.num_drafted, update.num_accepted, num_tokens))
 
 
 class OutputProcessor:

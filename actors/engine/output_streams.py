@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -25,9 +26,9 @@ from ...cluster.errors import (
     brief,
 )
 from ...cluster.request.request import FinishReason
-from ..system.event_loop import LoopYielder
-from .output_logprobs import OutputLogprobs
-from .output_processor import CompletionOutput, OutputProcessor, RequestOutput, RequestTracker
+from ..system import event_loop
+from .output_processor import OutputProcessor, RequestTracker
+from .outputs import CompletionOutput, OutputLogprobs, RequestOutput
 
 logger = logging.getLogger(__name__)
 
@@ -60,7 +61,7 @@ class OutputStream:
         self.unread = UnreadOutputs(self.tracker, self.limit)
 
     async def next(self) -> RequestOutput | None:
-        while not self.unread:
+        while not self.unread.entries:
             if self.failure is not None:
                 raise self.failure
             if self.tracker.finished:
@@ -72,7 +73,8 @@ class OutputStream:
     def add(self, fresh: CompletionOutput) -> None:
         if not self.complete_only:
             self.unread.add(fresh)
-            if self.limit is not None:  # a reader with a limit assembles the output itself
+            # A reader with a limit assembles the output itself.
+            if self.limit is not None and fresh.logprobs is not None:
                 self.tracker.forget_logprobs(fresh.index)
         elif not self.tracker.finished:
             return
@@ -90,7 +92,8 @@ class OutputStream:
 
     @property
     def is_too_slow(self) -> bool:
-        return self.limit is not None and self.limit.is_exceeded and not self.tracker.finished
+        limit = self.limit
+        return limit is not None and limit.num_bytes > limit.max_bytes and not self.tracker.finished
 
 
 class OutputStreams:
@@ -159,11 +162,11 @@ class OutputStreams:
 
     def _deliver_slice(self) -> None:
         self._is_delivering = False
-        yielder = LoopYielder()
+        end_s = time.monotonic() + event_loop.TIME_SLICE_S
         try:
             while self._updates:
                 self._deliver_update(self._updates.popleft())
-                if yielder.is_over:
+                if time.monotonic() >= end_s:
                     break
         finally:
             if self._updates:
@@ -250,10 +253,6 @@ class ReaderLimit:
     num_bytes: int = 0  # bytes that are unread now
     is_logged: bool = False  # whether exceeding the limit has been logged
 
-    @property
-    def is_exceeded(self) -> bool:
-        return self.num_bytes > self.max_bytes
-
 
 @dataclass(slots=True)
 class _Entry:
@@ -265,42 +264,36 @@ class _Entry:
 class UnreadOutputs:
     tracker: RequestTracker  # tracker of the stream's request
     limit: ReaderLimit | None = None  # limit of its client; None if the reader cannot be slow
-    _entries: deque[_Entry] = field(default_factory=deque[_Entry])
+    entries: deque[_Entry] = field(default_factory=deque[_Entry])
     _last: dict[int, _Entry] = field(default_factory=dict[int, _Entry])  # newest entry by completion
-
-    def __len__(self) -> int:
-        return len(self._entries)
 
     def add(self, fresh: CompletionOutput) -> None:
         num_bytes = size_of(fresh)
-        last = self._last.get(fresh.index) if self._is_slow else None
+        is_slow = len(self.entries) >= max(MAX_UNMERGED, 2 * self.tracker.num_completions)
+        last = self._last.get(fresh.index) if is_slow else None
         if last is not None and len(last.output.token_ids) + len(fresh.token_ids) <= MERGED_TOKENS:
             last.output, last.num_bytes = _merged(last.output, fresh), last.num_bytes + num_bytes
         else:
             num_bytes += ENTRY_BYTES
             entry = self._last[fresh.index] = _Entry(fresh, num_bytes)
-            self._entries.append(entry)
+            self.entries.append(entry)
         if self.limit is not None:
             self.limit.num_bytes += num_bytes
 
     def take(self) -> RequestOutput:
         """Remove the oldest output, marked as finished only if no other is left."""
-        entry = self._entries.popleft()
+        entry = self.entries.popleft()
         if self._last.get(entry.output.index) is entry:
             del self._last[entry.output.index]
         if self.limit is not None:
             self.limit.num_bytes -= entry.num_bytes
         output = self.tracker.output([entry.output])
-        return replace(output, finished=False) if self._entries and output.finished else output
+        return replace(output, finished=False) if self.entries and output.finished else output
 
     def clear(self) -> None:
         """Drop all outputs. Their bytes stay counted, so the client's other streams end too."""
-        self._entries.clear()
+        self.entries.clear()
         self._last.clear()
-
-    @property
-    def _is_slow(self) -> bool:
-        return len(self._entries) >= max(MAX_UNMERGED, 2 * self.tracker.num_completions)
 
 
 def _merged(before: CompletionOutput, fresh: CompletionOutput) -> CompletionOutput:

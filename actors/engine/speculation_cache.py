@@ -42,7 +42,7 @@ class SpeculationCache:
         self._acceptance_cache = DiskCache("acceptance", pair | _written_s(config))
         spec = config.speculative_config
         self._card_lengths = [] if spec is None or spec.model is None else card_lengths(Path(spec.model))
-        self._due_s = time.monotonic() + _WRITE_INTERVAL_S
+        self.due_s = time.monotonic() + _WRITE_INTERVAL_S  # when to write next
         for learned, cache in ((self._costs, self._cost_cache), (self._survival, self._acceptance_cache)):
             if learned is not None:
                 _read(learned, cache)
@@ -75,13 +75,9 @@ class SpeculationCache:
         if survival is not None and self._card_lengths:
             survival.set_prior(mean(self._card_lengths))
 
-    def write_if_due(self) -> None:
-        if time.monotonic() >= self._due_s:
-            self.write()
-
     def write(self) -> None:
         """Write what was learned; no acceptance if the drafter was replaced since the start."""
-        self._due_s = time.monotonic() + _WRITE_INTERVAL_S
+        self.due_s = time.monotonic() + _WRITE_INTERVAL_S
         if self._costs is not None and self._costs.has_measured_drafts:
             self._cost_cache.write(self._costs.as_json())
         survival = self._survival

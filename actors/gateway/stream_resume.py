@@ -10,7 +10,7 @@ from typing import Any
 
 import orjson
 
-from ..engine.output_processor import ResumeState
+from ..engine.outputs import ResumeState
 from ..http.generation.resume_origin import END, TOKENS_MARK
 from ..http.wire.sse import KEEP_ALIVE
 

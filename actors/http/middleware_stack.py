@@ -1,6 +1,6 @@
 """The layers around the routes of an engine's and a gateway's application, in one order.
 
-CORS (middleware/cors.py) ─▶ errors in Anthropic's format ─▶ the gate ─▶ errors in OpenAI's format ─▶ routes
+CORS (middleware/cors.py) ─▶ the gate ─▶ errors in OpenAI's format ─▶ routes
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 from fastapi import FastAPI
 
-from .anthropic.errors import MessagesLayer
+from .anthropic.errors import ROUTES, ErrorRewriter
 from .config.settings import ServerSettings
 from .middleware.cors import allow_origins
 from .middleware.request_gate import Observer, RequestGate, Traffic
@@ -39,8 +39,8 @@ def add_middleware(
         echo_request_id=echo_request_id,
         max_requests=max_requests,
         on_refusal=on_refusal,
+        error_formats={ROUTES: ErrorRewriter},
     )
-    app.add_middleware(MessagesLayer)
     allow_origins(app, settings)
 
 

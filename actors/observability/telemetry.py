@@ -32,7 +32,7 @@ from ...cluster.speculation.acceptance_length import mean_acceptance_length
 from ..capture.collector import CaptureResult
 from ..engine.async_engine import AsyncEngine
 from ..engine.lossless_audit import AuditResult
-from ..engine.output_processor import RequestOutput
+from ..engine.outputs import RequestOutput
 from ..system.log_setup import Event
 from .engine_metrics import engine_values, info_values, rejection_values, trial_values
 from .prometheus_text import Exposition, Values
@@ -236,7 +236,7 @@ class RequestTelemetry:
 
     def finish_request(self, request: FinishedRequest) -> None:
         origin = {"replica": self._replica, "drafter": self._engine.drafter}
-        request_logger.info(Event("request", **asdict(request), **origin))
+        request_logger.info(Event("request", asdict(request) | origin))
 
     # Output.
 

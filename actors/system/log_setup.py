@@ -25,7 +25,8 @@ MAX_RECORD = 16_000  # characters of a message, and of a traceback
 
 LogFormat = Literal["text", "json"]
 
-_request_id: ContextVar[str | None] = ContextVar("request_id", default=None)
+# The request that the log lines of this task and its subtasks concern.
+current_request_id: ContextVar[str | None] = ContextVar("request_id", default=None)
 _EXTRAS = ("request_id", "request_ids")  # fields of a line, given with `extra`
 
 
@@ -40,12 +41,12 @@ class LogSettings:
         return replace(self, origin={**self.origin, **origin})
 
 
+@dataclass(frozen=True, slots=True, eq=False)
 class Event:
     """A log line made of fields: JSON in a text log, fields of the line itself in a JSON log."""
 
-    def __init__(self, name: str, **fields: Any) -> None:  # Any: JSON
-        self.name = name
-        self.fields = fields
+    name: str
+    fields: Mapping[str, Any]  # Any: JSON
 
     def __str__(self) -> str:
         return json.dumps(self.fields, ensure_ascii=False)
@@ -63,7 +64,7 @@ class JsonFormatter(logging.Formatter):
             "logger": record.name,
             **self._origin,
         }
-        if (request_id := _request_id.get()) is not None:
+        if (request_id := current_request_id.get()) is not None:
             line["request_id"] = request_id
         line |= {name: vars(record)[name] for name in _EXTRAS if name in vars(record)}
         if isinstance(record.msg, Event):
@@ -113,8 +114,3 @@ def in_force() -> LogSettings | None:
     """Return this process's settings, for processes it starts; None if not set up here."""
     handlers = logging.getLogger("manta").handlers
     return next((handler.settings for handler in handlers if isinstance(handler, _Handler)), None)
-
-
-def about_request(request_id: str) -> None:
-    """Mark the log lines of this task and its subtasks as concerning this request."""
-    _request_id.set(request_id)

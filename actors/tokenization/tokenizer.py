@@ -26,12 +26,11 @@ import tokenizers
 from tokenizers.pre_tokenizers import ByteLevel
 
 from ...cluster.errors import CheckpointError, RequestError
-from .call_arguments import parse_arguments
-from .chat_template import ChatTemplate, Message
+from .chat_template import ChatTemplate
 from .checkpoint_paths import TIKTOKEN_MODEL, TOKENIZER_JSON, has_tokenizer
+from .client_messages import Message, parse_arguments, without_surrogates
 from .detokenizer import IncrementalDetokenizer, TokenPieces
 from .special_tokens import SpecialTokenGuard
-from .surrogates import without_surrogates
 from .tiktoken_tokenizer import sorts_tools, tiktoken_backend
 from .tokenizer_config import read_chat_templates, read_special_tokens
 

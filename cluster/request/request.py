@@ -1,4 +1,8 @@
-"""Sampling parameters and requests, as users send them. `cluster/step/sequence.py` has the progress."""
+"""Sampling parameters and requests, as users send them. `cluster/step/sequence.py` has the progress.
+
+`LogitsProcessorParams` are a request's changes to logits before sampling, as the workers need them;
+`drafter/step/inputs/logits_processors.py` applies them. A request without any has none, at no cost.
+"""
 
 from __future__ import annotations
 
@@ -334,3 +338,63 @@ class Request:
         if self.params.grammar is not None:
             limits.append(self.params.grammar.max_drafts)
         return min(limits)
+
+
+@dataclass(frozen=True, slots=True)
+class ThinkingBudget:
+    """Forces `end` after `budget` tokens of reasoning, which begins at `start` or with the answer."""
+
+    budget: int
+    start: tuple[int, ...]
+    end: tuple[int, ...]
+
+    @classmethod
+    def of(cls, params: SamplingParams) -> ThinkingBudget | None:
+        if params.thinking_token_budget is None:
+            return None
+        marks = params.reasoning_start_token_ids, params.reasoning_end_token_ids
+        return cls(params.thinking_token_budget, *marks)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LogitsProcessorParams:
+    """A request's logits rules, see `SamplingParams`.
+
+    Attributes:
+        prompt_length: tokens from this position on were generated.
+        allowed_token_ids: all others are impossible; None allows all.
+        bad_words: token sequences; the last token cannot follow the others if these were generated.
+        logit_bias: (token, value added to its logit).
+        repetition: divides the logit of a token of prompt or output, or multiplies it if negative.
+        frequency: subtracted from a token's logit for each time it was generated.
+        presence: subtracted from the logit of a token that was generated.
+        thinking: applied first; None if reasoning has no limit.
+    """
+
+    prompt_length: int
+    allowed_token_ids: tuple[int, ...] | None = None
+    bad_words: tuple[tuple[int, ...], ...] = ()
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    repetition: float = 1.0
+    frequency: float = 0.0
+    presence: float = 0.0
+    thinking: ThinkingBudget | None = None
+
+    @classmethod
+    def of(cls, params: SamplingParams, prompt_length: int) -> LogitsProcessorParams | None:
+        rules = cls(
+            prompt_length=prompt_length,
+            allowed_token_ids=params.allowed_token_ids,
+            bad_words=params.bad_words_token_ids,
+            logit_bias=params.logit_bias,
+            repetition=params.repetition_penalty,
+            frequency=params.frequency_penalty,
+            presence=params.presence_penalty,
+            thinking=ThinkingBudget.of(params),
+        )
+        return None if rules == cls(prompt_length=prompt_length) else rules
+
+    @property
+    def penalizes(self) -> bool:
+        """Whether logits depend on which tokens came before, and how often."""
+        return self.repetition != 1.0 or self.frequency != 0.0 or self.presence != 0.0

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from ..pages.kv_cache_groups import KVCacheGroup
-from ..request.logits_processors import RuleLimits
+from ..request.request import SamplingParams
 from .scheduler_output import SchedulerOutput, StepResult
 
 
@@ -93,3 +93,30 @@ class Executor(Protocol):
     def close(self) -> None:
         """End all workers and free their memory. Idempotent."""
         ...
+
+
+@dataclass(frozen=True, slots=True)
+class RuleLimits:
+    """Capacity of an engine's tables per request: entries, and tokens of a bad word or reasoning mark."""
+
+    allowed_tokens: int
+    biased_tokens: int
+    bad_words: int
+    bad_word_tokens: int
+    reasoning_tokens: int
+
+    def excess(self, params: SamplingParams) -> tuple[str, str] | None:
+        """Return a field that exceeds the limits, with a description; None if none does."""
+        words, reasoning = params.bad_words_token_ids, (self.reasoning_tokens, "tokens")
+        sizes = (
+            ("allowed_token_ids", len(params.allowed_token_ids or ()), self.allowed_tokens, "tokens"),
+            ("logit_bias", len(params.logit_bias), self.biased_tokens, "tokens"),
+            ("bad_words", len(words), self.bad_words, "sequences of tokens"),
+            ("bad_words", max(map(len, words), default=0), self.bad_word_tokens, "tokens in one word"),
+            ("reasoning_start_token_ids", len(params.reasoning_start_token_ids), *reasoning),
+            ("reasoning_end_token_ids", len(params.reasoning_end_token_ids), *reasoning),
+        )
+        excessive = (each for each in sizes if each[1] > each[2])
+        return next(
+            ((name, f"{count} {what}; at most {maximum}") for name, count, maximum, what in excessive), None
+        )

@@ -11,9 +11,8 @@ from dataclasses import dataclass, field
 from ..config import EngineConfig
 from ..errors import RequestError, UnprocessableError, brief
 from ..pages.kv_cache_groups import KVCacheGroup, longest_sequence
-from ..request.logits_processors import RuleLimits
 from ..request.request import Request, SamplingParams
-from .executor import ExecutorInfo
+from .executor import ExecutorInfo, RuleLimits
 
 
 @dataclass(frozen=True, slots=True)

@@ -34,8 +34,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from ..request.logits_processors import LogitsProcessorParams
 from ..request.logprobs import StepLogprobs
+from ..request.request import LogitsProcessorParams
 from ..request.structured_outputs import SlotGrammar
 
 IntArray = NDArray[np.int32]

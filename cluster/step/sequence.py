@@ -14,9 +14,8 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from ..request.logits_processors import LogitsProcessorParams
 from ..request.logprobs import RowLogprobs
-from ..request.request import Request
+from ..request.request import LogitsProcessorParams, Request
 from ..request.structured_outputs import SlotGrammar
 from .scheduler_output import BoolArray, IntArray, SchedulerOutput, SlotSampling
 

@@ -17,9 +17,9 @@ PUBLIC = {
     "manta.LLM": "actors/llm.py",
     "manta.SamplingParams": "cluster/request/request.py",
     "manta.StructuredOutputsParams": "cluster/request/structured_outputs.py",
-    "RequestOutput": "actors/engine/output_processor.py",
-    "CompletionOutput": "actors/engine/output_processor.py",
-    "RequestMetrics": "actors/engine/output_processor.py",
+    "RequestOutput": "actors/engine/outputs.py",
+    "CompletionOutput": "actors/engine/outputs.py",
+    "RequestMetrics": "actors/engine/outputs.py",
     "manta.data.MantaEngineProcessorConfig": "jobs/batch/processor.py",
     "manta.data.build_processor": "jobs/batch/processor.py",
 }

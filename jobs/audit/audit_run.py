@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from ...actors.batch.ledger.job_spec import checkpoint_identity
-from ...actors.engine.output_processor import RequestOutput
+from ...actors.engine.outputs import RequestOutput
 from ...actors.llm import LLM
 from ...actors.system.atomic_files import rounded, write_json
 from ...actors.tokenization.checkpoint_paths import drafter_folder, target_folder

@@ -13,7 +13,7 @@ from collections.abc import Generator, Iterator
 from contextlib import closing, contextmanager
 from dataclasses import asdict
 
-from ...actors.engine.output_processor import RequestMetrics, RequestOutput
+from ...actors.engine.outputs import RequestMetrics, RequestOutput
 from ...actors.llm import LLM
 from ...actors.tokenization.prompts import Chat, Prompt, encode_prompt
 from ...cluster.config import EngineConfig

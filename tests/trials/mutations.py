@@ -405,8 +405,8 @@ MUTATIONS = (
     Mutation(
         "sends usage to clients that did not ask for it",
         "actors/http/generation/generation.py",
-        "if work.single and output.finished and with_usage:",
-        "if work.single and output.finished:",
+        "if single and output.finished and with_usage:",
+        "if single and output.finished:",
         ("http_server",),
     ),
     # The worker protocol.

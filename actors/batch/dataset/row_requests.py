@@ -28,8 +28,8 @@ from ...http.openai.completions import OPENAI_MAX_TOKENS
 from ...http.protocol.chat_request import ChatRequest
 from ...http.protocol.completion_request import CompletionRequest
 from ...http.protocol.protocol import check_extra_fields
+from ...tokenization.client_messages import loads, replace_escapes
 from ...tokenization.generation_config import DEFAULT_MAX_TOKENS, GenerationDefaults
-from ...tokenization.surrogates import loads, replace_escapes
 
 Record = Mapping[str, Any]  # Any: whatever a row of the user's dataset holds.
 CHAT_URL, COMPLETION_URL = "/v1/chat/completions", "/v1/completions"

@@ -17,7 +17,7 @@ import pyarrow as pa
 
 from ....cluster.errors import DatasetError, NotFoundError, brief, redact_values
 from ....cluster.request.caller import SERVER
-from ...tokenization.surrogates import loads
+from ...tokenization.client_messages import loads
 from ..dataset.row_reader import RowReader
 from ..dataset.row_requests import CHAT_URL, COMPLETION_URL, RowSchema
 from ..dataset.source import Dataset, SourceFile

@@ -1,7 +1,7 @@
 """Errors in Anthropic's format: `{"type": "error", "error": {"type", "message"}, ...}`.
 
-Errors are created in OpenAI's format; on these routes their bodies are rewritten on the way out. The same
-layer, outside of `request_gate.py`, reads that API's key header and adds its request-id header.
+Errors are created in OpenAI's format; on these routes their bodies are rewritten on the way out, where that
+API's request-id header is added, too. `middleware_stack.py` gives the rewriting to `RequestGate`.
 """
 
 from __future__ import annotations
@@ -9,8 +9,8 @@ from __future__ import annotations
 from typing import Any
 
 import orjson
-from starlette.datastructures import Headers, MutableHeaders
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.datastructures import MutableHeaders
+from starlette.types import Message, Scope, Send
 
 from ..wire.errors import public_error
 from ..wire.json_io import JsonObject
@@ -42,28 +42,7 @@ class LostMessage:
         return named_event(anthropic_error(public.status, public.message))
 
 
-class MessagesLayer:
-    """Wraps the whole application. For other routes it only reads the key."""
-
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http":
-            _take_key(scope)
-            if scope["path"] == ROUTES or scope["path"].startswith(ROUTES + "/"):
-                send = _Rewriting(scope, send)
-        await self._app(scope, receive, send)
-
-
-def _take_key(scope: Scope) -> None:
-    """Convert `x-api-key` to a bearer token; Anthropic's SDK uses it for all routes."""
-    headers = Headers(scope=scope)
-    if "authorization" not in headers and (key := headers.get("x-api-key")):
-        scope["headers"] = [*scope["headers"], (b"authorization", b"Bearer " + key.encode("latin-1"))]
-
-
-class _Rewriting:
+class ErrorRewriter:
     """Forwards a response, with error bodies converted from OpenAI's format to Anthropic's."""
 
     def __init__(self, scope: Scope, send: Send) -> None:

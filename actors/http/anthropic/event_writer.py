@@ -20,7 +20,7 @@ from collections.abc import Callable, Collection
 import orjson
 
 from ....cluster.request.request import FinishReason
-from ...tokenization.call_arguments import invalid_json, read_object
+from ...tokenization.client_messages import invalid_json, read_object
 from ..generation.output_items import Events, Section, SectionWriter
 from ..wire.errors import public_error
 from ..wire.json_io import JsonObject

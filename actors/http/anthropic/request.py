@@ -12,8 +12,7 @@ from ..generation.chat_adapter import SupportedOptions
 from ..generation.request_translation import chat_request, rename_error_fields
 from ..protocol.chat_request import ChatRequest
 from ..protocol.tool_outputs import TranslatedMessages
-from ..wire.json_io import JsonObject
-from ..wire.json_numbers import Integer, Number
+from ..wire.json_io import Integer, JsonObject, Number
 from .content_blocks import Content, read_messages
 
 # Field -> what to do instead of using it.

@@ -5,6 +5,7 @@ from __future__ import annotations
 from fastapi import APIRouter, Request, Response
 
 from ..generation.chat_adapter import SupportedOptions, answer
+from ..generation.generation import check_model
 from ..generation.request_run import GenerationRun
 from ..generation.request_translation import rename_error_fields
 from ..generation.server_context import ServerContext
@@ -45,7 +46,7 @@ def message_routes(frontend: ServerContext) -> APIRouter:
         read = body.conversation()
         chat = body.for_chat(read, SupportedOptions.of(frontend))
         with rename_error_fields({**NAMES, **read.names}):
-            frontend.check_model(chat.model)
+            check_model(frontend, chat.model)
             check_tools(frontend.chat, chat)
             prompt = conversation(chat, chat.messages, frontend.engine.tokenizer)
             token_ids = await frontend.engine.encoder.list_tokens(prompt, MAX_VALUES)

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from starlette.requests import Request
 from starlette.responses import Response
 
-from ...chat.stream_parser import AnswerParserFactory
+from ...chat.chat_model import AnswerParserFactory
 from ...chat.text_stream import AnswerDelta
-from ...engine.output_processor import CompletionOutput
+from ...engine.outputs import CompletionOutput
 from ..wire import sse
 from ..wire.json_io import JsonObject, json_response
 from .output_items import Events, SectionWriter

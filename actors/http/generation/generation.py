@@ -16,17 +16,17 @@ from typing import Protocol
 from starlette.requests import Request
 from starlette.responses import Response
 
-from ....cluster.errors import RequestError
-from ....cluster.request.caller import new_id
+from ....cluster.errors import ModelNotFoundError, RequestError, brief
+from ....cluster.request.caller import Caller, Tenant, new_id, tenant_of
 from ....cluster.step.limits import check_max_tokens
-from ...chat.stream_parser import AnswerParser, AnswerParserFactory
+from ...chat.chat_model import AnswerParser, AnswerParserFactory
 from ...chat.text_stream import AnswerDelta
-from ...engine.output_processor import CompletionOutput, RequestOutput
+from ...engine.outputs import CompletionOutput, RequestOutput
 from ...tokenization.prompts import EncodedPrompt
 from ..middleware.api_keys import caller_of
 from ..protocol.logprobs import token_lengths
 from ..protocol.prompt_echo import PromptParts
-from ..protocol.protocol import GenerationRequest
+from ..protocol.protocol import GenerationRequest, check_extra_fields
 from ..wire import sse
 from ..wire.errors import logged_elsewhere, trace_headers
 from ..wire.json_io import JsonObject
@@ -87,8 +87,8 @@ def prepare(
         resumable: whether another replica could continue the response's stream.
         ends_with_context: a limit beyond the context's length means its end, not an error.
     """
-    model = frontend.check_model(request.model)
-    all_ignored = [*frontend.ignored_fields(request), *ignored]
+    model = check_model(frontend, request.model)
+    all_ignored = [*_ignored_fields(frontend, request), *ignored]
     params = request.sampling_params(frontend.defaults, default_max_tokens)
     params = frontend.chat.with_thinking_budget(params, prompts[0].text or "")
     if len(prompts) * params.n > MAX_COMPLETIONS:
@@ -103,7 +103,7 @@ def prepare(
     else:
         _check_context(frontend, request, prompts)
     caller = caller_of(http.scope)
-    requester, ignored_fields = frontend.requester(request, http, caller)
+    requester, ignored_fields = _requester(frontend, request, http, caller)
     all_ignored += ignored_fields
     origin: ResumeOrigin | None = http.scope["state"].get("origin")
     if origin is not None and params.seed is None:
@@ -114,7 +114,7 @@ def prepare(
         model=model,
         prompts=list(prompts),
         params=params,
-        priority=frontend.priority(request, http),
+        priority=_priority(frontend, request, http),
         ignored=all_ignored if frontend.settings.unknown_params != "ignore" else [],
         request=request,
         created_s=int(time.time()) if origin is None else origin.created_s,
@@ -126,6 +126,60 @@ def prepare(
         resumable=resumable,
         trace_headers=trace_headers(http.headers),
     )
+
+
+def check_model(frontend: ServerContext, name: str | None) -> str:
+    if name is None or name in frontend.names:
+        return name or frontend.name
+    raise ModelNotFoundError(
+        f"The model {brief(name)} is not served here. Served: {', '.join(frontend.names)}.", param="model"
+    )
+
+
+def _ignored_fields(frontend: ServerContext, request: GenerationRequest) -> list[str]:
+    """Return dotted names of ignored fields. Raises RequestError for those that must not be."""
+    extra, known = request.model_extra or {}, type(request).model_fields
+    ignored = check_extra_fields(extra, known, frontend.settings.unknown_params)
+    if "speculative" in request.model_fields_set and request.speculative.enabled and not frontend.speculates:
+        ignored.append("speculative")
+    return ignored
+
+
+def _priority(frontend: ServerContext, request: GenerationRequest, http: Request) -> int:
+    """Return the body's priority, else the header's. Raises RequestError if the policy has none."""
+    if frontend.engine.config.scheduling_policy == "priority":
+        if "priority" in request.model_fields_set:
+            return request.priority
+        return _header_priority(http)
+    if request.priority != 0:
+        raise RequestError(
+            f"priority={request.priority} needs a server started with scheduling_policy=priority.",
+            param="priority",
+        )
+    return 0
+
+
+def _requester(
+    frontend: ServerContext, request: GenerationRequest, http: Request, caller: Caller
+) -> tuple[Tenant, list[str]]:
+    """Return the request's tenant and category, and ignored fields."""
+    metadata = (request.model_extra or {}).get("metadata")
+    requester, ignored_fields = tenant_of(http.headers, metadata, caller, frontend.settings.tenants)
+    if ignored_fields is not None and frontend.settings.unknown_params == "reject":
+        raise RequestError(
+            f"{ignored_fields} names no tenant of this key. Leave it out, or have the operator add it to "
+            "`tenants` or to the key's line.",
+            param=ignored_fields,
+        )
+    return requester, [ignored_fields] if ignored_fields is not None else []
+
+
+def _header_priority(http: Request) -> int:
+    value = http.headers.get("x-vllm-priority") or http.headers.get("x-priority") or "0"
+    try:
+        return int(value)
+    except ValueError:
+        raise RequestError("The header X-Priority must be an integer.", param="priority") from None
 
 
 def _includes_trace(frontend: ServerContext, request: GenerationRequest, num_completions: int) -> bool:
@@ -217,23 +271,26 @@ async def stream_events(run: GenerationRun, shape: ResponseShape) -> AsyncGenera
     with_usage = options is not None and options.include_usage
     if with_usage and not continuous:
         envelope["usage"] = None
+    single, reports_tokens, echoes = work.single, work.reports_tokens, work.request.echoes
     writer, num_chars = _ChunkWriter(run, shape), work.resume_state.num_chars
     async with aclosing(run.outputs()) as outputs:
         async for prompt_index, output in outputs:
             if continuous:
                 envelope["usage"] = run.figures.usage()
-            await writer.prepare_prompt(prompt_index, output)
-            choices = writer.choices(prompt_index, output)
-            piece = b"".join(sse.event({**envelope, "choices": [choice]}) for choice in choices)
-            if work.single and output.finished and with_usage:
+            if echoes:
+                await writer.prepare_prompt(prompt_index, output)
+            piece = b""
+            for choice in writer.choices(prompt_index, output):
+                piece += sse.event({**envelope, "choices": [choice]})
+            if single and output.finished and with_usage:
                 piece += _usage_event(run, envelope)
-            if work.reports_tokens:
+            if reports_tokens:
                 (completion,) = output.outputs
                 num_chars += len(completion.text)
                 piece += token_comment(num_chars, completion.token_ids, end=output.finished)
             if piece:
                 yield piece
-    if with_usage and not work.single:
+    if with_usage and not single:
         yield _usage_event(run, envelope)
 
 
@@ -254,7 +311,7 @@ class _ChunkWriter:
         self._echoes: dict[int, PromptParts] = {}  # by prompt
 
     async def prepare_prompt(self, prompt_index: int, output: RequestOutput) -> None:
-        if self._work.request.echoes and prompt_index not in self._echoes:
+        if prompt_index not in self._echoes:
             prompt = self._work.prompts[prompt_index]
             self._echoes[prompt_index] = await self._run.prompt_parts(prompt, output)
 
@@ -287,7 +344,8 @@ class _ChunkWriter:
         with_ids = self._work.request.return_token_ids
         answer = self._answers[at]
         piece = answer.feed(completion.text, final=completion.finish_reason is not None)
-        if piece or completion.logprobs or (with_ids and completion.token_ids):
+        has_more = completion.logprobs or (with_ids and completion.token_ids)
+        if piece.content or piece.reasoning or piece.calls or has_more:
             found = self._shape.chunks(at, piece)
             if with_ids:
                 found[0]["token_ids"] = completion.token_ids

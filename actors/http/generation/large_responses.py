@@ -14,7 +14,7 @@ import orjson
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from ...engine.output_processor import CompletionOutput
+from ...engine.outputs import CompletionOutput
 from ...system.event_loop import LoopYielder
 from ..protocol.logprobs import token_lengths
 from ..wire.json_io import JsonObject

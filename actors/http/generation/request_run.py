@@ -10,15 +10,15 @@ from typing import Any, TypeVar
 from ....cluster.errors import ENDINGS, EngineDeadError, MantaError, UnprocessableError
 from ...capture.collector import CapturedAnswers
 from ...engine.async_engine import RequestOptions
-from ...engine.output_processor import RequestMetrics, RequestOutput, resumed_text
+from ...engine.output_processor import resumed_text
 from ...engine.output_streams import ReaderLimit, size_of
+from ...engine.outputs import RequestMetrics, RequestOutput
 from ...tokenization.prompts import EncodedPrompt
 from ..protocol.prompt_echo import PromptParts, without_answer
 from ..wire.errors import public_error
 from ..wire.json_io import JsonObject
 from ..wire.sse import cancel
-from .generation_task import GenerationTask
-from .request_stats import RequestStats, acceptance
+from .generation_task import GenerationTask, RequestStats, acceptance
 from .server_context import ServerContext
 
 T = TypeVar("T")
@@ -38,7 +38,8 @@ class GenerationRun:
         counter = work.reading.token_counter
         self.figures = RequestStats(len(work.prompts), work.params, work.resume_state.token_ids, counter)
         self._params, self._audited = work.params, None
-        if work.single and not work.request.echoes_only:
+        self._echoes_only = work.request.echoes_only
+        if work.single and not self._echoes_only:
             arguments = work.request_id, work.id, work.prompts[0], work.params, work.resume_state
             self._audited = frontend.audit.choose(*arguments)
         if self._audited is not None:
@@ -49,7 +50,7 @@ class GenerationRun:
             self._account = frontend.receipts.account(work.requester, begins=begins)
         self._num_bytes = 0  # of whole answers
         self._captured: CapturedAnswers | None = None
-        if frontend.capture is not None and work.may_be_captured and not work.request.echoes_only:
+        if frontend.capture is not None and work.may_be_captured and not self._echoes_only:
             self._captured = frontend.capture.choose(
                 work.prompts, work.resume_state, work.model, work.requester
             )
@@ -63,6 +64,13 @@ class GenerationRun:
             for i, prompt in enumerate(work.prompts)
         ]
         with self._logged():
+            if len(streams) == 1:
+                async with aclosing(streams[0]) as only:
+                    async for made in only:
+                        output = self._visible(made)
+                        self._watch(0, output)
+                        yield 0, output
+                return
             async with aclosing(merge(streams)) as merged:
                 async for index, made in merged:
                     output = self._visible(made)
@@ -96,7 +104,7 @@ class GenerationRun:
         self._watch(index, output)
 
     def _visible(self, output: RequestOutput) -> RequestOutput:
-        return without_answer(output) if self.work.request.echoes_only else output
+        return without_answer(output) if self._echoes_only else output
 
     def _watch(self, index: int, output: RequestOutput) -> None:
         self.figures.feed(index, output, self.frontend.telemetry)
@@ -226,11 +234,6 @@ async def gather_outputs(work: Iterable[Coroutine[Any, Any, RequestOutput]]) -> 
 
 async def merge(streams: Sequence[AsyncGenerator[RequestOutput, None]]) -> Outputs:
     """Yield several streams' outputs with the index of each; the first failure ends all."""
-    if len(streams) == 1:
-        async with aclosing(streams[0]) as only:
-            async for output in only:
-                yield 0, output
-        return
     # A short queue: as many pumps as it has places produce an output each per iteration of the loop.
     queue: asyncio.Queue[tuple[int, RequestOutput | BaseException | None]] = asyncio.Queue(maxsize=8)
     tasks: list[asyncio.Task[None]] = []
@@ -279,5 +282,6 @@ async def _pump(
 
 def _refuse_aborted(output: RequestOutput) -> None:
     """Raise EngineDeadError if a completion ended early: OpenAI has no finish reason for that."""
-    if any(completion.finish_reason in ("abort", "error") for completion in output.outputs):
-        raise EngineDeadError("The server ended this request early. Retry.")
+    for completion in output.outputs:
+        if completion.finish_reason in ("abort", "error"):
+            raise EngineDeadError("The server ended this request early. Retry.")

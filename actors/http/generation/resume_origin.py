@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 
 import orjson
 
-from ...engine.output_processor import NOT_RESUMED, ResumeState
+from ...engine.outputs import NOT_RESUMED, ResumeState
 
 TOKEN_HEADER = "x-manta-token"
 CALLER_HEADER = "x-manta-caller"  # `api_keys.encode_caller`: replicas of a gateway have no keys

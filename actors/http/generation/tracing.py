@@ -20,12 +20,11 @@ from urllib.parse import urlsplit
 
 from ....cluster.errors import ConfigError
 from ....cluster.speculation.acceptance_length import mean_acceptance_length
-from ...engine.output_processor import RequestMetrics, RequestOutput
+from ...engine.outputs import RequestMetrics, RequestOutput
 from ...observability.telemetry import FinishedRow
 from ..config.settings import ServerSettings
 from ..wire.errors import Rejection
-from .generation_task import GenerationTask
-from .request_stats import RequestStats
+from .generation_task import GenerationTask, RequestStats
 
 if TYPE_CHECKING:
     from opentelemetry.context import Context

@@ -181,7 +181,7 @@ def decode_caller(header: str | None) -> Caller:
 def _key_in(headers: Mapping[str, str]) -> str:
     """Return the key as OpenAI's or Anthropic's clients send it; "" without one."""
     scheme, _, key = headers.get("authorization", "").partition(" ")
-    return key.strip() if scheme.lower() == "bearer" else headers.get("x-api-key", "")
+    return (key if scheme.lower() == "bearer" else headers.get("x-api-key", "")).strip()
 
 
 def _among(given: bytes, keys: list[bytes]) -> bool:

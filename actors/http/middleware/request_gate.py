@@ -1,6 +1,7 @@
 """The outermost layer: request ids, keys, limits, and a response for unhandled exceptions.
 
 Plain ASGI, so that streams pass through unchanged. The only route it knows is the one for file uploads.
+Bodies have limits of size, arrival time, and the memory of all unfinished ones together (`BodyBudget`).
 `Traffic` counts the requests in flight, except those to open paths.
 """
 
@@ -9,9 +10,11 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, field
 from functools import partial
+from types import MappingProxyType
 from typing import Any, Protocol
 
 from starlette.datastructures import Headers, MutableHeaders
@@ -23,11 +26,10 @@ from ....cluster.errors import ENDINGS, SlowReaderError, TooManyRequestsError
 from ....cluster.metrics.metric import OTHER
 from ....cluster.request.caller import ID_HEADER, acceptable_id, new_id
 from ...haproxy.config_rewriter import UNFINISHED, UNFINISHED_HEADER
-from ...system.log_setup import about_request
+from ...system.log_setup import current_request_id
 from ..config.settings import OPEN_PATHS, ServerSettings
 from ..wire.errors import INTERNAL, Rejection, ignore, json_error, log_refusal, refusal_of
 from .api_keys import Keys
-from .body_limits import BUDGET_BODIES, BodyBudget, BodyLimit
 
 logger = logging.getLogger(__name__)
 
@@ -49,6 +51,7 @@ class RequestGate:
         echo_request_id: return X-Request-Id; off where Serve does that, which knows only the header's id.
         max_requests: limit for requests in flight with complete bodies, so that slow bodies do not count.
         on_refusal: called for each request that failed before reaching an engine, except probes.
+        error_formats: by path of an API with errors of its own format, what converts its responses.
     """
 
     def __init__(
@@ -61,9 +64,11 @@ class RequestGate:
         echo_request_id: bool = True,
         max_requests: int | None = None,
         on_refusal: Callable[[Rejection], None] = ignore,
+        error_formats: Mapping[str, Callable[[Scope, Send], Send]] = MappingProxyType({}),
     ) -> None:
         self._app = app
         self._on_refusal = on_refusal
+        self._error_formats = error_formats
         self._traffic = traffic
         self._replica = replica
         self.echo_request_id = echo_request_id
@@ -82,6 +87,9 @@ class RequestGate:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
+        for path, rewriter in self._error_formats.items():
+            if scope["path"] == path or scope["path"].startswith(path + "/"):
+                send = rewriter(scope, send)
         with nullcontext() if scope["path"] in OPEN_PATHS else self._traffic.request():
             await _Exchange(self, scope, receive, send).run()
 
@@ -132,11 +140,22 @@ class RequestGate:
 
 
 class _Exchange:
+    """One request and its response, with a bounded time of waiting for the client to read.
+
+    A server waits for its client to read before it sends more (back-pressure). A client that reads nothing
+    for `reader_timeout_s` (0: unlimited) is gone or malicious: it occupies memory and counts as a request in
+    flight. There is one timer per request, none per message.
+    """
+
     def __init__(self, gate: RequestGate, scope: Scope, receive: Receive, send: Send) -> None:
         self._gate = gate
         self._scope = scope
         self._receive = receive
-        self._guard = StallGuard(send, gate.reader_timeout_s)
+        self._send = send
+        self._timer: asyncio.TimerHandle | None = None
+        self._sender: asyncio.Task[object] | None = None  # while it waits
+        self._since_s = 0.0
+        self._has_cut = False  # whether the response was ended early
         self._status: int | None = None
         headers = Headers(scope=scope)
         self._sends_body = headers.get("content-length", "0") != "0" or "transfer-encoding" in headers
@@ -147,13 +166,13 @@ class _Exchange:
 
     async def run(self) -> None:
         begin_s = time.monotonic()
-        about_request(self._state["request_id"])
+        current_request_id.set(self._state["request_id"])
         try:
             await self._gate.serve(self._scope, self._receive, self._forward)
         except ENDINGS:
             raise
         except BaseException:  # top level of the process: log once, answer properly
-            if self._guard.has_cut:
+            if self._has_cut:
                 logger.warning(
                     "request %s is disconnected: its client read nothing for %g s (reader_timeout)",
                     *(self._state["request_id"], self._gate.reader_timeout_s),
@@ -163,70 +182,52 @@ class _Exchange:
             if self._status is None:
                 await json_error(500, INTERNAL)(self._scope, self._receive, self._forward)
         finally:
-            self._guard.close()
+            if self._timer is not None:
+                self._timer.cancel()
             self._gate.observe(self._scope, self._status or 499, time.monotonic() - begin_s)
 
     async def _forward(self, message: Message) -> None:
-        if message["type"] == "http.response.start":
-            self._status = message["status"]
-            headers = MutableHeaders(scope=message)
-            del headers[ID_HEADER]  # at a gateway, the replica's
-            if self._gate.echo_request_id:
-                headers[ID_HEADER] = self._state["request_id"]
-            if self._status in UNFINISHED and self._sends_body and "has_body" not in self._state:
-                headers[UNFINISHED_HEADER] = "1"
-        await self._guard.send(message)
-
-
-class StallGuard:
-    """A `send` with a bounded waiting time, with one timer per request (none per message).
-
-    A server waits for its client to read before it sends more (back-pressure). A client that reads nothing
-    for `timeout_s` (0: unlimited) is gone or malicious: it occupies memory and counts as a request in flight.
-    """
-
-    def __init__(self, send: Send, timeout_s: float) -> None:
-        self._send = send
-        self._timeout_s = timeout_s
-        self._timer: asyncio.TimerHandle | None = None
-        self._sender: asyncio.Task[object] | None = None  # while it waits
-        self._since_s = 0.0
-        self.has_cut = False  # whether the response was ended early
-
-    async def send(self, message: Message) -> None:
         """Send. Raises SlowReaderError once the client has read nothing for too long."""
-        if self.has_cut:
+        if message["type"] == "http.response.start":
+            self._begin(message)
+        if self._has_cut:
             raise self._too_slow()
         loop = asyncio.get_running_loop()
         self._since_s, sender = loop.time(), asyncio.current_task()
         self._sender = sender
-        if self._timer is None and self._timeout_s:
-            self._timer = loop.call_later(self._timeout_s, self._poll)
+        if self._timer is None and self._gate.reader_timeout_s:
+            self._timer = loop.call_later(self._gate.reader_timeout_s, self._poll)
         try:
             await self._send(message)
         except asyncio.CancelledError:
-            if self.has_cut and sender is not None and not sender.uncancel():
+            if self._has_cut and sender is not None and not sender.uncancel():
                 raise self._too_slow() from None
             raise
         finally:
             self._sender = None
 
-    def close(self) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
+    def _begin(self, message: Message) -> None:
+        """Note the status, and add the headers of this layer."""
+        self._status = message["status"]
+        headers = MutableHeaders(scope=message)
+        del headers[ID_HEADER]  # at a gateway, the replica's
+        if self._gate.echo_request_id:
+            headers[ID_HEADER] = self._state["request_id"]
+        if self._status in UNFINISHED and self._sends_body and "has_body" not in self._state:
+            headers[UNFINISHED_HEADER] = "1"
 
     def _poll(self) -> None:
-        loop = asyncio.get_running_loop()
-        left_s = self._since_s + self._timeout_s - loop.time()
+        loop, timeout_s = asyncio.get_running_loop(), self._gate.reader_timeout_s
+        left_s = self._since_s + timeout_s - loop.time()
         if self._sender is not None and left_s <= 0.0:
-            self.has_cut = True
+            self._has_cut = True
             self._sender.cancel()
             return
-        self._timer = loop.call_later(left_s if left_s > 0.0 else self._timeout_s, self._poll)
+        self._timer = loop.call_later(left_s if left_s > 0.0 else timeout_s, self._poll)
 
     def _too_slow(self) -> SlowReaderError:
         return SlowReaderError(
-            f"The client read nothing of its answer for {self._timeout_s:g} s (reader_timeout).",
+            f"The client read nothing of its answer for {self._gate.reader_timeout_s:g} s (reader_timeout).",
             param="reader_timeout",
         )
 
@@ -257,3 +258,153 @@ class Traffic:
         except TimeoutError:
             return False
         return True
+
+
+# A connection is closed if its body is silent for this long, or takes longer than this plus its size at the
+# minimum rate.
+GRACE_S = 20.0
+MIN_BYTES_PER_S = 32 * 1024
+# Limit for all unfinished bodies of a process together, in bodies of the maximum size.
+BUDGET_BODIES = 8
+# Bytes of each body that are not counted, so that short bodies are accepted despite long ones.
+UNCOUNTED_BYTES = 64 * 1024
+
+
+@dataclass(slots=True, eq=False)
+class _Unfinished:
+    began_s: float
+    num_bytes: int = 0  # bytes received so far
+    dropped: bool = False  # the budget had no room for it
+    # time-out of the wait for its next bytes
+    waiting: asyncio.Timeout | None = field(default=None, repr=False)
+
+    @property
+    def counted(self) -> int:
+        return max(0, self.num_bytes - UNCOUNTED_BYTES)
+
+
+class BodyBudget:
+    """The memory of one process for unfinished bodies. Used on the event loop.
+
+    When it exceeds `max_bytes` (without the first UNCOUNTED_BYTES of each body), the body with the largest
+    product of bytes and age is dropped, so that slow, long bodies make room for quick, short ones.
+    """
+
+    def __init__(self, max_bytes: int) -> None:
+        self.max_bytes = max_bytes
+        self.num_bytes = 0  # counted bytes
+        self._open: set[_Unfinished] = set()
+
+    @contextmanager
+    def body(self) -> Iterator[_Unfinished]:
+        """Track one body; its memory is returned at the end, or by `release`."""
+        body = _Unfinished(time.monotonic())
+        self._open.add(body)
+        try:
+            yield body
+        finally:
+            self.release(body)
+
+    def release(self, body: _Unfinished) -> None:
+        """Return the memory of a body that is complete, dropped or given up. Idempotent."""
+        if body in self._open:
+            self._open.discard(body)
+            self.num_bytes -= body.counted
+
+    def receive(self, body: _Unfinished, num_bytes: int) -> None:
+        """Count received bytes, then drop bodies (perhaps this one) until the budget holds."""
+        if body not in self._open:
+            return
+        before = body.counted
+        body.num_bytes += num_bytes
+        self.num_bytes += body.counted - before
+        while self.num_bytes > self.max_bytes:
+            self._drop()
+
+    def _drop(self) -> None:
+        now_s = time.monotonic()
+        victim = max(self._open, key=lambda body: body.counted * (now_s - body.began_s))
+        self.release(victim)
+        victim.dropped = True
+        if victim.waiting is not None:
+            victim.waiting.reschedule(asyncio.get_running_loop().time())
+
+
+@dataclass(frozen=True, slots=True)
+class BodyLimit:
+    max_bytes: int
+    message: str
+
+    @classmethod
+    def of(cls, settings: ServerSettings, name: str, extra_bytes: int = 0) -> BodyLimit:
+        """`extra_bytes`: for the rest of a form."""
+        size = getattr(settings, name)
+        return cls(size + extra_bytes, f"The body is larger than {size} bytes, this server's {name}.")
+
+    @contextmanager
+    def applied(
+        self, receive: Receive, arrived: Callable[[], None], budget: BodyBudget | None = None
+    ) -> Iterator[Receive]:
+        """Wrap `receive` so that it raises HTTPException when a limit is exceeded.
+
+        The status is 413 for a body that is too large, 408 for one that is too slow, and 503 if all
+        unfinished bodies together are too large. `arrived` is called when the whole body has arrived, and may
+        raise HTTPException, too. `budget`: None if the body is not kept in memory.
+        """
+        budget = budget or BodyBudget(self.max_bytes)
+        with budget.body() as body:
+            yield self._limited(receive, arrived, budget, body)
+
+    def _limited(
+        self, receive: Receive, arrived: Callable[[], None], budget: BodyBudget, body: _Unfinished
+    ) -> Receive:
+        done = False
+
+        async def limited() -> Message:
+            nonlocal done
+            if done:  # the next message is the disconnect
+                return await receive()
+            allowed_s = GRACE_S + body.num_bytes / MIN_BYTES_PER_S - (time.monotonic() - body.began_s)
+            try:
+                async with asyncio.timeout(min(GRACE_S, allowed_s)) as body.waiting:
+                    message = await receive()
+            except TimeoutError:
+                raise _dropped(budget) if body.dropped else _too_late(body.num_bytes) from None
+            finally:
+                body.waiting = None
+            count = len(message.get("body", b""))
+            done = message["type"] != "http.request" or not message.get("more_body", False)
+            if body.num_bytes + count > self.max_bytes:
+                raise HTTPException(413, self.message, _CLOSE)
+            budget.receive(body, count)
+            if body.dropped:
+                raise _dropped(budget)
+            if done:
+                budget.release(body)
+                if body.num_bytes:
+                    arrived()
+            return message
+
+        return limited
+
+
+# The rest of the body is not read.
+_CLOSE = {"Connection": "close"}
+
+
+def _too_late(count: int) -> HTTPException:
+    return HTTPException(
+        408,
+        f"The body arrived too slowly: only {count} bytes arrived in time. Send it at "
+        f"{MIN_BYTES_PER_S} bytes a second or faster, without a pause of {GRACE_S:g} s.",
+        _CLOSE,
+    )
+
+
+def _dropped(budget: BodyBudget) -> HTTPException:
+    return HTTPException(
+        503,
+        f"The unfinished bodies of all requests exceed {budget.max_bytes} bytes, and this one held the most "
+        "for the longest time. Send it again, faster or later.",
+        _CLOSE,
+    )

@@ -7,9 +7,9 @@ from dataclasses import replace
 
 from fastapi import APIRouter, Request, Response
 
-from ...chat.stream_parser import AnswerParserFactory
+from ...chat.chat_model import AnswerParserFactory
 from ...chat.text_stream import AnswerDelta, CallPiece
-from ...engine.output_processor import CompletionOutput
+from ...engine.outputs import CompletionOutput
 from ..generation.generation import prepare, respond
 from ..generation.generation_task import GenerationTask
 from ..generation.server_context import ServerContext
@@ -38,11 +38,12 @@ class ChatShape:
 
     def chunks(self, index: int, piece: AnswerDelta) -> list[JsonObject]:
         delta = dict.fromkeys(self._reasoning_fields, piece.reasoning) if piece.reasoning else {}
-        if piece.content or not piece:
+        if piece.content:
             delta["content"] = piece.content
-        deltas = [delta] if delta else []
-        deltas += [{"tool_calls": [call_delta]} for call in piece.calls for call_delta in _call_deltas(call)]
-        return [_choice(index, delta) for delta in deltas]
+        choices = [_choice(index, delta)] if delta else []
+        for call in piece.calls:
+            choices += [_choice(index, {"tool_calls": [call_delta]}) for call_delta in _call_deltas(call)]
+        return choices or [_choice(index, {"content": ""})]
 
     def end(self, index: int, finish_reason: str) -> JsonObject:
         return _choice(index, {}, finish_reason)

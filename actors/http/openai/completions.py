@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from fastapi import APIRouter, Request, Response
 
-from ...chat.stream_parser import PLAIN
+from ...chat.chat_model import PLAIN
 from ...chat.text_stream import NO_PIECE, AnswerDelta
-from ...engine.output_processor import CompletionOutput
+from ...engine.outputs import CompletionOutput
 from ..generation.generation import prepare, respond
 from ..generation.server_context import ServerContext
 from ..protocol.completion_request import CompletionRequest

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from fastapi import APIRouter, Response
 
+from ..generation.generation import check_model
 from ..generation.server_context import ServerContext
 from ..wire.json_io import JsonObject, json_response
 
@@ -19,7 +20,7 @@ def model_routes(frontend: ServerContext) -> APIRouter:
     @router.get("/v1/models/{name:path}")
     async def get_model(name: str) -> Response:
         """Return one model."""
-        return json_response(_card(frontend, frontend.check_model(name)))
+        return json_response(_card(frontend, check_model(frontend, name)))
 
     return router
 

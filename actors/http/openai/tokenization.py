@@ -14,10 +14,10 @@ from pydantic import (
 )
 
 from ....cluster.errors import RequestError
+from ..generation.generation import check_model
 from ..generation.server_context import ServerContext
 from ..protocol.chat_request import ChatMessage, ChatTemplateOptions, check_tools, conversation
-from ..wire.json_io import MAX_VALUES, JsonRoute, json_response
-from ..wire.json_numbers import highest, ids_as_they_are
+from ..wire.json_io import MAX_VALUES, JsonRoute, highest, ids_as_they_are, json_response
 
 
 class TokenizeRequest(ChatTemplateOptions):
@@ -66,7 +66,7 @@ def tokenization_routes(frontend: ServerContext) -> APIRouter:
     @router.post("/tokenize")
     async def tokenize(body: TokenizeRequest) -> Response:
         """Return the token ids of a text or a conversation, as a generation request would have them."""
-        frontend.check_model(body.model)
+        check_model(frontend, body.model)
         prompt = body.prompt
         if prompt is None:
             check_tools(frontend.chat, body)
@@ -85,7 +85,7 @@ def tokenization_routes(frontend: ServerContext) -> APIRouter:
     @router.post("/detokenize")
     async def detokenize(body: DetokenizeRequest) -> Response:
         """Return the text of token ids."""
-        frontend.check_model(body.model)
+        check_model(frontend, body.model)
         vocabulary = frontend.engine.info.vocab_size
         if await frontend.engine.encoder.in_thread(highest, body.tokens) >= vocabulary:
             at = next(at for at, token_id in enumerate(body.tokens) if token_id >= vocabulary)

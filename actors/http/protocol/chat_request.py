@@ -13,14 +13,12 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 
 from ....cluster.errors import RequestError, brief
 from ....cluster.request.request import MAX_LOGPROBS, SamplingParams
-from ...chat.chat_model import ChatModel
-from ...chat.stream_parser import AnswerParserFactory
-from ...tokenization.chat_template import Message
+from ...chat.chat_model import AnswerParserFactory, ChatModel
+from ...tokenization.client_messages import Message, without_surrogates
 from ...tokenization.prompts import Chat, require_tokenizer
 from ...tokenization.special_tokens import map_texts
-from ...tokenization.surrogates import without_surrogates
 from ...tokenization.tokenizer import Tokenizer
-from ..wire.json_numbers import Integer
+from ..wire.json_io import Integer
 from .protocol import GenerationRequest
 from .tool_outputs import output_text
 
@@ -130,7 +128,7 @@ def _whether_logprobs(value: Any) -> Any:
 
 
 class CalledFunction(BaseModel):
-    """A called function; `arguments` is JSON as text or parsed (Any: `tokenization/call_arguments.py`)."""
+    """A called function; `arguments` is JSON as text or parsed (Any: `tokenization/client_messages.py`)."""
 
     name: str
     arguments: Any = None

@@ -10,7 +10,7 @@ from ....cluster.errors import RequestError
 from ....cluster.request.request import SamplingParams
 from ...tokenization.generation_config import GenerationDefaults
 from ...tokenization.prompts import EncodedPrompt, Prompt
-from ..wire.json_numbers import are_ids
+from ..wire.json_io import are_ids
 from .protocol import GenerationRequest, no_boolean
 
 MAX_PROMPTS = 1024

@@ -7,8 +7,7 @@ Its `bytes` are its actual ones, which add up to the answer's text. Without a to
 
 from __future__ import annotations
 
-from ...engine.output_logprobs import OutputLogprobs, PromptLogprobs
-from ...engine.output_processor import CompletionOutput
+from ...engine.outputs import CompletionOutput, OutputLogprobs, PromptLogprobs
 from ..wire.json_io import JsonObject
 
 

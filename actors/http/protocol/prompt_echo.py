@@ -9,8 +9,7 @@ from __future__ import annotations
 import asyncio
 from dataclasses import dataclass, replace
 
-from ...engine.output_logprobs import OutputLogprobs, PositionLogprobs, PromptLogprobs
-from ...engine.output_processor import RequestOutput
+from ...engine.outputs import OutputLogprobs, PositionLogprobs, PromptLogprobs, RequestOutput
 from ...tokenization.prompts import EncodedPrompt
 from ...tokenization.tokenizer import Tokenizer
 from ..wire.json_io import JsonObject

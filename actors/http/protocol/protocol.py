@@ -24,7 +24,7 @@ from ....cluster.request.request import MAX_BAD_WORDS, MAX_LOGPROBS, SamplingPar
 from ....cluster.request.structured_outputs import CONSTRAINTS, StructuredOutputsParams
 from ...tokenization.generation_config import GenerationDefaults
 from ..config.settings import UnknownParams
-from ..wire.json_numbers import Integer, Number, TokenIds, no_booleans, types_of
+from ..wire.json_io import Integer, Number, TokenIds, no_booleans, types_of
 
 MAX_STOP_STRINGS = 64
 MAX_BAD_WORD_CHARS = 256

@@ -17,8 +17,7 @@ from ..generation.chat_adapter import SupportedOptions
 from ..generation.request_translation import chat_request, rename_error_fields
 from ..protocol.chat_request import ChatRequest
 from ..protocol.tool_outputs import TranslatedMessages
-from ..wire.json_io import JsonObject
-from ..wire.json_numbers import Integer
+from ..wire.json_io import Integer, JsonObject
 from .input_items import read_items
 from .tools import ClientTools
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from ....cluster.errors import RequestError, brief
-from ...tokenization.call_arguments import read_object
+from ...tokenization.client_messages import read_object
 from ..wire.json_io import JsonObject
 
 Kind = Literal["function", "custom", "local_shell"]

@@ -266,7 +266,8 @@ def refusal_of(scope: Scope, status: int, seconds: float) -> Rejection | None:
 def log_refusal(refusal: Rejection, replica: str) -> None:
     fields = ("request_id", "method", "route", "status", "param", "reason")
     line = {name: getattr(refusal, name) for name in fields}
-    requests_logger.info(Event("refusal", **line, e2e_ms=round(1000 * refusal.seconds, 1), replica=replica))
+    line |= {"e2e_ms": round(1000 * refusal.seconds, 1), "replica": replica}
+    requests_logger.info(Event("refusal", line))
 
 
 def trace_headers(headers: Headers) -> dict[str, str]:

@@ -1,32 +1,44 @@
-"""Reading and writing JSON bodies.
+"""Reading and writing JSON bodies, and numbers in them.
 
 orjson parses bodies; unlike Python's parser it refuses NaN and infinities. Lone surrogates, which no
-tokenizer accepts, become U+FFFD (`actors/tokenization/surrogates.py`).
+tokenizer accepts, become U+FFFD (`actors/tokenization/client_messages.py`).
 
 Parsing holds the GIL, so every stream waits: about 2 ms per MB of text, but 25 ms per million numbers, and
 far more per million strings or objects, which are then validated one by one. So the values of long bodies are
 counted first; bodies with too many are refused, others are parsed in slices (`incremental_json.py`) and
 validated in a thread.
+
+pydantic reads numbers from text, as rows of CSV need it; it would also read `true` as 1, which is refused
+here. Valid lists of token ids are neither looped over in Python nor copied. They are checked in slices, so
+that a thread lets the event loop run in between.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Mapping
-from typing import Any, TypeAlias
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping
+from typing import Annotated, Any, TypeAlias
 
 import orjson
 from fastapi.exceptions import RequestValidationError
 from fastapi.routing import APIRoute
-from pydantic import BaseModel, ValidationError
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    Field,
+    ValidationError,
+    ValidatorFunctionWrapHandler,
+    WrapValidator,
+)
+from pydantic_core import PydanticCustomError
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Scope
 
 from ....cluster.request.caller import acceptable_id
-from ...system.log_setup import about_request
-from ...tokenization.surrogates import loads
+from ...system.log_setup import current_request_id
+from ...tokenization.client_messages import loads
 from .incremental_json import Bytes, end_of_string, loads_in_slices
 
 JsonObject: TypeAlias = dict[str, Any]  # Any: JSON.
@@ -138,4 +150,77 @@ def take_request_id(scope: Scope, body: Any) -> None:  # Any: JSON
     client_id = acceptable_id(body.get("request_id")) if isinstance(body, dict) else None
     if client_id is not None and state["may_rename"] and "origin" not in state:
         state["request_id"] = client_id
-        about_request(client_id)
+        current_request_id.set(client_id)
+
+
+# Numbers, single ones and long lists of token ids.
+
+MAX_TOKEN_IDS = 1 << 18  # in a field that lists token ids; vocabularies are smaller
+SLICE_VALUES = 1 << 15  # values per call that holds the GIL: about a millisecond
+
+
+# Any: validators see raw JSON.
+def are_ids(values: list[Any]) -> bool:
+    return types_of(values) <= {int}
+
+
+def types_of(values: Iterable[Any]) -> set[type]:
+    if not isinstance(values, list):
+        return set(map(type, values))
+    types: set[type] = set()
+    for each in _slices(values):
+        types.update(map(type, each))
+    return types
+
+
+def lowest(values: list[int]) -> int:
+    return min((min(each) for each in _slices(values)), default=0)
+
+
+def highest(values: list[int]) -> int:
+    return max((max(each) for each in _slices(values)), default=0)
+
+
+def _slices(values: list[Any]) -> Iterator[list[Any]]:
+    if len(values) <= SLICE_VALUES:
+        yield from [values] if values else ()
+        return
+    for begin in range(0, len(values), SLICE_VALUES):
+        yield values[begin : begin + SLICE_VALUES]
+
+
+def no_booleans(types: set[type]) -> None:
+    if bool in types:
+        raise PydanticCustomError("number_type", "Input should be numbers, not true or false")
+
+
+def _number(value: Any) -> Any:
+    if isinstance(value, bool):
+        raise PydanticCustomError("number_type", "Input should be a number, not true or false")
+    return value
+
+
+def ids_as_they_are(values: Any, validate: ValidatorFunctionWrapHandler) -> Any:
+    """Return a valid list unchanged; pydantic reports the error of an invalid one."""
+    if isinstance(values, list):
+        types = types_of(values)
+        if types <= {int} and lowest(values) >= 0:
+            return values
+        no_booleans(types)
+    return validate(values)
+
+
+def _not_many_ids(values: Any, validate: ValidatorFunctionWrapHandler) -> Any:
+    if isinstance(values, list) and len(values) > MAX_TOKEN_IDS:
+        raise PydanticCustomError(
+            "too_long",
+            "List should have at most {most} items, not {count}",
+            {"most": MAX_TOKEN_IDS, "count": len(values)},
+        )
+    return ids_as_they_are(values, validate)
+
+
+Integer = Annotated[int, BeforeValidator(_number)]
+Number = Annotated[float, BeforeValidator(_number)]
+# fail_fast: pydantic would otherwise describe each of a million wrong elements, which blocks all streams.
+TokenIds = Annotated[list[int], Field(max_length=MAX_TOKEN_IDS, fail_fast=True), WrapValidator(_not_many_ids)]

@@ -8,6 +8,7 @@ disconnects, its generator is canceled, which frees the request.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncGenerator, Coroutine, Mapping
 from contextlib import aclosing
 from typing import Any, Protocol, TypeVar
@@ -18,7 +19,7 @@ from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
 from ....cluster.errors import ENDINGS
-from ...system.event_loop import LoopYielder
+from ...system import event_loop
 from .errors import ClientDisconnectedError, error_body, log_if_internal, public_error
 
 T = TypeVar("T")
@@ -99,14 +100,16 @@ class EventStream(Response):
             await cancel(sending, gone)
 
     async def _send_all(self, scope: Scope, send: Send) -> None:
-        yielder = LoopYielder()
+        slice_end_s = time.monotonic() + event_loop.TIME_SLICE_S
         async with aclosing(self._rest):
             await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
             await send(_body(self._first))
             try:
                 async for chunk in self._rest:
-                    await send(_body(chunk))
-                    await yielder.yield_if_over()  # neither sending nor the next chunk necessarily waits
+                    await send({"type": "http.response.body", "body": chunk, "more_body": True})
+                    if time.monotonic() >= slice_end_s:  # neither sending nor the next chunk may have waited
+                        await asyncio.sleep(0)
+                        slice_end_s = time.monotonic() + event_loop.TIME_SLICE_S
             except ENDINGS:
                 raise
             except BaseException as error:  # top level of a stream: report to the client, end properly

@@ -14,8 +14,7 @@ import torch
 
 from ....cluster.config import EngineConfig
 from ....cluster.pages.kv_cache_groups import KVCacheLayout, LayerPlace
-from ....cluster.request.logits_processors import RuleLimits
-from ....cluster.step.executor import ExecutorInfo
+from ....cluster.step.executor import ExecutorInfo, RuleLimits
 from ....drafter.compute.backend import Backend
 from ....drafter.compute.checkpoint.dummy_weights import RandomTensors
 from ....drafter.compute.memory.kv_cache import PagedKVCache

@@ -15,7 +15,7 @@ import torch
 
 from ....cluster.errors import ConfigError
 from ....cluster.pages.page_pool import pages_for
-from ....cluster.request.logits_processors import LogitsProcessorParams
+from ....cluster.request.request import LogitsProcessorParams
 from ....cluster.request.structured_outputs import Grammar, SlotGrammar
 from ....cluster.step.dummy_steps import GREEDY, dummy_step, dummy_trim
 from ....cluster.step.scheduler_output import SchedulerOutput, SlotSampling

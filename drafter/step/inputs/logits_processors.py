@@ -20,7 +20,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ....cluster.request.logits_processors import LogitsProcessorParams
+from ....cluster.request.request import LogitsProcessorParams
 
 
 @dataclass(frozen=True, slots=True)

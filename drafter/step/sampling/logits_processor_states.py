@@ -30,7 +30,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ....cluster.request.logits_processors import LogitsProcessorParams, ThinkingBudget
+from ....cluster.request.request import LogitsProcessorParams, ThinkingBudget
 from ..inputs.logits_processors import LogitsRules, RuledRows, TokenCounts
 from ..inputs.row_layout import Ints
 

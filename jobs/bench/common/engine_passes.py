@@ -20,7 +20,7 @@ from typing import Any, NamedTuple, Self, TypeVar
 
 from ....actors.batch.dataset.row_requests import RowSchema, category_of, parse_line, row_id, row_seed
 from ....actors.batch.dataset.source import open_source
-from ....actors.engine.output_processor import RequestOutput
+from ....actors.engine.outputs import RequestOutput
 from ....actors.llm import LLM
 from ....actors.system.atomic_files import write_json
 from ....actors.tokenization.checkpoint_paths import shipped

@@ -13,7 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from manta.actors.batch.dataset.row_requests import RowSchema, read_request
 from manta.actors.chat.chat_formats import CALLS, REASONING
-from manta.actors.chat.stream_parser import AnswerParserFactory, Splitter
+from manta.actors.chat.chat_model import AnswerParserFactory
+from manta.actors.chat.stream_parser import Splitter
 from manta.actors.chat.text_stream import AnswerDelta, concatenate
 from manta.actors.http.anthropic.event_writer import MessageWriter
 from manta.actors.http.anthropic.request import MessagesRequest
@@ -23,8 +24,8 @@ from manta.actors.http.protocol.chat_request import ChatRequest, conversation
 from manta.actors.http.responses.event_writer import ResponseWriter
 from manta.actors.http.responses.request import ResponsesRequest
 from manta.actors.http.responses.tools import ClientTools
-from manta.actors.tokenization.call_arguments import parse_arguments
 from manta.actors.tokenization.chat_template import ChatTemplate
+from manta.actors.tokenization.client_messages import parse_arguments
 from manta.actors.tokenization.generation_config import GenerationDefaults
 from support.paths import DATA
 

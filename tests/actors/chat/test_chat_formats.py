@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from manta.actors.batch.ledger.job_spec import settings_identity
 from manta.actors.chat.chat_formats import CALLS
-from manta.actors.chat.chat_model import ChatModel
-from manta.actors.chat.stream_parser import ReasoningCounter, Splitter
+from manta.actors.chat.chat_model import ChatModel, ReasoningCounter
+from manta.actors.chat.stream_parser import Splitter
 from manta.actors.chat.text_stream import concatenate
 from manta.actors.chat.tool_call_grammars import forced_calls
 from manta.actors.structured_outputs.grammar_frontend import written_grammar

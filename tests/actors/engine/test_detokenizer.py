@@ -16,14 +16,8 @@ import pytest
 import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from manta.actors.engine.output_logprobs import OutputLogprobs
-from manta.actors.engine.output_processor import (
-    NOT_RESUMED,
-    CompletionOutput,
-    OutputProcessor,
-    ResumeState,
-    resumed_text,
-)
+from manta.actors.engine.output_processor import OutputProcessor, resumed_text
+from manta.actors.engine.outputs import NOT_RESUMED, CompletionOutput, OutputLogprobs, ResumeState
 from manta.actors.http.protocol.logprobs import chat_logprobs
 from manta.actors.tokenization.prompts import EncodedPrompt
 from manta.actors.tokenization.tokenizer import Tokenizer

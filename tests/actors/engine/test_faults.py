@@ -19,18 +19,18 @@ from manta import LLM, SamplingParams
 from manta.actors.batch.dataset.row_reader import Row
 from manta.actors.batch.dataset.row_requests import RowSchema
 from manta.actors.batch.row_answerer import RowAnswerer
-from manta.actors.chat.stream_parser import AnswerParser, AnswerParserFactory, Splitter
+from manta.actors.chat.chat_model import AnswerParser, AnswerParserFactory
+from manta.actors.chat.stream_parser import Splitter
 from manta.actors.engine import async_engine as engine_module
-from manta.actors.engine import output_processor as outputs
+from manta.actors.engine import output_processor as processing
 from manta.actors.engine.async_engine import AsyncEngine
-from manta.actors.engine.output_logprobs import OutputLogprobs
-from manta.actors.engine.output_processor import RequestTracker
+from manta.actors.engine.output_processor import RequestSteps, RequestTracker
 from manta.actors.engine.output_streams import OutputStream, OutputStreams
-from manta.actors.engine.request_spec_stats import RequestSteps
+from manta.actors.engine.outputs import OutputLogprobs
 from manta.actors.engine.uniproc_executor import make_executor
 from manta.actors.http.config.settings import ServerSettings
+from manta.actors.http.generation.generation_task import RequestStats
 from manta.actors.http.generation.request_run import GenerationRun
-from manta.actors.http.generation.request_stats import RequestStats
 from manta.actors.http.openai.chat import ChatShape
 from manta.actors.system import log_setup as process_log
 from manta.actors.tokenization.detokenizer import ByteLevelDetokenizer, IncrementalDetokenizer
@@ -60,8 +60,8 @@ DELIVERY = [
     (IncrementalDetokenizer, "step", KeyError),
     (IncrementalDetokenizer, "step", Panic),
     (ByteLevelDetokenizer, "flush", OverflowError),
-    (outputs._Text, "_find_stop", RecursionError),
-    (outputs._Text, "take", IndexError),
+    (processing._Text, "_find_stop", RecursionError),
+    (processing._Text, "take", IndexError),
     (OutputLogprobs, "extend", TypeError),
     (RequestSteps, "feed", ZeroDivisionError),
     (RequestTracker, "output", MemoryError),
@@ -106,7 +106,7 @@ def poison(monkeypatch: pytest.MonkeyPatch, owner: type, name: str, error: type[
     def raise_or_go_on(self: Any, *args: Any, **options: Any) -> Any:
         tracker = self if isinstance(self, RequestTracker) else getattr(self, "tracker", None)
         is_marked = tracker is not None and MARK in (tracker.prompt or "")
-        if is_marked or any(fed) or (not fed and process_log._request_id.get() == "poisoned"):
+        if is_marked or any(fed) or (not fed and process_log.current_request_id.get() == "poisoned"):
             raise error("injected")
         return original(self, *args, **options)
 
@@ -199,7 +199,7 @@ def test_a_failed_completion_ends_the_others_of_its_request(
 ) -> None:
     body = {"prompt": MARK, "n": 3, "max_tokens": 400, "ignore_eos": True, "stop": "\u2603\u2603\u2603"}
     with monkeypatch.context() as patch:
-        poison(patch, outputs._Text, "_find_stop", KeyError)
+        poison(patch, processing._Text, "_find_stop", KeyError)
         assert http.post("/v1/completions", json=body).status_code == 500
         wait_for(lambda: idle(server))
 

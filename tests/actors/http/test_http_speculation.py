@@ -8,10 +8,9 @@ from typing import Any
 
 import httpx
 import pytest
-from manta.actors.engine.output_processor import RequestMetrics
-from manta.actors.engine.request_spec_stats import TracedStep, token_origins
+from manta.actors.engine.outputs import RequestMetrics, TracedStep, token_origins
 from manta.actors.http.config.settings import ServerSettings
-from manta.actors.http.generation.request_stats import MAX_TRACED_TOKENS, acceptance
+from manta.actors.http.generation.generation_task import MAX_TRACED_TOKENS, acceptance
 from manta.cluster.config import EngineConfig
 from support.checkpoints.text_pair import LiveServer, make_text_pair
 

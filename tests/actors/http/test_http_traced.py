@@ -20,7 +20,7 @@ from manta.actors.http.config.settings import ServerSettings
 from manta.actors.http.generation import tracing
 from manta.actors.http.generation.tracing import Tracing
 from manta.actors.http.warmup_request import run_first_request
-from manta.actors.system.log_setup import JsonFormatter, about_request
+from manta.actors.system.log_setup import JsonFormatter, current_request_id
 from manta.actors.tokenization.prompts import EncodedPrompt
 from manta.cluster.config import EngineConfig
 from manta.cluster.errors import ConfigError
@@ -300,7 +300,7 @@ def test_json_log_lines_name_the_request_and_the_process(http: httpx.Client, log
 
 def test_later_log_lines_do_not_name_the_first_request(log: io.StringIO) -> None:
     async def answer(scope: Any, receive: Any, send: Any) -> None:
-        about_request("ready-check")
+        current_request_id.set("ready-check")
         logging.getLogger("manta.test").info("within")
         await send({"type": "http.response.start", "status": 200, "headers": []})
         await send({"type": "http.response.body", "body": b"data: [DONE]"})

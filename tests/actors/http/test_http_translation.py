@@ -11,7 +11,7 @@ from manta.actors.http.generation.chat_adapter import SupportedOptions
 from manta.actors.http.generation.request_translation import rename_error_fields
 from manta.actors.http.protocol.chat_request import ChatRequest
 from manta.actors.http.responses.request import ResponsesRequest
-from manta.actors.tokenization.call_arguments import parse_arguments
+from manta.actors.tokenization.client_messages import parse_arguments
 from manta.cluster.errors import RequestError
 
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}

@@ -19,8 +19,8 @@ from manta.actors.batch.row_answerer import RowAnswerer
 from manta.actors.engine.async_engine import AsyncEngine
 from manta.actors.http.app import create_app
 from manta.actors.http.config.settings import ServerSettings
+from manta.actors.tokenization.client_messages import without_surrogates
 from manta.actors.tokenization.generation_config import GenerationDefaults
-from manta.actors.tokenization.surrogates import without_surrogates
 from manta.cluster.config import EngineConfig
 from manta.cluster.errors import RequestError
 from support.checkpoints.role_templates import NO_TOOLS, ROLE_TEMPLATES

@@ -14,9 +14,8 @@ from manta.actors.chat.chat_formats import CALLS
 from manta.actors.chat.stream_parser import Splitter
 from manta.actors.http.wire import incremental_json as json_slices
 from manta.actors.http.wire.incremental_json import loads_in_slices
-from manta.actors.tokenization.call_arguments import read_object
+from manta.actors.tokenization.client_messages import loads, read_object, without_surrogates
 from manta.actors.tokenization.special_tokens import map_texts
-from manta.actors.tokenization.surrogates import loads, without_surrogates
 
 HALVES = {
     "high": ("\ud800", "\ufffd"),

@@ -22,7 +22,7 @@ import pytest
 import uvicorn
 from hypothesis import given
 from hypothesis import strategies as st
-from manta.actors.engine.output_processor import ResumeState
+from manta.actors.engine.outputs import ResumeState
 from manta.actors.engine.uniproc_executor import make_executor
 from manta.actors.gateway.app import create_gateway
 from manta.actors.gateway.replica_registry import Directory, ReplicaRecord
@@ -30,7 +30,7 @@ from manta.actors.gateway.replica_set import Fleet, Member, ServedModel
 from manta.actors.gateway.stream_resume import ResumableStream
 from manta.actors.http.config.settings import ServerSettings
 from manta.actors.http.generation.resume_origin import ResumeOrigin, token_comment
-from manta.actors.http.middleware import body_limits as bodies
+from manta.actors.http.middleware import request_gate as bodies
 from manta.actors.http.wire.sse import KEEP_ALIVE
 from manta.actors.tokenization.tokenizer import Tokenizer
 from manta.cluster.config import EngineConfig, SpeculativeConfig

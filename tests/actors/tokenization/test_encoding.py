@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import tokenizers
 from manta.actors.engine.async_engine import AsyncEngine
-from manta.actors.tokenization.async_prompt_encoder import LONG_TEXT_CHARS, MAX_LONG_TEXTS, AsyncPromptEncoder
+from manta.actors.tokenization.prompts import LONG_TEXT_CHARS, MAX_LONG_TEXTS, AsyncPromptEncoder
 from manta.actors.tokenization.tokenizer import Tokenizer
 from manta.cluster.config import EngineConfig
 from manta.cluster.errors import RequestError
@@ -154,7 +154,7 @@ def test_the_engine_encodes_off_its_loop_and_admits_an_id_once(
     monkeypatch.setattr("manta.actors.tokenization.prompts.Tokenizer", Waiting)
     settings = {"dtype": "float32", "max_num_seqs": 2, "num_pages": 64, "num_threads": 1}
     engine = AsyncEngine(EngineConfig.from_dict({"model": str(folder), **settings}))
-    monkeypatch.setattr("manta.actors.tokenization.async_prompt_encoder.LONG_TEXT_CHARS", 10)
+    monkeypatch.setattr("manta.actors.tokenization.prompts.LONG_TEXT_CHARS", 10)
     text = "def f(x): return x"
 
     params = SamplingParams(max_tokens=32, ignore_eos=True)

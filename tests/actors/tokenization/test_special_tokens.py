@@ -14,8 +14,7 @@ import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from manta.actors.batch.ledger.job_spec import settings_identity
-from manta.actors.tokenization.async_prompt_encoder import AsyncPromptEncoder
-from manta.actors.tokenization.prompts import Chat, encode_prompt, load_tokenizer
+from manta.actors.tokenization.prompts import AsyncPromptEncoder, Chat, encode_prompt, load_tokenizer
 from manta.actors.tokenization.tokenizer import Tokenizer
 from manta.cluster.config import EngineConfig
 from support.paths import DATA

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from manta import LLM, SamplingParams
-from manta.actors.engine.output_logprobs import PositionLogprobs
+from manta.actors.engine.outputs import PositionLogprobs
 from support.checkpoints.tiny import TINY_VOCAB, make_tiny_drafter, make_tiny_target
 
 KNOBS = {

@@ -13,9 +13,8 @@ from hypothesis import strategies as st
 from manta import LLM, SamplingParams
 from manta.cluster.config import EngineConfig
 from manta.cluster.errors import RequestError
-from manta.cluster.request.logits_processors import LogitsProcessorParams, RuleLimits
-from manta.cluster.request.request import Request
-from manta.cluster.step.executor import ExecutorInfo
+from manta.cluster.request.request import LogitsProcessorParams, Request
+from manta.cluster.step.executor import ExecutorInfo, RuleLimits
 from manta.cluster.step.limits import SchedulerConfig, check_request
 from manta.drafter.step.inputs.logits_processors import apply_rules
 from manta.drafter.step.sampling.logits_processor_states import RuleStates

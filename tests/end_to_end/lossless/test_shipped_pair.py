@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from manta import LLM, SamplingParams
-from manta.actors.engine.output_processor import RequestOutput
+from manta.actors.engine.outputs import RequestOutput
 from manta.actors.tokenization.tokenizer import Tokenizer
 from manta.drafter.compute.batch_invariance import rows_are_invariant
 from manta.drafter.compute.cpu_numba.backend import NumbaBackend

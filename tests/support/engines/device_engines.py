@@ -12,7 +12,7 @@ import pytest
 pytest.importorskip("triton")
 
 from manta import SamplingParams
-from manta.actors.engine.output_processor import RequestOutput
+from manta.actors.engine.outputs import RequestOutput
 from manta.actors.llm import LLM
 from manta.actors.targets.runners.cpu_runner import CpuModelRunner
 from manta.actors.targets.runners.gpu_runner import GpuModelRunner

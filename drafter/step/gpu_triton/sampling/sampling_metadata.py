@@ -23,7 +23,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .....cluster.request.logits_processors import LogitsProcessorParams, RuleLimits
+from .....cluster.request.request import LogitsProcessorParams
+from .....cluster.step.executor import RuleLimits
 from ..inputs.row_layout import Ints, SlotTables
 from ..inputs.upload import Arena
 

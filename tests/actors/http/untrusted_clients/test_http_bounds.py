@@ -10,15 +10,14 @@ from typing import Any
 import httpx
 import orjson
 import pytest
-from manta.actors.engine.output_logprobs import OutputLogprobs
-from manta.actors.engine.output_processor import CompletionOutput
+from manta.actors.engine.outputs import CompletionOutput, OutputLogprobs
 from manta.actors.http.config.settings import ServerSettings
 from manta.actors.http.generation import request_run as running
 from manta.actors.http.generation.large_responses import PIECE_BYTES, PLACES_AT_ONCE, StreamedChoices
 from manta.actors.http.openai.completions import CompletionShape
-from manta.actors.http.wire import json_numbers as numbers
+from manta.actors.http.wire import json_io as numbers
 from manta.actors.system import event_loop as turns
-from manta.actors.tokenization import async_prompt_encoder as encoding
+from manta.actors.tokenization import prompts as encoding
 from manta.actors.tokenization.prompts import encode_bad_words
 from manta.actors.tokenization.tokenizer import Tokenizer
 from manta.cluster.config import EngineConfig

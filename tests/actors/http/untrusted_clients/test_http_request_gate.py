@@ -22,10 +22,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from manta.actors.haproxy.config_rewriter import UNFINISHED_HEADER
 from manta.actors.http.config.settings import ServerSettings
-from manta.actors.http.middleware import body_limits as bodies
+from manta.actors.http.middleware import request_gate as bodies
 from manta.actors.http.middleware import request_gate as gate
-from manta.actors.http.middleware.body_limits import BodyBudget, BodyLimit
-from manta.actors.http.middleware.request_gate import MAX_HEADER_BYTES
+from manta.actors.http.middleware.request_gate import MAX_HEADER_BYTES, BodyBudget, BodyLimit
 from manta.actors.http.wire.openapi_errors import MEANINGS
 from manta.cluster.config import EngineConfig
 from manta.cluster.errors import DrainingError, RequestError, brief

@@ -13,9 +13,9 @@ import httpx
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from manta.actors.engine.output_logprobs import OutputLogprobs
-from manta.actors.engine.output_processor import CompletionOutput, RequestTracker
+from manta.actors.engine.output_processor import RequestTracker
 from manta.actors.engine.output_streams import MAX_UNMERGED, MERGED_TOKENS, ReaderLimit, UnreadOutputs
+from manta.actors.engine.outputs import CompletionOutput, OutputLogprobs
 from manta.actors.http.config.settings import ServerSettings
 from manta.actors.http.generation import request_run as running
 from manta.actors.tokenization.prompts import EncodedPrompt
@@ -82,9 +82,9 @@ def test_a_reader_gets_each_token_once_in_order_after_any_merging(
         tracker.feed(index, update(index, token_ids, ends=number >= ended))
         unread.add(delta(index, token_ids, ends=number >= ended))
         wanted.setdefault(index, []).extend(token_ids)
-        if reads and len(unread):
+        if reads and len(unread.entries):
             take()
-    while len(unread):
+    while len(unread.entries):
         take()
     assert limit.num_bytes == 0
     assert finished[-1] and not any(finished[:-1])
@@ -106,7 +106,7 @@ def test_a_fast_reader_gets_an_output_per_step_and_a_slow_one_few() -> None:
         assert unread.take().outputs[0].token_ids == [step]
     for step in range(10_000):
         unread.add(delta(0, [step], ends=False))
-    assert len(unread) <= MAX_UNMERGED + 10_000 / MERGED_TOKENS + 1
+    assert len(unread.entries) <= MAX_UNMERGED + 10_000 / MERGED_TOKENS + 1
 
 
 @pytest.fixture(scope="module")

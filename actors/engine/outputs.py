@@ -1,13 +1,129 @@
-"""Log probabilities in vLLM's shape, with the text of tokens. Called by `output_processor.py`."""
+"""Outputs of a request: text, tokens, statistics, traced steps and log probabilities, in vLLM's shapes.
+
+Values only; `output_processor.py` makes them. A step that drafts is a *verify step*, vLLM's `num_spec_steps`.
+All others produce one plain token, as the step that completes the prompt does.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple, overload
+from typing import Literal, NamedTuple, overload
 
+from ...cluster.fleet.canary import ArmStats
 from ...cluster.request.logprobs import RowLogprobs, TokenLogprobs
+from ...cluster.request.request import FinishReason
+from ...cluster.speculation.acceptance_length import mean_acceptance_length
 from ..tokenization.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True, slots=True)
+class CompletionOutput:
+    """One of n completions. In a stream `text` and `token_ids` hold only the new part, otherwise everything.
+
+    `stop_reason` is the stop string or stop token id that ended it, None for EOS. `logprobs` belong to
+    `token_ids`; None if not requested.
+    """
+
+    index: int
+    text: str
+    token_ids: list[int]
+    finish_reason: FinishReason | None
+    stop_reason: int | str | None
+    logprobs: OutputLogprobs | None = None
+
+    @property
+    def cumulative_logprob(self) -> float | None:
+        """Sum of the log probabilities of `token_ids`; None without `logprobs`."""
+        if self.logprobs is None:
+            return None
+        return sum(place[token].logprob for place, token in zip(self.logprobs, self.token_ids, strict=True))
+
+
+@dataclass(frozen=True, slots=True)
+class RequestMetrics:
+    """Statistics of a request. Times in seconds; None until known.
+
+    `acceptance_histogram[a]` counts verify steps in which `a` drafts were accepted, without the bonus token.
+    `trace` lists every step of a finished request with one completion, if requested. `num_decoding_steps`
+    counts the steps that produced tokens, except those that completed the prompt.
+    """
+
+    num_cached_tokens: int
+    queue_s: float
+    ttft_s: float | None
+    e2e_s: float
+    num_steps: int
+    num_draft_tokens: int
+    num_accepted_tokens: int
+    acceptance_histogram: list[int]
+    trace: tuple[TracedStep, ...] | None = None
+    num_decoding_steps: int = 0
+
+    @property
+    def arm_stats(self) -> ArmStats:
+        return ArmStats(1, self.num_decoding_steps, self.num_accepted_tokens)
+
+    @property
+    def mean_acceptance_length(self) -> float | None:
+        return mean_acceptance_length(self.num_steps, self.num_accepted_tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class RequestOutput:
+    """The state of a request: everything so far or, in a stream, the new part since the last output.
+
+    `prompt_logprobs_state` holds log probabilities of the prompt if requested, from the first tokens on.
+    """
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    outputs: list[CompletionOutput]
+    finished: bool
+    metrics: RequestMetrics
+    prompt_logprobs_state: PromptLogprobs | None = None
+
+    @property
+    def prompt_logprobs(self) -> list[PositionLogprobs | None] | None:
+        """Log probabilities of each prompt token, None for the first; None if not requested."""
+        return None if self.prompt_logprobs_state is None else self.prompt_logprobs_state.positions
+
+
+@dataclass(frozen=True, slots=True)
+class ResumeState:
+    """Progress of another engine on a request: its output tokens, and the number of characters sent."""
+
+    token_ids: tuple[int, ...] = ()
+    num_chars: int = 0
+
+
+NOT_RESUMED = ResumeState()
+
+
+TokenOrigin = Literal["plain", "draft", "bonus"]
+
+
+class TracedStep(NamedTuple):
+    num_drafted: int  # drafts verified; 0 in a plain decoding step
+    num_accepted: int  # drafts accepted, as in `RequestMetrics`
+    num_tokens: int  # tokens produced, cut where a stop string ends the text
+
+    @property
+    def origins(self) -> Iterator[TokenOrigin]:
+        """Yield the origin of each token: accepted draft, bonus token after drafts, or plain token."""
+        for place in range(self.num_tokens):
+            if place < self.num_accepted:
+                yield "draft"
+            else:
+                yield "bonus" if self.num_drafted else "plain"
+
+
+def token_origins(trace: Iterable[TracedStep]) -> Iterator[tuple[int, TokenOrigin]]:
+    for number, step in enumerate(trace):
+        for origin in step.origins:
+            yield number, origin
 
 
 class Logprob(NamedTuple):
