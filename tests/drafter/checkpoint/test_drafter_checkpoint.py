@@ -115,7 +115,7 @@ def test_training_notes_are_accepted_in_every_format(plain: dict, noted: dict, t
 
 def test_no_key_of_transformers_configs_is_refused():
     transformers = pytest.importorskip("transformers")
-    from manta.drafter.dflash.config_formats import Backbone
+    from manta.drafter.dflash.config_parts import Backbone
 
     raw = {
         key: 1 for name in ("Qwen3", "Llama") for key in getattr(transformers, f"{name}Config")().to_dict()
