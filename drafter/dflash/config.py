@@ -102,6 +102,11 @@ class DrafterConfig(DrafterShape):
     def max_drafts(self) -> int:
         return self.block_size if self.samples_anchor else self.block_size - 1
 
+    @property
+    def anchor_distance(self) -> int:
+        """Rows from a block's anchor to its first row that samples a draft."""
+        return 0 if self.samples_anchor else 1
+
     @classmethod
     def load(cls, path: str | Path, overrides: Json | None = None) -> DrafterConfig:
         """Read a folder's `config.json` with `overrides`; CheckpointError names what is not supported."""

@@ -69,7 +69,7 @@ KINDS = {"DFlashDraftModel", "DFlash2DraftModel", ASSISTANT, DEEPSPEC, SPECFORGE
 _UNSERVED_KINDS = {
     "DominoDraftModel": UNSERVED_PROJECTORS["domino"],
     "LiLiCorrDraftModel": UNSERVED_PROJECTORS["lilicorr"],
-    "Gemma4DSparkModel": "Gemma 4's layers (norms after each part, layer_scalar) are not supported in drafters",
+    "Gemma4DSparkModel": "Gemma 4's layers (norms after each part, layer_scalar) are not supported here",
 }
 
 

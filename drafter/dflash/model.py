@@ -17,6 +17,7 @@ Legend: N rows, X rows that sample a draft, m taps, H hidden, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -40,6 +41,12 @@ from .weights import (
     make_block,
     make_selector,
 )
+
+
+class ChosenRows(Protocol):
+    """Rows of blocks on a device (`step/gpu_triton/inputs/row_layout.py`)."""
+
+    def tokens_before(self, chosen_N: Tensor, anchor_distance: int, /) -> Tensor: ...
 
 
 class DFlashDrafter:
@@ -155,6 +162,13 @@ class DFlashDrafter:
         else:
             rows_NH = self._shared_embeddings.embed(token_ids_N).to(self.dtype)
         return rows_NH if self._embed_scale == 1.0 else rows_NH * self._embed_scale
+
+    def sharpen(self, margins_N: Tensor, hidden_NH: Tensor, chosen_N: Tensor, rows: ChosenRows) -> Tensor:
+        """Return the margins [N] of a block's choices, sharpened if there is a confidence head."""
+        if self.confidence_head is None:
+            return margins_N
+        before_N = rows.tokens_before(chosen_N, self.config.anchor_distance)
+        return self.confidence_head.sharpen(margins_N, hidden_NH, before_N)
 
     @property
     def is_split(self) -> bool:
