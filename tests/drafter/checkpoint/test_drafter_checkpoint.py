@@ -77,16 +77,13 @@ def test_both_formats_name_the_same_taps(tmp_path: Path):
 def test_all_formats_of_dspark_mean_the_same(tmp_path: Path):
     theirs = read(tmp_path / "deepspec", deepspec())
     heads = {key: specforge()["dflash_config"][key] for key in HEADS}
-    outside = {
-        **specforge(**heads),
-        "dflash_config": z_lab(dflash={"projector_type": "dspark"})["dflash_config"],
-    }
+    bare = z_lab(dflash={"projector_type": "dspark"})["dflash_config"]
+    outside = {**specforge(**heads), "dflash_config": bare}
+    deepspecs_class = specforge(architectures=["Qwen3DSparkModel"])
     read_others = {
         "specforge": read(tmp_path / "a", specforge()),
         "heads at the top": read(tmp_path / "b", outside),
-        "DeepSpec's class, SpecForge's keys": read(
-            tmp_path / "c", specforge(architectures=["Qwen3DSparkModel"])
-        ),
+        "DeepSpec's class, SpecForge's keys": read(tmp_path / "c", deepspecs_class),
         "z-lab's class": read(tmp_path / "d", specforge(architectures=["DFlashDraftModel"])),
         "speculators": read(tmp_path / "e", dspark_speculators()),
     }
@@ -220,25 +217,25 @@ def test_speculators_windows_may_be_at_the_top_level(tmp_path: Path):
         (z_lab(dflash={"refiner_steps": 3}), "dflash_config.refiner_steps=3 must be absent or false"),
         (
             z_lab(dflash={"projector_type": "domino"}),
-            "dflash_config.projector_type='domino'.*Domino's GRU over",
+            "projector_type='domino'.*Domino's GRU over",
         ),
         (
             z_lab(dflash={"projector_type": "mlp"}),
-            "projector_type='mlp' must be 'dflash' or 'dspark'; others",
+            "projector_type='mlp' must be 'dflash' or 'dspark'",
         ),
         (
             z_lab(architectures=["DominoDraftModel"]),
-            "architectures=.*one of.*Domino's GRU over the drafted tok",
+            "architectures=.*one of.*Domino's GRU over",
         ),
-        (z_lab(architectures=["LiLiCorrDraftModel"]), "architectures=.*LiLiCorr's transformer over all cand"),
+        (z_lab(architectures=["LiLiCorrDraftModel"]), "architectures=.*LiLiCorr's transformer"),
         (deepspec(architectures=["Gemma4DSparkModel"]), "architectures=.*Gemma 4's layers .norms after each"),
         (
             z_lab(dflash={"causal": False, "causal_head": True}),
-            "causal_head=True must be absent, or as causal",
+            "causal_head=True must be absent, or as",
         ),
         (
             z_lab(dflash={"target_hidden_size": 48}),
-            "target_hidden_size=48 must be hidden_size .32.: an adapt",
+            "target_hidden_size=48 must be hidden_size",
         ),
         (z_lab(dflash={"markov_rank": 6}), "markov_rank is missing; it must be absent, or architectures"),
         (deepspec(markov_head_type="rnn"), "markov_head_type='rnn' must be 'vanilla'.*gated, rnn"),
@@ -248,7 +245,7 @@ def test_speculators_windows_may_be_at_the_top_level(tmp_path: Path):
         (specforge(markov_rank=8), "markov_rank=8 must be absent, or as dflash_config.markov_rank: 6"),
         (
             specforge(dflash={"selector_rank": 4, "selector_top_k": 4}),
-            "selector_rank=4 must be absent, for a DS",
+            "selector_rank=4 must be absent",
         ),
         (dspark_speculators(sample_from_anchor=None), "sample_from_anchor is missing.*vLLM false"),
         (dspark_speculators(**SECOND), "selector_rank=6 must be absent, for 'dspark'"),
@@ -271,7 +268,7 @@ def test_speculators_windows_may_be_at_the_top_level(tmp_path: Path):
         (speculators(mask_token_id=None), "mask_token_id is missing; it must be an integer"),
         (
             z_lab(dflash={"lilicorr_num_layers": 2}),
-            "lilicorr_num_layers=2 must be absent: LiLiCorr's transform",
+            "lilicorr_num_layers=2 must be absent: LiLi",
         ),
         (z_lab(dflash={"attention_sink_bias": 1}), "attention_sink_bias=1 must be true or false"),
         (z_lab(hidden_act="gelu"), "hidden_act"),
