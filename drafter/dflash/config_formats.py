@@ -43,8 +43,8 @@ class DFlash(Conditioning, Scales, DSparkHeads):
     @model_validator(mode="before")
     @classmethod
     def _has_no_lattice(cls, raw: Any) -> Any:  # Any: JSON values
-        keys = [key for key, value in raw.items() if key.startswith("lilicorr_") and value]
-        if keys:
+        items = raw.items() if isinstance(raw, dict) else ()
+        if keys := [key for key, value in items if key.startswith("lilicorr_") and value]:
             raise ValueError(f"{keys[0]} must be absent: {UNSERVED_PROJECTORS['lilicorr']}")
         return raw
 
@@ -130,7 +130,9 @@ class ZLab(Backbone, DSparkHeads):
             if getattr(self, key) != (inner := getattr(nested, key)):
                 raise ValueError(f"{key} must be absent, or as dflash_config.{key}: {inner}")
         if not self.is_dspark and (heads.markov_rank or heads.has_confidence_head):
-            raise ValueError(f"markov_rank must be absent, or architectures [{SPECFORGE!r}]")
+            key = "markov_rank" if heads.markov_rank else "enable_confidence_head"
+            path = key if key in self.model_fields_set else f"dflash_config.{key}"
+            raise ValueError(f"{path} must be absent, or architectures [{SPECFORGE!r}]")
         if self.is_dspark and (nested.convolves or nested.selector_rank):
             raise ValueError("dflash_config.selector_rank must be absent, for a DSpark drafter")
         heads.check_heads()

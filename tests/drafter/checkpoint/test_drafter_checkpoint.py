@@ -237,7 +237,7 @@ def test_speculators_windows_may_be_at_the_top_level(tmp_path: Path):
             z_lab(dflash={"target_hidden_size": 48}),
             "target_hidden_size=48 must be hidden_size",
         ),
-        (z_lab(dflash={"markov_rank": 6}), "markov_rank is missing; it must be absent, or architectures"),
+        (z_lab(dflash={"markov_rank": 6}), "dflash_config.markov_rank=6 must be absent, or arch"),
         (deepspec(markov_head_type="rnn"), "markov_head_type='rnn' must be 'vanilla'.*gated, rnn"),
         (deepspec(markov_rank=0), "markov_rank=0 must be positive, for confidence_head_with_markov"),
         (deepspec(target_layer_ids=[1, 1, 2]), r"target_layer_ids=\[1, 1, 2\].*all different"),
