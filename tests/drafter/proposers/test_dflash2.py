@@ -82,7 +82,7 @@ def best(scores: torch.Tensor) -> tuple[int, float]:
 def test_drafts_equal_the_oracles_paths(variant: str, operators: StepOperators, tmp_path: Path):
     """Requests run together, with their own settings, lengths and numbers of drafts."""
     pair, taps = load_pair(tmp_path, VARIANTS[variant]), random_taps(LENGTHS)
-    oracle, names = doubled(pair), list(KNOBS)
+    oracle, names, contexts = doubled(pair), list(KNOBS), [each.double() for each in taps]
     for turn in range(len(names)):
         mine = [names[(turn + r) % len(names)] for r in range(len(LENGTHS))]
         requests = Requests(pair.ours, LENGTHS, taps, [KNOBS[name] for name in mine])
@@ -108,7 +108,7 @@ def test_drafts_equal_the_oracles_paths(variant: str, operators: StepOperators, 
             def ranked(z: torch.Tensor, k: int, name: str = name, length: int = length) -> torch.Tensor:
                 return rank(KNOBS[name], length + 1 + k, z)
 
-            anchor, c = requests.anchors[r], taps[r].double()
+            anchor, c = requests.anchors[r], contexts[r]
             expected = oracle.drafts(c, anchor, count, choose, edit, ranked) if count else []
             assert got[r, :count].tolist() == expected, name
             if (chances := oracle.confidences(c, anchor, expected) if count else None) is not None:
@@ -169,7 +169,7 @@ def test_without_a_term_of_the_selector_paths_differ(term: str, tmp_path: Path):
 
 def _greedy(pair: Pair, tensors: dict[str, torch.Tensor], taps: torch.Tensor, anchor: int) -> list[int]:
     oracle = Oracle(pair.oracle.config, tensors, pair.oracle.embedding, pair.oracle.head)
-    return oracle.drafts(taps, anchor, 15, lambda z, _: int(z.argmax()))
+    return oracle.drafts(taps, anchor, 15, lambda z, _: int(z.argmax()), rank=lambda z, _: z)
 
 
 DSPARK = "deepspec dspark"

@@ -7,7 +7,7 @@ reading of the raw config.json. Slow and plain on purpose.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -23,6 +23,7 @@ class Oracle:
     embedding: torch.Tensor
     head: torch.Tensor
     mask_embedding: torch.Tensor | None = None
+    _known: dict[tuple[int, int, int], tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
 
     @property
     def is_speculators(self) -> bool:
@@ -115,12 +116,11 @@ class Oracle:
 
     def _markov_path(self, z: torch.Tensor, anchor: int, choose, rank) -> list[int]:
         w1, w2 = (self.tensors[f"markov_head.markov_{name}.weight"] for name in ("w1", "w2"))
-        offsets = self.tensors.get("d2t", torch.zeros(len(w2), dtype=torch.int64)).tolist()
+        ids = torch.arange(len(w2)) + self.tensors.get("d2t", 0)
         tokens = [anchor]
         for k in range(len(z)):
             scores = z[k].clone()
-            for i, offset in enumerate(offsets):
-                scores[i + offset] += (w1[tokens[-1]] * w2[i]).sum()
+            scores[ids] += w2 @ w1[tokens[-1]]
             if rank is not None:
                 scores[rank(z[k], k).argsort(descending=True)[64:]] = -math.inf
             tokens.append(choose(scores, k))
@@ -140,7 +140,16 @@ class Oracle:
         return found
 
     def hidden(self, taps: torch.Tensor, anchor: int, num_masks: int) -> torch.Tensor:
-        """Normed hidden states [num_masks, D] of the same slots; of DSpark's block one is the anchor's."""
+        """Normed hidden states [num_masks, D] of the same slots; of DSpark's block one is the anchor's.
+
+        Kept for later calls with the same taps, which are kept, too.
+        """
+        key = (id(taps), anchor, num_masks)
+        if key not in self._known:
+            self._known[key] = (taps, self._hidden(taps, anchor, num_masks))
+        return self._known[key][1]
+
+    def _hidden(self, taps: torch.Tensor, anchor: int, num_masks: int) -> torch.Tensor:
         c = self.context(taps)
         block = [anchor] + [self.dflash["mask_token_id"]] * (num_masks - self.samples_anchor)
         rows = self.tensors.get("embed_tokens.weight", self.embedding)
