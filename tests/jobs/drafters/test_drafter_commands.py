@@ -172,6 +172,13 @@ INEXPRESSIBLE = {
     "z-lab mask embedding": "mask_embedding|mask_token_id",
     "z-lab sinks and scaled values": "attention",
     "z-lab second, three taps": "output_multiplier",
+    "z-lab JetSpec's causal head": "layers",
+    "deepspec dspark": "samples_anchor",
+    "deepspec dflash": "samples_anchor",
+    "specforge dspark": "layers",
+    "specforge dspark, confidence of hidden states": "samples_anchor",
+    "speculators dspark": "samples_anchor",
+    "speculators dspark, masks alone": "markov",
 }
 
 
