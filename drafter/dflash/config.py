@@ -132,6 +132,11 @@ class DrafterConfig(DrafterShape):
             return read_all(raw)
         return overridden(raw, overrides, read_all, param="speculative_config.hf_overrides")
 
+    @property
+    def key_of_taps(self) -> str:
+        keys = {"speculators": "aux_hidden_state_layer_ids", "z-lab": "dflash_config.target_layer_ids"}
+        return keys.get(self.layout, "target_layer_ids")
+
     def of_backend(self) -> ModelStackSpec:
         features: set[Feature] = set()
         if self.attention_sinks:
@@ -174,7 +179,7 @@ class DrafterConfig(DrafterShape):
         shift = 1 if self.layout == "speculators" else 0
         yield from self._unless(
             all(0 <= i < target.num_layers for i in self.target_layer_ids),
-            _KEY_OF_TAPS.get(self.layout, "dflash_config.target_layer_ids"),
+            self.key_of_taps,
             [i + shift for i in self.target_layer_ids],
             f"from {shift} to {target.num_layers - 1 + shift} for a target of {target.num_layers} layers;"
             f" {remedy}",
@@ -195,12 +200,6 @@ class DrafterConfig(DrafterShape):
     def _unless(self, ok: bool, field: str, value: object, wanted: str) -> Iterator[CheckpointError]:
         if not ok:
             yield wrong(self.file, field, value, wanted)
-
-
-_KEY_OF_TAPS = {
-    "speculators": "aux_hidden_state_layer_ids",
-    "deepspec": "target_layer_ids",
-}
 
 
 def _read_z_lab(raw: Json, file: str, *, mask_embedding: bool) -> DrafterConfig:
