@@ -173,12 +173,7 @@ INEXPRESSIBLE = {
     "z-lab sinks and scaled values": "attention",
     "z-lab second, three taps": "output_multiplier",
     "z-lab JetSpec's causal head": "layers",
-    "deepspec dspark": "samples_anchor",
-    "deepspec dflash": "samples_anchor",
-    "specforge dspark": "layers",
-    "specforge dspark, confidence of hidden states": "samples_anchor",
-    "speculators dspark": "samples_anchor",
-    "speculators dspark, masks alone": "markov",
+    **{name: "DSpark's heads or an anchor" for name in VARIANTS if "dspark" in name or "deepspec" in name},
 }
 
 
