@@ -311,8 +311,11 @@ SPECULATION = (
     SettingAnswer(
         "belongs to a method that is not served. Choose dflash, eagle3, suffix or ngram",
         switches="use_heterogeneous_vocab",
-        values="dspark_draft_topk",
         refused=True,
+    ),
+    SettingAnswer(
+        "has no effect: a Markov head's bias is added to the 64 best candidates of a row",
+        values="dspark_draft_topk",
     ),
 )
 
@@ -349,7 +352,7 @@ VALUES: Mapping[str, Mapping[object, str]] = {
     "dtype": {"half": "float16", "float": "float32"},
     "load_format": {"safetensors": "auto", "hf": "auto"},
     "generation_config": {"vllm": "openai"},
-    "method": {"ngram_gpu": "ngram"},
+    "method": {"ngram_gpu": "ngram", "dspark": "dflash"},
 }
 ANSWERS: Mapping[str, SettingAnswer] = {name: answer for answer in SETTINGS for name in answer.kinds()}
 _SPECULATION_ANSWERS = {name: answer for answer in SPECULATION for name in answer.kinds()}

@@ -21,13 +21,14 @@ from ..compute.checkpoint.quantization.quantized_tensors import open_folder
 from ..compute.checkpoint.safetensors_reader import TensorHeaders, TensorSource
 from ..drafter_spec import TOKEN_MAP, check_tensors
 from .config import DrafterConfig
+from .dspark_heads import CONFIDENCE, MARKOV
 from .model import DFlashDrafter
 from .target_features import TargetEmbeddings, TargetFacts
 from .weights import SELECTOR
 
 
 def drafter_shapes(config: DrafterConfig, target: TargetFacts) -> dict[str, tuple[int, ...]]:
-    """Return the shape of every required tensor, by its name in z-lab's and Speculators' files."""
+    """Return the shape of every required tensor, by its name in all files but transformers'."""
     hidden, inner, dim = config.hidden_size, config.intermediate_size, config.head_dim
     q_size, kv_size = config.num_heads * dim, config.num_kv_heads * dim
     shapes: dict[str, tuple[int, ...]] = {
@@ -66,6 +67,14 @@ def drafter_shapes(config: DrafterConfig, target: TargetFacts) -> dict[str, tupl
             f"{SELECTOR}.successor_codebook": (config.vocab_size, selector.rank),
             f"{SELECTOR}.hidden_projection.weight": (selector.rank, hidden),
         }
+    if (markov := config.markov) is not None:
+        shapes |= {
+            f"{MARKOV}.markov_w1.weight": (config.vocab_size, markov.rank),
+            f"{MARKOV}.markov_w2.weight": (config.draft_vocab_size, markov.rank),
+        }
+    if config.confidence_head is not None:
+        rank = markov.rank if markov is not None and config.confidence_head != "hidden" else 0
+        shapes |= {f"{CONFIDENCE}.weight": (1, hidden + rank), f"{CONFIDENCE}.bias": (1,)}
     if config.maps_vocabulary:
         shapes |= {"lm_head.weight": (config.draft_vocab_size, hidden), TOKEN_MAP: (config.draft_vocab_size,)}
     if config.layout == "assistant":

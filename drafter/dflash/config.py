@@ -1,4 +1,4 @@
-"""Reads a DFlash drafter's config.json in z-lab's, Speculators' or transformers' format.
+"""Reads a DFlash drafter's config.json in z-lab's, DeepSpec's, Speculators' or transformers' format.
 
 The models in `config_formats.py` check what the file alone determines; `check_fits` compares it with the
 target. A drafter that cannot work is refused before a weight is read. Called by `checkpoint.py` and by memory
@@ -20,16 +20,15 @@ from ..compute.layers.rope import RopeConfig
 from ..drafter_spec import DrafterShape, DraftLayer
 from .config_formats import (
     ASSISTANT,
-    BLOCK_SIZE,
+    DEEPSPEC,
     Assistant,
-    Backbone,
-    Conditioning,
+    DeepSpec,
     DFlashKind,
     DFlashSpeculators,
     DFlashSpeculatorsKind,
-    Scales,
     ZLab,
 )
+from .config_parts import BLOCK_SIZE, Backbone, Conditioning, DSparkHeads, Scales
 from .target_features import TargetFacts
 
 
@@ -49,13 +48,27 @@ class SelectorSize:
     top_k: int
 
 
+# Candidates of a row for DSpark's Markov head, which its authors apply to the whole vocabulary.
+MARKOV_CANDIDATES = 64
+
+
+@dataclass(frozen=True, slots=True)
+class MarkovSize:
+    """DSpark's Markov head: rank of the bias, and candidates per row that get it."""
+
+    rank: int
+    top_k: int
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DrafterConfig(DrafterShape):
     """A DFlash drafter's shape and options, independent of the checkpoint format.
 
     Attributes:
-        layout: "z-lab", "speculators" or "assistant" (transformers' own).
-        block_size: rows of a block: the anchor and `block_size` - 1 masks, one per draft.
+        layout: "z-lab", "deepspec", "speculators" or "assistant" (transformers' own).
+        block_size: rows of a block: the anchor and `block_size` - 1 masks.
+        samples_anchor: whether each row predicts the token after its position, the anchor's row too; else
+            each mask predicts the token at its own.
         target_hidden_size, num_target_layers: of the target it was trained for; None if the file does not
             say.
         mask_embedding: whether `mask_embedding.pt` replaces the mask token's embedding row.
@@ -64,9 +77,11 @@ class DrafterConfig(DrafterShape):
         attention_sinks: whether every head has a learned sink logit.
         attention_value_scale: factor on v.
         convolutions, selector: DFlash2's parts; None if absent.
+        markov: DSpark's Markov head; None if absent.
+        confidence_head: what DSpark's confidence head reads; None if absent.
     """
 
-    layout: Literal["z-lab", "speculators", "assistant"]
+    layout: Literal["z-lab", "deepspec", "speculators", "assistant"]
     block_size: int
     mask_token_id: int
     target_hidden_size: int | None
@@ -79,10 +94,18 @@ class DrafterConfig(DrafterShape):
     attention_value_scale: float = 1.0
     convolutions: ConvolutionSize | None = None
     selector: SelectorSize | None = None
+    samples_anchor: bool = False
+    markov: MarkovSize | None = None
+    confidence_head: Literal["hidden", "hidden and token before"] | None = None
 
     @property
     def max_drafts(self) -> int:
-        return self.block_size - 1
+        return self.block_size if self.samples_anchor else self.block_size - 1
+
+    @property
+    def anchor_distance(self) -> int:
+        """Rows from a block's anchor to its first row that samples a draft."""
+        return 0 if self.samples_anchor else 1
 
     @classmethod
     def load(cls, path: str | Path, overrides: Json | None = None) -> DrafterConfig:
@@ -95,7 +118,10 @@ class DrafterConfig(DrafterShape):
             if "speculators_model_type" in raw:
                 return _read_speculators(raw, file)
             # Checked first: other kinds of drafters have other keys.
-            of_kind = _read_assistant if parse(DFlashKind, raw, file).name == ASSISTANT else _read_z_lab
+            kind = parse(DFlashKind, raw, file).name
+            if kind == DEEPSPEC and "dflash_config" not in raw:
+                return _read_deepspec(raw, file)
+            of_kind = _read_assistant if kind == ASSISTANT else _read_z_lab
             return of_kind(raw, file, mask_embedding=mask_embedding)
 
         def read_all(raw: Json) -> DrafterConfig:
@@ -105,6 +131,11 @@ class DrafterConfig(DrafterShape):
         if not overrides:
             return read_all(raw)
         return overridden(raw, overrides, read_all, param="speculative_config.hf_overrides")
+
+    @property
+    def key_of_taps(self) -> str:
+        keys = {"speculators": "aux_hidden_state_layer_ids", "z-lab": "dflash_config.target_layer_ids"}
+        return keys.get(self.layout, "target_layer_ids")
 
     def of_backend(self) -> ModelStackSpec:
         features: set[Feature] = set()
@@ -148,7 +179,7 @@ class DrafterConfig(DrafterShape):
         shift = 1 if self.layout == "speculators" else 0
         yield from self._unless(
             all(0 <= i < target.num_layers for i in self.target_layer_ids),
-            "aux_hidden_state_layer_ids" if shift else "dflash_config.target_layer_ids",
+            self.key_of_taps,
             [i + shift for i in self.target_layer_ids],
             f"from {shift} to {target.num_layers - 1 + shift} for a target of {target.num_layers} layers;"
             f" {remedy}",
@@ -180,8 +211,10 @@ def _read_z_lab(raw: Json, file: str, *, mask_embedding: bool) -> DrafterConfig:
     return DrafterConfig(
         **_shape(top, raw, file),
         **_dflash2_parts(dflash),
+        **_dspark_parts(top.heads, top.draft_vocab_size or top.vocab_size),
         **_scales(dflash),
         layout="z-lab",
+        samples_anchor=top.is_dspark,
         layers=_z_lab_layers(top),
         target_layer_ids=dflash.target_layer_ids,
         block_size=block_size,
@@ -194,13 +227,34 @@ def _read_z_lab(raw: Json, file: str, *, mask_embedding: bool) -> DrafterConfig:
 
 
 def _z_lab_layers(top: ZLab) -> tuple[DraftLayer, ...]:
-    """Return each layer's mask: by `is_causal`, `dflash_config.causal`, or causal in sliding layers only."""
+    """Return each layer's mask: by `is_causal`, `dflash_config.causal` (JetSpec: `causal_head`), or causal in
+    sliding layers only.
+    """
     dflash = top.dflash_config
-    stated = dflash.causal if top.is_causal is None else top.is_causal
+    stated = dflash.is_causal if top.is_causal is None else top.is_causal
     if dflash.use_swa:
         return (DraftLayer(bool(stated), dflash.swa_window_size),) * top.num_hidden_layers
     return tuple(
         DraftLayer(window is not None if stated is None else stated, window) for window in top.windows()
+    )
+
+
+def _read_deepspec(raw: Json, file: str) -> DrafterConfig:
+    top = parse(DeepSpec, raw, file)
+    return DrafterConfig(
+        **_shape(top, raw, file),
+        **_dspark_parts(top, top.draft_vocab_size or top.vocab_size),
+        layout="deepspec",
+        layers=tuple(DraftLayer(False, window) for window in top.windows()),
+        target_layer_ids=top.target_layer_ids,
+        block_size=top.block_size,
+        samples_anchor=True,
+        mask_token_id=top.mask_token_id,
+        draft_vocab_size=top.draft_vocab_size or top.vocab_size,
+        target_hidden_size=None,
+        num_target_layers=top.num_target_layers,
+        mask_embedding=False,
+        input_embedding_scale=1.0,
     )
 
 
@@ -229,12 +283,14 @@ def _read_speculators(raw: Json, file: str) -> DrafterConfig:
     return DrafterConfig(
         **_shape(backbone, raw["transformer_layer_config"], file),
         **_dflash2_parts(top),
+        **_dspark_parts(top, top.draft_vocab_size or backbone.vocab_size),
         **_scales(top, input_scale=1.0),  # vLLM, which runs this format, uses unscaled embeddings
         layout="speculators",
         layers=tuple(DraftLayer(causal and window is not None, window) for window in backbone.windows()),
         # Ids name blocks whose *input* is captured: the output of block i - 1.
         target_layer_ids=tuple(i - 1 for i in top.aux_hidden_state_layer_ids),
         block_size=top.block_size,
+        samples_anchor=bool(top.sample_from_anchor),
         mask_token_id=top.mask_token_id,
         draft_vocab_size=top.draft_vocab_size or backbone.vocab_size,
         target_hidden_size=top.target_hidden_size,
@@ -282,3 +338,13 @@ def _dflash2_parts(keys: Conditioning) -> dict[str, Any]:  # Any: fields of Draf
         "convolutions": None if taps is None or group is None else ConvolutionSize(taps, group),
         "selector": None if rank is None or top_k is None else SelectorSize(rank, top_k),
     }
+
+
+def _dspark_parts(
+    keys: DSparkHeads, draft_vocab_size: int
+) -> dict[str, Any]:  # Any: fields of DrafterConfig by name
+    rank, confidence = keys.markov_rank, None
+    if keys.has_confidence_head:
+        confidence = "hidden and token before" if keys.confidence_head_with_markov else "hidden"
+    markov = MarkovSize(rank, min(MARKOV_CANDIDATES, draft_vocab_size)) if rank else None
+    return {"markov": markov, "confidence_head": confidence}

@@ -1,4 +1,4 @@
-"""Schemas of a DFlash drafter's config.json in z-lab's, Speculators' and transformers' format.
+"""Schemas of a DFlash drafter's config.json in z-lab's, DeepSpec's, Speculators' and transformers' format.
 
 Keys that ask for unsupported mathematics are refused. `config.py`, the only caller, combines the keys.
 """
@@ -7,146 +7,70 @@ from __future__ import annotations
 
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import AfterValidator, AliasChoices, Field, field_validator, model_validator
+from pydantic import AfterValidator, Field, field_validator, model_validator
 
 from ..compute.checkpoint.hf_config import Count, HfConfig, Off
-from .known_keys import QUANTIZATION_KEYS, ROPE_KEYS, StrictConfig
-
-BLOCK_SIZE = "an integer from 2 (anchor and one mask)"
-BlockSize = Annotated[int, Field(ge=2, description=BLOCK_SIZE)]
-
-
-def each_once(ids: tuple[int, ...]) -> tuple[int, ...]:
-    """Raise ValueError if a layer id occurs twice."""
-    if len(set(ids)) < len(ids):
-        raise ValueError("must be a list of integers that are all different")
-    return ids
-
-
-LayerIds = Annotated[
-    tuple[int, ...],
-    Field(min_length=1, description="a non-empty list of integers"),
-    AfterValidator(each_once),
-]
-LayerTypes = Annotated[
-    tuple[Literal["full_attention", "sliding_attention"], ...],
-    Field(description="a list with full_attention or sliding_attention in every entry"),
-]
+from .config_parts import (
+    UNSERVED_PROJECTORS,
+    Backbone,
+    BlockSize,
+    Conditioning,
+    DSparkHeads,
+    LayerIds,
+    LayerTypes,
+    Scales,
+    check_draft_vocabulary,
+    served_projector,
+)
+from .known_keys import QUANTIZATION_KEYS
 
 
-class Backbone(StrictConfig):
-    """The Qwen3 block, with the keys that all formats spell alike."""
-
-    ALSO_READ: ClassVar[frozenset[str]] = ROPE_KEYS | QUANTIZATION_KEYS
-
-    hidden_size: Count
-    intermediate_size: Count
-    num_hidden_layers: Count
-    num_attention_heads: Count
-    num_key_value_heads: Count | None = None
-    head_dim: Count | None = None
-    vocab_size: Count
-    rms_norm_eps: float = 1e-6
-    layer_types: LayerTypes = ()
-    sliding_window: Count | None = None
-    hidden_act: Literal["silu"] = "silu"
-    attention_bias: bool = False
-    is_neox_style: bool = Field(True, validation_alias=AliasChoices("is_neox_style", "rope_is_neox_style"))
-    mlp_bias: Off = False
-    use_gemma_norm: Off = False
-    swiglu_limit: Off = False
-
-    @property
-    def kv_heads(self) -> int:
-        return self.num_key_value_heads or self.num_attention_heads
-
-    @property
-    def dim(self) -> int:
-        return self.head_dim or self.hidden_size // self.num_attention_heads
-
-    @property
-    def has_layer_types(self) -> bool:
-        return True
-
-    @model_validator(mode="after")
-    def _fits_itself(self) -> Backbone:
-        heads, count = self.num_attention_heads, self.num_hidden_layers
-        if heads % self.kv_heads:
-            raise ValueError(f"num_key_value_heads must be a divisor of num_attention_heads ({heads})")
-        if self.dim % 2 or not self.dim:
-            raise ValueError("head_dim must be even")
-        if self.has_layer_types and len(self.layer_types) not in (0, count):
-            raise ValueError(f"layer_types must be one entry for each of num_hidden_layers ({count})")
-        if self.has_layer_types and "sliding_attention" in self.layer_types and self.sliding_window is None:
-            raise ValueError("sliding_window must be a positive integer, for the layers of sliding_attention")
-        return self
-
-    def windows(self) -> list[int | None]:
-        kinds = self.layer_types or ("full_attention",) * self.num_hidden_layers
-        return [self.sliding_window if kind == "sliding_attention" else None for kind in kinds]
-
-
-class Scales(StrictConfig):
-    input_embedding_scale: float | None = None
-    output_multiplier: float = 1.0
-    final_logit_softcapping: float = 0.0
-    attention_value_scale: float = 1.0
-    attention_sink_bias: bool = False
-
-
-class Conditioning(StrictConfig):
-    """DFlash2's convolutions and selector, spelled alike in both formats; either may be absent."""
-
-    conv_kernel_size: Count | None = None
-    conv_group_size: Count | None = None
-    selector_rank: Count | None = None
-    selector_top_k: Count | None = None
-
-    @model_validator(mode="before")
-    @classmethod
-    def _neutral_is_absent(cls, raw: Any) -> Any:  # Any: JSON values
-        off = (False, 0)
-        if not isinstance(raw, dict):
-            return raw
-        return {k: None if k in Conditioning.model_fields and v in off else v for k, v in raw.items()}
-
-    @model_validator(mode="after")
-    def _comes_in_pairs(self) -> Conditioning:
-        for one, other in (("conv_kernel_size", "conv_group_size"), ("selector_rank", "selector_top_k")):
-            for name, partner in ((one, other), (other, one)):
-                if getattr(self, name) is None and getattr(self, partner) is not None:
-                    raise ValueError(f"{name} must be given, because {partner} is")
-        return self
-
-    def check_fits(self, backbone: Backbone) -> None:
-        """Raise ValueError, naming the key, if this cannot work with the backbone."""
-        if self.conv_group_size is not None and backbone.hidden_size % self.conv_group_size:
-            raise ValueError(f"conv_group_size must be a divisor of hidden_size ({backbone.hidden_size})")
-        if self.selector_top_k is not None and self.selector_top_k > backbone.vocab_size:
-            raise ValueError(f"selector_top_k must be at most vocab_size ({backbone.vocab_size})")
-
-
-class DFlash(Conditioning, Scales):
+class DFlash(Conditioning, Scales, DSparkHeads):
     """`dflash_config` of z-lab's format."""
 
     mask_token_id: int
     target_layer_ids: LayerIds
     block_size: BlockSize | None = None
     causal: bool | None = None
+    causal_head: bool | None = None
     use_swa: bool = False
     swa_window_size: Count | None = None
     use_aux_hidden_state: Literal[True] = True
-    projector_type: Literal["dflash"] = Field("dflash", description="'dflash': others are not yet supported")
+    projector_type: Annotated[str, AfterValidator(served_projector)] = "dflash"
+    attention_mode: Literal["gqa", "mha"] | None = None  # follows from the numbers of heads
+    target_hidden_size: Count | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _has_no_lattice(cls, raw: Any) -> Any:  # Any: JSON values
+        items = raw.items() if isinstance(raw, dict) else ()
+        if keys := [key for key, value in items if key.startswith("lilicorr_") and value]:
+            raise ValueError(f"{keys[0]} must be absent: {UNSERVED_PROJECTORS['lilicorr']}")
+        return raw
 
     @model_validator(mode="after")
     def _has_its_window(self) -> DFlash:
         if self.use_swa and self.swa_window_size is None:
             raise ValueError("swa_window_size must be a positive integer, for use_swa")
+        if None not in (self.causal, self.causal_head) and self.causal != self.causal_head:
+            raise ValueError(f"causal_head must be absent, or as causal ({self.causal})")
         return self
+
+    @property
+    def is_causal(self) -> bool | None:
+        return self.causal_head if self.causal is None else self.causal
 
 
 ASSISTANT = "MuseGlimmerAssistantModel"
-KINDS = {"DFlashDraftModel", "DFlash2DraftModel", ASSISTANT}
+DEEPSPEC = "Qwen3DSparkModel"  # DeepSpec's DFlash drafters are of this class, too: with markov_rank 0
+SPECFORGE = "DSparkDraftModel"
+KINDS = {"DFlashDraftModel", "DFlash2DraftModel", ASSISTANT, DEEPSPEC, SPECFORGE}
+# Drafters of other kinds, which would be mistaken for DFlash without this.
+_UNSERVED_KINDS = {
+    "DominoDraftModel": UNSERVED_PROJECTORS["domino"],
+    "LiLiCorrDraftModel": UNSERVED_PROJECTORS["lilicorr"],
+    "Gemma4DSparkModel": "Gemma 4's layers (norms after each part, layer_scalar) are not supported here",
+}
 
 
 class DFlashKind(HfConfig):
@@ -159,7 +83,9 @@ class DFlashKind(HfConfig):
     def _is_known(cls, names: tuple[str, ...]) -> tuple[str, ...]:
         if len(names) > 1 or set(names) - KINDS:
             known = ", ".join(sorted(KINDS))
-            raise ValueError(f'must be one of {known}; EAGLE-3 drafters are run with method="eagle3"')
+            reasons = [_UNSERVED_KINDS[name] for name in names if name in _UNSERVED_KINDS]
+            reason = reasons[0] if reasons else 'EAGLE-3 drafters are run with method="eagle3"'
+            raise ValueError(f"must be one of {known}; {reason}")
         return names
 
     @property
@@ -167,8 +93,11 @@ class DFlashKind(HfConfig):
         return self.architectures[0] if self.architectures else "DFlashDraftModel"
 
 
-class ZLab(Backbone):
-    """z-lab's format: a Qwen3 configuration and `dflash_config`."""
+class ZLab(Backbone, DSparkHeads):
+    """z-lab's format: a Qwen3 configuration and `dflash_config`.
+
+    SpecForge's DSpark drafters are in it, with the keys of their heads in either place.
+    """
 
     dflash_config: DFlash
     block_size: BlockSize | None = None
@@ -184,16 +113,61 @@ class ZLab(Backbone):
             for key in Conditioning.model_fields:
                 if getattr(dflash, key) is None:
                     raise ValueError(f"dflash_config.{key} must be given, for DFlash2DraftModel")
+        if dflash.target_hidden_size not in (None, self.hidden_size):
+            wanted = f"hidden_size ({self.hidden_size}): an adapter between sizes is not supported"
+            raise ValueError(f"dflash_config.target_hidden_size must be {wanted}")
         try:
             dflash.check_fits(self)
         except ValueError as error:
             raise ValueError(f"dflash_config.{error}") from None
-        _check_draft_vocabulary(self.draft_vocab_size, self, dflash)
+        check_draft_vocabulary(self.draft_vocab_size, self, dflash)
+        self._check_heads_are_of_dspark()
         return self
+
+    def _check_heads_are_of_dspark(self) -> None:
+        heads, nested = self.heads, self.dflash_config
+        for key in self.model_fields_set & nested.model_fields_set & DSparkHeads.model_fields.keys():
+            if getattr(self, key) != (inner := getattr(nested, key)):
+                raise ValueError(f"{key} must be absent, or as dflash_config.{key}: {inner}")
+        if not self.is_dspark and (heads.markov_rank or heads.has_confidence_head):
+            key = "markov_rank" if heads.markov_rank else "enable_confidence_head"
+            path = key if key in self.model_fields_set else f"dflash_config.{key}"
+            raise ValueError(f"{path} must be absent, or architectures [{SPECFORGE!r}]")
+        if self.is_dspark and (nested.convolves or nested.selector_rank):
+            raise ValueError("dflash_config.selector_rank must be absent, for a DSpark drafter")
+        heads.check_heads()
+
+    @property
+    def is_dspark(self) -> bool:
+        kinds = {DEEPSPEC, SPECFORGE}
+        return self.dflash_config.projector_type == "dspark" or not kinds.isdisjoint(self.architectures)
+
+    @property
+    def heads(self) -> DSparkHeads:
+        """The keys of DSpark's heads from both places."""
+        places = (self.dflash_config, self)
+        keys = {k: getattr(p, k) for p in places for k in DSparkHeads.model_fields if k in p.model_fields_set}
+        return DSparkHeads(**keys)
 
     @property
     def has_layer_types(self) -> bool:
         return not self.dflash_config.use_swa
+
+
+class DeepSpec(Backbone, DSparkHeads):
+    """DeepSpec's format of a DSpark drafter: all keys at the level of the Qwen3 configuration."""
+
+    mask_token_id: int
+    target_layer_ids: LayerIds
+    block_size: BlockSize
+    num_target_layers: Count | None = None
+    draft_vocab_size: Count | None = None
+
+    @model_validator(mode="after")
+    def _fits_its_heads(self) -> DeepSpec:
+        check_draft_vocabulary(self.draft_vocab_size, self)
+        self.check_heads()
+        return self
 
 
 class Assistant(Backbone, Scales):
@@ -209,12 +183,12 @@ class Assistant(Backbone, Scales):
 class DFlashSpeculatorsKind(HfConfig):
     """The key that says which of Speculators' drafters this is."""
 
-    speculators_model_type: Literal["dflash", "dflash2"] = Field(
-        description="'dflash' or 'dflash2'; 'eagle3' is run with method=\"eagle3\""
+    speculators_model_type: Literal["dflash", "dflash2", "dspark"] = Field(
+        description="'dflash', 'dflash2' or 'dspark'; 'eagle3' is run with method=\"eagle3\""
     )
 
 
-class DFlashSpeculators(DFlashSpeculatorsKind, Conditioning, Scales):
+class DFlashSpeculators(DFlashSpeculatorsKind, Conditioning, Scales, DSparkHeads):
     """Speculators' format: the Qwen3 configuration is nested; windows may be at the top level."""
 
     ALSO_READ: ClassVar[frozenset[str]] = QUANTIZATION_KEYS
@@ -228,18 +202,30 @@ class DFlashSpeculators(DFlashSpeculatorsKind, Conditioning, Scales):
     draft_vocab_size: Count | None = None
     target_hidden_size: Count | None = None
     sliding_window_non_causal: bool | None = None
-    projector_type: Literal["dflash"] = Field("dflash", description="'dflash': others are not yet supported")
+    projector_type: Annotated[str, AfterValidator(served_projector)] = "dflash"
     shift_label: Off = False
     draft_ffn_type: Literal["dense"] = Field("dense", description="'dense': not yet supported")
-    sample_from_anchor: Literal[False] = Field(
-        False, description="false: a drafter whose anchor slot predicts (DSpark) is not yet supported"
-    )
+    sample_from_anchor: bool | None = None
 
     @model_validator(mode="after")
     def _fits_itself(self) -> DFlashSpeculators:
         self.check_fits(self.transformer_layer_config)
-        _check_draft_vocabulary(self.draft_vocab_size, self.transformer_layer_config, self)
+        check_draft_vocabulary(self.draft_vocab_size, self.transformer_layer_config, self)
+        self._check_anchor()
+        self.check_heads()
         return self
+
+    def _check_anchor(self) -> None:
+        if self.speculators_model_type != "dspark":
+            if self.markov_rank or self.has_confidence_head:
+                raise ValueError("markov_rank must be absent, or speculators_model_type 'dspark'")
+        elif self.sample_from_anchor is None:
+            raise ValueError(
+                "sample_from_anchor must be given, for 'dspark': Speculators means true where it is absent, "
+                "vLLM false. Set it as the drafter was trained, in speculative_config.hf_overrides"
+            )
+        elif self.convolves or self.selector_rank:
+            raise ValueError("selector_rank must be absent, for 'dspark'")
 
     @model_validator(mode="before")
     @classmethod
@@ -255,26 +241,25 @@ class DFlashSpeculators(DFlashSpeculatorsKind, Conditioning, Scales):
 
     @model_validator(mode="before")
     @classmethod
-    def _fill_dflash2_defaults(cls, raw: Any) -> Any:  # Any: JSON values
-        if isinstance(raw, dict) and raw.get("speculators_model_type") == "dflash2":
-            return {**_DFLASH2_DEFAULTS, **{key: value for key, value in raw.items() if value is not None}}
-        return raw
+    def _fill_defaults(cls, raw: Any) -> Any:  # Any: JSON values
+        if not isinstance(raw, dict):
+            return raw
+        defaults = _SPECULATORS_DEFAULTS.get(raw.get("speculators_model_type"), {})
+        return {**defaults, **{key: value for key, value in raw.items() if value is not None}}
 
 
-# Defaults of Speculators' 'dflash2' class.
-_DFLASH2_DEFAULTS = {
-    "conv_kernel_size": 2,
-    "conv_group_size": 16,
-    "selector_rank": 256,
-    "selector_top_k": 16,
-    "sliding_window_non_causal": True,
+# Defaults of Speculators' classes.
+_SPECULATORS_DEFAULTS = {
+    "dflash2": {
+        "conv_kernel_size": 2,
+        "conv_group_size": 16,
+        "selector_rank": 256,
+        "selector_top_k": 16,
+        "sliding_window_non_causal": True,
+    },
+    "dspark": {
+        "markov_rank": 256,
+        "enable_confidence_head": True,
+        "confidence_head_with_markov": True,
+    },
 }
-
-
-def _check_draft_vocabulary(size: int | None, backbone: Backbone, second: Conditioning) -> None:
-    if size is None or size == backbone.vocab_size:
-        return
-    if size > backbone.vocab_size:
-        raise ValueError(f"draft_vocab_size must be at most vocab_size ({backbone.vocab_size})")
-    if second.selector_rank is not None:
-        raise ValueError(f"draft_vocab_size must be vocab_size ({backbone.vocab_size}), for selector_rank")

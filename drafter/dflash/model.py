@@ -6,15 +6,18 @@ Called by `proposer.py`.
     taps [N, m, H] --fc, norm--> C [N, H] --one GEMM--> K, V of all layers --k_norm, rope--> pages
     [a, MASK x k] --target's embedding--> x --layers over context and block--> norm --head--> logits
 
+DSpark's block is [a, MASK x (k - 1)], and all of its rows have logits.
+
 The block's own K/V are written to the look-ahead slots n..n+k of the same pages. Later context overwrites
 them; slots beyond a sequence's length are never read before the next block writes them.
 
-Legend: N rows, X mask rows, m taps, H hidden, V vocabulary.
+Legend: N rows, X rows that sample a draft, m taps, H hidden, V vocabulary.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -27,8 +30,23 @@ from ..compute.layers.rope import RotaryEmbedding
 from ..compute.memory.kv_cache import PagedKVCache
 from ..step.inputs.row_layout import StepRows
 from .config import DrafterConfig
+from .dspark_heads import CONFIDENCE, MARKOV, ConfidenceHead, make_markov
 from .target_features import TargetEmbeddings
-from .weights import ContextProjection, QKVWeights, arranged, convolved, make_block, make_selector
+from .weights import (
+    ContextProjection,
+    QKVWeights,
+    Selector,
+    arranged,
+    convolved,
+    make_block,
+    make_selector,
+)
+
+
+class ChosenRows(Protocol):
+    """Rows of blocks on a device (`step/gpu_triton/inputs/row_layout.py`)."""
+
+    def tokens_before(self, chosen_N: Tensor, anchor_distance: int, /) -> Tensor: ...
 
 
 class DFlashDrafter:
@@ -73,7 +91,6 @@ class DFlashDrafter:
                 convolved(weights, f"layers.{i}.", block, backend) for i, block in enumerate(blocks)
             ]
             self._stack = backend.convolved_stack(with_convolutions, final_norm)
-        self.selector = None if config.selector is None else make_selector(weights, config.selector, backend)
         self._context = [
             ContextProjection(config, weights, qkv.keys_and_values(layers, backend), layers, backend)
             for layers in groups.values()
@@ -84,6 +101,17 @@ class DFlashDrafter:
         if config.maps_vocabulary:
             d2t = weights["d2t"].long()
             self._target_ids_V = torch.arange(len(d2t), device=d2t.device) + d2t
+        self.selector: Selector | None = None
+        if config.selector is not None:
+            self.selector = make_selector(weights, config.selector, backend)
+        elif config.markov is not None:
+            self.selector = make_markov(weights, config.markov, config.vocab_size, self._target_ids_V)
+        self.confidence_head: ConfidenceHead | None = None
+        if config.confidence_head is not None:
+            reads_token = config.confidence_head == "hidden and token before"
+            previous_VE = weights[f"{MARKOV}.markov_w1.weight"] if reads_token else None
+            head = (weights[f"{CONFIDENCE}.{name}"] for name in ("weight", "bias"))
+            self.confidence_head = ConfidenceHead(*head, previous_VE)
         scale = config.input_embedding_scale
         self._embed_scale = 1.0 if scale is None else scale
         self._mask_H: Tensor | None = None  # set if the mask embedding is not a row of the embedding
@@ -118,12 +146,14 @@ class DFlashDrafter:
         return self._stack(x_NH, rows, cache)[0]
 
     def block_hidden(self, block: StepRows, cache: PagedKVCache) -> Tensor:
-        """Return normed hidden states [X, H] of every mask row, in request order."""
+        """Return normed hidden states [X, H] of every row that samples a draft, in request order."""
         hidden_NH, _ = self._stack(self.embed_block(block.token_ids_N), block, cache)
+        if block.samples_anchor:
+            return hidden_NH
         return hidden_NH.index_select(0, block.sampled_X)
 
     def block_logits(self, block: StepRows, cache: PagedKVCache) -> Tensor:
-        """Return logits [X, V] over the target's vocabulary for every mask row."""
+        """Return logits [X, V] over the target's vocabulary for every row that samples a draft."""
         return self.logits(self.block_hidden(block, cache))
 
     def _embed(self, token_ids_N: Tensor) -> Tensor:
@@ -132,6 +162,13 @@ class DFlashDrafter:
         else:
             rows_NH = self._shared_embeddings.embed(token_ids_N).to(self.dtype)
         return rows_NH if self._embed_scale == 1.0 else rows_NH * self._embed_scale
+
+    def sharpen(self, margins_N: Tensor, hidden_NH: Tensor, chosen_N: Tensor, rows: ChosenRows) -> Tensor:
+        """Return the margins [N] of a block's choices, sharpened if there is a confidence head."""
+        if self.confidence_head is None:
+            return margins_N
+        before_N = rows.tokens_before(chosen_N, self.config.anchor_distance)
+        return self.confidence_head.sharpen(margins_N, hidden_NH, before_N)
 
     @property
     def is_split(self) -> bool:

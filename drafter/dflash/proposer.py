@@ -1,10 +1,12 @@
 """Proposes DFlash drafts before the target's pass and writes context after it.
 
 Drafts are sampled as the target samples: same filters, same noise at the same position, on the drafter's
-logits; with a DFlash2 selector along a path (`step/sampling/sampler.py`). Each draft has a margin
-(`step/inputs/proposals.py`). Used by target ranks (colocated) and by a drafter in its own process.
+logits; with DFlash2's selector or DSpark's Markov head along a path (`step/sampling/sampler.py`). Each draft
+has a margin (`step/inputs/proposals.py`), which DSpark's confidence head sharpens. Used by target ranks
+(colocated) and by a drafter in its own process.
 
-Legend: N target rows, X mask rows, R requests of the step, K most drafts, m taps, H hidden, E rank.
+Legend: N target rows, X rows that sample a draft, R requests of the step, K most drafts, m taps, H hidden,
+E rank.
 """
 
 from __future__ import annotations
@@ -42,17 +44,24 @@ class DFlashProposer:
 
     def propose(self, plan: SchedulerOutput, states: RequestStates) -> Proposals:
         """Return drafts and margins [R, K]; K = 0 if no request drafts."""
-        block = states.lay_out_block(plan, self.drafter.config.mask_token_id)
+        config = self.drafter.config
+        block = states.lay_out_block(plan, config.mask_token_id, samples_anchor=config.samples_anchor)
         if block is None:
             return Proposals.none(plan.num_requests, states.device)
         hidden_XH = self.drafter.block_hidden(block, self.cache)
+        proposals = self._choose(hidden_XH, block)
+        if self.drafter.confidence_head is None:
+            return proposals
+        return self.drafter.confidence_head.sharpened(proposals, hidden_XH, block)
+
+    def _choose(self, hidden_XH: Tensor, block: StepRows) -> Proposals:
         logits_XV, selector = self.drafter.logits(hidden_XH), self.drafter.selector
         if selector is not None:
             gates_XE = selector.gates(hidden_XH)
             return select_paths(logits_XV, gates_XE, block, selector.codebooks, self._operators)
         chosen = sample_with_margins(logits_XV, block.sampling, self._operators)
-        shape = plan.num_requests, block.max_count
-        if len(chosen[0]) == plan.num_requests * block.max_count:
+        shape = len(block.counts_R), block.max_count
+        if len(chosen[0]) == shape[0] * shape[1]:
             return Proposals(*(values_X.view(shape) for values_X in chosen))
         return Proposals(
             *(self._operators.by_request(values_X, block.counts_R, block.max_count) for values_X in chosen)

@@ -11,7 +11,7 @@ from pydantic import AfterValidator, Field, field_validator, model_validator
 
 from ..compute.checkpoint.hf_config import Count, HfConfig, Json, Off
 from ..dflash.config_formats import KINDS as DFLASH_KINDS
-from ..dflash.config_formats import Backbone, each_once
+from ..dflash.config_parts import Backbone, each_once
 from ..dflash.known_keys import QUANTIZATION_KEYS, StrictConfig
 
 LAYER_IDS = "eagle_aux_hidden_state_layer_ids"

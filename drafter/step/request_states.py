@@ -139,15 +139,20 @@ class RequestStates:
         masks = self.grammars.masks(self._walks, r.counts_R)
         return replace(rows, sampling=replace(rows.sampling, masks=masks))
 
-    def lay_out_block(self, plan: SchedulerOutput, mask_id: int) -> StepRows | None:
-        """Return the drafter's rows, or None if no request drafts."""
+    def lay_out_block(
+        self, plan: SchedulerOutput, mask_id: int, *, samples_anchor: bool = False
+    ) -> StepRows | None:
+        """Return the drafter's rows, or None if no request drafts. `samples_anchor`: see `StepRows`."""
         r = self._requests(plan)
         drafting_D = np.flatnonzero(r.num_drafts_R)
         if len(drafting_D) == 0:
             return None
         drafts_D = r.num_drafts_R[drafting_D]
-        rows_of_D = (r.slots_R[drafting_D], r.first_R[drafting_D], drafts_D + 1, drafts_D)
-        return self._lay_out(*rows_of_D, all_counts_R=r.num_drafts_R, mask_id=mask_id)
+        num_rows_D = drafts_D if samples_anchor else drafts_D + 1
+        rows_of_D = (r.slots_R[drafting_D], r.first_R[drafting_D], num_rows_D, drafts_D)
+        return self._lay_out(
+            *rows_of_D, all_counts_R=r.num_drafts_R, mask_id=mask_id, samples_anchor=samples_anchor
+        )
 
     def lay_out_link(
         self, plan: SchedulerOutput, drafting_E: Ints, depth: int, attention_batch: Callable[..., Any]
@@ -270,6 +275,7 @@ class RequestStates:
         *,
         all_counts_R: Ints,
         mask_id: int | None,
+        samples_anchor: bool = False,
     ) -> StepRows:
         """Lay out rows of these requests; `all_counts_R` covers all requests of the plan."""
         token_ids_N, positions_N, kv_slots_GN, sampled_X, slots_X = self._operators.lay_out_rows(
@@ -277,11 +283,13 @@ class RequestStates:
         )
         rows_X, chosen_at_X = self._put(sampled_X), positions_N[sampled_X]
         groups = self._target_groups if mask_id is None else self._drafter_groups
+        if mask_id is None or samples_anchor:
+            chosen_at_X += 1  # a known token's row samples the next one, a mask's usually its own
         if mask_id is None:
-            chosen_at_X += 1  # a known token's row samples the next one, a mask's its own
             num_before_X = chosen_at_X
         else:
-            token_ids_N.index_fill_(0, rows_X, mask_id)
+            masks = np.flatnonzero(positions_N > np.repeat(first_R, num_rows_R)) if samples_anchor else None
+            token_ids_N.index_fill_(0, rows_X if masks is None else self._put(masks), mask_id)
             num_before_X = np.repeat(first_R + 1, counts_R)  # all masks see only the known tokens
         return StepRows(
             positions_N=self._put(positions_N),
@@ -293,6 +301,7 @@ class RequestStates:
             max_count=int(all_counts_R.max()),
             sampling=self._sampling(slots_X, chosen_at_X, num_before_X),
             num_rows_R=num_rows_R,
+            samples_anchor=samples_anchor,
         )
 
     def _attention(

@@ -40,6 +40,7 @@ class DrafterSummary:
     intermediate_size: int
     heads: str
     dflash2: str
+    dspark: str
     target_layer_ids: tuple[int, ...]
     num_target_layers: int | None
     target_hidden_size: int
@@ -78,6 +79,7 @@ def summarize_drafter(files: DrafterFiles[AnyConfig]) -> DrafterSummary:
         intermediate_size=config.intermediate_size,
         heads=f"{config.num_heads} of {config.head_dim}, {config.num_kv_heads} of K/V",
         dflash2="" if blocks is None else _dflash2_parts(blocks),
+        dspark="" if blocks is None else _dspark_parts(blocks),
         target_layer_ids=config.target_layer_ids,
         num_target_layers=None if blocks is None else blocks.num_target_layers,
         target_hidden_size=config.target_hidden_size or config.hidden_size,
@@ -134,6 +136,17 @@ def _dflash2_parts(config: DrafterConfig) -> str:
     return ", ".join(parts)
 
 
+def _dspark_parts(config: DrafterConfig) -> str:
+    parts: list[str] = []
+    if config.samples_anchor:
+        parts.append("anchor predicts")
+    if (markov := config.markov) is not None:
+        parts.append(f"Markov head of rank {markov.rank} among {markov.top_k}")
+    if config.confidence_head is not None:
+        parts.append(f"confidence head on {config.confidence_head}")
+    return ", ".join(parts)
+
+
 def _num_bytes(tensors: TensorHeaders, name: str) -> int:
     """Return the bytes of a tensor from the bits in its dtype's name; BOOL, without bits, has 8."""
     bits = re.search(r"\d+", tensors.dtypes[name])
@@ -178,6 +191,8 @@ def print_drafters(drafters: dict[str, AnyConfig]) -> None:
 
 def _kind(config: AnyConfig) -> str:
     if isinstance(config, DrafterConfig):
+        if config.markov is not None:
+            return "DSpark"
         return "DFlash2" if config.convolutions or config.selector else "DFlash"
     return "EAGLE-3"
 

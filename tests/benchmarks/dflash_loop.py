@@ -211,6 +211,7 @@ def _beyond_qwen3(config: DrafterConfig) -> str | None:
         "scaled values": config.attention_value_scale != 1.0,
         "interleaved rotary pairs": config.rope.interleaved,
         "tensors by transformers' names": config.layout == "assistant",
+        "DSpark's heads": config.samples_anchor or config.markov is not None,
     }
     return next((name for name, is_there in has.items() if is_there), None)
 

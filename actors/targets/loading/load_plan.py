@@ -251,14 +251,22 @@ def _num_speculative_tokens(config: EngineConfig, drafter: DraftConfig | None) -
         return maximum
     if wanted > maximum:
         raise ConfigError(
-            f"speculative_config.num_speculative_tokens={wanted} is more than the drafter proposes: of its "
-            f"block's {drafter.block_size} slots the first holds the last known token, so {maximum} is "
-            "the most "
-            "(vLLM's counting; SGLang's --speculative-num-draft-tokens counts that slot too: its "
-            f"{drafter.block_size} is {maximum} here).",
+            f"speculative_config.num_speculative_tokens={wanted} is more than the drafter proposes: "
+            f"{_why_most(drafter)}",
             param="speculative_config.num_speculative_tokens",
         )
     return wanted
+
+
+def _why_most(drafter: DrafterConfig) -> str:
+    maximum, block_size = drafter.max_drafts, drafter.block_size
+    if drafter.samples_anchor:
+        return f"each of its block's {block_size} slots predicts one, so {maximum} is the most."
+    return (
+        f"of its block's {block_size} slots the first holds the last known token, so {maximum} is the most "
+        "(vLLM's counting; SGLang's --speculative-num-draft-tokens counts that slot too: its "
+        f"{block_size} is {maximum} here)."
+    )
 
 
 def check_suffix_drafts(config: EngineConfig, backend: BackendName) -> None:

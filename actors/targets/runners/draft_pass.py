@@ -83,23 +83,45 @@ class DraftPass:
         else:
             drafter, cache = models.drafter, models.draft_cache
             assert drafter is not None and cache is not None, "drafts were planned, but there is no drafter"
-            rows = lay_out_block(self._requests, tables, drafter.config.mask_token_id)
-            hidden_NH = drafter.forward(drafter.embed_block(rows.token_ids_N), rows, cache)
-            chosen_N, margins_N = self._choose(drafter, hidden_NH, rows)
+            rows, chosen_N, margins_N = self._draft(drafter, cache)
         write_drafts(chosen_N, rows, tables)
         models.workspace.margins_N[: len(margins_N)].copy_(margins_N)
         stamp(self._times, 1)
 
+    def _draft(self, drafter: DFlashDrafter, cache: PagedKVCache) -> tuple[DeviceStepRows, Tensor, Tensor]:
+        """Return the rows of blocks with an anchor and a mask for each draft, and drafts and margins [N]."""
+        tables, mask_id = self._models.states.tables, drafter.config.mask_token_id
+        rows = lay_out_block(self._requests, tables, mask_id)
+        if not drafter.config.samples_anchor:
+            hidden_NH = drafter.forward(drafter.embed_block(rows.token_ids_N), rows, cache)
+            return rows, *self._choose(drafter, hidden_NH, rows, self._requests.cu_rows_R1)
+        requests = self._requests.sampling_anchors()
+        block = lay_out_block(requests, tables, mask_id)
+        hidden_NH = drafter.forward(drafter.embed_block(block.token_ids_N), block, cache)
+        chosen = self._choose(drafter, hidden_NH, block.at_next_positions(), requests.cu_rows_R1)
+        return rows, *map(self._requests.at_masks, chosen)
+
     def _choose(
-        self, drafter: DFlashDrafter, hidden_NH: Tensor, rows: DeviceStepRows
+        self, drafter: DFlashDrafter, hidden_NH: Tensor, rows: DeviceStepRows, cu_rows_R1: Tensor
     ) -> tuple[Tensor, Tensor]:
+        """Return a draft and margin per row, equal on all ranks.
+
+        Args:
+            rows: with the positions of the tokens that they sample.
+        """
         if drafter.selector is not None:
-            return self._select(drafter, drafter.selector, hidden_NH, rows)
+            return self._select(drafter, drafter.selector, hidden_NH, rows, cu_rows_R1)
         head_inputs = (hidden_NH, rows.slots_N, rows.positions_N)
-        return choose_drafts(self._models, drafter, *head_inputs, filters=self._filters)
+        chosen_N, margins_N = choose_drafts(self._models, drafter, *head_inputs, filters=self._filters)
+        return chosen_N, drafter.sharpen(margins_N, hidden_NH, chosen_N, rows)
 
     def _select(
-        self, drafter: DFlashDrafter, selector: Selector, hidden_NH: Tensor, rows: DeviceStepRows
+        self,
+        drafter: DFlashDrafter,
+        selector: Selector,
+        hidden_NH: Tensor,
+        rows: DeviceStepRows,
+        cu_rows_R1: Tensor,
     ) -> tuple[Tensor, Tensor]:
         """Return a draft and margin per row, chosen along each request's path, equal on all ranks.
 
@@ -126,7 +148,7 @@ class DraftPass:
         )
         if is_split:
             candidates = candidates_of_ranks(candidates, top_k, communicator)
-        gates_NE, cu_rows_R1 = selector.gates(hidden_NH), self._requests.cu_rows_R1
+        gates_NE = selector.gates(hidden_NH)
         margins_N = torch.zeros(len(gates_NE), dtype=torch.float32, device=gates_NE.device)
         chosen_N = walk_paths(
             candidates,
@@ -137,5 +159,7 @@ class DraftPass:
             selector.codebooks,
             filters=self._filters,
             margins_N=margins_N,
+            anchor_distance=drafter.config.anchor_distance,
         )
+        margins_N = drafter.sharpen(margins_N, hidden_NH, chosen_N, rows)
         return first_rank_s(chosen_N, margins_N, communicator)

@@ -92,8 +92,12 @@ class GpuDrafterSession:
         """Return a token and a margin for each row of `lay_out_block`'s blocks of decoding requests [N]."""
         step, drafter, tables = self._open[plan.step], self._drafter, self._states.tables
         assert step.block is not None, "draft() is called for plans with drafts"
-        rows = lay_out_block(step.block, tables, drafter.config.mask_token_id)
+        samples_anchor = drafter.config.samples_anchor
+        requests = step.block.sampling_anchors() if samples_anchor else step.block
+        rows = lay_out_block(requests, tables, drafter.config.mask_token_id)
         hidden_NH = drafter.forward(drafter.embed_block(rows.token_ids_N), rows, self._cache)
+        if samples_anchor:
+            rows = rows.at_next_positions()
         logits_NV, selector = drafter.logits(hidden_NH), drafter.selector
         sampling, filters = self._states.sampling, step.filters
         margins_N = torch.empty(len(hidden_NH), dtype=torch.float32, device=hidden_NH.device)
@@ -110,7 +114,7 @@ class GpuDrafterSession:
             )
             margins_N = margins_between(scores_N, margins_N)
         else:
-            codebooks, cu_rows_R1 = selector.codebooks, step.block.cu_rows_R1
+            codebooks, cu_rows_R1 = selector.codebooks, requests.cu_rows_R1
             candidates = find_candidates(
                 logits_NV, rows, sampling, codebooks.top_k, filters=filters, workspace=self._workspace
             )
@@ -124,8 +128,12 @@ class GpuDrafterSession:
                 codebooks,
                 filters=filters,
                 margins_N=margins_N,
+                anchor_distance=drafter.config.anchor_distance,
             )
+        margins_N = drafter.sharpen(margins_N, hidden_NH, chosen_N, rows)
         write_drafts(chosen_N, rows, tables)
+        if samples_anchor:
+            chosen_N, margins_N = map(step.block.at_masks, (chosen_N, margins_N))
         return chosen_N, margins_N
 
     def num_parts(self, plan: SchedulerOutput) -> int:

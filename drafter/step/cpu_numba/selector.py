@@ -133,12 +133,12 @@ def walk(tensors, of_noise, num_noisy, results, sizes, like_gate, like_codebook)
         tensors: addresses of logits, ids, gates, both codebooks, the block's tokens and its mask rows.
         of_noise: addresses of noisy rows, temperatures, keys, top-k, top-p, min-p; 0 for none.
         results: addresses of the rows of each request, and of its drafts and margins.
-        sizes: R, W, X, K, V, E, rows of the block.
+        sizes: R, W, X, K, V, E, rows of the block, rows from an anchor to its request's first mask row.
     """
     z, ids, gates, predecessors, successors, token_ids, sampled = tensors
     noisy, temperatures, keys, top_ks, top_ps, min_ps = of_noise
     counts, drafts, margins = results
-    num_requests, width, num_rows, top_k, vocab_size, rank, num_inputs = sizes
+    num_requests, width, num_rows, top_k, vocab_size, rank, num_inputs, anchor_distance = sizes
     z_XK = carray(pointer(z, _FLOAT), (num_rows, top_k))
     ids_XK = carray(pointer(ids, _INT), (num_rows, top_k))
     gates_XE = carray(pointer(gates, like_gate), (num_rows, rank))
@@ -161,7 +161,7 @@ def walk(tensors, of_noise, num_noisy, results, sizes, like_gate, like_codebook)
     x = m = 0
     for r in range(num_requests):
         drafts_RW[r, :], margins_RW[r, :] = -1, np.float32(np.nan)
-        before = token_ids_N[sampled_X[x] - 1] if counts_R[r] else _INT
+        before = token_ids_N[sampled_X[x] - anchor_distance] if counts_R[r] else _INT
         for w in range(counts_R[r]):
             _score(z_XK[x], ids_XK[x], predecessor_VE[before], gates_XE[x], successor_VE, gated_E, score_K)
             plain_K[:] = score_K

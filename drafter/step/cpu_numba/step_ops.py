@@ -130,13 +130,14 @@ class LoopStepOperators(StepOperators):
         margins_RW, gates_XE = torch.empty(num_requests, width), gates_XE.contiguous()
         predecessor_VE, successor_VE = codebooks.predecessor_VE, codebooks.successor_VE
         rows = (block.token_ids_N, block.sampled_X)
+        block_sizes = (len(block.token_ids_N), block.anchor_distance)
         filters = (batch.top_k_M, batch.top_p_M1, batch.min_p_M1)
         selector.walk(
             _addresses(z_XK, ids_XK, gates_XE, predecessor_VE, successor_VE, *rows),
             _addresses(batch.noisy_M, batch.temperature_M1, batch.key_2M1, *filters),
             0 if batch.noisy_M is None else len(batch.noisy_M),
             _addresses(block.counts_R, drafts_RW, margins_RW),
-            (num_requests, width, *z_XK.shape, *predecessor_VE.shape, len(block.token_ids_N)),
+            (num_requests, width, *z_XK.shape, *predecessor_VE.shape, *block_sizes),
             LIKE[gates_XE.dtype],
             LIKE[predecessor_VE.dtype],
         )

@@ -51,15 +51,18 @@ class StepRows(PlacedRows):
     """A model's rows in a step, request after request.
 
     The target's: known tokens, then drafts. The drafter's: [anchor, MASK x k] of every request that drafts,
-    with slots in look-ahead pages.
+    with slots in look-ahead pages; [anchor, MASK x (k - 1)] if the anchor's row samples, too (DSpark).
 
     Attributes:
         token_ids_N: inputs.
-        sampled_X: rows for which a token is sampled: the target's last rows, all masks of the drafter.
+        sampled_X: rows for which a token is sampled: the target's last rows, all masks of the drafter, and
+            its anchors if `samples_anchor`.
         counts_R: sampled rows of each request of the plan, int64.
         max_count: maximum of `counts_R`.
         sampling: sampling parameters of each sampled row; a draft is sampled as the target will sample it.
         num_rows_R: rows of each request that has any, int64, on the host.
+        samples_anchor: whether a block's row predicts the next position's token, the anchor's row included;
+            otherwise a mask predicts the token at its own position.
     """
 
     token_ids_N: Tensor
@@ -68,10 +71,26 @@ class StepRows(PlacedRows):
     max_count: int
     sampling: SamplingMetadata
     num_rows_R: Ints
+    samples_anchor: bool = False
+
+    @property
+    def anchor_distance(self) -> int:
+        """Rows from a request's anchor to its first sampled row."""
+        return 0 if self.samples_anchor else 1
 
     def owners(self) -> Tensor:
-        is_anchor_N = torch.ones_like(self.token_ids_N).index_fill_(0, self.sampled_X, 0)
-        return is_anchor_N.cumsum(0)
+        owners_N = np.repeat(np.arange(len(self.num_rows_R)), self.num_rows_R)
+        return torch.from_numpy(owners_N).to(self.token_ids_N.device)
+
+    def previous(self, values_XP: Tensor) -> Tensor:
+        """Return each sampled row's values [X, P] of the row before, or its anchor's token in a request's
+        first row.
+        """
+        starts_R = (self.counts_R.cumsum(0) - self.counts_R)[self.counts_R > 0]
+        is_first_X1 = torch.zeros(len(values_XP), 1, dtype=torch.bool, device=values_XP.device)
+        is_first_X1[starts_R] = True
+        anchors_X1 = self.token_ids_N[self.sampled_X - self.anchor_distance].unsqueeze(1)
+        return torch.where(is_first_X1, anchors_X1, values_XP.roll(1, dims=0))
 
 
 def lay_out_rows(

@@ -82,7 +82,7 @@ def walk(
         z_XK, ids_XK: result of `candidates`.
         gates_XE: h, of the same rows.
     """
-    before_XP = _before(ids_XK, block)
+    before_XP = block.previous(ids_XK)
     scores_XPK = z_XK.unsqueeze(1) + _pair_scores(before_XP, gates_XE, ids_XK, codebooks)
     best_XP, margins_XP = with_margin(scores_XPK)
     if (noisy_M := block.sampling.noisy_M) is not None:
@@ -90,15 +90,6 @@ def walk(
         for values_XP, values_MP in zip((best_XP, margins_XP), noisy, strict=True):
             values_XP.index_copy_(0, noisy_M, values_MP)
     return _follow(best_XP, margins_XP, ids_XK, block)
-
-
-def _before(ids_XK: Tensor, block: StepRows) -> Tensor:
-    """Return the possible previous tokens [X, P]: the previous row's candidates, or the anchor."""
-    row_before_X = block.sampled_X - 1
-    is_first_X = torch.ones_like(row_before_X, dtype=torch.bool)
-    is_first_X[1:] = row_before_X[1:] != block.sampled_X[:-1]
-    anchors_X1 = block.token_ids_N[row_before_X].unsqueeze(1)
-    return torch.where(is_first_X.unsqueeze(1), anchors_X1, ids_XK.roll(1, dims=0))
 
 
 def _pair_scores(before_XP: Tensor, gates_XE: Tensor, ids_XK: Tensor, codebooks: SelectorCodebooks) -> Tensor:

@@ -60,6 +60,12 @@ def convert_drafter(name: str, target_name: str, to: Format, output: Path) -> No
             "reads this one directly.",
             param="drafter",
         )
+    if config.samples_anchor or config.markov is not None:
+        raise ConfigError(
+            f"drafter={name!r} has DSpark's heads or an anchor that predicts, which are not converted. Manta "
+            "reads it directly.",
+            param="drafter",
+        )
     if to == "speculators":
         written = _as_speculators(config, raw, target, target_name)
     else:

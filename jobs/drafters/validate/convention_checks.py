@@ -126,7 +126,7 @@ def _shifted_ids(files: DrafterFiles[DrafterConfig], spec: ModelSpec) -> str:
     moved = {ids[i] - usual[i] for i in range(len(ids))}
     if moved == {1} and config.layout != "speculators":
         return (
-            f"dflash_config.target_layer_ids={list(ids)} are the usual ones plus one, as Speculators counts. "
+            f"{config.key_of_taps}={list(ids)} are the usual ones plus one, as Speculators counts. "
             f"In this format write {list(usual)}, unless it was trained otherwise."
         )
     if moved == {-1} and config.layout == "speculators":

@@ -117,6 +117,7 @@ def _check_trainable(config: DrafterConfig) -> None:
         "attention sinks": config.attention_sinks,
         "scaled values (attention_value_scale)": config.attention_value_scale != 1.0,
         "interleaved or partial rotary embedding": config.rope.permutation() is not None,
+        "DSpark's heads, or an anchor that predicts": config.samples_anchor or config.markov is not None,
         "convolutions over more than two rows": config.convolutions is not None
         and config.convolutions.num_taps != TAPS,
     }

@@ -86,8 +86,11 @@ def test_kernels_change_no_token(tmp_path: Path, family: str) -> None:
         assert bool(routed) == (0 < counted.experts_read <= counted.routed_layers * max(experts))
 
 
-def test_a_dflash2_drafter_on_the_device_drafts_as_the_hosts(tiny_qwen3: Path, tmp_path: Path) -> None:
-    drafter = make_tiny_drafter(tmp_path, sliding_window=20, second=True)
+@pytest.mark.parametrize("kind", [{"sliding_window": 20, "second": True}, {"dspark": True}], ids=str)
+def test_a_drafter_with_paths_drafts_on_the_device_as_on_the_host(
+    tiny_qwen3: Path, tmp_path: Path, kind: dict[str, Any]
+) -> None:
+    drafter = make_tiny_drafter(tmp_path, **kind)
     hot = [replace(p, temperature=4.0, max_tokens=5) for p in PARAMS[1:]]
     found: list[list[tuple[list[int], list[int]]]] = []
     for backend in ("triton", "torch"):

@@ -33,13 +33,13 @@ def one_launch_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(drafter_link, "MAX_WAIT_S", 60.0)
 
 
-@pytest.mark.parametrize("second", [False, True], ids=["DFlash", "DFlash2"])
+@pytest.mark.parametrize("kind", [{}, {"second": True}, {"dspark": True}], ids=str)
 def test_a_split_drafter_drafts_like_a_colocated_one(
-    tiny_qwen3: Path, tiny_drafter: Path, tmp_path: Path, second: bool
+    tiny_qwen3: Path, tmp_path: Path, kind: dict[str, Any]
 ) -> None:
     """Prompts in chunks, decoding with a prompt, ragged or trimmed drafts, filters; positions of slots are
     not sent."""
-    drafter = make_tiny_drafter(tmp_path, second=True) if second else tiny_drafter
+    drafter = make_tiny_drafter(tmp_path, **kind)
     spec: dict[str, object] = {"model": str(drafter), "num_speculative_tokens": 3, "adaptive": False}
     small = {"max_num_seqs": 2, "max_model_len": 48}
     host, _ = open_runner(tiny_qwen3, attention_backend="torch", speculative_config=spec, **small)

@@ -12,18 +12,22 @@ from manta.cluster.errors import CheckpointError
 from manta.drafter.compute.checkpoint.safetensors_reader import TensorFolder
 from manta.drafter.compute.layers.linear import Linear
 from manta.drafter.dflash.checkpoint import check_drafter, load_drafter
-from manta.drafter.dflash.config import DrafterConfig
+from manta.drafter.dflash.config import DrafterConfig, MarkovSize
 from manta.drafter.dflash.target_features import EmbeddingCopies, TargetFacts
 from manta.drafter.drafter_spec import DraftLayer
 from safetensors.torch import save_file
 from support.checkpoints import drafter_checkpoints as checkpoints
 from support.checkpoints.drafter_checkpoints import (
     BACKBONE,
+    HEADS,
     HIDDEN,
     SECOND,
     SLIDING,
     TARGET_LAYERS,
     VOCAB,
+    deepspec,
+    dspark_speculators,
+    specforge,
     speculators,
     z_lab,
 )
@@ -68,6 +72,30 @@ def test_both_formats_name_the_same_taps(tmp_path: Path):
     ours, theirs = read(tmp_path / "z", z_lab()), read(tmp_path / "s", speculators())
     assert ours.target_layer_ids == theirs.target_layer_ids == (1, 3, 4)
     assert (ours.layout, theirs.layout) == ("z-lab", "speculators")
+
+
+def test_all_formats_of_dspark_mean_the_same(tmp_path: Path):
+    theirs = read(tmp_path / "deepspec", deepspec())
+    heads = {key: specforge()["dflash_config"][key] for key in HEADS}
+    bare = z_lab(dflash={"projector_type": "dspark"})["dflash_config"]
+    outside = {**specforge(**heads), "dflash_config": bare}
+    deepspecs_class = specforge(architectures=["Qwen3DSparkModel"])
+    read_others = {
+        "specforge": read(tmp_path / "a", specforge()),
+        "heads at the top": read(tmp_path / "b", outside),
+        "DeepSpec's class, SpecForge's keys": read(tmp_path / "c", deepspecs_class),
+        "z-lab's class": read(tmp_path / "d", specforge(architectures=["DFlashDraftModel"])),
+        "speculators": read(tmp_path / "e", dspark_speculators()),
+    }
+    assert (theirs.max_drafts, theirs.markov, theirs.confidence_head) == (
+        15,
+        MarkovSize(6, 64),
+        "hidden and token before",
+    )
+    same = {"layout": "", "file": "", "num_target_layers": None, "input_embedding_scale": 1.0}
+    for other in read_others.values():
+        assert replace(other, **same) == replace(theirs, **same)
+    assert read(tmp_path / "f", dspark_speculators(sample_from_anchor=False, block_size=16)).max_drafts == 15
 
 
 def test_a_nested_block_size_takes_precedence(tmp_path: Path):
@@ -115,7 +143,7 @@ def test_training_notes_are_accepted_in_every_format(plain: dict, noted: dict, t
 
 def test_no_key_of_transformers_configs_is_refused():
     transformers = pytest.importorskip("transformers")
-    from manta.drafter.dflash.config_formats import Backbone
+    from manta.drafter.dflash.config_parts import Backbone
 
     raw = {
         key: 1 for name in ("Qwen3", "Llama") for key in getattr(transformers, f"{name}Config")().to_dict()
@@ -187,7 +215,40 @@ def test_speculators_windows_may_be_at_the_top_level(tmp_path: Path):
         (z_lab(dflash={**SECOND, "selector_top_k": 97}), "dflash_config.selector_top_k=97 must be at most"),
         (z_lab(draft_vocab_size=40, dflash=SECOND), "draft_vocab_size=40 must be vocab_size .*selector_rank"),
         (z_lab(dflash={"refiner_steps": 3}), "dflash_config.refiner_steps=3 must be absent or false"),
-        (z_lab(dflash={"projector_type": "domino"}), "dflash_config.projector_type='domino'.*not yet"),
+        (
+            z_lab(dflash={"projector_type": "domino"}),
+            "projector_type='domino'.*Domino's GRU over",
+        ),
+        (
+            z_lab(dflash={"projector_type": "mlp"}),
+            "projector_type='mlp' must be 'dflash' or 'dspark'",
+        ),
+        (
+            z_lab(architectures=["DominoDraftModel"]),
+            "architectures=.*one of.*Domino's GRU over",
+        ),
+        (z_lab(architectures=["LiLiCorrDraftModel"]), "architectures=.*LiLiCorr's transformer"),
+        (deepspec(architectures=["Gemma4DSparkModel"]), "architectures=.*Gemma 4's layers .norms after each"),
+        (
+            z_lab(dflash={"causal": False, "causal_head": True}),
+            "causal_head=True must be absent, or as",
+        ),
+        (
+            z_lab(dflash={"target_hidden_size": 48}),
+            "target_hidden_size=48 must be hidden_size",
+        ),
+        (z_lab(dflash={"markov_rank": 6}), "dflash_config.markov_rank=6 must be absent, or arch"),
+        (deepspec(markov_head_type="rnn"), "markov_head_type='rnn' must be 'vanilla'.*gated, rnn"),
+        (deepspec(markov_rank=0), "markov_rank=0 must be positive, for confidence_head_with_markov"),
+        (deepspec(target_layer_ids=[1, 1, 2]), r"target_layer_ids=\[1, 1, 2\].*all different"),
+        (specforge(dflash={"markov_head_type": "gated"}), "dflash_config.markov_head_type='gated' must be"),
+        (specforge(markov_rank=8), "markov_rank=8 must be absent, or as dflash_config.markov_rank: 6"),
+        (
+            specforge(dflash={"selector_rank": 4, "selector_top_k": 4}),
+            "selector_rank=4 must be absent",
+        ),
+        (dspark_speculators(sample_from_anchor=None), "sample_from_anchor is missing.*vLLM false"),
+        (dspark_speculators(**SECOND), "selector_rank=6 must be absent, for 'dspark'"),
         (z_lab(use_gemma_norm=True), "use_gemma_norm=True.*not yet supported"),
         (z_lab(swiglu_limit=7.0), "swiglu_limit=7.*not yet supported"),
         (z_lab(quantization_config={"quant_method": "quark"}), "quant_method='quark'.*others are not served"),
@@ -205,7 +266,10 @@ def test_speculators_windows_may_be_at_the_top_level(tmp_path: Path):
         (speculators(layer={"num_key_value_heads": 3}), "transformer_layer_config.num_key_value_heads=3"),
         (speculators(layer={"vocab_size": None}), "transformer_layer_config.vocab_size is missing"),
         (speculators(mask_token_id=None), "mask_token_id is missing; it must be an integer"),
-        (z_lab(dflash={"lilicorr_depth": 2}), "lilicorr_depth.*not yet supported"),
+        (
+            z_lab(dflash={"lilicorr_num_layers": 2}),
+            "lilicorr_num_layers=2 must be absent: LiLi",
+        ),
         (z_lab(dflash={"attention_sink_bias": 1}), "attention_sink_bias=1 must be true or false"),
         (z_lab(hidden_act="gelu"), "hidden_act"),
         (z_lab(block_size=None), "block_size is missing"),
@@ -216,11 +280,11 @@ def test_speculators_windows_may_be_at_the_top_level(tmp_path: Path):
         (z_lab(dflash_config=3) | {"dflash_config": 3}, "dflash_config=3 must be an object"),
         (z_lab(layer_types=["full_attention"]), "layer_types"),
         (z_lab(num_key_value_heads=3), "num_key_value_heads"),
-        (speculators(speculators_model_type="dspark"), "speculators_model_type='dspark' must be"),
-        (speculators(projector_type="domino"), "projector_type='domino'.*not yet supported"),
+        (speculators(speculators_model_type="xpress"), "speculators_model_type='xpress' must be"),
+        (speculators(projector_type="domino"), "projector_type='domino'.*Domino's GRU"),
+        (speculators(markov_rank=6), "markov_rank=6 must be absent, or speculators_model_type 'dspark'"),
         (speculators(draft_ffn_type="moe"), "draft_ffn_type='moe'.*not yet supported"),
         (speculators(**SECOND, draft_vocab_size=40), "draft_vocab_size=40 must be vocab_size"),
-        (speculators(sample_from_anchor=True), "sample_from_anchor.*not yet supported"),
         (speculators(draft_vocab_size=VOCAB + 1), "draft_vocab_size"),
         (speculators(aux_hidden_state_layer_ids=None), "aux_hidden_state_layer_ids is missing"),
     ],

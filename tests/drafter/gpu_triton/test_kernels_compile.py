@@ -169,30 +169,30 @@ def _apply_rules(dtype: str, *, drafts: bool) -> Variant:
     return Variant("_apply", signature, constexprs | {"CHUNK": 1024}, 4)
 
 
-def _walk(dtype: str, *, filters: bool) -> Variant:
-    """Return the walk over 16 candidates of a row, with codebooks of rank 256."""
+def _walk(dtype: str, *, filters: bool, top_k: int = 16, first: int = 1) -> Variant:
+    """Return the walk over the candidates of a row, with codebooks of rank 256."""
     signature = _SETTINGS | _pointers(i64="positions ids token_ids seeds chosen", i32="cu_rows")
     signature |= _pointers(fp32="z margins")
     signature |= dict.fromkeys(("gates", "predecessors", "successors"), f"*{dtype}:16")
-    constexprs = {"FILTERS": filters, "RANK": 256, "TOP_K": 16, "RANKS": 256, "PLACES": 16}
-    return Variant("_walk", signature, constexprs)
+    constexprs = {"FILTERS": filters, "FIRST": first, "RANK": 256, "RANKS": 256}
+    return Variant("_walk", signature, constexprs | {"TOP_K": top_k, "PLACES": top_k})
 
 
-def _best_of_chunk(dtype: str, *, filters: bool) -> Variant:
-    """Return the search for 16 candidates of a chunk."""
+def _best_of_chunk(dtype: str, *, filters: bool, top_k: int = 16) -> Variant:
+    """Return the search for the candidates of a chunk."""
     signature = _LOGITS | {"logits": f"*{dtype}:16"} | _pointers(i64="seeds keys", fp32="floors")
     signature |= {"vocab_size": "i32:16", "vocab_start": "i32:16"}
-    constexprs = {"FILTERS": filters, "TOP_K": 16, "NUM_STOP_IDS": 128, "CHUNK": 4096}
+    constexprs = {"FILTERS": filters, "TOP_K": top_k, "NUM_STOP_IDS": 128, "CHUNK": 4096}
     return Variant("_best_of_chunk", signature, constexprs, 8)
 
 
-def _best_of_row(dtype: str, vocab: int = 151936) -> Variant:
-    """Return the search for 16 candidates of all chunks."""
+def _best_of_row(dtype: str, vocab: int = 151936, top_k: int = 16) -> Variant:
+    """Return the search for the candidates of all chunks."""
     signature = _pointers(i64="keys ids", fp32="scores z") | {"logits": f"*{dtype}:16"}
     signature |= {"row_stride": "i32:16", "vocab_start": "i32"}
-    keys = -(-vocab // 4096) * 16
-    width = 1 << (keys - 1).bit_length()
-    return Variant("_best_of_row", signature, {"TOP_K": 16, "PLACES": 16, "KEYS": keys, "WIDTH": width})
+    keys = -(-vocab // 4096) * top_k
+    sizes = {"KEYS": keys, "WIDTH": 1 << (keys - 1).bit_length()}
+    return Variant("_best_of_row", signature, {"TOP_K": top_k, "PLACES": top_k, **sizes})
 
 
 def _trim(requests: int, drafts: int, *, budget: int) -> Variant:
@@ -565,6 +565,9 @@ VARIANTS: dict[str, list[Variant]] = {
         _walk("bf16", filters=False),  # Muse-Glimmer's, Qwen3.8's
         _walk("bf16", filters=True),
         _walk("fp32", filters=True),
+        _best_of_chunk("bf16", filters=False, top_k=64),  # DSpark's
+        _best_of_row("bf16", top_k=64),
+        _walk("bf16", filters=True, top_k=64, first=0),
     ],
     "step.gpu_triton.ngram_lookup": [
         Variant(

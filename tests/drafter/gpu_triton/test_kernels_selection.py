@@ -65,19 +65,23 @@ class Blocks:
     drafting: torch.Tensor  # rows of requests that draft, among the device's
 
     @classmethod
-    def of(cls, counts: list[int], **settings: list) -> Blocks:
+    def of(cls, counts: list[int], *, samples_anchor: bool = False, **settings: list) -> Blocks:
+        """Make blocks; the device's rows have the positions of the tokens that they sample."""
         rng, slots = np.random.default_rng(3), [5, 0, 3, 1, 4][: len(counts)]
         neutral = {"temperature": 0.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "min_length": 0}
         per = {name: np.array(settings.get(name, [value] * 6)) for name, value in neutral.items()}
         seed, stops = rng.integers(-(2**63), 2**63 - 1, 6), np.array([[7, 9, -1]] * 6)
         stops[:, 2] = np.where(np.arange(6) % 2, 11, -1)
         rows = [
-            (s, 20 + 9 * s + k, k) for s, count in zip(slots, counts, strict=True) for k in range(count + 1)
+            (s, 20 + 9 * s + k + samples_anchor, k)
+            for s, count in zip(slots, counts, strict=True)
+            for k in range(count + 1 - samples_anchor)
         ]
         slots_N, positions_N, places_N = (np.array(x) for x in zip(*rows, strict=True))
         tokens_N = np.where(places_N == 0, rng.integers(0, VOCAB, len(rows)), 1)
-        drafting = np.flatnonzero(np.repeat(np.array(counts) > 0, np.array(counts) + 1))
-        sampled = np.flatnonzero(places_N[drafting])
+        num_rows = np.array(counts) + 1 - samples_anchor
+        drafting = np.flatnonzero(np.repeat(np.array(counts) > 0, num_rows))
+        sampled = np.flatnonzero((places_N[drafting] > 0) | samples_anchor)
         of_X, at_X = slots_N[drafting][sampled], positions_N[drafting][sampled]
         early = [
             (x, t) for x, s in enumerate(of_X) for t in stops[s] if t >= 0 and at_X[x] < per["min_length"][s]
@@ -105,7 +109,8 @@ class Blocks:
             put(counts),
             max(counts),
             sampling,
-            np.array([count + 1 for count in counts if count]),
+            num_rows[np.array(counts) > 0],
+            samples_anchor,
         )
         padding = np.full(3, -1)
         device = DeviceRows(
@@ -115,7 +120,7 @@ class Blocks:
             put(np.append(tokens_N, 0 * padding)),
             put(np.append(slots_N, padding), torch.int32),
         )
-        cu_rows = np.append(np.cumsum([0, *(count + 1 for count in counts)]), [len(rows)] * 2)
+        cu_rows = np.append(np.cumsum([0, *num_rows]), [len(rows)] * 2)
         fp32, i32 = torch.float32, torch.int32
         state = DeviceSamplingMetadata(
             put(per["temperature"], fp32),
@@ -144,12 +149,12 @@ SETTINGS = {
 
 @pytest.mark.parametrize("name", SETTINGS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-@pytest.mark.parametrize("top_k", [16, 5])
-def test_selector_paths_equal_the_hosts(name: str, dtype: torch.dtype, top_k: int):
+@pytest.mark.parametrize(("top_k", "samples_anchor"), [(16, False), (5, False), (64, True)])
+def test_selector_paths_equal_the_hosts(name: str, dtype: torch.dtype, top_k: int, samples_anchor: bool):
     """Blocks are ragged, one is an anchor alone, and padding follows."""
     counts = [15, 3, 0, 1, 7]
     torch.manual_seed(2)
-    blocks = Blocks.of(counts, **SETTINGS[name])
+    blocks, distance = Blocks.of(counts, samples_anchor=samples_anchor, **SETTINGS[name]), 1 - samples_anchor
     num_rows = len(blocks.device.token_ids_N)
     # Stop tokens are likely, and some tokens cannot be.
     logits_NV = torch.randn(num_rows, VOCAB) * 2
@@ -171,14 +176,18 @@ def test_selector_paths_equal_the_hosts(name: str, dtype: torch.dtype, top_k: in
         codebooks,
         filters=name == "filters",
         margins_N=margins_N,
+        anchor_distance=distance,
     )
     assert expected.margins_RK is not None
-    begin = 0
+    begin, before_N = 0, device.tokens_before(chosen_N, distance)
     for r, count in enumerate(counts):
-        mine = slice(begin + 1, begin + 1 + count)
+        mine = slice(begin + distance, begin + distance + count)
+        if count:
+            anchor = int(device.token_ids_N[begin])
+            assert before_N[mine].tolist() == [anchor, *expected.drafts_RK[r, : count - 1].tolist()]
         assert chosen_N[mine].tolist() == expected.drafts_RK[r, :count].tolist()
         torch.testing.assert_close(margins_N[mine], expected.margins_RK[r, :count], rtol=1e-4, atol=1e-4)
-        begin += count + 1
+        begin += count + distance
     assert not chosen_N[begin:].any()
 
 

@@ -164,13 +164,17 @@ def test_row_inputs_equal_request_states_and_padding_reads_nothing(case: Case):
 
 
 @settings(max_examples=30)
-@given(cases(drafts_behind=1))
-def test_blocks_and_proposals_are_placed_as_in_request_states(case: Case):
+@given(cases(drafts_behind=1), st.booleans())
+def test_blocks_and_proposals_are_placed_as_in_request_states(case: Case, samples_anchor: bool):
     plan, states = case.plan, states_of(case.plan, case.pages)
-    tables, expected = tables_of(states, plan, case.pages), states.lay_out_block(plan, MASK)
+    tables = tables_of(states, plan, case.pages)
+    expected = states.lay_out_block(plan, MASK, samples_anchor=samples_anchor)
     counts = np.where(plan.num_drafts > 0, plan.num_drafts + 1, 0)
-    requests = ragged(case, counts)
-    requests = replace(requests, num_rows=requests.num_rows + 1)  # no request may draft
+    all_requests = ragged(case, counts)
+    all_requests = replace(all_requests, num_rows=all_requests.num_rows + 1)  # no request may draft
+    requests, counts = all_requests, counts - samples_anchor * (counts > 0)
+    if samples_anchor:
+        requests = all_requests.sampling_anchors()
     rows = lay_out_block(requests, tables, MASK)
     used = int(counts.sum())
     check_padding(rows, used, case.pages)
@@ -183,6 +187,8 @@ def test_blocks_and_proposals_are_placed_as_in_request_states(case: Case):
         assert rows.positions_N[:used].equal(expected.positions_N)
         assert torch.stack(rows.kv_slots)[:, :used].equal(torch.stack(expected.kv_slots))
         drafts = by_request(chosen[expected.sampled_X], expected.counts_R, expected.max_count)
+    if samples_anchor:
+        chosen, rows = all_requests.at_masks(chosen), lay_out_block(all_requests, tables, MASK)
     write_drafts(chosen, rows, tables)
     states.write_drafts(plan, drafts)
     assert tables.token_ids[:, :MAX_LEN].equal(states.token_ids[:, :MAX_LEN].int())

@@ -1,4 +1,4 @@
-"""DFlash2: drafts follow the selector's path with each request's settings, and every term has an effect.
+"""DFlash2 and DSpark: drafts follow their path with each request's settings, and every term has an effect.
 
 The oracle is `oracle_dflash.py`, in fp64. `test_drafter_model.py` compares blocks of all variants with it,
 including convolutions.
@@ -15,11 +15,11 @@ from manta.cluster.step.scheduler_output import SlotSampling
 from manta.drafter.dflash.proposer import DFlashProposer
 from manta.drafter.step.cpu_numba.step_ops import LOOPS
 from manta.drafter.step.sampling.step_ops import DEFINITION, StepOperators
-from support.checkpoints.drafter_checkpoints import VARIANTS
+from support.checkpoints.drafter_checkpoints import VARIANTS, dspark_speculators
 from support.oracles.drafter_requests import GREEDY, VOCAB, Pair, Requests, load_pair, random_taps
 from support.oracles.oracle_dflash import Oracle, gumbel
 
-PATHS = sorted(name for name in VARIANTS if "second" in name or "selector" in name)
+PATHS = sorted(name for name in VARIANTS if "second" in name or "selector" in name or "dspark" in name)
 LENGTHS, DRAFTS = [1, 40, 5, 17, 33], [15, 3, 7, 0, 1]
 SEED = -(2**40) - 3
 KNOBS = {
@@ -82,7 +82,7 @@ def best(scores: torch.Tensor) -> tuple[int, float]:
 def test_drafts_equal_the_oracles_paths(variant: str, operators: StepOperators, tmp_path: Path):
     """Requests run together, with their own settings, lengths and numbers of drafts."""
     pair, taps = load_pair(tmp_path, VARIANTS[variant]), random_taps(LENGTHS)
-    oracle, names = doubled(pair), list(KNOBS)
+    oracle, names, contexts = doubled(pair), list(KNOBS), [each.double() for each in taps]
     for turn in range(len(names)):
         mine = [names[(turn + r) % len(names)] for r in range(len(LENGTHS))]
         requests = Requests(pair.ours, LENGTHS, taps, [KNOBS[name] for name in mine])
@@ -108,9 +108,11 @@ def test_drafts_equal_the_oracles_paths(variant: str, operators: StepOperators, 
             def ranked(z: torch.Tensor, k: int, name: str = name, length: int = length) -> torch.Tensor:
                 return rank(KNOBS[name], length + 1 + k, z)
 
-            anchor, c = requests.anchors[r], taps[r].double()
+            anchor, c = requests.anchors[r], contexts[r]
             expected = oracle.drafts(c, anchor, count, choose, edit, ranked) if count else []
             assert got[r, :count].tolist() == expected, name
+            if (chances := oracle.confidences(c, anchor, expected) if count else None) is not None:
+                sure = [math.sqrt((1 + m) / (1 - p)) - 1 for m, p in zip(sure, chances, strict=True)]
             assert margins[r, :count].tolist() == pytest.approx(sure, abs=2e-3), name
             assert margins[r, count:].isnan().all()
             assert (got[r, count:] == -1).all()
@@ -167,4 +169,28 @@ def test_without_a_term_of_the_selector_paths_differ(term: str, tmp_path: Path):
 
 def _greedy(pair: Pair, tensors: dict[str, torch.Tensor], taps: torch.Tensor, anchor: int) -> list[int]:
     oracle = Oracle(pair.oracle.config, tensors, pair.oracle.embedding, pair.oracle.head)
-    return oracle.drafts(taps, anchor, 15, lambda z, _: int(z.argmax()))
+    return oracle.drafts(taps, anchor, 15, lambda z, _: int(z.argmax()), rank=lambda z, _: z)
+
+
+DSPARK = "deepspec dspark"
+
+
+def test_a_markov_heads_bias_is_for_all_tokens_where_the_vocabulary_is_small(tmp_path: Path):
+    """The published walk looks at all tokens; here they are the 64 best, which are all with this `d2t`."""
+    config, taps = dspark_speculators(draft_vocab_size=64), random_taps(LENGTHS)
+    pair = load_pair(tmp_path, config)
+    requests, oracle = Requests(pair.ours, LENGTHS, taps), doubled(pair)
+    proposals = requests.proposer.propose(requests.plan([15] * 5), requests.states)
+    for r, anchor in enumerate(requests.anchors):
+        expected = oracle.drafts(taps[r].double(), anchor, 15, lambda z, _: int(z.argmax()))
+        assert proposals.drafts_RK[r].tolist() == expected
+
+
+@pytest.mark.parametrize("term", ["markov_w1", "markov_w2"])
+def test_without_a_term_of_the_markov_head_paths_differ(term: str, tmp_path: Path):
+    pair, taps = load_pair(tmp_path, VARIANTS[DSPARK]), random_taps([12])
+    requests = Requests(pair.ours, [12], taps)
+    got = requests.proposer.propose(requests.plan([15]), requests.states).drafts_RK[0].tolist()
+    lacking = without(pair.oracle.tensors, f"markov_head.{term}.weight")
+    assert got == _greedy(pair, pair.oracle.tensors, taps[0], requests.anchors[0])
+    assert got != _greedy(pair, lacking, taps[0], requests.anchors[0])

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import numpy as np
+import pytest
 import torch
 from manta.cluster.pages.kv_cache_groups import KVCacheGroup, KVCacheLayout, LayerPlace
 from manta.cluster.step.scheduler_output import AdmittedRequest, SchedulerOutput, SlotSampling
@@ -107,7 +108,20 @@ def test_a_block_is_an_anchor_and_masks_in_lookahead_slots():
     assert block.counts_R.tolist() == [2, 0, 0] and block.max_count == 2
 
 
-def test_proposals_and_choices_share_noise_keys_by_position():
+def test_a_block_whose_anchor_predicts_has_a_mask_less():
+    states, plan = mixed_step()
+    block = states.lay_out_block(plan, MASK, samples_anchor=True)
+    assert block is not None
+    assert block.token_ids_N.tolist() == [13, MASK]
+    assert block.sampled_X.tolist() == [0, 1]
+    assert block.positions_N.tolist() == [3, 4]
+    assert slots_of(block) == [15, 4]
+    assert block.counts_R.tolist() == [2, 0, 0] and block.max_count == 2
+    assert block.previous(torch.tensor([[7], [8]])).tolist() == [[13], [7]]
+
+
+@pytest.mark.parametrize("samples_anchor", [False, True])
+def test_proposals_and_choices_share_noise_keys_by_position(samples_anchor: bool):
     noisy = SlotSampling(1.0, 0, 0.9, 0.0, 42, 0, ())
     states = RequestStates(2, 16, (8,), 4, "cpu")
     plan = plan_of(
@@ -119,7 +133,8 @@ def test_proposals_and_choices_share_noise_keys_by_position():
         admitted=[admit(1, [1, 2, 3], noisy), admit(0, [4, 5, 6, 7], noisy)],
     )
     states.apply(plan)
-    verify, draft = states.lay_out_rows(plan).sampling, states.lay_out_block(plan, MASK).sampling
+    verify = states.lay_out_rows(plan).sampling
+    draft = states.lay_out_block(plan, MASK, samples_anchor=samples_anchor).sampling
     assert verify.key_2M1[:, [0, 1, 2, 4]].equal(draft.key_2M1)
     assert len(verify.key_2M1[0].unique()) == 4  # positions 3, 4, 5, 6, and again 4, 5 with the same seed
 

@@ -27,19 +27,20 @@ KNOBS = {  # temperature, top-k, top-p, min-p
 }
 
 
-def block_of(knobs: list[str], counts: list[int], seed: int) -> StepRows:
+def block_of(knobs: list[str], counts: list[int], seed: int, *, samples_anchor: bool = False) -> StepRows:
     """Return blocks of the requests that draft, one after the other."""
     owners_X = np.repeat(np.arange(len(counts)), counts)
     of_X = np.array([KNOBS[knobs[r]] for r in owners_X]).reshape(-1, 4)
-    rows = [(0, *range(1, count + 1)) for count in counts if count]
+    rows = [tuple(range(count if samples_anchor else count + 1)) for count in counts if count]
     places_N = np.array([place for row in rows for place in row])
+    sampled_X = np.arange(len(places_N)) if samples_anchor else np.flatnonzero(places_N)
     sampling = SamplingMetadata.build(
         temperature=of_X[:, 0].astype(np.float32),
         top_k=of_X[:, 1].astype(np.int64),
         top_p=of_X[:, 2].astype(np.float32),
         min_p=of_X[:, 3].astype(np.float32),
         seed=owners_X * 977 + seed,
-        position=20 + np.flatnonzero(places_N),
+        position=20 + sampled_X + samples_anchor,
     )
     tokens_N = np.random.default_rng(seed).integers(0, VOCAB, len(places_N))
     positions_N = torch.arange(len(places_N))
@@ -48,11 +49,12 @@ def block_of(knobs: list[str], counts: list[int], seed: int) -> StepRows:
         kv_slots=(),
         batches=(),
         token_ids_N=torch.from_numpy(tokens_N),
-        sampled_X=torch.from_numpy(np.flatnonzero(places_N)),
+        sampled_X=torch.from_numpy(sampled_X),
         counts_R=torch.tensor(counts),
         max_count=max(counts),
         sampling=sampling,
         num_rows_R=np.array([len(row) for row in rows]),
+        samples_anchor=samples_anchor,
     )
 
 
@@ -61,13 +63,17 @@ def block_of(knobs: list[str], counts: list[int], seed: int) -> StepRows:
     st.lists(st.tuples(st.sampled_from(sorted(KNOBS)), st.integers(0, 7)), min_size=1, max_size=6).filter(
         lambda requests: any(count for _, count in requests)
     ),
-    st.sampled_from([2, 5, 16]),
+    st.sampled_from([2, 5, 16, 64]),
     st.sampled_from([torch.float32, torch.bfloat16]),
+    st.booleans(),
     st.integers(0, 2**20),
 )
-def test_loops_walk_as_in_the_definition(requests, top_k: int, dtype: torch.dtype, seed: int):
+def test_loops_walk_as_in_the_definition(
+    requests, top_k: int, dtype: torch.dtype, samples_anchor: bool, seed: int
+):
     knobs, counts = (list(x) for x in zip(*requests, strict=True))
-    block, random = block_of(knobs, counts, seed), torch.Generator().manual_seed(seed)
+    block = block_of(knobs, counts, seed, samples_anchor=samples_anchor)
+    random = torch.Generator().manual_seed(seed)
 
     def randn(*shape: int) -> torch.Tensor:
         return torch.randn(shape, generator=random).to(dtype)

@@ -42,6 +42,7 @@ PAIRS = (*ALONE, "qwen3 in bf16", "llama in bf16", "mistral in bf16")
 LEAN = frozenset(name for name, family in FAMILIES.items() if family.lean)
 DFLASH2 = "qwen3 by DFlash2"  # a separate pair in few cells: it changes only the drafts
 SELECTOR = "qwen3 in bf16 by a selector"  # likewise: no convolutions, so the compiled pass runs it
+DSPARK = ("qwen3 by DSpark", "qwen3 in bf16 by DSpark")  # likewise: its anchors predict, too
 EAGLE3 = ("qwen3 by EAGLE-3", "qwen3 in bf16 by EAGLE-3")  # likewise
 NGRAM = "qwen3 by n-grams"  # likewise
 SUFFIX = "qwen3 by suffixes"  # likewise
@@ -86,8 +87,11 @@ def dflash2_cells(*, whole: bool = WHOLE) -> Iterator[tuple[str, str, int]]:
         (DFLASH2, "planned ahead, forced preemption", 15),
         (SELECTOR, "as shipped", 3),
         (SELECTOR, "planned ahead, forced preemption", 15),
+        (DSPARK[0], "planned ahead, forced preemption", 15),
+        (DSPARK[0], "forced preemption with prefix cache", 1),
+        (DSPARK[1], "as shipped", 3),
     }
-    for pair in (DFLASH2, SELECTOR):
+    for pair in (DFLASH2, SELECTOR, *DSPARK):
         for engine in ENGINES:
             for drafts in DRAFTS:
                 if whole or (pair, engine, drafts) in short:
@@ -186,6 +190,10 @@ def make_pair(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Pair]
         if name == SELECTOR:
             drafter = make_tiny_drafter(folder / "drafter", head_dim=32, selector=True)
             return replace(make(name.removesuffix(" by a selector")), drafter=drafter)
+        if name in DSPARK:
+            pair, head_dim = make(name.removesuffix(" by DSpark")), 32 if "bf16" in name else 16
+            drafter = make_tiny_drafter(folder / "drafter", head_dim=head_dim, dspark=True)
+            return replace(pair, drafter=drafter)
         if name == NGRAM:
             return replace(make(family), method="ngram")
         if name == SUFFIX:

@@ -37,6 +37,7 @@ def oracle_of(folder: Path, target: PreTrainedModel) -> Oracle:
 
 BEYOND = {
     "assistant": "tensors by transformers' names",
+    **{name: "DSpark's heads" for name in VARIANTS if "dspark" in name or "deepspec" in name},
     "speculators second": "convolutions",
     "z-lab convolutions alone": "convolutions",
     "z-lab interleaved pairs": "interleaved rotary pairs",

@@ -172,6 +172,8 @@ INEXPRESSIBLE = {
     "z-lab mask embedding": "mask_embedding|mask_token_id",
     "z-lab sinks and scaled values": "attention",
     "z-lab second, three taps": "output_multiplier",
+    "z-lab JetSpec's causal head": "layers",
+    **{name: "DSpark's heads or an anchor" for name in VARIANTS if "dspark" in name or "deepspec" in name},
 }
 
 

@@ -56,6 +56,29 @@ def assistant(**changes) -> dict:
     return {**BACKBONE, **sliding, **top, **keys, **changes}
 
 
+HEADS = {"markov_rank": 6, "enable_confidence_head": True, "confidence_head_with_markov": True}
+
+
+def deepspec(**changes) -> dict:
+    """DeepSpec's format of a DSpark drafter: all keys at the top; the anchor's row predicts, too."""
+    kind = {"architectures": ["Qwen3DSparkModel"], "num_target_layers": TARGET_LAYERS, "block_size": 15}
+    keys = {"mask_token_id": 90, "target_layer_ids": [1, 3, 4], "num_anchors": 512}
+    return {**BACKBONE, **kind, **keys, **HEADS, "markov_head_type": "vanilla", **changes}
+
+
+def specforge(**changes) -> dict:
+    """SpecForge's format of one: z-lab's, with the heads' keys in `dflash_config`."""
+    nested = {"projector_type": "dspark", "attention_mode": "gqa", "confidence_head_alpha": 1.0, **HEADS}
+    nested |= changes.pop("dflash", {})
+    return z_lab(**{"architectures": ["DSparkDraftModel"], "block_size": 15, **changes}, dflash=nested)
+
+
+def dspark_speculators(**changes) -> dict:
+    """Speculators' format of one, with its defaults but for the rank."""
+    kind = {"speculators_model_type": "dspark", "architectures": ["DSparkSpeculator"], "block_size": 15}
+    return speculators(**{**kind, "sample_from_anchor": True, "markov_rank": 6, **changes})
+
+
 SECOND = {"conv_kernel_size": 2, "conv_group_size": 8, "selector_rank": 6, "selector_top_k": 5}
 THREE_TAPS = {**SECOND, "conv_kernel_size": 3, "conv_group_size": 4, "selector_top_k": 16}
 SLIDING = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 9}
@@ -91,6 +114,13 @@ VARIANTS: dict[str, dict] = {
     "z-lab selector alone": z_lab(dflash={"selector_rank": 6, "selector_top_k": 5}),
     "speculators second": speculators(speculators_model_type="dflash2", layer=SLIDING, **SECOND),
     "assistant": assistant(),
+    "z-lab JetSpec's causal head": z_lab(dflash={"causal_head": True}),
+    "deepspec dspark": deepspec(),
+    "deepspec dflash": deepspec(markov_rank=0, enable_confidence_head=False),
+    "specforge dspark": specforge(is_causal=True),
+    "specforge dspark, confidence of hidden states": specforge(dflash={"confidence_head_with_markov": False}),
+    "speculators dspark": dspark_speculators(layer=SLIDING, draft_vocab_size=80),
+    "speculators dspark, masks alone": dspark_speculators(sample_from_anchor=False, block_size=16),
     "speculators borrowed": speculators(),
     "speculators own vocabulary": speculators(draft_vocab_size=40),
     "speculators sliding": speculators(layer=SLIDING),
@@ -148,8 +178,23 @@ def random_tensors(config: dict, seed: int = 0) -> dict[str, torch.Tensor]:
         for name in ("predecessor_codebook", "successor_codebook"):
             tensors[f"{at}.{name}"] = matrix(raw["vocab_size"], rank) * rank**0.5
         tensors[f"{at}.hidden_projection.weight"] = matrix(rank, hidden)
+    tensors |= _dspark_heads(config, keys, matrix)
     if config.get("draft_vocab_size", raw["vocab_size"]) != raw["vocab_size"]:
         tensors |= _own_vocabulary(config["draft_vocab_size"], raw["vocab_size"], matrix, generator)
+    return tensors
+
+
+def _dspark_heads(config: dict, keys: dict, matrix) -> dict[str, torch.Tensor]:
+    is_speculators = config.get("speculators_model_type") == "dspark"
+    rank, tensors = keys.get("markov_rank", 0), {}
+    if rank:
+        scale = rank**0.5  # rows are long enough to change the path
+        tensors["markov_head.markov_w1.weight"] = matrix(VOCAB, rank) * scale
+        tensors["markov_head.markov_w2.weight"] = matrix(config.get("draft_vocab_size", VOCAB), rank) * scale
+    if keys.get("enable_confidence_head", is_speculators):
+        width = HIDDEN + (rank if keys.get("confidence_head_with_markov", is_speculators) else 0)
+        tensors["confidence_head.proj.weight"] = matrix(1, width) * 2
+        tensors["confidence_head.proj.bias"] = torch.tensor([0.3])
     return tensors
 
 

@@ -19,6 +19,7 @@ TINY_BLOCK = 16
 TINY_TAPS = (0, 1, 2)
 _NOISY_BUFFERS = ("layer_scalar", "e_score_correction_bias")
 TINY_SELECTOR = {"selector_rank": 8, "selector_top_k": 16}
+TINY_HEADS = {"markov_rank": 8, "enable_confidence_head": True, "confidence_head_with_markov": True}
 TINY_SECOND = {"conv_kernel_size": 2, "conv_group_size": 8, **TINY_SELECTOR}
 
 
@@ -94,6 +95,7 @@ def make_tiny_drafter(
     sliding_window: int | None = None,
     second: bool = False,
     selector: bool = False,
+    dspark: bool = False,
     rope_scaling: dict | None = None,
 ) -> Path:
     """A random 2-layer drafter in z-lab's format for `make_tiny_target`; the mask is the last token id.
@@ -102,6 +104,7 @@ def make_tiny_drafter(
         sliding_window: of its first layer.
         second: whether it is a DFlash2.
         selector: whether it has a DFlash2's selector, without convolutions.
+        dspark: whether it is a DSpark, in SpecForge's format; each of its rows predicts.
     """
     folder.mkdir(parents=True, exist_ok=True)
     config = {
@@ -134,6 +137,9 @@ def make_tiny_drafter(
         config["dflash_config"] |= TINY_SECOND
     if selector:
         config["dflash_config"] |= TINY_SELECTOR
+    if dspark:
+        config |= {"architectures": ["DSparkDraftModel"], "block_size": block_size - 1}
+        config["dflash_config"] |= {"projector_type": "dspark", **TINY_HEADS}
     (folder / "config.json").write_text(json.dumps(config, indent=2))
     save_file(_tiny_drafter_tensors(config, seed), folder / "model.safetensors")
     return folder
@@ -172,6 +178,13 @@ def _tiny_drafter_tensors(config: dict, seed: int) -> dict[str, torch.Tensor]:
         }
     if "selector_rank" in config["dflash_config"]:
         tensors |= _selector_tensors(config, matrix)
+    if (rank := config["dflash_config"].get("markov_rank")) is not None:
+        tensors |= {
+            "markov_head.markov_w1.weight": matrix(config["vocab_size"], rank),
+            "markov_head.markov_w2.weight": matrix(config["vocab_size"], rank),
+            "confidence_head.proj.weight": matrix(1, hidden + rank),
+            "confidence_head.proj.bias": torch.zeros(1),
+        }
     if "conv_kernel_size" in config["dflash_config"]:
         tensors |= _convolution_tensors(config, matrix)
     return tensors

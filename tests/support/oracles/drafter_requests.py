@@ -117,7 +117,8 @@ class Requests:
     def block_logits(self, drafts: list[int]) -> list[torch.Tensor]:
         """Logits per request for a number of drafts each."""
         owner, plan = [r for r, k in enumerate(drafts) if k], self.plan(drafts)
-        block = self.states.lay_out_block(plan, self.proposer.drafter.config.mask_token_id)
+        config = self.proposer.drafter.config
+        block = self.states.lay_out_block(plan, config.mask_token_id, samples_anchor=config.samples_anchor)
         logits = self.proposer.drafter.block_logits(block, self.proposer.cache)
         parts = iter(logits.split([drafts[r] for r in owner]))
         return [next(parts) if k else logits[:0] for k in drafts]

@@ -7,7 +7,7 @@ reading of the raw config.json. Slow and plain on purpose.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -23,6 +23,7 @@ class Oracle:
     embedding: torch.Tensor
     head: torch.Tensor
     mask_embedding: torch.Tensor | None = None
+    _known: dict[tuple[int, int, int], tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
 
     @property
     def is_speculators(self) -> bool:
@@ -40,13 +41,25 @@ class Oracle:
     def is_assistant(self) -> bool:
         return self.config.get("architectures") == ["MuseGlimmerAssistantModel"]
 
+    @property
+    def is_dspark(self) -> bool:
+        kinds = {"Qwen3DSparkModel", "DSparkDraftModel"}
+        return self.config.get("speculators_model_type") == "dspark" or not kinds.isdisjoint(
+            self.config.get("architectures") or ()
+        )
+
+    @property
+    def samples_anchor(self) -> bool:
+        """Whether the anchor's row predicts the first token, and so on; else the first mask's does."""
+        return self.config.get("sample_from_anchor", self.is_dspark)
+
     def tap_indices(self) -> list[int]:
         """Indices into transformers' `hidden_states`, whose entry 0 is the embedding."""
         if self.is_assistant:
             return [i + 1 for i in self.config["target_layer_ids"]]
         if self.is_speculators:
             return list(self.config["aux_hidden_state_layer_ids"])
-        return [i + 1 for i in self.config["dflash_config"]["target_layer_ids"]]
+        return [i + 1 for i in self.dflash["target_layer_ids"]]
 
     def attention_of(self, layer: int) -> tuple[bool, int | None]:
         """(causal within the block, window)."""
@@ -60,7 +73,7 @@ class Oracle:
             return causal, raw["sliding_window"] if sliding else None
         stated = raw.get("is_causal")
         if stated is None:
-            stated = self.dflash.get("causal")
+            stated = self.dflash.get("causal", self.dflash.get("causal_head"))
         if self.dflash.get("use_swa"):
             return bool(stated), self.dflash["swa_window_size"]
         return (sliding if stated is None else stated), (raw["sliding_window"] if sliding else None)
@@ -81,10 +94,13 @@ class Oracle:
     ) -> list[int]:
         """The slots' tokens, each by `choose(scores [V], slot)`; with a selector one after the other, out of
         the slot's best tokens by `rank(logits [V], slot)`, by the token before; the likeliest if absent.
+        A Markov head's bias is for the best 64 by `rank`; without it for all.
         `edit(logits [V], slot)` comes first."""
         y = self.hidden(taps, anchor, num_masks)
         z, second = self._head(y), "candidate_selector"
         z = z if edit is None else torch.stack([edit(z[k], k) for k in range(num_masks)])
+        if "markov_head.markov_w1.weight" in self.tensors:
+            return self._markov_path(z, anchor, choose, rank)
         if f"{second}.predecessor_codebook" not in self.tensors:
             return [choose(z[k], k) for k in range(num_masks)]
         a, g = (self.tensors[f"{second}.{kind}_codebook"] for kind in ("predecessor", "successor"))
@@ -98,10 +114,44 @@ class Oracle:
             tokens.append(choose(scores, k))
         return tokens[1:]
 
+    def _markov_path(self, z: torch.Tensor, anchor: int, choose, rank) -> list[int]:
+        w1, w2 = (self.tensors[f"markov_head.markov_{name}.weight"] for name in ("w1", "w2"))
+        ids = torch.arange(len(w2)) + self.tensors.get("d2t", 0)
+        tokens = [anchor]
+        for k in range(len(z)):
+            scores = z[k].clone()
+            scores[ids] += w2 @ w1[tokens[-1]]
+            if rank is not None:
+                scores[rank(z[k], k).argsort(descending=True)[64:]] = -math.inf
+            tokens.append(choose(scores, k))
+        return tokens[1:]
+
+    def confidences(self, taps: torch.Tensor, anchor: int, drafts: list[int]) -> list[float] | None:
+        """The chance that each draft is accepted, by the confidence head if there is one."""
+        if "confidence_head.proj.weight" not in self.tensors:
+            return None
+        y, found = self.hidden(taps, anchor, len(drafts)), []
+        weight, bias = (self.tensors[f"confidence_head.proj.{name}"] for name in ("weight", "bias"))
+        for k, before in enumerate([anchor, *drafts[:-1]]):
+            features = y[k]
+            if weight.shape[1] > len(features):
+                features = torch.cat((features, self.tensors["markov_head.markov_w1.weight"][before]))
+            found.append(float(torch.sigmoid((weight[0] * features).sum() + bias[0])))
+        return found
+
     def hidden(self, taps: torch.Tensor, anchor: int, num_masks: int) -> torch.Tensor:
-        """Normed hidden states [num_masks, D] of the same slots."""
+        """Normed hidden states [num_masks, D] of the same slots; of DSpark's block one is the anchor's.
+
+        Kept for later calls with the same taps, which are kept, too.
+        """
+        key = (id(taps), anchor, num_masks)
+        if key not in self._known:
+            self._known[key] = (taps, self._hidden(taps, anchor, num_masks))
+        return self._known[key][1]
+
+    def _hidden(self, taps: torch.Tensor, anchor: int, num_masks: int) -> torch.Tensor:
         c = self.context(taps)
-        block = [anchor] + [self.dflash["mask_token_id"]] * num_masks
+        block = [anchor] + [self.dflash["mask_token_id"]] * (num_masks - self.samples_anchor)
         rows = self.tensors.get("embed_tokens.weight", self.embedding)
         x = torch.stack([self._embed(rows, token, slot) for slot, token in enumerate(block)])
         x = x * self.dflash.get("input_embedding_scale", 1.0)
@@ -113,7 +163,7 @@ class Oracle:
             )
             u = self._norm(x, f"{at}.post_attention_layernorm.weight")
             x = x + self._around(f"{at}.mlp_conv", u, lambda v, at=at: self._mlp(at, v))
-        return self._norm(x, "norm.weight")[1:]
+        return self._norm(x, "norm.weight")[0 if self.samples_anchor else 1 :]
 
     def _mlp(self, at: str, u: torch.Tensor) -> torch.Tensor:
         gate, up = (u @ self.tensors[f"{at}.mlp.{n}_proj.weight"].T for n in ("gate", "up"))

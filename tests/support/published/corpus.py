@@ -110,7 +110,9 @@ def cut(raw: Mapping[str, Any]) -> dict[str, Any]:
     depth = raw["num_hidden_layers"]
     small["num_hidden_layers"] = min(depth, small["num_hidden_layers"])
     for key, value in raw.items():
-        if isinstance(value, list) and len(value) == depth:
+        if key in TAPS:
+            small[key] = SMALL_TAPS
+        elif isinstance(value, list) and len(value) == depth:
             small[key] = value[: small["num_hidden_layers"]]
         elif isinstance(value, dict):
             small[key] = {inner: SMALL_TAPS if inner in TAPS else each for inner, each in value.items()}

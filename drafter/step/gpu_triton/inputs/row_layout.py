@@ -18,7 +18,7 @@ Legend: R requests of a step, N rows, P pages of a request, G page groups.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -106,6 +106,25 @@ class DeviceStepRequests:
             host_spans_R2=np.stack((first_R, num_rows_R), axis=1),
         )
 
+    def sampling_anchors(self) -> DeviceStepRequests:
+        """Return the requests with a row less each: blocks whose anchors sample, too (`StepRows`)."""
+        before_R1 = _requests_before(self.cu_rows_R1)
+        return replace(self, cu_rows_R1=self.cu_rows_R1 - before_R1.to(self.cu_rows_R1.dtype))
+
+    def at_masks(self, values_N: Tensor) -> Tensor:
+        """Return values [N] of `sampling_anchors`' rows where this layout has the masks; the rest is
+        arbitrary.
+        """
+        rows_N = torch.arange(len(values_N), device=values_N.device)
+        requests_N = torch.searchsorted(self.cu_rows_R1[1:].contiguous(), rows_N, right=True)
+        before_N = _requests_before(self.cu_rows_R1)[requests_N]
+        return values_N[(rows_N - before_N - 1).clamp(min=0)]
+
+
+def _requests_before(cu_rows_R1: Tensor) -> Tensor:
+    """Return the number of requests with rows before each, and of all [R + 1], int64."""
+    return torch.nn.functional.pad((cu_rows_R1.diff() > 0).cumsum(0), (1, 0))
+
 
 NUM_LISTS = 6
 
@@ -150,6 +169,19 @@ class DeviceStepRows(PlacedRows):
 
     token_ids_N: Tensor
     slots_N: Tensor
+
+    def at_next_positions(self) -> DeviceStepRows:
+        """Return the rows with the positions of the tokens that they sample, if their anchors sample, too."""
+        return replace(self, positions_N=self.positions_N + 1)
+
+    def tokens_before(self, chosen_N: Tensor, anchor_distance: int) -> Tensor:
+        """Return the token before each draft [N]: the previous row's choice, or the anchor; arbitrary for
+        anchors that do not sample, and padding.
+        """
+        is_first_N = torch.ones_like(self.slots_N, dtype=torch.bool)
+        is_first_N[1:] = self.slots_N[1:] != self.slots_N[:-1]
+        after_anchor_N, anchors_N = (x.roll(anchor_distance) for x in (is_first_N, self.token_ids_N))
+        return torch.where(after_anchor_N, anchors_N, chosen_N.roll(1))
 
     def owners(self) -> Tensor:
         return self.slots_N

@@ -239,14 +239,17 @@ def walk_paths(
     *,
     filters: bool,
     margins_N: Tensor,
+    anchor_distance: int = 1,
 ) -> Tensor:
-    """Return a token id per row [N] (int64) for `write_drafts`; 0 for anchors and padding.
+    """Return a token id per row [N] (int64) for `write_drafts`; 0 for rows that sample none.
 
     Args:
         found: candidates of these rows.
         gates_NE: h, the projected hidden states of these rows.
         cu_rows_R1: int32, rows before each request.
         margins_N: fp32, written: each chosen score minus the second best.
+        anchor_distance: rows from a request's anchor to the first that samples; `rows` have the positions
+            of the tokens that they sample.
     """
     chosen_N = torch.zeros_like(rows.token_ids_N)
     z_NK, ids_NK = found.z_NK, found.ids_NK
@@ -270,6 +273,7 @@ def walk_paths(
         chosen_N,
         margins_N,
         FILTERS=filters,
+        FIRST=anchor_distance,
         RANK=rank,
         TOP_K=top_k,
         RANKS=triton.next_power_of_2(rank),
@@ -297,6 +301,7 @@ def _walk(
     chosen,
     margins,
     FILTERS: tl.constexpr,
+    FIRST: tl.constexpr,
     RANK: tl.constexpr,
     TOP_K: tl.constexpr,
     RANKS: tl.constexpr,
@@ -313,7 +318,7 @@ def _walk(
     places, e = tl.arange(0, PLACES), tl.arange(0, RANKS)
     is_place, is_e = places < TOP_K, e < RANK
     before = tl.load(token_ids + begin)
-    for after in range(1, end - begin):
+    for after in range(FIRST, end - begin):
         row = begin.to(tl.int64) + after
         there = row * TOP_K + places
         tokens = tl.load(ids + there, mask=is_place, other=0)
