@@ -205,6 +205,11 @@ class FlightRecorder:
         while len(self._ended) > _MAX_ENDED or self._num_ended_steps > _MAX_ENDED_STEPS:
             self._num_ended_steps -= self._ended.popleft().num_steps
 
+    def forget_ended(self) -> None:
+        """Forget the ended requests, which were those of a warm-up."""
+        self._ended.clear()
+        self._num_ended_steps = 0
+
     def _close(self, timeline: _OpenTimeline, why: Why) -> None:
         """End the current slot interval, if any; very long requests only keep their last steps."""
         if not timeline.intervals or timeline.intervals[-1].released_s is not None:
