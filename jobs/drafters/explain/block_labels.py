@@ -40,7 +40,7 @@ def _labeled_blocks(
     assert output.metrics.trace is not None, "it was requested"
     for step in output.metrics.trace:
         if step.num_drafted:
-            labels = {**of_request, "context": context_label(len(row.prompt.token_ids) + num_before)}
+            labels: Labels = {**of_request, "context": context_label(len(row.prompt.token_ids) + num_before)}
             if tokenizer is not None:
                 before = tokenizer.decode(token_ids[:num_before], skip_special_tokens=False)
                 labels |= _text_labels(row, before, thinking)
