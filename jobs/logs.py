@@ -1,5 +1,7 @@
 """`manta logs explain`: a request step by step, from a server's memory or from log files.
 
+Without an id: acceptance of a server's last requests by slice.
+
 A line of a log is about a request if one of its fields is one of the request's ids; the summary line at the
 end of a request links them. Lines that are not JSON are skipped; text before an object, such as Ray's
 "(Replica pid=7)", is ignored.
@@ -46,7 +48,12 @@ def _logs() -> None: ...
 
 @logs.command()
 def explain(
-    request: Annotated[str, typer.Argument(metavar="ID", help="Id of a response, or its X-Request-Id.")],
+    request: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="[ID]", help="Id of a response, or its X-Request-Id. Without: acceptance by slice."
+        ),
+    ] = None,
     url: Annotated[str, typer.Option("--url", help="Address of the server.")] = "http://127.0.0.1:8000",
     api_key: Annotated[
         str | None,
@@ -61,8 +68,13 @@ def explain(
     """Show a request step by step: waiting, prefill, each block of drafts, and its end.
 
     A server remembers its last requests. Its log (--log-format json) has a summary line for each request and
-    all other lines about it.
+    all other lines about it. Without an id: acceptance by slice of each replica's last requests.
     """
+    if request is None:
+        for report in _acceptance(url, api_key, files):
+            for text in [json.dumps(report)] if as_json else acceptance_lines(report):
+                typer.echo(text)
+        return
     if files:
         for line in lines_about(request, files):
             typer.echo(json.dumps(line.fields) if as_json else line.text)
@@ -75,6 +87,23 @@ def explain(
 def _timelines(url: str, request: str, api_key: str | None) -> list[Json]:
     with ServerClient(url, api_key=api_key or operators_key()) as client:
         return list(client.get_json(f"/explain?{urlencode({'id': request})}")["data"])
+
+
+def _acceptance(url: str, api_key: str | None, files: Sequence[Path] | None) -> list[Json]:
+    if files:
+        raise typer.BadParameter("log files have no acceptance by slice: give an ID, or a server's --url.")
+    with ServerClient(url, api_key=api_key or operators_key()) as client:
+        found = list(client.get_json("/explain")["data"])
+    if not found:
+        raise NotFoundError("The server has verified no drafts yet.", param="id")
+    return found
+
+
+def acceptance_lines(report: Json) -> Iterator[str]:
+    from .drafters.explain.explanation import summary_line, table_lines
+
+    yield f"replica {report['replica']}: {summary_line(report)}"
+    yield from table_lines(report)
 
 
 class Line(NamedTuple):

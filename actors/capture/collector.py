@@ -48,6 +48,7 @@ class CapturedAnswers:
     prompts: Sequence[EncodedPrompt]
     model: str
     requester: Tenant
+    temperature: float
     token_ids: dict[tuple[int, int], list[int]]  # by prompt index and completion index
 
     def feed(self, prompt_index: int, output: RequestOutput) -> None:
@@ -64,6 +65,7 @@ class CapturedAnswers:
                 day=day,
                 tenant=self.requester.named,
                 category=self.requester.category,
+                temperature=self.temperature,
             )
             for (index, _), token_ids in self.token_ids.items()
         ]
@@ -86,12 +88,17 @@ class TrafficCapture:
         self._num_pending = 0
 
     def choose(
-        self, prompts: Sequence[EncodedPrompt], resume_state: ResumeState, model: str, requester: Tenant
+        self,
+        prompts: Sequence[EncodedPrompt],
+        resume_state: ResumeState,
+        model: str,
+        requester: Tenant,
+        temperature: float,
     ) -> CapturedAnswers | None:
         if random.random() >= self._fraction:
             return None
         known = {(0, 0): list(resume_state.token_ids)} if resume_state.token_ids else {}
-        return CapturedAnswers(prompts, model, requester, known)
+        return CapturedAnswers(prompts, model, requester, temperature, known)
 
     def submit(self, answers: CapturedAnswers) -> None:
         for record in answers.records(prompts=self._prompts):

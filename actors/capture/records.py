@@ -3,9 +3,10 @@
 A folder holds segments, `captured-00000042.jsonl`, oldest number first. Each line is one completion:
 
     {"day": "2026-11-23", "model": "qwen", "tenant": null, "category": "coding",
-     "prompt_token_ids": [1, 2], "token_ids": [3, 4]}
+     "temperature": 0.7, "prompt_token_ids": [1, 2], "token_ids": [3, 4]}
 
-`segment_ring.py` writes them. `manta drafter train` and `adapt` read them, also while a server still writes.
+`segment_ring.py` writes them. `manta drafter train`, `adapt` and `explain` read them, also while a server
+still writes.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ class CapturedRecord:
     day: str
     tenant: str | None = None
     category: str | None = None
+    temperature: float | None = None  # None in files of earlier versions
 
     def line(self) -> bytes:
         """Return a line of a segment, including the newline."""
@@ -39,6 +41,7 @@ class CapturedRecord:
             "model": self.model,
             "tenant": self.tenant,
             "category": self.category,
+            "temperature": self.temperature,
             "prompt_token_ids": self.prompt_token_ids,
             "token_ids": self.token_ids,
         }
@@ -103,6 +106,7 @@ def parse_line(line: bytes) -> CapturedRecord:
             day=str(row["day"]),
             tenant=row.get("tenant"),
             category=row.get("category"),
+            temperature=row.get("temperature"),
         )
     except KeyError as error:
         raise ValueError(f"{error.args[0]} is missing") from None

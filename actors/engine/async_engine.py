@@ -24,6 +24,7 @@ from ...cluster.engine.step_watchdog import TICK_S, Stall, StepWatchdog
 from ...cluster.errors import EngineDeadError, EngineGoneError, EngineStalledError, MantaError
 from ...cluster.fleet.canary import CanaryTrial, Verdict
 from ...cluster.metrics.metric import UsageAccount
+from ...cluster.records.acceptance_slices import BlockGroup
 from ...cluster.records.request_timeline import RequestTimeline
 from ...cluster.request.request import FinishReason, Request, SamplingParams
 from ...cluster.scheduler.scheduler_stats import Usage
@@ -175,6 +176,10 @@ class AsyncEngine:
     def timelines(self, name: str) -> list[RequestTimeline]:
         assert self._engine is not None, "start() the engine first"
         return self._engine.timelines(name)
+
+    def block_groups(self, is_visible: Callable[[str | None], bool]) -> list[BlockGroup]:
+        assert self._engine is not None, "start() the engine first"
+        return self._engine.block_groups(is_visible)
 
     def usage_by_account(self) -> dict[UsageAccount, Usage]:
         assert self._engine is not None, "start() the engine first"

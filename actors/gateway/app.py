@@ -107,13 +107,15 @@ def create_gateway(
         return json_response(load_stats(traffic, running=running, waiting=waiting))
 
     @app.get(PATH)
-    async def explain(id: str, http: Request) -> Response:
+    async def explain(http: Request, id: str | None = None) -> Response:
         members = [member for model in fleet.models for member in fleet.ready(model)]
-        path, headers = f"{PATH}?{urlencode({'id': id})}", [caller_header(http.scope)]
+        path = PATH if id is None else f"{PATH}?{urlencode({'id': id})}"
+        headers = [caller_header(http.scope)]
         texts = await asyncio.gather(*(_text(parts.upstream, member, path, headers) for member in members))
-        return timelines_response(
-            id, [timeline for text in texts if text for timeline in orjson.loads(text)["data"]]
-        )
+        found = [each for text in texts if text for each in orjson.loads(text)["data"]]
+        if id is None:
+            return json_response({"object": "list", "data": found})
+        return timelines_response(id, found)
 
     app.include_router(receipt_routes(settings.receipts))
 

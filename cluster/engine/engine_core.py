@@ -1,8 +1,8 @@
 """The engine core: takes requests, runs steps and returns updates.
 
 It checks requests, times the parts of a step and takes snapshots of counts. The scheduler decides, the
-executor computes. Not thread-safe except for `stats`, `timelines`, `usage_by_account` and `has_unfinished`,
-which only read. Used by `LLM`, `AsyncEngine` and simulations.
+executor computes. Not thread-safe except for `stats`, `timelines`, `block_groups`, `usage_by_account` and
+`has_unfinished`, which only read. Used by `LLM`, `AsyncEngine` and simulations.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from ..config import EngineConfig
 from ..errors import OverloadedError, RequestError, brief
 from ..metrics.metric import NO_COUNTS, HistogramCounts, UsageAccount
+from ..records.acceptance_slices import BlockGroup
 from ..records.request_timeline import RequestTimeline
 from ..request.request import FinishReason, Request, SamplingParams
 from ..scheduler.scheduler import Scheduler
@@ -273,6 +274,10 @@ class EngineCore:
     def timelines(self, name: str) -> list[RequestTimeline]:
         """Return the timelines of recent requests with this name, which is the engine's or the client's."""
         return self._scheduler.flight_recorder.timelines(name)
+
+    def block_groups(self, is_visible: Callable[[str | None], bool]) -> list[BlockGroup]:
+        """Return the verified blocks of recent requests; `is_visible` gets a request's owner."""
+        return self._scheduler.flight_recorder.block_groups(is_visible)
 
     @property
     def costs(self) -> StepCostModel | None:

@@ -11,14 +11,15 @@ Shape legend: N recorded steps, R requests in a step, S slots, C counts of a req
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Mapping
+from collections import Counter, deque
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from ..request.request import FinishReason, Request
 from ..step.step_outcome import CompletedStep
+from .acceptance_slices import BlockGroup, Dimension, context_label
 from .request_timeline import COUNTS, TIMES, Reason, RequestTimeline, SlotInterval, SlotSteps, Why
 
 _MAX_CELLS = 1 << 18  # steps x slots
@@ -114,6 +115,8 @@ class _OpenTimeline:
     priority: int
     background: bool
     max_draft_tokens: int | None
+    temperature: float
+    has_grammar: bool
     waits: Mapping[Reason, float]
     intervals: list[_OpenInterval] = field(default_factory=list[_OpenInterval])
     ended_s: float | None = None
@@ -154,6 +157,8 @@ class FlightRecorder:
             request.priority,
             request.background,
             request.max_draft_tokens,
+            0.0 if request.params.greedy else request.params.temperature,
+            request.params.grammar is not None,
             self._waits[request.background].until(request.arrival_s),
         )
 
@@ -200,6 +205,11 @@ class FlightRecorder:
         while len(self._ended) > _MAX_ENDED or self._num_ended_steps > _MAX_ENDED_STEPS:
             self._num_ended_steps -= self._ended.popleft().num_steps
 
+    def forget_ended(self) -> None:
+        """Forget the ended requests, which were those of a warm-up."""
+        self._ended.clear()
+        self._num_ended_steps = 0
+
     def _close(self, timeline: _OpenTimeline, why: Why) -> None:
         """End the current slot interval, if any; very long requests only keep their last steps."""
         if not timeline.intervals or timeline.intervals[-1].released_s is not None:
@@ -216,6 +226,41 @@ class FlightRecorder:
         """Return the requests with this name, oldest first; one HTTP request may have several."""
         known = [*self._ended.copy(), *self._live_requests.copy().values()]
         return [self._to_timeline(timeline) for timeline in known if timeline.matches_name(name)]
+
+    def block_groups(self, is_visible: Callable[[str | None], bool]) -> list[BlockGroup]:
+        """Return the verified blocks of recorded requests; `is_visible` gets a request's owner."""
+        known = [*self._ended.copy(), *self._live_requests.copy().values()]
+        return [
+            group
+            for timeline in known
+            if timeline.max_draft_tokens != 0 and is_visible(timeline.owner)
+            for group in self._blocks_of(timeline)
+        ]
+
+    def _blocks_of(self, timeline: _OpenTimeline) -> list[BlockGroup]:
+        """Return a request's blocks by context length. Steps that are not recorded any more are left out."""
+        found: list[BlockGroup] = []
+        num_tokens = timeline.num_prompt_tokens + timeline.num_resumed
+        for interval in timeline.intervals.copy():
+            steps = interval.steps or self._ring.of(interval.slot, interval.first_step, self._ring.last)
+            labels: dict[Dimension, str] = {
+                "temperature": f"{timeline.temperature:g}",
+                "grammar": "yes" if timeline.has_grammar else "no",
+                "prefix_cache": "hit" if interval.num_cached else "no",
+            }
+            if timeline.owner is not None:
+                labels["tenant"] = timeline.owner
+            by_context: dict[str, Counter[tuple[int, int]]] = {}
+            for _, _, num_verified, num_accepted, num_out in steps.counts_NC.tolist():
+                if num_verified:
+                    blocks = by_context.setdefault(context_label(num_tokens), Counter())
+                    blocks[num_verified, num_accepted] += 1
+                num_tokens += num_out
+            found += [
+                BlockGroup(timeline.request_id, {**labels, "context": label}, blocks)
+                for label, blocks in by_context.items()
+            ]
+        return found
 
     def _to_timeline(self, timeline: _OpenTimeline) -> RequestTimeline:
         return RequestTimeline(

@@ -68,6 +68,7 @@ class Scheduler:
         """Forget the requests so far, except for the step times."""
         self.queues.counters = self.counters = Counters(self.config.num_speculative_tokens)
         self.controller.end_warm_up()
+        self.flight_recorder.forget_ended()
 
     # Planning.
 

@@ -1,1 +1,1 @@
-"""`manta drafter`: describe, validate, convert, evaluate, train, adapt and deploy drafters; see cli.py."""
+"""`manta drafter`: describe, validate, evaluate, explain, train, adapt and deploy drafters; see cli.py."""

@@ -9,7 +9,14 @@ from typing import Annotated, Literal
 import typer
 
 from ..common.engine_flags import with_flags
-from .common.options import AdaptOptions, ApplicationOptions, DeployOptions, EvalOptions, TrainOptions
+from .common.options import (
+    AdaptOptions,
+    ApplicationOptions,
+    DeployOptions,
+    EvalOptions,
+    ExplainOptions,
+    TrainOptions,
+)
 
 # Arguments shared by the commands.
 Drafter = Annotated[str, typer.Argument(help="Folder or hub id of a drafter.")]
@@ -111,6 +118,20 @@ def evaluate(options: EvalOptions, as_json: AsJson = False) -> None:
         typer.echo(json.dumps(figures, indent=2))
     else:
         print_evaluation(figures)
+
+
+@drafter.command()
+@with_flags
+def explain(options: ExplainOptions, as_json: AsJson = False) -> None:
+    """Find why few drafts are accepted: acceptance by slice of the traffic, and the likely causes."""
+    from .explain.explain_drafter import explain_drafter
+    from .explain.explanation import explanation_lines
+
+    explanation = explain_drafter(options)
+    if as_json:
+        typer.echo(json.dumps(explanation.as_json(), indent=2))
+    else:
+        typer.echo("\n".join(explanation_lines(explanation)))
 
 
 @drafter.command()

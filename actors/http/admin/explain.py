@@ -2,18 +2,27 @@
 
 The id is the response's or the client's own (X-Request-Id). The engine keeps the timelines of its last
 requests (`cluster/records/flight_recorder.py`); a gateway queries all of its replicas.
+
+GET /explain without an id: acceptance of those requests by slice (temperature, context, prefix cache, grammar
+and key), against the drafter's card. `manta drafter explain` also knows texts, and names causes.
 """
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Sequence
 from dataclasses import asdict
+from pathlib import Path
 
 from fastapi import APIRouter, Request, Response
 
 from ....cluster.errors import NotFoundError, brief
+from ....cluster.records.acceptance_slices import AcceptanceReport, report_acceptance
 from ....cluster.records.request_timeline import RequestTimeline, SlotInterval, TimelineStep
+from ....cluster.request.caller import Caller
+from ....cluster.speculation.acceptance_length import survival_of_length
+from ....drafter.card import card_lengths
 from ...engine.async_engine import AsyncEngine
 from ..middleware.api_keys import caller_of
 from ..wire.json_io import JsonObject, json_response
@@ -25,13 +34,29 @@ def explain_routes(engine: AsyncEngine, replica: str) -> APIRouter:
     router = APIRouter()
 
     @router.get(PATH)
-    async def explain(id: str, http: Request) -> Response:
-        """Return the timeline of a request of this key; an admin key may query all requests."""
+    async def explain(http: Request, id: str | None = None) -> Response:
+        """Return the timeline of a request of this key; an admin key may query all requests.
+
+        Without an id: acceptance by slice of the recent requests.
+        """
         caller = caller_of(http.scope)
+        if id is None:
+            report = await asyncio.to_thread(_acceptance, engine, caller)
+            found = [] if report is None else [report.as_json()]
+            reports = [{"object": "acceptance", "replica": replica, **each} for each in found]
+            return json_response({"object": "list", "data": reports})
         timelines = [timeline for timeline in engine.timelines(id) if caller.may_see(timeline.owner)]
         return timelines_response(id, [timeline_json(timeline, replica) for timeline in timelines])
 
     return router
+
+
+def _acceptance(engine: AsyncEngine, caller: Caller) -> AcceptanceReport | None:
+    """Return acceptance by slice of the requests that the caller may see; None without verified drafts."""
+    spec, num_drafts = engine.config.speculative_config, engine.info.num_speculative_tokens
+    lengths = [] if spec is None or spec.model is None else card_lengths(Path(spec.model))
+    card = survival_of_length(min(max(lengths), num_drafts + 1), num_drafts) if lengths else None
+    return report_acceptance(engine.block_groups(caller.may_see), card)
 
 
 def timelines_response(id: str, timelines: Sequence[JsonObject]) -> Response:

@@ -52,7 +52,7 @@ class GenerationRun:
         self._captured: CapturedAnswers | None = None
         if frontend.capture is not None and work.may_be_captured and not self._echoes_only:
             self._captured = frontend.capture.choose(
-                work.prompts, work.resume_state, work.model, work.requester
+                work.prompts, work.resume_state, work.model, work.requester, work.params.temperature
             )
 
     async def outputs(self) -> Outputs:

@@ -136,6 +136,30 @@ class EvalOptions:
             raise ConfigError(f"temperature={self.temperatures} must be at least 0.", param="temperature")
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExplainOptions:
+    """Options of `manta drafter explain`.
+
+    Attributes:
+        drafter: folder or hub id of a drafter.
+        target: folder or hub id of the target.
+        data: JSONL with `prompt` or `messages` and sampling fields in each line, an OpenAI batch file, or a
+            folder of --capture.
+        card: card.json of `manta drafter eval`; by default that in the drafter's folder.
+        num_prompts: number of prompts, taken evenly from the data.
+        max_tokens: maximum tokens of an answer.
+        temperature: sampling temperature of lines that name none; by default the model's.
+    """
+
+    drafter: Annotated[str, Flag(positional=True)]
+    target: Annotated[str, Flag("-m")]
+    data: Path
+    card: Path | None = None
+    num_prompts: Annotated[int, Flag(least=1)] = 64
+    max_tokens: Annotated[int, Flag(least=1)] = 128
+    temperature: Annotated[float | None, Flag("-t", least=0.0)] = None
+
+
 def parse_share(text: str) -> float:
     found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(%?)", text.strip())
     if found is None:

@@ -3,7 +3,7 @@
 *Acceptance* is a property of the drafter: every step drafts whole blocks, and answers stop at an
 end-of-sequence token. *Speed* is what users get: the engine as it serves, with adaptive draft lengths,
 alternating with plain decoding on the same prompts (`bench/sweep/`). `evaluation_card.py` writes the results;
-`confidence_intervals.py` computes the confidence intervals.
+`cluster/records/confidence_intervals.py` computes the confidence intervals.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from ....actors.system.atomic_files import rounded
 from ....actors.tokenization.prompts import load_tokenizer
 from ....cluster.config import EngineConfig
 from ....cluster.errors import ConfigError, DatasetError, RequestError
+from ....cluster.records.confidence_intervals import RatioEstimate, ratio_of_sums
 from ...bench.common.engine_passes import (
     Figures,
     PromptRow,
@@ -37,7 +38,6 @@ from ...bench.sweep.engines import ADAPTIVE, PLAIN, open_sides
 from ...bench.sweep.load_records import AnswerRecord, LoadPass, Sums
 from ..common.drafter_files import method_of
 from ..common.options import EvalOptions
-from .confidence_intervals import RatioEstimate, ratio_of_sums
 
 OVERALL = "overall"
 _QUICK, _QUICK_PROMPTS = Path("models/prompts.jsonl"), 40

@@ -347,6 +347,30 @@ def test_a_request_is_explained_by_either_of_its_ids(server: LiveServer, http: h
     assert http.get("/explain", params={"id": "lived-1"}).status_code == 401
 
 
+def test_a_server_reports_acceptance_by_slice_of_its_requests(server: LiveServer, http: httpx.Client) -> None:
+    headers = {"Authorization": "Bearer root"}
+    for temperature in (0, 0.5):
+        for prompt in ("a", "b", "c"):
+            body = {**BODY, "prompt": prompt * 40, "temperature": temperature}
+            http.post("/v1/completions", json=body)
+    (report,) = http.get("/explain", headers=headers).json()["data"]
+    slices = {(each["dimension"], each["value"]): each for each in report["slices"]}
+    assert {
+        ("temperature", "0"),
+        ("temperature", "0.5"),
+        ("grammar", "no"),
+        ("context", "256"),
+    } <= slices.keys()
+    assert report["object"] == "acceptance" and slices["temperature", "0.5"]["requests"] >= 3
+    drafted = [each for each in slices.values() if each["dimension"] == "context"]
+    assert sum(each["blocks"] for each in drafted) == report["blocks"]
+    said = explained(url=server.url)
+    assert said.exit_code == 0 and "tokens per block over" in said.output and "temperature" in said.output
+    assert json.loads(explained("--json", url=server.url).output)["slices"]
+    assert http.get("/explain").status_code == 401
+    assert explained("-f", "x.err").exit_code == 2, "log files have no slices"
+
+
 def test_log_files_explain_a_request_from_their_lines(tmp_path: Path) -> None:
     replica, worker = tmp_path / "replica.err", tmp_path / "worker.err"
     replica.write_text(

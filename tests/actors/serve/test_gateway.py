@@ -149,6 +149,8 @@ def test_a_request_is_explained_by_the_replica_that_served_it(http: httpx.Client
     lives = [http.get("/explain", params={"id": name}).json()["data"] for name in names]
     assert [[life["request_id"] for life in found] for found in lives] == [[name] for name in names]
     assert {life["replica"] for found in lives for life in found} <= {"r0", "r1", "r2"}
+    reports = http.get("/explain").json()["data"]
+    assert {report["replica"] for report in reports} <= {"r0", "r1", "r2"}
     unknown = http.get("/explain", params={"id": "nobody"})
     assert unknown.status_code == 404 and unknown.json()["error"]["param"] == "id"
 

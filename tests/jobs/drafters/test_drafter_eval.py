@@ -16,6 +16,7 @@ from huggingface_hub import ModelCard, ModelCardData
 from manta.actors.llm import LLM
 from manta.cluster.config import EngineConfig
 from manta.cluster.errors import ConfigError, DatasetError
+from manta.cluster.records.confidence_intervals import ratio_of_sums, student_t
 from manta.cluster.request.request import SamplingParams
 from manta.cluster.simulation.simulated_executor import SimulatedExecutor
 from manta.cluster.speculation.acceptance_length import mean_acceptance_length
@@ -25,7 +26,6 @@ from manta.jobs.bench.sweep import engines as sides
 from manta.jobs.cli import app
 from manta.jobs.drafters.common.options import EvalOptions
 from manta.jobs.drafters.evaluate import evaluate_drafter as evaluate
-from manta.jobs.drafters.evaluate.confidence_intervals import ratio_of_sums, student_t
 from manta.jobs.drafters.evaluate.evaluate_drafter import open_suite
 from manta.jobs.drafters.evaluate.evaluation_card import read_card, write_card
 from manta.jobs.drafters.validate.card_check import check_card, compare_acceptance

@@ -210,6 +210,12 @@ def test_an_object_is_404_for_other_keys(ask: Ask) -> None:
         lives = [ask(key, "GET", f"/explain?id={each}") for each in (name, f"{batch['id']}/r0")]
         assert [life.status_code for life in lives] == [200, 200] and "owner" not in lives[0].text
         assert ask(key, "GET", f"/v1/files/{file_id}/content").content == lines("x")
+    for key, seen in ((ALICE, {owner_of(ALICE)}), (BOB, {owner_of(BOB)})):
+        reports = ask(key, "GET", "/explain").json()["data"]
+        tenants = [
+            each["value"] for report in reports for each in report["slices"] if each["dimension"] == "tenant"
+        ]
+        assert set(tenants) <= seen, "slices of another key's requests"
     assert ask(ROOT, "DELETE", f"/v1/files/{file_id}").json()["deleted"]
     assert ask(ALICE, "DELETE", f"/v1/files/{output_id}").json()["deleted"]
 

@@ -23,12 +23,13 @@ _SHARE = 0.95
 
 @dataclass(frozen=True, slots=True)
 class RatioEstimate:
-    """A ratio and its 95 % confidence interval; `low` and `high` are None with too few units."""
+    """A ratio, its 95 % confidence interval and standard error, which are None with too few units."""
 
     value: float
     low: float | None
     high: float | None
     num_units: int
+    error: float | None = None
 
     def as_json(self) -> dict[str, float | int | None]:
         bounds = {
@@ -52,7 +53,7 @@ def ratio_of_sums(
     residuals = above - value * below
     error = math.sqrt(count / (count - 1) * float((residuals**2).sum())) / float(below.sum())
     reach = student_t(count - 1) * error
-    return RatioEstimate(value, max(value - reach, minimum), min(value + reach, maximum), count)
+    return RatioEstimate(value, max(value - reach, minimum), min(value + reach, maximum), count, error)
 
 
 def student_t(degrees: int) -> float:

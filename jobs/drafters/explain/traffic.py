@@ -1,0 +1,147 @@
+"""Reads traffic to explain: JSONL of prompts or chats, OpenAI batch files, or a folder of --capture.
+
+Each row becomes a request with its own sampling parameters, as `manta batch` reads it. A row may have a
+`tenant`. Of captured traffic the prompts are answered again; captures without prompts cannot be used.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+from ....actors.batch.dataset.row_requests import RowSchema, category_of, parse_line, read_request, row_id
+from ....actors.batch.dataset.source import open_source
+from ....actors.capture.records import is_captured, read_captured
+from ....actors.chat.chat_model import ChatModel
+from ....actors.http.protocol.chat_request import ChatRequest, chat_params, conversation, reading_of
+from ....actors.tokenization.generation_config import GenerationDefaults
+from ....actors.tokenization.prompts import EncodedPrompt, encode_prompt
+from ....actors.tokenization.tokenizer import Tokenizer
+from ....cluster.errors import DatasetError, RequestError
+from ....cluster.request.request import SamplingParams
+
+Record = Mapping[str, Any]  # Any: a user's row
+_T = TypeVar("_T")
+PromptKind = Literal["chat", "text", "captured"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrafficRow:
+    """A request to run.
+
+    Attributes:
+        text: the prompt's text, with special tokens; "" without a tokenizer.
+        kind: captured prompts are token ids, chats and texts alike.
+        opened: the answer begins within reasoning.
+        category: the category in the drafter's card.
+    """
+
+    name: str
+    prompt: EncodedPrompt
+    text: str
+    params: SamplingParams
+    kind: PromptKind
+    opened: bool = False
+    tenant: str | None = None
+    category: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowReader:
+    """Turns records into rows, as the server would with these formats and defaults.
+
+    `temperature` is for rows that name none; None is the default of the model's `generation` settings.
+    Answers end after `max_tokens`.
+    """
+
+    tokenizer: Tokenizer | None
+    chat: ChatModel
+    generation: GenerationDefaults
+    temperature: float | None
+    max_tokens: int
+
+    def read(self, path: Path, count: int) -> list[TrafficRow]:
+        """Return at most `count` rows, taken evenly. Raises DatasetError."""
+        return self._captured(path, count) if is_captured(path) else self._lines(path, count)
+
+    def row(self, record: Record, layout: RowSchema, *, is_captured: bool = False) -> TrafficRow:
+        """Return the row of a record. Raises RequestError."""
+        name = row_id(record, layout)
+        request = read_request(record, layout, self.generation, name)
+        body, limit = request.body, request.params.max_tokens
+        max_tokens = self.max_tokens if limit is None else min(limit, self.max_tokens)
+        given = (
+            conversation(body, body.messages, self.tokenizer)
+            if isinstance(body, ChatRequest)
+            else body.prompts()[0]
+        )
+        prompt = encode_prompt(given, self.tokenizer)
+        text = self._text(prompt)
+        params = self.chat.with_thinking_budget(replace(request.params, max_tokens=max_tokens), text)
+        reading = self.chat.reading(text)
+        if isinstance(body, ChatRequest):
+            reading, params = reading_of(self.chat, body, text), chat_params(self.chat, body, params, text)
+        tenant = record.get("tenant")
+        return TrafficRow(
+            name=name,
+            prompt=prompt,
+            text=text,
+            params=params,
+            kind="chat" if isinstance(body, ChatRequest) else "captured" if is_captured else "text",
+            opened=reading.opened,
+            tenant=None if tenant is None else str(tenant),
+            category=category_of(record, layout),
+        )
+
+    def layout(self, kind: Literal["dataset", "openai"] = "dataset") -> RowSchema:
+        defaults = {} if self.temperature is None else {"temperature": self.temperature}
+        category = "category" if kind == "dataset" else None
+        return RowSchema(kind=kind, defaults=defaults, category_column=category)
+
+    def _lines(self, path: Path, count: int) -> list[TrafficRow]:
+        source = open_source([path])
+        if not source.lines:
+            raise DatasetError(f"data: {path} must be JSONL, or a folder of captured traffic.", param="data")
+        lines: list[tuple[str, bytes]] = []
+        for file in source.files:
+            with file.reading(), file.open_text("jsonl") as text:
+                for number, (_, line) in enumerate(text.raw_records(), start=1):
+                    assert isinstance(line, bytes)
+                    lines.append((f"{file}, record {number}", line))
+        layout = self.layout("openai" if source.format == "openai" else "dataset")
+        rows: list[TrafficRow] = []
+        for where, line in _evenly(lines, count, path):
+            try:
+                rows.append(self.row(parse_line(line), layout))
+            except RequestError as error:
+                raise DatasetError(f"data: {where}: {error.message}", param="data") from None
+        return rows
+
+    def _captured(self, path: Path, count: int) -> list[TrafficRow]:
+        layout = self.layout()
+        records = [
+            {
+                "id": f"captured-{number}",
+                "prompt": list(each.prompt_token_ids),
+                "temperature": each.temperature,
+                "tenant": each.tenant,
+                "category": each.category,
+            }
+            for number, each in enumerate(read_captured(path))
+            if each.prompt_token_ids
+        ]
+        return [self.row(each, layout, is_captured=True) for each in _evenly(records, count, path)]
+
+    def _text(self, prompt: EncodedPrompt) -> str:
+        if prompt.text is not None or self.tokenizer is None:
+            return prompt.text or ""
+        return self.tokenizer.decode(prompt.token_ids, skip_special_tokens=False)
+
+
+def _evenly(found: Sequence[_T], count: int, path: Path) -> list[_T]:
+    if not found:
+        raise DatasetError(f"data: {path} contains no prompts.", param="data")
+    some = min(count, len(found))
+    return [found[i * len(found) // some] for i in range(some)]

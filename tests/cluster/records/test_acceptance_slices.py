@@ -1,0 +1,149 @@
+"""Acceptance by slice: which slices lose, how many tokens, and which causes are named."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+
+import numpy as np
+import pytest
+from manta.cluster.records.acceptance_slices import (
+    BlockGroup,
+    Dimension,
+    context_label,
+    expected_accepted,
+    report_acceptance,
+)
+from manta.cluster.records.confidence_intervals import RatioEstimate
+from manta.cluster.records.low_acceptance import PairEvidence, TapTrial, likely_causes
+
+DRAFTS = 7
+CARD = tuple(0.8**i for i in range(1, DRAFTS + 1))
+Labels = Mapping[Dimension, str]
+
+
+def simulated(
+    draws: np.random.Generator,
+    name: str,
+    chance: float,
+    labels: Labels,
+    drafts: int = DRAFTS,
+    blocks: int = 25,
+) -> BlockGroup:
+    """Return the blocks of a request that accepts each draft with a probability of about `chance`."""
+    own = draws.beta(20 * chance, 20 * (1 - chance))
+    accepted = np.minimum(draws.geometric(1 - own, size=blocks) - 1, drafts)
+    return BlockGroup(name, labels, Counter((drafts, int(each)) for each in accepted))
+
+
+def test_the_slices_that_lose_are_named_with_their_lost_tokens() -> None:
+    draws = np.random.default_rng(0)
+    groups = [
+        simulated(
+            draws, str(i), 0.5 if i % 3 == 0 else 0.8, {"language": "german" if i % 3 == 0 else "english"}
+        )
+        for i in range(30)
+    ]
+    report = report_acceptance(groups, CARD)
+    assert report is not None and report.has_card
+    (german,) = report.losing
+    assert (german.dimension, german.value, german.num_requests) == ("language", "german", 10)
+    assert german.lost_share > 0.8 and german.relative.value < 0.6 < german.rest
+    lost = sum(expected_accepted(each, CARD) - each.num_accepted for each in groups)
+    assert report.num_lost_tokens == pytest.approx(lost)
+    (cause,) = likely_causes(report, PairEvidence())
+    assert cause.cause == "language" and "german" in cause.evidence
+
+
+def test_equal_slices_are_rarely_called_losing() -> None:
+    """Requests differ, and their steps are correlated; slices mean nothing."""
+    draws, wrong, names = np.random.default_rng(1), 0, ("a", "b", "c")
+    for _ in range(300):
+        groups = [simulated(draws, str(i), 0.7, {"tenant": names[i % 3]}) for i in range(24)]
+        report = report_acceptance(groups, CARD)
+        assert report is not None
+        wrong += len(report.losing)
+    assert wrong / 900 < 0.05
+
+
+def test_slices_with_fewer_drafts_do_not_lose_for_that() -> None:
+    """An engine that drafts less at a higher temperature, and accepts as many of those drafts."""
+    draws = np.random.default_rng(2)
+    groups = [simulated(draws, f"a{i}", 0.8, {"temperature": "0"}) for i in range(15)]
+    groups += [simulated(draws, f"b{i}", 0.8, {"temperature": "1"}, drafts=2) for i in range(15)]
+    report = report_acceptance(groups, CARD)
+    assert report is not None and not report.losing
+    short = next(each for each in report.slices if each.value == "1")
+    assert short.tokens_per_block < 3.0 and short.relative.value > 0.85
+
+
+def test_too_few_requests_are_not_judged() -> None:
+    draws = np.random.default_rng(3)
+    groups = [simulated(draws, str(i), 0.8, {"tenant": "big"}) for i in range(10)]
+    groups += [simulated(draws, f"s{i}", 0.2, {"tenant": "small"}) for i in range(2)]
+    report = report_acceptance(groups, None)
+    assert report is not None and not report.has_card and not report.losing
+
+
+def test_the_cards_prompts_show_what_all_of_the_traffic_lacks() -> None:
+    draws = np.random.default_rng(4)
+    control = [simulated(draws, f"c{i}", 0.8, {"temperature": "0", "language": "english"}) for i in range(10)]
+    groups = [simulated(draws, str(i), 0.4, {"temperature": "2", "language": "english"}) for i in range(10)]
+    alone, compared = report_acceptance(groups, CARD), report_acceptance(groups, CARD, control)
+    assert alone is not None and not alone.losing, "nothing to compare with"
+    assert compared is not None and [each.dimension for each in compared.losing] == ["temperature"]
+    (cause,) = likely_causes(compared, PairEvidence())
+    assert cause.cause == "temperature" and cause.lost_share > 0.8
+
+
+def test_positions_sum_up_to_all_lost_tokens() -> None:
+    draws = np.random.default_rng(5)
+    groups = [simulated(draws, str(i), 0.4, {}) for i in range(10)]
+    report = report_acceptance(groups, CARD)
+    assert report is not None and sum(each.lost_share for each in report.positions) == pytest.approx(1.0)
+    assert [each.num_reached for each in report.positions] == sorted(
+        (each.num_reached for each in report.positions), reverse=True
+    )
+    assert report.positions[0].reference == 0.8
+
+
+LOW, HIGH = RatioEstimate(0.5, 0.4, 0.6, 8, 0.04), RatioEstimate(1.0, 0.9, 1.1, 8, 0.04)
+
+
+@pytest.mark.parametrize(
+    ("evidence", "cause"),
+    [
+        (PairEvidence(texts=LOW, taps=TapTrial((1, 2), HIGH)), "wrong taps"),
+        (PairEvidence(texts=LOW, taps=TapTrial((1, 2), LOW)), "other fine-tune"),
+        (PairEvidence(texts=LOW, taps=TapTrial((1, 2), LOW), quantization="awq"), "quantized target"),
+        (PairEvidence(texts=HIGH, chats=LOW), "chat template"),
+        (PairEvidence(chats=LOW), "other fine-tune"),
+        (PairEvidence(texts=HIGH, chats=HIGH, quantization="awq"), None),
+        (PairEvidence(), None),
+    ],
+)
+def test_the_cards_prompts_judge_the_pair(evidence: PairEvidence, cause: str | None) -> None:
+    draws = np.random.default_rng(6)
+    groups = [simulated(draws, str(i), 0.5, {"prompt": "chat" if i % 2 else "text"}) for i in range(10)]
+    report = report_acceptance(groups, CARD)
+    assert report is not None
+    assert [each.cause for each in likely_causes(report, evidence)] == ([] if cause is None else [cause])
+
+
+@pytest.mark.parametrize(
+    ("dimension", "lower", "higher", "named"),
+    [("temperature", "0", "0.9", False), ("context", "256", "1024", False), ("tenant", "a", "b", True)],
+)
+def test_a_plain_value_that_loses_is_no_cause(
+    dimension: Dimension, lower: str, higher: str, named: bool
+) -> None:
+    draws = np.random.default_rng(7)
+    groups = [simulated(draws, f"l{i}", 0.4, {dimension: lower}) for i in range(10)]
+    groups += [simulated(draws, f"h{i}", 0.8, {dimension: higher}) for i in range(10)]
+    report = report_acceptance(groups, CARD)
+    assert report is not None and [each.value for each in report.losing] == [lower]
+    assert bool(likely_causes(report, PairEvidence())) is named
+
+
+def test_contexts_are_grouped_by_powers_of_two() -> None:
+    assert [context_label(n) for n in (1, 256, 257, 512, 5000)] == ["256", "256", "512", "512", "8192"]
