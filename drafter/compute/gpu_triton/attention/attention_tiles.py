@@ -34,7 +34,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ...backend import Device, Ints
-from ..common.launch import dependent_launch, wait_for_predecessor
+from ..common.element_ops import dependent_launch, wait_for_predecessor
 
 _PROGRAMS_PER_PROCESSOR = 2  # registers and shared memory hold two blocks of 64 rows
 _PROGRAMS_INTERPRETED = 4

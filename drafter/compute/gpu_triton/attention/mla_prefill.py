@@ -28,7 +28,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ...layers.mla import MLALayer
-from ..common.launch import dependent_launch, wait_for_predecessor
+from ..common.element_ops import dependent_launch, wait_for_predecessor
 from .attention_tiles import find_request, tile_width
 from .key_tiles import inside
 from .mla_prefill_plan import Expansion, gather
