@@ -36,9 +36,9 @@ from torch import Tensor
 from ....cluster.speculation.draft_lengths import draft_lengths
 from ....cluster.step.scheduler_output import SchedulerOutput
 from ....drafter.step.gpu_triton.inputs.row_layout import DeviceStepRequests
+from ....drafter.step.gpu_triton.inputs.transfers import StepOutput
 from ....drafter.step.gpu_triton.verification import TrimLists
 from .draft_pass import DraftPass
-from .step_output import StepOutput
 from .target_pass import MakeMasks, StepModels, TargetPass
 
 _SMALL_SIZES = (1, 2, 3, 4, 6, 8, 12, 16)

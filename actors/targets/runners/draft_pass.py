@@ -23,7 +23,7 @@ from ....drafter.step.gpu_triton.inputs.row_layout import (
     lay_out_block,
     write_drafts,
 )
-from ....drafter.step.gpu_triton.inputs.timestamps import stamp
+from ....drafter.step.gpu_triton.inputs.transfers import stamp
 from ....drafter.step.gpu_triton.ngram_lookup import look_up
 from ....drafter.step.gpu_triton.sampling.selector import find_candidates, walk_paths
 from .eagle3_chains import Eagle3Chains

@@ -34,7 +34,13 @@ from ....drafter.compute.memory.kv_cache import PagedKVCache
 from ....drafter.compute.memory.recurrent_state_cache import MAX_SAVES
 from ....drafter.dflash.model import DFlashDrafter
 from ....drafter.step.gpu_triton.inputs.row_layout import NUM_LISTS, DeviceStepRequests, pack
-from ....drafter.step.gpu_triton.inputs.upload import Upload
+from ....drafter.step.gpu_triton.inputs.transfers import (
+    MAX_IN_FLIGHT,
+    PendingResult,
+    ResultCopier,
+    StepOutput,
+    Upload,
+)
 from ....drafter.step.gpu_triton.recurrent_states import num_save_values, pack_saves
 from ....drafter.step.gpu_triton.verification import TrimLists
 from ....drafter.step.sampling.logprobs import num_packed_values
@@ -43,7 +49,6 @@ from .cuda_graphs import StepGraphs, StepKinds
 from .grammar_masks import DeviceGrammarMasks
 from .logprobs import Computed, RequestedLogprobs
 from .runner_interface import Drafter, ReadsMeter
-from .step_output import MAX_IN_FLIGHT, PendingResult, ResultCopier, StepOutput
 from .target_pass import DeviceModels, MakeMasks, StepModels
 
 if TYPE_CHECKING:

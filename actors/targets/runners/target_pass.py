@@ -23,7 +23,7 @@ from torch import Tensor
 from ....drafter.compute.memory.kv_cache import PagedKVCache
 from ....drafter.dflash.model import DFlashDrafter
 from ....drafter.step.gpu_triton.inputs.row_layout import DeviceStepRequests, DeviceStepRows, lay_out_rows
-from ....drafter.step.gpu_triton.inputs.timestamps import stamp
+from ....drafter.step.gpu_triton.inputs.transfers import StepOutput, stamp
 from ....drafter.step.gpu_triton.recurrent_states import DeviceRecurrent
 from ....drafter.step.gpu_triton.request_states import DeviceStates
 from ....drafter.step.gpu_triton.sampling.grammar_masks import DeviceMasks
@@ -34,7 +34,6 @@ from ..model.tensor_parallel import Communicator
 from .draft_pass import DraftPass
 from .eagle3_chains import Eagle3Chains
 from .runner_interface import RemoteDrafter
-from .step_output import StepOutput
 from .tp_sampling import choose
 
 MakeMasks = Callable[[DeviceStepRequests], DeviceMasks | None]  # takes the requests with the drafts to verify

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from .....cluster.request.logits_processors import LogitsProcessorParams, RuleLimits
 from ..inputs.row_layout import Ints, SlotTables
-from ..inputs.upload import Arena
+from ..inputs.transfers import Arena
 
 
 @dataclass(frozen=True, slots=True)
