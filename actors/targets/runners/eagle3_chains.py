@@ -4,7 +4,7 @@ Drafting runs one pass per token of a chain, with one row for each request that 
 writes the entries of the target's rows. All indices are computed on the device from the participating
 requests, so that no step waits for the host and a step's chain is captured in one graph, as a block is. Rows
 after the last used one are padding: their K/V go to the skip slot, their features to the skip page. Called by
-`draft_pass.py` and `target_pass.py`.
+`step_passes.py`.
 
     x of the page before ─▶ [link 1] ─▶ token, x ─▶ [link 2] ─▶ token, x ─▶ ..   while any request drafts
     requests   a  b  c      rows a b c              rows a c .                   (b had one draft)

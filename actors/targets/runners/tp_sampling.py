@@ -1,7 +1,7 @@
 """Token choices that all ranks share, on a device: of a split head the best local choice wins, by a
 collective.
 
-Called by `target_pass.py` for the target's rows, and by `draft_pass.py` for drafts, which have margins.
+Called by `step_passes.py` for the target's rows, and for drafts, which have margins.
 
 Legend: N rows, X rows that sample a token, K candidates of a row, U vocabulary of a rank, V of all.
 """

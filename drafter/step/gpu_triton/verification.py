@@ -1,7 +1,7 @@
 """Triton version of `drafter/step/sampling/verification.py` and of `RequestStates.advance`.
 
 One launch each; the host reads nothing and grids follow from shapes, so both can be captured in a CUDA graph.
-Called by `actors/targets/runners/target_pass.py`: `trim_drafts` before rows are laid out, and
+Called by `actors/targets/runners/step_passes.py`: `trim_drafts` before rows are laid out, and
 `accept_and_advance` after sampling.
 
 `trim_drafts` is `trimmed` of `cluster/speculation/draft_trimming.py` for a fixed number of rows, that of a

@@ -9,7 +9,7 @@ would. If requests have filters, `sampler.py` is launched first: it applies rule
 the codebook rows of its 16 candidates, some kilobytes.
 
 The host reads nothing and grids follow from shapes, so all of it can be captured in a CUDA graph. Called by
-`actors/targets/runners/draft_pass.py` and `actors/workers/drafter/gpu_drafter_session.py`.
+`actors/targets/runners/step_passes.py` and `actors/workers/drafter/gpu_drafter_session.py`.
 
 Legend: N rows of blocks, anchors and padding included, U vocabulary of a rank, C chunks, K candidates of a
 row, E selector's rank, R requests.

@@ -1,13 +1,17 @@
-"""The target's pass over some of a step's requests: trim the drafts, verify, sample, inject.
+"""The passes of a step on a device: the drafter's, and the target's (trim, verify, sample, inject).
 
-It does what `cpu_runner.py` does, but computes indices on the device from a few integers and the requests'
-state there (`drafter/step/gpu_triton/request_states.py`). It never waits for the host, so it can be captured
-in one CUDA graph and launched before the last step's outcome is known. Called by `gpu_runner.py` for prompts,
-and by `cuda_graphs.py` for decoding requests, after the drafter's pass (`draft_pass.py`) if they draft. A
-split drafter has an iteration of its own (`workers/drafter/gpu_drafter_session.py`), to which this one sends
+The target's does what `cpu_runner.py` does, but computes indices on the device from a few integers and the
+requests' state there (`drafter/step/gpu_triton/request_states.py`). It never waits for the host, so it can be
+captured in one CUDA graph and launched before the last step's outcome is known. Called by `gpu_runner.py` for
+prompts, and by `cuda_graphs.py` for decoding requests, after the drafter's pass if they draft. A split
+drafter has an iteration of its own (`workers/drafter/gpu_drafter_session.py`), to which this one sends
 choices and features.
 
-Legend: R requests, N rows, X sampled rows.
+The drafter's pass writes blocks, drafts after the known tokens, and margins. It is a graph of its own, as the
+number of rows in blocks does not depend on the number of drafts that are verified. Drafts are left in the
+requests' tokens and margins in the workspace.
+
+Legend: R requests, N rows, X sampled rows, E selector's rank.
 """
 
 from __future__ import annotations
@@ -15,26 +19,33 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import count
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from ....drafter.compute.memory.kv_cache import PagedKVCache
 from ....drafter.dflash.model import DFlashDrafter
-from ....drafter.step.gpu_triton.inputs.row_layout import DeviceStepRequests, DeviceStepRows, lay_out_rows
+from ....drafter.dflash.weights import Selector
+from ....drafter.step.gpu_triton.inputs.row_layout import (
+    DeviceStepRequests,
+    DeviceStepRows,
+    lay_out_block,
+    lay_out_rows,
+    write_drafts,
+)
 from ....drafter.step.gpu_triton.inputs.transfers import StepOutput, stamp
+from ....drafter.step.gpu_triton.ngram_lookup import look_up
 from ....drafter.step.gpu_triton.recurrent_states import DeviceRecurrent
 from ....drafter.step.gpu_triton.request_states import DeviceStates
 from ....drafter.step.gpu_triton.sampling.grammar_masks import DeviceMasks
 from ....drafter.step.gpu_triton.sampling.sampler import SamplingWorkspace
+from ....drafter.step.gpu_triton.sampling.selector import find_candidates, walk_paths
 from ....drafter.step.gpu_triton.verification import TrimLists, accept_and_advance, trim_drafts
 from ..model.decoder import Decoder
 from ..model.tensor_parallel import Communicator
-from .draft_pass import DraftPass
 from .eagle3_chains import Eagle3Chains
 from .runner_interface import RemoteDrafter
-from .tp_sampling import choose
+from .tp_sampling import candidates_of_ranks, choose, choose_drafts, first_rank_s
 
 MakeMasks = Callable[[DeviceStepRequests], DeviceMasks | None]  # takes the requests with the drafts to verify
 
@@ -44,7 +55,8 @@ class DeviceModels:
     """A loaded rank: models, their pages, and the requests' state.
 
     Attributes:
-        drafter, draft_cache: a colocated DFlash drafter; else None.
+        drafter, draft_cache: a colocated DFlash drafter; else None. At most one of it, `chains`, `remote` and
+            `lookup_lengths` drafts.
         chains: a colocated EAGLE-3 drafter; else None.
         recurrent: the target's recurrent states; None if it has none.
         remote: the connection to a drafter in a process of its own.
@@ -75,25 +87,98 @@ class DeviceModels:
     def device(self) -> torch.device:
         return self.target.device
 
-    def drafting(self, requests: DeviceStepRequests, outcome: StepOutput, *, filters: bool) -> DraftPass:
-        return DraftPass(self, requests, outcome.times, filters=filters)
+    @property
+    def has_drafter(self) -> bool:
+        """Whether a drafter has context that steps write."""
+        return any(each is not None for each in (self.drafter, self.remote, self.chains))
 
-    def iteration(
-        self,
-        requests: DeviceStepRequests,
-        outcome: StepOutput,
-        trim: TrimLists | None = None,
-        *,
-        filters: bool,
-        writes_context: bool,
-        masks: MakeMasks | None = None,
-        saves: Tensor | None = None,
-    ) -> TargetPass:
-        has_drafter = any(each is not None for each in (self.drafter, self.remote, self.chains))
-        injects = writes_context and has_drafter
-        return TargetPass(
-            self, requests, outcome, trim, filters=filters, injects=injects, masks=masks, saves=saves
+
+class DraftPass:
+    """A drafting pass over given inputs.
+
+    Args:
+        requests: decoding requests, of which all that may draft do.
+        times: timestamps of the step's outcome; the first two are written.
+        filters: see `TargetPass`.
+    """
+
+    def __init__(
+        self, models: DeviceModels, requests: DeviceStepRequests, times: Tensor, *, filters: bool
+    ) -> None:
+        self._models, self._requests, self._times, self._filters = models, requests, times, filters
+
+    def run(self) -> None:
+        models, tables = self._models, self._models.states.tables
+        stamp(self._times, 0)
+        if models.lookup_lengths is not None:
+            look_up(self._requests, tables, *models.lookup_lengths)
+            models.workspace.margins_N[: self._requests.num_rows].fill_(float("nan"))
+            return stamp(self._times, 1)
+        if models.chains is not None:
+            models.chains.draft(models, self._requests, filters=self._filters)
+            return stamp(self._times, 1)
+        if models.remote is not None:
+            rows = lay_out_block(self._requests, tables, mask_id=0)
+            chosen_N, margins_N = models.remote.receive(self._requests.num_rows)
+        else:
+            drafter, cache = models.drafter, models.draft_cache
+            assert drafter is not None and cache is not None, "drafts were planned, but there is no drafter"
+            rows = lay_out_block(self._requests, tables, drafter.config.mask_token_id)
+            hidden_NH = drafter.forward(drafter.embed_block(rows.token_ids_N), rows, cache)
+            chosen_N, margins_N = self._choose(drafter, hidden_NH, rows)
+        write_drafts(chosen_N, rows, tables)
+        models.workspace.margins_N[: len(margins_N)].copy_(margins_N)
+        stamp(self._times, 1)
+
+    def _choose(
+        self, drafter: DFlashDrafter, hidden_NH: Tensor, rows: DeviceStepRows
+    ) -> tuple[Tensor, Tensor]:
+        if drafter.selector is not None:
+            return self._select(drafter, drafter.selector, hidden_NH, rows)
+        head_inputs = (hidden_NH, rows.slots_N, rows.positions_N)
+        return choose_drafts(self._models, drafter, *head_inputs, filters=self._filters)
+
+    def _select(
+        self, drafter: DFlashDrafter, selector: Selector, hidden_NH: Tensor, rows: DeviceStepRows
+    ) -> tuple[Tensor, Tensor]:
+        """Return a draft and margin per row, chosen along each request's path, equal on all ranks.
+
+        With a split head each rank finds candidates within its part of the vocabulary.
+        """
+        models, communicator, first_id = self._models, self._models.communicator, 0
+        top_k, state, is_split = (
+            selector.codebooks.top_k,
+            models.states.sampling,
+            drafter.is_split and not self._filters,
         )
+        if is_split:
+            logits, first_id = drafter.local_logits(hidden_NH)
+        else:
+            logits = drafter.logits(hidden_NH)
+        candidates = find_candidates(
+            logits,
+            rows,
+            state,
+            top_k,
+            filters=self._filters,
+            workspace=models.workspace,
+            vocab_start=first_id,
+        )
+        if is_split:
+            candidates = candidates_of_ranks(candidates, top_k, communicator)
+        gates_NE, cu_rows_R1 = selector.gates(hidden_NH), self._requests.cu_rows_R1
+        margins_N = torch.zeros(len(gates_NE), dtype=torch.float32, device=gates_NE.device)
+        chosen_N = walk_paths(
+            candidates,
+            gates_NE,
+            rows,
+            cu_rows_R1,
+            state,
+            selector.codebooks,
+            filters=self._filters,
+            margins_N=margins_N,
+        )
+        return first_rank_s(chosen_N, margins_N, communicator)
 
 
 class TargetPass:
@@ -105,7 +190,7 @@ class TargetPass:
         trim: values by which drafts are trimmed to the pass's rows; needed if any request drafts.
         filters: whether any request has top-k, top-p, min-p or logits rules, or requests log probabilities. A
             decoding step then leaves its hidden states in `models`.
-        injects: whether the drafter's context is written.
+        writes_context: whether the context of a drafter, if there is one, is written.
         masks: makes the grammar masks once drafts are placed; such a pass waits for the host.
         saves: recurrent states that its rows save (`step/gpu_triton/recurrent_states.py`); then no request
             drafts.
@@ -116,16 +201,16 @@ class TargetPass:
         models: DeviceModels,
         requests: DeviceStepRequests,
         outcome: StepOutput,
-        trim: TrimLists | None,
+        trim: TrimLists | None = None,
         *,
         filters: bool,
-        injects: bool,
-        masks: MakeMasks | None,
-        saves: Tensor | None,
+        writes_context: bool,
+        masks: MakeMasks | None = None,
+        saves: Tensor | None = None,
     ) -> None:
         self._models, self._requests, self._outcome, self._trim = models, requests, outcome, trim
-        self._filters, self._injects, self._make_masks = filters, injects, masks
-        self._saves = saves
+        self._filters, self._make_masks, self._saves = filters, masks, saves
+        self._injects = writes_context and models.has_drafter
 
     @property
     def parts(self) -> tuple[str, ...]:
@@ -198,39 +283,3 @@ class TargetPass:
             return remote.send(requests.num_drafts_R, chosen_X, taps_NmH)
         assert drafter is not None and cache is not None, "a colocated drafter has pages"
         drafter.write_context(drafter.context_features(taps_NmH), rows, cache)
-
-
-class StepModels(Protocol):
-    """The models that steps need, and the passes made of them."""
-
-    @property
-    def states(self) -> DeviceStates: ...
-
-    @property
-    def device(self) -> torch.device: ...
-
-    @property
-    def target(self) -> Decoder: ...
-
-    @property
-    def hidden(self) -> Tensor: ...
-
-    @property
-    def recurrent(self) -> DeviceRecurrent | None: ...
-
-    @property
-    def has_margins(self) -> bool: ...
-
-    def drafting(self, requests: DeviceStepRequests, outcome: StepOutput, *, filters: bool) -> DraftPass: ...
-
-    def iteration(
-        self,
-        requests: DeviceStepRequests,
-        outcome: StepOutput,
-        trim: TrimLists | None = None,
-        *,
-        filters: bool,
-        writes_context: bool,
-        masks: MakeMasks | None = None,
-        saves: Tensor | None = None,
-    ) -> TargetPass: ...
