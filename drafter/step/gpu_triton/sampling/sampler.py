@@ -34,11 +34,12 @@ from torch import Tensor
 
 from .....cluster.step.scheduler_output import NOT_A_NUMBER
 from .grammar_masks import DeviceMasks, force_end_tokens, mask_tokens
-from .gumbel_noise import negative_gumbel, noise_keys
 from .logits_processors import apply_rules
 from .sampling_metadata import (
     DeviceSamplingMetadata,
     has_filters,
+    negative_gumbel,
+    noise_keys,
     read_filters,
     read_raw_logits,
     read_temperature,

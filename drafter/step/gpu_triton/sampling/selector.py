@@ -29,11 +29,13 @@ from torch import Tensor
 from ...inputs.gumbel_noise import GREATEST_NEGATIVE
 from ...sampling.selector import SelectorCodebooks
 from ..inputs.row_layout import DeviceStepRows
-from .gumbel_noise import log, negative_gumbel, noise_keys
 from .sampler import SamplingWorkspace, sample_rows
 from .sampling_metadata import (
     DeviceSamplingMetadata,
     has_filters,
+    log,
+    negative_gumbel,
+    noise_keys,
     read_filters,
     read_logits,
     read_temperature,
