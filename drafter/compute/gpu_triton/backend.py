@@ -28,7 +28,7 @@ from ..backend import (
     PlacedRows,
     Projection,
 )
-from ..blocks.transformer_block import OperatorBackend
+from ..blocks import OperatorBackend
 from ..eager.moe_routing import LayerRouter
 from ..layers.gated_delta_net import DeltaNetShape
 from ..layers.linear import Activation, BlockLinear, Linear, RMSNorm, linear_of_blocks

@@ -1,4 +1,4 @@
-"""Triton version of `compute/blocks/dflash2_block.py`: DFlash2's convolution in one launch.
+"""Triton version of `compute/blocks.py`: DFlash2's convolution in one launch.
 
 Each program has some rows and some groups of channels; a row is loaded again for each tap. Memory bound: a
 few kilobytes per row. Called by `drafter/compute/gpu_triton/backend.py`.
