@@ -22,7 +22,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks.streams import Stream
+from benchmarks.serving.streams import Stream
 from manta.jobs.bench.common.provenance import provenance
 from support.checkpoints.text_pair import make_text_pair
 from support.servers.served import Served, forgotten_since, shared_memory, wait_for

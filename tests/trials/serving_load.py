@@ -10,7 +10,7 @@ import threading
 import time
 from dataclasses import dataclass
 
-from benchmarks.streams import Stream, StreamClient
+from benchmarks.serving.streams import Stream, StreamClient
 from manta.jobs.common.http_client import ServerClient
 from support.servers.served import wait_for
 

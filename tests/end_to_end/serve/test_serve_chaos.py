@@ -14,7 +14,7 @@ from pathlib import Path
 import httpx
 import openai
 import pytest
-from benchmarks.soak_serve import complaints, overload, overload_complaints, run_soak
+from benchmarks.serving.soak_serve import complaints, overload, overload_complaints, run_soak
 from support.checkpoints.text_pair import make_text_pair
 from support.servers.served import Served, wait_for
 from trials.serving_chaos import CONTROLLER, REPLICA, WORKER, Setup, Trial

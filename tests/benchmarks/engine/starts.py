@@ -25,7 +25,7 @@ from manta.jobs.bench.sweep.engines import ADAPTIVE, PLAIN
 from manta.jobs.bench.sweep.load_records import AnswerRecord, LoadPass
 from manta.jobs.common.tables import print_table
 
-from .options import StartsOptions
+from ..options import StartsOptions
 
 WHEN = ("start", "change")
 

@@ -37,9 +37,9 @@ from manta.jobs.bench.common.engine_passes import (
 from manta.jobs.bench.common.idle_check import print_warning
 from manta.jobs.common.tables import NO_FIGURE, print_table
 
-from .options import ServeTaxOptions
-from .process_clocks import ROLES, read_role_clocks
-from .process_tree import TreeWatch
+from ..options import ServeTaxOptions
+from ..processes.process_clocks import ROLES, read_role_clocks
+from ..processes.process_tree import TreeWatch
 from .serve_tax_sides import NAMES, SIDES, Asker, Question, Reply
 
 MIN_STREAMS = 8  # minimum number of streams of a point

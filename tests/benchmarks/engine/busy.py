@@ -39,10 +39,10 @@ from manta.jobs.bench.common.engine_passes import (
 from manta.jobs.bench.common.idle_check import print_warning
 from manta.jobs.common.tables import print_table
 
-from .busy_processes import busy_processes
-from .cpu_quota import QuotaGroup, quota_group
-from .options import BusyOptions
-from .process_tree import TreeWatch
+from ..options import BusyOptions
+from ..processes.busy_processes import busy_processes
+from ..processes.cpu_quota import QuotaGroup, quota_group
+from ..processes.process_tree import TreeWatch
 
 NAMES = {"on": "DFlash", "off": "plain"}
 STATES = ("idle", "busy")

@@ -29,8 +29,8 @@ from manta.jobs.common.http_client import ServerClient, await_ready
 from manta.jobs.common.tables import print_table
 from manta.jobs.serve.server import ServeOptions, Server, start_server
 
-from .options import ScaleOptions
-from .process_tree import TreeWatch
+from ..options import ScaleOptions
+from ..processes.process_tree import TreeWatch
 
 LOOK_S = 0.5
 WINDOW_S = 5.0  # window of the percentiles of first tokens

@@ -21,7 +21,7 @@ from manta.jobs.bench.load.request_source import LoadRequest
 from manta.jobs.bench.sweep.load_records import RequestLatencies, describe
 from manta.jobs.common.http_client import HEALTH_TIMEOUT_S, ServerClient
 
-from .arrivals import Arrivals
+from ..arrivals import Arrivals
 from .streams import Stream, StreamClient
 
 

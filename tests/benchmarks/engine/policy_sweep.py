@@ -27,7 +27,7 @@ from manta.jobs.bench.sweep.sweep_run import run_sweep
 from manta.jobs.common.tables import print_table
 from safetensors.torch import load_file, save_file
 
-from .options import PolicySweepOptions
+from ..options import PolicySweepOptions
 
 RANDOM = "random"
 HOSTILE = "hostile"  # category of requests whose drafts are rarely accepted

@@ -28,9 +28,9 @@ from manta.jobs.common.generate import open_llm
 from manta.jobs.common.ray_session import join_or_start_ray
 from manta.jobs.demo import log_tail, manta
 
-from .contender_server import OpenAIServer
-from .contenders import ContenderSetup, HuggingFaceGenerate, TransformersTarget
-from .own_server import manta_serve, write_settings
+from ..comparison.contender_server import OpenAIServer
+from ..comparison.contenders import ContenderSetup, HuggingFaceGenerate, TransformersTarget
+from ..serving.own_server import manta_serve, write_settings
 
 POLL_S = 0.02
 WARM_UP_TOKENS = 8

@@ -1,6 +1,6 @@
 """The ASGI side of `benchmarks serve-tax`: the same application under uvicorn, in its own process.
 
-    python tests/benchmarks/serve_tax_server.py settings.json PORT
+    python tests/benchmarks/serving/serve_tax_server.py settings.json PORT
 
 The worker is an actor, as in a replica; no Serve and no HAProxy. Ends on SIGTERM or Ctrl-C.
 """

@@ -31,10 +31,10 @@ from manta.jobs.bench.load.request_source import RequestSource, encode_rows
 from manta.jobs.common.ray_session import join_or_start_ray
 from manta.jobs.common.tables import NO_FIGURE, decimals, print_table
 
+from ..options import SharedDrafterOptions
+from ..options import SharedDrafterSide as Side
+from ..processes.process_tree import TreeWatch
 from .engine_hosts import Turn, open_hosts
-from .options import SharedDrafterOptions
-from .options import SharedDrafterSide as Side
-from .process_tree import TreeWatch
 
 LOOK_EVERY_S = 1.0
 Runs = Callable[[int, int, float], list[Turn]]  # arguments: engines, requests per engine, seconds

@@ -41,6 +41,8 @@ from manta.jobs.bench.common.engine_passes import (
 from manta.jobs.bench.common.idle_check import print_warning
 from manta.jobs.common.tables import decimals, print_table
 
+from ..options import CompareOptions
+from ..processes.process_tree import TreeWatch
 from .contender_server import OpenAIServer
 from .contenders import (
     Contender,
@@ -51,8 +53,6 @@ from .contenders import (
     Runner,
     TransformersTarget,
 )
-from .options import CompareOptions
-from .process_tree import TreeWatch
 
 NAMES = {"on": "Manta, DFlash", "off": "Manta, plain"}
 WARM_UP_TOKENS = 4

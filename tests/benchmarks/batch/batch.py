@@ -32,9 +32,9 @@ from manta.jobs.bench.common.engine_passes import (
 from manta.jobs.bench.common.idle_check import print_warning
 from manta.jobs.common.tables import NO_FIGURE, decimals, print_table
 
+from ..options import BatchBenchOptions
+from ..processes.process_tree import TreeWatch
 from .batch_sides import GenerateSide, HttpSide, JobPass, JobSide, LlmSide, Work
-from .options import BatchBenchOptions
-from .process_tree import TreeWatch
 
 GENERATE_SHARE = 0.05  # of the rows: `generate` is slow, and its speed does not depend on the number of rows
 MIN_GENERATED = 16

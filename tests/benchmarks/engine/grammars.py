@@ -26,7 +26,7 @@ from manta.drafter.grammars.matchers import GrammarStates
 from manta.jobs.bench.common.provenance import provenance
 from manta.jobs.common.generate import open_llm
 
-from .options import GrammarOptions
+from ..options import GrammarOptions
 
 _TEXT = {"type": "string", "maxLength": 200}
 _PERSON = {

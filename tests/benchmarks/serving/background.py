@@ -31,11 +31,11 @@ from manta.jobs.bench.sweep.load_records import describe
 from manta.jobs.common.http_client import ServerClient
 from manta.jobs.common.tables import print_table
 
-from .arrivals import Arrivals
+from ..arrivals import Arrivals
+from ..options import BackgroundOptions
+from ..processes.process_tree import TreeWatch
 from .http_load import ServedPass, Target, find_server, pass_figures, send
-from .options import BackgroundOptions
 from .own_server import manta_serve
-from .process_tree import TreeWatch
 
 BAR = 1.1
 COMPARED = (("tpot", "p50"), ("tpot", "p95"), ("ttft", "p50"), ("ttft", "p95"))

@@ -32,8 +32,8 @@ from manta.cluster.step.executor import Executor
 from manta.jobs.common.ray_session import join_or_start_ray
 from manta.jobs.demo import server
 
+from ..processes.process_clocks import SERVER_MODULE
 from .own_server import manta_serve, write_settings
-from .process_clocks import SERVER_MODULE
 from .streams import StreamClient
 
 

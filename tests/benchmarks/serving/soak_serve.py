@@ -27,7 +27,7 @@ from manta.jobs.bench.common.provenance import provenance
 from manta.jobs.common.tables import print_table
 from manta.jobs.demo import serving
 
-from .process_clocks import resident_bytes
+from ..processes.process_clocks import resident_bytes
 from .streams import Stream, StreamClient
 
 CLIENTS = 32
