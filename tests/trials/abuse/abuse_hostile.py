@@ -23,9 +23,15 @@ import httpx
 from support.paths import MODELS
 from support.servers.served import Served
 
-from trials import abuse_grammars
-from trials.abuse_clients import Answer
-from trials.abuse_connections import Held, idle_connections, slow_heads, trickled_bodies, unfinished_bodies
+from trials.abuse import abuse_grammars
+from trials.abuse.abuse_clients import Answer
+from trials.abuse.abuse_connections import (
+    Held,
+    idle_connections,
+    slow_heads,
+    trickled_bodies,
+    unfinished_bodies,
+)
 
 BAR_S = 0.2  # the longest pause of another tenant's stream
 MAX_ERROR_BYTES = 8192

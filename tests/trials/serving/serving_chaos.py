@@ -27,8 +27,8 @@ from manta.jobs.bench.common.provenance import provenance
 from support.checkpoints.text_pair import make_text_pair
 from support.servers.served import Served, forgotten_since, shared_memory, wait_for
 
-from trials.serving_load import Load, Probe, Prober
-from trials.serving_log import Return, read_return
+from trials.serving.serving_load import Load, Probe, Prober
+from trials.serving.serving_log import Return, read_return
 
 STREAMS = 32
 MAX_TOKENS = 300

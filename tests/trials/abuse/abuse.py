@@ -30,11 +30,11 @@ from manta.jobs.common.tables import print_table
 from support.paths import MODELS
 from support.servers.probed_server import Found, ProbedServer
 
-from trials import abuse_hostile
-from trials.abuse_clients import ask, be_silent, leave, nonsense, read_slowly
-from trials.abuse_long import Measured, measure
-from trials.abuse_readers import stop_reading
-from trials.abuse_tenants import SETTINGS, refuse_strangers
+from trials.abuse import abuse_hostile
+from trials.abuse.abuse_clients import ask, be_silent, leave, nonsense, read_slowly
+from trials.abuse.abuse_long import Measured, measure
+from trials.abuse.abuse_readers import stop_reading
+from trials.abuse.abuse_tenants import SETTINGS, refuse_strangers
 
 MODEL = MODELS / "target"
 BAR_MS = 50.0
