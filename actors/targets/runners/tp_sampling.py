@@ -68,7 +68,7 @@ def choose(
         chosen_X, _ = sample_rows(
             logits_XV, *sampling_inputs, filters=filters, workspace=workspace, masks=masks, checks=True
         )
-        return communicator.broadcast(chosen_X)
+        return chosen_X if communicator.world_size == 1 else communicator.broadcast(chosen_X)
     logits_XU, first_id = head.local_logits(hidden_XH)
     ids_X, scores_X = sample_rows(
         logits_XU, *sampling_inputs, filters=False, workspace=workspace, vocab_start=first_id, checks=True
