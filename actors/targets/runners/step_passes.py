@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import count
 
 import torch
@@ -38,14 +39,14 @@ from ....drafter.step.gpu_triton.ngram_lookup import look_up
 from ....drafter.step.gpu_triton.recurrent_states import DeviceRecurrent
 from ....drafter.step.gpu_triton.request_states import DeviceStates
 from ....drafter.step.gpu_triton.sampling.grammar_masks import DeviceMasks
-from ....drafter.step.gpu_triton.sampling.sampler import SamplingWorkspace
+from ....drafter.step.gpu_triton.sampling.sampler import SamplingWorkspace, margins_between, sample_rows
 from ....drafter.step.gpu_triton.sampling.selector import find_candidates, walk_paths
 from ....drafter.step.gpu_triton.verification import TrimLists, accept_and_advance, trim_drafts
 from ..model.decoder import Decoder
 from ..model.tensor_parallel import Communicator
 from .eagle3_chains import Eagle3Chains
 from .runner_interface import RemoteDrafter
-from .tp_sampling import candidates_of_ranks, choose, choose_drafts, first_rank_s
+from .tp_sampling import Head, best_of_ranks, candidates_of_ranks, first_rank_s, surest_of_ranks
 
 MakeMasks = Callable[[DeviceStepRequests], DeviceMasks | None]  # takes the requests with the drafts to verify
 
@@ -115,7 +116,8 @@ class DraftPass:
             models.workspace.margins_N[: self._requests.num_rows].fill_(float("nan"))
             return stamp(self._times, 1)
         if models.chains is not None:
-            models.chains.draft(models, self._requests, filters=self._filters)
+            choose = partial(choose_drafts, models, filters=self._filters)
+            models.chains.draft(self._requests, tables, models.workspace.margins_N, choose)
             return stamp(self._times, 1)
         if models.remote is not None:
             rows = lay_out_block(self._requests, tables, mask_id=0)
@@ -178,6 +180,8 @@ class DraftPass:
             filters=self._filters,
             margins_N=margins_N,
         )
+        if communicator.world_size == 1:
+            return chosen_N, margins_N
         return first_rank_s(chosen_N, margins_N, communicator)
 
 
@@ -283,3 +287,69 @@ class TargetPass:
             return remote.send(requests.num_drafts_R, chosen_X, taps_NmH)
         assert drafter is not None and cache is not None, "a colocated drafter has pages"
         drafter.write_context(drafter.context_features(taps_NmH), rows, cache)
+
+
+def choose(
+    models: DeviceModels,
+    head: Head,
+    hidden_XH: Tensor,
+    slots_X: Tensor,
+    positions_X: Tensor,
+    *,
+    filters: bool,
+    masks: DeviceMasks | None,
+) -> Tensor:
+    """Return the target's token of each row, int64, equal on all ranks.
+
+    With a split head each rank chooses within its part of the vocabulary, and the best choice wins. Filters
+    and masks need all logits on every rank.
+    """
+    state, workspace, communicator = models.states.sampling, models.workspace, models.communicator
+    sampling_inputs = (slots_X, positions_X, state)
+    if filters or masks is not None or not head.is_split:
+        logits_XV = head.logits(hidden_XH)
+        chosen_X, _ = sample_rows(
+            logits_XV, *sampling_inputs, filters=filters, workspace=workspace, masks=masks, checks=True
+        )
+        return chosen_X if communicator.world_size == 1 else communicator.broadcast(chosen_X)
+    logits_XU, first_id = head.local_logits(hidden_XH)
+    ids_X, scores_X = sample_rows(
+        logits_XU, *sampling_inputs, filters=False, workspace=workspace, vocab_start=first_id, checks=True
+    )
+    return best_of_ranks(ids_X, scores_X, communicator)
+
+
+def choose_drafts(
+    models: DeviceModels,
+    head: Head,
+    hidden_NH: Tensor,
+    slots_N: Tensor,
+    positions_N: Tensor,
+    *,
+    filters: bool,
+) -> tuple[Tensor, Tensor]:
+    """Return a draft (int64) and its margin (fp32) for each row, chosen like the target's tokens."""
+    state, workspace, communicator = models.states.sampling, models.workspace, models.communicator
+    seconds_N = torch.empty(len(hidden_NH), dtype=torch.float32, device=hidden_NH.device)
+    is_split, first_id = head.is_split and not filters, 0
+    if is_split:
+        logits, first_id = head.local_logits(hidden_NH)
+    else:
+        logits = head.logits(hidden_NH)
+    ids_N, scores_N = sample_rows(
+        logits,
+        slots_N,
+        positions_N,
+        state,
+        filters=filters,
+        workspace=workspace,
+        vocab_start=first_id,
+        drafts=True,
+        seconds_N=seconds_N,
+    )
+    if is_split:
+        return surest_of_ranks(ids_N, scores_N, seconds_N, communicator)
+    margins_N = margins_between(scores_N, seconds_N)
+    if communicator.world_size == 1:
+        return ids_N, margins_N
+    return first_rank_s(ids_N, margins_N, communicator)
