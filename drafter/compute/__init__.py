@@ -1,4 +1,4 @@
-"""Operators of both models: definitions in PyTorch (`layers/`, `blocks/`, `eager/`) and faster backends.
+"""Operators of both models: definitions in PyTorch (`layers/`, `blocks.py`, `eager/`) and faster backends.
 
 Read `backend.py` first.
 """

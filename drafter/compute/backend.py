@@ -192,7 +192,7 @@ class BlockWeights:
 
 @dataclass(frozen=True, slots=True)
 class Convolution:
-    """A DFlash2 convolution around one sublayer, defined in `compute/blocks/dflash2_block.py`.
+    """A DFlash2 convolution around one sublayer, defined in `compute/blocks.py`.
 
     `kernels` maps H -> S * T * C: each row's addition to the base kernels, which are in the model's dtype.
     """

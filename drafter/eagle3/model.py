@@ -24,7 +24,7 @@ from torch import Tensor
 
 from ...cluster.pages.kv_cache_groups import LayerPlace
 from ..compute.backend import Backend, PlacedRows, Projection
-from ..compute.blocks.transformer_block import TransformerBlock
+from ..compute.blocks import TransformerBlock
 from ..compute.eager.backend import TorchBackend
 from ..compute.layers.linear import HeadNorm, RMSNorm
 from ..compute.layers.rope import RotaryEmbedding

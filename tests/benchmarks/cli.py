@@ -13,7 +13,8 @@ from manta.cluster.errors import MantaError
 from manta.jobs.common.engine_flags import Model, Settings, with_flags
 from manta.jobs.common.stop_signals import Stopped, StopSignals
 
-from . import adapt, soak_batch, soak_serve, suffix
+from .batch import soak_batch
+from .engine import adapt, suffix
 from .options import (
     BackgroundOptions,
     BatchBenchOptions,
@@ -26,6 +27,7 @@ from .options import (
     SharedDrafterOptions,
     StartsOptions,
 )
+from .serving import soak_serve
 from .simulate import cli as simulate
 
 app = typer.Typer(
@@ -61,7 +63,7 @@ def compare(options: CompareOptions, config: EngineConfig, model_: Model = None)
 
     Greedy decoding of the same prompts; each contender uses its fastest dtype and setting.
     """
-    from .compare import run_compare
+    from .comparison.compare import run_compare
 
     run_compare(config, options)
 
@@ -73,7 +75,7 @@ def busy(options: BusyOptions, config: EngineConfig, model_: Model = None) -> No
 
     With and without speculation, in the engine's own dtype; turns on an idle and a busy machine alternate.
     """
-    from .busy import run_busy
+    from .engine.busy import run_busy
 
     run_busy(config, options)
 
@@ -85,7 +87,7 @@ def batch(options: BatchBenchOptions, config: EngineConfig, model_: Model = None
 
     Sides run alone and alternate. Also measures the time to a job's first row, and how busy its engines are.
     """
-    from .batch import run_batch_bench
+    from .batch.batch import run_batch_bench
 
     run_batch_bench(config, options)
 
@@ -97,7 +99,7 @@ def background(options: BackgroundOptions, config: EngineConfig, model_: Model =
 
     Requests are a Poisson process; the same requests run with and without the batch, alternating.
     """
-    from .background import run_background_bench
+    from .serving.background import run_background_bench
 
     run_background_bench(config, options)
 
@@ -114,7 +116,7 @@ def sweep(
     from manta.jobs.bench.load.pareto import sweep_pictures
     from manta.jobs.charts.plots import can_plot, write_svgs
 
-    from .policy_sweep import run_policy_sweep
+    from .engine.policy_sweep import run_policy_sweep
 
     figures = run_policy_sweep(config, options)
     if svg is not None and can_plot():
@@ -125,7 +127,7 @@ def sweep(
 @with_flags
 def starts(options: StartsOptions, config: EngineConfig, model_: Model = None) -> None:
     """Compare adaptive with plain engines in their first seconds, and after a change of load."""
-    from .starts import run_starts
+    from .engine.starts import run_starts
 
     run_starts(config, options)
 
@@ -137,7 +139,7 @@ def shared_drafter(options: SharedDrafterOptions, config: EngineConfig, model_: 
 
     The same closed load at each engine; a shared drafter, split ones and colocated ones alternate.
     """
-    from .shared_drafter import run_shared_drafter
+    from .engine.shared_drafter import run_shared_drafter
 
     run_shared_drafter(config, options)
 
@@ -149,7 +151,7 @@ def serve_tax(options: ServeTaxOptions, config: EngineConfig, model_: Model = No
 
     1, 8 and 32 concurrent streams by default. Sides run alone and alternate.
     """
-    from .serve_tax import run_serve_tax
+    from .serving.serve_tax import run_serve_tax
 
     run_serve_tax(config, options)
 
@@ -158,7 +160,7 @@ def serve_tax(options: ServeTaxOptions, config: EngineConfig, model_: Model = No
 @with_flags
 def scale(options: ScaleOptions, settings: Settings, model_: Model = None) -> None:
     """Scale a server's replicas up and down by load; no request may fail. Plots the course over time."""
-    from .scale import run_scale
+    from .serving.scale import run_scale
 
     run_scale(settings, options)
 
@@ -167,7 +169,7 @@ def scale(options: ScaleOptions, settings: Settings, model_: Model = None) -> No
 @with_flags
 def grammars(options: GrammarOptions, config: EngineConfig, model_: Model = None) -> None:
     """Measure the share of structured outputs in the time of a step."""
-    from .grammars import run_grammars
+    from .engine.grammars import run_grammars
 
     run_grammars(config, options)
 
@@ -194,7 +196,7 @@ def widen(
     This combines real acceptance with real cost: `manta bench -m OUTPUT/target --spec-model OUTPUT/drafter`.
     By default the layers of the shipped pair grow to the size of Qwen3-8B's (16 GB on disk).
     """
-    from .widen import Width, widen_pair
+    from .engine.widen import Width, widen_pair
 
     width = Width(hidden=hidden, inter=inter, heads=heads, kv_heads=kv_heads)
     widen_pair(target, drafter, output, width, layers=layers, drafter_layers=drafter_layers)

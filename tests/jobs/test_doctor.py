@@ -17,7 +17,7 @@ import torch
 from manta.actors.targets.loading.load_plan import LoadPlan, plan_load
 from manta.cluster.config import EngineConfig
 from manta.cluster.step.scheduler_output import StepResult
-from manta.drafter.compute.blocks.dflash2_block import convolve
+from manta.drafter.compute.blocks import convolve
 from manta.drafter.compute.cpu_numba import backend as loops
 from manta.drafter.compute.cpu_numba import layers
 from manta.drafter.compute.cpu_numba.backend import NumbaBackend

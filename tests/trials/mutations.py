@@ -260,7 +260,7 @@ MUTATIONS = (
     # Targets that are split over ranks, and a kernel.
     Mutation(
         "norms a row by its padded width",
-        "drafter/compute/gpu_triton/linear/norms.py",
+        "drafter/compute/gpu_triton/common/element_ops.py",
         "tl.rsqrt(tl.sum(x_H * x_H, axis=0) / WIDTH + eps)",
         "tl.rsqrt(tl.sum(x_H * x_H, axis=0) / BLOCK + eps)",
         ("kernels_layers",),

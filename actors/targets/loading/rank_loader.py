@@ -303,7 +303,7 @@ class _Rank:
         from ..runners.eagle3_chains import Eagle3Chains
         from ..runners.gpu_runner import GpuModelRunner
         from ..runners.grammar_masks import DeviceGrammarMasks
-        from ..runners.target_pass import DeviceModels
+        from ..runners.step_passes import DeviceModels
 
         plan, config = self._plan, self._plan.config
         max_requests, num_rows = device_limits(plan)

@@ -36,10 +36,9 @@ from torch import Tensor
 from ....cluster.speculation.draft_lengths import draft_lengths
 from ....cluster.step.scheduler_output import SchedulerOutput
 from ....drafter.step.gpu_triton.inputs.row_layout import DeviceStepRequests
+from ....drafter.step.gpu_triton.inputs.transfers import StepOutput
 from ....drafter.step.gpu_triton.verification import TrimLists
-from .draft_pass import DraftPass
-from .step_output import StepOutput
-from .target_pass import MakeMasks, StepModels, TargetPass
+from .step_passes import DeviceModels, DraftPass, MakeMasks, TargetPass
 
 _SMALL_SIZES = (1, 2, 3, 4, 6, 8, 12, 16)
 _NARROW = 4  # rows of a request up to which attention uses lower tiles
@@ -194,13 +193,13 @@ class StepGraphs:
         outcome: device memory for outcomes, which are written at its beginning.
     """
 
-    def __init__(self, models: StepModels, lists_LW: Tensor, trim: TrimLists, outcome: Tensor) -> None:
+    def __init__(self, models: DeviceModels, lists_LW: Tensor, trim: TrimLists, outcome: Tensor) -> None:
         self._models, self._lists_LW, self._trim, self._outcome = models, lists_LW, trim, outcome
         self._passes: dict[PassKind, DraftPass | TargetPass] = {}
         self._graphs: dict[PassKind, torch.cuda.CUDAGraph] = {}
         self._pool: Any = None  # shared memory of the graphs; Any: PyTorch's type is private
 
-    def rebuild(self, models: StepModels) -> None:
+    def rebuild(self, models: DeviceModels) -> None:
         """Drop everything that was made with other models."""
         self._models = models
         self._passes.clear()
@@ -208,7 +207,7 @@ class StepGraphs:
         self._pool = None
 
     def parts(self, kind: PassKind) -> tuple[str, ...]:
-        """Return the timed parts of a step with this target pass, see `iteration.Iteration.parts`."""
+        """Return the timed parts of a step with this target pass, see `TargetPass.parts`."""
         target = self._pass(kind)
         assert isinstance(target, TargetPass), "only the target's pass has parts"
         return target.parts
@@ -259,10 +258,12 @@ class StepGraphs:
         return found
 
     def _drafting(self, kind: PassKind) -> DraftPass:
-        return self._models.drafting(self._requests(kind), self._outcome_of(kind), filters=kind.filters)
+        times = self._outcome_of(kind).times
+        return DraftPass(self._models, self._requests(kind), times, filters=kind.filters)
 
     def _iteration(self, kind: PassKind, masks: MakeMasks | None = None) -> TargetPass:
-        return self._models.iteration(
+        return TargetPass(
+            self._models,
             self._requests(kind),
             self._outcome_of(kind),
             self._trim,

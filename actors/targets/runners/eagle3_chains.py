@@ -4,7 +4,7 @@ Drafting runs one pass per token of a chain, with one row for each request that 
 writes the entries of the target's rows. All indices are computed on the device from the participating
 requests, so that no step waits for the host and a step's chain is captured in one graph, as a block is. Rows
 after the last used one are padding: their K/V go to the skip slot, their features to the skip page. Called by
-`draft_pass.py` and `target_pass.py`.
+`step_passes.py`.
 
     x of the page before ─▶ [link 1] ─▶ token, x ─▶ [link 2] ─▶ token, x ─▶ ..   while any request drafts
     requests   a  b  c      rows a b c              rows a c .                   (b had one draft)
@@ -14,6 +14,7 @@ Legend: R requests, N rows, P pages, m taps, H hidden.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
@@ -28,7 +29,10 @@ from ....drafter.step.gpu_triton.inputs.row_layout import (
     lay_out_rows,
     write_drafts,
 )
-from .tp_sampling import TPSampler, choose_drafts
+from .tp_sampling import Head
+
+# Returns a draft and its margin of each row: of a head, hidden states, slots and positions.
+ChooseDrafts = Callable[[Head, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,9 +52,11 @@ class Eagle3Chains:
         shape = cache.num_pages + 1, drafter.config.hidden_size
         return cls(drafter, cache, torch.zeros(shape, dtype=drafter.dtype, device=drafter.device))
 
-    def draft(self, models: TPSampler, requests: DeviceStepRequests, *, filters: bool) -> None:
-        """Write drafts after the known tokens, and their margins into the workspace."""
-        tables, num_requests = models.states.tables, len(requests.slots_R)
+    def draft(
+        self, requests: DeviceStepRequests, tables: SlotTables, margins_N: Tensor, choose: ChooseDrafts
+    ) -> None:
+        """Write drafts after the known tokens, and their margins into `margins_N`."""
+        num_requests = len(requests.slots_R)
         first_R, begins_R = requests.cu_rows_R1[:-1], _slots(requests)
         x_RH = self._previous_features(tables, requests, tables.num_computed.index_select(0, begins_R))
         x_RH = torch.cat((x_RH, x_RH[:1]))  # a row for padding
@@ -63,15 +69,13 @@ class Eagle3Chains:
             )
             next_rows = replace(rows, positions_N=rows.positions_N + 1)
             head_inputs = (normed_NH, next_rows.slots_N, next_rows.positions_N)
-            chosen_N, margins_N = choose_drafts(
-                models, _FullHead(self.drafter), *head_inputs, filters=filters
-            )
+            chosen_N, chosen_margins_N = choose(_FullHead(self.drafter), *head_inputs)
             write_drafts(chosen_N, next_rows, tables)
             x_RH = x_RH.index_copy(0, owners_N, x_NH)
             # An anchor's margin is unused, so padding's margins are written to the first anchor's.
             places_N = first_R.index_select(0, owners_N.clamp(max=num_requests - 1)).long() + 1 + depth
             places_N = places_N.masked_fill(owners_N == num_requests, 0)
-            models.workspace.margins_N.index_copy_(0, places_N, margins_N)
+            margins_N.index_copy_(0, places_N, chosen_margins_N)
 
     def inject(
         self,
@@ -121,7 +125,7 @@ class Eagle3Chains:
 
 @dataclass(frozen=True, slots=True)
 class _FullHead:
-    """A drafter's head as `choosing.Head`: every rank gets all logits."""
+    """A drafter's head as `tp_sampling.Head`: every rank gets all logits."""
 
     drafter: Eagle3Drafter
     is_split = False

@@ -34,7 +34,13 @@ from ....drafter.compute.memory.kv_cache import PagedKVCache
 from ....drafter.compute.memory.recurrent_state_cache import MAX_SAVES
 from ....drafter.dflash.model import DFlashDrafter
 from ....drafter.step.gpu_triton.inputs.row_layout import NUM_LISTS, DeviceStepRequests, pack
-from ....drafter.step.gpu_triton.inputs.upload import Upload
+from ....drafter.step.gpu_triton.inputs.transfers import (
+    MAX_IN_FLIGHT,
+    PendingResult,
+    ResultCopier,
+    StepOutput,
+    Upload,
+)
 from ....drafter.step.gpu_triton.recurrent_states import num_save_values, pack_saves
 from ....drafter.step.gpu_triton.verification import TrimLists
 from ....drafter.step.sampling.logprobs import num_packed_values
@@ -43,8 +49,7 @@ from .cuda_graphs import StepGraphs, StepKinds
 from .grammar_masks import DeviceGrammarMasks
 from .logprobs import Computed, RequestedLogprobs
 from .runner_interface import Drafter, ReadsMeter
-from .step_output import MAX_IN_FLIGHT, PendingResult, ResultCopier, StepOutput
-from .target_pass import DeviceModels, MakeMasks, StepModels
+from .step_passes import DeviceModels, MakeMasks, TargetPass
 
 if TYPE_CHECKING:
     from ....drafter.grammars.matchers import GrammarStates
@@ -87,26 +92,28 @@ class _Pending:
     arrival: PendingResult
 
 
-class GpuStepRunner:
-    """Runs steps over any models with request state on the device.
+class GpuModelRunner:
+    """A loaded rank with device-driven steps.
 
     Args:
-        models: creates the steps' passes.
         max_requests: most requests that run at once.
         num_drafts: most drafts of a request.
         max_rows: most rows of a step.
         guide: given if requests may have grammars.
+        captures: whether decoding steps are captured as CUDA graphs.
     """
 
     def __init__(
         self,
-        models: StepModels,
+        models: DeviceModels,
         max_requests: int,
         num_drafts: int,
         max_rows: int,
         guide: DeviceGrammarMasks | None = None,
+        *,
+        captures: bool,
     ) -> None:
-        self._models, self._guide = models, guide
+        self.models, self._guide, self._captures = models, guide, captures
         self._kinds = StepKinds(max_requests, num_drafts, max_rows)
         self._capacity, self._num_drafts = DeviceStepRequests.list_length(max_requests), num_drafts
         states, lists = models.states, (2, NUM_LISTS, self._capacity)
@@ -143,13 +150,13 @@ class GpuStepRunner:
             self._guide.admit(plan)
         lists = [self._pack(plan, requests_G) for requests_G in (decoding, prompts)]
         lists.append(TrimLists.pack(plan.trim, decoding, self._capacity, self._num_drafts))
-        recurrent = self._models.recurrent
+        recurrent = self.models.recurrent
         if recurrent is not None:
             lists += [pack_saves(plan, requests_G, self._capacity) for requests_G in (decoding, prompts)]
-        self._upload.send(np.concatenate(lists, axis=None), self._models.states.changes(plan))
+        self._upload.send(np.concatenate(lists, axis=None), self.models.states.changes(plan))
         if recurrent is not None:
             recurrent.admit(plan)
-        models, values, num_values = self._models, self._outcomes.values, 0
+        models, values, num_values = self.models, self._outcomes.values, 0
         shares: list[_Share] = []
         passes: list[Computed] = []
         if len(decoding):
@@ -181,7 +188,7 @@ class GpuStepRunner:
 
     def collect(self) -> StepResult:
         step = self._pending.popleft()
-        plan, values, models = step.plan, step.arrival.wait(), self._models
+        plan, values, models = step.plan, step.arrival.wait(), self.models
         maximum = int(plan.num_drafts.max(initial=0))
         token_ids = np.full((plan.num_requests, 1 + maximum), -1, dtype=np.int32)
         num_tokens, num_drafts = (np.zeros(plan.num_requests, dtype=np.int32) for _ in range(2))
@@ -250,12 +257,18 @@ class GpuStepRunner:
         outcome = StepOutput.views_of(self._outcomes.values[offset:], num_requests, 1)
         filters = self._filters(plan, requests_G)
         masks = self._masks(plan, requests_G)
-        saves = None if plan.saves is None or self._models.recurrent is None else self._saves[1]
-        iteration = self._models.iteration(
-            requests, outcome, filters=filters, writes_context=plan.writes_context, masks=masks, saves=saves
+        saves = None if plan.saves is None or self.models.recurrent is None else self._saves[1]
+        pass_ = TargetPass(
+            self.models,
+            requests,
+            outcome,
+            filters=filters,
+            writes_context=plan.writes_context,
+            masks=masks,
+            saves=saves,
         )
-        hidden_NH = iteration.run()
-        return _Share(requests_G, iteration.parts, num_requests, 1), hidden_NH
+        hidden_NH = pass_.run()
+        return _Share(requests_G, pass_.parts, num_requests, 1), hidden_NH
 
     def _masks(self, plan: SchedulerOutput, requests_G: Indices) -> MakeMasks | None:
         """Return the function that makes these requests' masks; None if no grammar restricts them."""
@@ -266,29 +279,7 @@ class GpuStepRunner:
         return partial(self._guide.masks, plan, requests_G)
 
     def _filters(self, plan: SchedulerOutput, requests_G: Indices) -> bool:
-        return self._models.states.filters(plan.slots[requests_G])
-
-
-class GpuModelRunner(GpuStepRunner):
-    """A loaded rank with device-driven steps.
-
-    Args:
-        models, max_requests, num_drafts, max_rows, guide: see `GpuStepRunner`.
-        captures: whether decoding steps are captured as CUDA graphs.
-    """
-
-    def __init__(
-        self,
-        models: DeviceModels,
-        max_requests: int,
-        num_drafts: int,
-        max_rows: int,
-        guide: DeviceGrammarMasks | None = None,
-        *,
-        captures: bool,
-    ) -> None:
-        super().__init__(models, max_requests, num_drafts, max_rows, guide)
-        self.models, self._captures = models, captures
+        return self.models.states.filters(plan.slots[requests_G])
 
     @property
     def model(self) -> Decoder:
@@ -318,7 +309,7 @@ class GpuModelRunner(GpuStepRunner):
         else:
             assert self.models.chains is not None, "the new drafter has the kind of the old one"
             models = replace(self.models, chains=replace(self.models.chains, drafter=drafter))
-        self._models = self.models = models
+        self.models = models
         self._graphs.rebuild(self.models)
         self.prepare()
 

@@ -4,7 +4,7 @@
                                                       └─▶ masks ──────────────────────┘
 
 Steps without a grammar are not affected: they run ahead, as graphs. docs/decisions/grammars.md says why these
-do not. Called by `gpu_runner.py`; `target_pass.py` applies masks and drafts.
+do not. Called by `gpu_runner.py`; `step_passes.py` applies masks and drafts.
 
 Legend: G requests of one iteration, K most drafts.
 """

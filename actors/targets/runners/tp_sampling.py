@@ -1,7 +1,6 @@
-"""Token choices that all ranks share, on a device: of a split head the best local choice wins, by a
-collective.
+"""Collectives by which all ranks get the same tokens on a device: of a split head the best local choice wins.
 
-Called by `target_pass.py` for the target's rows, and by `draft_pass.py` for drafts, which have margins.
+Called by `step_passes.py` for the target's rows, and for drafts, which have margins.
 
 Legend: N rows, X rows that sample a token, K candidates of a row, U vocabulary of a rank, V of all.
 """
@@ -13,9 +12,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from ....drafter.step.gpu_triton.request_states import DeviceStates
-from ....drafter.step.gpu_triton.sampling.grammar_masks import DeviceMasks
-from ....drafter.step.gpu_triton.sampling.sampler import SamplingWorkspace, margins_between, sample_rows
+from ....drafter.step.gpu_triton.sampling.sampler import margins_between
 from ....drafter.step.gpu_triton.sampling.selector import Candidates
 from ..model.tensor_parallel import Communicator
 
@@ -33,86 +30,8 @@ class Head(Protocol):
     def local_logits(self, hidden_XH: Tensor, /) -> tuple[Tensor, int]: ...
 
 
-class TPSampler(Protocol):
-    """The parts of a loaded rank that choosing needs."""
-
-    @property
-    def states(self) -> DeviceStates: ...
-
-    @property
-    def workspace(self) -> SamplingWorkspace: ...
-
-    @property
-    def communicator(self) -> Communicator: ...
-
-
-def choose(
-    rank: TPSampler,
-    head: Head,
-    hidden_XH: Tensor,
-    slots_X: Tensor,
-    positions_X: Tensor,
-    *,
-    filters: bool,
-    masks: DeviceMasks | None,
-) -> Tensor:
-    """Return the target's token of each row, int64, equal on all ranks.
-
-    With a split head each rank chooses within its part of the vocabulary, and the best choice wins. Filters
-    and masks need all logits on every rank.
-    """
-    state, workspace, communicator = rank.states.sampling, rank.workspace, rank.communicator
-    sampling_inputs = (slots_X, positions_X, state)
-    if filters or masks is not None or not head.is_split:
-        logits_XV = head.logits(hidden_XH)
-        chosen_X, _ = sample_rows(
-            logits_XV, *sampling_inputs, filters=filters, workspace=workspace, masks=masks, checks=True
-        )
-        return communicator.broadcast(chosen_X)
-    logits_XU, first_id = head.local_logits(hidden_XH)
-    ids_X, scores_X = sample_rows(
-        logits_XU, *sampling_inputs, filters=False, workspace=workspace, vocab_start=first_id, checks=True
-    )
-    return best_of_ranks(ids_X, scores_X, communicator)
-
-
-def choose_drafts(
-    rank: TPSampler,
-    head: Head,
-    hidden_NH: Tensor,
-    slots_N: Tensor,
-    positions_N: Tensor,
-    *,
-    filters: bool,
-) -> tuple[Tensor, Tensor]:
-    """Return a draft (int64) and its margin (fp32) for each row, chosen like the target's tokens."""
-    state, workspace, communicator = rank.states.sampling, rank.workspace, rank.communicator
-    seconds_N = torch.empty(len(hidden_NH), dtype=torch.float32, device=hidden_NH.device)
-    is_split, first_id = head.is_split and not filters, 0
-    if is_split:
-        logits, first_id = head.local_logits(hidden_NH)
-    else:
-        logits = head.logits(hidden_NH)
-    ids_N, scores_N = sample_rows(
-        logits,
-        slots_N,
-        positions_N,
-        state,
-        filters=filters,
-        workspace=workspace,
-        vocab_start=first_id,
-        drafts=True,
-        seconds_N=seconds_N,
-    )
-    if is_split:
-        return surest_of_ranks(ids_N, scores_N, seconds_N, communicator)
-    return first_rank_s(ids_N, margins_between(scores_N, seconds_N), communicator)
-
-
 def first_rank_s(ids_N: Tensor, margins_N: Tensor, communicator: Communicator) -> tuple[Tensor, Tensor]:
-    """Return rank 0's drafts and margins, by one collective if there are several ranks."""
-    if communicator.world_size == 1:
-        return ids_N, margins_N
+    """Return rank 0's drafts and margins, by one collective."""
     ids_N, margins_N = communicator.broadcast(torch.stack((ids_N.int(), margins_N.view(torch.int32))))
     return ids_N.long(), margins_N.view(torch.float32)
 

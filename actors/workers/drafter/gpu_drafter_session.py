@@ -29,7 +29,7 @@ from ....drafter.step.gpu_triton.inputs.row_layout import (
     pack,
     write_drafts,
 )
-from ....drafter.step.gpu_triton.inputs.upload import Upload
+from ....drafter.step.gpu_triton.inputs.transfers import Upload
 from ....drafter.step.gpu_triton.request_states import DeviceStates
 from ....drafter.step.gpu_triton.sampling.sampler import SamplingWorkspace, margins_between, sample_rows
 from ....drafter.step.gpu_triton.sampling.selector import find_candidates, walk_paths

@@ -17,8 +17,7 @@ from ..backend import (
     PlacedRows,
     Projection,
 )
-from ..blocks.dflash2_block import convolve
-from ..blocks.transformer_block import OperatorBackend
+from ..blocks import OperatorBackend, convolve
 from ..layers.gated_delta_net import DeltaNetShape
 from ..layers.linear import Activation, HeadNorm, RMSNorm, gate
 from ..layers.moe import Experts, ExpertWeights, Route, RouterWeights

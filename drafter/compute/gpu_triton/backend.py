@@ -28,7 +28,7 @@ from ..backend import (
     PlacedRows,
     Projection,
 )
-from ..blocks.transformer_block import OperatorBackend
+from ..blocks import OperatorBackend
 from ..eager.moe_routing import LayerRouter
 from ..layers.gated_delta_net import DeltaNetShape
 from ..layers.linear import Activation, BlockLinear, Linear, RMSNorm, linear_of_blocks
@@ -49,12 +49,12 @@ from .attention.mla_prefill_plan import Expansion, ExpansionWorkspace, find_expa
 from .attention.norm_rope_kv_write import norm_rotate_write, write_context
 from .attention.paged_attention import MAX_HEAD_DIM, verify_attention
 from .common.c_compiler import why_not_launch
+from .common.element_ops import add_rms_norm, rms_norm, row_squares
 from .delta_net.dynamic_convolution import convolve
 from .delta_net.gated_delta_net import TritonDeltaNet
 from .linear.fp8_linear import QuantisedProjection, QuantisedWeight
 from .linear.gemm_choice import MeasuredChoice, Ranks
 from .linear.gemm_tiles import ProductWorkspace
-from .linear.norms import add_rms_norm, rms_norm, row_squares
 from .linear.projections import (
     ChosenProjection,
     LayerProjection,

@@ -1,7 +1,7 @@
 """Numba version of `../inputs/gumbel_noise.py`: the same integers, with polynomial logarithms.
 
 The logarithms are precise to about one unit in the last place, as on a GPU
-(`step/gpu_triton/sampling/gumbel_noise.py`). Used by `gumbel_argmax.py` and
+(`step/gpu_triton/sampling/sampling_metadata.py`). Used by `gumbel_argmax.py` and
 `selector.py`.
 """
 

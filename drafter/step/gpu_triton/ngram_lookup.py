@@ -3,7 +3,7 @@
 Each program scans its request's tokens backward in chunks and stops at a run of the greatest length. It
 writes the drafts after the known tokens, where `lay_out_rows` reads them. A pass has rows for all planned
 drafts, found or not; where nothing is found they hold token 0, which is verified like any draft. Called by
-`actors/targets/runners/draft_pass.py`.
+`actors/targets/runners/step_passes.py`.
 
 Legend: R requests.
 """

@@ -10,7 +10,7 @@ were accepted, and so how many records the next pass folds into the state, is kn
 
 Copies are rare compared to passes, which read and write every state, so they are not part of a graph. Copies
 run in order: the source of one may be overwritten by the next. Used by `actors/targets/runners/gpu_runner.py`
-and `target_pass.py`.
+and `step_passes.py`.
 
 Legend: S slots of requests, Z states, R requests of a pass, M saves of each, G requests by their places in
 the plan.

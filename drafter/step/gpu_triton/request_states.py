@@ -6,7 +6,7 @@ and slots. So a step can be launched before the host knows the result of the pre
 advances on the device.
 
 All tables are in one arena: a plan's admissions and new pages are word indices and new values (`changes`),
-which `drafter/step/gpu_triton/inputs/upload.py` uploads. Used by `actors/targets/runners/gpu_runner.py`.
+which `drafter/step/gpu_triton/inputs/transfers.py` uploads. Used by `actors/targets/runners/gpu_runner.py`.
 
 Legend: S slots, G page groups, P pages of a request, A admitted requests, R all of a step, M new page-table
 entries, or changes.
@@ -25,7 +25,7 @@ from ....cluster.step.scheduler_output import AdmittedRequest, SchedulerOutput
 from ...compute.memory.kv_cache import skip_slot
 from ..sampling.logprobs import LogprobSlots
 from .inputs.row_layout import Ints, SlotTables
-from .inputs.upload import Arena
+from .inputs.transfers import Arena
 from .sampling.sampling_metadata import DeviceSamplingMetadata, RuleTables, rule_entries
 
 MAX_STOP_TOKEN_IDS = 128  # per request: a row of the table that kernels read

@@ -1,7 +1,7 @@
 """Triton version of `drafter/step/sampling/verification.py` and of `RequestStates.advance`.
 
 One launch each; the host reads nothing and grids follow from shapes, so both can be captured in a CUDA graph.
-Called by `actors/targets/runners/target_pass.py`: `trim_drafts` before rows are laid out, and
+Called by `actors/targets/runners/step_passes.py`: `trim_drafts` before rows are laid out, and
 `accept_and_advance` after sampling.
 
 `trim_drafts` is `trimmed` of `cluster/speculation/draft_trimming.py` for a fixed number of rows, that of a
@@ -55,39 +55,22 @@ def accept_and_advance(
     """
     num_requests, width = len(requests.slots_R), requests.max_drafts + 1
     assert outcome_RW1.shape == (num_requests, width + 1), "room for all tokens, and their number"
+    # One warp reads all drafts of a request before it overwrites them.
     _accept_and_advance[num_requests,](
-        chosen_X,
-        requests.first_chosen_R,
-        requests.slots_R,
-        requests.cu_rows_R1,
-        requests.num_drafts_R,
-        requests.samples_R,
-        tables.token_ids,
-        tables.num_computed,
-        outcome_RW1,
-        tables.token_ids.stride(0),
+        chosen_X, requests.first_chosen_R, requests.slots_R, requests.cu_rows_R1, requests.num_drafts_R,
+        requests.samples_R, tables.token_ids, tables.num_computed, outcome_RW1, tables.token_ids.stride(0),
         width,
-        LANES=max(_WARP, triton.next_power_of_2(width)),
-        num_warps=1,  # one warp reads all drafts before it overwrites them
-    )
+        LANES=max(_WARP, triton.next_power_of_2(width)), num_warps=1,
+    )  # fmt: skip
 
 
 # After trimming, `num_drafts` is a view into the outcome with any alignment.
 @triton.jit(do_not_specialize=["width"], do_not_specialize_on_alignment=["num_drafts"])
 def _accept_and_advance(
-    chosen,
-    first_chosen,
-    slots,
-    cu_rows,
-    num_drafts,
-    samples,
-    token_ids,
-    num_computed,
-    outcome,
-    token_stride,
-    width,
+    chosen, first_chosen, slots, cu_rows, num_drafts, samples, token_ids, num_computed, outcome,
+    token_stride, width,
     LANES: tl.constexpr,
-):
+):  # fmt: skip
     request = tl.program_id(0)
     lanes = tl.arange(0, LANES)
     outcome += request * (width + 1)
@@ -189,26 +172,13 @@ def trim_drafts(
     cu_rows_R1 = torch.empty_like(drafted.cu_rows_R1)
     worths_N = torch.empty(places, dtype=torch.float32, device=margins_N.device)
     kept_before_N1 = torch.empty(places + 1, dtype=torch.int32, device=margins_N.device)
+    # `PLACES` is that of the largest step: one compiled kernel for all.
     _trim_drafts[1,](
-        drafted.cu_rows_R1,
-        drafted.num_drafts_R,
-        margins_N,
-        lists.weights_R,
-        lists.bias_R,
-        lists.bias_K,
-        lists.slope_K,
-        worths_N,
-        kept_before_N1,
-        cu_rows_R1,
-        num_drafts_R,
-        margins_RD,
-        num_requests,
-        num_rows,
-        maximum,
-        REQUESTS=_REQUESTS,
-        PLACES=triton.next_power_of_2(len(margins_N)),  # of the largest step: one compiled kernel for all
-        num_warps=8,
-    )
+        drafted.cu_rows_R1, drafted.num_drafts_R, margins_N, lists.weights_R, lists.bias_R, lists.bias_K,
+        lists.slope_K, worths_N, kept_before_N1, cu_rows_R1, num_drafts_R, margins_RD, num_requests,
+        num_rows, maximum,
+        REQUESTS=_REQUESTS, PLACES=triton.next_power_of_2(len(margins_N)), num_warps=8,
+    )  # fmt: skip
     return replace(
         drafted,
         cu_rows_R1=cu_rows_R1,
@@ -223,24 +193,10 @@ def trim_drafts(
     do_not_specialize_on_alignment=["margins_home", "new_num_drafts"],
 )
 def _trim_drafts(
-    cu_rows,
-    num_drafts,
-    margins,
-    weights,
-    request_biases,
-    biases,
-    slopes,
-    worths,
-    kept_before,
-    new_cu_rows,
-    new_num_drafts,
-    margins_home,
-    num_requests,
-    room,
-    most,
-    REQUESTS: tl.constexpr,
-    PLACES: tl.constexpr,
-):
+    cu_rows, num_drafts, margins, weights, request_biases, biases, slopes, worths, kept_before, new_cu_rows,
+    new_num_drafts, margins_home, num_requests, room, most,
+    REQUESTS: tl.constexpr, PLACES: tl.constexpr,
+):  # fmt: skip
     for begin in range(0, num_requests, REQUESTS):
         requests = begin + tl.arange(0, REQUESTS)
         is_request = requests < num_requests

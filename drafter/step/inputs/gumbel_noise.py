@@ -4,7 +4,7 @@ The Gumbel-max trick: argmax(log p + g) with independent standard Gumbel g is a 
 1954; Maddison et al., arXiv 1411.0030). Shared by drafter and target, it couples their samples (Daliri et
 al., arXiv 2408.07978).
 
-The definition, in NumPy and PyTorch; `step/gpu_triton/sampling/gumbel_noise.py` and
+The definition, in NumPy and PyTorch; `step/gpu_triton/sampling/sampling_metadata.py` and
 `step/cpu_numba/gumbel_noise.py` compute the same. Integers are equal everywhere, logarithms to about one unit
 in the last place.
 

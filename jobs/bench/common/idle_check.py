@@ -1,8 +1,8 @@
 """Records whether the machine was idle during a measurement: CPU time of other processes, steal, throttling.
 
 "The machine" is the set of cores that this process may use; "own" is this process with its children that have
-ended (`tests/benchmarks/process_tree.py` also follows servers and Ray's daemons). Linux only: elsewhere all
-figures are unknown. The results are part of every benchmark's figures.
+ended (`tests/benchmarks/processes/process_tree.py` also follows servers and Ray's daemons). Linux only:
+elsewhere all figures are unknown. The results are part of every benchmark's figures.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Target and drafter of any shape with random weights, created on the device.
 
 They measure the cost of a step without a checkpoint: no weights are read from disk or pass through host
-memory. The output of such a pair is noise; `tests/benchmarks/widen.py` makes wide pairs that produce text and
-accepted drafts. Called by `jobs/bench/step_cost.py`; the doctor takes shapes from here.
+memory. The output of such a pair is noise; `tests/benchmarks/engine/widen.py` makes wide pairs that produce
+text and accepted drafts. Called by `jobs/bench/step_cost.py`; the doctor takes shapes from here.
 """
 
 from __future__ import annotations

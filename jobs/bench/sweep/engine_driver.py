@@ -1,7 +1,7 @@
 """Puts a closed loop on an engine in this process, steps it, and records each update with its time.
 
-Tokens are not decoded to text, and no server is involved; `tests/benchmarks/serve_tax.py` measures what HTTP
-adds.
+Tokens are not decoded to text, and no server is involved; `tests/benchmarks/serving/serve_tax.py` measures
+what HTTP adds.
 """
 
 from __future__ import annotations

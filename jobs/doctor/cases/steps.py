@@ -26,7 +26,7 @@ from ....drafter.step.gpu_triton.inputs.row_layout import (
     write_drafts,
 )
 from ....drafter.step.gpu_triton.inputs.row_layout import DeviceStepRows as DeviceRows
-from ....drafter.step.gpu_triton.inputs.upload import Upload
+from ....drafter.step.gpu_triton.inputs.transfers import Upload
 from ....drafter.step.gpu_triton.request_states import DeviceStates
 from ....drafter.step.gpu_triton.sampling.sampler import SamplingWorkspace, margins_between, sample_rows
 from ....drafter.step.gpu_triton.sampling.sampling_metadata import DeviceSamplingMetadata

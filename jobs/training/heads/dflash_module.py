@@ -2,7 +2,7 @@
 
 Drafts all blocks of a sequence in one pass. DFlash2's convolutions around sublayers and selector start
 without effect: identity kernels, and a zero codebook. The inference code is `drafter/dflash/model.py`, which
-keeps context K/V in pages, `drafter/compute/blocks/dflash2_block.py` and
+keeps context K/V in pages, `drafter/compute/blocks.py` and
 `drafter/step/sampling/selector.py`; embedding and head are the target's.
 
 Shapes: B sequences, T context tokens, A anchors per sequence, S block size, D width, F tapped features, H

@@ -12,7 +12,7 @@ from typing import Any
 import jsonschema
 import numpy as np
 import pytest
-from benchmarks.grammars import GrammarOptions, run_grammars
+from benchmarks.engine.grammars import GrammarOptions, run_grammars
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from llguidance import LLMatcher

@@ -37,7 +37,7 @@ from manta.drafter.grammars.compiler import GrammarCompiler, GrammarError
 from manta.drafter.grammars.matchers import GrammarStates
 from manta.drafter.step.cpu_numba.step_ops import LoopStepOperators
 from support.checkpoints.text_pair import VOCAB, LiveServer, make_text_pair
-from trials.abuse_grammars import HOSTILE, SHORT, STATUSES, chain
+from trials.abuse.abuse_grammars import HOSTILE, SHORT, STATUSES, chain
 
 EOS = (0, 2)
 LONGEST_PAUSE_S = 2.0  # 0.2 s on an idle machine

@@ -19,7 +19,7 @@ from manta.cluster.step.scheduler_output import SchedulerOutput, StateEntry, Sta
 from manta.drafter.compute.memory.recurrent_state_cache import StateMemory
 from manta.drafter.step import recurrent_states as host
 from manta.drafter.step.gpu_triton.inputs.row_layout import DeviceStepRequests, pack
-from manta.drafter.step.gpu_triton.inputs.upload import Upload
+from manta.drafter.step.gpu_triton.inputs.transfers import Upload
 from manta.drafter.step.gpu_triton.recurrent_states import DeviceRecurrent, pack_saves
 from manta.drafter.step.gpu_triton.request_states import DeviceStates
 from manta.drafter.step.request_states import requests_of

@@ -6,8 +6,8 @@ import json
 from pathlib import Path
 
 import pytest
-from benchmarks.engine_hosts import Turn
-from benchmarks.shared_drafter import (
+from benchmarks.engine.engine_hosts import Turn
+from benchmarks.engine.shared_drafter import (
     SharedDrafterOptions,
     measure,
     print_point,

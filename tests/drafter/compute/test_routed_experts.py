@@ -9,7 +9,7 @@ import pytest
 import torch
 from manta.drafter.compute.backend import Backend, BlockWeights, DenseMLP, RoutedExperts
 from manta.drafter.compute.batch_invariance import rows_are_invariant
-from manta.drafter.compute.blocks.mlp import Mlp
+from manta.drafter.compute.blocks import Mlp
 from manta.drafter.compute.cpu_numba.backend import NumbaBackend
 from manta.drafter.compute.eager.backend import TorchBackend
 from manta.drafter.compute.eager.moe_routing import choose

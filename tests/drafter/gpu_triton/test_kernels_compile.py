@@ -614,10 +614,8 @@ VARIANTS: dict[str, list[Variant]] = {
             "_save_accepted", "positions num_computed states_of_slots slots saves", i32="saves_stride"
         ),
     ],
-    "step.gpu_triton.inputs.upload": [
+    "step.gpu_triton.inputs.transfers": [
         Variant("_write_words", _pointers(i32="changes arena") | {"count": "i32"}, {"CHANGES": 1024}),
-    ],
-    "step.gpu_triton.inputs.timestamps": [
         Variant("_stamp", _pointers(i64="times") | {"index": "i32"}, {}, 1),
     ],
     "compute.gpu_triton.attention.paged_attention": [
@@ -642,7 +640,7 @@ VARIANTS: dict[str, list[Variant]] = {
         _work(split_keys=0, run_splits=0),
         _work(split_keys=256, run_splits=16),
     ],
-    "compute.gpu_triton.linear.norms": [
+    "compute.gpu_triton.common.element_ops": [
         _norm(4096, 16),
         _norm(4096, 16, add=False),
         _norm(2880, 16),
@@ -652,16 +650,12 @@ VARIANTS: dict[str, list[Variant]] = {
         _norm(3840, 16, weight="fp32"),  # Gemma 3
         _norm(3840, 16, weight="fp32", add=False),
         _norm(5376, 16, weight="fp32", scaled=True),  # Gemma 4
+        *(_gate(12288, dtype, gelu=gelu) for dtype in ("bf16", "fp32") for gelu in (False, True)),
     ],
     "compute.gpu_triton.delta_net.dynamic_convolution": [
         _convolve(6656, residual=False),
         _convolve(6656, residual=True),
         _convolve(5120, residual=True, dtype="fp32"),
-    ],
-    "compute.gpu_triton.linear.activations": [
-        _gate(dim, dtype, gelu=gelu)
-        for dim, dtype in ((12288, "bf16"), (12288, "fp32"))
-        for gelu in (False, True)
     ],
     "compute.gpu_triton.linear.skinny_gemm": [
         _product(6144, 4096, 16, "norm"),  # Qwen3-8B: qkv

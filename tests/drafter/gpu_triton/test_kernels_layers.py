@@ -16,8 +16,7 @@ from manta.drafter.compute.gpu_triton.attention.norm_rope_kv_write import (
     norm_rotate_write,
     write_context,
 )
-from manta.drafter.compute.gpu_triton.linear.activations import gate
-from manta.drafter.compute.gpu_triton.linear.norms import add_rms_norm, rms_norm, warps_for
+from manta.drafter.compute.gpu_triton.common.element_ops import add_rms_norm, gate, rms_norm, warps_for
 from manta.drafter.compute.layers.linear import Activation, HeadNorm, RMSNorm
 from manta.drafter.compute.layers.linear import gate as gate_of_the_layer
 from manta.drafter.compute.layers.rope import RopeConfig, RotaryEmbedding

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from manta.drafter.compute.gpu_triton.linear.activations import gate
+from manta.drafter.compute.gpu_triton.common.element_ops import gate
 from manta.drafter.compute.gpu_triton.linear.fp8_linear import QuantisedProjection, QuantisedWeight
 from manta.drafter.compute.gpu_triton.linear.gemm_choice import MeasuredChoice
 from manta.drafter.compute.gpu_triton.linear.gemm_tiles import ProductWorkspace, plan_product

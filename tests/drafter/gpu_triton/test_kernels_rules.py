@@ -11,7 +11,7 @@ pytest.importorskip("triton")
 from manta import SamplingParams
 from manta.cluster.request.request import LogitsProcessorParams
 from manta.drafter.step.gpu_triton.inputs.row_layout import SlotTables
-from manta.drafter.step.gpu_triton.inputs.upload import Arena
+from manta.drafter.step.gpu_triton.inputs.transfers import Arena
 from manta.drafter.step.gpu_triton.sampling.logits_processors import apply_rules as apply_rules_in_kernels
 from manta.drafter.step.gpu_triton.sampling.sampling_metadata import (
     RULE_LIMITS,

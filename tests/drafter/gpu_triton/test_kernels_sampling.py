@@ -11,14 +11,16 @@ import torch
 import triton
 import triton.language as tl
 from manta.actors.targets.runners.tp_sampling import surest_of_ranks
-from manta.drafter.step.gpu_triton.sampling.gumbel_noise import negative_gumbel as negative_gumbel_in_kernel
-from manta.drafter.step.gpu_triton.sampling.gumbel_noise import noise_keys as noise_keys_in_kernel
 from manta.drafter.step.gpu_triton.sampling.sampler import (
     DeviceSamplingMetadata,
     SamplingWorkspace,
     margins_between,
 )
 from manta.drafter.step.gpu_triton.sampling.sampler import sample_rows as sample_rows_in_kernels
+from manta.drafter.step.gpu_triton.sampling.sampling_metadata import (
+    negative_gumbel as negative_gumbel_in_kernel,
+)
+from manta.drafter.step.gpu_triton.sampling.sampling_metadata import noise_keys as noise_keys_in_kernel
 from manta.drafter.step.inputs.gumbel_noise import negative_gumbel, noise_keys
 from manta.drafter.step.inputs.sampling_metadata import SamplingMetadata
 from manta.drafter.step.sampling.sampler import sample_rows, sample_with_margins

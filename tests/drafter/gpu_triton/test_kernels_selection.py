@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from manta.actors.targets.runners.tp_sampling import candidates_of_ranks
-from manta.drafter.compute.blocks.dflash2_block import convolve
+from manta.drafter.compute.blocks import convolve
 from manta.drafter.compute.gpu_triton.delta_net.dynamic_convolution import convolve as convolve_in_kernel
 from manta.drafter.step.gpu_triton.inputs.row_layout import DeviceStepRows as DeviceRows
 from manta.drafter.step.gpu_triton.sampling.sampler import SamplingWorkspace

@@ -20,7 +20,7 @@ from manta.drafter.step.gpu_triton.inputs.row_layout import (
     lay_out_rows,
     write_drafts,
 )
-from manta.drafter.step.gpu_triton.inputs.upload import Upload
+from manta.drafter.step.gpu_triton.inputs.transfers import Upload
 from manta.drafter.step.gpu_triton.request_states import DeviceStates
 from manta.drafter.step.gpu_triton.sampling.sampling_metadata import DeviceSamplingMetadata
 from manta.drafter.step.gpu_triton.verification import accept_and_advance

@@ -8,8 +8,8 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from benchmarks.batch import BatchBenchOptions, run_batch_bench
-from benchmarks.soak_batch import ENGINE_BYTES, check_rows, run_soak
+from benchmarks.batch.batch import BatchBenchOptions, run_batch_bench
+from benchmarks.batch.soak_batch import ENGINE_BYTES, check_rows, run_soak
 from manta.cluster.config import EngineConfig
 from manta.cluster.errors import ConfigError, MantaError
 from support.checkpoints.text_pair import make_text_pair

@@ -14,11 +14,11 @@ from pathlib import Path
 import httpx
 import openai
 import pytest
-from benchmarks.soak_serve import complaints, overload, overload_complaints, run_soak
+from benchmarks.serving.soak_serve import complaints, overload, overload_complaints, run_soak
 from support.checkpoints.text_pair import make_text_pair
 from support.servers.served import Served, wait_for
-from trials.serving_chaos import CONTROLLER, REPLICA, WORKER, Setup, Trial
-from trials.serving_load import Load
+from trials.serving.serving_chaos import CONTROLLER, REPLICA, WORKER, Setup, Trial
+from trials.serving.serving_load import Load
 
 SEATS, QUEUE = 8, 8
 CONTEXT = 4096  # streams can last longer than a server that ends waits for them

@@ -12,7 +12,7 @@ from pathlib import Path
 import httpx
 import pytest
 import ray
-from benchmarks.scale import Asked, Moment, ScaleOptions, Seen, run_scale, summary
+from benchmarks.serving.scale import Asked, Moment, ScaleOptions, Seen, run_scale, summary
 from manta.cluster.errors import ConfigError
 from manta.cluster.fleet.autoscaling import ScalingRules
 from manta.cluster.metrics.fleet_metrics import SCALING_CATALOGUE

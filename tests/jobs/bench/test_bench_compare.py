@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 import torch
 from benchmarks.cli import main
-from benchmarks.compare import CompareOptions, run_compare
-from benchmarks.contender_server import OpenAIServer
-from benchmarks.contenders import HuggingFaceGenerate, TransformersTarget
+from benchmarks.comparison.compare import CompareOptions, run_compare
+from benchmarks.comparison.contender_server import OpenAIServer
+from benchmarks.comparison.contenders import HuggingFaceGenerate, TransformersTarget
 from manta.actors.http.config.settings import ServerSettings
 from manta.cluster.config import EngineConfig
 from manta.cluster.errors import ConfigError, DatasetError

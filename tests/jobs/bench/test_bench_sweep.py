@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 import pytest
 from benchmarks.arrivals import Arrivals
+from benchmarks.engine.policy_sweep import HOSTILE, MixedSource, run_policy_sweep, shuffled
+from benchmarks.engine.starts import StartsOptions, hold, run_starts
 from benchmarks.options import PolicySweepOptions
-from benchmarks.policy_sweep import HOSTILE, MixedSource, run_policy_sweep, shuffled
-from benchmarks.starts import StartsOptions, hold, run_starts
 from hypothesis import given
 from hypothesis import strategies as st
 from manta.actors.engine.uniproc_executor import make_executor

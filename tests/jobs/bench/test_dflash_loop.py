@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from benchmarks.contenders import TransformersTarget
-from benchmarks.dflash_loop import LoopDrafter, dflash_loop
+from benchmarks.comparison.contenders import TransformersTarget
+from benchmarks.comparison.dflash_loop import LoopDrafter, dflash_loop
 from manta.actors.tokenization.tokenizer import Tokenizer
 from manta.cluster.errors import ConfigError
 from safetensors.torch import load_file

@@ -15,9 +15,9 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from benchmarks.busy_processes import busy_processes
-from benchmarks.cpu_quota import quota_group
-from benchmarks.process_tree import TreeWatch
+from benchmarks.processes.busy_processes import busy_processes
+from benchmarks.processes.cpu_quota import quota_group
+from benchmarks.processes.process_tree import TreeWatch
 from manta.actors.system.host_resources import ControlGroup
 from manta.cluster.errors import ConfigError
 from manta.jobs.bench.common.idle_check import IDLE_SHARE, Idleness, Watch, print_warning
@@ -202,7 +202,7 @@ def test_no_busy_process_remains_after_any_error() -> None:
 
 def test_a_busy_process_ends_when_its_parent_is_killed() -> None:
     script = (
-        "from benchmarks.busy_processes import busy_processes\n"
+        "from benchmarks.processes.busy_processes import busy_processes\n"
         "import time\n"
         "with busy_processes(1) as (pid,):\n"
         "    print(pid, flush=True)\n"

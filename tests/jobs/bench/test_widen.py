@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from benchmarks.widen import Width, widen_pair
+from benchmarks.engine.widen import Width, widen_pair
 from manta import LLM, SamplingParams
 from manta.actors.targets.families import read_model
 from manta.actors.tokenization.tokenizer import Tokenizer

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from benchmarks.json_logs import log_prompts
+from benchmarks.engine.json_logs import log_prompts
 from manta.actors.capture.records import CapturedRecord, segment_path
 from manta.actors.tokenization.tokenizer import Tokenizer
 from manta.cluster.errors import ConfigError, DatasetError

@@ -34,7 +34,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ...backend import Device, Ints
-from ..common.launch import dependent_launch, wait_for_predecessor
+from ..common.element_ops import dependent_launch, wait_for_predecessor
 
 _PROGRAMS_PER_PROCESSOR = 2  # registers and shared memory hold two blocks of 64 rows
 _PROGRAMS_INTERPRETED = 4
@@ -180,7 +180,7 @@ def plan_tiles(kind: AttentionKind, max_rows: int, *, batch_invariant: bool = Fa
         wanted_rows, most_rows = _INVARIANT_BLOCK_ROWS, values // 2 // tile_width(kind.v_head_dim)
     else:
         wanted_rows, most_rows = max_rows * group, min(_MAX_BLOCK_ROWS, values // width)
-    block_rows = max(_MIN_BLOCK_ROWS, _power_of_two_above(max(min(wanted_rows, most_rows), group)))
+    block_rows = max(_MIN_BLOCK_ROWS, triton.next_power_of_2(max(min(wanted_rows, most_rows), group)))
     wide = block_rows > 64 or block_rows * width > 8192 or kind.dtype.itemsize == 4
     return TilePlan(
         block_rows=block_rows,
@@ -201,11 +201,7 @@ def _block_keys(width: int, itemsize: int) -> int:
 
 def tile_width(head_dim: int) -> int:
     """Return the columns of a tile that holds such heads; the rest is masked."""
-    return max(_power_of_two_above(head_dim), _MIN_WIDTH)
-
-
-def _power_of_two_above(number: int) -> int:
-    return 1 << (number - 1).bit_length()
+    return max(triton.next_power_of_2(head_dim), _MIN_WIDTH)
 
 
 HEADER = tl.constexpr(2)  # numbers before the lists

@@ -30,7 +30,7 @@ from ...eager.mla import split_queries
 from ...layers.mla import MLALayer
 from ...layers.rope import RotaryEmbedding
 from ...memory.kv_cache import PagedKVCache
-from ..common.launch import dependent_launch, wait_for_predecessor
+from ..common.element_ops import dependent_launch, wait_for_predecessor
 from .attention_tiles import AttentionKind, PagedRows, WorkList
 from .mla_prefill import attend_expanded
 from .mla_prefill_plan import Expansion, ExpansionWorkspace

@@ -28,11 +28,10 @@ import triton.language as tl
 from torch import Tensor
 
 from ...layers.mla import MLALayer
-from ..common.launch import dependent_launch, wait_for_predecessor
+from ..common.element_ops import dependent_launch, wait_for_predecessor
 from .attention_tiles import find_request, tile_width
-from .key_tiles import inside
+from .key_tiles import add_parts, inside, no_part
 from .mla_prefill_plan import Expansion, gather
-from .split_kv_reduce import add_parts, no_part
 
 _LOG2_E = tl.constexpr(1.4426950408889634)
 _FP32_PRODUCT = tl.constexpr("tf32x3")  # see `key_tiles.py`

@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ...layers.mla import MLALayer
-from ..common.launch import dependent_launch, wait_for_predecessor
+from ..common.element_ops import dependent_launch, wait_for_predecessor
 from .attention_tiles import PagedRows
 
 PIECE_KEYS = 4096  # large enough that rereading a tile's sums is cheap compared to its attention

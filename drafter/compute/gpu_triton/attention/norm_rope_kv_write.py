@@ -25,7 +25,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..common.launch import dependent_launch, wait_for_predecessor
+from ..common.element_ops import dependent_launch, wait_for_predecessor
 
 _ELEMENTS_PER_PROGRAM = 512  # 8 of each half of a head per thread of a warp: 16 bytes a load in bf16
 

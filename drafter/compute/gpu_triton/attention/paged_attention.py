@@ -35,7 +35,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..common.launch import dependent_launch, wait_for_predecessor
+from ..common.element_ops import dependent_launch, wait_for_predecessor
 from .attention_tiles import (
     HEADER,
     AttentionKind,
@@ -46,8 +46,7 @@ from .attention_tiles import (
     first_seen,
     tile_width,
 )
-from .key_tiles import attend_piece, inside, key_tiles
-from .split_kv_reduce import add_slots, is_last, store_part
+from .key_tiles import add_slots, attend_piece, inside, is_last, key_tiles, store_part
 
 _LOG2_E = tl.constexpr(1.4426950408889634)
 MAX_HEAD_DIM = 512  # the largest whose tiles fit into registers and shared memory

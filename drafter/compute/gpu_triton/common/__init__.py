@@ -1,1 +1,1 @@
-"""Launch options of all Triton kernels."""
+"""Kernels over elements of rows, and what all kernels share. Start with `element_ops.py`."""

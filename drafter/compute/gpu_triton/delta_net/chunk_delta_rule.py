@@ -31,7 +31,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..common.launch import dependent_launch, wait_for_predecessor
+from ..common.element_ops import dependent_launch, wait_for_predecessor
 from .recurrent_delta_rule import (
     MOST_ROWS,
     DeltaPass,

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from ...eager.delta_rule import EPS
 from ...memory.recurrent_state_cache import MAX_SAVES
-from ..common.launch import dependent_launch, wait_for_predecessor
+from ..common.element_ops import dependent_launch, wait_for_predecessor
 from .recurrent_delta_rule import DeltaPass, rows_of
 
 _ROWS = 16  # per program: a verified block

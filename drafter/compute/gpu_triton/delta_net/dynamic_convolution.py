@@ -1,4 +1,4 @@
-"""Triton version of `compute/blocks/dflash2_block.py`: DFlash2's convolution in one launch.
+"""Triton version of `compute/blocks.py`: DFlash2's convolution in one launch.
 
 Each program has some rows and some groups of channels; a row is loaded again for each tap. Memory bound: a
 few kilobytes per row. Called by `drafter/compute/gpu_triton/backend.py`.
@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..common.launch import dependent_launch, wait_for_predecessor
+from ..common.element_ops import dependent_launch, wait_for_predecessor
 
 _ROWS, _COLUMNS = 4, 256  # per program
 

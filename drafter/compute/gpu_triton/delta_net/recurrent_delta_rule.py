@@ -26,7 +26,7 @@ from torch import Tensor
 
 from ...layers.gated_delta_net import DeltaNetShape
 from ...memory.recurrent_state_cache import MAX_SAVES, DeviceStateRows, StateMemory
-from ..common.launch import dependent_launch, wait_for_predecessor
+from ..common.element_ops import dependent_launch, wait_for_predecessor
 
 MOST_ROWS = 16  # known rows of a request; longer ones run in chunks if allowed
 _COLUMNS = 16

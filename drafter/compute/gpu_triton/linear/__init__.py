@@ -1,1 +1,1 @@
-"""Linear layers, norms and activations in Triton. Start with `projections.py`."""
+"""Linear layers in Triton. Start with `projections.py`."""

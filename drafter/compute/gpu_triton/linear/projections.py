@@ -21,9 +21,8 @@ from torch import Tensor
 
 from ...backend import Projection
 from ...layers.linear import Activation, RMSNorm
-from .activations import gate
+from ..common.element_ops import add_rms_norm, gate, rms_norm
 from .gemm_tiles import ROW_TILES, ProductWorkspace, plan_product, row_tile
-from .norms import add_rms_norm, rms_norm
 from .skinny_gemm import Normed, multiply
 
 Use = Literal["plain", "normed", "gated", "added"]

@@ -28,8 +28,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ...layers.linear import Activation
-from ..common.launch import dependent_launch, wait_for_predecessor
-from .activations import activate
+from ..common.element_ops import activate, dependent_launch, wait_for_predecessor
 from .gemm_tiles import COLUMNS, ProductPlan, ProductWorkspace
 
 _FP32_PRODUCT = tl.constexpr("tf32x3")  # fp32 precision on tensor cores; fp16 and bf16 ignore it

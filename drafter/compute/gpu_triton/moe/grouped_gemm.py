@@ -26,8 +26,7 @@ from torch import Tensor
 
 from ...checkpoint.packed_4bit import Packed
 from ...layers.moe import ExpertActivation
-from ..common.launch import dependent_launch, wait_for_predecessor
-from ..linear.activations import expert_gate
+from ..common.element_ops import dependent_launch, expert_gate, wait_for_predecessor
 from .grouped_gemm_tiles import cut_weight
 from .moe_align import ExpertTiles
 from .unpack_4bit import bytes_at_once, split_words, unpack_int4, unpack_mxfp4

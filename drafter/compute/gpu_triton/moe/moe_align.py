@@ -23,7 +23,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..common.launch import dependent_launch, wait_for_predecessor
+from ..common.element_ops import dependent_launch, wait_for_predecessor
 from .grouped_gemm_tiles import max_tiles
 
 _CHUNK = 1024  # pairs per iteration

@@ -18,7 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ...layers.moe import MoeRouter
-from ..common.launch import dependent_launch, wait_for_predecessor
+from ..common.element_ops import dependent_launch, wait_for_predecessor
 
 _NO_DIVISION_BY_ZERO = tl.constexpr(1e-20)  # added to the sum of sigmoids
 

@@ -1,1 +1,1 @@
-"""A step's inputs on the GPU. Start with `row_layout.py`."""
+"""A step's inputs and transfers on the GPU. Start with `row_layout.py`."""

@@ -224,30 +224,13 @@ def _lay_out(requests: DeviceStepRequests, tables: SlotTables, mask_id: int | No
         slots_N=empty(num_rows, torch.int32),
     )
     _lay_out_rows[triton.cdiv(max(num_rows, num_requests), _ROWS),](
-        slots_R,
-        cu_rows_R1,
-        tables.token_ids,
-        tables.page_tables,
-        tables.num_computed,
-        rows.slots_N,
-        rows.positions_N,
-        kv_slots_GN,
-        rows.token_ids_N,
-        kv_lengths_R,
-        kv_stride,
-        num_rows,
-        num_requests,
-        tables.token_ids.stride(0),
-        tables.page_tables.stride(0),
-        tables.page_tables.stride(1),
-        tables.skip_slots,
-        mask_id or 0,
-        NUM_GROUPS=num_groups,
-        PAGE_SIZE=tables.page_size,
-        IS_BLOCK=mask_id is not None,
-        REQUESTS=_REQUESTS,
+        slots_R, cu_rows_R1, tables.token_ids, tables.page_tables, tables.num_computed, rows.slots_N,
+        rows.positions_N, kv_slots_GN, rows.token_ids_N, kv_lengths_R, kv_stride, num_rows, num_requests,
+        tables.token_ids.stride(0), tables.page_tables.stride(0), tables.page_tables.stride(1),
+        tables.skip_slots, mask_id or 0,
+        NUM_GROUPS=num_groups, PAGE_SIZE=tables.page_size, IS_BLOCK=mask_id is not None, REQUESTS=_REQUESTS,
         ROWS=_ROWS,
-    )
+    )  # fmt: skip
     return rows
 
 
@@ -261,44 +244,20 @@ def write_drafts(chosen_N: Tensor, rows: DeviceStepRows, tables: SlotTables) -> 
     num_rows = len(chosen_N)
     assert len(rows.slots_N) == num_rows, "a choice per row"
     _write_drafts[triton.cdiv(num_rows, _ROWS),](
-        chosen_N,
-        rows.slots_N,
-        rows.positions_N,
-        tables.num_computed,
-        tables.token_ids,
-        num_rows,
+        chosen_N, rows.slots_N, rows.positions_N, tables.num_computed, tables.token_ids, num_rows,
         tables.token_ids.stride(0),
-        ROWS=_ROWS,
-        num_warps=1,
-    )
+        ROWS=_ROWS, num_warps=1,
+    )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["kv_stride", "num_rows", "num_requests"])
 def _lay_out_rows(
-    slots,
-    cu_rows,
-    token_ids,
-    page_tables,
-    num_computed,
-    row_slots,
-    row_positions,
-    row_kv_slots,
-    row_token_ids,
-    kv_lengths,
-    kv_stride,
-    num_rows,
-    num_requests,
-    token_stride,
-    group_stride,
-    table_stride,
-    skip_slots,
-    mask_id,
-    NUM_GROUPS: tl.constexpr,
-    PAGE_SIZE: tl.constexpr,
-    IS_BLOCK: tl.constexpr,
-    REQUESTS: tl.constexpr,
+    slots, cu_rows, token_ids, page_tables, num_computed, row_slots, row_positions, row_kv_slots,
+    row_token_ids, kv_lengths, kv_stride, num_rows, num_requests, token_stride, group_stride, table_stride,
+    skip_slots, mask_id,
+    NUM_GROUPS: tl.constexpr, PAGE_SIZE: tl.constexpr, IS_BLOCK: tl.constexpr, REQUESTS: tl.constexpr,
     ROWS: tl.constexpr,
-):
+):  # fmt: skip
     """Lay out `ROWS` rows, and compute the K/V lengths of as many requests."""
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     owner = tl.zeros([ROWS], tl.int32)  # number of requests that end before the row

@@ -34,11 +34,12 @@ from torch import Tensor
 
 from .....cluster.step.scheduler_output import NOT_A_NUMBER
 from .grammar_masks import DeviceMasks, force_end_tokens, mask_tokens
-from .gumbel_noise import negative_gumbel, noise_keys
 from .logits_processors import apply_rules
 from .sampling_metadata import (
     DeviceSamplingMetadata,
     has_filters,
+    negative_gumbel,
+    noise_keys,
     read_filters,
     read_raw_logits,
     read_temperature,
@@ -150,42 +151,15 @@ def sample_rows(
     scores_N = torch.empty(num_rows, dtype=torch.float32, device=logits_NV.device)
     memory = workspace.filters
     _choose[chunks, num_rows](  # a row's programs start together: its last one works while others read
-        logits_NV,
-        logits_NV.stride(0),
-        positions_N,
-        state.min_length,
-        state.stop_ids,
-        slots_N,
-        state.temperature,
-        state.top_k,
-        state.top_p,
-        state.min_p,
-        state.seed,
-        workspace.num_done_N,
-        workspace.score_NC,
-        workspace.id_NC,
-        workspace.second_NC,
-        memory.group_max_NG,
-        memory.chunk_max_NC,
-        memory.chunk_sum_NC,
-        memory.groups_NG,
-        memory.candidates_NQ,
-        memory.floor_N,
-        ids_N,
-        scores_N,
-        scores_N if seconds_N is None else seconds_N,
-        vocab_size,
-        vocab_start,
-        CHUNKS=chunks,
-        WIDTH=triton.next_power_of_2(chunks),
-        FILTERS=filters,
-        SECONDS=seconds_N is not None,
-        CHECKS=checks,
-        MAX_CANDIDATES=memory.candidates_NQ.shape[1],
-        NUM_STOP_IDS=state.stop_ids.shape[1],
-        CHUNK=workspace.chunk_size,
-        num_warps=8,
-    )
+        logits_NV, logits_NV.stride(0), positions_N, state.min_length, state.stop_ids, slots_N,
+        state.temperature, state.top_k, state.top_p, state.min_p, state.seed, workspace.num_done_N,
+        workspace.score_NC, workspace.id_NC, workspace.second_NC, memory.group_max_NG, memory.chunk_max_NC,
+        memory.chunk_sum_NC, memory.groups_NG, memory.candidates_NQ, memory.floor_N, ids_N, scores_N,
+        scores_N if seconds_N is None else seconds_N, vocab_size, vocab_start,
+        CHUNKS=chunks, WIDTH=triton.next_power_of_2(chunks), FILTERS=filters, SECONDS=seconds_N is not None,
+        CHECKS=checks, MAX_CANDIDATES=memory.candidates_NQ.shape[1], NUM_STOP_IDS=state.stop_ids.shape[1],
+        CHUNK=workspace.chunk_size, num_warps=8,
+    )  # fmt: skip
     if masks is not None:
         force_end_tokens(ids_N, scores_N, masks)
     return ids_N, scores_N
@@ -199,41 +173,12 @@ def margins_between(scores_N: Tensor, seconds_N: Tensor) -> Tensor:
 # Only the logits' and the chunk results' addresses benefit from a 16-byte alignment specialization.
 @triton.jit(do_not_specialize_on_alignment=["positions", "slots"])
 def _choose(
-    logits,
-    row_stride,
-    positions,
-    min_lengths,
-    stop_ids,
-    slots,
-    temperatures,
-    top_ks,
-    top_ps,
-    min_ps,
-    seeds,
-    num_done,
-    best_scores,
-    best_ids,
-    second_scores,
-    group_maxima,
-    chunk_maxima,
-    chunk_sums,
-    groups,
-    candidates,
-    floors,
-    ids,
-    scores,
-    seconds,
-    vocab_size,
-    vocab_start,
-    CHUNKS: tl.constexpr,
-    WIDTH: tl.constexpr,
-    FILTERS: tl.constexpr,
-    SECONDS: tl.constexpr,
-    CHECKS: tl.constexpr,
-    MAX_CANDIDATES: tl.constexpr,
-    NUM_STOP_IDS: tl.constexpr,
-    CHUNK: tl.constexpr,
-):
+    logits, row_stride, positions, min_lengths, stop_ids, slots, temperatures, top_ks, top_ps, min_ps, seeds,
+    num_done, best_scores, best_ids, second_scores, group_maxima, chunk_maxima, chunk_sums, groups,
+    candidates, floors, ids, scores, seconds, vocab_size, vocab_start,
+    CHUNKS: tl.constexpr, WIDTH: tl.constexpr, FILTERS: tl.constexpr, SECONDS: tl.constexpr,
+    CHECKS: tl.constexpr, MAX_CANDIDATES: tl.constexpr, NUM_STOP_IDS: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
     """Process one chunk of one row; the row's last program also chooses its token."""
     chunk, row = tl.program_id(0), tl.program_id(1)
     slot = tl.load(slots + row)

@@ -9,7 +9,7 @@ would. If requests have filters, `sampler.py` is launched first: it applies rule
 the codebook rows of its 16 candidates, some kilobytes.
 
 The host reads nothing and grids follow from shapes, so all of it can be captured in a CUDA graph. Called by
-`actors/targets/runners/draft_pass.py` and `actors/workers/drafter/gpu_drafter_session.py`.
+`actors/targets/runners/step_passes.py` and `actors/workers/drafter/gpu_drafter_session.py`.
 
 Legend: N rows of blocks, anchors and padding included, U vocabulary of a rank, C chunks, K candidates of a
 row, E selector's rank, R requests.
@@ -29,11 +29,13 @@ from torch import Tensor
 from ...inputs.gumbel_noise import GREATEST_NEGATIVE
 from ...sampling.selector import SelectorCodebooks
 from ..inputs.row_layout import DeviceStepRows
-from .gumbel_noise import log, negative_gumbel, noise_keys
 from .sampler import SamplingWorkspace, sample_rows
 from .sampling_metadata import (
     DeviceSamplingMetadata,
     has_filters,
+    log,
+    negative_gumbel,
+    noise_keys,
     read_filters,
     read_logits,
     read_temperature,

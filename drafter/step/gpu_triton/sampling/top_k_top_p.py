@@ -32,8 +32,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .gumbel_noise import log
-from .sampling_metadata import read_logits
+from .sampling_metadata import log, read_logits
 
 GROUP = 64  # adjacent columns that share a maximum
 _GROUP = tl.constexpr(GROUP)

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 from support.servers.probed_server import ProbedServer
-from trials.abuse import MODEL, refuse_nonsense, suffer
-from trials.abuse_clients import be_silent, leave, read_slowly
-from trials.abuse_hostile import HOSTILE, KEYS, run_hostile
+from trials.abuse.abuse import MODEL, refuse_nonsense, suffer
+from trials.abuse.abuse_clients import be_silent, leave, read_slowly
+from trials.abuse.abuse_hostile import HOSTILE, KEYS, run_hostile
 
 GROWTH_BYTES = 32 << 20
 

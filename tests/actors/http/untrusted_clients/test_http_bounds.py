@@ -26,7 +26,7 @@ from manta.cluster.request.request import SamplingParams
 from pydantic import TypeAdapter
 from support.checkpoints.text_pair import LiveServer
 from support.servers.probed_server import make_executor
-from trials.abuse import MODEL
+from trials.abuse.abuse import MODEL
 
 TEXT, CHAT = "/v1/completions", "/v1/chat/completions"
 MANY = {

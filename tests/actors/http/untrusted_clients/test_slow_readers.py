@@ -27,8 +27,8 @@ from support.checkpoints.text_pair import LiveServer
 from support.servers import probed_server
 from support.servers.gateway_stand import GatewayStand
 from support.servers.probed_server import ProbedServer, make_executor, shrink_send_buffer
-from trials.abuse import MODEL
-from trials.abuse_readers import STREAMS, Reader, never_read
+from trials.abuse.abuse import MODEL
+from trials.abuse.abuse_readers import STREAMS, Reader, never_read
 
 UNREAD_BYTES = 1 << 18
 GROWTH_BYTES = 48 << 20  # of which the system's buffers of sockets are no part

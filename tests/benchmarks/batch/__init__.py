@@ -1,0 +1,1 @@
+"""Benchmarks of batch jobs. Start with `batch.py`."""

@@ -1,0 +1,1 @@
+"""Manta compared with other systems. Start with `compare.py`."""

@@ -1,0 +1,1 @@
+"""Benchmarks over HTTP: load, overhead, scaling, long runs. Start with `http_load.py`."""

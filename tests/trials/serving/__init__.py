@@ -1,0 +1,1 @@
+"""Pieces of a server killed under load. Start with `serving_chaos.py`."""
