@@ -128,11 +128,11 @@ async def _measure(requester: Asker, questions: Sequence[Question], streams: int
     before, begin_s = read_role_clocks(), time.perf_counter()
     replies = await _ask_all(requester, questions, streams)
     seconds = time.perf_counter() - begin_s
-    ids = [reply.token_ids for reply in replies]
+    ids = [reply.token_ids for reply in replies if reply.token_ids is not None]
     return TaxPass(
         seconds=seconds,
         tokens=sum(reply.num_tokens for reply in replies),
-        token_ids=None if None in ids else ids,
+        token_ids=ids if len(ids) == len(replies) else None,
         first_s=[reply.first_s for reply in replies],
         cpu_s=read_role_clocks().since(before),
     )
