@@ -5,7 +5,7 @@ Keys that ask for unsupported mathematics are refused. `config.py`, the only cal
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, cast
 
 from pydantic import AfterValidator, Field, field_validator, model_validator
 
@@ -244,8 +244,8 @@ class DFlashSpeculators(DFlashSpeculatorsKind, Conditioning, Scales, DSparkHeads
     def _fill_defaults(cls, raw: Any) -> Any:  # Any: JSON values
         if not isinstance(raw, dict):
             return raw
-        defaults = _SPECULATORS_DEFAULTS.get(raw.get("speculators_model_type"), {})
-        return {**defaults, **{key: value for key, value in raw.items() if value is not None}}
+        stated = {key: value for key, value in cast(dict[str, Any], raw).items() if value is not None}
+        return {**_SPECULATORS_DEFAULTS.get(str(stated.get("speculators_model_type")), {}), **stated}
 
 
 # Defaults of Speculators' classes.

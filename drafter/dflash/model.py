@@ -110,8 +110,8 @@ class DFlashDrafter:
         if config.confidence_head is not None:
             reads_token = config.confidence_head == "hidden and token before"
             previous_VE = weights[f"{MARKOV}.markov_w1.weight"] if reads_token else None
-            head = (weights[f"{CONFIDENCE}.{name}"] for name in ("weight", "bias"))
-            self.confidence_head = ConfidenceHead(*head, previous_VE)
+            weight_1F, bias_1 = weights[f"{CONFIDENCE}.weight"], weights[f"{CONFIDENCE}.bias"]
+            self.confidence_head = ConfidenceHead(weight_1F, bias_1, previous_VE)
         scale = config.input_embedding_scale
         self._embed_scale = 1.0 if scale is None else scale
         self._mask_H: Tensor | None = None  # set if the mask embedding is not a row of the embedding

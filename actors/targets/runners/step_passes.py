@@ -140,8 +140,9 @@ class DraftPass:
         requests = self._requests.sampling_anchors()
         block = lay_out_block(requests, tables, mask_id)
         hidden_NH = drafter.forward(drafter.embed_block(block.token_ids_N), block, cache)
-        chosen = self._choose(drafter, hidden_NH, block.at_next_positions(), requests.cu_rows_R1)
-        return rows, *map(self._requests.at_masks, chosen)
+        block_at_drafts, cu_rows_R1 = block.at_next_positions(), requests.cu_rows_R1
+        chosen_N, margins_N = self._choose(drafter, hidden_NH, block_at_drafts, cu_rows_R1)
+        return rows, self._requests.at_masks(chosen_N), self._requests.at_masks(margins_N)
 
     def _choose(
         self, drafter: DFlashDrafter, hidden_NH: Tensor, rows: DeviceStepRows, cu_rows_R1: Tensor
