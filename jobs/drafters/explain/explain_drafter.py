@@ -48,7 +48,7 @@ from ..evaluate.evaluate_drafter import OVERALL, engine_of, open_suite
 from ..evaluate.evaluation_card import read_card
 from .block_labels import measure_blocks
 from .explanation import Explanation
-from .traffic import RowReader, TrafficRow
+from .traffic import TrafficReader, TrafficRow
 
 _AT_ONCE = 8
 _MAX_CONTROL = 40  # prompts of the card
@@ -75,7 +75,7 @@ def explain_drafter(options: ExplainOptions) -> Explanation:
         say("the traffic, whole blocks")
         chat = ChatModel.of(llm.tokenizer)
         generation = GenerationDefaults.load(target_folder)
-        reader = RowReader(
+        reader = TrafficReader(
             tokenizer=llm.tokenizer,
             chat=chat,
             generation=generation,
@@ -125,7 +125,7 @@ def _card_of(files: DrafterFiles[AnyConfig], given: Path | None, num_drafts: int
     return None
 
 
-def _control_rows(card: CardCurves | None, reader: RowReader) -> tuple[list[TrafficRow], str]:
+def _control_rows(card: CardCurves | None, reader: TrafficReader) -> tuple[list[TrafficRow], str]:
     """Return the card's prompts, and why there are none."""
     if card is None:
         return [], (

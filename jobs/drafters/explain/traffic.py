@@ -49,7 +49,7 @@ class TrafficRow:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RowReader:
+class TrafficReader:
     """Turns records into rows, as the server would with these formats and defaults.
 
     `temperature` is for rows that name none; None is the default of the model's `generation` settings.
