@@ -337,11 +337,13 @@ def plan(tiny_qwen3: Path, tiny_drafter: Path) -> LoadPlan:
 
 def test_an_answer_changed_by_speculation_is_found(plan: LoadPlan, monkeypatch: pytest.MonkeyPatch):
     (line,) = (one for one in pair.pair_checks(plan, quick=True) if one.name.startswith("speculation"))
-    assert examine(line).status == "ok"
-    answers = pair._answers
+    answers, heard = pair._answers, []
+    monkeypatch.setattr(pair, "_answers", lambda *asked: heard.append(answers(*asked)) or heard[-1])
+    assert examine(line).status == "ok" and len(heard) == 2
+    said = iter(heard)
 
-    def one_token_off(config: EngineConfig, requested: Any) -> tuple[pair.Answers, int]:
-        found, drafted = answers(config, requested)
+    def one_token_off(config: EngineConfig, _: Any) -> tuple[pair.Answers, int]:
+        found, drafted = next(said)
         if config.speculative_config is not None:
             found[2] = (*found[2][:-1], found[2][-1] ^ 1)
         return found, drafted

@@ -2,18 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
+import pytest
+from manta.actors.targets.loading import rank_loader
 from manta.actors.targets.loading.rank_loader import load_runner
 from manta.actors.targets.runners.cpu_runner import CpuModelRunner
 from manta.cluster.config import EngineConfig
 from manta.cluster.step.executor import ExecutorInfo
 from manta.cluster.step.scheduler_output import AdmittedRequest, SchedulerOutput, SlotSampling, StateEntry
 
+from support.engines.devices import ON_GPU
+from support.oracles.sampling_cases import WHOLE
+
 GREEDY = SlotSampling(0.0, 0, 1.0, 0.0, 0, 0, ())
+
+
+@contextmanager
+def without_warm_up() -> Iterator[None]:
+    """Load runners without dummy steps, which take the interpreter longer than the steps of a test.
+
+    They run on a GPU, in the whole grid, and in tests that load a runner otherwise.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        if not (ON_GPU or WHOLE):
+            patch.setattr(rank_loader, "warm_up", lambda *_: None)
+        yield
 
 
 def settings(target: Path, drafter: Path | None = None, **changes: object) -> EngineConfig:
