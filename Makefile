@@ -53,8 +53,8 @@ fresh-install:
 demo: install  ## serve the shipped pair over HTTP, run a dataset, compare with plain decoding
 	$(BIN)/manta demo
 
-test: install lint floors  ## every check and every test; CI runs this
-	@$(MAKE) --no-print-directory types > $(VENV)/types.log 2>&1 & types=$$!; \
+test: install lint  ## every check and every test; CI runs this
+	@$(MAKE) --no-print-directory floors types > $(VENV)/types.log 2>&1 & types=$$!; \
 	$(MAKE) --no-print-directory pytest; tests=$$?; wait $$types; types=$$?; \
 	cat $(VENV)/types.log; exit $$((tests > types ? tests : types))
 

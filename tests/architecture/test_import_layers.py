@@ -353,6 +353,7 @@ def test_importing_the_fused_pass_inspects_and_opens_nothing() -> None:
 
 DECODE = """
 import json, os, sys
+from dataclasses import replace
 from manta import LLM, SamplingParams
 
 if os.environ.get("TRITON_INTERPRET"):
@@ -362,8 +363,8 @@ if os.environ.get("TRITON_INTERPRET"):
     interpreter.prepare()
 settings, unwanted = json.loads(sys.argv[1]), sys.argv[2:]
 with LLM(**settings) as llm:
-    params = [SamplingParams(temperature=temperature, max_tokens=3, seed=1) for temperature in (0.0, 0.8)]
-    for output in llm.generate(["def f("] * 2, params):
+    params = SamplingParams(max_tokens=3, seed=1, ignore_eos=True)
+    for output in llm.generate(["def f("] * 2, [replace(params, temperature=t) for t in (0.0, 0.8)]):
         assert len(output.outputs[0].token_ids) == 3
 found = [name for name in sys.modules if name.split(".")[0] in unwanted]
 assert not found, found
