@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -16,9 +17,6 @@ from manta.cluster.config import EngineConfig
 from manta.cluster.step.executor import ExecutorInfo
 from manta.cluster.step.scheduler_output import AdmittedRequest, SchedulerOutput, SlotSampling, StateEntry
 
-from support.engines.devices import ON_GPU
-from support.oracles.sampling_cases import WHOLE
-
 GREEDY = SlotSampling(0.0, 0, 1.0, 0.0, 0, 0, ())
 
 
@@ -29,7 +27,7 @@ def without_warm_up() -> Iterator[None]:
     They run on a GPU, in the whole grid, and in tests that load a runner otherwise.
     """
     with pytest.MonkeyPatch.context() as patch:
-        if not (ON_GPU or WHOLE):
+        if os.environ.get("MANTA_TEST_DEVICE") != "cuda" and os.environ.get("MANTA_GRID") != "whole":
             patch.setattr(rank_loader, "warm_up", lambda *_: None)
         yield
 
