@@ -26,7 +26,7 @@ from manta.drafter.compute.eager.backend import TorchBackend
 from manta.drafter.compute.gpu_triton.backend import TritonBackend
 from support.checkpoints.tiny import TINY_VOCAB
 from support.engines.devices import DEVICE, HALVES, ON_GPU
-from support.engines.steps import settings, without_warm_up
+from support.engines.steps import settings, short_warm_up
 from support.oracles.sampling_cases import KNOBS, tokens_of
 from torch import Tensor
 
@@ -40,7 +40,7 @@ CUDA, CPU = torch.device("cuda"), torch.device("cpu")
 
 def open_llm(target: Path, drafter: Path | None, num_drafts: int = 0, **changes: object) -> LLM:
     spec = {"model": str(drafter), "num_speculative_tokens": num_drafts, "adaptive": False}
-    with without_warm_up():
+    with short_warm_up():
         return LLM(
             str(target),
             speculative_config=spec if drafter else None,

@@ -20,7 +20,7 @@ from manta.drafter.step.gpu_triton.sampling.grammar_masks import mask_tokens as 
 from manta.drafter.step.sampling.grammar_masks import mask_tokens
 from support.checkpoints.text_pair import make_text_pair
 from support.engines.devices import DEVICE
-from support.engines.steps import without_warm_up
+from support.engines.steps import short_warm_up
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -52,7 +52,7 @@ def test_constrained_answers_equal_the_cpus(tmp_path: Path) -> None:
 
     def answers(backend: str, device: str, num_drafts: int | None) -> list[str]:
         spec = {"model": str(drafter), "num_speculative_tokens": num_drafts, "adaptive": False}
-        with without_warm_up():
+        with short_warm_up():
             llm = LLM(
                 str(target),
                 speculative_config=None if num_drafts is None else spec,

@@ -22,7 +22,7 @@ from manta.cluster.step.scheduler_output import StepResult, Trim
 
 from support.checkpoints.tiny import TINY_VOCAB
 from support.engines.devices import DEVICE
-from support.engines.steps import Steps, open_runner, without_warm_up
+from support.engines.steps import Steps, open_runner, short_warm_up
 from support.engines.waits import counting_waits
 from support.oracles.sampling_cases import KNOBS, tokens_of
 
@@ -57,7 +57,7 @@ def opened(target: Path, drafter: Path | None, backend: str, **changes: object) 
     if drafter is not None:
         spec = {"model": str(drafter), "num_speculative_tokens": 3, "adaptive": False}
     settings = {"speculative_config": spec, "max_num_seqs": 3, "max_model_len": 48, **PLACE, **changes}
-    with without_warm_up():
+    with short_warm_up():
         return LLM(
             str(target),
             skip_tokenizer_init=True,
@@ -99,7 +99,7 @@ class Twins:
         how |= {"model": str(drafter)} if drafter else {}
         spec = {**how, "num_speculative_tokens": 3, "adaptive": False}
         small = {"speculative_config": spec, "max_num_seqs": 6, "max_model_len": 48, **PLACE}
-        with without_warm_up():
+        with short_warm_up():
             device, host = (
                 open_runner(target, attention_backend=backend, **small)[0] for backend in ("triton", "torch")
             )

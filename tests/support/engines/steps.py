@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from manta.actors.targets.loading import rank_loader
+from manta.actors.targets.loading import warmup
 from manta.actors.targets.loading.rank_loader import load_runner
 from manta.actors.targets.runners.cpu_runner import CpuModelRunner
 from manta.cluster.config import EngineConfig
@@ -21,14 +21,15 @@ GREEDY = SlotSampling(0.0, 0, 1.0, 0.0, 0, 0, ())
 
 
 @contextmanager
-def without_warm_up() -> Iterator[None]:
-    """Load runners without dummy steps, which take the interpreter longer than the steps of a test.
+def short_warm_up() -> Iterator[None]:
+    """Load runners with greedy dummy steps alone.
 
-    They run on a GPU, in the whole grid, and in tests that load a runner otherwise.
+    Those of all kinds of sampling take the interpreter longer than the steps of a test. They run on a GPU, in
+    the whole grid, and in tests that load a runner otherwise.
     """
     with pytest.MonkeyPatch.context() as patch:
         if os.environ.get("MANTA_TEST_DEVICE") != "cuda" and os.environ.get("MANTA_GRID") != "whole":
-            patch.setattr(rank_loader, "warm_up", lambda *_: None)
+            patch.setattr(warmup, "_sampling_variants", lambda *_: [GREEDY])
         yield
 
 
