@@ -80,7 +80,7 @@ grid: install  ## every cell of the losslessness grid and more random workloads 
 	MANTA_GRID=whole $(BIN)/python -m pytest $(GRID_TESTS) -n 2 --no-loadscope-reorder -q
 
 .PHONY: slow
-slow: install  ## tests that keep a cluster busy for a minute or more; `make test` runs shorter forms
+slow: install  ## long tests of clusters and of whole benchmarks; `make test` runs shorter forms
 	$(BIN)/python -m pytest tests -m slow --durations=0
 
 .PHONY: mutations
