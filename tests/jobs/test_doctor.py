@@ -349,7 +349,8 @@ def test_an_answer_changed_by_speculation_is_found(plan: LoadPlan, monkeypatch: 
         return found, drafted
 
     monkeypatch.setattr(pair, "_answers", one_token_off)
-    assert (examine(line).status, examine(line).measured) == ("failed", "1 of 4 answers differ")
+    found = examine(line)
+    assert (found.status, found.measured) == ("failed", "1 of 4 answers differ")
 
 
 def test_tokens_may_differ_in_16_bits_at_near_ties(plan: LoadPlan):
