@@ -11,7 +11,9 @@ KERNEL_TESTS := tests/drafter/gpu_triton/test_kernels_*.py
 GPU_TESTS := $(KERNEL_TESTS) tests/drafter/gpu_triton/test_launches.py tests/drafter/compute/test_layer_kinds.py \
   $(addprefix tests/actors/targets/, test_device_runner.py test_batch_invariant.py)
 GRID_TESTS := $(addprefix tests/end_to_end/lossless/, test_lossless.py test_lossless_topologies.py) \
-  tests/cluster/scheduler/test_cluster_properties.py
+  $(addprefix tests/cluster/scheduler/, test_cluster_properties.py test_cluster_background.py) \
+  $(addprefix tests/actors/, targets/test_quantized_checkpoints.py workers/test_custom_all_reduce.py) \
+  tests/drafter/cpu/test_cpu_compiled.py tests/actors/chat/test_grammars.py
 # One more than cores, because processes that test Ray wait a third of their time. With two more, ranks that wait for
 # each other rarely run at the same time, and their tests take ten times as long.
 TEST_PROCESSES := 3
@@ -51,8 +53,8 @@ fresh-install:
 demo: install  ## serve the shipped pair over HTTP, run a dataset, compare with plain decoding
 	$(BIN)/manta demo
 
-test: install lint floors  ## every check and every test; CI runs this
-	@$(MAKE) --no-print-directory types > $(VENV)/types.log 2>&1 & types=$$!; \
+test: install lint  ## every check and every test; CI runs this
+	@$(MAKE) --no-print-directory floors types > $(VENV)/types.log 2>&1 & types=$$!; \
 	$(MAKE) --no-print-directory pytest; tests=$$?; wait $$types; types=$$?; \
 	cat $(VENV)/types.log; exit $$((tests > types ? tests : types))
 
@@ -78,7 +80,7 @@ grid: install  ## every cell of the losslessness grid and more random workloads 
 	MANTA_GRID=whole $(BIN)/python -m pytest $(GRID_TESTS) -n 2 --no-loadscope-reorder -q
 
 .PHONY: slow
-slow: install  ## tests that keep a cluster busy for a minute or more; `make test` runs shorter forms
+slow: install  ## long tests of clusters and of whole benchmarks; `make test` runs shorter forms
 	$(BIN)/python -m pytest tests -m slow --durations=0
 
 .PHONY: mutations

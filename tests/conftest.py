@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import atexit
 import os
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, nullcontext
+from functools import wraps
 from pathlib import Path
 from shutil import rmtree
 from tempfile import mkdtemp
@@ -15,6 +17,9 @@ os.environ.setdefault("RAY_AUTH_MODE", "disabled")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 # Ray's workers have niceness 15: next to other computing tests they would take three times as long.
 os.environ.setdefault("RAY_worker_niceness", "0")
+if "PYTEST_XDIST_WORKER" in os.environ:
+    # Threads of OpenMP that wait for work must not spin on the cores of other test processes.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 if "MANTA_CACHE_DIR" not in os.environ:  # what was measured here before is none of a test's business
     os.environ["MANTA_CACHE_DIR"] = _cache = mkdtemp(prefix="manta-cache-")
     atexit.register(rmtree, _cache, ignore_errors=True)
@@ -26,11 +31,25 @@ from support.engines import devices
 from support.engines.small_ray import small_ray
 from support.paths import MODELS
 
-# Several processes (pytest -n) take tests by file, or by their mark `xdist_group`, which the conftest.py of a
-# folder may set. Those of "servers" and of "jobs" start Ray and wait as much as they compute; both take about
-# as long, so that a third process computes meanwhile and no more than two clusters start at once. These
-# groups take longest and begin first.
-_FIRST = ("servers", "jobs", "lossless", "device runner")
+# Several processes (pytest -n) take tests by file, or by these groups of files. Those of "servers" and of
+# "jobs" start Ray and wait as much as they compute: each group has one process, so that a third process
+# computes meanwhile and no more than two clusters start at once. (The mark `xdist_group` has no effect with
+# pytest 9.2 and pytest-xdist 3.8.) The groups, and then the files that take longest, begin first.
+_GROUPS = {
+    "servers": (
+        "tests/end_to_end/serve/",
+        "tests/end_to_end/lossless/test_lossless_topologies",
+        "tests/actors/workers/test_ray_executor",
+    ),
+    "jobs": ("tests/end_to_end/batch/",),
+}
+_LONGEST = (
+    "tests/end_to_end/lossless/test_lossless.py",
+    "tests/actors/targets/test_device_runner.py",
+    "tests/drafter/gpu_triton/test_kernels_compile.py",
+    "tests/end_to_end/lossless/test_shipped_pair.py",
+    "tests/drafter/cpu/test_cpu_compiled.py",
+)
 _SHARED_RAY = pytest.StashKey[ExitStack]()
 
 # A busy machine must not fail a property: no test asserts a time.
@@ -42,13 +61,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """The longest groups first, so that no process is left with one at the end; sharers of Ray together."""
     items.sort(key=lambda item: not _shares_ray(item))
     if os.environ.get("PYTEST_XDIST_WORKER"):
-        items.sort(key=_place)
+        first = (*_GROUPS, *_LONGEST)
+        places = {scope: place for place, scope in enumerate(first)}
+        items.sort(key=lambda item: places.get(_scope(item.nodeid), len(first)))
 
 
-def _place(item: pytest.Item) -> int:
-    group = item.get_closest_marker("xdist_group")
-    name = group.args[0] if group else ""
-    return next((i for i, first in enumerate(_FIRST) if name.startswith(first)), len(_FIRST))
+def _scope(node_id: str) -> str:
+    """Return the group of a test's file, or the file."""
+    file = node_id.partition("::")[0]
+    return next((group for group, paths in _GROUPS.items() if file.startswith(paths)), file)
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -60,9 +81,35 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_runtest_setup(item: pytest.Item) -> None:
     if not _shares_ray(item):
         item.config.stash[_SHARED_RAY].close()  # a process has one cluster, and this test may start its own
+    _check_invariance_once()
     if os.environ.get("PYTEST_XDIST_WORKER"):
         # Idle threads spin on the cores of other processes, so tests restore the number of threads.
         torch.set_num_threads(1)
+
+
+def _check_invariance_once() -> None:
+    """Remember which rows are batch-invariant: the check takes longer than a tiny engine's start."""
+    for name in ("warmup", "backend_selection"):
+        module: Any = sys.modules.get(f"manta.actors.targets.loading.{name}")
+        check = getattr(module, "rows_are_invariant", None)
+        if check is not None and not hasattr(check, "__wrapped__"):
+            module.rows_are_invariant = _remembering(check)
+
+
+_INVARIANT_ROWS: set[str] = set()
+
+
+def _remembering(check: Callable[..., bool]) -> Callable[..., bool]:
+    @wraps(check)
+    def rows_are_invariant(backend: object, *case: object, **more: object) -> bool:
+        key = repr((type(backend), vars(backend), case, more, torch.get_num_threads()))
+        if key in _INVARIANT_ROWS:
+            return True
+        if holds := check(backend, *case, **more):
+            _INVARIANT_ROWS.add(key)
+        return holds
+
+    return rows_are_invariant
 
 
 def _shares_ray(item: pytest.Item) -> bool:
@@ -71,12 +118,12 @@ def _shares_ray(item: pytest.Item) -> bool:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Tests of a group go to one process, as do those of a file that have no group."""
-    from xdist.scheduler.loadgroup import LoadGroupScheduling
+    """Tests of a group go to one process, as do those of a file that has no group."""
+    from xdist.scheduler.loadscope import LoadScopeScheduling
 
-    class Groups(LoadGroupScheduling):
+    class Groups(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
-            return super()._split_scope(nodeid).partition("::")[0]
+            return _scope(nodeid)
 
     return Groups(config, log)
 

@@ -21,6 +21,7 @@ from safetensors.torch import load_file, save_file
 from support.checkpoints.text_pair import NOT_A_NUMBER, LiveServer, make_pair_with_nan
 from support.checkpoints.tiny import make_tiny_drafter, make_tiny_target
 from support.engines.device_engines import PLACE
+from support.engines.steps import short_warm_up
 
 BROKEN, GOOD = 77, [[5, 6, 7, 8, 9, 10, 11], [21, 22, 23], list(range(40, 60))]
 BAD = [[1, 2, BROKEN, 3], [BROKEN], [9] * 20 + [BROKEN]]
@@ -53,21 +54,22 @@ def opened(target: Path, backend: str, drafter: Path | None, **changes: object) 
     if drafter is not None:
         spec = {"model": str(drafter), "num_speculative_tokens": 3, "adaptive": False}
     place = PLACE if backend == "triton" else {"device": "cpu"}
-    return LLM(
-        str(target),
-        skip_tokenizer_init=True,
-        dtype="bfloat16" if backend == "compiled" else "float32",
-        num_threads=1,
-        attention_backend=backend,
-        **{
-            "speculative_config": spec,
-            "max_num_seqs": 4,
-            "max_model_len": 48,
-            "num_pages": 16,
-            **place,
-            **changes,
-        },
-    )
+    with short_warm_up():
+        return LLM(
+            str(target),
+            skip_tokenizer_init=True,
+            dtype="bfloat16" if backend == "compiled" else "float32",
+            num_threads=1,
+            attention_backend=backend,
+            **{
+                "speculative_config": spec,
+                "max_num_seqs": 4,
+                "max_model_len": 48,
+                "num_pages": 16,
+                **place,
+                **changes,
+            },
+        )
 
 
 def answers(llm: LLM, prompts: list[list[int]], params: SamplingParams) -> list[tuple[str | None, list[int]]]:

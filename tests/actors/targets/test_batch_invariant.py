@@ -26,7 +26,7 @@ from manta.drafter.compute.eager.backend import TorchBackend
 from manta.drafter.compute.gpu_triton.backend import TritonBackend
 from support.checkpoints.tiny import TINY_VOCAB
 from support.engines.devices import DEVICE, HALVES, ON_GPU
-from support.engines.steps import settings
+from support.engines.steps import settings, short_warm_up
 from support.oracles.sampling_cases import KNOBS, tokens_of
 from torch import Tensor
 
@@ -40,17 +40,18 @@ CUDA, CPU = torch.device("cuda"), torch.device("cpu")
 
 def open_llm(target: Path, drafter: Path | None, num_drafts: int = 0, **changes: object) -> LLM:
     spec = {"model": str(drafter), "num_speculative_tokens": num_drafts, "adaptive": False}
-    return LLM(
-        str(target),
-        speculative_config=spec if drafter else None,
-        skip_tokenizer_init=True,
-        dtype=str(DTYPE).removeprefix("torch."),
-        device=DEVICE.type,
-        attention_backend="triton",
-        batch_invariant=True,
-        num_threads=1,
-        **{"max_num_seqs": 4, "max_model_len": 128 if ON_GPU else 32, **changes},
-    )
+    with short_warm_up():
+        return LLM(
+            str(target),
+            speculative_config=spec if drafter else None,
+            skip_tokenizer_init=True,
+            dtype=str(DTYPE).removeprefix("torch."),
+            device=DEVICE.type,
+            attention_backend="triton",
+            batch_invariant=True,
+            num_threads=1,
+            **{"max_num_seqs": 4, "max_model_len": 128 if ON_GPU else 32, **changes},
+        )
 
 
 def test_speculation_and_other_requests_change_no_token_in_half_precision(

@@ -40,7 +40,6 @@ from support.engines.waits import counting_waits
 from support.oracles.sampling_cases import KNOBS, WHOLE, tokens_of
 from torch import Tensor
 
-pytestmark = pytest.mark.xdist_group("device runner")
 # In the interpreter only families with layers of different kinds; others use the same kernels.
 DIFFERENT = ("qwen3", "gemma4", "gpt_oss", "deepseek_v3", "qwen3_5")
 FAMILIES_HERE = [n for n, f in FAMILIES.items() if not f.composed and (ON_GPU or WHOLE or n in DIFFERENT)]

@@ -26,7 +26,7 @@ from manta.cluster.step.scheduler_output import SchedulerOutput
 from manta.drafter.compute.cpu_fused import backend as compiled_backend
 from manta.drafter.compute.cpu_numba.cpu_features import Instructions
 from support.checkpoints.tiny import TINY_BLOCK, TINY_VOCAB, make_tiny_drafter, make_tiny_target
-from support.engines.steps import settings
+from support.engines.steps import settings, short_warm_up
 
 
 @pytest.fixture
@@ -343,7 +343,8 @@ def test_the_memory_of_graphs_is_extrapolated_from_a_few(
 
     spec = {"model": str(tiny_drafter), "num_speculative_tokens": 3}
     config = settings(tiny_qwen3, speculative_config=spec, attention_backend="triton", num_pages=3)
-    runner = load_runner(config)[0]
+    with short_warm_up():
+        runner = load_runner(config)[0]
     assert isinstance(runner, GpuModelRunner)
     captured: list[PassKind] = []
     monkeypatch.setattr(runner, "_captures", True)
@@ -363,7 +364,8 @@ def test_captures_share_a_pool_and_give_back_what_runs_before_them_took(
     pytest.importorskip("triton")
     from manta.actors.targets.runners.gpu_runner import GpuModelRunner
 
-    runner = load_runner(settings(tiny_qwen3, attention_backend="triton", num_pages=3))[0]
+    with short_warm_up():
+        runner = load_runner(settings(tiny_qwen3, attention_backend="triton", num_pages=3))[0]
     assert isinstance(runner, GpuModelRunner)
     calls: list[str] = []
 

@@ -21,7 +21,7 @@ from manta.cluster.request.request import Request, SamplingParams
 from support.checkpoints.tiny import TINY_VOCAB
 from support.engines.ray_engines import BASE, alive, wait_until
 
-pytestmark = [pytest.mark.usefixtures("ray_session"), pytest.mark.xdist_group("servers")]
+pytestmark = pytest.mark.usefixtures("ray_session")
 
 PARAMS = [
     SamplingParams(temperature=0.0, max_tokens=20, seed=1),

@@ -23,7 +23,7 @@ from manta.cluster.request.request import Request, SamplingParams
 from support.checkpoints.tiny import TINY_VOCAB, make_tiny_drafter
 from support.engines.ray_engines import BASE, alive, wait_until
 
-pytestmark = [pytest.mark.usefixtures("ray_session"), pytest.mark.xdist_group("servers")]
+pytestmark = pytest.mark.usefixtures("ray_session")
 
 NUM_REQUESTS = 10
 

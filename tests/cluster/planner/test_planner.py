@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from dataclasses import replace
+from itertools import cycle
 from pathlib import Path
 
 import pytest
@@ -92,8 +93,7 @@ def rank_bytes(spec: ModelSpec, sharding: Sharding) -> int:
     return sum(size(part, layer) for part, layer in parts)
 
 
-@pytest.mark.parametrize("name", SERVED)
-@pytest.mark.parametrize("ranks", [1, 4])
+@pytest.mark.parametrize(("name", "ranks"), zip(SERVED, cycle((1, 4))))
 def test_planned_pages_are_as_large_as_the_engines(folders: Path, name: str, ranks: int) -> None:
     config = EngineConfig(
         model=name, device="cpu", dtype="bfloat16", page_size=PAGE_SIZE, tensor_parallel_size=ranks

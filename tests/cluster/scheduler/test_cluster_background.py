@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 
 import numpy as np
@@ -28,6 +29,7 @@ from support.engines.cluster_checker import (
 )
 from support.engines.random_workloads import LAYOUTS, Arrival, arrivals
 
+WHOLE = os.environ.get("MANTA_GRID") == "whole"
 LONG = {"ignore_eos": True}
 PROMPT = tuple(range(2, 22))  # 20 tokens: 5 pages
 
@@ -141,7 +143,7 @@ def test_background_work_alone_has_the_whole_engine() -> None:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40 if WHOLE else 15, deadline=None)
 @given(data=st.data())
 def test_online_requests_are_scheduled_as_if_they_were_alone(layout: str, data: st.DataObject) -> None:
     """The same rows in every step. (Without prefixes, because background work fills that cache, too.)"""

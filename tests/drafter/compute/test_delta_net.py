@@ -151,7 +151,7 @@ def test_a_copy_includes_records(layer: DeltaLayer) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=8, deadline=None)
 @given(data=st.data())
 def test_loops_equal_the_definition(dtype: torch.dtype, data: st.DataObject) -> None:
     layers = [layer_of(backend, dtype) for backend in BACKENDS]

@@ -1,5 +1,7 @@
 """Every case of `manta doctor` in Triton's interpreter, at sizes of a few tiles.
 
+A case that has several dtypes takes one of them in the short form, in turn; `make kernels` runs all.
+
 On a GPU `manta doctor` runs them by itself, at the sizes of models that are served (`make gpu`).
 """
 
@@ -14,13 +16,20 @@ from manta.jobs.doctor.cases.operators import operator_checks
 from manta.jobs.doctor.cases.subject import MachineKind
 from manta.jobs.doctor.doctor_run import kernel_checks
 from support.engines.devices import ON_GPU
+from support.oracles.sampling_cases import WHOLE
 
 
 def checks() -> list[Check]:
     if ON_GPU:
         return []
     place = MachineKind.detect()
-    return [*operator_checks(place, quick=False), *kernel_checks(place, quick=False)]
+    found = [*operator_checks(place, quick=False), *kernel_checks(place, quick=False)]
+    if WHOLE:
+        return found
+    cases: dict[tuple[str, str], list[Check]] = {}
+    for check in found:
+        cases.setdefault((check.group, check.name.rpartition(", float")[0] or check.name), []).append(check)
+    return [dtypes[i % len(dtypes)] for i, dtypes in enumerate(cases.values())]
 
 
 @pytest.mark.filterwarnings("ignore:overflow encountered")  # as on a GPU, infinity is right there

@@ -20,6 +20,7 @@ from manta.drafter.step.gpu_triton.sampling.grammar_masks import mask_tokens as 
 from manta.drafter.step.sampling.grammar_masks import mask_tokens
 from support.checkpoints.text_pair import make_text_pair
 from support.engines.devices import DEVICE
+from support.engines.steps import short_warm_up
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -51,17 +52,19 @@ def test_constrained_answers_equal_the_cpus(tmp_path: Path) -> None:
 
     def answers(backend: str, device: str, num_drafts: int | None) -> list[str]:
         spec = {"model": str(drafter), "num_speculative_tokens": num_drafts, "adaptive": False}
-        with LLM(
-            str(target),
-            speculative_config=None if num_drafts is None else spec,
-            attention_backend=backend,
-            device=device,
-            dtype="float32",
-            num_threads=1,
-            page_size=16,
-            max_num_seqs=2,
-            max_model_len=48,
-        ) as llm:
+        with short_warm_up():
+            llm = LLM(
+                str(target),
+                speculative_config=None if num_drafts is None else spec,
+                attention_backend=backend,
+                device=device,
+                dtype="float32",
+                num_threads=1,
+                page_size=16,
+                max_num_seqs=2,
+                max_model_len=48,
+            )
+        with llm:
             return [a.outputs[0].text for a in llm.generate(["x", "So"], requested)]
 
     got = answers("triton", DEVICE.type, 3)

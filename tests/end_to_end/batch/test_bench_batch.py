@@ -56,6 +56,7 @@ def test_an_unknown_side_is_refused() -> None:
         BatchBenchOptions(sides=("htp",))
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("ray_session")
 def test_a_short_soak_counts_its_rows_and_its_memory(pair: tuple[Path, Path], tmp_path: Path) -> None:
     found = run_soak(pair[0], 1000, 1, tmp_path)

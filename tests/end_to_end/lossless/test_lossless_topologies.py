@@ -14,7 +14,6 @@ from support.checkpoints.tiny import make_tiny_drafter, make_tiny_target
 from support.engines.devices import ON_GPU
 from support.oracles.sampling_cases import params_of, prompts, tokens_of
 
-pytestmark = pytest.mark.xdist_group("servers")
 KNOBS = ("greedy", "warm", "all", "rules")
 WHOLE = os.environ.get("MANTA_GRID") == "whole"  # how ranks cut other families, test_target_parallel.py says
 

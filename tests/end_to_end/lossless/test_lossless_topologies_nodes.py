@@ -31,8 +31,6 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # actors do not find tests
 
-pytestmark = pytest.mark.xdist_group("servers")
-
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Cluster]:

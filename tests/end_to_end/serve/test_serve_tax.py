@@ -32,6 +32,7 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> EngineConfig:
     )
 
 
+@pytest.mark.slow
 def test_the_bare_server_answers_as_the_engine_and_its_processes_are_distinguished(
     config: EngineConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -97,6 +98,7 @@ def test_the_time_of_a_child_is_counted_under_its_role() -> None:
     assert set(spent) == set(ROLES) and spent["worker"] == spent["haproxy"] == 0.0
 
 
+@pytest.mark.slow
 def test_a_signal_also_ends_the_measured_server(config: EngineConfig, tmp_path: Path) -> None:
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text(json.dumps({"prompt": "def f("}) + "\n")

@@ -315,7 +315,6 @@ def test_a_terminal_gets_a_bar_and_permanent_lines() -> None:
     assert "speed-up" not in text, "a job that measures nothing does not promise to"
 
 
-@pytest.mark.xdist_group("jobs")
 @pytest.mark.usefixtures("ray_session")
 def test_ray_shows_the_progress_of_a_job() -> None:
     import ray

@@ -43,6 +43,7 @@ def test_client_counts_equal_server_counts_and_every_failure_has_a_kind(tmp_path
         find_server("http://127.0.0.1:9")
 
 
+@pytest.mark.slow
 def test_a_batch_runs_during_one_sides_turns_only(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     storage, prompts = tmp_path / "batches", tmp_path / "prompts.jsonl"
     prompts.write_text("".join(json.dumps({"id": str(i), "prompt": f"def f{i}("}) + "\n" for i in range(5)))

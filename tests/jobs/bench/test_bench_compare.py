@@ -85,6 +85,7 @@ def serving(answer: Any) -> Iterator[Served]:
             assert not thread.is_alive()
 
 
+@pytest.mark.slow
 def test_all_contenders_give_the_same_tokens_and_are_compared_with_dflash(
     pair: tuple[Path, Path], prompts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

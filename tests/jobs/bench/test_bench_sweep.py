@@ -186,6 +186,7 @@ def test_wrong_loads_are_refused_with_their_remedy() -> None:
         SweepOptions(minutes=0)
 
 
+@pytest.mark.slow
 def test_a_sweep_compares_all_sides_and_judges_every_bar(
     tiny_qwen3: Path, tiny_drafter: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -22,7 +22,7 @@ from manta.cluster.step.scheduler_output import StepResult, Trim
 
 from support.checkpoints.tiny import TINY_VOCAB
 from support.engines.devices import DEVICE
-from support.engines.steps import Steps, open_runner
+from support.engines.steps import Steps, open_runner, short_warm_up
 from support.engines.waits import counting_waits
 from support.oracles.sampling_cases import KNOBS, tokens_of
 
@@ -57,14 +57,15 @@ def opened(target: Path, drafter: Path | None, backend: str, **changes: object) 
     if drafter is not None:
         spec = {"model": str(drafter), "num_speculative_tokens": 3, "adaptive": False}
     settings = {"speculative_config": spec, "max_num_seqs": 3, "max_model_len": 48, **PLACE, **changes}
-    return LLM(
-        str(target),
-        skip_tokenizer_init=True,
-        dtype="float32",
-        num_threads=1,
-        attention_backend=backend,
-        **settings,
-    )
+    with short_warm_up():
+        return LLM(
+            str(target),
+            skip_tokenizer_init=True,
+            dtype="float32",
+            num_threads=1,
+            attention_backend=backend,
+            **settings,
+        )
 
 
 def same_logprobs(ours: StepLogprobs | None, theirs: StepLogprobs | None, counts: np.ndarray) -> None:
@@ -98,9 +99,10 @@ class Twins:
         how |= {"model": str(drafter)} if drafter else {}
         spec = {**how, "num_speculative_tokens": 3, "adaptive": False}
         small = {"speculative_config": spec, "max_num_seqs": 6, "max_model_len": 48, **PLACE}
-        device, host = (
-            open_runner(target, attention_backend=backend, **small)[0] for backend in ("triton", "torch")
-        )
+        with short_warm_up():
+            device, host = (
+                open_runner(target, attention_backend=backend, **small)[0] for backend in ("triton", "torch")
+            )
         assert isinstance(device, GpuModelRunner)
         return cls(device, host, Steps(len(prompts), 48), [list(prompt) for prompt in prompts])
 

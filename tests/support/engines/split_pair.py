@@ -23,7 +23,7 @@ from manta.actors.workers.shm.endpoint import SpinWaiter
 from manta.cluster.step.scheduler_output import SchedulerOutput, StepResult
 from manta.drafter.compute.backend import Backend
 
-from support.engines.steps import settings
+from support.engines.steps import settings, short_warm_up
 
 
 class Listener(GpuDrafterSession):
@@ -60,7 +60,8 @@ class Pair:
             remotes.append(RemoteDrafterSource(plan, backend, SingleRank()))
             return remotes[-1]
 
-        runner, self.info = start_runner(plan, Checkpoints(), SingleRank(), remote_drafts=remote)
+        with short_warm_up():
+            runner, self.info = start_runner(plan, Checkpoints(), SingleRank(), remote_drafts=remote)
         self.remote, self.runner = remotes[-1], SplitRunner(runner, remotes[-1], plan)
         self._thread = threading.Thread(target=self.server.serve, args=[0.1])
         self.remote.connect(self.server.address, "target", self.info, SpinWaiter(0.0))

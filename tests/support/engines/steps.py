@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
+import pytest
+from manta.actors.targets.loading import warmup
 from manta.actors.targets.loading.rank_loader import load_runner
 from manta.actors.targets.runners.cpu_runner import CpuModelRunner
 from manta.cluster.config import EngineConfig
@@ -14,6 +18,19 @@ from manta.cluster.step.executor import ExecutorInfo
 from manta.cluster.step.scheduler_output import AdmittedRequest, SchedulerOutput, SlotSampling, StateEntry
 
 GREEDY = SlotSampling(0.0, 0, 1.0, 0.0, 0, 0, ())
+
+
+@contextmanager
+def short_warm_up() -> Iterator[None]:
+    """Load runners with greedy dummy steps alone.
+
+    Those of all kinds of sampling take the interpreter longer than the steps of a test. They run on a GPU, in
+    the whole grid, and in tests that load a runner otherwise.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        if os.environ.get("MANTA_TEST_DEVICE") != "cuda" and os.environ.get("MANTA_GRID") != "whole":
+            patch.setattr(warmup, "_sampling_variants", lambda *_: [GREEDY])
+        yield
 
 
 def settings(target: Path, drafter: Path | None = None, **changes: object) -> EngineConfig:

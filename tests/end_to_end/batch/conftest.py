@@ -1,9 +1,0 @@
-"""Tests of batch jobs on a real Ray: one process runs them one after the other."""
-
-from __future__ import annotations
-
-import pytest
-
-
-def pytest_itemcollected(item: pytest.Item) -> None:
-    item.add_marker(pytest.mark.xdist_group("jobs"))
