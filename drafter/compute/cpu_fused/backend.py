@@ -20,6 +20,7 @@ from ..backend import (
 from ..cpu_numba.backend import NumbaBackend
 from ..cpu_numba.cpu_features import bf16_instructions
 from ..layers.linear import Linear, RMSNorm
+from ..layers.quantized_matrix import QuantizedMatrix
 from .fused_forward import FusedForward, can_compile, fits_pages
 from .operators import BlockedContextWriter, PackedLinear, PagedContexts
 from .packed_gemm import can_pack
@@ -51,7 +52,7 @@ class FusedCpuBackend(NumbaBackend):
     def __init__(self, num_threads: int) -> None:
         self._num_threads = num_threads
 
-    def linear(self, weight_OH: Tensor, bias_O: Tensor | None = None) -> Projection:
+    def linear(self, weight_OH: Tensor | QuantizedMatrix, bias_O: Tensor | None = None) -> Projection:
         if not can_pack(weight_OH.shape[1]):
             return Linear(weight_OH, bias_O)
         return PackedLinear(weight_OH, bias_O, self._num_threads)
