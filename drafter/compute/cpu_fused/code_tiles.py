@@ -1,7 +1,7 @@
 """Products of rows with weights of 8 and 4 bits, decoded in vector registers.
 
-A decoded value is the matrix's in bf16 (`layers/quantized_matrix.py`): code times scale in fp32, rounded to
-bf16 where that product need not be exact. Sums are chains over the inputs in order, as of bf16 weights
+A decoded value is the matrix's in bf16 (`checkpoint/quantized_matrix.py`): code times scale in fp32, rounded
+to bf16 where that product need not be exact. Sums are chains over the inputs in order, as of bf16 weights
 (`simd_tiles.py`), so a product has the bits of one with the dequantized matrix.
 
     codes, per 16 columns:    8 bits: [K, 16]         4 bits: [K / 2, 16], the earlier input in the low nibble
@@ -25,6 +25,7 @@ from llvmlite import ir
 from numba.core import cgutils
 
 from ..checkpoint.packed_4bit import GRID, ZERO
+from ..checkpoint.quantized_matrix import Code
 from ..cpu_numba.cpu_features import Instructions, bf16_instructions
 from ..cpu_numba.llvm_intrinsics import (
     BYTE,
@@ -44,7 +45,6 @@ from ..cpu_numba.llvm_intrinsics import (
     procedure,
     store,
 )
-from ..layers.quantized_matrix import Code
 from .simd_tiles import Tile, input_address, switch_tiles, tiles_of
 from .simd_vectors import rounded_lanes
 

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from ..backend import Device, Ints, PlacedRows
-from ..layers.quantized_matrix import QuantizedMatrix
+from ..checkpoint.quantized_matrix import QuantizedMatrix
 from ..layers.rope import RotaryEmbedding
 from ..memory.kv_cache import PagedKVCache
 from .packed_gemm import PRODUCT, decoded_offset, run_product, scratch_bytes

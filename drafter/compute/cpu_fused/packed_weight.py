@@ -19,9 +19,9 @@ from numba import carray
 from torch import Tensor
 from torch.nn import functional as F
 
+from ..checkpoint.quantized_matrix import QuantizedMatrix
 from ..cpu_numba.element_ops import Task, elements, float_of, pointer, record_dtype, records
 from ..cpu_numba.llvm_intrinsics import call_task, stack_memory
-from ..layers.quantized_matrix import QuantizedMatrix
 from .amx_tiles import COLUMNS
 from .code_tiles import CODE_ARGUMENTS, EXPAND, FACTORS, MULTIPLY, code_product
 from .simd_tiles import TILE_BYTES

@@ -20,7 +20,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from ..checkpoint.packed_4bit import GRID, ZERO
+from .packed_4bit import GRID, ZERO
 
 Code = Literal["int8", "int4", "e4m3", "e2m1"]
 QuantizedAtLoad = Literal["int8", "int4"]
