@@ -9,10 +9,10 @@ Legend: K inputs, O outputs.
 from __future__ import annotations
 
 from ..cpu_numba.element_ops import elements, records
-from .amx_intrinsics import TILE_BYTES
-from .amx_tiles import COLUMNS, ROWS, multiply
 from .gemm_epilogues import finish_panel
 from .packed_weight import WEIGHT, expand_panel, prepare_panels
+from .tiles.amx_intrinsics import TILE_BYTES
+from .tiles.amx_tiles import COLUMNS, ROWS, multiply
 
 _CACHE_BYTES = 2**19
 

@@ -28,15 +28,15 @@ from ..backend import AttentionShape, BlockWeights, DenseMLP, PlacedRows, Projec
 from ..cpu_numba.element_ops import Task, elements, pointer, record_dtype, records
 from ..layers.linear import RMSNorm
 from ..memory.kv_cache import PagedKVCache
-from .amx_tiles import COLUMNS, begin_products, end_products
 from .attention import attend, scratch_bytes
 from .operators import PackedLinear, PagedContexts
 from .packed_gemm import decoded_offset, project
 from .packed_gemm import scratch_bytes as product_scratch_bytes
 from .packed_weight import PackedWeight
 from .qkv_heads import BLOCK, norm_rotate_heads, write_slot
-from .simd_vectors import norm
 from .threads.thread_team import barrier, run, team_address
+from .tiles.amx_tiles import COLUMNS, begin_products, end_products
+from .tiles.simd_vectors import norm
 
 _BF16, _INT64 = np.uint16(0), np.int64(0)
 _ROOM = 16  # rows per tile

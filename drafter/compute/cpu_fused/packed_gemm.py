@@ -18,11 +18,11 @@ from numba import carray
 from ..cpu_numba.element_ops import Task, elements, pointer
 from ..cpu_numba.llvm_intrinsics import stack_memory
 from .amx_gemm import project_tiles
-from .amx_tiles import COLUMNS, ROWS, SUMS_STRIDE, begin_products, end_products
-from .isa_dispatch import has_tiles, of_two_kinds
 from .packed_weight import code_scratch_bytes
 from .simd_gemm import SUMS_BYTES, packed_bytes, project_rows
 from .threads.thread_team import run
+from .tiles.amx_tiles import COLUMNS, ROWS, SUMS_STRIDE, begin_products, end_products
+from .tiles.isa_dispatch import has_tiles, of_two_kinds
 
 _TILE_SUMS_BYTES = ROWS * SUMS_STRIDE
 _args_memory = stack_memory(128)

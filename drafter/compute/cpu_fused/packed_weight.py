@@ -22,9 +22,9 @@ from torch.nn import functional as F
 from ..checkpoint.quantized_matrix import QuantizedMatrix
 from ..cpu_numba.element_ops import Task, elements, float_of, pointer, record_dtype, records
 from ..cpu_numba.llvm_intrinsics import call_task, stack_memory
-from .amx_tiles import COLUMNS
-from .code_tiles import CODE_ARGUMENTS, EXPAND, FACTORS, MULTIPLY, code_product
-from .simd_tiles import TILE_BYTES
+from .tiles.amx_tiles import COLUMNS
+from .tiles.code_tiles import CODE_ARGUMENTS, EXPAND, FACTORS, MULTIPLY, code_product
+from .tiles.simd_tiles import TILE_BYTES
 
 MOST_TILES = 8  # multiplied at once
 _BF16, _FP32, _BYTE = np.uint16(0), np.float32(0), np.uint8(0)

@@ -12,10 +12,18 @@ is multiplied with several tiles of rows.
 from __future__ import annotations
 
 from ..cpu_numba.element_ops import elements, records
-from .amx_tiles import COLUMNS, SUMS_STRIDE
 from .gemm_epilogues import finish_panel
 from .packed_weight import WEIGHT, expand_panel, multiply_codes, prepare_panels
-from .simd_tiles import CHUNK, ROW_BYTES, TILE_BYTES, most_rows, multiply_rows, pack_rows, panels_at_once
+from .tiles.amx_tiles import COLUMNS, SUMS_STRIDE
+from .tiles.simd_tiles import (
+    CHUNK,
+    ROW_BYTES,
+    TILE_BYTES,
+    most_rows,
+    multiply_rows,
+    pack_rows,
+    panels_at_once,
+)
 
 _CACHE_BYTES = 2**18
 _EVEN_ROWS = 12  # a multiple of every CPU kind's highest tile

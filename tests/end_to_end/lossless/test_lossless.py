@@ -50,7 +50,7 @@ MIXED = ("qwen3 mixed with suffixes", "qwen3 in bf16 mixed with suffixes")  # li
 QUANTIZED = (
     "qwen3 in bf16 with int8 weights",
     "qwen3 in bf16 with int4 weights",
-)  # likewise, the drafter too
+)  # likewise
 STATES = "qwen3_5"  # lean, but that steps run ahead of its states and prefixes need them
 DRAFTS = (1, 3, 15)
 SIZES = (1, 3)

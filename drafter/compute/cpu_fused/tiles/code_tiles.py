@@ -24,10 +24,10 @@ from typing import Any
 from llvmlite import ir
 from numba.core import cgutils
 
-from ..checkpoint.packed_4bit import GRID, ZERO
-from ..checkpoint.quantized_matrix import Code
-from ..cpu_numba.cpu_features import Instructions, bf16_instructions
-from ..cpu_numba.llvm_intrinsics import (
+from ...checkpoint.packed_4bit import GRID, ZERO
+from ...checkpoint.quantized_matrix import Code
+from ...cpu_numba.cpu_features import Instructions, bf16_instructions
+from ...cpu_numba.llvm_intrinsics import (
     BYTE,
     FLOATS,
     HALVES,
@@ -56,6 +56,7 @@ MULTIPLY, EXPAND = 0, 1
 LINE_BYTES = {"int8": 32, "int4": 16, "e4m3": 32, "e2m1": 16}  # of a pair of inputs of 16 columns
 # Factors by which decoded codes are too small; scales are multiplied by them when they are expanded.
 FACTORS = {"int8": 1.0, "int4": 1.0, "e4m3": 2.0**8, "e2m1": 2.0**14}
+Emit = Callable[[Any, Sequence[Value]], None]  # of a builder and its arguments
 _BYTES = ir.VectorType(BYTE, 16)
 _FP16 = ir.VectorType(ir.HalfType(), 16)
 _UPPER_HALF = -65536
@@ -63,6 +64,10 @@ _UPPER_HALF = -65536
 
 def code_product(code: Code, *, has_zeros: bool = False, rounds: bool = True) -> Any:
     """Return an intrinsic of (address of CODE_ARGUMENTS, MULTIPLY or EXPAND)."""
+    return procedure(2, emit_product(code, has_zeros=has_zeros, rounds=rounds))
+
+
+def emit_product(code: Code, *, has_zeros: bool = False, rounds: bool = True) -> Emit:
     decoder = _Decoder(code, has_zeros=has_zeros, rounds=rounds)
 
     def emit(builder: Any, args: Sequence[Value]) -> None:
@@ -72,7 +77,7 @@ def code_product(code: Code, *, has_zeros: bool = False, rounds: bool = True) ->
             with expand:
                 _expand(builder, _values(builder, args[0]), decoder)
 
-    return procedure(2, emit)
+    return emit
 
 
 def _values(builder: Any, arguments: Value) -> dict[str, Value]:

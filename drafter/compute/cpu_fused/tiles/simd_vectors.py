@@ -15,8 +15,8 @@ from typing import Any
 from llvmlite import ir
 from numba.core import cgutils
 
-from ..cpu_numba.cpu_features import Instructions, bf16_instructions
-from ..cpu_numba.llvm_intrinsics import (
+from ...cpu_numba.cpu_features import Instructions, bf16_instructions
+from ...cpu_numba.llvm_intrinsics import (
     FLOATS,
     HALVES,
     INT16,

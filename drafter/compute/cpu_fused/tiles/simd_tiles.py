@@ -23,8 +23,8 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from ..cpu_numba.cpu_features import Instructions, bf16_instructions
-from ..cpu_numba.llvm_intrinsics import (
+from ...cpu_numba.cpu_features import Instructions, bf16_instructions
+from ...cpu_numba.llvm_intrinsics import (
     FLOATS,
     INT32,
     INT64,
