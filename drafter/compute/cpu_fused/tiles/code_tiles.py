@@ -45,7 +45,7 @@ from ...cpu_numba.llvm_intrinsics import (
     procedure,
     store,
 )
-from .simd_tiles import Tile, input_address, switch_tiles, tiles_of
+from .simd_tiles import RegisterTile, input_address, switch_tiles, tiles_of
 from .simd_vectors import rounded_lanes
 
 # Arguments of both operations, as int64 in this order; `target` of expanded tiles alone.
@@ -135,7 +135,7 @@ def _multiply(builder: Any, arguments: Value, decoder: _Decoder) -> None:
 
 
 def _sum_tile(
-    builder: Any, values: dict[str, Value], decoder: _Decoder, tile: Tile, columns: Sequence[int]
+    builder: Any, values: dict[str, Value], decoder: _Decoder, tile: RegisterTile, columns: Sequence[int]
 ) -> None:
     with cgutils.for_range(builder, values["pairs"]) as loop:
         shared = [decoder.shared(builder, values, j, loop.index) for j in columns]

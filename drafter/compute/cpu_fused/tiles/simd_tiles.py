@@ -84,7 +84,7 @@ def panels_at_once(context, rows):
     return types.int64(types.int64), generate
 
 
-class Tile:
+class RegisterTile:
     """[rows, 16 columns] of fp32 sums in registers."""
 
     def __init__(self, builder: Any, rows: int, columns: int) -> None:
@@ -165,11 +165,11 @@ def switch_tiles(builder: Any, rows: Value, panels: Value, emit: Callable[[int, 
     _switch(builder, at(builder, panels, (rows, 8)), cases)
 
 
-def tiles_of(builder: Any, rows: int, panels: int) -> Iterator[tuple[Tile, Sequence[int]]]:
+def tiles_of(builder: Any, rows: int, panels: int) -> Iterator[tuple[RegisterTile, Sequence[int]]]:
     """Yield the tiles of registers of a product, and the numbers of their groups of 16 columns."""
     columns = min(_columns(rows), 2 * panels)
     for begin in range(0, 2 * panels, columns):
-        yield Tile(builder, rows, columns), range(begin, begin + columns)
+        yield RegisterTile(builder, rows, columns), range(begin, begin + columns)
 
 
 def _emit_product(builder, args):
@@ -211,7 +211,7 @@ def _emit_scores(builder, args):
                         )
                         for j in mine
                     ]
-                    tile = Tile(builder, num, columns)
+                    tile = RegisterTile(builder, num, columns)
                     with cgutils.for_range(builder, pairs) as loop:
                         place = input_address(builder, queries, chunk_bytes, loop.index)
                         tile.add_bf16(place, [at(builder, key, (loop.index, 64)) for key in keys])
@@ -231,7 +231,7 @@ def _emit_combination(builder, args):
         def emit() -> None:
             width = 16 * columns
             with cgutils.for_range(builder, builder.udiv(head_dim, integer(width))) as part:
-                tile = Tile(builder, num, columns)
+                tile = RegisterTile(builder, num, columns)
                 begin = at(builder, offset, (part.index, width * 32))
                 with cgutils.for_range(builder, count) as outer:
                     block = builder.add(begin, load(builder, at(builder, blocks, (outer.index, 8)), INT64))
