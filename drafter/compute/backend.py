@@ -24,7 +24,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from .checkpoint.quantized_matrix import QuantizedMatrix
+from .checkpoint.quantized_matrix import Matrix, QuantizedMatrix
 from .layers.gated_delta_net import DeltaNetShape
 from .layers.linear import Activation, Linear, RMSNorm, linear_of_blocks
 from .layers.mla import MLALayer
@@ -311,9 +311,7 @@ class Backend(ABC):
     def linear_of_codes(self, weight_OH: QuantizedMatrix, bias_O: Tensor | None = None) -> Projection:
         raise AssertionError("matrices are read as codes for backends that keep them")
 
-    def linear_of_either(
-        self, weight_OH: Tensor | QuantizedMatrix, bias_O: Tensor | None = None
-    ) -> Projection:
+    def linear_of_either(self, weight_OH: Matrix, bias_O: Tensor | None = None) -> Projection:
         if isinstance(weight_OH, QuantizedMatrix):
             return self.linear_of_codes(weight_OH, bias_O)
         return self.linear(weight_OH, bias_O)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ....drafter.compute.checkpoint.packed_4bit import MXFP4, Int4, Packed
-from ....drafter.compute.checkpoint.quantized_matrix import QuantizedMatrix, cat_rows
+from ....drafter.compute.checkpoint.quantized_matrix import Matrix, cat_rows
 from ....drafter.compute.layers.linear import RMSNorm
 from ....drafter.compute.layers.moe import ExpertWeights, RouterWeights
 from .mlp_spec import FUSED_EXPERTS, INT4_EXPERTS, PACKED_EXPERTS, RoutedMLP
@@ -26,9 +26,9 @@ from .mlp_spec import FUSED_EXPERTS, INT4_EXPERTS, PACKED_EXPERTS, RoutedMLP
 class DenseTensors:
     """A dense MLP's tensors: gate rows before up rows. The bias of down is None except on rank 0."""
 
-    gate_up_IH: Tensor | QuantizedMatrix
+    gate_up_IH: Matrix
     gate_up_bias_I: Tensor | None
-    down_HI: Tensor | QuantizedMatrix
+    down_HI: Matrix
     down_bias_H: Tensor | None
 
 
@@ -64,7 +64,7 @@ class LayerParts(Protocol):
 
     def required(self, part: str) -> Tensor: ...
 
-    def matrix(self, part: str) -> Tensor | QuantizedMatrix:
+    def matrix(self, part: str) -> Matrix:
         """Return a matrix, as codes where they are kept."""
         ...
 

@@ -21,7 +21,7 @@ from ....cluster.errors import ConfigError
 from ....cluster.pages.kv_cache_groups import KVCacheSpec
 from ....cluster.pages.recurrent_state_spec import RecurrentStateSpec
 from ....drafter.compute.backend import Backend, Projection
-from ....drafter.compute.checkpoint.quantized_matrix import QuantizedMatrix
+from ....drafter.compute.checkpoint.quantized_matrix import Matrix
 from .attention import TargetAttention
 from .delta_net import DeltaNet, delta_slices, is_delta_axis
 from .mlp_spec import RoutedMLP
@@ -218,7 +218,7 @@ def _does_not_divide(name: str, size: int, world_size: int) -> ConfigError:
 
 
 def row_linear(
-    weight_OH: Tensor | QuantizedMatrix,
+    weight_OH: Matrix,
     bias_O: Tensor | None,
     communicator: Communicator,
     backend: Backend,

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ....cluster.errors import CheckpointError
 from ....drafter.compute.checkpoint.quantization.quantized_tensors import QuantizedFolder, open_folder
-from ....drafter.compute.checkpoint.quantized_matrix import QuantizedMatrix, cat_rows
+from ....drafter.compute.checkpoint.quantized_matrix import Matrix, cat_rows
 from ....drafter.compute.checkpoint.safetensors_reader import TensorFolder, TensorSource
 from .attention import TargetAttention
 from .delta_net import DeltaNet, DeltaTensors, read_delta
@@ -44,10 +44,10 @@ class LayerWeights:
     attention_out_norm_H: Tensor | None
     mlp_norm_H: Tensor
     mlp_out_norm_H: Tensor | None
-    qkv_OH: Tensor | QuantizedMatrix
+    qkv_OH: Matrix
     qkv_bias_O: Tensor | None
     attention_gate_OH: Tensor | None
-    o_HO: Tensor | QuantizedMatrix
+    o_HO: Matrix
     o_bias_H: Tensor | None
     q_norm: Tensor | None
     k_norm: Tensor | None
@@ -166,7 +166,7 @@ class TargetWeights:
         stays_fp32 = part in _FP32_PARTS or (self.spec.fp32_norms and part.endswith("norm"))
         return tensor.to(torch.float32 if stays_fp32 else self.dtype)
 
-    def matrix(self, part: str, layer: int) -> Tensor | QuantizedMatrix:
+    def matrix(self, part: str, layer: int) -> Matrix:
         """Return this rank's slice of a matrix, as codes where they are kept and no group is cut."""
         rule, tensors = self.spec.tensors[part], self._tensors
         if not self._keeps_codes or not isinstance(tensors, QuantizedFolder) or rule.transform is not None:
@@ -212,7 +212,7 @@ class _LayerParts:
     def required(self, part: str) -> Tensor:
         return self._weights.part(part, self._layer)
 
-    def matrix(self, part: str) -> Tensor | QuantizedMatrix:
+    def matrix(self, part: str) -> Matrix:
         return self._weights.matrix(part, self._layer)
 
     def optional(self, part: str) -> Tensor | None:

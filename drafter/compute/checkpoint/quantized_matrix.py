@@ -98,6 +98,9 @@ class QuantizedMatrix:
         return self.shape[1] % 32 == 0 and has_shift and bool(in_range.all()) and is_number
 
 
+Matrix = Tensor | QuantizedMatrix
+
+
 def _decoded(code: Code, codes_OI: Tensor) -> Tensor:
     match code:
         case "int8":
@@ -110,7 +113,7 @@ def _decoded(code: Code, codes_OI: Tensor) -> Tensor:
             return torch.tensor(GRID)[codes_OI.int()]
 
 
-def cat_rows(matrices: Sequence[Tensor | QuantizedMatrix], dtype: torch.dtype) -> Tensor | QuantizedMatrix:
+def cat_rows(matrices: Sequence[Matrix], dtype: torch.dtype) -> Matrix:
     """Join matrices of equally many inputs; dequantizes them to `dtype` unless all have one form."""
     first = matrices[0]
     if len(matrices) == 1:
@@ -130,7 +133,7 @@ def cat_rows(matrices: Sequence[Tensor | QuantizedMatrix], dtype: torch.dtype) -
     return torch.cat([plain(each, dtype) for each in matrices])
 
 
-def plain(matrix: Tensor | QuantizedMatrix, dtype: torch.dtype) -> Tensor:
+def plain(matrix: Matrix, dtype: torch.dtype) -> Tensor:
     return matrix.dequantized(dtype) if isinstance(matrix, QuantizedMatrix) else matrix
 
 

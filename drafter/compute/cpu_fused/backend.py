@@ -20,7 +20,7 @@ from ..backend import (
     Projection,
     Stack,
 )
-from ..checkpoint.quantized_matrix import QuantizedAtLoad, QuantizedMatrix, quantize
+from ..checkpoint.quantized_matrix import Matrix, QuantizedAtLoad, QuantizedMatrix, quantize
 from ..cpu_numba.backend import NumbaBackend
 from ..cpu_numba.cpu_features import bf16_instructions
 from ..layers.linear import Linear, RMSNorm
@@ -95,7 +95,7 @@ class PackedCpuBackend(NumbaBackend):
             return Linear(weight_OH, bias_O)
         return self._packed(quantize(weight_OH, quantization) if quantization else weight_OH, bias_O)
 
-    def _packed(self, weight_OH: Tensor | QuantizedMatrix, bias_O: Tensor | None) -> PackedLinear:
+    def _packed(self, weight_OH: Matrix, bias_O: Tensor | None) -> PackedLinear:
         linear = PackedLinear(weight_OH, bias_O, self._num_threads)
         self.weight_bytes += linear.weight.num_bytes
         return linear

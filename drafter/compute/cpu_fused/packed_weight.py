@@ -19,7 +19,7 @@ from numba import carray
 from torch import Tensor
 from torch.nn import functional as F
 
-from ..checkpoint.quantized_matrix import QuantizedMatrix
+from ..checkpoint.quantized_matrix import Matrix, QuantizedMatrix
 from ..cpu_numba.element_ops import Task, elements, float_of, pointer, record_dtype, records
 from ..cpu_numba.llvm_intrinsics import call_task, stack_memory
 from .tiles.amx_tiles import COLUMNS
@@ -91,7 +91,7 @@ class PackedWeight:
         return record_1
 
 
-def pack(weight_OK: Tensor | QuantizedMatrix) -> PackedWeight:
+def pack(weight_OK: Matrix) -> PackedWeight:
     if isinstance(weight_OK, QuantizedMatrix):
         return _pack_codes(weight_OK)
     outputs, inputs = weight_OK.shape

@@ -92,7 +92,7 @@ def test_the_bits_are_the_same_with_other_instructions() -> None:
         assert done.returncode == 0, done.stdout[-3000:]
 
 
-@pytest.mark.parametrize(("kind", "most"), [("int8", 0.0075), ("int4", 0.09)])
+@pytest.mark.parametrize(("kind", "most"), [("int8", 0.0085), ("int4", 0.09)])
 def test_quantizing_is_close_and_exact_in_bf16(kind, most: float) -> None:
     weight = random(64, 512)
     weight[3], weight[5, :32], weight[6, 7] = 0.0, 1e-35, 4.0
