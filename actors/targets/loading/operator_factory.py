@@ -16,7 +16,7 @@ from ....drafter.step.sampling.step_ops import DEFINITION, StepOperators
 from ...system.host_resources import owned_cores
 from ...tokenization.checkpoint_paths import has_tokenizer, tokenizer_folder
 from ..model.tensor_parallel import Communicator
-from .backend_selection import can_pack, take_cpu, why_not
+from .backend_selection import can_pack, quantizes_to_integers, take_cpu, why_not
 from .load_plan import LoadPlan
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ def make_drafter_backend(
     assert spec is not None, "only speculation needs a drafter's backend"
     if target_backend is not None and spec.quantization == plan.config.quantization:
         return target_backend
-    if target_backend is not None and target_backend.keeps_codes and _packs(plan, spec.quantization):
+    if target_backend is not None and target_backend.keeps_codes:
         from ....drafter.compute.cpu_fused.backend import PackedCpuBackend
 
         assert isinstance(target_backend, PackedCpuBackend), "no other backend keeps codes"
@@ -52,20 +52,16 @@ def _integers(quantization: Quantization | None) -> Literal["int8", "int4"] | No
 
 
 def keeps_codes(plan: LoadPlan) -> bool:
-    """Return whether the target's backend computes with the codes of a quantized checkpoint."""
-    is_loop = plan.attention_backend == "torch" and _has_loops(plan)
-    return (plan.attention_backend == "compiled" or is_loop) and _packs(plan, plan.config.quantization)
-
-
-def _packs(plan: LoadPlan, quantization: Quantization | None) -> bool:
-    """Return whether a CPU backend's weights are packed: for the compiled pass, and where they have codes."""
-    has_codes = quantization is not None or plan.target.quantization is not None
-    return plan.attention_backend == "compiled" or (has_codes and can_pack(plan.machine))
+    """Return whether the models' backends compute with packed weights: the compiled pass, or for codes."""
+    if plan.attention_backend == "compiled":
+        return True
+    has_codes = quantizes_to_integers(plan.config) or plan.target.quantization is not None
+    return plan.attention_backend == "torch" and has_codes and _has_loops(plan) and can_pack(plan.machine)
 
 
 def _backend(plan: LoadPlan, quantization: Quantization | None, ranks: Communicator | None) -> Backend:
     if plan.attention_backend == "compiled" or (plan.attention_backend == "torch" and _has_loops(plan)):
-        packs = _packs(plan, quantization)
+        packs = keeps_codes(plan)
         return take_cpu(plan.attention_backend, packs=packs, quantization=_integers(quantization))
     if plan.attention_backend == "torch":
         return TorchBackend()

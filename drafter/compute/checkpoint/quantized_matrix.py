@@ -26,7 +26,6 @@ Code = Literal["int8", "int4", "e4m3", "e2m1"]
 QuantizedAtLoad = Literal["int8", "int4"]
 GROUP = 32  # inputs per scale of matrices that are quantized at load
 _DTYPES = {"int8": torch.int8, "int4": torch.uint8, "e4m3": torch.uint8, "e2m1": torch.uint8}
-_LARGEST = {"int8": 127, "int4": 8}
 _SMALLEST_SCALE, _LARGEST_SCALE = 2.0**-100, 2.0**100
 _MAX_VALUES = 2**22  # converted at once, to stay in a core's cache
 _SIGNIFICANT = 32.0  # 2^5: an int4 code times a scale of 5 bits is exact in bf16
@@ -158,7 +157,7 @@ def quantize(weight_OI: Tensor, kind: QuantizedAtLoad) -> QuantizedMatrix:
 
 
 def _quantize_int8(weight_OGC: Tensor) -> tuple[Tensor, Tensor]:
-    mantissa_OG, exponent_OG = torch.frexp(weight_OGC.abs().amax(2) / _LARGEST["int8"])
+    mantissa_OG, exponent_OG = torch.frexp(weight_OGC.abs().amax(2) / 127)
     exponent_OG -= (mantissa_OG == 0.5).int()  # an exact power of two
     exponent_OG.masked_fill_(mantissa_OG == 0, 0).clamp_(min=-99)
     codes_OGC = torch.ldexp(weight_OGC, -exponent_OG.unsqueeze(2)).round_()

@@ -65,7 +65,6 @@ class PackedCpuBackend(NumbaBackend):
     """
 
     keeps_codes = True
-    weight_bytes: int
 
     def __init__(self, num_threads: int, quantization: QuantizedAtLoad | None = None) -> None:
         self._num_threads, self.quantization = num_threads, quantization
@@ -97,7 +96,7 @@ class PackedCpuBackend(NumbaBackend):
 
     def _packed(self, weight_OH: Matrix, bias_O: Tensor | None) -> PackedLinear:
         linear = PackedLinear(weight_OH, bias_O, self._num_threads)
-        self.weight_bytes += linear.weight.num_bytes
+        self.weight_bytes = (self.weight_bytes or 0) + linear.weight.num_bytes
         return linear
 
 
