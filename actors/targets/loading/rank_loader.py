@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -83,14 +84,20 @@ class ModelSource(Protocol):
     def drafter(self, plan: LoadPlan, shared_embeddings: TargetEmbeddings, backend: Backend) -> Drafter: ...
 
 
+@dataclass(frozen=True, slots=True)
 class Checkpoints:
-    """Reads the models from the plan's folders, or (`load_format`) makes random weights of their shapes."""
+    """Reads the models from the plan's folders, or (`load_format`) makes random weights of their shapes.
+
+    `dequantizes`: the target is not read as codes even where the plan's backend computes with them.
+    """
+
+    dequantizes: bool = False
 
     def target(self, plan: LoadPlan, sharding: Sharding) -> TargetWeights:
         source = (
             plan.target_folder if _reads_weights(plan) else _random_tensors(plan, target_shapes(plan.target))
         )
-        kept = keeps_codes(plan)
+        kept = keeps_codes(plan) and not self.dequantizes
         return TargetWeights(source, plan.target, sharding, plan.dtype, plan.device, keeps_codes=kept)
 
     def drafter(self, plan: LoadPlan, shared_embeddings: TargetEmbeddings, backend: Backend) -> Drafter:
