@@ -23,7 +23,7 @@ AttentionBackend = Literal["auto", "torch", "compiled", "triton", "flash_attn"]
 DrafterPlacement = Literal["colocated", "split", "shared"]
 DraftMethod = Literal["dflash", "eagle3", "ngram", "suffix"]
 LoadFormat = Literal["auto", "dummy"]
-Quantization = Literal["fp8"]
+Quantization = Literal["fp8", "int8", "int4"]
 
 T = TypeVar("T")
 
@@ -195,9 +195,11 @@ class EngineConfig:
             same with that package's kernel for prompts (page_size 256); "compiled" a whole pass in one call,
             in bfloat16 on a CPU with instructions for it; "torch" PyTorch's own kernels, driven from the
             host.
-        quantization: "fp8" quantizes the target's weights to eight bits, on GPUs; outputs are the quantized
-            target's. Weights are e4m3 with a scale per row, made at load: a step reads half the bytes of
-            bf16. Embedding, head, routers and experts are not quantized.
+        quantization: quantizes the target's weights at load; outputs are the quantized target's, with and
+            without drafts. "fp8", on GPUs: e4m3 with a scale per row, half of the bytes of bf16; embedding,
+            head, routers and experts are not quantized. "int8" and "int4", on CPUs in bfloat16: integers with
+            a scale per 32 inputs, 8.25 and 4.5 bits per weight; embedding, routers and experts are not
+            quantized, and the head has 8 bits with either. Not for checkpoints that are quantized already.
         batch_invariant: give a row the same bits in any batch; refused where that is impossible. Speculation
             and other requests then change no token in half precision either. Checked at start. On a GPU a
             product reads its weights once per 64 rows, for prompts as well.

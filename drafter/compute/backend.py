@@ -24,6 +24,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from .checkpoint.quantized_matrix import Matrix, QuantizedMatrix
 from .layers.gated_delta_net import DeltaNetShape
 from .layers.linear import Activation, Linear, RMSNorm, linear_of_blocks
 from .layers.mla import MLALayer
@@ -280,10 +281,14 @@ class Backend(ABC):
 
     Attributes:
         packed_experts: whether `experts` takes packed weights; else they are dequantized first.
+        keeps_codes: whether `linear_of_codes` is there; else quantized matrices are dequantized first.
+        weight_bytes: bytes of the weights that it has packed so far; None if it packs none.
         expert_reads: int32 [1]: experts' weights read by passes so far, summed over layers, wrapping.
     """
 
     packed_experts = False
+    keeps_codes = False
+    weight_bytes: int | None = None
     expert_reads: Tensor | None = None
 
     @staticmethod
@@ -303,8 +308,16 @@ class Backend(ABC):
     def linear(self, weight_OH: Tensor, bias_O: Tensor | None = None) -> Projection:
         return Linear(weight_OH, bias_O)
 
+    def linear_of_codes(self, weight_OH: QuantizedMatrix, bias_O: Tensor | None = None) -> Projection:
+        raise AssertionError("matrices are read as codes for backends that keep them")
+
+    def linear_of_either(self, weight_OH: Matrix, bias_O: Tensor | None = None) -> Projection:
+        if isinstance(weight_OH, QuantizedMatrix):
+            return self.linear_of_codes(weight_OH, bias_O)
+        return self.linear(weight_OH, bias_O)
+
     def head(self, weight_VH: Tensor) -> Projection:
-        """Return the projection to logits; it is not quantized where others are."""
+        """Return the projection to logits; on GPUs it is not quantized where others are."""
         return self.linear(weight_VH)
 
     def linear_of_blocks(self, weight_PLRH: Tensor, bias_O: Tensor | None = None) -> Projection:

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
 
-from ...cluster.config import Quantization
 from ...cluster.errors import ConfigError
 from ...cluster.flag import Flag, Size
 from ...cluster.hardware.gpu_specs import GPUS
@@ -44,8 +43,8 @@ class PlanOptions:
     gpu: Annotated[str, Flag(metavar="|".join(GPUS))] = "h200"
     drafter: Annotated[str | None, Flag("--drafter --spec-model")] = None
     dtype: Literal["auto", "bfloat16", "float16"] = "auto"
-    quantization: Annotated[Quantization | None, Flag("-q")] = None
-    drafter_quantization: Quantization | None = None
+    quantization: Annotated[Literal["fp8"] | None, Flag("-q")] = None
+    drafter_quantization: Literal["fp8"] | None = None
     acceptance: str | None = None
     slo_tpot_ms: float | None = None
     slo_ttft_ms: float | None = None

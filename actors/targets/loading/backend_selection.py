@@ -21,6 +21,7 @@ from ....drafter.compute.batch_invariance import rows_are_invariant
 logger = logging.getLogger(__name__)
 
 _FIRST_WITH_E4M3 = (8, 9)
+INTEGERS = ("int8", "int4")
 BackendName = Literal["torch", "compiled", "triton", "flash_attn"]
 
 
@@ -68,22 +69,46 @@ def _check_can_be_invariant(chosen: BackendName, reason: str | None, machine: De
 
 
 def _check_quantization(config: EngineConfig, chosen: BackendName, machine: DeviceCapabilities) -> None:
-    spec, field = config.speculative_config, "quantization" if config.quantization else None
-    if field is None and spec is not None and spec.quantization:
-        field = "speculative_config.quantization"
-    if field is None:
-        return
-    problem = None
+    spec = config.speculative_config
+    settings = {
+        "quantization": config.quantization,
+        "speculative_config.quantization": spec.quantization if spec is not None else None,
+    }
+    for field, value in settings.items():
+        if value is None:
+            continue
+        problem = _why_not_fp8(chosen, machine) if value == "fp8" else _why_not_integers(machine)
+        if problem is not None:
+            raise ConfigError(f"{field}={value!r} {problem}, or leave it out.", param=field)
+
+
+def _why_not_fp8(chosen: BackendName, machine: DeviceCapabilities) -> str | None:
+    """Return why weights cannot be FP8, and a remedy; or None."""
+    kind = machine.device.type
     if chosen not in ("triton", "flash_attn"):
-        problem = (
-            f"needs Triton's kernels, which run on GPUs; this engine runs {chosen} on {machine.device.type}"
-        )
-    elif (
-        machine.device.type == "cuda" and torch.cuda.get_device_capability(machine.device) < _FIRST_WITH_E4M3
-    ):
-        problem = "needs a GPU that supports e4m3 (capability 8.9, as Ada or Hopper)"
-    if problem is not None:
-        raise ConfigError(f"{field}='fp8' {problem}. Leave it out.", param=field)
+        remedy = "Use int8 or int4" if kind == "cpu" else "Leave attention_backend out"
+        return f"needs Triton's kernels, which run on GPUs; this engine runs {chosen} on {kind}. {remedy}"
+    if kind == "cuda" and torch.cuda.get_device_capability(machine.device) < _FIRST_WITH_E4M3:
+        return "needs a GPU that supports e4m3 (capability 8.9, as Ada or Hopper). Use such a GPU"
+    return None
+
+
+def _why_not_integers(machine: DeviceCapabilities) -> str | None:
+    """Return why weights cannot be integers, and a remedy; or None."""
+    if machine.device.type == "cuda":
+        return "is computed on CPUs alone. Use fp8"
+    try:
+        from ....drafter.compute.cpu_fused.backend import why_not_packed
+    except ModuleNotFoundError:
+        return "needs the package numba. Install it"
+    problem = why_not_packed(machine)
+    remedy = "Set dtype to auto or bfloat16" if machine.dtype is not torch.bfloat16 else "Use such a CPU"
+    return None if problem is None else f"{problem}. {remedy}"
+
+
+def quantizes_to_integers(config: EngineConfig) -> bool:
+    spec = config.speculative_config
+    return config.quantization in INTEGERS or (spec is not None and spec.quantization in INTEGERS)
 
 
 def choose_dtype(
@@ -100,6 +125,8 @@ def choose_dtype(
         return getattr(torch, checkpoint)
     wanted = config.attention_backend
     if wanted in ("auto", "compiled") and why_not("compiled", models, machine) is None:
+        return torch.bfloat16
+    if quantizes_to_integers(config) and _why_not_integers(machine) is None:
         return torch.bfloat16
     if not torch.ops.mkldnn._is_mkldnn_bf16_supported() or why_not("loops", models, machine):
         return torch.float32
@@ -126,17 +153,28 @@ def why_not(name: str, models: Sequence[ModelStackSpec], machine: DeviceCapabili
 _PACKAGES = ("triton", "numba")
 
 
-def take_cpu(name: BackendName) -> Backend:
-    """Return a CPU backend on PyTorch's number of threads; "compiled" takes them over, PyTorch keeps one."""
-    if name == "compiled":
-        from ....drafter.compute.cpu_fused.backend import FusedCpuBackend
+def take_cpu(
+    name: BackendName, *, packs: bool = False, quantization: Literal["int8", "int4"] | None = None
+) -> Backend:
+    """Return a CPU backend on PyTorch's number of threads.
 
-        backend = FusedCpuBackend(torch.get_num_threads())
+    "compiled", and loops with packed products (`packs`), take them over: PyTorch keeps one.
+    """
+    if name == "compiled" or packs:
+        from ....drafter.compute.cpu_fused.backend import FusedCpuBackend, PackedCpuBackend
+
+        kind = FusedCpuBackend if name == "compiled" else PackedCpuBackend
+        backend = kind(torch.get_num_threads(), quantization)
         torch.set_num_threads(1)  # idle spinning threads of one pool would take cores from the other
         return backend
     from ....drafter.compute.cpu_numba.backend import NumbaBackend
 
     return NumbaBackend()
+
+
+def can_pack(machine: DeviceCapabilities) -> bool:
+    """Return whether CPU backends can compute with packed weights."""
+    return machine.device.type == "cpu" and _why_not_integers(machine) is None
 
 
 def instructions_of_passes() -> str | None:

@@ -34,6 +34,7 @@ from .backend_selection import (
     choose_backend,
     choose_dtype,
     instructions_of_passes,
+    quantizes_to_integers,
     take_cpu,
     why_not,
 )
@@ -92,6 +93,8 @@ def choose_cpu_config(
     default = CpuConfig(choose_backend(config, models, replace(machine, dtype=dtype)), dtype)
     if default not in CPU_CONFIGS or machine.device.type != "cpu" or config.needs_ray:
         return default  # workers must agree, and each one would measure its own machine
+    if quantizes_to_integers(config):
+        return default  # others have no products of integers, or were measured without them
 
     def is_possible(candidate: CpuConfig) -> bool:
         allowed = config.attention_backend in ("auto", candidate.backend) and config.dtype in (

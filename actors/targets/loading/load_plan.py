@@ -29,7 +29,7 @@ from ..families import end_tokens_file, read_model
 from ..model.model_spec import ModelSpec
 from ..model.tensor_parallel import Sharding
 from ..model.weights import open_checkpoint, target_shapes
-from .backend_selection import BackendName
+from .backend_selection import INTEGERS, BackendName
 from .cpu_autotune import choose_cpu_config
 
 logger = logging.getLogger(__name__)
@@ -97,6 +97,7 @@ def plan_load(config: EngineConfig) -> LoadPlan:
     if (spec := config.speculative_config) is not None and spec.model is not None:
         draft_folder = drafter_folder(config, spec.model)
         drafter = _read_config(spec, draft_folder, target.num_layers)
+    _refuse_quantizing_twice(config, target, drafter)
     length = find_max_model_len(config, target, drafter)
     plan = plan_models(config, folder, target, draft_folder, drafter, length)
     if draft_folder is not None:
@@ -106,14 +107,32 @@ def plan_load(config: EngineConfig) -> LoadPlan:
     return replace(plan, doubts=(*doubts, *unused))
 
 
-def describe_quantization(plan: LoadPlan) -> Iterator[str]:
+def _refuse_quantizing_twice(config: EngineConfig, target: ModelSpec, drafter: DraftConfig | None) -> None:
+    spec = config.speculative_config
+    of_drafter = None if spec is None else spec.quantization
+    settings = (
+        ("quantization", config.quantization, target),
+        ("speculative_config.quantization", of_drafter, drafter),
+    )
+    for field, value, model in settings:
+        if value in INTEGERS and model is not None and model.quantization is not None:
+            raise ConfigError(
+                f"{field}={value!r}: the checkpoint is quantized already ({model.quantization}), and its "
+                "codes are used as they are where there are products for them. Leave it out.",
+                param=field,
+            )
+
+
+def describe_quantization(plan: LoadPlan, *, keeps_codes: bool = False) -> Iterator[str]:
     """Yield a sentence for each quantized model: its format, and the form in which weights are kept."""
     for name, model in (("target", plan.target), ("drafter", plan.drafter)):
         if model is None or model.quantization is None:
             continue
         is_packed = isinstance(model, ModelSpec) and model.has_packed_experts
-        kept = "its experts stay packed, other matrices" if is_packed else "its matrices"
-        yield f"the {name}'s checkpoint is quantized ({model.quantization}): {kept} are dequantized at load"
+        kept = "its experts stay packed, other matrices are" if is_packed else "its matrices are"
+        if keeps_codes and name == "target":
+            kept = "its matrices stay packed where there are products for their codes, others are"
+        yield f"the {name}'s checkpoint is quantized ({model.quantization}): {kept} dequantized at load"
 
 
 def read_drafter(config: EngineConfig, folder: Path, facts: TargetFacts) -> DraftConfig:

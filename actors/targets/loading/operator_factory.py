@@ -5,7 +5,7 @@ Imports only what the plan chooses: no Numba or LLVM in a GPU process, no Triton
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import torch
 
@@ -16,7 +16,7 @@ from ....drafter.step.sampling.step_ops import DEFINITION, StepOperators
 from ...system.host_resources import owned_cores
 from ...tokenization.checkpoint_paths import has_tokenizer, tokenizer_folder
 from ..model.tensor_parallel import Communicator
-from .backend_selection import take_cpu, why_not
+from .backend_selection import can_pack, quantizes_to_integers, take_cpu, why_not
 from .load_plan import LoadPlan
 
 if TYPE_CHECKING:
@@ -39,12 +39,30 @@ def make_drafter_backend(
     assert spec is not None, "only speculation needs a drafter's backend"
     if target_backend is not None and spec.quantization == plan.config.quantization:
         return target_backend
+    if target_backend is not None and target_backend.keeps_codes:
+        from ....drafter.compute.cpu_fused.backend import PackedCpuBackend
+
+        assert isinstance(target_backend, PackedCpuBackend), "no other backend keeps codes"
+        return target_backend.quantizing(_integers(spec.quantization))
     return _backend(plan, spec.quantization, ranks)
+
+
+def _integers(quantization: Quantization | None) -> Literal["int8", "int4"] | None:
+    return None if quantization == "fp8" else quantization
+
+
+def keeps_codes(plan: LoadPlan) -> bool:
+    """Return whether the models' backends compute with packed weights: the compiled pass, or for codes."""
+    if plan.attention_backend == "compiled":
+        return True
+    has_codes = quantizes_to_integers(plan.config) or plan.target.quantization is not None
+    return plan.attention_backend == "torch" and has_codes and _has_loops(plan) and can_pack(plan.machine)
 
 
 def _backend(plan: LoadPlan, quantization: Quantization | None, ranks: Communicator | None) -> Backend:
     if plan.attention_backend == "compiled" or (plan.attention_backend == "torch" and _has_loops(plan)):
-        return take_cpu(plan.attention_backend)
+        packs = keeps_codes(plan)
+        return take_cpu(plan.attention_backend, packs=packs, quantization=_integers(quantization))
     if plan.attention_backend == "torch":
         return TorchBackend()
     from ....drafter.compute.gpu_triton.backend import TritonBackend

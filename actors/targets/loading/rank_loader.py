@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -45,7 +46,13 @@ from .memory_budget import (
     page_bytes,
     state_bytes,
 )
-from .operator_factory import make_backend, make_drafter_backend, make_grammars, make_step_operators
+from .operator_factory import (
+    keeps_codes,
+    make_backend,
+    make_drafter_backend,
+    make_grammars,
+    make_step_operators,
+)
 from .warmup import check_invariance, measure_step_bytes, warm_up
 
 __all__ = [
@@ -77,14 +84,21 @@ class ModelSource(Protocol):
     def drafter(self, plan: LoadPlan, shared_embeddings: TargetEmbeddings, backend: Backend) -> Drafter: ...
 
 
+@dataclass(frozen=True, slots=True)
 class Checkpoints:
-    """Reads the models from the plan's folders, or (`load_format`) makes random weights of their shapes."""
+    """Reads the models from the plan's folders, or (`load_format`) makes random weights of their shapes.
+
+    `dequantizes`: the target is not read as codes even where the plan's backend computes with them.
+    """
+
+    dequantizes: bool = False
 
     def target(self, plan: LoadPlan, sharding: Sharding) -> TargetWeights:
         source = (
             plan.target_folder if _reads_weights(plan) else _random_tensors(plan, target_shapes(plan.target))
         )
-        return TargetWeights(source, plan.target, sharding, plan.dtype, plan.device)
+        kept = keeps_codes(plan) and not self.dequantizes
+        return TargetWeights(source, plan.target, sharding, plan.dtype, plan.device, keeps_codes=kept)
 
     def drafter(self, plan: LoadPlan, shared_embeddings: TargetEmbeddings, backend: Backend) -> Drafter:
         spec = plan.config.speculative_config
@@ -147,8 +161,10 @@ def start_runner(
     logger.info("%s", _describe(info, plan))
     for doubt in plan.doubts:
         logger.warning("%s", doubt)
-    for quantized in describe_quantization(plan):
+    for quantized in describe_quantization(plan, keeps_codes=keeps_codes(plan)):
         logger.info("%s", quantized)
+    if (held := rank.packed_bytes()) is not None:
+        logger.info("packed weights take %s MiB", f"{held / 2**20:,.1f}")
     if plan.config.quantization is not None:
         logger.warning(
             "The target is quantized (%s): outputs differ from those of the unquantized model.",
@@ -263,9 +279,16 @@ class _Rank:
         self._model = Decoder(weights, plan.tap_ids, plan.max_model_len, communicator, backend, places)
         self.grammars = make_grammars(plan)
         self._drafter: Drafter | None = None
+        self.drafter_backend: Backend | None = None
         if plan.drafter is not None and not plan.split:
-            drafter_backend = make_drafter_backend(plan, backend, communicator)
-            self._drafter = models.drafter(plan, self._model.shared_embeddings, drafter_backend)
+            self.drafter_backend = make_drafter_backend(plan, backend, communicator)
+            self._drafter = models.drafter(plan, self._model.shared_embeddings, self.drafter_backend)
+
+    def packed_bytes(self) -> int | None:
+        """Return the bytes of both models' packed weights; None where the backend packs none."""
+        backends = {id(each): each for each in (self.backend, self.drafter_backend) if each is not None}
+        found = [each.weight_bytes for each in backends.values() if each.weight_bytes is not None]
+        return sum(found) if found else None
 
     def affordable_cache(self) -> tuple[tuple[int, ...], int | None]:
         """Return the pages of each pool and the states that every rank can afford."""

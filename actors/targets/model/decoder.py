@@ -155,13 +155,13 @@ def _block(
         gate = backend.linear(parts.attention_gate_OH)
     return _mixer_shape(weights, layer, parts, rope_of, backend), BlockWeights(
         attention_norm=RMSNorm(parts.attention_norm_H, eps),
-        qkv=backend.linear(parts.qkv_OH, parts.qkv_bias_O),
+        qkv=backend.linear_of_either(parts.qkv_OH, parts.qkv_bias_O),
         qkv_norm=row_norm,
         attention_gate=gate,
         o=row_linear(parts.o_HO, parts.o_bias_H, communicator, backend),
         attention_out_norm=out_norm(parts.attention_out_norm_H),
         mlp_norm=RMSNorm(parts.mlp_norm_H, eps),
-        mlp=make_mlp(spec, parts.mlp, communicator, backend, eps, parts.qkv_OH.dtype),
+        mlp=make_mlp(spec, parts.mlp, communicator, backend, eps, weights.dtype),
         mlp_out_norm=out_norm(parts.mlp_out_norm_H),
         scalar=None if parts.scalar_1 is None else parts.scalar_1.item(),
     )

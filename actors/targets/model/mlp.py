@@ -40,7 +40,7 @@ def make_mlp(
 
 def _dense(mlp: GatedMLP, tensors: DenseTensors, communicator: Communicator, backend: Backend) -> DenseMLP:
     return DenseMLP(
-        gate_up=backend.linear(tensors.gate_up_IH, tensors.gate_up_bias_I),
+        gate_up=backend.linear_of_either(tensors.gate_up_IH, tensors.gate_up_bias_I),
         activation=mlp.activation,
         down=row_linear(tensors.down_HI, tensors.down_bias_H, communicator, backend),
     )
@@ -59,10 +59,10 @@ def _routed(
         shared=None
         if mlp.shared is None or shared is None
         else DenseMLP(
-            gate_up=backend.linear(shared.gate_up_IH, shared.gate_up_bias_I),
+            gate_up=backend.linear_of_either(shared.gate_up_IH, shared.gate_up_bias_I),
             activation=mlp.shared.activation,
             # summed over ranks together with the experts
-            down=backend.linear(shared.down_HI, shared.down_bias_H),
+            down=backend.linear_of_either(shared.down_HI, shared.down_bias_H),
         ),
         shared_gate=None if weight_1H is None else backend.linear(weight_1H),
         all_reduce=None if communicator.world_size == 1 else communicator.all_reduce,

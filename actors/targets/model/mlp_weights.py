@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from ....drafter.compute.checkpoint.packed_4bit import MXFP4, Int4, Packed
+from ....drafter.compute.checkpoint.quantized_matrix import Matrix, cat_rows
 from ....drafter.compute.layers.linear import RMSNorm
 from ....drafter.compute.layers.moe import ExpertWeights, RouterWeights
 from .mlp_spec import FUSED_EXPERTS, INT4_EXPERTS, PACKED_EXPERTS, RoutedMLP
@@ -25,9 +26,9 @@ from .mlp_spec import FUSED_EXPERTS, INT4_EXPERTS, PACKED_EXPERTS, RoutedMLP
 class DenseTensors:
     """A dense MLP's tensors: gate rows before up rows. The bias of down is None except on rank 0."""
 
-    gate_up_IH: Tensor
+    gate_up_IH: Matrix
     gate_up_bias_I: Tensor | None
-    down_HI: Tensor
+    down_HI: Matrix
     down_bias_H: Tensor | None
 
 
@@ -58,7 +59,14 @@ MlpTensors = DenseTensors | RoutedTensors | ParallelMlpTensors
 class LayerParts(Protocol):
     """The tensors of one layer by their key in `ModelSpec.tensors`: a rank's slices, on its device."""
 
+    @property
+    def dtype(self) -> torch.dtype: ...
+
     def required(self, part: str) -> Tensor: ...
+
+    def matrix(self, part: str) -> Matrix:
+        """Return a matrix, as codes where they are kept."""
+        ...
 
     def optional(self, part: str) -> Tensor | None:
         """Return a tensor; None if the layer has none, or only rank 0 has it."""
@@ -73,9 +81,9 @@ def read_dense(parts: LayerParts, prefix: str = "") -> DenseTensors:
     """Read a dense MLP; names of its parts begin with `prefix` ("" or "shared_")."""
     gate, up, down = (f"{prefix}{name}" for name in ("gate", "up", "down"))
     return DenseTensors(
-        gate_up_IH=torch.cat([parts.required(gate), parts.required(up)]),
+        gate_up_IH=cat_rows([parts.matrix(gate), parts.matrix(up)], parts.dtype),
         gate_up_bias_I=parts.joined(f"{gate}_bias", f"{up}_bias"),
-        down_HI=parts.required(down),
+        down_HI=parts.matrix(down),
         down_bias_H=parts.optional(f"{down}_bias"),
     )
 

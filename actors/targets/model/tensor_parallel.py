@@ -21,6 +21,7 @@ from ....cluster.errors import ConfigError
 from ....cluster.pages.kv_cache_groups import KVCacheSpec
 from ....cluster.pages.recurrent_state_spec import RecurrentStateSpec
 from ....drafter.compute.backend import Backend, Projection
+from ....drafter.compute.checkpoint.quantized_matrix import Matrix
 from .attention import TargetAttention
 from .delta_net import DeltaNet, delta_slices, is_delta_axis
 from .mlp_spec import RoutedMLP
@@ -217,10 +218,13 @@ def _does_not_divide(name: str, size: int, world_size: int) -> ConfigError:
 
 
 def row_linear(
-    weight_OH: Tensor, bias_O: Tensor | None, communicator: Communicator, backend: Backend
+    weight_OH: Matrix,
+    bias_O: Tensor | None,
+    communicator: Communicator,
+    backend: Backend,
 ) -> Projection:
     """Return a projection with inputs split over ranks, with an all-reduce. Only rank 0 has a bias."""
-    linear = backend.linear(weight_OH, bias_O)
+    linear = backend.linear_of_either(weight_OH, bias_O)
     return linear if communicator.world_size == 1 else _RowLinear(linear, communicator)
 
 

@@ -9,7 +9,7 @@ Legend: H hidden, O outputs of a rank, D head dim, Q query heads of a rank, U vo
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,6 +18,7 @@ from torch import Tensor
 
 from ....cluster.errors import CheckpointError
 from ....drafter.compute.checkpoint.quantization.quantized_tensors import QuantizedFolder, open_folder
+from ....drafter.compute.checkpoint.quantized_matrix import Matrix, cat_rows
 from ....drafter.compute.checkpoint.safetensors_reader import TensorFolder, TensorSource
 from .attention import TargetAttention
 from .delta_net import DeltaNet, DeltaTensors, read_delta
@@ -43,10 +44,10 @@ class LayerWeights:
     attention_out_norm_H: Tensor | None
     mlp_norm_H: Tensor
     mlp_out_norm_H: Tensor | None
-    qkv_OH: Tensor
+    qkv_OH: Matrix
     qkv_bias_O: Tensor | None
     attention_gate_OH: Tensor | None
-    o_HO: Tensor
+    o_HO: Matrix
     o_bias_H: Tensor | None
     q_norm: Tensor | None
     k_norm: Tensor | None
@@ -71,6 +72,7 @@ class TargetWeights:
     """A rank's view of a checkpoint, cut by `sharding`.
 
     `source`: a folder, with files that are opened and checked, or tensors in memory (`target_shapes`).
+    `keeps_codes`: quantized matrices are read as codes where possible (`linear_of_codes` takes them).
     """
 
     def __init__(
@@ -80,8 +82,10 @@ class TargetWeights:
         sharding: Sharding,
         dtype: torch.dtype,
         device: torch.device,
+        *,
+        keeps_codes: bool = False,
     ) -> None:
-        self._dtype, self._device = dtype, device
+        self.dtype, self._device, self._keeps_codes = dtype, device, keeps_codes
         self._tensors = open_checkpoint(source, spec, dtype) if isinstance(source, Path) else source
         self._prefixes = _prefixes(self._tensors.shapes)
         self.spec, self.sharding = _in_stored_form(spec, self._tensors.shapes, self._prefixes), sharding
@@ -93,10 +97,10 @@ class TargetWeights:
             attention_out_norm_H=parts.optional("attention_out_norm"),
             mlp_norm_H=parts.required("mlp_norm"),
             mlp_out_norm_H=parts.optional("mlp_out_norm"),
-            qkv_OH=torch.cat([parts.required(part) for part in self.spec.qkv_parts(index)]),
+            qkv_OH=cat_rows([parts.matrix(part) for part in self.spec.qkv_parts(index)], self.dtype),
             qkv_bias_O=parts.joined(*(f"{part}_bias" for part in self.spec.qkv_parts(index))),
             attention_gate_OH=parts.optional("attention_gate"),
-            o_HO=parts.required("delta_out" if is_delta else "o"),
+            o_HO=parts.matrix("delta_out" if is_delta else "o"),
             o_bias_H=parts.optional("o_bias"),
             q_norm=parts.optional("q_norm"),
             k_norm=parts.optional("k_norm"),
@@ -160,16 +164,38 @@ class TargetWeights:
         if tensor.dtype is torch.uint8:
             return tensor  # packed weights
         stays_fp32 = part in _FP32_PARTS or (self.spec.fp32_norms and part.endswith("norm"))
-        return tensor.to(torch.float32 if stays_fp32 else self._dtype)
+        return tensor.to(torch.float32 if stays_fp32 else self.dtype)
+
+    def matrix(self, part: str, layer: int) -> Matrix:
+        """Return this rank's slice of a matrix, as codes where they are kept and no group is cut."""
+        rule, tensors = self.spec.tensors[part], self._tensors
+        if not self._keeps_codes or not isinstance(tensors, QuantizedFolder) or rule.transform is not None:
+            return self.part(part, layer)
+        name = _full_name(rule, layer, self._prefixes)
+        parts, dim = self._cut(rule, layer, name)
+        found = tensors.codes(name, *parts, dim=dim) if len(parts) <= 1 else None
+        if found is None:
+            return self.part(part, layer)
+        if part in _ROTATED:
+            numbers_O1 = torch.arange(len(found)).unsqueeze(1)
+            found = found.rows(_arrange_for_rope(numbers_O1, part, self.spec.attention(layer)).squeeze(1))
+        return found
 
     def _slice(self, rule: TensorRule, layer: int, expert: int) -> Tensor:
         name = _full_name(rule, layer, self._prefixes, expert)
+        parts, dim = self._cut(rule, layer, name)
+        if not parts:
+            return self._tensors.get(name)
+        slices = [self._tensors.slice(name, each, dim) for each in parts]
+        return slices[0] if len(slices) == 1 else torch.cat(slices, dim)
+
+    def _cut(self, rule: TensorRule, layer: int, name: str) -> tuple[Sequence[slice], int]:
+        """Return this rank's parts of a tensor along a dimension; no parts if it has the whole tensor."""
         for dim, axis in enumerate(rule.axes):
             parts = self.sharding.slices_of(axis, layer)
             if parts and self._tensors.shapes[name][dim] != sum(each.stop - each.start for each in parts):
-                slices = [self._tensors.slice(name, each, dim) for each in parts]
-                return slices[0] if len(slices) == 1 else torch.cat(slices, dim)
-        return self._tensors.get(name)
+                return parts, dim
+        return (), 0
 
 
 class _LayerParts:
@@ -179,8 +205,15 @@ class _LayerParts:
         self._weights, self._layer = weights, layer
         self._present = frozenset(weights.spec.layer_parts(layer))
 
+    @property
+    def dtype(self) -> torch.dtype:
+        return self._weights.dtype
+
     def required(self, part: str) -> Tensor:
         return self._weights.part(part, self._layer)
+
+    def matrix(self, part: str) -> Matrix:
+        return self._weights.matrix(part, self._layer)
 
     def optional(self, part: str) -> Tensor | None:
         if part not in self._present:

@@ -18,10 +18,10 @@ import numpy as np
 from numba import carray
 
 from ..cpu_numba.element_ops import pointer
-from .amx_intrinsics import TILE_BYTES
-from .amx_tiles import combine, score
 from .qkv_heads import BLOCK, QUAD, find_blocks
-from .simd_vectors import copy_lines, scale_rounded, soften, transpose, transpose_rounded
+from .tiles.amx_intrinsics import TILE_BYTES
+from .tiles.amx_tiles import combine, score
+from .tiles.simd_vectors import copy_lines, scale_rounded, soften, transpose, transpose_rounded
 
 QUERIES = 16  # per tile
 _INT32, _FP32 = np.int32(0), np.float32(0)

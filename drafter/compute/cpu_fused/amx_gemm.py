@@ -8,10 +8,11 @@ Legend: K inputs, O outputs.
 
 from __future__ import annotations
 
-from ..cpu_numba.element_ops import elements
-from .amx_intrinsics import TILE_BYTES
-from .amx_tiles import COLUMNS, ROWS, multiply
+from ..cpu_numba.element_ops import elements, records
 from .gemm_epilogues import finish_panel
+from .packed_weight import WEIGHT, expand_panel, prepare_panels
+from .tiles.amx_intrinsics import TILE_BYTES
+from .tiles.amx_tiles import COLUMNS, ROWS, multiply
 
 _CACHE_BYTES = 2**19
 
@@ -40,6 +41,7 @@ def project_tiles(
     x, weight, bias, residual, y, num_rows, room, inputs, outputs, gated, sums, first_panel, last_panel, step
 ):  # fmt: skip
     """Compute some columns of a product; arguments: see `packed_gemm.project`."""
+    w = records(weight, 1, WEIGHT)[0]
     blocks = inputs // 32
     panel_bytes = blocks * TILE_BYTES
     x_stride = inputs * 2
@@ -47,7 +49,10 @@ def project_tiles(
         end = min(start + _rows_in_cache(inputs), num_rows)
         for panel in range(first_panel, last_panel, step):
             column = panel * COLUMNS
-            tiles = weight + 2 * panel * panel_bytes
+            tiles = w.codes + 2 * panel * w.tile_bytes
+            if w.kernel != 0:
+                prepare_panels(w, panel, 1, 1, sums)
+                tiles = expand_panel(w, panel, sums)
             begin = start
             while begin < end:
                 first, rows = _block_of_rows(begin, end, room)

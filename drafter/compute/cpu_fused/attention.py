@@ -18,9 +18,9 @@ from numba import carray
 
 from ..cpu_numba.element_ops import elements, pointer
 from .amx_attention import attend_tiles, tile_scratch_bytes
-from .amx_tiles import begin_attention
-from .isa_dispatch import has_tiles, of_two_kinds
 from .simd_attention import attend_rows, row_scratch_bytes
+from .tiles.amx_tiles import begin_attention
+from .tiles.isa_dispatch import has_tiles, of_two_kinds
 
 _GROUP = 256  # per item
 _INT64 = np.int64(0)

@@ -1,4 +1,7 @@
-"""Backend that runs a bf16 pass in one call (`fused_forward.py`): one process, a CPU with wide vectors."""
+"""Backends with packed weights in bf16 on CPUs with wide vectors.
+
+`FusedCpuBackend` runs a plain model's pass in one call (`fused_forward.py`), in one process.
+"""
 
 from __future__ import annotations
 
@@ -17,12 +20,15 @@ from ..backend import (
     Projection,
     Stack,
 )
+from ..checkpoint.quantized_matrix import Matrix, QuantizedAtLoad, QuantizedMatrix, quantize
 from ..cpu_numba.backend import NumbaBackend
 from ..cpu_numba.cpu_features import bf16_instructions
 from ..layers.linear import Linear, RMSNorm
 from .fused_forward import FusedForward, can_compile, fits_pages
 from .operators import BlockedContextWriter, PackedLinear, PagedContexts
 from .packed_gemm import can_pack
+
+_NEEDS_INSTRUCTIONS = "needs Linux on a CPU with AVX2 and FMA, AVX-512, AMX or NEON"
 
 
 def why_not(spec: ModelStackSpec, machine: DeviceCapabilities) -> str | None:
@@ -31,7 +37,7 @@ def why_not(spec: ModelStackSpec, machine: DeviceCapabilities) -> str | None:
     if machine.num_ranks > 1:
         return "needs tensor_parallel_size=1"
     if bf16_instructions() is None:
-        return "needs Linux on a CPU with AVX2 and FMA, AVX-512, AMX or NEON"
+        return _NEEDS_INSTRUCTIONS
     if not fits_pages(machine.page_size):
         return "needs a page_size that is a multiple of 16"
     if not can_compile(*spec.sizes, *spec.head_dims):
@@ -39,25 +45,65 @@ def why_not(spec: ModelStackSpec, machine: DeviceCapabilities) -> str | None:
     return spec.why_unsupported(frozenset())
 
 
-class FusedCpuBackend(NumbaBackend):
-    """Runs a pass in one call (`fused_forward.py`).
+def why_not_packed(machine: DeviceCapabilities) -> str | None:
+    """Return why products with packed weights cannot be computed, or None."""
+    if machine.device.type != "cpu":
+        return "is computed on CPUs alone"
+    if machine.dtype is not torch.bfloat16:
+        return "is computed in bfloat16 alone"
+    return None if bf16_instructions() is not None else _NEEDS_INSTRUCTIONS
+
+
+class PackedCpuBackend(NumbaBackend):
+    """Compiled loops between products with packed weights, for bf16 models of any kind and for ranks.
 
     It has its own threads: PyTorch should use one, because idle threads of both pools spin and take each
     other's cores.
+
+    Attributes:
+        quantization: form in which weights are kept that are given in 16 bits; None: as they are.
     """
 
-    attention_batch = staticmethod(PagedContexts.build)
+    keeps_codes = True
 
-    def __init__(self, num_threads: int) -> None:
-        self._num_threads = num_threads
+    def __init__(self, num_threads: int, quantization: QuantizedAtLoad | None = None) -> None:
+        self._num_threads, self.quantization = num_threads, quantization
+        self.weight_bytes = 0
+
+    def quantizing(self, quantization: QuantizedAtLoad | None) -> PackedCpuBackend:
+        """Return a backend on the same threads that quantizes otherwise."""
+        return type(self)(self._num_threads, quantization)
 
     def linear(self, weight_OH: Tensor, bias_O: Tensor | None = None) -> Projection:
-        if not can_pack(weight_OH.shape[1]):
-            return Linear(weight_OH, bias_O)
-        return PackedLinear(weight_OH, bias_O, self._num_threads)
+        return self._linear(weight_OH, bias_O, self.quantization)
+
+    def linear_of_codes(self, weight_OH: QuantizedMatrix, bias_O: Tensor | None = None) -> Projection:
+        return self._packed(weight_OH, bias_O)
+
+    def head(self, weight_VH: Tensor) -> Projection:
+        """Return the projection to logits, with eight bits where other weights have fewer."""
+        return self._linear(weight_VH, None, self.quantization and "int8")
 
     def linear_of_blocks(self, weight_PLRH: Tensor, bias_O: Tensor | None = None) -> Projection:
         return self.linear(weight_PLRH.flatten(0, 2), bias_O)  # repacked anyway
+
+    def _linear(
+        self, weight_OH: Tensor, bias_O: Tensor | None, quantization: QuantizedAtLoad | None
+    ) -> Projection:
+        if weight_OH.dtype is not torch.bfloat16 or not can_pack(weight_OH.shape[1]):
+            return Linear(weight_OH, bias_O)
+        return self._packed(quantize(weight_OH, quantization) if quantization else weight_OH, bias_O)
+
+    def _packed(self, weight_OH: Matrix, bias_O: Tensor | None) -> PackedLinear:
+        linear = PackedLinear(weight_OH, bias_O, self._num_threads)
+        self.weight_bytes = (self.weight_bytes or 0) + linear.weight.num_bytes
+        return linear
+
+
+class FusedCpuBackend(PackedCpuBackend):
+    """Runs a pass in one call (`fused_forward.py`)."""
+
+    attention_batch = staticmethod(PagedContexts.build)
 
     def stack(
         self,

@@ -28,14 +28,15 @@ from ..backend import AttentionShape, BlockWeights, DenseMLP, PlacedRows, Projec
 from ..cpu_numba.element_ops import Task, elements, pointer, record_dtype, records
 from ..layers.linear import RMSNorm
 from ..memory.kv_cache import PagedKVCache
-from .amx_tiles import COLUMNS, begin_products, end_products
 from .attention import attend, scratch_bytes
 from .operators import PackedLinear, PagedContexts
-from .packed_gemm import interleave_halves, project
+from .packed_gemm import decoded_offset, project
 from .packed_gemm import scratch_bytes as product_scratch_bytes
+from .packed_weight import PackedWeight
 from .qkv_heads import BLOCK, norm_rotate_heads, write_slot
-from .simd_vectors import norm
 from .threads.thread_team import barrier, run, team_address
+from .tiles.amx_tiles import COLUMNS, begin_products, end_products
+from .tiles.simd_vectors import norm
 
 _BF16, _INT64 = np.uint16(0), np.int64(0)
 _ROOM = 16  # rows per tile
@@ -93,7 +94,8 @@ class FusedForward:
         self._num_threads = num_threads
         self._shape = shape
         self._num_taps = len(tap_ids)
-        self._held_tensors: list[Tensor] = []  # keeps the tensors alive whose addresses are stored
+        self._held: list[object] = []  # keeps alive what stored addresses point to
+        self._product_bytes = 0  # of scratch memory per thread
         self._layers = np.zeros(len(blocks), dtype=_LAYER)
         norms = [*(parts.attention_norm for _, parts in blocks), final_norm]
         for i, (layer_shape, parts) in enumerate(blocks):
@@ -102,8 +104,6 @@ class FusedForward:
         self._cache: PagedKVCache | None = None  # the cache whose places are stored in the layers
         self._inner = _packed(_dense(blocks[0][1]).gate_up).out_features // 2
         heads = 2 * (shape.num_heads + shape.num_kv_heads)  # q, k, v; and attention's output
-        inputs = {len(final_norm.weight_H), shape.num_heads * shape.head_dim, self._inner}
-        self._product_bytes = max(map(product_scratch_bytes, inputs))
         self._row_bytes = 2 * (heads * shape.head_dim + self._inner)
         self._work_1 = torch.empty(0, dtype=torch.uint8)
         self._most_rows = self._most_keys = 0  # for which there is memory
@@ -126,7 +126,7 @@ class FusedForward:
             -1 if shape.window is None else shape.window,
             *self._linear(parts.o),
             self._address(parts.mlp_norm.weight_H),
-            self._address(interleave_halves(gate_up.tiles)),
+            self._weight(gate_up.weight.interleaved()),
             self._address(gate_up_bias),
             *self._linear(mlp.down),
             self._address(next_norm.weight_H),
@@ -137,13 +137,22 @@ class FusedForward:
 
     def _linear(self, projection: Projection) -> tuple[int, int]:
         linear = _packed(projection)
-        return self._address(linear.tiles), self._address(linear.bias_O)
+        return self._weight(linear.weight), self._address(linear.bias_O)
+
+    def _weight(self, weight: PackedWeight) -> int:
+        """Return the address of a WEIGHT."""
+        record_1 = weight.record(decoded_offset(weight.in_features))
+        self._held.append((weight, record_1))
+        self._product_bytes = max(
+            self._product_bytes, product_scratch_bytes(weight.in_features, weight.num_groups)
+        )
+        return record_1.ctypes.data
 
     def _address(self, tensor: Tensor | None) -> int:
         if tensor is None:
             return 0
         assert tensor.is_contiguous()
-        self._held_tensors.append(tensor)
+        self._held.append(tensor)
         return tensor.data_ptr()
 
     def _set_constants(self, first_norm: RMSNorm) -> None:

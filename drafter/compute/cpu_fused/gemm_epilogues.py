@@ -12,8 +12,8 @@ import numpy as np
 from numba import carray
 
 from ..cpu_numba.element_ops import elements, float_of, pointer, rounded
-from .amx_tiles import COLUMNS, SUMS_STRIDE
-from .simd_vectors import finish, finish_added, finish_gated
+from .tiles.amx_tiles import COLUMNS, SUMS_STRIDE
+from .tiles.simd_vectors import finish, finish_added, finish_gated
 
 _BF16, _FP32 = np.uint16(0), np.float32(0)
 

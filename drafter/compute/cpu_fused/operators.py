@@ -17,34 +17,36 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from ..backend import Device, Ints, PlacedRows
+from ..checkpoint.quantized_matrix import Matrix
 from ..layers.rope import RotaryEmbedding
 from ..memory.kv_cache import PagedKVCache
-from .amx_tiles import COLUMNS
-from .packed_gemm import PRODUCT, run_product, scratch_bytes
+from .packed_gemm import PRODUCT, decoded_offset, run_product, scratch_bytes
+from .packed_weight import pack
 from .qkv_heads import CONTEXT, write_context
 from .threads.thread_team import team_address
 
 
 class PackedLinear:
-    """`layers.Linear` of bf16 for weights that satisfy `can_pack`: summed in fp32, rounded once.
+    """`layers.Linear` of bf16 for weights that satisfy `can_pack`: summed in fp32, rounded once."""
 
-    Attributes:
-        tiles: the weight, [O / 16, K / 32, 16, 16, 2]: per 16 outputs and 32 inputs a tile of pairs of
-            inputs (AMX's layout of B). Zero rows pad O to a multiple of 32.
-    """
+    __slots__ = (
+        "_num_threads",
+        "_record_1",
+        "_scratch_bytes",
+        "bias_O",
+        "in_features",
+        "out_features",
+        "weight",
+    )
 
-    __slots__ = ("_num_threads", "_scratch_bytes", "bias_O", "in_features", "out_features", "tiles")
-
-    def __init__(self, weight_OK: Tensor, bias_O: Tensor | None, num_threads: int) -> None:
+    def __init__(self, weight_OK: Matrix, bias_O: Tensor | None, num_threads: int) -> None:
         self.out_features, self.in_features = weight_OK.shape
-        self.bias_O = bias_O
-        self._num_threads, self._scratch_bytes = num_threads, scratch_bytes(self.in_features)
-        padded = F.pad(weight_OK, (0, 0, 0, -self.out_features % COLUMNS))
-        pairs = padded.view(-1, 16, self.in_features // 32, 16, 2)
-        self.tiles = pairs.permute(0, 2, 3, 1, 4).contiguous()
+        self.bias_O, self.weight = bias_O, pack(weight_OK)
+        self._num_threads = num_threads
+        self._scratch_bytes = scratch_bytes(self.in_features, self.weight.num_groups)
+        self._record_1 = self.weight.record(decoded_offset(self.in_features))
 
     def __call__(self, x_NK: Tensor, residual_NO: Tensor | None = None) -> Tensor:
         x_NK = x_NK.contiguous()
@@ -53,7 +55,7 @@ class PackedLinear:
         scratch_1 = torch.empty(self._scratch_bytes * self._num_threads, dtype=torch.uint8)
         run_product(
             team_address(self._num_threads), PRODUCT.address, self._num_threads, x_NK.data_ptr(),
-            self.tiles.data_ptr(), 0 if self.bias_O is None else self.bias_O.data_ptr(),
+            self._record_1.ctypes.data, 0 if self.bias_O is None else self.bias_O.data_ptr(),
             0 if residual_NO is None else residual_NO.data_ptr(), y_NO.data_ptr(), len(x_NK),
             self.in_features, self.out_features, scratch_1.data_ptr(), self._scratch_bytes,
         )  # fmt: skip

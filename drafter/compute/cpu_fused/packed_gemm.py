@@ -14,15 +14,15 @@ from __future__ import annotations
 
 import numpy as np
 from numba import carray
-from torch import Tensor
 
 from ..cpu_numba.element_ops import Task, elements, pointer
 from ..cpu_numba.llvm_intrinsics import stack_memory
 from .amx_gemm import project_tiles
-from .amx_tiles import COLUMNS, ROWS, SUMS_STRIDE, begin_products, end_products
-from .isa_dispatch import has_tiles, of_two_kinds
+from .packed_weight import code_scratch_bytes
 from .simd_gemm import SUMS_BYTES, packed_bytes, project_rows
 from .threads.thread_team import run
+from .tiles.amx_tiles import COLUMNS, ROWS, SUMS_STRIDE, begin_products, end_products
+from .tiles.isa_dispatch import has_tiles, of_two_kinds
 
 _TILE_SUMS_BYTES = ROWS * SUMS_STRIDE
 _args_memory = stack_memory(128)
@@ -32,14 +32,17 @@ def can_pack(num_inputs: int) -> bool:
     return num_inputs % 32 == 0
 
 
-def scratch_bytes(inputs: int) -> int:
-    """Return the scratch memory of `project` per thread, in bytes, for any number of rows."""
+def scratch_bytes(inputs: int, num_groups: int = 0) -> int:
+    """Return the scratch memory of `project` per thread, in bytes, for any number of rows.
+
+    `num_groups`: groups of inputs that share a scale; 0 for a weight in bf16.
+    """
+    return decoded_offset(inputs) + code_scratch_bytes(inputs, num_groups)
+
+
+def decoded_offset(inputs: int) -> int:
+    """Return the offset of what is expanded from codes in a thread's scratch memory."""
     return _TILE_SUMS_BYTES if has_tiles() else SUMS_BYTES + packed_bytes(inputs)
-
-
-def interleave_halves(tiles: Tensor) -> Tensor:
-    """Interleave the outputs' two halves in groups of 16, as `project` requires for gate and up."""
-    return tiles.unflatten(0, (2, -1)).transpose(0, 1).flatten(0, 1).contiguous()
 
 
 @elements
@@ -68,6 +71,7 @@ def project(
     """Compute some columns of y = x W^T (+ bias) (+ residual), or of silu(gate) * up.
 
     Args:
+        weight: address of a `packed_weight.WEIGHT`.
         num_rows, room: rows to compute, and rows of x that may be read. `residual` may be `y` if `room` is
             a multiple of 16.
         outputs: of the weight; rows of y are as long, or half as long if gated.

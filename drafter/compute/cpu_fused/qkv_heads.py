@@ -18,8 +18,8 @@ import numpy as np
 from numba import carray
 
 from ..cpu_numba.element_ops import elements, finite_or_zero, pointer, record_dtype
-from .isa_dispatch import of_two_kinds
-from .simd_vectors import copy_lines, norm_rotate, rotate
+from .tiles.isa_dispatch import of_two_kinds
+from .tiles.simd_vectors import copy_lines, norm_rotate, rotate
 
 BLOCK = 16  # slots
 QUAD = 4  # blocks scored at once

@@ -19,8 +19,8 @@ from numba import carray
 
 from ..cpu_numba.element_ops import pointer
 from .qkv_heads import BLOCK, QUAD, find_blocks
-from .simd_tiles import CHUNK, ROW_BYTES, combine_rows, most_rows, pack_rows, score_rows
-from .simd_vectors import scale_rounded, soften_row
+from .tiles.simd_tiles import CHUNK, ROW_BYTES, combine_rows, most_rows, pack_rows, score_rows
+from .tiles.simd_vectors import scale_rounded, soften_row
 
 _ROWS = 12  # of the highest tile
 _INT64, _FP32 = np.int64(0), np.float32(0)

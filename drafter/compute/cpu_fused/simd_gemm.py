@@ -2,7 +2,8 @@
 
 As many rows as fit a core's cache are packed first; then each panel of the weight is multiplied with all of
 them. With few rows several panels are processed at once, to have enough independent sums to hide the latency
-of an addition.
+of an addition. Codes are decoded in registers where a panel is multiplied once, and expanded first where it
+is multiplied with several tiles of rows.
 """
 
 # Numba's functions are typed when they are compiled, not by annotations.
@@ -10,10 +11,19 @@ of an addition.
 
 from __future__ import annotations
 
-from ..cpu_numba.element_ops import elements
-from .amx_tiles import COLUMNS, SUMS_STRIDE
+from ..cpu_numba.element_ops import elements, records
 from .gemm_epilogues import finish_panel
-from .simd_tiles import CHUNK, ROW_BYTES, TILE_BYTES, most_rows, multiply_rows, pack_rows, panels_at_once
+from .packed_weight import WEIGHT, expand_panel, multiply_codes, prepare_panels
+from .tiles.amx_tiles import COLUMNS, SUMS_STRIDE
+from .tiles.simd_tiles import (
+    CHUNK,
+    ROW_BYTES,
+    TILE_BYTES,
+    most_rows,
+    multiply_rows,
+    pack_rows,
+    panels_at_once,
+)
 
 _CACHE_BYTES = 2**18
 _EVEN_ROWS = 12  # a multiple of every CPU kind's highest tile
@@ -36,7 +46,8 @@ def project_rows(
     x, weight, bias, residual, y, num_rows, room, inputs, outputs, gated, sums, first_panel, last_panel, step
 ):  # fmt: skip
     """Compute some columns of a product; arguments: see `packed_gemm.project`."""
-    packed, tile_bytes = sums + SUMS_BYTES, inputs // 32 * TILE_BYTES
+    w = records(weight, 1, WEIGHT)[0]
+    packed = sums + SUMS_BYTES
     for start in range(0, num_rows, _rows_at_once(inputs)):
         count = min(_rows_at_once(inputs), num_rows - start)
         pack_rows(x + 2 * start * inputs, 2 * inputs, packed, count * ROW_BYTES, count, inputs)
@@ -46,14 +57,21 @@ def project_rows(
             panels = panels_at_once(count) if parts == 1 else 1
             while panel + (panels - 1) * step >= last_panel:
                 panels //= 2
-            tiles = weight + 2 * panel * tile_bytes
+            tiles, tile_bytes = w.codes + 2 * panel * w.tile_bytes, inputs // 32 * TILE_BYTES
+            if w.kernel != 0:
+                prepare_panels(w, panel, panels, step, sums)
+                if parts > 1:
+                    tiles = expand_panel(w, panel, sums)
             for part in range(parts):
                 first, last = count * part // parts, count * (part + 1) // parts
                 rows = last - first
-                multiply_rows(
-                    packed + first * ROW_BYTES, count * ROW_BYTES, tiles, tile_bytes, 2 * tile_bytes * step,
-                    sums, inputs // 2, rows, panels,
-                )  # fmt: skip
+                if w.kernel != 0 and parts == 1:
+                    multiply_codes(packed, count * ROW_BYTES, w, panel, step, sums, rows, panels)
+                else:
+                    multiply_rows(
+                        packed + first * ROW_BYTES, count * ROW_BYTES, tiles, tile_bytes,
+                        2 * tile_bytes * step, sums, inputs // 2, rows, panels,
+                    )  # fmt: skip
                 for j in range(panels):
                     finish_panel(
                         sums + j * rows * SUMS_STRIDE, start + first, start + last,

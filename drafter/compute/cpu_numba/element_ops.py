@@ -55,7 +55,8 @@ class _CodeCache:
 def _age(function: Callable[..., Any]) -> tuple[str, ...]:
     """Return what the cache key of compiled code has beside the function's bytecode, which Numba checks.
 
-    The sources of the loop's folder and of this one, and numeric constants that their modules import.
+    The sources of the loop's folder with its subfolders and of this one, and numeric constants that their
+    modules import.
     """
     folders = {Path(function.__code__.co_filename).parent, Path(__file__).parent}
     constants = sorted((k, v) for names in _globals(function) for k, v in names.items() if _is_number(v))
@@ -80,7 +81,7 @@ def _is_number(value: object) -> bool:
 
 @cache
 def _hash(folder: Path) -> str:
-    text = b"".join(path.read_bytes() for path in sorted(folder.glob("*.py")))
+    text = b"".join(path.read_bytes() for path in sorted(folder.rglob("*.py")))
     return hashlib.sha256(text).hexdigest()
 
 

@@ -46,7 +46,7 @@ class FrozenTarget:
             settings["dtype"] = "float32" if stored == "float32" else "bfloat16"
         plan = plan_load(EngineConfig.from_dict(settings))
         self.spec, self.device, self.dtype = plan.target, device, plan.dtype
-        self.weights = Checkpoints().target(plan, Sharding(plan.target, 0, 1))
+        self.weights = Checkpoints(dequantizes=True).target(plan, Sharding(plan.target, 0, 1))
         # The compiled backends have their own threads, which would compete with those of training.
         self._backend = TorchBackend() if device.type == "cpu" else make_backend(plan)
         positions = max_tokens + 1

@@ -19,6 +19,7 @@ from ....actors.targets.model.weights import TargetWeights
 from ....actors.tokenization.tokenizer import Tokenizer
 from ....cluster.errors import ConfigError
 from ....drafter.compute.checkpoint.quantization.quantized_tensors import open_folder
+from ....drafter.compute.checkpoint.quantized_matrix import plain
 from ....drafter.compute.layers.rope import RopeConfig
 from ....drafter.dflash.checkpoint import drafter_shapes, named_as_ours
 from ....drafter.dflash.config import ConvolutionSize, DrafterConfig, DraftLayer
@@ -172,15 +173,15 @@ def layer_parts(target: TargetWeights, index: int) -> dict[str, torch.Tensor]:
     }
     if isinstance(mixer, TargetAttention) and _is_plain(mixer) and not mixer.gate:
         rows = [mixer.num_heads, mixer.num_kv_heads, mixer.num_kv_heads]
-        projections = weights.qkv_OH.split([count * mixer.head_dim for count in rows])
+        projections = plain(weights.qkv_OH, target.dtype).split([count * mixer.head_dim for count in rows])
         parts |= {
             f"self_attn.{kind}_proj.weight": part for kind, part in zip("qkv", projections, strict=True)
         }
-        parts["self_attn.o_proj.weight"] = weights.o_HO
+        parts["self_attn.o_proj.weight"] = plain(weights.o_HO, target.dtype)
         if mixer.qk_norm and weights.q_norm is not None and weights.k_norm is not None:
             parts |= {"self_attn.q_norm.weight": weights.q_norm, "self_attn.k_norm.weight": weights.k_norm}
     if isinstance(weights.mlp, DenseTensors):
-        gate, up = weights.mlp.gate_up_IH.chunk(2)
+        gate, up = plain(weights.mlp.gate_up_IH, target.dtype).chunk(2)
         parts |= {"mlp.gate_proj.weight": gate, "mlp.up_proj.weight": up}
-        parts["mlp.down_proj.weight"] = weights.mlp.down_HI
+        parts["mlp.down_proj.weight"] = plain(weights.mlp.down_HI, target.dtype)
     return parts

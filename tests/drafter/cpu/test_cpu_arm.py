@@ -7,14 +7,19 @@ from typing import Any
 
 import pytest
 from llvmlite import binding, ir
-from manta.drafter.compute.cpu_fused import simd_tiles as row_tiles
-from manta.drafter.compute.cpu_fused import simd_vectors as vectors
+from manta.drafter.compute.cpu_fused.tiles import code_tiles
+from manta.drafter.compute.cpu_fused.tiles import simd_tiles as row_tiles
+from manta.drafter.compute.cpu_fused.tiles import simd_vectors as vectors
 from manta.drafter.compute.cpu_numba import llvm_intrinsics as llvm
 from manta.drafter.compute.cpu_numba.cpu_features import Instructions
 
 Emit = Callable[[Any, Sequence[Any]], None]
 EMITTED: dict[str, tuple[int, Emit]] = {
     "products": (9, row_tiles._emit_product),
+    **{
+        f"products with {code}": (2, code_tiles.emit_product(code, rounds=code != "int8"))
+        for code in ("int8", "int4", "e4m3", "e2m1")
+    },
     "scores": (8, row_tiles._emit_scores),
     "combinations": (7, row_tiles._emit_combination),
     "packing": (6, row_tiles._emit_pack),
@@ -29,7 +34,7 @@ EMITTED: dict[str, tuple[int, Emit]] = {
 
 @pytest.fixture
 def arm(monkeypatch: pytest.MonkeyPatch) -> binding.TargetMachine:
-    for module in (row_tiles, vectors):
+    for module in (row_tiles, vectors, code_tiles):
         monkeypatch.setattr(module, "bf16_instructions", lambda: Instructions.NEON)
     monkeypatch.setattr(llvm.platform, "machine", lambda: "aarch64")
     binding.initialize_all_targets()
@@ -59,5 +64,5 @@ def test_emitted_code_is_for_arm(name: str, arm: binding.TargetMachine) -> None:
     )
     code = arm.emit_assembly(parsed)
     assert "x86" not in code
-    if name in ("products", "scores", "combinations"):
+    if name in ("products", "scores", "combinations") or name.startswith("products with"):
         assert "fmla" in code and "ld1r" in code

@@ -22,9 +22,9 @@ from manta.cluster.pages.kv_cache_groups import KVCacheSpec
 from manta.drafter.compute.backend import AttentionShape, Backend, BlockWeights, DenseMLP, PlacedRows
 from manta.drafter.compute.batch_invariance import rows_are_invariant
 from manta.drafter.compute.cpu_fused.backend import FusedCpuBackend
-from manta.drafter.compute.cpu_fused.isa_dispatch import has_tiles
 from manta.drafter.compute.cpu_fused.operators import PackedLinear
 from manta.drafter.compute.cpu_fused.qkv_heads import BLOCK
+from manta.drafter.compute.cpu_fused.tiles.isa_dispatch import has_tiles
 from manta.drafter.compute.cpu_numba.cpu_features import (
     VARIABLE,
     Instructions,

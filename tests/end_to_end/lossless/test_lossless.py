@@ -47,6 +47,10 @@ EAGLE3 = ("qwen3 by EAGLE-3", "qwen3 in bf16 by EAGLE-3")  # likewise
 NGRAM = "qwen3 by n-grams"  # likewise
 SUFFIX = "qwen3 by suffixes"  # likewise
 MIXED = ("qwen3 mixed with suffixes", "qwen3 in bf16 mixed with suffixes")  # likewise
+QUANTIZED = (
+    "qwen3 in bf16 with int8 weights",
+    "qwen3 in bf16 with int4 weights",
+)  # likewise
 STATES = "qwen3_5"  # lean, but that steps run ahead of its states and prefixes need them
 DRAFTS = (1, 3, 15)
 SIZES = (1, 3)
@@ -135,6 +139,20 @@ def suffix_cells(*, whole: bool = WHOLE) -> Iterator[tuple[str, str, int]]:
                     yield pair, engine, drafts
 
 
+def quantized_cells(*, whole: bool = WHOLE) -> Iterator[tuple[str, str, int]]:
+    """(pair, engine, drafts)."""
+    short = {
+        (QUANTIZED[0], "forced preemption with prefix cache", 15),
+        (QUANTIZED[1], "chunks of 16 rows", 3),
+        (QUANTIZED[1], "planned ahead, forced preemption", 15),
+    }
+    for pair in QUANTIZED:
+        for engine in ENGINES:
+            for drafts in DRAFTS:
+                if whole or (pair, engine, drafts) in short:
+                    yield pair, engine, drafts
+
+
 def state_cells(*, whole: bool = WHOLE) -> Iterator[tuple[str, str, int]]:
     """(pair, engine, drafts) that `cells` lacks."""
     if not whole:
@@ -152,6 +170,12 @@ class Pair:
     method: str = "dflash"
     mixed: bool = False
     few_requests: bool = False
+    draft_weights: str | None = None
+
+    @property
+    def target_key(self) -> tuple[Path, object]:
+        """What determines the target's tokens."""
+        return self.target, self.how.get("quantization")
 
     def open(
         self,
@@ -165,6 +189,8 @@ class Pair:
         model = {} if self.method in ("ngram", "suffix") else {"model": str(self.drafter)}
         if self.method == "suffix" or self.mixed:  # few, so that answers are dropped
             model |= {"suffix_drafts": self.mixed, "suffix_decoding_max_cached_requests": 4}
+        if self.draft_weights is not None:
+            model |= {"quantization": self.draft_weights}
         spec = {"method": self.method, **model, **drafts}  # all in every step: they put most to the test
         return LLM(
             str(self.target),
@@ -205,6 +231,9 @@ def make_pair(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Pair]
             return replace(make(family), method="suffix")
         if name in MIXED:
             return replace(make(name.removesuffix(" mixed with suffixes")), mixed=True)
+        if name in QUANTIZED:
+            pair, kind = make("qwen3 in bf16"), name.split()[-2]
+            return replace(pair, how={**pair.how, "quantization": kind}, draft_weights=kind)
         if name in EAGLE3:
             pair = make(name.removesuffix(" by EAGLE-3"))
             layer = {"head_dim": 32} if "bf16" in name else {}
@@ -265,14 +294,14 @@ class Reference:
 
 
 @pytest.fixture(scope="module")
-def references() -> dict[Path, Reference]:
-    """References by the target's folder."""
+def references() -> dict[tuple[Path, object], Reference]:
+    """References by what determines the target's tokens."""
     return {}
 
 
 @pytest.fixture
-def reference(pair: Pair, references: dict[Path, Reference]) -> Reference:
-    return references.setdefault(pair.target, Reference(pair))
+def reference(pair: Pair, references: dict[tuple[Path, object], Reference]) -> Reference:
+    return references.setdefault(pair.target_key, Reference(pair))
 
 
 @pytest.mark.parametrize("pair", PAIRS, indirect=True)
@@ -315,7 +344,15 @@ def test_speculation_changes_no_token_in_small_batches(
 
 @pytest.mark.parametrize(
     ("pair", "engine", "drafts"),
-    [*cells(), *dflash2_cells(), *eagle3_cells(), *ngram_cells(), *suffix_cells(), *state_cells()],
+    [
+        *cells(),
+        *dflash2_cells(),
+        *eagle3_cells(),
+        *ngram_cells(),
+        *suffix_cells(),
+        *quantized_cells(),
+        *state_cells(),
+    ],
     indirect=["pair"],
 )
 def test_no_token_changes_in_batches_of_eight_with_every_setting(

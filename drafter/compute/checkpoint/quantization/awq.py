@@ -17,6 +17,7 @@ from pydantic import AliasChoices, Field
 from torch import Tensor
 
 from ..hf_config import HfConfig, Json, parse
+from ..quantized_matrix import QuantizedMatrix
 from ..safetensors_reader import TensorFolder, TensorHeaders
 from .bit_packing import unpack, word_range
 from .checkpoint_quantization import KEY, CheckpointQuantization
@@ -27,8 +28,10 @@ from .scheme import (
     GroupSize,
     StoredForm,
     WordScheme,
+    aligned_groups,
     columns_in_order,
     describe_scales,
+    int4_matrix,
     require_multiple,
     rows_of_groups,
 )
@@ -78,6 +81,19 @@ class Awq(WordScheme):
         zeros_GO = in_order(files.part(f"{module}.qzeros", groups, words)).narrow(1, first, num_rows)
         values_IO = codes_IO.float() - zeros_GO.float()[places]
         return values_IO.mul_(files.part(f"{module}.scales", groups, rows).float()[places]).T.contiguous()
+
+    def read_codes(
+        self, files: TensorFolder, module: str, rows: slice, columns: slice
+    ) -> QuantizedMatrix | None:
+        if (groups := aligned_groups(columns, self.group)) is None:
+            return None
+        words, first = word_range(rows, _BITS)
+        codes_IO = in_order(files.part(f"{module}.qweight", columns, words))
+        zeros_GO = in_order(files.part(f"{module}.qzeros", groups, words))
+        codes_OI, zeros_OG = (
+            each.narrow(1, first, rows.stop - rows.start).T.contiguous() for each in (codes_IO, zeros_GO)
+        )
+        return int4_matrix(codes_OI, files.part(f"{module}.scales", groups, rows).T, zeros_OG)
 
 
 def in_order(words: Tensor) -> Tensor:

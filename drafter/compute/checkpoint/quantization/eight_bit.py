@@ -17,14 +17,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, ClassVar, Literal
 
+import torch
 from pydantic import AfterValidator, AliasChoices, Field
 from torch import Tensor
 
 from ..hf_config import Count, HfConfig, Json, parse
+from ..quantized_matrix import QuantizedMatrix
 from ..safetensors_reader import TensorFolder, TensorHeaders
 from .checkpoint_quantization import KEY, CheckpointQuantization
 from .module_patterns import LINEAR, unconverted
-from .scheme import FLOAT_SCALES, Scheme, Shape, StoredForm, enclosing, expand
+from .scheme import FLOAT_SCALES, Scheme, Shape, StoredForm, aligned_groups, as_int8, enclosing, expand
 
 Granularity = Literal["tensor", "channel", "block", "tensor or channel"]
 _SCALES = ("weight_scale_inv", "weight_scale")
@@ -90,6 +92,31 @@ class EightBit(Scheme):
         if not self.symmetric:
             values -= self._expanded(files, f"{module}.weight_zero_point", rows, columns)
         return values.mul_(self._expanded(files, self._scale_name(files, module), rows, columns))
+
+    def read_codes(
+        self, files: TensorFolder, module: str, rows: slice, columns: slice
+    ) -> QuantizedMatrix | None:
+        groups = aligned_groups(columns, None if self.block is None else self.block[1])
+        if groups is None:
+            return None
+        codes_OI = files.part(f"{module}.weight", rows, columns)
+        scales_OG = self._of_rows(files, self._scale_name(files, module), rows, groups)
+        if scales_OG.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+            scales_OG = scales_OG.float()
+        if self.code == "F8_E4M3":
+            return QuantizedMatrix("e4m3", codes_OI.view(torch.uint8), scales_OG)
+        if not self.symmetric:
+            zeros_OG = self._of_rows(files, f"{module}.weight_zero_point", rows, groups)
+            codes_OI = as_int8(codes_OI, zeros_OG)
+        return None if codes_OI is None else QuantizedMatrix("int8", codes_OI, scales_OG)
+
+    def _of_rows(self, files: TensorFolder, name: str, rows: slice, groups: slice) -> Tensor:
+        """Return scales or zero points of every row, [rows, groups], as they are stored."""
+        if self.block is None:
+            stored = files.get(name).reshape(-1, 1)
+            return stored.expand(rows.stop - rows.start, 1).contiguous() if len(stored) == 1 else stored[rows]
+        row_range, _ = enclosing(rows, self.block[0])
+        return expand(files.part(name, row_range, groups), rows, self.block[0], 0).contiguous()
 
     def _expanded(self, files: TensorFolder, name: str, rows: slice, columns: slice) -> Tensor:
         """Return scales or zero points in a shape that broadcasts to [rows, columns]."""

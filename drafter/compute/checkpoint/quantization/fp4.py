@@ -21,8 +21,9 @@ import torch
 from torch import Tensor
 
 from ..packed_4bit import GRID
+from ..quantized_matrix import QuantizedMatrix
 from ..safetensors_reader import TensorFolder, TensorHeaders
-from .scheme import Scheme, StoredForm, enclosing, expand, require_multiple
+from .scheme import Scheme, StoredForm, aligned_groups, enclosing, expand, require_multiple
 
 _BIAS = 127  # of an MXFP4 scale's exponent
 _OF_MATRIX = ((), (1,))
@@ -56,14 +57,25 @@ class _Fp4(Scheme):
         }
 
     def read(self, files: TensorFolder, module: str, rows: slice, columns: slice) -> Tensor:
-        bytes_range, first = enclosing(columns, 2)
-        pairs = files.part(f"{module}.{self.CODES}", rows, bytes_range)
-        codes = torch.stack((pairs & 0xF, pairs >> 4), dim=-1).flatten(1)
-        codes = codes.narrow(1, first, columns.stop - columns.start)
-        values = torch.tensor(GRID)[codes.int()]
+        values = torch.tensor(GRID)[self._codes(files, module, rows, columns).int()]
         groups, _ = enclosing(columns, self.GROUP)
         scales = self._scales(files, module, files.part(f"{module}.weight_scale", rows, groups))
         return values.mul_(expand(scales, columns, self.GROUP, 1))
+
+    def read_codes(
+        self, files: TensorFolder, module: str, rows: slice, columns: slice
+    ) -> QuantizedMatrix | None:
+        if (groups := aligned_groups(columns, self.GROUP)) is None:
+            return None
+        stored = files.part(f"{module}.weight_scale", rows, groups)
+        scales_OG = self._scales(files, module, stored)
+        return QuantizedMatrix("e2m1", self._codes(files, module, rows, columns), scales_OG)
+
+    def _codes(self, files: TensorFolder, module: str, rows: slice, columns: slice) -> Tensor:
+        bytes_range, first = enclosing(columns, 2)
+        pairs = files.part(f"{module}.{self.CODES}", rows, bytes_range)
+        codes = torch.stack((pairs & 0xF, pairs >> 4), dim=-1).flatten(1)
+        return codes.narrow(1, first, columns.stop - columns.start)
 
     @abstractmethod
     def _scales(self, files: TensorFolder, module: str, stored: Tensor) -> Tensor:

@@ -15,10 +15,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
+import torch
 from pydantic import AliasChoices, Field
 from torch import Tensor
 
 from ..hf_config import HfConfig, Json, Off, parse
+from ..quantized_matrix import QuantizedMatrix
 from ..safetensors_reader import TensorFolder, TensorHeaders
 from .bit_packing import WORD_BITS, num_words, unpack, word_range
 from .checkpoint_quantization import KEY, CheckpointQuantization
@@ -29,8 +31,11 @@ from .scheme import (
     GroupSize,
     StoredForm,
     WordScheme,
+    aligned_groups,
+    as_int8,
     columns_in_order,
     describe_scales,
+    int4_matrix,
     rows_of_groups,
 )
 
@@ -80,13 +85,37 @@ class Gptq(WordScheme):
         codes_OI = unpack(files.part(f"{module}.qweight", words, rows).T, self.bits)
         values_OI = codes_OI.narrow(1, first, columns.stop - columns.start).float()
         places, groups = self._groups(files, module, columns)
+        zeros_GO = self._zeros(files, module, rows, groups)
+        values_OI -= zeros_GO.T[:, places].float()
+        return values_OI.mul_(files.part(f"{module}.scales", groups, rows).T.float()[:, places])
+
+    def read_codes(
+        self, files: TensorFolder, module: str, rows: slice, columns: slice
+    ) -> QuantizedMatrix | None:
+        groups = aligned_groups(columns, self.group)
+        if groups is None or self.bits not in (4, 8) or not self._is_in_order(files, module, columns):
+            return None
+        words, first = word_range(columns, self.bits)
+        codes_OI = unpack(files.part(f"{module}.qweight", words, rows).T, self.bits)
+        codes_OI = codes_OI.narrow(1, first, columns.stop - columns.start)
+        zeros_OG = self._zeros(files, module, rows, groups).T
+        scales_OG = files.part(f"{module}.scales", groups, rows).T
+        if self.bits == 4:
+            return int4_matrix(codes_OI, scales_OG, zeros_OG)
+        signed_OI = as_int8(codes_OI, zeros_OG)
+        return None if signed_OI is None else QuantizedMatrix("int8", signed_OI, scales_OG.contiguous())
+
+    def _is_in_order(self, files: TensorFolder, module: str, columns: slice) -> bool:
+        name = f"{module}.g_idx"
+        expected = columns_in_order(columns, self.group or columns.stop)
+        return name not in files.shapes or torch.equal(files.part(name, columns).long(), expected)
+
+    def _zeros(self, files: TensorFolder, module: str, rows: slice, groups: slice) -> Tensor:
+        """Return the codes of zero, uint8 [groups, rows]."""
         words, first = word_range(rows, self.bits)
         zeros_GO = unpack(files.part(f"{module}.qzeros", groups, words), self.bits)
         zeros_GO = zeros_GO.narrow(1, first, rows.stop - rows.start)
-        if self.zero_offset:
-            zeros_GO = (zeros_GO + 1) & (2**self.bits - 1)
-        values_OI -= zeros_GO.T[:, places].float()
-        return values_OI.mul_(files.part(f"{module}.scales", groups, rows).T.float()[:, places])
+        return (zeros_GO + 1) & (2**self.bits - 1) if self.zero_offset else zeros_GO
 
     def _groups(self, files: TensorFolder, module: str, columns: slice) -> tuple[Tensor, slice]:
         name = f"{module}.g_idx"

@@ -19,14 +19,18 @@ import torch
 from torch import Tensor
 
 from .....cluster.errors import CheckpointError
+from ..quantized_matrix import QuantizedMatrix
 from ..safetensors_reader import TensorFolder, TensorHeaders
 from .bit_packing import WORD_BITS, num_words, unpack, word_range
 from .scheme import (
     FLOAT_SCALES,
     StoredForm,
     WordScheme,
+    aligned_groups,
+    as_int8,
     columns_in_order,
     describe_scales,
+    int4_matrix,
     require_multiple,
     rows_of_groups,
 )
@@ -99,6 +103,27 @@ class PackedIntegers(WordScheme):
         places, groups = self._groups(files, module, columns)
         values -= self._zeros(files, module, rows, groups)[:, places]
         return values.mul_(files.part(f"{module}.weight_scale", rows, groups).float()[:, places])
+
+    def read_codes(
+        self, files: TensorFolder, module: str, rows: slice, columns: slice
+    ) -> QuantizedMatrix | None:
+        groups = aligned_groups(columns, self.group)
+        if groups is None or self.act_order:
+            return None
+        self._check_shape(files, module)
+        words, first = word_range(columns, self.bits)
+        codes_OI = unpack(files.part(f"{module}.weight_packed", rows, words), self.bits)
+        codes_OI = codes_OI.narrow(1, first, columns.stop - columns.start)
+        name, num_rows = f"{module}.weight_scale", rows.stop - rows.start
+        if self.per_tensor:
+            scales_OG = files.get(name).reshape(1, 1).expand(num_rows, 1)
+        else:
+            scales_OG = files.part(name, rows, groups)
+        zeros_OG = self._zeros(files, module, rows, groups).expand(num_rows, -1).to(torch.uint8)
+        if self.bits == 4:
+            return int4_matrix(codes_OI, scales_OG, zeros_OG)
+        signed_OI = as_int8(codes_OI, zeros_OG)
+        return None if signed_OI is None else QuantizedMatrix("int8", signed_OI, scales_OG.contiguous())
 
     def _groups(self, files: TensorFolder, module: str, columns: slice) -> tuple[Tensor, slice]:
         count = files.shapes[f"{module}.weight_scale"][1]

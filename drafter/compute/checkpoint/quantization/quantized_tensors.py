@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from .....cluster.errors import CheckpointError
+from ..quantized_matrix import QuantizedMatrix
 from ..safetensors_reader import FLOATS, TensorFolder, TensorHeaders
 from .checkpoint_quantization import KEY, CheckpointQuantization
 from .scheme import Scheme, check_parts
@@ -155,6 +156,16 @@ class QuantizedFolder(QuantizedTensors):
             return self._files.slice(name, rows, dim)
         whole = [slice(0, size) for size in self.shapes[name]]
         return self._dequantized(name, *(rows if at == dim else part for at, part in enumerate(whole)))
+
+    def codes(self, name: str, part: slice | None = None, dim: int = 0) -> QuantizedMatrix | None:
+        """Return a matrix, or some rows or columns, as codes; None where compiled products do not take it."""
+        if name not in self._schemes:
+            return None
+        whole = [slice(0, size) for size in self.shapes[name]]
+        rows, columns = (part if part is not None and at == dim else all_ for at, all_ in enumerate(whole))
+        module = name.removesuffix(f".{_WEIGHT}")
+        matrix = self._schemes[name].read_codes(self._files, module, rows, columns)
+        return matrix if matrix is not None and matrix.can_stay_packed() else None
 
     def _dequantized(self, name: str, rows: slice, columns: slice) -> Tensor:
         scheme, module = self._schemes[name], name.removesuffix(f".{_WEIGHT}")

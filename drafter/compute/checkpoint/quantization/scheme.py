@@ -17,6 +17,8 @@ from pydantic import AfterValidator
 from torch import Tensor
 
 from .....cluster.errors import CheckpointError
+from ..packed_4bit import ZERO
+from ..quantized_matrix import QuantizedMatrix
 from ..safetensors_reader import TensorFolder, TensorHeaders
 
 Shape = tuple[int, ...]
@@ -64,6 +66,12 @@ class Scheme(ABC):
     def read(self, files: TensorFolder, module: str, rows: slice, columns: slice) -> Tensor:
         """Return the values of a part of the matrix, fp32 [rows, columns]."""
 
+    def read_codes(
+        self, files: TensorFolder, module: str, rows: slice, columns: slice
+    ) -> QuantizedMatrix | None:
+        """Return a part of the matrix as codes; None where `QuantizedMatrix` cannot have its form."""
+        return None
+
     def is_stored(self, stored: TensorHeaders, module: str) -> bool:
         return stored.dtypes.get(f"{module}.{self.CODES}") in self.code_dtypes
 
@@ -107,6 +115,30 @@ def enclosing(part: slice, step: int) -> tuple[slice, int]:
 def expand(scales: Tensor, part: slice, step: int, dim: int) -> Tensor:
     """Repeat scales of blocks along `dim` for each element of `part`; they begin with its first block."""
     return scales.repeat_interleave(step, dim).narrow(dim, part.start % step, part.stop - part.start)
+
+
+def aligned_groups(columns: slice, group: int | None) -> slice | None:
+    """Return the groups that make up `columns`, or None if parts of some do; a `group` of None is a row."""
+    if group is None:
+        return slice(0, 1)
+    if columns.start % group or columns.stop % group:
+        return None
+    return slice(columns.start // group, columns.stop // group)
+
+
+def as_int8(codes_OI: Tensor, zeros_OG: Tensor) -> Tensor | None:
+    """Return code - zero as int8; None if one does not fit."""
+    codes_OGC = codes_OI.short().unflatten(1, (zeros_OG.shape[1], -1)) - zeros_OG.short().unsqueeze(2)
+    fits = bool(((codes_OGC >= -128) & (codes_OGC <= 127)).all())
+    return codes_OGC.flatten(1).to(torch.int8) if fits else None
+
+
+def int4_matrix(codes_OI: Tensor, scales_OG: Tensor, zeros_OG: Tensor) -> QuantizedMatrix:
+    """Return a matrix of unsigned codes of 4 bits; all are uint8 but the scales."""
+    is_middle = bool((zeros_OG == ZERO).all())
+    return QuantizedMatrix(
+        "int4", codes_OI, scales_OG.contiguous(), None if is_middle else zeros_OG.contiguous()
+    )
 
 
 def rows_of_groups(index: Tensor, num_groups: int, files: TensorFolder, name: str) -> tuple[Tensor, slice]:

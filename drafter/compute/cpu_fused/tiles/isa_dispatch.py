@@ -12,7 +12,7 @@ from typing import Any
 
 from numba.extending import overload
 
-from ..cpu_numba.cpu_features import Instructions, bf16_instructions
+from ...cpu_numba.cpu_features import Instructions, bf16_instructions
 
 
 def has_tiles() -> bool:

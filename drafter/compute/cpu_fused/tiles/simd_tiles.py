@@ -15,15 +15,16 @@ columns (`pack_rows`), so that a broadcast reads an fp32. LLVM splits vectors of
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from ..cpu_numba.cpu_features import Instructions, bf16_instructions
-from ..cpu_numba.llvm_intrinsics import (
+from ...cpu_numba.cpu_features import Instructions, bf16_instructions
+from ...cpu_numba.llvm_intrinsics import (
     FLOATS,
     INT32,
     INT64,
@@ -83,7 +84,7 @@ def panels_at_once(context, rows):
     return types.int64(types.int64), generate
 
 
-class _Tile:
+class RegisterTile:
     """[rows, 16 columns] of fp32 sums in registers."""
 
     def __init__(self, builder: Any, rows: int, columns: int) -> None:
@@ -92,12 +93,14 @@ class _Tile:
         for slot in self._slots:
             builder.store(lanes(0.0), slot)
 
-    def add(self, a: Value, weights: Sequence[Value]) -> None:
-        """Add the products of two inputs of each row, at `a`, with those of each group of 16 columns."""
+    def add(self, a: Value, weights: Callable[[int], Sequence[Value]]) -> None:
+        """Add the products of two inputs of each row, at `a`, with those of each group of 16 columns.
+
+        `weights` returns the fp32 weights of the first (0) or second (1) input.
+        """
         builder = self._builder
-        pairs = [load(builder, address, PAIRS) for address in weights]
         for half in (0, 1):
-            widened = [builder.bitcast(self._half(pair, half), FLOATS) for pair in pairs]
+            widened = weights(half)
             for i in range(self._rows):
                 value = load(builder, at(builder, a, (i, ROW_BYTES), (half, 4)), INT32)
                 everywhere = builder.bitcast(spread(builder, value), FLOATS)
@@ -106,10 +109,20 @@ class _Tile:
                     args = [everywhere, weight, builder.load(slot)]
                     builder.store(call(builder, "llvm.fma.v16f32", FLOATS, args), slot)
 
+    def add_bf16(self, a: Value, lines: Sequence[Value]) -> None:
+        """`add` of pairs of bf16 weights at `lines`."""
+        pairs = [load(self._builder, address, PAIRS) for address in lines]
+        self.add(a, lambda half: [self._builder.bitcast(self._half(pair, half), FLOATS) for pair in pairs])
+
     def _half(self, pair: Value, half: int) -> Value:
         if half:
             return self._builder.and_(pair, lanes(_ODD, INT32))
         return self._builder.shl(pair, lanes(16, INT32))
+
+    def store_sums(self, sums: Value, columns: Sequence[int]) -> None:
+        """Store groups of 16 columns, by number, as panels of [rows, 32]."""
+        rows = integer(self._rows * 128)
+        self.store(sums, 128, [[(rows, j // 2), (integer(64), j % 2)] for j in columns])
 
     def store(
         self, target: Value, row_bytes: Value | int, places: Sequence[Sequence[tuple[Value, int]]]
@@ -140,35 +153,41 @@ def _switch(builder: Any, number: Value, cases: dict[int, Callable[[], None]]) -
     builder.position_at_end(end)
 
 
-def _emit_product(builder, args):
-    a, chunk_bytes, weight, tile_bytes, panel_bytes, sums, pairs, rows, panels = args
-
-    def of(count: int, width: int) -> Callable[[], None]:
-        columns = min(_columns(count), 2 * width)
-
-        def emit() -> None:
-            for begin in range(0, 2 * width, columns):
-                mine = range(begin, begin + columns)
-                tile = _Tile(builder, count, columns)
-                with cgutils.for_range(builder, pairs) as loop:
-                    place = _input(builder, a, chunk_bytes, loop.index)
-                    line = at(builder, weight, (loop.index, 64))
-                    tile.add(
-                        place, [at(builder, line, (panel_bytes, j // 2), (tile_bytes, j % 2)) for j in mine]
-                    )
-                tile.store(sums, 128, [[(integer(count * 128), j // 2), (integer(64), j % 2)] for j in mine])
-
-        return emit
-
+def switch_tiles(builder: Any, rows: Value, panels: Value, emit: Callable[[int, int], None]) -> None:
+    """Emit a branch on rows and panels within `_shape`; `emit` is called for each possible pair of them."""
     maximum = _shape()[0]
     widths = {
         count: [p for p in (1, 2, 4) if 2 * p <= max(_columns(count), 2)] for count in range(1, maximum + 1)
     }
-    cases = {8 * count + width: of(count, width) for count, some in widths.items() for width in some}
+    cases = {
+        8 * count + width: partial(emit, count, width) for count, some in widths.items() for width in some
+    }
     _switch(builder, at(builder, panels, (rows, 8)), cases)
 
 
-def _input(builder: Any, a: Value, chunk_bytes: Value, pair: Value) -> Value:
+def tiles_of(builder: Any, rows: int, panels: int) -> Iterator[tuple[RegisterTile, Sequence[int]]]:
+    """Yield the tiles of registers of a product, and the numbers of their groups of 16 columns."""
+    columns = min(_columns(rows), 2 * panels)
+    for begin in range(0, 2 * panels, columns):
+        yield RegisterTile(builder, rows, columns), range(begin, begin + columns)
+
+
+def _emit_product(builder, args):
+    a, chunk_bytes, weight, tile_bytes, panel_bytes, sums, pairs, rows, panels = args
+
+    def emit(num_rows: int, num_panels: int) -> None:
+        for tile, columns in tiles_of(builder, num_rows, num_panels):
+            with cgutils.for_range(builder, pairs) as loop:
+                place = input_address(builder, a, chunk_bytes, loop.index)
+                line = at(builder, weight, (loop.index, 64))
+                places = [at(builder, line, (panel_bytes, j // 2), (tile_bytes, j % 2)) for j in columns]
+                tile.add_bf16(place, places)
+            tile.store_sums(sums, columns)
+
+    switch_tiles(builder, rows, panels, emit)
+
+
+def input_address(builder: Any, a: Value, chunk_bytes: Value, pair: Value) -> Value:
     """Return the address of a pair of inputs in a packed row."""
     chunk = builder.lshr(pair, integer(5))
     inside = builder.and_(pair, integer(CHUNK // 2 - 1))
@@ -192,10 +211,10 @@ def _emit_scores(builder, args):
                         )
                         for j in mine
                     ]
-                    tile = _Tile(builder, num, columns)
+                    tile = RegisterTile(builder, num, columns)
                     with cgutils.for_range(builder, pairs) as loop:
-                        place = _input(builder, queries, chunk_bytes, loop.index)
-                        tile.add(place, [at(builder, key, (loop.index, 64)) for key in keys])
+                        place = input_address(builder, queries, chunk_bytes, loop.index)
+                        tile.add_bf16(place, [at(builder, key, (loop.index, 64)) for key in keys])
                     tile.store(target, ROW_BYTES, [[(integer(64), j)] for j in mine])
 
         return emit
@@ -212,7 +231,7 @@ def _emit_combination(builder, args):
         def emit() -> None:
             width = 16 * columns
             with cgutils.for_range(builder, builder.udiv(head_dim, integer(width))) as part:
-                tile = _Tile(builder, num, columns)
+                tile = RegisterTile(builder, num, columns)
                 begin = at(builder, offset, (part.index, width * 32))
                 with cgutils.for_range(builder, count) as outer:
                     block = builder.add(begin, load(builder, at(builder, blocks, (outer.index, 8)), INT64))
@@ -224,7 +243,7 @@ def _emit_combination(builder, args):
                     with cgutils.for_range(builder, integer(8)) as loop:
                         line = at(builder, block, (loop.index, 64))
                         lines = [at(builder, line, (j, TILE_BYTES // 2)) for j in range(columns)]
-                        tile.add(at(builder, place, (loop.index, 8)), lines)
+                        tile.add_bf16(at(builder, place, (loop.index, 8)), lines)
                 target = at(builder, result, (part.index, 4 * width))
                 row_bytes = builder.mul(head_dim, integer(4))
                 tile.store(target, row_bytes, [[(integer(64), j)] for j in range(columns)])

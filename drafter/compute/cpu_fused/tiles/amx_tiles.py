@@ -14,8 +14,8 @@ from __future__ import annotations
 import numpy as np
 from numba import carray
 
-from ..cpu_numba.element_ops import elements, pointer
-from ..cpu_numba.llvm_intrinsics import stack_memory
+from ...cpu_numba.element_ops import elements, pointer
+from ...cpu_numba.llvm_intrinsics import stack_memory
 from .amx_intrinsics import amx_combination, amx_product, amx_scores, configure_tiles, release_tiles
 from .isa_dispatch import of_two_kinds
 

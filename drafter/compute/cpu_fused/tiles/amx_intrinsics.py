@@ -18,7 +18,7 @@ from typing import Any
 from llvmlite import ir
 from numba.core import cgutils
 
-from ..cpu_numba.llvm_intrinsics import BYTE, INT64, POINTER, VOID, Value, at, call, integer, load, procedure
+from ...cpu_numba.llvm_intrinsics import BYTE, INT64, POINTER, VOID, Value, at, call, integer, load, procedure
 
 TILE_BYTES = 1024  # A or B: 16 x 32 bf16; C: 16 x 16 fp32
 

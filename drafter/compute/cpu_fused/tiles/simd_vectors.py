@@ -15,8 +15,8 @@ from typing import Any
 from llvmlite import ir
 from numba.core import cgutils
 
-from ..cpu_numba.cpu_features import Instructions, bf16_instructions
-from ..cpu_numba.llvm_intrinsics import (
+from ...cpu_numba.cpu_features import Instructions, bf16_instructions
+from ...cpu_numba.llvm_intrinsics import (
     FLOATS,
     HALVES,
     INT16,
@@ -52,7 +52,7 @@ def _transposed(builder: Any, source: Value, stride: Value) -> list[Value]:
     return rows
 
 
-def _round(builder: Any, floats: Value) -> Value:
+def rounded_lanes(builder: Any, floats: Value) -> Value:
     """Round 16 fp32 to bf16, to nearest even; NaNs stay NaNs."""
     if bf16_instructions() not in (Instructions.AMX, Instructions.AVX512_BF16):
         return _round_bits(builder, floats)
@@ -112,7 +112,7 @@ def _emit_finish(builder, args, *, adds: bool):
         value = load(builder, at(builder, sums, (half, 64)), FLOATS)
         if residual is not None:
             value = builder.fadd(value, widen(builder, at(builder, residual, (half, 32))))
-        store(builder, _round(builder, value), at(builder, target, (half, 32)))
+        store(builder, rounded_lanes(builder, value), at(builder, target, (half, 32)))
 
 
 def _emit_gate(builder, args):
@@ -122,7 +122,7 @@ def _emit_gate(builder, args):
     gate = builder.select(builder.fcmp_ordered("<", gate, lanes(-80.0)), lanes(-80.0), gate)
     power = builder.fmul(gate, lanes(-1.4426950408889634))
     silu = builder.fmul(gate, _reciprocal(builder, builder.fadd(_exp2(builder, power), lanes(1.0))))
-    store(builder, _round(builder, builder.fmul(silu, up)), target)
+    store(builder, rounded_lanes(builder, builder.fmul(silu, up)), target)
 
 
 def _reciprocal(builder: Any, x: Value) -> Value:
@@ -161,7 +161,7 @@ def _emit_norm(builder, args):
         place = (loop.index, 32)
         value = builder.fmul(widen(builder, at(builder, x, place)), scale)
         value = builder.fmul(value, widen(builder, at(builder, weight, place)))
-        store(builder, _round(builder, value), at(builder, target, place))
+        store(builder, rounded_lanes(builder, value), at(builder, target, place))
 
 
 def _emit_rotate(builder, args, *, norms: bool):
@@ -179,7 +179,7 @@ def _emit_rotate(builder, args, *, norms: bool):
         for value, other, place in ((first, second, places[0]), (second, first, places[1])):
             swapped = builder.fmul(other, widen(builder, at(builder, sin, *place)))
             turned = _float(builder, "fma", value, widen(builder, at(builder, cos, *place)), swapped)
-            store(builder, _round(builder, turned), at(builder, x, *place))
+            store(builder, rounded_lanes(builder, turned), at(builder, x, *place))
 
 
 def _emit_soften(builder, args):
@@ -269,7 +269,7 @@ def _emit_scale(builder, args):
     factor = builder.fdiv(lanes(1.0), builder.bitcast(spread(builder, load(builder, total, INT32)), FLOATS))
     with cgutils.for_range(builder, count) as loop:
         value = builder.fmul(load(builder, at(builder, sums, (loop.index, 64)), FLOATS), factor)
-        store(builder, _round(builder, value), at(builder, target, (loop.index, 32)))
+        store(builder, rounded_lanes(builder, value), at(builder, target, (loop.index, 32)))
 
 
 def _emit_transpose(builder, args):
@@ -281,7 +281,7 @@ def _emit_transpose(builder, args):
 def _emit_transpose_rounded(builder, args):
     source, target, stride = args
     for i, row in enumerate(_transposed(builder, source, integer(64))):
-        store(builder, _round(builder, builder.bitcast(row, FLOATS)), at(builder, target, (stride, i)))
+        store(builder, rounded_lanes(builder, builder.bitcast(row, FLOATS)), at(builder, target, (stride, i)))
 
 
 def _emit_copy(builder, args):

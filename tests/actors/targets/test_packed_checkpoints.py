@@ -1,0 +1,123 @@
+"""Compiled products keep the codes of quantized checkpoints, and give the tokens of dequantized ones."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from manta.actors.targets.loading.load_plan import plan_load
+from manta.actors.targets.loading.rank_loader import Checkpoints, load_runner
+from manta.actors.targets.model.mlp_weights import DenseTensors
+from manta.actors.targets.model.tensor_parallel import Sharding
+from manta.cluster.errors import ConfigError
+from manta.drafter.compute.checkpoint.quantized_matrix import QuantizedMatrix
+from manta.drafter.compute.cpu_numba.cpu_features import bf16_instructions
+from support.checkpoints.tiny import make_tiny_drafter, make_tiny_target
+from support.engines.steps import settings
+from support.engines.thread_ranks import PROMPTS, ThreadRanks, tokens_by_steps
+from support.oracles.quantized_checkpoints import FORMATS, publish
+
+pytestmark = pytest.mark.skipif(bf16_instructions() is None, reason="this CPU has no products of bf16")
+BF16 = {"dtype": "bfloat16", "num_pages": 80}
+# Inputs out of order, codes of other sizes, groups of another size than 2^n, or zeros that int8 cannot have.
+DEQUANTIZED = (
+    *("ct_act_order", "gptq_act_order", "gptq_3_bits", "gptq_2_bits", "fp8_blocks", "ct_fp8_blocks"),
+    *("ct_int8", "gptq_8_bits_v2"),
+)
+# One format of each kind of codes that a product decodes.
+DECODED = ("fp8_per_tensor", "ct_w8a16", "ct_w4a16", "gptq", "ct_w4a16_asymmetric", "modelopt_nvfp4")
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_target(tmp_path_factory.mktemp("saved"), "qwen3", head_dim=32)
+
+
+def tokens(folder: Path, **changes: object) -> list[list[int]]:
+    return tokens_by_steps(load_runner(settings(folder, **BF16, **changes))[0], PROMPTS, 8)
+
+
+def matrices(folder: Path) -> dict[str, torch.Tensor | QuantizedMatrix]:
+    plan = plan_load(settings(folder, **BF16))
+    assert plan.attention_backend == "compiled"
+    layer = Checkpoints().target(plan, Sharding(plan.target, 0, 1)).layer(0)
+    assert isinstance(layer.mlp, DenseTensors)
+    return {
+        "qkv": layer.qkv_OH,
+        "o": layer.o_HO,
+        "gate_up": layer.mlp.gate_up_IH,
+        "down": layer.mlp.down_HI,
+    }
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_codes_stay_packed_and_have_the_values_of_the_format(saved: Path, name: str, tmp_path: Path) -> None:
+    quantized, plain = publish(saved, tmp_path, name)
+    expected = matrices(plain)
+    for part, matrix in matrices(quantized).items():
+        assert isinstance(matrix, QuantizedMatrix) == (name not in DEQUANTIZED), part
+        values = matrix.dequantized(torch.bfloat16) if isinstance(matrix, QuantizedMatrix) else matrix
+        right = expected[part]
+        assert isinstance(right, torch.Tensor) and torch.equal(values, right), part
+
+
+@pytest.mark.parametrize("name", DECODED)
+def test_tokens_are_those_of_the_dequantized_target(saved: Path, name: str, tmp_path: Path) -> None:
+    quantized, plain = publish(saved, tmp_path, name)
+    assert tokens(quantized) == tokens(plain)
+
+
+@pytest.mark.parametrize("name", ["ct_w4a16", "awq"])
+def test_ranks_cut_codes_at_groups(name: str, tmp_path: Path) -> None:
+    saved = make_tiny_target(tmp_path / "saved", "qwen3", num_hidden_layers=1, head_dim=32)
+    quantized, _ = publish(saved, tmp_path, name)
+    plan = plan_load(settings(quantized, **BF16, tensor_parallel_size=2))
+    whole = Checkpoints().target(plan, Sharding(plan.target, 0, 1)).layer(0)
+    assert isinstance(whole.o_HO, QuantizedMatrix)
+    parts = [Checkpoints().target(plan, Sharding(plan.target, rank, 2)).layer(0).o_HO for rank in (0, 1)]
+    assert all(isinstance(part, QuantizedMatrix) for part in parts)
+    values = torch.cat([part.dequantized(torch.bfloat16) for part in parts], 1)  # type: ignore[union-attr]
+    assert values.equal(whole.o_HO.dequantized(torch.bfloat16))
+
+
+@pytest.mark.parametrize("how", [{"quantization": "int8"}, {"quantization": "int4"}, {}], ids=str)
+def test_two_ranks_with_packed_weights_speculate_without_changing_a_token(
+    how: dict[str, object], saved: Path, tmp_path: Path
+) -> None:
+    target = saved if how else publish(saved, tmp_path / "quantized", "ct_w4a16")[0]
+    drafter = make_tiny_drafter(tmp_path / "drafter", head_dim=32)
+
+    def generate(with_drafts: bool) -> list[list[int]]:
+        config = settings(target, drafter if with_drafts else None, **BF16, tensor_parallel_size=2, **how)
+        runners = ThreadRanks(2).run(
+            lambda rank: tokens_by_steps(load_runner(config, rank)[0], PROMPTS, 8)  # type: ignore[arg-type]
+        )
+        assert runners[0] == runners[1]
+        return [found[:8] for found in runners[0]]
+
+    assert generate(True) == generate(False)
+
+
+def test_quantizing_what_is_quantized_is_refused(saved: Path, tmp_path: Path) -> None:
+    quantized, _ = publish(saved, tmp_path, "ct_w4a16")
+    with pytest.raises(ConfigError, match=r"='int8': .* quantized already .*Leave it out") as caught:
+        plan_load(settings(quantized, **BF16, quantization="int8"))
+    assert caught.value.param == "quantization"
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"dtype": "float32"}, r"is computed in bfloat16 alone\. Set dtype to auto"),
+        ({"dtype": "float32", "tensor_parallel_size": 2}, "is computed in bfloat16 alone"),
+    ],
+)
+def test_weights_of_integers_are_refused_where_they_cannot_be_computed(
+    changes: dict[str, object], reason: str, saved: Path
+) -> None:
+    with pytest.raises(ConfigError, match=f"quantization='int4' {reason}") as caught:
+        plan_load(settings(saved, quantization="int4", **changes))
+    assert caught.value.param == "quantization"
+    changed = settings(saved, quantization="int4", **{**changes, "dtype": "auto"})
+    assert plan_load(changed).dtype is torch.bfloat16

@@ -1,0 +1,142 @@
+"""Products with weights of 8 and 4 bits: the bits of products with the dequantized matrix.
+
+Legend: O outputs, I inputs.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+
+import pytest
+import torch
+from manta.drafter.compute.checkpoint.quantized_matrix import QuantizedMatrix, cat_rows, quantize
+from manta.drafter.compute.cpu_fused.backend import FusedCpuBackend
+from manta.drafter.compute.cpu_fused.operators import PackedLinear
+from manta.drafter.compute.cpu_fused.packed_weight import pack
+from manta.drafter.compute.cpu_numba.cpu_features import VARIABLE, Instructions, bf16_instructions
+from support.paths import ROOT
+from torch import Tensor
+
+pytestmark = pytest.mark.skipif(bf16_instructions() is None, reason="this CPU has no products of bf16")
+
+
+@pytest.fixture(autouse=True)
+def seeded():
+    torch.manual_seed(0)
+
+
+def scales(outputs: int, groups: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return (0.01 * torch.rand(outputs, groups) + 0.001).to(dtype)
+
+
+def bytes_of(outputs: int, inputs: int, most: int = 256) -> Tensor:
+    return torch.randint(0, most, (outputs, inputs), dtype=torch.uint8)
+
+
+def e4m3(outputs: int, inputs: int) -> Tensor:
+    codes = bytes_of(outputs, inputs)
+    return codes.masked_fill_((codes & 0x7F) == 0x7F, 0)  # no NaN
+
+
+def random(outputs: int, inputs: int) -> Tensor:
+    return 0.05 * torch.randn(outputs, inputs)
+
+
+MATRICES: dict[str, Callable[[int, int], QuantizedMatrix]] = {
+    "int8 at load": lambda o, i: quantize(random(o, i), "int8"),
+    "int4 at load": lambda o, i: quantize(random(o, i), "int4"),
+    "int8 by channel": lambda o, i: QuantizedMatrix("int8", bytes_of(o, i).view(torch.int8), scales(o, 1)),
+    "int8 in groups": lambda o, i: QuantizedMatrix(
+        "int8", bytes_of(o, i).view(torch.int8), scales(o, i // 64, torch.bfloat16)
+    ),
+    "int4": lambda o, i: QuantizedMatrix("int4", bytes_of(o, i, 16), scales(o, i // 32, torch.float16)),
+    "int4 with zeros": lambda o, i: QuantizedMatrix(
+        "int4", bytes_of(o, i, 16), scales(o, i // 64, torch.float16), bytes_of(o, i // 64, 17)
+    ),
+    "e4m3": lambda o, i: QuantizedMatrix("e4m3", e4m3(o, i), scales(o, i // 64)),
+    "e2m1": lambda o, i: QuantizedMatrix("e2m1", bytes_of(o, i, 16), scales(o, i // 16)),
+}
+
+
+@pytest.mark.parametrize("name", MATRICES)
+@pytest.mark.parametrize(("outputs", "inputs"), [(300, 192), (33, 1088)])
+def test_a_product_has_the_bits_of_the_dequantized_matrix_for_any_number_of_rows(
+    name: str, outputs: int, inputs: int
+) -> None:
+    matrix = MATRICES[name](outputs, inputs)
+    assert matrix.can_stay_packed()
+    bias, residual = torch.randn(outputs).bfloat16(), torch.randn(130, outputs).bfloat16()
+    x = torch.randn(130, inputs).bfloat16()
+    packed, plain = (PackedLinear(w, bias, 2) for w in (matrix, matrix.dequantized(torch.bfloat16)))
+    expected = plain(x, residual)
+    assert expected.isfinite().all() and expected.float().std() > 0.1
+    for count in (*range(1, 18), 64, 130):
+        assert packed(x[:count], residual[:count]).equal(expected[:count]), count
+    assert packed.weight.num_bytes < 0.7 * plain.weight.num_bytes
+
+
+def test_the_bits_are_the_same_with_other_instructions() -> None:
+    """The whole file again, with the better instructions hidden."""
+    best = bf16_instructions()
+    others = [kind for kind in (Instructions.AVX512, Instructions.AVX2) if best is not None and kind != best]
+    if VARIABLE in os.environ or best is Instructions.NEON or not others:
+        pytest.skip("only once, on x86")
+    for kind in others:
+        environment = {**os.environ, VARIABLE: kind.value}
+        command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider"]
+        command += ["-k", "any_number", __file__]
+        done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+        assert done.returncode == 0, done.stdout[-3000:]
+
+
+@pytest.mark.parametrize(("kind", "most"), [("int8", 0.0085), ("int4", 0.09)])
+def test_quantizing_is_close_and_exact_in_bf16(kind, most: float) -> None:
+    weight = random(64, 512)
+    weight[3], weight[5, :32], weight[6, 7] = 0.0, 1e-35, 4.0
+    matrix = quantize(weight, kind)
+    exact = matrix.dequantized(torch.float32)
+    assert exact.equal(matrix.dequantized(torch.bfloat16).float()) and matrix.can_stay_packed()
+    usual = torch.ones(64, dtype=torch.bool)
+    usual[[3, 5, 6]] = False
+    error = (exact - weight)[usual].norm() / weight[usual].norm()
+    assert 0.3 * most < error < most
+    assert exact[3].count_nonzero() == 0 and exact[6, 7] == 4.0
+
+
+@pytest.mark.parametrize("name", MATRICES)
+def test_joined_rows_are_those_of_the_parts(name: str) -> None:
+    parts = [MATRICES[name](outputs, 128) for outputs in (32, 64)]
+    joined = cat_rows(parts, torch.bfloat16)
+    assert isinstance(joined, QuantizedMatrix)
+    expected = torch.cat([part.dequantized(torch.bfloat16) for part in parts])
+    assert joined.dequantized(torch.bfloat16).equal(expected)
+    plain = MATRICES["int8 at load"](32, 128).dequantized(torch.bfloat16)
+    other = cat_rows([parts[0], plain], torch.bfloat16)
+
+    assert isinstance(other, Tensor) and other[:32].equal(expected[:32])
+
+
+@pytest.mark.parametrize(
+    "matrix",
+    [
+        QuantizedMatrix("int8", bytes_of(32, 96).view(torch.int8), scales(32, 2)),
+        QuantizedMatrix("int8", bytes_of(32, 64).view(torch.int8), 1e-38 * scales(32, 1)),
+        QuantizedMatrix("int8", bytes_of(32, 64).view(torch.int8), scales(32, 1) / 0.0),
+        QuantizedMatrix("e4m3", torch.full((32, 64), 0x7F, dtype=torch.uint8), scales(32, 1)),
+    ],
+    ids=["groups of 48", "tiny scales", "infinite scales", "NaN"],
+)
+def test_values_that_compiled_products_would_change_are_not_packed(matrix: QuantizedMatrix) -> None:
+    assert not matrix.can_stay_packed()
+
+
+def test_the_head_keeps_eight_bits_and_other_weights_have_as_many_as_asked_for() -> None:
+    backend = FusedCpuBackend(1, "int4")
+    weight = random(64, 128).bfloat16()
+    assert backend.linear(weight).weight.num_bytes == 64 * 128 * 4.5 / 8  # type: ignore[attr-defined]
+    assert backend.head(weight).weight.num_bytes == 64 * 128 * 8.25 / 8  # type: ignore[attr-defined]
+    assert backend.quantizing(None).linear(weight).weight.num_bytes == pack(weight).num_bytes  # type: ignore[attr-defined]
+    assert backend.weight_bytes == 64 * 128 * 12.75 / 8
