@@ -24,6 +24,7 @@ DrafterPlacement = Literal["colocated", "split", "shared"]
 DraftMethod = Literal["dflash", "eagle3", "ngram", "suffix"]
 LoadFormat = Literal["auto", "dummy"]
 Quantization = Literal["fp8"]
+KVCacheDType = Literal["auto", "fp8", "fp8_e4m3"]
 
 T = TypeVar("T")
 
@@ -187,8 +188,9 @@ class EngineConfig:
             are merged, anything else is replaced. A smaller num_hidden_layers keeps the first entries of
             per-layer lists.
         speculative_config: how tokens are proposed; None decodes plainly.
-        dtype: data type of weights and K/V. "auto" takes the checkpoint's on a GPU; on a CPU bfloat16 where
-            that is native and exact (a row's bits do not depend on its batch), else float32.
+        dtype: data type of weights, activations and, without `kv_cache_dtype`, K/V. "auto" takes the
+            checkpoint's on a GPU; on a CPU bfloat16 where that is native and exact (a row's bits do not
+            depend on its batch), else float32.
         device: where the models run. "auto" takes CUDA if there is a device.
         attention_backend: kernels of a step; "auto" takes triton on a GPU where it is installed, compiled on
             a CPU where it runs, else torch. "triton" runs fused kernels and CUDA graphs; "flash_attn" the
@@ -198,6 +200,10 @@ class EngineConfig:
         quantization: "fp8" quantizes the target's weights to eight bits, on GPUs; outputs are the quantized
             target's. Weights are e4m3 with a scale per row, made at load: a step reads half the bytes of
             bf16. Embedding, head, routers and experts are not quantized.
+        kv_cache_dtype: data type of stored K/V, of the drafter's as well: "auto" is `dtype`; "fp8" (or
+            "fp8_e4m3") rounds them to e4m3 without scales, so that the same memory holds twice the tokens and
+            attention reads half the bytes. Outputs are those of the target with such K/V, with drafts or
+            without. Not with the kernels "compiled" and "flash_attn".
         batch_invariant: give a row the same bits in any batch; refused where that is impossible. Speculation
             and other requests then change no token in half precision either. Checked at start. On a GPU a
             product reads its weights once per 64 rows, for prompts as well.
@@ -245,6 +251,7 @@ class EngineConfig:
     device: DeviceKind = "auto"
     attention_backend: AttentionBackend = "auto"
     quantization: Quantization | None = None
+    kv_cache_dtype: KVCacheDType = "auto"
     batch_invariant: bool = False
     tensor_parallel_size: Annotated[int, Flag("-tp")] = 1
     max_model_len: Size | None = None
@@ -270,6 +277,7 @@ class EngineConfig:
         one_of("scheduling_policy", self.scheduling_policy, get_args(Policy))
         one_of("load_format", self.load_format, get_args(LoadFormat))
         one_of("quantization", self.quantization, (None, *get_args(Quantization)))
+        one_of("kv_cache_dtype", self.kv_cache_dtype, get_args(KVCacheDType))
         for name in (
             "tensor_parallel_size",
             "max_model_len",

@@ -173,9 +173,10 @@ class ModelShape:
 
     Attributes:
         taps: tapped blocks that the drafter's fc reads.
-        itemsize: bytes of a weight and of an element of K/V.
+        itemsize: bytes of a weight and of an activation.
         product_itemsize: bytes of a weight in the blocks' dense products and in fc, if different: 1 for FP8.
             `ExpertShape` has those of experts.
+        kv_itemsize: bytes of an element of K/V, if different: 1 for FP8.
     """
 
     layers: tuple[LayerShape, ...]
@@ -184,6 +185,7 @@ class ModelShape:
     taps: int = 0
     itemsize: int = 2
     product_itemsize: int | None = None
+    kv_itemsize: int | None = None
 
     @classmethod
     def dense(
@@ -199,6 +201,7 @@ class ModelShape:
         taps: int = 0,
         itemsize: int = 2,
         product_itemsize: int | None = None,
+        kv_itemsize: int | None = None,
         windows: Sequence[int | None] = (),
     ) -> ModelShape:
         """Return a model of dense layers that differ only in their windows; all are full by default."""
@@ -213,11 +216,16 @@ class ModelShape:
             taps=taps,
             itemsize=itemsize,
             product_itemsize=product_itemsize,
+            kv_itemsize=kv_itemsize,
         )
 
     @property
     def weight_bytes(self) -> int:
         return self.product_itemsize or self.itemsize
+
+    @property
+    def kv_element_bytes(self) -> int:
+        return self.kv_itemsize or self.itemsize
 
     @property
     def num_layers(self) -> int:
@@ -279,7 +287,7 @@ class ModelShape:
 
     @cached_property
     def kv_bytes(self) -> int:
-        return self.itemsize * sum(layer.kv.width for layer in self.layers)
+        return self.kv_element_bytes * sum(layer.kv.width for layer in self.layers)
 
     def rank(self, ranks: int) -> ModelShape:
         """Return the part of one of `ranks` ranks; K/V heads are replicated if there are fewer."""
@@ -303,7 +311,8 @@ class ModelShape:
     def attention(self, batch: int, rows: float, context: float) -> DeviceWork:
         """Return the work of attention for `rows` rows of each request, or for means over requests."""
         works = [
-            (layer.attention(rows, context, self.itemsize), batch * times) for layer, times in self._kinds
+            (layer.attention(rows, context, self.kv_element_bytes), batch * times)
+            for layer, times in self._kinds
         ]
         return _sum_of(works)
 

@@ -76,12 +76,16 @@ class ModelStackSpec:
 
 @dataclass(frozen=True, slots=True)
 class DeviceCapabilities:
-    """The device, dtype and layout on which models are computed; `num_ranks` are tensor-parallel ranks."""
+    """The device, dtype and layout on which models are computed.
+
+    `num_ranks` are tensor-parallel ranks; `kv_dtype` is that of stored K/V, None for `dtype`.
+    """
 
     device: torch.device
     dtype: torch.dtype
     page_size: int
     num_ranks: int
+    kv_dtype: torch.dtype | None = None
 
 
 # The result of a norm, read only by the GEMMs after it: a tensor [N, H], or whatever the backend's own GEMMs

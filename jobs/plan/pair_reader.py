@@ -7,7 +7,7 @@ their headers are checked. The shapes are also used by `jobs/bench/step_cost.py`
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -74,9 +74,12 @@ def read_pair(config: EngineConfig, acceptance: str | None) -> ReadPair:
         raise ConfigError("acceptance needs a drafter: give --drafter, too.", param="acceptance")
     spec = config.speculative_config
     of_drafter = None if spec is None else spec.quantization
+    kv_itemsize = None if config.kv_cache_dtype == "auto" else 1
     pair = ModelPair(
-        target=target_shape(target, quantization=config.quantization),
-        drafter=None if drafter is None else drafter_shape(drafter, quantization=of_drafter),
+        target=replace(target_shape(target, quantization=config.quantization), kv_itemsize=kv_itemsize),
+        drafter=None
+        if drafter is None
+        else replace(drafter_shape(drafter, quantization=of_drafter), kv_itemsize=kv_itemsize),
         tied=target.tied_head,
         tp_sizes=tuple(tp for tp in TP_SIZES if divides(target, tp)),
         survival=survival,

@@ -48,6 +48,12 @@ def choose_backend(
     if config.batch_invariant:
         _check_can_be_invariant(chosen, reason, machine)
     _check_quantization(config, chosen, machine)
+    if machine.kv_dtype is not None and not _has_e4m3(machine.device):
+        raise ConfigError(
+            f"kv_cache_dtype={config.kv_cache_dtype!r} needs a GPU that supports e4m3 (capability 8.9, as "
+            "Ada or Hopper). Leave it out.",
+            param="kv_cache_dtype",
+        )
     return chosen
 
 
@@ -78,12 +84,15 @@ def _check_quantization(config: EngineConfig, chosen: BackendName, machine: Devi
         problem = (
             f"needs Triton's kernels, which run on GPUs; this engine runs {chosen} on {machine.device.type}"
         )
-    elif (
-        machine.device.type == "cuda" and torch.cuda.get_device_capability(machine.device) < _FIRST_WITH_E4M3
-    ):
+    elif not _has_e4m3(machine.device):
         problem = "needs a GPU that supports e4m3 (capability 8.9, as Ada or Hopper)"
     if problem is not None:
         raise ConfigError(f"{field}='fp8' {problem}. Leave it out.", param=field)
+
+
+def _has_e4m3(device: torch.device) -> bool:
+    """Return whether kernels on this device convert e4m3; the CPU's operators do."""
+    return device.type != "cuda" or torch.cuda.get_device_capability(device) >= _FIRST_WITH_E4M3
 
 
 def choose_dtype(

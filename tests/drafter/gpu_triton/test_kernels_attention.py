@@ -51,6 +51,7 @@ class Shape:
     page_size: int = 16
     dtype: torch.dtype = torch.float32
     v_dim: int | None = None
+    kv_dtype: torch.dtype | None = None
 
     @property
     def geometry(self) -> KVCacheSpec:
@@ -65,7 +66,9 @@ class Case:
         self.shape, self.lengths, self.num_rows = shape, lengths, rows
         used = [-(-length // shape.page_size) for length in lengths]
         nowhere = sum(used)  # a page of NaN, to which the table points beyond a request's length
-        self.cache = PagedKVCache(2, nowhere + 1, shape.page_size, shape.geometry, shape.dtype, DEVICE)
+        self.cache = PagedKVCache(
+            2, nowhere + 1, shape.page_size, shape.geometry, shape.kv_dtype or shape.dtype, DEVICE
+        )
         self.cache.kv.fill_(NAN)
         order = torch.randperm(nowhere).int().split(used)
         pages_BP = torch.full((len(rows) + 2, max_keys // shape.page_size), nowhere, dtype=torch.int32)
@@ -147,8 +150,8 @@ class Case:
             out_NQF[end - count : end] = torch.einsum("nqt,tqd->nqd", scores.softmax(-1)[..., :-1], v_TQF)
         return out_NQF.flatten(1)
 
-    def check(self, **kind) -> None:
-        error = (self.attend(**kind).double() - self.dense(**kind)).abs().max().item()
+    def check(self, workspace: AttentionWorkspace | None = None, **kind) -> None:
+        error = (self.attend(workspace=workspace, **kind).double() - self.dense(**kind)).abs().max().item()
         assert error < TOLERANCE[self.shape.dtype], error
 
 
@@ -201,6 +204,17 @@ def test_ragged_rows_equal_dense_attention_with_one_piece_or_several(max_keys, c
 def test_heads_dims_pages_and_dtypes_of_real_models_equal_dense_attention(shape, lengths, rows, causal):
     case = Case(shape, lengths, rows)
     case.check(causal=causal, sinks=causal)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, *HALVES])
+@pytest.mark.parametrize(("batch_invariant", "window"), [(False, None), (True, None), (False, 20)])
+def test_keys_and_values_in_e4m3_equal_dense_attention_over_them(
+    batch_invariant: bool, window: int | None, dtype: torch.dtype
+) -> None:
+    case = Case(Shape(dtype=dtype, kv_dtype=torch.float8_e4m3fn), [100, 40, 300], [3, 1, 4], padding=2)
+    assert case.cache.kv.dtype is torch.float8_e4m3fn
+    workspace = case.workspace(batch_invariant=batch_invariant)
+    case.check(sinks=True, window=window, workspace=workspace)
 
 
 @pytest.mark.parametrize("first_key", [1, 40])
@@ -645,6 +659,12 @@ def test_limits_of_the_flash_attn_package_are_reported_with_a_remedy(
 ):
     reason = why_not(*asked(page_size, dtype, head_dim))
     assert reason is None if named is None else reason is not None and named in reason
+
+
+def test_the_flash_attn_package_reads_no_keys_in_e4m3(flash_attn) -> None:
+    spec, machine = asked(256, torch.bfloat16, 128)
+    reason = why_not(spec, replace(machine, kv_dtype=torch.float8_e4m3fn))
+    assert reason is not None and "kv_cache_dtype=auto" in reason
 
 
 def asked(page_size: int, dtype: torch.dtype, head_dim: int) -> tuple[ModelStackSpec, DeviceCapabilities]:

@@ -82,6 +82,7 @@ def _attention(
     sinks: bool = False,
     tail: int = 0,
     batch_invariant: bool = False,
+    kv: str | None = None,
 ) -> Variant:
     torch_dtype = {"bf16": torch.bfloat16, "fp32": torch.float32}[dtype]
     if tail:
@@ -91,6 +92,7 @@ def _attention(
         kind = AttentionKind(heads, kv_heads, dim, v_dim or dim, torch_dtype, page)
     plan = plan_tiles(kind, rows, batch_invariant=batch_invariant)
     pointers = dict.fromkeys(("q_ptr", "k_ptr", "v_ptr", "out_ptr"), f"*{dtype}:16")
+    pointers |= dict.fromkeys(("k_ptr", "v_ptr"), f"*{kv or dtype}:16")
     pointers |= dict.fromkeys(("max_ptr", "sum_ptr", "partial_ptr"), "*fp32:16")
     pointers |= dict.fromkeys(("arrived_ptr", "work_ptr"), "*i32:16")
     pointers |= dict.fromkeys(("slots_ptr", "cu_rows_ptr", "kv_lengths_ptr", "page_table_ptr"), "*i32")
@@ -471,10 +473,12 @@ def _write(
     rotated: bool = True,
     dtype: str = "bf16",
     weight: str | None = None,
+    kv: str | None = None,
 ) -> Variant:
     norms, tables = ("q_norm_ptr", "k_norm_ptr"), ("cos_ptr", "sin_ptr")
     given = ("qkv_ptr", "k_ptr", "v_ptr", *(tables if rotated else ()))
     signature = dict.fromkeys(given, f"*{dtype}:16") | _ROW_ARGUMENTS | {"slot_stride": "i32:16"}
+    signature |= dict.fromkeys(("k_ptr", "v_ptr"), f"*{kv or dtype}:16")
     signature |= dict.fromkeys(norms if normed else (), f"*{weight or dtype}:16")
     widths = {"HALF": dim // 2, "WIDTH": tile_width(dim) // 2}
     widths |= {"V_HALF": (v_dim or dim) // 2, "V_WIDTH": tile_width(v_dim or dim) // 2}
@@ -484,9 +488,12 @@ def _write(
     return Variant("_norm_rotate_write", signature, constexprs | dict.fromkeys(absent), 1)
 
 
-def _write_latents(heads: int, rank: int, rotated: int, dtype: str = "bf16") -> Variant:
+def _write_latents(
+    heads: int, rank: int, rotated: int, dtype: str = "bf16", kv: str | None = None
+) -> Variant:
     pointers = ("q_ptr", "latent_ptr", "norm_ptr", "cos_ptr", "sin_ptr", "pages_ptr")
     signature = dict.fromkeys(pointers, f"*{dtype}:16") | _ROW_ARGUMENTS
+    signature["pages_ptr"] = f"*{kv or dtype}:16"
     del signature["row_stride"]
     signature |= dict.fromkeys(("q_stride", "latent_stride", "slot_stride"), "i32:16")
     constexprs = {"HEADS": heads, "NOPE": 128, "RANK": rank, "RANK_WIDTH": rank, "HALF": rotated // 2}
@@ -494,11 +501,12 @@ def _write_latents(heads: int, rank: int, rotated: int, dtype: str = "bf16") -> 
     return Variant("_norm_rotate_write_latents", signature, constexprs, 1)
 
 
-def _gather_latents(values: int, page: int, dtype: str = "bf16") -> Variant:
+def _gather_latents(values: int, page: int, dtype: str = "bf16", kv: str | None = None) -> Variant:
     signature = dict.fromkeys(("pages_ptr", "out_ptr"), f"*{dtype}:16") | _pointers(i32="keys_before_ptr")
     signature |= dict.fromkeys(("slots_ptr", "page_table_ptr"), "*i32")
     signature |= dict.fromkeys(("begin", "count", "num_requests", "table_stride"), "i32")
     signature |= dict.fromkeys(("page_stride", "token_stride"), "i32:16")
+    signature["pages_ptr"] = f"*{kv or dtype}:16"
     constexprs = {"VALUES": values, "WIDTH": tile_width(values), "PAGE": page, "TOKENS": 8, "PDL": True}
     return Variant("_gather_latents", signature, constexprs)
 
@@ -528,9 +536,9 @@ def _attend_expanded(heads: int, dtype: str = "bf16") -> Variant:
     return Variant("_attend_expanded", signature, constexprs, warps, wgmma=rows >= 64)
 
 
-def _write_context(layers: int, kv_heads: int, dim: int, group: int) -> Variant:
+def _write_context(layers: int, kv_heads: int, dim: int, group: int, kv: str = "bf16") -> Variant:
     pointers = dict.fromkeys(("kv_ptr", "k_norm_ptr", "cos_ptr", "sin_ptr", "pages_ptr"), "*bf16:16")
-    signature = pointers | _ROW_ARGUMENTS | {"layer_stride": "i64:16"}
+    signature = pointers | _ROW_ARGUMENTS | {"layer_stride": "i64:16", "pages_ptr": f"*{kv}:16"}
     widths = {"HALF": dim // 2, "WIDTH": dim // 2}
     constexprs = {"NUM_LAYERS": layers, "NUM_KV": kv_heads, **widths, "GROUP": group, "PDL": True}
     return Variant("_write_context", signature, constexprs, 1)
@@ -621,6 +629,11 @@ VARIANTS: dict[str, list[Variant]] = {
     "compute.gpu_triton.attention.paged_attention": [
         _attention(32, 8, 128),  # Qwen3-8B, a block of 16 rows
         _attention(32, 8, 128, rows=2048),  # a prompt: tiles of 128
+        replace(_attention(32, 8, 128, kv="fp8e4nv"), most_instructions=(890, 925)),
+        _attention(32, 8, 128, rows=2048, kv="fp8e4nv"),
+        _attention(8, 1, 512, tail=64, kv="fp8e4nv"),
+        _attention(64, 8, 64, window=128, sinks=True, kv="fp8e4nv"),
+        _attention(32, 8, 128, batch_invariant=True, kv="fp8e4nv"),
         _attention(32, 8, 128, causal=False, window=2048),  # its drafter
         replace(_attention(32, 8, 128, batch_invariant=True), spills=(100,)),
         _attention(32, 8, 128, rows=1),  # plain decoding
@@ -697,10 +710,12 @@ VARIANTS: dict[str, list[Variant]] = {
     "compute.gpu_triton.attention.mla": [
         _write_latents(8, 512, 64),
         _write_latents(64, 512, 64, "fp32"),
+        _write_latents(8, 512, 64, kv="fp8e4nv"),
     ],  # Kimi K2
     "compute.gpu_triton.attention.mla_prefill_plan": [
         _gather_latents(576, 64),
         _gather_latents(576, 64, "fp32"),
+        _gather_latents(576, 64, kv="fp8e4nv"),
     ],
     "compute.gpu_triton.attention.mla_prefill": [
         _attend_expanded(8),
@@ -738,6 +753,8 @@ VARIANTS: dict[str, list[Variant]] = {
         _write(32, 4, 512, 1, weight="fp32", v_norm=True),
         _write(64, 4, 192, 2, v_dim=128, normed=False),  # MiMo-V2
         _write(32, 2, 128, 4, weight="fp32", rotated=False),  # Muse-Glimmer
+        _write(32, 8, 128, 4, kv="fp8e4nv"),
+        _write_context(5, 8, 128, 4, kv="fp8e4nv"),
         _write_context(5, 8, 128, 4),
     ],
 }

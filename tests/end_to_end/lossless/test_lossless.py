@@ -47,6 +47,7 @@ EAGLE3 = ("qwen3 by EAGLE-3", "qwen3 in bf16 by EAGLE-3")  # likewise
 NGRAM = "qwen3 by n-grams"  # likewise
 SUFFIX = "qwen3 by suffixes"  # likewise
 MIXED = ("qwen3 mixed with suffixes", "qwen3 in bf16 mixed with suffixes")  # likewise
+FP8_KV = tuple(f"{family} with FP8 K/V" for family in ("qwen3", "gpt_oss", "deepseek_v3"))  # likewise
 STATES = "qwen3_5"  # lean, but that steps run ahead of its states and prefixes need them
 DRAFTS = (1, 3, 15)
 SIZES = (1, 3)
@@ -131,6 +132,20 @@ def suffix_cells(*, whole: bool = WHOLE) -> Iterator[tuple[str, str, int]]:
                     yield pair, engine, drafts
 
 
+def fp8_kv_cells(*, whole: bool = WHOLE) -> Iterator[tuple[str, str, int]]:
+    """(pair, engine, drafts)."""
+    short = {
+        (FP8_KV[0], "planned ahead, forced preemption", 15),
+        (FP8_KV[1], "chunks of 16 rows", 3),
+        (FP8_KV[2], "forced preemption with prefix cache", 3),
+    }
+    for pair in FP8_KV:
+        for engine in ENGINES:
+            for drafts in DRAFTS:
+                if whole or (pair, engine, drafts) in short:
+                    yield pair, engine, drafts
+
+
 def state_cells(*, whole: bool = WHOLE) -> Iterator[tuple[str, str, int]]:
     """(pair, engine, drafts) that `cells` lacks."""
     if not whole:
@@ -198,6 +213,9 @@ def make_pair(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Pair]
             return replace(make(family), method="ngram")
         if name == SUFFIX:
             return replace(make(family), method="suffix")
+        if name in FP8_KV:
+            pair = make(family)
+            return replace(pair, how={**pair.how, "kv_cache_dtype": "fp8"})
         if name in MIXED:
             return replace(make(name.removesuffix(" mixed with suffixes")), mixed=True)
         if name in EAGLE3:
@@ -259,14 +277,14 @@ class Reference:
 
 
 @pytest.fixture(scope="module")
-def references() -> dict[Path, Reference]:
-    """References by the target's folder."""
+def references() -> dict[tuple[Path, object], Reference]:
+    """References by the target's folder and the dtype of its K/V."""
     return {}
 
 
 @pytest.fixture
-def reference(pair: Pair, references: dict[Path, Reference]) -> Reference:
-    return references.setdefault(pair.target, Reference(pair))
+def reference(pair: Pair, references: dict[tuple[Path, object], Reference]) -> Reference:
+    return references.setdefault((pair.target, pair.how.get("kv_cache_dtype")), Reference(pair))
 
 
 @pytest.mark.parametrize("pair", PAIRS, indirect=True)
@@ -308,7 +326,10 @@ def test_speculation_changes_no_token_in_small_batches(
 
 @pytest.mark.parametrize(
     ("pair", "engine", "drafts"),
-    [*cells(), *dflash2_cells(), *eagle3_cells(), *ngram_cells(), *suffix_cells(), *state_cells()],
+    [
+        *(*cells(), *dflash2_cells(), *eagle3_cells(), *ngram_cells(), *suffix_cells()),
+        *(*fp8_kv_cells(), *state_cells()),
+    ],
     indirect=["pair"],
 )
 def test_no_token_changes_in_batches_of_eight_with_every_setting(
