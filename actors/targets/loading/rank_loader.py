@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Protocol
 
 import torch
@@ -302,6 +303,7 @@ class _Rank:
     def _device_runner(self, num_pages: tuple[int, ...], num_states: int | None) -> Runner:
         from ....drafter.step.gpu_triton.recurrent_states import DeviceRecurrent
         from ....drafter.step.gpu_triton.request_states import DeviceStates
+        from ....drafter.step.gpu_triton.sampling.grammar_masks import DeviceMasks
         from ....drafter.step.gpu_triton.sampling.sampler import SamplingWorkspace
         from ..runners.eagle3_chains import Eagle3Chains
         from ..runners.gpu_runner import GpuModelRunner
@@ -338,6 +340,10 @@ class _Rank:
         )
         guide = None
         if self.grammars is not None:
+            compiler = self.grammars.compiler
+            end_id = compiler.eos_token_ids[0]
+            masks = DeviceMasks.build(num_rows, compiler.mask_words, end_id, plan.device)
+            models = replace(models, masks=masks)
             guide = DeviceGrammarMasks(self.grammars, models.states, forces=models.remote is None)
         return GpuModelRunner(
             models,

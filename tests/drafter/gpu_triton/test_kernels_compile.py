@@ -221,7 +221,7 @@ def _convolve(hidden: int, *, residual: bool, dtype: str = "bf16") -> Variant:
 
 def _mask(dtype: str) -> Variant:
     signature = {"logits": f"*{dtype}:16", "row_stride": "i32:16", "num_words": "i32", "vocab_size": "i32:16"}
-    return Variant("_mask", signature | _pointers(i64="rows", i32="bits"), {"CHUNK": 4096}, 4)
+    return Variant("_mask", signature | _pointers(i32="places bits"), {"CHUNK": 4096}, 4)
 
 
 def _lay_out(*, is_block: bool, groups: int = 1) -> Variant:
