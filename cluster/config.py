@@ -192,11 +192,12 @@ class EngineConfig:
             checkpoint's on a GPU; on a CPU bfloat16 where that is native and exact (a row's bits do not
             depend on its batch), else float32.
         device: where the models run. "auto" takes CUDA if there is a device.
-        attention_backend: kernels of a step; "auto" takes triton on a GPU where it is installed, compiled on
-            a CPU where it runs, else torch. "triton" runs fused kernels and CUDA graphs; "flash_attn" the
-            same with that package's kernel for prompts (page_size 256); "compiled" a whole pass in one call,
-            in bfloat16 on a CPU with instructions for it; "torch" PyTorch's own kernels, driven from the
-            host.
+        attention_backend: kernels of a step; "auto" takes triton on a GPU where it is installed (flash_attn
+            if that package supports model and page_size; not with batch_invariant), compiled on a CPU where
+            it runs, else torch. "triton" runs fused kernels and CUDA graphs; "flash_attn" the same with that
+            package's kernel for prompts (version 2 needs a page_size of 256); "compiled" a whole pass in one
+            call, in bfloat16 on a CPU with instructions for it; "torch" PyTorch's own kernels, driven from
+            the host.
         quantization: "fp8" quantizes the target's weights to eight bits, on GPUs; outputs are the quantized
             target's. Weights are e4m3 with a scale per row, made at load: a step reads half the bytes of
             bf16. Embedding, head, routers and experts are not quantized.

@@ -33,6 +33,8 @@ def choose_backend(
         best = "triton" if machine.device.type == "cuda" else "compiled"
         reason = why_not(best, models, machine)
         chosen = "torch" if reason else best
+        if chosen == "triton" and not config.batch_invariant and not why_not("flash_attn", models, machine):
+            chosen = "flash_attn"  # prompts by the package, other rows as before
         if reason is not None and machine.device.type == "cuda":
             logger.warning(
                 "triton %s. PyTorch's operators compute instead, without graphs, which is many times slower.",

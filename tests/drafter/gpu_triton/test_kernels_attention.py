@@ -15,11 +15,14 @@ from types import ModuleType
 import numpy as np
 import pytest
 import torch
+from manta.actors.targets.loading.backend_selection import choose_backend
+from manta.actors.targets.loading.load_plan import kv_dtype
+from manta.cluster.config import EngineConfig
 from manta.cluster.pages.kv_cache_groups import KVCacheSpec
-from manta.drafter.compute.backend import DeviceCapabilities, ModelStackSpec
+from manta.drafter.compute.backend import DeviceCapabilities, Feature, ModelStackSpec
 from manta.drafter.compute.eager.attention import paged_attention
 from manta.drafter.compute.eager.attention_metadata import AttentionBatch
-from manta.drafter.compute.gpu_triton import flash_attention
+from manta.drafter.compute.gpu_triton import backend, flash_attention
 from manta.drafter.compute.gpu_triton.attention import attention_tiles as tiles
 from manta.drafter.compute.gpu_triton.attention.attention_tiles import (
     AttentionKind,
@@ -640,6 +643,35 @@ def test_the_newest_package_of_a_device_is_used(monkeypatch: pytest.MonkeyPatch)
     assert why_not(spec, machine) is None, "FlashAttention 3 reads pages of any size"
     monkeypatch.setattr(flash_attention, "_is_hopper", lambda device: False)
     assert "page_size=256" in str(why_not(spec, machine)), "it runs on Hopper only"
+
+
+@pytest.mark.parametrize(
+    ("page_size", "features", "changes", "by_version_2", "by_version_3"),
+    [
+        (64, set(), {}, "triton", "flash_attn"),
+        (256, set(), {}, "flash_attn", "flash_attn"),
+        (256, set(), {"batch_invariant": True}, "triton", "triton"),
+        (256, set(), {"kv_cache_dtype": "fp8"}, "triton", "triton"),
+        (256, {"attention sinks"}, {}, "triton", "triton"),
+        (256, set(), {"attention_backend": "triton"}, "triton", "triton"),
+    ],
+)
+def test_auto_takes_the_package_for_prompts_where_it_supports_the_model(
+    package: str,
+    page_size: int,
+    features: set[Feature],
+    changes: dict[str, object],
+    by_version_2: str,
+    by_version_3: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(backend, "why_not_launch", lambda: None)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    config = EngineConfig.from_dict({"model": "none", "device": "cuda", **changes})
+    spec, machine = asked(page_size, torch.bfloat16, 128)
+    machine = replace(machine, kv_dtype=kv_dtype(config))
+    wanted = by_version_2 if package == "flash_attn" else by_version_3
+    assert choose_backend(config, [replace(spec, features=frozenset(features))], machine) == wanted
 
 
 @pytest.mark.parametrize(
