@@ -30,6 +30,9 @@ LAUNCH_S = 3e-6
 LAUNCHES_PER_LAYER, LAUNCHES_AROUND = 6, 27
 LAUNCHES_OF_EXPERTS, LAUNCHES_OF_SUMS = 6, 2
 LAUNCHES_OVER_RANKS, LAUNCHES_OF_DRAFTS_OVER_RANKS = 11, 19
+# The largest sum over ranks that is made in one launch with the residual and the norm after it: each rank
+# reads all others' parts.
+FUSED_SUM_ROWS, FUSED_SUM_BYTES = 128, 256 * 1024
 LAUNCHES_OF_DRAFT = 5  # outside the layers of a pass for one draft: embedding, fc, norm, head, argmax
 
 
@@ -105,10 +108,12 @@ class StepTimes:
         works += [target.attention(batch, rows, context), target.states(batch, rows)] if batch else []
         if chunk.rows:  # prompts record no states for rejected drafts
             works += [target.prompt_attention(chunk.rows, chunk.context), target.states(1, 1)]
+        fuses = tokens <= FUSED_SUM_ROWS and tokens * self._hidden * target.itemsize <= FUSED_SUM_BYTES
+        launches = target_launches(target.num_layers, num_routed, self._layout.tp, fuses=fuses)
         return (
             self._in_sequence(works)
             + self._all_reduces(2 * target.num_layers + 1, tokens)
-            + DeviceTime(launches=LAUNCH_S * target_launches(target.num_layers, num_routed, self._layout.tp))
+            + DeviceTime(launches=LAUNCH_S * launches)
         )
 
     def draft(self, batch: int, rows: float, context: float) -> DeviceTime:
@@ -183,11 +188,15 @@ class StepTimes:
         return DeviceTime(link=count * self._gpu.link.all_reduce_s(self._layout.tp, num_bytes))
 
 
-def target_launches(num_layers: int, num_routed: int, tp: int) -> int:
-    """Return the launches of the target's pass and around it; `num_routed` of its layers have experts."""
+def target_launches(num_layers: int, num_routed: int, tp: int, *, fuses: bool) -> int:
+    """Return the launches of the target's pass and around it; `num_routed` of its layers have experts.
+
+    Sums over ranks are none, as the link's latency includes them; if `fuses`, nor are the norms after them.
+    """
     count = LAUNCHES_PER_LAYER * num_layers + LAUNCHES_OF_EXPERTS * num_routed + LAUNCHES_AROUND
     if tp > 1:
         count += LAUNCHES_OF_SUMS * (num_layers - num_routed) + LAUNCHES_OVER_RANKS
+        count -= LAUNCHES_OF_SUMS * num_layers * fuses
     return count
 
 

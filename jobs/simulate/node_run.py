@@ -22,6 +22,8 @@ from ...cluster.hardware.gpu_specs import Gpu, find_gpu
 from ...cluster.hardware.memory_plan import GPU_MEMORY_UTILIZATION, MAX_ROWS
 from ...cluster.hardware.model_pair import ModelPair
 from ...cluster.hardware.step_time import (
+    FUSED_SUM_BYTES,
+    FUSED_SUM_ROWS,
     LAUNCH_S,
     LAUNCHES_AROUND,
     LAUNCHES_OF_DRAFT,
@@ -220,7 +222,8 @@ def assumptions(gpu: Gpu, pair: ModelPair, spread: float) -> list[str]:
         "TFLOP/s in every product, however few rows it has; published engines reach 40 to 75 % of such "
         "rooflines.",
         f"A kernel launch costs {LAUNCH_S * 1e6:g} µs: {LAUNCHES_PER_LAYER} a layer, {LAUNCHES_OF_EXPERTS} "
-        f"more with experts, {LAUNCHES_OF_SUMS} more without over ranks, {LAUNCHES_AROUND} per step, "
+        f"more with experts, {LAUNCHES_OF_SUMS} more without over ranks, {LAUNCHES_OF_SUMS} less over ranks "
+        f"up to {FUSED_SUM_ROWS} rows of {FUSED_SUM_BYTES >> 10} KiB together, {LAUNCHES_AROUND} per step, "
         f"{LAUNCHES_OVER_RANKS} more over ranks, {LAUNCHES_OF_DRAFT} per pass for one draft.",
         f"An all-reduce takes {link.latency_s * 1e6:g} µs plus its bytes at "
         f"{link.bytes_per_s / 1e9:,.0f} GB/s; two per layer. No data-parallel attention and no expert "

@@ -29,6 +29,7 @@ import pytest
 import torch
 from manta.drafter.compute.gpu_triton.attention.attention_tiles import AttentionKind, plan_tiles, tile_width
 from manta.drafter.compute.gpu_triton.attention.mla import latent_kind
+from manta.drafter.compute.gpu_triton.common.element_ops import warps_for
 from manta.drafter.compute.gpu_triton.linear.gemm_tiles import plan_product
 from manta.drafter.compute.gpu_triton.moe.grouped_gemm_tiles import HEIGHTS, cut_weight
 
@@ -488,6 +489,16 @@ def _write(
     return Variant("_norm_rotate_write", signature, constexprs | dict.fromkeys(absent), 1)
 
 
+def _sum_add_norm(width: int, ranks: int, dtype: str = "bf16") -> Variant:
+    signature = dict.fromkeys(("part_ptr", "x_ptr", "weight_ptr", "sum_ptr", "normed_ptr"), f"*{dtype}:16")
+    signature |= _pointers(i64="values_ptr signals_ptr", i32="launches_ptr")
+    signature |= dict.fromkeys(("part_stride", "x_stride", "half_values"), "i32:16")
+    signature |= {"rank": "i32", "spins": "i32", "eps": "fp32"}
+    block = tile_width(width)
+    constexprs = {"WORLD": ranks, "RANKS": ranks, "WIDTH": width, "BLOCK": block, "scalar": None, "PDL": True}
+    return Variant("_sum_add_norm", signature, constexprs, warps_for(block))
+
+
 def _write_latents(
     heads: int, rank: int, rotated: int, dtype: str = "bf16", kv: str | None = None
 ) -> Variant:
@@ -584,7 +595,16 @@ VARIANTS: dict[str, list[Variant]] = {
             {"PLACES": 1024, "LANES": 8},
         ),
     ],
-    "step.gpu_triton.sampling.grammar_masks": [_mask("bf16"), _mask("fp32")],
+    "step.gpu_triton.sampling.grammar_masks": [
+        _mask("bf16"),
+        _mask("fp32"),
+        Variant(
+            "_force_ends",
+            _pointers(i64="ids", fp32="scores", i32="places") | {"end_id": "i32", "num_rows": "i32"},
+            {"ROWS": 256},
+            4,
+        ),
+    ],
     "step.gpu_triton.inputs.row_layout": [
         _lay_out(is_block=True),
         _lay_out(is_block=False),
@@ -743,6 +763,10 @@ VARIANTS: dict[str, list[Variant]] = {
         _delta("_gate_outputs", (16, 32)),
         _delta("_gate_outputs", (16, 48), "fp32"),
     ],
+    "compute.gpu_triton.linear.all_reduce_norm": [
+        _sum_add_norm(2880, 8),  # gpt-oss
+        _sum_add_norm(4096, 2, "fp32"),
+    ],
     "compute.gpu_triton.attention.norm_rope_kv_write": [
         _write(32, 8, 128, 4),  # Qwen3-8B
         _write(32, 8, 128, 4, normed=False),
@@ -753,8 +777,8 @@ VARIANTS: dict[str, list[Variant]] = {
         _write(32, 4, 512, 1, weight="fp32", v_norm=True),
         _write(64, 4, 192, 2, v_dim=128, normed=False),  # MiMo-V2
         _write(32, 2, 128, 4, weight="fp32", rotated=False),  # Muse-Glimmer
-        _write(32, 8, 128, 4, kv="fp8e4nv"),
         _write_context(5, 8, 128, 4, kv="fp8e4nv"),
+        _write(32, 8, 128, 4, kv="fp8e4nv"),
         _write_context(5, 8, 128, 4),
     ],
 }
