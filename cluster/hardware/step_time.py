@@ -1,8 +1,9 @@
 """Roofline estimate of the seconds of a round: draft, verify and inject for all requests of an engine.
 
-Adds to the roofline's floor per rank: an overhead per kernel launch, the all-reduces over ranks, and the
-traffic to a drafter on a GPU of its own. Leaves out HTTP, interleaved prompts and GEMMs too small to reach
-the sustained rates (a few hundred rows reach about 80 % of the arithmetic).
+Adds to the roofline's floor per rank: the instructions of the kernels' loops, an overhead per kernel launch,
+the all-reduces over ranks, and the traffic to a drafter on a GPU of its own. Leaves out HTTP, interleaved
+prompts and GEMMs too small to reach the sustained rates (a few hundred rows reach about 80 % of the
+arithmetic).
 
     colocated   draft + verify + inject, the drafter whole on every rank, its head sharded over them
     split       the same in sequence, or one half drafted while the other is verified, if that takes less
@@ -14,7 +15,7 @@ A sequential drafter (EAGLE-3) makes each draft in a pass of its own, whole on e
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 from .gpu_specs import Gpu
 from .model_pair import ModelPair
@@ -38,10 +39,17 @@ LAUNCHES_OF_DRAFT = 5  # outside the layers of a pass for one draft: embedding, 
 
 @dataclass(frozen=True, slots=True)
 class DeviceTime:
-    """Seconds by bottleneck: `link` is between GPUs, `queue` waiting while a drafter serves others."""
+    """Seconds by bottleneck.
+
+    Attributes:
+        instructions: where a kernel's loop takes longer to issue than its bytes to read.
+        link: between GPUs.
+        queue: waiting while a drafter serves others.
+    """
 
     bytes: float = 0.0
     arithmetic: float = 0.0
+    instructions: float = 0.0
     link: float = 0.0
     launches: float = 0.0
     queue: float = 0.0
@@ -50,6 +58,7 @@ class DeviceTime:
         return DeviceTime(
             self.bytes + other.bytes,
             self.arithmetic + other.arithmetic,
+            self.instructions + other.instructions,
             self.link + other.link,
             self.launches + other.launches,
             self.queue + other.queue,
@@ -59,6 +68,7 @@ class DeviceTime:
         return DeviceTime(
             self.bytes * count,
             self.arithmetic * count,
+            self.instructions * count,
             self.link * count,
             self.launches * count,
             self.queue * count,
@@ -66,11 +76,14 @@ class DeviceTime:
 
     @property
     def total_s(self) -> float:
-        return self.bytes + self.arithmetic + self.link + self.launches + self.queue
+        return sum(getattr(self, name) for name in _BOTTLENECKS)
 
     @property
     def bound(self) -> str:
-        return max(("bytes", "arithmetic", "link", "launches", "queue"), key=lambda name: getattr(self, name))
+        return max(_BOTTLENECKS, key=lambda name: getattr(self, name))
+
+
+_BOTTLENECKS = tuple(field.name for field in fields(DeviceTime))
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,9 +191,13 @@ class StepTimes:
     def _in_sequence(self, works: Sequence[DeviceWork]) -> DeviceTime:
         device, total = self._gpu.device, DeviceTime()
         for work in works:
-            seconds = device.seconds(work)
-            memory_bound = work.num_bytes / device.bytes_per_s >= work.flop / device.flops
-            total += DeviceTime(bytes=seconds) if memory_bound else DeviceTime(arithmetic=seconds)
+            seconds, issue_s = device.seconds(work), self._gpu.issue_s(work.issued)
+            if issue_s > seconds:
+                total += DeviceTime(instructions=issue_s)
+            elif work.num_bytes / device.bytes_per_s >= work.flop / device.flops:
+                total += DeviceTime(bytes=seconds)
+            else:
+                total += DeviceTime(arithmetic=seconds)
         return total
 
     def _all_reduces(self, count: int, rows: float) -> DeviceTime:
