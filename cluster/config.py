@@ -24,6 +24,7 @@ DrafterPlacement = Literal["colocated", "split", "shared"]
 DraftMethod = Literal["dflash", "eagle3", "ngram", "suffix"]
 LoadFormat = Literal["auto", "dummy"]
 Quantization = Literal["fp8", "int8", "int4"]
+KVCacheDType = Literal["auto", "fp8", "fp8_e4m3"]
 
 T = TypeVar("T")
 
@@ -187,19 +188,25 @@ class EngineConfig:
             are merged, anything else is replaced. A smaller num_hidden_layers keeps the first entries of
             per-layer lists.
         speculative_config: how tokens are proposed; None decodes plainly.
-        dtype: data type of weights and K/V. "auto" takes the checkpoint's on a GPU; on a CPU bfloat16 where
-            that is native and exact (a row's bits do not depend on its batch), else float32.
+        dtype: data type of weights, activations and, without `kv_cache_dtype`, K/V. "auto" takes the
+            checkpoint's on a GPU; on a CPU bfloat16 where that is native and exact (a row's bits do not
+            depend on its batch), else float32.
         device: where the models run. "auto" takes CUDA if there is a device.
-        attention_backend: kernels of a step; "auto" takes triton on a GPU where it is installed, compiled on
-            a CPU where it runs, else torch. "triton" runs fused kernels and CUDA graphs; "flash_attn" the
-            same with that package's kernel for prompts (page_size 256); "compiled" a whole pass in one call,
-            in bfloat16 on a CPU with instructions for it; "torch" PyTorch's own kernels, driven from the
-            host.
+        attention_backend: kernels of a step; "auto" takes triton on a GPU where it is installed (flash_attn
+            if that package supports model and page_size; not with batch_invariant), compiled on a CPU where
+            it runs, else torch. "triton" runs fused kernels and CUDA graphs; "flash_attn" the same with that
+            package's kernel for prompts (version 2 needs a page_size of 256); "compiled" a whole pass in one
+            call, in bfloat16 on a CPU with instructions for it; "torch" PyTorch's own kernels, driven from
+            the host.
         quantization: quantizes the target's weights at load; outputs are the quantized target's, with and
             without drafts. "fp8", on GPUs: e4m3 with a scale per row, half of the bytes of bf16; embedding,
             head, routers and experts are not quantized. "int8" and "int4", on CPUs in bfloat16: integers with
             a scale per 32 inputs, 8.25 and 4.5 bits per weight; embedding, routers and experts are not
             quantized, and the head has 8 bits with either. Not for checkpoints that are quantized already.
+        kv_cache_dtype: data type of stored K/V, of the drafter's as well: "auto" is `dtype`; "fp8" (or
+            "fp8_e4m3") rounds them to e4m3 without scales, so that the same memory holds twice the tokens and
+            attention reads half the bytes. Outputs are those of the target with such K/V, with drafts or
+            without. Not with the kernels "compiled" and "flash_attn".
         batch_invariant: give a row the same bits in any batch; refused where that is impossible. Speculation
             and other requests then change no token in half precision either. Checked at start. On a GPU a
             product reads its weights once per 64 rows, for prompts as well.
@@ -247,6 +254,7 @@ class EngineConfig:
     device: DeviceKind = "auto"
     attention_backend: AttentionBackend = "auto"
     quantization: Quantization | None = None
+    kv_cache_dtype: KVCacheDType = "auto"
     batch_invariant: bool = False
     tensor_parallel_size: Annotated[int, Flag("-tp")] = 1
     max_model_len: Size | None = None
@@ -272,6 +280,7 @@ class EngineConfig:
         one_of("scheduling_policy", self.scheduling_policy, get_args(Policy))
         one_of("load_format", self.load_format, get_args(LoadFormat))
         one_of("quantization", self.quantization, (None, *get_args(Quantization)))
+        one_of("kv_cache_dtype", self.kv_cache_dtype, get_args(KVCacheDType))
         for name in (
             "tensor_parallel_size",
             "max_model_len",

@@ -192,10 +192,8 @@ SETTINGS = (
         refused=True,
     ),
     SettingAnswer(
-        "is not served: K/V are stored in the target's dtype. Leave it out",
-        values="kv_cache_dtype",
+        "is not served: kv_cache_dtype holds for all layers. Leave it out",
         lists="kv_cache_dtype_skip_layers",
-        unasked=("auto",),
         refused=True,
     ),
     SettingAnswer(
@@ -290,7 +288,7 @@ SPECULATION = (
     SettingAnswer("has no effect: Manta runs no code from checkpoints", values="code_revision"),
     SettingAnswer('has no effect: "dflash" drafts a block in one pass', switches="parallel_drafting"),
     SettingAnswer(
-        "is not served: K/V are stored in the target's dtype. Leave it out",
+        "is not served: the drafter's K/V have the engine's kv_cache_dtype. Leave it out",
         values="kv_cache_dtype",
         unasked=("auto",),
         refused=True,

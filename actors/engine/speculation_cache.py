@@ -104,6 +104,7 @@ def _pair(config: EngineConfig, info: ExecutorInfo) -> dict[str, str | int | Non
         "drafts": info.num_speculative_tokens,
         "dtype": info.dtype,
         "quantization": config.quantization,
+        "kv_cache_dtype": config.kv_cache_dtype,
     }
 
 

@@ -107,7 +107,8 @@ def trial_values(engine: AsyncEngine) -> dict[str, Values]:
 def _cache_labels(config: EngineConfig, info: ExecutorInfo) -> tuple[str, ...]:
     """Label the pages for full attention, also if there are others for sliding windows."""
     pool = next((group.pool for group in info.page_groups if group.window is None), 0)
-    facts = info.page_size, info.num_pages[pool], info.dtype, config.enable_prefix_caching
+    dtype = info.dtype if config.kv_cache_dtype == "auto" else config.kv_cache_dtype
+    facts = info.page_size, info.num_pages[pool], dtype, config.enable_prefix_caching
     return tuple(map(str, facts))
 
 

@@ -45,11 +45,12 @@ class TargetWorker(Worker):
     def _load(self) -> ExecutorInfo:
         from ..targets.loading.drafter_swap import DrafterSwap
         from ..targets.loading.load_plan import plan_load
+        from ..targets.loading.operator_factory import make_fused_sum
         from ..targets.loading.rank_loader import Checkpoints, start_runner
         from .drafter.remote_drafter import RemoteDrafterSource, SplitRunner
 
         plan = plan_load(self.setting.config)
-        self.ranks.use_peer_memory(plan.dtype)
+        self.ranks.use_peer_memory(plan.dtype, make_fused_sum(plan))
         sources: list[RemoteDrafterSource] = []
 
         def remote(plan, backend):

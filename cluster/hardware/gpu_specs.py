@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from ..errors import ConfigError, did_you_mean
+from .kernel_loops import ISSUE_SHARE, IssuedInstructions
 from .roofline import GPUS as MEASURED
 from .roofline import Device
 
@@ -35,33 +36,55 @@ PCIE_4 = Link(0.8 * 32e9, 20e-6)
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """A GPU model. `memory_bytes` is what CUDA can allocate, which is less than the data sheet says."""
+    """A GPU model.
+
+    Attributes:
+        memory_bytes: what CUDA can allocate, which is less than the data sheet says.
+        cycles_per_s: of all multiprocessors together, at the boost clock.
+        is_blackwell: whether kernels are those for sm_100; else those for sm_90 are assumed.
+    """
 
     device: Device
     memory_bytes: int
     link: Link
+    cycles_per_s: float
+    is_blackwell: bool = False
+
+    def issue_s(self, issued: IssuedInstructions) -> float:
+        """Return the seconds in which kernels issue these instructions."""
+        count = issued.sm_100 if self.is_blackwell else issued.sm_90
+        return count / (ISSUE_SHARE * self.cycles_per_s)
 
     @property
     def name(self) -> str:
         return self.device.name
 
 
-def _gpu(device: Device, memory_gib: float, link: Link) -> Gpu:
-    return Gpu(device, int(memory_gib * GIB), link)
+def _gpu(
+    device: Device,
+    memory_gib: float,
+    link: Link,
+    processors: int,
+    ghz: float,
+    *,
+    is_blackwell: bool = False,
+) -> Gpu:
+    return Gpu(device, int(memory_gib * GIB), link, processors * ghz * 1e9, is_blackwell)
 
 
 # H200, H100 and B200 have the measured rates of `roofline.GPUS`. The others have 90 % of the data sheet's
 # bandwidth (2,039, 1,555 and 864 GB/s) and 78 % of its dense bf16 arithmetic (312, 312 and 362 TFLOP/s). B300
 # has the bandwidth and dense bf16 arithmetic of B200 (8 TB/s, 2.25 PFLOP/s), as it only adds FP4. Memory is
-# what PyTorch reports, and for B300 what nvidia-smi reports.
+# what PyTorch reports, and for B300 what nvidia-smi reports. Multiprocessors and clocks are the data sheets',
+# but for B300's, which are B200's.
 GPUS: Mapping[str, Gpu] = {
-    "h200": _gpu(MEASURED["NVIDIA H200"], 139.8, NVLINK_4),
-    "h100": _gpu(MEASURED["NVIDIA H100 80GB HBM3"], 79.1, NVLINK_4),
-    "b200": _gpu(MEASURED["NVIDIA B200"], 178.3, NVLINK_5),
-    "b300": _gpu(Device("B300", 7.2e12, 1687.5e12), 268.5, NVLINK_5),
-    "a100-80gb": _gpu(Device("A100 80GB", 1.835e12, 243e12), 79.1, NVLINK_3),
-    "a100-40gb": _gpu(Device("A100 40GB", 1.4e12, 243e12), 39.4, NVLINK_3),
-    "l40s": _gpu(Device("L40S", 0.778e12, 282e12), 44.4, PCIE_4),
+    "h200": _gpu(MEASURED["NVIDIA H200"], 139.8, NVLINK_4, 132, 1.75),
+    "h100": _gpu(MEASURED["NVIDIA H100 80GB HBM3"], 79.1, NVLINK_4, 132, 1.75),
+    "b200": _gpu(MEASURED["NVIDIA B200"], 178.3, NVLINK_5, 148, 1.94, is_blackwell=True),
+    "b300": _gpu(Device("B300", 7.2e12, 1687.5e12), 268.5, NVLINK_5, 148, 1.94, is_blackwell=True),
+    "a100-80gb": _gpu(Device("A100 80GB", 1.835e12, 243e12), 79.1, NVLINK_3, 108, 1.41),
+    "a100-40gb": _gpu(Device("A100 40GB", 1.4e12, 243e12), 39.4, NVLINK_3, 108, 1.41),
+    "l40s": _gpu(Device("L40S", 0.778e12, 282e12), 44.4, PCIE_4, 142, 2.52),
 }
 
 

@@ -136,7 +136,7 @@ def page_bytes(
     ):
         models.append((pair.drafter, pages.drafter, layout.drafted_engines))
     for model, places, times in models:
-        per_plane = PAGE_SIZE * plane_width(places, model.kv_geometries) * model.itemsize
+        per_plane = PAGE_SIZE * plane_width(places, model.kv_geometries) * model.kv_element_bytes
         for pool in range(pages.num_pools):
             sizes[pool] += times * pages.num_planes(places, pool) * per_plane
     return tuple(sizes)

@@ -20,16 +20,22 @@ from functools import cached_property
 
 from ..pages.kv_cache_groups import KVCacheSpec
 from ..pages.recurrent_state_spec import RecurrentStateSpec
+from .kernel_loops import ROW_TILE, IssuedInstructions, attention_instructions, product_instructions
 
+NOTHING_ISSUED = IssuedInstructions()
 _RULE_FLOP = 7  # per row and element of a state: decay, recall for a key, update, read-out
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceWork:
-    """The demands of products on a device: bytes to move, and floating-point operations."""
+    """The demands of products on a device: bytes to move, floating-point operations, and instructions.
+
+    `issued` are those of Manta's kernels on GPUs (`kernel_loops.py`); none for other products.
+    """
 
     num_bytes: float
     flop: float
+    issued: IssuedInstructions = NOTHING_ISSUED
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -145,11 +151,18 @@ class LayerShape:
         keys = rows + (context if self.window is None else min(context, self.window))
         # Absorbed, a latent is both key and value.
         flop = 2 * self.heads * (self.head_dim + self.v_head_dim) * rows * keys
-        return DeviceWork(keys * self.kv.width * itemsize, flop)
+        num_bytes = keys * self.kv.width * itemsize
+        if self.latent is not None:  # its tiles differ
+            return DeviceWork(num_bytes, flop)
+        tile_rows = rows * self.heads / max(self.kv_heads, 1)
+        return DeviceWork(num_bytes, flop, attention_instructions(itemsize, num_bytes, tile_rows))
 
     def prompt_attention(self, rows: float, context: float, itemsize: int) -> DeviceWork:
-        """Return the work for a prompt on a GPU, with latents in the cheaper of both forms."""
-        absorbed = self.attention(rows, context, itemsize)
+        """Return the work for a prompt on a GPU, with latents in the cheaper of both forms.
+
+        Its loop is bound by products, not by instructions.
+        """
+        absorbed = replace(self.attention(rows, context, itemsize), issued=NOTHING_ISSUED)
         if self.latent is None:
             return absorbed
         keys = rows + context
@@ -173,9 +186,10 @@ class ModelShape:
 
     Attributes:
         taps: tapped blocks that the drafter's fc reads.
-        itemsize: bytes of a weight and of an element of K/V.
+        itemsize: bytes of a weight and of an activation.
         product_itemsize: bytes of a weight in the blocks' dense products and in fc, if different: 1 for FP8.
             `ExpertShape` has those of experts.
+        kv_itemsize: bytes of an element of K/V, if different: 1 for FP8.
     """
 
     layers: tuple[LayerShape, ...]
@@ -184,6 +198,7 @@ class ModelShape:
     taps: int = 0
     itemsize: int = 2
     product_itemsize: int | None = None
+    kv_itemsize: int | None = None
 
     @classmethod
     def dense(
@@ -199,6 +214,7 @@ class ModelShape:
         taps: int = 0,
         itemsize: int = 2,
         product_itemsize: int | None = None,
+        kv_itemsize: int | None = None,
         windows: Sequence[int | None] = (),
     ) -> ModelShape:
         """Return a model of dense layers that differ only in their windows; all are full by default."""
@@ -213,11 +229,16 @@ class ModelShape:
             taps=taps,
             itemsize=itemsize,
             product_itemsize=product_itemsize,
+            kv_itemsize=kv_itemsize,
         )
 
     @property
     def weight_bytes(self) -> int:
         return self.product_itemsize or self.itemsize
+
+    @property
+    def kv_element_bytes(self) -> int:
+        return self.kv_itemsize or self.itemsize
 
     @property
     def num_layers(self) -> int:
@@ -279,7 +300,7 @@ class ModelShape:
 
     @cached_property
     def kv_bytes(self) -> int:
-        return self.itemsize * sum(layer.kv.width for layer in self.layers)
+        return self.kv_element_bytes * sum(layer.kv.width for layer in self.layers)
 
     def rank(self, ranks: int) -> ModelShape:
         """Return the part of one of `ranks` ranks; K/V heads are replicated if there are fewer."""
@@ -287,15 +308,21 @@ class ModelShape:
         return replace(self, layers=layers, vocab=-(-self.vocab // ranks))
 
     def linears(self, rows: float) -> DeviceWork:
-        return DeviceWork(self.linear_params * self.weight_bytes, 2 * self.linear_params * rows)
+        num_bytes, issued = self.linear_params * self.weight_bytes, NOTHING_ISSUED
+        if rows <= ROW_TILE:
+            issued = product_instructions(self.weight_bytes, num_bytes, rows)
+        return DeviceWork(num_bytes, 2 * self.linear_params * rows, issued)
 
     def experts(self, rows: float) -> DeviceWork:
-        num_bytes = flop = 0.0
+        works: list[tuple[DeviceWork, int]] = []
         for experts, times in self.routed:
-            params = times * self.expert_params(experts)
-            num_bytes += experts.distinct(rows) * params * experts.weight_bytes
-            flop += 2 * rows * experts.chosen * experts.num_held / experts.count * params
-        return DeviceWork(num_bytes, flop)
+            params, chosen = self.expert_params(experts), experts.distinct(rows)
+            num_bytes = chosen * params * experts.weight_bytes
+            pairs = rows * experts.chosen * experts.num_held / experts.count  # rows of all held experts
+            rows_each = pairs / chosen if chosen else 0.0
+            issued = product_instructions(experts.weight_bytes, num_bytes, rows_each)
+            works.append((DeviceWork(num_bytes, 2 * pairs * params, issued), times))
+        return _sum_of(works)
 
     def head(self, rows: float) -> DeviceWork:
         return DeviceWork(self.head_params * self.itemsize, 2 * self.head_params * rows)
@@ -303,7 +330,8 @@ class ModelShape:
     def attention(self, batch: int, rows: float, context: float) -> DeviceWork:
         """Return the work of attention for `rows` rows of each request, or for means over requests."""
         works = [
-            (layer.attention(rows, context, self.itemsize), batch * times) for layer, times in self._kinds
+            (layer.attention(rows, context, self.kv_element_bytes), batch * times)
+            for layer, times in self._kinds
         ]
         return _sum_of(works)
 
@@ -325,5 +353,7 @@ class ModelShape:
 
 def _sum_of(works: Sequence[tuple[DeviceWork, int]]) -> DeviceWork:
     return DeviceWork(
-        sum(count * work.num_bytes for work, count in works), sum(count * work.flop for work, count in works)
+        sum(count * work.num_bytes for work, count in works),
+        sum(count * work.flop for work, count in works),
+        sum((work.issued.times(count) for work, count in works), NOTHING_ISSUED),
     )

@@ -1,8 +1,9 @@
 """Roofline estimate of the seconds of a round: draft, verify and inject for all requests of an engine.
 
-Adds to the roofline's floor per rank: an overhead per kernel launch, the all-reduces over ranks, and the
-traffic to a drafter on a GPU of its own. Leaves out HTTP, interleaved prompts and GEMMs too small to reach
-the sustained rates (a few hundred rows reach about 80 % of the arithmetic).
+Adds to the roofline's floor per rank: the instructions of the kernels' loops, an overhead per kernel launch,
+the all-reduces over ranks, and the traffic to a drafter on a GPU of its own. Leaves out HTTP, interleaved
+prompts and GEMMs too small to reach the sustained rates (a few hundred rows reach about 80 % of the
+arithmetic).
 
     colocated   draft + verify + inject, the drafter whole on every rank, its head sharded over them
     split       the same in sequence, or one half drafted while the other is verified, if that takes less
@@ -14,7 +15,7 @@ A sequential drafter (EAGLE-3) makes each draft in a pass of its own, whole on e
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 from .gpu_specs import Gpu
 from .model_pair import ModelPair
@@ -30,15 +31,25 @@ LAUNCH_S = 3e-6
 LAUNCHES_PER_LAYER, LAUNCHES_AROUND = 6, 27
 LAUNCHES_OF_EXPERTS, LAUNCHES_OF_SUMS = 6, 2
 LAUNCHES_OVER_RANKS, LAUNCHES_OF_DRAFTS_OVER_RANKS = 11, 19
+# The largest sum over ranks that is made in one launch with the residual and the norm after it: each rank
+# reads all others' parts.
+FUSED_SUM_ROWS, FUSED_SUM_BYTES = 128, 256 * 1024
 LAUNCHES_OF_DRAFT = 5  # outside the layers of a pass for one draft: embedding, fc, norm, head, argmax
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceTime:
-    """Seconds by bottleneck: `link` is between GPUs, `queue` waiting while a drafter serves others."""
+    """Seconds by bottleneck.
+
+    Attributes:
+        instructions: where a kernel's loop takes longer to issue than its bytes to read.
+        link: between GPUs.
+        queue: waiting while a drafter serves others.
+    """
 
     bytes: float = 0.0
     arithmetic: float = 0.0
+    instructions: float = 0.0
     link: float = 0.0
     launches: float = 0.0
     queue: float = 0.0
@@ -47,6 +58,7 @@ class DeviceTime:
         return DeviceTime(
             self.bytes + other.bytes,
             self.arithmetic + other.arithmetic,
+            self.instructions + other.instructions,
             self.link + other.link,
             self.launches + other.launches,
             self.queue + other.queue,
@@ -56,6 +68,7 @@ class DeviceTime:
         return DeviceTime(
             self.bytes * count,
             self.arithmetic * count,
+            self.instructions * count,
             self.link * count,
             self.launches * count,
             self.queue * count,
@@ -63,11 +76,14 @@ class DeviceTime:
 
     @property
     def total_s(self) -> float:
-        return self.bytes + self.arithmetic + self.link + self.launches + self.queue
+        return sum(getattr(self, name) for name in _BOTTLENECKS)
 
     @property
     def bound(self) -> str:
-        return max(("bytes", "arithmetic", "link", "launches", "queue"), key=lambda name: getattr(self, name))
+        return max(_BOTTLENECKS, key=lambda name: getattr(self, name))
+
+
+_BOTTLENECKS = tuple(field.name for field in fields(DeviceTime))
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,10 +121,12 @@ class StepTimes:
         works += [target.attention(batch, rows, context), target.states(batch, rows)] if batch else []
         if chunk.rows:  # prompts record no states for rejected drafts
             works += [target.prompt_attention(chunk.rows, chunk.context), target.states(1, 1)]
+        fuses = tokens <= FUSED_SUM_ROWS and tokens * self._hidden * target.itemsize <= FUSED_SUM_BYTES
+        launches = target_launches(target.num_layers, num_routed, self._layout.tp, fuses=fuses)
         return (
             self._in_sequence(works)
             + self._all_reduces(2 * target.num_layers + 1, tokens)
-            + DeviceTime(launches=LAUNCH_S * target_launches(target.num_layers, num_routed, self._layout.tp))
+            + DeviceTime(launches=LAUNCH_S * launches)
         )
 
     def draft(self, batch: int, rows: float, context: float) -> DeviceTime:
@@ -173,9 +191,13 @@ class StepTimes:
     def _in_sequence(self, works: Sequence[DeviceWork]) -> DeviceTime:
         device, total = self._gpu.device, DeviceTime()
         for work in works:
-            seconds = device.seconds(work)
-            memory_bound = work.num_bytes / device.bytes_per_s >= work.flop / device.flops
-            total += DeviceTime(bytes=seconds) if memory_bound else DeviceTime(arithmetic=seconds)
+            seconds, issue_s = device.seconds(work), self._gpu.issue_s(work.issued)
+            if issue_s > seconds:
+                total += DeviceTime(instructions=issue_s)
+            elif work.num_bytes / device.bytes_per_s >= work.flop / device.flops:
+                total += DeviceTime(bytes=seconds)
+            else:
+                total += DeviceTime(arithmetic=seconds)
         return total
 
     def _all_reduces(self, count: int, rows: float) -> DeviceTime:
@@ -183,11 +205,15 @@ class StepTimes:
         return DeviceTime(link=count * self._gpu.link.all_reduce_s(self._layout.tp, num_bytes))
 
 
-def target_launches(num_layers: int, num_routed: int, tp: int) -> int:
-    """Return the launches of the target's pass and around it; `num_routed` of its layers have experts."""
+def target_launches(num_layers: int, num_routed: int, tp: int, *, fuses: bool) -> int:
+    """Return the launches of the target's pass and around it; `num_routed` of its layers have experts.
+
+    Sums over ranks are none, as the link's latency includes them; if `fuses`, nor are the norms after them.
+    """
     count = LAUNCHES_PER_LAYER * num_layers + LAUNCHES_OF_EXPERTS * num_routed + LAUNCHES_AROUND
     if tp > 1:
         count += LAUNCHES_OF_SUMS * (num_layers - num_routed) + LAUNCHES_OVER_RANKS
+        count -= LAUNCHES_OF_SUMS * num_layers * fuses
     return count
 
 

@@ -31,6 +31,7 @@ from .layers.mla import MLALayer
 from .layers.moe import Experts, ExpertWeights, Route, RouterWeights
 from .layers.rope import RotaryEmbedding
 from .memory.kv_cache import PagedKVCache
+from .memory.peer_buffers import PeerBuffers
 from .memory.recurrent_state_cache import DeviceStateRows, StateRows
 
 Ints = NDArray[np.integer]
@@ -77,12 +78,16 @@ class ModelStackSpec:
 
 @dataclass(frozen=True, slots=True)
 class DeviceCapabilities:
-    """The device, dtype and layout on which models are computed; `num_ranks` are tensor-parallel ranks."""
+    """The device, dtype and layout on which models are computed.
+
+    `num_ranks` are tensor-parallel ranks; `kv_dtype` is that of stored K/V, None for `dtype`.
+    """
 
     device: torch.device
     dtype: torch.dtype
     page_size: int
     num_ranks: int
+    kv_dtype: torch.dtype | None = None
 
 
 # The result of a norm, read only by the GEMMs after it: a tensor [N, H], or whatever the backend's own GEMMs
@@ -132,6 +137,28 @@ class AttentionShape:
         return torch.cat((q_QD, k_KD))
 
 
+@dataclass(frozen=True, slots=True)
+class RankSum:
+    """A projection whose results are parts, which are summed over ranks.
+
+    Attributes:
+        all_reduce: sums the ranks' parts, in place.
+        peers: the ranks' memory, through which a backend's kernel can sum few rows; None: there is none.
+        project: makes this rank's part; None: the input is the part.
+    """
+
+    all_reduce: Callable[[Tensor], Tensor]
+    peers: PeerBuffers | None = None
+    project: Projection | None = None
+
+    def part(self, x_NK: Tensor) -> Tensor:
+        return x_NK if self.project is None else self.project(x_NK)
+
+    def __call__(self, x_NK: Tensor, residual_NO: Tensor | None = None) -> Tensor:
+        y_NO = self.all_reduce(self.part(x_NK))
+        return y_NO if residual_NO is None else y_NO.add_(residual_NO)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DenseMLP:
     """down(activation(first half) * second half of gate_up x); gate and up are one product."""
@@ -147,14 +174,14 @@ class RoutedExperts:
 
     Attributes:
         shared_gate: [N, 1]; its sigmoid weighs the shared expert; None: weight 1.
-        all_reduce: sums the ranks' parts, in place; None on a single rank.
+        rank_sum: sums the ranks' parts; None on a single rank.
     """
 
     route: Route
     experts: Experts
     shared: DenseMLP | None = None
     shared_gate: Projection | None = None
-    all_reduce: Callable[[Tensor], Tensor] | None = None
+    rank_sum: RankSum | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -176,10 +176,13 @@ class Mlp:
                 project, y = mlp.down, operators.gated(mlp.gate_up, normed_NH, mlp.activation)
             case RoutedExperts():
                 y = self._routed(mlp, operators.as_tensor(normed_NH), x_NH, owners_N)
+                project = mlp.rank_sum or _identity
             case ParallelMLP():
                 dense_NH = operators.norm(mlp.dense_out_norm, self._dense(mlp.dense, normed_NH))
                 u_NH = operators.norm(mlp.routed_norm, x_NH)
                 routed_NH = self._routed(mlp.routed, u_NH, x_NH, owners_N)
+                if mlp.routed.rank_sum is not None:
+                    routed_NH = mlp.routed.rank_sum(routed_NH)
                 y = operators.norm(mlp.routed_out_norm, routed_NH).add_(dense_NH)
         return operators.residual_norm(project, y, x_NH, next_norm, block.mlp_out_norm, block.scalar)
 
@@ -187,6 +190,7 @@ class Mlp:
         return mlp.down(self._operators.gated(mlp.gate_up, normed_NH, mlp.activation))
 
     def _routed(self, mlp: RoutedExperts, u_NH: Tensor, x_NH: Tensor, owners_N: Tensor | None) -> Tensor:
+        """Return the sum of a row's experts: on several ranks this rank's part."""
         expert_ids_Nk, weights_Nk = mlp.route(u_NH, x_NH, owners_N)
         y_NH = mlp.experts(u_NH, expert_ids_Nk, weights_Nk)
         if mlp.shared is not None:
@@ -194,7 +198,7 @@ class Mlp:
             if mlp.shared_gate is not None:
                 shared_NH = shared_NH * torch.sigmoid(mlp.shared_gate(u_NH))
             y_NH = y_NH + shared_NH
-        return y_NH if mlp.all_reduce is None else mlp.all_reduce(y_NH)
+        return y_NH
 
 
 def _identity(y_NH: Tensor, residual_NH: Tensor | None = None) -> Tensor:

@@ -118,10 +118,10 @@ class DFlashDrafter:
         if "mask_embedding" in weights:
             self._mask_H = weights["mask_embedding"] * self._embed_scale
 
-    def new_cache(self, num_pages: int, page_size: int) -> PagedKVCache:
-        return PagedKVCache(
-            self.places, num_pages, page_size, self.config.kv_geometry, self.dtype, self.device
-        )
+    def new_cache(self, num_pages: int, page_size: int, dtype: torch.dtype | None = None) -> PagedKVCache:
+        """Return pages for K/V of `dtype`, by default the drafter's."""
+        geometry = self.config.kv_geometry
+        return PagedKVCache(self.places, num_pages, page_size, geometry, dtype or self.dtype, self.device)
 
     def context_features(self, taps_NmH: Tensor) -> Tensor:
         """Return C [N, H], from which context K/V are projected."""

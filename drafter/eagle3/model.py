@@ -94,10 +94,10 @@ class Eagle3Drafter:
             k_norm,
         )
 
-    def new_cache(self, num_pages: int, page_size: int) -> PagedKVCache:
-        return PagedKVCache(
-            self.places, num_pages, page_size, self.config.kv_geometry, self.dtype, self.device
-        )
+    def new_cache(self, num_pages: int, page_size: int, dtype: torch.dtype | None = None) -> PagedKVCache:
+        """Return pages for K/V of `dtype`, by default the drafter's."""
+        geometry = self.config.kv_geometry
+        return PagedKVCache(self.places, num_pages, page_size, geometry, dtype or self.dtype, self.device)
 
     def features(self, taps_NmH: Tensor) -> Tensor:
         """Return the fused features g [N, H] of the target's rows."""

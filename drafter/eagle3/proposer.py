@@ -51,7 +51,7 @@ class ChainProposer:
 
     def with_own_pages(self, drafter: Eagle3Drafter) -> ChainProposer:
         """Return a proposer with another drafter of the same shape and page ids, but its own page memory."""
-        cache = drafter.new_cache(self.cache.num_pages, self.cache.page_size)
+        cache = drafter.new_cache(self.cache.num_pages, self.cache.page_size, self.cache.dtype)
         return ChainProposer(drafter, cache, self._operators)
 
     def propose(self, plan: SchedulerOutput, states: RequestStates) -> Proposals:

@@ -15,7 +15,7 @@ import yaml
 
 from ...actors.http.config.settings import split_settings
 from ...actors.tokenization.checkpoint_paths import absolute_path
-from ...cluster.config import EngineConfig, Quantization, SpeculativeConfig
+from ...cluster.config import EngineConfig, KVCacheDType, Quantization, SpeculativeConfig
 from ...cluster.hardware.gpu_specs import Gpu, find_gpu
 from ...cluster.hardware.memory_plan import GPU_MEMORY_UTILIZATION, MAX_ROWS
 from ...cluster.hardware.model_pair import LayoutDemand
@@ -61,7 +61,7 @@ def make_plan(options: PlanOptions) -> dict[str, Any]:  # Any: JSON
         chosen, why = choose_by_trace(fitting, played)
     else:
         chosen, why = choose(fitting, demand, options.num_gpus)
-    quantized = Quantized(options.quantization, options.drafter_quantization)
+    quantized = Quantized(options.quantization, options.drafter_quantization, options.kv_cache_dtype)
     num_seqs = _max_num_seqs(chosen, options)
     config = serve_config(options.model, options.drafter, read, chosen, num_seqs, quantized)
     report = _report(options, read, found, played, chosen, why, config)
@@ -85,6 +85,7 @@ def _engine_config(options: PlanOptions) -> EngineConfig:
         model=options.model,
         speculative_config=spec,
         dtype=options.dtype,
+        kv_cache_dtype=options.kv_cache_dtype,
         quantization=options.quantization,
         max_model_len=options.max_model_len,
     )
@@ -131,6 +132,8 @@ def _facts(options: PlanOptions, read: ReadPair, gpu: Gpu) -> str:
     rates = f"{device.bytes_per_s / 1e9:,.0f} GB/s, {device.flops / 1e12:,.0f} TFLOP/s"
     drafts = f"; {length:.2f} tokens a block ({read.acceptance})" if read.pair.drafter else ""
     kept = f"{read.dtype}, weights in {options.quantization}" if options.quantization else read.dtype
+    if options.kv_cache_dtype != "auto":
+        kept += f", K/V in {options.kv_cache_dtype}"
     if read.checkpoint_quantization is not None:
         kept += f" (the checkpoint is quantized, {read.checkpoint_quantization}, and dequantized at load)"
     return (
@@ -155,6 +158,7 @@ def _report(
         "model": options.model,
         "drafter": options.drafter,
         "dtype": read.dtype,
+        "kv_cache_dtype": options.kv_cache_dtype,
         "quantization": options.quantization,
         "checkpoint_quantization": read.checkpoint_quantization,
         "drafter_quantization": options.drafter_quantization,
@@ -169,10 +173,11 @@ def _report(
 
 @dataclass(frozen=True, slots=True)
 class Quantized:
-    """Quantization of the weights; None: as in the checkpoint."""
+    """Quantization of the weights (None: as in the checkpoint), and the dtype of K/V."""
 
     target: Quantization | None = None
     drafter: Quantization | None = None
+    kv: KVCacheDType = "auto"
 
 
 def serve_config(
@@ -192,6 +197,7 @@ def serve_config(
         "device": "cuda",
         "dtype": read.dtype,
         **_given(quantization=quantized.target),
+        **_given(kv_cache_dtype=None if quantized.kv == "auto" else quantized.kv),
         "max_model_len": read.max_model_len,
         "max_num_seqs": max_num_seqs,
         "max_num_batched_tokens": MAX_ROWS,

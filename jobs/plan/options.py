@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
 
+from ...cluster.config import KVCacheDType
 from ...cluster.errors import ConfigError
 from ...cluster.flag import Flag, Size
 from ...cluster.hardware.gpu_specs import GPUS
@@ -23,6 +24,7 @@ class PlanOptions:
         drafter: DFlash drafter; by default plain decoding is planned.
         dtype: data type of weights and K/V; auto takes the checkpoint's, bfloat16 for float32. Rates
             are known for 16 bits only.
+        kv_cache_dtype: data type of stored K/V; fp8 (e4m3) holds twice the tokens in the same memory.
         quantization: quantization of the target's weights; fp8 stores them in one byte.
         drafter_quantization: quantization of the drafter's weights; fp8 stores them in one byte.
         acceptance: mean acceptance length, such as 4.2, or the probability that each draft and all before it
@@ -43,6 +45,7 @@ class PlanOptions:
     gpu: Annotated[str, Flag(metavar="|".join(GPUS))] = "h200"
     drafter: Annotated[str | None, Flag("--drafter --spec-model")] = None
     dtype: Literal["auto", "bfloat16", "float16"] = "auto"
+    kv_cache_dtype: KVCacheDType = "auto"
     quantization: Annotated[Literal["fp8"] | None, Flag("-q")] = None
     drafter_quantization: Literal["fp8"] | None = None
     acceptance: str | None = None

@@ -7,7 +7,7 @@ their headers are checked. The shapes are also used by `jobs/bench/step_cost.py`
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -23,13 +23,13 @@ from ...actors.targets.model.weights import open_checkpoint
 from ...actors.tokenization.checkpoint_paths import SHAPE_FILES, drafter_folder, target_folder
 from ...cluster.config import EngineConfig, Quantization
 from ...cluster.errors import ConfigError, DatasetError
+from ...cluster.hardware.kernel_loops import INT4_BYTES, MXFP4_BYTES
 from ...cluster.hardware.model_pair import ModelPair
 from ...cluster.hardware.model_shape import ExpertShape, LatentShape, LayerShape, ModelShape
 from ...cluster.hardware.parallel_layouts import TP_SIZES
 from ...cluster.simulation.simulated_engine import TraceArrival
 from ...cluster.speculation.acceptance_length import check_survival, survival_of_length
 from ...drafter.card import min_card_length
-from ...drafter.compute.checkpoint.packed_4bit import BLOCK
 from ...drafter.dflash.checkpoint import check_drafter
 from ...drafter.dflash.config import DrafterConfig
 from ...drafter.dflash.target_features import TargetFacts
@@ -39,8 +39,6 @@ HalfDType = Literal["bfloat16", "float16"]
 # Measure yours with `manta bench`.
 DEFAULT_LENGTH = 4.0
 _BYTES: Mapping[Quantization | None, int] = {"fp8": 1}  # per weight
-# Bytes of a packed weight: four bits, and a scale per block of one byte (MXFP4) or two bytes (INT4).
-PACKED_BYTES, INT4_BYTES = 0.5 + 1 / BLOCK, 0.5 + 2 / BLOCK
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,9 +72,12 @@ def read_pair(config: EngineConfig, acceptance: str | None) -> ReadPair:
         raise ConfigError("acceptance needs a drafter: give --drafter, too.", param="acceptance")
     spec = config.speculative_config
     of_drafter = None if spec is None else spec.quantization
+    kv_itemsize = None if config.kv_cache_dtype == "auto" else 1
     pair = ModelPair(
-        target=target_shape(target, quantization=config.quantization),
-        drafter=None if drafter is None else drafter_shape(drafter, quantization=of_drafter),
+        target=replace(target_shape(target, quantization=config.quantization), kv_itemsize=kv_itemsize),
+        drafter=None
+        if drafter is None
+        else replace(drafter_shape(drafter, quantization=of_drafter), kv_itemsize=kv_itemsize),
         tied=target.tied_head,
         tp_sizes=tuple(tp for tp in TP_SIZES if divides(target, tp)),
         survival=survival,
@@ -141,7 +142,7 @@ def _stated(text: str, num_drafts: int) -> tuple[float, ...]:
 
 def target_shape(spec: ModelSpec, itemsize: int = 2, quantization: Quantization | None = None) -> ModelShape:
     """Return a target's shape. Packed experts stay packed; `quantization` is that of dense products."""
-    kept = {PACKED_EXPERTS: PACKED_BYTES, INT4_EXPERTS: INT4_BYTES}
+    kept = {PACKED_EXPERTS: MXFP4_BYTES, INT4_EXPERTS: INT4_BYTES}
     weight_bytes = next((size for form, size in kept.items() if form in spec.expert_forms), itemsize)
     layers = tuple(_layer(layer, weight_bytes) for layer in spec.layers)
     return ModelShape(

@@ -19,9 +19,12 @@ import numpy as np
 from ...actors.system.atomic_files import write_json
 from ...cluster.errors import ConfigError
 from ...cluster.hardware.gpu_specs import Gpu, find_gpu
+from ...cluster.hardware.kernel_loops import ISSUE_SHARE
 from ...cluster.hardware.memory_plan import GPU_MEMORY_UTILIZATION, MAX_ROWS
 from ...cluster.hardware.model_pair import ModelPair
 from ...cluster.hardware.step_time import (
+    FUSED_SUM_BYTES,
+    FUSED_SUM_ROWS,
     LAUNCH_S,
     LAUNCHES_AROUND,
     LAUNCHES_OF_DRAFT,
@@ -75,7 +78,8 @@ def run_node(options: NodeOptions) -> Figures:
     progress = TimeLeft(f"simulating {len(played)} methods and layouts", work)
     for node_engine in played:
         for load, seen in _observe(node_engine, options, workload, arrivals_s, progress):
-            points.append(_figures(node_engine, load, seen, options.num_gpus))
+            bound = None if trace or options.rate_per_s else _bound(node_engine, load, seen)
+            points.append({**_figures(node_engine, load, seen, options.num_gpus), "bound": bound})
     figures: Figures = {
         "provenance": provenance(),
         "options": {
@@ -172,6 +176,12 @@ def _figures(node_engine: NodeEngine, load: float, seen: LoadMeasurement, num_gp
     }
 
 
+def _bound(node_engine: NodeEngine, clients: float, seen: LoadMeasurement) -> str:
+    """Return which part takes most of a round in which all clients decode; see `DeviceTime`."""
+    rows = 1 + (seen.drafts_per_block or 0.0)
+    return node_engine.times.round(int(clients), rows, node_engine.demand.context).bound
+
+
 def _show(figures: Figures) -> None:
     columns = ["method", "TP", "load", "tok/s a GPU", "tok/s a user", "length", "verified"]
     columns += ["TTFT p50, p95 ms", "TPOT p50, p95 ms", "E2E p50 s"]
@@ -220,13 +230,16 @@ def assumptions(gpu: Gpu, pair: ModelPair, spread: float) -> list[str]:
         "TFLOP/s in every product, however few rows it has; published engines reach 40 to 75 % of such "
         "rooflines.",
         f"A kernel launch costs {LAUNCH_S * 1e6:g} µs: {LAUNCHES_PER_LAYER} a layer, {LAUNCHES_OF_EXPERTS} "
-        f"more with experts, {LAUNCHES_OF_SUMS} more without over ranks, {LAUNCHES_AROUND} per step, "
+        f"more with experts, {LAUNCHES_OF_SUMS} more without over ranks, {LAUNCHES_OF_SUMS} less over ranks "
+        f"up to {FUSED_SUM_ROWS} rows of {FUSED_SUM_BYTES >> 10} KiB together, {LAUNCHES_AROUND} per step, "
         f"{LAUNCHES_OVER_RANKS} more over ranks, {LAUNCHES_OF_DRAFT} per pass for one draft.",
         f"An all-reduce takes {link.latency_s * 1e6:g} µs plus its bytes at "
         f"{link.bytes_per_s / 1e9:,.0f} GB/s; two per layer. No data-parallel attention and no expert "
         "parallelism.",
         f"Weights and K/V take {target.itemsize} bytes, routed experts {packed or 'the same'}. Products are "
         "in bf16, whatever the format of the weights.",
+        "Loops over weights and K/V take at least the time in which their instructions are issued, as "
+        f"counted in machine code (cluster/hardware/kernel_loops.py), in {ISSUE_SHARE:.0%} of the cycles.",
         "Routing is uniform and independent: E (1 - (1 - k/E)^n) of a layer's E experts are read for n rows.",
         f"EAGLE-3 drafts a chain: a pass of one layer for each draft ({EAGLE3_TAPS} taps, a head of "
         f"{EAGLE3_VOCAB:,} tokens, an MLP like the target's dense ones, or {EAGLE3_INTER} times the hidden "

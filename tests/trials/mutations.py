@@ -267,9 +267,9 @@ MUTATIONS = (
     ),
     Mutation(
         "does not add up the products of ranks",
-        "actors/targets/model/tensor_parallel.py",
-        "y_NO = self._communicator.all_reduce(self._linear(x_NH))",
-        "y_NO = self._linear(x_NH)",
+        "drafter/compute/backend.py",
+        "y_NO = self.all_reduce(self.part(x_NK))",
+        "y_NO = self.part(x_NK)",
         ("target_parallel",),
     ),
     Mutation(

@@ -34,6 +34,8 @@ def choose_backend(
         best = "triton" if machine.device.type == "cuda" else "compiled"
         reason = why_not(best, models, machine)
         chosen = "torch" if reason else best
+        if chosen == "triton" and not config.batch_invariant and not why_not("flash_attn", models, machine):
+            chosen = "flash_attn"  # prompts by the package, other rows as before
         if reason is not None and machine.device.type == "cuda":
             logger.warning(
                 "triton %s. PyTorch's operators compute instead, without graphs, which is many times slower.",
@@ -49,6 +51,12 @@ def choose_backend(
     if config.batch_invariant:
         _check_can_be_invariant(chosen, reason, machine)
     _check_quantization(config, chosen, machine)
+    if machine.kv_dtype is not None and not _has_e4m3(machine.device):
+        raise ConfigError(
+            f"kv_cache_dtype={config.kv_cache_dtype!r} needs a GPU that supports e4m3 (capability 8.9, as "
+            "Ada or Hopper). Leave it out.",
+            param="kv_cache_dtype",
+        )
     return chosen
 
 
@@ -88,7 +96,7 @@ def _why_not_fp8(chosen: BackendName, machine: DeviceCapabilities) -> str | None
     if chosen not in ("triton", "flash_attn"):
         remedy = "Use int8 or int4" if kind == "cpu" else "Leave attention_backend out"
         return f"needs Triton's kernels, which run on GPUs; this engine runs {chosen} on {kind}. {remedy}"
-    if kind == "cuda" and torch.cuda.get_device_capability(machine.device) < _FIRST_WITH_E4M3:
+    if not _has_e4m3(machine.device):
         return "needs a GPU that supports e4m3 (capability 8.9, as Ada or Hopper). Use such a GPU"
     return None
 
@@ -109,6 +117,11 @@ def _why_not_integers(machine: DeviceCapabilities) -> str | None:
 def quantizes_to_integers(config: EngineConfig) -> bool:
     spec = config.speculative_config
     return config.quantization in INTEGERS or (spec is not None and spec.quantization in INTEGERS)
+
+
+def _has_e4m3(device: torch.device) -> bool:
+    """Return whether kernels on this device convert e4m3; the CPU's operators do."""
+    return device.type != "cuda" or torch.cuda.get_device_capability(device) >= _FIRST_WITH_E4M3
 
 
 def choose_dtype(

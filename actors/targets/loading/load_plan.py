@@ -71,7 +71,13 @@ class LoadPlan:
 
     @property
     def machine(self) -> DeviceCapabilities:
-        return DeviceCapabilities(self.device, self.dtype, self.page_size, self.config.tensor_parallel_size)
+        ranks = self.config.tensor_parallel_size
+        return DeviceCapabilities(self.device, self.dtype, self.page_size, ranks, kv_dtype(self.config))
+
+    @property
+    def kv_dtype(self) -> torch.dtype:
+        """The dtype of stored K/V."""
+        return kv_dtype(self.config) or self.dtype
 
     @property
     def max_model_len(self) -> int:
@@ -165,7 +171,8 @@ def plan_models(
     device = _device(config)
     models = _stack_specs(target, drafter, device)
     page_size = config.page_size or _page_size(config, device)
-    preferred = DeviceCapabilities(device, torch.bfloat16, page_size, config.tensor_parallel_size)
+    ranks = config.tensor_parallel_size
+    preferred = DeviceCapabilities(device, torch.bfloat16, page_size, ranks, kv_dtype(config))
     num_values = sum(math.prod(shape) for shape in target_shapes(target).values())
     cpu_config = choose_cpu_config(config, models, target.dtype, preferred, num_values)
     check_suffix_drafts(config, cpu_config.backend)
@@ -308,6 +315,11 @@ def _page_size(config: EngineConfig, device: torch.device) -> int:
     if config.attention_backend == "flash_attn":
         return 256  # the only size that FlashAttention 2 supports
     return 64 if device.type == "cuda" else 16
+
+
+def kv_dtype(config: EngineConfig) -> torch.dtype | None:
+    """Return the dtype of stored K/V; None for the models'."""
+    return None if config.kv_cache_dtype == "auto" else torch.float8_e4m3fn
 
 
 def _device(config: EngineConfig) -> torch.device:

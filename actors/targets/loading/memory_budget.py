@@ -36,7 +36,7 @@ def page_bytes(plan: LoadPlan, *, target: bool = True, drafter: bool = True) -> 
         width = plane_width(places, geometries)
         for pool in range(pages.num_pools):
             planes = pages.num_planes(places, pool)
-            sizes[pool] += PagedKVCache.bytes_per_page(planes, plan.page_size, width, plan.dtype)
+            sizes[pool] += PagedKVCache.bytes_per_page(planes, plan.page_size, width, plan.kv_dtype)
     if drafter and isinstance(plan.drafter, Eagle3Config):  # it keeps a feature per page
         pool = pages.groups[pages.drafter[0].group].pool
         sizes[pool] += plan.drafter.hidden_size * plan.dtype.itemsize

@@ -12,6 +12,7 @@ import torch
 from ....cluster.config import Quantization
 from ....drafter.compute.backend import Backend
 from ....drafter.compute.eager.backend import TorchBackend
+from ....drafter.compute.memory.peer_buffers import FusedSum
 from ....drafter.step.sampling.step_ops import DEFINITION, StepOperators
 from ...system.host_resources import owned_cores
 from ...tokenization.checkpoint_paths import has_tokenizer, tokenizer_folder
@@ -79,6 +80,15 @@ def _backend(plan: LoadPlan, quantization: Quantization | None, ranks: Communica
     return TritonBackend(
         plan.device, FlashAttention(plan.device), quantised=quantization is not None, ranks=ranks
     )
+
+
+def make_fused_sum(plan: LoadPlan) -> FusedSum | None:
+    """Return the kernel that sums over ranks with the norm after it; None for backends without one."""
+    if plan.attention_backend not in ("triton", "flash_attn"):
+        return None
+    from ....drafter.compute.gpu_triton.linear.all_reduce_norm import sum_add_rms_norm
+
+    return sum_add_rms_norm
 
 
 def make_step_operators(plan: LoadPlan) -> StepOperators:

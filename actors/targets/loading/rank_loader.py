@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
@@ -178,9 +178,12 @@ def _describe(info: ExecutorInfo, plan: LoadPlan) -> str:
     drafts = (
         f"up to {info.num_speculative_tokens} drafts a step" if info.num_speculative_tokens else "no drafts"
     )
+    size = sum(count * size for count, size in zip(info.num_pages, page_bytes(plan), strict=True))
+    stored = "" if plan.kv_dtype is plan.dtype else " in e4m3"
     return (
         f"loaded on {info.device} in {info.dtype} ({plan.attention_backend} kernels): sequences of up to "
-        f"{info.max_model_len:,} tokens, {pages} K/V pages of {info.page_size} tokens, {drafts}"
+        f"{info.max_model_len:,} tokens, {pages} K/V pages of {info.page_size} tokens{stored} "
+        f"({size / 2**20:,.1f} MiB), {drafts}"
     )
 
 
@@ -322,6 +325,7 @@ class _Rank:
     def _device_runner(self, num_pages: tuple[int, ...], num_states: int | None) -> Runner:
         from ....drafter.step.gpu_triton.recurrent_states import DeviceRecurrent
         from ....drafter.step.gpu_triton.request_states import DeviceStates
+        from ....drafter.step.gpu_triton.sampling.grammar_masks import DeviceMasks
         from ....drafter.step.gpu_triton.sampling.sampler import SamplingWorkspace
         from ..runners.eagle3_chains import Eagle3Chains
         from ..runners.gpu_runner import GpuModelRunner
@@ -342,7 +346,7 @@ class _Rank:
         pages = pages_of(plan.pages, plan.pages.target, num_pages)
         models = DeviceModels(
             target=self._model,
-            cache=self._model.new_cache(pages, plan.page_size, memory),
+            cache=self._model.new_cache(pages, plan.page_size, memory, plan.kv_dtype),
             drafter=drafter,
             draft_cache=draft_cache,
             chains=chains,
@@ -358,6 +362,10 @@ class _Rank:
         )
         guide = None
         if self.grammars is not None:
+            compiler = self.grammars.compiler
+            end_id = compiler.eos_token_ids[0]
+            masks = DeviceMasks.build(num_rows, compiler.mask_words, end_id, plan.device)
+            models = replace(models, masks=masks)
             guide = DeviceGrammarMasks(self.grammars, models.states, forces=models.remote is None)
         return GpuModelRunner(
             models,
@@ -390,14 +398,16 @@ class _Rank:
         states = RequestStates(
             *state_args, plan.device, batch, operators, plan.pages, self.grammars, recurrent
         )
-        cache = self._model.new_cache(pages_of(plan.pages, plan.pages.target, num_pages), page_size, memory)
+        pages = pages_of(plan.pages, plan.pages.target, num_pages)
+        cache = self._model.new_cache(pages, page_size, memory, plan.kv_dtype)
         return CpuModelRunner(self._model, cache, states, drafts, self._communicator, operators)
 
     def _draft_cache(self, num_pages: tuple[int, ...]) -> PagedKVCache | None:
-        pages, page_size = self._plan.pages, self._plan.page_size
+        plan = self._plan
         if self._drafter is None:
             return None
-        return self._drafter.new_cache(pages_of(pages, pages.drafter, num_pages), page_size)
+        count = pages_of(plan.pages, plan.pages.drafter, num_pages)
+        return self._drafter.new_cache(count, plan.page_size, plan.kv_dtype)
 
     def _step_bytes(self) -> int:
         """Return the peak bytes of steps beyond weights, pages and states, by running the largest ones."""

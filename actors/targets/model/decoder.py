@@ -86,9 +86,16 @@ class Decoder:
         self._stack = backend.stack(blocks, final_norm, tap_ids)
         self.num_routed = sum(layer.routed is not None for layer in spec.layers)
 
-    def new_cache(self, num_pages: int, page_size: int, states: StateMemory | None = None) -> PagedKVCache:
-        geometries = self._sharding.kv_geometries()
-        return PagedKVCache(self.places, num_pages, page_size, geometries, self.dtype, self.device, states)
+    def new_cache(
+        self,
+        num_pages: int,
+        page_size: int,
+        states: StateMemory | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> PagedKVCache:
+        """Return pages for K/V of `dtype`, by default the model's."""
+        geometries, dtype = self._sharding.kv_geometries(), dtype or self.dtype
+        return PagedKVCache(self.places, num_pages, page_size, geometries, dtype, self.device, states)
 
     @property
     def is_split(self) -> bool:

@@ -9,7 +9,7 @@ from ....drafter.compute.layers.linear import RMSNorm
 from .mlp_spec import GatedMLP, ParallelMlpSpec, RoutedMLP
 from .mlp_weights import DenseTensors, MlpTensors, ParallelMlpTensors, RoutedTensors
 from .model_spec import LayerSpec
-from .tensor_parallel import Communicator, row_linear
+from .tensor_parallel import Communicator, rank_sum, row_linear
 
 
 def make_mlp(
@@ -65,5 +65,5 @@ def _routed(
             down=backend.linear_of_either(shared.down_HI, shared.down_bias_H),
         ),
         shared_gate=None if weight_1H is None else backend.linear(weight_1H),
-        all_reduce=None if communicator.world_size == 1 else communicator.all_reduce,
+        rank_sum=None if communicator.world_size == 1 else rank_sum(communicator),
     )

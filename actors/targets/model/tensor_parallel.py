@@ -20,8 +20,9 @@ from torch import Tensor
 from ....cluster.errors import ConfigError
 from ....cluster.pages.kv_cache_groups import KVCacheSpec
 from ....cluster.pages.recurrent_state_spec import RecurrentStateSpec
-from ....drafter.compute.backend import Backend, Projection
+from ....drafter.compute.backend import Backend, Projection, RankSum
 from ....drafter.compute.checkpoint.quantized_matrix import Matrix
+from ....drafter.compute.memory.peer_buffers import PeerBuffers
 from .attention import TargetAttention
 from .delta_net import DeltaNet, delta_slices, is_delta_axis
 from .mlp_spec import RoutedMLP
@@ -36,6 +37,11 @@ class Communicator(Protocol):
 
     @property
     def world_size(self) -> int: ...
+
+    @property
+    def peer_buffers(self) -> PeerBuffers | None:
+        """The ranks' memory, through which kernels can sum few rows; None: there is none."""
+        ...
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
         """Sum over the ranks, in place."""
@@ -53,6 +59,7 @@ class Communicator(Protocol):
 class SingleRank:
     rank = 0
     world_size = 1
+    peer_buffers: PeerBuffers | None = None
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
         return tensor
@@ -225,19 +232,11 @@ def row_linear(
 ) -> Projection:
     """Return a projection with inputs split over ranks, with an all-reduce. Only rank 0 has a bias."""
     linear = backend.linear_of_either(weight_OH, bias_O)
-    return linear if communicator.world_size == 1 else _RowLinear(linear, communicator)
+    return linear if communicator.world_size == 1 else rank_sum(communicator, linear)
 
 
-class _RowLinear:
-    __slots__ = ("_communicator", "_linear")
-
-    def __init__(self, linear: Projection, communicator: Communicator) -> None:
-        self._linear = linear
-        self._communicator = communicator
-
-    def __call__(self, x_NH: Tensor, residual_NO: Tensor | None = None) -> Tensor:
-        y_NO = self._communicator.all_reduce(self._linear(x_NH))
-        return y_NO if residual_NO is None else y_NO.add_(residual_NO)
+def rank_sum(communicator: Communicator, project: Projection | None = None) -> RankSum:
+    return RankSum(communicator.all_reduce, communicator.peer_buffers, project)
 
 
 def vocab_embedding(

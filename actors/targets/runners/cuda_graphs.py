@@ -38,7 +38,7 @@ from ....cluster.step.scheduler_output import SchedulerOutput
 from ....drafter.step.gpu_triton.inputs.row_layout import DeviceStepRequests
 from ....drafter.step.gpu_triton.inputs.transfers import StepOutput
 from ....drafter.step.gpu_triton.verification import TrimLists
-from .step_passes import DeviceModels, DraftPass, MakeMasks, TargetPass
+from .step_passes import DeviceModels, DraftPass, TargetPass
 
 _SMALL_SIZES = (1, 2, 3, 4, 6, 8, 12, 16)
 _NARROW = 4  # rows of a request up to which attention uses lower tiles
@@ -53,7 +53,8 @@ class PassKind:
         num_requests: most requests.
         width: most rows of a request.
         num_rows: N, including padding.
-        filters: whether any request has top-k, top-p, min-p or logits rules, or requests log probabilities.
+        filters: whether any request has top-k, top-p, min-p, logits rules or, in the target's pass, a
+            grammar, or requests log probabilities.
         writes_context: whether the drafter's context is written.
     """
 
@@ -220,9 +221,11 @@ class StepGraphs:
         else:
             graph.replay()
 
-    def run_with_masks(self, kind: PassKind, masks: MakeMasks) -> None:
-        """Run a target's pass with grammar masks, without a graph, as the host makes the masks."""
-        self._iteration(kind, masks).run()
+    def verified(self, kind: PassKind) -> DeviceStepRequests:
+        """Launch the first part of a target's pass, which the pass repeats: return what it verifies."""
+        target = self._pass(kind)
+        assert isinstance(target, TargetPass), "only the target's pass verifies"
+        return target.verified()
 
     def capture(self, kinds: Iterable[PassKind]) -> None:
         """Capture the graphs of these kinds one after another.
@@ -261,7 +264,8 @@ class StepGraphs:
         times = self._outcome_of(kind).times
         return DraftPass(self._models, self._requests(kind), times, filters=kind.filters)
 
-    def _iteration(self, kind: PassKind, masks: MakeMasks | None = None) -> TargetPass:
+    def _iteration(self, kind: PassKind) -> TargetPass:
+        masks = self._models.masks if kind.filters else None
         return TargetPass(
             self._models,
             self._requests(kind),
@@ -269,7 +273,7 @@ class StepGraphs:
             self._trim,
             filters=kind.filters,
             writes_context=kind.writes_context,
-            masks=masks,
+            masks=None if masks is None else masks.of_rows(kind.num_rows),
         )
 
     def _requests(self, kind: PassKind) -> DeviceStepRequests:

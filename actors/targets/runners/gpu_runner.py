@@ -20,7 +20,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -42,6 +41,7 @@ from ....drafter.step.gpu_triton.inputs.transfers import (
     Upload,
 )
 from ....drafter.step.gpu_triton.recurrent_states import num_save_values, pack_saves
+from ....drafter.step.gpu_triton.sampling.grammar_masks import DeviceMasks
 from ....drafter.step.gpu_triton.verification import TrimLists
 from ....drafter.step.sampling.logprobs import num_packed_values
 from ..model.decoder import Decoder
@@ -49,7 +49,7 @@ from .cuda_graphs import StepGraphs, StepKinds
 from .grammar_masks import DeviceGrammarMasks
 from .logprobs import Computed, RequestedLogprobs
 from .runner_interface import Drafter, ReadsMeter
-from .step_passes import DeviceModels, MakeMasks, TargetPass
+from .step_passes import DeviceModels, TargetPass
 
 if TYPE_CHECKING:
     from ....drafter.grammars.matchers import GrammarStates
@@ -234,15 +234,18 @@ class GpuModelRunner:
 
     def _decode(self, plan: SchedulerOutput, requests_G: Indices) -> _Share:
         """Run the passes of decoding requests."""
-        filters = self._filters(plan, requests_G)
-        block, kind = self._kinds.of(plan, requests_G, filters=filters)
+        filters, guide = self._filters(plan, requests_G), self._guide_of(plan, requests_G)
+        block, kind = self._kinds.of(plan, requests_G, filters=filters or guide is not None)
         if block is not None:
             self._graphs.replay(block)
-        masks = self._masks(plan, requests_G)
-        if masks is None:
-            self._graphs.replay(kind)
-        else:
-            self._graphs.run_with_masks(kind, masks)
+        memory, masks = self.models.masks, None
+        if guide is not None and memory is not None:
+            masks = guide.masks(plan, requests_G, self._graphs.verified(kind))
+            if masks is not None:
+                memory.write(masks)
+        self._graphs.replay(kind)
+        if masks is not None and memory is not None:
+            memory.clear()  # once the pass has read them
         return _Share(requests_G, self._graphs.parts(kind), kind.num_requests, kind.width)
 
     def _prefill(self, plan: SchedulerOutput, requests_G: Indices, offset: int) -> tuple[_Share, Tensor]:
@@ -256,7 +259,9 @@ class GpuModelRunner:
         requests = DeviceStepRequests.prompts(self._prompts, first_G, rows_G, num_sampled)
         outcome = StepOutput.views_of(self._outcomes.values[offset:], num_requests, 1)
         filters = self._filters(plan, requests_G)
-        masks = self._masks(plan, requests_G)
+        guide, masks = self._guide_of(plan, requests_G), None
+        if guide is not None and (found := guide.masks(plan, requests_G, requests)) is not None:
+            masks = DeviceMasks.of(found, num_sampled, self.models.device)
         saves = None if plan.saves is None or self.models.recurrent is None else self._saves[1]
         pass_ = TargetPass(
             self.models,
@@ -270,13 +275,11 @@ class GpuModelRunner:
         hidden_NH = pass_.run()
         return _Share(requests_G, pass_.parts, num_requests, 1), hidden_NH
 
-    def _masks(self, plan: SchedulerOutput, requests_G: Indices) -> MakeMasks | None:
-        """Return the function that makes these requests' masks; None if no grammar restricts them."""
+    def _guide_of(self, plan: SchedulerOutput, requests_G: Indices) -> DeviceGrammarMasks | None:
+        """Return the guide if a grammar restricts any of these requests."""
         if self._guide is None or not self._guide.grammars.slots:
             return None
-        if not self._guide.holds(plan, requests_G):
-            return None
-        return partial(self._guide.masks, plan, requests_G)
+        return self._guide if self._guide.holds(plan, requests_G) else None
 
     def _filters(self, plan: SchedulerOutput, requests_G: Indices) -> bool:
         return self.models.states.filters(plan.slots[requests_G])

@@ -1,10 +1,10 @@
 """Grammars in steps of a device. The host makes the masks, so these steps wait for their drafts.
 
     draft ─▶ [wait: committed tokens, drafts ─▶ host] ─▶ drafts with forced tokens ─▶ verify ─▶ sample ─▶ ..
-                                                      └─▶ masks ──────────────────────┘
+    (graph)                                           └─▶ masks ─▶ their memory ──────┘        (graph)
 
-Steps without a grammar are not affected: they run ahead, as graphs. docs/decisions/grammars.md says why these
-do not. Called by `gpu_runner.py`; `step_passes.py` applies masks and drafts.
+Steps without a grammar are not affected: they run ahead. docs/decisions/grammars.md says why these do not.
+Called by `gpu_runner.py`; `step_passes.py` applies masks and drafts.
 
 Legend: G requests of one iteration, K most drafts.
 """
@@ -21,10 +21,10 @@ from numpy.typing import NDArray
 from ....cluster.step.scheduler_output import SchedulerOutput
 from ....drafter.step.gpu_triton.inputs.row_layout import DeviceStepRequests
 from ....drafter.step.gpu_triton.request_states import DeviceStates
-from ....drafter.step.gpu_triton.sampling.grammar_masks import DeviceMasks
 
 if TYPE_CHECKING:
     from ....drafter.grammars.matchers import GrammarStates
+    from ....drafter.grammars.token_bitmasks import RowMasks
 
 Indices = NDArray[np.intp]
 
@@ -51,8 +51,11 @@ class DeviceGrammarMasks:
 
     def masks(
         self, plan: SchedulerOutput, requests_G: Indices, verified: DeviceStepRequests
-    ) -> DeviceMasks | None:
-        """Replace drafts by forced tokens, and return the masks of the rows. Waits for the device."""
+    ) -> RowMasks | None:
+        """Replace drafts by forced tokens, and return the masks of the rows. Waits for the device.
+
+        `verified`: the requests with the drafts to verify.
+        """
         tables = self.states.tables
         arrays = (plan.slots, plan.num_rows, plan.num_drafts)
         slots_G, rows_G, planned_G = (x[requests_G].astype(np.int64) for x in arrays)
@@ -77,4 +80,4 @@ class DeviceGrammarMasks:
             return None
         if self.forces and len(columns_K):
             tables.token_ids[places] = torch.from_numpy(drafts_GK).to(slots.device, torch.int32)
-        return DeviceMasks.of(masks, slots.device)
+        return masks

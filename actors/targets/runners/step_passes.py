@@ -16,7 +16,6 @@ Legend: R requests, N rows, X sampled rows, E selector's rank.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import count
@@ -48,8 +47,6 @@ from .eagle3_chains import Eagle3Chains
 from .runner_interface import RemoteDrafter
 from .tp_sampling import Head, best_of_ranks, candidates_of_ranks, first_rank_s, surest_of_ranks
 
-MakeMasks = Callable[[DeviceStepRequests], DeviceMasks | None]  # takes the requests with the drafts to verify
-
 
 @dataclass(frozen=True, slots=True)
 class DeviceModels:
@@ -64,6 +61,7 @@ class DeviceModels:
         lookup_lengths: n-gram lengths of prompt lookup. Without this and any drafter a rank decodes plainly.
         workspace: for sampling, over the whole vocabulary or this rank's part of it.
         hidden: [N, H], where decoding steps leave hidden states for log probabilities.
+        masks: grammar masks of decoding steps' rows; None if no request can have a grammar.
     """
 
     target: Decoder
@@ -78,6 +76,7 @@ class DeviceModels:
     lookup_lengths: tuple[int, int] | None = None
     chains: Eagle3Chains | None = None
     recurrent: DeviceRecurrent | None = None
+    masks: DeviceMasks | None = None
 
     @property
     def has_margins(self) -> bool:
@@ -220,7 +219,7 @@ class TargetPass:
         filters: whether any request has top-k, top-p, min-p or logits rules, or requests log probabilities. A
             decoding step then leaves its hidden states in `models`.
         writes_context: whether the context of a drafter, if there is one, is written.
-        masks: makes the grammar masks once drafts are placed; such a pass waits for the host.
+        masks: grammar masks of the sampled rows, which are read when the pass runs.
         saves: recurrent states that its rows save (`step/gpu_triton/recurrent_states.py`); then no request
             drafts.
     """
@@ -234,11 +233,11 @@ class TargetPass:
         *,
         filters: bool,
         writes_context: bool,
-        masks: MakeMasks | None = None,
+        masks: DeviceMasks | None = None,
         saves: Tensor | None = None,
     ) -> None:
         self._models, self._requests, self._outcome, self._trim = models, requests, outcome, trim
-        self._filters, self._make_masks, self._saves = filters, masks, saves
+        self._filters, self._masks, self._saves = filters, masks, saves
         self._injects = writes_context and models.has_drafter
 
     @property
@@ -253,17 +252,16 @@ class TargetPass:
 
         References to everything else are dropped at the end, as graphs share memory.
         """
-        models, times, requests = self._models, self._outcome.times, self._verified()
+        models, times, requests = self._models, self._outcome.times, self.verified()
         marks = count(2 if requests.max_drafts else 1)
         if not requests.max_drafts:
             stamp(times, 0)
-        masks = None if self._make_masks is None else self._make_masks(requests)
         rows = lay_out_rows(requests, models.states.tables)
         if models.recurrent is not None:
             rows = replace(rows, states=models.recurrent.build_rows(requests, self._saves))
         hidden_NH, taps_NmH = models.target.forward(rows.token_ids_N, rows, models.cache)
         stamp(times, next(marks))
-        chosen_X = self._sample(requests, rows, hidden_NH, masks)
+        chosen_X = self._sample(requests, rows, hidden_NH)
         stamp(times, next(marks))
         if self._injects:
             self._inject(requests, rows, chosen_X, taps_NmH)
@@ -274,8 +272,8 @@ class TargetPass:
             self._outcome.reads_1.copy_(reads_1)
         return hidden_NH
 
-    def _verified(self) -> DeviceStepRequests:
-        """Return the requests with as many of their drafts as fit the pass."""
+    def verified(self) -> DeviceStepRequests:
+        """Return the requests with as many of their drafts as fit the pass, the same ones at each call."""
         requests, outcome = self._requests, self._outcome
         if not requests.max_drafts:
             return requests
@@ -285,9 +283,7 @@ class TargetPass:
             requests, margins_N, self._trim, requests.num_rows, outcome.num_drafts_R, outcome.margins_RD
         )
 
-    def _sample(
-        self, requests: DeviceStepRequests, rows: DeviceStepRows, hidden_NH: Tensor, masks: DeviceMasks | None
-    ) -> Tensor:
+    def _sample(self, requests: DeviceStepRequests, rows: DeviceStepRows, hidden_NH: Tensor) -> Tensor:
         """Sample the target's tokens, accept drafts and advance the requests; returns the tokens."""
         models, index_X = self._models, requests.sampled_X
         row_inputs = (hidden_NH, rows.slots_N, rows.positions_N + 1)
@@ -295,7 +291,7 @@ class TargetPass:
             row_inputs = [values_N.index_select(0, index_X) for values_N in row_inputs]
         chosen_X = rows.token_ids_N[:0]
         if len(row_inputs[0]):  # chunks of prompts may sample nothing
-            chosen_X = choose(models, models.target, *row_inputs, filters=self._filters, masks=masks)
+            chosen_X = choose(models, models.target, *row_inputs, filters=self._filters, masks=self._masks)
         accept_and_advance(chosen_X, requests, models.states.tables, self._outcome.rows_RW1)
         return chosen_X
 

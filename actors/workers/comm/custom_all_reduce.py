@@ -5,6 +5,9 @@ for each sum; one kernel on torch's symmetric memory takes half, and adds no hos
 NVLink multicast each rank sums a slice and sends it to all (`multimem_all_reduce_`), so all get the same bits
 by construction; without it each reads all peers' buffers (`one_shot_all_reduce_copy_out`). Every process must
 see all ranks' devices, with peer access. If anything is missing or wrong on one rank, all ranks use NCCL.
+
+A kernel that is given gets the ranks' memory (`buffers`): it sums few rows in one launch with the residual
+and the norm after them.
 """
 
 from __future__ import annotations
@@ -17,12 +20,16 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
+from ....cluster.hardware.step_time import FUSED_SUM_BYTES, FUSED_SUM_ROWS
+from ....drafter.compute.memory.peer_buffers import FusedSum, PeerBuffers
+
 logger = logging.getLogger(__name__)
 
 # Above this size every rank reads more from its peers than with NCCL's rings. For scale: 16 rows of 4096 in
 # bf16 are 128 KiB.
 MAX_BYTES = 512 * 1024
 _CHECKED_VALUES = 4096
+_TRIED_ROWS, _TRIED_WIDTH, _TRIED_SPINS = 3, 1024, 2**22
 
 T = TypeVar("T")
 
@@ -32,15 +39,21 @@ class CustomAllReduce:
 
     def __init__(self, buffer: torch.Tensor, group_name: str, *, has_multicast: bool) -> None:
         self._buffer, self._group_name, self._has_multicast = buffer, group_name, has_multicast
+        self.buffers: PeerBuffers | None = None
 
     @classmethod
-    def of(cls, group: dist.ProcessGroup, device: torch.device, dtype: torch.dtype) -> CustomAllReduce | None:
-        """Return a working instance on all ranks, or None on all ranks. Collective."""
-        return cls._tried(group, device, dtype) if device.type == "cuda" else None
+    def of(
+        cls, group: dist.ProcessGroup, device: torch.device, dtype: torch.dtype, fused: FusedSum | None = None
+    ) -> CustomAllReduce | None:
+        """Return a working instance on all ranks, or None on all ranks; with `buffers` if `fused` works.
+
+        Collective.
+        """
+        return cls._tried(group, device, dtype, fused) if device.type == "cuda" else None
 
     @classmethod
     def _tried(
-        cls, group: dist.ProcessGroup, device: torch.device, dtype: torch.dtype
+        cls, group: dist.ProcessGroup, device: torch.device, dtype: torch.dtype, fused: FusedSum | None
     ) -> CustomAllReduce | None:
         reason = "it failed on another rank"
 
@@ -68,7 +81,17 @@ class CustomAllReduce:
         if found is not None:
             peers = on_all_ranks(lambda: connected(*found))
             total = None if peers is None else on_all_ranks(lambda: peers._test_sums(group))
-            if total is not None and on_all_ranks(lambda: _check_same(total, group)):
+            if peers is not None and total is not None and on_all_ranks(lambda: _check_same(total, group)):
+                if fused is None:
+                    return peers
+                shared = on_all_ranks(lambda: _share_buffers(found[0], group, dtype, device))
+                random = None
+                if shared is not None and on_all_ranks(lambda: _compile(fused, shared)):
+                    random = on_all_ranks(lambda: _test_fused(fused, shared))
+                if random is not None and on_all_ranks(lambda: _check_same(random, group)):
+                    peers.buffers = shared
+                else:
+                    logger.warning("sums between GPUs are not fused with the norms after them (%s)", reason)
                 return peers
         logger.warning(
             "sums between GPUs only use NCCL, which adds about 1 ms to a step: symmetric memory does not "
@@ -107,6 +130,45 @@ class CustomAllReduce:
         if not torch.equal(total, integers * (world_size * (world_size + 1) // 2)):
             raise RuntimeError("a sum was wrong")
         return random
+
+
+def _share_buffers(
+    memory: Any, group: dist.ProcessGroup, dtype: torch.dtype, device: torch.device
+) -> PeerBuffers:
+    """Return memory for fused sums, usable once all ranks have it. Collective."""
+    rank, world_size = dist.get_rank(group), dist.get_world_size(group)
+    values_bytes = 2 * FUSED_SUM_BYTES  # two halves; then the signals
+    size = values_bytes // torch.int32.itemsize + FUSED_SUM_ROWS * world_size
+    own = memory.empty(size, dtype=torch.int32, device=device).zero_()
+    handle = memory.rendezvous(own, group.group_name)
+    views = [handle.get_buffer(peer, (size,), torch.int32) for peer in range(world_size)]
+    values_P = torch.tensor([view.data_ptr() for view in views], device=device)
+    launches = torch.zeros(FUSED_SUM_ROWS, dtype=torch.int32, device=device)
+    half_values, signals_P = FUSED_SUM_BYTES // dtype.itemsize, values_P + values_bytes
+    return PeerBuffers(
+        rank, world_size, dtype, values_P, signals_P, launches, half_values, (handle, own, *views)
+    )
+
+
+def _compile(fused: FusedSum, buffers: PeerBuffers) -> bool:
+    """Run the kernel once without waiting for other ranks, which may take longer to compile it."""
+    ones = torch.ones(_TRIED_ROWS, _TRIED_WIDTH, dtype=buffers.dtype, device=buffers.values_P.device)
+    fused(ones, buffers.bounded(0), ones, ones[0], 1e-6)
+    return True
+
+
+def _test_fused(fused: FusedSum, buffers: PeerBuffers) -> torch.Tensor:
+    """Return the fused sum of random values. Raises RuntimeError if small integers do not sum exactly."""
+    device, ranks, shape = buffers.values_P.device, buffers.world_size, (_TRIED_ROWS, _TRIED_WIDTH)
+    residual = torch.zeros(shape, dtype=buffers.dtype, device=device)
+    weight, bounded = torch.ones_like(residual[0]), buffers.bounded(_TRIED_SPINS)
+    integers = torch.arange(residual.numel(), device=device).remainder_(8).to(buffers.dtype).view(shape)
+    for turn in range(1, 4):  # each half of the buffers, and one again
+        total, _ = fused(integers * (buffers.rank + turn), bounded, residual, weight, 1e-6)
+        if not torch.equal(total, integers * (ranks * (ranks - 1) // 2 + ranks * turn)):
+            raise RuntimeError("a fused sum was wrong")
+    random = torch.randn(shape, generator=torch.Generator().manual_seed(buffers.rank))
+    return fused(random.to(device, buffers.dtype), bounded, residual, weight, 1e-6)[0]
 
 
 def _check_same(total: torch.Tensor, group: dist.ProcessGroup) -> bool:

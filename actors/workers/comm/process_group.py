@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
+from ....drafter.compute.memory.peer_buffers import FusedSum, PeerBuffers
 from .custom_all_reduce import CustomAllReduce
 
 Store = TCPStore
@@ -35,10 +36,17 @@ class ProcessGroupCommunicator:
         self.world_size = dist.get_world_size(group) if group else 1
         self._peers: CustomAllReduce | None = None
 
-    def use_peer_memory(self, dtype: torch.dtype) -> None:
-        """Sum small tensors of this dtype through GPU peer memory from now on, if it works."""
+    @property
+    def peer_buffers(self) -> PeerBuffers | None:
+        return None if self._peers is None else self._peers.buffers
+
+    def use_peer_memory(self, dtype: torch.dtype, fused: FusedSum | None = None) -> None:
+        """Sum small tensors of this dtype through GPU peer memory from now on, if it works.
+
+        `fused`: the kernel to which `peer_buffers` are given if it works, too.
+        """
         if self._group:
-            self._peers = CustomAllReduce.of(self._group, self.device, dtype)
+            self._peers = CustomAllReduce.of(self._group, self.device, dtype, fused)
 
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
         if self._peers and self._peers.takes(tensor):

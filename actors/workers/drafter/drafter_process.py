@@ -136,7 +136,7 @@ def shared_name(config: EngineConfig) -> str:
     assert spec is not None, "only speculation uses a drafter"
     shared_settings = (
         *(config.model, spec.model, config.dtype, config.device, config.max_model_len),
-        *(config.attention_backend, config.batch_invariant, config.load_format),
+        *(config.attention_backend, config.kv_cache_dtype, config.batch_invariant, config.load_format),
         *(config.hf_overrides, spec.hf_overrides, spec.input_embedding_scale, spec.quantization),
     )
     key = hashlib.sha256(repr(shared_settings).encode()).hexdigest()[:16]

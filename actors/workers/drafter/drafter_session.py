@@ -78,18 +78,20 @@ class LoadedDrafter:
     def make_session(self, plan: LoadPlan, num_pages: tuple[int, ...]) -> DrafterSession:
         """Create a session for these pages per pool. Raises ConfigError if they do not fit."""
         own_plan = self.plan
-        if (plan.pages.drafter, plan.dtype) != (own_plan.pages.drafter, own_plan.dtype) or (
+        layout = plan.pages.drafter, plan.dtype, plan.kv_dtype
+        if layout != (own_plan.pages.drafter, own_plan.dtype, own_plan.kv_dtype) or (
             plan.max_model_len > own_plan.max_model_len
         ):
             raise ConfigError(
-                "The shared drafter was loaded for engines with another max_model_len or dtype. Use the same "
-                "for all engines that share it, or split the drafter.",
+                "The shared drafter was loaded for engines with another max_model_len, dtype or "
+                "kv_cache_dtype. Use the same for all engines that share it, or split the drafter.",
                 param="speculative_config.placement",
             )
         _check_pages_fit(plan, num_pages)
         drafter = self._drafter
         assert isinstance(drafter, DFlashDrafter), "only DFlash drafters can be split off"
-        cache = drafter.new_cache(pages_of(plan.pages, plan.pages.drafter, num_pages), plan.page_size)
+        count = pages_of(plan.pages, plan.pages.drafter, num_pages)
+        cache = drafter.new_cache(count, plan.page_size, plan.kv_dtype)
         if runs_on_device(plan):
             from .gpu_drafter_session import GpuDrafterSession
 

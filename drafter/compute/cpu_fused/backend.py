@@ -34,6 +34,8 @@ _NEEDS_INSTRUCTIONS = "needs Linux on a CPU with AVX2 and FMA, AVX-512, AMX or N
 def why_not(spec: ModelStackSpec, machine: DeviceCapabilities) -> str | None:
     if machine.device.type != "cpu" or machine.dtype is not torch.bfloat16:
         return "computes bfloat16 on CPUs"
+    if machine.kv_dtype is not None:
+        return "keeps K/V in bfloat16, not in the eight bits of kv_cache_dtype"
     if machine.num_ranks > 1:
         return "needs tensor_parallel_size=1"
     if bf16_instructions() is None:

@@ -1,5 +1,7 @@
 """`NumbaBackend`: `TorchBackend` with compiled loops between its GEMMs and attention.
 
+K/V in e4m3 are written by `TorchBackend`'s operators.
+
 Serves what `cpu_fused/` does not: fp32, tensor-parallel ranks, and bf16 models with more than plain blocks.
 Chosen at load (`actors/targets/loading/operator_factory.py`).
 
@@ -21,7 +23,7 @@ from ..backend import (
     Projection,
 )
 from ..eager.attention_metadata import TorchPass
-from ..eager.backend import TorchAttention, TorchBackend
+from ..eager.backend import TorchAttention, TorchBackend, TorchContextWriter
 from ..eager.moe import TorchExperts
 from ..layers.gated_delta_net import DeltaNetShape
 from ..layers.linear import Activation, RMSNorm
@@ -69,6 +71,9 @@ class _CpuAttention(TorchAttention):
     __slots__ = ()
 
     def _place(self, qkv_NO: Tensor, step: TorchPass, cache: PagedKVCache, layer: int) -> None:
+        if cache.dtype is not qkv_NO.dtype:  # e4m3
+            super()._place(qkv_NO, step, cache, layer)
+            return
         shape, rows = self._shape, step.rows
         layers.norm_rotate_write(
             qkv_NO, shape.head_dim, shape.num_heads, shape.num_kv_heads, self._norm_JD, shape.eps, shape.rope,
@@ -77,15 +82,19 @@ class _CpuAttention(TorchAttention):
 
 
 class _CpuContextWriter:
-    __slots__ = ("_eps", "_norm_JD", "_num_kv", "_num_layers")
+    __slots__ = ("_definition", "_eps", "_norm_JD", "_num_kv", "_num_layers")
 
     def __init__(self, k_norm_LD: Tensor, eps: float, num_kv_heads: int) -> None:
+        self._definition = TorchContextWriter(k_norm_LD, eps, num_kv_heads)
         self._norm_JD = k_norm_LD.repeat_interleave(num_kv_heads, dim=0).contiguous()
         self._eps, self._num_kv, self._num_layers = eps, num_kv_heads, len(k_norm_LD)
 
     def __call__(
         self, kv_NO: Tensor, rope: RotaryEmbedding, rows: PlacedRows, cache: PagedKVCache, first: int
     ) -> None:
+        if cache.dtype is not kv_NO.dtype:
+            self._definition(kv_NO, rope, rows, cache, first)
+            return
         layers.norm_rotate_write(
             kv_NO, self._norm_JD.shape[1], 0, self._num_kv, self._norm_JD, self._eps, rope, rows.positions_N,
             rows.kv_slots[cache.group(first)], cache.slots(first, self._num_layers),

@@ -85,10 +85,11 @@ def _attend(
     width = _width(group.num_rows, kind.head_dim, q_MQD.dtype)
     if group.num_requests == 1:
         mask_11WT = group.mask(seen, q_MQD.dtype, 1, width)
-        kv = _context_of_one(cache, layer, group, shared)
+        kv = _context_of_one(cache, layer, group, shared, q_MQD.dtype)
         return _attend_one(q_MQD, kv, mask_11WT, width, scale, sinks_Q)
     mask_G1WT = group.mask(seen, q_MQD.dtype, shared, width)
-    return _attend_many(q_MQD, _context(cache, layer, group), mask_G1WT, width, scale, sinks_Q)
+    kv_2GKTD = _context(cache, layer, group, q_MQD.dtype)
+    return _attend_many(q_MQD, kv_2GKTD, mask_G1WT, width, scale, sinks_Q)
 
 
 def _width(num_rows: int, head_dim: int, dtype: torch.dtype) -> int:
@@ -98,14 +99,14 @@ def _width(num_rows: int, head_dim: int, dtype: torch.dtype) -> int:
     return -(-num_rows // multiple) * multiple
 
 
-def _context(cache: PagedKVCache, layer: int, group: Group) -> Tensor:
-    """Gather K and V of the group's requests: [2, G, K, T, D].
+def _context(cache: PagedKVCache, layer: int, group: Group, dtype: torch.dtype) -> Tensor:
+    """Gather K and V of the group's requests, of `dtype`: [2, G, K, T, D].
 
     PyTorch's flash kernel needs keys and values of one size: shorter values are padded with zeros, and values
     that are a part of their keys are the whole keys.
     """
     kind, shape = cache.geometries[layer], (group.num_requests, group.num_keys)
-    found = cache.pages(layer).index_select(0, group.pages_GP)
+    found = cache.pages(layer).index_select(0, group.pages_GP).to(dtype)
     if kind.v_in_k:
         k_GTKD = found.view(*shape, kind.num_kv_heads, kind.head_dim)
         return k_GTKD.transpose(1, 2).expand(2, -1, -1, -1, -1)
@@ -119,17 +120,22 @@ def _context(cache: PagedKVCache, layer: int, group: Group) -> Tensor:
     return filled.transpose(2, 3)
 
 
-def _context_of_one(cache: PagedKVCache, layer: int, group: Group, shared: int) -> tuple[Tensor, ...]:
-    """Return K and V [K, C, T, D] of the group's only request: views if its pages are consecutive."""
+def _context_of_one(
+    cache: PagedKVCache, layer: int, group: Group, shared: int, dtype: torch.dtype
+) -> tuple[Tensor, ...]:
+    """Return K and V [K, C, T, D] of the group's only request: views if its pages are consecutive.
+
+    K and V of another dtype than queries are always converted copies.
+    """
     count, num_pages = group.num_keys // cache.page_size, cache.num_pages + 1
-    kv_APS2KD = cache.all_planes(layer)
+    kv_APS2KD = cache.all_planes(layer) if cache.dtype is dtype else None
     if kv_APS2KD is not None and group.first_page is not None and group.first_page + count <= num_pages:
         known = group.views.get(id(kv_APS2KD))
         if known is None:
             known = kv_APS2KD, _views(kv_APS2KD, group.first_page, count, shared)
             group.views[id(kv_APS2KD)] = known
         return known[1][cache.places[layer].plane]
-    kv_2K1TD = _context(cache, layer, group)[:, 0].unsqueeze(2)
+    kv_2K1TD = _context(cache, layer, group, dtype)[:, 0].unsqueeze(2)
     return kv_2K1TD.expand(-1, -1, shared, -1, -1).unbind(0)
 
 

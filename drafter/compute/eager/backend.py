@@ -52,7 +52,7 @@ class TorchBackend(OperatorBackend):
         return TorchDeltaNet(shape)
 
     def context_writer(self, k_norm_LD: Tensor, eps: float, num_kv_heads: int) -> ContextWriter:
-        return _TorchContextWriter(k_norm_LD, eps, num_kv_heads)
+        return TorchContextWriter(k_norm_LD, eps, num_kv_heads)
 
     def route(self, weights: RouterWeights) -> Route:
         return LayerRouter(weights, self.linear(weights.weight_EH, weights.bias_E))
@@ -127,7 +127,7 @@ class TorchAttention:
         cache.write(layer, step.rows.kv_slots[cache.group(layer)], kv_Nw)
 
 
-class _TorchContextWriter:
+class TorchContextWriter:
     __slots__ = ("_head_dim", "_k_norm", "_num_kv", "_num_layers")
 
     def __init__(self, k_norm_LD: Tensor, eps: float, num_kv_heads: int) -> None:

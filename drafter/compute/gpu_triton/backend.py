@@ -27,6 +27,7 @@ from ..backend import (
     ModelStackSpec,
     PlacedRows,
     Projection,
+    RankSum,
 )
 from ..blocks import OperatorBackend
 from ..eager.moe_routing import LayerRouter
@@ -52,6 +53,7 @@ from .common.c_compiler import why_not_launch
 from .common.element_ops import add_rms_norm, rms_norm, row_squares
 from .delta_net.dynamic_convolution import convolve
 from .delta_net.gated_delta_net import TritonDeltaNet
+from .linear.all_reduce_norm import sum_add_rms_norm
 from .linear.fp8_linear import QuantisedProjection, QuantisedWeight
 from .linear.gemm_choice import MeasuredChoice, Ranks
 from .linear.gemm_tiles import ProductWorkspace
@@ -232,7 +234,13 @@ class TritonBackend(OperatorBackend):
     ) -> tuple[Tensor, Tensor | PendingNorm]:
         if out_norm is None and scalar is None and isinstance(project, LayerProjection):
             return project.added(x_NI, residual_NH, norm)
-        y_NH = project(x_NI, None)  # possibly all-reduced over ranks before anything is added
+        if out_norm is None and isinstance(project, RankSum) and (peers := project.peers) is not None:
+            part_NH = project.part(x_NI)
+            if peers.takes(part_NH):
+                return sum_add_rms_norm(part_NH, peers, residual_NH, norm.weight_H, norm.eps, scalar)
+            y_NH = project.all_reduce(part_NH)
+        else:
+            y_NH = project(x_NI, None)  # possibly all-reduced over ranks before anything is added
         if out_norm is not None:
             y_NH = rms_norm(y_NH, out_norm.weight_H, out_norm.eps)
         return add_rms_norm(y_NH, residual_NH, norm.weight_H, norm.eps, scalar)

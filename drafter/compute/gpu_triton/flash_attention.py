@@ -39,6 +39,8 @@ def why_not(spec: ModelStackSpec, machine: DeviceCapabilities) -> str | None:
         return f"reads pages of a multiple of 256 tokens (page_size=256), page_size is {machine.page_size}"
     if machine.dtype not in (torch.float16, torch.bfloat16):
         return f"computes in float16 and bfloat16 (dtype=bfloat16), dtype is {machine.dtype}"
+    if machine.kv_dtype is not None:
+        return "reads K/V of the model's dtype (kv_cache_dtype=auto), not of eight bits"
     if "attention sinks" in spec.features:
         return f"has no attention sinks, which the {spec.name} needs"
     if "latent attention" in spec.features:
@@ -171,12 +173,12 @@ class _Package2:
 
 def _load(device: torch.device) -> type[_Package2] | type[_Package3]:
     """Return the newest package for this device. Raises ImportError without one."""
-    if _is_hopper(device):
-        try:
-            _interface3()
-        except ImportError:
-            pass
-        else:
+    try:
+        _interface3()
+    except ImportError:
+        pass
+    else:
+        if _is_hopper(device):
             return _Package3
     importlib.import_module("flash_attn")
     return _Package2

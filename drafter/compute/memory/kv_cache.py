@@ -11,6 +11,9 @@ the widest layer needs, and narrower layers share one (`cluster/pages/kv_cache_g
     its w values                   keys of all heads [K, D], then values [K, F]; or only keys; their first
                                    F are the values (MLA)
 
+K/V are stored in the model's dtype or in e4m3 (`kv_cache_dtype`), without scales: a value is rounded when it
+is written, before any row reads it, so what rows see depends on neither batches nor drafts.
+
 A row's K and V are written at its *slot* = page id * page_size + offset. There is one more page than
 `num_pages`: discarded rows (rejected drafts, padding) are written to `skip_slot`, its first slot, so that
 shapes stay fixed.
@@ -29,6 +32,8 @@ from torch import Tensor
 from ....cluster.pages.kv_cache_groups import KVCacheSpec, LayerPlace, plane_width
 from .recurrent_state_cache import StateMemory
 
+E4M3_MAX = 448.0  # the largest finite value of float8_e4m3fn
+
 
 def skip_slot(num_pages: int, page_size: int) -> int:
     return num_pages * page_size
@@ -37,7 +42,8 @@ def skip_slot(num_pages: int, page_size: int) -> int:
 class PagedKVCache:
     """Keys and values of a model's layers in `num_pages` pages, plus one for discarded rows.
 
-    `places` may be the number of layers that all share one group; `geometry` is of all layers, or of each.
+    `places` may be the number of layers that all share one group; `geometry` is of all layers, or of each;
+    `dtype` is that of stored values.
     """
 
     def __init__(
@@ -125,17 +131,24 @@ class PagedKVCache:
         NaNs and infinities become 0: other requests gather these rows and hide them with an additive mask,
         which NaN + -inf and 0 x NaN would defeat.
         """
-        self._slots_1Nw[layer][0].index_copy_(0, slots_N, kv_Nw.nan_to_num(0.0, 0.0, 0.0))
+        _copy_rows(self._slots_1Nw[layer][0], 0, slots_N, kv_Nw)
 
     def write_all(self, first: int, slots_N: Tensor, kv_LN2KD: Tensor) -> None:
         """Write rows of consecutive layers of one group, as `write` does."""
-        kv_LN2KD = kv_LN2KD.nan_to_num(0.0, 0.0, 0.0)
-        self.planes(first, len(kv_LN2KD)).flatten(1, 2).index_copy_(1, slots_N, kv_LN2KD)
+        _copy_rows(self.planes(first, len(kv_LN2KD)).flatten(1, 2), 1, slots_N, kv_LN2KD)
 
     @staticmethod
     def bytes_per_page(num_planes: int, page_size: int, width: int, dtype: torch.dtype) -> int:
         """Return the bytes of one page over all planes, with `width` values per token and plane."""
         return num_planes * page_size * width * dtype.itemsize
+
+
+def _copy_rows(stored: Tensor, dim: int, slots_N: Tensor, values: Tensor) -> None:
+    values = values.nan_to_num(0.0, 0.0, 0.0)
+    if stored.dtype is torch.float8_e4m3fn:  # copied as bytes: PyTorch has no index_copy_ of it on CPUs
+        codes = values.float().clamp(-E4M3_MAX, E4M3_MAX).to(stored.dtype)
+        stored, values = stored.view(torch.uint8), codes.view(torch.uint8)
+    stored.index_copy_(dim, slots_N, values)
 
 
 def _pairs(kv_APSw: Tensor, kind: KVCacheSpec) -> Tensor | None:

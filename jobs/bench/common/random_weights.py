@@ -15,6 +15,8 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TypeVar
 
+import torch
+
 from ....actors.targets.families import read_model
 from ....actors.targets.loading.load_plan import LoadPlan
 from ....actors.targets.model.model_spec import ModelSpec
@@ -125,8 +127,8 @@ class RandomModels:
 
 
 class _FilledDrafter(DFlashDrafter):
-    def new_cache(self, num_pages: int, page_size: int) -> PagedKVCache:
-        cache = super().new_cache(num_pages, page_size)
+    def new_cache(self, num_pages: int, page_size: int, dtype: torch.dtype | None = None) -> PagedKVCache:
+        cache = super().new_cache(num_pages, page_size, dtype)
         cache.kv.normal_()
         return cache
 

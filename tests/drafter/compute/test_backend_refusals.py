@@ -62,6 +62,11 @@ CASES = {
     "compiled in fp32": Case(
         compiled, "computes bfloat16 on CPUs", machine=replace(CPU, dtype=torch.float32)
     ),
+    "compiled with K/V in FP8": Case(
+        compiled, "keeps K/V in bfloat16", machine=replace(CPU, kv_dtype=torch.float8_e4m3fn)
+    ),
+    "loops with K/V in FP8": Case(loops, None, machine=replace(CPU, kv_dtype=torch.float8_e4m3fn)),
+    "triton with K/V in FP8": Case(triton, None, machine=replace(GPU, kv_dtype=torch.float8_e4m3fn)),
     "compiled on two ranks": Case(compiled, "tensor_parallel_size=1", machine=replace(CPU, num_ranks=2)),
     "compiled with odd pages": Case(compiled, "page_size", machine=replace(CPU, page_size=24)),
     "compiled with larger pages": Case(compiled, None, machine=replace(CPU, page_size=64)),

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from manta.drafter.compute.backend import Backend, BlockWeights, DenseMLP, RoutedExperts
+from manta.drafter.compute.backend import Backend, BlockWeights, DenseMLP, RankSum, RoutedExperts
 from manta.drafter.compute.batch_invariance import rows_are_invariant
 from manta.drafter.compute.blocks import Mlp
 from manta.drafter.compute.cpu_numba.backend import NumbaBackend
@@ -226,7 +226,7 @@ def test_the_shared_expert_is_added_before_the_sum_over_ranks(backend: Any, gate
         experts=backend.experts(weights),
         shared=DenseMLP(gate_up=backend.linear(gate_up_IH), down=backend.linear(down_HI)),
         shared_gate=backend.linear(weight_1H) if gated else None,
-        all_reduce=all_reduce,
+        rank_sum=RankSum(all_reduce),
     )
     square = backend.linear(torch.eye(HIDDEN))
     block = BlockWeights(attention_norm=norm, qkv=square, o=square, mlp_norm=norm, mlp=routed)

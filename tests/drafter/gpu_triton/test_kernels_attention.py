@@ -15,11 +15,14 @@ from types import ModuleType
 import numpy as np
 import pytest
 import torch
+from manta.actors.targets.loading.backend_selection import choose_backend
+from manta.actors.targets.loading.load_plan import kv_dtype
+from manta.cluster.config import EngineConfig
 from manta.cluster.pages.kv_cache_groups import KVCacheSpec
-from manta.drafter.compute.backend import DeviceCapabilities, ModelStackSpec
+from manta.drafter.compute.backend import DeviceCapabilities, Feature, ModelStackSpec
 from manta.drafter.compute.eager.attention import paged_attention
 from manta.drafter.compute.eager.attention_metadata import AttentionBatch
-from manta.drafter.compute.gpu_triton import flash_attention
+from manta.drafter.compute.gpu_triton import backend, flash_attention
 from manta.drafter.compute.gpu_triton.attention import attention_tiles as tiles
 from manta.drafter.compute.gpu_triton.attention.attention_tiles import (
     AttentionKind,
@@ -51,6 +54,7 @@ class Shape:
     page_size: int = 16
     dtype: torch.dtype = torch.float32
     v_dim: int | None = None
+    kv_dtype: torch.dtype | None = None
 
     @property
     def geometry(self) -> KVCacheSpec:
@@ -65,7 +69,9 @@ class Case:
         self.shape, self.lengths, self.num_rows = shape, lengths, rows
         used = [-(-length // shape.page_size) for length in lengths]
         nowhere = sum(used)  # a page of NaN, to which the table points beyond a request's length
-        self.cache = PagedKVCache(2, nowhere + 1, shape.page_size, shape.geometry, shape.dtype, DEVICE)
+        self.cache = PagedKVCache(
+            2, nowhere + 1, shape.page_size, shape.geometry, shape.kv_dtype or shape.dtype, DEVICE
+        )
         self.cache.kv.fill_(NAN)
         order = torch.randperm(nowhere).int().split(used)
         pages_BP = torch.full((len(rows) + 2, max_keys // shape.page_size), nowhere, dtype=torch.int32)
@@ -147,8 +153,8 @@ class Case:
             out_NQF[end - count : end] = torch.einsum("nqt,tqd->nqd", scores.softmax(-1)[..., :-1], v_TQF)
         return out_NQF.flatten(1)
 
-    def check(self, **kind) -> None:
-        error = (self.attend(**kind).double() - self.dense(**kind)).abs().max().item()
+    def check(self, workspace: AttentionWorkspace | None = None, **kind) -> None:
+        error = (self.attend(workspace=workspace, **kind).double() - self.dense(**kind)).abs().max().item()
         assert error < TOLERANCE[self.shape.dtype], error
 
 
@@ -201,6 +207,17 @@ def test_ragged_rows_equal_dense_attention_with_one_piece_or_several(max_keys, c
 def test_heads_dims_pages_and_dtypes_of_real_models_equal_dense_attention(shape, lengths, rows, causal):
     case = Case(shape, lengths, rows)
     case.check(causal=causal, sinks=causal)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, *HALVES])
+@pytest.mark.parametrize(("batch_invariant", "window"), [(False, None), (True, None), (False, 20)])
+def test_keys_and_values_in_e4m3_equal_dense_attention_over_them(
+    batch_invariant: bool, window: int | None, dtype: torch.dtype
+) -> None:
+    case = Case(Shape(dtype=dtype, kv_dtype=torch.float8_e4m3fn), [100, 40, 300], [3, 1, 4], padding=2)
+    assert case.cache.kv.dtype is torch.float8_e4m3fn
+    workspace = case.workspace(batch_invariant=batch_invariant)
+    case.check(sinks=True, window=window, workspace=workspace)
 
 
 @pytest.mark.parametrize("first_key", [1, 40])
@@ -629,6 +646,35 @@ def test_the_newest_package_of_a_device_is_used(monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.parametrize(
+    ("page_size", "features", "changes", "by_version_2", "by_version_3"),
+    [
+        (64, set(), {}, "triton", "flash_attn"),
+        (256, set(), {}, "flash_attn", "flash_attn"),
+        (256, set(), {"batch_invariant": True}, "triton", "triton"),
+        (256, set(), {"kv_cache_dtype": "fp8"}, "triton", "triton"),
+        (256, {"attention sinks"}, {}, "triton", "triton"),
+        (256, set(), {"attention_backend": "triton"}, "triton", "triton"),
+    ],
+)
+def test_auto_takes_the_package_for_prompts_where_it_supports_the_model(
+    package: str,
+    page_size: int,
+    features: set[Feature],
+    changes: dict[str, object],
+    by_version_2: str,
+    by_version_3: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(backend, "why_not_launch", lambda: None)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    config = EngineConfig.from_dict({"model": "none", "device": "cuda", **changes})
+    spec, machine = asked(page_size, torch.bfloat16, 128)
+    machine = replace(machine, kv_dtype=kv_dtype(config))
+    wanted = by_version_2 if package == "flash_attn" else by_version_3
+    assert choose_backend(config, [replace(spec, features=frozenset(features))], machine) == wanted
+
+
+@pytest.mark.parametrize(
     ("page_size", "dtype", "head_dim", "named"),
     [
         (256, torch.bfloat16, 256, None),
@@ -645,6 +691,12 @@ def test_limits_of_the_flash_attn_package_are_reported_with_a_remedy(
 ):
     reason = why_not(*asked(page_size, dtype, head_dim))
     assert reason is None if named is None else reason is not None and named in reason
+
+
+def test_the_flash_attn_package_reads_no_keys_in_e4m3(flash_attn) -> None:
+    spec, machine = asked(256, torch.bfloat16, 128)
+    reason = why_not(spec, replace(machine, kv_dtype=torch.float8_e4m3fn))
+    assert reason is not None and "kv_cache_dtype=auto" in reason
 
 
 def asked(page_size: int, dtype: torch.dtype, head_dim: int) -> tuple[ModelStackSpec, DeviceCapabilities]:

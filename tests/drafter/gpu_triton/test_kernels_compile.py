@@ -29,6 +29,7 @@ import pytest
 import torch
 from manta.drafter.compute.gpu_triton.attention.attention_tiles import AttentionKind, plan_tiles, tile_width
 from manta.drafter.compute.gpu_triton.attention.mla import latent_kind
+from manta.drafter.compute.gpu_triton.common.element_ops import warps_for
 from manta.drafter.compute.gpu_triton.linear.gemm_tiles import plan_product
 from manta.drafter.compute.gpu_triton.moe.grouped_gemm_tiles import HEIGHTS, cut_weight
 
@@ -82,6 +83,7 @@ def _attention(
     sinks: bool = False,
     tail: int = 0,
     batch_invariant: bool = False,
+    kv: str | None = None,
 ) -> Variant:
     torch_dtype = {"bf16": torch.bfloat16, "fp32": torch.float32}[dtype]
     if tail:
@@ -91,6 +93,7 @@ def _attention(
         kind = AttentionKind(heads, kv_heads, dim, v_dim or dim, torch_dtype, page)
     plan = plan_tiles(kind, rows, batch_invariant=batch_invariant)
     pointers = dict.fromkeys(("q_ptr", "k_ptr", "v_ptr", "out_ptr"), f"*{dtype}:16")
+    pointers |= dict.fromkeys(("k_ptr", "v_ptr"), f"*{kv or dtype}:16")
     pointers |= dict.fromkeys(("max_ptr", "sum_ptr", "partial_ptr"), "*fp32:16")
     pointers |= dict.fromkeys(("arrived_ptr", "work_ptr"), "*i32:16")
     pointers |= dict.fromkeys(("slots_ptr", "cu_rows_ptr", "kv_lengths_ptr", "page_table_ptr"), "*i32")
@@ -219,7 +222,7 @@ def _convolve(hidden: int, *, residual: bool, dtype: str = "bf16") -> Variant:
 
 def _mask(dtype: str) -> Variant:
     signature = {"logits": f"*{dtype}:16", "row_stride": "i32:16", "num_words": "i32", "vocab_size": "i32:16"}
-    return Variant("_mask", signature | _pointers(i64="rows", i32="bits"), {"CHUNK": 4096}, 4)
+    return Variant("_mask", signature | _pointers(i32="places bits"), {"CHUNK": 4096}, 4)
 
 
 def _lay_out(*, is_block: bool, groups: int = 1) -> Variant:
@@ -471,10 +474,12 @@ def _write(
     rotated: bool = True,
     dtype: str = "bf16",
     weight: str | None = None,
+    kv: str | None = None,
 ) -> Variant:
     norms, tables = ("q_norm_ptr", "k_norm_ptr"), ("cos_ptr", "sin_ptr")
     given = ("qkv_ptr", "k_ptr", "v_ptr", *(tables if rotated else ()))
     signature = dict.fromkeys(given, f"*{dtype}:16") | _ROW_ARGUMENTS | {"slot_stride": "i32:16"}
+    signature |= dict.fromkeys(("k_ptr", "v_ptr"), f"*{kv or dtype}:16")
     signature |= dict.fromkeys(norms if normed else (), f"*{weight or dtype}:16")
     widths = {"HALF": dim // 2, "WIDTH": tile_width(dim) // 2}
     widths |= {"V_HALF": (v_dim or dim) // 2, "V_WIDTH": tile_width(v_dim or dim) // 2}
@@ -484,9 +489,22 @@ def _write(
     return Variant("_norm_rotate_write", signature, constexprs | dict.fromkeys(absent), 1)
 
 
-def _write_latents(heads: int, rank: int, rotated: int, dtype: str = "bf16") -> Variant:
+def _sum_add_norm(width: int, ranks: int, dtype: str = "bf16") -> Variant:
+    signature = dict.fromkeys(("part_ptr", "x_ptr", "weight_ptr", "sum_ptr", "normed_ptr"), f"*{dtype}:16")
+    signature |= _pointers(i64="values_ptr signals_ptr", i32="launches_ptr")
+    signature |= dict.fromkeys(("part_stride", "x_stride", "half_values"), "i32:16")
+    signature |= {"rank": "i32", "spins": "i32", "eps": "fp32"}
+    block = tile_width(width)
+    constexprs = {"WORLD": ranks, "RANKS": ranks, "WIDTH": width, "BLOCK": block, "scalar": None, "PDL": True}
+    return Variant("_sum_add_norm", signature, constexprs, warps_for(block))
+
+
+def _write_latents(
+    heads: int, rank: int, rotated: int, dtype: str = "bf16", kv: str | None = None
+) -> Variant:
     pointers = ("q_ptr", "latent_ptr", "norm_ptr", "cos_ptr", "sin_ptr", "pages_ptr")
     signature = dict.fromkeys(pointers, f"*{dtype}:16") | _ROW_ARGUMENTS
+    signature["pages_ptr"] = f"*{kv or dtype}:16"
     del signature["row_stride"]
     signature |= dict.fromkeys(("q_stride", "latent_stride", "slot_stride"), "i32:16")
     constexprs = {"HEADS": heads, "NOPE": 128, "RANK": rank, "RANK_WIDTH": rank, "HALF": rotated // 2}
@@ -494,11 +512,12 @@ def _write_latents(heads: int, rank: int, rotated: int, dtype: str = "bf16") -> 
     return Variant("_norm_rotate_write_latents", signature, constexprs, 1)
 
 
-def _gather_latents(values: int, page: int, dtype: str = "bf16") -> Variant:
+def _gather_latents(values: int, page: int, dtype: str = "bf16", kv: str | None = None) -> Variant:
     signature = dict.fromkeys(("pages_ptr", "out_ptr"), f"*{dtype}:16") | _pointers(i32="keys_before_ptr")
     signature |= dict.fromkeys(("slots_ptr", "page_table_ptr"), "*i32")
     signature |= dict.fromkeys(("begin", "count", "num_requests", "table_stride"), "i32")
     signature |= dict.fromkeys(("page_stride", "token_stride"), "i32:16")
+    signature["pages_ptr"] = f"*{kv or dtype}:16"
     constexprs = {"VALUES": values, "WIDTH": tile_width(values), "PAGE": page, "TOKENS": 8, "PDL": True}
     return Variant("_gather_latents", signature, constexprs)
 
@@ -528,9 +547,9 @@ def _attend_expanded(heads: int, dtype: str = "bf16") -> Variant:
     return Variant("_attend_expanded", signature, constexprs, warps, wgmma=rows >= 64)
 
 
-def _write_context(layers: int, kv_heads: int, dim: int, group: int) -> Variant:
+def _write_context(layers: int, kv_heads: int, dim: int, group: int, kv: str = "bf16") -> Variant:
     pointers = dict.fromkeys(("kv_ptr", "k_norm_ptr", "cos_ptr", "sin_ptr", "pages_ptr"), "*bf16:16")
-    signature = pointers | _ROW_ARGUMENTS | {"layer_stride": "i64:16"}
+    signature = pointers | _ROW_ARGUMENTS | {"layer_stride": "i64:16", "pages_ptr": f"*{kv}:16"}
     widths = {"HALF": dim // 2, "WIDTH": dim // 2}
     constexprs = {"NUM_LAYERS": layers, "NUM_KV": kv_heads, **widths, "GROUP": group, "PDL": True}
     return Variant("_write_context", signature, constexprs, 1)
@@ -576,7 +595,16 @@ VARIANTS: dict[str, list[Variant]] = {
             {"PLACES": 1024, "LANES": 8},
         ),
     ],
-    "step.gpu_triton.sampling.grammar_masks": [_mask("bf16"), _mask("fp32")],
+    "step.gpu_triton.sampling.grammar_masks": [
+        _mask("bf16"),
+        _mask("fp32"),
+        Variant(
+            "_force_ends",
+            _pointers(i64="ids", fp32="scores", i32="places") | {"end_id": "i32", "num_rows": "i32"},
+            {"ROWS": 256},
+            4,
+        ),
+    ],
     "step.gpu_triton.inputs.row_layout": [
         _lay_out(is_block=True),
         _lay_out(is_block=False),
@@ -621,6 +649,11 @@ VARIANTS: dict[str, list[Variant]] = {
     "compute.gpu_triton.attention.paged_attention": [
         _attention(32, 8, 128),  # Qwen3-8B, a block of 16 rows
         _attention(32, 8, 128, rows=2048),  # a prompt: tiles of 128
+        replace(_attention(32, 8, 128, kv="fp8e4nv"), most_instructions=(890, 925)),
+        _attention(32, 8, 128, rows=2048, kv="fp8e4nv"),
+        _attention(8, 1, 512, tail=64, kv="fp8e4nv"),
+        _attention(64, 8, 64, window=128, sinks=True, kv="fp8e4nv"),
+        _attention(32, 8, 128, batch_invariant=True, kv="fp8e4nv"),
         _attention(32, 8, 128, causal=False, window=2048),  # its drafter
         replace(_attention(32, 8, 128, batch_invariant=True), spills=(100,)),
         _attention(32, 8, 128, rows=1),  # plain decoding
@@ -697,10 +730,12 @@ VARIANTS: dict[str, list[Variant]] = {
     "compute.gpu_triton.attention.mla": [
         _write_latents(8, 512, 64),
         _write_latents(64, 512, 64, "fp32"),
+        _write_latents(8, 512, 64, kv="fp8e4nv"),
     ],  # Kimi K2
     "compute.gpu_triton.attention.mla_prefill_plan": [
         _gather_latents(576, 64),
         _gather_latents(576, 64, "fp32"),
+        _gather_latents(576, 64, kv="fp8e4nv"),
     ],
     "compute.gpu_triton.attention.mla_prefill": [
         _attend_expanded(8),
@@ -728,6 +763,10 @@ VARIANTS: dict[str, list[Variant]] = {
         _delta("_gate_outputs", (16, 32)),
         _delta("_gate_outputs", (16, 48), "fp32"),
     ],
+    "compute.gpu_triton.linear.all_reduce_norm": [
+        _sum_add_norm(2880, 8),  # gpt-oss
+        _sum_add_norm(4096, 2, "fp32"),
+    ],
     "compute.gpu_triton.attention.norm_rope_kv_write": [
         _write(32, 8, 128, 4),  # Qwen3-8B
         _write(32, 8, 128, 4, normed=False),
@@ -738,6 +777,8 @@ VARIANTS: dict[str, list[Variant]] = {
         _write(32, 4, 512, 1, weight="fp32", v_norm=True),
         _write(64, 4, 192, 2, v_dim=128, normed=False),  # MiMo-V2
         _write(32, 2, 128, 4, weight="fp32", rotated=False),  # Muse-Glimmer
+        _write_context(5, 8, 128, 4, kv="fp8e4nv"),
+        _write(32, 8, 128, 4, kv="fp8e4nv"),
         _write_context(5, 8, 128, 4),
     ],
 }

@@ -51,6 +51,7 @@ QUANTIZED = (
     "qwen3 in bf16 with int8 weights",
     "qwen3 in bf16 with int4 weights",
 )  # likewise
+FP8_KV = tuple(f"{family} with FP8 K/V" for family in ("qwen3", "gpt_oss", "deepseek_v3"))  # likewise
 STATES = "qwen3_5"  # lean, but that steps run ahead of its states and prefixes need them
 DRAFTS = (1, 3, 15)
 SIZES = (1, 3)
@@ -153,6 +154,20 @@ def quantized_cells(*, whole: bool = WHOLE) -> Iterator[tuple[str, str, int]]:
                     yield pair, engine, drafts
 
 
+def fp8_kv_cells(*, whole: bool = WHOLE) -> Iterator[tuple[str, str, int]]:
+    """(pair, engine, drafts)."""
+    short = {
+        (FP8_KV[0], "planned ahead, forced preemption", 15),
+        (FP8_KV[1], "chunks of 16 rows", 3),
+        (FP8_KV[2], "forced preemption with prefix cache", 3),
+    }
+    for pair in FP8_KV:
+        for engine in ENGINES:
+            for drafts in DRAFTS:
+                if whole or (pair, engine, drafts) in short:
+                    yield pair, engine, drafts
+
+
 def state_cells(*, whole: bool = WHOLE) -> Iterator[tuple[str, str, int]]:
     """(pair, engine, drafts) that `cells` lacks."""
     if not whole:
@@ -175,7 +190,7 @@ class Pair:
     @property
     def target_key(self) -> tuple[Path, object]:
         """What determines the target's tokens."""
-        return self.target, self.how.get("quantization")
+        return self.target, (self.how.get("quantization"), self.how.get("kv_cache_dtype"))
 
     def open(
         self,
@@ -229,6 +244,9 @@ def make_pair(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Pair]
             return replace(make(family), method="ngram")
         if name == SUFFIX:
             return replace(make(family), method="suffix")
+        if name in FP8_KV:
+            pair = make(family)
+            return replace(pair, how={**pair.how, "kv_cache_dtype": "fp8"})
         if name in MIXED:
             return replace(make(name.removesuffix(" mixed with suffixes")), mixed=True)
         if name in QUANTIZED:
@@ -345,13 +363,8 @@ def test_speculation_changes_no_token_in_small_batches(
 @pytest.mark.parametrize(
     ("pair", "engine", "drafts"),
     [
-        *cells(),
-        *dflash2_cells(),
-        *eagle3_cells(),
-        *ngram_cells(),
-        *suffix_cells(),
-        *quantized_cells(),
-        *state_cells(),
+        *(*cells(), *dflash2_cells(), *eagle3_cells(), *ngram_cells(), *suffix_cells()),
+        *(*quantized_cells(), *fp8_kv_cells(), *state_cells()),
     ],
     indirect=["pair"],
 )

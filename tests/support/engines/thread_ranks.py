@@ -37,6 +37,8 @@ class ThreadRanks:
 class ThreadRank:
     """A `Communicator` over `ThreadRanks`."""
 
+    peer_buffers = None
+
     def __init__(self, ranks: ThreadRanks, rank: int) -> None:
         self._ranks, self.rank = ranks, rank
         self.world_size = ranks.world_size

@@ -23,6 +23,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from ..common.e4m3 import widen
 from .attention_tiles import first_seen
 
 _FP32_PRODUCT = tl.constexpr("tf32x3")  # fp32 precision on tensor cores; fp16 and bf16 ignore it
@@ -88,17 +89,19 @@ def _attend_tiles(
         page_T = tl.load(table_ptr + read_T // PAGE, mask=there_T, other=0).to(tl.int64)
         at_T = page_T * page_stride + (read_T % PAGE) * token_stride
         there_DT = inside(there_T[None, :], dim_D[:, None], DIM, q_RD.shape[1])
-        k_DT = tl.load(k_ptr + at_T[None, :] + dim_D[:, None], mask=there_DT, other=0.0)
+        k_DT = widen(tl.load(k_ptr + at_T[None, :] + dim_D[:, None], mask=there_DT, other=0.0), q_RD.dtype)
         x_RT = tl.dot(q_RD, k_DT, input_precision=_FP32_PRODUCT)
         if TAIL > 0:
             dim_C = tl.arange(0, q_tail_RC.shape[1])
             there_CT = inside(there_T[None, :], dim_C[:, None], TAIL, q_tail_RC.shape[1])
             k_CT = tl.load(k_ptr + DIM + at_T[None, :] + dim_C[:, None], mask=there_CT, other=0.0)
+            k_CT = widen(k_CT, q_RD.dtype)
             x_RT = tl.dot(q_tail_RC, k_CT, x_RT, input_precision=_FP32_PRODUCT)
             v_TF = tl.trans(k_DT)
         else:
             there_TF = inside(there_T[:, None], dim_F[None, :], V_DIM, V_WIDTH)
             v_TF = tl.load(v_ptr + at_T[:, None] + dim_F[None, :], mask=there_TF, other=0.0)
+            v_TF = widen(v_TF, q_RD.dtype)
         x_RT = x_RT * scale
         seen_RT = _visible(key_T[None, :], position_R[:, None], there_T[None, :], CAUSAL, WINDOW, FIRST_KEY)
         x_RT = tl.where(seen_RT, x_RT, -float("inf"))

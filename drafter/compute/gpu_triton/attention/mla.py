@@ -30,6 +30,7 @@ from ...eager.mla import split_queries
 from ...layers.mla import MLALayer
 from ...layers.rope import RotaryEmbedding
 from ...memory.kv_cache import PagedKVCache
+from ..common.e4m3 import as_stored
 from ..common.element_ops import dependent_launch, wait_for_predecessor
 from .attention_tiles import AttentionKind, PagedRows, WorkList
 from .mla_prefill import attend_expanded
@@ -177,7 +178,8 @@ def _norm(from_ptr, to_ptr, weight_ptr, eps, RANK: tl.constexpr, WIDTH: tl.const
     x_C = tl.load(from_ptr + column_C, mask=inside_C, other=0.0).to(tl.float32)
     weight_C = tl.load(weight_ptr + column_C, mask=inside_C, other=0.0).to(tl.float32)
     y_C = x_C * tl.rsqrt(tl.sum(x_C * x_C, 0) / RANK + eps) * weight_C
-    tl.store(to_ptr + column_C, y_C.to(to_ptr.dtype.element_ty), mask=inside_C)
+    y_C = as_stored(y_C.to(from_ptr.dtype.element_ty), to_ptr.dtype.element_ty)
+    tl.store(to_ptr + column_C, y_C, mask=inside_C)
 
 
 @triton.jit
@@ -187,5 +189,6 @@ def _rotate_key(from_ptr, to_ptr, offset_G, there_G, column_C, cos_1C, sin_1C, H
     low_GC = tl.load(from_ptr + at_GC, mask=inside_GC, other=0.0)
     high_GC = tl.load(from_ptr + at_GC + HALF, mask=inside_GC, other=0.0)
     low_GC, high_GC = rotate_halves(low_GC, high_GC, cos_1C, sin_1C)
-    tl.store(to_ptr + at_GC, low_GC, mask=inside_GC)
-    tl.store(to_ptr + at_GC + HALF, high_GC, mask=inside_GC)
+    kept: tl.constexpr = to_ptr.dtype.element_ty
+    tl.store(to_ptr + at_GC, as_stored(low_GC, kept), mask=inside_GC)
+    tl.store(to_ptr + at_GC + HALF, as_stored(high_GC, kept), mask=inside_GC)

@@ -25,6 +25,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ...layers.mla import MLALayer
+from ..common.e4m3 import widen
 from ..common.element_ops import dependent_launch, wait_for_predecessor
 from .attention_tiles import PagedRows
 
@@ -144,4 +145,5 @@ def _gather_latents(
     value_W = tl.arange(0, WIDTH)
     there_KW = there_K[:, None] & (value_W < VALUES)[None, :]
     latents_KW = tl.load(pages_ptr + from_K[:, None] + value_W[None, :], mask=there_KW, other=0.0)
+    latents_KW = widen(latents_KW, out_ptr.dtype.element_ty)
     tl.store(out_ptr + place_K[:, None] * VALUES + value_W[None, :], latents_KW, mask=there_KW)

@@ -25,6 +25,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ..common.e4m3 import as_stored
 from ..common.element_ops import dependent_launch, wait_for_predecessor
 
 _ELEMENTS_PER_PROGRAM = 512  # 8 of each half of a head per thread of a warp: 16 bytes a load in bf16
@@ -220,8 +221,9 @@ def _move(
         cos_C = load_columns(cos_ptr, columns_C, HALF, WIDTH)
         sin_C = load_columns(sin_ptr + HALF, columns_C, HALF, WIDTH)
         low_GC, high_GC = rotate_halves(low_GC, high_GC, cos_C[None, :], sin_C[None, :])
-    tl.store(to_ptr + offsets_GC, low_GC, mask=inside)
-    tl.store(to_ptr + offsets_GC + HALF, high_GC, mask=inside)
+    kept: tl.constexpr = to_ptr.dtype.element_ty
+    tl.store(to_ptr + offsets_GC, as_stored(low_GC, kept), mask=inside)
+    tl.store(to_ptr + offsets_GC + HALF, as_stored(high_GC, kept), mask=inside)
 
 
 @triton.jit

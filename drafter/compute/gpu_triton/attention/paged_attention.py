@@ -31,6 +31,7 @@ the kernels R rows of a tile (tokens x heads of a group).
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -67,8 +68,8 @@ def verify_attention(
 
     Args:
         q_NQD: fp16, bf16 or fp32; N >= rows.cu_rows[B].
-        k_PSKD, v_PSKF: a layer's keys and values by page, of q's dtype, with equal strides of pages and
-            tokens. Head strides are equal too, or values of another size are contiguous.
+        k_PSKD, v_PSKF: a layer's keys and values by page, of q's dtype or e4m3, with equal strides of pages
+            and tokens. Head strides are equal too, or values of another size are contiguous.
         work: `list_work` of these rows and of this layer's kind, which has causality, window and first key.
         sinks_Q: see `eager.attention.paged_attention`.
         q_tail_NQC: for MLA, queries of the C values after each key: keys are one shared head
@@ -111,7 +112,8 @@ def _check_shapes(q_NQD: Tensor, k_PSKD: Tensor, v_PSKF: Tensor, kind: Attention
     assert v_PSKF.stride(2) == (k_PSKD.stride(2) if kind.v_head_dim == head_dim else kind.v_head_dim), (
         "as above"
     )
-    assert q_NQD.dtype is k_PSKD.dtype is v_PSKF.dtype is kind.dtype, "q, K and V have one dtype"
+    assert q_NQD.dtype is kind.dtype and k_PSKD.dtype is v_PSKF.dtype, "K and V have one dtype"
+    assert k_PSKD.dtype in (kind.dtype, torch.float8_e4m3fn), "K and V have q's dtype, or are e4m3"
     assert kv_dim == head_dim <= MAX_HEAD_DIM, f"head_dim {head_dim} is no tile"
     assert kind.v_head_dim <= head_dim, "a value is no longer than its key"
     assert num_heads % num_kv_heads == 0, "query heads come in groups of one size"
@@ -126,7 +128,8 @@ def _check_latents(q_NQD: Tensor, q_tail_NQC: Tensor, k_PSKD: Tensor, kind: Atte
     assert q_tail_NQC.shape[:2] == (rows, num_heads) == (rows, kind.num_heads), "a tail for each query"
     assert dim == kind.head_dim == kind.v_head_dim <= MAX_HEAD_DIM, f"a latent of {dim} is no tile"
     assert k_PSKD.shape[1:] == (kind.page_size, 1, dim + tail), "one key for all heads"
-    assert q_NQD.dtype is q_tail_NQC.dtype is k_PSKD.dtype is kind.dtype, "q and K have one dtype"
+    assert q_NQD.dtype is q_tail_NQC.dtype is kind.dtype, "queries have one dtype"
+    assert k_PSKD.dtype in (kind.dtype, torch.float8_e4m3fn), "K has q's dtype, or is e4m3"
     assert q_NQD.stride(2) == q_tail_NQC.stride(2) == k_PSKD.stride(3) == 1, (
         "the last dimension is contiguous"
     )

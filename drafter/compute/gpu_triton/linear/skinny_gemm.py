@@ -28,6 +28,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ...layers.linear import Activation
+from ..common.e4m3 import widen
 from ..common.element_ops import activate, dependent_launch, wait_for_predecessor
 from .gemm_tiles import COLUMNS, ProductPlan, ProductWorkspace
 
@@ -231,18 +232,6 @@ def _sum_split(
         if norm_ptr is not None:
             norm_S = tl.load(norm_ptr + at_S, mask=at_S < INPUTS, other=0.0).to(tl.float32)
             x_SM = (x_SM.to(tl.float32) * scale_M[None, :] * norm_S[:, None]).to(dtype)
-        weight_CS = _widen(weight_CS, dtype)
+        weight_CS = widen(weight_CS, dtype)
         sum_CM = tl.dot(weight_CS, x_SM, sum_CM, input_precision=_FP32_PRODUCT)
     return sum_CM
-
-
-@triton.jit
-def _widen(weight_CS, dtype: tl.constexpr):
-    """Convert e4m3 codes, all exactly, or nothing.
-
-    On their way to bf16 they pass through fp16 and fp32: the direct way is a conversion instruction for each
-    value, of which a multiprocessor issues an eighth as many as of others.
-    """
-    if weight_CS.dtype == tl.float8e4nv and dtype == tl.bfloat16:
-        weight_CS = weight_CS.to(tl.float16).to(tl.float32)
-    return weight_CS.to(dtype)

@@ -1,0 +1,79 @@
+"""How many instructions the loops of the GPU kernels take, which bounds how fast they read their bytes.
+
+A warp scheduler issues one instruction per cycle, and each of a program's four warps has a scheduler of its
+own. So an iteration takes at least as many cycles of a multiprocessor as a warp has instructions, whatever
+the memory does; kernels issue about `ISSUE_SHARE` of the cycles. `tests/drafter/gpu_triton/
+test_kernels_compile.py` counts the instructions in the machine code for sm_90 and sm_100; docs/benchmarks/
+gpu.md has the table. Products of more rows than a tile of ours has are the library's and have no count here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+ISSUE_SHARE = 0.7  # an estimate
+ROW_TILE = 64  # rows of a product's or of attention's tile
+
+
+@dataclass(frozen=True, slots=True)
+class IssuedInstructions:
+    """Instructions of a multiprocessor's schedulers, by architecture."""
+
+    sm_90: float = 0.0
+    sm_100: float = 0.0
+
+    def __add__(self, other: IssuedInstructions) -> IssuedInstructions:
+        return IssuedInstructions(self.sm_90 + other.sm_90, self.sm_100 + other.sm_100)
+
+    def times(self, count: float) -> IssuedInstructions:
+        return IssuedInstructions(count * self.sm_90, count * self.sm_100)
+
+
+@dataclass(frozen=True, slots=True)
+class KernelLoop:
+    """A loop: the bytes and the instructions of an iteration."""
+
+    num_bytes: int
+    instructions: IssuedInstructions
+
+    def read(self, num_bytes: float) -> IssuedInstructions:
+        """Return the instructions for reading `num_bytes` once."""
+        return self.instructions.times(num_bytes / self.num_bytes)
+
+
+def _loop(num_bytes: int, sm_90: int, sm_100: int) -> KernelLoop:
+    return KernelLoop(num_bytes, IssuedInstructions(sm_90, sm_100))
+
+
+MXFP4_BYTES, INT4_BYTES = 17 / 32, 18 / 32  # of a weight, with a scale per 32 weights
+# By bytes of a weight: 16-bit, e4m3, MXFP4 and INT4; the last two also with tiles of 64 rows.
+PRODUCTS: Mapping[float, KernelLoop] = {
+    2: _loop(16384, 189, 185),
+    1: _loop(8192, 330, 298),
+    MXFP4_BYTES: _loop(4352, 306, 323),
+    INT4_BYTES: _loop(4608, 280, 311),
+}
+TALL_MXFP4 = _loop(4352, 363, 410)
+# A tile of 64 rows over K and V with heads of 128, by bytes of their elements.
+ATTENTION: Mapping[int, KernelLoop] = {2: _loop(32768, 766, 976), 1: _loop(16384, 883, 918)}
+
+
+def product_instructions(weight_bytes: float, num_bytes: float, rows: float) -> IssuedInstructions:
+    """Return the instructions of a product of `rows` rows, of which a tile of 64 reads the weights once."""
+    loop = PRODUCTS.get(weight_bytes)
+    if loop is None:
+        return IssuedInstructions()
+    if weight_bytes == MXFP4_BYTES and rows > 16:
+        loop = TALL_MXFP4
+    return loop.read(num_bytes).times(_tiles(rows))
+
+
+def attention_instructions(element_bytes: int, num_bytes: float, rows: float) -> IssuedInstructions:
+    """Return the instructions of attention, of which a tile of 64 rows reads the keys and values once."""
+    loop = ATTENTION.get(element_bytes)
+    return IssuedInstructions() if loop is None else loop.read(num_bytes).times(_tiles(rows))
+
+
+def _tiles(rows: float) -> int:
+    return max(1, -int(-rows // ROW_TILE))

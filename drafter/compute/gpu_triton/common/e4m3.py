@@ -1,0 +1,50 @@
+"""Conversions between e4m3 (float8_e4m3fn) and wider types in kernels, for weights and K/V."""
+
+# pyright: reportCallIssue=false, reportArgumentType=false, reportGeneralTypeIssues=false
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from ...memory.kv_cache import E4M3_MAX
+
+_MAX = tl.constexpr(E4M3_MAX)
+_FIRST_NORMAL_BITS = tl.constexpr(121 << 23)  # 2^-6 in fp32, the smallest normal number of e4m3
+_ALIGNING_BITS = tl.constexpr(141 << 23)  # 2^14: a sum with it has a last place of 2^-9, as subnormals
+_REBIAS = tl.constexpr((120 << 23) - 0x7FFFF)  # of exponents, less half a last place for rounding
+
+
+@triton.jit
+def widen(x, dtype: tl.constexpr):
+    """Convert e4m3 values, all exactly; values of another type are only cast to `dtype`.
+
+    On their way to bf16 they pass through fp16 and fp32: the direct way is a conversion instruction for each
+    value, of which a multiprocessor issues an eighth as many as of others.
+    """
+    if x.dtype == tl.float8e4nv and dtype == tl.bfloat16:
+        x = x.to(tl.float16).to(tl.float32)
+    return x.to(dtype)
+
+
+@triton.jit
+def as_stored(x, dtype: tl.constexpr):
+    """Convert values for K/V of `dtype`: if it is e4m3, as `PagedKVCache.write` does, bit by bit.
+
+    Values beyond the largest are clamped, NaNs and infinities become 0, ties go to even codes. In integers,
+    because compilers, devices and the interpreter round to e4m3 differently.
+    """
+    if dtype == tl.float8e4nv:
+        x = x.to(tl.float32)
+        bits = x.to(tl.int32, bitcast=True)
+        bits = tl.where((bits & 0x7FFFFFFF) < 0x7F800000, bits, 0)
+        sign = (bits >> 24) & 0x80
+        positive = tl.minimum((bits & 0x7FFFFFFF).to(tl.float32, bitcast=True), _MAX)
+        magnitude = positive.to(tl.int32, bitcast=True)
+        aligned = positive + 16384.0
+        subnormal = aligned.to(tl.int32, bitcast=True) - _ALIGNING_BITS
+        normal = (magnitude - _REBIAS + ((magnitude >> 20) & 1)) >> 20
+        codes = tl.where(magnitude < _FIRST_NORMAL_BITS, subnormal, normal) | sign
+        return codes.to(tl.uint8).to(tl.float8e4nv, bitcast=True)
+    else:
+        return x.to(dtype)

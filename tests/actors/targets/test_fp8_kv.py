@@ -1,0 +1,126 @@
+"""`kv_cache_dtype`: K/V in e4m3, in either model and with every kernel (device: see `devices.py`).
+
+The grid of `test_lossless.py` has cells of such engines.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+import triton
+import triton.language as tl
+from manta.actors.targets.loading.load_plan import plan_load
+from manta.actors.targets.loading.memory_budget import affordable_pages, page_bytes
+from manta.cluster.errors import ConfigError
+from manta.cluster.pages.kv_cache_groups import KVCacheSpec
+from manta.drafter.compute.gpu_triton.common.e4m3 import as_stored
+from manta.drafter.compute.memory.kv_cache import E4M3_MAX, PagedKVCache
+from support.checkpoints.tiny import make_tiny_drafter, make_tiny_target
+from support.engines.device_engines import CASES, generate, opened
+from support.engines.devices import DEVICE
+from support.engines.steps import open_runner, settings
+from support.oracles.sampling_cases import KNOBS, tokens_of
+
+pytestmark = pytest.mark.xdist_group("device runner")
+
+
+@triton.jit
+def _store(values_ptr, stored_ptr, COUNT: tl.constexpr):
+    at = tl.program_id(0) * COUNT + tl.arange(0, COUNT)
+    tl.store(stored_ptr + at, as_stored(tl.load(values_ptr + at), stored_ptr.dtype.element_ty))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_kernels_round_every_value_as_the_definition(dtype: torch.dtype) -> None:
+    """All values of 16 bits: ties, subnormals, values beyond the largest, infinities and NaNs."""
+    bits = torch.arange(-(2**15), 2**15, dtype=torch.int32, device=DEVICE).to(torch.int16)
+    values = bits.view(torch.float16).float() if dtype is torch.float32 else bits.view(dtype)
+    cache = PagedKVCache(1, 2**10, 2, KVCacheSpec(1, 16, 16), torch.float8_e4m3fn, DEVICE)
+    cache.write(0, torch.arange(2**11, device=DEVICE), values.view(2**11, 32))
+    stored = torch.empty(2**16, dtype=torch.float8_e4m3fn, device=DEVICE)
+    _store[(16,)](values, stored, COUNT=2**12)
+    definition = cache.slots(0)[0, : 2**11].flatten()
+    assert torch.equal(stored.view(torch.uint8), definition.view(torch.uint8))
+    finite = values.float().abs() < torch.inf
+    nearest = values[finite].float().clamp(-E4M3_MAX, E4M3_MAX)
+    assert ((definition[finite].float() - nearest).abs() <= nearest.abs() / 16 + 2**-10).all()
+    assert not definition[~finite].float().any()
+
+
+@pytest.mark.parametrize("family", ["qwen3", "gpt_oss", "deepseek_v3"])
+def test_kernels_give_the_definitions_tokens_over_e4m3(tmp_path: Path, family: str) -> None:
+    target = make_tiny_target(tmp_path / "target", family, seed=5)
+    hidden = plan_load(settings(target)).target.hidden_size
+    drafter = make_tiny_drafter(tmp_path / "drafter", hidden_size=hidden)
+    expected, _ = generate(target, None, "torch", kv_cache_dtype="fp8")
+    got, stats = generate(target, drafter, "triton", kv_cache_dtype="fp8_e4m3")
+    assert got == expected
+    assert stats.num_drafts > 0
+
+
+@pytest.mark.parametrize("backend", ["torch", "triton"])
+def test_values_are_rounded_in_both_models(tiny_qwen3: Path, tiny_drafter: Path, backend: str) -> None:
+    params = [replace(KNOBS["greedy"], max_tokens=2)] * len(CASES)
+    dtypes: list[torch.dtype] = []
+    make = PagedKVCache.__init__
+
+    def watched(self: PagedKVCache, *arguments: object, **named: object) -> None:
+        make(self, *arguments, **named)  # type: ignore[arg-type]
+        dtypes.append(self.kv.dtype)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(PagedKVCache, "__init__", watched)
+        with opened(tiny_qwen3, tiny_drafter, backend, kv_cache_dtype="fp8") as llm:
+            tokens_of(llm, CASES, params)
+    assert dtypes[-2:] == [torch.float8_e4m3fn] * 2, "the target's and the drafter's, after trials"
+
+
+def test_the_same_memory_holds_twice_the_tokens(tiny_qwen3: Path, tiny_drafter: Path) -> None:
+    """By the pages' books, by what is allocated and by what an engine reports."""
+    how = {"dtype": "bfloat16", "attention_backend": "torch", "kv_cache_memory_bytes": 2**20}
+    counts: dict[str, tuple[int, ...]] = {}
+    for kept in ("auto", "fp8"):
+        config = settings(tiny_qwen3, tiny_drafter, kv_cache_dtype=kept, **how)
+        plan = plan_load(config)
+        counts[kept] = affordable_pages(plan, page_bytes(plan), None)
+        runner, info = open_runner(tiny_qwen3, tiny_drafter, kv_cache_dtype=kept, **how)
+        assert info.num_pages == counts[kept]
+        assert runner.cache.kv.nbytes * page_bytes(plan)[0] / page_bytes(plan, drafter=False)[0] > 0.9 * 2**20
+        assert runner.cache.kv.nbytes <= 2**20 + page_bytes(plan)[0]
+    assert [count // 2 for count in counts["fp8"]] == list(counts["auto"])
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"kv_cache_dtype": "fp8_e5m2"}, "auto, fp8, fp8_e4m3"),
+        (
+            {"kv_cache_dtype": "fp8", "attention_backend": "compiled", "dtype": "bfloat16"},
+            "keeps K/V in bfloat16",
+        ),
+    ],
+)
+def test_other_formats_and_kernels_without_them_are_refused_by_name(
+    tiny_qwen3: Path, changes: dict[str, str], named: str
+) -> None:
+    with pytest.raises(ConfigError, match=named):
+        plan_load(settings(tiny_qwen3, device="cpu", **changes))
+
+
+def test_a_gpu_without_e4m3_is_refused(tiny_qwen3: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from manta.actors.targets.loading import backend_selection as selection
+    from manta.drafter.compute.backend import DeviceCapabilities
+
+    monkeypatch.setattr(selection, "why_not", lambda name, *_: None if name == "triton" else "is not here")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (8, 0))
+    config = settings(tiny_qwen3, kv_cache_dtype="fp8")
+    machine = DeviceCapabilities(torch.device("cuda"), torch.bfloat16, 64, 1, torch.float8_e4m3fn)
+    with pytest.raises(ConfigError, match=r"kv_cache_dtype='fp8' needs a GPU.*8\.9"):
+        selection.choose_backend(config, [], machine)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
+    assert selection.choose_backend(config, [], machine) == "triton"

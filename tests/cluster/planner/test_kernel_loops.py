@@ -1,0 +1,74 @@
+"""Instruction counts of kernels as a bound of a step: the counts of the compiled loops, and what follows."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from manta.cluster.hardware.gpu_specs import GPUS
+from manta.cluster.hardware.kernel_loops import (
+    ATTENTION,
+    INT4_BYTES,
+    ISSUE_SHARE,
+    MXFP4_BYTES,
+    PRODUCTS,
+    TALL_MXFP4,
+)
+from manta.cluster.hardware.model_pair import ModelPair
+from manta.cluster.hardware.model_shape import ExpertShape, LayerShape, ModelShape
+from manta.cluster.hardware.parallel_layouts import ParallelLayout
+from manta.cluster.hardware.step_time import DeviceTime, StepTimes
+
+EXPERTS = ExpertShape(count=128, chosen=4, inter=2880, num_held=128, weight_bytes=MXFP4_BYTES)
+LAYER = LayerShape(heads=64, kv_heads=8, head_dim=64, v_head_dim=64, experts=EXPERTS)
+GPT_OSS = ModelShape(layers=(LAYER,) * 36, hidden=2880, vocab=201088)
+
+
+def verify(target: ModelShape, gpu: str = "b200", rows: float = 1, context: float = 1024) -> DeviceTime:
+    pair = ModelPair(target=target, drafter=None, tied=False, tp_sizes=(1,), survival=())
+    return StepTimes(pair, GPUS[gpu], ParallelLayout(1, None, 1)).verify(1, rows, context)
+
+
+@pytest.mark.parametrize(
+    ("gpu", "loop", "terabytes"),
+    [
+        ("h100", PRODUCTS[2], 20.0),
+        ("h100", PRODUCTS[1], 5.7),
+        ("h100", PRODUCTS[MXFP4_BYTES], 3.3),
+        ("h100", TALL_MXFP4, 2.8),
+        ("h100", PRODUCTS[INT4_BYTES], 3.8),
+        ("h100", ATTENTION[2], 9.9),
+        ("h100", ATTENTION[1], 4.3),
+        ("b200", PRODUCTS[MXFP4_BYTES], 3.9),
+        ("b200", ATTENTION[2], 9.6),
+    ],
+)
+def test_ceilings_are_those_of_the_documented_table(gpu: str, loop, terabytes: float) -> None:
+    """docs/benchmarks/gpu.md has the rates at which all cycles issue."""
+    seconds = ISSUE_SHARE * GPUS[gpu].issue_s(loop.read(1e12))
+    assert 1 / seconds == pytest.approx(terabytes, abs=0.06)
+
+
+def test_packed_experts_are_bound_by_instructions_where_memory_is_fast() -> None:
+    wide = replace(GPT_OSS, layers=(replace(LAYER, experts=replace(EXPERTS, weight_bytes=2.0)),) * 36)
+    issued_s = verify(GPT_OSS).instructions - verify(wide).instructions  # 16 bits are read more slowly
+    assert issued_s == pytest.approx(GPUS["b200"].issue_s(GPT_OSS.experts(1).issued))
+    assert issued_s > 2 * GPT_OSS.experts(1).num_bytes / GPUS["b200"].device.bytes_per_s
+    assert verify(GPT_OSS).total_s < verify(wide).total_s
+
+
+def test_more_rows_of_an_expert_than_a_tile_read_its_weights_again() -> None:
+    few, tile, many = (GPT_OSS.experts(rows).issued.sm_100 for rows in (512, 2048, 4096))
+    assert few < tile and many == pytest.approx(2 * tile, rel=0.02)
+
+
+def test_keys_and_values_of_one_byte_move_half_the_bytes_and_take_more_instructions() -> None:
+    dense = ModelShape.dense(
+        layers=36, hidden=4096, inter=12288, heads=32, kv_heads=8, head_dim=128, vocab=151936
+    )
+    small = replace(dense, kv_itemsize=1)
+    assert small.kv_bytes * 2 == dense.kv_bytes
+    wide, narrow = (model.attention(8, 16, 8192) for model in (dense, small))
+    assert narrow.num_bytes * 2 == wide.num_bytes and narrow.flop == wide.flop
+    assert narrow.issued.sm_90 > wide.issued.sm_90
+    assert verify(small, "h200", 16, 65536).total_s < verify(dense, "h200", 16, 65536).total_s
