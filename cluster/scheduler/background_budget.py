@@ -6,9 +6,8 @@ most of the time reading the weights.
 
 *Background work* may take a share of the online requests' time (`_SHARE`). It is saved while they decode, and
 spent by the measured seconds of steps with background work minus the predicted ones without it. Cheap work
-joins first: on a GPU decoding requests join every step and prompts occasionally; on a CPU one request joins
-once in several steps. Without online requests in the step, background work gets what lasts as long as a
-prompt may delay them, because one may arrive meanwhile.
+joins first: on a GPU decoding requests join every step; on a CPU one request joins once in several steps.
+Without online requests in the step, background work gets what lasts as long as a prompt may delay them.
 
 Costs are predicted by `StepCostModel`. Legend: M amounts of work.
 """
@@ -19,7 +18,6 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ..speculation.loss_budget import LossBudget
 from ..speculation.step_cost_model import Amounts, Doubles, StepCostModel, StepLoad
 
 _SHARE = 0.03  # of the time of online requests' decoding: p95 of the time per token may grow by a tenth
@@ -51,7 +49,7 @@ class BackgroundBudget:
 
     def __init__(self, costs: StepCostModel, max_rows: int, *, chunks: bool) -> None:
         self._costs, self._max_rows, self._chunks = costs, max_rows, chunks
-        self._budget = LossBudget(_SHARE, _MAX_SAVED)
+        self._saved_s = 0.0  # for background work
         steps = np.arange(0, max_rows + _CHUNK, _CHUNK) if chunks else np.array([0, max_rows])
         self._prompts_M = np.minimum(steps, max_rows)
         self._most_prompt_rows = _CHUNK  # in any measured step
@@ -71,11 +69,8 @@ class BackgroundBudget:
         self._most_prompt_rows = max(self._most_prompt_rows, num_rows)
 
     def with_online(self, load: StepLoad, length: int, num_decoding: int) -> BackgroundWork:
-        """Return the work to add to a step in which the online requests `load` decode.
-
-        Args:
-            length: draft length of all requests.
-            num_decoding: background requests that could decode.
+        """Return the work to add to a step in which the online requests `load` decode with drafts of this
+        length; `num_decoding` background requests could decode.
         """
         if not self._costs.has_measurements:
             return NOTHING
@@ -84,8 +79,8 @@ class BackgroundBudget:
             load._replace(num_requests=load.num_requests * all_M, context=load.context * all_M), length
         )
         self._base_s = float(costs_M[0])
-        decoding = self._affordable(costs_M, self._budget.balance_s)
-        left_s = self._budget.balance_s - (costs_M[decoding] - costs_M[0])
+        decoding = self._affordable(costs_M, self._saved_s)
+        left_s = self._saved_s - (costs_M[decoding] - costs_M[0])
         costs_M = self._costs.step_s(load._replace(prompt_rows=self._prompts_M), length)
         prompts = self._affordable(costs_M, left_s)
         return BackgroundWork(decoding, int(self._prompts_M[prompts]))
@@ -103,12 +98,8 @@ class BackgroundBudget:
     def without_online(
         self, num_decoding: int, length: int, context: Amounts, *, quiet: bool
     ) -> BackgroundWork:
-        """Return the work of a step without online requests.
-
-        Args:
-            num_decoding: requests that could decode, with drafts of this length.
-            context: context tokens of each.
-            quiet: no online request arrived recently, so all requests decode.
+        """Return the work of a step without online requests, in which `num_decoding` requests with `context`
+        tokens each could decode. All do if it is `quiet`: no online request arrived recently.
         """
         if not self._base_s:
             return BackgroundWork(num_decoding, self._max_rows)
@@ -125,8 +116,8 @@ class BackgroundBudget:
     def observe(self, base_s: float, seconds: float) -> None:
         """Record the seconds of a step in which online requests decoded, and those without other work."""
         self._base_s = base_s
-        self._budget.earn(base_s, base_s)
-        self._budget.balance_s = max(self._budget.balance_s - (seconds - base_s), -_MAX_SAVED * base_s)
+        saved_s = min(self._saved_s + _SHARE * base_s, _MAX_SAVED * base_s)
+        self._saved_s = max(saved_s - (seconds - base_s), -_MAX_SAVED * base_s)
 
 
 def _max_delay_s(step_s: float) -> float:

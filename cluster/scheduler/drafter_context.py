@@ -37,12 +37,8 @@ _ROWS_PER_TOKEN = 8
 class ContextWriteGate:
     """Stops writing the drafter's context K/V while drafts have gained nothing for long.
 
-    Writing takes a part of every step, resuming the recomputation of at least one request. So a mere trial
-    waits until enough steps have been saved, and twice as many after each unsuccessful one. Writes that take
-    little time are never stopped.
-
-    Args:
-        may_stop: whether writes take the target's time. Those of a drafter with its own device do not.
+    Resuming recomputes at least one request. So a mere trial waits until enough steps have been saved, and
+    twice as many after each unsuccessful one. Writes that take little time are never stopped.
 
     Attributes:
         on: whether the next step writes.
@@ -90,17 +86,10 @@ class ContextWriteGate:
 class DrafterContextRefill:
     """Chooses the running requests to recompute for their drafter context, and their rows per step.
 
-    A recomputed request is preempted and readmitted. Other requests' steps get longer, and its own reader
-    waits. So one is recomputed at a time, the shortest first, with as many rows per step as drafts are
-    missing, or as there are other requests. A request that is too long, or about to end, continues without
-    drafts; as many tokens are assumed to remain as were generated.
-
-    Args:
-        max_rows: maximum rows of a step.
-        chunks: whether a prompt may be computed in parts.
-
-    Attributes:
-        current: the sequence that is being recomputed.
+    A recomputed request is preempted and readmitted. So one (`current`) is recomputed at a time, the shortest
+    first, with as many rows per step as drafts are missing, or as there are other requests. A request that is
+    too long, or about to end, continues without drafts; as many tokens are assumed to remain as were
+    generated.
     """
 
     def __init__(self, max_rows: int, *, chunks: bool) -> None:
@@ -125,7 +114,7 @@ class DrafterContextRefill:
                 self._prompts[request.background][sequence.slot] = len(request.prompt_token_ids)
 
     def on_sequence_removed(self, slot: int) -> None:
-        """Forget the sequence of this slot, which has left; the next one in it has drafter context."""
+        """Forget the sequence of this slot; the next one in it has drafter context."""
         for prompts in self._prompts:
             prompts.pop(slot, None)
 
@@ -161,12 +150,7 @@ class DrafterContextRefill:
 
 
 class DrafterContext:
-    """The state of the drafter's context for one engine's requests.
-
-    Attributes:
-        health: state of the executor's drafter.
-        refill: chooses requests to recompute.
-    """
+    """The state of the drafter's context for one engine's requests."""
 
     def __init__(self, config: SchedulerConfig, queues: RequestQueues, controller: StepController) -> None:
         self._queues, self._controller = queues, controller
@@ -197,10 +181,7 @@ class DrafterContext:
             self._controller.on_drafter_replaced()
 
     def begin_trial(self) -> None:
-        """Write a candidate drafter's context too from now on.
-
-        Running requests keep the present drafter; new ones get no cached page that the candidate lacks.
-        """
+        """Write a candidate drafter's context too; new requests get no cached page that lacks it."""
         self._before_trial = list(self._queues.running)
         if self._writes.on:
             self._queues.kv_cache_manager.invalidate([sequence.slot for sequence in self._before_trial])
@@ -244,11 +225,8 @@ class DrafterContext:
             self._queues.counters.drafter_unwritten_tokens += plan.num_batched_tokens
 
     def _forget(self, *, marked: bool = False) -> None:
-        """Drop the context of everything computed.
-
-        Args:
-            marked: only the cache's marked pages lack it, and the shortest running request is recomputed
-                whatever its length.
+        """Drop the context of everything computed; if `marked`, only of the cache's marked pages. The
+        shortest running request is then recomputed whatever its length.
         """
         running, table = self._queues.running, self._queues.table
         self._queues.kv_cache_manager.invalidate([sequence.slot for sequence in running], marked=marked)
@@ -256,10 +234,6 @@ class DrafterContext:
         self._disable_drafts(running, min(lengths, default=0) if marked else 0)
 
     def _disable_drafts(self, running: list[Sequence], num_tokens: int = 0) -> None:
-        """Disable drafts for these until they are recomputed.
-
-        `num_tokens`: see `DrafterContextRefill.begin`.
-        """
         self._queues.table.max_drafts_S[[sequence.slot for sequence in running]] = 0
         self.refill.begin(running, num_tokens)
 

@@ -188,12 +188,7 @@ class StepController:
         is_half: bool,
         drafter_ready: bool,
     ) -> ScheduledStep:
-        """Complete a plan with how its drafts are trimmed.
-
-        Args:
-            context: context tokens, summed over its requests.
-            num_online, num_running: see `ScheduledStep`; running requests of its first kind.
-        """
+        """Complete a plan with how its drafts are trimmed; `num_running` requests are of its first kind."""
         mode = None if self._two_batches is None else self._two_batches.plan(num_running, is_half=is_half)
         choice = self._choices[not num_online]
         load, weights_R = _load_of(plan, context, is_half), self._weights.of(plan.slots, now_s)

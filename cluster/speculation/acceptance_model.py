@@ -28,9 +28,7 @@ from .acceptance_length import survival_of_length
 
 Doubles = NDArray[np.float64]
 
-NUM_BLOCKS = (
-    64  # stored for each slot, in each estimate, and observed in one step; more add cost, not accuracy
-)
+NUM_BLOCKS = 64  # stored for each slot, in each estimate, and observed in one step; more add only cost
 NO_MARGIN = math.e - 1.0  # used if no margin is reported: x is 1
 UPDATE_STEPS = 16  # at most; an update costs about as much as a small step
 _FADE = 0.985  # decay of the curvature per step: a time constant of 67 steps
@@ -43,11 +41,9 @@ _ERROR_BINS = 10
 
 
 class AcceptanceModel:
-    """The acceptance probabilities of one engine's drafter.
+    """The acceptance probabilities of one engine's drafter, one of `num_drafters` so far.
 
-    Attributes:
-        num_drafters: number of drafters so far, the present one included.
-        bias_K, slope_K: see `Trim`.
+    `bias_K` and `slope_K` are those of `Trim`.
     """
 
     def __init__(self, max_drafts: int, num_slots: int) -> None:
@@ -114,9 +110,7 @@ class AcceptanceModel:
 
     @property
     def calibration_error(self) -> tuple[float, ...]:
-        """Mean absolute difference of predicted and observed acceptance by position, over ten bins of the
-        predicted probability; 0 where nothing was observed.
-        """
+        """Mean absolute difference of predicted and observed acceptance by position, over ten bins."""
         gaps_K = np.abs(self._gaps_KE).sum(axis=1)
         return tuple((gaps_K / np.maximum(self._observed_K, 1.0)).tolist())
 
@@ -131,14 +125,9 @@ class AcceptanceModel:
         drafted_R: IntArray,
         margins_RK: FloatArray | None,
     ) -> None:
-        """Record the outcome of one step's drafts.
+        """Record how many drafts of the requests that drafted were verified, accepted and made, and margins.
 
-        Args:
-            slots_R: slots of the requests that drafted.
-            verified_R, accepted_R: number of verified and accepted drafts of each request.
-            continues_R: False where a request ended, so its first draft not accepted was not judged.
-            drafted_R: number of drafts made.
-            margins_RK: margins of the drafts; None if the drafter reports none.
+        `continues_R` is False where a request ended, so its first draft not accepted was not judged.
         """
         some = np.arange(len(slots_R))
         if len(some) > NUM_BLOCKS:
@@ -217,7 +206,6 @@ class AcceptanceModel:
         self._accepted_K = fade_K * self._accepted_K + survival_BK.sum(axis=0)
 
     def _publish(self) -> None:
-        """Update what is derived from the state."""
         bias, slope, position, _ = self._theta_P
         self.bias_K = (bias + position * self._log_position_K).astype(np.float32)
         self.slope_K = np.full(self._max_drafts, slope, dtype=np.float32)
@@ -232,7 +220,6 @@ class AcceptanceModel:
     # Persistence.
 
     def as_json(self) -> dict[str, Any]:  # Any: JSON
-        """Return what was learned about the drafter, without the state of single requests."""
         counts = {"reached": self._reached_K, "accepted": self._accepted_K}
         arrays = {"theta": self._theta_P, "curvature": self._curvature_PP, **counts}
         return {name: array.tolist() for name, array in arrays.items()}

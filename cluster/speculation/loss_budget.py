@@ -3,7 +3,6 @@
 Speculation may lose about one percent against plain decoding (`draft_length_policy.py`): in trials, each
 made only if its worst case is covered, and with drafts that were expected to pay and do not, until drafting
 pauses.
-Background work may take another share of online requests' time (`background_budget.py`).
 """
 
 from __future__ import annotations
@@ -13,12 +12,7 @@ MAX_BACKOFF = 16  # attempts that last a tenth of the first wait then cost less 
 
 
 class LossBudget:
-    """One balance of an engine, in seconds.
-
-    Args:
-        share: of the time, added to the balance.
-        max_steps: steps' seconds that the balance is at most.
-    """
+    """One balance of an engine, in seconds: a share of the time, up to some steps' seconds."""
 
     def __init__(self, share: float, max_steps: float) -> None:
         self._share, self._max_steps = share, max_steps

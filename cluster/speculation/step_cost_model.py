@@ -61,11 +61,7 @@ class StepLoad(NamedTuple):
 
 
 class PassRegression:
-    """Regression for one kind of pass of one engine. False until a pass was observed.
-
-    Args:
-        has_phase: whether the phase is estimated; otherwise it is 1.
-    """
+    """Regression for one kind of pass, with or without a phase. False until a pass was observed."""
 
     def __init__(self, *, has_phase: bool = False) -> None:
         self._has_phase = has_phase
@@ -82,10 +78,8 @@ class PassRegression:
         return math.exp(float(self._theta_F[_PHASE]))
 
     def predict(self, rows_M: Amounts, load: StepLoad) -> tuple[Doubles, Doubles, Doubles]:
-        """Predict passes with these decoding rows. At least one pass must have been observed.
-
-        Returns:
-            seconds [M], their relative standard deviation [M], and their derivatives [M, F].
+        """Return the seconds of passes with these decoding rows [M], their relative standard deviation [M],
+        and their derivatives [M, F]. At least one pass must have been observed.
         """
         slopes_MF = _features(rows_M, load)
         seconds_M = self.phase * np.maximum(slopes_MF @ self._theta_F, MIN_S)
