@@ -69,7 +69,8 @@ class PackedCpuBackend(NumbaBackend):
     keeps_codes = True
 
     def __init__(self, num_threads: int, quantization: QuantizedAtLoad | None = None) -> None:
-        self._num_threads, self.quantization = num_threads, quantization
+        self._num_threads = num_threads
+        self.quantization: QuantizedAtLoad | None = quantization
         self.weight_bytes = 0
 
     def quantizing(self, quantization: QuantizedAtLoad | None) -> PackedCpuBackend:
@@ -84,7 +85,7 @@ class PackedCpuBackend(NumbaBackend):
 
     def head(self, weight_VH: Tensor) -> Projection:
         """Return the projection to logits, with eight bits where other weights have fewer."""
-        return self._linear(weight_VH, None, self.quantization and "int8")
+        return self._linear(weight_VH, None, None if self.quantization is None else "int8")
 
     def linear_of_blocks(self, weight_PLRH: Tensor, bias_O: Tensor | None = None) -> Projection:
         return self.linear(weight_PLRH.flatten(0, 2), bias_O)  # repacked anyway

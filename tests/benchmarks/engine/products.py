@@ -37,7 +37,7 @@ def main(
     typer.echo(f"[{outputs}, {inputs}], {threads} threads, us (speed relative to bf16):")
     for num_rows in map(int, rows.split(",")):
         x = torch.randn(num_rows, inputs).bfloat16()
-        best = dict.fromkeys(KINDS, float("inf"))
+        best: dict[str, float] = dict.fromkeys(KINDS, float("inf"))
         for _ in range(rounds):  # in turns, as others may use the machine
             for kind, of_kind in layers.items():
                 best[kind] = min(best[kind], _seconds(of_kind, x))

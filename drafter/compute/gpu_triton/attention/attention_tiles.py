@@ -201,7 +201,7 @@ def _block_keys(width: int, itemsize: int) -> int:
 
 def tile_width(head_dim: int) -> int:
     """Return the columns of a tile that holds such heads; the rest is masked."""
-    return max(triton.next_power_of_2(head_dim), _MIN_WIDTH)
+    return max(1 << (head_dim - 1).bit_length(), _MIN_WIDTH)
 
 
 HEADER = tl.constexpr(2)  # numbers before the lists
