@@ -7,9 +7,9 @@ Drafts may be trimmed once their margins are known (`draft_trimming.py`). An est
 it sorts the drafts of recent blocks by probability, and finds the best number of them to verify. Estimates
 are made in a *review*, every 8 steps at first and later every 64; in between the choice is kept. A review
 
-* changes the length if another is clearly better and its cost is known;
-* schedules a *trial*, up to three steps with a length that may cost much less than predicted (the bound
-  of one standard deviation), if the loss is covered by the budget (`loss_budget.py`);
+* changes the length if another is clearly better;
+* schedules a *trial*, up to three steps with a length that may cost much less than predicted (one
+  standard deviation), if the loss is covered by the budget (`loss_budget.py`);
 * while no drafts are made, schedules a trial every 64 to 1024 steps anyway, because texts change.
 
 No token depends on the choice. Without a clock (simulated executors) all drafts are made.
@@ -20,7 +20,7 @@ Legend: R decoding requests, K most drafts of a request, N blocks, S drafts that
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from itertools import cycle
 from typing import NamedTuple
@@ -35,7 +35,7 @@ from .loss_budget import MAX_BACKOFF, Backoff, LossBudget
 from .step_cost_model import MIN_S, Doubles, StepCostModel, StepLoad
 
 BETTER = 1.02  # rate ratio to change a choice; estimates differ by about a percent
-_KNOWN = 2.5  # a cost is known if the ratio of its bounds is at most this
+_KNOWN = 2.5  # plain steps are measured if their prediction is at most this multiple of its lower bound
 _REVIEW_STEPS = 8  # between reviews at first, and between trials of a length
 _RETRY_STEPS = NUM_BLOCKS  # between reviews later, and without drafts until a retry: all samples are new
 _TRIAL_STEPS = 3  # at most, as far as the loss is covered
@@ -186,11 +186,12 @@ class DraftLengthPolicy:
         self._costs.changed()
         load = load._replace(prompt_rows=0)  # prompt rows per token do not depend on the length
         lengths = self._possible(len(batch.slots_R))
-        min_s, max_s = (
-            dict(zip(lengths, bounds.tolist(), strict=True)) for bounds in self._costs.bounds_s(load, lengths)
+        min_s, mean_s = (
+            dict(zip(lengths, seconds_M.tolist(), strict=True))
+            for seconds_M in (self._costs.least_s(load, lengths), self._costs.step_s(load, lengths))
         )
         # With costs from before the first request drafts are tried first.
-        is_measured = state.has_plain and max_s[0] <= _KNOWN * min_s[0]
+        is_measured = state.has_plain and mean_s[0] <= _KNOWN * min_s[0]
         if not (is_measured or self._costs.known_at_start):
             state.trial_length, state.trial_steps = 0, 1
             return
@@ -199,17 +200,13 @@ class DraftLengthPolicy:
         state.plain_s = plain.seconds
         self._budget.begin(plain.seconds)
         covered_s = self._budget.balance_s
-        self._update_length(state, estimates, (
-            length
-            for length in lengths
-            if max_s[length] <= _KNOWN * min_s[length] or max_s[length] - plain.seconds <= covered_s
-        ))  # fmt: skip
+        self._update_length(state, estimates)
         self._declines_S[batch.slots_R] = self._unprofitable(state, batch, load)
         if self._num_steps < self._paused_until:
             return
         # The largest loss of a trial, compared with the present rate, is if no draft is accepted.
         losses_s = {
-            length: max(max_s[length] - plain.worth / state.estimate.rate, MIN_S)
+            length: max(mean_s[length] - plain.worth / state.estimate.rate, MIN_S)
             for length in lengths
             if length != state.length
         }
@@ -227,12 +224,10 @@ class DraftLengthPolicy:
         maximum = max(self._max_rows // num_requests - 1, 0)
         return [length for length in self._lengths if length <= maximum]
 
-    def _update_length(
-        self, state: _LoadState, estimates: dict[int, LengthEstimate], known: Iterable[int]
-    ) -> None:
-        """Keep the length, or change to a better one with a known cost."""
+    def _update_length(self, state: _LoadState, estimates: dict[int, LengthEstimate]) -> None:
+        """Keep the length, or change to a better one."""
         length = state.length if state.length in estimates else 0
-        best = max({0, length, *known}, key=lambda each: estimates[each].rate)
+        best = max(estimates, key=lambda each: estimates[each].rate)
         if estimates[best].rate > BETTER * estimates[length].rate:
             length = best
             state.review_at = min(state.review_at, state.steps + _REVIEW_STEPS)

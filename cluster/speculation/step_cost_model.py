@@ -119,8 +119,10 @@ class PassRegression:
 
     def _begin(self, rows: float, load: StepLoad, seconds: float) -> None:
         """Scale the prior to the first pass."""
-        theta_F, covariance_FF = _prior(max(float(np.max(load.context)), _USUAL_CONTEXT))
-        scale = seconds / float(_features(rows, load)[0] @ theta_F)
+        context = max(float(np.max(load.context)), _USUAL_CONTEXT)
+        parts = float(_features(rows, load)[0] @ _prior(context, 1.0)[0])
+        theta_F, covariance_FF = _prior(context, parts)
+        scale = seconds / parts
         self._theta_F, self._first_s = scale * theta_F, seconds
         self._saw_only_prompts = bool(load.prompt_rows)
         covariance_FF *= scale**2
@@ -147,7 +149,7 @@ class PassRegression:
             raise ValueError("seconds must be above 0")
         self._theta_F, self._first_s = theta_F, first_s
         self._saw_only_prompts = False
-        self._doubt(first_s**2 * _prior(_USUAL_CONTEXT)[1], _DEVIATION)
+        self._doubt(first_s**2 * _prior(_USUAL_CONTEXT, 1.0)[1], _DEVIATION)
         return self
 
 
@@ -165,16 +167,18 @@ def _features(rows_M: Amounts, load: StepLoad) -> Doubles:
     return features_MF
 
 
-def _prior(usual_context: float) -> tuple[Doubles, Doubles]:
-    """Return the prior coefficients and their covariance, for a first pass of one second."""
+def _prior(usual_context: float, first: float) -> tuple[Doubles, Doubles]:
+    """Return the prior coefficients and their covariance, in units in which the first pass takes `first`."""
     theta_F, deviation_F = np.full(_PHASE + 1, _ROW), np.full(_PHASE + 1, _ROW)
     theta_F[[_CONSTANT, _CONTEXT, _ATTENTION, _PROMPT, _PHASE]] = 1.0 - _ROW, 0.0, 0.0, 0.0, 0.0
     deviation_F[[_CONSTANT, _CONTEXT]] = _DEVIATION, _DEVIATION / usual_context
     deviation_F[[_ATTENTION, _PROMPT, _PHASE]] = _ROW * _DEVIATION / usual_context, 1.0, 0.0
     covariance_FF = np.diag(deviation_F**2)
-    # The cost per row changes little between successive segments: a random walk over segments.
-    walk = np.arange(len(_KNOTS))
-    shared = 1.0 + _DEVIATION**2 * np.minimum(walk[:, None], walk[None, :])
+    # The cost per row changes little between successive segments: a random walk over segments. Beyond many
+    # rows a further one hardly costs more than its share of the first pass would be.
+    steps_K = _DEVIATION * np.minimum(1.0, first / (_ROW * _KNOTS))
+    walk = np.cumsum(np.append(0.0, steps_K[1:] ** 2))
+    shared = 1.0 + np.minimum(walk[:, None], walk[None, :])
     covariance_FF[_FIRST_SEGMENT:_PHASE, _FIRST_SEGMENT:_PHASE] = _ROW**2 * shared
     return theta_F, covariance_FF
 
@@ -266,30 +270,28 @@ class StepCostModel:
 
     def draft_s(self, load: StepLoad, lengths: Amounts | Sequence[int]) -> Doubles:
         """Predict the seconds of drafting if all requests have drafts of these lengths [M]."""
-        return self._draft_bounds(load, lengths)[0]
+        return self._drafting(load, lengths)[0]
 
-    def _draft_bounds(
-        self, load: StepLoad, lengths: Amounts | Sequence[int]
-    ) -> tuple[Doubles, Doubles, Doubles]:
+    def _drafting(self, load: StepLoad, lengths: Amounts | Sequence[int]) -> tuple[Doubles, Doubles]:
+        """Return the prediction and its lower bound."""
         drafting = load._replace(prompt_rows=0)
         rows_M = np.multiply(load.num_requests, np.add(lengths, 1))
         makes_M = self._non_draft.phase * (np.asarray(lengths) > 0)
         if known := self._drafts[load.is_half] or self._drafts[False]:
             seconds_M, doubt_M, _ = known.predict(rows_M, drafting)
             seconds_M = makes_M * seconds_M
-            return seconds_M, seconds_M / (1.0 + doubt_M), seconds_M * (1.0 + doubt_M)
+            return seconds_M, seconds_M / (1.0 + doubt_M)
         # Until a drafter's pass is measured, it is expected to take as long as the target's at most.
         rest_M = self._non_draft.predict(self.padded(rows_M), drafting)[0] * makes_M / self._non_draft.phase
-        return rest_M, 0.0 * rest_M, rest_M
+        return rest_M, 0.0 * rest_M
 
-    def bounds_s(self, load: StepLoad, lengths: Amounts | Sequence[int]) -> tuple[Doubles, Doubles]:
-        """Return the lower and upper bound, one standard deviation from the prediction, of the seconds of
-        steps in which all decoding requests have drafts of these lengths: two arrays [M].
+    def least_s(self, load: StepLoad, lengths: Amounts | Sequence[int]) -> Doubles:
+        """Return the lower bound, one standard deviation below the prediction, of the seconds of steps in
+        which all decoding requests have drafts of these lengths [M].
         """
         rows_M = np.multiply(load.num_requests, np.add(lengths, 1))
         seconds_M, doubt_M, _ = self._non_draft.predict(self.padded(rows_M), load)
-        _, least_M, most_M = self._draft_bounds(load, lengths)
-        return seconds_M / (1.0 + doubt_M) + least_M, seconds_M * (1.0 + doubt_M) + most_M
+        return seconds_M / (1.0 + doubt_M) + self._drafting(load, lengths)[1]
 
     def seconds_by_rows(self, load: StepLoad, num_rows: int) -> FloatArray:
         """Predict the seconds of the target's pass by its rows, including prompt rows: fp32, more than

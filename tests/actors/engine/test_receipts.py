@@ -80,15 +80,16 @@ def test_savings_equal_the_extra_time_of_plain_decoding(survival: tuple[float, .
     run(plain, [None] * 4)
     plain_s = clock.now_s
     engine, clock = an_engine(survival)
+    engine.measure_steps(1.0)
+    begin_s = clock.now_s
     run(engine, [ACME, OTHERS, ACME, OTHERS])
-    spent = engine.usage_by_account()
+    seconds, spent = clock.now_s - begin_s, engine.usage_by_account()
     compared, all_s = total(spent, "compared_s"), total(spent, "engine_s")
     assert compared > 0.8 * all_s, "but for prompts, and steps before anything was measured"
     saved = total(spent, "plain_s") - compared
-    assert saved == pytest.approx(plain_s - clock.now_s, abs=0.06 * plain_s)
+    assert saved == pytest.approx(plain_s - seconds, abs=0.06 * plain_s)
     assert (saved > 0.2 * plain_s) == (len(survival) == 4)
-    assert total(spent, "kept_s") == 0.0
-    assert 0.0 <= total(spent, "aged_s") / compared < clock.now_s
+    assert 0.0 <= total(spent, "aged_s") / compared < seconds
 
 
 def test_unmeasured_savings_are_not_guessed() -> None:

@@ -295,7 +295,7 @@ BROKEN = [
         "a projector that is not served",
         dflash(projector_type="domino"),
         "dflash_config.projector_type",
-        "not yet supported",
+        "is not supported",
     ),
     Broken(
         "a quantised drafter",
