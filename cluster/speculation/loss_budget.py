@@ -1,8 +1,8 @@
 """A bound on time that is lost: a share of the time spent, saved up to some steps.
 
 Speculation may lose about one percent against plain decoding (`draft_length_policy.py`): in trials, each
-made only if its loss without any accepted draft is covered, and with drafts that were expected to pay and do not, until drafting
-pauses.
+made only if its loss without any accepted draft is covered, and with drafts that were expected to pay and do
+not, until drafting pauses.
 """
 
 from __future__ import annotations
