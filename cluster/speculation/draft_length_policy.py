@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import cycle
 from typing import NamedTuple
 
@@ -156,17 +156,9 @@ class DraftLengthPolicy:
         return DraftChoice(drafts_R, length, is_trial, state.estimate, state.plain_s)
 
     def _state(self, load: StepLoad) -> _LoadState:
-        """Return the state of this class of load; a new one starts from the nearest one, of the same kind if
-        there is one.
-        """
+        """Return the state of this class of load."""
         key = load.is_half, load_class(int(load.num_requests))
-        if key not in self._states:
-            nearest = min(
-                self._states, key=lambda other: (other[0] != key[0], abs(other[1] - key[1])), default=None
-            )
-            old = _LoadState() if nearest is None else self._states[nearest]
-            self._states[key] = replace(old, steps=old.steps // 2, review_at=0, trial_steps=0, trials={})
-        return self._states[key]
+        return self._states.setdefault(key, _LoadState())
 
     def _trimmed_by_request(
         self, drafts_R: IntArray, estimate: LengthEstimate, batch: DecodeBatch, load: StepLoad
