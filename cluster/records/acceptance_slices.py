@@ -11,6 +11,8 @@ its relative acceptance is lower than that of all other blocks: by a tenth at le
 the difference below zero, over at least `MIN_REQUESTS` requests and `MIN_BLOCKS` blocks. Requests are the
 sampling units (`confidence_intervals.py`). Its *lost tokens* are the accepted drafts it would have at the
 relative acceptance of the other blocks. Slices of different dimensions overlap; their shares do not add up.
+A losing slice is *explained* by another one if its blocks in the other slice lose against its remaining ones,
+and those do not lose: prose loses because its German part does.
 
 Called for `/explain` and by `jobs/drafters/explain/`. `low_acceptance.py` names causes.
 """
@@ -20,7 +22,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any, Literal
 
@@ -67,7 +69,10 @@ class BlockGroup:
 
 @dataclass(frozen=True, slots=True)
 class SliceReport:
-    """One slice. `rest` is the relative acceptance of all other blocks; None if there are too few."""
+    """One slice. `rest` is the relative acceptance of all other blocks; None if there are too few.
+
+    `explained_by` names the slice that explains why this one loses, "" if none does.
+    """
 
     dimension: Dimension
     value: str
@@ -79,6 +84,7 @@ class SliceReport:
     loses: bool
     num_lost_tokens: float
     lost_share: float
+    explained_by: str = ""
 
     def as_json(self) -> dict[str, Any]:  # Any: JSON
         return {
@@ -92,6 +98,7 @@ class SliceReport:
             "loses": self.loses,
             "lost_tokens": round(self.num_lost_tokens, 1),
             "lost_share": round(self.lost_share, 4),
+            "explained_by": self.explained_by,
         }
 
 
@@ -172,10 +179,11 @@ def report_acceptance(
         return None
     num_expected = sum(expected_accepted(each, survival) for each in groups)
     num_lost = max(num_expected - sum(accepted), 0.0)
-    slices = [
+    found = [
         _slice(dimension, value, groups, control, survival, num_lost)
         for dimension, value in dict.fromkeys(pair for each in groups for pair in each.labels.items())
     ]
+    slices = _explained([each for each in found if each is not None], (*groups, *control), survival)
     return AcceptanceReport(
         has_card=card is not None,
         num_requests=len({each.request_id for each in groups}),
@@ -184,7 +192,7 @@ def report_acceptance(
         relative=relative,
         num_expected=num_expected,
         num_lost_tokens=num_lost,
-        slices=tuple(sorted(filter(None, slices), key=lambda each: (not each.loses, -each.num_lost_tokens))),
+        slices=tuple(sorted(slices, key=lambda each: (not each.loses, -each.num_lost_tokens))),
         positions=_positions(groups, survival, num_lost),
     )
 
@@ -235,8 +243,7 @@ def _slice(
     if relative is None:
         return None
     num_blocks, accepted = sum(each.num_blocks for each in inside), sum(each.num_accepted for each in inside)
-    enough = min(num_blocks, sum(each.num_blocks for each in others)) >= MIN_BLOCKS
-    if rest is None or not enough or min(relative.num_units, rest.num_units) < MIN_REQUESTS:
+    if not (_is_enough(inside, relative) and _is_enough(others, rest)):
         rest = None
     expected = sum(expected_accepted(each, survival) for each in inside)
     lost = 0.0 if rest is None else max(rest.value * expected - accepted, 0.0)
@@ -252,6 +259,42 @@ def _slice(
         num_lost_tokens=lost,
         lost_share=lost / max(num_lost, lost) if lost else 0.0,
     )
+
+
+def _is_enough(groups: Sequence[BlockGroup], relative: RatioEstimate | None) -> bool:
+    num_blocks = sum(each.num_blocks for each in groups)
+    return relative is not None and relative.num_units >= MIN_REQUESTS and num_blocks >= MIN_BLOCKS
+
+
+def _explained(
+    slices: Sequence[SliceReport], groups: Sequence[BlockGroup], survival: Survival
+) -> list[SliceReport]:
+    """Set `explained_by` of losing slices, the mildest first; a slice that is explained explains no other."""
+    causes = sorted((each for each in slices if each.loses), key=lambda each: -each.relative.value)
+    names: dict[tuple[Dimension, str], str] = {}
+    for each in list(causes):
+        others = (other for other in causes if other.dimension != each.dimension)
+        if (cause := next((o for o in others if _explains(o, each, groups, survival)), None)) is not None:
+            names[each.dimension, each.value] = f"{cause.dimension} {cause.value}"
+            causes.remove(each)
+    return [replace(each, explained_by=names.get((each.dimension, each.value), "")) for each in slices]
+
+
+def _explains(
+    cause: SliceReport, loser: SliceReport, groups: Sequence[BlockGroup], survival: Survival
+) -> bool:
+    """Return whether `loser` loses in `cause` but not elsewhere; False if there is too little elsewhere."""
+    parts: dict[tuple[bool, bool], list[BlockGroup]] = defaultdict(list)
+    for each in groups:
+        in_loser, in_cause = (each.labels.get(s.dimension) == s.value for s in (loser, cause))
+        parts[in_loser, in_cause].append(each)
+    both, without, others = parts[True, True], parts[True, False], parts[False, False]
+    found = [relative_acceptance(part, survival) for part in (both, without, others)]
+    if not all(_is_enough(part, each) for part, each in zip((both, without, others), found, strict=True)):
+        return False
+    within, elsewhere, rest = found
+    assert within is not None and elsewhere is not None and rest is not None, "there are enough blocks"
+    return differs(within, elsewhere) and not differs(elsewhere, rest)
 
 
 def _better_half(groups: Sequence[BlockGroup]) -> Survival:
