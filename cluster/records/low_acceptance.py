@@ -6,9 +6,9 @@ Two kinds of causes:
 * *The pair* is not the one of the card: the card's own prompts are accepted less than the card says. If other
   taps bring the acceptance back, the taps are wrong. Else the target is quantized, or it is another one.
 
-Causes are ranked by the accepted drafts that they cost this traffic. A cause is likely, not proven: slices
-that occur together (all German requests are sampled at temperature 1) cannot be told apart, and are
-reported both. Called by `jobs/drafters/explain/`.
+Causes are ranked by the accepted drafts that they cost this traffic. A slice that another one explains is no
+cause. A cause is likely, not proven: slices that occur together (all German requests are sampled at
+temperature 1) cannot be told apart, and are reported both. Called by `jobs/drafters/explain/`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from .acceptance_slices import AcceptanceReport, Dimension, SliceReport, differs
+from .acceptance_slices import MIN_CONTEXT, MIN_LOSS, AcceptanceReport, Dimension, SliceReport, differs
 from .confidence_intervals import RatioEstimate
 
 Cause = Literal[
@@ -87,10 +87,19 @@ _FINE_TUNE = (
 
 @dataclass(frozen=True, slots=True)
 class TapTrial:
-    """The card's prompts again, with other taps; `relative` is their relative acceptance."""
+    """The control prompts again, with other taps.
+
+    `relative` is their relative acceptance, and `blocks` the number of blocks divided by that with the given
+    taps, prompt by prompt: both runs give the same answers, so far fewer prompts show a difference.
+    """
 
     layer_ids: tuple[int, ...]
     relative: RatioEstimate
+    blocks: RatioEstimate
+
+    def is_better(self, control: RatioEstimate) -> bool:
+        """Return whether acceptance is higher by MIN_LOSS at least, and the answers need fewer blocks."""
+        return control.value < (1.0 - MIN_LOSS) * self.relative.value and is_below(self.blocks, 1.0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -162,7 +171,7 @@ def _of_pair(report: AcceptanceReport, pair: PairEvidence) -> Iterator[LikelyCau
         return
     lost = (1.0 - control.value) * report.num_expected
     said = f"the card's own prompts have {control.value:.0%} of the card's accepted drafts"
-    if trial is not None and differs(control, trial.relative):
+    if trial is not None and trial.is_better(control):
         evidence = f"{said}; with the taps {list(trial.layer_ids)} they have {trial.relative.value:.0%}"
         yield _cause("wrong taps", lost, report, evidence, _TAPS)
     elif pair.quantization:
@@ -192,7 +201,7 @@ def _of_template(report: AcceptanceReport, pair: PairEvidence) -> Iterator[Likel
 def _of_slices(report: AcceptanceReport, pair: PairEvidence) -> Iterator[LikelyCause]:
     best: dict[Dimension, SliceReport] = {}
     for each in report.losing:
-        if not _is_plain(each, report):
+        if not each.explained_by and not _is_plain(each, report):
             best.setdefault(each.dimension, each)
     for dimension, each in best.items():
         assert each.rest is not None, "a slice that loses was compared"
@@ -213,6 +222,8 @@ def _is_plain(slice_report: SliceReport, report: AcceptanceReport) -> bool:
     That such a slice loses names no cause.
     """
     dimension, value = slice_report.dimension, slice_report.value
+    if dimension == "context" and int(value) <= MIN_CONTEXT:
+        return True
     if dimension in ("temperature", "context"):
         values = [float(each.value) for each in report.slices if each.dimension == dimension]
         return len(values) > 1 and float(value) == min(values)

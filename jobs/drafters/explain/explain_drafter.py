@@ -34,7 +34,7 @@ from ....cluster.records.acceptance_slices import (
     report_acceptance,
 )
 from ....cluster.records.confidence_intervals import RatioEstimate, ratio_of_sums
-from ....cluster.records.low_acceptance import PairEvidence, TapTrial, is_below, likely_causes
+from ....cluster.records.low_acceptance import PairEvidence, TapTrial, likely_causes
 from ....cluster.speculation.acceptance_length import survival_of_length
 from ....drafter.card import card_lengths
 from ....drafter.compute.checkpoint.hf_config import Json
@@ -52,6 +52,7 @@ from .traffic import TrafficReader, TrafficRow
 
 _AT_ONCE = 8
 _MAX_CONTROL = 40  # prompts of the card
+_CARD_IS_BACK = 0.01  # no more taps are tried if acceptance is lower than on the card by this share at most
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +98,9 @@ def explain_drafter(options: ExplainOptions) -> Explanation:
     evidence = _evidence(files, spec, target_folder, card, control_rows, control)
     if evidence.pair_is_low and is_dflash(files):
         assert card is not None, "the control needs a card"
-        evidence = replace(evidence, taps=_best_taps(config, files, spec.num_layers, card, control_rows))
+        kind = "chat" if evidence.texts is None else "text"
+        judged = [row for row in control_rows if row.kind == kind]
+        evidence = replace(evidence, taps=_best_taps(config, files, spec.num_layers, card, judged, control))
     return Explanation(
         options.drafter, options.target, report, likely_causes(report, evidence), evidence, note
     )
@@ -198,20 +201,27 @@ def _best_taps(
     num_layers: int,
     card: CardCurves,
     rows: Sequence[TrafficRow],
+    control: Mapping[str, Sequence[BlockGroup]],
 ) -> TapTrial | None:
-    """Run the card's prompts with other taps: ascending, shifted by one, and the usual ones."""
+    """Run these prompts of the card with other taps: ascending, shifted by one, and the usual ones."""
     best: TapTrial | None = None
     for layer_ids in _other_taps(files, num_layers):
         say(f"the card's prompts with taps {list(layer_ids)}")
         with _drafter_with_taps(files, layer_ids) as folder:
             spec = replace(_spec(config), model=str(folder))
             with open_llm(replace(config, speculative_config=spec)) as llm:
-                control = measure_blocks(llm, ChatModel.of(llm.tokenizer), rows)
-        relative = _relative(card, rows, control)
-        if relative is not None and (best is None or relative.value > best.relative.value):
-            best = TapTrial(layer_ids, relative)
-        if best is not None and not is_below(best.relative, 1.0):
-            break  # the card's acceptance is back
+                found = measure_blocks(llm, ChatModel.of(llm.tokenizer), rows)
+        relative = _relative(card, rows, found)
+        blocks = ratio_of_sums(
+            *([sum(group.num_blocks for group in run[row.name]) for row in rows] for run in (found, control)),
+            minimum=0.0,
+        )
+        if relative is None or blocks is None:
+            continue
+        if best is None or relative.value > best.relative.value:
+            best = TapTrial(layer_ids, relative, blocks)
+        if best is not None and best.relative.value >= 1.0 - _CARD_IS_BACK:
+            break
     return best
 
 

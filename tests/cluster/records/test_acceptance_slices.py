@@ -107,15 +107,54 @@ def test_positions_sum_up_to_all_lost_tokens() -> None:
     assert report.positions[0].reference == 0.8
 
 
+def test_a_slice_that_another_one_explains_is_no_cause() -> None:
+    """Prose loses because a third of it is German; of all hot traffic, each slice loses against the card."""
+    draws = np.random.default_rng(8)
+    labels: list[dict[Dimension, str]] = [
+        {"content": "code"},
+        {"content": "prose", "language": "english"},
+        {"content": "prose", "language": "german"},
+    ]
+    groups = [
+        simulated(draws, f"{n}-{i}", 0.3 if n == 2 else 0.8, labels[n]) for n in range(3) for i in range(12)
+    ]
+    report = report_acceptance(groups, CARD)
+    assert report is not None
+    assert {each.value: each.explained_by for each in report.losing} == {
+        "german": "",
+        "prose": "language german",
+    }
+    assert [each.cause for each in likely_causes(report, PairEvidence())] == ["language"]
+    control = [simulated(draws, f"c{i}", 0.8, {"temperature": "0", **labels[i % 3]}) for i in range(24)]
+    hot = [simulated(draws, f"h{i}", 0.3, {"temperature": "2", **labels[0]}) for i in range(24)]
+    report = report_acceptance(hot, CARD, control)
+    assert report is not None
+    assert {each.value: each.explained_by for each in report.losing} == {"2": "", "code": "temperature 2"}
+
+
+def test_slices_that_occur_together_are_all_causes() -> None:
+    draws = np.random.default_rng(9)
+    both: tuple[dict[Dimension, str], ...] = (
+        {"tenant": "a", "language": "english"},
+        {"tenant": "b", "language": "german"},
+    )
+    groups = [simulated(draws, f"{n}-{i}", 0.8 - n / 2, both[n]) for n in range(2) for i in range(12)]
+    report = report_acceptance(groups, CARD)
+    assert report is not None
+    assert {each.cause for each in likely_causes(report, PairEvidence())} == {"tenant", "language"}
+
+
 LOW, HIGH = RatioEstimate(0.5, 0.4, 0.6, 8, 0.04), RatioEstimate(1.0, 0.9, 1.1, 8, 0.04)
+FEWER, SAME = RatioEstimate(0.8, 0.7, 0.9, 8, 0.04), RatioEstimate(1.0, 0.9, 1.1, 8, 0.04)  # blocks
 
 
 @pytest.mark.parametrize(
     ("evidence", "cause"),
     [
-        (PairEvidence(texts=LOW, taps=TapTrial((1, 2), HIGH)), "wrong taps"),
-        (PairEvidence(texts=LOW, taps=TapTrial((1, 2), LOW)), "other fine-tune"),
-        (PairEvidence(texts=LOW, taps=TapTrial((1, 2), LOW), quantization="awq"), "quantized target"),
+        (PairEvidence(texts=LOW, taps=TapTrial((1, 2), HIGH, FEWER)), "wrong taps"),
+        (PairEvidence(texts=LOW, taps=TapTrial((1, 2), HIGH, SAME)), "other fine-tune"),
+        (PairEvidence(texts=LOW, taps=TapTrial((1, 2), LOW, SAME)), "other fine-tune"),
+        (PairEvidence(texts=LOW, taps=TapTrial((1, 2), LOW, SAME), quantization="awq"), "quantized target"),
         (PairEvidence(texts=HIGH, chats=LOW), "chat template"),
         (PairEvidence(chats=LOW), "other fine-tune"),
         (PairEvidence(texts=HIGH, chats=HIGH, quantization="awq"), None),
@@ -147,3 +186,12 @@ def test_a_plain_value_that_loses_is_no_cause(
 
 def test_contexts_are_grouped_by_powers_of_two() -> None:
     assert [context_label(n) for n in (1, 256, 257, 512, 5000)] == ["256", "256", "512", "512", "8192"]
+
+
+def test_a_short_context_is_no_cause_even_if_no_other_occurs() -> None:
+    draws = np.random.default_rng(10)
+    groups = [simulated(draws, str(i), 0.4, {"context": "256"}) for i in range(10)]
+    control = [simulated(draws, f"c{i}", 0.8, {"context": "512"}) for i in range(10)]
+    report = report_acceptance(groups, CARD, control)
+    assert report is not None and [each.value for each in report.losing] == ["256"]
+    assert not likely_causes(report, PairEvidence())
