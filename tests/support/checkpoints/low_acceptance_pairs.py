@@ -13,15 +13,15 @@ from manta.cluster.config import EngineConfig
 from manta.jobs.drafters.evaluate.evaluate_drafter import engine_of, measure_suite, open_suite, suite_requests
 from safetensors.torch import load_file, save_file
 
-from support.checkpoints.broken_pairs import Tensors, copied, dflash, edit, target
+from support.checkpoints.broken_pairs import Tensors, config, copied, dflash, edit, target
 from support.oracles.quantized_checkpoints import FORMATS, GROUP, is_linear, pack_bits
 from support.paths import MODELS
 
 MAX_TOKENS = 32
 Row = dict[str, Any]  # Any: JSON
 _THINKING = (
-    "{%- for m in messages -%}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{%- endfor -%}"
-    "<|im_start|>assistant\n{%- if enable_thinking -%}<think>\n{%- endif -%}"
+    "{%- for m in messages -%}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{%- endfor -%}"
+    "{{ '<|im_start|>assistant\n' }}{%- if enable_thinking -%}{{ '<think>\n' }}{%- endif -%}"
 )
 OTHER_TEMPLATE = "{%- for m in messages -%}[INST] {{ m.content }} [/INST]{%- endfor -%}"
 _GERMAN = (
@@ -47,11 +47,11 @@ def write_rows(path: Path, rows: list[Row]) -> Path:
 
 def write_card(folder: Path) -> Path:
     """Measure the shipped pair on a few texts and chats, and write its card.json."""
-    suite_file = write_rows(folder / "suite.jsonl", some_rows("docstring", 6) + some_rows("chat", 6))
-    config: EngineConfig = engine_of(str(MODELS / "drafter"), str(MODELS / "target"))
+    suite_file = write_rows(folder / "suite.jsonl", some_rows("docstring", 24) + some_rows("chat", 16))
+    engine: EngineConfig = engine_of(str(MODELS / "drafter"), str(MODELS / "target"))
     suite = open_suite(str(suite_file))
-    requests = suite_requests(config, suite, (0.0,), MAX_TOKENS)
-    _, acceptance = measure_suite(config, requests, len(suite.rows))
+    requests = suite_requests(engine, suite, (0.0,), MAX_TOKENS)
+    _, acceptance = measure_suite(engine, requests, len(suite.rows))
     figures = {
         "acceptance": acceptance,
         "options": {"prompts": str(suite_file), "max_tokens": MAX_TOKENS},
@@ -78,7 +78,7 @@ class Seed:
 
 
 def usual_rows() -> list[Row]:
-    rows = some_rows("docstring", 4, first=10) + some_rows("chat", 4, first=10)
+    rows = some_rows("docstring", 12, first=24) + some_rows("chat", 12, first=16)
     return [{**row, "temperature": 0} for row in rows]
 
 
@@ -138,20 +138,26 @@ def with_template(template: str) -> Callable[[Path], None]:
     return edit("target/tokenizer_config.json", lambda raw: raw.update(chat_template=template))
 
 
+def with_long_context(pair: Path) -> None:
+    """Allow four times the positions that the target was trained with, and more than the drafter's."""
+    target(max_position_embeddings=4096)(pair)
+    config(max_position_embeddings=4096)(pair)
+
+
 def long_rows(num_tokens: int) -> list[Row]:
     """Return code of about so many tokens (3.3 characters each), and some short prompts."""
     text = "\n".join(row["prompt"] for row in some_rows("docstring", 48) + some_rows("function_body", 48))
     size = round(3.3 * num_tokens)
-    starts = range(0, 20_000, 5000)
+    starts = range(0, 40_000, 4000)
     long = [{"id": f"long-{at}", "prompt": text[at : at + size], "temperature": 0} for at in starts]
     return usual_rows() + long
 
 
 def thinking_rows() -> list[Row]:
+    """Return chats with and without thinking; they have no prompt in common."""
     return [
-        {**row, "id": f"{row['id']}-{on}", "temperature": 0, "chat_template_kwargs": {"enable_thinking": on}}
-        for row in some_rows("chat", 5, first=10)
-        for on in (False, True)
+        {**row, "temperature": 0, "ignore_eos": True, "chat_template_kwargs": {"enable_thinking": i % 2 == 1}}
+        for i, row in enumerate(some_rows("chat", 32, first=16))
     ]
 
 
@@ -165,12 +171,12 @@ def german_rows() -> list[Row]:
 
 
 SEEDS = [
-    Seed("wrong taps", usual_rows, dflash(target_layer_ids=[15, 12, 8, 4, 1])),
-    Seed("other fine-tune", usual_rows, target_tensors(moved(0.3))),
-    Seed("quantized target", usual_rows, quantized(2)),
+    Seed("wrong taps", usual_rows, dflash(target_layer_ids=[17, 16, 15, 14, 13])),
+    Seed("other fine-tune", usual_rows, target_tensors(moved(0.6))),
+    Seed("quantized target", usual_rows, quantized(1.5)),
     Seed("chat template", usual_rows, with_template(OTHER_TEMPLATE)),
     Seed("thinking", thinking_rows, with_template(_THINKING)),
-    Seed("long context", lambda: long_rows(900)),
+    Seed("long context", lambda: long_rows(2500), with_long_context),
     Seed("temperature", lambda: hot_rows(1.5)),
     Seed("language", german_rows),
 ]
