@@ -148,16 +148,23 @@ def long_rows(num_tokens: int) -> list[Row]:
     """Return code of about so many tokens (3.3 characters each), and some short prompts."""
     text = "\n".join(row["prompt"] for row in some_rows("docstring", 48) + some_rows("function_body", 48))
     size = round(3.3 * num_tokens)
-    starts = range(0, 40_000, 4000)
+    starts = range(0, 40_000, 5000)
     long = [{"id": f"long-{at}", "prompt": text[at : at + size], "temperature": 0} for at in starts]
     return usual_rows() + long
 
 
 def thinking_rows() -> list[Row]:
-    """Return chats with and without thinking; they have no prompt in common."""
+    """Return chats with thinking, then without it, so that those with thinking are not the cache hits."""
     return [
-        {**row, "temperature": 0, "ignore_eos": True, "chat_template_kwargs": {"enable_thinking": i % 2 == 1}}
-        for i, row in enumerate(some_rows("chat", 32, first=16))
+        {
+            **row,
+            "id": f"{row['id']}-{on}",
+            "temperature": 0,
+            "ignore_eos": True,
+            "chat_template_kwargs": {"enable_thinking": on},
+        }
+        for on in (True, False)
+        for row in some_rows("chat", 32, first=16)
     ]
 
 
@@ -176,7 +183,7 @@ SEEDS = [
     Seed("quantized target", usual_rows, quantized(1.5)),
     Seed("chat template", usual_rows, with_template(OTHER_TEMPLATE)),
     Seed("thinking", thinking_rows, with_template(_THINKING)),
-    Seed("long context", lambda: long_rows(2500), with_long_context),
+    Seed("long context", lambda: long_rows(2200), with_long_context),
     Seed("temperature", lambda: hot_rows(1.5)),
     Seed("language", german_rows),
 ]
