@@ -397,7 +397,7 @@ def test_finished_answers_are_audited_and_equal(server: LiveServer, http: httpx.
     for extra in ({"stop": [stop], "seed": 5, "prompt": "q"}, {"prompt": "y", "logprobs": 2, "stream": True}):
         assert http.post("/v1/completions", json={**BODY, **extra}).status_code == 200
     drafted_by_us = server.engine.stats().num_draft_tokens
-    wait_for(lambda: audits(http)["match"] == before["match"] + 3)
+    wait_for(lambda: audits(http)["match"] >= before["match"] + 3)  # and those of earlier tests
     assert audits(http)["mismatch"] == before["mismatch"] and drafted_by_us > drafted
     assert server.engine.stats().num_draft_tokens == drafted_by_us, "nothing is drafted for an audit"
 
@@ -412,8 +412,7 @@ def test_a_differing_answer_is_named_with_its_token(
         http.post("/v1/completions", json={**BODY, "prompt": "z"}, headers={"X-Request-Id": "wrong-1"})
     finally:
         executors[-1].lies = False
-    wait_for(lambda: sum(audits(http).values()) == sum(before.values()) + 1)
-    assert audits(http)["mismatch"] == before["mismatch"] + 1
+    wait_for(lambda: audits(http)["mismatch"] == before["mismatch"] + 1)
     lines = [json.loads(line) for line in log.getvalue().splitlines()]
     (warning,) = [line for line in lines if line["level"] == "WARNING"]
     assert warning["request_id"] == "wrong-1" and "from token 1 of 24 on" in warning["message"]
@@ -432,7 +431,7 @@ def test_an_online_request_interrupts_an_audit_which_resumes(server: LiveServer,
     wait_for(lambda: any(len(stay["steps"]) > 3 for life in audited() for stay in life["stays"]))
     for _ in range(2):
         http.post("/v1/completions", json={**BODY, "prompt": "now", "max_tokens": 4})
-    wait_for(lambda: audits(http)["match"] == before["match"] + 3)
+    wait_for(lambda: audits(http)["match"] >= before["match"] + 3)
     *broken_off, last = audited()
     assert broken_off and {life["finish_reason"] for life in broken_off} == {"abort"}
     assert last["finish_reason"] == "length" and last["begun_tokens"] > 0
