@@ -178,9 +178,8 @@ class DraftLengthPolicy:
         self._costs.changed()
         load = load._replace(prompt_rows=0)  # prompt rows per token do not depend on the length
         lengths = self._possible(len(batch.slots_R))
-        min_s, mean_s = (
-            dict(zip(lengths, seconds_M.tolist(), strict=True))
-            for seconds_M in (self._costs.least_s(load, lengths), self._costs.step_s(load, lengths))
+        mean_s, min_s = (
+            dict(zip(lengths, bounds.tolist(), strict=True)) for bounds in self._costs.bounds_s(load, lengths)
         )
         # With costs from before the first request drafts are tried first.
         is_measured = state.has_plain and mean_s[0] <= _KNOWN * min_s[0]

@@ -265,8 +265,7 @@ class StepCostModel:
 
     def step_s(self, load: StepLoad, lengths: Amounts | Sequence[int]) -> Doubles:
         """Predict the seconds of steps in which all decoding requests have drafts of these lengths [M]."""
-        rows_M = np.multiply(load.num_requests, np.add(lengths, 1))
-        return self._non_draft.predict(self.padded(rows_M), load)[0] + self.draft_s(load, lengths)
+        return self.bounds_s(load, lengths)[0]
 
     def draft_s(self, load: StepLoad, lengths: Amounts | Sequence[int]) -> Doubles:
         """Predict the seconds of drafting if all requests have drafts of these lengths [M]."""
@@ -285,13 +284,12 @@ class StepCostModel:
         rest_M = self._non_draft.predict(self.padded(rows_M), drafting)[0] * makes_M / self._non_draft.phase
         return rest_M, 0.0 * rest_M
 
-    def least_s(self, load: StepLoad, lengths: Amounts | Sequence[int]) -> Doubles:
-        """Return the lower bound, one standard deviation below the prediction, of the seconds of steps in
-        which all decoding requests have drafts of these lengths [M].
-        """
+    def bounds_s(self, load: StepLoad, lengths: Amounts | Sequence[int]) -> tuple[Doubles, Doubles]:
+        """Return `step_s` and its lower bound, one standard deviation below: two arrays [M]."""
         rows_M = np.multiply(load.num_requests, np.add(lengths, 1))
         seconds_M, doubt_M, _ = self._non_draft.predict(self.padded(rows_M), load)
-        return seconds_M / (1.0 + doubt_M) + self._drafting(load, lengths)[1]
+        draft_s_M, least_draft_s_M = self._drafting(load, lengths)
+        return seconds_M + draft_s_M, seconds_M / (1.0 + doubt_M) + least_draft_s_M
 
     def seconds_by_rows(self, load: StepLoad, num_rows: int) -> FloatArray:
         """Predict the seconds of the target's pass by its rows, including prompt rows: fp32, more than

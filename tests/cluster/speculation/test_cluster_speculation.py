@@ -288,7 +288,7 @@ def test_a_slower_machine_is_slower_at_all_rows_and_one_slow_step_is_not_enough(
         costs.observe(many, 0, 0, 0.0, 2e-3, 0)
     costs.observe(StepLoad(16, 0, 3000.0), 0, 0, 0.0, 30e-3, 0)
     assert costs.non_draft_s(few, 8)[-1] <= 2e-3, "no more than twice of half the rows"
-    assert costs.least_s(few, (0, 1))[1] <= 1.55e-3
+    assert costs.bounds_s(few, (0, 1))[1][1] <= 1.55e-3
     for _ in range(200):
         costs.observe(many, 0, 0, 0.0, 3e-3, 0)
     assert costs.non_draft_s(few, 0)[0] == pytest.approx(1.5e-3, rel=0.15)
@@ -392,7 +392,7 @@ def test_the_cost_of_many_requests_is_learned_in_few_steps_at_any_context(contex
 
     for drafts in (0, 0, 0, 0, 64, 64, 64, 192, 192, 192):
         costs.observe(load, drafts, 0, 0.0, seconds(64 + drafts), 0)
-    for length, low in zip((0, 1, 3), costs.least_s(load, (0, 1, 3)), strict=True):
+    for length, low in zip((0, 1, 3), costs.bounds_s(load, (0, 1, 3))[1], strict=True):
         true_s = seconds(64 * (1 + length))
         assert costs.non_draft_s(load, 64 * length)[-1] == pytest.approx(true_s, rel=0.05)
         assert low > 0.8 * true_s
