@@ -171,14 +171,15 @@ def _of_pair(report: AcceptanceReport, pair: PairEvidence) -> Iterator[LikelyCau
         return
     lost = (1.0 - control.value) * report.num_expected
     said = f"the card's own prompts have {control.value:.0%} of the card's accepted drafts"
+    tried = "" if trial is None else ", and other taps are no better"
     if trial is not None and trial.is_better(control):
         evidence = f"{said}; with the taps {list(trial.layer_ids)} they have {trial.relative.value:.0%}"
         yield _cause("wrong taps", lost, report, evidence, _TAPS)
     elif pair.quantization:
-        evidence = f"{said}; the target is quantized ({pair.quantization}), and other taps are no better"
+        evidence = f"{said}; the target is quantized ({pair.quantization}){tried}"
         yield _cause("quantized target", lost, report, evidence, _QUANTIZED)
     else:
-        yield _cause("other fine-tune", lost, report, f"{said}, and other taps are no better", _FINE_TUNE)
+        yield _cause("other fine-tune", lost, report, said + tried, _FINE_TUNE)
 
 
 def _of_template(report: AcceptanceReport, pair: PairEvidence) -> Iterator[LikelyCause]:

@@ -115,9 +115,10 @@ def sweep_pictures(figures: Figures) -> list[Picture]:
 def _closed(figures: Figures) -> dict[float, list[Figures]]:
     """Return the points by temperature; older files have mixed traffic, too, and a single temperature."""
     found: dict[float, list[Figures]] = {}
+    only = figures["options"].get("temperature", 0.0)
     for point in figures["points"]:
         if point.get("traffic") != "mixed":
-            found.setdefault(point.get("temperature", 0.0), []).append(point)
+            found.setdefault(point.get("temperature", only), []).append(point)
     return found
 
 
