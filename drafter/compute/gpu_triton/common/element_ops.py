@@ -121,14 +121,26 @@ def _rms_norm(
     x_H = tl.load(x_ptr + row * x_stride + columns_H, mask=inside_H, other=0.0).to(tl.float32)
     if y_ptr is not None:
         y_H = tl.load(y_ptr + row * y_stride + columns_H, mask=inside_H, other=0.0).to(tl.float32)
-        sum_H = (x_H + y_H).to(dtype)
-        if scalar is not None:
-            sum_H = (sum_H.to(tl.float32) * scalar).to(dtype)
+        sum_H = rounded_sum(x_H, y_H, scalar, dtype)
         tl.store(sum_ptr + row * WIDTH + columns_H, sum_H, mask=inside_H)
         x_H = sum_H.to(tl.float32)
+    tl.store(normed_ptr + row * WIDTH + columns_H, normed(x_H, weight_H, eps, WIDTH, dtype), mask=inside_H)
+
+
+@triton.jit
+def rounded_sum(x_H, y_H, scalar, dtype: tl.constexpr):
+    """Return x + y of fp32 rows, times `scalar` if it is given, each rounded to `dtype`."""
+    sum_H = (x_H + y_H).to(dtype)
+    if scalar is not None:
+        sum_H = (sum_H.to(tl.float32) * scalar).to(dtype)
+    return sum_H
+
+
+@triton.jit
+def normed(x_H, weight_H, eps, WIDTH: tl.constexpr, dtype: tl.constexpr):
+    """Return the RMSNorm of an fp32 row of WIDTH elements, whose further ones are 0."""
     scale = tl.rsqrt(tl.sum(x_H * x_H, axis=0) / WIDTH + eps)
-    normed_H = (x_H * scale * weight_H).to(dtype)
-    tl.store(normed_ptr + row * WIDTH + columns_H, normed_H, mask=inside_H)
+    return (x_H * scale * weight_H).to(dtype)
 
 
 def row_squares(x_NO: Tensor, widths: tuple[int, int]) -> Tensor:

@@ -28,7 +28,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ...memory.peer_buffers import PeerBuffers
-from ..common.element_ops import dependent_launch, wait_for_predecessor, warps_for
+from ..common.element_ops import dependent_launch, normed, rounded_sum, wait_for_predecessor, warps_for
 
 
 def sum_add_rms_norm(
@@ -84,13 +84,10 @@ def _sum_add_norm(
         total_H += read_H.to(tl.float32)
     x_H = tl.load(x_ptr + row * x_stride + columns_H, mask=inside_H, other=0.0).to(tl.float32)
     weight_H = tl.load(weight_ptr + columns_H, mask=inside_H, other=0.0).to(tl.float32)
-    sum_H = (x_H + total_H.to(dtype).to(tl.float32)).to(dtype)
-    if scalar is not None:
-        sum_H = (sum_H.to(tl.float32) * scalar).to(dtype)
+    sum_H = rounded_sum(x_H, total_H.to(dtype).to(tl.float32), scalar, dtype)
     tl.store(sum_ptr + row * WIDTH + columns_H, sum_H, mask=inside_H)
-    x_H = sum_H.to(tl.float32)
-    scale = tl.rsqrt(tl.sum(x_H * x_H, axis=0) / WIDTH + eps)
-    tl.store(normed_ptr + row * WIDTH + columns_H, (x_H * scale * weight_H).to(dtype), mask=inside_H)
+    normed_H = normed(sum_H.to(tl.float32), weight_H, eps, WIDTH, dtype)
+    tl.store(normed_ptr + row * WIDTH + columns_H, normed_H, mask=inside_H)
 
 
 @triton.jit
