@@ -13,7 +13,7 @@ from ..hardware.parallel_layouts import ParallelLayout
 from ..hardware.step_time import StepTimes
 from ..simulation.simulated_engine import ReplayResult
 from ..speculation.acceptance_length import expected_acceptance_length
-from ..speculation.draft_lengths import draft_lengths
+from ..speculation.draft_length_policy import draft_lengths
 
 # Relative difference below which the simpler layout wins; the estimates are no more accurate than this.
 TIE_MARGIN = 0.02

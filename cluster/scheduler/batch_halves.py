@@ -19,9 +19,8 @@ from dataclasses import dataclass, field
 from statistics import median
 from typing import NamedTuple
 
-from ..speculation.draft_length_policy import BETTER
-from ..speculation.draft_lengths import load_class
-from ..speculation.loss_budget import Backoff
+from ..speculation.draft_length_policy import BETTER, Backoff
+from ..speculation.step_cost_model import load_class
 from ..step.scheduler_output import StepTimings
 
 _NUM_RATES = 6  # steps whose median rate is compared

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 from ..metrics.metric import STEP_TOKENS, Histogram, UsageAccount
 from ..request.request import FinishReason
-from ..speculation.draft_lengths import load_class
+from ..speculation.step_cost_model import load_class
 from ..step.scheduler_output import DrafterUse, SchedulerOutput
 from ..step.step_outcome import CompletedStep
 

@@ -9,7 +9,7 @@ are made in a *review*, every 8 steps at first and later every 64; in between th
 
 * changes the length if another is clearly better;
 * schedules a *trial*, up to three steps with a length that may cost much less than predicted (one
-  standard deviation), if the loss is covered by the budget (`loss_budget.py`);
+  standard deviation), if the loss is covered by the budget (`LossBudget`);
 * while no drafts are made, schedules a trial every 64 to 1024 steps anyway, because texts change.
 
 No token depends on the choice. Without a clock (simulated executors) all drafts are made.
@@ -29,10 +29,8 @@ import numpy as np
 
 from ..step.scheduler_output import BoolArray, FloatArray, IntArray, SchedulerOutput, Trim
 from .acceptance_model import NO_MARGIN, NUM_BLOCKS, AcceptanceModel
-from .draft_lengths import draft_lengths, load_class
 from .draft_trimming import drafts_to_verify
-from .loss_budget import MAX_BACKOFF, Backoff, LossBudget
-from .step_cost_model import MIN_S, Doubles, StepCostModel, StepLoad
+from .step_cost_model import MIN_S, Doubles, StepCostModel, StepLoad, load_class
 
 BETTER = 1.02  # rate ratio to change a choice; estimates differ by about a percent
 _KNOWN = 2.5  # plain steps are measured if their prediction is at most this multiple of its lower bound
@@ -40,6 +38,18 @@ _REVIEW_STEPS = 8  # between reviews at first, and between trials of a length
 _RETRY_STEPS = NUM_BLOCKS  # between reviews later, and without drafts until a retry: all samples are new
 _TRIAL_STEPS = 3  # at most, as far as the loss is covered
 _LOSS_SHARE, _MAX_LOSS_STEPS = 0.01, 16.0  # of the total time; plain steps whose time is covered at most
+_INITIAL_STEPS = 4.0  # plain steps covered initially; 16 make the first 150 tokens 4 % slower on 60 cells
+_MAX_BACKOFF = 16  # attempts that last a tenth of the first wait then cost less than a hundredth of the time
+
+
+def draft_lengths(max_drafts: int) -> tuple[int, ...]:
+    """Return the draft lengths that are considered: 0, 1, 3, 5, 7, 11, 15, 23, .. and `max_drafts`.
+
+    Including its known token, a request then has 1, 2, 4, 6, 8, 12, 16, 24, .. rows; a GPU has graphs for
+    these.
+    """
+    rows = {1, *(base << n for base in (2, 6) for n in range(max_drafts.bit_length()))}
+    return tuple(sorted({*(count - 1 for count in rows if count <= max_drafts), max_drafts}))
 
 
 class DecodeBatch(NamedTuple):
@@ -47,7 +57,7 @@ class DecodeBatch(NamedTuple):
 
     slots_R: IntArray
     limits_R: IntArray  # most drafts of each
-    weights_R: FloatArray  # see `request_weights.py`
+    weights_R: FloatArray  # see `RequestWeights`
 
 
 class LengthEstimate(NamedTuple):
@@ -209,7 +219,7 @@ class DraftLengthPolicy:
             maximum = _TRIAL_STEPS if self._costs.has_measured_drafts else 1
             state.trial_steps = min(maximum, int(covered_s / losses_s[length]))
             _, wait = state.trials.get(length, (0, _REVIEW_STEPS))
-            state.trials[length] = state.steps + wait, min(2 * wait, MAX_BACKOFF * _RETRY_STEPS)
+            state.trials[length] = state.steps + wait, min(2 * wait, _MAX_BACKOFF * _RETRY_STEPS)
 
     def _possible(self, num_requests: int) -> list[int]:
         maximum = max(self._max_rows // num_requests - 1, 0)
@@ -224,7 +234,7 @@ class DraftLengthPolicy:
             state.review_at = min(state.review_at, state.steps + _REVIEW_STEPS)
         if self._num_steps < self._paused_until:
             length = 0
-        elif length and self._num_steps > self._paused_until + MAX_BACKOFF * _RETRY_STEPS:
+        elif length and self._num_steps > self._paused_until + _MAX_BACKOFF * _RETRY_STEPS:
             self._retry.reset()  # drafts have paid for long
         state.length, state.estimate = length, estimates[length]
 
@@ -368,3 +378,46 @@ def _estimate_trimmed(
     if not trims:
         count = len(seconds_S) - 1
     return LengthEstimate(float(rates_S[count]), float(worth_S[count]), float(seconds_S[count]), count, trims)
+
+
+class LossBudget:
+    """Bounds the time that speculation loses against plain decoding: a share of the time spent, in seconds.
+
+    It pays for trials, each made only if its loss without any accepted draft is covered, and for drafts that
+    were expected to pay and do not, until drafting pauses. The balance is at most some steps' seconds.
+    """
+
+    def __init__(self, share: float, max_steps: float) -> None:
+        self._share, self._max_steps = share, max_steps
+        self.balance_s = self._granted_s = self._lost_s = 0.0
+
+    def begin(self, plain_s: float) -> None:
+        """Grant the initial balance for plain steps of `plain_s` seconds; more if these became longer."""
+        more_s = max(_INITIAL_STEPS * plain_s - self._granted_s, 0.0)
+        self._granted_s += more_s
+        self.balance_s += more_s
+
+    def earn(self, seconds: float, step_s: float) -> None:
+        """Add the share of `seconds`; `step_s` are the last step's."""
+        self.balance_s = min(self.balance_s + self._share * seconds, self._max_steps * step_s)
+
+    def record_step(self, lost_s: float, plain_s: float) -> bool:
+        """Account for a step with drafts that lost `lost_s`; return whether drafting must pause."""
+        self._lost_s = max(self._lost_s + lost_s, 0.0)
+        if self._lost_s <= max(self.balance_s, self._max_steps * plain_s):
+            return False
+        self._lost_s = self.balance_s = 0.0
+        return True
+
+
+class Backoff:
+    """The `steps` until the next attempt: doubled by each failure, up to `_MAX_BACKOFF` times the first."""
+
+    def __init__(self, steps: int) -> None:
+        self.steps = self._first = steps
+
+    def fail(self) -> None:
+        self.steps = min(2 * self.steps, _MAX_BACKOFF * self._first)
+
+    def reset(self) -> None:
+        self.steps = self._first

@@ -29,7 +29,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..step.scheduler_output import FloatArray
-from .draft_lengths import load_class
 
 Doubles = NDArray[np.float64]
 Amounts = float | NDArray[Any]  # of one pass, or of M  # Any: integers or floats
@@ -58,6 +57,11 @@ class StepLoad(NamedTuple):
     prompt_rows: Amounts  # all other rows
     context: Amounts  # tokens, summed over all requests
     is_half: bool = False  # drafts are made beside another half's pass, so only a part is waited for
+
+
+def load_class(num_requests: int) -> int:
+    """Return the class of a number of requests: one class each up to 8, then classes about a fifth wide."""
+    return round(4 * math.log2(max(num_requests, 1)))
 
 
 class PassRegression:

@@ -33,7 +33,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ....cluster.speculation.draft_lengths import draft_lengths
+from ....cluster.speculation.draft_length_policy import draft_lengths
 from ....cluster.step.scheduler_output import SchedulerOutput
 from ....drafter.step.gpu_triton.inputs.row_layout import DeviceStepRequests
 from ....drafter.step.gpu_triton.inputs.transfers import StepOutput

@@ -19,7 +19,7 @@ from typing import Any
 from ....actors.engine.uniproc_executor import make_executor
 from ....cluster.config import EngineConfig, SpeculativeConfig, from_mapping
 from ....cluster.errors import ConfigError, MantaError
-from ....cluster.speculation.draft_lengths import draft_lengths
+from ....cluster.speculation.draft_length_policy import draft_lengths
 from ..common.engine_passes import say
 from .engine_driver import Driver
 

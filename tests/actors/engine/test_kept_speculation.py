@@ -15,8 +15,12 @@ from manta import LLM, SamplingParams
 from manta.actors.engine import speculation_cache
 from manta.cluster.disk_cache import cache_folder
 from manta.cluster.speculation.acceptance_model import AcceptanceModel
-from manta.cluster.speculation.draft_length_policy import DecodeBatch, DraftChoice, DraftLengthPolicy
-from manta.cluster.speculation.draft_lengths import draft_lengths
+from manta.cluster.speculation.draft_length_policy import (
+    DecodeBatch,
+    DraftChoice,
+    DraftLengthPolicy,
+    draft_lengths,
+)
 from manta.cluster.speculation.step_cost_model import StepLoad
 
 PROMPT = {"prompt_token_ids": [1, 5, 9, 20, 21]}

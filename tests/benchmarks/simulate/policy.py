@@ -20,7 +20,7 @@ from manta.cluster.hardware.gpu_specs import Gpu, find_gpu
 from manta.cluster.hardware.model_pair import ModelPair
 from manta.cluster.request.request import Request
 from manta.cluster.simulation.load_driver import closed_loop
-from manta.cluster.speculation.draft_lengths import draft_lengths
+from manta.cluster.speculation.draft_length_policy import draft_lengths
 from manta.jobs.bench.common.engine_passes import say
 from manta.jobs.bench.common.provenance import options_json, provenance
 from manta.jobs.common.tables import print_table
