@@ -20,7 +20,7 @@ Resources = Mapping[str, float]  # of one node, by Ray's names
 
 @dataclass(frozen=True, slots=True)
 class ResourceRequest:
-    """What one engine takes on a node, `actor` for its own process; without `num_threads`, workers decide."""
+    """The resources of one engine, `actor` for its own process; without `num_threads` workers choose."""
 
     bundles: tuple[Bundle, ...]
     actor: Bundle

@@ -1,4 +1,4 @@
-"""How many instructions the loops of the GPU kernels take, which bounds how fast they read their bytes.
+"""Instruction counts of the loops of the GPU kernels, which bound how fast they read their bytes.
 
 A warp scheduler issues one instruction per cycle, and each of a program's four warps has a scheduler of its
 own. So an iteration takes at least as many cycles of a multiprocessor as a warp has instructions, whatever

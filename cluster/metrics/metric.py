@@ -1,4 +1,4 @@
-"""What metrics are made of: definitions, histograms, and bounded label values.
+"""The parts of metrics: definitions, histograms, and bounded label values.
 
 The catalogue is in `engine_metrics.py`.
 

@@ -8,7 +8,7 @@ Two kinds of causes:
 
 Causes are ranked by the accepted drafts that they cost this traffic. A slice that another one explains is no
 cause. A cause is likely, not proven: slices that occur together (all German requests are sampled at
-temperature 1) cannot be told apart, and are reported both. Called by `jobs/drafters/explain/`.
+temperature 1) cannot be separated, and are reported both. Called by `jobs/drafters/explain/`.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ class TapTrial:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PairEvidence:
-    """What was found out about the pair itself.
+    """Findings about the pair itself.
 
     Attributes:
         texts, chats: acceptance of the card's prompts on this pair, relative to the card's own figures; None

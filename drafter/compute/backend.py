@@ -139,7 +139,7 @@ class AttentionShape:
 
 @dataclass(frozen=True, slots=True)
 class RankSum:
-    """A projection whose results are parts, which are summed over ranks.
+    """A projection of which each rank computes a part of the result; the parts are summed over ranks.
 
     Attributes:
         all_reduce: sums the ranks' parts, in place.

@@ -3,7 +3,7 @@
     z'_k(b) = z_k(b) + sum_r W1[x_(k-1)]_r W2[b]_r          Markov head; x_0 is the anchor
     c_k = sigmoid(w [y_k; W1[x_(k-1)]] + b)                  confidence head
 
-The bias is a `Selector`'s pair score whose gates are all 1, so `step/sampling/selector.py` walks it. Its
+The bias is a `Selector`'s pair score with all gates 1, so `step/sampling/selector.py` walks it. Its
 authors add it to all logits; here the best candidates of a row get it, as vLLM's `dspark_draft_topk` does. No
 output token depends on that. The confidence head is trained with the acceptance probability of verification
 by rejection. Made by `model.py`.

@@ -44,8 +44,8 @@ class _RequestText:
 class AnswerCache:
     """Automata of earlier answers, one per cache salt.
 
-    Holds at most `max_requests` answers in two generations. When the newer one holds half of them it becomes
-    the older one, whose answers are dropped.
+    Holds at most `max_requests` answers in two generations. When the newer one holds half of them, it
+    replaces the older one.
     """
 
     def __init__(self, max_requests: int) -> None:

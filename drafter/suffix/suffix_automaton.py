@@ -1,6 +1,6 @@
 """Suffix automaton of a growing text: finds where its last tokens occur earlier, and what followed them.
 
-A state stands for all strings that end at the same places of the text (Blumer et al., 1985; the online
+A state represents all strings that end at the same places of the text (Blumer et al., 1985; the online
 construction). `link` leads to the state of the longest suffix that ends at more places. So the longest suffix
 of the text that occurs earlier is that of the newest state's link, without a search.
 

@@ -318,7 +318,7 @@ class GpuModelRunner:
 
     @torch.inference_mode()
     def profile_run(self, largest: SchedulerOutput, used_bytes: Callable[[], int]) -> int:
-        """Capture the graphs of the largest steps, whose memory all share, and a few others.
+        """Capture the graphs of the largest steps, which provide the memory that all share, and a few others.
 
         The few, of all sizes, show what each of the rest takes beside the shared memory.
         """

@@ -41,7 +41,7 @@ _arguments_memory = stack_memory(128)
 
 @dataclass(frozen=True, slots=True)
 class PackedWeight:
-    """A weight whose rows are padded with zeros to a multiple of 32.
+    """A weight with its rows padded with zeros to a multiple of 32.
 
     Attributes:
         codes: bf16 [T, K / 32, 16, 16, 2]: tiles of pairs of inputs (AMX's layout of B); or uint8 [T, ..]

@@ -70,9 +70,9 @@ class NumbaBackend(TorchBackend):
 class _CpuAttention(TorchAttention):
     __slots__ = ()
 
-    def _place(self, qkv_NO: Tensor, step: TorchPass, cache: PagedKVCache, layer: int) -> None:
+    def _norm_rotate_write(self, qkv_NO: Tensor, step: TorchPass, cache: PagedKVCache, layer: int) -> None:
         if cache.dtype is not qkv_NO.dtype:  # e4m3
-            super()._place(qkv_NO, step, cache, layer)
+            super()._norm_rotate_write(qkv_NO, step, cache, layer)
             return
         shape, rows = self._shape, step.rows
         layers.norm_rotate_write(

@@ -102,7 +102,7 @@ class TorchAttention:
                 -1, (shape.num_kv_heads, -1)
             )
             v_NKF.copy_(F.rms_norm(v_NKF, v_NKF.shape[-1:], None, shape.eps))
-        self._place(qkv_NO, step, cache, layer)
+        self._norm_rotate_write(qkv_NO, step, cache, layer)
         return self.attend(
             qkv_NO[:, : shape.num_heads * shape.head_dim].unflatten(-1, (shape.num_heads, -1)),
             cache,
@@ -115,7 +115,7 @@ class TorchAttention:
             first_key=shape.first_key,
         )
 
-    def _place(self, qkv_NO: Tensor, step: TorchPass, cache: PagedKVCache, layer: int) -> None:
+    def _norm_rotate_write(self, qkv_NO: Tensor, step: TorchPass, cache: PagedKVCache, layer: int) -> None:
         """Norm and rotate q and k in place; write k and v."""
         qk_NJD = qkv_NO[:, : self._heads[0] * self._heads[1]].unflatten(-1, self._heads)
         normed = qk_NJD if self._head_norm is None else self._head_norm(qk_NJD)

@@ -71,7 +71,7 @@ class FlashAttention:
         self._split.reserve(v_head_dim)
 
     def prepare(self, kind: AttentionKind, rows: PagedRows) -> _Prepared | WorkList:
-        """Return what layers of a kind share; requests whose lengths the host knows are prompts."""
+        """Return what layers of a kind share; requests are prompts if the host knows their lengths."""
         if rows.host_spans_B2 is None or not _is_supported(kind):
             return self._split.prepare(kind, rows)
         return _Prepared(kind, rows.page_table.index_select(0, rows.slots_B))

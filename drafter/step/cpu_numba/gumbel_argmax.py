@@ -42,7 +42,7 @@ def are_numbers_16(logits, found, num_rows, vocab_size):
 
 @elements
 def are_numbers_32(logits, found, num_rows, vocab_size):
-    """As `are_numbers_16`, of fp32 rows."""
+    """Find the fp32 rows without NaN and +inf, as `are_numbers_16` does."""
     signed_NV = carray(pointer(logits, _INT32), (num_rows, vocab_size))
     unsigned_NV = carray(pointer(logits, _UINT32), (num_rows, vocab_size))
     found_N = carray(pointer(found, _BOOL), (num_rows,))

@@ -71,7 +71,7 @@ def explain_drafter(options: ExplainOptions) -> Explanation:
     """Raises DatasetError if the traffic has no verified blocks."""
     files = open_drafter(options.drafter)
     target_folder = resolve_checkpoint(options.target, field="target")
-    config = _whole_blocks(options.drafter, options.target)
+    config = _fixed_lengths(options.drafter, options.target)
     with open_llm(config) as llm:
         say("the traffic, whole blocks")
         chat = ChatModel.of(llm.tokenizer)
@@ -106,7 +106,7 @@ def explain_drafter(options: ExplainOptions) -> Explanation:
     )
 
 
-def _whole_blocks(drafter: str, target: str) -> EngineConfig:
+def _fixed_lengths(drafter: str, target: str) -> EngineConfig:
     config = engine_of(drafter, target)
     spec = replace(_spec(config), adaptive=False)
     return replace(config, speculative_config=spec, max_num_seqs=_AT_ONCE)

@@ -1,8 +1,8 @@
 """Labels of generated text: language, code or prose, thinking or not. Simple rules, without a model.
 
 * *Code*: within a code fence, or at least `_CODE_SYMBOLS` of the visible characters are `_SYMBOLS`.
-* *Language*: the script of at least `_SCRIPT_SHARE` of the letters; for Latin letters the language whose most
-  common words occur most often, or "latin" if few do. Code has no language.
+* *Language*: the script of at least `_SCRIPT_SHARE` of the letters; for Latin letters the language
+  that has most of the common words, or "latin" if few do. Code has no language.
 
 The rules see the last `WINDOW` characters before a block, prompt included, so a label changes within an
 answer. They are meant for statistics over many blocks; single labels are often wrong.

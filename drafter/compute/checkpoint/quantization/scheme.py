@@ -77,7 +77,7 @@ class Scheme(ABC):
 
 
 class WordScheme(Scheme):
-    """A scheme whose codes are packed into words of 32 bits."""
+    """A scheme that packs codes into words of 32 bits."""
 
     __slots__ = ()
 

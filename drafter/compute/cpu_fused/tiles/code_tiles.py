@@ -211,14 +211,14 @@ def _int4(builder: Any, line: Value, half: int) -> Value:
 
 
 def _e4m3(builder: Any, line: Value, half: int) -> Value:
-    """Move sign, exponent and mantissa to their places in fp16, whose exponent's bias is larger by 8."""
+    """Move sign, exponent and mantissa to their places in fp16, which has an exponent bias larger by 8."""
     moved = builder.shl(builder.sext(_byte_of_columns(builder, line, half), HALVES), lanes(7, INT16))
     bits = builder.and_(moved, lanes(-0x4080, INT16))
     return builder.fpext(builder.bitcast(bits, _FP16), FLOATS)
 
 
 def _e2m1(builder: Any, line: Value, half: int) -> Value:
-    """As `_e4m3`; the bias of fp16 is larger by 14."""
+    """Move the parts as `_e4m3` does; the exponent bias of fp16 is larger by 14."""
     if _has_avx512():
         code = _nibble(builder, line, half, PAIRS, INT32)
         return _looked_up(builder, code, [value * 2.0**-14 for value in GRID])

@@ -138,7 +138,7 @@ def rounded_sum(x_H, y_H, scalar, dtype: tl.constexpr):
 
 @triton.jit
 def normed(x_H, weight_H, eps, WIDTH: tl.constexpr, dtype: tl.constexpr):
-    """Return the RMSNorm of an fp32 row of WIDTH elements, whose further ones are 0."""
+    """Return the RMSNorm of an fp32 row of WIDTH elements, padded with zeros."""
     scale = tl.rsqrt(tl.sum(x_H * x_H, axis=0) / WIDTH + eps)
     return (x_H * scale * weight_H).to(dtype)
 

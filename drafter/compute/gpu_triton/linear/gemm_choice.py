@@ -75,7 +75,7 @@ class MeasuredChoice:
         is_first, error = self._ranks is None or self._ranks.rank == 0, None
         if is_first:
             try:
-                choices_T.copy_(torch.tensor(self._kept_or_measured(use, own, other)))
+                choices_T.copy_(torch.tensor(self._read_or_measure(use, own, other)))
             except Exception as raised:  # the other ranks wait for an answer
                 error = raised
         if self._ranks is not None:
@@ -90,11 +90,11 @@ class MeasuredChoice:
                 _call(use, own, own, rows)()
         return list(map(bool, choices))
 
-    def _kept_or_measured(self, use: Use, own: OwnProjection, other: TorchProjection) -> list[bool]:
-        kept = DiskCache("gemm-choice", _subject(use, own.weight), FOREVER_S)
-        found = kept.read()
+    def _read_or_measure(self, use: Use, own: OwnProjection, other: TorchProjection) -> list[bool]:
+        cache = DiskCache("gemm-choice", _subject(use, own.weight), FOREVER_S)
+        found = cache.read()
         if not _is_valid(found):
-            found = kept.write_once([self._is_ours_sooner(use, own, other, rows) for rows in ROW_TILES])
+            found = cache.write_once([self._is_ours_sooner(use, own, other, rows) for rows in ROW_TILES])
         return found
 
     def _is_ours_sooner(self, use: Use, own: OwnProjection, other: TorchProjection, num_rows: int) -> bool:

@@ -107,7 +107,7 @@ class DeviceStepRequests:
         )
 
     def sampling_anchors(self) -> DeviceStepRequests:
-        """Return the requests with a row less each: blocks whose anchors sample, too (`StepRows`)."""
+        """Return the requests with a row less each: in their blocks the anchors sample, too (`StepRows`)."""
         before_R1 = _requests_before(self.cu_rows_R1)
         return replace(self, cu_rows_R1=self.cu_rows_R1 - before_R1.to(self.cu_rows_R1.dtype))
 
