@@ -63,8 +63,9 @@ class AcceptanceModel:
         self._curvature_PP = np.zeros((len(self._theta_P), len(self._theta_P)))
         self._request_S, self._request_curvature_S = np.zeros(slots), np.zeros(slots)
         self._temperature_S = np.zeros(slots)
-        # Probabilities of each slot's last blocks, also of its earlier requests: nan where no draft was made.
-        self._samples_STK = np.full((slots, NUM_BLOCKS, maximum), np.nan, dtype=np.float32)
+        # x of each slot's last blocks, also of its earlier requests: nan where no draft was made.
+        self._x_STK = np.full((slots, NUM_BLOCKS, maximum), np.nan, dtype=np.float32)
+        self._num_blocks_S = np.zeros(slots, dtype=np.int64)
         self._reached_K, self._accepted_K = np.zeros(maximum), np.zeros(maximum)  # expected counts, decaying
         # Observed drafts, and predicted minus accepted ones by bin of their probability; both decay.
         self._observed_K, self._gaps_KE = np.zeros(maximum), np.zeros((maximum, _ERROR_BINS))
@@ -98,10 +99,12 @@ class AcceptanceModel:
 
     def samples(self, slots_R: IntArray, count: int) -> FloatArray:
         """Return the survival probabilities of each request's last `count` blocks, fp32 [count, R, K]."""
-        places_T1 = (self._updated_step - 1 - np.arange(count)[:, None]) % NUM_BLOCKS
-        chances_TRK = self._samples_STK[slots_R, places_T1]
+        places_TR = (self._num_blocks_S[slots_R] - 1 - np.arange(count)[:, None]) % NUM_BLOCKS
+        x_TRK = self._x_STK[slots_R, places_TR]
+        offset_R = self.offsets(slots_R)
+        chances_TRK = 1.0 / (1.0 + np.exp(-(self.bias_K + self.slope_K * x_TRK + offset_R[:, None])))
         # A draft not made has the mean probability of its position.
-        known_TRK = np.where(np.isnan(chances_TRK), self._mean_K, chances_TRK)
+        known_TRK = np.where(np.isnan(x_TRK), self._mean_K, chances_TRK)
         return np.cumprod(known_TRK, axis=-1, dtype=np.float32)
 
     def means(self, slots_R: IntArray) -> FloatArray:
@@ -138,7 +141,8 @@ class AcceptanceModel:
         else:
             x_BK[:, : margins_RK.shape[1]] = np.log1p(np.minimum(margins_RK[some], _MAX_MARGIN))
         judged_R = np.minimum(accepted_R + continues_R, verified_R)
-        places_B = np.full(len(some), self._step % NUM_BLOCKS)
+        places_B = self._num_blocks_S[slots_R[some]] % NUM_BLOCKS
+        self._num_blocks_S[slots_R[some]] += 1
         self._pending.append((slots_R[some], places_B, accepted_R[some], judged_R[some], x_BK))
         self._step += 1
         if len(self._pending) >= UPDATE_STEPS:
@@ -163,7 +167,8 @@ class AcceptanceModel:
         self._gaps_KE *= fade
         np.subtract.at(self._gaps_KE, (position_M, bins_M), miss_M)
         self._observed_K = fade * self._observed_K + np.bincount(position_M, minlength=self._max_drafts)
-        self._remember(slots_B, places_B, self._chances(slots_B, x_BK))
+        self._x_STK[slots_B, places_B] = x_BK
+        self._count(self._chances(slots_B, x_BK))
         self._publish()
 
     def _chances(self, slots_B: IntArray, x_BK: Doubles) -> Doubles:
@@ -195,13 +200,12 @@ class AcceptanceModel:
             gradient_S / (self._request_curvature_S + _RIDGE), -_MAX_NEWTON_STEP, _MAX_NEWTON_STEP
         )
 
-    def _remember(self, slots_B: IntArray, places_B: NDArray[np.int64], chances_BK: Doubles) -> None:
-        """Store the probabilities of these blocks as samples, and add them to the mean probabilities."""
-        self._samples_STK[slots_B, places_B] = chances_BK
+    def _count(self, chances_BK: Doubles) -> None:
+        """Add the probabilities of these blocks to the mean probabilities."""
         made_BK = ~np.isnan(chances_BK)
         survival_BK = np.cumprod(np.where(made_BK, chances_BK, 0.0), axis=1)
-        reached_BK = np.hstack((np.ones((len(slots_B), 1)), survival_BK[:, :-1])) * made_BK
-        fade_K = np.where(made_BK.any(axis=0), math.exp(-len(slots_B) / NUM_BLOCKS), 1.0)
+        reached_BK = np.hstack((np.ones((len(chances_BK), 1)), survival_BK[:, :-1])) * made_BK
+        fade_K = np.where(made_BK.any(axis=0), math.exp(-len(chances_BK) / NUM_BLOCKS), 1.0)
         self._reached_K = fade_K * self._reached_K + reached_BK.sum(axis=0)
         self._accepted_K = fade_K * self._accepted_K + survival_BK.sum(axis=0)
 
