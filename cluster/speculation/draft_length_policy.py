@@ -39,6 +39,7 @@ _RETRY_STEPS = NUM_BLOCKS  # between reviews later, and without drafts until a r
 _TRIAL_STEPS = 3  # at most, as far as the loss is covered
 _LOSS_SHARE, _MAX_LOSS_STEPS = 0.01, 16.0  # of the total time; plain steps whose time is covered at most
 _INITIAL_STEPS = 4.0  # plain steps covered initially; 16 make the first 150 tokens 4 % slower on 60 cells
+_LOSING_STEPS = 2.0  # plain steps whose time is lost until drafts are reviewed early
 _MAX_BACKOFF = 16  # attempts that last a tenth of the first wait then cost less than a hundredth of the time
 
 
@@ -183,7 +184,8 @@ class DraftLengthPolicy:
 
     def _review(self, state: _LoadState, batch: DecodeBatch, load: StepLoad) -> None:
         """Choose the best known length, and schedule a trial if one is due."""
-        state.review_at = state.steps + min(max(state.steps // 2, _REVIEW_STEPS), _RETRY_STEPS)
+        usual = min(max(state.steps // 2, _REVIEW_STEPS), _RETRY_STEPS)
+        state.review_at = state.steps + (_REVIEW_STEPS if self._budget.is_losing else usual)
         self._acceptance.update()
         self._costs.changed()
         load = load._replace(prompt_rows=0)  # prompt rows per token do not depend on the length
@@ -347,9 +349,16 @@ class DraftLengthPolicy:
         if choice.is_trial:  # at most half of the balance, so that an interruption ends no trials
             lost_s = seconds - worth / choice.estimate.rate
             self._budget.balance_s -= min(lost_s, self._budget.balance_s / 2)
-        elif choice.length and self._budget.record_step(
-            seconds - worth / own_worth * choice.plain_s, choice.plain_s
-        ):
+        elif choice.length:
+            was_losing = self._budget.is_losing
+            must_pause = self._budget.record_step(
+                seconds - worth / own_worth * choice.plain_s, choice.plain_s
+            )
+            if self._budget.is_losing and not was_losing:
+                for state in self._states.values():
+                    state.review_at = 0
+            if not must_pause:
+                return
             # Pause drafting for some steps, longer each time, whatever is predicted.
             self._paused_until = self._num_steps + self._retry.steps
             self._retry.fail()
@@ -390,6 +399,7 @@ class LossBudget:
     def __init__(self, share: float, max_steps: float) -> None:
         self._share, self._max_steps = share, max_steps
         self.balance_s = self._granted_s = self._lost_s = 0.0
+        self.is_losing = False  # drafts have lost much lately: their estimates may be out of date
 
     def begin(self, plain_s: float) -> None:
         """Grant the initial balance for plain steps of `plain_s` seconds; more if these became longer."""
@@ -404,9 +414,11 @@ class LossBudget:
     def record_step(self, lost_s: float, plain_s: float) -> bool:
         """Account for a step with drafts that lost `lost_s`; return whether drafting must pause."""
         self._lost_s = max(self._lost_s + lost_s, 0.0)
+        self.is_losing = self._lost_s > _LOSING_STEPS * plain_s
         if self._lost_s <= max(self.balance_s, self._max_steps * plain_s):
             return False
         self._lost_s = self.balance_s = 0.0
+        self.is_losing = False
         return True
 
 
