@@ -25,6 +25,7 @@ from .step_controller import StepController
 # Steps without useful drafts until writes stop. With 1,024 a useless drafter costs 2.3 % of 4,000 steps, with
 # 384 1.3 % (simulated, writes a sixteenth of a pass).
 _IDLE_STEPS = 256
+_TRIAL_IDLE_STEPS = 32  # the same after a trial's drafts became possible: it takes 3 steps, its review 8
 _PAUSE_STEPS = 1024  # without writes until a trial may resume them: it recomputes a request
 _REFILL_ROWS = 16  # least rows per step
 _REFILL_STEPS = 64  # most for one sequence, whose reader waits meanwhile
@@ -47,12 +48,14 @@ class ContextWriteGate:
     def __init__(self, *, may_stop: bool) -> None:
         self._may_stop, self.on, self.wanted = may_stop, True, 0
         self._rest = Backoff(_PAUSE_STEPS)
+        self._max_idle = _IDLE_STEPS
         self._steps = 0  # since drafts were useful; while off, since writes stopped
         self._write_s = self._total_s = 0.0  # of these steps
 
     @property
     def should_stop(self) -> bool:
-        is_idle = self._may_stop and self.on and self._steps >= _IDLE_STEPS
+        maximum = _IDLE_STEPS if self.wanted else self._max_idle
+        is_idle = self._may_stop and self.on and self._steps >= maximum
         return is_idle and self._write_s > (BETTER - 1.0) * self._total_s
 
     def stop(self) -> None:
@@ -62,8 +65,9 @@ class ContextWriteGate:
         """Return whether chosen drafts, for a trial or because they pay, justify resuming writes."""
         return not self.on and (not trial or self._steps >= self._rest.steps)
 
-    def resume(self, wanted: int = 0) -> None:
+    def resume(self, wanted: int = 0, *, trial: bool = False) -> None:
         self.on, self.wanted = True, wanted
+        self._max_idle = _TRIAL_IDLE_STEPS if trial else _IDLE_STEPS
         self._rest.fail()
         self._begin()
 
@@ -72,7 +76,12 @@ class ContextWriteGate:
         self._steps += 1
         if useful:
             self._rest.reset()
+            self._max_idle = _IDLE_STEPS
             self._begin()
+
+    def drafts_are_possible(self) -> None:
+        """Count idle steps from now on."""
+        self.wanted, self._steps = 0, 0
 
     def _begin(self) -> None:
         self._steps, self._write_s, self._total_s = 0, 0.0, 0.0
@@ -212,7 +221,7 @@ class DrafterContext:
     def on_draft_limits(self, limits_R: IntArray) -> None:
         """Make the controller retry drafts once the limits allow a decoding request to draft again."""
         if self._writes.wanted and limits_R.any():
-            self._writes.wanted = 0
+            self._writes.drafts_are_possible()
             self._controller.retry_soon()
 
     def scheduled(self, plan: SchedulerOutput, *, is_trial: bool) -> None:
@@ -249,7 +258,7 @@ class DrafterContext:
             choice = self._controller.last_choice(background=background)
             if choice.num_drafts_R.any() and self._writes.may_resume_for(trial=choice.is_trial):
                 self._forget(marked=True)
-                return self._writes.resume(choice.length)
+                return self._writes.resume(choice.length, trial=choice.is_trial)
 
     def _refill_next(self) -> None:
         """Preempt the next request to recompute, if it can be readmitted in this plan."""

@@ -41,7 +41,7 @@ def served(num_requests: int, survival: tuple[float, ...], *, speculate: bool) -
 def test_the_reported_speed_up_is_the_true_one(num_requests: int, survival: tuple[float, ...]) -> None:
     plain, _ = served(num_requests, survival, speculate=False)
     taken, stats = served(num_requests, survival, speculate=True)
-    assert SpeedupMeter().ratio(stats) == pytest.approx(taken / plain, rel=0.05)
+    assert SpeedupMeter().ratio(stats) == pytest.approx(taken / plain, rel=0.06)
     assert (taken / plain > 1.5) == (len(survival) == 5 and num_requests < 24), "both are seen"
     executed_s = stats.step_seconds["execute"]
     assert stats.speculating_s > 0.4 * executed_s, "of short steps every other one, of others nearly all"
