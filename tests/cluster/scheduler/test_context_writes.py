@@ -117,6 +117,25 @@ def test_a_trial_waits_until_enough_time_was_saved_and_paying_drafts_do_not_wait
     assert writes.may_resume_for(trial=True)
 
 
+@pytest.mark.parametrize(("pays", "steps"), [(False, 32), (True, 256)])
+def test_writes_stop_soon_after_a_trial_unless_its_drafts_pay(pays: bool, steps: int) -> None:
+    writes = ContextWriteGate(may_stop=True)
+    writes.stop()
+    writes.resume(4, trial=True)
+    count = 0
+    for number in range(400):
+        if number == 20:  # a request is recomputed until then
+            writes.drafts_are_possible()
+        if number == 25 and pays:
+            writes.scheduled(useful=True)
+        writes.completed(StepTimings(verify_s=0.01, inject_s=0.001))
+        if writes.should_stop:
+            break
+        writes.scheduled(useful=False)
+        count += 1
+    assert count == (25 if pays else 20) + steps
+
+
 def test_pages_filled_without_context_are_not_cached_and_earlier_ones_are() -> None:
     engine = open_engine(make_info(num_pages=(256,)))
     before, meanwhile = tuple(range(2, 14)), tuple(range(3, 15))

@@ -435,3 +435,23 @@ def test_late_requests_weigh_more_and_background_work_less():
     assert (late, early, background) == (4.0, 0.5, 0.5) and preferred > 1
     with pytest.raises(RequestError, match="tpot_ms"):
         make_request("r", tpot_ms=0.0)
+
+
+def test_estimates_use_each_requests_own_last_blocks_at_its_temperature() -> None:
+    """A request that has not drafted for long, and one at a temperature that drafts suit less."""
+    model = AcceptanceModel(2, 2)
+    slots, counts, continues = np.arange(2), np.array([2, 2]), np.ones(2, dtype=np.bool_)
+    model.admit(slots, [0.0, 1.0])
+    rng = np.random.default_rng(0)
+    for _ in range(200):  # at both temperatures margins are equal, and say little
+        margins_RK = rng.uniform(1.0, 2.0, (2, 2)).astype(np.float32)
+        accepted = np.array([2, int(rng.random() < 0.3)])
+        model.observe(slots, counts, accepted, continues, counts, margins_RK)
+    certain_RK = np.full((1, 2), 40.0, dtype=np.float32)
+    for _ in range(100):  # slot 1 makes no drafts, slot 0's margins are those of certain drafts
+        model.observe(slots[:1], counts[:1], counts[:1], continues[:1], counts[:1], certain_RK)
+    model.update()
+    sure, unsure = model.samples(slots, 4)[..., 0].mean(axis=0)
+    assert sure > 0.95 and unsure < 0.5
+    model.admit(slots[1:], [0.0])  # a new request of slot 1, with the earlier one's margins as expectation
+    assert model.samples(slots[1:], 4)[..., 0].mean() > 0.8
