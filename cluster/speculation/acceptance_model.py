@@ -107,10 +107,6 @@ class AcceptanceModel:
         known_TRK = np.where(np.isnan(x_TRK), self._mean_K, chances_TRK)
         return np.cumprod(known_TRK, axis=-1, dtype=np.float32)
 
-    def means(self, slots_R: IntArray) -> FloatArray:
-        """Return the mean survival probabilities of each request's recent blocks, fp32 [R, K]."""
-        return self.samples(slots_R, UPDATE_STEPS).mean(axis=0)
-
     @property
     def calibration_error(self) -> tuple[float, ...]:
         """Mean absolute difference of predicted and observed acceptance by position, over ten bins."""

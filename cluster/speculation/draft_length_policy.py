@@ -27,7 +27,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ..step.scheduler_output import BoolArray, FloatArray, IntArray, SchedulerOutput, Trim
+from ..step.scheduler_output import FloatArray, IntArray, SchedulerOutput, Trim
 from .acceptance_model import NO_MARGIN, NUM_BLOCKS, AcceptanceModel
 from .draft_trimming import drafts_to_verify
 from .step_cost_model import MIN_S, Doubles, StepCostModel, StepLoad, load_class
@@ -115,7 +115,6 @@ class DraftLengthPolicy:
         self._retry = Backoff(_RETRY_STEPS)
         self._retry_gain = math.inf  # ratio of expected to plain worth at the last retry
         self._paused_until = 0
-        self._declines_S = np.zeros(acceptance.num_slots, dtype=np.bool_)  # requests whose drafts do not pay
         self._measured: Iterator[int] | None = None  # the lengths of the warm-up
         self.reports_margins = True  # whether the drafter does
 
@@ -159,11 +158,8 @@ class DraftLengthPolicy:
         self._num_plain = 0 if length else self._num_plain + 1
         state.has_plain = state.has_plain or not length
         drafts_R = np.minimum(batch.limits_R, length)
-        if length and not is_trial:
-            is_retry_R = (state.steps + batch.slots_R) % _RETRY_STEPS == 0
-            drafts_R = np.where(self._declines_S[batch.slots_R] & ~is_retry_R, 0, drafts_R)
-            if state.estimate.trims and not self.reports_margins:
-                drafts_R = self._trimmed_by_request(drafts_R, state.estimate, batch, load)
+        if length and not is_trial and state.estimate.trims and not self.reports_margins:
+            drafts_R = self._trimmed_by_request(drafts_R, state.estimate, batch, load)
         return DraftChoice(drafts_R, length, is_trial, state.estimate, state.plain_s)
 
     def _state(self, load: StepLoad) -> _LoadState:
@@ -204,7 +200,6 @@ class DraftLengthPolicy:
         self._budget.begin(plain.seconds)
         covered_s = self._budget.balance_s
         self._update_length(state, estimates)
-        self._declines_S[batch.slots_R] = self._unprofitable(state, batch, load)
         if self._num_steps < self._paused_until:
             return
         # The largest loss of a trial, compared with the present rate, is if no draft is accepted.
@@ -239,20 +234,6 @@ class DraftLengthPolicy:
         elif length and self._num_steps > self._paused_until + _MAX_BACKOFF * _RETRY_STEPS:
             self._retry.reset()  # drafts have paid for long
         state.length, state.estimate = length, estimates[length]
-
-    def _unprofitable(self, state: _LoadState, batch: DecodeBatch, load: StepLoad) -> BoolArray:
-        """Return the mask of requests that do not pay for their part of the drafter's pass, [R]."""
-        count, length, rate = len(batch.slots_R), state.length, state.estimate.rate
-        if count < 2 or not length:
-            return np.zeros(count, dtype=np.bool_)
-        half_s, whole_s = (
-            self._costs.draft_s(load._replace(num_requests=part), [length])[0] for part in (count // 2, count)
-        )
-        draft_s = (whole_s - half_s) / (count - count // 2)
-        non_draft_s = self._costs.non_draft_s(load, count * length)
-        worths_RK = self._acceptance.means(batch.slots_R)[:, :length] * batch.weights_R[:, None]
-        gains_RK = np.maximum(worths_RK - rate * (non_draft_s[-1] - non_draft_s[0]) / (count * length), 0.0)
-        return gains_RK.sum(axis=1) < rate * draft_s
 
     def _worth_trying(
         self,

@@ -228,12 +228,18 @@ def test_margins_are_learned_and_predicted_probabilities_match():
         position += accepted + 1
     assert max(acceptance.calibration_error) < 0.08
     true = np.array([[0.8 ** (h * k) for k in range(1, 8)] for h in hardness])
-    assert acceptance.means(slots).mean(axis=0) == pytest.approx(true.mean(axis=0), abs=0.08)
+    assert acceptance.samples(slots, 16).mean(axis=0).mean(axis=0) == pytest.approx(
+        true.mean(axis=0), abs=0.08
+    )
     again = AcceptanceModel(7, 16)
     again.read(json.loads(json.dumps(acceptance.as_json())))
-    assert again.means(slots)[0] == pytest.approx(true.mean(axis=0), abs=0.1), "at the next start"
+    assert again.samples(slots, 16).mean(axis=0)[0] == pytest.approx(true.mean(axis=0), abs=0.1), (
+        "at the next start"
+    )
     acceptance.reset()
-    assert acceptance.means(slots)[0, 0] == pytest.approx(0.75), "another drafter, another curve"
+    assert acceptance.samples(slots, 16).mean(axis=0)[0, 0] == pytest.approx(0.75), (
+        "another drafter, another curve"
+    )
 
 
 def test_a_new_drafter_starts_with_its_cards_acceptance_length():
@@ -241,7 +247,9 @@ def test_a_new_drafter_starts_with_its_cards_acceptance_length():
     acceptance.admit(slots, [0.0] * 16)
     for length in (1.0, 2.3, 5.0, 8.0, 99.0):
         acceptance.set_prior(length)
-        assert 1 + acceptance.means(slots)[0].sum() == pytest.approx(min(length, 8.0), abs=1e-3)
+        assert 1 + acceptance.samples(slots, 16).mean(axis=0)[0].sum() == pytest.approx(
+            min(length, 8.0), abs=1e-3
+        )
 
 
 def test_a_margin_counts_less_at_a_higher_temperature_for_new_requests_too():
@@ -278,7 +286,7 @@ def test_a_margin_counts_less_at_a_higher_temperature_for_new_requests_too():
             slots, many, np.zeros(16, np.int32), np.ones(16, np.bool_), many, margins.astype(np.float32)
         )
     again.update()
-    assert again.means(slots)[:, 0].mean() < 0.1, "what is kept gives way"
+    assert again.samples(slots, 16).mean(axis=0)[:, 0].mean() < 0.1, "what is kept gives way"
 
 
 def test_a_slower_machine_is_slower_at_all_rows_and_one_slow_step_is_not_enough():
