@@ -199,10 +199,10 @@ class EngineConfig:
             call, in bfloat16 on a CPU with instructions for it; "torch" PyTorch's own kernels, driven from
             the host.
         quantization: quantizes the target's weights at load; outputs are the quantized target's, with and
-            without drafts. "fp8", on GPUs: e4m3 with a scale per row, half of the bytes of bf16; embedding,
-            head, routers and experts are not quantized. "int8" and "int4", on CPUs in bfloat16: integers with
-            a scale per 32 inputs, 8.25 and 4.5 bits per weight; embedding, routers and experts are not
-            quantized, and the head has 8 bits with either. Not for checkpoints that are quantized already.
+            without drafts. "fp8", on GPUs: e4m3 with a scale per row, half of the bytes of bf16. "int8" and
+            "int4", on GPUs, and on CPUs in bfloat16: integers with a scale per 32 inputs, 8.25 and 4.5 bits
+            per weight; not for checkpoints that are quantized already. Embedding, routers, experts and, but
+            for integers on CPUs (8 bits), the head are not quantized.
         kv_cache_dtype: data type of stored K/V, of the drafter's as well: "auto" is `dtype`; "fp8" (or
             "fp8_e4m3") rounds them to e4m3 without scales, so that the same memory holds twice the tokens and
             attention reads half the bytes. Outputs are those of the target with such K/V, with drafts or

@@ -47,10 +47,13 @@ def _loop(num_bytes: int, sm_90: int, sm_100: int) -> KernelLoop:
 
 
 MXFP4_BYTES, INT4_BYTES = 17 / 32, 18 / 32  # of a weight, with a scale per 32 weights
-# By bytes of a weight: 16-bit, e4m3, MXFP4 and INT4; the last two also with tiles of 64 rows.
+NVFP4_BYTES, INT8_BYTES = 24 / 32, 33 / 32  # with an fp32 scale per 16, and an exponent per 32 weights
+# By bytes of a weight: 16-bit, INT8, e4m3, NVFP4, INT4 and MXFP4; the last one also with tiles of 64 rows.
 PRODUCTS: Mapping[float, KernelLoop] = {
     2: _loop(16384, 189, 185),
+    INT8_BYTES: _loop(8448, 473, 548),
     1: _loop(8192, 330, 298),
+    NVFP4_BYTES: _loop(6144, 529, 512),
     MXFP4_BYTES: _loop(4352, 306, 323),
     INT4_BYTES: _loop(4608, 280, 311),
 }
@@ -60,12 +63,14 @@ ATTENTION: Mapping[int, KernelLoop] = {2: _loop(32768, 766, 976), 1: _loop(16384
 
 
 def product_instructions(weight_bytes: float, num_bytes: float, rows: float) -> IssuedInstructions:
-    """Return the instructions of a product of `rows` rows, of which a tile of 64 reads the weights once."""
-    loop = PRODUCTS.get(weight_bytes)
-    if loop is None:
+    """Return the instructions of a product of `rows` rows, of which a tile of 64 reads the weights once.
+
+    Weights of other formats, and means over several, count as those of the nearest size.
+    """
+    if weight_bytes > max(PRODUCTS):
         return IssuedInstructions()
-    if weight_bytes == MXFP4_BYTES and rows > 16:
-        loop = TALL_MXFP4
+    nearest = min(PRODUCTS, key=lambda size: abs(size - weight_bytes))
+    loop = TALL_MXFP4 if nearest == MXFP4_BYTES and rows > 16 else PRODUCTS[nearest]
     return loop.read(num_bytes).times(_tiles(rows))
 
 

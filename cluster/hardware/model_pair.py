@@ -35,17 +35,17 @@ class ModelPair:
         if self.drafter is None:
             return 0
         head_bytes = self.drafter.head_params * self.drafter.itemsize if self.sequential else 0
-        return self.drafter.linear_params * self.drafter.weight_bytes + head_bytes
+        return round(self.drafter.linear_params * self.drafter.weight_bytes) + head_bytes
 
     @property
     def fc_bytes(self) -> int:
         """Bytes of the projection from tapped target states to the drafter's context."""
-        return 0 if self.drafter is None else self.drafter.fc_params * self.drafter.weight_bytes
+        return 0 if self.drafter is None else round(self.drafter.fc_params * self.drafter.weight_bytes)
 
     def target_bytes(self, ranks: int) -> int:
         rank = self.target.rank(ranks)
         vocab_bytes = self.num_vocab_matrices * rank.head_params * rank.itemsize
-        return rank.linear_params * rank.weight_bytes + vocab_bytes + round(rank.expert_bytes)
+        return round(rank.linear_params * rank.weight_bytes + rank.expert_bytes) + vocab_bytes
 
     @property
     def num_vocab_matrices(self) -> int:

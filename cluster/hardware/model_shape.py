@@ -187,8 +187,8 @@ class ModelShape:
     Attributes:
         taps: tapped blocks that the drafter's fc reads.
         itemsize: bytes of a weight and of an activation.
-        product_itemsize: bytes of a weight in the blocks' dense products and in fc, if different: 1 for FP8.
-            `ExpertShape` has those of experts.
+        product_itemsize: mean bytes of a weight in the blocks' dense products and in fc, if different: 1 for
+            FP8. `ExpertShape` has those of experts.
         kv_itemsize: bytes of an element of K/V, if different: 1 for FP8.
     """
 
@@ -197,7 +197,7 @@ class ModelShape:
     vocab: int
     taps: int = 0
     itemsize: int = 2
-    product_itemsize: int | None = None
+    product_itemsize: float | None = None
     kv_itemsize: int | None = None
 
     @classmethod
@@ -213,7 +213,7 @@ class ModelShape:
         vocab: int,
         taps: int = 0,
         itemsize: int = 2,
-        product_itemsize: int | None = None,
+        product_itemsize: float | None = None,
         kv_itemsize: int | None = None,
         windows: Sequence[int | None] = (),
     ) -> ModelShape:
@@ -233,7 +233,7 @@ class ModelShape:
         )
 
     @property
-    def weight_bytes(self) -> int:
+    def weight_bytes(self) -> float:
         return self.product_itemsize or self.itemsize
 
     @property

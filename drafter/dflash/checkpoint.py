@@ -20,6 +20,7 @@ from ..compute.checkpoint.hf_config import Json
 from ..compute.checkpoint.quantization.quantized_tensors import open_folder
 from ..compute.checkpoint.safetensors_reader import TensorHeaders, TensorSource
 from ..drafter_spec import TOKEN_MAP, check_tensors
+from ..drafter_weights import read_weights
 from .config import DrafterConfig
 from .dspark_heads import CONFIDENCE, MARKOV
 from .model import DFlashDrafter
@@ -141,16 +142,12 @@ def make_drafter(
     """Build a drafter from tensors with the shapes of `drafter_shapes`. Arguments: see `load_drafter`."""
     config = _scaled_like(config, target, dtype, input_embedding_scale)
     own = [name for name in ("embed_tokens.weight", "lm_head.weight") if name in tensors.shapes]
-    names = dict.fromkeys([*drafter_shapes(config, target), *own])
-    weights = {named_as_ours(name): tensors.get(name) for name in names}
+    names = {named_as_ours(name): name for name in (*drafter_shapes(config, target), *own)}
     if config.maps_vocabulary:
-        config.check_token_map(weights[TOKEN_MAP])
-    weights = {
-        name: tensor.to(device) if name == TOKEN_MAP else tensor.to(device=device, dtype=dtype)
-        for name, tensor in weights.items()
-    }
+        config.check_token_map(tensors.get(TOKEN_MAP))
+    weights = read_weights(tensors, names, dtype, device, backend)
     if config.mask_embedding:
-        weights["mask_embedding"] = _mask_embedding(config).to(device=device, dtype=dtype)
+        weights = weights.adding(mask_embedding=_mask_embedding(config).to(device=device, dtype=dtype))
     positions = target.max_model_len + config.block_size
     return DFlashDrafter(config, weights, shared_embeddings, positions, backend, places)
 

@@ -13,11 +13,11 @@ Legend: X sampled rows, H hidden, V vocabulary, E rank, P columns, R requests, W
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 
 from torch import Tensor
 
+from ..drafter_weights import DrafterWeights
 from ..step.inputs.proposals import Proposals
 from ..step.inputs.row_layout import StepRows
 from ..step.sampling.selector import SelectorCodebooks
@@ -42,7 +42,7 @@ class OpenGates:
 
 
 def make_markov(
-    weights: Mapping[str, Tensor], size: MarkovSize, vocab_size: int, target_ids_V: Tensor | None
+    weights: DrafterWeights, size: MarkovSize, vocab_size: int, target_ids_V: Tensor | None
 ) -> Selector:
     """Return the Markov head; `target_ids_V` maps the drafter's own vocabulary to the target's."""
     previous_VE, next_VE = (weights[f"{MARKOV}.{name}.weight"] for name in ("markov_w1", "markov_w2"))

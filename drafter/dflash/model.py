@@ -16,7 +16,7 @@ Legend: N rows, X rows that sample a draft, m taps, H hidden, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch
@@ -24,10 +24,12 @@ from torch import Tensor
 
 from ...cluster.pages.kv_cache_groups import LayerPlace
 from ..compute.backend import Backend, PlacedRows
+from ..compute.checkpoint.quantized_matrix import Matrix
 from ..compute.eager.backend import TorchBackend
 from ..compute.layers.linear import RMSNorm, scaled_logits
 from ..compute.layers.rope import RotaryEmbedding
 from ..compute.memory.kv_cache import PagedKVCache
+from ..drafter_weights import DrafterWeights
 from ..step.inputs.row_layout import StepRows
 from .config import DrafterConfig
 from .dspark_heads import CONFIDENCE, MARKOV, ConfidenceHead, make_markov
@@ -53,14 +55,14 @@ class DFlashDrafter:
     """A loaded drafter. Stateless: per-request state is in the cache passed to its methods.
 
     Args:
-        weights: checkpoint tensors by name, on the device and in the dtype to compute in.
+        weights: checkpoint tensors by Manta's names.
         places: where each layer's K and V are stored; by default all in one page group.
     """
 
     def __init__(
         self,
         config: DrafterConfig,
-        weights: Mapping[str, Tensor],
+        weights: DrafterWeights,
         shared_embeddings: TargetEmbeddings,
         max_positions: int,
         backend: Backend | None = None,
@@ -70,14 +72,15 @@ class DFlashDrafter:
         self.places = tuple(places) or tuple(LayerPlace(0, layer) for layer in range(config.num_layers))
         backend = backend or TorchBackend()
         self._shared_embeddings = shared_embeddings
-        fc = weights["fc.weight"]
-        self.dtype, self.device = fc.dtype, fc.device
+        features_norm_H = weights["hidden_norm.weight"]
+        self.dtype, self.device = features_norm_H.dtype, features_norm_H.device
         weights = arranged(config.rope, weights, config.attention_value_scale)
         groups: dict[int, list[int]] = {}
         for layer, place in enumerate(self.places):
             groups.setdefault(place.group, []).append(layer)
         qkv = QKVWeights(config, weights, groups.values())
-        self._features = ContextFeatures(fc, weights["hidden_norm.weight"], config.rms_norm_eps, backend)
+        fc = weights.matrix("fc.weight")
+        self._features = ContextFeatures(fc, features_norm_H, config.rms_norm_eps, backend)
         self._rope = RotaryEmbedding(config.rope, max_positions, self.dtype, self.device)
         blocks = [
             make_block(config, kind, weights, f"layers.{i}.", qkv.of_layer(i, backend), self._rope, backend)
@@ -200,11 +203,11 @@ class ContextFeatures:
 
     __slots__ = ("_backend", "_dtype", "_fc", "_norm")
 
-    def __init__(self, fc_weight: Tensor, norm_weight: Tensor, eps: float, backend: Backend) -> None:
+    def __init__(self, fc_weight: Matrix, norm_weight: Tensor, eps: float, backend: Backend) -> None:
         self._backend = backend
-        self._fc = backend.linear(fc_weight)
+        self._fc = backend.linear_of_either(fc_weight)
         self._norm = RMSNorm(norm_weight, eps)
-        self._dtype = fc_weight.dtype
+        self._dtype = norm_weight.dtype
 
     def __call__(self, taps_NmH: Tensor) -> Tensor:
         return self._backend.norm(self._norm, self._fc(taps_NmH.flatten(1).to(self._dtype)))

@@ -9,7 +9,7 @@ layers are 2 LR outputs.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -27,13 +27,14 @@ from ..compute.backend import (
 from ..compute.layers.linear import RMSNorm
 from ..compute.layers.rope import RopeConfig, RotaryEmbedding
 from ..drafter_spec import DrafterShape, DraftLayer
+from ..drafter_weights import DrafterWeights
 from ..step.sampling.selector import SelectorCodebooks
 from .config import DrafterConfig, SelectorSize
 
 SELECTOR = "candidate_selector"  # prefix of tensor names
 
 
-def arranged(rope: RopeConfig, weights: Mapping[str, Tensor], scale: float = 1.0) -> Mapping[str, Tensor]:
+def arranged(rope: RopeConfig, weights: DrafterWeights, scale: float = 1.0) -> DrafterWeights:
     """Return weights with q and k rows permuted for the rotary tables and v rows scaled."""
     if rope.permutation() is None and scale == 1.0:
         return weights
@@ -49,43 +50,66 @@ def arranged(rope: RopeConfig, weights: Mapping[str, Tensor], scale: float = 1.0
             return rope.arranged(tensor)
         return tensor * scale if name.endswith(scaled) else tensor
 
-    return {name: arranged(name, tensor) for name, tensor in weights.items()}
+    tensors, codes = dict(weights.tensors), dict(weights.codes)
+    for name, matrix in weights.codes.items():
+        if name.endswith(rotated):
+            codes[name] = matrix.rows(rope.arranged(torch.arange(len(matrix), device=matrix.codes_OI.device)))
+        elif name.endswith(scaled) and scale != 1.0:  # rounded twice, so that no code has its value
+            tensors[name] = codes.pop(name).dequantized(weights["norm.weight"].dtype)
+    return DrafterWeights({name: arranged(name, tensor) for name, tensor in tensors.items()}, codes)
 
 
 class QKVWeights:
-    """The q, k and v weights of all layers in one tensor, by page group, so that projections share it."""
+    """The q, k and v weights of all layers, by page group.
+
+    Plain ones are in one tensor, so that projections share it. Backends repack codes for each projection.
+    """
 
     def __init__(
-        self, config: DrafterShape, weights: Mapping[str, Tensor], groups: Iterable[Sequence[int]]
+        self, config: DrafterShape, weights: DrafterWeights, groups: Iterable[Sequence[int]]
     ) -> None:
         self._order = [layer for layers in groups for layer in layers]
-        self._qkv_LOH = self._gathered(weights, "weight")
-        self._bias_LO = self._gathered(weights, "bias") if config.attention_bias else None
+        self._weights = weights
+        self._qkv_LOH = None
+        if not any(_name(i, kind) in weights.codes for i in self._order for kind in "qkv"):
+            self._qkv_LOH = self._gathered("weight")
+        self._bias_LO = self._gathered("bias") if config.attention_bias else None
         self._num_q = config.num_heads * config.head_dim
 
-    def _gathered(self, weights: Mapping[str, Tensor], part: str) -> Tensor:
-        rows = [weights[f"layers.{i}.self_attn.{kind}_proj.{part}"] for i in self._order for kind in "qkv"]
+    def _gathered(self, part: str) -> Tensor:
+        rows = [self._weights[_name(i, kind, part)] for i in self._order for kind in "qkv"]
         return torch.cat(rows).unflatten(0, (len(self._order), -1))
 
     def of_layer(self, layer: int, backend: Backend) -> Projection:
         place = self._order.index(layer)
-        return backend.linear(self._qkv_LOH[place], None if self._bias_LO is None else self._bias_LO[place])
+        bias_O = None if self._bias_LO is None else self._bias_LO[place]
+        if self._qkv_LOH is None:
+            qkv_OH = self._weights.joined(*(_name(layer, kind) for kind in "qkv"))
+            return backend.linear_of_either(qkv_OH, bias_O)
+        return backend.linear(self._qkv_LOH[place], bias_O)
 
     def keys_and_values(self, layers: Sequence[int], backend: Backend) -> Projection:
         """Return one projection to all keys of a group's layers, then the values: norms see one slice."""
         first = self._order.index(layers[0])
         group = slice(first, first + len(layers))
-        kv_LRH = self._qkv_LOH[group, self._num_q :]
         bias = None
         if self._bias_LO is not None:
             bias = self._bias_LO[group, self._num_q :].unflatten(1, (2, -1)).transpose(0, 1).flatten()
+        if self._qkv_LOH is None:
+            kv_OH = self._weights.joined(*(_name(layer, kind) for kind in "kv" for layer in layers))
+            return backend.linear_of_either(kv_OH, bias)
+        kv_LRH = self._qkv_LOH[group, self._num_q :]
         return backend.linear_of_blocks(kv_LRH.unflatten(1, (2, -1)).transpose(0, 1), bias)
+
+
+def _name(layer: int, kind: str, part: str = "weight") -> str:
+    return f"layers.{layer}.self_attn.{kind}_proj.{part}"
 
 
 def make_block(
     config: DrafterShape,
     kind: DraftLayer,
-    weights: Mapping[str, Tensor],
+    weights: DrafterWeights,
     at: str,
     qkv: Projection,
     rope: RotaryEmbedding,
@@ -106,25 +130,27 @@ def make_block(
         window=kind.window,
         sinks_Q=None if sinks_Q is None else sinks_Q.float(),
     )
-    gate_up_IH = torch.cat([weights[f"{at}mlp.{name}_proj.weight"] for name in ("gate", "up")])
+    gate_up_IH = weights.joined(*(f"{at}mlp.{name}_proj.weight" for name in ("gate", "up")))
+
+    def linear(name: str, bias_O: Tensor | None = None) -> Projection:
+        return backend.linear_of_either(weights.matrix(f"{at}{name}.weight"), bias_O)
+
     parts = BlockWeights(
         attention_norm=RMSNorm(weights[f"{at}input_layernorm.weight"], eps),
         qkv=qkv,
-        o=backend.linear(weights[f"{at}self_attn.o_proj.weight"], weights.get(f"{at}self_attn.o_proj.bias")),
+        o=linear("self_attn.o_proj", weights.get(f"{at}self_attn.o_proj.bias")),
         mlp_norm=RMSNorm(weights[f"{at}post_attention_layernorm.weight"], eps),
-        mlp=DenseMLP(
-            gate_up=backend.linear(gate_up_IH), down=backend.linear(weights[f"{at}mlp.down_proj.weight"])
-        ),
+        mlp=DenseMLP(gate_up=backend.linear_of_either(gate_up_IH), down=linear("mlp.down_proj")),
     )
     return shape, parts
 
 
 def convolved(
-    weights: Mapping[str, Tensor], at: str, block: tuple[AttentionShape, BlockWeights], backend: Backend
+    weights: DrafterWeights, at: str, block: tuple[AttentionShape, BlockWeights], backend: Backend
 ) -> ConvolvedBlock:
     around = [
         Convolution(
-            backend.linear(weights[f"{at}{name}.kernel_projection.weight"]),
+            backend.linear_of_either(weights.matrix(f"{at}{name}.kernel_projection.weight")),
             weights[f"{at}{name}.base_kernel"].contiguous(),
         )
         for name in ("attention_conv", "mlp_conv")
@@ -140,9 +166,9 @@ class Selector:
     codebooks: SelectorCodebooks
 
 
-def make_selector(weights: Mapping[str, Tensor], size: SelectorSize, backend: Backend) -> Selector:
+def make_selector(weights: DrafterWeights, size: SelectorSize, backend: Backend) -> Selector:
     predecessor, successor = (weights[f"{SELECTOR}.{kind}_codebook"] for kind in ("predecessor", "successor"))
-    gates = backend.linear(weights[f"{SELECTOR}.hidden_projection.weight"])
+    gates = backend.linear_of_either(weights.matrix(f"{SELECTOR}.hidden_projection.weight"))
     return Selector(gates, SelectorCodebooks(predecessor.contiguous(), successor.contiguous(), size.top_k))
 
 
@@ -157,7 +183,7 @@ class ContextProjection:
     def __init__(
         self,
         config: DrafterConfig,
-        weights: Mapping[str, Tensor],
+        weights: DrafterWeights,
         kv: Projection,
         layers: Sequence[int],
         backend: Backend,

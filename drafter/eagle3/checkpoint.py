@@ -18,6 +18,7 @@ from ..compute.checkpoint.quantization.quantized_tensors import open_folder
 from ..compute.checkpoint.safetensors_reader import TensorHeaders, TensorSource
 from ..dflash.target_features import TargetEmbeddings, TargetFacts
 from ..drafter_spec import TOKEN_MAP, check_tensors
+from ..drafter_weights import read_weights
 from .config import Eagle3Config
 from .model import LAYER, Eagle3Drafter
 
@@ -113,13 +114,10 @@ def make_eagle3(
 ) -> Eagle3Drafter:
     """Build a drafter from tensors with the shapes of `eagle3_shapes`. Arguments: see `load_eagle3`."""
     spelled = {name: _spelled(name, tensors.shapes) for name in (*eagle3_shapes(config), EMBEDDING, HEAD)}
-    weights = {name: tensors.get(theirs) for name, theirs in spelled.items() if theirs in tensors.shapes}
+    spelled = {name: theirs for name, theirs in spelled.items() if theirs in tensors.shapes}
     if config.maps_vocabulary:
-        config.check_token_map(weights[TOKEN_MAP])
-    weights = {
-        name: tensor.to(device) if name == TOKEN_MAP else tensor.to(device=device, dtype=dtype)
-        for name, tensor in weights.items()
-    }
+        config.check_token_map(tensors.get(spelled[TOKEN_MAP]))
+    weights = read_weights(tensors, spelled, dtype, device, backend)
     return Eagle3Drafter(config, weights, shared_embeddings, target.max_model_len, backend, places)
 
 

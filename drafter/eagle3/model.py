@@ -16,7 +16,7 @@ Legend: N rows, X rows of the head, m taps, H hidden, K kv heads, D head dim, V 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -31,6 +31,7 @@ from ..compute.layers.rope import RotaryEmbedding
 from ..compute.memory.kv_cache import PagedKVCache
 from ..dflash.target_features import TargetEmbeddings
 from ..dflash.weights import QKVWeights, arranged, make_block
+from ..drafter_weights import DrafterWeights
 from .config import Eagle3Config
 
 LAYER = "layers.0."  # prefix of tensor names
@@ -40,14 +41,14 @@ class Eagle3Drafter:
     """A loaded drafter. Stateless: per-request state is in the pages passed to its methods.
 
     Args:
-        weights: checkpoint tensors by name, on the device and in the dtype to compute in.
+        weights: checkpoint tensors by Manta's names.
         places: where its layer's K and V are stored; by default in the first page group.
     """
 
     def __init__(
         self,
         config: Eagle3Config,
-        weights: Mapping[str, Tensor],
+        weights: DrafterWeights,
         shared_embeddings: TargetEmbeddings,
         max_positions: int,
         backend: Backend | None = None,
@@ -57,9 +58,9 @@ class Eagle3Drafter:
         self.places = tuple(places) or (LayerPlace(0, 0),)
         operators = self._operators = backend or TorchBackend()
         self._shared_embeddings = shared_embeddings
-        fc, eps = weights["fc.weight"], config.rms_norm_eps
-        self.dtype, self.device = fc.dtype, fc.device
-        self._fc = operators.linear(fc)
+        eps, norm_H = config.rms_norm_eps, weights["norm.weight"]
+        self.dtype, self.device = norm_H.dtype, norm_H.device
+        self._fc = operators.linear_of_either(weights.matrix("fc.weight"))
         taps_norm = weights.get("input_norm.weight")
         self._taps_norm = None if taps_norm is None else RMSNorm(taps_norm, eps)
         self._token_norm, self._hidden_norm, self._final_norm = (
@@ -76,7 +77,7 @@ class Eagle3Drafter:
             self._target_ids_V = torch.arange(len(d2t), device=d2t.device) + d2t
 
     def _make_layer(
-        self, weights: Mapping[str, Tensor], backend: Backend
+        self, weights: DrafterWeights, backend: Backend
     ) -> tuple[TransformerBlock, Projection, HeadNorm | None]:
         """Return the layer, and the projection and norm that make K and V where nothing else is needed."""
         config, eps = self.config, self.config.rms_norm_eps

@@ -135,7 +135,9 @@ def _facts(options: PlanOptions, read: ReadPair, gpu: Gpu) -> str:
     if options.kv_cache_dtype != "auto":
         kept += f", K/V in {options.kv_cache_dtype}"
     if read.checkpoint_quantization is not None:
-        kept += f" (the checkpoint is quantized, {read.checkpoint_quantization}, and dequantized at load)"
+        size = read.pair.target.product_itemsize
+        how = "dequantized at load" if size is None else f"{8 * size:.3g} bits per weight of dense products"
+        kept += f" (the checkpoint is quantized, {read.checkpoint_quantization}: {how})"
     return (
         f"{options.model} in {kept}, up to {read.max_model_len} tokens, on {gpu.name} ({rates}, link "
         f"{gpu.link.bytes_per_s / 1e9:,.0f} GB/s and {gpu.link.latency_s * 1e6:.0f} µs){drafts}.\n"

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
 
-from ...cluster.config import KVCacheDType
+from ...cluster.config import KVCacheDType, Quantization
 from ...cluster.errors import ConfigError
 from ...cluster.flag import Flag, Size
 from ...cluster.hardware.gpu_specs import GPUS
@@ -25,8 +25,9 @@ class PlanOptions:
         dtype: data type of weights and K/V; auto takes the checkpoint's, bfloat16 for float32. Rates
             are known for 16 bits only.
         kv_cache_dtype: data type of stored K/V; fp8 (e4m3) holds twice the tokens in the same memory.
-        quantization: quantization of the target's weights; fp8 stores them in one byte.
-        drafter_quantization: quantization of the drafter's weights; fp8 stores them in one byte.
+        quantization: quantization of the target's weights at load: fp8 takes 8 bits per weight, int8 8.25,
+            int4 4.5. A quantized checkpoint is planned in the form that a GPU keeps.
+        drafter_quantization: the same of the drafter's weights.
         acceptance: mean acceptance length, such as 4.2, or the probability that each draft and all before it
             are accepted, such as 0.8,0.7,...; by default from the drafter's card, or 4.
         slo_tpot_ms: maximum milliseconds per output token.
@@ -46,8 +47,8 @@ class PlanOptions:
     drafter: Annotated[str | None, Flag("--drafter --spec-model")] = None
     dtype: Literal["auto", "bfloat16", "float16"] = "auto"
     kv_cache_dtype: KVCacheDType = "auto"
-    quantization: Annotated[Literal["fp8"] | None, Flag("-q")] = None
-    drafter_quantization: Literal["fp8"] | None = None
+    quantization: Annotated[Quantization | None, Flag("-q")] = None
+    drafter_quantization: Quantization | None = None
     acceptance: str | None = None
     slo_tpot_ms: float | None = None
     slo_ttft_ms: float | None = None

@@ -6,7 +6,8 @@ their headers are checked. The shapes are also used by `jobs/bench/step_cost.py`
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
@@ -14,7 +15,7 @@ from typing import Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from ...actors.targets.families import read_model
-from ...actors.targets.loading.load_plan import find_max_model_len
+from ...actors.targets.loading.load_plan import find_max_model_len, refuse_quantizing_twice
 from ...actors.targets.model.attention import TargetAttention
 from ...actors.targets.model.mlp_spec import INT4_EXPERTS, PACKED_EXPERTS
 from ...actors.targets.model.model_spec import DeltaNet, LayerSpec, ModelSpec
@@ -30,15 +31,21 @@ from ...cluster.hardware.parallel_layouts import TP_SIZES
 from ...cluster.simulation.simulated_engine import TraceArrival
 from ...cluster.speculation.acceptance_length import check_survival, survival_of_length
 from ...drafter.card import min_card_length
-from ...drafter.dflash.checkpoint import check_drafter
+from ...drafter.dflash.checkpoint import check_drafter, drafter_shapes
 from ...drafter.dflash.config import DrafterConfig
 from ...drafter.dflash.target_features import TargetFacts
+from ...drafter.drafter_weights import MULTIPLIED
 
 HalfDType = Literal["bfloat16", "float16"]
 # Mean acceptance length without a flag or a card: an estimate between chats at temperature 1 and code at 0.
 # Measure yours with `manta bench`.
 DEFAULT_LENGTH = 4.0
-_BYTES: Mapping[Quantization | None, int] = {"fp8": 1}  # per weight
+# Per weight that is quantized at load, with its share of a scale.
+_BYTES: Mapping[Quantization | None, float] = {"fp8": 1, "int8": 33 / 32, "int4": 18 / 32}
+_WEIGHT = ".weight"
+# Parts of a layer that products take as codes, beside queries, keys and values.
+_MLP_PARTS = ("gate", "up", "down")
+_PACKED_PARTS = ("o", "delta_out", *_MLP_PARTS, *(f"shared_{part}" for part in _MLP_PARTS))
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +71,7 @@ def read_pair(config: EngineConfig, acceptance: str | None) -> ReadPair:
     if _has_weights(folder):
         open_checkpoint(folder, target)
     draft_folder, drafter = _read_drafter(config, target)
+    refuse_quantizing_twice(config, target, drafter)
     max_model_len = find_max_model_len(config, target, drafter)
     survival, source = (), "no drafter"
     if drafter is not None and draft_folder is not None:
@@ -141,7 +149,7 @@ def _stated(text: str, num_drafts: int) -> tuple[float, ...]:
 
 
 def target_shape(spec: ModelSpec, itemsize: int = 2, quantization: Quantization | None = None) -> ModelShape:
-    """Return a target's shape. Packed experts stay packed; `quantization` is that of dense products."""
+    """Return a target's shape. Packed weights stay packed; `quantization` is that of dense products."""
     kept = {PACKED_EXPERTS: MXFP4_BYTES, INT4_EXPERTS: INT4_BYTES}
     weight_bytes = next((size for form, size in kept.items() if form in spec.expert_forms), itemsize)
     layers = tuple(_layer(layer, weight_bytes) for layer in spec.layers)
@@ -150,8 +158,44 @@ def target_shape(spec: ModelSpec, itemsize: int = 2, quantization: Quantization 
         hidden=spec.hidden_size,
         vocab=spec.vocab_size,
         itemsize=itemsize,
-        product_itemsize=_BYTES.get(quantization),
+        product_itemsize=_packed_target_bytes(spec, itemsize) or _BYTES.get(quantization),
     )
+
+
+def _packed_target_bytes(spec: ModelSpec, itemsize: int) -> float | None:
+    """Return the mean bytes of a weight of dense products; None if the checkpoint has no packed ones."""
+    if (quantization := spec.quantization) is None:
+        return None
+    sizes: list[tuple[int, float]] = []
+    for layer in range(spec.num_layers):
+        packed = {*spec.qkv_parts(layer), *_PACKED_PARTS}
+        for part in spec.layer_parts(layer):
+            rule = spec.tensors[part]
+            if len(rule.axes) != 2 or not rule.name.endswith(_WEIGHT) or "{expert}" in rule.name:
+                continue
+            module, each = f"model.{rule.name.format(layer=layer)}".removesuffix(_WEIGHT), None
+            if part in packed and rule.transform is None:
+                each = quantization.packed_bytes(module)
+            count = math.prod(spec.axis_size(axis, layer) for axis in rule.axes)
+            sizes.append((count, itemsize if each is None else each))
+    return _mean_bytes(sizes, itemsize)
+
+
+def _packed_drafter_bytes(config: DrafterConfig, itemsize: int) -> float | None:
+    if (quantization := config.quantization) is None:
+        return None
+    facts = TargetFacts(config.hidden_size, 0, config.vocab_size, 0)
+    sizes: list[tuple[int, float]] = []
+    for name, shape in drafter_shapes(config, facts).items():
+        if name.endswith(MULTIPLIED):
+            each = quantization.packed_bytes(name.removesuffix(_WEIGHT))
+            sizes.append((math.prod(shape), itemsize if each is None else each))
+    return _mean_bytes(sizes, itemsize)
+
+
+def _mean_bytes(sizes: Sequence[tuple[int, float]], itemsize: int) -> float | None:
+    mean = sum(count * each for count, each in sizes) / sum(count for count, _ in sizes)
+    return None if mean == itemsize else mean
 
 
 def drafter_shape(
@@ -167,7 +211,7 @@ def drafter_shape(
         vocab=config.draft_vocab_size,
         taps=config.num_taps,
         itemsize=itemsize,
-        product_itemsize=_BYTES.get(quantization),
+        product_itemsize=_packed_drafter_bytes(config, itemsize) or _BYTES.get(quantization),
         windows=tuple(layer.window for layer in config.layers),
     )
 

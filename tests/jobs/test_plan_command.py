@@ -12,10 +12,11 @@ from manta.actors.http.config.settings import split_settings
 from manta.actors.targets.families import read_model
 from manta.cluster.errors import CheckpointError, ConfigError, DatasetError, PlacementError
 from manta.cluster.hardware.model_pair import ModelPair
+from manta.drafter.dflash.config import DrafterConfig
 from manta.jobs.cli import app
 from manta.jobs.common.config_loading import engine_config, read_settings
 from manta.jobs.plan.make_plan import PlanOptions, make_plan
-from manta.jobs.plan.pair_reader import target_shape
+from manta.jobs.plan.pair_reader import drafter_shape, target_shape
 from support.paths import DATA
 from typer.testing import CliRunner
 
@@ -173,19 +174,56 @@ def test_a_hub_ids_small_files_are_enough(
         make_plan(options(folders, model="Qwen/Qwen3-9B", drafter=None))
 
 
-def test_a_quantized_checkpoint_is_planned_as_it_is_kept(folders: Path) -> None:
-    """Dequantized: with the bytes of the plain one."""
-    quantized = folders / "Qwen3-8B-FP8"
-    quantized.mkdir()
-    stated = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
-    (quantized / "config.json").write_text(
-        json.dumps(PUBLISHED["Qwen3-8B"] | {"quantization_config": stated})
+FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
+GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 128}
+
+
+def write_quantized(folder: Path, name: str, stated: dict[str, Any]) -> str:
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(PUBLISHED[name] | {"quantization_config": stated}))
+    return str(folder)
+
+
+@pytest.mark.parametrize(
+    ("stated", "bits", "says"),
+    [
+        (FP8, 8.25, "fp8: FP8 in blocks of 128 x 128"),
+        (GPTQ, 4.125, "gptq: GPTQ INT4 in groups of 128"),
+        ({**GPTQ, "desc_act": True}, 16, "gptq: GPTQ INT4 in groups of 128, act-order"),
+    ],
+    ids=["FP8", "GPTQ", "act-order"],
+)
+def test_a_quantized_checkpoint_is_planned_as_it_is_kept(
+    folders: Path, stated: dict[str, Any], bits: float, says: str
+) -> None:
+    """Packed, or dequantized with the bytes of the plain one."""
+    target = write_quantized(folders / "quantized", "Qwen3-8B", stated)
+    drafter = write_quantized(folders / "drafter", "Qwen3-8B-DFlash-b16", stated)
+    plain = make_plan(options(folders, num_gpus=1))
+    report = make_plan(options(folders, model=target, drafter=drafter, num_gpus=1))
+    assert plain["checkpoint_quantization"] is None and report["checkpoint_quantization"] == says
+    shape = target_shape(read_model(Path(target)))
+    assert shape.weight_bytes == bits / 8
+    saved = [each["candidates"][0]["room"]["weights_bytes"] for each in (plain, report)]
+    of_both = shape.linear_params + drafter_shape(DrafterConfig.load(drafter)).linear_params
+    taps = drafter_shape(DrafterConfig.load(drafter)).fc_params
+    assert saved[0] - saved[1] == pytest.approx((of_both + taps) * (16 - bits) / 8, rel=1e-6)
+    speeds = [each["candidates"][0]["alone"]["user_tokens_per_s"] for each in (plain, report)]
+    assert speeds[1] > speeds[0] or bits == 16
+
+
+@pytest.mark.parametrize(("kind", "bits"), [("int8", 8.25), ("int4", 4.5)])
+def test_integers_are_planned_with_their_scales(folders: Path, kind: str, bits: float) -> None:
+    plain, report = (
+        make_plan(options(folders, drafter=None, num_gpus=1, quantization=each)) for each in (None, kind)
     )
-    plain = make_plan(options(folders, drafter=None, num_gpus=1))
-    report = make_plan(options(folders, model=str(quantized), drafter=None, num_gpus=1))
-    assert report["candidates"] == plain["candidates"]
-    assert plain["checkpoint_quantization"] is None
-    assert report["checkpoint_quantization"] == "fp8: FP8 in blocks of 128 x 128"
+    linear = target_shape(read_model(folders / "Qwen3-8B")).linear_params
+    saved = [each["candidates"][0]["room"]["weights_bytes"] for each in (plain, report)]
+    assert saved[0] - saved[1] == pytest.approx(linear * (16 - bits) / 8, rel=1e-6)
+    assert report["ray_config"]["applications"][0]["args"]["quantization"] == kind
+    target = write_quantized(folders / "quantized", "Qwen3-8B", GPTQ)
+    with pytest.raises(ConfigError, match="quantized already"):
+        make_plan(options(folders, model=target, drafter=None, quantization=kind))
 
 
 def test_an_existing_file_is_replaced_only_by_force(folders: Path, tmp_path: Path) -> None:

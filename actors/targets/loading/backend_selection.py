@@ -85,7 +85,7 @@ def _check_quantization(config: EngineConfig, chosen: BackendName, machine: Devi
     for field, value in settings.items():
         if value is None:
             continue
-        problem = _why_not_fp8(chosen, machine) if value == "fp8" else _why_not_integers(machine)
+        problem = _why_not_fp8(chosen, machine) if value == "fp8" else _why_not_integers(chosen, machine)
         if problem is not None:
             raise ConfigError(f"{field}={value!r} {problem}, or leave it out.", param=field)
 
@@ -101,10 +101,12 @@ def _why_not_fp8(chosen: BackendName, machine: DeviceCapabilities) -> str | None
     return None
 
 
-def _why_not_integers(machine: DeviceCapabilities) -> str | None:
+def _why_not_integers(chosen: BackendName, machine: DeviceCapabilities) -> str | None:
     """Return why weights cannot be integers, and a remedy; or None."""
+    if chosen in ("triton", "flash_attn"):
+        return None
     if machine.device.type == "cuda":
-        return "is computed on CPUs alone. Use fp8"
+        return f"needs Triton's kernels; this engine runs {chosen}. Leave attention_backend out"
     try:
         from ....drafter.compute.cpu_fused.backend import why_not_packed
     except ModuleNotFoundError:
@@ -139,7 +141,7 @@ def choose_dtype(
     wanted = config.attention_backend
     if wanted in ("auto", "compiled") and why_not("compiled", models, machine) is None:
         return torch.bfloat16
-    if quantizes_to_integers(config) and _why_not_integers(machine) is None:
+    if quantizes_to_integers(config) and _why_not_integers("torch", machine) is None:
         return torch.bfloat16
     if not torch.ops.mkldnn._is_mkldnn_bf16_supported() or why_not("loops", models, machine):
         return torch.float32
@@ -187,7 +189,7 @@ def take_cpu(
 
 def can_pack(machine: DeviceCapabilities) -> bool:
     """Return whether CPU backends can compute with packed weights."""
-    return machine.device.type == "cpu" and _why_not_integers(machine) is None
+    return machine.device.type == "cpu" and _why_not_integers("torch", machine) is None
 
 
 def instructions_of_passes() -> str | None:

@@ -103,7 +103,7 @@ def plan_load(config: EngineConfig) -> LoadPlan:
     if (spec := config.speculative_config) is not None and spec.model is not None:
         draft_folder = drafter_folder(config, spec.model)
         drafter = _read_config(spec, draft_folder, target.num_layers)
-    _refuse_quantizing_twice(config, target, drafter)
+    refuse_quantizing_twice(config, target, drafter)
     length = find_max_model_len(config, target, drafter)
     plan = plan_models(config, folder, target, draft_folder, drafter, length)
     if draft_folder is not None:
@@ -113,7 +113,8 @@ def plan_load(config: EngineConfig) -> LoadPlan:
     return replace(plan, doubts=(*doubts, *unused))
 
 
-def _refuse_quantizing_twice(config: EngineConfig, target: ModelSpec, drafter: DraftConfig | None) -> None:
+def refuse_quantizing_twice(config: EngineConfig, target: ModelSpec, drafter: DraftConfig | None) -> None:
+    """Raise ConfigError if codes of a checkpoint would be quantized to integers again."""
     spec = config.speculative_config
     of_drafter = None if spec is None else spec.quantization
     settings = (
@@ -136,7 +137,7 @@ def describe_quantization(plan: LoadPlan, *, keeps_codes: bool = False) -> Itera
             continue
         is_packed = isinstance(model, ModelSpec) and model.has_packed_experts
         kept = "its experts stay packed, other matrices are" if is_packed else "its matrices are"
-        if keeps_codes and name == "target":
+        if keeps_codes:
             kept = "its matrices stay packed where there are products for their codes, others are"
         yield f"the {name}'s checkpoint is quantized ({model.quantization}): {kept} dequantized at load"
 

@@ -23,6 +23,8 @@ from .load_plan import LoadPlan
 if TYPE_CHECKING:
     from ....drafter.grammars.matchers import GrammarStates
 
+_TRITON = ("triton", "flash_attn")  # backends with Triton's kernels
+
 
 def make_backend(plan: LoadPlan, ranks: Communicator | None = None) -> Backend:
     """Create the target's backend, which may take over PyTorch's threads; `ranks` choose kernels alike."""
@@ -40,10 +42,10 @@ def make_drafter_backend(
     assert spec is not None, "only speculation needs a drafter's backend"
     if target_backend is not None and spec.quantization == plan.config.quantization:
         return target_backend
-    if target_backend is not None and target_backend.keeps_codes:
+    if target_backend is not None and target_backend.keeps_codes and plan.attention_backend not in _TRITON:
         from ....drafter.compute.cpu_fused.backend import PackedCpuBackend
 
-        assert isinstance(target_backend, PackedCpuBackend), "no other backend keeps codes"
+        assert isinstance(target_backend, PackedCpuBackend), "no other CPU backend keeps codes"
         return target_backend.quantizing(_integers(spec.quantization))
     return _backend(plan, spec.quantization, ranks)
 
@@ -53,8 +55,8 @@ def _integers(quantization: Quantization | None) -> Literal["int8", "int4"] | No
 
 
 def keeps_codes(plan: LoadPlan) -> bool:
-    """Return whether the models' backends compute with packed weights: the compiled pass, or for codes."""
-    if plan.attention_backend == "compiled":
+    """Return whether the models' backends compute with packed weights: always, or where models have codes."""
+    if plan.attention_backend == "compiled" or plan.attention_backend in _TRITON:
         return True
     has_codes = quantizes_to_integers(plan.config) or plan.target.quantization is not None
     return plan.attention_backend == "torch" and has_codes and _has_loops(plan) and can_pack(plan.machine)
@@ -73,18 +75,15 @@ def _backend(plan: LoadPlan, quantization: Quantization | None, ranks: Communica
         torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
     if plan.attention_backend == "triton":
         invariant = plan.config.batch_invariant
-        quantised = quantization is not None
-        return TritonBackend(plan.device, batch_invariant=invariant, quantised=quantised, ranks=ranks)
+        return TritonBackend(plan.device, batch_invariant=invariant, quantization=quantization, ranks=ranks)
     from ....drafter.compute.gpu_triton.flash_attention import FlashAttention
 
-    return TritonBackend(
-        plan.device, FlashAttention(plan.device), quantised=quantization is not None, ranks=ranks
-    )
+    return TritonBackend(plan.device, FlashAttention(plan.device), quantization=quantization, ranks=ranks)
 
 
 def make_fused_sum(plan: LoadPlan) -> FusedSum | None:
     """Return the kernel that sums over ranks with the norm after it; None for backends without one."""
-    if plan.attention_backend not in ("triton", "flash_attn"):
+    if plan.attention_backend not in _TRITON:
         return None
     from ....drafter.compute.gpu_triton.linear.all_reduce_norm import sum_add_rms_norm
 

@@ -179,7 +179,7 @@ class TargetWeights:
         if part in _ROTATED:
             numbers_O1 = torch.arange(len(found)).unsqueeze(1)
             found = found.rows(_arrange_for_rope(numbers_O1, part, self.spec.attention(layer)).squeeze(1))
-        return found
+        return found.to(self._device)
 
     def _slice(self, rule: TensorRule, layer: int, expert: int) -> Tensor:
         name = _full_name(rule, layer, self._prefixes, expert)

@@ -28,7 +28,9 @@ from ....cluster.step.executor import ExecutorInfo
 from ....cluster.step.scheduler_output import DrafterUse, IntArray, SchedulerOutput, StepResult
 from ....drafter.compute.backend import Backend
 from ....drafter.compute.checkpoint.quantization.quantized_tensors import open_folder
+from ....drafter.dflash.checkpoint import named_as_ours
 from ....drafter.dflash.model import ContextFeatures
+from ....drafter.drafter_weights import read_weights
 from ....drafter.step.inputs.proposals import Proposals
 from ....drafter.step.inputs.row_layout import StepRows
 from ....drafter.step.request_states import RequestStates
@@ -213,8 +215,8 @@ class SplitRunner:
 def _context_features(plan: LoadPlan, backend: Backend) -> ContextFeatures:
     assert plan.drafter_folder is not None and plan.drafter is not None, "a split drafter has a checkpoint"
     folder = open_folder(plan.drafter_folder, plan.drafter.quantization, plan.dtype)
-    fc, norm = (
-        folder.get(name).to(device=plan.device, dtype=plan.dtype)
-        for name in ("fc.weight", "hidden_norm.weight")
-    )
-    return ContextFeatures(fc, norm, plan.drafter.rms_norm_eps, backend)
+    names = {named_as_ours(name): name for name in folder.shapes}
+    read = {name: names[name] for name in ("fc.weight", "hidden_norm.weight")}
+    weights = read_weights(folder, read, plan.dtype, plan.device, backend)
+    norm_H = weights["hidden_norm.weight"]
+    return ContextFeatures(weights.matrix("fc.weight"), norm_H, plan.drafter.rms_norm_eps, backend)

@@ -62,6 +62,12 @@ class QuantizedMatrix:
     def __len__(self) -> int:
         return len(self.codes_OI)
 
+    def to(self, device: torch.device | str) -> QuantizedMatrix:
+        zeros_OG = None if self.zeros_OG is None else self.zeros_OG.to(device)
+        return replace(
+            self, codes_OI=self.codes_OI.to(device), scales_OG=self.scales_OG.to(device), zeros_OG=zeros_OG
+        )
+
     def scales(self) -> Tensor:
         """Return the scales in fp32."""
         if self.scales_OG.dtype is torch.uint8:
@@ -70,7 +76,7 @@ class QuantizedMatrix:
 
     def dequantized(self, dtype: torch.dtype) -> Tensor:
         """Return the values [O, I], rounded once to `dtype`."""
-        values_OI = torch.empty(self.shape, dtype=dtype)
+        values_OI = torch.empty(self.shape, dtype=dtype, device=self.codes_OI.device)
         step = max(_MAX_VALUES // self.shape[1], 1)
         for start in range(0, len(self), step):
             values_OI[start : start + step] = self.rows(slice(start, start + step))._values()
@@ -109,7 +115,7 @@ def _decoded(code: Code, codes_OI: Tensor) -> Tensor:
         case "e4m3":
             return codes_OI.view(torch.float8_e4m3fn).float()
         case "e2m1":
-            return torch.tensor(GRID)[codes_OI.int()]
+            return torch.tensor(GRID, device=codes_OI.device)[codes_OI.int()]
 
 
 def cat_rows(matrices: Sequence[Matrix], dtype: torch.dtype) -> Matrix:

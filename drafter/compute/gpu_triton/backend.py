@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Hashable
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -30,6 +30,7 @@ from ..backend import (
     RankSum,
 )
 from ..blocks import OperatorBackend
+from ..checkpoint.quantized_matrix import GROUP, QuantizedAtLoad, QuantizedMatrix, quantize
 from ..eager.moe_routing import LayerRouter
 from ..layers.gated_delta_net import DeltaNetShape
 from ..layers.linear import Activation, BlockLinear, Linear, RMSNorm, linear_of_blocks
@@ -57,10 +58,12 @@ from .linear.all_reduce_norm import sum_add_rms_norm
 from .linear.fp8_linear import QuantisedProjection, QuantisedWeight
 from .linear.gemm_choice import MeasuredChoice, Ranks
 from .linear.gemm_tiles import ProductWorkspace
+from .linear.packed_codes import PackedCodes
 from .linear.projections import (
     ChosenProjection,
     LayerProjection,
     OwnProjection,
+    PackedProjection,
     PendingNorm,
     TorchProjection,
     as_tensor,
@@ -131,13 +134,14 @@ class TritonBackend(OperatorBackend):
         attend: attention implementation; by default `SplitAttention`.
         batch_invariant: a row's bits do not depend on its batch: GEMMs are Triton's with one tile height,
             attention is as in `AttentionWorkspace`, and MLA stays absorbed.
-        quantised: weights of projections are e4m3 (`linear/fp8_linear.py`), except those of heads, routers
-            and experts.
+        quantization: form in which weights of projections are kept that are given in 16 bits, except those
+            of heads, routers and experts: e4m3 (`linear/fp8_linear.py`), or integers.
         ranks: of the same model, which agree on kernels; None for a single one.
     """
 
     attention_batch = staticmethod(rows_from_host)
     packed_experts = True
+    keeps_codes = True
 
     def __init__(
         self,
@@ -145,26 +149,33 @@ class TritonBackend(OperatorBackend):
         attend: PagedAttention | None = None,
         *,
         batch_invariant: bool = False,
-        quantised: bool = False,
+        quantization: Literal["fp8"] | QuantizedAtLoad | None = None,
         ranks: Ranks | None = None,
     ) -> None:
         self._device, self._batch_invariant = torch.device(device), batch_invariant
-        self._quantised = quantised
+        self._quantization: Literal["fp8"] | QuantizedAtLoad | None = quantization
         self._attend = attend or SplitAttention(device, batch_invariant=batch_invariant)
         self._choice, self._sums = MeasuredChoice(ranks=ranks), ProductWorkspace(device)
         self._expansions: dict[Hashable, ExpansionWorkspace] = {}
 
     def linear(self, weight_OH: Tensor, bias_O: Tensor | None = None) -> LayerProjection:
-        if self._quantised:
-            return self._quantised_projection(weight_OH[None, None], bias_O)
-        return self._plain_linear(weight_OH, bias_O)
+        if self._quantization is None:
+            return self._plain_linear(weight_OH, bias_O)
+        return self.linear_of_blocks(weight_OH[None, None], bias_O)
+
+    def linear_of_codes(self, weight_OH: QuantizedMatrix, bias_O: Tensor | None = None) -> LayerProjection:
+        codes = PackedCodes.of(weight_OH, self._device)
+        self.weight_bytes = (self.weight_bytes or 0) + codes.num_bytes
+        return PackedProjection(codes, bias_O, self._sums, one_tile=self._batch_invariant)
 
     def head(self, weight_VH: Tensor) -> LayerProjection:
         return self._plain_linear(weight_VH)
 
     def linear_of_blocks(self, weight_PLRH: Tensor, bias_O: Tensor | None = None) -> LayerProjection:
-        if self._quantised:
+        if self._quantization == "fp8":
             return self._quantised_projection(weight_PLRH, bias_O)
+        if (kind := self._quantization) is not None and weight_PLRH.shape[3] % GROUP == 0:
+            return self.linear_of_codes(quantize(weight_PLRH.flatten(0, 2), kind), bias_O)
         return self._projection(weight_PLRH, bias_O, lambda: linear_of_blocks(weight_PLRH, bias_O))
 
     def _plain_linear(self, weight_OH: Tensor, bias_O: Tensor | None = None) -> LayerProjection:

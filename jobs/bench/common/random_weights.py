@@ -31,6 +31,7 @@ from ....drafter.dflash.checkpoint import drafter_shapes
 from ....drafter.dflash.config import DrafterConfig
 from ....drafter.dflash.model import DFlashDrafter
 from ....drafter.dflash.target_features import TargetEmbeddings, TargetFacts, usual_layer_ids
+from ....drafter.drafter_weights import DrafterWeights
 
 T = TypeVar("T")
 
@@ -119,7 +120,7 @@ class RandomModels:
     def drafter(self, plan: LoadPlan, shared_embeddings: TargetEmbeddings, backend: Backend) -> DFlashDrafter:
         assert isinstance(plan.drafter, DrafterConfig), "only a plan with a block drafter asks for one"
         tensors = RandomTensors(drafter_shapes(plan.drafter, plan.facts), plan.dtype, plan.device)
-        weights = {name: tensors.get(name) for name in tensors.shapes}
+        weights = DrafterWeights({name: tensors.get(name) for name in tensors.shapes})
         positions = plan.max_model_len + plan.drafter.block_size
         return _FilledDrafter(
             plan.drafter, weights, shared_embeddings, positions, backend, plan.pages.drafter

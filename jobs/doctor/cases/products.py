@@ -7,6 +7,7 @@ ours, at every tile height and with more rows than one tile. Imports Triton.
     norm, then product    the norm applied to the product's input, equal to a separate norm
     norm, then gate       the same, and activation(gate) * up on the output
     blocks                a weight with separate blocks of rows
+    codes                 weights of 8 and 4 bits, and, for many rows, the library's product with them
 
 Legend: N rows, H hidden, O outputs; P parts, L layers, R rows of a block of a weight.
 """
@@ -15,22 +16,25 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import partial
+from typing import get_args
 
 import torch
 from torch import Tensor
 
+from ....drafter.compute.checkpoint.quantized_matrix import GROUP, Code, QuantizedMatrix
 from ....drafter.compute.gpu_triton.backend import TritonBackend
 from ....drafter.compute.gpu_triton.linear.projections import OwnProjection, PendingNorm
 from ....drafter.compute.gpu_triton.linear.skinny_gemm import ProductWorkspace
 from ....drafter.compute.layers.linear import Activation
 from .case import Case, checks_of_served, error_of
-from .checks import Check
+from .checks import Check, off_by
 from .operators import add_product, product_of_blocks
 from .subject import KernelInputs, MachineKind
 
 _HALF, _FP32 = 6, 256  # bounds in units of the last place
 _ROWS = (5, 16, 32, 33, 100)  # tiles of 16, 32 and 64 rows, and two tiles
 _FEW_ROWS = (16, 100)
+_MANY_ROWS = 200  # more than own products of codes take
 
 
 def product_checks(place: MachineKind, *, quick: bool) -> Iterator[Check]:
@@ -45,6 +49,10 @@ def product_checks(place: MachineKind, *, quick: bool) -> Iterator[Check]:
     cases = [
         Case(name, partial(_error, compute=compute, rows=rows), _HALF, _FP32)
         for name, compute in computed.items()
+    ]
+    cases += [
+        Case(f"codes {code}", partial(_codes_error, code=code, rows=(*rows, _MANY_ROWS)), _HALF, _FP32)
+        for code in get_args(Code)
     ]
     yield from checks_of_served("own products", place, cases, quick=quick)
 
@@ -71,6 +79,18 @@ def _error(
     error = max(error_of(own, lambda each, count=count: compute(each, count)) for count in rows)
     assert not backend.workspace.arrived_E.any(), "counters must be zero after a launch"
     return error
+
+
+def _codes_error(inputs: KernelInputs, code: Code, rows: tuple[int, ...]) -> float:
+    """Return the error of products with random codes in groups of 32 inputs, against their values."""
+    most, shape = {"int8": 256, "e4m3": 0x7F}.get(code, 16), (inputs.inner, inputs.hidden)
+    device, random = inputs.place.device, torch.Generator(inputs.place.device).manual_seed(0)
+    codes_OH = torch.randint(most, shape, dtype=torch.uint8, device=device, generator=random)
+    scales_OG = torch.rand(shape[0], shape[1] // GROUP, device=device, generator=random) / most
+    matrix = QuantizedMatrix(code, codes_OH.view(torch.int8) if code == "int8" else codes_OH, scales_OG)
+    project, exact_OH = inputs.backend.linear_of_codes(matrix), matrix.dequantized(inputs.dtype).double()
+    rows_of_x = [inputs.randn(count, inputs.hidden) for count in rows]
+    return max(off_by(project(x_NH), x_NH.double() @ exact_OH.T) for x_NH in rows_of_x)
 
 
 def _residual(inputs: KernelInputs, num_rows: int) -> list[Tensor]:

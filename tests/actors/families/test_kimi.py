@@ -142,7 +142,7 @@ def test_kimi_k2_fits_eight_h200s_packed_and_sixteen_dequantized() -> None:
     packed = room("Kimi-K2.6", 8, "colocated")
     assert packed.weights_bytes / 1e9 == pytest.approx(594 / 8 + 6.6, rel=0.05), "beside the whole drafter"
     assert packed.largest_batch > 8
-    with pytest.raises(PlacementError, match="Set --max-model-len to at most 22784"):
+    with pytest.raises(PlacementError, match="Set --max-model-len to at most 40576"):
         room("Kimi-K2-Instruct", 16, None)
     demand = LayoutDemand(max_model_len=16384, context=4096)
     assert room("Kimi-K2-Instruct", 16, None).largest_batch > 4

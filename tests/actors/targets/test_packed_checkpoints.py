@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from manta.actors.targets.loading.load_plan import plan_load
@@ -12,9 +13,14 @@ from manta.actors.targets.model.mlp_weights import DenseTensors
 from manta.actors.targets.model.tensor_parallel import Sharding
 from manta.cluster.errors import ConfigError
 from manta.drafter.compute.checkpoint.quantized_matrix import QuantizedMatrix
+from manta.drafter.compute.cpu_fused.backend import FusedCpuBackend
 from manta.drafter.compute.cpu_numba.cpu_features import bf16_instructions
-from support.checkpoints.tiny import make_tiny_drafter, make_tiny_target
-from support.engines.steps import settings
+from manta.drafter.dflash.checkpoint import load_drafter
+from manta.drafter.dflash.target_features import TargetFacts
+from manta.drafter.eagle3.checkpoint import load_eagle3
+from support.checkpoints.eagle3_checkpoints import speculators, write
+from support.checkpoints.tiny import TINY_VOCAB, make_tiny_drafter, make_tiny_target
+from support.engines.steps import Steps, settings
 from support.engines.thread_ranks import PROMPTS, ThreadRanks, tokens_by_steps
 from support.oracles.quantized_checkpoints import FORMATS, publish
 
@@ -66,6 +72,39 @@ def test_codes_stay_packed_and_have_the_values_of_the_format(saved: Path, name: 
 def test_tokens_are_those_of_the_dequantized_target(saved: Path, name: str, tmp_path: Path) -> None:
     quantized, plain = publish(saved, tmp_path, name)
     assert tokens(quantized) == tokens(plain)
+
+
+def drafted(target: Path, drafter: Path, method: str) -> np.ndarray:
+    """Margins of the drafts of a step after a prompt."""
+    spec = {"model": str(drafter), "method": method, "num_speculative_tokens": 3, "adaptive": False}
+    runner = load_runner(settings(target, **BF16, speculative_config=spec))[0]
+    steps = Steps(1, num_groups=len(runner.states.page_tables_GSP))  # type: ignore[attr-defined]
+    count = len(PROMPTS[0])
+    runner.execute(steps.plan([0], [0], [count], admitted=[steps.admit(0, PROMPTS[0])]))  # type: ignore[attr-defined]
+    margins = runner.execute(steps.plan([0], [count], [4], [3])).margins  # type: ignore[attr-defined]
+    assert margins is not None
+    return margins
+
+
+@pytest.mark.parametrize(
+    ("method", "name"), [("dflash", "ct_w4a16"), ("dflash", "modelopt_fp8"), ("eagle3", "gptq")]
+)
+def test_a_drafter_keeps_its_codes_and_drafts_by_their_numbers(
+    method: str, name: str, saved: Path, tmp_path: Path
+) -> None:
+    if method == "dflash":
+        drafter, load = make_tiny_drafter(tmp_path / "saved", head_dim=32), load_drafter
+    else:
+        drafter, load = write(tmp_path / "saved", speculators(layer={"head_dim": 32})), load_eagle3
+    folders = publish(drafter, tmp_path, name)
+    ours, expected = (drafted(saved, folder, method) for folder in folders)
+    assert np.isfinite(expected).all() and np.array_equal(ours, expected)
+    facts, held = TargetFacts(64, 4, TINY_VOCAB, 64), list[int]()
+    for folder in folders:
+        backend = FusedCpuBackend(1)
+        load(folder, facts, None, torch.bfloat16, "cpu", backend)  # type: ignore[arg-type]
+        held.append(backend.weight_bytes or 0)
+    assert 0 < held[0] < 0.6 * held[1]
 
 
 @pytest.mark.parametrize("name", ["ct_w4a16", "awq"])

@@ -18,6 +18,7 @@ from manta.drafter.compute.gpu_triton.linear.fp8_linear import QuantisedWeight
 from safetensors.torch import load_file, save_file
 from support.engines.device_engines import CASES, opened
 from support.engines.steps import settings
+from support.oracles.quantized_checkpoints import publish
 from support.oracles.sampling_cases import KNOBS, tokens_of
 
 PARAMS = [replace(KNOBS["greedy"], max_tokens=3)] * len(CASES)
@@ -71,6 +72,22 @@ def test_tokens_are_the_quantized_targets_and_a_drafters_weights_change_none(
     layers = json.loads((quantised / "config.json").read_text())["num_hidden_layers"]
     beside = 0 if target_s else 2  # a drafter's fc and its context's keys and values
     assert len(made) == 4 * layers + beside, "one model's q, k and v, o, gate and up, down; no head"
+
+
+@pytest.mark.parametrize("name", ["gptq", "modelopt_nvfp4"])
+def test_published_codes_stay_packed_and_speculation_changes_no_token(
+    name: str, tiny_qwen3: Path, tiny_drafter: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The reference is plain decoding by PyTorch's operators with the format's numbers."""
+    (target, plain), (drafter, _) = (
+        publish(saved, tmp_path / saved.name, name) for saved in (tiny_qwen3, tiny_drafter)
+    )
+    with opened(plain, None, "torch") as llm:
+        expected = tokens_of(llm, CASES, PARAMS)
+    with caplog.at_level(logging.INFO), opened(target, drafter, "triton") as llm:
+        assert tokens_of(llm, CASES, PARAMS) == expected
+        assert llm.stats().num_drafts > 0
+    assert "its matrices stay packed" in caplog.text and "packed weights take" in caplog.text
 
 
 def test_quantization_without_gpu_kernels_is_refused(tiny_qwen3: Path, tiny_drafter: Path) -> None:

@@ -11,6 +11,7 @@ from manta.cluster.hardware.kernel_loops import (
     INT4_BYTES,
     ISSUE_SHARE,
     MXFP4_BYTES,
+    NVFP4_BYTES,
     PRODUCTS,
     TALL_MXFP4,
 )
@@ -37,6 +38,8 @@ def verify(target: ModelShape, gpu: str = "b200", rows: float = 1, context: floa
         ("h100", PRODUCTS[MXFP4_BYTES], 3.3),
         ("h100", TALL_MXFP4, 2.8),
         ("h100", PRODUCTS[INT4_BYTES], 3.8),
+        ("h100", PRODUCTS[NVFP4_BYTES], 2.7),
+        ("b200", PRODUCTS[NVFP4_BYTES], 3.4),
         ("h100", ATTENTION[2], 9.9),
         ("h100", ATTENTION[1], 4.3),
         ("b200", PRODUCTS[MXFP4_BYTES], 3.9),

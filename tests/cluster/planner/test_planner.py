@@ -84,13 +84,18 @@ def rank_bytes(spec: ModelSpec, sharding: Sharding) -> int:
         experts = sharding.experts(layer) if "{expert}" in spec.tensors[part].name else slice(0, 1)
         return experts.stop - experts.start
 
-    def size(part: str, layer: int) -> int:
-        itemsize = 4 if part.endswith("_packed") else 1 if part.endswith(("_blocks", "_scales")) else 2
-        return (
-            times(part, layer) * itemsize * math.prod(length(axis, layer) for axis in spec.tensors[part].axes)
-        )
+    def itemsize(part: str, layer: int) -> float:
+        dense = ("o", *(f"{at}{name}" for at in ("", "shared_") for name in ("gate", "up", "down")))
+        if spec.quantization is not None and part in (*spec.qkv_parts(layer), *dense):
+            module = f"model.{spec.tensors[part].name.format(layer=layer)}".removesuffix(".weight")
+            return spec.quantization.packed_bytes(module) or 2
+        return 4 if part.endswith("_packed") else 1 if part.endswith(("_blocks", "_scales")) else 2
 
-    return sum(size(part, layer) for part, layer in parts)
+    def size(part: str, layer: int) -> float:
+        each = times(part, layer) * itemsize(part, layer)
+        return each * math.prod(length(axis, layer) for axis in spec.tensors[part].axes)
+
+    return round(sum(size(part, layer) for part, layer in parts))
 
 
 @pytest.mark.parametrize(("name", "ranks"), zip(SERVED, cycle((1, 4))))

@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Callable
 
 import pytest
 import torch
@@ -17,6 +16,7 @@ from manta.drafter.compute.cpu_fused.backend import FusedCpuBackend
 from manta.drafter.compute.cpu_fused.operators import PackedLinear
 from manta.drafter.compute.cpu_fused.packed_weight import pack
 from manta.drafter.compute.cpu_numba.cpu_features import VARIABLE, Instructions, bf16_instructions
+from support.oracles.random_codes import MATRICES, bytes_of, random, scales
 from support.paths import ROOT
 from torch import Tensor
 
@@ -26,39 +26,6 @@ pytestmark = pytest.mark.skipif(bf16_instructions() is None, reason="this CPU ha
 @pytest.fixture(autouse=True)
 def seeded():
     torch.manual_seed(0)
-
-
-def scales(outputs: int, groups: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    return (0.01 * torch.rand(outputs, groups) + 0.001).to(dtype)
-
-
-def bytes_of(outputs: int, inputs: int, most: int = 256) -> Tensor:
-    return torch.randint(0, most, (outputs, inputs), dtype=torch.uint8)
-
-
-def e4m3(outputs: int, inputs: int) -> Tensor:
-    codes = bytes_of(outputs, inputs)
-    return codes.masked_fill_((codes & 0x7F) == 0x7F, 0)  # no NaN
-
-
-def random(outputs: int, inputs: int) -> Tensor:
-    return 0.05 * torch.randn(outputs, inputs)
-
-
-MATRICES: dict[str, Callable[[int, int], QuantizedMatrix]] = {
-    "int8 at load": lambda o, i: quantize(random(o, i), "int8"),
-    "int4 at load": lambda o, i: quantize(random(o, i), "int4"),
-    "int8 by channel": lambda o, i: QuantizedMatrix("int8", bytes_of(o, i).view(torch.int8), scales(o, 1)),
-    "int8 in groups": lambda o, i: QuantizedMatrix(
-        "int8", bytes_of(o, i).view(torch.int8), scales(o, i // 64, torch.bfloat16)
-    ),
-    "int4": lambda o, i: QuantizedMatrix("int4", bytes_of(o, i, 16), scales(o, i // 32, torch.float16)),
-    "int4 with zeros": lambda o, i: QuantizedMatrix(
-        "int4", bytes_of(o, i, 16), scales(o, i // 64, torch.float16), bytes_of(o, i // 64, 17)
-    ),
-    "e4m3": lambda o, i: QuantizedMatrix("e4m3", e4m3(o, i), scales(o, i // 64)),
-    "e2m1": lambda o, i: QuantizedMatrix("e2m1", bytes_of(o, i, 16), scales(o, i // 16)),
-}
 
 
 @pytest.mark.parametrize("name", MATRICES)

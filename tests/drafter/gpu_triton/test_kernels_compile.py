@@ -265,6 +265,44 @@ def _norm(
     return Variant("_rms_norm", signature, constexprs, warps)
 
 
+@dataclass(frozen=True)
+class Codes:
+    """Codes of a weight: their kind, type of scales, inputs of a group (None: all), whether with zeros."""
+
+    code: str
+    scales: str
+    group: int | None
+    zeros: bool = False
+
+    @property
+    def has_pairs(self) -> bool:
+        return self.code in ("int4", "e2m1")
+
+    def pointers(self, codes: str, scales: str, zeros: str) -> dict[str, str]:
+        given = {codes: "*fp8e4nv:16" if self.code == "e4m3" else "*u8:16", scales: f"*{self.scales}:16"}
+        return given | ({zeros: "*u8:16"} if self.zeros else {})
+
+    def constexprs(self, inputs: int) -> dict[str, object]:
+        groups = 1 if self.group is None else inputs // self.group
+        pack = 2 if self.has_pairs else 0
+        return {"CODE": self.code, "GROUP": self.group or 1 << 30, "GROUPS": groups, "PACK": pack}
+
+    @staticmethod
+    def none() -> dict[str, object]:
+        return {"CODE": None, "GROUP": 0, "GROUPS": 0, "PACK": 0}
+
+
+W4A16, W8A16 = Codes("int4", "bf16", 128), Codes("int8", "bf16", None)
+AWQ, FP8_BLOCKS = Codes("int4", "fp16", 128, zeros=True), Codes("e4m3", "fp32", 128)
+MXFP4, NVFP4 = Codes("e2m1", "u8", 32), Codes("e2m1", "fp32", 16)
+
+
+def _dequantize(outputs: int, inputs: int, codes: Codes) -> Variant:
+    given = codes.pointers("code_ptr", "scale_ptr", "zero_ptr") | {"weight_ptr": "*bf16:16"}
+    constexprs = codes.constexprs(inputs) | {"OUTPUTS": outputs, "INPUTS": inputs, "COLUMNS": 64, "STEP": 128}
+    return Variant("_dequantize", given, constexprs | ({} if codes.zeros else {"zero_ptr": None}))
+
+
 def _product(
     outputs: int,
     inputs: int,
@@ -274,20 +312,23 @@ def _product(
     dtype: str = "bf16",
     one_alone: bool = False,
     quantised: bool = False,
+    codes: Codes | None = None,
     wgmma: bool = True,
     most_instructions: tuple[int, int] | None = None,
 ) -> Variant:
     """Return a product with `fused`: bias, norm, gate, residual (with squares), layers (of a context).
 
     `rows` are of its tile. With `one_alone`, a program adds up all splits; with `quantised`, weights are
-    e4m3.
+    e4m3 with a scale per row.
     """
     gated = "gate" in fused
     of_weight = {"bf16": torch.bfloat16, "fp32": torch.float32}[dtype]
-    of_weight = torch.float8_e4m3fn if quantised else of_weight
+    of_weight = torch.float8_e4m3fn if quantised or codes else of_weight
     plan = plan_product(outputs, inputs, of_weight, gated=gated)
     given = dict.fromkeys(("x_ptr", "weight_ptr", "y_ptr"), f"*{dtype}:16")
     given |= {"weight_ptr": "*fp8e4nv:16", "scale_ptr": "*fp32:16"} if quantised else {}
+    given |= {} if codes is None else codes.pointers("weight_ptr", "group_scale_ptr", "group_zero_ptr")
+    given |= {"x_ptr": "*i32:16"} if codes is not None and codes.has_pairs else {}
     given |= {"sums_ptr": "*fp32:16", "arrived_ptr": "*i32:16"}
     given |= {"eps": "fp32", "num_rows": "i32", "x_stride": "i32:16", "residual_stride": "i32:16"}
     given |= dict.fromkeys(("part_stride", "layer_stride", "row_stride"), "i32:16")
@@ -296,6 +337,7 @@ def _product(
     more = {"residual_ptr": f"*{dtype}:16", "new_squares_ptr": "*fp32:16"}
     given |= more if "residual" in fused else {}
     optional = ("scale_ptr", "bias_ptr", "norm_ptr", "squares_ptr", "residual_ptr", "new_squares_ptr")
+    optional += ("group_scale_ptr", "group_zero_ptr")
     step, split_tiles, stages = plan.stepping(rows)
     layers = 5 if "layers" in fused else 1
     constexprs = {
@@ -313,6 +355,7 @@ def _product(
         "COLUMNS": 64,
         "STEP": step,
         "PDL": True,
+        **(Codes.none() if codes is None else codes.constexprs(inputs)),
     } | {name: None for name in optional if name not in given}
     bound = {"side_by_side": 3, "most_instructions": most_instructions}
     return Variant("_multiply", given, constexprs, 4, stages, wgmma, **bound)
@@ -700,6 +743,21 @@ VARIANTS: dict[str, list[Variant]] = {
         _product(4096, 4096, 16, "norm", dtype="fp32"),
         _product(12288, 4096, 16, "norm gate", quantised=True, most_instructions=(335, 305)),
         _product(4096, 12288, 64, "residual bias", quantised=True),
+        # weights of published checkpoints
+        _product(12288, 4096, 16, "norm gate", codes=W4A16, most_instructions=(370, 400)),
+        _product(12288, 4096, 16, "norm gate", codes=AWQ),
+        _product(12288, 4096, 16, "norm gate", codes=FP8_BLOCKS, most_instructions=(410, 346)),
+        _product(12288, 4096, 16, "norm gate", codes=NVFP4, most_instructions=(535, 517)),
+        _product(12288, 4096, 16, "norm gate", codes=MXFP4),
+        _product(12288, 4096, 16, "norm gate", codes=W8A16, most_instructions=(480, 555)),
+        _product(4096, 12288, 64, "residual bias", codes=W4A16),
+        _product(4096, 12288, 64, "residual bias", codes=FP8_BLOCKS),
+    ],
+    "compute.gpu_triton.linear.packed_codes": [
+        _dequantize(4096, 12288, AWQ),
+        _dequantize(4096, 12288, NVFP4),
+        _dequantize(4096, 12288, FP8_BLOCKS),
+        _dequantize(4096, 12288, W8A16),
     ],
     "compute.gpu_triton.moe.topk_routing": [
         _choose_experts(128, 8),  # Qwen3-30B-A3B
@@ -866,7 +924,7 @@ def _compile(module: str, variant: Variant, capability: int) -> dict[str, int | 
     types = {name: variant.signature.get(name, "constexpr").split(":")[0] for name in kernel.arg_names}
     aligned = [kernel.arg_names.index(name) for name, kind in variant.signature.items() if ":16" in kind]
     constexprs = dict(variant.constexprs)
-    if constexprs.get("PACK") and capability >= 100:  # as `unpack_4bit.bytes_at_once`
+    if constexprs.get("PACK") and capability >= 100:  # as `unpack_codes.bytes_at_once`
         constexprs["PACK"] = 4
     source = ASTSource(kernel, types, constexprs, {(i,): [["tt.divisibility", 16]] for i in aligned})
     log = io.StringIO()  # ptxas reports there
@@ -888,7 +946,7 @@ def _compile(module: str, variant: Variant, capability: int) -> dict[str, int | 
         "instructions": len(loop),
         "slow_conversions": sum(name in ("I2F", "F2F", "F2I") for name in loop),
         "copies": loop.count("LDGSTS"),
-        "flushes": ".ftz" in compiled.asm["ptx"],
+        "flushes": re.search(r"(?<!rsqrt\.approx)\.ftz", compiled.asm["ptx"]) is not None,
     }
 
 

@@ -25,6 +25,7 @@ from manta.drafter.compute.checkpoint.packed_4bit import MXFP4, ZERO, Int4
 from manta.drafter.compute.eager import moe_routing as routing
 from manta.drafter.compute.eager.backend import TorchBackend
 from manta.drafter.compute.gpu_triton.backend import TritonBackend
+from manta.drafter.compute.gpu_triton.common.unpack_codes import E2M1_PTX, INT4_PTX, INT8_PTX, MAX_EXPONENT
 from manta.drafter.compute.gpu_triton.moe.grouped_gemm import multiply_tiles
 from manta.drafter.compute.gpu_triton.moe.grouped_gemm_tiles import (
     HEIGHTS,
@@ -34,7 +35,6 @@ from manta.drafter.compute.gpu_triton.moe.grouped_gemm_tiles import (
 )
 from manta.drafter.compute.gpu_triton.moe.moe_align import ExpertTiles, list_tiles
 from manta.drafter.compute.gpu_triton.moe.topk_routing import choose
-from manta.drafter.compute.gpu_triton.moe.unpack_4bit import E2M1_PTX, INT4_PTX, MAX_EXPONENT
 from manta.drafter.compute.layers.linear import RMSNorm, gate
 from manta.drafter.compute.layers.moe import ExpertActivation, ExpertWeights, MoeRouter, RouterWeights
 from manta.drafter.step.gpu_triton.inputs.row_layout import DeviceStepRows
@@ -382,6 +382,7 @@ def run_ptx(ptx: str, num_results: int, given: Tensor) -> list[Tensor]:
         "prmt.b32": selected,
         "and.b32": lambda a, b: a & b,
         "or.b32": lambda a, b: a | b,
+        "xor.b32": lambda a, b: a ^ b,
         "shr.u32": lambda a, b: a >> b,
         "mul.lo.u32": lambda a, b: (a * b) & 0xFFFFFFFF,
         "cvt.u32.u16": lambda a: a & 0xFFFF,
@@ -393,6 +394,15 @@ def run_ptx(ptx: str, num_results: int, given: Tensor) -> list[Tensor]:
             result, *sources = operands.split(", ")
             registers[result] = operations[operation](*map(value, sources))
     return [registers[f"${i}"] for i in range(num_results)]
+
+
+def test_int8_codes_are_unpacked_by_pairs():
+    """All codes in both places, with the kernels' PTX in Python."""
+    bytes_X2 = torch.stack((torch.arange(256), torch.arange(256).roll(1)), dim=1)
+    (register_X,) = run_ptx(INT8_PTX.value, 1, bytes_X2[:, 0] | bytes_X2[:, 1] << 8)
+    halves_X2 = torch.stack((register_X & 0xFFFF, register_X >> 16), dim=1)
+    found_X2 = halves_X2.to(torch.uint16).view(torch.float16) - 1152.0
+    assert torch.equal(found_X2, bytes_X2.to(torch.uint8).view(torch.int8).half())
 
 
 @pytest.mark.parametrize("num_bytes", [2, 4])

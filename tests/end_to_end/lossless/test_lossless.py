@@ -27,6 +27,7 @@ from support.checkpoints.eagle3_checkpoints import speculators, write
 from support.checkpoints.families import FAMILIES, GPT_OSS_YARN
 from support.checkpoints.tiny import make_tiny_drafter, make_tiny_target, transformers_model
 from support.engines.random_policy import RandomPolicy
+from support.oracles.quantized_checkpoints import publish
 from support.oracles.sampling_cases import KNOBS, WHOLE, params_of, prompts, tokens_of
 
 ENGINES = {
@@ -50,6 +51,8 @@ MIXED = ("qwen3 mixed with suffixes", "qwen3 in bf16 mixed with suffixes")  # li
 QUANTIZED = (
     "qwen3 in bf16 with int8 weights",
     "qwen3 in bf16 with int4 weights",
+    "qwen3 in bf16 published as ct_w4a16",  # the drafter, too
+    "qwen3 in bf16 published as modelopt_nvfp4",
 )  # likewise
 FP8_KV = tuple(f"{family} with FP8 K/V" for family in ("qwen3", "gpt_oss", "deepseek_v3"))  # likewise
 STATES = "qwen3_5"  # lean, but that steps run ahead of its states and prefixes need them
@@ -146,6 +149,8 @@ def quantized_cells(*, whole: bool = WHOLE) -> Iterator[tuple[str, str, int]]:
         (QUANTIZED[0], "forced preemption with prefix cache", 15),
         (QUANTIZED[1], "chunks of 16 rows", 3),
         (QUANTIZED[1], "planned ahead, forced preemption", 15),
+        (QUANTIZED[2], "forced preemption with prefix cache", 15),
+        (QUANTIZED[3], "as shipped", 3),
     }
     for pair in QUANTIZED:
         for engine in ENGINES:
@@ -249,6 +254,12 @@ def make_pair(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Pair]
             return replace(pair, how={**pair.how, "kv_cache_dtype": "fp8"})
         if name in MIXED:
             return replace(make(name.removesuffix(" mixed with suffixes")), mixed=True)
+        if name in QUANTIZED[2:]:
+            pair, form = make("qwen3 in bf16"), name.split()[-1]
+            target, drafter = (
+                publish(saved, folder / saved.name, form)[0] for saved in (pair.target, pair.drafter)
+            )
+            return replace(pair, target=target, drafter=drafter)
         if name in QUANTIZED:
             pair, kind = make("qwen3 in bf16"), name.split()[-2]
             return replace(pair, how={**pair.how, "quantization": kind}, draft_weights=kind)

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from manta import LLM
 from manta.actors.targets.families import read_model
+from manta.drafter.compute.cpu_numba.cpu_features import bf16_instructions
 from support.checkpoints.families import FAMILIES
 from support.checkpoints.tiny import make_tiny_drafter, make_tiny_target
 from support.engines.devices import ON_GPU
@@ -76,6 +77,32 @@ def test_the_topology_changes_no_token(
             while not llm.stats().num_accepted_tokens:
                 assert time.monotonic() < deadline_s
                 assert tokens_of(llm, prompts(8), params_of("warm", 8)) == reference["warm"]
+
+
+@pytest.mark.skipif(bf16_instructions() is None, reason="this CPU has no products of bf16")
+def test_two_ranks_with_packed_weights_change_no_token(ray_session: None, tmp_path: Path) -> None:
+    """Both ways in one engine over gloo, each request with drafts and without."""
+    target = make_tiny_target(tmp_path / "target", "qwen3", head_dim=32)
+    drafter = make_tiny_drafter(tmp_path / "drafter", head_dim=32)
+    spec = {"model": str(drafter), "num_speculative_tokens": 3, "adaptive": False, "quantization": "int8"}
+    sizes = {"max_model_len": 256, "max_num_seqs": 8, "num_threads": 1}
+    with LLM(
+        str(target),
+        speculative_config=spec,
+        quantization="int8",
+        tensor_parallel_size=2,
+        dtype="bfloat16",
+        skip_tokenizer_init=True,
+        **sizes,
+    ) as llm:
+        batch = [{"prompt_token_ids": prompt} for prompt in prompts(8)]
+        for name in KNOBS:
+            num_drafted = llm.stats().num_draft_tokens
+            plain = llm.generate(batch, params_of(name, 8), max_draft_tokens=0)
+            assert llm.stats().num_draft_tokens == num_drafted
+            expected = [output.outputs[0].token_ids for output in plain]
+            assert tokens_of(llm, prompts(8), params_of(name, 8)) == expected, name
+        assert llm.stats().num_accepted_tokens > 0
 
 
 @pytest.mark.slow

@@ -165,20 +165,24 @@ def gptq(bits: int, group: int | None, *, offset: int = 1, act_order: bool = Fal
     return encode
 
 
-def awq(random: np.random.Generator, rows: int, columns: int) -> StoredMatrix:
+def awq(group: int | None) -> Encoder:
     order = (0, 2, 4, 6, 1, 3, 5, 7)  # nibble k of a word holds the output order[k] (AutoAWQ's AWQ_ORDER)
 
     def words(codes: np.ndarray) -> torch.Tensor:
         return pack_bits(codes.reshape(len(codes), -1, 8)[:, :, order].reshape(codes.shape), 4)
 
-    groups = columns // GROUP
-    codes, zeros = random.integers(0, 16, (columns, rows)), random.integers(0, 16, (groups, rows))
-    scales = _scales(random, (groups, rows), 8).half()
-    tensors = {"qweight": words(codes), "qzeros": words(zeros), "scales": scales}
-    return StoredMatrix(
-        tensors,
-        lambda o, i: F32(int(codes[i, o]) - int(zeros[i // GROUP, o])) * F32(scales[i // GROUP, o].item()),
-    )
+    def encode(random: np.random.Generator, rows: int, columns: int) -> StoredMatrix:
+        size = group or columns
+        groups = columns // size
+        codes, zeros = random.integers(0, 16, (columns, rows)), random.integers(0, 16, (groups, rows))
+        scales = _scales(random, (groups, rows), 8).half()
+        tensors = {"qweight": words(codes), "qzeros": words(zeros), "scales": scales}
+        return StoredMatrix(
+            tensors,
+            lambda o, i: F32(int(codes[i, o]) - int(zeros[i // size, o])) * F32(scales[i // size, o].item()),
+        )
+
+    return encode
 
 
 def _fp4_codes(random: np.random.Generator, rows: int, columns: int) -> tuple[np.ndarray, torch.Tensor]:
@@ -328,14 +332,14 @@ FORMATS: dict[str, Format] = {
     ),
     "gptq_3_bits": Format({**GPTQ_CONFIG, "bits": 3}, _always(gptq(3, GROUP))),
     "gptq_2_bits": Format({**GPTQ_CONFIG, "bits": 2}, _always(gptq(2, GROUP))),
-    "awq": Format(AWQ_CONFIG, _always(awq)),
+    "awq": Format(AWQ_CONFIG, _always(awq(GROUP))),
     "auto_round_gptq": Format(
         {**AUTO_ROUND, "packing_format": "auto_round:auto_gptq"}, _always(gptq(4, GROUP))
     ),
     "auto_round_plain_zeros": Format(
         {**AUTO_ROUND, "packing_format": "auto_round:gptqmodel"}, _always(gptq(4, GROUP, offset=0))
     ),
-    "auto_round_awq": Format({**AUTO_ROUND, "packing_format": "auto_round:auto_awq"}, _always(awq)),
+    "auto_round_awq": Format({**AUTO_ROUND, "packing_format": "auto_round:auto_awq"}, _always(awq(GROUP))),
     "mxfp4": Format(
         compressed_tensors("mxfp4-pack-quantized", _group({**_FP4, "strategy": "group", "group_size": 32})),
         _always(mxfp4),

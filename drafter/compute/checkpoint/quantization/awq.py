@@ -32,6 +32,7 @@ from .scheme import (
     columns_in_order,
     describe_scales,
     int4_matrix,
+    packed_bytes,
     require_multiple,
     rows_of_groups,
 )
@@ -51,6 +52,10 @@ class Awq(WordScheme):
     @property
     def dtype(self) -> str:
         return "INT4"
+
+    @property
+    def packed_bytes(self) -> float | None:
+        return packed_bytes(_BITS, self.group, 3.0)
 
     def __str__(self) -> str:
         return f"AWQ INT4 {describe_scales(self.group)}"

@@ -42,6 +42,11 @@ class CheckpointQuantization:
     def is_packed(self, module: str) -> bool:
         return any(pattern.matches(module) for pattern in self.packed)
 
+    def packed_bytes(self, module: str) -> float | None:
+        """Return the bytes of a module's weight where products take codes; None if it is dequantized."""
+        scheme = self.scheme_of(module)
+        return None if scheme is None else scheme.packed_bytes
+
     def scheme_of(self, module: str) -> Scheme | None:
         if self.ignored.matches(module):
             return None

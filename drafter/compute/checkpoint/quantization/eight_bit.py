@@ -26,7 +26,17 @@ from ..quantized_matrix import QuantizedMatrix
 from ..safetensors_reader import TensorFolder, TensorHeaders
 from .checkpoint_quantization import KEY, CheckpointQuantization
 from .module_patterns import LINEAR, unconverted
-from .scheme import FLOAT_SCALES, Scheme, Shape, StoredForm, aligned_groups, as_int8, enclosing, expand
+from .scheme import (
+    FLOAT_SCALES,
+    Scheme,
+    Shape,
+    StoredForm,
+    aligned_groups,
+    as_int8,
+    enclosing,
+    expand,
+    packed_bytes,
+)
 
 Granularity = Literal["tensor", "channel", "block", "tensor or channel"]
 _SCALES = ("weight_scale_inv", "weight_scale")
@@ -54,6 +64,10 @@ class EightBit(Scheme):
     @property
     def dtype(self) -> str:
         return self.code
+
+    @property
+    def packed_bytes(self) -> float | None:
+        return packed_bytes(8, None if self.block is None else self.block[1], 4.0)
 
     def __str__(self) -> str:
         name = "FP8" if self.code == "F8_E4M3" else "INT8"

@@ -23,9 +23,9 @@ from torch import Tensor
 from ..packed_4bit import GRID
 from ..quantized_matrix import QuantizedMatrix
 from ..safetensors_reader import TensorFolder, TensorHeaders
-from .scheme import Scheme, StoredForm, aligned_groups, enclosing, expand, require_multiple
+from .scheme import Scheme, StoredForm, aligned_groups, enclosing, expand, packed_bytes, require_multiple
 
-_BIAS = 127  # of an MXFP4 scale's exponent
+_BIAS, _NAN = 127, 255  # of an MXFP4 scale's exponent; its NaN
 _OF_MATRIX = ((), (1,))
 
 
@@ -35,10 +35,15 @@ class _Fp4(Scheme):
 
     GROUP: ClassVar[int]
     SCALE_DTYPES: ClassVar[tuple[str, ...]]
+    SCALE_BYTES: ClassVar[float] = 4.0  # of a group's factor where products take codes
 
     @property
     def code_dtypes(self) -> tuple[str, ...]:
         return ("U8",)
+
+    @property
+    def packed_bytes(self) -> float | None:
+        return packed_bytes(4, self.GROUP, self.SCALE_BYTES)
 
     @property
     def dtype(self) -> str:
@@ -68,8 +73,14 @@ class _Fp4(Scheme):
         if (groups := aligned_groups(columns, self.GROUP)) is None:
             return None
         stored = files.part(f"{module}.weight_scale", rows, groups)
-        scales_OG = self._scales(files, module, stored)
+        scales_OG = self._packed_scales(files, module, stored)
+        if scales_OG is None:
+            return None
         return QuantizedMatrix("e2m1", self._codes(files, module, rows, columns), scales_OG)
+
+    def _packed_scales(self, files: TensorFolder, module: str, stored: Tensor) -> Tensor | None:
+        """Return the scales of a `QuantizedMatrix`, or None if it cannot have them."""
+        return self._scales(files, module, stored)
 
     def _codes(self, files: TensorFolder, module: str, rows: slice, columns: slice) -> Tensor:
         bytes_range, first = enclosing(columns, 2)
@@ -89,9 +100,15 @@ class Mxfp4Linear(_Fp4):
     CODES: ClassVar[str] = "weight_packed"
     GROUP: ClassVar[int] = 32
     SCALE_DTYPES: ClassVar[tuple[str, ...]] = ("U8", "F8_E8M0")
+    SCALE_BYTES: ClassVar[float] = 1.0
 
     def __str__(self) -> str:
         return "MXFP4"
+
+    def _packed_scales(self, files: TensorFolder, module: str, stored: Tensor) -> Tensor | None:
+        exponents = stored.view(torch.uint8).contiguous()
+        is_usual = (exponents > 0) & (exponents < _NAN)
+        return exponents if bool(is_usual.all()) else None
 
     def _scales(self, files: TensorFolder, module: str, stored: Tensor) -> Tensor:
         exponents = stored.view(torch.uint8).int() - _BIAS

@@ -36,6 +36,7 @@ from .scheme import (
     columns_in_order,
     describe_scales,
     int4_matrix,
+    packed_bytes,
     rows_of_groups,
 )
 
@@ -59,6 +60,12 @@ class Gptq(WordScheme):
     @property
     def dtype(self) -> str:
         return f"INT{self.bits}"
+
+    @property
+    def packed_bytes(self) -> float | None:
+        if self.act_order or self.bits not in (4, 8):
+            return None
+        return packed_bytes(self.bits, self.group, 2.0)  # symmetric: the zero is 8
 
     def __str__(self) -> str:
         return f"GPTQ INT{self.bits} {describe_scales(self.group)}" + ", act-order" * self.act_order

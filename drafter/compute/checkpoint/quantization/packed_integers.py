@@ -31,6 +31,7 @@ from .scheme import (
     columns_in_order,
     describe_scales,
     int4_matrix,
+    packed_bytes,
     require_multiple,
     rows_of_groups,
 )
@@ -56,6 +57,11 @@ class PackedIntegers(WordScheme):
     @property
     def dtype(self) -> str:
         return f"INT{self.bits}"
+
+    @property
+    def packed_bytes(self) -> float | None:
+        has_zeros = self.bits == 4 and not self.symmetric
+        return None if self.act_order else packed_bytes(self.bits, self.group, 2.0 + has_zeros)
 
     def __str__(self) -> str:
         per = "tensor" if self.per_tensor else "channel"

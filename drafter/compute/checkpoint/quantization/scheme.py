@@ -50,6 +50,14 @@ class Scheme(ABC):
         """Dtypes of the codes; a tensor of this name with another dtype is not quantized by this scheme."""
 
     @property
+    def packed_bytes(self) -> float | None:
+        """Bytes of a weight, with its share of scales and zeros, where products take codes (`read_codes`).
+
+        None: matrices are dequantized at load.
+        """
+        return None
+
+    @property
     @abstractmethod
     def dtype(self) -> str:
         """The name of an element's type, with its bits, such as "INT4"."""
@@ -115,6 +123,13 @@ def enclosing(part: slice, step: int) -> tuple[slice, int]:
 def expand(scales: Tensor, part: slice, step: int, dim: int) -> Tensor:
     """Repeat scales of blocks along `dim` for each element of `part`; they begin with its first block."""
     return scales.repeat_interleave(step, dim).narrow(dim, part.start % step, part.stop - part.start)
+
+
+def packed_bytes(bits: int, group: int | None, shared_bytes: float) -> float | None:
+    """Return `Scheme.packed_bytes`, of which groups of inputs (None: rows) share `shared_bytes`."""
+    if group is not None and group.bit_count() != 1:
+        return None
+    return bits / 8 + (0.0 if group is None else shared_bytes / group)
 
 
 def aligned_groups(columns: slice, group: int | None) -> slice | None:

@@ -3,6 +3,7 @@
     TorchProjection    PyTorch's GEMM, then a kernel for the gate, or for residual and norm
     OwnProjection      `skinny_gemm.py`: all of it in one launch; weights are read once for up to 64 rows
     ChosenProjection   the faster of the two on this device, by rows and use (`gemm_choice.py`)
+    PackedProjection   weights that stay codes (`packed_codes.py`): Manta's up to 128 rows
 
 Manta's kernels defer the norm after a residual to the GEMMs that read it: `PendingNorm` represents its
 result. Made and called by `drafter/compute/gpu_triton/backend.py`.
@@ -23,6 +24,7 @@ from ...backend import Projection
 from ...layers.linear import Activation, RMSNorm
 from ..common.element_ops import add_rms_norm, gate, rms_norm
 from .gemm_tiles import ROW_TILES, ProductWorkspace, plan_product, row_tile
+from .packed_codes import MAX_OWN_ROWS, DequantizingLinear, PackedCodes
 from .skinny_gemm import Normed, multiply
 
 Use = Literal["plain", "normed", "gated", "added"]
@@ -89,7 +91,16 @@ class OwnProjection(LayerProjection):
     With `one_tile` tiles have one height for any number of rows, so that a row's bits depend on no other row.
     """
 
-    __slots__ = ("_bias_O", "_gated_plan", "_plan", "_scale_O", "_tile", "_weight_PLRK", "_workspace")
+    __slots__ = (
+        "_bias_O",
+        "_gated_plan",
+        "_packed",
+        "_plan",
+        "_scale_O",
+        "_tile",
+        "_weight_PLRK",
+        "_workspace",
+    )
 
     def __init__(
         self,
@@ -98,11 +109,13 @@ class OwnProjection(LayerProjection):
         workspace: ProductWorkspace,
         *,
         scale_O: Tensor | None = None,
+        packed: PackedCodes | None = None,
         one_tile: bool = False,
     ) -> None:
         outputs, inputs = weight_PLRK.shape[:3].numel(), weight_PLRK.shape[3]
+        inputs = inputs if packed is None else packed.in_features
         self._weight_PLRK, self._bias_O, self._workspace = weight_PLRK, bias_O, workspace
-        self._scale_O = scale_O
+        self._scale_O, self._packed = scale_O, packed
         dtype, processors = weight_PLRK.dtype, workspace.processors
         self._plan = plan_product(outputs, inputs, dtype, processors=processors)
         self._gated_plan = plan_product(outputs // 2, inputs, dtype, gated=True, processors=processors)
@@ -143,6 +156,7 @@ class OwnProjection(LayerProjection):
             plan,
             self._workspace,
             self._tile or row_tile(len(x_NK)),
+            packed=self._packed,
             scale_O=self._scale_O,
             bias_O=self._bias_O,
             norm=norm,
@@ -190,3 +204,25 @@ class ChosenProjection(SwitchedProjection):
 
     def _is_own(self, use: Use, num_rows: int) -> bool:
         return self._choice(use, self._own, self._other, num_rows)
+
+
+class PackedProjection(SwitchedProjection):
+    """A projection with a weight of codes; with `one_tile` any number of rows uses Manta's kernel."""
+
+    __slots__ = ("_one_tile",)
+
+    def __init__(
+        self,
+        codes: PackedCodes,
+        bias_O: Tensor | None,
+        workspace: ProductWorkspace,
+        *,
+        one_tile: bool = False,
+    ) -> None:
+        weight_PLRK = codes.codes[None, None]
+        own = OwnProjection(weight_PLRK, bias_O, workspace, packed=codes, one_tile=one_tile)
+        super().__init__(own, TorchProjection(DequantizingLinear(codes, bias_O)))
+        self._one_tile = one_tile
+
+    def _is_own(self, use: Use, num_rows: int) -> bool:
+        return self._one_tile or num_rows <= MAX_OWN_ROWS

@@ -23,6 +23,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -31,6 +32,7 @@ from ...layers.linear import Activation
 from ..common.e4m3 import widen
 from ..common.element_ops import activate, dependent_launch, wait_for_predecessor
 from .gemm_tiles import COLUMNS, ProductPlan, ProductWorkspace
+from .packed_codes import PackedCodes, sum_codes
 
 _FP32_PRODUCT = tl.constexpr("tf32x3")  # fp32 precision on tensor cores; fp16 and bf16 ignore it
 
@@ -51,6 +53,7 @@ def multiply(
     workspace: ProductWorkspace,
     tile: int,
     *,
+    packed: PackedCodes | None = None,
     scale_O: Tensor | None = None,
     bias_O: Tensor | None = None,
     norm: Normed | None = None,
@@ -66,6 +69,7 @@ def multiply(
             activation its parts are gate and up (P = 2, L = 1), and O = R.
         tile: rows of x per program; more rows take several programs, which read the weights again, and then
             every program adds up all splits by itself.
+        packed: the weight, of whose codes `weight_PLRK` is a view then.
         scale_O: fp32, per row of the weight, which is e4m3 then (`fp8_linear.py`).
         bias_O: per row of the weight, in the order of outputs.
         residual_NO: added to the rounded product.
@@ -74,38 +78,54 @@ def multiply(
     num_rows, inputs = x_NK.shape
     parts, layers, span, _ = weight_PLRK.shape
     outputs = span if activation else parts * layers * span
-    assert weight_PLRK.shape[3] == inputs, "x is what the weight takes"
-    assert scale_O is not None or x_NK.dtype is weight_PLRK.dtype, "and of its dtype, but for codes"
+    assert inputs == (weight_PLRK.shape[3] if packed is None else packed.in_features), "x fits the weight"
+    has_codes = scale_O is not None or packed is not None
+    assert has_codes or x_NK.dtype is weight_PLRK.dtype, "and has its dtype, but for codes"
     assert weight_PLRK.stride(3) == 1 and x_NK.stride(1) == 1, "a row must be contiguous"
     assert activation is None or (parts, layers) == (2, 1), "gate, then up"
     y_NO = x_NK.new_empty((num_rows, outputs))
     row_tiles = -(-num_rows // tile)
     if row_tiles == 0:
         return y_NO
+    if packed is not None and packed.has_pairs:
+        x_NK = _words(x_NK)
     step, split_tiles, stages = plan.stepping(tile)
     programs = plan.splits if row_tiles == 1 else 1  # per tile of y
     _multiply[(row_tiles, plan.tiles * programs)](
-        x_NK, weight_PLRK, scale_O, bias_O, residual_NO, y_NO, None if norm is None else norm.weight_K,
-        None if norm is None else norm.squares_NT, squares_NT, workspace.sums_E, workspace.arrived_E,
-        0.0 if norm is None else norm.eps, num_rows, x_NK.stride(0),
+        x_NK, weight_PLRK, None if packed is None else packed.scales_OG,
+        None if packed is None else packed.zeros_OG, scale_O, bias_O, residual_NO, y_NO,
+        None if norm is None else norm.weight_K, None if norm is None else norm.squares_NT, squares_NT,
+        workspace.sums_E, workspace.arrived_E, 0.0 if norm is None else norm.eps, num_rows, x_NK.stride(0),
         0 if residual_NO is None else residual_NO.stride(0), weight_PLRK.stride(0), weight_PLRK.stride(1),
         weight_PLRK.stride(2),
         INPUTS=inputs, OUTPUTS=outputs, LAYERS=layers, SPAN=span, GATED=activation is not None,
         GELU=activation == "gelu_tanh", SQUARES=1 if norm is None else norm.squares_NT.shape[1],
         SPLITS=plan.splits, SPLIT_TILES=split_tiles, PROGRAMS=programs, ROWS=tile, COLUMNS=COLUMNS, STEP=step,
+        CODE=None if packed is None else packed.code, GROUP=0 if packed is None else packed.group,
+        GROUPS=0 if packed is None else packed.scales_OG.shape[1],
+        PACK=0 if packed is None else packed.bytes_at_once(),
         num_warps=4, num_stages=stages, **dependent_launch(x_NK.device),
     )  # fmt: skip
     return y_NO
 
 
+def _words(x_NK: Tensor) -> Tensor:
+    """Return x as words of two inputs each."""
+    if x_NK.stride(0) % 2 or x_NK.storage_offset() % 2:
+        x_NK = x_NK.contiguous()
+    return x_NK.view(torch.int64 if x_NK.dtype is torch.float32 else torch.int32)
+
+
 @triton.jit(do_not_specialize=["num_rows"])
 def _multiply(
-    x_ptr, weight_ptr, scale_ptr, bias_ptr, residual_ptr, y_ptr, norm_ptr, squares_ptr, new_squares_ptr,
-    sums_ptr, arrived_ptr, eps, num_rows, x_stride, residual_stride, part_stride, layer_stride, row_stride,
+    x_ptr, weight_ptr, group_scale_ptr, group_zero_ptr, scale_ptr, bias_ptr, residual_ptr, y_ptr, norm_ptr,
+    squares_ptr, new_squares_ptr, sums_ptr, arrived_ptr, eps, num_rows, x_stride, residual_stride,
+    part_stride, layer_stride, row_stride,
     INPUTS: tl.constexpr, OUTPUTS: tl.constexpr, LAYERS: tl.constexpr, SPAN: tl.constexpr,
     GATED: tl.constexpr, GELU: tl.constexpr, SQUARES: tl.constexpr, SPLITS: tl.constexpr,
     SPLIT_TILES: tl.constexpr, PROGRAMS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-    STEP: tl.constexpr, PDL: tl.constexpr,
+    STEP: tl.constexpr, CODE: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr, PACK: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """Compute a tile of y, or a split of one; rows and columns out of range are not written."""
     wait_for_predecessor(PDL)
@@ -124,14 +144,16 @@ def _multiply(
     if PROGRAMS == 1:
         for split in range(SPLITS):
             sum_CM += _sum_split(
-                x_ptrs_M, weight_ptrs_C, norm_ptr, scale_M, split,
-                INPUTS, SPLITS, SPLIT_TILES, ROWS, COLUMNS, STEP,
+                x_ptrs_M, weight_ptrs_C, group_scale_ptr, group_zero_ptr, number_C, norm_ptr, scale_M, split,
+                y_ptr.dtype.element_ty,
+                INPUTS, SPLITS, SPLIT_TILES, ROWS, COLUMNS, STEP, CODE, GROUP, GROUPS, PACK,
             )  # fmt: skip
     else:
         split = tl.program_id(1) % SPLITS
         part_CM = _sum_split(
-            x_ptrs_M, weight_ptrs_C, norm_ptr, scale_M, split,
-            INPUTS, SPLITS, SPLIT_TILES, ROWS, COLUMNS, STEP,
+            x_ptrs_M, weight_ptrs_C, group_scale_ptr, group_zero_ptr, number_C, norm_ptr, scale_M, split,
+            y_ptr.dtype.element_ty,
+            INPUTS, SPLITS, SPLIT_TILES, ROWS, COLUMNS, STEP, CODE, GROUP, GROUPS, PACK,
         )  # fmt: skip
         sums_ptrs_CM = sums_ptr + tile * SPLITS * COLUMNS * ROWS
         sums_ptrs_CM += tl.arange(0, COLUMNS)[:, None] * ROWS + tl.arange(0, ROWS)[None, :]
@@ -213,11 +235,30 @@ def _scales(squares_ptr, row_M, eps, INPUTS: tl.constexpr, SQUARES: tl.constexpr
 
 @triton.jit
 def _sum_split(
+    x_ptrs_M, weight_ptrs_C, group_scale_ptr, group_zero_ptr, number_C, norm_ptr, scale_M, split,
+    dtype: tl.constexpr, INPUTS: tl.constexpr, SPLITS: tl.constexpr, SPLIT_TILES: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, STEP: tl.constexpr, CODE: tl.constexpr, GROUP: tl.constexpr,
+    GROUPS: tl.constexpr, PACK: tl.constexpr,
+):  # fmt: skip
+    """Return one split's product, transposed: weight rows fill the instruction's M dimension."""
+    if CODE is None:
+        return _sum_plain(
+            x_ptrs_M, weight_ptrs_C, norm_ptr, scale_M, split,
+            INPUTS, SPLITS, SPLIT_TILES, ROWS, COLUMNS, STEP,
+        )  # fmt: skip
+    else:
+        return sum_codes(
+            x_ptrs_M, weight_ptrs_C, group_scale_ptr, group_zero_ptr, number_C, norm_ptr, scale_M, split,
+            dtype, CODE, GROUP, GROUPS, PACK, INPUTS, SPLIT_TILES, ROWS, COLUMNS, STEP, _FP32_PRODUCT,
+        )  # fmt: skip
+
+
+@triton.jit
+def _sum_plain(
     x_ptrs_M, weight_ptrs_C, norm_ptr, scale_M, split,
     INPUTS: tl.constexpr, SPLITS: tl.constexpr, SPLIT_TILES: tl.constexpr, ROWS: tl.constexpr,
     COLUMNS: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
-    """Return one split's product, transposed: weight rows fill the instruction's M dimension."""
     sum_CM = tl.zeros([COLUMNS, ROWS], tl.float32)
     dtype: tl.constexpr = x_ptrs_M.dtype.element_ty
     for i in range(SPLIT_TILES):

@@ -27,9 +27,9 @@ from torch import Tensor
 from ...checkpoint.packed_4bit import Packed
 from ...layers.moe import ExpertActivation
 from ..common.element_ops import dependent_launch, expert_gate, wait_for_predecessor
+from ..common.unpack_codes import bytes_at_once, split_words, unpack_int4, unpack_mxfp4
 from .grouped_gemm_tiles import cut_weight
 from .moe_align import ExpertTiles
-from .unpack_4bit import bytes_at_once, split_words, unpack_int4, unpack_mxfp4
 
 _FP32_PRODUCT = tl.constexpr("tf32x3")  # see `drafter/compute/gpu_triton/linear/skinny_gemm.py`
 _SUM_BLOCK = 1024  # columns of a row per program
@@ -173,7 +173,7 @@ def _sum_packed(
         if scale_dtype == tl.uint8:  # MXFP4's exponents
             low_CB, high_CB = unpack_mxfp4(byte_CB, scale_CG, dtype, PACK)
         else:
-            low_CB, high_CB = unpack_int4(byte_CB, scale_CG, dtype, PACK)
+            low_CB, high_CB = unpack_int4(byte_CB, scale_CG, None, dtype, PACK)
         even_BM, odd_BM = split_words(word_BM, dtype)
         sum_CM = tl.dot(low_CB, even_BM, sum_CM, input_precision=_FP32_PRODUCT)
         sum_CM = tl.dot(high_CB, odd_BM, sum_CM, input_precision=_FP32_PRODUCT)

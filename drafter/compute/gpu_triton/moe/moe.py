@@ -16,10 +16,10 @@ from torch import Tensor
 from .....cluster.errors import CheckpointError
 from ...checkpoint.packed_4bit import MXFP4
 from ...layers.moe import ExpertWeights
+from ..common.unpack_codes import MAX_EXPONENT
 from .grouped_gemm import add_up, multiply_tiles
 from .grouped_gemm_tiles import INVARIANT_HEIGHT, tile_height
 from .moe_align import list_tiles
-from .unpack_4bit import MAX_EXPONENT
 
 
 class TritonExperts:

@@ -1,0 +1,246 @@
+"""Weights that stay codes of 8 or 4 bits on a GPU: their products, and their dequantization.
+
+    PackedProjection    up to 128 rows: `skinny_gemm.py` with `sum_codes`, which unpacks codes in registers
+                        more: PyTorch's GEMM with the weight that `dequantize` writes
+
+Both multiply with the values of `QuantizedMatrix.dequantized`. Made by
+`drafter/compute/gpu_triton/backend.py`.
+
+Legend: N rows, K inputs, O outputs, G groups of inputs with a scale; in kernels C rows of a weight's tile, M
+rows of x, S inputs and B pairs of inputs per iteration.
+"""
+
+# Type checkers know neither Triton's launch options nor what a jitted function returns.
+# pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportAssignmentType=false
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from torch.nn import functional as F
+
+from .....cluster.errors import CheckpointError
+from ...checkpoint.quantized_matrix import Code, QuantizedMatrix
+from ..common.unpack_codes import (
+    MAX_EXPONENT,
+    bytes_at_once,
+    split_words,
+    unpack_e2m1,
+    unpack_e4m3,
+    unpack_int4,
+    unpack_int8,
+    unpack_mxfp4,
+)
+
+MAX_OWN_ROWS = 128  # beyond, a dequantized weight is read and written at less cost than products take
+_COLUMNS, _STEP = 64, 128  # of a program of `dequantize`
+_WHOLE_ROW = 1 << 30  # inputs of a group that all inputs are in
+_FIRST_WITH_E4M3 = (8, 9)
+
+
+@dataclass(frozen=True, slots=True)
+class PackedCodes:
+    """A weight [O, K] as contiguous codes.
+
+    Attributes:
+        codes: uint8 [O, K], or float8_e4m3fn where the device converts it; of 4 bits uint8 [O, K / 2], the
+            even input in the low bits.
+        scales_OG, zeros_OG: as `QuantizedMatrix` has them.
+    """
+
+    code: Code
+    codes: Tensor
+    scales_OG: Tensor
+    zeros_OG: Tensor | None
+    in_features: int
+
+    @classmethod
+    def of(cls, matrix: QuantizedMatrix, device: torch.device) -> PackedCodes:
+        matrix = matrix.to(device)
+        if matrix.code == "e2m1":
+            _check_scales(matrix)
+        codes = matrix.codes_OI.view(torch.uint8)
+        if matrix.code in ("int4", "e2m1"):
+            codes = codes[:, ::2] | codes[:, 1::2] << 4
+        elif matrix.code == "e4m3" and converts_e4m3(device):
+            codes = codes.view(torch.float8_e4m3fn)
+        zeros_OG = None if matrix.zeros_OG is None else matrix.zeros_OG.contiguous()
+        return cls(matrix.code, codes.contiguous(), matrix.scales_OG.contiguous(), zeros_OG, matrix.shape[1])
+
+    @property
+    def group(self) -> int:
+        """Inputs of a group, a power of two."""
+        groups = self.scales_OG.shape[1]
+        return self.in_features // groups if groups > 1 else _WHOLE_ROW
+
+    @property
+    def has_pairs(self) -> bool:
+        return self.code in ("int4", "e2m1")
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(each.nbytes for each in (self.codes, self.scales_OG, self.zeros_OG) if each is not None)
+
+    def dequantized(self, dtype: torch.dtype) -> Tensor:
+        """Return the weight [O, K]."""
+        outputs = len(self.codes)
+        weight_OK = torch.empty((outputs, self.in_features), dtype=dtype, device=self.codes.device)
+        grid = (triton.cdiv(outputs, _COLUMNS), triton.cdiv(self.in_features, _STEP))
+        _dequantize[grid](
+            self.codes, self.scales_OG, self.zeros_OG, weight_OK,
+            CODE=self.code, GROUP=self.group, GROUPS=self.scales_OG.shape[1], PACK=self.bytes_at_once(),
+            OUTPUTS=outputs, INPUTS=self.in_features, COLUMNS=_COLUMNS, STEP=_STEP, num_warps=4,
+        )  # fmt: skip
+        return weight_OK
+
+    def bytes_at_once(self) -> int:
+        return bytes_at_once(self.codes.device) if self.has_pairs else 0
+
+
+def converts_e4m3(device: torch.device) -> bool:
+    return device.type != "cuda" or torch.cuda.get_device_capability(device) >= _FIRST_WITH_E4M3
+
+
+def _check_scales(matrix: QuantizedMatrix) -> None:
+    maximum = float(matrix.scales().abs().max())
+    if maximum > 2.0 ** (MAX_EXPONENT - 127):
+        raise CheckpointError(
+            f"A group of 4-bit weights has the scale {maximum:g}; the GPU's kernels take at most "
+            f"{2 ** (MAX_EXPONENT - 127)}. Check the checkpoint's scales, or set attention_backend to "
+            "'torch'."
+        )
+
+
+class DequantizingLinear:
+    """A `backend.Projection` that dequantizes the weight to x's dtype on each call."""
+
+    __slots__ = ("_bias_O", "_codes")
+
+    def __init__(self, codes: PackedCodes, bias_O: Tensor | None) -> None:
+        self._codes, self._bias_O = codes, bias_O
+
+    def __call__(self, x_NK: Tensor, residual_NO: Tensor | None = None) -> Tensor:
+        y_NO = F.linear(x_NK, self._codes.dequantized(x_NK.dtype), self._bias_O)
+        return y_NO if residual_NO is None else y_NO.add_(residual_NO)
+
+
+@triton.jit
+def sum_codes(
+    x_ptrs_M, code_ptrs_C, scale_ptr, zero_ptr, number_C, norm_ptr, scale_M, split, dtype: tl.constexpr,
+    CODE: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr, PACK: tl.constexpr, INPUTS: tl.constexpr,
+    SPLIT_TILES: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, STEP: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Return one split's product, transposed, as `skinny_gemm._sum_split` does.
+
+    `x_ptrs_M` are of words of two inputs where codes are pairs, whose even and odd inputs are multiplied
+    separately.
+    """
+    sum_CM = tl.zeros([COLUMNS, ROWS], tl.float32)
+    for i in range(SPLIT_TILES):
+        start = (split * SPLIT_TILES + i) * STEP
+        if CODE == "int4" or CODE == "e2m1":
+            at_B = start // 2 + tl.arange(0, STEP // 2)
+            inside_B = at_B < INPUTS // 2
+            low_CB, high_CB = _load_pairs(
+                code_ptrs_C, scale_ptr, zero_ptr, number_C, start, dtype,
+                CODE, GROUP, GROUPS, PACK, INPUTS, STEP,
+            )  # fmt: skip
+            word_BM = tl.load(x_ptrs_M[None, :] + at_B[:, None], mask=inside_B[:, None], other=0)
+            even_BM, odd_BM = split_words(word_BM, dtype)
+            if norm_ptr is not None:
+                norm_B = tl.load(norm_ptr + 2 * at_B, mask=inside_B, other=0.0).to(tl.float32)
+                even_BM = (even_BM.to(tl.float32) * scale_M[None, :] * norm_B[:, None]).to(dtype)
+                norm_B = tl.load(norm_ptr + 2 * at_B + 1, mask=inside_B, other=0.0).to(tl.float32)
+                odd_BM = (odd_BM.to(tl.float32) * scale_M[None, :] * norm_B[:, None]).to(dtype)
+            sum_CM = tl.dot(low_CB, even_BM, sum_CM, input_precision=PRECISION)
+            sum_CM = tl.dot(high_CB, odd_BM, sum_CM, input_precision=PRECISION)
+        else:
+            at_S = start + tl.arange(0, STEP)
+            inside_S = at_S < INPUTS
+            weight_CS = _load_bytes(
+                code_ptrs_C, scale_ptr, number_C, start, dtype, CODE, GROUP, GROUPS, INPUTS, STEP
+            )
+            x_SM = tl.load(x_ptrs_M[None, :] + at_S[:, None], mask=inside_S[:, None], other=0.0)
+            if norm_ptr is not None:
+                norm_S = tl.load(norm_ptr + at_S, mask=inside_S, other=0.0).to(tl.float32)
+                x_SM = (x_SM.to(tl.float32) * scale_M[None, :] * norm_S[:, None]).to(dtype)
+            sum_CM = tl.dot(weight_CS, x_SM, sum_CM, input_precision=PRECISION)
+    return sum_CM
+
+
+@triton.jit
+def _load_pairs(
+    code_ptrs_C, scale_ptr, zero_ptr, number_C, start, dtype: tl.constexpr, CODE: tl.constexpr,
+    GROUP: tl.constexpr, GROUPS: tl.constexpr, PACK: tl.constexpr, INPUTS: tl.constexpr, STEP: tl.constexpr,
+):  # fmt: skip
+    """Return the values of even and of odd inputs from `start` on; beyond the last input, any values."""
+    at_B = start // 2 + tl.arange(0, STEP // 2)
+    byte_CB = tl.load(code_ptrs_C[:, None] + at_B[None, :], mask=(at_B < INPUTS // 2)[None, :], other=0)
+    scale_CG = _load_groups(scale_ptr, number_C, start, GROUP, GROUPS, STEP)
+    if CODE == "e2m1":
+        if scale_ptr.dtype.element_ty == tl.uint8:
+            return unpack_mxfp4(byte_CB, scale_CG, dtype, PACK)
+        else:
+            return unpack_e2m1(byte_CB, scale_CG, dtype, PACK)
+    else:
+        if zero_ptr is None:
+            return unpack_int4(byte_CB, scale_CG, None, dtype, PACK)
+        else:
+            zero_CG = _load_groups(zero_ptr, number_C, start, GROUP, GROUPS, STEP)
+            return unpack_int4(byte_CB, scale_CG, zero_CG, dtype, PACK)
+
+
+@triton.jit
+def _load_bytes(
+    code_ptrs_C, scale_ptr, number_C, start, dtype: tl.constexpr, CODE: tl.constexpr, GROUP: tl.constexpr,
+    GROUPS: tl.constexpr, INPUTS: tl.constexpr, STEP: tl.constexpr,
+):  # fmt: skip
+    at_S = start + tl.arange(0, STEP)
+    none: tl.constexpr = 0 if code_ptrs_C.dtype.element_ty == tl.uint8 else 0.0
+    code_CS = tl.load(code_ptrs_C[:, None] + at_S[None, :], mask=(at_S < INPUTS)[None, :], other=none)
+    scale_CG = _load_groups(scale_ptr, number_C, start, GROUP, GROUPS, STEP)
+    if CODE == "int8":
+        return unpack_int8(code_CS, scale_CG, dtype)
+    else:
+        return unpack_e4m3(code_CS, scale_CG, dtype)
+
+
+@triton.jit
+def _load_groups(ptr, number_C, start, GROUP: tl.constexpr, GROUPS: tl.constexpr, STEP: tl.constexpr):
+    """Return the scales or zeros of the groups of a step; 0 beyond the last group."""
+    COUNT: tl.constexpr = STEP // GROUP if GROUP < STEP else 1
+    group_G = start // GROUP + tl.arange(0, COUNT)
+    ptrs_CG = ptr + (number_C.to(tl.int64) * GROUPS)[:, None] + group_G[None, :]
+    return tl.load(ptrs_CG, mask=(group_G < GROUPS)[None, :], other=0)
+
+
+@triton.jit
+def _dequantize(
+    code_ptr, scale_ptr, zero_ptr, weight_ptr,
+    CODE: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr, PACK: tl.constexpr, OUTPUTS: tl.constexpr,
+    INPUTS: tl.constexpr, COLUMNS: tl.constexpr, STEP: tl.constexpr,
+):  # fmt: skip
+    dtype: tl.constexpr = weight_ptr.dtype.element_ty
+    number_C = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    inside_C = number_C < OUTPUTS
+    number_C = tl.minimum(number_C, OUTPUTS - 1)
+    start = tl.program_id(1) * STEP
+    if CODE == "int4" or CODE == "e2m1":
+        low_CB, high_CB = _load_pairs(
+            code_ptr + number_C.to(tl.int64) * (INPUTS // 2), scale_ptr, zero_ptr, number_C, start, dtype,
+            CODE, GROUP, GROUPS, PACK, INPUTS, STEP,
+        )  # fmt: skip
+        weight_CS = tl.interleave(low_CB, high_CB)
+    else:
+        weight_CS = _load_bytes(
+            code_ptr + number_C.to(tl.int64) * INPUTS, scale_ptr, number_C, start, dtype, CODE, GROUP, GROUPS,
+            INPUTS, STEP,
+        )  # fmt: skip
+    at_S = start + tl.arange(0, STEP)
+    ptrs_CS = weight_ptr + (number_C.to(tl.int64) * INPUTS)[:, None] + at_S[None, :]
+    tl.store(ptrs_CS, weight_CS, mask=inside_C[:, None] & (at_S < INPUTS)[None, :])

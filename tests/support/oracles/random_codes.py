@@ -1,0 +1,45 @@
+"""Random matrices of codes, one of each kind that products decode.
+
+Legend: O outputs, I inputs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from manta.drafter.compute.checkpoint.quantized_matrix import QuantizedMatrix, quantize
+from torch import Tensor
+
+
+def scales(outputs: int, groups: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return (0.01 * torch.rand(outputs, groups) + 0.001).to(dtype)
+
+
+def bytes_of(outputs: int, inputs: int, most: int = 256) -> Tensor:
+    return torch.randint(0, most, (outputs, inputs), dtype=torch.uint8)
+
+
+def e4m3(outputs: int, inputs: int) -> Tensor:
+    codes = bytes_of(outputs, inputs)
+    return codes.masked_fill_((codes & 0x7F) == 0x7F, 0)  # no NaN
+
+
+def random(outputs: int, inputs: int) -> Tensor:
+    return 0.05 * torch.randn(outputs, inputs)
+
+
+MATRICES: dict[str, Callable[[int, int], QuantizedMatrix]] = {
+    "int8 at load": lambda o, i: quantize(random(o, i), "int8"),
+    "int4 at load": lambda o, i: quantize(random(o, i), "int4"),
+    "int8 by channel": lambda o, i: QuantizedMatrix("int8", bytes_of(o, i).view(torch.int8), scales(o, 1)),
+    "int8 in groups": lambda o, i: QuantizedMatrix(
+        "int8", bytes_of(o, i).view(torch.int8), scales(o, i // 64, torch.bfloat16)
+    ),
+    "int4": lambda o, i: QuantizedMatrix("int4", bytes_of(o, i, 16), scales(o, i // 32, torch.float16)),
+    "int4 with zeros": lambda o, i: QuantizedMatrix(
+        "int4", bytes_of(o, i, 16), scales(o, i // 64, torch.float16), bytes_of(o, i // 64, 17)
+    ),
+    "e4m3": lambda o, i: QuantizedMatrix("e4m3", e4m3(o, i), scales(o, i // 64)),
+    "e2m1": lambda o, i: QuantizedMatrix("e2m1", bytes_of(o, i, 16), scales(o, i // 16)),
+}
