@@ -28,6 +28,7 @@ from ....cluster.step.executor import ExecutorInfo
 from ....cluster.step.scheduler_output import DrafterUse, IntArray, SchedulerOutput, StepResult
 from ....drafter.compute.backend import Backend
 from ....drafter.compute.checkpoint.quantization.quantized_tensors import open_folder
+from ....drafter.dflash.config import DrafterConfig
 from ....drafter.dflash.model import ContextFeatures
 from ....drafter.step.inputs.proposals import Proposals
 from ....drafter.step.inputs.row_layout import StepRows
@@ -211,7 +212,8 @@ class SplitRunner:
 
 
 def _context_features(plan: LoadPlan, backend: Backend) -> ContextFeatures:
-    assert plan.drafter_folder is not None and plan.drafter is not None, "a split drafter has a checkpoint"
+    assert plan.drafter_folder is not None, "a split drafter has a checkpoint"
+    assert isinstance(plan.drafter, DrafterConfig), "other drafters are colocated"
     folder = open_folder(plan.drafter_folder, plan.drafter.quantization, plan.dtype)
     fc, norm = (
         folder.get(name).to(device=plan.device, dtype=plan.dtype)
