@@ -14,12 +14,14 @@ import torch
 
 from ....cluster.errors import ConfigError
 from ....drafter.dflash.config import DrafterConfig
+from ....drafter.eagle3.config import Eagle3Config
 from ...tokenization.checkpoint_paths import drafter_folder, with_drafter
 from ..model.tensor_parallel import Communicator
 from ..runners.runner_interface import Drafter, Runner, TriesDrafters
-from .load_plan import DraftConfig, LoadPlan, read_drafter
+from .checkpoint_models import Checkpoints
+from .draft_window import DraftConfig, with_window
+from .load_plan import LoadPlan, read_drafter
 from .operator_factory import make_drafter_backend
-from .rank_loader import Checkpoints
 
 FIELD = "speculative_config.model"
 
@@ -112,12 +114,13 @@ def _plan_with_drafter(plan: LoadPlan, model: str) -> LoadPlan:
     config = with_drafter(plan.config, model)
     assert plan.drafter is not None, "a swap needs a drafter"
     folder = drafter_folder(config, model)
-    new = read_drafter(config, folder, plan.facts)
+    new = with_window(read_drafter(config, folder, plan.facts), plan.draft_window)
+    assert isinstance(new, DrafterConfig | Eagle3Config), "as it was read"
     _check_same_shape(plan.drafter, new, plan)
     return replace(plan, config=config, drafter_folder=folder, drafter=new)
 
 
-def _check_same_shape(old: DraftConfig, new: DraftConfig, plan: LoadPlan) -> None:
+def _check_same_shape(old: DraftConfig, new: DrafterConfig | Eagle3Config, plan: LoadPlan) -> None:
     for name in ("target_layer_ids", "hidden_size", "layers", "num_kv_heads", "head_dim", "rms_norm_eps"):
         old_value, new_value = getattr(old, name), getattr(new, name)
         if old_value != new_value:

@@ -27,16 +27,18 @@ from ...tokenization.checkpoint_paths import drafter_folder, target_folder, toke
 from ...tokenization.tokenizer_config import TokenIds
 from ..families import end_tokens_file, read_model
 from ..model.model_spec import ModelSpec
+from ..model.mtp import MTP_DRAFTS, MtpConfig, check_has_mtp
 from ..model.tensor_parallel import Sharding
 from ..model.weights import open_checkpoint, target_shapes
 from .backend_selection import INTEGERS, BackendName
 from .cpu_autotune import choose_cpu_config
+from .draft_window import DraftConfig, find_window, with_window
 
 logger = logging.getLogger(__name__)
 
 NGRAM_DRAFTS, SUFFIX_DRAFTS = 8, 16  # default numbers of drafts without a model
 
-DraftConfig = DrafterConfig | Eagle3Config
+ChainConfig = Eagle3Config | MtpConfig  # a pass for each draft, and a feature kept for each page
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,10 +46,11 @@ class LoadPlan:
     """The same on all ranks, but for the device's number.
 
     Attributes:
-        target_folder, drafter_folder: checkpoints on this disk; no drafter's without speculation.
+        target_folder, drafter_folder: checkpoints on this disk; a drafter's only if it has one of its own.
         facts: what the drafter must fit.
         num_speculative_tokens: most drafts per request and step.
         pages: which layers' K and V share pages, and where they lie.
+        draft_window: most tokens of context that a layer of `drafter` sees; None: no limit.
         doubts: sentences about checkpoints that are odd, and no errors.
     """
 
@@ -63,6 +66,7 @@ class LoadPlan:
     attention_backend: BackendName
     page_size: int
     pages: KVCacheLayout
+    draft_window: int | None = None
     doubts: tuple[str, ...] = ()
 
     @property
@@ -103,14 +107,29 @@ def plan_load(config: EngineConfig) -> LoadPlan:
     if (spec := config.speculative_config) is not None and spec.model is not None:
         draft_folder = drafter_folder(config, spec.model)
         drafter = _read_config(spec, draft_folder, target.num_layers)
+    elif spec is not None and spec.method == "mtp":
+        drafter = _read_mtp(config, folder, target)
     refuse_quantizing_twice(config, target, drafter)
-    length = find_max_model_len(config, target, drafter)
+    length, window = find_max_model_len(config, target, drafter), None
+    if spec is not None and drafter is not None:
+        passes = _num_speculative_tokens(config, drafter) if isinstance(drafter, ChainConfig) else 1
+        window = find_window(spec, target, drafter, length, passes)
+        drafter = with_window(drafter, window)
     plan = plan_models(config, folder, target, draft_folder, drafter, length)
     if draft_folder is not None:
         checked = read_drafter(config, draft_folder, plan.facts)
         if config.load_format == "auto" and checked.quantization is not None:
             unused += unused_scales(open_folder(draft_folder, checked.quantization))
-    return replace(plan, doubts=(*doubts, *unused))
+    return replace(plan, draft_window=window, doubts=(*doubts, *unused))
+
+
+def _read_mtp(config: EngineConfig, folder: Path, target: ModelSpec) -> MtpConfig:
+    """Return the target's own layer. Raises CheckpointError if the folder lacks its tensors."""
+    drafter = MtpConfig.of(target, config.tensor_parallel_size)
+    if config.load_format == "auto":
+        check_has_mtp(open_folder(folder, target.quantization), target, folder)
+        open_checkpoint(folder, drafter.model)
+    return drafter
 
 
 def refuse_quantizing_twice(config: EngineConfig, target: ModelSpec, drafter: DraftConfig | None) -> None:
@@ -142,7 +161,7 @@ def describe_quantization(plan: LoadPlan, *, keeps_codes: bool = False) -> Itera
         yield f"the {name}'s checkpoint is quantized ({model.quantization}): {kept} dequantized at load"
 
 
-def read_drafter(config: EngineConfig, folder: Path, facts: TargetFacts) -> DraftConfig:
+def read_drafter(config: EngineConfig, folder: Path, facts: TargetFacts) -> DrafterConfig | Eagle3Config:
     """Return a drafter's config. Raises CheckpointError if it does not fit, or lacks tensors to be read."""
     spec = config.speculative_config
     assert spec is not None, "only speculation has a drafter"
@@ -154,7 +173,9 @@ def read_drafter(config: EngineConfig, folder: Path, facts: TargetFacts) -> Draf
     return drafter
 
 
-def _read_config(spec: SpeculativeConfig, folder: Path, num_target_layers: int) -> DraftConfig:
+def _read_config(
+    spec: SpeculativeConfig, folder: Path, num_target_layers: int
+) -> DrafterConfig | Eagle3Config:
     if spec.method == "eagle3":
         return Eagle3Config.load(folder, num_target_layers, spec.hf_overrides)
     return DrafterConfig.load(folder, spec.hf_overrides)
@@ -202,8 +223,8 @@ def plan_models(
 def _stack_specs(
     target: ModelSpec, drafter: DraftConfig | None, device: torch.device
 ) -> list[ModelStackSpec]:
-    """Return what the models require of a backend, but for EAGLE-3 on a CPU, which all backends run."""
-    if drafter is None or (isinstance(drafter, Eagle3Config) and device.type == "cpu"):
+    """Return what the models require of a backend, but for chains on a CPU, which all backends run."""
+    if drafter is None or (isinstance(drafter, ChainConfig) and device.type == "cpu"):
         return [target.of_backend()]
     return [target.of_backend(), drafter.of_backend()]
 
@@ -246,11 +267,10 @@ def find_max_model_len(config: EngineConfig, target: ModelSpec, drafter: DraftCo
     """
     ropes = (mixer.rope for mixer in target.attentions if mixer.rope is not None)
     limits = {"the target": max([target.max_position_embeddings, *(rope.max_positions for rope in ropes)])}
-    trained = None
     if isinstance(drafter, DrafterConfig):
         trained = drafter.rope.scaling.get("max_position_embeddings")
-    if drafter is not None and isinstance(trained, int):
-        limits["the drafter"] = max(trained, drafter.rope.max_positions)
+        if isinstance(trained, int):
+            limits["the drafter"] = max(trained, drafter.rope.max_positions)
     limiting_model, limit = min(limits.items(), key=lambda item: item[1])
     if config.max_model_len is None:
         return limit
@@ -271,8 +291,8 @@ def _num_speculative_tokens(config: EngineConfig, drafter: DraftConfig | None) -
     wanted = spec.num_speculative_tokens
     if drafter is None:  # as many as requested are copied
         return wanted or (SUFFIX_DRAFTS if spec.method == "suffix" else NGRAM_DRAFTS)
-    if isinstance(drafter, Eagle3Config):  # a chain of single drafts has no maximum
-        return wanted or DEFAULT_DRAFTS
+    if isinstance(drafter, ChainConfig):  # a chain of single drafts has no maximum
+        return wanted or (MTP_DRAFTS if isinstance(drafter, MtpConfig) else DEFAULT_DRAFTS)
     maximum = drafter.max_drafts
     if wanted is None:
         return maximum
@@ -297,17 +317,15 @@ def _why_most(drafter: DrafterConfig) -> str:
 
 
 def check_suffix_drafts(config: EngineConfig, backend: BackendName) -> None:
-    """Raise ConfigError if suffix decoding is wanted where the device drives the steps."""
+    """Raise ConfigError if drafts are to be mixed with copies where the device drives the steps."""
     spec = config.speculative_config
-    if spec is None or not spec.copies_suffixes or backend in ("torch", "compiled"):
+    if spec is None or not spec.suffix_drafts or backend in ("torch", "compiled"):
         return
-    field, remedy = "method", 'Set method="ngram"'
-    if spec.suffix_drafts:
-        field, remedy = "suffix_drafts", "Leave it out"
     raise ConfigError(
-        f"speculative_config.{field}: suffix drafts are made on the host, but attention_backend={backend!r} "
-        f'drives steps on the device. {remedy}, or set attention_backend="torch".',
-        param=f"speculative_config.{field}",
+        "speculative_config.suffix_drafts: the drafter's drafts and copies are compared on the host, but "
+        f"attention_backend={backend!r} drives steps on the device. Leave it out, or set "
+        'attention_backend="torch".',
+        param="speculative_config.suffix_drafts",
     )
 
 

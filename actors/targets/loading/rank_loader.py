@@ -7,8 +7,8 @@ EngineConfig ─▶ LoadPlan: all checked, nothing loaded ─▶ weights, drafte
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Protocol
 
 import torch
@@ -17,13 +17,9 @@ from ....cluster.config import EngineConfig
 from ....cluster.pages.kv_cache_groups import KVCacheLayout, LayerPlace
 from ....cluster.step.executor import ExecutorInfo, RuleLimits
 from ....drafter.compute.backend import Backend
-from ....drafter.compute.checkpoint.dummy_weights import RandomTensors
 from ....drafter.compute.memory.kv_cache import PagedKVCache
-from ....drafter.dflash.checkpoint import drafter_shapes, load_drafter, make_drafter
 from ....drafter.dflash.proposer import DFlashProposer
-from ....drafter.dflash.target_features import EmbeddingCopies, TargetEmbeddings
-from ....drafter.eagle3.checkpoint import eagle3_shapes, load_eagle3, make_eagle3
-from ....drafter.eagle3.config import Eagle3Config
+from ....drafter.dflash.target_features import EmbeddingCopies
 from ....drafter.eagle3.model import Eagle3Drafter
 from ....drafter.eagle3.proposer import ChainProposer
 from ....drafter.ngram.proposer import NgramProposer
@@ -33,10 +29,12 @@ from ....drafter.step.sampling.step_ops import StepOperators
 from ....drafter.suffix.mixing import SuffixMixer
 from ....drafter.suffix.proposer import SuffixProposer
 from ..model.decoder import Decoder
+from ..model.mtp import MtpConfig, MtpDrafter
 from ..model.tensor_parallel import Communicator, Sharding, SingleRank, smallest
-from ..model.weights import TargetWeights, target_shapes
-from ..runners.cpu_runner import ColocatedDrafter, CpuModelRunner, DraftSource
+from ..runners.colocated_drafter import ColocatedDrafter
+from ..runners.cpu_runner import CpuModelRunner, DraftSource
 from ..runners.runner_interface import Drafter, RemoteDrafter, Runner
+from .checkpoint_models import Checkpoints, ModelSource
 from .load_plan import LoadPlan, describe_quantization, plan_load
 from .memory_budget import (
     affordable_pages,
@@ -56,6 +54,7 @@ from .operator_factory import (
 from .warmup import check_invariance, measure_step_bytes, warm_up
 
 __all__ = [
+    "Checkpoints",
     "LoadPlan",
     "ModelSource",
     "copy_embeddings",
@@ -76,54 +75,6 @@ class RemoteSource(DraftSource, RemoteDrafter, Protocol):
 
 # Creates a rank's source of drafts where the drafter runs in a process of its own.
 RemoteDrafts = Callable[[LoadPlan, Backend], RemoteSource]
-
-
-class ModelSource(Protocol):
-    def target(self, plan: LoadPlan, sharding: Sharding) -> TargetWeights: ...
-
-    def drafter(self, plan: LoadPlan, shared_embeddings: TargetEmbeddings, backend: Backend) -> Drafter: ...
-
-
-@dataclass(frozen=True, slots=True)
-class Checkpoints:
-    """Reads the models from the plan's folders, or (`load_format`) makes random weights of their shapes.
-
-    `dequantizes`: the target is not read as codes even where the plan's backend computes with them.
-    """
-
-    dequantizes: bool = False
-
-    def target(self, plan: LoadPlan, sharding: Sharding) -> TargetWeights:
-        source = (
-            plan.target_folder if _reads_weights(plan) else _random_tensors(plan, target_shapes(plan.target))
-        )
-        kept = keeps_codes(plan) and not self.dequantizes
-        return TargetWeights(source, plan.target, sharding, plan.dtype, plan.device, keeps_codes=kept)
-
-    def drafter(self, plan: LoadPlan, shared_embeddings: TargetEmbeddings, backend: Backend) -> Drafter:
-        spec = plan.config.speculative_config
-        assert plan.drafter is not None and plan.drafter_folder is not None and spec is not None, (
-            "called only for plans with a drafter"
-        )
-        common = (plan.facts, shared_embeddings, plan.dtype, plan.device, backend, plan.pages.drafter)
-        if isinstance(plan.drafter, Eagle3Config):
-            if _reads_weights(plan):
-                return load_eagle3(plan.drafter_folder, *common, overrides=spec.hf_overrides)
-            return make_eagle3(plan.drafter, _random_tensors(plan, eagle3_shapes(plan.drafter)), *common)
-        scale = spec.input_embedding_scale
-        if not _reads_weights(plan):
-            tensors = _random_tensors(plan, drafter_shapes(plan.drafter, plan.facts))
-            return make_drafter(plan.drafter, tensors, *common, input_embedding_scale=scale)
-        folder, overrides = plan.drafter_folder, spec.hf_overrides
-        return load_drafter(folder, *common, overrides=overrides, input_embedding_scale=scale)
-
-
-def _reads_weights(plan: LoadPlan) -> bool:
-    return plan.config.load_format == "auto"
-
-
-def _random_tensors(plan: LoadPlan, shapes: Mapping[str, tuple[int, ...]]) -> RandomTensors:
-    return RandomTensors(shapes, plan.dtype, plan.device)
 
 
 @torch.inference_mode()
@@ -258,7 +209,12 @@ def _row_buckets(plan: LoadPlan) -> tuple[int, ...] | None:
 
 
 def runs_ahead(plan: LoadPlan) -> bool:
-    """Return whether a step starts before the last one ends: as set, or if a GPU drives the steps."""
+    """Return whether a step starts before the last one ends: as set, or if a GPU drives the steps.
+
+    Copies of suffix decoding are made on the host, which must know the last step's tokens.
+    """
+    if runs_on_device(plan) and _suffix_proposer(plan.config) is not None:
+        return False
     if plan.config.async_scheduling is not None:
         return plan.config.async_scheduling
     return plan.device.type == "cuda" and runs_on_device(plan)
@@ -284,8 +240,21 @@ class _Rank:
         self._drafter: Drafter | None = None
         self.drafter_backend: Backend | None = None
         if plan.drafter is not None and not plan.split:
-            self.drafter_backend = make_drafter_backend(plan, backend, communicator)
-            self._drafter = models.drafter(plan, self._model.shared_embeddings, self.drafter_backend)
+            if isinstance(plan.drafter, MtpConfig):
+                self.drafter_backend = backend
+                self._drafter = self._mtp(plan.drafter, models, weights.final_norm())
+            else:
+                self.drafter_backend = make_drafter_backend(plan, backend, communicator)
+                self._drafter = models.drafter(plan, self._model.shared_embeddings, self.drafter_backend)
+
+    def _mtp(self, config: MtpConfig, models: ModelSource, target_norm_H: torch.Tensor) -> MtpDrafter:
+        """Load the target's own layer for multi-token prediction, sharded like its blocks."""
+        plan, ranks = self._plan, self._communicator
+        sharding = Sharding(config.model, ranks.rank, ranks.world_size)
+        weights = models.target(replace(plan, target=config.model), sharding)
+        shared, length = self._model.shared_embeddings, plan.max_model_len
+        args = (shared, length, ranks, self.backend, plan.pages.drafter)
+        return MtpDrafter(config, weights, target_norm_H, *args)
 
     def packed_bytes(self) -> int | None:
         """Return the bytes of both models' packed weights; None where the backend packs none."""
@@ -327,6 +296,7 @@ class _Rank:
         from ....drafter.step.gpu_triton.request_states import DeviceStates
         from ....drafter.step.gpu_triton.sampling.grammar_masks import DeviceMasks
         from ....drafter.step.gpu_triton.sampling.sampler import SamplingWorkspace
+        from ..runners.device_suffixes import DeviceSuffixes
         from ..runners.eagle3_chains import Eagle3Chains
         from ..runners.gpu_runner import GpuModelRunner
         from ..runners.grammar_masks import DeviceGrammarMasks
@@ -335,8 +305,8 @@ class _Rank:
         plan, config = self._plan, self._plan.config
         max_requests, num_rows = device_limits(plan)
         drafter, draft_cache, chains = self._drafter, self._draft_cache(num_pages), None
-        if isinstance(drafter, Eagle3Drafter):
-            assert draft_cache is not None, "an EAGLE-3 drafter has pages of its own"
+        if isinstance(drafter, Eagle3Drafter | MtpDrafter):
+            assert draft_cache is not None, "a drafter of chains has pages of its own"
             drafter, draft_cache, chains = None, None, Eagle3Chains.of(drafter, draft_cache)
         state_args = (config.max_num_seqs, plan.max_model_len, num_pages, plan.page_size)
         states, memory = (
@@ -367,12 +337,16 @@ class _Rank:
             masks = DeviceMasks.build(num_rows, compiler.mask_words, end_id, plan.device)
             models = replace(models, masks=masks)
             guide = DeviceGrammarMasks(self.grammars, models.states, forces=models.remote is None)
+        suffixes = None
+        if (proposer := _suffix_proposer(config)) is not None:
+            suffixes = DeviceSuffixes(proposer, num_rows)
         return GpuModelRunner(
             models,
             max_requests,
             plan.num_speculative_tokens,
             config.max_num_batched_tokens,
             guide,
+            suffixes,
             # a split drafter's part would have to be in the graphs
             captures=plan.device.type == "cuda" and not plan.split,
         )
@@ -433,7 +407,7 @@ def _suffix_proposer(config: EngineConfig) -> SuffixProposer | None:
 def _make_proposer(
     drafter: Drafter, cache: PagedKVCache, operators: StepOperators
 ) -> DFlashProposer | ChainProposer:
-    if isinstance(drafter, Eagle3Drafter):
+    if isinstance(drafter, Eagle3Drafter | MtpDrafter):
         return ChainProposer(drafter, cache, operators)
     return DFlashProposer(drafter, cache, operators)
 

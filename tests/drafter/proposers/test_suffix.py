@@ -151,16 +151,22 @@ class Text:
         self.mixer = SuffixMixer(SuffixProposer(), 4, 1)
         self._tokens, self._known = tokens, prompt_length
         self._admitted = [admitted("text", tokens[:prompt_length], prompt_length)]
+        self.num_skipped = 0
 
     def step(self, right: int, margin: float) -> tuple[Proposals, int]:
-        """Mix drafts of which the first `right` are right; return the result and how many are accepted."""
+        """Mix drafts of which the first `right` are right; return the result and how many are accepted.
+
+        Where the mixer does not need them, they are not made.
+        """
         plan = self._steps.plan([0], [self._known - 1], [5], [4], admitted=self._admitted)
         self._admitted = []
         self.states.apply(plan)
         drafts = self._tokens[self._known : self._known + 4]
         drafts[right:] = [99] * (4 - right)
         drafted = Proposals(torch.tensor([drafts]), torch.full((1, 4), margin))
-        mixed = self.mixer.mix(drafted, plan, self.states)
+        skips = self.mixer.copy(plan, self.states)
+        self.num_skipped += skips
+        mixed = self.mixer.mix(None if skips else drafted, plan, self.states.device)
         following = torch.tensor(self._tokens[self._known : self._known + 4])
         accepted = int((mixed.drafts_RK[0] == following).cumprod(0).sum())
         new = self._tokens[self._known : self._known + accepted + 1] + [-1] * (4 - accepted)
@@ -177,6 +183,32 @@ def test_copies_are_verified_where_the_drafter_is_wrong_and_its_drafts_elsewhere
     assert np.mean(of_copies[10:]) > 3.5
     of_drafter = [unique.step(right=3, margin=1.0)[1] for _ in range(100)]
     assert np.mean(of_drafter[10:]) == 3
+
+
+def test_passes_are_left_out_only_where_copies_win_and_made_again_where_they_end() -> None:
+    chance = np.random.default_rng(0)
+    fresh = chance.integers(0, 90, 900).tolist()
+    text = Text([*fresh[:300] * 2, *fresh[300:600]], 300)
+    while text._known < 580:
+        text.step(right=1, margin=1.0)
+    assert text.num_skipped > 30, "of about 60 steps"
+    text.num_skipped = 0
+    for _ in range(24):  # the copy ends among these, and an update of the copies' chances is due
+        text.step(right=3, margin=1.0)
+    assert text.num_skipped < 8
+    text.num_skipped = 0
+    accepted = [text.step(right=3, margin=1.0)[1] for _ in range(40)]
+    assert (text.num_skipped, set(accepted)) == (0, {3})
+
+
+def test_a_drafter_that_is_better_than_copies_drafts_in_every_step() -> None:
+    """Copies are right, but short of what the drafter gives: every other token is new."""
+    chance = np.random.default_rng(2)
+    known, new = chance.integers(0, 60, 300).tolist(), chance.integers(60, 90, 300).tolist()
+    text = Text([*known, *(token for pair in zip(known, new, strict=True) for token in pair)], 300)
+    for _ in range(60):
+        text.step(right=4, margin=20.0)
+    assert text.num_skipped == 0
 
 
 def test_chosen_copies_have_margins_on_the_drafters_scale() -> None:
@@ -220,6 +252,27 @@ def test_two_ranks_verify_the_same_drafts_and_return_the_plain_tokens(
     assert max(count for _, count in first) == 5
 
 
+def test_an_answer_that_repeats_itself_needs_few_passes_of_the_drafter(
+    tiny_qwen3: Path, tmp_path: Path
+) -> None:
+    """With small blocks, so that there are many steps; a second request joins and leaves."""
+    drafter = str(make_tiny_drafter(tmp_path))
+    params = [SamplingParams(temperature=0.0, max_tokens=n, ignore_eos=True) for n in (110, 12)]
+    found, batch = [], [{"prompt_token_ids": ids} for ids in ([7, 8, 9, 10], [5])]
+    for spec in (
+        None,
+        {"model": drafter, "suffix_drafts": True, "adaptive": False, "num_speculative_tokens": 3},
+    ):
+        how = {"dtype": "float32", "num_threads": 1, "max_model_len": 128, "skip_tokenizer_init": True}
+        with LLM(str(tiny_qwen3), speculative_config=spec, **how) as llm:
+            found.append([answer.outputs[0].token_ids for answer in llm.generate(batch, params)])
+            stats = llm.stats()
+    assert found[0] == found[1]
+    assert stats.skipped_passes > 5
+    assert stats.step_seconds["draft"] > 0.0
+    assert 0 < stats.num_copied_accepted_tokens <= stats.num_accepted_tokens
+
+
 @pytest.mark.parametrize("adaptive", [False, True])
 @pytest.mark.parametrize("mixed", [False, True])
 def test_constrained_answers_equal_plain_decoding(tmp_path: Path, mixed: bool, adaptive: bool) -> None:
@@ -242,6 +295,7 @@ def test_constrained_answers_equal_plain_decoding(tmp_path: Path, mixed: bool, a
             stats = llm.stats()
     assert found[0] == found[1] == found[2] == found[3]
     assert stats.num_accepted_tokens > 0
+    assert (stats.num_copied_accepted_tokens > 0) == (stats.num_copied_draft_tokens > 0) == mixed
 
 
 @pytest.mark.parametrize(
@@ -262,9 +316,10 @@ def test_settings_without_use_are_refused(
     assert refused.value.param == f"speculative_config.{param}"
 
 
-@pytest.mark.parametrize("spec", [{"method": "suffix"}, {"model": "m", "suffix_drafts": True}])
-def test_backends_that_drive_steps_on_the_device_refuse_suffix_drafts(spec: dict[str, object]) -> None:
-    config = EngineConfig(model="t", speculative_config=SpeculativeConfig(**spec))
+def test_backends_that_drive_steps_on_the_device_refuse_to_mix_suffix_drafts() -> None:
+    config = EngineConfig(model="t", speculative_config=SpeculativeConfig(model="m", suffix_drafts=True))
     check_suffix_drafts(config, "compiled")
-    with pytest.raises(ConfigError, match="made on the host"):
+    with pytest.raises(ConfigError, match="compared on the host"):
         check_suffix_drafts(config, "triton")
+    alone = replace(config, speculative_config=SpeculativeConfig(method="suffix"))
+    check_suffix_drafts(alone, "triton")
