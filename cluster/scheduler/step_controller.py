@@ -16,7 +16,14 @@ from ..speculation.acceptance_model import NUM_BLOCKS, UPDATE_STEPS, AcceptanceM
 from ..speculation.draft_length_policy import DecodeBatch, DraftChoice, DraftLengthPolicy
 from ..speculation.step_cost_model import StepCostModel, StepLoad
 from ..step.limits import SchedulerConfig
-from ..step.scheduler_output import BoolArray, FloatArray, IntArray, SchedulerOutput, StepResult
+from ..step.scheduler_output import (
+    BoolArray,
+    FloatArray,
+    IntArray,
+    SchedulerOutput,
+    StepResult,
+    TreeShape,
+)
 from ..step.step_outcome import StepOutcome
 from .background_budget import BackgroundBudget, BackgroundWork
 from .batch_halves import BatchMode, TwoBatchOverlap
@@ -58,6 +65,7 @@ class StepController:
 
     def __init__(self, config: SchedulerConfig) -> None:
         maximum = self._max_drafts = config.num_speculative_tokens
+        self._tree_width, self._tree_size = config.tree_width, config.tree_size
         self._config = config
         # The last ones of online and of background requests.
         self._choices = [DraftChoice(np.zeros(0, np.int32), maximum)] * 2
@@ -151,15 +159,26 @@ class StepController:
         is_half: bool = False,
     ) -> IntArray:
         """Return the number of drafts of each of these decoding requests."""
+        chain_limits_R = np.minimum(limits_R, self._max_drafts)
         if self._policy is None or not len(slots_R):
-            choice = DraftChoice(np.minimum(limits_R, self._max_drafts), self._max_drafts)
+            choice = DraftChoice(chain_limits_R, self._max_drafts)
         else:
-            batch = DecodeBatch(slots_R, limits_R, self._weights.of(slots_R, now_s))
+            batch = DecodeBatch(slots_R, chain_limits_R, self._weights.of(slots_R, now_s))
             choice = self._policy.choose(batch, load._replace(is_half=is_half))
+        choice = self._with_trees(choice, limits_R)
         if len(slots_R):
             self._loads[background] = load
         self._choices[background] = choice
         return choice.num_drafts_R
+
+    def _with_trees(self, choice: DraftChoice, limits_R: IntArray) -> DraftChoice:
+        """Return the choice with nodes of trees in place of drafts; trials measure chains."""
+        if self._tree_size is None or choice.is_trial or not choice.length:
+            return choice
+        nodes_R = -(-choice.num_drafts_R * self._tree_size // self._max_drafts)
+        return choice._replace(
+            num_drafts_R=np.minimum(limits_R, nodes_R), tree=TreeShape(choice.length, self._tree_width)
+        )
 
     def last_choice(self, *, background: bool = False) -> DraftChoice:
         return self._choices[background]
@@ -197,6 +216,8 @@ class StepController:
         load, weights_R = _load_of(plan, context, is_half), self._weights.of(plan.slots, now_s)
         if load.prompt_rows:
             weights_R = weights_R * plan.samples
+        if choice.tree is not None:
+            plan = replace(plan, tree=choice.tree)
         if self._policy and (trim := self._policy.trim(choice, plan, load, weights_R)) is not None:
             plan = replace(plan, trim=trim)
         remaining_R = np.ones(plan.num_requests, dtype=np.bool_)
@@ -243,7 +264,7 @@ class StepController:
     ) -> None:
         plan, draft_s = step.plan, result.timings.draft_s
         num_verified, num_drafting = _num_verified(plan, result), int(np.count_nonzero(plan.num_drafts))
-        draft_rows = plan.num_draft_tokens + num_drafting
+        draft_rows = int(plan.block_drafts.sum()) + num_drafting
         self._budget.note_prompt_rows(int(step.load.prompt_rows))
         self._costs.observe(step.load, num_verified, draft_rows, draft_s, seconds - draft_s, num_drafting)
         if self._policy is None or step.load.prompt_rows:
@@ -263,10 +284,14 @@ class StepController:
         self._policy.reports_margins = margins_RK is not None
         if margins_RK is not None:
             margins_RK = margins_RK[step.remaining_R][drafting]
+        num_drafts_R, num_accepted_R = outcome.num_drafts, outcome.num_accepted
+        if (main := result.main_paths) is not None:
+            num_drafts_R = main.num_drafts[step.remaining_R]
+            num_accepted_R = np.minimum(num_accepted_R, main.num_accepted[step.remaining_R])
         self.acceptance.observe(
             outcome.slots[drafting],
-            outcome.num_drafts[drafting],
-            outcome.num_accepted[drafting],
+            num_drafts_R[drafting],
+            num_accepted_R[drafting],
             ~(outcome.stopped | outcome.full)[drafting],
             outcome.num_planned[drafting],
             margins_RK,
@@ -289,7 +314,7 @@ class StepController:
             return
         # Where drafts were withheld (no drafter, or no context) the time does not belong to the choice. The
         # first estimates of the tokens of drafts are not accurate enough.
-        length = int(drafts_R.max())
+        length = int(plan.block_drafts[:count].max())
         is_known = self.acceptance is None or self._num_completed > NUM_BLOCKS // 2
         is_whole = count == plan.num_requests and length == step.choice.length
         if is_whole and is_known and step.mode is not None and self._two_batches is not None:

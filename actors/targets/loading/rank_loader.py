@@ -35,9 +35,10 @@ from ....drafter.suffix.proposer import SuffixProposer
 from ..model.decoder import Decoder
 from ..model.tensor_parallel import Communicator, Sharding, SingleRank, smallest
 from ..model.weights import TargetWeights, target_shapes
-from ..runners.cpu_runner import ColocatedDrafter, CpuModelRunner, DraftSource
+from ..runners.colocated_drafter import ColocatedDrafter
+from ..runners.cpu_runner import CpuModelRunner, DraftSource
 from ..runners.runner_interface import Drafter, RemoteDrafter, Runner
-from .load_plan import LoadPlan, describe_quantization, plan_load
+from .load_plan import LoadPlan, describe_quantization, plan_load, why_no_trees
 from .memory_budget import (
     affordable_pages,
     affordable_states,
@@ -157,10 +158,14 @@ def start_runner(
     runner = rank.runner(num_pages, num_states)
     warm_up(runner, plan, num_pages)
     runner.prepare()
-    info = _info(plan, num_pages, num_states, has_grammars=rank.grammars is not None)
+    no_trees = why_no_trees(plan, rank.backend)
+    has_trees = plan.tree_width > 1 and no_trees is None
+    info = _info(plan, num_pages, num_states, has_grammars=rank.grammars is not None, has_trees=has_trees)
     logger.info("%s", _describe(info, plan))
     for doubt in plan.doubts:
         logger.warning("%s", doubt)
+    if plan.tree_width > 1 and no_trees is not None:
+        logger.warning("tree_width=%d has no effect, drafts form chains: %s", plan.tree_width, no_trees)
     for quantized in describe_quantization(plan, keeps_codes=keeps_codes(plan)):
         logger.info("%s", quantized)
     if (held := rank.packed_bytes()) is not None:
@@ -197,7 +202,12 @@ def copy_embeddings(plan: LoadPlan, backend: Backend) -> EmbeddingCopies:
 
 
 def _info(
-    plan: LoadPlan, num_pages: tuple[int, ...], num_states: int | None, *, has_grammars: bool
+    plan: LoadPlan,
+    num_pages: tuple[int, ...],
+    num_states: int | None,
+    *,
+    has_grammars: bool,
+    has_trees: bool,
 ) -> ExecutorInfo:
     return ExecutorInfo(
         num_pages=num_pages,
@@ -216,6 +226,8 @@ def _info(
         has_grammars=has_grammars,
         rule_limits=_rule_limits(plan),
         row_buckets=_row_buckets(plan),
+        tree_width=plan.tree_width if has_trees else 1,
+        tree_size=plan.max_drafts if has_trees else None,
     )
 
 

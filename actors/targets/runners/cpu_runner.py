@@ -17,7 +17,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 import torch
@@ -26,6 +26,7 @@ from torch import Tensor
 from ....cluster.request.logprobs import StepLogprobs
 from ....cluster.step.scheduler_output import NOT_A_NUMBER, SchedulerOutput, StepResult, StepTimings
 from ....drafter.compute.memory.kv_cache import PagedKVCache
+from ....drafter.step.inputs.draft_trees import AcceptedPaths, DraftTrees
 from ....drafter.step.inputs.proposals import Proposals
 from ....drafter.step.inputs.row_layout import Ints, StepRows
 from ....drafter.step.request_states import RequestStates
@@ -38,10 +39,11 @@ from ....drafter.step.sampling.logprobs import (
 )
 from ....drafter.step.sampling.sampler import sample_rows
 from ....drafter.step.sampling.step_ops import StepOperators
+from ....drafter.step.sampling.tree_growth import grow_trees
 from ....drafter.step.sampling.verification import take_out
-from ....drafter.suffix.mixing import SuffixMixer
 from ..model.decoder import Decoder
 from ..model.tensor_parallel import Communicator
+from .colocated_drafter import ColocatedDrafter
 from .runner_interface import Drafter, ReadsMeter
 
 if TYPE_CHECKING:
@@ -131,9 +133,9 @@ class CpuModelRunner:
         self.states.apply(plan)
         proposals = self._propose(plan)
         clock.mark()  # trimming is timed with verification, as it is weighed against the rows that it saves
-        plan, drafts_RK = self._trim(plan, proposals)
+        plan, drafts_RK, trees = self._choose_drafts(plan, proposals)
         self.states.write_drafts(plan, drafts_RK)
-        rows = self.states.lay_out_rows(plan)
+        rows = self.states.lay_out_rows(plan, trees)
         hidden_NH, taps_NmH = self.model.forward(rows.token_ids_N, rows, self.cache)
         all_sampled = len(rows.sampled_X) == len(hidden_NH)
         hidden_XH = hidden_NH if all_sampled else hidden_NH.index_select(0, rows.sampled_X)
@@ -143,12 +145,22 @@ class CpuModelRunner:
             prompt_logprobs = self._prompt_logprobs(plan, hidden_NH)
             logprob_rows = self.states.rows_wanting_logprobs(plan)
         chosen_X, logprobs = self._choose(hidden_XH, rows, logprob_rows)
-        token_ids_RW, num_tokens_R = self._operators.accept(chosen_X, rows.counts_R, drafts_RK)
+        paths = None
+        if trees is None:
+            token_ids_RW, num_tokens_R = self._operators.accept(chosen_X, rows.counts_R, drafts_RK)
+        else:
+            paths = trees.accept(chosen_X.cpu().numpy(), rows.counts_R.cpu().numpy())
+            token_ids_RW = torch.from_numpy(paths.token_ids_RW).to(chosen_X.device)
+            num_tokens_R = torch.from_numpy(paths.num_tokens_R).to(chosen_X.device)
+            self._compact(paths, rows)
         if len(non_finite_N := self._non_finite_rows(hidden_NH)):
             token_ids_RW[torch.from_numpy(_requests_of(non_finite_N, plan)), 0] = NOT_A_NUMBER
         self.states.advance(plan, token_ids_RW, num_tokens_R)
         clock.mark()
         if self.drafts is not None and plan.writes_context:
+            if trees is not None and paths is not None:
+                placed = paths.context_rows(rows.num_rows_R, trees.branches())
+                taps_NmH, rows = _context_of(taps_NmH, rows, placed)
             self.drafts.inject(taps_NmH, rows, token_ids_RW, num_tokens_R)
         clock.mark()
         return StepResult(
@@ -160,6 +172,7 @@ class CpuModelRunner:
             prompt_logprobs=prompt_logprobs,
             num_drafts=plan.num_drafts,
             margins=None if proposals.margins_RK is None else proposals.margins_RK.cpu().numpy(),
+            main_paths=None if trees is None or paths is None else trees.main_paths(paths),
             expert_reads=self._expert_reads.take() if self.model.num_routed else None,
         )
 
@@ -178,6 +191,35 @@ class CpuModelRunner:
         if grammars is None or not grammars.slots:
             return proposals
         return self.states.apply_grammars(plan, proposals)
+
+    def _choose_drafts(
+        self, plan: SchedulerOutput, proposals: Proposals
+    ) -> tuple[SchedulerOutput, Tensor, DraftTrees | None]:
+        """Return the plan with the drafts to verify, these drafts, and their trees if any branches."""
+        if plan.tree is None or not plan.num_draft_tokens:
+            return *self._trim(plan, proposals), None
+        if proposals.candidates is None:  # chains, shorter than the trees that were planned
+            return *self._trim(plan, replace(proposals, is_partial=True)), None
+        trees = grow_trees(plan, proposals, self.states.allows_tree(plan))
+        if self._is_sharded:
+            packed = self._communicator.broadcast(torch.from_numpy(trees.pack()).to(self.model.device))
+            trees = DraftTrees.unpack(packed.cpu().numpy())
+        plan, drafts_RM = plan.with_num_drafts(trees.num_nodes_R), torch.from_numpy(trees.tokens_RM)
+        return plan, drafts_RM.to(self.model.device), trees if trees.branches().any() else None
+
+    def _compact(self, paths: AcceptedPaths, rows: StepRows) -> None:
+        """Move the accepted paths' K and V to the slots of their positions."""
+        moves = paths.moves(rows.num_rows_R)
+        if not len(moves[0]):
+            return
+        groups = sorted({place.group for place in self.cache.places})
+        source_slots, target_slots = (
+            torch.cat(
+                [rows.kv_slots[group][torch.from_numpy(each).to(self.model.device)] for group in groups]
+            )
+            for each in moves
+        )
+        self.model.backend.compact_rows(self.cache, source_slots, target_slots)
 
     def _trim(self, plan: SchedulerOutput, proposals: Proposals) -> tuple[SchedulerOutput, Tensor]:
         """Return the plan with the drafts to verify, and the drafts [R, K] without the others."""
@@ -233,6 +275,20 @@ def _logprobs_of(chosen_X: Tensor, logprobs_YV: Tensor, logprob_rows: LogprobRow
     return unpack_logprobs(packed_YE.cpu().numpy(), logprob_rows)
 
 
+def _context_of(
+    taps_NmH: Tensor | None, rows: StepRows, placed: tuple[Ints, Ints]
+) -> tuple[Tensor | None, StepRows]:
+    """Return taps and places of the rows of a step with draft trees that belong to the drafter's context.
+
+    Args:
+        placed: these rows, and the rows whose slots they get (`AcceptedPaths.context_rows`).
+    """
+    assert taps_NmH is not None, "a target with a drafter has taps"
+    sources, targets = (torch.from_numpy(each).to(taps_NmH.device) for each in placed)
+    slots = tuple(slots_N[targets] for slots_N in rows.kv_slots)
+    return taps_NmH[sources], replace(rows, positions_N=rows.positions_N[sources], kv_slots=slots)
+
+
 def _requests_of(non_finite_N: Ints, plan: SchedulerOutput) -> Ints:
     """Return the requests with known tokens in these rows.
 
@@ -242,131 +298,6 @@ def _requests_of(non_finite_N: Ints, plan: SchedulerOutput) -> Ints:
     ends_R = np.cumsum(plan.num_rows)
     places_N = np.searchsorted(ends_R, non_finite_N, side="right")
     return np.unique(places_N[non_finite_N < (ends_R - plan.num_drafts)[places_N]])
-
-
-class DraftProposer(Protocol):
-    """A drafter and its pages: that of `drafter/dflash/proposer.py` or `drafter/eagle3/proposer.py`."""
-
-    def propose(self, plan: SchedulerOutput, states: RequestStates) -> Proposals: ...
-
-    def inject(self, taps_NmH: Tensor, rows: StepRows, num_tokens_R: Tensor) -> None: ...
-
-    def with_drafter(self, drafter: Any) -> DraftProposer:  # Any: a drafter of its own kind
-        """Return a proposer with another drafter of the same shape, over the same pages."""
-        ...
-
-    def with_own_pages(self, drafter: Any) -> DraftProposer:  # Any: a drafter of its own kind
-        """Return a proposer with a drafter of the same shape, with the same page ids in its own memory."""
-        ...
-
-
-class ColocatedDrafter:
-    """A colocated drafter as a source of drafts, or a drafter and a candidate on trial.
-
-        plan ─┬─ requests of the drafter ──▶ drafts ─┐
-              └─ those on trial ─▶ candidate drafts ─┴─▶ drafts [R, K]
-        taps ───▶ context of both for all requests: the same page ids, each in memory of its own
-
-    They are whole on every rank and use the target's sharded embedding and head. Both have the context of all
-    requests, so either can be removed between two steps without recomputing a token. Created by
-    `targets/loading/rank_loader.py`.
-    """
-
-    def __init__(
-        self, proposer: DraftProposer, communicator: Communicator, mixer: SuffixMixer | None = None
-    ) -> None:
-        self._proposer = proposer
-        self._communicator = communicator
-        self._mixer = mixer
-        self._is_sharded = communicator.world_size > 1
-        self._candidate: DraftProposer | None = None
-        self._on_trial: set[int] = set()  # slots
-
-    def swap_drafter(self, drafter: Drafter) -> None:
-        self._proposer = self._proposer.with_drafter(drafter)
-        if self._mixer is not None:
-            self._mixer.on_drafter_replaced()
-
-    def begin_trial(self, drafter: Drafter) -> None:
-        """Add a candidate. Running requests keep their drafter."""
-        self._candidate = self._proposer.with_own_pages(drafter)
-        self._on_trial.clear()
-
-    def end_trial(self, *, promoted: bool) -> None:
-        if promoted and self._candidate is not None:
-            self._proposer = self._candidate
-            if self._mixer is not None:
-                self._mixer.on_drafter_replaced()
-        self._candidate = None
-
-    def propose(self, plan: SchedulerOutput, states: RequestStates) -> Proposals:
-        proposals = self._propose(plan, states)
-        if self._mixer is not None:
-            proposals = self._mixer.mix(proposals, plan, states)
-        return broadcast_proposals(proposals, self._communicator) if self._is_sharded else proposals
-
-    def _propose(self, plan: SchedulerOutput, states: RequestStates) -> Proposals:
-        if self._candidate is None:
-            return self._proposer.propose(plan, states)
-        return self._propose_on_trial(self._candidate, plan, states)
-
-    def _propose_on_trial(
-        self, candidate: DraftProposer, plan: SchedulerOutput, states: RequestStates
-    ) -> Proposals:
-        """Return drafts of both drafters, each for its requests."""
-        for request in plan.admitted:
-            (self._on_trial.add if request.on_trial else self._on_trial.discard)(request.slot)
-        on_trial_R = np.isin(plan.slots, list(self._on_trial))
-        current = self._proposer.propose(_plan_where(plan, ~on_trial_R), states)
-        tried = candidate.propose(_plan_where(plan, on_trial_R), states)
-        return _merge(current, tried, torch.from_numpy(on_trial_R))
-
-    def inject(
-        self, taps_NmH: Tensor | None, rows: StepRows, token_ids_RW: Tensor, num_tokens_R: Tensor
-    ) -> None:
-        assert taps_NmH is not None, "a target with a drafter has taps"
-        self._proposer.inject(taps_NmH, rows, num_tokens_R)
-        if self._candidate is not None:
-            self._candidate.inject(taps_NmH, rows, num_tokens_R)
-
-
-def broadcast_proposals(proposals: Proposals, communicator: Communicator) -> Proposals:
-    """Broadcast rank 0's proposals. Their shape, and whether they have margins, is equal on all ranks."""
-    drafts_RK, margins_RK = proposals.drafts_RK, proposals.margins_RK
-    if communicator.world_size == 1 or not drafts_RK.numel():
-        return proposals
-    if margins_RK is None:
-        return replace(proposals, drafts_RK=communicator.broadcast(drafts_RK))
-    both_2RK = torch.stack((drafts_RK.int(), margins_RK.view(torch.int32)))
-    drafts_RK, margins_RK = communicator.broadcast(both_2RK).unbind(0)
-    return replace(proposals, drafts_RK=drafts_RK.long(), margins_RK=margins_RK.view(torch.float32))
-
-
-def _plan_where(plan: SchedulerOutput, drafts_R: np.ndarray) -> SchedulerOutput:
-    """Return the plan in which only these requests draft."""
-    return plan.with_num_drafts(np.where(drafts_R, plan.num_drafts, 0).astype(np.int32))
-
-
-def _merge(current: Proposals, candidate: Proposals, on_trial_R: Tensor) -> Proposals:
-    """Return the candidate's proposals for requests on trial, and the current drafter's for all others."""
-    width = max(current.drafts_RK.shape[1], candidate.drafts_RK.shape[1])
-    on_trial_R1 = on_trial_R.to(current.drafts_RK.device).unsqueeze(1)
-    drafts_RK = torch.where(
-        on_trial_R1, _pad_columns(candidate.drafts_RK, width, -1), _pad_columns(current.drafts_RK, width, -1)
-    )
-    if not width or (current.margins_RK is None and candidate.margins_RK is None):
-        return Proposals(drafts_RK, None)
-    current_RK, candidate_RK = (
-        torch.full(drafts_RK.shape, torch.nan, device=drafts_RK.device)
-        if each.margins_RK is None
-        else _pad_columns(each.margins_RK, width, torch.nan)
-        for each in (current, candidate)
-    )
-    return Proposals(drafts_RK, torch.where(on_trial_R1, candidate_RK, current_RK))
-
-
-def _pad_columns(values_RK: Tensor, width: int, fill: float) -> Tensor:
-    return torch.nn.functional.pad(values_RK, (0, width - values_RK.shape[1]), value=fill)
 
 
 class Clock:
