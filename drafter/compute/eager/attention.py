@@ -107,6 +107,9 @@ def _context(cache: PagedKVCache, layer: int, group: Group, dtype: torch.dtype) 
     """
     kind, shape = cache.geometries[layer], (group.num_requests, group.num_keys)
     found = cache.pages(layer).index_select(0, group.pages_GP).to(dtype)
+    if group.branches is not None:
+        own_Mw = cache.slots(layer)[0].index_select(0, group.branches.slots_M).to(dtype)
+        found.view(-1, kind.width).index_copy_(0, group.branches.places_M, own_Mw)
     if kind.v_in_k:
         k_GTKD = found.view(*shape, kind.num_kv_heads, kind.head_dim)
         return k_GTKD.transpose(1, 2).expand(2, -1, -1, -1, -1)
