@@ -57,6 +57,8 @@ class EngineStats:
             step.
         num_proposed_tokens: drafts that were made.
         num_trimmed_tokens: drafts that were dropped for their margins before verification.
+        num_branch_tokens, num_accepted_branch_tokens: drafts of trees verified, and accepted, besides the
+            chains of best candidates.
         target_rows: rows of the target's passes, including prompts.
         calibration_error: [i] is the difference between predicted and observed acceptance of draft i; empty
             if nothing is predicted.
@@ -99,6 +101,8 @@ class EngineStats:
     routed_layers: int = 0
     num_proposed_tokens: int = 0
     num_trimmed_tokens: int = 0
+    num_branch_tokens: int = 0
+    num_accepted_branch_tokens: int = 0
     target_rows: int = 0
     calibration_error: tuple[float, ...] = ()
     speculating_s: float = 0.0
@@ -258,6 +262,8 @@ class EngineCore:
             routed_layers=counters.routed_layers,
             num_proposed_tokens=counters.num_proposed_tokens,
             num_trimmed_tokens=counters.num_trimmed_tokens,
+            num_branch_tokens=counters.num_branch_tokens,
+            num_accepted_branch_tokens=counters.num_accepted_branch_tokens,
             target_rows=counters.target_rows,
             calibration_error=scheduler.controller.calibration_error,
             speculating_s=scheduler.controller.speculating_s,

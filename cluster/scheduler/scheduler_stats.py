@@ -56,6 +56,8 @@ class Counters:
         self.num_trimmed_tokens = 0  # drafts that were not verified
         self.num_draft_tokens = 0  # drafts that were verified
         self.num_accepted_tokens = 0
+        self.num_branch_tokens = 0  # verified drafts off the main paths of trees
+        self.num_accepted_branch_tokens = 0
         self.accepted_per_pos = np.zeros(num_speculative_tokens, dtype=np.int64)
         self.drafter_losses = 0  # drafters that failed or were replaced
         self.drafter_refilled_tokens = 0  # computed again for a new drafter's context
@@ -90,6 +92,11 @@ class Counters:
             self.num_drafts += int(np.count_nonzero(outcome.num_drafts))
             self.num_draft_tokens += int(outcome.num_drafts.sum())
             self.num_accepted_tokens += int(outcome.num_accepted.sum())
+            if (main := result.main_paths) is not None:
+                drafts_R, accepted_R = (values_R[step.remaining_R] for values_R in main)
+                self.num_branch_tokens += int((outcome.num_drafts - drafts_R).sum())
+                branched_R = outcome.num_accepted - np.minimum(accepted_R, outcome.num_accepted)
+                self.num_accepted_branch_tokens += int(branched_R.sum())
             # Position i was accepted if more than i drafts were, so sum from the end.
             ends = np.bincount(outcome.num_accepted, minlength=len(self.accepted_per_pos) + 1)
             self.accepted_per_pos += np.cumsum(ends[::-1])[-2::-1]

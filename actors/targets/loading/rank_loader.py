@@ -156,10 +156,10 @@ def start_runner(
     check_invariance(plan, rank.backend)
     num_pages, num_states = rank.affordable_cache()
     runner = rank.runner(num_pages, num_states)
-    warm_up(runner, plan, num_pages)
-    runner.prepare()
     no_trees = why_no_trees(plan, rank.backend)
     has_trees = plan.tree_width > 1 and no_trees is None
+    warm_up(runner, plan, num_pages, has_trees=has_trees)
+    runner.prepare()
     info = _info(plan, num_pages, num_states, has_grammars=rank.grammars is not None, has_trees=has_trees)
     logger.info("%s", _describe(info, plan))
     for doubt in plan.doubts:

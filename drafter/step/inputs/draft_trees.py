@@ -22,6 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ....cluster.step.scheduler_output import BoolArray, IntArray, MainPaths
+from ...compute.draft_trees import paths_of
 
 Ints = NDArray[np.int64]
 
@@ -72,19 +73,16 @@ class DraftTrees:
             positions_N[first : first + count] = positions_N[first] + depths_RW[r, :count]
         return positions_N
 
-    def paths(self, num_rows_R: Ints) -> Ints:
-        """Return the rows of its request that each row sees, by depth, int64 [N, D].
+    def paths(self, num_rows_R: Ints) -> IntArray:
+        """Return the rows of its request that each row sees, by depth, int32 [N, D].
 
         -1 beyond its own depth, and in all rows of requests without a tree.
         """
         num_columns, first_R = int(self.depths().max()) + 1, np.cumsum(num_rows_R) - num_rows_R
-        paths_ND = np.full((int(num_rows_R.sum()), num_columns), -1, dtype=np.int64)
+        paths_ND = np.full((int(num_rows_R.sum()), num_columns), -1, dtype=np.int32)
         for r in np.flatnonzero(self.branches()).tolist():
-            paths = [[0]]
-            for node, parent in enumerate(self.parents_RM[r, : self.num_nodes_R[r]].tolist()):
-                paths.append([*paths[parent], node + 1])
-            padded = [path + [-1] * (num_columns - len(path)) for path in paths]
-            paths_ND[first_R[r] : first_R[r] + len(paths)] = padded
+            paths = paths_of([-1, *self.parents_RM[r, : self.num_nodes_R[r]].tolist()], num_columns)
+            paths_ND[first_R[r] : first_R[r] + len(paths)] = paths
         return paths_ND
 
     def accept(self, chosen_X: Ints, counts_R: Ints) -> AcceptedPaths:
