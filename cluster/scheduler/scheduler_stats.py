@@ -92,7 +92,8 @@ class Counters:
             self.num_drafts += int(np.count_nonzero(outcome.num_drafts))
             self.num_draft_tokens += int(outcome.num_drafts.sum())
             self.num_accepted_tokens += int(outcome.num_accepted.sum())
-            if (main := result.main_paths) is not None:
+            if (trees := result.trees) is not None:
+                main = trees.num_main_drafts_R, trees.num_main_accepted_R
                 drafts_R, accepted_R = (values_R[step.remaining_R] for values_R in main)
                 self.num_branch_tokens += int((outcome.num_drafts - drafts_R).sum())
                 branched_R = outcome.num_accepted - np.minimum(accepted_R, outcome.num_accepted)

@@ -13,6 +13,7 @@ import numpy as np
 
 from ..request.request import Request
 from ..speculation.acceptance_model import NUM_BLOCKS, UPDATE_STEPS, AcceptanceModel
+from ..speculation.branch_model import BranchModel
 from ..speculation.draft_length_policy import DecodeBatch, DraftChoice, DraftLengthPolicy
 from ..speculation.step_cost_model import StepCostModel, StepLoad
 from ..step.limits import SchedulerConfig
@@ -66,6 +67,7 @@ class StepController:
     def __init__(self, config: SchedulerConfig) -> None:
         maximum = self._max_drafts = config.num_speculative_tokens
         self._tree_width, self._tree_size = config.tree_width, config.tree_size
+        self._branches = BranchModel(config.tree_width)
         self._config = config
         # The last ones of online and of background requests.
         self._choices = [DraftChoice(np.zeros(0, np.int32), maximum)] * 2
@@ -114,6 +116,7 @@ class StepController:
 
     def reset(self) -> None:
         """Forget everything, as in a new process."""
+        self._branches.reset()
         if self.acceptance is not None:
             self.acceptance.reset()
             self._costs.reset()
@@ -126,6 +129,7 @@ class StepController:
 
     def end_warm_up(self) -> None:
         """Forget all but the step costs, from which the first request starts."""
+        self._branches.reset()
         if self.acceptance is not None:
             self.acceptance.reset()
             self._costs.end_warm_up()
@@ -133,6 +137,7 @@ class StepController:
 
     def on_drafter_replaced(self) -> None:
         """Forget what was learned about drafts, because the drafter was replaced."""
+        self._branches.reset()
         if self.acceptance is not None and self._policy is not None:
             self.acceptance.reset()
             self._policy.retry_soon()
@@ -177,7 +182,8 @@ class StepController:
             return choice
         nodes_R = -(-choice.num_drafts_R * self._tree_size // self._max_drafts)
         return choice._replace(
-            num_drafts_R=np.minimum(limits_R, nodes_R), tree=TreeShape(choice.length, self._tree_width)
+            num_drafts_R=np.minimum(limits_R, nodes_R),
+            tree=TreeShape(choice.length, self._tree_width, self._branches.factors),
         )
 
     def last_choice(self, *, background: bool = False) -> DraftChoice:
@@ -243,6 +249,8 @@ class StepController:
         if step.undrafted is not None:
             self.undrafted_s[step.undrafted] = self.undrafted_s.get(step.undrafted, 0.0) + elapsed_s
         # The host's time between a step's parts is a part of it, unless the engine was idle.
+        if step.plan.tree is not None and result.trees is not None:
+            self._branches.observe(step.plan.tree, result.trees)
         seconds = result.timings.total_s
         if 0.0 < elapsed_s - seconds <= _MAX_HOST_SHARE * seconds:
             seconds = elapsed_s
@@ -285,9 +293,9 @@ class StepController:
         if margins_RK is not None:
             margins_RK = margins_RK[step.remaining_R][drafting]
         num_drafts_R, num_accepted_R = outcome.num_drafts, outcome.num_accepted
-        if (main := result.main_paths) is not None:
-            num_drafts_R = main.num_drafts[step.remaining_R]
-            num_accepted_R = np.minimum(num_accepted_R, main.num_accepted[step.remaining_R])
+        if (trees := result.trees) is not None:  # what a chain would have shown
+            num_drafts_R = trees.num_main_drafts_R[step.remaining_R]
+            num_accepted_R = np.minimum(num_accepted_R, trees.num_main_accepted_R[step.remaining_R])
         self.acceptance.observe(
             outcome.slots[drafting],
             num_drafts_R[drafting],

@@ -19,6 +19,7 @@ candidates, N nodes.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from heapq import heappop, heappush
 from typing import NamedTuple
 
@@ -53,21 +54,27 @@ class TreeNodes(NamedTuple):
         candidates: index of each node among the candidates of its position.
         depths: distance from the root, at least 1.
         survivals: estimated probability that a node is accepted; never increases.
-        on_main_path: whether a node is the best candidate and its parent is on the main path (or the root).
+        chances: the same, given that the parent is accepted.
+        ranks: by chance among the children of the parent, from 0. The *main path* are the nodes of rank 0
+            from the root on.
     """
 
     parents: list[int]
     candidates: list[int]
     depths: list[int]
     survivals: list[float]
-    on_main_path: list[bool]
+    chances: list[float]
+    ranks: list[int]
 
 
-def candidate_chances(scores_DPC: Floats, curve: AcceptanceCurve) -> Floats:
+def candidate_chances(
+    scores_DPC: Floats, curve: AcceptanceCurve, factors: Sequence[float] = (1.0,)
+) -> Floats:
     """Return the chance of each candidate, given the one before it, fp32 [D, P, C].
 
     Args:
         scores_DPC: scores with noise; -inf where a token is impossible. At least two candidates.
+        factors: see `TreeShape`; other candidates have the last one's.
     """
     best_DP1 = scores_DPC.max(axis=-1, keepdims=True)
     with np.errstate(invalid="ignore", over="ignore"):  # -inf - -inf where no token is possible
@@ -82,39 +89,43 @@ def candidate_chances(scores_DPC: Floats, curve: AcceptanceCurve) -> Floats:
     weights_DPC = np.where(is_best_DPC, 0, np.exp((margins_DP[..., None] - gaps_DPC) / _SCALE))
     least_DP1 = np.where(is_best_DPC, np.inf, weights_DPC).min(axis=-1, keepdims=True)
     total_DP1 = weights_DPC.sum(axis=-1, keepdims=True) + _NOT_CANDIDATES * least_DP1
-    others_DPC = np.minimum((1 - best_DP1) * weights_DPC / total_DP1, _MAX_SHARE * best_DP1)
+    others_DPC = (1 - best_DP1) * weights_DPC / total_DP1
+    if len(factors) > 1:
+        ranks_DPC = np.argsort(np.argsort(gaps_DPC, axis=-1, kind="stable"), axis=-1, kind="stable")
+        others_DPC = others_DPC * np.array(factors, np.float32)[np.minimum(ranks_DPC, len(factors) - 1)]
+    others_DPC = np.minimum(others_DPC, _MAX_SHARE * best_DP1)
     chances_DPC = np.where(is_best_DPC, best_DP1, others_DPC)
     return np.where(gaps_DPC >= MAX_MARGIN, 0, chances_DPC).astype(np.float32)
 
 
-def grow_tree(chances_DPC: Floats, max_nodes: int, width: int) -> TreeNodes:
+def grow_tree(chances_DPC: Floats, max_nodes: int, width: int, off_main: float = 1.0) -> TreeNodes:
     """Return the tree of at most `max_nodes` nodes with the largest sum of survivals.
 
     Args:
         chances_DPC: result of `candidate_chances`.
         width: most children of a node.
+        off_main: factor of the chances of children of nodes off the main path.
     """
     depth, num_before, width = chances_DPC.shape[0], chances_DPC.shape[1], min(width, chances_DPC.shape[2])
     order: NDArray[np.int64] = np.argsort(-chances_DPC, axis=-1, kind="stable")[..., :width]
     falling = np.take_along_axis(chances_DPC, order, axis=-1).tolist()
     ranked: list[list[list[int]]] = order.tolist()
-    nodes = TreeNodes([], [], [], [], [])
-    # (-survival, parent, depth, candidate before, rank, survival of the parent, parent on the main path)
-    heap: list[tuple[float, int, int, int, int, float, bool]] = []
+    nodes, off_main = TreeNodes([], [], [], [], [], []), min(off_main, 1.0)
+    # (-survival, parent, depth, candidate before, rank, survival of the parent, factor of its children)
+    heap: list[tuple[float, int, int, int, int, float, float]] = []
     if max_nodes and falling[0][0][0] > 0:
-        heap.append((-falling[0][0][0], 0, 0, 0, 0, 1.0, True))
+        heap.append((-falling[0][0][0], 0, 0, 0, 0, 1.0, 1.0))
     while heap and len(nodes.parents) < max_nodes:
-        negative, parent, d, before, rank, of_parent, main = heappop(heap)
-        candidate, main_here = ranked[d][before][rank], main and rank == 0
-        nodes.parents.append(parent)
-        nodes.candidates.append(candidate)
-        nodes.depths.append(d + 1)
-        nodes.survivals.append(-negative)
-        nodes.on_main_path.append(main_here)
-        if rank + 1 < width and (chance := falling[d][before][rank + 1]) > 0:
-            heappush(heap, (-of_parent * chance, parent, d, before, rank + 1, of_parent, main))
+        negative, parent, d, before, rank, of_parent, factor = heappop(heap)
+        candidate, chances = ranked[d][before][rank], falling[d][before]
+        values = (parent, candidate, d + 1, -negative, factor * chances[rank], rank)
+        for column, value in zip(nodes, values, strict=True):
+            column.append(value)
+        if rank + 1 < width and (chance := factor * chances[rank + 1]) > 0:
+            heappush(heap, (-of_parent * chance, parent, d, before, rank + 1, of_parent, factor))
         if d + 1 < depth:
+            below = factor if rank == 0 else off_main
             place = candidate if num_before > 1 else 0
-            if (chance := falling[d + 1][place][0]) > 0:
-                heappush(heap, (negative * chance, len(nodes.parents), d + 1, place, 0, -negative, main_here))
+            if (chance := below * falling[d + 1][place][0]) > 0:
+                heappush(heap, (negative * chance, len(nodes.parents), d + 1, place, 0, -negative, below))
     return nodes

@@ -75,13 +75,19 @@ class SlotSampling:
 
 
 class TreeShape(NamedTuple):
-    """The shape of a step's draft trees: most drafts on a path, and most children of a node.
+    """The shape of a step's draft trees; `num_drafts` of the plan are nodes.
 
-    `num_drafts` of a plan are then nodes. Requests that are not `SlotSampling.allows_tree` draft chains.
+    Requests that are not `SlotSampling.allows_tree` draft chains.
+
+    Attributes:
+        depth, width: most drafts on a path, and most children of a node.
+        factors: of the estimated chances, `width` numbers: of all children of a node off the main path; of
+            the second, third, .. best candidate (`speculation/branch_model.py`).
     """
 
     depth: int
     width: int
+    factors: tuple[float, ...]
 
 
 class StateEntry(NamedTuple):
@@ -239,16 +245,20 @@ class StepTimings:
         return self.draft_s + self.verify_s + self.sample_s + self.inject_s
 
 
-class MainPaths(NamedTuple):
-    """The chains of best candidates within a step's draft trees, int32 [R] each.
+class TreeOutcome(NamedTuple):
+    """What a step's draft trees teach. A *main path* is the chain of a request's best candidates.
 
     Attributes:
-        num_drafts: verified nodes of the main path.
-        num_accepted: nodes accepted before the accepted path leaves it.
+        num_main_drafts_R: verified nodes of the main path, int32 [R].
+        num_main_accepted_R: nodes accepted before the accepted path leaves it, int32 [R].
+        expected_W, accepted_W: sum of the chances, and number of accepted nodes, among the children of
+            visited nodes, by factor of `TreeShape`; fp32.
     """
 
-    num_drafts: IntArray
-    num_accepted: IntArray
+    num_main_drafts_R: IntArray
+    num_main_accepted_R: IntArray
+    expected_W: FloatArray
+    accepted_W: FloatArray
 
 
 class ExpertReads(NamedTuple):
@@ -291,7 +301,7 @@ class StepResult:
         num_drafts: int32 [R], verified drafts, if the plan has a trim; None for all of them.
         margins: float32 [R, K], of all drafts, verified or not, K the most drafts of a request in the plan;
             nan where there is none. None if the drafter gives none.
-        main_paths: of steps with draft trees; None if all drafts were chains.
+        trees: of steps with draft trees; None if all drafts were chains.
         expert_reads: None if the target has no routed layers.
         drafter_use: a remote drafter's use since the last result; None without one.
     """
@@ -304,6 +314,6 @@ class StepResult:
     prompt_logprobs: StepLogprobs | None = None
     num_drafts: IntArray | None = None
     margins: FloatArray | None = None
-    main_paths: MainPaths | None = None
+    trees: TreeOutcome | None = None
     expert_reads: ExpertReads | None = None
     drafter_use: DrafterUse | None = None

@@ -50,7 +50,7 @@ def warm_up(runner: Runner, plan: LoadPlan, num_pages: tuple[int, ...], *, has_t
             runner.execute(replace(step, trim=dummy_trim(step)) if drafts else step)
     if has_trees:
         drafts = max(0, min(plan.max_drafts, length - prompt - 2))
-        shape = TreeShape(plan.num_speculative_tokens, plan.tree_width)
+        shape = TreeShape(plan.num_speculative_tokens, plan.tree_width, (1.0,) * plan.tree_width)
         runner.execute(replace(dummy_step([prompt], [drafts + 1], [drafts]), tree=shape))
 
 

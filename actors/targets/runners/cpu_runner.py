@@ -172,7 +172,7 @@ class CpuModelRunner:
             prompt_logprobs=prompt_logprobs,
             num_drafts=plan.num_drafts,
             margins=None if proposals.margins_RK is None else proposals.margins_RK.cpu().numpy(),
-            main_paths=None if trees is None or paths is None else trees.main_paths(paths),
+            trees=None if trees is None or paths is None else trees.outcome(paths, plan.tree.width),
             expert_reads=self._expert_reads.take() if self.model.num_routed else None,
         )
 

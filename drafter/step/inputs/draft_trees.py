@@ -16,12 +16,12 @@ rows.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ....cluster.step.scheduler_output import BoolArray, IntArray, MainPaths
+from ....cluster.step.scheduler_output import BoolArray, FloatArray, IntArray, TreeOutcome
 from ...compute.draft_trees import paths_of
 
 Ints = NDArray[np.int64]
@@ -35,13 +35,15 @@ class DraftTrees:
         tokens_RM: drafted tokens, int64; -1 after a request's last node.
         parents_RM: row of each node's parent in its request, int64.
         num_nodes_R: int32.
-        is_main_RM: whether a node is on the main path, the chain of best candidates.
+        ranks_RM, chances_RM: see `TreeNodes` (`cluster/speculation/draft_tree.py`); int64 and fp32, 0 for
+            chains.
     """
 
     tokens_RM: Ints
     parents_RM: Ints
     num_nodes_R: IntArray
-    is_main_RM: BoolArray
+    ranks_RM: Ints
+    chances_RM: FloatArray
 
     def branches(self) -> BoolArray:
         """Return whether each request's drafts branch, bool [R]."""
@@ -53,7 +55,7 @@ class DraftTrees:
         """Return the trees of the first nodes."""
         is_real_RM = np.arange(self.tokens_RM.shape[1]) < num_nodes_R[:, None]
         tokens_RM = np.where(is_real_RM, self.tokens_RM, -1)
-        return DraftTrees(tokens_RM, self.parents_RM, num_nodes_R, self.is_main_RM & is_real_RM)
+        return replace(self, tokens_RM=tokens_RM, num_nodes_R=num_nodes_R)
 
     def depths(self) -> Ints:
         """Return the depth of each request's rows, int64 [R, M + 1]; 0 for anchors and past the last node."""
@@ -95,7 +97,6 @@ class DraftTrees:
         num_requests, width = len(counts_R), int(self.depths().max()) + 1
         token_ids_RW, rows_RW = (np.full((num_requests, width), -1, dtype=np.int64) for _ in range(2))
         num_tokens_R = np.zeros(num_requests, dtype=np.int64)
-        num_main_R = np.zeros(num_requests, dtype=np.int32)
         begin = 0
         for r, count in enumerate(counts_R.tolist()):
             if not count:
@@ -103,31 +104,56 @@ class DraftTrees:
             chosen = chosen_X[begin : begin + count].tolist()
             begin += count
             tokens, parents = self.tokens_RM[r].tolist(), self.parents_RM[r].tolist()
-            path, length, on_main = [0], 1, True
+            path = [0]
             # A parent precedes its children, so one pass follows the path; siblings' tokens differ.
             for node in range(count - 1):
                 if parents[node] == path[-1] and tokens[node] == chosen[path[-1]]:
                     path.append(node + 1)
-                    on_main = on_main and bool(self.is_main_RM[r, node])
-                    length += on_main
             token_ids_RW[r, : len(path)] = [chosen[row] for row in path]
             rows_RW[r, : len(path)] = path
-            num_tokens_R[r], num_main_R[r] = len(path), length - 1
-        return AcceptedPaths(token_ids_RW, rows_RW, num_tokens_R, num_main_R)
+            num_tokens_R[r] = len(path)
+        return AcceptedPaths(token_ids_RW, rows_RW, num_tokens_R)
 
-    def main_paths(self, accepted: AcceptedPaths) -> MainPaths:
-        return MainPaths(self.is_main_RM.sum(axis=1, dtype=np.int32), accepted.num_main_R)
+    def main_nodes(self) -> BoolArray:
+        """Return whether a node is on its request's main path, the chain of best candidates, bool [R, M]."""
+        is_main = np.ones((len(self.num_nodes_R), self.parents_RM.shape[1] + 1), dtype=np.bool_)
+        requests_R = np.arange(len(is_main))
+        for node in range(self.parents_RM.shape[1]):
+            is_best_R = (self.ranks_RM[:, node] == 0) & (node < self.num_nodes_R)
+            is_main[:, node + 1] = is_best_R & is_main[requests_R, self.parents_RM[:, node]]
+        return is_main[:, 1:]
+
+    def outcome(self, accepted: AcceptedPaths, width: int) -> TreeOutcome:
+        """Return what the accepted paths teach about trees of this width."""
+        main_RM = self.main_nodes()
+        num_main_R, branches_R = np.zeros(len(main_RM), dtype=np.int32), self.branches()
+        expected_W, accepted_W = np.zeros((2, width), dtype=np.float32)
+        for r, count in enumerate(accepted.num_tokens_R.tolist()):
+            on_path = set(accepted.rows_RW[r, :count].tolist())
+            is_main = [True, *main_RM[r].tolist()]
+            num_main_R[r] = sum(is_main[row] for row in on_path if row)
+            if not branches_R[r]:
+                continue
+            of_nodes = self.parents_RM[r], self.ranks_RM[r], self.chances_RM[r]
+            nodes = zip(*(values_M[: self.num_nodes_R[r]].tolist() for values_M in of_nodes), strict=True)
+            for row, (parent, rank, chance) in enumerate(nodes, 1):
+                if parent in on_path and (rank or not is_main[parent]):
+                    factor = rank if is_main[parent] else 0
+                    expected_W[factor] += chance
+                    accepted_W[factor] += row in on_path
+        return TreeOutcome(main_RM.sum(axis=1, dtype=np.int32), num_main_R, expected_W, accepted_W)
 
     def pack(self) -> Ints:
-        """Return all of it, int64 [R, 1 + 3 M]."""
-        return np.column_stack((self.num_nodes_R, self.tokens_RM, self.parents_RM, self.is_main_RM)).astype(
-            np.int64
-        )
+        """Return all of it, int64 [R, 1 + 4 M]."""
+        chances_RM = self.chances_RM.astype(np.float64).view(np.int64)
+        columns = (self.num_nodes_R, self.tokens_RM, self.parents_RM, self.ranks_RM, chances_RM)
+        return np.column_stack(columns).astype(np.int64)
 
     @classmethod
     def unpack(cls, packed: Ints) -> DraftTrees:
-        tokens_RM, parents_RM, is_main_RM = np.split(packed[:, 1:], 3, axis=1)
-        return cls(tokens_RM, parents_RM, packed[:, 0].astype(np.int32), is_main_RM.astype(np.bool_))
+        tokens_RM, parents_RM, ranks_RM, bits_RM = np.split(packed[:, 1:], 4, axis=1)
+        chances_RM = np.ascontiguousarray(bits_RM).view(np.float64).astype(np.float32)
+        return cls(tokens_RM, parents_RM, packed[:, 0].astype(np.int32), ranks_RM, chances_RM)
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,13 +164,11 @@ class AcceptedPaths:
         token_ids_RW: new tokens, then -1; the last one is the target's own.
         rows_RW: rows of the path in their request, from the anchor on, then -1.
         num_tokens_R: new tokens.
-        num_main_R: accepted nodes before the path leaves the main path, int32.
     """
 
     token_ids_RW: Ints
     rows_RW: Ints
     num_tokens_R: Ints
-    num_main_R: IntArray
 
     def moves(self, num_rows_R: Ints) -> tuple[Ints, Ints]:
         """Return rows of the step whose K/V move, and the rows to whose slots they move, [n] each."""

@@ -41,25 +41,25 @@ def grow_trees(plan: SchedulerOutput, proposals: Proposals, allows_tree_R: BoolA
     chain_RK = survivals(proposals.margins_RK.cpu().numpy(), made_R, chains)
     size = (plan.num_requests, int(plan.num_drafts.max()))
     tokens_RM, parents_RM = np.full(size, -1, dtype=np.int64), np.tile(np.arange(size[1]), (size[0], 1))
-    survivals_RM, is_main_RM = np.zeros(size, dtype=np.float32), np.zeros(size, dtype=np.bool_)
+    survivals_RM, chances_RM = np.zeros((2, *size), dtype=np.float32)
+    ranks_RM = np.zeros(size, dtype=np.int64)
     num_nodes_R = made_R.copy()
     for r in np.flatnonzero(plan.num_drafts).tolist():
         if not allows_tree_R[r]:
             made = int(made_R[r])
             tokens_RM[r, :made], survivals_RM[r, :made] = drafts_RK[r, :made], chain_RK[r, :made]
-            is_main_RM[r, :made] = True
             continue
         rows = slice(int(ends_R[r] - counts_R[r]), int(ends_R[r]))
         of_request = AcceptanceCurve(
             curve.bias_D[: counts_R[r]] + chains.bias_R[r], curve.slope_D[: counts_R[r]]
         )
-        chances_DPC = candidate_chances(scores_XPC[rows], of_request)
-        nodes = grow_tree(chances_DPC, int(plan.num_drafts[r]), shape.width)
+        chances_DPC = candidate_chances(scores_XPC[rows], of_request, shape.factors)
+        nodes = grow_tree(chances_DPC, int(plan.num_drafts[r]), shape.width, shape.factors[0])
         count = num_nodes_R[r] = len(nodes.parents)
         tokens_RM[r, :count] = _tokens(nodes, ids_XC[rows])
         parents_RM[r, :count], survivals_RM[r, :count] = nodes.parents, nodes.survivals
-        is_main_RM[r, :count] = nodes.on_main_path
-    trees = DraftTrees(tokens_RM, parents_RM, num_nodes_R, is_main_RM)
+        ranks_RM[r, :count], chances_RM[r, :count] = nodes.ranks, nodes.chances
+    trees = DraftTrees(tokens_RM, parents_RM, num_nodes_R, ranks_RM, chances_RM)
     if trim is None:
         return trees
     num_other_rows = plan.num_batched_tokens - plan.num_draft_tokens

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import combinations
-
 import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -72,7 +70,7 @@ def test_the_tree_has_the_most_survival_that_its_size_allows(
 @given(SCORES, st.integers(1, 12))
 def test_a_tree_of_width_one_is_the_chain_of_best_candidates(scores: np.ndarray, size: int) -> None:
     nodes = grow_tree(candidate_chances(scores, CURVE), size, 1)
-    assert nodes.parents == list(range(min(size, 4))) and all(nodes.on_main_path)
+    assert nodes.parents == list(range(min(size, 4))) and not any(nodes.ranks)
     before = 0
     for depth, candidate in enumerate(nodes.candidates):
         assert candidate == scores[depth][before if scores.shape[1] > 1 else 0].argmax()
@@ -87,7 +85,30 @@ def test_the_first_nodes_are_the_smaller_tree(scores: np.ndarray, size: int) -> 
 
 
 @given(SCORES)
-def test_the_main_path_is_one_chain(scores: np.ndarray) -> None:
-    nodes = grow_tree(candidate_chances(scores, CURVE), 12, 3)
-    main = [path for path, is_main in zip(paths_of(nodes), nodes.on_main_path, strict=True) if is_main]
-    assert all(longer[: len(shorter)] == shorter for shorter, longer in combinations(main, 2))
+def test_factors_change_the_chances_of_branches_alone(scores: np.ndarray) -> None:
+    plain = candidate_chances(scores, CURVE)
+    changed = candidate_chances(scores, CURVE, (1.0, 0.5, 0.25))
+    by_rank = [np.take_along_axis(each, np.argsort(-scores, axis=-1), axis=-1) for each in (plain, changed)]
+    np.testing.assert_array_equal(by_rank[1][..., 0], by_rank[0][..., 0])
+    assert (by_rank[1][..., 1:] <= by_rank[0][..., 1:]).all()
+    # a factor below 1 leaves the chain, in the end
+    grown = [
+        grow_tree(candidate_chances(scores, CURVE, (1.0, factor, factor)), 4, 3) for factor in (1.0, 1e-9)
+    ]
+    assert sum(map(bool, grown[1].ranks)) == 0 <= sum(map(bool, grown[0].ranks))
+
+
+@given(SCORES)
+def test_nodes_off_the_main_path_have_their_factor(scores: np.ndarray) -> None:
+    chances = candidate_chances(scores, CURVE)
+    nodes = grow_tree(chances, 20, 3, off_main=0.5)
+    survivals, is_main = [1.0, *nodes.survivals], [True]
+    for parent, rank in zip(nodes.parents, nodes.ranks, strict=True):
+        is_main.append(is_main[parent] and rank == 0)
+    for node, parent in enumerate(nodes.parents):
+        np.testing.assert_allclose(survivals[node + 1], survivals[parent] * nodes.chances[node], rtol=1e-5)
+        before = nodes.candidates[parent - 1] if parent and chances.shape[1] > 1 else 0
+        expected = chances[nodes.depths[node] - 1, before, nodes.candidates[node]]
+        np.testing.assert_allclose(
+            nodes.chances[node], expected * (1.0 if is_main[parent] else 0.5), rtol=1e-5
+        )

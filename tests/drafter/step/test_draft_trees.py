@@ -29,7 +29,10 @@ def random_trees(seed: int) -> DraftTrees:
             parent, token = free[-1 - int(random.integers(2))] if r else free[int(random.integers(len(free)))]
             taken.add((parent, token))
             parents[r, node], tokens[r, node] = parent, token
-    return DraftTrees(tokens, parents, sizes, random.integers(0, 2, tokens.shape).astype(np.bool_))
+    ranks = np.array(
+        [[(parents[r, :node] == parents[r, node]).sum() for node in range(MOST)] for r in range(count)]
+    )
+    return DraftTrees(tokens, parents, sizes, ranks, random.random(tokens.shape).astype(np.float32))
 
 
 def walked(trees: DraftTrees, r: int, chosen: list[int]) -> list[int]:
@@ -59,9 +62,34 @@ def test_the_accepted_path_follows_the_sampled_tokens(seed: int) -> None:
         assert accepted.rows_RW[r].tolist()[:length] == path
         assert accepted.token_ids_RW[r].tolist()[:length] == [of_request[row] for row in path]
         assert (accepted.token_ids_RW[r, length:] == -1).all()
-        on_main = [bool(trees.is_main_RM[r, row - 1]) for row in path[1:]]
-        assert accepted.num_main_R[r] == (on_main.index(False) if False in on_main else len(on_main))
         first += count
+
+
+@given(st.integers(0, 2**31))
+def test_the_outcome_counts_main_paths_and_branches(seed: int) -> None:
+    trees, random = random_trees(seed), np.random.default_rng(seed + 1)
+    counts = trees.num_nodes_R.astype(np.int64) + 1
+    accepted = trees.accept(random.integers(0, 3, counts.sum()), counts)
+    outcome = trees.outcome(accepted, MOST)
+    expected, hits = np.zeros(MOST), np.zeros(MOST)
+    for r, branches in enumerate(trees.branches()):
+        best = [0]  # the main path, by looking for the best child
+        while rows := [
+            node + 1
+            for node in range(trees.num_nodes_R[r])
+            if trees.parents_RM[r, node] == best[-1] and trees.ranks_RM[r, node] == 0
+        ]:
+            best += rows
+        path = accepted.rows_RW[r, : accepted.num_tokens_R[r]].tolist()
+        assert outcome.num_main_drafts_R[r] == len(best) - 1
+        assert outcome.num_main_accepted_R[r] == len(set(best) & set(path)) - 1
+        for node in range(trees.num_nodes_R[r]) if branches else ():
+            parent, rank = int(trees.parents_RM[r, node]), int(trees.ranks_RM[r, node])
+            if parent in path and not (parent in best and rank == 0):
+                expected[rank if parent in best else 0] += trees.chances_RM[r, node]
+                hits[rank if parent in best else 0] += node + 1 in path
+    np.testing.assert_allclose(outcome.expected_W, expected, rtol=1e-5)
+    np.testing.assert_array_equal(outcome.accepted_W, hits)
 
 
 @given(st.integers(0, 2**31))
@@ -112,6 +140,6 @@ def test_cut_trees_survive_a_broadcast(seed: int, size: int) -> None:
     trees = random_trees(seed)
     trees = trees.cut(np.minimum(trees.num_nodes_R, size).astype(np.int32))
     unpacked = DraftTrees.unpack(trees.pack())
-    for name in ("tokens_RM", "parents_RM", "num_nodes_R", "is_main_RM"):
+    for name in ("tokens_RM", "parents_RM", "num_nodes_R", "ranks_RM", "chances_RM"):
         assert (getattr(unpacked, name) == getattr(trees, name)).all()
     assert (trees.tokens_RM[np.arange(MOST) >= trees.num_nodes_R[:, None]] == -1).all()
