@@ -86,7 +86,7 @@ def candidate_chances(
     logits_DP = curve.bias_D[:, None] + curve.slope_D[:, None] * np.log1p(margins_DP)
     best_DP1 = (1 / (1 + np.exp(-logits_DP)))[..., None]
     # Relative to the second best: weights of candidates far behind the best would vanish.
-    weights_DPC = np.where(is_best_DPC, 0, np.exp((margins_DP[..., None] - gaps_DPC) / _SCALE))
+    weights_DPC = np.where(is_best_DPC, 0, np.exp(np.minimum(margins_DP[..., None] - gaps_DPC, 0) / _SCALE))
     least_DP1 = np.where(is_best_DPC, np.inf, weights_DPC).min(axis=-1, keepdims=True)
     total_DP1 = weights_DPC.sum(axis=-1, keepdims=True) + _NOT_CANDIDATES * least_DP1
     others_DPC = (1 - best_DP1) * weights_DPC / total_DP1

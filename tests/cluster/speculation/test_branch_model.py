@@ -1,4 +1,4 @@
-"""The factors of branches are accepted tokens per expected token, whatever factors they were expected with."""
+"""The factors of branches are accepted tokens per expected token, whatever the factors were before."""
 
 from __future__ import annotations
 
