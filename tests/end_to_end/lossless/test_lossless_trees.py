@@ -12,9 +12,13 @@ from pathlib import Path
 
 import pytest
 from manta import LLM, SamplingParams
+from manta.actors.targets.families import read_model
+from manta.actors.targets.loading.load_plan import plan_load, why_no_trees
 from manta.cluster.config import EngineConfig
 from manta.cluster.errors import ConfigError
 from manta.cluster.request.structured_outputs import StructuredOutputsParams
+from manta.cluster.speculation.branch_model import BranchModel
+from manta.drafter.compute.eager.backend import TorchBackend
 from manta.drafter.compute.cpu_numba.cpu_features import bf16_instructions
 from support.checkpoints.tiny import make_tiny_drafter, make_tiny_target
 from support.oracles.sampling_cases import KNOBS, WHOLE, params_of, prompts, tokens_of
@@ -67,7 +71,14 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Models]:
             folder, head_dim = tmp_path_factory.mktemp("pair"), 32 if how is BF16 else 16
             sizes = {"head_dim": head_dim} if how is BF16 else {}
             target = make_tiny_target(folder / "target", family, seed=5, **sizes)
-            drafter = make_tiny_drafter(folder / "drafter", head_dim=head_dim, selector=selector)
+            spec = read_model(target)
+            drafter = make_tiny_drafter(
+                folder / "drafter",
+                hidden_size=spec.hidden_size,
+                head_dim=head_dim,
+                sliding_window=20 if any(spec.windows) else None,
+                selector=selector,
+            )
             made[name] = target, drafter, how
         return made[name]
 
@@ -122,7 +133,10 @@ def test_trees_change_no_token_in_batches_of_eight_with_every_setting(
     ]
     assert not wrong, "these (knob, prompt) differ"
     assert stats.num_accepted_tokens > 0
-    assert (stats.preemptions > 0) == ("preemption" in engine and pair != "gemma3")
+    if "preemption" not in engine:
+        assert stats.preemptions == 0
+    elif pair != "gemma3":  # sliding layers hold little
+        assert stats.preemptions > 0
 
 
 def test_adaptive_trees_and_limits_of_requests_change_no_token(
@@ -148,8 +162,12 @@ def test_adaptive_trees_and_limits_of_requests_change_no_token(
             assert max(step.num_drafted for step in output.metrics.trace or ()) == bound
 
 
-def test_prefix_hits_change_no_token_and_keep_the_drafters_context(models: Callable[[str], Models]) -> None:
+def test_prefix_hits_change_no_token_and_keep_the_drafters_context(
+    models: Callable[[str], Models], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Compacted rows are in the cached pages."""
+    # Trees depend on what was learned from earlier ones.
+    monkeypatch.setattr(BranchModel, "observe", lambda *_: None)
     batch = [prompts(8)[7] + tail for tail in ([5, 6], [9], [])]
     params = params_of("plain", len(batch))
     spec = {"tree_width": 4, "tree_size": 31}
@@ -178,7 +196,7 @@ def test_the_shipped_pairs_trees_accept_what_its_chains_reject(
     grammar = StructuredOutputsParams(json={"type": "object", "properties": {"age": {"type": "integer"}}})
     texts = ["def area(width, height):\n", "The house stood", "A record: "] * 2
     params = [
-        SamplingParams(temperature=temperature, seed=i, max_tokens=48, ignore_eos=True) for i in range(6)
+        SamplingParams(temperature=temperature, seed=i, max_tokens=40, ignore_eos=True) for i in range(6)
     ]
     params = [replace(p, structured_outputs=grammar) if i % 3 == 2 else p for i, p in enumerate(params)]
     answers, per_step = [], []
@@ -194,12 +212,14 @@ def test_the_shipped_pairs_trees_accept_what_its_chains_reject(
     assert per_step[2] > 1.1 * per_step[1], "fp32 on fixed prompts and seeds: the same but for near-ties"
 
 
-def test_targets_with_recurrent_states_keep_chains(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    target = make_tiny_target(tmp_path / "target", "qwen3_5")
-    spec = {"model": str(make_tiny_drafter(tmp_path / "drafter")), "tree_width": 2}
-    with LLM(str(target), speculative_config=spec, skip_tokenizer_init=True, **FP32) as llm:
-        assert llm.info.tree_size is None
-    assert "recurrent states follow one path" in caplog.text
+def test_targets_with_recurrent_states_keep_chains(tmp_path: Path) -> None:
+    target, drafter = (
+        make_tiny_target(tmp_path / "target", "qwen3_5"),
+        make_tiny_drafter(tmp_path / "drafter"),
+    )
+    given = {"model": str(target), "speculative_config": {"model": str(drafter), "tree_width": 2}, **FP32}
+    plan = plan_load(EngineConfig.from_dict(given))
+    assert why_no_trees(plan, TorchBackend()) == "recurrent states follow one path of tokens"
 
 
 @pytest.mark.parametrize(
