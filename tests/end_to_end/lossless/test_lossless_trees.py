@@ -18,8 +18,8 @@ from manta.cluster.config import EngineConfig
 from manta.cluster.errors import ConfigError
 from manta.cluster.request.structured_outputs import StructuredOutputsParams
 from manta.cluster.speculation.branch_model import BranchModel
-from manta.drafter.compute.eager.backend import TorchBackend
 from manta.drafter.compute.cpu_numba.cpu_features import bf16_instructions
+from manta.drafter.compute.eager.backend import TorchBackend
 from support.checkpoints.tiny import make_tiny_drafter, make_tiny_target
 from support.oracles.sampling_cases import KNOBS, WHOLE, params_of, prompts, tokens_of
 
