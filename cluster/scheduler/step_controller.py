@@ -24,6 +24,7 @@ from ..step.scheduler_output import (
     SchedulerOutput,
     StepResult,
     TreeShape,
+    Trim,
 )
 from ..step.step_outcome import StepOutcome
 from .background_budget import BackgroundBudget, BackgroundWork
@@ -76,8 +77,12 @@ class StepController:
         self._costs = StepCostModel(config.row_buckets)
         self._policy: DraftLengthPolicy | None = None
         self.acceptance: AcceptanceModel | None = None
-        if config.adaptive_drafts and maximum > 0:
-            self.acceptance = AcceptanceModel(maximum, config.num_slots)
+        # Predicts for adaptive drafts or for trees.
+        self._predictor: AcceptanceModel | None = None
+        if maximum > 0 and (config.adaptive_drafts or config.tree_size is not None):
+            self._predictor = AcceptanceModel(maximum, config.num_slots)
+        if config.adaptive_drafts:
+            self.acceptance = self._predictor
         self._budget = BackgroundBudget(self._costs, config.max_rows, chunks=config.enable_chunked_prefill)
         self._two_batches = TwoBatchOverlap() if config.halves else None
         self._ended_s = -math.inf  # time at which the last step ended
@@ -111,14 +116,13 @@ class StepController:
     def admit(self, slots: IntArray, requests: list[Request]) -> None:
         for slot, request in zip(slots.tolist(), requests, strict=True):
             self._weights.admit(slot, request)
-        if self.acceptance is not None and len(slots):
-            self.acceptance.admit(slots, [request.params.temperature for request in requests])
+        if self._predictor is not None and len(slots):
+            self._predictor.admit(slots, [request.params.temperature for request in requests])
 
     def reset(self) -> None:
         """Forget everything, as in a new process."""
-        self._branches.reset()
+        self._forget_drafter()
         if self.acceptance is not None:
-            self.acceptance.reset()
             self._costs.reset()
         self._restart()
 
@@ -129,18 +133,21 @@ class StepController:
 
     def end_warm_up(self) -> None:
         """Forget all but the step costs, from which the first request starts."""
-        self._branches.reset()
+        self._forget_drafter()
         if self.acceptance is not None:
-            self.acceptance.reset()
             self._costs.end_warm_up()
         self._restart()
 
     def on_drafter_replaced(self) -> None:
         """Forget what was learned about drafts, because the drafter was replaced."""
-        self._branches.reset()
-        if self.acceptance is not None and self._policy is not None:
-            self.acceptance.reset()
+        self._forget_drafter()
+        if self._policy is not None:
             self._policy.retry_soon()
+
+    def _forget_drafter(self) -> None:
+        self._branches.reset()
+        if self._predictor is not None:
+            self._predictor.reset()
 
     def retry_soon(self) -> None:
         """Try drafts in the next step if none are made, because they have become possible again."""
@@ -222,8 +229,10 @@ class StepController:
         load, weights_R = _load_of(plan, context, is_half), self._weights.of(plan.slots, now_s)
         if load.prompt_rows:
             weights_R = weights_R * plan.samples
-        if choice.tree is not None:
-            plan = replace(plan, tree=choice.tree)
+        if choice.tree is not None and (predictor := self._predictor) is not None:
+            curves = predictor.bias_K, predictor.slope_K, predictor.offsets(plan.slots)
+            every = Trim(*curves, weights_R, np.zeros(0, np.float32), num_rows=plan.num_batched_tokens)
+            plan = replace(plan, tree=choice.tree, trim=every)
         if self._policy and (trim := self._policy.trim(choice, plan, load, weights_R)) is not None:
             plan = replace(plan, trim=trim)
         remaining_R = np.ones(plan.num_requests, dtype=np.bool_)
@@ -286,17 +295,18 @@ class StepController:
 
     def _learn_acceptance(self, step: ScheduledStep, outcome: StepOutcome, result: StepResult) -> None:
         drafting = np.flatnonzero(outcome.num_planned)
-        if self.acceptance is None or self._policy is None or not len(drafting):
+        if self._predictor is None or not len(drafting):
             return
         margins_RK = result.margins
-        self._policy.reports_margins = margins_RK is not None
+        if self._policy is not None:
+            self._policy.reports_margins = margins_RK is not None
         if margins_RK is not None:
             margins_RK = margins_RK[step.remaining_R][drafting]
         num_drafts_R, num_accepted_R = outcome.num_drafts, outcome.num_accepted
         if (trees := result.trees) is not None:  # what a chain would have shown
             num_drafts_R = trees.num_main_drafts_R[step.remaining_R]
             num_accepted_R = np.minimum(num_accepted_R, trees.num_main_accepted_R[step.remaining_R])
-        self.acceptance.observe(
+        self._predictor.observe(
             outcome.slots[drafting],
             num_drafts_R[drafting],
             num_accepted_R[drafting],
