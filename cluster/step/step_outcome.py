@@ -115,8 +115,8 @@ def read_result(
     known_R = plan.num_rows[remaining] - drafts_R
     token_ids_RW, num_tokens_R = result.token_ids[remaining], result.num_tokens[remaining]
     failed_R, num_tokens_R = _find_failed(result, remaining_R, token_ids_RW, num_tokens_R)
-    remaining_R = table.max_length_S[slots_R] - table.num_tokens_S[slots_R]
-    kept_R = np.minimum(num_tokens_R, remaining_R)  # a path of a tree may be longer
+    missing_R = table.max_length_S[slots_R] - table.num_tokens_S[slots_R]
+    kept_R = np.minimum(num_tokens_R, missing_R)  # a path of a tree may be longer
     num_out_R, stopped_R = _cut_at_stops(table, slots_R, token_ids_RW, kept_R)
     return StepOutcome(
         slots=slots_R,
@@ -130,7 +130,7 @@ def read_result(
         # All rows of known tokens, and all new tokens but the last, which is the new anchor.
         num_computed=table.num_computed_S[slots_R] + known_R + np.maximum(num_out_R - 1, 0),
         stopped=stopped_R,
-        full=num_out_R == remaining_R,
+        full=num_out_R == missing_R,
         failed=failed_R & ~stopped_R,
         logprobs={}
         if (logprobs := result.logprobs) is None
