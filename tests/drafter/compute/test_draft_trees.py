@@ -92,10 +92,10 @@ MANY = Requests(
         (40, 5),
         (37, [-1, 0, 1, 2, 3, 4]),  # a chain, given as a tree
         (0, 21),
-        (15, tree(40, 1)),
+        (15, tree(30, 1)),
         (300, tree(17, 2, 3)),
         (250, 1),
-        (100, [-1, *[0] * 19]),  # leaves of one root
+        (100, [-1, *[0] * 8]),  # leaves of one root
     )
 )
 
@@ -247,7 +247,7 @@ def test_a_path_has_the_bits_of_a_chain_with_its_keys_alone(attend: str, layer: 
         pytest.skip("this machine's products are not batch-invariant")
     case = Case(LAYERS[layer], MANY)
     found = ATTENDS[attend](case, MANY.paths)
-    for r, start, path in MANY.branches():
+    for r, start, path in MANY.branches()[:: 1 if attend == "eager" else 3]:
         alone = ATTENDS[attend](case.chain_of(r, start, path), None)
         assert torch.equal(found[torch.from_numpy(start + path).long().to(DEVICE)], alone), (r, path)
 

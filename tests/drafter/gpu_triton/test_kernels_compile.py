@@ -252,7 +252,7 @@ def _work(*, split_keys: int, run_splits: int) -> Variant:
 def _compact(kind: str, width: int, moves: int) -> Variant:
     signature = {"kv_ptr": f"*{kind}:16", "source_ptr": "*i64", "target_ptr": "*i64"}
     signature |= {"moves": "i32", "plane_stride": "i64"}
-    sizes = {"WIDTH": width, "MOVES": moves, "COLUMNS": 4096 // moves}
+    sizes = {"WIDTH": width, "MOVES": moves, "COLUMNS": 2048 // moves}
     return Variant("_compact", signature, sizes | {"PDL": True})
 
 
@@ -680,8 +680,8 @@ VARIANTS: dict[str, list[Variant]] = {
         _attention(64, 1, 512, tail=64, rows=1),  # and on one, in two tiles of heads
         _attention(8, 1, 512, tail=64, batch_invariant=True),
         _attention(8, 1, 512, tail=64, tree=True),
+        replace(_attention(32, 8, 128, tree=True, batch_invariant=True), spills=(90, 100)),
         _attention(32, 8, 128, tree=True),
-        _attention(32, 8, 128, tree=True, batch_invariant=True),
     ],
     "compute.gpu_triton.attention.attention_tiles": [
         _work(split_keys=0, run_splits=0),

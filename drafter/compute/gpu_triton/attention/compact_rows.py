@@ -17,7 +17,7 @@ from torch import Tensor
 from ...memory.kv_cache import PagedKVCache
 from ..common.element_ops import dependent_launch, wait_for_predecessor
 
-_TILE_VALUES, _MAX_MOVES = 4096, 256
+_TILE_VALUES, _MAX_MOVES = 2048, 256
 _AS_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 
 
