@@ -28,6 +28,7 @@ the kernels R rows of a tile (tokens x heads of a group).
 
 # Type checkers know neither Triton's launch options nor what its functions take and return.
 # pyright: reportCallIssue=false, reportArgumentType=false, reportGeneralTypeIssues=false
+# pyright: reportAssignmentType=false
 
 from __future__ import annotations
 
