@@ -17,6 +17,7 @@ from manta.actors.targets.loading.load_plan import plan_load, why_no_trees
 from manta.cluster.config import EngineConfig
 from manta.cluster.errors import ConfigError
 from manta.cluster.request.structured_outputs import StructuredOutputsParams
+from manta.cluster.speculation.acceptance_model import AcceptanceModel
 from manta.cluster.speculation.branch_model import BranchModel
 from manta.drafter.compute.cpu_numba.cpu_features import bf16_instructions
 from manta.drafter.compute.eager.backend import TorchBackend
@@ -167,7 +168,8 @@ def test_prefix_hits_change_no_token_and_keep_the_drafters_context(
 ) -> None:
     """Compacted rows are in the cached pages."""
     # Trees depend on what was learned from earlier ones.
-    monkeypatch.setattr(BranchModel, "observe", lambda *_: None)
+    for model in (AcceptanceModel, BranchModel):
+        monkeypatch.setattr(model, "observe", lambda *_: None)
     batch = [prompts(8)[7] + tail for tail in ([5, 6], [9], [])]
     params = params_of("plain", len(batch))
     spec = {"tree_width": 4, "tree_size": 31}
