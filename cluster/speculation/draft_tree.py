@@ -94,7 +94,7 @@ def candidate_chances(
         ranks_DPC = np.argsort(np.argsort(gaps_DPC, axis=-1, kind="stable"), axis=-1, kind="stable")
         others_DPC = others_DPC * np.array(factors, np.float32)[np.minimum(ranks_DPC, len(factors) - 1)]
     others_DPC = np.minimum(others_DPC, _MAX_SHARE * best_DP1)
-    chances_DPC = np.where(is_best_DPC, best_DP1, others_DPC)
+    chances_DPC: Floats = np.where(is_best_DPC, best_DP1, others_DPC)
     return np.where(gaps_DPC >= MAX_MARGIN, 0, chances_DPC).astype(np.float32)
 
 
@@ -118,9 +118,12 @@ def grow_tree(chances_DPC: Floats, max_nodes: int, width: int, off_main: float =
     while heap and len(nodes.parents) < max_nodes:
         negative, parent, d, before, rank, of_parent, factor = heappop(heap)
         candidate, chances = ranked[d][before][rank], falling[d][before]
-        values = (parent, candidate, d + 1, -negative, factor * chances[rank], rank)
-        for column, value in zip(nodes, values, strict=True):
-            column.append(value)
+        nodes.parents.append(parent)
+        nodes.candidates.append(candidate)
+        nodes.depths.append(d + 1)
+        nodes.survivals.append(-negative)
+        nodes.chances.append(factor * chances[rank])
+        nodes.ranks.append(rank)
         if rank + 1 < width and (chance := factor * chances[rank + 1]) > 0:
             heappush(heap, (-of_parent * chance, parent, d, before, rank + 1, of_parent, factor))
         if d + 1 < depth:

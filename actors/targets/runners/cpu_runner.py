@@ -145,13 +145,14 @@ class CpuModelRunner:
             prompt_logprobs = self._prompt_logprobs(plan, hidden_NH)
             logprob_rows = self.states.rows_wanting_logprobs(plan)
         chosen_X, logprobs = self._choose(hidden_XH, rows, logprob_rows)
-        paths = None
-        if trees is None:
+        paths = learned = None
+        if trees is None or plan.tree is None:
             token_ids_RW, num_tokens_R = self._operators.accept(chosen_X, rows.counts_R, drafts_RK)
         else:
             paths = trees.accept(chosen_X.cpu().numpy(), rows.counts_R.cpu().numpy())
             token_ids_RW = torch.from_numpy(paths.token_ids_RW).to(chosen_X.device)
             num_tokens_R = torch.from_numpy(paths.num_tokens_R).to(chosen_X.device)
+            learned = trees.outcome(paths, plan.tree.width)
             self._compact(paths, rows)
         if len(non_finite_N := self._non_finite_rows(hidden_NH)):
             token_ids_RW[torch.from_numpy(_requests_of(non_finite_N, plan)), 0] = NOT_A_NUMBER
@@ -172,7 +173,7 @@ class CpuModelRunner:
             prompt_logprobs=prompt_logprobs,
             num_drafts=plan.num_drafts,
             margins=None if proposals.margins_RK is None else proposals.margins_RK.cpu().numpy(),
-            trees=None if trees is None or paths is None else trees.outcome(paths, plan.tree.width),
+            trees=learned,
             expert_reads=self._expert_reads.take() if self.model.num_routed else None,
         )
 
