@@ -27,6 +27,7 @@ Quantization = Literal["fp8", "int8", "int4"]
 KVCacheDType = Literal["auto", "fp8", "fp8_e4m3"]
 
 T = TypeVar("T")
+MAX_TREE_SIZE = 255
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,6 +45,12 @@ class SpeculativeConfig:
         num_speculative_tokens: drafts per step. With "dflash" at most block size - 1, which is the default
             (SGLang counts one more); by default 5 with "eagle3", 3 with "mtp", 8 with "ngram" and 16 with
             "suffix".
+        tree_width: most alternatives for a draft that are verified in one step, as branches of a tree
+            (SGLang's speculative_eagle_topk); 1 verifies chains. With "dflash" and a colocated drafter, where
+            the host drives the steps. Requests with grammars, penalties or log probabilities, and targets
+            with recurrent states, keep chains.
+        tree_size: most drafts of a request's tree (SGLang's speculative_num_draft_tokens, less one), of which
+            at most `num_speculative_tokens`, the default, are accepted.
         placement: "colocated" runs the drafter in the target's processes; "split" in an actor of its own,
             so that its death only costs drafts; "shared" in one actor for all engines on the node with the
             same target, drafter and dtype. A shared drafter serves the engines in turn and exits when no
@@ -73,6 +80,8 @@ class SpeculativeConfig:
     model: str | None = None
     method: DraftMethod = "dflash"
     num_speculative_tokens: int | None = None
+    tree_width: int = 1
+    tree_size: int | None = None
     placement: DrafterPlacement = "colocated"
     adaptive: bool = True
     revision: str | None = None
@@ -91,6 +100,8 @@ class SpeculativeConfig:
         one_of("speculative_config.placement", self.placement, get_args(DrafterPlacement))
         one_of("speculative_config.quantization", self.quantization, (None, *get_args(Quantization)))
         _positive_integer("speculative_config.num_speculative_tokens", self.num_speculative_tokens)
+        _positive_integer("speculative_config.tree_width", self.tree_width)
+        _positive_integer("speculative_config.tree_size", self.tree_size)
         _positive("speculative_config.input_embedding_scale", self.input_embedding_scale)
         for name in ("prompt_lookup_max", "prompt_lookup_min"):
             _positive_integer(f"speculative_config.{name}", getattr(self, name))
@@ -98,6 +109,24 @@ class SpeculativeConfig:
             if (value := getattr(self, name)) is not None:
                 _integer_from(0, f"speculative_config.{name}", value)
         self._check_method()
+
+    def _check_tree(self) -> None:
+        if self.tree_size is not None and not (self.tree_width > 1 and self.tree_size <= MAX_TREE_SIZE):
+            raise ConfigError(
+                f"speculative_config.tree_size={self.tree_size} needs a tree_width of at least 2, and is at "
+                f"most {MAX_TREE_SIZE}. Set both, or remove it.",
+                param="speculative_config.tree_size",
+            )
+        if self.tree_width == 1:
+            return
+        for name, default in (("placement", "colocated"), ("suffix_drafts", False)):
+            if (value := getattr(self, name)) != default:
+                raise ConfigError(
+                    f"speculative_config.{name}={value!r} is not supported with "
+                    f"tree_width={self.tree_width}. "
+                    f"Remove one of them.",
+                    param=f"speculative_config.{name}",
+                )
 
     @property
     def has_model(self) -> bool:
@@ -136,7 +165,7 @@ class SpeculativeConfig:
                 param="speculative_config.model",
             )
         for name in _NOT_WITH[self.method]:
-            if (value := getattr(self, name)) not in (None, False, 0, "colocated"):
+            if (value := getattr(self, name)) not in (None, False, 0, _DEFAULTS.get(name)):
                 raise ConfigError(
                     f'speculative_config.{name}={value!r} is not supported with method="{self.method}". '
                     "Remove it, or choose another method.",
@@ -148,6 +177,7 @@ class SpeculativeConfig:
                 'placement="colocated", or remove suffix_drafts.',
                 param="speculative_config.suffix_drafts",
             )
+        self._check_tree()
         if self.suffix_decoding_max_cached_requests and not self.copies_suffixes:
             raise ConfigError(
                 "speculative_config.suffix_decoding_max_cached_requests has no use without suffix decoding. "
@@ -159,14 +189,16 @@ class SpeculativeConfig:
 # Defaults of `prompt_lookup_min` and `prompt_lookup_max`.
 _LOOKUP_MIN, _LOOKUP_MAX = 2, 4
 _LOOKUP = ("prompt_lookup_max", "prompt_lookup_min")
+_DEFAULTS = {"placement": "colocated", "tree_width": 1}
+_TREES = ("tree_width", "tree_size")
 _OF_MODELS = ("model", "placement", "revision", "hf_overrides", "input_embedding_scale", "quantization")
-# Settings that do not apply to a method; "placement" may only have its default there.
+# Settings that do not apply to a method; those of `_DEFAULTS` may only have their defaults there.
 _NOT_WITH: Mapping[DraftMethod, tuple[str, ...]] = {
     "dflash": _LOOKUP,
-    "eagle3": (*_LOOKUP, "placement", "input_embedding_scale"),
-    "mtp": (*_OF_MODELS, *_LOOKUP),
-    "ngram": (*_OF_MODELS, "draft_window", "suffix_drafts"),
-    "suffix": (*_OF_MODELS, *_LOOKUP, "draft_window", "suffix_drafts"),
+    "eagle3": (*_LOOKUP, *_TREES, "placement", "input_embedding_scale"),
+    "mtp": (*_OF_MODELS, *_LOOKUP, *_TREES),
+    "ngram": (*_OF_MODELS, *_TREES, "draft_window", "suffix_drafts"),
+    "suffix": (*_OF_MODELS, *_LOOKUP, *_TREES, "draft_window", "suffix_drafts"),
 }
 
 

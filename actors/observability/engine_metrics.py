@@ -41,6 +41,8 @@ def engine_values(stats: EngineStats, speedup: float | None) -> dict[str, Values
         "vllm:spec_decode_mean_accepted_length": _value_or_nan(length),
         "dflash:spec_proposed_tokens": stats.num_proposed_tokens,
         "dflash:spec_trimmed_tokens": stats.num_trimmed_tokens,
+        "dflash:spec_branch_tokens": stats.num_branch_tokens,
+        "dflash:spec_accepted_branch_tokens": stats.num_accepted_branch_tokens,
         "dflash:spec_wasted_tokens": stats.num_draft_tokens - stats.num_accepted_tokens,
         "dflash:target_rows": stats.target_rows,
         "dflash:spec_calibration_error": _by_place(stats.calibration_error),

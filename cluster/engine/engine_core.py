@@ -60,6 +60,8 @@ class EngineStats:
         num_copied_draft_tokens, num_copied_accepted_tokens: those of the verified and accepted drafts that
             were copied beside a drafter (`suffix_drafts`).
         skipped_passes: steps in which the drafter's pass was left out, as all drafts were copies.
+        num_branch_tokens, num_accepted_branch_tokens: drafts of trees verified, and accepted, besides the
+            chains of best candidates.
         target_rows: rows of the target's passes, including prompts.
         calibration_error: [i] is the difference between predicted and observed acceptance of draft i; empty
             if nothing is predicted.
@@ -105,6 +107,8 @@ class EngineStats:
     num_copied_draft_tokens: int = 0
     num_copied_accepted_tokens: int = 0
     skipped_passes: int = 0
+    num_branch_tokens: int = 0
+    num_accepted_branch_tokens: int = 0
     target_rows: int = 0
     calibration_error: tuple[float, ...] = ()
     speculating_s: float = 0.0
@@ -267,6 +271,8 @@ class EngineCore:
             num_copied_draft_tokens=counters.num_copied_draft_tokens,
             num_copied_accepted_tokens=counters.num_copied_accepted_tokens,
             skipped_passes=counters.skipped_passes,
+            num_branch_tokens=counters.num_branch_tokens,
+            num_accepted_branch_tokens=counters.num_accepted_branch_tokens,
             target_rows=counters.target_rows,
             calibration_error=scheduler.controller.calibration_error,
             speculating_s=scheduler.controller.speculating_s,

@@ -69,6 +69,18 @@ CATALOGUE: tuple[Metric, ...] = (
         "Drafts that were not verified, because their margins were too small to pay off.",
     ),
     Metric(
+        "dflash:spec_branch_tokens",
+        "counter",
+        "tokens",
+        "Drafts of trees that were verified besides the chains of best candidates.",
+    ),
+    Metric(
+        "dflash:spec_accepted_branch_tokens",
+        "counter",
+        "tokens",
+        "Drafts of trees that were accepted besides the chains of best candidates.",
+    ),
+    Metric(
         "dflash:spec_wasted_tokens",
         "counter",
         "tokens",

@@ -59,6 +59,8 @@ class Counters:
         self.num_copied_draft_tokens = 0  # of the verified drafts, those copied beside a drafter
         self.num_copied_accepted_tokens = 0
         self.skipped_passes = 0  # steps that left out the drafter's pass for copies
+        self.num_branch_tokens = 0  # verified drafts off the main paths of trees
+        self.num_accepted_branch_tokens = 0
         self.accepted_per_pos = np.zeros(num_speculative_tokens, dtype=np.int64)
         self.drafter_losses = 0  # drafters that failed or were replaced
         self.drafter_refilled_tokens = 0  # computed again for a new drafter's context
@@ -98,6 +100,12 @@ class Counters:
                 is_copied_R = result.is_copied[step.remaining_R]
                 self.num_copied_draft_tokens += int(outcome.num_drafts[is_copied_R].sum())
                 self.num_copied_accepted_tokens += int(outcome.num_accepted[is_copied_R].sum())
+            if (trees := result.trees) is not None:
+                main = trees.num_main_drafts_R, trees.num_main_accepted_R
+                drafts_R, accepted_R = (values_R[step.remaining_R] for values_R in main)
+                self.num_branch_tokens += int((outcome.num_drafts - drafts_R).sum())
+                branched_R = outcome.num_accepted - np.minimum(accepted_R, outcome.num_accepted)
+                self.num_accepted_branch_tokens += int(branched_R.sum())
             # Position i was accepted if more than i drafts were, so sum from the end.
             ends = np.bincount(outcome.num_accepted, minlength=len(self.accepted_per_pos) + 1)
             self.accepted_per_pos += np.cumsum(ends[::-1])[-2::-1]

@@ -13,10 +13,19 @@ import numpy as np
 
 from ..request.request import Request
 from ..speculation.acceptance_model import NUM_BLOCKS, UPDATE_STEPS, AcceptanceModel
+from ..speculation.branch_model import BranchModel
 from ..speculation.draft_length_policy import DecodeBatch, DraftChoice, DraftLengthPolicy
 from ..speculation.step_cost_model import StepCostModel, StepLoad
 from ..step.limits import SchedulerConfig
-from ..step.scheduler_output import BoolArray, FloatArray, IntArray, SchedulerOutput, StepResult
+from ..step.scheduler_output import (
+    BoolArray,
+    FloatArray,
+    IntArray,
+    SchedulerOutput,
+    StepResult,
+    TreeShape,
+    Trim,
+)
 from ..step.step_outcome import StepOutcome
 from .background_budget import BackgroundBudget, BackgroundWork
 from .batch_halves import BatchMode, TwoBatchOverlap
@@ -58,6 +67,8 @@ class StepController:
 
     def __init__(self, config: SchedulerConfig) -> None:
         maximum = self._max_drafts = config.num_speculative_tokens
+        self._tree_width, self._tree_size = config.tree_width, config.tree_size
+        self._branches = BranchModel(config.tree_width)
         self._config = config
         # The last ones of online and of background requests.
         self._choices = [DraftChoice(np.zeros(0, np.int32), maximum)] * 2
@@ -66,8 +77,12 @@ class StepController:
         self._costs = StepCostModel(config.row_buckets)
         self._policy: DraftLengthPolicy | None = None
         self.acceptance: AcceptanceModel | None = None
-        if config.adaptive_drafts and maximum > 0:
-            self.acceptance = AcceptanceModel(maximum, config.num_slots)
+        # Predicts for adaptive drafts or for trees.
+        self._predictor: AcceptanceModel | None = None
+        if maximum > 0 and (config.adaptive_drafts or config.tree_size is not None):
+            self._predictor = AcceptanceModel(maximum, config.num_slots)
+        if config.adaptive_drafts:
+            self.acceptance = self._predictor
         self._budget = BackgroundBudget(self._costs, config.max_rows, chunks=config.enable_chunked_prefill)
         self._two_batches = TwoBatchOverlap() if config.halves else None
         self._ended_s = -math.inf  # time at which the last step ended
@@ -101,13 +116,13 @@ class StepController:
     def admit(self, slots: IntArray, requests: list[Request]) -> None:
         for slot, request in zip(slots.tolist(), requests, strict=True):
             self._weights.admit(slot, request)
-        if self.acceptance is not None and len(slots):
-            self.acceptance.admit(slots, [request.params.temperature for request in requests])
+        if self._predictor is not None and len(slots):
+            self._predictor.admit(slots, [request.params.temperature for request in requests])
 
     def reset(self) -> None:
         """Forget everything, as in a new process."""
+        self._forget_drafter()
         if self.acceptance is not None:
-            self.acceptance.reset()
             self._costs.reset()
         self._restart()
 
@@ -118,16 +133,21 @@ class StepController:
 
     def end_warm_up(self) -> None:
         """Forget all but the step costs, from which the first request starts."""
+        self._forget_drafter()
         if self.acceptance is not None:
-            self.acceptance.reset()
             self._costs.end_warm_up()
         self._restart()
 
     def on_drafter_replaced(self) -> None:
         """Forget what was learned about drafts, because the drafter was replaced."""
-        if self.acceptance is not None and self._policy is not None:
-            self.acceptance.reset()
+        self._forget_drafter()
+        if self._policy is not None:
             self._policy.retry_soon()
+
+    def _forget_drafter(self) -> None:
+        self._branches.reset()
+        if self._predictor is not None:
+            self._predictor.reset()
 
     def retry_soon(self) -> None:
         """Try drafts in the next step if none are made, because they have become possible again."""
@@ -151,15 +171,27 @@ class StepController:
         is_half: bool = False,
     ) -> IntArray:
         """Return the number of drafts of each of these decoding requests."""
+        chain_limits_R = np.minimum(limits_R, self._max_drafts)
         if self._policy is None or not len(slots_R):
-            choice = DraftChoice(np.minimum(limits_R, self._max_drafts), self._max_drafts)
+            choice = DraftChoice(chain_limits_R, self._max_drafts)
         else:
-            batch = DecodeBatch(slots_R, limits_R, self._weights.of(slots_R, now_s))
+            batch = DecodeBatch(slots_R, chain_limits_R, self._weights.of(slots_R, now_s))
             choice = self._policy.choose(batch, load._replace(is_half=is_half))
+        choice = self._with_trees(choice, limits_R)
         if len(slots_R):
             self._loads[background] = load
         self._choices[background] = choice
         return choice.num_drafts_R
+
+    def _with_trees(self, choice: DraftChoice, limits_R: IntArray) -> DraftChoice:
+        """Return the choice with nodes of trees in place of drafts; trials measure chains."""
+        if self._tree_size is None or choice.is_trial or not choice.length:
+            return choice
+        nodes_R = -(-choice.num_drafts_R * self._tree_size // self._max_drafts)
+        return choice._replace(
+            num_drafts_R=np.minimum(limits_R, nodes_R),
+            tree=TreeShape(choice.length, self._tree_width, self._branches.factors),
+        )
 
     def last_choice(self, *, background: bool = False) -> DraftChoice:
         return self._choices[background]
@@ -197,6 +229,10 @@ class StepController:
         load, weights_R = _load_of(plan, context, is_half), self._weights.of(plan.slots, now_s)
         if load.prompt_rows:
             weights_R = weights_R * plan.samples
+        if choice.tree is not None and (predictor := self._predictor) is not None:
+            curves = predictor.bias_K, predictor.slope_K, predictor.offsets(plan.slots)
+            every = Trim(*curves, weights_R, np.zeros(0, np.float32), num_rows=plan.num_batched_tokens)
+            plan = replace(plan, tree=choice.tree, trim=every)
         if self._policy and (trim := self._policy.trim(choice, plan, load, weights_R)) is not None:
             plan = replace(plan, trim=trim)
         remaining_R = np.ones(plan.num_requests, dtype=np.bool_)
@@ -222,6 +258,8 @@ class StepController:
         if step.undrafted is not None:
             self.undrafted_s[step.undrafted] = self.undrafted_s.get(step.undrafted, 0.0) + elapsed_s
         # The host's time between a step's parts is a part of it, unless the engine was idle.
+        if step.plan.tree is not None and result.trees is not None:
+            self._branches.observe(step.plan.tree, result.trees)
         seconds = result.timings.total_s
         if 0.0 < elapsed_s - seconds <= _MAX_HOST_SHARE * seconds:
             seconds = elapsed_s
@@ -243,7 +281,7 @@ class StepController:
     ) -> None:
         plan, draft_s = step.plan, result.timings.draft_s
         num_verified, num_drafting = _num_verified(plan, result), int(np.count_nonzero(plan.num_drafts))
-        draft_rows = 0 if result.is_pass_skipped else plan.num_draft_tokens + num_drafting
+        draft_rows = 0 if result.is_pass_skipped else int(plan.block_drafts.sum()) + num_drafting
         self._budget.note_prompt_rows(int(step.load.prompt_rows))
         self._costs.observe(step.load, num_verified, draft_rows, draft_s, seconds - draft_s, num_drafting)
         if self._policy is None or step.load.prompt_rows:
@@ -257,16 +295,21 @@ class StepController:
 
     def _learn_acceptance(self, step: ScheduledStep, outcome: StepOutcome, result: StepResult) -> None:
         drafting = np.flatnonzero(outcome.num_planned)
-        if self.acceptance is None or self._policy is None or not len(drafting):
+        if self._predictor is None or not len(drafting):
             return
         margins_RK = result.margins
-        self._policy.reports_margins = margins_RK is not None
+        if self._policy is not None:
+            self._policy.reports_margins = margins_RK is not None
         if margins_RK is not None:
             margins_RK = margins_RK[step.remaining_R][drafting]
-        self.acceptance.observe(
+        num_drafts_R, num_accepted_R = outcome.num_drafts, outcome.num_accepted
+        if (trees := result.trees) is not None:  # what a chain would have shown
+            num_drafts_R = trees.num_main_drafts_R[step.remaining_R]
+            num_accepted_R = np.minimum(num_accepted_R, trees.num_main_accepted_R[step.remaining_R])
+        self._predictor.observe(
             outcome.slots[drafting],
-            outcome.num_drafts[drafting],
-            outcome.num_accepted[drafting],
+            num_drafts_R[drafting],
+            num_accepted_R[drafting],
             ~(outcome.stopped | outcome.full)[drafting],
             outcome.num_planned[drafting],
             margins_RK,
@@ -289,7 +332,7 @@ class StepController:
             return
         # Where drafts were withheld (no drafter, or no context) the time does not belong to the choice. The
         # first estimates of the tokens of drafts are not accurate enough.
-        length = int(drafts_R.max())
+        length = int(plan.block_drafts[:count].max())
         is_known = self.acceptance is None or self._num_completed > NUM_BLOCKS // 2
         is_whole = count == plan.num_requests and length == step.choice.length
         if is_whole and is_known and step.mode is not None and self._two_batches is not None:

@@ -33,6 +33,7 @@ NO_MARGIN = math.e - 1.0  # used if no margin is reported: x is 1
 UPDATE_STEPS = 16  # at most; an update costs about as much as a small step
 _FADE = 0.985  # decay of the curvature per step: a time constant of 67 steps
 _FIRST_CHANCE = 0.75  # acceptance probability of each draft of an unknown drafter, given those before it
+PRIOR_BIAS, PRIOR_SLOPE = math.log(_FIRST_CHANCE / (1.0 - _FIRST_CHANCE)) - 1.0, 1.0
 _RIDGE = 2.0  # pseudo-observations (times p(1 - p)) at the prior; also of the mean probabilities
 _MAX_NEWTON_STEP = 1.5  # logits; without a bound the calibration error is 0.13 instead of below 0.08 (test)
 _MIN_CURVATURE = 0.02  # lower bound of p(1 - p), so that the effect of one unlikely miss is bounded
@@ -58,7 +59,7 @@ class AcceptanceModel:
         maximum, slots = self._max_drafts, self.num_slots
         self._first_chance = _FIRST_CHANCE
         # bias, slope, position, temperature: `_FIRST_CHANCE` without a margin
-        self._prior_P = np.array([math.log(_FIRST_CHANCE / (1.0 - _FIRST_CHANCE)) - 1.0, 1.0, 0.0, 0.0])
+        self._prior_P = np.array([PRIOR_BIAS, PRIOR_SLOPE, 0.0, 0.0])
         self._theta_P = self._prior_P.copy()
         self._curvature_PP = np.zeros((len(self._theta_P), len(self._theta_P)))
         self._request_S, self._request_curvature_S = np.zeros(slots), np.zeros(slots)

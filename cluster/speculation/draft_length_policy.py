@@ -27,7 +27,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ..step.scheduler_output import FloatArray, IntArray, SchedulerOutput, Trim
+from ..step.scheduler_output import FloatArray, IntArray, SchedulerOutput, TreeShape, Trim
 from .acceptance_model import NO_MARGIN, NUM_BLOCKS, AcceptanceModel
 from .draft_trimming import drafts_to_verify
 from .step_cost_model import MIN_S, Doubles, StepCostModel, StepLoad, load_class
@@ -82,6 +82,7 @@ class DraftChoice(NamedTuple):
     is_trial: bool = False  # the step is made to measure; all drafts are verified
     estimate: LengthEstimate = _UNKNOWN  # for the best known length
     plain_s: float = 0.0  # expected seconds of a step without drafts; 0 while nothing is known
+    tree: TreeShape | None = None  # the drafts are nodes of trees as deep as `length`; None: chains
 
 
 @dataclass(slots=True)
@@ -292,7 +293,8 @@ class DraftLengthPolicy:
         self, choice: DraftChoice, plan: SchedulerOutput, load: StepLoad, weights_R: FloatArray
     ) -> Trim | None:
         """Return how the drafts of this plan are trimmed; None if all are verified."""
-        trims = choice.estimate.trims and not choice.is_trial
+        # A tree has more nodes than are worth verifying.
+        trims = (choice.estimate.trims or choice.tree is not None) and not choice.is_trial
         if not trims or not self.reports_margins or not plan.num_draft_tokens:
             return None
         return self._trim(choice.estimate, plan.slots, weights_R, load, plan.num_batched_tokens)

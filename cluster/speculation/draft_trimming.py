@@ -10,7 +10,8 @@ Chooses the S with the largest worth - rate x seconds, where rate is the long-ru
 (Dinkelbach's method for the maximum of a ratio, 1967); the largest worth / seconds if that is not known; or
 the S that fits into a given number of rows. Survival decreases within a request, so the drafts taken are a
 prefix. No token depends on the selection, because noise is equal for drafting and verification. Called by
-runners with the same values on all ranks. GPUs have an equivalent kernel for a given number of rows.
+runners with the same values on all ranks. GPUs have an equivalent kernel for a given number of rows. Nodes of
+a draft tree are trimmed alike (`prefixes_to_verify`): they are in the order of falling survival.
 
 Legend: R requests, K most drafts, S drafts that are verified, N rows of the target's pass.
 """
@@ -35,9 +36,16 @@ def drafts_to_verify(margins_RK: Floats, num_drafts_R: IntArray, num_other_rows:
         num_other_rows: rows of the verifying pass without the drafts.
         trim: the plan's parameters.
     """
-    made_RK = np.arange(margins_RK.shape[1], dtype=np.int32) < num_drafts_R[:, None]
+    return prefixes_to_verify(survivals(margins_RK, num_drafts_R, trim), num_drafts_R, num_other_rows, trim)
+
+
+def prefixes_to_verify(
+    survivals_RK: Floats, num_drafts_R: IntArray, num_other_rows: int, trim: Trim
+) -> IntArray:
+    """Return how many drafts of each request to verify, by survival, which never increases; int32 [R]."""
+    made_RK = np.arange(survivals_RK.shape[1], dtype=np.int32) < num_drafts_R[:, None]
     # Missing drafts sort after worthless ones.
-    worths_RK = np.where(made_RK, trim.weights_R[:, None] * survivals(margins_RK, num_drafts_R, trim), -1)
+    worths_RK = np.where(made_RK, trim.weights_R[:, None] * survivals_RK, -1)
     falling_S = np.sort(worths_RK, axis=None)[::-1]
     count = _best_count(falling_S, int(num_drafts_R.sum()), num_other_rows, trim)
     if count == 0:

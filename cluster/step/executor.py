@@ -19,6 +19,8 @@ class ExecutorInfo:
         max_model_len: longest sequence, prompt and output, in tokens.
         vocab_size: token ids are below it.
         num_speculative_tokens: most drafts per request and step (block size - 1); 0 for plain decoding.
+        tree_width, tree_size: most children of a node, and most nodes, of a request's draft tree; 1 and None
+            if drafts form chains. A path has at most `num_speculative_tokens` nodes.
         max_in_flight: steps that may be submitted before the first is collected; with 2 the scheduler plans
             the next step while the device computes one.
         max_stop_token_ids: most tokens that may end a request, including the model's own; None for no limit.
@@ -50,6 +52,8 @@ class ExecutorInfo:
     page_groups: tuple[KVCacheGroup, ...] = (KVCacheGroup(),)
     halves: bool = False
     row_buckets: tuple[int, ...] | None = None
+    tree_width: int = 1
+    tree_size: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

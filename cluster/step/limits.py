@@ -43,6 +43,8 @@ class SchedulerConfig:
     vocab_size: int
     eos_token_ids: tuple[int, ...]
     num_speculative_tokens: int
+    tree_width: int
+    tree_size: int | None
     adaptive_drafts: bool
     halves: bool
     row_buckets: tuple[int, ...] | None
@@ -54,6 +56,12 @@ class SchedulerConfig:
     def __post_init__(self) -> None:
         pages = (self.page_groups, self.num_pages, self.page_size, self.max_rows)
         object.__setattr__(self, "max_length", longest_sequence(*pages, self.max_model_len))
+
+    def max_drafts(self, *, allows_tree: bool) -> int:
+        """Return the most drafts of a request in a step."""
+        if self.tree_size is None or not allows_tree:
+            return self.num_speculative_tokens
+        return self.tree_size
 
     @classmethod
     def derive(cls, config: EngineConfig, info: ExecutorInfo) -> SchedulerConfig:
@@ -71,6 +79,8 @@ class SchedulerConfig:
             vocab_size=info.vocab_size,
             eos_token_ids=info.eos_token_ids,
             num_speculative_tokens=info.num_speculative_tokens,
+            tree_width=info.tree_width,
+            tree_size=info.tree_size,
             adaptive_drafts=config.speculative_config is not None and config.speculative_config.adaptive,
             halves=info.halves,
             row_buckets=info.row_buckets,

@@ -68,6 +68,27 @@ class SlotSampling:
     prompt_length: int = 0
     grammar: SlotGrammar | None = None
 
+    @property
+    def allows_tree(self) -> bool:
+        """Whether the request's drafts may branch: nothing is computed from the tokens along a path."""
+        return self.rules is None and self.grammar is None and self.logprobs is None
+
+
+class TreeShape(NamedTuple):
+    """The shape of a step's draft trees; `num_drafts` of the plan are nodes.
+
+    Requests that are not `SlotSampling.allows_tree` draft chains.
+
+    Attributes:
+        depth, width: most drafts on a path, and most children of a node.
+        factors: of the estimated chances, `width` numbers: of all children of a node off the main path; of
+            the second, third, .. best candidate (`speculation/branch_model.py`).
+    """
+
+    depth: int
+    width: int
+    factors: tuple[float, ...]
+
 
 class StateEntry(NamedTuple):
     """The recurrent state that a request gets when it enters.
@@ -169,6 +190,8 @@ class SchedulerOutput:
         trim: how drafts are trimmed before they are verified; None verifies all.
         writes_context: whether the drafter's context of this step is written. If not, no request of the step
             is drafted for before it has entered again.
+        tree: the shape of draft trees; None if drafts form chains. With a tree a request verifies at most
+            `num_drafts` nodes, of which at most `tree.depth` are accepted.
         num_requests, num_batched_tokens, num_draft_tokens: R; rows and drafts of all requests together.
     """
 
@@ -186,6 +209,7 @@ class SchedulerOutput:
     trim: Trim | None = None
     writes_context: bool = True
     saves: StateSaves | None = None
+    tree: TreeShape | None = None
     num_requests: int = field(init=False, repr=False, compare=False)
     num_batched_tokens: int = field(init=False, repr=False, compare=False)
     num_draft_tokens: int = field(init=False, repr=False, compare=False)
@@ -195,6 +219,13 @@ class SchedulerOutput:
         object.__setattr__(self, "num_requests", len(self.slots))
         object.__setattr__(self, "num_batched_tokens", int(self.num_rows.sum()))
         object.__setattr__(self, "num_draft_tokens", int(self.num_drafts.sum()))
+
+    @property
+    def block_drafts(self) -> IntArray:
+        """The drafts that each request's block has, int32 [R]: all of them, or as deep as a tree is."""
+        return (
+            self.num_drafts if self.tree is None else np.minimum(self.num_drafts, np.int32(self.tree.depth))
+        )
 
     def with_num_drafts(self, num_drafts_R: IntArray) -> SchedulerOutput:
         """Return the trimmed plan, with these numbers of drafts, which are at most the planned ones."""
@@ -212,6 +243,22 @@ class StepTimings:
     @property
     def total_s(self) -> float:
         return self.draft_s + self.verify_s + self.sample_s + self.inject_s
+
+
+class TreeOutcome(NamedTuple):
+    """What a step's draft trees teach. A *main path* is the chain of a request's best candidates.
+
+    Attributes:
+        num_main_drafts_R: verified nodes of the main path, int32 [R].
+        num_main_accepted_R: nodes accepted before the accepted path leaves it, int32 [R].
+        expected_W, accepted_W: sum of the chances, and number of accepted nodes, among the children of
+            visited nodes, by factor of `TreeShape`; fp32.
+    """
+
+    num_main_drafts_R: IntArray
+    num_main_accepted_R: IntArray
+    expected_W: FloatArray
+    accepted_W: FloatArray
 
 
 class ExpertReads(NamedTuple):
@@ -254,6 +301,7 @@ class StepResult:
         num_drafts: int32 [R], verified drafts, if the plan has a trim; None for all of them.
         margins: float32 [R, K], of all drafts, verified or not, K the most drafts of a request in the plan;
             nan where there is none. None if the drafter gives none.
+        trees: of steps with draft trees; None if all drafts were chains.
         expert_reads: None if the target has no routed layers.
         drafter_use: a remote drafter's use since the last result; None without one.
         is_copied: bool [R], requests whose drafts are copies beside a drafter (`suffix_drafts`); else None.
@@ -268,6 +316,7 @@ class StepResult:
     prompt_logprobs: StepLogprobs | None = None
     num_drafts: IntArray | None = None
     margins: FloatArray | None = None
+    trees: TreeOutcome | None = None
     expert_reads: ExpertReads | None = None
     drafter_use: DrafterUse | None = None
     is_copied: BoolArray | None = None

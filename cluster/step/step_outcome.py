@@ -1,8 +1,8 @@
 """Interprets a step's result for its sequences: how many tokens are new, and which sequences end.
 
-Workers already prevent stop tokens before `min_length`, and never return more tokens than planned, so only
-the first token that ends a sequence must be found. A table of tokens that would end any sequence selects the
-few rows that need a closer look. Changes nothing itself. Called by `cluster/scheduler/scheduler.py`.
+Workers already prevent stop tokens before `min_length`, so only the first token that ends a sequence must be
+found. A table of tokens that would end any sequence selects the few rows that need a closer look. Changes
+nothing itself. Called by `cluster/scheduler/scheduler.py`.
 
 Shape legend: R requests in the step, W = 1 + largest number of drafts.
 """
@@ -115,7 +115,9 @@ def read_result(
     known_R = plan.num_rows[remaining] - drafts_R
     token_ids_RW, num_tokens_R = result.token_ids[remaining], result.num_tokens[remaining]
     failed_R, num_tokens_R = _find_failed(result, remaining_R, token_ids_RW, num_tokens_R)
-    num_out_R, stopped_R = _cut_at_stops(table, slots_R, token_ids_RW, num_tokens_R)
+    missing_R = table.max_length_S[slots_R] - table.num_tokens_S[slots_R]
+    kept_R = np.minimum(num_tokens_R, missing_R)  # a path of a tree may be longer
+    num_out_R, stopped_R = _cut_at_stops(table, slots_R, token_ids_RW, kept_R)
     return StepOutcome(
         slots=slots_R,
         num_known=known_R,
@@ -128,7 +130,7 @@ def read_result(
         # All rows of known tokens, and all new tokens but the last, which is the new anchor.
         num_computed=table.num_computed_S[slots_R] + known_R + np.maximum(num_out_R - 1, 0),
         stopped=stopped_R,
-        full=table.num_tokens_S[slots_R] + num_out_R == table.max_length_S[slots_R],
+        full=num_out_R == missing_R,
         failed=failed_R & ~stopped_R,
         logprobs={}
         if (logprobs := result.logprobs) is None

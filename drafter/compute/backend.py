@@ -321,7 +321,13 @@ class Backend(ABC):
     @staticmethod
     @abstractmethod
     def attention_batch(
-        first_R: Ints, rows_R: Ints, pages_RP: Ints, page_size: int, device: Device, window: int | None = None
+        first_R: Ints,
+        rows_R: Ints,
+        pages_RP: Ints,
+        page_size: int,
+        device: Device,
+        window: int | None = None,
+        tree_paths_ND: Ints | None = None,
     ) -> Any:
         """Return a host-driven step's attention metadata, an element of `PlacedRows.batches`.
 
@@ -330,7 +336,17 @@ class Backend(ABC):
             rows_R: rows of each request, at least 1; they are laid out request after request.
             pages_RP: page ids of each request from position 0 on; columns beyond its length are ignored.
             window: the largest window of this page group's layers; pages before it may be another request's.
+            tree_paths_ND: the rows' paths where requests are trees (`draft_trees.py`), for causal layers
+                alone; None if all are chains.
         """
+
+    def why_no_trees(self) -> str | None:
+        """Return why rows of draft trees cannot be computed, or None; such a backend gets chains."""
+        return None
+
+    def compact_rows(self, cache: PagedKVCache, source_slots: Tensor, target_slots: Tensor) -> None:
+        """Move rows of all layers' K and V to other slots; see `PagedKVCache.compact_rows`."""
+        cache.compact_rows(source_slots, target_slots)
 
     def linear(self, weight_OH: Tensor, bias_O: Tensor | None = None) -> Projection:
         return Linear(weight_OH, bias_O)

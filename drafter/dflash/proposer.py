@@ -18,7 +18,7 @@ from ..compute.memory.kv_cache import PagedKVCache
 from ..step.inputs.proposals import Proposals
 from ..step.inputs.row_layout import StepRows
 from ..step.request_states import RequestStates
-from ..step.sampling.sampler import sample_with_margins, select_paths
+from ..step.sampling.sampler import block_candidates, sample_with_margins, select_paths
 from ..step.sampling.step_ops import DEFINITION, StepOperators
 from .model import DFlashDrafter
 
@@ -49,23 +49,27 @@ class DFlashProposer:
         if block is None:
             return Proposals.none(plan.num_requests, states.device)
         hidden_XH = self.drafter.block_hidden(block, self.cache)
-        proposals = self._choose(hidden_XH, block)
+        proposals = self._choose(hidden_XH, block, for_trees=plan.tree is not None)
         if self.drafter.confidence_head is None:
             return proposals
         return self.drafter.confidence_head.sharpened(proposals, hidden_XH, block)
 
-    def _choose(self, hidden_XH: Tensor, block: StepRows) -> Proposals:
+    def _choose(self, hidden_XH: Tensor, block: StepRows, *, for_trees: bool) -> Proposals:
         logits_XV, selector = self.drafter.logits(hidden_XH), self.drafter.selector
         if selector is not None:
             gates_XE = selector.gates(hidden_XH)
-            return select_paths(logits_XV, gates_XE, block, selector.codebooks, self._operators)
+            codebooks = selector.codebooks
+            return select_paths(logits_XV, gates_XE, block, codebooks, self._operators, for_trees=for_trees)
         chosen = sample_with_margins(logits_XV, block.sampling, self._operators)
+        candidates = block_candidates(logits_XV, block, self._operators) if for_trees else None
         shape = len(block.counts_R), block.max_count
         if len(chosen[0]) == shape[0] * shape[1]:
-            return Proposals(*(values_X.view(shape) for values_X in chosen))
-        return Proposals(
-            *(self._operators.by_request(values_X, block.counts_R, block.max_count) for values_X in chosen)
-        )
+            by_request = [values_X.view(shape) for values_X in chosen]
+        else:
+            by_request = [
+                self._operators.by_request(values_X, block.counts_R, block.max_count) for values_X in chosen
+            ]
+        return Proposals(*by_request, candidates=candidates)
 
     def inject(self, taps_NmH: Tensor, rows: StepRows, num_tokens_R: Tensor) -> None:
         """Write context K/V from the target's hidden states, rejected drafts included.

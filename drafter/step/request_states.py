@@ -24,8 +24,9 @@ from torch import Tensor
 
 from ...cluster.pages.kv_cache_groups import ONE_GROUP, KVCacheLayout
 from ...cluster.pages.page_pool import pages_for
-from ...cluster.step.scheduler_output import AdmittedRequest, SchedulerOutput
+from ...cluster.step.scheduler_output import AdmittedRequest, BoolArray, SchedulerOutput
 from ..compute.eager.attention_metadata import AttentionBatch
+from .inputs.draft_trees import DraftTrees
 from .inputs.proposals import Proposals
 from .inputs.row_layout import Ints, StepRequests, StepRows
 from .inputs.sampling_metadata import SamplingMetadata
@@ -89,6 +90,7 @@ class RequestStates:
         self._seed = np.zeros(num_slots, dtype=np.int64)
         self._min_length = np.zeros(num_slots, dtype=np.int64)
         self._stop_ids: list[tuple[int, ...]] = [()] * num_slots
+        self._allows_tree = np.zeros(num_slots, dtype=np.bool_)
         self._rules = RuleStates(self.device)
         self.logprob_slots = LogprobSlots(num_slots)
         self._num_computed = np.zeros(num_slots, dtype=np.int64)
@@ -119,6 +121,7 @@ class RequestStates:
         self._seed[slot] = sampling.seed
         self._min_length[slot] = sampling.min_length
         self._stop_ids[slot] = sampling.stop_token_ids
+        self._allows_tree[slot] = sampling.allows_tree
         if sampling.rules is not None or slot in self._rules.slots:
             self._rules.admit(slot, sampling.rules)
         if (sampling.logprobs, sampling.prompt_logprobs) != (None, None) or self.logprob_slots.in_use:
@@ -126,11 +129,11 @@ class RequestStates:
         if self.grammars is not None and (sampling.grammar is not None or slot in self.grammars.slots):
             self.grammars.admit(slot, sampling.grammar)
 
-    def lay_out_rows(self, plan: SchedulerOutput) -> StepRows:
-        """Return the target's rows; drafts must have been placed."""
+    def lay_out_rows(self, plan: SchedulerOutput, trees: DraftTrees | None = None) -> StepRows:
+        """Return the target's rows; drafts must have been placed. `trees`: None if all drafts are chains."""
         r = self._requests(plan)
         rows_of_R = (r.slots_R, r.first_R, r.num_rows_R, r.counts_R)
-        rows = self._lay_out(*rows_of_R, all_counts_R=r.counts_R, mask_id=None)
+        rows = self._lay_out(*rows_of_R, all_counts_R=r.counts_R, mask_id=None, trees=trees)
         if self._recurrent is not None:
             rows = replace(rows, states=self._recurrent.rows(r))
         if self._walks is None:
@@ -143,15 +146,15 @@ class RequestStates:
         self, plan: SchedulerOutput, mask_id: int, *, samples_anchor: bool = False
     ) -> StepRows | None:
         """Return the drafter's rows, or None if no request drafts. `samples_anchor`: see `StepRows`."""
-        r = self._requests(plan)
-        drafting_D = np.flatnonzero(r.num_drafts_R)
+        r, block_drafts_R = self._requests(plan), plan.block_drafts.astype(np.int64)
+        drafting_D = np.flatnonzero(block_drafts_R)
         if len(drafting_D) == 0:
             return None
-        drafts_D = r.num_drafts_R[drafting_D]
+        drafts_D = block_drafts_R[drafting_D]
         num_rows_D = drafts_D if samples_anchor else drafts_D + 1
         rows_of_D = (r.slots_R[drafting_D], r.first_R[drafting_D], num_rows_D, drafts_D)
         return self._lay_out(
-            *rows_of_D, all_counts_R=r.num_drafts_R, mask_id=mask_id, samples_anchor=samples_anchor
+            *rows_of_D, all_counts_R=block_drafts_R, mask_id=mask_id, samples_anchor=samples_anchor
         )
 
     def lay_out_link(
@@ -234,6 +237,10 @@ class RequestStates:
         drafts = torch.from_numpy(guided_RK).to(self.device)
         return replace(proposals, drafts_RK=drafts, margins_RK=margins)
 
+    def allows_tree(self, plan: SchedulerOutput) -> BoolArray:
+        """Return which requests' drafts may branch, bool [R]."""
+        return self._allows_tree[plan.slots]
+
     def num_known(self, plan: SchedulerOutput) -> Ints:
         """Return the number of known tokens [R] of each request."""
         return self._requests(plan).begin_R
@@ -276,11 +283,14 @@ class RequestStates:
         all_counts_R: Ints,
         mask_id: int | None,
         samples_anchor: bool = False,
+        trees: DraftTrees | None = None,
     ) -> StepRows:
         """Lay out rows of these requests; `all_counts_R` covers all requests of the plan."""
         token_ids_N, positions_N, kv_slots_GN, sampled_X, slots_X = self._operators.lay_out_rows(
             self.token_ids, slots_R, first_R, num_rows_R, counts_R, self.page_tables_GSP, self.page_size
         )
+        if trees is not None:
+            positions_N = trees.positions(positions_N, num_rows_R)
         rows_X, chosen_at_X = self._put(sampled_X), positions_N[sampled_X]
         groups = self._target_groups if mask_id is None else self._drafter_groups
         if mask_id is None or samples_anchor:
@@ -294,7 +304,7 @@ class RequestStates:
         return StepRows(
             positions_N=self._put(positions_N),
             kv_slots=self._put(kv_slots_GN).unbind(0),
-            batches=self._attention(slots_R, first_R, num_rows_R, groups, self._attention_batch),
+            batches=self._attention(slots_R, first_R, num_rows_R, groups, self._attention_batch, trees),
             token_ids_N=token_ids_N,
             sampled_X=rows_X,
             counts_R=self._put(all_counts_R),
@@ -311,9 +321,11 @@ class RequestStates:
         num_rows_R: Ints,
         groups: Collection[int],
         batch: Callable[..., Any],
+        trees: DraftTrees | None = None,
     ) -> tuple[Any, ...]:
         """Build the backend's metadata for each page group in which the model has layers."""
         used = -(-int((first_R + num_rows_R).max()) // self.page_size)
+        paths = () if trees is None else (trees.paths(num_rows_R),)
         return tuple(
             batch(
                 first_R,
@@ -322,6 +334,7 @@ class RequestStates:
                 self.page_size,
                 self.device,
                 group.window,
+                *paths,
             )
             if number in groups
             else None

@@ -14,7 +14,7 @@ from manta.jobs.common.engine_flags import Model, Settings, with_flags
 from manta.jobs.common.stop_signals import Stopped, StopSignals
 
 from .batch import soak_batch
-from .engine import adapt, products, suffix
+from .engine import adapt, products, suffix, trees
 from .options import (
     BackgroundOptions,
     BatchBenchOptions,
@@ -204,6 +204,7 @@ def widen(
 
 app.command("adapt")(adapt.main)
 app.command("suffix")(suffix.main)
+app.command("trees")(trees.main)
 app.command("products")(products.main)
 app.command("soak-batch")(soak_batch.main)
 app.command("soak-serve")(soak_serve.main)

@@ -16,7 +16,7 @@ import torch
 from ....cluster.config import EngineConfig, SpeculativeConfig
 from ....cluster.errors import CheckpointError, ConfigError
 from ....cluster.pages.kv_cache_groups import KVCacheLayout, plan_kv_cache
-from ....drafter.compute.backend import DeviceCapabilities, ModelStackSpec
+from ....drafter.compute.backend import Backend, DeviceCapabilities, ModelStackSpec
 from ....drafter.compute.checkpoint.quantization.quantized_tensors import open_folder, unused_scales
 from ....drafter.dflash.checkpoint import check_drafter
 from ....drafter.dflash.config import DrafterConfig
@@ -86,6 +86,19 @@ class LoadPlan:
     @property
     def max_model_len(self) -> int:
         return self.facts.max_model_len
+
+    @property
+    def tree_width(self) -> int:
+        spec = self.config.speculative_config
+        return 1 if spec is None else spec.tree_width
+
+    @property
+    def max_drafts(self) -> int:
+        """Most drafts per request and step: of a chain, or of a tree if trees are wanted."""
+        spec = self.config.speculative_config
+        if spec is None or spec.tree_size is None:
+            return self.num_speculative_tokens
+        return spec.tree_size
 
     @property
     def tap_ids(self) -> tuple[int, ...]:
@@ -327,6 +340,15 @@ def check_suffix_drafts(config: EngineConfig, backend: BackendName) -> None:
         'attention_backend="torch".',
         param="speculative_config.suffix_drafts",
     )
+
+
+def why_no_trees(plan: LoadPlan, backend: Backend) -> str | None:
+    """Return why drafts form chains, although trees are wanted; None if they form trees."""
+    if plan.target.states is not None:
+        return "recurrent states follow one path of tokens"
+    if plan.attention_backend not in ("torch", "compiled"):
+        return f"attention_backend={plan.attention_backend!r} drives steps on the device"
+    return backend.why_no_trees()
 
 
 def _page_size(config: EngineConfig, device: torch.device) -> int:

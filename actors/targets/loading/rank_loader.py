@@ -35,7 +35,7 @@ from ..runners.colocated_drafter import ColocatedDrafter
 from ..runners.cpu_runner import CpuModelRunner, DraftSource
 from ..runners.runner_interface import Drafter, RemoteDrafter, Runner
 from .checkpoint_models import Checkpoints, ModelSource
-from .load_plan import LoadPlan, describe_quantization, plan_load
+from .load_plan import LoadPlan, describe_quantization, plan_load, why_no_trees
 from .memory_budget import (
     affordable_pages,
     affordable_states,
@@ -106,12 +106,16 @@ def start_runner(
     check_invariance(plan, rank.backend)
     num_pages, num_states = rank.affordable_cache()
     runner = rank.runner(num_pages, num_states)
-    warm_up(runner, plan, num_pages)
+    no_trees = why_no_trees(plan, rank.backend)
+    has_trees = plan.tree_width > 1 and no_trees is None
+    warm_up(runner, plan, num_pages, has_trees=has_trees)
     runner.prepare()
-    info = _info(plan, num_pages, num_states, has_grammars=rank.grammars is not None)
+    info = _info(plan, num_pages, num_states, has_grammars=rank.grammars is not None, has_trees=has_trees)
     logger.info("%s", _describe(info, plan))
     for doubt in plan.doubts:
         logger.warning("%s", doubt)
+    if plan.tree_width > 1 and no_trees is not None:
+        logger.warning("tree_width=%d has no effect, drafts form chains: %s", plan.tree_width, no_trees)
     for quantized in describe_quantization(plan, keeps_codes=keeps_codes(plan)):
         logger.info("%s", quantized)
     if (held := rank.packed_bytes()) is not None:
@@ -148,7 +152,12 @@ def copy_embeddings(plan: LoadPlan, backend: Backend) -> EmbeddingCopies:
 
 
 def _info(
-    plan: LoadPlan, num_pages: tuple[int, ...], num_states: int | None, *, has_grammars: bool
+    plan: LoadPlan,
+    num_pages: tuple[int, ...],
+    num_states: int | None,
+    *,
+    has_grammars: bool,
+    has_trees: bool,
 ) -> ExecutorInfo:
     return ExecutorInfo(
         num_pages=num_pages,
@@ -167,6 +176,8 @@ def _info(
         has_grammars=has_grammars,
         rule_limits=_rule_limits(plan),
         row_buckets=_row_buckets(plan),
+        tree_width=plan.tree_width if has_trees else 1,
+        tree_size=plan.max_drafts if has_trees else None,
     )
 
 

@@ -18,7 +18,7 @@ from ....cluster.pages.page_pool import pages_for
 from ....cluster.request.request import LogitsProcessorParams
 from ....cluster.request.structured_outputs import Grammar, SlotGrammar
 from ....cluster.step.dummy_steps import GREEDY, dummy_step, dummy_trim
-from ....cluster.step.scheduler_output import SchedulerOutput, SlotSampling
+from ....cluster.step.scheduler_output import SchedulerOutput, SlotSampling, TreeShape
 from ....drafter.compute.backend import Backend
 from ....drafter.compute.batch_invariance import rows_are_invariant
 from ..runners.runner_interface import Runner
@@ -29,8 +29,10 @@ _PROMPT_TOKENS = 8
 _ANY_WORDS = Grammar("regex", "[a-z ]*", is_cheap=True)
 
 
-def warm_up(runner: Runner, plan: LoadPlan, num_pages: tuple[int, ...]) -> None:
+def warm_up(runner: Runner, plan: LoadPlan, num_pages: tuple[int, ...], *, has_trees: bool = False) -> None:
     """Run a small prefill, a step with drafts that may be cut, and one without, with each kind of sampling.
+
+    With draft trees, a step that verifies one as well.
 
     Otherwise a request would compile the loops and kernels that it is first to use, while all streams wait.
     """
@@ -46,6 +48,10 @@ def warm_up(runner: Runner, plan: LoadPlan, num_pages: tuple[int, ...]) -> None:
         for drafts in sorted({0, max(0, min(plan.num_speculative_tokens, length - prompt - 2))}):
             step = dummy_step([prompt], [drafts + 1], [drafts])
             runner.execute(replace(step, trim=dummy_trim(step)) if drafts else step)
+    if has_trees:
+        drafts = max(0, min(plan.max_drafts, length - prompt - 2))
+        shape = TreeShape(plan.num_speculative_tokens, plan.tree_width, (1.0,) * plan.tree_width)
+        runner.execute(replace(dummy_step([prompt], [drafts + 1], [drafts]), tree=shape))
 
 
 def _sampling_variants(runner: Runner, prompt: int) -> list[SlotSampling]:
@@ -109,7 +115,7 @@ def _max_prompts(plan: LoadPlan) -> list[int]:
 
 def _largest_decoding(plan: LoadPlan) -> SchedulerOutput:
     config = plan.config
-    drafts = max(0, min(plan.num_speculative_tokens, plan.max_model_len - 2))
+    drafts = max(0, min(plan.max_drafts, plan.max_model_len - 2))
     count = max(1, min(config.max_num_seqs, config.max_num_batched_tokens // (1 + drafts)))
     return dummy_step([1] * count, [1 + drafts] * count, [drafts] * count)
 

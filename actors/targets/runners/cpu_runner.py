@@ -26,6 +26,7 @@ from torch import Tensor
 from ....cluster.request.logprobs import StepLogprobs
 from ....cluster.step.scheduler_output import NOT_A_NUMBER, SchedulerOutput, StepResult, StepTimings
 from ....drafter.compute.memory.kv_cache import PagedKVCache
+from ....drafter.step.inputs.draft_trees import AcceptedPaths, DraftTrees
 from ....drafter.step.inputs.proposals import Proposals
 from ....drafter.step.inputs.row_layout import Ints, StepRows
 from ....drafter.step.request_states import RequestStates
@@ -38,6 +39,7 @@ from ....drafter.step.sampling.logprobs import (
 )
 from ....drafter.step.sampling.sampler import sample_rows
 from ....drafter.step.sampling.step_ops import StepOperators
+from ....drafter.step.sampling.tree_growth import grow_trees
 from ....drafter.step.sampling.verification import take_out
 from ..model.decoder import Decoder
 from ..model.tensor_parallel import Communicator
@@ -131,9 +133,9 @@ class CpuModelRunner:
         self.states.apply(plan)
         proposals = self._propose(plan)
         clock.mark()  # trimming is timed with verification, as it is weighed against the rows that it saves
-        plan, drafts_RK = self._trim(plan, proposals)
+        plan, drafts_RK, trees = self._choose_drafts(plan, proposals)
         self.states.write_drafts(plan, drafts_RK)
-        rows = self.states.lay_out_rows(plan)
+        rows = self.states.lay_out_rows(plan, trees)
         hidden_NH, taps_NmH = self.model.forward(rows.token_ids_N, rows, self.cache)
         all_sampled = len(rows.sampled_X) == len(hidden_NH)
         hidden_XH = hidden_NH if all_sampled else hidden_NH.index_select(0, rows.sampled_X)
@@ -143,12 +145,23 @@ class CpuModelRunner:
             prompt_logprobs = self._prompt_logprobs(plan, hidden_NH)
             logprob_rows = self.states.rows_wanting_logprobs(plan)
         chosen_X, logprobs = self._choose(hidden_XH, rows, logprob_rows)
-        token_ids_RW, num_tokens_R = self._operators.accept(chosen_X, rows.counts_R, drafts_RK)
+        paths = learned = None
+        if trees is None or plan.tree is None:
+            token_ids_RW, num_tokens_R = self._operators.accept(chosen_X, rows.counts_R, drafts_RK)
+        else:
+            paths = trees.accept(chosen_X.cpu().numpy(), rows.counts_R.cpu().numpy())
+            token_ids_RW = torch.from_numpy(paths.token_ids_RW).to(chosen_X.device)
+            num_tokens_R = torch.from_numpy(paths.num_tokens_R).to(chosen_X.device)
+            learned = trees.outcome(paths, plan.tree.width)
+            self._compact(paths, rows)
         if len(non_finite_N := self._non_finite_rows(hidden_NH)):
             token_ids_RW[torch.from_numpy(_requests_of(non_finite_N, plan)), 0] = NOT_A_NUMBER
         self.states.advance(plan, token_ids_RW, num_tokens_R)
         clock.mark()
         if self.drafts is not None and plan.writes_context:
+            if trees is not None and paths is not None:
+                placed = paths.context_rows(rows.num_rows_R, trees.branches())
+                taps_NmH, rows = _context_of(taps_NmH, rows, placed)
             self.drafts.inject(taps_NmH, rows, token_ids_RW, num_tokens_R)
         clock.mark()
         return StepResult(
@@ -160,6 +173,7 @@ class CpuModelRunner:
             prompt_logprobs=prompt_logprobs,
             num_drafts=plan.num_drafts,
             margins=None if proposals.margins_RK is None else proposals.margins_RK.cpu().numpy(),
+            trees=learned,
             expert_reads=self._expert_reads.take() if self.model.num_routed else None,
             is_copied=proposals.is_copied_R,
             is_pass_skipped=proposals.is_pass_skipped,
@@ -180,6 +194,35 @@ class CpuModelRunner:
         if grammars is None or not grammars.slots:
             return proposals
         return self.states.apply_grammars(plan, proposals)
+
+    def _choose_drafts(
+        self, plan: SchedulerOutput, proposals: Proposals
+    ) -> tuple[SchedulerOutput, Tensor, DraftTrees | None]:
+        """Return the plan with the drafts to verify, these drafts, and their trees if any branches."""
+        if plan.tree is None or not plan.num_draft_tokens:
+            return *self._trim(plan, proposals), None
+        if proposals.candidates is None:  # chains, shorter than the trees that were planned
+            return *self._trim(plan, replace(proposals, is_partial=True)), None
+        trees = grow_trees(plan, proposals, self.states.allows_tree(plan))
+        if self._is_sharded:
+            packed = self._communicator.broadcast(torch.from_numpy(trees.pack()).to(self.model.device))
+            trees = DraftTrees.unpack(packed.cpu().numpy())
+        plan, drafts_RM = plan.with_num_drafts(trees.num_nodes_R), torch.from_numpy(trees.tokens_RM)
+        return plan, drafts_RM.to(self.model.device), trees if trees.branches().any() else None
+
+    def _compact(self, paths: AcceptedPaths, rows: StepRows) -> None:
+        """Move the accepted paths' K and V to the slots of their positions."""
+        moves = paths.moves(rows.num_rows_R)
+        if not len(moves[0]):
+            return
+        groups = sorted({place.group for place in self.cache.places})
+        source_slots, target_slots = (
+            torch.cat(
+                [rows.kv_slots[group][torch.from_numpy(each).to(self.model.device)] for group in groups]
+            )
+            for each in moves
+        )
+        self.model.backend.compact_rows(self.cache, source_slots, target_slots)
 
     def _trim(self, plan: SchedulerOutput, proposals: Proposals) -> tuple[SchedulerOutput, Tensor]:
         """Return the plan with the drafts to verify, and the drafts [R, K] without the others."""
@@ -233,6 +276,20 @@ def _logprobs_of(chosen_X: Tensor, logprobs_YV: Tensor, logprob_rows: LogprobRow
     chosen_Y = chosen_X[torch.from_numpy(logprob_rows.rows()).to(chosen_X.device)]
     packed_YE = pack_logprobs(logprobs_YV, chosen_Y.clamp(min=0), logprob_rows.num_top)
     return unpack_logprobs(packed_YE.cpu().numpy(), logprob_rows)
+
+
+def _context_of(
+    taps_NmH: Tensor | None, rows: StepRows, placed: tuple[Ints, Ints]
+) -> tuple[Tensor | None, StepRows]:
+    """Return taps and places of the rows of a step with draft trees that belong to the drafter's context.
+
+    Args:
+        placed: these rows, and the rows whose slots they get (`AcceptedPaths.context_rows`).
+    """
+    assert taps_NmH is not None, "a target with a drafter has taps"
+    sources, targets = (torch.from_numpy(each).to(taps_NmH.device) for each in placed)
+    slots = tuple(slots_N[targets] for slots_N in rows.kv_slots)
+    return taps_NmH[sources], replace(rows, positions_N=rows.positions_N[sources], kv_slots=slots)
 
 
 def _requests_of(non_finite_N: Ints, plan: SchedulerOutput) -> Ints:

@@ -37,9 +37,9 @@ def tile_scratch_bytes(longest: int, head_dim: int) -> int:
 
 def attend_tiles(
     qkv, out, kv, pages, first, num_rows, page_size, num_heads, num_kv, head_dim, head, row_begin, row_end,
-    scale, causal, window, scratch,
+    scale, causal, window, tree, depth, scratch,
 ):  # fmt: skip
-    """Compute an item of attention; arguments: see `attention._attend_group`."""
+    """Compute an item of attention; arguments: see `attention._attend_group`. No request is a tree."""
     shared = num_heads // num_kv
     num_keys = first + num_rows
     num_blocks = (num_keys + QUAD * BLOCK - 1) // (QUAD * BLOCK) * QUAD

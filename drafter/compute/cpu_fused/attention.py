@@ -23,7 +23,7 @@ from .tiles.amx_tiles import begin_attention
 from .tiles.isa_dispatch import has_tiles, of_two_kinds
 
 _GROUP = 256  # per item
-_INT64 = np.int64(0)
+_INT32, _INT64 = np.int32(0), np.int64(0)
 
 
 def scratch_bytes(longest: int, head_dim: int) -> int:
@@ -35,7 +35,7 @@ def scratch_bytes(longest: int, head_dim: int) -> int:
 @elements
 def attend(
     qkv, out, kv, first, rows, pages, num_requests, num_pages, page_size, num_heads, num_kv, head_dim, scale,
-    causal, window, scratch, first_head, last_head, thread, num_threads,
+    causal, window, paths, depth, scratch, first_head, last_head, thread, num_threads,
 ):  # fmt: skip
     """Compute this thread's items of a layer, for a range of K/V heads.
 
@@ -44,6 +44,7 @@ def attend(
         kv: the layer's blocks, including the step's own K and V.
         first, rows, pages: addresses of the arrays of `PagedContexts`; num_pages is the width of `pages`.
         window: see `paged_attention`; -1 is unlimited.
+        paths, depth: address and width of the rows' paths (`draft_trees.py`); 0 if all requests are chains.
     """
     begin_attention()
     first_R = carray(pointer(first, _INT64), (num_requests,))
@@ -52,6 +53,7 @@ def attend(
     item = row = 0
     for r in range(num_requests):
         num_stacked = rows_R[r] * shared
+        tree = _tree_at(paths, row, depth)
         for begin in range(0, num_stacked, _GROUP):
             for head in range(first_head, last_head):
                 if item % num_threads == thread:
@@ -59,17 +61,29 @@ def attend(
                         qkv + 2 * row * (num_heads + 2 * num_kv) * head_dim,
                         out + 2 * row * num_heads * head_dim, kv, pages + 8 * r * num_pages, first_R[r],
                         rows_R[r], page_size, num_heads, num_kv, head_dim, head, begin,
-                        min(begin + _GROUP, num_stacked), scale, causal, window, scratch,
+                        min(begin + _GROUP, num_stacked), scale, causal, window, tree, depth, scratch,
                     )  # fmt: skip
                 item += 1
         row += rows_R[r]
 
 
+@elements
+def _tree_at(paths, row, depth):
+    """Return the address of a request's paths, from its first row's; 0 if it is a chain."""
+    if paths == 0:
+        return paths
+    first = paths + 4 * row * depth
+    return first if carray(pointer(first, _INT32), (1,))[0] >= 0 else paths * 0
+
+
 def _attend_group(
     qkv, out, kv, pages, first, num_rows, page_size, num_heads, num_kv, head_dim, head, begin, end, scale,
-    causal, window, scratch,
+    causal, window, tree, depth, scratch,
 ):  # fmt: skip
-    """Compute stacked rows [begin, end) of one K/V head of one request; `begin` is a multiple of 16."""
+    """Compute stacked rows [begin, end) of one K/V head of one request; `begin` is a multiple of 16.
+
+    `tree` is the address of the request's paths, 0 for a chain.
+    """
 
 
 of_two_kinds(_attend_group, attend_tiles, attend_rows)

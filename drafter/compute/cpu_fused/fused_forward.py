@@ -50,8 +50,8 @@ _PASS = record_dtype(
     """
     team task threads work shares layers num_layers hidden num_heads num_kv head_dim inner first_norm
     num_taps cos sin
-    x normed taps positions slots kv plane_bytes page_size num_requests first rows pages num_pages qkv
-    attended gated scratch scratch_bytes
+    x normed taps positions slots kv plane_bytes page_size num_requests first rows pages num_pages paths
+    depth qkv attended gated scratch scratch_bytes
     """,
     "eps",
     "scale",
@@ -59,7 +59,7 @@ _PASS = record_dtype(
 _SHARE = record_dtype(
     """
     thread num_threads first_head last_head part parts own_norms first_request first_row num_requests
-    num_rows room first rows positions x normed qkv attended gated taps scratch
+    num_rows room first rows paths positions x normed qkv attended gated taps scratch
     """
 )
 _LAYER = record_dtype(
@@ -177,12 +177,14 @@ class FusedForward:
         num_rows, hidden = x_NH.shape
         if num_rows > self._most_rows or contexts.longest > self._most_keys:
             self._grow_work(max(num_rows, self._most_rows), max(contexts.longest, self._most_keys))
+        paths_ND = contexts.tree_paths_ND
+        paths, depth = (0, 0) if paths_ND is None else (paths_ND.ctypes.data, paths_ND.shape[1])
         normed_NH = x_NH.new_empty(_room(num_rows), hidden)
         taps_NmH = x_NH.new_empty(num_rows, self._num_taps, hidden) if self._num_taps else None
         _run_pass(
             team_address(self._num_threads), self._pass, len(normed_NH), x_NH.data_ptr(),
             normed_NH.data_ptr(), 0 if taps_NmH is None else taps_NmH.data_ptr(), rows.positions_N.data_ptr(),
-            contexts.first_R, contexts.rows_R, contexts.pages_RP.shape[1],
+            contexts.first_R, contexts.rows_R, contexts.pages_RP.shape[1], paths, depth,
         )  # fmt: skip
         return normed_NH[:num_rows], taps_NmH
 
@@ -230,10 +232,11 @@ def _packed(projection: Projection) -> PackedLinear:
 
 
 @elements
-def _run_pass(team, pass_1, room, x, normed, taps, positions, first_R, rows_R, num_pages):
+def _run_pass(team, pass_1, room, x, normed, taps, positions, first_R, rows_R, num_pages, paths, depth):
     p = pass_1[0]
     p.team, p.x, p.normed, p.taps, p.positions = team, x, normed, taps, positions
     p.num_requests, p.num_pages = len(first_R), num_pages
+    p.paths, p.depth = paths, depth
     p.first, p.rows = first_R.ctypes.data, rows_R.ctypes.data
     p.qkv = p.work
     p.attended = p.qkv + 2 * room * (p.num_heads + 2 * p.num_kv) * p.head_dim
@@ -290,8 +293,8 @@ def _attention_part(p, s, layer, kv, eps):
         barrier(p.team, s.num_threads)
     attend(
         s.qkv, s.attended, kv, s.first, s.rows, pages, s.num_requests, p.num_pages, p.page_size,
-        p.num_heads, p.num_kv, dim, p.scale, layer.causal != 0, layer.window, s.scratch, s.first_head,
-        s.last_head, s.part, s.parts,
+        p.num_heads, p.num_kv, dim, p.scale, layer.causal != 0, layer.window, s.paths, p.depth, s.scratch,
+        s.first_head, s.last_head, s.part, s.parts,
     )  # fmt: skip
     begin_products(_ROOM)
     barrier(p.team, s.num_threads)
@@ -347,6 +350,7 @@ def _take_share(p, s, thread, num_threads):
     s.room = (s.num_rows + _ROOM - 1) // _ROOM * _ROOM
     s.first_request, s.first_row = begin, row
     s.first, s.rows, s.positions = p.first + 8 * begin, p.rows + 8 * begin, p.positions + 8 * row
+    s.paths = p.paths + 4 * row * p.depth
     s.x, s.normed = p.x + 2 * row * p.hidden, p.normed + 2 * row * p.hidden
     s.qkv = p.qkv + 2 * row * (p.num_heads + 2 * p.num_kv) * p.head_dim
     s.attended = p.attended + 2 * row * p.num_heads * p.head_dim

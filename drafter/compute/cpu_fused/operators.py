@@ -26,6 +26,7 @@ from .packed_gemm import PRODUCT, decoded_offset, run_product, scratch_bytes
 from .packed_weight import pack
 from .qkv_heads import CONTEXT, write_context
 from .threads.thread_team import team_address
+from .tiles.isa_dispatch import has_tiles
 
 
 class PackedLinear:
@@ -108,6 +109,7 @@ class PagedContexts:
         first_R, rows_R: absolute position of each request's first row, and its rows.
         pages_RP, pages_address: page ids of each request from position 0 on; their address.
         longest: length of the longest context.
+        tree_paths_ND: int32, the rows' paths (`draft_trees.py`); None if all requests are chains.
     """
 
     first_R: Ints
@@ -116,12 +118,24 @@ class PagedContexts:
     pages_address: int
     page_size: int
     longest: int
+    tree_paths_ND: Ints | None = None
 
     @staticmethod
     def build(
-        first_R: Ints, rows_R: Ints, pages_RP: Ints, page_size: int, device: Device, window: int | None = None
+        first_R: Ints,
+        rows_R: Ints,
+        pages_RP: Ints,
+        page_size: int,
+        device: Device,
+        window: int | None = None,
+        tree_paths_ND: Ints | None = None,
     ) -> PagedContexts:
+        if tree_paths_ND is not None:
+            assert not has_tiles(), "refused by `why_no_trees`"
+            tree_paths_ND = np.ascontiguousarray(tree_paths_ND, dtype=np.int32)
         first_R, rows_R = (np.ascontiguousarray(x, dtype=np.int64) for x in (first_R, rows_R))
         longest = int((first_R + rows_R).max())
         pages_RP = np.ascontiguousarray(pages_RP, dtype=np.int64)
-        return PagedContexts(first_R, rows_R, pages_RP, pages_RP.ctypes.data, page_size, longest)
+        return PagedContexts(
+            first_R, rows_R, pages_RP, pages_RP.ctypes.data, page_size, longest, tree_paths_ND
+        )

@@ -16,9 +16,11 @@ from __future__ import annotations
 
 import numpy as np
 from numba import carray
+from torch import Tensor
 
 from ..cpu_numba.element_ops import elements, finite_or_zero, pointer, record_dtype
-from .tiles.isa_dispatch import of_two_kinds
+from ..memory.kv_cache import PagedKVCache
+from .tiles.isa_dispatch import has_tiles, of_two_kinds
 from .tiles.simd_vectors import copy_lines, norm_rotate, rotate
 
 BLOCK = 16  # slots
@@ -100,6 +102,30 @@ def _key_as_column(k, block, t, head_dim):
 
 
 of_two_kinds(_write_key, _key_as_row, _key_as_column)
+
+
+def compact_blocks(cache: PagedKVCache, source_slots: Tensor, target_slots: Tensor) -> None:
+    """Move rows of all layers to other slots, as `PagedKVCache.compact_rows` does, within these blocks."""
+    kind = cache.geometries[0]
+    heads, dim = kind.num_kv_heads, kind.head_dim
+    k_LBKE, v_LBKE = cache.kv.view(len(cache.kv), -1, 2, heads, BLOCK * dim).unbind(2)
+    v = v_LBKE.unflatten(3, (dim // 16, BLOCK // 2, 16, 2))
+    source_N, target_N = source_slots.flatten(), target_slots.flatten()
+    from_block, from_t, to_block, to_t = (
+        part for slots in (source_N, target_N) for part in (slots // BLOCK, slots % BLOCK)
+    )
+    if has_tiles():
+        k = k_LBKE.unflatten(3, (BLOCK, dim))
+        moved_k = k[:, from_block, :, from_t]
+    else:
+        k = k_LBKE.unflatten(3, (dim // 2, BLOCK, 2))
+        moved_k = k[:, from_block, :, :, from_t]
+    moved_v = v[:, from_block, :, :, from_t // 2, :, from_t % 2]
+    if has_tiles():
+        k[:, to_block, :, to_t] = moved_k
+    else:
+        k[:, to_block, :, :, to_t] = moved_k
+    v[:, to_block, :, :, to_t // 2, :, to_t % 2] = moved_v
 
 
 @elements

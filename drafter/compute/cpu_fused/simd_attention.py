@@ -6,6 +6,10 @@
 
 Keys are processed in chunks of 64 from position 0, so the lane that adds a key depends only on its position.
 
+A row of a draft tree sees some of its request's own rows. Their scores are moved to the places that the keys
+have in a chain, and back once they are weights; other rows' keys get weights of 0. Since the products of
+weights and values are one chain over the keys, the bits are those of a chain.
+
 Legend: T keys, D head dim.
 """
 
@@ -17,13 +21,13 @@ from __future__ import annotations
 import numpy as np
 from numba import carray
 
-from ..cpu_numba.element_ops import pointer
+from ..cpu_numba.element_ops import elements, pointer
 from .qkv_heads import BLOCK, QUAD, find_blocks
 from .tiles.simd_tiles import CHUNK, ROW_BYTES, combine_rows, most_rows, pack_rows, score_rows
 from .tiles.simd_vectors import scale_rounded, soften_row
 
 _ROWS = 12  # of the highest tile
-_INT64, _FP32 = np.int64(0), np.float32(0)
+_INT32, _INT64, _FP32 = np.int32(0), np.int64(0), np.float32(0)
 _LOG2_E = 1.4426950408889634
 
 
@@ -36,7 +40,7 @@ def row_scratch_bytes(longest: int, head_dim: int) -> int:
 
 def attend_rows(
     qkv, out, kv, pages, first, num_rows, page_size, num_heads, num_kv, head_dim, head, row_begin, row_end,
-    scale, causal, window, scratch,
+    scale, causal, window, tree, depth, scratch,
 ):  # fmt: skip
     """Compute an item of attention; arguments: see `attention._attend_group`."""
     shared = num_heads // num_kv
@@ -61,11 +65,15 @@ def attend_rows(
         for i in range(count):
             row = at + i
             position = first + row % num_rows
+            if tree != 0:
+                position = first + _depth_of(tree, row % num_rows, depth)
             begin, end = 0, position + 1 if causal else num_keys
             if window >= 0:
                 begin, end = max(position - window + 1, 0), min(end, position + window)
             bounds_R2[i, 0], bounds_R2[i, 1] = begin, end
             lowest, highest = min(lowest, begin), max(highest, end)
+            if tree != 0:
+                highest = max(highest, first + row % num_rows + 1)
             source = qkv + row % num_rows * row_bytes + 2 * (head * shared + row // num_rows) * head_dim
             pack_rows(source, _INT64, queries + i * ROW_BYTES, count * ROW_BYTES, 1, head_dim)
         # Only chunks that some row sees; others would add zeros.
@@ -78,10 +86,56 @@ def attend_rows(
         for i in range(count):
             mine = scores + i * ROW_BYTES
             low, high = bounds_R2[i, 0] - begin * CHUNK, bounds_R2[i, 1] - begin * CHUNK
-            soften_row(mine, count * ROW_BYTES, chunks, low, high, factor, total + 4 * i)
+            if tree == 0:
+                soften_row(mine, count * ROW_BYTES, chunks, low, high, factor, total + 4 * i)
+            else:
+                path = tree + 4 * depth * ((at + i) % num_rows)
+                own, length = first - begin * CHUNK, bounds_R2[i, 1] - first
+                _gather_path(mine, count * ROW_BYTES, path, length, own)
+                soften_row(mine, count * ROW_BYTES, chunks, low, high, factor, total + 4 * i)
+                _scatter_path(mine, count * ROW_BYTES, path, length, own)
         combine_rows(scores, seen, chunks * QUAD, (num_kv + head) * head_bytes, result, head_dim, count)
         for i in range(count):
             row = at + i
             q = head * shared + row // num_rows
             target = out + 2 * (row % num_rows * num_heads + q) * head_dim
             scale_rounded(result + 4 * i * head_dim, total + 4 * i, target, head_dim // 16)
+
+
+@elements
+def _depth_of(tree, row, depth):
+    """Return the depth of a row, at which its path ends with the row itself."""
+    path_D = carray(pointer(tree + 4 * depth * row, _INT32), (depth,))
+    at = 0
+    while path_D[at] != row:
+        at += 1
+    return at
+
+
+@elements
+def _score_at(scores, chunk_bytes, key):
+    address = scores + key // CHUNK * chunk_bytes + 4 * (key % CHUNK)
+    return carray(pointer(address, _FP32), (1,))
+
+
+@elements
+def _gather_path(scores, chunk_bytes, path, length, own):
+    """Move a path's scores to the places of its depths, from `own` on; places below 0 are not seen."""
+    path_D = carray(pointer(path, _INT32), (length,))
+    for d in range(max(-own, 0), length):  # a row's offset is at least its depth: no score is lost
+        _score_at(scores, chunk_bytes, own + d)[0] = _score_at(scores, chunk_bytes, own + path_D[d])[0]
+
+
+@elements
+def _scatter_path(scores, chunk_bytes, path, length, own):
+    """Move a path's weights back to its rows' places; others between them become 0."""
+    path_D = carray(pointer(path, _INT32), (length,))
+    end = path_D[length - 1] + 1
+    for d in range(length - 1, max(-own, 0) - 1, -1):
+        weight, offset = _score_at(scores, chunk_bytes, own + d)[0], path_D[d]
+        for other in range(offset + 1, end):
+            _score_at(scores, chunk_bytes, own + other)[0] = 0
+        _score_at(scores, chunk_bytes, own + offset)[0] = weight
+        end = offset
+    for other in range(max(-own, 0), end):
+        _score_at(scores, chunk_bytes, own + other)[0] = 0

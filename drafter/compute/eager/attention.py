@@ -107,6 +107,9 @@ def _context(cache: PagedKVCache, layer: int, group: Group, dtype: torch.dtype) 
     """
     kind, shape = cache.geometries[layer], (group.num_requests, group.num_keys)
     found = cache.pages(layer).index_select(0, group.pages_GP).to(dtype)
+    if group.branches is not None:
+        own_Mw = cache.slots(layer)[0].index_select(0, group.branches.slots_M).to(dtype)
+        found.view(-1, kind.width).index_copy_(0, group.branches.places_M, own_Mw)
     if kind.v_in_k:
         k_GTKD = found.view(*shape, kind.num_kv_heads, kind.head_dim)
         return k_GTKD.transpose(1, 2).expand(2, -1, -1, -1, -1)
@@ -185,7 +188,8 @@ def _softmax_of_values(
 
     A sink (broadcast over the rows of the batches) is one more logit without a value: it scales the result by
     sum / (sum + exp(sink)), where `sum` is of exp(logit), which is sigmoid(log sum - sink). So K and V are
-    not copied, and a row's bits do not depend on others.
+    not copied, and a row's bits do not depend on others. The sigmoid is of fp64, since PyTorch's of fp32
+    rounds otherwise in vectors of a tensor than in its last elements.
     """
     if sinks is None:
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale)
@@ -196,4 +200,5 @@ def _softmax_of_values(
     else:
         logits = in_fp32(q) @ in_fp32(k).transpose(-1, -2) * scale + mask
         out, log_sums = logits.softmax(-1) @ in_fp32(v), logits.logsumexp(-1)
-    return (out * torch.sigmoid(log_sums - sinks).unsqueeze(-1)).to(q.dtype)
+    shares = torch.sigmoid((log_sums - sinks).double()).to(log_sums.dtype)
+    return (out * shares.unsqueeze(-1)).to(q.dtype)

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from ..backend import Device, Ints, PlacedRows
+from ..draft_trees import branches
 from ..layers.rope import RotaryEmbedding, Rotation
 
 _SHORT_ROWS = 32  # requests with at most this many rows share a group
@@ -36,6 +37,14 @@ class PaddedRows:
     padded_M: Tensor
     real_places_N: Tensor
     real_N: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class BranchKeys:
+    """Keys of a tree's branches after the context: places among a group's gathered keys, flat, and slots."""
+
+    places_M: Tensor
+    slots_M: Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +67,7 @@ class Group:
         first_page: the first page of the only request, if its pages are consecutive; else None.
         begins_G, lengths_G: absolute position of the first key; keys that exist.
         positions_GW: absolute position of each query row; a shorter request's last one is repeated.
+        branches: keys that replace those gathered from pages, if the requests are branches of trees.
         masks: cache of additive masks.
         views: cache of every plane's K and V of consecutive pages, by the tensor's id; see `_views`.
     """
@@ -71,6 +81,7 @@ class Group:
     begins_G: Tensor
     positions_GW: Tensor
     lengths_G: Tensor
+    branches: BranchKeys | None = None
     masks: dict[tuple[VisibleKeys, torch.dtype, int, int], Tensor] = field(default_factory=dict)
     views: dict[int, tuple[Tensor, list[tuple[Tensor, ...]]]] = field(default_factory=dict)
 
@@ -110,21 +121,31 @@ class AttentionBatch:
 
     @staticmethod
     def build(
-        first_R: Ints, rows_R: Ints, pages_RP: Ints, page_size: int, device: Device, window: int | None = None
+        first_R: Ints,
+        rows_R: Ints,
+        pages_RP: Ints,
+        page_size: int,
+        device: Device,
+        window: int | None = None,
+        tree_paths_ND: Ints | None = None,
     ) -> AttentionBatch:
         lengths_R = first_R + rows_R
         starts_R = np.cumsum(rows_R) - rows_R
         step = _Step(first_R, rows_R, lengths_R, starts_R, pages_RP, page_size, device, window)
-        groups: list[Group] = []
-        for members in _companions(rows_R, lengths_R - step.begins(first_R), page_size):
-            groups += step.long_request(members[0]) if len(members) == 1 else [step.short_requests(members)]
+        if tree_paths_ND is None:
+            return AttentionBatch(step.chains(np.arange(len(rows_R))), int(rows_R.sum()))
+        is_tree_R = tree_paths_ND[starts_R, 0] >= 0
+        groups = step.chains(np.flatnonzero(~is_tree_R))
+        for r in np.flatnonzero(is_tree_R).tolist():
+            start = int(starts_R[r])
+            groups.append(step.tree(r, branches(tree_paths_ND[start : start + int(rows_R[r])])))
         return AttentionBatch(groups, int(rows_R.sum()))
 
 
 def _companions(num_rows_R: Ints, num_keys_R: Ints, page_size: int) -> list[list[int]]:
     """Group requests: short ones within a factor of two in the keys they see; long ones alone."""
-    if len(num_rows_R) == 1:
-        return [[0]]
+    if len(num_rows_R) <= 1:
+        return [[0]] * len(num_rows_R)
     groups: dict[int, list[int]] = {}
     for r, (rows, keys) in enumerate(zip(num_rows_R.tolist(), num_keys_R.tolist(), strict=True)):
         key = -1 - r if rows > _SHORT_ROWS else max(keys - 1, page_size, 64).bit_length()
@@ -164,6 +185,56 @@ class _Step:
 
     def _tensor(self, values: Ints | list[int]) -> Tensor:
         return torch.from_numpy(np.asarray(values, dtype=np.int64)).to(self.device)
+
+    def chains(self, requests: Ints) -> list[Group]:
+        """Return the groups of requests whose rows follow one another."""
+        groups: list[Group] = []
+        first, rows, lengths = self.first_R[requests], self.rows_R[requests], self.lengths_R[requests]
+        for members in _companions(rows, lengths - self.begins(first), self.page_size):
+            chosen = requests[members].tolist()
+            groups += self.long_request(chosen[0]) if len(chosen) == 1 else [self.short_requests(chosen)]
+        return groups
+
+    def tree(self, r: int, branches_B: list[tuple[Ints, int]]) -> Group:
+        """Return a tree's branches as requests with one context, each with its rows in path order.
+
+        So a row's keys have the places that they have in a chain, and its sums the same bits. Rows that
+        several branches share are computed in each, and kept from the first.
+        """
+        first, start, count = int(self.first_R[r]), int(self.starts_R[r]), len(branches_B)
+        longest = max(len(path) for path, _ in branches_B)
+        begin = int(self.begins(np.array([first]))[0])
+        num_keys = _padded(first + longest - begin, self.page_size)
+        pages_P = self._pages([r], np.array([begin]), num_keys)[0]
+        places_GW, rows_GW = (
+            np.arange(longest),
+            np.stack([_padded_path(path, longest) for path, _ in branches_B]),
+        )
+        lengths_G = np.array([len(path) for path, _ in branches_B])
+        known_G = np.array([known for _, known in branches_B])
+        has_GW = places_GW < lengths_G[:, None]
+        real_GW = has_GW & (places_GW >= known_G[:, None])
+        # Keys of the context's last page and after it, at the places of their positions.
+        places_KW = np.arange(count)[:, None] * num_keys + first - begin + places_GW
+        positions_GW = first + rows_GW
+        slots_GW = self.pages_RP[r][positions_GW // self.page_size] * self.page_size
+        slots_GW = slots_GW + positions_GW % self.page_size
+        return Group(
+            num_requests=count,
+            num_rows=longest,
+            num_keys=num_keys,
+            rows=PaddedRows(
+                padded_M=self._tensor((start + rows_GW).ravel()),
+                real_places_N=self._tensor(np.flatnonzero(real_GW)),
+                real_N=self._tensor((start + rows_GW)[real_GW]),
+            ),
+            pages_GP=self._tensor(np.tile(pages_P, count)),
+            first_page=None,
+            begins_G=self._tensor(np.full(count, begin)),
+            positions_GW=self._tensor(first + np.minimum(places_GW, lengths_G[:, None] - 1)),
+            lengths_G=self._tensor(first + lengths_G),
+            branches=BranchKeys(self._tensor(places_KW[has_GW]), self._tensor(slots_GW[has_GW])),
+        )
 
     def _pages(self, requests: list[int], begins_G: Ints, num_keys: int) -> Ints:
         """Return page ids [G, T / S]; missing pages are page 0, which the masks hide."""
@@ -230,6 +301,10 @@ class _Step:
             positions_GW=self._tensor(self.first_R[members][:, None] + places_GW),
             lengths_G=self._tensor(self.lengths_R[members]),
         )
+
+
+def _padded_path(path: Ints, length: int) -> Ints:
+    return np.concatenate((path, np.repeat(path[-1:], length - len(path))))
 
 
 def pad_rows(q: Tensor, num_rows: int) -> Tensor:

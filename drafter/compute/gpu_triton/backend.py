@@ -46,6 +46,7 @@ from .attention.attention_tiles import (
     list_work,
     rows_from_host,
 )
+from .attention.compact_rows import compact_rows
 from .attention.mla import TritonLatentAttention
 from .attention.mla_prefill_plan import Expansion, ExpansionWorkspace, find_expansion
 from .attention.norm_rope_kv_write import norm_rotate_write, write_context
@@ -197,6 +198,9 @@ class TritonBackend(OperatorBackend):
 
     def begin(self, rows: PlacedRows) -> _Pass:
         return _Pass(rows, self._attend)
+
+    def compact_rows(self, cache: PagedKVCache, source_slots: Tensor, target_slots: Tensor) -> None:
+        compact_rows(cache, source_slots, target_slots)
 
     def attention(self, shape: AttentionShape) -> Attention:
         self._attend.reserve(shape.v_head_dim)

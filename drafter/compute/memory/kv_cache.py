@@ -137,6 +137,18 @@ class PagedKVCache:
         """Write rows of consecutive layers of one group, as `write` does."""
         _copy_rows(self.planes(first, len(kv_LN2KD)).flatten(1, 2), 1, slots_N, kv_LN2KD)
 
+    def compact_rows(self, source_slots: Tensor, target_slots: Tensor) -> None:
+        """Move rows of all planes, int64 slots of any shape, as if all were read before one is written.
+
+        Of the rows of a draft tree an accepted path remains, at consecutive slots. Slots of several page
+        groups may be in one call. The fused CPU backend orders slots otherwise: `Backend.compact_rows`.
+        """
+        stored_ANw = self.kv.flatten(1, 2)
+        if stored_ANw.dtype is torch.float8_e4m3fn:  # as in `_copy_rows`
+            stored_ANw = stored_ANw.view(torch.uint8)
+        moved_ANw = stored_ANw.index_select(1, source_slots.flatten())
+        stored_ANw.index_copy_(1, target_slots.flatten(), moved_ANw)
+
     @staticmethod
     def bytes_per_page(num_planes: int, page_size: int, width: int, dtype: torch.dtype) -> int:
         """Return the bytes of one page over all planes, with `width` values per token and plane."""

@@ -6,7 +6,8 @@ same noise, so a draft can be rejected only where their logits differ by more th
 which drafts are verified; no token depends on them. Made by proposers; read by
 `actors/targets/runners/cpu_runner.py`.
 
-Legend: R requests of a step, K most drafts.
+Legend: R requests of a step, K most drafts, X rows that sample a draft, C candidates, P candidates of the row
+before (or 1).
 """
 
 from __future__ import annotations
@@ -20,6 +21,22 @@ from ....cluster.step.scheduler_output import BoolArray
 
 
 @dataclass(frozen=True, slots=True)
+class BlockCandidates:
+    """Candidates of the rows that sample a draft, request after request, for draft trees.
+
+    Attributes:
+        ids_XC: int64.
+        scores_XPC: fp32, with filters and noise, given each candidate of the row before; P = 1 if scores do
+            not depend on it. -inf where a token is impossible.
+        counts_R: rows of each request, int64.
+    """
+
+    ids_XC: Tensor
+    scores_XPC: Tensor
+    counts_R: Tensor
+
+
+@dataclass(frozen=True, slots=True)
 class Proposals:
     """Drafts of a step's requests, in their order.
 
@@ -30,6 +47,7 @@ class Proposals:
         is_partial: a request may have fewer drafts than were planned for it, as always without margins.
         is_copied_R: requests whose drafts are copies (`drafter/suffix/mixing.py`); None without a mixer.
         is_pass_skipped: all drafts are copies, and the drafter's pass was left out.
+        candidates: of steps that grow draft trees; None if the proposer gives none.
     """
 
     drafts_RK: Tensor
@@ -37,6 +55,7 @@ class Proposals:
     is_partial: bool = field(default=False, kw_only=True)
     is_copied_R: BoolArray | None = field(default=None, kw_only=True)
     is_pass_skipped: bool = field(default=False, kw_only=True)
+    candidates: BlockCandidates | None = field(default=None, kw_only=True)
 
     @classmethod
     def none(cls, num_requests: int, device: torch.device | str) -> Proposals:

@@ -21,16 +21,21 @@ Legend: N rows to sample, M rows with temperature > 0, V vocabulary, X mask rows
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
+from ..inputs.gumbel_noise import negative_gumbel_of
 from ..inputs.logits_processors import apply_rules
-from ..inputs.proposals import Proposals
+from ..inputs.proposals import BlockCandidates, Proposals
 from ..inputs.row_layout import StepRows
 from ..inputs.sampling_metadata import SamplingMetadata
-from .selector import SelectorCodebooks
+from .selector import SelectorCodebooks, tree_scores
 from .step_ops import DEFINITION, StepOperators
 from .top_k_top_p import filter_logits
+
+_CANDIDATES = 16  # of each row of a draft tree without a selector
 
 
 def sample_rows(logits_NV: Tensor, batch: SamplingMetadata, operators: StepOperators = DEFINITION) -> Tensor:
@@ -82,13 +87,40 @@ def select_paths(
     block: StepRows,
     codebooks: SelectorCodebooks,
     operators: StepOperators = DEFINITION,
+    *,
+    for_trees: bool = False,
 ) -> Proposals:
     """Return drafts and margins [R, W]; a margin is between scores after the token chosen before.
 
     Args:
         logits_XV: any float dtype, of `block`'s mask rows; may be edited.
         gates_XE: h, of the same rows.
+        for_trees: also return the candidates.
     """
     logits_XV = edit_logits(logits_XV, block.sampling, operators)
     found = operators.candidates(logits_XV, block.sampling, codebooks.top_k)
-    return operators.walk(*found, gates_XE, block, codebooks)
+    proposals = operators.walk(*found, gates_XE, block, codebooks)
+    if not for_trees:
+        return proposals
+    scores_XPK = tree_scores(*found, gates_XE, block, codebooks)
+    return replace(proposals, candidates=BlockCandidates(found[1], scores_XPK, block.counts_R))
+
+
+def block_candidates(
+    logits_XV: Tensor, block: StepRows, operators: StepOperators = DEFINITION
+) -> BlockCandidates:
+    """Return the candidates of a block whose scores do not depend on the token before.
+
+    Args:
+        logits_XV: any float dtype, of `block`'s mask rows, after `edit_logits`; may be edited.
+    """
+    batch = block.sampling
+    if batch.noisy_M is not None and batch.narrows:
+        logits_XV[batch.noisy_M] = filter_logits(logits_XV[batch.noisy_M], batch)
+        batch = replace(batch, top_k_M=None, top_p_M1=None, min_p_M1=None)
+    scores_XC, ids_XC = operators.candidates(logits_XV, batch, min(_CANDIDATES, logits_XV.shape[1]))
+    if (noisy_M := batch.noisy_M) is not None:
+        assert batch.temperature_M1 is not None and batch.key_2M1 is not None, "made together by `build`"
+        negative_g_MC = negative_gumbel_of(batch.key_2M1, ids_XC[noisy_M])
+        scores_XC[noisy_M] = torch.addcmul(scores_XC[noisy_M], batch.temperature_M1, negative_g_MC, value=-1)
+    return BlockCandidates(ids_XC, scores_XC.unsqueeze(1), block.counts_R)

@@ -82,14 +82,32 @@ def walk(
         z_XK, ids_XK: result of `candidates`.
         gates_XE: h, of the same rows.
     """
-    before_XP = block.previous(ids_XK)
-    scores_XPK = z_XK.unsqueeze(1) + _pair_scores(before_XP, gates_XE, ids_XK, codebooks)
+    scores_XPK = _path_scores(z_XK, ids_XK, gates_XE, block, codebooks)
     best_XP, margins_XP = with_margin(scores_XPK)
     if (noisy_M := block.sampling.noisy_M) is not None:
         noisy = _noisy_best(scores_XPK[noisy_M], ids_XK[noisy_M], block.sampling)
         for values_XP, values_MP in zip((best_XP, margins_XP), noisy, strict=True):
             values_XP.index_copy_(0, noisy_M, values_MP)
     return _follow(best_XP, margins_XP, ids_XK, block)
+
+
+def tree_scores(
+    z_XK: Tensor, ids_XK: Tensor, gates_XE: Tensor, block: StepRows, codebooks: SelectorCodebooks
+) -> Tensor:
+    """Return the fp32 scores [X, P, K] of candidates after each of the row before, with filters and noise.
+
+    All candidates before a request's first row are its anchor.
+    """
+    scores_XPK = _path_scores(z_XK, ids_XK, gates_XE, block, codebooks)
+    if (noisy_M := block.sampling.noisy_M) is not None:
+        scores_XPK[noisy_M] = _noised_pairs(scores_XPK[noisy_M], ids_XK[noisy_M], block.sampling)
+    return scores_XPK
+
+
+def _path_scores(
+    z_XK: Tensor, ids_XK: Tensor, gates_XE: Tensor, block: StepRows, codebooks: SelectorCodebooks
+) -> Tensor:
+    return z_XK.unsqueeze(1) + _pair_scores(block.previous(ids_XK), gates_XE, ids_XK, codebooks)
 
 
 def _pair_scores(before_XP: Tensor, gates_XE: Tensor, ids_XK: Tensor, codebooks: SelectorCodebooks) -> Tensor:
@@ -103,15 +121,18 @@ def _noisy_best(scores_MPK: Tensor, ids_MK: Tensor, batch: SamplingMetadata) -> 
 
     Filters apply to the candidates after one previous token as if they were a row.
     """
+    places_MP, margins_MP = with_margin(_noised_pairs(scores_MPK, ids_MK, batch))
+    if batch.narrows:  # as in `sampler.py`
+        margins_MP = torch.where(margins_MP.isinf(), with_margin(scores_MPK)[1], margins_MP)
+    return places_MP, margins_MP
+
+
+def _noised_pairs(scores_MPK: Tensor, ids_MK: Tensor, batch: SamplingMetadata) -> Tensor:
     assert batch.temperature_M1 is not None and batch.key_2M1 is not None, "made together by `build`"
     num_before = scores_MPK.shape[1]
     kept = filter_logits(scores_MPK.flatten(0, 1), _repeated(batch, num_before)).view_as(scores_MPK)
     negative_g_M1K = negative_gumbel_of(batch.key_2M1, ids_MK).unsqueeze(1)
-    noised = torch.addcmul(kept, batch.temperature_M1.unsqueeze(-1), negative_g_M1K, value=-1)
-    places_MP, margins_MP = with_margin(noised)
-    if batch.narrows:  # as in `sampler.py`
-        margins_MP = torch.where(margins_MP.isinf(), with_margin(scores_MPK)[1], margins_MP)
-    return places_MP, margins_MP
+    return torch.addcmul(kept, batch.temperature_M1.unsqueeze(-1), negative_g_M1K, value=-1)
 
 
 def _repeated(batch: SamplingMetadata, times: int) -> SamplingMetadata:

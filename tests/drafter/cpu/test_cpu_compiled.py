@@ -329,6 +329,9 @@ LESSER = [
 ]
 
 
+TREES = "test_a_stack_gives_paths_the_bits_of_chains_and_keeps_the_accepted_ones[fused]"
+
+
 @pytest.mark.parametrize("kind", LESSER, ids=lambda kind: kind.value)
 def test_the_tests_pass_with_fewer_cpu_instructions(kind: Instructions):
     """Tests run again in a process with fewer instructions; speculation changes no token.
@@ -339,7 +342,8 @@ def test_the_tests_pass_with_fewer_cpu_instructions(kind: Instructions):
     lossless = (
         "test_speculation_changes_no_token_in_bf16_if_products_do_not_depend_on_the_batch[compiled-0.0]"
     )
-    tests = [__file__, str(TESTS / "drafter" / "cpu" / "test_cpu_codes.py")]
+    trees = TESTS / "drafter" / "compute" / "test_draft_trees.py"
+    tests = [__file__, str(TESTS / "drafter" / "cpu" / "test_cpu_codes.py"), f"{trees}::{TREES}"]
     some = "stack or bits or context"
     if WHOLE:
         tests.append(f"{TESTS / 'end_to_end' / 'lossless' / 'test_shipped_pair.py'}::{lossless}")

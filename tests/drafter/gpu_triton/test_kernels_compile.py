@@ -83,6 +83,7 @@ def _attention(
     tail: int = 0,
     batch_invariant: bool = False,
     kv: str | None = None,
+    tree: bool = False,
 ) -> Variant:
     torch_dtype = {"bf16": torch.bfloat16, "fp32": torch.float32}[dtype]
     if tail:
@@ -99,8 +100,9 @@ def _attention(
     pointers |= {"q_tail_ptr": f"*{dtype}:16"} if tail else {}
     strides = ("q_row", "q_head", "tail_row", "tail_head", "page", "token", "kv_head")
     signature = pointers | {f"{name}_stride": "i32:16" for name in strides} | {"scale": "fp32"}
-    signature |= dict.fromkeys(("num_rows", "num_requests", "table_stride"), "i32")
+    signature |= dict.fromkeys(("num_rows", "num_requests", "depth", "table_stride"), "i32")
     signature |= {"sinks_ptr": "*fp32:16"} if sinks else {}
+    signature |= {"paths_ptr": "*i32", "positions_ptr": "*i64"} if tree else {}
     constexprs = {
         "HEADS": heads,
         "GROUP": heads // kv_heads,
@@ -119,7 +121,9 @@ def _attention(
         "SPLIT_TILES": plan.split_keys // plan.block_keys,
         "RUN_SPLITS": plan.run_splits,
         "PDL": True,
-    } | {name: None for name, given in (("sinks_ptr", sinks), ("q_tail_ptr", tail)) if not given}
+    }
+    optional = {"sinks_ptr": sinks, "q_tail_ptr": tail, "paths_ptr": tree, "positions_ptr": tree}
+    constexprs |= {name: None for name, given in optional.items() if not given}
     return Variant("_attend", signature, constexprs, plan.num_warps, wgmma=plan.block_rows >= 64)
 
 
@@ -242,6 +246,13 @@ def _work(*, split_keys: int, run_splits: int) -> Variant:
     tiles = {"KV_HEADS": 8, "BLOCK_ROWS": 64, "BLOCK_KEYS": 64, "TILE_TOKENS": 16, "WINDOW": 2048}
     sums = {"SPLIT_KEYS": split_keys, "RUN_SPLITS": run_splits}
     return Variant("_list_work", signature, tiles | sums | {"PDL": True})
+
+
+def _compact(kind: str, width: int, moves: int) -> Variant:
+    signature = {"kv_ptr": f"*{kind}:16", "source_ptr": "*i64", "target_ptr": "*i64"}
+    signature |= {"moves": "i32", "plane_stride": "i64"}
+    sizes = {"WIDTH": width, "MOVES": moves, "COLUMNS": 2048 // moves}
+    return Variant("_compact", signature, sizes | {"PDL": True})
 
 
 def _norm(
@@ -710,6 +721,9 @@ VARIANTS: dict[str, list[Variant]] = {
         _attention(8, 1, 512, tail=64),  # Kimi K2 on eight ranks
         _attention(64, 1, 512, tail=64, rows=1),  # and on one, in two tiles of heads
         _attention(8, 1, 512, tail=64, batch_invariant=True),
+        _attention(8, 1, 512, tail=64, tree=True),
+        replace(_attention(32, 8, 128, tree=True, batch_invariant=True), spills=(90, 100)),
+        _attention(32, 8, 128, tree=True),
     ],
     "compute.gpu_triton.attention.attention_tiles": [
         _work(split_keys=0, run_splits=0),
@@ -838,6 +852,7 @@ VARIANTS: dict[str, list[Variant]] = {
         _write(32, 8, 128, 4, kv="fp8e4nv"),
         _write_context(5, 8, 128, 4),
     ],
+    "compute.gpu_triton.attention.compact_rows": [_compact("i16", 2048, 16), _compact("u8", 576, 8)],
 }
 
 

@@ -37,13 +37,17 @@ def reference(target: Path) -> dict[str, list[list[int]]]:
 
 
 @pytest.mark.parametrize(
-    ("ranks", "placement", "ahead"),
+    ("ranks", "placement", "ahead", "tree"),
     [
-        pytest.param(1, "split", False, marks=pytest.mark.slow),  # as test_ray_executor_drafter.py has it
-        pytest.param(2, "colocated", True, marks=pytest.mark.slow),  # test_ray_executor.py has such a pair
-        (2, "split", True),
-        pytest.param(2, "shared", False, marks=pytest.mark.slow),  # test_ray_executor_drafter.py has one rank
-        pytest.param(2, None, False, marks=pytest.mark.slow),
+        pytest.param(1, "split", False, {}, marks=pytest.mark.slow),  # as test_ray_executor_drafter.py has it
+        pytest.param(
+            2, "colocated", True, {}, marks=pytest.mark.slow
+        ),  # test_ray_executor.py has such a pair
+        (2, "colocated", True, {"tree_width": 4, "tree_size": 31}),
+        (2, "split", True, {}),
+        # test_ray_executor_drafter.py has one rank
+        pytest.param(2, "shared", False, {}, marks=pytest.mark.slow),
+        pytest.param(2, None, False, {}, marks=pytest.mark.slow),
     ],
 )
 def test_the_topology_changes_no_token(
@@ -54,8 +58,10 @@ def test_the_topology_changes_no_token(
     ranks: int,
     placement: str | None,
     ahead: bool,
+    tree: dict[str, int],
 ) -> None:
-    spec = None if placement is None else {"model": str(drafter), "placement": placement, "adaptive": False}
+    drafts = {"model": str(drafter), "placement": placement, "adaptive": False, **tree}
+    spec = None if placement is None else drafts
     with LLM(
         str(target),
         speculative_config=spec,

@@ -34,6 +34,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ...backend import Device, Ints
+from ...draft_trees import positions_of
 from ..common.element_ops import dependent_launch, wait_for_predecessor
 
 _PROGRAMS_PER_PROCESSOR = 2  # registers and shared memory hold two blocks of 64 rows
@@ -48,6 +49,14 @@ _ALL_ROWS = 2**31 - 1
 
 
 @dataclass(frozen=True, slots=True)
+class TreeRows:
+    """Paths [N, D], int32, of rows of draft trees (`draft_trees.py`), and positions of all rows."""
+
+    paths_ND: Tensor
+    positions_N: Tensor
+
+
+@dataclass(frozen=True, slots=True)
 class PagedRows:
     """A step's rows for attention. All tensors are on the device; graphs replay over them.
 
@@ -59,6 +68,7 @@ class PagedRows:
         max_rows: maximum rows of a request (host integer, at least 1: it determines the tiles).
         host_spans_B2: first position and rows of each request, on the host, if known: for prompts, which
             have no padding. None for decoding.
+        tree: None if all requests are chains.
     """
 
     slots_B: Tensor
@@ -67,23 +77,34 @@ class PagedRows:
     page_table: Tensor
     max_rows: int
     host_spans_B2: Ints | None = None
+    tree: TreeRows | None = None
 
 
 def rows_from_host(
-    first_R: Ints, rows_R: Ints, pages_RP: Ints, page_size: int, device: Device, window: int | None = None
+    first_R: Ints,
+    rows_R: Ints,
+    pages_RP: Ints,
+    page_size: int,
+    device: Device,
+    window: int | None = None,
+    tree_paths_ND: Ints | None = None,
 ) -> PagedRows:
     """Return a step's rows, which the host knows; see `backend.Backend.attention_batch`."""
 
     def put(values: Ints) -> Tensor:
         return torch.from_numpy(np.ascontiguousarray(values, dtype=np.int32)).to(device)
 
+    tree = None
+    if tree_paths_ND is not None:
+        tree = TreeRows(put(tree_paths_ND), put(positions_of(tree_paths_ND, first_R, rows_R)))
     return PagedRows(
         slots_B=put(np.arange(len(rows_R))),
         cu_rows=put(np.concatenate(([0], np.cumsum(rows_R)))),
         kv_lengths_B=put(first_R + rows_R),
         page_table=put(pages_RP),
         max_rows=int(rows_R.max()),
-        host_spans_B2=np.stack((first_R, rows_R), axis=1),
+        host_spans_B2=np.stack((first_R, rows_R), axis=1) if tree is None else None,
+        tree=tree,
     )
 
 

@@ -25,27 +25,29 @@ import triton.language as tl
 
 from ..common.e4m3 import widen
 from .attention_tiles import first_seen
+from .tree_keys import ancestor_keys, first_own_tile, own_end, path_keys
 
 _FP32_PRODUCT = tl.constexpr("tf32x3")  # fp32 precision on tensor cores; fp16 and bf16 ignore it
 
 
 @triton.jit
 def attend_piece(
-    queries, keys, lo, hi,
+    queries, keys, tree, lo, hi,
     DIM: tl.constexpr, V_DIM: tl.constexpr, V_WIDTH: tl.constexpr, TAIL: tl.constexpr, PAGE: tl.constexpr,
     BLOCK_KEYS: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, FIRST_KEY: tl.constexpr,
-    SPLIT_TILES: tl.constexpr, RUN_SPLITS: tl.constexpr,
+    SPLIT_TILES: tl.constexpr, RUN_SPLITS: tl.constexpr, TREE: tl.constexpr,
 ):  # fmt: skip
     """Attend to key tiles lo..hi-1, lo < hi; return (m, l, o). In invariant mode a sum of runs of splits.
 
     `queries` are q [R, D], their tails [R, C], their positions [R] and the scale of scores, for exp2. `keys`
     are pointers to keys, values and the request's page table, the number of keys, and strides of pages and of
-    tokens.
+    tokens. `tree` is described in `tree_keys.py`.
     """
     if SPLIT_TILES == 0:
-        return _attend_tiles(
-            queries, keys, lo, hi, DIM, V_DIM, V_WIDTH, TAIL, PAGE, BLOCK_KEYS, CAUSAL, WINDOW, FIRST_KEY
-        )
+        return _attend_split(
+            queries, keys, tree, lo, hi, DIM, V_DIM, V_WIDTH, TAIL, PAGE, BLOCK_KEYS, CAUSAL, WINDOW,
+            FIRST_KEY, TREE, False,
+        )  # fmt: skip
     else:
         RUN: tl.constexpr = SPLIT_TILES * RUN_SPLITS
         ROWS: tl.constexpr = queries[0].shape[0]
@@ -57,9 +59,9 @@ def attend_piece(
             for split in range(run_lo // SPLIT_TILES, tl.cdiv(run_hi, SPLIT_TILES)):
                 split_lo = tl.maximum(run_lo, split * SPLIT_TILES)
                 split_hi = tl.minimum(run_hi, split * SPLIT_TILES + SPLIT_TILES)
-                split_m_R, split_l_R, split_o_RF = _attend_tiles(
-                    queries, keys, split_lo, split_hi, DIM, V_DIM, V_WIDTH, TAIL, PAGE, BLOCK_KEYS, CAUSAL,
-                    WINDOW, FIRST_KEY,
+                split_m_R, split_l_R, split_o_RF = _attend_split(
+                    queries, keys, tree, split_lo, split_hi, DIM, V_DIM, V_WIDTH, TAIL, PAGE, BLOCK_KEYS,
+                    CAUSAL, WINDOW, FIRST_KEY, TREE, TREE,
                 )  # fmt: skip
                 run_m_R, run_l_R, run_o_RF = add_parts(
                     run_m_R, run_l_R, run_o_RF, split_m_R, split_l_R, split_o_RF
@@ -69,23 +71,60 @@ def attend_piece(
 
 
 @triton.jit
-def _attend_tiles(
-    queries, keys, lo, hi,
+def _attend_split(
+    queries, keys, tree, lo, hi,
     DIM: tl.constexpr, V_DIM: tl.constexpr, V_WIDTH: tl.constexpr, TAIL: tl.constexpr, PAGE: tl.constexpr,
     BLOCK_KEYS: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, FIRST_KEY: tl.constexpr,
+    TREE: tl.constexpr, BY_PATH: tl.constexpr,
 ):  # fmt: skip
-    """Attend to key tiles lo..hi-1 with online softmax, from an empty sum; return (m, l, o)."""
+    """Attend to key tiles lo..hi-1 from an empty sum; return (m, l, o). A tree's rows are in the last."""
+    m_R, l_R, o_RF = no_part(queries[0].shape[0], V_WIDTH)
+    shared = hi
+    if TREE:
+        shared = first_own_tile(tree, lo, hi, BLOCK_KEYS)
+    m_R, l_R, o_RF = _attend_tiles(
+        m_R, l_R, o_RF, queries, keys, tree, 0, lo, shared, DIM, V_DIM, V_WIDTH, TAIL, PAGE, BLOCK_KEYS,
+        CAUSAL, WINDOW, FIRST_KEY, False, False,
+    )  # fmt: skip
+    if BY_PATH:
+        first_token, tokens = tree[5], tree[6]
+        for token in range(first_token, first_token + tokens):
+            m_R, l_R, o_RF = _attend_tiles(
+                m_R, l_R, o_RF, queries, keys, tree, token, shared, own_end(tree, token, hi, BLOCK_KEYS), DIM,
+                V_DIM, V_WIDTH, TAIL, PAGE, BLOCK_KEYS, CAUSAL, WINDOW, FIRST_KEY, True, True,
+            )  # fmt: skip
+    elif TREE:
+        m_R, l_R, o_RF = _attend_tiles(
+            m_R, l_R, o_RF, queries, keys, tree, 0, shared, hi, DIM, V_DIM, V_WIDTH, TAIL, PAGE, BLOCK_KEYS,
+            CAUSAL, WINDOW, FIRST_KEY, True, False,
+        )  # fmt: skip
+    return m_R, l_R, o_RF
+
+
+@triton.jit
+def _attend_tiles(
+    m_R, l_R, o_RF, queries, keys, tree, token, lo, hi,
+    DIM: tl.constexpr, V_DIM: tl.constexpr, V_WIDTH: tl.constexpr, TAIL: tl.constexpr, PAGE: tl.constexpr,
+    BLOCK_KEYS: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, FIRST_KEY: tl.constexpr,
+    TREE: tl.constexpr, BY_PATH: tl.constexpr,
+):  # fmt: skip
+    """Add key tiles lo..hi-1 to (m, l, o) with online softmax.
+
+    With `TREE` tiles have a tree's rows, of which rows see those in their paths; `BY_PATH` it is those in the
+    path of `token`, which only this token's rows see.
+    """
     q_RD, q_tail_RC, position_R, scale = queries
     k_ptr, v_ptr, table_ptr, num_keys, page_stride, token_stride = keys
     dim_D = tl.arange(0, q_RD.shape[1])
     dim_F = tl.arange(0, V_WIDTH)
-    m_R, l_R, o_RF = no_part(q_RD.shape[0], V_WIDTH)
     oldest = first_seen(tl.min(position_R, 0), WINDOW)
-    for tile in range(lo, hi):
+    for tile in tl.range(lo, hi, num_stages=1 if TREE else None):
         key_T = tile * BLOCK_KEYS + tl.arange(0, BLOCK_KEYS)
         there_T = key_T < num_keys
         # A page before the window may be another request's, and zero times its infinity would be NaN.
         read_T = tl.maximum(key_T, oldest) if WINDOW > 0 else key_T
+        if BY_PATH:
+            read_T, there_T = path_keys(tree, token, key_T, read_T, there_T)
         page_T = tl.load(table_ptr + read_T // PAGE, mask=there_T, other=0).to(tl.int64)
         at_T = page_T * page_stride + (read_T % PAGE) * token_stride
         there_DT = inside(there_T[None, :], dim_D[:, None], DIM, q_RD.shape[1])
@@ -103,7 +142,13 @@ def _attend_tiles(
             v_TF = tl.load(v_ptr + at_T[:, None] + dim_F[None, :], mask=there_TF, other=0.0)
             v_TF = widen(v_TF, q_RD.dtype)
         x_RT = x_RT * scale
-        seen_RT = _visible(key_T[None, :], position_R[:, None], there_T[None, :], CAUSAL, WINDOW, FIRST_KEY)
+        at_R, seen_RT = position_R[:, None], there_T[None, :]
+        if BY_PATH:
+            seen_RT = seen_RT & (tree[7] == token)[:, None]
+        elif TREE:
+            key_T, ancestors_RT = ancestor_keys(tree, key_T, there_T, BLOCK_KEYS)
+            seen_RT = seen_RT & ancestors_RT
+        seen_RT = _visible(key_T[None, :], at_R, seen_RT, CAUSAL, WINDOW, FIRST_KEY)
         x_RT = tl.where(seen_RT, x_RT, -float("inf"))
         new_m_R = tl.maximum(m_R, tl.max(x_RT, 1))
         base_R = tl.where(new_m_R == -float("inf"), 0.0, new_m_R)  # no key seen yet: avoid inf - inf

@@ -20,7 +20,7 @@ with m the greatest score so far (in powers of two), l the sum of 2^(score - m),
 program, then the runs' sums by the last of those: one program would take as long to read 32 parts of 32 KB as
 to read their keys.
 
-`key_tiles.py` has a program's loop over key tiles.
+`key_tiles.py` has a program's loop over key tiles, `tree_keys.py` the keys of draft trees.
 
 Legend: N rows, B requests, Q query heads, K kv heads, D head dim, F that of values, P pages, S page size; in
 the kernels R rows of a tile (tokens x heads of a group).
@@ -28,6 +28,7 @@ the kernels R rows of a tile (tokens x heads of a group).
 
 # Type checkers know neither Triton's launch options nor what its functions take and return.
 # pyright: reportCallIssue=false, reportArgumentType=false, reportGeneralTypeIssues=false
+# pyright: reportAssignmentType=false
 
 from __future__ import annotations
 
@@ -85,13 +86,16 @@ def verify_attention(
         _check_latents(q_NQD, q_tail_NQC, k_PSKD, kind)
     tail = 0 if q_tail_NQC is None else q_tail_NQC.shape[2]
     out_NQF = q_NQD.new_empty(*q_NQD.shape[:2], kind.v_head_dim)
+    paths_ND, positions_N = (None, None) if rows.tree is None else (rows.tree.paths_ND, rows.tree.positions_N)
+    assert paths_ND is None or paths_ND.is_contiguous(), "paths follow one another"
+    depth = 0 if paths_ND is None else paths_ND.shape[1]
     tail_strides = (0, 0) if q_tail_NQC is None else q_tail_NQC.stride()[:2]
     _attend[(work.num_programs,)](
         q_NQD, q_tail_NQC, k_PSKD, v_PSKF, out_NQF, sinks_Q,
         workspace.max_E, workspace.sum_E, workspace.out_EF, workspace.arrived, work.values,
-        rows.slots_B, rows.cu_rows, rows.kv_lengths_B, rows.page_table, scale, len(q_NQD), len(rows.slots_B),
-        q_NQD.stride(0), q_NQD.stride(1), *tail_strides, k_PSKD.stride(0), k_PSKD.stride(1),
-        0 if tail else k_PSKD.stride(2), rows.page_table.stride(0),
+        rows.slots_B, rows.cu_rows, rows.kv_lengths_B, rows.page_table, paths_ND, positions_N, scale,
+        len(q_NQD), len(rows.slots_B), depth, q_NQD.stride(0), q_NQD.stride(1), *tail_strides,
+        k_PSKD.stride(0), k_PSKD.stride(1), 0 if tail else k_PSKD.stride(2), rows.page_table.stride(0),
         HEADS=kind.num_heads, GROUP=kind.num_heads // kind.num_kv_heads, DIM=kind.head_dim,
         V_DIM=kind.v_head_dim, WIDTH=tile_width(kind.head_dim), V_WIDTH=tile_width(kind.v_head_dim),
         TAIL=tail, TAIL_WIDTH=tile_width(tail), PAGE=kind.page_size, BLOCK_ROWS=plan.block_rows,
@@ -143,15 +147,19 @@ def _check_latents(q_NQD: Tensor, q_tail_NQC: Tensor, k_PSKD: Tensor, kind: Atte
         "cu_rows_ptr",
         "kv_lengths_ptr",
         "page_table_ptr",
+        "paths_ptr",
+        "positions_ptr",
         "num_rows",
         "num_requests",
+        "depth",
         "table_stride",
     ]
 )
 def _attend(
     q_ptr, q_tail_ptr, k_ptr, v_ptr, out_ptr, sinks_ptr, max_ptr, sum_ptr, partial_ptr, arrived_ptr, work_ptr,
-    slots_ptr, cu_rows_ptr, kv_lengths_ptr, page_table_ptr, scale, num_rows, num_requests, q_row_stride,
-    q_head_stride, tail_row_stride, tail_head_stride, page_stride, token_stride, kv_head_stride, table_stride,
+    slots_ptr, cu_rows_ptr, kv_lengths_ptr, page_table_ptr, paths_ptr, positions_ptr, scale, num_rows,
+    num_requests, depth, q_row_stride, q_head_stride, tail_row_stride, tail_head_stride, page_stride,
+    token_stride, kv_head_stride, table_stride,
     HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, V_DIM: tl.constexpr, WIDTH: tl.constexpr,
     V_WIDTH: tl.constexpr, TAIL: tl.constexpr, TAIL_WIDTH: tl.constexpr, PAGE: tl.constexpr,
     BLOCK_ROWS: tl.constexpr, BLOCK_KEYS: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
@@ -159,6 +167,7 @@ def _attend(
 ):  # fmt: skip
     KV_HEADS: tl.constexpr = HEADS // GROUP
     TILE_TOKENS: tl.constexpr = BLOCK_ROWS // GROUP
+    TREE: tl.constexpr = paths_ptr is not None
     wait_for_predecessor(PDL)
     _zero_padding(out_ptr, tl.load(cu_rows_ptr + num_requests), num_rows, HEADS, V_DIM, V_WIDTH)
     piece_keys = tl.load(work_ptr)
@@ -184,6 +193,11 @@ def _attend(
         first_token = (tl.cdiv(request_rows, TILE_TOKENS) - 1 - place // pieces) * TILE_TOKENS
         piece = first_key // piece_keys + place % pieces
         tile_lo, tile_hi = key_tiles(first + first_token, TILE_TOKENS, num_keys, BLOCK_KEYS, CAUSAL, WINDOW)
+        if TREE:
+            request_paths_ptr = paths_ptr + row_begin * depth
+            is_tree = tl.load(request_paths_ptr) >= 0
+            # A late row may be near the root, and see as far back as the first.
+            tile_lo = tl.where(is_tree, first_key // BLOCK_KEYS, tile_lo)
         piece_tiles = piece_keys // BLOCK_KEYS
         lo = tl.maximum(tile_lo, piece * piece_tiles)
         hi = tl.minimum(tile_hi, piece * piece_tiles + piece_tiles)
@@ -210,10 +224,20 @@ def _attend(
                 page_stride,
                 token_stride,
             )
-            queries = (q_RD, q_tail_RC, first + token_R, scale * _LOG2_E)
+            position_R = first + token_R
+            tree = (table_ptr,)  # placeholder
+            if TREE:
+                own_R = tl.load(positions_ptr + row_R, mask=real_R, other=0).to(tl.int32)
+                position_R = tl.where(is_tree, tl.where(real_R, own_R, first), position_R)
+                tokens = tl.minimum(request_rows - first_token, TILE_TOKENS)
+                tree = (
+                    is_tree, request_paths_ptr, positions_ptr + row_begin, depth, first, first_token, tokens,
+                    token_R, real_R,
+                )  # fmt: skip
+            queries = (q_RD, q_tail_RC, position_R, scale * _LOG2_E)
             m_R, l_R, o_RF = attend_piece(
-                queries, keys, lo, hi, DIM, V_DIM, V_WIDTH, TAIL, PAGE, BLOCK_KEYS, CAUSAL, WINDOW, FIRST_KEY,
-                SPLIT_TILES, RUN_SPLITS,
+                queries, keys, tree, lo, hi, DIM, V_DIM, V_WIDTH, TAIL, PAGE, BLOCK_KEYS, CAUSAL, WINDOW,
+                FIRST_KEY, SPLIT_TILES, RUN_SPLITS, TREE,
             )  # fmt: skip
             begin = tile_lo // piece_tiles
             end = tl.cdiv(tile_hi, piece_tiles)

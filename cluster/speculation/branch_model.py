@@ -1,0 +1,42 @@
+"""Calibrates the chances of a draft tree's branches online, as `acceptance_model.py` does for its main path.
+
+Two kinds of estimates depend on the drafter and the text: how often the target takes the second, third, ..
+best candidate instead of the best, and how often one of a block's candidates after such a token. Each has a
+factor: tokens that were accepted, per token that was expected at the nodes that the accepted paths visited.
+Both counts fade, so that factors follow the text. Called by `cluster/scheduler/step_controller.py`.
+
+Legend: W most children of a node.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from ..step.scheduler_output import TreeOutcome, TreeShape
+
+_FADE = 0.985  # per step: a time constant of 67 steps, as for margins
+_PRIOR = 4.0  # expected and accepted tokens at a factor of 1
+_RANGE = 0.1, 10.0
+
+
+class BranchModel:
+    """The factors of one engine's drafter, for trees in which a node has at most `width` children."""
+
+    def __init__(self, width: int) -> None:
+        self._width = width
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget everything, because the drafter was replaced."""
+        self._expected_W, self._accepted_W = np.full((2, self._width), _PRIOR)
+
+    @property
+    def factors(self) -> tuple[float, ...]:
+        """See `TreeShape`."""
+        return tuple(np.clip(self._accepted_W / self._expected_W, *_RANGE).tolist())
+
+    def observe(self, shape: TreeShape, outcome: TreeOutcome) -> None:
+        """Learn from a step with trees of this shape."""
+        prior = (1.0 - _FADE) * _PRIOR
+        self._expected_W = _FADE * self._expected_W + outcome.expected_W / np.array(shape.factors) + prior
+        self._accepted_W = _FADE * self._accepted_W + outcome.accepted_W + prior

@@ -1,0 +1,191 @@
+"""Draft trees of a step's requests: their rows and accepted paths, on the host.
+
+    row      0       1     2     3      4          row 0 is the anchor, row i + 1 node i
+    parent           0     0     1      3
+    depth    0       1     1     2      3          position = the anchor's + depth
+    path     0       0 1   0 2   0 1 3  0 1 3 4    rows of the request that it sees in addition to its context
+
+A node's K/V slot is that of its row, as if rows were consecutive positions; so after verification the rows of
+the accepted path move to the first slots. A request whose drafts form a chain needs neither paths nor moves.
+Made by `../sampling/tree_growth.py`; read by `../request_states.py` and
+`actors/targets/runners/cpu_runner.py`.
+
+Legend: R requests, M most nodes, N rows of a step, D rows of the longest path, W values of a request, n moved
+rows.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ....cluster.step.scheduler_output import BoolArray, FloatArray, IntArray, TreeOutcome
+from ...compute.draft_trees import paths_of
+
+Ints = NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class DraftTrees:
+    """Trees of the drafts of a step's requests.
+
+    Attributes:
+        tokens_RM: drafted tokens, int64; -1 after a request's last node.
+        parents_RM: row of each node's parent in its request, int64.
+        num_nodes_R: int32.
+        ranks_RM, chances_RM: see `TreeNodes` (`cluster/speculation/draft_tree.py`); int64 and fp32, 0 for
+            chains.
+    """
+
+    tokens_RM: Ints
+    parents_RM: Ints
+    num_nodes_R: IntArray
+    ranks_RM: Ints
+    chances_RM: FloatArray
+
+    def branches(self) -> BoolArray:
+        """Return whether each request's drafts branch, bool [R]."""
+        places_M = np.arange(self.parents_RM.shape[1])
+        real_RM = places_M < self.num_nodes_R[:, None]
+        return (real_RM & (self.parents_RM != places_M)).any(axis=1)
+
+    def cut(self, num_nodes_R: IntArray) -> DraftTrees:
+        """Return the trees of the first nodes."""
+        is_real_RM = np.arange(self.tokens_RM.shape[1]) < num_nodes_R[:, None]
+        tokens_RM = np.where(is_real_RM, self.tokens_RM, -1)
+        return replace(self, tokens_RM=tokens_RM, num_nodes_R=num_nodes_R)
+
+    def depths(self) -> Ints:
+        """Return the depth of each request's rows, int64 [R, M + 1]; 0 for anchors and past the last node."""
+        depths = np.zeros((len(self.num_nodes_R), self.parents_RM.shape[1] + 1), dtype=np.int64)
+        requests_R = np.arange(len(depths))
+        for node in range(self.parents_RM.shape[1]):
+            of_parent_R = depths[requests_R, self.parents_RM[:, node]]
+            depths[:, node + 1] = np.where(node < self.num_nodes_R, of_parent_R + 1, 0)
+        return depths
+
+    def positions(self, positions_N: Ints, num_rows_R: Ints) -> Ints:
+        """Return the absolute positions of a step's rows, given those of chains with as many rows."""
+        is_tree_R, depths_RW, first_R = self.branches(), self.depths(), np.cumsum(num_rows_R) - num_rows_R
+        positions_N = positions_N.copy()
+        for r in np.flatnonzero(is_tree_R).tolist():
+            first, count = int(first_R[r]), int(num_rows_R[r])
+            positions_N[first : first + count] = positions_N[first] + depths_RW[r, :count]
+        return positions_N
+
+    def paths(self, num_rows_R: Ints) -> IntArray:
+        """Return the rows of its request that each row sees, by depth, int32 [N, D].
+
+        -1 beyond its own depth, and in all rows of requests without a tree.
+        """
+        num_columns, first_R = int(self.depths().max()) + 1, np.cumsum(num_rows_R) - num_rows_R
+        paths_ND = np.full((int(num_rows_R.sum()), num_columns), -1, dtype=np.int32)
+        for r in np.flatnonzero(self.branches()).tolist():
+            paths = paths_of([-1, *self.parents_RM[r, : self.num_nodes_R[r]].tolist()], num_columns)
+            paths_ND[first_R[r] : first_R[r] + len(paths)] = paths
+        return paths_ND
+
+    def accept(self, chosen_X: Ints, counts_R: Ints) -> AcceptedPaths:
+        """Follow each request's path of nodes that equal the token sampled at their parents.
+
+        Args:
+            chosen_X: sampled tokens, request after request, one per row of it that samples.
+            counts_R: such rows of each request; 1 + its nodes, or 0 if nothing is sampled.
+        """
+        num_requests, width = len(counts_R), int(self.depths().max()) + 1
+        token_ids_RW, rows_RW = (np.full((num_requests, width), -1, dtype=np.int64) for _ in range(2))
+        num_tokens_R = np.zeros(num_requests, dtype=np.int64)
+        begin = 0
+        for r, count in enumerate(counts_R.tolist()):
+            if not count:
+                continue
+            chosen = chosen_X[begin : begin + count].tolist()
+            begin += count
+            tokens, parents = self.tokens_RM[r].tolist(), self.parents_RM[r].tolist()
+            path = [0]
+            # A parent precedes its children, so one pass follows the path; siblings' tokens differ.
+            for node in range(count - 1):
+                if parents[node] == path[-1] and tokens[node] == chosen[path[-1]]:
+                    path.append(node + 1)
+            token_ids_RW[r, : len(path)] = [chosen[row] for row in path]
+            rows_RW[r, : len(path)] = path
+            num_tokens_R[r] = len(path)
+        return AcceptedPaths(token_ids_RW, rows_RW, num_tokens_R)
+
+    def main_nodes(self) -> BoolArray:
+        """Return whether a node is on its request's main path, the chain of best candidates, bool [R, M]."""
+        is_main = np.ones((len(self.num_nodes_R), self.parents_RM.shape[1] + 1), dtype=np.bool_)
+        requests_R = np.arange(len(is_main))
+        for node in range(self.parents_RM.shape[1]):
+            is_best_R = (self.ranks_RM[:, node] == 0) & (node < self.num_nodes_R)
+            is_main[:, node + 1] = is_best_R & is_main[requests_R, self.parents_RM[:, node]]
+        return is_main[:, 1:]
+
+    def outcome(self, accepted: AcceptedPaths, width: int) -> TreeOutcome:
+        """Return what the accepted paths teach about trees of this width."""
+        main_RM = self.main_nodes()
+        num_main_R, branches_R = np.zeros(len(main_RM), dtype=np.int32), self.branches()
+        expected_W, accepted_W = np.zeros((2, width), dtype=np.float32)
+        for r, count in enumerate(accepted.num_tokens_R.tolist()):
+            on_path = set(accepted.rows_RW[r, :count].tolist())
+            is_main = [True, *main_RM[r].tolist()]
+            num_main_R[r] = sum(is_main[row] for row in on_path if row)
+            if not branches_R[r]:
+                continue
+            of_nodes = self.parents_RM[r], self.ranks_RM[r], self.chances_RM[r]
+            nodes = zip(*(values_M[: self.num_nodes_R[r]].tolist() for values_M in of_nodes), strict=True)
+            for row, (parent, rank, chance) in enumerate(nodes, 1):
+                if parent in on_path and (rank or not is_main[parent]):
+                    factor = rank if is_main[parent] else 0
+                    expected_W[factor] += chance
+                    accepted_W[factor] += row in on_path
+        return TreeOutcome(main_RM.sum(axis=1, dtype=np.int32), num_main_R, expected_W, accepted_W)
+
+    def pack(self) -> Ints:
+        """Return all of it, int64 [R, 1 + 4 M]."""
+        chances_RM = self.chances_RM.astype(np.float64).view(np.int64)
+        columns = (self.num_nodes_R, self.tokens_RM, self.parents_RM, self.ranks_RM, chances_RM)
+        return np.column_stack(columns).astype(np.int64)
+
+    @classmethod
+    def unpack(cls, packed: Ints) -> DraftTrees:
+        tokens_RM, parents_RM, ranks_RM, bits_RM = np.split(packed[:, 1:], 4, axis=1)
+        chances_RM = np.ascontiguousarray(bits_RM).view(np.float64).astype(np.float32)
+        return cls(tokens_RM, parents_RM, packed[:, 0].astype(np.int32), ranks_RM, chances_RM)
+
+
+@dataclass(frozen=True, slots=True)
+class AcceptedPaths:
+    """The accepted path of each request.
+
+    Attributes:
+        token_ids_RW: new tokens, then -1; the last one is the target's own.
+        rows_RW: rows of the path in their request, from the anchor on, then -1.
+        num_tokens_R: new tokens.
+    """
+
+    token_ids_RW: Ints
+    rows_RW: Ints
+    num_tokens_R: Ints
+
+    def moves(self, num_rows_R: Ints) -> tuple[Ints, Ints]:
+        """Return rows of the step whose K/V move, and the rows to whose slots they move, [n] each."""
+        requests_n, places_n = np.nonzero(self.rows_RW > np.arange(self.rows_RW.shape[1]))
+        first_n = (np.cumsum(num_rows_R) - num_rows_R)[requests_n]
+        return first_n + self.rows_RW[requests_n, places_n], first_n + places_n
+
+    def context_rows(self, num_rows_R: Ints, is_tree_R: BoolArray) -> tuple[Ints, Ints]:
+        """Return the rows with a place in the context, and the rows whose slots are theirs.
+
+        All rows of requests without a tree, as rejected drafts of a chain are overwritten later.
+        """
+        sources, targets, first = list[Ints](), list[Ints](), 0
+        for r, num_rows in enumerate(num_rows_R.tolist()):
+            count = int(self.num_tokens_R[r]) if is_tree_R[r] else num_rows
+            places = np.arange(first, first + count)
+            sources.append(first + self.rows_RW[r, :count] if is_tree_R[r] else places)
+            targets.append(places)
+            first += num_rows
+        return np.concatenate(sources), np.concatenate(targets)
