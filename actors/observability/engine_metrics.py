@@ -55,6 +55,7 @@ def engine_values(stats: EngineStats, speedup: float | None) -> dict[str, Values
         "manta:routed_layers": stats.routed_layers,
         "manta:drafter_up": float(stats.drafter_up) if stats.accepted_per_pos else {},
         "manta:drafter_losses": stats.drafter_losses,
+        "manta:drafter_skipped_passes": stats.skipped_passes,
         "manta:drafter_refilled_tokens": stats.drafter_refilled_tokens,
         "manta:drafter_rests": stats.drafter_rests,
         "manta:drafter_unwritten_tokens": stats.drafter_unwritten_tokens,
@@ -84,10 +85,26 @@ def rejection_values(stats: EngineStats) -> dict[tuple[str, ...], float]:
 
 
 def info_values(engine: AsyncEngine, stats: EngineStats) -> dict[str, Values]:
-    """Return the metrics with information in their labels: K/V cache and drafters."""
+    """Return the metrics whose labels depend on the settings: K/V cache, drafters, methods."""
     return {
         "vllm:cache_config_info": {_cache_labels(engine.config, engine.info): 1.0},
         "dflash:drafter_info": _drafter_labels(engine, stats),
+        **_values_by_method(engine.config, stats),
+    }
+
+
+def _values_by_method(config: EngineConfig, stats: EngineStats) -> dict[str, Values]:
+    """Return verified and accepted drafts by method; none without speculation."""
+    spec = config.speculative_config
+    if spec is None:
+        return {"manta:spec_draft_tokens": {}, "manta:spec_accepted_tokens": {}}
+    counts = {
+        "manta:spec_draft_tokens": (stats.num_draft_tokens, stats.num_copied_draft_tokens),
+        "manta:spec_accepted_tokens": (stats.num_accepted_tokens, stats.num_copied_accepted_tokens),
+    }
+    return {
+        name: {(spec.method,): total - copied} | ({("suffix",): copied} if spec.suffix_drafts else {})
+        for name, (total, copied) in counts.items()
     }
 
 

@@ -57,6 +57,9 @@ class EngineStats:
             step.
         num_proposed_tokens: drafts that were made.
         num_trimmed_tokens: drafts that were dropped for their margins before verification.
+        num_copied_draft_tokens, num_copied_accepted_tokens: those of the verified and accepted drafts that
+            were copied beside a drafter (`suffix_drafts`).
+        skipped_passes: steps in which the drafter's pass was left out, as all drafts were copies.
         target_rows: rows of the target's passes, including prompts.
         calibration_error: [i] is the difference between predicted and observed acceptance of draft i; empty
             if nothing is predicted.
@@ -99,6 +102,9 @@ class EngineStats:
     routed_layers: int = 0
     num_proposed_tokens: int = 0
     num_trimmed_tokens: int = 0
+    num_copied_draft_tokens: int = 0
+    num_copied_accepted_tokens: int = 0
+    skipped_passes: int = 0
     target_rows: int = 0
     calibration_error: tuple[float, ...] = ()
     speculating_s: float = 0.0
@@ -258,6 +264,9 @@ class EngineCore:
             routed_layers=counters.routed_layers,
             num_proposed_tokens=counters.num_proposed_tokens,
             num_trimmed_tokens=counters.num_trimmed_tokens,
+            num_copied_draft_tokens=counters.num_copied_draft_tokens,
+            num_copied_accepted_tokens=counters.num_copied_accepted_tokens,
+            skipped_passes=counters.skipped_passes,
             target_rows=counters.target_rows,
             calibration_error=scheduler.controller.calibration_error,
             speculating_s=scheduler.controller.speculating_s,

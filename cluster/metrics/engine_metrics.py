@@ -37,6 +37,26 @@ CATALOGUE: tuple[Metric, ...] = (
         "Mean acceptance length since the start, including the bonus token; no value before the first draft.",
     ),
     Metric(
+        "manta:spec_draft_tokens",
+        "counter",
+        "tokens",
+        "Drafts that were verified, by the method that made them: the engine's, or suffix beside a drafter.",
+        (*SHARED_LABELS, "method"),
+    ),
+    Metric(
+        "manta:spec_accepted_tokens",
+        "counter",
+        "tokens",
+        "Drafts that were accepted, by the method that made them.",
+        (*SHARED_LABELS, "method"),
+    ),
+    Metric(
+        "manta:drafter_skipped_passes",
+        "counter",
+        "steps",
+        "Steps without the drafter's pass, because copies were expected to win for all requests.",
+    ),
+    Metric(
         "dflash:spec_proposed_tokens",
         "counter",
         "tokens",

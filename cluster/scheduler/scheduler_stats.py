@@ -56,6 +56,9 @@ class Counters:
         self.num_trimmed_tokens = 0  # drafts that were not verified
         self.num_draft_tokens = 0  # drafts that were verified
         self.num_accepted_tokens = 0
+        self.num_copied_draft_tokens = 0  # of the verified drafts, those copied beside a drafter
+        self.num_copied_accepted_tokens = 0
+        self.skipped_passes = 0  # steps that left out the drafter's pass for copies
         self.accepted_per_pos = np.zeros(num_speculative_tokens, dtype=np.int64)
         self.drafter_losses = 0  # drafters that failed or were replaced
         self.drafter_refilled_tokens = 0  # computed again for a new drafter's context
@@ -85,11 +88,16 @@ class Counters:
         verified = proposed if result.num_drafts is None else int(result.num_drafts.sum())
         self.num_proposed_tokens += proposed
         self.num_trimmed_tokens += proposed - verified
+        self.skipped_passes += result.is_pass_skipped
         self.target_rows += verified
         if outcome.num_drafts.any():
             self.num_drafts += int(np.count_nonzero(outcome.num_drafts))
             self.num_draft_tokens += int(outcome.num_drafts.sum())
             self.num_accepted_tokens += int(outcome.num_accepted.sum())
+            if result.is_copied is not None:
+                is_copied_R = result.is_copied[step.remaining_R]
+                self.num_copied_draft_tokens += int(outcome.num_drafts[is_copied_R].sum())
+                self.num_copied_accepted_tokens += int(outcome.num_accepted[is_copied_R].sum())
             # Position i was accepted if more than i drafts were, so sum from the end.
             ends = np.bincount(outcome.num_accepted, minlength=len(self.accepted_per_pos) + 1)
             self.accepted_per_pos += np.cumsum(ends[::-1])[-2::-1]

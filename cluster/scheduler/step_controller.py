@@ -243,7 +243,7 @@ class StepController:
     ) -> None:
         plan, draft_s = step.plan, result.timings.draft_s
         num_verified, num_drafting = _num_verified(plan, result), int(np.count_nonzero(plan.num_drafts))
-        draft_rows = plan.num_draft_tokens + num_drafting
+        draft_rows = 0 if result.is_pass_skipped else plan.num_draft_tokens + num_drafting
         self._budget.note_prompt_rows(int(step.load.prompt_rows))
         self._costs.observe(step.load, num_verified, draft_rows, draft_s, seconds - draft_s, num_drafting)
         if self._policy is None or step.load.prompt_rows:

@@ -256,6 +256,8 @@ class StepResult:
             nan where there is none. None if the drafter gives none.
         expert_reads: None if the target has no routed layers.
         drafter_use: a remote drafter's use since the last result; None without one.
+        is_copied: bool [R], requests whose drafts are copies beside a drafter (`suffix_drafts`); else None.
+        is_pass_skipped: all drafts are copies, and the drafter's pass was left out.
     """
 
     step: int
@@ -268,3 +270,5 @@ class StepResult:
     margins: FloatArray | None = None
     expert_reads: ExpertReads | None = None
     drafter_use: DrafterUse | None = None
+    is_copied: BoolArray | None = None
+    is_pass_skipped: bool = False

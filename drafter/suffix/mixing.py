@@ -1,15 +1,18 @@
 """Mixes a drafter's drafts with suffix decoding's: a request verifies those expected to be accepted most.
 
-Both kinds are drafted in every step, and both are judged by the tokens that were committed since, whichever
-of them was verified. So an acceptance model of each kind (`cluster/speculation/acceptance_model.py`) is
-fitted on all steps, and neither needs trials. The kind with the larger sum of survival probabilities is
-chosen; no token depends on the choice, because verification is the same.
+Both kinds are judged by the tokens that were committed since, whichever of them was verified. So an
+acceptance model of each kind (`cluster/speculation/acceptance_model.py`) is fitted on all steps in which it
+drafted, and neither needs trials. The kind with the larger sum of survival probabilities is chosen; no token
+depends on the choice, because verification is the same.
+
+Copies are made first. If for every request they are expected to be accepted so often that the drafter's last
+passes would have added little, its pass is left out.
 
 Chosen suffix drafts get the margins at which the drafter's own would have their probabilities, so the
 scheduler's acceptance model, which sees one kind of margin, stays calibrated. Used by
-`actors/targets/runners/cpu_runner.py`, which broadcasts rank 0's result.
+`actors/targets/runners/colocated_drafter.py`, which broadcasts rank 0's result.
 
-Legend: R requests of the step, D those that draft, K most drafts, S slots.
+Legend: R requests of the step, D those that draft, K most drafts, S slots, P remembered passes.
 """
 
 from __future__ import annotations
@@ -34,6 +37,10 @@ from .proposer import SuffixProposer
 _SUFFIX_PRIOR = [-2.0, 1.5, 0.0, -0.5]
 _MIN_SLOPE = 0.1  # of log(1 + margin), where a probability is converted to a margin
 _MAX_LOG_MARGIN = 4.0
+# A pass is left out if, by each request's last `_NUM_PASSES`, it would add fewer accepted drafts than this
+# share of the tokens that copies are expected to give; a pass takes a larger share of a step. At least
+# `_MIN_PASSES` must be known, and after `_MAX_SKIPPED` steps one is made again.
+_MAX_GAIN, _NUM_PASSES, _MIN_PASSES, _MAX_SKIPPED = 0.05, 8, 2, 16
 
 
 class _Candidates(NamedTuple):
@@ -57,6 +64,10 @@ class _CandidateSource:
 
     def admit(self, slots_R: IntArray, temperatures_R: list[float]) -> None:
         self.acceptance.admit(slots_R, temperatures_R)
+        self.drop(slots_R)
+
+    def drop(self, slots_R: IntArray) -> None:
+        """Keep no drafts of these slots."""
         self._drafts_SK[slots_R] = -1
 
     def keep(self, slots_R: IntArray, candidates: _Candidates) -> None:
@@ -91,8 +102,40 @@ class _CandidateSource:
         return Trim(acceptance.bias_K, acceptance.slope_K, offsets_R, ones_R, no_costs)
 
 
+class _PassGains:
+    """Estimates what another pass of the drafter would add to copies, by what its last passes were worth."""
+
+    def __init__(self, num_slots: int) -> None:
+        self._expected_SP = np.zeros((num_slots, _NUM_PASSES), dtype=np.float32)
+        self._count_S = np.zeros(num_slots, dtype=np.int64)
+
+    def forget(self, slots_R: IntArray) -> None:
+        self._count_S[slots_R] = 0
+
+    def add(self, slots_D: IntArray, expected_D: Floats) -> None:
+        """Record the number of drafts of a pass that are expected to be accepted."""
+        self._expected_SP[slots_D, self._count_S[slots_D] % _NUM_PASSES] = expected_D
+        self._count_S[slots_D] += 1
+
+    def are_small(self, slots_D: IntArray, copied_D: Floats) -> bool:
+        """Return whether no request would gain from a pass if `copied_D` of its copies are accepted."""
+        count_D1 = self._count_S[slots_D, None]
+        more_DP = np.maximum(self._expected_SP[slots_D] - copied_D[:, None], 0.0)
+        more_DP[np.arange(_NUM_PASSES) >= count_D1] = 0.0
+        gain_D = more_DP.sum(axis=1) / np.clip(count_D1[:, 0], 1, _NUM_PASSES)
+        return bool(((count_D1[:, 0] >= _MIN_PASSES) & (gain_D < _MAX_GAIN * (1.0 + copied_D))).all())
+
+
+class _Copies(NamedTuple):
+    """A step's suffix drafts, the parameters of their probabilities, and how many will be accepted, [R]."""
+
+    candidates: _Candidates
+    calibration: Trim
+    expected_R: Floats
+
+
 class SuffixMixer:
-    """Chooses between a drafter's drafts and suffix decoding's.
+    """Chooses between a drafter's drafts and suffix decoding's. Each step calls `copy`, then `mix`.
 
     Args:
         max_drafts: most drafts of a request.
@@ -107,37 +150,70 @@ class SuffixMixer:
         prior = {**self._copied.acceptance.as_json(), "theta": _SUFFIX_PRIOR}
         self._copied.acceptance.read(prior)
         self._num_known_S = np.zeros(num_slots, dtype=np.int64)  # when the kept drafts were made
+        self._gains = _PassGains(num_slots)
+        self._num_skipped = 0  # steps since the drafter's last pass
+        self._copies: _Copies | None = None
 
     def on_drafter_replaced(self) -> None:
         """Forget what was learned about the previous drafter."""
         self._drafted.acceptance.reset()
+        self._gains.forget(np.arange(len(self._num_known_S), dtype=np.int32))
 
-    def mix(self, drafted: Proposals, plan: SchedulerOutput, states: RequestStates) -> Proposals:
-        """Return for each request the drafter's proposals or suffix decoding's."""
+    def copy(self, plan: SchedulerOutput, states: RequestStates) -> bool:
+        """Make suffix drafts; return whether the drafter's pass would add too little to them."""
         copied = self._suffix.propose(plan, states)
         if plan.admitted:
             slots = np.array([request.slot for request in plan.admitted], dtype=np.int32)
             temperatures = [request.sampling.temperature for request in plan.admitted]
             self._drafted.admit(slots, temperatures)
             self._copied.admit(slots, temperatures)
-        if not plan.num_draft_tokens or drafted.margins_RK is None:
-            return drafted
+            self._gains.forget(slots)
+        if not plan.num_draft_tokens:
+            self._copies = None
+            return False
         self._judge(plan, states)
-        own = _Candidates(drafted.drafts_RK.cpu().numpy(), drafted.margins_RK.cpu().numpy())
         assert copied.margins_RK is not None, "suffix drafts have margins"
-        other = _Candidates(copied.drafts_RK.cpu().numpy(), copied.margins_RK.cpu().numpy())
-        self._drafted.keep(plan.slots, own)
-        self._copied.keep(plan.slots, other)
-        by_own, by_other = self._drafted.calibration(plan.slots), self._copied.calibration(plan.slots)
-        is_copied_R = _expected_accepted(other, by_other) > _expected_accepted(own, by_own)
-        if not is_copied_R.any():
-            return replace(drafted, is_partial=True)  # as on all ranks, of which rank 0 decides
-        margins_RK = _converted(other.margins_RK, by_other, plan.trim or by_own)
-        return replace(
-            drafted,
-            drafts_RK=_where(is_copied_R, other.drafts_RK, drafted.drafts_RK),
-            margins_RK=_where(is_copied_R, margins_RK, drafted.margins_RK),
+        candidates = _Candidates(copied.drafts_RK.cpu().numpy(), copied.margins_RK.cpu().numpy())
+        self._copied.keep(plan.slots, candidates)
+        calibration = self._copied.calibration(plan.slots)
+        expected_R = _expected_accepted(candidates, calibration)
+        self._copies = _Copies(candidates, calibration, expected_R)
+        drafting_D = np.flatnonzero(plan.num_drafts)
+        return self._num_skipped < _MAX_SKIPPED and self._gains.are_small(
+            plan.slots[drafting_D], expected_R[drafting_D]
+        )
+
+    def mix(self, drafted: Proposals | None, plan: SchedulerOutput, device: torch.device) -> Proposals:
+        """Return for each request the drafter's proposals (None: left out) or suffix decoding's."""
+        copies = self._copies
+        if copies is None or (drafted is not None and drafted.margins_RK is None):
+            return drafted or Proposals.none(plan.num_requests, device)
+        by_own = self._drafted.calibration(plan.slots)
+        if drafted is None:
+            is_copied_R = plan.num_drafts > 0
+            self._drafted.drop(plan.slots)
+            self._num_skipped += 1
+        else:
+            assert drafted.margins_RK is not None, "returned above"
+            own = _Candidates(drafted.drafts_RK.cpu().numpy(), drafted.margins_RK.cpu().numpy())
+            self._drafted.keep(plan.slots, own)
+            own_expected_R, drafting_D = _expected_accepted(own, by_own), np.flatnonzero(plan.num_drafts)
+            self._gains.add(plan.slots[drafting_D], own_expected_R[drafting_D])
+            is_copied_R = copies.expected_R > own_expected_R
+            self._num_skipped = 0
+            if not is_copied_R.any():  # partial as on all ranks, of which rank 0 decides
+                return replace(drafted, is_partial=True, is_copied_R=is_copied_R)
+        drafts_RK, margins_RK = copies.candidates
+        margins_RK = _converted(margins_RK, copies.calibration, plan.trim or by_own)
+        if drafted is None:
+            both = (torch.from_numpy(each).to(device) for each in (drafts_RK, margins_RK))
+            return Proposals(*both, is_partial=True, is_copied_R=is_copied_R, is_pass_skipped=True)
+        assert drafted.margins_RK is not None, "returned above"
+        return Proposals(
+            _where(is_copied_R, drafts_RK, drafted.drafts_RK),
+            _where(is_copied_R, margins_RK, drafted.margins_RK),
             is_partial=True,
+            is_copied_R=is_copied_R,
         )
 
     def _judge(self, plan: SchedulerOutput, states: RequestStates) -> None:

@@ -35,7 +35,8 @@ from ....drafter.suffix.proposer import SuffixProposer
 from ..model.decoder import Decoder
 from ..model.tensor_parallel import Communicator, Sharding, SingleRank, smallest
 from ..model.weights import TargetWeights, target_shapes
-from ..runners.cpu_runner import ColocatedDrafter, CpuModelRunner, DraftSource
+from ..runners.colocated_drafter import ColocatedDrafter
+from ..runners.cpu_runner import CpuModelRunner, DraftSource
 from ..runners.runner_interface import Drafter, RemoteDrafter, Runner
 from .load_plan import LoadPlan, describe_quantization, plan_load
 from .memory_budget import (

@@ -37,7 +37,7 @@ from ....drafter.step.request_states import RequestStates
 from ...targets.loading.load_plan import LoadPlan
 from ...targets.loading.rank_loader import runs_on_device
 from ...targets.model.tensor_parallel import Communicator
-from ...targets.runners.cpu_runner import broadcast_proposals
+from ...targets.runners.colocated_drafter import broadcast_proposals
 from ...targets.runners.runner_interface import Runner
 from ..shm.endpoint import SpinWaiter
 from .drafter_client import DrafterClient

@@ -16,6 +16,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from ....cluster.step.scheduler_output import BoolArray
+
 
 @dataclass(frozen=True, slots=True)
 class Proposals:
@@ -26,11 +28,15 @@ class Proposals:
         margins_RK: fp32, >= 0; inf if no other token is possible, nan if there is no draft or its margin
             is unknown. None: the proposer has no margins.
         is_partial: a request may have fewer drafts than were planned for it, as always without margins.
+        is_copied_R: requests whose drafts are copies (`drafter/suffix/mixing.py`); None without a mixer.
+        is_pass_skipped: all drafts are copies, and the drafter's pass was left out.
     """
 
     drafts_RK: Tensor
     margins_RK: Tensor | None
     is_partial: bool = field(default=False, kw_only=True)
+    is_copied_R: BoolArray | None = field(default=None, kw_only=True)
+    is_pass_skipped: bool = field(default=False, kw_only=True)
 
     @classmethod
     def none(cls, num_requests: int, device: torch.device | str) -> Proposals:

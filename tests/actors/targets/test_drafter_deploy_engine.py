@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 from manta.actors.engine.uniproc_executor import InProcessExecutor
-from manta.actors.targets.runners.cpu_runner import ColocatedDrafter, CpuModelRunner
+from manta.actors.targets.runners.colocated_drafter import ColocatedDrafter
+from manta.actors.targets.runners.cpu_runner import CpuModelRunner
 from manta.cluster.config import EngineConfig
 from manta.cluster.engine.engine_core import EngineCore
 from manta.cluster.errors import CheckpointError, ConfigError

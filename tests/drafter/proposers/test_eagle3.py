@@ -15,7 +15,7 @@ import pytest
 import torch
 from manta.actors.engine.uniproc_executor import InProcessExecutor
 from manta.actors.targets.loading.load_plan import plan_load
-from manta.actors.targets.runners.cpu_runner import ColocatedDrafter
+from manta.actors.targets.runners.colocated_drafter import ColocatedDrafter
 from manta.cluster.config import EngineConfig
 from manta.cluster.engine.engine_core import EngineCore
 from manta.cluster.errors import CheckpointError, ConfigError

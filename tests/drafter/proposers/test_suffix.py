@@ -151,16 +151,22 @@ class Text:
         self.mixer = SuffixMixer(SuffixProposer(), 4, 1)
         self._tokens, self._known = tokens, prompt_length
         self._admitted = [admitted("text", tokens[:prompt_length], prompt_length)]
+        self.num_skipped = 0
 
     def step(self, right: int, margin: float) -> tuple[Proposals, int]:
-        """Mix drafts of which the first `right` are right; return the result and how many are accepted."""
+        """Mix drafts of which the first `right` are right; return the result and how many are accepted.
+
+        Where the mixer does not need them, they are not made.
+        """
         plan = self._steps.plan([0], [self._known - 1], [5], [4], admitted=self._admitted)
         self._admitted = []
         self.states.apply(plan)
         drafts = self._tokens[self._known : self._known + 4]
         drafts[right:] = [99] * (4 - right)
         drafted = Proposals(torch.tensor([drafts]), torch.full((1, 4), margin))
-        mixed = self.mixer.mix(drafted, plan, self.states)
+        skips = self.mixer.copy(plan, self.states)
+        self.num_skipped += skips
+        mixed = self.mixer.mix(None if skips else drafted, plan, self.states.device)
         following = torch.tensor(self._tokens[self._known : self._known + 4])
         accepted = int((mixed.drafts_RK[0] == following).cumprod(0).sum())
         new = self._tokens[self._known : self._known + accepted + 1] + [-1] * (4 - accepted)
@@ -177,6 +183,31 @@ def test_copies_are_verified_where_the_drafter_is_wrong_and_its_drafts_elsewhere
     assert np.mean(of_copies[10:]) > 3.5
     of_drafter = [unique.step(right=3, margin=1.0)[1] for _ in range(100)]
     assert np.mean(of_drafter[10:]) == 3
+
+
+def test_passes_are_left_out_only_where_copies_win_and_made_again_where_they_end() -> None:
+    chance = np.random.default_rng(0)
+    fresh = chance.integers(0, 90, 900).tolist()
+    text = Text([*fresh[:300] * 2, *fresh[300:600]], 300)
+    while text._known < 580:
+        text.step(right=1, margin=1.0)
+    in_copy = text.num_skipped
+    assert in_copy > 30, "of about 60 steps"
+    for _ in range(8):
+        text.step(right=3, margin=1.0)  # the copy ends among these
+    text.num_skipped = 0
+    accepted = [text.step(right=3, margin=1.0)[1] for _ in range(50)]
+    assert (text.num_skipped, set(accepted)) == (0, {3})
+
+
+def test_a_drafter_that_is_better_than_copies_drafts_in_every_step() -> None:
+    """Copies are right, but short of what the drafter gives: every other token is new."""
+    chance = np.random.default_rng(2)
+    known, new = chance.integers(0, 60, 300).tolist(), chance.integers(60, 90, 300).tolist()
+    text = Text([*known, *(token for pair in zip(known, new, strict=True) for token in pair)], 300)
+    for _ in range(60):
+        text.step(right=4, margin=20.0)
+    assert text.num_skipped == 0
 
 
 def test_chosen_copies_have_margins_on_the_drafters_scale() -> None:
@@ -242,6 +273,8 @@ def test_constrained_answers_equal_plain_decoding(tmp_path: Path, mixed: bool, a
             stats = llm.stats()
     assert found[0] == found[1] == found[2] == found[3]
     assert stats.num_accepted_tokens > 0
+    assert (stats.num_copied_accepted_tokens > 0) == (stats.num_copied_draft_tokens > 0) == mixed
+    assert (stats.skipped_passes > 0) == (mixed and not adaptive)
 
 
 @pytest.mark.parametrize(
