@@ -21,7 +21,7 @@ DeviceKind = Literal["auto", "cpu", "cuda"]
 Policy = Literal["fcfs", "priority"]
 AttentionBackend = Literal["auto", "torch", "compiled", "triton", "flash_attn"]
 DrafterPlacement = Literal["colocated", "split", "shared"]
-DraftMethod = Literal["dflash", "eagle3", "ngram", "suffix"]
+DraftMethod = Literal["dflash", "eagle3", "mtp", "ngram", "suffix"]
 LoadFormat = Literal["auto", "dummy"]
 Quantization = Literal["fp8", "int8", "int4"]
 KVCacheDType = Literal["auto", "fp8", "fp8_e4m3"]
@@ -35,13 +35,15 @@ class SpeculativeConfig:
 
     Attributes:
         model: folder or hub id of the drafter checkpoint: DFlash's in z-lab's or Speculators' format,
-            EAGLE-3's in Speculators' or SGLang's. None with "ngram" and "suffix", which have no model.
-        method: "dflash" drafts a block in one pass; "eagle3" a chain with a pass per token; "suffix" and
-            "ngram" copy what followed the same tokens earlier in the sequence, without a pass. "suffix" takes
-            the longest match and verifies drafts by their chance, on a CPU; "ngram" also runs on GPUs.
+            EAGLE-3's in Speculators' or SGLang's. None with "mtp", "ngram" and "suffix", which need none.
+        method: "dflash" drafts a block in one pass; "eagle3" a chain with a pass per token, and so does "mtp"
+            with the layer for multi-token prediction of the target's checkpoint (Qwen3.5, Qwen3-Next,
+            DeepSeek-V3, GLM-4.5, MiMo-V2); "suffix" and "ngram" copy what followed the same tokens earlier in
+            the sequence, without a pass. "suffix" takes the longest match and verifies drafts by their
+            chance, on a CPU; "ngram" also runs on GPUs.
         num_speculative_tokens: drafts per step. With "dflash" at most block size - 1, which is the default
-            (SGLang counts one more); by default 5 with "eagle3", 8 with "ngram" and 16
-            with "suffix".
+            (SGLang counts one more); by default 5 with "eagle3", 3 with "mtp", 8 with "ngram" and 16 with
+            "suffix".
         placement: "colocated" runs the drafter in the target's processes; "split" in an actor of its own,
             so that its death only costs drafts; "shared" in one actor for all engines on the node with the
             same target, drafter and dtype. A shared drafter serves the engines in turn and exits when no
@@ -57,8 +59,8 @@ class SpeculativeConfig:
         prompt_lookup_max: with "ngram", the longest n-gram that is looked up; by default 4.
         prompt_lookup_min: with "ngram", the shortest n-gram that is looked up; by default 2. Shorter ones
             match more often and are right less often.
-        suffix_drafts: with a model, also draft by "suffix" in each step, and verify for each request the
-            drafts that are expected to be accepted most. On CPUs, with a colocated drafter.
+        suffix_drafts: with a model or "mtp", also draft by "suffix" in each step, and verify for each request
+            the drafts that are expected to be accepted most. On CPUs, with a colocated drafter.
         suffix_decoding_max_cached_requests: answers of earlier requests that suffix drafts are copied from,
             in addition to the request's own tokens; 0 for none. Shared between requests with the same
             `cache_salt`, as prefixes are. Costs about 0.6 KB of memory per token.
@@ -93,8 +95,8 @@ class SpeculativeConfig:
 
     @property
     def has_model(self) -> bool:
-        """Whether the method drafts with a model."""
-        return self.method not in ("ngram", "suffix")
+        """Whether the method drafts with a model of its own."""
+        return self.method not in ("mtp", "ngram", "suffix")
 
     @property
     def copies_suffixes(self) -> bool:
@@ -156,6 +158,7 @@ _OF_MODELS = ("model", "placement", "revision", "hf_overrides", "input_embedding
 _NOT_WITH: Mapping[DraftMethod, tuple[str, ...]] = {
     "dflash": _LOOKUP,
     "eagle3": (*_LOOKUP, "placement", "input_embedding_scale"),
+    "mtp": (*_OF_MODELS, *_LOOKUP),
     "ngram": (*_OF_MODELS, "suffix_drafts"),
     "suffix": (*_OF_MODELS, *_LOOKUP, "suffix_drafts"),
 }

@@ -307,7 +307,7 @@ SPECULATION = (
         "suffix_decoding_min_token_prob",
     ),
     SettingAnswer(
-        "belongs to a method that is not served. Choose dflash, eagle3, suffix or ngram",
+        "belongs to a method that is not served. Choose dflash, eagle3, mtp, suffix or ngram",
         switches="use_heterogeneous_vocab",
         refused=True,
     ),
@@ -350,7 +350,13 @@ VALUES: Mapping[str, Mapping[object, str]] = {
     "dtype": {"half": "float16", "float": "float32"},
     "load_format": {"safetensors": "auto", "hf": "auto"},
     "generation_config": {"vllm": "openai"},
-    "method": {"ngram_gpu": "ngram", "dspark": "dflash"},
+    "method": {
+        "ngram_gpu": "ngram",
+        "dspark": "dflash",
+        **dict.fromkeys(
+            ("deepseek_mtp", "glm4_moe_mtp", "mimo_v2_mtp", "qwen3_5_mtp", "qwen3_next_mtp"), "mtp"
+        ),
+    },
 }
 ANSWERS: Mapping[str, SettingAnswer] = {name: answer for answer in SETTINGS for name in answer.kinds()}
 _SPECULATION_ANSWERS = {name: answer for answer in SPECULATION for name in answer.kinds()}

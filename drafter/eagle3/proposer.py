@@ -1,4 +1,6 @@
-"""Proposes EAGLE-3 chains, one pass per token, and writes entries after the target's pass.
+"""Proposes chains, one pass per token, and writes entries after the target's pass.
+
+The drafter is EAGLE-3's, or a target's own layer for multi-token prediction (`actors/targets/model/mtp.py`).
 
 Drafts are sampled as the target samples: same filters, same noise at the same position, on the drafter's
 logits; each has a margin (`step/inputs/proposals.py`). The first pass needs the target's feature of the
@@ -11,11 +13,14 @@ pages.
 
 from __future__ import annotations
 
+from typing import Protocol
+
 import numpy as np
 import torch
 from torch import Tensor
 
 from ...cluster.step.scheduler_output import SchedulerOutput
+from ..compute.backend import PlacedRows
 from ..compute.eager.attention_metadata import AttentionBatch
 from ..compute.memory.kv_cache import PagedKVCache
 from ..step.inputs.proposals import Proposals
@@ -23,7 +28,38 @@ from ..step.inputs.row_layout import StepRows
 from ..step.request_states import RequestStates
 from ..step.sampling.sampler import sample_with_margins
 from ..step.sampling.step_ops import DEFINITION, StepOperators
-from .model import Eagle3Drafter
+
+
+class HasHiddenSize(Protocol):
+    @property
+    def hidden_size(self) -> int: ...
+
+
+class ChainDrafter(Protocol):
+    """A drafter whose entries combine a token with a feature of the position before (`model.py`)."""
+
+    @property
+    def config(self) -> HasHiddenSize: ...
+
+    @property
+    def dtype(self) -> torch.dtype: ...
+
+    @property
+    def device(self) -> torch.device: ...
+
+    def new_cache(self, num_pages: int, page_size: int, dtype: torch.dtype | None = None) -> PagedKVCache: ...
+
+    def features(self, taps_NmH: Tensor) -> Tensor: ...
+
+    def write_entries(
+        self, token_ids_N: Tensor, g_NH: Tensor, rows: PlacedRows, cache: PagedKVCache, /
+    ) -> None: ...
+
+    def forward(
+        self, token_ids_N: Tensor, g_NH: Tensor, rows: PlacedRows, cache: PagedKVCache, /
+    ) -> tuple[Tensor, Tensor]: ...
+
+    def logits(self, normed_XH: Tensor, /) -> Tensor: ...
 
 
 class ChainProposer:
@@ -31,7 +67,7 @@ class ChainProposer:
 
     def __init__(
         self,
-        drafter: Eagle3Drafter,
+        drafter: ChainDrafter,
         cache: PagedKVCache,
         operators: StepOperators = DEFINITION,
         features_PH: Tensor | None = None,
@@ -45,11 +81,11 @@ class ChainProposer:
         self._features_PH = features_PH
         self._before_RH = features_PH[:0]  # this step's features of the positions before the first rows
 
-    def with_drafter(self, drafter: Eagle3Drafter) -> ChainProposer:
+    def with_drafter(self, drafter: ChainDrafter) -> ChainProposer:
         """Return a proposer with another drafter of the same shape over the same pages."""
         return ChainProposer(drafter, self.cache, self._operators, self._features_PH)
 
-    def with_own_pages(self, drafter: Eagle3Drafter) -> ChainProposer:
+    def with_own_pages(self, drafter: ChainDrafter) -> ChainProposer:
         """Return a proposer with another drafter of the same shape and page ids, but its own page memory."""
         cache = drafter.new_cache(self.cache.num_pages, self.cache.page_size, self.cache.dtype)
         return ChainProposer(drafter, cache, self._operators)

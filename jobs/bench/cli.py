@@ -37,7 +37,9 @@ def _stoppable(context: typer.Context) -> None:
 SvgFolder = Annotated[Path | None, typer.Option("--svg", help="Folder for the charts, one SVG file each.")]
 Method = Annotated[
     list[str] | None,
-    typer.Option("--method", help="Additional method: ngram, eagle3=FOLDER or JSON; may be repeated."),
+    typer.Option(
+        "--method", help="Additional method: mtp, ngram, suffix, eagle3=FOLDER or JSON; may be repeated."
+    ),
 ]
 
 

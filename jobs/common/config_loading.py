@@ -79,9 +79,9 @@ def merge_speculation(base: Any, flags: Mapping[str, Any]) -> dict[str, Any] | N
     if not refined:
         return config
     config = (config or {}) | refined
-    if "model" not in config and config.get("method") not in ("ngram", "suffix"):
+    if "model" not in config and config.get("method") not in ("mtp", "ngram", "suffix"):
         raise ConfigError(
-            "The drafter is missing: give spec_model, too, or spec_method suffix.", param="spec_model"
+            "The drafter is missing: give spec_model, too, or spec_method mtp or suffix.", param="spec_model"
         )
     return config
 

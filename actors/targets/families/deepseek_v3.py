@@ -3,10 +3,10 @@
     x += o(attention over latents(norm x));  x += shared(u) + sum over the chosen of  w_e expert_e(u)
 
 Part of each head is rotated, in pairs 2c, 2c + 1 as published. With yarn, scores have a factor in addition to
-that of cosines and sines. The epsilon of the bottlenecks' norms is not in config.json. Layers for multi-token
-prediction (`num_nextn_predict_layers`) are not read; of Kimi K2.5 and later only the text part is.
+that of cosines and sines. The epsilon of the bottlenecks' norms is not in config.json. Of the layers for
+multi-token prediction, which follow the others, the first is read; of Kimi K2.5 and later only the text part.
 
-Sources: transformers' modeling_deepseek_v3.py and configuration_{deepseek_v3,kimi_k25}.py.
+Sources: transformers' modeling_deepseek_v3.py, modeling_layers.py, configuration_{deepseek_v3,kimi_k25}.py.
 """
 
 from __future__ import annotations
@@ -88,4 +88,4 @@ def read(raw: Json, file: str) -> ModelSpec:
         LayerSpec(mixer=attention, mlp=dense if i < config.first_k_dense_replace else routed)
         for i in range(config.num_hidden_layers)
     )
-    return model_of(config, layers, _TENSORS)
+    return replace(model_of(config, layers, _TENSORS), mtp=config.mtp(LayerSpec(mixer=attention, mlp=routed)))

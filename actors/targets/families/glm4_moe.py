@@ -2,7 +2,7 @@
 
     x += o(attention(norm x));  x += shared(u) + sum over the chosen of  w_e expert_e(u),   u = norm x
 
-Layers for multi-token prediction (`num_nextn_predict_layers`) are not read.
+Of the layers for multi-token prediction, which follow the others, the first is read.
 Sources: transformers' modeling_glm4_moe.py and configuration_glm4_moe.py.
 """
 
@@ -34,4 +34,5 @@ def read(raw: Json, file: str) -> ModelSpec:
     routed, dense = config.routed(file), config.first_k_dense_replace
     plain = read_plain(raw, file, config, qk_norm=config.use_qk_norm, bias=config.attention_bias)
     layers = tuple(layer if i < dense else replace(layer, mlp=routed) for i, layer in enumerate(plain.layers))
-    return replace(plain, layers=layers, tensors=EXPERT_TENSORS)
+    mtp = config.mtp(replace(plain.layers[-1], mlp=routed))
+    return replace(plain, layers=layers, tensors=EXPERT_TENSORS, mtp=mtp)

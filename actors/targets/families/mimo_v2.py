@@ -4,8 +4,10 @@
 
 `sliding_window_size` counts the tokens before a row, transformers' `sliding_window` includes the row. The
 scale of values is multiplied into v's rows at load. Published and transformers' names differ; both are read.
+Of the layers for multi-token prediction (`model.mtp.`) the first is read: a sliding one with a dense MLP.
 
-Sources: transformers' modeling_mimo_v2_flash.py and configuration_mimo_v2_flash.py; a published file.
+Sources: transformers' modeling_mimo_v2_flash.py and configuration_mimo_v2_flash.py; a published file; vLLM's
+mimo_v2_mtp.py.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ from ....drafter.compute.checkpoint.hf_config import Count, Json, parse, wrong
 from ....drafter.compute.layers.rope import RopeConfig
 from ..model.attention import TargetAttention
 from ..model.mlp_spec import GatedMLP
-from ..model.model_spec import LayerSpec, ModelSpec, TensorRule, Transform
+from ..model.model_spec import LayerSpec, ModelSpec, MtpSpec, TensorRule, Transform
 from .shared.deepseek_moe import EXPERT_TENSORS, SigmoidExpertsConfig, in_fp32
 from .shared.llama_like import model_of, refuse_rope_scaling
 
@@ -48,6 +50,10 @@ class MiMoV2Config(SigmoidExpertsConfig):
     mlp_layer_types: tuple[Literal["dense", "sparse"], ...] | None = None
     moe_layer_freq: tuple[Literal[0, 1], ...] | None = None
     scoring_func: Literal["sigmoid"] = "sigmoid"
+
+    @property
+    def has_windows(self) -> bool:
+        return (self.sliding_window or self.sliding_window_size) is not None
 
     def kinds(self, file: str) -> tuple[str, ...]:
         """Return each layer's type; by default the first and every sixth are full."""
@@ -121,4 +127,13 @@ def read(raw: Json, file: str) -> ModelSpec:
         LayerSpec(mixer=attention[kind], mlp=routed if is_routed else dense)
         for kind, is_routed in zip(config.kinds(file), config.are_routed(file), strict=True)
     )
-    return model_of(config, layers, _tensors(config.attention_value_scale))
+    sliding = config.attention(raw, file, "sliding_attention") if config.has_windows else None
+    return replace(
+        model_of(config, layers, _tensors(config.attention_value_scale)),
+        mtp=None if sliding is None else _mtp(LayerSpec(mixer=sliding, mlp=dense)),
+    )
+
+
+def _mtp(layer: LayerSpec) -> MtpSpec:
+    spec = MtpSpec.after_body(layer, "mtp.layers.0.", "final_layernorm.weight")
+    return replace(spec, renamed={"post_attention_layernorm": "pre_mlp_layernorm"})

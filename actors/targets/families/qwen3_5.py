@@ -5,12 +5,14 @@
 
 Every fourth layer has gated attention. Norms store w of 1 + w, except for the delta net's own. A head's rows
 of q_proj are its queries, then its gate. Image positions (mrope) equal text positions if there is only text.
-Parts for images and multi-token prediction are ignored. Qwen3-Next groups projections by key head:
+Parts for images are ignored. The layer for multi-token prediction (`mtp.`) has gated attention, and experts
+if the model has any. Qwen3-Next groups projections by key head:
 
     in_proj_qkvz   q k v.. z.. of the first key head and of the value heads that it serves, then of the next
     in_proj_ba     b.. a.. likewise
 
-Sources: transformers' modeling_{qwen3_5,qwen3_5_moe,qwen3_next}.py and the defaults of their configurations.
+Sources: transformers' modeling_{qwen3_5,qwen3_5_moe,qwen3_next}.py and the defaults of their configurations;
+vLLM's qwen3_5_mtp.py and qwen3_next_mtp.py.
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ from ....drafter.compute.layers.rope import RopeConfig
 from ..model.attention import TargetAttention
 from ..model.delta_net import DeltaNet
 from ..model.mlp_spec import GatedMLP, RoutedMLP
-from ..model.model_spec import LayerSpec, ModelSpec, TensorRule, Transform
+from ..model.model_spec import LayerSpec, ModelSpec, MtpSpec, TensorRule, Transform
 from .gemma3 import one_plus
 from .shared.deepseek_moe import in_fp32
 from .shared.llama_like import TENSORS, PlainConfig, model_of
@@ -50,6 +52,8 @@ class GatedDeltaConfig(PlainConfig):
     linear_key_head_dim: Count = 128
     linear_value_head_dim: Count = 128
     linear_conv_kernel_dim: int = Field(4, ge=2, description="an integer of at least 2")
+    mtp_num_hidden_layers: int = Field(1, ge=0, description="an integer that is not negative")
+    mtp_use_dedicated_embeddings: bool = False
 
     def mixers(self, raw: Json, file: str) -> tuple[TargetAttention | DeltaNet, ...]:
         """Return each layer's mixer; by default every `full_attention_interval`-th layer has attention."""
@@ -96,7 +100,24 @@ def read_gated_delta(
     mixers = config.mixers(raw, file)
     layers = tuple(LayerSpec(mixer=mixer, mlp=mlp) for mixer, mlp in zip(mixers, mlps, strict=True))
     tensors = {**_tensors(config.head_size(file)), **tensors}
-    return model_of(config, layers, tensors, fp32_norms=True)
+    spec = model_of(config, layers, tensors, fp32_norms=True)
+    return replace(spec, mtp=_mtp(config, layers))
+
+
+def _mtp(config: GatedDeltaConfig, layers: tuple[LayerSpec, ...]) -> MtpSpec | None:
+    if not config.mtp_num_hidden_layers or config.mtp_use_dedicated_embeddings:
+        return None
+    mixer = next(layer.mixer for layer in layers if isinstance(layer.mixer, TargetAttention))
+    mlp = next((layer.mlp for layer in layers if layer.routed is not None), layers[0].mlp)
+    return MtpSpec(
+        layer=LayerSpec(mixer=mixer, mlp=mlp),
+        prefix="mtp.layers.0.",
+        embed_norm="mtp.pre_fc_norm_embedding.weight",
+        hidden_norm="mtp.pre_fc_norm_hidden.weight",
+        combine="mtp.fc.weight",
+        final_norm="mtp.norm.weight",
+        is_beside_body=True,
+    )
 
 
 def _half_of_each_head(head_dim: int, which: int, rows_OH: Tensor) -> Tensor:

@@ -27,6 +27,7 @@ from ...tokenization.checkpoint_paths import drafter_folder, target_folder, toke
 from ...tokenization.tokenizer_config import TokenIds
 from ..families import end_tokens_file, read_model
 from ..model.model_spec import ModelSpec
+from ..model.mtp import MTP_DRAFTS, MtpConfig, check_has_mtp
 from ..model.tensor_parallel import Sharding
 from ..model.weights import open_checkpoint, target_shapes
 from .backend_selection import INTEGERS, BackendName
@@ -36,7 +37,8 @@ logger = logging.getLogger(__name__)
 
 NGRAM_DRAFTS, SUFFIX_DRAFTS = 8, 16  # default numbers of drafts without a model
 
-DraftConfig = DrafterConfig | Eagle3Config
+DraftConfig = DrafterConfig | Eagle3Config | MtpConfig
+ChainConfig = Eagle3Config | MtpConfig  # a pass for each draft, and a feature kept for each page
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +46,7 @@ class LoadPlan:
     """The same on all ranks, but for the device's number.
 
     Attributes:
-        target_folder, drafter_folder: checkpoints on this disk; no drafter's without speculation.
+        target_folder, drafter_folder: checkpoints on this disk; a drafter's only if it has one of its own.
         facts: what the drafter must fit.
         num_speculative_tokens: most drafts per request and step.
         pages: which layers' K and V share pages, and where they lie.
@@ -103,6 +105,8 @@ def plan_load(config: EngineConfig) -> LoadPlan:
     if (spec := config.speculative_config) is not None and spec.model is not None:
         draft_folder = drafter_folder(config, spec.model)
         drafter = _read_config(spec, draft_folder, target.num_layers)
+    elif spec is not None and spec.method == "mtp":
+        drafter = _read_mtp(config, folder, target)
     refuse_quantizing_twice(config, target, drafter)
     length = find_max_model_len(config, target, drafter)
     plan = plan_models(config, folder, target, draft_folder, drafter, length)
@@ -111,6 +115,15 @@ def plan_load(config: EngineConfig) -> LoadPlan:
         if config.load_format == "auto" and checked.quantization is not None:
             unused += unused_scales(open_folder(draft_folder, checked.quantization))
     return replace(plan, doubts=(*doubts, *unused))
+
+
+def _read_mtp(config: EngineConfig, folder: Path, target: ModelSpec) -> MtpConfig:
+    """Return the target's own layer. Raises CheckpointError if the folder lacks its tensors."""
+    drafter = MtpConfig.of(target, config.tensor_parallel_size)
+    if config.load_format == "auto":
+        check_has_mtp(open_folder(folder, target.quantization), target, folder)
+        open_checkpoint(folder, drafter.model)
+    return drafter
 
 
 def refuse_quantizing_twice(config: EngineConfig, target: ModelSpec, drafter: DraftConfig | None) -> None:
@@ -202,8 +215,8 @@ def plan_models(
 def _stack_specs(
     target: ModelSpec, drafter: DraftConfig | None, device: torch.device
 ) -> list[ModelStackSpec]:
-    """Return what the models require of a backend, but for EAGLE-3 on a CPU, which all backends run."""
-    if drafter is None or (isinstance(drafter, Eagle3Config) and device.type == "cpu"):
+    """Return what the models require of a backend, but for chains on a CPU, which all backends run."""
+    if drafter is None or (isinstance(drafter, ChainConfig) and device.type == "cpu"):
         return [target.of_backend()]
     return [target.of_backend(), drafter.of_backend()]
 
@@ -271,8 +284,8 @@ def _num_speculative_tokens(config: EngineConfig, drafter: DraftConfig | None) -
     wanted = spec.num_speculative_tokens
     if drafter is None:  # as many as requested are copied
         return wanted or (SUFFIX_DRAFTS if spec.method == "suffix" else NGRAM_DRAFTS)
-    if isinstance(drafter, Eagle3Config):  # a chain of single drafts has no maximum
-        return wanted or DEFAULT_DRAFTS
+    if isinstance(drafter, ChainConfig):  # a chain of single drafts has no maximum
+        return wanted or (MTP_DRAFTS if isinstance(drafter, MtpConfig) else DEFAULT_DRAFTS)
     maximum = drafter.max_drafts
     if wanted is None:
         return maximum

@@ -12,10 +12,9 @@ from ....cluster.errors import ConfigError
 from ....cluster.pages.kv_cache_groups import KVCacheSpec, LayerPlace, plane_width, share_pages
 from ....drafter.compute.memory.kv_cache import PagedKVCache
 from ....drafter.compute.memory.recurrent_state_cache import StateMemory
-from ....drafter.eagle3.config import Eagle3Config
 from ...system.host_resources import free_ram_bytes
 from ..model.tensor_parallel import Sharding
-from .load_plan import LoadPlan
+from .load_plan import ChainConfig, LoadPlan
 
 _CPU_SHARE = 0.25  # of free memory
 _CPU_CAP_BYTES = 4 * 2**30
@@ -37,7 +36,7 @@ def page_bytes(plan: LoadPlan, *, target: bool = True, drafter: bool = True) -> 
         for pool in range(pages.num_pools):
             planes = pages.num_planes(places, pool)
             sizes[pool] += PagedKVCache.bytes_per_page(planes, plan.page_size, width, plan.kv_dtype)
-    if drafter and isinstance(plan.drafter, Eagle3Config):  # it keeps a feature per page
+    if drafter and isinstance(plan.drafter, ChainConfig):  # it keeps a feature per page
         pool = pages.groups[pages.drafter[0].group].pool
         sizes[pool] += plan.drafter.hidden_size * plan.dtype.itemsize
     return tuple(sizes)

@@ -33,6 +33,7 @@ from ....drafter.step.sampling.step_ops import StepOperators
 from ....drafter.suffix.mixing import SuffixMixer
 from ....drafter.suffix.proposer import SuffixProposer
 from ..model.decoder import Decoder
+from ..model.mtp import MtpConfig, MtpDrafter
 from ..model.tensor_parallel import Communicator, Sharding, SingleRank, smallest
 from ..model.weights import TargetWeights, target_shapes
 from ..runners.colocated_drafter import ColocatedDrafter
@@ -285,8 +286,21 @@ class _Rank:
         self._drafter: Drafter | None = None
         self.drafter_backend: Backend | None = None
         if plan.drafter is not None and not plan.split:
-            self.drafter_backend = make_drafter_backend(plan, backend, communicator)
-            self._drafter = models.drafter(plan, self._model.shared_embeddings, self.drafter_backend)
+            if isinstance(plan.drafter, MtpConfig):
+                self.drafter_backend = backend
+                self._drafter = self._mtp(plan.drafter, models, weights.final_norm())
+            else:
+                self.drafter_backend = make_drafter_backend(plan, backend, communicator)
+                self._drafter = models.drafter(plan, self._model.shared_embeddings, self.drafter_backend)
+
+    def _mtp(self, config: MtpConfig, models: ModelSource, target_norm_H: torch.Tensor) -> MtpDrafter:
+        """Load the target's own layer for multi-token prediction, sharded like its blocks."""
+        plan, ranks = self._plan, self._communicator
+        sharding = Sharding(config.model, ranks.rank, ranks.world_size)
+        weights = models.target(replace(plan, target=config.model), sharding)
+        shared, length = self._model.shared_embeddings, plan.max_model_len
+        args = (shared, length, ranks, self.backend, plan.pages.drafter)
+        return MtpDrafter(config, weights, target_norm_H, *args)
 
     def packed_bytes(self) -> int | None:
         """Return the bytes of both models' packed weights; None where the backend packs none."""
@@ -336,8 +350,8 @@ class _Rank:
         plan, config = self._plan, self._plan.config
         max_requests, num_rows = device_limits(plan)
         drafter, draft_cache, chains = self._drafter, self._draft_cache(num_pages), None
-        if isinstance(drafter, Eagle3Drafter):
-            assert draft_cache is not None, "an EAGLE-3 drafter has pages of its own"
+        if isinstance(drafter, Eagle3Drafter | MtpDrafter):
+            assert draft_cache is not None, "a drafter of chains has pages of its own"
             drafter, draft_cache, chains = None, None, Eagle3Chains.of(drafter, draft_cache)
         state_args = (config.max_num_seqs, plan.max_model_len, num_pages, plan.page_size)
         states, memory = (
@@ -434,7 +448,7 @@ def _suffix_proposer(config: EngineConfig) -> SuffixProposer | None:
 def _make_proposer(
     drafter: Drafter, cache: PagedKVCache, operators: StepOperators
 ) -> DFlashProposer | ChainProposer:
-    if isinstance(drafter, Eagle3Drafter):
+    if isinstance(drafter, Eagle3Drafter | MtpDrafter):
         return ChainProposer(drafter, cache, operators)
     return DFlashProposer(drafter, cache, operators)
 

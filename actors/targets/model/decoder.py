@@ -81,7 +81,7 @@ class Decoder:
             ropes.append((config, RotaryEmbedding(config, max_positions, self.dtype, self.device)))
             return ropes[-1][1]
 
-        blocks = [_block(weights, i, rope_of, communicator, backend) for i in range(spec.num_layers)]
+        blocks = [make_block(weights, i, rope_of, communicator, backend) for i in range(spec.num_layers)]
         final_norm = RMSNorm(weights.final_norm(), spec.rms_norm_eps)
         self._stack = backend.stack(blocks, final_norm, tap_ids)
         self.num_routed = sum(layer.routed is not None for layer in spec.layers)
@@ -136,13 +136,14 @@ class SharedEmbeddings:
         self.logits: Callable[[Tensor], Tensor] = head if is_split else head.linear
 
 
-def _block(
+def make_block(
     weights: TargetWeights,
     layer: int,
     rope_of: RopeOf,
     communicator: Communicator,
     backend: Backend,
 ) -> tuple[MixerShape, BlockWeights]:
+    """Return a block of a target, this rank's part; `rope_of` returns the tables of a rotation."""
     eps, sharding, spec = weights.spec.rms_norm_eps, weights.sharding, weights.spec.layers[layer]
     parts, mixer = weights.layer(layer), spec.mixer
     out_eps = eps if weights.spec.out_norm_eps is None else weights.spec.out_norm_eps

@@ -9,7 +9,7 @@ For a family with a new feature, add a field or a kind of mixer or MLP here and 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from torch import Tensor
@@ -39,7 +39,7 @@ CheckpointDType = Literal["float32", "bfloat16", "float16"]
 # (`drafter/compute/checkpoint/packed_4bit.py`), "block_bytes" the bytes of one block, "_words" the words
 # that store INT4.
 Axis = (
-    Literal["hidden", "vocab", "hidden_blocks", "hidden_words", "block_bytes", "one"]
+    Literal["hidden", "two_hidden", "vocab", "hidden_blocks", "hidden_words", "block_bytes", "one"]
     | AttentionAxis
     | MLPAxis
     | DeltaAxis
@@ -104,6 +104,70 @@ class TensorRule:
     is_beside_body: bool = False
 
 
+# Parts of a layer for multi-token prediction beside its block, in `ModelSpec.tensors` of its own model.
+MTP_PARTS = ("mtp_embed_norm", "mtp_hidden_norm", "mtp_combine")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MtpSpec:
+    """A target's first layer for multi-token prediction (MTP), with its tensors' names (`mtp.py`).
+
+    Attributes:
+        layer: its block.
+        prefix: of the block's tensors, instead of "layers.{layer}.".
+        embed_norm, hidden_norm, combine, final_norm: names of the other tensors.
+        is_beside_body: whether all of them are named outside of the body's prefix.
+        renamed: last components of the block's names that differ from those of the target's blocks.
+    """
+
+    layer: LayerSpec
+    prefix: str
+    embed_norm: str
+    hidden_norm: str
+    combine: str
+    final_norm: str
+    is_beside_body: bool = False
+    renamed: Mapping[str, str] = field(default_factory=dict[str, str])
+
+    @classmethod
+    def after_body(cls, layer: LayerSpec, prefix: str, final_norm: str) -> MtpSpec:
+        """Return DeepSeek-V3's layout, in which all tensors have the block's prefix."""
+        return cls(
+            layer=layer,
+            prefix=prefix,
+            embed_norm=f"{prefix}enorm.weight",
+            hidden_norm=f"{prefix}hnorm.weight",
+            combine=f"{prefix}eh_proj.weight",
+            final_norm=prefix + final_norm,
+        )
+
+    def model(self, target: ModelSpec) -> ModelSpec:
+        """Return a model of this layer alone; `layer_parts` 0 are its block's."""
+        norm = target.tensors["attention_norm"].transform
+
+        def own(name: str, *axes: Axis, transform: Callable[[Tensor], Tensor] | None = norm) -> TensorRule:
+            return TensorRule(name=name, axes=axes, transform=transform, is_beside_body=self.is_beside_body)
+
+        tensors = {part: self._renamed(rule) for part, rule in target.tensors.items()} | {
+            "final_norm": own(self.final_norm, "hidden"),
+            "mtp_embed_norm": own(self.embed_norm, "hidden"),
+            "mtp_hidden_norm": own(self.hidden_norm, "hidden"),
+            "mtp_combine": own(self.combine, "hidden", "two_hidden", transform=None),
+        }
+        return replace(target, layers=(self.layer,), tensors=tensors, mtp=None)
+
+    def _renamed(self, rule: TensorRule) -> TensorRule:
+        if not rule.name.startswith(_BLOCK):
+            return rule
+        name = rule.name.removeprefix(_BLOCK)
+        for theirs, ours in self.renamed.items():
+            name = name.replace(theirs, ours)
+        return replace(rule, name=self.prefix + name, is_beside_body=self.is_beside_body)
+
+
+_BLOCK = "layers.{layer}."  # the prefix of a block's tensors
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSpec:
     """The specification of a target.
@@ -119,6 +183,7 @@ class ModelSpec:
             `EXPERT_FORMS` the checkpoint has one.
         dtype: dtype of the checkpoint.
         eos_token_ids: end-of-sequence tokens, from generation_config.json if it has any.
+        mtp: the layer for multi-token prediction that checkpoints of the family may have.
     """
 
     architecture: str
@@ -138,6 +203,7 @@ class ModelSpec:
     dtype: CheckpointDType
     quantization: CheckpointQuantization | None = None
     eos_token_ids: tuple[int, ...]
+    mtp: MtpSpec | None = None
 
     @property
     def num_layers(self) -> int:
@@ -230,6 +296,8 @@ class ModelSpec:
                 return 1
             case "hidden":
                 return self.hidden_size
+            case "two_hidden":
+                return 2 * self.hidden_size
             case "hidden_blocks":
                 return self.hidden_size // BLOCK
             case "hidden_words":

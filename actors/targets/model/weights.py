@@ -23,7 +23,7 @@ from ....drafter.compute.checkpoint.safetensors_reader import TensorFolder, Tens
 from .attention import TargetAttention
 from .delta_net import DeltaNet, DeltaTensors, read_delta
 from .mlp_weights import MlpTensors, ParallelMlpTensors, read_dense, read_routed
-from .model_spec import ModelSpec, TensorRule
+from .model_spec import MTP_PARTS, ModelSpec, TensorRule
 from .tensor_parallel import Sharding
 
 # Prefixes of the language model's body and head: alone, or as part of a multimodal checkpoint.
@@ -274,7 +274,7 @@ def _refuse_unexpected(
 ) -> None:
     """Raise CheckpointError for a bias or norm that would be ignored, unless it is a bias of zeros."""
     stored = {part for part, rule in spec.tensors.items() if rule.constant is None}
-    unexpected = stored - {"embedding", "final_norm", "head", *spec.layer_parts(0)}
+    unexpected = stored - {"embedding", "final_norm", "head", *MTP_PARTS, *spec.layer_parts(0)}
     expected = {_full_name(spec.tensors[part], 0, prefixes) for part in spec.layer_parts(0)}
     for part in sorted(unexpected):
         name = _full_name(spec.tensors[part], 0, prefixes)
@@ -307,6 +307,7 @@ def _rules_by_name(
 ) -> dict[str, tuple[TensorRule, tuple[int, ...]]]:
     global_parts = ["embedding", "final_norm"] + ["head"] * (not spec.tied_head)
     parts = [(part, 0) for part in global_parts]
+    parts += [(part, 0) for part in MTP_PARTS if part in spec.tensors]
     parts += [(part, layer) for layer in range(spec.num_layers) for part in spec.layer_parts(layer)]
     rules = [(spec.tensors[part], layer) for part, layer in parts]
     return {

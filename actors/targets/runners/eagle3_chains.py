@@ -1,4 +1,4 @@
-"""EAGLE-3 chains (arXiv:2503.01840) driven by the device, the counterpart of `drafter/eagle3/proposer.py`.
+"""Chains of EAGLE-3 (arXiv:2503.01840) or MTP driven by the device; `drafter/eagle3/proposer.py` on a host.
 
 Drafting runs one pass per token of a chain, with one row for each request that still drafts. Injecting then
 writes the entries of the target's rows. All indices are computed on the device from the participating
@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from ....drafter.compute.memory.kv_cache import PagedKVCache
-from ....drafter.eagle3.model import Eagle3Drafter
+from ....drafter.eagle3.proposer import ChainDrafter
 from ....drafter.step.gpu_triton.inputs.row_layout import (
     DeviceStepRequests,
     DeviceStepRows,
@@ -37,18 +37,18 @@ ChooseDrafts = Callable[[Head, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
 
 @dataclass(frozen=True, slots=True)
 class Eagle3Chains:
-    """An EAGLE-3 drafter, its pages, and the newest feature stored for each page.
+    """A drafter of chains, its pages, and the newest feature stored for each page.
 
     Attributes:
         features_PH: the last row is the skip page's.
     """
 
-    drafter: Eagle3Drafter
+    drafter: ChainDrafter
     cache: PagedKVCache
     features_PH: Tensor
 
     @classmethod
-    def of(cls, drafter: Eagle3Drafter, cache: PagedKVCache) -> Eagle3Chains:
+    def of(cls, drafter: ChainDrafter, cache: PagedKVCache) -> Eagle3Chains:
         shape = cache.num_pages + 1, drafter.config.hidden_size
         return cls(drafter, cache, torch.zeros(shape, dtype=drafter.dtype, device=drafter.device))
 
@@ -127,7 +127,7 @@ class Eagle3Chains:
 class _FullHead:
     """A drafter's head as `tp_sampling.Head`: every rank gets all logits."""
 
-    drafter: Eagle3Drafter
+    drafter: ChainDrafter
     is_split = False
 
     def logits(self, hidden_XH: Tensor, /) -> Tensor:

@@ -12,11 +12,12 @@ from ....drafter.compute.memory.kv_cache import PagedKVCache
 from ....drafter.dflash.model import DFlashDrafter
 from ....drafter.eagle3.model import Eagle3Drafter
 from ..model.decoder import Decoder
+from ..model.mtp import MtpDrafter
 
 if TYPE_CHECKING:
     from ....drafter.grammars.matchers import GrammarStates
 
-Drafter = DFlashDrafter | Eagle3Drafter
+Drafter = DFlashDrafter | Eagle3Drafter | MtpDrafter
 
 
 class Runner(Protocol):

@@ -44,6 +44,7 @@ class LatentAttention:
             shape.scale,
             causal=shape.causal,
             window=shape.window,
+            first_key=shape.first_key,
         )
         return self._values(attended_NO.unflatten(-1, (shape.num_heads, -1))).flatten(1)
 

@@ -208,7 +208,8 @@ class TritonBackend(OperatorBackend):
     def _expansion_workspace(self, shape: AttentionShape, parts: MLALayer) -> ExpansionWorkspace | None:
         """Return the workspace that layers of equal shape share; None if prompts stay absorbed."""
         minimum = parts.min_expanded
-        if self._batch_invariant or not shape.causal or shape.window is not None or minimum is None:
+        sees_all = shape.causal and shape.window is None and not shape.first_key
+        if self._batch_invariant or not sees_all or minimum is None:
             return None
         key = parts.kv_up_JUC.shape, shape.head_dim, parts.kv_up_JUC.dtype
         if key not in self._expansions:

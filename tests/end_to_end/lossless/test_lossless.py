@@ -25,6 +25,7 @@ from manta.actors.targets.families import read_model
 from manta.drafter.compute.cpu_numba.cpu_features import bf16_instructions
 from support.checkpoints.eagle3_checkpoints import speculators, write
 from support.checkpoints.families import FAMILIES, GPT_OSS_YARN
+from support.checkpoints.mtp_targets import make_mtp_target
 from support.checkpoints.tiny import make_tiny_drafter, make_tiny_target, transformers_model
 from support.engines.random_policy import RandomPolicy
 from support.oracles.quantized_checkpoints import publish
@@ -45,6 +46,7 @@ DFLASH2 = "qwen3 by DFlash2"  # a separate pair in few cells: it changes only th
 SELECTOR = "qwen3 in bf16 by a selector"  # likewise: no convolutions, so the compiled pass runs it
 DSPARK = ("qwen3 by DSpark", "qwen3 in bf16 by DSpark")  # likewise: its anchors predict, too
 EAGLE3 = ("qwen3 by EAGLE-3", "qwen3 in bf16 by EAGLE-3")  # likewise
+MTP = ("qwen3_5 by MTP", "deepseek_v3 by MTP")  # likewise
 NGRAM = "qwen3 by n-grams"  # likewise
 SUFFIX = "qwen3 by suffixes"  # likewise
 MIXED = ("qwen3 mixed with suffixes", "qwen3 in bf16 mixed with suffixes")  # likewise
@@ -114,6 +116,19 @@ def eagle3_cells(*, whole: bool = WHOLE) -> Iterator[tuple[str, str, int]]:
     """(pair, engine, drafts)."""
     short = {(EAGLE3[0], "forced preemption with prefix cache", 3), (EAGLE3[1], "chunks of 16 rows", 1)}
     for pair in EAGLE3:
+        for engine in ENGINES:
+            for drafts in DRAFTS:
+                if whole or (pair, engine, drafts) in short:
+                    yield pair, engine, drafts
+
+
+def mtp_cells(*, whole: bool = WHOLE) -> Iterator[tuple[str, str, int]]:
+    """(pair, engine, drafts)."""
+    short = {
+        (MTP[0], "planned ahead, forced preemption", 3),
+        (MTP[1], "forced preemption with prefix cache", 3),
+    }
+    for pair in MTP:
         for engine in ENGINES:
             for drafts in DRAFTS:
                 if whole or (pair, engine, drafts) in short:
@@ -206,7 +221,7 @@ class Pair:
         **settings: object,
     ) -> LLM:
         drafts = {"num_speculative_tokens": num_speculative_tokens, "adaptive": adaptive}
-        model = {} if self.method in ("ngram", "suffix") else {"model": str(self.drafter)}
+        model = {} if self.method in ("mtp", "ngram", "suffix") else {"model": str(self.drafter)}
         if self.method == "suffix" or self.mixed:  # few, so that answers are dropped
             model |= {"suffix_drafts": self.mixed, "suffix_decoding_max_cached_requests": 4}
         if self.draft_weights is not None:
@@ -245,6 +260,8 @@ def make_pair(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Pair]
             pair, head_dim = make(name.removesuffix(" by DSpark")), 32 if "bf16" in name else 16
             drafter = make_tiny_drafter(folder / "drafter", head_dim=head_dim, dspark=True)
             return replace(pair, drafter=drafter)
+        if name in MTP:
+            return replace(make(family), method="mtp")
         if name == NGRAM:
             return replace(make(family), method="ngram")
         if name == SUFFIX:
@@ -268,7 +285,8 @@ def make_pair(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Pair]
             layer = {"head_dim": 32} if "bf16" in name else {}
             return replace(pair, drafter=write(folder / "drafter", speculators(layer=layer)), method="eagle3")
         # The compiled pass wants sizes that are multiples of 32.
-        target = make_tiny_target(folder / "target", family, seed=5, **({"head_dim": 32} if in_bf16 else {}))
+        make_target = make_mtp_target if f"{family} by MTP" in MTP else make_tiny_target
+        target = make_target(folder / "target", family, seed=5, **({"head_dim": 32} if in_bf16 else {}))
         spec = read_model(target)
         drafter_window = 20 if any(spec.windows) else None
         drafter = make_tiny_drafter(
@@ -374,7 +392,7 @@ def test_speculation_changes_no_token_in_small_batches(
 @pytest.mark.parametrize(
     ("pair", "engine", "drafts"),
     [
-        *(*cells(), *dflash2_cells(), *eagle3_cells(), *ngram_cells(), *suffix_cells()),
+        *(*cells(), *dflash2_cells(), *eagle3_cells(), *mtp_cells(), *ngram_cells(), *suffix_cells()),
         *(*quantized_cells(), *fp8_kv_cells(), *state_cells()),
     ],
     indirect=["pair"],

@@ -10,12 +10,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import torch
+from pydantic import AliasChoices, Field
 from torch import Tensor
 
 from .....drafter.compute.checkpoint.hf_config import Count, wrong
 from .....drafter.compute.layers.moe import MoeRouter
 from ...model.mlp_spec import GatedMLP, RoutedMLP
-from ...model.model_spec import TensorRule
+from ...model.model_spec import LayerSpec, MtpSpec, TensorRule
 from .llama_like import TENSORS, PlainConfig
 
 
@@ -28,6 +29,19 @@ class SigmoidExpertsConfig(PlainConfig):
     n_group: Count = 1
     topk_group: Count = 1
     routed_scaling_factor: float = 1.0
+    num_mtp_layers: int = Field(
+        0,
+        ge=0,
+        validation_alias=AliasChoices("num_nextn_predict_layers", "num_mtp_layers"),
+        description="an integer that is not negative",
+    )
+
+    def mtp(self, layer: LayerSpec) -> MtpSpec | None:
+        """Return the first layer for multi-token prediction, the one after the target's last."""
+        if not self.num_mtp_layers:
+            return None
+        prefix = f"layers.{self.num_hidden_layers}."
+        return MtpSpec.after_body(layer, prefix, "shared_head.norm.weight")
 
     def routed(self, file: str) -> RoutedMLP:
         experts, inner = self.n_routed_experts, self.moe_intermediate_size

@@ -52,12 +52,13 @@ def latent_kind(
     *,
     causal: bool = True,
     window: int | None = None,
+    first_key: int = 0,
     batch_invariant: bool = False,
 ) -> AttentionKind:
     """Return the kind of attention in which each tile of heads is a K/V head at the same address."""
     maximum = _HEADS_FP32 if dtype is torch.float32 else _HEADS_INVARIANT if batch_invariant else _HEADS
     kv_heads = num_heads // math.gcd(num_heads, maximum)
-    return AttentionKind(num_heads, kv_heads, rank, rank, dtype, page_size, causal, window)
+    return AttentionKind(num_heads, kv_heads, rank, rank, dtype, page_size, causal, window, first_key)
 
 
 class TritonLatentAttention:
@@ -92,6 +93,7 @@ class TritonLatentAttention:
                 cache.page_size,
                 causal=shape.causal,
                 window=shape.window,
+                first_key=shape.first_key,
                 batch_invariant=self._batch_invariant,
             )
             if expansion is not None:

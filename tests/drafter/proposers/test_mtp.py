@@ -1,0 +1,167 @@
+"""A target's own layer for multi-token prediction: chains equal transformers' block over pages and chunks.
+
+test_eagle3.py tests preemption of chains, test_lossless.py has cells of the grid.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+from manta.actors.targets.families import read_model
+from manta.actors.targets.loading.load_plan import plan_load
+from manta.actors.targets.loading.memory_budget import page_bytes
+from manta.actors.targets.loading.rank_loader import load_runner
+from manta.actors.targets.runners.cpu_runner import CpuModelRunner
+from manta.cluster.config import EngineConfig, SpeculativeConfig
+from manta.cluster.errors import CheckpointError, ConfigError
+from manta.cluster.request.request import SamplingParams
+from safetensors.torch import load_file, save_file
+from support.checkpoints.mtp_targets import BLOCKS, PARTS, make_mtp_target, names_of
+from support.checkpoints.tiny import TINY_VOCAB, make_tiny_target, transformers_model
+from support.engines.recorded_chains import Served, same_chains
+from support.engines.steps import Steps, settings
+from support.engines.thread_ranks import ThreadRank, ThreadRanks
+from support.oracles.oracle_dflash import gumbel
+from support.oracles.oracle_mtp import MtpOracle, chains
+
+NUM_DRAFTS = 3
+GREEDY = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
+WARM = SamplingParams(temperature=1.0, max_tokens=8, ignore_eos=True)
+noise = cache(gumbel)
+
+
+def prompt(length: int) -> list[int]:
+    return torch.randint(1, TINY_VOCAB, (length,), generator=torch.Generator().manual_seed(length)).tolist()
+
+
+PROMPTS = [prompt(n) for n in (1, 18, 37)]
+
+
+def mtp(target: Path, **changes: object) -> EngineConfig:
+    spec = {"method": "mtp", "num_speculative_tokens": NUM_DRAFTS, "adaptive": False}
+    return settings(target, **{"speculative_config": spec, "page_size": 8, **changes})
+
+
+@pytest.fixture(scope="module")
+def target_of(tmp_path_factory: pytest.TempPathFactory):
+    return cache(lambda family: make_mtp_target(tmp_path_factory.mktemp(family), family))
+
+
+def oracle_of(folder: Path, family: str, target) -> MtpOracle:
+    tensors = load_file(folder / "model.safetensors")
+    parts = {part: tensors[name] for part, name in names_of(family)[1].items() if part in PARTS}
+    eps = read_model(folder).rms_norm_eps
+    stored_one = 0.0 if family.startswith("qwen") else 1.0
+    embedding, head = target.get_input_embeddings().weight.data, target.lm_head.weight.data
+    return MtpOracle(transformers_model(folder / "block"), embedding, head, parts, stored_one, eps)
+
+
+@pytest.mark.parametrize(("family", "params"), [(f, (GREEDY, WARM)[i % 2]) for i, f in enumerate(BLOCKS)])
+def test_every_position_of_a_chain_equals_transformers_block(
+    family: str, params: SamplingParams, target_of
+) -> None:
+    """Prompts come in chunks and batches, with rejections; no token differs from plain decoding."""
+    folder = target_of(family)
+    served = Served(mtp(folder, max_num_batched_tokens=16))
+    new = served.tokens(PROMPTS, params)
+    assert new == Served(settings(folder)).tokens(PROMPTS, params)
+    target = transformers_model(folder)
+    oracle = oracle_of(folder, family, target)
+    assert served.chains is not None
+    for i, tokens in enumerate(PROMPTS):
+        ours = {at: found for (name, at), found in served.chains.seen.items() if name == f"r{i}"}
+        assert len(ours) > 2
+
+        def choose(z: torch.Tensor, at: int, seed: int = 10 + i) -> int:
+            return int((z + noise(seed, at, TINY_VOCAB) if params.temperature else z).argmax())
+
+        expected = chains(target, oracle, [*tokens, *new[i]], list(ours), NUM_DRAFTS, choose)
+        for at, (drafts, logits) in ours.items():
+            right, theirs = expected[at]
+            assert drafts == right[: len(drafts)], (i, at)
+            for z, z_right in zip(logits, theirs, strict=False):
+                assert torch.allclose(z, z_right, atol=2e-4), (i, at)
+
+
+def test_a_prefix_hit_keeps_the_layers_entries_and_features(target_of) -> None:
+    """Also next to recurrent states, and where the layer stores latents."""
+    for family in ("qwen3_5", "deepseek_v3"):
+        shared = prompt(40)
+        batch = [shared, [*shared, 7, 8, 9], [*shared[:32], 5], shared]
+        cold = Served(mtp(target_of(family), enable_prefix_caching=False))
+        warm = Served(mtp(target_of(family)))
+        for i, tokens in enumerate(batch):
+            assert warm.tokens([tokens], WARM, i) == cold.tokens([tokens], WARM, i)
+        assert warm.chains is not None and cold.chains is not None
+        assert same_chains(warm.chains.seen, cold.chains.seen) > 15
+        assert max(warm.num_cached.values()) >= 32
+
+
+def outcomes(runner: CpuModelRunner, num_drafts: int) -> list[tuple[list[int], int]]:
+    """Tokens of each step of one request, and the number of verified drafts."""
+    steps, tokens, found = Steps(2), prompt(12), []
+    known, plan = 12, None
+    plan = steps.plan([0], [0], [12], admitted=[steps.admit(0, tokens)])
+    for _ in range(8):
+        result = runner.execute(plan)
+        new = result.token_ids[0, : result.num_tokens[0]].tolist()
+        found.append((new, int(result.num_drafts[0])))
+        known += len(new)
+        plan = steps.plan([0], [known - 1], [1 + num_drafts], [num_drafts])
+    return found
+
+
+@pytest.mark.parametrize("family", ["deepseek_v3", "mimo_v2"])
+def test_two_ranks_shard_the_layer_and_return_the_plain_tokens(family: str, target_of) -> None:
+    alone, _ = load_runner(settings(target_of(family)))
+    plain = [token for tokens, _ in outcomes(alone, 0) for token in tokens]
+    config = mtp(target_of(family), tensor_parallel_size=2, page_size=16)
+
+    def work(rank: ThreadRank) -> list[tuple[list[int], int]]:
+        return outcomes(load_runner(config, rank)[0], NUM_DRAFTS)
+
+    first, second = ThreadRanks(2).run(work)
+    assert first == second
+    assert [token for tokens, _ in first for token in tokens][: len(plain)] == plain
+
+
+def test_page_sizes_include_the_layers_latents_and_features(target_of) -> None:
+    plan = plan_load(mtp(target_of("deepseek_v3")))
+    (with_layer,), (without,) = page_bytes(plan), page_bytes(plan, drafter=False)
+    assert with_layer - without == 8 * (32 + 8) * 4 + 64 * 4
+    assert plan.num_speculative_tokens == NUM_DRAFTS and plan.tap_ids == (3,)
+    config = mtp(target_of("deepseek_v3"))
+    spec = replace(config.speculative_config, num_speculative_tokens=None)
+    assert plan_load(replace(config, speculative_config=spec)).num_speculative_tokens == 3
+
+
+def test_targets_without_the_layer_are_refused_by_name(target_of, tiny_qwen3: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match='"mtp": Qwen3ForCausalLM has no layer for multi-token'):
+        plan_load(mtp(tiny_qwen3))
+    with pytest.raises(ConfigError, match=r"or its config\.json says that it has none"):
+        plan_load(mtp(make_tiny_target(tmp_path / "without", "glm4_moe")))
+    with pytest.raises(CheckpointError, match=r"holds no mtp\.fc\.weight: .* published without"):
+        plan_load(mtp(make_tiny_target(tmp_path / "stripped", "qwen3_5")))
+
+
+def test_a_missing_tensor_of_the_layer_is_named(target_of, tmp_path: Path) -> None:
+    folder = make_mtp_target(tmp_path, "glm4_moe")
+    tensors = load_file(folder / "model.safetensors")
+    del tensors["model.layers.4.self_attn.q_norm.weight"]
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    with pytest.raises(CheckpointError, match=r"model.layers.4.self_attn.q_norm.weight is missing"):
+        plan_load(mtp(folder))
+    assert json.loads((folder / "config.json").read_text())["num_nextn_predict_layers"] == 1
+
+
+def test_settings_of_a_drafters_checkpoint_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r'model=.* is not supported with method="mtp"'):
+        SpeculativeConfig(method="mtp", model="m")
+    with pytest.raises(ConfigError, match=r'quantization=.* is not supported with method="mtp"'):
+        SpeculativeConfig(method="mtp", quantization="int8")
+    assert SpeculativeConfig(method="mtp", suffix_drafts=True).copies_suffixes
