@@ -54,6 +54,10 @@ class SpeculativeConfig:
         hf_overrides: other values for keys of the drafter's config.json.
         input_embedding_scale: factor of the embedding rows that the drafter reads. None: the value in its
             config.json, or else the target's own scale. A wrong value costs acceptance, but changes no token.
+        draft_window: tokens of context that the drafter's attention reads; 0: all. By default all, unless
+            reading them would take over 5 % of what the target reads for a row: beyond 4096 tokens, next to
+            targets that read little. Costs acceptance if the drafter uses what is further back, saves time
+            and K/V pages, and changes no token.
         quantization: quantization of the drafter's weights, never inherited from the engine's. It changes no
             token.
         prompt_lookup_max: with "ngram", the longest n-gram that is looked up; by default 4.
@@ -74,6 +78,7 @@ class SpeculativeConfig:
     revision: str | None = None
     hf_overrides: Mapping[str, Any] | None = None  # Any: JSON
     input_embedding_scale: float | None = None
+    draft_window: int | None = None
     quantization: Quantization | None = None
     prompt_lookup_max: int | None = None
     prompt_lookup_min: int | None = None
@@ -89,8 +94,9 @@ class SpeculativeConfig:
         _positive("speculative_config.input_embedding_scale", self.input_embedding_scale)
         for name in ("prompt_lookup_max", "prompt_lookup_min"):
             _positive_integer(f"speculative_config.{name}", getattr(self, name))
-        name = "suffix_decoding_max_cached_requests"
-        _integer_from(0, f"speculative_config.{name}", getattr(self, name))
+        for name in ("suffix_decoding_max_cached_requests", "draft_window"):
+            if (value := getattr(self, name)) is not None:
+                _integer_from(0, f"speculative_config.{name}", value)
         self._check_method()
 
     @property
@@ -159,8 +165,8 @@ _NOT_WITH: Mapping[DraftMethod, tuple[str, ...]] = {
     "dflash": _LOOKUP,
     "eagle3": (*_LOOKUP, "placement", "input_embedding_scale"),
     "mtp": (*_OF_MODELS, *_LOOKUP),
-    "ngram": (*_OF_MODELS, "suffix_drafts"),
-    "suffix": (*_OF_MODELS, *_LOOKUP, "suffix_drafts"),
+    "ngram": (*_OF_MODELS, "draft_window", "suffix_drafts"),
+    "suffix": (*_OF_MODELS, *_LOOKUP, "draft_window", "suffix_drafts"),
 }
 
 

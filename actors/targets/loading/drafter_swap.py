@@ -17,9 +17,10 @@ from ....drafter.dflash.config import DrafterConfig
 from ...tokenization.checkpoint_paths import drafter_folder, with_drafter
 from ..model.tensor_parallel import Communicator
 from ..runners.runner_interface import Drafter, Runner, TriesDrafters
-from .load_plan import DraftConfig, LoadPlan, read_drafter
+from .checkpoint_models import Checkpoints
+from .draft_window import DraftConfig, with_window
+from .load_plan import LoadPlan, read_drafter
 from .operator_factory import make_drafter_backend
-from .rank_loader import Checkpoints
 
 FIELD = "speculative_config.model"
 
@@ -112,7 +113,7 @@ def _plan_with_drafter(plan: LoadPlan, model: str) -> LoadPlan:
     config = with_drafter(plan.config, model)
     assert plan.drafter is not None, "a swap needs a drafter"
     folder = drafter_folder(config, model)
-    new = read_drafter(config, folder, plan.facts)
+    new = with_window(read_drafter(config, folder, plan.facts), plan.draft_window)
     _check_same_shape(plan.drafter, new, plan)
     return replace(plan, config=config, drafter_folder=folder, drafter=new)
 

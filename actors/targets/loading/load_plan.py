@@ -32,12 +32,12 @@ from ..model.tensor_parallel import Sharding
 from ..model.weights import open_checkpoint, target_shapes
 from .backend_selection import INTEGERS, BackendName
 from .cpu_autotune import choose_cpu_config
+from .draft_window import DraftConfig, find_window, with_window
 
 logger = logging.getLogger(__name__)
 
 NGRAM_DRAFTS, SUFFIX_DRAFTS = 8, 16  # default numbers of drafts without a model
 
-DraftConfig = DrafterConfig | Eagle3Config | MtpConfig
 ChainConfig = Eagle3Config | MtpConfig  # a pass for each draft, and a feature kept for each page
 
 
@@ -50,6 +50,7 @@ class LoadPlan:
         facts: what the drafter must fit.
         num_speculative_tokens: most drafts per request and step.
         pages: which layers' K and V share pages, and where they lie.
+        draft_window: most tokens of context that a layer of `drafter` sees; None: no limit.
         doubts: sentences about checkpoints that are odd, and no errors.
     """
 
@@ -65,6 +66,7 @@ class LoadPlan:
     attention_backend: BackendName
     page_size: int
     pages: KVCacheLayout
+    draft_window: int | None = None
     doubts: tuple[str, ...] = ()
 
     @property
@@ -108,13 +110,17 @@ def plan_load(config: EngineConfig) -> LoadPlan:
     elif spec is not None and spec.method == "mtp":
         drafter = _read_mtp(config, folder, target)
     refuse_quantizing_twice(config, target, drafter)
-    length = find_max_model_len(config, target, drafter)
+    length, window = find_max_model_len(config, target, drafter), None
+    if spec is not None and drafter is not None:
+        passes = _num_speculative_tokens(config, drafter) if isinstance(drafter, ChainConfig) else 1
+        window = find_window(spec, target, drafter, length, passes)
+        drafter = with_window(drafter, window)
     plan = plan_models(config, folder, target, draft_folder, drafter, length)
     if draft_folder is not None:
         checked = read_drafter(config, draft_folder, plan.facts)
         if config.load_format == "auto" and checked.quantization is not None:
             unused += unused_scales(open_folder(draft_folder, checked.quantization))
-    return replace(plan, doubts=(*doubts, *unused))
+    return replace(plan, draft_window=window, doubts=(*doubts, *unused))
 
 
 def _read_mtp(config: EngineConfig, folder: Path, target: ModelSpec) -> MtpConfig:
@@ -155,7 +161,7 @@ def describe_quantization(plan: LoadPlan, *, keeps_codes: bool = False) -> Itera
         yield f"the {name}'s checkpoint is quantized ({model.quantization}): {kept} dequantized at load"
 
 
-def read_drafter(config: EngineConfig, folder: Path, facts: TargetFacts) -> DraftConfig:
+def read_drafter(config: EngineConfig, folder: Path, facts: TargetFacts) -> DrafterConfig | Eagle3Config:
     """Return a drafter's config. Raises CheckpointError if it does not fit, or lacks tensors to be read."""
     spec = config.speculative_config
     assert spec is not None, "only speculation has a drafter"
@@ -167,7 +173,9 @@ def read_drafter(config: EngineConfig, folder: Path, facts: TargetFacts) -> Draf
     return drafter
 
 
-def _read_config(spec: SpeculativeConfig, folder: Path, num_target_layers: int) -> DraftConfig:
+def _read_config(
+    spec: SpeculativeConfig, folder: Path, num_target_layers: int
+) -> DrafterConfig | Eagle3Config:
     if spec.method == "eagle3":
         return Eagle3Config.load(folder, num_target_layers, spec.hf_overrides)
     return DrafterConfig.load(folder, spec.hf_overrides)

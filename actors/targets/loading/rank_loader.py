@@ -7,8 +7,8 @@ EngineConfig ─▶ LoadPlan: all checked, nothing loaded ─▶ weights, drafte
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Protocol
 
 import torch
@@ -17,13 +17,9 @@ from ....cluster.config import EngineConfig
 from ....cluster.pages.kv_cache_groups import KVCacheLayout, LayerPlace
 from ....cluster.step.executor import ExecutorInfo, RuleLimits
 from ....drafter.compute.backend import Backend
-from ....drafter.compute.checkpoint.dummy_weights import RandomTensors
 from ....drafter.compute.memory.kv_cache import PagedKVCache
-from ....drafter.dflash.checkpoint import drafter_shapes, load_drafter, make_drafter
 from ....drafter.dflash.proposer import DFlashProposer
-from ....drafter.dflash.target_features import EmbeddingCopies, TargetEmbeddings
-from ....drafter.eagle3.checkpoint import eagle3_shapes, load_eagle3, make_eagle3
-from ....drafter.eagle3.config import Eagle3Config
+from ....drafter.dflash.target_features import EmbeddingCopies
 from ....drafter.eagle3.model import Eagle3Drafter
 from ....drafter.eagle3.proposer import ChainProposer
 from ....drafter.ngram.proposer import NgramProposer
@@ -35,10 +31,10 @@ from ....drafter.suffix.proposer import SuffixProposer
 from ..model.decoder import Decoder
 from ..model.mtp import MtpConfig, MtpDrafter
 from ..model.tensor_parallel import Communicator, Sharding, SingleRank, smallest
-from ..model.weights import TargetWeights, target_shapes
 from ..runners.colocated_drafter import ColocatedDrafter
 from ..runners.cpu_runner import CpuModelRunner, DraftSource
 from ..runners.runner_interface import Drafter, RemoteDrafter, Runner
+from .checkpoint_models import Checkpoints, ModelSource
 from .load_plan import LoadPlan, describe_quantization, plan_load
 from .memory_budget import (
     affordable_pages,
@@ -58,6 +54,7 @@ from .operator_factory import (
 from .warmup import check_invariance, measure_step_bytes, warm_up
 
 __all__ = [
+    "Checkpoints",
     "LoadPlan",
     "ModelSource",
     "copy_embeddings",
@@ -78,54 +75,6 @@ class RemoteSource(DraftSource, RemoteDrafter, Protocol):
 
 # Creates a rank's source of drafts where the drafter runs in a process of its own.
 RemoteDrafts = Callable[[LoadPlan, Backend], RemoteSource]
-
-
-class ModelSource(Protocol):
-    def target(self, plan: LoadPlan, sharding: Sharding) -> TargetWeights: ...
-
-    def drafter(self, plan: LoadPlan, shared_embeddings: TargetEmbeddings, backend: Backend) -> Drafter: ...
-
-
-@dataclass(frozen=True, slots=True)
-class Checkpoints:
-    """Reads the models from the plan's folders, or (`load_format`) makes random weights of their shapes.
-
-    `dequantizes`: the target is not read as codes even where the plan's backend computes with them.
-    """
-
-    dequantizes: bool = False
-
-    def target(self, plan: LoadPlan, sharding: Sharding) -> TargetWeights:
-        source = (
-            plan.target_folder if _reads_weights(plan) else _random_tensors(plan, target_shapes(plan.target))
-        )
-        kept = keeps_codes(plan) and not self.dequantizes
-        return TargetWeights(source, plan.target, sharding, plan.dtype, plan.device, keeps_codes=kept)
-
-    def drafter(self, plan: LoadPlan, shared_embeddings: TargetEmbeddings, backend: Backend) -> Drafter:
-        spec = plan.config.speculative_config
-        assert plan.drafter is not None and plan.drafter_folder is not None and spec is not None, (
-            "called only for plans with a drafter"
-        )
-        common = (plan.facts, shared_embeddings, plan.dtype, plan.device, backend, plan.pages.drafter)
-        if isinstance(plan.drafter, Eagle3Config):
-            if _reads_weights(plan):
-                return load_eagle3(plan.drafter_folder, *common, overrides=spec.hf_overrides)
-            return make_eagle3(plan.drafter, _random_tensors(plan, eagle3_shapes(plan.drafter)), *common)
-        scale = spec.input_embedding_scale
-        if not _reads_weights(plan):
-            tensors = _random_tensors(plan, drafter_shapes(plan.drafter, plan.facts))
-            return make_drafter(plan.drafter, tensors, *common, input_embedding_scale=scale)
-        folder, overrides = plan.drafter_folder, spec.hf_overrides
-        return load_drafter(folder, *common, overrides=overrides, input_embedding_scale=scale)
-
-
-def _reads_weights(plan: LoadPlan) -> bool:
-    return plan.config.load_format == "auto"
-
-
-def _random_tensors(plan: LoadPlan, shapes: Mapping[str, tuple[int, ...]]) -> RandomTensors:
-    return RandomTensors(shapes, plan.dtype, plan.device)
 
 
 @torch.inference_mode()

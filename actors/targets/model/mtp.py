@@ -71,6 +71,12 @@ class MtpConfig:
         (geometry,) = Sharding(model, 0, num_ranks).kv_geometries()
         return cls(model, (target.num_layers - 1,), geometry)
 
+    def with_window(self, window: int) -> MtpConfig:
+        """Return the layer with attention to the last `window` tokens at most."""
+        layer, mixer = self.model.layers[0], self.model.attention(0)
+        layer = replace(layer, mixer=replace(mixer, window=min(mixer.window or window, window)))
+        return replace(self, model=replace(self.model, layers=(layer,)))
+
     @property
     def layers(self) -> tuple[DraftLayer, ...]:
         return tuple(DraftLayer(causal=True, window=window) for window in self.model.windows)

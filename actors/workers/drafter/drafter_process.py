@@ -138,6 +138,7 @@ def shared_name(config: EngineConfig) -> str:
         *(config.model, spec.model, config.dtype, config.device, config.max_model_len),
         *(config.attention_backend, config.kv_cache_dtype, config.batch_invariant, config.load_format),
         *(config.hf_overrides, spec.hf_overrides, spec.input_embedding_scale, spec.quantization),
+        spec.draft_window,
     )
     key = hashlib.sha256(repr(shared_settings).encode()).hexdigest()[:16]
     return f"manta-drafter-{ray.get_runtime_context().get_node_id()[:12]}-{key}"
