@@ -38,7 +38,8 @@ SvgFolder = Annotated[Path | None, typer.Option("--svg", help="Folder for the ch
 Method = Annotated[
     list[str] | None,
     typer.Option(
-        "--method", help="Additional method: mtp, ngram, suffix, eagle3=FOLDER or JSON; may be repeated."
+        "--method",
+        help="Additional method: suffix, mixed, mtp, ngram, eagle3=FOLDER or JSON; may be repeated.",
     ),
 ]
 

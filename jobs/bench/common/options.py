@@ -75,7 +75,7 @@ class SweepOptions(RunOptions):
         temperatures: sampling temperature; 0 is greedy; may be repeated. Every load is measured at each.
         methods: additional speculative configs, by name.
         minutes: approximate duration.
-        methods_only: skip fixed lengths.
+        methods_only: skip fixed numbers of drafts.
     """
 
     num_prompts: Annotated[int, NO_FLAG] = 240
@@ -84,7 +84,7 @@ class SweepOptions(RunOptions):
     temperatures: Temperatures = (0.0, 0.7, 1.0)
     methods: Annotated[Mapping[str, Mapping[str, Any]], NO_FLAG] = field(default_factory=dict)  # Any: JSON
     minutes: float = 30.0
-    methods_only: Annotated[bool, NO_FLAG] = False
+    methods_only: Annotated[bool, Flag("--methods-only")] = False
 
     def __post_init__(self) -> None:
         RunOptions.__post_init__(self)

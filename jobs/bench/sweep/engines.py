@@ -3,7 +3,7 @@
     plain        no drafter
     adaptive     the given configuration
     dflash-k     always k drafts, for each k of the ladder (named after the configured method)
-    ngram, ..    other methods (`--method`), adaptive
+    suffix, ..   other methods (`--method`), adaptive; "mixed" is the given configuration with `suffix_drafts`
 
 A side that the engine refuses is reported with the reason, and the others run.
 """
@@ -23,7 +23,7 @@ from ....cluster.speculation.draft_length_policy import draft_lengths
 from ..common.engine_passes import say
 from .engine_driver import Driver
 
-PLAIN, ADAPTIVE = "plain", "adaptive"
+PLAIN, ADAPTIVE, MIXED = "plain", "adaptive", "mixed"
 
 
 @dataclass(slots=True)
@@ -79,15 +79,24 @@ def open_sides(
             if opened(name, replace(spec, adaptive=False, num_speculative_tokens=drafts)):
                 sides.fixed.append(name)
         for name, how in methods.items():
-            _open_method(sides, name, how, opened)
+            _open_method(sides, name, how, spec, opened)
         yield sides
     finally:
         sides.close()
 
 
-def _open_method(sides: Sides, name: str, how: Mapping[str, Any], opened: Any) -> None:  # Any: a closure
+def _open_method(
+    sides: Sides,
+    name: str,
+    how: Mapping[str, Any],
+    given: SpeculativeConfig,
+    opened: Any,  # Any: a closure
+) -> None:
     try:
-        spec = from_mapping(SpeculativeConfig, how, "speculative_config.")
+        if name == MIXED and not how:
+            spec = replace(given, adaptive=True, suffix_drafts=True)
+        else:
+            spec = from_mapping(SpeculativeConfig, how, "speculative_config.")
     except ConfigError as error:
         sides.refused[name] = error.message
         return
@@ -95,7 +104,10 @@ def _open_method(sides: Sides, name: str, how: Mapping[str, Any], opened: Any) -
 
 
 def parse_methods(texts: Sequence[str]) -> dict[str, dict[str, Any]]:
-    """Read `ngram`, `eagle3=FOLDER` or a speculative config in JSON; return configs by method name."""
+    """Read `mixed`, `suffix`, `eagle3=FOLDER` or a speculative config in JSON; return configs by name.
+
+    The config of "mixed" is empty: it is the given one with `suffix_drafts`.
+    """
     found: dict[str, dict[str, Any]] = {}
     for text in texts:
         if text.lstrip().startswith("{"):
@@ -103,7 +115,8 @@ def parse_methods(texts: Sequence[str]) -> dict[str, dict[str, Any]]:
         else:
             method, equals, model = text.partition("=")
             how = {"method": method} | ({"model": model} if equals else {})
-        found[str(how["method"])] = how
+        name = f"{how['method']} mixed" if how.get("suffix_drafts") else str(how["method"])
+        found[name] = {} if text == MIXED else how
     return found
 
 
@@ -115,6 +128,6 @@ def _json_object(text: str) -> dict[str, Any]:
     except ValueError:
         pass
     raise ConfigError(
-        f"method={text!r} must be a JSON object with a `method`, a name such as ngram, or eagle3=FOLDER.",
+        f"method={text!r} must be a JSON object with a `method`, a name such as suffix, or eagle3=FOLDER.",
         param="method",
     )

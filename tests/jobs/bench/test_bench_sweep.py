@@ -176,9 +176,12 @@ def test_a_shuffled_drafter_has_the_same_values_in_another_order(tiny_drafter: P
 def test_wrong_loads_are_refused_with_their_remedy() -> None:
     with pytest.raises(ConfigError):
         Arrivals(0.0)
-    assert parse_methods(["ngram", "eagle3=x/y"]) == {
+    mtp_mixed = {"method": "mtp", "suffix_drafts": True}
+    assert parse_methods(["ngram", "eagle3=x/y", "mixed", json.dumps(mtp_mixed)]) == {
         "ngram": {"method": "ngram"},
         "eagle3": {"method": "eagle3", "model": "x/y"},
+        "mixed": {},
+        "mtp mixed": mtp_mixed,
     }
     with pytest.raises(ConfigError, match="method"):
         parse_methods(['{"model": 1}'])
@@ -202,14 +205,14 @@ def test_a_sweep_compares_all_sides_and_judges_every_bar(
         rounds=2,
         max_tokens=6,
         minutes=0.02,
-        methods=parse_methods(['{"method": "no-such-method", "model": "x"}']),
+        methods=parse_methods(['{"method": "no-such-method", "model": "x"}', "mixed"]),
         output=output,
     )
     run_policy_sweep(config(tiny_qwen3, tiny_drafter, num_speculative_tokens=3), options)
     figures = json.loads(output.read_text())
     assert figures["complete"]
     assert set(figures["refused"]) == {"no-such-method"}
-    names = ["adaptive", "plain", "dflash-1", "dflash-3", "random"]
+    names = ["adaptive", "plain", "dflash-1", "dflash-3", "mixed", "random"]
     closed = figures["points"]
     assert [(p["temperature"], p["requests"]) for p in closed] == [(0, 1), (0, 3), (1, 1), (1, 3)]
     assert [point["requests"] for point in figures["mixed"]] == [3]
