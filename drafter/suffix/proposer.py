@@ -4,7 +4,7 @@ Each running request has a suffix automaton of its own tokens, extended when it 
 (`suffix_automaton.py`). `AnswerCache` adds earlier answers if it is enabled; the longer match is continued,
 the request's own text on a tie. Drafts have margins (`SuffixAutomaton.continuation`), which the scheduler's
 acceptance model calibrates. Reads only the worker's mirror of token ids, so all ranks propose the same. Used
-by `actors/targets/runners/cpu_runner.py`, alone or through `mixing.py`.
+by `actors/targets/runners`, alone or through `mixing.py`.
 
 Legend: R requests of the step, K most drafts.
 """
@@ -12,6 +12,7 @@ Legend: R requests of the step, K most drafts.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -19,8 +20,7 @@ from torch import Tensor
 
 from ...cluster.step.scheduler_output import AdmittedRequest, SchedulerOutput
 from ..step.inputs.proposals import Proposals
-from ..step.inputs.row_layout import StepRows
-from ..step.request_states import RequestStates
+from ..step.inputs.row_layout import Ints, StepRows
 from .suffix_automaton import NO_MATCH, Match, SuffixAutomaton
 
 _MATCHED_TOKENS = 32  # at the end of a request's text, looked for in earlier answers
@@ -72,6 +72,19 @@ class AnswerCache:
         return found, best
 
 
+class KnownTokens(Protocol):
+    """Tokens of the running requests on the host (`drafter/step/request_states.py`)."""
+
+    @property
+    def device(self) -> torch.device: ...
+
+    def num_known(self, plan: SchedulerOutput) -> Ints:
+        """Return the number of known tokens [R] of each request."""
+        ...
+
+    def known_tokens(self, slot: int, begin: int, end: int) -> list[int]: ...
+
+
 class SuffixProposer:
     """Copies drafts from the requests' own tokens and earlier answers.
 
@@ -83,7 +96,7 @@ class SuffixProposer:
         self._texts: dict[int, _RequestText] = {}  # by slot
         self._answers = AnswerCache(max_cached_requests) if max_cached_requests else None
 
-    def propose(self, plan: SchedulerOutput, states: RequestStates) -> Proposals:
+    def propose(self, plan: SchedulerOutput, states: KnownTokens) -> Proposals:
         """Return drafts and margins [R, K], the same on all ranks; K = 0 if no request drafts."""
         for request in plan.admitted:
             self._admit(request)

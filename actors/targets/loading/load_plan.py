@@ -318,17 +318,15 @@ def _why_most(drafter: DrafterConfig) -> str:
 
 
 def check_suffix_drafts(config: EngineConfig, backend: BackendName) -> None:
-    """Raise ConfigError if suffix decoding is wanted where the device drives the steps."""
+    """Raise ConfigError if drafts are to be mixed with copies where the device drives the steps."""
     spec = config.speculative_config
-    if spec is None or not spec.copies_suffixes or backend in ("torch", "compiled"):
+    if spec is None or not spec.suffix_drafts or backend in ("torch", "compiled"):
         return
-    field, remedy = "method", 'Set method="ngram"'
-    if spec.suffix_drafts:
-        field, remedy = "suffix_drafts", "Leave it out"
     raise ConfigError(
-        f"speculative_config.{field}: suffix drafts are made on the host, but attention_backend={backend!r} "
-        f'drives steps on the device. {remedy}, or set attention_backend="torch".',
-        param=f"speculative_config.{field}",
+        "speculative_config.suffix_drafts: the drafter's drafts and copies are compared on the host, but "
+        f"attention_backend={backend!r} drives steps on the device. Leave it out, or set "
+        'attention_backend="torch".',
+        param="speculative_config.suffix_drafts",
     )
 
 

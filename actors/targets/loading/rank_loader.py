@@ -209,7 +209,12 @@ def _row_buckets(plan: LoadPlan) -> tuple[int, ...] | None:
 
 
 def runs_ahead(plan: LoadPlan) -> bool:
-    """Return whether a step starts before the last one ends: as set, or if a GPU drives the steps."""
+    """Return whether a step starts before the last one ends: as set, or if a GPU drives the steps.
+
+    Copies of suffix decoding are made on the host, which must know the last step's tokens.
+    """
+    if runs_on_device(plan) and _suffix_proposer(plan.config) is not None:
+        return False
     if plan.config.async_scheduling is not None:
         return plan.config.async_scheduling
     return plan.device.type == "cuda" and runs_on_device(plan)
@@ -291,6 +296,7 @@ class _Rank:
         from ....drafter.step.gpu_triton.request_states import DeviceStates
         from ....drafter.step.gpu_triton.sampling.grammar_masks import DeviceMasks
         from ....drafter.step.gpu_triton.sampling.sampler import SamplingWorkspace
+        from ..runners.device_suffixes import DeviceSuffixes
         from ..runners.eagle3_chains import Eagle3Chains
         from ..runners.gpu_runner import GpuModelRunner
         from ..runners.grammar_masks import DeviceGrammarMasks
@@ -331,12 +337,16 @@ class _Rank:
             masks = DeviceMasks.build(num_rows, compiler.mask_words, end_id, plan.device)
             models = replace(models, masks=masks)
             guide = DeviceGrammarMasks(self.grammars, models.states, forces=models.remote is None)
+        suffixes = None
+        if (proposer := _suffix_proposer(config)) is not None:
+            suffixes = DeviceSuffixes(proposer, num_rows)
         return GpuModelRunner(
             models,
             max_requests,
             plan.num_speculative_tokens,
             config.max_num_batched_tokens,
             guide,
+            suffixes,
             # a split drafter's part would have to be in the graphs
             captures=plan.device.type == "cuda" and not plan.split,
         )

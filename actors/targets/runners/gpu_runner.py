@@ -46,6 +46,7 @@ from ....drafter.step.gpu_triton.verification import TrimLists
 from ....drafter.step.sampling.logprobs import num_packed_values
 from ..model.decoder import Decoder
 from .cuda_graphs import StepGraphs, StepKinds
+from .device_suffixes import DeviceSuffixes
 from .grammar_masks import DeviceGrammarMasks
 from .logprobs import Computed, RequestedLogprobs
 from .runner_interface import Drafter, ReadsMeter
@@ -100,6 +101,7 @@ class GpuModelRunner:
         num_drafts: most drafts of a request.
         max_rows: most rows of a step.
         guide: given if requests may have grammars.
+        suffixes: makes drafts on the host; then no step may be submitted before the last one is collected.
         captures: whether decoding steps are captured as CUDA graphs.
     """
 
@@ -110,20 +112,24 @@ class GpuModelRunner:
         num_drafts: int,
         max_rows: int,
         guide: DeviceGrammarMasks | None = None,
+        suffixes: DeviceSuffixes | None = None,
         *,
         captures: bool,
     ) -> None:
-        self.models, self._guide, self._captures = models, guide, captures
+        self._guide, self._suffixes, self._captures = guide, suffixes, captures
         self._kinds = StepKinds(max_requests, num_drafts, max_rows)
         self._capacity, self._num_drafts = DeviceStepRequests.list_length(max_requests), num_drafts
         states, lists = models.states, (2, NUM_LISTS, self._capacity)
         num_values = 2 * NUM_LISTS * self._capacity
         num_trim_values = TrimLists.num_values(self._capacity, num_drafts)
         num_saves = 0 if models.recurrent is None else 2 * num_save_values(self._capacity)
-        self._upload = Upload(states.arena, num_values + num_trim_values + num_saves, states.max_changes)
-        list_values, trim_values, save_values = self._upload.values.split(
-            (num_values, num_trim_values, num_saves)
-        )
+        num_margins = 0 if suffixes is None else suffixes.num_rows
+        sizes = (num_values, num_trim_values, num_saves, num_margins)
+        self._upload = Upload(states.arena, sum(sizes), states.max_changes)
+        list_values, trim_values, save_values, margins = self._upload.values.split(sizes)
+        if suffixes is not None:
+            models = replace(models, copied_margins_N=margins.view(torch.float32))
+        self.models = models
         self._decoding, self._prompts = list_values.view(lists).unbind(0)
         trim = TrimLists.views_of(trim_values, self._capacity)
         # Index 0 is for decoding requests, index 1 for prompts.
@@ -153,7 +159,12 @@ class GpuModelRunner:
         recurrent = self.models.recurrent
         if recurrent is not None:
             lists += [pack_saves(plan, requests_G, self._capacity) for requests_G in (decoding, prompts)]
-        self._upload.send(np.concatenate(lists, axis=None), self.models.states.changes(plan))
+        changes = self.models.states.changes(plan)
+        if self._suffixes is not None:
+            copies = self._suffixes.copy(plan, decoding)
+            lists.append(copies.margins_N.view(np.int32))
+            changes = np.concatenate((changes, self.models.states.draft_changes(*copies[:3])))
+        self._upload.send(np.concatenate(lists, axis=None), changes)
         if recurrent is not None:
             recurrent.admit(plan)
         models, values, num_values = self.models, self._outcomes.values, 0
@@ -209,6 +220,8 @@ class GpuModelRunner:
             spans_s = np.diff(outcome.times.numpy()[: len(share.parts) + 1]) / 1e9
             for part, span_s in zip(share.parts, spans_s.tolist(), strict=True):
                 seconds[part] = seconds.get(part, 0.0) + span_s
+        if self._suffixes is not None:
+            self._suffixes.append(plan, token_ids, num_tokens)
         logprobs = (None, None) if step.logprob_rows is None else step.logprob_rows.read(values)
         reads = None
         if models.target.num_routed:

@@ -53,8 +53,8 @@ class DeviceModels:
     """A loaded rank: models, their pages, and the requests' state.
 
     Attributes:
-        drafter, draft_cache: a colocated DFlash drafter; else None. At most one of it, `chains`, `remote` and
-            `lookup_lengths` drafts.
+        drafter, draft_cache: a colocated DFlash drafter; else None. At most one of it, `chains`, `remote`,
+            `lookup_lengths` and `copied_margins_N` is there.
         chains: a colocated EAGLE-3 drafter; else None.
         recurrent: the target's recurrent states; None if it has none.
         remote: the connection to a drafter in a process of its own.
@@ -62,6 +62,7 @@ class DeviceModels:
         workspace: for sampling, over the whole vocabulary or this rank's part of it.
         hidden: [N, H], where decoding steps leave hidden states for log probabilities.
         masks: grammar masks of decoding steps' rows; None if no request can have a grammar.
+        copied_margins_N: fp32, margins of drafts that came with the plan (`device_suffixes.py`); else None.
     """
 
     target: Decoder
@@ -77,6 +78,7 @@ class DeviceModels:
     chains: Eagle3Chains | None = None
     recurrent: DeviceRecurrent | None = None
     masks: DeviceMasks | None = None
+    copied_margins_N: Tensor | None = None
 
     @property
     def has_margins(self) -> bool:
@@ -113,6 +115,10 @@ class DraftPass:
         if models.lookup_lengths is not None:
             look_up(self._requests, tables, *models.lookup_lengths)
             models.workspace.margins_N[: self._requests.num_rows].fill_(float("nan"))
+            return stamp(self._times, 1)
+        if models.copied_margins_N is not None:
+            count = self._requests.num_rows
+            models.workspace.margins_N[:count].copy_(models.copied_margins_N[:count])
             return stamp(self._times, 1)
         if models.chains is not None:
             choose = partial(choose_drafts, models, filters=self._filters)

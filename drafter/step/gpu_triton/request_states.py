@@ -122,6 +122,10 @@ class DeviceStates:
         words, values = zip(*parts, strict=True)
         return np.stack((np.concatenate(words), np.concatenate(values)), axis=1)
 
+    def draft_changes(self, slots_M: Ints, positions_M: Ints, tokens_M: Ints) -> Ints:
+        """Return changes as `changes` does, that write drafts after the known tokens of decoding requests."""
+        return np.stack(self._arena.entries("token_ids", (slots_M, positions_M), tokens_M), axis=1)
+
     def filters(self, slots: Ints) -> bool:
         """Return whether any of these requests has filters or rules, or wants log probabilities."""
         return bool(self._filters_S[slots].any())

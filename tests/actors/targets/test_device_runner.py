@@ -23,6 +23,7 @@ from manta.drafter.compute.gpu_triton.moe.moe_align import ExpertTiles
 from support.checkpoints.eagle3_checkpoints import VARIANTS, write
 from support.checkpoints.families import FAMILIES
 from support.checkpoints.gpt_oss_checkpoints import publish
+from support.checkpoints.mtp_targets import make_mtp_target
 from support.checkpoints.tiny import make_tiny_drafter, make_tiny_target
 from support.engines.device_engines import (
     CASES,
@@ -98,6 +99,22 @@ def test_a_drafter_with_paths_drafts_on_the_device_as_on_the_host(
         found.append([(o.outputs[0].token_ids, o.metrics.acceptance_histogram) for o in answers])
     assert found[0] == found[1]
     assert sum(count for _, counts in found[0] for count in counts[1:]) > 0
+
+
+def test_copies_made_on_the_host_are_verified_as_on_the_host(tiny_qwen3: Path) -> None:
+    """They go up with the plan; steps do not run ahead of them."""
+    spec = {"method": "suffix", "num_speculative_tokens": 3, "suffix_decoding_max_cached_requests": 4}
+    greedy = [replace(KNOBS[name], seed=3, max_tokens=6) for name in ("greedy", "all", "greedy")]
+    cases = [[7, 8, 9, 10] * 3 + [7, 8], [5, 6] * 6, [3, 9, 4] * 4]
+    found = []
+    for backend in ("triton", "torch"):
+        how = {"speculative_config": {**spec, "adaptive": backend == "torch"}, "async_scheduling": True}
+        with opened(tiny_qwen3, None, backend, **how) as llm:
+            answers = llm.generate([{"prompt_token_ids": case} for case in cases], greedy)
+            stats = llm.stats()
+        found.append([answer.outputs[0].token_ids for answer in answers])
+        assert stats.num_accepted_tokens > 0
+    assert found[0] == found[1]
 
 
 def test_running_ahead_changes_no_token(tiny_llama: Path, tiny_drafter: Path) -> None:
@@ -215,6 +232,18 @@ def test_eagle3_chains_never_wait_and_equal_the_hosts(tiny_qwen3: Path, tmp_path
     last = twins.run(twins.computed(), [1, 3, 4], [0, 2, 3])
     assert last.margins is not None and np.isfinite(last.margins).sum() == 5
     assert last.timings.draft_s > 0 and last.timings.inject_s > 0
+
+
+def test_mtp_chains_never_wait_and_equal_the_hosts(tmp_path: Path) -> None:
+    """With latents and experts, of which padding reads none."""
+    target = make_mtp_target(tmp_path, "deepseek_v3")
+    prompts = [[9] * 16, [11], [5, 6, 7]]
+    twins = Twins.open(target, None, prompts, method="mtp")
+    enter = [twins.steps.admit(*of) for of in zip(range(3), prompts, [GREEDY] * 3, strict=True)]
+    twins.run([0, 0], [16, 1], [0, 0], admitted=enter[:2])
+    twins.run([*twins.computed()[:2], 0], [3, 2, 3], [2, 1, 0], admitted=enter[2:])
+    last = twins.run(twins.computed(), [1, 3, 2], [0, 2, 1])
+    assert last.margins is not None and np.isfinite(last.margins).sum() == 3
 
 
 class OtherRank:
