@@ -47,6 +47,7 @@ SELECTOR = "qwen3 in bf16 by a selector"  # likewise: no convolutions, so the co
 DSPARK = ("qwen3 by DSpark", "qwen3 in bf16 by DSpark")  # likewise: its anchors predict, too
 EAGLE3 = ("qwen3 by EAGLE-3", "qwen3 in bf16 by EAGLE-3")  # likewise
 MTP = ("qwen3_5 by MTP", "deepseek_v3 by MTP")  # likewise
+WINDOW = "qwen3 with a draft window"  # likewise
 NGRAM = "qwen3 by n-grams"  # likewise
 SUFFIX = "qwen3 by suffixes"  # likewise
 MIXED = ("qwen3 mixed with suffixes", "qwen3 in bf16 mixed with suffixes")  # likewise
@@ -122,13 +123,14 @@ def eagle3_cells(*, whole: bool = WHOLE) -> Iterator[tuple[str, str, int]]:
                     yield pair, engine, drafts
 
 
-def mtp_cells(*, whole: bool = WHOLE) -> Iterator[tuple[str, str, int]]:
+def mtp_and_window_cells(*, whole: bool = WHOLE) -> Iterator[tuple[str, str, int]]:
     """(pair, engine, drafts)."""
     short = {
         (MTP[0], "planned ahead, forced preemption", 3),
         (MTP[1], "forced preemption with prefix cache", 3),
+        (WINDOW, "planned ahead, forced preemption", 15),
     }
-    for pair in MTP:
+    for pair in (*MTP, WINDOW):
         for engine in ENGINES:
             for drafts in DRAFTS:
                 if whole or (pair, engine, drafts) in short:
@@ -206,6 +208,7 @@ class Pair:
     mixed: bool = False
     few_requests: bool = False
     draft_weights: str | None = None
+    draft_window: int | None = None
 
     @property
     def target_key(self) -> tuple[Path, object]:
@@ -226,6 +229,8 @@ class Pair:
             model |= {"suffix_drafts": self.mixed, "suffix_decoding_max_cached_requests": 4}
         if self.draft_weights is not None:
             model |= {"quantization": self.draft_weights}
+        if self.draft_window is not None:
+            model |= {"draft_window": self.draft_window}
         spec = {"method": self.method, **model, **drafts}  # all in every step: they put most to the test
         return LLM(
             str(self.target),
@@ -260,6 +265,8 @@ def make_pair(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Pair]
             pair, head_dim = make(name.removesuffix(" by DSpark")), 32 if "bf16" in name else 16
             drafter = make_tiny_drafter(folder / "drafter", head_dim=head_dim, dspark=True)
             return replace(pair, drafter=drafter)
+        if name == WINDOW:  # its pages are a group of their own
+            return replace(make(family), draft_window=20, few_pages=FEW_PAGES["two groups"])
         if name in MTP:
             return replace(make(family), method="mtp")
         if name == NGRAM:
@@ -392,7 +399,14 @@ def test_speculation_changes_no_token_in_small_batches(
 @pytest.mark.parametrize(
     ("pair", "engine", "drafts"),
     [
-        *(*cells(), *dflash2_cells(), *eagle3_cells(), *mtp_cells(), *ngram_cells(), *suffix_cells()),
+        *(
+            *cells(),
+            *dflash2_cells(),
+            *eagle3_cells(),
+            *mtp_and_window_cells(),
+            *ngram_cells(),
+            *suffix_cells(),
+        ),
         *(*quantized_cells(), *fp8_kv_cells(), *state_cells()),
     ],
     indirect=["pair"],

@@ -1,0 +1,124 @@
+"""A window for the drafter's context: equal to a file's own, chosen by cost, and refused where it cannot be.
+
+test_lossless.py has a cell of the grid.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from manta import LLM
+from manta.actors.targets.loading.draft_window import find_window
+from manta.actors.targets.loading.load_plan import LoadPlan, plan_load
+from manta.cluster.config import EngineConfig, SpeculativeConfig
+from manta.cluster.errors import ConfigError
+from manta.drafter.drafter_spec import DraftLayer
+from support.checkpoints.eagle3_checkpoints import VARIANTS, write
+from support.checkpoints.mtp_targets import make_mtp_target
+from support.checkpoints.tiny import changed, make_tiny_drafter, make_tiny_target
+from support.engines.recorded_chains import Served, same_chains
+from support.engines.steps import settings
+from support.oracles.sampling_cases import params_of, prompts
+
+WINDOW = 24
+
+
+def plan(target: Path, **spec: object) -> LoadPlan:
+    return plan_load(settings(target, speculative_config={"adaptive": False, **spec}))
+
+
+def test_a_window_drafts_as_a_files_own(tiny_qwen3: Path, tmp_path: Path) -> None:
+    drafter = make_tiny_drafter(tmp_path / "full")
+    own = changed(
+        drafter,
+        tmp_path / "own",
+        layer_types=["sliding_attention"] * 2,
+        sliding_window=WINDOW,
+        use_sliding_window=True,
+    )
+    found = []
+    for spec in (
+        {"model": str(drafter), "draft_window": WINDOW},
+        {"model": str(own)},
+        {"model": str(drafter)},
+    ):
+        how = {"dtype": "float32", "num_threads": 1, "max_model_len": 256, "skip_tokenizer_init": True}
+        with LLM(str(tiny_qwen3), speculative_config={**spec, "adaptive": False}, **how) as llm:
+            batch = [{"prompt_token_ids": prompt} for prompt in prompts(8)[4:]]
+            answers = llm.generate(batch, params_of("plain", 4))
+        found.append([(o.outputs[0].token_ids, o.metrics.acceptance_histogram) for o in answers])
+    assert found[0] == found[1]
+    assert [tokens for tokens, _ in found[0]] == [tokens for tokens, _ in found[2]]
+    assert found[0] != found[2], "a drafter that sees less drafts otherwise"
+
+
+def test_every_kind_of_drafter_takes_a_window_and_a_smaller_one_of_its_own_stays(
+    tiny_qwen3: Path, tmp_path: Path
+) -> None:
+    sliding = make_tiny_drafter(tmp_path / "dflash", sliding_window=20)
+    found = plan(tiny_qwen3, model=str(sliding), draft_window=WINDOW)
+    assert found.drafter is not None
+    assert [layer.window for layer in found.drafter.layers] == [20, WINDOW] and found.draft_window == WINDOW
+    eagle3 = write(tmp_path / "eagle3", VARIANTS["speculators"])
+    for target, spec in (
+        (tiny_qwen3, {"method": "eagle3", "model": str(eagle3)}),
+        (make_mtp_target(tmp_path / "mtp", "glm4_moe"), {"method": "mtp"}),
+    ):
+        chain = plan(target, **spec, draft_window=WINDOW).drafter
+        assert chain is not None and chain.layers == (DraftLayer(causal=True, window=WINDOW),)
+        assert plan(target, **spec).draft_window is None, "contexts are short"
+
+
+def test_a_prefix_hit_keeps_what_a_windows_rows_see(tmp_path: Path) -> None:
+    """Also the feature of the position before the first row, in pages of another group than the target's."""
+    target = make_mtp_target(tmp_path, "qwen3_5_moe")
+    spec = {"method": "mtp", "num_speculative_tokens": 3, "adaptive": False, "draft_window": 10}
+    config = settings(target, speculative_config=spec, page_size=8)
+    shared = prompts(8)[7][:40]
+    batch = [shared, [*shared, 7, 8, 9], [*shared[:32], 5], shared]
+    cold, warm = Served(replace(config, enable_prefix_caching=False)), Served(config)
+    params = params_of("plain", 1)[0]
+    for i, tokens in enumerate(batch):
+        assert warm.tokens([tokens], params, i) == cold.tokens([tokens], params, i)
+    assert warm.chains is not None and cold.chains is not None
+    assert same_chains(warm.chains.seen, cold.chains.seen) > 15
+    assert max(warm.num_cached.values()) >= 32
+
+
+def test_the_cost_chooses_a_window_where_a_target_reads_little(tmp_path: Path) -> None:
+    """With experts, of which a row reads few, the drafter's share of a step grows with the context."""
+    few, many = (
+        make_tiny_target(
+            tmp_path / str(chosen), "qwen3_moe", num_experts_per_tok=chosen, max_position_embeddings=2**20
+        )
+        for chosen in (1, 8)
+    )
+    drafter = make_tiny_drafter(tmp_path / "drafter")
+    spec = SpeculativeConfig(model=str(drafter))
+    windows = []
+    for target in (few, many):
+        config = EngineConfig(model=str(target), speculative_config=spec, max_model_len=512)
+        found = plan_load(replace(config, skip_tokenizer_init=True, dtype="float32"))
+        assert found.drafter is not None
+        windows.append(find_window(spec, found.target, found.drafter, 2**20, 1))
+        assert find_window(spec, found.target, found.drafter, 4096, 1) is None, (
+            "short contexts are read whole"
+        )
+        none = replace(spec, draft_window=0)
+        assert find_window(none, found.target, found.drafter, 2**20, 1) is None
+        chains = find_window(spec, found.target, found.drafter, 2**20, 5)
+        assert chains is None or windows[-1] is None or chains <= windows[-1]
+    assert windows[0] == 4096, "never less than drafters are trained for"
+    assert windows[1] is not None and windows[0] <= windows[1]
+
+
+def test_windows_that_cannot_be_are_refused(tiny_qwen3: Path, tmp_path: Path) -> None:
+    drafter = make_tiny_drafter(tmp_path)
+    with pytest.raises(ConfigError, match="less than the drafter's block of 16"):
+        plan(tiny_qwen3, model=str(drafter), draft_window=15)
+    with pytest.raises(ConfigError, match="draft_window=-1 must be an integer of at least 0"):
+        SpeculativeConfig(model="m", draft_window=-1)
+    with pytest.raises(ConfigError, match='draft_window=64 is not supported with method="suffix"'):
+        SpeculativeConfig(method="suffix", draft_window=64)
