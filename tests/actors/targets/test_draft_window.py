@@ -31,19 +31,11 @@ def plan(target: Path, **spec: object) -> LoadPlan:
 
 def test_a_window_drafts_as_a_files_own(tiny_qwen3: Path, tmp_path: Path) -> None:
     drafter = make_tiny_drafter(tmp_path / "full")
-    own = changed(
-        drafter,
-        tmp_path / "own",
-        layer_types=["sliding_attention"] * 2,
-        sliding_window=WINDOW,
-        use_sliding_window=True,
-    )
+    slides = {"layer_types": ["sliding_attention"] * 2, "sliding_window": WINDOW}
+    own = changed(drafter, tmp_path / "own", **slides)
+    specs = ({"model": str(drafter), "draft_window": WINDOW}, {"model": str(own)}, {"model": str(drafter)})
     found = []
-    for spec in (
-        {"model": str(drafter), "draft_window": WINDOW},
-        {"model": str(own)},
-        {"model": str(drafter)},
-    ):
+    for spec in specs:
         how = {"dtype": "float32", "num_threads": 1, "max_model_len": 256, "skip_tokenizer_init": True}
         with LLM(str(tiny_qwen3), speculative_config={**spec, "adaptive": False}, **how) as llm:
             batch = [{"prompt_token_ids": prompt} for prompt in prompts(8)[4:]]
@@ -90,10 +82,7 @@ def test_a_prefix_hit_keeps_what_a_windows_rows_see(tmp_path: Path) -> None:
 def test_the_cost_chooses_a_window_where_a_target_reads_little(tmp_path: Path) -> None:
     """With experts, of which a row reads few, the drafter's share of a step grows with the context."""
     few, many = (
-        make_tiny_target(
-            tmp_path / str(chosen), "qwen3_moe", num_experts_per_tok=chosen, max_position_embeddings=2**20
-        )
-        for chosen in (1, 8)
+        make_tiny_target(tmp_path / str(chosen), "qwen3_moe", num_experts_per_tok=chosen) for chosen in (1, 8)
     )
     drafter = make_tiny_drafter(tmp_path / "drafter")
     spec = SpeculativeConfig(model=str(drafter))
@@ -103,9 +92,7 @@ def test_the_cost_chooses_a_window_where_a_target_reads_little(tmp_path: Path) -
         found = plan_load(replace(config, skip_tokenizer_init=True, dtype="float32"))
         assert found.drafter is not None
         windows.append(find_window(spec, found.target, found.drafter, 2**20, 1))
-        assert find_window(spec, found.target, found.drafter, 4096, 1) is None, (
-            "short contexts are read whole"
-        )
+        assert find_window(spec, found.target, found.drafter, 4096, 1) is None, "short contexts are whole"
         none = replace(spec, draft_window=0)
         assert find_window(none, found.target, found.drafter, 2**20, 1) is None
         chains = find_window(spec, found.target, found.drafter, 2**20, 5)
