@@ -39,8 +39,9 @@ _MIN_SLOPE = 0.1  # of log(1 + margin), where a probability is converted to a ma
 _MAX_LOG_MARGIN = 4.0
 # A pass is left out if, by each request's last `_NUM_PASSES`, it would add fewer accepted drafts than this
 # share of the tokens that copies are expected to give; a pass takes a larger share of a step. At least
-# `_MIN_PASSES` must be known, and after `_MAX_SKIPPED` steps one is made again.
-_MAX_GAIN, _NUM_PASSES, _MIN_PASSES, _MAX_SKIPPED = 0.05, 8, 2, 16
+# `_MIN_PASSES` must be known, of its planned drafts `_MIN_COPIED` must be expected to be accepted (chance
+# matches are short), and after `_MAX_SKIPPED` steps a pass is made again.
+_MAX_GAIN, _NUM_PASSES, _MIN_PASSES, _MIN_COPIED, _MAX_SKIPPED = 0.05, 8, 2, 0.5, 16
 
 
 class _Candidates(NamedTuple):
@@ -179,9 +180,10 @@ class SuffixMixer:
         expected_R = _expected_accepted(candidates, calibration)
         self._copies = _Copies(candidates, calibration, expected_R)
         drafting_D = np.flatnonzero(plan.num_drafts)
-        return self._num_skipped < _MAX_SKIPPED and self._gains.are_small(
-            plan.slots[drafting_D], expected_R[drafting_D]
-        )
+        expected_D, planned_D = expected_R[drafting_D], plan.num_drafts[drafting_D]
+        if self._num_skipped >= _MAX_SKIPPED or (expected_D < _MIN_COPIED * planned_D).any():
+            return False
+        return self._gains.are_small(plan.slots[drafting_D], expected_D)
 
     def mix(self, drafted: Proposals | None, plan: SchedulerOutput, device: torch.device) -> Proposals:
         """Return for each request the drafter's proposals (None: left out) or suffix decoding's."""

@@ -31,7 +31,7 @@ def plan(target: Path, **spec: object) -> LoadPlan:
 
 def test_a_window_drafts_as_a_files_own(tiny_qwen3: Path, tmp_path: Path) -> None:
     drafter = make_tiny_drafter(tmp_path / "full")
-    slides = {"layer_types": ["sliding_attention"] * 2, "sliding_window": WINDOW}
+    slides = {"layer_types": ["sliding_attention"] * 2, "sliding_window": WINDOW, "is_causal": False}
     own = changed(drafter, tmp_path / "own", **slides)
     specs = ({"model": str(drafter), "draft_window": WINDOW}, {"model": str(own)}, {"model": str(drafter)})
     found = []
@@ -75,7 +75,7 @@ def test_a_prefix_hit_keeps_what_a_windows_rows_see(tmp_path: Path) -> None:
     for i, tokens in enumerate(batch):
         assert warm.tokens([tokens], params, i) == cold.tokens([tokens], params, i)
     assert warm.chains is not None and cold.chains is not None
-    assert same_chains(warm.chains.seen, cold.chains.seen) > 15
+    assert same_chains(warm.chains.seen, cold.chains.seen) > 10
     assert max(warm.num_cached.values()) >= 32
 
 

@@ -191,12 +191,13 @@ def test_passes_are_left_out_only_where_copies_win_and_made_again_where_they_end
     text = Text([*fresh[:300] * 2, *fresh[300:600]], 300)
     while text._known < 580:
         text.step(right=1, margin=1.0)
-    in_copy = text.num_skipped
-    assert in_copy > 30, "of about 60 steps"
-    for _ in range(8):
-        text.step(right=3, margin=1.0)  # the copy ends among these
+    assert text.num_skipped > 30, "of about 60 steps"
     text.num_skipped = 0
-    accepted = [text.step(right=3, margin=1.0)[1] for _ in range(50)]
+    for _ in range(24):  # the copy ends among these, and an update of the copies' chances is due
+        text.step(right=3, margin=1.0)
+    assert text.num_skipped < 8
+    text.num_skipped = 0
+    accepted = [text.step(right=3, margin=1.0)[1] for _ in range(40)]
     assert (text.num_skipped, set(accepted)) == (0, {3})
 
 
@@ -251,6 +252,27 @@ def test_two_ranks_verify_the_same_drafts_and_return_the_plain_tokens(
     assert max(count for _, count in first) == 5
 
 
+def test_an_answer_that_repeats_itself_needs_few_passes_of_the_drafter(
+    tiny_qwen3: Path, tmp_path: Path
+) -> None:
+    """With small blocks, so that there are many steps; a second request joins and leaves."""
+    drafter = str(make_tiny_drafter(tmp_path))
+    params = [SamplingParams(temperature=0.0, max_tokens=n, ignore_eos=True) for n in (110, 12)]
+    found, batch = [], [{"prompt_token_ids": ids} for ids in ([7, 8, 9, 10], [5])]
+    for spec in (
+        None,
+        {"model": drafter, "suffix_drafts": True, "adaptive": False, "num_speculative_tokens": 3},
+    ):
+        how = {"dtype": "float32", "num_threads": 1, "max_model_len": 128, "skip_tokenizer_init": True}
+        with LLM(str(tiny_qwen3), speculative_config=spec, **how) as llm:
+            found.append([answer.outputs[0].token_ids for answer in llm.generate(batch, params)])
+            stats = llm.stats()
+    assert found[0] == found[1]
+    assert stats.skipped_passes > 5
+    assert stats.step_seconds["draft"] > 0.0
+    assert 0 < stats.num_copied_accepted_tokens <= stats.num_accepted_tokens
+
+
 @pytest.mark.parametrize("adaptive", [False, True])
 @pytest.mark.parametrize("mixed", [False, True])
 def test_constrained_answers_equal_plain_decoding(tmp_path: Path, mixed: bool, adaptive: bool) -> None:
@@ -274,7 +296,6 @@ def test_constrained_answers_equal_plain_decoding(tmp_path: Path, mixed: bool, a
     assert found[0] == found[1] == found[2] == found[3]
     assert stats.num_accepted_tokens > 0
     assert (stats.num_copied_accepted_tokens > 0) == (stats.num_copied_draft_tokens > 0) == mixed
-    assert (stats.skipped_passes > 0) == (mixed and not adaptive)
 
 
 @pytest.mark.parametrize(
