@@ -14,6 +14,7 @@ import torch
 
 from ....cluster.errors import ConfigError
 from ....drafter.dflash.config import DrafterConfig
+from ....drafter.eagle3.config import Eagle3Config
 from ...tokenization.checkpoint_paths import drafter_folder, with_drafter
 from ..model.tensor_parallel import Communicator
 from ..runners.runner_interface import Drafter, Runner, TriesDrafters
@@ -114,11 +115,12 @@ def _plan_with_drafter(plan: LoadPlan, model: str) -> LoadPlan:
     assert plan.drafter is not None, "a swap needs a drafter"
     folder = drafter_folder(config, model)
     new = with_window(read_drafter(config, folder, plan.facts), plan.draft_window)
+    assert isinstance(new, DrafterConfig | Eagle3Config), "as it was read"
     _check_same_shape(plan.drafter, new, plan)
     return replace(plan, config=config, drafter_folder=folder, drafter=new)
 
 
-def _check_same_shape(old: DraftConfig, new: DraftConfig, plan: LoadPlan) -> None:
+def _check_same_shape(old: DraftConfig, new: DrafterConfig | Eagle3Config, plan: LoadPlan) -> None:
     for name in ("target_layer_ids", "hidden_size", "layers", "num_kv_heads", "head_dim", "rms_norm_eps"):
         old_value, new_value = getattr(old, name), getattr(new, name)
         if old_value != new_value:

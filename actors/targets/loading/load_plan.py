@@ -267,11 +267,10 @@ def find_max_model_len(config: EngineConfig, target: ModelSpec, drafter: DraftCo
     """
     ropes = (mixer.rope for mixer in target.attentions if mixer.rope is not None)
     limits = {"the target": max([target.max_position_embeddings, *(rope.max_positions for rope in ropes)])}
-    trained = None
     if isinstance(drafter, DrafterConfig):
         trained = drafter.rope.scaling.get("max_position_embeddings")
-    if drafter is not None and isinstance(trained, int):
-        limits["the drafter"] = max(trained, drafter.rope.max_positions)
+        if isinstance(trained, int):
+            limits["the drafter"] = max(trained, drafter.rope.max_positions)
     limiting_model, limit = min(limits.items(), key=lambda item: item[1])
     if config.max_model_len is None:
         return limit

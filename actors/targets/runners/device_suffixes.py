@@ -18,6 +18,8 @@ from ....cluster.step.scheduler_output import IntArray, SchedulerOutput
 from ....drafter.step.inputs.row_layout import Ints
 from ....drafter.suffix.proposer import SuffixProposer
 
+Indices = NDArray[np.integer]
+
 
 class Copies(NamedTuple):
     """Drafts by slot and position, int [M], and margins by row of the decoding requests' blocks, fp32 [N].
@@ -25,9 +27,9 @@ class Copies(NamedTuple):
     A request without a copy drafts token 0 with margin 0, which is verified like any draft.
     """
 
-    slots_M: Ints
-    positions_M: Ints
-    tokens_M: Ints
+    slots_M: Indices
+    positions_M: Indices
+    tokens_M: Indices
     margins_N: NDArray[np.float32]
 
 

@@ -29,6 +29,7 @@ from ....cluster.step.scheduler_output import DrafterUse, IntArray, SchedulerOut
 from ....drafter.compute.backend import Backend
 from ....drafter.compute.checkpoint.quantization.quantized_tensors import open_folder
 from ....drafter.dflash.checkpoint import named_as_ours
+from ....drafter.dflash.config import DrafterConfig
 from ....drafter.dflash.model import ContextFeatures
 from ....drafter.drafter_weights import read_weights
 from ....drafter.step.inputs.proposals import Proposals
@@ -213,7 +214,8 @@ class SplitRunner:
 
 
 def _context_features(plan: LoadPlan, backend: Backend) -> ContextFeatures:
-    assert plan.drafter_folder is not None and plan.drafter is not None, "a split drafter has a checkpoint"
+    assert plan.drafter_folder is not None, "a split drafter has a checkpoint"
+    assert isinstance(plan.drafter, DrafterConfig), "other drafters are colocated"
     folder = open_folder(plan.drafter_folder, plan.drafter.quantization, plan.dtype)
     names = {named_as_ours(name): name for name in folder.shapes}
     read = {name: names[name] for name in ("fc.weight", "hidden_norm.weight")}

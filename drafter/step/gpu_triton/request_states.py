@@ -18,6 +18,7 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from ....cluster.pages.kv_cache_groups import ONE_GROUP, KVCacheLayout
 from ....cluster.pages.page_pool import pages_for
@@ -37,6 +38,9 @@ _SAMPLING = {  # a value per slot
     "seed": torch.int64,
     "min_length": torch.int32,
 }
+
+
+Indices = NDArray[np.integer]
 
 
 class DeviceStates:
@@ -122,7 +126,7 @@ class DeviceStates:
         words, values = zip(*parts, strict=True)
         return np.stack((np.concatenate(words), np.concatenate(values)), axis=1)
 
-    def draft_changes(self, slots_M: Ints, positions_M: Ints, tokens_M: Ints) -> Ints:
+    def draft_changes(self, slots_M: Indices, positions_M: Indices, tokens_M: Indices) -> Ints:
         """Return changes as `changes` does, that write drafts after the known tokens of decoding requests."""
         return np.stack(self._arena.entries("token_ids", (slots_M, positions_M), tokens_M), axis=1)
 
