@@ -9,10 +9,12 @@ Symbols: E experts of a layer, k of them chosen for a row, I inner size of each,
     recurrent states         each is read and written once in a pass, as are its records
     experts, n rows          those chosen by some row are read; 2 n k/E operations for a weight of all E
     distinct experts         E (1 - (1 - k/E)^n), if rows choose uniformly and independently
+    whole experts over ranks the busiest rank's: each has a binomial number of the distinct experts
 """
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -50,6 +52,7 @@ class ExpertShape:
         shared_inter: inner size of a shared expert; 0 for none.
         weight_bytes: w in the engine: 2; 17/32 for MXFP4 and 18/32 for INT4, with a scale per 32 weights.
         inner_multiple: a rank's part of I must be a multiple of this; otherwise ranks have whole experts.
+        num_ranks: ranks among which whole experts are divided; the step waits for the busiest of them.
     """
 
     count: int
@@ -59,15 +62,26 @@ class ExpertShape:
     shared_inter: int = 0
     weight_bytes: float = 2.0
     inner_multiple: int = 1
+    num_ranks: int = 1
 
     def distinct(self, rows: float) -> float:
-        """Return the mean number of held experts that at least one of `rows` rows chooses."""
-        return self.num_held * (1.0 - (1.0 - self.chosen / self.count) ** rows)
+        """Return the mean number of held experts, of the busiest rank, that any of `rows` rows chooses."""
+        if self.num_ranks > 1:
+            return _mean_of_largest(self.num_ranks, self.num_held, self._chosen_share(rows))
+        return self.num_held * self._chosen_share(rows)
+
+    def rows_of_chosen(self, rows: float) -> float:
+        """Return the mean number of rows of an expert that at least one of `rows` rows chooses."""
+        share = self._chosen_share(rows)
+        return rows * self.chosen / self.count / share if share else 0.0
+
+    def _chosen_share(self, rows: float) -> float:
+        return 1.0 - (1.0 - self.chosen / self.count) ** rows
 
     def rank(self, ranks: int) -> ExpertShape:
         shape = replace(self, shared_inter=self.shared_inter // ranks)
         if self.inter % (ranks * self.inner_multiple):
-            return replace(shape, num_held=self.num_held // ranks)
+            return replace(shape, num_held=self.num_held // ranks, num_ranks=ranks)
         return replace(shape, inter=self.inter // ranks)
 
 
@@ -317,11 +331,9 @@ class ModelShape:
         works: list[tuple[DeviceWork, int]] = []
         for experts, times in self.routed:
             params, chosen = self.expert_params(experts), experts.distinct(rows)
-            num_bytes = chosen * params * experts.weight_bytes
-            pairs = rows * experts.chosen * experts.num_held / experts.count  # rows of all held experts
-            rows_each = pairs / chosen if chosen else 0.0
+            num_bytes, rows_each = chosen * params * experts.weight_bytes, experts.rows_of_chosen(rows)
             issued = product_instructions(experts.weight_bytes, num_bytes, rows_each)
-            works.append((DeviceWork(num_bytes, 2 * pairs * params, issued), times))
+            works.append((DeviceWork(num_bytes, 2 * chosen * rows_each * params, issued), times))
         return _sum_of(works)
 
     def head(self, rows: float) -> DeviceWork:
@@ -349,6 +361,15 @@ class ModelShape:
     def context(self, rows: float) -> DeviceWork:
         """Return the work of a drafter's context from taps; its blocks already read K and V weights."""
         return DeviceWork(self.fc_params * self.weight_bytes, 2 * (self.fc_params + self.kv_params) * rows)
+
+
+def _mean_of_largest(count: int, trials: int, share: float) -> float:
+    """Return the mean of the largest of `count` independent binomial numbers."""
+    mean, at_most = float(trials), 0.0
+    for successes in range(trials):
+        at_most += math.comb(trials, successes) * share**successes * (1.0 - share) ** (trials - successes)
+        mean -= min(at_most, 1.0) ** count
+    return mean
 
 
 def _sum_of(works: Sequence[tuple[DeviceWork, int]]) -> DeviceWork:

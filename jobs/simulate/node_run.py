@@ -234,8 +234,8 @@ def assumptions(gpu: Gpu, pair: ModelPair, spread: float) -> list[str]:
         f"up to {FUSED_SUM_ROWS} rows of {FUSED_SUM_BYTES >> 10} KiB together, {LAUNCHES_AROUND} per step, "
         f"{LAUNCHES_OVER_RANKS} more over ranks, {LAUNCHES_OF_DRAFT} per pass for one draft.",
         f"An all-reduce takes {link.latency_s * 1e6:g} µs plus its bytes at "
-        f"{link.bytes_per_s / 1e9:,.0f} GB/s; two per layer. No data-parallel attention and no expert "
-        "parallelism.",
+        f"{link.bytes_per_s / 1e9:,.0f} GB/s; two per layer. No data-parallel attention; experts whose "
+        "inner size ranks cannot divide are divided whole, and ranks wait for the busiest.",
         f"Weights and K/V take {target.itemsize} bytes, routed experts {packed or 'the same'}. Products are "
         "in bf16, whatever the format of the weights.",
         "Loops over weights and K/V take at least the time in which their instructions are issued, as "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 from manta.cluster.errors import ConfigError
 from manta.cluster.hardware.model_shape import ExpertShape, LayerShape, ModelShape
@@ -120,6 +121,18 @@ def test_few_rows_of_a_routed_target_cost_much_more_than_one() -> None:
 
     costs = [read_gb(rows) / read_gb(1) for rows in (4, 8, 16)]
     assert costs == pytest.approx([2.6, 4.2, 6.5], abs=0.1)
+
+
+@pytest.mark.parametrize("rows", [1, 4, 10, 20, 40, 80])
+def test_ranks_with_whole_experts_wait_for_the_busiest(rows: int) -> None:
+    """The oracle draws each row's experts of gpt-oss-120b over eight ranks."""
+    (experts, _), draws = of_experts(36, 2880, 2880, 128, 4, MXFP4, inner_multiple=32).rank(8).routed[0], 400
+    order = np.random.default_rng(rows).random((draws, rows, 128)).argsort(axis=2)
+    is_chosen = np.zeros((draws, 128), dtype=bool)
+    np.put_along_axis(is_chosen, order[:, :, :4].reshape(draws, -1), True, axis=1)
+    largest = is_chosen.reshape(draws, 8, 16).sum(axis=2).max(axis=1).mean()
+    assert experts.distinct(rows) == pytest.approx(largest, rel=0.04)
+    assert experts.distinct(rows) > 16 * (1 - (1 - 4 / 128) ** rows)
 
 
 def test_ranks_have_parts_of_all_experts_or_whole_ones() -> None:
