@@ -480,7 +480,7 @@ def _delta(
                 else {"CHUNK": 32, "PRODUCT": "tf32"}
             )
             constexprs |= {} if in_rows else cut
-            constexprs |= {} if prepares else {"COLUMNS": 32 if fp32 and not in_rows else 16}
+            constexprs |= {} if prepares else {"COLUMNS": 64 if fp32 and not in_rows else 16}
     how = {"warps": 1 if kernel == "_run_rows" else 4} | how
     return Variant(kernel, signature, constexprs, **how)
 
@@ -585,9 +585,9 @@ def _attend_expanded(heads: int, dtype: str = "bf16") -> Variant:
     signature |= dict.fromkeys(("q_row_stride", "q_head_stride"), "i32:16")
     constexprs = {"HEADS": heads, "NOPE": 128, "NOPE_WIDTH": 128, "ROTATED": 64, "ROTATED_WIDTH": 64}
     constexprs |= {"V_DIM": 128, "V_WIDTH": 128, "RANK": 512, "PDL": True}
-    rows, keys, warps = (16, 32, 4) if dtype == "fp32" else (128, 64, 8)
+    rows, keys, warps, stages = (16, 32, 4, 2) if dtype == "fp32" else (128, 64, 8, 3)
     constexprs |= {"BLOCK_ROWS": rows, "BLOCK_KEYS": keys}
-    return Variant("_attend_expanded", signature, constexprs, warps, wgmma=rows >= 64)
+    return Variant("_attend_expanded", signature, constexprs, warps, stages, wgmma=rows >= 64)
 
 
 def _write_context(layers: int, kv_heads: int, dim: int, group: int, kv: str = "bf16") -> Variant:
@@ -797,7 +797,7 @@ VARIANTS: dict[str, list[Variant]] = {
     ],
     "compute.gpu_triton.attention.mla_prefill": [
         _attend_expanded(8),
-        replace(_attend_expanded(64, "fp32"), spills=(100,)),
+        _attend_expanded(64, "fp32"),
         _add_splits(8),
     ],
     # Of Qwen3.5-9B and 35B-A3B, of 27B, and of a rank of many.
@@ -815,7 +815,7 @@ VARIANTS: dict[str, list[Variant]] = {
         _delta("_prepare", (16, 48), "fp32", warps=8),
         _delta("_run_chunks", (16, 32), stages=2, wgmma=True, side_by_side=2),
         _delta("_run_chunks", (16, 48), saves=True, stages=2, wgmma=True, side_by_side=2),
-        _delta("_run_chunks", (16, 48), "fp32", stages=2, wgmma=True, spills=(100,)),
+        _delta("_run_chunks", (16, 48), "fp32", warps=8, stages=2, wgmma=True),
     ],
     "compute.gpu_triton.delta_net.gated_norm": [
         _delta("_gate_outputs", (16, 32)),

@@ -77,7 +77,7 @@ def _attend(
     sums: tuple[Tensor, Tensor, Tensor],
     out_NJF: Tensor,
 ) -> None:
-    rows, (height, keys, warps) = expansion.rows, expansion.workspace.tile
+    rows, (height, keys, warps, stages) = expansion.rows, expansion.workspace.tile
     rotated = q_NJO.shape[2] - parts.nope_dim
     _attend_expanded[(expansion.num_tiles * parts.num_heads, expansion.num_splits)](
         q_NJO, latents_TW, heads_TJU, out_NJF, *sums, expansion.keys_before, expansion.rows_before,
@@ -87,14 +87,14 @@ def _attend(
         HEADS=parts.num_heads, NOPE=parts.nope_dim, NOPE_WIDTH=tile_width(parts.nope_dim), ROTATED=rotated,
         ROTATED_WIDTH=tile_width(rotated), V_DIM=parts.v_dim, V_WIDTH=tile_width(parts.v_dim),
         RANK=parts.rank, BLOCK_ROWS=height, BLOCK_KEYS=keys, num_warps=warps,
-        **dependent_launch(q_NJO.device),
+        num_stages=stages, **dependent_launch(q_NJO.device),
     )  # fmt: skip
 
 
 def _add_up(
     parts: MLALayer, expansion: Expansion, sums: tuple[Tensor, Tensor, Tensor], out_NJF: Tensor
 ) -> None:
-    rows, (height, keys, _) = expansion.rows, expansion.workspace.tile
+    rows, (height, keys, *_) = expansion.rows, expansion.workspace.tile
     _add_splits[(expansion.num_tiles * parts.num_heads,)](
         out_NJF, *sums, expansion.rows_before, expansion.tiles_before, rows.cu_rows, rows.kv_lengths_B,
         expansion.num_rows, expansion.num_splits, len(rows.slots_B),

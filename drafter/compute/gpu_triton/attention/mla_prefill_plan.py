@@ -30,8 +30,8 @@ from ..common.element_ops import dependent_launch, wait_for_predecessor
 from .attention_tiles import PagedRows
 
 PIECE_KEYS = 4096  # large enough that rereading a tile's sums is cheap compared to its attention
-# Rows, keys and warps of a tile that registers hold; in fp32 with the correction terms of tf32x3.
-_TILE, _TILE_FP32 = (128, 64, 8), (16, 32, 4)
+# Rows, keys, warps and stages of a tile that registers hold; in fp32 with the correction terms of tf32x3.
+_TILE, _TILE_FP32 = (128, 64, 8, 3), (16, 32, 4, 2)
 _PROCESSORS_INTERPRETED = 64
 _GATHERED = 8  # tokens per program
 _REQUESTS = tl.constexpr(64)  # scanned per iteration
@@ -49,7 +49,7 @@ class ExpansionWorkspace:
         self.num_processors = _count_processors(self.latents_TW.device)
 
     @property
-    def tile(self) -> tuple[int, int, int]:
+    def tile(self) -> tuple[int, int, int, int]:
         return _TILE_FP32 if self.heads_TJU.dtype is torch.float32 else _TILE
 
 
@@ -87,7 +87,7 @@ def find_expansion(rows: PagedRows, workspace: ExpansionWorkspace) -> Expansion 
     if rows.host_spans_B2 is None:
         return None
     first_B, rows_B = rows.host_spans_B2.T
-    minimum, (height, _, _) = workspace.fewest, workspace.tile
+    minimum, (height, *_) = workspace.fewest, workspace.tile
     expands_B = rows_B >= minimum
     if not expands_B.any():
         return None

@@ -49,7 +49,8 @@ from .recurrent_delta_rule import (
 # Rows of a chunk: tensor cores' minimum; and the maximum whose operands fit in registers, in fp32 with the
 # correction terms of the products.
 _FEWEST, _MOST, _MAX_FP32 = 16, 32, 16
-_COLUMNS, _COLUMNS_FP32, _STAGES, _PREPARING_WARPS = 16, 32, 2, 8
+_COLUMNS, _COLUMNS_FP32, _STAGES, _PREPARING_WARPS = 16, 64, 2, 8
+_WARPS, _WARPS_FP32 = 4, 8  # with fewer, fp32 spills registers on sm_100
 
 
 def chunk_size(page_size: int, dtype: torch.dtype) -> int | None:
@@ -80,7 +81,7 @@ def run_chunks(mixed_NO: Tensor, qkv_NC: Tensor, given: DeltaPass, read_NVF: Ten
     _run_chunks[(num_requests, heads, triton.cdiv(kind.value_dim, columns))](
         *arguments, *prepared_2NVM, read_NVF,
         **how, PRODUCT="tf32x3" if is_fp32 else "tf32", COLUMNS=columns, num_stages=_STAGES,
-        **dependent_launch(device),
+        num_warps=_WARPS_FP32 if is_fp32 else _WARPS, **dependent_launch(device),
     )  # fmt: skip
 
 
