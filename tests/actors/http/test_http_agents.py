@@ -295,13 +295,10 @@ def test_a_truncated_answer_says_so(stand: AgentsStand) -> None:
     assert stopped.content[0].text == "One, two"
 
 
-@pytest.mark.parametrize("max_tokens", [513, 32_000])
-def test_a_message_with_max_tokens_beyond_the_context_ends_at_the_context(
-    stand: AgentsStand, max_tokens: int
-) -> None:
-    requested = {**ASK_A, "max_tokens": max_tokens}
+def test_a_message_with_max_tokens_beyond_the_context_ends_at_the_context(stand: AgentsStand) -> None:
+    requested = {**ASK_A, "max_tokens": 513}
     stand.say("On and on. " * 200)
-    whole = stand.anthropic.messages.create(**requested)
+    whole = stand.anthropic.messages.create(**{**requested, "max_tokens": 32_000})
     assert whole.stop_reason == "model_context_window_exceeded"
     assert prompt_tokens(whole.usage) + whole.usage.output_tokens == 512
     with stand.anthropic.messages.stream(**requested) as stream:

@@ -1,13 +1,11 @@
 """Products with weights of 8 and 4 bits: the bits of products with the dequantized matrix.
 
+`test_cpu_compiled.py` runs them again with other instruction sets.
+
 Legend: O outputs, I inputs.
 """
 
 from __future__ import annotations
-
-import os
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -15,9 +13,8 @@ from manta.drafter.compute.checkpoint.quantized_matrix import QuantizedMatrix, c
 from manta.drafter.compute.cpu_fused.backend import FusedCpuBackend
 from manta.drafter.compute.cpu_fused.operators import PackedLinear
 from manta.drafter.compute.cpu_fused.packed_weight import pack
-from manta.drafter.compute.cpu_numba.cpu_features import VARIABLE, Instructions, bf16_instructions
+from manta.drafter.compute.cpu_numba.cpu_features import bf16_instructions
 from support.oracles.random_codes import MATRICES, bytes_of, random, scales
-from support.paths import ROOT
 from torch import Tensor
 
 pytestmark = pytest.mark.skipif(bf16_instructions() is None, reason="this CPU has no products of bf16")
@@ -43,20 +40,6 @@ def test_a_product_has_the_bits_of_the_dequantized_matrix_for_any_number_of_rows
     for count in (*range(1, 18), 64, 130):
         assert packed(x[:count], residual[:count]).equal(expected[:count]), count
     assert packed.weight.num_bytes < 0.7 * plain.weight.num_bytes
-
-
-def test_the_bits_are_the_same_with_other_instructions() -> None:
-    """The whole file again, with the better instructions hidden."""
-    best = bf16_instructions()
-    others = [kind for kind in (Instructions.AVX512, Instructions.AVX2) if best is not None and kind != best]
-    if VARIABLE in os.environ or best is Instructions.NEON or not others:
-        pytest.skip("only once, on x86")
-    for kind in others:
-        environment = {**os.environ, VARIABLE: kind.value}
-        command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider"]
-        command += ["-k", "any_number", __file__]
-        done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
-        assert done.returncode == 0, done.stdout[-3000:]
 
 
 @pytest.mark.parametrize(("kind", "most"), [("int8", 0.0085), ("int4", 0.09)])

@@ -331,15 +331,15 @@ LESSER = [
 
 @pytest.mark.parametrize("kind", LESSER, ids=lambda kind: kind.value)
 def test_the_tests_pass_with_fewer_cpu_instructions(kind: Instructions):
-    """The tests run again in a process with fewer instructions; speculation changes no token.
+    """Tests run again in a process with fewer instructions; speculation changes no token.
 
     A process compiles everything anew, so the short form runs the layers alone, whose bits do not depend on
-    the batch.
+    the batch, and products with weights of 8 and 4 bits.
     """
     lossless = (
         "test_speculation_changes_no_token_in_bf16_if_products_do_not_depend_on_the_batch[compiled-0.0]"
     )
-    tests = [__file__]
+    tests = [__file__, str(TESTS / "drafter" / "cpu" / "test_cpu_codes.py")]
     some = "stack or bits or context"
     if WHOLE:
         tests.append(f"{TESTS / 'end_to_end' / 'lossless' / 'test_shipped_pair.py'}::{lossless}")

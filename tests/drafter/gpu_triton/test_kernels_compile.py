@@ -5,8 +5,8 @@ them is bound by its instructions, which no other test shows.
 
 `VARIANTS` lists, for each module of `compute/gpu_triton` and `step/gpu_triton`, few representative shapes,
 because each costs seconds. They are compiled in one process without Triton's interpreter, by this file as a
-script. The short form has every kernel, but only every third shape of modules with many, and capabilities in
-turn: both for shapes whose instructions are counted. `make kernels` compiles all.
+script. The short form has one shape of every kernel and all shapes whose instructions are counted, with
+capabilities in turn. `make kernels` compiles all for both.
 """
 
 from __future__ import annotations
@@ -37,7 +37,6 @@ CAPABILITIES = (90, 100)  # H100 and H200; B200 and B300
 SHARED_MEMORY_BYTES = 228 * 1024  # of their multiprocessors; each program takes 1 KiB more
 REGISTERS = 65536
 WHOLE = os.environ.get("MANTA_GRID") == "whole"
-MANY = 4  # shapes of a module
 
 
 @dataclass(frozen=True)
@@ -843,13 +842,22 @@ VARIANTS: dict[str, list[Variant]] = {
 
 
 def chosen(module: str, capability: int, *, whole: bool = WHOLE) -> list[Variant]:
-    variants = VARIANTS[module]
+    """Return the shapes of a module that are compiled for a capability."""
     if whole:
-        return variants
-    every = 1 if len(variants) <= MANY else 3
-    few = [variant for i, variant in enumerate(variants) if i % every == 0 or variant.most_instructions]
-    parity = (CAPABILITIES.index(capability) + list(VARIANTS).index(module)) % len(CAPABILITIES)
-    return [v for i, v in enumerate(few) if v.most_instructions or i % len(CAPABILITIES) == parity]
+        return VARIANTS[module]
+    parity = CAPABILITIES.index(capability) + list(VARIANTS).index(module)
+    return [v for i, v in enumerate(_few(VARIANTS[module])) if (i + parity) % len(CAPABILITIES) == 0]
+
+
+def _few(variants: list[Variant]) -> list[Variant]:
+    """Return the shapes whose instructions are counted, or the first one, of every kernel."""
+    counted = {variant.kernel for variant in variants if variant.most_instructions}
+    first = {variant.kernel: variant for variant in reversed(variants)}
+    return [
+        variant
+        for variant in variants
+        if variant.most_instructions or (variant.kernel not in counted and variant is first[variant.kernel])
+    ]
 
 
 @pytest.fixture(scope="module")

@@ -22,14 +22,14 @@ GREEDY = SlotSampling(0.0, 0, 1.0, 0.0, 0, 0, ())
 
 @contextmanager
 def short_warm_up() -> Iterator[None]:
-    """Load runners with greedy dummy steps alone.
+    """Load runners without warm-up.
 
-    Those of all kinds of sampling take the interpreter longer than the steps of a test. They run on a GPU, in
-    the whole grid, and in tests that load a runner otherwise.
+    Its dummy steps take the interpreter longer than the steps of a test. They run on a GPU, in the whole
+    grid, and in tests that load a runner otherwise.
     """
     with pytest.MonkeyPatch.context() as patch:
         if os.environ.get("MANTA_TEST_DEVICE") != "cuda" and os.environ.get("MANTA_GRID") != "whole":
-            patch.setattr(warmup, "_sampling_variants", lambda *_: [GREEDY])
+            patch.setattr(warmup, "_sampling_variants", lambda *_: [])
         yield
 
 
