@@ -10,10 +10,9 @@ PIP_ARGS ?=
 KERNEL_TESTS := tests/drafter/gpu_triton/test_kernels_*.py
 GPU_TESTS := $(KERNEL_TESTS) tests/drafter/gpu_triton/test_launches.py tests/drafter/compute/test_layer_kinds.py \
   $(addprefix tests/actors/targets/, test_device_runner.py test_batch_invariant.py)
-GRID_TESTS := $(addprefix tests/end_to_end/lossless/, test_lossless.py test_lossless_topologies.py) \
-  $(addprefix tests/cluster/scheduler/, test_cluster_properties.py test_cluster_background.py) \
-  $(addprefix tests/actors/, targets/test_quantized_checkpoints.py workers/test_custom_all_reduce.py) \
-  tests/drafter/cpu/test_cpu_compiled.py tests/actors/chat/test_grammars.py
+# Files with a short form, and those of a GPU's steps, which `make test` runs without warm-up.
+GRID_TESTS := $(filter-out $(wildcard $(KERNEL_TESTS)), \
+  $(shell grep -rlE --include='test_*.py' 'one_in|MANTA_GRID|import.*WHOLE|device_engines|short_warm_up' tests))
 # One more than cores, because processes that test Ray wait a third of their time. With two more, ranks that wait for
 # each other rarely run at the same time, and their tests take ten times as long.
 TEST_PROCESSES := 3

@@ -50,20 +50,41 @@ _LONGEST = (
     "tests/end_to_end/lossless/test_shipped_pair.py",
     "tests/drafter/cpu/test_cpu_compiled.py",
 )
+WHOLE = os.environ.get("MANTA_GRID") == "whole" or os.environ.get("MANTA_TEST_DEVICE") == "cuda"
 _SHARED_RAY = pytest.StashKey[ExitStack]()
 
 # A busy machine must not fail a property: no test asserts a time.
-settings.register_profile("manta", deadline=None)
+settings.register_profile("manta", deadline=None, max_examples=100 if WHOLE else 50)
 settings.load_profile("manta")
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """The longest groups first, so that no process is left with one at the end; sharers of Ray together."""
+    if not WHOLE and not any("[" in str(argument) for argument in config.args):
+        left_out = [item for item in items if not _is_in_the_short_form(item)]
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if item not in left_out]
     items.sort(key=lambda item: not _shares_ray(item))
     if os.environ.get("PYTEST_XDIST_WORKER"):
         first = (*_GROUPS, *_LONGEST)
         places = {scope: place for place, scope in enumerate(first)}
         items.sort(key=lambda item: places.get(_scope(item.nodeid), len(first)))
+
+
+def _is_in_the_short_form(item: pytest.Item) -> bool:
+    """Return whether the places of a test's parameters in their lists add up to a multiple of its `one_in`.
+
+    Every value is in some of these cases, and any two values meet if there is a third list of that length.
+    """
+    mark = item.get_closest_marker("one_in")
+    call: Any = getattr(item, "callspec", None)
+    if mark is None or call is None:
+        return True
+    places = dict(call.indices)
+    for names in (each.args[0] for each in item.iter_markers("parametrize")):
+        for name in (names.replace(",", " ").split() if isinstance(names, str) else list(names))[1:]:
+            del places[name]  # it has the place of the first name
+    return sum(places.values()) % mark.args[0] == 0
 
 
 def _scope(node_id: str) -> str:

@@ -52,6 +52,7 @@ def test_a_published_config_is_planned_or_refused_with_a_sentence(name: str) -> 
 
 
 @pytest.mark.parametrize("name", EACH)
+@pytest.mark.one_in(2)
 def test_a_published_config_runs_with_random_weights_and_reduced_sizes(name: str, tmp_path: Path) -> None:
     config = settings(name, tmp_path, small=True)
     with LLM(**{field: getattr(config, field) for field in config.__dataclass_fields__}) as llm:

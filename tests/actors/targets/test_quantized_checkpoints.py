@@ -142,6 +142,7 @@ def test_outputs_are_the_same_with_and_without_a_quantized_drafter(name: str, tm
     assert answers(speculative_config=spec) == answers()
 
 
+@pytest.mark.slow  # ranks are threads in the other tests
 def test_two_processes_over_gloo_give_the_tokens_of_one(saved: dict[str, Path], tmp_path: Path) -> None:
     quantized, plain = publish(saved["qwen3"], tmp_path, "gptq_act_order")
     expected = tokens_by_steps(load_runner(settings(plain, num_pages=80))[0], PROMPTS, 6)

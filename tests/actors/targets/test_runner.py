@@ -88,6 +88,7 @@ def test_greedy_tokens_equal_transformers_generate(target: Path, hugging_face) -
 
 @pytest.mark.parametrize("rows_per_step", [16, 2048])
 @pytest.mark.parametrize("name", PARAMS)
+@pytest.mark.one_in(2)
 def test_speculation_changes_no_token(
     target: Path, tiny_drafter: Path, name: str, rows_per_step: int
 ) -> None:

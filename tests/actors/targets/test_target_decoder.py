@@ -60,6 +60,7 @@ def test_logits_of_every_row_equal_transformers_in_chunks_and_batches(checkpoint
         torch.testing.assert_close(torch.cat(logits), expected, atol=1e-4, rtol=1e-4)
 
 
+@pytest.mark.one_in(2)
 def test_taps_are_outputs_of_blocks_before_the_final_norm_in_the_given_order(checkpoint: Path) -> None:
     requests = computed(load(checkpoint))
     weights = weights_of(checkpoint)

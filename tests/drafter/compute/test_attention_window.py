@@ -99,6 +99,7 @@ def test_a_block_has_the_same_bits_with_the_keys_before_its_window_and_without(k
 
 @pytest.mark.parametrize("page_size", [16, 24])
 @pytest.mark.parametrize("window", WINDOWS)
+@pytest.mark.one_in(2)
 def test_a_prompt_has_the_same_bits_with_the_keys_before_its_window_and_without(
     kind, window: int, page_size: int
 ):

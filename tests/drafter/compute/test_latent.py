@@ -209,6 +209,7 @@ def expansions(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Expansion]]:
 @pytest.mark.usefixtures("on_the_device")
 @pytest.mark.parametrize("piece_keys", [4096, 40, 13], ids="in {} keys at a time".format)
 @torch.inference_mode()
+@pytest.mark.one_in(2)
 def test_expanded_long_prompts_equal_the_published_form(
     layer: Layer, expansions: list[Expansion], monkeypatch: pytest.MonkeyPatch, piece_keys: int
 ) -> None:

@@ -179,6 +179,7 @@ def test_keys_before_a_window_may_be_anything(batch_invariant: bool, causal: boo
 @pytest.mark.parametrize("window", [None, 20, 128])
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("max_keys", [64, 512])
+@pytest.mark.one_in(2)
 def test_ragged_rows_equal_dense_attention_with_one_piece_or_several(max_keys, causal, window, sinks):
     lengths = [16, 61, 1] if max_keys == 64 else [300, 0, 77]
     case = Case(Shape(), lengths, [16, 7, 1] if max_keys == 64 else [16, 0, 1], max_keys=max_keys)
@@ -204,6 +205,7 @@ def test_ragged_rows_equal_dense_attention_with_one_piece_or_several(max_keys, c
     ],
 )
 @pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.one_in(2)
 def test_heads_dims_pages_and_dtypes_of_real_models_equal_dense_attention(shape, lengths, rows, causal):
     case = Case(shape, lengths, rows)
     case.check(causal=causal, sinks=causal)

@@ -79,6 +79,7 @@ def best(scores: torch.Tensor) -> tuple[int, float]:
 
 @pytest.mark.parametrize("operators", [DEFINITION, LOOPS], ids=["definition", "loops"])
 @pytest.mark.parametrize("variant", PATHS)
+@pytest.mark.one_in(2)
 def test_drafts_equal_the_oracles_paths(variant: str, operators: StepOperators, tmp_path: Path):
     """Requests run together, with their own settings, lengths and numbers of drafts."""
     pair, taps = load_pair(tmp_path, VARIANTS[variant]), random_taps(LENGTHS)

@@ -222,6 +222,7 @@ def test_errors_of_an_engine_actor_keep_their_type(
     assert not (tmp_path / "out" / "_SUCCESS").exists()
 
 
+@pytest.mark.slow  # its engine runs in the interpreter
 def test_a_batch_job_on_a_gpu_uses_gpu_kernels(pair: tuple[Path, Path], tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
     path.write_text('{"id": "a", "prompt": "x", "max_tokens": 2}\n')

@@ -42,7 +42,7 @@ def reference(target: Path) -> dict[str, list[list[int]]]:
         pytest.param(1, "split", False, marks=pytest.mark.slow),  # as test_ray_executor_drafter.py has it
         pytest.param(2, "colocated", True, marks=pytest.mark.slow),  # test_ray_executor.py has such a pair
         (2, "split", True),
-        (2, "shared", False),
+        pytest.param(2, "shared", False, marks=pytest.mark.slow),  # test_ray_executor_drafter.py has one rank
         pytest.param(2, None, False, marks=pytest.mark.slow),
     ],
 )

@@ -87,7 +87,7 @@ def test_greedy_equals_transformers_generate(
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(shipped_pair[0], dtype=torch.float32)
-    for prompt, expected in zip(prompts[:4], tokens(greedy)[:4], strict=True):
+    for prompt, expected in zip(prompts[:2], tokens(greedy)[:2], strict=True):
         ids = torch.tensor([prompt])
         mask = torch.ones_like(ids)
         theirs = model.generate(ids, attention_mask=mask, do_sample=False, max_new_tokens=NUM_TOKENS)
@@ -107,8 +107,9 @@ def test_speculation_changes_no_token_and_saves_steps(
     greedy: list[RequestOutput],
     temperature: float,
 ) -> None:
-    plain = run(shipped_pair, prompts, temperature, "float32", speculate=False)
-    drafted = run(shipped_pair, prompts, temperature, "float32", speculate=True) if temperature else greedy
+    few = prompts[:6]
+    plain = run(shipped_pair, few, temperature, "float32", speculate=False)
+    drafted = run(shipped_pair, few, temperature, "float32", speculate=True) if temperature else greedy[:6]
     assert tokens(drafted) == tokens(plain)
     steps = sum(o.metrics.num_steps for o in drafted)
     per_step = 1 + sum(o.metrics.num_accepted_tokens for o in drafted) / steps
@@ -123,6 +124,7 @@ def test_speculation_changes_no_token_in_bf16_if_products_do_not_depend_on_the_b
         pytest.skip("this CPU has no products of bf16")
     if backend == "torch" and not rows_are_invariant(NumbaBackend(), torch.bfloat16, "cpu"):
         pytest.skip("oneDNN's products of bf16 depend on the batch on this CPU")
-    plain = run(shipped_pair, prompts, temperature, "bfloat16", backend, speculate=False)
-    drafted = run(shipped_pair, prompts, temperature, "bfloat16", backend, speculate=True)
+    few = prompts[:6]
+    plain = run(shipped_pair, few, temperature, "bfloat16", backend, speculate=False)
+    drafted = run(shipped_pair, few, temperature, "bfloat16", backend, speculate=True)
     assert tokens(drafted) == tokens(plain)

@@ -20,6 +20,7 @@ import ray
 import yaml
 from manta.actors.replica import build_app
 from manta.actors.system.host_resources import free_port
+from manta.actors.workers import local_ray
 from manta.cluster.errors import CheckpointError, ConfigError
 from manta.jobs.cli import app
 from manta.jobs.serve.server import ServeOptions, Server, start_server
@@ -62,8 +63,12 @@ def args(pair: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> d
 @pytest.fixture(scope="module")
 def server(args: dict[str, Any]) -> Iterator[Server]:
     options = ServeOptions(port=free_port(), num_cpus=4, ready_timeout_s=240)
-    with start_server(args, options) as server:
-        yield server
+    with pytest.MonkeyPatch.context() as patch:
+        # Ray's workers export no metrics if the agent needs half a minute to start, as on a busy machine.
+        patch.setattr(local_ray, "AGENT_NICENESS", 0)
+        patch.setenv("RAY_metrics_report_interval_ms", "500")
+        with start_server(args, options) as server:
+            yield server
     assert not ray.is_initialized()
 
 
@@ -175,11 +180,13 @@ def running(server: Server) -> float:
     return float(next(line for line in lines if line.startswith("vllm:num_requests_running")).split()[-1])
 
 
-def wait_for(condition: Any, timeout_s: float = 60.0) -> None:
+def wait_for(
+    condition: Any, timeout_s: float = 60.0, what: object = "it did not happen", poll_s: float = 0.05
+) -> None:
     deadline_s = time.monotonic() + timeout_s
     while not condition():
-        assert time.monotonic() < deadline_s, "it did not happen"
-        time.sleep(0.05)
+        assert time.monotonic() < deadline_s, what
+        time.sleep(poll_s)
 
 
 def test_a_disconnect_frees_its_request_through_the_proxy(server: Server) -> None:
@@ -286,6 +293,7 @@ def test_rays_exporter_shows_what_the_replica_does(server: Server) -> None:
     url = f"http://{node['NodeManagerAddress']}:{node['MetricsExportPort']}/metrics"
 
     reported: dict[str, list[float]] = {}  # polled, because audits continue in idle steps
+    differs: dict[str, tuple[float, list[float]]] = {}
 
     def shows_all() -> bool:
         for name, value in samples(f"{server.url}/metrics").items():
@@ -293,11 +301,13 @@ def test_rays_exporter_shows_what_the_replica_does(server: Server) -> None:
                 reported.setdefault(in_ray(name), []).append(value)
         assert len(reported) > 60
         shown = samples(url)
-        return all(
-            min(values) <= shown.get(name, math.nan) <= max(values) for name, values in reported.items()
-        )
+        differs.clear()
+        for name, values in reported.items():
+            if not min(values) <= (found := shown.get(name, math.nan)) <= max(values):
+                differs[name] = found, values
+        return not differs
 
-    wait_for(shows_all)
+    wait_for(shows_all, what=differs, poll_s=0.5)
 
 
 def in_ray(name: str) -> str:

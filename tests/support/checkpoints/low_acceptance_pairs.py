@@ -180,8 +180,8 @@ def german_rows() -> list[Row]:
 SEEDS = [
     Seed("wrong taps", usual_rows, dflash(target_layer_ids=[17, 16, 15, 14, 13])),
     Seed("other fine-tune", usual_rows, target_tensors(moved(0.6))),
-    Seed("quantized target", usual_rows, quantized(1.5)),
     Seed("chat template", usual_rows, with_template(OTHER_TEMPLATE)),
+    Seed("quantized target", usual_rows, quantized(1.5)),
     Seed("thinking", thinking_rows, with_template(_THINKING)),
     Seed("long context", lambda: long_rows(2200), with_long_context),
     Seed("temperature", lambda: hot_rows(1.5)),
