@@ -28,6 +28,8 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed-with
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
+# Hundreds of processes of the tests import the package: its bytecode must be kept.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: help install demo test lint types floors pytest chaos kernels versions gpu bench clean
 

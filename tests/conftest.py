@@ -47,8 +47,8 @@ _LONGEST = (
     "tests/end_to_end/lossless/test_lossless.py",
     "tests/actors/targets/test_device_runner.py",
     "tests/drafter/gpu_triton/test_kernels_compile.py",
-    "tests/end_to_end/lossless/test_shipped_pair.py",
-    "tests/drafter/cpu/test_cpu_compiled.py",
+    "tests/jobs/drafters/test_drafter_explain.py",
+    "tests/jobs/drafters/test_drafter_train.py",
 )
 WHOLE = os.environ.get("MANTA_GRID") == "whole" or os.environ.get("MANTA_TEST_DEVICE") == "cuda"
 _SHARED_RAY = pytest.StashKey[ExitStack]()

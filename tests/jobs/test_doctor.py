@@ -312,7 +312,8 @@ def test_a_delta_rule_that_folds_or_gates_wrongly_is_found(wrong: str, monkeypat
         monkeypatch.setattr(recurrent, "run_rows", forgetful)
     else:
         monkeypatch.setattr(recurrent, "gate_outputs", unnormed)
-    found = examine(delta_checks(MachineKind.detect(), quick=True)[0 if wrong == "fold" else -1])
+    lines = list(delta_checks(MachineKind.detect(), quick=True))
+    found = examine(lines[0 if wrong == "fold" else -1])
     assert found.status == "failed" and found.trace is None, found
 
 

@@ -17,7 +17,7 @@ from support.engines.devices import ON_GPU
 
 # The fork servers of `manta serve`, with what batch jobs import. Ends with its standard input.
 _FORK_SERVER = """
-import importlib, json, sys
+import contextlib, importlib, json, sys
 from manta.actors.workers.base.fork_server import ForkServer, Stages
 from manta.jobs.serve.preloaded_imports import HTTP, LIBRARIES, LOOPS, TARGET, ServeWithoutPandas
 
@@ -25,15 +25,17 @@ def load(names):
     for name in names:
         importlib.import_module(name)
 
-def first():
+def load_libraries():
     ServeWithoutPandas.install()
-    load(LIBRARIES)
+    for name in LIBRARIES:
+        with contextlib.suppress(ImportError):
+            importlib.import_module(name)
 
-def second():
+def load_engine():
     load(("pyarrow.parquet", "pyarrow.dataset", *(f"manta.{name}" for name in (*HTTP, *TARGET))))
 
-server = ForkServer(Stages(first=first, second=second, third=lambda: load(LOOPS), errand=lambda: b""))
-print(json.dumps(server.worker_command()), flush=True)
+stages = Stages(first=load_libraries, second=load_engine, third=lambda: load(LOOPS), errand=lambda: b"")
+print(json.dumps(ForkServer(stages).worker_command()), flush=True)
 sys.stdin.read()
 """
 
