@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cache
-from itertools import combinations
+from itertools import combinations, count
 from pathlib import Path
 
 import pytest
@@ -66,12 +66,19 @@ FEW_PAGES = {
 }
 
 
+def _numbered(pairs: Iterable[str]) -> Iterator[tuple[int, str]]:
+    """Number lean pairs and the others, each from 0."""
+    numbers = {True: count(), False: count()}
+    for pair in pairs:
+        yield next(numbers[pair in LEAN]), pair
+
+
 def small_cells(pairs: Iterable[str] = PAIRS, *, whole: bool = WHOLE) -> Iterator[tuple[str, int, int]]:
     """(pair, drafts, batch size): in the short form every pair has every draft length, sizes in turn.
 
     Lean pairs have one draft length there, and a single request.
     """
-    for p, pair in enumerate(pairs):
+    for p, pair in _numbered(pairs):
         for d, drafts in enumerate(DRAFTS):
             for s, size in enumerate(SIZES):
                 lean = pair in LEAN and s == 0 and d == p % len(DRAFTS)
@@ -81,11 +88,11 @@ def small_cells(pairs: Iterable[str] = PAIRS, *, whole: bool = WHOLE) -> Iterato
 
 def cells(pairs: Iterable[str] = PAIRS, *, whole: bool = WHOLE) -> Iterator[tuple[str, str, int | None]]:
     """(pair, engine, drafts): in the short form every pair has every engine with drafts, and some without."""
-    for p, pair in enumerate(pairs):
+    for p, pair in _numbered(pairs):
         for e, engine in enumerate(ENGINES):
             if not whole and pair in LEAN and e != p % len(ENGINES):
                 continue
-            if whole or (pair not in LEAN and (p + e) % 4 == 0):
+            if whole or (pair not in LEAN and (p + e) % 3 == 0):
                 yield pair, engine, None
             for d, drafts in enumerate(DRAFTS):
                 if whole or d == (p + e) % len(DRAFTS):
