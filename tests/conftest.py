@@ -61,9 +61,8 @@ settings.load_profile("manta")
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """The longest groups first, so that no process is left with one at the end; sharers of Ray together."""
     if not WHOLE and not any("[" in str(argument) for argument in config.args):
-        left_out = [item for item in items if not _is_in_the_short_form(item)]
-        config.hook.pytest_deselected(items=left_out)
-        items[:] = [item for item in items if item not in left_out]
+        config.hook.pytest_deselected(items=[item for item in items if not _is_in_the_short_form(item)])
+        items[:] = filter(_is_in_the_short_form, items)
     items.sort(key=lambda item: not _shares_ray(item))
     if os.environ.get("PYTEST_XDIST_WORKER"):
         first = (*_GROUPS, *_LONGEST)
