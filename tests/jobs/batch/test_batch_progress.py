@@ -7,7 +7,9 @@ import re
 import time
 import urllib.request
 from collections.abc import Callable
+from contextlib import suppress
 from io import StringIO
+from urllib.error import URLError
 
 import pytest
 from hypothesis import given, settings
@@ -326,7 +328,8 @@ def test_ray_shows_the_progress_of_a_job() -> None:
     deadline_s = time.monotonic() + 60
     while len(found) < len(BATCH_CATALOGUE) and time.monotonic() < deadline_s:
         time.sleep(0.2)
-        with urllib.request.urlopen(metrics_of_ray, timeout=10) as answer:
+        lines: list[str] = []
+        with suppress(URLError), urllib.request.urlopen(metrics_of_ray, timeout=10) as answer:
             lines = answer.read().decode().splitlines()
         found = {
             match[1]: float(match[2])

@@ -13,6 +13,8 @@ from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
+import pytest
+
 from support.engines.devices import ON_GPU
 
 # The fork servers of `manta serve`, with what batch jobs import. Ends with its standard input.
@@ -46,21 +48,24 @@ def small_ray(
 ) -> Iterator[None]:  # Any: Ray's settings
     """A small cluster. Its CPUs are declared, not cores. Its workers begin with their imports done."""
     import ray
-    from manta.actors.workers.local_ray import start_ray
+    from manta.actors.workers import local_ray
 
     folder = tempfile.mkdtemp(prefix="manta-ray-")  # short: Ray puts sockets below it
     common = {"include_dashboard": False, "object_store_memory": 100 * 2**20, "log_to_driver": False}
     config = {"prestart_worker_first_driver": False, **(_system_config or {})}  # it would be one for each CPU
     try:
-        start_ray(
-            () if ON_GPU else worker_command(),
-            address="local",
-            num_cpus=num_cpus,
-            _temp_dir=folder,
-            _system_config=config,
-            **common,
-            **settings,
-        )
+        with pytest.MonkeyPatch.context() as patch:
+            # Workers export no metrics if the agent needs half a minute to start, as on a busy machine.
+            patch.setattr(local_ray, "AGENT_NICENESS", 0)
+            local_ray.start_ray(
+                () if ON_GPU else worker_command(),
+                address="local",
+                num_cpus=num_cpus,
+                _temp_dir=folder,
+                _system_config=config,
+                **common,
+                **settings,
+            )
         yield
     finally:
         ray.shutdown()
