@@ -323,10 +323,11 @@ def test_ray_shows_the_progress_of_a_job() -> None:
 
     metrics_of_ray = f"http://127.0.0.1:{ray.nodes()[0]['MetricsExportPort']}/metrics"
     now = Progress(3, 10, 1, 50, 60, 7.5, 7.0, 12.0, 2.5, 3.25, 2, True)
-    JobGauges("answers").show(now)
+    gauges = JobGauges("answers")
     found: dict[str, float] = {}
     deadline_s = time.monotonic() + 60
     while len(found) < len(BATCH_CATALOGUE) and time.monotonic() < deadline_s:
+        gauges.show(now)  # again and again, as a job does: Ray loses values from before its agent's start
         time.sleep(0.2)
         lines: list[str] = []
         with suppress(URLError), urllib.request.urlopen(metrics_of_ray, timeout=10) as answer:
