@@ -132,15 +132,20 @@ def processes(mark: str) -> list[tuple[int, str]]:
 
 
 def own_actors(kind: str) -> list[int]:
-    """Actors of a class below the raylet that this process started."""
+    """Actors of a class whose raylet or fork server this process started."""
     found = []
     for folder in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
-            if (folder / "cmdline").read_bytes().startswith(f"ray::{kind}".encode()):
-                raylet = (folder / "stat").read_text().rpartition(")")[2].split()[1]
-                if Path(f"/proc/{raylet}/stat").read_text().rpartition(")")[2].split()[1] == str(os.getpid()):
-                    found.append(int(folder.name))
+            command = (folder / "cmdline").read_bytes()
+            if command.startswith(f"ray::{kind}".encode()) and os.getpid() in ancestors(int(folder.name)):
+                found.append(int(folder.name))
     return sorted(found)
+
+
+def ancestors(pid: int) -> Iterator[int]:
+    while pid > 1:
+        pid = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+        yield pid
 
 
 def wait_for_tokens(job: ChaosJob, number: int, going: Any = lambda: True) -> None:
