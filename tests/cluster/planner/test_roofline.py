@@ -109,7 +109,8 @@ def test_a_verify_reads_the_experts_that_its_rows_chose(name: str) -> None:
         rounded = 0.05 if wanted < 10 else 0.5  # as the table above is
         assert model.experts(rows).num_bytes / 1e9 == pytest.approx(wanted, abs=rounded)
     assert model.experts(10_000).num_bytes == pytest.approx(model.expert_bytes)
-    assert model.experts(7).flop == 2 * 7 * experts.chosen * model.expert_params(experts) * times
+    per_row = 2 * experts.chosen * model.expert_params(experts) * times
+    assert model.experts(7).flop == pytest.approx(7 * per_row)
 
 
 def test_few_rows_of_a_routed_target_cost_much_more_than_one() -> None:
@@ -140,8 +141,10 @@ def test_ranks_have_parts_of_all_experts_or_whole_ones() -> None:
     split, by_expert = (whole.rank(ranks).routed[0][0] for ranks in (2, 4))
     assert (split.inter, split.num_held, split.shared_inter) == (1440, 32, 32)
     assert (by_expert.inter, by_expert.num_held, by_expert.shared_inter) == (2880, 8, 16), "90 blocks by 4"
+    share = whole.experts(16).num_bytes
+    assert whole.rank(2).experts(16).num_bytes == pytest.approx(share / 2)
+    assert share / 4 < whole.rank(4).experts(16).num_bytes < share / 3, "the busiest of the ranks"
     for ranks in (2, 4):
-        assert whole.rank(ranks).experts(16).num_bytes == pytest.approx(whole.experts(16).num_bytes / ranks)
         assert whole.rank(ranks).experts(16).flop == pytest.approx(whole.experts(16).flop / ranks)
         assert whole.rank(ranks).expert_bytes == pytest.approx(whole.expert_bytes / ranks)
 
