@@ -76,15 +76,14 @@ def candidate_chances(
         scores_DPC: scores with noise; -inf where a token is impossible. At least two candidates.
         factors: see `TreeShape`; other candidates have the last one's.
     """
-    best_DP1 = scores_DPC.max(axis=-1, keepdims=True)
     with np.errstate(invalid="ignore", over="ignore"):  # -inf - -inf where no token is possible
-        gaps_DPC = np.minimum(best_DP1 - scores_DPC, MAX_MARGIN)
+        gaps_DPC = np.minimum(scores_DPC.max(axis=-1, keepdims=True) - scores_DPC, MAX_MARGIN)
     gaps_DPC = np.where(np.isnan(gaps_DPC), MAX_MARGIN, gaps_DPC)
     is_best_DPC = np.zeros(gaps_DPC.shape, dtype=np.bool_)
     np.put_along_axis(is_best_DPC, gaps_DPC.argmin(axis=-1, keepdims=True), np.True_, axis=-1)
     margins_DP = np.where(is_best_DPC, MAX_MARGIN, gaps_DPC).min(axis=-1)
     logits_DP = curve.bias_D[:, None] + curve.slope_D[:, None] * np.log1p(margins_DP)
-    best_DP1 = (1 / (1 + np.exp(-logits_DP)))[..., None]
+    best_DP1: Floats = np.asarray(1 / (1 + np.exp(-logits_DP)), dtype=np.float32)[..., None]
     # Relative to the second best: weights of candidates far behind the best would vanish.
     weights_DPC = np.where(is_best_DPC, 0, np.exp(np.minimum(margins_DP[..., None] - gaps_DPC, 0) / _SCALE))
     least_DP1 = np.where(is_best_DPC, np.inf, weights_DPC).min(axis=-1, keepdims=True)
@@ -93,7 +92,7 @@ def candidate_chances(
     if len(factors) > 1:
         ranks_DPC = np.argsort(np.argsort(gaps_DPC, axis=-1, kind="stable"), axis=-1, kind="stable")
         others_DPC = others_DPC * np.array(factors, np.float32)[np.minimum(ranks_DPC, len(factors) - 1)]
-    others_DPC = np.minimum(others_DPC, _MAX_SHARE * best_DP1)
+    others_DPC: Floats = np.asarray(np.minimum(others_DPC, _MAX_SHARE * best_DP1), dtype=np.float32)
     chances_DPC: Floats = np.where(is_best_DPC, best_DP1, others_DPC)
     return np.where(gaps_DPC >= MAX_MARGIN, 0, chances_DPC).astype(np.float32)
 
