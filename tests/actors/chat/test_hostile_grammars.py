@@ -109,13 +109,11 @@ def test_hostile_grammars_are_answered_or_refused_by_name_during_a_stream(server
     assert len(SHORT_ONES) == len(SHORT)
     with Stream(server.url) as stream:
         for name, path, body in SHORT_ONES:
-            before = stream.num_events
             response = httpx.post(server.url + path, json=body, timeout=60)
             assert response.status_code in STATUSES, (name, response.text)
             if response.status_code == 400:
                 error = response.json()["error"]
                 assert error["message"].startswith(error["param"].split(".")[0]), name
-            assert stream.num_events > before or not stream.num_events, name
     assert stream.num_events > 100 and stream.pause_s < LONGEST_PAUSE_S
     assert httpx.get(f"{server.url}/health").status_code == 200
 

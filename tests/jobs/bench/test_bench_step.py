@@ -12,6 +12,7 @@ from manta.actors.targets.runners.cpu_runner import CpuModelRunner
 from manta.cluster.errors import CheckpointError, ConfigError
 from manta.cluster.step.scheduler_output import SchedulerOutput, StepResult, StepTimings
 from manta.drafter.compute.memory.kv_cache import PagedKVCache
+from manta.drafter.step.inputs.draft_trees import DraftTrees
 from manta.drafter.step.inputs.row_layout import StepRows
 from manta.drafter.step.request_states import RequestStates
 from manta.jobs.bench.common.device_rates import find_device
@@ -94,8 +95,8 @@ def test_steps_are_the_engines_own_after_full_contexts(
     positions: list[list[int]] = []
     rows = RequestStates.lay_out_rows
 
-    def spy(self: RequestStates, plan: SchedulerOutput) -> StepRows:
-        found = rows(self, plan)
+    def spy(self: RequestStates, plan: SchedulerOutput, trees: DraftTrees | None = None) -> StepRows:
+        found = rows(self, plan, trees)
         if plan.num_computed.tolist() == [-1] * 3:
             positions.append(found.positions_N.tolist())
         return found
