@@ -63,8 +63,8 @@ MUTATIONS = (
     Mutation(
         "drafts one token beyond the greatest length",
         "cluster/scheduler/scheduler.py",
-        "table.max_length_S[slots_R] - num_tokens_R - 1)",
-        "table.max_length_S[slots_R] - num_tokens_R)",
+        "remaining_R = table.max_length_S[slots_R] - num_tokens_R - 1",
+        "remaining_R = table.max_length_S[slots_R] - num_tokens_R",
         _SCHEDULER,
     ),
     Mutation(
