@@ -101,11 +101,9 @@ class AcceptanceModel:
     def samples(self, slots_R: IntArray, count: int) -> FloatArray:
         """Return the survival probabilities of each request's last `count` blocks, fp32 [count, R, K]."""
         places_TR = (self._num_blocks_S[slots_R] - 1 - np.arange(count)[:, None]) % NUM_BLOCKS
-        x_TRK = self._x_STK[slots_R, places_TR]
-        offset_R = self.offsets(slots_R)
-        chances_TRK = 1.0 / (1.0 + np.exp(-(self.bias_K + self.slope_K * x_TRK + offset_R[:, None])))
+        x_TRK = self._x_STK[slots_R, places_TR].astype(np.float64)
         # A draft not made has the mean probability of its position.
-        known_TRK = np.where(np.isnan(x_TRK), self._mean_K, chances_TRK)
+        known_TRK = np.where(np.isnan(x_TRK), self._mean_K, self._chances(slots_R, x_TRK))
         return np.cumprod(known_TRK, axis=-1, dtype=np.float32)
 
     @property
@@ -169,7 +167,9 @@ class AcceptanceModel:
         self._publish()
 
     def _chances(self, slots_B: IntArray, x_BK: Doubles) -> Doubles:
-        """Return the acceptance probabilities of drafts, given those before them; nan where none was made."""
+        """Return the acceptance probabilities of drafts, given those before them; nan where none was made.
+        `x_BK` may have further axes before these.
+        """
         bias, slope, position, temperature = self._theta_P
         offset_B = self._request_S[slots_B] + temperature * self._temperature_S[slots_B]
         return 1.0 / (

@@ -92,7 +92,7 @@ class _LoadState:
     length: int = 0
     estimate: LengthEstimate = _UNKNOWN
     plain_s: float = 0.0
-    has_plain: bool = False  # a step without drafts was made, here or at the load that this was copied from
+    has_plain: bool = False  # a step without drafts was made
     steps: int = 0
     review_at: int = 0  # step of the next review
     trial_length: int = 0
