@@ -293,7 +293,7 @@ def environment(wanted: Mapping[str, str]) -> Iterator[None]:
         os.environ.update(before)
 
 
-def wait_for(true: Callable[[], bool], seconds: float, what: str = "it did not happen") -> None:
+def wait_for(true: Callable[[], bool], seconds: float, what: object = "it did not happen") -> None:
     deadline_s = time.monotonic() + seconds
     while not true():
         assert time.monotonic() < deadline_s, what

@@ -131,14 +131,22 @@ class Trial:
     ) -> None:
         self._setup, self._served = setup, served
         self._count, self._tokens = count, tokens
-        self._whole = self._cast()
+        first = self._cast()
         undisturbed = Load(served.url, count, tokens).join()
         assert all(stream.end == "whole" for stream in undisturbed), [s.end for s in undisturbed]
         self.texts = [stream.text for stream in undisturbed]
+        self._whole = first & self._cast()  # without processes that were about to end
 
     def run(self, death: Death) -> Found:
         """Kill; wait until all streams have ended, and service is back or will not return."""
-        wait_for(lambda: self._cast() >= self._whole and self._all_answer(), SETTLE_S, "not all is back")
+        missing = Counter[str]()
+
+        def is_whole() -> bool:
+            missing.clear()
+            missing.update(self._whole - self._cast())
+            return not missing and self._all_answer()
+
+        wait_for(is_whole, SETTLE_S, missing)
         before, groups = self._cast(), self._served.groups()
         shared = shared_memory()
         prober, load = Prober(self._served.url), Load(self._served.url, self._count, self._tokens)

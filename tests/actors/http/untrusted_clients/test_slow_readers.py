@@ -155,8 +155,11 @@ def test_an_unread_stream_ends_with_an_error_event_and_a_log_line(
     until(lambda: live.engine.stats().running == 0)
     assert live.engine.stats().kv_usage == 0.0
     said = reader.read()
-    assert said.endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n") or b"data: [DONE]\n\n" in said[-40:]
-    (error,) = [json.loads(line[6:]) for line in said.split(b"\n") if line.startswith(b'data: {"error"')]
+    if said.startswith(b"HTTP/1.1 408"):  # on a busy machine, where the limit came before the first event
+        error = json.loads(said.partition(b"\r\n\r\n")[2])
+    else:
+        assert b"data: [DONE]\n\n" in said[-40:]
+        (error,) = [json.loads(line[6:]) for line in said.split(b"\n") if line.startswith(b'data: {"error"')]
     assert error["error"]["code"] == 408 and error["error"]["param"] == "max_unread_bytes"
     reader.close()
 
