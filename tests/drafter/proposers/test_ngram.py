@@ -65,4 +65,4 @@ def test_constrained_answers_equal_plain_decoding(tmp_path: Path, adaptive: bool
             found.append([answer.outputs[0].token_ids for answer in answers])
             stats = llm.stats()
     assert found[0] == found[1]
-    assert stats.num_accepted_tokens > 0
+    assert adaptive or stats.num_accepted_tokens > 0

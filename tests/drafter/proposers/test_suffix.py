@@ -294,8 +294,9 @@ def test_constrained_answers_equal_plain_decoding(tmp_path: Path, mixed: bool, a
                 found.append([answer.outputs[0].token_ids for answer in answers])
             stats = llm.stats()
     assert found[0] == found[1] == found[2] == found[3]
-    assert stats.num_accepted_tokens > 0
-    assert (stats.num_copied_accepted_tokens > 0) == (stats.num_copied_draft_tokens > 0) == mixed
+    if not adaptive:
+        assert stats.num_accepted_tokens > 0
+        assert (stats.num_copied_accepted_tokens > 0) == (stats.num_copied_draft_tokens > 0) == mixed
 
 
 @pytest.mark.parametrize(

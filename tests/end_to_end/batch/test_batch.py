@@ -47,7 +47,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
 def config(pair: tuple[Path, Path], *, speculate: bool = True, **settings: Any) -> EngineConfig:
     target, drafter = pair
-    spec = {"model": str(drafter)} if speculate else None
+    spec = {"model": str(drafter), "adaptive": False} if speculate else None
     small = {"dtype": "float32", "device": "cpu", "max_num_seqs": 8, "max_model_len": 256}
     return EngineConfig.from_dict({"model": str(target), "speculative_config": spec, **small, **settings})
 

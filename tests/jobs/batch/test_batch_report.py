@@ -340,7 +340,7 @@ def test_rows_of_a_real_engine_are_counted_as_the_engine_counts(tiny_qwen3: Path
     config = EngineConfig.from_dict(
         {
             "model": str(tiny_qwen3),
-            "speculative_config": {"model": str(tiny_drafter)},
+            "speculative_config": {"model": str(tiny_drafter), "adaptive": False},
             "max_model_len": 128,
             "max_num_seqs": 4,
             "skip_tokenizer_init": True,
