@@ -92,7 +92,7 @@ def _target_gpu(pair: ModelPair, layout: ParallelLayout, given: int) -> tuple[in
     if layout.placement is not None:
         weights += pair.fc_bytes  # the drafter's context is projected on the target's GPU
     if layout.placement == "colocated":
-        weights += pair.drafter_bytes
+        weights += pair.drafter_bytes(layout.tp)
     return weights, given - weights - _step_bytes(rank, pair.num_drafts if layout.placement else 0)
 
 
@@ -101,7 +101,7 @@ def _drafter_gpu(pair: ModelPair, layout: ParallelLayout, given: int) -> int:
     assert pair.drafter is not None, "only a pair with a drafter is laid out with one"
     vocab_bytes = pair.num_vocab_matrices * pair.target.head_params * pair.target.itemsize
     step_bytes = layout.drafted_engines * (_step_bytes(pair.drafter, pair.num_drafts) - PROCESS_BYTES)
-    return given - pair.drafter_bytes - vocab_bytes - PROCESS_BYTES - step_bytes
+    return given - pair.drafter_bytes() - vocab_bytes - PROCESS_BYTES - step_bytes
 
 
 def _step_bytes(rank: ModelShape, num_drafts: int) -> int:
@@ -131,10 +131,11 @@ def page_bytes(
     models: list[tuple[ModelShape, tuple[LayerPlace, ...], int]] = []
     if target:
         models.append((pair.target.rank(layout.tp), pages.target, 1))
-    if pair.drafter is not None and (
-        layout.placement == "colocated" or (layout.has_drafter_gpu and not target)
-    ):
-        models.append((pair.drafter, pages.drafter, layout.drafted_engines))
+    drafter = pair.drafter_rank(layout.tp)
+    if drafter is not None and (layout.placement == "colocated" or (layout.has_drafter_gpu and not target)):
+        models.append((drafter, pages.drafter, layout.drafted_engines))
+        if pair.chain is not None:  # it keeps a feature per page
+            sizes[pages.groups[pages.drafter[0].group].pool] += drafter.hidden * drafter.itemsize
     for model, places, times in models:
         per_plane = PAGE_SIZE * plane_width(places, model.kv_geometries) * model.kv_element_bytes
         for pool in range(pages.num_pools):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 from .model_shape import ModelShape
 
@@ -15,7 +16,9 @@ class ModelPair:
         tied: whether the target's head is its embedding.
         tp_sizes: tensor parallel sizes that the target supports.
         survival: survival[i] is the probability that drafts 0..i are all accepted; empty without a drafter.
-        sequential: whether drafts are made one pass each, with the drafter's own head (EAGLE-3).
+        chain: how drafts are made one pass each: by a drafter with its own head ("eagle3"), whole on every
+            rank, or by the target's layer with the target's head ("mtp"), divided among the ranks as the
+            target is. None: all in one pass.
     """
 
     target: ModelShape
@@ -23,24 +26,27 @@ class ModelPair:
     tied: bool
     tp_sizes: tuple[int, ...]
     survival: tuple[float, ...] = ()
-    sequential: bool = False
+    chain: Literal["eagle3", "mtp"] | None = None
 
     @property
     def num_drafts(self) -> int:
         return len(self.survival)
 
-    @property
-    def drafter_bytes(self) -> int:
-        """Bytes of the drafter's layers, and of its head if it has one of its own."""
-        if self.drafter is None:
+    def drafter_rank(self, ranks: int) -> ModelShape | None:
+        """Return the drafter's part on one of the target's `ranks` ranks."""
+        return self.drafter.rank(ranks) if self.drafter is not None and self.chain == "mtp" else self.drafter
+
+    def drafter_bytes(self, ranks: int = 1) -> int:
+        """Return the bytes of the drafter's layers on a rank, and of its head if it has one of its own."""
+        if (drafter := self.drafter_rank(ranks)) is None:
             return 0
-        head_bytes = self.drafter.head_params * self.drafter.itemsize if self.sequential else 0
-        return round(self.drafter.linear_params * self.drafter.weight_bytes) + head_bytes
+        head_bytes = drafter.head_params * drafter.itemsize if self.chain == "eagle3" else 0
+        return round(drafter.linear_params * drafter.weight_bytes + drafter.expert_bytes) + head_bytes
 
     @property
     def fc_bytes(self) -> int:
-        """Bytes of the projection from tapped target states to the drafter's context."""
-        return 0 if self.drafter is None else round(self.drafter.fc_params * self.drafter.weight_bytes)
+        """Bytes of the projection from tapped target states, or of a token and a state with MTP."""
+        return 0 if self.drafter is None else round(self.drafter.fc_bytes)
 
     def target_bytes(self, ranks: int) -> int:
         rank = self.target.rank(ranks)

@@ -199,11 +199,12 @@ class ModelShape:
     """A target, or a drafter (`taps` > 0).
 
     Attributes:
-        taps: tapped blocks that the drafter's fc reads.
+        taps: tapped blocks that the drafter's fc reads; 2 inputs of a layer for multi-token prediction.
         itemsize: bytes of a weight and of an activation.
         product_itemsize: mean bytes of a weight in the blocks' dense products and in fc, if different: 1 for
             FP8. `ExpertShape` has those of experts.
         kv_itemsize: bytes of an element of K/V, if different: 1 for FP8.
+        packs_fc: whether fc has `product_itemsize`, too; a layer for multi-token prediction has none packed.
     """
 
     layers: tuple[LayerShape, ...]
@@ -213,6 +214,7 @@ class ModelShape:
     itemsize: int = 2
     product_itemsize: float | None = None
     kv_itemsize: int | None = None
+    packs_fc: bool = True
 
     @classmethod
     def dense(
@@ -312,6 +314,10 @@ class ModelShape:
     def fc_params(self) -> int:
         return self.taps * self.hidden**2
 
+    @property
+    def fc_bytes(self) -> float:
+        return self.fc_params * (self.weight_bytes if self.packs_fc else self.itemsize)
+
     @cached_property
     def kv_bytes(self) -> int:
         return self.kv_element_bytes * sum(layer.kv.width for layer in self.layers)
@@ -358,9 +364,12 @@ class ModelShape:
         elements = sum(n * g.num_value_heads * g.key_dim * g.value_dim for g, n in self._states)
         return DeviceWork(2 * batch * self.state_bytes(rows - 1), _RULE_FLOP * batch * rows * elements)
 
+    def fc(self, rows: float) -> DeviceWork:
+        return DeviceWork(self.fc_bytes, 2 * self.fc_params * rows)
+
     def context(self, rows: float) -> DeviceWork:
         """Return the work of a drafter's context from taps; its blocks already read K and V weights."""
-        return DeviceWork(self.fc_params * self.weight_bytes, 2 * (self.fc_params + self.kv_params) * rows)
+        return replace(self.fc(rows), flop=2 * (self.fc_params + self.kv_params) * rows)
 
 
 def _mean_of_largest(count: int, trials: int, share: float) -> float:

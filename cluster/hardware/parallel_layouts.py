@@ -39,11 +39,17 @@ class ParallelLayout:
         return f"{self.replicas} x TP{self.tp} {self.placement or 'plain'}"
 
 
-def layouts(num_gpus: int, tp_sizes: Sequence[int], *, drafter: bool) -> Iterator[ParallelLayout]:
-    """Yield the layouts for `num_gpus` GPUs, each with as many engines as fit."""
+def layouts(
+    num_gpus: int, tp_sizes: Sequence[int], *, drafter: bool, is_separable: bool = True
+) -> Iterator[ParallelLayout]:
+    """Yield the layouts for `num_gpus` GPUs, each with as many engines as fit.
+
+    `is_separable`: whether the drafter can have a GPU of its own.
+    """
     for tp in tp_sizes:
         if drafter:
             yield from _if_any(ParallelLayout(tp, "colocated", num_gpus // tp))
+        if drafter and is_separable:
             yield from _if_any(ParallelLayout(tp, "split", num_gpus // (tp + 1)))
             if (num_gpus - 1) // tp > 1:
                 yield ParallelLayout(tp, "shared", (num_gpus - 1) // tp)

@@ -9,7 +9,8 @@ arithmetic).
     split       the same in sequence, or one half drafted while the other is verified, if that takes less
     shared      as split, plus waiting while the drafter serves the other engines
 
-A sequential drafter (EAGLE-3) makes each draft in a pass of its own, whole on every rank.
+A chain has a pass per draft. EAGLE-3's drafter is whole on every rank; the target's own layer (MTP) is
+sharded like the target, with sums over ranks.
 """
 
 from __future__ import annotations
@@ -102,11 +103,10 @@ class StepTimes:
     def __init__(self, pair: ModelPair, gpu: Gpu, layout: ParallelLayout) -> None:
         self._gpu, self._layout = gpu, layout
         self._target, self._hidden = pair.target.rank(layout.tp), pair.target.hidden
-        self._drafter = pair.drafter if layout.placement else None
-        self._sequential = pair.sequential
-        shares_head = (
-            not pair.sequential and pair.drafter is not None and pair.drafter.vocab == pair.target.vocab
-        )
+        self._drafter = pair.drafter_rank(layout.tp) if layout.placement else None
+        self._chain = pair.chain
+        shares_head = pair.drafter is not None and pair.drafter.vocab == pair.target.vocab
+        shares_head = shares_head and pair.chain != "eagle3"
         self._draft_head = (
             self._target if shares_head and not layout.has_drafter_gpu else pair.drafter or self._target
         )
@@ -134,8 +134,8 @@ class StepTimes:
         drafter = self._drafter
         if drafter is None or rows <= 1 or not batch:
             return DeviceTime()
-        if self._sequential:
-            return self._draft_one_by_one(drafter, batch, rows - 1, context)
+        if self._chain is not None:
+            return self._draft_one_by_one(drafter, batch, context).times(rows - 1)
         tokens, chosen = batch * rows, batch * (rows - 1)
         works = [
             drafter.linears(tokens),
@@ -148,11 +148,17 @@ class StepTimes:
             sums = self._all_reduces(2, tokens)  # embedding and argmax
         return self._launched(self._in_sequence(works) + sums, launches)
 
-    def _draft_one_by_one(self, drafter: ModelShape, batch: int, drafts: float, context: float) -> DeviceTime:
-        """Return the time of a pass per draft, without all-reduces: every rank has the whole drafter."""
-        works = [drafter.linears(batch), drafter.head(batch), drafter.attention(batch, 1, context)]
-        launches = LAUNCHES_PER_LAYER * drafter.num_layers + LAUNCHES_OF_DRAFT
-        return self._launched(self._in_sequence(works), launches).times(drafts)
+    def _draft_one_by_one(self, drafter: ModelShape, batch: int, context: float) -> DeviceTime:
+        """Return the time of the pass for one draft of each request."""
+        works = [drafter.linears(batch), self._draft_head.head(batch), drafter.attention(batch, 1, context)]
+        launches, sums = LAUNCHES_PER_LAYER * drafter.num_layers + LAUNCHES_OF_DRAFT, DeviceTime()
+        if self._chain == "mtp":
+            works += [drafter.fc(batch), drafter.experts(batch)]
+            launches += LAUNCHES_OF_EXPERTS * sum(times for _, times in drafter.routed)
+            if self._layout.tp > 1:
+                launches += LAUNCHES_OF_DRAFTS_OVER_RANKS
+                sums = self._all_reduces(2 * drafter.num_layers + 2, batch)  # with embedding and argmax
+        return self._launched(self._in_sequence(works) + sums, launches)
 
     def inject(self, rows: float) -> DeviceTime:
         """Return the time to write `rows` rows of the drafter's context."""

@@ -7,7 +7,6 @@ neither Ray nor a GPU.
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ import yaml
 
 from ...actors.http.config.settings import split_settings
 from ...actors.tokenization.checkpoint_paths import absolute_path
-from ...cluster.config import EngineConfig, KVCacheDType, Quantization, SpeculativeConfig
+from ...cluster.config import EngineConfig, SpeculativeConfig
 from ...cluster.hardware.gpu_specs import Gpu, find_gpu
 from ...cluster.hardware.memory_plan import GPU_MEMORY_UTILIZATION, MAX_ROWS
 from ...cluster.hardware.model_pair import LayoutDemand
@@ -49,8 +48,10 @@ def make_plan(options: PlanOptions) -> dict[str, Any]:  # Any: JSON
     read = read_pair(_engine_config(options), options.acceptance)
     trace = read_trace(options.trace, read.max_model_len) if options.trace is not None else []
     demand = _demand(options, read, trace)
-    places = layouts(options.num_gpus, read.pair.tp_sizes, drafter=options.drafter is not None)
-    found = [estimate(read.pair, gpu, layout, demand) for layout in places]
+    pair = read.pair
+    has_drafter, is_separable = pair.drafter is not None, pair.chain is None
+    places = layouts(options.num_gpus, pair.tp_sizes, drafter=has_drafter, is_separable=is_separable)
+    found = [estimate(pair, gpu, layout, demand) for layout in places]
     if not options.as_json:
         print(_facts(options, read, gpu))
         print_candidates(found, options.num_gpus, demand.context)
@@ -61,9 +62,8 @@ def make_plan(options: PlanOptions) -> dict[str, Any]:  # Any: JSON
         chosen, why = choose_by_trace(fitting, played)
     else:
         chosen, why = choose(fitting, demand, options.num_gpus)
-    quantized = Quantized(options.quantization, options.drafter_quantization, options.kv_cache_dtype)
     num_seqs = _max_num_seqs(chosen, options)
-    config = serve_config(options.model, options.drafter, read, chosen, num_seqs, quantized)
+    config = serve_config(options, read, chosen, num_seqs)
     report = _report(options, read, found, played, chosen, why, config)
     if options.as_json:
         print(json.dumps(report, indent=2, ensure_ascii=False))
@@ -78,7 +78,7 @@ def make_plan(options: PlanOptions) -> dict[str, Any]:  # Any: JSON
 
 
 def _engine_config(options: PlanOptions) -> EngineConfig:
-    spec = None
+    spec = SpeculativeConfig(method="mtp") if options.spec_method == "mtp" else None
     if options.drafter is not None:
         spec = SpeculativeConfig(model=options.drafter, quantization=options.drafter_quantization)
     return EngineConfig(
@@ -159,6 +159,7 @@ def _report(
         "gpu": options.gpu,
         "model": options.model,
         "drafter": options.drafter,
+        "spec_method": options.spec_method if read.pair.drafter else None,
         "dtype": read.dtype,
         "kv_cache_dtype": options.kv_cache_dtype,
         "quantization": options.quantization,
@@ -173,43 +174,33 @@ def _report(
     }
 
 
-@dataclass(frozen=True, slots=True)
-class Quantized:
-    """Quantization of the weights (None: as in the checkpoint), and the dtype of K/V."""
-
-    target: Quantization | None = None
-    drafter: Quantization | None = None
-    kv: KVCacheDType = "auto"
-
-
 def serve_config(
-    model: str,
-    drafter: str | None,
-    read: ReadPair,
-    chosen: LayoutEstimate,
-    max_num_seqs: int,
-    quantized: Quantized,
+    options: PlanOptions, read: ReadPair, chosen: LayoutEstimate, max_num_seqs: int
 ) -> dict[str, Any]:  # Any: YAML
     """Return the config as plain data; its `args` are validated by `split_settings`."""
     layout = chosen.layout
     args: dict[str, Any] = {
-        "model": absolute_path(model),
+        "model": absolute_path(options.model),
         "replicas": layout.replicas,
         "tensor_parallel_size": layout.tp,
         "device": "cuda",
         "dtype": read.dtype,
-        **_given(quantization=quantized.target),
-        **_given(kv_cache_dtype=None if quantized.kv == "auto" else quantized.kv),
+        **_given(quantization=options.quantization),
+        **_given(kv_cache_dtype=None if options.kv_cache_dtype == "auto" else options.kv_cache_dtype),
         "max_model_len": read.max_model_len,
         "max_num_seqs": max_num_seqs,
         "max_num_batched_tokens": MAX_ROWS,
         "gpu_memory_utilization": GPU_MEMORY_UTILIZATION,
         "max_num_queued_reqs": _QUEUED_PER_RUNNING * max_num_seqs,
     }
-    if drafter is not None and layout.placement is not None:
-        spec = {"method": "dflash", "model": absolute_path(drafter), "placement": layout.placement}
-        spec |= _given(quantization=quantized.drafter)
-        args["speculative_config"] = spec
+    if layout.placement is not None:
+        args["speculative_config"] = {"method": options.spec_method}
+        if options.drafter is not None:
+            args["speculative_config"] |= {
+                "model": absolute_path(options.drafter),
+                "placement": layout.placement,
+                **_given(quantization=options.drafter_quantization),
+            }
     split_settings(args)
     application = {
         "name": "manta",

@@ -22,6 +22,7 @@ class PlanOptions:
         num_gpus: GPUs of the node.
         gpu: kind of the GPUs.
         drafter: DFlash drafter; by default plain decoding is planned.
+        spec_method: drafting method: dflash, or mtp (the target's own layer for multi-token prediction).
         dtype: data type of weights and K/V; auto takes the checkpoint's, bfloat16 for float32. Rates
             are known for 16 bits only.
         kv_cache_dtype: data type of stored K/V; fp8 (e4m3) holds twice the tokens in the same memory.
@@ -45,6 +46,7 @@ class PlanOptions:
     num_gpus: Annotated[int, Flag("--gpus")] = 8
     gpu: Annotated[str, Flag(metavar="|".join(GPUS))] = "h200"
     drafter: Annotated[str | None, Flag("--drafter --spec-model")] = None
+    spec_method: Literal["dflash", "mtp"] = "dflash"
     dtype: Literal["auto", "bfloat16", "float16"] = "auto"
     kv_cache_dtype: KVCacheDType = "auto"
     quantization: Annotated[Quantization | None, Flag("-q")] = None
@@ -69,6 +71,11 @@ class PlanOptions:
             value = getattr(self, name)
             if value is not None and value <= 0:
                 raise ConfigError(f"{name}={value:g} must be milliseconds above 0.", param=name)
+        if self.spec_method == "mtp" and self.drafter is not None:
+            raise ConfigError(
+                "spec_method=mtp drafts with the target's own layer: leave out --drafter.",
+                param="spec_method",
+            )
         if self.drafter_quantization is not None and self.drafter is None:
             raise ConfigError(
                 "drafter_quantization needs a drafter: give --drafter, too.", param="drafter_quantization"

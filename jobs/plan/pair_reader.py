@@ -15,10 +15,11 @@ from typing import Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from ...actors.targets.families import read_model
-from ...actors.targets.loading.load_plan import find_max_model_len, refuse_quantizing_twice
+from ...actors.targets.loading.load_plan import find_max_model_len, read_mtp, refuse_quantizing_twice
 from ...actors.targets.model.attention import TargetAttention
 from ...actors.targets.model.mlp_spec import INT4_EXPERTS, PACKED_EXPERTS
 from ...actors.targets.model.model_spec import DeltaNet, LayerSpec, ModelSpec
+from ...actors.targets.model.mtp import MTP_DRAFTS, MtpConfig
 from ...actors.targets.model.tensor_parallel import Sharding
 from ...actors.targets.model.weights import open_checkpoint
 from ...actors.tokenization.checkpoint_paths import SHAPE_FILES, drafter_folder, target_folder
@@ -70,40 +71,55 @@ def read_pair(config: EngineConfig, acceptance: str | None) -> ReadPair:
     target = read_model(folder)
     if _has_weights(folder):
         open_checkpoint(folder, target)
-    draft_folder, drafter = _read_drafter(config, target)
+    draft_folder, drafter = _read_drafter(config, target, folder)
     refuse_quantizing_twice(config, target, drafter)
     max_model_len = find_max_model_len(config, target, drafter)
     survival, source = (), "no drafter"
-    if drafter is not None and draft_folder is not None:
-        survival, source = _acceptance(acceptance, drafter.max_drafts, draft_folder)
+    if drafter is not None:
+        num_drafts = MTP_DRAFTS if isinstance(drafter, MtpConfig) else drafter.max_drafts
+        survival, source = _acceptance(acceptance, num_drafts, draft_folder)
     elif acceptance is not None:
         raise ConfigError("acceptance needs a drafter: give --drafter, too.", param="acceptance")
-    spec = config.speculative_config
-    of_drafter = None if spec is None else spec.quantization
     kv_itemsize = None if config.kv_cache_dtype == "auto" else 1
+    of_drafter = None if drafter is None else _shape_of_drafter(drafter, config)
     pair = ModelPair(
         target=replace(target_shape(target, quantization=config.quantization), kv_itemsize=kv_itemsize),
-        drafter=None
-        if drafter is None
-        else replace(drafter_shape(drafter, quantization=of_drafter), kv_itemsize=kv_itemsize),
+        drafter=None if of_drafter is None else replace(of_drafter, kv_itemsize=kv_itemsize),
         tied=target.tied_head,
         tp_sizes=tuple(tp for tp in TP_SIZES if divides(target, tp)),
         survival=survival,
+        chain="mtp" if isinstance(drafter, MtpConfig) else None,
     )
     quantization = None if target.quantization is None else str(target.quantization)
     return ReadPair(pair, _dtype(config, target), max_model_len, source, quantization)
 
 
-def _read_drafter(config: EngineConfig, target: ModelSpec) -> tuple[Path | None, DrafterConfig | None]:
-    if config.speculative_config is None or config.speculative_config.model is None:
+def _read_drafter(
+    config: EngineConfig, target: ModelSpec, target_folder: Path
+) -> tuple[Path | None, DrafterConfig | MtpConfig | None]:
+    """Return a drafter and its folder; a target's own layer has none."""
+    if (spec := config.speculative_config) is None:
         return None, None
-    folder = drafter_folder(config, config.speculative_config.model, files=SHAPE_FILES)
+    if spec.method == "mtp":
+        has_weights = _has_weights(target_folder)
+        return None, read_mtp(config, target_folder, target) if has_weights else MtpConfig.of(target, 1)
+    assert spec.model is not None, "no other methods are planned"
+    folder = drafter_folder(config, spec.model, files=SHAPE_FILES)
     facts = TargetFacts(target.hidden_size, target.num_layers, target.vocab_size, 0)
     if _has_weights(folder):
         return folder, check_drafter(folder, facts)
     drafter = DrafterConfig.load(folder)
     drafter.check_fits(facts)
     return folder, drafter
+
+
+def _shape_of_drafter(drafter: DrafterConfig | MtpConfig, config: EngineConfig) -> ModelShape:
+    """Return a drafter's shape; that of a layer for multi-token prediction combines two inputs first."""
+    if isinstance(drafter, MtpConfig):
+        shape = target_shape(drafter.model, quantization=config.quantization)
+        return replace(shape, taps=2, packs_fc=False)
+    spec = config.speculative_config
+    return drafter_shape(drafter, quantization=None if spec is None else spec.quantization)
 
 
 def _has_weights(folder: Path) -> bool:
@@ -124,10 +140,11 @@ def _dtype(config: EngineConfig, target: ModelSpec) -> HalfDType:
     return "float16" if wanted == "float16" else "bfloat16"
 
 
-def _acceptance(text: str | None, num_drafts: int, folder: Path) -> tuple[tuple[float, ...], str]:
+def _acceptance(text: str | None, num_drafts: int, folder: Path | None) -> tuple[tuple[float, ...], str]:
+    """Return survival probabilities and their source; `folder` may hold a drafter's card."""
     if text is not None:
         return _stated(text, num_drafts), "as given"
-    if (length := min_card_length(folder)) is not None:
+    if folder is not None and (length := min_card_length(folder)) is not None:
         return survival_of_length(min(length, num_drafts + 1), num_drafts), "lowest in the drafter's card"
     length = min(DEFAULT_LENGTH, 1 + num_drafts / 2)
     return survival_of_length(length, num_drafts), "an assumption; give --acceptance"

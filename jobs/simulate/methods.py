@@ -66,7 +66,7 @@ class Method:
         survival = texts.survival[: self.drafts]
         if self.kind == "dflash":
             return replace(pair, survival=survival)
-        return replace(pair, drafter=eagle3_shape(pair.target), survival=survival, sequential=True)
+        return replace(pair, drafter=eagle3_shape(pair.target), survival=survival, chain="eagle3")
 
 
 def eagle3_shape(target: ModelShape) -> ModelShape:

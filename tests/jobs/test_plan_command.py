@@ -77,8 +77,22 @@ def test_one_byte_weights_are_planned_and_configured(folders: Path) -> None:
     target = target_shape(read_model(folders / "Qwen3-8B"), quantization="fp8")
     whole = ModelPair(target=target, drafter=None, tied=False, tp_sizes=(1,))
     assert whole.target_bytes(1) == pytest.approx(6.95e9 + 2 * 2 * 0.622e9, rel=0.01)
+    with pytest.raises(ConfigError, match="spec_method=mtp drafts with the target's own layer"):
+        options(folders, spec_method="mtp")
+    with pytest.raises(ConfigError, match="Qwen3ForCausalLM has no layer for multi-token prediction"):
+        make_plan(options(folders, drafter=None, spec_method="mtp"))
     with pytest.raises(ConfigError, match="drafter_quantization needs a drafter"):
         options(folders, drafter=None, drafter_quantization="fp8")
+
+
+def test_a_targets_own_layer_is_planned_without_a_drafter(folders: Path) -> None:
+    (folders / "glm").mkdir()
+    (folders / "glm" / "config.json").write_text(json.dumps(PUBLISHED["GLM-4.5-Air"]))
+    report = make_plan(options(folders, model=str(folders / "glm"), drafter=None, spec_method="mtp"))
+    assert {each["layout"]["placement"] for each in report["candidates"]} == {"colocated", None}
+    assert report["spec_method"] == "mtp" and report["acceptance"]["source"].startswith("an assumption")
+    engine, _ = split_settings(report["ray_config"]["applications"][0]["args"])
+    assert engine.speculative_config is not None and engine.speculative_config.method == "mtp"
 
 
 @pytest.mark.parametrize("gpus", [1, 2, 3, 8])

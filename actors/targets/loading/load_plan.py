@@ -121,7 +121,7 @@ def plan_load(config: EngineConfig) -> LoadPlan:
         draft_folder = drafter_folder(config, spec.model)
         drafter = _read_config(spec, draft_folder, target.num_layers)
     elif spec is not None and spec.method == "mtp":
-        drafter = _read_mtp(config, folder, target)
+        drafter = read_mtp(config, folder, target)
     refuse_quantizing_twice(config, target, drafter)
     length, window = find_max_model_len(config, target, drafter), None
     if spec is not None and drafter is not None:
@@ -136,7 +136,7 @@ def plan_load(config: EngineConfig) -> LoadPlan:
     return replace(plan, draft_window=window, doubts=(*doubts, *unused))
 
 
-def _read_mtp(config: EngineConfig, folder: Path, target: ModelSpec) -> MtpConfig:
+def read_mtp(config: EngineConfig, folder: Path, target: ModelSpec) -> MtpConfig:
     """Return the target's own layer. Raises CheckpointError if the folder lacks its tensors."""
     drafter = MtpConfig.of(target, config.tensor_parallel_size)
     if config.load_format == "auto":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import cycle
 from pathlib import Path
@@ -15,6 +16,7 @@ from manta.actors.targets.families import FAMILIES, read_model
 from manta.actors.targets.loading.load_plan import plan_models
 from manta.actors.targets.loading.memory_budget import page_bytes as engine_page_bytes
 from manta.actors.targets.model.model_spec import Axis, ModelSpec
+from manta.actors.targets.model.mtp import MtpConfig
 from manta.actors.targets.model.tensor_parallel import Sharding
 from manta.cluster.config import EngineConfig, SpeculativeConfig
 from manta.cluster.errors import CheckpointError, ConfigError, PlacementError
@@ -34,6 +36,7 @@ from support.paths import DATA
 
 PUBLISHED = json.loads((DATA / "published_configs.json").read_text())
 SERVED = [name for name, config in PUBLISHED.items() if config["architectures"][0] in FAMILIES]
+WITH_MTP = ("DeepSeek-V3", "GLM-4.5-Air", "MiMo-V2-Flash", "Qwen3.5-35B-A3B")
 H200, H100 = GPUS["h200"], GPUS["h100"]
 DEMAND = LayoutDemand(max_model_len=8192, context=1024)
 
@@ -68,10 +71,51 @@ def test_a_ranks_planned_weights_equal_its_loaded_ones(folders: Path, name: str)
         assert found.pair.target_bytes(ranks) == pytest.approx(rank_bytes(spec, mine), rel=2e-3)
 
 
-def rank_bytes(spec: ModelSpec, sharding: Sharding) -> int:
-    """Return the bytes of all tensors of a rank, in 16 bits or packed, by the family's own rules."""
+@pytest.mark.parametrize(("name", "ranks"), zip(WITH_MTP, cycle((1, 4))))
+def test_a_targets_own_layer_is_planned_as_the_engine_loads_it(folders: Path, name: str, ranks: int) -> None:
+    spec = SpeculativeConfig(method="mtp")
+    pair = read_pair(EngineConfig(model=str(folders / name), speculative_config=spec), None).pair
+    target, layout = read_model(folders / name), ParallelLayout(ranks, "colocated", 1)
+    layer = MtpConfig.of(target, ranks)
+    loaded = rank_bytes(layer.model, Sharding(layer.model, 0, ranks), ["mtp_combine"])
+    assert pair.drafter_bytes(ranks) + pair.fc_bytes == pytest.approx(loaded, rel=2e-3)
+    config = EngineConfig(
+        model=name,
+        device="cpu",
+        dtype="bfloat16",
+        page_size=PAGE_SIZE,
+        tensor_parallel_size=ranks,
+        speculative_config=spec,
+    )
+    plan = plan_models(config, folders / name, target, None, layer, 32768)
+    pages = kv_cache_layout(pair, layout, 32768)
+    assert pages.groups == plan.pages.groups and len(pair.survival) == plan.num_speculative_tokens
+    assert page_bytes(pair, layout, pages, target=True) == engine_page_bytes(plan)
+
+
+def test_each_draft_of_a_targets_own_layer_reads_the_layer_and_the_targets_head(folders: Path) -> None:
+    spec = SpeculativeConfig(method="mtp")
+    found = read_pair(EngineConfig(model=str(folders / "GLM-4.5-Air"), speculative_config=spec), "2.2")
+    pair, layout = found.pair, ParallelLayout(4, "colocated", 2)
+    assert (found.acceptance, pair.num_drafts) == ("as given", 3)
+    times, drafter = StepTimes(pair, H200, layout), pair.drafter_rank(4)
+    assert drafter is not None
+    one = times.draft(1, 2, 0)
+    chosen = drafter.experts(1).num_bytes
+    read = 2 * (drafter.linear_params + drafter.fc_params + drafter.head_params) + chosen
+    assert one.bytes == pytest.approx(read / H200.device.bytes_per_s, rel=0.01)
+    assert one.link == pytest.approx(4 * H200.link.all_reduce_s(4, 2 * drafter.hidden))
+    assert times.draft(1, 4, 0).total_s == pytest.approx(3 * one.total_s)
+    assert isinstance(estimate(pair, H200, layout, DEMAND), LayoutEstimate)
+
+
+def rank_bytes(spec: ModelSpec, sharding: Sharding, beside_layers: Sequence[str] | None = None) -> int:
+    """Return the bytes of a rank's tensors, in 16 bits or packed, by the family's own rules.
+
+    `beside_layers`: parts outside of the layers; by default all of a target's.
+    """
     whole = ["embedding", "final_norm"] + ["head"] * (not spec.tied_head)
-    parts = [(part, 0) for part in whole]
+    parts = [(part, 0) for part in (whole if beside_layers is None else beside_layers)]
     parts += [(part, layer) for layer in range(spec.num_layers) for part in spec.layer_parts(layer)]
 
     def length(axis: Axis, layer: int) -> int:
