@@ -71,7 +71,8 @@ class SpeculativeConfig:
         prompt_lookup_min: with "ngram", the shortest n-gram that is looked up; by default 2. Shorter ones
             match more often and are right less often.
         suffix_drafts: with a model or "mtp", also draft by "suffix" in each step, and verify for each request
-            the drafts that are expected to be accepted most. On CPUs, with a colocated drafter.
+            the drafts that are expected to be accepted most. With a colocated drafter; on a GPU steps then do
+            not run ahead.
         suffix_decoding_max_cached_requests: answers of earlier requests that suffix drafts are copied from,
             in addition to the request's own tokens; 0 for none. Shared between requests with the same
             `cache_salt`, as prefixes are. Costs about 0.6 KB of memory per token.

@@ -9,8 +9,9 @@ Copies are made first. If for every request they are expected to be accepted so 
 passes would have added little, its pass is left out.
 
 Chosen suffix drafts get the margins at which the drafter's own would have their probabilities, so the
-scheduler's acceptance model, which sees one kind of margin, stays calibrated. Used by
-`actors/targets/runners/colocated_drafter.py`, which broadcasts rank 0's result.
+scheduler's acceptance model, which sees one kind of margin, stays calibrated. Used by the runners'
+`colocated_drafter.py` and, where a device drives the steps, `device_suffixes.py`; both broadcast rank 0's
+result.
 
 Legend: R requests of the step, D those that draft, K most drafts, S slots, P remembered passes.
 """
@@ -29,8 +30,7 @@ from ...cluster.speculation.draft_trimming import MAX_MARGIN, Floats, survivals
 from ...cluster.step.scheduler_output import IntArray, SchedulerOutput, Trim
 from ..step.inputs.proposals import Proposals
 from ..step.inputs.row_layout import Ints
-from ..step.request_states import RequestStates
-from .proposer import SuffixProposer
+from .proposer import KnownTokens, SuffixProposer
 
 # Bias, slope, position and temperature of suffix drafts that nothing is known about: a match of one token is
 # right in one of three cases, one of eight tokens in four of five.
@@ -160,7 +160,7 @@ class SuffixMixer:
         self._drafted.acceptance.reset()
         self._gains.forget(np.arange(len(self._num_known_S), dtype=np.int32))
 
-    def copy(self, plan: SchedulerOutput, states: RequestStates) -> bool:
+    def copy(self, plan: SchedulerOutput, states: KnownTokens) -> bool:
         """Make suffix drafts; return whether the drafter's pass would add too little to them."""
         copied = self._suffix.propose(plan, states)
         if plan.admitted:
@@ -218,7 +218,7 @@ class SuffixMixer:
             is_copied_R=is_copied_R,
         )
 
-    def _judge(self, plan: SchedulerOutput, states: RequestStates) -> None:
+    def _judge(self, plan: SchedulerOutput, states: KnownTokens) -> None:
         """Learn from the tokens committed since the kept drafts of the requests that draft again."""
         drafting_D = np.flatnonzero(plan.num_drafts)
         slots_D, num_known_R = plan.slots[drafting_D], states.num_known(plan)

@@ -210,7 +210,6 @@ def plan_models(
     preferred = DeviceCapabilities(device, torch.bfloat16, page_size, ranks, kv_dtype(config))
     num_values = sum(math.prod(shape) for shape in target_shapes(target).values())
     cpu_config = choose_cpu_config(config, models, target.dtype, preferred, num_values)
-    check_suffix_drafts(config, cpu_config.backend)
     if device.type == "cpu" and cpu_config.dtype is torch.float16:
         logger.warning("dtype=float16: CPUs compute it many times slower than bfloat16 or float32. Use auto.")
     geometries = Sharding(target, 0, config.tensor_parallel_size).kv_geometries()
@@ -326,19 +325,6 @@ def _why_most(drafter: DrafterConfig) -> str:
         f"of its block's {block_size} slots the first holds the last known token, so {maximum} is the most "
         "(vLLM's counting; SGLang's --speculative-num-draft-tokens counts that slot too: its "
         f"{block_size} is {maximum} here)."
-    )
-
-
-def check_suffix_drafts(config: EngineConfig, backend: BackendName) -> None:
-    """Raise ConfigError if drafts are to be mixed with copies where the device drives the steps."""
-    spec = config.speculative_config
-    if spec is None or not spec.suffix_drafts or backend in ("torch", "compiled"):
-        return
-    raise ConfigError(
-        "speculative_config.suffix_drafts: the drafter's drafts and copies are compared on the host, but "
-        f"attention_backend={backend!r} drives steps on the device. Leave it out, or set "
-        'attention_backend="torch".',
-        param="speculative_config.suffix_drafts",
     )
 
 

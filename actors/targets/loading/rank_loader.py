@@ -350,7 +350,8 @@ class _Rank:
             guide = DeviceGrammarMasks(self.grammars, models.states, forces=models.remote is None)
         suffixes = None
         if (proposer := _suffix_proposer(config)) is not None:
-            suffixes = DeviceSuffixes(proposer, num_rows)
+            mixer = None if self._drafter is None else self._mixer(proposer)
+            suffixes = DeviceSuffixes(proposer, mixer, num_rows, self._communicator, plan.device)
         return GpuModelRunner(
             models,
             max_requests,
@@ -371,7 +372,7 @@ class _Rank:
             assert cache is not None, "a drafter has pages"
             proposer, mixer = _make_proposer(self._drafter, cache, operators), None
             if (suffix := _suffix_proposer(plan.config)) is not None:
-                mixer = SuffixMixer(suffix, plan.num_speculative_tokens, plan.config.max_num_seqs)
+                mixer = self._mixer(suffix)
             drafts = ColocatedDrafter(proposer, self._communicator, mixer)
         elif (lengths := _lookup_lengths(plan.config)) is not None:
             drafts = NgramProposer(*lengths)
@@ -386,6 +387,9 @@ class _Rank:
         pages = pages_of(plan.pages, plan.pages.target, num_pages)
         cache = self._model.new_cache(pages, page_size, memory, plan.kv_dtype)
         return CpuModelRunner(self._model, cache, states, drafts, self._communicator, operators)
+
+    def _mixer(self, proposer: SuffixProposer) -> SuffixMixer:
+        return SuffixMixer(proposer, self._plan.num_speculative_tokens, self._plan.config.max_num_seqs)
 
     def _draft_cache(self, num_pages: tuple[int, ...]) -> PagedKVCache | None:
         plan = self._plan

@@ -221,6 +221,11 @@ class StepGraphs:
         else:
             graph.replay()
 
+    def drafting(self, kind: PassKind) -> DraftPass:
+        drafting = self._pass(kind)
+        assert isinstance(drafting, DraftPass), "only the drafter's pass drafts"
+        return drafting
+
     def verified(self, kind: PassKind) -> DeviceStepRequests:
         """Launch the first part of a target's pass, which the pass repeats: return what it verifies."""
         target = self._pass(kind)

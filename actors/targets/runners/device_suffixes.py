@@ -1,22 +1,34 @@
-"""Suffix decoding where the device drives steps: copies are made on the host and go up with the plan.
+"""Suffix decoding where the device drives steps: the host makes copies, alone or beside a drafter.
 
 The host mirrors the requests' tokens from the results, so a step is planned after the last one has ended.
 What the device gets are drafts as changes of its token table, and their margins. Used by `gpu_runner.py`.
+
+    copies alone           go up with the plan
+    instead of a pass      likewise, and the drafter's pass is left out
+    mixed                  draft ─▶ [wait: drafts, margins ─▶ host] ─▶ chosen copies ─▶ trim, verify ..
+
+Of several ranks the first one's choices are broadcast: estimates may differ in their last digits.
 
 Legend: R requests of a step, G its decoding ones, K most drafts, M drafts, N rows of their blocks.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
-from ....cluster.step.scheduler_output import IntArray, SchedulerOutput
+from ....cluster.step.scheduler_output import BoolArray, IntArray, SchedulerOutput
+from ....drafter.step.inputs.proposals import Proposals
 from ....drafter.step.inputs.row_layout import Ints
+from ....drafter.suffix.mixing import SuffixMixer
 from ....drafter.suffix.proposer import SuffixProposer
+from ..model.tensor_parallel import Communicator
+from .colocated_drafter import broadcast_proposals
 
 Indices = NDArray[np.integer]
 
@@ -63,33 +75,125 @@ class TokenMirror:
         return self._tokens[slot][begin:end]
 
 
-class DeviceSuffixes:
-    """Makes the copies of each plan. `num_rows`: most rows of the decoding requests' blocks."""
+class _DraftPlaces(NamedTuple):
+    """For each planned draft its request and number, its slot and position, and its row in the blocks."""
 
-    def __init__(self, proposer: SuffixProposer, num_rows: int) -> None:
-        self._proposer, self._mirror = proposer, TokenMirror()
-        self.num_rows = num_rows
+    requests_M: Indices
+    columns_M: Indices
+    slots_M: Indices
+    positions_M: Indices
+    rows_M: Indices
 
-    def copy(self, plan: SchedulerOutput, decoding_G: NDArray[np.intp]) -> Copies:
-        """Return the copies of a plan, whose earlier steps have all ended."""
-        self._mirror.admit(plan)
-        margins_N = np.zeros(self.num_rows, dtype=np.float32)
-        drafting_R = plan.slots[plan.num_drafts > 0]
-        if not self._mirror.has(drafting_R):
-            empty = np.zeros(0, dtype=np.int64)
-            return Copies(empty, empty, empty, margins_N)
-        found = self._proposer.propose(plan, self._mirror)
-        counts_G = plan.num_drafts[decoding_G]
+    @classmethod
+    def of(cls, plan: SchedulerOutput, decoding_G: Indices, num_known_R: Ints) -> _DraftPlaces:
+        counts_G = plan.num_drafts[decoding_G].astype(np.int64)
         requests_M = np.repeat(decoding_G, counts_G)
-        places_M = np.arange(len(requests_M)) - np.repeat(np.cumsum(counts_G) - counts_G, counts_G)
-        if not len(requests_M):
-            return Copies(requests_M, requests_M, requests_M, margins_N)
-        assert found.margins_RK is not None, "suffix drafts have margins"
-        rows_M = np.repeat(np.cumsum(counts_G + 1) - counts_G, counts_G) + places_M
-        tokens_M = found.drafts_RK.numpy()[requests_M, places_M]
-        margins_N[rows_M] = np.nan_to_num(found.margins_RK.numpy()[requests_M, places_M])
-        positions_M = self._mirror.num_known(plan)[requests_M] + places_M
-        return Copies(plan.slots[requests_M], positions_M, np.maximum(tokens_M, 0), margins_N)
+        columns_M = np.arange(len(requests_M)) - np.repeat(np.cumsum(counts_G) - counts_G, counts_G)
+        rows_M = np.repeat(np.cumsum(counts_G + 1) - counts_G, counts_G) + columns_M
+        positions_M = num_known_R[requests_M] + columns_M
+        return cls(requests_M, columns_M, plan.slots[requests_M], positions_M, rows_M)
+
+
+@dataclass(frozen=True, slots=True)
+class CopyChoice:
+    """Which drafts of a step are copies beside a drafter's, as in `StepResult`."""
+
+    is_copied_R: BoolArray | None = None
+    is_pass_skipped: bool = False
+
+
+class DeviceSuffixes:
+    """Makes the copies of each plan.
+
+    Args:
+        mixer: chooses between the drafter's drafts and copies; None where copies are all that is drafted.
+        num_rows: most rows of the decoding requests' blocks.
+        device: of the communicator's tensors.
+
+    Attributes:
+        choice: of the current plan.
+    """
+
+    def __init__(
+        self,
+        proposer: SuffixProposer,
+        mixer: SuffixMixer | None,
+        num_rows: int,
+        communicator: Communicator,
+        device: torch.device,
+    ) -> None:
+        self._proposer, self._mixer, self._mirror = proposer, mixer, TokenMirror()
+        self._communicator, self._device = communicator, device
+        self._is_sharded = communicator.world_size > 1
+        self.num_rows = num_rows
+        self.choice = CopyChoice()
+
+    def copy(self, plan: SchedulerOutput, decoding_G: Indices) -> Copies:
+        """Return the copies of a plan, whose earlier steps have all ended; none if the drafter has a pass."""
+        self._mirror.admit(plan)
+        self.choice, none = CopyChoice(), self._no_copies()
+        if not self._mirror.has(plan.slots[plan.num_drafts > 0]):
+            return none
+        if self._mixer is None:
+            return self._placed(self._proposer.propose(plan, self._mirror), plan, decoding_G)
+        skips = self._mixer.copy(plan, self._mirror)
+        if not plan.num_draft_tokens:
+            return none
+        if self._is_sharded:
+            skips = bool(self._communicator.broadcast(torch.tensor([int(skips)], device=self._device)))
+        self.choice = CopyChoice(np.zeros(plan.num_requests, dtype=np.bool_), skips)
+        return self._mixed(None, plan, decoding_G) if skips else none
+
+    def mix(
+        self, plan: SchedulerOutput, decoding_G: Indices, token_ids: Tensor, margins_N: Tensor
+    ) -> Copies | None:
+        """Wait for the drafter's pass and return the chosen drafts; None if the device has them already.
+
+        Args:
+            token_ids: the device's tokens by slot and position, with the drafts.
+            margins_N: the device's margins of the blocks' rows.
+        """
+        places = _DraftPlaces.of(plan, decoding_G, self._mirror.num_known(plan))
+        slots_M, positions_M, rows_M = (
+            torch.from_numpy(each).to(token_ids.device)
+            for each in (places.slots_M.astype(np.int64), places.positions_M, places.rows_M)
+        )
+        found_2M = torch.stack((token_ids[slots_M, positions_M], margins_N[rows_M].view(torch.int32))).cpu()
+        shape = plan.num_requests, int(plan.num_drafts.max())
+        drafts_RK = torch.full(shape, -1, dtype=torch.int64)
+        margins_RK = torch.full(shape, float("nan"))
+        drafts_RK[places.requests_M, places.columns_M] = found_2M[0].long()
+        margins_RK[places.requests_M, places.columns_M] = found_2M[1].view(torch.float32)
+        copies = self._mixed(Proposals(drafts_RK, margins_RK), plan, decoding_G)
+        is_copied_R = self.choice.is_copied_R
+        return copies if self._is_sharded or (is_copied_R is not None and is_copied_R.any()) else None
 
     def append(self, plan: SchedulerOutput, token_ids_RW: IntArray, num_tokens_R: IntArray) -> None:
         self._mirror.append(plan, token_ids_RW, num_tokens_R)
+
+    def on_drafter_replaced(self) -> None:
+        if self._mixer is not None:
+            self._mixer.on_drafter_replaced()
+
+    def _mixed(self, drafted: Proposals | None, plan: SchedulerOutput, decoding_G: Indices) -> Copies:
+        assert self._mixer is not None, "only a mixer mixes"
+        found = self._mixer.mix(drafted, plan, self._mirror.device)
+        self.choice = CopyChoice(found.is_copied_R, found.is_pass_skipped)
+        if self._is_sharded:
+            found = broadcast_proposals(found.to(self._device), self._communicator).to(self._mirror.device)
+        return self._placed(found, plan, decoding_G)
+
+    def _placed(self, found: Proposals, plan: SchedulerOutput, decoding_G: Indices) -> Copies:
+        places = _DraftPlaces.of(plan, decoding_G, self._mirror.num_known(plan))
+        copies = self._no_copies()
+        if not len(places.slots_M):
+            return copies
+        assert found.margins_RK is not None, "suffix drafts have margins"
+        tokens_M = found.drafts_RK.numpy()[places.requests_M, places.columns_M]
+        margins_M = found.margins_RK.numpy()[places.requests_M, places.columns_M]
+        copies.margins_N[places.rows_M] = np.nan_to_num(margins_M)
+        return Copies(places.slots_M, places.positions_M, np.maximum(tokens_M, 0), copies.margins_N)
+
+    def _no_copies(self) -> Copies:
+        none = np.zeros(0, dtype=np.int64)
+        return Copies(none, none, none, np.zeros(self.num_rows, dtype=np.float32))

@@ -45,8 +45,8 @@ from ....drafter.step.gpu_triton.sampling.grammar_masks import DeviceMasks
 from ....drafter.step.gpu_triton.verification import TrimLists
 from ....drafter.step.sampling.logprobs import num_packed_values
 from ..model.decoder import Decoder
-from .cuda_graphs import StepGraphs, StepKinds
-from .device_suffixes import DeviceSuffixes
+from .cuda_graphs import PassKind, StepGraphs, StepKinds
+from .device_suffixes import CopyChoice, DeviceSuffixes
 from .grammar_masks import DeviceGrammarMasks
 from .logprobs import Computed, RequestedLogprobs
 from .runner_interface import Drafter, ReadsMeter
@@ -89,6 +89,7 @@ class _Pending:
 
     plan: SchedulerOutput
     shares: Sequence[_Share]
+    copied: CopyChoice
     logprob_rows: RequestedLogprobs | None
     arrival: PendingResult
 
@@ -101,7 +102,8 @@ class GpuModelRunner:
         num_drafts: most drafts of a request.
         max_rows: most rows of a step.
         guide: given if requests may have grammars.
-        suffixes: makes drafts on the host; then no step may be submitted before the last one is collected.
+        suffixes: makes drafts on the host, alone or beside a drafter; then no step may be submitted before
+            the last one is collected.
         captures: whether decoding steps are captured as CUDA graphs.
     """
 
@@ -164,14 +166,15 @@ class GpuModelRunner:
             copies = self._suffixes.copy(plan, decoding)
             lists.append(copies.margins_N.view(np.int32))
             changes = np.concatenate((changes, self.models.states.draft_changes(*copies[:3])))
-        self._upload.send(np.concatenate(lists, axis=None), changes)
+        uploaded = np.concatenate(lists, axis=None)
+        self._upload.send(uploaded, changes)
         if recurrent is not None:
             recurrent.admit(plan)
         models, values, num_values = self.models, self._outcomes.values, 0
         shares: list[_Share] = []
         passes: list[Computed] = []
         if len(decoding):
-            share = self._decode(plan, decoding)
+            share = self._decode(plan, decoding, uploaded)
             shares.append(share)
             outcome = share.views_of(values)
             drafts_R = outcome.num_drafts_R if share.width > 1 else None
@@ -192,7 +195,9 @@ class GpuModelRunner:
             place = values[num_values : num_values + logprob_rows.num_values]
             place.copy_(logprob_rows.launch(plan, passes, models.target, models.states))
             num_values += logprob_rows.num_values
-        self._pending.append(_Pending(plan, shares, logprob_rows, self._outcomes.copy_to_host(num_values)))
+        copied = CopyChoice() if self._suffixes is None else self._suffixes.choice
+        arrival = self._outcomes.copy_to_host(num_values)
+        self._pending.append(_Pending(plan, shares, copied, logprob_rows, arrival))
 
     def is_ready(self) -> bool:
         return self._pending[0].arrival.is_done
@@ -235,6 +240,8 @@ class GpuModelRunner:
             num_drafts=None if plan.trim is None else num_drafts,
             margins=margins if maximum and models.has_margins else None,
             expert_reads=reads,
+            is_copied=step.copied.is_copied_R,
+            is_pass_skipped=step.copied.is_pass_skipped,
         )
 
     def execute(self, plan: SchedulerOutput) -> StepResult:
@@ -245,12 +252,12 @@ class GpuModelRunner:
         slots_G, rows_G, drafts_G = (x[requests_G] for x in (plan.slots, plan.num_rows, plan.num_drafts))
         return pack(slots_G, rows_G, drafts_G, plan.samples[requests_G], self._capacity)
 
-    def _decode(self, plan: SchedulerOutput, requests_G: Indices) -> _Share:
-        """Run the passes of decoding requests."""
+    def _decode(self, plan: SchedulerOutput, requests_G: Indices, uploaded: IntArray) -> _Share:
+        """Run the passes of decoding requests; `uploaded` are the step's integers, copies' margins last."""
         filters, guide = self._filters(plan, requests_G), self._guide_of(plan, requests_G)
         block, kind = self._kinds.of(plan, requests_G, filters=filters or guide is not None)
         if block is not None:
-            self._graphs.replay(block)
+            self._draft(plan, requests_G, block, uploaded)
         memory, masks = self.models.masks, None
         if guide is not None and memory is not None:
             masks = guide.masks(plan, requests_G, self._graphs.verified(kind))
@@ -260,6 +267,20 @@ class GpuModelRunner:
         if masks is not None and memory is not None:
             memory.clear()  # once the pass has read them
         return _Share(requests_G, self._graphs.parts(kind), kind.num_requests, kind.width)
+
+    def _draft(self, plan: SchedulerOutput, requests_G: Indices, block: PassKind, uploaded: IntArray) -> None:
+        """Run the drafter's pass, or take copies: instead of it, or after it for some requests."""
+        suffixes, models = self._suffixes, self.models
+        if suffixes is None or suffixes.choice.is_copied_R is None:
+            return self._graphs.replay(block)
+        if suffixes.choice.is_pass_skipped:
+            return self._graphs.drafting(block).replace_by_copies()
+        self._graphs.replay(block)
+        copies = suffixes.mix(plan, requests_G, models.states.tables.token_ids, models.workspace.margins_N)
+        if copies is not None:
+            uploaded[-suffixes.num_rows :] = copies.margins_N.view(np.int32)
+            self._upload.send(uploaded, models.states.draft_changes(*copies[:3]))
+        self._graphs.drafting(block).end_on_host(copies=copies is not None)
 
     def _prefill(self, plan: SchedulerOutput, requests_G: Indices, offset: int) -> tuple[_Share, Tensor]:
         """Launch the prompts' rows and return their hidden states.
@@ -325,6 +346,8 @@ class GpuModelRunner:
         else:
             assert self.models.chains is not None, "the new drafter has the kind of the old one"
             models = replace(self.models, chains=replace(self.models.chains, drafter=drafter))
+        if self._suffixes is not None:
+            self._suffixes.on_drafter_replaced()
         self.models = models
         self._graphs.rebuild(self.models)
         self.prepare()

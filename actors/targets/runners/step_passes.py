@@ -53,8 +53,8 @@ class DeviceModels:
     """A loaded rank: models, their pages, and the requests' state.
 
     Attributes:
-        drafter, draft_cache: a colocated DFlash drafter; else None. At most one of it, `chains`, `remote`,
-            `lookup_lengths` and `copied_margins_N` is there.
+        drafter, draft_cache: a colocated DFlash drafter; else None. At most one of it, `chains`, `remote` and
+            `lookup_lengths` is there.
         chains: a colocated EAGLE-3 drafter; else None.
         recurrent: the target's recurrent states; None if it has none.
         remote: the connection to a drafter in a process of its own.
@@ -62,7 +62,8 @@ class DeviceModels:
         workspace: for sampling, over the whole vocabulary or this rank's part of it.
         hidden: [N, H], where decoding steps leave hidden states for log probabilities.
         masks: grammar masks of decoding steps' rows; None if no request can have a grammar.
-        copied_margins_N: fp32, margins of drafts that came with the plan (`device_suffixes.py`); else None.
+        copied_margins_N: fp32, margins of drafts that the host wrote (`device_suffixes.py`), instead of a
+            drafter or beside it; else None.
     """
 
     target: Decoder
@@ -116,10 +117,8 @@ class DraftPass:
             look_up(self._requests, tables, *models.lookup_lengths)
             models.workspace.margins_N[: self._requests.num_rows].fill_(float("nan"))
             return stamp(self._times, 1)
-        if models.copied_margins_N is not None:
-            count = self._requests.num_rows
-            models.workspace.margins_N[:count].copy_(models.copied_margins_N[:count])
-            return stamp(self._times, 1)
+        if not models.has_drafter:
+            return self.end_on_host(copies=True)
         if models.chains is not None:
             choose = partial(choose_drafts, models, filters=self._filters)
             models.chains.draft(self._requests, tables, models.workspace.margins_N, choose)
@@ -129,10 +128,23 @@ class DraftPass:
             chosen_N, margins_N = models.remote.receive(self._requests.num_rows)
         else:
             drafter, cache = models.drafter, models.draft_cache
-            assert drafter is not None and cache is not None, "drafts were planned, but there is no drafter"
+            assert drafter is not None and cache is not None, "a drafter without a remote has pages"
             rows, chosen_N, margins_N = self._draft(drafter, cache)
         write_drafts(chosen_N, rows, tables)
         models.workspace.margins_N[: len(margins_N)].copy_(margins_N)
+        stamp(self._times, 1)
+
+    def replace_by_copies(self) -> None:
+        """Take drafts and margins that the host wrote instead of running the pass."""
+        stamp(self._times, 0)
+        self.end_on_host(copies=True)
+
+    def end_on_host(self, *, copies: bool) -> None:
+        """End the pass after the host has seen its drafts, and has written others if there are `copies`."""
+        if copies:
+            margins_N, count = self._models.copied_margins_N, self._requests.num_rows
+            assert margins_N is not None, "drafts were planned, but there is no drafter"
+            self._models.workspace.margins_N[:count].copy_(margins_N[:count])
         stamp(self._times, 1)
 
     def _draft(self, drafter: DFlashDrafter, cache: PagedKVCache) -> tuple[DeviceStepRows, Tensor, Tensor]:

@@ -12,7 +12,7 @@ before (or 1).
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -56,6 +56,10 @@ class Proposals:
     is_copied_R: BoolArray | None = field(default=None, kw_only=True)
     is_pass_skipped: bool = field(default=False, kw_only=True)
     candidates: BlockCandidates | None = field(default=None, kw_only=True)
+
+    def to(self, device: torch.device) -> Proposals:
+        margins_RK = None if self.margins_RK is None else self.margins_RK.to(device)
+        return replace(self, drafts_RK=self.drafts_RK.to(device), margins_RK=margins_RK)
 
     @classmethod
     def none(cls, num_requests: int, device: torch.device | str) -> Proposals:

@@ -44,6 +44,7 @@ from torch import Tensor
 # In the interpreter only families with layers of different kinds; others use the same kernels. Sinks, experts
 # and latents are in `test_fp8_kv.py` and `test_latent.py`.
 DIFFERENT = ("qwen3", "gemma4", "qwen3_5")
+TRUSTED_COPIES = [4.0, 1.0, 0.0, 0.0]  # instead of `_SUFFIX_PRIOR`, so that copies win early
 FAMILIES_HERE = [n for n, f in FAMILIES.items() if not f.composed and (ON_GPU or WHOLE or n in DIFFERENT)]
 
 
@@ -102,20 +103,54 @@ def test_a_drafter_with_paths_drafts_on_the_device_as_on_the_host(
     assert sum(count for _, counts in found[0] for count in counts[1:]) > 0
 
 
-def test_copies_made_on_the_host_are_verified_as_on_the_host(tiny_qwen3: Path) -> None:
-    """They go up with the plan; steps do not run ahead of them."""
-    spec = {"method": "suffix", "num_speculative_tokens": 3, "suffix_decoding_max_cached_requests": 4}
+@pytest.mark.parametrize("mixed", [False, True])
+def test_copies_change_no_token(
+    tiny_qwen3: Path, tiny_drafter: Path, mixed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The host makes them, and steps do not run ahead of it."""
+    monkeypatch.setattr("manta.drafter.suffix.mixing._SUFFIX_PRIOR", TRUSTED_COPIES)
+    method = {"model": str(tiny_drafter), "suffix_drafts": True} if mixed else {"method": "suffix"}
+    spec = {
+        **method,
+        "num_speculative_tokens": 3,
+        "adaptive": False,
+        "suffix_decoding_max_cached_requests": 4,
+    }
     knobs = [replace(KNOBS[name], seed=3, max_tokens=6) for name in ("greedy", "all")]
     cases = [[20] * 3 + [110] * 3, [5, 6] * 6]  # the target continues with 110
     found = []
-    for backend in ("triton", "torch"):
-        how = {"speculative_config": {**spec, "adaptive": backend == "torch"}, "async_scheduling": True}
+    for backend, of_side in (("triton", spec), ("torch", None)):
+        how = {"speculative_config": of_side, "async_scheduling": True}
         with opened(tiny_qwen3, None, backend, **how) as llm:
-            answers = llm.generate([{"prompt_token_ids": case} for case in cases], knobs)
+            found.append(tokens_of(llm, cases, knobs))
             stats = llm.stats()
-        found.append([answer.outputs[0].token_ids for answer in answers])
-        assert stats.num_accepted_tokens > 0
+        assert (stats.num_accepted_tokens > 0) == (of_side is not None)
+        assert (stats.num_copied_accepted_tokens > 0) == (mixed and of_side is not None)
     assert found[0] == found[1]
+
+
+@pytest.mark.one_in(2)
+@pytest.mark.parametrize("method", ["dflash", "mtp"])
+def test_copies_beside_a_drafter_are_chosen_as_on_the_host(
+    tmp_path: Path, method: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One request has a copy, then both have, and the drafter's pass is left out."""
+    monkeypatch.setattr("manta.drafter.suffix.mixing._SUFFIX_PRIOR", TRUSTED_COPIES)
+    monkeypatch.setattr("manta.drafter.suffix.mixing._MIN_PASSES", 1)
+    if method == "mtp":
+        target, drafter = make_mtp_target(tmp_path / "target", "glm4_moe", seed=5), None
+    else:
+        target, drafter = make_tiny_target(tmp_path / "target", "qwen3", seed=5), make_tiny_drafter(tmp_path)
+    prompts = [[7, 8, 9, 10] * 4, [5]]
+    twins = Twins.open(target, drafter, prompts, method=method, suffix_drafts=True)
+    enter = [twins.steps.admit(slot, known, GREEDY) for slot, known in enumerate(prompts)]
+    results = [twins.run([0, 0], [len(p) for p in prompts], [0, 0], admitted=enter)]
+    for _ in range(5 if method == "dflash" else 9):
+        results.append(twins.run(twins.computed(), [4, 3], [3, 2], waits=True))
+    kinds = {
+        (*each.is_copied.tolist(), each.is_pass_skipped) for each in results if each.is_copied is not None
+    }
+    assert kinds >= {(False, False, False), (False, True, False), (True, True, True)}
 
 
 def test_running_ahead_changes_no_token(tiny_llama: Path, tiny_drafter: Path) -> None:

@@ -89,13 +89,14 @@ def test_two_drafting_ranks_give_the_tokens_of_one_plain_rank(
         assert [g[: len(e)] for g, e in zip(got, expected, strict=True)] == expected
 
 
-@pytest.mark.parametrize("method", ["dflash", "eagle3"])
+@pytest.mark.parametrize("method", ["dflash", "dspark", "eagle3"])
 def test_a_drafter_proposes_the_same_on_two_ranks(method: str, tiny_qwen3: Path, tmp_path: Path) -> None:
-    """DFlash2's candidates come from a split head, EAGLE-3's rows from a split embedding."""
-    if method == "dflash":
-        drafter = make_tiny_drafter(tmp_path / "drafter", second=True)
-    else:
+    """DFlash2's and DSpark's candidates come from a split head, EAGLE-3's rows from a split embedding."""
+    if method == "eagle3":
         drafter = write(tmp_path / "drafter", speculators())
+    else:
+        head = {"second": True} if method == "dflash" else {"dspark": True}
+        drafter, method = make_tiny_drafter(tmp_path / "drafter", **head), "dflash"
     spec = {"method": method, "model": str(drafter), "adaptive": False}
 
     def proposals(runner) -> list[list[list[int]]]:

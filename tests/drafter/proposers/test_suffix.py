@@ -14,10 +14,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from manta import LLM, SamplingParams, StructuredOutputsParams
-from manta.actors.targets.loading.load_plan import check_suffix_drafts
 from manta.actors.targets.loading.rank_loader import load_runner
 from manta.actors.targets.runners.cpu_runner import CpuModelRunner
-from manta.cluster.config import EngineConfig, SpeculativeConfig
+from manta.cluster.config import SpeculativeConfig
 from manta.cluster.errors import ConfigError
 from manta.cluster.step.scheduler_output import AdmittedRequest, SchedulerOutput
 from manta.drafter.step.inputs.proposals import Proposals
@@ -315,12 +314,3 @@ def test_settings_without_use_are_refused(
     with pytest.raises(ConfigError, match=message) as refused:
         SpeculativeConfig(**given_settings)
     assert refused.value.param == f"speculative_config.{param}"
-
-
-def test_backends_that_drive_steps_on_the_device_refuse_to_mix_suffix_drafts() -> None:
-    config = EngineConfig(model="t", speculative_config=SpeculativeConfig(model="m", suffix_drafts=True))
-    check_suffix_drafts(config, "compiled")
-    with pytest.raises(ConfigError, match="compared on the host"):
-        check_suffix_drafts(config, "triton")
-    alone = replace(config, speculative_config=SpeculativeConfig(method="suffix"))
-    check_suffix_drafts(alone, "triton")

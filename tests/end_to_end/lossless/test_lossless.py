@@ -50,7 +50,7 @@ MTP = ("qwen3_5 by MTP", "deepseek_v3 by MTP")  # likewise
 WINDOW = "qwen3 with a draft window"  # likewise
 NGRAM = "qwen3 by n-grams"  # likewise
 SUFFIX = "qwen3 by suffixes"  # likewise
-MIXED = ("qwen3 mixed with suffixes", "qwen3 in bf16 mixed with suffixes")  # likewise
+MIXED = tuple(f"{pair} mixed with suffixes" for pair in ("qwen3", "qwen3 in bf16", MTP[0]))  # likewise
 QUANTIZED = (
     "qwen3 in bf16 with int8 weights",
     "qwen3 in bf16 with int4 weights",
@@ -159,6 +159,7 @@ def suffix_cells(*, whole: bool = WHOLE) -> Iterator[tuple[str, str, int]]:
         (MIXED[0], "planned ahead, forced preemption", 15),
         (MIXED[0], "forced preemption with prefix cache", 3),
         (MIXED[1], "as shipped", 15),
+        (MIXED[2], "forced preemption with prefix cache", 3),
     }
     for pair in (SUFFIX, *MIXED):
         for engine in ENGINES:

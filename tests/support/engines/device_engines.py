@@ -95,7 +95,7 @@ class Twins:
     known: list[list[int]]  # tokens of each slot
 
     @classmethod
-    def open(cls, target: Path, drafter: Path | None, prompts: list[list[int]], **how: str) -> Twins:
+    def open(cls, target: Path, drafter: Path | None, prompts: list[list[int]], **how: Any) -> Twins:
         how |= {"model": str(drafter)} if drafter else {}
         spec = {**how, "num_speculative_tokens": 3, "adaptive": False}
         small = {"speculative_config": spec, "max_num_seqs": 6, "max_model_len": 48, **PLACE}
@@ -114,9 +114,13 @@ class Twins:
         *,
         trim: Trim | None = None,
         writes_context: bool = True,
+        waits: bool = False,
         **how: Any,
     ) -> StepResult:
-        """A step of slots 0, 1, ..; the device is not given positions that it tracks itself."""
+        """A step of slots 0, 1, ..; the device is not given positions that it tracks itself.
+
+        `waits`: whether the device may wait for the host.
+        """
         slots = list(range(len(rows)))
         plan = self.steps.plan(slots, computed, rows, drafts, **how)
         plan = replace(plan, trim=trim, writes_context=writes_context)
@@ -126,12 +130,16 @@ class Twins:
             of_host = replace(trim, num_rows=trim.num_rows + int(others))
         expected = self.host.execute(replace(plan, trim=of_host))
         unknown = np.where(plan.num_drafts > 0, np.int32(-1), plan.num_computed)
-        with counting_waits() as waits:
+        with counting_waits() as counted:
             self.device.submit(replace(plan, num_computed=unknown))
-        assert waits == []
+        assert waits or counted == []
         result = self.device.collect()
         assert result.token_ids.tolist() == expected.token_ids.tolist()
         assert result.num_tokens.tolist() == expected.num_tokens.tolist()
+        assert result.is_pass_skipped == expected.is_pass_skipped
+        assert (result.is_copied is None) == (expected.is_copied is None)
+        if result.is_copied is not None and expected.is_copied is not None:
+            assert result.is_copied.tolist() == expected.is_copied.tolist()
         assert (result.margins is None) == (expected.margins is None)
         if result.margins is not None and expected.margins is not None:
             np.testing.assert_allclose(result.margins, expected.margins, rtol=1e-3, atol=1e-3)
