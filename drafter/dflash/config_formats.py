@@ -70,6 +70,10 @@ _UNSERVED_KINDS = {
     "DominoDraftModel": UNSERVED_PROJECTORS["domino"],
     "LiLiCorrDraftModel": UNSERVED_PROJECTORS["lilicorr"],
     "Gemma4DSparkModel": "Gemma 4's layers (norms after each part, layer_scalar) are not supported here",
+    **dict.fromkeys(
+        ("Gemma4AssistantForCausalLM", "Gemma4UnifiedAssistantForCausalLM"),
+        "an assistant whose queries read the target's K/V is not supported",
+    ),
 }
 
 
