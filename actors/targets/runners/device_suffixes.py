@@ -14,7 +14,7 @@ Legend: R requests of a step, G its decoding ones, K most drafts, M drafts, N ro
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -96,10 +96,16 @@ class _DraftPlaces(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class CopyChoice:
-    """Which drafts of a step are copies beside a drafter's, as in `StepResult`."""
+    """Which drafts of a step are copies.
+
+    Attributes:
+        is_copied_R, is_pass_skipped: beside a drafter's drafts, as in `StepResult`.
+        is_missing_RK: planned drafts that a copy is too short for (`Copies`); None without copies.
+    """
 
     is_copied_R: BoolArray | None = None
     is_pass_skipped: bool = False
+    is_missing_RK: BoolArray | None = None
 
 
 class DeviceSuffixes:
@@ -189,6 +195,7 @@ class DeviceSuffixes:
         if not len(places.slots_M):
             return copies
         assert found.margins_RK is not None, "suffix drafts have margins"
+        self.choice = replace(self.choice, is_missing_RK=found.drafts_RK.numpy() < 0)
         tokens_M = found.drafts_RK.numpy()[places.requests_M, places.columns_M]
         margins_M = found.margins_RK.numpy()[places.requests_M, places.columns_M]
         copies.margins_N[places.rows_M] = np.nan_to_num(margins_M)

@@ -227,6 +227,8 @@ class GpuModelRunner:
                 seconds[part] = seconds.get(part, 0.0) + span_s
         if self._suffixes is not None:
             self._suffixes.append(plan, token_ids, num_tokens)
+            if step.copied.is_missing_RK is not None:
+                margins[step.copied.is_missing_RK] = np.nan  # no drafts, of which nothing can be learned
         logprobs = (None, None) if step.logprob_rows is None else step.logprob_rows.read(values)
         reads = None
         if models.target.num_routed:

@@ -1,10 +1,11 @@
-"""Copies beside a drafter on several ranks. test_device_runner.py compares a device's with the host's."""
+"""Copies for a device: short ones, and beside a drafter on two ranks. test_device_runner.py runs them."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
 import torch
+from manta.actors.targets.model.tensor_parallel import SingleRank
 from manta.actors.targets.runners.device_suffixes import Copies, DeviceSuffixes
 from manta.drafter.suffix.mixing import SuffixMixer
 from manta.drafter.suffix.proposer import SuffixProposer
@@ -13,6 +14,20 @@ from support.engines.thread_ranks import ThreadRank, ThreadRanks
 
 PROMPT, NUM_ROWS = [7, 8, 9, 10] * 4, 8
 TRUSTED, DOUBTED = [4.0, 1.0, 0.0, 0.0], [-9.0, 0.1, 0.0, 0.0]  # instead of `_SUFFIX_PRIOR`
+
+
+def test_the_rest_of_a_short_copy_is_reported_as_missing() -> None:
+    proposer, steps = SuffixProposer(), Steps(2)
+    suffixes = DeviceSuffixes(proposer, None, NUM_ROWS, SingleRank(), torch.device("cpu"))
+    enter = [steps.admit(slot, prompt) for slot, prompt in enumerate((PROMPT, [3]))]
+    prefill = steps.plan([0, 1], [0, 0], [len(PROMPT), 1], admitted=enter)
+    suffixes.copy(prefill, np.array([], dtype=np.intp))
+    suffixes.append(prefill, np.array([[7], [4]], np.int32), np.array([1, 1], np.int32))
+    copies = suffixes.copy(steps.plan([0, 1], [len(PROMPT), 1], [4, 3], [3, 2]), np.array([0, 1]))
+    assert copies.tokens_M.tolist() == [8, 9, 10, 0, 0] and copies.slots_M.tolist() == [0, 0, 0, 1, 1]
+    assert copies.positions_M.tolist() == [17, 18, 19, 2, 3]
+    missing = suffixes.choice.is_missing_RK
+    assert missing is not None and missing.tolist() == [[False] * 3, [True] * 3]
 
 
 @pytest.mark.parametrize("first_trusts", [False, True])
