@@ -45,7 +45,7 @@ class Driver:
 class LoadRun:
     def __init__(self, driver: Driver) -> None:
         self._engine, self._clock = driver.engine, driver.clock
-        self._before = self._engine.stats().step_seconds
+        self._before = self._engine.stats()
         self.answers: dict[str, AnswerRecord] = {}
         self.open: dict[str, AnswerRecord] = {}
         self.begin_s = self._clock()
@@ -79,11 +79,14 @@ class LoadRun:
         return ended
 
     def end(self) -> LoadPass:
-        end_s, after = self._clock(), self._engine.stats().step_seconds
+        end_s, before, after = self._clock(), self._before, self._engine.stats()
         for name in self.open:
             self._engine.abort(name)
         self.open = {}
         while self._engine.has_unfinished:
             self._engine.step()
-        spent = {part: seconds - self._before.get(part, 0.0) for part, seconds in after.items()}
-        return LoadPass(self.begin_s, end_s, list(self.answers.values()), spent)
+        spent = {
+            part: seconds - before.step_seconds.get(part, 0.0) for part, seconds in after.step_seconds.items()
+        }
+        counts = after.steps - before.steps, after.skipped_passes - before.skipped_passes
+        return LoadPass(self.begin_s, end_s, list(self.answers.values()), spent, *counts)

@@ -1,7 +1,7 @@
 """Answers of one engine under load, block by block, their latencies, and sums over blocks.
 
 A *block* here is the output of one step for one request. All figures of a sweep are computed from blocks;
-from the engine's own counters only the seconds per part of a step are used.
+from the engine's own counters only the seconds per part of a step, and the steps, are used.
 
 Latencies are those of `vllm bench serve`. For a request that arrived at a, with n tokens at
 t_1 <= .. <= t_m (several at once where a block of drafts was accepted):
@@ -88,12 +88,18 @@ class AnswerRecord:
 
 @dataclass(frozen=True, slots=True)
 class LoadPass:
-    """Result of a period of load on one engine; `answers` include those aborted at its end."""
+    """Result of a period of load on one engine; `answers` include those aborted at its end.
+
+    Attributes:
+        num_skipped: of the steps, those that left out the drafter's pass for copies.
+    """
 
     begin_s: float
     end_s: float
     answers: Sequence[AnswerRecord]
     step_seconds: dict[str, float]
+    num_steps: int
+    num_skipped: int
 
     @property
     def seconds(self) -> float:

@@ -112,6 +112,7 @@ def _figures_of_side(
         "tokens_per_step": rounded(sums.tokens_per_step),
         "mean_acceptance_length": rounded(sums.mean_acceptance_length),
         "drafts_per_step": rounded(sum(sums.drafted) / sums.num_blocks if sums.num_blocks else None),
+        "skipped_passes": round(sum(d.num_skipped for d in mine) / max(sum(d.num_steps for d in mine), 1), 4),
         "acceptance": acceptance_json(answers) if shows_drafts else {},
         "step_seconds": {
             part: round(sum(done.step_seconds.get(part, 0.0) for done in mine), 4) for part in sorted(parts)

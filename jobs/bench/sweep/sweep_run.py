@@ -60,7 +60,7 @@ def run_sweep(
 
 def print_point(point: Figures) -> None:
     columns = ["side", "tok/s", "to plain", "to best", "tok/step", "drafts/step", "accepted"]
-    columns += ["ttft p50", "itl p99", "identical"]
+    columns += ["skipped", "ttft p50", "itl p99", "identical"]
     rows = [
         [
             name + (" *" if name == point["best"] else ""),
@@ -71,6 +71,7 @@ def print_point(point: Figures) -> None:
                 decimals(side[key])
                 for key in ("tokens_per_step", "drafts_per_step", "mean_acceptance_length")
             ),
+            f"{side['skipped_passes']:.0%}" if side["skipped_passes"] else "-",
             _ms(side["ttft_ms"], "p50"),
             _ms(side["itl_ms"], "p99"),
             "yes" if side["identical"] else "no",

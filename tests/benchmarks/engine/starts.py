@@ -105,7 +105,7 @@ def _between(run: LoadRun, begin_s: float, end_s: float) -> LoadPass:
         parts.append(
             AnswerRecord(answer.number, answer.category, requested_s, blocks, ended_s=answer.ended_s)
         )
-    return LoadPass(begin_s, end_s, parts, {})
+    return LoadPass(begin_s, end_s, parts, {}, 0, 0)
 
 
 def _figures(passes: Mapping[str, list[list[LoadPass]]]) -> Figures:

@@ -104,6 +104,7 @@ def test_a_closed_loop_is_always_full_and_counts_the_engines_updates(driver: Rec
         assert sum(begin_s <= at_s <= end_s for begin_s, end_s in spans) == 3, "always as many"
     assert done.request_seconds == pytest.approx(sum(end_s - begin_s for begin_s, end_s in spans))
     assert done.user_tokens_per_s == pytest.approx(done.tokens / done.request_seconds)
+    assert 0 == done.num_skipped < done.num_steps, "without copies no pass is left out"
     assert not driver.engine.has_unfinished
     driver.engine.check_invariants()
 
