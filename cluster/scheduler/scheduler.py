@@ -93,10 +93,6 @@ class Scheduler:
             slots_R, rows_R = np.append(slots_R, slots_B), np.append(rows_R, rows_B)
         if len(slots_R) == 0:
             return None
-        if self._admitted:
-            slots = [admitted.slot for admitted in self._admitted]
-            requests = [self.table.sequences[slot].request for slot in slots]
-            self.controller.admit(np.array(slots, np.int32), requests)
         plan = self._make_plan(slots_R, rows_R.astype(np.int32))
         self.table.on_scheduled(plan)
         step = self.controller.on_scheduled(
@@ -328,6 +324,7 @@ class Scheduler:
         if blocked is not None:
             self.flight_recorder.on_blocked(blocked, background=background)
         slots = [admitted.slot for admitted in self._admitted[num_before:]]
+        self.controller.admit(slots, [self.table.sequences[slot].request for slot in slots])
         more = np.array([slots, rows], dtype=np.int32)
         return np.append(slots_R, more[0]), np.append(rows_R, more[1])
 

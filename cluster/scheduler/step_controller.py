@@ -113,11 +113,12 @@ class StepController:
         """Whether a single request would get drafts, by present estimates; True while nothing is known."""
         return self._policy is None or not self._costs.has_measured_drafts or self._policy.would_draft()
 
-    def admit(self, slots: IntArray, requests: list[Request]) -> None:
-        for slot, request in zip(slots.tolist(), requests, strict=True):
+    def admit(self, slots: list[int], requests: list[Request]) -> None:
+        for slot, request in zip(slots, requests, strict=True):
             self._weights.admit(slot, request)
-        if self._predictor is not None and len(slots):
-            self._predictor.admit(slots, [request.params.temperature for request in requests])
+        if self._predictor is not None and slots:
+            temperatures = [request.params.temperature for request in requests]
+            self._predictor.admit(np.array(slots, np.int32), temperatures)
 
     def reset(self) -> None:
         """Forget everything, as in a new process."""
@@ -229,10 +230,8 @@ class StepController:
         load, weights_R = _load_of(plan, context, is_half), self._weights.of(plan.slots, now_s)
         if load.prompt_rows:
             weights_R = weights_R * plan.samples
-        if choice.tree is not None and (predictor := self._predictor) is not None:
-            curves = predictor.bias_K, predictor.slope_K, predictor.offsets(plan.slots)
-            every = Trim(*curves, weights_R, np.zeros(0, np.float32), num_rows=plan.num_batched_tokens)
-            plan = replace(plan, tree=choice.tree, trim=every)
+        if choice.tree is not None and self._predictor is not None:
+            plan = _with_tree(plan, choice.tree, self._predictor, weights_R)
         if self._policy and (trim := self._policy.trim(choice, plan, load, weights_R)) is not None:
             plan = replace(plan, trim=trim)
         remaining_R = np.ones(plan.num_requests, dtype=np.bool_)
@@ -339,14 +338,17 @@ class StepController:
             num_tokens = step.choice.estimate.worth or float(count)
             self._two_batches.observe(step.mode, num_tokens, elapsed_s, result.timings)
         if has_background and num_online:
-            base_s = seconds
-            if count < plan.num_requests and self._costs.has_measurements:
-                online = StepLoad(count, 0, step.load.context * count / plan.num_requests, step.load.is_half)
-                num_verified = _num_verified(plan, result, count)
-                base_s = float(
-                    self._costs.non_draft_s(online, num_verified)[-1] + self._costs.draft_s(online, length)[0]
-                )
-            self._budget.observe(base_s, seconds)
+            base_s = self._online_s(step, result, length) if count < plan.num_requests else None
+            self._budget.observe(seconds if base_s is None else base_s, seconds)
+
+    def _online_s(self, step: ScheduledStep, result: StepResult, length: int) -> float | None:
+        """Return the estimated seconds of a step without its background work; None while unknown."""
+        if not self._costs.has_measurements:
+            return None
+        plan, count = step.plan, step.num_online
+        online = StepLoad(count, 0, step.load.context * count / plan.num_requests, step.load.is_half)
+        non_draft_s = self._costs.non_draft_s(online, _num_verified(plan, result, count))[-1]
+        return float(non_draft_s + self._costs.draft_s(online, length)[0])
 
 
 class RequestWeights:
@@ -401,6 +403,15 @@ def _load_of(plan: SchedulerOutput, context: float, is_half: bool) -> StepLoad:
         return StepLoad(num_requests, 0, context, is_half)
     num_decoding = int(np.count_nonzero(plan.samples & (plan.num_rows - plan.num_drafts == 1)))
     return StepLoad(num_decoding, num_known - num_decoding, context, is_half)
+
+
+def _with_tree(
+    plan: SchedulerOutput, tree: TreeShape, predictor: AcceptanceModel, weights_R: FloatArray
+) -> SchedulerOutput:
+    """Return the plan with drafts in trees, all of which are verified unless the policy trims them."""
+    curves = predictor.bias_K, predictor.slope_K, predictor.offsets(plan.slots)
+    every = Trim(*curves, weights_R, np.zeros(0, np.float32), num_rows=plan.num_batched_tokens)
+    return replace(plan, tree=tree, trim=every)
 
 
 def _why_undrafted(choice: DraftChoice) -> Undrafted:
