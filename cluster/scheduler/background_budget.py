@@ -19,6 +19,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from ..speculation.step_cost_model import Amounts, Doubles, StepCostModel, StepLoad
+from ..step.scheduler_output import IntArray
 
 _SHARE = 0.03  # of the time of online requests' decoding: p95 of the time per token may grow by a tenth
 _MAX_SAVED = 2.0  # steps; also the largest debt, so that an interruption does not stop background work
@@ -30,10 +31,18 @@ _CHUNK = 32  # prompt rows, the unit of prompts; fewer take no longer than a ste
 
 @dataclass(frozen=True, slots=True)
 class BackgroundWork:
-    """The most decoding requests and prompt rows of background work in one step."""
+    """The most decoding requests and prompt rows of background work, or of prompts, in one step."""
 
     num_decoding: int
     prompt_rows: int
+
+    def limit_rows(self, wanted_R: IntArray, known_R: IntArray) -> IntArray:
+        """Return the wanted rows that fit, in rank order; 0 for sequences once this is used up."""
+        decodes_R = known_R == 1
+        prompt_R = np.where(decodes_R, 0, wanted_R)
+        remaining_R = np.maximum(self.prompt_rows - (np.cumsum(prompt_R) - prompt_R), 0)
+        fits_R = np.cumsum(decodes_R) <= self.num_decoding
+        return np.where(decodes_R, np.where(fits_R, wanted_R, 0), np.minimum(prompt_R, remaining_R))
 
 
 NOTHING = BackgroundWork(0, 0)

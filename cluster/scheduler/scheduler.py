@@ -136,7 +136,7 @@ class Scheduler:
             if num_prompts < len(slots_R) and (num_prompts or self.queues.waiting):
                 prompt_budget = self.controller.prefill_rows()
             if num_prompts and prompt_budget < budget:
-                wanted_R = limit_rows(BackgroundWork(len(slots_R), prompt_budget), wanted_R, known_R)
+                wanted_R = BackgroundWork(len(slots_R), prompt_budget).limit_rows(wanted_R, known_R)
                 included = np.flatnonzero(wanted_R)
                 slots_R, num_tokens_R, known_R, wanted_R = (
                     array_R[included] for array_R in (slots_R, num_tokens_R, known_R, wanted_R)
@@ -181,8 +181,7 @@ class Scheduler:
             )
             if work == NOTHING:
                 return online_R[:0], online_R[:0]
-        wanted_R = self._wanted_rows(slots_R, known_R, drafts_R)
-        wanted_R = limit_rows(work, wanted_R, known_R)
+        wanted_R = work.limit_rows(self._wanted_rows(slots_R, known_R, drafts_R), known_R)
         joining = np.flatnonzero(wanted_R)[:budget]
         slots_R, known_R, rows_R = slots_R[joining], known_R[joining], split_rows(wanted_R[joining], budget)
         num_kept = self._allocate_rows(slots_R, num_tokens_R[joining] - known_R, rows_R)
@@ -396,12 +395,3 @@ def split_rows(wanted_R: IntArray, budget: int) -> IntArray:
     extra_R = wanted_R - 1
     used_R = np.cumsum(extra_R) - extra_R
     return 1 + np.minimum(extra_R, np.maximum(budget - len(wanted_R) - used_R, 0))
-
-
-def limit_rows(work: BackgroundWork, wanted_R: IntArray, known_R: IntArray) -> IntArray:
-    """Return the wanted rows that fit the portion, in rank order; 0 for sequences once it is used up."""
-    decodes_R = known_R == 1
-    prompt_R = np.where(decodes_R, 0, wanted_R)
-    remaining_R = np.maximum(work.prompt_rows - (np.cumsum(prompt_R) - prompt_R), 0)
-    fits_R = np.cumsum(decodes_R) <= work.num_decoding
-    return np.where(decodes_R, np.where(fits_R, wanted_R, 0), np.minimum(prompt_R, remaining_R))

@@ -29,6 +29,7 @@ from ..step.scheduler_output import (
 from ..step.step_outcome import StepOutcome
 from .background_budget import BackgroundBudget, BackgroundWork
 from .batch_halves import BatchMode, TwoBatchOverlap
+from .request_weights import RequestWeights
 
 _QUIET_S = 5.0  # without online requests, after which background steps may be longer
 # Why requests decode without drafts: no drafter, not allowed for them, plain steps are measured, or are
@@ -36,10 +37,6 @@ _QUIET_S = 5.0  # without online requests, after which background steps may be l
 Undrafted = Literal["no_drafter", "not_asked", "measuring", "plain_is_faster"]
 _LEARN_EVERY = 2  # drafting steps after the first 64, since learning takes host time
 _MAX_HOST_SHARE = 0.5  # of a step's own seconds; more time between steps was spent idle
-# Bounds of `RequestWeights`, chosen, not measured: no request takes more than four fifths of the rows of an
-# equal one.
-_LOW, _HIGH = 0.5, 4.0
-_PER_PRIORITY = 1.25
 
 
 @dataclass(frozen=True, slots=True)
@@ -281,8 +278,9 @@ class StepController:
         plan, draft_s = step.plan, result.timings.draft_s
         num_verified, num_drafting = _num_verified(plan, result), int(np.count_nonzero(plan.num_drafts))
         draft_rows = 0 if result.is_pass_skipped else int(plan.block_drafts.sum()) + num_drafting
-        self._budget.note_prompt_rows(int(step.load.prompt_rows))
         self._costs.observe(step.load, num_verified, draft_rows, draft_s, seconds - draft_s, num_drafting)
+        if step.load.prompt_rows:
+            self._budget.note_prompt_rows(int(step.load.prompt_rows))
         if self._policy is None or step.load.prompt_rows:
             return
         num_out_R, weights_R = outcome.num_out, step.weights_R[step.remaining_R]
@@ -349,52 +347,6 @@ class StepController:
         online = StepLoad(count, 0, step.load.context * count / plan.num_requests, step.load.is_half)
         non_draft_s = self._costs.non_draft_s(online, _num_verified(plan, result, count))[-1]
         return float(non_draft_s + self._costs.draft_s(online, length)[0])
-
-
-class RequestWeights:
-    """The weights of running requests in the choice of drafts: the value of a token of each, 1 by default.
-
-    * A request with a time-per-output-token target (`Request.tpot_ms`) has up to four times the weight while
-      it is late, and down to half while it is early.
-    * Each level of priority changes the weight by a quarter if the scheduling policy is by priority.
-    * Background work has half the weight of online requests.
-
-    Args:
-        num_slots: S.
-        by_priority: whether `Request.priority` changes the weight.
-    """
-
-    def __init__(self, num_slots: int, *, by_priority: bool) -> None:
-        self._by_priority = by_priority
-        self._fixed_S = np.ones(num_slots, dtype=np.float32)
-        self._target_s_S = np.full(num_slots, np.nan)
-        self._first_s_S = np.full(num_slots, np.nan)  # time of the first token
-        self._tokens_S = np.zeros(num_slots)  # after the first
-        self._has_targets = False
-
-    def admit(self, slot: int, request: Request) -> None:
-        maximum = math.log(_HIGH, _PER_PRIORITY)
-        level = min(max(-request.priority, -maximum), maximum) if self._by_priority else 0.0
-        self._fixed_S[slot] = _PER_PRIORITY**level * (_LOW if request.background else 1.0)
-        self._target_s_S[slot] = np.nan if request.tpot_ms is None else request.tpot_ms / 1e3
-        self._first_s_S[slot], self._tokens_S[slot] = np.nan, 0.0
-        self._has_targets = self._has_targets or request.tpot_ms is not None
-
-    def count_tokens(self, slots_R: IntArray, num_tokens_R: IntArray, now_s: float) -> None:
-        if not self._has_targets:
-            return
-        began_R = ~np.isnan(self._first_s_S[slots_R])
-        self._tokens_S[slots_R] += np.where(began_R, num_tokens_R, 0)
-        self._first_s_S[slots_R[~began_R & (num_tokens_R > 0)]] = now_s
-
-    def of(self, slots_R: IntArray, now_s: float) -> FloatArray:
-        """Return the weights of these requests, fp32 [R]."""
-        if not self._has_targets:
-            return self._fixed_S[slots_R]
-        due_s_R = self._target_s_S[slots_R] * (self._tokens_S[slots_R] + 1)
-        late_R = ((now_s - self._first_s_S[slots_R]) / due_s_R) ** 2
-        late_R = np.where(np.isnan(late_R), 1.0, np.clip(late_R, _LOW, _HIGH))
-        return (self._fixed_S[slots_R] * late_R).astype(np.float32)
 
 
 def _load_of(plan: SchedulerOutput, context: float, is_half: bool) -> StepLoad:
