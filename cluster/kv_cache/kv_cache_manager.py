@@ -223,7 +223,7 @@ class KVCacheManager:
             self._insert_pages(table, slots_R[grown], full_R[grown])
 
     def _insert_pages(self, table: SlotTable, slots_K: IntArray, full_K: IntArray) -> None:
-        """Insert the pages up to number `full_K` of these sequences, of which some are new."""
+        """Insert those of the first `full_K` pages of each sequence that the prefix cache lacks."""
         begins_K = self._num_hashed_S[slots_K]
         columns, digests_M = (slots_K, begins_K, full_K), list[bytes]()
         for slot, num_hashed, num_full in zip(*(c.tolist() for c in columns), strict=True):
@@ -301,7 +301,7 @@ class KVCacheManager:
 
 
 def _expand_ranges(begins_K: IntArray, counts_K: IntArray) -> tuple[IntArray, IntArray]:
-    """Return begins, begins + 1, .. of each range: the index of the range, and the value."""
+    """Return the elements of all ranges, int32 [M]: the index of each one's range, and its value."""
     shifts_K = begins_K + counts_K - np.cumsum(counts_K, dtype=np.int32)
     picks_M = np.repeat(np.arange(len(counts_K), dtype=np.int32), counts_K)
     return picks_M, np.arange(len(picks_M), dtype=np.int32) + shifts_K[picks_M]

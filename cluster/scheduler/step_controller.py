@@ -55,7 +55,7 @@ class ScheduledStep:
 
 
 class StepController:
-    """The adaptive decisions of one engine.
+    """Makes the adaptive decisions of one engine.
 
     Attributes:
         acceptance: predicts which drafts are accepted; None if speculation does not adapt.
@@ -182,7 +182,7 @@ class StepController:
         return choice.num_drafts_R
 
     def _with_trees(self, choice: DraftChoice, limits_R: IntArray) -> DraftChoice:
-        """Return the choice with nodes of trees in place of drafts; trials measure chains."""
+        """Return the choice with nodes of trees in place of chains' drafts, except in trials."""
         if self._tree_size is None or choice.is_trial or not choice.length:
             return choice
         nodes_R = -(-choice.num_drafts_R * self._tree_size // self._max_drafts)
@@ -200,7 +200,7 @@ class StepController:
         return self._budget.prompt_rows(load, self._choices[False].length)
 
     def background_with_online(self, online: tuple[int, int], num_decoding: int) -> BackgroundWork:
-        """Return the background work beside decoding online requests: their number and draft length."""
+        """Return the background work to add to `online` requests that decode: number, draft length."""
         load = StepLoad(online[0], 0, self._loads[False].context)
         return self._budget.with_online(load, online[1], num_decoding)
 
@@ -221,7 +221,7 @@ class StepController:
         is_half: bool,
         drafter_ready: bool,
     ) -> ScheduledStep:
-        """Complete a plan with how its drafts are trimmed; `num_running` requests are of its first kind."""
+        """Add trees and trimming to a plan; `num_running` requests of its first kind are running."""
         mode = None if self._two_batches is None else self._two_batches.plan(num_running, is_half=is_half)
         choice = self._choices[not num_online]
         load, weights_R = _load_of(plan, context, is_half), self._weights.of(plan.slots, now_s)
@@ -248,7 +248,7 @@ class StepController:
         *,
         has_background: bool,
     ) -> None:
-        """Learn from a completed step; `has_background`: there is background work, in it or waiting."""
+        """Learn from a completed step; `has_background`: whether background work runs or waits."""
         elapsed_s, self._ended_s = now_s - max(step.planned_s, self._ended_s), now_s
         self._weights.count_tokens(outcome.slots, outcome.num_out, now_s)
         if step.undrafted is not None:

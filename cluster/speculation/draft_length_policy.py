@@ -352,7 +352,7 @@ class DraftLengthPolicy:
 def _estimate_trimmed(
     worths_NK: FloatArray, num_requests: int, own_worth: float, seconds_S: Doubles
 ) -> LengthEstimate:
-    """Estimate a step with drafts like those of these blocks, of which the best number is verified.
+    """Estimate a step with drafts like those of these blocks, if the best number of drafts is verified.
 
     Args:
         worths_NK: survival probability times weight, of each draft of each block.
@@ -391,7 +391,7 @@ class LossBudget:
         self.balance_s += more_s
 
     def earn(self, seconds: float, step_s: float) -> None:
-        """Add the share of `seconds`; `step_s` are the last step's."""
+        """Add the share of `seconds`; `step_s`: seconds of the last step."""
         self.balance_s = min(self.balance_s + self._share * seconds, self._max_steps * step_s)
 
     def record_step(self, lost_s: float, plain_s: float) -> bool:
@@ -406,7 +406,7 @@ class LossBudget:
 
 
 class Backoff:
-    """The `steps` until the next attempt: doubled by each failure, up to `_MAX_BACKOFF` times the first."""
+    """Counts the `steps` until the next attempt. Each failure doubles them, up to `_MAX_BACKOFF` times."""
 
     def __init__(self, steps: int) -> None:
         self.steps = self._first = steps

@@ -206,7 +206,7 @@ def _prompt_logprobs(
 def _find_failed(
     result: StepResult, remaining_R: BoolArray, token_ids_RW: IntArray, num_tokens_R: IntArray
 ) -> tuple[BoolArray, IntArray]:
-    """Return which sequences have invalid logits (or, with grammars, log probabilities), and from where."""
+    """Return which sequences have invalid logits or log probabilities, and the valid tokens of each."""
     failed_RW = token_ids_RW == NOT_A_NUMBER
     step_logprobs = [each for each in (result.logprobs, result.prompt_logprobs) if each is not None]
     any_nan = any(np.isnan(each.rows.logprobs_Y).any() for each in step_logprobs)

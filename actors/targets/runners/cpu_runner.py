@@ -223,9 +223,7 @@ class CpuModelRunner:
     def _accept_paths(
         self, plan: SchedulerOutput, trees: DraftTrees, chosen_X: Tensor, rows: StepRows
     ) -> tuple[AcceptedPaths, TreeOutcome]:
-        """Return the accepted paths, whose K and V are moved to the slots of their positions, and what they
-        teach.
-        """
+        """Move K and V of the accepted paths to the slots of their positions; return paths and outcome."""
         assert plan.tree is not None, "trees were not planned"
         paths = trees.accept(chosen_X.cpu().numpy(), rows.counts_R.cpu().numpy())
         moves = paths.moves(rows.num_rows_R)
