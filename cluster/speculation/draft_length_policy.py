@@ -406,7 +406,7 @@ class LossBudget:
 
 
 class Backoff:
-    """Counts the `steps` until the next attempt. Each failure doubles them, up to `_MAX_BACKOFF` times."""
+    """Counts the `steps` until the next attempt; each failure doubles them, at most to 16 times the first."""
 
     def __init__(self, steps: int) -> None:
         self.steps = self._first = steps
