@@ -192,7 +192,10 @@ class EngineCore:
         """Start as many steps as may be in flight, finish the oldest one, and return its updates, if any."""
         while len(self._scheduler.in_flight) < self._max_in_flight and (plan := self.plan()) is not None:
             self._submit(plan)
-        return self.commit(self._collect()) if self._scheduler.in_flight else []
+        if not self._scheduler.in_flight:
+            return []
+        result = self._collect()
+        return self.commit(result)
 
     def plan(self) -> SchedulerOutput | None:
         """Plan the next step; None if nothing can be done now. Plans are committed in order."""

@@ -61,21 +61,20 @@ class BackgroundBudget:
         self._saved_s = 0.0  # for background work
         steps = np.arange(0, max_rows + _CHUNK, _CHUNK) if chunks else np.array([0, max_rows])
         self._prompts_M = np.minimum(steps, max_rows)
-        self._most_prompt_rows = _CHUNK  # in any measured step
         self._base_s = 0.0  # predicted seconds of the last step with online requests, without other work
 
-    def prompt_rows(self, load: StepLoad, length: int) -> int:
-        """Return the most prompt rows of online requests beside `load`, with drafts of this length."""
+    def prompt_rows(self, load: StepLoad, length: int, measured_rows: int) -> int:
+        """Return the most prompt rows of online requests beside `load`, with drafts of this length.
+
+        Args:
+            measured_rows: the most prompt rows of a measured step.
+        """
         if not self._chunks or not self._costs.has_measurements:
             return self._max_rows
         load = load._replace(prompt_rows=self._prompts_M)
         costs_M = self._costs.step_s(load, length)
         rows = self._prompts_M[max(_count(costs_M - costs_M[0], _max_delay_s(costs_M[0])), 1)]
-        return min(int(rows), _MAX_GROWTH * self._most_prompt_rows)
-
-    def note_prompt_rows(self, num_rows: int) -> None:
-        """Record that a step with these prompt rows was measured."""
-        self._most_prompt_rows = max(self._most_prompt_rows, num_rows)
+        return min(int(rows), _MAX_GROWTH * max(measured_rows, _CHUNK))
 
     def with_online(self, load: StepLoad, length: int, num_decoding: int) -> BackgroundWork:
         """Return the work to add to a step in which the online requests `load` decode with drafts of this

@@ -71,7 +71,7 @@ class ContextWriteGate:
         self._rest.fail()
         self._begin()
 
-    def scheduled(self, *, useful: bool) -> None:
+    def on_scheduled(self, *, useful: bool) -> None:
         """Record a scheduled step; `useful`: whether it drafts, and not only for a trial."""
         self._steps += 1
         if useful:
@@ -79,14 +79,14 @@ class ContextWriteGate:
             self._max_idle = _IDLE_STEPS
             self._begin()
 
-    def drafts_are_possible(self) -> None:
+    def on_drafts_possible(self) -> None:
         """Restart the count of idle steps: drafts have become possible."""
         self.wanted, self._steps = 0, 0
 
     def _begin(self) -> None:
         self._steps, self._write_s, self._total_s = 0, 0.0, 0.0
 
-    def completed(self, timings: StepTimings) -> None:
+    def on_completed(self, timings: StepTimings) -> None:
         self._write_s += timings.inject_s
         self._total_s += timings.total_s
 
@@ -221,14 +221,14 @@ class DrafterContext:
     def on_draft_limits(self, limits_R: IntArray) -> None:
         """Make the controller retry drafts once the limits allow a decoding request to draft again."""
         if self._writes.wanted and limits_R.any():
-            self._writes.drafts_are_possible()
+            self._writes.on_drafts_possible()
             self._controller.retry_soon()
 
-    def scheduled(self, plan: SchedulerOutput, *, is_trial: bool) -> None:
-        self._writes.scheduled(useful=not is_trial and plan.num_draft_tokens > 0)
+    def on_scheduled(self, plan: SchedulerOutput, *, is_trial: bool) -> None:
+        self._writes.on_scheduled(useful=not is_trial and plan.num_draft_tokens > 0)
 
-    def completed(self, plan: SchedulerOutput, timings: StepTimings) -> None:
-        self._writes.completed(timings)
+    def on_completed(self, plan: SchedulerOutput, timings: StepTimings) -> None:
+        self._writes.on_completed(timings)
         if not plan.writes_context:
             self._queues.counters.drafter_unwritten_tokens += plan.num_batched_tokens
 

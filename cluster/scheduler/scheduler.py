@@ -105,7 +105,7 @@ class Scheduler:
             drafter_ready=self.drafter.health.ready,
         )
         self.in_flight.append(step)
-        self.drafter.scheduled(plan, is_trial=step.choice.is_trial)
+        self.drafter.on_scheduled(plan, is_trial=step.choice.is_trial)
         if self.usage.has_accounts:
             self.usage.on_scheduled(plan)
         self._num_steps += 1
@@ -377,7 +377,7 @@ class Scheduler:
         self.kv_cache_manager.cache_full_pages(self.table, outcome.slots)
         if self.kv_cache_manager.states is not None:
             self.kv_cache_manager.states.commit(step.plan, outcome, self.table)
-        self.drafter.completed(step.plan, result.timings)
+        self.drafter.on_completed(step.plan, result.timings)
         self.controller.on_completed(step, outcome, result, now_s, has_background=self.queues.has_background)
         updates = make_updates(self.table, outcome)
         self.queues.finish(updates)

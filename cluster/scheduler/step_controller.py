@@ -82,6 +82,7 @@ class StepController:
             self.acceptance = self._predictor
         self._budget = BackgroundBudget(self._costs, config.max_rows, chunks=config.enable_chunked_prefill)
         self._two_batches = TwoBatchOverlap() if config.halves else None
+        self._measured_prompt_rows = 0  # the most of a step
         self._ended_s = -math.inf  # time at which the last step ended
         self._restart()
 
@@ -197,7 +198,7 @@ class StepController:
     def prefill_rows(self) -> int:
         """Return the maximum prompt rows in a step in which other online requests decode."""
         load = self._loads[False]._replace(prompt_rows=0)
-        return self._budget.prompt_rows(load, self._choices[False].length)
+        return self._budget.prompt_rows(load, self._choices[False].length, self._measured_prompt_rows)
 
     def background_with_online(self, online: tuple[int, int], num_decoding: int) -> BackgroundWork:
         """Return the background work to add to `online` requests that decode: number, draft length."""
@@ -279,8 +280,7 @@ class StepController:
         num_verified, num_drafting = _num_verified(plan, result), int(np.count_nonzero(plan.num_drafts))
         draft_rows = 0 if result.is_pass_skipped else int(plan.block_drafts.sum()) + num_drafting
         self._costs.observe(step.load, num_verified, draft_rows, draft_s, seconds - draft_s, num_drafting)
-        if step.load.prompt_rows:
-            self._budget.note_prompt_rows(int(step.load.prompt_rows))
+        self._measured_prompt_rows = max(self._measured_prompt_rows, int(step.load.prompt_rows))
         if self._policy is None or step.load.prompt_rows:
             return
         num_out_R, weights_R = outcome.num_out, step.weights_R[step.remaining_R]

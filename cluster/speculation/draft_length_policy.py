@@ -391,7 +391,7 @@ class LossBudget:
         self.balance_s += more_s
 
     def earn(self, seconds: float, step_s: float) -> None:
-        """Add the share of `seconds`; `step_s`: seconds of the last step."""
+        """Add the share of `seconds`; `step_s` are the last step's."""
         self.balance_s = min(self.balance_s + self._share * seconds, self._max_steps * step_s)
 
     def record_step(self, lost_s: float, plain_s: float) -> bool:
@@ -406,7 +406,7 @@ class LossBudget:
 
 
 class Backoff:
-    """Counts the `steps` until the next attempt; each failure doubles them, at most to 16 times the first."""
+    """The `steps` until the next attempt: doubled by each failure, up to `_MAX_BACKOFF` times the first."""
 
     def __init__(self, steps: int) -> None:
         self.steps = self._first = steps

@@ -71,7 +71,7 @@ class DeviceSuffixes:
         self.num_rows = num_rows
 
     def copy(self, plan: SchedulerOutput, decoding_G: NDArray[np.intp]) -> Copies:
-        """Return the copies of a plan; all earlier steps have ended."""
+        """Return the copies of a plan, whose earlier steps have all ended."""
         self._mirror.admit(plan)
         margins_N = np.zeros(self.num_rows, dtype=np.float32)
         drafting_R = plan.slots[plan.num_drafts > 0]
