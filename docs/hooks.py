@@ -1,4 +1,4 @@
-"""What the site has beside the files of this folder; mkdocs calls the functions by their names.
+"""Adds pages to the site besides the files of this folder; mkdocs calls the functions by their names.
 
 * The reference: pages that `reference_pages/` makes of the parsers, settings, metrics, routes and
   docstrings.
@@ -65,7 +65,7 @@ def _sources(file: File) -> set[str]:
 
 
 def _source(link: str, here: str) -> str | None:
-    """Where a link out of this folder leads on the site; None for one that stays, or leads to no file."""
+    """Return the page of a source that a link leads to; None if it stays here or leads to no file."""
     path = posixpath.normpath(posixpath.join(here, link))
     outside = path.removeprefix("../")
     is_source = path.startswith("../") and not outside.startswith("../") and (DOCS.parent / outside).is_file()

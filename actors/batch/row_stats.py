@@ -10,17 +10,17 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
-from itertools import pairwise, zip_longest
+from itertools import zip_longest
 from typing import Any, Literal, Self
 
 import numpy as np
-import numpy.typing as npt
 import pyarrow as pa
 
 from ...cluster.batch.baseline_sample import BaselineComparison
 from ...cluster.batch.row_ranges import RowRanges, count, from_rows, intersection, iterate_rows
 from ...cluster.speculation.acceptance_length import mean_acceptance_length
 from ..system.atomic_files import rounded
+from .run_times import Floats, Ints, RunIntervals, Timeline
 
 # Recorded on each result: what the engine spent since its previous result. The times are device-seconds (an
 # engine with 4 GPUs spends 4 per second): held, with rows to answer, with a row running. Then the two sides
@@ -35,15 +35,10 @@ SUMMED = (
 )
 MAX_MESSAGE = 400  # characters of an error message kept as an example
 NUM_SAMPLES, MAX_SAMPLE = 3, 400  # number of answers kept as samples, and their characters
-MAX_BUCKETS = 128  # of a timeline
-MAX_STRETCHES = 32
 MAX_NAMES = 24  # number of categories
 MAX_NAME = 80  # characters of a category's name
-PAUSE_S = 15.0  # a longer gap between rows is a pause between runs
 
 Device = Literal["GPU", "core", "device"]  # what device-seconds count; "device": unknown
-Floats = npt.NDArray[np.float64]
-Ints = npt.NDArray[np.int64]
 
 
 def length_histogram(lengths: Ints) -> list[int]:
@@ -53,79 +48,6 @@ def length_histogram(lengths: Ints) -> list[int]:
 
 def length_range(index: int) -> tuple[int, int]:
     return (1 << index - 1, (1 << index) - 1) if index else (0, 0)
-
-
-@dataclass(slots=True)
-class Timeline:
-    width_s: int = 1  # width of a bucket; the smallest power of two that needs at most MAX_BUCKETS buckets
-    # tokens by bucket; bucket n begins at Unix time n x width_s
-    tokens: dict[int, int] = field(default_factory=dict)
-
-    @classmethod
-    def of(cls, ends_s: Floats, tokens: Ints) -> Self:
-        made = cls()
-        for second, num_tokens in zip(
-            np.floor(ends_s).astype(np.int64).tolist(), tokens.tolist(), strict=True
-        ):
-            made.tokens[second] = made.tokens.get(second, 0) + num_tokens
-        made._bound()
-        return made
-
-    @classmethod
-    def from_json(cls, content: Mapping[str, Any]) -> Self:
-        return cls(content["width_s"], {int(bucket): n for bucket, n in content["tokens"].items()})
-
-    def merge(self, other: Timeline) -> None:
-        self._widen(max(self.width_s, other.width_s))
-        for bucket, num_tokens in other.tokens.items():
-            wide = bucket * other.width_s // self.width_s
-            self.tokens[wide] = self.tokens.get(wide, 0) + num_tokens
-        self._bound()
-
-    def _bound(self) -> None:
-        while len(self.tokens) > MAX_BUCKETS:
-            self._widen(2 * self.width_s)
-
-    def _widen(self, width_s: int) -> None:
-        narrow, self.tokens = self.tokens, {}
-        for bucket, num_tokens in narrow.items():
-            wide = bucket * self.width_s // width_s
-            self.tokens[wide] = self.tokens.get(wide, 0) + num_tokens
-        self.width_s = width_s
-
-
-@dataclass(slots=True)
-class RunIntervals:
-    times: list[list[float]] = field(default_factory=list)
-
-    @classmethod
-    def of(cls, begins_s: Floats, ends_s: Floats) -> Self:
-        made = cls()
-        made._join(map(list, zip(begins_s.tolist(), ends_s.tolist(), strict=True)))
-        return made
-
-    def merge(self, other: RunIntervals) -> None:
-        self._join([*self.times, *other.times])
-
-    @property
-    def seconds(self) -> float:
-        return sum(end_s - begin_s for begin_s, end_s in self.times)
-
-    def _join(self, times: Iterable[list[float]]) -> None:
-        self.times = _joined(sorted(times), PAUSE_S)
-        if len(self.times) > MAX_STRETCHES:
-            gaps = sorted(after[0] - before[1] for before, after in pairwise(self.times))
-            self.times = _joined(self.times, gaps[-MAX_STRETCHES])
-
-
-def _joined(times: Iterable[Sequence[float]], longest_gap_s: float) -> list[list[float]]:
-    joined: list[list[float]] = []
-    for begin_s, end_s in times:
-        if joined and begin_s <= joined[-1][1] + longest_gap_s:
-            joined[-1][1] = max(joined[-1][1], end_s)
-        else:
-            joined.append([begin_s, end_s])
-    return joined
 
 
 @dataclass(slots=True)

@@ -123,11 +123,11 @@ class EngineStats:
 
 
 class EngineCore:
-    """One scheduler over one loaded executor.
+    """Runs steps: plans them with one scheduler, and computes them with one loaded executor.
 
     Args:
         clock: seconds, for the timing of steps and queues; `Request.arrival_s` is on the same clock.
-        watch: is notified of every step; call its `tick` to detect stalls.
+        watch: gets the beginning and end of every step; `StepWatchdog.check` detects stalls.
     """
 
     def __init__(
@@ -189,10 +189,13 @@ class EngineCore:
         return self._queues.abort(request_id, reason)
 
     def step(self) -> list[SequenceUpdate]:
-        """Start as many steps as may be in flight and finish the oldest one, which may yield no tokens."""
+        """Start as many steps as may be in flight, finish the oldest one, and return its updates, if any."""
         while len(self._scheduler.in_flight) < self._max_in_flight and (plan := self.plan()) is not None:
             self._submit(plan)
-        return self.commit(self._collect()) if self._scheduler.in_flight else []
+        if not self._scheduler.in_flight:
+            return []
+        result = self._collect()
+        return self.commit(result)
 
     def plan(self) -> SchedulerOutput | None:
         """Plan the next step; None if nothing can be done now. Plans are committed in order."""
@@ -312,10 +315,10 @@ class EngineCore:
         self._scheduler.controller.reset()
 
     def measure_steps(self, max_s: float) -> None:
-        """Measure steps of every draft length with a request of its own. For an engine without requests.
+        """Measure steps of every draft length, with a request made for it. No other request may run.
 
         Args:
-            max_s: seconds after which it ends.
+            max_s: seconds after which the measurement ends.
         """
         max_tokens = min(_WARM_UP_TOKENS, self._scheduler.config.max_model_len - 1)
         if self.costs is None or max_tokens < 1:

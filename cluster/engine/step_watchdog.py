@@ -88,7 +88,8 @@ class StepWatchdog:
         self._waited_s = self._ticked_s = 0.0
 
     def before_submit(self, plan: SchedulerOutput) -> None:
-        self._check_features(plan.admitted)
+        for request in plan.admitted:
+            self._check_features(request)
         flight = _InFlightStep(_kind_of(plan))
         self._flights.append(flight)
         self._call = _Call(self._limit_s(flight.kind))
@@ -137,17 +138,17 @@ class StepWatchdog:
         expected_s = min(slowest_s * _times_rows(kind, each) for each, slowest_s in known.items())
         return max(self.floor_s, COMPILING_S, self._factor * expected_s)
 
-    def _check_features(self, admitted: Sequence[AdmittedRequest]) -> None:
-        for request in admitted:
-            sampling = request.sampling
-            features = (
-                *(sampling.rules is not None, sampling.grammar is not None, sampling.temperature > 0.0),
-                *(sampling.logprobs is not None, sampling.prompt_logprobs is not None, request.on_trial),
-            )
-            count = self._features.get(features, 0)
-            if count < _MIN_STEPS:
-                self._features[features] = count + 1
-                self._warm_up_steps_left = _WARM_UP_STEPS
+    def _check_features(self, request: AdmittedRequest) -> None:
+        """Judge no step for a while after a request with a new combination of features."""
+        sampling = request.sampling
+        features = (
+            *(sampling.rules is not None, sampling.grammar is not None, sampling.temperature > 0.0),
+            *(sampling.logprobs is not None, sampling.prompt_logprobs is not None, request.on_trial),
+        )
+        count = self._features.get(features, 0)
+        if count < _MIN_STEPS:
+            self._features[features] = count + 1
+            self._warm_up_steps_left = _WARM_UP_STEPS
 
 
 def _times_rows(kind: _Kind, known: _Kind) -> int:

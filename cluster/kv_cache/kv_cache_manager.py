@@ -168,8 +168,10 @@ class KVCacheManager:
     def allocate(self, slots_R: IntArray, num_tokens_R: IntArray) -> bool:
         """Allocate the pages for this many tokens of each sequence; False if there are too few for all."""
         missing_GR = self._num_missing_pages(slots_R, num_tokens_R)
-        if not missing_GR.any():  # the usual case
-            return True
+        return not missing_GR.any() or self._allocate_missing(slots_R, missing_GR)
+
+    def _allocate_missing(self, slots_R: IntArray, missing_GR: IntArray) -> bool:
+        """Allocate this many pages in each group for each sequence; False if there are too few for all."""
         counts_G, needed = missing_GR.sum(axis=1).tolist(), [0] * len(self.pools)
         for group, count in zip(self.groups, counts_G, strict=True):
             needed[group.pool] += count
@@ -217,16 +219,18 @@ class KVCacheManager:
             return
         full_R = table.num_computed_S[slots_R] // self.page_size
         grown = np.flatnonzero(full_R > self._num_hashed_S[slots_R])
-        if not len(grown):  # the usual case
-            return
-        columns = (slots_R[grown], self._num_hashed_S[slots_R[grown]], full_R[grown])
-        digests_M: list[bytes] = []
+        if len(grown):
+            self._insert_pages(table, slots_R[grown], full_R[grown])
+
+    def _insert_pages(self, table: SlotTable, slots_K: IntArray, full_K: IntArray) -> None:
+        """Insert those of the first `full_K` pages of each sequence that the prefix cache lacks."""
+        begins_K = self._num_hashed_S[slots_K]
+        columns, digests_M = (slots_K, begins_K, full_K), list[bytes]()
         for slot, num_hashed, num_full in zip(*(c.tolist() for c in columns), strict=True):
             digests, salt = table.sequences[slot].digests, table.sequences[slot].request.cache_salt
             self.cache.hash_pages(digests, table.token_ids_SL[slot], num_full, salt)
             digests_M += digests[num_hashed:num_full]
-        slots_K, begins_K = slots_R[grown], self._num_hashed_S[slots_R[grown]]
-        picks_M, indices_M = _expand_ranges(begins_K, full_R[grown] - begins_K)
+        picks_M, indices_M = _expand_ranges(begins_K, full_K - begins_K)
         slots_M = slots_K[picks_M]
         for g, group in enumerate(self.groups):
             pages = zip(digests_M, self.table_GSP[g, slots_M, indices_M].tolist(), strict=True)
@@ -234,7 +238,7 @@ class KVCacheManager:
                 # A page that was freed while its step was in flight belongs to another sequence.
                 pages = compress(pages, (indices_M >= self.first_GS[g, slots_M]).tolist())
             self.cache.insert(g, pages)
-        self._num_hashed_S[slots_R] = np.maximum(full_R, self._num_hashed_S[slots_R])
+        self._num_hashed_S[slots_K] = full_K
 
     def invalidate(self, slots: Iterable[int], *, marked: bool = False) -> None:
         """Empty the prefix cache, and keep these sequences' pages out of it until they enter again."""
@@ -297,7 +301,7 @@ class KVCacheManager:
 
 
 def _expand_ranges(begins_K: IntArray, counts_K: IntArray) -> tuple[IntArray, IntArray]:
-    """Return begins, begins + 1, .. of each range: the index of the range, and the value."""
+    """Return the elements of all ranges, int32 [M]: the index of each one's range, and its value."""
     shifts_K = begins_K + counts_K - np.cumsum(counts_K, dtype=np.int32)
     picks_M = np.repeat(np.arange(len(counts_K), dtype=np.int32), counts_K)
     return picks_M, np.arange(len(picks_M), dtype=np.int32) + shifts_K[picks_M]

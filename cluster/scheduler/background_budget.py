@@ -19,6 +19,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from ..speculation.step_cost_model import Amounts, Doubles, StepCostModel, StepLoad
+from ..step.scheduler_output import IntArray
 
 _SHARE = 0.03  # of the time of online requests' decoding: p95 of the time per token may grow by a tenth
 _MAX_SAVED = 2.0  # steps; also the largest debt, so that an interruption does not stop background work
@@ -30,10 +31,18 @@ _CHUNK = 32  # prompt rows, the unit of prompts; fewer take no longer than a ste
 
 @dataclass(frozen=True, slots=True)
 class BackgroundWork:
-    """The most decoding requests and prompt rows of background work in one step."""
+    """The most decoding requests and prompt rows of background work, or of prompts, in one step."""
 
     num_decoding: int
     prompt_rows: int
+
+    def limit_rows(self, wanted_R: IntArray, known_R: IntArray) -> IntArray:
+        """Return the wanted rows that fit, in rank order; 0 for sequences once this is used up."""
+        decodes_R = known_R == 1
+        prompt_R = np.where(decodes_R, 0, wanted_R)
+        remaining_R = np.maximum(self.prompt_rows - (np.cumsum(prompt_R) - prompt_R), 0)
+        fits_R = np.cumsum(decodes_R) <= self.num_decoding
+        return np.where(decodes_R, np.where(fits_R, wanted_R, 0), np.minimum(prompt_R, remaining_R))
 
 
 NOTHING = BackgroundWork(0, 0)
@@ -52,21 +61,20 @@ class BackgroundBudget:
         self._saved_s = 0.0  # for background work
         steps = np.arange(0, max_rows + _CHUNK, _CHUNK) if chunks else np.array([0, max_rows])
         self._prompts_M = np.minimum(steps, max_rows)
-        self._most_prompt_rows = _CHUNK  # in any measured step
         self._base_s = 0.0  # predicted seconds of the last step with online requests, without other work
 
-    def prompt_rows(self, load: StepLoad, length: int) -> int:
-        """Return the most prompt rows of online requests beside `load`, with drafts of this length."""
+    def prompt_rows(self, load: StepLoad, length: int, measured_rows: int) -> int:
+        """Return the most prompt rows of online requests beside `load`, with drafts of this length.
+
+        Args:
+            measured_rows: the most prompt rows of a measured step.
+        """
         if not self._chunks or not self._costs.has_measurements:
             return self._max_rows
         load = load._replace(prompt_rows=self._prompts_M)
         costs_M = self._costs.step_s(load, length)
         rows = self._prompts_M[max(_count(costs_M - costs_M[0], _max_delay_s(costs_M[0])), 1)]
-        return min(int(rows), _MAX_GROWTH * self._most_prompt_rows)
-
-    def note_prompt_rows(self, num_rows: int) -> None:
-        """Record that a step with these prompt rows was measured."""
-        self._most_prompt_rows = max(self._most_prompt_rows, num_rows)
+        return min(int(rows), _MAX_GROWTH * max(measured_rows, _CHUNK))
 
     def with_online(self, load: StepLoad, length: int, num_decoding: int) -> BackgroundWork:
         """Return the work to add to a step in which the online requests `load` decode with drafts of this

@@ -56,7 +56,7 @@ class _LoadState:
 
 
 class TwoBatchOverlap:
-    """Chooses the mode of one engine, by number of running requests."""
+    """Chooses between whole steps and halves for one engine, by number of running requests."""
 
     def __init__(self) -> None:
         self._states: dict[int, _LoadState] = {}

@@ -71,22 +71,22 @@ class ContextWriteGate:
         self._rest.fail()
         self._begin()
 
-    def scheduled(self, *, useful: bool) -> None:
-        """Record a step; `useful`: it drafts, and not only for a trial."""
+    def on_scheduled(self, *, useful: bool) -> None:
+        """Record a scheduled step; `useful`: whether it drafts, and not only for a trial."""
         self._steps += 1
         if useful:
             self._rest.reset()
             self._max_idle = _IDLE_STEPS
             self._begin()
 
-    def drafts_are_possible(self) -> None:
-        """Count idle steps from now on."""
+    def on_drafts_possible(self) -> None:
+        """Restart the count of idle steps: drafts have become possible."""
         self.wanted, self._steps = 0, 0
 
     def _begin(self) -> None:
         self._steps, self._write_s, self._total_s = 0, 0.0, 0.0
 
-    def completed(self, timings: StepTimings) -> None:
+    def on_completed(self, timings: StepTimings) -> None:
         self._write_s += timings.inject_s
         self._total_s += timings.total_s
 
@@ -113,7 +113,7 @@ class DrafterContextRefill:
         return self.current is not None or any(self._prompts)
 
     def begin(self, running: Iterable[Sequence], num_tokens: int = 0) -> None:
-        """Start recomputing these, which lack drafter context, rows enough for `num_tokens` each."""
+        """Start recomputing these sequences, with rows enough per step for `num_tokens` tokens each."""
         self._prompts, self.current = ({}, {}), None
         self._min_rows = _REFILL_ROWS + num_tokens // _REFILL_STEPS
         for sequence in running:
@@ -127,7 +127,7 @@ class DrafterContextRefill:
             prompts.pop(slot, None)
 
     def rows(self, num_drafts: int, num_others: int) -> int:
-        """Return the most rows of the recomputed sequence beside `num_others` with this draft length."""
+        """Return the most rows of the recomputed sequence in a step with `num_others` other requests."""
         if not num_others or not self._chunks:
             return self._max_rows
         num_missing = num_drafts * sum(map(len, self._prompts))
@@ -136,7 +136,7 @@ class DrafterContextRefill:
     def next(
         self, table: SlotTable, num_drafts: int, num_others: int, *, background: bool
     ) -> Sequence | None:
-        """Return the next sequence to recompute; None while one is in progress, or if it pays for none."""
+        """Return the next sequence to recompute; None while one is recomputed, or if none is worth it."""
         if self.current is not None:
             slot = self.current.slot
             if slot != WAITING and int(table.pending_tokens(np.array([slot]))[0]) > 1:
@@ -158,7 +158,7 @@ class DrafterContextRefill:
 
 
 class DrafterContext:
-    """The state of the drafter's context for one engine's requests."""
+    """Tracks the drafter and its context for one engine's requests."""
 
     def __init__(self, config: SchedulerConfig, queues: RequestQueues, controller: StepController) -> None:
         self._queues, self._controller = queues, controller
@@ -221,14 +221,14 @@ class DrafterContext:
     def on_draft_limits(self, limits_R: IntArray) -> None:
         """Make the controller retry drafts once the limits allow a decoding request to draft again."""
         if self._writes.wanted and limits_R.any():
-            self._writes.drafts_are_possible()
+            self._writes.on_drafts_possible()
             self._controller.retry_soon()
 
-    def scheduled(self, plan: SchedulerOutput, *, is_trial: bool) -> None:
-        self._writes.scheduled(useful=not is_trial and plan.num_draft_tokens > 0)
+    def on_scheduled(self, plan: SchedulerOutput, *, is_trial: bool) -> None:
+        self._writes.on_scheduled(useful=not is_trial and plan.num_draft_tokens > 0)
 
-    def completed(self, plan: SchedulerOutput, timings: StepTimings) -> None:
-        self._writes.completed(timings)
+    def on_completed(self, plan: SchedulerOutput, timings: StepTimings) -> None:
+        self._writes.on_completed(timings)
         if not plan.writes_context:
             self._queues.counters.drafter_unwritten_tokens += plan.num_batched_tokens
 

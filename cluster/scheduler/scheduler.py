@@ -93,10 +93,6 @@ class Scheduler:
             slots_R, rows_R = np.append(slots_R, slots_B), np.append(rows_R, rows_B)
         if len(slots_R) == 0:
             return None
-        if self._admitted:
-            slots = [admitted.slot for admitted in self._admitted]
-            requests = [self.table.sequences[slot].request for slot in slots]
-            self.controller.admit(np.array(slots, np.int32), requests)
         plan = self._make_plan(slots_R, rows_R.astype(np.int32))
         self.table.on_scheduled(plan)
         step = self.controller.on_scheduled(
@@ -109,7 +105,7 @@ class Scheduler:
             drafter_ready=self.drafter.health.ready,
         )
         self.in_flight.append(step)
-        self.drafter.scheduled(plan, is_trial=step.choice.is_trial)
+        self.drafter.on_scheduled(plan, is_trial=step.choice.is_trial)
         if self.usage.has_accounts:
             self.usage.on_scheduled(plan)
         self._num_steps += 1
@@ -140,7 +136,7 @@ class Scheduler:
             if num_prompts < len(slots_R) and (num_prompts or self.queues.waiting):
                 prompt_budget = self.controller.prefill_rows()
             if num_prompts and prompt_budget < budget:
-                wanted_R = limit_rows(BackgroundWork(len(slots_R), prompt_budget), wanted_R, known_R)
+                wanted_R = BackgroundWork(len(slots_R), prompt_budget).limit_rows(wanted_R, known_R)
                 included = np.flatnonzero(wanted_R)
                 slots_R, num_tokens_R, known_R, wanted_R = (
                     array_R[included] for array_R in (slots_R, num_tokens_R, known_R, wanted_R)
@@ -185,8 +181,7 @@ class Scheduler:
             )
             if work == NOTHING:
                 return online_R[:0], online_R[:0]
-        wanted_R = self._wanted_rows(slots_R, known_R, drafts_R)
-        wanted_R = limit_rows(work, wanted_R, known_R)
+        wanted_R = work.limit_rows(self._wanted_rows(slots_R, known_R, drafts_R), known_R)
         joining = np.flatnonzero(wanted_R)[:budget]
         slots_R, known_R, rows_R = slots_R[joining], known_R[joining], split_rows(wanted_R[joining], budget)
         num_kept = self._allocate_rows(slots_R, num_tokens_R[joining] - known_R, rows_R)
@@ -328,6 +323,7 @@ class Scheduler:
         if blocked is not None:
             self.flight_recorder.on_blocked(blocked, background=background)
         slots = [admitted.slot for admitted in self._admitted[num_before:]]
+        self.controller.admit(slots, [self.table.sequences[slot].request for slot in slots])
         more = np.array([slots, rows], dtype=np.int32)
         return np.append(slots_R, more[0]), np.append(rows_R, more[1])
 
@@ -381,7 +377,7 @@ class Scheduler:
         self.kv_cache_manager.cache_full_pages(self.table, outcome.slots)
         if self.kv_cache_manager.states is not None:
             self.kv_cache_manager.states.commit(step.plan, outcome, self.table)
-        self.drafter.completed(step.plan, result.timings)
+        self.drafter.on_completed(step.plan, result.timings)
         self.controller.on_completed(step, outcome, result, now_s, has_background=self.queues.has_background)
         updates = make_updates(self.table, outcome)
         self.queues.finish(updates)
@@ -399,12 +395,3 @@ def split_rows(wanted_R: IntArray, budget: int) -> IntArray:
     extra_R = wanted_R - 1
     used_R = np.cumsum(extra_R) - extra_R
     return 1 + np.minimum(extra_R, np.maximum(budget - len(wanted_R) - used_R, 0))
-
-
-def limit_rows(work: BackgroundWork, wanted_R: IntArray, known_R: IntArray) -> IntArray:
-    """Return the wanted rows that fit the portion, in rank order; 0 for sequences once it is used up."""
-    decodes_R = known_R == 1
-    prompt_R = np.where(decodes_R, 0, wanted_R)
-    remaining_R = np.maximum(work.prompt_rows - (np.cumsum(prompt_R) - prompt_R), 0)
-    fits_R = np.cumsum(decodes_R) <= work.num_decoding
-    return np.where(decodes_R, np.where(fits_R, wanted_R, 0), np.minimum(prompt_R, remaining_R))

@@ -24,8 +24,8 @@ from numpy.typing import NDArray
 from ..metrics.metric import STEP_TOKENS, Histogram, UsageAccount
 from ..request.request import FinishReason
 from ..speculation.step_cost_model import load_class
-from ..step.scheduler_output import DrafterUse, SchedulerOutput
-from ..step.step_outcome import CompletedStep
+from ..step.scheduler_output import BoolArray, DrafterUse, SchedulerOutput, TreeOutcome
+from ..step.step_outcome import CompletedStep, StepOutcome
 
 _MAX_LOAD_DIFFERENCE = 1  # difference of loads (of `load_class`) up to which a plain step is comparable
 _INITIAL_ACCOUNTS = 16  # initial capacity of accounts; doubled when full
@@ -97,18 +97,23 @@ class Counters:
             self.num_draft_tokens += int(outcome.num_drafts.sum())
             self.num_accepted_tokens += int(outcome.num_accepted.sum())
             if result.is_copied is not None:
-                is_copied_R = result.is_copied[step.remaining_R]
-                self.num_copied_draft_tokens += int(outcome.num_drafts[is_copied_R].sum())
-                self.num_copied_accepted_tokens += int(outcome.num_accepted[is_copied_R].sum())
-            if (trees := result.trees) is not None:
-                main = trees.num_main_drafts_R, trees.num_main_accepted_R
-                drafts_R, accepted_R = (values_R[step.remaining_R] for values_R in main)
-                self.num_branch_tokens += int((outcome.num_drafts - drafts_R).sum())
-                branched_R = outcome.num_accepted - np.minimum(accepted_R, outcome.num_accepted)
-                self.num_accepted_branch_tokens += int(branched_R.sum())
+                self._count_copies(outcome, result.is_copied[step.remaining_R])
+            if result.trees is not None:
+                self._count_branches(outcome, result.trees, step.remaining_R)
             # Position i was accepted if more than i drafts were, so sum from the end.
             ends = np.bincount(outcome.num_accepted, minlength=len(self.accepted_per_pos) + 1)
             self.accepted_per_pos += np.cumsum(ends[::-1])[-2::-1]
+
+    def _count_copies(self, outcome: StepOutcome, is_copied_R: BoolArray) -> None:
+        self.num_copied_draft_tokens += int(outcome.num_drafts[is_copied_R].sum())
+        self.num_copied_accepted_tokens += int(outcome.num_accepted[is_copied_R].sum())
+
+    def _count_branches(self, outcome: StepOutcome, trees: TreeOutcome, remaining_R: BoolArray) -> None:
+        main = trees.num_main_drafts_R, trees.num_main_accepted_R
+        drafts_R, accepted_R = (values_R[remaining_R] for values_R in main)
+        self.num_branch_tokens += int((outcome.num_drafts - drafts_R).sum())
+        branched_R = outcome.num_accepted - np.minimum(accepted_R, outcome.num_accepted)
+        self.num_accepted_branch_tokens += int(branched_R.sum())
 
 
 class Usage(NamedTuple):

@@ -29,6 +29,7 @@ from ..step.scheduler_output import (
 from ..step.step_outcome import StepOutcome
 from .background_budget import BackgroundBudget, BackgroundWork
 from .batch_halves import BatchMode, TwoBatchOverlap
+from .request_weights import RequestWeights
 
 _QUIET_S = 5.0  # without online requests, after which background steps may be longer
 # Why requests decode without drafts: no drafter, not allowed for them, plain steps are measured, or are
@@ -36,10 +37,6 @@ _QUIET_S = 5.0  # without online requests, after which background steps may be l
 Undrafted = Literal["no_drafter", "not_asked", "measuring", "plain_is_faster"]
 _LEARN_EVERY = 2  # drafting steps after the first 64, since learning takes host time
 _MAX_HOST_SHARE = 0.5  # of a step's own seconds; more time between steps was spent idle
-# Bounds of `RequestWeights`, chosen, not measured: no request takes more than four fifths of the rows of an
-# equal one.
-_LOW, _HIGH = 0.5, 4.0
-_PER_PRIORITY = 1.25
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +55,7 @@ class ScheduledStep:
 
 
 class StepController:
-    """The adaptive decisions of one engine.
+    """Makes the adaptive decisions of one engine.
 
     Attributes:
         acceptance: predicts which drafts are accepted; None if speculation does not adapt.
@@ -85,6 +82,7 @@ class StepController:
             self.acceptance = self._predictor
         self._budget = BackgroundBudget(self._costs, config.max_rows, chunks=config.enable_chunked_prefill)
         self._two_batches = TwoBatchOverlap() if config.halves else None
+        self._measured_prompt_rows = 0  # the most of a step
         self._ended_s = -math.inf  # time at which the last step ended
         self._restart()
 
@@ -113,11 +111,12 @@ class StepController:
         """Whether a single request would get drafts, by present estimates; True while nothing is known."""
         return self._policy is None or not self._costs.has_measured_drafts or self._policy.would_draft()
 
-    def admit(self, slots: IntArray, requests: list[Request]) -> None:
-        for slot, request in zip(slots.tolist(), requests, strict=True):
+    def admit(self, slots: list[int], requests: list[Request]) -> None:
+        for slot, request in zip(slots, requests, strict=True):
             self._weights.admit(slot, request)
-        if self._predictor is not None and len(slots):
-            self._predictor.admit(slots, [request.params.temperature for request in requests])
+        if self._predictor is not None and slots:
+            temperatures = [request.params.temperature for request in requests]
+            self._predictor.admit(np.array(slots, np.int32), temperatures)
 
     def reset(self) -> None:
         """Forget everything, as in a new process."""
@@ -184,7 +183,7 @@ class StepController:
         return choice.num_drafts_R
 
     def _with_trees(self, choice: DraftChoice, limits_R: IntArray) -> DraftChoice:
-        """Return the choice with nodes of trees in place of drafts; trials measure chains."""
+        """Return the choice with nodes of trees in place of chains' drafts, except in trials."""
         if self._tree_size is None or choice.is_trial or not choice.length:
             return choice
         nodes_R = -(-choice.num_drafts_R * self._tree_size // self._max_drafts)
@@ -199,10 +198,10 @@ class StepController:
     def prefill_rows(self) -> int:
         """Return the maximum prompt rows in a step in which other online requests decode."""
         load = self._loads[False]._replace(prompt_rows=0)
-        return self._budget.prompt_rows(load, self._choices[False].length)
+        return self._budget.prompt_rows(load, self._choices[False].length, self._measured_prompt_rows)
 
     def background_with_online(self, online: tuple[int, int], num_decoding: int) -> BackgroundWork:
-        """Return the background work beside decoding online requests: their number and draft length."""
+        """Return the background work to add to `online` requests that decode: number, draft length."""
         load = StepLoad(online[0], 0, self._loads[False].context)
         return self._budget.with_online(load, online[1], num_decoding)
 
@@ -223,16 +222,14 @@ class StepController:
         is_half: bool,
         drafter_ready: bool,
     ) -> ScheduledStep:
-        """Complete a plan with how its drafts are trimmed; `num_running` requests are of its first kind."""
+        """Add trees and trimming to a plan; `num_running` requests of its first kind are running."""
         mode = None if self._two_batches is None else self._two_batches.plan(num_running, is_half=is_half)
         choice = self._choices[not num_online]
         load, weights_R = _load_of(plan, context, is_half), self._weights.of(plan.slots, now_s)
         if load.prompt_rows:
             weights_R = weights_R * plan.samples
-        if choice.tree is not None and (predictor := self._predictor) is not None:
-            curves = predictor.bias_K, predictor.slope_K, predictor.offsets(plan.slots)
-            every = Trim(*curves, weights_R, np.zeros(0, np.float32), num_rows=plan.num_batched_tokens)
-            plan = replace(plan, tree=choice.tree, trim=every)
+        if choice.tree is not None and self._predictor is not None:
+            plan = _with_tree(plan, choice.tree, self._predictor, weights_R)
         if self._policy and (trim := self._policy.trim(choice, plan, load, weights_R)) is not None:
             plan = replace(plan, trim=trim)
         remaining_R = np.ones(plan.num_requests, dtype=np.bool_)
@@ -252,7 +249,7 @@ class StepController:
         *,
         has_background: bool,
     ) -> None:
-        """Learn from a completed step; `has_background`: there is background work, in it or waiting."""
+        """Learn from a completed step; `has_background`: whether background work runs or waits."""
         elapsed_s, self._ended_s = now_s - max(step.planned_s, self._ended_s), now_s
         self._weights.count_tokens(outcome.slots, outcome.num_out, now_s)
         if step.undrafted is not None:
@@ -282,8 +279,8 @@ class StepController:
         plan, draft_s = step.plan, result.timings.draft_s
         num_verified, num_drafting = _num_verified(plan, result), int(np.count_nonzero(plan.num_drafts))
         draft_rows = 0 if result.is_pass_skipped else int(plan.block_drafts.sum()) + num_drafting
-        self._budget.note_prompt_rows(int(step.load.prompt_rows))
         self._costs.observe(step.load, num_verified, draft_rows, draft_s, seconds - draft_s, num_drafting)
+        self._measured_prompt_rows = max(self._measured_prompt_rows, int(step.load.prompt_rows))
         if self._policy is None or step.load.prompt_rows:
             return
         num_out_R, weights_R = outcome.num_out, step.weights_R[step.remaining_R]
@@ -339,60 +336,17 @@ class StepController:
             num_tokens = step.choice.estimate.worth or float(count)
             self._two_batches.observe(step.mode, num_tokens, elapsed_s, result.timings)
         if has_background and num_online:
-            base_s = seconds
-            if count < plan.num_requests and self._costs.has_measurements:
-                online = StepLoad(count, 0, step.load.context * count / plan.num_requests, step.load.is_half)
-                num_verified = _num_verified(plan, result, count)
-                base_s = float(
-                    self._costs.non_draft_s(online, num_verified)[-1] + self._costs.draft_s(online, length)[0]
-                )
-            self._budget.observe(base_s, seconds)
+            base_s = self._online_s(step, result, length) if count < plan.num_requests else None
+            self._budget.observe(seconds if base_s is None else base_s, seconds)
 
-
-class RequestWeights:
-    """The weights of running requests in the choice of drafts: the value of a token of each, 1 by default.
-
-    * A request with a time-per-output-token target (`Request.tpot_ms`) has up to four times the weight while
-      it is late, and down to half while it is early.
-    * Each level of priority changes the weight by a quarter if the scheduling policy is by priority.
-    * Background work has half the weight of online requests.
-
-    Args:
-        num_slots: S.
-        by_priority: whether `Request.priority` changes the weight.
-    """
-
-    def __init__(self, num_slots: int, *, by_priority: bool) -> None:
-        self._by_priority = by_priority
-        self._fixed_S = np.ones(num_slots, dtype=np.float32)
-        self._target_s_S = np.full(num_slots, np.nan)
-        self._first_s_S = np.full(num_slots, np.nan)  # time of the first token
-        self._tokens_S = np.zeros(num_slots)  # after the first
-        self._has_targets = False
-
-    def admit(self, slot: int, request: Request) -> None:
-        maximum = math.log(_HIGH, _PER_PRIORITY)
-        level = min(max(-request.priority, -maximum), maximum) if self._by_priority else 0.0
-        self._fixed_S[slot] = _PER_PRIORITY**level * (_LOW if request.background else 1.0)
-        self._target_s_S[slot] = np.nan if request.tpot_ms is None else request.tpot_ms / 1e3
-        self._first_s_S[slot], self._tokens_S[slot] = np.nan, 0.0
-        self._has_targets = self._has_targets or request.tpot_ms is not None
-
-    def count_tokens(self, slots_R: IntArray, num_tokens_R: IntArray, now_s: float) -> None:
-        if not self._has_targets:
-            return
-        began_R = ~np.isnan(self._first_s_S[slots_R])
-        self._tokens_S[slots_R] += np.where(began_R, num_tokens_R, 0)
-        self._first_s_S[slots_R[~began_R & (num_tokens_R > 0)]] = now_s
-
-    def of(self, slots_R: IntArray, now_s: float) -> FloatArray:
-        """Return the weights of these requests, fp32 [R]."""
-        if not self._has_targets:
-            return self._fixed_S[slots_R]
-        due_s_R = self._target_s_S[slots_R] * (self._tokens_S[slots_R] + 1)
-        late_R = ((now_s - self._first_s_S[slots_R]) / due_s_R) ** 2
-        late_R = np.where(np.isnan(late_R), 1.0, np.clip(late_R, _LOW, _HIGH))
-        return (self._fixed_S[slots_R] * late_R).astype(np.float32)
+    def _online_s(self, step: ScheduledStep, result: StepResult, length: int) -> float | None:
+        """Return the estimated seconds of a step without its background work; None while unknown."""
+        if not self._costs.has_measurements:
+            return None
+        plan, count = step.plan, step.num_online
+        online = StepLoad(count, 0, step.load.context * count / plan.num_requests, step.load.is_half)
+        non_draft_s = self._costs.non_draft_s(online, _num_verified(plan, result, count))[-1]
+        return float(non_draft_s + self._costs.draft_s(online, length)[0])
 
 
 def _load_of(plan: SchedulerOutput, context: float, is_half: bool) -> StepLoad:
@@ -401,6 +355,15 @@ def _load_of(plan: SchedulerOutput, context: float, is_half: bool) -> StepLoad:
         return StepLoad(num_requests, 0, context, is_half)
     num_decoding = int(np.count_nonzero(plan.samples & (plan.num_rows - plan.num_drafts == 1)))
     return StepLoad(num_decoding, num_known - num_decoding, context, is_half)
+
+
+def _with_tree(
+    plan: SchedulerOutput, tree: TreeShape, predictor: AcceptanceModel, weights_R: FloatArray
+) -> SchedulerOutput:
+    """Return the plan with drafts in trees, all of which are verified unless the policy trims them."""
+    curves = predictor.bias_K, predictor.slope_K, predictor.offsets(plan.slots)
+    every = Trim(*curves, weights_R, np.zeros(0, np.float32), num_rows=plan.num_batched_tokens)
+    return replace(plan, tree=tree, trim=every)
 
 
 def _why_undrafted(choice: DraftChoice) -> Undrafted:

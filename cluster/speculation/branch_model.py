@@ -1,9 +1,9 @@
 """Calibrates the chances of a draft tree's branches online, as `acceptance_model.py` does for its main path.
 
-Two kinds of estimates depend on the drafter and the text: how often the target takes the second, third, ..
-best candidate instead of the best, and how often one of a block's candidates after such a token. Each has a
-factor: tokens that were accepted, per token that was expected at the nodes that the accepted paths visited.
-Both counts fade, so that factors follow the text. Called by `cluster/scheduler/step_controller.py`.
+Two chances depend on the drafter and the text: that the target takes the second, third, .. best candidate
+instead of the best, and that it takes one of a block's candidates after such a token. Each has a factor: the
+number of accepted tokens divided by the expected number, at the nodes that the accepted paths visited. Both
+numbers fade, so that factors follow the text. Called by `cluster/scheduler/step_controller.py`.
 
 Legend: W most children of a node.
 """
@@ -20,7 +20,7 @@ _RANGE = 0.1, 10.0
 
 
 class BranchModel:
-    """The factors of one engine's drafter, for trees in which a node has at most `width` children."""
+    """Learns the factors of one engine's drafter; a node of its trees has at most `width` children."""
 
     def __init__(self, width: int) -> None:
         self._width = width
@@ -32,7 +32,7 @@ class BranchModel:
 
     @property
     def factors(self) -> tuple[float, ...]:
-        """See `TreeShape`."""
+        """The factors of the estimated chances, `width` numbers, in the order of `TreeShape.factors`."""
         return tuple(np.clip(self._accepted_W / self._expected_W, *_RANGE).tolist())
 
     def observe(self, shape: TreeShape, outcome: TreeOutcome) -> None:

@@ -352,7 +352,7 @@ class DraftLengthPolicy:
 def _estimate_trimmed(
     worths_NK: FloatArray, num_requests: int, own_worth: float, seconds_S: Doubles
 ) -> LengthEstimate:
-    """Estimate a step with drafts like those of these blocks, of which the best number is verified.
+    """Estimate a step with drafts like those of these blocks, if the best number of drafts is verified.
 
     Args:
         worths_NK: survival probability times weight, of each draft of each block.

@@ -65,7 +65,7 @@ def load_class(num_requests: int) -> int:
 
 
 class PassRegression:
-    """Regression for one kind of pass, with or without a phase. False until a pass was observed."""
+    """Regression for one kind of pass, with or without a phase; false until a pass was observed."""
 
     def __init__(self, *, has_phase: bool = False) -> None:
         self._has_phase = has_phase
@@ -134,7 +134,7 @@ class PassRegression:
         self._doubt(covariance_FF, 0.0)
 
     def _doubt(self, covariance_FF: Doubles, phase_deviation: float) -> None:
-        """Set the covariance of the coefficients, and let the state change from now on."""
+        """Set the covariance of the coefficients, and the covariance that each later pass adds to it."""
         self._covariance_FF, self._walk_FF = covariance_FF, _WALK * covariance_FF
         if self._has_phase:
             self._covariance_FF[_PHASE, _PHASE] = phase_deviation**2
@@ -213,7 +213,7 @@ class StepCostModel:
         return bool(self._non_draft)
 
     def end_warm_up(self) -> None:
-        """Take the steps so far as known before the first request."""
+        """Treat the steps so far as measured before the first request."""
         self.known_at_start = self.has_measured_drafts
 
     @property

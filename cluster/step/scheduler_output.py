@@ -246,7 +246,7 @@ class StepTimings:
 
 
 class TreeOutcome(NamedTuple):
-    """What a step's draft trees teach. A *main path* is the chain of a request's best candidates.
+    """The acceptance of a step's draft trees. A *main path* is the chain of a request's best candidates.
 
     Attributes:
         num_main_drafts_R: verified nodes of the main path, int32 [R].

@@ -17,7 +17,14 @@ import numpy as np
 
 from ..request.logprobs import RowLogprobs, StepLogprobs, TokenLogprobs
 from ..request.request import FinishReason
-from .scheduler_output import NOT_A_NUMBER, BoolArray, IntArray, SchedulerOutput, StepResult
+from .scheduler_output import (
+    NOT_A_NUMBER,
+    BoolArray,
+    IntArray,
+    SchedulerOutput,
+    SlotSampling,
+    StepResult,
+)
 from .sequence import SlotTable
 
 
@@ -111,6 +118,7 @@ def read_result(
     assert (result.num_tokens <= np.where(plan.samples, verified_R + 1, 0)).all(), "more than planned"
     assert (result.num_tokens >= plan.samples).all(), "a sampled request must get a token"
     remaining = slice(None) if remaining_R.all() else remaining_R  # a slice costs almost nothing
+    logprobs, prompts = result.logprobs, result.prompt_logprobs
     slots_R, drafts_R = plan.slots[remaining], plan.num_drafts[remaining]
     known_R = plan.num_rows[remaining] - drafts_R
     token_ids_RW, num_tokens_R = result.token_ids[remaining], result.num_tokens[remaining]
@@ -132,35 +140,24 @@ def read_result(
         stopped=stopped_R,
         full=num_out_R == missing_R,
         failed=failed_R & ~stopped_R,
-        logprobs={}
-        if (logprobs := result.logprobs) is None
-        else _logprobs(table, remaining_R, slots_R, num_out_R, logprobs),
-        prompt_logprobs={}
-        if (prompts := result.prompt_logprobs) is None
-        else _prompt_logprobs(plan, remaining_R, prompts),
+        logprobs={} if logprobs is None else _logprobs(table, remaining_R, slots_R, num_out_R, logprobs),
+        prompt_logprobs={} if prompts is None else _prompt_logprobs(plan, remaining_R, prompts),
     )
 
 
 def make_updates(table: SlotTable, outcome: StepOutcome) -> list[SequenceUpdate]:
     """Return one update for each sequence that got tokens or failed."""
     updates: list[SequenceUpdate] = []
-    ends_R = outcome.stopped | outcome.full
-    columns = (
-        outcome.slots,
-        outcome.token_ids,
-        outcome.num_out,
-        ends_R,
-        outcome.num_drafts,
-        outcome.num_accepted,
-    )
+    counts = (outcome.num_out, outcome.num_drafts, outcome.num_accepted)
+    flags = (outcome.stopped, outcome.full, outcome.failed)
     # Plain lists, as reading NumPy scalars one by one would take longer than everything else.
-    flags = (outcome.stopped.tolist(), outcome.failed.tolist())
-    rows = zip(*(column.tolist() for column in columns), *flags, strict=True)
-    for slot, token_ids, count, ends, num_drafted, num_accepted, stopped, failed in rows:
+    columns = [column.tolist() for column in (outcome.slots, outcome.token_ids, *counts, *flags)]
+    rows = zip(*columns, strict=True)
+    for slot, token_ids, count, num_drafted, num_accepted, stopped, full, failed in rows:
         if not (count or failed):
             continue
         sequence = table.sequences[slot]
-        reason: FinishReason | None = ("stop" if stopped else "length") if ends else None
+        reason: FinishReason | None = "stop" if stopped else "length" if full else None
         reason = "error" if failed else reason
         updates.append(
             SequenceUpdate(
@@ -209,7 +206,7 @@ def _prompt_logprobs(
 def _find_failed(
     result: StepResult, remaining_R: BoolArray, token_ids_RW: IntArray, num_tokens_R: IntArray
 ) -> tuple[BoolArray, IntArray]:
-    """Return which sequences have invalid logits (or, with grammars, log probabilities), and from where."""
+    """Return which sequences have invalid logits or log probabilities, and the valid tokens of each."""
     failed_RW = token_ids_RW == NOT_A_NUMBER
     step_logprobs = [each for each in (result.logprobs, result.prompt_logprobs) if each is not None]
     any_nan = any(np.isnan(each.rows.logprobs_Y).any() for each in step_logprobs)
@@ -217,12 +214,19 @@ def _find_failed(
         return np.zeros(len(num_tokens_R), dtype=np.bool_), num_tokens_R
     failed_R = failed_RW.any(axis=1)
     num_tokens_R = np.where(failed_R, failed_RW.argmax(axis=1), num_tokens_R).astype(np.int32)
+    _add_failed_logprobs(step_logprobs, remaining_R, failed_R, num_tokens_R)
+    return failed_R, num_tokens_R
+
+
+def _add_failed_logprobs(
+    step_logprobs: list[StepLogprobs], remaining_R: BoolArray, failed_R: BoolArray, num_tokens_R: IntArray
+) -> None:
+    """Mark sequences with invalid log probabilities as failed, without new tokens, in place."""
     place_of = {place: row for row, place in enumerate(np.flatnonzero(remaining_R).tolist())}
     for each in step_logprobs:
         for place, count in zip(each.requests_A.tolist(), each.counts_A.tolist(), strict=True):
             if place in place_of and count and np.isnan(each.of(place, count, 0).logprobs_Y).any():
                 failed_R[place_of[place]], num_tokens_R[place_of[place]] = True, 0
-    return failed_R, num_tokens_R
 
 
 def _cut_at_stops(
@@ -233,12 +237,20 @@ def _cut_at_stops(
     may_stop_RW: BoolArray = (table.stop_uses_V[token_ids_RW] > 0) & real_RW
     for row in np.flatnonzero(may_stop_RW.any(axis=1)).tolist():
         slot = int(slots_R[row])
-        sequence, begin = table.sequences[slot], int(table.num_tokens_S[slot])
-        for column in np.flatnonzero(may_stop_RW[row]).tolist():
-            # An end token before min_length was the only one that the grammar and other rules allowed.
-            too_early = begin + column < sequence.sampling.min_length
-            may_stop = not too_early or sequence.sampling.grammar is not None
-            if may_stop and int(token_ids_RW[row, column]) in sequence.sampling.stop_token_ids:
-                num_out_R[row], stopped_R[row] = column + 1, True
-                break
+        sampling, begin = table.sequences[slot].sampling, int(table.num_tokens_S[slot])
+        count = _count_to_stop(sampling, begin, token_ids_RW[row], may_stop_RW[row])
+        if count is not None:
+            num_out_R[row], stopped_R[row] = count, True
     return num_out_R, stopped_R
+
+
+def _count_to_stop(
+    sampling: SlotSampling, begin: int, token_ids_W: IntArray, may_stop_W: BoolArray
+) -> int | None:
+    """Return the number of tokens up to the first that ends a sequence of `begin` tokens; None without."""
+    for column in np.flatnonzero(may_stop_W).tolist():
+        # An end token before min_length was the only one that the grammar and other rules allowed.
+        may_stop = begin + column >= sampling.min_length or sampling.grammar is not None
+        if may_stop and int(token_ids_W[column]) in sampling.stop_token_ids:
+            return column + 1
+    return None

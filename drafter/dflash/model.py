@@ -151,7 +151,7 @@ class DFlashDrafter:
     def block_hidden(self, block: StepRows, cache: PagedKVCache) -> Tensor:
         """Return normed hidden states [X, H] of every row that samples a draft, in request order."""
         hidden_NH, _ = self._stack(self.embed_block(block.token_ids_N), block, cache)
-        if block.samples_anchor:
+        if block.anchor_distance == 0:  # all rows do
             return hidden_NH
         return hidden_NH.index_select(0, block.sampled_X)
 

@@ -56,10 +56,13 @@ class DFlashProposer:
 
     def _choose(self, hidden_XH: Tensor, block: StepRows, *, for_trees: bool) -> Proposals:
         logits_XV, selector = self.drafter.logits(hidden_XH), self.drafter.selector
-        if selector is not None:
-            gates_XE = selector.gates(hidden_XH)
-            codebooks = selector.codebooks
-            return select_paths(logits_XV, gates_XE, block, codebooks, self._operators, for_trees=for_trees)
+        if selector is None:
+            return self._sample_each(logits_XV, block, for_trees=for_trees)
+        gates_XE, codebooks = selector.gates(hidden_XH), selector.codebooks
+        return select_paths(logits_XV, gates_XE, block, codebooks, self._operators, for_trees=for_trees)
+
+    def _sample_each(self, logits_XV: Tensor, block: StepRows, *, for_trees: bool) -> Proposals:
+        """Sample each draft by its own logits, without the drafts before it."""
         chosen = sample_with_margins(logits_XV, block.sampling, self._operators)
         candidates = block_candidates(logits_XV, block, self._operators) if for_trees else None
         shape = len(block.counts_R), block.max_count

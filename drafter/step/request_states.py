@@ -145,7 +145,7 @@ class RequestStates:
     def lay_out_block(
         self, plan: SchedulerOutput, mask_id: int, *, samples_anchor: bool = False
     ) -> StepRows | None:
-        """Return the drafter's rows, or None if no request drafts. `samples_anchor`: see `StepRows`."""
+        """Return the drafter's rows, or None if no request drafts. `samples_anchor`: see `DrafterConfig`."""
         r, block_drafts_R = self._requests(plan), plan.block_drafts.astype(np.int64)
         drafting_D = np.flatnonzero(block_drafts_R)
         if len(drafting_D) == 0:
@@ -311,7 +311,7 @@ class RequestStates:
             max_count=int(all_counts_R.max()),
             sampling=self._sampling(slots_X, chosen_at_X, num_before_X),
             num_rows_R=num_rows_R,
-            samples_anchor=samples_anchor,
+            anchor_distance=0 if samples_anchor else 1,
         )
 
     def _attention(

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from ...actors.batch.row_stats import RowStats, RunIntervals, Timeline, length_range
+from ...actors.batch.row_stats import RowStats, length_range
+from ...actors.batch.run_times import RunIntervals, Timeline
 from ...cluster.speculation.acceptance_length import acceptance_by_position
 from ..charts.plots import TEAL, Picture, name_rows, rows_size
 from ..charts.report_page import Card, Tile, flat, picture_card, render_page

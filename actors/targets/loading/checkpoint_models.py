@@ -45,7 +45,7 @@ class Checkpoints:
         return TargetWeights(source, plan.target, sharding, plan.dtype, plan.device, keeps_codes=kept)
 
     def drafter(self, plan: LoadPlan, shared_embeddings: TargetEmbeddings, backend: Backend) -> Drafter:
-        """Return the plan's drafter, whose checkpoint was checked when the plan was made."""
+        """Return the plan's drafter; its checkpoint was checked when the plan was made."""
         spec, config, folder = plan.config.speculative_config, plan.drafter, plan.drafter_folder
         assert spec is not None and folder is not None, "called only for plans with a drafter's checkpoint"
         assert isinstance(config, DrafterConfig | Eagle3Config), "other drafters are parts of the target"

@@ -43,7 +43,7 @@ MTP_DRAFTS = 3  # by default: each application of the layer is further from what
 
 @dataclass(frozen=True, slots=True)
 class MtpConfig:
-    """What loading and memory need to know of the layer, as of a drafter's configuration.
+    """Describes the layer to loading and memory planning, in place of a drafter's configuration.
 
     Attributes:
         model: the layer as a model of one block.

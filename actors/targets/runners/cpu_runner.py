@@ -24,7 +24,13 @@ import torch
 from torch import Tensor
 
 from ....cluster.request.logprobs import StepLogprobs
-from ....cluster.step.scheduler_output import NOT_A_NUMBER, SchedulerOutput, StepResult, StepTimings
+from ....cluster.step.scheduler_output import (
+    NOT_A_NUMBER,
+    SchedulerOutput,
+    StepResult,
+    StepTimings,
+    TreeOutcome,
+)
 from ....drafter.compute.memory.kv_cache import PagedKVCache
 from ....drafter.step.inputs.draft_trees import AcceptedPaths, DraftTrees
 from ....drafter.step.inputs.proposals import Proposals
@@ -146,22 +152,18 @@ class CpuModelRunner:
             logprob_rows = self.states.rows_wanting_logprobs(plan)
         chosen_X, logprobs = self._choose(hidden_XH, rows, logprob_rows)
         paths = learned = None
-        if trees is None or plan.tree is None:
+        if trees is None:
             token_ids_RW, num_tokens_R = self._operators.accept(chosen_X, rows.counts_R, drafts_RK)
         else:
-            paths = trees.accept(chosen_X.cpu().numpy(), rows.counts_R.cpu().numpy())
-            token_ids_RW = torch.from_numpy(paths.token_ids_RW).to(chosen_X.device)
-            num_tokens_R = torch.from_numpy(paths.num_tokens_R).to(chosen_X.device)
-            learned = trees.outcome(paths, plan.tree.width)
-            self._compact(paths, rows)
+            paths, learned = self._accept_paths(plan, trees, chosen_X, rows)
+            token_ids_RW, num_tokens_R = self._put(paths.token_ids_RW), self._put(paths.num_tokens_R)
         if len(non_finite_N := self._non_finite_rows(hidden_NH)):
-            token_ids_RW[torch.from_numpy(_requests_of(non_finite_N, plan)), 0] = NOT_A_NUMBER
+            token_ids_RW[self._put(_requests_of(non_finite_N, plan)), 0] = NOT_A_NUMBER
         self.states.advance(plan, token_ids_RW, num_tokens_R)
         clock.mark()
         if self.drafts is not None and plan.writes_context:
             if trees is not None and paths is not None:
-                placed = paths.context_rows(rows.num_rows_R, trees.branches())
-                taps_NmH, rows = _context_of(taps_NmH, rows, placed)
+                taps_NmH, rows = _context_of(taps_NmH, rows, paths, trees)
             self.drafts.inject(taps_NmH, rows, token_ids_RW, num_tokens_R)
         clock.mark()
         return StepResult(
@@ -178,6 +180,9 @@ class CpuModelRunner:
             is_copied=proposals.is_copied_R,
             is_pass_skipped=proposals.is_pass_skipped,
         )
+
+    def _put(self, values: Ints) -> Tensor:
+        return torch.from_numpy(values).to(self.model.device)
 
     def _non_finite_rows(self, values: Tensor) -> Ints:
         """Return the indices of rows that contain NaN or infinity; none unless the model is broken."""
@@ -199,10 +204,15 @@ class CpuModelRunner:
         self, plan: SchedulerOutput, proposals: Proposals
     ) -> tuple[SchedulerOutput, Tensor, DraftTrees | None]:
         """Return the plan with the drafts to verify, these drafts, and their trees if any branches."""
-        if plan.tree is None or not plan.num_draft_tokens:
-            return *self._trim(plan, proposals), None
-        if proposals.candidates is None:  # chains, shorter than the trees that were planned
-            return *self._trim(plan, replace(proposals, is_partial=True)), None
+        if plan.tree is not None and proposals.candidates is not None and plan.num_draft_tokens:
+            return self._grow_trees(plan, proposals)
+        if plan.tree is not None:  # chains, shorter than the trees that were planned
+            proposals = replace(proposals, is_partial=True)
+        return *self._trim(plan, proposals), None
+
+    def _grow_trees(
+        self, plan: SchedulerOutput, proposals: Proposals
+    ) -> tuple[SchedulerOutput, Tensor, DraftTrees | None]:
         trees = grow_trees(plan, proposals, self.states.allows_tree(plan))
         if self._is_sharded:
             packed = self._communicator.broadcast(torch.from_numpy(trees.pack()).to(self.model.device))
@@ -210,19 +220,20 @@ class CpuModelRunner:
         plan, drafts_RM = plan.with_num_drafts(trees.num_nodes_R), torch.from_numpy(trees.tokens_RM)
         return plan, drafts_RM.to(self.model.device), trees if trees.branches().any() else None
 
-    def _compact(self, paths: AcceptedPaths, rows: StepRows) -> None:
-        """Move the accepted paths' K and V to the slots of their positions."""
+    def _accept_paths(
+        self, plan: SchedulerOutput, trees: DraftTrees, chosen_X: Tensor, rows: StepRows
+    ) -> tuple[AcceptedPaths, TreeOutcome]:
+        """Move K and V of the accepted paths to the slots of their positions; return paths and outcome."""
+        assert plan.tree is not None, "trees were not planned"
+        paths = trees.accept(chosen_X.cpu().numpy(), rows.counts_R.cpu().numpy())
         moves = paths.moves(rows.num_rows_R)
-        if not len(moves[0]):
-            return
-        groups = sorted({place.group for place in self.cache.places})
-        source_slots, target_slots = (
-            torch.cat(
-                [rows.kv_slots[group][torch.from_numpy(each).to(self.model.device)] for group in groups]
+        if len(moves[0]):
+            groups = sorted({place.group for place in self.cache.places})
+            source_slots, target_slots = (
+                torch.cat([rows.kv_slots[group][self._put(each)] for group in groups]) for each in moves
             )
-            for each in moves
-        )
-        self.model.backend.compact_rows(self.cache, source_slots, target_slots)
+            self.model.backend.compact_rows(self.cache, source_slots, target_slots)
+        return paths, trees.outcome(paths, plan.tree.width)
 
     def _trim(self, plan: SchedulerOutput, proposals: Proposals) -> tuple[SchedulerOutput, Tensor]:
         """Return the plan with the drafts to verify, and the drafts [R, K] without the others."""
@@ -279,14 +290,11 @@ def _logprobs_of(chosen_X: Tensor, logprobs_YV: Tensor, logprob_rows: LogprobRow
 
 
 def _context_of(
-    taps_NmH: Tensor | None, rows: StepRows, placed: tuple[Ints, Ints]
+    taps_NmH: Tensor | None, rows: StepRows, paths: AcceptedPaths, trees: DraftTrees
 ) -> tuple[Tensor | None, StepRows]:
-    """Return taps and places of the rows of a step with draft trees that belong to the drafter's context.
-
-    Args:
-        placed: these rows, and the rows whose slots they get (`AcceptedPaths.context_rows`).
-    """
+    """Return taps and places of the rows of a step with draft trees that belong to the drafter's context."""
     assert taps_NmH is not None, "a target with a drafter has taps"
+    placed = paths.context_rows(rows.num_rows_R, trees.branches())
     sources, targets = (torch.from_numpy(each).to(taps_NmH.device) for each in placed)
     slots = tuple(slots_N[targets] for slots_N in rows.kv_slots)
     return taps_NmH[sources], replace(rows, positions_N=rows.positions_N[sources], kv_slots=slots)

@@ -56,13 +56,13 @@ class StepRows(PlacedRows):
     Attributes:
         token_ids_N: inputs.
         sampled_X: rows for which a token is sampled: the target's last rows, all masks of the drafter, and
-            its anchors if `samples_anchor`.
+            its anchors if `anchor_distance` is 0.
         counts_R: sampled rows of each request of the plan, int64.
         max_count: maximum of `counts_R`.
         sampling: sampling parameters of each sampled row; a draft is sampled as the target will sample it.
         num_rows_R: rows of each request that has any, int64, on the host.
-        samples_anchor: whether a block's row predicts the next position's token, the anchor's row included;
-            otherwise a mask predicts the token at its own position.
+        anchor_distance: rows from a request's anchor to its first sampled row. 0: all rows of a block predict
+            the next position's token, the anchor's too. 1: a mask predicts the token at its own position.
     """
 
     token_ids_N: Tensor
@@ -71,12 +71,7 @@ class StepRows(PlacedRows):
     max_count: int
     sampling: SamplingMetadata
     num_rows_R: Ints
-    samples_anchor: bool = False
-
-    @property
-    def anchor_distance(self) -> int:
-        """Rows from a request's anchor to its first sampled row."""
-        return 0 if self.samples_anchor else 1
+    anchor_distance: int = 1
 
     def owners(self) -> Tensor:
         owners_N = np.repeat(np.arange(len(self.num_rows_R)), self.num_rows_R)

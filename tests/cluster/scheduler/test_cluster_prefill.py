@@ -75,13 +75,12 @@ def test_short_prompts_without_measurable_cost_do_not_admit_a_long_one_in_one_st
 
     def learn(rows: int, seconds: float) -> None:
         costs.observe(load._replace(prompt_rows=rows), 0, 0, 0.0, seconds, 0)
-        budget.note_prompt_rows(rows)
 
     for rows, seconds in ((0, 5e-3), (1, 4e-3), (7, 4e-3), (20, 6e-3)):  # within a step's own noise
         learn(rows, seconds)
-    assert budget.prompt_rows(load, 0) <= 128
+    assert budget.prompt_rows(load, 0, 20) <= 128
     learn(40, 4e-3)  # so is the first chunk that counts
-    assert budget.prompt_rows(load, 0) <= 4 * 40
+    assert budget.prompt_rows(load, 0, 40) <= 4 * 40
     for rows in (320, 4096):  # chunks that are cheap become long
         learn(rows, 5e-3 + 1e-6 * rows)
-    assert budget.prompt_rows(load, 0) == 4096
+    assert budget.prompt_rows(load, 0, 4096) == 4096

@@ -107,13 +107,13 @@ def test_a_trial_waits_until_enough_time_was_saved_and_paying_drafts_do_not_wait
     writes = ContextWriteGate(may_stop=True)
     for _ in range(256):
         assert not writes.should_stop
-        writes.scheduled(useful=False)
-        writes.completed(StepTimings(verify_s=0.01, inject_s=0.001))
+        writes.on_scheduled(useful=False)
+        writes.on_completed(StepTimings(verify_s=0.01, inject_s=0.001))
     assert writes.should_stop
     writes.stop()
     assert writes.may_resume_for(trial=False) and not writes.may_resume_for(trial=True)
     for _ in range(1024):
-        writes.scheduled(useful=False)
+        writes.on_scheduled(useful=False)
     assert writes.may_resume_for(trial=True)
 
 
@@ -125,13 +125,13 @@ def test_writes_stop_soon_after_a_trial_unless_its_drafts_pay(pays: bool, steps:
     count = 0
     for number in range(400):
         if number == 20:  # a request is recomputed until then
-            writes.drafts_are_possible()
+            writes.on_drafts_possible()
         if number == 25 and pays:
-            writes.scheduled(useful=True)
-        writes.completed(StepTimings(verify_s=0.01, inject_s=0.001))
+            writes.on_scheduled(useful=True)
+        writes.on_completed(StepTimings(verify_s=0.01, inject_s=0.001))
         if writes.should_stop:
             break
-        writes.scheduled(useful=False)
+        writes.on_scheduled(useful=False)
         count += 1
     assert count == (25 if pays else 20) + steps
 

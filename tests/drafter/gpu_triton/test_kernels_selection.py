@@ -110,7 +110,7 @@ class Blocks:
             max(counts),
             sampling,
             num_rows[np.array(counts) > 0],
-            samples_anchor,
+            anchor_distance=0 if samples_anchor else 1,
         )
         padding = np.full(3, -1)
         device = DeviceRows(

@@ -54,7 +54,7 @@ def block_of(knobs: list[str], counts: list[int], seed: int, *, samples_anchor: 
         max_count=max(counts),
         sampling=sampling,
         num_rows_R=np.array([len(row) for row in rows]),
-        samples_anchor=samples_anchor,
+        anchor_distance=0 if samples_anchor else 1,
     )
 
 

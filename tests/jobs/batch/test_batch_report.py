@@ -22,9 +22,7 @@ from manta.actors.batch.dataset.row_requests import RowSchema
 from manta.actors.batch.engine_meter import EngineMeter
 from manta.actors.batch.row_answerer import WIRE_SCHEMA, RowAnswerer
 from manta.actors.batch.row_stats import (
-    MAX_BUCKETS,
     MAX_NAMES,
-    MAX_STRETCHES,
     Categories,
     Category,
     EngineTotals,
@@ -32,6 +30,7 @@ from manta.actors.batch.row_stats import (
     length_histogram,
     length_range,
 )
+from manta.actors.batch.run_times import MAX_BUCKETS, MAX_INTERVALS
 from manta.actors.engine.async_engine import AsyncEngine
 from manta.actors.tokenization.generation_config import GenerationDefaults
 from manta.cluster.config import EngineConfig
@@ -147,8 +146,8 @@ def test_pauses_between_runs_do_not_count_as_work() -> None:
     figures = figures_of(answered(1000), answered(1012), answered(1030))
     assert figures.stretches.times == [[1000, 1014], [1030, 1032]]
     assert figures.wall_s == 16 and figures.tokens_per_s == pytest.approx(60 / 16)
-    many = figures_of(*(answered(100 * i + i**0.5) for i in range(4 * MAX_STRETCHES)))
-    assert len(many.stretches.times) == MAX_STRETCHES
+    many = figures_of(*(answered(100 * i + i**0.5) for i in range(4 * MAX_INTERVALS)))
+    assert len(many.stretches.times) == MAX_INTERVALS
     # A part with few rows, far from each other, says nothing about pauses between the runs.
     many.merge(figures_of(answered(10**6)))
     assert many.stretches.times[-1] == [10**6, 10**6 + 2]
