@@ -60,8 +60,15 @@ class Reply:
     first_s: float
 
 
-# A peer's tokens are counted by its usage if it returns no ids; its prefix cache would reuse earlier rounds.
-PEER_EXTRAS = {"stream_options": {"include_usage": True}, "cache_prompt": False}
+# A peer's tokens are counted by its usage if it returns no ids; its prefix cache would reuse earlier rounds,
+# and its own defaults may truncate the distribution.
+PEER_EXTRAS = {
+    "stream_options": {"include_usage": True},
+    "cache_prompt": False,
+    "top_k": 0,
+    "top_p": 1.0,
+    "min_p": 0.0,
+}
 
 Ask = Callable[[Question], Awaitable[Reply]]
 
