@@ -25,7 +25,7 @@ from manta.actors.system.atomic_files import rounded
 from manta.actors.tokenization.checkpoint_paths import with_absolute_paths
 from manta.actors.tokenization.prompts import load_tokenizer
 from manta.cluster.config import EngineConfig
-from manta.cluster.errors import ConfigError
+from manta.cluster.errors import ConfigError, MantaError
 from manta.jobs.bench.common.engine_passes import (
     Figures,
     Pass,
@@ -43,7 +43,7 @@ from manta.jobs.common.tables import NO_FIGURE, print_table
 from ..options import ServeTaxOptions
 from ..processes.process_clocks import ROLES, read_role_clocks
 from ..processes.process_tree import TreeWatch
-from .serve_tax_sides import NAMES, SIDES, Asker, Question, Reply, peer_side
+from .serve_tax_sides import NAMES, SIDES, Asker, Question, Reply, Side, peer_side
 
 MIN_STREAMS = 8  # minimum number of streams of a point
 MAX_GROUPS = 4  # streams of a point as a multiple of the concurrency, which drops at the end
@@ -70,8 +70,8 @@ def run_serve_tax(config: EngineConfig, options: ServeTaxOptions) -> Figures:
     config = replace(with_absolute_paths(config), enable_prefix_caching=False)
     _check_concurrency(config, options)
     prompts = encode_prompts(read_prompts(options.prompts, options.num_prompts), load_tokenizer(config))
-    sides = {NAMES[name]: SIDES[name] for name in options.sides}
-    sides |= {shlex.split(command)[0]: partial(peer_side, command) for command in options.peers}
+    peers = _peers(options.peers)
+    sides = {NAMES[name]: SIDES[name] for name in options.sides} | peers
     passes: dict[tuple[int, float], dict[str, list[TaxPass]]] = {
         point: {name: [] for name in sides} for point in options.points
     }
@@ -82,12 +82,13 @@ def run_serve_tax(config: EngineConfig, options: ServeTaxOptions) -> Figures:
                 say(f"round {number + 1}/{options.rounds}: {name}")
                 with watch.open():
                     side = sides[name](config, Path(scratch))
-                    done = asyncio.run(_run_side(side, options, prompts))
+                    done = asyncio.run(_run_side(side, options, prompts, may_fail=name in peers))
                 for point, found in done.items():
                     passes[point][name].append(found)
-    points = [_figures(point, found, watch) for point, found in passes.items()]
+    points = [_figures(point, found, options.rounds, watch) for point, found in passes.items()]
     for point in points:
         print_point(point)
+    print(f"\n{markdown_table(points, list(sides))}")
     print_warning([watch.found.as_json()])
     return record(config, options, points)
 
@@ -111,16 +112,52 @@ def print_point(point: Figures) -> None:
     print_table(f"{title}; by process: CPU seconds per 1,000 tokens", columns, rows)
 
 
+def markdown_table(points: Sequence[Figures], names: Sequence[str]) -> str:
+    """Return tokens/s and, in brackets, the time to first token of each side, a row per point."""
+    rows = [["streams, temperature: tokens/s (TTFT p50, ms)", *names], ["---"] * (len(names) + 1)]
+    for point in points:
+        cells = {
+            side["name"]: f"{side['tokens_per_s']:,.0f} ({side['first_token_ms']:.0f})"
+            for side in point["sides"]
+        }
+        title = f"{point['streams']}, T = {point['temperature']:g}"
+        rows.append([title, *(cells.get(name, NO_FIGURE) for name in names)])
+    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+
+
+def _peers(commands: Sequence[str]) -> dict[str, Side]:
+    """Return the sides of the peers by the name of their program."""
+    peers: dict[str, Side] = {}
+    for command in commands:
+        name = Path(shlex.split(command)[0]).name
+        if name in peers:
+            raise ConfigError(
+                f"peers: two commands run {name!r}. Give one a script of its own.", param="peers"
+            )
+        peers[name] = partial(peer_side, command)
+    return peers
+
+
 async def _run_side(
-    side: AbstractAsyncContextManager[Asker], options: ServeTaxOptions, prompts: Sequence[Prompt]
+    side: AbstractAsyncContextManager[Asker],
+    options: ServeTaxOptions,
+    prompts: Sequence[Prompt],
+    *,
+    may_fail: bool,
 ) -> dict[tuple[int, float], TaxPass]:
+    """Return a pass for each point; with `may_fail` for the points before the first failure."""
     found: dict[tuple[int, float], TaxPass] = {}
-    async with side as requester:
-        for streams, temperature in options.points:
-            questions = _questions(prompts, streams, options.max_tokens, temperature)
-            warm_up = [replace(q, max_tokens=WARM_UP_TOKENS) for q in questions[:streams]]
-            await _ask_all(requester, warm_up, streams)
-            found[streams, temperature] = await _measure(requester, questions, streams)
+    try:
+        async with side as requester:
+            for streams, temperature in options.points:
+                questions = _questions(prompts, streams, options.max_tokens, temperature)
+                warm_up = [replace(q, max_tokens=WARM_UP_TOKENS) for q in questions[:streams]]
+                await _ask_all(requester, warm_up, streams)
+                found[streams, temperature] = await _measure(requester, questions, streams)
+    except MantaError as error:
+        if not may_fail:
+            raise
+        say(f"left out of {len(options.points) - len(found)} point(s): {error.message}")
     return found
 
 
@@ -163,14 +200,18 @@ def _questions(
     ]
 
 
-def _figures(point: tuple[int, float], passes: Mapping[str, list[TaxPass]], watch: TreeWatch) -> Figures:
+def _figures(
+    point: tuple[int, float], passes: Mapping[str, list[TaxPass]], rounds: int, watch: TreeWatch
+) -> Figures:
     streams, temperature = point
-    bare = passes.get(NAMES["engine"])
+    whole = {name: found for name, found in passes.items() if len(found) == rounds}
+    bare = whole.get(NAMES["engine"])
     return {
         "streams": streams,
         "temperature": temperature,
-        "tokens": next(iter(passes.values()))[-1].tokens,
-        "sides": [_figures_of_side(name, found, bare) for name, found in passes.items()],
+        "tokens": max(found[-1].tokens for found in whole.values()),
+        "sides": [_figures_of_side(name, found, bare) for name, found in whole.items()],
+        "failed": [name for name in passes if name not in whole],
         "idleness": watch.found.as_json(),
     }
 

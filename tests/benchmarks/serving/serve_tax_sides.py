@@ -17,7 +17,7 @@ import itertools
 import shlex
 import sys
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -60,8 +60,15 @@ class Reply:
     first_s: float
 
 
-# A peer's tokens are counted by its usage if it returns no ids; its prefix cache would reuse earlier rounds.
-PEER_EXTRAS = {"stream_options": {"include_usage": True}, "cache_prompt": False}
+# A peer's tokens are counted by its usage if it returns no ids; its prefix cache would reuse earlier rounds,
+# and its own defaults may truncate the distribution.
+PEER_EXTRAS = {
+    "stream_options": {"include_usage": True},
+    "cache_prompt": False,
+    "top_k": 0,
+    "top_p": 1.0,
+    "min_p": 0.0,
+}
 
 Ask = Callable[[Question], Awaitable[Reply]]
 
@@ -99,10 +106,10 @@ class EngineAsker:
 
 
 class HttpAsker:
-    """Sends requests over HTTP, with a persistent connection per worker."""
+    """Sends requests over HTTP, with a persistent connection per worker; to a peer with one per request."""
 
-    def __init__(self, url: str, model: str, extras: Mapping[str, object] | None = None) -> None:
-        self._url, self._model, self._extras = url, model, extras or {}
+    def __init__(self, url: str, model: str, *, is_peer: bool = False) -> None:
+        self._url, self._model, self._is_peer = url, model, is_peer
 
     @asynccontextmanager
     async def worker(self) -> AsyncIterator[Ask]:
@@ -110,6 +117,8 @@ class HttpAsker:
 
             async def ask(question: Question) -> Reply:
                 stream = await client.ask(self._body(question))
+                if self._is_peer:  # llama.cpp's server closes the connection, but does not announce it
+                    client.close()
                 if stream.end != "whole" or stream.first_s is None:
                     raise MantaError(
                         f"A stream from {self._url} ended as {stream.end!r} (status {stream.status}): "
@@ -126,7 +135,7 @@ class HttpAsker:
             "model": self._model,
             "ignore_eos": True,
             "return_token_ids": True,
-            **self._extras,
+            **(PEER_EXTRAS if self._is_peer else {}),
         }
 
 
@@ -173,7 +182,7 @@ async def peer_side(command: str, config: EngineConfig, scratch: Path) -> AsyncI
     with server(shlex.split(command.replace("{port}", str(port))), url, scratch / "peer.log"):
         with ServerClient(url) as client:
             model = client.request("/v1/models").body["data"][0]["id"]
-        yield HttpAsker(url, model, PEER_EXTRAS)
+        yield HttpAsker(url, model, is_peer=True)
 
 
 def plain(side: Side) -> Side:

@@ -154,8 +154,10 @@ class StreamClient:
         self.close()
 
 
-def _take(stream: Stream, event: Json) -> bool:
-    """Add an event to the stream; return whether it has tokens."""
+def _take(stream: Stream, event: Json | None) -> bool:
+    """Add an event to the stream; return whether it has tokens. llama.cpp's server sends null events, too."""
+    if event is None:
+        return False
     if "error" in event:
         stream.error = event["error"]
         return False

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -14,6 +16,7 @@ import pytest
 from benchmarks.processes.process_clocks import ROLES, SERVER_MODULE, read_role_clocks, role_of
 from benchmarks.serving.own_server import write_settings
 from benchmarks.serving.serve_tax import ServeTaxOptions, run_serve_tax
+from benchmarks.serving.streams import Stream, StreamClient
 from manta.cluster.config import EngineConfig
 from manta.cluster.errors import ConfigError
 from support.checkpoints.text_pair import make_text_pair
@@ -45,7 +48,7 @@ def test_the_bare_server_answers_as_the_engine_and_its_processes_are_distinguish
         rounds=1,
         max_tokens=24,
         sides=("engine", "asgi", "engine-plain"),
-        peers=(f"{sys.executable} -P {SERVER} {write_settings(config, tmp_path)} {{port}}",),
+        peers=(f"{sys.executable} -P {SERVER} {write_settings(config, tmp_path)} {{port}}", "false {port}"),
         output=tmp_path / "figures.json",
     )
     run_serve_tax(config, options)
@@ -57,7 +60,10 @@ def test_the_bare_server_answers_as_the_engine_and_its_processes_are_distinguish
     spent = engine["cpu_s_per_1k_tokens"]
     assert spent["client"] > 0 == spent["worker"] == spent["replica"]
     assert asgi["cpu_s_per_1k_tokens"]["worker"] > 0 < asgi["cpu_s_per_1k_tokens"]["replica"]
-    assert "2 stream(s) at once, T = 1, 192 tokens" in capsys.readouterr().out
+    assert point["failed"] == ["false"]
+    printed = capsys.readouterr().out
+    assert "2 stream(s) at once, T = 1, 192 tokens" in printed
+    assert re.search(r"\| 2, T = 1 (\| [\d,]+ \(\d+\) ){4}\| - \|", printed)
 
 
 def test_unmeasurable_settings_are_refused(config: EngineConfig) -> None:
@@ -67,6 +73,27 @@ def test_unmeasurable_settings_are_refused(config: EngineConfig) -> None:
         run_serve_tax(config, ServeTaxOptions())
     with pytest.raises(ConfigError, match=r"peers='llama-server' must contain \{port\}"):
         ServeTaxOptions(peers=("llama-server",))
+    with pytest.raises(ConfigError, match="peers: two commands run 'llama-server'"):
+        run_serve_tax(config, ServeTaxOptions(concurrency=(1,), peers=("llama-server {port}",) * 2))
+
+
+def test_null_events_of_a_stream_are_skipped() -> None:
+    events = ("null", '{"choices": [{"text": "a"}]}', "null", "[DONE]")
+    body = "".join(f"data: {event}\n\n" for event in events).encode()
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n%b" % (len(body), body))
+        await writer.drain()
+
+    async def ask() -> Stream:
+        async with await asyncio.start_server(answer, "127.0.0.1", 0) as listening:
+            port = listening.sockets[0].getsockname()[1]
+            async with StreamClient(f"http://127.0.0.1:{port}") as client:
+                return await client.ask({"prompt": [1]})
+
+    stream = asyncio.run(ask())
+    assert (stream.end, stream.text, len(stream.token_times_s)) == ("whole", "a", 1)
 
 
 def test_a_process_is_identified_by_its_command() -> None:
