@@ -195,10 +195,10 @@ class TilePlan:
 def plan_tiles(kind: AttentionKind, max_rows: int, *, batch_invariant: bool = False) -> TilePlan:
     """Choose tiles from shapes alone: at most four plans per kind, in invariant mode one."""
     group, width = kind.num_heads // kind.num_kv_heads, tile_width(kind.head_dim)
-    block_keys = _block_keys(width, kind.dtype.itemsize)
+    block_keys = _block_keys(width, kind.dtype.itemsize, batch_invariant=batch_invariant)
     values = _BLOCK_VALUES[kind.dtype.itemsize]
     if batch_invariant:  # three accumulators at once: half the rows if heads are wide, and more warps
-        wanted_rows, most_rows = _INVARIANT_BLOCK_ROWS, values // 2 // tile_width(kind.v_head_dim)
+        wanted_rows, most_rows = _INVARIANT_BLOCK_ROWS, values // 2 // width
     else:
         wanted_rows, most_rows = max_rows * group, min(_MAX_BLOCK_ROWS, values // width)
     block_rows = max(_MIN_BLOCK_ROWS, triton.next_power_of_2(max(min(wanted_rows, most_rows), group)))
@@ -213,9 +213,12 @@ def plan_tiles(kind: AttentionKind, max_rows: int, *, batch_invariant: bool = Fa
     )
 
 
-def _block_keys(width: int, itemsize: int) -> int:
-    """Return the keys of a tile, so that several stages of K and V tiles fit in shared memory."""
-    if itemsize == 2 and width <= 128:
+def _block_keys(width: int, itemsize: int, *, batch_invariant: bool) -> int:
+    """Return the keys of a tile, so that several stages of K and V tiles fit in shared memory.
+
+    Beside the three accumulators of batch-invariant mode, scores of 64 keys would spill from a width of 128.
+    """
+    if itemsize == 2 and width <= (64 if batch_invariant else 128):
         return 64
     return 32 if width * itemsize <= 1024 else 16
 
