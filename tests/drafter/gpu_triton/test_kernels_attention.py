@@ -175,6 +175,17 @@ def test_keys_before_a_window_may_be_anything(batch_invariant: bool, causal: boo
     assert torch.equal(case.attend(causal=causal, window=window, workspace=workspace), expected)
 
 
+def test_keys_before_first_key_may_be_anything() -> None:
+    """Nothing was ever written there: a page holds what another request left."""
+    case, first_key = Case(Shape(), [100, 3], [3, 1]), 2
+    expected = case.attend(first_key=first_key)
+    for slot in case.rows.slots_B:
+        at = case.rows.page_table[slot][0].long() * case.shape.page_size + torch.arange(first_key)
+        case.cache.write(1, at, torch.full((first_key, case.shape.geometry.width), torch.inf))
+    assert expected.isfinite().all()
+    assert torch.equal(case.attend(first_key=first_key), expected)
+
+
 @pytest.mark.parametrize("sinks", [False, True])
 @pytest.mark.parametrize("window", [None, 20, 128])
 @pytest.mark.parametrize("causal", [True, False])

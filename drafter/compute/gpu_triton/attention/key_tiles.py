@@ -117,12 +117,13 @@ def _attend_tiles(
     k_ptr, v_ptr, table_ptr, num_keys, page_stride, token_stride = keys
     dim_D = tl.arange(0, q_RD.shape[1])
     dim_F = tl.arange(0, V_WIDTH)
-    oldest = first_seen(tl.min(position_R, 0), WINDOW)
+    first_position = tl.min(position_R, 0)
+    oldest = tl.maximum(first_seen(first_position, WINDOW), tl.minimum(first_position, FIRST_KEY))
     for tile in tl.range(lo, hi, num_stages=1 if TREE else None):
         key_T = tile * BLOCK_KEYS + tl.arange(0, BLOCK_KEYS)
         there_T = key_T < num_keys
-        # A page before the window may be another request's, and zero times its infinity would be NaN.
-        read_T = tl.maximum(key_T, oldest) if WINDOW > 0 else key_T
+        # What no row sees may be another request's, and zero times its infinity would be NaN.
+        read_T = tl.maximum(key_T, oldest) if WINDOW > 0 or FIRST_KEY > 0 else key_T
         if BY_PATH:
             read_T, there_T = path_keys(tree, token, key_T, read_T, there_T)
         page_T = tl.load(table_ptr + read_T // PAGE, mask=there_T, other=0).to(tl.int64)
