@@ -170,6 +170,7 @@ def _info(
         num_speculative_tokens=plan.num_speculative_tokens,
         dtype=str(plan.dtype).removeprefix("torch."),
         device=plan.device.type,
+        max_num_batched_tokens=plan.max_num_batched_tokens,
         max_in_flight=2 if runs_ahead(plan) or plan.split else 1,
         halves=plan.split,
         max_stop_token_ids=_max_stop_token_ids(plan),
@@ -188,10 +189,8 @@ def runs_on_device(plan: LoadPlan) -> bool:
 
 def device_limits(plan: LoadPlan) -> tuple[int, int]:
     """Return the largest number of requests in a step, and of rows that sample a token."""
-    config = plan.config
-    rows = config.max_num_seqs * (1 + plan.num_speculative_tokens)
-    budget = config.max_num_batched_tokens
-    return min(config.max_num_seqs, budget), min(rows, budget)
+    max_requests, budget = plan.config.max_num_seqs, plan.max_num_batched_tokens
+    return min(max_requests, budget), min(max_requests * (1 + plan.num_speculative_tokens), budget)
 
 
 def _max_stop_token_ids(plan: LoadPlan) -> int | None:
@@ -216,7 +215,7 @@ def _row_buckets(plan: LoadPlan) -> tuple[int, ...] | None:
     from ..runners.cuda_graphs import StepKinds
 
     max_requests, _ = device_limits(plan)
-    return StepKinds(max_requests, plan.num_speculative_tokens, plan.config.max_num_batched_tokens).rows
+    return StepKinds(max_requests, plan.num_speculative_tokens, plan.max_num_batched_tokens).rows
 
 
 def runs_ahead(plan: LoadPlan) -> bool:
@@ -355,7 +354,7 @@ class _Rank:
             models,
             max_requests,
             plan.num_speculative_tokens,
-            config.max_num_batched_tokens,
+            plan.max_num_batched_tokens,
             guide,
             suffixes,
             # a split drafter's part would have to be in the graphs

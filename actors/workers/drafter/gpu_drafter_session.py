@@ -61,7 +61,7 @@ class GpuDrafterSession:
         self._drafter, self._cache = drafter, cache
         self._states = DeviceStates(*size, plan.device, plan.pages)
         self._workspace = SamplingWorkspace.build(num_rows, plan.target.vocab_size, plan.device)
-        self._kinds = StepKinds(max_requests, plan.num_speculative_tokens, config.max_num_batched_tokens)
+        self._kinds = StepKinds(max_requests, plan.num_speculative_tokens, plan.max_num_batched_tokens)
         self._max_rows = DeviceStepRequests.list_length(max_requests)
         num_values = 2 * NUM_LISTS * self._max_rows
         self._upload = Upload(self._states.arena, num_values, self._states.max_changes)

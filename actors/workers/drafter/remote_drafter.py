@@ -73,8 +73,15 @@ class RemoteDrafterSource:
         self.disconnect()
         plan, drafter = self._plan, self._plan.drafter
         assert drafter is not None, "a remote drafter has a config"
-        config = replace(plan.config, max_model_len=plan.max_model_len, page_size=plan.page_size)
-        sizes = Sizes.of(config, plan.num_speculative_tokens, drafter.hidden_size, plan.dtype)
+        max_rows = plan.max_num_batched_tokens
+        config = replace(
+            plan.config,
+            max_model_len=plan.max_model_len,
+            page_size=plan.page_size,
+            max_num_batched_tokens=max_rows,
+        )
+        rows = config.max_num_seqs, max_rows, plan.num_speculative_tokens
+        sizes = Sizes.of(*rows, drafter.hidden_size, plan.dtype)
         hello = Hello(name, config, info.num_pages, sizes, mailbox=None)
         self._link = DrafterClient(address, hello, plan.device, waiter)
 
