@@ -944,6 +944,8 @@ def _compile(module: str, variant: Variant, capability: int) -> dict[str, int | 
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
+        prefetches = variant.kernel == "_multiply" and variant.constexprs["CODE"] is None
+        assert found["prefetches_first"] == prefetches, (variant, found)
     kernel = getattr(importlib.import_module(f"manta.drafter.{module}"), variant.kernel)
     types = {name: variant.signature.get(name, "constexpr").split(":")[0] for name in kernel.arg_names}
     aligned = [kernel.arg_names.index(name) for name, kind in variant.signature.items() if ":16" in kind]
@@ -990,6 +992,9 @@ def _hot_loop(cubin: bytes) -> list[str]:
     places = {int(address, 16): i for i, (address, *_) in enumerate(lines)}
     names = [name for _, _, name, _ in lines]
     for i, (address, predicate, name, operands) in enumerate(lines):
+        "prefetches_first": -1
+        < compiled.asm["ptx"].find("prefetch.global.L2")
+        < compiled.asm["ptx"].find("griddepcontrol.wait"),
         if name != "BRA" or not (predicate or "UP" in operands):
             continue
         target = int(re.findall(r"0x([0-9a-f]+)", operands)[-1], 16)
