@@ -208,7 +208,7 @@ def test_ragged_rows_equal_dense_attention_with_one_piece_or_several(max_keys, c
         *((Shape(5, 1, 128, 256, half), [300], [9]) for half in HALVES),  # a group that is no power of two
         (Shape(2, 2, 64, 128, torch.float32), [130, 1], [1, 1]),  # a K/V head for every query head
         *((Shape(2, 1, 256, 16, half), [70], [5]) for half in HALVES),
-        (Shape(2, 1, 256, 64, torch.float32), [70], [5]),
+        (Shape(2, 1, 256, 64, torch.float32), [300], [5]),  # runs of pieces, some columns at a time
         *((Shape(8, 1, 512, 64, half), [140], [5]) for half in HALVES),  # Gemma 4's full layers
         (Shape(2, 1, 512, 16, torch.float32), [70], [5]),
         *((Shape(4, 2, 192, 32, half, 128), [150, 16], [5, 1]) for half in HALVES),  # MiMo-V2
