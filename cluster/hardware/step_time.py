@@ -24,9 +24,6 @@ from .parallel_layouts import ParallelLayout
 
 # Estimated in docs/benchmarks/gpu.md: seconds each kernel takes beyond its roofline floor.
 LAUNCH_S = 3e-6
-# Estimated: seconds in which a host in Python launches a kernel outside a CUDA graph. A target and a drafter
-# on separate GPUs have no graphs.
-EAGER_LAUNCH_S = 20e-6
 # Kernels of a step, counted by tests/drafter/gpu_triton/test_launches.py: of a layer; outside the layers of
 # target and drafter together; more of a layer with experts (norm, router, choice, tiles, two GEMMs, a sum and
 # a norm instead of two GEMMs); more of one without, over ranks (residual and norm apart from the two sums);
@@ -127,7 +124,7 @@ class StepTimes:
         fuses = tokens <= FUSED_SUM_ROWS and tokens * self._hidden * target.itemsize <= FUSED_SUM_BYTES
         launches = target_launches(target.num_layers, num_routed, self._layout.tp, fuses=fuses)
         sums = self._all_reduces(2 * target.num_layers + 1, tokens)
-        return self._launched(self._in_sequence(works) + sums, launches)
+        return self._in_sequence(works) + sums + DeviceTime(launches=LAUNCH_S * launches)
 
     def draft(self, batch: int, rows: float, context: float) -> DeviceTime:
         """Return the time of the drafter's pass over blocks of `rows` rows; 0 without drafts."""
@@ -146,13 +143,13 @@ class StepTimes:
         if self._layout.tp > 1 and not self._layout.has_drafter_gpu:
             launches += LAUNCHES_OF_DRAFTS_OVER_RANKS
             sums = self._all_reduces(2, tokens)  # embedding and argmax
-        return self._launched(self._in_sequence(works) + sums, launches)
+        return self._in_sequence(works) + sums + DeviceTime(launches=LAUNCH_S * launches)
 
     def _draft_one_by_one(self, drafter: ModelShape, batch: int, drafts: float, context: float) -> DeviceTime:
         """Return the time of a pass per draft, without all-reduces: every rank has the whole drafter."""
         works = [drafter.linears(batch), drafter.head(batch), drafter.attention(batch, 1, context)]
         launches = LAUNCHES_PER_LAYER * drafter.num_layers + LAUNCHES_OF_DRAFT
-        return self._launched(self._in_sequence(works), launches).times(drafts)
+        return (self._in_sequence(works) + DeviceTime(launches=LAUNCH_S * launches)).times(drafts)
 
     def inject(self, rows: float) -> DeviceTime:
         """Return the time to write `rows` rows of the drafter's context."""
@@ -187,13 +184,6 @@ class StepTimes:
         draft = self.draft(half, rows, context) + self.inject(half * rows) + sent
         longer = max(self.verify(half, rows, context) + sent, draft, key=lambda time: time.total_s)
         return longer + longer
-
-    def _launched(self, work: DeviceTime, launches: int) -> DeviceTime:
-        """Return the time of a pass; without a graph it lasts at least as long as the host launches."""
-        spent = work + DeviceTime(launches=LAUNCH_S * launches)
-        if not self._layout.has_drafter_gpu:
-            return spent
-        return spent + DeviceTime(launches=max(EAGER_LAUNCH_S * launches - spent.total_s, 0.0))
 
     def _in_sequence(self, works: Sequence[DeviceWork]) -> DeviceTime:
         device, total = self._gpu.device, DeviceTime()

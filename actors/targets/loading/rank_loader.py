@@ -310,6 +310,7 @@ class _Rank:
         from ..runners.eagle3_chains import Eagle3Chains
         from ..runners.gpu_runner import GpuModelRunner
         from ..runners.grammar_masks import DeviceGrammarMasks
+        from ..runners.remote_exchange import RemoteExchange
         from ..runners.step_passes import DeviceModels
 
         plan, config = self._plan, self._plan.config
@@ -324,6 +325,11 @@ class _Rank:
             make_state_memory(plan, num_states),
         )
         pages = pages_of(plan.pages, plan.pages.target, num_pages)
+        workspace, exchange = SamplingWorkspace.build(num_rows, plan.target.vocab_size, plan.device), None
+        if (remote := self._remote()) is not None:
+            assert plan.drafter is not None, "a remote drafter has a config"
+            sizes = plan.max_num_batched_tokens, plan.drafter.hidden_size
+            exchange = RemoteExchange(remote, workspace.margins_N, *sizes, plan.dtype)
         models = DeviceModels(
             target=self._model,
             cache=self._model.new_cache(pages, plan.page_size, memory, plan.kv_dtype),
@@ -332,12 +338,12 @@ class _Rank:
             chains=chains,
             states=states,
             recurrent=None if memory is None else DeviceRecurrent(memory, states.states_S, states.tables),
-            workspace=SamplingWorkspace.build(num_rows, plan.target.vocab_size, plan.device),
+            workspace=workspace,
             communicator=self._communicator,
             hidden=torch.empty(
                 num_rows, plan.target.hidden_size, dtype=self._model.dtype, device=plan.device
             ),
-            remote=self._remote(),
+            remote=exchange,
             lookup_lengths=_lookup_lengths(config),
         )
         guide = None
@@ -357,8 +363,7 @@ class _Rank:
             plan.max_num_batched_tokens,
             guide,
             suffixes,
-            # a split drafter's part would have to be in the graphs
-            captures=plan.device.type == "cuda" and not plan.split,
+            captures=plan.device.type == "cuda",
         )
 
     def _step_runner(self, num_pages: tuple[int, ...], num_states: int | None) -> CpuModelRunner:

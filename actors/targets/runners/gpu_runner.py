@@ -249,7 +249,10 @@ class GpuModelRunner:
         """Run the passes of decoding requests."""
         filters, guide = self._filters(plan, requests_G), self._guide_of(plan, requests_G)
         block, kind = self._kinds.of(plan, requests_G, filters=filters or guide is not None)
+        remote = self.models.remote
         if block is not None:
+            if remote is not None:
+                remote.receive(block.num_rows)
             self._graphs.replay(block)
         memory, masks = self.models.masks, None
         if guide is not None and memory is not None:
@@ -257,6 +260,8 @@ class GpuModelRunner:
             if masks is not None:
                 memory.write(masks)
         self._graphs.replay(kind)
+        if remote is not None and kind.writes_context:
+            remote.send(self._graphs.num_verified(kind), kind.num_rows, kind.num_rows)
         if masks is not None and memory is not None:
             memory.clear()  # once the pass has read them
         return _Share(requests_G, self._graphs.parts(kind), kind.num_requests, kind.width)
@@ -286,6 +291,8 @@ class GpuModelRunner:
             saves=saves,
         )
         hidden_NH = pass_.run()
+        if self.models.remote is not None and plan.writes_context:
+            self.models.remote.send(requests.num_drafts_R, num_sampled, requests.num_rows)
         return _Share(requests_G, pass_.parts, num_requests, 1), hidden_NH
 
     def _guide_of(self, plan: SchedulerOutput, requests_G: Indices) -> DeviceGrammarMasks | None:
