@@ -59,7 +59,7 @@ PRODUCTS: Mapping[float, KernelLoop] = {
 }
 TALL_MXFP4 = _loop(4352, 363, 410)
 # A tile of 64 rows over K and V with heads of 128, by bytes of their elements.
-ATTENTION: Mapping[int, KernelLoop] = {2: _loop(32768, 766, 976), 1: _loop(16384, 883, 918)}
+ATTENTION: Mapping[int, KernelLoop] = {2: _loop(32768, 697, 802), 1: _loop(16384, 847, 887)}
 
 
 def product_instructions(weight_bytes: float, num_bytes: float, rows: float) -> IssuedInstructions:

@@ -25,9 +25,6 @@ from .parallel_layouts import ParallelLayout
 
 # Estimated in docs/benchmarks/gpu.md: seconds each kernel takes beyond its roofline floor.
 LAUNCH_S = 3e-6
-# Estimated: seconds in which a host in Python launches a kernel outside a CUDA graph. A target and a drafter
-# on separate GPUs have no graphs.
-EAGER_LAUNCH_S = 20e-6
 # Kernels of a step, counted by tests/drafter/gpu_triton/test_launches.py: of a layer; outside the layers of
 # target and drafter together; more of a layer with experts (norm, router, choice, tiles, two GEMMs, a sum and
 # a norm instead of two GEMMs); more of one without, over ranks (residual and norm apart from the two sums);
@@ -127,7 +124,7 @@ class StepTimes:
         fuses = tokens <= FUSED_SUM_ROWS and tokens * self._hidden * target.itemsize <= FUSED_SUM_BYTES
         launches = target_launches(target.num_layers, num_routed, self._layout.tp, fuses=fuses)
         sums = self._all_reduces(2 * target.num_layers + 1, tokens)
-        return self._launched(self._in_sequence(works) + sums, launches)
+        return self._in_sequence(works) + sums + DeviceTime(launches=LAUNCH_S * launches)
 
     def draft(self, batch: int, rows: float, context: float) -> DeviceTime:
         """Return the time of the drafter's pass over blocks of `rows` rows; 0 without drafts."""
@@ -146,7 +143,7 @@ class StepTimes:
         if self._layout.tp > 1 and not self._layout.has_drafter_gpu:
             launches += LAUNCHES_OF_DRAFTS_OVER_RANKS
             sums = self._all_reduces(2, tokens)  # embedding and argmax
-        return self._launched(self._in_sequence(works) + sums, launches)
+        return self._in_sequence(works) + sums + DeviceTime(launches=LAUNCH_S * launches)
 
     def _draft_one_by_one(self, drafter: ModelShape, batch: int, context: float) -> DeviceTime:
         """Return the time of the pass for one draft of each request."""
@@ -158,7 +155,7 @@ class StepTimes:
             if self._layout.tp > 1:
                 launches += LAUNCHES_OF_DRAFTS_OVER_RANKS
                 sums = self._all_reduces(2 * drafter.num_layers + 2, batch)  # with embedding and argmax
-        return self._launched(self._in_sequence(works) + sums, launches)
+        return self._in_sequence(works) + sums + DeviceTime(launches=LAUNCH_S * launches)
 
     def inject(self, rows: float) -> DeviceTime:
         """Return the time to write `rows` rows of the drafter's context."""
@@ -193,13 +190,6 @@ class StepTimes:
         draft = self.draft(half, rows, context) + self.inject(half * rows) + sent
         longer = max(self.verify(half, rows, context) + sent, draft, key=lambda time: time.total_s)
         return longer + longer
-
-    def _launched(self, work: DeviceTime, launches: int) -> DeviceTime:
-        """Return the time of a pass; without a graph it lasts at least as long as the host launches."""
-        spent = work + DeviceTime(launches=LAUNCH_S * launches)
-        if not self._layout.has_drafter_gpu:
-            return spent
-        return spent + DeviceTime(launches=max(EAGER_LAUNCH_S * launches - spent.total_s, 0.0))
 
     def _in_sequence(self, works: Sequence[DeviceWork]) -> DeviceTime:
         device, total = self._gpu.device, DeviceTime()

@@ -32,6 +32,7 @@ class ExecutorInfo:
             `max_in_flight` is at least 2 then. The scheduler measures which is faster: two alternating halves
             of the running requests, or all of them with one plan at a time. Alternating plans only have a
             slot in common if it is given to another request while a step of its last one is in flight.
+        max_num_batched_tokens: most rows of a step, unless it is a setting.
         row_buckets: rows of a decoding pass, ascending: a pass takes as long as the next larger bucket, and
             prompts are computed in a separate pass. None: every row counts, in one pass.
     """
@@ -44,6 +45,7 @@ class ExecutorInfo:
     num_speculative_tokens: int
     dtype: str
     device: str
+    max_num_batched_tokens: int = 2048
     max_in_flight: int = 1
     max_stop_token_ids: int | None = None
     has_grammars: bool = True

@@ -65,9 +65,10 @@ class SchedulerConfig:
 
     @classmethod
     def derive(cls, config: EngineConfig, info: ExecutorInfo) -> SchedulerConfig:
+        max_rows = config.max_num_batched_tokens or info.max_num_batched_tokens
         return cls(
-            num_slots=min(config.max_num_seqs, config.max_num_batched_tokens),
-            max_rows=config.max_num_batched_tokens,
+            num_slots=min(config.max_num_seqs, max_rows),
+            max_rows=max_rows,
             enable_chunked_prefill=config.enable_chunked_prefill,
             enable_prefix_caching=config.enable_prefix_caching,
             by_priority=config.scheduling_policy == "priority",

@@ -73,7 +73,7 @@ def _trim_half(drafts: int) -> Trim:
 
 
 def _without_graphs(runner: GpuModelRunner, plan: LoadPlan) -> GpuModelRunner:
-    max_rows = plan.config.max_num_batched_tokens
+    max_rows = plan.max_num_batched_tokens
     num_drafts = plan.num_speculative_tokens
     return GpuModelRunner(runner.models, len(_PROMPTS), num_drafts, max_rows, captures=False)
 

@@ -71,6 +71,7 @@ class DrafterSwap:
         assert self._next_plan is not None, "call load() first"
         if self._remote is not None:
             self._remote.use()
+            self._runner.prepare()  # graphs hold the old drafter's part of the target's process
         elif self._next_drafter is not None:
             self._runner.swap_drafter(self._next_drafter)
         self._plan = self._next_plan

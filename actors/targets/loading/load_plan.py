@@ -38,6 +38,8 @@ logger = logging.getLogger(__name__)
 
 NGRAM_DRAFTS, SUFFIX_DRAFTS = 8, 16  # default numbers of drafts without a model
 
+_LARGE_GPU_MAJOR, _LARGE_GPU_BYTES = 9, 70 * 2**30  # an H100 or newer, and no part of one
+
 ChainConfig = Eagle3Config | MtpConfig  # a pass for each draft, and a feature kept for each page
 
 
@@ -49,6 +51,7 @@ class LoadPlan:
         target_folder, drafter_folder: checkpoints on this disk; a drafter's only if it has one of its own.
         facts: what the drafter must fit.
         num_speculative_tokens: most drafts per request and step.
+        max_num_batched_tokens: most rows of a step.
         pages: which layers' K and V share pages, and where they lie.
         draft_window: most tokens of context that a layer of `drafter` sees; None: no limit.
         doubts: sentences about checkpoints that are odd, and no errors.
@@ -63,6 +66,7 @@ class LoadPlan:
     device: torch.device
     dtype: torch.dtype
     num_speculative_tokens: int
+    max_num_batched_tokens: int
     attention_backend: BackendName
     page_size: int
     pages: KVCacheLayout
@@ -226,6 +230,7 @@ def plan_models(
         device=device,
         dtype=cpu_config.dtype,
         num_speculative_tokens=_num_speculative_tokens(config, drafter),
+        max_num_batched_tokens=config.max_num_batched_tokens or _max_rows(device),
         attention_backend=cpu_config.backend,
         page_size=page_size,
         pages=plan_kv_cache(target.windows, draft_windows, max_model_len, geometries),
@@ -342,6 +347,15 @@ def _page_size(config: EngineConfig, device: torch.device) -> int:
     if config.attention_backend == "flash_attn":
         return 256  # the only size that FlashAttention 2 supports
     return 64 if device.type == "cuda" else 16
+
+
+def _max_rows(device: torch.device) -> int:
+    """Return the default: more rows read the weights less often, and delay the other requests of a step."""
+    if device.type == "cuda":
+        properties = torch.cuda.get_device_properties(device)
+        if properties.major >= _LARGE_GPU_MAJOR and properties.total_memory >= _LARGE_GPU_BYTES:
+            return 8192
+    return 2048
 
 
 def kv_dtype(config: EngineConfig) -> torch.dtype | None:

@@ -85,7 +85,7 @@ def affordable_pages(
     config, pages, max_model_len = plan.config, plan.pages, plan.max_model_len
     if config.num_pages is not None:
         return (config.num_pages,) * pages.num_pools
-    rows = config.max_num_batched_tokens
+    rows = plan.max_num_batched_tokens
 
     def bytes_of(num_tokens: int) -> int:
         pages_held = pages.pages_per_sequence(num_tokens, plan.page_size, rows)

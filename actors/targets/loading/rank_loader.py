@@ -170,6 +170,7 @@ def _info(
         num_speculative_tokens=plan.num_speculative_tokens,
         dtype=str(plan.dtype).removeprefix("torch."),
         device=plan.device.type,
+        max_num_batched_tokens=plan.max_num_batched_tokens,
         max_in_flight=2 if runs_ahead(plan) or plan.split else 1,
         halves=plan.split,
         max_stop_token_ids=_max_stop_token_ids(plan),
@@ -188,10 +189,8 @@ def runs_on_device(plan: LoadPlan) -> bool:
 
 def device_limits(plan: LoadPlan) -> tuple[int, int]:
     """Return the largest number of requests in a step, and of rows that sample a token."""
-    config = plan.config
-    rows = config.max_num_seqs * (1 + plan.num_speculative_tokens)
-    budget = config.max_num_batched_tokens
-    return min(config.max_num_seqs, budget), min(rows, budget)
+    max_requests, budget = plan.config.max_num_seqs, plan.max_num_batched_tokens
+    return min(max_requests, budget), min(max_requests * (1 + plan.num_speculative_tokens), budget)
 
 
 def _max_stop_token_ids(plan: LoadPlan) -> int | None:
@@ -216,7 +215,7 @@ def _row_buckets(plan: LoadPlan) -> tuple[int, ...] | None:
     from ..runners.cuda_graphs import StepKinds
 
     max_requests, _ = device_limits(plan)
-    return StepKinds(max_requests, plan.num_speculative_tokens, plan.config.max_num_batched_tokens).rows
+    return StepKinds(max_requests, plan.num_speculative_tokens, plan.max_num_batched_tokens).rows
 
 
 def runs_ahead(plan: LoadPlan) -> bool:
@@ -311,6 +310,7 @@ class _Rank:
         from ..runners.eagle3_chains import Eagle3Chains
         from ..runners.gpu_runner import GpuModelRunner
         from ..runners.grammar_masks import DeviceGrammarMasks
+        from ..runners.remote_exchange import RemoteExchange
         from ..runners.step_passes import DeviceModels
 
         plan, config = self._plan, self._plan.config
@@ -325,6 +325,11 @@ class _Rank:
             make_state_memory(plan, num_states),
         )
         pages = pages_of(plan.pages, plan.pages.target, num_pages)
+        workspace, exchange = SamplingWorkspace.build(num_rows, plan.target.vocab_size, plan.device), None
+        if (remote := self._remote()) is not None:
+            assert plan.drafter is not None, "a remote drafter has a config"
+            sizes = plan.max_num_batched_tokens, plan.drafter.hidden_size
+            exchange = RemoteExchange(remote, workspace.margins_N, *sizes, plan.dtype)
         models = DeviceModels(
             target=self._model,
             cache=self._model.new_cache(pages, plan.page_size, memory, plan.kv_dtype),
@@ -333,12 +338,12 @@ class _Rank:
             chains=chains,
             states=states,
             recurrent=None if memory is None else DeviceRecurrent(memory, states.states_S, states.tables),
-            workspace=SamplingWorkspace.build(num_rows, plan.target.vocab_size, plan.device),
+            workspace=workspace,
             communicator=self._communicator,
             hidden=torch.empty(
                 num_rows, plan.target.hidden_size, dtype=self._model.dtype, device=plan.device
             ),
-            remote=self._remote(),
+            remote=exchange,
             lookup_lengths=_lookup_lengths(config),
         )
         guide = None
@@ -356,11 +361,10 @@ class _Rank:
             models,
             max_requests,
             plan.num_speculative_tokens,
-            config.max_num_batched_tokens,
+            plan.max_num_batched_tokens,
             guide,
             suffixes,
-            # a split drafter's part would have to be in the graphs
-            captures=plan.device.type == "cuda" and not plan.split,
+            captures=plan.device.type == "cuda",
         )
 
     def _step_runner(self, num_pages: tuple[int, ...], num_states: int | None) -> CpuModelRunner:

@@ -102,21 +102,18 @@ def _run_small_steps(runner: Runner, plan: LoadPlan) -> None:
 
 
 def _longest_prompts(plan: LoadPlan) -> list[int]:
-    config = plan.config
-    length = min(plan.max_model_len, config.max_num_batched_tokens)
-    return [length] * min(config.max_num_batched_tokens // length, config.max_num_seqs)
+    length = min(plan.max_model_len, plan.max_num_batched_tokens)
+    return [length] * min(plan.max_num_batched_tokens // length, plan.config.max_num_seqs)
 
 
 def _max_prompts(plan: LoadPlan) -> list[int]:
-    config = plan.config
-    count = min(config.max_num_seqs, config.max_num_batched_tokens)
-    return [min(plan.max_model_len, config.max_num_batched_tokens // count)] * count
+    count = min(plan.config.max_num_seqs, plan.max_num_batched_tokens)
+    return [min(plan.max_model_len, plan.max_num_batched_tokens // count)] * count
 
 
 def _largest_decoding(plan: LoadPlan) -> SchedulerOutput:
-    config = plan.config
     drafts = max(0, min(plan.max_drafts, plan.max_model_len - 2))
-    count = max(1, min(config.max_num_seqs, config.max_num_batched_tokens // (1 + drafts)))
+    count = max(1, min(plan.config.max_num_seqs, plan.max_num_batched_tokens // (1 + drafts)))
     return dummy_step([1] * count, [1 + drafts] * count, [drafts] * count)
 
 

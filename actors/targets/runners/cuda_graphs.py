@@ -24,7 +24,7 @@ Legend: W most rows of a request.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -232,14 +232,16 @@ class StepGraphs:
         assert isinstance(target, TargetPass), "only the target's pass verifies"
         return target.verified()
 
+    def num_verified(self, kind: PassKind) -> Tensor:
+        """Return the numbers of drafts [R], int32, that a replayed target's pass has verified."""
+        return self._outcome_of(kind).num_drafts_R if kind.width > 1 else self._requests(kind).num_drafts_R
+
     def capture(self, kinds: Iterable[PassKind]) -> None:
         """Capture the graphs of these kinds one after another.
 
         The request lists are emptied first, which makes a run short and keeps it from writing to any
-        request's memory. Each kind runs once before its capture, which loads its kernels. `torch.cuda.graph`
-        would collect garbage and empty the allocator's cache each time; `capture_begin` does neither, and
-        with mode "thread_local" other threads (NCCL's watchdog, another engine) can go on. The cache is
-        emptied once, at the end: what the runs took on the side stream, no other stream could use.
+        request's memory. Each kind runs once before its capture, which loads its kernels. The allocator's
+        cache is emptied once, at the end: what the runs took on the side stream, no other stream could use.
         """
         self._lists_LW.zero_()
         device = self._models.device
@@ -247,15 +249,10 @@ class StepGraphs:
         pool = self._pool = self._pool or torch.cuda.graph_pool_handle()
         with torch.cuda.stream(torch.cuda.Stream(device)):
             for kind in kinds:
-                pass_, graph = self._pass(kind), torch.cuda.CUDAGraph()
+                pass_ = self._pass(kind)
                 pass_.run()
                 torch.cuda.synchronize(device)
-                graph.capture_begin(pool=pool, capture_error_mode="thread_local")
-                try:
-                    pass_.run()
-                finally:
-                    graph.capture_end()
-                self._graphs[kind] = graph
+                self._graphs[kind] = _capture(pass_.run, pool)
         torch.cuda.synchronize(device)
         torch.cuda.empty_cache()
 
@@ -286,3 +283,47 @@ class StepGraphs:
 
     def _outcome_of(self, kind: PassKind) -> StepOutput:
         return StepOutput.views_of(self._outcome, kind.num_requests, kind.width)
+
+
+class LazyGraphs:
+    """CUDA graphs of passes that are captured as they are needed, in memory that they share.
+
+    The first run of a pass loads its kernels, the second is captured. On a CPU passes are launched kernel by
+    kernel.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._graphs: dict[PassKind, torch.cuda.CUDAGraph | None] = {}
+        self._pool: Any = None  # as in `StepGraphs`
+        self._stream: torch.cuda.Stream | None = None  # one for all, as streams do not share memory
+
+    def run(self, kind: PassKind, launch: Callable[[], object]) -> None:
+        """Run a kind of pass; `launch` reads and writes the same addresses each time."""
+        if self._device.type == "cpu" or kind not in self._graphs:
+            self._graphs[kind] = None
+            launch()
+            return
+        graph = self._graphs[kind]
+        if graph is None:
+            self._pool = self._pool or torch.cuda.graph_pool_handle()
+            self._stream = self._stream or torch.cuda.Stream(self._device)
+            torch.cuda.synchronize(self._device)
+            with torch.cuda.stream(self._stream):
+                graph = self._graphs[kind] = _capture(launch, self._pool)
+        graph.replay()
+
+
+def _capture(launch: Callable[[], object], pool: Any) -> torch.cuda.CUDAGraph:  # Any: as in `StepGraphs`
+    """Capture what is launched on the current stream.
+
+    `torch.cuda.graph` would collect garbage and empty the allocator's cache; `capture_begin` does neither,
+    and with mode "thread_local" other threads (NCCL's watchdog, another engine) can go on.
+    """
+    graph = torch.cuda.CUDAGraph()
+    graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+    try:
+        launch()
+    finally:
+        graph.capture_end()
+    return graph

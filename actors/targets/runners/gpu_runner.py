@@ -258,6 +258,7 @@ class GpuModelRunner:
         """Run the passes of decoding requests; `uploaded` are the step's integers, copies' margins last."""
         filters, guide = self._filters(plan, requests_G), self._guide_of(plan, requests_G)
         block, kind = self._kinds.of(plan, requests_G, filters=filters or guide is not None)
+        remote = self.models.remote
         if block is not None:
             self._draft(plan, requests_G, block, uploaded)
         memory, masks = self.models.masks, None
@@ -266,6 +267,8 @@ class GpuModelRunner:
             if masks is not None:
                 memory.write(masks)
         self._graphs.replay(kind)
+        if remote is not None and kind.writes_context:
+            remote.send(self._graphs.num_verified(kind), kind.num_rows, kind.num_rows)
         if masks is not None and memory is not None:
             memory.clear()  # once the pass has read them
         return _Share(requests_G, self._graphs.parts(kind), kind.num_requests, kind.width)
@@ -274,6 +277,8 @@ class GpuModelRunner:
         """Run the drafter's pass, or take copies: instead of it, or after it for some requests."""
         suffixes, models = self._suffixes, self.models
         if suffixes is None or suffixes.choice.is_copied_R is None:
+            if models.remote is not None:
+                models.remote.receive(block.num_rows)
             return self._graphs.replay(block)
         if suffixes.choice.is_pass_skipped:
             return self._graphs.drafting(block).replace_by_copies()
@@ -309,6 +314,8 @@ class GpuModelRunner:
             saves=saves,
         )
         hidden_NH = pass_.run()
+        if self.models.remote is not None and plan.writes_context:
+            self.models.remote.send(requests.num_drafts_R, num_sampled, requests.num_rows)
         return _Share(requests_G, pass_.parts, num_requests, 1), hidden_NH
 
     def _guide_of(self, plan: SchedulerOutput, requests_G: Indices) -> DeviceGrammarMasks | None:

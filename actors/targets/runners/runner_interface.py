@@ -81,12 +81,16 @@ class TriesDrafters(Protocol):
 class RemoteDrafter(Protocol):
     """The connection to a remote drafter where the device drives the steps; on every rank."""
 
-    def receive(self, num_rows: int) -> tuple[Tensor, Tensor]:
-        """Return drafts, int64 [N], per row of `lay_out_block`'s blocks, and margins, fp32 [N], or nan."""
+    def receive(self, drafts_N: Tensor, margins_N: Tensor) -> None:
+        """Write drafts, int64, per row of `lay_out_block`'s blocks, and margins, fp32, or nan."""
         ...
 
-    def send(self, num_drafts_R: Tensor, chosen_X: Tensor, taps_NmH: Tensor) -> None:
-        """Send verified drafts, the target's choices (from which it finds accepted drafts), and taps."""
+    def features(self, taps_NmH: Tensor) -> Tensor | None:
+        """Return what the drafter gets of taps [N, H]; None on ranks that send nothing."""
+        ...
+
+    def send(self, num_drafts_R: Tensor, chosen_X: Tensor, features_NH: Tensor) -> None:
+        """Send verified drafts, the target's choices (from which it finds accepted drafts), and features."""
         ...
 
 

@@ -4,8 +4,8 @@ The target's does what `cpu_runner.py` does, but computes indices on the device 
 requests' state there (`drafter/step/gpu_triton/request_states.py`). It never waits for the host, so it can be
 captured in one CUDA graph and launched before the last step's outcome is known. Called by `gpu_runner.py` for
 prompts, and by `cuda_graphs.py` for decoding requests, after the drafter's pass if they draft. A split
-drafter has an iteration of its own (`workers/drafter/gpu_drafter_session.py`), to which this one sends
-choices and features.
+drafter has an iteration of its own (`workers/drafter/gpu_drafter_session.py`): its drafts are there before a
+pass, and are written here; choices and features are sent after it (`remote_exchange.py`).
 
 The drafter's pass writes blocks, drafts after the known tokens, and margins. It is a graph of its own, as the
 number of rows in blocks does not depend on the number of drafts that are verified. Drafts are left in the
@@ -44,7 +44,7 @@ from ....drafter.step.gpu_triton.verification import TrimLists, accept_and_advan
 from ..model.decoder import Decoder
 from ..model.tensor_parallel import Communicator
 from .eagle3_chains import Eagle3Chains
-from .runner_interface import RemoteDrafter
+from .remote_exchange import RemoteExchange
 from .tp_sampling import Head, best_of_ranks, candidates_of_ranks, first_rank_s, surest_of_ranks
 
 
@@ -57,7 +57,7 @@ class DeviceModels:
             `lookup_lengths` is there.
         chains: a colocated EAGLE-3 drafter; else None.
         recurrent: the target's recurrent states; None if it has none.
-        remote: the connection to a drafter in a process of its own.
+        remote: what is exchanged with a drafter in a process of its own.
         lookup_lengths: n-gram lengths of prompt lookup. Without this and any drafter a rank decodes plainly.
         workspace: for sampling, over the whole vocabulary or this rank's part of it.
         hidden: [N, H], where decoding steps leave hidden states for log probabilities.
@@ -74,7 +74,7 @@ class DeviceModels:
     workspace: SamplingWorkspace
     communicator: Communicator
     hidden: Tensor
-    remote: RemoteDrafter | None = None
+    remote: RemoteExchange | None = None
     lookup_lengths: tuple[int, int] | None = None
     chains: Eagle3Chains | None = None
     recurrent: DeviceRecurrent | None = None
@@ -123,13 +123,13 @@ class DraftPass:
             choose = partial(choose_drafts, models, filters=self._filters)
             models.chains.draft(self._requests, tables, models.workspace.margins_N, choose)
             return stamp(self._times, 1)
-        if models.remote is not None:
+        if models.remote is not None:  # its margins are in the workspace
             rows = lay_out_block(self._requests, tables, mask_id=0)
-            chosen_N, margins_N = models.remote.receive(self._requests.num_rows)
-        else:
-            drafter, cache = models.drafter, models.draft_cache
-            assert drafter is not None and cache is not None, "a drafter without a remote has pages"
-            rows, chosen_N, margins_N = self._draft(drafter, cache)
+            write_drafts(models.remote.drafts_N[: self._requests.num_rows], rows, tables)
+            return stamp(self._times, 1)
+        drafter, cache = models.drafter, models.draft_cache
+        assert drafter is not None and cache is not None, "drafts were planned, but there is no drafter"
+        rows, chosen_N, margins_N = self._draft(drafter, cache)
         write_drafts(chosen_N, rows, tables)
         models.workspace.margins_N[: len(margins_N)].copy_(margins_N)
         stamp(self._times, 1)
@@ -323,7 +323,7 @@ class TargetPass:
             num_tokens_R, tables = self._outcome.rows_RW1[:, -1], self._models.states.tables
             return self._models.chains.inject(requests, rows, taps_NmH, num_tokens_R, tables)
         if remote is not None:
-            return remote.send(requests.num_drafts_R, chosen_X, taps_NmH)
+            return remote.put(chosen_X, taps_NmH)
         assert drafter is not None and cache is not None, "a colocated drafter has pages"
         drafter.write_context(drafter.context_features(taps_NmH), rows, cache)
 

@@ -178,10 +178,14 @@ class DrafterClient(ShmEndpoint):
             return True
         return time.monotonic() > open_step.since_s + self.max_wait_s
 
-    def drafts(self, step: int, shape: tuple[int, ...]) -> Sequence[Tensor] | None:
-        """Return int64 drafts and fp32 margins, valid until `send_results`; None if they are late."""
+    def wait_for_drafts(self, step: int) -> None:
+        """Wait until the step's drafts have arrived or are late."""
         with contextlib.suppress(TimeoutError):
             self._waiter.wait(lambda: self.is_answered(step), MAX_WAIT_S, poll_s=5e-3)
+
+    def drafts(self, step: int, shape: tuple[int, ...]) -> Sequence[Tensor] | None:
+        """Return int64 drafts and fp32 margins, valid until `send_results`; None if they are late."""
+        self.wait_for_drafts(step)
         open_step = self._steps.get(step)
         if open_step is None or self.is_lost:
             return None

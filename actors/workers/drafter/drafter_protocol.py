@@ -42,8 +42,11 @@ class Sizes:
     results_bytes: int  # size of all results that the drafter has not taken in yet
 
     @classmethod
-    def of(cls, config: EngineConfig, num_drafts: int, hidden_size: int, dtype: torch.dtype) -> Sizes:
-        rows = max(config.max_num_seqs * (num_drafts + 2), config.max_num_batched_tokens)
+    def of(
+        cls, max_requests: int, max_rows: int, num_drafts: int, hidden_size: int, dtype: torch.dtype
+    ) -> Sizes:
+        """Return the layout for steps of at most `max_rows` rows."""
+        rows = max(max_requests * (num_drafts + 2), max_rows)
         ids_bytes, margins_bytes = padded(rows * 8), padded(rows * 4)
         features_bytes = padded(rows * hidden_size * dtype.itemsize)
         return cls(ids_bytes + margins_bytes, _STEPS * (ids_bytes + features_bytes))

@@ -3,7 +3,8 @@
 It gets the plans that the target gets, so it has the same passes with the same rows, including padding, and
 the sizes of all messages are known. The target sends the numbers of verified drafts and its choices, and the
 same kernel accepts drafts on both sides. If drafts came too late, both sides use the zeros that replaced
-them. None of it is in a CUDA graph yet.
+them. Passes of decoding requests read and write memory of their own, so on a GPU they are CUDA graphs,
+captured as they are needed: a session begins while its engine already serves.
 
 Legend: N rows of a pass, X sampled rows, H hidden, R requests.
 """
@@ -12,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 import torch
@@ -36,18 +38,18 @@ from ....drafter.step.gpu_triton.sampling.selector import find_candidates, walk_
 from ....drafter.step.gpu_triton.verification import accept_and_advance
 from ...targets.loading.load_plan import LoadPlan
 from ...targets.loading.rank_loader import device_limits
-from ...targets.runners.cuda_graphs import PassKind, StepKinds
+from ...targets.runners.cuda_graphs import LazyGraphs, PassKind, StepKinds
 from ..shm.tensor_mailbox import Kinds
 
 
 @dataclass(frozen=True, slots=True)
 class _Open:
-    """The requests to draft for, and those of each of the target's passes, in order."""
+    """A plan's passes: the drafter's and the target's over decoding requests, and the prompts' pass."""
 
-    plan: SchedulerOutput
-    block: DeviceStepRequests | None
-    passes: Sequence[DeviceStepRequests]
-    filters: bool
+    decoding_LW: Tensor
+    block: PassKind | None
+    target: PassKind | None
+    prompts: DeviceStepRequests | None
 
 
 class GpuDrafterSession:
@@ -61,11 +63,20 @@ class GpuDrafterSession:
         self._drafter, self._cache = drafter, cache
         self._states = DeviceStates(*size, plan.device, plan.pages)
         self._workspace = SamplingWorkspace.build(num_rows, plan.target.vocab_size, plan.device)
-        self._kinds = StepKinds(max_requests, plan.num_speculative_tokens, config.max_num_batched_tokens)
+        self._kinds = StepKinds(max_requests, plan.num_speculative_tokens, plan.max_num_batched_tokens)
         self._max_rows = DeviceStepRequests.list_length(max_requests)
         num_values = 2 * NUM_LISTS * self._max_rows
         self._upload = Upload(self._states.arena, num_values, self._states.max_changes)
         self._open: dict[int, _Open] = {}
+        self._graphs = LazyGraphs(plan.device)
+        rows, device = self._kinds.rows[-1], plan.device
+        # What the passes of decoding requests read and write.
+        self._decoding_LW = torch.zeros(NUM_LISTS, self._max_rows, dtype=torch.int32, device=device)
+        self._drafts_N = torch.zeros(rows, dtype=torch.int64, device=device)
+        self._margins_N = torch.zeros(rows, dtype=torch.float32, device=device)
+        self._num_drafts_R = torch.zeros(max_requests, dtype=torch.int32, device=device)
+        self._chosen_N = torch.zeros(rows, dtype=torch.int64, device=device)
+        self._features_NH = torch.zeros(rows, drafter.config.hidden_size, dtype=drafter.dtype, device=device)
 
     def begin(self, plan: SchedulerOutput) -> None:
         decodes_R = _decodes(plan)
@@ -73,33 +84,78 @@ class GpuDrafterSession:
         lists = [self._pack(plan, requests_G) for requests_G in (decoding, prompts)]
         self._upload.send(np.concatenate(lists, axis=None), self._states.changes(plan))
         # A later plan may overwrite the upload before this one has ended.
-        decoding_lists, prompt_lists = (
-            self._upload.values.clone().view(2, NUM_LISTS, self._max_rows).unbind(0)
-        )
-        passes: list[DeviceStepRequests] = []
-        filters = bool(len(decoding)) and self._states.filters(plan.slots[decoding])
-        block: DeviceStepRequests | None = None
+        decoding_LW, prompts_LW = self._upload.values.clone().view(2, NUM_LISTS, self._max_rows).unbind(0)
+        block = target = requests = None
         if len(decoding):
-            drafters, targets = self._kinds.of(plan, decoding, filters=filters)
-            passes.append(_requests_of(targets, decoding_lists))
-            block = None if drafters is None else _requests_of(drafters, decoding_lists)
+            filters = self._states.filters(plan.slots[decoding])
+            block, target = self._kinds.of(plan, decoding, filters=filters)
         if len(prompts):
             spans = (plan.num_computed[prompts], plan.num_rows[prompts])
-            passes.append(DeviceStepRequests.prompts(prompt_lists, *spans, int(plan.samples[prompts].sum())))
-        self._open[plan.step] = _Open(plan, block, passes, filters)
+            requests = DeviceStepRequests.prompts(prompts_LW, *spans, int(plan.samples[prompts].sum()))
+        self._open[plan.step] = _Open(decoding_LW, block, target, requests)
 
     def draft(self, plan: SchedulerOutput) -> tuple[Tensor, Tensor]:
-        """Return a token and a margin for each row of `lay_out_block`'s blocks of decoding requests [N]."""
-        step, drafter, tables = self._open[plan.step], self._drafter, self._states.tables
-        assert step.block is not None, "draft() is called for plans with drafts"
+        """Return a token and a margin for each row of `lay_out_block`'s blocks of decoding requests [N].
+
+        Both are valid until the next pass.
+        """
+        step = self._open[plan.step]
+        kind = step.block
+        assert kind is not None, "draft() is called for plans with drafts"
+        self._decoding_LW.copy_(step.decoding_LW)
+        self._graphs.run(kind, partial(self._run_block, kind))
+        return self._drafts_N[: kind.num_rows], self._margins_N[: kind.num_rows]
+
+    def num_parts(self, plan: SchedulerOutput) -> int:
+        step = self._open[plan.step]
+        return (step.target is not None) + (step.prompts is not None)
+
+    def result_kinds(self, plan: SchedulerOutput, part: int) -> Kinds:
+        """Return the kinds of verified drafts [R], the target's choices [X], and features [N, H]."""
+        step, drafter = self._open[plan.step], self._drafter
+        if step.target is not None and part == 0:
+            num_requests, num_rows = step.target.num_requests, step.target.num_rows
+            num_chosen = num_rows
+        else:
+            assert step.prompts is not None and step.prompts.sampled_X is not None, "a part is either"
+            num_requests, num_rows = len(step.prompts.slots_R), step.prompts.num_rows
+            num_chosen = len(step.prompts.sampled_X)
+        return [
+            ((num_requests,), torch.int32),
+            ((num_chosen,), torch.int64),
+            ((num_rows, drafter.config.hidden_size), drafter.dtype),
+        ]
+
+    def take_in(self, plan: SchedulerOutput, part: int, values: Sequence[Tensor], *, followed: bool) -> None:
+        step = self._open[plan.step]
+        if step.target is not None and part == 0:
+            self._decoding_LW.copy_(step.decoding_LW)
+            buffers = self._num_drafts_R, self._chosen_N, self._features_NH
+            for buffer, value in zip(buffers, values, strict=True):
+                buffer[: len(value)].copy_(value)
+            if step.block is not None and not followed:
+                tables = self._states.tables
+                block = lay_out_block(self._requests_of(step.block), tables, mask_id=0)
+                write_drafts(torch.zeros_like(block.token_ids_N), block, tables)
+            self._graphs.run(step.target, partial(self._run_target, step.target))
+        else:
+            assert step.prompts is not None, "a part is either"
+            _, chosen_X, c_NH = (value.to(self._drafter.device) for value in values)
+            self._advance(step.prompts, chosen_X, c_NH)
+        if part == self.num_parts(plan) - 1:
+            del self._open[plan.step]
+
+    def _run_block(self, kind: PassKind) -> None:
+        drafter, tables = self._drafter, self._states.tables
         samples_anchor = drafter.config.samples_anchor
-        requests = step.block.sampling_anchors() if samples_anchor else step.block
+        block = self._requests_of(kind)
+        requests = block.sampling_anchors() if samples_anchor else block
         rows = lay_out_block(requests, tables, drafter.config.mask_token_id)
         hidden_NH = drafter.forward(drafter.embed_block(rows.token_ids_N), rows, self._cache)
         if samples_anchor:
             rows = rows.at_next_positions()
         logits_NV, selector = drafter.logits(hidden_NH), drafter.selector
-        sampling, filters = self._states.sampling, step.filters
+        sampling, filters = self._states.sampling, kind.filters
         margins_N = torch.empty(len(hidden_NH), dtype=torch.float32, device=hidden_NH.device)
         if selector is None:
             chosen_N, scores_N = sample_rows(
@@ -133,48 +189,30 @@ class GpuDrafterSession:
         margins_N = drafter.sharpen(margins_N, hidden_NH, chosen_N, rows)
         write_drafts(chosen_N, rows, tables)
         if samples_anchor:
-            chosen_N, margins_N = map(step.block.at_masks, (chosen_N, margins_N))
-        return chosen_N, margins_N
+            chosen_N, margins_N = map(block.at_masks, (chosen_N, margins_N))
+        self._drafts_N[: kind.num_rows].copy_(chosen_N)
+        self._margins_N[: kind.num_rows].copy_(margins_N)
 
-    def num_parts(self, plan: SchedulerOutput) -> int:
-        return len(self._open[plan.step].passes)
+    def _run_target(self, kind: PassKind) -> None:
+        requests = self._requests_of(kind)
+        if kind.width > 1:
+            requests = _with_num_drafts(requests, self._num_drafts_R[: kind.num_requests])
+        self._advance(requests, self._chosen_N[: kind.num_rows], self._features_NH[: kind.num_rows])
 
-    def result_kinds(self, plan: SchedulerOutput, part: int) -> Kinds:
-        """Return the kinds of verified drafts [R], the target's choices [X], and features [N, H]."""
-        requests, drafter = self._open[plan.step].passes[part], self._drafter
-        num_chosen = requests.num_rows if requests.sampled_X is None else len(requests.sampled_X)
-        features = (requests.num_rows, drafter.config.hidden_size)
-        return [
-            ((len(requests.slots_R),), torch.int32),
-            ((num_chosen,), torch.int64),
-            (features, drafter.dtype),
-        ]
-
-    def take_in(self, plan: SchedulerOutput, part: int, values: Sequence[Tensor], *, followed: bool) -> None:
-        step, tables = self._open[plan.step], self._states.tables
-        requests, device = step.passes[part], self._drafter.device
-        num_drafts_R, chosen_X, c_NH = (value.to(device) for value in values)
-        if step.block is not None and part == 0:
-            if not followed:
-                block = lay_out_block(step.block, tables, mask_id=0)
-                write_drafts(torch.zeros_like(block.token_ids_N), block, tables)
-            requests = _with_num_drafts(requests, num_drafts_R)
+    def _advance(self, requests: DeviceStepRequests, chosen_X: Tensor, c_NH: Tensor) -> None:
+        """Accept drafts and write context, as the target's pass did."""
+        tables, shape = self._states.tables, (len(requests.slots_R), requests.max_drafts + 2)
         rows = lay_out_rows(requests, tables)
-        outcome = torch.empty(
-            len(requests.slots_R), requests.max_drafts + 2, dtype=torch.int32, device=device
-        )
+        outcome = torch.empty(shape, dtype=torch.int32, device=chosen_X.device)
         accept_and_advance(chosen_X, requests, tables, outcome)
         self._drafter.write_context(c_NH, rows, self._cache)
-        if part == len(step.passes) - 1:
-            del self._open[plan.step]
+
+    def _requests_of(self, kind: PassKind) -> DeviceStepRequests:
+        return DeviceStepRequests.decoding(self._decoding_LW, kind.num_requests, kind.width, kind.num_rows)
 
     def _pack(self, plan: SchedulerOutput, requests_G: np.ndarray) -> Ints:
         slots_G, rows_G, drafts_G = (x[requests_G] for x in (plan.slots, plan.num_rows, plan.num_drafts))
         return pack(slots_G, rows_G, drafts_G, plan.samples[requests_G], self._max_rows)
-
-
-def _requests_of(kind: PassKind, lists_LW: Tensor) -> DeviceStepRequests:
-    return DeviceStepRequests.decoding(lists_LW, kind.num_requests, kind.width, kind.num_rows)
 
 
 def _with_num_drafts(requests: DeviceStepRequests, num_drafts_R: Tensor) -> DeviceStepRequests:

@@ -9,8 +9,9 @@ the target's own group. So no group spans target and drafter, and none breaks wh
 replace them. Features are computed on the target's side, as they are num_taps times smaller than the taps.
 Nothing is sent for a plan that writes no context.
 
-A step that the host drives is run when its drafts have arrived (`SplitRunner`). Until then the next plan may
-arrive and be requested, so that one half of the requests is drafted while the other is verified.
+A step runs when its drafts have arrived (`SplitRunner`). Until then the next plan may arrive and be
+requested, so that one half of the requests is drafted while the other is verified. Where the device drives
+the steps, a step is launched then, behind those that still run.
 
 Legend: N rows, R requests, K most drafts, X sampled rows, m taps, H hidden.
 """
@@ -73,8 +74,15 @@ class RemoteDrafterSource:
         self.disconnect()
         plan, drafter = self._plan, self._plan.drafter
         assert drafter is not None, "a remote drafter has a config"
-        config = replace(plan.config, max_model_len=plan.max_model_len, page_size=plan.page_size)
-        sizes = Sizes.of(config, plan.num_speculative_tokens, drafter.hidden_size, plan.dtype)
+        max_rows = plan.max_num_batched_tokens
+        config = replace(
+            plan.config,
+            max_model_len=plan.max_model_len,
+            page_size=plan.page_size,
+            max_num_batched_tokens=max_rows,
+        )
+        rows = config.max_num_seqs, max_rows, plan.num_speculative_tokens
+        sizes = Sizes.of(*rows, drafter.hidden_size, plan.dtype)
         hello = Hello(name, config, info.num_pages, sizes, mailbox=None)
         self._link = DrafterClient(address, hello, plan.device, waiter)
 
@@ -107,6 +115,11 @@ class RemoteDrafterSource:
         """Return whether the plan's step would run without waiting for drafts."""
         return self._link is None or self._link.is_answered(plan.step)
 
+    def wait_for_drafts(self, plan: SchedulerOutput) -> None:
+        """Wait until the plan's drafts have arrived or are late."""
+        if self._link is not None:
+            self._link.wait_for_drafts(plan.step)
+
     def take_use(self) -> DrafterUse | None:
         """Return the drafter's use since the last call; None without a drafter."""
         return self._link.take_use() if self._link is not None else None
@@ -132,17 +145,22 @@ class RemoteDrafterSource:
         assert taps_NmH is not None, "a target with a drafter has taps"
         num_drafts_R = (rows.counts_R - 1).clamp(min=0).int().cpu().numpy()
         token_ids_RW = token_ids_RW[:, : 1 + int(num_drafts_R.max(initial=0))]  # the trimmed plan's width
-        self._send_results(taps_NmH, token_ids_RW, num_tokens_R, num_drafts=num_drafts_R)
+        if self._link is not None and (features_NH := self.features(taps_NmH)) is not None:
+            self._send_results(token_ids_RW, num_tokens_R, features_NH, num_drafts=num_drafts_R)
 
     # Driven by the device.
 
-    def receive(self, num_rows: int) -> tuple[Tensor, Tensor]:
-        proposed = self._receive_drafts((num_rows,))
+    def receive(self, drafts_N: Tensor, margins_N: Tensor) -> None:
+        proposed = self._receive_drafts(tuple(drafts_N.shape))
         assert proposed.margins_RK is not None, "unknown margins are nan"
-        return proposed.drafts_RK, proposed.margins_RK
+        drafts_N.copy_(proposed.drafts_RK)
+        margins_N.copy_(proposed.margins_RK)
 
-    def send(self, num_drafts_R: Tensor, chosen_X: Tensor, taps_NmH: Tensor) -> None:
-        self._send_results(taps_NmH, num_drafts_R, chosen_X)
+    def features(self, taps_NmH: Tensor) -> Tensor | None:
+        return None if self._features is None else self._features(taps_NmH)
+
+    def send(self, num_drafts_R: Tensor, chosen_X: Tensor, features_NH: Tensor) -> None:
+        self._send_results(num_drafts_R, chosen_X, features_NH)
 
     def _receive_drafts(self, shape: tuple[int, ...]) -> Proposals:
         """Return drafts, or zeros with unknown margins; equal on all ranks."""
@@ -154,11 +172,10 @@ class RemoteDrafterSource:
             buffer.copy_(received)
         return broadcast_proposals(Proposals(drafts, margins), self._communicator)
 
-    def _send_results(self, taps_NmH: Tensor, *verdict: Tensor, num_drafts: IntArray | None = None) -> None:
+    def _send_results(self, *values: Tensor, num_drafts: IntArray | None = None) -> None:
         part, self._part = self._part, self._part + 1
-        if self._link is None or self._features is None:
+        if self._link is None:
             return
-        values = [*(value.contiguous() for value in verdict), self._features(taps_NmH)]
         is_last = self._part == self._num_parts
         self._link.send_results(
             self._step, part, values, followed=self._followed, num_drafts=num_drafts, is_last=is_last
@@ -171,36 +188,35 @@ class SplitRunner:
     def __init__(self, runner: Runner, drafts: RemoteDrafterSource, plan: LoadPlan) -> None:
         self._runner, self._drafts = runner, drafts
         self._on_device = runs_on_device(plan)
-        # driven by the host: plans and the times of their requests
+        # plans and the times of their requests
         self._waiting: deque[tuple[SchedulerOutput, float]] = deque()
+        # of steps that the device runs: for how long it had nothing to do but wait for their drafts
+        self._waits_s: deque[float] = deque()
         self._free_s = 0.0  # time since which the target is idle
         self._grace_until_s = 0.0
 
     def submit(self, plan: SchedulerOutput) -> None:
         if plan.writes_context:
             self._drafts.request_drafts(plan)
+        self._waiting.append((plan, time.monotonic()))
         if self._on_device:
-            decodes_R = (plan.num_rows == plan.num_drafts + 1) & plan.samples
-            self._drafts.begin(plan, int(decodes_R.any()) + int(not decodes_R.all()))
-            self._runner.submit(plan)
-        else:
-            self._waiting.append((plan, time.monotonic()))
+            self._launch_answered()
 
     def is_ready(self) -> bool:
         """Return whether the oldest step has ended or, if the host drives it, should run now."""
         if self._drafts.link is not None:
             self._drafts.link.receive()  # sends results that the device has written
         if self._on_device:
-            return self._runner.is_ready()
+            self._launch_answered()
+            return bool(self._waits_s) and self._runner.is_ready()
         return time.monotonic() > self._grace_until_s and self._drafts.is_answered(self._waiting[0][0])
 
     def collect(self) -> StepResult:
-        if self._on_device:
-            return replace(self._runner.collect(), drafter_use=self._drafts.take_use())
-        plan, requested_s = self._waiting.popleft()
-        waited_s = time.monotonic() - max(requested_s, self._free_s) if plan.num_draft_tokens else 0.0
-        self._drafts.begin(plan, 1)
-        self._runner.submit(plan)
+        if not self._waits_s:
+            self._launch()
+        while self._on_device and self._waiting and not self._runner.is_ready():
+            self._launch_answered()
+        waited_s = self._waits_s.popleft()
         result = self._runner.collect()
         self._free_s = time.monotonic()
         if self._waiting:
@@ -211,6 +227,25 @@ class SplitRunner:
             timings=replace(timings, draft_s=timings.draft_s + waited_s),
             drafter_use=self._drafts.take_use(),
         )
+
+    def _launch_answered(self) -> None:
+        """Launch the steps that need not wait for drafts."""
+        while self._waiting and self._drafts.is_answered(self._waiting[0][0]):
+            self._launch()
+
+    def _launch(self) -> None:
+        """Launch the oldest waiting step, once it has its drafts or they are late."""
+        plan, requested_s = self._waiting.popleft()
+        self._drafts.wait_for_drafts(plan)
+        is_idle = not self._waits_s and plan.num_draft_tokens
+        waited_s = time.monotonic() - max(requested_s, self._free_s) if is_idle else 0.0
+        self._waits_s.append(waited_s)
+        num_parts = 1
+        if self._on_device:
+            decodes_R = (plan.num_rows == plan.num_drafts + 1) & plan.samples
+            num_parts = int(decodes_R.any()) + int(not decodes_R.all())
+        self._drafts.begin(plan, num_parts)
+        self._runner.submit(plan)
 
 
 def _context_features(plan: LoadPlan, backend: Backend) -> ContextFeatures:

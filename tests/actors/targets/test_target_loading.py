@@ -7,6 +7,7 @@ import shutil
 import weakref
 from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -225,11 +226,28 @@ def test_the_page_size_depends_on_the_device(tiny_qwen3: Path, monkeypatch: pyte
         return plan_load(settings(tiny_qwen3, **changes)).page_size
 
     assert (page_size(device="cpu"), page_size(device="cpu", page_size=32)) == (16, 32)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    stand_in_gpu(monkeypatch)
     assert (page_size(), page_size(page_size=32)) == (64, 32)
     monkeypatch.setattr(backends, "why_not", lambda *_: None)
     assert page_size(attention_backend="flash_attn", dtype="bfloat16") == 256
+
+
+def test_a_steps_rows_depend_on_the_device(tiny_qwen3: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def rows(**changes: object) -> int:
+        return plan_load(settings(tiny_qwen3, **changes)).max_num_batched_tokens
+
+    assert (rows(device="cpu"), rows(device="cpu", max_num_batched_tokens=99)) == (2048, 99)
+    h100, b300, a100, part, rtx = ((9, 79), (10, 268), (8, 79), (9, 39), (12, 31))
+    for device, expected in ((h100, 8192), (b300, 8192), (a100, 2048), (part, 2048), (rtx, 2048)):
+        stand_in_gpu(monkeypatch, *device)
+        assert (rows(), rows(max_num_batched_tokens=99)) == (expected, 99)
+
+
+def stand_in_gpu(monkeypatch: pytest.MonkeyPatch, capability: int = 9, gib: int = 79) -> None:
+    properties = SimpleNamespace(major=capability, total_memory=gib * 2**30)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")

@@ -84,7 +84,7 @@ class RunningServer:
 
     def connect(self, name: str, num_pages: int = 8) -> DrafterClient:
         config = EngineConfig(model="t", max_num_seqs=4, max_num_batched_tokens=32)
-        sizes = Sizes.of(config, 2, 4, torch.float32)
+        sizes = Sizes.of(4, 32, 2, 4, torch.float32)
         hello = Hello(name, config, (num_pages,), sizes, None)
         self._links.append(DrafterClient(self.server.address, hello, CPU, SpinWaiter(0.0)))
         if not self._thread.is_alive():

@@ -4,12 +4,18 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from manta.actors.targets.runners.cuda_graphs import LazyGraphs, PassKind, StepGraphs
 from manta.actors.workers.drafter import drafter_client as drafter_link
 from manta.cluster.step.scheduler_output import Trim
 from manta.drafter.step.inputs.proposals import Proposals
@@ -35,7 +41,7 @@ def one_launch_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("kind", [{}, {"second": True}, {"dspark": True}], ids=str)
 def test_a_split_drafter_drafts_like_a_colocated_one(
-    tiny_qwen3: Path, tmp_path: Path, kind: dict[str, Any]
+    tiny_qwen3: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: dict[str, Any]
 ) -> None:
     """Prompts in chunks, decoding with a prompt, ragged or trimmed drafts, filters; positions of slots are
     not sent."""
@@ -53,6 +59,7 @@ def test_a_split_drafter_drafts_like_a_colocated_one(
 
     host.drafts.propose = listen
     pair = Pair(tiny_qwen3, spec, **small)
+    exchanged = refuse_exchange_within_passes(pair, monkeypatch)
     assert pair.info.halves and pair.info.max_in_flight == 2
     steps, known = Steps(2, 48), np.array([3, 6])  # tokens of each
     narrow = replace(GREEDY, temperature=1.0, top_k=4, seed=9)
@@ -98,4 +105,64 @@ def test_a_split_drafter_drafts_like_a_colocated_one(
     )  # a block's first row drafts nothing
     assert [alone[1:4], both[1:2] + both[3:5]] == expected[1:3]
     assert again[1:2] + again[3:5] == expected[4]
+    assert exchanged == [*["send"], *["receive", "send", "send"], *["receive", "send"] * 3]
     pair.close()
+
+
+def refuse_exchange_within_passes(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Return the list of what the target will receive and send: always outside of what a graph would hold."""
+    exchanged: list[str] = []
+    within: list[bool] = []
+    run = StepGraphs.replay
+
+    def replay(graphs: StepGraphs, kind: PassKind) -> None:
+        within.append(True)
+        run(graphs, kind)
+        within.pop()
+
+    monkeypatch.setattr(StepGraphs, "replay", replay)
+
+    def note(name: str, real: Callable[..., None]) -> Callable[..., None]:
+        def noted(*values: object) -> None:
+            assert not within, "a graph holds neither waits nor messages"
+            exchanged.append(name)
+            real(*values)
+
+        return noted
+
+    for name in ("receive", "send"):
+        monkeypatch.setattr(pair.remote, name, note(name, getattr(pair.remote, name)))
+    return exchanged
+
+
+def test_passes_of_a_session_are_captured_when_they_run_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """PyTorch's side of a capture is a stand-in that notes its calls."""
+    calls: list[str] = []
+
+    class Graph:
+        def capture_begin(self, pool: str, capture_error_mode: str) -> None:
+            calls.append(f"begin in {pool}")
+
+        def capture_end(self) -> None:
+            calls.append("end")
+
+        def replay(self) -> None:
+            calls.append("replay")
+
+    pools = iter(["one pool"])
+    stand_ins = {
+        "CUDAGraph": Graph,
+        "Stream": lambda device: calls.append("stream") or "stream",
+        "stream": lambda stream: nullcontext(),
+        "synchronize": lambda device: None,
+        "graph_pool_handle": lambda: next(pools),
+    }
+    for name, stand_in in stand_ins.items():
+        monkeypatch.setattr(torch.cuda, name, stand_in)
+    graphs = LazyGraphs(torch.device("cuda", 0))
+    kinds = [PassKind(drafts, 1, 4, 4, False) for drafts in (True, False)]
+    for _ in range(3):
+        for kind in kinds:
+            graphs.run(kind, lambda kind=kind: calls.append("draft" if kind.drafts else "take in"))
+    captured = [["begin in one pool", name, "end", "replay"] for name in ("draft", "take in")]
+    assert calls == ["draft", "take in", "stream", *captured[0], *captured[1], "replay", "replay"]

@@ -40,10 +40,10 @@ def verify(target: ModelShape, gpu: str = "b200", rows: float = 1, context: floa
         ("h100", PRODUCTS[INT4_BYTES], 3.8),
         ("h100", PRODUCTS[NVFP4_BYTES], 2.7),
         ("b200", PRODUCTS[NVFP4_BYTES], 3.4),
-        ("h100", ATTENTION[2], 9.9),
-        ("h100", ATTENTION[1], 4.3),
+        ("h100", ATTENTION[2], 10.9),
+        ("h100", ATTENTION[1], 4.5),
         ("b200", PRODUCTS[MXFP4_BYTES], 3.9),
-        ("b200", ATTENTION[2], 9.6),
+        ("b200", ATTENTION[2], 11.7),
     ],
 )
 def test_ceilings_are_those_of_the_documented_table(gpu: str, loop, terabytes: float) -> None:

@@ -18,13 +18,19 @@ from manta.drafter.compute.cpu_numba.backend import NumbaBackend
 from manta.drafter.compute.eager.backend import TorchBackend
 from manta.drafter.compute.gpu_triton.attention import mla as latent
 from manta.drafter.compute.gpu_triton.attention import mla_prefill_plan as expansion
-from manta.drafter.compute.gpu_triton.attention.attention_tiles import rows_from_host
+from manta.drafter.compute.gpu_triton.attention.attention_tiles import (
+    AttentionWorkspace,
+    list_work,
+    plan_tiles,
+    rows_from_host,
+)
 from manta.drafter.compute.gpu_triton.attention.mla import latent_kind
 from manta.drafter.compute.gpu_triton.attention.mla_prefill_plan import (
     Expansion,
     ExpansionWorkspace,
     find_expansion,
 )
+from manta.drafter.compute.gpu_triton.attention.paged_attention import verify_attention
 from manta.drafter.compute.gpu_triton.backend import TritonBackend
 from manta.drafter.compute.layers.linear import Linear, RMSNorm
 from manta.drafter.compute.layers.mla import MLALayer
@@ -315,3 +321,30 @@ def test_head_tiles_fit_the_registers() -> None:
     kinds = [latent_kind(heads, 512, torch.bfloat16, 64) for heads in (8, 64, 128, 12)]
     assert [kind.num_heads // kind.num_kv_heads for kind in kinds] == [8, 32, 32, 4]
     assert latent_kind(64, 512, torch.bfloat16, 64, batch_invariant=True).num_kv_heads == 4
+    kinds = [latent_kind(heads, 512, torch.bfloat16, 64, is_tall=True) for heads in (8, 64, 128, 12)]
+    assert [kind.num_heads // kind.num_kv_heads for kind in kinds] == [8, 64, 64, 4]
+    assert [plan_tiles(kind, 16).block_rows for kind in kinds] == [64] * 4
+
+
+@pytest.mark.usefixtures("on_the_device")
+@torch.inference_mode()
+def test_tall_tiles_equal_dense_attention() -> None:
+    """Two tiles of 64 rows; contexts of one piece and of several, whose runs are added in parts."""
+    torch.manual_seed(4)
+    heads, rank, tail, keys, rows = 8, 512, 64, 300, 16
+    kind = latent_kind(heads, rank, torch.float16, PAGE, is_tall=True)
+    q, q_tail, kv = (
+        torch.randn(*shape, device=DEVICE).half() / 4
+        for shape in ((rows, heads, rank), (rows, heads, tail), (-(-keys // PAGE), PAGE, 1, rank + tail))
+    )
+    pages = np.arange(len(kv))[None]
+    batch = rows_from_host(np.array([keys - rows]), np.array([rows]), pages, PAGE, torch.device(DEVICE))
+    k = kv.flatten(0, 2)[:keys].double()
+    scores = torch.einsum("nqd,td->nqt", torch.cat((q, q_tail), -1).double(), k) * 0.1
+    later = torch.arange(keys, device=DEVICE) > torch.arange(keys - rows, keys, device=DEVICE)[:, None]
+    weights = scores.masked_fill(later[:, None], float("-inf")).softmax(-1)
+    expected = torch.einsum("nqt,tf->nqf", weights, k[:, :rank]).flatten(1)
+    for num_programs in (1, 64):
+        work = list_work(kind, batch, AttentionWorkspace(rank, DEVICE, num_programs=num_programs))
+        got = verify_attention(q, kv, kv, batch, work, 0.1, q_tail_NQC=q_tail)
+        torch.testing.assert_close(got.double(), expected, atol=1e-3, rtol=1e-3)

@@ -29,9 +29,11 @@ import pytest
 import torch
 from manta.drafter.compute.gpu_triton.attention.attention_tiles import AttentionKind, plan_tiles, tile_width
 from manta.drafter.compute.gpu_triton.attention.mla import latent_kind
+from manta.drafter.compute.gpu_triton.attention.paged_attention import MOST_REGISTERS
 from manta.drafter.compute.gpu_triton.common.element_ops import warps_for
 from manta.drafter.compute.gpu_triton.linear.gemm_tiles import plan_product
 from manta.drafter.compute.gpu_triton.moe.grouped_gemm_tiles import HEIGHTS, cut_weight
+from manta.drafter.step.gpu_triton.sampling.sampler import num_warps
 
 CAPABILITIES = (90, 100)  # H100 and H200; B200 and B300
 SHARED_MEMORY_BYTES = 228 * 1024  # of their multiprocessors; each program takes 1 KiB more
@@ -52,8 +54,10 @@ class Variant:
         stages: of its loop's copies; None leaves them to Triton.
         wgmma: whether Hopper's and Blackwell's own matrix instructions are expected.
         side_by_side: programs that a multiprocessor must have room for.
+        registers: most of a thread, if the kernel is compiled with a limit.
+        copies: asynchronous ones of an iteration of its loop, which has no other loads then.
+        only: the capability that the shape is for; None for both.
         most_instructions: of an iteration of its loop, by capability; a warp issues one per cycle.
-        spills: capabilities for which the compiler spills registers.
     """
 
     kernel: str
@@ -63,8 +67,10 @@ class Variant:
     stages: int | None = None
     wgmma: bool = False
     side_by_side: int = 1
+    registers: int | None = None
+    copies: int | None = None
+    only: int | None = None
     most_instructions: tuple[int, int] | None = None
-    spills: tuple[int, ...] = ()
 
 
 def _attention(
@@ -84,14 +90,16 @@ def _attention(
     batch_invariant: bool = False,
     kv: str | None = None,
     tree: bool = False,
+    is_tall: bool = False,
 ) -> Variant:
     torch_dtype = {"bf16": torch.bfloat16, "fp32": torch.float32}[dtype]
     if tail:
-        kind = latent_kind(heads, dim, torch_dtype, page, batch_invariant=batch_invariant)
+        how = {"batch_invariant": batch_invariant, "is_tall": is_tall}
+        kind = latent_kind(heads, dim, torch_dtype, page, **how)
         kv_heads = kind.num_kv_heads
     else:
         kind = AttentionKind(heads, kv_heads, dim, v_dim or dim, torch_dtype, page)
-    plan = plan_tiles(kind, rows, batch_invariant=batch_invariant)
+    plan = plan_tiles(kind, rows, batch_invariant=batch_invariant, has_trees=tree)
     pointers = dict.fromkeys(("q_ptr", "k_ptr", "v_ptr", "out_ptr"), f"*{dtype}:16")
     pointers |= dict.fromkeys(("k_ptr", "v_ptr"), f"*{kv or dtype}:16")
     pointers |= dict.fromkeys(("max_ptr", "sum_ptr", "partial_ptr"), "*fp32:16")
@@ -124,7 +132,9 @@ def _attention(
     }
     optional = {"sinks_ptr": sinks, "q_tail_ptr": tail, "paths_ptr": tree, "positions_ptr": tree}
     constexprs |= {name: None for name, given in optional.items() if not given}
-    return Variant("_attend", signature, constexprs, plan.num_warps, wgmma=plan.block_rows >= 64)
+    registers = MOST_REGISTERS if tail else None
+    wgmma = plan.block_rows >= 64
+    return Variant("_attend", signature, constexprs, plan.num_warps, wgmma=wgmma, registers=registers)
 
 
 def _pointers(**names: str) -> dict[str, str]:
@@ -148,8 +158,11 @@ def _choose(dtype: str, *, filters: bool, seconds: bool = False, vocab: int = 15
     signature |= {"vocab_size": "i32:16", "vocab_start": "i32:16"}
     chunks = -(-vocab // 4096)
     constexprs = {"CHUNKS": chunks, "WIDTH": 1 << (chunks - 1).bit_length(), "FILTERS": filters}
-    constexprs |= {"SECONDS": seconds, "MAX_CANDIDATES": 16384, "NUM_STOP_IDS": 128, "CHUNK": 4096}
-    return Variant("_choose", signature, constexprs, 8)
+    constexprs |= {"SECONDS": seconds, "CHECKS": not seconds}  # of drafts, or of the target's tokens
+    constexprs |= {"MAX_CANDIDATES": 16384, "NUM_STOP_IDS": 128, "CHUNK": 4096}
+    return Variant(
+        "_choose", signature, constexprs, num_warps(torch.float32 if dtype == "fp32" else torch.bfloat16)
+    )
 
 
 def _apply_rules(dtype: str, *, drafts: bool) -> Variant:
@@ -622,7 +635,8 @@ VARIANTS: dict[str, list[Variant]] = {
         _choose("bf16", filters=True),
         _choose("bf16", filters=False, seconds=True),
         _choose("bf16", filters=True, seconds=True, vocab=262144),  # Gemma 3
-        replace(_choose("fp32", filters=True), spills=(90,)),
+        _choose("fp32", filters=True),
+        _choose("fp32", filters=True, seconds=True),
     ],
     "step.gpu_triton.sampling.logits_processors": [
         _apply_rules("bf16", drafts=False),
@@ -700,29 +714,30 @@ VARIANTS: dict[str, list[Variant]] = {
         Variant("_stamp", _pointers(i64="times") | {"index": "i32"}, {}, 1),
     ],
     "compute.gpu_triton.attention.paged_attention": [
-        _attention(32, 8, 128),  # Qwen3-8B, a block of 16 rows
+        replace(_attention(32, 8, 128), most_instructions=(705, 810)),  # Qwen3-8B, a block of 16 rows
         _attention(32, 8, 128, rows=2048),  # a prompt: tiles of 128
-        replace(_attention(32, 8, 128, kv="fp8e4nv"), most_instructions=(890, 925)),
+        replace(_attention(32, 8, 128, kv="fp8e4nv"), most_instructions=(855, 895)),
         _attention(32, 8, 128, rows=2048, kv="fp8e4nv"),
         _attention(8, 1, 512, tail=64, kv="fp8e4nv"),
         _attention(64, 8, 64, window=128, sinks=True, kv="fp8e4nv"),
         _attention(32, 8, 128, batch_invariant=True, kv="fp8e4nv"),
         _attention(32, 8, 128, causal=False, window=2048),  # its drafter
-        replace(_attention(32, 8, 128, batch_invariant=True), spills=(100,)),
+        _attention(32, 8, 128, batch_invariant=True),
         _attention(32, 8, 128, rows=1),  # plain decoding
         _attention(32, 8, 128, rows=1, first_key=1),  # a link of an EAGLE-3 chain
         _attention(64, 8, 64, window=128, sinks=True),  # gpt-oss
         _attention(16, 4, 256, page=256),
         _attention(32, 8, 128, dtype="fp32"),
         _attention(32, 4, 512),  # Gemma 4's full layers
-        replace(  # MiMo-V2
-            _attention(64, 8, 192, v_dim=128, window=128, sinks=True, batch_invariant=True), spills=(100,)
-        ),
-        _attention(8, 1, 512, tail=64),  # Kimi K2 on eight ranks
+        _attention(64, 8, 192, v_dim=128, window=128, sinks=True, batch_invariant=True),  # MiMo-V2
+        # Kimi K2 on eight ranks: a thread copies 144 bytes of latents and 2 page numbers
+        replace(_attention(8, 1, 512, tail=64), copies=11, most_instructions=(830, 810)),
+        replace(_attention(8, 1, 512, tail=64, is_tall=True), copies=11, only=90, most_instructions=(875, 0)),
+        replace(_attention(64, 1, 512, tail=64, rows=1, is_tall=True), copies=11, only=90),
         _attention(64, 1, 512, tail=64, rows=1),  # and on one, in two tiles of heads
         _attention(8, 1, 512, tail=64, batch_invariant=True),
         _attention(8, 1, 512, tail=64, tree=True),
-        replace(_attention(32, 8, 128, tree=True, batch_invariant=True), spills=(90, 100)),
+        _attention(32, 8, 128, tree=True, batch_invariant=True),
         _attention(32, 8, 128, tree=True),
     ],
     "compute.gpu_triton.attention.attention_tiles": [
@@ -858,10 +873,15 @@ VARIANTS: dict[str, list[Variant]] = {
 
 def chosen(module: str, capability: int, *, whole: bool = WHOLE) -> list[Variant]:
     """Return the shapes of a module that are compiled for a capability."""
-    if whole:
-        return VARIANTS[module]
+    variants = VARIANTS[module] if whole else _few(VARIANTS[module])
     parity = CAPABILITIES.index(capability) + list(VARIANTS).index(module)
-    return [v for i, v in enumerate(_few(VARIANTS[module])) if (i + parity) % len(CAPABILITIES) == 0]
+
+    def is_chosen(i: int, variant: Variant) -> bool:
+        if variant.only is not None:
+            return variant.only == capability
+        return whole or (i + parity) % len(CAPABILITIES) == 0
+
+    return [variant for i, variant in enumerate(variants) if is_chosen(i, variant)]
 
 
 def _few(variants: list[Variant]) -> list[Variant]:
@@ -919,17 +939,21 @@ def test_kernels_compile_without_spills_or_slow_conversions(
 ):
     for variant, found in zip(chosen(module, capability), compile_all(module, capability), strict=True):
         assert "error" not in found, (variant, found)
-        assert (found["spilled_bytes"] > 0) == (capability in variant.spills), (variant, found)
+        assert found["spilled_bytes"] == 0, (variant, found)
         assert variant.side_by_side * (found["shared_bytes"] + 1024) <= SHARED_MEMORY_BYTES, (variant, found)
         assert variant.side_by_side * found["registers"] * 32 * variant.warps <= REGISTERS, (variant, found)
         assert found["wgmma"] == variant.wgmma, (variant, found)
         assert found["waits_first"] == bool(variant.constexprs.get("PDL")), (variant, found)
+        prefetches = variant.kernel == "_multiply" and variant.constexprs["CODE"] is None
+        assert found["prefetches_first"] == prefetches, (variant, found)
         assert found["slow_conversions"] == 0, (variant, found)
         assert not (variant.constexprs.get("PACK") and found["flushes"]), "codes are subnormal floats"
         if variant.most_instructions is not None:
             most = variant.most_instructions[CAPABILITIES.index(capability)]
             assert 0 < found["instructions"] <= most, (variant, found)
             assert found["copies"] > 0, (variant, found)
+        if variant.copies is not None:
+            assert (found["copies"], found["loads"]) == (variant.copies, 0), (variant, found)
 
 
 def test_blocks_and_prompts_of_qwen3_8b_use_hoppers_matrix_instructions():
@@ -956,6 +980,8 @@ def _compile(module: str, variant: Variant, capability: int) -> dict[str, int | 
         options = {"num_warps": variant.warps}
         if variant.stages is not None:
             options["num_stages"] = variant.stages
+        if variant.registers is not None:
+            options["maxnreg"] = variant.registers
         compiled = triton.compile(source, target=target, options=options)
     spilled = re.findall(r"(\d+) bytes spill", log.getvalue())
     assert spilled, f"ptxas reported nothing: {log.getvalue()!r}"
@@ -966,9 +992,13 @@ def _compile(module: str, variant: Variant, capability: int) -> dict[str, int | 
         "shared_bytes": compiled.metadata.shared,
         "wgmma": any(name in compiled.asm["ptx"] for name in ("wgmma.mma_async", "tcgen05.mma")),
         "waits_first": _waits_first(compiled.asm["ptx"]),
+        "prefetches_first": -1
+        < compiled.asm["ptx"].find("prefetch.global.L2")
+        < compiled.asm["ptx"].find("griddepcontrol.wait"),
         "instructions": len(loop),
         "slow_conversions": sum(name in ("I2F", "F2F", "F2I") for name in loop),
         "copies": loop.count("LDGSTS"),
+        "loads": loop.count("LDG"),
         "flushes": re.search(r"(?<!rsqrt\.approx)\.ftz", compiled.asm["ptx"]) is not None,
     }
 

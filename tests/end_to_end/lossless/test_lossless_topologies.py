@@ -113,14 +113,18 @@ def test_two_ranks_with_packed_weights_change_no_token(ray_session: None, tmp_pa
 
 @pytest.mark.slow
 @pytest.mark.skipif(ON_GPU, reason="one GPU is no two ranks; ray_session has none")
-def test_kernels_of_two_ranks_change_no_token(ray_session: None, tiny_qwen3: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("placement", ["colocated", "split"])
+def test_kernels_of_two_ranks_change_no_token(
+    ray_session: None, tiny_qwen3: Path, tmp_path: Path, placement: str
+) -> None:
     """Logits stay sharded until the target's token, and the candidates for a draft, are chosen."""
     pytest.importorskip("triton")
     from support.engines.device_engines import generate
 
     expected, _ = generate(tiny_qwen3, None, "torch")
     drafter = make_tiny_drafter(tmp_path, second=True)
-    spec = {"model": str(drafter), "num_speculative_tokens": 2, "adaptive": False}
+    drafts = {"num_speculative_tokens": 2, "adaptive": False, "placement": placement}
+    spec = {"model": str(drafter), **drafts}
     got, stats = generate(
         tiny_qwen3, None, "triton", speculative_config=spec, tensor_parallel_size=2, async_scheduling=True
     )

@@ -43,6 +43,7 @@ _PARTIAL_ROWS = 512  # of partial results, per program
 _MIN_WIDTH = 16  # of a tile: the minimum of tensor cores
 _MIN_BLOCK_ROWS, _MAX_BLOCK_ROWS, _INVARIANT_BLOCK_ROWS = 16, 128, 64
 _BLOCK_VALUES = {2: 16384, 4: 4096}  # rows * D that fit in registers without spilling, by bytes of a value
+_TALL_BLOCK_VALUES = 32768
 MIN_PIECE_TILES = 2  # for a piece of one tile, writing and reading partials is twice its K/V
 _SPLIT_KEYS, _RUN_SPLITS = 256, 16  # in batch-invariant mode
 _ALL_ROWS = 2**31 - 1
@@ -112,7 +113,8 @@ def rows_from_host(
 class AttentionKind:
     """Properties shared by the layers that use one work list; see `eager.attention.paged_attention`.
 
-    Requests with more than `most_rows` rows are skipped; another kernel computes them.
+    Requests with more than `most_rows` rows are skipped; another kernel computes them. `is_tall` gives tiles
+    twice the rows (`mla.py`).
     """
 
     num_heads: int
@@ -125,6 +127,7 @@ class AttentionKind:
     window: int | None = None
     first_key: int = 0
     most_rows: int = _ALL_ROWS
+    is_tall: bool = False
 
 
 class AttentionWorkspace:
@@ -192,13 +195,15 @@ class TilePlan:
         return num_requests * query_tiles * num_kv_heads * pieces
 
 
-def plan_tiles(kind: AttentionKind, max_rows: int, *, batch_invariant: bool = False) -> TilePlan:
+def plan_tiles(
+    kind: AttentionKind, max_rows: int, *, batch_invariant: bool = False, has_trees: bool = False
+) -> TilePlan:
     """Choose tiles from shapes alone: at most four plans per kind, in invariant mode one."""
     group, width = kind.num_heads // kind.num_kv_heads, tile_width(kind.head_dim)
-    block_keys = _block_keys(width, kind.dtype.itemsize)
-    values = _BLOCK_VALUES[kind.dtype.itemsize]
+    block_keys = _block_keys(width, kind.dtype.itemsize, needs_registers=batch_invariant or has_trees)
+    values = _TALL_BLOCK_VALUES if kind.is_tall else _BLOCK_VALUES[kind.dtype.itemsize]
     if batch_invariant:  # three accumulators at once: half the rows if heads are wide, and more warps
-        wanted_rows, most_rows = _INVARIANT_BLOCK_ROWS, values // 2 // tile_width(kind.v_head_dim)
+        wanted_rows, most_rows = _INVARIANT_BLOCK_ROWS, values // 2 // width
     else:
         wanted_rows, most_rows = max_rows * group, min(_MAX_BLOCK_ROWS, values // width)
     block_rows = max(_MIN_BLOCK_ROWS, triton.next_power_of_2(max(min(wanted_rows, most_rows), group)))
@@ -213,9 +218,13 @@ def plan_tiles(kind: AttentionKind, max_rows: int, *, batch_invariant: bool = Fa
     )
 
 
-def _block_keys(width: int, itemsize: int) -> int:
-    """Return the keys of a tile, so that several stages of K and V tiles fit in shared memory."""
-    if itemsize == 2 and width <= 128:
+def _block_keys(width: int, itemsize: int, *, needs_registers: bool) -> int:
+    """Return the keys of a tile, so that several stages of K and V tiles fit in shared memory.
+
+    Beside the three accumulators of batch-invariant mode, or masks of trees, scores of 64 keys would spill
+    from 128 columns on.
+    """
+    if itemsize == 2 and width <= (64 if needs_registers else 128):
         return 64
     return 32 if width * itemsize <= 1024 else 16
 
@@ -248,7 +257,8 @@ def list_work(kind: AttentionKind, rows: PagedRows, workspace: AttentionWorkspac
     """Build the work list in one launch; the host need not know the contents of `rows`."""
     num_requests = len(rows.slots_B)
     max_rows = min(rows.max_rows, kind.most_rows)
-    plan = plan_tiles(kind, max_rows, batch_invariant=workspace.batch_invariant)
+    has_trees = rows.tree is not None
+    plan = plan_tiles(kind, max_rows, batch_invariant=workspace.batch_invariant, has_trees=has_trees)
     max_keys = rows.page_table.shape[1] * kind.page_size
     maximum = plan.num_programs(num_requests, max_rows, kind.num_kv_heads, max_keys)
     values = torch.empty(HEADER.value + 2 * num_requests + 1, dtype=torch.int32, device=rows.cu_rows.device)

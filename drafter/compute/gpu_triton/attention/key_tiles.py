@@ -117,26 +117,27 @@ def _attend_tiles(
     k_ptr, v_ptr, table_ptr, num_keys, page_stride, token_stride = keys
     dim_D = tl.arange(0, q_RD.shape[1])
     dim_F = tl.arange(0, V_WIDTH)
-    oldest = first_seen(tl.min(position_R, 0), WINDOW)
+    first_position = tl.min(position_R, 0)
+    oldest = tl.maximum(first_seen(first_position, WINDOW), tl.minimum(first_position, FIRST_KEY))
     for tile in tl.range(lo, hi, num_stages=1 if TREE else None):
         key_T = tile * BLOCK_KEYS + tl.arange(0, BLOCK_KEYS)
         there_T = key_T < num_keys
-        # A page before the window may be another request's, and zero times its infinity would be NaN.
-        read_T = tl.maximum(key_T, oldest) if WINDOW > 0 else key_T
+        # What no row sees may be another request's, and zero times its infinity would be NaN.
+        read_T = tl.maximum(key_T, oldest) if WINDOW > 0 or FIRST_KEY > 0 else key_T
         if BY_PATH:
             read_T, there_T = path_keys(tree, token, key_T, read_T, there_T)
         page_T = tl.load(table_ptr + read_T // PAGE, mask=there_T, other=0).to(tl.int64)
         at_T = page_T * page_stride + (read_T % PAGE) * token_stride
-        there_DT = inside(there_T[None, :], dim_D[:, None], DIM, q_RD.shape[1])
-        k_DT = widen(tl.load(k_ptr + at_T[None, :] + dim_D[:, None], mask=there_DT, other=0.0), q_RD.dtype)
-        x_RT = tl.dot(q_RD, k_DT, input_precision=_FP32_PRODUCT)
+        there_TD = inside(there_T[:, None], dim_D[None, :], DIM, q_RD.shape[1])
+        k_TD = widen(tl.load(k_ptr + at_T[:, None] + dim_D[None, :], mask=there_TD, other=0.0), q_RD.dtype)
+        x_RT = tl.dot(q_RD, tl.trans(k_TD), input_precision=_FP32_PRODUCT)
         if TAIL > 0:
             dim_C = tl.arange(0, q_tail_RC.shape[1])
-            there_CT = inside(there_T[None, :], dim_C[:, None], TAIL, q_tail_RC.shape[1])
-            k_CT = tl.load(k_ptr + DIM + at_T[None, :] + dim_C[:, None], mask=there_CT, other=0.0)
-            k_CT = widen(k_CT, q_RD.dtype)
-            x_RT = tl.dot(q_tail_RC, k_CT, x_RT, input_precision=_FP32_PRODUCT)
-            v_TF = tl.trans(k_DT)
+            there_TC = inside(there_T[:, None], dim_C[None, :], TAIL, q_tail_RC.shape[1])
+            k_TC = tl.load(k_ptr + DIM + at_T[:, None] + dim_C[None, :], mask=there_TC, other=0.0)
+            k_TC = widen(k_TC, q_RD.dtype)
+            x_RT = tl.dot(q_tail_RC, tl.trans(k_TC), x_RT, input_precision=_FP32_PRODUCT)
+            v_TF = k_TD
         else:
             there_TF = inside(there_T[:, None], dim_F[None, :], V_DIM, V_WIDTH)
             v_TF = tl.load(v_ptr + at_T[:, None] + dim_F[None, :], mask=there_TF, other=0.0)
@@ -213,14 +214,20 @@ def add_parts(m_R, l_R, o_RD, m2_R, l2_R, o2_RD):
 
 
 @triton.jit
-def store_part(parts, slot, m_R, l_R, o_RD, real_R, ROWS: tl.constexpr, DIM: tl.constexpr):
-    """Store a part in its slot of `parts`: pointers to the m, l and o of all slots."""
-    max_ptr, sum_ptr, out_ptr = parts
+def store_sums(parts, slot, m_R, l_R, real_R, ROWS: tl.constexpr):
+    """Store a part's m and l in its slot of `parts`: pointers to the m, l and o of all slots."""
+    max_ptr, sum_ptr, _ = parts
     place_R = slot * ROWS + tl.arange(0, ROWS)
     tl.store(max_ptr + place_R, m_R, mask=real_R, cache_modifier=".cg")
     tl.store(sum_ptr + place_R, l_R, mask=real_R, cache_modifier=".cg")
-    at_RD = place_R[:, None] * DIM + tl.arange(0, DIM)[None, :]
-    tl.store(out_ptr + at_RD, o_RD, mask=real_R[:, None], cache_modifier=".cg")
+
+
+@triton.jit
+def store_columns(parts, slot, column, o_RC, real_R, ROWS: tl.constexpr, DIM: tl.constexpr):
+    """Store a part's o from a column on."""
+    place_R = slot * ROWS + tl.arange(0, ROWS)
+    at_RC = place_R[:, None] * DIM + (column + tl.arange(0, o_RC.shape[1]))[None, :]
+    tl.store(parts[2] + at_RC, o_RC, mask=real_R[:, None], cache_modifier=".cg")
 
 
 @triton.jit
@@ -235,17 +242,21 @@ def is_last(arrived_ptr, expected):
 
 @triton.jit
 def add_slots(
-    parts, origin, begin, end, step, real_R, STRIDE: tl.constexpr, ROWS: tl.constexpr, DIM: tl.constexpr
-):
-    """Add parts begin, begin + step, .. below end, in order; part i is in slot origin + i * STRIDE."""
+    parts, origin, begin, end, step, column, real_R, STRIDE: tl.constexpr, ROWS: tl.constexpr,
+    DIM: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """Add parts begin, begin + step, .. below end, in order; part i is in slot origin + i * STRIDE.
+
+    Returns (m, l, o), with o from a column on.
+    """
     max_ptr, sum_ptr, out_ptr = parts
-    m_R, l_R, o_RD = no_part(ROWS, DIM)
+    m_R, l_R, o_RC = no_part(ROWS, COLUMNS)
     for i in range(begin // step, tl.cdiv(end, step)):
         slot = origin + tl.maximum(begin, i * step) * STRIDE
         place_R = slot * ROWS + tl.arange(0, ROWS)
         m2_R = tl.load(max_ptr + place_R, mask=real_R, other=-float("inf"), cache_modifier=".cg")
         l2_R = tl.load(sum_ptr + place_R, mask=real_R, other=0.0, cache_modifier=".cg")
-        at_RD = place_R[:, None] * DIM + tl.arange(0, DIM)[None, :]
-        o2_RD = tl.load(out_ptr + at_RD, mask=real_R[:, None], other=0.0, cache_modifier=".cg")
-        m_R, l_R, o_RD = add_parts(m_R, l_R, o_RD, m2_R, l2_R, o2_RD)
-    return m_R, l_R, o_RD
+        at_RC = place_R[:, None] * DIM + (column + tl.arange(0, COLUMNS))[None, :]
+        o2_RC = tl.load(out_ptr + at_RC, mask=real_R[:, None], other=0.0, cache_modifier=".cg")
+        m_R, l_R, o_RC = add_parts(m_R, l_R, o_RC, m2_R, l2_R, o2_RC)
+    return m_R, l_R, o_RC

@@ -5,7 +5,8 @@
     latent ── norm, rotation, write ─▶ pages ────┘                                (`paged_attention.py`)
 
 Keys are one head that all query heads share. A tile takes as many query heads as registers hold accumulators
-of a latent's width; the others are separate items that read the same keys. K and V up-projections of the
+of a latent's width; the others are separate items that read the same keys. A tile of keys is copied to shared
+memory once, for scores and values. K and V up-projections of the
 heads are PyTorch batched products. `mla_prefill.py` has the expanded form.
 
 Legend: N rows, J heads, E unrotated head dim, R rotated, F of values, C values of a latent, P pages, S page
@@ -18,6 +19,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import torch
@@ -38,9 +40,10 @@ from .mla_prefill_plan import Expansion, ExpansionWorkspace
 from .norm_rope_kv_write import load_columns, rotate_halves
 from .paged_attention import verify_attention
 
-# Heads, and so rows, per tile: with accumulators 512 wide, 64 rows spill registers; batch-invariant mode
-# needs three accumulators, and fp32 operands take twice the space.
-_HEADS, _HEADS_FP32, _HEADS_INVARIANT = 32, 16, 16
+# Heads, and so rows, per tile: with accumulators 512 wide, 64 rows spill registers, but for latents of 16
+# bits on Hopper; batch-invariant mode needs three accumulators, and fp32 operands take twice the space.
+_HEADS, _HEADS_TALL, _HEADS_FP32, _HEADS_INVARIANT = 32, 64, 16, 16
+_HOPPER = 9
 _HEADS_AT_ONCE = 8  # rotated by a program
 
 
@@ -54,11 +57,20 @@ def latent_kind(
     window: int | None = None,
     first_key: int = 0,
     batch_invariant: bool = False,
+    is_tall: bool = False,
 ) -> AttentionKind:
     """Return the kind of attention in which each tile of heads is a K/V head at the same address."""
-    maximum = _HEADS_FP32 if dtype is torch.float32 else _HEADS_INVARIANT if batch_invariant else _HEADS
+    maximum = _HEADS_TALL if is_tall else _HEADS
+    if dtype is torch.float32 or batch_invariant:
+        maximum, is_tall = (_HEADS_FP32 if dtype is torch.float32 else _HEADS_INVARIANT), False
     kv_heads = num_heads // math.gcd(num_heads, maximum)
-    return AttentionKind(num_heads, kv_heads, rank, rank, dtype, page_size, causal, window, first_key)
+    sizes = num_heads, kv_heads, rank, rank
+    return AttentionKind(*sizes, dtype, page_size, causal, window, first_key, is_tall=is_tall)
+
+
+@cache
+def _is_hopper(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == _HOPPER
 
 
 class TritonLatentAttention:
@@ -86,6 +98,7 @@ class TritonLatentAttention:
         if expansion is not None and expansion.takes_all:
             out_NO = q_NJO.new_empty(len(q_NJO), parts.num_heads * parts.v_dim)
         else:
+            is_tall = _is_hopper(pages_PSW.device) and pages_PSW.dtype is qkv_NO.dtype and rows.tree is None
             kind = latent_kind(
                 shape.num_heads,
                 parts.rank,
@@ -95,6 +108,7 @@ class TritonLatentAttention:
                 window=shape.window,
                 first_key=shape.first_key,
                 batch_invariant=self._batch_invariant,
+                is_tall=is_tall,
             )
             if expansion is not None:
                 kind = replace(kind, most_rows=expansion.workspace.fewest - 1)

@@ -48,10 +48,11 @@ from .attention_tiles import (
     first_seen,
     tile_width,
 )
-from .key_tiles import add_slots, attend_piece, inside, is_last, key_tiles, store_part
+from .key_tiles import add_slots, attend_piece, inside, is_last, key_tiles, no_part, store_columns, store_sums
 
 _LOG2_E = tl.constexpr(1.4426950408889634)
 MAX_HEAD_DIM = 512  # the largest whose tiles fit into registers and shared memory
+MOST_REGISTERS = 255  # with latents: the compiler would spill to fit two programs in a multiprocessor
 
 
 def verify_attention(
@@ -101,6 +102,7 @@ def verify_attention(
         TAIL=tail, TAIL_WIDTH=tile_width(tail), PAGE=kind.page_size, BLOCK_ROWS=plan.block_rows,
         BLOCK_KEYS=plan.block_keys, CAUSAL=kind.causal, WINDOW=kind.window or 0, FIRST_KEY=kind.first_key,
         SPLIT_TILES=plan.split_keys // plan.block_keys, RUN_SPLITS=plan.run_splits, num_warps=plan.num_warps,
+        maxnreg=MOST_REGISTERS if tail else None,
         # No fused multiply-add in batch-invariant mode: the compiler decides which operations to fuse.
         enable_fp_fusion=not workspace.batch_invariant, **dependent_launch(q_NQD.device),
     )  # fmt: skip
@@ -243,13 +245,14 @@ def _attend(
             end = tl.cdiv(tile_hi, piece_tiles)
             out_R = (row_R * HEADS + head_R) * V_DIM
             if end - begin == 1:
-                _write_out(out_ptr, out_R, sinks_ptr, head_R, m_R, l_R, o_RF, real_R, V_DIM)
+                _write_out(out_ptr, out_R, sinks_ptr, head_R, 0, m_R, l_R, o_RF, real_R, V_DIM, V_WIDTH)
             else:
                 # A tile's pieces are adjacent among shared pairs; this is the index its piece 0 would have.
                 origin = (tl.load(shared_before_ptr + request) + place - piece) * KV_HEADS + kv_head
                 slot = origin + piece * KV_HEADS
                 parts = (max_ptr, sum_ptr, partial_ptr)
-                store_part(parts, slot, m_R, l_R, o_RF, real_R, BLOCK_ROWS, V_WIDTH)
+                store_sums(parts, slot, m_R, l_R, real_R, BLOCK_ROWS)
+                store_columns(parts, slot, 0, o_RF, real_R, BLOCK_ROWS, V_WIDTH)
                 _finish_tile(
                     parts, arrived_ptr, origin, piece, begin, end, run_pieces, out_ptr, out_R, sinks_ptr,
                     head_R, real_R, KV_HEADS, BLOCK_ROWS, V_DIM, V_WIDTH,
@@ -261,40 +264,59 @@ def _finish_tile(
     parts, arrived_ptr, origin, piece, begin, end, run_pieces, out_ptr, out_R, sinks_ptr, head_R, real_R,
     KV_HEADS: tl.constexpr, BLOCK_ROWS: tl.constexpr, V_DIM: tl.constexpr, V_WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """Add up what this piece completes: its run, and possibly the tile of pieces begin..end-1."""
+    """Add up what this piece completes: its run, and possibly the tile of pieces begin..end-1.
+
+    Some columns at a time: two whole sums of a latent's width would spill registers.
+    """
+    COLUMNS: tl.constexpr = min(V_WIDTH, 128)
     run_begin = tl.maximum(begin, piece // run_pieces * run_pieces)
     run_end = tl.minimum(end, piece // run_pieces * run_pieces + run_pieces)
     run_slot = origin + run_begin * KV_HEADS
     if is_last(arrived_ptr + 2 * run_slot, run_end - run_begin):
-        run_m_R, run_l_R, run_o_RF = add_slots(
-            parts, origin, run_begin, run_end, 1, real_R, KV_HEADS, BLOCK_ROWS, V_WIDTH
-        )
         if run_end - run_begin == end - begin:
-            _write_out(out_ptr, out_R, sinks_ptr, head_R, run_m_R, run_l_R, run_o_RF, real_R, V_DIM)
+            for column in range(0, V_WIDTH, COLUMNS):
+                m_R, l_R, o_RC = add_slots(
+                    parts, origin, begin, end, 1, column, real_R, KV_HEADS, BLOCK_ROWS, V_WIDTH, COLUMNS
+                )
+                _write_out(out_ptr, out_R, sinks_ptr, head_R, column, m_R, l_R, o_RC, real_R, V_DIM, V_WIDTH)
         else:
-            tl.debug_barrier()  # all threads have read the part that the run's sum replaces
-            store_part(parts, run_slot, run_m_R, run_l_R, run_o_RF, real_R, BLOCK_ROWS, V_WIDTH)
+            run_m_R, run_l_R, _ = no_part(BLOCK_ROWS, COLUMNS)
+            for column in range(0, V_WIDTH, COLUMNS):
+                run_m_R, run_l_R, o_RC = add_slots(
+                    parts, origin, run_begin, run_end, 1, column, real_R, KV_HEADS, BLOCK_ROWS, V_WIDTH,
+                    COLUMNS,
+                )  # fmt: skip
+                tl.debug_barrier()  # all threads have read the columns that the run's sum replaces
+                store_columns(parts, run_slot, column, o_RC, real_R, BLOCK_ROWS, V_WIDTH)
+            store_sums(parts, run_slot, run_m_R, run_l_R, real_R, BLOCK_ROWS)
             runs = tl.cdiv(end, run_pieces) - begin // run_pieces
             if is_last(arrived_ptr + 2 * (origin + begin * KV_HEADS) + 1, runs):
-                all_m_R, all_l_R, all_o_RF = add_slots(
-                    parts, origin, begin, end, run_pieces, real_R, KV_HEADS, BLOCK_ROWS, V_WIDTH
-                )
-                _write_out(out_ptr, out_R, sinks_ptr, head_R, all_m_R, all_l_R, all_o_RF, real_R, V_DIM)
+                for column in range(0, V_WIDTH, COLUMNS):
+                    m_R, l_R, o_RC = add_slots(
+                        parts, origin, begin, end, run_pieces, column, real_R, KV_HEADS, BLOCK_ROWS, V_WIDTH,
+                        COLUMNS,
+                    )  # fmt: skip
+                    _write_out(
+                        out_ptr, out_R, sinks_ptr, head_R, column, m_R, l_R, o_RC, real_R, V_DIM, V_WIDTH
+                    )
 
 
 @triton.jit
-def _write_out(out_ptr, out_R, sinks_ptr, head_R, m_R, l_R, o_RF, real_R, V_DIM: tl.constexpr):
-    """Normalize and write finished rows; a sink is added to the sum."""
+def _write_out(
+    out_ptr, out_R, sinks_ptr, head_R, column, m_R, l_R, o_RC, real_R, V_DIM: tl.constexpr,
+    V_WIDTH: tl.constexpr,
+):  # fmt: skip
+    """Normalize and write finished rows, from a column on; a sink is added to the sum."""
     if sinks_ptr is not None:
         sink_R = tl.load(sinks_ptr + head_R, mask=real_R, other=0.0) * _LOG2_E
         base_R = tl.maximum(m_R, sink_R)
         shrink_R = tl.exp2(m_R - base_R)
         l_R = l_R * shrink_R + tl.exp2(sink_R - base_R)
-        o_RF = o_RF * shrink_R[:, None]
-    o_RF = o_RF / tl.where(l_R > 0, l_R, 1.0)[:, None]
-    dim_F = tl.arange(0, o_RF.shape[1])
-    there_RF = inside(real_R[:, None], dim_F[None, :], V_DIM, o_RF.shape[1])
-    tl.store(out_ptr + out_R[:, None] + dim_F[None, :], o_RF.to(out_ptr.dtype.element_ty), mask=there_RF)
+        o_RC = o_RC * shrink_R[:, None]
+    o_RC = o_RC / tl.where(l_R > 0, l_R, 1.0)[:, None]
+    dim_C = column + tl.arange(0, o_RC.shape[1])
+    there_RC = inside(real_R[:, None], dim_C[None, :], V_DIM, V_WIDTH)
+    tl.store(out_ptr + out_R[:, None] + dim_C[None, :], o_RC.to(out_ptr.dtype.element_ty), mask=there_RC)
 
 
 @triton.jit

@@ -13,7 +13,8 @@ Source: CUDA Programming Guide, "Programmatic Dependent Launch and Synchronizati
 returns when the previous kernel is complete and its writes are visible. As every program waits before it does
 anything, a kernel completes only after all earlier ones. Therefore `launch_dependents` may be issued at once:
 it lets the next kernel be set up, which also waits if it was launched with these options; otherwise it starts
-after this one's end, as usual. This hides launch latency, not the first loads.
+after this one's end, as usual. This hides launch latency, not the first loads; products prefetch their first
+weights into L2 before they wait (`skinny_gemm.py`), which reads no value.
 
 Legend: N rows, H hidden, I inner size, O elements of a row; B elements per iteration.
 """

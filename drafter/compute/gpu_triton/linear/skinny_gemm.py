@@ -35,6 +35,9 @@ from .gemm_tiles import COLUMNS, ProductPlan, ProductWorkspace
 from .packed_codes import PackedCodes, sum_codes
 
 _FP32_PRODUCT = tl.constexpr("tf32x3")  # fp32 precision on tensor cores; fp16 and bf16 ignore it
+# Of each weight row: 16 KiB per program, which are 2 microseconds of an H100's memory if all its
+# multiprocessors run three.
+_PREFETCHED_LINES = tl.constexpr(2)
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,14 +131,16 @@ def _multiply(
     PDL: tl.constexpr,
 ):  # fmt: skip
     """Compute a tile of y, or a split of one; rows and columns out of range are not written."""
-    wait_for_predecessor(PDL)
     row_tile, tile = tl.program_id(0), tl.program_id(1) // PROGRAMS
-    row_M = row_tile * ROWS + tl.arange(0, ROWS)
-    real_M = row_M < num_rows
-    row_M = tl.minimum(row_M, num_rows - 1).to(tl.int64)
     at_C, number_C = _weight_rows(
         tile, part_stride, layer_stride, row_stride, OUTPUTS, LAYERS, SPAN, GATED, COLUMNS
     )
+    if PDL and CODE is None:  # products of codes are bound by their instructions
+        _prefetch(weight_ptr + at_C, tl.program_id(1) % PROGRAMS * SPLIT_TILES * STEP, INPUTS)
+    wait_for_predecessor(PDL)
+    row_M = row_tile * ROWS + tl.arange(0, ROWS)
+    real_M = row_M < num_rows
+    row_M = tl.minimum(row_M, num_rows - 1).to(tl.int64)
     scale_M = real_M.to(tl.float32)
     if norm_ptr is not None:
         scale_M = _scales(squares_ptr, row_M, eps, INPUTS, SQUARES)
@@ -173,6 +178,24 @@ def _multiply(
         sum_CM, tile, row_M, real_M, residual_ptr, residual_stride, y_ptr, new_squares_ptr,
         OUTPUTS, GATED, GELU, ROWS, COLUMNS,
     )  # fmt: skip
+
+
+@triton.jit
+def _prefetch(weight_ptrs_C, first, INPUTS: tl.constexpr):
+    """Prefetch a program's first weights into L2, while it waits for the previous kernel.
+
+    L2 is where other kernels' writes arrive, so weights that were replaced just before are read as they are.
+    """
+    LINE: tl.constexpr = 1024 // weight_ptrs_C.dtype.element_ty.primitive_bitwidth  # 128 bytes
+    at_L = tl.minimum(first + tl.arange(0, _PREFETCHED_LINES) * LINE, INPUTS - 1)
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.u32 $0, 0;",
+        "=r,l",
+        [weight_ptrs_C[:, None] + at_L[None, :]],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
 
 
 @triton.jit

@@ -158,11 +158,16 @@ def sample_rows(
         scores_N if seconds_N is None else seconds_N, vocab_size, vocab_start,
         CHUNKS=chunks, WIDTH=triton.next_power_of_2(chunks), FILTERS=filters, SECONDS=seconds_N is not None,
         CHECKS=checks, MAX_CANDIDATES=memory.candidates_NQ.shape[1], NUM_STOP_IDS=state.stop_ids.shape[1],
-        CHUNK=workspace.chunk_size, num_warps=8,
+        CHUNK=workspace.chunk_size, num_warps=num_warps(logits_NV.dtype),
     )  # fmt: skip
     if masks is not None:
         force_end_tokens(ids_N, scores_N, masks)
     return ids_N, scores_N
+
+
+def num_warps(dtype: torch.dtype) -> int:
+    """Return the warps of a program; with eight, filters of fp32 logits would spill registers."""
+    return 4 if dtype is torch.float32 else 8
 
 
 def margins_between(scores_N: Tensor, seconds_N: Tensor) -> Tensor:
