@@ -42,11 +42,10 @@ from ...cpu_numba.llvm_intrinsics import (
     integer,
     lanes,
     load,
-    prefetch,
     procedure,
     store,
 )
-from .simd_tiles import RegisterTile, input_address, switch_tiles, tiles_of
+from .simd_tiles import RegisterTile, input_address, prefetch_lines, switch_tiles, tiles_of
 from .simd_vectors import rounded_lanes
 
 # Arguments of both operations, as int64 in this order; `target` of expanded tiles alone.
@@ -61,9 +60,6 @@ Emit = Callable[[Any, Sequence[Value]], None]  # of a builder and its arguments
 _BYTES = ir.VectorType(BYTE, 16)
 _FP16 = ir.VectorType(ir.HalfType(), 16)
 _UPPER_HALF = -65536
-# How far ahead codes of a tile are read. A CPU has few instructions in flight, which are few bytes of codes,
-# and its own prefetching begins anew with every page of every tile.
-_AHEAD_BYTES = 1024
 
 
 def code_product(code: Code, *, has_zeros: bool = False, rounds: bool = True) -> Any:
@@ -147,8 +143,7 @@ def _sum_tile(
         lines = [
             at(builder, line, (values["panel_bytes"], j // 2), (values["tile_bytes"], j % 2)) for j in columns
         ]
-        for address in lines:
-            prefetch(builder, at(builder, address, (1, _AHEAD_BYTES)))
+        prefetch_lines(builder, lines)
         tile.add(
             input_address(builder, values["a"], values["chunk_bytes"], loop.index),
             lambda half: [
