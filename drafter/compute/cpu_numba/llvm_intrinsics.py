@@ -51,6 +51,12 @@ def store(builder: Any, value: Value, address: Value) -> None:
     builder.store(value, builder.inttoptr(address, value.type.as_pointer()), align=1)
 
 
+def prefetch(builder: Any, address: Value) -> None:
+    """Start to read the cache line at an address, which need not be valid."""
+    hints = [ir.Constant(INT32, value) for value in (0, 3, 1)]  # for reading, into all caches, data
+    call(builder, "llvm.prefetch.p0i8", VOID, [builder.inttoptr(address, POINTER), *hints])
+
+
 def procedure(num_args: int, emit: Callable[[Any, Sequence[Value]], None]) -> Any:
     """Return an intrinsic over int64 that returns nothing; `emit(builder, args)` emits its body."""
 

@@ -170,7 +170,8 @@ def _length(files: DrafterFiles[DrafterConfig], spec: ModelSpec) -> str:
 
 
 def _dtype(files: DrafterFiles[DrafterConfig], spec: ModelSpec) -> str:
-    floats = {dtype for dtype in files.tensors.dtypes.values() if dtype in _FLOATS}
+    tensors = files.tensors  # of which shapes has no scales of quantized matrices
+    floats = {tensors.dtypes[name] for name in tensors.shapes}.intersection(_FLOATS)
     if floats <= {_NAMES[spec.dtype]} or floats == {"F32"}:  # rounding from fp32 loses nothing that matters
         return ""
     return (

@@ -23,6 +23,7 @@ from support.checkpoints.tiny import TINY_VOCAB, make_tiny_drafter, make_tiny_ta
 from support.engines.steps import Steps, settings
 from support.engines.thread_ranks import PROMPTS, ThreadRanks, tokens_by_steps
 from support.oracles.quantized_checkpoints import FORMATS, publish
+from support.oracles.sampling_cases import WHOLE
 
 pytestmark = pytest.mark.skipif(bf16_instructions() is None, reason="this CPU has no products of bf16")
 BF16 = {"dtype": "bfloat16", "num_pages": 80}
@@ -120,12 +121,17 @@ def test_ranks_cut_codes_at_groups(name: str, tmp_path: Path) -> None:
     assert values.equal(whole.o_HO.dequantized(torch.bfloat16))
 
 
-@pytest.mark.parametrize("how", [{"quantization": "int8"}, {"quantization": "int4"}, {}], ids=str)
+@pytest.mark.parametrize("kind", ["int8", "int4", *(FORMATS if WHOLE else ["ct_w4a16"])])
 def test_two_ranks_with_packed_weights_speculate_without_changing_a_token(
-    how: dict[str, object], saved: Path, tmp_path: Path
+    kind: str, saved: Path, tmp_path: Path
 ) -> None:
-    target = saved if how else publish(saved, tmp_path / "quantized", "ct_w4a16")[0]
-    drafter = make_tiny_drafter(tmp_path / "drafter", head_dim=32)
+    target, drafter = saved, make_tiny_drafter(tmp_path / "drafter", head_dim=32)
+    how: dict[str, object] = {"quantization": kind}
+    if kind in FORMATS:
+        target, drafter = (
+            publish(each, tmp_path / f"quantized_{each.name}", kind)[0] for each in (saved, drafter)
+        )
+        how = {}
 
     def generate(with_drafts: bool) -> list[list[int]]:
         config = settings(target, drafter if with_drafts else None, **BF16, tensor_parallel_size=2, **how)

@@ -210,6 +210,10 @@ def test_a_shape_that_contradicts_its_codes_is_refused(tmp_path: Path) -> None:
             "packing_format=.*others are not served",
         ),
         ({**AUTO_ROUND, "data_type": "mx_fp"}, "data_type='mx_fp' must be 'int'"),
+        (
+            {**AUTO_ROUND, "extra_config": {"lm_head": {"bits": 8, "data_type": "mx_fp"}}},
+            r"extra_config\.lm_head\.data_type='mx_fp' must be 'int'",
+        ),
         ({**AUTO_ROUND, "bits": 5}, "bits=5 must be 2, 3, 4 or 8, or 16 for modules that are not quantized"),
         (
             {"quant_method": "modelopt", "quant_algo": "NVFP4_AWQ"},
@@ -313,6 +317,11 @@ MIXED = {
         (
             {**AUTO_ROUND, "extra_config": {".*lm_head.*": {"bits": 16, "data_type": "float"}}},
             "lm_head",
+            None,
+        ),
+        (
+            {**AUTO_ROUND, "extra_config": {"layers.1.mlp.gate": {"bits": 16, "data_type": "fp"}}},
+            "layers.1.mlp.gate",
             None,
         ),
         (MIXED, "model.layers.0.mlp.up_proj", "NVFP4"),

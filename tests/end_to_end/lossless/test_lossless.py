@@ -28,7 +28,7 @@ from support.checkpoints.families import FAMILIES, GPT_OSS_YARN
 from support.checkpoints.mtp_targets import make_mtp_target
 from support.checkpoints.tiny import make_tiny_drafter, make_tiny_target, transformers_model
 from support.engines.random_policy import RandomPolicy
-from support.oracles.quantized_checkpoints import publish
+from support.oracles.quantized_checkpoints import FORMATS, publish
 from support.oracles.sampling_cases import KNOBS, WHOLE, params_of, prompts, tokens_of
 
 ENGINES = {
@@ -51,12 +51,9 @@ WINDOW = "qwen3 with a draft window"  # likewise
 NGRAM = "qwen3 by n-grams"  # likewise
 SUFFIX = "qwen3 by suffixes"  # likewise
 MIXED = tuple(f"{pair} mixed with suffixes" for pair in ("qwen3", "qwen3 in bf16", MTP[0]))  # likewise
-QUANTIZED = (
-    "qwen3 in bf16 with int8 weights",
-    "qwen3 in bf16 with int4 weights",
-    "qwen3 in bf16 published as ct_w4a16",  # the drafter, too
-    "qwen3 in bf16 published as modelopt_nvfp4",
-)  # likewise
+QUANTIZED = ("qwen3 in bf16 with int8 weights", "qwen3 in bf16 with int4 weights")  # likewise
+# Likewise, both models in a format: by the compiled pass, which keeps codes, and by PyTorch's operators.
+PUBLISHED = tuple(f"qwen3{how} published as {name}" for how in (" in bf16", "") for name in FORMATS)
 FP8_KV = tuple(f"{family} with FP8 K/V" for family in ("qwen3", "gpt_oss", "deepseek_v3"))  # likewise
 STATES = "qwen3_5"  # lean, but that steps run ahead of its states and prefixes need them
 DRAFTS = (1, 3, 15)
@@ -169,18 +166,19 @@ def suffix_cells(*, whole: bool = WHOLE) -> Iterator[tuple[str, str, int]]:
 
 
 def quantized_cells(*, whole: bool = WHOLE) -> Iterator[tuple[str, str, int]]:
-    """(pair, engine, drafts)."""
+    """(pair, engine, drafts); each engine has one draft length with a published format."""
     short = {
         (QUANTIZED[0], "forced preemption with prefix cache", 15),
         (QUANTIZED[1], "chunks of 16 rows", 3),
         (QUANTIZED[1], "planned ahead, forced preemption", 15),
-        (QUANTIZED[2], "forced preemption with prefix cache", 15),
-        (QUANTIZED[3], "as shipped", 3),
+        ("qwen3 in bf16 published as ct_w4a16", "forced preemption with prefix cache", 15),
+        ("qwen3 in bf16 published as modelopt_nvfp4", "as shipped", 3),
     }
-    for pair in QUANTIZED:
-        for engine in ENGINES:
-            for drafts in DRAFTS:
-                if whole or (pair, engine, drafts) in short:
+    for p, pair in enumerate((*QUANTIZED, *PUBLISHED)):
+        for e, engine in enumerate(ENGINES):
+            for d, drafts in enumerate(DRAFTS):
+                is_next = pair in QUANTIZED or d == (p + e) % len(DRAFTS)
+                if (whole and is_next) or (pair, engine, drafts) in short:
                     yield pair, engine, drafts
 
 
@@ -286,12 +284,14 @@ def make_pair(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Pair]
             return replace(pair, how={**pair.how, "kv_cache_dtype": "fp8"})
         if name in MIXED:
             return replace(make(name.removesuffix(" mixed with suffixes")), mixed=True)
-        if name in QUANTIZED[2:]:
-            pair, form = make("qwen3 in bf16"), name.split()[-1]
+        if name in PUBLISHED:
+            base, form = name.split(" published as ")
+            pair = make(base)
             target, drafter = (
                 publish(saved, folder / saved.name, form)[0] for saved in (pair.target, pair.drafter)
             )
-            return replace(pair, target=target, drafter=drafter)
+            how = pair.how if in_bf16 else {**pair.how, "attention_backend": "torch"}
+            return replace(pair, target=target, drafter=drafter, how=how)
         if name in QUANTIZED:
             pair, kind = make("qwen3 in bf16"), name.split()[-2]
             return replace(pair, how={**pair.how, "quantization": kind}, draft_weights=kind)

@@ -30,7 +30,7 @@ from support.published.corpus import write
 _SIZES = {
     **dict.fromkeys(("hidden_size", "moe_intermediate_size", "shared_expert_intermediate_size"), 128),
     **{"intermediate_size": 256, "vocab_size": 512, "eos_token_id": 1},
-    **dict.fromkeys(("v_head_dim", "swa_v_head_dim"), 32),
+    **dict.fromkeys(("v_head_dim", "swa_v_head_dim", "linear_value_head_dim"), 32),
 }
 
 

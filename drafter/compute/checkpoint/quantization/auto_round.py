@@ -42,7 +42,7 @@ class AutoRoundConfig(HfConfig):
 class _ModuleSettings(HfConfig):
     bits: int | None = None
     group_size: GroupSize | None = None
-    data_type: Literal["int", "float"] = "int"
+    data_type: str = "int"  # modules of 16 bits have "fp" or "float"
 
 
 def read_auto_round(raw: Json, file: str) -> CheckpointQuantization:
@@ -67,6 +67,8 @@ def _scheme(config: AutoRoundConfig, own: _ModuleSettings, file: str, at: str) -
     bits, group = own.bits or config.bits, own.group_size or config.group_size
     if bits >= _PLAIN_BITS:
         return None
+    if own.data_type != "int":
+        raise wrong(file, f"{at}.data_type", own.data_type, "'int': other types are not served")
     groups = None if group == WHOLE_ROW else group
     if config.packing_format in _AWQ:
         if bits != 4:

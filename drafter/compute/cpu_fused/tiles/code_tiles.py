@@ -45,7 +45,7 @@ from ...cpu_numba.llvm_intrinsics import (
     procedure,
     store,
 )
-from .simd_tiles import RegisterTile, input_address, switch_tiles, tiles_of
+from .simd_tiles import RegisterTile, input_address, prefetch_lines, switch_tiles, tiles_of
 from .simd_vectors import rounded_lanes
 
 # Arguments of both operations, as int64 in this order; `target` of expanded tiles alone.
@@ -143,6 +143,7 @@ def _sum_tile(
         lines = [
             at(builder, line, (values["panel_bytes"], j // 2), (values["tile_bytes"], j % 2)) for j in columns
         ]
+        prefetch_lines(builder, lines)
         tile.add(
             input_address(builder, values["a"], values["chunk_bytes"], loop.index),
             lambda half: [

@@ -35,6 +35,7 @@ from ...cpu_numba.llvm_intrinsics import (
     integer,
     lanes,
     load,
+    prefetch,
     procedure,
     spread,
     store,
@@ -46,6 +47,9 @@ ROW_BYTES = 4 * CHUNK
 TILE_BYTES = 1024  # of weights: 16 columns, 32 inputs
 _WIDE, _NARROW = (12, {1: 8, 2: 8, 3: 4, 4: 4, 5: 4, 6: 4}), (6, {1: 4, 2: 2, 3: 2})
 _ODD = -65536  # mask of an int32's upper half
+# How far ahead weights of a tile are read. The instructions that a core has in flight cover few bytes of
+# codes, or of a weight for many rows, and its own prefetching begins anew in every page of every tile.
+_AHEAD_BYTES = 2048
 
 
 def _shape() -> tuple[int, dict[int, int]]:
@@ -181,10 +185,17 @@ def _emit_product(builder, args):
                 place = input_address(builder, a, chunk_bytes, loop.index)
                 line = at(builder, weight, (loop.index, 64))
                 places = [at(builder, line, (panel_bytes, j // 2), (tile_bytes, j % 2)) for j in columns]
+                prefetch_lines(builder, places)
                 tile.add_bf16(place, places)
             tile.store_sums(sums, columns)
 
     switch_tiles(builder, rows, panels, emit)
+
+
+def prefetch_lines(builder: Any, lines: Sequence[Value]) -> None:
+    """Start to read what follows each line of weights in its tile."""
+    for address in lines:
+        prefetch(builder, at(builder, address, (1, _AHEAD_BYTES)))
 
 
 def input_address(builder: Any, a: Value, chunk_bytes: Value, pair: Value) -> Value:
