@@ -61,8 +61,9 @@ settings.load_profile("manta")
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """The longest groups first, so that no process is left with one at the end; sharers of Ray together."""
     if not WHOLE and not any("[" in str(argument) for argument in config.args):
-        config.hook.pytest_deselected(items=[item for item in items if not _is_in_the_short_form(item)])
-        items[:] = filter(_is_in_the_short_form, items)
+        chosen = _short_form(items)
+        config.hook.pytest_deselected(items=list(set(items).difference(chosen)))
+        items[:] = chosen
     items.sort(key=lambda item: not _shares_ray(item))
     if os.environ.get("PYTEST_XDIST_WORKER"):
         first = (*_GROUPS, *_LONGEST)
@@ -70,20 +71,33 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items.sort(key=lambda item: places.get(_scope(item.nodeid), len(first)))
 
 
-def _is_in_the_short_form(item: pytest.Item) -> bool:
-    """Return whether the places of a test's parameters in their lists add up to a multiple of its `one_in`.
+def _short_form(items: list[pytest.Item]) -> list[pytest.Item]:
+    """Return the tests for which the places of parameters in their lists add up to a multiple of `one_in`.
 
     Every value is in some of these cases, and any two values meet if there is a third list of that length.
     """
-    mark = item.get_closest_marker("one_in")
-    call: Any = getattr(item, "callspec", None)
-    if mark is None or call is None:
-        return True
-    places = dict(call.indices)
-    for names in (each.args[0] for each in item.iter_markers("parametrize")):
-        for name in (names.replace(",", " ").split() if isinstance(names, str) else list(names))[1:]:
-            del places[name]  # it has the place of the first name
-    return sum(places.values()) % mark.args[0] == 0
+    lists: dict[tuple[str, ...], dict[tuple[int, ...], int]] = {}  # by test and names: places of values
+
+    def is_chosen(item: pytest.Item) -> bool:
+        mark = item.get_closest_marker("one_in")
+        call: Any = getattr(item, "callspec", None)
+        if mark is None or call is None:
+            return True
+        function, place = item.nodeid.partition("[")[0], 0
+        for names in _lists_of_names(item, call.params):
+            values = lists.setdefault((function, *names), {})
+            place += values.setdefault(tuple(id(call.params[name]) for name in names), len(values))
+        return place % mark.args[0] == 0
+
+    return [item for item in items if is_chosen(item)]
+
+
+def _lists_of_names(item: pytest.Item, params: dict[str, object]) -> list[list[str]]:
+    """Return the names of parameters, those together that have a list of values in common."""
+    given = [each.args[0] for each in item.iter_markers("parametrize")]
+    together = [names.replace(",", " ").split() if isinstance(names, str) else list(names) for names in given]
+    own = {name for names in together for name in names}
+    return [*together, *([name] for name in params if name not in own)]
 
 
 def _scope(node_id: str) -> str:

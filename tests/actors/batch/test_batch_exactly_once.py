@@ -359,6 +359,7 @@ class Job(RuleBasedStateMachine):
             self.folder.cleanup()
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("local", [True, False], ids=["disk", "objects"])
 @pytest.mark.parametrize("ordered", [False, True], ids=["free", "ordered"])
 def test_every_row_is_written_once_whatever_dies_and_durable_rows_are_not_answered_again(

@@ -34,6 +34,7 @@ QUICK = {*_one_of_each(SERVED)} - COMPILED
 EACH = [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in SERVED]
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("name", ENTRIES)
 def test_a_published_config_is_planned_or_refused_with_a_sentence(name: str) -> None:
     entry, planned = ENTRIES[name], plan_of(name)

@@ -149,6 +149,7 @@ SLIPS = (
 )
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("slip", SLIPS)
 def test_a_streamed_call_that_is_no_json_raises_nowhere_and_is_accepted_back(
     stand: AgentsStand, slip: str

@@ -329,6 +329,7 @@ BODIES: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("name", BODIES)
 def test_a_stream_is_the_same_after_any_number_of_engine_deaths(config: EngineConfig, name: str) -> None:
     body = {

@@ -52,7 +52,7 @@ def test_kernels_round_every_value_as_the_definition(dtype: torch.dtype) -> None
     assert not definition[~finite].float().any()
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("family", ["deepseek_v3", "qwen3", "gpt_oss"])
 def test_kernels_give_the_definitions_tokens_over_e4m3(tmp_path: Path, family: str) -> None:
     target = make_tiny_target(tmp_path / "target", family, seed=5)

@@ -58,6 +58,7 @@ def matrices(folder: Path) -> dict[str, torch.Tensor | QuantizedMatrix]:
     }
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("name", FORMATS)
 def test_codes_stay_packed_and_have_the_values_of_the_format(saved: Path, name: str, tmp_path: Path) -> None:
     quantized, plain = publish(saved, tmp_path, name)
@@ -69,6 +70,7 @@ def test_codes_stay_packed_and_have_the_values_of_the_format(saved: Path, name: 
         assert isinstance(right, torch.Tensor) and torch.equal(values, right), part
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("name", DECODED)
 def test_tokens_are_those_of_the_dequantized_target(saved: Path, name: str, tmp_path: Path) -> None:
     quantized, plain = publish(saved, tmp_path, name)

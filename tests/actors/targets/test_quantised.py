@@ -79,7 +79,7 @@ def test_tokens_are_the_quantized_targets_and_a_drafters_weights_change_none(
     assert len(made) == 4 * layers + beside, "one model's q, k and v, o, gate and up, down; no head"
 
 
-@pytest.mark.parametrize("name", PACKED if WHOLE else ["gptq", "modelopt_nvfp4"])
+@pytest.mark.parametrize("name", PACKED if WHOLE else ["gptq"])
 def test_published_codes_stay_packed_and_speculation_changes_no_token(
     name: str, tiny_qwen3: Path, tiny_drafter: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -113,6 +113,7 @@ def test_every_rank_has_its_part_of_the_numbers_of_the_format(
         assert torch.equal(found.head(), expected.head())
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("name", KINDS)
 def test_logits_equal_transformers_with_the_numbers_of_the_format(
     saved: dict[str, Path], name: str, tmp_path: Path
@@ -127,6 +128,7 @@ def test_logits_equal_transformers_with_the_numbers_of_the_format(
     assert (other - expected).abs().max() > 0.01, "and not the weights before"
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("name", KINDS)
 def test_outputs_are_the_same_with_and_without_a_quantized_drafter(name: str, tmp_path: Path) -> None:
     target, _ = publish(make_tiny_target(tmp_path / "target", "qwen3"), tmp_path / "quantized", name)

@@ -316,6 +316,7 @@ def test_an_impossible_compiled_pass_is_refused_before_a_weight_is_read(
     assert auto.attention_backend == "torch", "it is chosen by itself only where it runs"
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("backend", ["torch", "triton"])
 def test_step_memory_is_measured_by_allocating_everything_once(
     tiny_qwen3: Path, tiny_drafter: Path, backend: str, monkeypatch: pytest.MonkeyPatch

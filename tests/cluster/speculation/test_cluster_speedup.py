@@ -36,6 +36,7 @@ def served(num_requests: int, survival: tuple[float, ...], *, speculate: bool) -
     return stats.generation_tokens / clock.now_s, stats
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("num_requests", [1, 4, 24])
 @pytest.mark.parametrize("survival", [(0.85, 0.7, 0.55, 0.4, 0.3), (0.05, 0.0)], ids=["good", "hopeless"])
 def test_the_reported_speed_up_is_the_true_one(num_requests: int, survival: tuple[float, ...]) -> None:

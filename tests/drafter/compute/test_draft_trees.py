@@ -232,6 +232,7 @@ ATTENDS: dict[str, Attend] = {
 }
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("layer", LAYERS)
 @pytest.mark.parametrize("attend", ATTENDS)
 def test_rows_see_their_context_and_their_path(attend: str, layer: str):
@@ -240,6 +241,7 @@ def test_rows_see_their_context_and_their_path(attend: str, layer: str):
     torch.testing.assert_close(found, case.dense(), rtol=1e-4, atol=2e-5)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("layer", LAYERS)
 @pytest.mark.parametrize("attend", ["eager", "triton, batch-invariant"])
 def test_a_path_has_the_bits_of_a_chain_with_its_keys_alone(attend: str, layer: str):

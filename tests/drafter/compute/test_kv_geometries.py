@@ -190,6 +190,7 @@ def in_pages(spec: ModelSpec, communicator: Communicator, backend: Backend) -> l
     return [torch.cat(parts).cpu() for parts in logits]
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     ("backend", "name"),
     [(backend, name) for backend in BACKENDS for name in SPECS if (backend, name) != SLOW],

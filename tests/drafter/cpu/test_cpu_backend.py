@@ -85,6 +85,7 @@ def test_a_gated_product_equals_pytorchs_up_to_the_largest_gates(activation: Act
     assert_same(NumbaBackend().gated(torch.clone, gate_up_NI, activation), theirs)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("normed", ["by its dtype", "by fp32", "not"])
 @pytest.mark.parametrize("heads", SHAPES)

@@ -54,6 +54,7 @@ def params(rng: np.random.Generator) -> list[SamplingParams]:
     ]
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("drafts", [False, True])
 @pytest.mark.parametrize("begin", [LENGTH - 4, PROMPT + 2, PROMPT])
 def test_rules_are_applied_as_in_the_definition(begin: int, drafts: bool) -> None:

@@ -170,6 +170,7 @@ class EqualRanks(SingleRank):
             return torch.cat([tensor] * self.world_size, dim=dim)
 
 
+@pytest.mark.one_in(2)
 @torch.no_grad()
 @pytest.mark.parametrize(("tp", "fuses"), [(1, True), (8, False), (8, True)])
 @pytest.mark.parametrize("family", ["qwen3", "gpt_oss"])

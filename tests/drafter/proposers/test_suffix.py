@@ -272,6 +272,7 @@ def test_an_answer_that_repeats_itself_needs_few_passes_of_the_drafter(
     assert 0 < stats.num_copied_accepted_tokens <= stats.num_accepted_tokens
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("adaptive", [False, True])
 @pytest.mark.parametrize("mixed", [False, True])
 def test_constrained_answers_equal_plain_decoding(tmp_path: Path, mixed: bool, adaptive: bool) -> None:

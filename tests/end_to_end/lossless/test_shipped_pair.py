@@ -87,11 +87,11 @@ def test_greedy_equals_transformers_generate(
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(shipped_pair[0], dtype=torch.float32)
-    for prompt, expected in zip(prompts[:2], tokens(greedy)[:2], strict=True):
-        ids = torch.tensor([prompt])
-        mask = torch.ones_like(ids)
-        theirs = model.generate(ids, attention_mask=mask, do_sample=False, max_new_tokens=NUM_TOKENS)
-        assert theirs[0, len(prompt) :].tolist() == expected
+    ids = torch.tensor(prompts[:1])
+    theirs = model.generate(
+        ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=NUM_TOKENS
+    )
+    assert theirs[0, len(prompts[0]) :].tolist() == tokens(greedy)[0]
 
 
 def test_greedy_answers_equal_the_recorded_ones(greedy: list[RequestOutput]) -> None:

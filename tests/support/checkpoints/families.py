@@ -151,6 +151,7 @@ FAMILIES = {
             "sliding_window_pattern": 2,
             "rope_parameters": _GEMMA3_ROPES,
         },
+        lean=True,
     ),
     "gemma4": TinyFamily(
         transformers.Gemma4TextConfig,

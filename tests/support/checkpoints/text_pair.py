@@ -93,7 +93,7 @@ class LiveServer:
 
     def __enter__(self) -> LiveServer:
         self._thread.start()
-        assert self._ready.wait(timeout=60)
+        assert self._ready.wait(timeout=240)  # a fresh copy compiles loops first
         if self._failure is not None:
             raise self._failure
         return self

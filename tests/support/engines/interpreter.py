@@ -7,6 +7,7 @@ any kernel is imported.
 from __future__ import annotations
 
 import functools
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -22,6 +23,7 @@ def prepare() -> None:
     _multiply_row_by_row()
     _patch_the_language_once_a_launch()
     _look_up_kinds_of_numbers_once()
+    _make_shapes_once()
     _check_no_silent_overflow()
 
 
@@ -86,6 +88,20 @@ def _look_up_kinds_of_numbers_once() -> None:
         return address if isinstance(scalar, tl.pointer_type) else numpy_kind(scalar)
 
     interpreter._get_np_dtype = look_up
+
+
+def _make_shapes_once() -> None:
+    """A value's shape and number of elements are compile-time constants, otherwise made for each value."""
+
+    @functools.cache
+    def shape_of(*sizes: int) -> tuple[Any, Any]:
+        return tl.constexpr(math.prod(sizes)), tl.tuple([tl.constexpr(size) for size in sizes])
+
+    def initialize(tensor: Any, handle: Any, kind: Any) -> None:
+        tensor.handle, tensor.type, tensor.dtype = handle, kind, kind.scalar
+        tensor.numel, tensor.shape = shape_of(*(kind.shape if kind.is_block() else ()))
+
+    tl.tensor.__init__ = initialize
 
 
 def _check_no_silent_overflow() -> None:

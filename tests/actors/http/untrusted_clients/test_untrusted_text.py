@@ -297,6 +297,7 @@ def test_no_header_path_or_query_reaches_the_log_the_metrics_or_a_long_error(
     check_log(log)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("prefix", ["file-", "batch_", ""])
 @pytest.mark.parametrize(
     "rest",
