@@ -70,8 +70,8 @@ class SlotSampling:
 
     @property
     def allows_tree(self) -> bool:
-        """Whether the request's drafts may branch: nothing is computed from the tokens along a path."""
-        return self.rules is None and self.grammar is None and self.logprobs is None
+        """Whether the request's drafts may branch."""
+        return self.grammar is None
 
 
 class TreeShape(NamedTuple):

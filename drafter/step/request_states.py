@@ -26,7 +26,7 @@ from ...cluster.pages.kv_cache_groups import ONE_GROUP, KVCacheLayout
 from ...cluster.pages.page_pool import pages_for
 from ...cluster.step.scheduler_output import AdmittedRequest, BoolArray, SchedulerOutput
 from ..compute.eager.attention_metadata import AttentionBatch
-from .inputs.draft_trees import DraftTrees
+from .inputs.draft_trees import DraftTrees, chain_parents
 from .inputs.proposals import Proposals
 from .inputs.row_layout import Ints, StepRequests, StepRows
 from .inputs.sampling_metadata import SamplingMetadata
@@ -188,7 +188,7 @@ class RequestStates:
             sampled_X=self._put(rows_E),
             counts_R=self._put(in_link_R),
             max_count=1,
-            sampling=self._sampling(slots_E, first_E + 1, known_E),
+            sampling=self._sampling(slots_E, first_E + 1, known_E, -ones_E),
             num_rows_R=ones_E,
         )
 
@@ -296,11 +296,13 @@ class RequestStates:
         if mask_id is None or samples_anchor:
             chosen_at_X += 1  # a known token's row samples the next one, a mask's usually its own
         if mask_id is None:
-            num_before_X = chosen_at_X
+            known_X = np.repeat(first_R + num_rows_R - counts_R + 1, counts_R)
+            parents_X = chain_parents(counts_R) if trees is None else trees.row_parents(counts_R)
         else:
             masks = np.flatnonzero(positions_N > np.repeat(first_R, num_rows_R)) if samples_anchor else None
             token_ids_N.index_fill_(0, rows_X if masks is None else self._put(masks), mask_id)
-            num_before_X = np.repeat(first_R + 1, counts_R)  # all masks see only the known tokens
+            known_X = np.repeat(first_R + 1, counts_R)
+            parents_X = np.full(len(known_X), -1)  # all masks see only the known tokens
         return StepRows(
             positions_N=self._put(positions_N),
             kv_slots=self._put(kv_slots_GN).unbind(0),
@@ -309,7 +311,7 @@ class RequestStates:
             sampled_X=rows_X,
             counts_R=self._put(all_counts_R),
             max_count=int(all_counts_R.max()),
-            sampling=self._sampling(slots_X, chosen_at_X, num_before_X),
+            sampling=self._sampling(slots_X, chosen_at_X, known_X, parents_X),
             num_rows_R=num_rows_R,
             anchor_distance=0 if samples_anchor else 1,
         )
@@ -341,11 +343,14 @@ class RequestStates:
             for number, group in enumerate(self._groups)
         )
 
-    def _sampling(self, slots_X: Ints, positions_X: Ints, num_before_X: Ints) -> SamplingMetadata:
+    def _sampling(
+        self, slots_X: Ints, positions_X: Ints, num_known_X: Ints, parents_X: Ints
+    ) -> SamplingMetadata:
         temperature_X = self._temperature[slots_X]
         early_E = np.flatnonzero(positions_X < self._min_length[slots_X])
         forbidden_F = self._forbidden(slots_X, early_E) if len(early_E) else None
-        ruled = self._rules.rows(self.token_ids, slots_X, num_before_X) if self._rules.slots else ()
+        rows_of = (slots_X, num_known_X, parents_X)
+        ruled = self._rules.rows(self.token_ids, *rows_of) if self._rules.slots else ()
         if not temperature_X.any():
             return SamplingMetadata(len(slots_X), forbidden_F=forbidden_F, ruled=ruled)
         return SamplingMetadata.build(

@@ -157,6 +157,7 @@ class CpuModelRunner:
         else:
             paths, learned = self._accept_paths(plan, trees, chosen_X, rows)
             token_ids_RW, num_tokens_R = self._put(paths.token_ids_RW), self._put(paths.num_tokens_R)
+            logprobs = None if logprobs is None else paths.logprobs_of(logprobs)
         if len(non_finite_N := self._non_finite_rows(hidden_NH)):
             token_ids_RW[self._put(_requests_of(non_finite_N, plan)), 0] = NOT_A_NUMBER
         self.states.advance(plan, token_ids_RW, num_tokens_R)

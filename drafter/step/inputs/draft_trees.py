@@ -21,6 +21,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
+from ....cluster.request.logprobs import StepLogprobs
 from ....cluster.step.scheduler_output import BoolArray, FloatArray, IntArray, TreeOutcome
 from ...compute.draft_trees import paths_of
 
@@ -65,6 +66,18 @@ class DraftTrees:
             of_parent_R = depths[requests_R, self.parents_RM[:, node]]
             depths[:, node + 1] = np.where(node < self.num_nodes_R, of_parent_R + 1, 0)
         return depths
+
+    def row_parents(self, num_rows_R: Ints) -> Ints:
+        """Return each row's parent in its request, int64 [N]; -1 for first rows.
+
+        Args:
+            num_rows_R: rows of each request: 1 + its nodes, or 0.
+        """
+        roots_R = np.full(len(self.parents_RM), -1)
+        rows_N = chain_parents(num_rows_R) + 1
+        return np.column_stack([roots_R, self.parents_RM])[
+            np.repeat(np.arange(len(roots_R)), num_rows_R), rows_N
+        ]
 
     def positions(self, positions_N: Ints, num_rows_R: Ints) -> Ints:
         """Return the absolute positions of a step's rows, given those of chains with as many rows."""
@@ -156,6 +169,11 @@ class DraftTrees:
         return cls(tokens_RM, parents_RM, packed[:, 0].astype(np.int32), ranks_RM, chances_RM)
 
 
+def chain_parents(num_rows_R: Ints) -> Ints:
+    """Return the row before each row in its request, int64 [N]; -1 for first rows."""
+    return np.arange(-1, num_rows_R.sum() - 1) - np.repeat(np.cumsum(num_rows_R) - num_rows_R, num_rows_R)
+
+
 @dataclass(frozen=True, slots=True)
 class AcceptedPaths:
     """The accepted path of each request.
@@ -175,6 +193,17 @@ class AcceptedPaths:
         requests_n, places_n = np.nonzero(self.rows_RW > np.arange(self.rows_RW.shape[1]))
         first_n = (np.cumsum(num_rows_R) - num_rows_R)[requests_n]
         return first_n + self.rows_RW[requests_n, places_n], first_n + places_n
+
+    def logprobs_of(self, found: StepLogprobs) -> StepLogprobs:
+        """Return the log probabilities of the paths' rows, given those of all sampled rows."""
+        first_A, counts_A = np.cumsum(found.counts_A) - found.counts_A, self.num_tokens_R[found.requests_A]
+        rows_A = [
+            first + self.rows_RW[request, :count]
+            for first, request, count in zip(first_A, found.requests_A, counts_A, strict=True)
+        ]
+        return StepLogprobs(
+            found.requests_A, counts_A.astype(np.int32), found.rows.take(np.concatenate(rows_A))
+        )
 
     def context_rows(self, num_rows_R: Ints, is_tree_R: BoolArray) -> tuple[Ints, Ints]:
         """Return the rows with a place in the context, and the rows whose slots are theirs.
