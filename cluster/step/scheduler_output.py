@@ -68,16 +68,9 @@ class SlotSampling:
     prompt_length: int = 0
     grammar: SlotGrammar | None = None
 
-    @property
-    def allows_tree(self) -> bool:
-        """Whether the request's drafts may branch."""
-        return self.grammar is None
-
 
 class TreeShape(NamedTuple):
     """The shape of a step's draft trees; `num_drafts` of the plan are nodes.
-
-    Requests that are not `SlotSampling.allows_tree` draft chains.
 
     Attributes:
         depth, width: most drafts on a path, and most children of a node.

@@ -24,7 +24,8 @@ from torch import Tensor
 
 from ...cluster.pages.kv_cache_groups import ONE_GROUP, KVCacheLayout
 from ...cluster.pages.page_pool import pages_for
-from ...cluster.step.scheduler_output import AdmittedRequest, BoolArray, SchedulerOutput
+from ...cluster.speculation.draft_tree import Restriction
+from ...cluster.step.scheduler_output import AdmittedRequest, SchedulerOutput
 from ..compute.eager.attention_metadata import AttentionBatch
 from .inputs.draft_trees import DraftTrees, chain_parents
 from .inputs.proposals import Proposals
@@ -90,7 +91,6 @@ class RequestStates:
         self._seed = np.zeros(num_slots, dtype=np.int64)
         self._min_length = np.zeros(num_slots, dtype=np.int64)
         self._stop_ids: list[tuple[int, ...]] = [()] * num_slots
-        self._allows_tree = np.zeros(num_slots, dtype=np.bool_)
         self._rules = RuleStates(self.device)
         self.logprob_slots = LogprobSlots(num_slots)
         self._num_computed = np.zeros(num_slots, dtype=np.int64)
@@ -121,7 +121,6 @@ class RequestStates:
         self._seed[slot] = sampling.seed
         self._min_length[slot] = sampling.min_length
         self._stop_ids[slot] = sampling.stop_token_ids
-        self._allows_tree[slot] = sampling.allows_tree
         if sampling.rules is not None or slot in self._rules.slots:
             self._rules.admit(slot, sampling.rules)
         if (sampling.logprobs, sampling.prompt_logprobs) != (None, None) or self.logprob_slots.in_use:
@@ -237,9 +236,16 @@ class RequestStates:
         drafts = torch.from_numpy(guided_RK).to(self.device)
         return replace(proposals, drafts_RK=drafts, margins_RK=margins)
 
-    def allows_tree(self, plan: SchedulerOutput) -> BoolArray:
-        """Return which requests' drafts may branch, bool [R]."""
-        return self._allows_tree[plan.slots]
+    def tree_restrictions(self) -> dict[int, Restriction]:
+        """Return what grammars restrict draft trees to, by the index of the request in the plan."""
+        if self.grammars is None or self._walks is None:
+            return {}
+        return {walk.place: self.grammars.tree_restriction(walk.slot) for walk in self._walks.walks}
+
+    def follow_trees(self, trees: DraftTrees) -> None:
+        """Make grammars follow these trees instead of the drafts that they have edited."""
+        if self._walks is not None:
+            self._walks = replace(self._walks, trees=(trees.tokens_RM, trees.parents_RM))
 
     def num_known(self, plan: SchedulerOutput) -> Ints:
         """Return the number of known tokens [R] of each request."""

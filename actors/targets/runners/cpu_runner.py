@@ -33,7 +33,7 @@ from ....cluster.step.scheduler_output import (
 )
 from ....drafter.compute.memory.kv_cache import PagedKVCache
 from ....drafter.step.inputs.draft_trees import AcceptedPaths, DraftTrees
-from ....drafter.step.inputs.proposals import Proposals
+from ....drafter.step.inputs.proposals import BlockCandidates, Proposals
 from ....drafter.step.inputs.row_layout import Ints, StepRows
 from ....drafter.step.request_states import RequestStates
 from ....drafter.step.sampling.logprobs import (
@@ -205,19 +205,21 @@ class CpuModelRunner:
         self, plan: SchedulerOutput, proposals: Proposals
     ) -> tuple[SchedulerOutput, Tensor, DraftTrees | None]:
         """Return the plan with the drafts to verify, these drafts, and their trees if any branches."""
-        if plan.tree is not None and proposals.candidates is not None and plan.num_draft_tokens:
-            return self._grow_trees(plan, proposals)
+        candidates = proposals.candidates
+        if plan.tree is not None and candidates is not None and plan.num_draft_tokens:
+            return self._grow_trees(plan, candidates)
         if plan.tree is not None:  # chains, shorter than the trees that were planned
             proposals = replace(proposals, is_partial=True)
         return *self._trim(plan, proposals), None
 
     def _grow_trees(
-        self, plan: SchedulerOutput, proposals: Proposals
+        self, plan: SchedulerOutput, candidates: BlockCandidates
     ) -> tuple[SchedulerOutput, Tensor, DraftTrees | None]:
-        trees = grow_trees(plan, proposals, self.states.allows_tree(plan))
+        trees = grow_trees(plan, candidates, self.states.tree_restrictions())
         if self._is_sharded:
             packed = self._communicator.broadcast(torch.from_numpy(trees.pack()).to(self.model.device))
             trees = DraftTrees.unpack(packed.cpu().numpy())
+        self.states.follow_trees(trees)
         plan, drafts_RM = plan.with_num_drafts(trees.num_nodes_R), torch.from_numpy(trees.tokens_RM)
         return plan, drafts_RM.to(self.model.device), trees if trees.branches().any() else None
 

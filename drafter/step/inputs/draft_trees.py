@@ -22,6 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ....cluster.request.logprobs import StepLogprobs
+from ....cluster.speculation.draft_tree import TreeNodes
 from ....cluster.step.scheduler_output import BoolArray, FloatArray, IntArray, TreeOutcome
 from ...compute.draft_trees import paths_of
 
@@ -36,8 +37,7 @@ class DraftTrees:
         tokens_RM: drafted tokens, int64; -1 after a request's last node.
         parents_RM: row of each node's parent in its request, int64.
         num_nodes_R: int32.
-        ranks_RM, chances_RM: see `TreeNodes` (`cluster/speculation/draft_tree.py`); int64 and fp32, 0 for
-            chains.
+        ranks_RM, chances_RM: see `TreeNodes` (`cluster/speculation/draft_tree.py`); int64 and fp32.
     """
 
     tokens_RM: Ints
@@ -45,6 +45,20 @@ class DraftTrees:
     num_nodes_R: IntArray
     ranks_RM: Ints
     chances_RM: FloatArray
+
+    @classmethod
+    def empty(cls, num_requests: int, max_nodes: int) -> DraftTrees:
+        """Return trees without a node, with parents as in chains."""
+        size = (num_requests, max_nodes)
+        parents_RM = np.tile(np.arange(max_nodes), (num_requests, 1))
+        zeros_R, zeros_RM = np.zeros(num_requests, dtype=np.int32), np.zeros(size, dtype=np.int64)
+        return cls(np.full(size, -1), parents_RM, zeros_R, zeros_RM, np.zeros(size, dtype=np.float32))
+
+    def write(self, request: int, nodes: TreeNodes) -> None:
+        """Fill in a request's nodes."""
+        count = self.num_nodes_R[request] = len(nodes.parents)
+        self.tokens_RM[request, :count], self.parents_RM[request, :count] = nodes.tokens, nodes.parents
+        self.ranks_RM[request, :count], self.chances_RM[request, :count] = nodes.ranks, nodes.chances
 
     def branches(self) -> BoolArray:
         """Return whether each request's drafts branch, bool [R]."""
@@ -150,7 +164,8 @@ class DraftTrees:
             of_nodes = self.parents_RM[r], self.ranks_RM[r], self.chances_RM[r]
             nodes = zip(*(values_M[: self.num_nodes_R[r]].tolist() for values_M in of_nodes), strict=True)
             for row, (parent, rank, chance) in enumerate(nodes, 1):
-                if parent in on_path and (rank or not is_main[parent]):
+                # A forced token is certain, so it teaches nothing.
+                if parent in on_path and chance < 1 and (rank or not is_main[parent]):
                     factor = rank if is_main[parent] else 0
                     expected_W[factor] += chance
                     accepted_W[factor] += row in on_path

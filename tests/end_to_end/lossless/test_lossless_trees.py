@@ -1,7 +1,6 @@
 """Draft trees change no token: with every setting, in batches, with preemption, prefix hits and run-ahead.
 
-The reference is plain decoding. Requests with rules or grammars keep chains next to others' trees. Ranks are
-in test_lossless_topologies.py.
+The reference is plain decoding. Ranks are in test_lossless_topologies.py, grammars in test_grammars.py.
 """
 
 from __future__ import annotations
@@ -194,7 +193,7 @@ def test_prefix_hits_change_no_token_and_keep_the_drafters_context(
 def test_the_shipped_pairs_trees_accept_what_its_chains_reject(
     shipped_pair: tuple[Path, Path], temperature: float
 ) -> None:
-    """With a grammar in every third request, whose drafts keep the form of chains."""
+    """With a grammar in every third request."""
     grammar = StructuredOutputsParams(json={"type": "object", "properties": {"age": {"type": "integer"}}})
     texts = ["def area(width, height):\n", "The house stood", "A record: "] * 2
     params = [
