@@ -254,6 +254,16 @@ class TreeOutcome(NamedTuple):
     accepted_W: FloatArray
 
 
+class TreeGain(NamedTuple):
+    """The expected gain of a step's draft trees, compared with their main paths alone (`draft_trimming.py`).
+
+    `worth` is worth of tokens less the price of rows; `grow_s` are the seconds in which they were grown.
+    """
+
+    worth: float
+    grow_s: float
+
+
 class ExpertReads(NamedTuple):
     """Experts read in a step, summed over `layers` passes through routed layers, on the first rank."""
 
@@ -295,6 +305,7 @@ class StepResult:
         margins: float32 [R, K], of all drafts, verified or not, K the most drafts of a request in the plan;
             nan where there is none. None if the drafter gives none.
         trees: of steps with draft trees; None if all drafts were chains.
+        tree_gain: of steps that grew trees, if the plan's trim has a rate.
         expert_reads: None if the target has no routed layers.
         drafter_use: a remote drafter's use since the last result; None without one.
         is_copied: bool [R], requests whose drafts are copies beside a drafter (`suffix_drafts`); else None.
@@ -310,6 +321,7 @@ class StepResult:
     num_drafts: IntArray | None = None
     margins: FloatArray | None = None
     trees: TreeOutcome | None = None
+    tree_gain: TreeGain | None = None
     expert_reads: ExpertReads | None = None
     drafter_use: DrafterUse | None = None
     is_copied: BoolArray | None = None

@@ -29,6 +29,7 @@ from ....cluster.step.scheduler_output import (
     SchedulerOutput,
     StepResult,
     StepTimings,
+    TreeGain,
     TreeOutcome,
 )
 from ....drafter.compute.memory.kv_cache import PagedKVCache
@@ -139,7 +140,7 @@ class CpuModelRunner:
         self.states.apply(plan)
         proposals = self._propose(plan)
         clock.mark()  # trimming is timed with verification, as it is weighed against the rows that it saves
-        plan, drafts_RK, trees = self._choose_drafts(plan, proposals)
+        plan, drafts_RK, trees, gain = self._choose_drafts(plan, proposals)
         self.states.write_drafts(plan, drafts_RK)
         rows = self.states.lay_out_rows(plan, trees)
         hidden_NH, taps_NmH = self.model.forward(rows.token_ids_N, rows, self.cache)
@@ -177,6 +178,7 @@ class CpuModelRunner:
             num_drafts=plan.num_drafts,
             margins=None if proposals.margins_RK is None else proposals.margins_RK.cpu().numpy(),
             trees=learned,
+            tree_gain=gain,
             expert_reads=self._expert_reads.take() if self.model.num_routed else None,
             is_copied=proposals.is_copied_R,
             is_pass_skipped=proposals.is_pass_skipped,
@@ -203,25 +205,25 @@ class CpuModelRunner:
 
     def _choose_drafts(
         self, plan: SchedulerOutput, proposals: Proposals
-    ) -> tuple[SchedulerOutput, Tensor, DraftTrees | None]:
-        """Return the plan with the drafts to verify, these drafts, and their trees if any branches."""
+    ) -> tuple[SchedulerOutput, Tensor, DraftTrees | None, TreeGain | None]:
+        """Return the plan with the drafts to verify, these, their trees if any branches, and the gain."""
         candidates = proposals.candidates
         if plan.tree is not None and candidates is not None and plan.num_draft_tokens:
             return self._grow_trees(plan, candidates)
         if plan.tree is not None:  # chains, shorter than the trees that were planned
             proposals = replace(proposals, is_partial=True)
-        return *self._trim(plan, proposals), None
+        return *self._trim(plan, proposals), None, None
 
     def _grow_trees(
         self, plan: SchedulerOutput, candidates: BlockCandidates
-    ) -> tuple[SchedulerOutput, Tensor, DraftTrees | None]:
-        trees = grow_trees(plan, candidates, self.states.tree_restrictions())
+    ) -> tuple[SchedulerOutput, Tensor, DraftTrees | None, TreeGain | None]:
+        trees, gain = grow_trees(plan, candidates, self.states.tree_restrictions())
         if self._is_sharded:
             packed = self._communicator.broadcast(torch.from_numpy(trees.pack()).to(self.model.device))
             trees = DraftTrees.unpack(packed.cpu().numpy())
         self.states.follow_trees(trees)
         plan, drafts_RM = plan.with_num_drafts(trees.num_nodes_R), torch.from_numpy(trees.tokens_RM)
-        return plan, drafts_RM.to(self.model.device), trees if trees.branches().any() else None
+        return plan, drafts_RM.to(self.model.device), trees if trees.branches().any() else None, gain
 
     def _accept_paths(
         self, plan: SchedulerOutput, trees: DraftTrees, chosen_X: Tensor, rows: StepRows

@@ -166,7 +166,7 @@ class DraftTrees:
             for row, (parent, rank, chance) in enumerate(nodes, 1):
                 # A forced token is certain, so it teaches nothing.
                 if parent in on_path and chance < 1 and (rank or not is_main[parent]):
-                    factor = rank if is_main[parent] else 0
+                    factor = min(rank, width - 1) if is_main[parent] else 0
                     expected_W[factor] += chance
                     accepted_W[factor] += row in on_path
         return TreeOutcome(main_RM.sum(axis=1, dtype=np.int32), num_main_R, expected_W, accepted_W)

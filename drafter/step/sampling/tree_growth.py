@@ -8,27 +8,28 @@ Legend: R requests, M most nodes, D positions of a block, P candidates before, C
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
 
 import numpy as np
 
 from ....cluster.speculation.draft_tree import AcceptanceCurve, Restriction, candidate_chances, grow_tree
-from ....cluster.speculation.draft_trimming import prefixes_to_verify
-from ....cluster.step.scheduler_output import SchedulerOutput
+from ....cluster.speculation.draft_trimming import prefixes_to_verify, tree_gain
+from ....cluster.step.scheduler_output import SchedulerOutput, TreeGain
 from ..inputs.draft_trees import DraftTrees
 from ..inputs.proposals import BlockCandidates
 
 
 def grow_trees(
     plan: SchedulerOutput, candidates: BlockCandidates, restrictions: Mapping[int, Restriction]
-) -> DraftTrees:
-    """Return the trees to verify, of at most `plan.num_drafts` nodes for each request.
+) -> tuple[DraftTrees, TreeGain | None]:
+    """Return the trees to verify, of at most `plan.num_drafts` nodes for each request, and their gain.
 
     Args:
         plan: with a shape of trees.
         restrictions: of requests with grammars, by their index in the plan.
     """
-    shape, trim = plan.tree, plan.trim
+    begin_s, shape, trim = time.perf_counter(), plan.tree, plan.trim
     assert shape is not None, "the plan has trees"
     ids_XC, scores_XPC = candidates.ids_XC.cpu().numpy(), candidates.scores_XPC.cpu().numpy()
     counts_R = candidates.counts_R.cpu().numpy()
@@ -47,6 +48,10 @@ def grow_trees(
         trees.write(r, nodes)
         survivals_RM[r, : len(nodes.parents)] = nodes.survivals
     if trim is None:
-        return trees
-    num_other_rows = plan.num_batched_tokens - plan.num_draft_tokens
-    return trees.cut(prefixes_to_verify(survivals_RM, trees.num_nodes_R, num_other_rows, trim))
+        return trees, None
+    num_other_rows, gain = plan.num_batched_tokens - plan.num_draft_tokens, None
+    grow_s = time.perf_counter() - begin_s
+    if trim.rate > 0.0:
+        worth = tree_gain(survivals_RM, trees.main_nodes(), num_other_rows, trim)
+        gain = TreeGain(worth, grow_s)
+    return trees.cut(prefixes_to_verify(survivals_RM, trees.num_nodes_R, num_other_rows, trim)), gain
