@@ -73,6 +73,9 @@ def simulate_trees(plan: SchedulerOutput, chances_RK: Doubles, uniforms_RK: Doub
         for r, (nodes, count) in enumerate(zip(grown, num_nodes_R, strict=True))
     ]
     num_main_R = [int(is_main_RM[r, path].sum()) for r, path in enumerate(paths)]
+    ranks_RW = np.full((size[0], plan.tree.depth), -1, dtype=np.int32)
+    for r, path in enumerate(paths):
+        ranks_RW[r, : len(path)] = [grown[r].ranks[node] for node in path]
     nothing_W = np.zeros(width, dtype=np.float32)
     return SimulatedTrees(
         num_nodes_R,
@@ -80,6 +83,7 @@ def simulate_trees(plan: SchedulerOutput, chances_RK: Doubles, uniforms_RK: Doub
         TreeOutcome(
             (is_main_RM & is_real_RM).sum(axis=1, dtype=np.int32),
             np.array(num_main_R, dtype=np.int32),
+            ranks_RW,
             nothing_W,
             nothing_W,
         ),

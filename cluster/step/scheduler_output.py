@@ -244,12 +244,15 @@ class TreeOutcome(NamedTuple):
     Attributes:
         num_main_drafts_R: verified nodes of the main path, int32 [R].
         num_main_accepted_R: nodes accepted before the accepted path leaves it, int32 [R].
+        ranks_RW: rank of each node of the accepted paths among the children of its parent, from 0; int32, -1
+            past a path's end.
         expected_W, accepted_W: sum of the chances, and number of accepted nodes, among the children of
             visited nodes, by factor of `TreeShape`; fp32.
     """
 
     num_main_drafts_R: IntArray
     num_main_accepted_R: IntArray
+    ranks_RW: IntArray
     expected_W: FloatArray
     accepted_W: FloatArray
 

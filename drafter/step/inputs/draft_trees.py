@@ -169,7 +169,10 @@ class DraftTrees:
                     factor = min(rank, width - 1) if is_main[parent] else 0
                     expected_W[factor] += chance
                     accepted_W[factor] += row in on_path
-        return TreeOutcome(main_RM.sum(axis=1, dtype=np.int32), num_main_R, expected_W, accepted_W)
+        nodes_RW = np.maximum(accepted.rows_RW[:, 1:] - 1, 0)
+        ranks_RW = np.take_along_axis(self.ranks_RM, nodes_RW, axis=1).astype(np.int32)
+        ranks_RW[accepted.rows_RW[:, 1:] < 0] = -1
+        return TreeOutcome(main_RM.sum(axis=1, dtype=np.int32), num_main_R, ranks_RW, expected_W, accepted_W)
 
     def pack(self) -> Ints:
         """Return all of it, int64 [R, 1 + 4 M]."""
