@@ -74,6 +74,7 @@ class SimulatedExecutor:
             plan for the rest.
         spend: called with the seconds that a step must be waited for, e.g. `VirtualClock.advance`.
         hardness: hardness of a request's text, by its id: acceptance probabilities are raised to this power.
+        grow_s: seconds to grow the draft tree of a request.
     """
 
     def __init__(
@@ -83,10 +84,12 @@ class SimulatedExecutor:
         cost: Callable[[SchedulerOutput], StepTimings] = LinearCost(),
         spend: Callable[[float], None] = lambda seconds: None,
         hardness: Callable[[str], float] = lambda request_id: 1.0,
+        grow_s: float = 0.0,
     ) -> None:
         self._info = info
         self._drafts = SimulatedDrafts(survival)
         self._hardness = hardness
+        self._grow_s = grow_s
         self._cost = cost
         self._spend = spend
         self._times = SimulatedStepTimes(drafts_concurrently=info.halves)
@@ -140,7 +143,7 @@ class SimulatedExecutor:
         trees, verified_R, accepted_R = None, plan.num_drafts, accepted_RK.sum(axis=1)
         if plan.tree is not None and margins_RK.size:
             log_chance_RK, uniform_RK = self._drafts.chances(*block)
-            trees = simulate_trees(plan, np.exp(log_chance_RK), uniform_RK)
+            trees = simulate_trees(plan, np.exp(log_chance_RK), uniform_RK, self._grow_s)
             verified_R, accepted_R = trees.num_verified_R, trees.num_accepted_R
         elif plan.trim is not None and margins_RK.size:
             num_other_rows = plan.num_batched_tokens - plan.num_draft_tokens
@@ -176,7 +179,7 @@ class SimulatedExecutor:
         trimmed_plan = replace(
             plan, num_rows=plan.num_rows - plan.num_drafts + verified_R, num_drafts=verified_R
         )
-        trimmed, grow_s = self._cost(trimmed_plan), 0.0 if trees is None else trees.gain.grow_s
+        trimmed, grow_s = self._cost(trimmed_plan), 0.0 if trees is None else trees.grow_s
         return replace(trimmed, draft_s=untrimmed.draft_s, verify_s=trimmed.verify_s + grow_s)
 
     def check_health(self) -> None:

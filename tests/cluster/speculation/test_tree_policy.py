@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from manta.cluster.config import EngineConfig
 from manta.cluster.engine.engine_core import EngineCore, EngineStats
 from manta.cluster.simulation.simulated_executor import LinearCost, SimulatedExecutor, VirtualClock
+from manta.cluster.simulation.simulated_trees import SHARES, simulate_trees
 from manta.cluster.speculation.draft_trimming import prefixes_to_verify, tree_gain
 from manta.cluster.speculation.tree_policy import TreePolicy
-from manta.cluster.step.scheduler_output import TreeGain, Trim
+from manta.cluster.step.dummy_steps import dummy_step
+from manta.cluster.step.scheduler_output import TreeGain, TreeShape, Trim
 from support.engines.cluster_checker import make_info, make_request
 
 FACTS = {"num_pages": (65536,), "page_size": 16, "max_model_len": 4096, "eos_token_ids": ()}
@@ -37,7 +41,7 @@ def served(
                 "speculative_config": {"model": "d", **tree},
             }
         ),
-        SimulatedExecutor(info, survival, cost, clock.advance),
+        SimulatedExecutor(info, survival, cost, clock.advance, grow_s=1e-4),
         clock,
     )
     for i in range(num_requests):
@@ -53,14 +57,34 @@ def served(
 @pytest.mark.parametrize("num_requests", [1, 4, 16, 64])
 @pytest.mark.parametrize("cost", COSTS)
 def test_trees_are_never_slower_than_chains(cost: str, num_requests: int, chance: float) -> None:
-    num_tokens = 1600 // num_requests + 300
+    num_tokens = min(6000 // num_requests + 500, 3500)
     chains, _ = served(num_requests, COSTS[cost], chance, num_tokens, {})
     trees, stats = served(num_requests, COSTS[cost], chance, num_tokens, TREE)
     assert trees >= 0.98 * chains
     if cost == "rows are free" and num_requests == 1:
-        assert trees > 1.1 * chains and stats.num_accepted_branch_tokens > 0
+        assert trees > 1.03 * chains and stats.num_accepted_branch_tokens > 0
     if num_requests == 64:
         assert stats.num_branch_tokens <= 0.02 * stats.num_draft_tokens, "grown now and then"
+
+
+@pytest.mark.parametrize(
+    ("depth", "width", "expected"),
+    [(3, 1, 0.8 + 0.48 + 0.24), (1, 4, 0.8 + 0.2 * sum(SHARES))],
+)
+def test_simulated_trees_are_accepted_as_often_as_their_candidates(
+    depth: int, width: int, expected: float
+) -> None:
+    """Chains of three drafts, and trees of all four candidates for one position."""
+    requests, nodes = 3000, max(depth, width)
+    chances = np.tile([0.8, 0.6, 0.5], (requests, 1))
+    uniforms = np.random.default_rng(0).random(chances.shape)
+    plan = dummy_step([9] * requests, [1 + nodes] * requests, [nodes] * requests)
+    shape = TreeShape(depth, width, (1.0,) * width)
+    trees = simulate_trees(replace(plan, tree=shape), chances, uniforms, 0.0)
+    assert (trees.num_verified_R == nodes).all()
+    assert trees.num_accepted_R.mean() == pytest.approx(expected, rel=0.03)
+    main_R = trees.outcome.num_main_accepted_R
+    assert (main_R == trees.num_accepted_R).all() == (width == 1) and (main_R <= trees.num_accepted_R).all()
 
 
 def test_the_gain_is_that_of_the_rows_which_are_verified() -> None:
