@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from random import Random
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from manta import LLM, SamplingParams
 from manta.cluster.config import EngineConfig
@@ -172,8 +171,10 @@ tokens = st.integers(0, 11)
     ),
     penalties=st.tuples(st.sampled_from([0.5, 1.0, 1.3]), *[st.sampled_from([-0.5, 0.0, 0.7])] * 2),
     known_before=st.integers(0, 8),
-    choice=st.none() | st.randoms(use_true_random=False),
+    choices=st.none() | st.lists(st.integers(0, 3), min_size=4, max_size=4),
 )
+@example([1], [], [5, 9], [[5, 9, 3]], None, (1.0, 0.0, 0.0), 0, [0, 0, 0, 0])
+@example([1], [], [4, 9], [], (1, [], [4]), (1.0, 0.0, 0.0), 0, [0, 0, 0, 0])
 def test_a_row_sees_the_tokens_of_its_path_and_no_other(
     prompt: list[int],
     generated: list[int],
@@ -182,7 +183,7 @@ def test_a_row_sees_the_tokens_of_its_path_and_no_other(
     thinking: tuple[int, list[int], list[int]] | None,
     penalties: tuple[float, float, float],
     known_before: int,
-    choice: Random | None,
+    choices: list[int] | None,
 ) -> None:
     """Each row of a chain or tree equals plain decoding's, whatever an earlier step counted."""
     repetition, frequency, presence = penalties
@@ -202,7 +203,7 @@ def test_a_row_sees_the_tokens_of_its_path_and_no_other(
     begin = len(prompt) + len(generated)
     early = min(len(prompt) + known_before, begin)  # in a step before, fewer were known
     states.rows(sequence, np.array([1]), np.array([early]), np.array([-1]))
-    parents = [row if choice is None else choice.randint(0, row) for row in range(len(drafts))]
+    parents = [row if choices is None else choices[row] % (row + 1) for row in range(len(drafts))]
     logits = torch.randn(len(drafts) + 2, 12, generator=torch.Generator().manual_seed(0))
     slots, known = np.array([0] + [1] * (len(drafts) + 1)), np.array([3] + [begin] * (len(drafts) + 1))
     got = apply_rules(logits.clone(), states.rows(sequence, slots, known, np.array([-1, -1, *parents])))
