@@ -124,6 +124,14 @@ simulate-gpt-oss: install  ## simulate gpt-oss-120b on eight B300 with each meth
 
 QWEN := docs/benchmarks/qwen3-8b
 GPT_OSS := docs/benchmarks/gpt-oss-120b
+.PHONY: simulate-trees
+simulate-trees: install  ## simulate draft trees and chains on an H200 and a B300; see docs/simulation.md
+	for gpu in h200 b300; do \
+	  $(BIN)/manta simulate node -m $(QWEN)/target --drafter $(QWEN)/drafter --gpu $$gpu --gpus 1 --tp 1 \
+	    --method plain --method dflash --method dflash-tree --acceptance 4.9 \
+	    --concurrency 1 --concurrency 4 --concurrency 16 --concurrency 64 \
+	    -o docs/benchmarks/simulated-trees-$$gpu.json --plot docs/simulated-trees-$$gpu.svg || exit 1; \
+	done
 .PHONY: simulate-policy
 simulate-policy: install  ## simulate adaptive, plain and fixed draft lengths on an H200 (six minutes)
 	$(BIN)/python tests/benchmarks simulate-policy -m $(QWEN)/target --drafter $(QWEN)/drafter -m $(GPT_OSS)/target --drafter $(GPT_OSS)/drafter \

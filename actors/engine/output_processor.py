@@ -268,7 +268,9 @@ class RequestSteps:
             self.histogram.extend([0] * missing)
             self.histogram[update.num_accepted] += 1
         if self.trace is not None:
-            self.trace.append(TracedStep(update.num_drafted, update.num_accepted, num_tokens))
+            self.trace.append(
+                TracedStep(update.num_drafted, update.num_accepted, num_tokens, update.branches)
+            )
 
 
 class OutputProcessor:

@@ -109,6 +109,7 @@ class TracedStep(NamedTuple):
     num_drafted: int  # drafts verified; 0 in a plain decoding step
     num_accepted: int  # drafts accepted, as in `RequestMetrics`
     num_tokens: int  # tokens produced, cut where a stop string ends the text
+    branches: tuple[int, ...] = ()  # as in `SequenceUpdate`
 
     @property
     def origins(self) -> Iterator[TokenOrigin]:

@@ -35,6 +35,7 @@ LAUNCHES_OVER_RANKS, LAUNCHES_OF_DRAFTS_OVER_RANKS = 11, 19
 # The largest sum over ranks that is made in one launch with the residual and the norm after it: each rank
 # reads all others' parts.
 FUSED_SUM_ROWS, FUSED_SUM_BYTES = 128, 256 * 1024
+LAUNCHES_OF_TREES = 2  # to move K/V of accepted paths; assumed: one to grow trees, which no device does yet
 LAUNCHES_OF_DRAFT = 5  # outside the layers of a pass for one draft: embedding, fc, norm, head, argmax
 
 

@@ -44,6 +44,11 @@ class RowLogprobs:
         top = (self.top_ids_YL[rows, :num_top], self.top_logprobs_YL[rows, :num_top])
         return RowLogprobs(self.logprobs_Y[rows], self.ranks_Y[rows], *top)
 
+    def take(self, rows_Y: NDArray[np.int64]) -> RowLogprobs:
+        """Return these rows."""
+        top = (self.top_ids_YL[rows_Y], self.top_logprobs_YL[rows_Y])
+        return RowLogprobs(self.logprobs_Y[rows_Y], self.ranks_Y[rows_Y], *top)
+
     @staticmethod
     def joined(runs: Sequence[RowLogprobs]) -> RowLogprobs:
         return RowLogprobs(

@@ -141,8 +141,7 @@ class RequestQueues:
         """Admit the first waiting sequence, with a cached prefix."""
         table, sequence = self.table, self.waiting.pop(0)
         num_cached = hit.num_pages * self._config.page_size
-        engine_max = self._config.max_drafts(allows_tree=sequence.sampling.allows_tree)
-        max_drafts = sequence.request.max_drafts(engine_max)
+        max_drafts = sequence.request.max_drafts(self._config.max_drafts)
         slot = table.admit(sequence, num_cached, max_drafts)
         state = self.kv_cache_manager.admit(slot, hit, sequence)
         self._flight_recorder.on_admitted(sequence.request.request_id, slot, num_cached)

@@ -141,7 +141,7 @@ class StepController:
         """Forget what was learned about drafts, because the drafter was replaced."""
         self._forget_drafter()
         if self._policy is not None:
-            self._policy.retry_soon()
+            self._policy.on_drafter_replaced()
 
     def _forget_drafter(self) -> None:
         self._branches.reset()
@@ -184,7 +184,7 @@ class StepController:
 
     def _with_trees(self, choice: DraftChoice, limits_R: IntArray) -> DraftChoice:
         """Return the choice with nodes of trees in place of chains' drafts, except in trials."""
-        if self._tree_size is None or choice.is_trial or not choice.length:
+        if self._tree_size is None or choice.is_trial or not choice.length or not choice.is_tree:
             return choice
         nodes_R = -(-choice.num_drafts_R * self._tree_size // self._max_drafts)
         return choice._replace(
@@ -257,6 +257,8 @@ class StepController:
         # The host's time between a step's parts is a part of it, unless the engine was idle.
         if step.plan.tree is not None and result.trees is not None:
             self._branches.observe(step.plan.tree, result.trees)
+        if self._policy is not None and result.tree_gain is not None:
+            self._policy.observe_trees(step.choice, step.load, result.tree_gain)
         seconds = result.timings.total_s
         if 0.0 < elapsed_s - seconds <= _MAX_HOST_SHARE * seconds:
             seconds = elapsed_s
@@ -279,7 +281,10 @@ class StepController:
         plan, draft_s = step.plan, result.timings.draft_s
         num_verified, num_drafting = _num_verified(plan, result), int(np.count_nonzero(plan.num_drafts))
         draft_rows = 0 if result.is_pass_skipped else int(plan.block_drafts.sum()) + num_drafting
-        self._costs.observe(step.load, num_verified, draft_rows, draft_s, seconds - draft_s, num_drafting)
+        grow_s = 0.0 if result.tree_gain is None else result.tree_gain.grow_s
+        self._costs.observe(
+            step.load, num_verified, draft_rows, draft_s, seconds - draft_s - grow_s, num_drafting
+        )
         self._measured_prompt_rows = max(self._measured_prompt_rows, int(step.load.prompt_rows))
         if self._policy is None or step.load.prompt_rows:
             return

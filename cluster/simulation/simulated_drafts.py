@@ -44,19 +44,26 @@ class SimulatedDrafts:
 
         Acceptance probabilities are raised to the power `hardness_R`, the hardness of a request's text.
         """
+        made_RK = np.arange(int(num_drafts_R.max(initial=0)), dtype=np.int32) < num_drafts_R[:, None]
+        log_chance_RK, uniform_RK = self.chances(seeds_R, begin_R, num_drafts_R, hardness_R)
+        accepted_RK = np.log(uniform_RK) < log_chance_RK
+        logits_RK = log_chance_RK - np.log(-np.expm1(np.minimum(log_chance_RK, -1e-12)))
+        log_margins_RK = np.clip(logits_RK - _MIN_LOGIT, 0.0, _MAX_LOG_MARGIN)
+        margins_RK = np.where(made_RK, np.expm1(log_margins_RK), np.nan)
+        return margins_RK.astype(np.float32), np.logical_and.accumulate(accepted_RK & made_RK, axis=1)
+
+    def chances(
+        self, seeds_R: Hashes, begin_R: IntArray, num_drafts_R: IntArray, hardness_R: NDArray[np.float64]
+    ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+        """Return the logs of acceptance probabilities, and the noise to compare them with, [R, K]."""
         position_K = np.arange(int(num_drafts_R.max(initial=0)), dtype=np.int32)
-        made_RK = position_K < num_drafts_R[:, None]
         chances_K = np.zeros(len(position_K))
         count = min(len(position_K), len(self._chances_K))
         chances_K[:count] = self._chances_K[:count]
         means_RK = np.clip(chances_K ** hardness_R[:, None], 1e-12, 1 - 1e-12)
         keys_RK = seeds_R[:, None], begin_R[:, None] + position_K
         log_chance_RK = (1 - means_RK) / means_RK * np.log(_uniform(noise(*keys_RK, _PROBABILITY)))
-        accepted_RK = np.log(_uniform(noise(*keys_RK, _ACCEPTANCE))) < log_chance_RK
-        logits_RK = log_chance_RK - np.log(-np.expm1(np.minimum(log_chance_RK, -1e-12)))
-        log_margins_RK = np.clip(logits_RK - _MIN_LOGIT, 0.0, _MAX_LOG_MARGIN)
-        margins_RK = np.where(made_RK, np.expm1(log_margins_RK), np.nan)
-        return margins_RK.astype(np.float32), np.logical_and.accumulate(accepted_RK & made_RK, axis=1)
+        return log_chance_RK, _uniform(noise(*keys_RK, _ACCEPTANCE))
 
 
 def noise(seeds: Hashes, positions: IntArray, stream: int) -> Hashes:

@@ -18,7 +18,7 @@ from ..engine.engine_core import EngineCore
 from ..hardware.memory_plan import MAX_ROWS, PAGE_SIZE, MemoryPlan
 from ..hardware.model_pair import LayoutDemand, ModelPair
 from ..hardware.parallel_layouts import ParallelLayout
-from ..hardware.step_time import NO_CHUNK, Chunk, StepTimes
+from ..hardware.step_time import LAUNCH_S, LAUNCHES_OF_TREES, NO_CHUNK, Chunk, StepTimes
 from ..pages.page_pool import pages_for
 from ..request.request import Request, SamplingParams
 from ..step.executor import ExecutorInfo
@@ -36,15 +36,19 @@ def simulated_engine(
     cost: Callable[[SchedulerOutput], StepTimings],
     *,
     adaptive: bool = True,
+    tree: tuple[int, int] | None = None,
     prefix_caching: bool = False,
     hardness: Callable[[str], float] = lambda request_id: 1.0,
 ) -> LoadDriver:
     """Return an engine of this pair with its clock at 0; without a drafter it decodes plainly.
 
-    The length of the pair's survival curve is the largest draft length. `cost` returns the seconds of a step,
-    `hardness` how hard a request's text is to draft (see `SimulatedExecutor`).
+    The length of the pair's survival curve is the largest draft length, `tree` the width and size of draft
+    trees. `cost` returns the seconds of a step, `hardness` how hard a request's text is to draft (see
+    `SimulatedExecutor`).
     """
-    spec = SpeculativeConfig(model="simulated", adaptive=adaptive) if pair.num_drafts else None
+    width, size = tree or (1, None)
+    drafts = SpeculativeConfig(model="simulated", adaptive=adaptive, tree_width=width, tree_size=size)
+    spec = drafts if pair.num_drafts else None
     config = EngineConfig(
         model="simulated",
         speculative_config=spec,
@@ -62,6 +66,8 @@ def simulated_engine(
         num_speculative_tokens=pair.num_drafts,
         dtype="bfloat16",
         device="simulated",
+        tree_width=width,
+        tree_size=size,
     )
     clock = VirtualClock()
     executor = SimulatedExecutor(info, pair.survival, cost, clock.advance, hardness)
@@ -92,13 +98,14 @@ class PlanCost:
         written = rows + chunk.rows if plan.writes_context else 0
         return StepTimings(
             draft_s=self._draft_s(plan),
-            verify_s=times.verify(batch, rows / max(batch, 1), context, chunk).total_s,
+            verify_s=times.verify(batch, rows / max(batch, 1), context, chunk).total_s
+            + (0.0 if plan.tree is None else LAUNCHES_OF_TREES * LAUNCH_S),
             inject_s=times.inject(written).total_s,
         )
 
     def _draft_s(self, plan: SchedulerOutput) -> float:
         drafted_R = plan.num_drafts > 0
-        count, drafts = int(drafted_R.sum()), plan.num_draft_tokens
+        count, drafts = int(drafted_R.sum()), int(plan.block_drafts.sum())
         if not count:
             return 0.0
         context = float(plan.num_computed[drafted_R].mean())

@@ -27,6 +27,7 @@ from ..step.scheduler_output import (
     StepTimings,
 )
 from .simulated_drafts import Hashes, SimulatedDrafts, noise
+from .simulated_trees import SimulatedTrees, simulate_trees
 
 _TOKENS = 0  # stream of noise, different from those of `simulated_drafts.py`
 _NO_DRAFTER = -1
@@ -56,7 +57,7 @@ class LinearCost:
     inject_row_s: float = 0.0
 
     def __call__(self, plan: SchedulerOutput) -> StepTimings:
-        rows = plan.num_draft_tokens + int(np.count_nonzero(plan.num_drafts))
+        rows = int(plan.block_drafts.sum() + np.count_nonzero(plan.num_drafts))
         draft_s = max(self.draft_floor_s, rows * self.draft_row_s) if rows else 0.0
         verify_s = max(self.verify_floor_s, plan.num_batched_tokens * self.verify_row_s)
         inject_s = plan.num_batched_tokens * self.inject_row_s if plan.writes_context else 0.0
@@ -73,6 +74,7 @@ class SimulatedExecutor:
             plan for the rest.
         spend: called with the seconds that a step must be waited for, e.g. `VirtualClock.advance`.
         hardness: hardness of a request's text, by its id: acceptance probabilities are raised to this power.
+        grow_s: seconds to grow the draft tree of a request.
     """
 
     def __init__(
@@ -82,10 +84,12 @@ class SimulatedExecutor:
         cost: Callable[[SchedulerOutput], StepTimings] = LinearCost(),
         spend: Callable[[float], None] = lambda seconds: None,
         hardness: Callable[[str], float] = lambda request_id: 1.0,
+        grow_s: float = 0.0,
     ) -> None:
         self._info = info
         self._drafts = SimulatedDrafts(survival)
         self._hardness = hardness
+        self._grow_s = grow_s
         self._cost = cost
         self._spend = spend
         self._times = SimulatedStepTimes(drafts_concurrently=info.halves)
@@ -134,13 +138,18 @@ class SimulatedExecutor:
         if not self._drafter.ready:
             self._drafters_S[plan.slots] = _NO_DRAFTER
         hardness_R = self._hardness_S[plan.slots]
-        margins_RK, accepted_RK = self._drafts.propose(seeds_R, begin_R, plan.num_drafts, hardness_R)
-        verified_R = plan.num_drafts
-        if plan.trim is not None and margins_RK.size:
+        block = (seeds_R, begin_R, plan.block_drafts, hardness_R)
+        margins_RK, accepted_RK = self._drafts.propose(*block)
+        trees, verified_R, accepted_R = None, plan.num_drafts, accepted_RK.sum(axis=1)
+        if plan.tree is not None and margins_RK.size:
+            log_chance_RK, uniform_RK = self._drafts.chances(*block)
+            trees = simulate_trees(plan, np.exp(log_chance_RK), uniform_RK, self._grow_s)
+            verified_R, accepted_R = trees.num_verified_R, trees.num_accepted_R
+        elif plan.trim is not None and margins_RK.size:
             num_other_rows = plan.num_batched_tokens - plan.num_draft_tokens
             verified_R = drafts_to_verify(margins_RK, plan.num_drafts, num_other_rows, plan.trim)
         in_context_R = self._drafters_S[plan.slots] == self._drafter.generation
-        accepted_R = np.where(in_context_R, np.minimum(accepted_RK.sum(axis=1), verified_R), 0)
+        accepted_R = np.where(in_context_R, np.minimum(accepted_R, verified_R), 0)
         if not plan.writes_context:
             self._drafters_S[plan.slots] = _NO_DRAFTER
         num_tokens_R = np.where(plan.samples, 1 + accepted_R, 0)
@@ -154,19 +163,24 @@ class SimulatedExecutor:
             plan.step,
             token_ids_RW,
             num_tokens_R.astype(np.int32),
-            self._times.begin(plan, self._costs(plan, verified_R)),
+            self._times.begin(plan, self._costs(plan, verified_R, trees)),
             num_drafts=verified_R,
             margins=margins_RK,
+            trees=None if trees is None else trees.outcome,
+            tree_gain=None if trees is None else trees.gain,
         )
 
-    def _costs(self, plan: SchedulerOutput, verified_R: IntArray) -> StepTimings:
+    def _costs(
+        self, plan: SchedulerOutput, verified_R: IntArray, trees: SimulatedTrees | None
+    ) -> StepTimings:
         untrimmed = self._cost(plan)
-        if plan.trim is None:
+        if plan.trim is None and trees is None:
             return untrimmed
         trimmed_plan = replace(
             plan, num_rows=plan.num_rows - plan.num_drafts + verified_R, num_drafts=verified_R
         )
-        return replace(self._cost(trimmed_plan), draft_s=untrimmed.draft_s)
+        trimmed, grow_s = self._cost(trimmed_plan), 0.0 if trees is None else trees.grow_s
+        return replace(trimmed, draft_s=untrimmed.draft_s, verify_s=trimmed.verify_s + grow_s)
 
     def check_health(self) -> None:
         """Do nothing: it is always healthy."""

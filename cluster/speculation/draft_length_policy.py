@@ -27,10 +27,12 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ..step.scheduler_output import FloatArray, IntArray, SchedulerOutput, TreeShape, Trim
+from ..step.scheduler_output import FloatArray, IntArray, SchedulerOutput, TreeGain, TreeShape, Trim
 from .acceptance_model import NO_MARGIN, NUM_BLOCKS, AcceptanceModel
 from .draft_trimming import drafts_to_verify
+from .loss_budget import MAX_BACKOFF, Backoff, LossBudget
 from .step_cost_model import MIN_S, Doubles, StepCostModel, StepLoad, load_class
+from .tree_policy import TreePolicy
 
 BETTER = 1.02  # rate ratio to change a choice; estimates differ by about a percent
 _KNOWN = 2.5  # plain steps are measured if their prediction is at most this multiple of its lower bound
@@ -38,9 +40,6 @@ _REVIEW_STEPS = 8  # between reviews at first, and between trials of a length
 _RETRY_STEPS = NUM_BLOCKS  # between reviews later, and without drafts until a retry: all samples are new
 _TRIAL_STEPS = 3  # at most, as far as the loss is covered
 _LOSS_SHARE, _MAX_LOSS_STEPS = 0.01, 16.0  # of the total time; plain steps whose time is covered at most
-_INITIAL_STEPS = 4.0  # plain steps covered initially; 16 make the first 150 tokens 4 % slower on 60 cells
-_LOSING_STEPS = 2.0  # plain steps whose time is lost until drafts are reviewed early
-_MAX_BACKOFF = 16  # attempts that last a tenth of the first wait then cost less than a hundredth of the time
 
 
 def draft_lengths(max_drafts: int) -> tuple[int, ...]:
@@ -80,6 +79,7 @@ class DraftChoice(NamedTuple):
     num_drafts_R: IntArray
     length: int  # the maximum of them
     is_trial: bool = False  # the step is made to measure; all drafts are verified
+    is_tree: bool = True  # drafts may form trees
     estimate: LengthEstimate = _UNKNOWN  # for the best known length
     plain_s: float = 0.0  # expected seconds of a step without drafts; 0 while nothing is known
     tree: TreeShape | None = None  # the drafts are nodes of trees as deep as `length`; None: chains
@@ -112,6 +112,7 @@ class DraftLengthPolicy:
         self._lengths = draft_lengths(max_drafts)
         self._states: dict[tuple[bool, int], _LoadState] = {}  # by kind and class of load
         self._budget = LossBudget(_LOSS_SHARE, _MAX_LOSS_STEPS)
+        self._trees = TreePolicy()
         self._num_steps = self._num_plain = 0  # steps, and those since the last drafts
         self._retry = Backoff(_RETRY_STEPS)
         self._retry_gain = math.inf  # ratio of expected to plain worth at the last retry
@@ -161,7 +162,8 @@ class DraftLengthPolicy:
         drafts_R = np.minimum(batch.limits_R, length)
         if length and not is_trial and state.estimate.trims and not self.reports_margins:
             drafts_R = self._trimmed_by_request(drafts_R, state.estimate, batch, load)
-        return DraftChoice(drafts_R, length, is_trial, state.estimate, state.plain_s)
+        is_tree = length > 0 and not is_trial and self._trees.choose(load_class(int(load.num_requests)))
+        return DraftChoice(drafts_R, length, is_trial, is_tree, state.estimate, state.plain_s)
 
     def _state(self, load: StepLoad) -> _LoadState:
         """Return the state of this class of load."""
@@ -217,7 +219,7 @@ class DraftLengthPolicy:
             maximum = _TRIAL_STEPS if self._costs.has_measured_drafts else 1
             state.trial_steps = min(maximum, int(covered_s / losses_s[length]))
             _, wait = state.trials.get(length, (0, _REVIEW_STEPS))
-            state.trials[length] = state.steps + wait, min(2 * wait, _MAX_BACKOFF * _RETRY_STEPS)
+            state.trials[length] = state.steps + wait, min(2 * wait, MAX_BACKOFF * _RETRY_STEPS)
 
     def _possible(self, num_requests: int) -> list[int]:
         maximum = max(self._max_rows // num_requests - 1, 0)
@@ -232,7 +234,7 @@ class DraftLengthPolicy:
             state.review_at = min(state.review_at, state.steps + _REVIEW_STEPS)
         if self._num_steps < self._paused_until:
             length = 0
-        elif length and self._num_steps > self._paused_until + _MAX_BACKOFF * _RETRY_STEPS:
+        elif length and self._num_steps > self._paused_until + MAX_BACKOFF * _RETRY_STEPS:
             self._retry.reset()  # drafts have paid for long
         state.length, state.estimate = length, estimates[length]
 
@@ -282,9 +284,11 @@ class DraftLengthPolicy:
         non_draft_s_S = self._costs.non_draft_s(load, num_requests * longest)
         estimates = {0: LengthEstimate(own_worth / non_draft_s_S[0], own_worth, float(non_draft_s_S[0]))}
         drafts_s = self._costs.draft_s(load, lengths)
+        gain = 1.0 + self._trees.gain(load_class(int(load.num_requests)))
         for length, draft_s in zip(lengths[1:], drafts_s[1:], strict=True):
             seconds_S = non_draft_s_S[: num_requests * length + 1] + draft_s
-            estimates[length] = _estimate_trimmed(worths_NK[:, :length], num_requests, own_worth, seconds_S)
+            chains = _estimate_trimmed(worths_NK[:, :length], num_requests, own_worth, seconds_S)
+            estimates[length] = chains._replace(rate=chains.rate * gain, worth=chains.worth * gain)
         return estimates
 
     # Trimming.
@@ -314,6 +318,16 @@ class DraftLengthPolicy:
         return Trim(*curves, weights_R, np.zeros(0, np.float32), int(load.prompt_rows) + rows)
 
     # Learning.
+
+    def observe_trees(self, choice: DraftChoice, load: StepLoad, gain: TreeGain) -> None:
+        """Learn from a step that grew trees."""
+        place, chosen = load_class(int(load.num_requests)), choice.estimate
+        self._trees.observe(place, gain, chosen.worth / (1.0 + self._trees.gain(place)), chosen.rate)
+
+    def on_drafter_replaced(self) -> None:
+        """Forget the gain of trees, and try drafts soon."""
+        self._trees = TreePolicy()
+        self.retry_soon()
 
     def update_budget(
         self, choice: DraftChoice, own_worth: float, worth: float, seconds: float, num_steps: int
@@ -370,49 +384,3 @@ def _estimate_trimmed(
     if not trims:
         count = len(seconds_S) - 1
     return LengthEstimate(float(rates_S[count]), float(worth_S[count]), float(seconds_S[count]), count, trims)
-
-
-class LossBudget:
-    """Bounds the time that speculation loses against plain decoding: a share of the time spent, in seconds.
-
-    It pays for trials, each made only if its loss without any accepted draft is covered, and for drafts that
-    were expected to pay and do not, until drafting pauses. The balance is at most some steps' seconds.
-    """
-
-    def __init__(self, share: float, max_steps: float) -> None:
-        self._share, self._max_steps = share, max_steps
-        self.balance_s = self._granted_s = self._lost_s = 0.0
-        self.is_losing = False  # drafts have lost much lately: their estimates may be out of date
-
-    def begin(self, plain_s: float) -> None:
-        """Grant the initial balance for plain steps of `plain_s` seconds; more if these became longer."""
-        more_s = max(_INITIAL_STEPS * plain_s - self._granted_s, 0.0)
-        self._granted_s += more_s
-        self.balance_s += more_s
-
-    def earn(self, seconds: float, step_s: float) -> None:
-        """Add the share of `seconds`; `step_s` are the last step's."""
-        self.balance_s = min(self.balance_s + self._share * seconds, self._max_steps * step_s)
-
-    def record_step(self, lost_s: float, plain_s: float) -> bool:
-        """Account for a step with drafts that lost `lost_s`; return whether drafting must pause."""
-        self._lost_s = max(self._lost_s + lost_s, 0.0)
-        self.is_losing = self._lost_s > _LOSING_STEPS * plain_s
-        if self._lost_s <= max(self.balance_s, self._max_steps * plain_s):
-            return False
-        self._lost_s = self.balance_s = 0.0
-        self.is_losing = False
-        return True
-
-
-class Backoff:
-    """The `steps` until the next attempt: doubled by each failure, up to `_MAX_BACKOFF` times the first."""
-
-    def __init__(self, steps: int) -> None:
-        self.steps = self._first = steps
-
-    def fail(self) -> None:
-        self.steps = min(2 * self.steps, _MAX_BACKOFF * self._first)
-
-    def reset(self) -> None:
-        self.steps = self._first

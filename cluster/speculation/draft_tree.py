@@ -13,13 +13,16 @@ The tree is grown best first, so its first n nodes are the best tree of n nodes,
 children. A chain is a tree of width one. No token depends on the tree: the target's choice at a node uses the
 noise of the node's position alone. Called by `drafter/step/sampling/tree_growth.py`.
 
+A grammar restricts the children of a node: disallowed candidates are skipped, so that others rank higher, and
+a token that it forces is an only child (`drafter/grammars/tree_walks.py`).
+
 Legend: D positions of a block, P candidates of the position before (or 1, if scores do not depend on it), C
-candidates, N nodes.
+candidates.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from heapq import heappop, heappush
 from typing import NamedTuple
 
@@ -51,8 +54,7 @@ class TreeNodes(NamedTuple):
 
     Attributes:
         parents: row of each node's parent; row 0 is the root, node i is row i + 1.
-        candidates: index of each node among the candidates of its position.
-        depths: distance from the root, at least 1.
+        tokens: token ids.
         survivals: estimated probability that a node is accepted; never increases.
         chances: the same, given that the parent is accepted.
         ranks: by chance among the children of the parent, from 0. The *main path* are the nodes of rank 0
@@ -60,11 +62,23 @@ class TreeNodes(NamedTuple):
     """
 
     parents: list[int]
-    candidates: list[int]
-    depths: list[int]
+    tokens: list[int]
     survivals: list[float]
     chances: list[float]
     ranks: list[int]
+
+
+class Child(NamedTuple):
+    """A possible child of a node; `place`: its index among the candidates of its position."""
+
+    chance: float
+    rank: int
+    token: int
+    place: int
+
+
+# Maps a tree so far, the newest row and all of its possible children, best first, to those that it may have.
+Restriction = Callable[[TreeNodes, list[Child]], list[Child]]
 
 
 def candidate_chances(
@@ -98,37 +112,56 @@ def candidate_chances(
     return np.where(gaps_DPC >= MAX_MARGIN, 0, chances_DPC).astype(np.float32)
 
 
-def grow_tree(chances_DPC: Floats, max_nodes: int, width: int, off_main: float = 1.0) -> TreeNodes:
+def grow_tree(
+    chances_DPC: Floats,
+    ids_DC: NDArray[np.int64],
+    max_nodes: int,
+    width: int,
+    off_main: float = 1.0,
+    restrict: Restriction | None = None,
+) -> TreeNodes:
     """Return the tree of at most `max_nodes` nodes with the largest sum of survivals.
 
     Args:
         chances_DPC: result of `candidate_chances`.
+        ids_DC: token ids of the candidates.
         width: most children of a node.
         off_main: factor of the chances of children of nodes off the main path.
+        restrict: called once for the root, and for each node when it is added.
     """
-    depth, num_before, width = chances_DPC.shape[0], chances_DPC.shape[1], min(width, chances_DPC.shape[2])
-    order: NDArray[np.int64] = np.argsort(-chances_DPC, axis=-1, kind="stable")[..., :width]
-    falling = np.take_along_axis(chances_DPC, order, axis=-1).tolist()
-    ranked: list[list[list[int]]] = order.tolist()
-    nodes, off_main = TreeNodes([], [], [], [], [], []), min(off_main, 1.0)
-    # (-survival, parent, depth, candidate before, rank, survival of the parent, factor of its children)
-    heap: list[tuple[float, int, int, int, int, float, float]] = []
-    if max_nodes and falling[0][0][0] > 0:
-        heap.append((-falling[0][0][0], 0, 0, 0, 0, 1.0, 1.0))
+    depth, num_before, num_candidates = chances_DPC.shape
+    order_DPC = np.argsort(-chances_DPC, axis=-1, kind="stable")[..., : num_candidates if restrict else width]
+    falling: list[list[list[float]]] = np.take_along_axis(chances_DPC, order_DPC, axis=-1).tolist()
+    ranked: list[list[list[int]]] = order_DPC.tolist()
+    ids: list[list[int]] = ids_DC.tolist()
+    nodes, off_main = TreeNodes([], [], [], [], []), min(off_main, 1.0)
+
+    def children(d: int, before: int, factor: float) -> list[Child]:
+        ranks = enumerate(zip(falling[d][before], ranked[d][before], strict=True))
+        found = [
+            Child(factor * chance, rank, ids[d][place], place) for rank, (chance, place) in ranks if chance
+        ]
+        return found if restrict is None else restrict(nodes, found)[:width]
+
+    # (-survival, parent, index among its children, depth, children, survival of the parent, their factor)
+    heap: list[tuple[float, int, int, int, list[Child], float, float]] = []
+    if max_nodes and (first := children(0, 0, 1.0)):
+        heap.append((-first[0].chance, 0, 0, 0, first, 1.0, 1.0))
     while heap and len(nodes.parents) < max_nodes:
-        negative, parent, d, before, rank, of_parent, factor = heappop(heap)
-        candidate, chances = ranked[d][before][rank], falling[d][before]
+        negative, parent, index, d, siblings, of_parent, factor = heappop(heap)
+        child = siblings[index]
         nodes.parents.append(parent)
-        nodes.candidates.append(candidate)
-        nodes.depths.append(d + 1)
+        nodes.tokens.append(child.token)
         nodes.survivals.append(-negative)
-        nodes.chances.append(factor * chances[rank])
-        nodes.ranks.append(rank)
-        if rank + 1 < width and (chance := factor * chances[rank + 1]) > 0:
-            heappush(heap, (-of_parent * chance, parent, d, before, rank + 1, of_parent, factor))
+        nodes.chances.append(child.chance)
+        nodes.ranks.append(child.rank)
+        if index + 1 < len(siblings):
+            survival = of_parent * siblings[index + 1].chance
+            heappush(heap, (-survival, parent, index + 1, d, siblings, of_parent, factor))
         if d + 1 < depth:
-            below = factor if rank == 0 else off_main
-            place = candidate if num_before > 1 else 0
-            if (chance := below * falling[d + 1][place][0]) > 0:
-                heappush(heap, (negative * chance, len(nodes.parents), d + 1, place, 0, -negative, below))
+            below = factor if child.rank == 0 else off_main
+            if after := children(d + 1, child.place if num_before > 1 else 0, below):
+                heappush(
+                    heap, (negative * after[0].chance, len(nodes.parents), 0, d + 1, after, -negative, below)
+                )
     return nodes

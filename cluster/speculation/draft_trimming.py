@@ -57,6 +57,25 @@ def prefixes_to_verify(
     return np.count_nonzero(taken_RK, axis=1).astype(np.int32)
 
 
+def tree_gain(survivals_RM: Floats, is_main_RM: BoolArray, num_other_rows: int, trim: Trim) -> float:
+    """Return how much more worth trees have than their main paths alone, less the price of their rows.
+
+    Both with the best number of rows, at the rate of the trim.
+
+    Args:
+        survivals_RM: of all nodes; 0 where there is none.
+        is_main_RM: which of them are on the main path.
+    """
+    worths_RM, seconds_S = trim.weights_R[:, None] * survivals_RM, trim.seconds_N[num_other_rows:]
+
+    def value(worths_RM: Floats) -> float:
+        worth_S = np.cumsum(np.sort(worths_RM, axis=None)[::-1], dtype=np.float32)
+        worth_S = np.concatenate((np.zeros(1, np.float32), worth_S))[: len(seconds_S)]
+        return float((worth_S - np.float32(trim.rate) * seconds_S[: len(worth_S)]).max())
+
+    return value(worths_RM) - value(np.where(is_main_RM, worths_RM, np.float32(0)))
+
+
 def survivals(margins_RK: Floats, num_drafts_R: IntArray, trim: Trim) -> Floats:
     """Return the survival probability of each draft, fp32 [R, K]; 0 where there is no draft."""
     num_columns = margins_RK.shape[1]

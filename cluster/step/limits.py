@@ -57,11 +57,10 @@ class SchedulerConfig:
         pages = (self.page_groups, self.num_pages, self.page_size, self.max_rows)
         object.__setattr__(self, "max_length", longest_sequence(*pages, self.max_model_len))
 
-    def max_drafts(self, *, allows_tree: bool) -> int:
-        """Return the most drafts of a request in a step."""
-        if self.tree_size is None or not allows_tree:
-            return self.num_speculative_tokens
-        return self.tree_size
+    @property
+    def max_drafts(self) -> int:
+        """Most drafts of a request in a step."""
+        return self.num_speculative_tokens if self.tree_size is None else self.tree_size
 
     @classmethod
     def derive(cls, config: EngineConfig, info: ExecutorInfo) -> SchedulerConfig:

@@ -68,16 +68,9 @@ class SlotSampling:
     prompt_length: int = 0
     grammar: SlotGrammar | None = None
 
-    @property
-    def allows_tree(self) -> bool:
-        """Whether the request's drafts may branch: nothing is computed from the tokens along a path."""
-        return self.rules is None and self.grammar is None and self.logprobs is None
-
 
 class TreeShape(NamedTuple):
     """The shape of a step's draft trees; `num_drafts` of the plan are nodes.
-
-    Requests that are not `SlotSampling.allows_tree` draft chains.
 
     Attributes:
         depth, width: most drafts on a path, and most children of a node.
@@ -251,14 +244,27 @@ class TreeOutcome(NamedTuple):
     Attributes:
         num_main_drafts_R: verified nodes of the main path, int32 [R].
         num_main_accepted_R: nodes accepted before the accepted path leaves it, int32 [R].
+        ranks_RW: rank of each node of the accepted paths among the children of its parent, from 0; int32, -1
+            past a path's end.
         expected_W, accepted_W: sum of the chances, and number of accepted nodes, among the children of
             visited nodes, by factor of `TreeShape`; fp32.
     """
 
     num_main_drafts_R: IntArray
     num_main_accepted_R: IntArray
+    ranks_RW: IntArray
     expected_W: FloatArray
     accepted_W: FloatArray
+
+
+class TreeGain(NamedTuple):
+    """The expected gain of a step's draft trees, compared with their main paths alone (`draft_trimming.py`).
+
+    `worth` is worth of tokens less the price of rows; `grow_s` are the seconds in which they were grown.
+    """
+
+    worth: float
+    grow_s: float
 
 
 class ExpertReads(NamedTuple):
@@ -302,6 +308,7 @@ class StepResult:
         margins: float32 [R, K], of all drafts, verified or not, K the most drafts of a request in the plan;
             nan where there is none. None if the drafter gives none.
         trees: of steps with draft trees; None if all drafts were chains.
+        tree_gain: of steps that grew trees, if the plan's trim has a rate.
         expert_reads: None if the target has no routed layers.
         drafter_use: a remote drafter's use since the last result; None without one.
         is_copied: bool [R], requests whose drafts are copies beside a drafter (`suffix_drafts`); else None.
@@ -317,6 +324,7 @@ class StepResult:
     num_drafts: IntArray | None = None
     margins: FloatArray | None = None
     trees: TreeOutcome | None = None
+    tree_gain: TreeGain | None = None
     expert_reads: ExpertReads | None = None
     drafter_use: DrafterUse | None = None
     is_copied: BoolArray | None = None

@@ -38,6 +38,8 @@ class SequenceUpdate(NamedTuple):
         num_cached_tokens: prompt tokens found in the prefix cache.
         num_drafted: drafts verified in this step.
         num_accepted: accepted drafts among `token_ids`.
+        branches: rank of each accepted draft among the alternatives at its position, 0 for the best; ()
+            if all are the best.
         queue_s: time from its arrival until it first ran.
         prompt_logprobs: with the first tokens, if requested: of all prompt tokens but the first.
     """
@@ -49,6 +51,7 @@ class SequenceUpdate(NamedTuple):
     num_cached_tokens: int
     num_drafted: int
     num_accepted: int
+    branches: tuple[int, ...] = ()
     queue_s: float = 0.0
     logprobs: tuple[TokenLogprobs, ...] = ()
     prompt_logprobs: RowLogprobs | None = None
@@ -67,6 +70,7 @@ class StepOutcome:
         num_computed: tokens of the sequence with K/V that exist now.
         stopped, full: the last new token is a stop token; the sequence has reached its maximum length.
         failed: logits after the new tokens, or log probabilities, are NaN or infinite.
+        branches: by slot, see `SequenceUpdate`.
         logprobs, prompt_logprobs: by slot, of the new tokens and of prompt rows, if requested.
     """
 
@@ -82,6 +86,7 @@ class StepOutcome:
     stopped: BoolArray
     full: BoolArray
     failed: BoolArray
+    branches: Mapping[int, tuple[int, ...]]
     logprobs: Mapping[int, tuple[TokenLogprobs, ...]]
     prompt_logprobs: Mapping[int, RowLogprobs]
 
@@ -140,6 +145,7 @@ def read_result(
         stopped=stopped_R,
         full=num_out_R == missing_R,
         failed=failed_R & ~stopped_R,
+        branches={} if result.trees is None else _branches(slots_R, result.trees.ranks_RW[remaining]),
         logprobs={} if logprobs is None else _logprobs(table, remaining_R, slots_R, num_out_R, logprobs),
         prompt_logprobs={} if prompts is None else _prompt_logprobs(plan, remaining_R, prompts),
     )
@@ -168,6 +174,7 @@ def make_updates(table: SlotTable, outcome: StepOutcome) -> list[SequenceUpdate]
                 sequence.num_cached_tokens or 0,
                 num_drafted,
                 num_accepted,
+                outcome.branches.get(slot, ())[:num_accepted],
                 sequence.queue_s,
                 outcome.logprobs.get(slot, ()),
                 RowLogprobs.joined(prompt_logprobs)
@@ -176,6 +183,12 @@ def make_updates(table: SlotTable, outcome: StepOutcome) -> list[SequenceUpdate]
             )
         )
     return updates
+
+
+def _branches(slots_R: IntArray, ranks_RW: IntArray) -> Mapping[int, tuple[int, ...]]:
+    """Return the ranks of accepted drafts by slot, of the requests for which one is not 0."""
+    requests = np.flatnonzero((ranks_RW > 0).any(axis=1)).tolist()
+    return {int(slots_R[r]): tuple(ranks_RW[r][ranks_RW[r] >= 0].tolist()) for r in requests}
 
 
 def _logprobs(

@@ -14,7 +14,7 @@ token.
 Tokens that the grammar forces replace drafts: directly after the committed tokens, and at the first
 disallowed draft. Forced tokens are certain, whatever the drafter's margin, and drafts after a disallowed one
 are useless. Therefore drafts are walked through first (`walk`), and masks are made for the rows that are left
-(`masks`).
+(`masks`). A draft tree is grown by the same rules along each of its paths (`tree_walks.py`).
 
 A matcher that fails (too many steps or states) is recreated once, if that takes milliseconds
 (`Grammar.is_cheap`). If it fails again, or if a grammar is complete, only an end token can follow. An error
@@ -25,10 +25,8 @@ Legend: R requests of a step, K most drafts, D drafts of a request, M rows of re
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
@@ -36,36 +34,15 @@ from llguidance import LLExecutor, LLMatcher
 from numpy.typing import NDArray
 
 from ...cluster.request.structured_outputs import SlotGrammar
-from .compiler import MAX_FORCED, GrammarCompiler, GrammarError, reason_of
+from ...cluster.speculation.draft_tree import Restriction
+from .compiler import GrammarCompiler, GrammarError, reason_of
+from .grammar_slots import GrammarSlot, end_of_start, ending, fail, forced_tokens
 from .token_bitmasks import Ints, RowMasks, Words
-
-logger = logging.getLogger(__name__)
+from .tree_walks import TreeWalk, restriction
 
 Margins = NDArray[np.float32]
 _Drafted = tuple[LLMatcher, int, list[int]]  # (matcher, its row among the masks, the drafts after it)
 TokenReader = Callable[[int, int, int], list[int]]  # (slot, begin, end) -> these tokens of its request
-
-
-@dataclass(slots=True)
-class _Slot:
-    """A request's position in its grammar.
-
-    Attributes:
-        matcher: has consumed the committed tokens; None before the grammar begins.
-        num_read: tokens of the request, prompt included, that have been consumed.
-        recent: before the grammar begins, the last generated tokens: one less than its start marker.
-        is_over: a committed token does not fit the grammar: the text has ended.
-        has_failed: only an end token can follow; `is_renewed`: the matcher was recreated.
-    """
-
-    grammar_slot: SlotGrammar
-    matcher: LLMatcher | None
-    num_read: int
-    recent: list[int] = field(default_factory=list[int])
-    is_over: bool = False
-    forces: bool = True
-    is_renewed: bool = False
-    has_failed: bool = False
 
 
 @dataclass(slots=True)
@@ -78,7 +55,7 @@ class _Walk:
         num_free, num_walked: drafts before the grammar applies; allowed drafts after those.
     """
 
-    slot: _Slot
+    slot: GrammarSlot
     place: int
     unread: Callable[[], list[int]]
     drafts_D: Ints
@@ -93,8 +70,14 @@ class _Walk:
 
 @dataclass(frozen=True, slots=True)
 class StepWalks:
+    """A step's walks.
+
+    `trees`: tokens and parents [R, M] of draft trees that replace the drafts (`DraftTrees`), if any.
+    """
+
     walks: tuple[_Walk, ...]
     forces: bool
+    trees: tuple[Ints, Ints] | None = None
 
 
 class GrammarStates:
@@ -108,7 +91,7 @@ class GrammarStates:
         self.compiler = compiler
         self._executor = LLExecutor(num_threads)
         self._eos = frozenset(compiler.eos_token_ids)
-        self.slots: dict[int, _Slot] = {}
+        self.slots: dict[int, GrammarSlot] = {}
         self._bits_MW = np.empty((0, compiler.mask_words), dtype=np.int32)
 
     def admit(self, slot: int, slot_grammar: SlotGrammar | None) -> None:
@@ -171,6 +154,10 @@ class GrammarStates:
                 self._walk_or_fail(walk, forces)
         return StepWalks(tuple(walks), forces)
 
+    def tree_restriction(self, slot: GrammarSlot) -> Restriction:
+        """Return what a request's draft tree is restricted to, after `walk`."""
+        return restriction(slot, self.compiler)
+
     def masks(self, step: StepWalks, counts_R: Ints) -> RowMasks:
         """Return the masks of a step's sampled rows, at most those that were walked through."""
         is_held_R = np.zeros(len(counts_R), dtype=np.bool_)
@@ -178,12 +165,13 @@ class GrammarStates:
         counts_H = counts_R[is_held_R]
         bits_MW, ends_H = self._mask_buffer(int(counts_H.sum())), np.cumsum(counts_H)
         rows = list(zip(step.walks, (ends_H - counts_H).tolist(), ends_H.tolist(), strict=True))
-        self._write(rows, bits_MW)
+        write = self._write if step.trees is None else partial(self._write_trees, *step.trees)
+        write(rows, bits_MW)
         if failed := [row for row in rows if row[0].has_failed()]:
             for walk, *_ in failed:
                 self._rewind(walk)
                 self._walk_or_fail(walk, step.forces)
-            self._write(failed, bits_MW)
+            write(failed, bits_MW)
         for walk, first, end in rows:
             if walk.slot.has_failed and first + walk.num_free < end:
                 bits_MW[first + walk.num_free].fill(0)
@@ -199,7 +187,7 @@ class GrammarStates:
         return bits_MW
 
     def _walk_or_fail(self, walk: _Walk, forces: bool) -> None:
-        with _ending(walk.slot):
+        with ending(walk.slot):
             self._walk_drafts(walk, forces)
         if walk.slot.has_failed:
             walk.matcher, walk.num_free, walk.num_walked = None, 0, 0
@@ -226,16 +214,16 @@ class GrammarStates:
             margins_D[walk.num_walked + (ends and not slot.is_over) :] = np.nan  # an end token may be right
 
     def _follow(
-        self, slot: _Slot, matcher: LLMatcher, drafts: list[int], forces: bool
+        self, slot: GrammarSlot, matcher: LLMatcher, drafts: list[int], forces: bool
     ) -> tuple[int, list[int]]:
         """Replace drafts by forced tokens. Return the number of allowed drafts and the forced places."""
-        num_walked, forced, places = 0, _forced(slot, matcher) if forces else [], list[int]()
+        num_walked, forced, places = 0, forced_tokens(slot, matcher) if forces else [], list[int]()
         while num_walked < len(drafts):
             drafts[num_walked : num_walked + len(forced)] = forced[: len(drafts) - num_walked]
             places += range(num_walked, num_walked + len(forced))
             count = matcher.try_consume_tokens(self._before_end(drafts[num_walked:]))
             num_walked += count
-            forced = _forced(slot, matcher) if forces and count else []
+            forced = forced_tokens(slot, matcher) if forces and count else []
             if not forced:
                 break
         if num_walked:
@@ -255,7 +243,7 @@ class GrammarStates:
                 walked = walk.drafts_D[walk.num_free : walk.num_free + num_walked].tolist()
                 drafted.append((walk, (walk.matcher, row, walked)))
             elif not walk.slot.is_over:
-                with _ending(walk.slot):
+                with ending(walk.slot):
                     walk.matcher.unsafe_compute_mask_ptr(begin + row * stride, stride)
         if drafted:
             make = self._executor.unsafe_compute_mask_ptr_with_draft_token
@@ -263,27 +251,38 @@ class GrammarStates:
                 make([each for _, each in drafted], begin, stride, len(bits_MW))
             except Exception:  # one of them fails
                 for walk, each in drafted:
-                    with _ending(walk.slot):
+                    with ending(walk.slot):
                         make([each], begin, stride, len(bits_MW))
+
+    def _write_trees(
+        self, tokens_RM: Ints, parents_RM: Ints, rows: Iterable[tuple[_Walk, int, int]], bits_MW: Words
+    ) -> None:
+        for walk, first, end in rows:
+            nodes, walk.num_free = slice(0, end - first - 1), 0  # only its root is certain to be reached
+            with ending(walk.slot):
+                tree = TreeWalk(walk.slot, self.compiler)
+                tree.extend(parents_RM[walk.place, nodes].tolist(), tokens_RM[walk.place, nodes].tolist())
+                tree.write_masks(bits_MW[first:end])
+                walk.matcher = tree.failed_matcher or walk.matcher
 
     def _before_end(self, drafts: list[int]) -> list[int]:
         """Return the drafts before the first that is an end token or no token."""
         is_end = (t in self._eos or not 0 <= t < self.compiler.vocab_size for t in drafts)
         return drafts[: next((i for i, ends in enumerate(is_end) if ends), len(drafts))]
 
-    def _begin(self, slot_grammar: SlotGrammar) -> _Slot:
-        slot = _Slot(slot_grammar, None, slot_grammar.prompt_length, forces=slot_grammar.grammar.forces)
+    def _begin(self, slot_grammar: SlotGrammar) -> GrammarSlot:
+        slot = GrammarSlot(slot_grammar, None, slot_grammar.prompt_length, forces=slot_grammar.grammar.forces)
         if not slot_grammar.grammar.after_token_ids:
             try:
                 slot.matcher = self.compiler.matcher(slot_grammar.grammar)
             except GrammarError as error:
-                _fail(slot, error)
+                fail(slot, error)
         return slot
 
-    def _read(self, slot: _Slot, tokens: list[int]) -> None:
+    def _read(self, slot: GrammarSlot, tokens: list[int]) -> None:
         slot.num_read += len(tokens)
         if slot.matcher is None:
-            end = _end_of_start(slot, tokens)
+            end = end_of_start(slot, tokens)
             if end is None:
                 keep = len(slot.grammar_slot.grammar.after_token_ids) - 1
                 slot.recent = [*slot.recent, *tokens][-keep:] if keep else []
@@ -291,11 +290,11 @@ class GrammarStates:
             slot.matcher, tokens = self.compiler.matcher(slot.grammar_slot.grammar), tokens[end:]
         slot.is_over = slot.is_over or slot.matcher.try_consume_tokens(tokens) < len(tokens)
 
-    def _start(self, slot: _Slot, drafts: list[int]) -> tuple[LLMatcher | None, int]:
+    def _start(self, slot: GrammarSlot, drafts: list[int]) -> tuple[LLMatcher | None, int]:
         """Return the matcher where the grammar begins in a step, and the number of drafts before."""
         if slot.matcher is not None:
             return slot.matcher, 0
-        num_free = _end_of_start(slot, drafts)
+        num_free = end_of_start(slot, drafts)
         if num_free is None:
             return None, len(drafts)
         return self.compiler.matcher(slot.grammar_slot.grammar), num_free
@@ -305,7 +304,7 @@ class GrammarStates:
         slot, matcher = walk.slot, walk.matcher
         self.compiler.forget(slot.grammar_slot.grammar)
         if slot.is_renewed or not slot.grammar_slot.grammar.is_cheap:
-            _fail(slot, "" if matcher is None else reason_of(matcher))
+            fail(slot, "" if matcher is None else reason_of(matcher))
         elif slot.matcher is not None:
             fresh = self._begin(slot.grammar_slot)
             slot.matcher, slot.num_read, slot.is_over = fresh.matcher, fresh.num_read, False
@@ -313,39 +312,5 @@ class GrammarStates:
         slot.is_renewed, slot.forces = True, False  # computing forced tokens may be the cause
 
 
-def _forced(slot: _Slot, matcher: LLMatcher) -> list[int]:
-    """Return the tokens that the grammar forces, unless computing them is disabled."""
-    if not slot.forces:
-        return []
-    forced = matcher.compute_ff_tokens()
-    slot.forces = len(forced) <= MAX_FORCED  # too expensive to compute again
-    return forced
-
-
-@contextmanager
-def _ending(slot: _Slot) -> Iterator[None]:
-    """Mark an answer as failed if its grammar raises anything, and log it."""
-    try:
-        yield
-    except (KeyboardInterrupt, SystemExit):
-        raise
-    except BaseException as error:  # a panic of llguidance is no Exception
-        _fail(slot, f"{type(error).__name__}: {error}")
-
-
-def _fail(slot: _Slot, cause: object) -> None:
-    if not slot.has_failed:
-        logger.warning("an answer ends early: its grammar failed (%s)", cause)
-    slot.has_failed, slot.is_over = True, True
-
-
-def _read_committed(slot: _Slot, number: int, begin: int, read: TokenReader) -> list[int]:
+def _read_committed(slot: GrammarSlot, number: int, begin: int, read: TokenReader) -> list[int]:
     return read(number, slot.num_read, begin)
-
-
-def _end_of_start(slot: _Slot, tokens: list[int]) -> int | None:
-    """Return the number of tokens up to the end of the grammar's start marker; None without it."""
-    wanted, before = slot.grammar_slot.grammar.after_token_ids, len(slot.recent)
-    joined = (*slot.recent, *tokens)
-    ends = range(max(before + 1, len(wanted)), len(joined) + 1)
-    return next((end - before for end in ends if joined[end - len(wanted) : end] == wanted), None)

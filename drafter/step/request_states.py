@@ -24,9 +24,10 @@ from torch import Tensor
 
 from ...cluster.pages.kv_cache_groups import ONE_GROUP, KVCacheLayout
 from ...cluster.pages.page_pool import pages_for
-from ...cluster.step.scheduler_output import AdmittedRequest, BoolArray, SchedulerOutput
+from ...cluster.speculation.draft_tree import Restriction
+from ...cluster.step.scheduler_output import AdmittedRequest, SchedulerOutput
 from ..compute.eager.attention_metadata import AttentionBatch
-from .inputs.draft_trees import DraftTrees
+from .inputs.draft_trees import DraftTrees, chain_parents
 from .inputs.proposals import Proposals
 from .inputs.row_layout import Ints, StepRequests, StepRows
 from .inputs.sampling_metadata import SamplingMetadata
@@ -90,7 +91,6 @@ class RequestStates:
         self._seed = np.zeros(num_slots, dtype=np.int64)
         self._min_length = np.zeros(num_slots, dtype=np.int64)
         self._stop_ids: list[tuple[int, ...]] = [()] * num_slots
-        self._allows_tree = np.zeros(num_slots, dtype=np.bool_)
         self._rules = RuleStates(self.device)
         self.logprob_slots = LogprobSlots(num_slots)
         self._num_computed = np.zeros(num_slots, dtype=np.int64)
@@ -121,7 +121,6 @@ class RequestStates:
         self._seed[slot] = sampling.seed
         self._min_length[slot] = sampling.min_length
         self._stop_ids[slot] = sampling.stop_token_ids
-        self._allows_tree[slot] = sampling.allows_tree
         if sampling.rules is not None or slot in self._rules.slots:
             self._rules.admit(slot, sampling.rules)
         if (sampling.logprobs, sampling.prompt_logprobs) != (None, None) or self.logprob_slots.in_use:
@@ -188,7 +187,7 @@ class RequestStates:
             sampled_X=self._put(rows_E),
             counts_R=self._put(in_link_R),
             max_count=1,
-            sampling=self._sampling(slots_E, first_E + 1, known_E),
+            sampling=self._sampling(slots_E, first_E + 1, known_E, -ones_E),
             num_rows_R=ones_E,
         )
 
@@ -237,9 +236,16 @@ class RequestStates:
         drafts = torch.from_numpy(guided_RK).to(self.device)
         return replace(proposals, drafts_RK=drafts, margins_RK=margins)
 
-    def allows_tree(self, plan: SchedulerOutput) -> BoolArray:
-        """Return which requests' drafts may branch, bool [R]."""
-        return self._allows_tree[plan.slots]
+    def tree_restrictions(self) -> dict[int, Restriction]:
+        """Return what grammars restrict draft trees to, by the index of the request in the plan."""
+        if self.grammars is None or self._walks is None:
+            return {}
+        return {walk.place: self.grammars.tree_restriction(walk.slot) for walk in self._walks.walks}
+
+    def follow_trees(self, trees: DraftTrees) -> None:
+        """Make grammars follow these trees instead of the drafts that they have edited."""
+        if self._walks is not None:
+            self._walks = replace(self._walks, trees=(trees.tokens_RM, trees.parents_RM))
 
     def num_known(self, plan: SchedulerOutput) -> Ints:
         """Return the number of known tokens [R] of each request."""
@@ -296,11 +302,13 @@ class RequestStates:
         if mask_id is None or samples_anchor:
             chosen_at_X += 1  # a known token's row samples the next one, a mask's usually its own
         if mask_id is None:
-            num_before_X = chosen_at_X
+            known_X = np.repeat(first_R + num_rows_R - counts_R + 1, counts_R)
+            parents_X = chain_parents(counts_R) if trees is None else trees.row_parents(counts_R)
         else:
             masks = np.flatnonzero(positions_N > np.repeat(first_R, num_rows_R)) if samples_anchor else None
             token_ids_N.index_fill_(0, rows_X if masks is None else self._put(masks), mask_id)
-            num_before_X = np.repeat(first_R + 1, counts_R)  # all masks see only the known tokens
+            known_X = np.repeat(first_R + 1, counts_R)
+            parents_X = np.full(len(known_X), -1)  # all masks see only the known tokens
         return StepRows(
             positions_N=self._put(positions_N),
             kv_slots=self._put(kv_slots_GN).unbind(0),
@@ -309,7 +317,7 @@ class RequestStates:
             sampled_X=rows_X,
             counts_R=self._put(all_counts_R),
             max_count=int(all_counts_R.max()),
-            sampling=self._sampling(slots_X, chosen_at_X, num_before_X),
+            sampling=self._sampling(slots_X, chosen_at_X, known_X, parents_X),
             num_rows_R=num_rows_R,
             anchor_distance=0 if samples_anchor else 1,
         )
@@ -341,11 +349,14 @@ class RequestStates:
             for number, group in enumerate(self._groups)
         )
 
-    def _sampling(self, slots_X: Ints, positions_X: Ints, num_before_X: Ints) -> SamplingMetadata:
+    def _sampling(
+        self, slots_X: Ints, positions_X: Ints, num_known_X: Ints, parents_X: Ints
+    ) -> SamplingMetadata:
         temperature_X = self._temperature[slots_X]
         early_E = np.flatnonzero(positions_X < self._min_length[slots_X])
         forbidden_F = self._forbidden(slots_X, early_E) if len(early_E) else None
-        ruled = self._rules.rows(self.token_ids, slots_X, num_before_X) if self._rules.slots else ()
+        rows_of = (slots_X, num_known_X, parents_X)
+        ruled = self._rules.rows(self.token_ids, *rows_of) if self._rules.slots else ()
         if not temperature_X.any():
             return SamplingMetadata(len(slots_X), forbidden_F=forbidden_F, ruled=ruled)
         return SamplingMetadata.build(

@@ -1,7 +1,8 @@
 """Decoding methods of a simulated node: plain, EAGLE-3 and DFlash, adaptive or with fixed lengths.
 
 Names are those of `manta bench sweep`: "dflash" is adaptive, "dflash-7" verifies seven drafts in every step;
-the same for "eagle3". Methods are compared at equal tokens/s per user, each with its best layout and load.
+the same for "eagle3". "dflash-tree" is adaptive with draft trees. Methods are compared at equal tokens/s per
+user, each with its best layout and load.
 """
 
 from __future__ import annotations
@@ -33,14 +34,17 @@ class Method:
     name: str
     kind: Kind
     drafts: int | None = None
+    has_trees: bool = False
 
     @classmethod
     def parse(cls, name: str) -> Method:
+        if name == "dflash-tree":
+            return cls(name, "dflash", has_trees=True)
         found = re.fullmatch(r"(plain|dflash|eagle3)(?:-(\d+))?", name)
         if found is None or (found[1] == "plain" and found[2]) or found[2] == "0":
             raise ConfigError(
-                f"method={name!r} must be plain, dflash, eagle3, or one of the last two with a number of "
-                "drafts of at least 1, such as dflash-7.",
+                f"method={name!r} must be plain, dflash, dflash-tree, eagle3, or dflash or eagle3 with a "
+                "number of drafts of at least 1, such as dflash-7.",
                 param="method",
             )
         kind: Kind = found[1]  # type: ignore[assignment]  # the pattern allows no other

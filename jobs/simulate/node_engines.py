@@ -21,6 +21,8 @@ from ...cluster.simulation.simulated_engine import PlanCost, simulated_engine, s
 from ..plan.pair_reader import ReadPair, read_pair
 from .methods import Method, parse_acceptance
 
+TREE = 4, 63  # width, and most nodes of a request
+
 
 @dataclass(frozen=True, slots=True)
 class DraftAssumptions:
@@ -59,6 +61,7 @@ class NodeEngine:
             self.demand,
             PlanCost(self.times, free_prompts=free_prompts),
             adaptive=self.method.adaptive,
+            tree=TREE if self.method.has_trees else None,
             prefix_caching=prefix_caching,
             hardness=self.texts.hardness,
         )

@@ -200,7 +200,7 @@ def test_an_engine_simulated_at_a_known_cost_takes_the_time_of_its_steps() -> No
 
 @pytest.mark.parametrize("name", ["dflash-0", "plain-3", "medusa", "dflash-x", ""])
 def test_an_unknown_method_is_refused(name: str) -> None:
-    with pytest.raises(ConfigError, match="must be plain, dflash, eagle3"):
+    with pytest.raises(ConfigError, match="must be plain, dflash, dflash-tree, eagle3"):
         Method.parse(name)
 
 

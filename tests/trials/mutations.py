@@ -244,6 +244,20 @@ MUTATIONS = (
         ("token_rules",),
     ),
     Mutation(
+        "shows a draft of a tree the tokens of the row before instead of its own path's",
+        "drafter/step/sampling/logits_processor_states.py",
+        "after(states[parent], draft)",
+        "after(states[-1], draft)",
+        ("token_rules",),
+    ),
+    Mutation(
+        "follows a grammar from the row before in a tree instead of the parent",
+        "drafter/grammars/tree_walks.py",
+        "before = self._places[parents[row - 1]]",
+        "before = self._places[row - 1]",
+        ("grammars",),
+    ),
+    Mutation(
         "looks up the first occurrence of a run instead of the last",
         "drafter/step/sampling/ngram_lookup.py",
         "begin = int(ends[-1]) + 1",

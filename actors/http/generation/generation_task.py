@@ -15,7 +15,8 @@ earliest first token and the latest last token.
                                        "truncated": false}}
 
 A trace has an entry per token of the answer: its origin, and the index of its step among all steps that
-produced tokens, including plain ones.
+produced tokens, including plain ones. If drafts of a tree's branches were accepted, `branches` has the rank
+of each accepted draft among the alternatives that were verified at its position, 0 for the best.
 """
 
 from __future__ import annotations
@@ -322,9 +323,17 @@ def acceptance(
 
 def _trace(steps: Sequence[TracedStep], first_token: int) -> JsonObject:
     origins = list(islice(token_origins(steps), MAX_TRACED_TOKENS))
+    branches = {"branches": _branches(steps, len(origins))} if any(step.branches for step in steps) else {}
     return {
         "first_token": first_token,
         "origins": [origin for _, origin in origins],
         "steps": [number for number, _ in origins],
+        **branches,
         "truncated": sum(step.num_tokens for step in steps) > len(origins),
     }
+
+
+def _branches(steps: Sequence[TracedStep], num_tokens: int) -> list[int]:
+    """Return the rank of each token's draft among the alternatives; 0 where there is no accepted draft."""
+    ranks = (rank for step in steps for rank in (*step.branches, *[0] * step.num_tokens)[: step.num_tokens])
+    return list(islice(ranks, num_tokens))

@@ -29,11 +29,12 @@ from ....cluster.step.scheduler_output import (
     SchedulerOutput,
     StepResult,
     StepTimings,
+    TreeGain,
     TreeOutcome,
 )
 from ....drafter.compute.memory.kv_cache import PagedKVCache
 from ....drafter.step.inputs.draft_trees import AcceptedPaths, DraftTrees
-from ....drafter.step.inputs.proposals import Proposals
+from ....drafter.step.inputs.proposals import BlockCandidates, Proposals
 from ....drafter.step.inputs.row_layout import Ints, StepRows
 from ....drafter.step.request_states import RequestStates
 from ....drafter.step.sampling.logprobs import (
@@ -139,7 +140,7 @@ class CpuModelRunner:
         self.states.apply(plan)
         proposals = self._propose(plan)
         clock.mark()  # trimming is timed with verification, as it is weighed against the rows that it saves
-        plan, drafts_RK, trees = self._choose_drafts(plan, proposals)
+        plan, drafts_RK, trees, gain = self._choose_drafts(plan, proposals)
         self.states.write_drafts(plan, drafts_RK)
         rows = self.states.lay_out_rows(plan, trees)
         hidden_NH, taps_NmH = self.model.forward(rows.token_ids_N, rows, self.cache)
@@ -157,6 +158,7 @@ class CpuModelRunner:
         else:
             paths, learned = self._accept_paths(plan, trees, chosen_X, rows)
             token_ids_RW, num_tokens_R = self._put(paths.token_ids_RW), self._put(paths.num_tokens_R)
+            logprobs = None if logprobs is None else paths.logprobs_of(logprobs)
         if len(non_finite_N := self._non_finite_rows(hidden_NH)):
             token_ids_RW[self._put(_requests_of(non_finite_N, plan)), 0] = NOT_A_NUMBER
         self.states.advance(plan, token_ids_RW, num_tokens_R)
@@ -176,6 +178,7 @@ class CpuModelRunner:
             num_drafts=plan.num_drafts,
             margins=None if proposals.margins_RK is None else proposals.margins_RK.cpu().numpy(),
             trees=learned,
+            tree_gain=gain,
             expert_reads=self._expert_reads.take() if self.model.num_routed else None,
             is_copied=proposals.is_copied_R,
             is_pass_skipped=proposals.is_pass_skipped,
@@ -202,23 +205,25 @@ class CpuModelRunner:
 
     def _choose_drafts(
         self, plan: SchedulerOutput, proposals: Proposals
-    ) -> tuple[SchedulerOutput, Tensor, DraftTrees | None]:
-        """Return the plan with the drafts to verify, these drafts, and their trees if any branches."""
-        if plan.tree is not None and proposals.candidates is not None and plan.num_draft_tokens:
-            return self._grow_trees(plan, proposals)
+    ) -> tuple[SchedulerOutput, Tensor, DraftTrees | None, TreeGain | None]:
+        """Return the plan with the drafts to verify, these, their trees if any branches, and the gain."""
+        candidates = proposals.candidates
+        if plan.tree is not None and candidates is not None and plan.num_draft_tokens:
+            return self._grow_trees(plan, candidates)
         if plan.tree is not None:  # chains, shorter than the trees that were planned
             proposals = replace(proposals, is_partial=True)
-        return *self._trim(plan, proposals), None
+        return *self._trim(plan, proposals), None, None
 
     def _grow_trees(
-        self, plan: SchedulerOutput, proposals: Proposals
-    ) -> tuple[SchedulerOutput, Tensor, DraftTrees | None]:
-        trees = grow_trees(plan, proposals, self.states.allows_tree(plan))
+        self, plan: SchedulerOutput, candidates: BlockCandidates
+    ) -> tuple[SchedulerOutput, Tensor, DraftTrees | None, TreeGain | None]:
+        trees, gain = grow_trees(plan, candidates, self.states.tree_restrictions())
         if self._is_sharded:
             packed = self._communicator.broadcast(torch.from_numpy(trees.pack()).to(self.model.device))
             trees = DraftTrees.unpack(packed.cpu().numpy())
+        self.states.follow_trees(trees)
         plan, drafts_RM = plan.with_num_drafts(trees.num_nodes_R), torch.from_numpy(trees.tokens_RM)
-        return plan, drafts_RM.to(self.model.device), trees if trees.branches().any() else None
+        return plan, drafts_RM.to(self.model.device), trees if trees.branches().any() else None, gain
 
     def _accept_paths(
         self, plan: SchedulerOutput, trees: DraftTrees, chosen_X: Tensor, rows: StepRows

@@ -21,6 +21,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
+from ....cluster.request.logprobs import StepLogprobs
+from ....cluster.speculation.draft_tree import TreeNodes
 from ....cluster.step.scheduler_output import BoolArray, FloatArray, IntArray, TreeOutcome
 from ...compute.draft_trees import paths_of
 
@@ -35,8 +37,7 @@ class DraftTrees:
         tokens_RM: drafted tokens, int64; -1 after a request's last node.
         parents_RM: row of each node's parent in its request, int64.
         num_nodes_R: int32.
-        ranks_RM, chances_RM: see `TreeNodes` (`cluster/speculation/draft_tree.py`); int64 and fp32, 0 for
-            chains.
+        ranks_RM, chances_RM: see `TreeNodes` (`cluster/speculation/draft_tree.py`); int64 and fp32.
     """
 
     tokens_RM: Ints
@@ -44,6 +45,20 @@ class DraftTrees:
     num_nodes_R: IntArray
     ranks_RM: Ints
     chances_RM: FloatArray
+
+    @classmethod
+    def empty(cls, num_requests: int, max_nodes: int) -> DraftTrees:
+        """Return trees without a node, with parents as in chains."""
+        size = (num_requests, max_nodes)
+        parents_RM = np.tile(np.arange(max_nodes), (num_requests, 1))
+        zeros_R, zeros_RM = np.zeros(num_requests, dtype=np.int32), np.zeros(size, dtype=np.int64)
+        return cls(np.full(size, -1), parents_RM, zeros_R, zeros_RM, np.zeros(size, dtype=np.float32))
+
+    def write(self, request: int, nodes: TreeNodes) -> None:
+        """Fill in a request's nodes."""
+        count = self.num_nodes_R[request] = len(nodes.parents)
+        self.tokens_RM[request, :count], self.parents_RM[request, :count] = nodes.tokens, nodes.parents
+        self.ranks_RM[request, :count], self.chances_RM[request, :count] = nodes.ranks, nodes.chances
 
     def branches(self) -> BoolArray:
         """Return whether each request's drafts branch, bool [R]."""
@@ -65,6 +80,18 @@ class DraftTrees:
             of_parent_R = depths[requests_R, self.parents_RM[:, node]]
             depths[:, node + 1] = np.where(node < self.num_nodes_R, of_parent_R + 1, 0)
         return depths
+
+    def row_parents(self, num_rows_R: Ints) -> Ints:
+        """Return each row's parent in its request, int64 [N]; -1 for first rows.
+
+        Args:
+            num_rows_R: rows of each request: 1 + its nodes, or 0.
+        """
+        roots_R = np.full(len(self.parents_RM), -1)
+        rows_N = chain_parents(num_rows_R) + 1
+        return np.column_stack([roots_R, self.parents_RM])[
+            np.repeat(np.arange(len(roots_R)), num_rows_R), rows_N
+        ]
 
     def positions(self, positions_N: Ints, num_rows_R: Ints) -> Ints:
         """Return the absolute positions of a step's rows, given those of chains with as many rows."""
@@ -137,11 +164,15 @@ class DraftTrees:
             of_nodes = self.parents_RM[r], self.ranks_RM[r], self.chances_RM[r]
             nodes = zip(*(values_M[: self.num_nodes_R[r]].tolist() for values_M in of_nodes), strict=True)
             for row, (parent, rank, chance) in enumerate(nodes, 1):
-                if parent in on_path and (rank or not is_main[parent]):
-                    factor = rank if is_main[parent] else 0
+                # A forced token is certain, so it teaches nothing.
+                if parent in on_path and chance < 1 and (rank or not is_main[parent]):
+                    factor = min(rank, width - 1) if is_main[parent] else 0
                     expected_W[factor] += chance
                     accepted_W[factor] += row in on_path
-        return TreeOutcome(main_RM.sum(axis=1, dtype=np.int32), num_main_R, expected_W, accepted_W)
+        nodes_RW = np.maximum(accepted.rows_RW[:, 1:] - 1, 0)
+        ranks_RW = np.take_along_axis(self.ranks_RM, nodes_RW, axis=1).astype(np.int32)
+        ranks_RW[accepted.rows_RW[:, 1:] < 0] = -1
+        return TreeOutcome(main_RM.sum(axis=1, dtype=np.int32), num_main_R, ranks_RW, expected_W, accepted_W)
 
     def pack(self) -> Ints:
         """Return all of it, int64 [R, 1 + 4 M]."""
@@ -154,6 +185,11 @@ class DraftTrees:
         tokens_RM, parents_RM, ranks_RM, bits_RM = np.split(packed[:, 1:], 4, axis=1)
         chances_RM = np.ascontiguousarray(bits_RM).view(np.float64).astype(np.float32)
         return cls(tokens_RM, parents_RM, packed[:, 0].astype(np.int32), ranks_RM, chances_RM)
+
+
+def chain_parents(num_rows_R: Ints) -> Ints:
+    """Return the row before each row in its request, int64 [N]; -1 for first rows."""
+    return np.arange(-1, num_rows_R.sum() - 1) - np.repeat(np.cumsum(num_rows_R) - num_rows_R, num_rows_R)
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,6 +211,17 @@ class AcceptedPaths:
         requests_n, places_n = np.nonzero(self.rows_RW > np.arange(self.rows_RW.shape[1]))
         first_n = (np.cumsum(num_rows_R) - num_rows_R)[requests_n]
         return first_n + self.rows_RW[requests_n, places_n], first_n + places_n
+
+    def logprobs_of(self, found: StepLogprobs) -> StepLogprobs:
+        """Return the log probabilities of the paths' rows, given those of all sampled rows."""
+        first_A, counts_A = np.cumsum(found.counts_A) - found.counts_A, self.num_tokens_R[found.requests_A]
+        rows_A = [
+            first + self.rows_RW[request, :count]
+            for first, request, count in zip(first_A, found.requests_A, counts_A, strict=True)
+        ]
+        return StepLogprobs(
+            found.requests_A, counts_A.astype(np.int32), found.rows.take(np.concatenate(rows_A))
+        )
 
     def context_rows(self, num_rows_R: Ints, is_tree_R: BoolArray) -> tuple[Ints, Ints]:
         """Return the rows with a place in the context, and the rows whose slots are theirs.

@@ -1,8 +1,8 @@
 """Logits rules of request slots, and the tokens they have seen; finds which rules apply in a step's rows.
 
 Kept only for slots with rules. For penalties the distinct tokens are counted incrementally; rows of a block
-add the drafts before them. Owned by `drafter/step/request_states.py`, which reports admissions;
-`drafter/step/inputs/logits_processors.py` defines the rules.
+add the drafts on their path, in a chain all before them. Owned by `drafter/step/request_states.py`, which
+reports admissions; `drafter/step/inputs/logits_processors.py` defines the rules.
 
     position    n        n+1     n+2            known: all up to n; the third row also sees d1 and d2
     row         anchor   d1      d2
@@ -23,8 +23,9 @@ them, F (row, token) pairs.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -35,6 +36,7 @@ from ..inputs.logits_processors import LogitsRules, RuledRows, TokenCounts
 from ..inputs.row_layout import Ints
 
 Endings = dict[int, list[tuple[tuple[int, ...], int]]]
+State = TypeVar("State")
 
 
 class RuleStates:
@@ -54,23 +56,49 @@ class RuleStates:
         if rules is not None:
             self.slots[slot] = _SlotRules.of(rules, self._device)
 
-    def rows(self, tokens_ST: Tensor, slots_X: Ints, num_before_X: Ints) -> tuple[RuledRows, ...]:
+    def rows(
+        self, tokens_ST: Tensor, slots_X: Ints, num_known_X: Ints, parents_X: Ints
+    ) -> tuple[RuledRows, ...]:
         """Return the rules that apply in sampled rows.
 
         Args:
-            tokens_ST: all tokens, drafts after the known ones.
+            tokens_ST: all tokens; the own tokens of a request's rows after its first follow the known ones.
             slots_X: slot of each row; rows of a request are adjacent.
-            num_before_X: number of the request's tokens that each row sees, never fewer than the row before.
-                Those that the first row sees are final.
+            num_known_X: number of the request's known tokens, which are final.
+            parents_X: the row of its request whose tokens a row sees, in addition to its own token. -1 for
+                rows that see the known tokens alone.
         """
         if not len(slots_X):
             return ()
         begins = np.flatnonzero(np.diff(slots_X, prepend=-1)).tolist()
         return tuple(
-            self.slots[slot].rows(begin, end, tokens_ST[slot], num_before_X[begin:end])
+            self.slots[slot].rows(begin, end, tokens_ST[slot], int(num_known_X[begin]), parents_X[begin:end])
             for begin, end in zip(begins, [*begins[1:], len(slots_X)], strict=True)
             if (slot := int(slots_X[begin])) in self.slots
         )
+
+
+class _Paths(NamedTuple):
+    """The paths of a request's rows: a row sees its own token after those of its parent (-1: the known ones).
+
+    `drafts_W`: own token of each row, meaningless without a parent.
+    """
+
+    parents_W: list[int]
+    drafts_W: list[int]
+
+    @classmethod
+    def of(cls, tokens_T: Tensor, num_known: int, parents_W: Ints) -> _Paths:
+        has_drafts = bool((parents_W >= 0).any())
+        drafts = tokens_T[num_known : num_known + len(parents_W) - 1].tolist() if has_drafts else []
+        return cls(parents_W.tolist(), [-1, *drafts] if has_drafts else [-1] * len(parents_W))
+
+    def states(self, known: State, after: Callable[[State, int], State]) -> list[State]:
+        """Return the state of each row, given that of the known tokens."""
+        states = list[State]()
+        for parent, draft in zip(*self, strict=True):
+            states.append(known if parent < 0 else after(states[parent], draft))
+        return states
 
 
 @dataclass(slots=True)
@@ -104,54 +132,49 @@ class _SlotRules:
         thoughts = None if thinking is None else ThinkingBudgetState.at_start(thinking, rules.prompt_length)
         return cls(rules, LogitsRules.of(rules, device), endings, longest, thoughts)
 
-    def rows(self, begin: int, end: int, tokens_T: Tensor, num_before_W: Ints) -> RuledRows:
+    def rows(self, begin: int, end: int, tokens_T: Tensor, num_known: int, parents_W: Ints) -> RuledRows:
         """Return what applies in rows `begin` to `end`."""
-        impossible = self._impossible(tokens_T, num_before_W) if self.endings else None
-        seen = self._seen(tokens_T, num_before_W) if self.rules.penalizes else None
-        forced = None if self.thoughts is None else self._forced(self.thoughts, tokens_T, num_before_W)
+        paths = _Paths.of(tokens_T, num_known, parents_W)
+        impossible = self._impossible(tokens_T[:num_known], paths) if self.endings else None
+        seen = self._seen(tokens_T[:num_known], paths) if self.rules.penalizes else None
+        forced = None if self.thoughts is None else self._forced(self.thoughts, tokens_T[:num_known], paths)
         return RuledRows(begin, end, self.rules, self.fixed, impossible, seen, forced)
 
-    def _impossible(self, tokens_T: Tensor, num_before_W: Ints) -> Tensor | None:
+    def _impossible(self, known_T: Tensor, paths: _Paths) -> Tensor | None:
         """Return (row, token) pairs that would complete a bad word of several tokens."""
-        start = max(self.rules.prompt_length, int(num_before_W[0]) - self.longest)
-        generated = tokens_T[start : int(num_before_W[-1])].tolist()
+        start = max(self.rules.prompt_length, len(known_T) - self.longest)
+        tails = paths.states(known_T[start:].tolist(), lambda tail, draft: [*tail, draft][-self.longest :])
         pairs = [
             (row, last)
-            for row, count in enumerate((num_before_W - start).tolist())
-            if count > 0
-            for before, last in self.endings.get(generated[count - 1], ())
-            if len(before) <= count and tuple(generated[count - len(before) : count]) == before
+            for row, tail in enumerate(tails)
+            if tail
+            for before, last in self.endings.get(tail[-1], ())
+            if tuple(tail[-len(before) :]) == before
         ]
-        return _pairs(pairs, tokens_T.device)
+        return _pairs(pairs, known_T.device)
 
-    def _forced(self, thoughts: ThinkingBudgetState, tokens_T: Tensor, num_before_W: Ints) -> Tensor | None:
+    def _forced(self, thoughts: ThinkingBudgetState, known_T: Tensor, paths: _Paths) -> Tensor | None:
         """Return (row, token) pairs where reasoning must end."""
-        num_before = num_before_W.tolist()
-        self.thoughts = thoughts = thoughts.after(tokens_T[thoughts.num_read : num_before[0]].tolist())
-        drafts = tokens_T[num_before[0] : num_before[-1]].tolist()
-        pairs: list[tuple[int, int]] = []
-        for row, count in enumerate(num_before):
-            thoughts = thoughts.after(drafts[thoughts.num_read - num_before[0] : count - num_before[0]])
-            if (token := thoughts.forced) is not None:
-                pairs.append((row, token))
-        return _pairs(pairs, tokens_T.device)
+        self.thoughts = thoughts = thoughts.after(known_T[thoughts.num_read :].tolist())
+        states = paths.states(thoughts, lambda state, draft: state.after([draft]))
+        pairs = [(row, token) for row, state in enumerate(states) if (token := state.forced) is not None]
+        return _pairs(pairs, known_T.device)
 
-    def _seen(self, tokens_T: Tensor, num_before_W: Ints) -> TokenCounts:
-        first = int(num_before_W[0])
-        self._count(tokens_T[self.num_counted : first])
-        drafts = tokens_T[first : int(num_before_W[-1])].tolist()
+    def _seen(self, known_T: Tensor, paths: _Paths) -> TokenCounts:
+        self._count(known_T[self.num_counted :])
+        drafts = [draft for parent, draft in zip(*paths, strict=True) if parent >= 0]
         columns = {token: column for column, token in enumerate(dict.fromkeys([*self.counts, *drafts]))}
-        counts_WU = np.zeros((len(num_before_W), len(columns)), dtype=np.float32)
+        counts_WU = np.zeros((len(paths.parents_W), len(columns)), dtype=np.float32)
         counts_WU[:, : len(self.counts)] = np.fromiter(self.counts.values(), np.float32, len(self.counts))
         seen_WU = np.zeros(counts_WU.shape, dtype=np.bool_)
         seen_WU[:, : len(self.counts)] = True
-        # A draft is seen by all rows from some row on.
-        rows_D = np.searchsorted(num_before_W, np.arange(first, first + len(drafts)), side="right")
-        for draft, row in zip(drafts, rows_D.tolist(), strict=True):
-            counts_WU[row:, columns[draft]] += 1.0
-            seen_WU[row:, columns[draft]] = True
+        for row, (parent, draft) in enumerate(zip(*paths, strict=True)):
+            if parent >= 0:
+                counts_WU[row], seen_WU[row] = counts_WU[parent], seen_WU[parent]
+                counts_WU[row, columns[draft]] += 1.0
+                seen_WU[row, columns[draft]] = True
         ids_U = np.fromiter(columns, np.int64, len(columns))
-        return TokenCounts(*(torch.from_numpy(x).to(tokens_T.device) for x in (ids_U, counts_WU, seen_WU)))
+        return TokenCounts(*(torch.from_numpy(x).to(known_T.device) for x in (ids_U, counts_WU, seen_WU)))
 
     def _count(self, new: Tensor) -> None:
         tokens, counts = new.tolist(), self.counts

@@ -27,6 +27,7 @@ from manta.actors.tokenization.tokenizer import Tokenizer
 from manta.cluster.config import EngineConfig
 from manta.cluster.errors import RequestError
 from manta.cluster.request.structured_outputs import Grammar, SlotGrammar
+from manta.cluster.speculation.draft_tree import grow_tree
 from manta.drafter.grammars import compiler as compiler_module
 from manta.drafter.grammars.compiler import GrammarCompiler, lark_of
 from manta.drafter.grammars.matchers import GrammarStates
@@ -94,8 +95,9 @@ def compiler(tokenizer: Tokenizer) -> GrammarCompiler:
     return GrammarCompiler(tokenizer.to_json(), VOCAB, EOS)
 
 
-def open_pair(pair: tuple[Path, Path], drafts: int | None, **more: Any) -> LLM:
+def open_pair(pair: tuple[Path, Path], drafts: int | None, width: int = 1, **more: Any) -> LLM:
     spec = {"model": str(pair[1]), "num_speculative_tokens": drafts, "adaptive": False}
+    spec |= {"tree_width": width, "tree_size": 31} if width > 1 else {}
     how = {"dtype": "float32", "num_threads": 1, "max_model_len": 256, "max_num_seqs": 8, **more}
     return LLM(str(pair[0]), speculative_config=None if drafts is None else spec, **how)
 
@@ -288,17 +290,23 @@ ENGINES = {
 
 
 @pytest.mark.parametrize(
-    ("drafts", "engine"),
-    product((1, 3, 15), ENGINES) if WHOLE else [(1, "planned ahead"), (3, "as shipped"), (15, "few pages")],
+    ("drafts", "width", "engine"),
+    [
+        *[(drafts, 1, engine) for drafts, engine in product((1, 3, 15), ENGINES)],
+        *[(15, width, engine) for width, engine in product((2, 4), ENGINES)],
+    ]
+    if WHOLE
+    else [(1, 1, "planned ahead"), (3, 1, "as shipped"), (15, 1, "few pages"), (15, 4, "planned ahead")],
 )
 def test_speculation_changes_no_token_of_a_constrained_answer(
     pair: tuple[Path, Path],
     requested: list[SamplingParams],
     reference: list[tuple[str, list[int], str | None]],
     drafts: int,
+    width: int,
     engine: str,
 ) -> None:
-    with open_pair(pair, drafts, **ENGINES[engine]) as llm:
+    with open_pair(pair, drafts, width, **ENGINES[engine]) as llm:
         assert answers_of(llm, requested) == reference
         stats = llm.stats()
     assert stats.num_accepted_tokens > 0
@@ -423,3 +431,77 @@ def test_masks_of_a_block_are_those_made_one_token_at_a_time(
         lambda slot, begin, end: standing[begin:end],
     )
     assert again is not None and (again.bits_MW[0] == expected[0]).all(), "the walk has left no trace"
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    kind=st.sampled_from(sorted(KINDS)),
+    choices=st.lists(st.tuples(st.integers(0, 11), st.integers(0, 10**6)), max_size=12),
+    num_standing=st.integers(0, 12),
+)
+def test_masks_of_a_tree_are_those_made_one_token_at_a_time_on_each_path(
+    compiler: GrammarCompiler, kind: str, choices: list[tuple[int, int]], num_standing: int
+) -> None:
+    """A node's token is allowed after its parent, or for some numbers any; rows after any other are free."""
+    grammar = grammar_of(KINDS[kind])
+    start = [*grammar.after_token_ids]
+    standing = [5, *walk(compiler, grammar, [7] * num_standing, compiler.matcher(grammar))]
+    standing = standing[:1] if start else standing  # the start marker is a draft
+    paths, parents, expected = [standing[1:]], list[int](), list[np.ndarray | None]()
+
+    def mask_after(path: list[int]) -> np.ndarray | None:
+        if start and path[: len(start)] != start:
+            return None
+        masks = list(masks_one_by_one(compiler, grammar, path[len(start) :]))
+        return masks[-1] if len(masks) == len(path) - len(start) + 1 else None
+
+    expected.append(mask_after(paths[0]))
+    for place, number in [(0, None)] * bool(start) + choices:
+        parent = place % len(paths)
+        bits, token = expected[parent], start[0] if number is None else number % VOCAB
+        if bits is not None and number is not None and number % 4:
+            allowed = np.flatnonzero(np.unpackbits(bits.view(np.uint8), bitorder="little"))
+            token = int(allowed[number % len(allowed)])
+        parents.append(parent)
+        paths.append([*paths[parent], token])
+        expected.append(mask_after(paths[-1]))
+    states = GrammarStates(compiler, 1)
+    states.admit(3, SlotGrammar(grammar, prompt_length=1))
+    drafts = np.array([[path[-1] for path in paths[1:]]], dtype=np.int64).reshape(1, -1)
+    counts = np.array([len(paths)])
+    for _ in range(2):  # a walk leaves no trace
+        walks = states.walk(
+            np.array([3]),
+            np.array([len(standing)]),
+            counts,
+            drafts.copy(),
+            lambda _, begin, end: standing[begin:end],
+        )
+        assert walks is not None
+        masks = states.masks(replace(walks, trees=(drafts, np.array([parents]))), counts)
+        for row, bits in enumerate(expected):
+            assert (masks.bits_MW[row] == (-1 if bits is None else bits)).all(), (row, paths[row])
+
+
+def test_a_tree_grows_along_a_grammar_and_takes_forced_tokens(compiler: GrammarCompiler) -> None:
+    grammar = grammar_of(StructuredOutputsParams(regex="[ab]xyz[0-9]"))
+    states = GrammarStates(compiler, 1)
+    states.admit(0, SlotGrammar(grammar, prompt_length=1))
+    walks = states.walk(
+        np.array([0]), np.array([1]), np.array([9]), np.full((1, 8), -1), lambda _, begin, end: []
+    )
+    assert walks is not None
+    chances = np.tile(np.array([0.5, 0.3, 0.1], np.float32), (5, 1, 1))
+    ids = np.tile(np.array([ord(letter) - 30 for letter in "qba"]), (5, 1))
+    ids[4] = [ord(letter) - 30 for letter in "1q2"]
+    nodes = grow_tree(chances, ids, 12, 2, restrict=states.tree_restriction(walks.walks[0].slot))
+    paths = [""]
+    for parent, token in zip(nodes.parents, nodes.tokens, strict=True):
+        paths.append(paths[parent] + chr(token + 30))
+    assert set(paths[1:]) == {
+        *("a", "b", "ax", "bx", "axy", "bxy", "axyz", "bxyz"),
+        *(f"{path}xyz{digit}" for path in "ab" for digit in "12"),
+    }
+    assert (
+        nodes.survivals[0] == pytest.approx(0.6) and paths[1] == "b"
+    )  # half of the chances were not allowed

@@ -133,6 +133,19 @@ def test_a_steps_tokens_are_accepted_drafts_and_then_the_targets_own() -> None:
     assert found[3:] == [*[(2, "draft")] * 3, (2, "bonus"), (3, "draft")]  # the last one was cut
 
 
+def test_a_trace_names_the_branches_of_accepted_drafts() -> None:
+    steps = (
+        TracedStep(0, 0, 1),
+        TracedStep(7, 3, 4, (0, 2, 0)),
+        TracedStep(7, 1, 2),
+        TracedStep(7, 2, 1, (1, 0)),
+    )
+    trace = acceptance(metrics(steps), 3, detailed=False, first_traced=0)["trace"]
+    assert trace["branches"] == [0, 0, 2, 0, 0, 0, 0, 1]
+    chains = acceptance(metrics(STEPS), 3, detailed=False, first_traced=0)["trace"]
+    assert "branches" not in chains
+
+
 def test_a_detailed_answer_has_verify_steps_and_a_long_trace_is_truncated() -> None:
     summary = acceptance(metrics(()), 3, detailed=False)
     assert summary["per_step_accepted"] is None and "trace" not in summary

@@ -171,6 +171,7 @@ def step_between(before: int, behind: int) -> StepOutcome:
         stopped=ends,
         full=ends,
         failed=ends,
+        branches={},
         logprobs={},
         prompt_logprobs={},
     )

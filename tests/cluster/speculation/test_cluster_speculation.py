@@ -19,7 +19,7 @@ from manta.cluster.scheduler.request_weights import RequestWeights
 from manta.cluster.simulation.simulated_drafts import SimulatedDrafts
 from manta.cluster.simulation.simulated_executor import SimulatedExecutor, VirtualClock
 from manta.cluster.speculation.acceptance_model import AcceptanceModel
-from manta.cluster.speculation.draft_length_policy import LossBudget
+from manta.cluster.speculation.loss_budget import LossBudget
 from manta.cluster.speculation.step_cost_model import StepCostModel, StepLoad
 from manta.cluster.step.scheduler_output import SchedulerOutput, StepTimings
 from support.engines.cluster_checker import make_info, make_request

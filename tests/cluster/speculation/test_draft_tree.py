@@ -5,9 +5,16 @@ from __future__ import annotations
 import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from manta.cluster.speculation.draft_tree import AcceptanceCurve, candidate_chances, grow_tree
+from manta.cluster.speculation.draft_tree import (
+    AcceptanceCurve,
+    Child,
+    TreeNodes,
+    candidate_chances,
+    grow_tree,
+)
 
 CURVE = AcceptanceCurve.prior(4)
+IDS = np.tile(np.arange(3), (4, 1))  # a candidate's token is its index
 SCORES = st.integers(0, 2**31).map(
     lambda seed: np.random.default_rng(seed).normal(size=(4, 1 + 2 * (seed % 2), 3)).astype(np.float32) * 3
 )
@@ -27,7 +34,7 @@ def all_paths(chances: np.ndarray, width: int) -> dict[tuple[int, ...], float]:
 
 def paths_of(nodes) -> list[tuple[int, ...]]:
     paths: list[tuple[int, ...]] = [()]
-    for parent, candidate in zip(nodes.parents, nodes.candidates, strict=True):
+    for parent, candidate in zip(nodes.parents, nodes.tokens, strict=True):
         paths.append((*paths[parent], candidate))
     return paths[1:]
 
@@ -44,10 +51,10 @@ def test_an_impossible_candidate_has_no_chance_and_no_node() -> None:
     scores = np.array([[[1.0, -np.inf, 0.0]], [[-np.inf, 2.0, -np.inf]]], dtype=np.float32)
     chances = candidate_chances(scores, AcceptanceCurve.prior(2))
     assert (chances == 0).tolist() == [[[False, True, False]], [[True, False, True]]]
-    nodes = grow_tree(chances, 20, 3)
+    nodes = grow_tree(chances, IDS, 20, 3)
     assert sorted(paths_of(nodes)) == [(0,), (0, 1), (2,), (2, 1)]
     nothing = candidate_chances(np.full((2, 1, 3), -np.inf, np.float32), AcceptanceCurve.prior(2))
-    assert grow_tree(nothing, 20, 3).parents == []
+    assert grow_tree(nothing, IDS, 20, 3).parents == []
 
 
 @settings(max_examples=40)
@@ -56,7 +63,7 @@ def test_the_tree_has_the_most_survival_that_its_size_allows(
     scores: np.ndarray, width: int, size: int
 ) -> None:
     chances = candidate_chances(scores, CURVE)
-    nodes, paths = grow_tree(chances, size, width), all_paths(chances, width)
+    nodes, paths = grow_tree(chances, IDS, size, width), all_paths(chances, width)
     best = sorted(paths.values(), reverse=True)[:size]  # a path never survives more often than its beginning
     np.testing.assert_allclose(nodes.survivals, best, rtol=1e-5)
     grown = paths_of(nodes)
@@ -64,15 +71,14 @@ def test_the_tree_has_the_most_survival_that_its_size_allows(
         path[:-1] in ((), *grown[:place]) for place, path in enumerate(grown)
     )
     np.testing.assert_allclose([paths[path] for path in grown], nodes.survivals, rtol=1e-5)
-    assert [len(path) for path in grown] == nodes.depths
 
 
 @given(SCORES, st.integers(1, 12))
 def test_a_tree_of_width_one_is_the_chain_of_best_candidates(scores: np.ndarray, size: int) -> None:
-    nodes = grow_tree(candidate_chances(scores, CURVE), size, 1)
+    nodes = grow_tree(candidate_chances(scores, CURVE), IDS, size, 1)
     assert nodes.parents == list(range(min(size, 4))) and not any(nodes.ranks)
     before = 0
-    for depth, candidate in enumerate(nodes.candidates):
+    for depth, candidate in enumerate(nodes.tokens):
         assert candidate == scores[depth][before if scores.shape[1] > 1 else 0].argmax()
         before = candidate
 
@@ -80,7 +86,7 @@ def test_a_tree_of_width_one_is_the_chain_of_best_candidates(scores: np.ndarray,
 @given(SCORES, st.integers(2, 12))
 def test_the_first_nodes_are_the_smaller_tree(scores: np.ndarray, size: int) -> None:
     chances = candidate_chances(scores, CURVE)
-    large, small = grow_tree(chances, size, 3), grow_tree(chances, size - 1, 3)
+    large, small = grow_tree(chances, IDS, size, 3), grow_tree(chances, IDS, size - 1, 3)
     assert [values[: len(small.parents)] for values in large] == list(small)
 
 
@@ -93,7 +99,8 @@ def test_factors_change_the_chances_of_branches_alone(scores: np.ndarray) -> Non
     assert (by_rank[1][..., 1:] <= by_rank[0][..., 1:]).all()
     # a factor below 1 leaves the chain, in the end
     grown = [
-        grow_tree(candidate_chances(scores, CURVE, (1.0, factor, factor)), 4, 3) for factor in (1.0, 1e-9)
+        grow_tree(candidate_chances(scores, CURVE, (1.0, factor, factor)), IDS, 4, 3)
+        for factor in (1.0, 1e-9)
     ]
     assert sum(map(bool, grown[1].ranks)) == 0 <= sum(map(bool, grown[0].ranks))
 
@@ -101,14 +108,32 @@ def test_factors_change_the_chances_of_branches_alone(scores: np.ndarray) -> Non
 @given(SCORES)
 def test_nodes_off_the_main_path_have_their_factor(scores: np.ndarray) -> None:
     chances = candidate_chances(scores, CURVE)
-    nodes = grow_tree(chances, 20, 3, off_main=0.5)
+    nodes = grow_tree(chances, IDS, 20, 3, off_main=0.5)
     survivals, is_main = [1.0, *nodes.survivals], [True]
     for parent, rank in zip(nodes.parents, nodes.ranks, strict=True):
         is_main.append(is_main[parent] and rank == 0)
     for node, parent in enumerate(nodes.parents):
         np.testing.assert_allclose(survivals[node + 1], survivals[parent] * nodes.chances[node], rtol=1e-5)
-        before = nodes.candidates[parent - 1] if parent and chances.shape[1] > 1 else 0
-        expected = chances[nodes.depths[node] - 1, before, nodes.candidates[node]]
+        before = nodes.tokens[parent - 1] if parent and chances.shape[1] > 1 else 0
+        expected = chances[len(paths_of(nodes)[node]) - 1, before, nodes.tokens[node]]
         np.testing.assert_allclose(
             nodes.chances[node], expected * (1.0 if is_main[parent] else 0.5), rtol=1e-5
         )
+
+
+@given(SCORES, st.integers(1, 3), st.integers(1, 12))
+def test_a_restricted_tree_has_the_best_of_the_children_that_remain(
+    scores: np.ndarray, width: int, size: int
+) -> None:
+    """Token 1 is impossible at even depths; an impossible token has no score otherwise."""
+    chances = candidate_chances(scores, CURVE)
+
+    def restrict(nodes: TreeNodes, children: list[Child]) -> list[Child]:
+        depth = len(paths_of(nodes)[-1]) if nodes.parents else 0
+        return [child for child in children if depth % 2 or child.token != 1]
+
+    without = chances.copy()
+    without[::2, :, 1] = 0
+    restricted, expected = grow_tree(chances, IDS, size, width, restrict=restrict), all_paths(without, width)
+    best = [value for value in sorted(expected.values(), reverse=True)[:size] if value > 0]
+    np.testing.assert_allclose(restricted.survivals, best, rtol=1e-5)

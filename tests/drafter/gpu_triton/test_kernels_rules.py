@@ -75,9 +75,11 @@ def test_rules_are_applied_as_in_the_definition(begin: int, drafts: bool) -> Non
             arena.words[torch.from_numpy(words).long()] = torch.from_numpy(values).to(DEVICE)
     num_before = begin + np.arange(DRAFTS + 1)
     slots_N, positions_N = np.repeat(slots, DRAFTS + 1), np.tile(num_before, len(slots))
-    seen_N = np.full_like(positions_N, begin) if drafts else positions_N
+    parents_N = np.full_like(positions_N, -1) if drafts else positions_N - begin - 1
     logits = torch.randn(len(slots_N) + 1, VOCAB, generator=torch.Generator().manual_seed(1)) * 3
-    wanted = apply_rules(logits[:-1].clone(), states.rows(tokens, slots_N, seen_N))
+    wanted = apply_rules(
+        logits[:-1].clone(), states.rows(tokens, slots_N, np.full_like(positions_N, begin), parents_N)
+    )
     tables = SlotTables(
         token_ids=tokens.to(torch.int32).to(DEVICE),
         page_tables=torch.zeros(1, len(requested), 1, dtype=torch.int32, device=DEVICE),

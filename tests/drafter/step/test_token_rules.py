@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from manta import LLM, SamplingParams
 from manta.cluster.config import EngineConfig
@@ -171,8 +171,11 @@ tokens = st.integers(0, 11)
     ),
     penalties=st.tuples(st.sampled_from([0.5, 1.0, 1.3]), *[st.sampled_from([-0.5, 0.0, 0.7])] * 2),
     known_before=st.integers(0, 8),
+    choices=st.none() | st.lists(st.integers(0, 3), min_size=4, max_size=4),
 )
-def test_a_row_sees_all_tokens_before_it_and_no_other(
+@example([1], [], [5, 9], [[5, 9, 3]], None, (1.0, 0.0, 0.0), 0, [0, 0, 0, 0])
+@example([1], [], [4, 9], [], (1, [], [4]), (1.0, 0.0, 0.0), 0, [0, 0, 0, 0])
+def test_a_row_sees_the_tokens_of_its_path_and_no_other(
     prompt: list[int],
     generated: list[int],
     drafts: list[int],
@@ -180,8 +183,9 @@ def test_a_row_sees_all_tokens_before_it_and_no_other(
     thinking: tuple[int, list[int], list[int]] | None,
     penalties: tuple[float, float, float],
     known_before: int,
+    choices: list[int] | None,
 ) -> None:
-    """Each row equals plain decoding's, whatever an earlier step counted."""
+    """Each row of a chain or tree equals plain decoding's, whatever an earlier step counted."""
     repetition, frequency, presence = penalties
     budget, start, end = thinking or (None, (), ())
     params = SamplingParams(
@@ -198,15 +202,18 @@ def test_a_row_sees_all_tokens_before_it_and_no_other(
     sequence = torch.tensor([[0] * 20, [*prompt, *generated, *drafts, *[7] * 20][:20]])
     begin = len(prompt) + len(generated)
     early = min(len(prompt) + known_before, begin)  # in a step before, fewer were known
-    states.rows(sequence, np.array([1]), np.array([early]))
-    num_before = np.arange(begin, begin + len(drafts) + 1)
-    logits = torch.randn(len(num_before) + 1, 12, generator=torch.Generator().manual_seed(0))
-    slots = np.array([0] + [1] * len(num_before))
-    got = apply_rules(logits.clone(), states.rows(sequence, slots, np.array([3, *num_before])))
+    states.rows(sequence, np.array([1]), np.array([early]), np.array([-1]))
+    parents = [row if choices is None else choices[row] % (row + 1) for row in range(len(drafts))]
+    logits = torch.randn(len(drafts) + 2, 12, generator=torch.Generator().manual_seed(0))
+    slots, known = np.array([0] + [1] * (len(drafts) + 1)), np.array([3] + [begin] * (len(drafts) + 1))
+    got = apply_rules(logits.clone(), states.rows(sequence, slots, known, np.array([-1, -1, *parents])))
     assert torch.equal(got[0], logits[0]), "a row without rules was changed"
-    for row in range(len(num_before)):
-        wanted = ruled(logits[row + 1].tolist(), prompt, [*generated, *drafts[:row]], params)
-        torch.testing.assert_close(got[row + 1], torch.tensor(wanted))
+    paths: list[list[int]] = [generated]
+    for parent, draft in zip(parents, drafts, strict=True):
+        paths.append([*paths[parent], draft])
+    for row, path in enumerate(paths, 1):
+        wanted = ruled(logits[row].tolist(), prompt, path, params)
+        torch.testing.assert_close(got[row], torch.tensor(wanted))
 
 
 @pytest.mark.parametrize(

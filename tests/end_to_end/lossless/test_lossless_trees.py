@@ -1,7 +1,6 @@
 """Draft trees change no token: with every setting, in batches, with preemption, prefix hits and run-ahead.
 
-The reference is plain decoding. Requests with rules or grammars keep chains next to others' trees. Ranks are
-in test_lossless_topologies.py.
+The reference is plain decoding. Ranks are in test_lossless_topologies.py, grammars in test_grammars.py.
 """
 
 from __future__ import annotations
@@ -195,23 +194,27 @@ def test_prefix_hits_change_no_token_and_keep_the_drafters_context(
 def test_the_shipped_pairs_trees_accept_what_its_chains_reject(
     shipped_pair: tuple[Path, Path], temperature: float
 ) -> None:
-    """With a grammar in every third request, whose drafts keep the form of chains."""
+    """With a grammar in every third request."""
     grammar = StructuredOutputsParams(json={"type": "object", "properties": {"age": {"type": "integer"}}})
     texts = ["def area(width, height):\n", "The house stood", "A record: "] * 2
     params = [
         SamplingParams(temperature=temperature, seed=i, max_tokens=40, ignore_eos=True) for i in range(6)
     ]
     params = [replace(p, structured_outputs=grammar) if i % 3 == 2 else p for i, p in enumerate(params)]
-    answers, per_step = [], []
+    answers, per_step, branched = [], [], []
     for spec in (None, {"num_speculative_tokens": 15}, {"tree_width": 4, "tree_size": 31}):
         drafts = None if spec is None else {"model": str(shipped_pair[1]), "adaptive": False, **spec}
         how = {"dtype": "float32", "num_threads": 1, "max_model_len": 256}
         with LLM(str(shipped_pair[0]), speculative_config=drafts, **how) as llm:
-            outputs = llm.generate(texts, params)
+            outputs = llm.generate(texts, params, trace=True)
         answers.append([output.outputs[0].token_ids for output in outputs])
         accepted = sum(output.metrics.num_accepted_tokens for output in outputs)
         per_step.append(accepted / max(1, sum(output.metrics.num_steps for output in outputs)))
+        traced = [step for output in outputs for step in output.metrics.trace or ()]
+        branched.append(sum(any(step.branches) for step in traced))
+        assert all(len(step.branches) in (0, step.num_accepted) for step in traced)
     assert answers[1] == answers[0] and answers[2] == answers[0]
+    assert branched[2] > branched[0] == branched[1] == 0
     assert per_step[2] > 1.1 * per_step[1], "fp32 on fixed prompts and seeds: the same but for near-ties"
 
 

@@ -1,0 +1,120 @@
+"""Trees, chains and no drafts are one choice: trees where branches pay, and chains' speed elsewhere."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from manta.cluster.config import EngineConfig
+from manta.cluster.engine.engine_core import EngineCore, EngineStats
+from manta.cluster.simulation.simulated_executor import LinearCost, SimulatedExecutor, VirtualClock
+from manta.cluster.simulation.simulated_trees import SHARES, simulate_trees
+from manta.cluster.speculation.draft_trimming import prefixes_to_verify, tree_gain
+from manta.cluster.speculation.tree_policy import TreePolicy
+from manta.cluster.step.dummy_steps import dummy_step
+from manta.cluster.step.scheduler_output import TreeGain, TreeShape, Trim
+from support.engines.cluster_checker import make_info, make_request
+
+FACTS = {"num_pages": (65536,), "page_size": 16, "max_model_len": 4096, "eos_token_ids": ()}
+TREE = {"tree_width": 4, "tree_size": 31}
+COSTS = {
+    "rows are free": LinearCost(
+        verify_floor_s=12e-3, verify_row_s=1.2e-4, draft_floor_s=1e-3, draft_row_s=1e-6
+    ),
+    "rows cost": LinearCost(verify_floor_s=1.5e-3, verify_row_s=2e-4, draft_floor_s=8e-4, draft_row_s=2e-5),
+}
+
+
+def served(
+    num_requests: int, cost: LinearCost, chance: float, num_tokens: int, tree: dict[str, int]
+) -> tuple[float, EngineStats]:
+    """Tokens per second until the first request ends, and the engine's stats then."""
+    clock, survival = VirtualClock(), tuple(chance**k for k in range(1, 16))
+    info = make_info(**FACTS, num_speculative_tokens=15, **tree)
+    engine = EngineCore(
+        EngineConfig.from_dict(
+            {
+                "model": "t",
+                "max_num_batched_tokens": 2048,
+                "max_num_seqs": 64,
+                "speculative_config": {"model": "d", **tree},
+            }
+        ),
+        SimulatedExecutor(info, survival, cost, clock.advance, grow_s=1e-4),
+        clock,
+    )
+    for i in range(num_requests):
+        engine.add_request(make_request(f"r{i}", max_tokens=num_tokens, ignore_eos=True))
+    while not engine.stats().finished:
+        engine.step()
+    stats = engine.stats()
+    return stats.generation_tokens / clock.now_s, stats
+
+
+@pytest.mark.one_in(4)
+@pytest.mark.parametrize("chance", [0.8, 0.4])
+@pytest.mark.parametrize("num_requests", [1, 4, 16, 64])
+@pytest.mark.parametrize("cost", COSTS)
+def test_trees_are_never_slower_than_chains(cost: str, num_requests: int, chance: float) -> None:
+    num_tokens = min(6000 // num_requests + 500, 3500)
+    chains, _ = served(num_requests, COSTS[cost], chance, num_tokens, {})
+    trees, stats = served(num_requests, COSTS[cost], chance, num_tokens, TREE)
+    assert trees >= 0.98 * chains
+    if cost == "rows are free" and num_requests == 1:
+        assert trees > 1.03 * chains and stats.num_accepted_branch_tokens > 0
+    if num_requests == 64:
+        assert stats.num_branch_tokens <= 0.02 * stats.num_draft_tokens, "grown now and then"
+
+
+@pytest.mark.parametrize(
+    ("depth", "width", "expected"),
+    [(3, 1, 0.8 + 0.48 + 0.24), (1, 4, 0.8 + 0.2 * sum(SHARES))],
+)
+def test_simulated_trees_are_accepted_as_often_as_their_candidates(
+    depth: int, width: int, expected: float
+) -> None:
+    """Chains of three drafts, and trees of all four candidates for one position."""
+    requests, nodes = 3000, max(depth, width)
+    chances = np.tile([0.8, 0.6, 0.5], (requests, 1))
+    uniforms = np.random.default_rng(0).random(chances.shape)
+    plan = dummy_step([9] * requests, [1 + nodes] * requests, [nodes] * requests)
+    shape = TreeShape(depth, width, (1.0,) * width)
+    trees = simulate_trees(replace(plan, tree=shape), chances, uniforms, 0.0)
+    assert (trees.num_verified_R == nodes).all()
+    assert trees.num_accepted_R.mean() == pytest.approx(expected, rel=0.03)
+    main_R = trees.outcome.num_main_accepted_R
+    assert (main_R == trees.num_accepted_R).all() == (width == 1) and (main_R <= trees.num_accepted_R).all()
+
+
+def test_the_gain_is_that_of_the_rows_which_are_verified() -> None:
+    """Compared with the values of all possible cuts."""
+    random = np.random.default_rng(3)
+    for _ in range(50):
+        survivals = -np.sort(-random.random((3, 7)), axis=1).astype(np.float32)
+        is_main = random.random((3, 7)) < 0.5
+        seconds = np.cumsum(random.random(3 + 21 + 1)).astype(np.float32)
+        none = np.zeros(3, np.float32)
+        trim = Trim(none, none, none, random.random(3).astype(np.float32), seconds, rate=0.2)
+
+        def value(kept: np.ndarray, trim: Trim = trim) -> float:
+            counts = prefixes_to_verify(kept, np.full(3, 7, np.int32), 3, trim)
+            taken = np.where(np.arange(7) < counts[:, None], kept * trim.weights_R[:, None], 0)
+            return float(taken.sum() - trim.rate * trim.seconds_N[3 + counts.sum()])
+
+        main = -np.sort(-np.where(is_main, survivals, 0), axis=1)
+        gain = tree_gain(survivals, is_main, 3, trim)
+        assert gain == pytest.approx(value(survivals) - value(main), abs=1e-5) and gain >= -1e-6
+
+
+def test_trees_are_tried_again_where_chains_were_better() -> None:
+    policy = TreePolicy()
+    assert policy.choose(3), "nothing is known"
+    for _ in range(5):
+        policy.observe(3, TreeGain(0.0, 1e-3), worth=2.0, rate=100.0)
+    assert policy.gain(3) == 0.0
+    assert [policy.choose(3) for _ in range(130)].count(True) == 2
+    assert policy.choose(4), "another load"
+    for _ in range(20):
+        policy.observe(3, TreeGain(0.5, 1e-3), worth=2.0, rate=100.0)
+    assert policy.choose(3) and policy.choose(3) and 0.0 < policy.gain(3) <= 0.2
