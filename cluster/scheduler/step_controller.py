@@ -89,7 +89,11 @@ class StepController:
     def _restart(self) -> None:
         if self.acceptance is not None:
             self._policy = DraftLengthPolicy(
-                self._max_drafts, self._config.max_rows, self.acceptance, self._costs
+                self._max_drafts,
+                self._config.max_rows,
+                self.acceptance,
+                self._costs,
+                has_trees=self._tree_size is not None,
             )
         self._num_completed = 0
         self._num_unlearned = 0  # steps since the last one learned from

@@ -102,17 +102,27 @@ class _LoadState:
 
 
 class DraftLengthPolicy:
-    """Chooses the draft lengths of one engine's steps, of at most `max_rows` rows and K drafts."""
+    """Chooses the draft lengths of one engine's steps, of at most `max_rows` rows and K drafts.
+
+    Args:
+        has_trees: whether drafts may form trees.
+    """
 
     def __init__(
-        self, max_drafts: int, max_rows: int, acceptance: AcceptanceModel, costs: StepCostModel
+        self,
+        max_drafts: int,
+        max_rows: int,
+        acceptance: AcceptanceModel,
+        costs: StepCostModel,
+        *,
+        has_trees: bool,
     ) -> None:
         self._max_drafts, self._max_rows = max_drafts, max_rows
         self._acceptance, self._costs = acceptance, costs
         self._lengths = draft_lengths(max_drafts)
         self._states: dict[tuple[bool, int], _LoadState] = {}  # by kind and class of load
         self._budget = LossBudget(_LOSS_SHARE, _MAX_LOSS_STEPS)
-        self._trees = TreePolicy()
+        self._trees = TreePolicy() if has_trees else None
         self._num_steps = self._num_plain = 0  # steps, and those since the last drafts
         self._retry = Backoff(_RETRY_STEPS)
         self._retry_gain = math.inf  # ratio of expected to plain worth at the last retry
@@ -162,7 +172,9 @@ class DraftLengthPolicy:
         drafts_R = np.minimum(batch.limits_R, length)
         if length and not is_trial and state.estimate.trims and not self.reports_margins:
             drafts_R = self._trimmed_by_request(drafts_R, state.estimate, batch, load)
-        is_tree = length > 0 and not is_trial and self._trees.choose(load_class(int(load.num_requests)))
+        is_tree = False
+        if self._trees is not None and length and not is_trial:
+            is_tree = self._trees.choose(load_class(int(load.num_requests)))
         return DraftChoice(drafts_R, length, is_trial, is_tree, state.estimate, state.plain_s)
 
     def _state(self, load: StepLoad) -> _LoadState:
@@ -284,7 +296,9 @@ class DraftLengthPolicy:
         non_draft_s_S = self._costs.non_draft_s(load, num_requests * longest)
         estimates = {0: LengthEstimate(own_worth / non_draft_s_S[0], own_worth, float(non_draft_s_S[0]))}
         drafts_s = self._costs.draft_s(load, lengths)
-        gain = 1.0 + self._trees.gain(load_class(int(load.num_requests)))
+        gain = 1.0
+        if self._trees is not None:
+            gain += self._trees.gain(load_class(int(load.num_requests)))
         for length, draft_s in zip(lengths[1:], drafts_s[1:], strict=True):
             seconds_S = non_draft_s_S[: num_requests * length + 1] + draft_s
             chains = _estimate_trimmed(worths_NK[:, :length], num_requests, own_worth, seconds_S)
@@ -321,12 +335,14 @@ class DraftLengthPolicy:
 
     def observe_trees(self, choice: DraftChoice, load: StepLoad, gain: TreeGain) -> None:
         """Learn from a step that grew trees."""
+        assert self._trees is not None, "trees were grown"
         place, chosen = load_class(int(load.num_requests)), choice.estimate
         self._trees.observe(place, gain, chosen.worth / (1.0 + self._trees.gain(place)), chosen.rate)
 
     def on_drafter_replaced(self) -> None:
         """Forget the gain of trees, and try drafts soon."""
-        self._trees = TreePolicy()
+        if self._trees is not None:
+            self._trees = TreePolicy()
         self.retry_soon()
 
     def update_budget(

@@ -28,6 +28,7 @@ from ...cluster.speculation.draft_tree import Restriction
 from ...cluster.step.scheduler_output import AdmittedRequest, SchedulerOutput
 from ..compute.eager.attention_metadata import AttentionBatch
 from .inputs.draft_trees import DraftTrees, chain_parents
+from .inputs.logits_processors import RuledRows
 from .inputs.proposals import Proposals
 from .inputs.row_layout import Ints, StepRequests, StepRows
 from .inputs.sampling_metadata import SamplingMetadata
@@ -176,6 +177,7 @@ class RequestStates:
         token_ids_E, positions_E, kv_slots_GE, rows_E, _ = self._operators.lay_out_rows(
             self.token_ids, slots_E, first_E, ones_E, ones_E, self.page_tables_GSP, self.page_size
         )
+        ruled = self._ruled(slots_E, known_E, ones_E, None, follows_drafts=False)
         in_link_R = np.zeros(len(r.slots_R), np.int64)
         in_link_R[drafting_E] = 1
         where = (slots_E, first_E, ones_E, self._drafter_groups)
@@ -187,7 +189,7 @@ class RequestStates:
             sampled_X=self._put(rows_E),
             counts_R=self._put(in_link_R),
             max_count=1,
-            sampling=self._sampling(slots_E, first_E + 1, known_E, -ones_E),
+            sampling=self._sampling(slots_E, first_E + 1, ruled),
             num_rows_R=ones_E,
         )
 
@@ -301,14 +303,11 @@ class RequestStates:
         groups = self._target_groups if mask_id is None else self._drafter_groups
         if mask_id is None or samples_anchor:
             chosen_at_X += 1  # a known token's row samples the next one, a mask's usually its own
-        if mask_id is None:
-            known_X = np.repeat(first_R + num_rows_R - counts_R + 1, counts_R)
-            parents_X = chain_parents(counts_R) if trees is None else trees.row_parents(counts_R)
-        else:
+        if mask_id is not None:
             masks = np.flatnonzero(positions_N > np.repeat(first_R, num_rows_R)) if samples_anchor else None
             token_ids_N.index_fill_(0, rows_X if masks is None else self._put(masks), mask_id)
-            known_X = np.repeat(first_R + 1, counts_R)
-            parents_X = np.full(len(known_X), -1)  # all masks see only the known tokens
+        known_R = first_R + (1 if mask_id is not None else num_rows_R - counts_R + 1)
+        ruled = self._ruled(slots_X, known_R, counts_R, trees, follows_drafts=mask_id is None)
         return StepRows(
             positions_N=self._put(positions_N),
             kv_slots=self._put(kv_slots_GN).unbind(0),
@@ -317,7 +316,7 @@ class RequestStates:
             sampled_X=rows_X,
             counts_R=self._put(all_counts_R),
             max_count=int(all_counts_R.max()),
-            sampling=self._sampling(slots_X, chosen_at_X, known_X, parents_X),
+            sampling=self._sampling(slots_X, chosen_at_X, ruled),
             num_rows_R=num_rows_R,
             anchor_distance=0 if samples_anchor else 1,
         )
@@ -349,14 +348,22 @@ class RequestStates:
             for number, group in enumerate(self._groups)
         )
 
-    def _sampling(
-        self, slots_X: Ints, positions_X: Ints, num_known_X: Ints, parents_X: Ints
-    ) -> SamplingMetadata:
+    def _ruled(
+        self, slots_X: Ints, known_R: Ints, counts_R: Ints, trees: DraftTrees | None, *, follows_drafts: bool
+    ) -> tuple[RuledRows, ...]:
+        """Return the sampled rows with rules; each request's first one sees `known_R` tokens."""
+        if not self._rules.slots:
+            return ()
+        if not follows_drafts:
+            parents_X = np.full(len(slots_X), -1)  # masks see only the known tokens
+        else:
+            parents_X = chain_parents(counts_R) if trees is None else trees.row_parents(counts_R)
+        return self._rules.rows(self.token_ids, slots_X, np.repeat(known_R, counts_R), parents_X)
+
+    def _sampling(self, slots_X: Ints, positions_X: Ints, ruled: tuple[RuledRows, ...]) -> SamplingMetadata:
         temperature_X = self._temperature[slots_X]
         early_E = np.flatnonzero(positions_X < self._min_length[slots_X])
         forbidden_F = self._forbidden(slots_X, early_E) if len(early_E) else None
-        rows_of = (slots_X, num_known_X, parents_X)
-        ruled = self._rules.rows(self.token_ids, *rows_of) if self._rules.slots else ()
         if not temperature_X.any():
             return SamplingMetadata(len(slots_X), forbidden_F=forbidden_F, ruled=ruled)
         return SamplingMetadata.build(
