@@ -281,7 +281,7 @@ def _drafter(target: Target, pair: ModelPair) -> tuple[str, str]:
     drafter, shape = target.drafter, pair.drafter
     if drafter is None or shape is None:
         return "", ""
-    sizes = f"{(pair.drafter_bytes + pair.fc_bytes) / 1e9:.1f}; {shape.kv_bytes / 1e3:.0f}"
+    sizes = f"{(pair.drafter_bytes(1) + pair.fc_bytes) / 1e9:.1f}; {shape.kv_bytes / 1e3:.0f}"
     return f"{drafter.source}: {drafter.layers} layers, block {drafter.block}", sizes
 
 
