@@ -283,6 +283,8 @@ class StepController:
         self, step: ScheduledStep, outcome: StepOutcome, result: StepResult, seconds: float, num_steps: int
     ) -> None:
         plan, draft_s = step.plan, result.timings.draft_s
+        if not step.load.prompt_rows:  # without drafts the drafter's context need not be written
+            draft_s += result.timings.inject_s
         num_verified, num_drafting = _num_verified(plan, result), int(np.count_nonzero(plan.num_drafts))
         draft_rows = 0 if result.is_pass_skipped else int(plan.block_drafts.sum()) + num_drafting
         grow_s = 0.0 if result.tree_gain is None else result.tree_gain.grow_s

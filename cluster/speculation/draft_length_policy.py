@@ -241,7 +241,7 @@ class DraftLengthPolicy:
         """Keep the length, or change to a better one."""
         length = state.length if state.length in estimates else 0
         best = max(estimates, key=lambda each: estimates[each].rate)
-        if estimates[best].rate > BETTER * estimates[length].rate:
+        if estimates[best].rate > (BETTER if best else 1.0) * estimates[length].rate:
             length = best
             state.review_at = min(state.review_at, state.steps + _REVIEW_STEPS)
         if self._num_steps < self._paused_until:
