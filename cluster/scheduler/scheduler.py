@@ -268,8 +268,8 @@ class Scheduler:
         dropped first; to keep a first row, lower-ranked sequences are preempted. A prompt can only lack pages
         in groups with a window, because those are freed as it passes.
         """
-        books = self.kv_cache_manager
-        while not books.allocate(slots_R, first_R + rows_R):
+        manager = self.kv_cache_manager
+        while not manager.allocate(slots_R, first_R + rows_R):
             last = self.queues.running[-1]
             if not last.request.background or last.slot == slots_R[-1]:
                 break
@@ -277,9 +277,9 @@ class Scheduler:
         else:
             return len(slots_R)
         num_left, others = len(slots_R), self.queues.running_without(slots_R) if self._in_two_batches else []
-        for index in books.short_of_pages(slots_R, first_R + rows_R):
+        for index in manager.short_of_pages(slots_R, first_R + rows_R):
             slot, first, rows = int(slots_R[index]), int(first_R[index]), int(rows_R[index])
-            while index < num_left and not books.can_allocate(slot, first + 1):
+            while index < num_left and not manager.can_allocate(slot, first + 1):
                 last = self.table.sequences[int(slots_R[num_left - 1])]
                 if others and others[-1].rank > last.rank:
                     last = others.pop()
@@ -288,7 +288,7 @@ class Scheduler:
                 self.queues.preempt(last)
             if index >= num_left:
                 break
-            rows_R[index] = books.allocate_up_to(slot, first + rows) - first
+            rows_R[index] = manager.allocate_up_to(slot, first + rows) - first
         return num_left
 
     def _admit_waiting(
