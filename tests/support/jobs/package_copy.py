@@ -1,8 +1,10 @@
-"""The product's source files, and copies of them in another folder."""
+"""The product's source files, what they import, and copies of them in another folder."""
 
 from __future__ import annotations
 
+import ast
 import shutil
+from functools import cache
 from pathlib import Path
 
 from support.paths import ROOT
@@ -23,3 +25,22 @@ def copy_package(folder: Path) -> None:
         copy = folder / path.relative_to(ROOT)
         copy.parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(path, copy)
+
+
+def imported(path: Path, root: Path = ROOT) -> frozenset[str]:
+    """All names that a file imports, including late and type imports; `from a import b` means a.b."""
+    package = module_name(path, root).split(".")[: None if path.name == "__init__.py" else -1]
+    return named_in(path.read_text(encoding="utf-8"), tuple(package))
+
+
+@cache  # copies of the package differ in a file or two
+def named_in(text: str, package: tuple[str, ...]) -> frozenset[str]:
+    names: set[str] = set()
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            above = package[: len(package) + 1 - node.level] if node.level else []
+            source = ".".join([*above, *([node.module] if node.module else [])])
+            names |= {f"{source}.{alias.name}" for alias in node.names}
+    return frozenset(names)
