@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Self
 
+from pydantic import ValidationError
 from tqdm import tqdm
 
 from ..cluster.config import EngineConfig
@@ -23,11 +24,12 @@ from .engine.output_streams import processing_failure
 from .engine.outputs import RequestOutput
 from .engine.speculation_cache import SpeculationCache
 from .engine.uniproc_executor import make_executor
-from .http.protocol.chat_request import ChatPrompt
+from .http.protocol.chat_completion import ChatTemplateOptions, Messages, conversation
 from .structured_outputs.grammar_frontend import GrammarFrontend
 from .system.wait_messages import counting_on_terminal
-from .tokenization.client_messages import Message
+from .tokenization.client_messages import Message, without_surrogates
 from .tokenization.prompts import Chat, EncodedPrompt, Prompt, SeedSource, encode_prompt, load_tokenizer
+from .tokenization.special_tokens import map_texts
 from .tokenization.tokenizer import Tokenizer
 
 
@@ -261,3 +263,27 @@ def _per_prompt(
             param="sampling_params",
         )
     return params
+
+
+class ChatPrompt(ChatTemplateOptions):
+    """A conversation and how it becomes a prompt, given in Python."""
+
+    messages: Messages
+
+    @classmethod
+    def read(cls, messages: Sequence[Message], tokenizer: Tokenizer | None, **options: Any) -> Chat:
+        """Return the chat, validated like a request body. Raises RequestError."""
+        try:
+            given = cls.model_validate({"messages": _as_dicts(messages), **options})
+        except ValidationError as error:
+            first = error.errors()[0]
+            where = ".".join(map(str, first["loc"]))
+            raise RequestError(f"{where}: {first['msg']}.", param=where) from None
+        return conversation(given, given.messages, tokenizer)
+
+
+def _as_dicts(messages: object) -> object:
+    """Make messages dictionaries with valid text; leave others for pydantic to refuse."""
+    if not isinstance(messages, Sequence):
+        return messages
+    return [map_texts(each, without_surrogates) if isinstance(each, Mapping) else each for each in messages]

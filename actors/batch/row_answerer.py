@@ -19,9 +19,15 @@ from ..engine.async_engine import AsyncEngine
 from ..engine.outputs import CompletionOutput, RequestOutput
 from ..http.generation.generation import full_choice
 from ..http.generation.generation_task import operation_of, usage_of
-from ..http.openai.chat import ChatShape
-from ..http.openai.completions import CompletionShape
-from ..http.protocol.chat_request import ChatRequest, chat_params, check_tools, conversation, reading_of
+from ..http.protocol.chat_completion import (
+    ChatRequest,
+    ChatShape,
+    chat_params,
+    check_tools,
+    conversation,
+    reading_of,
+)
+from ..http.protocol.completion import CompletionShape
 from ..http.protocol.prompt_echo import PromptParts, without_answer
 from ..http.wire.errors import error_body
 from ..observability.telemetry import FinishedRow

@@ -14,8 +14,8 @@ from manta.actors.http.app import create_app
 from manta.actors.http.batch_api.routes import BatchRequest
 from manta.actors.http.config.settings import ServerSettings
 from manta.actors.http.openai.tokenization import DetokenizeRequest, TokenizeRequest
-from manta.actors.http.protocol.chat_request import ChatRequest
-from manta.actors.http.protocol.completion_request import CompletionRequest
+from manta.actors.http.protocol.chat_completion import ChatRequest
+from manta.actors.http.protocol.completion import CompletionRequest
 from manta.actors.http.protocol.protocol import GenerationRequest, Speculative
 from manta.actors.http.wire.openapi_errors import MEANINGS
 from manta.cluster.config import EngineConfig

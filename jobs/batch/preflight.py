@@ -29,8 +29,8 @@ from ...actors.batch.dataset.row_requests import (
 )
 from ...actors.batch.dataset.source import Dataset, check_columns, open_source
 from ...actors.batch.row_index import Duplicates, RowIndex, index_rows
-from ...actors.http.protocol.chat_request import ChatRequest, conversation
-from ...actors.http.protocol.completion_request import CompletionRequest
+from ...actors.http.protocol.chat_completion import ChatRequest, conversation
+from ...actors.http.protocol.completion import CompletionRequest
 from ...actors.http.protocol.protocol import REFUSED, check_extra_fields
 from ...actors.targets.loading.load_plan import plan_load
 from ...actors.tokenization.generation_config import GenerationDefaults

@@ -16,7 +16,7 @@ from ...actors.batch.dataset.row_requests import RowSchema, read_request
 from ...actors.batch.dataset.source import Dataset
 from ...actors.batch.row_index import RowIndex
 from ...actors.batch.row_stats import Category, Device, RowStats, length_range
-from ...actors.http.protocol.chat_request import ChatRequest
+from ...actors.http.protocol.chat_completion import ChatRequest
 from ...actors.system.atomic_files import rounded
 from ...actors.tokenization.generation_config import GenerationDefaults
 from ...cluster.batch.baseline_sample import BaselineComparison

@@ -24,9 +24,8 @@ import pydantic
 from ....cluster.errors import ConfigError, RequestError, brief, did_you_mean
 from ....cluster.request.caller import parse_tenant
 from ....cluster.request.request import SamplingParams
-from ...http.openai.completions import OPENAI_MAX_TOKENS
-from ...http.protocol.chat_request import ChatRequest
-from ...http.protocol.completion_request import CompletionRequest
+from ...http.protocol.chat_completion import ChatRequest
+from ...http.protocol.completion import OPENAI_MAX_TOKENS, CompletionRequest
 from ...http.protocol.protocol import check_extra_fields
 from ...tokenization.client_messages import loads, replace_escapes
 from ...tokenization.generation_config import DEFAULT_MAX_TOKENS, GenerationDefaults

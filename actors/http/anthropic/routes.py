@@ -10,7 +10,7 @@ from ..generation.request_run import GenerationRun
 from ..generation.request_translation import rename_error_fields
 from ..generation.server_context import ServerContext
 from ..openai.chat import prepare_chat
-from ..protocol.chat_request import check_tools, conversation
+from ..protocol.chat_completion import check_tools, conversation
 from ..wire.json_io import MAX_VALUES, JsonRoute, json_response
 from .errors import ROUTES
 from .event_writer import PREFIX, MessageWriter

@@ -42,7 +42,7 @@ from ...engine.outputs import (
 )
 from ...observability.telemetry import EndedPrompt, FinishedCompletion, FinishedRequest, RequestTelemetry
 from ...tokenization.prompts import EncodedPrompt
-from ..protocol.completion_request import CompletionRequest
+from ..protocol.completion import CompletionRequest
 from ..protocol.protocol import GenerationRequest
 from ..wire.json_io import JsonObject
 from .resume_origin import TOKENS_HEADER, ResumeOrigin

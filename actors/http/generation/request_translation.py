@@ -9,7 +9,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from ....cluster.errors import RequestError
-from ..protocol.chat_request import ChatRequest
+from ..protocol.chat_completion import ChatRequest
 from ..wire.errors import from_validation
 
 

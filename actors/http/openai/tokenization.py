@@ -16,7 +16,7 @@ from pydantic import (
 from ....cluster.errors import RequestError
 from ..generation.generation import check_model
 from ..generation.server_context import ServerContext
-from ..protocol.chat_request import ChatMessage, ChatTemplateOptions, check_tools, conversation
+from ..protocol.chat_completion import ChatMessage, ChatTemplateOptions, check_tools, conversation
 from ..wire.json_io import MAX_VALUES, JsonRoute, highest, ids_as_they_are, json_response
 
 

@@ -13,7 +13,7 @@ from ...engine.outputs import OutputLogprobs, PositionLogprobs, PromptLogprobs, 
 from ...tokenization.prompts import EncodedPrompt
 from ...tokenization.tokenizer import Tokenizer
 from ..wire.json_io import JsonObject
-from .completion_request import CompletionRequest
+from .completion import CompletionRequest
 from .logprobs import echo_logprobs
 from .protocol import GenerationRequest
 

@@ -15,7 +15,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 from ....cluster.errors import RequestError
 from ..generation.chat_adapter import SupportedOptions
 from ..generation.request_translation import chat_request, rename_error_fields
-from ..protocol.chat_request import ChatRequest
+from ..protocol.chat_completion import ChatRequest
 from ..protocol.tool_outputs import TranslatedMessages
 from ..wire.json_io import Integer, JsonObject
 from .input_items import read_items

@@ -10,7 +10,7 @@ from ..generation.request_run import GenerationRun
 from ..generation.request_translation import rename_error_fields
 from ..generation.server_context import ServerContext
 from ..openai.chat import prepare_chat
-from ..protocol.chat_request import ChatRequest
+from ..protocol.chat_completion import ChatRequest
 from ..wire.json_io import JsonObject, JsonRoute
 from .event_writer import PREFIX, ResponseWriter
 from .request import NAMES, ResponsesRequest

@@ -15,7 +15,7 @@ from ....actors.batch.dataset.row_requests import RowSchema, category_of, parse_
 from ....actors.batch.dataset.source import open_source
 from ....actors.capture.records import is_captured, read_captured
 from ....actors.chat.chat_model import ChatModel
-from ....actors.http.protocol.chat_request import ChatRequest, chat_params, conversation, reading_of
+from ....actors.http.protocol.chat_completion import ChatRequest, chat_params, conversation, reading_of
 from ....actors.tokenization.generation_config import GenerationDefaults
 from ....actors.tokenization.prompts import EncodedPrompt, encode_prompt
 from ....actors.tokenization.tokenizer import Tokenizer

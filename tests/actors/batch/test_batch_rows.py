@@ -26,8 +26,8 @@ from manta.actors.batch.dataset.source import check_columns, open_source
 from manta.actors.batch.row_answerer import WIRE_SCHEMA, Result, RowAnswerer, failure, wire_schema
 from manta.actors.batch.row_index import index_rows
 from manta.actors.engine.async_engine import AsyncEngine
-from manta.actors.http.protocol.chat_request import ChatRequest
-from manta.actors.http.protocol.completion_request import CompletionRequest
+from manta.actors.http.protocol.chat_completion import ChatRequest
+from manta.actors.http.protocol.completion import CompletionRequest
 from manta.actors.tokenization.generation_config import GenerationDefaults
 from manta.cluster.config import EngineConfig
 from manta.cluster.errors import ConfigError, DatasetError, EngineDeadError, RequestError

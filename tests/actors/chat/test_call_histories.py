@@ -19,8 +19,7 @@ from manta.actors.chat.text_stream import AnswerDelta, concatenate
 from manta.actors.http.anthropic.event_writer import MessageWriter
 from manta.actors.http.anthropic.request import MessagesRequest
 from manta.actors.http.generation.chat_adapter import SupportedOptions
-from manta.actors.http.openai.chat import ChatShape
-from manta.actors.http.protocol.chat_request import ChatRequest, conversation
+from manta.actors.http.protocol.chat_completion import ChatRequest, ChatShape, conversation
 from manta.actors.http.responses.event_writer import ResponseWriter
 from manta.actors.http.responses.request import ResponsesRequest
 from manta.actors.http.responses.tools import ClientTools

@@ -31,7 +31,7 @@ from manta.actors.engine.uniproc_executor import make_executor
 from manta.actors.http.config.settings import ServerSettings
 from manta.actors.http.generation.generation_task import RequestStats
 from manta.actors.http.generation.request_run import GenerationRun
-from manta.actors.http.openai.chat import ChatShape
+from manta.actors.http.protocol.chat_completion import ChatShape
 from manta.actors.system import log_setup as process_log
 from manta.actors.tokenization.detokenizer import ByteLevelDetokenizer, IncrementalDetokenizer
 from manta.actors.tokenization.generation_config import GenerationDefaults

@@ -11,8 +11,8 @@ import pytest
 from manta.actors.http.anthropic.request import MessagesRequest
 from manta.actors.http.config.settings import split_settings
 from manta.actors.http.openai.tokenization import DetokenizeRequest
-from manta.actors.http.protocol.chat_request import ChatRequest, conversation
-from manta.actors.http.protocol.completion_request import CompletionRequest
+from manta.actors.http.protocol.chat_completion import ChatRequest, conversation
+from manta.actors.http.protocol.completion import CompletionRequest
 from manta.actors.http.protocol.protocol import REFUSED, GenerationRequest, check_extra_fields
 from manta.actors.http.responses.request import ResponsesRequest
 from manta.actors.http.wire.errors import (

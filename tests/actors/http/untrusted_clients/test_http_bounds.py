@@ -14,7 +14,7 @@ from manta.actors.engine.outputs import CompletionOutput, OutputLogprobs
 from manta.actors.http.config.settings import ServerSettings
 from manta.actors.http.generation import request_run as running
 from manta.actors.http.generation.large_responses import PIECE_BYTES, PLACES_AT_ONCE, StreamedChoices
-from manta.actors.http.openai.completions import CompletionShape
+from manta.actors.http.protocol.completion import CompletionShape
 from manta.actors.http.wire import json_io as numbers
 from manta.actors.system import event_loop as turns
 from manta.actors.tokenization import prompts as encoding

@@ -1,4 +1,4 @@
-"""The body of /v1/completions."""
+"""The body of /v1/completions, and the choices of its response."""
 
 from __future__ import annotations
 
@@ -8,12 +8,17 @@ from pydantic import BeforeValidator, PlainValidator
 
 from ....cluster.errors import RequestError
 from ....cluster.request.request import SamplingParams
+from ...chat.chat_model import PLAIN
+from ...chat.text_stream import NO_PIECE, AnswerDelta
+from ...engine.outputs import CompletionOutput
 from ...tokenization.generation_config import GenerationDefaults
 from ...tokenization.prompts import EncodedPrompt, Prompt
-from ..wire.json_io import are_ids
+from ..wire.json_io import JsonObject, are_ids
+from .logprobs import completion_logprobs
 from .protocol import GenerationRequest, no_boolean
 
 MAX_PROMPTS = 1024
+OPENAI_MAX_TOKENS = 16  # default of OpenAI's endpoint
 TextOrIds = str | list[int]
 Prompts = str | list[str] | list[int] | list[list[int]]
 
@@ -83,3 +88,27 @@ class CompletionRequest(GenerationRequest):
     def prompts(self) -> list[Prompt]:
         """The token ids have been validated as integers."""
         return [p if isinstance(p, str) else EncodedPrompt(tuple(p)) for p in self.prompt]
+
+
+class CompletionShape:
+    """Formats the choices of a completion; see `ResponseShape` in `generation/generation.py`."""
+
+    prefix = "cmpl-"
+    full_object = "text_completion"
+    chunk_object = "text_completion"
+    reading = PLAIN
+
+    def opening(self, index: int) -> JsonObject | None:
+        return None
+
+    def chunks(self, index: int, piece: AnswerDelta) -> list[JsonObject]:
+        return [{"index": index, "text": piece.content, "logprobs": None, "finish_reason": None}]
+
+    def end(self, index: int, finish_reason: str) -> JsonObject:
+        return self.full_choice(index, NO_PIECE, finish_reason)
+
+    def full_choice(self, index: int, piece: AnswerDelta, finish_reason: str) -> JsonObject:
+        return {"index": index, "text": piece.content, "logprobs": None, "finish_reason": finish_reason}
+
+    def logprobs(self, completion: CompletionOutput, num_top: int, offset: int) -> JsonObject:
+        return completion_logprobs(completion, num_top, offset)

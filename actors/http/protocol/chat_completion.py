@@ -1,4 +1,4 @@
-"""Bodies with a conversation: /v1/chat/completions and other requests that take messages.
+"""Requests with a conversation, as of /v1/chat/completions, and the choices of its responses.
 
 A conversation's tools are in OpenAI's format: functions, and which of them must be called.
 """
@@ -9,21 +9,23 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from ....cluster.errors import RequestError, brief
 from ....cluster.request.request import MAX_LOGPROBS, SamplingParams
 from ...chat.chat_model import AnswerParserFactory, ChatModel
-from ...tokenization.client_messages import Message, without_surrogates
+from ...chat.text_stream import AnswerDelta, CallPiece
+from ...engine.outputs import CompletionOutput
 from ...tokenization.prompts import Chat, require_tokenizer
-from ...tokenization.special_tokens import map_texts
 from ...tokenization.tokenizer import Tokenizer
-from ..wire.json_io import Integer
+from ..wire.json_io import Integer, JsonObject
+from .logprobs import chat_logprobs
 from .protocol import GenerationRequest
 from .tool_outputs import output_text
 
 TOOL_NAME = r"^[a-zA-Z0-9_.-]{1,128}$"
 MAX_TOOLS = 512
+REASONING_FIELDS = ("reasoning", "reasoning_content")  # vLLM's name, and that of most others
 
 
 class FunctionTool(BaseModel):
@@ -208,23 +210,6 @@ class ChatTemplateOptions(ToolOptions):
 Messages = Annotated[list[ChatMessage], Field(min_length=1, fail_fast=True)]
 
 
-class ChatPrompt(ChatTemplateOptions):
-    """A conversation and how it becomes a prompt, given in Python."""
-
-    messages: Messages
-
-    @classmethod
-    def read(cls, messages: Sequence[Message], tokenizer: Tokenizer | None, **options: Any) -> Chat:
-        """Return the chat, validated like a request body. Raises RequestError."""
-        try:
-            given = cls.model_validate({"messages": _as_dicts(messages), **options})
-        except ValidationError as error:
-            first = error.errors()[0]
-            where = ".".join(map(str, first["loc"]))
-            raise RequestError(f"{where}: {first['msg']}.", param=where) from None
-        return conversation(given, given.messages, tokenizer)
-
-
 class ChatRequest(ChatTemplateOptions, GenerationRequest):
     """The body of /v1/chat/completions.
 
@@ -299,13 +284,6 @@ def conversation(
     )
 
 
-def _as_dicts(messages: object) -> object:
-    """Make messages dictionaries with valid text; leave others for pydantic to refuse."""
-    if not isinstance(messages, Sequence):
-        return messages
-    return [map_texts(each, without_surrogates) if isinstance(each, Mapping) else each for each in messages]
-
-
 def _text(part: Mapping[str, Any], at: str) -> str:
     kind = part.get("type")
     text = part.get("refusal" if kind == "refusal" else "text")
@@ -355,3 +333,65 @@ def chat_params(chat: ChatModel, body: ChatRequest, params: SamplingParams, prom
         behind = chat.end_of_reasoning(prompt)
         return replace(params, structured_outputs=replace(constraint, after_token_ids=behind))
     return params
+
+
+class ChatShape:
+    """Formats the choices of a chat; see `ResponseShape` in `generation/generation.py`.
+
+    Deltas of calls are OpenAI's: first id and name, then the arguments.
+    """
+
+    prefix = "chatcmpl-"
+    full_object = "chat.completion"
+    chunk_object = "chat.completion.chunk"
+
+    def __init__(
+        self, parser_factory: AnswerParserFactory, reasoning_fields: Sequence[str] = REASONING_FIELDS
+    ) -> None:
+        self.reading = parser_factory
+        self._reasoning_fields = reasoning_fields
+
+    def opening(self, index: int) -> JsonObject | None:
+        return _choice(index, {"role": "assistant", "content": ""})
+
+    def chunks(self, index: int, piece: AnswerDelta) -> list[JsonObject]:
+        delta = dict.fromkeys(self._reasoning_fields, piece.reasoning) if piece.reasoning else {}
+        if piece.content:
+            delta["content"] = piece.content
+        choices = [_choice(index, delta)] if delta else []
+        for call in piece.calls:
+            choices += [_choice(index, {"tool_calls": [call_delta]}) for call_delta in _call_deltas(call)]
+        return choices or [_choice(index, {"content": ""})]
+
+    def end(self, index: int, finish_reason: str) -> JsonObject:
+        return _choice(index, {}, finish_reason)
+
+    def full_choice(self, index: int, piece: AnswerDelta, finish_reason: str) -> JsonObject:
+        content = piece.content if piece.content or not piece else None
+        message: JsonObject = {"role": "assistant", "content": content, "refusal": None}
+        if piece.reasoning:
+            message |= dict.fromkeys(self._reasoning_fields, piece.reasoning)
+        if piece.calls:
+            message["tool_calls"] = [_call(call) for call in piece.calls]
+        return {"index": index, "message": message, "logprobs": None, "finish_reason": finish_reason}
+
+    def logprobs(self, completion: CompletionOutput, num_top: int, offset: int) -> JsonObject:
+        return chat_logprobs(completion, num_top)
+
+
+def _choice(index: int, delta: JsonObject, finish_reason: str | None = None) -> JsonObject:
+    return {"index": index, "delta": delta, "logprobs": None, "finish_reason": finish_reason}
+
+
+def _call_deltas(call: CallPiece) -> list[JsonObject]:
+    found: list[JsonObject] = []
+    if call.id is not None:
+        found.append({"index": call.index, **_call(replace(call, arguments=""))})
+    if call.arguments:
+        found.append({"index": call.index, "function": {"arguments": call.arguments}})
+    return found
+
+
+def _call(call: CallPiece) -> JsonObject:
+    function = {"name": call.name, "arguments": call.arguments}
+    return {"id": call.id, "type": "function", "function": function}
