@@ -28,6 +28,7 @@ from .step_controller import StepController
 _IDLE_STEPS = 256
 _TRIAL_IDLE_STEPS = 32  # the same after a trial's drafts became possible: it takes 3 steps, its review 8
 _PAUSE_STEPS = 1024  # without writes until a trial may resume them: it recomputes a request
+# Not tuned.
 _REFILL_ROWS = 16  # least rows per step
 _REFILL_STEPS = 64  # most for one sequence, whose reader waits meanwhile
 # Maximum rows recomputed for each remaining token: a recomputed row costs about a tenth of a plain token on a

@@ -14,9 +14,10 @@ import numpy as np
 
 from ..step.scheduler_output import TreeOutcome, TreeShape
 
-_FADE = 0.985  # per step: a time constant of 67 steps, as for margins
+_FADE = 0.985  # per step: a time constant of 67 steps, as in `acceptance_model.py`
+# Not tuned.
 _PRIOR = 4.0  # expected and accepted tokens at a factor of 1
-_RANGE = 0.1, 10.0
+_RANGE = 0.1, 10.0  # of factors, because few tokens are seen of each
 
 
 class BranchModel:

@@ -32,9 +32,10 @@ from numpy.typing import NDArray
 from .acceptance_model import PRIOR_BIAS, PRIOR_SLOPE
 from .draft_trimming import MAX_MARGIN, Floats
 
-_SCALE = 1.0  # logits
+# Not tuned: `branch_model.py` learns factors of these chances while the engine runs.
+_SCALE = 1.0  # logits; at 1 the shares are the softmax of the scores
 _NOT_CANDIDATES = 2.0  # weight of all other tokens, in units of the least candidate's
-_MAX_SHARE = 0.99  # of the best candidate's chance: no other has a larger one
+_MAX_SHARE = 0.99  # of the best candidate's chance: keeps it the best
 
 
 class AcceptanceCurve(NamedTuple):

@@ -14,8 +14,10 @@ from dataclasses import dataclass
 
 from ..step.scheduler_output import TreeGain
 
-_FADE = 0.95  # per step that grows trees
-_RETRY_STEPS = 64  # with drafts, from one step that grows trees to the next while chains are better
+_FADE = 0.95  # per step that grows trees; not tuned
+# Steps with drafts from one that grows trees to the next while chains are better. Not tuned; trees that do
+# not pay cost a 64th of the time to grow them.
+_RETRY_STEPS = 64
 
 
 @dataclass(slots=True)
