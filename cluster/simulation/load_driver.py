@@ -19,13 +19,12 @@ from dataclasses import dataclass
 import numpy as np
 
 from ..engine.engine_core import EngineCore, EngineStats
+from ..records.percentiles import Percentiles, percentiles
 from ..request.request import Request
 from ..speculation.acceptance_length import mean_acceptance_length
 from .simulated_executor import VirtualClock
 
 _POLL_INTERVAL_S = 0.002  # Polling interval on a real clock while the engine is idle.
-PERCENTILES = (50, 90, 95, 99)
-Percentiles = dict[str, float]
 
 
 @dataclass(slots=True)
@@ -142,15 +141,6 @@ class LoadMeasurement:
 
     def e2e_s(self) -> Percentiles:
         return percentiles([request.e2e_s for request in self.served])
-
-
-def percentiles(values: Sequence[float]) -> Percentiles:
-    """Return {"mean": ..., "p50": ..., ...}; empty if there are no values."""
-    if not values:
-        return {}
-    found = np.percentile(values, PERCENTILES).tolist()
-    named = {f"p{p}": value for p, value in zip(PERCENTILES, found, strict=True)}
-    return {"mean": float(np.mean(values)), **named}
 
 
 def closed_loop(

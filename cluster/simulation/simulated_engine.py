@@ -20,6 +20,7 @@ from ..hardware.model_pair import LayoutDemand, ModelPair
 from ..hardware.parallel_layouts import ParallelLayout
 from ..hardware.step_time import LAUNCH_S, LAUNCHES_OF_TREES, NO_CHUNK, Chunk, StepTimes
 from ..pages.page_pool import pages_for
+from ..records.percentiles import percentiles
 from ..request.request import Request, SamplingParams
 from ..step.executor import ExecutorInfo
 from ..step.scheduler_output import BoolArray, SchedulerOutput, StepTimings
@@ -172,8 +173,8 @@ def replay_trace(
     return ReplayResult(
         goodput=sum(request.num_tokens for request in met) / elapsed_s,
         kept=len(met) / len(served),
-        ttft_s=float(np.percentile([request.ttft_s for request in served], 95)),
-        tpot_s=float(np.percentile([request.tpot_s for request in served], 95)),
+        ttft_s=percentiles([request.ttft_s for request in served])["p95"],
+        tpot_s=percentiles([request.tpot_s for request in served])["p95"],
     )
 
 

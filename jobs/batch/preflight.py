@@ -38,6 +38,7 @@ from ...actors.tokenization.prompts import EncodedPrompt, encode_prompt, load_to
 from ...cluster.batch.row_ranges import from_rows
 from ...cluster.config import EngineConfig
 from ...cluster.errors import RequestError, brief_url
+from ...cluster.records.percentiles import percentiles
 from ...cluster.step.limits import check_vocabulary, prompt_too_long
 from ..common.tables import print_table
 from .options import BatchOptions
@@ -191,10 +192,10 @@ def print_validation(found: Preflight) -> None:
     )
     if len(found.lengths):
         lengths = np.array(found.lengths)
-        middle, high = np.percentile(lengths, (50, 95)).astype(int)
+        shares = percentiles(found.lengths)
         print_table(
-            f"prompts in tokens: {lengths.min()} to {lengths.max()}, median {middle}, 95th "
-            f"percentile {high}; prompt and answer together: at most {found.max_model_len}",
+            f"prompts in tokens: {lengths.min()} to {lengths.max()}, median {shares['p50']:.0f}, 95th "
+            f"percentile {shares['p95']:.0f}; prompt and answer together: at most {found.max_model_len}",
             ["tokens", "", "rows"],
             histogram(lengths),
             num_left=2,

@@ -33,8 +33,9 @@ from ...cluster.hardware.step_time import (
     LAUNCHES_OVER_RANKS,
     LAUNCHES_PER_LAYER,
 )
+from ...cluster.records.percentiles import Percentiles
 from ...cluster.request.request import Request
-from ...cluster.simulation.load_driver import LoadMeasurement, Percentiles, closed_loop, open_loop
+from ...cluster.simulation.load_driver import LoadMeasurement, closed_loop, open_loop
 from ...cluster.simulation.simulated_engine import TraceArrival
 from ..bench.common.provenance import provenance
 from ..charts.plots import COLORS, GRAY, can_plot, new_figure, save_figure

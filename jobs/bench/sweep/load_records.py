@@ -17,11 +17,8 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any, NamedTuple
 
-import numpy as np
-
+from ....cluster.records.percentiles import percentiles
 from ....cluster.speculation.acceptance_length import mean_acceptance_length
-
-PERCENTILES = (50, 90, 95, 99)
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,11 +49,10 @@ def describe(waits: Sequence[RequestLatencies]) -> dict[str, Any]:  # Any: JSON
 
 
 def _describe(seconds: Sequence[float]) -> dict[str, Any] | None:
-    if not seconds:
+    found = percentiles([1e3 * each for each in seconds])
+    if not found:
         return None
-    ms = 1e3 * np.asarray(seconds)
-    found = {f"p{q}": round(float(np.percentile(ms, q)), 3) for q in PERCENTILES}
-    return {"count": len(ms), "mean": round(float(ms.mean()), 3), **found}
+    return {"count": len(seconds), **{name: round(ms, 3) for name, ms in found.items()}}
 
 
 class DraftBlock(NamedTuple):

@@ -16,12 +16,12 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-import numpy as np
 from manta.actors.http.config.settings import parse_replicas, split_settings
 from manta.actors.system.atomic_files import write_json
 from manta.actors.system.host_resources import free_port
 from manta.cluster.errors import MantaError
 from manta.cluster.fleet.placement import Topology
+from manta.cluster.records.percentiles import percentiles
 from manta.jobs.bench.common.engine_passes import Figures, say
 from manta.jobs.bench.common.provenance import provenance
 from manta.jobs.charts.plots import can_plot
@@ -223,7 +223,7 @@ def summary(seen: Seen) -> Figures:
     return {
         "requests": len(seen.asked),
         "failed": sum(requested.error is not None for requested in seen.asked),
-        "first_token_s": _percentiles([a.first_s for a in seen.asked if a.first_s is not None]),
+        "first_token_s": _latencies([a.first_s for a in seen.asked if a.first_s is not None]),
         "seconds": seen.moments[-1].at_s if seen.moments else 0.0,
         "moments": [asdict(moment) for moment in moments],
         "windows": list(_windows(seen.asked)),
@@ -240,14 +240,11 @@ def _windows(requested: Sequence[Asked]) -> Iterator[Figures]:
         if each.first_s is not None:
             by_window.setdefault(int(each.begin_s // WINDOW_S), []).append(each.first_s)
     for number, firsts in sorted(by_window.items()):
-        yield {"at_s": number * WINDOW_S, "requests": len(firsts), "first_token_s": _percentiles(firsts)}
+        yield {"at_s": number * WINDOW_S, "requests": len(firsts), "first_token_s": _latencies(firsts)}
 
 
-def _percentiles(values: Sequence[float]) -> dict[str, float]:
-    if not values:
-        return {}
-    found = np.percentile(values, (50, 95, 99))
-    return {f"p{p}": round(float(value), 4) for p, value in zip((50, 95, 99), found, strict=True)}
+def _latencies(seconds: Sequence[float]) -> dict[str, float]:
+    return {name: round(value, 4) for name, value in percentiles(seconds).items()}
 
 
 def _show(figures: Figures) -> None:
