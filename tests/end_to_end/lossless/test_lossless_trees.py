@@ -31,18 +31,20 @@ ENGINES: dict[str, dict[str, object]] = {
     "forced preemption": {"enable_prefix_caching": False, "few_pages": True},
     "planned ahead, forced preemption": {"async_scheduling": True, "few_pages": True},
 }
-# (family, with a selector, engine): full and sliding layers, latent pages, pair scores, the compiled pass
-PAIRS = {
-    "qwen3": ("qwen3", False, FP32),
-    "qwen3 by a selector": ("qwen3", True, FP32),
-    "gemma3": ("gemma3", False, FP32),
-    "deepseek_v3": ("deepseek_v3", False, FP32),
-    "qwen3 in bf16": ("qwen3", True, BF16),
+# (family, drafter's heads, engine): full and sliding layers, latent pages, pair scores, the compiled pass
+PAIRS: dict[str, tuple[str, tuple[str, ...], dict[str, object]]] = {
+    "qwen3": ("qwen3", (), FP32),
+    "qwen3 by a selector": ("qwen3", ("selector",), FP32),
+    "qwen3 by DSpark": ("qwen3", ("dspark",), FP32),
+    "gemma3": ("gemma3", (), FP32),
+    "deepseek_v3": ("deepseek_v3", (), FP32),
+    "qwen3 in bf16": ("qwen3", ("selector",), BF16),
 }
 CELLS = [
     ("qwen3", "as shipped", 4, 31),
     ("qwen3", "planned ahead, forced preemption", 2, 15),
     ("qwen3 by a selector", "chunks of 16 rows", 4, 15),
+    ("qwen3 by DSpark", "planned ahead, forced preemption", 4, 31),
     ("gemma3", "planned ahead, forced preemption", 4, 15),
     ("deepseek_v3", "as shipped", 2, 15),
     ("qwen3 in bf16", "forced preemption", 4, 31),
@@ -65,7 +67,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Models]:
 
     def make(name: str) -> Models:
         if name not in made:
-            family, selector, how = PAIRS[name]
+            family, heads, how = PAIRS[name]
             if how is BF16 and bf16_instructions() is None:
                 pytest.skip("this CPU has no products of bf16")
             folder, head_dim = tmp_path_factory.mktemp("pair"), 32 if how is BF16 else 16
@@ -77,7 +79,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Models]:
                 hidden_size=spec.hidden_size,
                 head_dim=head_dim,
                 sliding_window=20 if any(spec.windows) else None,
-                selector=selector,
+                **dict.fromkeys(heads, True),
             )
             made[name] = target, drafter, how
         return made[name]
@@ -103,7 +105,7 @@ def reference(models: Callable[[str], Models]) -> Callable[[str], list[list[int]
     known: dict[str, list[list[int]]] = {}
 
     def of(name: str) -> list[list[int]]:
-        same = name.removesuffix(" by a selector")
+        same = name.partition(" by ")[0]
         if same not in known:
             with opened(models(same), None, enable_prefix_caching=False, max_num_seqs=1) as llm:
                 params = [params_of(knob, 8)[i] for knob, i in REQUESTED]
