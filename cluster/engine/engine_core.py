@@ -62,6 +62,8 @@ class EngineStats:
         skipped_passes: steps in which the drafter's pass was left out, as all drafts were copies.
         num_branch_tokens, num_accepted_branch_tokens: drafts of trees verified, and accepted, besides the
             chains of best candidates.
+        num_trees: (request, step) pairs that verified drafts with branches.
+        tree_depths, tree_widths: sums over these of the longest path, and of the most drafts of one position.
         target_rows: rows of the target's passes, including prompts.
         calibration_error: [i] is the difference between predicted and observed acceptance of draft i; empty
             if nothing is predicted.
@@ -109,6 +111,9 @@ class EngineStats:
     skipped_passes: int = 0
     num_branch_tokens: int = 0
     num_accepted_branch_tokens: int = 0
+    num_trees: int = 0
+    tree_depths: int = 0
+    tree_widths: int = 0
     target_rows: int = 0
     calibration_error: tuple[float, ...] = ()
     speculating_s: float = 0.0
@@ -276,6 +281,9 @@ class EngineCore:
             skipped_passes=counters.skipped_passes,
             num_branch_tokens=counters.num_branch_tokens,
             num_accepted_branch_tokens=counters.num_accepted_branch_tokens,
+            num_trees=counters.num_trees,
+            tree_depths=counters.tree_depths,
+            tree_widths=counters.tree_widths,
             target_rows=counters.target_rows,
             calibration_error=scheduler.controller.calibration_error,
             speculating_s=scheduler.controller.speculating_s,

@@ -80,6 +80,19 @@ CATALOGUE: tuple[Metric, ...] = (
         "tokens",
         "Drafts of trees that were accepted besides the chains of best candidates.",
     ),
+    Metric("dflash:spec_trees", "counter", "drafts", "Verified blocks whose drafts branch."),
+    Metric(
+        "dflash:spec_tree_depth",
+        "counter",
+        "tokens",
+        "Drafts on the longest path, over those blocks. Divided by dflash:spec_trees: the mean depth.",
+    ),
+    Metric(
+        "dflash:spec_tree_width",
+        "counter",
+        "tokens",
+        "Most drafts of one position, over those blocks. Divided by dflash:spec_trees: the mean width.",
+    ),
     Metric(
         "dflash:spec_wasted_tokens",
         "counter",

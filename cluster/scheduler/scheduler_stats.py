@@ -61,6 +61,8 @@ class Counters:
         self.skipped_passes = 0  # steps that left out the drafter's pass for copies
         self.num_branch_tokens = 0  # verified drafts off the main paths of trees
         self.num_accepted_branch_tokens = 0
+        self.num_trees = 0  # (request, step) pairs that verified drafts with branches
+        self.tree_depths = self.tree_widths = 0  # sums over them
         self.accepted_per_pos = np.zeros(num_speculative_tokens, dtype=np.int64)
         self.drafter_losses = 0  # drafters that failed or were replaced
         self.drafter_refilled_tokens = 0  # computed again for a new drafter's context
@@ -99,7 +101,7 @@ class Counters:
             if result.is_copied is not None:
                 self._count_copies(outcome, result.is_copied[step.remaining_R])
             if result.trees is not None:
-                self._count_branches(outcome, result.trees, step.remaining_R)
+                self._count_trees(outcome, result.trees, step.remaining_R)
             # Position i was accepted if more than i drafts were, so sum from the end.
             ends = np.bincount(outcome.num_accepted, minlength=len(self.accepted_per_pos) + 1)
             self.accepted_per_pos += np.cumsum(ends[::-1])[-2::-1]
@@ -108,12 +110,15 @@ class Counters:
         self.num_copied_draft_tokens += int(outcome.num_drafts[is_copied_R].sum())
         self.num_copied_accepted_tokens += int(outcome.num_accepted[is_copied_R].sum())
 
-    def _count_branches(self, outcome: StepOutcome, trees: TreeOutcome, remaining_R: BoolArray) -> None:
+    def _count_trees(self, outcome: StepOutcome, trees: TreeOutcome, remaining_R: BoolArray) -> None:
         main = trees.num_main_drafts_R, trees.num_main_accepted_R
         drafts_R, accepted_R = (values_R[remaining_R] for values_R in main)
         self.num_branch_tokens += int((outcome.num_drafts - drafts_R).sum())
         branched_R = outcome.num_accepted - np.minimum(accepted_R, outcome.num_accepted)
         self.num_accepted_branch_tokens += int(branched_R.sum())
+        self.num_trees += int(np.count_nonzero(trees.depths_R[remaining_R]))
+        self.tree_depths += int(trees.depths_R[remaining_R].sum())
+        self.tree_widths += int(trees.widths_R[remaining_R].sum())
 
 
 class Usage(NamedTuple):

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from ..speculation.draft_tree import TreeNodes, grow_tree
+from ..speculation.draft_tree import TreeNodes, depth_and_width, grow_tree
 from ..speculation.draft_trimming import prefixes_to_verify, tree_gain
 from ..step.scheduler_output import IntArray, SchedulerOutput, TreeGain, TreeOutcome
 
@@ -85,6 +85,8 @@ def simulate_trees(
     for r, path in enumerate(paths):
         ranks_RW[r, : len(path)] = [grown[r].ranks[node] for node in path]
     nothing_W = np.zeros(width, dtype=np.float32)
+    sizes = [depth_and_width(nodes.parents[: int(n)]) for nodes, n in zip(grown, num_nodes_R, strict=True)]
+    depths_R, widths_R = np.array(sizes, dtype=np.int32).T
     return SimulatedTrees(
         num_nodes_R,
         np.array([len(path) for path in paths], dtype=np.int32),
@@ -94,6 +96,8 @@ def simulate_trees(
             ranks_RW,
             nothing_W,
             nothing_W,
+            depths_R,
+            widths_R,
         ),
         grow_s,
         gain,

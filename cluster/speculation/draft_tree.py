@@ -166,3 +166,15 @@ def grow_tree(
                     heap, (negative * after[0].chance, len(nodes.parents), 0, d + 1, after, -negative, below)
                 )
     return nodes
+
+
+def depth_and_width(parents: Sequence[int]) -> tuple[int, int]:
+    """Return the length of the longest path, and the most nodes of one depth; 0 and 0 for a chain.
+
+    `parents` are those of `TreeNodes`.
+    """
+    depths = [0]
+    for parent in parents:
+        depths.append(depths[parent] + 1)
+    width = int(np.bincount(depths).max())
+    return (max(depths), width) if width > 1 else (0, 0)

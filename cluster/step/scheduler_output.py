@@ -248,6 +248,8 @@ class TreeOutcome(NamedTuple):
             past a path's end.
         expected_W, accepted_W: sum of the chances, and number of accepted nodes, among the children of
             visited nodes, by factor of `TreeShape`; fp32.
+        depths_R, widths_R: length of the longest path, and most nodes of one depth; int32 [R], 0 where drafts
+            do not branch.
     """
 
     num_main_drafts_R: IntArray
@@ -255,6 +257,8 @@ class TreeOutcome(NamedTuple):
     ranks_RW: IntArray
     expected_W: FloatArray
     accepted_W: FloatArray
+    depths_R: IntArray
+    widths_R: IntArray
 
 
 class TreeGain(NamedTuple):

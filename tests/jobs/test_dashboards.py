@@ -30,7 +30,7 @@ from typer.testing import CliRunner
 Json = dict[str, Any]
 Series = Mapping[str, tuple[float, float]]  # by name and labels: before and after the load
 BEFORE_S, AFTER_S = range(-600, -60, 60), range(-60, 1, 30)  # when they were seen, against now
-EMPTY = {"Distinct experts of a routed layer"}  # nothing is computed
+EMPTY = {"Distinct experts of a routed layer", "Depth and width of draft trees"}  # not simulated
 TOKEN = "glsa_1"
 
 needs_prometheus = pytest.mark.skipif(

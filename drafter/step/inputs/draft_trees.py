@@ -22,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ....cluster.request.logprobs import StepLogprobs
-from ....cluster.speculation.draft_tree import TreeNodes
+from ....cluster.speculation.draft_tree import TreeNodes, depth_and_width
 from ....cluster.step.scheduler_output import BoolArray, FloatArray, IntArray, TreeOutcome
 from ...compute.draft_trees import paths_of
 
@@ -155,14 +155,17 @@ class DraftTrees:
         main_RM = self.main_nodes()
         num_main_R, branches_R = np.zeros(len(main_RM), dtype=np.int32), self.branches()
         expected_W, accepted_W = np.zeros((2, width), dtype=np.float32)
+        depths_R, widths_R = np.zeros((2, len(main_RM)), dtype=np.int32)
         for r, count in enumerate(accepted.num_tokens_R.tolist()):
             on_path = set(accepted.rows_RW[r, :count].tolist())
             is_main = [True, *main_RM[r].tolist()]
             num_main_R[r] = sum(is_main[row] for row in on_path if row)
             if not branches_R[r]:
                 continue
+            num_nodes = int(self.num_nodes_R[r])
+            depths_R[r], widths_R[r] = depth_and_width(self.parents_RM[r, :num_nodes].tolist())
             of_nodes = self.parents_RM[r], self.ranks_RM[r], self.chances_RM[r]
-            nodes = zip(*(values_M[: self.num_nodes_R[r]].tolist() for values_M in of_nodes), strict=True)
+            nodes = zip(*(values_M[:num_nodes].tolist() for values_M in of_nodes), strict=True)
             for row, (parent, rank, chance) in enumerate(nodes, 1):
                 # A forced token is certain, so it teaches nothing.
                 if parent in on_path and chance < 1 and (rank or not is_main[parent]):
@@ -172,7 +175,10 @@ class DraftTrees:
         nodes_RW = np.maximum(accepted.rows_RW[:, 1:] - 1, 0)
         ranks_RW = np.take_along_axis(self.ranks_RM, nodes_RW, axis=1).astype(np.int32)
         ranks_RW[accepted.rows_RW[:, 1:] < 0] = -1
-        return TreeOutcome(main_RM.sum(axis=1, dtype=np.int32), num_main_R, ranks_RW, expected_W, accepted_W)
+        num_main_drafts_R = main_RM.sum(axis=1, dtype=np.int32)
+        return TreeOutcome(
+            num_main_drafts_R, num_main_R, ranks_RW, expected_W, accepted_W, depths_R, widths_R
+        )
 
     def pack(self) -> Ints:
         """Return all of it, int64 [R, 1 + 4 M]."""

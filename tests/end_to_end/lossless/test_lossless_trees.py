@@ -135,6 +135,7 @@ def test_trees_change_no_token_in_batches_of_eight_with_every_setting(
     ]
     assert not wrong, "these (knob, prompt) differ"
     assert stats.num_accepted_tokens > 0
+    assert stats.num_trees <= stats.tree_depths and 0 < 2 * stats.num_trees <= stats.tree_widths
     if "preemption" not in engine:
         assert stats.preemptions == 0
     elif pair != "gemma3":  # sliding layers hold little
