@@ -238,8 +238,8 @@ class StepCostModel:
         Args:
             num_drafts: number of verified drafts.
             draft_rows, num_drafting: rows of the drafter's pass, and requests in it; 0 if there was none.
-            draft_s, non_draft_s: seconds of the drafter's pass and of writing its context, and of the rest; 0 if
-                nothing was measured.
+            draft_s: seconds of the drafter's pass and of writing its context.
+            non_draft_s: seconds of the rest; 0 if nothing was measured.
         """
         if non_draft_s <= 0.0:
             return
