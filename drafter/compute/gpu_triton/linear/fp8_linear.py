@@ -1,6 +1,6 @@
 """Weights quantized to 8 bits at load: e4m3 times a power of two per row. Half of bf16's bytes are read.
 
-    QuantisedProjection   up to 128 rows: `skinny_gemm.py`, which widens codes in registers and scales its sums
+    QuantisedProjection   up to 128 rows: `skinny_gemm.py`, which widens codes in registers, scales its sums
                           more: PyTorch's GEMM with the weight that `packed_codes.py` dequantizes
 
 A power of two costs no precision (e4m3 is floating point), and makes dequantized weights exact in bf16, so
