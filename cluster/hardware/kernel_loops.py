@@ -4,7 +4,7 @@ A warp scheduler issues one instruction per cycle, and each of a program's four 
 own. So an iteration takes at least as many cycles of a multiprocessor as a warp has instructions, whatever
 the memory does; kernels issue about `ISSUE_SHARE` of the cycles. `tests/drafter/gpu_triton/
 test_kernels_compile.py` counts the instructions in the machine code for sm_90 and sm_100; docs/benchmarks/
-gpu.md has the table. Products of more rows than a tile of ours has are the library's and have no count here.
+gpu.md has the table. Products of more rows than ours take are the library's and have no count here.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 ISSUE_SHARE = 0.7  # an estimate
 ROW_TILE = 64  # rows of a product's or of attention's tile
+PACKED_ROWS = 128  # most rows of a product of codes
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +61,11 @@ PRODUCTS: Mapping[float, KernelLoop] = {
 TALL_MXFP4 = _loop(4352, 363, 410)
 # A tile of 64 rows over K and V with heads of 128, by bytes of their elements.
 ATTENTION: Mapping[int, KernelLoop] = {2: _loop(32768, 697, 802), 1: _loop(16384, 847, 887)}
+
+
+def max_own_rows(weight_bytes: float, itemsize: int) -> int:
+    """Return the most rows of Manta's dense products; for more, weights of codes are dequantized."""
+    return PACKED_ROWS if weight_bytes < itemsize else ROW_TILE
 
 
 def product_instructions(weight_bytes: float, num_bytes: float, rows: float) -> IssuedInstructions:

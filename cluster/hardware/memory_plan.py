@@ -24,7 +24,7 @@ MAX_ROWS = 8192  # rows of a step: `max_num_batched_tokens`
 STATES_PER_REQUEST = 2
 # Estimates. PROCESS_BYTES: CUDA context, libraries, NCCL, graphs, attention workspace. HIDDEN_COPIES and
 # INNER_COPIES: a layer's and its MLP's activations per row of a step. LOGIT_COPIES: logits of target and
-# drafter per row that samples a token.
+# drafter per row that samples a token; on a drafter's own GPU, of a pass and of its CUDA graphs.
 PROCESS_BYTES = 2 * GIB
 HIDDEN_COPIES, INNER_COPIES, LOGIT_COPIES = 8, 3, 2
 
@@ -105,9 +105,15 @@ def _drafter_gpu(pair: ModelPair, layout: ParallelLayout, given: int) -> int:
 
 
 def _step_bytes(rank: ModelShape, num_drafts: int) -> int:
-    states = MAX_ROWS * (HIDDEN_COPIES * rank.hidden + INNER_COPIES * rank.widest_inter)
-    logits = LOGIT_COPIES * min(MAX_NUM_SEQS * (1 + num_drafts), MAX_ROWS) * rank.vocab
-    return PROCESS_BYTES + (states + logits) * rank.itemsize
+    sampled = min(MAX_NUM_SEQS * (1 + num_drafts), MAX_ROWS)
+    sizes = {"hidden": rank.hidden, "inter": rank.widest_inter, "vocab": rank.vocab}
+    return PROCESS_BYTES + activation_bytes(MAX_ROWS, sampled, **sizes, itemsize=rank.itemsize)
+
+
+def activation_bytes(rows: int, sampled: int, *, hidden: int, inter: int, vocab: int, itemsize: int) -> int:
+    """Return the estimated bytes of a step of `rows` rows, of which `sampled` have logits."""
+    states = rows * (HIDDEN_COPIES * hidden + INNER_COPIES * inter)
+    return (states + LOGIT_COPIES * sampled * vocab) * itemsize
 
 
 def _state_bytes(pair: ModelPair, layout: ParallelLayout) -> int:

@@ -22,7 +22,7 @@ from functools import cached_property
 
 from ..pages.kv_cache_groups import KVCacheSpec
 from ..pages.recurrent_state_spec import RecurrentStateSpec
-from .kernel_loops import ROW_TILE, IssuedInstructions, attention_instructions, product_instructions
+from .kernel_loops import IssuedInstructions, attention_instructions, max_own_rows, product_instructions
 
 NOTHING_ISSUED = IssuedInstructions()
 _RULE_FLOP = 7  # per row and element of a state: decay, recall for a key, update, read-out
@@ -253,6 +253,10 @@ class ModelShape:
         return self.product_itemsize or self.itemsize
 
     @property
+    def max_own_rows(self) -> int:
+        return max_own_rows(self.weight_bytes, self.itemsize)
+
+    @property
     def kv_element_bytes(self) -> int:
         return self.kv_itemsize or self.itemsize
 
@@ -329,7 +333,7 @@ class ModelShape:
 
     def linears(self, rows: float) -> DeviceWork:
         num_bytes, issued = self.linear_params * self.weight_bytes, NOTHING_ISSUED
-        if rows <= ROW_TILE:
+        if rows <= self.max_own_rows:
             issued = product_instructions(self.weight_bytes, num_bytes, rows)
         return DeviceWork(num_bytes, 2 * self.linear_params * rows, issued)
 

@@ -32,6 +32,10 @@ LAUNCH_S = 3e-6
 LAUNCHES_PER_LAYER, LAUNCHES_AROUND = 6, 27
 LAUNCHES_OF_EXPERTS, LAUNCHES_OF_SUMS = 6, 2
 LAUNCHES_OVER_RANKS, LAUNCHES_OF_DRAFTS_OVER_RANKS = 11, 19
+# More of a layer without experts if rows are too many for our products, which fuse a gate and, on one rank,
+# two norms; and one more for each product of codes, which is dequantized.
+LAUNCHES_UNFUSED, LAUNCHES_UNFUSED_OVER_RANKS = 3, 1
+PRODUCTS_PER_LAYER, PRODUCTS_BESIDE_EXPERTS = 4, 2
 # The largest sum over ranks that is made in one launch with the residual and the norm after it: each rank
 # reads all others' parts.
 FUSED_SUM_ROWS, FUSED_SUM_BYTES = 128, 256 * 1024
@@ -119,11 +123,13 @@ class StepTimes:
         target, tokens = self._target, batch * rows + chunk.rows
         num_routed = sum(times for _, times in target.routed)
         works = [target.linears(tokens), target.experts(tokens), target.head(batch * rows + 1)]
+        works.append(_dequantization(target, tokens))
         works += [target.attention(batch, rows, context), target.states(batch, rows)] if batch else []
         if chunk.rows:  # prompts record no states for rejected drafts
             works += [target.prompt_attention(chunk.rows, chunk.context), target.states(1, 1)]
         fuses = tokens <= FUSED_SUM_ROWS and tokens * self._hidden * target.itemsize <= FUSED_SUM_BYTES
         launches = target_launches(target.num_layers, num_routed, self._layout.tp, fuses=fuses)
+        launches += _unfused_launches_of(target, tokens, self._layout.tp)
         sums = self._all_reduces(2 * target.num_layers + 1, tokens)
         return self._in_sequence(works) + sums + DeviceTime(launches=LAUNCH_S * launches)
 
@@ -137,10 +143,12 @@ class StepTimes:
         tokens, chosen = batch * rows, batch * (rows - 1)
         works = [
             drafter.linears(tokens),
+            _dequantization(drafter, tokens),
             self._draft_head.head(chosen),
             drafter.attention(batch, rows, context),
         ]
         launches, sums = LAUNCHES_PER_LAYER * drafter.num_layers, DeviceTime()
+        launches += _unfused_launches_of(drafter, tokens)
         if self._layout.tp > 1 and not self._layout.has_drafter_gpu:
             launches += LAUNCHES_OF_DRAFTS_OVER_RANKS
             sums = self._all_reduces(2, tokens)  # embedding and argmax
@@ -149,7 +157,9 @@ class StepTimes:
     def _draft_one_by_one(self, drafter: ModelShape, batch: int, context: float) -> DeviceTime:
         """Return the time of the pass for one draft of each request."""
         works = [drafter.linears(batch), self._draft_head.head(batch), drafter.attention(batch, 1, context)]
+        works.append(_dequantization(drafter, batch))
         launches, sums = LAUNCHES_PER_LAYER * drafter.num_layers + LAUNCHES_OF_DRAFT, DeviceTime()
+        launches += _unfused_launches_of(drafter, batch, self._layout.tp if self._chain == "mtp" else 1)
         if self._chain == "mtp":
             works += [drafter.fc(batch), drafter.experts(batch)]
             launches += LAUNCHES_OF_EXPERTS * sum(times for _, times in drafter.routed)
@@ -219,6 +229,32 @@ def target_launches(num_layers: int, num_routed: int, tp: int, *, fuses: bool) -
         count += LAUNCHES_OF_SUMS * (num_layers - num_routed) + LAUNCHES_OVER_RANKS
         count -= LAUNCHES_OF_SUMS * num_layers * fuses
     return count
+
+
+def unfused_launches(num_layers: int, num_routed: int, tp: int, *, has_codes: bool = False) -> int:
+    """Return the launches that a pass has in addition if its rows are too many for our products."""
+    num_dense = num_layers - num_routed
+    count = num_dense * (LAUNCHES_UNFUSED if tp == 1 else LAUNCHES_UNFUSED_OVER_RANKS)
+    if has_codes:
+        count += PRODUCTS_PER_LAYER * num_dense + PRODUCTS_BESIDE_EXPERTS * num_routed
+    return count
+
+
+def _unfused_launches_of(model: ModelShape, rows: float, tp: int = 1) -> int:
+    if rows <= model.max_own_rows:
+        return 0
+    num_routed, has_codes = sum(times for _, times in model.routed), model.weight_bytes < model.itemsize
+    return unfused_launches(model.num_layers, num_routed, tp, has_codes=has_codes)
+
+
+def _dequantization(model: ModelShape, rows: float) -> DeviceWork:
+    """Return the work of writing weights of codes in 16 bits, if rows are too many for our products.
+
+    Weights of which some are codes count as if all were.
+    """
+    if rows <= model.max_own_rows or model.weight_bytes >= model.itemsize:
+        return DeviceWork(0.0, 0.0)
+    return DeviceWork(model.linear_params * (model.weight_bytes + model.itemsize), 0.0)
 
 
 def _waiting_s(service_s: float, round_s: float, engines: int) -> float:

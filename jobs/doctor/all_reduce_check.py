@@ -1,6 +1,7 @@
 """Tries the small all-reduce between this machine's GPUs, in a process for each; called by `machine.py`.
 
-An engine with tensor parallelism tries it the same way at its start, and uses NCCL alone if it fails.
+An engine with tensor parallelism tries it the same way at its start, with the norms after the sums, and uses
+NCCL alone if it fails.
 """
 
 from __future__ import annotations
@@ -45,8 +46,9 @@ def try_all_reduce(num_ranks: int, device_type: str = "cuda") -> CheckOutcome:
 
 def outcome(num_ranks: int, reports: list[dict[str, Any]]) -> CheckOutcome:
     """Return the table's line of the ranks' reports."""
+    why_not = "; ".join(sorted({report["reason"] for report in reports if report["reason"]}))
     if all(report["works"] for report in reports):
         way = "NVLink multicast" if reports[0]["multicast"] else "peer memory"
-        return CheckOutcome(f"{num_ranks} GPUs by {way}")
-    reasons = sorted({report["reason"] for report in reports if report["reason"]})
-    return CheckOutcome(f"{num_ranks} GPUs by NCCL alone ({'; '.join(reasons)}): about 1 ms more per step")
+        apart = "" if all(report["fuses"] for report in reports) else f", not fused with norms ({why_not})"
+        return CheckOutcome(f"{num_ranks} GPUs by {way}{apart}")
+    return CheckOutcome(f"{num_ranks} GPUs by NCCL alone ({why_not}): about 1 ms more per step")

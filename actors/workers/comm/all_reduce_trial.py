@@ -1,4 +1,7 @@
-"""A process that tries the small all-reduce as one rank; started by `jobs/doctor/all_reduce_check.py`."""
+"""A process that tries small sums over ranks as one of them; started by `jobs/doctor/all_reduce_check.py`.
+
+It tries both ways of `custom_all_reduce.py`: sums alone, and with the residual and the norm after them.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +13,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ....drafter.compute.gpu_triton.linear.all_reduce_norm import sum_add_rms_norm
+from ....drafter.compute.memory.peer_buffers import FusedSum
 from . import custom_all_reduce
 from .custom_all_reduce import CustomAllReduce
 from .process_group import connect
@@ -25,22 +30,23 @@ def run_rank() -> None:
         device = torch.device(device_type, rank)
         torch.cuda.set_device(device)
     group = connect(rank=rank, world_size=num_ranks, device=device, store=port, timeout_s=TIMEOUT_S)
-    print(json.dumps(report_of_rank(device)), flush=True)
+    print(json.dumps(report_of_rank(device, sum_add_rms_norm)), flush=True)
     group.close()
 
 
-def report_of_rank(device: torch.device) -> dict[str, Any]:
-    """Try it over the default group. Collective."""
+def report_of_rank(device: torch.device, fused: FusedSum) -> dict[str, Any]:
+    """Try sums over the default group, alone and by the kernel `fused`. Collective."""
     warnings: list[str] = []
     handler = logging.Handler(logging.WARNING)
     handler.emit = lambda record: warnings.append(_reason(record))
     custom_all_reduce.logger.addHandler(handler)
     assert dist.group.WORLD is not None, "connected"
-    peers = CustomAllReduce.of(dist.group.WORLD, device, torch.bfloat16)
+    peers = CustomAllReduce.of(dist.group.WORLD, device, torch.bfloat16, fused)
     custom_all_reduce.logger.removeHandler(handler)
     return {
         "works": peers is not None,
         "multicast": peers is not None and peers.has_multicast,
+        "fuses": peers is not None and peers.buffers is not None,
         "reason": warnings[-1] if warnings else "",
     }
 

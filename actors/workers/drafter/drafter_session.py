@@ -19,10 +19,12 @@ import torch
 from torch import Tensor
 
 from ....cluster.errors import ConfigError
+from ....cluster.hardware.memory_plan import activation_bytes
 from ....cluster.pages.page_pool import pages_for
 from ....cluster.step.dummy_steps import dummy_step
 from ....cluster.step.scheduler_output import SchedulerOutput
 from ....drafter.compute.backend import Backend
+from ....drafter.dflash.config import DrafterConfig
 from ....drafter.dflash.model import DFlashDrafter
 from ....drafter.dflash.proposer import DFlashProposer
 from ....drafter.step.request_states import RequestStates
@@ -31,6 +33,9 @@ from ...targets.loading.memory_budget import gpu_budget_bytes, page_bytes
 from ...targets.loading.operator_factory import make_drafter_backend, make_step_operators
 from ...targets.loading.rank_loader import Checkpoints, copy_embeddings, pages_of, runs_on_device
 from ..shm.tensor_mailbox import Kinds
+
+
+_GRAPHS_BYTES = 2**28  # of a session's some 400 CUDA graphs beside the memory that they share; an estimate
 
 
 class DrafterSession(Protocol):
@@ -157,11 +162,11 @@ class CpuDrafterSession:
 
 
 def _check_pages_fit(plan: LoadPlan, num_pages: tuple[int, ...]) -> None:
-    """Raise ConfigError unless the drafter's GPU holds the target's number of pages."""
+    """Raise ConfigError unless the drafter's GPU holds the target's number of pages, and a session's steps."""
     if plan.device.type != "cuda":
         return
     needed = sum(count * size for count, size in zip(num_pages, page_bytes(plan, target=False), strict=True))
-    budget = gpu_budget_bytes(plan.device, plan.config.gpu_memory_utilization, step_bytes=0)
+    budget = gpu_budget_bytes(plan.device, plan.config.gpu_memory_utilization, _step_bytes(plan))
     if needed > budget:
         fitting = max(num_pages[0] * budget // needed, 0)
         raise ConfigError(
@@ -169,3 +174,16 @@ def _check_pages_fit(plan: LoadPlan, num_pages: tuple[int, ...]) -> None:
             "num_pages to at most that.",
             param="num_pages",
         )
+
+
+def _step_bytes(plan: LoadPlan) -> int:
+    """Return the estimated bytes of a session's largest passes, and of its graphs.
+
+    Graphs are captured as they are needed, while other sessions run, so nothing can be measured before.
+    """
+    drafter, rows = plan.drafter, plan.max_num_batched_tokens
+    assert isinstance(drafter, DrafterConfig), "only DFlash drafters can be split off"
+    drafted = min(plan.config.max_num_seqs * (1 + plan.num_speculative_tokens), rows)
+    sizes = {"hidden": drafter.hidden_size, "inter": drafter.intermediate_size}
+    sizes |= {"vocab": plan.target.vocab_size, "itemsize": plan.dtype.itemsize}
+    return _GRAPHS_BYTES + activation_bytes(rows, drafted, **sizes)

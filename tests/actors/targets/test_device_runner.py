@@ -329,6 +329,7 @@ def test_a_kind_of_pass_is_captured_for_every_step(seqs: int, count: int) -> Non
     kinds = StepKinds(seqs, 15, 2048)
     captured = kinds.all()
     assert len(captured) == len(set(captured)) == count
+    assert len(StepKinds(seqs, 15, 8192).all()) == {64: 294, 256: 406}[seqs], "an H100's rows"
     assert {kind.width for kind in captured if kind.drafts} == {2, 4, 6, 8, 12, 16}
     assert {kind.width for kind in captured if not kind.drafts} == {1, 4, 16}
     found = set[PassKind]()

@@ -36,7 +36,8 @@ def rounded(saved: Path, folder: Path) -> Path:
     tensors = load_file(saved / "model.safetensors")
     for name, tensor in tensors.items():
         if name.endswith("_proj.weight"):
-            tensors[name] = QuantisedWeight.of(tensor[None, None]).dequantised(tensor.dtype)
+            weight = QuantisedWeight.of(tensor[None, None])
+            tensors[name] = (weight.codes_PLRK[0, 0].float() * weight.scale_O[:, None]).to(tensor.dtype)
     save_file(tensors, folder / "model.safetensors")
     return folder
 

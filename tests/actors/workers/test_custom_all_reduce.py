@@ -65,6 +65,7 @@ def mapped(number, owner, size, dtype):
 
 def empty(size, *, dtype, device):
     if fault == "no memory" and rank == 1:
+        made.append(None)  # later numbers are those of the other ranks
         raise RuntimeError("peer access is not supported")
     made.append(mapped(len(made), rank, size, dtype))
     made[-1].view(torch.uint8).fill_(255)  # NaN
@@ -157,12 +158,12 @@ def run(dtype):
     return out
 
 memory.empty, memory.rendezvous, torch.ops.symm_mem = empty, rendezvous, Ops()
-CustomAllReduce.of = lambda *found: CustomAllReduce._tried(*found, None)
+CustomAllReduce.of = CustomAllReduce._tried
 results = []
 for fault, dtype in cases:
     messages, used = [], []
     found = {**run(getattr(torch, dtype)), "used": sorted(set(used)), "messages": list(messages)}
-    results.append(found | {"report": report_of_rank(torch.device("cpu"))})
+    results.append(found | {"report": report_of_rank(torch.device("cpu"), fused)})
 print(json.dumps(results), flush=True)
 dist.barrier()  # gloo may abort while it is torn down, most of all if a peer is gone
 os._exit(0)
@@ -251,7 +252,11 @@ def test_the_doctor_says_by_which_way_or_why_not(results: dict[tuple[str, str], 
     for case, operator in WORKING.items():
         way = {"multicast": "NVLink multicast", "one shot": "peer memory"}[operator]
         reports = [result["report"] for result in results[case]]
-        assert outcome(len(reports), reports).measured == f"{len(reports)} GPUs by {way}"
+        measured, expected = outcome(len(reports), reports).measured, f"{len(reports)} GPUs by {way}"
+        if case in UNFUSED:
+            assert measured.startswith(f"{expected}, not fused with norms (") and UNFUSED[case] in measured
+        else:
+            assert measured == expected
     for (fault, dtype), reason in FAILING.items():
         if dtype == "bfloat16" and (fault, dtype) in results:
             reports = [result["report"] for result in results[fault, dtype]]

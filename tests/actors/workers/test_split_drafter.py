@@ -15,14 +15,18 @@ import torch
 
 pytest.importorskip("triton")
 
+from manta.actors.targets.loading.load_plan import plan_load
+from manta.actors.targets.loading.memory_budget import page_bytes
 from manta.actors.targets.runners.cuda_graphs import LazyGraphs, PassKind, StepGraphs
 from manta.actors.workers.drafter import drafter_client as drafter_link
+from manta.actors.workers.drafter import drafter_session
+from manta.cluster.errors import ConfigError
 from manta.cluster.step.scheduler_output import Trim
 from manta.drafter.step.inputs.proposals import Proposals
-from support.checkpoints.tiny import make_tiny_drafter
+from support.checkpoints.tiny import TINY_VOCAB, make_tiny_drafter
 from support.engines.devices import watch_launches
 from support.engines.split_pair import Pair
-from support.engines.steps import GREEDY, Steps, open_runner
+from support.engines.steps import GREEDY, Steps, open_runner, settings
 
 
 @pytest.fixture(autouse=True)
@@ -167,3 +171,27 @@ def test_passes_of_a_session_are_captured_when_they_run_again(monkeypatch: pytes
             graphs.run(kind, lambda kind=kind: calls.append("draft" if kind.drafts else "take in"))
     captured = [["begin in one pool", name, "end", "replay"] for name in ("draft", "take in")]
     assert calls == ["draft", "take in", "stream", *captured[0], *captured[1], "replay", "replay"]
+
+
+def test_a_session_is_refused_if_pages_leave_no_memory_for_its_steps(
+    tiny_qwen3: Path, tiny_drafter: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its graphs are captured later; a block's logits are counted in a pass and in its graph."""
+    given, reserved = 10**9, list[int]()
+
+    def budget(device: torch.device, utilization: float, step_bytes: int) -> int:
+        reserved.append(step_bytes)
+        return given - step_bytes
+
+    monkeypatch.setattr(drafter_session, "gpu_budget_bytes", budget)
+    spec = {"model": str(tiny_drafter), "num_speculative_tokens": 3}
+    for seqs in (2, 4):
+        config = settings(tiny_qwen3, speculative_config=spec, max_num_seqs=seqs, max_num_batched_tokens=64)
+        plan = replace(plan_load(config), device=torch.device("cuda"))
+        (size,) = page_bytes(plan, target=False)
+        drafter_session._check_pages_fit(plan, (1,))
+        fits = (given - reserved[-1]) // size
+        drafter_session._check_pages_fit(plan, (fits,))
+        with pytest.raises(ConfigError, match=rf"only {fits} of them"):
+            drafter_session._check_pages_fit(plan, (fits + 1,))
+    assert reserved[-1] - reserved[0] == 2 * (2 * 4) * TINY_VOCAB * plan.dtype.itemsize

@@ -18,11 +18,14 @@ from manta.cluster.hardware.kernel_loops import (
 from manta.cluster.hardware.model_pair import ModelPair
 from manta.cluster.hardware.model_shape import ExpertShape, LayerShape, ModelShape
 from manta.cluster.hardware.parallel_layouts import ParallelLayout
-from manta.cluster.hardware.step_time import DeviceTime, StepTimes
+from manta.cluster.hardware.step_time import LAUNCH_S, DeviceTime, StepTimes
 
 EXPERTS = ExpertShape(count=128, chosen=4, inter=2880, num_held=128, weight_bytes=MXFP4_BYTES)
 LAYER = LayerShape(heads=64, kv_heads=8, head_dim=64, v_head_dim=64, experts=EXPERTS)
 GPT_OSS = ModelShape(layers=(LAYER,) * 36, hidden=2880, vocab=201088)
+DENSE = ModelShape.dense(
+    layers=36, hidden=4096, inter=12288, heads=32, kv_heads=8, head_dim=128, vocab=151936
+)
 
 
 def verify(target: ModelShape, gpu: str = "b200", rows: float = 1, context: float = 1024) -> DeviceTime:
@@ -66,12 +69,22 @@ def test_more_rows_of_an_expert_than_a_tile_read_its_weights_again() -> None:
 
 
 def test_keys_and_values_of_one_byte_move_half_the_bytes_and_take_more_instructions() -> None:
-    dense = ModelShape.dense(
-        layers=36, hidden=4096, inter=12288, heads=32, kv_heads=8, head_dim=128, vocab=151936
-    )
-    small = replace(dense, kv_itemsize=1)
-    assert small.kv_bytes * 2 == dense.kv_bytes
-    wide, narrow = (model.attention(8, 16, 8192) for model in (dense, small))
+    small = replace(DENSE, kv_itemsize=1)
+    assert small.kv_bytes * 2 == DENSE.kv_bytes
+    wide, narrow = (model.attention(8, 16, 8192) for model in (DENSE, small))
     assert narrow.num_bytes * 2 == wide.num_bytes and narrow.flop == wide.flop
     assert narrow.issued.sm_90 > wide.issued.sm_90
-    assert verify(small, "h200", 16, 65536).total_s < verify(dense, "h200", 16, 65536).total_s
+    assert verify(small, "h200", 16, 65536).total_s < verify(DENSE, "h200", 16, 65536).total_s
+
+
+def test_rows_beyond_our_products_take_more_launches_and_codes_are_dequantized() -> None:
+    """A gate and two norms more per layer; of codes from 129 rows on, with a launch for each product."""
+    wide = [verify(DENSE, rows=rows) for rows in (64, 65)]
+    assert wide[1].launches - wide[0].launches == pytest.approx(3 * 36 * LAUNCH_S)
+    packed = replace(DENSE, product_itemsize=INT4_BYTES)
+    one, two, none = (packed.linears(rows).issued.sm_100 for rows in (64, 128, 129))
+    assert (two, none) == (2 * one, 0.0)
+    few, many = (verify(packed, rows=rows) for rows in (128, 129))
+    assert many.launches - few.launches == pytest.approx((3 + 4) * 36 * LAUNCH_S)
+    written = packed.linear_params * (INT4_BYTES + 2)
+    assert many.bytes - few.bytes == pytest.approx(written / GPUS["b200"].device.bytes_per_s, rel=1e-3)

@@ -190,7 +190,7 @@ def test_a_step_on_one_gpu_takes_the_roofline_plus_its_launches(
     spent = times.round(batch, rows, 1024)
     wanted = floor.verify_s(batch, 1, 1024) if rows == 1 else floor.step(batch, rows, 1024).step_s
     assert spent.bytes + spent.arithmetic == pytest.approx(wanted, rel=1e-3)
-    assert (spent.link, spent.queue) == (0.0, 0.0) and 0.0 < spent.launches < 1e-3
+    assert (spent.link, spent.queue) == (0.0, 0.0) and 0.0 < spent.launches < 1.5e-3
 
 
 def test_ranks_share_the_bytes_and_pay_for_sums(qwen: ReadPair) -> None:

@@ -21,6 +21,7 @@ from manta.drafter.compute.gpu_triton.common.element_ops import gate
 from manta.drafter.compute.gpu_triton.linear.fp8_linear import QuantisedProjection, QuantisedWeight
 from manta.drafter.compute.gpu_triton.linear.gemm_choice import MeasuredChoice
 from manta.drafter.compute.gpu_triton.linear.gemm_tiles import ProductWorkspace, plan_product
+from manta.drafter.compute.gpu_triton.linear.packed_codes import MAX_OWN_ROWS
 from manta.drafter.compute.gpu_triton.linear.projections import (
     ChosenProjection,
     OwnProjection,
@@ -351,22 +352,35 @@ def test_all_ranks_choose_what_rank_0_has_measured(ranks: int, own_cache: None):
         assert "rank 0 could not measure" in error if rank else error == "out of memory"
 
 
+def dequantized(weight: QuantisedWeight, dtype: torch.dtype) -> Tensor:
+    return (weight.codes_PLRK.flatten(0, 2).float() * weight.scale_O[:, None]).to(dtype)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("rows", (5, 64, 70))
-def test_a_quantized_product_equals_the_dequantized_weights(rows: int, dtype: torch.dtype):
-    """Everything is fused in either product; PyTorch computes more rows than a tile."""
+@pytest.mark.parametrize("rows", (5, 64, 65, MAX_OWN_ROWS, MAX_OWN_ROWS + 1, 257))
+def test_a_quantized_product_equals_the_dequantized_weights(
+    rows: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+):
+    """Everything is fused in one tile of rows and in two; for more, a launch dequantizes for PyTorch."""
     plain = Product(rows, 200, 90, dtype, bias=True)
     plain.weight_OK[3] = 0
     weight = QuantisedWeight.of(plain.weight_OK[None, None])
-    plain.weight_OK, exact = weight.dequantised(dtype), plain.weight_OK
+    plain.weight_OK, exact = dequantized(weight, dtype), plain.weight_OK
     torch.testing.assert_close(plain.weight_OK, exact, rtol=2**-4, atol=1e-4)
     assert not torch.equal(plain.weight_OK, exact)
-    own = QuantisedProjection(weight, plain.bias_O, WORKSPACE)
+    own, launches = QuantisedProjection(weight, plain.bias_O, WORKSPACE), list[str]()
+
+    def count(kernel: str, _: object, launch: Callable[[], object]) -> object:
+        launches.append(kernel)
+        return launch()
+
+    watch_launches(monkeypatch, count)
     residual_NO, norm = tensor(rows, 90, dtype=dtype), RMSNorm(torch.rand(90).to(dtype) + 0.5, EPS)
     assert_near(own(plain.x_NK, residual_NO), plain.exact(plain.x_NK) + residual_NO)
     assert_near(own.gated(plain.x_NK, "silu"), gate(plain.exact(plain.x_NK), "silu"))
     sum_NO, left = own.added(plain.x_NK, residual_NO, norm)
     assert_near(as_tensor(left), norm(sum_NO))
+    assert launches.count("_multiply") == 3 * (rows <= MAX_OWN_ROWS) == 3 - launches.count("_dequantize")
 
 
 def test_codes_of_8_bits_are_exact_in_fp16_on_their_way_to_bf16():
@@ -379,8 +393,8 @@ def test_quantized_weights_in_blocks_equal_those_of_their_rows():
     blocks_PLRK = qkv_LOK[:, 50:].unflatten(1, (2, 20)).transpose(0, 1)
     weight = QuantisedWeight.of(blocks_PLRK)
     rows = [QuantisedWeight.of(row_K[None, None, None]) for row_K in blocks_PLRK.flatten(0, 2)]
-    dequantised_OK = torch.cat([row.dequantised(torch.float32) for row in rows])
-    assert torch.equal(weight.dequantised(torch.float32), dequantised_OK)
+    rows_OK = torch.cat([dequantized(row, torch.float32) for row in rows])
+    assert torch.equal(dequantized(weight, torch.float32), rows_OK)
     x_NK = tensor(7, 72, dtype=torch.float32)
-    expected = (x_NK.double() @ dequantised_OK.double().T).float()
+    expected = (x_NK.double() @ rows_OK.double().T).float()
     assert_near(QuantisedProjection(weight, None, WORKSPACE)(x_NK), expected)

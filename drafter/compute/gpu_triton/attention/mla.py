@@ -6,8 +6,9 @@
 
 Keys are one head that all query heads share. A tile takes as many query heads as registers hold accumulators
 of a latent's width; the others are separate items that read the same keys. A tile of keys is copied to shared
-memory once, for scores and values. K and V up-projections of the
-heads are PyTorch batched products. `mla_prefill.py` has the expanded form.
+memory once, asynchronously, for scores and values; keys in e4m3 are converted on the way, so their loads are
+not pipelined. K and V up-projections of the heads are PyTorch batched products. `mla_prefill.py` has the
+expanded form.
 
 Legend: N rows, J heads, E unrotated head dim, R rotated, F of values, C values of a latent, P pages, S page
 size; in the kernel G heads at once.

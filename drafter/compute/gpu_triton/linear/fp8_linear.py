@@ -1,7 +1,7 @@
 """Weights quantized to 8 bits at load: e4m3 times a power of two per row. Half of bf16's bytes are read.
 
-    QuantisedProjection   up to 64 rows: `skinny_gemm.py`, which widens codes in registers and scales its sums
-                          more: PyTorch's GEMM with the dequantized weight
+    QuantisedProjection   up to 128 rows: `skinny_gemm.py`, which widens codes in registers, scales its sums
+                          more: PyTorch's GEMM with the weight that `packed_codes.py` dequantizes
 
 A power of two costs no precision (e4m3 is floating point), and makes dequantized weights exact in bf16, so
 both paths compute with the same quantized model. Not a checkpoint format. Made by
@@ -16,9 +16,9 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
-from .gemm_tiles import ROW_TILES, ProductWorkspace
+from .gemm_tiles import ProductWorkspace
+from .packed_codes import MAX_OWN_ROWS, DequantizingLinear, PackedCodes
 from .projections import OwnProjection, SwitchedProjection, TorchProjection, Use
 
 CODES = torch.float8_e4m3fn
@@ -42,10 +42,10 @@ class QuantisedWeight:
         scale_PLR1 = torch.ldexp(torch.ones_like(mantissa_PLR1), exponent_PLR1)
         return cls((weight_PLRK / scale_PLR1).to(CODES).contiguous(), scale_PLR1.flatten())
 
-    def dequantised(self, dtype: torch.dtype) -> Tensor:
-        """Return the weight [O, K]."""
-        codes_OK = self.codes_PLRK.flatten(0, 2).to(dtype)
-        return codes_OK.mul_(self.scale_O[:, None])
+    def packed(self) -> PackedCodes:
+        """Return the same memory as codes [O, K] of which a row is one group."""
+        codes_OK = self.codes_PLRK.flatten(0, 2)
+        return PackedCodes("e4m3", codes_OK, self.scale_O[:, None], None, codes_OK.shape[1])
 
 
 class QuantisedProjection(SwitchedProjection):
@@ -63,21 +63,8 @@ class QuantisedProjection(SwitchedProjection):
     ) -> None:
         codes, scale_O = weight.codes_PLRK, weight.scale_O
         own = OwnProjection(codes, bias_O, workspace, scale_O=scale_O, one_tile=one_tile)
-        super().__init__(own, TorchProjection(_Dequantising(weight, bias_O)))
+        super().__init__(own, TorchProjection(DequantizingLinear(weight.packed(), bias_O)))
         self._one_tile = one_tile
 
     def _is_own(self, use: Use, num_rows: int) -> bool:
-        return self._one_tile or num_rows <= ROW_TILES[-1]
-
-
-class _Dequantising:
-    """A `backend.Projection` that dequantizes the weight to x's dtype on each call."""
-
-    __slots__ = ("_bias_O", "_weight")
-
-    def __init__(self, weight: QuantisedWeight, bias_O: Tensor | None) -> None:
-        self._weight, self._bias_O = weight, bias_O
-
-    def __call__(self, x_NK: Tensor, residual_NO: Tensor | None = None) -> Tensor:
-        y_NO = F.linear(x_NK, self._weight.dequantised(x_NK.dtype), self._bias_O)
-        return y_NO if residual_NO is None else y_NO.add_(residual_NO)
+        return self._one_tile or num_rows <= MAX_OWN_ROWS
