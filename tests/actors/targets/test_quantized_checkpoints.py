@@ -166,8 +166,11 @@ def test_a_plan_says_what_is_dequantized_and_what_is_not_used(saved: dict[str, P
     (said,) = describe_quantization(plan)
     assert "target's checkpoint is quantized (modelopt: NVFP4)" in said and "dequantized at load" in said
     of_activations, of_cache = plan.doubts
-    assert "14 scales of activations are not used" in of_activations
-    assert "2 scales of K and V are not used" in of_cache
+    assert "activations are not quantized here; 14 stored scales are not used" in of_activations
+    assert "K and V are quantized by kv_cache_dtype alone; 2 stored scales" in of_cache
+    dynamic, _ = publish(saved["qwen3"], tmp_path / "dynamic", "fp8_blocks")
+    (of_activations,) = plan_load(settings(dynamic, num_pages=80)).doubts
+    assert of_activations.endswith("activations are not quantized here.")
 
 
 def test_biases_of_zeros_that_config_json_does_not_declare_are_ignored(

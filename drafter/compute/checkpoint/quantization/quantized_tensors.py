@@ -128,14 +128,17 @@ class QuantizedTensors(TensorHeaders):
             )
 
     def notes(self) -> tuple[str, ...]:
-        """Return sentences about what the checkpoint holds and this engine does not use."""
+        """Return sentences about what the publisher's engine quantizes and this one does not."""
         activations, kv_cache = (sum(kind is each for kind in self._unused.values()) for each in _UNUSED)
-        found: list[str] = []
-        if activations:
-            found.append(f"{activations} scales of activations")
-        if kv_cache or self._quantization.quantizes_kv_cache:
-            found.append(f"{kv_cache} scales of K and V")
-        return tuple(f"{self.where}: {each} are not used, as these keep the model's dtype." for each in found)
+        declared, found = self._quantization, list[str]()
+        for count, is_declared, said in (
+            (activations, declared.quantizes_activations, "activations are not quantized here"),
+            (kv_cache, declared.quantizes_kv_cache, "K and V are quantized by kv_cache_dtype alone"),
+        ):
+            if count or is_declared:
+                unused = f"; {count} stored scales are not used" if count else ""
+                found.append(f"{self.where}: {said}{unused}.")
+        return tuple(found)
 
 
 class QuantizedFolder(QuantizedTensors):
