@@ -87,7 +87,7 @@ def load_runner(
     """Load one rank of the target, and the drafter if it is colocated, else `remote_drafts` makes its source.
 
     Uses CUDA's current device and the process's number of threads. Raises CheckpointError or ConfigError
-    before weights are read, except for a lack of memory.
+    before weights are read, except for a lack of memory, and scales that are no finite numbers.
     """
     return start_runner(plan_load(config), Checkpoints(), communicator, remote_drafts=remote_drafts)
 
