@@ -22,16 +22,11 @@ from support.checkpoints.eagle3_checkpoints import speculators, write
 from support.checkpoints.tiny import TINY_VOCAB, make_tiny_drafter, make_tiny_target
 from support.engines.steps import Steps, settings
 from support.engines.thread_ranks import PROMPTS, ThreadRanks, tokens_by_steps
-from support.oracles.quantized_checkpoints import FORMATS, publish
+from support.oracles.quantized_checkpoints import DEQUANTIZED, FORMATS, publish
 from support.oracles.sampling_cases import WHOLE
 
 pytestmark = pytest.mark.skipif(bf16_instructions() is None, reason="this CPU has no products of bf16")
 BF16 = {"dtype": "bfloat16", "num_pages": 80}
-# Inputs out of order, codes of other sizes, groups of another size than 2^n, or zeros that int8 cannot have.
-DEQUANTIZED = (
-    *("ct_act_order", "gptq_act_order", "gptq_3_bits", "gptq_2_bits", "fp8_blocks", "ct_fp8_blocks"),
-    *("ct_int8", "gptq_8_bits_v2"),
-)
 # One format of each kind of codes that a product decodes.
 DECODED = ("fp8_per_tensor", "ct_w8a16", "ct_w4a16", "gptq", "ct_w4a16_asymmetric", "modelopt_nvfp4")
 
