@@ -87,7 +87,7 @@ def test_published_codes_stay_packed_where_they_can_and_speculation_changes_no_t
     with caplog.at_level(logging.INFO), opened(target, drafter, "triton") as llm:
         assert tokens_of(llm, CASES, PARAMS) == expected
         assert llm.stats().num_drafts > 0
-    assert ("packed weights" in caplog.text) == (name not in DEQUANTIZED)
+    assert ("packed weights of the target" in caplog.text) == (name not in DEQUANTIZED)
 
 
 def test_quantization_without_gpu_kernels_is_refused(tiny_qwen3: Path, tiny_drafter: Path) -> None:
