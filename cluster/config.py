@@ -41,14 +41,14 @@ class SpeculativeConfig:
             with the layer for multi-token prediction of the target's checkpoint (Qwen3.5, Qwen3-Next,
             DeepSeek-V3, GLM-4.5, MiMo-V2); "suffix" and "ngram" copy what followed the same tokens earlier in
             the sequence, without a pass. "suffix" takes the longest match and verifies drafts by their
-            chance, on a CPU; "ngram" also runs on GPUs.
+            chance; on a GPU its steps do not run ahead, as those of "ngram" do.
         num_speculative_tokens: drafts per step. With "dflash" at most block size - 1, which is the default
             (SGLang counts one more); by default 5 with "eagle3", 3 with "mtp", 8 with "ngram" and 16 with
             "suffix".
         tree_width: most alternatives for a draft that are verified in one step, as branches of a tree
             (SGLang's speculative_eagle_topk); 1 verifies chains. With "dflash" and a colocated drafter, where
-            the host drives the steps. Requests with grammars, penalties or log probabilities, and targets
-            with recurrent states, keep chains.
+            the host drives the steps. Targets with recurrent states, and the compiled pass
+            with AMX, keep chains.
         tree_size: most drafts of a request's tree (SGLang's speculative_num_draft_tokens, less one), of which
             at most `num_speculative_tokens`, the default, are accepted.
         placement: "colocated" runs the drafter in the target's processes; "split" in an actor of its own,

@@ -1,6 +1,6 @@
 """`manta logs explain`: a request step by step, from a server's memory or from log files.
 
-Without an id: acceptance of a server's last requests by slice.
+Without an id: acceptance of a server's last requests by slice, and likely causes of low acceptance.
 
 A line of a log is about a request if one of its fields is one of the request's ids; the summary line at the
 end of a request links them. Lines that are not JSON are skipped; text before an object, such as Ray's
@@ -100,9 +100,10 @@ def _acceptance(url: str, api_key: str | None, files: Sequence[Path] | None) -> 
 
 
 def acceptance_lines(report: Json) -> Iterator[str]:
-    from .drafters.explain.explanation import summary_line, table_lines
+    from .drafters.explain.explanation import cause_lines, summary_line, table_lines
 
     yield f"replica {report['replica']}: {summary_line(report)}"
+    yield from cause_lines(report["causes"])
     yield from table_lines(report)
 
 

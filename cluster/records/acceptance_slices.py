@@ -14,7 +14,7 @@ relative acceptance of the other blocks. Slices of different dimensions overlap;
 A losing slice is *explained* by another one if its blocks in the other slice lose against its remaining ones,
 and those do not lose: prose loses because its German part does.
 
-Called for `/explain` and by `jobs/drafters/explain/`. `low_acceptance.py` names causes.
+Called for `/explain` and by `jobs/drafters/explain/`. `low_acceptance.py` names causes for both.
 """
 
 from __future__ import annotations

@@ -8,7 +8,9 @@ Two kinds of causes:
 
 Causes are ranked by the accepted drafts that they cost this traffic. A slice that another one explains is no
 cause. A cause is likely, not proven: slices that occur together (all German requests are sampled at
-temperature 1) cannot be separated, and are reported both. Called by `jobs/drafters/explain/`.
+temperature 1) cannot be separated, and are reported both.
+
+Called for `/explain` and by `jobs/drafters/explain/`.
 """
 
 from __future__ import annotations

@@ -310,12 +310,15 @@ class Backend(ABC):
         packed_experts: whether `experts` takes packed weights; else they are dequantized first.
         keeps_codes: whether `linear_of_codes` is there; else quantized matrices are dequantized first.
         weight_bytes: bytes of the weights that it has packed so far; None if it packs none.
+        num_codes, num_plain: matrices of `linear_of_either` so far, as codes and as numbers.
         expert_reads: int32 [1]: experts' weights read by passes so far, summed over layers, wrapping.
     """
 
     packed_experts = False
     keeps_codes = False
     weight_bytes: int | None = None
+    num_codes = 0
+    num_plain = 0
     expert_reads: Tensor | None = None
 
     @staticmethod
@@ -356,7 +359,9 @@ class Backend(ABC):
 
     def linear_of_either(self, weight_OH: Matrix, bias_O: Tensor | None = None) -> Projection:
         if isinstance(weight_OH, QuantizedMatrix):
+            self.num_codes += 1
             return self.linear_of_codes(weight_OH, bias_O)
+        self.num_plain += 1
         return self.linear(weight_OH, bias_O)
 
     def head(self, weight_VH: Tensor) -> Projection:

@@ -86,7 +86,7 @@ class QKVWeights:
         if self._qkv_LOH is None:
             qkv_OH = self._weights.joined(*(_name(layer, kind) for kind in "qkv"))
             return backend.linear_of_either(qkv_OH, bias_O)
-        return backend.linear(self._qkv_LOH[place], bias_O)
+        return backend.linear_of_either(self._qkv_LOH[place], bias_O)
 
     def keys_and_values(self, layers: Sequence[int], backend: Backend) -> Projection:
         """Return one projection to all keys of a group's layers, then the values: norms see one slice."""

@@ -4,7 +4,8 @@ The id is the response's or the client's own (X-Request-Id). The engine keeps th
 requests (`cluster/records/flight_recorder.py`); a gateway queries all of its replicas.
 
 GET /explain without an id: acceptance of those requests by slice (temperature, context, prefix cache, grammar
-and key), against the drafter's card. `manta drafter explain` also knows texts, and names causes.
+and key), against the drafter's card, and the likely causes of low acceptance that these slices show. `manta
+drafter explain` also knows texts, and tests the pair.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ from pathlib import Path
 from fastapi import APIRouter, Request, Response
 
 from ....cluster.errors import NotFoundError, brief
-from ....cluster.records.acceptance_slices import AcceptanceReport, report_acceptance
+from ....cluster.records.acceptance_slices import report_acceptance
+from ....cluster.records.low_acceptance import PairEvidence, likely_causes
 from ....cluster.records.request_timeline import RequestTimeline, SlotInterval, TimelineStep
 from ....cluster.request.caller import Caller
 from ....cluster.speculation.acceptance_length import survival_of_length
@@ -37,13 +39,13 @@ def explain_routes(engine: AsyncEngine, replica: str) -> APIRouter:
     async def explain(http: Request, id: str | None = None) -> Response:
         """Return the timeline of a request of this key; an admin key may query all requests.
 
-        Without an id: acceptance by slice of the recent requests.
+        Without an id: acceptance by slice of the recent requests, and likely causes of a low one.
         """
         caller = caller_of(http.scope)
         if id is None:
-            report = await asyncio.to_thread(_acceptance, engine, caller)
-            found = [] if report is None else [report.as_json()]
-            reports = [{"object": "acceptance", "replica": replica, **each} for each in found]
+            found = await asyncio.to_thread(_acceptance, engine, caller)
+            head = {"object": "acceptance", "replica": replica}
+            reports = [] if found is None else [{**head, **found}]
             return json_response({"object": "list", "data": reports})
         timelines = [timeline for timeline in engine.timelines(id) if caller.may_see(timeline.owner)]
         return timelines_response(id, [timeline_json(timeline, replica) for timeline in timelines])
@@ -51,12 +53,18 @@ def explain_routes(engine: AsyncEngine, replica: str) -> APIRouter:
     return router
 
 
-def _acceptance(engine: AsyncEngine, caller: Caller) -> AcceptanceReport | None:
-    """Return acceptance by slice of the requests that the caller may see; None without verified drafts."""
+def _acceptance(engine: AsyncEngine, caller: Caller) -> JsonObject | None:
+    """Return acceptance by slice of the requests that the caller may see, with likely causes of a low one.
+
+    None without verified drafts.
+    """
     spec, num_drafts = engine.config.speculative_config, engine.info.num_speculative_tokens
     lengths = [] if spec is None or spec.model is None else card_lengths(Path(spec.model))
     card = survival_of_length(min(max(lengths), num_drafts + 1), num_drafts) if lengths else None
-    return report_acceptance(engine.block_groups(caller.may_see), card)
+    report = report_acceptance(engine.block_groups(caller.may_see), card)
+    if report is None:
+        return None
+    return {"causes": [each.as_json() for each in likely_causes(report, PairEvidence())], **report.as_json()}
 
 
 def timelines_response(id: str, timelines: Sequence[JsonObject]) -> Response:

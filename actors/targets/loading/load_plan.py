@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -164,18 +163,6 @@ def refuse_quantizing_twice(config: EngineConfig, target: ModelSpec, drafter: Dr
                 "codes are used as they are where there are products for them. Leave it out.",
                 param=field,
             )
-
-
-def describe_quantization(plan: LoadPlan, *, keeps_codes: bool = False) -> Iterator[str]:
-    """Yield a sentence for each quantized model: its format, and the form in which weights are kept."""
-    for name, model in (("target", plan.target), ("drafter", plan.drafter)):
-        if model is None or model.quantization is None:
-            continue
-        is_packed = isinstance(model, ModelSpec) and model.has_packed_experts
-        kept = "its experts stay packed, other matrices are" if is_packed else "its matrices are"
-        if keeps_codes:
-            kept = "its matrices stay packed where there are products for their codes, others are"
-        yield f"the {name}'s checkpoint is quantized ({model.quantization}): {kept} dequantized at load"
 
 
 def read_drafter(config: EngineConfig, folder: Path, facts: TargetFacts) -> DrafterConfig | Eagle3Config:

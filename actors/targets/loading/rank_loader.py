@@ -35,7 +35,7 @@ from ..runners.colocated_drafter import ColocatedDrafter
 from ..runners.cpu_runner import CpuModelRunner, DraftSource
 from ..runners.runner_interface import Drafter, RemoteDrafter, Runner
 from .checkpoint_models import Checkpoints, ModelSource
-from .load_plan import LoadPlan, describe_quantization, plan_load, why_no_trees
+from .load_plan import LoadPlan, plan_load, why_no_trees
 from .memory_budget import (
     affordable_pages,
     affordable_states,
@@ -45,13 +45,13 @@ from .memory_budget import (
     state_bytes,
 )
 from .operator_factory import (
-    keeps_codes,
     make_backend,
     make_drafter_backend,
     make_grammars,
     make_step_operators,
 )
 from .warmup import check_invariance, measure_step_bytes, warm_up
+from .weight_report import WeightCounts, describe_weights
 
 __all__ = [
     "Checkpoints",
@@ -87,7 +87,7 @@ def load_runner(
     """Load one rank of the target, and the drafter if it is colocated, else `remote_drafts` makes its source.
 
     Uses CUDA's current device and the process's number of threads. Raises CheckpointError or ConfigError
-    before weights are read, except for a lack of memory.
+    before weights are read, except for a lack of memory, and scales that are no finite numbers.
     """
     return start_runner(plan_load(config), Checkpoints(), communicator, remote_drafts=remote_drafts)
 
@@ -116,10 +116,8 @@ def start_runner(
         logger.warning("%s", doubt)
     if plan.tree_width > 1 and no_trees is not None:
         logger.warning("tree_width=%d has no effect, drafts form chains: %s", plan.tree_width, no_trees)
-    for quantized in describe_quantization(plan, keeps_codes=keeps_codes(plan)):
-        logger.info("%s", quantized)
-    if (held := rank.packed_bytes()) is not None:
-        logger.info("packed weights take %s MiB", f"{held / 2**20:,.1f}")
+    for sentence in describe_weights(plan, rank.weight_counts):
+        logger.info("%s", sentence)
     if plan.config.quantization is not None:
         logger.warning(
             "The target is quantized (%s): outputs differ from those of the unquantized model.",
@@ -247,15 +245,17 @@ class _Rank:
         places = plan.pages.target
         self._model = Decoder(weights, plan.tap_ids, plan.max_model_len, communicator, backend, places)
         self.grammars = make_grammars(plan)
+        self.weight_counts = {"target": WeightCounts.of(backend)}
         self._drafter: Drafter | None = None
-        self.drafter_backend: Backend | None = None
         if plan.drafter is not None and not plan.split:
+            draft_backend = backend
             if isinstance(plan.drafter, MtpConfig):
-                self.drafter_backend = backend
                 self._drafter = self._mtp(plan.drafter, models, weights.final_norm())
             else:
-                self.drafter_backend = make_drafter_backend(plan, backend, communicator)
-                self._drafter = models.drafter(plan, self._model.shared_embeddings, self.drafter_backend)
+                draft_backend = make_drafter_backend(plan, backend, communicator)
+                self._drafter = models.drafter(plan, self._model.shared_embeddings, draft_backend)
+            before = self.weight_counts["target"] if draft_backend is backend else None
+            self.weight_counts["drafter"] = WeightCounts.of(draft_backend, before)
 
     def _mtp(self, config: MtpConfig, models: ModelSource, target_norm_H: torch.Tensor) -> MtpDrafter:
         """Load the target's own layer for multi-token prediction, sharded like its blocks."""
@@ -265,12 +265,6 @@ class _Rank:
         shared, length = self._model.shared_embeddings, plan.max_model_len
         args = (shared, length, ranks, self.backend, plan.pages.drafter)
         return MtpDrafter(config, weights, target_norm_H, *args)
-
-    def packed_bytes(self) -> int | None:
-        """Return the bytes of both models' packed weights; None where the backend packs none."""
-        backends = {id(each): each for each in (self.backend, self.drafter_backend) if each is not None}
-        found = [each.weight_bytes for each in backends.values() if each.weight_bytes is not None]
-        return sum(found) if found else None
 
     def affordable_cache(self) -> tuple[tuple[int, ...], int | None]:
         """Return the pages of each pool and the states that every rank can afford."""

@@ -160,7 +160,7 @@ def make_block(
     ):
         row_norm = RowNorm(parts.q_norm, parts.k_norm, eps, sharding, layer, communicator, backend)
     if parts.attention_gate_OH is not None:
-        gate = backend.linear(parts.attention_gate_OH)
+        gate = backend.linear_of_either(parts.attention_gate_OH)
     return _mixer_shape(weights, layer, parts, rope_of, backend), BlockWeights(
         attention_norm=RMSNorm(parts.attention_norm_H, eps),
         qkv=backend.linear_of_either(parts.qkv_OH, parts.qkv_bias_O),
@@ -206,7 +206,7 @@ def _latents(mixer: TargetAttention, tensors: LatentTensors | None, backend: Bac
     q_norm = None if tensors.q_norm_K is None else RMSNorm(tensors.q_norm_K, latent.eps)
     return MLALayer(
         q_norm=q_norm,
-        q_up=None if tensors.q_up_OK is None else backend.linear(tensors.q_up_OK),
+        q_up=None if tensors.q_up_OK is None else backend.linear_of_either(tensors.q_up_OK),
         kv_norm=RMSNorm(tensors.kv_norm_C, latent.eps),
         kv_up_JUC=tensors.kv_up_UC.unflatten(0, (-1, latent.nope_dim + latent.v_dim)),
         v_dim=latent.v_dim,

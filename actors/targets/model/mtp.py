@@ -137,7 +137,7 @@ class MtpDrafter:
         )
         combine_HT = weights.part("mtp_combine")
         self.dtype, self.device = combine_HT.dtype, combine_HT.device
-        self._combine = backend.linear(combine_HT)
+        self._combine = backend.linear_of_either(combine_HT)
         rope = config.model.attention(0).rope
         assert rope is not None, "the families with such layers rotate all of them"
         self._rope = RotaryEmbedding(rope, max_positions, self.dtype, self.device)

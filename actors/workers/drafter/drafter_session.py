@@ -11,6 +11,7 @@ Legend: N rows, R requests, K most drafts, W = K + 1, H hidden.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -32,7 +33,10 @@ from ...targets.loading.load_plan import LoadPlan
 from ...targets.loading.memory_budget import gpu_budget_bytes, page_bytes
 from ...targets.loading.operator_factory import make_drafter_backend, make_step_operators
 from ...targets.loading.rank_loader import Checkpoints, copy_embeddings, pages_of, runs_on_device
+from ...targets.loading.weight_report import WeightCounts, describe_weights
 from ..shm.tensor_mailbox import Kinds
+
+logger = logging.getLogger(__name__)
 
 
 _GRAPHS_BYTES = 2**28  # of a session's some 400 CUDA graphs beside the memory that they share; an estimate
@@ -74,6 +78,8 @@ class LoadedDrafter:
         self.plan = plan
         self._backend: Backend = make_drafter_backend(plan)
         self._drafter = Checkpoints().drafter(plan, copy_embeddings(plan, self._backend), self._backend)
+        for sentence in describe_weights(plan, {"drafter": WeightCounts.of(self._backend)}):
+            logger.info("%s", sentence)
 
     @property
     def device(self) -> torch.device:

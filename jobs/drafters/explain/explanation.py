@@ -52,16 +52,18 @@ def explanation_lines(explanation: Explanation) -> Iterator[str]:
     if explanation.note:
         yield from textwrap.wrap(explanation.note, _WIDTH)
     yield ""
-    yield from _cause_lines(explanation.causes)
+    if not explanation.causes:
+        yield "No slice of this traffic loses, and no fault of the pair was found."
+    yield from cause_lines([each.as_json() for each in explanation.causes])
     yield from table_lines(traffic)
 
 
-def _cause_lines(causes: Sequence[LikelyCause]) -> Iterator[str]:
-    if not causes:
-        yield "No slice of this traffic loses, and no fault of the pair was found."
+def cause_lines(causes: Sequence[Json]) -> Iterator[str]:
+    """Yield lines about causes of `LikelyCause.as_json`, in the given order."""
     for number, each in enumerate(causes, start=1):
-        yield f"{number}. {each.cause}: {each.lost_share:.0%} of the lost tokens"
-        for text in (f"{each.evidence[0].upper()}{each.evidence[1:]}.", each.remedy):
+        yield f"{number}. {each['cause']}: {each['lost_share']:.0%} of the lost tokens"
+        evidence = each["evidence"]
+        for text in (f"{evidence[0].upper()}{evidence[1:]}.", each["remedy"]):
             yield from textwrap.wrap(text, _WIDTH, initial_indent="   ", subsequent_indent="   ")
 
 

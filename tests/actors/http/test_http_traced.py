@@ -24,6 +24,7 @@ from manta.actors.system.log_setup import JsonFormatter, current_request_id
 from manta.actors.tokenization.prompts import EncodedPrompt
 from manta.cluster.config import EngineConfig
 from manta.cluster.errors import ConfigError
+from manta.cluster.records.acceptance_slices import BlockGroup
 from manta.cluster.request.request import SamplingParams
 from manta.cluster.step.scheduler_output import SchedulerOutput, StepResult
 from manta.jobs.cli import app
@@ -347,7 +348,9 @@ def test_a_request_is_explained_by_either_of_its_ids(server: LiveServer, http: h
     assert http.get("/explain", params={"id": "lived-1"}).status_code == 401
 
 
-def test_a_server_reports_acceptance_by_slice_of_its_requests(server: LiveServer, http: httpx.Client) -> None:
+def test_a_server_reports_acceptance_by_slice_of_its_requests(
+    server: LiveServer, http: httpx.Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
     headers = {"Authorization": "Bearer root"}
     for temperature in (0, 0.5):
         for prompt in ("a", "b", "c"):
@@ -369,6 +372,16 @@ def test_a_server_reports_acceptance_by_slice_of_its_requests(server: LiveServer
     assert json.loads(explained("--json", url=server.url).output)["slices"]
     assert http.get("/explain").status_code == 401
     assert explained("-f", "x.err").exit_code == 2, "log files have no slices"
+    groups = [
+        BlockGroup(f"{value}-{i}", {"temperature": value}, {(7, accepted + i % 2): 25})
+        for value, accepted in (("0", 5), ("1", 1))
+        for i in range(4)
+    ]
+    monkeypatch.setattr(server.engine, "block_groups", lambda is_visible: groups)
+    (report,) = http.get("/explain", headers=headers).json()["data"]
+    (cause,) = report["causes"]
+    assert cause["cause"] == "temperature" and cause["evidence"].startswith("temperature 1: ")
+    assert "\n1. temperature: 100% of the lost tokens\n" in explained(url=server.url).output
 
 
 def test_log_files_explain_a_request_from_their_lines(tmp_path: Path) -> None:

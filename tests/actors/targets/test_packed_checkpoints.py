@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 
 import numpy as np
@@ -9,6 +10,7 @@ import pytest
 import torch
 from manta.actors.targets.loading.load_plan import plan_load
 from manta.actors.targets.loading.rank_loader import Checkpoints, load_runner
+from manta.actors.targets.loading.weight_report import WeightCounts
 from manta.actors.targets.model.mlp_weights import DenseTensors
 from manta.actors.targets.model.tensor_parallel import Sharding
 from manta.cluster.errors import ConfigError
@@ -22,16 +24,11 @@ from support.checkpoints.eagle3_checkpoints import speculators, write
 from support.checkpoints.tiny import TINY_VOCAB, make_tiny_drafter, make_tiny_target
 from support.engines.steps import Steps, settings
 from support.engines.thread_ranks import PROMPTS, ThreadRanks, tokens_by_steps
-from support.oracles.quantized_checkpoints import FORMATS, publish
+from support.oracles.quantized_checkpoints import DEQUANTIZED, FORMATS, publish
 from support.oracles.sampling_cases import WHOLE
 
 pytestmark = pytest.mark.skipif(bf16_instructions() is None, reason="this CPU has no products of bf16")
 BF16 = {"dtype": "bfloat16", "num_pages": 80}
-# Inputs out of order, codes of other sizes, groups of another size than 2^n, or zeros that int8 cannot have.
-DEQUANTIZED = (
-    *("ct_act_order", "gptq_act_order", "gptq_3_bits", "gptq_2_bits", "fp8_blocks", "ct_fp8_blocks"),
-    *("ct_int8", "gptq_8_bits_v2"),
-)
 # One format of each kind of codes that a product decodes.
 DECODED = ("fp8_per_tensor", "ct_w8a16", "ct_w4a16", "gptq", "ct_w4a16_asymmetric", "modelopt_nvfp4")
 
@@ -108,6 +105,26 @@ def test_a_drafter_keeps_its_codes_and_drafts_by_their_numbers(
         load(folder, facts, None, torch.bfloat16, "cpu", backend)  # type: ignore[arg-type]
         held.append(backend.weight_bytes or 0)
     assert 0 < held[0] < 0.6 * held[1]
+
+
+def test_a_load_reports_what_stays_packed_of_each_model(
+    saved: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    target, _ = publish(saved, tmp_path / "target", "ct_w4a16")
+    plain = make_tiny_drafter(tmp_path / "saved", head_dim=32)
+    drafter, _ = publish(plain, tmp_path / "drafter", "gptq_act_order")
+    spec = {"model": str(drafter), "num_speculative_tokens": 3, "adaptive": False}
+    with caplog.at_level(logging.INFO):
+        load_runner(settings(target, **BF16, speculative_config=spec))
+    assert "INT4 in groups of 32): 16 of its 16 dense matrices stay packed, others are" in caplog.text
+    assert "in groups of 32, act-order): its matrices are dequantized at load" in caplog.text
+    assert all(f"packed weights of the {name} take" in caplog.text for name in ("target", "drafter"))
+    facts, alone, shared = TargetFacts(64, 4, TINY_VOCAB, 64), FusedCpuBackend(1), FusedCpuBackend(1)
+    load_drafter(drafter, facts, None, torch.bfloat16, "cpu", alone)  # type: ignore[arg-type]
+    load_drafter(plain, facts, None, torch.bfloat16, "cpu", shared)  # type: ignore[arg-type]
+    before = WeightCounts.of(shared)
+    load_drafter(drafter, facts, None, torch.bfloat16, "cpu", shared)  # type: ignore[arg-type]
+    assert WeightCounts.of(shared, before) == WeightCounts.of(alone) and before.packed_bytes > 0
 
 
 @pytest.mark.parametrize("name", ["ct_w4a16", "awq"])

@@ -13,8 +13,9 @@ import pytest
 import torch
 from manta import LLM, SamplingParams
 from manta.actors.targets.families import read_model
-from manta.actors.targets.loading.load_plan import describe_quantization, plan_load
+from manta.actors.targets.loading.load_plan import plan_load
 from manta.actors.targets.loading.rank_loader import load_runner
+from manta.actors.targets.loading.weight_report import WeightCounts, describe_weights
 from manta.actors.targets.model.tensor_parallel import Sharding
 from manta.actors.targets.model.weights import TargetWeights
 from manta.cluster.errors import CheckpointError
@@ -163,11 +164,14 @@ def test_two_processes_over_gloo_give_the_tokens_of_one(saved: dict[str, Path], 
 def test_a_plan_says_what_is_dequantized_and_what_is_not_used(saved: dict[str, Path], tmp_path: Path) -> None:
     quantized, _ = publish(saved["qwen3"], tmp_path, "modelopt_nvfp4")
     plan = plan_load(settings(quantized, num_pages=80))
-    (said,) = describe_quantization(plan)
+    (said,) = describe_weights(plan, {"target": WeightCounts()})
     assert "target's checkpoint is quantized (modelopt: NVFP4)" in said and "dequantized at load" in said
     of_activations, of_cache = plan.doubts
-    assert "14 scales of activations are not used" in of_activations
-    assert "2 scales of K and V are not used" in of_cache
+    assert "activations are not quantized here; 14 stored scales are not used" in of_activations
+    assert "K and V are quantized by kv_cache_dtype alone; 2 stored scales" in of_cache
+    dynamic, _ = publish(saved["qwen3"], tmp_path / "dynamic", "fp8_blocks")
+    (of_activations,) = plan_load(settings(dynamic, num_pages=80)).doubts
+    assert of_activations.endswith("activations are not quantized here.")
 
 
 def test_biases_of_zeros_that_config_json_does_not_declare_are_ignored(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import numpy as np
@@ -102,6 +103,40 @@ def test_truncated_scales_and_codes_are_refused_by_name(name: str, tmp_path: Pat
         tensors = reopened(name, tmp_path, {**stored, part: tensor[:-1].clone()})
         with pytest.raises(CheckpointError, match=rf"{part} has shape .*ask for"):
             tensors.check(NAME, (ROWS, COLUMNS))
+
+
+SCALES = re.compile(r".+\.(?:weight_(?:global_)?scale\w*|scales)")
+
+
+@pytest.mark.parametrize("name", [*KINDS, "ct_w8a16", "fp8_per_tensor", "ct_nvfp4"])
+def test_scales_that_are_no_finite_numbers_are_refused_by_name(name: str, tmp_path: Path) -> None:
+    has_codes = open_one(name, tmp_path)[0].codes(NAME) is not None
+    stored = stored_in(tmp_path)
+    scales = [part for part in stored if SCALES.fullmatch(part)]
+    assert scales
+    for part in scales:
+        tensors = reopened(name, tmp_path, {**stored, part: stored[part].float().int()})
+        with pytest.raises(CheckpointError, match=rf"{part} is stored as I32; it must be"):
+            tensors.check(NAME, (ROWS, COLUMNS))
+        is_byte = stored[part].itemsize == 1
+        for value in [0xFF] if is_byte else [float("nan"), float("inf")]:  # a NaN of E8M0 and of E4M3
+            wrong = stored[part].clone()
+            (wrong.view(torch.uint8) if is_byte else wrong).view(-1)[-1] = value
+            tensors = reopened(name, tmp_path, {**stored, part: wrong})
+            for read in [tensors.get, tensors.codes] if has_codes else [tensors.get]:
+                with pytest.raises(CheckpointError, match=rf"{part} holds scales that are no finite numbers"):
+                    read(NAME)
+
+
+def test_scales_of_experts_that_stay_packed_are_finite(tmp_path: Path) -> None:
+    name, quantization = "model.layers.0.mlp.experts.down_proj_scales", {"quant_method": "mxfp4"}
+    save_file({name: torch.tensor([[3, 255]], dtype=torch.uint8)}, tmp_path / "m.safetensors")
+    declared = read_quantization({"quantization_config": quantization}, tmp_path, param="model")
+    assert declared is not None
+    tensors = QuantizedFolder(tmp_path, declared, torch.bfloat16)
+    assert tensors.slice(name, slice(0, 1), 1).tolist() == [[3]]
+    with pytest.raises(CheckpointError, match=rf"{name} holds scales that are no finite numbers"):
+        tensors.get(name)
 
 
 @pytest.mark.parametrize("name", KINDS)

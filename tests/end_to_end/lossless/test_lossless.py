@@ -47,9 +47,10 @@ SELECTOR = "qwen3 in bf16 by a selector"  # likewise: no convolutions, so the co
 DSPARK = ("qwen3 by DSpark", "qwen3 in bf16 by DSpark")  # likewise: its anchors predict, too
 EAGLE3 = ("qwen3 by EAGLE-3", "qwen3 in bf16 by EAGLE-3")  # likewise
 MTP = ("qwen3_5 by MTP", "deepseek_v3 by MTP")  # likewise
+PACKED_MTP = "qwen3_5 by MTP in bf16 with int8 weights"  # likewise, by packed products between loops
 WINDOW = "qwen3 with a draft window"  # likewise
 NGRAM = "qwen3 by n-grams"  # likewise
-SUFFIX = "qwen3 by suffixes"  # likewise
+SUFFIX = ("qwen3 by suffixes", "qwen3 in bf16 by suffixes")  # likewise
 MIXED = tuple(f"{pair} mixed with suffixes" for pair in ("qwen3", "qwen3 in bf16", MTP[0]))  # likewise
 QUANTIZED = ("qwen3 in bf16 with int8 weights", "qwen3 in bf16 with int4 weights")  # likewise
 # Likewise, both models in a format: by the compiled pass, which keeps codes, and by PyTorch's operators.
@@ -136,9 +137,10 @@ def mtp_and_window_cells(*, whole: bool = WHOLE) -> Iterator[tuple[str, str, int
     short = {
         (MTP[0], "planned ahead, forced preemption", 3),
         (MTP[1], "forced preemption with prefix cache", 3),
+        (PACKED_MTP, "chunks of 16 rows", 3),
         (WINDOW, "planned ahead, forced preemption", 15),
     }
-    for pair in (*MTP, WINDOW):
+    for pair in (*MTP, PACKED_MTP, WINDOW):
         for engine in ENGINES:
             for drafts in DRAFTS:
                 if whole or (pair, engine, drafts) in short:
@@ -156,13 +158,14 @@ def ngram_cells(*, whole: bool = WHOLE) -> Iterator[tuple[str, str, int]]:
 def suffix_cells(*, whole: bool = WHOLE) -> Iterator[tuple[str, str, int]]:
     """(pair, engine, drafts)."""
     short = {
-        (SUFFIX, "forced preemption with prefix cache", 15),
+        (SUFFIX[0], "forced preemption with prefix cache", 15),
+        (SUFFIX[1], "planned ahead, forced preemption", 3),
         (MIXED[0], "planned ahead, forced preemption", 15),
         (MIXED[0], "forced preemption with prefix cache", 3),
         (MIXED[1], "as shipped", 15),
         (MIXED[2], "forced preemption with prefix cache", 3),
     }
-    for pair in (SUFFIX, *MIXED):
+    for pair in (*SUFFIX, *MIXED):
         for engine in ENGINES:
             for drafts in DRAFTS:
                 if whole or (pair, engine, drafts) in short:
@@ -279,10 +282,13 @@ def make_pair(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Pair]
             return replace(make(family), draft_window=20, few_pages=FEW_PAGES["two groups"])
         if name in MTP:
             return replace(make(family), method="mtp")
+        if name == PACKED_MTP:
+            how = {"dtype": "bfloat16", "quantization": "int8", "num_threads": 1}
+            return replace(make(MTP[0]), how=how)
         if name == NGRAM:
             return replace(make(family), method="ngram")
-        if name == SUFFIX:
-            return replace(make(family), method="suffix")
+        if name in SUFFIX:
+            return replace(make(name.removesuffix(" by suffixes")), method="suffix")
         if name in FP8_KV:
             pair = make(family)
             return replace(pair, how={**pair.how, "kv_cache_dtype": "fp8"})

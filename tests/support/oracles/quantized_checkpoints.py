@@ -371,6 +371,12 @@ FORMATS: dict[str, Format] = {
 }
 # One format of each kind of codes.
 KINDS = ("fp8_blocks", "ct_int8", "ct_w4a16", "gptq_act_order", "awq", "mxfp4", "modelopt_nvfp4")
+# Formats whose codes no product takes: inputs out of order, codes of other sizes, groups of another size than
+# 2^n, or zeros that int8 cannot have.
+DEQUANTIZED = (
+    *("ct_act_order", "gptq_act_order", "gptq_3_bits", "gptq_2_bits", "fp8_blocks", "ct_fp8_blocks"),
+    *("ct_int8", "gptq_8_bits_v2"),
+)
 
 
 def is_linear(name: str, tensor: torch.Tensor) -> bool:

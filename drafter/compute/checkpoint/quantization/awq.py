@@ -33,6 +33,7 @@ from .scheme import (
     describe_scales,
     int4_matrix,
     packed_bytes,
+    read_scales,
     require_multiple,
     rows_of_groups,
 )
@@ -85,7 +86,8 @@ class Awq(WordScheme):
         codes_IO = in_order(files.part(f"{module}.qweight", columns, words)).narrow(1, first, num_rows)
         zeros_GO = in_order(files.part(f"{module}.qzeros", groups, words)).narrow(1, first, num_rows)
         values_IO = codes_IO.float() - zeros_GO.float()[places]
-        return values_IO.mul_(files.part(f"{module}.scales", groups, rows).float()[places]).T.contiguous()
+        scales_GO = read_scales(files, f"{module}.scales", groups, rows).float()
+        return values_IO.mul_(scales_GO[places]).T.contiguous()
 
     def read_codes(
         self, files: TensorFolder, module: str, rows: slice, columns: slice
@@ -98,7 +100,7 @@ class Awq(WordScheme):
         codes_OI, zeros_OG = (
             each.narrow(1, first, rows.stop - rows.start).T.contiguous() for each in (codes_IO, zeros_GO)
         )
-        return int4_matrix(codes_OI, files.part(f"{module}.scales", groups, rows).T, zeros_OG)
+        return int4_matrix(codes_OI, read_scales(files, f"{module}.scales", groups, rows).T, zeros_OG)
 
 
 def in_order(words: Tensor) -> Tensor:

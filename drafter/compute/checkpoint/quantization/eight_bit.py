@@ -36,6 +36,7 @@ from .scheme import (
     enclosing,
     expand,
     packed_bytes,
+    read_scales,
 )
 
 Granularity = Literal["tensor", "channel", "block", "tensor or channel"]
@@ -127,20 +128,20 @@ class EightBit(Scheme):
     def _of_rows(self, files: TensorFolder, name: str, rows: slice, groups: slice) -> Tensor:
         """Return scales or zero points of every row, [rows, groups], as they are stored."""
         if self.block is None:
-            stored = files.get(name).reshape(-1, 1)
+            stored = read_scales(files, name).reshape(-1, 1)
             return stored.expand(rows.stop - rows.start, 1).contiguous() if len(stored) == 1 else stored[rows]
         row_range, _ = enclosing(rows, self.block[0])
-        return expand(files.part(name, row_range, groups), rows, self.block[0], 0).contiguous()
+        return expand(read_scales(files, name, row_range, groups), rows, self.block[0], 0).contiguous()
 
     def _expanded(self, files: TensorFolder, name: str, rows: slice, columns: slice) -> Tensor:
         """Return scales or zero points in a shape that broadcasts to [rows, columns]."""
         if self.block is None:
-            scales = files.get(name).float().reshape(-1, 1)
+            scales = read_scales(files, name).float().reshape(-1, 1)
             return scales if len(scales) == 1 else scales[rows]
         (row_range, _), (column_range, _) = (
             enclosing(part, step) for part, step in zip((rows, columns), self.block, strict=True)
         )
-        scales = files.part(name, row_range, column_range).float()
+        scales = read_scales(files, name, row_range, column_range).float()
         return expand(expand(scales, rows, self.block[0], 0), columns, self.block[1], 1)
 
 

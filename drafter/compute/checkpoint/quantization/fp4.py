@@ -23,9 +23,19 @@ from torch import Tensor
 from ..packed_4bit import GRID
 from ..quantized_matrix import QuantizedMatrix
 from ..safetensors_reader import TensorFolder, TensorHeaders
-from .scheme import Scheme, StoredForm, aligned_groups, enclosing, expand, packed_bytes, require_multiple
+from .scheme import (
+    Scheme,
+    StoredForm,
+    aligned_groups,
+    enclosing,
+    expand,
+    packed_bytes,
+    read_scales,
+    require_finite,
+    require_multiple,
+)
 
-_BIAS, _NAN = 127, 255  # of an MXFP4 scale's exponent; its NaN
+_BIAS = 127  # of an MXFP4 scale's exponent
 _OF_MATRIX = ((), (1,))
 
 
@@ -64,7 +74,7 @@ class _Fp4(Scheme):
     def read(self, files: TensorFolder, module: str, rows: slice, columns: slice) -> Tensor:
         values = torch.tensor(GRID)[self._codes(files, module, rows, columns).int()]
         groups, _ = enclosing(columns, self.GROUP)
-        scales = self._scales(files, module, files.part(f"{module}.weight_scale", rows, groups))
+        scales = self._scales(files, module, read_scales(files, f"{module}.weight_scale", rows, groups))
         return values.mul_(expand(scales, columns, self.GROUP, 1))
 
     def read_codes(
@@ -72,7 +82,7 @@ class _Fp4(Scheme):
     ) -> QuantizedMatrix | None:
         if (groups := aligned_groups(columns, self.GROUP)) is None:
             return None
-        stored = files.part(f"{module}.weight_scale", rows, groups)
+        stored = read_scales(files, f"{module}.weight_scale", rows, groups)
         scales_OG = self._packed_scales(files, module, stored)
         if scales_OG is None:
             return None
@@ -107,8 +117,7 @@ class Mxfp4Linear(_Fp4):
 
     def _packed_scales(self, files: TensorFolder, module: str, stored: Tensor) -> Tensor | None:
         exponents = stored.view(torch.uint8).contiguous()
-        is_usual = (exponents > 0) & (exponents < _NAN)
-        return exponents if bool(is_usual.all()) else None
+        return exponents if bool((exponents > 0).all()) else None
 
     def _scales(self, files: TensorFolder, module: str, stored: Tensor) -> Tensor:
         exponents = stored.view(torch.uint8).int() - _BIAS
@@ -137,7 +146,7 @@ class ModelOptNvfp4(_Nvfp4):
     MATRIX_SCALE: ClassVar[str] = "weight_scale_2"
 
     def _scales(self, files: TensorFolder, module: str, stored: Tensor) -> Tensor:
-        return stored.float() * files.get(f"{module}.{self.MATRIX_SCALE}").reshape(())
+        return stored.float() * read_scales(files, f"{module}.{self.MATRIX_SCALE}").reshape(())
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,4 +155,5 @@ class CompressedNvfp4(_Nvfp4):
     MATRIX_SCALE: ClassVar[str] = "weight_global_scale"
 
     def _scales(self, files: TensorFolder, module: str, stored: Tensor) -> Tensor:
-        return stored.float() / files.get(f"{module}.{self.MATRIX_SCALE}").reshape(())
+        name = f"{module}.{self.MATRIX_SCALE}"
+        return require_finite(stored.float() / read_scales(files, name).reshape(()), files, name)

@@ -37,6 +37,7 @@ from .scheme import (
     describe_scales,
     int4_matrix,
     packed_bytes,
+    read_scales,
     rows_of_groups,
 )
 
@@ -94,7 +95,7 @@ class Gptq(WordScheme):
         places, groups = self._groups(files, module, columns)
         zeros_GO = self._zeros(files, module, rows, groups)
         values_OI -= zeros_GO.T[:, places].float()
-        return values_OI.mul_(files.part(f"{module}.scales", groups, rows).T.float()[:, places])
+        return values_OI.mul_(read_scales(files, f"{module}.scales", groups, rows).T.float()[:, places])
 
     def read_codes(
         self, files: TensorFolder, module: str, rows: slice, columns: slice
@@ -106,7 +107,7 @@ class Gptq(WordScheme):
         codes_OI = unpack(files.part(f"{module}.qweight", words, rows).T, self.bits)
         codes_OI = codes_OI.narrow(1, first, columns.stop - columns.start)
         zeros_OG = self._zeros(files, module, rows, groups).T
-        scales_OG = files.part(f"{module}.scales", groups, rows).T
+        scales_OG = read_scales(files, f"{module}.scales", groups, rows).T
         if self.bits == 4:
             return int4_matrix(codes_OI, scales_OG, zeros_OG)
         signed_OI = as_int8(codes_OI, zeros_OG)

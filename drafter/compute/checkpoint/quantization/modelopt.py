@@ -26,6 +26,7 @@ _SCHEMES: Mapping[str, Scheme] = {
 }
 _MIXED = "MIXED_PRECISION"
 _NOT_QUANTIZED = ("UNQUANTIZED", "NONE")
+_WITHOUT_ACTIVATIONS = (*_NOT_QUANTIZED, "W4A16_NVFP4")
 
 
 class ModelOptConfig(HfConfig):
@@ -62,7 +63,7 @@ def read_modelopt(raw: Json, file: str, at: str = KEY) -> CheckpointQuantization
         file=file,
         ignored=shell_patterns(config.exclude_modules, file, f"{at}.exclude_modules"),
         targets=tuple(targets),
-        quantizes_activations=True,
+        quantizes_activations=config.quant_algo not in _WITHOUT_ACTIVATIONS,
         quantizes_kv_cache=bool(config.kv_cache_quant_algo),
     )
 

@@ -32,6 +32,7 @@ from .scheme import (
     describe_scales,
     int4_matrix,
     packed_bytes,
+    read_scales,
     require_multiple,
     rows_of_groups,
 )
@@ -103,12 +104,11 @@ class PackedIntegers(WordScheme):
         codes = unpack(files.part(f"{module}.weight_packed", rows, words), self.bits)
         values = codes.narrow(1, first, columns.stop - columns.start).float()
         if self.per_tensor:
-            return (values - 2 ** (self.bits - 1)).mul_(
-                files.get(f"{module}.weight_scale").float().reshape(())
-            )
+            scale = read_scales(files, f"{module}.weight_scale").float().reshape(())
+            return (values - 2 ** (self.bits - 1)).mul_(scale)
         places, groups = self._groups(files, module, columns)
         values -= self._zeros(files, module, rows, groups)[:, places]
-        return values.mul_(files.part(f"{module}.weight_scale", rows, groups).float()[:, places])
+        return values.mul_(read_scales(files, f"{module}.weight_scale", rows, groups).float()[:, places])
 
     def read_codes(
         self, files: TensorFolder, module: str, rows: slice, columns: slice
@@ -122,9 +122,9 @@ class PackedIntegers(WordScheme):
         codes_OI = codes_OI.narrow(1, first, columns.stop - columns.start)
         name, num_rows = f"{module}.weight_scale", rows.stop - rows.start
         if self.per_tensor:
-            scales_OG = files.get(name).reshape(1, 1).expand(num_rows, 1)
+            scales_OG = read_scales(files, name).reshape(1, 1).expand(num_rows, 1)
         else:
-            scales_OG = files.part(name, rows, groups)
+            scales_OG = read_scales(files, name, rows, groups)
         zeros_OG = self._zeros(files, module, rows, groups).expand(num_rows, -1).to(torch.uint8)
         if self.bits == 4:
             return int4_matrix(codes_OI, scales_OG, zeros_OG)

@@ -20,7 +20,7 @@ from .....cluster.errors import CheckpointError
 from ..quantized_matrix import QuantizedMatrix
 from ..safetensors_reader import FLOATS, TensorFolder, TensorHeaders
 from .checkpoint_quantization import KEY, CheckpointQuantization
-from .scheme import Scheme, check_parts
+from .scheme import Scheme, check_parts, require_finite
 
 _WEIGHT = "weight"
 _CODES = ("weight", "weight_packed", "qweight")  # last components of names of codes
@@ -30,6 +30,7 @@ _OF_ACTIVATIONS = re.compile(
 )
 _OF_KV_CACHE = re.compile(r".+\.(?:[qkv]|kv|prob)_(?:scale|zero_point)")
 _UNUSED = (_OF_ACTIVATIONS, _OF_KV_CACHE)
+_OF_EXPERTS = ("_scale", "_scales")  # ends of the names of scales that are read as they are stored
 _MAX_VALUES = 2**24  # of a part that is dequantized at once; bounds the memory of intermediates
 
 
@@ -128,14 +129,17 @@ class QuantizedTensors(TensorHeaders):
             )
 
     def notes(self) -> tuple[str, ...]:
-        """Return sentences about what the checkpoint holds and this engine does not use."""
+        """Return sentences about what the publisher's engine quantizes and this one does not."""
         activations, kv_cache = (sum(kind is each for kind in self._unused.values()) for each in _UNUSED)
-        found: list[str] = []
-        if activations:
-            found.append(f"{activations} scales of activations")
-        if kv_cache or self._quantization.quantizes_kv_cache:
-            found.append(f"{kv_cache} scales of K and V")
-        return tuple(f"{self.where}: {each} are not used, as these keep the model's dtype." for each in found)
+        declared, found = self._quantization, list[str]()
+        for count, is_declared, said in (
+            (activations, declared.quantizes_activations, "activations are not quantized here"),
+            (kv_cache, declared.quantizes_kv_cache, "K and V are quantized by kv_cache_dtype alone"),
+        ):
+            if count or is_declared:
+                unused = f"; {count} stored scales are not used" if count else ""
+                found.append(f"{self.where}: {said}{unused}.")
+        return tuple(found)
 
 
 class QuantizedFolder(QuantizedTensors):
@@ -148,14 +152,17 @@ class QuantizedFolder(QuantizedTensors):
 
     def get(self, name: str) -> Tensor:
         if name not in self._schemes:
-            return self._files.get(name)
+            return self._as_stored(name, self._files.get(name))
         return self._dequantized(name, *(slice(0, size) for size in self.shapes[name]))
 
     def slice(self, name: str, rows: slice, dim: int = 0) -> Tensor:
         if name not in self._schemes:
-            return self._files.slice(name, rows, dim)
+            return self._as_stored(name, self._files.slice(name, rows, dim))
         whole = [slice(0, size) for size in self.shapes[name]]
         return self._dequantized(name, *(rows if at == dim else part for at, part in enumerate(whole)))
+
+    def _as_stored(self, name: str, tensor: Tensor) -> Tensor:
+        return require_finite(tensor, self._files, name) if name.endswith(_OF_EXPERTS) else tensor
 
     def codes(self, name: str, part: slice | None = None, dim: int = 0) -> QuantizedMatrix | None:
         """Return a matrix, or some rows or columns, as codes; None where compiled products do not take it."""

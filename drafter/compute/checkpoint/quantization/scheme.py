@@ -27,6 +27,7 @@ StoredForm = tuple[tuple[Shape, ...], tuple[str, ...]]
 
 FLOAT_SCALES = ("F32", "BF16", "F16")
 WHOLE_ROW = -1  # a `group_size`: all inputs share a scale
+_E8M0_NAN = 255
 
 
 def _check_group(size: int) -> int:
@@ -104,6 +105,24 @@ def check_parts(parts: Mapping[str, StoredForm], stored: TensorHeaders) -> None:
     for name, (shapes, dtypes) in parts.items():
         found = stored.shapes.get(name)
         stored.check(name, found if found is not None and found in shapes else shapes[0], dtypes)
+
+
+def read_scales(files: TensorFolder, name: str, *ranges: slice) -> Tensor:
+    """Return a tensor of scales, or the part in `ranges`, as stored. Raises as `require_finite`."""
+    return require_finite(files.part(name, *ranges) if ranges else files.get(name), files, name)
+
+
+def require_finite(scales: Tensor, files: TensorFolder, name: str) -> Tensor:
+    """Return the scales; bytes are exponents (E8M0). Raises CheckpointError if one is NaN or infinite."""
+    if scales.dtype in (torch.uint8, torch.float8_e8m0fnu):
+        is_finite = scales.view(torch.uint8) != _E8M0_NAN
+    else:
+        is_finite = scales.float().isfinite()
+    if not bool(is_finite.all()):
+        raise CheckpointError(
+            f"{files.where}: {name} holds scales that are no finite numbers; download again.", param=name
+        )
+    return scales
 
 
 def require_multiple(stored: TensorHeaders, module: str, what: str, size: int, multiple: int) -> None:

@@ -1,0 +1,63 @@
+"""Describes how a loaded model's weights are kept: packed or dequantized, and the bytes of packed ones.
+
+Called where a model was loaded: by `rank_loader.py`, and for split drafters in the drafter's process.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from ....drafter.compute.backend import Backend
+from ..model.model_spec import ModelSpec
+from .draft_window import DraftConfig
+from .load_plan import LoadPlan
+
+
+@dataclass(frozen=True, slots=True)
+class WeightCounts:
+    """A model's weights on this rank, as its backend was given them.
+
+    Attributes:
+        packed_bytes: of the weights that the backend packed.
+        num_codes, num_plain: dense matrices that were given as codes and as numbers; the parts of one product
+            (q, k and v) count once.
+        packs_experts: whether experts that are stored packed stay so.
+    """
+
+    packed_bytes: int = 0
+    num_codes: int = 0
+    num_plain: int = 0
+    packs_experts: bool = False
+
+    @classmethod
+    def of(cls, backend: Backend, before: WeightCounts | None = None) -> WeightCounts:
+        """Return the counts of a backend, less those of the models that it was given before."""
+        first = before or cls()
+        return cls(
+            (backend.weight_bytes or 0) - first.packed_bytes,
+            backend.num_codes - first.num_codes,
+            backend.num_plain - first.num_plain,
+            backend.packed_experts,
+        )
+
+
+def describe_weights(plan: LoadPlan, counts: Mapping[str, WeightCounts]) -> Iterator[str]:
+    """Yield sentences about the models in `counts`: "target", "drafter" or both."""
+    models: Mapping[str, ModelSpec | DraftConfig | None] = {"target": plan.target, "drafter": plan.drafter}
+    for name, held in counts.items():
+        model = models[name]
+        if model is not None and model.quantization is not None:
+            kept = _kept(model, held)
+            yield f"the {name}'s checkpoint is quantized ({model.quantization}): {kept} dequantized at load"
+        if held.packed_bytes:
+            yield f"packed weights of the {name} take {held.packed_bytes / 2**20:,.1f} MiB"
+
+
+def _kept(model: ModelSpec | DraftConfig, held: WeightCounts) -> str:
+    packed: list[str] = []
+    if held.packs_experts and isinstance(model, ModelSpec) and model.has_packed_experts:
+        packed.append("its experts")
+    if held.num_codes:
+        packed.append(f"{held.num_codes} of its {held.num_codes + held.num_plain} dense matrices")
+    return f"{' and '.join(packed)} stay packed, others are" if packed else "its matrices are"
