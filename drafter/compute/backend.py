@@ -1,6 +1,6 @@
 """The interface between models and the backends that compute their blocks.
 
-    TorchBackend     PyTorch's operators, on any device; the definition      eager/backend.py
+    EagerBackend     PyTorch's operators, on any device; the definition      eager/backend.py
     NumbaBackend     compiled loops around PyTorch's GEMMs                   cpu_numba/backend.py
     FusedCpuBackend  a whole pass in one call, bf16 on a CPU                 cpu_fused/backend.py
     TritonBackend    fused kernels, on a GPU                                 gpu_triton/backend.py

@@ -25,7 +25,7 @@ from torch import Tensor
 from ...cluster.pages.kv_cache_groups import LayerPlace
 from ..compute.backend import Backend, PlacedRows
 from ..compute.checkpoint.quantized_matrix import Matrix
-from ..compute.eager.backend import TorchBackend
+from ..compute.eager.backend import EagerBackend
 from ..compute.layers.linear import RMSNorm, scaled_logits
 from ..compute.layers.rope import RotaryEmbedding
 from ..compute.memory.kv_cache import PagedKVCache
@@ -70,7 +70,7 @@ class DFlashDrafter:
     ) -> None:
         self.config = config
         self.places = tuple(places) or tuple(LayerPlace(0, layer) for layer in range(config.num_layers))
-        backend = backend or TorchBackend()
+        backend = backend or EagerBackend()
         self._shared_embeddings = shared_embeddings
         features_norm_H = weights["hidden_norm.weight"]
         self.dtype, self.device = features_norm_H.dtype, features_norm_H.device

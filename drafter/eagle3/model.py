@@ -25,7 +25,7 @@ from torch import Tensor
 from ...cluster.pages.kv_cache_groups import LayerPlace
 from ..compute.backend import Backend, PlacedRows, Projection
 from ..compute.blocks import TransformerBlock
-from ..compute.eager.backend import TorchBackend
+from ..compute.eager.backend import EagerBackend
 from ..compute.layers.linear import HeadNorm, RMSNorm
 from ..compute.layers.rope import RotaryEmbedding
 from ..compute.memory.kv_cache import PagedKVCache
@@ -56,7 +56,7 @@ class Eagle3Drafter:
     ) -> None:
         self.config = config
         self.places = tuple(places) or (LayerPlace(0, 0),)
-        operators = self._operators = backend or TorchBackend()
+        operators = self._operators = backend or EagerBackend()
         self._shared_embeddings = shared_embeddings
         eps, norm_H = config.rms_norm_eps, weights["norm.weight"]
         self.dtype, self.device = norm_H.dtype, norm_H.device

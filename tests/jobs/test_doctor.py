@@ -113,13 +113,13 @@ DEFECTS: list[tuple[object, str, Any, tuple[str, ...]]] = [
     (layers, "gate", lambda x, _: GATE(x, "silu"), ("GELU product",)),
     (layers, "gate", lambda x, _: GATE(x, "gelu_tanh"), ("SiLU product", "target's pass")),
     (
-        loops._CpuAttention,
+        loops._NumbaAttention,
         "attend",
         staticmethod(_whatever_is_seen),
         ("attention of blocks", "target's pass"),
     ),
     (
-        loops._CpuAttention,
+        loops._NumbaAttention,
         "attend",
         staticmethod(_one_key_too_many),
         ("attention of blocks", "drafter's pass"),

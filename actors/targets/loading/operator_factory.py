@@ -11,7 +11,7 @@ import torch
 
 from ....cluster.config import Quantization
 from ....drafter.compute.backend import Backend
-from ....drafter.compute.eager.backend import TorchBackend
+from ....drafter.compute.eager.backend import EagerBackend
 from ....drafter.compute.memory.peer_buffers import FusedSum
 from ....drafter.step.sampling.step_ops import DEFINITION, StepOperators
 from ...system.host_resources import owned_cores
@@ -67,7 +67,7 @@ def _backend(plan: LoadPlan, quantization: Quantization | None, ranks: Communica
         packs = keeps_codes(plan)
         return take_cpu(plan.attention_backend, packs=packs, quantization=_integers(quantization))
     if plan.attention_backend == "torch":
-        return TorchBackend()
+        return EagerBackend()
     from ....drafter.compute.gpu_triton.backend import TritonBackend
 
     if plan.config.batch_invariant:  # these flags are for GEMMs outside of layers

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ....cluster.pages.kv_cache_groups import LayerPlace
 from ....drafter.compute.backend import AttentionShape, Backend, BlockWeights, MixerShape, PlacedRows
-from ....drafter.compute.eager.backend import TorchBackend
+from ....drafter.compute.eager.backend import EagerBackend
 from ....drafter.compute.layers.linear import RMSNorm, scaled_logits
 from ....drafter.compute.layers.mla import MLALayer
 from ....drafter.compute.layers.rope import RopeConfig, RotaryEmbedding
@@ -61,7 +61,7 @@ class Decoder:
         # The scale is rounded to the weights' dtype, as in the model's reference code.
         self._embed_scale = float(torch.tensor(spec.embed_scale, dtype=self.dtype))
         head_UH = embedding_UH if spec.tied_head else weights.head()
-        self.backend = backend = backend or TorchBackend()
+        self.backend = backend = backend or EagerBackend()
         self._embed_norm: RMSNorm | None = None
         if spec.embed_norm:
             self._embed_norm = RMSNorm(embedding_UH.new_ones(spec.hidden_size), spec.rms_norm_eps)

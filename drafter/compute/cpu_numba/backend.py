@@ -1,6 +1,6 @@
-"""`NumbaBackend`: `TorchBackend` with compiled loops between its GEMMs and attention.
+"""`NumbaBackend`: `EagerBackend` with compiled loops between its GEMMs and attention.
 
-K/V in e4m3 are written by `TorchBackend`'s operators.
+K/V in e4m3 are written by `EagerBackend`'s operators.
 
 Serves what `cpu_fused/` does not: fp32, tensor-parallel ranks, and bf16 models with more than plain blocks.
 Chosen at load (`actors/targets/loading/operator_factory.py`).
@@ -22,9 +22,9 @@ from ..backend import (
     PlacedRows,
     Projection,
 )
-from ..eager.attention_metadata import TorchPass
-from ..eager.backend import TorchAttention, TorchBackend, TorchContextWriter
-from ..eager.moe import TorchExperts
+from ..eager.attention_metadata import EagerPass
+from ..eager.backend import EagerAttention, EagerBackend, EagerContextWriter
+from ..eager.moe import EagerExperts
 from ..layers.gated_delta_net import DeltaNetShape
 from ..layers.linear import Activation, RMSNorm
 from ..layers.moe import Experts, ExpertWeights
@@ -32,7 +32,7 @@ from ..layers.rope import RotaryEmbedding
 from ..memory.kv_cache import PagedKVCache
 from . import layers
 from .element_ops import LIKE
-from .gated_delta_net import CpuDeltaNet
+from .gated_delta_net import NumbaDeltaNet
 
 
 def why_not(spec: ModelStackSpec, machine: DeviceCapabilities) -> str | None:
@@ -42,8 +42,8 @@ def why_not(spec: ModelStackSpec, machine: DeviceCapabilities) -> str | None:
     return None
 
 
-class NumbaBackend(TorchBackend):
-    """Computes fp32 and bf16 in compiled loops; operators without a loop are `TorchBackend`'s."""
+class NumbaBackend(EagerBackend):
+    """Computes fp32 and bf16 in compiled loops; operators without a loop are `EagerBackend`'s."""
 
     def norm(self, norm: RMSNorm, x_NH: Tensor) -> Tensor:
         y_NH, weight_H = torch.empty_like(x_NH), norm.weight_H
@@ -52,25 +52,25 @@ class NumbaBackend(TorchBackend):
         return y_NH
 
     def attention(self, shape: AttentionShape) -> Attention:
-        return _CpuAttention(shape) if shape.latent is None else super().attention(shape)
+        return _NumbaAttention(shape) if shape.latent is None else super().attention(shape)
 
     def delta_net(self, shape: DeltaNetShape) -> Attention:
-        return CpuDeltaNet(shape)
+        return NumbaDeltaNet(shape)
 
     def context_writer(self, k_norm_LD: Tensor, eps: float, num_kv_heads: int) -> ContextWriter:
-        return _CpuContextWriter(k_norm_LD, eps, num_kv_heads)
+        return _NumbaContextWriter(k_norm_LD, eps, num_kv_heads)
 
     def experts(self, weights: ExpertWeights) -> Experts:
-        return TorchExperts(weights, self._count_expert_reads(weights), layers.gate)
+        return EagerExperts(weights, self._count_expert_reads(weights), layers.gate)
 
     def gated(self, gate_up: Projection, normed_NH: Tensor, activation: Activation) -> Tensor:
         return layers.gate(gate_up(normed_NH), activation)
 
 
-class _CpuAttention(TorchAttention):
+class _NumbaAttention(EagerAttention):
     __slots__ = ()
 
-    def _norm_rotate_write(self, qkv_NO: Tensor, step: TorchPass, cache: PagedKVCache, layer: int) -> None:
+    def _norm_rotate_write(self, qkv_NO: Tensor, step: EagerPass, cache: PagedKVCache, layer: int) -> None:
         if cache.dtype is not qkv_NO.dtype:  # e4m3
             super()._norm_rotate_write(qkv_NO, step, cache, layer)
             return
@@ -81,11 +81,11 @@ class _CpuAttention(TorchAttention):
         )  # fmt: skip
 
 
-class _CpuContextWriter:
+class _NumbaContextWriter:
     __slots__ = ("_definition", "_eps", "_norm_JD", "_num_kv", "_num_layers")
 
     def __init__(self, k_norm_LD: Tensor, eps: float, num_kv_heads: int) -> None:
-        self._definition = TorchContextWriter(k_norm_LD, eps, num_kv_heads)
+        self._definition = EagerContextWriter(k_norm_LD, eps, num_kv_heads)
         self._norm_JD = k_norm_LD.repeat_interleave(num_kv_heads, dim=0).contiguous()
         self._eps, self._num_kv, self._num_layers = eps, num_kv_heads, len(k_norm_LD)
 

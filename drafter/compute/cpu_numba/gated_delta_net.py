@@ -18,14 +18,14 @@ from numba import carray
 from torch import Tensor
 
 from ..eager import delta_rule as delta_net
-from ..eager.attention_metadata import TorchPass
+from ..eager.attention_metadata import EagerPass
 from ..layers.gated_delta_net import DeltaNetShape, states_of
 from ..memory.kv_cache import PagedKVCache
 from .element_ops import LIKE, exact, float_of, pointer, rounded
 from .layers import sigmoid
 
 
-class CpuDeltaNet:
+class NumbaDeltaNet:
     __slots__ = ("_heads", "_shape", "_weights")
 
     def __init__(self, shape: DeltaNetShape) -> None:
@@ -34,7 +34,7 @@ class CpuDeltaNet:
         self._shape, self._weights = shape, tuple(tensor.data_ptr() for tensor in weights)
         self._heads = (kind.num_key_heads, kind.num_value_heads, kind.key_dim, kind.value_dim, kind.taps)
 
-    def __call__(self, mixed_NO: Tensor, step: TorchPass, cache: PagedKVCache, layer: int) -> Tensor:
+    def __call__(self, mixed_NO: Tensor, step: EagerPass, cache: PagedKVCache, layer: int) -> Tensor:
         shape, kind = self._shape, self._shape.geometry
         rows, memory = states_of(step.rows.states, cache)
         y_NG = mixed_NO.new_empty(len(mixed_NO), kind.num_value_heads * kind.value_dim)

@@ -316,7 +316,7 @@ def pad_rows(q: Tensor, num_rows: int) -> Tensor:
     return torch.cat((q, *[q[..., -1:, :]] * missing), dim=-2)
 
 
-class TorchPass:
+class EagerPass:
     """State shared by the layers of a pass: the rows, and their rotations, computed on first use."""
 
     __slots__ = ("_rotations", "rows")

@@ -1,4 +1,4 @@
-"""`TorchBackend`: PyTorch's operators one by one; the definition, and the fallback on any device.
+"""`EagerBackend`: PyTorch's operators one by one; the definition, and the fallback on any device.
 
 Legend: N rows, H hidden, O outputs, K kv heads, J = Q + K, D head dim, L layers, I inner size.
 """
@@ -24,10 +24,10 @@ from ..layers.moe import Experts, ExpertWeights, Route, RouterWeights
 from ..layers.rope import RotaryEmbedding
 from ..memory.kv_cache import PagedKVCache
 from .attention import paged_attention
-from .attention_metadata import AttentionBatch, TorchPass
-from .gated_delta_net import TorchDeltaNet
+from .attention_metadata import AttentionBatch, EagerPass
+from .gated_delta_net import EagerDeltaNet
 from .mla import LatentAttention
-from .moe import TorchExperts
+from .moe import EagerExperts
 from .moe_routing import LayerRouter
 
 
@@ -36,29 +36,29 @@ def why_not(spec: ModelStackSpec, machine: DeviceCapabilities) -> str | None:
     return None
 
 
-class TorchBackend(OperatorBackend):
+class EagerBackend(OperatorBackend):
     """PyTorch's operators; projections add residuals themselves."""
 
     attention_batch = staticmethod(AttentionBatch.build)
     convolve = staticmethod(convolve)
 
-    def begin(self, rows: PlacedRows) -> TorchPass:
-        return TorchPass(rows)
+    def begin(self, rows: PlacedRows) -> EagerPass:
+        return EagerPass(rows)
 
     def attention(self, shape: AttentionShape) -> Attention:
-        return TorchAttention(shape) if shape.latent is None else LatentAttention(shape)
+        return EagerAttention(shape) if shape.latent is None else LatentAttention(shape)
 
     def delta_net(self, shape: DeltaNetShape) -> Attention:
-        return TorchDeltaNet(shape)
+        return EagerDeltaNet(shape)
 
     def context_writer(self, k_norm_LD: Tensor, eps: float, num_kv_heads: int) -> ContextWriter:
-        return TorchContextWriter(k_norm_LD, eps, num_kv_heads)
+        return EagerContextWriter(k_norm_LD, eps, num_kv_heads)
 
     def route(self, weights: RouterWeights) -> Route:
         return LayerRouter(weights, self.linear(weights.weight_EH, weights.bias_E))
 
     def experts(self, weights: ExpertWeights) -> Experts:
-        return TorchExperts(weights, self._count_expert_reads(weights))
+        return EagerExperts(weights, self._count_expert_reads(weights))
 
     def norm(self, norm: RMSNorm, x_NH: Tensor) -> Tensor:
         return norm(x_NH)
@@ -84,7 +84,7 @@ class TorchBackend(OperatorBackend):
         return gate(gate_up(normed_NH), activation)
 
 
-class TorchAttention:
+class EagerAttention:
     """Head norm, rotation, K/V write, and `paged_attention`; subclasses do what comes before it otherwise."""
 
     __slots__ = ("_head_norm", "_heads", "_norm_JD", "_shape")
@@ -95,7 +95,7 @@ class TorchAttention:
         self._head_norm = None if self._norm_JD is None else HeadNorm(self._norm_JD, shape.eps)
         self._heads = (shape.num_heads + shape.num_kv_heads, shape.head_dim)
 
-    def __call__(self, qkv_NO: Tensor, step: TorchPass, cache: PagedKVCache, layer: int) -> Tensor:
+    def __call__(self, qkv_NO: Tensor, step: EagerPass, cache: PagedKVCache, layer: int) -> Tensor:
         shape = self._shape
         if shape.v_norm:
             v_NKF = qkv_NO[:, -shape.num_kv_heads * shape.v_head_dim :].unflatten(
@@ -115,7 +115,7 @@ class TorchAttention:
             first_key=shape.first_key,
         )
 
-    def _norm_rotate_write(self, qkv_NO: Tensor, step: TorchPass, cache: PagedKVCache, layer: int) -> None:
+    def _norm_rotate_write(self, qkv_NO: Tensor, step: EagerPass, cache: PagedKVCache, layer: int) -> None:
         """Norm and rotate q and k in place; write k and v."""
         qk_NJD = qkv_NO[:, : self._heads[0] * self._heads[1]].unflatten(-1, self._heads)
         normed = qk_NJD if self._head_norm is None else self._head_norm(qk_NJD)
@@ -127,7 +127,7 @@ class TorchAttention:
         cache.write(layer, step.rows.kv_slots[cache.group(layer)], kv_Nw)
 
 
-class TorchContextWriter:
+class EagerContextWriter:
     __slots__ = ("_head_dim", "_k_norm", "_num_kv", "_num_layers")
 
     def __init__(self, k_norm_LD: Tensor, eps: float, num_kv_heads: int) -> None:

@@ -17,17 +17,17 @@ from ..layers.gated_delta_net import DeltaNetShape, split_inputs, states_of
 from ..layers.linear import in_fp32
 from ..memory.kv_cache import PagedKVCache
 from ..memory.recurrent_state_cache import StateMemory
-from .attention_metadata import TorchPass
+from .attention_metadata import EagerPass
 from .delta_rule import Records, chunk, conv_chunk, conv_fold, fold, sigmoid, softplus, unit
 
 
-class TorchDeltaNet:
+class EagerDeltaNet:
     __slots__ = ("_shape",)
 
     def __init__(self, shape: DeltaNetShape) -> None:
         self._shape = shape
 
-    def __call__(self, mixed_NO: Tensor, step: TorchPass, cache: PagedKVCache, layer: int) -> Tensor:
+    def __call__(self, mixed_NO: Tensor, step: EagerPass, cache: PagedKVCache, layer: int) -> Tensor:
         shape, kind = self._shape, self._shape.geometry
         states, memory = states_of(step.rows.states, cache)
         x_NC, z_NG, b_NV, a_NV = split_inputs(mixed_NO, kind)

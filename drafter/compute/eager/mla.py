@@ -17,7 +17,7 @@ from ..layers.mla import MLALayer
 from ..layers.rope import Rotation
 from ..memory.kv_cache import PagedKVCache
 from .attention import paged_attention
-from .attention_metadata import TorchPass
+from .attention_metadata import EagerPass
 
 
 class LatentAttention:
@@ -30,7 +30,7 @@ class LatentAttention:
         self._absorb = HeadProducts(shape.latent.k_up().transpose(1, 2))
         self._values = HeadProducts(shape.latent.v_up())
 
-    def __call__(self, qkv_NO: Tensor, step: TorchPass, cache: PagedKVCache, layer: int) -> Tensor:
+    def __call__(self, qkv_NO: Tensor, step: EagerPass, cache: PagedKVCache, layer: int) -> Tensor:
         """Return [N, J * F] from the first projection: queries or their low-rank form, latent, key."""
         shape, rows, group = self._shape, step.rows, cache.group(layer)
         rotation = step.rotation(self._rope)

@@ -21,7 +21,7 @@ from ..layers.moe import ExpertActivation, ExpertWeights
 _STEEPNESS = 1.702  # alpha of gpt-oss's swiglu
 
 
-class TorchExperts:
+class EagerExperts:
     """The routed experts of a layer, on any device; synchronizes with the host to learn the chosen experts.
 
     Args:

@@ -1,4 +1,4 @@
-"""`TritonBackend`: `TorchBackend`'s operators in fused kernels.
+"""`TritonBackend`: `EagerBackend`'s operators in fused kernels.
 
 Per layer: four GEMMs, one launch that norms and rotates q and k and writes K/V, one that attends. Manta's own
 GEMM kernels (`linear/projections.py`) fuse residual, norm and gate; with PyTorch's GEMMs one launch adds the

@@ -17,7 +17,7 @@ from torch import Tensor
 from ....cluster.pages.kv_cache_groups import KVCacheSpec
 from ....cluster.pages.recurrent_state_spec import RecurrentStateSpec
 from ....drafter.compute.backend import Backend, PlacedRows
-from ....drafter.compute.eager.backend import TorchBackend
+from ....drafter.compute.eager.backend import EagerBackend
 from ....drafter.compute.layers.gated_delta_net import DeltaNetShape
 from ....drafter.compute.memory.kv_cache import PagedKVCache
 from ....drafter.compute.memory.recurrent_state_cache import DeviceStateRows, Save, StateMemory, StateRows
@@ -58,7 +58,7 @@ class DeltaLayer:
     ) -> None:
         self.memory = memory
         self._backend, self._attend = backend, backend.delta_net(shape)
-        self._is_on_device = not isinstance(backend, TorchBackend)
+        self._is_on_device = not isinstance(backend, EagerBackend)
         self._dtype, self._device = memory.windows_LZWC.dtype, memory.windows_LZWC.device
         self._cache = PagedKVCache(1, 1, page_size, KVCacheSpec(1, 8, 8), self._dtype, self._device, memory)
         self._layer, self._padding = layer, padding

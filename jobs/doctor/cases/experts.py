@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ....drafter.compute.checkpoint.packed_4bit import BLOCK, MXFP4, Int4, Packed
-from ....drafter.compute.eager.backend import TorchBackend
+from ....drafter.compute.eager.backend import EagerBackend
 from ....drafter.compute.layers.moe import ExpertActivation, ExpertWeights
 from .case import Case, checks_of_served
 from .checks import Check, off_by
@@ -131,7 +131,7 @@ def exact_experts(weights: ExpertWeights, x_NH: Tensor, expert_ids_Nk: Tensor, w
     """Return the definition's result in fp64, by expert: all of them unpacked may not fit into memory."""
     y_NH = torch.zeros_like(x_NH, dtype=torch.float64)
     for expert in range(weights.gate_up.shape[0]):
-        experts = TorchBackend().experts(_single_expert(weights, expert))
+        experts = EagerBackend().experts(_single_expert(weights, expert))
         y_NH += experts(x_NH.double(), expert_ids_Nk, weights_Nk.double())
     return y_NH
 

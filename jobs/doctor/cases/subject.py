@@ -25,7 +25,7 @@ from ....actors.targets.model.attention import TargetAttention
 from ....cluster.config import EngineConfig
 from ....cluster.pages.kv_cache_groups import KVCacheSpec
 from ....drafter.compute.backend import AttentionShape, Backend, DeviceCapabilities, PlacedRows
-from ....drafter.compute.eager.backend import TorchBackend
+from ....drafter.compute.eager.backend import EagerBackend
 from ....drafter.compute.layers.rope import RopeConfig, RotaryEmbedding
 from ....drafter.compute.memory.kv_cache import PagedKVCache
 from ...bench.common.random_weights import QWEN3_8B, PairShape
@@ -145,7 +145,7 @@ class KernelInputs:
 
     def definition(self) -> KernelInputs:
         """Return inputs with PyTorch's operators in fp64; the next operands equal these."""
-        found = KernelInputs(self.place, self.candidate, self.dtype, TorchBackend())
+        found = KernelInputs(self.place, self.candidate, self.dtype, EagerBackend())
         found.dtype, found.is_examined = torch.float64, False
         found._random.set_state(self._random.get_state())
         return found
@@ -261,7 +261,7 @@ class Contexts:
 
 def _open(place: MachineKind, candidate: BackendCandidate, dtype: torch.dtype) -> Backend:
     if candidate.setting is None:
-        return TorchBackend()
+        return EagerBackend()
     config = EngineConfig(
         model=place.shape.name,
         skip_tokenizer_init=True,

@@ -27,7 +27,7 @@ from ....actors.tokenization.checkpoint_paths import resolve_checkpoint
 from ....cluster.config import EngineConfig
 from ....cluster.pages.page_pool import pages_for
 from ....drafter.compute.backend import PlacedRows
-from ....drafter.compute.eager.backend import TorchBackend
+from ....drafter.compute.eager.backend import EagerBackend
 from ....drafter.compute.memory.kv_cache import PagedKVCache
 from ....drafter.compute.memory.recurrent_state_cache import StateMemory, StateRows
 
@@ -48,7 +48,7 @@ class FrozenTarget:
         self.spec, self.device, self.dtype = plan.target, device, plan.dtype
         self.weights = Checkpoints(dequantizes=True).target(plan, Sharding(plan.target, 0, 1))
         # The compiled backends have their own threads, which would compete with those of training.
-        self._backend = TorchBackend() if device.type == "cpu" else make_backend(plan)
+        self._backend = EagerBackend() if device.type == "cpu" else make_backend(plan)
         positions = max_tokens + 1
         self._decoder = Decoder(self.weights, layer_ids, positions, SingleRank(), self._backend)
         self._head_VD = self.weights.head()

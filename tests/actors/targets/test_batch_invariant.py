@@ -22,7 +22,7 @@ from manta.actors.targets.loading.warmup import check_invariance
 from manta.cluster.errors import ConfigError
 from manta.drafter.compute.backend import DeviceCapabilities, Projection
 from manta.drafter.compute.batch_invariance import rows_are_invariant
-from manta.drafter.compute.eager.backend import TorchBackend
+from manta.drafter.compute.eager.backend import EagerBackend
 from manta.drafter.compute.gpu_triton.backend import TritonBackend
 from support.checkpoints.tiny import TINY_VOCAB
 from support.engines.devices import DEVICE, HALVES, ON_GPU
@@ -81,7 +81,7 @@ def test_rows_of_the_fused_passes_are_invariant_on_the_device() -> None:
     assert rows_are_invariant(backend, DTYPE, DEVICE, (64, 128))
 
 
-class _SummedAlone(TorchBackend):
+class _SummedAlone(EagerBackend):
     """A product that sums in another order for a single row, as libraries do."""
 
     def linear(self, weight_OH: Tensor, bias_O: Tensor | None = None) -> Projection:

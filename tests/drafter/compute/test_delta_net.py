@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from manta.cluster.pages.recurrent_state_spec import RecurrentStateSpec
 from manta.drafter.compute.backend import Backend
 from manta.drafter.compute.cpu_numba.backend import NumbaBackend
-from manta.drafter.compute.eager.backend import TorchBackend
+from manta.drafter.compute.eager.backend import EagerBackend
 from manta.drafter.compute.eager.delta_rule import chunk, conv_chunk, conv_fold, fold, unit
 from manta.drafter.compute.layers.gated_delta_net import DeltaNetShape
 from manta.drafter.compute.memory.recurrent_state_cache import Save, StateMemory
@@ -28,7 +28,7 @@ from transformers.models.qwen3_5.modeling_qwen3_5 import (
 KIND = RecurrentStateSpec(num_key_heads=2, num_value_heads=6, key_dim=8, value_dim=12, taps=4)
 WIDTH = KIND.channels + 6 * 12 + 2 * 6
 NUM_SLOTS, MAX_DRAFTS, LAYER = 4, 5, 1
-BACKENDS = (TorchBackend(), NumbaBackend())
+BACKENDS = (EagerBackend(), NumbaBackend())
 
 
 def rows(count: int, seed: int = 0, width: int = WIDTH) -> Tensor:

@@ -26,7 +26,7 @@ from manta.drafter.compute.cpu_numba.cpu_features import bf16_instructions
 from manta.drafter.compute.draft_trees import branches, paths_of, positions_of
 from manta.drafter.compute.eager.attention import paged_attention
 from manta.drafter.compute.eager.attention_metadata import AttentionBatch
-from manta.drafter.compute.eager.backend import TorchBackend
+from manta.drafter.compute.eager.backend import EagerBackend
 from manta.drafter.compute.gpu_triton.attention.attention_tiles import (
     AttentionKind,
     AttentionWorkspace,
@@ -386,7 +386,7 @@ def test_the_fused_pass_computes_trees_as_pytorch_does(num_threads: int):
     empty = Requests(tuple((0, rows) for _, rows in MANY.lists))
     stack.requests = empty
     found = stack.run_all(stack.copy())
-    reference = Stack(Kind(TorchBackend, torch.bfloat16, torch.device("cpu")), MANY)
+    reference = Stack(Kind(EagerBackend, torch.bfloat16, torch.device("cpu")), MANY)
     reference.cache.kv.zero_()
     reference.requests = empty
     expected = reference.run_all(reference.copy()).float()
@@ -396,7 +396,7 @@ def test_the_fused_pass_computes_trees_as_pytorch_does(num_threads: int):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn])
 @pytest.mark.parametrize("kind", [KVCacheSpec(2, 24, 24), KVCacheSpec(1, 40, 32, v_in_k=True)])
-@pytest.mark.parametrize("backend", [TorchBackend, lambda: TritonBackend(DEVICE)], ids=["eager", "triton"])
+@pytest.mark.parametrize("backend", [EagerBackend, lambda: TritonBackend(DEVICE)], ids=["eager", "triton"])
 def test_moves_of_a_request_may_overlap(
     backend: Callable[[], Backend], kind: KVCacheSpec, dtype: torch.dtype
 ):

@@ -26,7 +26,7 @@ from manta.actors.targets.model.weights import TargetWeights, target_shapes
 from manta.cluster.pages.kv_cache_groups import plan_kv_cache
 from manta.drafter.compute.backend import Backend
 from manta.drafter.compute.cpu_numba.backend import NumbaBackend
-from manta.drafter.compute.eager.backend import TorchBackend
+from manta.drafter.compute.eager.backend import EagerBackend
 from manta.drafter.compute.gpu_triton.backend import TritonBackend
 from manta.drafter.compute.layers.rope import RopeConfig
 from manta.drafter.step.request_states import RequestStates
@@ -78,7 +78,7 @@ SPECS = {
     "query heads by layer": _spec(_layer(4, 2, 16, None), _layer(2, 1, 24, None), _layer(4, 1, 16, None)),
 }
 BACKENDS: dict[str, Callable[[], Backend]] = {
-    "eager": TorchBackend,
+    "eager": EagerBackend,
     "loops": NumbaBackend,
     "triton": lambda: TritonBackend(DEVICE),
 }
@@ -219,6 +219,6 @@ def test_page_bytes_count_all_of_a_page(name: str) -> None:
 def test_ranks_share_kv_heads_of_some_layers_and_repeat_others(name: str, world_size: int) -> None:
     """Each of four ranks has its own head in sliding layers and the one head of full ones: other widths."""
     spec = SPECS[name]
-    for logits in ThreadRanks(world_size).run(lambda rank: in_pages(spec, rank, TorchBackend())):
+    for logits in ThreadRanks(world_size).run(lambda rank: in_pages(spec, rank, EagerBackend())):
         for slot, part in enumerate(logits):
             torch.testing.assert_close(part, full_attention(spec, tokens_of(slot)), atol=1e-4, rtol=1e-4)

@@ -15,7 +15,7 @@ import torch
 from manta.cluster.pages.kv_cache_groups import KVCacheSpec
 from manta.drafter.compute.backend import AttentionShape, Backend, PlacedRows
 from manta.drafter.compute.cpu_numba.backend import NumbaBackend
-from manta.drafter.compute.eager.backend import TorchBackend
+from manta.drafter.compute.eager.backend import EagerBackend
 from manta.drafter.compute.gpu_triton.attention import mla as latent
 from manta.drafter.compute.gpu_triton.attention import mla_prefill_plan as expansion
 from manta.drafter.compute.gpu_triton.attention.attention_tiles import (
@@ -163,7 +163,7 @@ class Requests:
 TOLERANCE = 1e-3 if ON_GPU else 2e-5
 NEEDS_CPU = pytest.mark.skipif(ON_GPU, reason="compiled loops run on CPUs")
 BACKENDS = {
-    "torch": TorchBackend,
+    "torch": EagerBackend,
     "loops": NumbaBackend,
     "triton": lambda: TritonBackend(DEVICE),
     "triton, batch-invariant": lambda: TritonBackend(DEVICE, batch_invariant=True),

@@ -19,7 +19,7 @@ from manta.drafter.compute.backend import AttentionShape, Backend, BlockWeights,
 from manta.drafter.compute.cpu_fused.backend import FusedCpuBackend
 from manta.drafter.compute.cpu_numba.backend import NumbaBackend
 from manta.drafter.compute.cpu_numba.cpu_features import bf16_instructions
-from manta.drafter.compute.eager.backend import TorchBackend
+from manta.drafter.compute.eager.backend import EagerBackend
 from manta.drafter.compute.gpu_triton.backend import TritonBackend
 from manta.drafter.compute.layers.linear import RMSNorm
 from manta.drafter.compute.layers.rope import RopeConfig, RotaryEmbedding
@@ -52,8 +52,8 @@ class Kind:
 
 
 KINDS = {
-    "eager": Kind(TorchBackend, torch.float32),
-    "eager bf16": Kind(TorchBackend, torch.bfloat16),
+    "eager": Kind(EagerBackend, torch.float32),
+    "eager bf16": Kind(EagerBackend, torch.bfloat16),
     "loops": Kind(NumbaBackend, torch.float32),
     "loops bf16": Kind(NumbaBackend, torch.bfloat16),
     "compiled": Kind(lambda: FusedCpuBackend(2), torch.bfloat16, rich=False),

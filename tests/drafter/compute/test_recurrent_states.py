@@ -21,8 +21,8 @@ from manta.cluster.step.dummy_steps import dummy_step
 from manta.cluster.step.executor import ExecutorInfo
 from manta.cluster.step.scheduler_output import SchedulerOutput, StateEntry, StateSaves, StepResult
 from manta.drafter.compute.backend import PlacedRows
-from manta.drafter.compute.eager.attention_metadata import TorchPass
-from manta.drafter.compute.eager.gated_delta_net import TorchDeltaNet
+from manta.drafter.compute.eager.attention_metadata import EagerPass
+from manta.drafter.compute.eager.gated_delta_net import EagerDeltaNet
 from manta.drafter.compute.layers.gated_delta_net import DeltaNetShape
 from manta.drafter.compute.memory.kv_cache import PagedKVCache
 from manta.drafter.compute.memory.recurrent_state_cache import StateMemory, StateRows
@@ -44,7 +44,7 @@ def dice(*sizes: int) -> Tensor:
 
 
 LAYERS = [
-    TorchDeltaNet(
+    EagerDeltaNet(
         DeltaNetShape(
             geometry=KIND,
             kernel_CT=dice(KIND.channels, KIND.taps),
@@ -66,7 +66,7 @@ def new_cache(num_states: int) -> PagedKVCache:
 
 def read(tokens: list[int], rows: StateRows, cache: PagedKVCache) -> Tensor:
     """Return the results of rows of these tokens in all layers, [N, L * G]."""
-    step = TorchPass(PlacedRows(torch.empty(0), (), (), states=rows))
+    step = EagerPass(PlacedRows(torch.empty(0), (), (), states=rows))
     return torch.cat([layer(MIXED[i][tokens], step, cache, i) for i, layer in enumerate(LAYERS)], dim=1)
 
 

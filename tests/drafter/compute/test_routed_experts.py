@@ -11,14 +11,14 @@ from manta.drafter.compute.backend import Backend, BlockWeights, DenseMLP, RankS
 from manta.drafter.compute.batch_invariance import rows_are_invariant
 from manta.drafter.compute.blocks import Mlp
 from manta.drafter.compute.cpu_numba.backend import NumbaBackend
-from manta.drafter.compute.eager.backend import TorchBackend
+from manta.drafter.compute.eager.backend import EagerBackend
 from manta.drafter.compute.eager.moe_routing import choose
 from manta.drafter.compute.layers.linear import RMSNorm
 from manta.drafter.compute.layers.moe import Experts, ExpertWeights, MoeRouter, RouterWeights
 from torch import Tensor
 
 HIDDEN, INNER, EXPERTS, CHOSEN = 72, 20, 8, 3
-BACKENDS = {"eager": TorchBackend(), "loops": NumbaBackend()}
+BACKENDS = {"eager": EagerBackend(), "loops": NumbaBackend()}
 DTYPES = [torch.float32, torch.bfloat16]
 
 

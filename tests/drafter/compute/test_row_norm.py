@@ -14,14 +14,14 @@ from manta.actors.targets.model.cross_rank_norm import RowNorm
 from manta.actors.targets.model.tensor_parallel import Sharding, SingleRank
 from manta.drafter.compute.backend import Backend
 from manta.drafter.compute.cpu_numba.backend import NumbaBackend
-from manta.drafter.compute.eager.backend import TorchBackend
+from manta.drafter.compute.eager.backend import EagerBackend
 from manta.drafter.compute.gpu_triton.backend import TritonBackend
 from manta.drafter.compute.layers.linear import RMSNorm
 from support.checkpoints.tiny import make_tiny_target
 from support.engines.devices import DEVICE
 
 BACKENDS: dict[str, tuple[Callable[[], Backend], torch.device]] = {
-    "eager": (TorchBackend, torch.device("cpu")),
+    "eager": (EagerBackend, torch.device("cpu")),
     "loops": (NumbaBackend, torch.device("cpu")),
     "triton": (lambda: TritonBackend(DEVICE), DEVICE),
 }

@@ -16,7 +16,7 @@ from manta.drafter.compute.backend import AttentionShape, PlacedRows
 from manta.drafter.compute.cpu_numba import layers as kernels
 from manta.drafter.compute.cpu_numba.backend import NumbaBackend
 from manta.drafter.compute.eager.attention_metadata import AttentionBatch
-from manta.drafter.compute.eager.backend import TorchBackend
+from manta.drafter.compute.eager.backend import EagerBackend
 from manta.drafter.compute.layers.linear import Activation, RMSNorm
 from manta.drafter.compute.layers.rope import RopeConfig, RotaryEmbedding
 from manta.drafter.compute.memory.kv_cache import PagedKVCache
@@ -62,7 +62,7 @@ def placed(first: int, count: int) -> PlacedRows:
 @pytest.mark.parametrize("shape", [(1, 192), (16, 64), (5, 1000), (0, 64)])
 def test_norms_equal_pytorchs(shape: tuple[int, int], dtype: torch.dtype):
     x_NH, norm = (3 * torch.randn(shape)).to(dtype), RMSNorm(weights(shape[1], dtype=dtype), EPS)
-    assert_same(NumbaBackend().norm(norm, x_NH), TorchBackend().norm(norm, x_NH))
+    assert_same(NumbaBackend().norm(norm, x_NH), EagerBackend().norm(norm, x_NH))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -70,7 +70,7 @@ def test_norms_equal_pytorchs(shape: tuple[int, int], dtype: torch.dtype):
 def test_norms_with_fp32_weights_equal_pytorchs(shape: tuple[int, int], dtype: torch.dtype):
     """Norms round once, as in PyTorch: in bf16 few elements differ."""
     x_NH, norm = (3 * torch.randn(shape)).to(dtype), RMSNorm(weights(shape[1], dtype=torch.float32), EPS)
-    got, expected = NumbaBackend().norm(norm, x_NH), TorchBackend().norm(norm, x_NH)
+    got, expected = NumbaBackend().norm(norm, x_NH), EagerBackend().norm(norm, x_NH)
     assert_same(got, expected)
     assert dtype is torch.float32 or (got == expected).float().mean() > 0.999
 
@@ -81,7 +81,7 @@ def test_a_gated_product_equals_pytorchs_up_to_the_largest_gates(activation: Act
     gate_up_NI = (6 * torch.randn(7, 2 * 333)).to(dtype)
     gate_up_NI[0, :8] = torch.tensor([-3e38, -1000.0, -88.0, -1e-30, 0.0, 1e-30, 88.0, 3e38])
     gate_up_NI[1, :9] = torch.tensor([-90.0, 90.0, float("inf"), -0.0, -10.0, -5.0, -2.0, -0.5, 10.0])
-    theirs = TorchBackend().gated(torch.clone, gate_up_NI, activation)
+    theirs = EagerBackend().gated(torch.clone, gate_up_NI, activation)
     assert_same(NumbaBackend().gated(torch.clone, gate_up_NI, activation), theirs)
 
 
@@ -100,7 +100,7 @@ def test_attention_writes_and_computes_as_pytorch(
     rope, rows = rotary(head_dim, dtype), placed(100, 9)
     shape = AttentionShape(num_heads, num_kv, head_dim, head_dim, *norms, EPS, rope, head_dim**-0.5)
     answers: list[tuple[Tensor, Tensor]] = []
-    for backend in (NumbaBackend(), TorchBackend()):
+    for backend in (NumbaBackend(), EagerBackend()):
         cache = PagedKVCache(2, NUM_PAGES, PAGE_SIZE, KVCacheSpec(num_kv, head_dim, head_dim), dtype, "cpu")
         cache.kv.copy_(garbage)
         step = backend.begin(rows)
@@ -122,7 +122,7 @@ def test_context_of_all_layers_is_written_as_in_pytorch(dtype: torch.dtype, of_n
     rows = placed(40, 5)
     rows.kv_slots[0][2] = NUM_PAGES * PAGE_SIZE  # this row is not written
     written: list[Tensor] = []
-    for backend in (NumbaBackend(), TorchBackend()):
+    for backend in (NumbaBackend(), EagerBackend()):
         cache = PagedKVCache(
             num_layers, NUM_PAGES, PAGE_SIZE, KVCacheSpec(num_kv, head_dim, head_dim), dtype, "cpu"
         )

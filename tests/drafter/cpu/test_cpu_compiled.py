@@ -32,7 +32,7 @@ from manta.drafter.compute.cpu_numba.cpu_features import (
     bf16_instructions,
     mask_numba,
 )
-from manta.drafter.compute.eager.backend import TorchBackend
+from manta.drafter.compute.eager.backend import EagerBackend
 from manta.drafter.compute.layers.linear import RMSNorm
 from manta.drafter.compute.layers.rope import RopeConfig, RotaryEmbedding
 from manta.drafter.compute.memory.kv_cache import PagedKVCache
@@ -233,7 +233,7 @@ def standard_order(cache: PagedKVCache, backend: Backend) -> Tensor:
 @pytest.mark.parametrize("name", SHAPES)
 def test_a_stack_computes_what_pytorch_does(name: str):
     model = Model(SHAPES[name])
-    expected = model.run(TorchBackend(), torch.float32)
+    expected = model.run(EagerBackend(), torch.float32)
     for got, right in zip(model.run(FusedCpuBackend(2), torch.bfloat16), expected, strict=True):
         assert got.dtype is torch.bfloat16 and got.shape == right.shape
         error = (got.float() - right).abs()
@@ -272,7 +272,7 @@ def test_the_drafters_context_is_written_in_the_order_that_attention_reads():
     positions = torch.arange(100, 100 + rows)
     placed = PlacedRows(positions, (torch.randperm(160)[:rows],), (None,))
     written = []
-    for backend in (TorchBackend(), FusedCpuBackend(1)):
+    for backend in (EagerBackend(), FusedCpuBackend(1)):
         cache = PagedKVCache(num_layers, 10, 16, KVCacheSpec(num_kv, dim, dim), torch.bfloat16, "cpu")
         backend.context_writer(norms, EPS, num_kv)(kv_NO.clone(), rope, placed, cache, 0)
         written.append(standard_order(cache, backend))

@@ -8,7 +8,7 @@ import torch
 pytest.importorskip("triton")
 
 from manta.cluster.pages.recurrent_state_spec import RecurrentStateSpec
-from manta.drafter.compute.eager.backend import TorchBackend
+from manta.drafter.compute.eager.backend import EagerBackend
 from manta.drafter.compute.gpu_triton.backend import TritonBackend
 from manta.drafter.compute.layers.gated_delta_net import DeltaNetShape
 from manta.drafter.compute.memory.recurrent_state_cache import Save, StateMemory
@@ -55,7 +55,7 @@ def layer_of(
 ) -> DeltaLayer:
     """Return a layer that runs the definition or the device's kernels."""
     device = DEVICE if on_device else torch.device("cpu")
-    backend = TritonBackend(DEVICE, batch_invariant=invariant) if on_device else TorchBackend()
+    backend = TritonBackend(DEVICE, batch_invariant=invariant) if on_device else EagerBackend()
     memory = StateMemory(2, kind, NUM_SLOTS, MAX_DRAFTS, dtype, device)
     return DeltaLayer(backend, make_shape(kind, device), memory, PAGE_SIZE, layer=LAYER, padding=padding)
 

@@ -33,7 +33,7 @@ from manta.cluster.hardware.step_time import (
     unfused_launches,
 )
 from manta.drafter.compute.backend import Backend, PlacedRows
-from manta.drafter.compute.eager.backend import TorchBackend
+from manta.drafter.compute.eager.backend import EagerBackend
 from manta.drafter.compute.gpu_triton.backend import TritonBackend
 from manta.drafter.compute.gpu_triton.linear.gemm_tiles import ROW_TILES
 from manta.drafter.compute.gpu_triton.linear.packed_codes import MAX_OWN_ROWS
@@ -140,7 +140,7 @@ def test_a_steps_fused_passes_take_six_launches_per_layer_and_few_more(
     """Qwen3-8B and its drafter of 5 layers take 6 * (36 + 5) + 15 = 261; results equal PyTorch's."""
     launches = Launches(monkeypatch)
     ours = run(tiny_qwen3, tiny_drafter, TritonBackend(DEVICE, batch_invariant=True), launches)
-    theirs = run(tiny_qwen3, tiny_drafter, TorchBackend(), launches)
+    theirs = run(tiny_qwen3, tiny_drafter, EagerBackend(), launches)
     for result, expected in zip(ours.results, theirs.results, strict=True):
         torch.testing.assert_close(result, expected, rtol=1e-4, atol=ATOL)
 
@@ -222,5 +222,5 @@ def test_the_planner_charges_the_launches_of_a_targets_pass(
 
 
 def test_the_planner_knows_how_many_rows_our_products_take() -> None:
-    assert (ROW_TILE, PACKED_ROWS) == (ROW_TILES[-1], MAX_OWN_ROWS)
+    assert (ROW_TILES[-1], MAX_OWN_ROWS) == (ROW_TILE, PACKED_ROWS)
     assert target_launches(36, 0, 1, fuses=True) + unfused_launches(36, 0, 1) == 9 * 36 + LAUNCHES_AROUND

@@ -11,7 +11,7 @@ from manta.cluster.pages.kv_cache_groups import LayerPlace
 from manta.cluster.step.scheduler_output import AdmittedRequest, SlotSampling
 from manta.drafter.compute.backend import Projection
 from manta.drafter.compute.batch_invariance import rows_are_invariant
-from manta.drafter.compute.eager.backend import TorchBackend
+from manta.drafter.compute.eager.backend import EagerBackend
 from manta.drafter.compute.layers.linear import Linear
 from manta.drafter.dflash.checkpoint import load_drafter
 from manta.drafter.dflash.model import DFlashDrafter
@@ -63,7 +63,7 @@ def test_bf16_blocks_are_close_to_the_oracle(variant: str, tmp_path: Path):
 
 
 def test_a_blocks_bits_do_not_depend_on_the_batch(tmp_path: Path):
-    if not rows_are_invariant(TorchBackend(), torch.float32, "cpu"):
+    if not rows_are_invariant(EagerBackend(), torch.float32, "cpu"):
         pytest.skip("this machine's products are not batch-invariant")
     pair = load_pair(tmp_path, VARIANTS["z-lab sliding layers are causal"])
     lengths = [12, 40, 31]
@@ -118,7 +118,7 @@ def test_proposals_are_padded_with_minus_one(tmp_path: Path):
     assert requests.proposer.propose(nobody, requests.states).drafts_RK.shape == (1, 0)
 
 
-class KeepsWeights(TorchBackend):
+class KeepsWeights(EagerBackend):
     """PyTorch's operators, recording the weights that they get."""
 
     def __init__(self) -> None:
