@@ -168,7 +168,7 @@ class CpuDrafterSession:
 
 
 def _check_pages_fit(plan: LoadPlan, num_pages: tuple[int, ...]) -> None:
-    """Raise ConfigError unless the drafter's GPU holds the target's number of pages, and a session's steps."""
+    """Raise ConfigError unless the drafter's GPU holds the target's pages and a session's steps."""
     if plan.device.type != "cuda":
         return
     needed = sum(count * size for count, size in zip(num_pages, page_bytes(plan, target=False), strict=True))
