@@ -58,6 +58,7 @@ class Variant:
         copies: asynchronous ones of an iteration of its loop, which has no other loads then.
         only: the capability that the shape is for; None for both.
         most_instructions: of an iteration of its loop, by capability; a warp issues one per cycle.
+        fp_fusion: whether multiplications and additions may be fused, which batch-invariant mode forbids.
     """
 
     kernel: str
@@ -71,6 +72,7 @@ class Variant:
     copies: int | None = None
     only: int | None = None
     most_instructions: tuple[int, int] | None = None
+    fp_fusion: bool = True
 
 
 def _attention(
@@ -132,9 +134,8 @@ def _attention(
     }
     optional = {"sinks_ptr": sinks, "q_tail_ptr": tail, "paths_ptr": tree, "positions_ptr": tree}
     constexprs |= {name: None for name, given in optional.items() if not given}
-    registers = MOST_REGISTERS if tail else None
-    wgmma = plan.block_rows >= 64
-    return Variant("_attend", signature, constexprs, plan.num_warps, wgmma=wgmma, registers=registers)
+    limits = {"registers": MOST_REGISTERS if tail else None, "fp_fusion": not batch_invariant}
+    return Variant("_attend", signature, constexprs, plan.num_warps, wgmma=plan.block_rows >= 64, **limits)
 
 
 def _pointers(**names: str) -> dict[str, str]:
@@ -318,6 +319,7 @@ class Codes:
 W4A16, W8A16 = Codes("int4", "bf16", 128), Codes("int8", "bf16", None)
 AWQ, FP8_BLOCKS = Codes("int4", "fp16", 128, zeros=True), Codes("e4m3", "fp32", 128)
 MXFP4, NVFP4 = Codes("e2m1", "u8", 32), Codes("e2m1", "fp32", 16)
+FP8_ROWS = Codes("e4m3", "fp32", None)  # quantized at load
 
 
 def _dequantize(outputs: int, inputs: int, codes: Codes) -> Variant:
@@ -433,10 +435,13 @@ def _choose_experts(
     groups: int = 1,
     top_groups: int = 1,
     correction: bool = False,
+    padding: bool = False,
 ) -> Variant:
+    """Return the choice of experts; with `padding` in a pass that may have it, as graphs do."""
     signature = _pointers(bf16="logits_ptr", i32="ids_ptr", fp32="weights_ptr")
     signature |= {"scale": "fp32", "row_stride": "i32:16"}
     signature |= _pointers(fp32="correction_ptr") if correction else {}
+    signature |= _pointers(i32="owners_ptr") if padding else {}
     constexprs = {
         "EXPERTS": experts,
         "LANES": experts,
@@ -449,8 +454,7 @@ def _choose_experts(
         "TOP_GROUPS": top_groups,
         "PDL": True,
         "expert_scale_ptr": None,
-        "owners_ptr": None,
-    } | ({} if correction else {"correction_ptr": None})
+    } | {name: None for name in ("correction_ptr", "owners_ptr") if name not in signature}
     return Variant("_choose", signature, constexprs, 1)
 
 
@@ -714,9 +718,11 @@ VARIANTS: dict[str, list[Variant]] = {
         Variant("_stamp", _pointers(i64="times") | {"index": "i32"}, {}, 1),
     ],
     "compute.gpu_triton.attention.paged_attention": [
-        replace(_attention(32, 8, 128), most_instructions=(705, 810)),  # Qwen3-8B, a block of 16 rows
-        _attention(32, 8, 128, rows=2048),  # a prompt: tiles of 128
-        replace(_attention(32, 8, 128, kv="fp8e4nv"), most_instructions=(855, 895)),
+        # Qwen3-8B, a block of 16 rows: a thread copies 256 bytes of K and V, and a page number
+        replace(_attention(32, 8, 128), copies=17, most_instructions=(705, 810)),
+        # a prompt: tiles of 128, eight warps
+        replace(_attention(32, 8, 128, rows=2048), copies=9, most_instructions=(615, 675)),
+        replace(_attention(32, 8, 128, kv="fp8e4nv"), copies=9, most_instructions=(855, 895)),
         _attention(32, 8, 128, rows=2048, kv="fp8e4nv"),
         _attention(8, 1, 512, tail=64, kv="fp8e4nv"),
         _attention(64, 8, 64, window=128, sinks=True, kv="fp8e4nv"),
@@ -764,16 +770,17 @@ VARIANTS: dict[str, list[Variant]] = {
     "compute.gpu_triton.linear.skinny_gemm": [
         _product(6144, 4096, 16, "norm"),  # Qwen3-8B: qkv
         _product(4096, 12288, 16, "residual"),  # down
-        _product(12288, 4096, 16, "norm gate"),
+        _product(12288, 4096, 16, "norm gate", most_instructions=(195, 190)),
         _product(12288, 4096, 64, "norm gate"),
         _product(10240, 4096, 32, "layers"),  # its drafter's context
         _product(4096, 4096, 64, "residual bias", one_alone=True),  # batch-invariant
         _product(4096, 4096, 16, "norm", dtype="fp32"),
         _product(12288, 4096, 16, "norm gate", quantised=True, most_instructions=(335, 305)),
         _product(4096, 12288, 64, "residual bias", quantised=True),
+        _product(4096, 12288, 64, "residual bias", quantised=True, one_alone=True),  # 65 to 128 rows
         # weights of published checkpoints
         _product(12288, 4096, 16, "norm gate", codes=W4A16, most_instructions=(370, 400)),
-        _product(12288, 4096, 16, "norm gate", codes=AWQ),
+        _product(12288, 4096, 16, "norm gate", codes=AWQ, most_instructions=(555, 555)),
         _product(12288, 4096, 16, "norm gate", codes=FP8_BLOCKS, most_instructions=(410, 346)),
         _product(12288, 4096, 16, "norm gate", codes=NVFP4, most_instructions=(535, 517)),
         _product(12288, 4096, 16, "norm gate", codes=MXFP4),
@@ -786,9 +793,11 @@ VARIANTS: dict[str, list[Variant]] = {
         _dequantize(4096, 12288, NVFP4),
         _dequantize(4096, 12288, FP8_BLOCKS),
         _dequantize(4096, 12288, W8A16),
+        _dequantize(4096, 12288, FP8_ROWS),
     ],
     "compute.gpu_triton.moe.topk_routing": [
-        _choose_experts(128, 8),  # Qwen3-30B-A3B
+        _choose_experts(128, 8, padding=True),  # Qwen3-30B-A3B
+        _choose_experts(128, 8),
         _choose_experts(128, 4, choose_first=True),  # gpt-oss
         _choose_experts(256, 8, score="sigmoid", groups=8, top_groups=4, correction=True),  # DeepSeek-V3
     ],
@@ -796,6 +805,7 @@ VARIANTS: dict[str, list[Variant]] = {
     "compute.gpu_triton.moe.grouped_gemm": [
         _experts(1536, 2048, 16, activation="silu"),  # Qwen3-30B-A3B: gate and up of a verified block
         _experts(2048, 768, 16),  # down
+        _experts(512, 7168, 16, activation="silu", most_instructions=(142, 162)),  # DeepSeek-V3
         _experts(1536, 2048, 64, activation="silu"),
         _experts(1408, 2816, 128, activation="gelu_tanh"),  # Gemma 4 26B: a prompt
         # gpt-oss; a tile is 8,192 codes
@@ -824,7 +834,7 @@ VARIANTS: dict[str, list[Variant]] = {
         _gather_latents(576, 64, kv="fp8e4nv"),
     ],
     "compute.gpu_triton.attention.mla_prefill": [
-        _attend_expanded(8),
+        replace(_attend_expanded(8), copies=10, most_instructions=(675, 765)),
         _attend_expanded(64, "fp32"),
         _add_splits(8),
     ],
@@ -977,7 +987,7 @@ def _compile(module: str, variant: Variant, capability: int) -> dict[str, int | 
     log = io.StringIO()  # ptxas reports there
     with contextlib.redirect_stdout(log):
         target = GPUTarget("cuda", capability, 32)
-        options = {"num_warps": variant.warps}
+        options = {"num_warps": variant.warps, "enable_fp_fusion": variant.fp_fusion}
         if variant.stages is not None:
             options["num_stages"] = variant.stages
         if variant.registers is not None:
