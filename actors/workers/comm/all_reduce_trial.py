@@ -13,7 +13,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ....drafter.compute.gpu_triton.linear.all_reduce_norm import sum_add_rms_norm
 from ....drafter.compute.memory.peer_buffers import FusedSum
 from . import custom_all_reduce
 from .custom_all_reduce import CustomAllReduce
@@ -24,6 +23,8 @@ TIMEOUT_S = 120.0
 
 def run_rank() -> None:
     """Join the group, report, and leave."""
+    from ....drafter.compute.gpu_triton.linear.all_reduce_norm import sum_add_rms_norm  # needs Triton
+
     rank, num_ranks, port, device_type = json.loads(sys.argv[1])
     device = torch.device(device_type)
     if device_type == "cuda":
