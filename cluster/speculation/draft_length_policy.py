@@ -31,7 +31,7 @@ from ..step.scheduler_output import FloatArray, IntArray, SchedulerOutput, TreeG
 from .acceptance_model import NO_MARGIN, NUM_BLOCKS, AcceptanceModel
 from .draft_trimming import drafts_to_verify
 from .loss_budget import MAX_BACKOFF, Backoff, LossBudget
-from .step_cost_model import MIN_S, Doubles, StepCostModel, StepLoad, load_class
+from .step_cost_model import MIN_S, Doubles, StepCostModel, StepLoad
 from .tree_policy import TreePolicy
 
 BETTER = 1.02  # rate ratio to change a choice; estimates differ by about a percent
@@ -176,12 +176,12 @@ class DraftLengthPolicy:
             drafts_R = self._trimmed_by_request(drafts_R, state.estimate, batch, load)
         is_tree = False
         if self._trees is not None and length and not is_trial:
-            is_tree = self._trees.choose(load_class(int(load.num_requests)))
+            is_tree = self._trees.choose(load.size)
         return DraftChoice(drafts_R, length, is_trial, is_tree, state.estimate, state.plain_s)
 
     def _state(self, load: StepLoad) -> _LoadState:
         """Return the state of this class of load."""
-        key = load.is_half, load_class(int(load.num_requests))
+        key = load.is_half, load.size
         return self._states.setdefault(key, _LoadState())
 
     def _trimmed_by_request(
@@ -300,7 +300,7 @@ class DraftLengthPolicy:
         drafts_s = self._costs.draft_s(load, lengths)
         gain = 1.0
         if self._trees is not None:
-            gain += self._trees.gain(load_class(int(load.num_requests)))
+            gain += self._trees.gain(load.size)
         for length, draft_s in zip(lengths[1:], drafts_s[1:], strict=True):
             seconds_S = non_draft_s_S[: num_requests * length + 1] + draft_s
             chains = _estimate_trimmed(worths_NK[:, :length], num_requests, own_worth, seconds_S)
@@ -338,7 +338,7 @@ class DraftLengthPolicy:
     def observe_trees(self, choice: DraftChoice, load: StepLoad, gain: TreeGain) -> None:
         """Learn from a step that grew trees."""
         assert self._trees is not None, "trees were grown"
-        place, chosen = load_class(int(load.num_requests)), choice.estimate
+        place, chosen = load.size, choice.estimate
         self._trees.observe(place, gain, chosen.worth / (1.0 + self._trees.gain(place)), chosen.rate)
 
     def on_drafter_replaced(self) -> None:

@@ -62,6 +62,11 @@ class StepLoad(NamedTuple):
     context: Amounts  # tokens, summed over all requests
     is_half: bool = False  # drafts are made beside another half's pass, so only a part is waited for
 
+    @property
+    def size(self) -> int:
+        """The class of the number of requests, which must be a number (`load_class`)."""
+        return load_class(int(self.num_requests))
+
 
 def load_class(num_requests: int) -> int:
     """Return the class of a number of requests: one class each up to 8, then classes about a fifth wide."""
