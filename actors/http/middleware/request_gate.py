@@ -1,7 +1,7 @@
 """The outermost layer: request ids, keys, limits, and a response for unhandled exceptions.
 
 Plain ASGI, so that streams pass through unchanged. The only route it knows is the one for file uploads.
-Bodies have limits of size, arrival time, and the memory of all unfinished ones together (`BodyBudget`).
+`request_body.py` limits the bodies.
 `Traffic` counts the requests in flight, except those to open paths.
 """
 
@@ -12,7 +12,6 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, field
 from functools import partial
 from types import MappingProxyType
 from typing import Any, Protocol
@@ -30,6 +29,7 @@ from ...system.log_setup import current_request_id
 from ..config.settings import OPEN_PATHS, ServerSettings
 from ..wire.errors import INTERNAL, Rejection, ignore, json_error, log_refusal, refusal_of
 from .api_keys import Keys
+from .request_body import BUDGET_BODIES, BodyBudget, BodyLimit, discard_rest
 
 logger = logging.getLogger(__name__)
 
@@ -155,6 +155,7 @@ class _Exchange:
         self._timer: asyncio.TimerHandle | None = None
         self._sender: asyncio.Task[object] | None = None  # while it waits
         self._since_s = 0.0
+        self._is_unfinished = False  # whether the connection is closed although the client may still send
         self._has_cut = False  # whether the response was ended early
         self._status: int | None = None
         headers = Headers(scope=scope)
@@ -187,9 +188,16 @@ class _Exchange:
             self._gate.observe(self._scope, self._status or 499, time.monotonic() - begin_s)
 
     async def _forward(self, message: Message) -> None:
-        """Send. Raises SlowReaderError once the client has read nothing for too long."""
         if message["type"] == "http.response.start":
             self._begin(message)
+        elif self._is_unfinished and not message.get("more_body"):
+            await self._transmit({**message, "more_body": True})
+            await discard_rest(self._receive)
+            message = {"type": "http.response.body"}
+        await self._transmit(message)
+
+    async def _transmit(self, message: Message) -> None:
+        """Send. Raises SlowReaderError once the client has read nothing for too long."""
         if self._has_cut:
             raise self._too_slow()
         loop = asyncio.get_running_loop()
@@ -215,6 +223,7 @@ class _Exchange:
             headers[ID_HEADER] = self._state["request_id"]
         if self._status in UNFINISHED and self._sends_body and "has_body" not in self._state:
             headers[UNFINISHED_HEADER] = "1"
+            self._is_unfinished = headers.get("connection") == "close"
 
     def _poll(self) -> None:
         loop, timeout_s = asyncio.get_running_loop(), self._gate.reader_timeout_s
@@ -258,153 +267,3 @@ class Traffic:
         except TimeoutError:
             return False
         return True
-
-
-# A connection is closed if its body is silent for this long, or takes longer than this plus its size at the
-# minimum rate.
-GRACE_S = 20.0
-MIN_BYTES_PER_S = 32 * 1024
-# Limit for all unfinished bodies of a process together, in bodies of the maximum size.
-BUDGET_BODIES = 8
-# Bytes of each body that are not counted, so that short bodies are accepted despite long ones.
-UNCOUNTED_BYTES = 64 * 1024
-
-
-@dataclass(slots=True, eq=False)
-class _Unfinished:
-    began_s: float
-    num_bytes: int = 0  # bytes received so far
-    dropped: bool = False  # the budget had no room for it
-    # time-out of the wait for its next bytes
-    waiting: asyncio.Timeout | None = field(default=None, repr=False)
-
-    @property
-    def counted(self) -> int:
-        return max(0, self.num_bytes - UNCOUNTED_BYTES)
-
-
-class BodyBudget:
-    """The memory of one process for unfinished bodies. Used on the event loop.
-
-    When it exceeds `max_bytes` (without the first UNCOUNTED_BYTES of each body), the body with the largest
-    product of bytes and age is dropped, so that slow, long bodies make room for quick, short ones.
-    """
-
-    def __init__(self, max_bytes: int) -> None:
-        self.max_bytes = max_bytes
-        self.num_bytes = 0  # counted bytes
-        self._open: set[_Unfinished] = set()
-
-    @contextmanager
-    def body(self) -> Iterator[_Unfinished]:
-        """Track one body; its memory is returned at the end, or by `release`."""
-        body = _Unfinished(time.monotonic())
-        self._open.add(body)
-        try:
-            yield body
-        finally:
-            self.release(body)
-
-    def release(self, body: _Unfinished) -> None:
-        """Return the memory of a body that is complete, dropped or given up. Idempotent."""
-        if body in self._open:
-            self._open.discard(body)
-            self.num_bytes -= body.counted
-
-    def receive(self, body: _Unfinished, num_bytes: int) -> None:
-        """Count received bytes, then drop bodies (perhaps this one) until the budget holds."""
-        if body not in self._open:
-            return
-        before = body.counted
-        body.num_bytes += num_bytes
-        self.num_bytes += body.counted - before
-        while self.num_bytes > self.max_bytes:
-            self._drop()
-
-    def _drop(self) -> None:
-        now_s = time.monotonic()
-        victim = max(self._open, key=lambda body: body.counted * (now_s - body.began_s))
-        self.release(victim)
-        victim.dropped = True
-        if victim.waiting is not None:
-            victim.waiting.reschedule(asyncio.get_running_loop().time())
-
-
-@dataclass(frozen=True, slots=True)
-class BodyLimit:
-    max_bytes: int
-    message: str
-
-    @classmethod
-    def of(cls, settings: ServerSettings, name: str, extra_bytes: int = 0) -> BodyLimit:
-        """`extra_bytes`: for the rest of a form."""
-        size = getattr(settings, name)
-        return cls(size + extra_bytes, f"The body is larger than {size} bytes, this server's {name}.")
-
-    @contextmanager
-    def applied(
-        self, receive: Receive, arrived: Callable[[], None], budget: BodyBudget | None = None
-    ) -> Iterator[Receive]:
-        """Wrap `receive` so that it raises HTTPException when a limit is exceeded.
-
-        The status is 413 for a body that is too large, 408 for one that is too slow, and 503 if all
-        unfinished bodies together are too large. `arrived` is called when the whole body has arrived, and may
-        raise HTTPException, too. `budget`: None if the body is not kept in memory.
-        """
-        budget = budget or BodyBudget(self.max_bytes)
-        with budget.body() as body:
-            yield self._limited(receive, arrived, budget, body)
-
-    def _limited(
-        self, receive: Receive, arrived: Callable[[], None], budget: BodyBudget, body: _Unfinished
-    ) -> Receive:
-        done = False
-
-        async def limited() -> Message:
-            nonlocal done
-            if done:  # the next message is the disconnect
-                return await receive()
-            allowed_s = GRACE_S + body.num_bytes / MIN_BYTES_PER_S - (time.monotonic() - body.began_s)
-            try:
-                async with asyncio.timeout(min(GRACE_S, allowed_s)) as body.waiting:
-                    message = await receive()
-            except TimeoutError:
-                raise _dropped(budget) if body.dropped else _too_late(body.num_bytes) from None
-            finally:
-                body.waiting = None
-            count = len(message.get("body", b""))
-            done = message["type"] != "http.request" or not message.get("more_body", False)
-            if body.num_bytes + count > self.max_bytes:
-                raise HTTPException(413, self.message, _CLOSE)
-            budget.receive(body, count)
-            if body.dropped:
-                raise _dropped(budget)
-            if done:
-                budget.release(body)
-                if body.num_bytes:
-                    arrived()
-            return message
-
-        return limited
-
-
-# The rest of the body is not read.
-_CLOSE = {"Connection": "close"}
-
-
-def _too_late(count: int) -> HTTPException:
-    return HTTPException(
-        408,
-        f"The body arrived too slowly: only {count} bytes arrived in time. Send it at "
-        f"{MIN_BYTES_PER_S} bytes a second or faster, without a pause of {GRACE_S:g} s.",
-        _CLOSE,
-    )
-
-
-def _dropped(budget: BodyBudget) -> HTTPException:
-    return HTTPException(
-        503,
-        f"The unfinished bodies of all requests exceed {budget.max_bytes} bytes, and this one held the most "
-        "for the longest time. Send it again, faster or later.",
-        _CLOSE,
-    )

@@ -22,9 +22,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from manta.actors.haproxy.config_rewriter import UNFINISHED_HEADER
 from manta.actors.http.config.settings import ServerSettings
-from manta.actors.http.middleware import request_gate as bodies
+from manta.actors.http.middleware import request_body as bodies
 from manta.actors.http.middleware import request_gate as gate
-from manta.actors.http.middleware.request_gate import MAX_HEADER_BYTES, BodyBudget, BodyLimit
+from manta.actors.http.middleware.request_body import BodyBudget, BodyLimit
+from manta.actors.http.middleware.request_gate import MAX_HEADER_BYTES
 from manta.actors.http.wire.openapi_errors import MEANINGS
 from manta.cluster.config import EngineConfig
 from manta.cluster.errors import DrainingError, RequestError, brief
@@ -237,6 +238,20 @@ def test_incomplete_bodies_delay_no_others_and_are_closed(server: LiveServer, ht
     assert response.status_code == 200
     for whole in (b"{}", b'{"prompt": 7}'):
         assert UNFINISHED_HEADER not in http.post(COMPLETIONS, content=whole).headers
+
+
+def test_a_client_that_still_sends_can_read_its_refusal(config: EngineConfig) -> None:
+    """Closing at once would reset the connection, and with it discard what the client has not read yet."""
+    chunk = b"800\r\n" + b"x" * 0x800 + b"\r\n"
+    with LiveServer(config, ServerSettings(served_model_name=NAME, max_request_bytes=2000)) as server:
+        connection = sent(server, HEAD + b"Transfer-Encoding: chunked\r\n\r\n" + chunk)
+        connection.recv(1, socket.MSG_PEEK)  # the refusal has arrived
+        for _ in range(100):
+            connection.sendall(chunk)
+            time.sleep(0.001)
+        connection.sendall(b"0\r\n\r\n")
+        head, _, body = rest(connection).partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 413") and json.loads(body)["error"]["code"] == 413
 
 
 def test_the_time_for_a_body_grows_with_the_received_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
