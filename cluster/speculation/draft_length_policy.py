@@ -30,17 +30,21 @@ import numpy as np
 from ..step.scheduler_output import FloatArray, IntArray, SchedulerOutput, TreeGain, TreeShape, Trim
 from .acceptance_model import NO_MARGIN, NUM_BLOCKS, AcceptanceModel
 from .draft_trimming import drafts_to_verify
+from .length_estimate import BETTER, LengthEstimate, estimate_trimmed
 from .loss_budget import MAX_BACKOFF, Backoff, LossBudget
-from .step_cost_model import MIN_S, Doubles, StepCostModel, StepLoad
+from .step_cost_model import MIN_S, StepCostModel, StepLoad
 from .tree_policy import TreePolicy
 
-BETTER = 1.02  # rate ratio to change a choice; estimates differ by about a percent
 # Most of a plain step's prediction over its lower bound that counts as measured. Not tuned; without a limit
 # the worst H200 cell falls from 0.94 to 0.69 of the best (docs/measurements.md).
 _KNOWN = 2.5
 _REVIEW_STEPS = 8  # between reviews at first, and between trials of a length
 _RETRY_STEPS = NUM_BLOCKS  # between reviews later, and without drafts until a retry: all samples are new
 _TRIAL_STEPS = 3  # at most, as far as the loss is covered
+# Most decoding rows of a step over those of the largest step before. Without a limit, costs of one request's
+# steps are extrapolated to all drafts of 64: the first 150 tokens of a cell then have 0.8 of plain decoding's
+# speed; with 4, another cell stays at 0.926 of the best.
+_MAX_GROWTH = 8
 _LOSS_SHARE, _MAX_LOSS_STEPS = 0.01, 16.0  # of the total time; plain steps whose time is covered at most
 
 
@@ -60,16 +64,6 @@ class DecodeBatch(NamedTuple):
     slots_R: IntArray
     limits_R: IntArray  # most drafts of each
     weights_R: FloatArray  # see `RequestWeights`
-
-
-class LengthEstimate(NamedTuple):
-    """Expected figures of steps with one draft length; 0 while nothing is known."""
-
-    rate: float = 0.0  # worth per second
-    worth: float = 0.0  # tokens of a step, each times its request's weight
-    seconds: float = 0.0
-    num_verified: int = 0  # drafts worth verifying, over all requests
-    trims: bool = False  # whether drafts are trimmed once their margins are known
 
 
 _UNKNOWN = LengthEstimate()
@@ -206,9 +200,9 @@ class DraftLengthPolicy:
         mean_s, min_s = (
             dict(zip(lengths, bounds.tolist(), strict=True)) for bounds in self._costs.bounds_s(load, lengths)
         )
-        # With costs from before the first request drafts are tried first.
         is_measured = state.has_plain and mean_s[0] <= _KNOWN * min_s[0]
-        if not (is_measured or self._costs.known_at_start):
+        # With costs from before the first request, a single one drafts at once.
+        if not (is_measured or (self._costs.known_at_start and len(batch.slots_R) == 1)):
             state.trial_length, state.trial_steps = 0, 1
             return
         estimates = self._estimate(batch, load, lengths)
@@ -236,8 +230,8 @@ class DraftLengthPolicy:
             state.trials[length] = state.steps + wait, min(2 * wait, MAX_BACKOFF * _RETRY_STEPS)
 
     def _possible(self, num_requests: int) -> list[int]:
-        maximum = max(self._max_rows // num_requests - 1, 0)
-        return [length for length in self._lengths if length <= maximum]
+        most_rows = min(self._max_rows, _MAX_GROWTH * self._costs.most_rows)
+        return [length for length in self._lengths if length <= max(most_rows // num_requests - 1, 0)]
 
     def _update_length(self, state: _LoadState, estimates: dict[int, LengthEstimate]) -> None:
         """Keep the length, or change to a better one."""
@@ -303,7 +297,7 @@ class DraftLengthPolicy:
             gain += self._trees.gain(load.size)
         for length, draft_s in zip(lengths[1:], drafts_s[1:], strict=True):
             seconds_S = non_draft_s_S[: num_requests * length + 1] + draft_s
-            chains = _estimate_trimmed(worths_NK[:, :length], num_requests, own_worth, seconds_S)
+            chains = estimate_trimmed(worths_NK[:, :length], num_requests, own_worth, seconds_S)
             estimates[length] = chains._replace(rate=chains.rate * gain, worth=chains.worth * gain)
         return estimates
 
@@ -379,26 +373,3 @@ class DraftLengthPolicy:
             self._retry.fail()
             for state in self._states.values():
                 state.length, state.trial_steps, state.review_at = 0, 0, 0
-
-
-def _estimate_trimmed(
-    worths_NK: FloatArray, num_requests: int, own_worth: float, seconds_S: Doubles
-) -> LengthEstimate:
-    """Estimate a step with drafts like those of these blocks, if the best number of drafts is verified.
-
-    Args:
-        worths_NK: survival probability times weight, of each draft of each block.
-        own_worth: worth of the tokens produced without any draft.
-        seconds_S: seconds of the step with 0, 1, .., R x K drafts verified.
-    """
-    falling_M = np.sort(worths_NK, axis=None)[::-1]
-    worth_M = np.concatenate(([0.0], np.cumsum(falling_M, dtype=np.float64)))
-    # The step verifies the same fraction of its drafts as is taken from the blocks.
-    places_S = np.arange(len(seconds_S)) * len(worths_NK) // num_requests
-    worth_S = own_worth + worth_M[places_S] * (num_requests / len(worths_NK))
-    rates_S = worth_S / seconds_S
-    count = int(np.argmax(rates_S))
-    trims = bool(rates_S[count] > BETTER * rates_S[-1])  # trimming takes time itself
-    if not trims:
-        count = len(seconds_S) - 1
-    return LengthEstimate(float(rates_S[count]), float(worth_S[count]), float(seconds_S[count]), count, trims)

@@ -11,9 +11,11 @@ E rank.
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from ...cluster.step.scheduler_output import SchedulerOutput
+from ..compute.backend import PlacedRows
 from ..compute.memory.kv_cache import PagedKVCache
 from ..step.inputs.proposals import Proposals
 from ..step.inputs.row_layout import StepRows
@@ -22,9 +24,17 @@ from ..step.sampling.sampler import block_candidates, sample_with_margins, selec
 from ..step.sampling.step_ops import DEFINITION, StepOperators
 from .model import DFlashDrafter
 
+# Most rows and steps whose context is written together while no request drafts. Below this many rows a write
+# takes about as long as one of a single row; the steps bound the memory of a few requests' taps.
+_DEFERRED_ROWS, _DEFERRED_STEPS = 128, 16
+
 
 class DFlashProposer:
-    """A drafter with its pages; `operators` sample the drafts."""
+    """A drafter with its pages; `operators` sample the drafts.
+
+    While no request drafts, the context of several steps is written at once, in the order of the steps, and
+    at the latest before the next block.
+    """
 
     def __init__(
         self, drafter: DFlashDrafter, cache: PagedKVCache, operators: StepOperators = DEFINITION
@@ -32,6 +42,9 @@ class DFlashProposer:
         self.drafter = drafter
         self.cache = cache
         self._operators = operators
+        self._drafts = True  # whether a request drafted in the last step
+        self._deferred: list[tuple[Tensor, StepRows]] = []  # taps and rows, oldest first
+        self._num_deferred = 0  # rows
 
     def with_drafter(self, drafter: DFlashDrafter) -> DFlashProposer:
         """Return a proposer with another drafter of the same shape over the same pages."""
@@ -46,8 +59,10 @@ class DFlashProposer:
         """Return drafts and margins [R, K]; K = 0 if no request drafts."""
         config = self.drafter.config
         block = states.lay_out_block(plan, config.mask_token_id, samples_anchor=config.samples_anchor)
+        self._drafts = block is not None
         if block is None:
             return Proposals.none(plan.num_requests, states.device)
+        self._write_deferred()
         hidden_XH = self.drafter.block_hidden(block, self.cache)
         proposals = self._choose(hidden_XH, block, for_trees=plan.tree is not None)
         if self.drafter.confidence_head is None:
@@ -80,8 +95,29 @@ class DFlashProposer:
         As in the target's pages, slots of rejected drafts are overwritten by the next block before any mask
         exposes them.
         """
-        self.inject_features(self.drafter.context_features(taps_NmH), rows)
+        self._deferred.append((taps_NmH, rows))
+        self._num_deferred += len(taps_NmH)
+        is_full = self._num_deferred > _DEFERRED_ROWS or len(self._deferred) == _DEFERRED_STEPS
+        if self._drafts or is_full:
+            self._write_deferred()
 
-    def inject_features(self, c_NH: Tensor, rows: StepRows) -> None:
+    def _write_deferred(self) -> None:
+        if not self._deferred:
+            return
+        (taps_NmH, rows), *others = self._deferred
+        if not others:
+            placed: PlacedRows = rows
+        else:
+            taps_NmH = torch.cat([taps for taps, _ in self._deferred])
+            slots = zip(*(rows.kv_slots for _, rows in self._deferred), strict=True)
+            placed = PlacedRows(
+                torch.cat([rows.positions_N for _, rows in self._deferred]),
+                kv_slots=tuple(torch.cat(of_group) for of_group in slots),
+                batches=(),
+            )
+        self._deferred, self._num_deferred = [], 0
+        self.inject_features(self.drafter.context_features(taps_NmH), placed)
+
+    def inject_features(self, c_NH: Tensor, rows: PlacedRows) -> None:
         """Write context K/V from features C that were computed elsewhere."""
         self.drafter.write_context(c_NH, rows, self.cache)

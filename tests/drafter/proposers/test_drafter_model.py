@@ -104,6 +104,31 @@ def test_a_borrowed_head_is_split_like_the_targets_and_an_own_head_is_whole(vari
         assert part.equal(drafter.logits(hidden)[:, first:]) and part.shape == (3, VOCAB - VOCAB // 2)
 
 
+def test_context_of_steps_without_drafts_is_written_before_the_next_block(tmp_path: Path):
+    pair = load_pair(tmp_path, VARIANTS["z-lab full attention"])
+    lengths = [30, 41]
+    taps = random_taps(lengths)
+    at_once, later = Requests(pair.ours, lengths, taps), Requests(pair.ours, lengths, taps)
+    later.proposer.cache.kv.copy_(at_once.proposer.cache.kv)
+    before = later.proposer.cache.kv.clone()
+    later.proposer.propose(later.plan([0, 0]), later.states)
+    # Single rows of both requests in turn, then many at once; rows 8 and 9 of the first are written again.
+    for position in range(5, 25):
+        for slot in (0, 1):
+            for requests in (at_once, later):
+                requests._write(slot, position, 2 * taps[slot][position : position + 1])
+        if position == 9:
+            assert torch.equal(later.proposer.cache.kv, before), "nothing is written yet"
+    for requests in (at_once, later):
+        requests._write(0, 8, 3 * taps[0][8:10])
+        requests._write(1, 0, 3 * taps[1])
+    plan = at_once.plan([7, 3])
+    expected, ours = (requests.proposer.propose(plan, requests.states) for requests in (at_once, later))
+    assert ours.drafts_RK.equal(expected.drafts_RK)
+    assert torch.allclose(later.proposer.cache.kv, at_once.proposer.cache.kv, rtol=0, atol=1e-5)
+    assert not torch.allclose(later.proposer.cache.kv, before, rtol=0, atol=1e-2)
+
+
 def test_proposals_are_padded_with_minus_one(tmp_path: Path):
     pair = load_pair(tmp_path, VARIANTS["z-lab full attention"])
     requests = Requests(pair.ours, [6, 11, 9], random_taps([6, 11, 9]))
