@@ -213,7 +213,7 @@ class StepCostModel:
     def reset(self) -> None:
         """Forget everything, as in a new process."""
         self.known_at_start = False  # costs of drafting steps preceded the first request
-        self.most_rows = 0  # decoding rows of the largest step
+        self.most_rows = 0.0  # decoding rows of the largest step; infinite with an earlier process's costs
         self._non_draft = PassRegression(has_phase=True)
         self._drafts = {is_half: PassRegression() for is_half in (False, True)}
 
@@ -252,7 +252,7 @@ class StepCostModel:
         rows = self.padded(np.add(load.num_requests, num_drafts))
         size = load_class(int(rows))
         self._num_passes[size] += 1
-        self.most_rows = max(self.most_rows, int(rows))
+        self.most_rows = max(self.most_rows, float(rows))
         slow_noise = 1.0 / self._num_passes[size]  # libraries allocate and compile for first passes
         self._non_draft.observe(float(rows), load, non_draft_s, slow_noise)
         if draft_rows:
@@ -337,3 +337,4 @@ class StepCostModel:
         except (KeyError, TypeError, AttributeError) as error:
             raise ValueError("these are no costs of steps") from error
         self._non_draft, self._drafts[False], self.known_at_start = rest, draft, True
+        self.most_rows = math.inf

@@ -346,9 +346,10 @@ def test_saved_costs_are_replaced_by_contradicting_measurements(wrong: str):
 def test_the_first_decode_step_drafts_with_saved_costs():
     earlier = Play(MACHINES["linear"], 0.8)
     earlier.rate(1, 300)
-    play = Play(MACHINES["linear"], 0.8)
+    play = Play(MACHINES["linear"], 0.8, measures=False)
     assert earlier.engine.costs is not None and play.engine.costs is not None
     play.engine.costs.read(json.loads(json.dumps(earlier.engine.costs.as_json())))
+    assert play.engine.would_draft
     play._add()
     lengths = list[int]()
     for _ in range(12):
