@@ -97,6 +97,7 @@ class StepController:
             )
         self._num_completed = 0
         self._num_unlearned = 0  # steps since the last one learned from
+        self._host_s = math.inf  # of the last step
         self.speculating_s = self.plain_s = 0.0
         self.undrafted_s: dict[Undrafted, float] = {}
 
@@ -258,14 +259,17 @@ class StepController:
         self._weights.count_tokens(outcome.slots, outcome.num_out, now_s)
         if step.undrafted is not None:
             self.undrafted_s[step.undrafted] = self.undrafted_s.get(step.undrafted, 0.0) + elapsed_s
-        # The host's time between a step's parts is a part of it, unless the engine was idle.
         if step.plan.tree is not None and result.trees is not None:
             self._branches.observe(step.plan.tree, result.trees)
         if self._policy is not None and result.tree_gain is not None:
             self._policy.observe_trees(step.choice, step.load, result.tree_gain)
         seconds = result.timings.total_s
+        # The host's time between a step's parts is a part of it, except a review's and an idle engine's.
         if 0.0 < elapsed_s - seconds <= _MAX_HOST_SHARE * seconds:
-            seconds = elapsed_s
+            host_s = elapsed_s - seconds
+            if step.choice.is_review:
+                host_s = min(host_s, self._host_s)
+            seconds, self._host_s = seconds + host_s, host_s
         if seconds > 0.0:
             self._learn_shares(step, result, seconds, elapsed_s, has_background=has_background)
         self._num_completed += 1
@@ -289,7 +293,8 @@ class StepController:
         draft_rows = 0 if result.is_pass_skipped else int(plan.block_drafts.sum()) + num_drafting
         grow_s = 0.0 if result.tree_gain is None else result.tree_gain.grow_s
         self._costs.observe(
-            step.load, num_verified, draft_rows, draft_s, seconds - draft_s - grow_s, num_drafting
+            *(step.load, num_verified, draft_rows, draft_s, seconds - draft_s - grow_s, num_drafting),
+            is_change=step.choice.is_change,
         )
         self._measured_prompt_rows = max(self._measured_prompt_rows, int(step.load.prompt_rows))
         if self._policy is None or step.load.prompt_rows:

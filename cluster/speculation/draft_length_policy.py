@@ -79,6 +79,8 @@ class DraftChoice(NamedTuple):
     estimate: LengthEstimate = _UNKNOWN  # for the best known length
     plain_s: float = 0.0  # expected seconds of a step without drafts; 0 while nothing is known
     tree: TreeShape | None = None  # the drafts are nodes of trees as deep as `length`; None: chains
+    is_review: bool = False  # the policy was reviewed, which takes the host's time
+    is_change: bool = False  # the step before had another length, so caches are cold
 
 
 @dataclass(slots=True)
@@ -120,6 +122,7 @@ class DraftLengthPolicy:
         self._budget = LossBudget(_LOSS_SHARE, _MAX_LOSS_STEPS)
         self._trees = TreePolicy() if has_trees else None
         self._num_steps = self._num_plain = 0  # steps, and those since the last drafts
+        self._last_length = 0
         self._retry = Backoff(_RETRY_STEPS)
         self._retry_gain = math.inf  # ratio of expected to plain worth at the last retry
         self._paused_until = 0
@@ -157,12 +160,14 @@ class DraftLengthPolicy:
         state = self._state(load)
         state.steps += 1
         self._num_steps += 1
-        if not state.trial_steps and state.steps >= state.review_at and batch.limits_R.any():
+        is_review = not state.trial_steps and state.steps >= state.review_at and batch.limits_R.any()
+        if is_review:
             self._review(state, batch, load)
         length = state.length
         if is_trial := state.trial_steps > 0:
             length, state.review_at = state.trial_length, state.steps + 1
             state.trial_steps -= 1
+        is_change, self._last_length = length != self._last_length, length
         self._num_plain = 0 if length else self._num_plain + 1
         state.has_plain = state.has_plain or not length
         drafts_R = np.minimum(batch.limits_R, length)
@@ -171,7 +176,8 @@ class DraftLengthPolicy:
         is_tree = False
         if self._trees is not None and length and not is_trial:
             is_tree = self._trees.choose(load.size)
-        return DraftChoice(drafts_R, length, is_trial, is_tree, state.estimate, state.plain_s)
+        how = DraftChoice(drafts_R, length, is_trial, is_tree, state.estimate, state.plain_s)
+        return how._replace(is_review=bool(is_review), is_change=is_change)
 
     def _state(self, load: StepLoad) -> _LoadState:
         """Return the state of this class of load."""
