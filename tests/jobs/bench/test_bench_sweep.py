@@ -235,7 +235,7 @@ def test_a_sweep_compares_all_sides_and_judges_every_bar(
     assert "no-such-method was refused" in said.out and "round 2/2" in said.err
 
     curves = run_pareto([read_figures(output), read_figures(output)], tmp_path / "pareto.json", tmp_path)
-    once = ["plain, T = 0", "dflash, T = 0", "plain, T = 1", "dflash, T = 1"]
+    once = [f"{name}, T = {temperature}" for temperature in (0, 1) for name in ("plain", "dflash", "mixed")]
     assert list(curves["curves"]) == [*once, *(f"{name} (2)" for name in once)]
     side = closed[1]["sides"]["adaptive"]
     assert curves["curves"]["dflash, T = 0"][1] == {
