@@ -34,6 +34,7 @@ Doubles = NDArray[np.float64]
 Amounts = float | NDArray[Any]  # of one pass, or of M  # Any: integers or floats
 
 _KNOTS = 2.0 ** np.arange(14)  # rows where segments begin, up to 8,192, the rows of the largest usual step
+_WIDTHS = np.append(np.diff(_KNOTS), np.inf)
 _CONSTANT, _REQUESTS, _CONTEXT, _ATTENTION, _PROMPT, _PROMPT_ROWS, _FIRST_SEGMENT = range(7)
 _PHASE = _FIRST_SEGMENT + len(_KNOTS)
 
@@ -106,16 +107,22 @@ class PassRegression:
         """Update the state with one pass; `slow_noise`: minimum relative deviation if it was slow."""
         if not self or (self._saw_only_prompts and not load.prompt_rows):
             self._begin(rows, load, seconds)
-        (expected_s,), (doubt,), (slopes_F,) = self.predict(rows, load)
+        slopes_F = self.phase * _features_of_one(rows, load)
+        expected_s = max(float(slopes_F[:_PHASE] @ self._theta_F[:_PHASE]), self.phase * MIN_S)
+        slopes_F[_PHASE] = 0.0 if load.prompt_rows else expected_s
+        covariance_F = self._covariance_FF @ slopes_F
+        variance = float(slopes_F @ covariance_F)
         noise = _NOISE
         if seconds > expected_s:
             noise = max(noise, slow_noise, math.log(seconds / expected_s) / _OUTLIER)
+            doubt = math.sqrt(max(variance, 0.0)) / expected_s
             seconds = min(seconds, expected_s * (1.0 + _OUTLIER * math.hypot(doubt, noise)))
-        theta_F, variance = self._theta_F, (noise * expected_s) ** 2
+        theta_F, noise_variance = self._theta_F, (noise * expected_s) ** 2
         while True:
-            covariance_F = self._covariance_FF @ slopes_F
-            gain_F = covariance_F / (float(slopes_F @ covariance_F) + variance)
+            gain_F = covariance_F / (variance + noise_variance)
             new_F = theta_F + gain_F * (seconds - expected_s)
+            if new_F[:_PHASE].min() >= 0.0:
+                break
             kept_F = (new_F >= 0.0) | (slopes_F == 0.0)
             kept_F[_PHASE] = True
             if kept_F.all():
@@ -126,7 +133,9 @@ class PassRegression:
             self._covariance_FF = self._covariance_FF * together_FF
             slopes_F, theta_F = slopes_F * kept_F, theta_F * kept_F
             expected_s = float(slopes_F[:_PHASE] @ theta_F[:_PHASE])
-        new_F[:_PHASE] = np.maximum(new_F[:_PHASE], 0.0)
+            covariance_F = self._covariance_FF @ slopes_F
+            variance = float(slopes_F @ covariance_F)
+        np.maximum(new_F[:_PHASE], 0.0, out=new_F[:_PHASE])
         self._theta_F = new_F
         self._covariance_FF = self._covariance_FF - gain_F[:, None] * covariance_F + self._walk_FF
 
@@ -166,6 +175,19 @@ class PassRegression:
         return self
 
 
+def _features_of_one(rows: float, load: StepLoad) -> Doubles:
+    """Return `_features` of one pass [F], in a quarter of the time."""
+    features_F = np.empty(_PHASE + 1)
+    requests, prompts, context = float(load.num_requests), float(load.prompt_rows), float(load.context)
+    features_F[:_FIRST_SEGMENT] = (
+        *(requests > 0.0, requests, context, context * rows / max(requests, 1.0)),
+        *(prompts > 0.0, prompts),
+    )
+    np.minimum(np.maximum(rows - _KNOTS, 0.0), _WIDTHS, out=features_F[_FIRST_SEGMENT:_PHASE])
+    features_F[_PHASE] = 0.0
+    return features_F
+
+
 def _features(rows_M: Amounts, load: StepLoad) -> Doubles:
     """Return the derivatives of the seconds of passes with respect to the coefficients, [M, F]."""
     work = np.broadcast_arrays(*np.atleast_1d(rows_M, load.num_requests, load.prompt_rows, load.context))
@@ -175,8 +197,7 @@ def _features(rows_M: Amounts, load: StepLoad) -> Doubles:
     features_MF[:, _CONTEXT] = context_M
     features_MF[:, _ATTENTION] = context_M * rows_M / np.maximum(requests_M, 1)
     features_MF[:, _PROMPT], features_MF[:, _PROMPT_ROWS] = prompts_M > 0, prompts_M
-    ends_K = np.append(_KNOTS[1:], np.inf)
-    features_MF[:, _FIRST_SEGMENT:_PHASE] = np.maximum(np.minimum(rows_M[:, None], ends_K) - _KNOTS, 0.0)
+    features_MF[:, _FIRST_SEGMENT:_PHASE] = np.minimum(np.maximum(rows_M[:, None] - _KNOTS, 0.0), _WIDTHS)
     return features_MF
 
 
