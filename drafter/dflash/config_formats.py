@@ -65,15 +65,13 @@ ASSISTANT = "MuseGlimmerAssistantModel"
 DEEPSPEC = "Qwen3DSparkModel"  # DeepSpec's DFlash drafters are of this class, too: with markov_rank 0
 SPECFORGE = "DSparkDraftModel"
 KINDS = {"DFlashDraftModel", "DFlash2DraftModel", ASSISTANT, DEEPSPEC, SPECFORGE}
+ASSISTANTS_OF_TARGETS = {"Gemma4AssistantForCausalLM", "Gemma4UnifiedAssistantForCausalLM"}
 # Drafters of other kinds, which would be mistaken for DFlash without this.
 _UNSERVED_KINDS = {
     "DominoDraftModel": UNSERVED_PROJECTORS["domino"],
     "LiLiCorrDraftModel": UNSERVED_PROJECTORS["lilicorr"],
     "Gemma4DSparkModel": "Gemma 4's layers (norms after each part, layer_scalar) are not supported here",
-    **dict.fromkeys(
-        ("Gemma4AssistantForCausalLM", "Gemma4UnifiedAssistantForCausalLM"),
-        "an assistant whose queries read the target's K/V is not supported",
-    ),
+    **dict.fromkeys(ASSISTANTS_OF_TARGETS, 'Gemma 4\'s assistants are run with method="mtp"'),
 }
 
 

@@ -45,6 +45,8 @@ class Eagle3Drafter:
         places: where its layer's K and V are stored; by default in the first page group.
     """
 
+    reads_target_kv = False
+
     def __init__(
         self,
         config: Eagle3Config,

@@ -1,6 +1,7 @@
 """Proposes chains, one pass per token, and writes entries after the target's pass.
 
-The drafter is EAGLE-3's, or a target's own layer for multi-token prediction (`actors/targets/model/mtp.py`).
+The drafter is EAGLE-3's, a target's own layer for multi-token prediction (`actors/targets/model/mtp.py`), or
+an assistant, which has no entries and reads the target's K and V (`actors/targets/model/assistant.py`).
 
 Drafts are sampled as the target samples: same filters, same noise at the same position, on the drafter's
 logits; each has a margin (`step/inputs/proposals.py`). The first pass needs the target's feature of the
@@ -40,6 +41,11 @@ class ChainDrafter(Protocol):
 
     @property
     def config(self) -> HasHiddenSize: ...
+
+    @property
+    def reads_target_kv(self) -> bool:
+        """Whether all passes read the target's K and V of the tokens before the anchor, and write none."""
+        ...
 
     @property
     def dtype(self) -> torch.dtype: ...
@@ -115,7 +121,11 @@ class ChainProposer:
             index_E = torch.from_numpy(drafting_E).to(drafts_RK.device)
             x_EH = x_RH if everyone else x_RH.index_select(0, index_E)
             tokens_E = rows.token_ids_N if depth == 0 else tokens_R.index_select(0, index_E)
-            x_EH, normed_EH = self.drafter.forward(tokens_E, x_EH, rows, self.cache)
+            if self.drafter.reads_target_kv:
+                places = states.lay_out_link(plan, drafting_E, -1, AttentionBatch.build)
+            else:
+                places = rows
+            x_EH, normed_EH = self.drafter.forward(tokens_E, x_EH, places, self.cache)
             logits_EV = self.drafter.logits(normed_EH)
             tokens_E, margins_E = sample_with_margins(logits_EV, rows.sampling, self._operators)
             x_RH = x_EH if everyone else x_RH.index_copy(0, index_E, x_EH)

@@ -160,7 +160,7 @@ class RequestStates:
     def lay_out_link(
         self, plan: SchedulerOutput, drafting_E: Ints, depth: int, attention_batch: Callable[..., Any]
     ) -> StepRows:
-        """Return the rows of a chain's pass: one per request, `depth` after its anchor.
+        """Return the rows of a chain's pass: one per request, `depth` after its anchor; -1: before it.
 
         Token ids are valid in the first pass only; later ones are the previous pass's drafts.
 
@@ -173,7 +173,7 @@ class RequestStates:
             r.first_R[drafting_E] + 1,
             np.ones(len(drafting_E), np.int64),
         )
-        first_E = known_E + (depth - 1)
+        first_E = np.maximum(known_E + (depth - 1), 0)
         token_ids_E, positions_E, kv_slots_GE, rows_E, _ = self._operators.lay_out_rows(
             self.token_ids, slots_E, first_E, ones_E, ones_E, self.page_tables_GSP, self.page_size
         )

@@ -72,10 +72,7 @@ class MtpConfig:
         return cls(model, (target.num_layers - 1,), geometry)
 
     def with_window(self, window: int) -> MtpConfig:
-        """Return the layer with attention to the last `window` tokens at most."""
-        layer, mixer = self.model.layers[0], self.model.attention(0)
-        layer = replace(layer, mixer=replace(mixer, window=min(mixer.window or window, window)))
-        return replace(self, model=replace(self.model, layers=(layer,)))
+        return replace(self, model=self.model.with_window(window))
 
     @property
     def layers(self) -> tuple[DraftLayer, ...]:
@@ -115,6 +112,8 @@ class MtpDrafter:
         backend: the target's.
         places: where its K and V are stored; by default in the first page group.
     """
+
+    reads_target_kv = False
 
     def __init__(
         self,

@@ -1,4 +1,5 @@
-"""Chains of EAGLE-3 (arXiv:2503.01840) or MTP driven by the device; `drafter/eagle3/proposer.py` on a host.
+"""Chains of EAGLE-3 (arXiv:2503.01840), MTP or an assistant driven by the device; on a host by
+`drafter/eagle3/proposer.py`.
 
 Drafting runs one pass per token of a chain, with one row for each request that still drafts. Injecting then
 writes the entries of the target's rows. All indices are computed on the device from the participating
@@ -64,8 +65,12 @@ class Eagle3Chains:
             link = _requests_at_depth(requests, depth)
             at = replace(tables, num_computed=tables.num_computed + depth)
             rows, owners_N = lay_out_rows(link, at), _owners(link)
+            places = rows
+            if self.drafter.reads_target_kv:
+                before = replace(tables, num_computed=(tables.num_computed - 1).clamp(min=0))
+                places = lay_out_rows(link, before)
             x_NH, normed_NH = self.drafter.forward(
-                rows.token_ids_N, x_RH.index_select(0, owners_N), rows, self.cache
+                rows.token_ids_N, x_RH.index_select(0, owners_N), places, self.cache
             )
             next_rows = replace(rows, positions_N=rows.positions_N + 1)
             head_inputs = (normed_NH, next_rows.slots_N, next_rows.positions_N)

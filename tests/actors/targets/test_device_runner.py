@@ -23,7 +23,7 @@ from manta.drafter.compute.gpu_triton.moe.moe_align import ExpertTiles
 from support.checkpoints.eagle3_checkpoints import VARIANTS, write
 from support.checkpoints.families import FAMILIES
 from support.checkpoints.gpt_oss_checkpoints import publish
-from support.checkpoints.mtp_targets import make_mtp_target
+from support.checkpoints.mtp_targets import make_assistant, make_mtp_target
 from support.checkpoints.tiny import make_tiny_drafter, make_tiny_target
 from support.engines.device_engines import (
     CASES,
@@ -276,6 +276,19 @@ def test_mtp_chains_never_wait_and_equal_the_hosts(tmp_path: Path) -> None:
     target = make_mtp_target(tmp_path, "deepseek_v3")
     prompts = [[9] * 16, [11], [5, 6, 7]]
     twins = Twins.open(target, None, prompts, method="mtp")
+    enter = [twins.steps.admit(*of) for of in zip(range(3), prompts, [GREEDY] * 3, strict=True)]
+    twins.run([0, 0], [16, 1], [0, 0], admitted=enter[:2])
+    twins.run([*twins.computed()[:2], 0], [3, 2, 3], [2, 1, 0], admitted=enter[2:])
+    last = twins.run(twins.computed(), [1, 3, 2], [0, 2, 1])
+    assert last.margins is not None and np.isfinite(last.margins).sum() == 3
+
+
+def test_an_assistants_chains_never_wait_and_equal_the_hosts(tmp_path: Path) -> None:
+    """With a prompt longer than the window, one of a single token, and requests that stop drafting."""
+    target = make_tiny_target(tmp_path / "target", "gemma4")
+    drafter = make_assistant(tmp_path / "drafter", target)
+    prompts = [[9] * 16, [11], [5, 6, 7]]
+    twins = Twins.open(target, drafter, prompts, method="mtp")
     enter = [twins.steps.admit(*of) for of in zip(range(3), prompts, [GREEDY] * 3, strict=True)]
     twins.run([0, 0], [16, 1], [0, 0], admitted=enter[:2])
     twins.run([*twins.computed()[:2], 0], [3, 2, 3], [2, 1, 0], admitted=enter[2:])

@@ -228,7 +228,7 @@ def test_speculators_windows_may_be_at_the_top_level(tmp_path: Path):
             "architectures=.*one of.*Domino's GRU over",
         ),
         (z_lab(architectures=["LiLiCorrDraftModel"]), "architectures=.*LiLiCorr's transformer"),
-        (z_lab(architectures=["Gemma4AssistantForCausalLM"]), "architectures=.*read the target's K/V"),
+        (z_lab(architectures=["Gemma4AssistantForCausalLM"]), "architectures=.*run with method=.mtp"),
         (deepspec(architectures=["Gemma4DSparkModel"]), "architectures=.*Gemma 4's layers .norms after each"),
         (
             z_lab(dflash={"causal": False, "causal_head": True}),

@@ -1,4 +1,4 @@
-"""Tiny targets with a layer for multi-token prediction, as their publishers store it.
+"""Tiny targets with a layer for multi-token prediction, as published, and an assistant of Gemma 4.
 
 The layer's block is that of transformers' one-layer model, which stays in the folder "block" as an oracle.
 """
@@ -9,6 +9,7 @@ import json
 from pathlib import Path
 
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
 
 from support.checkpoints.tiny import make_tiny_target
@@ -65,4 +66,41 @@ def make_mtp_target(folder: Path, family: str, *, seed: int = 0, **changes: obje
                 own = own.replace("post_attention_layernorm", "pre_mlp_layernorm")
             tensors[prefix + own] = tensor
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    return folder
+
+
+def make_assistant(
+    folder: Path, target: Path, *, seed: int = 3, unified: bool = False, **changes: object
+) -> Path:
+    """A random assistant of two sliding layers and a full one, by transformers' class, for a tiny Gemma 4.
+
+    Args:
+        unified: whether it is of the classes of Gemma 4 12B.
+        changes: of its text part's configuration.
+    """
+    torch.manual_seed(seed)
+    theirs = json.loads((target / "config.json").read_text())
+    full = {"head_dim": 32, "num_key_value_heads": 1}
+    kinds = ["sliding_attention", "sliding_attention", "full_attention"]
+    shared = ("vocab_size", "sliding_window", "head_dim", "num_key_value_heads", "rope_parameters")
+    text = {
+        **{key: theirs[key] for key in (*shared, "max_position_embeddings", "attention_k_eq_v")},
+        **{"hidden_size": 48, "intermediate_size": 96, "num_attention_heads": 4, "rms_norm_eps": 1e-6},
+        **{"num_hidden_layers": len(kinds), "num_kv_shared_layers": len(kinds), "layer_types": kinds},
+        **{"per_layer_config": {2: full}, "hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 0},
+        **{"bos_token_id": None, "pad_token_id": None, "eos_token_id": 0, "initializer_range": 0.08},
+        **changes,
+    }
+    kind = "Gemma4Unified" if unified else "Gemma4"
+    config = getattr(transformers, f"{kind}AssistantConfig")(
+        text_config=getattr(transformers, f"{kind}TextConfig")(**text),
+        backbone_hidden_size=theirs["hidden_size"],
+        dtype="float32",
+    )
+    model = getattr(transformers, f"{kind}AssistantForCausalLM")(config)
+    with torch.no_grad():
+        for tensor in (*model.parameters(), *(b for name, b in model.named_buffers() if "scalar" in name)):
+            if tensor.dim() == 1:
+                tensor.add_(torch.randn_like(tensor) * 0.1)
+    model.save_pretrained(folder)
     return folder
