@@ -43,7 +43,7 @@ def _mtp(
     """Load the target's own layer for multi-token prediction, sharded like its blocks."""
     sharding = Sharding(config.model, ranks.rank, ranks.world_size)
     weights = models.target(replace(plan, target=config.model), sharding)
-    args = (target.shared_embeddings, plan.max_model_len, ranks, target.backend, plan.pages.drafter)
+    args = (target.shared_embeddings, target.rope_of, ranks, target.backend, plan.pages.drafter)
     return MtpDrafter(config, weights, target_norm_H, *args)
 
 

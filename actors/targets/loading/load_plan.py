@@ -27,7 +27,7 @@ from ...tokenization.tokenizer_config import TokenIds
 from ..families import end_tokens_file, read_assistant, read_model
 from ..model.assistant import AssistantConfig
 from ..model.model_spec import ModelSpec
-from ..model.mtp import MTP_DRAFTS, MtpConfig, check_has_mtp
+from ..model.mtp import MTP_DRAFTS, MtpConfig, count_mtp_layers
 from ..model.tensor_parallel import Sharding
 from ..model.weights import open_checkpoint, target_shapes
 from .backend_selection import INTEGERS, BackendName
@@ -147,10 +147,12 @@ def plan_load(config: EngineConfig) -> LoadPlan:
 
 
 def read_mtp(config: EngineConfig, folder: Path, target: ModelSpec) -> MtpConfig:
-    """Return the target's own layer. Raises CheckpointError if the folder lacks its tensors."""
-    drafter = MtpConfig.of(target, config.tensor_parallel_size)
+    """Return the target's own layers. Raises CheckpointError if the folder lacks their tensors."""
+    ranks = config.tensor_parallel_size
+    drafter = MtpConfig.of(target, ranks)
     if config.load_format == "auto":
-        check_has_mtp(open_folder(folder, target.quantization), target, folder)
+        count = count_mtp_layers(open_folder(folder, target.quantization), target, folder)
+        drafter = MtpConfig.of(target, ranks, count)
         open_checkpoint(folder, drafter.model)
     return drafter
 
@@ -318,9 +320,12 @@ def _num_speculative_tokens(config: EngineConfig, drafter: DraftConfig | None) -
     wanted = spec.num_speculative_tokens
     if drafter is None:  # as many as requested are copied
         return wanted or (SUFFIX_DRAFTS if spec.method == "suffix" else NGRAM_DRAFTS)
-    if isinstance(drafter, ChainConfig):  # a chain of single drafts has no maximum
+    if isinstance(drafter, MtpConfig) and drafter.num_layers > 1:
+        maximum = drafter.num_layers
+    elif isinstance(drafter, ChainConfig):  # a chain of single drafts has no maximum
         return wanted or (DEFAULT_DRAFTS if isinstance(drafter, Eagle3Config) else MTP_DRAFTS)
-    maximum = drafter.max_drafts
+    else:
+        maximum = drafter.max_drafts
     if wanted is None:
         return maximum
     if wanted > maximum:
@@ -332,7 +337,9 @@ def _num_speculative_tokens(config: EngineConfig, drafter: DraftConfig | None) -
     return wanted
 
 
-def _why_most(drafter: DrafterConfig) -> str:
+def _why_most(drafter: DrafterConfig | MtpConfig) -> str:
+    if isinstance(drafter, MtpConfig):
+        return f"each of its {drafter.num_layers} layers makes one, so that is the most."
     maximum, block_size = drafter.max_drafts, drafter.block_size
     if drafter.samples_anchor:
         return f"each of its block's {block_size} slots predicts one, so {maximum} is the most."

@@ -157,7 +157,7 @@ class AssistantDrafter:
         rope_of: returns the tables of a rotation; the target's has them already.
     """
 
-    reads_target_kv = True
+    reads_target_kv, has_layer_per_draft = True, False
 
     def __init__(
         self,
@@ -195,7 +195,7 @@ class AssistantDrafter:
         """Do nothing: the target has written its K and V."""
 
     def forward(
-        self, token_ids_N: Tensor, y_NB: Tensor, rows: PlacedRows, cache: PagedKVCache
+        self, token_ids_N: Tensor, y_NB: Tensor, rows: PlacedRows, cache: PagedKVCache, depth: int = 0
     ) -> tuple[Tensor, Tensor]:
         """Return y [N, B] for the next draft, and hidden states [N, H] for the head.
 

@@ -112,11 +112,11 @@ MTP_PARTS = ("mtp_embed_norm", "mtp_hidden_norm", "mtp_combine", "pre_projection
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MtpSpec:
-    """A target's first layer for multi-token prediction (MTP), with its tensors' names (`mtp.py`).
+    """A target's layer, or layers, for multi-token prediction (MTP), with their tensors' names (`mtp.py`).
 
     Attributes:
-        layer: its block.
-        prefix: of the block's tensors, instead of "layers.{layer}.".
+        layer: its block; equal for all layers.
+        prefix: of the block's tensors, instead of "layers.{layer}."; with a {layer} if there may be several.
         embed_norm, hidden_norm, combine, final_norm: names of the other tensors.
         is_beside_body: whether all of them are named outside of the body's prefix.
         renamed: last components of the block's names that differ from those of the target's blocks.
@@ -143,8 +143,8 @@ class MtpSpec:
             final_norm=prefix + final_norm,
         )
 
-    def model(self, target: ModelSpec) -> ModelSpec:
-        """Return a model of this layer alone; `layer_parts` 0 are its block's."""
+    def model(self, target: ModelSpec, num_layers: int = 1) -> ModelSpec:
+        """Return a model of these layers alone; `layer_parts` are those of their blocks."""
         norm = target.tensors["attention_norm"].transform
 
         def own(name: str, *axes: Axis, transform: Callable[[Tensor], Tensor] | None = norm) -> TensorRule:
@@ -156,7 +156,7 @@ class MtpSpec:
             "mtp_hidden_norm": own(self.hidden_norm, "hidden"),
             "mtp_combine": own(self.combine, "hidden", "two_hidden", transform=None),
         }
-        return replace(target, layers=(self.layer,), tensors=tensors, mtp=None)
+        return replace(target, layers=(self.layer,) * num_layers, tensors=tensors, mtp=None)
 
     def _renamed(self, rule: TensorRule) -> TensorRule:
         if not rule.name.startswith(_BLOCK):

@@ -271,9 +271,10 @@ def test_eagle3_chains_never_wait_and_equal_the_hosts(tiny_qwen3: Path, tmp_path
     assert last.timings.draft_s > 0 and last.timings.inject_s > 0
 
 
-def test_mtp_chains_never_wait_and_equal_the_hosts(tmp_path: Path) -> None:
-    """With latents and experts, of which padding reads none."""
-    target = make_mtp_target(tmp_path, "deepseek_v3")
+@pytest.mark.parametrize(("family", "num_layers"), [("deepseek_v3", 1), ("mimo_v2", 3)])
+def test_mtp_chains_never_wait_and_equal_the_hosts(family: str, num_layers: int, tmp_path: Path) -> None:
+    """With latents and experts, of which padding reads none; and with a layer for each draft."""
+    target = make_mtp_target(tmp_path, family, num_mtp_layers=num_layers)
     prompts = [[9] * 16, [11], [5, 6, 7]]
     twins = Twins.open(target, None, prompts, method="mtp")
     enter = [twins.steps.admit(*of) for of in zip(range(3), prompts, [GREEDY] * 3, strict=True)]
