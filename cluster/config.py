@@ -36,12 +36,14 @@ class SpeculativeConfig:
 
     Attributes:
         model: folder or hub id of the drafter checkpoint: DFlash's in z-lab's or Speculators' format,
-            EAGLE-3's in Speculators' or SGLang's. None with "mtp", "ngram" and "suffix", which need none.
+            EAGLE-3's in Speculators' or SGLang's; with "mtp" an assistant of Gemma 4. None with "ngram",
+            "suffix" and other targets' "mtp", which need none.
         method: "dflash" drafts a block in one pass; "eagle3" a chain with a pass per token, and so does "mtp"
             with the layer for multi-token prediction of the target's checkpoint (Qwen3.5, Qwen3-Next,
-            DeepSeek-V3, GLM-4.5, MiMo-V2); "suffix" and "ngram" copy what followed the same tokens earlier in
-            the sequence, without a pass. "suffix" takes the longest match and verifies drafts by their
-            chance; on a GPU its steps do not run ahead, as those of "ngram" do.
+            DeepSeek-V3, GLM-4.5, MiMo-V2) or with Gemma 4's assistant (`model`); "suffix" and "ngram" copy
+            what followed the same tokens earlier in the sequence, without a pass. "suffix" takes the longest
+            match and verifies drafts by their chance; on a GPU its steps do not run ahead, as those of
+            "ngram" do.
         num_speculative_tokens: drafts per step. With "dflash" at most block size - 1, which is the default
             (SGLang counts one more); by default 5 with "eagle3", 3 with "mtp", 8 with "ngram" and 16 with
             "suffix".
@@ -132,7 +134,7 @@ class SpeculativeConfig:
     @property
     def has_model(self) -> bool:
         """Whether the method drafts with a model of its own."""
-        return self.method not in ("mtp", "ngram", "suffix")
+        return self.method in ("dflash", "eagle3") or self.model is not None
 
     @property
     def copies_suffixes(self) -> bool:
@@ -165,7 +167,8 @@ class SpeculativeConfig:
                 'folder or hub id, or set method="suffix", which needs none.',
                 param="speculative_config.model",
             )
-        for name in _NOT_WITH[self.method]:
+        is_assistant = self.method == "mtp" and self.model is not None
+        for name in _NOT_WITH["eagle3" if is_assistant else self.method]:
             if (value := getattr(self, name)) not in (None, False, 0, _DEFAULTS.get(name)):
                 raise ConfigError(
                     f'speculative_config.{name}={value!r} is not supported with method="{self.method}". '

@@ -354,7 +354,8 @@ VALUES: Mapping[str, Mapping[object, str]] = {
         "ngram_gpu": "ngram",
         "dspark": "dflash",
         **dict.fromkeys(
-            ("deepseek_mtp", "glm4_moe_mtp", "mimo_v2_mtp", "qwen3_5_mtp", "qwen3_next_mtp"), "mtp"
+            ("deepseek_mtp", "gemma4_mtp", "glm4_moe_mtp", "mimo_v2_mtp", "qwen3_5_mtp", "qwen3_next_mtp"),
+            "mtp",
         ),
     },
 }

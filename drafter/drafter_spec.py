@@ -36,6 +36,9 @@ class DrafterShape:
         vocab_size: vocabulary of the target it was trained for.
         draft_vocab_size: rows of its own head; equals `vocab_size` unless `d2t` maps them.
         attention_bias: whether q, k, v and o have biases.
+        gemma4: whether its layers are Gemma 4's: norms after attention and MLP, a factor on each layer's
+            result, normed values, scores without a scale, GELU, and fp32 norm weights.
+        k_is_v: whether values are the keys before norm and rotation, of one projection.
         quantization: how the checkpoint stores quantized matrices; None if none is.
     """
 
@@ -52,6 +55,8 @@ class DrafterShape:
     vocab_size: int
     draft_vocab_size: int
     attention_bias: bool = False
+    gemma4: bool = False
+    k_is_v: bool = False
     quantization: CheckpointQuantization | None = None
 
     @property

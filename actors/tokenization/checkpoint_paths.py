@@ -103,7 +103,7 @@ def _refuse_drafter(model: str, folder: Path, field: str) -> None:
 
     method = method_of_drafter(read_json(folder, param=field, required=False))
     if method is not None:
-        also = " --spec-method eagle3" if method == "eagle3" else ""
+        also = "" if method == "dflash" else f" --spec-method {method}"
         raise CheckpointError(
             f"{field}={brief(model)} is a drafter ({method}), not a target. Name the target there, and "
             f"the drafter separately: --model TARGET --spec-model {brief_name(model)}{also} "
@@ -169,6 +169,11 @@ def with_drafter(config: EngineConfig, model: str) -> EngineConfig:
         raise ConfigError(
             f"This engine {how}: there is no drafter to swap. Start it with speculative_config.model.",
             param="speculative_config",
+        )
+    if spec.method == "mtp":
+        raise ConfigError(
+            "An assistant of the target is not swapped. Restart the engine with another one.",
+            param="speculative_config.model",
         )
     return replace(config, speculative_config=replace(spec, model=absolute_path(model), revision=None))
 

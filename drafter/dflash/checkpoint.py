@@ -50,8 +50,15 @@ def drafter_shapes(config: DrafterConfig, target: TargetFacts) -> dict[str, tupl
         "mlp.up_proj.weight": (inner, hidden),
         "mlp.down_proj.weight": (hidden, inner),
     }
+    if config.gemma4:
+        per_layer |= {f"{kind}_feedforward_layernorm.weight": (hidden,) for kind in ("pre", "post")}
+        per_layer["layer_scalar"] = (1,)
+    if config.k_is_v:
+        del per_layer["self_attn.v_proj.weight"]
     if config.attention_bias:
         rows = {"q": q_size, "k": kv_size, "v": kv_size, "o": hidden}
+        if config.k_is_v:
+            del rows["v"]
         per_layer |= {f"self_attn.{kind}_proj.bias": (size,) for kind, size in rows.items()}
     if config.attention_sinks:
         per_layer["self_attn.attention_sink_bias"] = (config.num_heads,)

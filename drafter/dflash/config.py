@@ -21,8 +21,10 @@ from ..drafter_spec import DrafterShape, DraftLayer
 from .config_formats import (
     ASSISTANT,
     DEEPSPEC,
+    DEEPSPEC_GEMMA4,
     Assistant,
     DeepSpec,
+    DeepSpecGemma4,
     DFlashKind,
     DFlashSpeculators,
     DFlashSpeculatorsKind,
@@ -119,8 +121,10 @@ class DrafterConfig(DrafterShape):
                 return _read_speculators(raw, file)
             # Checked first: other kinds of drafters have other keys.
             kind = parse(DFlashKind, raw, file).name
+            if kind == DEEPSPEC_GEMMA4:
+                return _read_deepspec_gemma4(raw, file)
             if kind == DEEPSPEC and "dflash_config" not in raw:
-                return _read_deepspec(raw, file)
+                return _read_deepspec(parse(DeepSpec, raw, file), raw, file)
             of_kind = _read_assistant if kind == ASSISTANT else _read_z_lab
             return of_kind(raw, file, mask_embedding=mask_embedding)
 
@@ -143,6 +147,9 @@ class DrafterConfig(DrafterShape):
             features.add("attention sinks")
         if self.convolutions is not None:
             features.add("convolutions around attention and MLP")
+        if self.gemma4:
+            features |= {"norms after attention and MLP", "scaled residuals", "normed values", "GELU"}
+            features.add("norm weights in fp32")
         return ModelStackSpec(
             name="drafter",
             sizes=frozenset({self.hidden_size, self.intermediate_size}),
@@ -239,10 +246,20 @@ def _z_lab_layers(top: ZLab) -> tuple[DraftLayer, ...]:
     )
 
 
-def _read_deepspec(raw: Json, file: str) -> DrafterConfig:
-    top = parse(DeepSpec, raw, file)
+def _read_deepspec_gemma4(raw: Json, file: str) -> DrafterConfig:
+    top = parse(DeepSpecGemma4, raw, file)
+    return replace(
+        _read_deepspec(top, raw, file, rope_of="full_attention"),
+        gemma4=True,
+        k_is_v=top.attention_k_eq_v,
+        logit_softcap=top.final_logit_softcapping or None,
+        input_embedding_scale=None,  # the target's: both are scaled by the root of the same size
+    )
+
+
+def _read_deepspec(top: DeepSpec, raw: Json, file: str, rope_of: str | None = None) -> DrafterConfig:
     return DrafterConfig(
-        **_shape(top, raw, file),
+        **_shape(top, raw, file, rope_of),
         **_dspark_parts(top, top.draft_vocab_size or top.vocab_size),
         layout="deepspec",
         layers=tuple(DraftLayer(False, window) for window in top.windows()),
@@ -300,9 +317,9 @@ def _read_speculators(raw: Json, file: str) -> DrafterConfig:
 
 
 def _shape(
-    backbone: Backbone, raw: Json, file: str
+    backbone: Backbone, raw: Json, file: str, rope_of: str | None = None
 ) -> dict[str, Any]:  # Any: fields of DrafterConfig by name
-    rope = RopeConfig.read(raw, backbone.dim, file)
+    rope = RopeConfig.read(raw, backbone.dim, file, layer_type=rope_of)
     return {
         "file": file,
         "hidden_size": backbone.hidden_size,

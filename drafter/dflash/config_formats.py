@@ -63,17 +63,15 @@ class DFlash(Conditioning, Scales, DSparkHeads):
 
 ASSISTANT = "MuseGlimmerAssistantModel"
 DEEPSPEC = "Qwen3DSparkModel"  # DeepSpec's DFlash drafters are of this class, too: with markov_rank 0
+DEEPSPEC_GEMMA4 = "Gemma4DSparkModel"
 SPECFORGE = "DSparkDraftModel"
-KINDS = {"DFlashDraftModel", "DFlash2DraftModel", ASSISTANT, DEEPSPEC, SPECFORGE}
+KINDS = {"DFlashDraftModel", "DFlash2DraftModel", ASSISTANT, DEEPSPEC, DEEPSPEC_GEMMA4, SPECFORGE}
+ASSISTANTS_OF_TARGETS = {"Gemma4AssistantForCausalLM", "Gemma4UnifiedAssistantForCausalLM"}
 # Drafters of other kinds, which would be mistaken for DFlash without this.
 _UNSERVED_KINDS = {
     "DominoDraftModel": UNSERVED_PROJECTORS["domino"],
     "LiLiCorrDraftModel": UNSERVED_PROJECTORS["lilicorr"],
-    "Gemma4DSparkModel": "Gemma 4's layers (norms after each part, layer_scalar) are not supported here",
-    **dict.fromkeys(
-        ("Gemma4AssistantForCausalLM", "Gemma4UnifiedAssistantForCausalLM"),
-        "an assistant whose queries read the target's K/V is not supported",
-    ),
+    **dict.fromkeys(ASSISTANTS_OF_TARGETS, 'Gemma 4\'s assistants are run with method="mtp"'),
 }
 
 
@@ -172,6 +170,37 @@ class DeepSpec(Backbone, DSparkHeads):
         check_draft_vocabulary(self.draft_vocab_size, self)
         self.check_heads()
         return self
+
+
+class DeepSpecGemma4(DeepSpec):
+    """DeepSpec's format for Gemma 4: its full layers, with the keys of its text configuration.
+
+    Sizes of sliding layers, embeddings per layer and the target's mask for images have no meaning here.
+    """
+
+    ALSO_READ: ClassVar[frozenset[str]] = DeepSpec.ALSO_READ | {
+        "use_bidirectional_attention",
+        "vocab_size_per_layer_input",
+    }
+
+    global_head_dim: Count = 512
+    num_global_key_value_heads: Count | None = None
+    attention_k_eq_v: bool = False
+    hidden_activation: Literal["gelu_pytorch_tanh"] = "gelu_pytorch_tanh"
+    final_logit_softcapping: float | None = None
+    layer_types: Annotated[
+        tuple[Literal["full_attention"], ...],
+        Field(description="a list with full_attention in every entry: DeepSpec's class has no others"),
+    ] = ()
+
+    @property
+    def kv_heads(self) -> int:
+        of_full = self.num_global_key_value_heads if self.attention_k_eq_v else None
+        return of_full or self.num_key_value_heads or self.num_attention_heads
+
+    @property
+    def dim(self) -> int:
+        return self.global_head_dim
 
 
 class Assistant(Backbone, Scales):

@@ -25,7 +25,8 @@ _NOTES = frozenset(
     """
     mask_token num_target_layers speculators_config speculators_version has_no_defaults_at_init
     pure_draft_prefix_len emb_dim gru_hidden_dim has_lm_head next_layer_regular
-    parallel_draft_heads_num_layers position_embedding_type target_model_type target_architectures
+    parallel_draft_heads_num_layers position_embedding_type target_model_type target_text_model_type
+    target_architectures
 """.split()  # noqa: SIM905
 )
 # Keys of transformers' configurations that do not affect a drafter's mathematics.

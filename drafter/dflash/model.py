@@ -42,6 +42,8 @@ from .weights import (
     convolved,
     make_block,
     make_selector,
+    norm_weight,
+    with_values,
 )
 
 
@@ -74,7 +76,7 @@ class DFlashDrafter:
         self._shared_embeddings = shared_embeddings
         features_norm_H = weights["hidden_norm.weight"]
         self.dtype, self.device = features_norm_H.dtype, features_norm_H.device
-        weights = arranged(config.rope, weights, config.attention_value_scale)
+        weights = arranged(config.rope, with_values(config, weights), config.attention_value_scale)
         groups: dict[int, list[int]] = {}
         for layer, place in enumerate(self.places):
             groups.setdefault(place.group, []).append(layer)
@@ -86,7 +88,7 @@ class DFlashDrafter:
             make_block(config, kind, weights, f"layers.{i}.", qkv.of_layer(i, backend), self._rope, backend)
             for i, kind in enumerate(config.layers)
         ]
-        final_norm = RMSNorm(weights["norm.weight"], config.rms_norm_eps)
+        final_norm = RMSNorm(norm_weight(config, weights["norm.weight"]), config.rms_norm_eps)
         if config.convolutions is None:
             self._stack = backend.stack(blocks, final_norm)
         else:

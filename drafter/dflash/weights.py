@@ -9,7 +9,7 @@ layers are 2 LR outputs.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -57,6 +57,19 @@ def arranged(rope: RopeConfig, weights: DrafterWeights, scale: float = 1.0) -> D
         elif name.endswith(scaled) and scale != 1.0:  # rounded twice, so that no code has its value
             tensors[name] = codes.pop(name).dequantized(weights["norm.weight"].dtype)
     return DrafterWeights({name: arranged(name, tensor) for name, tensor in tensors.items()}, codes)
+
+
+def with_values(config: DrafterShape, weights: DrafterWeights) -> DrafterWeights:
+    """Return weights with the rows of v, which are those of k if `k_is_v`, before `arranged` permutes k's."""
+    if not config.k_is_v:
+        return weights
+
+    def of_values(name: str) -> str:
+        return name.replace("k_proj", "v_proj")
+
+    tensors = {of_values(name): tensor for name, tensor in weights.tensors.items()}
+    codes = {of_values(name): matrix for name, matrix in weights.codes.items()}
+    return DrafterWeights({**tensors, **weights.tensors}, {**codes, **weights.codes})
 
 
 class QKVWeights:
@@ -116,18 +129,25 @@ def make_block(
     backend: Backend,
 ) -> tuple[AttentionShape, BlockWeights]:
     eps, sinks_Q = config.rms_norm_eps, weights.get(f"{at}self_attn.attention_sink_bias")
+    q_norm_D, k_norm_D = (weights.get(f"{at}self_attn.{name}_norm.weight") for name in "qk")
+
+    def norm(name: str) -> RMSNorm:
+        return RMSNorm(norm_weight(config, weights[f"{at}{name}_layernorm.weight"]), eps)
+
+    after_attention = norm("post_attention")  # of the residual, or in Gemma 4 of what is added to it
     shape = AttentionShape(
         num_heads=config.num_heads,
         num_kv_heads=config.num_kv_heads,
         head_dim=config.head_dim,
         v_head_dim=config.head_dim,
-        q_norm_D=weights.get(f"{at}self_attn.q_norm.weight"),
-        k_norm_D=weights.get(f"{at}self_attn.k_norm.weight"),
+        q_norm_D=None if q_norm_D is None else norm_weight(config, q_norm_D),
+        k_norm_D=None if k_norm_D is None else norm_weight(config, k_norm_D),
         eps=eps,
         rope=rope,
-        scale=config.head_dim**-0.5,
+        scale=1.0 if config.gemma4 else config.head_dim**-0.5,
         causal=kind.causal,
         window=kind.window,
+        v_norm=config.gemma4,
         sinks_Q=None if sinks_Q is None else sinks_Q.float(),
     )
     gate_up_IH = weights.joined(*(f"{at}mlp.{name}_proj.weight" for name in ("gate", "up")))
@@ -136,13 +156,25 @@ def make_block(
         return backend.linear_of_either(weights.matrix(f"{at}{name}.weight"), bias_O)
 
     parts = BlockWeights(
-        attention_norm=RMSNorm(weights[f"{at}input_layernorm.weight"], eps),
+        attention_norm=norm("input"),
         qkv=qkv,
         o=linear("self_attn.o_proj", weights.get(f"{at}self_attn.o_proj.bias")),
-        mlp_norm=RMSNorm(weights[f"{at}post_attention_layernorm.weight"], eps),
-        mlp=DenseMLP(gate_up=backend.linear_of_either(gate_up_IH), down=linear("mlp.down_proj")),
+        attention_out_norm=after_attention if config.gemma4 else None,
+        mlp_norm=norm("pre_feedforward") if config.gemma4 else after_attention,
+        mlp=DenseMLP(
+            gate_up=backend.linear_of_either(gate_up_IH),
+            down=linear("mlp.down_proj"),
+            activation="gelu_tanh" if config.gemma4 else "silu",
+        ),
+        mlp_out_norm=norm("post_feedforward") if config.gemma4 else None,
+        scalar=weights[f"{at}layer_scalar"].item() if config.gemma4 else None,
     )
     return shape, parts
+
+
+def norm_weight(config: DrafterShape, weight: Tensor) -> Tensor:
+    """Return a norm's weight as it is multiplied: Gemma 4 multiplies before it rounds."""
+    return weight.float() if config.gemma4 else weight
 
 
 def convolved(
@@ -172,6 +204,21 @@ def make_selector(weights: DrafterWeights, size: SelectorSize, backend: Backend)
     return Selector(gates, SelectorCodebooks(predecessor.contiguous(), successor.contiguous(), size.top_k))
 
 
+class _NormedValues:
+    """A projection to all keys, then the values, of which each head's are RMS-normed without a weight."""
+
+    __slots__ = ("_eps", "_head_dim", "_project")
+
+    def __init__(self, project: Projection, head_dim: int, eps: float) -> None:
+        self._project, self._head_dim, self._eps = project, head_dim, eps
+
+    def __call__(self, c_NH: Tensor) -> Tensor:
+        kv_NO = self._project(c_NH)
+        v_NJD = kv_NO[:, kv_NO.shape[1] // 2 :].unflatten(-1, (-1, self._head_dim))
+        v_NJD.copy_(torch.nn.functional.rms_norm(v_NJD, (self._head_dim,), None, self._eps))
+        return kv_NO
+
+
 class ContextProjection:
     """The parts that `DFlashDrafter.write_context` needs for a page group's layers, from `first` on.
 
@@ -188,6 +235,11 @@ class ContextProjection:
         layers: Sequence[int],
         backend: Backend,
     ) -> None:
-        self.kv, self.first = kv, layers[0]
-        norms_LD = torch.stack([weights[f"layers.{i}.self_attn.k_norm.weight"] for i in layers])
+        self.kv: Callable[[Tensor], Tensor] = kv
+        if config.gemma4:
+            self.kv = _NormedValues(kv, config.head_dim, config.rms_norm_eps)
+        self.first = layers[0]
+        norms_LD = torch.stack(
+            [norm_weight(config, weights[f"layers.{i}.self_attn.k_norm.weight"]) for i in layers]
+        )
         self.write = backend.context_writer(norms_LD, config.rms_norm_eps, config.num_kv_heads)

@@ -10,6 +10,7 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import AfterValidator, Field, field_validator, model_validator
 
 from ..compute.checkpoint.hf_config import Count, HfConfig, Json, Off
+from ..dflash.config_formats import ASSISTANTS_OF_TARGETS
 from ..dflash.config_formats import KINDS as DFLASH_KINDS
 from ..dflash.config_parts import Backbone, each_once
 from ..dflash.known_keys import QUANTIZATION_KEYS, StrictConfig
@@ -133,10 +134,12 @@ def is_eagle3(raw: Json) -> bool:
     return bool(named & {*KINDS}) and (named != {"LlamaForCausalLM"} or "draft_vocab_size" in raw)
 
 
-def method_of_drafter(raw: Json) -> Literal["dflash", "eagle3"] | None:
-    """Return the kind of drafter that a config.json describes; None for a target's."""
+def method_of_drafter(raw: Json) -> Literal["dflash", "eagle3", "mtp"] | None:
+    """Return the method of a drafter that a config.json describes; None for a target's."""
     if is_eagle3(raw):
         return "eagle3"
     named = set(raw.get("architectures") or ())
+    if named & ASSISTANTS_OF_TARGETS:
+        return "mtp"
     is_drafter = "speculators_model_type" in raw or "dflash_config" in raw or named & DFLASH_KINDS
     return "dflash" if is_drafter else None

@@ -45,6 +45,8 @@ class Eagle3Drafter:
         places: where its layer's K and V are stored; by default in the first page group.
     """
 
+    reads_target_kv = has_layer_per_draft = False
+
     def __init__(
         self,
         config: Eagle3Config,
@@ -119,7 +121,7 @@ class Eagle3Drafter:
         cache.write(0, slots_N, kv_NO)
 
     def forward(
-        self, token_ids_N: Tensor, g_NH: Tensor, rows: PlacedRows, cache: PagedKVCache
+        self, token_ids_N: Tensor, g_NH: Tensor, rows: PlacedRows, cache: PagedKVCache, depth: int = 0
     ) -> tuple[Tensor, Tensor]:
         """Run entries and write their K and V; return x [N, H], which makes the next entry, and its norm.
 

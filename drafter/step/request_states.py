@@ -158,39 +158,42 @@ class RequestStates:
         )
 
     def lay_out_link(
-        self, plan: SchedulerOutput, drafting_E: Ints, depth: int, attention_batch: Callable[..., Any]
+        self,
+        plan: SchedulerOutput,
+        drafting_E: Ints,
+        depth: int,
+        attention_batch: Callable[..., Any],
+        num_rows: int = 1,
     ) -> StepRows:
-        """Return the rows of a chain's pass: one per request, `depth` after its anchor.
+        """Return the rows of a chain's pass: each request's last is `depth` after its anchor; -1: before it.
 
-        Token ids are valid in the first pass only; later ones are the previous pass's drafts.
+        Token ids are valid up to the anchor only; later ones are the previous passes' drafts.
 
         Args:
             attention_batch: replaces this state's own: the drafter may use another backend.
+            num_rows: of each request, of which the last one samples.
         """
         r = self._requests(plan)
-        slots_E, known_E, ones_E = (
-            r.slots_R[drafting_E],
-            r.first_R[drafting_E] + 1,
-            np.ones(len(drafting_E), np.int64),
-        )
-        first_E = known_E + (depth - 1)
-        token_ids_E, positions_E, kv_slots_GE, rows_E, _ = self._operators.lay_out_rows(
-            self.token_ids, slots_E, first_E, ones_E, ones_E, self.page_tables_GSP, self.page_size
+        slots_E, known_E = r.slots_R[drafting_E], r.first_R[drafting_E] + 1
+        ones_E = np.ones(len(drafting_E), np.int64)
+        last_E = np.maximum(known_E + (depth - 1), 0)
+        first_E, rows_E = last_E - (num_rows - 1), ones_E * num_rows
+        token_ids_N, positions_N, kv_slots_GN, sampled_E, _ = self._operators.lay_out_rows(
+            self.token_ids, slots_E, first_E, rows_E, ones_E, self.page_tables_GSP, self.page_size
         )
         ruled = self._ruled(slots_E, known_E, ones_E, None, follows_drafts=False)
         in_link_R = np.zeros(len(r.slots_R), np.int64)
         in_link_R[drafting_E] = 1
-        where = (slots_E, first_E, ones_E, self._drafter_groups)
         return StepRows(
-            positions_N=self._put(positions_E),
-            kv_slots=self._put(kv_slots_GE).unbind(0),
-            batches=self._attention(*where, attention_batch),
-            token_ids_N=token_ids_E,
-            sampled_X=self._put(rows_E),
+            positions_N=self._put(positions_N),
+            kv_slots=self._put(kv_slots_GN).unbind(0),
+            batches=self._attention(slots_E, first_E, rows_E, self._drafter_groups, attention_batch),
+            token_ids_N=token_ids_N,
+            sampled_X=self._put(sampled_E),
             counts_R=self._put(in_link_R),
             max_count=1,
-            sampling=self._sampling(slots_E, first_E + 1, ruled),
-            num_rows_R=ones_E,
+            sampling=self._sampling(slots_E, last_E + 1, ruled),
+            num_rows_R=rows_E,
         )
 
     def pages_before(self, plan: SchedulerOutput, group: int) -> Ints:

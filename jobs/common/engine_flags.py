@@ -267,7 +267,8 @@ class SpeculationFlags:
             "colocated"}'; none disables speculation.
         spec_model: drafter checkpoint (instead of --speculative-config).
         spec_method: drafting method: dflash (the default), eagle3, or mtp (the target's own layer for
-            multi-token prediction), suffix and ngram, which need no --spec-model.
+            multi-token prediction; for Gemma 4 an assistant as --spec-model), suffix and ngram, which need
+            no --spec-model.
         spec_tokens: drafts per step (num_speculative_tokens), at most the drafter's block size - 1 (the
             default: 15 for a block of 16, because the first slot holds the last accepted token; SGLang's
             --speculative-num-draft-tokens counts this slot, too: its 16 is 15 here); 5 for eagle3, 3 for

@@ -73,7 +73,8 @@ class PlanOptions:
                 raise ConfigError(f"{name}={value:g} must be milliseconds above 0.", param=name)
         if self.spec_method == "mtp" and self.drafter is not None:
             raise ConfigError(
-                "spec_method=mtp drafts with the target's own layer: leave out --drafter.",
+                "spec_method=mtp plans the target's own layer: leave out --drafter. Gemma 4's assistants "
+                "are not planned.",
                 param="spec_method",
             )
         if self.drafter_quantization is not None and self.drafter is None:

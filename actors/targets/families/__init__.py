@@ -85,6 +85,18 @@ def read_model(folder: Path, overrides: Json | None = None) -> ModelSpec:
     return found
 
 
+def read_assistant(folder: Path, overrides: Json | None = None) -> ModelSpec:
+    """Return the model of an assistant's folder, without reading a weight; it drafts for Gemma 4."""
+    param, file = "speculative_config.model", str(folder / "config.json")
+    raw = read_json(folder, param=param)
+
+    def read(raw: Json) -> ModelSpec:
+        spec = gemma4.read_assistant(raw, file)
+        return with_quantization(spec, read_quantization(raw, folder, param=param), raw, file)
+
+    return overridden(raw, overrides or {}, read, param="speculative_config.hf_overrides")
+
+
 def end_tokens_file(folder: Path, overrides: Json | None = None) -> str:
     if _ENDS in (overrides or {}):
         return "hf_overrides"

@@ -7,19 +7,24 @@ value projection: v = rms(k_proj u), before the keys' norm and rotation. Scores 
 normed. The mixture of experts (26B-A4B) runs a dense MLP and experts in parallel (`ParallelMlpSpec`).
 Images and sound are not read; per-layer embeddings and shared K/V (E2B, E4B) are refused.
 
-Sources: transformers' modeling_gemma4.py, modeling_gemma4_unified.py (12B), their configurations' defaults.
+`read_assistant` reads the drafter that is published for a target (`model/assistant.py`): such layers, of
+queries only, between two projections.
+
+Sources: transformers' modeling_gemma4.py, modeling_gemma4_unified.py (12B), modeling_gemma4_assistant.py,
+their configurations' defaults; for the assistant also vLLM's gemma4_mtp.py.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Annotated, Any, Literal
 
 import torch
 from pydantic import AfterValidator, Field, field_validator
 from torch import Tensor
 
-from ....drafter.compute.checkpoint.hf_config import Count, HfConfig, Json, parse, wrong
+from ....drafter.compute.checkpoint.hf_config import Count, HfConfig, Json, parse, text_config, wrong
 from ....drafter.compute.layers.moe import MoeRouter
 from ....drafter.compute.layers.rope import RopeConfig
 from ..model.attention import TargetAttention
@@ -138,12 +143,67 @@ _TENSORS: Mapping[str, TensorRule] = {
 }
 
 
+_KV = ("k", "v", "k_as_v", "k_norm", "k_bias", "v_bias", "k_as_v_bias")
+_ASSISTANT_TENSORS: Mapping[str, TensorRule] = {
+    **{part: rule for part, rule in _TENSORS.items() if part not in _KV},
+    "pre_projection": TensorRule(
+        name="pre_projection.weight", axes=("hidden", "two_backbone"), is_beside_body=True
+    ),
+    "post_projection": TensorRule(
+        name="post_projection.weight", axes=("backbone", "hidden"), is_beside_body=True
+    ),
+}
+
+
+class AssistantConfig(HfConfig):
+    """The keys of an assistant's config.json beside its text part."""
+
+    architectures: tuple[Literal["Gemma4AssistantForCausalLM", "Gemma4UnifiedAssistantForCausalLM"]]
+    backbone_hidden_size: Count
+    use_ordered_embeddings: Literal[False] = Field(
+        False,
+        description="absent or false: a head that scores the tokens of a few clusters (assistants of Gemma 4 "
+        "E2B and E4B, which are not served either) is not supported",
+    )
+    tie_word_embeddings: bool = True
+
+
+class _QueriesOnly(HfConfig):
+    num_kv_shared_layers: int = 0  # all layers share, whether the file says so or not
+
+
+class _AssistantText(_QueriesOnly, Gemma4Config):
+    pass
+
+
+class _UnifiedAssistantText(_QueriesOnly, UnifiedConfig):
+    pass
+
+
 def read(raw: Json, file: str) -> ModelSpec:
     return _read(raw, file, Gemma4Config)
 
 
 def read_unified(raw: Json, file: str) -> ModelSpec:
     return _read(raw, file, UnifiedConfig)
+
+
+def read_assistant(raw: Json, file: str) -> ModelSpec:
+    """Return an assistant's layers, with its projections among the tensors."""
+    keys, text = parse(AssistantConfig, raw, file), text_config(raw)
+    spec = _read(text, file, _UnifiedAssistantText if "Unified" in keys.architectures[0] else _AssistantText)
+    if (shared := text.get("num_kv_shared_layers")) not in (None, 0, spec.num_layers):
+        wanted = f"num_hidden_layers ({spec.num_layers}): all layers read the target's K and V"
+        raise wrong(file, "text_config.num_kv_shared_layers", shared, wanted)
+    mixers = [replace(spec.attention(i), queries_only=True) for i in range(spec.num_layers)]
+    layers = (replace(layer, mixer=mixer) for layer, mixer in zip(spec.layers, mixers, strict=True))
+    return replace(
+        spec,
+        layers=tuple(layers),
+        tensors=_ASSISTANT_TENSORS,
+        tied_head=keys.tie_word_embeddings,
+        backbone_size=keys.backbone_hidden_size,
+    )
 
 
 def _read(raw: Json, file: str, form: type[Gemma4Config]) -> ModelSpec:

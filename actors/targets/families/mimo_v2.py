@@ -4,10 +4,10 @@
 
 `sliding_window_size` counts the tokens before a row, transformers' `sliding_window` includes the row. The
 scale of values is multiplied into v's rows at load. Published and transformers' names differ; both are read.
-Of the layers for multi-token prediction (`model.mtp.`) the first is read: a sliding one with a dense MLP.
+The layers for multi-token prediction (`model.mtp.`), three in published files, slide and have a dense MLP.
 
 Sources: transformers' modeling_mimo_v2_flash.py and configuration_mimo_v2_flash.py; a published file; vLLM's
-mimo_v2_mtp.py.
+mimo_v2_mtp.py; SGLang's mimo_v2_nextn.py and multi_layer_eagle_worker_v2.py.
 """
 
 from __future__ import annotations
@@ -135,5 +135,5 @@ def read(raw: Json, file: str) -> ModelSpec:
 
 
 def _mtp(layer: LayerSpec) -> MtpSpec:
-    spec = MtpSpec.after_body(layer, "mtp.layers.0.", "final_layernorm.weight")
+    spec = MtpSpec.after_body(layer, "mtp.layers.{layer}.", "final_layernorm.weight")
     return replace(spec, renamed={"post_attention_layernorm": "pre_mlp_layernorm"})

@@ -16,6 +16,7 @@ from ....cluster.config import SpeculativeConfig
 from ....cluster.errors import ConfigError
 from ....drafter.dflash.config import DrafterConfig
 from ....drafter.eagle3.config import Eagle3Config
+from ..model.assistant import AssistantConfig
 from ..model.model_spec import ModelSpec
 from ..model.mtp import MtpConfig
 from ..model.tensor_parallel import Sharding
@@ -23,7 +24,7 @@ from ..model.weights import target_shapes
 
 logger = logging.getLogger(__name__)
 
-DraftConfig = DrafterConfig | Eagle3Config | MtpConfig
+DraftConfig = DrafterConfig | Eagle3Config | MtpConfig | AssistantConfig
 
 _MAX_SHARE = 0.05  # of what the target reads for one row
 _MIN_WINDOW = 4096  # usual training length of drafters: below it nothing is known to be lost
@@ -64,7 +65,7 @@ def with_window(drafter: DraftConfig, window: int | None) -> DraftConfig:
     """Return a drafter of which no layer sees more than `window` tokens."""
     if window is None:
         return drafter
-    if isinstance(drafter, MtpConfig):
+    if isinstance(drafter, MtpConfig | AssistantConfig):
         return drafter.with_window(window)
     layers = (replace(each, window=min(each.window or window, window)) for each in drafter.layers)
     return replace(drafter, layers=tuple(layers))

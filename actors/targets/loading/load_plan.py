@@ -24,9 +24,10 @@ from ....drafter.eagle3.checkpoint import check_eagle3
 from ....drafter.eagle3.config import DEFAULT_DRAFTS, Eagle3Config
 from ...tokenization.checkpoint_paths import drafter_folder, target_folder, tokenizer_folder
 from ...tokenization.tokenizer_config import TokenIds
-from ..families import end_tokens_file, read_model
+from ..families import end_tokens_file, read_assistant, read_model
+from ..model.assistant import AssistantConfig
 from ..model.model_spec import ModelSpec
-from ..model.mtp import MTP_DRAFTS, MtpConfig, check_has_mtp
+from ..model.mtp import MTP_DRAFTS, MtpConfig, count_mtp_layers
 from ..model.tensor_parallel import Sharding
 from ..model.weights import open_checkpoint, target_shapes
 from .backend_selection import INTEGERS, BackendName
@@ -39,7 +40,8 @@ NGRAM_DRAFTS, SUFFIX_DRAFTS = 8, 16  # default numbers of drafts without a model
 
 _LARGE_GPU_MAJOR, _LARGE_GPU_BYTES = 9, 70 * 2**30  # an H100 or newer, and no part of one
 
-ChainConfig = Eagle3Config | MtpConfig  # a pass for each draft, and a feature kept for each page
+# A pass for each draft, and a feature kept for each page.
+ChainConfig = Eagle3Config | MtpConfig | AssistantConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +124,11 @@ def plan_load(config: EngineConfig) -> LoadPlan:
     target, doubts = _with_end_token(config, folder, target)
     if (spec := config.speculative_config) is not None and spec.model is not None:
         draft_folder = drafter_folder(config, spec.model)
-        drafter = _read_config(spec, draft_folder, target.num_layers)
+        drafter = (
+            _read_assistant(config, draft_folder, target)
+            if spec.method == "mtp"
+            else _read_config(spec, draft_folder, target.num_layers)
+        )
     elif spec is not None and spec.method == "mtp":
         drafter = read_mtp(config, folder, target)
     refuse_quantizing_twice(config, target, drafter)
@@ -132,20 +138,34 @@ def plan_load(config: EngineConfig) -> LoadPlan:
         window = find_window(spec, target, drafter, length, passes)
         drafter = with_window(drafter, window)
     plan = plan_models(config, folder, target, draft_folder, drafter, length)
-    if draft_folder is not None:
-        checked = read_drafter(config, draft_folder, plan.facts)
-        if config.load_format == "auto" and checked.quantization is not None:
-            unused += unused_scales(open_folder(draft_folder, checked.quantization))
+    if draft_folder is not None and drafter is not None:
+        if not isinstance(drafter, AssistantConfig):
+            read_drafter(config, draft_folder, plan.facts)
+        if config.load_format == "auto" and drafter.quantization is not None:
+            unused += unused_scales(open_folder(draft_folder, drafter.quantization))
     return replace(plan, draft_window=window, doubts=(*doubts, *unused))
 
 
 def read_mtp(config: EngineConfig, folder: Path, target: ModelSpec) -> MtpConfig:
-    """Return the target's own layer. Raises CheckpointError if the folder lacks its tensors."""
-    drafter = MtpConfig.of(target, config.tensor_parallel_size)
+    """Return the target's own layers. Raises CheckpointError if the folder lacks their tensors."""
+    ranks = config.tensor_parallel_size
+    drafter = MtpConfig.of(target, ranks)
     if config.load_format == "auto":
-        check_has_mtp(open_folder(folder, target.quantization), target, folder)
+        count = count_mtp_layers(open_folder(folder, target.quantization), target, folder)
+        drafter = MtpConfig.of(target, ranks, count)
         open_checkpoint(folder, drafter.model)
     return drafter
+
+
+def _read_assistant(config: EngineConfig, folder: Path, target: ModelSpec) -> AssistantConfig:
+    """Return an assistant. Raises CheckpointError if it is not the target's, or lacks tensors."""
+    spec = config.speculative_config
+    assert spec is not None, "only speculation has a drafter"
+    model = read_assistant(folder, spec.hf_overrides)
+    if config.load_format == "auto":
+        open_checkpoint(folder, model)
+    ranks, file = config.tensor_parallel_size, str(folder / "config.json")
+    return AssistantConfig.of(model, target, ranks, file)
 
 
 def refuse_quantizing_twice(config: EngineConfig, target: ModelSpec, drafter: DraftConfig | None) -> None:
@@ -205,6 +225,11 @@ def plan_models(
         logger.warning("dtype=float16: CPUs compute it many times slower than bfloat16 or float32. Use auto.")
     geometries = Sharding(target, 0, config.tensor_parallel_size).kv_geometries()
     draft_windows = [layer.window for layer in drafter.layers] if drafter else []
+    if isinstance(drafter, AssistantConfig):
+        pages = plan_kv_cache(target.windows, [], max_model_len, geometries)
+        pages = replace(pages, drafter=tuple(pages.target[layer] for layer in drafter.target_layers))
+    else:
+        pages = plan_kv_cache(target.windows, draft_windows, max_model_len, geometries)
     return LoadPlan(
         config=config,
         target_folder=target_folder,
@@ -220,7 +245,7 @@ def plan_models(
         max_num_batched_tokens=config.max_num_batched_tokens or _max_rows(device),
         attention_backend=cpu_config.backend,
         page_size=page_size,
-        pages=plan_kv_cache(target.windows, draft_windows, max_model_len, geometries),
+        pages=pages,
     )
 
 
@@ -295,9 +320,12 @@ def _num_speculative_tokens(config: EngineConfig, drafter: DraftConfig | None) -
     wanted = spec.num_speculative_tokens
     if drafter is None:  # as many as requested are copied
         return wanted or (SUFFIX_DRAFTS if spec.method == "suffix" else NGRAM_DRAFTS)
-    if isinstance(drafter, ChainConfig):  # a chain of single drafts has no maximum
-        return wanted or (MTP_DRAFTS if isinstance(drafter, MtpConfig) else DEFAULT_DRAFTS)
-    maximum = drafter.max_drafts
+    if isinstance(drafter, MtpConfig) and drafter.num_layers > 1:
+        maximum = drafter.num_layers
+    elif isinstance(drafter, ChainConfig):  # a chain of single drafts has no maximum
+        return wanted or (DEFAULT_DRAFTS if isinstance(drafter, Eagle3Config) else MTP_DRAFTS)
+    else:
+        maximum = drafter.max_drafts
     if wanted is None:
         return maximum
     if wanted > maximum:
@@ -309,7 +337,9 @@ def _num_speculative_tokens(config: EngineConfig, drafter: DraftConfig | None) -
     return wanted
 
 
-def _why_most(drafter: DrafterConfig) -> str:
+def _why_most(drafter: DrafterConfig | MtpConfig) -> str:
+    if isinstance(drafter, MtpConfig):
+        return f"each of its {drafter.num_layers} layers makes one, so that is the most."
     maximum, block_size = drafter.max_drafts, drafter.block_size
     if drafter.samples_anchor:
         return f"each of its block's {block_size} slots predicts one, so {maximum} is the most."

@@ -13,6 +13,7 @@ from ....cluster.pages.kv_cache_groups import KVCacheSpec, LayerPlace, plane_wid
 from ....drafter.compute.memory.kv_cache import PagedKVCache
 from ....drafter.compute.memory.recurrent_state_cache import StateMemory
 from ...system.host_resources import free_ram_bytes
+from ..model.assistant import AssistantConfig
 from ..model.tensor_parallel import Sharding
 from .load_plan import ChainConfig, LoadPlan
 
@@ -29,7 +30,7 @@ def page_bytes(plan: LoadPlan, *, target: bool = True, drafter: bool = True) -> 
     if target:
         sharding = Sharding(plan.target, 0, plan.config.tensor_parallel_size)
         models.append((pages.target, sharding.kv_geometries()))
-    if drafter and plan.drafter is not None:
+    if drafter and plan.drafter is not None and not isinstance(plan.drafter, AssistantConfig):
         models.append((pages.drafter, [plan.drafter.kv_geometry] * plan.drafter.num_layers))
     for places, geometries in models:
         width = plane_width(places, geometries)

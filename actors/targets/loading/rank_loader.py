@@ -18,9 +18,9 @@ from ....cluster.pages.kv_cache_groups import KVCacheLayout, LayerPlace
 from ....cluster.step.executor import ExecutorInfo, RuleLimits
 from ....drafter.compute.backend import Backend
 from ....drafter.compute.memory.kv_cache import PagedKVCache
+from ....drafter.compute.memory.recurrent_state_cache import StateMemory
 from ....drafter.dflash.proposer import DFlashProposer
 from ....drafter.dflash.target_features import EmbeddingCopies
-from ....drafter.eagle3.model import Eagle3Drafter
 from ....drafter.eagle3.proposer import ChainProposer
 from ....drafter.ngram.proposer import NgramProposer
 from ....drafter.step.recurrent_states import RecurrentStates
@@ -28,13 +28,14 @@ from ....drafter.step.request_states import RequestStates
 from ....drafter.step.sampling.step_ops import StepOperators
 from ....drafter.suffix.mixing import SuffixMixer
 from ....drafter.suffix.proposer import SuffixProposer
+from ..model.assistant import AssistantDrafter
 from ..model.decoder import Decoder
-from ..model.mtp import MtpConfig, MtpDrafter
 from ..model.tensor_parallel import Communicator, Sharding, SingleRank, smallest
 from ..runners.colocated_drafter import ColocatedDrafter
 from ..runners.cpu_runner import CpuModelRunner, DraftSource
-from ..runners.runner_interface import Drafter, RemoteDrafter, Runner
+from ..runners.runner_interface import ChainedDrafter, Drafter, RemoteDrafter, Runner
 from .checkpoint_models import Checkpoints, ModelSource
+from .drafter_loader import load_drafter
 from .load_plan import LoadPlan, plan_load, why_no_trees
 from .memory_budget import (
     affordable_pages,
@@ -44,12 +45,7 @@ from .memory_budget import (
     page_bytes,
     state_bytes,
 )
-from .operator_factory import (
-    make_backend,
-    make_drafter_backend,
-    make_grammars,
-    make_step_operators,
-)
+from .operator_factory import make_backend, make_grammars, make_step_operators
 from .warmup import check_invariance, measure_step_bytes, warm_up
 from .weight_report import WeightCounts, describe_weights
 
@@ -248,23 +244,10 @@ class _Rank:
         self.weight_counts = {"target": WeightCounts.of(backend)}
         self._drafter: Drafter | None = None
         if plan.drafter is not None and not plan.split:
-            draft_backend = backend
-            if isinstance(plan.drafter, MtpConfig):
-                self._drafter = self._mtp(plan.drafter, models, weights.final_norm())
-            else:
-                draft_backend = make_drafter_backend(plan, backend, communicator)
-                self._drafter = models.drafter(plan, self._model.shared_embeddings, draft_backend)
+            final_norm_H = weights.final_norm()
+            self._drafter, draft_backend = load_drafter(plan, models, self._model, final_norm_H, communicator)
             before = self.weight_counts["target"] if draft_backend is backend else None
             self.weight_counts["drafter"] = WeightCounts.of(draft_backend, before)
-
-    def _mtp(self, config: MtpConfig, models: ModelSource, target_norm_H: torch.Tensor) -> MtpDrafter:
-        """Load the target's own layer for multi-token prediction, sharded like its blocks."""
-        plan, ranks = self._plan, self._communicator
-        sharding = Sharding(config.model, ranks.rank, ranks.world_size)
-        weights = models.target(replace(plan, target=config.model), sharding)
-        shared, length = self._model.shared_embeddings, plan.max_model_len
-        args = (shared, length, ranks, self.backend, plan.pages.drafter)
-        return MtpDrafter(config, weights, target_norm_H, *args)
 
     def affordable_cache(self) -> tuple[tuple[int, ...], int | None]:
         """Return the pages of each pool and the states that every rank can afford."""
@@ -309,16 +292,14 @@ class _Rank:
 
         plan, config = self._plan, self._plan.config
         max_requests, num_rows = device_limits(plan)
-        drafter, draft_cache, chains = self._drafter, self._draft_cache(num_pages), None
-        if isinstance(drafter, Eagle3Drafter | MtpDrafter):
-            assert draft_cache is not None, "a drafter of chains has pages of its own"
+        memory = make_state_memory(plan, num_states)
+        cache, draft_cache = self._caches(num_pages, memory)
+        drafter, chains = self._drafter, None
+        if isinstance(drafter, ChainedDrafter):
+            assert draft_cache is not None, "a drafter has pages"
             drafter, draft_cache, chains = None, None, Eagle3Chains.of(drafter, draft_cache)
         state_args = (config.max_num_seqs, plan.max_model_len, num_pages, plan.page_size)
-        states, memory = (
-            DeviceStates(*state_args, plan.device, plan.pages),
-            make_state_memory(plan, num_states),
-        )
-        pages = pages_of(plan.pages, plan.pages.target, num_pages)
+        states = DeviceStates(*state_args, plan.device, plan.pages)
         workspace, exchange = SamplingWorkspace.build(num_rows, plan.target.vocab_size, plan.device), None
         if (remote := self._remote()) is not None:
             assert plan.drafter is not None, "a remote drafter has a config"
@@ -326,7 +307,7 @@ class _Rank:
             exchange = RemoteExchange(remote, workspace.margins_N, *sizes, plan.dtype)
         models = DeviceModels(
             target=self._model,
-            cache=self._model.new_cache(pages, plan.page_size, memory, plan.kv_dtype),
+            cache=cache,
             drafter=drafter,
             draft_cache=draft_cache,
             chains=chains,
@@ -365,10 +346,11 @@ class _Rank:
         plan, page_size = self._plan, self._plan.page_size
         operators = make_step_operators(plan)
         drafts: DraftSource | None = self._remote()
+        memory = make_state_memory(plan, num_states)
+        cache, draft_cache = self._caches(num_pages, memory)
         if self._drafter is not None:
-            cache = self._draft_cache(num_pages)
-            assert cache is not None, "a drafter has pages"
-            proposer, mixer = _make_proposer(self._drafter, cache, operators), None
+            assert draft_cache is not None, "a drafter has pages"
+            proposer, mixer = _make_proposer(self._drafter, draft_cache, operators), None
             if (suffix := _suffix_proposer(plan.config)) is not None:
                 mixer = self._mixer(suffix)
             drafts = ColocatedDrafter(proposer, self._communicator, mixer)
@@ -377,24 +359,29 @@ class _Rank:
         else:
             drafts = drafts or _suffix_proposer(plan.config)
         state_args = (plan.config.max_num_seqs, plan.max_model_len, num_pages, page_size)
-        batch, memory = self.backend.attention_batch, make_state_memory(plan, num_states)
+        batch = self.backend.attention_batch
         recurrent = None if memory is None else RecurrentStates(memory, plan.config.max_num_seqs)
         states = RequestStates(
             *state_args, plan.device, batch, operators, plan.pages, self.grammars, recurrent
         )
-        pages = pages_of(plan.pages, plan.pages.target, num_pages)
-        cache = self._model.new_cache(pages, page_size, memory, plan.kv_dtype)
         return CpuModelRunner(self._model, cache, states, drafts, self._communicator, operators)
 
     def _mixer(self, proposer: SuffixProposer) -> SuffixMixer:
         return SuffixMixer(proposer, self._plan.num_speculative_tokens, self._plan.config.max_num_seqs)
 
-    def _draft_cache(self, num_pages: tuple[int, ...]) -> PagedKVCache | None:
-        plan = self._plan
-        if self._drafter is None:
-            return None
+    def _caches(
+        self, num_pages: tuple[int, ...], memory: StateMemory | None
+    ) -> tuple[PagedKVCache, PagedKVCache | None]:
+        """Return the target's pages, and those of a drafter in this process."""
+        plan, drafter = self._plan, self._drafter
+        count = pages_of(plan.pages, plan.pages.target, num_pages)
+        cache = self._model.new_cache(count, plan.page_size, memory, plan.kv_dtype)
+        if drafter is None:
+            return cache, None
+        if isinstance(drafter, AssistantDrafter):
+            return cache, cache.of_layers(drafter.config.target_layers)
         count = pages_of(plan.pages, plan.pages.drafter, num_pages)
-        return self._drafter.new_cache(count, plan.page_size, plan.kv_dtype)
+        return cache, drafter.new_cache(count, plan.page_size, plan.kv_dtype)
 
     def _step_bytes(self) -> int:
         """Return the peak bytes of steps beyond weights, pages and states, by running the largest ones."""
@@ -420,7 +407,7 @@ def _suffix_proposer(config: EngineConfig) -> SuffixProposer | None:
 def _make_proposer(
     drafter: Drafter, cache: PagedKVCache, operators: StepOperators
 ) -> DFlashProposer | ChainProposer:
-    if isinstance(drafter, Eagle3Drafter | MtpDrafter):
+    if isinstance(drafter, ChainedDrafter):
         return ChainProposer(drafter, cache, operators)
     return DFlashProposer(drafter, cache, operators)
 

@@ -44,6 +44,7 @@ class TargetAttention:
         sinks: each query head has a logit without a value in its softmax (attention sink).
         latent: keys and values are made of latents. Then `num_kv_heads` is 1, `v_head_dim` the size of a
             latent, and `head_dim` that plus `rope`'s, which is what is cached per token.
+        queries_only: keys and values are those of another model's layer of this geometry.
     """
 
     num_heads: int
@@ -62,6 +63,7 @@ class TargetAttention:
     sinks: bool = False
     v_head_dim: int | None = None
     latent: Latent | None = None
+    queries_only: bool = False
 
     @property
     def value_dim(self) -> int:
@@ -88,11 +90,14 @@ class TargetAttention:
         """Return the parts of the block's first product (MLA: down projections of queries and latents)."""
         if self.latent is not None:
             return "q" if self.latent.q_rank is None else "q_down", "kv_down"
+        if self.queries_only:
+            return ("q",)
         return "q", "k", "k_as_v" if self.k_is_v else "v"
 
     def parts(self) -> list[str]:
         qkv = self.qkv_parts()
-        parts = [*(["q_norm", "k_norm"] * (self.qk_norm or self.row_norm)), *qkv]
+        norms = ["q_norm"] if self.queries_only else ["q_norm", "k_norm"]
+        parts = [*(norms * (self.qk_norm or self.row_norm)), *qkv]
         if self.latent is not None:
             bottleneck = ["q_down_norm", "q_up"] * (self.latent.q_rank is not None)
             parts += [*bottleneck, "kv_down_norm", "kv_up"]

@@ -70,18 +70,8 @@ class Decoder:
             VocabHead(backend.head(head_UH), spec.vocab_size, sharding, communicator),
             is_split=sharding.world_size > 1,
         )
-        ropes: list[tuple[RopeConfig, RotaryEmbedding]] = []  # tables are large, so layers share them
-
-        def rope_of(config: RopeConfig | None) -> RotaryEmbedding | None:
-            if config is None:
-                return None
-            for known, rope in ropes:
-                if known == config:
-                    return rope
-            ropes.append((config, RotaryEmbedding(config, max_positions, self.dtype, self.device)))
-            return ropes[-1][1]
-
-        blocks = [make_block(weights, i, rope_of, communicator, backend) for i in range(spec.num_layers)]
+        self.rope_of = RopeTables(max_positions, self.dtype, self.device)
+        blocks = [make_block(weights, i, self.rope_of, communicator, backend) for i in range(spec.num_layers)]
         final_norm = RMSNorm(weights.final_norm(), spec.rms_norm_eps)
         self._stack = backend.stack(blocks, final_norm, tap_ids)
         self.num_routed = sum(layer.routed is not None for layer in spec.layers)
@@ -125,6 +115,23 @@ class Decoder:
         if self._embed_norm is not None:
             x_NH = self.backend.norm(self._embed_norm, x_NH)
         return self._stack(x_NH, rows, cache)
+
+
+class RopeTables:
+    """Makes the tables of rotations, which are large: layers with equal rotations share them."""
+
+    def __init__(self, max_positions: int, dtype: torch.dtype, device: torch.device) -> None:
+        self._how = max_positions, dtype, device
+        self._made: list[tuple[RopeConfig, RotaryEmbedding]] = []
+
+    def __call__(self, config: RopeConfig | None) -> RotaryEmbedding | None:
+        if config is None:
+            return None
+        for known, rope in self._made:
+            if known == config:
+                return rope
+        self._made.append((config, RotaryEmbedding(config, *self._how)))
+        return self._made[-1][1]
 
 
 class SharedEmbeddings:

@@ -39,7 +39,8 @@ CheckpointDType = Literal["float32", "bfloat16", "float16"]
 # (`drafter/compute/checkpoint/packed_4bit.py`), "block_bytes" the bytes of one block, "_words" the words
 # that store INT4.
 Axis = (
-    Literal["hidden", "two_hidden", "vocab", "hidden_blocks", "hidden_words", "block_bytes", "one"]
+    Literal["hidden", "two_hidden", "backbone", "two_backbone", "vocab"]
+    | Literal["hidden_blocks", "hidden_words", "block_bytes", "one"]
     | AttentionAxis
     | MLPAxis
     | DeltaAxis
@@ -104,17 +105,18 @@ class TensorRule:
     is_beside_body: bool = False
 
 
-# Parts of a layer for multi-token prediction beside its block, in `ModelSpec.tensors` of its own model.
-MTP_PARTS = ("mtp_embed_norm", "mtp_hidden_norm", "mtp_combine")
+# Parts of a layer for multi-token prediction beside its block, in `ModelSpec.tensors` of its own model; and
+# those of an assistant.
+MTP_PARTS = ("mtp_embed_norm", "mtp_hidden_norm", "mtp_combine", "pre_projection", "post_projection")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MtpSpec:
-    """A target's first layer for multi-token prediction (MTP), with its tensors' names (`mtp.py`).
+    """A target's layer, or layers, for multi-token prediction (MTP), with their tensors' names (`mtp.py`).
 
     Attributes:
-        layer: its block.
-        prefix: of the block's tensors, instead of "layers.{layer}.".
+        layer: its block; equal for all layers.
+        prefix: of the block's tensors, instead of "layers.{layer}."; with a {layer} if there may be several.
         embed_norm, hidden_norm, combine, final_norm: names of the other tensors.
         is_beside_body: whether all of them are named outside of the body's prefix.
         renamed: last components of the block's names that differ from those of the target's blocks.
@@ -141,8 +143,8 @@ class MtpSpec:
             final_norm=prefix + final_norm,
         )
 
-    def model(self, target: ModelSpec) -> ModelSpec:
-        """Return a model of this layer alone; `layer_parts` 0 are its block's."""
+    def model(self, target: ModelSpec, num_layers: int = 1) -> ModelSpec:
+        """Return a model of these layers alone; `layer_parts` are those of their blocks."""
         norm = target.tensors["attention_norm"].transform
 
         def own(name: str, *axes: Axis, transform: Callable[[Tensor], Tensor] | None = norm) -> TensorRule:
@@ -154,7 +156,7 @@ class MtpSpec:
             "mtp_hidden_norm": own(self.hidden_norm, "hidden"),
             "mtp_combine": own(self.combine, "hidden", "two_hidden", transform=None),
         }
-        return replace(target, layers=(self.layer,), tensors=tensors, mtp=None)
+        return replace(target, layers=(self.layer,) * num_layers, tensors=tensors, mtp=None)
 
     def _renamed(self, rule: TensorRule) -> TensorRule:
         if not rule.name.startswith(_BLOCK):
@@ -184,6 +186,7 @@ class ModelSpec:
         dtype: dtype of the checkpoint.
         eos_token_ids: end-of-sequence tokens, from generation_config.json if it has any.
         mtp: the layer for multi-token prediction that checkpoints of the family may have.
+        backbone_size: hidden size of the target for which an assistant drafts; None for targets.
     """
 
     architecture: str
@@ -204,6 +207,7 @@ class ModelSpec:
     quantization: CheckpointQuantization | None = None
     eos_token_ids: tuple[int, ...]
     mtp: MtpSpec | None = None
+    backbone_size: int | None = None
 
     @property
     def num_layers(self) -> int:
@@ -227,6 +231,13 @@ class ModelSpec:
         """Number and geometry of layers with recurrent states, over all ranks together; None without any."""
         mixers = self.delta_nets
         return (len(mixers), mixers[0].geometry) if mixers else None
+
+    def with_window(self, window: int) -> ModelSpec:
+        """Return the model with attention to the last `window` tokens at most."""
+        mixers = (self.attention(i) for i in range(self.num_layers))
+        windows = (replace(mixer, window=min(mixer.window or window, window)) for mixer in mixers)
+        layers = (replace(layer, mixer=mixer) for layer, mixer in zip(self.layers, windows, strict=True))
+        return replace(self, layers=tuple(layers))
 
     def of_backend(self) -> ModelStackSpec:
         return ModelStackSpec(
@@ -298,6 +309,9 @@ class ModelSpec:
                 return self.hidden_size
             case "two_hidden":
                 return 2 * self.hidden_size
+            case "backbone" | "two_backbone":
+                assert self.backbone_size is not None, "the axes belong to assistants"
+                return self.backbone_size * (1 if axis == "backbone" else 2)
             case "hidden_blocks":
                 return self.hidden_size // BLOCK
             case "hidden_words":

@@ -307,7 +307,8 @@ def _rules_by_name(
 ) -> dict[str, tuple[TensorRule, tuple[int, ...]]]:
     global_parts = ["embedding", "final_norm"] + ["head"] * (not spec.tied_head)
     parts = [(part, 0) for part in global_parts]
-    parts += [(part, 0) for part in MTP_PARTS if part in spec.tensors]
+    if beside := [part for part in MTP_PARTS if part in spec.tensors]:
+        parts += [(part, layer) for part in ("final_norm", *beside) for layer in range(spec.num_layers)]
     parts += [(part, layer) for layer in range(spec.num_layers) for part in spec.layer_parts(layer)]
     rules = [(spec.tensors[part], layer) for part, layer in parts]
     return {

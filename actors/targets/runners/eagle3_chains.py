@@ -1,4 +1,5 @@
-"""Chains of EAGLE-3 (arXiv:2503.01840) or MTP driven by the device; `drafter/eagle3/proposer.py` on a host.
+"""Chains of EAGLE-3 (arXiv:2503.01840), MTP or an assistant driven by the device; on a host by
+`drafter/eagle3/proposer.py`.
 
 Drafting runs one pass per token of a chain, with one row for each request that still drafts. Injecting then
 writes the entries of the target's rows. All indices are computed on the device from the participating
@@ -64,9 +65,15 @@ class Eagle3Chains:
             link = _requests_at_depth(requests, depth)
             at = replace(tables, num_computed=tables.num_computed + depth)
             rows, owners_N = lay_out_rows(link, at), _owners(link)
-            x_NH, normed_NH = self.drafter.forward(
-                rows.token_ids_N, x_RH.index_select(0, owners_N), rows, self.cache
-            )
+            x_NH = x_RH.index_select(0, owners_N)
+            if self.drafter.has_layer_per_draft:
+                normed_NH = self._run_layer(depth, x_RH, owners_N, requests, tables)
+            else:
+                places = rows
+                if self.drafter.reads_target_kv:
+                    before = replace(tables, num_computed=(tables.num_computed - 1).clamp(min=0))
+                    places = lay_out_rows(link, before)
+                x_NH, normed_NH = self.drafter.forward(rows.token_ids_N, x_NH, places, self.cache, depth)
             next_rows = replace(rows, positions_N=rows.positions_N + 1)
             head_inputs = (normed_NH, next_rows.slots_N, next_rows.positions_N)
             chosen_N, chosen_margins_N = choose(_FullHead(self.drafter), *head_inputs)
@@ -76,6 +83,30 @@ class Eagle3Chains:
             places_N = first_R.index_select(0, owners_N.clamp(max=num_requests - 1)).long() + 1 + depth
             places_N = places_N.masked_fill(owners_N == num_requests, 0)
             margins_N.index_copy_(0, places_N, chosen_margins_N)
+
+    def _run_layer(
+        self,
+        depth: int,
+        states_RT: Tensor,
+        owners_N: Tensor,
+        requests: DeviceStepRequests,
+        tables: SlotTables,
+    ) -> Tensor:
+        """Run layer `depth` on the entries from the anchor's on; return hidden states [N, H] of the last.
+
+        Args:
+            states_RT: the newest states of each request, and of padding, side by side.
+            owners_N: request of each result.
+        """
+        link = _requests_at_depth(requests, depth, num_rows=depth + 1)
+        rows, requests_M = lay_out_rows(link, tables), _owners(link)
+        ends_R = torch.nn.functional.pad(link.cu_rows_R1[1:], (0, 1)).long()
+        states_RLH = states_RT.unflatten(1, (self.drafter.config.num_layers, -1))
+        # The last row of a request takes the newest state.
+        after_M = ends_R[requests_M] - 1 - torch.arange(len(requests_M), device=ends_R.device)
+        states_MH = states_RLH[requests_M, after_M.clamp(0, depth)]
+        _, normed_MH = self.drafter.forward(rows.token_ids_N, states_MH, rows, self.cache, depth)
+        return normed_MH.index_select(0, (ends_R[owners_N] - 1).clamp(min=0))
 
     def inject(
         self,
@@ -91,13 +122,15 @@ class Eagle3Chains:
             requests: with the drafts that were verified.
             num_tokens_R: tokens that the step produced; the requests have already advanced.
         """
-        g_NH, first_R = self.drafter.features(taps_NmH), requests.cu_rows_R1[:-1].long()
-        positions_R = rows.positions_N.index_select(0, first_R.clamp(max=len(g_NH) - 1))
-        before_NH = torch.cat((g_NH[:1], g_NH))  # feature of the row before; the last one is unused
-        firsts_R = first_R.masked_fill(requests.cu_rows_R1.diff() == 0, len(g_NH))
-        before_NH.index_copy_(0, firsts_R, self._previous_features(tables, requests, positions_R))
-        self.drafter.write_entries(rows.token_ids_N, before_NH[:-1], rows, self.cache)
-        self._store_features(g_NH, requests, rows, num_tokens_R)
+        parts, first_R = [self.drafter.features(taps_NmH)], requests.cu_rows_R1[:-1].long()
+        num_rows, size = parts[0].shape
+        positions_R = rows.positions_N.index_select(0, first_R.clamp(max=num_rows - 1))
+        firsts_R = first_R.masked_fill(requests.cu_rows_R1.diff() == 0, num_rows)
+        for stored_RH in self._previous_features(tables, requests, positions_R).split(size, dim=1):
+            before_NH = torch.cat((parts[-1][:1], parts[-1]))  # of the row before; the last one is unused
+            parts.append(before_NH.index_copy_(0, firsts_R, stored_RH)[:-1])
+        self.drafter.write_entries(rows.token_ids_N, torch.cat(parts[1:], dim=1), rows, self.cache)
+        self._store_features(torch.cat(parts[:-1], dim=1), requests, rows, num_tokens_R)
 
     def _previous_features(self, tables: SlotTables, requests: DeviceStepRequests, first_R: Tensor) -> Tensor:
         """Return the features [R, H] of the position before each request's first row; zeros at the start."""
@@ -137,12 +170,12 @@ class _FullHead:
         raise AssertionError("only split heads have local logits")
 
 
-def _requests_at_depth(requests: DeviceStepRequests, depth: int) -> DeviceStepRequests:
-    """Return requests with one row for each that has more than `depth` drafts, and none for the others."""
+def _requests_at_depth(requests: DeviceStepRequests, depth: int, num_rows: int = 1) -> DeviceStepRequests:
+    """Return requests with `num_rows` for each that has more than `depth` drafts, and none for the others."""
     is_real_R = requests.cu_rows_R1.diff() > 0
     drafts_on_R = (is_real_R & (requests.num_drafts_R > depth)).int()
-    cu_rows_R1 = torch.nn.functional.pad(drafts_on_R.cumsum(0, dtype=torch.int32), (1, 0))
-    return replace(requests, cu_rows_R1=cu_rows_R1, num_rows=len(drafts_on_R), max_rows=1)
+    cu_rows_R1 = torch.nn.functional.pad((drafts_on_R * num_rows).cumsum(0, dtype=torch.int32), (1, 0))
+    return replace(requests, cu_rows_R1=cu_rows_R1, num_rows=len(drafts_on_R) * num_rows, max_rows=num_rows)
 
 
 def _owners(requests: DeviceStepRequests) -> Tensor:

@@ -11,13 +11,15 @@ from ....cluster.step.scheduler_output import ExpertReads, SchedulerOutput, Step
 from ....drafter.compute.memory.kv_cache import PagedKVCache
 from ....drafter.dflash.model import DFlashDrafter
 from ....drafter.eagle3.model import Eagle3Drafter
+from ..model.assistant import AssistantDrafter
 from ..model.decoder import Decoder
 from ..model.mtp import MtpDrafter
 
 if TYPE_CHECKING:
     from ....drafter.grammars.matchers import GrammarStates
 
-Drafter = DFlashDrafter | Eagle3Drafter | MtpDrafter
+ChainedDrafter = Eagle3Drafter | MtpDrafter | AssistantDrafter
+Drafter = DFlashDrafter | ChainedDrafter
 
 
 class Runner(Protocol):

@@ -43,7 +43,7 @@ class PagedKVCache:
     """Keys and values of a model's layers in `num_pages` pages, plus one for discarded rows.
 
     `places` may be the number of layers that all share one group; `geometry` is of all layers, or of each;
-    `dtype` is that of stored values.
+    `dtype` is that of stored values. `kv` is the memory of a cache with these layers; by default a new one.
     """
 
     def __init__(
@@ -55,6 +55,7 @@ class PagedKVCache:
         dtype: torch.dtype,
         device: torch.device | str,
         states: StateMemory | None = None,
+        kv: Tensor | None = None,
     ) -> None:
         self.states = states
         if isinstance(places, int):
@@ -63,11 +64,11 @@ class PagedKVCache:
             geometry = [geometry] * len(places)
         self.num_layers, self.num_pages, self.page_size = len(places), num_pages, page_size
         self.places, self.geometries, self.dtype = tuple(places), tuple(geometry), dtype
-        num_planes = 1 + max(place.plane for place in places)
-        shape = (num_planes, num_pages + 1, page_size, plane_width(places, self.geometries))
-        self.kv = torch.zeros(shape, dtype=dtype, device=device)
-        self.device = self.kv.device
-        self.plane_bytes = self.kv.nbytes // num_planes
+        if kv is None:
+            num_planes = 1 + max(place.plane for place in places)
+            shape = (num_planes, num_pages + 1, page_size, plane_width(places, self.geometries))
+            kv = torch.zeros(shape, dtype=dtype, device=device)
+        self.kv, self.device, self.plane_bytes = kv, kv.device, kv.nbytes // len(kv)
         # Views made once: indexing a tensor costs a microsecond, and there are many layers.
         kinds = [(kind, place.part) for kind, place in zip(self.geometries, places, strict=True)]
         spans = {(kind, part): self.kv[..., part * kind.width :][..., : kind.width] for kind, part in kinds}
@@ -91,6 +92,12 @@ class PagedKVCache:
             part.unflatten(-1, (kind.num_kv_heads, -1)) for part in self.pages(layer).split(sizes, dim=-1)
         )
         return k_PSKD, v_PSKF
+
+    def of_layers(self, layers: Sequence[int]) -> PagedKVCache:
+        """Return these layers, in this order, in the same memory; a layer may appear several times."""
+        places, geometries = [self.places[i] for i in layers], [self.geometries[i] for i in layers]
+        shape = (self.num_pages, self.page_size)
+        return PagedKVCache(places, *shape, geometries, self.dtype, self.device, kv=self.kv)
 
     @property
     def skip_slot(self) -> int:

@@ -20,11 +20,13 @@ from manta.cluster.step.scheduler_output import Trim
 from manta.drafter.compute.checkpoint.packed_4bit import MXFP4
 from manta.drafter.compute.gpu_triton.moe import moe as experts
 from manta.drafter.compute.gpu_triton.moe.moe_align import ExpertTiles
+from support.checkpoints.drafter_checkpoints import deepspec_gemma4, random_tensors
+from support.checkpoints.drafter_checkpoints import write as write_drafter
 from support.checkpoints.eagle3_checkpoints import VARIANTS, write
 from support.checkpoints.families import FAMILIES
 from support.checkpoints.gpt_oss_checkpoints import publish
-from support.checkpoints.mtp_targets import make_mtp_target
-from support.checkpoints.tiny import make_tiny_drafter, make_tiny_target
+from support.checkpoints.mtp_targets import make_assistant, make_mtp_target
+from support.checkpoints.tiny import TINY_VOCAB, make_tiny_drafter, make_tiny_target
 from support.engines.device_engines import (
     CASES,
     KNOB_NAMES,
@@ -271,9 +273,10 @@ def test_eagle3_chains_never_wait_and_equal_the_hosts(tiny_qwen3: Path, tmp_path
     assert last.timings.draft_s > 0 and last.timings.inject_s > 0
 
 
-def test_mtp_chains_never_wait_and_equal_the_hosts(tmp_path: Path) -> None:
-    """With latents and experts, of which padding reads none."""
-    target = make_mtp_target(tmp_path, "deepseek_v3")
+@pytest.mark.parametrize(("family", "num_layers"), [("deepseek_v3", 1), ("mimo_v2", 3)])
+def test_mtp_chains_never_wait_and_equal_the_hosts(family: str, num_layers: int, tmp_path: Path) -> None:
+    """With latents and experts, of which padding reads none; and with a layer for each draft."""
+    target = make_mtp_target(tmp_path, family, num_mtp_layers=num_layers)
     prompts = [[9] * 16, [11], [5, 6, 7]]
     twins = Twins.open(target, None, prompts, method="mtp")
     enter = [twins.steps.admit(*of) for of in zip(range(3), prompts, [GREEDY] * 3, strict=True)]
@@ -281,6 +284,34 @@ def test_mtp_chains_never_wait_and_equal_the_hosts(tmp_path: Path) -> None:
     twins.run([*twins.computed()[:2], 0], [3, 2, 3], [2, 1, 0], admitted=enter[2:])
     last = twins.run(twins.computed(), [1, 3, 2], [0, 2, 1])
     assert last.margins is not None and np.isfinite(last.margins).sum() == 3
+
+
+def test_an_assistants_chains_never_wait_and_equal_the_hosts(tmp_path: Path) -> None:
+    """With a prompt longer than the window, one of a single token, and requests that stop drafting."""
+    target = make_tiny_target(tmp_path / "target", "gemma4")
+    drafter = make_assistant(tmp_path / "drafter", target)
+    prompts = [[9] * 16, [11], [5, 6, 7]]
+    twins = Twins.open(target, drafter, prompts, method="mtp")
+    enter = [twins.steps.admit(*of) for of in zip(range(3), prompts, [GREEDY] * 3, strict=True)]
+    twins.run([0, 0], [16, 1], [0, 0], admitted=enter[:2])
+    twins.run([*twins.computed()[:2], 0], [3, 2, 3], [2, 1, 0], admitted=enter[2:])
+    last = twins.run(twins.computed(), [1, 3, 2], [0, 2, 1])
+    assert last.margins is not None and np.isfinite(last.margins).sum() == 3
+
+
+def test_a_drafter_of_gemma_4s_layers_equals_the_hosts(tmp_path: Path) -> None:
+    """Its values are normed keys, in the block as in the context."""
+    target = make_tiny_target(tmp_path / "target", "gemma4")
+    sizes = {"hidden_size": 72, "vocab_size": TINY_VOCAB, "mask_token_id": TINY_VOCAB - 1, "block_size": 4}
+    taps = {"num_target_layers": 4, "target_layer_ids": [0, 1, 2]}
+    config = deepspec_gemma4(**sizes, **taps, markov_rank=0, enable_confidence_head=False)
+    write_drafter(tmp_path / "drafter", config, random_tensors(config))
+    prompts = [[9] * 16, [11]]
+    twins = Twins.open(target, tmp_path / "drafter", prompts)
+    enter = [twins.steps.admit(*of) for of in zip(range(2), prompts, strict=True)]
+    twins.run([0, 0], [16, 1], [0, 0], admitted=enter)
+    last = twins.run(twins.computed(), [4, 2], [3, 1])
+    assert last.margins is not None and np.isfinite(last.margins).sum() == 4
 
 
 class OtherRank:

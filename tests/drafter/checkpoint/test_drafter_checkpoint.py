@@ -26,6 +26,7 @@ from support.checkpoints.drafter_checkpoints import (
     TARGET_LAYERS,
     VOCAB,
     deepspec,
+    deepspec_gemma4,
     dspark_speculators,
     specforge,
     speculators,
@@ -228,8 +229,13 @@ def test_speculators_windows_may_be_at_the_top_level(tmp_path: Path):
             "architectures=.*one of.*Domino's GRU over",
         ),
         (z_lab(architectures=["LiLiCorrDraftModel"]), "architectures=.*LiLiCorr's transformer"),
-        (z_lab(architectures=["Gemma4AssistantForCausalLM"]), "architectures=.*read the target's K/V"),
-        (deepspec(architectures=["Gemma4DSparkModel"]), "architectures=.*Gemma 4's layers .norms after each"),
+        (z_lab(architectures=["Gemma4AssistantForCausalLM"]), "architectures=.*run with method=.mtp"),
+        (
+            deepspec_gemma4(layer_types=["sliding_attention", "full_attention"]),
+            "layer_types=.*full_attention in every entry",
+        ),
+        (deepspec_gemma4(hidden_activation="silu"), "hidden_activation='silu' must be 'gelu_pytorch_tanh'"),
+        (deepspec_gemma4(enable_moe_block=True), "enable_moe_block=True must be absent or false"),
         (
             z_lab(dflash={"causal": False, "causal_head": True}),
             "causal_head=True must be absent, or as",

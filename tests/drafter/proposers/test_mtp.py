@@ -21,13 +21,13 @@ from manta.cluster.config import EngineConfig, SpeculativeConfig
 from manta.cluster.errors import CheckpointError, ConfigError
 from manta.cluster.request.request import SamplingParams
 from safetensors.torch import load_file, save_file
-from support.checkpoints.mtp_targets import BLOCKS, PARTS, make_mtp_target, names_of
+from support.checkpoints.mtp_targets import BLOCKS, PARTS, block_of, make_mtp_target, names_of
 from support.checkpoints.tiny import TINY_VOCAB, make_tiny_target, transformers_model
 from support.engines.recorded_chains import Served, same_chains
 from support.engines.steps import Steps, settings
 from support.engines.thread_ranks import ThreadRank, ThreadRanks
 from support.oracles.oracle_dflash import gumbel
-from support.oracles.oracle_mtp import MtpOracle, chains
+from support.oracles.oracle_mtp import LayeredOracle, MtpOracle, chains
 
 NUM_DRAFTS = 3
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
@@ -52,13 +52,19 @@ def target_of(tmp_path_factory: pytest.TempPathFactory):
     return cache(lambda family: make_mtp_target(tmp_path_factory.mktemp(family), family))
 
 
-def oracle_of(folder: Path, family: str, target) -> MtpOracle:
+@pytest.fixture(scope="module")
+def three_layers(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_mtp_target(tmp_path_factory.mktemp("three"), "mimo_v2", num_mtp_layers=3)
+
+
+def oracle_of(folder: Path, family: str, target, layer: int = 0) -> MtpOracle:
     tensors = load_file(folder / "model.safetensors")
-    parts = {part: tensors[name] for part, name in names_of(family)[1].items() if part in PARTS}
+    parts = {part: tensors[name] for part, name in names_of(family, layer)[1].items() if part in PARTS}
     eps = read_model(folder).rms_norm_eps
     stored_one = 0.0 if family.startswith("qwen") else 1.0
     embedding, head = target.get_input_embeddings().weight.data, target.lm_head.weight.data
-    return MtpOracle(transformers_model(folder / "block"), embedding, head, parts, stored_one, eps)
+    block = transformers_model(folder / block_of(layer))
+    return MtpOracle(block, embedding, head, parts, stored_one, eps)
 
 
 @pytest.mark.parametrize(("family", "params"), [(f, (GREEDY, WARM)[i % 2]) for i, f in enumerate(BLOCKS)])
@@ -67,11 +73,24 @@ def test_every_position_of_a_chain_equals_transformers_block(
 ) -> None:
     """Prompts come in chunks and batches, with rejections; no token differs from plain decoding."""
     folder = target_of(family)
+    target = transformers_model(folder)
+    check_chains(folder, target, oracle_of(folder, family, target), params)
+
+
+@pytest.mark.parametrize("params", [GREEDY, WARM], ids=["greedy", "T=1"])
+def test_each_of_several_layers_makes_the_draft_of_its_depth(
+    params: SamplingParams, three_layers: Path
+) -> None:
+    target = transformers_model(three_layers)
+    layers = [oracle_of(three_layers, "mimo_v2", target, layer) for layer in range(3)]
+    check_chains(three_layers, target, LayeredOracle(layers), params)
+
+
+def check_chains(folder: Path, target, oracle: MtpOracle | LayeredOracle, params: SamplingParams) -> None:
+    """Compare all chains of an engine with the oracle's, and its tokens with those of plain decoding."""
     served = Served(mtp(folder, max_num_batched_tokens=16))
     new = served.tokens(PROMPTS, params)
     assert new == Served(settings(folder)).tokens(PROMPTS, params)
-    target = transformers_model(folder)
-    oracle = oracle_of(folder, family, target)
     assert served.chains is not None
     for i, tokens in enumerate(PROMPTS):
         ours = {at: found for (name, at), found in served.chains.seen.items() if name == f"r{i}"}
@@ -88,13 +107,13 @@ def test_every_position_of_a_chain_equals_transformers_block(
                 assert torch.allclose(z, z_right, atol=2e-4), (i, at)
 
 
-def test_a_prefix_hit_keeps_the_layers_entries_and_features(target_of) -> None:
-    """Also next to recurrent states, and where the layer stores latents."""
-    for family in ("qwen3_5", "deepseek_v3"):
+def test_a_prefix_hit_keeps_the_layers_entries_and_features(target_of, three_layers: Path) -> None:
+    """Also next to recurrent states, where the layer stores latents, and with several states for a page."""
+    for folder in (target_of("qwen3_5"), target_of("deepseek_v3"), three_layers):
         shared = prompt(40)
         batch = [shared, [*shared, 7, 8, 9], [*shared[:32], 5], shared]
-        cold = Served(mtp(target_of(family), enable_prefix_caching=False))
-        warm = Served(mtp(target_of(family)))
+        cold = Served(mtp(folder, enable_prefix_caching=False))
+        warm = Served(mtp(folder))
         for i, tokens in enumerate(batch):
             assert warm.tokens([tokens], WARM, i) == cold.tokens([tokens], WARM, i)
         assert warm.chains is not None and cold.chains is not None
@@ -104,7 +123,8 @@ def test_a_prefix_hit_keeps_the_layers_entries_and_features(target_of) -> None:
 
 def outcomes(runner: CpuModelRunner, num_drafts: int) -> list[tuple[list[int], int]]:
     """Tokens of each step of one request, and the number of verified drafts."""
-    steps, tokens, found = Steps(2), prompt(12), []
+    num_groups = len(runner.states.page_tables_GSP)
+    steps, tokens, found = Steps(2, num_groups=num_groups), prompt(12), []
     known, plan = 12, None
     plan = steps.plan([0], [0], [12], admitted=[steps.admit(0, tokens)])
     for _ in range(8):
@@ -116,11 +136,14 @@ def outcomes(runner: CpuModelRunner, num_drafts: int) -> list[tuple[list[int], i
     return found
 
 
-@pytest.mark.parametrize("family", ["deepseek_v3", "mimo_v2"])
-def test_two_ranks_shard_the_layer_and_return_the_plain_tokens(family: str, target_of) -> None:
-    alone, _ = load_runner(settings(target_of(family)))
+@pytest.mark.parametrize("family", ["deepseek_v3", "mimo_v2 of three layers"])
+def test_two_ranks_shard_the_layer_and_return_the_plain_tokens(
+    family: str, target_of, three_layers: Path
+) -> None:
+    folder = three_layers if "three" in family else target_of(family)
+    alone, _ = load_runner(settings(folder, num_pages=80))
     plain = [token for tokens, _ in outcomes(alone, 0) for token in tokens]
-    config = mtp(target_of(family), tensor_parallel_size=2, page_size=16)
+    config = mtp(folder, tensor_parallel_size=2, page_size=16, num_pages=80)
 
     def work(rank: ThreadRank) -> list[tuple[list[int], int]]:
         return outcomes(load_runner(config, rank)[0], NUM_DRAFTS)
@@ -138,6 +161,18 @@ def test_page_sizes_include_the_layers_latents_and_features(target_of) -> None:
     config = mtp(target_of("deepseek_v3"))
     spec = replace(config.speculative_config, num_speculative_tokens=None)
     assert plan_load(replace(config, speculative_config=spec)).num_speculative_tokens == 3
+
+
+def test_there_are_at_most_as_many_drafts_as_layers(three_layers: Path) -> None:
+    plan = plan_load(mtp(three_layers))
+    geometry = plan.drafter.kv_geometry
+    with_layers, without = sum(page_bytes(plan)), sum(page_bytes(plan, drafter=False))
+    assert with_layers - without == 3 * (8 * geometry.width + 64) * 4
+    default = replace(plan.config.speculative_config, num_speculative_tokens=None)
+    assert plan_load(replace(plan.config, speculative_config=default)).num_speculative_tokens == 3
+    more = replace(plan.config.speculative_config, num_speculative_tokens=4)
+    with pytest.raises(ConfigError, match=r"=4 is more than .*: each of its 3 layers makes one"):
+        plan_load(replace(plan.config, speculative_config=more))
 
 
 def test_targets_without_the_layer_are_refused_by_name(target_of, tiny_qwen3: Path, tmp_path: Path) -> None:

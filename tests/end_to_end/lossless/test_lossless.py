@@ -25,7 +25,7 @@ from manta.actors.targets.families import read_model
 from manta.drafter.compute.cpu_numba.cpu_features import bf16_instructions
 from support.checkpoints.eagle3_checkpoints import speculators, write
 from support.checkpoints.families import FAMILIES, GPT_OSS_YARN
-from support.checkpoints.mtp_targets import make_mtp_target
+from support.checkpoints.mtp_targets import make_assistant, make_mtp_target
 from support.checkpoints.tiny import make_tiny_drafter, make_tiny_target, transformers_model
 from support.engines.random_policy import RandomPolicy
 from support.oracles.quantized_checkpoints import FORMATS, publish
@@ -47,6 +47,7 @@ SELECTOR = "qwen3 in bf16 by a selector"  # likewise: no convolutions, so the co
 DSPARK = ("qwen3 by DSpark", "qwen3 in bf16 by DSpark")  # likewise: its anchors predict, too
 EAGLE3 = ("qwen3 by EAGLE-3", "qwen3 in bf16 by EAGLE-3")  # likewise
 MTP = ("qwen3_5 by MTP", "deepseek_v3 by MTP")  # likewise
+ASSISTANT = "gemma4 by its assistant"  # likewise
 WINDOW = "qwen3 with a draft window"  # likewise
 NGRAM = "qwen3 by n-grams"  # likewise
 SUFFIX = ("qwen3 by suffixes", "qwen3 in bf16 by suffixes")  # likewise
@@ -137,8 +138,10 @@ def mtp_and_window_cells(*, whole: bool = WHOLE) -> Iterator[tuple[str, str, int
         (MTP[0], "planned ahead, forced preemption", 3),
         (MTP[1], "forced preemption with prefix cache", 3),
         (WINDOW, "planned ahead, forced preemption", 15),
+        (ASSISTANT, "chunks of 16 rows", 3),
+        (ASSISTANT, "forced preemption with prefix cache", 3),
     }
-    for pair in (*MTP, WINDOW):
+    for pair in (*MTP, WINDOW, ASSISTANT):
         for engine in ENGINES:
             for drafts in DRAFTS:
                 if whole or (pair, engine, drafts) in short:
@@ -216,6 +219,7 @@ class Pair:
     how: dict[str, object]
     few_pages: dict[str, object]
     method: str = "dflash"
+    is_assistant: bool = False
     mixed: bool = False
     is_lean: bool = False
     draft_weights: str | None = None
@@ -235,7 +239,8 @@ class Pair:
         **settings: object,
     ) -> LLM:
         drafts = {"num_speculative_tokens": num_speculative_tokens, "adaptive": adaptive}
-        model = {} if self.method in ("mtp", "ngram", "suffix") else {"model": str(self.drafter)}
+        has_none = self.method in ("ngram", "suffix") or (self.method == "mtp" and not self.is_assistant)
+        model = {} if has_none else {"model": str(self.drafter)}
         if self.method == "suffix" or self.mixed:  # few, so that answers are dropped
             model |= {"suffix_drafts": self.mixed, "suffix_decoding_max_cached_requests": 4}
         if self.draft_weights is not None:
@@ -278,6 +283,10 @@ def make_pair(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Pair]
             return replace(pair, drafter=drafter)
         if name == WINDOW:  # its pages are a group of their own
             return replace(make(family), draft_window=20, few_pages=FEW_PAGES["two groups"])
+        if name == ASSISTANT:
+            pair = make(family)
+            drafter = make_assistant(folder / "drafter", pair.target)
+            return replace(pair, drafter=drafter, method="mtp", is_assistant=True)
         if name in MTP:
             return replace(make(family), method="mtp")
         if name == NGRAM:

@@ -272,3 +272,4 @@ def test_a_drafter_of_another_kind_is_run_with_its_method():
     assert method_of_drafter({"speculators_model_type": "dflash2"}) == "dflash"
     assert method_of_drafter({"architectures": ["MuseGlimmerAssistantModel"]}) == "dflash"
     assert method_of_drafter({"architectures": ["LlamaForCausalLMEagle3"]}) == "eagle3"
+    assert method_of_drafter({"architectures": ["Gemma4AssistantForCausalLM"]}) == "mtp"

@@ -66,6 +66,21 @@ def deepspec(**changes) -> dict:
     return {**BACKBONE, **kind, **keys, **HEADS, "markov_head_type": "vanilla", **changes}
 
 
+def deepspec_gemma4(**changes) -> dict:
+    """DeepSpec's format for Gemma 4, with the keys of the published file; most are of sliding layers."""
+    full = {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1e6}
+    sliding = {"rope_type": "default", "rope_theta": 1e4}
+    ropes = {"full_attention": full, "sliding_attention": sliding, "rope_theta": None, "rope_type": "default"}
+    text = {"model_type": "gemma4_text", "hidden_activation": "gelu_pytorch_tanh", "rope_parameters": ropes}
+    text |= {"global_head_dim": 16, "num_global_key_value_heads": 1, "attention_k_eq_v": True}
+    text |= {"layer_types": ["full_attention"] * 2, "sliding_window": 1024, "final_logit_softcapping": 3.0}
+    unused = {"use_bidirectional_attention": "vision", "vocab_size_per_layer_input": VOCAB}
+    unused |= {"hidden_size_per_layer_input": 0, "enable_moe_block": False, "num_kv_shared_layers": 0}
+    unused |= {"target_model_type": "gemma4", "target_text_model_type": "gemma4_text", "num_experts": None}
+    kind = {"architectures": ["Gemma4DSparkModel"], "rope_theta": None, "hidden_act": None}
+    return deepspec(**{**kind, **text, **unused, **changes})
+
+
 def specforge(**changes) -> dict:
     """SpecForge's format of one: z-lab's, with the heads' keys in `dflash_config`."""
     nested = {"projector_type": "dspark", "attention_mode": "gqa", "confidence_head_alpha": 1.0, **HEADS}
@@ -117,6 +132,8 @@ VARIANTS: dict[str, dict] = {
     "z-lab JetSpec's causal head": z_lab(dflash={"causal_head": True}),
     "deepspec dspark": deepspec(),
     "deepspec dflash": deepspec(markov_rank=0, enable_confidence_head=False),
+    "deepspec dspark for gemma 4": deepspec_gemma4(),
+    "deepspec dspark for gemma 4, own values": deepspec_gemma4(attention_k_eq_v=False),
     "specforge dspark": specforge(is_causal=True),
     "specforge dspark, confidence of hidden states": specforge(dflash={"confidence_head_with_markov": False}),
     "speculators dspark": dspark_speculators(layer=SLIDING, draft_vocab_size=80),
@@ -139,8 +156,8 @@ def random_tensors(config: dict, seed: int = 0) -> dict[str, torch.Tensor]:
     def norm(size: int) -> torch.Tensor:
         return 1 + 0.2 * torch.randn(size, generator=generator)
 
-    hidden, inner, dim = raw["hidden_size"], raw["intermediate_size"], raw["head_dim"]
-    heads, kv_heads = raw["num_attention_heads"], raw["num_key_value_heads"]
+    hidden, inner, dim = raw["hidden_size"], raw["intermediate_size"], head_dim_of(raw)
+    heads, kv_heads = raw["num_attention_heads"], kv_heads_of(raw)
     is_assistant = config.get("architectures") == ["MuseGlimmerAssistantModel"]
     tensors = {
         "encoder.fc.weight" if is_assistant else "fc.weight": matrix(hidden, 3 * hidden),
@@ -150,6 +167,8 @@ def random_tensors(config: dict, seed: int = 0) -> dict[str, torch.Tensor]:
     for i in range(raw["num_hidden_layers"]):
         at = f"layers.{i}"
         sizes = {"q": heads, "k": kv_heads, "v": kv_heads}
+        if raw.get("attention_k_eq_v"):
+            del sizes["v"]
         for name, count in sizes.items():
             tensors[f"{at}.self_attn.{name}_proj.weight"] = matrix(count * dim, hidden)
         tensors[f"{at}.self_attn.o_proj.weight"] = matrix(hidden, heads * dim)
@@ -160,6 +179,10 @@ def random_tensors(config: dict, seed: int = 0) -> dict[str, torch.Tensor]:
             tensors[f"{at}.{name}.weight"] = norm(hidden)
         for name in ("q_norm", "k_norm"):
             tensors[f"{at}.self_attn.{name}.weight"] = norm(dim)
+        if "global_head_dim" in raw:
+            for name in ("pre", "post"):
+                tensors[f"{at}.{name}_feedforward_layernorm.weight"] = norm(hidden)
+            tensors[f"{at}.layer_scalar"] = norm(1)
     keys = config.get("dflash_config", config)
     for i in range(raw["num_hidden_layers"]):
         at = f"layers.{i}"
@@ -182,6 +205,14 @@ def random_tensors(config: dict, seed: int = 0) -> dict[str, torch.Tensor]:
     if config.get("draft_vocab_size", raw["vocab_size"]) != raw["vocab_size"]:
         tensors |= _own_vocabulary(config["draft_vocab_size"], raw["vocab_size"], matrix, generator)
     return tensors
+
+
+def head_dim_of(raw: dict) -> int:
+    return raw.get("global_head_dim", raw["head_dim"])
+
+
+def kv_heads_of(raw: dict) -> int:
+    return raw["num_global_key_value_heads" if raw.get("attention_k_eq_v") else "num_key_value_heads"]
 
 
 def _dspark_heads(config: dict, keys: dict, matrix) -> dict[str, torch.Tensor]:

@@ -98,13 +98,14 @@ class Twins:
     def open(cls, target: Path, drafter: Path | None, prompts: list[list[int]], **how: Any) -> Twins:
         how |= {"model": str(drafter)} if drafter else {}
         spec = {**how, "num_speculative_tokens": 3, "adaptive": False}
-        small = {"speculative_config": spec, "max_num_seqs": 6, "max_model_len": 48, **PLACE}
+        small = {"speculative_config": spec, "max_num_seqs": 6, "max_model_len": 48, "num_pages": 64, **PLACE}
         with short_warm_up():
-            device, host = (
-                open_runner(target, attention_backend=backend, **small)[0] for backend in ("triton", "torch")
+            (device, info), (host, _) = (
+                open_runner(target, attention_backend=backend, **small) for backend in ("triton", "torch")
             )
         assert isinstance(device, GpuModelRunner)
-        return cls(device, host, Steps(len(prompts), 48), [list(prompt) for prompt in prompts])
+        steps = Steps(len(prompts), 48, num_groups=len(info.page_groups))
+        return cls(device, host, steps, [list(prompt) for prompt in prompts])
 
     def run(
         self,

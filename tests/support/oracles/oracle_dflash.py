@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 
 import torch
 
+from support.checkpoints.drafter_checkpoints import head_dim_of, kv_heads_of
+
 MASK32 = 0xFFFFFFFF
 
 
@@ -43,10 +45,14 @@ class Oracle:
 
     @property
     def is_dspark(self) -> bool:
-        kinds = {"Qwen3DSparkModel", "DSparkDraftModel"}
+        kinds = {"Qwen3DSparkModel", "Gemma4DSparkModel", "DSparkDraftModel"}
         return self.config.get("speculators_model_type") == "dspark" or not kinds.isdisjoint(
             self.config.get("architectures") or ()
         )
+
+    @property
+    def is_gemma4(self) -> bool:
+        return self.config.get("architectures") == ["Gemma4DSparkModel"]
 
     @property
     def samples_anchor(self) -> bool:
@@ -158,6 +164,9 @@ class Oracle:
         for i in range(self.backbone["num_hidden_layers"]):
             at = f"layers.{i}"
             u = self._norm(x, f"{at}.input_layernorm.weight")
+            if self.is_gemma4:
+                x = self._gemma4_layer(at, x, u, c, i)
+                continue
             x = x + self._around(
                 f"{at}.attention_conv", u, lambda v, at=at, i=i: self._attention(at, v, c, i)
             )
@@ -165,9 +174,23 @@ class Oracle:
             x = x + self._around(f"{at}.mlp_conv", u, lambda v, at=at: self._mlp(at, v))
         return self._norm(x, "norm.weight")[0 if self.samples_anchor else 1 :]
 
+    def _gemma4_layer(
+        self, at: str, x: torch.Tensor, u: torch.Tensor, c: torch.Tensor, layer: int
+    ) -> torch.Tensor:
+        """DeepSpec's Gemma4DSparkDecoderLayer: what each part adds is normed, and the sum is scaled."""
+        x = x + self._norm(self._attention(at, u, c, layer), f"{at}.post_attention_layernorm.weight")
+        u = self._norm(x, f"{at}.pre_feedforward_layernorm.weight")
+        x = x + self._norm(self._mlp(at, u), f"{at}.post_feedforward_layernorm.weight")
+        return x * self.tensors[f"{at}.layer_scalar"]
+
     def _mlp(self, at: str, u: torch.Tensor) -> torch.Tensor:
         gate, up = (u @ self.tensors[f"{at}.mlp.{n}_proj.weight"].T for n in ("gate", "up"))
-        return (gate * torch.sigmoid(gate) * up) @ self.tensors[f"{at}.mlp.down_proj.weight"].T
+        if self.is_gemma4:
+            wave = torch.tanh(math.sqrt(2 / math.pi) * (gate + 0.044715 * gate**3))
+            gate = gate * (1 + wave) / 2
+        else:
+            gate = gate * torch.sigmoid(gate)
+        return (gate * up) @ self.tensors[f"{at}.mlp.down_proj.weight"].T
 
     def _around(self, name: str, u: torch.Tensor, sublayer) -> torch.Tensor:
         """The sublayer, between two convolutions if there are any; both get their kernels from u."""
@@ -202,13 +225,17 @@ class Oracle:
 
     def _attention(self, at: str, u: torch.Tensor, c: torch.Tensor, layer: int) -> torch.Tensor:
         raw = self.backbone
-        heads, kv_heads, dim = raw["num_attention_heads"], raw["num_key_value_heads"], raw["head_dim"]
+        heads, kv_heads, dim = raw["num_attention_heads"], kv_heads_of(raw), head_dim_of(raw)
+        scale = 1.0 if self.is_gemma4 else 1 / math.sqrt(dim)
         causal, window = self.attention_of(layer)
         both, anchor_at = torch.cat((c, u)), len(c)
-        w = {n: self.tensors[f"{at}.self_attn.{n}_proj.weight"] for n in "qkvo"}
+        named = {n: "k" if n == "v" and raw.get("attention_k_eq_v") else n for n in "qkvo"}
+        w = {n: self.tensors[f"{at}.self_attn.{name}_proj.weight"] for n, name in named.items()}
         bias = {n: self.tensors.get(f"{at}.self_attn.{n}_proj.bias", 0.0) for n in "qkvo"}
         q, k, v = ((u if n == "q" else both) @ w[n].T + bias[n] for n in "qkv")
         v = v * self.dflash.get("attention_value_scale", 1.0)
+        if self.is_gemma4:
+            v = self._unit(v.unflatten(-1, (kv_heads, dim))).flatten(1)
         sinks = self.tensors.get(f"{at}.self_attn.attention_sink_bias")
         out = []
         for h in range(heads):
@@ -216,7 +243,7 @@ class Oracle:
             qh = self._norm(q[:, h * dim : (h + 1) * dim], f"{at}.self_attn.q_norm.weight")
             kh = self._norm(k[:, g * dim : (g + 1) * dim], f"{at}.self_attn.k_norm.weight")
             qh, kh = self._rope(qh, anchor_at), self._rope(kh, 0)
-            scores = qh @ kh.T / math.sqrt(dim)
+            scores = qh @ kh.T * scale
             for row in range(len(u)):
                 for key in range(len(both)):
                     p, t = anchor_at + row, key
@@ -227,8 +254,11 @@ class Oracle:
         return torch.cat(out, dim=-1) @ w["o"].T + bias["o"]
 
     def _norm(self, x: torch.Tensor, name: str) -> torch.Tensor:
+        return self._unit(x) * self.tensors[name]
+
+    def _unit(self, x: torch.Tensor) -> torch.Tensor:
         eps = self.backbone.get("rms_norm_eps", 1e-6)
-        return x / torch.sqrt((x * x).mean(-1, keepdim=True) + eps) * self.tensors[name]
+        return x / torch.sqrt((x * x).mean(-1, keepdim=True) + eps)
 
     def _rope(self, x: torch.Tensor, first: int) -> torch.Tensor:
         dim = int(x.shape[-1] * self.backbone.get("partial_rotary_factor", 1))
@@ -247,11 +277,15 @@ class Oracle:
         """Radians per position of each pair, and the factor on cosine and sine."""
         raw = self.backbone
         rope = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
+        rope = rope.get("full_attention", rope)
         theta = rope.get("rope_theta") or raw["rope_theta"]
         plain = [theta ** (-2 * i / dim) for i in range(dim // 2)]
         kind, factor = rope.get("rope_type", rope.get("type", "default")), rope.get("factor", 1.0)
         if kind == "default":
             return plain, 1.0
+        if kind == "proportional":  # the first pairs turn, with the frequencies of the whole head
+            turning_pairs = int(rope["partial_rotary_factor"] * dim // 2)
+            return [f if i < turning_pairs else 0.0 for i, f in enumerate(plain)], 1.0
         length = rope["original_max_position_embeddings"]
         if kind == "llama3":
             low, high = rope["low_freq_factor"], rope["high_freq_factor"]
