@@ -237,7 +237,6 @@ def test_targets_with_recurrent_states_keep_chains(tmp_path: Path) -> None:
         ({"tree_width": 0}, "tree_width"),
         ({"tree_size": 31}, "tree_size"),
         ({"tree_width": 2, "tree_size": 256}, "tree_size"),
-        ({"tree_width": 2, "placement": "split"}, "placement"),
         ({"tree_width": 2, "suffix_drafts": True}, "suffix_drafts"),
         ({"tree_width": 2, "method": "eagle3"}, "tree_width"),
     ],
