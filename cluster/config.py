@@ -48,9 +48,8 @@ class SpeculativeConfig:
             (SGLang counts one more); by default 5 with "eagle3", 3 with "mtp", 8 with "ngram" and 16 with
             "suffix".
         tree_width: most alternatives for a draft that are verified in one step, as branches of a tree
-            (SGLang's speculative_eagle_topk); 1 verifies chains. With "dflash" and a colocated drafter, where
-            the host drives the steps. Targets with recurrent states, and the compiled pass
-            with AMX, keep chains.
+            (SGLang's speculative_eagle_topk); 1 verifies chains. With "dflash", where the host drives the
+            steps. Targets with recurrent states keep chains.
         tree_size: most drafts of a request's tree (SGLang's speculative_num_draft_tokens, less one), of which
             at most `num_speculative_tokens`, the default, are accepted.
         placement: "colocated" runs the drafter in the target's processes; "split" in an actor of its own,
@@ -122,14 +121,12 @@ class SpeculativeConfig:
             )
         if self.tree_width == 1:
             return
-        for name, default in (("placement", "colocated"), ("suffix_drafts", False)):
-            if (value := getattr(self, name)) != default:
-                raise ConfigError(
-                    f"speculative_config.{name}={value!r} is not supported with "
-                    f"tree_width={self.tree_width}. "
-                    f"Remove one of them.",
-                    param=f"speculative_config.{name}",
-                )
+        if self.suffix_drafts:
+            raise ConfigError(
+                "speculative_config.suffix_drafts is not supported with "
+                f"tree_width={self.tree_width}. Remove one of them.",
+                param="speculative_config.suffix_drafts",
+            )
 
     @property
     def has_model(self) -> bool:

@@ -343,10 +343,6 @@ class Backend(ABC):
                 alone; None if all are chains.
         """
 
-    def why_no_trees(self) -> str | None:
-        """Return why rows of draft trees cannot be computed, or None; such a backend gets chains."""
-        return None
-
     def compact_rows(self, cache: PagedKVCache, source_slots: Tensor, target_slots: Tensor) -> None:
         """Move rows of all layers' K and V to other slots; see `PagedKVCache.compact_rows`."""
         cache.compact_rows(source_slots, target_slots)

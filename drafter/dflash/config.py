@@ -52,6 +52,7 @@ class SelectorSize:
 
 # Candidates of a row for DSpark's Markov head, which its authors apply to the whole vocabulary.
 MARKOV_CANDIDATES = 64
+_PLAIN_CANDIDATES = 16  # of a row of a draft tree, without a selector or Markov head
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +104,13 @@ class DrafterConfig(DrafterShape):
     @property
     def max_drafts(self) -> int:
         return self.block_size if self.samples_anchor else self.block_size - 1
+
+    @property
+    def num_candidates(self) -> tuple[int, int]:
+        """The candidates of a row of a draft tree: P, C of `BlockCandidates` (`step/inputs/proposals.py`)."""
+        if (scored := self.selector or self.markov) is None:
+            return 1, min(_PLAIN_CANDIDATES, self.vocab_size)
+        return scored.top_k, scored.top_k
 
     @property
     def anchor_distance(self) -> int:

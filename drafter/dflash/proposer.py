@@ -17,7 +17,7 @@ from torch import Tensor
 from ...cluster.step.scheduler_output import SchedulerOutput
 from ..compute.backend import PlacedRows
 from ..compute.memory.kv_cache import PagedKVCache
-from ..step.inputs.proposals import Proposals
+from ..step.inputs.proposals import BlockCandidates, Proposals
 from ..step.inputs.row_layout import StepRows
 from ..step.request_states import RequestStates
 from ..step.sampling.sampler import block_candidates, sample_with_margins, select_paths
@@ -79,7 +79,10 @@ class DFlashProposer:
     def _sample_each(self, logits_XV: Tensor, block: StepRows, *, for_trees: bool) -> Proposals:
         """Sample each draft by its own logits, without the drafts before it."""
         chosen = sample_with_margins(logits_XV, block.sampling, self._operators)
-        candidates = block_candidates(logits_XV, block, self._operators) if for_trees else None
+        candidates: tuple[BlockCandidates, ...] = ()
+        if for_trees:
+            _, num_candidates = self.drafter.config.num_candidates
+            candidates = (block_candidates(logits_XV, block, num_candidates, self._operators),)
         shape = len(block.counts_R), block.max_count
         if len(chosen[0]) == shape[0] * shape[1]:
             by_request = [values_X.view(shape) for values_X in chosen]

@@ -15,7 +15,7 @@ import torch
 from ....cluster.config import EngineConfig, SpeculativeConfig
 from ....cluster.errors import CheckpointError, ConfigError
 from ....cluster.pages.kv_cache_groups import KVCacheLayout, plan_kv_cache
-from ....drafter.compute.backend import Backend, DeviceCapabilities, ModelStackSpec
+from ....drafter.compute.backend import DeviceCapabilities, ModelStackSpec
 from ....drafter.compute.checkpoint.quantization.quantized_tensors import open_folder, unused_scales
 from ....drafter.dflash.checkpoint import check_drafter
 from ....drafter.dflash.config import DrafterConfig
@@ -350,13 +350,13 @@ def _why_most(drafter: DrafterConfig | MtpConfig) -> str:
     )
 
 
-def why_no_trees(plan: LoadPlan, backend: Backend) -> str | None:
+def why_no_trees(plan: LoadPlan) -> str | None:
     """Return why drafts form chains, although trees are wanted; None if they form trees."""
     if plan.target.states is not None:
         return "recurrent states follow one path of tokens"
     if plan.attention_backend not in ("torch", "compiled"):
         return f"attention_backend={plan.attention_backend!r} drives steps on the device"
-    return backend.why_no_trees()
+    return None
 
 
 def _page_size(config: EngineConfig, device: torch.device) -> int:

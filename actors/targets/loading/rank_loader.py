@@ -102,7 +102,7 @@ def start_runner(
     check_invariance(plan, rank.backend)
     num_pages, num_states = rank.affordable_cache()
     runner = rank.runner(num_pages, num_states)
-    no_trees = why_no_trees(plan, rank.backend)
+    no_trees = why_no_trees(plan)
     has_trees = plan.tree_width > 1 and no_trees is None
     warm_up(runner, plan, num_pages, has_trees=has_trees)
     runner.prepare()

@@ -145,15 +145,17 @@ def _merge(current: Proposals, candidate: Proposals, on_trial_R: Tensor) -> Prop
     drafts_RK = torch.where(
         on_trial_R1, _pad_columns(candidate.drafts_RK, width, -1), _pad_columns(current.drafts_RK, width, -1)
     )
+    of_trees = current.candidates + candidate.candidates
     if not width or (current.margins_RK is None and candidate.margins_RK is None):
-        return Proposals(drafts_RK, None)
+        return Proposals(drafts_RK, None, candidates=of_trees)
     current_RK, candidate_RK = (
         torch.full(drafts_RK.shape, torch.nan, device=drafts_RK.device)
         if each.margins_RK is None
         else _pad_columns(each.margins_RK, width, torch.nan)
         for each in (current, candidate)
     )
-    return Proposals(drafts_RK, torch.where(on_trial_R1, candidate_RK, current_RK))
+    margins_RK = torch.where(on_trial_R1, candidate_RK, current_RK)
+    return Proposals(drafts_RK, margins_RK, candidates=of_trees)
 
 
 def _pad_columns(values_RK: Tensor, width: int, fill: float) -> Tensor:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Protocol
 
@@ -207,17 +207,17 @@ class CpuModelRunner:
         self, plan: SchedulerOutput, proposals: Proposals
     ) -> tuple[SchedulerOutput, Tensor, DraftTrees | None, TreeGain | None]:
         """Return the plan with the drafts to verify, these, their trees if any branches, and the gain."""
-        candidates = proposals.candidates
-        if plan.tree is not None and candidates is not None and plan.num_draft_tokens:
-            return self._grow_trees(plan, candidates)
-        if plan.tree is not None:  # chains, shorter than the trees that were planned
-            proposals = replace(proposals, is_partial=True)
+        if plan.tree is not None and plan.num_draft_tokens:
+            return self._grow_trees(plan, proposals.candidates)
         return *self._trim(plan, proposals), None, None
 
     def _grow_trees(
-        self, plan: SchedulerOutput, candidates: BlockCandidates
+        self, plan: SchedulerOutput, candidates: Sequence[BlockCandidates]
     ) -> tuple[SchedulerOutput, Tensor, DraftTrees | None, TreeGain | None]:
-        trees, gain = grow_trees(plan, candidates, self.states.tree_restrictions())
+        """Grow trees on rank 0. Without candidates, as a remote drafter is late, nothing is drafted."""
+        gain, trees = None, DraftTrees.empty(plan.num_requests, int(plan.num_drafts.max()))
+        if candidates and self._communicator.rank == 0:
+            trees, gain = grow_trees(plan, candidates, self.states.tree_restrictions())
         if self._is_sharded:
             packed = self._communicator.broadcast(torch.from_numpy(trees.pack()).to(self.model.device))
             trees = DraftTrees.unpack(packed.cpu().numpy())
@@ -297,12 +297,19 @@ def _logprobs_of(chosen_X: Tensor, logprobs_YV: Tensor, logprob_rows: LogprobRow
 def _context_of(
     taps_NmH: Tensor | None, rows: StepRows, paths: AcceptedPaths, trees: DraftTrees
 ) -> tuple[Tensor | None, StepRows]:
-    """Return taps and places of the rows of a step with draft trees that belong to the drafter's context."""
+    """Return taps and places of the rows of a step with draft trees that belong to the drafter's context.
+
+    As in a step that verified the accepted paths alone.
+    """
     assert taps_NmH is not None, "a target with a drafter has taps"
-    placed = paths.context_rows(rows.num_rows_R, trees.branches())
+    is_tree_R = trees.branches()
+    placed = paths.context_rows(rows.num_rows_R, is_tree_R)
     sources, targets = (torch.from_numpy(each).to(taps_NmH.device) for each in placed)
+    counts_R = rows.counts_R.cpu().numpy()
+    kept_R = torch.from_numpy(np.where(is_tree_R, paths.num_tokens_R, counts_R)).to(rows.counts_R.device)
     slots = tuple(slots_N[targets] for slots_N in rows.kv_slots)
-    return taps_NmH[sources], replace(rows, positions_N=rows.positions_N[sources], kv_slots=slots)
+    kept = replace(rows, positions_N=rows.positions_N[sources], kv_slots=slots, counts_R=kept_R)
+    return taps_NmH[sources], kept
 
 
 def _requests_of(non_finite_N: Ints, plan: SchedulerOutput) -> Ints:

@@ -27,7 +27,7 @@ from ....cluster.step.scheduler_output import DrafterUse, IntArray, SchedulerOut
 from ..shm import abstract_sockets
 from ..shm.endpoint import PeerLostError, ShmEndpoint, SpinWaiter, no_op
 from ..shm.ring_buffer import SharedMemory, ShmRing
-from ..shm.tensor_mailbox import Mailbox, RoundRobinBuffer, padded
+from ..shm.tensor_mailbox import Kinds, Mailbox, RoundRobinBuffer, size_of
 from .drafter_protocol import (
     LAYOUT,
     MAX_OPEN,
@@ -183,14 +183,13 @@ class DrafterClient(ShmEndpoint):
         with contextlib.suppress(TimeoutError):
             self._waiter.wait(lambda: self.is_answered(step), MAX_WAIT_S, poll_s=5e-3)
 
-    def drafts(self, step: int, shape: tuple[int, ...]) -> Sequence[Tensor] | None:
-        """Return int64 drafts and fp32 margins, valid until `send_results`; None if they are late."""
+    def drafts(self, step: int, kinds: Kinds) -> Sequence[Tensor] | None:
+        """Return drafts, margins and candidates, valid until `send_results`; None if they are late."""
         self.wait_for_drafts(step)
         open_step = self._steps.get(step)
         if open_step is None or self.is_lost:
             return None
         if open_step.is_drafted:
-            kinds = [(shape, torch.int64), (shape, torch.float32)]
             return self._mailbox.views(open_step.place * self._sizes.drafts_bytes, kinds)
         if self.is_ready:
             self._lags = True
@@ -217,9 +216,7 @@ class DrafterClient(ShmEndpoint):
         if open_step is None or self.is_lost:
             return
         kinds = [(tuple(value.shape), value.dtype) for value in values]
-        offset = self._results_buffer.take(
-            sum(padded(value.numel() * value.element_size()) for value in values)
-        )
+        offset = self._results_buffer.take(size_of(kinds))
         if offset is None:
             self._mark_lost("it lags, and unread results have filled the mailbox")
             return

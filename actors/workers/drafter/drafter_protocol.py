@@ -25,7 +25,7 @@ from ....cluster.config import EngineConfig
 from ....cluster.errors import MantaError
 from ....cluster.step.scheduler_output import DrafterUse, IntArray, SchedulerOutput
 from ..shm.ring_buffer import Layout
-from ..shm.tensor_mailbox import padded
+from ..shm.tensor_mailbox import Kinds, padded, size_of
 
 MAX_OPEN = 32  # steps by which a drafter may lag before it is given up
 LAYOUT = Layout(
@@ -43,13 +43,24 @@ class Sizes:
 
     @classmethod
     def of(
-        cls, max_requests: int, max_rows: int, num_drafts: int, hidden_size: int, dtype: torch.dtype
+        cls,
+        max_requests: int,
+        max_rows: int,
+        num_drafts: int,
+        hidden_size: int,
+        dtype: torch.dtype,
+        num_candidates: tuple[int, int] | None = None,
     ) -> Sizes:
-        """Return the layout for steps of at most `max_rows` rows."""
+        """Return the layout for steps of at most `max_rows` rows; `num_candidates`: see `draft_kinds`."""
         rows = max(max_requests * (num_drafts + 2), max_rows)
         ids_bytes, margins_bytes = padded(rows * 8), padded(rows * 4)
+        drafts_bytes = ids_bytes + margins_bytes
+        if num_candidates is not None:
+            drafts_bytes += size_of(
+                _candidate_kinds(min(max_requests * num_drafts, max_rows), num_candidates)
+            )
         features_bytes = padded(rows * hidden_size * dtype.itemsize)
-        return cls(ids_bytes + margins_bytes, _STEPS * (ids_bytes + features_bytes))
+        return cls(drafts_bytes, _STEPS * (ids_bytes + features_bytes))
 
     @property
     def results_offset(self) -> int:
@@ -58,6 +69,23 @@ class Sizes:
     @property
     def total_bytes(self) -> int:
         return self.results_offset + self.results_bytes
+
+
+def draft_kinds(plan: SchedulerOutput, num_candidates: tuple[int, int]) -> Kinds:
+    """Return the kinds of a plan's drafts and margins [R, K], where the host drives the steps.
+
+    With draft trees also those of the ids and scores of `BlockCandidates`; `num_candidates`: see
+    `DrafterConfig`.
+    """
+    drafts_R = plan.block_drafts
+    shape = plan.num_requests, int(drafts_R.max(initial=0))
+    chains: Kinds = [(shape, torch.int64), (shape, torch.float32)]
+    return chains if plan.tree is None else [*chains, *_candidate_kinds(int(drafts_R.sum()), num_candidates)]
+
+
+def _candidate_kinds(num_rows: int, num_candidates: tuple[int, int]) -> Kinds:
+    num_before, count = num_candidates
+    return [((num_rows, count), torch.int64), ((num_rows, num_before, count), torch.float32)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +120,7 @@ class DraftRequest:
 
 @dataclass(frozen=True, slots=True)
 class Drafted:
-    """Drafts and margins are in place since `at_s`. `use` is the drafter's since its last message."""
+    """The tensors of `draft_kinds` are in place since `at_s`. `use`: the drafter's since its last message."""
 
     step: int
     at_s: float

@@ -49,8 +49,8 @@ class DrafterSession(Protocol):
         """Apply a plan's admissions and new pages."""
         ...
 
-    def draft(self, plan: SchedulerOutput) -> tuple[Tensor, Tensor]:
-        """Return drafts, int64, and margins, fp32, in the shape that the target's side expects."""
+    def draft(self, plan: SchedulerOutput) -> Sequence[Tensor]:
+        """Return drafts, margins and candidates, of the kinds that the target's side expects."""
         ...
 
     def num_parts(self, plan: SchedulerOutput) -> int:
@@ -141,11 +141,12 @@ class CpuDrafterSession:
     def begin(self, plan: SchedulerOutput) -> None:
         self._states.apply(plan)
 
-    def draft(self, plan: SchedulerOutput) -> tuple[Tensor, Tensor]:
-        """Return drafts and margins, each [R, K]."""
+    def draft(self, plan: SchedulerOutput) -> Sequence[Tensor]:
+        """Return tensors of `draft_kinds`."""
         proposals = self._proposer.propose(plan, self._states)
         assert proposals.margins_RK is not None, "DFlash drafters give margins"
-        return proposals.drafts_RK, proposals.margins_RK
+        of_trees = [values for each in proposals.candidates for values in (each.ids_XC, each.scores_XPC)]
+        return proposals.drafts_RK, proposals.margins_RK, *of_trees
 
     def num_parts(self, plan: SchedulerOutput) -> int:
         return 1

@@ -20,8 +20,10 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import replace
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -33,7 +35,7 @@ from ....drafter.dflash.checkpoint import named_as_ours
 from ....drafter.dflash.config import DrafterConfig
 from ....drafter.dflash.model import ContextFeatures
 from ....drafter.drafter_weights import read_weights
-from ....drafter.step.inputs.proposals import Proposals
+from ....drafter.step.inputs.proposals import BlockCandidates, Proposals
 from ....drafter.step.inputs.row_layout import StepRows
 from ....drafter.step.request_states import RequestStates
 from ...targets.loading.load_plan import LoadPlan
@@ -42,8 +44,9 @@ from ...targets.model.tensor_parallel import Communicator
 from ...targets.runners.colocated_drafter import broadcast_proposals
 from ...targets.runners.runner_interface import Runner
 from ..shm.endpoint import SpinWaiter
+from ..shm.tensor_mailbox import Kinds
 from .drafter_client import DrafterClient
-from .drafter_protocol import Hello, Sizes
+from .drafter_protocol import Hello, Sizes, draft_kinds
 
 # The engine's next plan follows a result within about this time; its drafting overlaps the current step.
 GRACE_S = 2e-3
@@ -73,7 +76,7 @@ class RemoteDrafterSource:
             return
         self.disconnect()
         plan, drafter = self._plan, self._plan.drafter
-        assert drafter is not None, "a remote drafter has a config"
+        assert isinstance(drafter, DrafterConfig), "other drafters are colocated"
         max_rows = plan.max_num_batched_tokens
         config = replace(
             plan.config,
@@ -82,7 +85,8 @@ class RemoteDrafterSource:
             max_num_batched_tokens=max_rows,
         )
         rows = config.max_num_seqs, max_rows, plan.num_speculative_tokens
-        sizes = Sizes.of(*rows, drafter.hidden_size, plan.dtype)
+        num_candidates = drafter.num_candidates if info.tree_size is not None else None
+        sizes = Sizes.of(*rows, drafter.hidden_size, plan.dtype, num_candidates)
         hello = Hello(name, config, info.num_pages, sizes, mailbox=None)
         self._link = DrafterClient(address, hello, plan.device, waiter)
 
@@ -132,12 +136,18 @@ class RemoteDrafterSource:
     # Driven by the host.
 
     def propose(self, plan: SchedulerOutput, states: RequestStates) -> Proposals:
-        maximum = int(plan.num_drafts.max(initial=0))
         if self._step != plan.step:
             self.begin(plan, 1)
-        if not maximum:
+        if not plan.num_draft_tokens:
             return Proposals.none(plan.num_requests, self._device)
-        return self._receive_drafts((plan.num_requests, maximum))
+        assert isinstance(self._plan.drafter, DrafterConfig), "other drafters are colocated"
+        kinds = draft_kinds(plan, self._plan.drafter.num_candidates)
+        proposals, of_trees = self._receive_drafts(kinds)
+        if not of_trees:
+            return proposals
+        counts_R = torch.from_numpy(plan.block_drafts.astype(np.int64))
+        ids_XC, scores_XPC = of_trees
+        return replace(proposals, candidates=(BlockCandidates(ids_XC, scores_XPC, counts_R),))
 
     def inject(
         self, taps_NmH: Tensor | None, rows: StepRows, token_ids_RW: Tensor, num_tokens_R: Tensor
@@ -151,7 +161,8 @@ class RemoteDrafterSource:
     # Driven by the device.
 
     def receive(self, drafts_N: Tensor, margins_N: Tensor) -> None:
-        proposed = self._receive_drafts(tuple(drafts_N.shape))
+        kinds = [(tuple(values.shape), values.dtype) for values in (drafts_N, margins_N)]
+        proposed, _ = self._receive_drafts(kinds)
         assert proposed.margins_RK is not None, "unknown margins are nan"
         drafts_N.copy_(proposed.drafts_RK)
         margins_N.copy_(proposed.margins_RK)
@@ -162,15 +173,16 @@ class RemoteDrafterSource:
     def send(self, num_drafts_R: Tensor, chosen_X: Tensor, features_NH: Tensor) -> None:
         self._send_results(num_drafts_R, chosen_X, features_NH)
 
-    def _receive_drafts(self, shape: tuple[int, ...]) -> Proposals:
-        """Return drafts, or zeros with unknown margins; equal on all ranks."""
-        received_drafts = self._link.drafts(self._step, shape) if self._link is not None else None
-        self._followed = received_drafts is not None
+    def _receive_drafts(self, kinds: Kinds) -> tuple[Proposals, Sequence[Tensor]]:
+        """Return drafts, or zeros with unknown margins, equal on all ranks; and on rank 0 candidates."""
+        received = self._link.drafts(self._step, kinds) if self._link is not None else None
+        self._followed = received is not None
+        shape = kinds[0][0]
         drafts = torch.zeros(shape, dtype=torch.int64, device=self._device)
         margins = torch.full(shape, torch.nan, dtype=torch.float32, device=self._device)
-        for buffer, received in zip((drafts, margins), received_drafts or (), strict=False):
-            buffer.copy_(received)
-        return broadcast_proposals(Proposals(drafts, margins), self._communicator)
+        for buffer, values in zip((drafts, margins), received or (), strict=False):
+            buffer.copy_(values)
+        return broadcast_proposals(Proposals(drafts, margins), self._communicator), (received or ())[2:]
 
     def _send_results(self, *values: Tensor, num_drafts: IntArray | None = None) -> None:
         part, self._part = self._part, self._part + 1

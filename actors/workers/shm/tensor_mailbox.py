@@ -70,6 +70,11 @@ def _map_file(file: int, size_bytes: int) -> Tensor:
     return torch.frombuffer(mmap.mmap(file, size_bytes), dtype=torch.uint8)
 
 
+def size_of(kinds: Kinds) -> int:
+    """Return the bytes that tensors take in a mailbox."""
+    return sum(padded(math.prod(shape) * dtype.itemsize) for shape, dtype in kinds)
+
+
 def padded(size_bytes: int) -> int:
     return -(-size_bytes // _ALIGNMENT) * _ALIGNMENT
 

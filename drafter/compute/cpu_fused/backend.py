@@ -29,7 +29,6 @@ from .fused_forward import FusedForward, can_compile, fits_pages
 from .operators import BlockedContextWriter, PackedLinear, PagedContexts
 from .packed_gemm import can_pack
 from .qkv_heads import compact_blocks
-from .tiles.isa_dispatch import has_tiles
 
 _NEEDS_INSTRUCTIONS = "needs Linux on a CPU with AVX2 and FMA, AVX-512, AMX or NEON"
 
@@ -120,11 +119,6 @@ class FusedCpuBackend(PackedCpuBackend):
         attending = [(shape, weights) for shape, weights in blocks if isinstance(shape, AttentionShape)]
         assert len(attending) == len(blocks), "layers with states are another backend's"
         return FusedForward(attending, final_norm, tap_ids, self._num_threads)
-
-    def why_no_trees(self) -> str | None:
-        return (
-            "sums weighted values in AMX tiles of 16 keys, in which a path has gaps" if has_tiles() else None
-        )
 
     def compact_rows(self, cache: PagedKVCache, source_slots: Tensor, target_slots: Tensor) -> None:
         compact_blocks(cache, source_slots, target_slots)

@@ -26,7 +26,6 @@ from .packed_gemm import PRODUCT, decoded_offset, run_product, scratch_bytes
 from .packed_weight import pack
 from .qkv_heads import CONTEXT, write_context
 from .threads.thread_team import team_address
-from .tiles.isa_dispatch import has_tiles
 
 
 class PackedLinear:
@@ -131,7 +130,6 @@ class PagedContexts:
         tree_paths_ND: Ints | None = None,
     ) -> PagedContexts:
         if tree_paths_ND is not None:
-            assert not has_tiles(), "refused by `why_no_trees`"
             tree_paths_ND = np.ascontiguousarray(tree_paths_ND, dtype=np.int32)
         first_R, rows_R = (np.ascontiguousarray(x, dtype=np.int64) for x in (first_R, rows_R))
         longest = int((first_R + rows_R).max())

@@ -66,7 +66,7 @@ def attend_rows(
             row = at + i
             position = first + row % num_rows
             if tree != 0:
-                position = first + _depth_of(tree, row % num_rows, depth)
+                position = first + depth_of(tree, row % num_rows, depth)
             begin, end = 0, position + 1 if causal else num_keys
             if window >= 0:
                 begin, end = max(position - window + 1, 0), min(end, position + window)
@@ -103,7 +103,7 @@ def attend_rows(
 
 
 @elements
-def _depth_of(tree, row, depth):
+def depth_of(tree, row, depth):
     """Return the depth of a row, at which its path ends with the row itself."""
     path_D = carray(pointer(tree + 4 * depth * row, _INT32), (depth,))
     at = 0

@@ -28,7 +28,7 @@ class BlockCandidates:
         ids_XC: int64.
         scores_XPC: fp32, with filters and noise, given each candidate of the row before; P = 1 if scores do
             not depend on it. -inf where a token is impossible.
-        counts_R: rows of each request, int64.
+        counts_R: rows of each request of the step, int64.
     """
 
     ids_XC: Tensor
@@ -47,7 +47,7 @@ class Proposals:
         is_partial: a request may have fewer drafts than were planned for it, as always without margins.
         is_copied_R: requests whose drafts are copies (`drafter/suffix/mixing.py`); None without a mixer.
         is_pass_skipped: all drafts are copies, and the drafter's pass was left out.
-        candidates: of steps that grow draft trees; None if the proposer gives none.
+        candidates: of steps that grow draft trees, from each drafter that drafts for some of the requests.
     """
 
     drafts_RK: Tensor
@@ -55,7 +55,7 @@ class Proposals:
     is_partial: bool = field(default=False, kw_only=True)
     is_copied_R: BoolArray | None = field(default=None, kw_only=True)
     is_pass_skipped: bool = field(default=False, kw_only=True)
-    candidates: BlockCandidates | None = field(default=None, kw_only=True)
+    candidates: tuple[BlockCandidates, ...] = field(default=(), kw_only=True)
 
     def to(self, device: torch.device) -> Proposals:
         margins_RK = None if self.margins_RK is None else self.margins_RK.to(device)

@@ -35,8 +35,6 @@ from .selector import SelectorCodebooks, tree_scores
 from .step_ops import DEFINITION, StepOperators
 from .top_k_top_p import filter_logits
 
-_CANDIDATES = 16  # of each row of a draft tree without a selector
-
 
 def sample_rows(logits_NV: Tensor, batch: SamplingMetadata, operators: StepOperators = DEFINITION) -> Tensor:
     """Return token ids [N] (int64), ties to the lowest id. May edit the logits in place.
@@ -103,13 +101,13 @@ def select_paths(
     if not for_trees:
         return proposals
     scores_XPK = tree_scores(*found, gates_XE, block, codebooks)
-    return replace(proposals, candidates=BlockCandidates(found[1], scores_XPK, block.counts_R))
+    return replace(proposals, candidates=(BlockCandidates(found[1], scores_XPK, block.counts_R),))
 
 
 def block_candidates(
-    logits_XV: Tensor, block: StepRows, operators: StepOperators = DEFINITION
+    logits_XV: Tensor, block: StepRows, num_candidates: int, operators: StepOperators = DEFINITION
 ) -> BlockCandidates:
-    """Return the candidates of a block whose scores do not depend on the token before.
+    """Return so many candidates of each row of a block, whose scores do not depend on the token before.
 
     Args:
         logits_XV: any float dtype, of `block`'s mask rows, after `edit_logits`; may be edited.
@@ -118,7 +116,7 @@ def block_candidates(
     if batch.noisy_M is not None and batch.narrows:
         logits_XV[batch.noisy_M] = filter_logits(logits_XV[batch.noisy_M], batch)
         batch = replace(batch, top_k_M=None, top_p_M1=None, min_p_M1=None)
-    scores_XC, ids_XC = operators.candidates(logits_XV, batch, min(_CANDIDATES, logits_XV.shape[1]))
+    scores_XC, ids_XC = operators.candidates(logits_XV, batch, num_candidates)
     if (noisy_M := batch.noisy_M) is not None:
         assert batch.temperature_M1 is not None and batch.key_2M1 is not None, "made together by `build`"
         negative_g_MC = negative_gumbel_of(batch.key_2M1, ids_XC[noisy_M])

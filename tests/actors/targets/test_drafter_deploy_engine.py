@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+import torch
 from manta.actors.engine.uniproc_executor import InProcessExecutor
 from manta.actors.targets.runners.colocated_drafter import ColocatedDrafter
 from manta.actors.targets.runners.cpu_runner import CpuModelRunner
@@ -40,6 +41,10 @@ class Served:
     def _propose(self, inner: Callable, plan: SchedulerOutput, states: RequestStates) -> Proposals:
         self._request_of |= {request.slot: request.request_id for request in plan.admitted}
         proposals = inner(plan, states)
+        if plan.tree is not None and plan.num_draft_tokens:
+            counts_R = sum(blocks.counts_R for blocks in proposals.candidates)
+            assert isinstance(counts_R, torch.Tensor), "a drafter gives candidates"
+            assert counts_R.tolist() == plan.block_drafts.tolist()
         first_R = states._requests(plan).first_R.tolist()
         for slot, first, count, drafts in zip(
             plan.slots.tolist(),
@@ -132,6 +137,18 @@ def test_each_drafter_drafts_for_its_requests_as_if_alone(config: EngineConfig, 
         assert same(served.seen, alone[mine][1], f"r{i}") >= 5
         with pytest.raises(AssertionError):
             same(served.seen, alone[its][1], f"r{i}")
+    served.executor.close()
+
+
+def test_both_drafters_of_a_trial_grow_trees(config: EngineConfig, alone, other: Path) -> None:
+    assert config.speculative_config is not None
+    tree = replace(config.speculative_config, tree_width=3, tree_size=15)
+    served = Served(replace(config, speculative_config=tree))
+    served.begin(other)
+    assert served.answers(requests("r", lambda i: i in (1, 2)), {}) == alone["own"][0]
+    in_both = served.engine.stats().num_trees
+    assert served.answers(requests("r", lambda i: True), {}) == alone["own"][0]
+    assert served.engine.stats().num_trees > in_both > 0
     served.executor.close()
 
 

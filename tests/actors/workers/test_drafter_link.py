@@ -18,7 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from manta.actors.workers.drafter import drafter_server
 from manta.actors.workers.drafter.drafter_client import MIN_WAIT_S, DrafterClient
-from manta.actors.workers.drafter.drafter_protocol import MAX_OPEN, Hello, Sizes
+from manta.actors.workers.drafter.drafter_protocol import MAX_OPEN, Hello, Sizes, draft_kinds
 from manta.actors.workers.drafter.drafter_server import DrafterServer
 from manta.actors.workers.shm.abstract_sockets import connect
 from manta.actors.workers.shm.endpoint import PeerLostError, SpinWaiter
@@ -107,6 +107,10 @@ def running() -> Iterator[RunningServer]:
     made.close()
 
 
+def drafts_of(link: DrafterClient, plan: SchedulerOutput) -> Sequence[torch.Tensor] | None:
+    return link.drafts(plan.step, draft_kinds(plan, (1, len(DRAFTS))))
+
+
 def report(link: DrafterClient, plan: SchedulerOutput, part: int = 0, *, is_last: bool = True) -> None:
     values = [torch.full((plan.num_requests,), plan.step), torch.full((plan.num_requests, 4), plan.step / 2)]
     link.send_results(plan.step, part, values, followed=True, num_drafts=None, is_last=is_last)
@@ -133,7 +137,7 @@ def test_the_next_plan_is_drafted_ahead_if_it_shares_no_requests(running: Runnin
         then.page_ids[:] = first.page_ids[: len(then.page_ids)]
     link.request_drafts(first)
     link.request_drafts(then)
-    found = link.drafts(first.step, (2, 2))
+    found = drafts_of(link, first)
     assert found is not None and found[0].tolist() == [DRAFTS] * 2
     assert found[1].dtype == torch.float32 and found[1].equal(found[0] / 8)
     if common == "nothing":
@@ -142,7 +146,7 @@ def test_the_next_plan_is_drafted_ahead_if_it_shares_no_requests(running: Runnin
         time.sleep(0.05)
         assert running.notes[-1] == ("a drafts", first.step)
     report(link, first)
-    assert link.drafts(then.step, (1, 2)) is not None
+    assert drafts_of(link, then) is not None
     report(link, then)
     wait_until_done(link)
     learned = [step for note, step in running.notes if note == "a learns"]
@@ -156,7 +160,7 @@ def test_a_step_sent_in_parts_stays_open_until_the_drafter_has_read_all_of_them(
     link, steps = running.connect("a"), Steps(4)
     plan = steps.plan([0], [3], [3], [2])
     link.request_drafts(plan)
-    assert link.drafts(plan.step, (1, 2)) is not None
+    assert drafts_of(link, plan) is not None
     running.gate.clear()
     report(link, plan, 0, is_last=False)
     report(link, plan, 1)
@@ -169,19 +173,19 @@ def test_a_stopped_drafter_is_awaited_once_and_catches_up_correctly(running: Run
     link, steps = running.connect("a"), Steps(4)
     plans = [steps.plan([0], [3 + i], [3], [2]) for i in range(6)]
     link.request_drafts(plans[0])
-    assert link.drafts(plans[0].step, (1, 2)) is not None
+    assert drafts_of(link, plans[0]) is not None
     report(link, plans[0])
     wait_until_done(link)
     running.gate.clear()
     link.request_drafts(plans[1])
     begin_s = time.monotonic()
-    assert link.drafts(plans[1].step, (1, 2)) is None
+    assert drafts_of(link, plans[1]) is None
     assert MIN_WAIT_S <= time.monotonic() - begin_s < 2.0 and not link.is_ready and not link.is_lost
     report(link, plans[1])
     begin_s = time.monotonic()
     for plan in plans[2:4]:
         link.request_drafts(plan)
-        assert link.drafts(plan.step, (1, 2)) is None, "it is not waited for again"
+        assert drafts_of(link, plan) is None, "it is not waited for again"
         report(link, plan)
     assert time.monotonic() - begin_s < MIN_WAIT_S
     running.gate.set()
@@ -190,7 +194,7 @@ def test_a_stopped_drafter_is_awaited_once_and_catches_up_correctly(running: Run
     learned = [step for note, step in running.notes if note == "a learns"]
     assert learned == [plan.step for plan in plans[:4]], "nothing is missing"
     link.request_drafts(plans[4])
-    assert link.drafts(plans[4].step, (1, 2)) is not None
+    assert drafts_of(link, plans[4]) is not None
 
 
 def test_a_drafter_that_lags_too_long_is_given_up_and_a_dead_one_is_noticed_immediately(
@@ -201,14 +205,14 @@ def test_a_drafter_that_lags_too_long_is_given_up_and_a_dead_one_is_noticed_imme
     for number in range(MAX_OPEN + 2):
         plan = steps.plan([0], [3 + number], [3], [2])
         link.request_drafts(plan)
-        assert link.drafts(plan.step, (1, 2)) is None
+        assert drafts_of(link, plan) is None
         report(link, plan)
     assert link.is_lost and not link.is_ready
     running.gate.set()
     again = running.connect("a")  # its own session
     plan = steps.plan([0], [3], [3], [2])
     again.request_drafts(plan)
-    assert again.drafts(plan.step, (1, 2)) is not None
+    assert drafts_of(again, plan) is not None
     with pytest.raises(PeerLostError):
         DrafterClient(
             "manta-nobody",

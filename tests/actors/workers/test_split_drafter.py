@@ -1,4 +1,4 @@
-"""A device-driven split drafter and its target: two threads that communicate like processes."""
+"""A split drafter and its target: two threads that communicate like processes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from manta.actors.targets.runners.cuda_graphs import LazyGraphs, PassKind, StepG
 from manta.actors.workers.drafter import drafter_client as drafter_link
 from manta.actors.workers.drafter import drafter_session
 from manta.cluster.errors import ConfigError
-from manta.cluster.step.scheduler_output import Trim
+from manta.cluster.step.scheduler_output import TreeShape, Trim
 from manta.drafter.step.inputs.proposals import Proposals
 from support.checkpoints.tiny import TINY_VOCAB, make_tiny_drafter
 from support.engines.devices import watch_launches
@@ -111,6 +111,53 @@ def test_a_split_drafter_drafts_like_a_colocated_one(
     assert [alone[1:4], both[1:2] + both[3:5]] == expected[1:3]
     assert again[1:2] + again[3:5] == expected[4]
     assert exchanged == [*["send"], *["receive", "send", "send"], *["receive", "send"] * 3]
+    pair.close()
+
+
+@pytest.mark.parametrize("kind", [{}, {"selector": True}], ids=str)
+def test_a_split_drafter_drafts_the_trees_of_a_colocated_one(
+    tiny_qwen3: Path, tmp_path: Path, kind: dict[str, Any]
+) -> None:
+    """Where the host drives the steps: prompts beside trees, and a step whose drafts are late."""
+    drafter = make_tiny_drafter(tmp_path, **kind)
+    spec: dict[str, object] = {"model": str(drafter), "tree_width": 3, "tree_size": 15, "adaptive": False}
+    small = {"max_num_seqs": 2, "max_model_len": 128, "attention_backend": "torch"}
+    host, _ = open_runner(tiny_qwen3, speculative_config=spec, **small)
+    pair = Pair(tiny_qwen3, spec, **small)
+    steps, known, shape = Steps(2, 128), np.array([3, 6]), TreeShape(5, 3, (1.0,) * 3)
+    hot, narrow = (replace(GREEDY, temperature=t, top_k=k, seed=9) for t, k in ((4.0, 0), (1.0, 4)))
+    enter = [steps.admit(0, [5, 6, 7], hot), steps.admit(1, [9, 8, 9, 8, 9, 8], narrow)]
+    ranks: list[int] = []  # of accepted drafts among their siblings
+
+    def run(computed: Any, rows: list[int], drafts: list[int], *, late: bool = False, **how: Any) -> bool:
+        """Compare a step; return whether it verified trees."""
+        plan = replace(steps.plan([0, 1], computed, rows, drafts, **how), tree=shape)
+        mine = pair.execute(plan)
+        theirs = host.execute(plan.with_num_drafts(0 * plan.num_drafts) if late else plan)
+        assert mine.token_ids[:, : theirs.token_ids.shape[1]].tolist() == theirs.token_ids.tolist()
+        assert mine.num_tokens.tolist() == theirs.num_tokens.tolist()
+        assert mine.num_drafts is not None and theirs.num_drafts is not None
+        assert mine.num_drafts.tolist() == theirs.num_drafts.tolist()
+        known[:] += mine.num_tokens
+        if mine.trees is None:
+            assert theirs.trees is None
+            return False
+        assert theirs.trees is not None
+        for got, expected in zip(mine.trees, theirs.trees, strict=True):
+            np.testing.assert_array_equal(got, expected)
+        ranks.extend(mine.trees.ranks_RW.ravel().tolist())
+        return True
+
+    run([0, 0], [3, 4], [0, 0], admitted=enter, samples=[True, False])
+    assert run([3, 4], [16, 2], [15, 0]), "a tree beside a prompt"
+    assert all(run(known - 1, [16, 8], [15, 7]) for _ in range(4))
+    link = pair.remote.link
+    assert link is not None
+    link.drafts = lambda step, kinds: None  # too late: nothing is drafted
+    assert not run(known - 1, [16, 8], [15, 7], late=True)
+    del link.drafts
+    assert all(run(known - 1, [16, 8], [15, 7]) for _ in range(4))
+    assert 0 in ranks and max(ranks) > 0, "main paths and branches were accepted"
     pair.close()
 
 

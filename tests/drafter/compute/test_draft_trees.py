@@ -20,7 +20,6 @@ from manta.cluster.pages.kv_cache_groups import KVCacheSpec
 from manta.drafter.compute.backend import AttentionShape, Backend, BlockWeights, DenseMLP, PlacedRows
 from manta.drafter.compute.batch_invariance import rows_are_invariant
 from manta.drafter.compute.cpu_fused.backend import FusedCpuBackend
-from manta.drafter.compute.cpu_fused.tiles.isa_dispatch import has_tiles
 from manta.drafter.compute.cpu_numba.backend import NumbaBackend
 from manta.drafter.compute.cpu_numba.cpu_features import bf16_instructions
 from manta.drafter.compute.draft_trees import branches, paths_of, positions_of
@@ -367,7 +366,7 @@ class Stack:
 @pytest.fixture(params=KINDS)
 def kind(request: pytest.FixtureRequest) -> Kind:
     kind = KINDS[request.param]
-    if request.param == "fused" and (bf16_instructions() is None or has_tiles()):
+    if request.param == "fused" and bf16_instructions() is None:
         pytest.skip("no draft trees on this CPU")
     if request.param == "loops" and not products_are_invariant():
         pytest.skip("this machine's products are not batch-invariant")
@@ -378,7 +377,7 @@ def test_a_stack_gives_paths_the_bits_of_chains_and_keeps_the_accepted_ones(kind
     Stack(kind, MANY).check_bits_of_chains()
 
 
-@pytest.mark.skipif(bf16_instructions() is None or has_tiles(), reason="no draft trees on this CPU")
+@pytest.mark.skipif(bf16_instructions() is None, reason="this CPU has no products of bf16")
 @pytest.mark.parametrize("num_threads", [1, 3])
 def test_the_fused_pass_computes_trees_as_pytorch_does(num_threads: int):
     stack = Stack(KINDS["fused"], MANY, FusedCpuBackend(num_threads))

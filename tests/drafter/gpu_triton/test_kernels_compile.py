@@ -521,6 +521,12 @@ def _copy_states(kernel: str, lists: str, *, i32: str) -> Variant:
     return Variant(kernel, signature, constexprs | ({"SAVES": 3} if kernel == "_save_accepted" else {}))
 
 
+def _likely_children(candidates: int) -> Variant:
+    signature = _pointers(fp32="scores request_biases biases slopes factors chances", i32="cu_rows places")
+    signature |= {"num_before": "i32", "count": "i32"}
+    return Variant("_likely_children", signature, {"W": 4, "CANDIDATES": candidates}, 1)
+
+
 def _row_squares(first: int, second: int) -> Variant:
     signature = {"x_ptr": "*bf16:16", "squares_ptr": "*fp32:16", "x_stride": "i32:16"}
     constexprs = {"FIRST": first, "SECOND": second, "BLOCK": 1024, "PDL": True}
@@ -698,6 +704,35 @@ VARIANTS: dict[str, list[Variant]] = {
         ),
         _trim(256, 15, budget=2048),
         _trim(1, 15, budget=16),
+    ],
+    "step.gpu_triton.draft_trees": [
+        _likely_children(32),
+        _likely_children(64),  # DSpark's Markov head
+        Variant(
+            "_grow",
+            _pointers(fp32="chances factors survivals", i64="ids")
+            | _pointers(i32="places cu_rows max_nodes tokens parents ranks num_nodes")
+            | dict.fromkeys(("num_before", "num_candidates", "most"), "i32"),
+            {"W": 4, "LANES": 64},
+            1,
+        ),
+        Variant(
+            "_place_rows",
+            _pointers(i32="cu_rows parents paths", i64="positions")
+            | {"num_drafts": "*i32", "parent_stride": "i32", "max_depth": "i32"},
+            {"LANES": 64},
+            1,
+        ),
+        Variant(
+            "_accept_paths",
+            _STEP
+            | _pointers(i64="chosen kv_slots skip_slots sources targets contexts")
+            | _pointers(i32="first_chosen cu_rows samples parents outcome")
+            | {"num_drafts": "*i32", "parent_stride": "i32", "kv_stride": "i32"}
+            | dict.fromkeys(("num_rows", "num_requests", "depth"), "i32"),
+            {"GROUPS": 2, "LANES": 64},
+            1,
+        ),
     ],
     "step.gpu_triton.recurrent_states": [
         Variant(

@@ -7,13 +7,16 @@ import time
 from pathlib import Path
 
 import pytest
-from manta import LLM
+from manta import LLM, SamplingParams
 from manta.actors.targets.families import read_model
+from manta.cluster.request.structured_outputs import StructuredOutputsParams
 from manta.drafter.compute.cpu_numba.cpu_features import bf16_instructions
 from support.checkpoints.families import FAMILIES
+from support.checkpoints.text_pair import make_text_pair
 from support.checkpoints.tiny import make_tiny_drafter, make_tiny_target
 from support.engines.devices import ON_GPU
 from support.oracles.sampling_cases import params_of, prompts, tokens_of
+from support.oracles.schemas import HELD
 
 KNOBS = ("greedy", "warm", "all", "rules")
 WHOLE = os.environ.get("MANTA_GRID") == "whole"  # how ranks cut other families, test_target_parallel.py says
@@ -45,6 +48,7 @@ def reference(target: Path) -> dict[str, list[list[int]]]:
         ),  # test_ray_executor.py has such a pair
         (2, "colocated", True, {"tree_width": 4, "tree_size": 31}),
         (2, "split", True, {}),
+        (2, "split", True, {"tree_width": 4, "tree_size": 31}),
         # test_ray_executor_drafter.py has one rank
         pytest.param(2, "shared", False, {}, marks=pytest.mark.slow),
         pytest.param(2, None, False, {}, marks=pytest.mark.slow),
@@ -83,6 +87,38 @@ def test_the_topology_changes_no_token(
             while not llm.stats().num_accepted_tokens:
                 assert time.monotonic() < deadline_s
                 assert tokens_of(llm, prompts(8), params_of("warm", 8)) == reference["warm"]
+
+
+@pytest.mark.parametrize("placement", ["colocated", "split"])
+def test_trees_of_two_ranks_change_no_token_of_a_constrained_answer(
+    ray_session: None, tmp_path: Path, placement: str
+) -> None:
+    kinds = (
+        StructuredOutputsParams(json=HELD["three properties"], disable_any_whitespace=True),
+        StructuredOutputsParams(regex=r"[a-z]{3,9}@[a-z]{2,5}\.(com|org)"),
+        StructuredOutputsParams(choice=("yes", "no", "yes, no")),
+    )
+    params = [
+        SamplingParams(temperature=t, seed=i, max_tokens=40, structured_outputs=kind)
+        for t in (0.0, 1.0)
+        for i, kind in enumerate(kinds)
+    ]
+    target, drafter = make_text_pair(tmp_path)
+    spec = {
+        "model": str(drafter),
+        "tree_width": 4,
+        "tree_size": 31,
+        "placement": placement,
+        "adaptive": False,
+    }
+    how = {"dtype": "float32", "num_threads": 1, "max_model_len": 256, "max_num_seqs": 8}
+    answers = []
+    for more in ({}, {"speculative_config": spec, "tensor_parallel_size": 2}):
+        with LLM(str(target), **how, **more) as llm:
+            outputs = llm.generate(["Hello, this is"] * len(params), params)
+            answers.append([output.outputs[0].token_ids for output in outputs])
+            assert bool(more) == (llm.stats().num_trees > 0)
+    assert answers[0] == answers[1]
 
 
 @pytest.mark.skipif(bf16_instructions() is None, reason="this CPU has no products of bf16")

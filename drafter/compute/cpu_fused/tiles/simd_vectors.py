@@ -21,6 +21,7 @@ from ...cpu_numba.llvm_intrinsics import (
     HALVES,
     INT16,
     INT32,
+    INT64,
     PAIRS,
     BFloat,
     Value,
@@ -272,6 +273,23 @@ def _emit_scale(builder, args):
         store(builder, rounded_lanes(builder, value), at(builder, target, (loop.index, 32)))
 
 
+def _emit_add_values(builder, args):
+    lines, shifts, weights, sums, count = args
+    zero, sixteen = lanes(0.0), lanes(16, INT32)
+    with cgutils.for_range(builder, count) as loop:
+        parts = [zero, zero]
+        for key in range(16):
+            line = load(builder, at(builder, lines, (key, 8)), INT64)
+            pairs = load(builder, at(builder, line, (loop.index, 512)), PAIRS)
+            shift = spread(builder, load(builder, at(builder, shifts, (key, 4)), INT32))
+            value = builder.bitcast(builder.shl(builder.lshr(pairs, shift), sixteen), FLOATS)
+            bits = builder.zext(load(builder, at(builder, weights, (key, 2)), INT16), INT32)
+            weight = builder.bitcast(builder.shl(spread(builder, bits), sixteen), FLOATS)
+            parts[key % 2] = _float(builder, "fma", weight, value, parts[key % 2])
+        place = at(builder, sums, (loop.index, 64))
+        store(builder, builder.fadd(load(builder, place, FLOATS), builder.fadd(*parts)), place)
+
+
 def _emit_transpose(builder, args):
     source, stride, target = args
     for i, row in enumerate(_transposed(builder, source, stride)):
@@ -313,6 +331,10 @@ soften = procedure(6, _emit_soften)
 soften_row = procedure(7, _emit_soften_row)
 # (sums, total, target, count): count * 16 fp32 divided by the one at `total`, rounded to bf16.
 scale_rounded = procedure(4, _emit_scale)
+# (lines, shifts, weights, sums, count): add 16 bf16 weights times as many keys' values to 16 `count` fp32
+# sums, with the bits of TDPBF16PS: even and odd keys in sums of their own. A key's value is in the low (shift
+# 0) or high (16) halves of the int32 of its line, as `qkv_heads.py` writes pairs; lines are 512 bytes apart.
+add_values = procedure(5, _emit_add_values)
 # (source, source_stride, target): transpose 16 x 16 elements of 4 bytes; target rows have 64 bytes.
 transpose = procedure(3, _emit_transpose)
 # (source, target, target_stride): transpose 16 x 16 fp32 in rows of 64 bytes, rounded to bf16.
