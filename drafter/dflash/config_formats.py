@@ -188,7 +188,8 @@ class DeepSpecGemma4(DeepSpec):
     attention_k_eq_v: bool = False
     hidden_activation: Literal["gelu_pytorch_tanh"] = "gelu_pytorch_tanh"
     final_logit_softcapping: float | None = None
-    layer_types: Annotated[
+    # pyright's rule is for fields that are assigned; a checkpoint's config is frozen.
+    layer_types: Annotated[  # pyright: ignore[reportIncompatibleVariableOverride]
         tuple[Literal["full_attention"], ...],
         Field(description="a list with full_attention in every entry: DeepSpec's class has no others"),
     ] = ()
