@@ -155,7 +155,7 @@ _ASSISTANT_TENSORS: Mapping[str, TensorRule] = {
 }
 
 
-class AssistantConfig(HfConfig):
+class AssistantKeys(HfConfig):
     """The keys of an assistant's config.json beside its text part."""
 
     architectures: tuple[Literal["Gemma4AssistantForCausalLM", "Gemma4UnifiedAssistantForCausalLM"]]
@@ -190,7 +190,7 @@ def read_unified(raw: Json, file: str) -> ModelSpec:
 
 def read_assistant(raw: Json, file: str) -> ModelSpec:
     """Return an assistant's layers, with its projections among the tensors."""
-    keys, text = parse(AssistantConfig, raw, file), text_config(raw)
+    keys, text = parse(AssistantKeys, raw, file), text_config(raw)
     spec = _read(text, file, _UnifiedAssistantText if "Unified" in keys.architectures[0] else _AssistantText)
     if (shared := text.get("num_kv_shared_layers")) not in (None, 0, spec.num_layers):
         wanted = f"num_hidden_layers ({spec.num_layers}): all layers read the target's K and V"

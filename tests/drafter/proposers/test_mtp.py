@@ -195,8 +195,6 @@ def test_a_missing_tensor_of_the_layer_is_named(target_of, tmp_path: Path) -> No
 
 
 def test_settings_of_a_drafters_checkpoint_are_refused() -> None:
-    with pytest.raises(ConfigError, match=r'model=.* is not supported with method="mtp"'):
-        SpeculativeConfig(method="mtp", model="m")
     with pytest.raises(ConfigError, match=r'quantization=.* is not supported with method="mtp"'):
         SpeculativeConfig(method="mtp", quantization="int8")
     assert SpeculativeConfig(method="mtp", suffix_drafts=True).copies_suffixes
