@@ -71,7 +71,7 @@ def test_a_ranks_planned_weights_equal_its_loaded_ones(folders: Path, name: str)
         assert found.pair.target_bytes(ranks) == pytest.approx(rank_bytes(spec, mine), rel=2e-3)
 
 
-@pytest.mark.parametrize(("name", "ranks"), zip(WITH_MTP, cycle((1, 4))))
+@pytest.mark.parametrize(("name", "ranks"), list(zip(WITH_MTP, cycle((1, 4)))))
 def test_a_targets_own_layer_is_planned_as_the_engine_loads_it(folders: Path, name: str, ranks: int) -> None:
     spec = SpeculativeConfig(method="mtp")
     pair = read_pair(EngineConfig(model=str(folders / name), speculative_config=spec), None).pair
@@ -142,7 +142,7 @@ def rank_bytes(spec: ModelSpec, sharding: Sharding, beside_layers: Sequence[str]
     return round(sum(size(part, layer) for part, layer in parts))
 
 
-@pytest.mark.parametrize(("name", "ranks"), zip(SERVED, cycle((1, 4))))
+@pytest.mark.parametrize(("name", "ranks"), list(zip(SERVED, cycle((1, 4)))))
 def test_planned_pages_are_as_large_as_the_engines(folders: Path, name: str, ranks: int) -> None:
     config = EngineConfig(
         model=name, device="cpu", dtype="bfloat16", page_size=PAGE_SIZE, tensor_parallel_size=ranks

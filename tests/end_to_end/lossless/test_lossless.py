@@ -407,7 +407,7 @@ def test_the_short_grid_contains_every_pair_of_features(
     assert meetings(whole=False) == meetings(whole=True)
 
 
-@pytest.mark.parametrize(("pair", "drafts", "size"), small_cells(), indirect=["pair"])
+@pytest.mark.parametrize(("pair", "drafts", "size"), list(small_cells()), indirect=["pair"])
 def test_speculation_changes_no_token_in_small_batches(
     pair: Pair, reference: Reference, drafts: int, size: int
 ) -> None:
