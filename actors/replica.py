@@ -26,7 +26,8 @@ from ..cluster.fleet.placement import DeploymentDemand, Topology
 from .gateway.deployment import GATEWAY, Gateway, listen_host
 from .gateway.replica_registry import DirectoryClient, ReplicaRecord, state_of
 from .gateway.replica_set import ServedModel
-from .http.config.settings import ServerSettings, parse_replicas, split_models, wants_gateway
+from .http.config.settings import ServerSettings, parse_replicas, wants_gateway
+from .http.config.settings_mapping import split_models
 from .http.generation.tracing import check_tracing
 from .http.middleware.api_keys import refuse_written_keys, with_keys, without_gateway_settings
 from .serve.autoscaling_policy import initial_replicas, scaling_options

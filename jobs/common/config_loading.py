@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ...actors.http.config.settings import split_settings
+from ...actors.http.config.settings_mapping import split_settings
 from ...actors.http.middleware.api_keys import refuse_written_keys
 from ...actors.tokenization.generation_config import DEFAULT_MAX_TOKENS
 from ...cluster.config import EngineConfig, SpeculativeConfig, from_mapping

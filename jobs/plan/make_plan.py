@@ -12,7 +12,7 @@ from typing import Any
 
 import yaml
 
-from ...actors.http.config.settings import split_settings
+from ...actors.http.config.settings_mapping import split_settings
 from ...actors.tokenization.checkpoint_paths import absolute_path
 from ...cluster.config import EngineConfig, SpeculativeConfig
 from ...cluster.hardware.gpu_specs import Gpu, find_gpu

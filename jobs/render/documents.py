@@ -21,7 +21,8 @@ import yaml
 from minijinja import Environment
 from packaging.requirements import Requirement
 
-from ...actors.http.config.settings import parse_replicas, split_models
+from ...actors.http.config.settings import parse_replicas
+from ...actors.http.config.settings_mapping import split_models
 from ...actors.http.middleware.api_keys import refuse_written_keys
 from ...cluster.config import EngineConfig
 from ...cluster.errors import ConfigError, PlacementError

@@ -19,7 +19,8 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, Self
 
-from ...actors.http.config.settings import ServerSettings, split_models
+from ...actors.http.config.settings import ServerSettings
+from ...actors.http.config.settings_mapping import split_models
 from ...actors.http.middleware.api_keys import metrics_key, with_keys
 from ...actors.system.atomic_files import check_writable
 from ...cluster.config import EngineConfig

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import yaml
-from manta.actors.http.config.settings import split_settings
+from manta.actors.http.config.settings_mapping import split_settings
 from manta.actors.targets.families import read_model
 from manta.cluster.errors import CheckpointError, ConfigError, DatasetError, PlacementError
 from manta.cluster.hardware.model_pair import ModelPair

@@ -16,7 +16,7 @@ import jsonschema
 import pytest
 import typer.main
 import yaml
-from manta.actors.http.config.settings import split_settings
+from manta.actors.http.config.settings_mapping import split_settings
 from manta.cluster.errors import ConfigError, PlacementError
 from manta.jobs.cli import app
 from manta.jobs.render.documents import ENVIRONMENT, render_document

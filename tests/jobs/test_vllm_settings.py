@@ -15,7 +15,8 @@ from pathlib import Path
 
 import pytest
 import typer.main
-from manta.actors.http.config.settings import ServerSettings, split_settings
+from manta.actors.http.config.settings import ServerSettings
+from manta.actors.http.config.settings_mapping import split_settings
 from manta.actors.tokenization.checkpoint_paths import target_folder, with_drafter
 from manta.actors.tokenization.generation_config import GenerationDefaults
 from manta.cluster.config import EngineConfig, SpeculativeConfig

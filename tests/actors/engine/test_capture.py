@@ -21,7 +21,8 @@ from manta.actors.capture.records import CapturedRecord, read_captured, segments
 from manta.actors.capture.segment_ring import NUM_SEGMENTS, SegmentRing
 from manta.actors.capture.writer_process import WriterSettings
 from manta.actors.engine.outputs import NOT_RESUMED
-from manta.actors.http.config.settings import ServerSettings, split_models
+from manta.actors.http.config.settings import ServerSettings
+from manta.actors.http.config.settings_mapping import split_models
 from manta.actors.tokenization.prompts import EncodedPrompt
 from manta.cluster.config import EngineConfig
 from manta.cluster.errors import ConfigError, DatasetError

@@ -19,7 +19,8 @@ import openai
 import pyarrow as pa
 import pytest
 from manta.actors.engine.uniproc_executor import make_executor
-from manta.actors.http.config.settings import ServerSettings, split_settings
+from manta.actors.http.config.settings import ServerSettings
+from manta.actors.http.config.settings_mapping import split_settings
 from manta.cluster.config import EngineConfig
 from manta.cluster.errors import ConfigError, EngineDeadError
 from manta.cluster.step.scheduler_output import SchedulerOutput

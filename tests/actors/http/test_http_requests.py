@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from manta.actors.http.anthropic.request import MessagesRequest
-from manta.actors.http.config.settings import split_settings
+from manta.actors.http.config.settings_mapping import split_settings
 from manta.actors.http.openai.tokenization import DetokenizeRequest
 from manta.actors.http.protocol.chat_completion import ChatRequest, conversation
 from manta.actors.http.protocol.completion import CompletionRequest

@@ -16,7 +16,8 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from manta.actors.http.config.settings import parse_replicas, split_settings
+from manta.actors.http.config.settings import parse_replicas
+from manta.actors.http.config.settings_mapping import split_settings
 from manta.actors.system.atomic_files import write_json
 from manta.actors.system.host_resources import free_port
 from manta.cluster.errors import MantaError

@@ -15,7 +15,7 @@ from pathlib import Path
 import uvicorn
 from manta.actors.engine.async_engine import AsyncEngine
 from manta.actors.http.app import create_app
-from manta.actors.http.config.settings import split_settings
+from manta.actors.http.config.settings_mapping import split_settings
 from manta.actors.workers.ray_executor import RayExecutor
 from manta.jobs.common.ray_session import join_or_start_ray
 

@@ -6,7 +6,7 @@ import subprocess
 import sys
 
 import pytest
-from manta.actors.http.config.settings import split_models
+from manta.actors.http.config.settings_mapping import split_models
 from manta.cluster.errors import CheckpointError
 from manta.jobs.serve.preloaded_imports import check_models
 from support.paths import ROOT
@@ -26,7 +26,7 @@ def modules_after(code: str) -> set[str]:
 
 def test_checkpoints_are_found_without_pytorch_and_ray() -> None:
     modules = modules_after(
-        "from manta.actors.http.config.settings import split_models\n"
+        "from manta.actors.http.config.settings_mapping import split_models\n"
         "from manta.jobs.serve.server import find_checkpoints\n"
         f"find_checkpoints(split_models({PAIR!r})[0][0])"
     )

@@ -11,7 +11,7 @@ import pytest
 from benchmarks.arrivals import Arrivals
 from benchmarks.serving.background import BackgroundOptions, measure, print_points
 from benchmarks.serving.http_load import find_server, pass_figures, send
-from manta.actors.http.config.settings import split_settings
+from manta.actors.http.config.settings_mapping import split_settings
 from manta.actors.tokenization.prompts import Chat
 from manta.cluster.errors import ConfigError, MantaError
 from manta.jobs.bench.common.engine_passes import PromptRow

@@ -9,7 +9,7 @@ import json
 import signal
 import sys
 
-from manta.actors.http.config.settings import split_settings
+from manta.actors.http.config.settings_mapping import split_settings
 
 from support.checkpoints.text_pair import LiveServer
 

@@ -18,7 +18,8 @@ from urllib.parse import quote, unquote
 import httpx
 import pytest
 from manta.actors.batch.dataset.storage import Storage
-from manta.actors.http.config.settings import ServerSettings, split_settings
+from manta.actors.http.config.settings import ServerSettings
+from manta.actors.http.config.settings_mapping import split_settings
 from manta.actors.http.openai import tokenization
 from manta.actors.system.log_setup import MAX_RECORD, JsonFormatter, TextFormatter
 from manta.cluster.config import EngineConfig
