@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from ...cluster.pages.kv_cache_groups import KVCacheSpec
-from .backend import AttentionShape, Backend, BlockWeights, DenseMLP, PlacedRows, RoutedExperts, Stack
+from .backend import Backend, PlacedRows, Stack
+from .block_weights import AttentionShape, BlockWeights, DenseMLP, RoutedExperts
 from .layers.linear import RMSNorm
 from .layers.moe import ExpertWeights, MoeRouter, RouterWeights
 from .layers.rope import RopeConfig, RotaryEmbedding

@@ -29,10 +29,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .backend import (
-    Attention,
+from .backend import Attention, Backend, PlacedRows, Stack
+from .block_weights import (
     AttentionShape,
-    Backend,
     BlockWeights,
     Convolution,
     ConvolvedBlock,
@@ -40,10 +39,8 @@ from .backend import (
     MixerShape,
     Normed,
     ParallelMLP,
-    PlacedRows,
     Projection,
     RoutedExperts,
-    Stack,
 )
 from .layers.linear import RMSNorm, in_fp32
 from .memory.kv_cache import PagedKVCache

@@ -18,7 +18,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from ..compute.backend import Projection
+from ..compute.block_weights import Projection
 
 
 @dataclass(frozen=True, slots=True)

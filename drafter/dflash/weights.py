@@ -15,9 +15,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..compute.backend import (
+from ..compute.backend import Backend
+from ..compute.block_weights import (
     AttentionShape,
-    Backend,
     BlockWeights,
     Convolution,
     ConvolvedBlock,

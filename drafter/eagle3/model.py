@@ -23,7 +23,8 @@ import torch
 from torch import Tensor
 
 from ...cluster.pages.kv_cache_groups import LayerPlace
-from ..compute.backend import Backend, PlacedRows, Projection
+from ..compute.backend import Backend, PlacedRows
+from ..compute.block_weights import Projection
 from ..compute.blocks import TransformerBlock
 from ..compute.eager.backend import EagerBackend
 from ..compute.layers.linear import HeadNorm, RMSNorm

@@ -281,7 +281,7 @@ MUTATIONS = (
     ),
     Mutation(
         "does not add up the products of ranks",
-        "drafter/compute/backend.py",
+        "drafter/compute/block_weights.py",
         "y_NO = self.all_reduce(self.part(x_NK))",
         "y_NO = self.part(x_NK)",
         ("target_parallel",),

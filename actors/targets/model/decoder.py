@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from ....cluster.pages.kv_cache_groups import LayerPlace
-from ....drafter.compute.backend import AttentionShape, Backend, BlockWeights, MixerShape, PlacedRows
+from ....drafter.compute.backend import Backend, PlacedRows
+from ....drafter.compute.block_weights import AttentionShape, BlockWeights, MixerShape
 from ....drafter.compute.eager.backend import EagerBackend
 from ....drafter.compute.layers.linear import RMSNorm, scaled_logits
 from ....drafter.compute.layers.mla import MLALayer

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from ....drafter.compute.backend import Backend, DenseMLP, ParallelMLP, RoutedExperts
+from ....drafter.compute.backend import Backend
+from ....drafter.compute.block_weights import DenseMLP, ParallelMLP, RoutedExperts
 from ....drafter.compute.layers.linear import RMSNorm
 from .mlp_spec import GatedMLP, ParallelMlpSpec, RoutedMLP
 from .mlp_weights import DenseTensors, MlpTensors, ParallelMlpTensors, RoutedTensors

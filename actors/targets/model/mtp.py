@@ -28,7 +28,8 @@ from torch import Tensor
 
 from ....cluster.errors import CheckpointError, ConfigError
 from ....cluster.pages.kv_cache_groups import KVCacheSpec, LayerPlace
-from ....drafter.compute.backend import AttentionShape, Backend, ModelStackSpec, PlacedRows
+from ....drafter.compute.backend import Backend, ModelStackSpec, PlacedRows
+from ....drafter.compute.block_weights import AttentionShape
 from ....drafter.compute.blocks import TransformerBlock
 from ....drafter.compute.checkpoint.quantized_matrix import cat_rows
 from ....drafter.compute.checkpoint.safetensors_reader import TensorHeaders

@@ -20,7 +20,8 @@ from torch import Tensor
 from ....cluster.errors import ConfigError
 from ....cluster.pages.kv_cache_groups import KVCacheSpec
 from ....cluster.pages.recurrent_state_spec import RecurrentStateSpec
-from ....drafter.compute.backend import Backend, Projection, RankSum
+from ....drafter.compute.backend import Backend
+from ....drafter.compute.block_weights import Projection, RankSum
 from ....drafter.compute.checkpoint.quantized_matrix import Matrix
 from ....drafter.compute.memory.peer_buffers import PeerBuffers
 from .attention import TargetAttention

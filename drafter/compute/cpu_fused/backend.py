@@ -10,16 +10,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ..backend import (
-    AttentionShape,
-    BlockWeights,
-    ContextWriter,
-    DeviceCapabilities,
-    MixerShape,
-    ModelStackSpec,
-    Projection,
-    Stack,
-)
+from ..backend import ContextWriter, DeviceCapabilities, ModelStackSpec, Stack
+from ..block_weights import AttentionShape, BlockWeights, MixerShape, Projection
 from ..checkpoint.quantized_matrix import Matrix, QuantizedAtLoad, QuantizedMatrix, quantize
 from ..cpu_numba.backend import NumbaBackend
 from ..cpu_numba.cpu_features import bf16_instructions

@@ -24,7 +24,8 @@ import torch
 from numba import carray
 from torch import Tensor
 
-from ..backend import AttentionShape, BlockWeights, DenseMLP, PlacedRows, Projection
+from ..backend import PlacedRows
+from ..block_weights import AttentionShape, BlockWeights, DenseMLP, Projection
 from ..cpu_numba.element_ops import Task, elements, pointer, record_dtype, records
 from ..layers.linear import RMSNorm
 from ..memory.kv_cache import PagedKVCache

@@ -13,15 +13,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..backend import (
-    Attention,
-    AttentionShape,
-    ContextWriter,
-    DeviceCapabilities,
-    ModelStackSpec,
-    PlacedRows,
-    Projection,
-)
+from ..backend import Attention, ContextWriter, DeviceCapabilities, ModelStackSpec, PlacedRows
+from ..block_weights import AttentionShape, Projection
 from ..eager.attention_metadata import EagerPass
 from ..eager.backend import EagerAttention, EagerBackend, EagerContextWriter
 from ..eager.moe import EagerExperts

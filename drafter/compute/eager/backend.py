@@ -8,15 +8,8 @@ from __future__ import annotations
 from torch import Tensor
 from torch.nn import functional as F
 
-from ..backend import (
-    Attention,
-    AttentionShape,
-    ContextWriter,
-    DeviceCapabilities,
-    ModelStackSpec,
-    PlacedRows,
-    Projection,
-)
+from ..backend import Attention, ContextWriter, DeviceCapabilities, ModelStackSpec, PlacedRows
+from ..block_weights import AttentionShape, Projection
 from ..blocks import OperatorBackend, convolve
 from ..layers.gated_delta_net import DeltaNetShape
 from ..layers.linear import Activation, HeadNorm, RMSNorm, gate

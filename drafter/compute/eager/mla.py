@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..backend import AttentionShape
+from ..block_weights import AttentionShape
 from ..layers.linear import Linear
 from ..layers.mla import MLALayer
 from ..layers.rope import Rotation

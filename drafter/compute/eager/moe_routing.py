@@ -13,7 +13,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from ..backend import Projection
+from ..block_weights import Projection
 from ..layers.linear import RMSNorm
 from ..layers.moe import MoeRouter, RouterWeights
 

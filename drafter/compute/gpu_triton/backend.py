@@ -19,16 +19,8 @@ from typing import Any, Literal, Protocol
 import torch
 from torch import Tensor
 
-from ..backend import (
-    Attention,
-    AttentionShape,
-    ContextWriter,
-    DeviceCapabilities,
-    ModelStackSpec,
-    PlacedRows,
-    Projection,
-    RankSum,
-)
+from ..backend import Attention, ContextWriter, DeviceCapabilities, ModelStackSpec, PlacedRows
+from ..block_weights import AttentionShape, Projection, RankSum
 from ..blocks import OperatorBackend
 from ..checkpoint.quantized_matrix import GROUP, QuantizedAtLoad, QuantizedMatrix, quantize
 from ..eager.moe_routing import LayerRouter

@@ -16,7 +16,8 @@ from functools import partial
 from torch import Tensor
 
 from ....cluster.pages.kv_cache_groups import KVCacheSpec
-from ....drafter.compute.backend import AttentionShape, PlacedRows
+from ....drafter.compute.backend import PlacedRows
+from ....drafter.compute.block_weights import AttentionShape
 from ....drafter.compute.layers.linear import RMSNorm
 from ....drafter.compute.layers.mla import MLALayer
 from .case import Case, checks_of_served, error_of

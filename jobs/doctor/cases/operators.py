@@ -16,7 +16,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from ....drafter.compute.backend import AttentionShape, BlockWeights, DenseMLP, Normed
+from ....drafter.compute.block_weights import AttentionShape, BlockWeights, DenseMLP, Normed
 from ....drafter.compute.layers.linear import Activation, RMSNorm
 from ....drafter.compute.layers.rope import RotaryEmbedding
 from .case import Case, error_of

@@ -24,7 +24,8 @@ from ....actors.targets.loading.operator_factory import make_backend
 from ....actors.targets.model.attention import TargetAttention
 from ....cluster.config import EngineConfig
 from ....cluster.pages.kv_cache_groups import KVCacheSpec
-from ....drafter.compute.backend import AttentionShape, Backend, DeviceCapabilities, PlacedRows
+from ....drafter.compute.backend import Backend, DeviceCapabilities, PlacedRows
+from ....drafter.compute.block_weights import AttentionShape
 from ....drafter.compute.eager.backend import EagerBackend
 from ....drafter.compute.layers.rope import RopeConfig, RotaryEmbedding
 from ....drafter.compute.memory.kv_cache import PagedKVCache

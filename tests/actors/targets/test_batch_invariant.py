@@ -20,8 +20,9 @@ from manta.actors.targets.loading.backend_selection import choose_backend
 from manta.actors.targets.loading.load_plan import plan_load
 from manta.actors.targets.loading.warmup import check_invariance
 from manta.cluster.errors import ConfigError
-from manta.drafter.compute.backend import DeviceCapabilities, Projection
+from manta.drafter.compute.backend import DeviceCapabilities
 from manta.drafter.compute.batch_invariance import rows_are_invariant
+from manta.drafter.compute.block_weights import Projection
 from manta.drafter.compute.eager.backend import EagerBackend
 from manta.drafter.compute.gpu_triton.backend import TritonBackend
 from support.checkpoints.tiny import TINY_VOCAB

@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 import torch
 from manta.cluster.pages.kv_cache_groups import KVCacheSpec
-from manta.drafter.compute.backend import AttentionShape, Backend, PlacedRows
+from manta.drafter.compute.backend import Backend, PlacedRows
+from manta.drafter.compute.block_weights import AttentionShape
 from manta.drafter.compute.cpu_numba.backend import NumbaBackend
 from manta.drafter.compute.eager.backend import EagerBackend
 from manta.drafter.compute.gpu_triton.attention import mla as latent

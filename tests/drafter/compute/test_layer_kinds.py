@@ -15,7 +15,8 @@ import numpy as np
 import pytest
 import torch
 from manta.cluster.pages.kv_cache_groups import KVCacheSpec, LayerPlace
-from manta.drafter.compute.backend import AttentionShape, Backend, BlockWeights, DenseMLP, PlacedRows
+from manta.drafter.compute.backend import Backend, PlacedRows
+from manta.drafter.compute.block_weights import AttentionShape, BlockWeights, DenseMLP
 from manta.drafter.compute.cpu_fused.backend import FusedCpuBackend
 from manta.drafter.compute.cpu_numba.backend import NumbaBackend
 from manta.drafter.compute.cpu_numba.cpu_features import bf16_instructions

@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from manta.drafter.compute.backend import Backend, BlockWeights, DenseMLP, RankSum, RoutedExperts
+from manta.drafter.compute.backend import Backend
 from manta.drafter.compute.batch_invariance import rows_are_invariant
+from manta.drafter.compute.block_weights import BlockWeights, DenseMLP, RankSum, RoutedExperts
 from manta.drafter.compute.blocks import Mlp
 from manta.drafter.compute.cpu_numba.backend import NumbaBackend
 from manta.drafter.compute.eager.backend import EagerBackend

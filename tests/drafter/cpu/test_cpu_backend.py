@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 import torch
 from manta.cluster.pages.kv_cache_groups import KVCacheSpec
-from manta.drafter.compute.backend import AttentionShape, PlacedRows
+from manta.drafter.compute.backend import PlacedRows
+from manta.drafter.compute.block_weights import AttentionShape
 from manta.drafter.compute.cpu_numba import layers as kernels
 from manta.drafter.compute.cpu_numba.backend import NumbaBackend
 from manta.drafter.compute.eager.attention_metadata import AttentionBatch

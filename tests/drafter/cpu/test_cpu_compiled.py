@@ -19,8 +19,9 @@ import pytest
 import torch
 from manta.cluster.errors import ConfigError
 from manta.cluster.pages.kv_cache_groups import KVCacheSpec
-from manta.drafter.compute.backend import AttentionShape, Backend, BlockWeights, DenseMLP, PlacedRows
+from manta.drafter.compute.backend import Backend, PlacedRows
 from manta.drafter.compute.batch_invariance import rows_are_invariant
+from manta.drafter.compute.block_weights import AttentionShape, BlockWeights, DenseMLP
 from manta.drafter.compute.cpu_fused.backend import FusedCpuBackend
 from manta.drafter.compute.cpu_fused.operators import PackedLinear
 from manta.drafter.compute.cpu_fused.qkv_heads import BLOCK

@@ -9,8 +9,8 @@ import pytest
 import torch
 from manta.cluster.pages.kv_cache_groups import LayerPlace
 from manta.cluster.step.scheduler_output import AdmittedRequest, SlotSampling
-from manta.drafter.compute.backend import Projection
 from manta.drafter.compute.batch_invariance import rows_are_invariant
+from manta.drafter.compute.block_weights import Projection
 from manta.drafter.compute.eager.backend import EagerBackend
 from manta.drafter.compute.layers.linear import Linear
 from manta.drafter.dflash.checkpoint import load_drafter

@@ -28,7 +28,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ...backend import AttentionShape
+from ...block_weights import AttentionShape
 from ...eager.mla import split_queries
 from ...layers.mla import MLALayer
 from ...layers.rope import RotaryEmbedding

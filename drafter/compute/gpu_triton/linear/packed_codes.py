@@ -116,7 +116,7 @@ def _check_scales(matrix: QuantizedMatrix) -> None:
 
 
 class DequantizingLinear:
-    """A `backend.Projection` that dequantizes the weight to x's dtype on each call."""
+    """A `block_weights.Projection` that dequantizes the weight to x's dtype on each call."""
 
     __slots__ = ("_bias_O", "_codes")
 

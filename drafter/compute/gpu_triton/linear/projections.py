@@ -20,7 +20,7 @@ from typing import Literal, Protocol
 import torch
 from torch import Tensor
 
-from ...backend import Projection
+from ...block_weights import Projection
 from ...layers.linear import Activation, RMSNorm
 from ..common.element_ops import add_rms_norm, gate, rms_norm
 from .gemm_tiles import ROW_TILES, ProductWorkspace, plan_product, row_tile
@@ -56,7 +56,7 @@ class LayerProjection(ABC):
 
     @abstractmethod
     def __call__(self, x_NK: Tensor | PendingNorm, residual_NO: Tensor | None = None) -> Tensor:
-        """Project; see `backend.Projection`."""
+        """Project; see `block_weights.Projection`."""
 
     @abstractmethod
     def gated(self, x_NK: Tensor | PendingNorm, activation: Activation) -> Tensor:
