@@ -16,7 +16,7 @@ import time
 from collections import Counter, deque
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager, contextmanager, nullcontext
-from typing import Protocol, TypedDict, Unpack, cast, runtime_checkable
+from typing import TypedDict, Unpack, cast
 
 from ...cluster.config import EngineConfig
 from ...cluster.engine.engine_core import EngineCore, EngineStats
@@ -28,7 +28,7 @@ from ...cluster.records.acceptance_slices import BlockGroup
 from ...cluster.records.request_timeline import RequestTimeline
 from ...cluster.request.request import FinishReason, Request, SamplingParams
 from ...cluster.scheduler.scheduler_stats import Usage
-from ...cluster.step.executor import Executor, ExecutorInfo
+from ...cluster.step.executor import Executor, ExecutorInfo, HasWorkers, SwapsDrafters
 from ..structured_outputs.grammar_frontend import GrammarFrontend, HoldsGrammars
 from ..tokenization.prompts import AsyncPromptEncoder, EncodedPrompt, SeedSource, load_tokenizer
 from ..tokenization.tokenizer import Tokenizer
@@ -42,28 +42,6 @@ logger = logging.getLogger(__name__)
 
 CHECK_INTERVAL_S = 1.0
 DELIVERY_TIMEOUT_S = 10.0  # longest time that updates may wait undelivered while the event loop runs
-
-
-@runtime_checkable
-class SwapsDrafters(Protocol):
-    """An executor that can replace its drafter between two steps."""
-
-    def swap_drafter(self, model: str) -> None: ...
-
-    def begin_trial(self, model: str) -> None: ...
-
-    def end_trial(self, *, promoted: bool) -> None: ...
-
-
-@runtime_checkable
-class HasWorkers(Protocol):
-    """An executor with workers in separate processes. Its methods are thread-safe."""
-
-    def stopped_workers(self) -> Sequence[str]: ...
-
-    def kill_workers(self, reason: str) -> None:
-        """Kill all workers, also stopped ones. The executor is dead afterwards."""
-        ...
 
 
 class RequestOptions(TypedDict, total=False):

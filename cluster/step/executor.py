@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from ..pages.kv_cache_groups import KVCacheGroup
 from ..request.request import SamplingParams
@@ -98,6 +99,27 @@ class Executor(Protocol):
 
     def close(self) -> None:
         """End all workers and free their memory. Idempotent."""
+        ...
+
+
+class SwapsDrafters(Protocol):
+    """An executor that can replace its drafter between two steps."""
+
+    def swap_drafter(self, model: str) -> None: ...
+
+    def begin_trial(self, model: str) -> None: ...
+
+    def end_trial(self, *, promoted: bool) -> None: ...
+
+
+@runtime_checkable
+class HasWorkers(Protocol):
+    """An executor with workers in separate processes. Its methods are thread-safe."""
+
+    def stopped_workers(self) -> Sequence[str]: ...
+
+    def kill_workers(self, reason: str) -> None:
+        """Kill all workers, also stopped ones. The executor is dead afterwards."""
         ...
 
 
