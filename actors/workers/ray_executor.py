@@ -14,20 +14,18 @@ import logging
 import os
 import signal
 import threading
-import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import ray
-from ray.exceptions import RayError, RayTaskError
 from ray.util.placement_group import PlacementGroup
 
 from ...cluster.config import EngineConfig
-from ...cluster.errors import EngineDeadError, MantaError, PlacementError
+from ...cluster.errors import EngineDeadError, MantaError
 from ...cluster.fleet.placement import Topology
 from ...cluster.request.structured_outputs import Grammar
 from ...cluster.step.executor import DrafterHealth, ExecutorInfo
@@ -45,6 +43,7 @@ from .base.control_messages import (
 )
 from .base.grammar_compilation import GrammarLanes
 from .base.placement_group import PLACEMENT_TIMEOUT_S, WorkerPlacement, create_placement, node_resources
+from .base.ray_actors import Actor, cause, gather, start_actor
 from .base.worker_base import StepFailure, WorkerFacts, WorkerSetup, forwarded_environment
 from .drafter.drafter_process import DrafterSource
 from .drafter.drafter_supervisor import DrafterSupervisor
@@ -61,7 +60,6 @@ STEP_TIMEOUT_S = 300.0
 EXIT_TIMEOUT_S = 2.0  # time for workers to exit after the channel closes, before they are killed
 
 T = TypeVar("T")
-Actor = Any  # ray.actor.ActorHandle of a dynamically wrapped class has no static methods
 
 
 class RayExecutor:
@@ -284,16 +282,17 @@ class RayExecutor:
         self._config = replace(self._config, device=topology.device)
         self._channel = StepChannel(topology.tensor_parallel_size)
         self._actors = [
-            _start_worker(topology, rank, self._placement) for rank in range(topology.tensor_parallel_size)
+            start_actor(TargetWorker, topology, scheduling_strategy=self._placement.strategy(rank))
+            for rank in range(topology.tensor_parallel_size)
         ]
         facts = self._set_up(topology)
         self._channel.accept()
         self._grammars = GrammarLanes(tuple(self._channel.lanes.values()), self.check_health)
         loads = [actor.load.remote(facts[0].store_port) for actor in self._actors]
         first = self._first_drafter(topology)
-        infos = _gather(loads, LOAD_TIMEOUT_S)
+        infos = gather(loads, LOAD_TIMEOUT_S)
         if first is not None:
-            _gather([self._actors[0].connect_to_drafter.remote(first)], START_TIMEOUT_S)
+            gather([self._actors[0].connect_to_drafter.remote(first)], START_TIMEOUT_S)
         self._runs = [actor.run.remote() for actor in self._actors]
         self._watcher = threading.Thread(target=self._watch, name="manta-watcher", daemon=True)
         self._watcher.start()
@@ -319,7 +318,7 @@ class RayExecutor:
             log=in_force(),
             environment=forwarded_environment(),
         )
-        return _gather(
+        return gather(
             [actor.setup.remote(replace(common, rank=rank)) for rank, actor in enumerate(self._actors)],
             START_TIMEOUT_S,
         )
@@ -330,7 +329,7 @@ class RayExecutor:
             try:
                 ended, _ = ray.wait(self._runs, num_returns=1, timeout=1.0)
                 if ended and not self._closing.is_set():
-                    self._fail(f"the worker of rank {self._runs.index(ended[0])} ended ({_cause(ended[0])})")
+                    self._fail(f"the worker of rank {self._runs.index(ended[0])} ended ({cause(ended[0])})")
                     return
             except Exception as error:  # Ray itself is gone, so nothing can be watched any more
                 self._fail(f"Ray is not reachable ({type(error).__name__}: {error})")
@@ -362,54 +361,3 @@ def _is_stopped(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in ("T", "t")
     except OSError:
         return False
-
-
-def _start_worker(topology: Topology, rank: int, placement: WorkerPlacement) -> Actor:
-    options: dict[str, Any] = {
-        "num_cpus": topology.worker_resources.get("CPU", 0.0),
-        "num_gpus": topology.worker_resources.get("GPU", 0.0),
-        "scheduling_strategy": placement.strategy(rank),
-        "max_restarts": 0,
-    }
-    if topology.device == "cuda":
-        # Hidden devices prevent peer access between ranks (a 2400 times slower all-reduce, or a hang).
-        options["runtime_env"] = {"env_vars": {"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"}}
-    return ray.remote(TargetWorker).options(**options).remote()
-
-
-def _gather(calls: Sequence[ray.ObjectRef], timeout_s: float) -> list[Any]:  # Any: what workers return.
-    """Return all results by rank. The first failure is raised at once, without waiting for others."""
-    deadline_s = time.monotonic() + timeout_s
-    waiting = list(calls)
-    while waiting:
-        ended, waiting = ray.wait(waiting, timeout=max(0.0, deadline_s - time.monotonic()))
-        if not ended:
-            ranks = sorted(calls.index(call) for call in waiting)
-            raise PlacementError(
-                f"The workers of ranks {ranks} did not start within {timeout_s:g} s. See their logs; "
-                "other actors may use their bundles."
-            )
-        for call in ended:
-            _result(call, calls.index(call))
-    return ray.get(list(calls))
-
-
-def _result(call: ray.ObjectRef, rank: int) -> Any:  # Any: what workers return.
-    """Raise a worker's own errors unwrapped."""
-    try:
-        return ray.get(call)
-    except RayTaskError as error:
-        if isinstance(error.cause, MantaError):
-            raise error.cause from None
-        raise
-    except RayError as error:
-        raise EngineDeadError(f"The worker of rank {rank} died while starting: {error}") from None
-
-
-def _cause(call: ray.ObjectRef) -> str:
-    try:
-        return str(ray.get(call, timeout=1.0))
-    except RayTaskError as error:
-        return f"{type(error.cause).__name__}: {error.cause}"
-    except RayError as error:
-        return type(error).__name__

@@ -25,6 +25,7 @@ from ....cluster.errors import MantaError, PlacementError
 from ....cluster.fleet.placement import Topology
 from ...system.log_setup import in_force
 from ..base.placement_group import PLACEMENT_TIMEOUT_S, WorkerPlacement
+from ..base.ray_actors import Actor, start_actor
 from ..base.ray_resources import this_node
 from ..base.worker_base import forwarded_environment
 from .drafter_worker import DrafterFacts, DrafterSetup, DrafterWorker
@@ -35,8 +36,6 @@ NAMESPACE = "manta"
 LINGER_S = 10.0  # a shared drafter without an engine exits after this time
 LOAD_TIMEOUT_S = 3600.0  # allows for downloads and large checkpoints
 _THREADS = 64  # threads for the actor's calls: each engine has one that watches, and sometimes one more
-
-Actor = Any  # ray.actor.ActorHandle of a dynamically wrapped class has no static methods
 
 
 class DrafterGoneError(Exception):
@@ -106,7 +105,7 @@ class DrafterSource:
     def _own_actor(self) -> Actor:
         rank = self._topology.drafter_rank
         assert rank is not None, "a split drafter has a bundle of its own"
-        return _actor(self._topology, scheduling_strategy=self._placement.strategy(rank))
+        return self._start_actor(scheduling_strategy=self._placement.strategy(rank))
 
     def _shared_actor(self, config: EngineConfig) -> Actor:
         name = shared_name(config)
@@ -115,7 +114,10 @@ class DrafterSource:
         self._topology.check_drafter(this_node())
         here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
         named = {"name": name, "namespace": NAMESPACE, "get_if_exists": True, "lifetime": "detached"}
-        return _actor(self._topology, scheduling_strategy=here, **named)
+        return self._start_actor(scheduling_strategy=here, **named)
+
+    def _start_actor(self, **options: Any) -> Actor:  # Any: Ray's options
+        return start_actor(DrafterWorker, self._topology, max_concurrency=_THREADS, **options)
 
     def _wait_until_placed(self, actor: Actor) -> None:
         try:
@@ -142,20 +144,3 @@ def shared_name(config: EngineConfig) -> str:
     )
     key = hashlib.sha256(repr(shared_settings).encode()).hexdigest()[:16]
     return f"manta-drafter-{ray.get_runtime_context().get_node_id()[:12]}-{key}"
-
-
-def _actor(topology: Topology, **options: Any) -> Actor:  # Any: Ray's options
-    if topology.device == "cuda":
-        # The target's process could not map hidden devices, nor this process map its memory.
-        options["runtime_env"] = {"env_vars": {"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"}}
-    return (
-        ray.remote(DrafterWorker)
-        .options(
-            num_cpus=topology.worker_resources.get("CPU", 0.0),
-            num_gpus=topology.worker_resources.get("GPU", 0.0),
-            max_restarts=0,
-            max_concurrency=_THREADS,
-            **options,
-        )
-        .remote()
-    )
