@@ -11,7 +11,6 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Literal
 
-import torch
 from torch import Tensor
 
 from ....drafter.compute.checkpoint.hf_config import Count, Json, Off, parse
@@ -42,8 +41,8 @@ class Gemma3Config(PlainConfig):
 
 
 def one_plus(weight: Tensor) -> Tensor:
-    """Return 1 + w in fp32, as bf16 would round it."""
-    return 1.0 + weight.to(torch.float32)
+    """Return 1 + w, of a norm in fp32 (`ModelSpec.fp32_norms`): bf16 would round it."""
+    return 1.0 + weight
 
 
 def _norm(name: str, rule: TensorRule) -> TensorRule:

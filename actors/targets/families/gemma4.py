@@ -20,7 +20,6 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Annotated, Any, Literal
 
-import torch
 from pydantic import AfterValidator, Field, field_validator
 from torch import Tensor
 
@@ -108,7 +107,7 @@ class UnifiedConfig(Gemma4Config):
 
 
 def _router_norm(scale_H: Tensor) -> Tensor:
-    return scale_H.to(torch.float32) * len(scale_H) ** -0.5
+    return scale_H * len(scale_H) ** -0.5
 
 
 _AT = "layers.{layer}."
@@ -132,7 +131,7 @@ _TENSORS: Mapping[str, TensorRule] = {
     "routed_out_norm": _norm("post_feedforward_layernorm_2.weight"),
     "router": TensorRule(name=_AT + "router.proj.weight", axes=("experts", "hidden")),
     "router_norm": TensorRule(name=_AT + "router.scale", axes=("hidden",), transform=_router_norm),
-    "expert_scale": TensorRule(name=_AT + "router.per_expert_scale", axes=("experts",)),
+    "expert_scale": TensorRule(name=_AT + "router.per_expert_scale", axes=("experts",), is_fp32=True),
     "experts_gate_up": TensorRule(
         name=_AT + "experts.gate_up_proj", axes=("expert", "expert_gate_up", "hidden")
     ),

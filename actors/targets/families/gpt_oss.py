@@ -80,7 +80,7 @@ _DOWN: tuple[Axis, Axis] = ("expert", "hidden")
 _GATE_UP_PROJ, _DOWN_PROJ = "mlp.experts.gate_up_proj", "mlp.experts.down_proj"
 _TENSORS: Mapping[str, TensorRule] = {
     **{part: rule for part, rule in TENSORS.items() if "mlp." not in rule.name},
-    "sinks": _rule("self_attn.sinks", "q_heads", transform=Tensor.float),
+    "sinks": _rule("self_attn.sinks", "q_heads", is_fp32=True),
     "router": _rule("mlp.router.weight", "experts", "hidden"),
     "router_bias": _rule("mlp.router.bias", "experts"),
     "experts_gate_up_bias": _rule(f"{_GATE_UP_PROJ}_bias", *_PAIRS, transform=_deinterleave),

@@ -24,7 +24,7 @@ from ....drafter.compute.layers.rope import RopeConfig
 from ..model.attention import TargetAttention
 from ..model.mlp_spec import GatedMLP
 from ..model.model_spec import LayerSpec, ModelSpec, MtpSpec, TensorRule, Transform
-from .shared.deepseek_moe import EXPERT_TENSORS, SigmoidExpertsConfig, in_fp32
+from .shared.deepseek_moe import EXPERT_TENSORS, SigmoidExpertsConfig
 from .shared.llama_like import model_of, refuse_rope_scaling
 
 _ROTARY_FACTOR = 0.334  # rotated share of a head if config.json does not say: 64 of 192 dimensions
@@ -111,7 +111,7 @@ def _tensors(value_scale: float) -> Mapping[str, TensorRule]:
         **EXPERT_TENSORS,
         "v": replace(EXPERT_TENSORS["v"], transform=scaled),
         "v_bias": replace(EXPERT_TENSORS["v_bias"], transform=scaled),
-        "sinks": TensorRule(name=sinks, axes=("q_heads",), transform=in_fp32),
+        "sinks": TensorRule(name=sinks, axes=("q_heads",), is_fp32=True),
     }
 
 

@@ -20,7 +20,6 @@ from ....drafter.compute.layers.rope import RopeConfig
 from ..model.attention import TargetAttention
 from ..model.mlp_spec import RoutedMLP
 from ..model.model_spec import LayerSpec, ModelSpec, TensorRule
-from .shared.deepseek_moe import in_fp32
 from .shared.llama_like import TENSORS, PlainConfig, model_of
 
 _THETA = 5e6
@@ -64,10 +63,8 @@ _TENSORS: Mapping[str, TensorRule] = {
     **TENSORS,
     "q_norm": replace(TENSORS["q_norm"], axes=("q",)),
     "k_norm": replace(TENSORS["k_norm"], axes=("kv",)),
-    "router": TensorRule(name=_MOE + "gate.weight", axes=("experts", "hidden"), transform=in_fp32),
-    "router_correction": TensorRule(
-        name=_MOE + "e_score_correction_bias", axes=("experts",), transform=in_fp32
-    ),
+    "router": TensorRule(name=_MOE + "gate.weight", axes=("experts", "hidden"), is_fp32=True),
+    "router_correction": TensorRule(name=_MOE + "e_score_correction_bias", axes=("experts",), is_fp32=True),
     "expert_gate": TensorRule(name=_EXPERT + "w1.weight", axes=("expert_inner", "hidden")),
     "expert_up": TensorRule(name=_EXPERT + "w3.weight", axes=("expert_inner", "hidden")),
     "expert_down": TensorRule(name=_EXPERT + "w2.weight", axes=("hidden", "expert_inner")),

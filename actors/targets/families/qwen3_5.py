@@ -33,7 +33,6 @@ from ..model.delta_net import DeltaNet
 from ..model.mlp_spec import GatedMLP, RoutedMLP
 from ..model.model_spec import LayerSpec, ModelSpec, MtpSpec, TensorRule, Transform
 from .gemma3 import one_plus
-from .shared.deepseek_moe import in_fp32
 from .shared.llama_like import TENSORS, PlainConfig, model_of
 from .shared.qwen_moe import EXPERT_TENSORS, SHARED_TENSORS, SoftmaxExpertsConfig
 
@@ -125,11 +124,11 @@ def _half_of_each_head(head_dim: int, which: int, rows_OH: Tensor) -> Tensor:
 
 
 def _negative_exp(a_log_V: Tensor) -> Tensor:
-    return -in_fp32(a_log_V).exp()
+    return -a_log_V.exp()
 
 
 def _squeeze_kernel(kernel_C1T: Tensor) -> Tensor:
-    return in_fp32(kernel_C1T.squeeze(1))
+    return kernel_C1T.squeeze(1)
 
 
 DELTA = "layers.{layer}.linear_attn."
@@ -150,10 +149,13 @@ def _tensors(head_dim: int) -> Mapping[str, TensorRule]:
             name=DELTA + "conv1d.weight",
             axes=("delta_channels", "one", "delta_taps"),
             transform=_squeeze_kernel,
+            is_fp32=True,
         ),
-        "delta_rate": TensorRule(name=DELTA + "A_log", axes=("delta_heads",), transform=_negative_exp),
-        "delta_dt_bias": TensorRule(name=DELTA + "dt_bias", axes=("delta_heads",), transform=in_fp32),
-        "delta_norm": TensorRule(name=DELTA + "norm.weight", axes=("delta_value",), transform=in_fp32),
+        "delta_rate": TensorRule(
+            name=DELTA + "A_log", axes=("delta_heads",), transform=_negative_exp, is_fp32=True
+        ),
+        "delta_dt_bias": TensorRule(name=DELTA + "dt_bias", axes=("delta_heads",), is_fp32=True),
+        "delta_norm": TensorRule(name=DELTA + "norm.weight", axes=("delta_value",)),
         "delta_out": TensorRule(name=DELTA + "out_proj.weight", axes=("hidden", "delta_values")),
     }
 

@@ -90,7 +90,8 @@ class TensorRule:
         name: after the checkpoint's own prefix (`weights.py`), with {layer} and, if each has one, {expert}.
         axes: its dimensions, which determine its shape and a rank's slice.
         stored: dtypes in which a checkpoint may store it, as safetensors names them.
-        transform: applied at load to the rank's slice (of one expert). A result in fp32 stays fp32.
+        transform: applied at load to the rank's slice (of one expert).
+        is_fp32: read and kept in fp32, whatever the computing dtype.
         first_rank: only rank 0 has it, since the ranks' results are summed.
         is_beside_body: named outside of the body's prefix (the head).
         constant: not in the checkpoint (`name` is empty): every element has this value, in fp32.
@@ -101,6 +102,7 @@ class TensorRule:
     stored: tuple[str, ...] = FLOATS
     constant: float | None = None
     transform: Callable[[Tensor], Tensor] | None = None
+    is_fp32: bool = False
     first_rank: bool = False
     is_beside_body: bool = False
 

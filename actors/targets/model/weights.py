@@ -157,14 +157,14 @@ class TargetWeights:
         tensor = self._slice(rule, layer, expert).to(self._device)
         if part in _ROTATED:
             tensor = _arrange_for_rope(tensor, part, self.spec.attention(layer))
+        is_fp32 = rule.is_fp32 or (self.spec.fp32_norms and part.endswith("norm"))
+        if is_fp32:
+            tensor = tensor.to(torch.float32)
         if rule.transform is not None:
             tensor = rule.transform(tensor)
-            if tensor.dtype is torch.float32:
-                return tensor
-        if tensor.dtype is torch.uint8:
-            return tensor  # packed weights
-        stays_fp32 = part in _FP32_PARTS or (self.spec.fp32_norms and part.endswith("norm"))
-        return tensor.to(torch.float32 if stays_fp32 else self.dtype)
+        if is_fp32 or tensor.dtype is torch.uint8:  # packed weights
+            return tensor
+        return tensor.to(self.dtype)
 
     def matrix(self, part: str, layer: int) -> Matrix:
         """Return this rank's slice of a matrix, as codes where they are kept and no group is cut."""
@@ -239,7 +239,6 @@ def _read_latent(parts: _LayerParts) -> LatentTensors | None:
     return LatentTensors(parts.optional("q_down_norm"), parts.optional("q_up"), kv_norm_C, kv_up_UC)
 
 
-_FP32_PARTS = frozenset({"router_correction", "expert_scale"})  # the router's choices depend on these
 # Tensors whose rows are heads that rope rotates: all of their rows, or with latent attention the last ones.
 _ROTATED = frozenset({"q", "k", "q_bias", "k_bias", "q_norm", "k_norm", "q_up", "kv_down"})
 

@@ -100,6 +100,27 @@ def test_the_text_model_of_a_multimodal_checkpoint_is_found(
     assert torch.equal(weights[0].final_norm(), weights[1].final_norm())
 
 
+# Tensors of which decisions, states and sums depend on more bits than those of 16.
+IN_FP32 = {"router_correction", "expert_scale", "sinks", "delta_conv", "delta_rate", "delta_dt_bias"}
+
+
+@pytest.mark.parametrize("family", TINY_FAMILIES)
+def test_tensors_stored_in_fp32_get_the_computing_dtype(family: str, tmp_path: Path) -> None:
+    """Except for those that are kept in fp32 by name, and norms of families that keep them."""
+    folder = make_tiny_target(tmp_path, family)
+    spec = read_model(folder)
+    weights = TargetWeights(folder, spec, Sharding(spec, 0, 1), torch.bfloat16, CPU)
+    for i, layer in enumerate(spec.layers):
+        in_fp32 = IN_FP32
+        if layer.routed is not None and layer.routed.router.score == "sigmoid":
+            in_fp32 = in_fp32 | {"router"}
+        for part in weights.spec.layer_parts(i):
+            if weights.spec.tensors[part].constant is None:
+                stays = part in in_fp32 or (part.endswith("norm") and spec.fp32_norms)
+                expected = torch.float32 if stays else torch.bfloat16
+                assert weights.part(part, i).dtype is expected, f"{part} of layer {i}"
+
+
 def test_norms_that_are_offset_stay_in_fp32(tmp_path: Path) -> None:
     folder = make_tiny_target(tmp_path, "gemma3")
     spec = read_model(folder)

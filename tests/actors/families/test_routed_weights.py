@@ -123,8 +123,8 @@ def test_a_rank_reads_its_own_part_and_nothing_else(tmp_path: Path, form: str) -
 def test_routing_is_in_fp32_and_one_rank_adds_the_bias(tmp_path: Path) -> None:
     at = "layers.{layer}.mlp."
     rules = {
-        "router_correction": TensorRule(name=at + "gate.correction", axes=("experts",)),
-        "expert_scale": TensorRule(name=at + "gate.scale", axes=("experts",)),
+        "router_correction": TensorRule(name=at + "gate.correction", axes=("experts",), is_fp32=True),
+        "expert_scale": TensorRule(name=at + "gate.scale", axes=("experts",), is_fp32=True),
         "experts_gate_up_bias": TensorRule(name=at + "gate_up.bias", axes=("expert", "expert_gate_up")),
         "experts_down_bias": TensorRule(name=at + "down.bias", axes=("expert", "hidden")),
     }

@@ -47,6 +47,7 @@ SELECTOR = "qwen3 in bf16 by a selector"  # likewise: no convolutions, so the co
 DSPARK = ("qwen3 by DSpark", "qwen3 in bf16 by DSpark")  # likewise: its anchors predict, too
 EAGLE3 = ("qwen3 by EAGLE-3", "qwen3 in bf16 by EAGLE-3")  # likewise
 MTP = ("qwen3_5 by MTP", "deepseek_v3 by MTP")  # likewise
+PACKED_MTP = "qwen3_5 by MTP in bf16 with int8 weights"  # likewise, by packed products between loops
 ASSISTANT = "gemma4 by its assistant"  # likewise
 WINDOW = "qwen3 with a draft window"  # likewise
 NGRAM = "qwen3 by n-grams"  # likewise
@@ -137,11 +138,12 @@ def mtp_and_window_cells(*, whole: bool = WHOLE) -> Iterator[tuple[str, str, int
     short = {
         (MTP[0], "planned ahead, forced preemption", 3),
         (MTP[1], "forced preemption with prefix cache", 3),
+        (PACKED_MTP, "chunks of 16 rows", 3),
         (WINDOW, "planned ahead, forced preemption", 15),
         (ASSISTANT, "chunks of 16 rows", 3),
         (ASSISTANT, "forced preemption with prefix cache", 3),
     }
-    for pair in (*MTP, WINDOW, ASSISTANT):
+    for pair in (*MTP, PACKED_MTP, WINDOW, ASSISTANT):
         for engine in ENGINES:
             for drafts in DRAFTS:
                 if whole or (pair, engine, drafts) in short:
@@ -289,6 +291,9 @@ def make_pair(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Pair]
             return replace(pair, drafter=drafter, method="mtp", is_assistant=True)
         if name in MTP:
             return replace(make(family), method="mtp")
+        if name == PACKED_MTP:
+            how = {"dtype": "bfloat16", "quantization": "int8", "num_threads": 1}
+            return replace(make(MTP[0]), how=how)
         if name == NGRAM:
             return replace(make(family), method="ngram")
         if name in SUFFIX:

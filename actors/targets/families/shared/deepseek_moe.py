@@ -9,9 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-import torch
 from pydantic import AliasChoices, Field
-from torch import Tensor
 
 from .....drafter.compute.checkpoint.hf_config import Count, wrong
 from .....drafter.compute.layers.moe import MoeRouter
@@ -66,18 +64,14 @@ class SigmoidExpertsConfig(PlainConfig):
         return RoutedMLP(router=router, inner_size=inner, shared=shared)
 
 
-def in_fp32(tensor: Tensor) -> Tensor:
-    return tensor.to(torch.float32)
-
-
 _MLP = "layers.{layer}.mlp."
 _EXPERT = _MLP + "experts.{expert}."
 
 EXPERT_TENSORS: Mapping[str, TensorRule] = {
     **TENSORS,
-    "router": TensorRule(name=_MLP + "gate.weight", axes=("experts", "hidden"), transform=in_fp32),
+    "router": TensorRule(name=_MLP + "gate.weight", axes=("experts", "hidden"), is_fp32=True),
     "router_correction": TensorRule(
-        name=_MLP + "gate.e_score_correction_bias", axes=("experts",), transform=in_fp32
+        name=_MLP + "gate.e_score_correction_bias", axes=("experts",), is_fp32=True
     ),
     "expert_gate": TensorRule(name=_EXPERT + "gate_proj.weight", axes=("expert_inner", "hidden")),
     "expert_up": TensorRule(name=_EXPERT + "up_proj.weight", axes=("expert_inner", "hidden")),
