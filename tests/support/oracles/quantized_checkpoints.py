@@ -1,9 +1,8 @@
 """Tiny checkpoints in published quantization formats, and the numbers that they stand for.
 
 Written from the formats' definitions, apart from the product's readers: matrices are filled with random codes
-and scales, packed bit by bit, and decoded element by element with Python's integers. The numbers equal what
-the formats' own code makes of the same tensors: compressed-tensors' compressors (0.20), AutoAWQ's
-`packing_utils.py`, GPTQModel's `qlinear` modules and ModelOpt's `nvfp4_tensor.py`.
+and scales, packed bit by bit, and decoded element by element with Python's integers.
+`tests/drafter/checkpoint/test_format_packages.py` compares the product with the formats' own code.
 """
 
 from __future__ import annotations
