@@ -246,9 +246,9 @@ class EngineConfig:
             per weight; not for checkpoints that are quantized already. Embedding, routers, experts and, but
             for integers on CPUs (8 bits), the head are not quantized.
         kv_cache_dtype: data type of stored K/V, of the drafter's as well: "auto" is `dtype`; "fp8" (or
-            "fp8_e4m3") rounds them to e4m3 without scales, so that the same memory holds twice the tokens and
-            attention reads half the bytes. Outputs are those of the target with such K/V, with drafts or
-            without. Not with the kernels "compiled" and "flash_attn".
+            "fp8_e4m3") rounds them to e4m3, by the scales of the target's checkpoint if it has any: the same
+            memory holds twice the tokens and attention reads half the bytes. Outputs are those of the target
+            with such K/V, with drafts or without. Not with the kernels "compiled" and "flash_attn".
         batch_invariant: give a row the same bits in any batch; refused where that is impossible. Speculation
             and other requests then change no token in half precision either. Checked at start. On a GPU a
             product reads its weights once per 64 rows, for prompts as well.

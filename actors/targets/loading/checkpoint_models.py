@@ -42,7 +42,15 @@ class Checkpoints:
             plan.target_folder if _reads_weights(plan) else _random_tensors(plan, target_shapes(plan.target))
         )
         kept = keeps_codes(plan) and not self.dequantizes
-        return TargetWeights(source, plan.target, sharding, plan.dtype, plan.device, keeps_codes=kept)
+        return TargetWeights(
+            source,
+            plan.target,
+            sharding,
+            plan.dtype,
+            plan.device,
+            keeps_codes=kept,
+            has_fp8_kv=plan.kv_dtype is not plan.dtype,
+        )
 
     def drafter(self, plan: LoadPlan, shared_embeddings: TargetEmbeddings, backend: Backend) -> Drafter:
         """Return the plan's drafter; its checkpoint was checked when the plan was made."""

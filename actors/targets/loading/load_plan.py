@@ -16,7 +16,7 @@ from ....cluster.config import EngineConfig, SpeculativeConfig
 from ....cluster.errors import CheckpointError, ConfigError
 from ....cluster.pages.kv_cache_groups import KVCacheLayout, plan_kv_cache
 from ....drafter.compute.backend import DeviceCapabilities, ModelStackSpec
-from ....drafter.compute.checkpoint.quantization.quantized_tensors import open_folder, unused_scales
+from ....drafter.compute.checkpoint.quantization.quantized_tensors import open_folder
 from ....drafter.dflash.checkpoint import check_drafter
 from ....drafter.dflash.config import DrafterConfig
 from ....drafter.dflash.target_features import TargetFacts
@@ -29,7 +29,7 @@ from ..model.assistant import AssistantConfig
 from ..model.model_spec import ModelSpec
 from ..model.mtp import MTP_DRAFTS, MtpConfig, count_mtp_layers
 from ..model.tensor_parallel import Sharding
-from ..model.weights import open_checkpoint, target_shapes
+from ..model.weights import open_checkpoint, target_shapes, unused_scales
 from .backend_selection import INTEGERS, BackendName
 from .cpu_autotune import choose_cpu_config
 from .draft_window import DraftConfig, find_window, with_window
@@ -120,7 +120,7 @@ def plan_load(config: EngineConfig) -> LoadPlan:
     folder, draft_folder, drafter = target_folder(config), None, None
     target = read_model(folder, config.hf_overrides)
     Sharding(target, 0, config.tensor_parallel_size)
-    unused = unused_scales(open_checkpoint(folder, target)) if config.load_format == "auto" else ()
+    tensors = open_checkpoint(folder, target) if config.load_format == "auto" else None
     target, doubts = _with_end_token(config, folder, target)
     if (spec := config.speculative_config) is not None and spec.model is not None:
         draft_folder = drafter_folder(config, spec.model)
@@ -138,6 +138,9 @@ def plan_load(config: EngineConfig) -> LoadPlan:
         window = find_window(spec, target, drafter, length, passes)
         drafter = with_window(drafter, window)
     plan = plan_models(config, folder, target, draft_folder, drafter, length)
+    with_kv = [target, *([drafter.model] if isinstance(drafter, MtpConfig) else [])]
+    with_kv = [] if kv_dtype(config) is None else with_kv
+    unused = () if tensors is None else unused_scales(tensors, with_kv)
     if draft_folder is not None and drafter is not None:
         if not isinstance(drafter, AssistantConfig):
             read_drafter(config, draft_folder, plan.facts)

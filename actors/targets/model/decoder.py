@@ -56,7 +56,7 @@ class Decoder:
         spec, sharding = weights.spec, weights.sharding
         self.spec = spec
         self.places = tuple(places) or tuple(LayerPlace(0, layer) for layer in range(len(spec.attentions)))
-        self._sharding = sharding
+        self._sharding, self._kv_scales = sharding, weights.kv_scales()
         embedding_UH = weights.embedding()
         self.dtype, self.device = embedding_UH.dtype, embedding_UH.device
         # The scale is rounded to the weights' dtype, as in the model's reference code.
@@ -86,7 +86,8 @@ class Decoder:
     ) -> PagedKVCache:
         """Return pages for K/V of `dtype`, by default the model's."""
         geometries, dtype = self._sharding.kv_geometries(), dtype or self.dtype
-        return PagedKVCache(self.places, num_pages, page_size, geometries, dtype, self.device, states)
+        sizes, scales = (self.places, num_pages, page_size, geometries), self._kv_scales
+        return PagedKVCache(*sizes, dtype, self.device, states, scales)
 
     @property
     def is_split(self) -> bool:

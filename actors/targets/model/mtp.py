@@ -150,11 +150,12 @@ class MtpDrafter:
         ]
         backend.expert_reads = counted
         self.dtype, self.device = weights.dtype, target_norm_H.device
+        self._kv_scales = weights.kv_scales()
 
     def new_cache(self, num_pages: int, page_size: int, dtype: torch.dtype | None = None) -> PagedKVCache:
         """Return pages for K/V of `dtype`, by default the layers'."""
-        geometry = self.config.kv_geometry
-        return PagedKVCache(self.places, num_pages, page_size, geometry, dtype or self.dtype, self.device)
+        sizes, scales = (self.places, num_pages, page_size, self.config.kv_geometry), self._kv_scales
+        return PagedKVCache(*sizes, dtype or self.dtype, self.device, scales=scales)
 
     def features(self, taps_NmH: Tensor) -> Tensor:
         """Return the target's normed hidden states y [N, H] of its rows."""

@@ -20,6 +20,7 @@ from ....cluster.errors import CheckpointError
 from ....drafter.compute.checkpoint.quantization.quantized_tensors import QuantizedFolder, open_folder
 from ....drafter.compute.checkpoint.quantized_matrix import Matrix, cat_rows
 from ....drafter.compute.checkpoint.safetensors_reader import TensorFolder, TensorSource
+from ....drafter.compute.memory.kv_cache import UNSCALED, KVScales
 from .attention import TargetAttention
 from .delta_net import DeltaNet, DeltaTensors, read_delta
 from .mlp_weights import MlpTensors, ParallelMlpTensors, read_dense, read_routed
@@ -73,6 +74,7 @@ class TargetWeights:
 
     `source`: a folder, with files that are opened and checked, or tensors in memory (`target_shapes`).
     `keeps_codes`: quantized matrices are read as codes where possible (`linear_of_codes` takes them).
+    `has_fp8_kv`: K and V are stored in e4m3.
     """
 
     def __init__(
@@ -84,8 +86,10 @@ class TargetWeights:
         device: torch.device,
         *,
         keeps_codes: bool = False,
+        has_fp8_kv: bool = False,
     ) -> None:
         self.dtype, self._device, self._keeps_codes = dtype, device, keeps_codes
+        self._has_fp8_kv = has_fp8_kv
         self._tensors = open_checkpoint(source, spec, dtype) if isinstance(source, Path) else source
         self._prefixes = _prefixes(self._tensors.shapes)
         self.spec, self.sharding = _in_stored_form(spec, self._tensors.shapes, self._prefixes), sharding
@@ -147,6 +151,13 @@ class TargetWeights:
         rows_UH = self.part(part)
         missing = self.sharding.vocab_rows - len(rows_UH)
         return torch.nn.functional.pad(rows_UH, (0, 0, 0, missing)) if missing else rows_UH
+
+    def kv_scales(self) -> list[KVScales]:
+        """Return the scales of K and V in e4m3 of each layer with attention; 1 where none are stored."""
+        modules, tensors = _attention_modules(self.spec, self._prefixes), self._tensors
+        if not self._has_fp8_kv or not isinstance(tensors, QuantizedFolder):
+            return [UNSCALED] * len(modules)
+        return [UNSCALED if module is None else tensors.kv_scales(module) for module in modules]
 
     def part(self, part: str, layer: int = 0, expert: int = 0) -> Tensor:
         """Return this rank's slice of a part (`ModelSpec.tensors`) on the device, in the computing dtype."""
@@ -266,6 +277,32 @@ def open_checkpoint(
     tensors.refuse_stray_scales(read)
     _refuse_unexpected(tensors, spec, prefixes)
     return tensors
+
+
+def unused_scales(
+    tensors: TensorFolder | QuantizedFolder, with_fp8_kv: Sequence[ModelSpec] = ()
+) -> tuple[str, ...]:
+    """Return sentences about a checkpoint's scales that are not applied.
+
+    `with_fp8_kv`: its models with K and V in e4m3. Raises CheckpointError as `find_kv_scales`.
+    """
+    if not isinstance(tensors, QuantizedFolder):
+        return ()
+    prefixes, used = _prefixes(tensors.shapes), set[str]()
+    for spec in with_fp8_kv:
+        for module in _attention_modules(spec, prefixes):
+            used.update((module and tensors.kv_scale_names(module)) or ())
+    return tensors.notes(used)
+
+
+def _attention_modules(spec: ModelSpec, prefixes: tuple[str, str]) -> list[str | None]:
+    """Return the module of each layer with attention; None with latents, for which no scales are defined."""
+    mixers = [(i, layer.mixer) for i, layer in enumerate(spec.layers)]
+    return [
+        None if mixer.latent else _full_name(spec.tensors["k"], layer, prefixes).rsplit(".", 2)[0]
+        for layer, mixer in mixers
+        if isinstance(mixer, TargetAttention)
+    ]
 
 
 def _refuse_unexpected(

@@ -42,6 +42,8 @@ def paged_attention(
 ) -> Tensor:
     """Attend from every row to its request's keys in `cache`, the rows' own included; return [N, Q * F].
 
+    The layer's scales of K and V multiply scores and sums.
+
     Args:
         causal: whether a row sees only keys up to its own position.
         window: a row at p sees keys p - window < key < p + window; None is unlimited.
@@ -49,6 +51,7 @@ def paged_attention(
         first_key: keys before this position are masked, except a row's own (EAGLE-3's position 0 has none).
     """
     groups, seen = batch.groups, VisibleKeys(causal, window, first_key)
+    scale *= cache.scales(layer).k
     if len(groups) == 1 and isinstance(groups[0].rows, slice):
         return _flat(_attend(q_NQD, cache, layer, groups[0], scale, seen, sinks_Q), cache, layer)
     out_NQD = torch.empty_like(q_NQD)
@@ -68,6 +71,8 @@ def _flat(out_NQD: Tensor, cache: PagedKVCache, layer: int) -> Tensor:
     kind = cache.geometries[layer]
     if kind.v_head_dim < kind.head_dim:
         out_NQD = out_NQD[..., : kind.v_head_dim]
+    if (scale := cache.scales(layer).v) != 1.0:
+        out_NQD = out_NQD * scale
     return out_NQD.reshape(len(out_NQD), -1)
 
 

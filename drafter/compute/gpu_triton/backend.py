@@ -86,6 +86,7 @@ class PagedAttention(Protocol):
         scale: float,
         /,
         *,
+        v_scale: float = 1.0,
         sinks_Q: Tensor | None = None,
     ) -> Tensor:
         """Attend; see `paged_attention.verify_attention`. `prepared` comes from `prepare`."""
@@ -298,6 +299,7 @@ class _TritonAttention:
         shape, rows, group, rope = self._shape, step.rows, cache.group(layer), self._shape.rope
         tables = (None, None) if rope is None else (rope.cos_TD, rope.sin_TD)
         k_PSKD, v_PSKF = cache.heads(layer)
+        scales = cache.scales(layer)
         norm_rotate_write(
             qkv_NO,
             shape.q_norm_D,
@@ -309,6 +311,7 @@ class _TritonAttention:
             k_PSKD,
             v_PSKF,
             v_norm=shape.v_norm,
+            scales=scales,
         )
         kind = AttentionKind(
             num_heads=shape.num_heads,
@@ -324,7 +327,16 @@ class _TritonAttention:
         prepared = step.prepared(group, kind)
         q_NQD = qkv_NO[:, : self._q_size].unflatten(-1, (shape.num_heads, shape.head_dim))
         batch = rows.batches[group]
-        return self._attend(q_NQD, k_PSKD, v_PSKF, batch, prepared, shape.scale, sinks_Q=shape.sinks_Q)
+        return self._attend(
+            q_NQD,
+            k_PSKD,
+            v_PSKF,
+            batch,
+            prepared,
+            shape.scale * scales.k,
+            v_scale=scales.v,
+            sinks_Q=shape.sinks_Q,
+        )
 
 
 class _TritonContextWriter:

@@ -84,10 +84,12 @@ class FlashAttention:
         rows: PagedRows,
         prepared: _Prepared | WorkList,
         scale: float,
+        *,
+        v_scale: float = 1.0,
         sinks_Q: Tensor | None = None,
     ) -> Tensor:
         """Attend; see `paged_attention.verify_attention`. Returns [N, Q * F]."""
-        assert sinks_Q is None, "refused before a weight was read"
+        assert sinks_Q is None and v_scale == 1.0, "refused before a weight was read"
         if isinstance(prepared, WorkList):
             return self._split(q_NQD, k_PSKD, v_PSKF, rows, prepared, scale)
         kind, window = prepared.kind, prepared.kind.window

@@ -11,8 +11,9 @@ the widest layer needs, and narrower layers share one (`cluster/pages/kv_cache_g
     its w values                   keys of all heads [K, D], then values [K, F]; or only keys; their first
                                    F are the values (MLA)
 
-K/V are stored in the model's dtype or in e4m3 (`kv_cache_dtype`), without scales: a value is rounded when it
-is written, before any row reads it, so what rows see depends on neither batches nor drafts.
+K/V are stored in the model's dtype or in e4m3 (`kv_cache_dtype`), there divided by a constant of the layer
+if the checkpoint has one. A value is rounded when it is written, before any row reads it, so what rows see
+depends on neither batches nor drafts.
 
 A row's K and V are written at its *slot* = page id * page_size + offset. There is one more page than
 `num_pages`: discarded rows (rejected drafts, padding) are written to `skip_slot`, its first slot, so that
@@ -25,6 +26,7 @@ token in a layer, W in a plane, N rows.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -35,6 +37,16 @@ from .recurrent_state_cache import StateMemory
 E4M3_MAX = 448.0  # the largest finite value of float8_e4m3fn
 
 
+class KVScales(NamedTuple):
+    """A layer's scales of K and V in e4m3: x is stored as x / scale."""
+
+    k: float = 1.0
+    v: float = 1.0
+
+
+UNSCALED = KVScales()
+
+
 def skip_slot(num_pages: int, page_size: int) -> int:
     return num_pages * page_size
 
@@ -43,7 +55,8 @@ class PagedKVCache:
     """Keys and values of a model's layers in `num_pages` pages, plus one for discarded rows.
 
     `places` may be the number of layers that all share one group; `geometry` is of all layers, or of each;
-    `dtype` is that of stored values. `kv` is the memory of a cache with these layers; by default a new one.
+    `dtype` is that of stored values; `scales` are each layer's, only of e4m3 and not of latents. `kv` is the
+    memory of a cache with these layers; by default a new one.
     """
 
     def __init__(
@@ -55,6 +68,7 @@ class PagedKVCache:
         dtype: torch.dtype,
         device: torch.device | str,
         states: StateMemory | None = None,
+        scales: Sequence[KVScales] = (),
         kv: Tensor | None = None,
     ) -> None:
         self.states = states
@@ -81,6 +95,9 @@ class PagedKVCache:
         self._slots_1Nw = tuple(self._slots(layer, 1) for layer in range(len(places)))
         self._heads = tuple(self._split_heads(layer) for layer in range(len(places)))
         self._groups = tuple(place.group for place in places)
+        self._scales = tuple(scales) or (UNSCALED,) * len(places)
+        assert len(self._scales) == len(places), "one pair of scales per layer"
+        self._divisors_w = tuple(self._divisors(layer) for layer in range(len(places)))
 
     def _split_heads(self, layer: int) -> tuple[Tensor, Tensor]:
         kind = self.geometries[layer]
@@ -97,7 +114,19 @@ class PagedKVCache:
         """Return these layers, in this order, in the same memory; a layer may appear several times."""
         places, geometries = [self.places[i] for i in layers], [self.geometries[i] for i in layers]
         shape = (self.num_pages, self.page_size)
-        return PagedKVCache(places, *shape, geometries, self.dtype, self.device, kv=self.kv)
+        scales = [self._scales[i] for i in layers]
+        return PagedKVCache(places, *shape, geometries, self.dtype, self.device, scales=scales, kv=self.kv)
+
+    def _divisors(self, layer: int) -> Tensor | None:
+        """Return the scale of each of a layer's w values, fp32; None if all are 1."""
+        kind, scales = self.geometries[layer], self._scales[layer]
+        if scales == UNSCALED:
+            return None
+        assert self.dtype is torch.float8_e4m3fn and not kind.v_in_k, (
+            "scales are those of keys and values in e4m3"
+        )
+        sizes = torch.tensor([kind.num_kv_heads * kind.head_dim, kind.num_kv_heads * kind.v_head_dim])
+        return torch.tensor(scales).repeat_interleave(sizes).to(self.device)
 
     @property
     def skip_slot(self) -> int:
@@ -105,6 +134,9 @@ class PagedKVCache:
 
     def group(self, layer: int) -> int:
         return self._groups[layer]
+
+    def scales(self, layer: int) -> KVScales:
+        return self._scales[layer]
 
     def pages(self, layer: int) -> Tensor:
         """Return a layer's pages [P + 1, S, w]."""
@@ -138,10 +170,10 @@ class PagedKVCache:
         NaNs and infinities become 0: other requests gather these rows and hide them with an additive mask,
         which NaN + -inf and 0 x NaN would defeat.
         """
-        _copy_rows(self._slots_1Nw[layer][0], 0, slots_N, kv_Nw)
+        _copy_rows(self._slots_1Nw[layer][0], 0, slots_N, kv_Nw, self._divisors_w[layer])
 
     def write_all(self, first: int, slots_N: Tensor, kv_LN2KD: Tensor) -> None:
-        """Write rows of consecutive layers of one group, as `write` does."""
+        """Write rows of consecutive layers of one group, as `write` does. They have no scales."""
         _copy_rows(self.planes(first, len(kv_LN2KD)).flatten(1, 2), 1, slots_N, kv_LN2KD)
 
     def compact_rows(self, source_slots: Tensor, target_slots: Tensor) -> None:
@@ -162,10 +194,13 @@ class PagedKVCache:
         return num_planes * page_size * width * dtype.itemsize
 
 
-def _copy_rows(stored: Tensor, dim: int, slots_N: Tensor, values: Tensor) -> None:
+def _copy_rows(
+    stored: Tensor, dim: int, slots_N: Tensor, values: Tensor, divisors_w: Tensor | None = None
+) -> None:
     values = values.nan_to_num(0.0, 0.0, 0.0)
     if stored.dtype is torch.float8_e4m3fn:  # copied as bytes: PyTorch has no index_copy_ of it on CPUs
-        codes = values.float().clamp(-E4M3_MAX, E4M3_MAX).to(stored.dtype)
+        values = values.float() if divisors_w is None else values.float() / divisors_w
+        codes = values.clamp(-E4M3_MAX, E4M3_MAX).to(stored.dtype)
         stored, values = stored.view(torch.uint8), codes.view(torch.uint8)
     stored.index_copy_(dim, slots_N, values)
 

@@ -19,7 +19,7 @@ from manta.actors.targets.loading.memory_budget import affordable_pages, page_by
 from manta.cluster.errors import ConfigError
 from manta.cluster.pages.kv_cache_groups import KVCacheSpec
 from manta.drafter.compute.gpu_triton.common.e4m3 import as_stored
-from manta.drafter.compute.memory.kv_cache import E4M3_MAX, PagedKVCache
+from manta.drafter.compute.memory.kv_cache import E4M3_MAX, KVScales, PagedKVCache
 from support.checkpoints.tiny import make_tiny_drafter, make_tiny_target
 from support.engines.device_engines import CASES, generate, opened
 from support.engines.devices import DEVICE
@@ -30,24 +30,26 @@ pytestmark = pytest.mark.xdist_group("device runner")
 
 
 @triton.jit
-def _store(values_ptr, stored_ptr, COUNT: tl.constexpr):
+def _store(values_ptr, stored_ptr, scale, COUNT: tl.constexpr):
     at = tl.program_id(0) * COUNT + tl.arange(0, COUNT)
-    tl.store(stored_ptr + at, as_stored(tl.load(values_ptr + at), stored_ptr.dtype.element_ty))
+    tl.store(stored_ptr + at, as_stored(tl.load(values_ptr + at), stored_ptr.dtype.element_ty, scale))
 
 
+@pytest.mark.parametrize("scale", [None, 0.37, 1e-6])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-def test_kernels_round_every_value_as_the_definition(dtype: torch.dtype) -> None:
+def test_kernels_round_every_value_as_the_definition(dtype: torch.dtype, scale: float | None) -> None:
     """All values of 16 bits: ties, subnormals, values beyond the largest, infinities and NaNs."""
     bits = torch.arange(-(2**15), 2**15, dtype=torch.int32, device=DEVICE).to(torch.int16)
     values = bits.view(torch.float16).float() if dtype is torch.float32 else bits.view(dtype)
-    cache = PagedKVCache(1, 2**10, 2, KVCacheSpec(1, 16, 16), torch.float8_e4m3fn, DEVICE)
+    scales = [KVScales(scale, scale)] if scale else []
+    cache = PagedKVCache(1, 2**10, 2, KVCacheSpec(1, 16, 16), torch.float8_e4m3fn, DEVICE, scales=scales)
     cache.write(0, torch.arange(2**11, device=DEVICE), values.view(2**11, 32))
     stored = torch.empty(2**16, dtype=torch.float8_e4m3fn, device=DEVICE)
-    _store[(16,)](values, stored, COUNT=2**12)
+    _store[(16,)](values, stored, scale, COUNT=2**12)
     definition = cache.slots(0)[0, : 2**11].flatten()
     assert torch.equal(stored.view(torch.uint8), definition.view(torch.uint8))
     finite = values.float().abs() < torch.inf
-    nearest = values[finite].float().clamp(-E4M3_MAX, E4M3_MAX)
+    nearest = (values[finite].float() / (scale or 1.0)).clamp(-E4M3_MAX, E4M3_MAX)
     assert ((definition[finite].float() - nearest).abs() <= nearest.abs() / 16 + 2**-10).all()
     assert not definition[~finite].float().any()
 

@@ -34,7 +34,7 @@ from manta.drafter.compute.gpu_triton.attention.attention_tiles import (
 )
 from manta.drafter.compute.gpu_triton.attention.paged_attention import verify_attention
 from manta.drafter.compute.gpu_triton.flash_attention import FlashAttention, why_not
-from manta.drafter.compute.memory.kv_cache import PagedKVCache
+from manta.drafter.compute.memory.kv_cache import UNSCALED, KVScales, PagedKVCache
 from support.engines.devices import DEVICE, HALVES, ON_GPU
 from torch import Tensor
 
@@ -55,6 +55,7 @@ class Shape:
     dtype: torch.dtype = torch.float32
     v_dim: int | None = None
     kv_dtype: torch.dtype | None = None
+    scales: KVScales = UNSCALED
 
     @property
     def geometry(self) -> KVCacheSpec:
@@ -69,8 +70,9 @@ class Case:
         self.shape, self.lengths, self.num_rows = shape, lengths, rows
         used = [-(-length // shape.page_size) for length in lengths]
         nowhere = sum(used)  # a page of NaN, to which the table points beyond a request's length
+        sizes = 2, nowhere + 1, shape.page_size, shape.geometry
         self.cache = PagedKVCache(
-            2, nowhere + 1, shape.page_size, shape.geometry, shape.kv_dtype or shape.dtype, DEVICE
+            *sizes, shape.kv_dtype or shape.dtype, DEVICE, scales=[UNSCALED, shape.scales]
         )
         self.cache.kv.fill_(NAN)
         order = torch.randperm(nowhere).int().split(used)
@@ -120,7 +122,8 @@ class Case:
             v_PSKD,
             self.rows,
             list_work(self.kind(**kind), self.rows, workspace),
-            self.scale,
+            self.scale * self.shape.scales.k,
+            v_scale=self.shape.scales.v,
             sinks_Q=self.sinks if sinks else None,
         )
         assert not workspace.arrived.any(), "counters are zeros between launches"
@@ -138,7 +141,8 @@ class Case:
                 .flatten(0, 1)[:length]
                 .double()
                 .repeat_interleave(self.shape.heads // self.shape.kv_heads, 1)
-                for pages in self.cache.heads(1)
+                * scale
+                for pages, scale in zip(self.cache.heads(1), self.shape.scales, strict=True)
             )
             p, t = torch.arange(length - count, length)[:, None], torch.arange(length)
             seen = (t <= p) if causal else torch.ones(count, length, dtype=torch.bool)
@@ -223,11 +227,13 @@ def test_heads_dims_pages_and_dtypes_of_real_models_equal_dense_attention(shape,
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, *HALVES])
+@pytest.mark.parametrize("scales", [UNSCALED, KVScales(0.3, 1.7)])
 @pytest.mark.parametrize(("batch_invariant", "window"), [(False, None), (True, None), (False, 20)])
 def test_keys_and_values_in_e4m3_equal_dense_attention_over_them(
-    batch_invariant: bool, window: int | None, dtype: torch.dtype
+    batch_invariant: bool, window: int | None, scales: KVScales, dtype: torch.dtype
 ) -> None:
-    case = Case(Shape(dtype=dtype, kv_dtype=torch.float8_e4m3fn), [100, 40, 300], [3, 1, 4], padding=2)
+    shape = Shape(dtype=dtype, kv_dtype=torch.float8_e4m3fn, scales=scales)
+    case = Case(shape, [100, 40, 300], [3, 1, 4], padding=2)
     assert case.cache.kv.dtype is torch.float8_e4m3fn
     workspace = case.workspace(batch_invariant=batch_invariant)
     case.check(sinks=True, window=window, workspace=workspace)

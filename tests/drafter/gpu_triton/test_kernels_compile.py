@@ -109,7 +109,8 @@ def _attention(
     pointers |= dict.fromkeys(("slots_ptr", "cu_rows_ptr", "kv_lengths_ptr", "page_table_ptr"), "*i32")
     pointers |= {"q_tail_ptr": f"*{dtype}:16"} if tail else {}
     strides = ("q_row", "q_head", "tail_row", "tail_head", "page", "token", "kv_head")
-    signature = pointers | {f"{name}_stride": "i32:16" for name in strides} | {"scale": "fp32"}
+    signature = pointers | {f"{name}_stride": "i32:16" for name in strides}
+    signature |= {"scale": "fp32", "v_scale": "fp32"}
     signature |= dict.fromkeys(("num_rows", "num_requests", "depth", "table_stride"), "i32")
     signature |= {"sinks_ptr": "*fp32:16"} if sinks else {}
     signature |= {"paths_ptr": "*i32", "positions_ptr": "*i64"} if tree else {}
@@ -556,6 +557,7 @@ def _write(
     given = ("qkv_ptr", "k_ptr", "v_ptr", *(tables if rotated else ()))
     signature = dict.fromkeys(given, f"*{dtype}:16") | _ROW_ARGUMENTS | {"slot_stride": "i32:16"}
     signature |= dict.fromkeys(("k_ptr", "v_ptr"), f"*{kv or dtype}:16")
+    signature |= dict.fromkeys(("k_scale", "v_scale"), "fp32")
     signature |= dict.fromkeys(norms if normed else (), f"*{weight or dtype}:16")
     widths = {"HALF": dim // 2, "WIDTH": tile_width(dim) // 2}
     widths |= {"V_HALF": (v_dim or dim) // 2, "V_WIDTH": tile_width(v_dim or dim) // 2}

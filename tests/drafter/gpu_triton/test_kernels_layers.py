@@ -20,7 +20,7 @@ from manta.drafter.compute.gpu_triton.common.element_ops import add_rms_norm, ga
 from manta.drafter.compute.layers.linear import Activation, HeadNorm, RMSNorm
 from manta.drafter.compute.layers.linear import gate as gate_of_the_layer
 from manta.drafter.compute.layers.rope import RopeConfig, RotaryEmbedding
-from manta.drafter.compute.memory.kv_cache import PagedKVCache
+from manta.drafter.compute.memory.kv_cache import UNSCALED, KVScales, PagedKVCache
 from support.engines.devices import DEVICE, HALVES, ON_GPU
 from torch import Tensor
 from torch.nn import functional as F
@@ -272,6 +272,24 @@ def test_values_are_normed_if_the_model_needs_it(dtype: torch.dtype, dim: int):
     )
     assert_same(qkv_NJD[:, :4], expected_q)
     assert_same(cache.kv, expected_cache.kv)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_heads_are_divided_by_the_scales_of_e4m3(dtype: torch.dtype):
+    qkv_NJD, (positions_N, slots_N) = 3 * randn(9, 8, 24, dtype=dtype), some_rows(9)
+    geometry, scales = KVCacheSpec(2, 24, 24), KVScales(0.011, 0.0073)
+    caches = [
+        PagedKVCache(1, NUM_PAGES, PAGE_SIZE, geometry, torch.float8_e4m3fn, DEVICE, scales=[each])
+        for each in (scales, scales, UNSCALED)
+    ]
+    for cache in caches[1:]:
+        cache.write(0, slots_N, qkv_NJD[:, 4:].flatten(1))
+    none = (None, None, EPS, None, None)
+    norm_rotate_write(
+        qkv_NJD.flatten(1), *none, positions_N, slots_N, *caches[0].heads(0), scales=caches[0].scales(0)
+    )
+    got, expected, unscaled = (cache.kv.view(torch.uint8) for cache in caches)
+    assert torch.equal(got, expected) and not torch.equal(got, unscaled)
 
 
 def test_rows_may_be_slices_with_padding_and_small_integers():

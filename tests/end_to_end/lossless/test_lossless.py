@@ -28,6 +28,7 @@ from support.checkpoints.families import FAMILIES, GPT_OSS_YARN
 from support.checkpoints.mtp_targets import make_assistant, make_mtp_target
 from support.checkpoints.tiny import make_tiny_drafter, make_tiny_target, transformers_model
 from support.engines.random_policy import RandomPolicy
+from support.oracles.fp8_kv_scales import publish_with_kv_scales
 from support.oracles.quantized_checkpoints import FORMATS, publish
 from support.oracles.sampling_cases import KNOBS, WHOLE, params_of, prompts, tokens_of
 
@@ -57,6 +58,7 @@ QUANTIZED = ("qwen3 in bf16 with int8 weights", "qwen3 in bf16 with int4 weights
 # Likewise, both models in a format: by the compiled pass, which keeps codes, and by PyTorch's operators.
 PUBLISHED = tuple(f"qwen3{how} published as {name}" for how in (" in bf16", "") for name in FORMATS)
 FP8_KV = tuple(f"{family} with FP8 K/V" for family in ("qwen3", "gpt_oss", "deepseek_v3"))  # likewise
+SCALED_KV = "qwen3 published with scales of FP8 K/V"  # likewise
 STATES = "qwen3_5"  # lean, but that steps run ahead of its states and prefixes need them
 DRAFTS = (1, 3, 15)
 SIZES = (1, 3)
@@ -198,8 +200,9 @@ def fp8_kv_cells(*, whole: bool = WHOLE) -> Iterator[tuple[str, str, int]]:
         (FP8_KV[0], "planned ahead, forced preemption", 15),
         (FP8_KV[1], "chunks of 16 rows", 3),
         (FP8_KV[2], "forced preemption with prefix cache", 3),
+        (SCALED_KV, "forced preemption with prefix cache", 15),
     }
-    for pair in FP8_KV:
+    for pair in (*FP8_KV, SCALED_KV):
         for engine in ENGINES:
             for drafts in DRAFTS:
                 if whole or (pair, engine, drafts) in short:
@@ -301,6 +304,9 @@ def make_pair(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Pair]
         if name in FP8_KV:
             pair = make(family)
             return replace(pair, how={**pair.how, "kv_cache_dtype": "fp8"})
+        if name == SCALED_KV:
+            pair = make("qwen3 with FP8 K/V")
+            return replace(pair, target=publish_with_kv_scales(pair.target, folder / "scaled")[0])
         if name in MIXED:
             return replace(make(name.removesuffix(" mixed with suffixes")), mixed=True)
         if name in PUBLISHED:

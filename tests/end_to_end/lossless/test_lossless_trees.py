@@ -20,6 +20,7 @@ from manta.cluster.speculation.acceptance_model import AcceptanceModel
 from manta.cluster.speculation.branch_model import BranchModel
 from manta.drafter.compute.cpu_numba.cpu_features import bf16_instructions
 from support.checkpoints.tiny import make_tiny_drafter, make_tiny_target
+from support.oracles.fp8_kv_scales import publish_with_kv_scales
 from support.oracles.sampling_cases import KNOBS, WHOLE, params_of, prompts, tokens_of
 
 FP32: dict[str, object] = {"dtype": "float32", "num_threads": 1, "attention_backend": "torch"}
@@ -31,6 +32,7 @@ ENGINES: dict[str, dict[str, object]] = {
     "planned ahead, forced preemption": {"async_scheduling": True, "few_pages": True},
 }
 # (family, drafter's heads, engine): full and sliding layers, latent pages, pair scores, the compiled pass
+SCALED_KV = "qwen3 with scales of FP8 K/V"
 PAIRS: dict[str, tuple[str, tuple[str, ...], dict[str, object]]] = {
     "qwen3": ("qwen3", (), FP32),
     "qwen3 by a selector": ("qwen3", ("selector",), FP32),
@@ -38,6 +40,7 @@ PAIRS: dict[str, tuple[str, tuple[str, ...], dict[str, object]]] = {
     "gemma3": ("gemma3", (), FP32),
     "deepseek_v3": ("deepseek_v3", (), FP32),
     "qwen3 in bf16": ("qwen3", ("selector",), BF16),
+    SCALED_KV: ("qwen3", (), {**FP32, "kv_cache_dtype": "fp8"}),
 }
 CELLS = [
     ("qwen3", "as shipped", 4, 31),
@@ -46,6 +49,7 @@ CELLS = [
     ("qwen3 by DSpark", "planned ahead, forced preemption", 4, 31),
     ("gemma3", "planned ahead, forced preemption", 4, 15),
     ("deepseek_v3", "as shipped", 2, 15),
+    (SCALED_KV, "chunks of 16 rows", 4, 15),
     ("qwen3 in bf16", "forced preemption", 4, 31),
     ("qwen3 in bf16", "as shipped", 2, 15),
 ]
@@ -72,6 +76,8 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Models]:
             folder, head_dim = tmp_path_factory.mktemp("pair"), 32 if how is BF16 else 16
             sizes = {"head_dim": head_dim} if how is BF16 else {}
             target = make_tiny_target(folder / "target", family, seed=5, **sizes)
+            if name == SCALED_KV:
+                target, _ = publish_with_kv_scales(target, folder / "published")
             spec = read_model(target)
             drafter = make_tiny_drafter(
                 folder / "drafter",

@@ -24,13 +24,16 @@ NUM_SLOTS, MAX_LEN = 4, 128
 TAPS = (2, 0, 3)
 
 
-def weights_of(folder: Path, dtype: torch.dtype = torch.float32) -> TargetWeights:
+def weights_of(
+    folder: Path, dtype: torch.dtype = torch.float32, *, has_fp8_kv: bool = False
+) -> TargetWeights:
     spec = read_model(folder)
-    return TargetWeights(folder, spec, Sharding(spec, 0, 1), dtype, torch.device("cpu"))
+    sharding, device = Sharding(spec, 0, 1), torch.device("cpu")
+    return TargetWeights(folder, spec, sharding, dtype, device, has_fp8_kv=has_fp8_kv)
 
 
-def load(folder: Path, dtype: torch.dtype = torch.float32) -> Decoder:
-    return Decoder(weights_of(folder, dtype), TAPS, MAX_LEN, SingleRank())
+def load(folder: Path, dtype: torch.dtype = torch.float32, *, has_fp8_kv: bool = False) -> Decoder:
+    return Decoder(weights_of(folder, dtype, has_fp8_kv=has_fp8_kv), TAPS, MAX_LEN, SingleRank())
 
 
 def state_memory(spec: ModelSpec) -> StateMemory | None:
@@ -43,7 +46,7 @@ def state_memory(spec: ModelSpec) -> StateMemory | None:
 class Requests:
     """Prompts of several lengths, computed in chunks; every row's logits and taps are recorded."""
 
-    def __init__(self, model: Decoder, lengths: list[int]) -> None:
+    def __init__(self, model: Decoder, lengths: list[int], kv_dtype: torch.dtype | None = None) -> None:
         steps = Steps(NUM_SLOTS, MAX_LEN)
         num_pages = NUM_SLOTS * MAX_LEN // steps.page_size
         random = np.random.default_rng(2)
@@ -53,7 +56,7 @@ class Requests:
         self._model, self._steps = model, steps
         self._states = RequestStates(NUM_SLOTS, MAX_LEN, (num_pages,), steps.page_size, "cpu")
         self._pending = np.zeros(NUM_SLOTS, dtype=np.int64)
-        self._cache = model.new_cache(num_pages, steps.page_size, state_memory(model.spec))
+        self._cache = model.new_cache(num_pages, steps.page_size, state_memory(model.spec), kv_dtype)
         self._cache.kv.fill_(100.0)  # reading an unwritten value must show
         self._admitted = [steps.admit(slot, tokens) for slot, tokens in enumerate(self.tokens)]
 

@@ -21,6 +21,7 @@ class CheckpointQuantization:
         targets: schemes of modules (None: not quantized); whole names first, then the first matching pattern.
         quantizes_activations: whether the publisher's engine rounds activations, which this one does not.
         quantizes_kv_cache: whether the publisher's engine stores K and V in 8 bits or fewer.
+        has_fp8_kv_scales: whether stored scales of K and V, if any, are for FP8 (`kv_scales.py`).
         packed_experts: form of all routed experts, stored without modules of their own.
         packed: modules with tensors that are read as they are stored.
     """
@@ -31,6 +32,7 @@ class CheckpointQuantization:
     targets: tuple[tuple[ModulePatterns, Scheme | None], ...] = ()
     quantizes_activations: bool = False
     quantizes_kv_cache: bool = False
+    has_fp8_kv_scales: bool = True
     packed_experts: Literal["mxfp4"] | None = None
     packed: tuple[ModulePattern, ...] = ()
 

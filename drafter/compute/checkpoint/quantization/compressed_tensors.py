@@ -18,6 +18,7 @@ from ..hf_config import Count, HfConfig, Json, Off, parse, wrong
 from .checkpoint_quantization import KEY, CheckpointQuantization
 from .eight_bit import EightBit
 from .fp4 import CompressedNvfp4, Mxfp4Linear
+from .kv_scales import is_fp8_kv
 from .module_patterns import names_and_classes
 from .packed_integers import PackedIntegers
 from .scheme import WHOLE_ROW, GroupSize, Scheme
@@ -65,7 +66,7 @@ class CompressedTensorsConfig(HfConfig):
     quantization_status: Literal["compressed", "frozen"] = "compressed"
     config_groups: dict[str, Any] = Field({}, description="an object of groups")  # Any: JSON values
     ignore: tuple[str, ...] = Field((), description="a list of names of modules")
-    kv_cache_scheme: Any = None  # Any: JSON values; not applied
+    kv_cache_scheme: Any = None  # Any: JSON values
     sparsity_config: Annotated[Any, AfterValidator(_check_dense)] = None
     transform_config: Off = False
 
@@ -91,6 +92,7 @@ def read_compressed_tensors(raw: Json, file: str) -> CheckpointQuantization:
         targets=tuple(targets),
         quantizes_activations=any(group.input_activations or group.output_activations for group in groups),
         quantizes_kv_cache=config.kv_cache_scheme is not None,
+        has_fp8_kv_scales=is_fp8_kv(config.kv_cache_scheme),
     )
 
 

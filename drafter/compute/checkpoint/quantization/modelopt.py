@@ -14,6 +14,7 @@ from ..hf_config import HfConfig, Json, parse, wrong
 from .checkpoint_quantization import KEY, CheckpointQuantization
 from .eight_bit import EightBit
 from .fp4 import ModelOptNvfp4
+from .kv_scales import is_fp8_kv
 from .module_patterns import LINEAR, ModulePatterns, normalized, shell_patterns
 from .scheme import Scheme
 
@@ -33,7 +34,7 @@ class ModelOptConfig(HfConfig):
     """`quantization_config` of config.json, or "quantization" of hf_quant_config.json."""
 
     quant_algo: str
-    kv_cache_quant_algo: Any = Field(  # Any: JSON values; not applied
+    kv_cache_quant_algo: Any = Field(  # Any: JSON values
         None, validation_alias=AliasChoices("kv_cache_quant_algo", "kv_cache_scheme")
     )
     group_size: Literal[16] | None = None
@@ -65,6 +66,7 @@ def read_modelopt(raw: Json, file: str, at: str = KEY) -> CheckpointQuantization
         targets=tuple(targets),
         quantizes_activations=config.quant_algo not in _WITHOUT_ACTIVATIONS,
         quantizes_kv_cache=bool(config.kv_cache_quant_algo),
+        has_fp8_kv_scales=is_fp8_kv(config.kv_cache_quant_algo),
     )
 
 

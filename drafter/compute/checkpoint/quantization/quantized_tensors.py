@@ -17,14 +17,16 @@ import torch
 from torch import Tensor
 
 from .....cluster.errors import CheckpointError
+from ...memory.kv_cache import UNSCALED, KVScales
 from ..quantized_matrix import QuantizedMatrix
 from ..safetensors_reader import FLOATS, TensorFolder, TensorHeaders
 from .checkpoint_quantization import KEY, CheckpointQuantization
+from .kv_scales import find_kv_scales, read_kv_scales
 from .scheme import Scheme, check_parts, require_finite
 
 _WEIGHT = "weight"
 _CODES = ("weight", "weight_packed", "qweight")  # last components of names of codes
-# Scales of activations and of K and V, which are accepted and not used.
+# Scales of activations, which are not used, and of K and V, which may be (`kv_scales.py`).
 _OF_ACTIVATIONS = re.compile(
     r"(?P<module>.+)\.(?:(?:in|out)put_(?:global_)?(?:scale|zero_point)|input_scale_ub|activation_scale)"
 )
@@ -128,13 +130,25 @@ class QuantizedTensors(TensorHeaders):
                 param=KEY,
             )
 
-    def notes(self) -> tuple[str, ...]:
-        """Return sentences about what the publisher's engine quantizes and this one does not."""
-        activations, kv_cache = (sum(kind is each for kind in self._unused.values()) for each in _UNUSED)
+    def kv_scale_names(self, attention: str) -> tuple[str, str] | None:
+        """Return the names of a module's scales for K and V in FP8; raises as `find_kv_scales`."""
+        return find_kv_scales(self.stored, attention) if self._quantization.has_fp8_kv_scales else None
+
+    def notes(self, used: Collection[str] = ()) -> tuple[str, ...]:
+        """Return sentences about what the publisher's engine quantizes and this one does not.
+
+        `used` are names of scales of K and V that are applied.
+        """
+        unused = [kind for name, kind in self._unused.items() if name not in used]
+        activations, kv_cache = (sum(kind is each for kind in unused) for each in _UNUSED)
         declared, found = self._quantization, list[str]()
         for count, is_declared, said in (
             (activations, declared.quantizes_activations, "activations are not quantized here"),
-            (kv_cache, declared.quantizes_kv_cache, "K and V are quantized by kv_cache_dtype alone"),
+            (
+                kv_cache,
+                declared.quantizes_kv_cache and not used,
+                "K and V are quantized by kv_cache_dtype alone",
+            ),
         ):
             if count or is_declared:
                 unused = f"; {count} stored scales are not used" if count else ""
@@ -174,6 +188,11 @@ class QuantizedFolder(QuantizedTensors):
         matrix = self._schemes[name].read_codes(self._files, module, rows, columns)
         return matrix if matrix is not None and matrix.can_stay_packed() else None
 
+    def kv_scales(self, attention: str) -> KVScales:
+        """Return a module's scales for K and V in FP8, 1 if it has none."""
+        names = self.kv_scale_names(attention)
+        return UNSCALED if names is None else read_kv_scales(self._files, names)
+
     def _dequantized(self, name: str, rows: slice, columns: slice) -> Tensor:
         scheme, module = self._schemes[name], name.removesuffix(f".{_WEIGHT}")
         width = columns.stop - columns.start
@@ -185,10 +204,6 @@ class QuantizedFolder(QuantizedTensors):
                 self._files, module, part, columns
             )
         return values
-
-
-def unused_scales(tensors: TensorFolder | QuantizedFolder) -> tuple[str, ...]:
-    return tensors.notes() if isinstance(tensors, QuantizedFolder) else ()
 
 
 def open_folder(

@@ -25,6 +25,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ...memory.kv_cache import UNSCALED, KVScales
 from ..common.e4m3 import as_stored
 from ..common.element_ops import dependent_launch, wait_for_predecessor
 
@@ -44,6 +45,7 @@ def norm_rotate_write(
     v_PSKF: Tensor,
     *,
     v_norm: bool = False,
+    scales: KVScales = UNSCALED,
 ) -> None:
     """Norm and rotate q in place; norm and rotate k and write it, and v, into a layer's pages.
 
@@ -57,6 +59,7 @@ def norm_rotate_write(
         positions_N: absolute positions, int32 or int64, each below T, including padding's.
         kv_slots_N: int32 or int64; discarded rows carry the skip slot.
         v_norm: values are RMS-normed, without a weight.
+        scales: of K and V in e4m3, by which they are divided.
     """
     _, _, num_kv, head_dim = k_PSKD.shape
     v_head_dim = v_PSKF.shape[3]
@@ -71,7 +74,7 @@ def norm_rotate_write(
     num_groups = triton.cdiv(num_q, group) + 2 * triton.cdiv(num_kv, group)
     _norm_rotate_write[(len(qkv_NO), num_groups)](
         qkv_NO, q_norm_D, k_norm_D, cos_TD, sin_TD, positions_N, kv_slots_N, k_PSKD, v_PSKF, eps,
-        qkv_NO.stride(0), slot_stride,
+        *scales, qkv_NO.stride(0), slot_stride,
         NUM_Q=num_q, NUM_KV=num_kv, HALF=head_dim // 2, V_HALF=v_head_dim // 2,
         WIDTH=_power_of_two_above(head_dim // 2), V_WIDTH=_power_of_two_above(v_head_dim // 2), GROUP=group,
         V_NORM=v_norm, num_warps=1, **dependent_launch(qkv_NO.device),
@@ -140,7 +143,7 @@ def _check_rows(heads_NO: Tensor, head_dim: int, cos_TD: Tensor | None, sin_TD: 
 @triton.jit(do_not_specialize=["positions_ptr", "slots_ptr"])  # views with any alignment
 def _norm_rotate_write(
     qkv_ptr, q_norm_ptr, k_norm_ptr, cos_ptr, sin_ptr, positions_ptr, slots_ptr, k_ptr, v_ptr, eps,
-    row_stride, slot_stride,
+    k_scale, v_scale, row_stride, slot_stride,
     NUM_Q: tl.constexpr, NUM_KV: tl.constexpr, HALF: tl.constexpr, V_HALF: tl.constexpr, WIDTH: tl.constexpr,
     V_WIDTH: tl.constexpr, GROUP: tl.constexpr, V_NORM: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -158,16 +161,19 @@ def _norm_rotate_write(
         cos_ptr += at
         sin_ptr += at
     if group < Q_GROUPS:
-        _move(q_ptr, q_ptr, group, q_norm_ptr, eps, cos_ptr, sin_ptr, NUM_Q, HALF, WIDTH, GROUP, False)
+        _move(q_ptr, q_ptr, group, q_norm_ptr, eps, cos_ptr, sin_ptr, None, NUM_Q, HALF, WIDTH, GROUP, False)
     elif group < Q_GROUPS + KV_GROUPS:
         group -= Q_GROUPS
         _move(
-            fresh_k_ptr, k_ptr + to, group, k_norm_ptr, eps, cos_ptr, sin_ptr, NUM_KV, HALF, WIDTH, GROUP,
-            False,
+            fresh_k_ptr, k_ptr + to, group, k_norm_ptr, eps, cos_ptr, sin_ptr, k_scale, NUM_KV, HALF, WIDTH,
+            GROUP, False,
         )  # fmt: skip
     else:
         group -= Q_GROUPS + KV_GROUPS
-        _move(fresh_v_ptr, v_ptr + to, group, None, eps, None, None, NUM_KV, V_HALF, V_WIDTH, GROUP, V_NORM)
+        _move(
+            fresh_v_ptr, v_ptr + to, group, None, eps, None, None, v_scale, NUM_KV, V_HALF, V_WIDTH, GROUP,
+            V_NORM,
+        )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["positions_ptr", "slots_ptr"])
@@ -188,20 +194,28 @@ def _write_context(
         norm_ptr = k_norm_ptr + layer * 2 * HALF
         cos_ptr += at
         sin_ptr += at
-        _move(fresh_k_ptr, k_ptr, group, norm_ptr, eps, cos_ptr, sin_ptr, NUM_KV, HALF, WIDTH, GROUP, False)
+        _move(
+            fresh_k_ptr, k_ptr, group, norm_ptr, eps, cos_ptr, sin_ptr, None, NUM_KV, HALF, WIDTH, GROUP,
+            False,
+        )  # fmt: skip
     else:
         fresh_v_ptr = fresh_k_ptr + NUM_LAYERS * KEYS
         group -= KV_GROUPS
-        _move(fresh_v_ptr, k_ptr + KEYS, group, None, eps, None, None, NUM_KV, HALF, WIDTH, GROUP, False)
+        _move(
+            fresh_v_ptr, k_ptr + KEYS, group, None, eps, None, None, None, NUM_KV, HALF, WIDTH, GROUP, False
+        )
 
 
 @triton.jit
 def _move(
-    from_ptr, to_ptr, group, norm_ptr, eps, cos_ptr, sin_ptr,
+    from_ptr, to_ptr, group, norm_ptr, eps, cos_ptr, sin_ptr, scale,
     NUM_HEADS: tl.constexpr, HALF: tl.constexpr, WIDTH: tl.constexpr, GROUP: tl.constexpr,
     PLAIN_NORM: tl.constexpr,
 ):  # fmt: skip
-    """Norm and rotate (each if given) group `group` of a row's `NUM_HEADS` heads, and write it."""
+    """Norm and rotate (each if given) group `group` of a row's `NUM_HEADS` heads, and write it.
+
+    `scale` divides what is written in e4m3.
+    """
     heads_G = group * GROUP + tl.arange(0, GROUP)
     columns_C = tl.arange(0, WIDTH)
     inside = (heads_G < NUM_HEADS)[:, None]
@@ -222,8 +236,8 @@ def _move(
         sin_C = load_columns(sin_ptr + HALF, columns_C, HALF, WIDTH)
         low_GC, high_GC = rotate_halves(low_GC, high_GC, cos_C[None, :], sin_C[None, :])
     kept: tl.constexpr = to_ptr.dtype.element_ty
-    tl.store(to_ptr + offsets_GC, as_stored(low_GC, kept), mask=inside)
-    tl.store(to_ptr + offsets_GC + HALF, as_stored(high_GC, kept), mask=inside)
+    tl.store(to_ptr + offsets_GC, as_stored(low_GC, kept, scale), mask=inside)
+    tl.store(to_ptr + offsets_GC + HALF, as_stored(high_GC, kept, scale), mask=inside)
 
 
 @triton.jit

@@ -63,6 +63,7 @@ def verify_attention(
     work: WorkList,
     scale: float,
     *,
+    v_scale: float = 1.0,
     sinks_Q: Tensor | None = None,
     q_tail_NQC: Tensor | None = None,
 ) -> Tensor:
@@ -73,6 +74,7 @@ def verify_attention(
         k_PSKD, v_PSKF: a layer's keys and values by page, of q's dtype or e4m3, with equal strides of pages
             and tokens. Head strides are equal too, or values of another size are contiguous.
         work: `list_work` of these rows and of this layer's kind, which has causality, window and first key.
+        scale, v_scale: factors of scores and of sums of values.
         sinks_Q: see `eager.attention.paged_attention`.
         q_tail_NQC: for MLA, queries of the C values after each key: keys are one shared head
             [P, S, 1, D + C], passed as both `k_PSKD` and `v_PSKF`; the first D are also the value.
@@ -95,7 +97,7 @@ def verify_attention(
         q_NQD, q_tail_NQC, k_PSKD, v_PSKF, out_NQF, sinks_Q,
         workspace.max_E, workspace.sum_E, workspace.out_EF, workspace.arrived, work.values,
         rows.slots_B, rows.cu_rows, rows.kv_lengths_B, rows.page_table, paths_ND, positions_N, scale,
-        len(q_NQD), len(rows.slots_B), depth, q_NQD.stride(0), q_NQD.stride(1), *tail_strides,
+        v_scale, len(q_NQD), len(rows.slots_B), depth, q_NQD.stride(0), q_NQD.stride(1), *tail_strides,
         k_PSKD.stride(0), k_PSKD.stride(1), 0 if tail else k_PSKD.stride(2), rows.page_table.stride(0),
         HEADS=kind.num_heads, GROUP=kind.num_heads // kind.num_kv_heads, DIM=kind.head_dim,
         V_DIM=kind.v_head_dim, WIDTH=tile_width(kind.head_dim), V_WIDTH=tile_width(kind.v_head_dim),
@@ -159,9 +161,9 @@ def _check_latents(q_NQD: Tensor, q_tail_NQC: Tensor, k_PSKD: Tensor, kind: Atte
 )
 def _attend(
     q_ptr, q_tail_ptr, k_ptr, v_ptr, out_ptr, sinks_ptr, max_ptr, sum_ptr, partial_ptr, arrived_ptr, work_ptr,
-    slots_ptr, cu_rows_ptr, kv_lengths_ptr, page_table_ptr, paths_ptr, positions_ptr, scale, num_rows,
-    num_requests, depth, q_row_stride, q_head_stride, tail_row_stride, tail_head_stride, page_stride,
-    token_stride, kv_head_stride, table_stride,
+    slots_ptr, cu_rows_ptr, kv_lengths_ptr, page_table_ptr, paths_ptr, positions_ptr, scale, v_scale,
+    num_rows, num_requests, depth, q_row_stride, q_head_stride, tail_row_stride, tail_head_stride,
+    page_stride, token_stride, kv_head_stride, table_stride,
     HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, V_DIM: tl.constexpr, WIDTH: tl.constexpr,
     V_WIDTH: tl.constexpr, TAIL: tl.constexpr, TAIL_WIDTH: tl.constexpr, PAGE: tl.constexpr,
     BLOCK_ROWS: tl.constexpr, BLOCK_KEYS: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
@@ -245,7 +247,9 @@ def _attend(
             end = tl.cdiv(tile_hi, piece_tiles)
             out_R = (row_R * HEADS + head_R) * V_DIM
             if end - begin == 1:
-                _write_out(out_ptr, out_R, sinks_ptr, head_R, 0, m_R, l_R, o_RF, real_R, V_DIM, V_WIDTH)
+                _write_out(
+                    out_ptr, out_R, sinks_ptr, head_R, 0, m_R, l_R, o_RF, v_scale, real_R, V_DIM, V_WIDTH
+                )
             else:
                 # A tile's pieces are adjacent among shared pairs; this is the index its piece 0 would have.
                 origin = (tl.load(shared_before_ptr + request) + place - piece) * KV_HEADS + kv_head
@@ -255,14 +259,14 @@ def _attend(
                 store_columns(parts, slot, 0, o_RF, real_R, BLOCK_ROWS, V_WIDTH)
                 _finish_tile(
                     parts, arrived_ptr, origin, piece, begin, end, run_pieces, out_ptr, out_R, sinks_ptr,
-                    head_R, real_R, KV_HEADS, BLOCK_ROWS, V_DIM, V_WIDTH,
+                    head_R, v_scale, real_R, KV_HEADS, BLOCK_ROWS, V_DIM, V_WIDTH,
                 )  # fmt: skip
 
 
 @triton.jit
 def _finish_tile(
-    parts, arrived_ptr, origin, piece, begin, end, run_pieces, out_ptr, out_R, sinks_ptr, head_R, real_R,
-    KV_HEADS: tl.constexpr, BLOCK_ROWS: tl.constexpr, V_DIM: tl.constexpr, V_WIDTH: tl.constexpr,
+    parts, arrived_ptr, origin, piece, begin, end, run_pieces, out_ptr, out_R, sinks_ptr, head_R, v_scale,
+    real_R, KV_HEADS: tl.constexpr, BLOCK_ROWS: tl.constexpr, V_DIM: tl.constexpr, V_WIDTH: tl.constexpr,
 ):  # fmt: skip
     """Add up what this piece completes: its run, and possibly the tile of pieces begin..end-1.
 
@@ -278,7 +282,9 @@ def _finish_tile(
                 m_R, l_R, o_RC = add_slots(
                     parts, origin, begin, end, 1, column, real_R, KV_HEADS, BLOCK_ROWS, V_WIDTH, COLUMNS
                 )
-                _write_out(out_ptr, out_R, sinks_ptr, head_R, column, m_R, l_R, o_RC, real_R, V_DIM, V_WIDTH)
+                _write_out(
+                    out_ptr, out_R, sinks_ptr, head_R, column, m_R, l_R, o_RC, v_scale, real_R, V_DIM, V_WIDTH
+                )
         else:
             run_m_R, run_l_R, _ = no_part(BLOCK_ROWS, COLUMNS)
             for column in range(0, V_WIDTH, COLUMNS):
@@ -297,13 +303,14 @@ def _finish_tile(
                         COLUMNS,
                     )  # fmt: skip
                     _write_out(
-                        out_ptr, out_R, sinks_ptr, head_R, column, m_R, l_R, o_RC, real_R, V_DIM, V_WIDTH
-                    )
+                        out_ptr, out_R, sinks_ptr, head_R, column, m_R, l_R, o_RC, v_scale, real_R, V_DIM,
+                        V_WIDTH,
+                    )  # fmt: skip
 
 
 @triton.jit
 def _write_out(
-    out_ptr, out_R, sinks_ptr, head_R, column, m_R, l_R, o_RC, real_R, V_DIM: tl.constexpr,
+    out_ptr, out_R, sinks_ptr, head_R, column, m_R, l_R, o_RC, v_scale, real_R, V_DIM: tl.constexpr,
     V_WIDTH: tl.constexpr,
 ):  # fmt: skip
     """Normalize and write finished rows, from a column on; a sink is added to the sum."""
@@ -313,7 +320,7 @@ def _write_out(
         shrink_R = tl.exp2(m_R - base_R)
         l_R = l_R * shrink_R + tl.exp2(sink_R - base_R)
         o_RC = o_RC * shrink_R[:, None]
-    o_RC = o_RC / tl.where(l_R > 0, l_R, 1.0)[:, None]
+    o_RC = o_RC / tl.where(l_R > 0, l_R, 1.0)[:, None] * v_scale
     dim_C = column + tl.arange(0, o_RC.shape[1])
     there_RC = inside(real_R[:, None], dim_C[None, :], V_DIM, V_WIDTH)
     tl.store(out_ptr + out_R[:, None] + dim_C[None, :], o_RC.to(out_ptr.dtype.element_ty), mask=there_RC)

@@ -28,18 +28,21 @@ def widen(x, dtype: tl.constexpr):
 
 
 @triton.jit
-def as_stored(x, dtype: tl.constexpr):
+def as_stored(x, dtype: tl.constexpr, scale=None):
     """Convert values for K/V of `dtype`: if it is e4m3, as `PagedKVCache.write` does, bit by bit.
 
-    Values beyond the largest are clamped, NaNs and infinities become 0, ties go to even codes. In integers,
-    because compilers, devices and the interpreter round to e4m3 differently.
+    `scale`, if given, divides values in e4m3. Values beyond the largest are clamped, NaNs and infinities are
+    0, ties go to even codes. In integers, because compilers, devices and the interpreter round differently.
     """
     if dtype == tl.float8e4nv:
         x = x.to(tl.float32)
         bits = x.to(tl.int32, bitcast=True)
         bits = tl.where((bits & 0x7FFFFFFF) < 0x7F800000, bits, 0)
         sign = (bits >> 24) & 0x80
-        positive = tl.minimum((bits & 0x7FFFFFFF).to(tl.float32, bitcast=True), _MAX)
+        positive = (bits & 0x7FFFFFFF).to(tl.float32, bitcast=True)
+        if scale is not None:
+            positive = tl.math.div_rn(positive, scale)
+        positive = tl.minimum(positive, _MAX)
         magnitude = positive.to(tl.int32, bitcast=True)
         aligned = positive + 16384.0
         subnormal = aligned.to(tl.int32, bitcast=True) - _ALIGNING_BITS

@@ -1,0 +1,164 @@
+"""Scales of K and V in a checkpoint: used where both are stored in FP8, and only there.
+
+The grid of `test_lossless.py` and the trees of `test_lossless_trees.py` have cells of such engines.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+from manta.actors.targets.loading.load_plan import plan_load
+from manta.actors.targets.loading.rank_loader import Checkpoints, load_runner
+from manta.actors.targets.model.mtp import MtpConfig
+from manta.actors.targets.model.tensor_parallel import Sharding
+from manta.cluster.errors import CheckpointError
+from manta.drafter.compute.memory.kv_cache import UNSCALED, KVScales
+from safetensors.torch import load_file, save_file
+from support.checkpoints.mtp_targets import make_mtp_target
+from support.checkpoints.tiny import make_tiny_target
+from support.engines.device_engines import generate
+from support.engines.steps import settings
+from support.oracles.decoder_requests import Requests, load
+from support.oracles.fp8_kv_scales import (
+    COMPRESSED_TENSORS,
+    MODELOPT,
+    OUTPUTS,
+    SCALES,
+    publish_with_kv_scales,
+    rounded_oracle,
+    with_kv_scales,
+)
+from support.oracles.quantized_checkpoints import publish
+
+FP8 = {"kv_cache_dtype": "fp8", "attention_backend": "torch", "num_pages": 80}
+
+
+def scales_of(folder: Path, **changes: object) -> list[KVScales]:
+    plan = plan_load(settings(folder, **{**FP8, **changes}))
+    return Checkpoints().target(plan, Sharding(plan.target, 0, 1)).kv_scales()
+
+
+def doubts_of(folder: Path, **changes: object) -> list[str]:
+    """Return what a plan says about K and V."""
+    doubts = plan_load(settings(folder, **{**FP8, **changes})).doubts
+    return [doubt for doubt in doubts if "K and V" in doubt]
+
+
+@pytest.mark.parametrize("family", ["qwen3", "gemma3", "gpt_oss"])
+def test_logits_equal_transformers_with_keys_and_values_rounded_by_the_scales(
+    family: str, tmp_path: Path
+) -> None:
+    """In chunks, with windows and sinks; other scales, and none, give other logits."""
+    scaled, plain = publish_with_kv_scales(make_tiny_target(tmp_path / "saved", family), tmp_path)
+    requests = Requests(load(scaled, has_fp8_kv=True), [40], torch.float8_e4m3fn)
+    for rows in (25, 1, 14):
+        requests.compute({0: rows})
+    got, tokens = torch.cat(requests.logits[0]), requests.tokens[0]
+    torch.testing.assert_close(got, rounded_oracle(plain, tokens), atol=1e-4, rtol=1e-4)
+    for others in ([UNSCALED] * 4, [pair[::-1] for pair in SCALES]):
+        assert (got - rounded_oracle(plain, tokens, others)).abs().max() > 0.02
+
+
+@pytest.mark.one_in(3)
+@pytest.mark.parametrize("family", ["qwen3", "gpt_oss", "gemma3"])
+def test_kernels_give_the_definitions_tokens_with_scales(
+    family: str, tiny_drafter: Path, tmp_path: Path
+) -> None:
+    saved = make_tiny_target(tmp_path / "saved", family, seed=5, hidden_size=64)
+    target, _ = publish_with_kv_scales(saved, tmp_path)
+    expected, _ = generate(target, None, "torch", kv_cache_dtype="fp8")
+    got, stats = generate(target, tiny_drafter, "triton", kv_cache_dtype="fp8")
+    assert got == expected and stats.num_drafts > 0
+
+
+@pytest.fixture(scope="module")
+def quantized(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("qwen3")
+    return publish(make_tiny_target(folder / "saved", "qwen3"), folder, "ct_fp8_channel")[0]
+
+
+@pytest.mark.parametrize("names", [COMPRESSED_TENSORS, MODELOPT, OUTPUTS, ("kv_scale",)])
+def test_scales_are_found_by_every_name(quantized: Path, names: tuple[str, ...], tmp_path: Path) -> None:
+    scaled, pairs = with_kv_scales(quantized, tmp_path / "scaled", names), torch.tensor(SCALES).tolist()
+    assert scales_of(scaled) == [KVScales(pair[0], pair[len(names) - 1]) for pair in pairs]
+    assert scales_of(scaled, kv_cache_dtype="auto") == [UNSCALED] * 4
+
+
+@pytest.mark.parametrize("form", ["ct_fp8_channel", "modelopt_fp8"])
+def test_scales_of_other_forms_are_not_used(form: str, tmp_path: Path) -> None:
+    saved = make_tiny_target(tmp_path / "saved", "qwen3", num_hidden_layers=1)
+    quantized, _ = publish(saved, tmp_path, form)
+    others: list[object] = [{"num_bits": 8, "type": "int"}, {"num_bits": 8, "dynamic": True}]
+    for i, declared in enumerate(others if form == "ct_fp8_channel" else [*others, "NVFP4"]):
+        scaled = with_kv_scales(quantized, tmp_path / f"{i}", scales=SCALES[:1], declared=declared)
+        assert scales_of(scaled) == [UNSCALED]
+        (doubt,) = doubts_of(scaled)
+        assert "2 stored scales are not used" in doubt
+    same = with_kv_scales(quantized, tmp_path / "same", scales=SCALES[:1])
+    assert scales_of(same) != [UNSCALED] and not doubts_of(same)
+
+
+def test_a_plan_says_how_many_scales_are_not_used(quantized: Path, tmp_path: Path) -> None:
+    scaled = with_kv_scales(quantized, tmp_path / "kv")
+    names, scales = (*COMPRESSED_TENSORS, "q_scale"), [(*pair, 0.5) for pair in SCALES]
+    with_queries = with_kv_scales(quantized, tmp_path / "qkv", names, scales=scales)
+    said = "K and V are quantized by kv_cache_dtype alone; {} stored scales are not used"
+    (doubt,) = doubts_of(scaled, kv_cache_dtype="auto")
+    assert said.format(8) in doubt
+    assert doubts_of(scaled) == []
+    (doubt,) = doubts_of(with_queries)
+    assert said.format(4) in doubt
+
+
+@pytest.mark.parametrize(
+    ("pair", "message"),
+    [
+        ((0.5,), r"self_attn\.v_scale is missing, although the layer has another scale"),
+        (
+            (torch.ones(2, 1, 1), torch.ones(2, 1, 1)),
+            r"k_scale is stored as F32 of shape \[2, 1, 1\]; K/V in FP8 take one .*kv_cache_dtype to auto",
+        ),
+        ((torch.tensor(3), torch.tensor(3)), r"k_scale is stored as I64 of shape \[\]"),
+    ],
+)
+def test_scales_that_cannot_be_used_are_refused_before_a_weight_is_read(
+    quantized: Path, pair: tuple[float | torch.Tensor, ...], message: str, tmp_path: Path
+) -> None:
+    scaled = with_kv_scales(quantized, tmp_path / "scaled", scales=[pair] * 4)
+    plan_load(settings(scaled, **{**FP8, "kv_cache_dtype": "auto"}))
+    with pytest.raises(CheckpointError, match=message):
+        plan_load(settings(scaled, **FP8))
+
+
+@pytest.mark.parametrize("scale", [0.0, -1.0, float("nan"), float("inf")])
+def test_scales_that_are_no_positive_numbers_are_refused(
+    quantized: Path, scale: float, tmp_path: Path
+) -> None:
+    scaled = with_kv_scales(quantized, tmp_path / "scaled", scales=[(0.5, scale)] * 4)
+    with pytest.raises(CheckpointError, match=r"v_scale is .*; a scale .* must be positive and finite"):
+        scales_of(scaled)
+
+
+def test_latents_have_no_scales_and_a_warning_says_so(tmp_path: Path) -> None:
+    scaled, _ = publish_with_kv_scales(make_tiny_target(tmp_path / "saved", "deepseek_v3"), tmp_path)
+    assert scales_of(scaled) == [UNSCALED] * 4
+    (doubt,) = doubts_of(scaled)
+    assert "8 stored scales are not used" in doubt
+
+
+def test_a_layer_for_multi_token_prediction_has_scales_of_its_own(tmp_path: Path) -> None:
+    saved = make_mtp_target(tmp_path / "saved", "qwen3_5")
+    folder, at = publish(saved, tmp_path, "ct_fp8_channel")[0], "mtp.layers.0.self_attn"
+    scales = {f"{at}.k_scale": torch.tensor(0.25), f"{at}.v_scale": torch.tensor(0.0017)}
+    save_file({**load_file(folder / "model.safetensors"), **scales}, folder / "model.safetensors")
+    spec = {"method": "mtp", "num_speculative_tokens": 2, "adaptive": False}
+    plan = plan_load(settings(folder, **FP8, speculative_config=spec))
+    assert isinstance(plan.drafter, MtpConfig) and not any("K and V" in doubt for doubt in plan.doubts)
+    assert {*scales_of(folder)} == {UNSCALED}
+    runner, _ = load_runner(plan.config)
+    drafts = runner.drafts._proposer.cache  # type: ignore[attr-defined]
+    assert drafts.scales(0) == KVScales(0.25, torch.tensor(0.0017).item())
