@@ -15,7 +15,7 @@ import torch
 
 from ....cluster.config import EngineConfig
 from ....cluster.pages.kv_cache_groups import KVCacheLayout, LayerPlace
-from ....cluster.step.executor import ExecutorInfo, RuleLimits
+from ....cluster.step.executor import ExecutorInfo
 from ....drafter.compute.backend import Backend
 from ....drafter.compute.memory.kv_cache import PagedKVCache
 from ....drafter.compute.memory.recurrent_state_cache import StateMemory
@@ -36,6 +36,7 @@ from ..runners.cpu_runner import CpuModelRunner, DraftSource
 from ..runners.runner_interface import ChainedDrafter, Drafter, RemoteDrafter, Runner
 from .checkpoint_models import Checkpoints, ModelSource
 from .drafter_loader import load_drafter
+from .executor_info import device_limits, executor_info, runs_on_device
 from .load_plan import LoadPlan, plan_load, why_no_trees
 from .memory_budget import (
     affordable_pages,
@@ -54,11 +55,8 @@ __all__ = [
     "LoadPlan",
     "ModelSource",
     "copy_embeddings",
-    "device_limits",
     "load_runner",
     "plan_load",
-    "runs_ahead",
-    "runs_on_device",
     "start_runner",
 ]
 
@@ -106,7 +104,9 @@ def start_runner(
     has_trees = plan.tree_width > 1 and no_trees is None
     warm_up(runner, plan, num_pages, has_trees=has_trees)
     runner.prepare()
-    info = _info(plan, num_pages, num_states, has_grammars=rank.grammars is not None, has_trees=has_trees)
+    info = executor_info(
+        plan, num_pages, num_states, has_grammars=rank.grammars is not None, has_trees=has_trees
+    )
     logger.info("%s", _describe(info, plan))
     for doubt in plan.doubts:
         logger.warning("%s", doubt)
@@ -143,85 +143,6 @@ def copy_embeddings(plan: LoadPlan, backend: Backend) -> EmbeddingCopies:
     embedding_VH = weights.embedding()
     head_VH = embedding_VH if plan.target.tied_head else weights.head()
     return EmbeddingCopies(embedding_VH, backend.head(head_VH))
-
-
-def _info(
-    plan: LoadPlan,
-    num_pages: tuple[int, ...],
-    num_states: int | None,
-    *,
-    has_grammars: bool,
-    has_trees: bool,
-) -> ExecutorInfo:
-    return ExecutorInfo(
-        num_pages=num_pages,
-        num_states=num_states,
-        page_groups=plan.pages.groups,
-        page_size=plan.page_size,
-        max_model_len=plan.max_model_len,
-        vocab_size=plan.target.vocab_size,
-        eos_token_ids=plan.target.eos_token_ids,
-        num_speculative_tokens=plan.num_speculative_tokens,
-        dtype=str(plan.dtype).removeprefix("torch."),
-        device=plan.device.type,
-        max_num_batched_tokens=plan.max_num_batched_tokens,
-        max_in_flight=2 if runs_ahead(plan) or plan.split else 1,
-        halves=plan.split,
-        max_stop_token_ids=_max_stop_token_ids(plan),
-        has_grammars=has_grammars,
-        rule_limits=_rule_limits(plan),
-        row_buckets=_row_buckets(plan),
-        tree_width=plan.tree_width if has_trees else 1,
-        tree_size=plan.max_drafts if has_trees else None,
-    )
-
-
-def runs_on_device(plan: LoadPlan) -> bool:
-    """Return whether requests' state is on the device, which then drives the steps."""
-    return plan.attention_backend in ("triton", "flash_attn")
-
-
-def device_limits(plan: LoadPlan) -> tuple[int, int]:
-    """Return the largest number of requests in a step, and of rows that sample a token."""
-    max_requests, budget = plan.config.max_num_seqs, plan.max_num_batched_tokens
-    return min(max_requests, budget), min(max_requests * (1 + plan.num_speculative_tokens), budget)
-
-
-def _max_stop_token_ids(plan: LoadPlan) -> int | None:
-    if not runs_on_device(plan):
-        return None
-    from ....drafter.step.gpu_triton.request_states import MAX_STOP_TOKEN_IDS
-
-    return MAX_STOP_TOKEN_IDS
-
-
-def _rule_limits(plan: LoadPlan) -> RuleLimits | None:
-    if not runs_on_device(plan):
-        return None
-    from ....drafter.step.gpu_triton.sampling.sampling_metadata import RULE_LIMITS
-
-    return RULE_LIMITS
-
-
-def _row_buckets(plan: LoadPlan) -> tuple[int, ...] | None:
-    if not runs_on_device(plan):
-        return None
-    from ..runners.cuda_graphs import StepKinds
-
-    max_requests, _ = device_limits(plan)
-    return StepKinds(max_requests, plan.num_speculative_tokens, plan.max_num_batched_tokens).rows
-
-
-def runs_ahead(plan: LoadPlan) -> bool:
-    """Return whether a step starts before the last one ends: as set, or if a GPU drives the steps.
-
-    Copies of suffix decoding are made on the host, which must know the last step's tokens.
-    """
-    if runs_on_device(plan) and _suffix_proposer(plan.config) is not None:
-        return False
-    if plan.config.async_scheduling is not None:
-        return plan.config.async_scheduling
-    return plan.device.type == "cuda" and runs_on_device(plan)
 
 
 class _Rank:

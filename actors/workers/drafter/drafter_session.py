@@ -29,10 +29,11 @@ from ....drafter.dflash.config import DrafterConfig
 from ....drafter.dflash.model import DFlashDrafter
 from ....drafter.dflash.proposer import DFlashProposer
 from ....drafter.step.request_states import RequestStates
+from ...targets.loading.executor_info import runs_on_device
 from ...targets.loading.load_plan import LoadPlan
 from ...targets.loading.memory_budget import gpu_budget_bytes, page_bytes
 from ...targets.loading.operator_factory import make_drafter_backend, make_step_operators
-from ...targets.loading.rank_loader import Checkpoints, copy_embeddings, pages_of, runs_on_device
+from ...targets.loading.rank_loader import Checkpoints, copy_embeddings, pages_of
 from ...targets.loading.weight_report import WeightCounts, describe_weights
 from ..shm.tensor_mailbox import Kinds
 

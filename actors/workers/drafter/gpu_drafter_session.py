@@ -36,8 +36,8 @@ from ....drafter.step.gpu_triton.request_states import DeviceStates
 from ....drafter.step.gpu_triton.sampling.sampler import SamplingWorkspace, margins_between, sample_rows
 from ....drafter.step.gpu_triton.sampling.selector import find_candidates, walk_paths
 from ....drafter.step.gpu_triton.verification import accept_and_advance
+from ...targets.loading.executor_info import device_limits
 from ...targets.loading.load_plan import LoadPlan
-from ...targets.loading.rank_loader import device_limits
 from ...targets.runners.cuda_graphs import LazyGraphs, PassKind, StepKinds
 from ..shm.tensor_mailbox import Kinds
 

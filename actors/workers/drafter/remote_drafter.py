@@ -38,8 +38,8 @@ from ....drafter.drafter_weights import read_weights
 from ....drafter.step.inputs.proposals import BlockCandidates, Proposals
 from ....drafter.step.inputs.row_layout import StepRows
 from ....drafter.step.request_states import RequestStates
+from ...targets.loading.executor_info import runs_on_device
 from ...targets.loading.load_plan import LoadPlan
-from ...targets.loading.rank_loader import runs_on_device
 from ...targets.model.tensor_parallel import Communicator
 from ...targets.runners.colocated_drafter import broadcast_proposals
 from ...targets.runners.runner_interface import Runner
