@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -18,8 +19,11 @@ from manta.actors.targets.loading.load_plan import plan_load
 from manta.actors.targets.loading.memory_budget import affordable_pages, page_bytes
 from manta.cluster.errors import ConfigError
 from manta.cluster.pages.kv_cache_groups import KVCacheSpec
+from manta.drafter.compute.checkpoint.packed_4bit import MXFP4
 from manta.drafter.compute.gpu_triton.common.e4m3 import as_stored
+from manta.drafter.compute.gpu_triton.moe import moe as gpu_experts
 from manta.drafter.compute.memory.kv_cache import E4M3_MAX, KVScales, PagedKVCache
+from support.checkpoints.gpt_oss_checkpoints import publish
 from support.checkpoints.tiny import make_tiny_drafter, make_tiny_target
 from support.engines.device_engines import CASES, generate, opened
 from support.engines.devices import DEVICE
@@ -64,6 +68,27 @@ def test_kernels_give_the_definitions_tokens_over_e4m3(tmp_path: Path, family: s
     got, stats = generate(target, drafter, "triton", kv_cache_dtype="fp8_e4m3")
     assert got == expected
     assert stats.num_drafts > 0
+
+
+def test_packed_experts_over_e4m3_give_the_definitions_tokens(tmp_path: Path) -> None:
+    """gpt-oss as published, with MXFP4 experts, windows and sinks; drafts change nothing."""
+    saved = make_tiny_target(tmp_path / "saved", "gpt_oss", seed=5)
+    target = publish(saved, tmp_path / "published")
+    hidden = plan_load(settings(target)).target.hidden_size
+    drafter = make_tiny_drafter(tmp_path / "drafter", hidden_size=hidden)
+    expected, _ = generate(target, None, "torch", kv_cache_dtype="fp8")
+    multiplied = set[type]()
+    multiply = gpu_experts.multiply_tiles
+
+    def watched(x: torch.Tensor, weights: object, *rest: Any, **more: Any) -> torch.Tensor:
+        multiplied.add(type(weights))
+        return multiply(x, weights, *rest, **more)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(gpu_experts, "multiply_tiles", watched)
+        got, stats = generate(target, drafter, "triton", kv_cache_dtype="fp8")
+    assert got == expected
+    assert stats.num_drafts > 0 and multiplied == {MXFP4}
 
 
 @pytest.mark.parametrize("backend", ["torch", "triton"])

@@ -75,17 +75,25 @@ def test_tokens_are_the_quantized_targets_and_a_drafters_weights_change_none(
     assert len(made) == 4 * layers + beside, "one model's q, k and v, o, gate and up, down; no head"
 
 
-@pytest.mark.parametrize("name", FORMATS if WHOLE else ["gptq"])
+CELLS = [(name, kept) for name in FORMATS for kept in ("auto", "fp8")]
+
+
+@pytest.mark.parametrize(("name", "kept"), CELLS if WHOLE else [("gptq", "auto"), ("ct_w4a16", "fp8")])
 def test_published_codes_stay_packed_where_they_can_and_speculation_changes_no_token(
-    name: str, tiny_qwen3: Path, tiny_drafter: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    name: str,
+    kept: str,
+    tiny_qwen3: Path,
+    tiny_drafter: Path,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """The reference is plain decoding by PyTorch's operators with the format's numbers."""
+    """The reference is plain decoding by PyTorch's operators with the format's numbers; K/V in e4m3, too."""
     (target, plain), (drafter, _) = (
         publish(saved, tmp_path / saved.name, name) for saved in (tiny_qwen3, tiny_drafter)
     )
-    with opened(plain, None, "torch") as llm:
+    with opened(plain, None, "torch", kv_cache_dtype=kept) as llm:
         expected = tokens_of(llm, CASES, PARAMS)
-    with caplog.at_level(logging.INFO), opened(target, drafter, "triton") as llm:
+    with caplog.at_level(logging.INFO), opened(target, drafter, "triton", kv_cache_dtype=kept) as llm:
         assert tokens_of(llm, CASES, PARAMS) == expected
         assert llm.stats().num_drafts > 0
     assert ("packed weights of the target" in caplog.text) == (name not in DEQUANTIZED)

@@ -229,8 +229,9 @@ def one_expert(rows: int, height: int) -> ExpertTiles:
 
 
 @pytest.mark.usefixtures("on_the_device")
+@pytest.mark.parametrize("kept", ["auto", "fp8"])
 def test_experts_stay_packed_on_a_gpu_and_change_no_token(
-    published: Path, monkeypatch: pytest.MonkeyPatch
+    kept: str, published: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def tokens(backend: str) -> list[list[int]]:
         with LLM(
@@ -239,6 +240,7 @@ def test_experts_stay_packed_on_a_gpu_and_change_no_token(
             dtype="float32",
             num_threads=1,
             attention_backend=backend,
+            kv_cache_dtype=kept,
             device=DEVICE.type,
             page_size=16,
             max_num_seqs=2,
