@@ -80,6 +80,8 @@ class CustomAllReduce:
         found = on_all_ranks(allocated)
         if found is not None:
             peers = on_all_ranks(lambda: connected(*found))
+            if peers is not None:
+                peers._agree_on_multicast(group)
             total = None if peers is None else on_all_ranks(lambda: peers._test_sums(group))
             if peers is not None and total is not None and on_all_ranks(lambda: _check_same(total, group)):
                 if fused is None:
@@ -116,6 +118,12 @@ class CustomAllReduce:
             tensor.copy_(view)
         else:
             ops.one_shot_all_reduce_copy_out(view, tensor, "sum", self._group_name, tensor)
+
+    def _agree_on_multicast(self, group: dist.ProcessGroup) -> None:
+        """Use multicast if all ranks have it: ranks in different operators would wait for each other."""
+        has_it_1 = torch.tensor([int(self._has_multicast)], device=self._buffer.device)
+        dist.all_reduce(has_it_1, op=dist.ReduceOp.MIN, group=group)
+        self._has_multicast = bool(has_it_1.item())
 
     def _test_sums(self, group: dist.ProcessGroup) -> torch.Tensor:
         """Return the sum of random values. Raises RuntimeError if small integers do not sum exactly."""
