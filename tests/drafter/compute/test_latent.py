@@ -367,9 +367,22 @@ def test_head_tiles_fit_the_registers() -> None:
     kinds = [latent_kind(heads, 512, torch.bfloat16, 64) for heads in (8, 64, 128, 12)]
     assert [kind.num_heads // kind.num_kv_heads for kind in kinds] == [8, 32, 32, 4]
     assert latent_kind(64, 512, torch.bfloat16, 64, batch_invariant=True).num_kv_heads == 4
-    kinds = [latent_kind(heads, 512, torch.bfloat16, 64, is_tall=True) for heads in (8, 64, 128, 12)]
+    kinds = [latent_kind(heads, 512, torch.bfloat16, 64, tile_rows=64) for heads in (8, 64, 128, 12)]
     assert [kind.num_heads // kind.num_kv_heads for kind in kinds] == [8, 64, 64, 4]
     assert [plan_tiles(kind, 16).block_rows for kind in kinds] == [64] * 4
+    kinds = [latent_kind(heads, 512, torch.bfloat16, 64, tile_rows=16) for heads in (8, 64, 128, 12)]
+    assert [kind.num_heads // kind.num_kv_heads for kind in kinds] == [8, 16, 16, 4]
+    assert [plan_tiles(kind, 16).block_rows for kind in kinds] == [16] * 4
+
+
+@pytest.mark.parametrize(
+    ("capability", "holds"), [((8, 0), False), ((9, 0), True), ((10, 3), True), ((12, 0), False)]
+)
+def test_tiles_of_64_rows_are_for_gpus_whose_products_read_shared_memory(
+    capability: tuple[int, int], holds: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    assert latent._holds_tall_tiles.__wrapped__(torch.device("cuda")) == holds
 
 
 @pytest.mark.usefixtures("on_the_device")
@@ -378,7 +391,7 @@ def test_tall_tiles_equal_dense_attention() -> None:
     """Two tiles of 64 rows; contexts of one piece and of several, whose runs are added in parts."""
     torch.manual_seed(4)
     heads, rank, tail, keys, rows = 8, 512, 64, 300, 16
-    kind = latent_kind(heads, rank, torch.float16, PAGE, is_tall=True)
+    kind = latent_kind(heads, rank, torch.float16, PAGE, tile_rows=64)
     q, q_tail, kv = (
         torch.randn(*shape, device=DEVICE).half() / 4
         for shape in ((rows, heads, rank), (rows, heads, tail), (-(-keys // PAGE), PAGE, 1, rank + tail))

@@ -58,6 +58,7 @@ class Variant:
         copies: asynchronous ones of an iteration of its loop, which has no other loads then.
         only: the capability that the shape is for; None for both.
         most_instructions: of an iteration of its loop, by capability; a warp issues one per cycle.
+        spills_beside_loop: whether registers may be spilled, but not in the loop.
         fp_fusion: whether multiplications and additions may be fused, which batch-invariant mode forbids.
     """
 
@@ -73,6 +74,7 @@ class Variant:
     only: int | None = None
     most_instructions: tuple[int, int] | None = None
     fp_fusion: bool = True
+    spills_beside_loop: bool = False
 
 
 def _attention(
@@ -92,11 +94,11 @@ def _attention(
     batch_invariant: bool = False,
     kv: str | None = None,
     tree: bool = False,
-    is_tall: bool = False,
+    tile_rows: int | None = None,
 ) -> Variant:
     torch_dtype = {"bf16": torch.bfloat16, "fp32": torch.float32}[dtype]
     if tail:
-        how = {"batch_invariant": batch_invariant, "is_tall": is_tall}
+        how = {"batch_invariant": batch_invariant, "tile_rows": tile_rows}
         kind = latent_kind(heads, dim, torch_dtype, page, **how)
         kv_heads = kind.num_kv_heads
     else:
@@ -761,7 +763,16 @@ VARIANTS: dict[str, list[Variant]] = {
         replace(_attention(32, 8, 128, rows=2048), copies=9, most_instructions=(615, 675)),
         replace(_attention(32, 8, 128, kv="fp8e4nv"), copies=9, most_instructions=(855, 895)),
         _attention(32, 8, 128, rows=2048, kv="fp8e4nv"),
-        _attention(8, 1, 512, tail=64, kv="fp8e4nv"),
+        replace(
+            _attention(8, 1, 512, tail=64, tile_rows=16, kv="fp8e4nv"),
+            copies=11,
+            most_instructions=(1045, 1050),
+        ),
+        replace(
+            _attention(8, 1, 512, tail=64, batch_invariant=True, kv="fp8e4nv"),
+            copies=7,
+            spills_beside_loop=True,
+        ),
         _attention(64, 8, 64, window=128, sinks=True, kv="fp8e4nv"),
         _attention(32, 8, 128, batch_invariant=True, kv="fp8e4nv"),
         _attention(32, 8, 128, causal=False, window=2048),  # its drafter
@@ -775,8 +786,17 @@ VARIANTS: dict[str, list[Variant]] = {
         _attention(64, 8, 192, v_dim=128, window=128, sinks=True, batch_invariant=True),  # MiMo-V2
         # Kimi K2 on eight ranks: a thread copies 144 bytes of latents and 2 page numbers
         replace(_attention(8, 1, 512, tail=64), copies=11, most_instructions=(830, 810)),
-        replace(_attention(8, 1, 512, tail=64, is_tall=True), copies=11, only=90, most_instructions=(875, 0)),
-        replace(_attention(64, 1, 512, tail=64, rows=1, is_tall=True), copies=11, only=90),
+        replace(_attention(8, 1, 512, tail=64, tile_rows=64), copies=11, only=90, most_instructions=(875, 0)),
+        replace(
+            _attention(8, 1, 512, tail=64, tile_rows=64),
+            copies=11,
+            only=100,
+            most_instructions=(0, 770),
+            spills_beside_loop=True,  # a few instructions per item
+        ),
+        # plain decoding: 16 rows, four warps
+        replace(_attention(8, 1, 512, tail=64, rows=1), copies=20, most_instructions=(990, 1005)),
+        replace(_attention(64, 1, 512, tail=64, rows=1, tile_rows=64), copies=11, only=90),
         _attention(64, 1, 512, tail=64, rows=1),  # and on one, in two tiles of heads
         _attention(8, 1, 512, tail=64, batch_invariant=True),
         _attention(8, 1, 512, tail=64, tree=True),
@@ -986,7 +1006,8 @@ def test_kernels_compile_without_spills_or_slow_conversions(
 ):
     for variant, found in zip(chosen(module, capability), compile_all(module, capability), strict=True):
         assert "error" not in found, (variant, found)
-        assert found["spilled_bytes"] == 0, (variant, found)
+        assert found["spilled_bytes"] == 0 or variant.spills_beside_loop, (variant, found)
+        assert found["spills"] == 0, (variant, found)
         assert variant.side_by_side * (found["shared_bytes"] + 1024) <= SHARED_MEMORY_BYTES, (variant, found)
         assert variant.side_by_side * found["registers"] * 32 * variant.warps <= REGISTERS, (variant, found)
         assert found["wgmma"] == variant.wgmma, (variant, found)
@@ -1044,6 +1065,7 @@ def _compile(module: str, variant: Variant, capability: int) -> dict[str, int | 
         < compiled.asm["ptx"].find("griddepcontrol.wait"),
         "instructions": len(loop),
         "slow_conversions": sum(name in ("I2F", "F2F", "F2I") for name in loop),
+        "spills": loop.count("LDL") + loop.count("STL"),
         "copies": loop.count("LDGSTS"),
         "loads": loop.count("LDG"),
         "flushes": re.search(r"(?<!rsqrt\.approx)\.ftz", compiled.asm["ptx"]) is not None,

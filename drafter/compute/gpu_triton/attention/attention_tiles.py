@@ -43,7 +43,6 @@ _PARTIAL_ROWS = 512  # of partial results, per program
 _MIN_WIDTH = 16  # of a tile: the minimum of tensor cores
 _MIN_BLOCK_ROWS, _MAX_BLOCK_ROWS, _INVARIANT_BLOCK_ROWS = 16, 128, 64
 _BLOCK_VALUES = {2: 16384, 4: 4096}  # rows * D that fit in registers without spilling, by bytes of a value
-_TALL_BLOCK_VALUES = 32768
 MIN_PIECE_TILES = 2  # for a piece of one tile, writing and reading partials is twice its K/V
 _SPLIT_KEYS, _RUN_SPLITS = 256, 16  # in batch-invariant mode
 _ALL_ROWS = 2**31 - 1
@@ -113,8 +112,8 @@ def rows_from_host(
 class AttentionKind:
     """Properties shared by the layers that use one work list; see `eager.attention.paged_attention`.
 
-    Requests with more than `most_rows` rows are skipped; another kernel computes them. `is_tall` gives tiles
-    twice the rows (`mla.py`).
+    Requests with more than `most_rows` rows are skipped; another kernel computes them. `tile_rows` are the
+    most of a tile if not the default (`mla.py`).
     """
 
     num_heads: int
@@ -127,7 +126,7 @@ class AttentionKind:
     window: int | None = None
     first_key: int = 0
     most_rows: int = _ALL_ROWS
-    is_tall: bool = False
+    tile_rows: int | None = None
 
 
 class AttentionWorkspace:
@@ -201,11 +200,12 @@ def plan_tiles(
     """Choose tiles from shapes alone: at most four plans per kind, in invariant mode one."""
     group, width = kind.num_heads // kind.num_kv_heads, tile_width(kind.head_dim)
     block_keys = _block_keys(width, kind.dtype.itemsize, needs_registers=batch_invariant or has_trees)
-    values = _TALL_BLOCK_VALUES if kind.is_tall else _BLOCK_VALUES[kind.dtype.itemsize]
+    values = _BLOCK_VALUES[kind.dtype.itemsize]
     if batch_invariant:  # three accumulators at once: half the rows if heads are wide, and more warps
         wanted_rows, most_rows = _INVARIANT_BLOCK_ROWS, values // 2 // width
     else:
-        wanted_rows, most_rows = max_rows * group, min(_MAX_BLOCK_ROWS, values // width)
+        wanted_rows = max_rows * group
+        most_rows = kind.tile_rows or min(_MAX_BLOCK_ROWS, values // width)
     block_rows = max(_MIN_BLOCK_ROWS, triton.next_power_of_2(max(min(wanted_rows, most_rows), group)))
     wide = block_rows > 64 or block_rows * width > 8192 or kind.dtype.itemsize == 4
     return TilePlan(

@@ -23,7 +23,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ..common.e4m3 import widen
+from ..common.e4m3 import widen, widen_once
 from .attention_tiles import first_seen
 from .tree_keys import ancestor_keys, first_own_tile, own_end, path_keys
 
@@ -130,7 +130,8 @@ def _attend_tiles(
         page_T = tl.load(table_ptr + read_T // PAGE, mask=there_T, other=0).to(tl.int64)
         at_T = page_T * page_stride + (read_T % PAGE) * token_stride
         there_TD = inside(there_T[:, None], dim_D[None, :], DIM, q_RD.shape[1])
-        k_TD = widen(tl.load(k_ptr + at_T[:, None] + dim_D[None, :], mask=there_TD, other=0.0), q_RD.dtype)
+        k_TD = tl.load(k_ptr + at_T[:, None] + dim_D[None, :], mask=there_TD, other=0.0)
+        k_TD = widen_once(k_TD, q_RD.dtype) if TAIL > 0 else widen(k_TD, q_RD.dtype)
         x_RT = tl.dot(q_RD, tl.trans(k_TD), input_precision=_FP32_PRODUCT)
         if TAIL > 0:
             dim_C = tl.arange(0, q_tail_RC.shape[1])

@@ -6,9 +6,9 @@
 
 Keys are one head that all query heads share. A tile takes as many query heads as registers hold accumulators
 of a latent's width; the others are separate items that read the same keys. A tile of keys is copied to shared
-memory once, asynchronously, for scores and values; keys in e4m3 are converted on the way, so their loads are
-not pipelined. K and V up-projections of the heads are PyTorch batched products. `mla_prefill.py` has the
-expanded form.
+memory once, asynchronously, for scores and values; keys in e4m3 are converted to a second copy there
+(`e4m3.widen_once`). K and V up-projections of the heads are PyTorch batched products. `mla_prefill.py` has
+the expanded form.
 
 Legend: N rows, J heads, E unrotated head dim, R rotated, F of values, C values of a latent, P pages, S page
 size; in the kernel G heads at once.
@@ -41,10 +41,11 @@ from .mla_prefill_plan import Expansion, ExpansionWorkspace
 from .norm_rope_kv_write import load_columns, rotate_halves
 from .paged_attention import verify_attention
 
-# Heads, and so rows, per tile: with accumulators 512 wide, 64 rows spill registers, but for latents of 16
-# bits on Hopper; batch-invariant mode needs three accumulators, and fp32 operands take twice the space.
-_HEADS, _HEADS_TALL, _HEADS_FP32, _HEADS_INVARIANT = 32, 64, 16, 16
-_HOPPER = 9
+# Heads, and so rows, per tile, by the accumulators (512 wide) that registers hold: twice as many where
+# products read latents of 16 bits from shared memory; half in batch-invariant mode (three accumulators), with
+# fp32 operands, and with latents in e4m3 (queries of 32 rows are in registers while a tile is converted).
+_HEADS, _HEADS_TALL, _HEADS_E4M3, _HEADS_FP32, _HEADS_INVARIANT = 32, 64, 16, 16, 16
+_TALL_CAPABILITIES = 9, 10  # Hopper and Blackwell of data centers
 _HEADS_AT_ONCE = 8  # rotated by a program
 
 
@@ -58,20 +59,26 @@ def latent_kind(
     window: int | None = None,
     first_key: int = 0,
     batch_invariant: bool = False,
-    is_tall: bool = False,
+    tile_rows: int | None = None,
 ) -> AttentionKind:
     """Return the kind of attention in which each tile of heads is a K/V head at the same address."""
-    maximum = _HEADS_TALL if is_tall else _HEADS
+    maximum = tile_rows or _HEADS
     if dtype is torch.float32 or batch_invariant:
-        maximum, is_tall = (_HEADS_FP32 if dtype is torch.float32 else _HEADS_INVARIANT), False
+        maximum, tile_rows = (_HEADS_FP32 if dtype is torch.float32 else _HEADS_INVARIANT), None
     kv_heads = num_heads // math.gcd(num_heads, maximum)
     sizes = num_heads, kv_heads, rank, rank
-    return AttentionKind(*sizes, dtype, page_size, causal, window, first_key, is_tall=is_tall)
+    return AttentionKind(*sizes, dtype, page_size, causal, window, first_key, tile_rows=tile_rows)
+
+
+def _tile_rows(pages_PSW: Tensor, dtype: torch.dtype, *, has_trees: bool) -> int | None:
+    if pages_PSW.dtype is not dtype:
+        return _HEADS_E4M3
+    return _HEADS_TALL if _holds_tall_tiles(pages_PSW.device) and not has_trees else None
 
 
 @cache
-def _is_hopper(device: torch.device) -> bool:
-    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == _HOPPER
+def _holds_tall_tiles(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] in _TALL_CAPABILITIES
 
 
 class TritonLatentAttention:
@@ -99,7 +106,6 @@ class TritonLatentAttention:
         if expansion is not None and expansion.takes_all:
             out_NO = q_NJO.new_empty(len(q_NJO), parts.num_heads * parts.v_dim)
         else:
-            is_tall = _is_hopper(pages_PSW.device) and pages_PSW.dtype is qkv_NO.dtype and rows.tree is None
             kind = latent_kind(
                 shape.num_heads,
                 parts.rank,
@@ -109,7 +115,7 @@ class TritonLatentAttention:
                 window=shape.window,
                 first_key=shape.first_key,
                 batch_invariant=self._batch_invariant,
-                is_tall=is_tall,
+                tile_rows=_tile_rows(pages_PSW, qkv_NO.dtype, has_trees=rows.tree is not None),
             )
             if expansion is not None:
                 kind = replace(kind, most_rows=expansion.workspace.fewest - 1)
