@@ -61,6 +61,11 @@ PRODUCTS: Mapping[float, KernelLoop] = {
 TALL_MXFP4 = _loop(4352, 363, 410)
 # A tile of 64 rows over K and V with heads of 128, by bytes of their elements.
 ATTENTION: Mapping[int, KernelLoop] = {2: _loop(32768, 697, 802), 1: _loop(16384, 847, 887)}
+# Over latents of 512 values with keys of 64, by bytes of their elements; and the rows of a tile. With 16 bits
+# programs have eight warps, two for a scheduler, but for tiles of up to 16 rows.
+LATENTS: Mapping[int, KernelLoop] = {2: _loop(36864, 2 * 867, 2 * 760), 1: _loop(18432, 1036, 1039)}
+LATENT_ROWS = {2: 64, 1: 16}
+SHORT_LATENTS = _loop(36864, 980, 996)
 
 
 def max_own_rows(weight_bytes: float, itemsize: int) -> int:
@@ -86,5 +91,14 @@ def attention_instructions(element_bytes: int, num_bytes: float, rows: float) ->
     return IssuedInstructions() if loop is None else loop.read(num_bytes).times(_tiles(rows))
 
 
-def _tiles(rows: float) -> int:
-    return max(1, -int(-rows // ROW_TILE))
+def latent_instructions(element_bytes: int, num_bytes: float, rows: float) -> IssuedInstructions:
+    """Return the instructions of attention over latents, which a tile of all heads' rows reads once."""
+    if element_bytes not in LATENTS:
+        return IssuedInstructions()
+    if element_bytes == 2 and rows <= 16:
+        return SHORT_LATENTS.read(num_bytes)
+    return LATENTS[element_bytes].read(num_bytes).times(_tiles(rows, LATENT_ROWS[element_bytes]))
+
+
+def _tiles(rows: float, height: int = ROW_TILE) -> int:
+    return max(1, -int(-rows // height))

@@ -22,7 +22,13 @@ from functools import cached_property
 
 from ..pages.kv_cache_groups import KVCacheSpec
 from ..pages.recurrent_state_spec import RecurrentStateSpec
-from .kernel_loops import IssuedInstructions, attention_instructions, max_own_rows, product_instructions
+from .kernel_loops import (
+    IssuedInstructions,
+    attention_instructions,
+    latent_instructions,
+    max_own_rows,
+    product_instructions,
+)
 
 NOTHING_ISSUED = IssuedInstructions()
 _RULE_FLOP = 7  # per row and element of a state: decay, recall for a key, update, read-out
@@ -166,10 +172,9 @@ class LayerShape:
         # Absorbed, a latent is both key and value.
         flop = 2 * self.heads * (self.head_dim + self.v_head_dim) * rows * keys
         num_bytes = keys * self.kv.width * itemsize
-        if self.latent is not None:  # its tiles differ
-            return DeviceWork(num_bytes, flop)
         tile_rows = rows * self.heads / max(self.kv_heads, 1)
-        return DeviceWork(num_bytes, flop, attention_instructions(itemsize, num_bytes, tile_rows))
+        instructions = attention_instructions if self.latent is None else latent_instructions
+        return DeviceWork(num_bytes, flop, instructions(itemsize, num_bytes, tile_rows))
 
     def prompt_attention(self, rows: float, context: float, itemsize: int) -> DeviceWork:
         """Return the work for a prompt on a GPU, with latents in the cheaper of both forms.

@@ -10,13 +10,16 @@ from manta.cluster.hardware.kernel_loops import (
     ATTENTION,
     INT4_BYTES,
     ISSUE_SHARE,
+    LATENTS,
     MXFP4_BYTES,
     NVFP4_BYTES,
     PRODUCTS,
+    SHORT_LATENTS,
     TALL_MXFP4,
+    IssuedInstructions,
 )
 from manta.cluster.hardware.model_pair import ModelPair
-from manta.cluster.hardware.model_shape import ExpertShape, LayerShape, ModelShape
+from manta.cluster.hardware.model_shape import ExpertShape, LatentShape, LayerShape, ModelShape
 from manta.cluster.hardware.parallel_layouts import ParallelLayout
 from manta.cluster.hardware.step_time import LAUNCH_S, DeviceTime, StepTimes
 
@@ -47,6 +50,12 @@ def verify(target: ModelShape, gpu: str = "b200", rows: float = 1, context: floa
         ("h100", ATTENTION[1], 4.5),
         ("b200", PRODUCTS[MXFP4_BYTES], 3.9),
         ("b200", ATTENTION[2], 11.7),
+        ("h100", LATENTS[2], 4.9),
+        ("b200", LATENTS[2], 7.0),
+        ("h100", LATENTS[1], 4.1),
+        ("b200", LATENTS[1], 5.1),
+        ("h100", SHORT_LATENTS, 8.7),
+        ("b200", SHORT_LATENTS, 10.6),
     ],
 )
 def test_ceilings_are_those_of_the_documented_table(gpu: str, loop, terabytes: float) -> None:
@@ -75,6 +84,20 @@ def test_keys_and_values_of_one_byte_move_half_the_bytes_and_take_more_instructi
     assert narrow.num_bytes * 2 == wide.num_bytes and narrow.flop == wide.flop
     assert narrow.issued.sm_90 > wide.issued.sm_90
     assert verify(small, "h200", 16, 65536).total_s < verify(DENSE, "h200", 16, 65536).total_s
+
+
+def test_every_tile_of_heads_reads_a_latent_again() -> None:
+    """Kimi K2 on eight ranks: eight rows of eight heads are one tile."""
+    parts = LatentShape(q_rank=1536, nope_dim=128, rope_dim=64, v_dim=128, rank=512)
+    layer = LayerShape(heads=8, kv_heads=1, head_dim=576, v_head_dim=512, latent=parts)
+    plain, block, longer = (layer.attention(rows, 8192, 2) for rows in (1, 8, 16))
+    per_key = [work.issued.times(576 * 2 / work.num_bytes) for work in (plain, block, longer)]
+    assert [issued.sm_90 * 32 for issued in per_key] == pytest.approx([980, 2 * 867, 4 * 867])
+    assert [issued.sm_100 * 32 for issued in per_key] == pytest.approx([996, 2 * 760, 4 * 760])
+    packed = layer.attention(8, 8192, 1)
+    assert packed.num_bytes * 2 == block.num_bytes
+    assert packed.issued.sm_90 > 2 * block.issued.sm_90, "four tiles of 16 rows, which convert each"
+    assert layer.prompt_attention(512, 8192, 2).issued == IssuedInstructions()
 
 
 def test_rows_beyond_our_products_take_more_launches_and_codes_are_dequantized() -> None:
