@@ -16,7 +16,8 @@ from manta.actors.targets.loading.rank_loader import Checkpoints, load_runner
 from manta.actors.targets.model.mtp import MtpConfig
 from manta.actors.targets.model.tensor_parallel import Sharding
 from manta.cluster.errors import CheckpointError
-from manta.drafter.compute.memory.kv_cache import UNSCALED, KVScales
+from manta.cluster.pages.kv_cache_groups import KVCacheSpec
+from manta.drafter.compute.memory.kv_cache import UNSCALED, KVScales, PagedKVCache
 from safetensors.torch import load_file, save_file
 from support.checkpoints.mtp_targets import make_mtp_target
 from support.checkpoints.tiny import make_tiny_target
@@ -162,3 +163,13 @@ def test_a_layer_for_multi_token_prediction_has_scales_of_its_own(tmp_path: Path
     runner, _ = load_runner(plan.config)
     drafts = runner.drafts._proposer.cache  # type: ignore[attr-defined]
     assert drafts.scales(0) == KVScales(0.25, torch.tensor(0.0017).item())
+
+
+def test_a_view_of_some_layers_divides_by_their_scales() -> None:
+    """As the layers of a target that an assistant reads."""
+    scales = [KVScales(0.5, 2.0), KVScales(0.25, 0.125)]
+    cache = PagedKVCache(2, 2, 4, KVCacheSpec(1, 4, 4), torch.float8_e4m3fn, "cpu", scales=scales)
+    view, slots_N = cache.of_layers([1, 0, 1]), torch.tensor([3])
+    assert [view.scales(layer) for layer in range(3)] == [scales[1], scales[0], scales[1]]
+    view.write(0, slots_N, torch.ones(1, 8))
+    assert cache.slots(1)[0, 3].float().tolist() == [4.0] * 4 + [8.0] * 4
