@@ -30,7 +30,7 @@ from manta.actors.gateway.replica_set import Fleet, Member, ServedModel
 from manta.actors.gateway.stream_resume import ResumableStream
 from manta.actors.http.config.settings import ServerSettings
 from manta.actors.http.generation.resume_origin import ResumeOrigin, token_comment
-from manta.actors.http.middleware import request_gate as bodies
+from manta.actors.http.middleware import request_body as bodies
 from manta.actors.http.wire.sse import KEEP_ALIVE
 from manta.actors.tokenization.tokenizer import Tokenizer
 from manta.cluster.config import EngineConfig, SpeculativeConfig
