@@ -52,7 +52,6 @@ def as_stored(x, dtype: tl.constexpr, scale=None):
     `scale`, if given, divides values in e4m3. Values beyond the largest are clamped, NaNs and infinities are
     0, ties go to even codes. In integers, because compilers, devices and the interpreter round differently.
     """
-    x = tl.where(tl.abs(x.to(tl.float32)) < float("inf"), x, 0.0)
     if dtype == tl.float8e4nv:
         x = x.to(tl.float32)
         bits = x.to(tl.int32, bitcast=True)
