@@ -176,8 +176,8 @@ class DraftLengthPolicy:
         is_tree = False
         if self._trees is not None and length and not is_trial:
             is_tree = self._trees.choose(load.size)
-        how = DraftChoice(drafts_R, length, is_trial, is_tree, state.estimate, state.plain_s)
-        return how._replace(is_review=bool(is_review), is_change=is_change)
+        how = (length, is_trial, is_tree, state.estimate, state.plain_s)
+        return DraftChoice(drafts_R, *how, is_review=bool(is_review), is_change=is_change)
 
     def _state(self, load: StepLoad) -> _LoadState:
         """Return the state of this class of load."""

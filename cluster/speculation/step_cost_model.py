@@ -52,6 +52,9 @@ _NOISE = (
 # Largest deviation of a slow pass that is learned. Not tuned; without a limit the mean of 60 simulated cells
 # falls from 1.0150 to 1.0103 of the best (docs/measurements.md).
 _OUTLIER = 3.0
+# Least relative deviation of a slow pass after one of another draft length, whose caches are cold. Not tuned:
+# simulated machines have no caches, and 0 is as good there.
+_COLD_NOISE = 0.2
 MIN_S = 1e-9  # lower bound of any pass, which keeps logarithms and ratios finite
 
 
@@ -278,7 +281,7 @@ class StepCostModel:
         self._num_passes[size] += 1
         self.most_rows = max(self.most_rows, float(rows))
         # Libraries allocate and compile for first passes.
-        slow_noise = max(1.0 / self._num_passes[size], 0.2 if is_change else 0.0)
+        slow_noise = max(1.0 / self._num_passes[size], _COLD_NOISE if is_change else 0.0)
         self._non_draft.observe(float(rows), load, non_draft_s, slow_noise)
         if draft_rows:
             drafting = StepLoad(num_drafting, 0, load.context)

@@ -26,48 +26,36 @@ import torch
 from torch import Tensor
 
 from ....cluster.errors import CheckpointError
-from ....cluster.pages.kv_cache_groups import KVCacheSpec
-from ....drafter.compute.backend import (
-    AttentionShape,
-    Backend,
-    BlockWeights,
-    MixerShape,
-    ModelStackSpec,
-    PlacedRows,
-    Projection,
-)
+from ....drafter.compute.backend import Backend, ModelStackSpec, PlacedRows
+from ....drafter.compute.block_weights import AttentionShape, BlockWeights, MixerShape, Projection
 from ....drafter.compute.blocks import BlockStack
 from ....drafter.compute.checkpoint.quantization.checkpoint_quantization import CheckpointQuantization
 from ....drafter.compute.layers.linear import RMSNorm
 from ....drafter.compute.layers.rope import RopeConfig
 from ....drafter.compute.memory.kv_cache import PagedKVCache
 from ....drafter.dflash.target_features import TargetEmbeddings
-from ....drafter.drafter_spec import DraftLayer
 from .attention import TargetAttention
 from .decoder import RopeOf, make_block
 from .model_spec import ModelSpec
+from .mtp import ChainLayersConfig
 from .tensor_parallel import Communicator, Sharding, VocabHead
 from .weights import TargetWeights
 
 
 @dataclass(frozen=True, slots=True)
-class AssistantConfig:
-    """Describes an assistant to loading and memory planning, in place of a drafter's configuration.
+class AssistantConfig(ChainLayersConfig):
+    """Describes an assistant. `kv_geometry` is that of its last layer.
+
+    Windows of `model` are one less than the target's: an anchor's row sees as many keys of the target before
+    itself.
 
     Attributes:
-        model: its layers. Windows are one less than the target's: an anchor's row sees as many keys of the
-            target before itself.
         target_layers: the target's layer, among those with K/V, that each layer reads.
-        target_layer_ids: the tapped block: the target's last.
-        kv_geometry: K/V of a token on a rank in the last layer.
         hidden_size: the target's.
         embed_scale: factor of the target's embedding.
     """
 
-    model: ModelSpec
     target_layers: tuple[int, ...]
-    target_layer_ids: tuple[int, ...]
-    kv_geometry: KVCacheSpec
     hidden_size: int
     embed_scale: float
 
@@ -94,17 +82,6 @@ class AssistantConfig:
             hidden_size=target.hidden_size,
             embed_scale=target.embed_scale,
         )
-
-    def with_window(self, window: int) -> AssistantConfig:
-        return replace(self, model=self.model.with_window(window))
-
-    @property
-    def layers(self) -> tuple[DraftLayer, ...]:
-        return tuple(DraftLayer(causal=True, window=window) for window in self.model.windows)
-
-    @property
-    def num_layers(self) -> int:
-        return self.model.num_layers
 
     @property
     def quantization(self) -> CheckpointQuantization | None:

@@ -22,6 +22,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import count, takewhile
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -46,8 +47,8 @@ MTP_DRAFTS = 3  # by default: each application of the layer is further from what
 
 
 @dataclass(frozen=True, slots=True)
-class MtpConfig:
-    """Describes the layers to loading and memory planning, in place of a drafter's configuration.
+class ChainLayersConfig:
+    """Describes layers of a target's kind to loading and memory planning, in place of a drafter's config.
 
     Attributes:
         model: the layers as a model with a block for each.
@@ -58,6 +59,21 @@ class MtpConfig:
     model: ModelSpec
     target_layer_ids: tuple[int, ...]
     kv_geometry: KVCacheSpec
+
+    def with_window(self, window: int) -> Self:
+        return replace(self, model=self.model.with_window(window))
+
+    @property
+    def layers(self) -> tuple[DraftLayer, ...]:
+        return tuple(DraftLayer(causal=True, window=window) for window in self.model.windows)
+
+    @property
+    def num_layers(self) -> int:
+        return self.model.num_layers
+
+
+@dataclass(frozen=True, slots=True)
+class MtpConfig(ChainLayersConfig):
     quantization: None = None  # that of the target's checkpoint, of which this is a part
 
     @classmethod
@@ -74,17 +90,6 @@ class MtpConfig:
         model = target.mtp.model(target, num_layers)
         geometry = Sharding(model, 0, num_ranks).kv_geometries()[0]
         return cls(model, (target.num_layers - 1,), geometry)
-
-    def with_window(self, window: int) -> MtpConfig:
-        return replace(self, model=self.model.with_window(window))
-
-    @property
-    def layers(self) -> tuple[DraftLayer, ...]:
-        return tuple(DraftLayer(causal=True, window=window) for window in self.model.windows)
-
-    @property
-    def num_layers(self) -> int:
-        return self.model.num_layers
 
     @property
     def hidden_size(self) -> int:
