@@ -35,7 +35,9 @@ _QUIET_S = 5.0  # without online requests, after which background steps may be l
 # Why requests decode without drafts: no drafter, not allowed for them, plain steps are measured, or are
 # faster.
 Undrafted = Literal["no_drafter", "not_asked", "measuring", "plain_is_faster"]
-_LEARN_EVERY = 2  # drafting steps after the first 64, since learning takes host time
+# Seconds of learning from a step on a current server's core, and their largest share of the time of drafting
+# steps after the first 64.
+_LEARN_S, _MAX_LEARN_SHARE = 0.0002, 0.02
 _MAX_HOST_SHARE = 0.5  # of a step's own seconds; more time between steps was spent idle
 
 
@@ -274,7 +276,9 @@ class StepController:
             self._learn_shares(step, result, seconds, elapsed_s, has_background=has_background)
         self._num_completed += 1
         self._num_unlearned += 1
-        every = _LEARN_EVERY if step.choice.length else UPDATE_STEPS
+        every = UPDATE_STEPS
+        if step.choice.length:
+            every = min(every, math.ceil(_LEARN_S / (_MAX_LEARN_SHARE * max(seconds, _LEARN_S))))
         is_rare = step.choice.is_trial or step.load.prompt_rows or self._num_completed <= NUM_BLOCKS
         if is_rare or self._num_unlearned >= every:
             self._learn_acceptance(step, outcome, result)

@@ -198,7 +198,7 @@ class DraftLengthPolicy:
     def _review(self, state: _LoadState, batch: DecodeBatch, load: StepLoad) -> None:
         """Choose the best known length, and schedule a trial if one is due."""
         usual = min(max(state.steps // 2, _REVIEW_STEPS), _RETRY_STEPS)
-        state.review_at = state.steps + (_REVIEW_STEPS if self._budget.is_losing else usual)
+        state.review_at = state.steps + usual
         self._acceptance.update()
         self._costs.changed()
         load = load._replace(prompt_rows=0)  # prompt rows per token do not depend on the length
@@ -365,11 +365,10 @@ class DraftLengthPolicy:
             lost_s = seconds - worth / choice.estimate.rate
             self._budget.balance_s -= min(lost_s, self._budget.balance_s / 2)
         elif choice.length:
-            was_losing = self._budget.is_losing
-            must_pause = self._budget.record_step(
+            must_review, must_pause = self._budget.record_step(
                 seconds - worth / own_worth * choice.plain_s, choice.plain_s
             )
-            if self._budget.is_losing and not was_losing:
+            if must_review:
                 for state in self._states.values():
                     state.review_at = 0
             if not must_pause:

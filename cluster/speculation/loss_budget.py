@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 _INITIAL_STEPS = 4.0  # plain steps covered initially; 16 make the first 150 tokens 4 % slower on 60 cells
-_LOSING_STEPS = 2.0  # plain steps whose time is lost until drafts are reviewed early
+_REVIEW_LOSS_STEPS = 2.0  # plain steps whose time is lost from one early review to the next
 MAX_BACKOFF = 16  # attempts that last a tenth of the first wait then cost less than a hundredth of the time
 
 
@@ -17,7 +17,7 @@ class LossBudget:
     def __init__(self, share: float, max_steps: float) -> None:
         self._share, self._max_steps = share, max_steps
         self.balance_s = self._granted_s = self._lost_s = 0.0
-        self.is_losing = False  # drafts have lost much lately: their estimates may be out of date
+        self._reviewed_s = 0.0  # lost when drafts were last reviewed, or less since
 
     def begin(self, plain_s: float) -> None:
         """Grant the initial balance for plain steps of `plain_s` seconds; more if these became longer."""
@@ -29,15 +29,22 @@ class LossBudget:
         """Add the share of `seconds`; `step_s` are the last step's."""
         self.balance_s = min(self.balance_s + self._share * seconds, self._max_steps * step_s)
 
-    def record_step(self, lost_s: float, plain_s: float) -> bool:
-        """Account for a step with drafts that lost `lost_s`; return whether drafting must pause."""
+    def record_step(self, lost_s: float, plain_s: float) -> tuple[bool, bool]:
+        """Account for a step with drafts that lost `lost_s`.
+
+        Returns:
+            Whether drafts must be reviewed, since their estimates may be out of date, and whether they must
+            pause.
+        """
         self._lost_s = max(self._lost_s + lost_s, 0.0)
-        self.is_losing = self._lost_s > _LOSING_STEPS * plain_s
-        if self._lost_s <= max(self.balance_s, self._max_steps * plain_s):
-            return False
-        self._lost_s = self.balance_s = 0.0
-        self.is_losing = False
-        return True
+        self._reviewed_s = min(self._reviewed_s, self._lost_s)
+        must_review = self._lost_s > self._reviewed_s + _REVIEW_LOSS_STEPS * plain_s
+        if must_review:
+            self._reviewed_s = self._lost_s
+        must_pause = self._lost_s > max(self.balance_s, self._max_steps * plain_s)
+        if must_pause:
+            self._lost_s = self._reviewed_s = self.balance_s = 0.0
+        return must_review, must_pause
 
 
 class Backoff:

@@ -24,9 +24,9 @@ from ..step.sampling.sampler import block_candidates, sample_with_margins, selec
 from ..step.sampling.step_ops import DEFINITION, StepOperators
 from .model import DFlashDrafter
 
-# Most rows and steps whose context is written together while no request drafts. Below this many rows a write
-# takes about as long as one of a single row; the steps bound the memory of a few requests' taps.
-_DEFERRED_ROWS, _DEFERRED_STEPS = 128, 16
+# Most rows whose context is written together while no request drafts. Up to this many rows a write takes about
+# as long as one of a single row.
+_DEFERRED_ROWS = 128
 
 
 class DFlashProposer:
@@ -100,8 +100,7 @@ class DFlashProposer:
         """
         self._deferred.append((taps_NmH, rows))
         self._num_deferred += len(taps_NmH)
-        is_full = self._num_deferred > _DEFERRED_ROWS or len(self._deferred) == _DEFERRED_STEPS
-        if self._drafts or is_full:
+        if self._drafts or self._num_deferred > _DEFERRED_ROWS:
             self._write_deferred()
 
     def _write_deferred(self) -> None:

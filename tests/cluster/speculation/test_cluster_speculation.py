@@ -178,12 +178,16 @@ def test_drafting_pauses_once_it_has_lost_its_budget_and_random_losses_do_not_co
     budget.begin(plain_s)
     assert budget.balance_s == pytest.approx(4 * plain_s)
     for _ in range(1000):  # as quick as plain decoding, with good and bad steps
-        assert not budget.record_step(-3e-3, plain_s)
-        assert not budget.record_step(3e-3, plain_s)
-    lost_s = 0.0
-    while not budget.record_step(0.2e-3, plain_s):
+        assert budget.record_step(-3e-3, plain_s) == (False, False)
+        must_review, must_pause = budget.record_step(3e-3, plain_s)
+        assert must_review and not must_pause, "three plain steps are lost since the last review"
+    lost_s, num_reviews, must_pause = 0.0, 0, False
+    while not must_pause:
+        must_review, must_pause = budget.record_step(0.2e-3, plain_s)
         lost_s += 0.2e-3
-    assert lost_s <= 16.01 * plain_s
+        num_reviews += must_review
+    assert lost_s <= 16.21 * plain_s
+    assert 6 <= num_reviews <= 8, "one for each two plain steps that are lost"
     assert not budget.balance_s, "it was paid for"
     budget.earn(100 * plain_s, plain_s)
     assert budget.balance_s == pytest.approx(plain_s)
