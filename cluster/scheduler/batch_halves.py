@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from statistics import median
 from typing import NamedTuple
 
-from ..speculation.length_estimate import BETTER
+from ..speculation.draft_trimming import BETTER
 from ..speculation.loss_budget import Backoff
 from ..speculation.step_cost_model import load_class
 from ..step.scheduler_output import StepTimings

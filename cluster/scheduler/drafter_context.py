@@ -14,7 +14,7 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from ..speculation.length_estimate import BETTER
+from ..speculation.draft_trimming import BETTER
 from ..speculation.loss_budget import Backoff
 from ..step.executor import DrafterHealth
 from ..step.limits import SchedulerConfig

@@ -29,8 +29,7 @@ import numpy as np
 
 from ..step.scheduler_output import FloatArray, IntArray, SchedulerOutput, TreeGain, TreeShape, Trim
 from .acceptance_model import NO_MARGIN, NUM_BLOCKS, AcceptanceModel
-from .draft_trimming import drafts_to_verify
-from .length_estimate import BETTER, LengthEstimate, estimate_trimmed
+from .draft_trimming import BETTER, LengthEstimate, drafts_to_verify, estimate_trimmed
 from .loss_budget import MAX_BACKOFF, Backoff, LossBudget
 from .step_cost_model import MIN_S, StepCostModel, StepLoad
 from .tree_policy import TreePolicy

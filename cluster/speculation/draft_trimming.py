@@ -1,5 +1,7 @@
 """Selects which of a step's drafts are verified, once they are made and their margins known.
 
+`estimate_trimmed` estimates such steps from the drafts of recent blocks, for the policy's reviews.
+
     chance     of draft k, given those before it: sigmoid(bias_R + bias_K + slope_K log(1 + margin))
     survival   of draft k: the product of the chances up to it; never increases within a request
     worth      of a draft: its survival times its request's weight; of S drafts: the sum of the S largest
@@ -13,18 +15,58 @@ prefix. No token depends on the selection, because noise is equal for drafting a
 runners with the same values on all ranks. GPUs have an equivalent kernel for a given number of rows. Nodes of
 a draft tree are trimmed alike (`prefixes_to_verify`): they are in the order of falling survival.
 
-Legend: R requests, K most drafts, S drafts that are verified, N rows of the target's pass.
+Legend: R requests, K most drafts, S drafts that are verified, N rows of the target's pass; in estimates N
+blocks, M their drafts.
 """
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 from numpy.typing import NDArray
 
-from ..step.scheduler_output import BoolArray, IntArray, Trim
+from ..step.scheduler_output import BoolArray, FloatArray, IntArray, Trim
+from .step_cost_model import Doubles
 
 Floats = NDArray[np.float32]
 MAX_MARGIN = np.float32(1e6)  # bound: if one token alone is possible it is inf, and 0 * inf is nan
+BETTER = 1.02  # rate ratio to change a choice; estimates differ by about a percent
+_TRIM_S = 0.0001  # seconds that trimming takes itself, on a core of a current server
+
+
+class LengthEstimate(NamedTuple):
+    """Expected figures of steps with one draft length; 0 while nothing is known."""
+
+    rate: float = 0.0  # worth per second
+    worth: float = 0.0  # tokens of a step, each times its request's weight
+    seconds: float = 0.0
+    num_verified: int = 0  # drafts worth verifying, over all requests
+    trims: bool = False  # whether drafts are trimmed once their margins are known
+
+
+def estimate_trimmed(
+    worths_NK: FloatArray, num_requests: int, own_worth: float, seconds_S: Doubles
+) -> LengthEstimate:
+    """Estimate a step with drafts like those of these blocks, if the best number of drafts is verified.
+
+    Args:
+        worths_NK: survival probability times weight, of each draft of each block.
+        own_worth: worth of the tokens produced without any draft.
+        seconds_S: seconds of the step with 0, 1, .., R x K drafts verified.
+    """
+    falling_M = np.sort(worths_NK, axis=None)[::-1]
+    worth_M = np.concatenate(([0.0], np.cumsum(falling_M, dtype=np.float64)))
+    # The step verifies the same fraction of its drafts as is taken from the blocks.
+    places_S = np.arange(len(seconds_S)) * len(worths_NK) // num_requests
+    worth_S = own_worth + worth_M[places_S] * (num_requests / len(worths_NK))
+    trimmed_s_S = seconds_S + _TRIM_S
+    rates_S = worth_S / trimmed_s_S
+    count, rate = int(np.argmax(rates_S)), float(worth_S[-1] / seconds_S[-1])
+    if rates_S[count] > BETTER * rate:
+        figures = float(rates_S[count]), float(worth_S[count]), float(trimmed_s_S[count])
+        return LengthEstimate(*figures, num_verified=count, trims=True)
+    return LengthEstimate(rate, float(worth_S[-1]), float(seconds_S[-1]), len(seconds_S) - 1)
 
 
 def drafts_to_verify(margins_RK: Floats, num_drafts_R: IntArray, num_other_rows: int, trim: Trim) -> IntArray:

@@ -24,8 +24,7 @@ from ..step.sampling.sampler import block_candidates, sample_with_margins, selec
 from ..step.sampling.step_ops import DEFINITION, StepOperators
 from .model import DFlashDrafter
 
-# Most rows whose context is written together while no request drafts. Up to this many rows a write takes about
-# as long as one of a single row.
+# Most rows whose context is written together while no request drafts; so many take about as long as one row.
 _DEFERRED_ROWS = 128
 
 
