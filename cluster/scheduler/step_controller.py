@@ -15,6 +15,7 @@ from ..request.request import Request
 from ..speculation.acceptance_model import NUM_BLOCKS, UPDATE_STEPS, AcceptanceModel
 from ..speculation.branch_model import BranchModel
 from ..speculation.draft_length_policy import DecodeBatch, DraftChoice, DraftLengthPolicy
+from ..speculation.draft_trimming import TRIM_S
 from ..speculation.step_cost_model import StepCostModel, StepLoad
 from ..step.limits import SchedulerConfig
 from ..step.scheduler_output import (
@@ -295,9 +296,13 @@ class StepController:
             draft_s += result.timings.inject_s
         num_verified, num_drafting = _num_verified(plan, result), int(np.count_nonzero(plan.num_drafts))
         draft_rows = 0 if result.is_pass_skipped else int(plan.block_drafts.sum()) + num_drafting
-        grow_s = 0.0 if result.tree_gain is None else result.tree_gain.grow_s
+        shape_s = 0.0  # of choosing which drafts to verify, which plain steps do not have
+        if result.tree_gain is not None:
+            shape_s = result.tree_gain.grow_s
+        elif plan.trim is not None and not self._costs.has_fixed_sizes:
+            shape_s = TRIM_S
         self._costs.observe(
-            *(step.load, num_verified, draft_rows, draft_s, seconds - draft_s - grow_s, num_drafting),
+            *(step.load, num_verified, draft_rows, draft_s, seconds - draft_s - shape_s, num_drafting),
             is_change=step.choice.is_change,
         )
         self._measured_prompt_rows = max(self._measured_prompt_rows, int(step.load.prompt_rows))

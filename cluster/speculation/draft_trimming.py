@@ -32,7 +32,7 @@ from .step_cost_model import Doubles
 Floats = NDArray[np.float32]
 MAX_MARGIN = np.float32(1e6)  # bound: if one token alone is possible it is inf, and 0 * inf is nan
 BETTER = 1.02  # rate ratio to change a choice; estimates differ by about a percent
-_TRIM_S = 0.0001  # seconds that trimming takes itself, on a core of a current server
+TRIM_S = 0.0001  # seconds that trimming takes itself, on a core of a current server
 
 
 class LengthEstimate(NamedTuple):
@@ -60,7 +60,7 @@ def estimate_trimmed(
     # The step verifies the same fraction of its drafts as is taken from the blocks.
     places_S = np.arange(len(seconds_S)) * len(worths_NK) // num_requests
     worth_S = own_worth + worth_M[places_S] * (num_requests / len(worths_NK))
-    trimmed_s_S = seconds_S + _TRIM_S
+    trimmed_s_S = seconds_S + TRIM_S
     rates_S = worth_S / trimmed_s_S
     count, rate = int(np.argmax(rates_S)), float(worth_S[-1] / seconds_S[-1])
     if rates_S[count] > BETTER * rate:
