@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from ..speculation.draft_trimming import drafts_to_verify
+from ..speculation.draft_trimming import TRIM_S, drafts_to_verify
 from ..step.executor import DrafterHealth, ExecutorInfo
 from ..step.scheduler_output import (
     AdmittedRequest,
@@ -179,8 +179,12 @@ class SimulatedExecutor:
         trimmed_plan = replace(
             plan, num_rows=plan.num_rows - plan.num_drafts + verified_R, num_drafts=verified_R
         )
-        trimmed, grow_s = self._cost(trimmed_plan), 0.0 if trees is None else trees.grow_s
-        return replace(trimmed, draft_s=untrimmed.draft_s, verify_s=trimmed.verify_s + grow_s)
+        trimmed, shape_s = self._cost(trimmed_plan), 0.0
+        if trees is not None:
+            shape_s = trees.grow_s
+        elif plan.trim is not None and plan.trim.num_rows is None:  # else a GPU trims
+            shape_s = TRIM_S
+        return replace(trimmed, draft_s=untrimmed.draft_s, verify_s=trimmed.verify_s + shape_s)
 
     def check_health(self) -> None:
         """Do nothing: it is always healthy."""
