@@ -40,7 +40,12 @@ from ....drafter.step.gpu_triton.request_states import DeviceStates
 from ....drafter.step.gpu_triton.sampling.grammar_masks import DeviceMasks
 from ....drafter.step.gpu_triton.sampling.sampler import SamplingWorkspace, margins_between, sample_rows
 from ....drafter.step.gpu_triton.sampling.selector import find_candidates, walk_paths
-from ....drafter.step.gpu_triton.verification import TrimLists, accept_and_advance, trim_drafts
+from ....drafter.step.gpu_triton.verification import (
+    TrimLists,
+    accept_and_advance,
+    mark_not_numbers,
+    trim_drafts,
+)
 from ..model.decoder import Decoder
 from ..model.tensor_parallel import Communicator
 from .eagle3_chains import Eagle3Chains
@@ -311,6 +316,8 @@ class TargetPass:
         if len(row_inputs[0]):  # chunks of prompts may sample nothing
             chosen_X = choose(models, models.target, *row_inputs, filters=self._filters, masks=self._masks)
         accept_and_advance(chosen_X, requests, models.states.tables, self._outcome.rows_RW1)
+        if index_X is not None:
+            mark_not_numbers(hidden_NH, requests, self._outcome.rows_RW1)
         return chosen_X
 
     def _inject(

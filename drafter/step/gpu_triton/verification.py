@@ -1,8 +1,8 @@
 """Triton version of `drafter/step/sampling/verification.py` and of `RequestStates.advance`.
 
-One launch each; the host reads nothing and grids follow from shapes, so both can be captured in a CUDA graph.
-Called by `actors/targets/runners/step_passes.py`: `trim_drafts` before rows are laid out, and
-`accept_and_advance` after sampling.
+One launch each; the host reads nothing and grids follow from shapes, so all can be captured in a CUDA graph.
+Called by `actors/targets/runners/step_passes.py`: `trim_drafts` before rows are laid out,
+`accept_and_advance` after sampling, and `mark_not_numbers` after that for prompts.
 
 `trim_drafts` is `trimmed` of `cluster/speculation/draft_trimming.py` for a fixed number of rows, that of a
 graph's pass: each request's newest token gets one, and the drafts of greatest worth get the others, so no row
@@ -30,10 +30,12 @@ import triton.language as tl
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ....cluster.step.scheduler_output import Trim
+from ....cluster.step.scheduler_output import NOT_A_NUMBER, Trim
 from .inputs.row_layout import DeviceStepRequests, Ints, SlotTables
 
 _WARP = 32
+_CHECKING_PROGRAMS = 256  # of a request, at most
+_NOT_A_NUMBER = tl.constexpr(NOT_A_NUMBER)
 
 
 def accept_and_advance(
@@ -98,6 +100,37 @@ def _accept_and_advance(
     tl.store(num_computed + slot, num_known + tl.where(is_sampled, num_accepted, 0))
     tl.store(outcome + lanes, tl.where(is_new, verdict, -1).to(tl.int32), mask=lanes < width)
     tl.store(outcome + width, tl.where(is_sampled, num_accepted + 1, 0))
+
+
+def mark_not_numbers(hidden_NH: Tensor, prompts: DeviceStepRequests, outcome_RW1: Tensor) -> None:
+    """Set the token of prompts of which any row holds NaN or infinity to NOT_A_NUMBER, sampled or not.
+
+    K/V stores zeros for such values, so later rows look sound. Rows that all are sampled, as decoding
+    requests' are, are judged by their logits instead.
+
+    Args:
+        hidden_NH: the rows' last hidden states, contiguous.
+        outcome_RW1: int32 [R, 2], as `accept_and_advance` wrote it.
+    """
+    assert hidden_NH.is_contiguous() and len(hidden_NH) == prompts.num_rows, "a hidden state for each row"
+    assert prompts.max_drafts == 0 and outcome_RW1.is_contiguous(), "of each request one token and a number"
+    width = hidden_NH.shape[1]
+    _mark_not_numbers[len(prompts.slots_R), min(prompts.max_rows, _CHECKING_PROGRAMS)](
+        hidden_NH, prompts.cu_rows_R1, outcome_RW1, WIDTH=width, BLOCK=triton.next_power_of_2(width)
+    )
+
+
+@triton.jit(do_not_specialize_on_alignment=["outcome"])
+def _mark_not_numbers(hidden, cu_rows, outcome, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+    request, columns = tl.program_id(0), tl.arange(0, BLOCK)
+    is_broken = tl.zeros([BLOCK], tl.int1)
+    first = tl.load(cu_rows + request) + tl.program_id(1)
+    for offset in range(0, tl.load(cu_rows + request + 1) - first, tl.num_programs(1)):
+        row = (first + offset).to(tl.int64)
+        h = tl.load(hidden + row * WIDTH + columns, mask=columns < WIDTH, other=0.0)
+        is_broken |= ~(tl.abs(h.to(tl.float32)) < float("inf"))
+    if tl.max(is_broken.to(tl.int32), 0) > 0:
+        tl.store(outcome + 2 * request, _NOT_A_NUMBER)
 
 
 _REQUESTS = 128  # per iteration

@@ -16,11 +16,12 @@ import torch
 from manta import LLM, SamplingParams
 from manta.actors.http.config.settings import ServerSettings
 from manta.cluster.config import EngineConfig
+from manta.cluster.step import scheduler_output
 from manta.drafter.step.sampling import gumbel_argmax as choice
 from safetensors.torch import load_file, save_file
 from support.checkpoints.text_pair import NOT_A_NUMBER, LiveServer, make_pair_with_nan
 from support.checkpoints.tiny import make_tiny_drafter, make_tiny_target
-from support.engines.device_engines import PLACE
+from support.engines.device_engines import PLACE, SMALL_STATES, Twins
 from support.engines.steps import short_warm_up
 
 BROKEN, GOOD = 77, [[5, 6, 7, 8, 9, 10, 11], [21, 22, 23], list(range(40, 60))]
@@ -40,13 +41,18 @@ def targets(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         ("head", "lm_head.weight"),
     ):
         folder = make_tiny_target(tmp_path_factory.mktemp(name), "llama", seed=5, **SIZES)
-        weights = load_file(folder / "model.safetensors")
-        weights["lm_head.weight"][BROKEN] = 0.0  # it is in prompts alone
-        if tensor is not None:
-            weights[tensor][BROKEN] = math.nan
-        save_file(weights, folder / "model.safetensors", {"format": "pt"})
-        found[name] = folder
+        found[name] = broken(folder, tensor)
     return found
+
+
+def broken(target: Path, tensor: str | None = "model.embed_tokens.weight") -> Path:
+    """Write NaN to a token's row of a tensor, in place; the target never generates that token."""
+    weights = load_file(target / "model.safetensors")
+    weights["lm_head.weight"][BROKEN] = 0.0
+    if tensor is not None:
+        weights[tensor][BROKEN] = math.nan
+    save_file(weights, target / "model.safetensors", {"format": "pt"})
+    return target
 
 
 def opened(target: Path, backend: str, drafter: Path | None, **changes: object) -> LLM:
@@ -102,6 +108,32 @@ def test_a_request_with_nan_ends_and_does_not_affect_others(
                     assert found[1::2] == [("error", [])] * len(BAD)
                 assert answers(llm, GOOD, params) == expected[is_hot]
             llm._engine.check_invariants()
+
+
+# The target's next token is the third, after which prompt lookup drafts the three that follow it.
+REPEATED = {"llama": [5, 95, 11, 9, 7, 8, 95], "qwen3_5": [5, 20, 10, 9, 7, 8, 20]}
+
+
+@pytest.mark.parametrize("family", REPEATED)
+@torch.inference_mode()
+def test_a_rejected_draft_with_nan_ends_no_request_but_a_prompts_nan_does(
+    targets: dict[str, Path], tmp_path: Path, family: str
+) -> None:
+    """On the device as on the host, also in a part of a prompt that samples nothing."""
+    target, prompt = targets["embedding"], REPEATED[family]
+    if family == "qwen3_5":  # with recurrent states
+        target = broken(make_tiny_target(tmp_path, family, seed=5, num_hidden_layers=2, **SMALL_STATES))
+    twins = Twins.open(target, None, [prompt, [1, BROKEN, 2]], method="ngram")
+    enter = [twins.steps.admit(slot, tokens) for slot, tokens in enumerate(twins.known)]
+    first = twins.run([0, 0], [len(prompt), 3], [0, 0], admitted=enter, samples=[True, False])
+    assert first.token_ids[:, 0].tolist() == [prompt[2], scheduler_output.NOT_A_NUMBER]
+    assert first.num_tokens.tolist() == [1, 0]
+    twins.device.models.states.tables.token_ids[0, 3] = BROKEN  # as if a drafter proposed it
+    twins.host.states.token_ids[0, 3] = BROKEN
+    second = twins.run([len(prompt)], [4], [3])
+    assert second.num_tokens.tolist() == [1] and second.token_ids[0, 0] >= 0
+    third = twins.run([len(prompt) + 1], [1], [0])  # reads the K/V and states that the drafts left
+    assert third.token_ids[0, 0] >= 0
 
 
 @pytest.mark.parametrize("backend", ["torch", "compiled", "triton"])

@@ -186,6 +186,51 @@ def test_absorbed_attention_equals_the_published_expanded_form(layer: Layer, nam
     torch.testing.assert_close(got, requests.exact(0, 6), atol=TOLERANCE, rtol=TOLERANCE)
 
 
+@pytest.mark.usefixtures("on_the_device")
+@pytest.mark.filterwarnings("ignore:invalid value")
+@pytest.mark.parametrize("name", [pytest.param(n, marks=NEEDS_CPU) if n == "loops" else n for n in BACKENDS])
+@pytest.mark.parametrize("wrong", [torch.inf, torch.nan])
+@torch.inference_mode()
+def test_a_draft_that_is_no_number_changes_no_row_before_it(layer: Layer, name: str, wrong: float) -> None:
+    """In the block, where its key is masked, and after its rejection, where another takes its place."""
+    requests = Requests(layer, BACKENDS[name](), [70, 20])
+    requests.compute({0: 40, 1: 9})
+    later = requests.rows[0][45:48].clone()
+    requests.rows[0][45:48] = wrong
+    got = requests.compute({0: 8, 1: 3})
+    requests.rows[0][45:48] = later
+    torch.testing.assert_close(got[0][:5], requests.exact(0, 8)[:5], atol=TOLERANCE, rtol=TOLERANCE)
+    torch.testing.assert_close(got[1], requests.exact(1, 3), atol=TOLERANCE, rtol=TOLERANCE)
+    requests.computed[0] = 45
+    (found,) = requests.compute({0: 2})
+    torch.testing.assert_close(found, requests.exact(0, 2), atol=TOLERANCE, rtol=TOLERANCE)
+
+
+@pytest.mark.usefixtures("on_the_device")
+@torch.inference_mode()
+def test_overflows_of_an_expanded_prompt_change_no_row_before_them() -> None:
+    """In fp16 the product of a latent with the heads' up-projection may be infinite."""
+    torch.manual_seed(6)
+    half, count, before = torch.float16, FEWEST + 5, FEWEST - 3
+    parts = replace(random_layer().shape.latent, kv_up_JUC=torch.randn(J, E + F, C).to(DEVICE, half))
+    cache = PagedKVCache(1, PAGES, PAGE, KVCacheSpec(1, C + R, C, v_in_k=True), half, DEVICE)
+    cache.slots(0)[0, :count] = torch.randn(count, C + R).to(DEVICE, half) / 4
+    q_NJO = torch.randn(count, J, E + R).to(DEVICE, half) / 4
+    pages = np.arange(PAGES)[None]
+    rows = rows_from_host(np.array([0]), np.array([count]), pages, PAGE, torch.device(DEVICE))
+    results = []
+    for _ in range(2):
+        found = find_expansion(rows, ExpansionWorkspace(parts, C + R, FEWEST))
+        assert found is not None
+        out_NJF = torch.empty(count, J, F, dtype=half, device=DEVICE)
+        latent.attend_expanded(q_NJO, parts, cache.pages(0), found, 0.4, out_NJF)
+        results.append(out_NJF)
+        cache.slots(0)[0, before:count, :C] = 60000.0
+    values = torch.einsum("tc,juc->tju", cache.slots(0)[0, :count, :C], parts.kv_up_JUC)[..., E:]
+    assert values[:before].isfinite().all() and not values[before:].isfinite().all()
+    assert torch.equal(results[0][:before], results[1][:before])
+
+
 @NEEDS_CPU
 @torch.inference_mode()
 def test_a_row_has_the_same_bits_in_a_block_alone_and_in_a_prompt(layer: Layer) -> None:

@@ -28,10 +28,12 @@ from manta.drafter.compute.gpu_triton.attention.attention_tiles import (
     AttentionKind,
     AttentionWorkspace,
     PagedRows,
+    TreeRows,
     WorkList,
     list_work,
     plan_tiles,
 )
+from manta.drafter.compute.gpu_triton.attention.norm_rope_kv_write import norm_rotate_write
 from manta.drafter.compute.gpu_triton.attention.paged_attention import verify_attention
 from manta.drafter.compute.gpu_triton.flash_attention import FlashAttention, why_not
 from manta.drafter.compute.memory.kv_cache import UNSCALED, KVScales, PagedKVCache
@@ -44,6 +46,7 @@ TOLERANCE = {torch.float32: 2e-5 if ON_GPU else 2e-6, torch.float16: 3e-3, torch
 NAN = float("nan")
 MANY = 64  # programs: contexts are split into the shortest pieces
 H200_PROGRAMS = 264
+LARGEST = 65504.0  # in fp16
 
 
 @dataclass(frozen=True)
@@ -77,19 +80,23 @@ class Case:
         self.cache.kv.fill_(NAN)
         order = torch.randperm(nowhere).int().split(used)
         pages_BP = torch.full((len(rows) + 2, max_keys // shape.page_size), nowhere, dtype=torch.int32)
+        self.pages_BP = pages_BP
         slots_B = torch.randperm(len(rows) + 2)[: len(rows)].int()
         for slot, pages, length in zip(slots_B, order, lengths, strict=True):
             pages_BP[slot, : len(pages)] = pages
-            positions = torch.arange(length)
-            at = pages_BP[slot][positions // shape.page_size].long() * shape.page_size
             kv = torch.randn(length, shape.geometry.width).to(shape.dtype)
-            self.cache.write(1, at + positions % shape.page_size, kv)
+            self.cache.write(1, self.slots_of(slot, torch.arange(length)), kv)
         cu_rows = torch.tensor([0, *rows]).cumsum(0).int()
         self.rows = PagedRows(slots_B, cu_rows, torch.tensor(lengths).int(), pages_BP, max(1, *rows))
         self.q = torch.randn(sum(rows) + padding, shape.heads, shape.dim).to(shape.dtype)
         self.q[sum(rows) :] = NAN
         self.sinks = torch.randn(shape.heads)
         self.scale = shape.dim**-0.5
+
+    def slots_of(self, slot: Tensor, positions: Tensor) -> Tensor:
+        """Return where K and V are, by the page table's row."""
+        size = self.shape.page_size
+        return self.pages_BP[slot][positions // size].long() * size + positions % size
 
     def kind(self, causal: bool = True, window: int | None = None, first_key: int = 0) -> AttentionKind:
         s = self.shape
@@ -165,29 +172,57 @@ class Case:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("batch_invariant", [True, False])
-def test_keys_before_a_window_may_be_anything(batch_invariant: bool, causal: bool, dtype: torch.dtype):
-    """Their pages are released, and another request's values may be infinite in fp16."""
+def test_keys_before_a_window_may_be_any_numbers(batch_invariant: bool, causal: bool, dtype: torch.dtype):
+    """Their pages are released, and may hold another request's values."""
     case, window = Case(Shape(dtype=dtype), [100, 40], [3, 1]), 20
     workspace = case.workspace(batch_invariant=batch_invariant)
     expected = case.attend(causal=causal, window=window, workspace=workspace)
     for slot, length, rows in zip(case.rows.slots_B, case.lengths, case.num_rows, strict=True):
-        released = torch.arange(length - rows - window + 1)
-        size = case.shape.page_size
-        at = case.rows.page_table[slot][released // size].long() * size + released % size
-        case.cache.write(1, at, torch.full((len(at), case.shape.geometry.width), torch.inf, dtype=dtype))
+        case.cache.slots(1)[0, case.slots_of(slot, torch.arange(length - rows - window + 1))] = LARGEST
     assert expected.isfinite().all()
     assert torch.equal(case.attend(causal=causal, window=window, workspace=workspace), expected)
 
 
-def test_keys_before_first_key_may_be_anything() -> None:
+def test_keys_before_first_key_may_be_any_numbers() -> None:
     """Nothing was ever written there: a page holds what another request left."""
     case, first_key = Case(Shape(), [100, 3], [3, 1]), 2
     expected = case.attend(first_key=first_key)
     for slot in case.rows.slots_B:
-        at = case.rows.page_table[slot][0].long() * case.shape.page_size + torch.arange(first_key)
-        case.cache.write(1, at, torch.full((first_key, case.shape.geometry.width), torch.inf))
+        case.cache.slots(1)[0, case.slots_of(slot, torch.arange(first_key))] = LARGEST
     assert expected.isfinite().all()
     assert torch.equal(case.attend(first_key=first_key), expected)
+
+
+@pytest.mark.parametrize("wrong", [torch.inf, NAN])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize(("batch_invariant", "window"), [(False, None), (True, None), (False, 20)])
+@pytest.mark.parametrize("is_tree", [False, True])
+def test_drafts_that_overflow_change_no_row_that_does_not_see_them(
+    is_tree: bool, batch_invariant: bool, window: int | None, dtype: torch.dtype, wrong: float
+):
+    """Rows 1 and 3 of a tree are a branch beside rows 2 and 4; in a chain rows 3 and 4 come last."""
+    case = Case(Shape(dtype=dtype), [100, 40], [5, 3], padding=1)
+    if is_tree:
+        paths_ND = torch.full((9, 3), -1, dtype=torch.int32)
+        paths_ND[:5] = torch.tensor([[0, -1, -1], [0, 1, -1], [0, 2, -1], [0, 1, 3], [0, 2, 4]])
+        positions_N = torch.tensor([95, 96, 96, 97, 97, 37, 38, 39, 0])
+        case.rows = replace(case.rows, tree=TreeRows(paths_ND, positions_N))
+    spans = [(95, 100), (37, 40)]
+    slots = [case.slots_of(b, torch.arange(*span)) for b, span in zip(case.rows.slots_B, spans, strict=True)]
+    slots_N = torch.cat((*slots, torch.tensor([case.cache.skip_slot])))
+    heads = case.shape.heads
+    qkv_NJD = torch.randn(9, heads + 2 * case.shape.kv_heads, case.shape.dim).to(dtype)
+    case.q = qkv_NJD[:, :heads]
+    results = []
+    for overflow in ([], [1, 3, 8] if is_tree else [3, 4, 8]):
+        qkv_NJD[overflow, heads:] = wrong
+        qkv_NO, pages = qkv_NJD.flatten(1), case.cache.heads(1)
+        norm_rotate_write(qkv_NO, None, None, 1e-6, None, None, torch.arange(9), slots_N, *pages)
+        workspace = case.workspace(batch_invariant=batch_invariant)
+        results.append(case.attend(window=window, workspace=workspace))
+    others = [0, 2, 4, 5, 6, 7] if is_tree else [0, 1, 2, 5, 6, 7]
+    assert torch.equal(results[0][others], results[1][others])
+    assert results[1].isfinite().all()
 
 
 @pytest.mark.parametrize("sinks", [False, True])

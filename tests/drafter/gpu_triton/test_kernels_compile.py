@@ -706,6 +706,11 @@ VARIANTS: dict[str, list[Variant]] = {
             {"LANES": 32},
             1,
         ),
+        Variant(
+            "_mark_not_numbers",
+            _pointers(bf16="hidden", i32="cu_rows") | {"outcome": "*i32"},
+            {"WIDTH": 4096, "BLOCK": 4096},
+        ),
         _trim(256, 15, budget=2048),
         _trim(1, 15, budget=16),
     ],

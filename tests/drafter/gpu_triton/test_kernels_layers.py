@@ -244,6 +244,27 @@ def test_heads_are_normed_rotated_and_written_as_in_the_layers(
     assert_written(cache, expected_cache, slots_N)
 
 
+@pytest.mark.filterwarnings("ignore:invalid value")  # as on a GPU, NaN is right there
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_values_that_are_no_numbers_are_written_as_zeros(dtype: torch.dtype):
+    """Queries keep them, so that a row's own result shows them."""
+    qkv_NJD, norm_D = randn(4, 8, 64, dtype=dtype), weights(64, dtype=dtype)
+    for row, value in enumerate((float("nan"), float("inf"), -float("inf"))):
+        qkv_NJD[row, :, 5] = value
+    positions_N, slots_N = some_rows(4)
+    for norms in (None, (norm_D, norm_D)):
+        cache, expected_cache = two_caches(1, 2, 64, dtype)
+        ours_NJD, theirs_NJD = qkv_NJD.clone(), qkv_NJD.clone()
+        expected_q = reference_write(theirs_NJD, norms, positions_N, slots_N, expected_cache, 0)
+        rope, pages = tables(64, dtype), cache.heads(0)
+        norm_rotate_write(
+            ours_NJD.flatten(1), *(norms or (None, None)), EPS, *rope, positions_N, slots_N, *pages
+        )
+        assert_written(cache, expected_cache, slots_N)
+        assert torch.equal(ours_NJD[:, :4].isfinite(), expected_q.isfinite())
+        assert not ours_NJD[:3, :4].isfinite().all(-1).any()
+
+
 def test_heads_normed_in_fp32_are_rounded_once():
     """At position 0 (no rotation) results are nearest to the exact norm; two roundings would miss it."""
     qkv_NJD, norm_D = randn(50, 6, 64, dtype=torch.float16), 1 + 0.0003 * torch.randn(64)

@@ -112,6 +112,8 @@ def _attend_tiles(
 
     With `TREE` tiles have a tree's rows, of which rows see those in their paths; `BY_PATH` it is those in the
     path of `token`, which only this token's rows see.
+
+    Keys that a row does not see are multiplied by zero: all that pages hold is finite (`e4m3.as_stored`).
     """
     q_RD, q_tail_RC, position_R, scale = queries
     k_ptr, v_ptr, table_ptr, num_keys, page_stride, token_stride = keys
@@ -122,7 +124,6 @@ def _attend_tiles(
     for tile in tl.range(lo, hi, num_stages=1 if TREE else None):
         key_T = tile * BLOCK_KEYS + tl.arange(0, BLOCK_KEYS)
         there_T = key_T < num_keys
-        # What no row sees may be another request's, and zero times its infinity would be NaN.
         read_T = tl.maximum(key_T, oldest) if WINDOW > 0 or FIRST_KEY > 0 else key_T
         if BY_PATH:
             read_T, there_T = path_keys(tree, token, key_T, read_T, there_T)

@@ -186,12 +186,12 @@ def _norm_rotate_write_latents(
         to_ptr = pages_ptr + tl.load(slots_ptr + row).to(tl.int64) * slot_stride
         _norm(from_ptr, to_ptr, norm_ptr, eps, RANK, RANK_WIDTH)
         one_1 = tl.zeros([1], tl.int32)
-        _rotate_key(from_ptr + RANK, to_ptr + RANK, one_1, one_1 == 0, column_C, cos_1C, sin_1C, HALF)
+        _rotate(from_ptr + RANK, to_ptr + RANK, one_1, one_1 == 0, column_C, cos_1C, sin_1C, HALF, True)
     else:
         head_G = (tl.program_id(1) - 1) * AT_ONCE + tl.arange(0, AT_ONCE)
         first_ptr = q_ptr + row * q_stride + NOPE
         offset_G = head_G * (NOPE + 2 * HALF)
-        _rotate_key(first_ptr, first_ptr, offset_G, head_G < HEADS, column_C, cos_1C, sin_1C, HALF)
+        _rotate(first_ptr, first_ptr, offset_G, head_G < HEADS, column_C, cos_1C, sin_1C, HALF, False)
 
 
 @triton.jit
@@ -206,12 +206,16 @@ def _norm(from_ptr, to_ptr, weight_ptr, eps, RANK: tl.constexpr, WIDTH: tl.const
 
 
 @triton.jit
-def _rotate_key(from_ptr, to_ptr, offset_G, there_G, column_C, cos_1C, sin_1C, HALF: tl.constexpr):
+def _rotate(
+    from_ptr, to_ptr, offset_G, there_G, column_C, cos_1C, sin_1C, HALF: tl.constexpr, IS_KEY: tl.constexpr
+):  # fmt: skip
     at_GC = offset_G[:, None] + column_C[None, :]
     inside_GC = there_G[:, None] & (column_C < HALF)[None, :]
     low_GC = tl.load(from_ptr + at_GC, mask=inside_GC, other=0.0)
     high_GC = tl.load(from_ptr + at_GC + HALF, mask=inside_GC, other=0.0)
     low_GC, high_GC = rotate_halves(low_GC, high_GC, cos_1C, sin_1C)
-    kept: tl.constexpr = to_ptr.dtype.element_ty
-    tl.store(to_ptr + at_GC, as_stored(low_GC, kept), mask=inside_GC)
-    tl.store(to_ptr + at_GC + HALF, as_stored(high_GC, kept), mask=inside_GC)
+    if IS_KEY:
+        kept: tl.constexpr = to_ptr.dtype.element_ty
+        low_GC, high_GC = as_stored(low_GC, kept), as_stored(high_GC, kept)
+    tl.store(to_ptr + at_GC, low_GC, mask=inside_GC)
+    tl.store(to_ptr + at_GC + HALF, high_GC, mask=inside_GC)

@@ -35,6 +35,7 @@ from .mla_prefill_plan import Expansion, gather
 
 _LOG2_E = tl.constexpr(1.4426950408889634)
 _FP32_PRODUCT = tl.constexpr("tf32x3")  # see `key_tiles.py`
+_FP16_MAX = tl.constexpr(65504.0)
 _ADDING_WARPS = 16
 
 
@@ -179,6 +180,8 @@ def _attend_expanded(
         l_M = l_M * shrink_M + tl.sum(p_MK, 1)
         there_KF = inside(there_K[:, None], value_F[None, :], V_DIM, V_WIDTH)
         v_KF = tl.load(from_K[:, None] + NOPE + value_F[None, :], mask=there_KF, other=0.0)
+        if v_KF.dtype == tl.float16:  # zero times an overflow that a row does not see would be NaN
+            v_KF = tl.clamp(v_KF, -_FP16_MAX, _FP16_MAX)
         o_MF = tl.dot(p_MK.to(v_KF.dtype), v_KF, o_MF * shrink_M[:, None], input_precision=_FP32_PRODUCT)
         m_M = new_m_M
     if (hi == end) & (num_splits == 1):

@@ -161,18 +161,21 @@ def _norm_rotate_write(
         cos_ptr += at
         sin_ptr += at
     if group < Q_GROUPS:
-        _move(q_ptr, q_ptr, group, q_norm_ptr, eps, cos_ptr, sin_ptr, None, NUM_Q, HALF, WIDTH, GROUP, False)
+        _move(
+            q_ptr, q_ptr, group, q_norm_ptr, eps, cos_ptr, sin_ptr, None, NUM_Q, HALF, WIDTH, GROUP, False,
+            False,
+        )  # fmt: skip
     elif group < Q_GROUPS + KV_GROUPS:
         group -= Q_GROUPS
         _move(
             fresh_k_ptr, k_ptr + to, group, k_norm_ptr, eps, cos_ptr, sin_ptr, k_scale, NUM_KV, HALF, WIDTH,
-            GROUP, False,
+            GROUP, False, True,
         )  # fmt: skip
     else:
         group -= Q_GROUPS + KV_GROUPS
         _move(
             fresh_v_ptr, v_ptr + to, group, None, eps, None, None, v_scale, NUM_KV, V_HALF, V_WIDTH, GROUP,
-            V_NORM,
+            V_NORM, True,
         )  # fmt: skip
 
 
@@ -196,21 +199,22 @@ def _write_context(
         sin_ptr += at
         _move(
             fresh_k_ptr, k_ptr, group, norm_ptr, eps, cos_ptr, sin_ptr, None, NUM_KV, HALF, WIDTH, GROUP,
-            False,
+            False, True,
         )  # fmt: skip
     else:
         fresh_v_ptr = fresh_k_ptr + NUM_LAYERS * KEYS
         group -= KV_GROUPS
         _move(
-            fresh_v_ptr, k_ptr + KEYS, group, None, eps, None, None, None, NUM_KV, HALF, WIDTH, GROUP, False
-        )
+            fresh_v_ptr, k_ptr + KEYS, group, None, eps, None, None, None, NUM_KV, HALF, WIDTH, GROUP, False,
+            True,
+        )  # fmt: skip
 
 
 @triton.jit
 def _move(
     from_ptr, to_ptr, group, norm_ptr, eps, cos_ptr, sin_ptr, scale,
     NUM_HEADS: tl.constexpr, HALF: tl.constexpr, WIDTH: tl.constexpr, GROUP: tl.constexpr,
-    PLAIN_NORM: tl.constexpr,
+    PLAIN_NORM: tl.constexpr, IS_KV: tl.constexpr,
 ):  # fmt: skip
     """Norm and rotate (each if given) group `group` of a row's `NUM_HEADS` heads, and write it.
 
@@ -235,9 +239,11 @@ def _move(
         cos_C = load_columns(cos_ptr, columns_C, HALF, WIDTH)
         sin_C = load_columns(sin_ptr + HALF, columns_C, HALF, WIDTH)
         low_GC, high_GC = rotate_halves(low_GC, high_GC, cos_C[None, :], sin_C[None, :])
-    kept: tl.constexpr = to_ptr.dtype.element_ty
-    tl.store(to_ptr + offsets_GC, as_stored(low_GC, kept, scale), mask=inside)
-    tl.store(to_ptr + offsets_GC + HALF, as_stored(high_GC, kept, scale), mask=inside)
+    if IS_KV:
+        kept: tl.constexpr = to_ptr.dtype.element_ty
+        low_GC, high_GC = as_stored(low_GC, kept, scale), as_stored(high_GC, kept, scale)
+    tl.store(to_ptr + offsets_GC, low_GC, mask=inside)
+    tl.store(to_ptr + offsets_GC + HALF, high_GC, mask=inside)
 
 
 @triton.jit

@@ -47,15 +47,16 @@ def widen_once(x, dtype: tl.constexpr):
 
 @triton.jit
 def as_stored(x, dtype: tl.constexpr, scale=None):
-    """Convert values for K/V of `dtype`: if it is e4m3, as `PagedKVCache.write` does, bit by bit.
+    """Convert values for K/V of `dtype` as `PagedKVCache.write` does, bit by bit.
 
-    `scale`, if given, divides values in e4m3. Values beyond the largest are clamped, NaNs and infinities are
-    0, ties go to even codes. In integers, because compilers, devices and the interpreter round differently.
+    NaNs and infinities become 0: attention multiplies values that a row does not see by zero, among them
+    those of later drafts, of padding and of other requests. In e4m3 `scale`, if given, divides values, those
+    beyond the largest are clamped and ties go to even codes; in integers, because compilers, devices and the
+    interpreter round differently.
     """
+    x = tl.where(tl.abs(x.to(tl.float32)) < float("inf"), x, 0.0)
     if dtype == tl.float8e4nv:
-        x = x.to(tl.float32)
-        bits = x.to(tl.int32, bitcast=True)
-        bits = tl.where((bits & 0x7FFFFFFF) < 0x7F800000, bits, 0)
+        bits = x.to(tl.float32).to(tl.int32, bitcast=True)
         sign = (bits >> 24) & 0x80
         positive = (bits & 0x7FFFFFFF).to(tl.float32, bitcast=True)
         if scale is not None:

@@ -122,6 +122,7 @@ def _apply(
     columns = first + tl.arange(0, CHUNK)
     places = logits + row.to(tl.int64) * row_stride + columns
     z = tl.load(places, mask=columns < vocab_size, other=-float("inf")).to(tl.float32)
+    is_broken = (z != z) | (z == float("inf"))
     end = tl.load(num_computed + slot) + 1 if DRAFTS else tl.load(positions + row).to(tl.int32)
     tokens, prompt_length = token_ids + slot.to(tl.int64) * tokens_stride, tl.load(prompt_lengths + slot)
 
@@ -151,6 +152,7 @@ def _apply(
         spans = (tl.load(start_lengths + slot), tl.load(end_lengths + slot), tl.load(budgets + slot))
         forced = _forced(tokens, prompt_length, end, marks + slot * 2 * MARK, spans, MARK)
         z = tl.where(forced < 0, z, tl.where(columns == forced, 0.0, -float("inf")))
+    z = tl.where(is_broken, float("nan"), z)  # rules must not hide it from the sampler's check
     tl.store(places, z.to(logits.dtype.element_ty), mask=columns < vocab_size)
 
 
