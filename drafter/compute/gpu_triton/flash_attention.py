@@ -1,12 +1,13 @@
 """Attention of prompts by the package flash-attn, of other rows by `paged_attention.py`. Optional.
 
+    flash_attn.cute        FlashAttention 4, on sm_100: any page size, heads of up to 128, with sinks
     flash_attn_interface   FlashAttention 3, on Hopper: any page size
     flash_attn             FlashAttention 2: pages of a multiple of 256 tokens
 
 Prompts have thousands of rows, for which the package's kernels are made. Blocks that are verified or drafted
 have few rows, to which it would read the same keys once per query head without splitting long contexts.
-Kinds of layers that it does not support are computed by our kernel as well. Not for gpt-oss (no sinks), MLA,
-fp32 or batch invariance. A `backend.PagedAttention`.
+Kinds of layers that it does not support are computed by our kernel as well. Not for sinks before
+FlashAttention 4, MLA, fp32 or batch invariance. A `backend.PagedAttention`.
 
 Legend: N rows, B requests, Q query heads, K kv heads, D head dim, F that of values, P pages, S page size.
 """
@@ -16,7 +17,6 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,7 +27,8 @@ from . import backend
 from .attention.attention_tiles import AttentionKind, PagedRows, WorkList
 
 _PAGE_MULTIPLE = 256  # of FlashAttention 2
-_MAX_HEAD_DIM = 256
+_CUTE, _INTERFACE = "flash_attn.cute", "flash_attn_interface"
+_HOPPER, _BLACKWELL = 9, 10  # major versions of the compute capability
 
 
 def why_not(spec: ModelStackSpec, machine: DeviceCapabilities) -> str | None:
@@ -41,7 +42,7 @@ def why_not(spec: ModelStackSpec, machine: DeviceCapabilities) -> str | None:
         return f"computes in float16 and bfloat16 (dtype=bfloat16), dtype is {machine.dtype}"
     if machine.kv_dtype is not None:
         return "reads K/V of the model's dtype (kv_cache_dtype=auto), not of eight bits"
-    if "attention sinks" in spec.features:
+    if "attention sinks" in spec.features and not package.has_sinks:
         return f"has no attention sinks, which the {spec.name} needs"
     if "latent attention" in spec.features:
         return f"has no latent attention, which the {spec.name} needs"
@@ -72,7 +73,8 @@ class FlashAttention:
 
     def prepare(self, kind: AttentionKind, rows: PagedRows) -> _Prepared | WorkList:
         """Return what layers of a kind share; requests are prompts if the host knows their lengths."""
-        if rows.host_spans_B2 is None or not _is_supported(kind):
+        is_supported = kind.head_dim <= self._package.max_head_dim and kind.first_key == 0
+        if rows.host_spans_B2 is None or not is_supported or kind.v_head_dim != kind.head_dim:
             return self._split.prepare(kind, rows)
         return _Prepared(kind, rows.page_table.index_select(0, rows.slots_B))
 
@@ -89,28 +91,28 @@ class FlashAttention:
         sinks_Q: Tensor | None = None,
     ) -> Tensor:
         """Attend; see `paged_attention.verify_attention`. Returns [N, Q * F]."""
-        assert sinks_Q is None and v_scale == 1.0, "refused before a weight was read"
+        assert v_scale == 1.0, "refused before a weight was read"
         if isinstance(prepared, WorkList):
-            return self._split(q_NQD, k_PSKD, v_PSKF, rows, prepared, scale)
-        kind, window = prepared.kind, prepared.kind.window
-        neighbors = -1 if window is None else window - 1  # the package counts neighbors, -1 for unlimited
-        windows = (neighbors, 0 if kind.causal and window is not None else neighbors)
-        out_NQD = self._package(
-            q_NQD, k_PSKD, v_PSKF, rows, prepared.pages_BP, scale, causal=kind.causal, windows=windows
-        )
-        return out_NQD.view(len(q_NQD), -1)
+            return self._split(q_NQD, k_PSKD, v_PSKF, rows, prepared, scale, sinks_Q=sinks_Q)
+        kind = prepared.kind
+        out_NQD = self._package(q_NQD, k_PSKD, v_PSKF, rows, prepared, scale, sinks_Q)
+        return out_NQD.view(len(q_NQD), kind.num_heads * kind.v_head_dim)
 
 
-def _is_supported(kind: AttentionKind) -> bool:
-    """Return whether the package computes such layers."""
-    return kind.head_dim <= _MAX_HEAD_DIM and kind.v_head_dim == kind.head_dim and kind.first_key == 0
+def _windows(kind: AttentionKind, unlimited: int | None) -> tuple[int | None, int | None]:
+    """Return the numbers of keys before and after a row that it sees beside its own."""
+    if kind.window is None:
+        return unlimited, unlimited
+    return kind.window - 1, 0 if kind.causal else kind.window - 1
 
 
-class _Package3:
-    """FlashAttention 3's `flash_attn_with_kvcache`, with ragged queries."""
+class _Package4:
+    """FlashAttention 4's `flash_attn_varlen_func` over pages."""
+
+    max_head_dim, has_sinks = 128, True
 
     def __init__(self) -> None:
-        self._attend = _interface3().flash_attn_with_kvcache
+        self._attend = importlib.import_module(_CUTE).flash_attn_varlen_func
 
     def __call__(
         self,
@@ -118,28 +120,62 @@ class _Package3:
         k_PSKD: Tensor,
         v_PSKD: Tensor,
         rows: PagedRows,
-        pages_BP: Tensor,
+        prepared: _Prepared,
         scale: float,
-        *,
-        causal: bool,
-        windows: tuple[int, int],
+        sinks_Q: Tensor | None,
+    ) -> Tensor:
+        out_NQD, _ = self._attend(
+            q_NQD,
+            k_PSKD,
+            v_PSKD,
+            cu_seqlens_q=rows.cu_rows,
+            max_seqlen_q=rows.max_rows,
+            seqused_k=rows.kv_lengths_B,
+            page_table=prepared.pages_BP,
+            softmax_scale=scale,
+            causal=prepared.kind.causal,
+            window_size=_windows(prepared.kind, None),
+            learnable_sink=sinks_Q,
+        )
+        return out_NQD
+
+
+class _Package3:
+    """FlashAttention 3's `flash_attn_with_kvcache`, with ragged queries."""
+
+    max_head_dim, has_sinks = 256, False
+
+    def __init__(self) -> None:
+        self._attend = importlib.import_module(_INTERFACE).flash_attn_with_kvcache
+
+    def __call__(
+        self,
+        q_NQD: Tensor,
+        k_PSKD: Tensor,
+        v_PSKD: Tensor,
+        rows: PagedRows,
+        prepared: _Prepared,
+        scale: float,
+        _sinks_Q: Tensor | None,
     ) -> Tensor:
         return self._attend(
             q_NQD,
             k_PSKD,
             v_PSKD,
             cache_seqlens=rows.kv_lengths_B,
-            page_table=pages_BP,
+            page_table=prepared.pages_BP,
             cu_seqlens_q=rows.cu_rows,
             max_seqlen_q=rows.max_rows,
             softmax_scale=scale,
-            causal=causal,
-            window_size=windows,
+            causal=prepared.kind.causal,
+            window_size=_windows(prepared.kind, -1),
         )
 
 
 class _Package2:
     """FlashAttention 2's `flash_attn_varlen_func` over pages."""
+
+    max_head_dim, has_sinks = 256, False
 
     def __init__(self) -> None:
         self._attend: Callable[..., Tensor] = importlib.import_module("flash_attn").flash_attn_varlen_func
@@ -150,11 +186,9 @@ class _Package2:
         k_PSKD: Tensor,
         v_PSKD: Tensor,
         rows: PagedRows,
-        pages_BP: Tensor,
+        prepared: _Prepared,
         scale: float,
-        *,
-        causal: bool,
-        windows: tuple[int, int],
+        _sinks_Q: Tensor | None,
     ) -> Tensor:
         cu_keys = F.pad(rows.kv_lengths_B.cumsum(0, dtype=torch.int32), (1, 0))
         return self._attend(
@@ -165,30 +199,32 @@ class _Package2:
             cu_seqlens_k=cu_keys,  # with a block table only the differences matter
             # At 1 the package would use row b as request b's and ignore cu_seqlens_q.
             max_seqlen_q=max(rows.max_rows, 2),
-            max_seqlen_k=pages_BP.shape[1] * k_PSKD.shape[1],
+            max_seqlen_k=prepared.pages_BP.shape[1] * k_PSKD.shape[1],
             softmax_scale=scale,
-            causal=causal,
-            window_size=windows,
-            block_table=pages_BP,
+            causal=prepared.kind.causal,
+            window_size=_windows(prepared.kind, -1),
+            block_table=prepared.pages_BP,
         )
 
 
-def _load(device: torch.device) -> type[_Package2] | type[_Package3]:
+def _load(device: torch.device) -> type[_Package2] | type[_Package3] | type[_Package4]:
     """Return the newest package for this device. Raises ImportError without one."""
-    try:
-        _interface3()
-    except ImportError:
-        pass
-    else:
-        if _is_hopper(device):
-            return _Package3
-    importlib.import_module("flash_attn")
+    for name, package, capability in ((_CUTE, _Package4, _BLACKWELL), (_INTERFACE, _Package3, _HOPPER)):
+        if _capability(device) == capability and _has(name):
+            return package
+    if not hasattr(importlib.import_module("flash_attn"), "flash_attn_varlen_func"):
+        raise ImportError("FlashAttention 4 alone, for sm_100")
     return _Package2
 
 
-def _interface3() -> Any:  # Any: an optional package without types
-    return importlib.import_module("flash_attn_interface")
+def _has(name: str) -> bool:
+    try:
+        importlib.import_module(name)
+    except ImportError:
+        return False
+    return True
 
 
-def _is_hopper(device: torch.device) -> bool:
-    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
+def _capability(device: torch.device) -> int:
+    """Return the major version of a GPU's compute capability; 0 for a CPU."""
+    return torch.cuda.get_device_capability(device)[0] if device.type == "cuda" else 0

@@ -9,6 +9,7 @@ Legend: N rows, B requests, Q query heads, K kv heads, D head dim, P pages, S pa
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from types import ModuleType
 
@@ -549,9 +550,9 @@ def flash_attn_varlen_func(
 
 def attend_over_pages(
     q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, softmax_scale, causal, window_size,
-    block_table,
+    block_table, sinks=None,
 ):  # fmt: skip
-    """What both packages compute."""
+    """What all packages compute."""
     assert q.dtype is k.dtype is torch.float16
     assert max_seqlen_q > 1, "at 1 the package takes row b for request b's"
     assert max_seqlen_q >= cu_seqlens_q.diff().max() and max_seqlen_k >= cu_seqlens_k.diff().max()
@@ -566,7 +567,10 @@ def attend_over_pages(
         i, j = torch.arange(rows)[:, None] + keys - rows, torch.arange(keys)
         seen = (j >= i - left) & (j <= i + (0 if causal else right))
         scores = torch.einsum("qhd,khd->hqk", q[mine].double(), k_THD.double()) * softmax_scale
-        probs = scores.masked_fill(~seen, -torch.inf).softmax(-1)
+        scores = scores.masked_fill(~seen, -torch.inf)
+        if sinks is not None:  # a key without a value
+            scores = torch.cat((scores, sinks.double()[:, None, None].expand(-1, rows, 1)), -1)
+        probs = scores.softmax(-1)[..., :keys]
         out[mine] = torch.einsum("hqk,khd->qhd", probs, v_THD.double()).half()
     return out
 
@@ -617,27 +621,99 @@ def flash_attn_with_kvcache(
     )
 
 
-PACKAGES = {"flash_attn": flash_attn_varlen_func, "flash_attn_interface": flash_attn_with_kvcache}
+def flash_attn_4_varlen_func(
+    q,
+    k,
+    v,
+    qv=None,
+    cu_seqlens_q=None,
+    cu_seqlens_k=None,
+    max_seqlen_q=None,
+    max_seqlen_k=None,
+    min_seqlen_k=None,
+    seqused_q=None,
+    seqused_k=None,
+    gather_kv_indices=None,
+    page_table=None,
+    softmax_scale=None,
+    causal=False,
+    window_size=(None, None),
+    learnable_sink=None,
+    softcap=0.0,
+    num_splits=1,
+    pack_gqa=None,
+    deterministic=False,
+    score_mod=None,
+    score_mod_bwd=None,
+    mask_mod=None,
+    block_sparse_tensors=None,
+    aux_tensors=None,
+    aux_scalars=None,
+    return_lse=False,
+    scheduler_metadata=None,
+    seqlen_k_per_split=None,
+    disable_scheduler_metadata=False,
+):
+    """FlashAttention 4's (August 2026), on data-center Blackwell, for what is given here."""
+    batch_size, (num_heads, head_dim) = len(cu_seqlens_q) - 1, q.shape[-2:]
+    assert page_table.dtype is torch.int32 and page_table.stride(-1) == 1 and cu_seqlens_k is None
+    assert len(page_table) == batch_size and seqused_k.shape == (batch_size,)
+    assert k.shape == (*v.shape[:3], head_dim) and num_heads % k.shape[2] == 0
+    assert 8 <= head_dim <= 128 and 8 <= v.shape[3] <= 128 and head_dim % 8 == v.shape[3] % 8 == 0
+    for cache in (q, k, v):  # of others the package makes contiguous copies
+        assert cache.stride(-1) == 1 and cache.data_ptr() % 16 == 0
+        assert all(stride * cache.element_size() % 16 == 0 for stride in cache.stride()[:-1])
+    for lengths in (cu_seqlens_q, seqused_k):
+        assert lengths.dtype is torch.int32 and lengths.stride(0) == 1
+    if learnable_sink is not None:
+        assert learnable_sink.shape == (num_heads,)
+        assert learnable_sink.dtype in (torch.float16, torch.bfloat16, torch.float32)
+    left, right = window_size
+    assert left is None or right is None or left + right >= 0, "would be no window"
+    keys = torch.nn.functional.pad(seqused_k.cumsum(0, dtype=torch.int32), (1, 0))
+    window = tuple(-1 if beside is None else beside for beside in window_size)
+    limits = max(max_seqlen_q, 2), int(seqused_k.max())
+    common = {"causal": causal, "window_size": window, "sinks": learnable_sink, "block_table": page_table}
+    return attend_over_pages(q, k, v, cu_seqlens_q, keys, *limits, softmax_scale, **common), None
 
 
-@pytest.fixture(params=PACKAGES)
-def package(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Only this package is installed, on a Hopper GPU."""
-    for name, function in PACKAGES.items():
-        module = ModuleType(name)
-        setattr(module, function.__name__, function)
-        monkeypatch.setitem(sys.modules, name, module if name == request.param else None)
-    monkeypatch.setattr(flash_attention, "_is_hopper", lambda device: True)
+@dataclass(frozen=True)
+class Package:
+    module: str
+    function: Callable[..., object]
+    capability: int  # of the device that it is for
+    page_size: int = 64
+
+
+PACKAGES = (
+    Package("flash_attn", flash_attn_varlen_func, 8, page_size=256),
+    Package("flash_attn_interface", flash_attn_with_kvcache, 9),
+    Package("flash_attn.cute", flash_attn_4_varlen_func, 10),
+)
+
+
+def install(patch: pytest.MonkeyPatch, *packages: Package, capability: int) -> None:
+    """Install these packages alone, on a device with a compute capability."""
+    for each in PACKAGES:
+        module = ModuleType(each.module)
+        setattr(module, each.function.__name__.replace("_4_", "_"), each.function)
+        patch.setitem(sys.modules, each.module, module if each in packages else None)
+    if PACKAGES[2] in packages and PACKAGES[0] not in packages:  # a folder without the older package
+        patch.setitem(sys.modules, "flash_attn", ModuleType("flash_attn"))
+    patch.setattr(flash_attention, "_capability", lambda device: capability)
+
+
+@pytest.fixture(params=PACKAGES, ids=lambda package: package.module)
+def package(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Package:
+    """Only this package is installed, on a GPU that it is for."""
+    install(monkeypatch, request.param, capability=request.param.capability)
     return request.param
 
 
 @pytest.fixture
 def flash_attn(monkeypatch: pytest.MonkeyPatch) -> None:
     """FlashAttention 2 is installed, on a GPU before Hopper."""
-    module = ModuleType("flash_attn")
-    module.flash_attn_varlen_func = flash_attn_varlen_func
-    monkeypatch.setitem(sys.modules, "flash_attn", module)
-    monkeypatch.setattr(flash_attention, "_is_hopper", lambda device: False)
+    install(monkeypatch, PACKAGES[0], capability=8)
 
 
 def as_prompts(case: Case) -> Case:
@@ -651,17 +727,20 @@ def as_prompts(case: Case) -> Case:
 @pytest.mark.parametrize("window", [None, 1, 20])
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("rows", [[16, 1, 3, 0], [1, 1, 1, 0]])
-def test_prompts_are_attended_by_the_package(package: str, rows: list[int], causal: bool, window: int | None):
-    page_size = 256 if package == "flash_attn" else 64
-    shape = Shape(page_size=page_size, dtype=torch.float16)
+def test_prompts_are_attended_by_the_package(
+    package: Package, rows: list[int], causal: bool, window: int | None
+):
+    shape = Shape(page_size=package.page_size, dtype=torch.float16)
     case = as_prompts(Case(shape, [300, 5, 77, 0], rows, max_keys=1024))
     case.rows.slots_B[3] = 0
     attend = FlashAttention(DEVICE)
     k_PSKD, v_PSKD = case.cache.heads(1)
     prepared = attend.prepare(case.kind(causal, window), case.rows)
     assert not isinstance(prepared, WorkList)
-    out = attend(case.q, k_PSKD, v_PSKD, case.rows, prepared, case.scale)
-    assert (out.double() - case.dense(causal=causal, window=window)).abs().max() < 3e-3
+    sinks_Q = case.sinks if package.capability == 10 else None
+    out = attend(case.q, k_PSKD, v_PSKD, case.rows, prepared, case.scale, sinks_Q=sinks_Q)
+    expected = case.dense(causal=causal, window=window, sinks=sinks_Q is not None)
+    assert (out.double() - expected).abs().max() < 3e-3
 
 
 @pytest.mark.parametrize(
@@ -687,36 +766,37 @@ def test_other_rows_and_kinds_are_attended_by_our_kernel(
     assert (out.double() - case.dense(first_key=first_key)).abs().max() < 3e-3
 
 
-def test_the_newest_package_of_a_device_is_used(monkeypatch: pytest.MonkeyPatch):
-    for name, function in PACKAGES.items():
-        module = ModuleType(name)
-        setattr(module, function.__name__, function)
-        monkeypatch.setitem(sys.modules, name, module)
+@pytest.mark.parametrize("capability", [8, 9, 10, 12])
+def test_the_newest_package_of_a_device_is_used(capability: int, monkeypatch: pytest.MonkeyPatch):
+    """Alone, FlashAttention 4 is in a folder with the name of 2."""
     spec, machine = asked(64, torch.bfloat16, 128)
-    monkeypatch.setattr(flash_attention, "_is_hopper", lambda device: True)
-    assert why_not(spec, machine) is None, "FlashAttention 3 reads pages of any size"
-    monkeypatch.setattr(flash_attention, "_is_hopper", lambda device: False)
-    assert "page_size=256" in str(why_not(spec, machine)), "it runs on Hopper only"
+    with_sinks = replace(spec, features=frozenset({"attention sinks"}))
+    install(monkeypatch, *PACKAGES, capability=capability)
+    reason = why_not(spec, machine)
+    assert reason is None if capability in (9, 10) else "page_size=256" in str(reason)
+    assert (why_not(with_sinks, replace(machine, page_size=256)) is None) == (capability == 10)
+    install(monkeypatch, PACKAGES[2], capability=capability)
+    reason = why_not(spec, machine)
+    assert reason is None if capability == 10 else "FlashAttention 4 alone" in str(reason)
 
 
 @pytest.mark.parametrize(
-    ("page_size", "features", "changes", "by_version_2", "by_version_3"),
+    ("page_size", "features", "changes", "by_version"),
     [
-        (64, set(), {}, "triton", "flash_attn"),
-        (256, set(), {}, "flash_attn", "flash_attn"),
-        (256, set(), {"batch_invariant": True}, "triton", "triton"),
-        (256, set(), {"kv_cache_dtype": "fp8"}, "triton", "triton"),
-        (256, {"attention sinks"}, {}, "triton", "triton"),
-        (256, set(), {"attention_backend": "triton"}, "triton", "triton"),
+        (64, set(), {}, [False, True, True]),
+        (256, set(), {}, [True, True, True]),
+        (256, set(), {"batch_invariant": True}, [False, False, False]),
+        (256, set(), {"kv_cache_dtype": "fp8"}, [False, False, False]),
+        (256, {"attention sinks"}, {}, [False, False, True]),
+        (256, set(), {"attention_backend": "triton"}, [False, False, False]),
     ],
 )
 def test_auto_takes_the_package_for_prompts_where_it_supports_the_model(
-    package: str,
+    package: Package,
     page_size: int,
     features: set[Feature],
     changes: dict[str, object],
-    by_version_2: str,
-    by_version_3: str,
+    by_version: list[bool],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(backend, "why_not_launch", lambda: None)
@@ -724,7 +804,7 @@ def test_auto_takes_the_package_for_prompts_where_it_supports_the_model(
     config = EngineConfig.from_dict({"model": "none", "device": "cuda", **changes})
     spec, machine = asked(page_size, torch.bfloat16, 128)
     machine = replace(machine, kv_dtype=kv_dtype(config))
-    wanted = by_version_2 if package == "flash_attn" else by_version_3
+    wanted = "flash_attn" if by_version[PACKAGES.index(package)] else "triton"
     assert choose_backend(config, [replace(spec, features=frozenset(features))], machine) == wanted
 
 
