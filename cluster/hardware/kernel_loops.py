@@ -55,7 +55,7 @@ PRODUCTS: Mapping[float, KernelLoop] = {
     INT8_BYTES: _loop(8448, 473, 548),
     1: _loop(8192, 330, 298),
     NVFP4_BYTES: _loop(6144, 529, 512),
-    MXFP4_BYTES: _loop(4352, 306, 323),
+    MXFP4_BYTES: _loop(4352, 306, 167),
     INT4_BYTES: _loop(4608, 280, 311),
 }
 TALL_MXFP4 = _loop(4352, 363, 410)

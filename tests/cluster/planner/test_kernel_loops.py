@@ -48,7 +48,7 @@ def verify(target: ModelShape, gpu: str = "b200", rows: float = 1, context: floa
         ("b200", PRODUCTS[NVFP4_BYTES], 3.4),
         ("h100", ATTENTION[2], 10.9),
         ("h100", ATTENTION[1], 4.5),
-        ("b200", PRODUCTS[MXFP4_BYTES], 3.9),
+        ("b200", PRODUCTS[MXFP4_BYTES], 7.5),
         ("b200", ATTENTION[2], 11.7),
         ("h100", LATENTS[2], 4.9),
         ("b200", LATENTS[2], 7.0),
@@ -68,7 +68,7 @@ def test_packed_experts_are_bound_by_instructions_where_memory_is_fast() -> None
     wide = replace(GPT_OSS, layers=(replace(LAYER, experts=replace(EXPERTS, weight_bytes=2.0)),) * 36)
     issued_s = verify(GPT_OSS).instructions - verify(wide).instructions  # 16 bits are read more slowly
     assert issued_s == pytest.approx(GPUS["b200"].issue_s(GPT_OSS.experts(1).issued))
-    assert issued_s > 2 * GPT_OSS.experts(1).num_bytes / GPUS["b200"].device.bytes_per_s
+    assert issued_s > 1.3 * GPT_OSS.experts(1).num_bytes / GPUS["b200"].device.bytes_per_s
     assert verify(GPT_OSS).total_s < verify(wide).total_s
 
 

@@ -398,17 +398,21 @@ def _experts(
     dtype: str = "bf16",
     packed: bool = False,
     integers: bool = False,
+    is_scaled: bool = False,
     most_instructions: tuple[int, int] | None = None,
 ) -> Variant:
     """Return a product of tiles of pairs: gate and up with an activation, else down.
 
-    MXFP4 has biases; `integers` means packed in INT4.
+    MXFP4 has biases, and `is_scaled` means by block-scaled products; `integers` means packed in INT4.
     """
-    packed |= integers
+    packed |= integers or is_scaled
     torch_dtype = {"bf16": torch.bfloat16, "fp32": torch.float32}[dtype]
-    cut = cut_weight(height, torch_dtype, packed=packed)
+    cut = cut_weight(height, torch_dtype, packed=packed, is_scaled=is_scaled)
     words = {2: "i32", 4: "i64"}[torch_dtype.itemsize]
-    given = {"x_ptr": f"*{words if packed else dtype}:16", "weight_ptr": f"*{'u8' if packed else dtype}:16"}
+    given = {
+        "x_ptr": f"*{words if packed and not is_scaled else dtype}:16",
+        "weight_ptr": f"*{'u8' if packed else dtype}:16",
+    }
     given |= {"scale_ptr": f"*{dtype if integers else 'u8'}:16"} if packed else {}
     given |= {"bias_ptr": f"*{dtype}:16"} if packed and not integers else {}
     given |= {"y_ptr": f"*{dtype}:16"} | _pointers(i32="pairs_ptr experts_ptr count_ptr")
@@ -421,11 +425,12 @@ def _experts(
         "HEIGHT": height,
         "COLUMNS": cut.columns,
         "STEP": cut.step,
-        "PACK": 2 if packed else 0,
+        "PACK": 2 if packed and not is_scaled else 0,
         "PDL": True,
     } | {name: None for name in ("scale_ptr", "bias_ptr") if name not in given}
-    maximum = 1 if height == HEIGHTS[-1] else 3
+    maximum = 1 if height == HEIGHTS[-1] else 2 if is_scaled else 3
     bound = {"wgmma": True, "side_by_side": maximum, "most_instructions": most_instructions}
+    bound |= {"only": 100} if is_scaled else {}
     return Variant("_multiply_tiles", given, constexprs, cut.warps, cut.stages, **bound)
 
 
@@ -871,7 +876,12 @@ VARIANTS: dict[str, list[Variant]] = {
         _experts(1536, 2048, 64, activation="silu"),
         _experts(1408, 2816, 128, activation="gelu_tanh"),  # Gemma 4 26B: a prompt
         # gpt-oss; a tile is 8,192 codes
-        _experts(5760, 2880, 16, activation="swiglu_clamped", packed=True, most_instructions=(310, 330)),
+        replace(
+            _experts(5760, 2880, 16, activation="swiglu_clamped", packed=True, most_instructions=(310, 330)),
+            only=90,
+        ),
+        # and here 32,768
+        _experts(5760, 2880, 16, activation="swiglu_clamped", is_scaled=True, most_instructions=(0, 675)),
         _experts(2880, 2880, 64, packed=True, most_instructions=(370, 415)),
         _experts(5760, 2880, 128, activation="swiglu_clamped", packed=True),
         # Kimi K2 on eight ranks

@@ -14,6 +14,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+import triton
+import triton.language as tl
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from manta.actors.targets.families import read_model
@@ -25,7 +27,14 @@ from manta.drafter.compute.checkpoint.packed_4bit import MXFP4, ZERO, Int4
 from manta.drafter.compute.eager import moe_routing as routing
 from manta.drafter.compute.eager.backend import EagerBackend
 from manta.drafter.compute.gpu_triton.backend import TritonBackend
-from manta.drafter.compute.gpu_triton.common.unpack_codes import E2M1_PTX, INT4_PTX, INT8_PTX, MAX_EXPONENT
+from manta.drafter.compute.gpu_triton.common.unpack_codes import (
+    E2M1_PTX,
+    INT4_PTX,
+    INT8_PTX,
+    MAX_EXPONENT,
+    split_e4m3,
+)
+from manta.drafter.compute.gpu_triton.moe import grouped_gemm
 from manta.drafter.compute.gpu_triton.moe.grouped_gemm import multiply_tiles
 from manta.drafter.compute.gpu_triton.moe.grouped_gemm_tiles import (
     HEIGHTS,
@@ -35,7 +44,7 @@ from manta.drafter.compute.gpu_triton.moe.grouped_gemm_tiles import (
 )
 from manta.drafter.compute.gpu_triton.moe.moe_align import ExpertTiles, list_tiles
 from manta.drafter.compute.gpu_triton.moe.topk_routing import choose
-from manta.drafter.compute.layers.linear import RMSNorm, gate
+from manta.drafter.compute.layers.linear import Activation, RMSNorm, gate
 from manta.drafter.compute.layers.moe import ExpertActivation, ExpertWeights, MoeRouter, RouterWeights
 from manta.drafter.step.gpu_triton.inputs.row_layout import DeviceStepRows
 from manta.jobs.doctor.cases.experts import exact_experts
@@ -261,6 +270,69 @@ def test_tiles_of_every_height_give_the_same_products(height: int, packed: bool,
     for expert in range(2):
         exact_NI = gate(x_NH.double() @ plain_EIH[expert].double().T, "silu")
         assert_near(got_PI[ids_Nk.flatten() == expert], exact_NI)  # each row chose both
+
+
+@pytest.mark.skipif(ON_GPU, reason="a device has such products or not")
+@pytest.mark.parametrize("activation", [None, "silu"])
+def test_block_scaled_products_of_mxfp4_equal_the_definition(
+    activation: Activation | None, monkeypatch: pytest.MonkeyPatch
+):
+    """Inputs fill no step and rows of the weight no tile; a NaN or an infinity stays in its row."""
+    constants: list[Mapping[str, object]] = []
+
+    def watch(_: str, given: Mapping[str, object], launch: Callable[[], object]) -> object:
+        constants.append(given)
+        return launch()
+
+    monkeypatch.setattr(grouped_gemm, "has_block_scaled", lambda device: True)
+    layer = Layer(torch.bfloat16, hidden=288, inner=80, experts=2, packed=True)
+    weight, (x_NH, ids_Nk, _) = layer.weights.gate_up, layer.rows(20)
+    x_NH[3, 7], x_NH[4, 280] = torch.nan, torch.inf
+    tiles = list_tiles(ids_Nk, 2, 0, 16, reads())
+    watch_launches(monkeypatch, watch)
+    got_PI = multiply_tiles(x_NH, weight, tiles, activation=activation)
+    assert [each["PACK"] for each in constants] == [0]
+    for expert in range(2):
+        exact_NO = x_NH.double() @ weight.dequantised(torch.float64)[expert].T
+        if activation is not None:
+            exact_NO = gate(exact_NO.bfloat16().double(), activation)
+        got_NO = got_PI[ids_Nk.flatten() == expert]  # each row chose both
+        assert got_NO[3:5].isnan().all()
+        assert_near(got_NO[:3], exact_NO[:3])
+        assert_near(got_NO[5:], exact_NO[5:])
+        if activation is None:
+            torch.testing.assert_close(got_NO[5:].double(), exact_NO[5:], rtol=2**-7, atol=1e-5)
+
+
+@triton.jit
+def _split(x_ptr, high_ptr, low_ptr, scales_ptr, STEP: tl.constexpr, HEIGHT: tl.constexpr):
+    at_SM = tl.arange(0, STEP)[:, None] * HEIGHT + tl.arange(0, HEIGHT)[None, :]
+    at_MG = tl.arange(0, HEIGHT)[:, None] * (STEP // 32) + tl.arange(0, STEP // 32)[None, :]
+    high_SM, low_SM, high_MG, low_MG = split_e4m3(tl.load(x_ptr + at_SM))
+    tl.store(high_ptr + at_SM, high_SM)
+    tl.store(low_ptr + at_SM, low_SM)
+    tl.store(scales_ptr + at_MG, high_MG)
+    tl.store(scales_ptr + HEIGHT * STEP // 32 + at_MG, low_MG)
+
+
+def test_bf16_is_the_sum_of_two_e4m3_values():
+    """Exactly, unless it is below 2^-13 of its block's largest value."""
+    x_SM = torch.randn(64, 16) * 2.0 ** torch.randint(-20, 3, (64, 16))
+    x_SM = (x_SM * 2.0 ** torch.arange(-105, 119, 14)).bfloat16().to(DEVICE)
+    x_SM[32:, 0], x_SM[:32, 1] = 0.0, -0.0
+    parts = [torch.empty(64, 16, dtype=torch.float8_e4m3fn, device=DEVICE) for _ in range(2)]
+    scales_2MG = torch.empty(2, 16, 2, dtype=torch.uint8, device=DEVICE)
+    _split[(1,)](x_SM, *parts, scales_2MG, STEP=64, HEIGHT=16)
+    factors_2MG = scales_2MG.view(torch.float8_e8m0fnu).double()
+    total_SM = sum(
+        part.double() * factors_MG.T.repeat_interleave(32, 0)
+        for part, factors_MG in zip(parts, factors_2MG, strict=True)
+    )
+    largest_SM = x_SM.double().abs().unflatten(0, (2, 32)).amax(1).repeat_interleave(32, 0)
+    error_SM = (total_SM - x_SM.double()).abs()
+    assert (error_SM <= 2.0**-16 * largest_SM).all()
+    assert not error_SM[x_SM.double().abs() >= 2.0**-13 * largest_SM].any()
+    assert error_SM.any(), "none was so small"
 
 
 @pytest.mark.parametrize("packed", [False, True], ids=["plain", "packed"])

@@ -35,6 +35,7 @@ _BF16_128 = tl.constexpr(0x4300)  # bits of 128
 _FP32_2_TO_23 = tl.constexpr(0x4B000000)  # bits of 2^23, whose last place is 1
 _E2M1_FACTOR = tl.constexpr(2.0**126)  # what a code's bits in a float of 8 exponent bits leave out
 _E4M3_FACTOR = tl.constexpr(2.0**8)  # and of an e4m3 code in fp16
+_FOUR_BITS = tl.constexpr(-1 << 20)  # sign, exponent and three bits after the first in fp32
 
 
 # Two codes' signs and magnitudes to a float's fields, by a product, as `_value` does.
@@ -216,6 +217,30 @@ def split_words(word_BM, dtype: tl.constexpr):
     else:
         even_BM, odd_BM = word_BM.to(tl.int16), (word_BM >> 16).to(tl.int16)
     return even_BM.to(dtype, bitcast=True), odd_BM.to(dtype, bitcast=True)
+
+
+@triton.jit
+def split_e4m3(x_SM):
+    """Split bf16 into two e4m3 values times powers of two: high and low [S, M], and their scales [M, S / 32].
+
+    A block is 32 values of a column, its scales are exponents as MXFP4's. The parts have the first four and
+    the last four of a value's eight significant bits, so they add up to the value exactly if it is at least
+    2^-13 of its block's largest, else but for 2^-16 of that. A block with NaN or infinity is NaN.
+    """
+    STEP: tl.constexpr = x_SM.shape[0]
+    HEIGHT: tl.constexpr = x_SM.shape[1]
+    BLOCKS: tl.constexpr = STEP // 32
+    field_SM = x_SM.to(tl.int16, bitcast=True).to(tl.int32) & 0x7F80
+    # The largest exponent; at least so much that no scale's exponent is negative.
+    top_GM = tl.maximum(tl.max(tl.reshape(field_SM, (BLOCKS, 32, HEIGHT)), 1) >> 7, 11)
+    factor_GM = ((261 - top_GM) << 23).to(tl.float32, bitcast=True)  # the largest becomes 128 to 256
+    factor_GJM = tl.broadcast_to(factor_GM[:, None, :], (BLOCKS, 32, HEIGHT))
+    scaled_SM = x_SM.to(tl.float32) * tl.reshape(factor_GJM, (STEP, HEIGHT))
+    high_SM = (scaled_SM.to(tl.int32, bitcast=True) & _FOUR_BITS).to(tl.float32, bitcast=True)
+    low_SM = (scaled_SM - high_SM) * 16.0
+    scale_GM = tl.where(top_GM == 255, 255, top_GM - 7)  # 255 is NaN
+    scale_MG = tl.trans(scale_GM.to(tl.uint8))
+    return high_SM.to(tl.float8e4nv), low_SM.to(tl.float8e4nv), scale_MG, scale_MG - 4
 
 
 @triton.jit

@@ -6,12 +6,13 @@
 In a verified block each of many experts has few rows, so the time is that of reading weights. Programs own
 rows of a weight, as in `linear/skinny_gemm.py`, and stream them past a tile's few rows of x. Each pair's
 result has its own place and sums have a fixed order (no atomics), so a row's bits depend on no other row if
-tiles have one height. MXFP4 and INT4 are read packed and unpacked in registers. Each step rounds as its own
-operator would (`compute/eager/moe.py`).
+tiles have one height. MXFP4 and INT4 are read packed and unpacked in registers; few rows of MXFP4 on sm_100
+are multiplied by its block-scaled products (`_sum_block_scaled`). Each step rounds as its own operator would
+(`compute/eager/moe.py`).
 
 Legend: N rows, k experts chosen per row, P = N k pairs, E experts, T tiles of pairs (`moe_align.py`), K
 inputs, O outputs, I inner size, H hidden; in the kernels M pairs of a tile, C rows of a weight's tile (D
-columns of a gate), S inputs per iteration, B words of two inputs per iteration.
+columns of a gate); per iteration S inputs, B words of two inputs, G blocks of 32 inputs.
 """
 
 # Type checkers know neither Triton's launch options nor what a jitted function returns.
@@ -19,20 +20,24 @@ columns of a gate), S inputs per iteration, B words of two inputs per iteration.
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from ...checkpoint.packed_4bit import Packed
+from ...checkpoint.packed_4bit import MXFP4, Packed
 from ...layers.moe import ExpertActivation
 from ..common.element_ops import dependent_launch, expert_gate, wait_for_predecessor
-from ..common.unpack_codes import bytes_at_once, split_words, unpack_int4, unpack_mxfp4
-from .grouped_gemm_tiles import cut_weight
+from ..common.unpack_codes import bytes_at_once, split_e4m3, split_words, unpack_int4, unpack_mxfp4
+from .grouped_gemm_tiles import MOST_BLOCK_SCALED, cut_weight
 from .moe_align import ExpertTiles
 
 _FP32_PRODUCT = tl.constexpr("tf32x3")  # see `drafter/compute/gpu_triton/linear/skinny_gemm.py`
 _SUM_BLOCK = 1024  # columns of a row per program
+_E2M1, _E4M3 = tl.constexpr("e2m1"), tl.constexpr("e4m3")
+_BLOCK_SCALED_CAPABILITY = 10  # major version: tcgen05
 
 
 def multiply_tiles(
@@ -58,24 +63,36 @@ def multiply_tiles(
     packed = not isinstance(weights_EOK, Tensor)
     _, outputs, inputs = weights_EOK.shape
     rows, height = len(x_RK), tiles.pairs_TM.shape[1]
+    is_scaled = isinstance(weights_EOK, MXFP4) and x_RK.dtype is torch.bfloat16
+    is_scaled = is_scaled and height <= MOST_BLOCK_SCALED and has_block_scaled(x_RK.device)
     assert x_RK.shape == (rows, inputs) and x_RK.stride(1) == 1, "a row of x is what a weight takes"
     assert tiles.num_pairs % rows == 0, "each row has the same number of pairs"
     if not packed:
         assert x_RK.dtype is weights_EOK.dtype, "x is what the weight takes"
     y_PO = x_RK.new_empty((tiles.num_pairs, outputs // 2 if activation else outputs))
-    if packed:  # two inputs per word, as two codes are a byte
+    pack = 0
+    if packed and not is_scaled:  # two inputs per word, as two codes are a byte
         x_RK = x_RK.view(torch.int64 if x_RK.dtype is torch.float32 else torch.int32)
-    cut = cut_weight(height, y_PO.dtype, packed=packed)
+        pack = bytes_at_once(x_RK.device)
+    cut = cut_weight(height, y_PO.dtype, packed=packed, is_scaled=is_scaled)
     _multiply_tiles[(len(tiles.experts_T), triton.cdiv(outputs, cut.columns))](
         x_RK, weights_EOK.blocks_EOBJ if packed else weights_EOK, weights_EOK.scales_EOB if packed else None,
         bias_EO, y_PO, tiles.pairs_TM, tiles.experts_T, tiles.count_1, 0.0 if limit is None else limit,
         tiles.num_pairs, x_RK.stride(0),
         PLACES=tiles.num_pairs // rows, INPUTS=inputs, OUTPUTS=outputs, ACTIVATION=activation, HEIGHT=height,
-        COLUMNS=cut.columns, STEP=cut.step, PACK=bytes_at_once(x_RK.device) if packed else 0,
+        COLUMNS=cut.columns, STEP=cut.step, PACK=pack,
         num_warps=cut.warps, num_stages=cut.stages,
         **dependent_launch(x_RK.device),
     )  # fmt: skip
     return y_PO
+
+
+@cache
+def has_block_scaled(device: torch.device) -> bool:
+    """Return whether a device multiplies MXFP4 codes with e4m3 values, each in blocks with scales."""
+    if device.type != "cuda" or torch.version.hip:
+        return False
+    return torch.cuda.get_device_capability(device)[0] == _BLOCK_SCALED_CAPABILITY
 
 
 def add_up(
@@ -120,6 +137,11 @@ def _multiply_tiles(
     x_ptrs_M = x_ptr + (pair_M // PLACES).to(tl.int64) * x_stride
     if scale_ptr is None:
         sum_CM = _sum_plain(x_ptrs_M, weight_ptr + row_C * INPUTS, real_M, INPUTS, HEIGHT, COLUMNS, STEP)
+    elif PACK == 0:
+        sum_CM = _sum_block_scaled(
+            x_ptrs_M, weight_ptr + row_C * (INPUTS // 2), scale_ptr + row_C * (INPUTS // 32), real_M,
+            INPUTS, HEIGHT, COLUMNS, STEP,
+        )  # fmt: skip
     else:
         sum_CM = _sum_packed(
             x_ptrs_M, weight_ptr + row_C * (INPUTS // 2), scale_ptr + row_C * (INPUTS // 32), real_M,
@@ -177,6 +199,30 @@ def _sum_packed(
         even_BM, odd_BM = split_words(word_BM, dtype)
         sum_CM = tl.dot(low_CB, even_BM, sum_CM, input_precision=_FP32_PRODUCT)
         sum_CM = tl.dot(high_CB, odd_BM, sum_CM, input_precision=_FP32_PRODUCT)
+    return sum_CM
+
+
+@triton.jit
+def _sum_block_scaled(
+    x_ptrs_M, weight_ptrs_C, scale_ptrs_C, real_M,
+    INPUTS: tl.constexpr, HEIGHT: tl.constexpr, COLUMNS: tl.constexpr, STEP: tl.constexpr,
+):  # fmt: skip
+    """Return the product with MXFP4 by instructions that take codes and scales as they are stored.
+
+    They do not take bf16, so x is split in two e4m3 values.
+    """
+    sum_CM = tl.zeros([COLUMNS, HEIGHT], tl.float32)
+    for start in range(0, INPUTS, STEP):
+        at_S, at_B = start + tl.arange(0, STEP), start // 2 + tl.arange(0, STEP // 2)
+        block_G = start // 32 + tl.arange(0, STEP // 32)
+        inside_S, inside_B, inside_G = at_S < INPUTS, at_B < INPUTS // 2, block_G < INPUTS // 32
+        byte_CB = tl.load(weight_ptrs_C[:, None] + at_B[None, :], mask=inside_B[None, :], other=0)
+        scale_CG = tl.load(scale_ptrs_C[:, None] + block_G[None, :], mask=inside_G[None, :], other=0)
+        here_SM = inside_S[:, None] & real_M[None, :]
+        x_SM = tl.load(x_ptrs_M[None, :] + at_S[:, None], mask=here_SM, other=0.0)
+        high_SM, low_SM, high_MG, low_MG = split_e4m3(x_SM)
+        sum_CM = tl.dot_scaled(byte_CB, scale_CG, _E2M1, high_SM, high_MG, _E4M3, sum_CM)
+        sum_CM = tl.dot_scaled(byte_CB, scale_CG, _E2M1, low_SM, low_MG, _E4M3, sum_CM)
     return sum_CM
 
 
