@@ -390,6 +390,7 @@ def test_captures_share_a_pool_and_give_back_what_runs_before_them_took(
 
     class Graph:
         def capture_begin(self, pool: tuple[int, int], capture_error_mode: str) -> None:
+            assert capture_error_mode in ("global", "thread_local", "relaxed")
             calls.append(f"begin in {pool}")
 
         def capture_end(self) -> None:

@@ -193,6 +193,7 @@ def test_passes_of_a_session_are_captured_when_they_run_again(monkeypatch: pytes
 
     class Graph:
         def capture_begin(self, pool: str, capture_error_mode: str) -> None:
+            assert capture_error_mode in ("global", "thread_local", "relaxed")
             calls.append(f"begin in {pool}")
 
         def capture_end(self) -> None:

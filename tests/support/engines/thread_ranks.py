@@ -35,7 +35,7 @@ class ThreadRanks:
 
 
 class ThreadRank:
-    """A `Communicator` over `ThreadRanks`."""
+    """A `Communicator` over `ThreadRanks`, which as NCCL takes contiguous tensors alone; gloo takes any."""
 
     peer_buffers = None
 
@@ -44,12 +44,14 @@ class ThreadRank:
         self.world_size = ranks.world_size
 
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
+        assert tensor.is_contiguous(), "Tensors must be contiguous"
         return tensor.copy_(sum(self._ranks.meet(self.rank, tensor)))
 
     def all_gather(self, tensor: torch.Tensor, dim: int = -1) -> torch.Tensor:
         return torch.cat(self._ranks.meet(self.rank, tensor), dim=dim)
 
     def broadcast(self, tensor: torch.Tensor, source: int = 0) -> torch.Tensor:
+        assert tensor.is_contiguous(), "Tensors must be contiguous"
         return tensor.copy_(self._ranks.meet(self.rank, tensor)[source])
 
 
