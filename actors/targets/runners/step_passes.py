@@ -316,8 +316,7 @@ class TargetPass:
         if len(row_inputs[0]):  # chunks of prompts may sample nothing
             chosen_X = choose(models, models.target, *row_inputs, filters=self._filters, masks=self._masks)
         accept_and_advance(chosen_X, requests, models.states.tables, self._outcome.rows_RW1)
-        if index_X is not None:
-            mark_not_numbers(hidden_NH, requests, self._outcome.rows_RW1)
+        mark_not_numbers(hidden_NH, requests, self._outcome.rows_RW1)
         return chosen_X
 
     def _inject(

@@ -102,21 +102,23 @@ def _accept_and_advance(
     tl.store(outcome + width, tl.where(is_sampled, num_accepted + 1, 0))
 
 
-def mark_not_numbers(hidden_NH: Tensor, prompts: DeviceStepRequests, outcome_RW1: Tensor) -> None:
+def mark_not_numbers(hidden_NH: Tensor, requests: DeviceStepRequests, outcome_RW1: Tensor) -> None:
     """Set the token of prompts of which any row holds NaN or infinity to NOT_A_NUMBER, sampled or not.
 
-    K/V stores zeros for such values, so later rows look sound. Rows that all are sampled, as decoding
-    requests' are, are judged by their logits instead.
+    K/V stores zeros for such values, so later rows look sound. Decoding requests, whose rows are all sampled,
+    are judged by their logits alone: there is no launch.
 
     Args:
         hidden_NH: the rows' last hidden states, contiguous.
-        outcome_RW1: int32 [R, 2], as `accept_and_advance` wrote it.
+        outcome_RW1: int32 [R, 2] of prompts, as `accept_and_advance` wrote it.
     """
-    assert hidden_NH.is_contiguous() and len(hidden_NH) == prompts.num_rows, "a hidden state for each row"
-    assert prompts.max_drafts == 0 and outcome_RW1.is_contiguous(), "of each request one token and a number"
+    if requests.sampled_X is None:
+        return
+    assert hidden_NH.is_contiguous() and len(hidden_NH) == requests.num_rows, "a hidden state for each row"
+    assert requests.max_drafts == 0 and outcome_RW1.is_contiguous(), "of each request one token and a number"
     width = hidden_NH.shape[1]
-    _mark_not_numbers[len(prompts.slots_R), min(prompts.max_rows, _CHECKING_PROGRAMS)](
-        hidden_NH, prompts.cu_rows_R1, outcome_RW1, WIDTH=width, BLOCK=triton.next_power_of_2(width)
+    _mark_not_numbers[len(requests.slots_R), min(requests.max_rows, _CHECKING_PROGRAMS)](
+        hidden_NH, requests.cu_rows_R1, outcome_RW1, WIDTH=width, BLOCK=triton.next_power_of_2(width)
     )
 
 
