@@ -194,7 +194,8 @@ class StepController:
         """Return the choice with nodes of trees in place of chains' drafts, except in trials."""
         if self._tree_size is None or choice.is_trial or not choice.length or not choice.is_tree:
             return choice
-        nodes_R = -(-choice.num_drafts_R * self._tree_size // self._max_drafts)
+        # A tree smaller than a block is full at as many drafts, of which no request has more.
+        nodes_R = -(-choice.num_drafts_R * max(self._tree_size, self._max_drafts) // self._max_drafts)
         return choice._replace(
             num_drafts_R=np.minimum(limits_R, nodes_R),
             tree=TreeShape(choice.length, self._tree_width, self._branches.factors),

@@ -27,7 +27,7 @@ COSTS = {
 
 
 def served(
-    num_requests: int, cost: LinearCost, chance: float, num_tokens: int, tree: dict[str, int]
+    num_requests: int, cost: LinearCost, chance: float, num_tokens: int, tree: dict[str, int], **spec: object
 ) -> tuple[float, EngineStats]:
     """Tokens per second until the first request ends, and the engine's stats then."""
     clock, survival = VirtualClock(), tuple(chance**k for k in range(1, 16))
@@ -38,7 +38,7 @@ def served(
                 "model": "t",
                 "max_num_batched_tokens": 2048,
                 "max_num_seqs": 64,
-                "speculative_config": {"model": "d", **tree},
+                "speculative_config": {"model": "d", **tree, **spec},
             }
         ),
         SimulatedExecutor(info, survival, cost, clock.advance, grow_s=1e-4),
@@ -65,6 +65,14 @@ def test_trees_are_never_slower_than_chains(cost: str, num_requests: int, chance
         assert trees > 1.03 * chains and stats.num_accepted_branch_tokens > 0
     if num_requests == 64:
         assert stats.num_branch_tokens <= 0.02 * stats.num_draft_tokens, "grown now and then"
+
+
+@pytest.mark.parametrize("size", [7, 15, 31])
+def test_trees_have_as_many_nodes_as_they_may(size: int) -> None:
+    """Also if blocks are longer: without a policy all nodes are verified."""
+    tree = {"tree_width": 4, "tree_size": size}
+    _, stats = served(1, COSTS["rows cost"], 0.5, 600, tree, adaptive=False)
+    assert 0.98 * size * stats.num_drafts <= stats.num_draft_tokens <= size * stats.num_drafts
 
 
 @pytest.mark.parametrize(
