@@ -39,7 +39,7 @@ PRODUCTS_PER_LAYER, PRODUCTS_BESIDE_EXPERTS = 4, 2
 # The largest sum over ranks that is made in one launch with the residual and the norm after it: each rank
 # reads all others' parts.
 FUSED_SUM_ROWS, FUSED_SUM_BYTES = 128, 256 * 1024
-LAUNCHES_OF_TREES = 2  # to move K/V of accepted paths; assumed: one to grow trees, which no device does yet
+LAUNCHES_OF_TREES = 3  # more of a step than with chains, to grow, place, move and report trees
 LAUNCHES_OF_DRAFT = 5  # outside the layers of a pass for one draft: embedding, fc, norm, head, argmax
 
 

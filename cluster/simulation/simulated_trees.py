@@ -72,8 +72,7 @@ def simulate_trees(
     grow_s *= int(np.count_nonzero(plan.num_drafts))
     gain, num_other_rows = None, plan.num_batched_tokens - plan.num_draft_tokens
     if plan.trim is not None:
-        if plan.trim.rate > 0.0:
-            gain = TreeGain(tree_gain(survivals_RM, is_main_RM, num_other_rows, plan.trim), grow_s)
+        gain = tree_gain(survivals_RM, is_main_RM, num_other_rows, plan.trim, grow_s)
         num_nodes_R = prefixes_to_verify(survivals_RM, num_nodes_R, num_other_rows, plan.trim)
     is_real_RM = np.arange(size[1]) < num_nodes_R[:, None]
     paths = [

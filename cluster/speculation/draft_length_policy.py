@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import cycle
 from typing import NamedTuple
 
@@ -44,6 +44,7 @@ _TRIAL_STEPS = 3  # at most, as far as the loss is covered
 # steps are extrapolated to all drafts of 64: the first 150 tokens of a cell then have 0.8 of plain decoding's
 # speed; with 4, another cell stays at 0.926 of the best.
 _MAX_GROWTH = 8
+_NEW_NODES = 0.1  # weight of the newest step in the mean of nodes worth verifying; not tuned
 _LOSS_SHARE, _MAX_LOSS_STEPS = 0.01, 16.0  # of the total time; plain steps whose time is covered at most
 
 
@@ -120,6 +121,7 @@ class DraftLengthPolicy:
         self._states: dict[tuple[bool, int], _LoadState] = {}  # by kind and class of load
         self._budget = LossBudget(_LOSS_SHARE, _MAX_LOSS_STEPS)
         self._trees = TreePolicy() if has_trees else None
+        self._tree_nodes: dict[int, float] = {}  # by class of load, the mean of as many as were best
         self._num_steps = self._num_plain = 0  # steps, and those since the last drafts
         self._last_length = 0
         self._retry = Backoff(_RETRY_STEPS)
@@ -316,7 +318,14 @@ class DraftLengthPolicy:
         trims = (choice.estimate.trims or choice.tree is not None) and not choice.is_trial
         if not trims or not self.reports_margins or not plan.num_draft_tokens:
             return None
-        return self._trim(choice.estimate, plan.slots, weights_R, load, plan.num_batched_tokens)
+        trim = self._trim(choice.estimate, plan.slots, weights_R, load, plan.num_batched_tokens)
+        if choice.tree is None or trim.num_rows is None:
+            return trim
+        # The rows of fixed sizes are chosen before trees are grown: as many as would have been best before.
+        nodes = self._tree_nodes.get(load.size, choice.estimate.num_verified)
+        rows = int(load.prompt_rows) + int(self._costs.padded(int(load.num_requests) + round(nodes)))
+        seconds_N = self._costs.seconds_by_rows(load, plan.num_batched_tokens)
+        return replace(trim, num_rows=rows, seconds_N=seconds_N, rate=choice.estimate.rate)
 
     def _trim(
         self,
@@ -338,12 +347,15 @@ class DraftLengthPolicy:
         """Learn from a step that grew trees."""
         assert self._trees is not None, "trees were grown"
         place, chosen = load.size, choice.estimate
+        nodes = self._tree_nodes.get(place, float(gain.num_nodes))
+        self._tree_nodes[place] = nodes + _NEW_NODES * (gain.num_nodes - nodes)
         self._trees.observe(place, gain, chosen.worth / (1.0 + self._trees.gain(place)), chosen.rate)
 
     def on_drafter_replaced(self) -> None:
         """Forget the gain of trees, and try drafts soon."""
         if self._trees is not None:
             self._trees = TreePolicy()
+        self._tree_nodes.clear()
         self.retry_soon()
 
     def update_budget(

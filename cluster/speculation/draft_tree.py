@@ -50,6 +50,14 @@ class AcceptanceCurve(NamedTuple):
         return cls(np.full(depth, PRIOR_BIAS, np.float32), np.full(depth, PRIOR_SLOPE, np.float32))
 
 
+class TreeSizes(NamedTuple):
+    """The largest trees of an engine: most drafts of a path, most children of a node, most nodes."""
+
+    depth: int
+    width: int
+    nodes: int
+
+
 class TreeNodes(NamedTuple):
     """The nodes of a tree, in the order of growth.
 

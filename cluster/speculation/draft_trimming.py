@@ -26,7 +26,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from ..step.scheduler_output import BoolArray, FloatArray, IntArray, Trim
+from ..step.scheduler_output import BoolArray, FloatArray, IntArray, TreeGain, Trim
 from .step_cost_model import Doubles
 
 Floats = NDArray[np.float32]
@@ -99,23 +99,30 @@ def prefixes_to_verify(
     return np.count_nonzero(taken_RK, axis=1).astype(np.int32)
 
 
-def tree_gain(survivals_RM: Floats, is_main_RM: BoolArray, num_other_rows: int, trim: Trim) -> float:
+def tree_gain(
+    survivals_RM: Floats, is_main_RM: BoolArray, num_other_rows: int, trim: Trim, grow_s: float
+) -> TreeGain | None:
     """Return how much more worth trees have than their main paths alone, less the price of their rows.
 
-    Both with the best number of rows, at the rate of the trim.
+    Both with the best number of rows, at the rate of the trim; None if it has none.
 
     Args:
         survivals_RM: of all nodes; 0 where there is none.
         is_main_RM: which of them are on the main path.
+        grow_s: see `TreeGain`.
     """
+    if trim.rate <= 0.0:
+        return None
     worths_RM, seconds_S = trim.weights_R[:, None] * survivals_RM, trim.seconds_N[num_other_rows:]
 
-    def value(worths_RM: Floats) -> float:
+    def best(worths_RM: Floats) -> tuple[float, int]:
         worth_S = np.cumsum(np.sort(worths_RM, axis=None)[::-1], dtype=np.float32)
         worth_S = np.concatenate((np.zeros(1, np.float32), worth_S))[: len(seconds_S)]
-        return float((worth_S - np.float32(trim.rate) * seconds_S[: len(worth_S)]).max())
+        value_S = worth_S - np.float32(trim.rate) * seconds_S[: len(worth_S)]
+        return float(value_S.max()), int(value_S.argmax())
 
-    return value(worths_RM) - value(np.where(is_main_RM, worths_RM, np.float32(0)))
+    value, num_nodes = best(worths_RM)
+    return TreeGain(value - best(np.where(is_main_RM, worths_RM, np.float32(0)))[0], grow_s, num_nodes)
 
 
 def survivals(margins_RK: Floats, num_drafts_R: IntArray, trim: Trim) -> Floats:

@@ -147,7 +147,8 @@ class Trim:
         bias_R: float32 [R], contribution of a request's own history.
         weights_R: float32 [R], value of a token of each request; 1 by default, 0 for requests that get none.
         seconds_N: float32, at least num_batched_tokens + 1, seconds by rows of the target's pass; never
-            decreases. With a rate, the fixed part of a step may be left out. Empty if `num_rows` is set.
+            decreases. With a rate, the fixed part of a step may be left out. Empty if `num_rows` is set, and
+            drafts form chains.
         num_rows: rows of the verification pass (fewer if there are not enough drafts), chosen beforehand
             where passes have fixed sizes (`ExecutorInfo.row_buckets`). None: as many as pay off by
             `seconds_N`.
@@ -264,11 +265,13 @@ class TreeOutcome(NamedTuple):
 class TreeGain(NamedTuple):
     """The expected gain of a step's draft trees, compared with their main paths alone (`draft_trimming.py`).
 
-    `worth` is worth of tokens less the price of rows; `grow_s` are the seconds in which they were grown.
+    `worth` is worth of tokens less the price of rows; `grow_s` are the seconds in which they were grown, and
+    `num_nodes` as many as would have been best to verify.
     """
 
     worth: float
     grow_s: float
+    num_nodes: int = 0
 
 
 class ExpertReads(NamedTuple):

@@ -252,6 +252,8 @@ CHOSEN_LATE = (
     "drafter/step/gpu_triton",
     "actors/targets/runners/eagle3_chains.py",
     "actors/targets/runners/tp_sampling.py",
+    "actors/targets/runners/device_trees.py",
+    "actors/targets/runners/draft_pass.py",
     "actors/targets/runners/gpu_runner.py",
     "actors/targets/runners/cuda_graphs.py",
     "actors/targets/runners/grammar_masks.py",

@@ -14,7 +14,6 @@ def executor_info(
     num_states: int | None,
     *,
     has_grammars: bool,
-    has_trees: bool,
 ) -> ExecutorInfo:
     info = ExecutorInfo(
         num_pages=num_pages,
@@ -31,8 +30,8 @@ def executor_info(
         max_in_flight=2 if _runs_ahead(plan) or plan.split else 1,
         halves=plan.split,
         has_grammars=has_grammars,
-        tree_width=plan.tree_width if has_trees else 1,
-        tree_size=plan.max_drafts if has_trees else None,
+        tree_width=1 if plan.tree is None else plan.tree.width,
+        tree_size=None if plan.tree is None else plan.tree.nodes,
     )
     return _with_device_limits(info, plan) if runs_on_device(plan) else info
 
@@ -43,7 +42,7 @@ def _with_device_limits(info: ExecutorInfo, plan: LoadPlan) -> ExecutorInfo:
     from ..runners.cuda_graphs import StepKinds
 
     max_requests, _ = device_limits(plan)
-    kinds = StepKinds(max_requests, plan.num_speculative_tokens, plan.max_num_batched_tokens)
+    kinds = StepKinds(max_requests, plan.num_speculative_tokens, plan.max_num_batched_tokens, plan.tree)
     return replace(
         info, max_stop_token_ids=MAX_STOP_TOKEN_IDS, rule_limits=RULE_LIMITS, row_buckets=kinds.rows
     )
@@ -70,4 +69,4 @@ def runs_on_device(plan: LoadPlan) -> bool:
 def device_limits(plan: LoadPlan) -> tuple[int, int]:
     """Return the largest number of requests in a step, and of rows that sample a token."""
     max_requests, budget = plan.config.max_num_seqs, plan.max_num_batched_tokens
-    return min(max_requests, budget), min(max_requests * (1 + plan.num_speculative_tokens), budget)
+    return min(max_requests, budget), min(max_requests * (1 + plan.max_drafts), budget)

@@ -15,6 +15,7 @@ import torch
 from ....cluster.config import EngineConfig, SpeculativeConfig
 from ....cluster.errors import CheckpointError, ConfigError
 from ....cluster.pages.kv_cache_groups import KVCacheLayout, plan_kv_cache
+from ....cluster.speculation.draft_tree import TreeSizes
 from ....drafter.compute.backend import DeviceCapabilities, ModelStackSpec
 from ....drafter.compute.checkpoint.quantization.quantized_tensors import open_folder
 from ....drafter.dflash.checkpoint import check_drafter
@@ -93,17 +94,18 @@ class LoadPlan:
         return self.facts.max_model_len
 
     @property
-    def tree_width(self) -> int:
+    def tree(self) -> TreeSizes | None:
+        """The largest draft trees; None if drafts form chains."""
         spec = self.config.speculative_config
-        return 1 if spec is None else spec.tree_width
+        if spec is None or spec.tree_width == 1 or why_no_trees(self) is not None:
+            return None
+        depth = self.num_speculative_tokens
+        return TreeSizes(depth, spec.tree_width, spec.tree_size or depth)
 
     @property
     def max_drafts(self) -> int:
-        """Most drafts per request and step: of a chain, or of a tree if trees are wanted."""
-        spec = self.config.speculative_config
-        if spec is None or spec.tree_size is None:
-            return self.num_speculative_tokens
-        return spec.tree_size
+        """Most drafts per request and step: of a chain, or of a tree."""
+        return self.num_speculative_tokens if self.tree is None else self.tree.nodes
 
     @property
     def tap_ids(self) -> tuple[int, ...]:
@@ -357,8 +359,10 @@ def why_no_trees(plan: LoadPlan) -> str | None:
     """Return why drafts form chains, although trees are wanted; None if they form trees."""
     if plan.target.states is not None:
         return "recurrent states follow one path of tokens"
-    if plan.attention_backend not in ("torch", "compiled"):
-        return f"attention_backend={plan.attention_backend!r} drives steps on the device"
+    if plan.attention_backend == "flash_attn":
+        return 'attention_backend="flash_attn" has no masks of ancestors'
+    if plan.attention_backend == "triton" and plan.split:
+        return "a GPU's steps do not send trees' paths to a drafter in a process of its own"
     return None
 
 

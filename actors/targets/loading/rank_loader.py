@@ -100,18 +100,16 @@ def start_runner(
     check_invariance(plan, rank.backend)
     num_pages, num_states = rank.affordable_cache()
     runner = rank.runner(num_pages, num_states)
-    no_trees = why_no_trees(plan)
-    has_trees = plan.tree_width > 1 and no_trees is None
-    warm_up(runner, plan, num_pages, has_trees=has_trees)
+    warm_up(runner, plan, num_pages)
     runner.prepare()
-    info = executor_info(
-        plan, num_pages, num_states, has_grammars=rank.grammars is not None, has_trees=has_trees
-    )
+    info = executor_info(plan, num_pages, num_states, has_grammars=rank.grammars is not None)
     logger.info("%s", _describe(info, plan))
     for doubt in plan.doubts:
         logger.warning("%s", doubt)
-    if plan.tree_width > 1 and no_trees is not None:
-        logger.warning("tree_width=%d has no effect, drafts form chains: %s", plan.tree_width, no_trees)
+    spec = plan.config.speculative_config
+    if spec is not None and spec.tree_width > 1 and plan.tree is None:
+        reason = why_no_trees(plan)
+        logger.warning("tree_width=%d has no effect, drafts form chains: %s", spec.tree_width, reason)
     for sentence in describe_weights(plan, rank.weight_counts):
         logger.info("%s", sentence)
     if plan.config.quantization is not None:
@@ -258,6 +256,7 @@ class _Rank:
             max_requests,
             plan.num_speculative_tokens,
             plan.max_num_batched_tokens,
+            plan.tree,
             guide,
             suffixes,
             captures=plan.device.type == "cuda",

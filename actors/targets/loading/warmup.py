@@ -29,7 +29,7 @@ _PROMPT_TOKENS = 8
 _ANY_WORDS = Grammar("regex", "[a-z ]*", is_cheap=True)
 
 
-def warm_up(runner: Runner, plan: LoadPlan, num_pages: tuple[int, ...], *, has_trees: bool = False) -> None:
+def warm_up(runner: Runner, plan: LoadPlan, num_pages: tuple[int, ...]) -> None:
     """Run a small prefill, a step with drafts that may be cut, and one without, with each kind of sampling.
 
     With draft trees, a step that verifies one as well.
@@ -48,10 +48,17 @@ def warm_up(runner: Runner, plan: LoadPlan, num_pages: tuple[int, ...], *, has_t
         for drafts in sorted({0, max(0, min(plan.num_speculative_tokens, length - prompt - 2))}):
             step = dummy_step([prompt], [drafts + 1], [drafts])
             runner.execute(replace(step, trim=dummy_trim(step)) if drafts else step)
-    if has_trees:
+    if plan.tree is not None:
         drafts = max(0, min(plan.max_drafts, length - prompt - 2))
-        shape = TreeShape(plan.num_speculative_tokens, plan.tree_width, (1.0,) * plan.tree_width)
-        runner.execute(replace(dummy_step([prompt], [drafts + 1], [drafts]), tree=shape))
+        runner.execute(_in_trees(plan, dummy_step([prompt], [drafts + 1], [drafts])))
+
+
+def _in_trees(plan: LoadPlan, step: SchedulerOutput) -> SchedulerOutput:
+    """Return a step whose drafts form trees, if drafts may."""
+    if plan.tree is None:
+        return step
+    depth, width, _ = plan.tree
+    return replace(step, tree=TreeShape(depth, width, (1.0,) * width))
 
 
 def _sampling_variants(runner: Runner, prompt: int) -> list[SlotSampling]:
@@ -114,7 +121,7 @@ def _max_prompts(plan: LoadPlan) -> list[int]:
 def _largest_decoding(plan: LoadPlan) -> SchedulerOutput:
     drafts = max(0, min(plan.max_drafts, plan.max_model_len - 2))
     count = max(1, min(plan.config.max_num_seqs, plan.max_num_batched_tokens // (1 + drafts)))
-    return dummy_step([1] * count, [1 + drafts] * count, [drafts] * count)
+    return _in_trees(plan, dummy_step([1] * count, [1 + drafts] * count, [drafts] * count))
 
 
 def _prefill(

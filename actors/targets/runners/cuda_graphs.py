@@ -34,11 +34,15 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ....cluster.speculation.draft_length_policy import draft_lengths
+from ....cluster.speculation.draft_tree import TreeSizes
 from ....cluster.step.scheduler_output import SchedulerOutput
+from ....drafter.step.gpu_triton.draft_trees import DeviceTrees
 from ....drafter.step.gpu_triton.inputs.row_layout import DeviceStepRequests
 from ....drafter.step.gpu_triton.inputs.transfers import StepOutput
 from ....drafter.step.gpu_triton.verification import TrimLists
-from .step_passes import DeviceModels, DraftPass, TargetPass
+from .device_trees import StepTrees
+from .draft_pass import DraftPass
+from .step_passes import DeviceModels, TargetPass
 
 _SMALL_SIZES = (1, 2, 3, 4, 6, 8, 12, 16)
 _NARROW = 4  # rows of a request up to which attention uses lower tiles
@@ -56,6 +60,7 @@ class PassKind:
         filters: whether any request has top-k, top-p, min-p, logits rules or, in the target's pass, a
             grammar, or requests log probabilities.
         writes_context: whether the drafter's context is written.
+        tree: the largest trees of requests that draft; None if drafts form chains.
     """
 
     drafts: bool
@@ -64,10 +69,14 @@ class PassKind:
     num_rows: int
     filters: bool
     writes_context: bool = True
+    tree: TreeSizes | None = None
 
     @property
-    def num_outcome_values(self) -> int:
-        return StepOutput.num_values(self.num_requests, self.width)
+    def outcome_shape(self) -> tuple[int, int, int]:
+        """Requests, most tokens of one, and values of a tree, as `StepOutput` counts them."""
+        if self.tree is None or self.drafts:
+            return self.num_requests, self.width, 0
+        return self.num_requests, 1 + self.tree.depth, DeviceTrees.num_values(self.tree)
 
 
 class StepKinds:
@@ -75,24 +84,33 @@ class StepKinds:
 
     Args:
         max_requests: most requests that run at once.
-        num_drafts: most drafts of a request.
+        num_drafts: most drafts of a block.
         max_rows: a step's budget of rows.
+        tree: the largest draft trees; None if drafts form chains.
 
     Attributes:
         rows: row counts of the target's passes, ascending.
     """
 
-    def __init__(self, max_requests: int, num_drafts: int, max_rows: int) -> None:
-        self._max_requests, self._max_rows = max_requests, max_rows
-        maximum = 1 + num_drafts
+    def __init__(
+        self, max_requests: int, num_drafts: int, max_rows: int, tree: TreeSizes | None = None
+    ) -> None:
+        self._max_requests, self._max_rows, self._tree = max_requests, max_rows, tree
+        longest = 1 + num_drafts
+        maximum = longest if tree is None else 1 + tree.nodes
         self.rows = tuple(sorted({*_ladder(min(max_requests * maximum, max_rows), 4), max_requests}))
-        self._widths = tuple(sorted({1, min(_NARROW, maximum), maximum}))
+        self._widths = tuple(sorted({1, *(min(width, maximum) for width in (_NARROW, longest, maximum))}))
         self._block_widths = tuple(1 + drafts for drafts in draft_lengths(num_drafts) if drafts)
         sizes = _ladder(max_requests, 2)
         self._block_sizes = {
             width: (*(size for size in sizes[:-1] if size * width <= max_rows), max_requests)
             for width in self._block_widths
         }
+
+    @property
+    def max_block_rows(self) -> int:
+        """The most rows of a drafter's pass."""
+        return min(self._max_requests * self._block_widths[-1], self._max_rows)
 
     def of(
         self, plan: SchedulerOutput, requests_G: NDArray[np.intp], *, filters: bool
@@ -103,9 +121,10 @@ class StepKinds:
         """
         num_requests, rows_G = len(requests_G), plan.num_rows[requests_G]
         width, num_rows = int(rows_G.max()), int(rows_G.sum())
+        block_width = 1 + int(plan.block_drafts[requests_G].max())
         if plan.trim is not None and plan.trim.num_rows is not None:
             num_rows = min(num_rows, max(num_requests, plan.trim.num_rows))
-        block = self.block(num_requests, width, filters=filters) if width > 1 else None
+        block = self.block(num_requests, block_width, filters=filters) if width > 1 else None
         writes = plan.writes_context
         return block, self.target(num_requests, width, num_rows, filters=filters, writes_context=writes)
 
@@ -152,10 +171,11 @@ class StepKinds:
         return [*kinds[:2], *kinds[first_block : first_block + 2]]
 
     def _block(self, size: int, width: int, filters: bool) -> PassKind:
-        return PassKind(True, size, width, min(size * width, self._max_rows), filters)
+        return PassKind(True, size, width, min(size * width, self._max_rows), filters, tree=self._tree)
 
     def _target(self, rows: int, width: int, filters: bool, writes_context: bool) -> PassKind:
-        return PassKind(False, min(rows, self._max_requests), width, rows, filters, writes_context)
+        tree = self._tree if width > 1 else None
+        return PassKind(False, min(rows, self._max_requests), width, rows, filters, writes_context, tree)
 
     def _writes_optionally(self, width: int) -> bool:
         """Return whether the pass may skip the drafter's context: it has no drafts, but the engine can."""
@@ -244,6 +264,8 @@ class StepGraphs:
         cache is emptied once, at the end: what the runs took on the side stream, no other stream could use.
         """
         self._lists_LW.zero_()
+        if self._models.trees is not None:
+            self._models.trees.blocks_LW.zero_()
         device = self._models.device
         torch.cuda.synchronize(device)
         pool = self._pool = self._pool or torch.cuda.graph_pool_handle()
@@ -264,7 +286,8 @@ class StepGraphs:
 
     def _drafting(self, kind: PassKind) -> DraftPass:
         times = self._outcome_of(kind).times
-        return DraftPass(self._models, self._requests(kind), times, filters=kind.filters)
+        how = (times, self._trim, self._trees(kind))
+        return DraftPass(self._models, self._requests(kind), *how, filters=kind.filters)
 
     def _iteration(self, kind: PassKind) -> TargetPass:
         masks = self._models.masks if kind.filters else None
@@ -276,13 +299,22 @@ class StepGraphs:
             filters=kind.filters,
             writes_context=kind.writes_context,
             masks=None if masks is None else masks.of_rows(kind.num_rows),
+            trees=self._trees(kind),
         )
 
+    def _trees(self, kind: PassKind) -> StepTrees | None:
+        if kind.tree is None or self._models.trees is None:
+            return None
+        return self._models.trees.of_requests(kind.num_requests)
+
     def _requests(self, kind: PassKind) -> DeviceStepRequests:
-        return DeviceStepRequests.decoding(self._lists_LW, kind.num_requests, kind.width, kind.num_rows)
+        trees, lists_LW = self._models.trees, self._lists_LW
+        if kind.drafts and trees is not None:
+            lists_LW = trees.blocks_LW
+        return DeviceStepRequests.decoding(lists_LW, kind.num_requests, kind.width, kind.num_rows)
 
     def _outcome_of(self, kind: PassKind) -> StepOutput:
-        return StepOutput.views_of(self._outcome, kind.num_requests, kind.width)
+        return StepOutput.views_of(self._outcome, *kind.outcome_shape)
 
 
 class LazyGraphs:

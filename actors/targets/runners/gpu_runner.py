@@ -17,6 +17,7 @@ Legend: R requests, G requests of one iteration, W most tokens of a request.
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -28,6 +29,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ....cluster.request.request import MAX_LOGPROBS
+from ....cluster.speculation.draft_tree import TreeSizes
 from ....cluster.step.scheduler_output import IntArray, SchedulerOutput, StepResult, StepTimings
 from ....drafter.compute.memory.kv_cache import PagedKVCache
 from ....drafter.compute.memory.recurrent_state_cache import MAX_SAVES
@@ -47,6 +49,7 @@ from ....drafter.step.sampling.logprobs import num_packed_values
 from ..model.decoder import Decoder
 from .cuda_graphs import PassKind, StepGraphs, StepKinds
 from .device_suffixes import CopyChoice, DeviceSuffixes
+from .device_trees import TreeMemory
 from .grammar_masks import DeviceGrammarMasks
 from .logprobs import Computed, RequestedLogprobs
 from .runner_interface import Drafter, ReadsMeter
@@ -66,21 +69,20 @@ class _Share:
     Attributes:
         requests_G: their indices in the plan.
         parts: the parts that are timed.
-        num_requests, width: shape of the outcome, including padding.
+        shape: of the outcome, including padding (`PassKind.outcome_shape`).
     """
 
     requests_G: Indices
     parts: tuple[str, ...]
-    num_requests: int
-    width: int
+    shape: tuple[int, int, int]
 
     @property
     def num_values(self) -> int:
-        return StepOutput.num_values(self.num_requests, self.width)
+        return StepOutput.num_values(*self.shape)
 
     def views_of(self, values: Tensor) -> StepOutput:
         """Return a view of the outcome at the beginning of `values`."""
-        return StepOutput.views_of(values, self.num_requests, self.width)
+        return StepOutput.views_of(values, *self.shape)
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,8 +101,9 @@ class GpuModelRunner:
 
     Args:
         max_requests: most requests that run at once.
-        num_drafts: most drafts of a request.
+        num_drafts: most drafts of a block.
         max_rows: most rows of a step.
+        tree: the largest draft trees; None if drafts form chains.
         guide: given if requests may have grammars.
         suffixes: makes drafts on the host, alone or beside a drafter; then no step may be submitted before
             the last one is collected.
@@ -113,51 +116,57 @@ class GpuModelRunner:
         max_requests: int,
         num_drafts: int,
         max_rows: int,
+        tree: TreeSizes | None = None,
         guide: DeviceGrammarMasks | None = None,
         suffixes: DeviceSuffixes | None = None,
         *,
         captures: bool,
     ) -> None:
         self._guide, self._suffixes, self._captures = guide, suffixes, captures
-        self._kinds = StepKinds(max_requests, num_drafts, max_rows)
+        self._kinds = StepKinds(max_requests, num_drafts, max_rows, tree)
         self._capacity, self._num_drafts = DeviceStepRequests.list_length(max_requests), num_drafts
-        states, lists = models.states, (2, NUM_LISTS, self._capacity)
-        num_values = 2 * NUM_LISTS * self._capacity
-        num_trim_values = TrimLists.num_values(self._capacity, num_drafts)
+        # Decoding requests, prompts, and, with trees, decoding requests with the rows of their blocks.
+        states, lists = models.states, (2 if tree is None else 3, NUM_LISTS, self._capacity)
+        trim_sizes = (self._capacity, num_drafts, 0 if tree is None else tree.width)
         num_saves = 0 if models.recurrent is None else 2 * num_save_values(self._capacity)
         num_margins = 0 if suffixes is None else suffixes.num_rows
-        sizes = (num_values, num_trim_values, num_saves, num_margins)
+        sizes = (math.prod(lists), TrimLists.num_values(*trim_sizes), num_saves, num_margins)
         self._upload = Upload(states.arena, sum(sizes), states.max_changes)
         list_values, trim_values, save_values, margins = self._upload.values.split(sizes)
         if suffixes is not None:
             models = replace(models, copied_margins_N=margins.view(torch.float32))
+        self._decoding, self._prompts, *blocks = list_values.view(lists).unbind(0)
+        if tree is not None and models.drafter is not None:
+            lists, num_kept = (self._decoding, blocks[0]), 0 if guide is None else self._kinds.max_block_rows
+            memory = TreeMemory.build(tree, max_requests, lists, models.drafter.config, num_kept)
+            models = replace(models, trees=memory)
         self.models = models
-        self._decoding, self._prompts = list_values.view(lists).unbind(0)
-        trim = TrimLists.views_of(trim_values, self._capacity)
+        trim = TrimLists.views_of(trim_values, *trim_sizes)
         # Index 0 is for decoding requests, index 1 for prompts.
         self._saves = save_values.view(2, 2, self._capacity if num_saves else 0, MAX_SAVES)
-        max_outcome = max(kind.num_outcome_values for kind in self._kinds.all())
+        max_outcome = max(StepOutput.num_values(*kind.outcome_shape) for kind in self._kinds.all())
         self._vocab_size = models.target.spec.vocab_size
         max_logprobs = max_rows * num_packed_values(MAX_LOGPROBS, self._vocab_size)
         self._outcomes = ResultCopier(
             max_outcome + StepOutput.num_values(max_requests, 1) + max_logprobs, models.device
         )
         self._graphs = StepGraphs(models, self._decoding, trim, self._outcomes.values)
-        self._pending: deque[_Pending] = deque()
-        self._expert_reads = ReadsMeter(models.target)
+        self._pending, self._expert_reads = deque[_Pending](), ReadsMeter(models.target)
 
     @torch.inference_mode()
     def submit(self, plan: SchedulerOutput) -> None:
-        assert len(self._pending) < MAX_IN_FLIGHT, (
-            "too many steps in flight: outcomes would overwrite each other"
-        )
+        assert len(self._pending) < MAX_IN_FLIGHT, "in-flight steps' outcomes would overwrite each other"
         decodes_R = (plan.num_rows == plan.num_drafts + 1) & plan.samples
         assert not plan.num_drafts[~decodes_R].any(), "a drafting request lacks only its newest token"
         decoding, prompts = np.flatnonzero(decodes_R), np.flatnonzero(~decodes_R)
         if self._guide is not None and plan.admitted:
             self._guide.admit(plan)
         lists = [self._pack(plan, requests_G) for requests_G in (decoding, prompts)]
-        lists.append(TrimLists.pack(plan.trim, decoding, self._capacity, self._num_drafts))
+        factors: tuple[float, ...] = ()
+        if (trees := self.models.trees) is not None:
+            lists.append(self._pack(plan.with_num_drafts(plan.block_drafts), decoding))
+            factors = trees.factors(plan)
+        lists.append(TrimLists.pack(plan.trim, decoding, self._capacity, self._num_drafts, factors))
         recurrent = self.models.recurrent
         if recurrent is not None:
             lists += [pack_saves(plan, requests_G, self._capacity) for requests_G in (decoding, prompts)]
@@ -177,8 +186,9 @@ class GpuModelRunner:
             share = self._decode(plan, decoding, uploaded)
             shares.append(share)
             outcome = share.views_of(values)
-            drafts_R = outcome.num_drafts_R if share.width > 1 else None
-            passes.append(Computed(decoding.tolist(), models.hidden, outcome.rows_RW1, drafts_R))
+            drafts_R = outcome.num_drafts_R if share.shape[1] > 1 else None
+            paths_RD = None if trees is None else trees.trees.paths_RD
+            passes.append(Computed(decoding.tolist(), models.hidden, outcome.rows_RW1, drafts_R, paths_RD))
             num_values = share.num_values
             if recurrent is not None and plan.saves is not None:
                 recurrent.save_accepted(self._decoding[0, : len(decoding)], self._saves[0])
@@ -186,7 +196,7 @@ class GpuModelRunner:
             share, hidden_NH = self._prefill(plan, prompts, num_values)
             shares.append(share)
             rows_RW1 = share.views_of(values[num_values:]).rows_RW1
-            passes.append(Computed(prompts.tolist(), hidden_NH, rows_RW1, None))
+            passes.append(Computed(prompts.tolist(), hidden_NH, rows_RW1, None, None))
             num_values += share.num_values
         logprob_rows = None
         if models.states.logprob_slots.in_use:
@@ -205,23 +215,25 @@ class GpuModelRunner:
     def collect(self) -> StepResult:
         step = self._pending.popleft()
         plan, values, models = step.plan, step.arrival.wait(), self.models
-        maximum = int(plan.num_drafts.max(initial=0))
+        maximum = int(plan.block_drafts.max(initial=0))
         token_ids = np.full((plan.num_requests, 1 + maximum), -1, dtype=np.int32)
         num_tokens, num_drafts = (np.zeros(plan.num_requests, dtype=np.int32) for _ in range(2))
         margins = np.full((plan.num_requests, maximum), np.nan, dtype=np.float32)
         seconds: dict[str, float] = {}
-        num_reads = 0
+        num_reads, of_trees = 0, None
         for share in step.shares:
             outcome, count = share.views_of(values), len(share.requests_G)
             num_reads = int(outcome.reads_1)
             values = values[share.num_values :]
             rows_GW1 = outcome.rows_RW1.numpy()[:count]
-            width = min(share.width, 1 + maximum)
+            width = min(share.shape[1], 1 + maximum)
             token_ids[share.requests_G, :width] = rows_GW1[:, :width]
             num_tokens[share.requests_G] = rows_GW1[:, -1]
-            if share.width > 1:
+            if share.shape[1] > 1:
                 num_drafts[share.requests_G] = outcome.num_drafts_R.numpy()[:count]
                 margins[share.requests_G] = outcome.margins_RD.numpy()[:count, :maximum]
+            if share.shape[2]:
+                of_trees = (share.requests_G, outcome.trees_RE[:count])
             spans_s = np.diff(outcome.times.numpy()[: len(share.parts) + 1]) / 1e9
             for part, span_s in zip(share.parts, spans_s.tolist(), strict=True):
                 seconds[part] = seconds.get(part, 0.0) + span_s
@@ -230,7 +242,9 @@ class GpuModelRunner:
             if step.copied.is_missing_RK is not None:
                 margins[step.copied.is_missing_RK] = np.nan  # no drafts, of which nothing can be learned
         logprobs = (None, None) if step.logprob_rows is None else step.logprob_rows.read(values)
-        reads = None
+        learned = gain = reads = None
+        if of_trees is not None and models.trees is not None:
+            learned, gain = models.trees.results(plan, *of_trees, num_drafts, token_ids, num_tokens)
         if models.target.num_routed:
             reads = self._expert_reads.of(num_reads, num_passes=len(step.shares))
         return StepResult(
@@ -239,8 +253,10 @@ class GpuModelRunner:
             num_tokens,
             StepTimings(**seconds),
             *logprobs,
-            num_drafts=None if plan.trim is None else num_drafts,
+            num_drafts=None if plan.trim is None and plan.tree is None else num_drafts,
             margins=margins if maximum and models.has_margins else None,
+            trees=learned,
+            tree_gain=gain,
             expert_reads=reads,
             is_copied=step.copied.is_copied_R,
             is_pass_skipped=step.copied.is_pass_skipped,
@@ -258,12 +274,14 @@ class GpuModelRunner:
         """Run the passes of decoding requests; `uploaded` are the step's integers, copies' margins last."""
         filters, guide = self._filters(plan, requests_G), self._guide_of(plan, requests_G)
         block, kind = self._kinds.of(plan, requests_G, filters=filters or guide is not None)
-        remote = self.models.remote
+        trees, remote, walks = self.models.trees, self.models.remote, None
         if block is not None:
             self._draft(plan, requests_G, block, uploaded)
         memory, masks = self.models.masks, None
         if guide is not None and memory is not None:
-            masks = guide.masks(plan, requests_G, self._graphs.verified(kind))
+            if block is not None and trees is not None:
+                walks = guide.restrict(plan, requests_G, trees, self.models.communicator)
+            masks = guide.masks(plan, requests_G, self._graphs.verified(kind), walks)
             if masks is not None:
                 memory.write(masks)
         self._graphs.replay(kind)
@@ -271,7 +289,7 @@ class GpuModelRunner:
             remote.send(self._graphs.num_verified(kind), kind.num_rows, kind.num_rows)
         if masks is not None and memory is not None:
             memory.clear()  # once the pass has read them
-        return _Share(requests_G, self._graphs.parts(kind), kind.num_requests, kind.width)
+        return _Share(requests_G, self._graphs.parts(kind), kind.outcome_shape)
 
     def _draft(self, plan: SchedulerOutput, requests_G: Indices, block: PassKind, uploaded: IntArray) -> None:
         """Run the drafter's pass, or take copies: instead of it, or after it for some requests."""
@@ -316,7 +334,7 @@ class GpuModelRunner:
         hidden_NH = pass_.run()
         if self.models.remote is not None and plan.writes_context:
             self.models.remote.send(requests.num_drafts_R, num_sampled, requests.num_rows)
-        return _Share(requests_G, pass_.parts, num_requests, 1), hidden_NH
+        return _Share(requests_G, pass_.parts, (num_requests, 1, 0)), hidden_NH
 
     def _guide_of(self, plan: SchedulerOutput, requests_G: Indices) -> DeviceGrammarMasks | None:
         """Return the guide if a grammar restricts any of these requests."""

@@ -42,12 +42,14 @@ class Computed(NamedTuple):
         hidden_NH: hidden states of its rows, request by request; padding may follow.
         tokens_RW: int32, each request's new tokens, padded with -1.
         num_drafts_R: int32, numbers of verified drafts, known only on the device; None if no request drafts.
+        paths_RD: int32, the rows of each request's accepted path in its tree; None if drafts are chains.
     """
 
     requests: Sequence[int]
     hidden_NH: Tensor
     tokens_RW: Tensor
     num_drafts_R: Tensor | None
+    paths_RD: Tensor | None
 
     def rows(self, plan: SchedulerOutput, place: int, begin: int, count: int) -> Tensor:
         """Return hidden states of a request's rows; those after its last row are arbitrary."""
@@ -55,7 +57,10 @@ class Computed(NamedTuple):
             first = int(plan.num_rows[self.requests[:place]].sum()) + begin
             return self.hidden_NH[first : first + count]
         first = self.num_drafts_R[:place].sum() + place + begin
-        steps = torch.arange(count, device=self.hidden_NH.device)
+        if self.paths_RD is None:
+            steps = torch.arange(count, device=self.hidden_NH.device)
+        else:
+            steps = self.paths_RD[place, :count].clamp(min=0)
         return self.hidden_NH.index_select(0, (first + steps).clamp(max=len(self.hidden_NH) - 1))
 
 
@@ -72,7 +77,7 @@ class RequestedLogprobs:
         """Return the requested rows, counted within their request; None if there are none."""
         numbers = (plan.slots, plan.num_rows, plan.num_drafts, plan.num_computed)
         slots_R, num_rows_R, drafts_R, first_R = (x.astype(np.int64) for x in numbers)
-        counts_R = (drafts_R + 1) * plan.samples
+        counts_R = (plan.block_drafts.astype(np.int64) + 1) * plan.samples
         chosen = states.logprob_slots.chosen(slots_R, num_rows_R - drafts_R - 1, counts_R)
         prompts = states.logprob_slots.prompts(slots_R, np.where(first_R < 0, _UNKNOWN, first_R), num_rows_R)
         return None if chosen is None and prompts is None else cls(chosen, prompts, vocab_size)

@@ -1,45 +1,36 @@
-"""The passes of a step on a device: the drafter's, and the target's (trim, verify, sample, inject).
+"""The target's pass of a step on a device: trim, verify, sample, inject.
 
-The target's does what `cpu_runner.py` does, but computes indices on the device from a few integers and the
-requests' state there (`drafter/step/gpu_triton/request_states.py`). It never waits for the host, so it can be
-captured in one CUDA graph and launched before the last step's outcome is known. Called by `gpu_runner.py` for
-prompts, and by `cuda_graphs.py` for decoding requests, after the drafter's pass if they draft. A split
-drafter has an iteration of its own (`workers/drafter/gpu_drafter_session.py`): its drafts are there before a
-pass, and are written here; choices and features are sent after it (`remote_exchange.py`).
+It does what `cpu_runner.py` does, but computes indices on the device from a few integers and the requests'
+state there (`drafter/step/gpu_triton/request_states.py`). It never waits for the host, so it can be captured
+in one CUDA graph and launched before the last step's outcome is known. Called by `gpu_runner.py` for prompts,
+and by `cuda_graphs.py` for decoding requests, after the drafter's pass (`draft_pass.py`) if they draft. A
+split drafter has an iteration of its own (`workers/drafter/gpu_drafter_session.py`), to which choices and
+features are sent after it (`remote_exchange.py`).
 
-The drafter's pass writes blocks, drafts after the known tokens, and margins. It is a graph of its own, as the
-number of rows in blocks does not depend on the number of drafts that are verified. Drafts are left in the
-requests' tokens and margins in the workspace.
-
-Legend: R requests, N rows, X sampled rows, E selector's rank.
+Legend: R requests, N rows, X sampled rows.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import partial
 from itertools import count
 
 import torch
-from torch import Tensor
+from torch import Tensor, cat, stack
 
 from ....drafter.compute.memory.kv_cache import PagedKVCache
 from ....drafter.dflash.model import DFlashDrafter
-from ....drafter.dflash.weights import Selector
 from ....drafter.step.gpu_triton.inputs.row_layout import (
     DeviceStepRequests,
     DeviceStepRows,
-    lay_out_block,
     lay_out_rows,
-    write_drafts,
 )
 from ....drafter.step.gpu_triton.inputs.transfers import StepOutput, stamp
-from ....drafter.step.gpu_triton.ngram_lookup import look_up
 from ....drafter.step.gpu_triton.recurrent_states import DeviceRecurrent
 from ....drafter.step.gpu_triton.request_states import DeviceStates
 from ....drafter.step.gpu_triton.sampling.grammar_masks import DeviceMasks
 from ....drafter.step.gpu_triton.sampling.sampler import SamplingWorkspace, margins_between, sample_rows
-from ....drafter.step.gpu_triton.sampling.selector import find_candidates, walk_paths
+from ....drafter.step.gpu_triton.tree_rows import accept_paths, place_rows, trim_trees
 from ....drafter.step.gpu_triton.verification import (
     TrimLists,
     accept_and_advance,
@@ -48,9 +39,10 @@ from ....drafter.step.gpu_triton.verification import (
 )
 from ..model.decoder import Decoder
 from ..model.tensor_parallel import Communicator
+from .device_trees import StepTrees, TreeMemory
 from .eagle3_chains import Eagle3Chains
 from .remote_exchange import RemoteExchange
-from .tp_sampling import Head, best_of_ranks, candidates_of_ranks, first_rank_s, surest_of_ranks
+from .tp_sampling import Head, best_of_ranks, first_rank_s, surest_of_ranks
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +61,7 @@ class DeviceModels:
         masks: grammar masks of decoding steps' rows; None if no request can have a grammar.
         copied_margins_N: fp32, margins of drafts that the host wrote (`device_suffixes.py`), instead of a
             drafter or beside it; else None.
+        trees: None if drafts form chains.
     """
 
     target: Decoder
@@ -85,6 +78,7 @@ class DeviceModels:
     recurrent: DeviceRecurrent | None = None
     masks: DeviceMasks | None = None
     copied_margins_N: Tensor | None = None
+    trees: TreeMemory | None = None
 
     @property
     def has_margins(self) -> bool:
@@ -101,137 +95,6 @@ class DeviceModels:
         return any(each is not None for each in (self.drafter, self.remote, self.chains))
 
 
-class DraftPass:
-    """A drafting pass over given inputs.
-
-    Args:
-        requests: decoding requests, of which all that may draft do.
-        times: timestamps of the step's outcome; the first two are written.
-        filters: see `TargetPass`.
-    """
-
-    def __init__(
-        self, models: DeviceModels, requests: DeviceStepRequests, times: Tensor, *, filters: bool
-    ) -> None:
-        self._models, self._requests, self._times, self._filters = models, requests, times, filters
-
-    def run(self) -> None:
-        models, tables = self._models, self._models.states.tables
-        stamp(self._times, 0)
-        if models.lookup_lengths is not None:
-            look_up(self._requests, tables, *models.lookup_lengths)
-            models.workspace.margins_N[: self._requests.num_rows].fill_(float("nan"))
-            return stamp(self._times, 1)
-        if not models.has_drafter:
-            return self.end_on_host(copies=True)
-        if models.chains is not None:
-            choose = partial(choose_drafts, models, filters=self._filters)
-            models.chains.draft(self._requests, tables, models.workspace.margins_N, choose)
-            return stamp(self._times, 1)
-        if models.remote is not None:  # its margins are in the workspace
-            rows = lay_out_block(self._requests, tables, mask_id=0)
-            write_drafts(models.remote.drafts_N[: self._requests.num_rows], rows, tables)
-            return stamp(self._times, 1)
-        drafter, cache = models.drafter, models.draft_cache
-        assert drafter is not None and cache is not None, "drafts were planned, but there is no drafter"
-        rows, chosen_N, margins_N = self._draft(drafter, cache)
-        write_drafts(chosen_N, rows, tables)
-        models.workspace.margins_N[: len(margins_N)].copy_(margins_N)
-        stamp(self._times, 1)
-
-    def replace_by_copies(self) -> None:
-        """Take drafts and margins that the host wrote instead of running the pass."""
-        stamp(self._times, 0)
-        self.end_on_host(copies=True)
-
-    def end_on_host(self, *, copies: bool) -> None:
-        """End the pass after the host has seen its drafts, and has written others if there are `copies`."""
-        if copies:
-            margins_N, count = self._models.copied_margins_N, self._requests.num_rows
-            assert margins_N is not None, "drafts were planned, but there is no drafter"
-            self._models.workspace.margins_N[:count].copy_(margins_N[:count])
-        stamp(self._times, 1)
-
-    def _draft(self, drafter: DFlashDrafter, cache: PagedKVCache) -> tuple[DeviceStepRows, Tensor, Tensor]:
-        """Return the rows of blocks with an anchor and a mask for each draft, and drafts and margins [N]."""
-        tables, mask_id = self._models.states.tables, drafter.config.mask_token_id
-        rows = lay_out_block(self._requests, tables, mask_id)
-        if not drafter.config.samples_anchor:
-            hidden_NH = drafter.forward(drafter.embed_block(rows.token_ids_N), rows, cache)
-            return rows, *self._choose(drafter, hidden_NH, rows, self._requests.cu_rows_R1)
-        requests = self._requests.sampling_anchors()
-        block = lay_out_block(requests, tables, mask_id)
-        hidden_NH = drafter.forward(drafter.embed_block(block.token_ids_N), block, cache)
-        block_at_drafts, cu_rows_R1 = block.at_next_positions(), requests.cu_rows_R1
-        chosen_N, margins_N = self._choose(drafter, hidden_NH, block_at_drafts, cu_rows_R1)
-        return rows, self._requests.at_masks(chosen_N), self._requests.at_masks(margins_N)
-
-    def _choose(
-        self, drafter: DFlashDrafter, hidden_NH: Tensor, rows: DeviceStepRows, cu_rows_R1: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        """Return a draft and margin per row, equal on all ranks.
-
-        Args:
-            rows: with the positions of the tokens that they sample.
-        """
-        if drafter.selector is not None:
-            return self._select(drafter, drafter.selector, hidden_NH, rows, cu_rows_R1)
-        head_inputs = (hidden_NH, rows.slots_N, rows.positions_N)
-        chosen_N, margins_N = choose_drafts(self._models, drafter, *head_inputs, filters=self._filters)
-        return chosen_N, drafter.sharpen(margins_N, hidden_NH, chosen_N, rows)
-
-    def _select(
-        self,
-        drafter: DFlashDrafter,
-        selector: Selector,
-        hidden_NH: Tensor,
-        rows: DeviceStepRows,
-        cu_rows_R1: Tensor,
-    ) -> tuple[Tensor, Tensor]:
-        """Return a draft and margin per row, chosen along each request's path, equal on all ranks.
-
-        With a split head each rank finds candidates within its part of the vocabulary.
-        """
-        models, communicator, first_id = self._models, self._models.communicator, 0
-        top_k, state, is_split = (
-            selector.codebooks.top_k,
-            models.states.sampling,
-            drafter.is_split and not self._filters,
-        )
-        if is_split:
-            logits, first_id = drafter.local_logits(hidden_NH)
-        else:
-            logits = drafter.logits(hidden_NH)
-        candidates = find_candidates(
-            logits,
-            rows,
-            state,
-            top_k,
-            filters=self._filters,
-            workspace=models.workspace,
-            vocab_start=first_id,
-        )
-        if is_split:
-            candidates = candidates_of_ranks(candidates, top_k, communicator)
-        gates_NE = selector.gates(hidden_NH)
-        margins_N = torch.zeros(len(gates_NE), dtype=torch.float32, device=gates_NE.device)
-        chosen_N = walk_paths(
-            candidates,
-            gates_NE,
-            rows,
-            cu_rows_R1,
-            state,
-            selector.codebooks,
-            filters=self._filters,
-            margins_N=margins_N,
-            anchor_distance=drafter.config.anchor_distance,
-        )
-        margins_N = drafter.sharpen(margins_N, hidden_NH, chosen_N, rows)
-        if communicator.world_size == 1:
-            return chosen_N, margins_N
-        return first_rank_s(chosen_N, margins_N, communicator)
-
-
 class TargetPass:
     """A target's pass over given inputs.
 
@@ -245,6 +108,7 @@ class TargetPass:
         masks: grammar masks of the sampled rows, which are read when the pass runs.
         saves: recurrent states that its rows save (`step/gpu_triton/recurrent_states.py`); then no request
             drafts.
+        trees: the requests' draft trees, if any request drafts and drafts may form trees.
     """
 
     def __init__(
@@ -258,9 +122,10 @@ class TargetPass:
         writes_context: bool,
         masks: DeviceMasks | None = None,
         saves: Tensor | None = None,
+        trees: StepTrees | None = None,
     ) -> None:
         self._models, self._requests, self._outcome, self._trim = models, requests, outcome, trim
-        self._filters, self._masks, self._saves = filters, masks, saves
+        self._filters, self._masks, self._saves, self._trees = filters, masks, saves, trees
         self._injects = writes_context and models.has_drafter
 
     @property
@@ -280,11 +145,19 @@ class TargetPass:
         if not requests.max_drafts:
             stamp(times, 0)
         rows = lay_out_rows(requests, models.states.tables)
+        if self._trees is not None:
+            rows = place_rows(requests, self._trees.trees, rows, models.states.tables)
         if models.recurrent is not None:
             rows = replace(rows, states=models.recurrent.build_rows(requests, self._saves))
         hidden_NH, taps_NmH = models.target.forward(rows.token_ids_N, rows, models.cache)
         stamp(times, next(marks))
-        chosen_X = self._sample(requests, rows, hidden_NH)
+        chosen_X = self._sample(rows, hidden_NH)
+        if self._trees is None:
+            tables = models.states.tables
+            accept_and_advance(chosen_X, requests, tables, self._outcome.rows_RW1)
+            mark_not_numbers(hidden_NH, requests, self._outcome.rows_RW1)
+        else:
+            rows = self._accept_paths(self._trees, requests, rows, chosen_X)
         stamp(times, next(marks))
         if self._injects:
             self._inject(requests, rows, chosen_X, taps_NmH)
@@ -301,23 +174,44 @@ class TargetPass:
         if not requests.max_drafts:
             return requests
         assert self._trim is not None, "a drafting pass needs values for trimming"
-        margins_N = self._models.workspace.margins_N
-        return trim_drafts(
-            requests, margins_N, self._trim, requests.num_rows, outcome.num_drafts_R, outcome.margins_RD
-        )
+        margins_N, written = self._models.workspace.margins_N, (outcome.num_drafts_R, outcome.margins_RD)
+        if self._trees is not None:
+            of_trees = (self._trees.trees, self._trees.blocks, margins_N, self._trim.weights_R)
+            return trim_trees(requests, *of_trees, requests.num_rows, *written)
+        return trim_drafts(requests, margins_N, self._trim, requests.num_rows, *written)
 
-    def _sample(self, requests: DeviceStepRequests, rows: DeviceStepRows, hidden_NH: Tensor) -> Tensor:
-        """Sample the target's tokens, accept drafts and advance the requests; returns the tokens."""
-        models, index_X = self._models, requests.sampled_X
+    def _sample(self, rows: DeviceStepRows, hidden_NH: Tensor) -> Tensor:
+        """Return the target's tokens."""
+        models, index_X = self._models, self._requests.sampled_X
         row_inputs = (hidden_NH, rows.slots_N, rows.positions_N + 1)
         if index_X is not None:
             row_inputs = [values_N.index_select(0, index_X) for values_N in row_inputs]
-        chosen_X = rows.token_ids_N[:0]
-        if len(row_inputs[0]):  # chunks of prompts may sample nothing
-            chosen_X = choose(models, models.target, *row_inputs, filters=self._filters, masks=self._masks)
-        accept_and_advance(chosen_X, requests, models.states.tables, self._outcome.rows_RW1)
-        mark_not_numbers(hidden_NH, requests, self._outcome.rows_RW1)
-        return chosen_X
+        if not len(row_inputs[0]):  # chunks of prompts may sample nothing
+            return rows.token_ids_N[:0]
+        return choose(
+            models,
+            models.target,
+            *row_inputs,
+            filters=self._filters,
+            masks=self._masks,
+            paths_ND=rows.tree_paths,
+        )
+
+    def _accept_paths(
+        self, trees: StepTrees, requests: DeviceStepRequests, rows: DeviceStepRows, chosen_X: Tensor
+    ) -> DeviceStepRows:
+        """Accept a path of each tree and move its K and V; return the rows with slots of the context."""
+        models, tables, outcome = self._models, self._models.states.tables, self._outcome
+        kv_slots_GN = rows.kv_slots[0].unsqueeze(0) if len(rows.kv_slots) == 1 else stack(rows.kv_slots)
+        moves = accept_paths(chosen_X, requests, trees.trees, kv_slots_GN, tables, outcome.rows_RW1)
+        groups = sorted({place.group for place in models.cache.places})
+        source_slots, target_slots = (
+            each.flatten(0, 1) if len(groups) == len(each) else cat([each[group] for group in groups])
+            for each in moves
+        )
+        models.target.backend.compact_rows(models.cache, source_slots, target_slots)
+        outcome.trees_RE.copy_(trees.trees.values_RE)
+        return replace(rows, kv_slots=kv_slots_GN.unbind(0))
 
     def _inject(
         self, requests: DeviceStepRequests, rows: DeviceStepRows, chosen_X: Tensor, taps_NmH: Tensor | None
@@ -343,18 +237,25 @@ def choose(
     *,
     filters: bool,
     masks: DeviceMasks | None,
+    paths_ND: Tensor | None = None,
 ) -> Tensor:
     """Return the target's token of each row, int64, equal on all ranks.
 
     With a split head each rank chooses within its part of the vocabulary, and the best choice wins. Filters
-    and masks need all logits on every rank.
+    and masks need all logits on every rank. `paths_ND`: see `apply_rules`.
     """
     state, workspace, communicator = models.states.sampling, models.workspace, models.communicator
     sampling_inputs = (slots_X, positions_X, state)
     if filters or masks is not None or not head.is_split:
         logits_XV = head.logits(hidden_XH)
         chosen_X, _ = sample_rows(
-            logits_XV, *sampling_inputs, filters=filters, workspace=workspace, masks=masks, checks=True
+            logits_XV,
+            *sampling_inputs,
+            filters=filters,
+            workspace=workspace,
+            masks=masks,
+            paths_ND=paths_ND,
+            checks=True,
         )
         return chosen_X if communicator.world_size == 1 else communicator.broadcast(chosen_X)
     logits_XU, first_id = head.local_logits(hidden_XH)

@@ -1,17 +1,16 @@
-"""Draft trees on a GPU: their growth from a block's candidates, and the path that the target accepts.
+"""Draft trees on a GPU: their growth from a block's candidates.
 
-Triton version of `cluster/speculation/draft_tree.py` and of `DraftTrees.accept` in
-`drafter/step/inputs/draft_trees.py`, which explains rows, parents and paths. The host reads nothing and grids
-follow from shapes, so all of it can be captured in a CUDA graph; a tree's shape is data. No engine calls it
-yet: `step_passes.py` verifies chains.
+Triton version of `cluster/speculation/draft_tree.py`. The host reads nothing and grids follow from shapes, so
+all of it can be captured in a CUDA graph; a tree's shape is data. A chain is a tree whose factors are 0 from
+the second best candidate on. Called by `actors/targets/runners/device_trees.py`; `tree_rows.py` verifies.
 
-    scores [X, P, C] ─▶ chances, places [X, P, W] ─▶ nodes [R, M] ─▶ paths [N, D] ─▶ (target's pass) ─▶ moves
+    candidates ─▶ scores [X, P, C] ─▶ chances, places [X, P, W] ─▶ nodes [R, M] ─▶ trimmed ─▶ paths [N, D]
 
 The nodes are those of the host, but for near-ties: products of chances are fp32 here. Grammars restrict trees
 on the host alone.
 
-Legend: R requests, M most nodes, X rows of blocks that sample a draft, P candidates before (or 1), C
-candidates, W most children of a node, N rows of the target's pass, G page groups, D rows of the longest path.
+Legend: R requests, M most nodes, X rows of blocks (anchors' are not read unless they sample), P candidates
+before (or 1), C candidates, W most children of a node, D most rows of a path, E values of a tree.
 """
 
 # pyright: reportCallIssue=false, reportArgumentType=false, reportGeneralTypeIssues=false
@@ -25,7 +24,17 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .inputs.row_layout import DeviceStepRequests, SlotTables
+from ....cluster.speculation.draft_tree import TreeSizes
+from ..sampling.selector import SelectorCodebooks
+from .inputs.row_layout import DeviceStepRows
+from .sampling.sampling_metadata import (
+    DeviceSamplingMetadata,
+    has_filters,
+    read_filters,
+    read_temperature,
+)
+from .sampling.selector import Candidates, best_and_margin, scores_after, with_noise
+from .verification import TrimLists
 
 _WARP = 32
 # As in `cluster/speculation/draft_tree.py` and `draft_trimming.py`.
@@ -36,54 +45,111 @@ _MAX_SHARE = tl.constexpr(0.99)
 
 @dataclass(frozen=True, slots=True)
 class DeviceTrees:
-    """Trees of a step's requests.
+    """Views of trees of requests, in values [R, E].
 
     Attributes:
+        values_RE: int32, all of it.
         tokens_RM, parents_RM: int32, as in `DraftTrees`; tokens are -1 past the last node.
-        num_nodes_R: int32.
         ranks_RM: int32, ranks among siblings.
         survivals_RM: fp32, estimated probabilities of acceptance; 0 past the last node.
+        num_nodes_R: int32.
+        paths_RD: int32, rows of the accepted path from the anchor on, then -1; of requests that sample.
     """
 
+    values_RE: Tensor
     tokens_RM: Tensor
     parents_RM: Tensor
-    num_nodes_R: Tensor
     ranks_RM: Tensor
     survivals_RM: Tensor
+    num_nodes_R: Tensor
+    paths_RD: Tensor
+
+    @staticmethod
+    def num_values(sizes: TreeSizes) -> int:
+        """E: of each node token, parent, rank and survival; the number of nodes; the accepted path's rows."""
+        return 4 * sizes.nodes + 2 + sizes.depth
+
+    @classmethod
+    def views_of(cls, values_RE: Tensor, sizes: TreeSizes) -> DeviceTrees:
+        m = sizes.nodes
+        tokens, parents, ranks, survivals, count, paths = values_RE.split((m, m, m, m, 1, sizes.depth + 1), 1)
+        return cls(values_RE, tokens, parents, ranks, survivals.view(torch.float32), count[:, 0], paths)
+
+    @classmethod
+    def build(cls, num_requests: int, sizes: TreeSizes, device: torch.device | str) -> DeviceTrees:
+        """Allocate trees without a node."""
+        values_RE = torch.zeros(num_requests, cls.num_values(sizes), dtype=torch.int32, device=device)
+        return cls.views_of(values_RE, sizes)
+
+    @property
+    def sizes(self) -> tuple[int, int]:
+        """M and E."""
+        return self.tokens_RM.shape[1], self.values_RE.shape[1]
 
 
-@dataclass(frozen=True, slots=True)
-class BlockCurves:
-    """The chance of a block's best candidates: `Trim`'s parameters, fp32 [R] and [most positions of a block].
+def tree_scores(
+    found: Candidates,
+    gates_XE: Tensor | None,
+    rows: DeviceStepRows,
+    cu_rows_R1: Tensor,
+    max_rows: int,
+    state: DeviceSamplingMetadata,
+    codebooks: SelectorCodebooks | None,
+    *,
+    filters: bool,
+    floors_N: Tensor,
+    margins_N: Tensor,
+    anchor_distance: int,
+) -> Tensor:
+    """Return fp32 scores [X, P, C] of candidates with filters and noise, as `BlockCandidates` has them.
 
-    `factors_W`: fp32, see `TreeShape.factors`.
+    Args:
+        gates_XE, codebooks: of a selector, whose scores depend on the candidate before; else None.
+        rows: of the blocks, with the positions of the tokens that they sample.
+        max_rows: at least the most rows of a request.
+        floors_N: fp32, of the rows' filters, if scores do not depend on the candidate before.
+        margins_N: fp32, written in the same case: each row's best score minus its second best.
     """
-
-    bias_R: Tensor
-    bias_K: Tensor
-    slope_K: Tensor
-    factors_W: Tensor
+    num_rows, count = found.ids_NK.shape
+    num_before = 1 if codebooks is None else count
+    scores_XPC = torch.empty(num_rows, num_before, count, dtype=torch.float32, device=rows.positions_N.device)
+    assert found.z_NK.is_contiguous() and found.ids_NK.is_contiguous(), "read as they lie"
+    rank, books = 1, (None, None, None)
+    if codebooks is not None and gates_XE is not None:
+        rank, books = gates_XE.shape[1], (gates_XE, codebooks.predecessor_VE, codebooks.successor_VE)
+    _tree_scores[len(cu_rows_R1) - 1, max_rows, num_before](
+        found.scores_NK, found.z_NK, found.ids_NK, *books, rows.token_ids_N, rows.slots_N, rows.positions_N,
+        cu_rows_R1, state.temperature, state.top_k, state.top_p, state.min_p, state.seed, floors_N,
+        scores_XPC, margins_N, num_before,
+        FILTERS=filters, FIRST=anchor_distance, RANK=rank, TOP_K=count, RANKS=triton.next_power_of_2(rank),
+        PLACES=triton.next_power_of_2(count), num_warps=1 if codebooks is None else 4,
+    )  # fmt: skip
+    return scores_XPC
 
 
 def likely_children(
-    scores_XPC: Tensor, cu_rows_R1: Tensor, max_depth: int, curves: BlockCurves
+    scores_XPC: Tensor,
+    cu_rows_R1: Tensor,
+    max_rows: int,
+    lists: TrimLists,
+    anchor_distance: int = 0,
 ) -> tuple[Tensor, Tensor]:
     """Return the chances, falling, and the places of the likeliest candidates, fp32 and int32 [X, P, W].
 
     Args:
         scores_XPC: fp32, of `BlockCandidates`.
         cu_rows_R1: int32, rows of blocks before each request.
-        max_depth: at least the most rows of a block.
+        max_rows: at least the most rows of a request.
+        anchor_distance: rows of each request before the first that samples a draft.
     """
-    num_rows, num_before, count = scores_XPC.shape
-    width = len(curves.factors_W)
+    (num_rows, num_before, count), width = scores_XPC.shape, len(lists.factors_T)
     assert scores_XPC.is_contiguous() and 2 <= count >= width, "candidates for all children"
     chances_XPW = scores_XPC.new_empty(num_rows, num_before, width)
     places_XPW = torch.empty_like(chances_XPW, dtype=torch.int32)
-    _likely_children[len(cu_rows_R1) - 1, max_depth, num_before](
-        scores_XPC, cu_rows_R1, curves.bias_R, curves.bias_K, curves.slope_K, curves.factors_W, chances_XPW,
+    _likely_children[len(cu_rows_R1) - 1, max_rows, num_before](
+        scores_XPC, cu_rows_R1, lists.bias_R, lists.bias_K, lists.slope_K, lists.factors_T, chances_XPW,
         places_XPW, num_before, count,
-        W=width, CANDIDATES=max(_WARP, triton.next_power_of_2(count)), num_warps=1,
+        FIRST=anchor_distance, W=width, CANDIDATES=max(_WARP, triton.next_power_of_2(count)), num_warps=1,
     )  # fmt: skip
     return chances_XPW, places_XPW
 
@@ -94,109 +160,69 @@ def grow_trees(
     ids_XC: Tensor,
     cu_rows_R1: Tensor,
     max_nodes_R: Tensor,
-    factors_W: Tensor,
-    max_nodes: int,
-) -> DeviceTrees:
-    """Return the trees with the largest sums of survivals, of at most `max_nodes_R` (int32) nodes each.
+    factors_T: Tensor,
+    trees: DeviceTrees,
+    anchor_distance: int = 0,
+) -> None:
+    """Write the trees with the largest sums of survivals, of at most `max_nodes_R` (int32) nodes each.
 
     Args:
         chances_XPW, places_XPW: result of `likely_children`.
         ids_XC: int64, token ids of the candidates.
     """
-    num_requests, num_before, width = len(max_nodes_R), *chances_XPW.shape[1:]
-    size, device = (num_requests, max_nodes), chances_XPW.device
-    tokens_RM, parents_RM, ranks_RM = (torch.empty(size, dtype=torch.int32, device=device) for _ in range(3))
-    num_nodes_R = torch.empty(num_requests, dtype=torch.int32, device=device)
-    survivals_RM = torch.empty(size, dtype=torch.float32, device=device)
-    _grow[num_requests,](
-        chances_XPW, places_XPW, ids_XC, cu_rows_R1, max_nodes_R, factors_W, tokens_RM, parents_RM, ranks_RM,
-        survivals_RM, num_nodes_R, num_before, ids_XC.shape[1], max_nodes,
-        W=width, LANES=max(_WARP, triton.next_power_of_2(max_nodes + 1)), num_warps=1,
+    (num_before, width), (most, stride) = chances_XPW.shape[1:], trees.sizes
+    _grow[len(max_nodes_R),](
+        chances_XPW, places_XPW, ids_XC, cu_rows_R1, max_nodes_R, factors_T, trees.tokens_RM,
+        trees.parents_RM, trees.ranks_RM, trees.survivals_RM, trees.num_nodes_R, num_before, ids_XC.shape[1],
+        most, stride,
+        FIRST=anchor_distance, W=width, LANES=max(_WARP, triton.next_power_of_2(most + 1)), num_warps=1,
     )  # fmt: skip
-    return DeviceTrees(tokens_RM, parents_RM, num_nodes_R, ranks_RM, survivals_RM)
 
 
-def place_rows(
-    requests: DeviceStepRequests, parents_RM: Tensor, positions_N: Tensor, max_depth: int
-) -> tuple[Tensor, Tensor]:
-    """Return the paths of a pass's rows, int32 [N, D], and their positions, int64 [N] (`TreeRows`).
-
-    Padding, and requests with rows before their anchor's, are chains.
-
-    Args:
-        parents_RM: int32, as in `DraftTrees`.
-        positions_N: int64, of chains with as many rows.
-        max_depth: at least the most rows of a path.
-    """
-    paths_ND = torch.full((requests.num_rows, max_depth), -1, dtype=torch.int32, device=positions_N.device)
-    positions_N = positions_N.clone()
-    lanes = max(_WARP, triton.next_power_of_2(parents_RM.shape[1] + 1))
-    _place_rows[len(requests.slots_R),](
-        requests.cu_rows_R1, requests.num_drafts_R, parents_RM, paths_ND, positions_N, parents_RM.stride(0),
-        max_depth,
-        LANES=lanes, num_warps=1,
-    )  # fmt: skip
-    return paths_ND, positions_N
-
-
-@dataclass(frozen=True, slots=True)
-class PathMoves:
-    """What follows from the accepted paths for K/V.
-
-    Attributes:
-        source_slots_GRD, target_slots_GRD: int64, moves of `compact_rows`; equal slots do not move.
-        context_slots_GN: int64, the slot of each row of the pass in the drafter's context: that of its place
-            on the path, or the skip slot.
-    """
-
-    source_slots_GRD: Tensor
-    target_slots_GRD: Tensor
-    context_slots_GN: Tensor
-
-
-def accept_paths(
-    chosen_X: Tensor,
-    requests: DeviceStepRequests,
-    parents_RM: Tensor,
-    kv_slots_GN: Tensor,
-    tables: SlotTables,
-    outcome_RD1: Tensor,
-) -> PathMoves:
-    """Accept a path of each request's tree, write its new tokens after the known ones, and advance.
-
-    The tree's tokens are after the known ones, as `lay_out_rows` reads them. As `accept_and_advance`, if
-    parents are those of chains.
-
-    Args:
-        chosen_X: the target's sampled tokens, int64; each request's begin at its `first_chosen`.
-        parents_RM: int32, as in `DraftTrees`.
-        kv_slots_GN: int64, slots of the pass's rows.
-        outcome_RD1: int32 [R, D + 1], written: the new tokens, then -1; in the last column their number.
-    """
-    num_requests, depth = len(requests.slots_R), outcome_RD1.shape[1] - 1
-    num_groups, num_rows = kv_slots_GN.shape
-    lanes = max(_WARP, triton.next_power_of_2(max(parents_RM.shape[1] + 1, depth)))
-    source_GRD = kv_slots_GN.new_empty(num_groups, num_requests, depth)
-    target_GRD = torch.empty_like(source_GRD)
-    context_GN = tables.skip_slots.unsqueeze(1).repeat(1, num_rows)
-    _accept_paths[num_requests,](
-        chosen_X, requests.first_chosen_R, requests.slots_R, requests.cu_rows_R1, requests.num_drafts_R,
-        requests.samples_R, parents_RM, kv_slots_GN, tables.skip_slots, tables.token_ids, tables.num_computed,
-        outcome_RD1, source_GRD, target_GRD, context_GN, tables.token_ids.stride(0), parents_RM.stride(0),
-        kv_slots_GN.stride(0), num_rows, num_requests, depth,
-        GROUPS=num_groups, LANES=lanes, num_warps=1,
-    )  # fmt: skip
-    return PathMoves(source_GRD, target_GRD, context_GN)
+@triton.jit(do_not_specialize=["num_before"])
+def _tree_scores(
+    ranked, z, ids, gates, predecessors, successors, token_ids, slots, positions, cu_rows, temperatures,
+    top_ks, top_ps, min_ps, seeds, floors, scores, margins, num_before,
+    FILTERS: tl.constexpr, FIRST: tl.constexpr, RANK: tl.constexpr, TOP_K: tl.constexpr, RANKS: tl.constexpr,
+    PLACES: tl.constexpr,
+):  # fmt: skip
+    """Score the candidates of one row after one candidate of the row before."""
+    request, nth, nth_before = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    begin = tl.load(cu_rows + request)
+    row = begin.to(tl.int64) + FIRST + nth
+    if row >= tl.load(cu_rows + request + 1):
+        return
+    slot, place_C = tl.load(slots + begin), tl.arange(0, PLACES)
+    temperature = read_temperature(slot, temperatures, top_ks)
+    filters = read_filters(slot, temperature, top_ks, top_ps, min_ps)
+    there_C = place_C < TOP_K
+    if gates is None:
+        plain = tl.load(z + row * TOP_K + place_C, mask=there_C, other=float("-inf"))
+        score = tl.load(ranked + row * TOP_K + place_C, mask=there_C, other=float("-inf"))
+        if has_filters(filters) & FILTERS:
+            is_cut = tl.math.div_rn(plain, temperature) < tl.load(floors + row)
+            score = tl.where(is_cut, float("-inf"), score)
+        _, margin = best_and_margin(score, plain, TOP_K, PLACES, FILTERS)
+        tl.store(margins + row, margin)
+    else:
+        before = tl.load(token_ids + begin)
+        if nth > 0:
+            before = tl.load(ids + (row - 1) * TOP_K + nth_before)
+        codebooks = (gates, predecessors, successors)
+        tokens, score = scores_after(before, row, ids, z, codebooks, RANK, TOP_K, RANKS, PLACES)
+        position = tl.load(positions + row).to(tl.int32)
+        score = with_noise(score, tokens, position, temperature, filters, tl.load(seeds + slot), FILTERS)
+    tl.store(scores + (row * num_before + nth_before) * TOP_K + place_C, score, mask=there_C)
 
 
 @triton.jit(do_not_specialize=["num_before", "count"])
 def _likely_children(
     scores, cu_rows, request_biases, biases, slopes, factors, chances, places, num_before, count,
-    W: tl.constexpr, CANDIDATES: tl.constexpr,
+    FIRST: tl.constexpr, W: tl.constexpr, CANDIDATES: tl.constexpr,
 ):  # fmt: skip
     """Rank the candidates of one row after one candidate of the row before."""
     request, nth, at_C = tl.program_id(0), tl.program_id(1), tl.arange(0, CANDIDATES)
-    first = tl.load(cu_rows + request)
+    first = tl.load(cu_rows + request) + FIRST
     if nth >= tl.load(cu_rows + request + 1) - first:
         return
     there_C, row = at_C < count, (first + nth) * num_before + tl.program_id(2)
@@ -230,22 +256,25 @@ def _likely_children(
         chance_C = tl.where(at_C == place, -1.0, chance_C)
 
 
-@triton.jit(do_not_specialize=["num_before", "num_candidates", "most"])
+@triton.jit(
+    do_not_specialize=["num_before", "num_candidates", "most", "tree_stride"],
+    do_not_specialize_on_alignment=["tokens", "parents", "ranks", "survivals", "num_nodes"],
+)
 def _grow(
     chances, places, ids, cu_rows, max_nodes, factors, tokens, parents, ranks, survivals, num_nodes,
-    num_before, num_candidates, most,
-    W: tl.constexpr, LANES: tl.constexpr,
+    num_before, num_candidates, most, tree_stride,
+    FIRST: tl.constexpr, W: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
     """Add the likeliest possible node, until there is none; a lane has the next child of one node."""
     request, lane_L = tl.program_id(0), tl.arange(0, LANES)
-    first_row = tl.load(cu_rows + request)
+    first_row = tl.load(cu_rows + request) + FIRST
     depth = tl.load(cu_rows + request + 1) - first_row
     room = tl.load(max_nodes + request)
     off_main = tl.minimum(tl.load(factors), 1.0)
-    tl.store(tokens + request * most + lane_L, -1, mask=lane_L < most)
-    tl.store(parents + request * most + lane_L, lane_L, mask=lane_L < most)
-    tl.store(ranks + request * most + lane_L, 0, mask=lane_L < most)
-    tl.store(survivals + request * most + lane_L, 0.0, mask=lane_L < most)
+    tl.store(tokens + request * tree_stride + lane_L, -1, mask=lane_L < most)
+    tl.store(parents + request * tree_stride + lane_L, lane_L, mask=lane_L < most)
+    tl.store(ranks + request * tree_stride + lane_L, 0, mask=lane_L < most)
+    tl.store(survivals + request * tree_stride + lane_L, 0.0, mask=lane_L < most)
     tl.debug_barrier()
     # Of each lane's possible node: survival (0: none), parent, rank, depth, place of the candidate before,
     # survival of the parent, factor of siblings.
@@ -275,7 +304,7 @@ def _grow(
         entry = ((first_row + at) * num_before + before) * W + rank
         place = tl.load(places + entry, mask=is_real, other=0)
         token = tl.load(ids + (first_row + at) * num_candidates + place, mask=is_real, other=-1)
-        home = request * most + node
+        home = request * tree_stride + node
         tl.store(tokens + home, token.to(tl.int32), mask=is_real)
         tl.store(parents + home, parent, mask=is_real)
         tl.store(ranks + home, rank, mask=is_real)
@@ -297,91 +326,4 @@ def _grow(
         before_L = tl.where(is_new_L, candidate, before_L)
         above_L = tl.where(is_new_L, survival, above_L)
         factor_L = tl.where(is_new_L, below, factor_L)
-    tl.store(num_nodes + request, count)
-
-
-# After trimming, `num_drafts` is a view into the outcome with any alignment.
-@triton.jit(do_not_specialize=["max_depth"], do_not_specialize_on_alignment=["num_drafts"])
-def _place_rows(
-    cu_rows, num_drafts, parents, paths, positions, parent_stride, max_depth, LANES: tl.constexpr
-):
-    request, lane_L = tl.program_id(0), tl.arange(0, LANES)
-    begin = tl.load(cu_rows + request)
-    count = tl.load(cu_rows + request + 1) - begin
-    if count != tl.load(num_drafts + request) + 1:
-        return
-    parents += request * parent_stride
-    is_row_L = lane_L < count
-    depth_L, row_L = tl.zeros([LANES], tl.int32), lane_L
-    for _ in range(1, max_depth):
-        is_below_L = is_row_L & (row_L > 0)
-        depth_L += is_below_L.to(tl.int32)
-        row_L = tl.load(parents + row_L - 1, mask=is_below_L, other=0)
-    row_L = lane_L
-    for up in range(max_depth):
-        at_L = (begin + lane_L) * max_depth + depth_L - up
-        tl.store(paths + at_L, row_L, mask=is_row_L & (up <= depth_L))
-        row_L = tl.load(parents + row_L - 1, mask=is_row_L & (row_L > 0), other=0)
-    anchor = tl.load(positions + begin)
-    tl.debug_barrier()  # the anchor's lane stores its own
-    tl.store(positions + begin + lane_L, anchor + depth_L, mask=is_row_L)
-
-
-# After trimming, `num_drafts` is a view into the outcome with any alignment.
-@triton.jit(
-    do_not_specialize=["num_rows", "num_requests", "depth"], do_not_specialize_on_alignment=["num_drafts"]
-)
-def _accept_paths(
-    chosen, first_chosen, slots, cu_rows, num_drafts, samples, parents, kv_slots, skip_slots, token_ids,
-    num_computed, outcome, sources, targets, contexts, token_stride, parent_stride, kv_stride, num_rows,
-    num_requests, depth,
-    GROUPS: tl.constexpr, LANES: tl.constexpr,
-):  # fmt: skip
-    """A lane is a row of the tree, and a place of the path; one warp reads all drafts before it writes."""
-    request, lane_L = tl.program_id(0), tl.arange(0, LANES)
-    begin = tl.load(cu_rows + request)
-    count = tl.load(cu_rows + request + 1) - begin
-    drafts = tl.load(num_drafts + request, mask=count > 0, other=0)
-    is_sampled = (tl.load(samples + request) != 0) & (count > 0)
-    slot = tl.load(slots + request, mask=count > 0, other=0)
-    num_known = tl.load(num_computed + slot, mask=count > 0, other=0) + count - drafts
-    after = token_ids + slot.to(tl.int64) * token_stride + num_known
-    verdicts = chosen + tl.load(first_chosen + request, mask=is_sampled, other=0)
-
-    is_node_L = is_sampled & (lane_L > 0) & (lane_L <= drafts)
-    parent_L = tl.load(parents + request * parent_stride + lane_L - 1, mask=is_node_L, other=0)
-    draft_L = tl.load(after + lane_L - 1, mask=is_node_L, other=0)
-    matches_L = is_node_L & (draft_L == tl.load(verdicts + parent_L, mask=is_node_L, other=-1))
-    path_L = tl.where((lane_L == 0) & (count > 0), 0, -1)  # row of each place
-    place_L = tl.where((lane_L == 0) & (count > 0), 0, -1)  # place of each row
-    row = 0
-    for place in range(1, depth):
-        child = tl.min(tl.where(matches_L & (parent_L == row), lane_L, LANES), 0)
-        row = tl.where(child < LANES, child, -1)
-        path_L = tl.where((lane_L == place) & (row > 0), row, path_L)
-        place_L = tl.where(lane_L == row, place, place_L)
-
-    is_new_L = is_sampled & (path_L >= 0)
-    verdict_L = tl.load(verdicts + path_L, mask=is_new_L, other=-1)
-    num_tokens = tl.sum(is_new_L.to(tl.int32), 0)
-    tl.store(after + lane_L, tl.maximum(verdict_L, 0), mask=is_new_L)  # NOT_A_NUMBER is no input token
-    tl.store(num_computed + slot, num_known + tl.maximum(num_tokens - 1, 0), mask=count > 0)
-    tl.store(outcome + request * (depth + 1) + lane_L, verdict_L.to(tl.int32), mask=lane_L < depth)
-    tl.store(outcome + request * (depth + 1) + depth, num_tokens)
-
-    known = count - drafts - 1  # rows before the anchor's
-    for group in tl.static_range(GROUPS):
-        skip = tl.load(skip_slots + group)
-        first = kv_slots + group * kv_stride + begin + known
-        source_L = tl.load(first + path_L, mask=path_L >= 0, other=0)
-        target_L = tl.load(first + lane_L, mask=path_L >= 0, other=0)
-        home_L = (group * num_requests + request) * depth + lane_L
-        tl.store(sources + home_L, tl.where(path_L >= 0, source_L, skip), mask=lane_L < depth)
-        tl.store(targets + home_L, tl.where(path_L >= 0, target_L, skip), mask=lane_L < depth)
-        context_L = tl.load(first + place_L, mask=place_L >= 0, other=0)
-        context = contexts + group * num_rows + begin
-        tl.store(context + known + lane_L, context_L, mask=place_L >= 0)
-        for at in range(0, known, LANES):
-            is_known_L = at + lane_L < known
-            own_L = tl.load(first - known + at + lane_L, mask=is_known_L, other=0)
-            tl.store(context + at + lane_L, own_L, mask=is_known_L)
+    tl.store(num_nodes + request * tree_stride, count)

@@ -2,7 +2,7 @@
 
 One launch each; the host reads nothing and grids follow from shapes, so all can be captured in a CUDA graph.
 Called by `actors/targets/runners/step_passes.py`: `trim_drafts` before rows are laid out,
-`accept_and_advance` after sampling, and `mark_not_numbers` after that for prompts.
+`accept_and_advance` after sampling, and `mark_not_numbers` after that for prompts. `tree_rows.py` does these for trees.
 
 `trim_drafts` is `trimmed` of `cluster/speculation/draft_trimming.py` for a fixed number of rows, that of a
 graph's pass: each request's newest token gets one, and the drafts of greatest worth get the others, so no row
@@ -21,6 +21,7 @@ W - 1 most of a request in this pass.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -135,7 +136,7 @@ def _mark_not_numbers(hidden, cu_rows, outcome, WIDTH: tl.constexpr, BLOCK: tl.c
         tl.store(outcome + 2 * request, _NOT_A_NUMBER)
 
 
-_REQUESTS = 128  # per iteration
+REQUESTS_AT_ONCE = 128  # per iteration
 _ALIGNMENT = 4  # values: 16 bytes
 _MAX_MARGIN = tl.constexpr(1e6)  # as in `cluster/speculation/draft_trimming.py`
 
@@ -147,39 +148,54 @@ class TrimLists:
     Attributes:
         weights_R, bias_R: per request, padded to capacity.
         bias_K, slope_K: per draft position.
+        factors_T: of draft trees, see `TreeShape.factors`; empty without trees.
     """
 
     weights_R: Tensor
     bias_R: Tensor
     bias_K: Tensor
     slope_K: Tensor
+    factors_T: Tensor
 
     @staticmethod
-    def num_values(room: int, num_drafts: int) -> int:
+    def num_values(room: int, num_drafts: int, num_factors: int = 0) -> int:
         """Return the number of values of `pack`, a multiple of 16 bytes."""
-        return 2 * room + 2 * (-(-num_drafts // _ALIGNMENT) * _ALIGNMENT)
+        return 2 * room + 2 * _aligned(num_drafts) + _aligned(num_factors)
 
     @staticmethod
-    def pack(trim: Trim | None, requests_G: NDArray[np.intp], room: int, num_drafts: int) -> Ints:
-        """Pack the parameters as int32 words; zeros if nothing is trimmed.
+    def pack(
+        trim: Trim | None,
+        requests_G: NDArray[np.intp],
+        room: int,
+        num_drafts: int,
+        factors: Sequence[float] = (),
+    ) -> Ints:
+        """Pack the parameters as int32 words; zeros, but for factors, if nothing is trimmed.
 
         Args:
             requests_G: indices in the plan of the participating requests.
             room: capacity in requests, a multiple of 4.
             num_drafts: K.
         """
-        values = np.zeros(TrimLists.num_values(room, num_drafts), dtype=np.float32)
+        values = np.zeros(TrimLists.num_values(room, num_drafts, len(factors)), dtype=np.float32)
+        end = 2 * room + 2 * _aligned(num_drafts)
+        of_requests, of_drafts = values[: 2 * room].reshape(2, -1), values[2 * room : end].reshape(2, -1)
+        values[end : end + len(factors)] = factors
         if trim is not None:
-            of_requests, of_drafts = values[: 2 * room].reshape(2, -1), values[2 * room :].reshape(2, -1)
             of_requests[:, : len(requests_G)] = trim.weights_R[requests_G], trim.bias_R[requests_G]
             of_drafts[:, : len(trim.bias_K)] = trim.bias_K, trim.slope_K
         return values.view(np.int32)
 
     @classmethod
-    def views_of(cls, values: Tensor, room: int) -> TrimLists:
+    def views_of(cls, values: Tensor, room: int, num_drafts: int, num_factors: int = 0) -> TrimLists:
         """Return views of packed values on the device."""
-        numbers = values.view(torch.float32)
-        return cls(*numbers[: 2 * room].view(2, -1).unbind(0), *numbers[2 * room :].view(2, -1).unbind(0))
+        numbers, end = values.view(torch.float32), 2 * room + 2 * _aligned(num_drafts)
+        of_requests, of_drafts = numbers[: 2 * room].view(2, -1), numbers[2 * room : end].view(2, -1)
+        return cls(*of_requests.unbind(0), *of_drafts.unbind(0), numbers[end : end + num_factors])
+
+
+def _aligned(count: int) -> int:
+    return -(-count // _ALIGNMENT) * _ALIGNMENT
 
 
 def trim_drafts(
@@ -212,8 +228,15 @@ def trim_drafts(
         drafted.cu_rows_R1, drafted.num_drafts_R, margins_N, lists.weights_R, lists.bias_R, lists.bias_K,
         lists.slope_K, worths_N, kept_before_N1, cu_rows_R1, num_drafts_R, margins_RD, num_requests,
         num_rows, maximum,
-        REQUESTS=_REQUESTS, PLACES=triton.next_power_of_2(len(margins_N)), num_warps=8,
+        REQUESTS=REQUESTS_AT_ONCE, PLACES=triton.next_power_of_2(len(margins_N)), num_warps=8,
     )  # fmt: skip
+    return with_drafts(drafted, cu_rows_R1, num_drafts_R, num_rows)
+
+
+def with_drafts(
+    drafted: DeviceStepRequests, cu_rows_R1: Tensor, num_drafts_R: Tensor, num_rows: int
+) -> DeviceStepRequests:
+    """Return the requests with their first drafts, in a pass of `num_rows` rows."""
     return replace(
         drafted,
         cu_rows_R1=cu_rows_R1,
@@ -252,19 +275,29 @@ def _trim_drafts(
             tl.store(worths + first + 1 + k, weight * survival, mask=is_draft)
             tl.store(margins_home + requests * most + k, margin, mask=is_request)
     tl.debug_barrier()
+    keep_most_valuable(
+        cu_rows, worths, kept_before, new_cu_rows, new_num_drafts, num_requests, room, REQUESTS, PLACES
+    )
 
+
+@triton.jit
+def keep_most_valuable(
+    cu_rows, worths, kept_before, new_cu_rows, new_num_drafts, num_requests, room,
+    REQUESTS: tl.constexpr, PLACES: tl.constexpr,
+):  # fmt: skip
+    """Keep at most `room` rows, those of the greatest worths; negative ones are no rows."""
     places = tl.arange(0, PLACES)
     num_rows = tl.load(cu_rows + num_requests)
     is_row = places < num_rows
-    is_kept = is_row.to(tl.int32)
+    worth = tl.load(worths + places, mask=is_row, other=-1.0)
+    is_kept = (worth >= 0).to(tl.int32)
     if num_rows > room:
-        worth = tl.load(worths + places, mask=is_row, other=-1.0)
         order = worth.to(tl.int32, bitcast=True)  # non-negative floats order as their bits do
         minimum = 0
         for bit in range(31):  # bisects the greatest threshold that `room` rows reach
             higher = minimum | (1 << (30 - bit))
             minimum = tl.where(tl.sum((order >= higher).to(tl.int32), 0) >= room, higher, minimum)
-        is_above, is_equal = order > minimum, (order == minimum) & is_row
+        is_above, is_equal = order > minimum, (order == minimum) & (worth >= 0)
         missing = room - tl.sum(is_above.to(tl.int32), 0)
         is_kept = (is_above | (is_equal & (tl.cumsum(is_equal.to(tl.int32), 0) <= missing))).to(tl.int32)
     num_before = tl.cumsum(is_kept, 0) - is_kept

@@ -81,6 +81,16 @@ class DraftTrees:
             depths[:, node + 1] = np.where(node < self.num_nodes_R, of_parent_R + 1, 0)
         return depths
 
+    def survivals(self) -> FloatArray:
+        """Return the chance of each node's path, fp32 [R, M]; 0 past the last node."""
+        paths_RW = np.ones((len(self.num_nodes_R), self.parents_RM.shape[1] + 1), dtype=np.float32)
+        requests_R = np.arange(len(paths_RW))
+        for node in range(self.parents_RM.shape[1]):
+            of_parent_R = paths_RW[requests_R, self.parents_RM[:, node]]
+            chance_R = np.where(node < self.num_nodes_R, self.chances_RM[:, node], np.float32(0))
+            paths_RW[:, node + 1] = of_parent_R * chance_R
+        return paths_RW[:, 1:]
+
     def row_parents(self, num_rows_R: Ints) -> Ints:
         """Return each row's parent in its request, int64 [N]; -1 for first rows.
 

@@ -49,11 +49,9 @@ def grow_trees(
         survivals_RM[r, : len(nodes.parents)] = nodes.survivals
     if trim is None:
         return trees, None
-    num_other_rows, gain = plan.num_batched_tokens - plan.num_draft_tokens, None
+    num_other_rows = plan.num_batched_tokens - plan.num_draft_tokens
     grow_s = time.perf_counter() - begin_s
-    if trim.rate > 0.0:
-        worth = tree_gain(survivals_RM, trees.main_nodes(), num_other_rows, trim)
-        gain = TreeGain(worth, grow_s)
+    gain = tree_gain(survivals_RM, trees.main_nodes(), num_other_rows, trim, grow_s)
     return trees.cut(prefixes_to_verify(survivals_RM, trees.num_nodes_R, num_other_rows, trim)), gain
 
 

@@ -107,7 +107,7 @@ def cut(
     home_RK = torch.full((count + padding, maximum), 5.0, device=device)
     num_drafts_R = torch.full((count + padding,), 77, dtype=torch.int32, device=device)
     found = trim_drafts(
-        drafted, margins_N, TrimLists.views_of(values_V, room), num_rows, num_drafts_R, home_RK
+        drafted, margins_N, TrimLists.views_of(values_V, room, maximum), num_rows, num_drafts_R, home_RK
     )
     return found, home_RK
 

@@ -27,11 +27,17 @@ COSTS = {
 
 
 def served(
-    num_requests: int, cost: LinearCost, chance: float, num_tokens: int, tree: dict[str, int], **spec: object
+    num_requests: int,
+    cost: LinearCost,
+    chance: float,
+    num_tokens: int,
+    tree: dict[str, int],
+    row_buckets: tuple[int, ...] | None = None,
+    **spec: object,
 ) -> tuple[float, EngineStats]:
     """Tokens per second until the first request ends, and the engine's stats then."""
     clock, survival = VirtualClock(), tuple(chance**k for k in range(1, 16))
-    info = make_info(**FACTS, num_speculative_tokens=15, **tree)
+    info = make_info(**FACTS, num_speculative_tokens=15, row_buckets=row_buckets, **tree)
     engine = EngineCore(
         EngineConfig.from_dict(
             {
@@ -65,6 +71,19 @@ def test_trees_are_never_slower_than_chains(cost: str, num_requests: int, chance
         assert trees > 1.03 * chains and stats.num_accepted_branch_tokens > 0
     if num_requests == 64:
         assert stats.num_branch_tokens <= 0.02 * stats.num_draft_tokens, "grown now and then"
+
+
+@pytest.mark.parametrize("num_requests", [1, 8])
+@pytest.mark.parametrize("cost", COSTS)
+def test_passes_of_fixed_sizes_have_as_many_rows_as_trees_are_worth(cost: str, num_requests: int) -> None:
+    """Their rows are chosen before trees are grown."""
+    sizes = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, *range(40, 513, 8))
+    load = (num_requests, COSTS[cost], 0.6, 1200)
+    (fixed, of_fixed), (free, of_free) = (served(*load, TREE, buckets) for buckets in (sizes, None))
+    assert fixed >= 0.95 * free
+    assert of_fixed.num_draft_tokens >= 0.8 * of_free.num_draft_tokens
+    chains, _ = served(*load, {}, sizes)
+    assert fixed >= 0.98 * chains
 
 
 @pytest.mark.parametrize("size", [7, 15, 31])
@@ -113,8 +132,11 @@ def test_the_gain_is_that_of_the_rows_which_are_verified() -> None:
             return float(taken.sum() - trim.rate * trim.seconds_N[3 + counts.sum()])
 
         main = -np.sort(-np.where(is_main, survivals, 0), axis=1)
-        gain = tree_gain(survivals, is_main, 3, trim)
-        assert gain == pytest.approx(value(survivals) - value(main), abs=1e-5) and gain >= -1e-6
+        gain = tree_gain(survivals, is_main, 3, trim, grow_s=0.5)
+        assert gain is not None and gain.grow_s == 0.5
+        assert gain.worth == pytest.approx(value(survivals) - value(main), abs=1e-5) and gain.worth >= -1e-6
+        assert gain.num_nodes == prefixes_to_verify(survivals, np.full(3, 7, np.int32), 3, trim).sum()
+    assert tree_gain(survivals, is_main, 3, replace(trim, rate=0.0), 0.5) is None
 
 
 def test_trees_are_tried_again_where_chains_were_better() -> None:

@@ -180,7 +180,7 @@ def _apply_rules(dtype: str, *, drafts: bool) -> Variant:
         i64="positions",
     )
     signature |= {"logits": f"*{dtype}:16", "row_stride": "i32:16", "tokens_stride": "i32"}
-    signature |= {"vocab_size": "i32:16"}
+    signature |= {"vocab_size": "i32:16", "depth": "i32"} | _pointers(i32="paths")
     constexprs = {
         "DRAFTS": drafts,
         "MAX_ALLOWED": 1024,
@@ -532,7 +532,24 @@ def _copy_states(kernel: str, lists: str, *, i32: str) -> Variant:
 def _likely_children(candidates: int) -> Variant:
     signature = _pointers(fp32="scores request_biases biases slopes factors chances", i32="cu_rows places")
     signature |= {"num_before": "i32", "count": "i32"}
-    return Variant("_likely_children", signature, {"W": 4, "CANDIDATES": candidates}, 1)
+    return Variant("_likely_children", signature, {"FIRST": 1, "W": 4, "CANDIDATES": candidates}, 1)
+
+
+def _tree_scores(top_k: int, *, pairs: bool, filters: bool, dtype: str = "bf16") -> Variant:
+    signature = _SETTINGS | _pointers(i64="positions ids token_ids seeds", i32="cu_rows")
+    signature |= _pointers(fp32="ranked z floors scores margins") | {"num_before": "i32"}
+    constexprs = {"FILTERS": filters, "FIRST": 1, "RANK": 256 if pairs else 1, "TOP_K": top_k}
+    constexprs |= {"RANKS": constexprs["RANK"], "PLACES": top_k}
+    codebooks = ("gates", "predecessors", "successors")
+    if pairs:
+        return Variant("_tree_scores", signature | dict.fromkeys(codebooks, f"*{dtype}:16"), constexprs, 4)
+    return Variant("_tree_scores", signature, constexprs | dict.fromkeys(codebooks), 1)
+
+
+def _trees(i32: str, **others: str) -> dict[str, str]:
+    """Return pointers that have any alignment, as columns of trees have, and their stride."""
+    unaligned = {name: f"*{dtype}" for dtype, names in others.items() for name in names.split()}
+    return dict.fromkeys(i32.split(), "*i32") | unaligned | {"tree_stride": "i32"}
 
 
 def _row_squares(first: int, second: int) -> Variant:
@@ -722,28 +739,45 @@ VARIANTS: dict[str, list[Variant]] = {
     "step.gpu_triton.draft_trees": [
         _likely_children(32),
         _likely_children(64),  # DSpark's Markov head
+        _tree_scores(16, pairs=False, filters=False),
+        _tree_scores(16, pairs=False, filters=True),
+        _tree_scores(16, pairs=True, filters=True),
+        _tree_scores(64, pairs=True, filters=False),
         Variant(
             "_grow",
-            _pointers(fp32="chances factors survivals", i64="ids")
-            | _pointers(i32="places cu_rows max_nodes tokens parents ranks num_nodes")
+            _pointers(fp32="chances factors", i64="ids", i32="places cu_rows max_nodes")
+            | _trees("tokens parents ranks num_nodes", fp32="survivals")
             | dict.fromkeys(("num_before", "num_candidates", "most"), "i32"),
-            {"W": 4, "LANES": 64},
+            {"FIRST": 1, "W": 4, "LANES": 64},
             1,
+        ),
+    ],
+    "step.gpu_triton.tree_rows": [
+        Variant(
+            "_trim_trees",
+            _pointers(i32="cu_rows num_drafts block_cu_rows kept_before new_cu_rows")
+            | _pointers(fp32="weights margins worths")
+            | _trees("new_num_drafts", fp32="survivals margins_home")
+            | dict.fromkeys(("num_requests", "room", "nodes", "depth"), "i32"),
+            {"REQUESTS": 128, "PLACES": 2048, "TREES": 8, "LANES": 64},
+            8,
         ),
         Variant(
             "_place_rows",
-            _pointers(i32="cu_rows parents paths", i64="positions")
-            | {"num_drafts": "*i32", "parent_stride": "i32", "max_depth": "i32"},
+            _STEP
+            | _pointers(i32="cu_rows paths", i64="positions row_tokens")
+            | _trees("num_drafts tokens parents")
+            | {"max_depth": "i32"},
             {"LANES": 64},
             1,
         ),
         Variant(
             "_accept_paths",
             _STEP
-            | _pointers(i64="chosen kv_slots skip_slots sources targets contexts")
-            | _pointers(i32="first_chosen cu_rows samples parents outcome")
-            | {"num_drafts": "*i32", "parent_stride": "i32", "kv_stride": "i32"}
-            | dict.fromkeys(("num_rows", "num_requests", "depth"), "i32"),
+            | _pointers(i64="chosen kv_slots skip_slots sources targets")
+            | _pointers(i32="first_chosen cu_rows samples outcome")
+            | _trees("num_drafts parents paths")
+            | dict.fromkeys(("kv_stride", "num_requests", "depth"), "i32"),
             {"GROUPS": 2, "LANES": 64},
             1,
         ),

@@ -48,8 +48,9 @@ def test_masks_are_applied_as_in_the_definition(dtype: torch.dtype) -> None:
     assert torch.equal(free_NV.cpu(), logits_NV), "a step without masks finds none of the last step's"
 
 
+@pytest.mark.parametrize("tree", [{}, {"tree_width": 2, "tree_size": 6}], ids=["chains", "trees"])
 def test_constrained_answers_equal_the_cpus_and_keep_to_the_graphs(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tree: dict[str, int]
 ) -> None:
     target, drafter = make_text_pair(tmp_path)
     values = StructuredOutputsParams(json={"enum": [True, "of"]}, disable_any_whitespace=True)
@@ -71,7 +72,7 @@ def test_constrained_answers_equal_the_cpus_and_keep_to_the_graphs(
     monkeypatch.setattr(TargetPass, "run", lambda each: (launched.append(each), run(each))[1])
 
     def answers(backend: str, device: str, num_drafts: int | None) -> list[str]:
-        spec = {"model": str(drafter), "num_speculative_tokens": num_drafts, "adaptive": False}
+        spec = {"model": str(drafter), "num_speculative_tokens": num_drafts, "adaptive": False, **tree}
         with short_warm_up():
             llm = LLM(
                 str(target),

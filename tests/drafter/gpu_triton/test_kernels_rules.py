@@ -10,6 +10,7 @@ pytest.importorskip("triton")
 
 from manta import SamplingParams
 from manta.cluster.request.request import LogitsProcessorParams
+from manta.drafter.compute.draft_trees import paths_of
 from manta.drafter.step.gpu_triton.inputs.row_layout import SlotTables
 from manta.drafter.step.gpu_triton.inputs.transfers import Arena
 from manta.drafter.step.gpu_triton.sampling.logits_processors import apply_rules as apply_rules_in_kernels
@@ -55,10 +56,10 @@ def params(rng: np.random.Generator) -> list[SamplingParams]:
 
 
 @pytest.mark.one_in(2)
-@pytest.mark.parametrize("drafts", [False, True])
+@pytest.mark.parametrize("rows", ["chains", "trees", "drafts"])
 @pytest.mark.parametrize("begin", [LENGTH - 4, PROMPT + 2, PROMPT])
-def test_rules_are_applied_as_in_the_definition(begin: int, drafts: bool) -> None:
-    """Target rows see the drafts before them, drafter rows only known tokens.
+def test_rules_are_applied_as_in_the_definition(begin: int, rows: str) -> None:
+    """Target rows see the drafts before them, in a tree those of their paths; drafter rows known tokens.
 
     They hide no NaN or infinity from the check that follows; the definition checks before.
     """
@@ -76,9 +77,11 @@ def test_rules_are_applied_as_in_the_definition(begin: int, drafts: bool) -> Non
         states.admit(slot, rules)
         for words, values in rule_entries(arena, slot, rules):
             arena.words[torch.from_numpy(words).long()] = torch.from_numpy(values).to(DEVICE)
-    num_before = begin + np.arange(DRAFTS + 1)
+    parents = {"chains": [-1, 0, 1, 2], "trees": [-1, 0, 0, 2], "drafts": [-1] * 4}[rows]
+    paths = paths_of(parents, DRAFTS + 1)
+    num_before = begin + ((paths >= 0).sum(axis=1) - 1 if rows == "trees" else np.arange(DRAFTS + 1))
     slots_N, positions_N = np.repeat(slots, DRAFTS + 1), np.tile(num_before, len(slots))
-    parents_N = np.full_like(positions_N, -1) if drafts else positions_N - begin - 1
+    parents_N, paths_ND = np.tile(parents, len(slots)), np.tile(paths, (len(slots) + 1, 1))
     logits = torch.randn(len(slots_N) + 1, VOCAB, generator=torch.Generator().manual_seed(1)) * 3
     logits[::3, 700], logits[1::3, 1400] = torch.nan, torch.inf
     wanted = apply_rules(
@@ -99,7 +102,8 @@ def test_rules_are_applied_as_in_the_definition(begin: int, drafts: bool) -> Non
         torch.tensor([*positions_N, 7], device=DEVICE),
         RuleTables.of(arena),
         tables,
-        drafts=drafts,
+        drafts=rows == "drafts",
+        paths_ND=torch.from_numpy(paths_ND).to(DEVICE) if rows == "trees" else None,
     )
     assert torch.equal(got[-1].cpu().nan_to_num(), logits[-1].nan_to_num()), "padding was ruled"
     is_broken = logits[:-1] == torch.inf  # of a slot without rules

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -29,9 +30,11 @@ from manta.cluster.hardware.kernel_loops import PACKED_ROWS, ROW_TILE
 from manta.cluster.hardware.step_time import (
     LAUNCHES_AROUND,
     LAUNCHES_OF_DRAFTS_OVER_RANKS,
+    LAUNCHES_OF_TREES,
     target_launches,
     unfused_launches,
 )
+from manta.cluster.step.scheduler_output import TreeShape
 from manta.drafter.compute.backend import Backend, PlacedRows
 from manta.drafter.compute.eager.backend import EagerBackend
 from manta.drafter.compute.gpu_triton.backend import TritonBackend
@@ -42,6 +45,7 @@ from manta.drafter.dflash.checkpoint import load_drafter
 from manta.drafter.dflash.model import DFlashDrafter
 from manta.drafter.dflash.target_features import TargetFacts
 from support.engines.devices import DEVICE, ON_GPU, watch_launches
+from support.engines.steps import GREEDY, Steps, open_runner, short_warm_up
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
@@ -224,3 +228,24 @@ def test_the_planner_charges_the_launches_of_a_targets_pass(
 def test_the_planner_knows_how_many_rows_our_products_take() -> None:
     assert (ROW_TILES[-1], MAX_OWN_ROWS) == (ROW_TILE, PACKED_ROWS)
     assert target_launches(36, 0, 1, fuses=True) + unfused_launches(36, 0, 1) == 9 * 36 + LAUNCHES_AROUND
+
+
+def test_the_planner_knows_how_many_launches_trees_take(
+    tiny_qwen3: Path, tiny_drafter: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """More than chains in a step of both passes; attention over trees takes as many."""
+    launches, found = Launches(monkeypatch), list[Counter[str]]()
+    place = {"device": DEVICE.type, "page_size": PAGE_SIZE, "num_pages": 16, "max_model_len": 48}
+    for tree in ({}, {"tree_width": 2, "tree_size": 6}):
+        spec = {"model": str(tiny_drafter), "num_speculative_tokens": 3, "adaptive": False, **tree}
+        with short_warm_up():
+            runner, _ = open_runner(tiny_qwen3, speculative_config=spec, attention_backend="triton", **place)
+        steps, drafts = Steps(1, 48), 6 if tree else 3
+        runner.execute(steps.plan([0], [0], [3], [0], admitted=[steps.admit(0, [5, 6, 7], GREEDY)]))
+        plan = steps.plan([0], [3], [1 + drafts], [drafts])
+        shape = TreeShape(3, 2, (1.0, 1.0)) if tree else None
+        result, counts = launches.of(partial(runner.execute, replace(plan, tree=shape)))
+        assert bool(tree) == (result.trees is not None)
+        found.append(counts)
+    chains, trees = found
+    assert trees.total() - chains.total() == LAUNCHES_OF_TREES, (trees - chains, chains - trees)

@@ -149,9 +149,13 @@ def test_two_ranks_with_packed_weights_change_no_token(ray_session: None, tmp_pa
 
 @pytest.mark.slow
 @pytest.mark.skipif(ON_GPU, reason="one GPU is no two ranks; ray_session has none")
-@pytest.mark.parametrize("placement", ["colocated", "split"])
+@pytest.mark.parametrize(
+    ("placement", "tree"),
+    [("colocated", {}), ("split", {}), ("colocated", {"tree_width": 2, "tree_size": 5})],
+    ids=["colocated", "split", "trees"],
+)
 def test_kernels_of_two_ranks_change_no_token(
-    ray_session: None, tiny_qwen3: Path, tmp_path: Path, placement: str
+    ray_session: None, tiny_qwen3: Path, tmp_path: Path, placement: str, tree: dict[str, int]
 ) -> None:
     """Logits stay sharded until the target's token, and the candidates for a draft, are chosen."""
     pytest.importorskip("triton")
@@ -159,9 +163,9 @@ def test_kernels_of_two_ranks_change_no_token(
 
     expected, _ = generate(tiny_qwen3, None, "torch")
     drafter = make_tiny_drafter(tmp_path, second=True)
-    drafts = {"num_speculative_tokens": 2, "adaptive": False, "placement": placement}
+    drafts = {"num_speculative_tokens": 2, "adaptive": False, "placement": placement, **tree}
     spec = {"model": str(drafter), **drafts}
     got, stats = generate(
         tiny_qwen3, None, "triton", speculative_config=spec, tensor_parallel_size=2, async_scheduling=True
     )
-    assert got == expected and stats.num_drafts > 0
+    assert got == expected and stats.num_drafts > 0 and bool(tree) == (stats.num_trees > 0)

@@ -18,7 +18,7 @@ from manta.actors.targets.runners.cpu_runner import CpuModelRunner
 from manta.actors.targets.runners.gpu_runner import GpuModelRunner
 from manta.cluster.engine.engine_core import EngineStats
 from manta.cluster.request.logprobs import StepLogprobs
-from manta.cluster.step.scheduler_output import StepResult, Trim
+from manta.cluster.step.scheduler_output import StepResult, TreeOutcome, TreeShape, Trim
 
 from support.checkpoints.tiny import TINY_VOCAB
 from support.engines.devices import DEVICE
@@ -85,6 +85,17 @@ def same_logprobs(ours: StepLogprobs | None, theirs: StepLogprobs | None, counts
         np.testing.assert_allclose(mine.top_logprobs_YL, others.top_logprobs_YL, atol=1e-4)
 
 
+def same_trees(ours: TreeOutcome | None, theirs: TreeOutcome | None) -> None:
+    assert (ours is None) == (theirs is None)
+    if ours is None or theirs is None:
+        return
+    width = theirs.ranks_RW.shape[1]
+    assert ours.ranks_RW[:, :width].tolist() == theirs.ranks_RW.tolist()
+    for name in ("num_main_drafts_R", "num_main_accepted_R", "depths_R", "widths_R", "accepted_W"):
+        assert getattr(ours, name).tolist() == getattr(theirs, name).tolist(), name
+    np.testing.assert_allclose(ours.expected_W, theirs.expected_W, rtol=1e-3, atol=1e-4)
+
+
 @dataclass
 class Twins:
     """Runs the same steps on the device's and the host's runner and compares the results."""
@@ -97,7 +108,7 @@ class Twins:
     @classmethod
     def open(cls, target: Path, drafter: Path | None, prompts: list[list[int]], **how: Any) -> Twins:
         how |= {"model": str(drafter)} if drafter else {}
-        spec = {**how, "num_speculative_tokens": 3, "adaptive": False}
+        spec = {"num_speculative_tokens": 3, "adaptive": False, **how}
         small = {"speculative_config": spec, "max_num_seqs": 6, "max_model_len": 48, "num_pages": 64, **PLACE}
         with short_warm_up():
             (device, info), (host, _) = (
@@ -114,6 +125,7 @@ class Twins:
         drafts: list[int],
         *,
         trim: Trim | None = None,
+        tree: TreeShape | None = None,
         writes_context: bool = True,
         waits: bool = False,
         **how: Any,
@@ -124,7 +136,7 @@ class Twins:
         """
         slots = list(range(len(rows)))
         plan = self.steps.plan(slots, computed, rows, drafts, **how)
-        plan = replace(plan, trim=trim, writes_context=writes_context)
+        plan = replace(plan, trim=trim, tree=tree, writes_context=writes_context)
         of_host = trim
         if trim is not None and trim.num_rows is not None:  # one pass, prompts' rows among them
             others = plan.num_rows[(plan.num_rows > plan.num_drafts + 1) | ~plan.samples].sum()
@@ -144,7 +156,8 @@ class Twins:
         assert (result.margins is None) == (expected.margins is None)
         if result.margins is not None and expected.margins is not None:
             np.testing.assert_allclose(result.margins, expected.margins, rtol=1e-3, atol=1e-3)
-        if trim is not None:
+        same_trees(result.trees, expected.trees)
+        if trim is not None or tree is not None:
             assert result.num_drafts is not None and expected.num_drafts is not None
             assert result.num_drafts.tolist() == expected.num_drafts.tolist()
         same_logprobs(result.logprobs, expected.logprobs, result.num_tokens)

@@ -170,6 +170,12 @@ class DeviceStepRows(PlacedRows):
     token_ids_N: Tensor
     slots_N: Tensor
 
+    @property
+    def tree_paths(self) -> Tensor | None:
+        """Paths [N, D] of the rows of draft trees (`TreeRows`)."""
+        batch: PagedRows = self.batches[0]
+        return None if batch.tree is None else batch.tree.paths_ND
+
     def at_next_positions(self) -> DeviceStepRows:
         """Return the rows with the positions of the tokens that they sample, if their anchors sample, too."""
         return replace(self, positions_N=self.positions_N + 1)

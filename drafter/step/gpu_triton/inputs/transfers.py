@@ -182,6 +182,7 @@ class StepOutput:
             number.
         num_drafts_R: int32, verified drafts; not written if no request drafts.
         margins_RD: fp32, margins of the drafts; nan where there is none.
+        trees_RE: int32, values of the requests' trees (`../draft_trees.py`); E is 0 without them.
     """
 
     times: Tensor
@@ -189,21 +190,22 @@ class StepOutput:
     rows_RW1: Tensor
     num_drafts_R: Tensor
     margins_RD: Tensor
+    trees_RE: Tensor
 
     @staticmethod
-    def num_values(num_requests: int, width: int) -> int:
+    def num_values(num_requests: int, width: int, num_of_tree: int = 0) -> int:
         """Return the number of values, rounded up to 16 bytes so that another outcome may follow."""
-        return 2 * (NUM_TIMES + 1) + (num_requests * (2 * width + 1) + 3) // 4 * 4
+        return 2 * (NUM_TIMES + 1) + (num_requests * (2 * width + 1 + num_of_tree) + 3) // 4 * 4
 
     @classmethod
-    def views_of(cls, values: Tensor, num_requests: int, width: int) -> StepOutput:
-        """Return views of the first of these values."""
+    def views_of(cls, values: Tensor, num_requests: int, width: int, num_of_tree: int = 0) -> StepOutput:
+        """Return views of the first of these values; `num_of_tree`: E."""
         r, maximum, begin = num_requests, width - 1, 2 * (NUM_TIMES + 1)
-        head, rows, drafts, margins, _ = values.split(
-            (begin, r * (width + 1), r, r * maximum, len(values) - begin - r * (2 * width + 1))
-        )
+        sizes = (begin, r * (width + 1), r, r * maximum, r * num_of_tree)
+        head, rows, drafts, margins, trees, _ = values.split((*sizes, len(values) - sum(sizes)))
         times, reads_1 = head.view(torch.int64).split((NUM_TIMES, 1))
-        return cls(times, reads_1, rows.view(r, -1), drafts, margins.view(torch.float32).view(r, maximum))
+        margins_RD = margins.view(torch.float32).view(r, maximum)
+        return cls(times, reads_1, rows.view(r, -1), drafts, margins_RD, trees.view(r, num_of_tree))
 
 
 @dataclass(frozen=True, slots=True)

@@ -34,6 +34,7 @@ def apply_rules(
     tables: SlotTables,
     *,
     drafts: bool,
+    paths_ND: Tensor | None = None,
 ) -> None:
     """Edit the logits in place.
 
@@ -42,6 +43,7 @@ def apply_rules(
         slots_N: int32; -1 is padding.
         positions_N: position of the token to sample; the row sees all tokens before it.
         drafts: the rows propose drafts, which see only the known tokens.
+        paths_ND: int32, of rows of draft trees (`TreeRows`): a row sees the tokens of its path.
     """
     num_rows, vocab_size = logits_NV.shape
     _apply[triton.cdiv(vocab_size, _CHUNK), num_rows](
@@ -52,6 +54,8 @@ def apply_rules(
         tables.token_ids,
         tables.token_ids.stride(0),
         tables.num_computed,
+        tables.token_ids if paths_ND is None else paths_ND,
+        0 if paths_ND is None else paths_ND.shape[1],
         rules.is_ruled,
         rules.prompt_length,
         rules.num_allowed,
@@ -79,7 +83,7 @@ def apply_rules(
     )
 
 
-@triton.jit(do_not_specialize_on_alignment=["positions", "slots"])
+@triton.jit(do_not_specialize=["depth"], do_not_specialize_on_alignment=["positions", "slots"])
 def _apply(
     logits,
     row_stride,
@@ -88,6 +92,8 @@ def _apply(
     token_ids,
     tokens_stride,
     num_computed,
+    paths,
+    depth,
     is_ruled,
     prompt_lengths,
     nums_allowed,
@@ -123,12 +129,15 @@ def _apply(
     places = logits + row.to(tl.int64) * row_stride + columns
     z = tl.load(places, mask=columns < vocab_size, other=-float("inf")).to(tl.float32)
     is_broken = (z != z) | (z == float("inf"))
-    end = tl.load(num_computed + slot) + 1 if DRAFTS else tl.load(positions + row).to(tl.int32)
-    tokens, prompt_length = token_ids + slot.to(tl.int64) * tokens_stride, tl.load(prompt_lengths + slot)
+    anchor = tl.load(num_computed + slot)
+    end = anchor + 1 if DRAFTS else tl.load(positions + row).to(tl.int32)
+    tokens = (token_ids + slot.to(tl.int64) * tokens_stride, paths + row * depth, anchor, depth)
+    prompt_length = tl.load(prompt_lengths + slot)
 
     num_allowed = tl.load(nums_allowed + slot)
     if num_allowed > 0:
-        hits = _count(allowed_ids + slot * MAX_ALLOWED, 0, num_allowed, first, CHUNK)
+        allowed = (allowed_ids + slot * MAX_ALLOWED, paths, 0, 0)
+        hits = _count(allowed, 0, num_allowed, first, CHUNK)
         z = tl.where(hits > 0, z, -float("inf"))
     num_words = tl.load(nums_bad_words + slot)
     if num_words > 0:
@@ -158,12 +167,26 @@ def _apply(
 
 @triton.jit
 def _count(tokens, begin, end, first, CHUNK: tl.constexpr):
-    """Return how often each column's token occurs in tokens[begin:end], int32 [CHUNK]."""
+    """Return how often each column's token occurs in tokens[begin:end], int32 [CHUNK].
+
+    Args:
+        tokens: (pointer to ids, to a row's path, the anchor's position, most rows of a path or 0).
+    """
     counts = tl.zeros([CHUNK], tl.int32)
     for start in range(begin, end, _TILE):
         at = start + tl.arange(0, _TILE)
-        counts += _histogram(tl.load(tokens + at, mask=at < end, other=-1), first, CHUNK)
+        counts += _histogram(_read(tokens, at, at < end, -1), first, CHUNK)
     return counts
+
+
+@triton.jit
+def _read(tokens, at, mask, other):
+    """Return the tokens at positions of a row's sequence: those after the anchor's are of its path."""
+    ids, path, anchor, depth = tokens
+    nth = at - anchor
+    is_own = mask & (nth > 0) & (nth < depth)
+    at = tl.where(is_own, anchor + tl.load(path + nth, mask=is_own, other=0), at)
+    return tl.load(ids + at, mask=mask, other=other)
 
 
 @triton.jit
@@ -185,7 +208,7 @@ def _endings(
     for back in range(1, WORD):
         wanted = tl.load(words + word * WORD + WORD - 1 - back, mask=is_word, other=-1)
         is_generated = end - back >= prompt_length
-        token = tl.load(tokens + end - back, mask=is_generated, other=-2)
+        token = _read(tokens, end - back, is_generated, -2)
         ends = ends & ((wanted < 0) | (wanted == token))
     last = tl.load(words + word * WORD + WORD - 1, mask=ends, other=-1)
     return _histogram(last, first, CHUNK)
@@ -209,7 +232,7 @@ def _forced(tokens, prompt_length, end, marks, spans, MARK: tl.constexpr):
             for length in range(1, end_length):
                 fits = end - begin >= length
                 for i in range(0, length):
-                    seen = tl.load(tokens + end - length + i, mask=fits, other=-1)
+                    seen = _read(tokens, end - length + i, fits, -1)
                     fits = fits & (seen == tl.load(marks + MARK + i))
                 num_matched = tl.where(fits, length, num_matched)
             token = tl.load(marks + MARK + num_matched)
@@ -224,7 +247,7 @@ def _after_last(tokens, begin, end, mark, length):
         at = start + tl.arange(0, _TILE)  # position of the mark's last token
         is_mark = (at < end) & (at - begin >= length - 1)
         for i in range(0, length):
-            seen = tl.load(tokens + at - length + 1 + i, mask=is_mark, other=-1)
+            seen = _read(tokens, at - length + 1 + i, is_mark, -1)
             is_mark = is_mark & (seen == tl.load(mark + i))
         found = tl.maximum(found, tl.where(is_mark, at + 1, -1))
     return tl.max(found, 0)

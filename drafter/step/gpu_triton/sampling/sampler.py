@@ -115,6 +115,7 @@ def sample_rows(
     drafts: bool = False,
     masks: DeviceMasks | None = None,
     seconds_N: Tensor | None = None,
+    paths_ND: Tensor | None = None,
     checks: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Return token ids [N] (int64), ties to the lowest id, and scores [N] (fp32): z + T g, or z if greedy.
@@ -131,7 +132,7 @@ def sample_rows(
         filters: whether any running request has top-k, top-p, min-p or rules; needs the whole vocabulary.
         workspace: overwritten.
         vocab_start: the token id of column 0.
-        drafts: the rows propose drafts; see `apply_rules`.
+        drafts, paths_ND: see `apply_rules`.
         masks: grammars' masks; they need the whole vocabulary.
         seconds_N: fp32, written if given: the best score of any other token that the filters keep. If they
             keep no other, this and the score are the two best logits before filters. -inf if no other
@@ -144,7 +145,8 @@ def sample_rows(
     assert workspace.score_NC.shape[0] >= num_rows and workspace.score_NC.shape[1] >= chunks, "too small"
     assert not (filters and vocab_start), "a filter sees the whole vocabulary: gather the logits first"
     if filters and state.rules is not None and state.tables is not None:
-        apply_rules(logits_NV, slots_N, positions_N, state.rules, state.tables, drafts=drafts)
+        of_rules = (slots_N, positions_N, state.rules, state.tables)
+        apply_rules(logits_NV, *of_rules, drafts=drafts, paths_ND=paths_ND)
     if masks is not None:
         mask_tokens(logits_NV, masks)
     ids_N = torch.empty(num_rows, dtype=torch.int64, device=logits_NV.device)

@@ -317,39 +317,65 @@ def _walk(
     temperature = read_temperature(slot, temperatures, top_ks)
     filters = read_filters(slot, temperature, top_ks, top_ps, min_ps)
     seed = tl.load(seeds + slot)
-    places, e = tl.arange(0, PLACES), tl.arange(0, RANKS)
-    is_place, is_e = places < TOP_K, e < RANK
+    places = tl.arange(0, PLACES)
     before = tl.load(token_ids + begin)
     for after in range(FIRST, end - begin):
         row = begin.to(tl.int64) + after
-        there = row * TOP_K + places
-        tokens = tl.load(ids + there, mask=is_place, other=0)
-        score = tl.load(z + there, mask=is_place, other=-float("inf"))
-        gate = tl.load(gates + row * RANK + e, mask=is_e, other=0.0).to(tl.float32)
-        gate *= tl.load(predecessors + before * RANK + e, mask=is_e, other=0.0).to(tl.float32)
-        of_tokens = tl.load(
-            successors + tokens[:, None] * RANK + e[None, :],
-            mask=is_place[:, None] & is_e[None, :],
-            other=0.0,
-        )
-        score += tl.sum(of_tokens.to(tl.float32) * gate[None, :], 1)
-        plain = score
-        if temperature > 0:
-            if FILTERS:
-                score = _passes_filters(score, temperature, filters)
-            position = tl.load(positions + row).to(tl.int32)
-            key_0, key_1 = noise_keys(seed, position)
-            score -= temperature * negative_gumbel(key_0, key_1, tokens)
-        score = tl.where(score == score, score, -float("inf"))
-        highest = tl.max(score, 0)
-        best = tl.min(tl.where((score == highest) & is_place, places, PLACES - 1), 0)
-        next_best = tl.max(tl.where(places == best, -float("inf"), score), 0)
-        if FILTERS & (next_best == -float("inf")):  # only one is kept: use the margin without filters
-            highest = tl.max(plain, 0)
-            next_best = tl.max(tl.where(places == best, -float("inf"), plain), 0)
-        tl.store(margins + row, tl.where(highest == next_best, 0.0, highest - next_best))
+        codebooks = (gates, predecessors, successors)
+        tokens, plain = scores_after(before, row, ids, z, codebooks, RANK, TOP_K, RANKS, PLACES)
+        position = tl.load(positions + row).to(tl.int32)
+        score = with_noise(plain, tokens, position, temperature, filters, seed, FILTERS)
+        best, margin = best_and_margin(score, plain, TOP_K, PLACES, FILTERS)
+        tl.store(margins + row, margin)
         before = tl.sum(tl.where(places == best, tokens, 0), 0)
         tl.store(chosen + row, before)
+
+
+@triton.jit
+def scores_after(
+    before, row, ids, z, codebooks,
+    RANK: tl.constexpr, TOP_K: tl.constexpr, RANKS: tl.constexpr, PLACES: tl.constexpr,
+):  # fmt: skip
+    """Return a row's candidates and their scores after a token, without noise; -inf past the last.
+
+    Args:
+        codebooks: (gates, predecessors, successors).
+    """
+    gates, predecessors, successors = codebooks
+    places, e = tl.arange(0, PLACES), tl.arange(0, RANKS)
+    is_place, is_e = places < TOP_K, e < RANK
+    tokens = tl.load(ids + row * TOP_K + places, mask=is_place, other=0)
+    score = tl.load(z + row * TOP_K + places, mask=is_place, other=-float("inf"))
+    gate = tl.load(gates + row * RANK + e, mask=is_e, other=0.0).to(tl.float32)
+    gate *= tl.load(predecessors + before * RANK + e, mask=is_e, other=0.0).to(tl.float32)
+    of_tokens = tl.load(
+        successors + tokens[:, None] * RANK + e[None, :], mask=is_place[:, None] & is_e[None, :], other=0.0
+    )
+    return tokens, score + tl.sum(of_tokens.to(tl.float32) * gate[None, :], 1)
+
+
+@triton.jit
+def with_noise(score, tokens, position, temperature, filters, seed, FILTERS: tl.constexpr):
+    """Return the scores after filters, as if the row held no other tokens, and with noise."""
+    if temperature > 0:
+        if FILTERS:
+            score = _passes_filters(score, temperature, filters)
+        key_0, key_1 = noise_keys(seed, position)
+        score -= temperature * negative_gumbel(key_0, key_1, tokens)
+    return tl.where(score == score, score, -float("inf"))
+
+
+@triton.jit
+def best_and_margin(score, plain, TOP_K: tl.constexpr, PLACES: tl.constexpr, FILTERS: tl.constexpr):
+    """Return the place of the best score and its margin; `plain`: the scores without filters and noise."""
+    places = tl.arange(0, PLACES)
+    highest = tl.max(score, 0)
+    best = tl.min(tl.where((score == highest) & (places < TOP_K), places, PLACES - 1), 0)
+    next_best = tl.max(tl.where(places == best, -float("inf"), score), 0)
+    if FILTERS & (next_best == -float("inf")):  # only one is kept: use the margin without filters
+        highest = tl.max(plain, 0)
+        next_best = tl.max(tl.where(places == best, -float("inf"), plain), 0)
+    return best, tl.where(highest == next_best, 0.0, highest - next_best)
 
 
 @triton.jit

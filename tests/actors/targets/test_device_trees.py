@@ -1,0 +1,114 @@
+"""Draft trees in steps that a device drives: they change no token, and are the host's (see `devices.py`)."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from manta.actors.targets.families import read_model
+from manta.actors.targets.loading.load_plan import plan_load, why_no_trees
+from manta.cluster.request.request import LogitsProcessorParams
+from manta.cluster.speculation.draft_tree import TreeSizes
+from manta.cluster.step.scheduler_output import SlotSampling, TreeShape, Trim
+from support.checkpoints.tiny import make_tiny_drafter, make_tiny_target
+from support.engines.device_engines import Twins, generate
+from support.engines.steps import GREEDY, settings
+from support.oracles.sampling_cases import KNOBS
+
+PROMPTS = [[5, 6, 7], [9] * 15, [11], [12, 13]]
+DEPTH = 3
+
+
+def trim_of(num_rows: int, count: int) -> Trim:
+    curves = np.array([[0.5, 0.0, -0.5], [1.0, 1.0, 1.0]], np.float32)
+    weights_R = np.array([1.0, 1.5, 1.0, 0.5], np.float32)[:count]
+    return Trim(*curves, np.zeros(count, np.float32), weights_R, np.zeros(0, np.float32), num_rows)
+
+
+@pytest.mark.parametrize(
+    ("heads", "width", "size"), [((), 4, 12), (("selector",), 2, 12), (("dspark",), 3, 12)], ids=str
+)
+def test_steps_with_trees_never_wait_and_equal_the_hosts(
+    tiny_qwen3: Path, tmp_path: Path, heads: tuple[str, ...], width: int, size: int
+) -> None:
+    """With noise, a filter, a penalty, log probabilities, a limit, a chain, and a prompt in the step."""
+    drafter = make_tiny_drafter(tmp_path, **dict.fromkeys(heads, True))
+    warm = replace(GREEDY, temperature=1.5, seed=9)
+    ruled = replace(warm, rules=LogitsProcessorParams(prompt_length=1, presence=0.5, repetition=1.3))
+    sampling: list[SlotSampling] = [replace(GREEDY, logprobs=1), replace(warm, top_k=4), ruled, GREEDY]
+    twins = Twins.open(tiny_qwen3, drafter, PROMPTS, tree_width=width, tree_size=size)
+    enter = [twins.steps.admit(*of) for of in zip(range(4), PROMPTS, sampling, strict=True)]
+    twins.run([0, 0, 0], [3, 15, 1], [0, 0, 0], admitted=enter[:3])
+    shape = TreeShape(DEPTH, width, (0.8, *[1.2] * (width - 1)))
+    num_trees = num_branches = 0
+    for turn in range(4):
+        more = {"admitted": enter[3:], "samples": [True] * 3 + [False]} if turn == 1 else {}
+        rows = ([size + 1, size + 1, 4], [size, size, 3]) if turn != 2 else ([4, 1, 6], [3, 0, 5])
+        count = 4 if turn == 1 else 3
+        last = ([1], [0]) if turn == 1 else ([], [])
+        computed = twins.computed()[:3] + ([0] if turn == 1 else [])
+        trim = trim_of(12 if turn else sum(rows[0]), count)
+        result = twins.run(computed, rows[0] + last[0], rows[1] + last[1], trim=trim, tree=shape, **more)
+        if result.trees is not None:
+            num_trees += int((result.trees.widths_R > 1).sum())
+            num_branches += int((result.trees.ranks_RW > 0).sum())
+    assert num_trees > 3 and num_branches > 0
+    chain = twins.run(twins.computed()[:3], [4, 3, 1], [3, 2, 0], trim=trim_of(6, 3))
+    assert chain.trees is None and chain.num_drafts is not None and chain.num_drafts.sum() == 3
+
+
+# (family, drafter's heads, width, size, engine): full, sliding and latent layers
+ENGINES = [
+    ("qwen3", (), 4, 8, {"async_scheduling": True, "num_pages": 5}),
+    ("gemma4", ("selector",), 2, 6, {"async_scheduling": True}),
+    ("deepseek_v3", (), 2, 6, {"max_num_batched_tokens": 16}),
+]
+KNOBS_HERE = [
+    replace(KNOBS["greedy"], logprobs=1),
+    replace(KNOBS["all"], temperature=0.7),
+    replace(KNOBS["plain"], presence_penalty=0.4, repetition_penalty=1.2),
+]
+
+
+@pytest.mark.parametrize(("family", "heads", "width", "size", "engine"), ENGINES, ids=lambda each: str(each))
+def test_trees_change_no_token(
+    tmp_path: Path, family: str, heads: tuple[str, ...], width: int, size: int, engine: dict[str, object]
+) -> None:
+    """At three temperatures, with filters, penalties and log probabilities; pages are freed."""
+    target = make_tiny_target(tmp_path / "target", family, seed=5)
+    spec = read_model(target)
+    window = 7 if any(spec.windows) else None
+    sizes = {"hidden_size": spec.hidden_size, "sliding_window": window}
+    drafter = make_tiny_drafter(tmp_path / "drafter", **sizes, **dict.fromkeys(heads, True))
+    params = [replace(knob, seed=7 + i, max_tokens=5 + i) for i, knob in enumerate(KNOBS_HERE)]
+    expected, _ = generate(target, None, "torch", params)
+    drafts = {"model": str(drafter), "num_speculative_tokens": 3, "adaptive": False}
+    drafts |= {"tree_width": width, "tree_size": size}
+    got, stats = generate(target, None, "triton", params, speculative_config=drafts, **engine)
+    assert got == expected
+    assert stats.num_trees > 0 and 2 * stats.num_trees <= stats.tree_widths
+    assert ("num_pages" in engine) == (stats.preemptions > 0)
+
+
+def test_adaptive_trees_change_no_token(tiny_qwen3: Path, tiny_drafter: Path) -> None:
+    """Chains and no drafts are among the choices."""
+    params = [replace(knob, seed=3 + i, max_tokens=12) for i, knob in enumerate(KNOBS_HERE)]
+    expected, _ = generate(tiny_qwen3, None, "torch", params)
+    drafts = {"model": str(tiny_drafter), "num_speculative_tokens": 3, "tree_width": 3, "tree_size": 7}
+    got, stats = generate(tiny_qwen3, None, "triton", params, speculative_config=drafts)
+    assert got == expected and stats.num_drafts > 0
+
+
+def test_what_has_no_kernels_for_trees_keeps_chains(tiny_qwen3: Path, tiny_drafter: Path) -> None:
+    spec = {"model": str(tiny_drafter), "num_speculative_tokens": 3, "tree_width": 2, "tree_size": 6}
+    how = {"attention_backend": "triton", "page_size": 16}
+    plan = plan_load(settings(tiny_qwen3, speculative_config=spec, **how))
+    assert plan.tree == TreeSizes(3, 2, 6) and plan.max_drafts == 6
+    for attention, placement in (("flash_attn", "colocated"), ("triton", "split")):
+        drafts = replace(plan.config.speculative_config, placement=placement)
+        other = replace(
+            plan, attention_backend=attention, config=replace(plan.config, speculative_config=drafts)
+        )
+        assert other.tree is None and why_no_trees(other) and other.max_drafts == 3
