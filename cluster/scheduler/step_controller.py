@@ -191,15 +191,12 @@ class StepController:
         return choice.num_drafts_R
 
     def _with_trees(self, choice: DraftChoice, limits_R: IntArray) -> DraftChoice:
-        """Return the choice with nodes of trees in place of chains' drafts, except in trials."""
+        """Return the choice with trees, as full as its chains would be; trials keep chains."""
         if self._tree_size is None or choice.is_trial or not choice.length or not choice.is_tree:
             return choice
-        # A tree smaller than a block is full at as many drafts, of which no request has more.
         nodes_R = -(-choice.num_drafts_R * max(self._tree_size, self._max_drafts) // self._max_drafts)
-        return choice._replace(
-            num_drafts_R=np.minimum(limits_R, nodes_R),
-            tree=TreeShape(choice.length, self._tree_width, self._branches.factors),
-        )
+        tree = TreeShape(choice.length, self._tree_width, self._branches.factors)
+        return choice._replace(num_drafts_R=np.minimum(limits_R, nodes_R), tree=tree)
 
     def last_choice(self, *, background: bool = False) -> DraftChoice:
         return self._choices[background]
