@@ -7,11 +7,17 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from manta.actors.targets.families import read_model
 from manta.actors.targets.loading.load_plan import plan_load, why_no_trees
+from manta.actors.targets.model.tensor_parallel import SingleRank
+from manta.actors.targets.runners.device_trees import TreeMemory
 from manta.cluster.request.request import LogitsProcessorParams
 from manta.cluster.speculation.draft_tree import TreeSizes
+from manta.cluster.step.dummy_steps import dummy_step
 from manta.cluster.step.scheduler_output import SlotSampling, TreeShape, Trim
+from manta.drafter.step.gpu_triton.draft_trees import DeviceTrees
+from manta.drafter.step.gpu_triton.inputs.row_layout import NUM_LISTS
 from support.checkpoints.tiny import make_tiny_drafter, make_tiny_target
 from support.engines.device_engines import Twins, generate
 from support.engines.steps import GREEDY, settings
@@ -112,3 +118,25 @@ def test_what_has_no_kernels_for_trees_keeps_chains(tiny_qwen3: Path, tiny_draft
             plan, attention_backend=attention, config=replace(plan.config, speculative_config=drafts)
         )
         assert other.tree is None and why_no_trees(other) and other.max_drafts == 3
+
+
+@pytest.mark.parametrize("tree", [None, TreeShape(3, 2, (1.0, 1.0))], ids=["chain", "tree"])
+def test_drafts_that_a_grammar_restricts_are_grown_again(tree: TreeShape | None) -> None:
+    """Those of the second request: never the best candidate."""
+    sizes, lists = TreeSizes(3, 2, 6), torch.zeros(NUM_LISTS, 4, dtype=torch.int32)
+    ids = torch.arange(7)[:, None] * 10 + torch.arange(4)  # two anchors, three rows, and two
+    scores = torch.tensor([3.0, 2.0, 1.0, 0.0]).expand(7, 1, 4).contiguous()
+    memory = TreeMemory(sizes, DeviceTrees.build(2, sizes, "cpu"), lists, lists, 1, (ids, scores))
+    nodes = 5 if tree else 2
+    plan = replace(dummy_step([5, 5], [4, nodes + 1], [3, nodes]), tree=tree)
+    restrictions = {1: lambda _, found: [child for child in found if child.token % 10]}
+    if tree is not None:
+        memory = replace(memory, candidates=(torch.cat((ids, ids[-1:])), torch.cat((scores, scores[-1:]))))
+    tokens, parents = memory.regrow(plan, np.arange(2), restrictions, SingleRank())
+    assert not tokens[0].any(), "of the first request nothing is written"
+    grown = memory.trees
+    count, survivals = int(grown.num_nodes_R[1]), grown.survivals_RM[1].tolist()
+    assert count == nodes and sorted(survivals[:count], reverse=True) == survivals[:count]
+    assert survivals[count - 1] > 0 and not any(survivals[count:])
+    assert tokens[1, :2].tolist() == [51, 61] if tree is None else (tokens[1, :count] % 10 > 0).all()
+    assert (parents[1, :count] == np.arange(count)).all() == (tree is None)
