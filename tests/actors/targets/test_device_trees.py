@@ -67,7 +67,7 @@ def test_steps_with_trees_never_wait_and_equal_the_hosts(
 
 # (family, drafter's heads, width, size, engine): full, sliding and latent layers
 ENGINES = [
-    ("qwen3", (), 4, 8, {"async_scheduling": True, "num_pages": 5}),
+    ("qwen3", (), 4, 8, {"async_scheduling": True, "num_pages": 3}),
     ("gemma4", ("selector",), 2, 6, {"async_scheduling": True}),
     ("deepseek_v3", (), 2, 6, {"max_num_batched_tokens": 16}),
 ]
