@@ -2,7 +2,8 @@
 
 One launch each; the host reads nothing and grids follow from shapes, so all can be captured in a CUDA graph.
 Called by `actors/targets/runners/step_passes.py`: `trim_drafts` before rows are laid out,
-`accept_and_advance` after sampling, and `mark_not_numbers` after that for prompts. `tree_rows.py` does these for trees.
+`accept_and_advance` after sampling, and `mark_not_numbers` after that for prompts. `tree_rows.py` does the
+first two for draft trees.
 
 `trim_drafts` is `trimmed` of `cluster/speculation/draft_trimming.py` for a fixed number of rows, that of a
 graph's pass: each request's newest token gets one, and the drafts of greatest worth get the others, so no row
