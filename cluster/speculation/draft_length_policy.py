@@ -29,7 +29,7 @@ import numpy as np
 
 from ..step.scheduler_output import FloatArray, IntArray, SchedulerOutput, TreeGain, TreeShape, Trim
 from .acceptance_model import NO_MARGIN, NUM_BLOCKS, AcceptanceModel
-from .draft_trimming import BETTER, LengthEstimate, drafts_to_verify, estimate_trimmed
+from .draft_trimming import BETTER, TRIM_S, LengthEstimate, drafts_to_verify, estimate_trimmed
 from .loss_budget import MAX_BACKOFF, Backoff, LossBudget
 from .step_cost_model import MIN_S, StepCostModel, StepLoad
 from .tree_policy import TreePolicy
@@ -299,12 +299,13 @@ class DraftLengthPolicy:
         non_draft_s_S = self._costs.non_draft_s(load, num_requests * longest)
         estimates = {0: LengthEstimate(own_worth / non_draft_s_S[0], own_worth, float(non_draft_s_S[0]))}
         drafts_s = self._costs.draft_s(load, lengths)
+        trim_s = 0.0 if self._costs.has_fixed_sizes else TRIM_S
         gain = 1.0
         if self._trees is not None:
             gain += self._trees.gain(load.size)
         for length, draft_s in zip(lengths[1:], drafts_s[1:], strict=True):
             seconds_S = non_draft_s_S[: num_requests * length + 1] + draft_s
-            chains = estimate_trimmed(worths_NK[:, :length], num_requests, own_worth, seconds_S)
+            chains = estimate_trimmed(worths_NK[:, :length], num_requests, own_worth, seconds_S, trim_s)
             estimates[length] = chains._replace(rate=chains.rate * gain, worth=chains.worth * gain)
         return estimates
 

@@ -32,7 +32,7 @@ from .step_cost_model import Doubles
 Floats = NDArray[np.float32]
 MAX_MARGIN = np.float32(1e6)  # bound: if one token alone is possible it is inf, and 0 * inf is nan
 BETTER = 1.02  # rate ratio to change a choice; estimates differ by about a percent
-TRIM_S = 0.0001  # seconds that trimming takes itself, on a core of a current server
+TRIM_S = 0.0001  # seconds that trimming takes on a core of a current server; a GPU trims in its step
 
 
 class LengthEstimate(NamedTuple):
@@ -46,7 +46,7 @@ class LengthEstimate(NamedTuple):
 
 
 def estimate_trimmed(
-    worths_NK: FloatArray, num_requests: int, own_worth: float, seconds_S: Doubles
+    worths_NK: FloatArray, num_requests: int, own_worth: float, seconds_S: Doubles, trim_s: float
 ) -> LengthEstimate:
     """Estimate a step with drafts like those of these blocks, if the best number of drafts is verified.
 
@@ -54,13 +54,14 @@ def estimate_trimmed(
         worths_NK: survival probability times weight, of each draft of each block.
         own_worth: worth of the tokens produced without any draft.
         seconds_S: seconds of the step with 0, 1, .., R x K drafts verified.
+        trim_s: seconds that trimming takes itself.
     """
     falling_M = np.sort(worths_NK, axis=None)[::-1]
     worth_M = np.concatenate(([0.0], np.cumsum(falling_M, dtype=np.float64)))
     # The step verifies the same fraction of its drafts as is taken from the blocks.
     places_S = np.arange(len(seconds_S)) * len(worths_NK) // num_requests
     worth_S = own_worth + worth_M[places_S] * (num_requests / len(worths_NK))
-    trimmed_s_S = seconds_S + TRIM_S
+    trimmed_s_S = seconds_S + trim_s
     rates_S = worth_S / trimmed_s_S
     count, rate = int(np.argmax(rates_S)), float(worth_S[-1] / seconds_S[-1])
     if rates_S[count] > BETTER * rate:
