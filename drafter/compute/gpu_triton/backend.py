@@ -359,4 +359,5 @@ class _TritonContextWriter:
             rows.positions_N,
             rows.kv_slots[cache.group(first)],
             cache.planes(first, len(self._k_norm_LD)),
+            cache.scales_of(first, len(self._k_norm_LD)),
         )

@@ -632,11 +632,15 @@ def _attend_expanded(heads: int, dtype: str = "bf16") -> Variant:
     return Variant("_attend_expanded", signature, constexprs, warps, stages, wgmma=rows >= 64)
 
 
-def _write_context(layers: int, kv_heads: int, dim: int, group: int, kv: str = "bf16") -> Variant:
+def _write_context(
+    layers: int, kv_heads: int, dim: int, group: int, kv: str = "bf16", *, scaled: bool = False
+) -> Variant:
     pointers = dict.fromkeys(("kv_ptr", "k_norm_ptr", "cos_ptr", "sin_ptr", "pages_ptr"), "*bf16:16")
     signature = pointers | _ROW_ARGUMENTS | {"layer_stride": "i64:16", "pages_ptr": f"*{kv}:16"}
+    signature |= {"scales_ptr": "*fp32:16"} if scaled else {}
     widths = {"HALF": dim // 2, "WIDTH": dim // 2}
     constexprs = {"NUM_LAYERS": layers, "NUM_KV": kv_heads, **widths, "GROUP": group, "PDL": True}
+    constexprs |= {} if scaled else {"scales_ptr": None}
     return Variant("_write_context", signature, constexprs, 1)
 
 
@@ -881,16 +885,28 @@ VARIANTS: dict[str, list[Variant]] = {
             only=90,
         ),
         # and here 32,768
-        _experts(5760, 2880, 16, activation="swiglu_clamped", is_scaled=True, most_instructions=(0, 675)),
-        _experts(2880, 2880, 64, packed=True, most_instructions=(370, 415)),
-        _experts(5760, 2880, 128, activation="swiglu_clamped", packed=True),
+        replace(
+            _experts(5760, 2880, 16, activation="swiglu_clamped", codes=MXFP4, is_scaled=True),
+            most_instructions=(0, 675),
+        ),
+        _experts(2880, 2880, 64, codes=MXFP4, most_instructions=(340, 400)),
+        _experts(5760, 2880, 128, activation="swiglu_clamped", codes=MXFP4),
         # Kimi K2 on eight ranks
-        _experts(512, 7168, 16, activation="silu", integers=True, most_instructions=(285, 315)),
-        _experts(7168, 256, 64, integers=True),
-        _experts(512, 7168, 128, activation="silu", integers=True),
+        _experts(512, 7168, 16, activation="silu", codes=INT4, most_instructions=(285, 315)),
+        _experts(7168, 256, 64, codes=INT4),
+        _experts(512, 7168, 128, activation="silu", codes=INT4),
+        # DeepSeek-V3 on eight ranks; Qwen3-30B-A3B in NVFP4, AWQ, and by channel
+        _experts(512, 7168, 16, activation="silu", codes=FP8_BLOCKS, most_instructions=(350, 295)),
+        _experts(7168, 256, 64, codes=FP8_BLOCKS),
+        _experts(512, 7168, 128, activation="silu", codes=FP8_BLOCKS),
+        _experts(1536, 2048, 16, activation="silu", codes=NVFP4, most_instructions=(440, 435)),
+        _experts(1536, 2048, 128, activation="silu", codes=NVFP4),
+        _experts(1536, 2048, 16, activation="silu", codes=AWQ),
+        _experts(1536, 2048, 16, activation="silu", codes=FP8_ROWS),
+        _experts(1536, 2048, 16, activation="silu", codes=W8A16, most_instructions=(435, 505)),
         _experts(1536, 2048, 16, activation="silu", dtype="fp32"),
         replace(
-            _experts(5760, 2880, 64, activation="swiglu_clamped", packed=True, dtype="fp32"), side_by_side=2
+            _experts(5760, 2880, 64, activation="swiglu_clamped", codes=MXFP4, dtype="fp32"), side_by_side=2
         ),
         _add_up(2048, 8),
         _add_up(2880, 4),
@@ -945,7 +961,7 @@ VARIANTS: dict[str, list[Variant]] = {
         _write(32, 4, 512, 1, weight="fp32", v_norm=True),
         _write(64, 4, 192, 2, v_dim=128, normed=False),  # MiMo-V2
         _write(32, 2, 128, 4, weight="fp32", rotated=False),  # Muse-Glimmer
-        _write_context(5, 8, 128, 4, kv="fp8e4nv"),
+        _write_context(5, 8, 128, 4, kv="fp8e4nv", scaled=True),
         _write(32, 8, 128, 4, kv="fp8e4nv"),
         _write_context(5, 8, 128, 4),
     ],
