@@ -225,7 +225,8 @@ def plan_models(
     ranks = config.tensor_parallel_size
     preferred = DeviceCapabilities(device, torch.bfloat16, page_size, ranks, kv_dtype(config))
     num_values = sum(math.prod(shape) for shape in target_shapes(target).values())
-    cpu_config = choose_cpu_config(config, models, target.dtype, preferred, num_values)
+    is_quantized = target.quantization is not None
+    cpu_config = choose_cpu_config(config, models, target.dtype, preferred, num_values, is_quantized)
     if device.type == "cpu" and cpu_config.dtype is torch.float16:
         logger.warning("dtype=float16: CPUs compute it many times slower than bfloat16 or float32. Use auto.")
     geometries = Sharding(target, 0, config.tensor_parallel_size).kv_geometries()
