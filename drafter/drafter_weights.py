@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -12,18 +12,24 @@ from .compute.backend import Backend
 from .compute.checkpoint.quantization.quantized_tensors import QuantizedFolder
 from .compute.checkpoint.quantized_matrix import Matrix, QuantizedMatrix, cat_rows
 from .compute.checkpoint.safetensors_reader import TensorSource
+from .compute.memory.kv_cache import KVScales
 from .drafter_spec import TOKEN_MAP
 
 # Names of matrices that are only multiplied with; others are also read as numbers.
+_KEYS = ".k_proj.weight"
 MULTIPLIED = ("_proj.weight", "_projection.weight", "fc.weight")
 
 
 @dataclass(frozen=True, slots=True)
 class DrafterWeights:
-    """Tensors on the device, in the computing dtype; each matrix is in one of both mappings."""
+    """Tensors on the device, in the computing dtype; each matrix is in one of both mappings.
+
+    `kv_scales` reads the layers' scales of K and V in e4m3; no pairs if the checkpoint has none.
+    """
 
     tensors: Mapping[str, Tensor]
     codes: Mapping[str, QuantizedMatrix] = field(default_factory=dict[str, QuantizedMatrix])
+    kv_scales: Callable[[], tuple[KVScales, ...]] = tuple
 
     def __getitem__(self, name: str) -> Tensor:
         return self.tensors[name]
@@ -64,4 +70,18 @@ def read_weights(
         else:
             tensor = source.get(stored)
             tensors[name] = tensor.to(device) if name == TOKEN_MAP else tensor.to(device=device, dtype=dtype)
-    return DrafterWeights(tensors, codes)
+    if not isinstance(source, QuantizedFolder):
+        return DrafterWeights(tensors, codes)
+    modules = _attention_modules(names.values())
+    return DrafterWeights(tensors, codes, lambda: tuple(map(source.kv_scales, modules)))
+
+
+def unused_drafter_scales(tensors: QuantizedFolder, *, has_fp8_kv: bool) -> tuple[str, ...]:
+    """Return sentences about a checkpoint's scales that are not applied; raises as `find_kv_scales`."""
+    modules = _attention_modules(tensors.shapes) if has_fp8_kv else []
+    return tensors.notes([name for module in modules for name in tensors.kv_scale_names(module) or ()])
+
+
+def _attention_modules(names: Iterable[str]) -> list[str]:
+    """Return the modules that have a matrix for keys, in the order of `names`."""
+    return [name.removesuffix(_KEYS) for name in names if name.endswith(_KEYS)]

@@ -34,6 +34,7 @@ from .block_weights import (
     Normed,
     Projection,
 )
+from .checkpoint.packed_codes import PackedCodes
 from .checkpoint.quantized_matrix import Matrix, QuantizedMatrix
 from .layers.gated_delta_net import DeltaNetShape
 from .layers.linear import Activation, Linear, RMSNorm, linear_of_blocks
@@ -158,18 +159,20 @@ class Backend(ABC):
     """Makes models' operators for one kind of device. A model asks for them at load.
 
     Attributes:
-        packed_experts: whether `experts` takes packed weights; else they are dequantized first.
-        keeps_codes: whether `linear_of_codes` is there; else quantized matrices are dequantized first.
+        keeps_codes: whether `linear_of_codes` is there, and `experts` takes codes; else quantized matrices
+            are dequantized first.
         weight_bytes: bytes of the weights that it has packed so far; None if it packs none.
         num_codes, num_plain: matrices of `linear_of_either` so far, as codes and as numbers.
+        num_expert_codes, num_expert_plain: products of layers' experts so far, as codes and as numbers.
         expert_reads: int32 [1]: experts' weights read by passes so far, summed over layers, wrapping.
     """
 
-    packed_experts = False
     keeps_codes = False
     weight_bytes: int | None = None
     num_codes = 0
     num_plain = 0
+    num_expert_codes = 0
+    num_expert_plain = 0
     expert_reads: Tensor | None = None
 
     @staticmethod
@@ -207,8 +210,13 @@ class Backend(ABC):
     def linear_of_either(self, weight_OH: Matrix, bias_O: Tensor | None = None) -> Projection:
         if isinstance(weight_OH, QuantizedMatrix):
             self.num_codes += 1
+        else:
+            self.num_plain += 1
+        return self._linear_of_expert(weight_OH, bias_O)
+
+    def _linear_of_expert(self, weight_OH: Matrix, bias_O: Tensor | None) -> Projection:
+        if isinstance(weight_OH, QuantizedMatrix):
             return self.linear_of_codes(weight_OH, bias_O)
-        self.num_plain += 1
         return self.linear(weight_OH, bias_O)
 
     def head(self, weight_VH: Tensor) -> Projection:
@@ -228,7 +236,13 @@ class Backend(ABC):
     @abstractmethod
     def experts(self, weights: ExpertWeights) -> Experts: ...
 
-    def _count_expert_reads(self, weights: ExpertWeights) -> Tensor:
+    def _count_experts(self, weights: ExpertWeights) -> Tensor:
+        """Count a layer's products, and return the counter of reads."""
+        for weight in (weights.gate_up, weights.down):
+            if isinstance(weight, PackedCodes):
+                self.num_expert_codes += 1
+            else:
+                self.num_expert_plain += 1
         if self.expert_reads is None:
             self.expert_reads = torch.zeros(1, dtype=torch.int32, device=weights.device)
         return self.expert_reads

@@ -76,6 +76,7 @@ class DFlashDrafter:
         self._shared_embeddings = shared_embeddings
         features_norm_H = weights["hidden_norm.weight"]
         self.dtype, self.device = features_norm_H.dtype, features_norm_H.device
+        self._kv_scales = weights.kv_scales
         weights = arranged(config.rope, with_values(config, weights), config.attention_value_scale)
         groups: dict[int, list[int]] = {}
         for layer, place in enumerate(self.places):
@@ -124,9 +125,10 @@ class DFlashDrafter:
             self._mask_H = weights["mask_embedding"] * self._embed_scale
 
     def new_cache(self, num_pages: int, page_size: int, dtype: torch.dtype | None = None) -> PagedKVCache:
-        """Return pages for K/V of `dtype`, by default the drafter's."""
-        geometry = self.config.kv_geometry
-        return PagedKVCache(self.places, num_pages, page_size, geometry, dtype or self.dtype, self.device)
+        """Return pages for K/V of `dtype`, by default the drafter's; in e4m3 with the checkpoint's scales."""
+        sizes, dtype = (self.places, num_pages, page_size, self.config.kv_geometry), dtype or self.dtype
+        scales = self._kv_scales() if dtype is torch.float8_e4m3fn else ()
+        return PagedKVCache(*sizes, dtype, self.device, scales=scales)
 
     def context_features(self, taps_NmH: Tensor) -> Tensor:
         """Return C [N, H], from which context K/V are projected."""

@@ -63,6 +63,7 @@ class Eagle3Drafter:
         self._shared_embeddings = shared_embeddings
         eps, norm_H = config.rms_norm_eps, weights["norm.weight"]
         self.dtype, self.device = norm_H.dtype, norm_H.device
+        self._kv_scales = weights.kv_scales
         self._fc = operators.linear_of_either(weights.matrix("fc.weight"))
         taps_norm = weights.get("input_norm.weight")
         self._taps_norm = None if taps_norm is None else RMSNorm(taps_norm, eps)
@@ -99,9 +100,10 @@ class Eagle3Drafter:
         )
 
     def new_cache(self, num_pages: int, page_size: int, dtype: torch.dtype | None = None) -> PagedKVCache:
-        """Return pages for K/V of `dtype`, by default the drafter's."""
-        geometry = self.config.kv_geometry
-        return PagedKVCache(self.places, num_pages, page_size, geometry, dtype or self.dtype, self.device)
+        """Return pages for K/V of `dtype`, by default the drafter's; in e4m3 with the checkpoint's scales."""
+        sizes, dtype = (self.places, num_pages, page_size, self.config.kv_geometry), dtype or self.dtype
+        scales = self._kv_scales() if dtype is torch.float8_e4m3fn else ()
+        return PagedKVCache(*sizes, dtype, self.device, scales=scales)
 
     def features(self, taps_NmH: Tensor) -> Tensor:
         """Return the fused features g [N, H] of the target's rows."""

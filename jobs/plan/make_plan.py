@@ -18,6 +18,7 @@ from ...cluster.config import EngineConfig, SpeculativeConfig
 from ...cluster.hardware.gpu_specs import Gpu, find_gpu
 from ...cluster.hardware.memory_plan import GPU_MEMORY_UTILIZATION, MAX_ROWS
 from ...cluster.hardware.model_pair import LayoutDemand
+from ...cluster.hardware.model_shape import ModelShape
 from ...cluster.hardware.parallel_layouts import ParallelLayout, layouts
 from ...cluster.hardware.step_time import StepTimes
 from ...cluster.planner.estimates import (
@@ -135,14 +136,22 @@ def _facts(options: PlanOptions, read: ReadPair, gpu: Gpu) -> str:
     if options.kv_cache_dtype != "auto":
         kept += f", K/V in {options.kv_cache_dtype}"
     if read.checkpoint_quantization is not None:
-        size = read.pair.target.product_itemsize
-        how = "dequantized at load" if size is None else f"{8 * size:.3g} bits per weight of dense products"
-        kept += f" (the checkpoint is quantized, {read.checkpoint_quantization}: {how})"
+        sizes = packed_bits(read.pair.target).items()
+        packed = ", ".join(f"{bits:.3g} bits per weight of {part}" for part, bits in sizes)
+        kept += f" (the checkpoint is quantized, {read.checkpoint_quantization}: "
+        kept += f"{packed or 'dequantized at load'})"
     return (
         f"{options.model} in {kept}, up to {read.max_model_len} tokens, on {gpu.name} ({rates}, link "
         f"{gpu.link.bytes_per_s / 1e9:,.0f} GB/s and {gpu.link.latency_s * 1e6:.0f} µs){drafts}.\n"
         "Estimates from shapes and rates (cluster/planner/), not measurements."
     )
+
+
+def packed_bits(target: ModelShape) -> dict[str, float]:
+    """Return the mean bits of a weight, with its share of scales, of parts that stay packed on GPUs."""
+    experts = [shape.weight_bytes for shape, _ in target.routed]
+    sizes = {"dense products": target.weight_bytes, "experts": max(experts, default=target.itemsize)}
+    return {part: 8 * size for part, size in sizes.items() if size < target.itemsize}
 
 
 def _report(
@@ -164,6 +173,7 @@ def _report(
         "kv_cache_dtype": options.kv_cache_dtype,
         "quantization": options.quantization,
         "checkpoint_quantization": read.checkpoint_quantization,
+        "packed_bits": packed_bits(read.pair.target),
         "drafter_quantization": options.drafter_quantization,
         "max_model_len": read.max_model_len,
         "acceptance": {"survival": read.pair.survival, "source": read.acceptance},

@@ -17,7 +17,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from ...actors.targets.families import read_model
 from ...actors.targets.loading.load_plan import find_max_model_len, read_mtp, refuse_quantizing_twice
 from ...actors.targets.model.attention import TargetAttention
-from ...actors.targets.model.mlp_spec import INT4_EXPERTS, PACKED_EXPERTS
+from ...actors.targets.model.mlp_spec import EXPERT_FORMS, PACKED_EXPERTS
 from ...actors.targets.model.model_spec import DeltaNet, LayerSpec, ModelSpec
 from ...actors.targets.model.mtp import MTP_DRAFTS, MtpConfig
 from ...actors.targets.model.tensor_parallel import Sharding
@@ -25,13 +25,14 @@ from ...actors.targets.model.weights import open_checkpoint
 from ...actors.tokenization.checkpoint_paths import SHAPE_FILES, drafter_folder, target_folder
 from ...cluster.config import EngineConfig, Quantization
 from ...cluster.errors import ConfigError, DatasetError
-from ...cluster.hardware.kernel_loops import INT4_BYTES, MXFP4_BYTES
+from ...cluster.hardware.kernel_loops import MXFP4_BYTES
 from ...cluster.hardware.model_pair import ModelPair
 from ...cluster.hardware.model_shape import ExpertShape, LatentShape, LayerShape, ModelShape
 from ...cluster.hardware.parallel_layouts import TP_SIZES
 from ...cluster.simulation.simulated_engine import TraceArrival
 from ...cluster.speculation.acceptance_length import check_survival, survival_of_length
 from ...drafter.card import min_card_length
+from ...drafter.compute.checkpoint.quantization.checkpoint_quantization import CheckpointQuantization
 from ...drafter.dflash.checkpoint import check_drafter, drafter_shapes
 from ...drafter.dflash.config import DrafterConfig
 from ...drafter.dflash.target_features import TargetFacts
@@ -169,9 +170,8 @@ def _stated(text: str, num_drafts: int) -> tuple[float, ...]:
 
 def target_shape(spec: ModelSpec, itemsize: int = 2, quantization: Quantization | None = None) -> ModelShape:
     """Return a target's shape. Packed weights stay packed; `quantization` is that of dense products."""
-    kept = {PACKED_EXPERTS: MXFP4_BYTES, INT4_EXPERTS: INT4_BYTES}
-    weight_bytes = next((size for form, size in kept.items() if form in spec.expert_forms), itemsize)
-    layers = tuple(_layer(layer, weight_bytes) for layer in spec.layers)
+    loaded = itemsize if quantization == "fp8" else _BYTES.get(quantization, itemsize)
+    layers = tuple(_layer(layer, _expert_bytes(spec, i, loaded)) for i, layer in enumerate(spec.layers))
     return ModelShape(
         layers=layers,
         hidden=spec.hidden_size,
@@ -179,6 +179,18 @@ def target_shape(spec: ModelSpec, itemsize: int = 2, quantization: Quantization 
         itemsize=itemsize,
         product_itemsize=_packed_target_bytes(spec, itemsize) or _BYTES.get(quantization),
     )
+
+
+def _expert_bytes(spec: ModelSpec, layer: int, loaded: float) -> float:
+    """Return the mean bytes of a weight of experts; `loaded` are those of one that the files have plain."""
+    if PACKED_EXPERTS in spec.expert_forms:
+        return MXFP4_BYTES
+    rules = [spec.tensors[part] for part in EXPERT_FORMS[0] if part in spec.tensors]
+    if spec.quantization is None or not rules:
+        return loaded
+    modules = (f"model.{rule.name.format(layer=layer, expert=0)}".removesuffix(_WEIGHT) for rule in rules)
+    forms = [spec.quantization.packed_form(module) for module in modules]
+    return sum(loaded if each is None else each.bytes for each in forms) / len(forms)
 
 
 def _packed_target_bytes(spec: ModelSpec, itemsize: int) -> float | None:
@@ -194,7 +206,7 @@ def _packed_target_bytes(spec: ModelSpec, itemsize: int) -> float | None:
                 continue
             module, each = f"model.{rule.name.format(layer=layer)}".removesuffix(_WEIGHT), None
             if part in packed and rule.transform is None:
-                each = quantization.packed_bytes(module)
+                each = _bytes(quantization, module)
             count = math.prod(spec.axis_size(axis, layer) for axis in rule.axes)
             sizes.append((count, itemsize if each is None else each))
     return _mean_bytes(sizes, itemsize)
@@ -207,9 +219,14 @@ def _packed_drafter_bytes(config: DrafterConfig, itemsize: int) -> float | None:
     sizes: list[tuple[int, float]] = []
     for name, shape in drafter_shapes(config, facts).items():
         if name.endswith(MULTIPLIED):
-            each = quantization.packed_bytes(name.removesuffix(_WEIGHT))
+            each = _bytes(quantization, name.removesuffix(_WEIGHT))
             sizes.append((math.prod(shape), itemsize if each is None else each))
     return _mean_bytes(sizes, itemsize)
+
+
+def _bytes(quantization: CheckpointQuantization, module: str) -> float | None:
+    form = quantization.packed_form(module)
+    return None if form is None else form.bytes
 
 
 def _mean_bytes(sizes: Sequence[tuple[int, float]], itemsize: int) -> float | None:

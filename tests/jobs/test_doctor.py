@@ -324,7 +324,7 @@ def test_rates_of_experts_count_the_chosen_weights(monkeypatch: pytest.MonkeyPat
     lines = [
         one for one in rates.rate_checks(MachineKind.detect()) if one.name.startswith("experts of 16 rows")
     ]
-    assert len(lines) == 4
+    assert len(lines) == 6
     packed = examine(lines[-1])
     assert packed.status == "fact" and packed.measured.endswith("of the copy"), packed
 

@@ -240,6 +240,37 @@ def test_integers_are_planned_with_their_scales(folders: Path, kind: str, bits: 
         make_plan(options(folders, model=target, drafter=None, quantization=kind))
 
 
+AWQ = {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True, "version": "gemm"}
+
+
+@pytest.mark.parametrize(
+    ("stated", "kind", "bits"),
+    [
+        (FP8, None, {"dense products": 8.25, "experts": 8.25}),
+        (AWQ, None, {"dense products": 4 + 24 / 128, "experts": 4 + 24 / 128}),
+        (None, "int4", {"dense products": 4.5, "experts": 4.5}),
+        (None, "fp8", {"dense products": 8}),
+        ({**GPTQ, "desc_act": True}, None, {}),
+    ],
+    ids=["FP8", "AWQ", "int4 at load", "fp8 at load", "act-order"],
+)
+def test_a_plan_tells_what_stays_packed_of_a_model_with_experts(
+    folders: Path, stated: dict[str, Any] | None, kind: str | None, bits: dict[str, float]
+) -> None:
+    folder = Path(write_quantized(folders / "experts", "Qwen3-30B-A3B", stated or {}))
+    if stated is None:
+        (folder / "config.json").write_text(json.dumps(PUBLISHED["Qwen3-30B-A3B"]))
+    report = make_plan(options(folders, model=str(folder), drafter=None, num_gpus=1, quantization=kind))
+    assert report["packed_bits"] == pytest.approx(bits, rel=0.04)  # dense ones with a router in 16 bits
+    shape = target_shape(read_model(folder), quantization=kind)  # type: ignore[arg-type]
+    ((experts, count),) = shape.routed
+    assert 8 * experts.weight_bytes == pytest.approx(bits.get("experts", 16))
+    held = report["candidates"][0]["room"]["weights_bytes"]
+    of_experts = count * 128 * 3 * 2048 * 768 * experts.weight_bytes
+    assert held > of_experts > 0.8 * held
+    assert experts.inner_multiple == (128 if stated in (FP8, AWQ) else 1)
+
+
 def test_an_existing_file_is_replaced_only_by_force(folders: Path, tmp_path: Path) -> None:
     file = tmp_path / "ray_config.yaml"
     file.write_text("edited: by hand\n")

@@ -1,34 +1,28 @@
-"""Chooses the form of a model's experts that its checkpoint's quantization declares, and keeps them packed.
+"""Chooses the form of a model's experts that its checkpoint's quantization declares, and how ranks cut them.
 
-    mxfp4                                            one packed tensor for all experts (gpt-oss)
-    INT4 in groups of 32 (compressed-tensors)        a packed tensor per expert (Kimi K2)
+    mxfp4     one packed tensor for all experts (gpt-oss)
+    others    a matrix per expert in the format of its module, as dense ones
 
-`drafter/compute/checkpoint/packed_4bit.py` has both. Experts in other schemes are dequantized when read.
+Where products take codes (`Scheme.packed_form`), a rank has whole groups of an expert's inner states.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 
 from ....drafter.compute.checkpoint.hf_config import Json, wrong
-from ....drafter.compute.checkpoint.packed_4bit import BLOCK, bytes_of_words
+from ....drafter.compute.checkpoint.packed_codes import BLOCK
 from ....drafter.compute.checkpoint.quantization.checkpoint_quantization import KEY, CheckpointQuantization
-from ....drafter.compute.checkpoint.quantization.module_patterns import expressions_of
-from ....drafter.compute.checkpoint.quantization.packed_integers import PackedIntegers
-from ....drafter.compute.checkpoint.safetensors_reader import WORDS
 from ..model.mlp_spec import PACKED_EXPERTS, ParallelMlpSpec, RoutedMLP
-from ..model.model_spec import Axis, LayerSpec, ModelSpec, TensorRule
+from ..model.model_spec import LayerSpec, ModelSpec
 
-_PARTS = ("expert_gate", "expert_up", "expert_down")
 _SIZES = ("moe_intermediate_size", "intermediate_size", "hidden_size")  # keys of config.json
-_INT4 = PackedIntegers(4, BLOCK)
 
 
 def with_quantization(
     spec: ModelSpec, quantization: CheckpointQuantization | None, raw: Json, file: str
 ) -> ModelSpec:
-    """Return the model as stored. Raises CheckpointError without a packed form or with partial blocks."""
+    """Return the model as stored. Raises CheckpointError if MXFP4 has no packed form or partial blocks."""
     if quantization is None or quantization.packed_experts != "mxfp4":
         spec = _without(spec, PACKED_EXPERTS)
     if quantization is None:
@@ -38,67 +32,49 @@ def with_quantization(
         if PACKED_EXPERTS not in spec.expert_forms:
             wanted = "another one: experts in MXFP4 are served for gpt-oss alone"
             raise wrong(file, f"{KEY}.quant_method", quantization.method, wanted)
-        return _in_blocks(spec.in_form(PACKED_EXPERTS), raw, file)
-    if _has_int4_experts(spec, quantization):
-        return _in_blocks(replace(spec, **_int4_form(spec, quantization)), raw, file)
-    return spec
+        _check_blocks(spec, raw, file)
+        return _in_groups(spec.in_form(PACKED_EXPERTS), [BLOCK] * spec.num_layers)
+    return _in_groups(
+        spec, [_group_of_experts(spec, quantization, layer) for layer in range(spec.num_layers)]
+    )
 
 
 def _without(spec: ModelSpec, form: tuple[str, ...]) -> ModelSpec:
     return replace(spec, tensors={part: rule for part, rule in spec.tensors.items() if part not in form})
 
 
-def _has_int4_experts(spec: ModelSpec, quantization: CheckpointQuantization) -> bool:
-    if not spec.tensors.keys() >= set(_PARTS):
-        return False
-    layers = [i for i, layer in enumerate(spec.layers) if layer.routed is not None]
-    modules = (
-        "model." + spec.tensors[part].name.format(layer=layer, expert=0).removesuffix(".weight")
-        for layer in layers
-        for part in _PARTS
-    )
-    return bool(layers) and all(quantization.scheme_of(module) == _INT4 for module in modules)
-
-
-def _int4_form(spec: ModelSpec, quantization: CheckpointQuantization) -> Mapping[str, object]:
-    tensors = dict(spec.tensors)
-    for part in _PARTS:
-        rule = tensors.pop(part)
-        rows, inputs = rule.axes
-        assert inputs in _PACKED_AXES, "weights are packed along their inputs"
-        words, groups = _PACKED_AXES[inputs]
-        tensors[f"{part}_packed"] = TensorRule(
-            name=f"{rule.name}_packed", axes=(rows, words), transform=bytes_of_words, stored=WORDS
-        )
-        tensors[f"{part}_scale"] = TensorRule(name=f"{rule.name}_scale", axes=(rows, groups))
-    kept = expressions_of("search", [r"\.experts\.\d+\."], quantization.file, KEY)
-    as_stored = replace(quantization, packed=kept)
-    return {"tensors": tensors, "quantization": as_stored}
-
-
-_PACKED_AXES: Mapping[Axis, tuple[Axis, Axis]] = {
-    "hidden": ("hidden_words", "hidden_blocks"),
-    "expert_inner": ("expert_inner_words", "expert_inner_blocks"),
-}
-
-
-def _in_blocks(spec: ModelSpec, raw: Json, file: str) -> ModelSpec:
-    """Return the model with experts that are cut between blocks only."""
+def _check_blocks(spec: ModelSpec, raw: Json, file: str) -> None:
     routed = [layer.routed for layer in spec.layers if layer.routed is not None]
-    sizes = {spec.hidden_size, *(mlp.inner_size for mlp in routed)}
-    for size in sorted(sizes):
+    for size in sorted({spec.hidden_size, *(mlp.inner_size for mlp in routed)}):
         if size % BLOCK:
             key = next((key for key in _SIZES if raw.get(key) == size), _SIZES[0])
             raise wrong(file, key, size, f"a multiple of {BLOCK}, the block of packed weights")
-    return replace(spec, layers=tuple(_layer_in_blocks(layer) for layer in spec.layers))
 
 
-def _layer_in_blocks(layer: LayerSpec) -> LayerSpec:
+def _group_of_experts(spec: ModelSpec, quantization: CheckpointQuantization, layer: int) -> int:
+    """Return the inner states that share a scale in products of codes; 1 if any of them can be cut."""
+    routed, rule = spec.layers[layer].routed, spec.tensors.get("expert_down")
+    if routed is None or rule is None:
+        return 1
+    module = f"model.{rule.name.format(layer=layer, expert=0)}".removesuffix(".weight")
+    form = quantization.packed_form(module)
+    group = 1 if form is None or form.group is None else form.group
+    return group if routed.inner_size % group == 0 else 1
+
+
+def _in_groups(spec: ModelSpec, groups: list[int]) -> ModelSpec:
+    """Return the model whose experts are cut between groups only; a layer for MTP as the last one."""
+    layers = tuple(_layer_in_groups(*pair) for pair in zip(spec.layers, groups, strict=True))
+    mtp = None if spec.mtp is None else replace(spec.mtp, layer=_layer_in_groups(spec.mtp.layer, groups[-1]))
+    return replace(spec, layers=layers, mtp=mtp)
+
+
+def _layer_in_groups(layer: LayerSpec, group: int) -> LayerSpec:
     match layer.mlp:
         case RoutedMLP():
-            return replace(layer, mlp=replace(layer.mlp, inner_multiple=BLOCK))
+            return replace(layer, mlp=replace(layer.mlp, inner_multiple=group))
         case ParallelMlpSpec():
-            routed = replace(layer.mlp.routed, inner_multiple=BLOCK)
+            routed = replace(layer.mlp.routed, inner_multiple=group)
             return replace(layer, mlp=replace(layer.mlp, routed=routed))
         case _:
             return layer

@@ -126,13 +126,22 @@ def _has_e4m3(device: torch.device) -> bool:
     return device.type != "cuda" or torch.cuda.get_device_capability(device) >= _FIRST_WITH_E4M3
 
 
+def has_experts(models: Sequence[ModelStackSpec]) -> bool:
+    return any("routed experts" in model.features for model in models)
+
+
 def choose_dtype(
-    config: EngineConfig, models: Sequence[ModelStackSpec], checkpoint: str, machine: DeviceCapabilities
+    config: EngineConfig,
+    models: Sequence[ModelStackSpec],
+    checkpoint: str,
+    machine: DeviceCapabilities,
+    *,
+    has_codes: bool,
 ) -> torch.dtype:
     """Return the dtype to compute in: the setting, or one chosen for the device.
 
-    By default a GPU uses the `checkpoint`'s (the target's), and a CPU bf16 where rows are exact in it, else
-    fp32. `machine` has the dtype that a CPU prefers.
+    By default a GPU uses the `checkpoint`'s (the target's), and a CPU bf16 where rows are exact in it, as in
+    products of codes, else fp32. `machine` has the dtype that a CPU prefers.
     """
     if config.dtype != "auto":
         return getattr(torch, config.dtype)
@@ -141,14 +150,13 @@ def choose_dtype(
     wanted = config.attention_backend
     if wanted in ("auto", "compiled") and why_not("compiled", models, machine) is None:
         return torch.bfloat16
-    if quantizes_to_integers(config) and _why_not_integers("torch", machine) is None:
+    if has_codes and _why_not_integers("torch", machine) is None:
         return torch.bfloat16
     if not torch.ops.mkldnn._is_mkldnn_bf16_supported() or why_not("loops", models, machine):
         return torch.float32
     from ....drafter.compute.cpu_numba.backend import NumbaBackend
 
-    routed = any("routed experts" in model.features for model in models)
-    exact = rows_are_invariant(NumbaBackend(), torch.bfloat16, machine.device, routed=routed)
+    exact = rows_are_invariant(NumbaBackend(), torch.bfloat16, machine.device, routed=has_experts(models))
     return torch.bfloat16 if exact else torch.float32
 
 

@@ -38,9 +38,7 @@ class Checkpoints:
     dequantizes: bool = False
 
     def target(self, plan: LoadPlan, sharding: Sharding) -> TargetWeights:
-        source = (
-            plan.target_folder if _reads_weights(plan) else _random_tensors(plan, target_shapes(plan.target))
-        )
+        source = plan.target_folder if _reads_weights(plan) else random_target(plan)
         kept = keeps_codes(plan) and not self.dequantizes
         return TargetWeights(
             source,
@@ -65,6 +63,13 @@ class Checkpoints:
             return make_eagle3(config, tensors or _random_tensors(plan, eagle3_shapes(config)), *common)
         tensors = tensors or _random_tensors(plan, drafter_shapes(config, plan.facts))
         return make_drafter(config, tensors, *common, input_embedding_scale=spec.input_embedding_scale)
+
+
+def random_target(plan: LoadPlan) -> RandomTensors:
+    """Return random weights of the plan's target, as codes where its checkpoint has these."""
+    quantization = plan.target.quantization
+    form = None if quantization is None else quantization.packed_form
+    return RandomTensors(target_shapes(plan.target), plan.dtype, plan.device, form)
 
 
 def _reads_weights(plan: LoadPlan) -> bool:

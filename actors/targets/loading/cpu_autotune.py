@@ -33,6 +33,7 @@ from .backend_selection import (
     BackendName,
     choose_backend,
     choose_dtype,
+    has_experts,
     instructions_of_passes,
     quantizes_to_integers,
     take_cpu,
@@ -84,17 +85,20 @@ def choose_cpu_config(
     checkpoint: str,
     machine: DeviceCapabilities,
     num_values: int,
+    is_quantized: bool = False,
 ) -> CpuConfig:
     """Return the configuration in the settings, or else the fastest for a target of `num_values` weights.
 
-    `checkpoint` is the target's dtype; `machine` has the dtype that a CPU prefers.
+    `checkpoint` is the target's dtype; `machine` has the dtype that a CPU prefers. `is_quantized`: the
+    checkpoint is.
     """
-    dtype = choose_dtype(config, models, checkpoint, machine)
+    has_codes = quantizes_to_integers(config) or (is_quantized and has_experts(models))
+    dtype = choose_dtype(config, models, checkpoint, machine, has_codes=has_codes)
     default = CpuConfig(choose_backend(config, models, replace(machine, dtype=dtype)), dtype)
     if default not in CPU_CONFIGS or machine.device.type != "cpu" or config.needs_ray:
         return default  # workers must agree, and each one would measure its own machine
-    if quantizes_to_integers(config):
-        return default  # others have no products of integers, or were measured without them
+    if has_codes:
+        return default  # others have no products of codes, or were measured without them
 
     def is_possible(candidate: CpuConfig) -> bool:
         allowed = config.attention_backend in ("auto", candidate.backend) and config.dtype in (

@@ -17,10 +17,11 @@ from ....cluster.errors import CheckpointError, ConfigError
 from ....cluster.pages.kv_cache_groups import KVCacheLayout, plan_kv_cache
 from ....cluster.speculation.draft_tree import TreeSizes
 from ....drafter.compute.backend import DeviceCapabilities, ModelStackSpec
-from ....drafter.compute.checkpoint.quantization.quantized_tensors import open_folder
+from ....drafter.compute.checkpoint.quantization.quantized_tensors import QuantizedFolder, open_folder
 from ....drafter.dflash.checkpoint import check_drafter
 from ....drafter.dflash.config import DrafterConfig
 from ....drafter.dflash.target_features import TargetFacts
+from ....drafter.drafter_weights import unused_drafter_scales
 from ....drafter.eagle3.checkpoint import check_eagle3
 from ....drafter.eagle3.config import DEFAULT_DRAFTS, Eagle3Config
 from ...tokenization.checkpoint_paths import drafter_folder, target_folder, tokenizer_folder
@@ -147,7 +148,8 @@ def plan_load(config: EngineConfig) -> LoadPlan:
         if not isinstance(drafter, AssistantConfig):
             read_drafter(config, draft_folder, plan.facts)
         if config.load_format == "auto" and drafter.quantization is not None:
-            unused += unused_scales(open_folder(draft_folder, drafter.quantization))
+            tensors = QuantizedFolder(draft_folder, drafter.quantization, torch.float32)
+            unused += unused_drafter_scales(tensors, has_fp8_kv=kv_dtype(config) is not None)
     return replace(plan, draft_window=window, doubts=(*doubts, *unused))
 
 
@@ -225,7 +227,8 @@ def plan_models(
     ranks = config.tensor_parallel_size
     preferred = DeviceCapabilities(device, torch.bfloat16, page_size, ranks, kv_dtype(config))
     num_values = sum(math.prod(shape) for shape in target_shapes(target).values())
-    cpu_config = choose_cpu_config(config, models, target.dtype, preferred, num_values)
+    is_quantized = target.quantization is not None
+    cpu_config = choose_cpu_config(config, models, target.dtype, preferred, num_values, is_quantized)
     if device.type == "cpu" and cpu_config.dtype is torch.float16:
         logger.warning("dtype=float16: CPUs compute it many times slower than bfloat16 or float32. Use auto.")
     geometries = Sharding(target, 0, config.tensor_parallel_size).kv_geometries()

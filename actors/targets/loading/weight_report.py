@@ -22,13 +22,14 @@ class WeightCounts:
         packed_bytes: of the weights that the backend packed.
         num_codes, num_plain: dense matrices that were given as codes and as numbers; the parts of one product
             (q, k and v) count once.
-        packs_experts: whether experts that are stored packed stay so.
+        num_expert_codes, num_expert_plain: products of layers' experts (gate and up, or down), likewise.
     """
 
     packed_bytes: int = 0
     num_codes: int = 0
     num_plain: int = 0
-    packs_experts: bool = False
+    num_expert_codes: int = 0
+    num_expert_plain: int = 0
 
     @classmethod
     def of(cls, backend: Backend, before: WeightCounts | None = None) -> WeightCounts:
@@ -38,7 +39,8 @@ class WeightCounts:
             (backend.weight_bytes or 0) - first.packed_bytes,
             backend.num_codes - first.num_codes,
             backend.num_plain - first.num_plain,
-            backend.packed_experts,
+            backend.num_expert_codes - first.num_expert_codes,
+            backend.num_expert_plain - first.num_expert_plain,
         )
 
 
@@ -48,16 +50,17 @@ def describe_weights(plan: LoadPlan, counts: Mapping[str, WeightCounts]) -> Iter
     for name, held in counts.items():
         model = models[name]
         if model is not None and model.quantization is not None:
-            kept = _kept(model, held)
+            kept = _kept(held)
             yield f"the {name}'s checkpoint is quantized ({model.quantization}): {kept} dequantized at load"
         if held.packed_bytes:
             yield f"packed weights of the {name} take {held.packed_bytes / 2**20:,.1f} MiB"
 
 
-def _kept(model: ModelSpec | DraftConfig, held: WeightCounts) -> str:
+def _kept(held: WeightCounts) -> str:
     packed: list[str] = []
-    if held.packs_experts and isinstance(model, ModelSpec) and model.has_packed_experts:
-        packed.append("its experts")
+    if held.num_expert_codes:
+        num_products = held.num_expert_codes + held.num_expert_plain
+        packed.append(f"{held.num_expert_codes} of its {num_products} products of experts")
     if held.num_codes:
         packed.append(f"{held.num_codes} of its {held.num_codes + held.num_plain} dense matrices")
     return f"{' and '.join(packed)} stay packed, others are" if packed else "its matrices are"

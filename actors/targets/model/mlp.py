@@ -53,7 +53,7 @@ def _routed(
     shared = tensors.shared
     assert (mlp.shared is None) == (shared is None), "tensors do not match the layer's specification"
     weight_1H = tensors.shared_weight_1H
-    experts = tensors.experts if backend.packed_experts else tensors.experts.dequantised(dtype)
+    experts = tensors.experts if backend.keeps_codes else tensors.experts.dequantized(dtype)
     return RoutedExperts(
         route=backend.route(tensors.router),
         experts=backend.experts(experts),

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeGuard, get_args
 
-from ....drafter.compute.checkpoint.packed_4bit import BLOCK, WORD
+from ....drafter.compute.checkpoint.packed_codes import BLOCK
 from ....drafter.compute.layers.linear import Activation
 from ....drafter.compute.layers.moe import ExpertActivation, MoeRouter
 
@@ -22,10 +22,9 @@ MLPAxis = Literal[
     "expert_pairs",
     "shared",
     "expert_inner_blocks",
-    "expert_inner_words",
 ]
-# Forms in which a checkpoint may store a layer's experts, the usual one first: a tensor per expert, one
-# tensor for all, one for all packed in MXFP4, or one per expert packed in INT4.
+# Forms in which a checkpoint may store a layer's experts, the usual one first: a matrix per expert, one
+# tensor for all, or one for all packed in MXFP4.
 FUSED_EXPERTS = ("experts_gate_up", "experts_down")
 PACKED_EXPERTS = (
     "experts_gate_up_blocks",
@@ -33,10 +32,7 @@ PACKED_EXPERTS = (
     "experts_down_blocks",
     "experts_down_scales",
 )
-INT4_EXPERTS = tuple(
-    f"expert_{name}_{kind}" for name in ("gate", "up", "down") for kind in ("packed", "scale")
-)
-EXPERT_FORMS = (("expert_gate", "expert_up", "expert_down"), FUSED_EXPERTS, PACKED_EXPERTS, INT4_EXPERTS)
+EXPERT_FORMS = (("expert_gate", "expert_up", "expert_down"), FUSED_EXPERTS, PACKED_EXPERTS)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -132,8 +128,6 @@ def mlp_axis_size(axis: MLPAxis, mlp: MLP) -> int:
             return routed.inner_size
         case "expert_inner_blocks":
             return routed.inner_size // BLOCK
-        case "expert_inner_words":
-            return routed.inner_size // WORD
         case "expert_gate_up" | "expert_pairs":
             return 2 * routed.inner_size
         case "shared":

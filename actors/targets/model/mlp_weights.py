@@ -8,18 +8,18 @@ Legend: H hidden, I inner size of a rank, E experts of a rank.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from ....drafter.compute.checkpoint.packed_4bit import MXFP4, Int4, Packed
+from ....drafter.compute.checkpoint.packed_codes import PackedCodes, stack
 from ....drafter.compute.checkpoint.quantized_matrix import Matrix, cat_rows
 from ....drafter.compute.layers.linear import RMSNorm
 from ....drafter.compute.layers.moe import ExpertWeights, RouterWeights
-from .mlp_spec import FUSED_EXPERTS, INT4_EXPERTS, PACKED_EXPERTS, RoutedMLP
+from .mlp_spec import FUSED_EXPERTS, PACKED_EXPERTS, RoutedMLP
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +74,9 @@ class LayerParts(Protocol):
 
     def joined(self, *parts: str) -> Tensor | None: ...
 
-    def of_each_expert(self, part: str) -> Iterator[Tensor]: ...
+    def of_each_expert(self, part: str, *, as_codes: bool) -> Iterator[Matrix]:
+        """Yield this rank's matrix of each expert; `as_codes` as `matrix`, else as numbers."""
+        ...
 
 
 def read_dense(parts: LayerParts, prefix: str = "") -> DenseTensors:
@@ -126,27 +128,22 @@ def read_routed(
 
 def _read_experts(
     parts: LayerParts, form: tuple[str, ...], count: int
-) -> tuple[Tensor | Packed, Tensor | Packed]:
+) -> tuple[Tensor | PackedCodes, Tensor | PackedCodes]:
     """Return gate_up [E, 2 I, H] and down [E, H, I]."""
     if form == FUSED_EXPERTS:
         return parts.required("experts_gate_up"), parts.required("experts_down")
     if form == PACKED_EXPERTS:
         gate_up_blocks, gate_up_scales, down_blocks, down_scales = (parts.required(part) for part in form)
-        return MXFP4(gate_up_blocks, gate_up_scales), MXFP4(down_blocks, down_scales)
-    if form == INT4_EXPERTS:
-        gate_up_blocks, down_blocks = _stack_experts(parts, form[::2], count)
-        gate_up_scales, down_scales = _stack_experts(parts, form[1::2], count)
-        return Int4(gate_up_blocks, gate_up_scales), Int4(down_blocks, down_scales)
-    return _stack_experts(parts, form, count)
+        return PackedCodes.mxfp4(gate_up_blocks, gate_up_scales), PackedCodes.mxfp4(down_blocks, down_scales)
+    *gate_up, down = form
+    return _stack_experts(parts, gate_up, count), _stack_experts(parts, [down], count)
 
 
-def _stack_experts(parts: LayerParts, names: tuple[str, ...], count: int) -> tuple[Tensor, Tensor]:
-    gate_up, down = torch.empty(0), torch.empty(0)
-    tensors = (parts.of_each_expert(part) for part in names)
-    for i, (gate_IH, up_IH, down_HI) in enumerate(zip(*tensors, strict=True)):
-        if i == 0:  # allocate once the sizes are known, so that no expert is held twice
-            inner, *of_row = gate_IH.shape
-            gate_up = gate_IH.new_empty(count, 2 * inner, *of_row)
-            down = down_HI.new_empty(count, *down_HI.shape)
-        gate_up[i, : len(gate_IH)], gate_up[i, len(gate_IH) :], down[i] = gate_IH, up_IH, down_HI
-    return gate_up, down
+def _stack_experts(parts: LayerParts, names: Sequence[str], count: int) -> Tensor | PackedCodes:
+    """Return all experts' matrices with the rows of `names`: as codes if all have one form."""
+    for as_codes in (True, False):
+        rows = (parts.of_each_expert(name, as_codes=as_codes) for name in names)
+        matrices = (cat_rows(each, parts.dtype) for each in zip(*rows, strict=True))
+        if (held := stack(matrices, count)) is not None:
+            return held
+    raise AssertionError("numbers have one form")

@@ -16,16 +16,14 @@ from torch import Tensor
 
 from ....cluster.pages.recurrent_state_spec import RecurrentStateSpec
 from ....drafter.compute.backend import Feature, ModelStackSpec
-from ....drafter.compute.checkpoint.packed_4bit import BLOCK, WORD
+from ....drafter.compute.checkpoint.packed_codes import BLOCK
 from ....drafter.compute.checkpoint.quantization.checkpoint_quantization import CheckpointQuantization
 from ....drafter.compute.checkpoint.safetensors_reader import FLOATS
 from .attention import AttentionAxis, TargetAttention, attention_axis_size, is_attention_axis
 from .delta_net import DeltaAxis, DeltaNet, delta_axis_size, delta_parts, is_delta_axis, projections
 from .mlp_spec import (
     EXPERT_FORMS,
-    INT4_EXPERTS,
     MLP,
-    PACKED_EXPERTS,
     GatedMLP,
     MLPAxis,
     RoutedMLP,
@@ -35,12 +33,11 @@ from .mlp_spec import (
 )
 
 CheckpointDType = Literal["float32", "bfloat16", "float16"]
-# Dimensions of tensors. "one" has size 1. "_blocks" count blocks of packed weights
-# (`drafter/compute/checkpoint/packed_4bit.py`), "block_bytes" the bytes of one block, "_words" the words
-# that store INT4.
+# Dimensions of tensors. "one" has size 1. "_blocks" count blocks of MXFP4
+# (`drafter/compute/checkpoint/packed_codes.py`), "block_bytes" the bytes of one block.
 Axis = (
     Literal["hidden", "two_hidden", "backbone", "two_backbone", "vocab"]
-    | Literal["hidden_blocks", "hidden_words", "block_bytes", "one"]
+    | Literal["hidden_blocks", "block_bytes", "one"]
     | AttentionAxis
     | MLPAxis
     | DeltaAxis
@@ -292,11 +289,6 @@ class ModelSpec:
     def expert_forms(self) -> list[tuple[str, ...]]:
         return [form for form in EXPERT_FORMS if self.tensors.keys() >= set(form)]
 
-    @property
-    def has_packed_experts(self) -> bool:
-        """Whether experts are computed from their packed codes."""
-        return any(form in (PACKED_EXPERTS, INT4_EXPERTS) for form in self.expert_forms)
-
     def in_form(self, form: tuple[str, ...]) -> ModelSpec:
         """Return this model for a checkpoint that stores its experts in this form."""
         others = {part for other in self.expert_forms if other != form for part in other}
@@ -316,8 +308,6 @@ class ModelSpec:
                 return self.backbone_size * (1 if axis == "backbone" else 2)
             case "hidden_blocks":
                 return self.hidden_size // BLOCK
-            case "hidden_words":
-                return self.hidden_size // WORD
             case "block_bytes":
                 return BLOCK // 2
             case "vocab":

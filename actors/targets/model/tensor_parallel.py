@@ -148,7 +148,7 @@ class Sharding:
                 return _part(self.spec.axis_size(axis, layer), self.rank, self.world_size)
             case "expert":
                 return None if self.splits_experts(layer) else self.experts(layer)
-            case "expert_inner" | "expert_pairs" | "expert_inner_blocks" | "expert_inner_words":
+            case "expert_inner" | "expert_pairs" | "expert_inner_blocks":
                 return self._expert_slice(axis, layer)
             case _:
                 return None

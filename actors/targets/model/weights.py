@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from ....cluster.errors import CheckpointError
+from ....drafter.compute.checkpoint.dummy_weights import RandomTensors
 from ....drafter.compute.checkpoint.quantization.quantized_tensors import QuantizedFolder, open_folder
 from ....drafter.compute.checkpoint.quantized_matrix import Matrix, cat_rows
 from ....drafter.compute.checkpoint.safetensors_reader import TensorFolder, TensorSource
@@ -177,16 +178,17 @@ class TargetWeights:
             return tensor
         return tensor.to(self.dtype)
 
-    def matrix(self, part: str, layer: int) -> Matrix:
+    def matrix(self, part: str, layer: int, expert: int = 0) -> Matrix:
         """Return this rank's slice of a matrix, as codes where they are kept and no group is cut."""
         rule, tensors = self.spec.tensors[part], self._tensors
-        if not self._keeps_codes or not isinstance(tensors, QuantizedFolder) or rule.transform is not None:
-            return self.part(part, layer)
-        name = _full_name(rule, layer, self._prefixes)
+        has_codes = isinstance(tensors, QuantizedFolder | RandomTensors)
+        if not self._keeps_codes or not has_codes or rule.transform is not None:
+            return self.part(part, layer, expert)
+        name = _full_name(rule, layer, self._prefixes, expert)
         parts, dim = self._cut(rule, layer, name)
         found = tensors.codes(name, *parts, dim=dim) if len(parts) <= 1 else None
         if found is None:
-            return self.part(part, layer)
+            return self.part(part, layer, expert)
         if part in _ROTATED:
             numbers_O1 = torch.arange(len(found)).unsqueeze(1)
             found = found.rows(_arrange_for_rope(numbers_O1, part, self.spec.attention(layer)).squeeze(1))
@@ -236,11 +238,10 @@ class _LayerParts:
         found = [self.required(part) for part in parts if part in self._present]
         return torch.cat(found) if found else None
 
-    def of_each_expert(self, part: str) -> Iterator[Tensor]:
+    def of_each_expert(self, part: str, *, as_codes: bool) -> Iterator[Matrix]:
         experts = self._weights.sharding.experts(self._layer)
-        return (
-            self._weights.part(part, self._layer, expert) for expert in range(experts.start, experts.stop)
-        )
+        read = self._weights.matrix if as_codes else self._weights.part
+        return (read(part, self._layer, expert) for expert in range(experts.start, experts.stop))
 
 
 def _read_latent(parts: _LayerParts) -> LatentTensors | None:

@@ -1,34 +1,42 @@
 """Random tensors with the shapes of a checkpoint, for `load_format="dummy"` and benchmarks.
 
 Outputs are noise, but finite: matrices preserve the variance of their inputs. A name always gets the same
-values on a kind of device, so ranks that slice one tensor get parts of the same one.
+values on a kind of device, so ranks that slice one tensor get parts of the same one. Matrices that are
+published as codes are random codes where products take these.
 """
 
 from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor
 
-from .packed_4bit import BLOCK
+from .packed_codes import BLOCK
+from .quantized_matrix import Code, PackedForm, QuantizedMatrix
 
-_CODES_STD = 2.9  # standard deviation of MXFP4's sixteen values
-_INTEGERS_STD = 4.6  # standard deviation of INT4's
+# Standard deviations of the values of equally frequent codes.
+_STD: Mapping[Code, float] = {"int8": 74.0, "int4": 4.6, "e4m3": 100.0, "e2m1": 2.9}
+_E4M3_NAN = 0x7F
 
 
 class RandomTensors:
     """A `TensorSource` of given shapes: vectors are 1, biases 0, matrices of variance 1 / columns.
 
-    All have `dtype`, but a drafter's token map (`d2t`, int64) and packed weights (bytes, words).
+    All have `dtype`, but a drafter's token map (`d2t`, int64) and packed weights (bytes). `packed_form`
+    returns the form of a module's `codes`.
     """
 
     def __init__(
-        self, shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype, device: torch.device
+        self,
+        shapes: Mapping[str, tuple[int, ...]],
+        dtype: torch.dtype,
+        device: torch.device,
+        packed_form: Callable[[str], PackedForm | None] | None = None,
     ) -> None:
-        self.shapes = shapes
+        self.shapes, self._packed_form = shapes, packed_form
         self._dtype, self._device = dtype, device
         self._generator = torch.Generator(device)
 
@@ -44,19 +52,39 @@ class RandomTensors:
             return torch.randint(
                 256, shape, generator=self._generator, dtype=torch.uint8, device=self._device
             )
-        if name.endswith("_packed"):  # words of eight codes (`drafter/compute/checkpoint/packed_4bit.py`)
-            bits = torch.iinfo(torch.int32)
-            return torch.randint(
-                bits.min, bits.max, shape, generator=self._generator, dtype=torch.int32, device=self._device
-            )
-        if name.endswith("weight_scale"):
-            scale = 1 / (_INTEGERS_STD * (shape[-1] * BLOCK) ** 0.5)
-            return torch.full(shape, scale, dtype=self._dtype, device=self._device)
         if name.endswith("_scales"):
-            exponent = 127 - round(math.log2(_CODES_STD * (shape[-1] * BLOCK) ** 0.5))
-            return torch.full(shape, exponent, dtype=torch.uint8, device=self._device)
+            scale = 1 / (_STD["e2m1"] * (shape[-1] * BLOCK) ** 0.5)
+            return _equal_scales(shape, scale, torch.uint8, self._device)
         tensor = torch.randn(shape, generator=self._generator, dtype=self._dtype, device=self._device)
         return tensor.mul_(shape[-1] ** -0.5)
 
     def slice(self, name: str, rows: slice, dim: int = 0) -> Tensor:
         return self.get(name).narrow(dim, rows.start, rows.stop - rows.start)
+
+    def codes(self, name: str, part: slice | None = None, dim: int = 0) -> QuantizedMatrix | None:
+        """Return a matrix, or some rows or columns, as codes; None if products do not take its form."""
+        rows, columns = self.shapes[name]
+        form = None if self._packed_form is None else self._packed_form(name.removesuffix(".weight"))
+        group = columns if form is None or form.group is None else form.group
+        whole = slice(0, columns) if part is None or dim == 0 else part
+        if form is None or columns % BLOCK or columns % group or whole.start % group or whole.stop % group:
+            return None
+        self._generator.manual_seed(zlib.crc32(name.encode()))
+        codes = torch.randint(
+            form.num_codes, (rows, columns), generator=self._generator, dtype=torch.uint8, device=self._device
+        )
+        if form.code == "e4m3":
+            codes.masked_fill_((codes & _E4M3_NAN) == _E4M3_NAN, 0)
+        codes = codes.view(torch.int8) if form.code == "int8" else codes
+        scale = 1 / (_STD[form.code] * columns**0.5)
+        scales = _equal_scales((rows, columns // group), scale, form.scales, self._device)
+        groups = slice(whole.start // group, whole.stop // group)
+        of_rows = slice(0, rows) if part is None or dim == 1 else part
+        return QuantizedMatrix(form.code, codes[of_rows, whole], scales[of_rows, groups])
+
+
+def _equal_scales(shape: tuple[int, ...], scale: float, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return equal scales; of dtype uint8 exponents of the nearest power of two."""
+    if dtype is torch.uint8:
+        return torch.full(shape, 127 + round(math.log2(scale)), dtype=dtype, device=device)
+    return torch.full(shape, scale, dtype=dtype, device=device)

@@ -3,7 +3,7 @@
     int8   integers                             value = code * scale
     int4   unsigned integers of 4 bits          value = (code - zero) * scale; a zero of 8 if none is stored
     e4m3   bits of FP8                          value = code * scale
-    e2m1   bits of FP4 (`packed_4bit.GRID`)     value = code * scale
+    e2m1   bits of FP4 (`GRID`)                 value = code * scale
 
 A value is computed in fp32 and rounded once to the computing dtype: `dequantized` is the definition, and a
 backend's product with the packed matrix has the bits of a product with the dequantized one.
@@ -20,15 +20,17 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from .packed_4bit import GRID, ZERO
-
 Code = Literal["int8", "int4", "e4m3", "e2m1"]
 QuantizedAtLoad = Literal["int8", "int4"]
 GROUP = 32  # inputs per scale of matrices that are quantized at load
+ZERO = 8  # int4's code of 0 if no zeros are stored
+_POSITIVE = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+GRID = _POSITIVE + tuple(-value for value in _POSITIVE)  # e2m1's values by code
 _DTYPES = {"int8": torch.int8, "int4": torch.uint8, "e4m3": torch.uint8, "e2m1": torch.uint8}
 _SMALLEST_SCALE, _LARGEST_SCALE = 2.0**-100, 2.0**100
 _MAX_VALUES = 2**22  # converted at once, to stay in a core's cache
 _SIGNIFICANT = 32.0  # 2^5: an int4 code times a scale of 5 bits is exact in bf16
+_BITS_OF_2_TO_MINUS_127 = 1 << 22  # a subnormal float
 _FIRST_EXPONENT = 127  # bias of a scale that is stored as an exponent of 2 (E8M0)
 
 
@@ -71,7 +73,7 @@ class QuantizedMatrix:
     def scales(self) -> Tensor:
         """Return the scales in fp32."""
         if self.scales_OG.dtype is torch.uint8:
-            return (self.scales_OG.int() << 23).view(torch.float32)
+            return (self.scales_OG.int() << 23).clamp_(min=_BITS_OF_2_TO_MINUS_127).view(torch.float32)
         return self.scales_OG.float()
 
     def dequantized(self, dtype: torch.dtype) -> Tensor:
@@ -104,6 +106,26 @@ class QuantizedMatrix:
 
 
 Matrix = Tensor | QuantizedMatrix
+
+
+@dataclass(frozen=True, slots=True)
+class PackedForm:
+    """How products hold a matrix as codes; `group` inputs (None: a row) share a scale, and a zero if any."""
+
+    code: Code
+    group: int | None
+    scales: torch.dtype
+    zero_bytes: int
+
+    @property
+    def bytes(self) -> float:
+        """Bytes of a weight, with its share of scales and zeros."""
+        shared = 0.0 if self.group is None else (self.scales.itemsize + self.zero_bytes) / self.group
+        return shared + (0.5 if self.num_codes == 16 else 1.0)
+
+    @property
+    def num_codes(self) -> int:
+        return 16 if self.code in ("int4", "e2m1") else 256
 
 
 def _decoded(code: Code, codes_OI: Tensor) -> Tensor:

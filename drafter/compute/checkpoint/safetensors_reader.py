@@ -16,9 +16,9 @@ from ....cluster.safe_file_names import inner_name
 
 _SAFETENSORS = re.compile(r".+\.safetensors")
 
-# Dtypes used as stored; dtypes of a drafter's token map; bytes and words of packed codes.
+# Dtypes used as stored; dtypes of a drafter's token map; bytes of packed codes.
 FLOATS, INTEGERS = ("F32", "BF16", "F16", "F64"), ("I64", "I32")
-BYTES, WORDS = ("U8",), ("I32",)
+BYTES = ("U8",)
 _CODES = ("qweight", "weight_packed")  # names of packed matrices
 # Suffixes that quantizers append to a matrix's name without ".weight".
 _OF_QUANTISED = re.compile(

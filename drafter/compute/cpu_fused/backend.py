@@ -15,7 +15,9 @@ from ..block_weights import AttentionShape, BlockWeights, MixerShape, Projection
 from ..checkpoint.quantized_matrix import Matrix, QuantizedAtLoad, QuantizedMatrix, quantize
 from ..cpu_numba.backend import NumbaBackend
 from ..cpu_numba.cpu_features import bf16_instructions
+from ..eager.moe_routing import LayerRouter
 from ..layers.linear import Linear, RMSNorm
+from ..layers.moe import Route, RouterWeights
 from ..memory.kv_cache import PagedKVCache
 from .fused_forward import FusedForward, can_compile, fits_pages
 from .operators import BlockedContextWriter, PackedLinear, PagedContexts
@@ -76,6 +78,9 @@ class PackedCpuBackend(NumbaBackend):
 
     def linear_of_codes(self, weight_OH: QuantizedMatrix, bias_O: Tensor | None = None) -> Projection:
         return self._packed(weight_OH, bias_O)
+
+    def route(self, weights: RouterWeights) -> Route:
+        return LayerRouter(weights, self._linear(weights.weight_EH, weights.bias_E, None))
 
     def head(self, weight_VH: Tensor) -> Projection:
         """Return the projection to logits, with eight bits where other weights have fewer."""

@@ -15,8 +15,11 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from ..layers.linear import Activation, Linear, gate, in_fp32
-from ..layers.moe import ExpertActivation, ExpertWeights
+from ..block_weights import Projection
+from ..checkpoint.packed_codes import PackedCodes
+from ..checkpoint.quantized_matrix import Matrix
+from ..layers.linear import Activation, gate, in_fp32
+from ..layers.moe import ExpertActivation, ExpertWeights, matrices
 
 _STEEPNESS = 1.702  # alpha of gpt-oss's swiglu
 
@@ -26,20 +29,24 @@ class EagerExperts:
 
     Args:
         reads_1: counts the experts that were read; see `backend.Backend.expert_reads`.
+        linear: makes an expert's product, with codes where the weights are codes.
         gate: activation(gate) * up of a product [M, 2 I].
     """
 
     __slots__ = ("_activation", "_down_E", "_first", "_gate", "_gate_up_E", "_limit", "_reads_1")
 
     def __init__(
-        self, weights: ExpertWeights, reads_1: Tensor, gate: Callable[[Tensor, Activation], Tensor] = gate
+        self,
+        weights: ExpertWeights,
+        reads_1: Tensor,
+        linear: Callable[[Matrix, Tensor | None], Projection],
+        gate: Callable[[Tensor, Activation], Tensor] = gate,
     ) -> None:
         self._reads_1, self._gate = reads_1, gate
         self._activation: ExpertActivation = weights.activation
         self._limit, self._first = weights.limit, weights.first_expert
-        gate_up_EIH, down_EHI = weights.unpacked()
-        self._gate_up_E = _products(gate_up_EIH, weights.gate_up_bias_EI)
-        self._down_E = _products(down_EHI, weights.down_bias_EH)
+        self._gate_up_E = _products(weights.gate_up, weights.gate_up_bias_EI, linear)
+        self._down_E = _products(weights.down, weights.down_bias_EH, linear)
 
     def __call__(self, x_NH: Tensor, expert_ids_Nk: Tensor, weights_Nk: Tensor) -> Tensor:
         ids_P, num_chosen = expert_ids_Nk.flatten() - self._first, expert_ids_Nk.shape[1]
@@ -65,9 +72,13 @@ class EagerExperts:
         return ((up_MI + 1.0) * gate_MI * torch.sigmoid(_STEEPNESS * gate_MI)).to(gate_up_MI.dtype)
 
 
-def _products(weight_EOH: Tensor, bias_EO: Tensor | None) -> list[Linear]:
-    biases = [None] * len(weight_EOH) if bias_EO is None else bias_EO.unbind()
-    return [Linear(weight_OH, bias_O) for weight_OH, bias_O in zip(weight_EOH, biases, strict=True)]
+def _products(
+    weight_EOH: Tensor | PackedCodes,
+    bias_EO: Tensor | None,
+    linear: Callable[[Matrix, Tensor | None], Projection],
+) -> list[Projection]:
+    biases = [None] * weight_EOH.shape[0] if bias_EO is None else bias_EO.unbind()
+    return [linear(weight, bias_O) for weight, bias_O in zip(matrices(weight_EOH), biases, strict=True)]
 
 
 def _weighted_sum(outputs_NkH: Tensor, weights_Nk: Tensor) -> Tensor:

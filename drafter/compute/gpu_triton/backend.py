@@ -22,6 +22,7 @@ from torch import Tensor
 from ..backend import Attention, ContextWriter, DeviceCapabilities, ModelStackSpec, PlacedRows
 from ..block_weights import AttentionShape, Projection, RankSum
 from ..blocks import OperatorBackend
+from ..checkpoint.packed_codes import PackedCodes
 from ..checkpoint.quantized_matrix import GROUP, QuantizedAtLoad, QuantizedMatrix, quantize
 from ..eager.moe_routing import LayerRouter
 from ..layers.gated_delta_net import DeltaNetShape
@@ -51,7 +52,7 @@ from .linear.all_reduce_norm import sum_add_rms_norm
 from .linear.fp8_linear import QuantisedProjection, QuantisedWeight
 from .linear.gemm_choice import MeasuredChoice, Ranks
 from .linear.gemm_tiles import ProductWorkspace
-from .linear.packed_codes import PackedCodes
+from .linear.packed_codes import for_kernels
 from .linear.projections import (
     ChosenProjection,
     LayerProjection,
@@ -129,12 +130,11 @@ class TritonBackend(OperatorBackend):
         batch_invariant: a row's bits do not depend on its batch: GEMMs are Triton's with one tile height,
             attention is as in `AttentionWorkspace`, and MLA stays absorbed.
         quantization: form in which weights of projections are kept that are given in 16 bits, except those
-            of heads, routers and experts: e4m3 (`linear/fp8_linear.py`), or integers.
+            of heads and routers: e4m3 (`linear/fp8_linear.py`, but for experts), or integers.
         ranks: of the same model, which agree on kernels; None for a single one.
     """
 
     attention_batch = staticmethod(rows_from_host)
-    packed_experts = True
     keeps_codes = True
 
     def __init__(
@@ -158,9 +158,12 @@ class TritonBackend(OperatorBackend):
         return self.linear_of_blocks(weight_OH[None, None], bias_O)
 
     def linear_of_codes(self, weight_OH: QuantizedMatrix, bias_O: Tensor | None = None) -> LayerProjection:
-        codes = PackedCodes.of(weight_OH, self._device)
-        self.weight_bytes = (self.weight_bytes or 0) + codes.num_bytes
+        codes = for_kernels(PackedCodes.of(weight_OH.to(self._device)))
+        self._count_bytes(codes)
         return PackedProjection(codes, bias_O, self._sums, one_tile=self._batch_invariant)
+
+    def _count_bytes(self, codes: PackedCodes) -> None:
+        self.weight_bytes = (self.weight_bytes or 0) + codes.num_bytes
 
     def head(self, weight_VH: Tensor) -> LayerProjection:
         return self._plain_linear(weight_VH)
@@ -224,7 +227,12 @@ class TritonBackend(OperatorBackend):
         return LayerRouter(weights, project, self.norm, choose)
 
     def experts(self, weights: ExpertWeights) -> Experts:
-        return TritonExperts(weights, self._count_expert_reads(weights), one_height=self._batch_invariant)
+        if self._quantization in ("int8", "int4"):
+            weights = weights.quantized(self._quantization)
+        for weight in (weights.gate_up, weights.down):
+            if isinstance(weight, PackedCodes):
+                self._count_bytes(weight)
+        return TritonExperts(weights, self._count_experts(weights), one_height=self._batch_invariant)
 
     def norm(self, norm: RMSNorm, x_NH: Tensor) -> Tensor:
         return rms_norm(x_NH, norm.weight_H, norm.eps)
@@ -359,4 +367,5 @@ class _TritonContextWriter:
             rows.positions_N,
             rows.kv_slots[cache.group(first)],
             cache.planes(first, len(self._k_norm_LD)),
+            cache.scales_of(first, len(self._k_norm_LD)),
         )

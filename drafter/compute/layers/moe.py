@@ -10,13 +10,15 @@ Legend: N rows, E experts, k chosen per row, H hidden, I inner size of an expert
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Literal, Protocol
 
 import torch
 from torch import Tensor
 
-from ..checkpoint.packed_4bit import Packed
+from ..checkpoint.packed_codes import PackedCodes, stack
+from ..checkpoint.quantized_matrix import GROUP, Matrix, QuantizedAtLoad, quantize
 from .linear import RMSNorm
 
 # Only experts have `swiglu_clamped` (gpt-oss): (v + 1) g sigmoid(1.702 g), v = clamp(up, -limit, limit), g =
@@ -76,7 +78,7 @@ class ExpertWeights:
     """One layer's experts on one rank: E whole ones, or a slice of the inner size of all.
 
     Attributes:
-        gate_up: [E, 2 I, H], gate rows, then up rows; it and `down` may be packed.
+        gate_up: [E, 2 I, H], gate rows, then up rows; it and `down` may be codes.
         down: [E, H, I].
         gate_up_bias_EI: [E, 2 I] in the order of `gate_up`.
         down_bias_EH: part of the weighted sum; zero on all but one rank if the inner size is split.
@@ -84,8 +86,8 @@ class ExpertWeights:
         first_expert: id in the model of this rank's first; other ranks' experts contribute 0.
     """
 
-    gate_up: Tensor | Packed
-    down: Tensor | Packed
+    gate_up: Tensor | PackedCodes
+    down: Tensor | PackedCodes
     gate_up_bias_EI: Tensor | None = None
     down_bias_EH: Tensor | None = None
     activation: ExpertActivation = "silu"
@@ -96,17 +98,32 @@ class ExpertWeights:
     def device(self) -> torch.device:
         return self.down.device
 
-    def dequantised(self, dtype: torch.dtype) -> ExpertWeights:
-        """Return a copy with dequantized weights, for backends that take no packed ones."""
-        return replace(self, gate_up=_plain(self.gate_up, dtype), down=_plain(self.down, dtype))
+    def dequantized(self, dtype: torch.dtype) -> ExpertWeights:
+        """Return a copy with dequantized weights, for backends that take no codes."""
+        return self._map(lambda weight: weight if isinstance(weight, Tensor) else weight.dequantized(dtype))
 
-    def unpacked(self) -> tuple[Tensor, Tensor]:
-        assert isinstance(self.gate_up, Tensor) and isinstance(self.down, Tensor), "they are dequantized"
-        return self.gate_up, self.down
+    def quantized(self, kind: QuantizedAtLoad) -> ExpertWeights:
+        """Return a copy with weights that are plain, and have whole groups of inputs, as integers."""
+
+        def of_kind(weight: Tensor | PackedCodes) -> Tensor | PackedCodes:
+            if not isinstance(weight, Tensor) or weight.shape[2] % GROUP:
+                return weight
+            codes = stack((quantize(weight_OI, kind) for weight_OI in weight), len(weight))
+            assert codes is not None, "all are quantized alike"
+            return codes
+
+        return self._map(of_kind)
+
+    def _map(self, change: Callable[[Tensor | PackedCodes], Tensor | PackedCodes]) -> ExpertWeights:
+        return replace(self, gate_up=change(self.gate_up), down=change(self.down))
 
 
-def _plain(weight: Tensor | Packed, dtype: torch.dtype) -> Tensor:
-    return weight if isinstance(weight, Tensor) else weight.dequantised(dtype)
+def matrices(weight_EOI: Tensor | PackedCodes) -> Iterator[Matrix]:
+    """Yield each expert's matrix [O, I]."""
+    if isinstance(weight_EOI, Tensor):
+        yield from weight_EOI
+    else:
+        yield from (weight_EOI.matrix(expert) for expert in range(weight_EOI.shape[0]))
 
 
 class Route(Protocol):

@@ -97,6 +97,8 @@ class PagedKVCache:
         self._groups = tuple(place.group for place in places)
         self._scales = tuple(scales) or (UNSCALED,) * len(places)
         assert len(self._scales) == len(places), "one pair of scales per layer"
+        is_scaled = any(pair != UNSCALED for pair in self._scales)
+        self._scales_L2 = torch.tensor(self._scales, device=self.device) if is_scaled else None
         self._divisors_w = tuple(self._divisors(layer) for layer in range(len(places)))
 
     def _split_heads(self, layer: int) -> tuple[Tensor, Tensor]:
@@ -138,6 +140,10 @@ class PagedKVCache:
     def scales(self, layer: int) -> KVScales:
         return self._scales[layer]
 
+    def scales_of(self, first: int, count: int) -> Tensor | None:
+        """Return the scales of consecutive layers, fp32 [count, 2]; None if the cache has none."""
+        return None if self._scales_L2 is None else self._scales_L2[first : first + count]
+
     def pages(self, layer: int) -> Tensor:
         """Return a layer's pages [P + 1, S, w]."""
         return self._layer_pages[layer]
@@ -173,8 +179,12 @@ class PagedKVCache:
         _copy_rows(self._slots_1Nw[layer][0], 0, slots_N, kv_Nw, self._divisors_w[layer])
 
     def write_all(self, first: int, slots_N: Tensor, kv_LN2KD: Tensor) -> None:
-        """Write rows of consecutive layers of one group, as `write` does. They have no scales."""
-        _copy_rows(self.planes(first, len(kv_LN2KD)).flatten(1, 2), 1, slots_N, kv_LN2KD)
+        """Write rows of consecutive layers of one group, as `write` does."""
+        if self.scales_of(first, len(kv_LN2KD)) is None:
+            _copy_rows(self.planes(first, len(kv_LN2KD)).flatten(1, 2), 1, slots_N, kv_LN2KD)
+            return
+        for layer, kv_N2KD in enumerate(kv_LN2KD, first):
+            self.write(layer, slots_N, kv_N2KD.flatten(1))
 
     def compact_rows(self, source_slots: Tensor, target_slots: Tensor) -> None:
         """Move rows of all planes, int64 slots of any shape, as if all were read before one is written.

@@ -8,20 +8,29 @@ of a block.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Literal
 
 import torch
 from torch import Tensor
 
-from ....drafter.compute.checkpoint.packed_4bit import BLOCK, MXFP4, Int4, Packed
+from ....drafter.compute.checkpoint.packed_codes import BLOCK, PackedCodes
+from ....drafter.compute.checkpoint.quantized_matrix import Code
 from ....drafter.compute.eager.backend import EagerBackend
 from ....drafter.compute.layers.moe import ExpertActivation, ExpertWeights
 from .case import Case, checks_of_served
 from .checks import Check, off_by
 from .subject import KernelInputs, MachineKind
 
+# Kind of codes, inputs per scale, and root mean square of codes.
+_FORMS: Mapping[str, tuple[Code, int, float]] = {
+    "mxfp4": ("e2m1", BLOCK, 2.9),
+    "int4": ("int4", BLOCK, 4.6),
+    "e4m3": ("e4m3", 128, 69.0),
+    "nvfp4": ("e2m1", 16, 2.9),
+}
 _HALF, _FP32 = 8, 256  # bounds in units of the last place
 _LIMIT = 1.0  # of the clamp; many values exceed it
 # Numbers of rows for tiles of 16, 32, 64 and 128 (row, expert) pairs, by experts per row.
@@ -31,7 +40,7 @@ _SMALL_ROWS = (5, 20, 40, 70)
 
 @dataclass(frozen=True, slots=True)
 class ExpertKind:
-    """The experts of a model; `places` experts per row; plain weights if `packed` is None."""
+    """The experts of a model; `places` experts per row; plain weights if `codes` is None."""
 
     name: str
     hidden: int
@@ -39,7 +48,7 @@ class ExpertKind:
     experts: int
     places: int
     activation: ExpertActivation
-    packed: type[Packed] | None = None
+    codes: Literal["mxfp4", "int4", "e4m3", "nvfp4"] | None = None
 
     def rows(self, place: MachineKind) -> tuple[int, ...]:
         """Return numbers of rows that use tiles of every height."""
@@ -48,20 +57,20 @@ class ExpertKind:
 
 QWEN3_30B = ExpertKind("plain, SiLU", 2048, 768, 128, 8, "silu")
 GEMMA4_26B = ExpertKind("plain, GELU", 2816, 704, 128, 8, "gelu_tanh")
-GPT_OSS_20B = ExpertKind("MXFP4, clamped", 2880, 2880, 32, 4, "swiglu_clamped", MXFP4)
-KIMI_K2 = ExpertKind("INT4, SiLU", 7168, 2048, 48, 8, "silu", Int4)  # the share of one of eight GPUs
-_SMALL = {"hidden": 192, "inner": 64, "experts": 4, "places": 2}
+GPT_OSS_20B = ExpertKind("MXFP4, clamped", 2880, 2880, 32, 4, "swiglu_clamped", "mxfp4")
+KIMI_K2 = ExpertKind("INT4, SiLU", 7168, 2048, 48, 8, "silu", "int4")  # the share of one of eight GPUs
+DEEPSEEK_V3 = ExpertKind("FP8 in blocks, SiLU", 7168, 2048, 32, 8, "silu", "e4m3")  # likewise
+NVFP4_30B = replace(QWEN3_30B, name="NVFP4, SiLU", codes="nvfp4")
+_SMALL = {"hidden": 256, "inner": 128, "experts": 4, "places": 2}
 
 
 def expert_kinds(place: MachineKind) -> list[ExpertKind]:
-    kinds = [QWEN3_30B, GEMMA4_26B, GPT_OSS_20B, KIMI_K2]
+    kinds = [QWEN3_30B, GEMMA4_26B, GPT_OSS_20B, KIMI_K2, DEEPSEEK_V3, NVFP4_30B]
     return kinds if place.device.type == "cuda" else [replace(kind, **_SMALL) for kind in kinds]
 
 
-def bytes_of(weight: Tensor | Packed) -> int:
-    if isinstance(weight, Tensor):
-        return weight.nbytes
-    return weight.blocks_EOBJ.nbytes + weight.scales_EOB.nbytes
+def bytes_of(weight: Tensor | PackedCodes) -> int:
+    return weight.nbytes if isinstance(weight, Tensor) else weight.num_bytes
 
 
 def expert_checks(place: MachineKind, *, quick: bool) -> Iterator[Check]:
@@ -82,12 +91,12 @@ def _error(inputs: KernelInputs, kind: ExpertKind, quick: bool) -> float:
 
 def random_experts(inputs: KernelInputs, kind: ExpertKind) -> ExpertWeights:
     experts, hidden, inner = kind.experts, kind.hidden, kind.inner
-    make = {None: _plain, MXFP4: _mxfp4, Int4: _int4}[kind.packed]
+    has_bias = kind.codes == "mxfp4"
     return ExpertWeights(
-        gate_up=make(inputs, experts, 2 * inner, hidden),
-        down=make(inputs, experts, hidden, inner),
-        gate_up_bias_EI=inputs.randn(experts, 2 * inner) if kind.packed is MXFP4 else None,
-        down_bias_EH=inputs.randn(experts, hidden) if kind.packed is MXFP4 else None,
+        gate_up=_weight(inputs, kind, experts, 2 * inner, hidden),
+        down=_weight(inputs, kind, experts, hidden, inner),
+        gate_up_bias_EI=inputs.randn(experts, 2 * inner) if has_bias else None,
+        down_bias_EH=inputs.randn(experts, hidden) if has_bias else None,
         activation=kind.activation,
         limit=_LIMIT if kind.activation == "swiglu_clamped" else None,
     )
@@ -101,30 +110,27 @@ def random_rows(inputs: KernelInputs, kind: ExpertKind, num_rows: int) -> tuple[
     return x_NH, ids_Nk.to(torch.int32), weights_Nk / weights_Nk.sum(-1, keepdim=True)
 
 
-def _plain(inputs: KernelInputs, experts: int, num_out: int, num_in: int) -> Tensor:
-    return inputs.weight(experts * num_out, num_in).unflatten(0, (experts, num_out))
-
-
-def _mxfp4(inputs: KernelInputs, experts: int, num_out: int, num_in: int) -> MXFP4:
-    """Make random codes with scales that keep a product's magnitude; the root mean square of codes is 2.9."""
-    shape, device = (experts, num_out, num_in // BLOCK), inputs.place.device
+def _weight(
+    inputs: KernelInputs, kind: ExpertKind, experts: int, num_out: int, num_in: int
+) -> Tensor | PackedCodes:
+    """Make random weights that keep a product's magnitude; codes have their root mean square."""
+    if kind.codes is None:
+        return inputs.weight(experts * num_out, num_in).unflatten(0, (experts, num_out))
+    device = inputs.place.device
     random = torch.Generator(device).manual_seed(0)
-    middle = 127 - round(torch.log2(torch.tensor(2.9 * num_in**0.5)).item())
-    scales = torch.randint(middle - 1, middle + 2, shape, dtype=torch.uint8, device=device, generator=random)
-    return MXFP4(_codes(shape, random), scales)
-
-
-def _int4(inputs: KernelInputs, experts: int, num_out: int, num_in: int) -> Int4:
-    """Make random codes with scales that keep a product's magnitude; the root mean square of codes is 4.6."""
-    shape, device = (experts, num_out, num_in // BLOCK), inputs.place.device
-    random = torch.Generator(device).manual_seed(0)
-    sizes = torch.rand(shape, device=device, generator=random) + 0.5
-    return Int4(_codes(shape, random), (sizes / (4.6 * num_in**0.5)).to(inputs.dtype))
-
-
-def _codes(shape: tuple[int, ...], random: torch.Generator) -> Tensor:
-    shape = (*shape, BLOCK // 2)
-    return torch.randint(0, 256, shape, dtype=torch.uint8, device=random.device, generator=random)
+    code, group, deviation = _FORMS[kind.codes]
+    width = num_in if code == "e4m3" else num_in // 2
+    made = {"device": device, "generator": random}
+    codes = torch.randint(0, 256, (experts, num_out, width), dtype=torch.uint8, **made)
+    if code == "e4m3":
+        codes &= 0xF7  # neither NaN nor the largest numbers
+    shape, size = (experts, num_out, num_in // group), 1 / (deviation * num_in**0.5)
+    if kind.codes == "mxfp4":
+        middle = 127 + round(torch.log2(torch.tensor(size)).item())
+        exponents = torch.randint(middle - 1, middle + 2, shape, **made)
+        return PackedCodes(code, codes, exponents.to(torch.uint8))
+    sizes = (torch.rand(shape, **made) + 0.5) * size
+    return PackedCodes(code, codes, sizes.to(inputs.dtype) if code == "int4" else sizes)
 
 
 def exact_experts(weights: ExpertWeights, x_NH: Tensor, expert_ids_Nk: Tensor, weights_Nk: Tensor) -> Tensor:
@@ -139,10 +145,9 @@ def exact_experts(weights: ExpertWeights, x_NH: Tensor, expert_ids_Nk: Tensor, w
 def _single_expert(weights: ExpertWeights, expert: int) -> ExpertWeights:
     at = slice(expert, expert + 1)
 
-    def cut(weight: Tensor | Packed) -> Tensor:
-        if isinstance(weight, Packed):
-            packed = type(weight)(weight.blocks_EOBJ[at], weight.scales_EOB[at])
-            return packed.dequantised(torch.float32).double()  # exact in fp32
+    def cut(weight: Tensor | PackedCodes) -> Tensor:
+        if isinstance(weight, PackedCodes):
+            return weight.matrix(expert).dequantized(torch.float32).double()[None]  # rounded once, to fp32
         return weight[at].double()
 
     gate_up_bias_EI, down_bias_EH = weights.gate_up_bias_EI, weights.down_bias_EH

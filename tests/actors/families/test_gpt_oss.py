@@ -16,7 +16,7 @@ from manta.actors.targets.model.mlp_weights import RoutedTensors
 from manta.actors.targets.model.tensor_parallel import Sharding
 from manta.actors.targets.model.weights import LayerWeights, TargetWeights
 from manta.cluster.errors import CheckpointError
-from manta.drafter.compute.checkpoint.packed_4bit import MXFP4
+from manta.drafter.compute.checkpoint.packed_codes import PackedCodes
 from manta.drafter.compute.cpu_numba.backend import NumbaBackend
 from manta.drafter.compute.layers.linear import RMSNorm
 from manta.drafter.compute.layers.moe import ExpertWeights
@@ -114,12 +114,12 @@ def test_packed_experts_stay_packed_and_their_rows_are_deinterleaved(published: 
         published, dtype=torch.float32, quantization_config=Mxfp4Config(dequantize=True)
     )
     experts, right = experts_of(published), theirs.model.layers[1].mlp.experts
-    assert isinstance(experts.gate_up, MXFP4) and isinstance(experts.down, MXFP4)
-    gate_up_EOI = experts.gate_up.dequantised(torch.float32)
+    assert isinstance(experts.gate_up, PackedCodes) and isinstance(experts.down, PackedCodes)
+    gate_up_EOI = experts.gate_up.dequantized(torch.float32)
     gate_EIH, up_EIH = gate_up_EOI.chunk(2, dim=1)
     assert torch.equal(gate_EIH, right.gate_up_proj[..., 0::2].transpose(1, 2))
     assert torch.equal(up_EIH, right.gate_up_proj[..., 1::2].transpose(1, 2))
-    assert torch.equal(experts.down.dequantised(torch.float32), right.down_proj.transpose(1, 2))
+    assert torch.equal(experts.down.dequantized(torch.float32), right.down_proj.transpose(1, 2))
 
 
 @pytest.mark.parametrize("form", ["saved", "published"])
@@ -164,8 +164,8 @@ def test_ranks_have_the_sinks_of_their_heads_and_rank_0_the_biases_of_sums(saved
     assert experts_of(saved, 0, 2).down_bias_EH is not None and experts_of(saved, 1, 2).down_bias_EH is None
 
 
-def plain(weight: torch.Tensor | MXFP4) -> torch.Tensor:
-    return weight.dequantised(torch.float32) if isinstance(weight, MXFP4) else weight
+def plain(weight: torch.Tensor | PackedCodes) -> torch.Tensor:
+    return weight.dequantized(torch.float32) if isinstance(weight, PackedCodes) else weight
 
 
 def test_sizes_must_be_multiples_of_a_block(published: Path, tmp_path: Path) -> None:

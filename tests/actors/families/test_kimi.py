@@ -122,8 +122,7 @@ def test_eight_ranks_share_heads_and_groups_of_experts_and_repeat_latents() -> N
     assert last.slice_of("latent_heads", 0) == slice(56 * 256, 64 * 256)
     assert last.slice_of("attended", 0) == slice(56 * 128, 64 * 128)
     assert last.slice_of("latent_key", 0) is None and last.slice_of("q_rank", 0) is None
-    assert last.slice_of("expert_inner_words", 1) == slice(7 * 32, 8 * 32)
-    assert last.slice_of("expert_inner_blocks", 1) == slice(7 * 8, 8 * 8)
+    assert last.slice_of("expert_inner", 1) == slice(7 * 256, 8 * 256)
     assert {kind.width for kind in last.kv_geometries()} == {576}
 
 
@@ -142,10 +141,7 @@ def test_kimi_k2_fits_eight_h200s_packed_and_sixteen_dequantized() -> None:
     packed = room("Kimi-K2.6", 8, "colocated")
     assert packed.weights_bytes / 1e9 == pytest.approx(594 / 8 + 6.6, rel=0.05), "beside the whole drafter"
     assert packed.largest_batch > 8
-    with pytest.raises(PlacementError, match="Set --max-model-len to at most 40576"):
-        room("Kimi-K2-Instruct", 16, None)
-    demand = LayoutDemand(max_model_len=16384, context=4096)
-    assert room("Kimi-K2-Instruct", 16, None).largest_batch > 4
+    assert room("Kimi-K2-Instruct", 16, None).largest_batch > 8
     with pytest.raises(PlacementError, match="To serve it, shard it over 16 GPUs"):
         room("Kimi-K2-Instruct", 8, None)
 

@@ -84,7 +84,7 @@ def test_weights_in_the_declared_form_are_read_as_codes(name: str, tmp_path: Pat
         rule = spec.tensors["delta_out" if parts.delta is not None else "o"]
         module = f"{body}{rule.name.format(layer=layer)}".removesuffix(".weight")
         is_packed = isinstance(parts.o_HO, QuantizedMatrix)
-        assert is_packed == (spec.quantization.packed_bytes(module) is not None)
+        assert is_packed == (spec.quantization.packed_form(module) is not None)
         kept += is_packed
     assert kept or any(layer.routed for layer in spec.layers), "some have quantized experts alone"
 

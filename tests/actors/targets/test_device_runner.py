@@ -17,7 +17,7 @@ from manta.actors.targets.runners.cuda_graphs import PassKind, StepKinds
 from manta.actors.targets.runners.tp_sampling import best_of_ranks
 from manta.cluster.errors import ConfigError
 from manta.cluster.step.scheduler_output import Trim
-from manta.drafter.compute.checkpoint.packed_4bit import MXFP4
+from manta.drafter.compute.checkpoint.packed_codes import PackedCodes
 from manta.drafter.compute.gpu_triton.moe import moe as experts
 from manta.drafter.compute.gpu_triton.moe.moe_align import ExpertTiles
 from support.checkpoints.drafter_checkpoints import deepspec_gemma4, random_tensors
@@ -59,13 +59,13 @@ def test_packed_experts_stay_packed_in_products_and_change_no_token(
     expected, _ = generate(target, None, "torch", params)
     multiply, found = experts.multiply_tiles, set[type]()
 
-    def watched(x: Tensor, weights: Tensor | MXFP4, tiles: ExpertTiles, **more: Any) -> Tensor:
+    def watched(x: Tensor, weights: Tensor | PackedCodes, tiles: ExpertTiles, **more: Any) -> Tensor:
         found.add(type(weights))
         return multiply(x, weights, tiles, **more)
 
     monkeypatch.setattr(experts, "multiply_tiles", watched)
     assert generate(target, None, "triton", params)[0] == expected
-    assert found == {MXFP4}
+    assert found == {PackedCodes}
 
 
 @pytest.mark.parametrize("family", FAMILIES_HERE)

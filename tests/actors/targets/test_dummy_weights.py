@@ -18,7 +18,8 @@ from manta.actors.targets.model.tensor_parallel import Sharding
 from manta.cluster.config import EngineConfig, SpeculativeConfig
 from manta.cluster.errors import CheckpointError, ConfigError
 from manta.drafter.compute.checkpoint.dummy_weights import RandomTensors
-from manta.drafter.compute.checkpoint.packed_4bit import MXFP4
+from manta.drafter.compute.checkpoint.packed_codes import PackedCodes
+from manta.drafter.compute.checkpoint.quantized_matrix import QuantizedMatrix
 from manta.drafter.dflash.config import DrafterConfig
 from manta.jobs.cli import main
 from support.checkpoints.families import FAMILIES
@@ -102,10 +103,40 @@ def test_packed_dummy_experts_are_bytes(tmp_path: Path) -> None:
     packed = {"quantization_config": {"quant_method": "mxfp4"}}
     plan = plan_load(settings(folder, load_format="dummy", hf_overrides=packed))
     mlp = Checkpoints().target(plan, Sharding(plan.target, 0, 1)).layer(0).mlp
-    assert isinstance(mlp, RoutedTensors) and isinstance(mlp.experts.down, MXFP4)
-    assert mlp.experts.down.blocks_EOBJ.dtype is torch.uint8
-    values = mlp.experts.down.dequantised(torch.float32)
+    assert isinstance(mlp, RoutedTensors) and isinstance(mlp.experts.down, PackedCodes)
+    assert mlp.experts.down.codes.dtype is torch.uint8
+    values = mlp.experts.down.dequantized(torch.float32)
     assert values.shape == (8, 64, 64) and float(values.std()) == pytest.approx(64**-0.5, rel=0.4)
+
+
+@pytest.mark.parametrize(
+    ("stated", "code"),
+    [
+        ({"quant_method": "fp8", "weight_block_size": [32, 32]}, "e4m3"),
+        ({"quant_method": "awq", "bits": 4, "group_size": 32, "version": "gemm"}, "int4"),
+        ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, "e2m1"),
+    ],
+    ids=["FP8", "AWQ", "NVFP4"],
+)
+def test_dummy_matrices_are_codes_where_products_take_these(
+    tmp_path: Path, stated: dict[str, object], code: str
+) -> None:
+    folder = make_tiny_target(tmp_path, "qwen3_moe", moe_intermediate_size=64)
+    how = {"load_format": "dummy", "dtype": "bfloat16", "hf_overrides": {"quantization_config": stated}}
+    plan = plan_load(settings(folder, **how))
+
+    def layer_of(rank: int, ranks: int) -> tuple[QuantizedMatrix, PackedCodes]:
+        layer = Checkpoints().target(plan, Sharding(plan.target, rank, ranks)).layer(0)
+        assert isinstance(layer.o_HO, QuantizedMatrix) and isinstance(layer.mlp, RoutedTensors)
+        assert isinstance(layer.mlp.experts.down, PackedCodes)
+        return layer.o_HO, layer.mlp.experts.down
+
+    (o, down), (o_part, down_part) = layer_of(0, 1), layer_of(1, 2)
+    assert o.code == down.code == code
+    values = down.dequantized(torch.float32)
+    assert float(values.std()) == pytest.approx(64**-0.5, rel=0.1) and values.isfinite().all()
+    assert down_part.dequantized(torch.float32).equal(values[:, :, 32:])
+    assert o_part.dequantized(torch.float32).equal(o.dequantized(torch.float32)[:, o_part.shape[1] :])
 
 
 def test_dummy_tensors_keep_variance_and_map_tokens_to_themselves() -> None:

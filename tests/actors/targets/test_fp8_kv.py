@@ -19,7 +19,7 @@ from manta.actors.targets.loading.load_plan import plan_load
 from manta.actors.targets.loading.memory_budget import affordable_pages, page_bytes
 from manta.cluster.errors import ConfigError
 from manta.cluster.pages.kv_cache_groups import KVCacheSpec
-from manta.drafter.compute.checkpoint.packed_4bit import MXFP4
+from manta.drafter.compute.checkpoint.packed_codes import PackedCodes
 from manta.drafter.compute.gpu_triton.common.e4m3 import as_stored
 from manta.drafter.compute.gpu_triton.moe import moe as gpu_experts
 from manta.drafter.compute.memory.kv_cache import E4M3_MAX, KVScales, PagedKVCache
@@ -88,7 +88,7 @@ def test_packed_experts_over_e4m3_give_the_definitions_tokens(tmp_path: Path) ->
         patch.setattr(gpu_experts, "multiply_tiles", watched)
         got, stats = generate(target, drafter, "triton", kv_cache_dtype="fp8")
     assert got == expected
-    assert stats.num_drafts > 0 and multiplied == {MXFP4}
+    assert stats.num_drafts > 0 and multiplied == {PackedCodes}
 
 
 @pytest.mark.parametrize("backend", ["torch", "triton"])

@@ -9,11 +9,12 @@ import numpy as np
 import pytest
 import torch
 from manta.actors.targets.loading.load_plan import plan_load
-from manta.actors.targets.loading.rank_loader import Checkpoints, load_runner
+from manta.actors.targets.loading.rank_loader import Checkpoints, load_runner, start_runner
 from manta.actors.targets.loading.weight_report import WeightCounts
-from manta.actors.targets.model.mlp_weights import DenseTensors
+from manta.actors.targets.model.mlp_weights import DenseTensors, RoutedTensors
 from manta.actors.targets.model.tensor_parallel import Sharding
 from manta.cluster.errors import ConfigError
+from manta.drafter.compute.checkpoint.packed_codes import PackedCodes
 from manta.drafter.compute.checkpoint.quantized_matrix import QuantizedMatrix
 from manta.drafter.compute.cpu_fused.backend import FusedCpuBackend
 from manta.drafter.compute.cpu_numba.cpu_features import bf16_instructions
@@ -125,6 +126,42 @@ def test_a_load_reports_what_stays_packed_of_each_model(
     before = WeightCounts.of(shared)
     load_drafter(drafter, facts, None, torch.bfloat16, "cpu", shared)  # type: ignore[arg-type]
     assert WeightCounts.of(shared, before) == WeightCounts.of(alone) and before.packed_bytes > 0
+
+
+@pytest.mark.parametrize("name", DECODED if WHOLE else ("ct_w4a16", "modelopt_nvfp4"))
+def test_experts_stay_packed_and_give_the_tokens_of_dequantized_ones(
+    name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Between compiled loops, in bf16, by the same kind of products."""
+    sizes = {"num_hidden_layers": 2, "moe_intermediate_size": 64, "head_dim": 32}
+    quantized, _ = publish(make_tiny_target(tmp_path / "saved", "qwen3_moe", **sizes), tmp_path, name)
+    plan = plan_load(settings(quantized, **{**BF16, "dtype": "auto"}))
+    assert (plan.attention_backend, plan.dtype) == ("torch", torch.bfloat16)
+    expected = tokens_by_steps(start_runner(plan, Checkpoints(dequantizes=True))[0], PROMPTS, 8)
+    with caplog.at_level(logging.INFO):
+        assert tokens_by_steps(start_runner(plan, Checkpoints())[0], PROMPTS, 8) == expected
+    assert "2 of its 2 products of experts and" in caplog.text, "the second layer is dense"
+    mlp = Checkpoints().target(plan, Sharding(plan.target, 0, 1)).layer(0).mlp
+    assert isinstance(mlp, RoutedTensors) and isinstance(mlp.experts.down, PackedCodes)
+
+
+def test_ranks_cut_experts_at_groups_or_have_whole_ones(tmp_path: Path) -> None:
+    """64 inner states are two groups of 32: by four ranks they do not divide, but eight experts do."""
+    saved = make_tiny_target(
+        tmp_path / "saved", "qwen3_moe", num_hidden_layers=1, moe_intermediate_size=64, num_key_value_heads=4
+    )
+    plan = plan_load(settings(publish(saved, tmp_path, "ct_w4a16_asymmetric")[0], **BF16))
+
+    def down_of(rank: int, ranks: int) -> tuple[torch.Tensor, int]:
+        mlp = Checkpoints().target(plan, Sharding(plan.target, rank, ranks)).layer(0).mlp
+        assert isinstance(mlp, RoutedTensors) and isinstance(mlp.experts.down, PackedCodes)
+        return mlp.experts.down.dequantized(torch.bfloat16), mlp.experts.first_expert
+
+    whole, _ = down_of(0, 1)
+    halves = [down_of(rank, 2) for rank in (0, 1)]
+    assert torch.cat([half for half, _ in halves], 2).equal(whole) and halves[1][1] == 0
+    quarters = [down_of(rank, 4) for rank in range(4)]
+    assert torch.cat([quarter for quarter, _ in quarters]).equal(whole) and quarters[3][1] == 6
 
 
 @pytest.mark.parametrize("name", ["ct_w4a16", "awq"])

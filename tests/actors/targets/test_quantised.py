@@ -16,6 +16,7 @@ from manta.cluster.config import SpeculativeConfig
 from manta.cluster.errors import ConfigError
 from manta.drafter.compute.gpu_triton.linear.fp8_linear import QuantisedWeight
 from safetensors.torch import load_file, save_file
+from support.checkpoints.tiny import make_tiny_target
 from support.engines.device_engines import CASES, opened
 from support.engines.steps import settings
 from support.oracles.quantized_checkpoints import DEQUANTIZED, FORMATS, publish
@@ -97,6 +98,22 @@ def test_published_codes_stay_packed_where_they_can_and_speculation_changes_no_t
         assert tokens_of(llm, CASES, PARAMS) == expected
         assert llm.stats().num_drafts > 0
     assert ("packed weights of the target" in caplog.text) == (name not in DEQUANTIZED)
+
+
+EXPERTS = ("ct_fp8_channel", "modelopt_nvfp4", "ct_w4a16_asymmetric", "ct_w8a16")
+
+
+@pytest.mark.parametrize("name", EXPERTS if WHOLE else EXPERTS[:2])
+def test_published_experts_stay_packed_and_change_no_token(
+    name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    sizes = {"num_hidden_layers": 2, "moe_intermediate_size": 64, "seed": 5}
+    target, plain = publish(make_tiny_target(tmp_path / "saved", "qwen3_moe", **sizes), tmp_path, name)
+    with opened(plain, None, "torch") as llm:
+        expected = tokens_of(llm, CASES, PARAMS)
+    with caplog.at_level(logging.INFO), opened(target, None, "triton") as llm:
+        assert tokens_of(llm, CASES, PARAMS) == expected
+    assert "2 of its 2 products of experts and" in caplog.text
 
 
 def test_quantization_without_gpu_kernels_is_refused(tiny_qwen3: Path, tiny_drafter: Path) -> None:

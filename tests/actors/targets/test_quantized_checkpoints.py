@@ -19,7 +19,7 @@ from manta.actors.targets.loading.weight_report import WeightCounts, describe_we
 from manta.actors.targets.model.tensor_parallel import Sharding
 from manta.actors.targets.model.weights import TargetWeights
 from manta.cluster.errors import CheckpointError
-from manta.drafter.compute.checkpoint.packed_4bit import Packed
+from manta.drafter.compute.checkpoint.packed_codes import PackedCodes
 from safetensors.torch import load_file, save_file
 from support.checkpoints.tiny import make_tiny_drafter, make_tiny_target
 from support.engines.steps import settings
@@ -81,8 +81,8 @@ def weights_of(folder: Path, rank: int = 0, ranks: int = 1) -> TargetWeights:
 
 def tensors_of(value: object, at: str = "") -> Iterator[tuple[str, torch.Tensor]]:
     """Yield all tensors of a layer by the path of their fields; packed ones dequantized."""
-    if isinstance(value, Packed):
-        yield at, value.dequantised(torch.float32)
+    if isinstance(value, PackedCodes):
+        yield at, value.dequantized(torch.float32)
     elif isinstance(value, torch.Tensor):
         yield at, value
     elif is_dataclass(value):

@@ -67,8 +67,9 @@ def qwen(folders: Path) -> ReadPair:
 def test_a_ranks_planned_weights_equal_its_loaded_ones(folders: Path, name: str) -> None:
     spec, found = read_model(folders / name), read(folders, name)
     for ranks in found.pair.tp_sizes:
+        # Dense products have the mean size over all, although ranks divide packed ones and repeat routers.
         mine = Sharding(spec, 0, ranks)
-        assert found.pair.target_bytes(ranks) == pytest.approx(rank_bytes(spec, mine), rel=2e-3)
+        assert found.pair.target_bytes(ranks) == pytest.approx(rank_bytes(spec, mine), rel=3e-3)
 
 
 @pytest.mark.parametrize(("name", "ranks"), list(zip(WITH_MTP, cycle((1, 4)))))
@@ -129,11 +130,12 @@ def rank_bytes(spec: ModelSpec, sharding: Sharding, beside_layers: Sequence[str]
         return experts.stop - experts.start
 
     def itemsize(part: str, layer: int) -> float:
-        dense = ("o", *(f"{at}{name}" for at in ("", "shared_") for name in ("gate", "up", "down")))
-        if spec.quantization is not None and part in (*spec.qkv_parts(layer), *dense):
-            module = f"model.{spec.tensors[part].name.format(layer=layer)}".removesuffix(".weight")
-            return spec.quantization.packed_bytes(module) or 2
-        return 4 if part.endswith("_packed") else 1 if part.endswith(("_blocks", "_scales")) else 2
+        mlps = (f"{at}{name}" for at in ("", "shared_", "expert_") for name in ("gate", "up", "down"))
+        if spec.quantization is not None and part in (*spec.qkv_parts(layer), "o", *mlps):
+            module = f"model.{spec.tensors[part].name.format(layer=layer, expert=0)}".removesuffix(".weight")
+            form = spec.quantization.packed_form(module)
+            return 2 if form is None else form.bytes
+        return 1 if part.endswith(("_blocks", "_scales")) else 2
 
     def size(part: str, layer: int) -> float:
         each = times(part, layer) * itemsize(part, layer)

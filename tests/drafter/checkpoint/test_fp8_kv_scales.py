@@ -19,8 +19,9 @@ from manta.cluster.errors import CheckpointError
 from manta.cluster.pages.kv_cache_groups import KVCacheSpec
 from manta.drafter.compute.memory.kv_cache import UNSCALED, KVScales, PagedKVCache
 from safetensors.torch import load_file, save_file
+from support.checkpoints.eagle3_checkpoints import speculators, write
 from support.checkpoints.mtp_targets import make_mtp_target
-from support.checkpoints.tiny import make_tiny_target
+from support.checkpoints.tiny import make_tiny_drafter, make_tiny_target
 from support.engines.device_engines import generate
 from support.engines.steps import settings
 from support.oracles.decoder_requests import Requests, load
@@ -163,6 +164,38 @@ def test_a_layer_for_multi_token_prediction_has_scales_of_its_own(tmp_path: Path
     runner, _ = load_runner(plan.config)
     drafts = runner.drafts._proposer.cache  # type: ignore[attr-defined]
     assert drafts.scales(0) == KVScales(0.25, torch.tensor(0.0017).item())
+
+
+@pytest.mark.parametrize("method", ["dflash", "eagle3"])
+def test_a_drafters_scales_are_used_and_change_no_token(
+    method: str, tiny_qwen3: Path, tmp_path: Path
+) -> None:
+    """With PyTorch's operators and with kernels."""
+    if method == "dflash":
+        saved = make_tiny_drafter(tmp_path / "saved")
+    else:
+        saved = write(tmp_path / "saved", speculators())
+    quantized, _ = publish(saved, tmp_path, "ct_fp8_channel")
+    tensors, count = load_file(quantized / "model.safetensors"), 0
+    for name in [*tensors]:
+        if name.endswith("self_attn.k_proj.weight"):
+            at, pair = name.removesuffix(".k_proj.weight"), SCALES[count % 2]
+            tensors |= {f"{at}.k_scale": torch.tensor(pair[0]), f"{at}.v_scale": torch.tensor(pair[1])}
+            count += 1
+    save_file(tensors, quantized / "model.safetensors", metadata={"format": "pt"})
+    spec = {"model": str(quantized), "method": method, "num_speculative_tokens": 3, "adaptive": False}
+    config = settings(tiny_qwen3, **FP8, speculative_config=spec)
+    runner, _ = load_runner(config)
+    cache = runner.drafts._proposer.cache  # type: ignore[attr-defined]
+    expected = [KVScales(*torch.tensor(SCALES[layer % 2]).tolist()) for layer in range(count)]
+    assert [cache.scales(layer) for layer in range(cache.num_layers)] == expected and count
+    assert not any("K and V" in doubt for doubt in plan_load(config).doubts)
+    (doubt,) = doubts_of(tiny_qwen3, kv_cache_dtype="auto", speculative_config=spec)
+    assert f"{2 * count} stored scales are not used" in doubt
+    plain, _ = generate(tiny_qwen3, None, "torch", kv_cache_dtype="fp8")
+    for backend in ("torch", "triton"):
+        got, stats = generate(tiny_qwen3, None, backend, kv_cache_dtype="fp8", speculative_config=spec)
+        assert got == plain and stats.num_drafts > 0
 
 
 def test_a_view_of_some_layers_divides_by_their_scales() -> None:

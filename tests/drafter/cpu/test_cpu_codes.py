@@ -9,11 +9,18 @@ from __future__ import annotations
 
 import pytest
 import torch
-from manta.drafter.compute.checkpoint.quantized_matrix import QuantizedMatrix, cat_rows, quantize
+from manta.drafter.compute.checkpoint.packed_codes import PackedCodes, stack
+from manta.drafter.compute.checkpoint.quantized_matrix import (
+    QuantizedAtLoad,
+    QuantizedMatrix,
+    cat_rows,
+    quantize,
+)
 from manta.drafter.compute.cpu_fused.backend import FusedCpuBackend
 from manta.drafter.compute.cpu_fused.operators import PackedLinear
 from manta.drafter.compute.cpu_fused.packed_weight import pack
 from manta.drafter.compute.cpu_numba.cpu_features import bf16_instructions
+from manta.drafter.compute.layers.moe import ExpertWeights, MoeRouter, RouterWeights
 from support.oracles.random_codes import MATRICES, bytes_of, random, scales
 from torch import Tensor
 
@@ -40,6 +47,41 @@ def test_a_product_has_the_bits_of_the_dequantized_matrix_for_any_number_of_rows
     for count in (*range(1, 18), 64, 130):
         assert packed(x[:count], residual[:count]).equal(expected[:count]), count
     assert packed.weight.num_bytes < 0.7 * plain.weight.num_bytes
+
+
+@pytest.mark.parametrize("name", MATRICES)
+def test_experts_have_the_bits_of_dequantized_ones_for_any_number_of_rows(name: str) -> None:
+    """Routed rows: 5 experts, of which each has a part of up to 40 rows."""
+    held = (stack((MATRICES[name](*shape) for _ in range(5)), 5) for shape in ((128, 192), (192, 64)))
+    gate_up, down = held
+    assert isinstance(gate_up, PackedCodes) and isinstance(down, PackedCodes)
+    weights, backend = ExpertWeights(gate_up=gate_up, down=down), FusedCpuBackend(2)
+    packed, plain = (backend.experts(each) for each in (weights, weights.dequantized(torch.bfloat16)))
+    x, ids = torch.randn(40, 192).bfloat16(), torch.rand(40, 5).argsort(1)[:, :2].to(torch.int32)
+    shares = torch.rand(40, 2)
+    expected = plain(x, ids, shares)
+    assert expected.isfinite().all() and expected.float().std() > 1e-3
+    for count in (1, 2, 7, 40):
+        assert packed(x[:count], ids[:count], shares[:count]).equal(expected[:count]), count
+    assert (backend.num_expert_codes, backend.num_expert_plain) == (2, 2)
+
+
+@pytest.mark.parametrize("kind", ["int8", "int4"])
+def test_experts_are_quantized_at_load_and_routers_are_not(kind: QuantizedAtLoad) -> None:
+    plain = ExpertWeights(
+        gate_up=0.05 * torch.randn(3, 128, 64).bfloat16(), down=0.05 * torch.randn(3, 64, 64).bfloat16()
+    )
+    backend = FusedCpuBackend(1, kind)
+    x, ids = torch.randn(4, 64).bfloat16(), torch.tensor([[0, 2], [1, 0], [2, 1], [1, 2]], dtype=torch.int32)
+    shares = torch.rand(4, 2)
+    found = backend.experts(plain)(x, ids, shares)
+    assert backend.weight_bytes == 3 * 3 * 64 * 64 * {"int8": 8.25, "int4": 4.5}[kind] / 8
+    assert found.equal(FusedCpuBackend(1).experts(plain.quantized(kind))(x, ids, shares))
+    router = RouterWeights(
+        rule=MoeRouter(num_experts=3, top_k=2, score="softmax"), weight_EH=torch.randn(3, 64).bfloat16()
+    )
+    routed = [each.route(router)(x, x) for each in (backend, FusedCpuBackend(1))]
+    assert all(mine.equal(theirs) for mine, theirs in zip(*routed, strict=True))
 
 
 @pytest.mark.parametrize(("kind", "most"), [("int8", 0.0085), ("int4", 0.09)])

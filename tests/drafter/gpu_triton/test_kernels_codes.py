@@ -10,11 +10,12 @@ from dataclasses import replace
 import pytest
 import torch
 from manta.cluster.errors import CheckpointError
+from manta.drafter.compute.checkpoint.packed_codes import PackedCodes
 from manta.drafter.compute.checkpoint.quantized_matrix import QuantizedMatrix, quantize
 from manta.drafter.compute.gpu_triton.backend import TritonBackend
 from manta.drafter.compute.gpu_triton.common.element_ops import gate
 from manta.drafter.compute.gpu_triton.linear.gemm_tiles import ProductWorkspace
-from manta.drafter.compute.gpu_triton.linear.packed_codes import MAX_OWN_ROWS, PackedCodes
+from manta.drafter.compute.gpu_triton.linear.packed_codes import MAX_OWN_ROWS, dequantize, for_kernels
 from manta.drafter.compute.gpu_triton.linear.projections import PackedProjection, as_tensor
 from manta.drafter.compute.layers.linear import RMSNorm
 from support.engines.devices import DEVICE, HALVES, ON_GPU
@@ -53,11 +54,11 @@ def assert_near(actual: Tensor, expected: Tensor) -> None:
 @pytest.mark.parametrize("name", ALL)
 def test_codes_have_their_values_bit_by_bit(name: str, dtype: torch.dtype) -> None:
     matrix = make(name)
-    packed = PackedCodes.of(matrix, DEVICE)
+    packed = for_kernels(PackedCodes.of(matrix.to(DEVICE)))
     expected = matrix.to(DEVICE).dequantized(dtype)
-    assert packed.dequantized(dtype).equal(expected)
+    assert dequantize(packed, dtype).equal(expected)
     if matrix.code == "e4m3":  # as where a device does not convert it
-        assert replace(packed, codes=packed.codes.view(torch.uint8)).dequantized(dtype).equal(expected)
+        assert dequantize(replace(packed, codes=packed.codes.view(torch.uint8)), dtype).equal(expected)
     assert packed.num_bytes < 0.7 * 2 * OUTPUTS * INPUTS
 
 
@@ -69,7 +70,7 @@ def test_a_product_equals_that_of_the_dequantized_matrix(name: str, rows: int, d
     if rows != 5 and (name not in ("int4 with zeros", "e4m3") or (dtype is torch.float16 and not ON_GPU)):
         pytest.skip("as few rows, but for the tiles, and kinds share these")
     matrix = make(name)
-    packed, bias_O = PackedCodes.of(matrix, DEVICE), torch.randn(OUTPUTS).to(dtype)
+    packed, bias_O = for_kernels(PackedCodes.of(matrix.to(DEVICE))), torch.randn(OUTPUTS).to(dtype)
     own = PackedProjection(packed, bias_O, ProductWorkspace(DEVICE))
     weight_OK = matrix.to(DEVICE).dequantized(dtype).double()
 
@@ -110,4 +111,4 @@ def test_a_scale_beyond_the_kernels_range_is_refused() -> None:
     matrix = make("e2m1")
     matrix.scales_OG[7, 1] = 2.5
     with pytest.raises(CheckpointError, match=r"has the scale 2\.5.*at most 2"):
-        PackedCodes.of(matrix, DEVICE)
+        for_kernels(PackedCodes.of(matrix.to(DEVICE)))

@@ -321,6 +321,7 @@ class Codes:
 
 W4A16, W8A16 = Codes("int4", "bf16", 128), Codes("int8", "bf16", None)
 AWQ, FP8_BLOCKS = Codes("int4", "fp16", 128, zeros=True), Codes("e4m3", "fp32", 128)
+INT4 = Codes("int4", "bf16", 32)
 MXFP4, NVFP4 = Codes("e2m1", "u8", 32), Codes("e2m1", "fp32", 16)
 FP8_ROWS = Codes("e4m3", "fp32", None)  # quantized at load
 
@@ -396,25 +397,21 @@ def _experts(
     *,
     activation: str | None = None,
     dtype: str = "bf16",
-    packed: bool = False,
-    integers: bool = False,
+    codes: Codes | None = None,
     is_scaled: bool = False,
     most_instructions: tuple[int, int] | None = None,
 ) -> Variant:
     """Return a product of tiles of pairs: gate and up with an activation, else down.
 
-    MXFP4 has biases, and `is_scaled` means by block-scaled products; `integers` means packed in INT4.
+    MXFP4 has biases, and `is_scaled` means by block-scaled products.
     """
-    packed |= integers or is_scaled
     torch_dtype = {"bf16": torch.bfloat16, "fp32": torch.float32}[dtype]
-    cut = cut_weight(height, torch_dtype, packed=packed, is_scaled=is_scaled)
+    cut = cut_weight(height, torch_dtype, packed=codes is not None, is_scaled=is_scaled)
     words = {2: "i32", 4: "i64"}[torch_dtype.itemsize]
-    given = {
-        "x_ptr": f"*{words if packed and not is_scaled else dtype}:16",
-        "weight_ptr": f"*{'u8' if packed else dtype}:16",
-    }
-    given |= {"scale_ptr": f"*{dtype if integers else 'u8'}:16"} if packed else {}
-    given |= {"bias_ptr": f"*{dtype}:16"} if packed and not integers else {}
+    has_pairs = codes is not None and codes.has_pairs and not is_scaled
+    given = {"x_ptr": f"*{words if has_pairs else dtype}:16", "weight_ptr": f"*{dtype}:16"}
+    given |= {} if codes is None else codes.pointers("weight_ptr", "scale_ptr", "zero_ptr")
+    given |= {"bias_ptr": f"*{dtype}:16"} if codes == MXFP4 else {}
     given |= {"y_ptr": f"*{dtype}:16"} | _pointers(i32="pairs_ptr experts_ptr count_ptr")
     given |= {"limit": "fp32", "num_pairs": "i32", "x_stride": "i32:16"}
     constexprs = {
@@ -425,9 +422,10 @@ def _experts(
         "HEIGHT": height,
         "COLUMNS": cut.columns,
         "STEP": cut.step,
-        "PACK": 2 if packed and not is_scaled else 0,
         "PDL": True,
-    } | {name: None for name in ("scale_ptr", "bias_ptr") if name not in given}
+        **(Codes.none() if codes is None else codes.constexprs(inputs)),
+    } | {name: None for name in ("scale_ptr", "zero_ptr", "bias_ptr") if name not in given}
+    constexprs |= {"PACK": 0} if is_scaled else {}
     maximum = 1 if height == HEIGHTS[-1] else 2 if is_scaled else 3
     bound = {"wgmma": True, "side_by_side": maximum, "most_instructions": most_instructions}
     bound |= {"only": 100} if is_scaled else {}
@@ -649,11 +647,15 @@ def _attend_expanded(heads: int, dtype: str = "bf16") -> Variant:
     return Variant("_attend_expanded", signature, constexprs, warps, stages, wgmma=rows >= 64)
 
 
-def _write_context(layers: int, kv_heads: int, dim: int, group: int, kv: str = "bf16") -> Variant:
+def _write_context(
+    layers: int, kv_heads: int, dim: int, group: int, kv: str = "bf16", *, scaled: bool = False
+) -> Variant:
     pointers = dict.fromkeys(("kv_ptr", "k_norm_ptr", "cos_ptr", "sin_ptr", "pages_ptr"), "*bf16:16")
     signature = pointers | _ROW_ARGUMENTS | {"layer_stride": "i64:16", "pages_ptr": f"*{kv}:16"}
+    signature |= {"scales_ptr": "*fp32:16"} if scaled else {}
     widths = {"HALF": dim // 2, "WIDTH": dim // 2}
     constexprs = {"NUM_LAYERS": layers, "NUM_KV": kv_heads, **widths, "GROUP": group, "PDL": True}
+    constexprs |= {} if scaled else {"scales_ptr": None}
     return Variant("_write_context", signature, constexprs, 1)
 
 
@@ -911,20 +913,32 @@ VARIANTS: dict[str, list[Variant]] = {
         _experts(1408, 2816, 128, activation="gelu_tanh"),  # Gemma 4 26B: a prompt
         # gpt-oss; a tile is 8,192 codes
         replace(
-            _experts(5760, 2880, 16, activation="swiglu_clamped", packed=True, most_instructions=(310, 330)),
+            _experts(5760, 2880, 16, activation="swiglu_clamped", codes=MXFP4, most_instructions=(310, 330)),
             only=90,
         ),
         # and here 32,768
-        _experts(5760, 2880, 16, activation="swiglu_clamped", is_scaled=True, most_instructions=(0, 675)),
-        _experts(2880, 2880, 64, packed=True, most_instructions=(370, 415)),
-        _experts(5760, 2880, 128, activation="swiglu_clamped", packed=True),
+        replace(
+            _experts(5760, 2880, 16, activation="swiglu_clamped", codes=MXFP4, is_scaled=True),
+            most_instructions=(0, 675),
+        ),
+        _experts(2880, 2880, 64, codes=MXFP4, most_instructions=(340, 400)),
+        _experts(5760, 2880, 128, activation="swiglu_clamped", codes=MXFP4),
         # Kimi K2 on eight ranks
-        _experts(512, 7168, 16, activation="silu", integers=True, most_instructions=(285, 315)),
-        _experts(7168, 256, 64, integers=True),
-        _experts(512, 7168, 128, activation="silu", integers=True),
+        _experts(512, 7168, 16, activation="silu", codes=INT4, most_instructions=(285, 315)),
+        _experts(7168, 256, 64, codes=INT4),
+        _experts(512, 7168, 128, activation="silu", codes=INT4),
+        # DeepSeek-V3 on eight ranks; Qwen3-30B-A3B in NVFP4, AWQ, and by channel
+        _experts(512, 7168, 16, activation="silu", codes=FP8_BLOCKS, most_instructions=(350, 295)),
+        _experts(7168, 256, 64, codes=FP8_BLOCKS),
+        _experts(512, 7168, 128, activation="silu", codes=FP8_BLOCKS),
+        _experts(1536, 2048, 16, activation="silu", codes=NVFP4, most_instructions=(440, 435)),
+        _experts(1536, 2048, 128, activation="silu", codes=NVFP4),
+        _experts(1536, 2048, 16, activation="silu", codes=AWQ),
+        _experts(1536, 2048, 16, activation="silu", codes=FP8_ROWS),
+        _experts(1536, 2048, 16, activation="silu", codes=W8A16, most_instructions=(435, 505)),
         _experts(1536, 2048, 16, activation="silu", dtype="fp32"),
         replace(
-            _experts(5760, 2880, 64, activation="swiglu_clamped", packed=True, dtype="fp32"), side_by_side=2
+            _experts(5760, 2880, 64, activation="swiglu_clamped", codes=MXFP4, dtype="fp32"), side_by_side=2
         ),
         _add_up(2048, 8),
         _add_up(2880, 4),
@@ -979,7 +993,7 @@ VARIANTS: dict[str, list[Variant]] = {
         _write(32, 4, 512, 1, weight="fp32", v_norm=True),
         _write(64, 4, 192, 2, v_dim=128, normed=False),  # MiMo-V2
         _write(32, 2, 128, 4, weight="fp32", rotated=False),  # Muse-Glimmer
-        _write_context(5, 8, 128, 4, kv="fp8e4nv"),
+        _write_context(5, 8, 128, 4, kv="fp8e4nv", scaled=True),
         _write(32, 8, 128, 4, kv="fp8e4nv"),
         _write_context(5, 8, 128, 4),
     ],

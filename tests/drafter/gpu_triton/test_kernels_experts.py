@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import pytest
@@ -23,7 +24,8 @@ from manta.actors.targets.model.decoder import Decoder
 from manta.actors.targets.model.tensor_parallel import Sharding, SingleRank
 from manta.actors.targets.model.weights import TargetWeights
 from manta.cluster.errors import CheckpointError
-from manta.drafter.compute.checkpoint.packed_4bit import MXFP4, ZERO, Int4
+from manta.drafter.compute.checkpoint.packed_codes import PackedCodes, stack
+from manta.drafter.compute.checkpoint.quantized_matrix import ZERO, QuantizedMatrix
 from manta.drafter.compute.eager import moe_routing as routing
 from manta.drafter.compute.eager.backend import EagerBackend
 from manta.drafter.compute.gpu_triton.backend import TritonBackend
@@ -34,6 +36,7 @@ from manta.drafter.compute.gpu_triton.common.unpack_codes import (
     MAX_EXPONENT,
     split_e4m3,
 )
+from manta.drafter.compute.gpu_triton.linear.packed_codes import for_kernels
 from manta.drafter.compute.gpu_triton.moe import grouped_gemm
 from manta.drafter.compute.gpu_triton.moe.grouped_gemm import multiply_tiles
 from manta.drafter.compute.gpu_triton.moe.grouped_gemm_tiles import (
@@ -49,12 +52,28 @@ from manta.drafter.compute.layers.moe import ExpertActivation, ExpertWeights, Mo
 from manta.drafter.step.gpu_triton.inputs.row_layout import DeviceStepRows
 from manta.jobs.doctor.cases.experts import exact_experts
 from support.engines.devices import DEVICE, HALVES, ON_GPU, watch_launches
+from support.oracles.random_codes import MATRICES, bytes_of, e4m3, scales
 from torch import Tensor
 
 pytestmark = pytest.mark.usefixtures("on_the_device")
 DTYPES = (torch.float32, *HALVES)
 TOLERANCE = {torch.float32: 3e-5 if ON_GPU else 1e-5, torch.float16: 4e-3, torch.bfloat16: 4e-2}
 PLACES = 2  # experts of a row
+# Random matrices of each kind of codes; groups of 32 inputs at most, which divide all sizes here.
+CODES: dict[str, Callable[[int, int], QuantizedMatrix]] = {
+    "mxfp4": lambda o, i: QuantizedMatrix(
+        "e2m1", bytes_of(o, i, 16), torch.randint(119, 123, (o, i // 32), dtype=torch.uint8)
+    ),
+    "int4": MATRICES["int4"],
+    "int4 with zeros": lambda o, i: QuantizedMatrix(
+        "int4", bytes_of(o, i, 16), scales(o, i // 32, torch.float16), bytes_of(o, i // 32, 17)
+    ),
+    "nvfp4": MATRICES["e2m1"],
+    "fp8 in blocks": lambda o, i: QuantizedMatrix("e4m3", e4m3(o, i), 0.02 * scales(o, i // 32)),
+    "fp8 by channel": lambda o, i: QuantizedMatrix("e4m3", e4m3(o, i), 0.02 * scales(o, 1)),
+    "int8": MATRICES["int8 at load"],
+}
+FORMS = [None, *CODES]
 
 
 @pytest.fixture(autouse=True)
@@ -207,12 +226,19 @@ class Layer:
         hidden: int = 160,
         inner: int = 96,
         experts: int = 5,
-        packed: bool = False,
+        codes: str | None = None,
         biases: bool = False,
         activation: ExpertActivation = "silu",
     ) -> None:
         self.dtype = dtype
-        make = random_packed if packed else random_plain
+
+        def make(experts: int, outputs: int, inputs: int, dtype: torch.dtype) -> Tensor | PackedCodes:
+            return (
+                random_plain(experts, outputs, inputs, dtype)
+                if codes is None
+                else random_codes(codes, experts, outputs, inputs)
+            )
+
         self.weights = ExpertWeights(
             gate_up=make(experts, 2 * inner, hidden, dtype),
             down=make(experts, hidden, inner, dtype),
@@ -233,11 +259,10 @@ def random_plain(experts: int, outputs: int, inputs: int, dtype: torch.dtype) ->
     return (inputs**-0.5 * torch.randn(experts, outputs, inputs)).to(dtype)
 
 
-def random_packed(experts: int, outputs: int, inputs: int, dtype: torch.dtype) -> MXFP4:
-    del dtype
-    shape = (experts, outputs, inputs // 32)
-    blocks_EOBJ = torch.randint(0, 256, (*shape, 16), dtype=torch.uint8)
-    return MXFP4(blocks_EOBJ, torch.randint(119, 123, shape, dtype=torch.uint8))
+def random_codes(name: str, experts: int, outputs: int, inputs: int) -> PackedCodes:
+    codes = stack((CODES[name](outputs, inputs).to("cpu") for _ in range(experts)), experts)
+    assert isinstance(codes, PackedCodes)
+    return codes
 
 
 def assert_near(actual: Tensor, exact: Tensor):
@@ -247,26 +272,30 @@ def assert_near(actual: Tensor, exact: Tensor):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("packed", [False, True], ids=["plain", "packed"])
+@pytest.mark.parametrize("codes", FORMS)
 @pytest.mark.parametrize("activation", ["silu", "gelu_tanh", "swiglu_clamped"])
 def test_experts_equal_the_definition_row_by_row(
-    activation: ExpertActivation, packed: bool, dtype: torch.dtype
+    activation: ExpertActivation, codes: str | None, dtype: torch.dtype
 ):
     """Rows and columns fill no tile, and inputs fill no step."""
-    layer = Layer(dtype, packed=packed, biases=activation != "silu", activation=activation)
+    layer = Layer(dtype, codes=codes, biases=activation != "silu", activation=activation)
+    if codes not in (None, "mxfp4") and activation != "silu":
+        pytest.skip("kinds of codes share activations")
     given_ = layer.rows(13)
     experts = TritonBackend(DEVICE).experts(layer.weights)
     assert_near(experts(*given_), exact_experts(layer.weights, *given_))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("packed", [False, True], ids=["plain", "packed"])
+@pytest.mark.parametrize("codes", FORMS)
 @pytest.mark.parametrize("height", HEIGHTS)
-def test_tiles_of_every_height_give_the_same_products(height: int, packed: bool, dtype: torch.dtype):
-    layer = Layer(dtype, hidden=256, experts=2, packed=packed)
+def test_tiles_of_every_height_give_the_same_products(height: int, codes: str | None, dtype: torch.dtype):
+    layer = Layer(dtype, hidden=256, experts=2, codes=codes)
     weight, (x_NH, ids_Nk, _) = layer.weights.gate_up, layer.rows(20)
-    got_PI = multiply_tiles(x_NH, weight, list_tiles(ids_Nk, 2, 0, height, reads()), activation="silu")
-    plain_EIH = weight if isinstance(weight, Tensor) else weight.dequantised(torch.float32)
+    tiles = list_tiles(ids_Nk, 2, 0, height, reads())
+    given_ = weight if isinstance(weight, Tensor) else for_kernels(weight)
+    got_PI = multiply_tiles(x_NH, given_, tiles, activation="silu")
+    plain_EIH = weight if isinstance(weight, Tensor) else weight.dequantized(torch.float32)
     for expert in range(2):
         exact_NI = gate(x_NH.double() @ plain_EIH[expert].double().T, "silu")
         assert_near(got_PI[ids_Nk.flatten() == expert], exact_NI)  # each row chose both
@@ -285,15 +314,16 @@ def test_block_scaled_products_of_mxfp4_equal_the_definition(
         return launch()
 
     monkeypatch.setattr(grouped_gemm, "has_block_scaled", lambda device: True)
-    layer = Layer(torch.bfloat16, hidden=288, inner=80, experts=2, packed=True)
+    layer = Layer(torch.bfloat16, hidden=288, inner=80, experts=2, codes="mxfp4")
     weight, (x_NH, ids_Nk, _) = layer.weights.gate_up, layer.rows(20)
+    assert isinstance(weight, PackedCodes)
     x_NH[3, 7], x_NH[4, 280] = torch.nan, torch.inf
     tiles = list_tiles(ids_Nk, 2, 0, 16, reads())
     watch_launches(monkeypatch, watch)
     got_PI = multiply_tiles(x_NH, weight, tiles, activation=activation)
     assert [each["PACK"] for each in constants] == [0]
     for expert in range(2):
-        exact_NO = x_NH.double() @ weight.dequantised(torch.float64)[expert].T
+        exact_NO = x_NH.double() @ weight.dequantized(torch.float64)[expert].T
         if activation is not None:
             exact_NO = gate(exact_NO.bfloat16().double(), activation)
         got_NO = got_PI[ids_Nk.flatten() == expert]  # each row chose both
@@ -335,9 +365,9 @@ def test_bf16_is_the_sum_of_two_e4m3_values():
     assert error_SM.any(), "none was so small"
 
 
-@pytest.mark.parametrize("packed", [False, True], ids=["plain", "packed"])
-def test_ranks_with_whole_or_split_experts_add_up_to_the_whole(packed: bool):
-    layer = Layer(torch.float32, inner=128, experts=6, packed=packed, biases=True)
+@pytest.mark.parametrize("codes", FORMS)
+def test_ranks_with_whole_or_split_experts_add_up_to_the_whole(codes: str | None):
+    layer = Layer(torch.float32, inner=128, experts=6, codes=codes, biases=True)
     given_, of = layer.rows(5), layer.weights
     gate_up_bias_EI, down_bias_EH = of.gate_up_bias_EI, of.down_bias_EH
     assert gate_up_bias_EI is not None and down_bias_EH is not None
@@ -368,20 +398,26 @@ def test_ranks_with_whole_or_split_experts_add_up_to_the_whole(packed: bool):
 
 
 def part_of(
-    weight: Tensor | MXFP4,
+    weight: Tensor | PackedCodes,
     *,
     experts: slice = slice(None),
     rows: list[int] | slice = slice(None),
     inputs: slice = slice(None),
-) -> Tensor | MXFP4:
-    if not isinstance(weight, MXFP4):
+) -> Tensor | PackedCodes:
+    if isinstance(weight, Tensor):
         return weight[experts][:, rows][:, :, inputs].contiguous()
-    blocks = slice(*(end and end // 32 for end in (inputs.start, inputs.stop)))
-    parts = (
-        tensor[experts][:, rows][:, :, blocks].contiguous()
-        for tensor in (weight.blocks_EOBJ, weight.scales_EOB)
-    )
-    return MXFP4(*parts)
+
+    def cut(matrix: QuantizedMatrix) -> QuantizedMatrix:
+        matrix = matrix.rows(rows if isinstance(rows, slice) else torch.tensor(rows))
+        groups = slice(*(end and end // matrix.group for end in (inputs.start, inputs.stop)))
+        groups = slice(None) if weight.num_groups == 1 else groups
+        zeros_OG = None if matrix.zeros_OG is None else matrix.zeros_OG[:, groups]
+        return QuantizedMatrix(matrix.code, matrix.codes_OI[:, inputs], matrix.scales_OG[:, groups], zeros_OG)
+
+    numbers = range(weight.shape[0])[experts]
+    part = stack((cut(weight.matrix(number)) for number in numbers), len(numbers))
+    assert part is not None
+    return part
 
 
 def sum_of(ranks: list[ExpertWeights], given_: tuple[Tensor, Tensor, Tensor]) -> Tensor:
@@ -394,10 +430,10 @@ def test_an_empty_batch_gives_no_rows():
     assert TritonBackend(DEVICE).experts(layer.weights)(*layer.rows(0)).shape == (0, 160)
 
 
-@pytest.mark.parametrize("packed", [False, True], ids=["plain", "packed"])
+@pytest.mark.parametrize("codes", FORMS)
 @pytest.mark.parametrize("dtype", (*HALVES, torch.float32) if ON_GPU else (torch.float32,))
 def test_in_tiles_of_one_height_a_rows_bits_do_not_depend_on_its_batch(
-    dtype: torch.dtype, packed: bool, monkeypatch: pytest.MonkeyPatch
+    dtype: torch.dtype, codes: str | None, monkeypatch: pytest.MonkeyPatch
 ):
     """Compile-time constants are compared too: the interpreter would not show that a tile's height counts."""
     cuts: set[tuple[object, ...]] = set()
@@ -408,7 +444,7 @@ def test_in_tiles_of_one_height_a_rows_bits_do_not_depend_on_its_batch(
         return launch()
 
     watch_launches(monkeypatch, watch)
-    layer = Layer(dtype, packed=packed, biases=True, experts=3)
+    layer = Layer(dtype, codes=codes, biases=True, experts=3)
     x_NH, ids_Nk, weights_Nk = layer.rows(150)  # a hundred pairs of each expert: more than a tile
     experts = TritonBackend(DEVICE, batch_invariant=True).experts(layer.weights)
     everything = experts(x_NH, ids_Nk, weights_Nk)
@@ -418,24 +454,44 @@ def test_in_tiles_of_one_height_a_rows_bits_do_not_depend_on_its_batch(
     assert len(cuts) == 2 and {cut[1] for cut in cuts} == {INVARIANT_HEIGHT}, "one of each product"
 
 
-def test_every_code_and_power_of_packed_weights_has_its_value():
+@pytest.mark.parametrize("name", CODES)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_every_weight_has_its_value_bit_by_bit(name: str, dtype: torch.dtype):
+    weight, x_NH = random_codes(name, 2, 48, 160).matrix(1), torch.eye(160).to(dtype)
+    packed = stack([weight], 1)
+    assert isinstance(packed, PackedCodes)
+    tiles = list_tiles(torch.zeros(len(x_NH), 1, dtype=torch.int32), 1, 0, 16, reads())
+    got_NO = multiply_tiles(x_NH, for_kernels(packed), tiles)
+    expected = weight.to(DEVICE).dequantized(dtype)
+    assert torch.equal(got_NO.T, expected) and torch.equal(packed.dequantized(dtype)[0], expected)
+
+
+def test_every_code_and_power_of_mxfp4_has_its_value():
     scales = torch.tensor([[1, 2, 100, 127, MAX_EXPONENT]] if not ON_GPU else [[100, 110, 120, 127, 128]])
     codes_J = torch.arange(16) + 16 * torch.arange(16).flip(0)
-    weight = MXFP4(
-        codes_J.to(torch.uint8).expand(1, 1, 5, 16).contiguous(), scales.to(torch.uint8)[None].contiguous()
-    )
+    weight = PackedCodes.mxfp4(codes_J.to(torch.uint8).expand(1, 1, 5, 16), scales.to(torch.uint8)[None])
     x_NH = torch.eye(5 * 32)
     tiles = list_tiles(torch.zeros(len(x_NH), 1, dtype=torch.int32), 1, 0, 16, reads())
-    got_N1 = multiply_tiles(x_NH, weight, tiles)
-    assert torch.equal(got_N1[:, 0], weight.dequantised(torch.float32)[0, 0])
+    got_N1 = multiply_tiles(x_NH, for_kernels(weight), tiles)
+    assert torch.equal(got_N1[:, 0], weight.dequantized(torch.float32)[0, 0])
 
 
-def test_a_scale_beyond_the_kernels_range_is_refused_at_load():
-    layer = Layer(torch.float32, packed=True)
-    assert isinstance(layer.weights.down, MXFP4)
-    layer.weights.down.scales_EOB[1, 2, 0] = MAX_EXPONENT + 1
-    with pytest.raises(CheckpointError, match=r"scale 2\^2.*at most 2\^1"):
+@pytest.mark.parametrize(("name", "scale"), [("mxfp4", MAX_EXPONENT + 1), ("nvfp4", 2.5)])
+def test_a_scale_beyond_the_kernels_range_is_refused_at_load(name: str, scale: float):
+    layer = Layer(torch.float32, codes=name)
+    assert isinstance(layer.weights.down, PackedCodes)
+    layer.weights.down.scales[1, 2, 0] = scale
+    with pytest.raises(CheckpointError, match=r"has the scale (4|2\.5);.*at most 2"):
         TritonBackend(DEVICE).experts(layer.weights)
+
+
+def test_experts_are_quantized_at_load_and_their_bytes_are_counted():
+    layer, backend = Layer(torch.float32), TritonBackend(DEVICE, quantization="int4")
+    given_ = layer.rows(5)
+    expected = exact_experts(layer.weights.quantized("int4"), *given_)
+    assert_near(backend.experts(layer.weights)(*given_), expected)
+    assert backend.weight_bytes == 5 * 3 * 96 * 160 * 4.5 / 8
+    assert (backend.num_expert_codes, backend.num_expert_plain) == (2, 0)
 
 
 def run_ptx(ptx: str, num_results: int, given: Tensor) -> list[Tensor]:
@@ -478,27 +534,27 @@ def test_int8_codes_are_unpacked_by_pairs():
 
 
 @pytest.mark.parametrize("num_bytes", [2, 4])
-@pytest.mark.parametrize("kind", [MXFP4, Int4])
+@pytest.mark.parametrize("kind", ["e2m1", "int4"])
 def test_codes_unpacked_by_pairs_are_those_that_are_dequantized(
-    kind: type[MXFP4] | type[Int4], num_bytes: int
+    kind: Literal["e2m1", "int4"], num_bytes: int
 ):
     """All codes in all places, in bf16, with all scales: bit by bit. The kernels' PTX runs here in Python."""
     every = torch.arange(256)
     bytes_XB = torch.stack([every.roll(i) for i in range(num_bytes)], dim=1)
     word_X = sum(bytes_XB[:, i] << 8 * i for i in range(num_bytes))
-    ptx = (E2M1_PTX if kind is MXFP4 else INT4_PTX)[num_bytes].value
+    ptx = (E2M1_PTX if kind == "e2m1" else INT4_PTX)[num_bytes].value
     registers = torch.stack(run_ptx(ptx, num_bytes, word_X), dim=1)
     halves_X2P2 = torch.stack((registers & 0xFFFF, registers >> 16), dim=2).unflatten(1, (2, -1))
     bits_XB2 = halves_X2P2.flatten(2).transpose(1, 2)  # low and high code of each byte
     value_XB2 = bits_XB2.to(torch.uint16).view(torch.bfloat16)
-    if kind is MXFP4:
+    if kind == "e2m1":
         scales = torch.arange(MAX_EXPONENT + 1, dtype=torch.uint8)
         factor = ((scales.to(torch.int16) + 126) << 7).view(torch.bfloat16)
     else:
         scales = torch.tensor([3e-39, 1e-3, 0.0123, 1.0, 7.75, 3e36], dtype=torch.bfloat16)
         factor, value_XB2 = scales, value_XB2 - (128 + ZERO)
     got_XSI = value_XB2.flatten(1)[:, None] * factor[:, None]
-    blocks = bytes_XB.to(torch.uint8).repeat(1, 16 // num_bytes)[:, None, None].expand(-1, len(scales), 1, 16)
-    packed = kind(blocks.contiguous(), scales[:, None].expand(256, -1, 1).contiguous())
-    expected_XSI = packed.dequantised(torch.bfloat16)[..., : 2 * num_bytes]
+    blocks = bytes_XB.to(torch.uint8).repeat(1, 16 // num_bytes)[:, None].expand(-1, len(scales), 16)
+    packed = PackedCodes(kind, blocks, scales[:, None].expand(256, -1, 1))
+    expected_XSI = packed.dequantized(torch.bfloat16)[..., : 2 * num_bytes]
     assert torch.equal(got_XSI.view(torch.int16), expected_XSI.contiguous().view(torch.int16))

@@ -379,6 +379,24 @@ def test_context_is_written_to_all_layers_as_in_the_drafter(
     assert_written(cache, expected_cache, slots_N)
 
 
+def test_context_in_e4m3_is_divided_by_each_layers_scales():
+    """Equal codes as `PagedKVCache` makes them; those of the last layer's values are clamped."""
+    kv_NJD, k_norm_LD = randn(5, 8, 64, dtype=torch.float32), weights(2, 64, dtype=torch.float32)
+    positions_N, slots_N = some_rows(5)
+    scales = [KVScales(0.03, 0.5), KVScales(0.25, 0.002)]
+    cache, expected_cache = (
+        PagedKVCache(2, 8, 16, KVCacheSpec(2, 64, 64), torch.float8_e4m3fn, DEVICE, scales=scales)
+        for _ in range(2)
+    )
+    reference_context(kv_NJD.clone(), k_norm_LD, positions_N, slots_N, expected_cache)
+    where = positions_N, slots_N, cache.planes(0, 2), cache.scales_of(0, 2)
+    write_context(kv_NJD, k_norm_LD, EPS, *tables(64, torch.float32), *where)
+    found, expected = (each.slots(0, 2)[:, slots_N].float() for each in (cache, expected_cache))
+    assert torch.equal(found[..., 128:], expected[..., 128:]) and (found[1].abs() == 448).any()
+    assert (found != expected).float().mean() < 0.02, "keys are normed in another order"
+    assert (found - expected).abs().max() <= expected.abs().max() / 8
+
+
 def test_context_rows_may_be_slices_with_padding():
     wide_NJD, k_norm_LD = randn(6, 11, 64, dtype=torch.float32), weights(2, 64, dtype=torch.float32)
     kv_NJD = wide_NJD[:, :8]

@@ -55,6 +55,11 @@ NGRAM = "qwen3 by n-grams"  # likewise
 SUFFIX = ("qwen3 by suffixes", "qwen3 in bf16 by suffixes")  # likewise
 MIXED = tuple(f"{pair} mixed with suffixes" for pair in ("qwen3", "qwen3 in bf16", MTP[0]))  # likewise
 QUANTIZED = ("qwen3 in bf16 with int8 weights", "qwen3 in bf16 with int4 weights")  # likewise
+# Likewise, experts too, by packed products between loops.
+PACKED_EXPERTS = tuple(
+    f"qwen3_moe in {how}"
+    for how in ("bf16 with int8 weights", "bf16 with int4 weights", "bf16 published as ct_w4a16")
+)
 # Likewise, both models in a format: by the compiled pass, which keeps codes, and by PyTorch's operators.
 PUBLISHED = tuple(f"qwen3{how} published as {name}" for how in (" in bf16", "") for name in FORMATS)
 FP8_KV = tuple(f"{family} with FP8 K/V" for family in ("qwen3", "gpt_oss", "deepseek_v3"))  # likewise
@@ -183,10 +188,12 @@ def quantized_cells(*, whole: bool = WHOLE) -> Iterator[tuple[str, str, int]]:
         (QUANTIZED[0], "forced preemption with prefix cache", 15),
         (QUANTIZED[1], "chunks of 16 rows", 3),
         (QUANTIZED[1], "planned ahead, forced preemption", 15),
+        (PACKED_EXPERTS[1], "chunks of 16 rows", 3),
+        (PACKED_EXPERTS[2], "forced preemption with prefix cache", 3),
         ("qwen3 in bf16 published as ct_w4a16", "forced preemption with prefix cache", 15),
         ("qwen3 in bf16 published as modelopt_nvfp4", "as shipped", 3),
     }
-    for p, pair in enumerate((*QUANTIZED, *PUBLISHED)):
+    for p, pair in enumerate((*QUANTIZED, *PACKED_EXPERTS, *PUBLISHED)):
         for e, engine in enumerate(ENGINES):
             for d, drafts in enumerate(DRAFTS):
                 is_next = pair in QUANTIZED or d == (p + e) % len(DRAFTS)
@@ -317,6 +324,14 @@ def make_pair(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Pair]
             )
             how = pair.how if in_bf16 else {**pair.how, "attention_backend": "torch"}
             return replace(pair, target=target, drafter=drafter, how=how)
+        if name in PACKED_EXPERTS:
+            target = make_tiny_target(folder / "target", family, seed=5, moe_intermediate_size=64)
+            how: dict[str, object] = {"dtype": "bfloat16", "num_threads": 1}
+            if "published" in name:
+                target = publish(target, folder, name.split()[-1])[0]
+            else:
+                how |= {"quantization": name.split()[-2]}
+            return replace(make(family), target=target, how=how)
         if name in QUANTIZED:
             pair, kind = make("qwen3 in bf16"), name.split()[-2]
             return replace(pair, how={**pair.how, "quantization": kind}, draft_weights=kind)

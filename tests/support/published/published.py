@@ -203,8 +203,7 @@ def spec_of(name: str) -> ModelSpec | None:
 
 def num_params(spec: ModelSpec) -> int:
     """Bytes of all tensors that the family reads."""
-    # Of packed weights: two in a byte, eight in a word.
-    per_element = {"_blocks": 2, "_scales": 0, "_packed": 8, "t_scale": 0}
+    per_element = {"_blocks": 2, "_scales": 0}  # of packed weights: two in a byte
     return sum(
         per_element.get(name[-7:], 1) * math.prod(shape) for name, shape in target_shapes(spec).items()
     )

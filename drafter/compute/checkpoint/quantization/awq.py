@@ -13,11 +13,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
+import torch
 from pydantic import AliasChoices, Field
 from torch import Tensor
 
 from ..hf_config import HfConfig, Json, parse
-from ..quantized_matrix import QuantizedMatrix
+from ..quantized_matrix import PackedForm, QuantizedMatrix
 from ..safetensors_reader import TensorFolder, TensorHeaders
 from .bit_packing import unpack, word_range
 from .checkpoint_quantization import KEY, CheckpointQuantization
@@ -32,7 +33,7 @@ from .scheme import (
     columns_in_order,
     describe_scales,
     int4_matrix,
-    packed_bytes,
+    packed_form,
     read_scales,
     require_multiple,
     rows_of_groups,
@@ -55,8 +56,8 @@ class Awq(WordScheme):
         return "INT4"
 
     @property
-    def packed_bytes(self) -> float | None:
-        return packed_bytes(_BITS, self.group, 3.0)
+    def packed_form(self) -> PackedForm | None:
+        return packed_form("int4", self.group, torch.float16, zero_bytes=1)
 
     def __str__(self) -> str:
         return f"AWQ INT4 {describe_scales(self.group)}"

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from .module_patterns import NO_MODULES, ModulePattern, ModulePatterns
+from ..quantized_matrix import PackedForm
+from .module_patterns import NO_MODULES, ModulePatterns
 from .scheme import Scheme
 
 KEY = "quantization_config"
@@ -23,7 +24,6 @@ class CheckpointQuantization:
         quantizes_kv_cache: whether the publisher's engine stores K and V in 8 bits or fewer.
         has_fp8_kv_scales: whether stored scales of K and V, if any, are for FP8 (`kv_scales.py`).
         packed_experts: form of all routed experts, stored without modules of their own.
-        packed: modules with tensors that are read as they are stored.
     """
 
     method: str
@@ -34,20 +34,16 @@ class CheckpointQuantization:
     quantizes_kv_cache: bool = False
     has_fp8_kv_scales: bool = True
     packed_experts: Literal["mxfp4"] | None = None
-    packed: tuple[ModulePattern, ...] = ()
 
     def __str__(self) -> str:
         schemes = dict.fromkeys(str(scheme) for _, scheme in self.targets if scheme is not None)
         found = [*schemes, *(["MXFP4 experts"] if self.packed_experts else [])]
         return f"{self.method}: {', '.join(found)}" if found else self.method
 
-    def is_packed(self, module: str) -> bool:
-        return any(pattern.matches(module) for pattern in self.packed)
-
-    def packed_bytes(self, module: str) -> float | None:
-        """Return the bytes of a module's weight where products take codes; None if it is dequantized."""
+    def packed_form(self, module: str) -> PackedForm | None:
+        """Return the form of a module's weight where products take codes; None if it is dequantized."""
         scheme = self.scheme_of(module)
-        return None if scheme is None else scheme.packed_bytes
+        return None if scheme is None else scheme.packed_form
 
     def scheme_of(self, module: str) -> Scheme | None:
         if self.ignored.matches(module):

@@ -22,7 +22,7 @@ from pydantic import AfterValidator, AliasChoices, Field
 from torch import Tensor
 
 from ..hf_config import Count, HfConfig, Json, parse
-from ..quantized_matrix import QuantizedMatrix
+from ..quantized_matrix import PackedForm, QuantizedMatrix
 from ..safetensors_reader import TensorFolder, TensorHeaders
 from .checkpoint_quantization import KEY, CheckpointQuantization
 from .module_patterns import LINEAR, unconverted
@@ -35,7 +35,7 @@ from .scheme import (
     as_int8,
     enclosing,
     expand,
-    packed_bytes,
+    packed_form,
     read_scales,
 )
 
@@ -67,8 +67,12 @@ class EightBit(Scheme):
         return self.code
 
     @property
-    def packed_bytes(self) -> float | None:
-        return packed_bytes(8, None if self.block is None else self.block[1], 4.0)
+    def packed_form(self) -> PackedForm | None:
+        code, group = (
+            "e4m3" if self.code == "F8_E4M3" else "int8",
+            None if self.block is None else self.block[1],
+        )
+        return packed_form(code, group, torch.float32)
 
     def __str__(self) -> str:
         name = "FP8" if self.code == "F8_E4M3" else "INT8"

@@ -20,8 +20,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from ..packed_4bit import GRID
-from ..quantized_matrix import QuantizedMatrix
+from ..quantized_matrix import GRID, PackedForm, QuantizedMatrix
 from ..safetensors_reader import TensorFolder, TensorHeaders
 from .scheme import (
     Scheme,
@@ -29,7 +28,7 @@ from .scheme import (
     aligned_groups,
     enclosing,
     expand,
-    packed_bytes,
+    packed_form,
     read_scales,
     require_finite,
     require_multiple,
@@ -45,15 +44,15 @@ class _Fp4(Scheme):
 
     GROUP: ClassVar[int]
     SCALE_DTYPES: ClassVar[tuple[str, ...]]
-    SCALE_BYTES: ClassVar[float] = 4.0  # of a group's factor where products take codes
+    SCALES: ClassVar[torch.dtype] = torch.float32  # of groups where products take codes
 
     @property
     def code_dtypes(self) -> tuple[str, ...]:
         return ("U8",)
 
     @property
-    def packed_bytes(self) -> float | None:
-        return packed_bytes(4, self.GROUP, self.SCALE_BYTES)
+    def packed_form(self) -> PackedForm | None:
+        return packed_form("e2m1", self.GROUP, self.SCALES)
 
     @property
     def dtype(self) -> str:
@@ -105,12 +104,12 @@ class _Fp4(Scheme):
 
 @dataclass(frozen=True, slots=True)
 class Mxfp4Linear(_Fp4):
-    """MXFP4 of linear layers (compressed-tensors); `packed_4bit.py` has that of gpt-oss's experts."""
+    """MXFP4 of linear layers (compressed-tensors); `packed_codes.py` has that of gpt-oss's experts."""
 
     CODES: ClassVar[str] = "weight_packed"
     GROUP: ClassVar[int] = 32
     SCALE_DTYPES: ClassVar[tuple[str, ...]] = ("U8", "F8_E8M0")
-    SCALE_BYTES: ClassVar[float] = 1.0
+    SCALES: ClassVar[torch.dtype] = torch.uint8
 
     def __str__(self) -> str:
         return "MXFP4"

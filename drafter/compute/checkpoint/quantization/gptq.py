@@ -20,7 +20,7 @@ from pydantic import AliasChoices, Field
 from torch import Tensor
 
 from ..hf_config import HfConfig, Json, Off, parse
-from ..quantized_matrix import QuantizedMatrix
+from ..quantized_matrix import PackedForm, QuantizedMatrix
 from ..safetensors_reader import TensorFolder, TensorHeaders
 from .bit_packing import WORD_BITS, num_words, unpack, word_range
 from .checkpoint_quantization import KEY, CheckpointQuantization
@@ -36,7 +36,7 @@ from .scheme import (
     columns_in_order,
     describe_scales,
     int4_matrix,
-    packed_bytes,
+    packed_form,
     read_scales,
     rows_of_groups,
 )
@@ -63,10 +63,10 @@ class Gptq(WordScheme):
         return f"INT{self.bits}"
 
     @property
-    def packed_bytes(self) -> float | None:
+    def packed_form(self) -> PackedForm | None:
         if self.act_order or self.bits not in (4, 8):
             return None
-        return packed_bytes(self.bits, self.group, 2.0)  # symmetric: the zero is 8
+        return packed_form("int4" if self.bits == 4 else "int8", self.group, torch.float16)  # the zero is 8
 
     def __str__(self) -> str:
         return f"GPTQ INT{self.bits} {describe_scales(self.group)}" + ", act-order" * self.act_order

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from .....cluster.errors import CheckpointError
-from ..quantized_matrix import QuantizedMatrix
+from ..quantized_matrix import PackedForm, QuantizedMatrix
 from ..safetensors_reader import TensorFolder, TensorHeaders
 from .bit_packing import WORD_BITS, num_words, unpack, word_range
 from .scheme import (
@@ -31,7 +31,7 @@ from .scheme import (
     columns_in_order,
     describe_scales,
     int4_matrix,
-    packed_bytes,
+    packed_form,
     read_scales,
     require_multiple,
     rows_of_groups,
@@ -60,9 +60,11 @@ class PackedIntegers(WordScheme):
         return f"INT{self.bits}"
 
     @property
-    def packed_bytes(self) -> float | None:
+    def packed_form(self) -> PackedForm | None:
+        if self.act_order:
+            return None
         has_zeros = self.bits == 4 and not self.symmetric
-        return None if self.act_order else packed_bytes(self.bits, self.group, 2.0 + has_zeros)
+        return packed_form("int4" if self.bits == 4 else "int8", self.group, torch.bfloat16, int(has_zeros))
 
     def __str__(self) -> str:
         per = "tensor" if self.per_tensor else "channel"

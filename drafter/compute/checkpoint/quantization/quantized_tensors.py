@@ -59,8 +59,6 @@ class QuantizedTensors(TensorHeaders):
             module, _, last = name.rpartition(".")
             if last not in _CODES or (last == _WEIGHT and stored.dtypes[name] in FLOATS):
                 continue
-            if quantization.is_packed(module):
-                continue
             scheme = quantization.scheme_of(module)
             if scheme is not None and last == scheme.CODES and scheme.is_stored(stored, module):
                 yield f"{module}.{_WEIGHT}", scheme
@@ -122,8 +120,7 @@ class QuantizedTensors(TensorHeaders):
                 module, shape = name.removesuffix(f".{_WEIGHT}"), self.shapes[name]
                 used.update(scheme.parts(self.stored, module, (shape[0], shape[1])))
         self.stored.refuse_stray_scales(used.union(self._unused))
-        is_used = self._schemes.keys() & set(read) or self._quantization.packed
-        if self._quantization.targets and not is_used:
+        if self._quantization.targets and not self._schemes.keys() & set(read):
             raise CheckpointError(
                 f"{self.where}: {KEY} says {self._quantization}, but no matrix is stored so. Take config.json"
                 f" and weights from one revision; if the weights are plain, override {KEY} with null.",

@@ -17,8 +17,7 @@ from pydantic import AfterValidator
 from torch import Tensor
 
 from .....cluster.errors import CheckpointError
-from ..packed_4bit import ZERO
-from ..quantized_matrix import QuantizedMatrix
+from ..quantized_matrix import ZERO, Code, PackedForm, QuantizedMatrix
 from ..safetensors_reader import TensorFolder, TensorHeaders
 
 Shape = tuple[int, ...]
@@ -51,11 +50,8 @@ class Scheme(ABC):
         """Dtypes of the codes; a tensor of this name with another dtype is not quantized by this scheme."""
 
     @property
-    def packed_bytes(self) -> float | None:
-        """Bytes of a weight, with its share of scales and zeros, where products take codes (`read_codes`).
-
-        None: matrices are dequantized at load.
-        """
+    def packed_form(self) -> PackedForm | None:
+        """Form of `read_codes`; None: matrices are dequantized at load."""
         return None
 
     @property
@@ -144,11 +140,10 @@ def expand(scales: Tensor, part: slice, step: int, dim: int) -> Tensor:
     return scales.repeat_interleave(step, dim).narrow(dim, part.start % step, part.stop - part.start)
 
 
-def packed_bytes(bits: int, group: int | None, shared_bytes: float) -> float | None:
-    """Return `Scheme.packed_bytes`, of which groups of inputs (None: rows) share `shared_bytes`."""
-    if group is not None and group.bit_count() != 1:
-        return None
-    return bits / 8 + (0.0 if group is None else shared_bytes / group)
+def packed_form(code: Code, group: int | None, scales: torch.dtype, zero_bytes: int = 0) -> PackedForm | None:
+    """Return the form of codes; None if products cannot have the groups."""
+    has_shift = group is None or (group > 1 and group.bit_count() == 1)
+    return PackedForm(code, group, scales, zero_bytes) if has_shift else None
 
 
 def aligned_groups(columns: slice, group: int | None) -> slice | None:

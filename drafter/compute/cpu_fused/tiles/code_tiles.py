@@ -24,8 +24,7 @@ from typing import Any
 from llvmlite import ir
 from numba.core import cgutils
 
-from ...checkpoint.packed_4bit import GRID, ZERO
-from ...checkpoint.quantized_matrix import Code
+from ...checkpoint.quantized_matrix import GRID, ZERO, Code
 from ...cpu_numba.cpu_features import Instructions, bf16_instructions
 from ...cpu_numba.llvm_intrinsics import (
     BYTE,

@@ -90,11 +90,13 @@ def write_context(
     positions_N: Tensor,
     kv_slots_N: Tensor,
     kv_LPS2KD: Tensor,
+    scales_L2: Tensor | None = None,
 ) -> None:
     """Norm and rotate the keys of all layers and write them, and the values, into the pages of all layers.
 
     `kv_NJD` is the projection of the drafter's context features: J = 2 L K heads, the keys of all layers,
-    then their values; only its rows may be strided. `k_norm_LD` is contiguous.
+    then their values; only its rows may be strided. `k_norm_LD` is contiguous, as are `scales_L2`, the fp32
+    scales of K and V in e4m3.
     """
     num_layers, num_kv, head_dim = kv_LPS2KD.shape[0], *kv_LPS2KD.shape[4:]
     assert kv_NJD.shape[1:] == (2 * num_layers * num_kv, head_dim), "one key and value per layer and kv head"
@@ -104,8 +106,8 @@ def write_context(
     _check_rows(kv_NJD.flatten(1), head_dim, cos_TD, sin_TD)
     group = heads_per_program(head_dim, num_kv)
     _write_context[(len(kv_NJD), num_layers, 2 * triton.cdiv(num_kv, group))](
-        kv_NJD, k_norm_LD, cos_TD, sin_TD, positions_N, kv_slots_N, kv_LPS2KD, eps, kv_NJD.stride(0),
-        kv_LPS2KD.stride(0),
+        kv_NJD, k_norm_LD, cos_TD, sin_TD, positions_N, kv_slots_N, kv_LPS2KD, scales_L2, eps,
+        kv_NJD.stride(0), kv_LPS2KD.stride(0),
         NUM_LAYERS=num_layers, NUM_KV=num_kv, HALF=head_dim // 2, WIDTH=_power_of_two_above(head_dim // 2),
         GROUP=group, num_warps=1, **dependent_launch(kv_NJD.device),
     )  # fmt: skip
@@ -181,7 +183,8 @@ def _norm_rotate_write(
 
 @triton.jit(do_not_specialize=["positions_ptr", "slots_ptr"])
 def _write_context(
-    kv_ptr, k_norm_ptr, cos_ptr, sin_ptr, positions_ptr, slots_ptr, pages_ptr, eps, row_stride, layer_stride,
+    kv_ptr, k_norm_ptr, cos_ptr, sin_ptr, positions_ptr, slots_ptr, pages_ptr, scales_ptr, eps, row_stride,
+    layer_stride,
     NUM_LAYERS: tl.constexpr, NUM_KV: tl.constexpr, HALF: tl.constexpr, WIDTH: tl.constexpr,
     GROUP: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -193,20 +196,23 @@ def _write_context(
     fresh_k_ptr = kv_ptr + row * row_stride + layer * KEYS
     at = tl.load(positions_ptr + row).to(tl.int64) * 2 * HALF
     k_ptr = pages_ptr + layer * layer_stride + tl.load(slots_ptr + row).to(tl.int64) * 2 * KEYS
+    k_scale, v_scale = None, None
+    if scales_ptr is not None:
+        k_scale, v_scale = tl.load(scales_ptr + 2 * layer), tl.load(scales_ptr + 2 * layer + 1)
     if group < KV_GROUPS:
         norm_ptr = k_norm_ptr + layer * 2 * HALF
         cos_ptr += at
         sin_ptr += at
         _move(
-            fresh_k_ptr, k_ptr, group, norm_ptr, eps, cos_ptr, sin_ptr, None, NUM_KV, HALF, WIDTH, GROUP,
+            fresh_k_ptr, k_ptr, group, norm_ptr, eps, cos_ptr, sin_ptr, k_scale, NUM_KV, HALF, WIDTH, GROUP,
             False, True,
         )  # fmt: skip
     else:
         fresh_v_ptr = fresh_k_ptr + NUM_LAYERS * KEYS
         group -= KV_GROUPS
         _move(
-            fresh_v_ptr, k_ptr + KEYS, group, None, eps, None, None, None, NUM_KV, HALF, WIDTH, GROUP, False,
-            True,
+            fresh_v_ptr, k_ptr + KEYS, group, None, eps, None, None, v_scale, NUM_KV, HALF, WIDTH, GROUP,
+            False, True,
         )  # fmt: skip
 
 

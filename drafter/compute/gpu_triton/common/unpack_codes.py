@@ -1,9 +1,9 @@
 """Unpacks weights of 8 and 4 bits in a kernel's registers, each code times the scale of its group.
 
-The formats are those of `compute/checkpoint/quantized_matrix.py` and `packed_4bit.py`; a value is rounded
-once to the computing dtype. A byte holds two adjacent inputs of 4 bits. They are multiplied separately: low
-codes with the even inputs of x, high codes with the odd ones, which share a word of x. So nothing is
-shuffled, neither at load nor in the kernel. Called by `moe/grouped_gemm.py` and `linear/packed_codes.py`.
+The formats are those of `compute/checkpoint/quantized_matrix.py`; a value is rounded once to the computing
+dtype. A byte holds two adjacent inputs of 4 bits. They are multiplied separately: low codes with the even
+inputs of x, high codes with the odd ones, which share a word of x. So nothing is shuffled, neither at load
+nor in the kernel. Called by `linear/packed_codes.py`.
 
 In bf16 two codes are unpacked at a time, as two floats share a register: integer instructions put their bits
 in place (`E2M1_PTX`, `INT4_PTX`), and packed products scale them. The result is the same as through fp32, a
@@ -24,7 +24,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ...checkpoint.packed_4bit import ZERO
+from ...checkpoint.quantized_matrix import ZERO
 
 MAX_EXPONENT = 128  # of an MXFP4 block's scale: 2, so that a code's factor fits in fp32
 _FIRST_WITH_TENSOR_MEMORY = (10, 0)

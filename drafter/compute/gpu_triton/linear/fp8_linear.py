@@ -17,8 +17,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ...checkpoint.packed_codes import PackedCodes
 from .gemm_tiles import ProductWorkspace
-from .packed_codes import MAX_OWN_ROWS, DequantizingLinear, PackedCodes
+from .packed_codes import MAX_OWN_ROWS, DequantizingLinear
 from .projections import OwnProjection, SwitchedProjection, TorchProjection, Use
 
 CODES = torch.float8_e4m3fn
@@ -45,7 +46,7 @@ class QuantisedWeight:
     def packed(self) -> PackedCodes:
         """Return the same memory as codes [O, K] of which a row is one group."""
         codes_OK = self.codes_PLRK.flatten(0, 2)
-        return PackedCodes("e4m3", codes_OK, self.scale_O[:, None], None, codes_OK.shape[1])
+        return PackedCodes("e4m3", codes_OK, self.scale_O[:, None])
 
 
 class QuantisedProjection(SwitchedProjection):

@@ -2,8 +2,9 @@
 
     PackedProjection    up to 128 rows: `skinny_gemm.py` with `sum_codes`, which unpacks codes in registers
                         more: PyTorch's GEMM with the weight that `dequantize` writes
+    TritonExperts       any rows: `moe/grouped_gemm.py` with `sum_codes`
 
-Both multiply with the values of `QuantizedMatrix.dequantized`. Made by
+All multiply with the values of `QuantizedMatrix.dequantized`. Made by
 `drafter/compute/gpu_triton/backend.py`.
 
 Legend: N rows, K inputs, O outputs, G groups of inputs with a scale; in kernels C rows of a weight's tile, M
@@ -15,7 +16,7 @@ rows of x, S inputs and B pairs of inputs per iteration.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import replace
 
 import torch
 import triton
@@ -24,7 +25,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from .....cluster.errors import CheckpointError
-from ...checkpoint.quantized_matrix import Code, QuantizedMatrix
+from ...checkpoint.packed_codes import PackedCodes
 from ..common.unpack_codes import (
     MAX_EXPONENT,
     bytes_at_once,
@@ -38,78 +39,56 @@ from ..common.unpack_codes import (
 
 MAX_OWN_ROWS = 128  # beyond, a dequantized weight is read and written at less cost than products take
 _COLUMNS, _STEP = 64, 128  # of a program of `dequantize`
-_WHOLE_ROW = 1 << 30  # inputs of a group that all inputs are in
 _FIRST_WITH_E4M3 = (8, 9)
 
 
-@dataclass(frozen=True, slots=True)
-class PackedCodes:
-    """A weight [O, K] as contiguous codes.
+def for_kernels(packed: PackedCodes) -> PackedCodes:
+    """Return codes in the dtype that the device loads. Raises CheckpointError for a 4-bit scale above 2."""
+    assert packed.codes.is_contiguous() and packed.scales.is_contiguous(), "rows follow each other"
+    if packed.code == "e2m1":
+        _check_scales(packed)
+    if packed.code == "e4m3" and converts_e4m3(packed.device):
+        return replace(packed, codes=packed.codes.view(torch.float8_e4m3fn))
+    return packed
 
-    Attributes:
-        codes: uint8 [O, K], or float8_e4m3fn where the device converts it; of 4 bits uint8 [O, K / 2], the
-            even input in the low bits.
-        scales_OG, zeros_OG: as `QuantizedMatrix` has them.
-    """
 
-    code: Code
-    codes: Tensor
-    scales_OG: Tensor
-    zeros_OG: Tensor | None
-    in_features: int
+def bytes_unpacked(packed: PackedCodes | None) -> int:
+    """Return the kernels' `PACK`: `unpack_codes.bytes_at_once`, or 0 if codes take a byte each."""
+    return bytes_at_once(packed.device) if packed is not None and packed.has_pairs else 0
 
-    @classmethod
-    def of(cls, matrix: QuantizedMatrix, device: torch.device) -> PackedCodes:
-        matrix = matrix.to(device)
-        if matrix.code == "e2m1":
-            _check_scales(matrix)
-        codes = matrix.codes_OI.view(torch.uint8)
-        if matrix.code in ("int4", "e2m1"):
-            codes = codes[:, ::2] | codes[:, 1::2] << 4
-        elif matrix.code == "e4m3" and converts_e4m3(device):
-            codes = codes.view(torch.float8_e4m3fn)
-        zeros_OG = None if matrix.zeros_OG is None else matrix.zeros_OG.contiguous()
-        return cls(matrix.code, codes.contiguous(), matrix.scales_OG.contiguous(), zeros_OG, matrix.shape[1])
 
-    @property
-    def group(self) -> int:
-        """Inputs of a group, a power of two."""
-        groups = self.scales_OG.shape[1]
-        return self.in_features // groups if groups > 1 else _WHOLE_ROW
+def words(x_NK: Tensor) -> Tensor:
+    """Return x as words of two inputs each."""
+    if x_NK.stride(0) % 2 or x_NK.storage_offset() % 2:
+        x_NK = x_NK.contiguous()
+    return x_NK.view(torch.int64 if x_NK.dtype is torch.float32 else torch.int32)
 
-    @property
-    def has_pairs(self) -> bool:
-        return self.code in ("int4", "e2m1")
 
-    @property
-    def num_bytes(self) -> int:
-        return sum(each.nbytes for each in (self.codes, self.scales_OG, self.zeros_OG) if each is not None)
-
-    def dequantized(self, dtype: torch.dtype) -> Tensor:
-        """Return the weight [O, K]."""
-        outputs = len(self.codes)
-        weight_OK = torch.empty((outputs, self.in_features), dtype=dtype, device=self.codes.device)
-        grid = (triton.cdiv(outputs, _COLUMNS), triton.cdiv(self.in_features, _STEP))
-        _dequantize[grid](
-            self.codes, self.scales_OG, self.zeros_OG, weight_OK,
-            CODE=self.code, GROUP=self.group, GROUPS=self.scales_OG.shape[1], PACK=self.bytes_at_once(),
-            OUTPUTS=outputs, INPUTS=self.in_features, COLUMNS=_COLUMNS, STEP=_STEP, num_warps=4,
-        )  # fmt: skip
-        return weight_OK
-
-    def bytes_at_once(self) -> int:
-        return bytes_at_once(self.codes.device) if self.has_pairs else 0
+def dequantize(packed: PackedCodes, dtype: torch.dtype) -> Tensor:
+    """Return the values of a matrix [O, K], as `QuantizedMatrix.dequantized`."""
+    outputs, inputs = packed.shape
+    weight_OK = torch.empty((outputs, inputs), dtype=dtype, device=packed.device)
+    grid = (triton.cdiv(outputs, _COLUMNS), triton.cdiv(inputs, _STEP))
+    _dequantize[grid](
+        packed.codes, packed.scales, packed.zeros, weight_OK,
+        CODE=packed.code, GROUP=packed.group, GROUPS=packed.num_groups, PACK=bytes_unpacked(packed),
+        OUTPUTS=outputs, INPUTS=inputs, COLUMNS=_COLUMNS, STEP=_STEP, num_warps=4,
+    )  # fmt: skip
+    return weight_OK
 
 
 def converts_e4m3(device: torch.device) -> bool:
     return device.type != "cuda" or torch.cuda.get_device_capability(device) >= _FIRST_WITH_E4M3
 
 
-def _check_scales(matrix: QuantizedMatrix) -> None:
-    maximum = float(matrix.scales().abs().max())
-    if maximum > 2.0 ** (MAX_EXPONENT - 127):
+def _check_scales(packed: PackedCodes) -> None:
+    """Raise CheckpointError if a scale, or (of uint8 ones) an exponent, is too large."""
+    limit = MAX_EXPONENT if packed.scales.dtype is torch.uint8 else 2.0 ** (MAX_EXPONENT - 127)
+    largest = max(float(packed.scales.max()), -float(packed.scales.min()))
+    if largest > limit:
+        scale = largest if limit != MAX_EXPONENT else 2.0 ** (largest - 127)
         raise CheckpointError(
-            f"A group of 4-bit weights has the scale {maximum:g}; the GPU's kernels take at most "
+            f"A group of 4-bit weights has the scale {scale:g}; the GPU's kernels take at most "
             f"{2 ** (MAX_EXPONENT - 127)}. Check the checkpoint's scales, or set attention_backend to "
             "'torch'."
         )
@@ -124,7 +103,7 @@ class DequantizingLinear:
         self._codes, self._bias_O = codes, bias_O
 
     def __call__(self, x_NK: Tensor, residual_NO: Tensor | None = None) -> Tensor:
-        y_NO = F.linear(x_NK, self._codes.dequantized(x_NK.dtype), self._bias_O)
+        y_NO = F.linear(x_NK, dequantize(self._codes, x_NK.dtype), self._bias_O)
         return y_NO if residual_NO is None else y_NO.add_(residual_NO)
 
 

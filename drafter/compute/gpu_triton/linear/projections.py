@@ -21,10 +21,11 @@ import torch
 from torch import Tensor
 
 from ...block_weights import Projection
+from ...checkpoint.packed_codes import PackedCodes
 from ...layers.linear import Activation, RMSNorm
 from ..common.element_ops import add_rms_norm, gate, rms_norm
 from .gemm_tiles import ROW_TILES, ProductWorkspace, plan_product, row_tile
-from .packed_codes import MAX_OWN_ROWS, DequantizingLinear, PackedCodes
+from .packed_codes import MAX_OWN_ROWS, DequantizingLinear
 from .skinny_gemm import Normed, multiply
 
 Use = Literal["plain", "normed", "gated", "added"]

@@ -23,16 +23,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from ...checkpoint.packed_codes import PackedCodes
 from ...layers.linear import Activation
 from ..common.e4m3 import widen
 from ..common.element_ops import activate, dependent_launch, wait_for_predecessor
 from .gemm_tiles import COLUMNS, ProductPlan, ProductWorkspace
-from .packed_codes import PackedCodes, sum_codes
+from .packed_codes import bytes_unpacked, sum_codes, words
 
 _FP32_PRODUCT = tl.constexpr("tf32x3")  # fp32 precision on tensor cores; fp16 and bf16 ignore it
 # Of each weight row: 16 KiB per program, which are 2 microseconds of an H100's memory if all its
@@ -91,12 +91,12 @@ def multiply(
     if row_tiles == 0:
         return y_NO
     if packed is not None and packed.has_pairs:
-        x_NK = _words(x_NK)
+        x_NK = words(x_NK)
     step, split_tiles, stages = plan.stepping(tile)
     programs = plan.splits if row_tiles == 1 else 1  # per tile of y
     _multiply[(row_tiles, plan.tiles * programs)](
-        x_NK, weight_PLRK, None if packed is None else packed.scales_OG,
-        None if packed is None else packed.zeros_OG, scale_O, bias_O, residual_NO, y_NO,
+        x_NK, weight_PLRK, None if packed is None else packed.scales,
+        None if packed is None else packed.zeros, scale_O, bias_O, residual_NO, y_NO,
         None if norm is None else norm.weight_K, None if norm is None else norm.squares_NT, squares_NT,
         workspace.sums_E, workspace.arrived_E, 0.0 if norm is None else norm.eps, num_rows, x_NK.stride(0),
         0 if residual_NO is None else residual_NO.stride(0), weight_PLRK.stride(0), weight_PLRK.stride(1),
@@ -105,18 +105,10 @@ def multiply(
         GELU=activation == "gelu_tanh", SQUARES=1 if norm is None else norm.squares_NT.shape[1],
         SPLITS=plan.splits, SPLIT_TILES=split_tiles, PROGRAMS=programs, ROWS=tile, COLUMNS=COLUMNS, STEP=step,
         CODE=None if packed is None else packed.code, GROUP=0 if packed is None else packed.group,
-        GROUPS=0 if packed is None else packed.scales_OG.shape[1],
-        PACK=0 if packed is None else packed.bytes_at_once(),
+        GROUPS=0 if packed is None else packed.num_groups, PACK=bytes_unpacked(packed),
         num_warps=4, num_stages=stages, **dependent_launch(x_NK.device),
     )  # fmt: skip
     return y_NO
-
-
-def _words(x_NK: Tensor) -> Tensor:
-    """Return x as words of two inputs each."""
-    if x_NK.stride(0) % 2 or x_NK.storage_offset() % 2:
-        x_NK = x_NK.contiguous()
-    return x_NK.view(torch.int64 if x_NK.dtype is torch.float32 else torch.int32)
 
 
 @triton.jit(do_not_specialize=["num_rows"])

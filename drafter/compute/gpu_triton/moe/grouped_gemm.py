@@ -6,9 +6,9 @@
 In a verified block each of many experts has few rows, so the time is that of reading weights. Programs own
 rows of a weight, as in `linear/skinny_gemm.py`, and stream them past a tile's few rows of x. Each pair's
 result has its own place and sums have a fixed order (no atomics), so a row's bits depend on no other row if
-tiles have one height. MXFP4 and INT4 are read packed and unpacked in registers; few rows of MXFP4 on sm_100
-are multiplied by its block-scaled products (`_sum_block_scaled`). Each step rounds as its own operator would
-(`compute/eager/moe.py`).
+tiles have one height. Codes of 8 and 4 bits are unpacked in registers (`linear/packed_codes.py`); few rows of
+MXFP4 on sm_100 are multiplied by its block-scaled products (`_sum_block_scaled`). Each step rounds as its own
+operator would (`compute/eager/moe.py`).
 
 Legend: N rows, k experts chosen per row, P = N k pairs, E experts, T tiles of pairs (`moe_align.py`), K
 inputs, O outputs, I inner size, H hidden; in the kernels M pairs of a tile, C rows of a weight's tile (D
@@ -27,10 +27,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ...checkpoint.packed_4bit import MXFP4, Packed
+from ...checkpoint.packed_codes import PackedCodes
 from ...layers.moe import ExpertActivation
 from ..common.element_ops import dependent_launch, expert_gate, wait_for_predecessor
-from ..common.unpack_codes import bytes_at_once, split_e4m3, split_words, unpack_int4, unpack_mxfp4
+from ..common.unpack_codes import split_e4m3
+from ..linear.packed_codes import bytes_unpacked, sum_codes, words
 from .grouped_gemm_tiles import MOST_BLOCK_SCALED, cut_weight
 from .moe_align import ExpertTiles
 
@@ -42,7 +43,7 @@ _BLOCK_SCALED_CAPABILITY = 10  # major version: tcgen05
 
 def multiply_tiles(
     x_RK: Tensor,
-    weights_EOK: Tensor | Packed,
+    weights_EOK: Tensor | PackedCodes,
     tiles: ExpertTiles,
     *,
     bias_EO: Tensor | None = None,
@@ -55,33 +56,34 @@ def multiply_tiles(
 
     Args:
         x_RK: a row for each pair, or for each k of them (R = N); any stride, a row is contiguous.
-        weights_EOK: of x's dtype or packed, contiguous; with an activation gate rows, then up rows, and the
-            result has half as many columns.
+        weights_EOK: of x's dtype, or codes (`packed_codes.for_kernels`), contiguous; with an activation gate
+            rows, then up rows, and the result has half as many columns.
         bias_EO: one per row of the weights, contiguous.
         limit: of `swiglu_clamped`.
     """
-    packed = not isinstance(weights_EOK, Tensor)
+    packed = weights_EOK if isinstance(weights_EOK, PackedCodes) else None
+    codes = weights_EOK if isinstance(weights_EOK, Tensor) else weights_EOK.codes
     _, outputs, inputs = weights_EOK.shape
     rows, height = len(x_RK), tiles.pairs_TM.shape[1]
-    is_scaled = isinstance(weights_EOK, MXFP4) and x_RK.dtype is torch.bfloat16
+    is_mxfp4 = packed is not None and packed.code == "e2m1" and packed.scales.dtype is torch.uint8
+    is_scaled = is_mxfp4 and x_RK.dtype is torch.bfloat16
     is_scaled = is_scaled and height <= MOST_BLOCK_SCALED and has_block_scaled(x_RK.device)
     assert x_RK.shape == (rows, inputs) and x_RK.stride(1) == 1, "a row of x is what a weight takes"
     assert tiles.num_pairs % rows == 0, "each row has the same number of pairs"
-    if not packed:
-        assert x_RK.dtype is weights_EOK.dtype, "x is what the weight takes"
+    assert rows * x_RK.stride(0) < 2**31, "offsets of rows have 32 bits, which leaves registers for codes"
+    assert packed is not None or x_RK.dtype is codes.dtype, "x is what the weight takes"
     y_PO = x_RK.new_empty((tiles.num_pairs, outputs // 2 if activation else outputs))
-    pack = 0
-    if packed and not is_scaled:  # two inputs per word, as two codes are a byte
-        x_RK = x_RK.view(torch.int64 if x_RK.dtype is torch.float32 else torch.int32)
-        pack = bytes_at_once(x_RK.device)
-    cut = cut_weight(height, y_PO.dtype, packed=packed, is_scaled=is_scaled)
+    if packed is not None and packed.has_pairs and not is_scaled:
+        x_RK = words(x_RK)
+    cut = cut_weight(height, y_PO.dtype, packed=packed is not None, is_scaled=is_scaled)
     _multiply_tiles[(len(tiles.experts_T), triton.cdiv(outputs, cut.columns))](
-        x_RK, weights_EOK.blocks_EOBJ if packed else weights_EOK, weights_EOK.scales_EOB if packed else None,
+        x_RK, codes, None if packed is None else packed.scales, None if packed is None else packed.zeros,
         bias_EO, y_PO, tiles.pairs_TM, tiles.experts_T, tiles.count_1, 0.0 if limit is None else limit,
         tiles.num_pairs, x_RK.stride(0),
         PLACES=tiles.num_pairs // rows, INPUTS=inputs, OUTPUTS=outputs, ACTIVATION=activation, HEIGHT=height,
-        COLUMNS=cut.columns, STEP=cut.step, PACK=pack,
-        num_warps=cut.warps, num_stages=cut.stages,
+        COLUMNS=cut.columns, STEP=cut.step, CODE=None if packed is None else packed.code,
+        GROUP=0 if packed is None else packed.group, GROUPS=0 if packed is None else packed.num_groups,
+        PACK=0 if is_scaled else bytes_unpacked(packed), num_warps=cut.warps, num_stages=cut.stages,
         **dependent_launch(x_RK.device),
     )  # fmt: skip
     return y_PO
@@ -117,10 +119,11 @@ def add_up(
 
 @triton.jit(do_not_specialize=["num_pairs"])
 def _multiply_tiles(
-    x_ptr, weight_ptr, scale_ptr, bias_ptr, y_ptr, pairs_ptr, experts_ptr, count_ptr, limit, num_pairs,
-    x_stride,
+    x_ptr, weight_ptr, scale_ptr, zero_ptr, bias_ptr, y_ptr, pairs_ptr, experts_ptr, count_ptr, limit,
+    num_pairs, x_stride,
     PLACES: tl.constexpr, INPUTS: tl.constexpr, OUTPUTS: tl.constexpr, ACTIVATION: tl.constexpr,
-    HEIGHT: tl.constexpr, COLUMNS: tl.constexpr, STEP: tl.constexpr, PACK: tl.constexpr, PDL: tl.constexpr,
+    HEIGHT: tl.constexpr, COLUMNS: tl.constexpr, STEP: tl.constexpr, CODE: tl.constexpr, GROUP: tl.constexpr,
+    GROUPS: tl.constexpr, PACK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     wait_for_predecessor(PDL)
     tile = tl.program_id(0)
@@ -134,19 +137,21 @@ def _multiply_tiles(
         number_C = number_C // 2 + (number_C % 2) * (OUTPUTS // 2)
     number_C = tl.minimum(number_C, OUTPUTS - 1)
     row_C = expert * OUTPUTS + number_C
-    x_ptrs_M = x_ptr + (pair_M // PLACES).to(tl.int64) * x_stride
-    if scale_ptr is None:
+    x_ptrs_M = x_ptr + (tl.minimum(pair_M, num_pairs - 1) // PLACES) * x_stride
+    if CODE is None:
         sum_CM = _sum_plain(x_ptrs_M, weight_ptr + row_C * INPUTS, real_M, INPUTS, HEIGHT, COLUMNS, STEP)
-    elif PACK == 0:
+    elif CODE == "e2m1" and PACK == 0:
         sum_CM = _sum_block_scaled(
             x_ptrs_M, weight_ptr + row_C * (INPUTS // 2), scale_ptr + row_C * (INPUTS // 32), real_M,
             INPUTS, HEIGHT, COLUMNS, STEP,
         )  # fmt: skip
     else:
-        sum_CM = _sum_packed(
-            x_ptrs_M, weight_ptr + row_C * (INPUTS // 2), scale_ptr + row_C * (INPUTS // 32), real_M,
-            scale_ptr.dtype.element_ty, y_ptr.dtype.element_ty, INPUTS, HEIGHT, COLUMNS, STEP,
-            PACK,
+        STEPS: tl.constexpr = (INPUTS + STEP - 1) // STEP
+        ROW: tl.constexpr = INPUTS // 2 if CODE == "int4" or CODE == "e2m1" else INPUTS
+        sum_CM = sum_codes(
+            x_ptrs_M, weight_ptr + row_C * ROW, scale_ptr, zero_ptr, row_C, None, None, 0,
+            y_ptr.dtype.element_ty, CODE, GROUP, GROUPS, PACK, INPUTS, STEPS, HEIGHT, COLUMNS, STEP,
+            _FP32_PRODUCT,
         )  # fmt: skip
     if bias_ptr is not None:
         sum_CM += tl.load(bias_ptr + row_C).to(tl.float32)[:, None]
@@ -171,34 +176,6 @@ def _sum_plain(
             here_SM = inside_S[:, None] & real_M[None, :]
             x_SM = tl.load(x_ptrs_M[None, :] + at_S[:, None], mask=here_SM, other=0.0)
         sum_CM = tl.dot(weight_CS, x_SM, sum_CM, input_precision=_FP32_PRODUCT)
-    return sum_CM
-
-
-@triton.jit
-def _sum_packed(
-    x_ptrs_M, weight_ptrs_C, scale_ptrs_C, real_M,
-    scale_dtype: tl.constexpr, dtype: tl.constexpr, INPUTS: tl.constexpr, HEIGHT: tl.constexpr,
-    COLUMNS: tl.constexpr, STEP: tl.constexpr, PACK: tl.constexpr,
-):  # fmt: skip
-    """Return the product with packed weights; even and odd inputs are multiplied separately."""
-    sum_CM = tl.zeros([COLUMNS, HEIGHT], tl.float32)
-    WORDS: tl.constexpr = STEP // 2
-    BLOCKS: tl.constexpr = STEP // 32
-    for start in range(0, INPUTS // 2, WORDS):
-        at_B = start + tl.arange(0, WORDS)
-        block_G = start // 16 + tl.arange(0, BLOCKS)
-        inside_B, inside_G = at_B < INPUTS // 2, block_G < INPUTS // 32
-        byte_CB = tl.load(weight_ptrs_C[:, None] + at_B[None, :], mask=inside_B[None, :], other=0)
-        scale_CG = tl.load(scale_ptrs_C[:, None] + block_G[None, :], mask=inside_G[None, :], other=0)
-        here_BM = inside_B[:, None] & real_M[None, :]
-        word_BM = tl.load(x_ptrs_M[None, :] + at_B[:, None], mask=here_BM, other=0)
-        if scale_dtype == tl.uint8:  # MXFP4's exponents
-            low_CB, high_CB = unpack_mxfp4(byte_CB, scale_CG, dtype, PACK)
-        else:
-            low_CB, high_CB = unpack_int4(byte_CB, scale_CG, None, dtype, PACK)
-        even_BM, odd_BM = split_words(word_BM, dtype)
-        sum_CM = tl.dot(low_CB, even_BM, sum_CM, input_precision=_FP32_PRODUCT)
-        sum_CM = tl.dot(high_CB, odd_BM, sum_CM, input_precision=_FP32_PRODUCT)
     return sum_CM
 
 

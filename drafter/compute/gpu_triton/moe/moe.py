@@ -11,12 +11,13 @@ Legend: N rows, k experts chosen per row, H hidden.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from torch import Tensor
 
-from .....cluster.errors import CheckpointError
-from ...checkpoint.packed_4bit import MXFP4
+from ...checkpoint.packed_codes import PackedCodes
 from ...layers.moe import ExpertWeights
-from ..common.unpack_codes import MAX_EXPONENT
+from ..linear.packed_codes import for_kernels
 from .grouped_gemm import add_up, multiply_tiles
 from .grouped_gemm_tiles import INVARIANT_HEIGHT, tile_height
 from .moe_align import list_tiles
@@ -28,12 +29,12 @@ class TritonExperts:
     __slots__ = ("_one_height", "_reads_1", "_weights")
 
     def __init__(self, weights: ExpertWeights, reads_1: Tensor, *, one_height: bool = False) -> None:
-        for weight in (weights.gate_up, weights.down):
-            if isinstance(weight, MXFP4):
-                _check_scales(weight)
-            parts = (weight,) if isinstance(weight, Tensor) else (weight.blocks_EOBJ, weight.scales_EOB)
-            assert all(part.is_contiguous() for part in parts), "rows of all experts are contiguous"
-        self._weights, self._reads_1, self._one_height = weights, reads_1, one_height
+        gate_up, down = (
+            for_kernels(weight) if isinstance(weight, PackedCodes) else weight.contiguous()
+            for weight in (weights.gate_up, weights.down)
+        )
+        self._weights = replace(weights, gate_up=gate_up, down=down)
+        self._reads_1, self._one_height = reads_1, one_height
 
     def __call__(self, x_NH: Tensor, expert_ids_Nk: Tensor, weights_Nk: Tensor) -> Tensor:
         weights = self._weights
@@ -42,7 +43,7 @@ class TritonExperts:
         num_experts, first = weights.gate_up.shape[0], weights.first_expert
         height = INVARIANT_HEIGHT
         if not self._one_height:
-            packed = not isinstance(weights.gate_up, Tensor)
+            packed = any(isinstance(weight, PackedCodes) for weight in (weights.gate_up, weights.down))
             height = tile_height(expert_ids_Nk.numel(), num_experts, x_NH.dtype, packed=packed)
         tiles = list_tiles(expert_ids_Nk, num_experts, first, height, self._reads_1)
         inner_PI = multiply_tiles(
@@ -55,13 +56,3 @@ class TritonExperts:
         )
         outputs_PH = multiply_tiles(inner_PI, weights.down, tiles, bias_EO=weights.down_bias_EH)
         return add_up(outputs_PH, expert_ids_Nk, weights_Nk, num_experts, first)
-
-
-def _check_scales(packed: MXFP4) -> None:
-    maximum = int(packed.scales_EOB.max())
-    if maximum > MAX_EXPONENT:
-        raise CheckpointError(
-            f"A block of packed expert weights has the scale 2^{maximum - 127}; the GPU's kernels take at "
-            "most "
-            f"2^{MAX_EXPONENT - 127}. Check the checkpoint's scales, or set attention_backend to 'torch'."
-        )
