@@ -24,6 +24,7 @@ from pydantic import AfterValidator, Field, field_validator
 from torch import Tensor
 
 from ....drafter.compute.checkpoint.hf_config import Count, HfConfig, Json, parse, text_config, wrong
+from ....drafter.compute.checkpoint.safetensors_reader import INTEGERS
 from ....drafter.compute.layers.moe import MoeRouter
 from ....drafter.compute.layers.rope import RopeConfig
 from ..model.attention import TargetAttention
@@ -154,16 +155,28 @@ _ASSISTANT_TENSORS: Mapping[str, TensorRule] = {
 }
 
 
+_CLUSTER_TENSORS: Mapping[str, TensorRule] = {
+    "centroids": TensorRule(
+        name="masked_embedding.centroids.weight", axes=("clusters", "hidden"), is_beside_body=True
+    ),
+    "token_ordering": TensorRule(
+        name="masked_embedding.token_ordering",
+        axes=("all_tokens",),
+        stored=INTEGERS,
+        is_fp32=True,  # exact below 2^24
+        is_beside_body=True,
+    ),
+}
+
+
 class AssistantKeys(HfConfig):
     """The keys of an assistant's config.json beside its text part."""
 
     architectures: tuple[Literal["Gemma4AssistantForCausalLM", "Gemma4UnifiedAssistantForCausalLM"]]
     backbone_hidden_size: Count
-    use_ordered_embeddings: Literal[False] = Field(
-        False,
-        description="absent or false: a head that scores the tokens of a few clusters (assistants of Gemma 4 "
-        "E2B and E4B, which are not served either) is not supported",
-    )
+    use_ordered_embeddings: bool = False
+    num_centroids: Count = 2048
+    centroid_intermediate_top_k: Count = 32
     tie_word_embeddings: bool = True
 
 
@@ -194,15 +207,28 @@ def read_assistant(raw: Json, file: str) -> ModelSpec:
     if (shared := text.get("num_kv_shared_layers")) not in (None, 0, spec.num_layers):
         wanted = f"num_hidden_layers ({spec.num_layers}): all layers read the target's K and V"
         raise wrong(file, "text_config.num_kv_shared_layers", shared, wanted)
+    clusters = _clusters(keys, spec.vocab_size, file)
     mixers = [replace(spec.attention(i), queries_only=True) for i in range(spec.num_layers)]
     layers = (replace(layer, mixer=mixer) for layer, mixer in zip(spec.layers, mixers, strict=True))
     return replace(
         spec,
         layers=tuple(layers),
-        tensors=_ASSISTANT_TENSORS,
+        tensors=_ASSISTANT_TENSORS if clusters is None else {**_ASSISTANT_TENSORS, **_CLUSTER_TENSORS},
         tied_head=keys.tie_word_embeddings,
         backbone_size=keys.backbone_hidden_size,
+        clusters=clusters,
     )
+
+
+def _clusters(keys: AssistantKeys, vocab_size: int, file: str) -> tuple[int, int] | None:
+    if not keys.use_ordered_embeddings:
+        return None
+    if vocab_size % keys.num_centroids:
+        raise wrong(file, "num_centroids", keys.num_centroids, f"a divisor of vocab_size ({vocab_size})")
+    if keys.centroid_intermediate_top_k > keys.num_centroids:
+        wanted = f"at most num_centroids ({keys.num_centroids})"
+        raise wrong(file, "centroid_intermediate_top_k", keys.centroid_intermediate_top_k, wanted)
+    return keys.num_centroids, keys.centroid_intermediate_top_k
 
 
 def _read(raw: Json, file: str, form: type[Gemma4Config]) -> ModelSpec:

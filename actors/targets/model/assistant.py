@@ -8,6 +8,9 @@ pass over a prompt.
     pre [E[token] ; y] [N, 2B] --> x [N, H] --layers, norm--> h [N, H] --post--> y [N, B] of the next draft
     h --its own head--> logits
 
+With ordered embeddings (E2B, E4B) only tokens of some clusters of the vocabulary are possible: those whose
+centroids have the largest products with h.
+
 All drafts of a step are made at position n, and their queries see the target's K and V of positions before n.
 E is the target's embedding, scaled; y the target's normed hidden state, and the assistant's past it. Sharded
 over ranks as the target is, whose heads' K and V each rank has.
@@ -156,6 +159,10 @@ class AssistantDrafter:
         head_UH = weights.head()
         self.dtype, self.device = head_UH.dtype, head_UH.device
         self._head = VocabHead(backend.head(head_UH), spec.vocab_size, weights.sharding, communicator)
+        self._clusters: _Clusters | None = None
+        if spec.clusters is not None:
+            centroids = backend.linear_of_either(weights.part("centroids"))
+            self._clusters = _Clusters(centroids, *spec.clusters, weights.part("token_ordering"))
         self._embed_scale = float(torch.tensor(config.embed_scale, dtype=self.dtype))
         made = [make_block(weights, i, rope_of, communicator, backend) for i in range(spec.num_layers)]
         final_norm = RMSNorm(weights.final_norm(), spec.rms_norm_eps)
@@ -188,7 +195,32 @@ class AssistantDrafter:
         return self._post(hidden_NH), hidden_NH
 
     def logits(self, hidden_XH: Tensor) -> Tensor:
-        return self._head(hidden_XH)
+        """Return the logits [X, V] of all ranks' tokens; -inf for tokens of clusters that are not chosen."""
+        logits_XV = self._head(hidden_XH)
+        if self._clusters is None:
+            return logits_XV
+        return logits_XV.masked_fill_(~self._clusters.chosen(hidden_XH), -torch.inf)
+
+
+class _Clusters:
+    """Clusters of the vocabulary, of which `num_chosen` are possible in a row.
+
+    Args:
+        token_ordering_V: token ids, cluster after cluster, all of one size.
+    """
+
+    def __init__(
+        self, centroids: Projection, num_clusters: int, num_chosen: int, token_ordering_V: Tensor
+    ) -> None:
+        self._centroids, self._num_chosen = centroids, num_chosen
+        self._cluster_V = token_ordering_V.argsort() // (len(token_ordering_V) // num_clusters)
+
+    def chosen(self, hidden_XH: Tensor) -> Tensor:
+        """Return which tokens are possible, bool [X, V]."""
+        scores_XC = self._centroids(hidden_XH)
+        is_chosen_XC = torch.zeros_like(scores_XC, dtype=torch.bool)
+        is_chosen_XC.scatter_(1, scores_XC.topk(self._num_chosen, dim=1).indices, True)
+        return is_chosen_XC.index_select(1, self._cluster_V)
 
 
 def _with_unused_kv(shape: MixerShape, block: BlockWeights) -> tuple[MixerShape, BlockWeights]:

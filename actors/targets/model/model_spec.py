@@ -36,7 +36,7 @@ CheckpointDType = Literal["float32", "bfloat16", "float16"]
 # Dimensions of tensors. "one" has size 1. "_blocks" count blocks of MXFP4
 # (`drafter/compute/checkpoint/packed_codes.py`), "block_bytes" the bytes of one block.
 Axis = (
-    Literal["hidden", "two_hidden", "backbone", "two_backbone", "vocab"]
+    Literal["hidden", "two_hidden", "backbone", "two_backbone", "vocab", "clusters", "all_tokens"]
     | Literal["hidden_blocks", "block_bytes", "one"]
     | AttentionAxis
     | MLPAxis
@@ -106,7 +106,10 @@ class TensorRule:
 
 # Parts of a layer for multi-token prediction beside its block, in `ModelSpec.tensors` of its own model; and
 # those of an assistant.
-MTP_PARTS = ("mtp_embed_norm", "mtp_hidden_norm", "mtp_combine", "pre_projection", "post_projection")
+MTP_PARTS = (
+    *("mtp_embed_norm", "mtp_hidden_norm", "mtp_combine"),
+    *("pre_projection", "post_projection", "centroids", "token_ordering"),
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,6 +121,7 @@ class MtpSpec:
         prefix: of the block's tensors, instead of "layers.{layer}."; with a {layer} if there may be several.
         embed_norm, hidden_norm, combine, final_norm: names of the other tensors.
         is_beside_body: whether all of them are named outside of the body's prefix.
+        num_layers: how many published checkpoints have.
         renamed: last components of the block's names that differ from those of the target's blocks.
     """
 
@@ -128,6 +132,7 @@ class MtpSpec:
     combine: str
     final_norm: str
     is_beside_body: bool = False
+    num_layers: int = 1
     renamed: Mapping[str, str] = field(default_factory=dict[str, str])
 
     @classmethod
@@ -142,7 +147,7 @@ class MtpSpec:
             final_norm=prefix + final_norm,
         )
 
-    def model(self, target: ModelSpec, num_layers: int = 1) -> ModelSpec:
+    def model(self, target: ModelSpec, num_layers: int) -> ModelSpec:
         """Return a model of these layers alone; `layer_parts` are those of their blocks."""
         norm = target.tensors["attention_norm"].transform
 
@@ -186,6 +191,8 @@ class ModelSpec:
         eos_token_ids: end-of-sequence tokens, from generation_config.json if it has any.
         mtp: the layer for multi-token prediction that checkpoints of the family may have.
         backbone_size: hidden size of the target for which an assistant drafts; None for targets.
+        clusters: of the vocabulary of an assistant, how many there are, and of how many the tokens are
+            possible; None without.
     """
 
     architecture: str
@@ -207,6 +214,7 @@ class ModelSpec:
     eos_token_ids: tuple[int, ...]
     mtp: MtpSpec | None = None
     backbone_size: int | None = None
+    clusters: tuple[int, int] | None = None
 
     @property
     def num_layers(self) -> int:

@@ -26,6 +26,7 @@ from support.oracles.oracle_dflash import gumbel
 from transformers.generation.candidate_generator import SinglePositionMultiTokenCandidateGenerator
 
 NUM_DRAFTS = 3
+CLUSTERS, CLUSTERED = (16, 5), {"use_ordered_embeddings": True}
 WINDOW = 9
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
 WARM = SamplingParams(temperature=1.0, max_tokens=12, ignore_eos=True)
@@ -75,6 +76,8 @@ class Generator:
         seen: list[torch.Tensor] = []
 
         def choose(module: object, args: object, out) -> None:
+            if module.masked_embedding is not None:  # tokens of other clusters get one logit below all others
+                out.logits[out.logits == out.logits.min()] = -torch.inf
             seen.append(out.logits[0, 0].clone())
             if seed is not None:
                 out.logits += noise(seed, len(tokens) + len(seen) - 1, TINY_VOCAB)
@@ -92,11 +95,14 @@ class Generator:
         return found[0, len(tokens) :].tolist(), seen
 
 
+@pytest.mark.parametrize("clusters", [None, CLUSTERS], ids=["all tokens", "clusters"])
 @pytest.mark.parametrize("params", [GREEDY, WARM], ids=["greedy", "T=1"])
 def test_chains_equal_transformers_generator_and_no_token_changes(
-    params: SamplingParams, gemma4: Path, assistant: Path
+    params: SamplingParams, clusters: tuple[int, int] | None, gemma4: Path, assistant: Path, tmp_path: Path
 ) -> None:
     """Prompts come in chunks and batches, longer than the window, with rejections; small pages."""
+    if clusters is not None:
+        assistant = make_assistant(tmp_path, gemma4, clusters=clusters)
     served = Served(assisted(gemma4, assistant, max_num_batched_tokens=16))
     new = served.tokens(PROMPTS, params)
     assert new == Served(settings(gemma4)).tokens(PROMPTS, params)
@@ -111,6 +117,8 @@ def test_chains_equal_transformers_generator_and_no_token_changes(
             assert drafts == right[: len(drafts)], (i, at)
             for z, z_right in zip(logits, theirs, strict=False):
                 assert torch.allclose(z, z_right, atol=2e-4), (i, at)
+                num_possible = TINY_VOCAB if clusters is None else TINY_VOCAB // clusters[0] * clusters[1]
+                assert z.isfinite().sum() == num_possible
 
 
 def test_a_prefix_hit_keeps_the_states(gemma4: Path, assistant: Path) -> None:
@@ -125,8 +133,12 @@ def test_a_prefix_hit_keeps_the_states(gemma4: Path, assistant: Path) -> None:
     assert max(warm.num_cached.values()) >= 32
 
 
-def test_two_ranks_read_their_heads_of_the_target(gemma4: Path, assistant: Path) -> None:
+@pytest.mark.parametrize("clusters", [None, CLUSTERS], ids=["all tokens", "clusters"])
+def test_two_ranks_read_their_heads_of_the_target(
+    clusters: tuple[int, int] | None, gemma4: Path, tmp_path: Path
+) -> None:
     """The full layers have one head of K and V, which both ranks have. Drafts are told by their margins."""
+    assistant = make_assistant(tmp_path, gemma4, clusters=clusters)
     config = assisted(gemma4, assistant, page_size=16, num_pages=80)
 
     def work(rank: ThreadRank | None) -> list[tuple[list[int], list[float]]]:
@@ -177,7 +189,11 @@ def test_the_classes_of_12b_are_read(gemma4: Path, tmp_path: Path) -> None:
     ("changes", "message"),
     [
         ({"backbone_hidden_size": 64}, r"backbone_hidden_size=64 is not the target's hidden_size \(72\)"),
-        ({"use_ordered_embeddings": True}, "use_ordered_embeddings=True must be absent or false: .* E2B"),
+        ({**CLUSTERED, "num_centroids": 48}, r"num_centroids=48 must be a divisor of vocab_size \(128\)"),
+        (
+            {**CLUSTERED, "num_centroids": 4, "centroid_intermediate_top_k": 5},
+            r"centroid_intermediate_top_k=5 must be at most num_centroids \(4\)",
+        ),
         ({"architectures": ["Gemma4ForCausalLM"]}, "architectures=.* must be"),
         ({"text_config": {"vocab_size": 64}}, r"vocab_size=64 is not the target's vocab_size \(128\)"),
         ({"text_config": {"num_key_value_heads": 4}}, "num_kv_heads=4, and the target's sliding layers 2"),

@@ -86,13 +86,23 @@ def _mtp_tensors(
     return tensors
 
 
+_CLUSTER_KEYS = "use_ordered_embeddings", "num_centroids", "centroid_intermediate_top_k"
+
+
 def make_assistant(
-    folder: Path, target: Path, *, seed: int = 3, unified: bool = False, **changes: object
+    folder: Path,
+    target: Path,
+    *,
+    seed: int = 3,
+    unified: bool = False,
+    clusters: tuple[int, int] | None = None,
+    **changes: object,
 ) -> Path:
     """A random assistant of two sliding layers and a full one, by transformers' class, for a tiny Gemma 4.
 
     Args:
         unified: whether it is of the classes of Gemma 4 12B.
+        clusters: of its vocabulary, how many there are and how many are possible, as with E2B's.
         changes: of its text part's configuration.
     """
     torch.manual_seed(seed)
@@ -113,8 +123,11 @@ def make_assistant(
         text_config=getattr(transformers, f"{kind}TextConfig")(**text),
         backbone_hidden_size=theirs["hidden_size"],
         dtype="float32",
+        **({} if clusters is None else dict(zip(_CLUSTER_KEYS, (True, *clusters), strict=True))),
     )
     model = getattr(transformers, f"{kind}AssistantForCausalLM")(config)
+    if clusters is not None:
+        model.masked_embedding.token_ordering.copy_(torch.randperm(theirs["vocab_size"]))
     with torch.no_grad():
         for tensor in (*model.parameters(), *(b for name, b in model.named_buffers() if "scalar" in name)):
             if tensor.dim() == 1:
