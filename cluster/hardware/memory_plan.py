@@ -8,7 +8,7 @@ window only. Each request has two recurrent states, one of which is a saved one.
 from __future__ import annotations
 
 from bisect import bisect_right
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ..errors import PlacementError
 from ..pages.kv_cache_groups import KVCacheLayout, LayerPlace, plan_kv_cache, plane_width
@@ -126,7 +126,8 @@ def kv_cache_layout(pair: ModelPair, layout: ParallelLayout, max_model_len: int)
     drafter = pair.drafter if layout.placement else None
     windows = () if drafter is None else drafter.windows
     target = pair.target.rank(layout.tp)
-    return plan_kv_cache(target.windows, windows, max_model_len, target.kv_geometries)
+    pages = plan_kv_cache(target.windows, windows, max_model_len, target.kv_geometries)
+    return replace(pages, drafter=tuple(pages.target[i] for i in pair.read_layers) or pages.drafter)
 
 
 def page_bytes(
@@ -139,9 +140,9 @@ def page_bytes(
         models.append((pair.target.rank(layout.tp), pages.target, 1))
     drafter = pair.drafter_rank(layout.tp)
     if drafter is not None and (layout.placement == "colocated" or (layout.has_drafter_gpu and not target)):
-        models.append((drafter, pages.drafter, layout.drafted_engines))
-        if pair.chain is not None:  # it keeps a feature per page
-            sizes[pages.groups[pages.drafter[0].group].pool] += drafter.hidden * drafter.itemsize
+        if not pair.read_layers:
+            models.append((drafter, pages.drafter, layout.drafted_engines))
+        sizes[pages.groups[pages.drafter[0].group].pool] += pair.state_bytes
     for model, places, times in models:
         per_plane = PAGE_SIZE * plane_width(places, model.kv_geometries) * model.kv_element_bytes
         for pool in range(pages.num_pools):

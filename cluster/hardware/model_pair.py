@@ -17,8 +17,10 @@ class ModelPair:
         tp_sizes: tensor parallel sizes that the target supports.
         survival: survival[i] is the probability that drafts 0..i are all accepted; empty without a drafter.
         chain: how drafts are made one pass each: by a drafter with its own head ("eagle3"), whole on every
-            rank, or by the target's layer with the target's head ("mtp"), divided among the ranks as the
-            target is. None: all in one pass.
+            rank, or, divided among the ranks as the target is, by the target's layer, or a layer for each
+            draft, with the target's head ("mtp"), or by an assistant with its own ("assistant"). None: all in
+            one pass.
+        read_layers: the target's layers, of those with K/V, that an assistant's layers read.
     """
 
     target: ModelShape
@@ -26,7 +28,8 @@ class ModelPair:
     tied: bool
     tp_sizes: tuple[int, ...]
     survival: tuple[float, ...] = ()
-    chain: Literal["eagle3", "mtp"] | None = None
+    chain: Literal["eagle3", "mtp", "assistant"] | None = None
+    read_layers: tuple[int, ...] = ()
 
     @property
     def num_drafts(self) -> int:
@@ -34,14 +37,24 @@ class ModelPair:
 
     def drafter_rank(self, ranks: int) -> ModelShape | None:
         """Return the drafter's part on one of the target's `ranks` ranks."""
-        return self.drafter.rank(ranks) if self.drafter is not None and self.chain == "mtp" else self.drafter
+        is_divided = self.chain in ("mtp", "assistant")
+        return self.drafter.rank(ranks) if self.drafter is not None and is_divided else self.drafter
 
     def drafter_bytes(self, ranks: int = 1) -> int:
         """Return the bytes of the drafter's layers on a rank, and of its head if it has one of its own."""
         if (drafter := self.drafter_rank(ranks)) is None:
             return 0
-        head_bytes = drafter.head_params * drafter.itemsize if self.chain == "eagle3" else 0
+        head_bytes = drafter.head_params * drafter.itemsize if self.chain in ("eagle3", "assistant") else 0
         return round(drafter.linear_params * drafter.weight_bytes + drafter.expert_bytes) + head_bytes
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of what a chain keeps for a page: states, one for each layer of the target's own."""
+        if self.drafter is None or self.chain is None:
+            return 0
+        hidden = self.drafter.backbone or self.drafter.hidden
+        count = self.drafter.num_layers if self.chain == "mtp" else 1
+        return count * hidden * self.drafter.itemsize
 
     @property
     def fc_bytes(self) -> int:

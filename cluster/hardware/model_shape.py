@@ -131,6 +131,7 @@ class LayerShape:
         window: tokens that a row sees; None for all.
         inter: inner size of the dense MLP; 0 for none.
         gated: the attention output is multiplied by a projection of its size.
+        queries_only: keys and values are another model's: the layer neither makes nor stores any.
         latent: sizes of latent attention; None if keys and values are per head.
         state: state sizes of a delta net, which replaces attention.
     """
@@ -143,6 +144,7 @@ class LayerShape:
     inter: int = 0
     experts: ExpertShape | None = None
     gated: bool = False
+    queries_only: bool = False
     latent: LatentShape | None = None
     state: RecurrentStateSpec | None = None
 
@@ -160,7 +162,8 @@ class LayerShape:
         if self.latent is not None:
             return self.latent.params(self.heads, hidden)
         attended = self.heads * self.v_head_dim
-        outputs = self.heads * self.head_dim + self.kv.width + attended + attended * self.gated
+        kv_width = 0 if self.queries_only else self.kv.width
+        outputs = self.heads * self.head_dim + kv_width + attended + attended * self.gated
         if self.state is not None:  # convolution channels, gate and output, two values per head
             heads = self.state.num_value_heads
             outputs += self.state.channels + 2 * heads * (self.state.value_dim + 1)
@@ -204,7 +207,8 @@ class ModelShape:
     """A target, or a drafter (`taps` > 0).
 
     Attributes:
-        taps: tapped blocks that the drafter's fc reads; 2 inputs of a layer for multi-token prediction.
+        taps: tapped blocks that the drafter's fc reads; 2 inputs of each layer for multi-token prediction.
+        backbone: hidden size of the target between which and its own an assistant has projections as fc.
         itemsize: bytes of a weight and of an activation.
         product_itemsize: mean bytes of a weight in the blocks' dense products and in fc, if different: 1 for
             FP8. `ExpertShape` has those of experts.
@@ -216,6 +220,7 @@ class ModelShape:
     hidden: int
     vocab: int
     taps: int = 0
+    backbone: int = 0
     itemsize: int = 2
     product_itemsize: float | None = None
     kv_itemsize: int | None = None
@@ -271,11 +276,16 @@ class ModelShape:
 
     @property
     def kv_geometries(self) -> tuple[KVCacheSpec, ...]:
-        return tuple(layer.kv for layer in self.layers if layer.state is None)
+        return tuple(layer.kv for layer in self._storing)
 
     @property
     def windows(self) -> tuple[int | None, ...]:
-        return tuple(layer.window for layer in self.layers if layer.state is None)
+        return tuple(layer.window for layer in self._storing)
+
+    @property
+    def _storing(self) -> tuple[LayerShape, ...]:
+        """Layers with K/V of their own."""
+        return tuple(layer for layer in self.layers if layer.state is None and not layer.queries_only)
 
     @cached_property
     def _states(self) -> tuple[tuple[RecurrentStateSpec, int], ...]:
@@ -313,7 +323,7 @@ class ModelShape:
 
     @cached_property
     def kv_params(self) -> int:
-        return self.hidden * sum(layer.kv.width for layer in self.layers)
+        return self.hidden * sum(kv.width for kv in self.kv_geometries)
 
     @property
     def head_params(self) -> int:
@@ -321,7 +331,7 @@ class ModelShape:
 
     @property
     def fc_params(self) -> int:
-        return self.taps * self.hidden**2
+        return self.taps * self.hidden**2 + 3 * self.backbone * self.hidden
 
     @property
     def fc_bytes(self) -> float:
@@ -329,7 +339,7 @@ class ModelShape:
 
     @cached_property
     def kv_bytes(self) -> int:
-        return self.kv_element_bytes * sum(layer.kv.width for layer in self.layers)
+        return self.kv_element_bytes * sum(kv.width for kv in self.kv_geometries)
 
     def rank(self, ranks: int) -> ModelShape:
         """Return the part of one of `ranks` ranks; K/V heads are replicated if there are fewer."""

@@ -16,7 +16,7 @@ sharded like the target, with sums over ranks.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 from .gpu_specs import Gpu
 from .model_pair import ModelPair
@@ -106,11 +106,14 @@ class StepTimes:
         self._gpu, self._layout = gpu, layout
         self._target, self._hidden = pair.target.rank(layout.tp), pair.target.hidden
         self._drafter = pair.drafter_rank(layout.tp) if layout.placement else None
-        self._chain = pair.chain
+        self._chain, self._chain_pass = pair.chain, self._drafter
+        if self._drafter is not None and pair.chain == "mtp":  # a pass runs one of the layers
+            first, taps = self._drafter.layers[:1], self._drafter.taps // self._drafter.num_layers
+            self._chain_pass = replace(self._drafter, layers=first, taps=taps)
         shares_head = pair.drafter is not None and pair.drafter.vocab == pair.target.vocab
-        shares_head = shares_head and pair.chain != "eagle3"
+        shares_head = shares_head and pair.chain in (None, "mtp")
         self._draft_head = (
-            self._target if shares_head and not layout.has_drafter_gpu else pair.drafter or self._target
+            self._target if shares_head and not layout.has_drafter_gpu else self._drafter or self._target
         )
 
     @property
@@ -138,8 +141,10 @@ class StepTimes:
         drafter = self._drafter
         if drafter is None or rows <= 1 or not batch:
             return DeviceTime()
-        if self._chain is not None:
-            return self._draft_one_by_one(drafter, batch, context).times(rows - 1)
+        if self._chain is not None and self._chain_pass is not None:
+            # Of several own layers each makes a draft: the first runs one entry, the second two, and so on.
+            entries = rows / 2 if self._chain == "mtp" and drafter.num_layers > 1 else 1.0
+            return self._draft_one_by_one(self._chain_pass, batch, entries, context).times(rows - 1)
         tokens, chosen = batch * rows, batch * (rows - 1)
         works = [
             drafter.linears(tokens),
@@ -154,27 +159,28 @@ class StepTimes:
             sums = self._all_reduces(2, tokens)  # embedding and argmax
         return self._in_sequence(works) + sums + DeviceTime(launches=LAUNCH_S * launches)
 
-    def _draft_one_by_one(self, drafter: ModelShape, batch: int, context: float) -> DeviceTime:
-        """Return the time of the pass for one draft of each request."""
-        works = [drafter.linears(batch), self._draft_head.head(batch), drafter.attention(batch, 1, context)]
-        works.append(_dequantization(drafter, batch))
+    def _draft_one_by_one(
+        self, drafter: ModelShape, batch: int, entries: float, context: float
+    ) -> DeviceTime:
+        """Return the time of the pass for one draft of each request, of `entries` rows of each."""
+        rows, is_divided = batch * entries, self._chain in ("mtp", "assistant")
+        works = [drafter.linears(rows), self._draft_head.head(batch)]
+        works += [drafter.attention(batch, entries, context), _dequantization(drafter, rows)]
         launches, sums = LAUNCHES_PER_LAYER * drafter.num_layers + LAUNCHES_OF_DRAFT, DeviceTime()
-        launches += _unfused_launches_of(drafter, batch, self._layout.tp if self._chain == "mtp" else 1)
-        if self._chain == "mtp":
-            works += [drafter.fc(batch), drafter.experts(batch)]
+        launches += _unfused_launches_of(drafter, rows, self._layout.tp if is_divided else 1)
+        if is_divided:
+            works += [drafter.fc(rows), drafter.experts(rows)]
             launches += LAUNCHES_OF_EXPERTS * sum(times for _, times in drafter.routed)
             if self._layout.tp > 1:
                 launches += LAUNCHES_OF_DRAFTS_OVER_RANKS
-                sums = self._all_reduces(2 * drafter.num_layers + 2, batch)  # with embedding and argmax
+                sums = self._all_reduces(2 * drafter.num_layers + 2, rows)  # with embedding and argmax
         return self._in_sequence(works) + sums + DeviceTime(launches=LAUNCH_S * launches)
 
     def inject(self, rows: float) -> DeviceTime:
         """Return the time to write `rows` rows of the drafter's context."""
-        return (
-            DeviceTime()
-            if self._drafter is None or not rows
-            else self._in_sequence([self._drafter.context(rows)])
-        )
+        if self._drafter is None or not rows or self._chain == "assistant":
+            return DeviceTime()
+        return self._in_sequence([self._drafter.context(rows)])
 
     def transfer(self, rows: float) -> DeviceTime:
         """Return the time to send features of `rows` rows to a separate drafter, and its drafts back."""

@@ -81,7 +81,11 @@ def make_plan(options: PlanOptions) -> dict[str, Any]:  # Any: JSON
 def _engine_config(options: PlanOptions) -> EngineConfig:
     spec = SpeculativeConfig(method="mtp") if options.spec_method == "mtp" else None
     if options.drafter is not None:
-        spec = SpeculativeConfig(model=options.drafter, quantization=options.drafter_quantization)
+        spec = SpeculativeConfig(
+            model=options.drafter,
+            method=options.spec_method,
+            quantization=options.drafter_quantization,
+        )
     return EngineConfig(
         model=options.model,
         speculative_config=spec,

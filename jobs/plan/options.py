@@ -21,8 +21,9 @@ class PlanOptions:
         model: target: folder or Hugging Face id.
         num_gpus: GPUs of the node.
         gpu: kind of the GPUs.
-        drafter: DFlash drafter; by default plain decoding is planned.
-        spec_method: drafting method: dflash, or mtp (the target's own layer for multi-token prediction).
+        drafter: DFlash drafter, or with mtp an assistant of Gemma 4; by default plain decoding is planned.
+        spec_method: drafting method: dflash, or mtp (the target's own layers for multi-token prediction, or
+            an assistant).
         dtype: data type of weights and K/V; auto takes the checkpoint's, bfloat16 for float32. Rates
             are known for 16 bits only.
         kv_cache_dtype: data type of stored K/V; fp8 (e4m3) holds twice the tokens in the same memory.
@@ -71,12 +72,6 @@ class PlanOptions:
             value = getattr(self, name)
             if value is not None and value <= 0:
                 raise ConfigError(f"{name}={value:g} must be milliseconds above 0.", param=name)
-        if self.spec_method == "mtp" and self.drafter is not None:
-            raise ConfigError(
-                "spec_method=mtp plans the target's own layer: leave out --drafter. Gemma 4's assistants "
-                "are not planned.",
-                param="spec_method",
-            )
         if self.drafter_quantization is not None and self.drafter is None:
             raise ConfigError(
                 "drafter_quantization needs a drafter: give --drafter, too.", param="drafter_quantization"

@@ -14,12 +14,13 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from ...actors.targets.families import read_model
+from ...actors.targets.families import read_assistant, read_model
 from ...actors.targets.loading.load_plan import find_max_model_len, read_mtp, refuse_quantizing_twice
+from ...actors.targets.model.assistant import AssistantConfig
 from ...actors.targets.model.attention import TargetAttention
 from ...actors.targets.model.mlp_spec import EXPERT_FORMS, PACKED_EXPERTS
 from ...actors.targets.model.model_spec import DeltaNet, LayerSpec, ModelSpec
-from ...actors.targets.model.mtp import MTP_DRAFTS, MtpConfig
+from ...actors.targets.model.mtp import MTP_DRAFTS, ChainLayersConfig, MtpConfig
 from ...actors.targets.model.tensor_parallel import Sharding
 from ...actors.targets.model.weights import open_checkpoint
 from ...actors.tokenization.checkpoint_paths import SHAPE_FILES, drafter_folder, target_folder
@@ -77,19 +78,21 @@ def read_pair(config: EngineConfig, acceptance: str | None) -> ReadPair:
     max_model_len = find_max_model_len(config, target, drafter)
     survival, source = (), "no drafter"
     if drafter is not None:
-        num_drafts = MTP_DRAFTS if isinstance(drafter, MtpConfig) else drafter.max_drafts
+        num_drafts = _num_drafts(drafter)
         survival, source = _acceptance(acceptance, num_drafts, draft_folder)
     elif acceptance is not None:
         raise ConfigError("acceptance needs a drafter: give --drafter, too.", param="acceptance")
+    sharded = [target, *([drafter.model] if isinstance(drafter, ChainLayersConfig) else [])]
     kv_itemsize = None if config.kv_cache_dtype == "auto" else 1
     of_drafter = None if drafter is None else _shape_of_drafter(drafter, config)
     pair = ModelPair(
         target=replace(target_shape(target, quantization=config.quantization), kv_itemsize=kv_itemsize),
         drafter=None if of_drafter is None else replace(of_drafter, kv_itemsize=kv_itemsize),
         tied=target.tied_head,
-        tp_sizes=tuple(tp for tp in TP_SIZES if divides(target, tp)),
+        tp_sizes=tuple(tp for tp in TP_SIZES if all(divides(spec, tp) for spec in sharded)),
         survival=survival,
-        chain="mtp" if isinstance(drafter, MtpConfig) else None,
+        chain=_chain(drafter),
+        read_layers=drafter.target_layers if isinstance(drafter, AssistantConfig) else (),
     )
     quantization = None if target.quantization is None else str(target.quantization)
     return ReadPair(pair, _dtype(config, target), max_model_len, source, quantization)
@@ -97,15 +100,19 @@ def read_pair(config: EngineConfig, acceptance: str | None) -> ReadPair:
 
 def _read_drafter(
     config: EngineConfig, target: ModelSpec, target_folder: Path
-) -> tuple[Path | None, DrafterConfig | MtpConfig | None]:
-    """Return a drafter and its folder; a target's own layer has none."""
+) -> tuple[Path | None, DrafterConfig | MtpConfig | AssistantConfig | None]:
+    """Return a drafter and its folder; a target's own layers have none."""
     if (spec := config.speculative_config) is None:
         return None, None
-    if spec.method == "mtp":
+    if spec.model is None:
         has_weights = _has_weights(target_folder)
         return None, read_mtp(config, target_folder, target) if has_weights else MtpConfig.of(target, 1)
-    assert spec.model is not None, "no other methods are planned"
     folder = drafter_folder(config, spec.model, files=SHAPE_FILES)
+    if spec.method == "mtp":
+        model = read_assistant(folder, spec.hf_overrides)
+        if _has_weights(folder):
+            open_checkpoint(folder, model)
+        return folder, AssistantConfig.of(model, target, 1, str(folder / "config.json"))
     facts = TargetFacts(target.hidden_size, target.num_layers, target.vocab_size, 0)
     if _has_weights(folder):
         return folder, check_drafter(folder, facts)
@@ -114,15 +121,33 @@ def _read_drafter(
     return folder, drafter
 
 
-def _shape_of_drafter(drafter: DrafterConfig | MtpConfig, config: EngineConfig) -> ModelShape:
-    """Return a drafter's shape; that of a layer for multi-token prediction combines two inputs first."""
+def _num_drafts(drafter: DrafterConfig | MtpConfig | AssistantConfig) -> int:
+    if isinstance(drafter, DrafterConfig):
+        return drafter.max_drafts
+    return drafter.num_layers if isinstance(drafter, MtpConfig) and drafter.num_layers > 1 else MTP_DRAFTS
+
+
+def _chain(
+    drafter: DrafterConfig | MtpConfig | AssistantConfig | None,
+) -> Literal["mtp", "assistant"] | None:
     if isinstance(drafter, MtpConfig):
-        # A pass runs one layer. MiMo-V2's other two take under 1 % of the target's memory.
-        first = replace(drafter.model, layers=drafter.model.layers[:1])
-        shape = target_shape(first, quantization=config.quantization)
-        return replace(shape, taps=2, packs_fc=False)
+        return "mtp"
+    return "assistant" if isinstance(drafter, AssistantConfig) else None
+
+
+def _shape_of_drafter(
+    drafter: DrafterConfig | MtpConfig | AssistantConfig, config: EngineConfig
+) -> ModelShape:
+    """Return a drafter's shape; layers for multi-token prediction combine two inputs first."""
+    if isinstance(drafter, MtpConfig):
+        shape = target_shape(drafter.model, quantization=config.quantization)
+        return replace(shape, taps=2 * drafter.num_layers, packs_fc=False)
     spec = config.speculative_config
-    return drafter_shape(drafter, quantization=None if spec is None else spec.quantization)
+    quantization = None if spec is None else spec.quantization
+    if isinstance(drafter, AssistantConfig):
+        shape = target_shape(drafter.model, quantization=quantization)
+        return replace(shape, backbone=drafter.hidden_size, packs_fc=False)
+    return drafter_shape(drafter, quantization=quantization)
 
 
 def _has_weights(folder: Path) -> bool:
@@ -266,6 +291,7 @@ def _layer(layer: LayerSpec, weight_bytes: float) -> LayerShape:
         inter=0 if dense is None else dense.inner_size,
         experts=_experts(layer, weight_bytes),
         gated=mixer.gate,
+        queries_only=mixer.queries_only,
         latent=_latent(mixer),
     )
 

@@ -136,4 +136,4 @@ def read(raw: Json, file: str) -> ModelSpec:
 
 def _mtp(layer: LayerSpec) -> MtpSpec:
     spec = MtpSpec.after_body(layer, "mtp.layers.{layer}.", "final_layernorm.weight")
-    return replace(spec, renamed={"post_attention_layernorm": "pre_mlp_layernorm"})
+    return replace(spec, num_layers=3, renamed={"post_attention_layernorm": "pre_mlp_layernorm"})

@@ -314,11 +314,14 @@ class ModelSpec:
             case "backbone" | "two_backbone":
                 assert self.backbone_size is not None, "the axes belong to assistants"
                 return self.backbone_size * (1 if axis == "backbone" else 2)
+            case "clusters":
+                assert self.clusters is not None, "the axis belongs to assistants"
+                return self.clusters[0]
             case "hidden_blocks":
                 return self.hidden_size // BLOCK
             case "block_bytes":
                 return BLOCK // 2
-            case "vocab":
+            case "vocab" | "all_tokens":
                 return self.vocab_size
             case _ if is_attention_axis(axis):
                 return attention_axis_size(axis, self.attention(layer))

@@ -77,8 +77,11 @@ class MtpConfig(ChainLayersConfig):
     quantization: None = None  # that of the target's checkpoint, of which this is a part
 
     @classmethod
-    def of(cls, target: ModelSpec, num_ranks: int, num_layers: int = 1) -> MtpConfig:
-        """Return the layers of a target. Raises ConfigError if its family or config.json has none."""
+    def of(cls, target: ModelSpec, num_ranks: int, num_layers: int | None = None) -> MtpConfig:
+        """Return the layers of a target. Raises ConfigError if its family or config.json has none.
+
+        `num_layers`: by default as many as published checkpoints of the family have.
+        """
         if target.mtp is None:
             raise ConfigError(
                 f'speculative_config.method="mtp": {target.architecture} has no layer for multi-token '
@@ -87,7 +90,7 @@ class MtpConfig(ChainLayersConfig):
                 "give a drafter.",
                 param="speculative_config.method",
             )
-        model = target.mtp.model(target, num_layers)
+        model = target.mtp.model(target, num_layers or target.mtp.num_layers)
         geometry = Sharding(model, 0, num_ranks).kv_geometries()[0]
         return cls(model, (target.num_layers - 1,), geometry)
 

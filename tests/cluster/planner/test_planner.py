@@ -12,9 +12,10 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from manta.actors.targets.families import FAMILIES, read_model
+from manta.actors.targets.families import FAMILIES, read_assistant, read_model
 from manta.actors.targets.loading.load_plan import plan_models
 from manta.actors.targets.loading.memory_budget import page_bytes as engine_page_bytes
+from manta.actors.targets.model.assistant import AssistantConfig
 from manta.actors.targets.model.model_spec import Axis, ModelSpec
 from manta.actors.targets.model.mtp import MtpConfig
 from manta.actors.targets.model.tensor_parallel import Sharding
@@ -78,7 +79,9 @@ def test_a_targets_own_layer_is_planned_as_the_engine_loads_it(folders: Path, na
     pair = read_pair(EngineConfig(model=str(folders / name), speculative_config=spec), None).pair
     target, layout = read_model(folders / name), ParallelLayout(ranks, "colocated", 1)
     layer = MtpConfig.of(target, ranks)
-    loaded = rank_bytes(layer.model, Sharding(layer.model, 0, ranks), ["mtp_combine"])
+    assert layer.num_layers == (3 if name == "MiMo-V2-Flash" else 1)
+    combine = ["mtp_combine"] * layer.num_layers
+    loaded = rank_bytes(layer.model, Sharding(layer.model, 0, ranks), combine)
     assert pair.drafter_bytes(ranks) + pair.fc_bytes == pytest.approx(loaded, rel=2e-3)
     config = EngineConfig(
         model=name,
@@ -92,6 +95,69 @@ def test_a_targets_own_layer_is_planned_as_the_engine_loads_it(folders: Path, na
     pages = kv_cache_layout(pair, layout, 32768)
     assert pages.groups == plan.pages.groups and len(pair.survival) == plan.num_speculative_tokens
     assert page_bytes(pair, layout, pages, target=True) == engine_page_bytes(plan)
+
+
+def test_of_several_own_layers_each_draft_reads_one_and_runs_an_entry_more(folders: Path) -> None:
+    spec = SpeculativeConfig(method="mtp")
+    found = read_pair(EngineConfig(model=str(folders / "MiMo-V2-Flash"), speculative_config=spec), None)
+    times, drafter = (
+        StepTimes(found.pair, H200, ParallelLayout(4, "colocated", 2)),
+        found.pair.drafter_rank(4),
+    )
+    assert drafter is not None and found.pair.num_drafts == drafter.num_layers == 3
+    read = 2 * ((drafter.linear_params + drafter.fc_params) / 3 + drafter.head_params)
+    one, three = times.draft(1, 2, 0), times.draft(1, 4, 0)
+    assert one.bytes == pytest.approx(read / H200.device.bytes_per_s, rel=0.01)
+    assert three.bytes == pytest.approx(3 * one.bytes, rel=0.01)
+    assert three.link > 3 * one.link
+    assert found.pair.state_bytes == 3 * 2 * drafter.hidden
+
+
+GEMMA_ASSISTANT = {
+    "architectures": ["Gemma4UnifiedAssistantForCausalLM"],
+    "backbone_hidden_size": 3840,
+    "dtype": "bfloat16",
+    "text_config": {
+        **PUBLISHED["gemma-4-12B-it"]["text_config"],
+        "hidden_size": 1024,
+        "intermediate_size": 8192,
+        "num_attention_heads": 16,
+        "num_hidden_layers": 4,
+        "num_kv_shared_layers": 4,
+        "layer_types": ["sliding_attention"] * 3 + ["full_attention"],
+    },
+}
+
+
+@pytest.mark.parametrize("ranks", [1, 4])
+def test_an_assistant_is_planned_as_the_engine_loads_it(folders: Path, tmp_path: Path, ranks: int) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(GEMMA_ASSISTANT))
+    spec = SpeculativeConfig(method="mtp", model=str(tmp_path))
+    name = str(folders / "gemma-4-12B-it")
+    config = EngineConfig(
+        model=name,
+        device="cpu",
+        dtype="bfloat16",
+        page_size=PAGE_SIZE,
+        tensor_parallel_size=ranks,
+        speculative_config=spec,
+    )
+    pair, target = read_pair(config, "2.2").pair, read_model(folders / name)
+    model = read_assistant(tmp_path)
+    assistant = AssistantConfig.of(model, target, ranks, "config.json")
+    beside = ["pre_projection", "post_projection", "embedding"]
+    loaded = rank_bytes(assistant.model, Sharding(assistant.model, 0, ranks), beside)
+    assert pair.drafter_bytes(ranks) + pair.fc_bytes == pytest.approx(loaded, rel=2e-3)
+    plan = plan_models(config, folders / name, target, tmp_path, assistant, 32768)
+    layout = ParallelLayout(ranks, "colocated", 1)
+    pages = kv_cache_layout(pair, layout, 32768)
+    assert (pages.groups, pages.drafter) == (plan.pages.groups, plan.pages.drafter)
+    assert page_bytes(pair, layout, pages, target=True) == engine_page_bytes(plan)
+    assert pair.num_drafts == plan.num_speculative_tokens
+    times, drafter = StepTimes(pair, H200, layout), pair.drafter_rank(ranks)
+    assert drafter is not None and not times.inject(64).total_s
+    read = 2 * (drafter.linear_params + drafter.fc_params + drafter.head_params)
+    assert times.draft(1, 2, 0).bytes == pytest.approx(read / H200.device.bytes_per_s, rel=0.01)
 
 
 def test_each_draft_of_a_targets_own_layer_reads_the_layer_and_the_targets_head(folders: Path) -> None:
