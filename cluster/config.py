@@ -72,8 +72,8 @@ class SpeculativeConfig:
         prompt_lookup_min: with "ngram", the shortest n-gram that is looked up; by default 2. Shorter ones
             match more often and are right less often.
         suffix_drafts: with a model or "mtp", also draft by "suffix" in each step, and verify for each request
-            the drafts that are expected to be accepted most. With a colocated drafter; on a GPU steps then do
-            not run ahead.
+            the drafts that are expected to be accepted most, or both as branches of its tree (`tree_width`).
+            With a colocated drafter; on a GPU steps then do not run ahead.
         suffix_decoding_max_cached_requests: answers of earlier requests that suffix drafts are copied from,
             in addition to the request's own tokens; 0 for none. Shared between requests with the same
             `cache_salt`, as prefixes are. Costs about 0.6 KB of memory per token.
@@ -118,14 +118,6 @@ class SpeculativeConfig:
                 f"speculative_config.tree_size={self.tree_size} needs a tree_width of at least 2, and is at "
                 f"most {MAX_TREE_SIZE}. Set both, or remove it.",
                 param="speculative_config.tree_size",
-            )
-        if self.tree_width == 1:
-            return
-        if self.suffix_drafts:
-            raise ConfigError(
-                "speculative_config.suffix_drafts is not supported with "
-                f"tree_width={self.tree_width}. Remove one of them.",
-                param="speculative_config.suffix_drafts",
             )
 
     @property

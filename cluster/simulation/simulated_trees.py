@@ -83,7 +83,7 @@ def simulate_trees(
     ranks_RW = np.full((size[0], plan.tree.depth), -1, dtype=np.int32)
     for r, path in enumerate(paths):
         ranks_RW[r, : len(path)] = [grown[r].ranks[node] for node in path]
-    nothing_W = np.zeros(width, dtype=np.float32)
+    nothing_W = np.zeros(len(plan.tree.factors), dtype=np.float32)
     sizes = [depth_and_width(nodes.parents[: int(n)]) for nodes, n in zip(grown, num_nodes_R, strict=True)]
     depths_R, widths_R = np.array(sizes, dtype=np.int32).T
     return SimulatedTrees(

@@ -1,11 +1,12 @@
 """Calibrates the chances of a draft tree's branches online, as `acceptance_model.py` does for its main path.
 
-Two chances depend on the drafter and the text: that the target takes the second, third, .. best candidate
-instead of the best, and that it takes one of a block's candidates after such a token. Each has a factor: the
+Three chances depend on the drafter and the text: that the target takes the second, third, .. best candidate
+instead of the best, that it takes one of a block's candidates after such a token, and that it takes what is
+copied from earlier text where drafts differ from it, or the reverse. Each has a factor: the
 number of accepted tokens divided by the expected number, at the nodes that the accepted paths visited. Both
 numbers fade, so that factors follow the text. Called by `cluster/scheduler/step_controller.py`.
 
-Legend: W most children of a node.
+Legend: W factors.
 """
 
 from __future__ import annotations
@@ -21,19 +22,19 @@ _RANGE = 0.1, 10.0  # of factors, because few tokens are seen of each
 
 
 class BranchModel:
-    """Learns the factors of one engine's drafter; a node of its trees has at most `width` children."""
+    """Learns the factors of one engine's drafter, whose trees have nodes with at most `width` children."""
 
     def __init__(self, width: int) -> None:
-        self._width = width
+        self._num_factors = width + 1
         self.reset()
 
     def reset(self) -> None:
         """Forget everything, because the drafter was replaced."""
-        self._expected_W, self._accepted_W = np.full((2, self._width), _PRIOR)
+        self._expected_W, self._accepted_W = np.full((2, self._num_factors), _PRIOR)
 
     @property
     def factors(self) -> tuple[float, ...]:
-        """The factors of the estimated chances, `width` numbers, in the order of `TreeShape.factors`."""
+        """The factors of the estimated chances, in the order of `TreeShape.factors`."""
         return tuple(np.clip(self._accepted_W / self._expected_W, *_RANGE).tolist())
 
     def observe(self, shape: TreeShape, outcome: TreeOutcome) -> None:

@@ -16,6 +16,9 @@ noise of the node's position alone. Called by `drafter/step/sampling/tree_growth
 A grammar restricts the children of a node: disallowed candidates are skipped, so that others rank higher, and
 a token that it forces is an only child (`drafter/grammars/tree_walks.py`).
 
+A chain that is copied from earlier text can be a second source of tokens (`CopiedChain`). While both sources
+agree they share nodes; where they differ, the tree forks.
+
 Legend: D positions of a block, P candidates of the position before (or 1, if scores do not depend on it), C
 candidates.
 """
@@ -36,6 +39,7 @@ from .draft_trimming import MAX_MARGIN, Floats
 _SCALE = 1.0  # logits; at 1 the shares are the softmax of the scores
 _NOT_CANDIDATES = 2.0  # weight of all other tokens, in units of the least candidate's
 _MAX_SHARE = 0.99  # of the best candidate's chance: keeps it the best
+_LEAST_REST = 1e-6  # chance of all candidates but the best, as a divisor
 
 
 class AcceptanceCurve(NamedTuple):
@@ -66,7 +70,8 @@ class TreeNodes(NamedTuple):
         tokens: token ids.
         survivals: estimated probability that a node is accepted; never increases.
         chances: the same, given that the parent is accepted.
-        ranks: by chance among the children of the parent, from 0. The *main path* are the nodes of rank 0
+        ranks: by chance among the candidates after the parent, from 0 to width - 1. Of two sources, 0 is
+            the one of the main path and `width` the other's best. The *main path* are the nodes of rank 0
             from the root on.
     """
 
@@ -78,12 +83,69 @@ class TreeNodes(NamedTuple):
 
 
 class Child(NamedTuple):
-    """A possible child of a node; `place`: its index among the candidates of its position."""
+    """A possible child of a node.
+
+    Attributes:
+        place: its index among the candidates of its position; None if it is none.
+        is_best: whether it continues a path of best candidates.
+    """
 
     chance: float
     rank: int
     token: int
-    place: int
+    place: int | None
+    is_best: bool = True
+
+
+class _Place(NamedTuple):
+    """Where a node's children are: their depth, the candidate before them, and the paths that it is on."""
+
+    depth: int
+    before: int | None  # None: no candidate, so that there are no scores after it
+    on_best: bool
+    on_copy: bool
+
+
+class CopiedChain(NamedTuple):
+    """Tokens copied from earlier text, as a source of nodes besides a block's candidates.
+
+    Attributes:
+        tokens, chances: by depth; the chance that each is accepted, given those before it.
+        is_main: whether they are the main path, instead of the best candidates.
+        factor: of the chance of the source off the main path where the sources differ (`TreeShape.factors`).
+    """
+
+    tokens: Sequence[int]
+    chances: Sequence[float]
+    is_main: bool
+    factor: float = 1.0
+
+    def join(self, found: list[Child], copied: Child, width: int, *, on_best: bool) -> list[Child]:
+        """Return the children of a node on this chain's path, best first.
+
+        The source of the main path keeps its chance, the other one gets a part of the rest, and all other
+        candidates share what remains.
+
+        Args:
+            found: its candidates, best first.
+            copied: this chain's next token.
+            on_best: whether the node is on the path of best candidates.
+        """
+        if not found:
+            return [copied._replace(rank=0 if self.is_main else width)]
+        best, others = found[0], [child for child in found[1:] if child.token != copied.token]
+        if best.token == copied.token:
+            rank = 0 if self.is_main or on_best else width
+            ahead = [best._replace(chance=max(best.chance, copied.chance), rank=rank)]
+        else:
+            ahead = [copied, best] if self.is_main or not on_best else [best, copied]
+            first, second = ahead[0].chance, ahead[1].chance * self.factor * (1 - ahead[0].chance)
+            chances = first, min(second, _MAX_SHARE * first)
+            ranks = (0, width) if self.is_main or on_best else (width, 0)
+            ahead = [Child(p, rank, *child[2:]) for p, rank, child in zip(chances, ranks, ahead, strict=True)]
+        share = (1 - sum(child.chance for child in ahead)) / max(1 - best.chance, _LEAST_REST)
+        children = ahead + [child._replace(chance=child.chance * max(share, 0)) for child in others]
+        return sorted((child for child in children if child.chance), key=lambda child: -child.chance)
 
 
 # Maps a tree so far, the newest row and all of its possible children, best first, to those that it may have.
@@ -128,15 +190,17 @@ def grow_tree(
     width: int,
     off_main: float = 1.0,
     restrict: Restriction | None = None,
+    copy: CopiedChain | None = None,
 ) -> TreeNodes:
     """Return the tree of at most `max_nodes` nodes with the largest sum of survivals.
 
     Args:
-        chances_DPC: result of `candidate_chances`.
+        chances_DPC: result of `candidate_chances`; D = 0 without a block.
         ids_DC: token ids of the candidates.
         width: most children of a node.
-        off_main: factor of the chances of children of nodes off the main path.
+        off_main: factor of the chances of candidates after another one than the best.
         restrict: called once for the root, and for each node when it is added.
+        copy: a second source of nodes.
     """
     depth, num_before, num_candidates = chances_DPC.shape
     order_DPC = np.argsort(-chances_DPC, axis=-1, kind="stable")[..., : num_candidates if restrict else width]
@@ -144,35 +208,54 @@ def grow_tree(
     ranked: list[list[list[int]]] = order_DPC.tolist()
     ids: list[list[int]] = ids_DC.tolist()
     nodes, off_main = TreeNodes([], [], [], [], []), min(off_main, 1.0)
+    tokens = () if copy is None else copy.tokens
 
-    def children(d: int, before: int, factor: float) -> list[Child]:
-        ranks = enumerate(zip(falling[d][before], ranked[d][before], strict=True))
-        found = [
-            Child(factor * chance, rank, ids[d][place], place) for rank, (chance, place) in ranks if chance
-        ]
-        return found if restrict is None else restrict(nodes, found)[:width]
+    def children(at: _Place) -> list[Child]:
+        found, factor = list[Child](), 1.0 if at.on_best else off_main
+        if at.depth < depth and at.before is not None:
+            pairs = zip(falling[at.depth][at.before], ranked[at.depth][at.before], strict=True)
+            found = [
+                Child(factor * chance, min(rank, width - 1), ids[at.depth][place], place, rank == 0)
+                for rank, (chance, place) in enumerate(pairs)
+                if chance
+            ]
+        if copy is not None and at.on_copy:
+            token = tokens[at.depth]
+            place = ids[at.depth].index(token) if at.depth < depth and token in ids[at.depth] else None
+            copied = Child(copy.chances[at.depth], 0, token, place, is_best=False)
+            found = copy.join(found, copied, width, on_best=at.on_best)
+        elif copy is not None and copy.is_main and found:
+            found[0] = found[0]._replace(rank=width)
+        return (found if restrict is None else restrict(nodes, found))[:width]
 
-    # (-survival, parent, index among its children, depth, children, survival of the parent, their factor)
-    heap: list[tuple[float, int, int, int, list[Child], float, float]] = []
-    if max_nodes and (first := children(0, 0, 1.0)):
-        heap.append((-first[0].chance, 0, 0, 0, first, 1.0, 1.0))
+    def after(at: _Place, child: Child) -> _Place:
+        on_copy = at.on_copy and tokens[at.depth] == child.token and at.depth + 1 < len(tokens)
+        before = child.place if num_before > 1 else 0
+        return _Place(at.depth + 1, before, at.on_best and child.is_best, on_copy)
+
+    # (-survival, parent, index among its children, children, survival of the parent, its place)
+    heap: list[tuple[float, int, int, list[Child], float, _Place]] = []
+
+    def push(parent: int, index: int, siblings: list[Child], of_parent: float, at: _Place) -> None:
+        if index < len(siblings):
+            survival = of_parent * siblings[index].chance
+            heappush(heap, (-survival, parent, index, siblings, of_parent, at))
+
+    if max_nodes:
+        root = _Place(0, 0, True, len(tokens) > 0)
+        push(0, 0, children(root), 1.0, root)
     while heap and len(nodes.parents) < max_nodes:
-        negative, parent, index, d, siblings, of_parent, factor = heappop(heap)
+        negative, parent, index, siblings, of_parent, at = heappop(heap)
         child = siblings[index]
         nodes.parents.append(parent)
         nodes.tokens.append(child.token)
         nodes.survivals.append(-negative)
         nodes.chances.append(child.chance)
         nodes.ranks.append(child.rank)
-        if index + 1 < len(siblings):
-            survival = of_parent * siblings[index + 1].chance
-            heappush(heap, (-survival, parent, index + 1, d, siblings, of_parent, factor))
-        if d + 1 < depth:
-            below = factor if child.rank == 0 else off_main
-            if after := children(d + 1, child.place if num_before > 1 else 0, below):
-                heappush(
-                    heap, (negative * after[0].chance, len(nodes.parents), 0, d + 1, after, -negative, below)
-                )
+        push(parent, index + 1, siblings, of_parent, at)
+        below = after(at, child)
+        if below.depth < max(depth, len(tokens)):
+            push(len(nodes.parents), 0, children(below), -negative, below)
     return nodes
 
 

@@ -74,8 +74,9 @@ class TreeShape(NamedTuple):
 
     Attributes:
         depth, width: most drafts on a path, and most children of a node.
-        factors: of the estimated chances, `width` numbers: of all children of a node off the main path; of
-            the second, third, .. best candidate (`speculation/branch_model.py`).
+        factors: of the estimated chances, `width` + 1 numbers: of candidates after another one than the
+            best; of the second, third, .. best candidate; where drafts and copies differ, of those off the
+            main path (`speculation/branch_model.py`).
     """
 
     depth: int

@@ -3,7 +3,8 @@
 Both kinds are judged by the tokens that were committed since, whichever of them was verified. So an
 acceptance model of each kind (`cluster/speculation/acceptance_model.py`) is fitted on all steps in which it
 drafted, and neither needs trials. The kind with the larger sum of survival probabilities is chosen; no token
-depends on the choice, because verification is the same.
+depends on the choice, because verification is the same. Where drafts form trees, the chosen kind is a tree's
+main path and the other one a branch of it (`cluster/speculation/draft_tree.py`).
 
 Copies are made first. If for every request they are expected to be accepted so often that the drafter's last
 passes would have added little, its pass is left out.
@@ -28,7 +29,7 @@ from numpy.typing import NDArray
 from ...cluster.speculation.acceptance_model import AcceptanceModel
 from ...cluster.speculation.draft_trimming import MAX_MARGIN, Floats, survivals
 from ...cluster.step.scheduler_output import IntArray, SchedulerOutput, Trim
-from ..step.inputs.proposals import Proposals
+from ..step.inputs.proposals import CopiedDrafts, Proposals
 from ..step.inputs.row_layout import Ints
 from .proposer import KnownTokens, SuffixProposer
 
@@ -128,11 +129,20 @@ class _PassGains:
 
 
 class _Copies(NamedTuple):
-    """A step's suffix drafts, the parameters of their probabilities, and how many will be accepted, [R]."""
+    """A step's suffix drafts, the parameters of their probabilities, and these."""
 
     candidates: _Candidates
     calibration: Trim
-    expected_R: Floats
+    survivals_RK: Floats
+
+    def num_expected(self) -> Floats:
+        """Return how many drafts of each request are expected to be accepted, fp32 [R]."""
+        return self.survivals_RK.sum(axis=1)
+
+    def for_trees(self) -> CopiedDrafts:
+        before_RK = np.column_stack([np.ones(len(self.survivals_RK)), self.survivals_RK[:, :-1]])
+        chances_RK = self.survivals_RK / np.maximum(before_RK, np.finfo(np.float32).tiny)
+        return CopiedDrafts(self.candidates.drafts_RK, chances_RK.astype(np.float32))
 
 
 class SuffixMixer:
@@ -177,10 +187,9 @@ class SuffixMixer:
         candidates = _Candidates(copied.drafts_RK.cpu().numpy(), copied.margins_RK.cpu().numpy())
         self._copied.keep(plan.slots, candidates)
         calibration = self._copied.calibration(plan.slots)
-        expected_R = _expected_accepted(candidates, calibration)
-        self._copies = _Copies(candidates, calibration, expected_R)
+        self._copies = _Copies(candidates, calibration, _survivals(candidates, calibration))
         drafting_D = np.flatnonzero(plan.num_drafts)
-        expected_D, planned_D = expected_R[drafting_D], plan.num_drafts[drafting_D]
+        expected_D, planned_D = self._copies.num_expected()[drafting_D], plan.block_drafts[drafting_D]
         if self._num_skipped >= _MAX_SKIPPED or (expected_D < _MIN_COPIED * planned_D).any():
             return False
         return self._gains.are_small(plan.slots[drafting_D], expected_D)
@@ -190,7 +199,7 @@ class SuffixMixer:
         copies = self._copies
         if copies is None or (drafted is not None and drafted.margins_RK is None):
             return drafted or Proposals.none(plan.num_requests, device)
-        by_own = self._drafted.calibration(plan.slots)
+        by_own, of_trees = self._drafted.calibration(plan.slots), copies.for_trees() if plan.tree else None
         if drafted is None:
             is_copied_R = plan.num_drafts > 0
             self._drafted.drop(plan.slots)
@@ -199,23 +208,26 @@ class SuffixMixer:
             assert drafted.margins_RK is not None, "returned above"
             own = _Candidates(drafted.drafts_RK.cpu().numpy(), drafted.margins_RK.cpu().numpy())
             self._drafted.keep(plan.slots, own)
-            own_expected_R, drafting_D = _expected_accepted(own, by_own), np.flatnonzero(plan.num_drafts)
+            own_expected_R, drafting_D = _survivals(own, by_own).sum(axis=1), np.flatnonzero(plan.num_drafts)
             self._gains.add(plan.slots[drafting_D], own_expected_R[drafting_D])
-            is_copied_R = copies.expected_R > own_expected_R
+            is_copied_R = copies.num_expected() > own_expected_R
             self._num_skipped = 0
             if not is_copied_R.any():  # partial as on all ranks, of which rank 0 decides
-                return replace(drafted, is_partial=True, is_copied_R=is_copied_R)
+                return replace(drafted, is_partial=True, is_copied_R=is_copied_R, copies=of_trees)
         drafts_RK, margins_RK = copies.candidates
         margins_RK = _converted(margins_RK, copies.calibration, plan.trim or by_own)
         if drafted is None:
             both = (torch.from_numpy(each).to(device) for each in (drafts_RK, margins_RK))
-            return Proposals(*both, is_partial=True, is_copied_R=is_copied_R, is_pass_skipped=True)
+            mixed = Proposals(*both, is_partial=True, is_copied_R=is_copied_R, copies=of_trees)
+            return replace(mixed, is_pass_skipped=True)
         assert drafted.margins_RK is not None, "returned above"
-        return Proposals(
-            _where(is_copied_R, drafts_RK, drafted.drafts_RK),
-            _where(is_copied_R, margins_RK, drafted.margins_RK),
+        return replace(
+            drafted,
+            drafts_RK=_where(is_copied_R, drafts_RK, drafted.drafts_RK),
+            margins_RK=_where(is_copied_R, margins_RK, drafted.margins_RK),
             is_partial=True,
             is_copied_R=is_copied_R,
+            copies=of_trees,
         )
 
     def _judge(self, plan: SchedulerOutput, states: KnownTokens) -> None:
@@ -232,8 +244,8 @@ class SuffixMixer:
         self._num_known_S[plan.slots] = num_known_R
 
 
-def _expected_accepted(candidates: _Candidates, calibration: Trim) -> Floats:
-    return survivals(candidates.margins_RK, candidates.num_drafts(), calibration).sum(axis=1)
+def _survivals(candidates: _Candidates, calibration: Trim) -> Floats:
+    return survivals(candidates.margins_RK, candidates.num_drafts(), calibration)
 
 
 def _converted(margins_RK: Floats, source: Trim, to: Trim) -> Floats:

@@ -102,14 +102,15 @@ class SuffixProposer:
             self._admit(request)
         if not plan.num_draft_tokens:
             return Proposals.none(plan.num_requests, states.device)
-        shape = plan.num_requests, int(plan.num_drafts.max())
+        num_drafts_R = plan.block_drafts
+        shape = plan.num_requests, int(num_drafts_R.max())
         drafts_RK, margins_RK = np.full(shape, -1), np.full(shape, np.nan, dtype=np.float32)
         num_known_R = states.num_known(plan)
-        for r in np.flatnonzero(plan.num_drafts).tolist():
+        for r in np.flatnonzero(num_drafts_R).tolist():
             slot = int(plan.slots[r])
             known = self._texts[slot].automaton.tokens
             new = states.known_tokens(slot, len(known), int(num_known_R[r]))
-            tokens, margins = self._continuation(self._texts[slot], new, int(plan.num_drafts[r]))
+            tokens, margins = self._continuation(self._texts[slot], new, int(num_drafts_R[r]))
             drafts_RK[r, : len(tokens)], margins_RK[r, : len(tokens)] = tokens, margins
         drafts, margins = (torch.from_numpy(each).to(states.device) for each in (drafts_RK, margins_RK))
         return Proposals(drafts, margins, is_partial=True)

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Protocol
 
@@ -34,7 +34,7 @@ from ....cluster.step.scheduler_output import (
 )
 from ....drafter.compute.memory.kv_cache import PagedKVCache
 from ....drafter.step.inputs.draft_trees import AcceptedPaths, DraftTrees
-from ....drafter.step.inputs.proposals import BlockCandidates, Proposals
+from ....drafter.step.inputs.proposals import Proposals
 from ....drafter.step.inputs.row_layout import Ints, StepRows
 from ....drafter.step.request_states import RequestStates
 from ....drafter.step.sampling.logprobs import (
@@ -208,16 +208,16 @@ class CpuModelRunner:
     ) -> tuple[SchedulerOutput, Tensor, DraftTrees | None, TreeGain | None]:
         """Return the plan with the drafts to verify, these, their trees if any branches, and the gain."""
         if plan.tree is not None and plan.num_draft_tokens:
-            return self._grow_trees(plan, proposals.candidates)
+            return self._grow_trees(plan, proposals)
         return *self._trim(plan, proposals), None, None
 
     def _grow_trees(
-        self, plan: SchedulerOutput, candidates: Sequence[BlockCandidates]
+        self, plan: SchedulerOutput, proposals: Proposals
     ) -> tuple[SchedulerOutput, Tensor, DraftTrees | None, TreeGain | None]:
-        """Grow trees on rank 0. Without candidates, as a remote drafter is late, nothing is drafted."""
+        """Grow trees on rank 0. Without candidates or copies, as a remote drafter is late, drafts none."""
         gain, trees = None, DraftTrees.empty(plan.num_requests, int(plan.num_drafts.max()))
-        if candidates and self._communicator.rank == 0:
-            trees, gain = grow_trees(plan, candidates, self.states.tree_restrictions())
+        if (proposals.candidates or proposals.copies is not None) and self._communicator.rank == 0:
+            trees, gain = grow_trees(plan, proposals, self.states.tree_restrictions())
         if self._is_sharded:
             packed = self._communicator.broadcast(torch.from_numpy(trees.pack()).to(self.model.device))
             trees = DraftTrees.unpack(packed.cpu().numpy())

@@ -164,7 +164,7 @@ class DraftTrees:
         """Return what the accepted paths teach about trees of this width."""
         main_RM = self.main_nodes()
         num_main_R, branches_R = np.zeros(len(main_RM), dtype=np.int32), self.branches()
-        expected_W, accepted_W = np.zeros((2, width), dtype=np.float32)
+        expected_W, accepted_W = np.zeros((2, width + 1), dtype=np.float32)
         depths_R, widths_R = np.zeros((2, len(main_RM)), dtype=np.int32)
         for r, count in enumerate(accepted.num_tokens_R.tolist()):
             on_path = set(accepted.rows_RW[r, :count].tolist())
@@ -177,9 +177,11 @@ class DraftTrees:
             of_nodes = self.parents_RM[r], self.ranks_RM[r], self.chances_RM[r]
             nodes = zip(*(values_M[:num_nodes].tolist() for values_M in of_nodes), strict=True)
             for row, (parent, rank, chance) in enumerate(nodes, 1):
-                # A forced token is certain, so it teaches nothing.
-                if parent in on_path and chance < 1 and (rank or not is_main[parent]):
-                    factor = min(rank, width - 1) if is_main[parent] else 0
+                # A forced token is certain, so it teaches nothing; neither does the course of two chains once
+                # they differ, since each has a curve of its own.
+                teaches = rank > 0 if is_main[parent] else rank < width
+                if parent in on_path and chance < 1 and teaches:
+                    factor = rank if is_main[parent] else 0
                     expected_W[factor] += chance
                     accepted_W[factor] += row in on_path
         nodes_RW = np.maximum(accepted.rows_RW[:, 1:] - 1, 0)

@@ -13,11 +13,15 @@ before (or 1).
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from ....cluster.step.scheduler_output import BoolArray
+from ....cluster.speculation.draft_tree import CopiedChain
+from ....cluster.step.scheduler_output import BoolArray, FloatArray
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +40,24 @@ class BlockCandidates:
     counts_R: Tensor
 
 
+class CopiedDrafts(NamedTuple):
+    """Drafts copied from earlier text beside a drafter's, for draft trees.
+
+    Attributes:
+        tokens_RK: int64, -1 past the last one.
+        chances_RK: that each is accepted, given those before it; fp32.
+    """
+
+    tokens_RK: NDArray[np.int64]
+    chances_RK: FloatArray
+
+    def chain(self, request: int, factor: float, *, is_main: bool) -> CopiedChain | None:
+        """Return a request's copy; None if there is none."""
+        count = int((self.tokens_RK[request] >= 0).sum())
+        of_request = (values_RK[request, :count].tolist() for values_RK in self)
+        return CopiedChain(*of_request, is_main, factor) if count else None
+
+
 @dataclass(frozen=True, slots=True)
 class Proposals:
     """Drafts of a step's requests, in their order.
@@ -48,6 +70,7 @@ class Proposals:
         is_copied_R: requests whose drafts are copies (`drafter/suffix/mixing.py`); None without a mixer.
         is_pass_skipped: all drafts are copies, and the drafter's pass was left out.
         candidates: of steps that grow draft trees, from each drafter that drafts for some of the requests.
+        copies: of steps that grow draft trees, of all requests, chosen or not; None without a mixer.
     """
 
     drafts_RK: Tensor
@@ -56,6 +79,7 @@ class Proposals:
     is_copied_R: BoolArray | None = field(default=None, kw_only=True)
     is_pass_skipped: bool = field(default=False, kw_only=True)
     candidates: tuple[BlockCandidates, ...] = field(default=(), kw_only=True)
+    copies: CopiedDrafts | None = field(default=None, kw_only=True)
 
     def to(self, device: torch.device) -> Proposals:
         margins_RK = None if self.margins_RK is None else self.margins_RK.to(device)

@@ -9,8 +9,7 @@ Legend: R requests, M most nodes, D positions of a block, P candidates before, C
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from itertools import chain
+from collections.abc import Iterator, Mapping
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,17 +18,18 @@ from ....cluster.speculation.draft_tree import AcceptanceCurve, Restriction, can
 from ....cluster.speculation.draft_trimming import Floats, prefixes_to_verify, tree_gain
 from ....cluster.step.scheduler_output import SchedulerOutput, TreeGain
 from ..inputs.draft_trees import DraftTrees
-from ..inputs.proposals import BlockCandidates
+from ..inputs.proposals import Proposals
 
 
 def grow_trees(
-    plan: SchedulerOutput, candidates: Sequence[BlockCandidates], restrictions: Mapping[int, Restriction]
+    plan: SchedulerOutput, proposals: Proposals, restrictions: Mapping[int, Restriction]
 ) -> tuple[DraftTrees, TreeGain | None]:
     """Return the trees to verify, of at most `plan.num_drafts` nodes for each request, and their gain.
 
     Args:
         plan: with a shape of trees.
-        candidates: of several drafters, if each drafts for some of the requests.
+        proposals: with the candidates of several drafters, if each drafts for some of the requests, or with
+            copies.
         restrictions: of requests with grammars, by their index in the plan.
     """
     begin_s, shape, trim = time.perf_counter(), plan.tree, plan.trim
@@ -39,12 +39,16 @@ def grow_trees(
         curve, bias_R = AcceptanceCurve(trim.bias_K, trim.slope_K), trim.bias_R
     trees = DraftTrees.empty(plan.num_requests, int(plan.num_drafts.max()))
     survivals_RM = np.zeros(trees.tokens_RM.shape, dtype=np.float32)
-    for r, ids_DC, scores_DPC in chain.from_iterable(map(_by_request, candidates)):
+    off_main, *of_ranks, fork = shape.factors
+    for r, ids_DC, scores_DPC in _blocks(proposals, plan):
         depth = len(ids_DC)
         of_request = AcceptanceCurve(curve.bias_D[:depth] + bias_R[r], curve.slope_D[:depth])
-        chances_DPC = candidate_chances(scores_DPC, of_request, shape.factors)
-        limits = (int(plan.num_drafts[r]), shape.width, shape.factors[0])
-        nodes = grow_tree(chances_DPC, ids_DC, *limits, restrictions.get(r))
+        chances_DPC = candidate_chances(scores_DPC, of_request, (1.0, *of_ranks)) if depth else scores_DPC
+        copy = None
+        if proposals.copies is not None and proposals.is_copied_R is not None:
+            copy = proposals.copies.chain(r, fork, is_main=bool(proposals.is_copied_R[r]))
+        limits = (int(plan.num_drafts[r]), shape.width, off_main)
+        nodes = grow_tree(chances_DPC, ids_DC, *limits, restrictions.get(r), copy)
         trees.write(r, nodes)
         survivals_RM[r, : len(nodes.parents)] = nodes.survivals
     if trim is None:
@@ -55,11 +59,18 @@ def grow_trees(
     return trees.cut(prefixes_to_verify(survivals_RM, trees.num_nodes_R, num_other_rows, trim)), gain
 
 
-def _by_request(candidates: BlockCandidates) -> Iterator[tuple[int, NDArray[np.int64], Floats]]:
-    """Yield each request that has a block, with its candidates [D, C] and their scores [D, P, C]."""
-    ids_XC, scores_XPC = candidates.ids_XC.cpu().numpy(), candidates.scores_XPC.cpu().numpy()
-    counts_R, begin = candidates.counts_R.tolist(), 0
-    for r, count in enumerate(counts_R):
-        if count:
-            yield r, ids_XC[begin : begin + count], scores_XPC[begin : begin + count]
-        begin += count
+def _blocks(proposals: Proposals, plan: SchedulerOutput) -> Iterator[tuple[int, NDArray[np.int64], Floats]]:
+    """Yield each request that drafts, with its candidates [D, C] and their scores [D, P, C].
+
+    D = 0 where the drafter's pass was left out, since copies are all that is drafted.
+    """
+    for candidates in proposals.candidates:
+        ids_XC, scores_XPC = candidates.ids_XC.cpu().numpy(), candidates.scores_XPC.cpu().numpy()
+        begin = 0
+        for r, count in enumerate(candidates.counts_R.tolist()):
+            if count:
+                yield r, ids_XC[begin : begin + count], scores_XPC[begin : begin + count]
+            begin += count
+    if proposals.is_pass_skipped:
+        for r in np.flatnonzero(plan.num_drafts).tolist():
+            yield r, np.zeros((0, 1), dtype=np.int64), np.zeros((0, 1, 1), dtype=np.float32)

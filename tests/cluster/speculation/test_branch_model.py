@@ -11,25 +11,25 @@ NONE, NO_PATH = np.zeros(1, np.int32), np.zeros((1, 0), np.int32)
 
 def outcome(shape: TreeShape, actual: np.ndarray) -> TreeOutcome:
     """Of steps in which the estimates without factors are 0.5."""
-    estimates = np.full(shape.width, 0.5) * np.array(shape.factors)
+    estimates = 0.5 * np.array(shape.factors)
     chances = estimates.astype(np.float32), actual.astype(np.float32)
     return TreeOutcome(NONE, NONE, NO_PATH, *chances, NONE, NONE)
 
 
 def test_factors_become_the_quotient_of_accepted_and_expected_tokens() -> None:
-    model, actual = BranchModel(3), np.array([0.1, 0.25, 1.0])
+    model, actual = BranchModel(2), np.array([0.1, 0.25, 1.0])
     assert model.factors == (1.0, 1.0, 1.0)
     for _ in range(400):
-        shape = TreeShape(15, 3, model.factors)
+        shape = TreeShape(15, 2, model.factors)
         model.observe(shape, outcome(shape, actual))
     np.testing.assert_allclose(model.factors, [0.3, 0.55, 1.9], atol=0.12)  # the prior holds them back
 
 
 def test_factors_follow_the_text_and_are_forgotten_with_the_drafter() -> None:
-    model = BranchModel(2)
+    model = BranchModel(1)
     for accepted in (0.0, 1.0):
         for _ in range(400):
-            shape = TreeShape(15, 2, model.factors)
+            shape = TreeShape(15, 1, model.factors)
             model.observe(shape, outcome(shape, np.full(2, accepted)))
         assert (model.factors[0] > 1.0) == (accepted > 0.5)
     model.reset()

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from manta.cluster.speculation.draft_tree import (
     AcceptanceCurve,
     Child,
+    CopiedChain,
     TreeNodes,
     candidate_chances,
     grow_tree,
@@ -137,3 +138,74 @@ def test_a_restricted_tree_has_the_best_of_the_children_that_remain(
     restricted, expected = grow_tree(chances, IDS, size, width, restrict=restrict), all_paths(without, width)
     best = [value for value in sorted(expected.values(), reverse=True)[:size] if value > 0]
     np.testing.assert_allclose(restricted.survivals, best, rtol=1e-5)
+
+
+CHAINS = st.lists(st.tuples(st.integers(0, 2), st.floats(0.05, 0.95)), min_size=1, max_size=4)
+
+
+def chain_chances(chain: list[tuple[int, float]]) -> np.ndarray:
+    """The chances of a block whose only candidates are a chain, each after the one before it alone."""
+    chances = np.zeros((len(chain), 3, 3), np.float32)
+    for depth, (token, chance) in enumerate(chain):
+        chances[depth, chain[depth - 1][0] if depth else slice(None), token] = chance
+    return chances
+
+
+@given(CHAINS, CHAINS, st.booleans(), st.floats(0.1, 10.0))
+def test_a_block_and_a_copy_share_nodes_while_they_agree_and_fork_where_they_differ(
+    block: list[tuple[int, float]], copied: list[tuple[int, float]], is_main: bool, factor: float
+) -> None:
+    """Against the union of the prefixes of both chains."""
+    copy = CopiedChain(*zip(*copied, strict=True), is_main, factor)
+    nodes = grow_tree(chain_chances(block), IDS, 20, 3, copy=copy)
+    chains = [[token for token, _ in chain] for chain in (copied, block)]
+    prefixes = [{tuple(chain[:end]) for end in range(1, len(chain) + 1)} for chain in chains]
+    paths = paths_of(nodes)
+    by_path = dict(zip(paths, zip(nodes.survivals, nodes.ranks, strict=True), strict=True))
+    # A node of the copy that leaves the block has the candidates of the block's row after the same token.
+    assert set(paths) >= prefixes[0] | prefixes[1] and len(set(paths)) == len(paths)
+    shared = prefixes[0] & prefixes[1]
+    main, other = prefixes if is_main else prefixes[::-1]
+    agreed = 1.0
+    for depth in range(len(shared)):
+        agreed *= max(block[depth][1], copied[depth][1])
+    for path in shared:
+        assert by_path[path][1] == 0
+    for chain, is_first in ((copied, is_main), (block, not is_main)):
+        survival, others = agreed, (block if chain is copied else copied)
+        for depth in range(len(shared), len(chain)):
+            chance = chain[depth][1]
+            if depth == len(shared) and not is_first and depth < len(others):
+                first = others[depth][1]
+                chance = min((1 - first) * chance * factor, 0.99 * first)
+            survival *= chance
+            found, rank = by_path[tuple(token for token, _ in chain[: depth + 1])]
+            assert rank == (0 if is_first else 3)
+            np.testing.assert_allclose(found, survival, rtol=1e-4)
+    assert main >= shared and other >= shared
+
+
+@given(SCORES, CHAINS, st.booleans(), st.integers(2, 3), st.integers(2, 12))
+def test_forks_are_trees_without_twins_and_grow_from_their_likeliest_nodes(
+    scores: np.ndarray, copied: list[tuple[int, float]], is_main: bool, width: int, size: int
+) -> None:
+    """With candidates around both chains, and copies of tokens that are none."""
+    tokens, chances = zip(*((token + 1, chance) for token, chance in copied), strict=True)
+    copy = CopiedChain(tokens, chances, is_main)
+    nodes = grow_tree(candidate_chances(scores, CURVE), IDS, size, width, 0.7, copy=copy)
+    paths = paths_of(nodes)
+    assert len(set(paths)) == len(paths) == size
+    assert (np.diff(nodes.survivals) <= 1e-6).all() and 0 < min(nodes.survivals) <= max(nodes.survivals) <= 1
+    for row in range(size + 1):
+        siblings = [node for node, parent in enumerate(nodes.parents) if parent == row]
+        assert len(siblings) <= width
+        assert sum(nodes.chances[node] for node in siblings) < 1 + 1e-5
+        assert [nodes.ranks[node] for node in siblings].count(0) <= 1
+    small = grow_tree(candidate_chances(scores, CURVE), IDS, size - 1, width, 0.7, copy=copy)
+    assert [values[: size - 1] for values in nodes] == list(small)
+
+
+def test_a_copy_is_a_tree_of_its_own_where_there_is_no_block() -> None:
+    copy = CopiedChain([5, 6, 7], [0.5, 0.25, 0.5], True)
+    nodes = grow_tree(np.zeros((0, 1, 1), np.float32), np.zeros((0, 1), np.int64), 2, 4, copy=copy)
+    assert nodes == TreeNodes([0, 1], [5, 6], [0.5, 0.125], [0.5, 0.25], [0, 0])

@@ -70,8 +70,9 @@ def test_the_outcome_counts_main_paths_and_branches(seed: int) -> None:
     trees, random = random_trees(seed), np.random.default_rng(seed + 1)
     counts = trees.num_nodes_R.astype(np.int64) + 1
     accepted = trees.accept(random.integers(0, 3, counts.sum()), counts)
-    outcome = trees.outcome(accepted, MOST)
-    expected, hits = np.zeros(MOST), np.zeros(MOST)
+    width = 2 + seed % 2  # 2: the last of three children is the second source's
+    outcome = trees.outcome(accepted, width)
+    expected, hits = np.zeros(width + 1), np.zeros(width + 1)
     for r, branches in enumerate(trees.branches()):
         best = [0]  # the main path, by looking for the best child
         while rows := [
@@ -90,7 +91,7 @@ def test_the_outcome_counts_main_paths_and_branches(seed: int) -> None:
         assert (outcome.depths_R[r], outcome.widths_R[r]) == (sizes if branches else (0, 0))
         for node in range(trees.num_nodes_R[r]) if branches else ():
             parent, rank = int(trees.parents_RM[r, node]), int(trees.ranks_RM[r, node])
-            if parent in path and not (parent in best and rank == 0):
+            if parent in path and not (rank == 0 if parent in best else rank == width):
                 expected[rank if parent in best else 0] += trees.chances_RM[r, node]
                 hits[rank if parent in best else 0] += node + 1 in path
     np.testing.assert_allclose(outcome.expected_W, expected, rtol=1e-5)

@@ -12,6 +12,7 @@ from manta.actors.targets.families import read_model
 from manta.cluster.request.structured_outputs import StructuredOutputsParams
 from manta.drafter.compute.cpu_numba.cpu_features import bf16_instructions
 from support.checkpoints.families import FAMILIES
+from support.checkpoints.mtp_targets import make_mtp_target
 from support.checkpoints.text_pair import make_text_pair
 from support.checkpoints.tiny import make_tiny_drafter, make_tiny_target
 from support.engines.devices import ON_GPU
@@ -47,6 +48,7 @@ def reference(target: Path) -> dict[str, list[list[int]]]:
             2, "colocated", True, {}, marks=pytest.mark.slow
         ),  # test_ray_executor.py has such a pair
         (2, "colocated", True, {"tree_width": 4, "tree_size": 31}),
+        (2, "colocated", True, {"tree_width": 2, "tree_size": 15, "suffix_drafts": True}),
         (2, "split", True, {}),
         (2, "split", True, {"tree_width": 4, "tree_size": 31}),
         # test_ray_executor_drafter.py has one rank
@@ -89,9 +91,11 @@ def test_the_topology_changes_no_token(
                 assert tokens_of(llm, prompts(8), params_of("warm", 8)) == reference["warm"]
 
 
-@pytest.mark.parametrize("placement", ["colocated", "split"])
+@pytest.mark.parametrize(
+    ("placement", "copies"), [("colocated", False), ("colocated", True), ("split", False)]
+)
 def test_trees_of_two_ranks_change_no_token_of_a_constrained_answer(
-    ray_session: None, tmp_path: Path, placement: str
+    ray_session: None, tmp_path: Path, placement: str, copies: bool
 ) -> None:
     kinds = (
         StructuredOutputsParams(json=HELD["three properties"], disable_any_whitespace=True),
@@ -109,6 +113,7 @@ def test_trees_of_two_ranks_change_no_token_of_a_constrained_answer(
         "tree_width": 4,
         "tree_size": 31,
         "placement": placement,
+        "suffix_drafts": copies,
         "adaptive": False,
     }
     how = {"dtype": "float32", "num_threads": 1, "max_model_len": 256, "max_num_seqs": 8}
@@ -118,6 +123,24 @@ def test_trees_of_two_ranks_change_no_token_of_a_constrained_answer(
             outputs = llm.generate(["Hello, this is"] * len(params), params)
             answers.append([output.outputs[0].token_ids for output in outputs])
             assert bool(more) == (llm.stats().num_trees > 0)
+    assert answers[0] == answers[1]
+
+
+@pytest.mark.parametrize("method", ["MiMo's layers", "Gemma 4 by DSpark"])
+def test_two_ranks_change_no_token_of_other_families(ray_session: None, tmp_path: Path, method: str) -> None:
+    if method == "MiMo's layers":
+        target = make_mtp_target(tmp_path / "target", "mimo_v2", seed=5, num_mtp_layers=3)
+        spec: dict[str, object] = {"method": "mtp"}
+    else:
+        target = make_tiny_target(tmp_path / "target", "gemma4", seed=5)
+        sizes = {"hidden_size": read_model(target).hidden_size, "sliding_window": 20}
+        spec = {"model": str(make_tiny_drafter(tmp_path / "drafter", dspark=True, **sizes))}
+    how = {"dtype": "float32", "num_threads": 1, "max_model_len": 256, "skip_tokenizer_init": True}
+    answers = []
+    for more in ({}, {"speculative_config": {**spec, "adaptive": False}, "tensor_parallel_size": 2}):
+        with LLM(str(target), max_num_seqs=8, max_num_batched_tokens=64, **how, **more) as llm:
+            answers.append([tokens_of(llm, prompts(8), params_of(name, 8)) for name in KNOBS])
+            assert bool(more) == (llm.stats().num_accepted_tokens > 0)
     assert answers[0] == answers[1]
 
 

@@ -28,6 +28,8 @@ BF16: dict[str, object] = {"dtype": "bfloat16", "num_threads": 1, "attention_bac
 ENGINES: dict[str, dict[str, object]] = {
     "as shipped": {},
     "chunks of 16 rows": {"max_num_batched_tokens": 16},
+    "with copies": {"suffix_drafts": True},
+    "with copies, chunks of 16 rows": {"suffix_drafts": True, "max_num_batched_tokens": 16},
     "forced preemption": {"enable_prefix_caching": False, "few_pages": True},
     "planned ahead, forced preemption": {"async_scheduling": True, "few_pages": True},
 }
@@ -45,6 +47,10 @@ PAIRS: dict[str, tuple[str, tuple[str, ...], dict[str, object]]] = {
 CELLS = [
     ("qwen3", "as shipped", 4, 31),
     ("qwen3", "planned ahead, forced preemption", 2, 15),
+    ("qwen3", "with copies", 2, 15),
+    ("qwen3 by a selector", "with copies", 4, 31),
+    ("deepseek_v3", "with copies, chunks of 16 rows", 4, 31),
+    ("qwen3 in bf16", "with copies", 4, 31),
     ("qwen3 by a selector", "chunks of 16 rows", 4, 15),
     ("qwen3 by DSpark", "planned ahead, forced preemption", 4, 31),
     ("gemma3", "planned ahead, forced preemption", 4, 15),
@@ -97,6 +103,8 @@ def opened(models: Models, spec: dict[str, object] | None, **settings: object) -
     if settings.pop("few_pages", False):
         settings |= {"num_pages": 11} if how is BF16 else {"num_pages": 110, "page_size": 4}
     given = None if spec is None else {"model": str(drafter), "adaptive": False, **spec}
+    if given is not None and settings.pop("suffix_drafts", False):
+        given["suffix_drafts"] = True
     defaults = {"max_num_seqs": 8, "max_model_len": 256, "skip_tokenizer_init": True}
     return LLM(str(target), speculative_config=given, **{**defaults, **how, **settings})
 
@@ -141,24 +149,28 @@ def test_trees_change_no_token_in_batches_of_eight_with_every_setting(
     assert not wrong, "these (knob, prompt) differ"
     assert stats.num_accepted_tokens > 0
     assert stats.num_trees <= stats.tree_depths and 0 < 2 * stats.num_trees <= stats.tree_widths
+    copied = stats.num_copied_accepted_tokens, stats.num_copied_draft_tokens
+    assert (min(copied) > 0) == (max(copied) > 0) == ("copies" in engine)
     if "preemption" not in engine:
         assert stats.preemptions == 0
     elif pair != "gemma3":  # sliding layers hold little
         assert stats.preemptions > 0
 
 
+@pytest.mark.parametrize("copies", [False, True])
 def test_adaptive_trees_and_limits_of_requests_change_no_token(
-    models: Callable[[str], Models], reference: Callable[[str], list[list[int]]]
+    models: Callable[[str], Models], reference: Callable[[str], list[list[int]]], copies: bool
 ) -> None:
     """Nodes are trimmed by their chance and cost, to chains and to none; a limit counts nodes."""
     expected = dict(zip(REQUESTED, reference("qwen3"), strict=True))
-    with opened(models("qwen3"), {"tree_width": 4, "tree_size": 31, "adaptive": True}) as llm:
+    spec: dict[str, object] = {"tree_width": 4, "tree_size": 31, "suffix_drafts": copies}
+    with opened(models("qwen3"), {**spec, "adaptive": True}) as llm:
         for name in KNOBS:
             chosen = [i for knob, i in REQUESTED if knob == name]
             params = [params_of(name, 8)[i] for i in chosen]
             got = tokens_of(llm, [prompts(8)[i] for i in chosen], params)
             assert got == [expected[name, i] for i in chosen], name
-    with opened(models("qwen3"), {"tree_width": 4, "tree_size": 31}) as llm:
+    with opened(models("qwen3"), spec) as llm:
         for bound in (1, 5):
             (output,) = llm.generate(
                 [{"prompt_token_ids": prompts(8)[0]}],
@@ -242,7 +254,6 @@ def test_targets_with_recurrent_states_keep_chains(tmp_path: Path) -> None:
         ({"tree_width": 0}, "tree_width"),
         ({"tree_size": 31}, "tree_size"),
         ({"tree_width": 2, "tree_size": 256}, "tree_size"),
-        ({"tree_width": 2, "suffix_drafts": True}, "suffix_drafts"),
         ({"tree_width": 2, "method": "eagle3"}, "tree_width"),
     ],
 )
