@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from itertools import combinations, count
 from pathlib import Path
 
@@ -45,9 +45,11 @@ PAIRS = (*ALONE, "qwen3 in bf16", "llama in bf16", "mistral in bf16")
 LEAN = {*(name for name, family in FAMILIES.items() if family.lean), "llama in bf16", "mistral in bf16"}
 DFLASH2 = "qwen3 by DFlash2"  # a separate pair in few cells: it changes only the drafts
 SELECTOR = "qwen3 in bf16 by a selector"  # likewise: no convolutions, so the compiled pass runs it
-DSPARK = ("qwen3 by DSpark", "qwen3 in bf16 by DSpark")  # likewise: its anchors predict, too
+DSPARK = ("qwen3 by DSpark", "qwen3 in bf16 by DSpark", "gemma4 by DSpark")  # likewise: its anchors predict
 EAGLE3 = ("qwen3 by EAGLE-3", "qwen3 in bf16 by EAGLE-3")  # likewise
-MTP = ("qwen3_5 by MTP", "deepseek_v3 by MTP")  # likewise
+MTP = ("qwen3_5 by MTP", "deepseek_v3 by MTP", "mimo_v2 by MTP")  # likewise
+MTP_LAYERS = {"mimo_v2": 3}  # each makes one draft
+EAGER = tuple(f"{pair} in eager" for pair in ("mimo_v2 by MTP", "gemma4 by DSpark"))  # likewise
 PACKED_MTP = "qwen3_5 by MTP in bf16 with int8 weights"  # likewise, by packed products between loops
 ASSISTANT = "gemma4 by its assistant"  # likewise
 WINDOW = "qwen3 with a draft window"  # likewise
@@ -122,8 +124,11 @@ def dflash2_cells(*, whole: bool = WHOLE) -> Iterator[tuple[str, str, int]]:
         (DSPARK[0], "planned ahead, forced preemption", 15),
         (DSPARK[0], "forced preemption with prefix cache", 1),
         (DSPARK[1], "as shipped", 3),
+        (DSPARK[2], "chunks of 16 rows", 15),
+        (DSPARK[2], "planned ahead, forced preemption", 3),
+        (EAGER[1], "forced preemption with prefix cache", 15),
     }
-    for pair in (DFLASH2, SELECTOR, *DSPARK):
+    for pair in (DFLASH2, SELECTOR, *DSPARK, EAGER[1]):
         for engine in ENGINES:
             for drafts in DRAFTS:
                 if whole or (pair, engine, drafts) in short:
@@ -145,15 +150,19 @@ def mtp_and_window_cells(*, whole: bool = WHOLE) -> Iterator[tuple[str, str, int
     short = {
         (MTP[0], "planned ahead, forced preemption", 3),
         (MTP[1], "forced preemption with prefix cache", 3),
+        (MTP[2], "planned ahead, forced preemption", 3),
+        (MTP[2], "chunks of 16 rows", 1),
+        (EAGER[0], "forced preemption with prefix cache", 3),
         (PACKED_MTP, "chunks of 16 rows", 3),
         (WINDOW, "planned ahead, forced preemption", 15),
         (ASSISTANT, "chunks of 16 rows", 3),
         (ASSISTANT, "forced preemption with prefix cache", 3),
     }
-    for pair in (*MTP, PACKED_MTP, WINDOW, ASSISTANT):
+    for pair in (*MTP, EAGER[0], PACKED_MTP, WINDOW, ASSISTANT):
+        most = MTP_LAYERS.get(pair.partition(" ")[0], max(DRAFTS))
         for engine in ENGINES:
             for drafts in DRAFTS:
-                if whole or (pair, engine, drafts) in short:
+                if (whole and drafts <= most) or (pair, engine, drafts) in short:
                     yield pair, engine, drafts
 
 
@@ -289,9 +298,19 @@ def make_pair(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Pair]
         if name == SELECTOR:
             drafter = make_tiny_drafter(folder / "drafter", head_dim=32, selector=True)
             return replace(make(name.removesuffix(" by a selector")), drafter=drafter)
+        if name in EAGER:
+            pair = make(name.removesuffix(" in eager"))
+            return replace(pair, how={**pair.how, "attention_backend": "torch"})
         if name in DSPARK:
-            pair, head_dim = make(name.removesuffix(" by DSpark")), 32 if "bf16" in name else 16
-            drafter = make_tiny_drafter(folder / "drafter", head_dim=head_dim, dspark=True)
+            pair = make(name.removesuffix(" by DSpark"))
+            spec = read_model(pair.target)
+            drafter = make_tiny_drafter(
+                folder / "drafter",
+                hidden_size=spec.hidden_size,
+                head_dim=32 if "bf16" in name else 16,
+                sliding_window=20 if any(spec.windows) else None,
+                dspark=True,
+            )
             return replace(pair, drafter=drafter)
         if name == WINDOW:  # its pages are a group of their own
             return replace(make(family), draft_window=20, few_pages=FEW_PAGES["two groups"])
@@ -340,8 +359,10 @@ def make_pair(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Pair]
             layer = {"head_dim": 32} if "bf16" in name else {}
             return replace(pair, drafter=write(folder / "drafter", speculators(layer=layer)), method="eagle3")
         # The compiled pass wants sizes that are multiples of 32.
-        make_target = make_mtp_target if f"{family} by MTP" in MTP else make_tiny_target
-        target = make_target(folder / "target", family, seed=5, **({"head_dim": 32} if in_bf16 else {}))
+        make_target, sizes = make_tiny_target, {"head_dim": 32} if in_bf16 else {}
+        if f"{family} by MTP" in MTP:
+            make_target = partial(make_mtp_target, num_mtp_layers=MTP_LAYERS.get(family, 1))
+        target = make_target(folder / "target", family, seed=5, **sizes)
         spec = read_model(target)
         drafter_window = 20 if any(spec.windows) else None
         drafter = make_tiny_drafter(
