@@ -67,7 +67,7 @@ class StepController:
 
     def __init__(self, config: SchedulerConfig) -> None:
         maximum = self._max_drafts = config.num_speculative_tokens
-        self._tree_width, self._tree_size = config.tree_width, config.tree_size
+        self._tree_size = config.tree_size
         self._branches = BranchModel(config.tree_width)
         self._config = config
         # The last ones of online and of background requests.
@@ -195,7 +195,7 @@ class StepController:
         if self._tree_size is None or choice.is_trial or not choice.length or not choice.is_tree:
             return choice
         nodes_R = -(-choice.num_drafts_R * max(self._tree_size, self._max_drafts) // self._max_drafts)
-        tree = TreeShape(choice.length, self._tree_width, self._branches.factors)
+        tree = self._branches.shape(choice.length)
         return choice._replace(num_drafts_R=np.minimum(limits_R, nodes_R), tree=tree)
 
     def last_choice(self, *, background: bool = False) -> DraftChoice:

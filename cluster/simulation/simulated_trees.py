@@ -83,7 +83,7 @@ def simulate_trees(
     ranks_RW = np.full((size[0], plan.tree.depth), -1, dtype=np.int32)
     for r, path in enumerate(paths):
         ranks_RW[r, : len(path)] = [grown[r].ranks[node] for node in path]
-    nothing_W = np.zeros(len(plan.tree.factors), dtype=np.float32)
+    nothing_F = np.zeros(width + 1, dtype=np.float32)
     sizes = [depth_and_width(nodes.parents[: int(n)]) for nodes, n in zip(grown, num_nodes_R, strict=True)]
     depths_R, widths_R = np.array(sizes, dtype=np.int32).T
     return SimulatedTrees(
@@ -93,8 +93,8 @@ def simulate_trees(
             (is_main_RM & is_real_RM).sum(axis=1, dtype=np.int32),
             np.array(num_main_R, dtype=np.int32),
             ranks_RW,
-            nothing_W,
-            nothing_W,
+            nothing_F,
+            nothing_F,
             depths_R,
             widths_R,
         ),

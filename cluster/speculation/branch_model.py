@@ -6,7 +6,7 @@ copied from earlier text where drafts differ from it, or the reverse. Each has a
 number of accepted tokens divided by the expected number, at the nodes that the accepted paths visited. Both
 numbers fade, so that factors follow the text. Called by `cluster/scheduler/step_controller.py`.
 
-Legend: W factors.
+Legend: F factors.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ class BranchModel:
     """Learns the factors of one engine's drafter, whose trees have nodes with at most `width` children."""
 
     def __init__(self, width: int) -> None:
-        self._num_factors = width + 1
+        self._width = width
         self.reset()
 
     def reset(self) -> None:
         """Forget everything, because the drafter was replaced."""
-        self._expected_W, self._accepted_W = np.full((2, self._num_factors), _PRIOR)
+        self._expected_F, self._accepted_F = np.full((2, self._width + 1), _PRIOR)
 
-    @property
-    def factors(self) -> tuple[float, ...]:
-        """The factors of the estimated chances, in the order of `TreeShape.factors`."""
-        return tuple(np.clip(self._accepted_W / self._expected_W, *_RANGE).tolist())
+    def shape(self, depth: int) -> TreeShape:
+        """Return the shape of trees of this depth, with the factors of the estimated chances."""
+        *factors, fork = np.clip(self._accepted_F / self._expected_F, *_RANGE).tolist()
+        return TreeShape(depth, self._width, tuple(factors), fork)
 
     def observe(self, shape: TreeShape, outcome: TreeOutcome) -> None:
         """Learn from a step with trees of this shape."""
-        prior = (1.0 - _FADE) * _PRIOR
-        self._expected_W = _FADE * self._expected_W + outcome.expected_W / np.array(shape.factors) + prior
-        self._accepted_W = _FADE * self._accepted_W + outcome.accepted_W + prior
+        prior, factors_F = (1.0 - _FADE) * _PRIOR, np.array((*shape.factors, shape.fork))
+        self._expected_F = _FADE * self._expected_F + outcome.expected_F / factors_F + prior
+        self._accepted_F = _FADE * self._accepted_F + outcome.accepted_F + prior

@@ -112,7 +112,7 @@ class CopiedChain(NamedTuple):
     Attributes:
         tokens, chances: by depth; the chance that each is accepted, given those before it.
         is_main: whether they are the main path, instead of the best candidates.
-        factor: of the chance of the source off the main path where the sources differ (`TreeShape.factors`).
+        factor: of the chance of the source off the main path where the sources differ (`TreeShape.fork`).
     """
 
     tokens: Sequence[int]
@@ -139,13 +139,13 @@ class CopiedChain(NamedTuple):
             ahead = [best._replace(chance=max(best.chance, copied.chance), rank=rank)]
         else:
             ahead = [copied, best] if self.is_main or not on_best else [best, copied]
-            first, second = ahead[0].chance, ahead[1].chance * self.factor * (1 - ahead[0].chance)
-            chances = first, min(second, _MAX_SHARE * first)
+            first = ahead[0].chance
+            second = min((1 - first) * min(ahead[1].chance * self.factor, 1), _MAX_SHARE * first)
             ranks = (0, width) if self.is_main or on_best else (width, 0)
-            ahead = [Child(p, rank, *child[2:]) for p, rank, child in zip(chances, ranks, ahead, strict=True)]
+            ahead = [ahead[0]._replace(rank=ranks[0]), ahead[1]._replace(chance=second, rank=ranks[1])]
         share = (1 - sum(child.chance for child in ahead)) / max(1 - best.chance, _LEAST_REST)
-        children = ahead + [child._replace(chance=child.chance * max(share, 0)) for child in others]
-        return sorted((child for child in children if child.chance), key=lambda child: -child.chance)
+        children = ahead + [child._replace(chance=child.chance * share) for child in others]
+        return sorted((child for child in children if child.chance > 0), key=lambda child: -child.chance)
 
 
 # Maps a tree so far, the newest row and all of its possible children, best first, to those that it may have.

@@ -74,14 +74,15 @@ class TreeShape(NamedTuple):
 
     Attributes:
         depth, width: most drafts on a path, and most children of a node.
-        factors: of the estimated chances, `width` + 1 numbers: of candidates after another one than the
-            best; of the second, third, .. best candidate; where drafts and copies differ, of those off the
-            main path (`speculation/branch_model.py`).
+        factors: of the estimated chances, `width` numbers: of candidates after another one than the best; of
+            the second, third, .. best candidate (`speculation/branch_model.py`).
+        fork: the same where drafts and copies differ, of those off the main path.
     """
 
     depth: int
     width: int
     factors: tuple[float, ...]
+    fork: float = 1.0
 
 
 class StateEntry(NamedTuple):
@@ -248,8 +249,8 @@ class TreeOutcome(NamedTuple):
         num_main_accepted_R: nodes accepted before the accepted path leaves it, int32 [R].
         ranks_RW: rank of each node of the accepted paths among the children of its parent, from 0; int32, -1
             past a path's end.
-        expected_W, accepted_W: sum of the chances, and number of accepted nodes, among the children of
-            visited nodes, by factor of `TreeShape`; fp32.
+        expected_F, accepted_F: sum of the chances, and number of accepted nodes, among the children of
+            visited nodes, by factor of `TreeShape`, the fork's last; fp32.
         depths_R, widths_R: length of the longest path, and most nodes of one depth; int32 [R], 0 where drafts
             do not branch.
     """
@@ -257,8 +258,8 @@ class TreeOutcome(NamedTuple):
     num_main_drafts_R: IntArray
     num_main_accepted_R: IntArray
     ranks_RW: IntArray
-    expected_W: FloatArray
-    accepted_W: FloatArray
+    expected_F: FloatArray
+    accepted_F: FloatArray
     depths_R: IntArray
     widths_R: IntArray
 

@@ -164,7 +164,7 @@ class DraftTrees:
         """Return what the accepted paths teach about trees of this width."""
         main_RM = self.main_nodes()
         num_main_R, branches_R = np.zeros(len(main_RM), dtype=np.int32), self.branches()
-        expected_W, accepted_W = np.zeros((2, width + 1), dtype=np.float32)
+        expected_F, accepted_F = np.zeros((2, width + 1), dtype=np.float32)
         depths_R, widths_R = np.zeros((2, len(main_RM)), dtype=np.int32)
         for r, count in enumerate(accepted.num_tokens_R.tolist()):
             on_path = set(accepted.rows_RW[r, :count].tolist())
@@ -182,14 +182,14 @@ class DraftTrees:
                 teaches = rank > 0 if is_main[parent] else rank < width
                 if parent in on_path and chance < 1 and teaches:
                     factor = rank if is_main[parent] else 0
-                    expected_W[factor] += chance
-                    accepted_W[factor] += row in on_path
+                    expected_F[factor] += chance
+                    accepted_F[factor] += row in on_path
         nodes_RW = np.maximum(accepted.rows_RW[:, 1:] - 1, 0)
         ranks_RW = np.take_along_axis(self.ranks_RM, nodes_RW, axis=1).astype(np.int32)
         ranks_RW[accepted.rows_RW[:, 1:] < 0] = -1
         num_main_drafts_R = main_RM.sum(axis=1, dtype=np.int32)
         return TreeOutcome(
-            num_main_drafts_R, num_main_R, ranks_RW, expected_W, accepted_W, depths_R, widths_R
+            num_main_drafts_R, num_main_R, ranks_RW, expected_F, accepted_F, depths_R, widths_R
         )
 
     def pack(self) -> Ints:

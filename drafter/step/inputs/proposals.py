@@ -54,8 +54,8 @@ class CopiedDrafts(NamedTuple):
     def chain(self, request: int, factor: float, *, is_main: bool) -> CopiedChain | None:
         """Return a request's copy; None if there is none."""
         count = int((self.tokens_RK[request] >= 0).sum())
-        of_request = (values_RK[request, :count].tolist() for values_RK in self)
-        return CopiedChain(*of_request, is_main, factor) if count else None
+        tokens, chances = self.tokens_RK[request, :count].tolist(), self.chances_RK[request, :count].tolist()
+        return CopiedChain(tokens, chances, is_main, factor) if count else None
 
 
 @dataclass(frozen=True, slots=True)

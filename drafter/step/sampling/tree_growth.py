@@ -39,15 +39,14 @@ def grow_trees(
         curve, bias_R = AcceptanceCurve(trim.bias_K, trim.slope_K), trim.bias_R
     trees = DraftTrees.empty(plan.num_requests, int(plan.num_drafts.max()))
     survivals_RM = np.zeros(trees.tokens_RM.shape, dtype=np.float32)
-    off_main, *of_ranks, fork = shape.factors
     for r, ids_DC, scores_DPC in _blocks(proposals, plan):
         depth = len(ids_DC)
         of_request = AcceptanceCurve(curve.bias_D[:depth] + bias_R[r], curve.slope_D[:depth])
-        chances_DPC = candidate_chances(scores_DPC, of_request, (1.0, *of_ranks)) if depth else scores_DPC
+        chances_DPC = candidate_chances(scores_DPC, of_request, shape.factors) if depth else scores_DPC
         copy = None
         if proposals.copies is not None and proposals.is_copied_R is not None:
-            copy = proposals.copies.chain(r, fork, is_main=bool(proposals.is_copied_R[r]))
-        limits = (int(plan.num_drafts[r]), shape.width, off_main)
+            copy = proposals.copies.chain(r, shape.fork, is_main=bool(proposals.is_copied_R[r]))
+        limits = (int(plan.num_drafts[r]), shape.width, shape.factors[0])
         nodes = grow_tree(chances_DPC, ids_DC, *limits, restrictions.get(r), copy)
         trees.write(r, nodes)
         survivals_RM[r, : len(nodes.parents)] = nodes.survivals

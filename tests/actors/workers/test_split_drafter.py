@@ -124,7 +124,7 @@ def test_a_split_drafter_drafts_the_trees_of_a_colocated_one(
     small = {"max_num_seqs": 2, "max_model_len": 128, "attention_backend": "torch"}
     host, _ = open_runner(tiny_qwen3, speculative_config=spec, **small)
     pair = Pair(tiny_qwen3, spec, **small)
-    steps, known, shape = Steps(2, 128), np.array([3, 6]), TreeShape(5, 3, (1.0,) * 4)
+    steps, known, shape = Steps(2, 128), np.array([3, 6]), TreeShape(5, 3, (1.0,) * 3)
     hot, narrow = (replace(GREEDY, temperature=t, top_k=k, seed=9) for t, k in ((4.0, 0), (1.0, 4)))
     enter = [steps.admit(0, [5, 6, 7], hot), steps.admit(1, [9, 8, 9, 8, 9, 8], narrow)]
     ranks: list[int] = []  # of accepted drafts among their siblings

@@ -106,7 +106,7 @@ def test_simulated_trees_are_accepted_as_often_as_their_candidates(
     chances = np.tile([0.8, 0.6, 0.5], (requests, 1))
     uniforms = np.random.default_rng(0).random(chances.shape)
     plan = dummy_step([9] * requests, [1 + nodes] * requests, [nodes] * requests)
-    shape = TreeShape(depth, width, (1.0,) * (width + 1))
+    shape = TreeShape(depth, width, (1.0,) * width)
     trees = simulate_trees(replace(plan, tree=shape), chances, uniforms, 0.0)
     assert (trees.num_verified_R == nodes).all()
     assert trees.num_accepted_R.mean() == pytest.approx(expected, rel=0.03)

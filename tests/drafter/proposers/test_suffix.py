@@ -251,8 +251,9 @@ def test_two_ranks_verify_the_same_drafts_and_return_the_plain_tokens(
     assert max(count for _, count in first) == 5
 
 
+@pytest.mark.parametrize("trees", [{}, {"tree_width": 2, "tree_size": 6}], ids=["chains", "trees"])
 def test_an_answer_that_repeats_itself_needs_few_passes_of_the_drafter(
-    tiny_qwen3: Path, tmp_path: Path
+    tiny_qwen3: Path, tmp_path: Path, trees: dict[str, int]
 ) -> None:
     """With small blocks, so that there are many steps; a second request joins and leaves."""
     drafter = str(make_tiny_drafter(tmp_path))
@@ -260,7 +261,7 @@ def test_an_answer_that_repeats_itself_needs_few_passes_of_the_drafter(
     found, batch = [], [{"prompt_token_ids": ids} for ids in ([7, 8, 9, 10], [5])]
     for spec in (
         None,
-        {"model": drafter, "suffix_drafts": True, "adaptive": False, "num_speculative_tokens": 3},
+        {"model": drafter, "suffix_drafts": True, "adaptive": False, "num_speculative_tokens": 3, **trees},
     ):
         how = {"dtype": "float32", "num_threads": 1, "max_model_len": 128, "skip_tokenizer_init": True}
         with LLM(str(tiny_qwen3), speculative_config=spec, **how) as llm:
@@ -270,6 +271,7 @@ def test_an_answer_that_repeats_itself_needs_few_passes_of_the_drafter(
     assert stats.skipped_passes > 5
     assert stats.step_seconds["draft"] > 0.0
     assert 0 < stats.num_copied_accepted_tokens <= stats.num_accepted_tokens
+    assert (stats.num_trees > 0) == bool(trees)
 
 
 @pytest.mark.one_in(2)

@@ -94,8 +94,8 @@ def test_the_outcome_counts_main_paths_and_branches(seed: int) -> None:
             if parent in path and not (rank == 0 if parent in best else rank == width):
                 expected[rank if parent in best else 0] += trees.chances_RM[r, node]
                 hits[rank if parent in best else 0] += node + 1 in path
-    np.testing.assert_allclose(outcome.expected_W, expected, rtol=1e-5)
-    np.testing.assert_array_equal(outcome.accepted_W, hits)
+    np.testing.assert_allclose(outcome.expected_F, expected, rtol=1e-5)
+    np.testing.assert_array_equal(outcome.accepted_F, hits)
 
 
 @given(st.integers(0, 2**31))
