@@ -155,15 +155,17 @@ def chain_chances(chain: list[tuple[int, float]]) -> np.ndarray:
 def test_a_block_and_a_copy_share_nodes_while_they_agree_and_fork_where_they_differ(
     block: list[tuple[int, float]], copied: list[tuple[int, float]], is_main: bool, factor: float
 ) -> None:
-    """Against the union of the prefixes of both chains."""
+    """Against the union of the prefixes of both chains; copies that differ are no candidates of the block."""
+    differs = [ours != theirs for (ours, _), (theirs, _) in zip(block, copied, strict=False)]
+    num_shared = differs.index(True) if True in differs else len(differs)
+    copied = [(token + 10 * (at >= num_shared), chance) for at, (token, chance) in enumerate(copied)]
     copy = CopiedChain(*zip(*copied, strict=True), is_main, factor)
     nodes = grow_tree(chain_chances(block), IDS, 20, 3, copy=copy)
     chains = [[token for token, _ in chain] for chain in (copied, block)]
     prefixes = [{tuple(chain[:end]) for end in range(1, len(chain) + 1)} for chain in chains]
     paths = paths_of(nodes)
     by_path = dict(zip(paths, zip(nodes.survivals, nodes.ranks, strict=True), strict=True))
-    # A node of the copy that leaves the block has the candidates of the block's row after the same token.
-    assert set(paths) >= prefixes[0] | prefixes[1] and len(set(paths)) == len(paths)
+    assert set(paths) == prefixes[0] | prefixes[1] and len(set(paths)) == len(paths)
     shared = prefixes[0] & prefixes[1]
     agreed = 1.0
     for depth in range(len(shared)):
