@@ -210,12 +210,17 @@ def grow_tree(
     nodes, off_main = TreeNodes([], [], [], [], []), min(off_main, 1.0)
     tokens = () if copy is None else copy.tokens
 
-    def children(at: _Place) -> list[Child]:
+    best_rank = width if copy is not None and copy.is_main else 0
+    known: dict[_Place, list[Child]] = {}
+
+    def candidates(at: _Place) -> list[Child]:
         found, factor = list[Child](), 1.0 if at.on_best else off_main
         if at.depth < depth and at.before is not None:
             pairs = zip(falling[at.depth][at.before], ranked[at.depth][at.before], strict=True)
             found = [
-                Child(factor * chance, min(rank, width - 1), ids[at.depth][place], place, rank == 0)
+                Child(
+                    factor * chance, min(rank, width - 1) or best_rank, ids[at.depth][place], place, rank == 0
+                )
                 for rank, (chance, place) in enumerate(pairs)
                 if chance
             ]
@@ -224,26 +229,18 @@ def grow_tree(
             place = ids[at.depth].index(token) if at.depth < depth and token in ids[at.depth] else None
             copied = Child(copy.chances[at.depth], 0, token, place, is_best=False)
             found = copy.join(found, copied, width, on_best=at.on_best)
-        elif copy is not None and copy.is_main and found:
-            found[0] = found[0]._replace(rank=width)
-        return (found if restrict is None else restrict(nodes, found))[:width]
+        return found if restrict is not None else found[:width]
 
-    def after(at: _Place, child: Child) -> _Place:
-        on_copy = at.on_copy and tokens[at.depth] == child.token and at.depth + 1 < len(tokens)
-        before = child.place if num_before > 1 else 0
-        return _Place(at.depth + 1, before, at.on_best and child.is_best, on_copy)
+    def children(at: _Place) -> list[Child]:
+        if (found := known.get(at)) is None:
+            found = known[at] = candidates(at)
+        return found if restrict is None else restrict(nodes, found)[:width]
 
     # (-survival, parent, index among its children, children, survival of the parent, its place)
     heap: list[tuple[float, int, int, list[Child], float, _Place]] = []
-
-    def push(parent: int, index: int, siblings: list[Child], of_parent: float, at: _Place) -> None:
-        if index < len(siblings):
-            survival = of_parent * siblings[index].chance
-            heappush(heap, (-survival, parent, index, siblings, of_parent, at))
-
-    if max_nodes:
-        root = _Place(0, 0, True, len(tokens) > 0)
-        push(0, 0, children(root), 1.0, root)
+    root, max_depth = _Place(0, 0, True, len(tokens) > 0), max(depth, len(tokens))
+    if max_nodes and (first := children(root)):
+        heap.append((-first[0].chance, 0, 0, first, 1.0, root))
     while heap and len(nodes.parents) < max_nodes:
         negative, parent, index, siblings, of_parent, at = heappop(heap)
         child = siblings[index]
@@ -252,10 +249,15 @@ def grow_tree(
         nodes.survivals.append(-negative)
         nodes.chances.append(child.chance)
         nodes.ranks.append(child.rank)
-        push(parent, index + 1, siblings, of_parent, at)
-        below = after(at, child)
-        if below.depth < max(depth, len(tokens)):
-            push(len(nodes.parents), 0, children(below), -negative, below)
+        if index + 1 < len(siblings):
+            survival = of_parent * siblings[index + 1].chance
+            heappush(heap, (-survival, parent, index + 1, siblings, of_parent, at))
+        if (d := at.depth + 1) < max_depth:
+            on_copy = at.on_copy and tokens[at.depth] == child.token and d < len(tokens)
+            before = child.place if num_before > 1 else 0
+            below = _Place(d, before, at.on_best and child.is_best, on_copy)
+            if after := children(below):
+                heappush(heap, (negative * after[0].chance, len(nodes.parents), 0, after, -negative, below))
     return nodes
 
 
