@@ -28,7 +28,7 @@ from ....drafter.dflash.config import DrafterConfig
 from ....drafter.step.gpu_triton.draft_trees import DeviceTrees
 from ....drafter.step.gpu_triton.inputs.row_layout import DeviceStepRequests
 from ....drafter.step.inputs.draft_trees import AcceptedPaths, DraftTrees
-from ....drafter.step.inputs.proposals import BlockCandidates
+from ....drafter.step.inputs.proposals import BlockCandidates, Proposals
 from ....drafter.step.sampling.tree_growth import grow_trees
 from ..model.tensor_parallel import Communicator
 
@@ -144,7 +144,8 @@ class TreeMemory:
             # Nothing is trimmed yet, as nodes of other requests count, too. A chain is a tree of width 1.
             trim = plan.trim and replace(plan.trim, num_rows=plan.num_batched_tokens)
             shape = plan.tree or TreeShape(self.sizes.depth, 1, (1.0,))
-            grown, _ = grow_trees(replace(plan, trim=trim, tree=shape), (found,), of_plan)
+            proposals = replace(Proposals.none(plan.num_requests, "cpu"), candidates=(found,))
+            grown, _ = grow_trees(replace(plan, trim=trim, tree=shape), proposals, of_plan)
             for g in restrictions:
                 self._write(g, grown, int(requests_G[g]))
         values_GE = self.trees.values_RE[: len(requests_G)]
