@@ -210,7 +210,7 @@ class _Package2:
 def _load(device: torch.device) -> type[_Package2] | type[_Package3] | type[_Package4]:
     """Return the newest package for this device. Raises ImportError without one."""
     for name, package, capability in ((_CUTE, _Package4, _BLACKWELL), (_INTERFACE, _Package3, _HOPPER)):
-        if _capability(device) == capability and _has(name):
+        if _has(name) and _capability(device) == capability:
             return package
     if not hasattr(importlib.import_module("flash_attn"), "flash_attn_varlen_func"):
         raise ImportError("FlashAttention 4 alone, for sm_100")

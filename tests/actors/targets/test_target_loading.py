@@ -244,7 +244,7 @@ def test_a_steps_rows_depend_on_the_device(tiny_qwen3: Path, monkeypatch: pytest
 
 
 def stand_in_gpu(monkeypatch: pytest.MonkeyPatch, capability: int = 9, gib: int = 79) -> None:
-    properties = SimpleNamespace(major=capability, total_memory=gib * 2**30)
+    properties = SimpleNamespace(major=capability, minor=0, total_memory=gib * 2**30)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)

@@ -132,8 +132,8 @@ def test_both_models_pages_hold_random_contexts(config_file: Path, monkeypatch: 
     new_cache, execute = PagedKVCache.__init__, CpuModelRunner.execute
     caches: dict[int, PagedKVCache] = {}  # by number of layers
 
-    def keep(self: PagedKVCache, *arguments: object) -> None:
-        new_cache(self, *arguments)  # type: ignore[arg-type]
+    def keep(self: PagedKVCache, *arguments: object, **scales: object) -> None:
+        new_cache(self, *arguments, **scales)  # type: ignore[arg-type]
         caches[self.num_layers] = self
 
     def spy(self: CpuModelRunner, plan: SchedulerOutput) -> StepResult:

@@ -91,9 +91,9 @@ def same_trees(ours: TreeOutcome | None, theirs: TreeOutcome | None) -> None:
         return
     width = theirs.ranks_RW.shape[1]
     assert ours.ranks_RW[:, :width].tolist() == theirs.ranks_RW.tolist()
-    for name in ("num_main_drafts_R", "num_main_accepted_R", "depths_R", "widths_R", "accepted_W"):
+    for name in ("num_main_drafts_R", "num_main_accepted_R", "depths_R", "widths_R", "accepted_F"):
         assert getattr(ours, name).tolist() == getattr(theirs, name).tolist(), name
-    np.testing.assert_allclose(ours.expected_W, theirs.expected_W, rtol=1e-3, atol=1e-4)
+    np.testing.assert_allclose(ours.expected_F, theirs.expected_F, rtol=1e-3, atol=1e-4)
 
 
 @dataclass
