@@ -21,7 +21,7 @@ from manta.drafter.step.gpu_triton.inputs.row_layout import NUM_LISTS
 from support.checkpoints.tiny import make_tiny_drafter, make_tiny_target
 from support.engines.device_engines import Twins, generate
 from support.engines.steps import GREEDY, settings
-from support.oracles.sampling_cases import KNOBS
+from support.oracles.sampling_cases import KNOBS, WHOLE
 
 PROMPTS = [[5, 6, 7], [9] * 15, [11], [12, 13]]
 DEPTH = 3
@@ -33,9 +33,10 @@ def trim_of(num_rows: int, count: int) -> Trim:
     return Trim(*curves, np.zeros(count, np.float32), weights_R, np.zeros(0, np.float32), num_rows)
 
 
-@pytest.mark.parametrize(
-    ("heads", "width", "size"), [((), 4, 12), (("selector",), 2, 12), (("dspark",), 3, 12)], ids=str
-)
+HEADS = [(("dspark",), 3, 12)] + [((), 4, 12), (("selector",), 2, 12)] * WHOLE
+
+
+@pytest.mark.parametrize(("heads", "width", "size"), HEADS, ids=str)
 def test_steps_with_trees_never_wait_and_equal_the_hosts(
     tiny_qwen3: Path, tmp_path: Path, heads: tuple[str, ...], width: int, size: int
 ) -> None:
@@ -69,7 +70,7 @@ def test_steps_with_trees_never_wait_and_equal_the_hosts(
 ENGINES = [
     ("qwen3", (), 4, 8, {"async_scheduling": True, "num_pages": 3}),
     ("gemma4", ("selector",), 2, 6, {"async_scheduling": True}),
-    ("deepseek_v3", (), 2, 6, {"max_num_batched_tokens": 16}),
+    *[("deepseek_v3", (), 2, 6, {"max_num_batched_tokens": 16})] * WHOLE,
 ]
 KNOBS_HERE = [
     replace(KNOBS["greedy"], logprobs=1),
