@@ -20,6 +20,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 from support.jobs.package_copy import imported, sources
 from support.paths import ROOT
+from trials.mutations import MUTATIONS, misplaced
 
 FLOORS = ("cluster", "drafter", "actors", "jobs")
 FACES = ("__init__.py", "data.py", "version.py")
@@ -141,3 +142,7 @@ def test_package_changelog_and_guide_name_one_version() -> None:
     released = re.search(r"^## \[(\d[^]]*)\]", (ROOT / "CHANGELOG.md").read_text(), re.M)
     assert released is not None and __version__ == project["version"] == released[1]
     assert f"manta-{__version__}-py3" in (ROOT / "docs/how-to/install.md").read_text()
+
+
+def test_each_mutation_still_changes_one_place():
+    assert not misplaced(ROOT, MUTATIONS)

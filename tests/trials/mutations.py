@@ -112,15 +112,15 @@ MUTATIONS = (
     Mutation(
         "ignores a stop token at the minimum length",
         "cluster/step/step_outcome.py",
-        "begin + column < sequence.sampling.min_length",
-        "begin + column <= sequence.sampling.min_length",
+        "may_stop = begin + column >= sampling.min_length",
+        "may_stop = begin + column > sampling.min_length",
         ("cluster_engine", "cluster_properties"),
     ),
     Mutation(
         "leaves out the stop token",
         "cluster/step/step_outcome.py",
-        "num_out_R[row], stopped_R[row] = column + 1, True",
-        "num_out_R[row], stopped_R[row] = column, True",
+        "return column + 1",
+        "return column",
         ("cluster_engine", "cluster_properties"),
     ),
     Mutation(
