@@ -20,6 +20,7 @@ from manta.drafter.step.gpu_triton.draft_trees import DeviceTrees
 from manta.drafter.step.gpu_triton.inputs.row_layout import NUM_LISTS
 from support.checkpoints.tiny import make_tiny_drafter, make_tiny_target
 from support.engines.device_engines import Twins, generate
+from support.engines.random_policy import RandomPolicy
 from support.engines.steps import GREEDY, settings
 from support.oracles.sampling_cases import KNOBS, WHOLE
 
@@ -99,13 +100,18 @@ def test_trees_change_no_token(
     assert ("num_pages" in engine) == (stats.preemptions > 0)
 
 
-def test_adaptive_trees_change_no_token(tiny_qwen3: Path, tiny_drafter: Path) -> None:
-    """Chains and no drafts are among the choices."""
+def test_a_random_policy_with_trees_changes_no_token(
+    tiny_qwen3: Path, tiny_drafter: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Trees, chains and no drafts alternate. Kernels are interpreted so slowly that the product's policy
+    might never draft."""
     params = [replace(knob, seed=3 + i, max_tokens=12) for i, knob in enumerate(KNOBS_HERE)]
     expected, _ = generate(tiny_qwen3, None, "torch", params)
     drafts = {"model": str(tiny_drafter), "num_speculative_tokens": 3, "tree_width": 3, "tree_size": 7}
+    monkeypatch.setattr("manta.cluster.scheduler.step_controller.DraftLengthPolicy", RandomPolicy)
+    monkeypatch.setattr(RandomPolicy, "random", np.random.default_rng(5))
     got, stats = generate(tiny_qwen3, None, "triton", params, speculative_config=drafts)
-    assert got == expected and stats.num_drafts > 0
+    assert got == expected and 0 < stats.num_trees < stats.num_drafts
 
 
 def test_what_has_no_kernels_for_trees_keeps_chains(tiny_qwen3: Path, tiny_drafter: Path) -> None:
