@@ -52,7 +52,7 @@ def project_tiles(
             tiles = w.codes + 2 * panel * w.tile_bytes
             if w.kernel != 0:
                 prepare_panels(w, panel, 1, 1, sums)
-                tiles = expand_panel(w, panel, sums)
+                tiles = expand_panel(w, panel, step, sums)
             begin = start
             while begin < end:
                 first, rows = _block_of_rows(begin, end, room)

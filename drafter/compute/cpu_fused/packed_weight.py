@@ -185,12 +185,12 @@ def _float_of_half(bits):
 
 
 @elements
-def expand_panel(w, panel, scratch):
+def expand_panel(w, panel, step, scratch):
     """Expand a prepared panel to two tiles of bf16; return their address."""
     arguments = _arguments_memory()
     a = records(arguments, 1, _ARGUMENTS)[0]
     _take_codes(a, w, panel, scratch)
-    a.target = a.zeros + 4 * MOST_TILES * w.groups * 16
+    a.target, a.panel_bytes = a.zeros + 4 * MOST_TILES * w.groups * 16, 2 * w.tile_bytes * step
     call_task(w.kernel, arguments, EXPAND, 1)
     return a.target
 

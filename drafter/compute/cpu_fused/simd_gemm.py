@@ -61,7 +61,7 @@ def project_rows(
             if w.kernel != 0:
                 prepare_panels(w, panel, panels, step, sums)
                 if parts > 1:
-                    tiles = expand_panel(w, panel, sums)
+                    tiles = expand_panel(w, panel, step, sums)
             for part in range(parts):
                 first, last = count * part // parts, count * (part + 1) // parts
                 rows = last - first

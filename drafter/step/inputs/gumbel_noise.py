@@ -26,14 +26,14 @@ _LOW32 = 0xFFFFFFFF
 # a product with a 32-bit value fits int64: the integers are the same on every device.
 FACTOR_1, FACTOR_2 = 0x21F0AAAD, 0x735A2D97
 CHAINS = (0x243F6A88, 0x13198A2E)  # digits of pi: two independent keys per row
+_CHAINS_21 = np.array(CHAINS)[:, None]
 GREATEST_NEGATIVE = 2.8116  # upper bound of -g: log(24 log 2), where u is rounded to 1 - 2^-24
 
 
 def noise_keys(seed: NDArray[np.int64], position: NDArray[np.int64]) -> NDArray[np.int64]:
     """Return two 32-bit keys for each (64-bit seed, absolute position), int64 [2, N]."""
     low, high = seed & _LOW32, (seed >> 32) & _LOW32
-    chains = [_mix(_mix(_mix(low ^ chain) ^ high) ^ position) for chain in CHAINS]
-    return np.stack(chains)
+    return _mix(_mix(_mix(low ^ _CHAINS_21) ^ high) ^ position)
 
 
 def _mix(x: Any) -> Any:  # Any: NumPy arrays and tensors, whose operators are the same

@@ -41,6 +41,7 @@ from ...cpu_numba.llvm_intrinsics import (
     integer,
     lanes,
     load,
+    prefetch,
     procedure,
     store,
 )
@@ -154,13 +155,17 @@ def _sum_tile(
 
 
 def _expand(builder: Any, values: dict[str, Value], decoder: _Decoder) -> None:
-    """Store a panel's weights as two tiles of bf16 at `target`."""
+    """Store a panel's weights as two tiles of bf16 at `target`.
+
+    The thread's next panel is prefetched, because memory would be idle while expanded tiles are multiplied.
+    """
     for tile in (0, 1):
         codes = at(builder, values["codes"], (values["tile_bytes"], tile))
         target = at(builder, values["target"], (values["pairs"], 64 * tile))
         with cgutils.for_range(builder, values["pairs"]) as loop:
             shared = decoder.shared(builder, values, tile, loop.index)
             line = at(builder, codes, (loop.index, decoder.line_bytes))
+            prefetch(builder, at(builder, line, (values["panel_bytes"], 1)))
             even, odd = (decoder.value(builder, line, half, shared) for half in (0, 1))
             low = builder.lshr(builder.bitcast(even, PAIRS), lanes(16, INT32))
             high = builder.and_(builder.bitcast(odd, PAIRS), lanes(_UPPER_HALF, INT32))
