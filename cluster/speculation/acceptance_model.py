@@ -31,7 +31,7 @@ Doubles = NDArray[np.float64]
 NUM_BLOCKS = 64  # stored for each slot, in each estimate, and observed in one step; more add only cost
 NO_MARGIN = math.e - 1.0  # used if no margin is reported: x is 1
 UPDATE_STEPS = 16  # at most; an update costs about as much as a small step
-_FADE = 0.985  # decay of the curvature per step: a time constant of 67 steps
+FADE = 0.985  # decay of the curvature per step: a time constant of 67 steps
 _FIRST_CHANCE = 0.75  # acceptance probability of each draft of an unknown drafter, given those before it
 PRIOR_BIAS, PRIOR_SLOPE = math.log(_FIRST_CHANCE / (1.0 - _FIRST_CHANCE)) - 1.0, 1.0
 _RIDGE = 2.0  # pseudo-observations (times p(1 - p)) at the prior; also of the mean probabilities
@@ -148,7 +148,7 @@ class AcceptanceModel:
         if not self._pending:
             return
         slots_B, places_B, accepted_B, judged_B, x_BK = map(np.concatenate, zip(*self._pending, strict=True))
-        fade = _FADE ** len(self._pending)
+        fade = FADE ** len(self._pending)
         self._pending.clear()
         self._updated_step = self._step
         block_M, position_M = np.nonzero(~np.isnan(x_BK) & (np.arange(self._max_drafts) < judged_B[:, None]))

@@ -14,8 +14,8 @@ from __future__ import annotations
 import numpy as np
 
 from ..step.scheduler_output import TreeOutcome, TreeShape
+from .acceptance_model import FADE
 
-_FADE = 0.985  # per step: a time constant of 67 steps, as in `acceptance_model.py`
 # Not tuned.
 _PRIOR = 4.0  # expected and accepted tokens at a factor of 1
 _RANGE = 0.1, 10.0  # of factors, because few tokens are seen of each
@@ -39,6 +39,6 @@ class BranchModel:
 
     def observe(self, shape: TreeShape, outcome: TreeOutcome) -> None:
         """Learn from a step with trees of this shape."""
-        prior, factors_F = (1.0 - _FADE) * _PRIOR, np.array((*shape.factors, shape.fork))
-        self._expected_F = _FADE * self._expected_F + outcome.expected_F / factors_F + prior
-        self._accepted_F = _FADE * self._accepted_F + outcome.accepted_F + prior
+        prior, factors_F = (1.0 - FADE) * _PRIOR, np.array((*shape.factors, shape.fork))
+        self._expected_F = FADE * self._expected_F + outcome.expected_F / factors_F + prior
+        self._accepted_F = FADE * self._accepted_F + outcome.accepted_F + prior

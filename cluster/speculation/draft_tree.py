@@ -36,7 +36,6 @@ from .acceptance_model import PRIOR_BIAS, PRIOR_SLOPE
 from .draft_trimming import MAX_MARGIN, Floats
 
 # Not tuned: `branch_model.py` learns factors of these chances while the engine runs.
-_SCALE = 1.0  # logits; at 1 the shares are the softmax of the scores
 _NOT_CANDIDATES = 2.0  # weight of all other tokens, in units of the least candidate's
 _MAX_SHARE = 0.99  # of the best candidate's chance: keeps it the best
 _LEAST_REST = 1e-6  # chance of all candidates but the best, as a divisor
@@ -171,7 +170,7 @@ def candidate_chances(
     logits_DP = curve.bias_D[:, None] + curve.slope_D[:, None] * np.log1p(margins_DP)
     best_DP1: Floats = (1 / (1 + np.exp(-logits_DP)))[..., None]
     # Relative to the second best: weights of candidates far behind the best would vanish.
-    weights_DPC = np.where(is_best_DPC, 0, np.exp(np.minimum(margins_DP[..., None] - gaps_DPC, 0) / _SCALE))
+    weights_DPC = np.where(is_best_DPC, 0, np.exp(np.minimum(margins_DP[..., None] - gaps_DPC, 0)))
     least_DP1 = np.where(is_best_DPC, np.inf, weights_DPC).min(axis=-1, keepdims=True)
     total_DP1 = weights_DPC.sum(axis=-1, keepdims=True) + _NOT_CANDIDATES * least_DP1
     others_DPC = (1 - best_DP1) * weights_DPC / total_DP1

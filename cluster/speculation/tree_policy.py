@@ -13,11 +13,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ..step.scheduler_output import TreeGain
+from .acceptance_model import NUM_BLOCKS
 
 _FADE = 0.95  # per step that grows trees; not tuned
-# Steps with drafts from one that grows trees to the next while chains are better. Not tuned; trees that do
-# not pay cost a 64th of the time to grow them.
-_RETRY_STEPS = 64
+# Steps with drafts from one that grows trees to the next while chains are better: trees that do not pay cost
+# a 64th of the time to grow them.
+_RETRY_STEPS = NUM_BLOCKS
 
 
 @dataclass(slots=True)
