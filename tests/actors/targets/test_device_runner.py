@@ -165,28 +165,23 @@ def test_running_ahead_changes_no_token(tiny_llama: Path, tiny_drafter: Path) ->
     assert stats.num_drafts > 0 and stats.preemptions > 0
 
 
-def test_rules_give_the_hosts_tokens(tiny_llama: Path, tiny_drafter: Path) -> None:
-    """The other request has no rules; steps run ahead, so the host does not know the generated tokens."""
+def test_rules_and_log_probabilities_give_the_hosts(tiny_llama: Path, tiny_drafter: Path) -> None:
+    """The second request has neither; steps run ahead, so the host does not know the generated tokens."""
     rules = {"presence_penalty": 2.0, "repetition_penalty": 2.0, "allowed_token_ids": tuple(range(1, 40))}
-    params = [replace(PARAMS[0], **rules), PARAMS[1], replace(PARAMS[2], frequency_penalty=2.0)]
-    expected, _ = generate(tiny_llama, None, "torch", params)
-    assert expected != generate(tiny_llama, None, "torch")[0]
-    got, stats = generate(tiny_llama, tiny_drafter, "triton", params, async_scheduling=True)
-    assert got == expected and stats.num_drafts > 0
-
-
-def test_log_probabilities_equal_the_hosts(tiny_llama: Path, tiny_drafter: Path) -> None:
     requested = [
-        replace(PARAMS[0], logprobs=2, prompt_logprobs=1),
+        replace(PARAMS[0], logprobs=2, prompt_logprobs=1, **rules),
         PARAMS[1],
-        replace(PARAMS[2], logprobs=0, prompt_logprobs=3, allowed_token_ids=tuple(range(1, 40))),
+        replace(PARAMS[2], logprobs=0, prompt_logprobs=3, frequency_penalty=2.0),
     ]
     expected = outputs(tiny_llama, None, "torch", requested)
+    plain, _ = generate(tiny_llama, None, "torch")
+    assert [output.outputs[0].token_ids for output in expected] != plain
     ahead = {"async_scheduling": True, "max_num_batched_tokens": 18}
     for mine, theirs in zip(
         outputs(tiny_llama, tiny_drafter, "triton", requested, **ahead), expected, strict=True
     ):
         assert mine.outputs[0].token_ids == theirs.outputs[0].token_ids
+        assert mine.metrics.num_draft_tokens > 0
         for got, wanted in (
             (mine.outputs[0].logprobs, theirs.outputs[0].logprobs),
             (mine.prompt_logprobs, theirs.prompt_logprobs),

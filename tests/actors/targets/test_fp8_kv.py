@@ -41,6 +41,7 @@ def _store(values_ptr, stored_ptr, scale, COUNT: tl.constexpr):
 
 @pytest.mark.parametrize("scale", [None, 0.37, 1e-6])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.one_in(3)
 def test_kernels_round_every_value_as_the_definition(dtype: torch.dtype, scale: float | None) -> None:
     """All values of 16 bits: ties, subnormals, values beyond the largest, infinities and NaNs."""
     bits = torch.arange(-(2**15), 2**15, dtype=torch.int32, device=DEVICE).to(torch.int16)

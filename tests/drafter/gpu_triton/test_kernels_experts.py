@@ -154,6 +154,7 @@ RULES = {
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
+@pytest.mark.one_in(2)
 def test_a_choice_of_experts_equals_pytorchs(rule: MoeRouter, dtype: torch.dtype):
     """Some rows' logits are small integers or zeros, so that there are ties."""
     logits_NE = torch.randn(12, rule.num_experts)
@@ -274,6 +275,7 @@ def assert_near(actual: Tensor, exact: Tensor):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("codes", FORMS)
 @pytest.mark.parametrize("activation", ["silu", "gelu_tanh", "swiglu_clamped"])
+@pytest.mark.one_in(3)
 def test_experts_equal_the_definition_row_by_row(
     activation: ExpertActivation, codes: str | None, dtype: torch.dtype
 ):
@@ -289,6 +291,7 @@ def test_experts_equal_the_definition_row_by_row(
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("codes", FORMS)
 @pytest.mark.parametrize("height", HEIGHTS)
+@pytest.mark.one_in(3)
 def test_tiles_of_every_height_give_the_same_products(height: int, codes: str | None, dtype: torch.dtype):
     layer = Layer(dtype, hidden=256, experts=2, codes=codes)
     weight, (x_NH, ids_Nk, _) = layer.weights.gate_up, layer.rows(20)
@@ -456,6 +459,7 @@ def test_in_tiles_of_one_height_a_rows_bits_do_not_depend_on_its_batch(
 
 @pytest.mark.parametrize("name", CODES)
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.one_in(2)
 def test_every_weight_has_its_value_bit_by_bit(name: str, dtype: torch.dtype):
     weight, x_NH = random_codes(name, 2, 48, 160).matrix(1), torch.eye(160).to(dtype)
     packed = stack([weight], 1)

@@ -27,6 +27,7 @@ VOCAB, RANK = 300, 24
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize(("taps", "hidden", "group"), [(2, 64, 16), (3, 320, 5), (1, 36, 36)])
+@pytest.mark.one_in(2)
 def test_convolutions_equal_their_definition(taps: int, hidden: int, group: int, dtype: torch.dtype):
     torch.manual_seed(0)
     owners_N = torch.tensor([4] * 5 + [0] + [2] * 3 + [-1] * 2, dtype=torch.int32)

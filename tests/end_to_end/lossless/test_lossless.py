@@ -535,16 +535,24 @@ def test_no_token_changes_with_random_drafts_and_trimming(
     assert got == reference.of(requested)
 
 
-@pytest.mark.parametrize("bound", [1, 4])
-def test_a_limit_on_a_requests_drafts_changes_no_token(pair: Pair, reference: Reference, bound: int) -> None:
+def test_limits_on_drafts_top_k_of_one_and_seeds_give_the_tokens_that_they_say(
+    pair: Pair, reference: Reference
+) -> None:
+    """In one engine: top-k of 1 is greedy at any temperature, and a seed determines the output."""
     batch = [{"prompt_token_ids": prompt} for prompt in prompts(3)]
     with pair.open(speculate=True) as llm:
-        for name in ("greedy", "plain"):
-            got = llm.generate(batch, params_of(name, 3), max_draft_tokens=bound, trace=True)
-            assert [output.outputs[0].token_ids for output in got] == reference.first(name, 3), name
-            steps = [step for output in got for step in output.metrics.trace or ()]
-            assert max(step.num_drafted for step in steps) == bound
+        for bound in (1, 4):
+            for name in ("greedy", "plain"):
+                got = llm.generate(batch, params_of(name, 3), max_draft_tokens=bound, trace=True)
+                assert [output.outputs[0].token_ids for output in got] == reference.first(name, 3), name
+                steps = [step for output in got for step in output.metrics.trace or ()]
+                assert max(step.num_drafted for step in steps) == bound
         assert llm.stats().num_accepted_tokens > 0
+        params = [replace(p, temperature=1.0, top_k=1) for p in params_of("greedy", 8)]
+        assert tokens_of(llm, prompts(8), params) == reference.first("greedy", 8)
+        seeded = [SamplingParams(seed=s, max_tokens=32, ignore_eos=True) for s in (1, 1, 2)]
+        same, again, other = tokens_of(llm, [prompts(8)[3]] * 3, seeded)
+        assert same == again != other
 
 
 @pytest.mark.parametrize("pair", dict.fromkeys((*WHOLE_PAIRS, "gemma3", STATES)), indirect=True)
@@ -562,18 +570,3 @@ def test_prefix_hits_change_no_token_and_keep_the_drafters_context(pair: Pair) -
     assert all(o.metrics.num_cached_tokens > 0 for o in warm)
     # The drafter sees the same context after a hit, so it must propose, and win, exactly as before.
     assert [o.metrics.acceptance_histogram for o in warm] == [o.metrics.acceptance_histogram for o in cold]
-
-
-def test_top_k_of_one_at_any_temperature_is_greedy(pair: Pair, reference: Reference) -> None:
-    params = [replace(p, temperature=1.0, top_k=1) for p in params_of("greedy", 8)]
-    with pair.open(speculate=True) as llm:
-        assert tokens_of(llm, prompts(8), params) == reference.first("greedy", 8)
-
-
-def test_the_seed_determines_the_output(pair: Pair) -> None:
-    prompt = prompts(8)[3]
-    with pair.open(speculate=True) as llm:
-        same, again, other = tokens_of(
-            llm, [prompt] * 3, [SamplingParams(seed=s, max_tokens=32, ignore_eos=True) for s in (1, 1, 2)]
-        )
-    assert same == again != other
