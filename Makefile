@@ -48,7 +48,7 @@ fresh-install:
 	@echo "== making .venv with $(PYTHON) and installing (a few minutes the first time)"
 	@test -x $(BIN)/python || "$(PYTHON)" -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
-	$(BIN)/python -m pip install $(PIP_ARGS) -e ".[dev]"
+	$(BIN)/python -m pip install --no-compile $(PIP_ARGS) -e ".[dev]"
 	@cp pyproject.toml $(STAMP)
 
 demo: install  ## serve the shipped pair over HTTP, run a dataset, compare with plain decoding

@@ -44,13 +44,13 @@ from support.oracles.sampling_cases import KNOBS, WHOLE, tokens_of
 from torch import Tensor
 
 # In the interpreter only families with layers of different kinds; others use the same kernels. Layers of one
-# kind are in the tests of steps, sinks and experts in the first test, latents in `test_fp8_kv.py` and
-# `test_latent.py`.
+# kind are in the tests of steps, sinks, experts and latents in `test_fp8_kv.py` and `test_latent.py`.
 DIFFERENT = ("gemma4", "qwen3_5")
 TRUSTED_COPIES = [4.0, 1.0, 0.0, 0.0]  # instead of `_SUFFIX_PRIOR`, so that copies win early
 FAMILIES_HERE = [n for n, f in FAMILIES.items() if not f.composed and (ON_GPU or WHOLE or n in DIFFERENT)]
 
 
+@pytest.mark.skipif(not (ON_GPU or WHOLE), reason="in the short form test_fp8_kv.py has it, over e4m3")
 def test_packed_experts_stay_packed_in_products_and_change_no_token(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -91,6 +91,7 @@ def test_kernels_change_no_token(tmp_path: Path, family: str) -> None:
         assert bool(routed) == (0 < counted.experts_read <= counted.routed_layers * max(experts))
 
 
+@pytest.mark.one_in(2)  # DSpark's trees: test_device_trees.py
 @pytest.mark.parametrize("kind", [{"sliding_window": 20, "second": True}, {"dspark": True}], ids=str)
 def test_a_drafter_with_paths_drafts_on_the_device_as_on_the_host(
     tiny_qwen3: Path, tmp_path: Path, kind: dict[str, Any]
@@ -106,6 +107,7 @@ def test_a_drafter_with_paths_drafts_on_the_device_as_on_the_host(
     assert sum(count for _, counts in found[0] for count in counts[1:]) > 0
 
 
+@pytest.mark.one_in(2)  # beside a drafter: the next test
 @pytest.mark.parametrize("mixed", [False, True])
 def test_copies_change_no_token(
     tiny_qwen3: Path, tiny_drafter: Path, mixed: bool, monkeypatch: pytest.MonkeyPatch

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import atexit
 import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from tempfile import mkdtemp
 
 import torch
 import transformers
@@ -30,29 +28,11 @@ def make_tiny_target(
 ) -> Path:
     """A random 4-layer target (4 heads, 2 KV heads, hidden 64 or its family's) as a Hugging Face folder.
 
-    transformers makes it once in a process; further calls with the same arguments copy its files.
-
     Args:
         family: of `families.FAMILIES`.
         changes: of the family's configuration.
     """
-    given = json.dumps([family, seed, vocab_size, changes], sort_keys=True, default=repr)
-    if given not in _MADE:
-        made = Path(mkdtemp(prefix="manta-tiny-"))
-        atexit.register(shutil.rmtree, made, ignore_errors=True)
-        torch.manual_seed(seed)
-        _save_tiny_target(made, family, vocab_size, changes)
-        _MADE[given] = made, torch.get_rng_state()
-    made, random_state = _MADE[given]
-    torch.set_rng_state(random_state)  # the next numbers do not depend on who made the target
-    shutil.copytree(made, folder, dirs_exist_ok=True)
-    return folder
-
-
-_MADE: dict[str, tuple[Path, torch.Tensor]] = {}  # by arguments: a folder to copy, and the random state after
-
-
-def _save_tiny_target(folder: Path, family: str, vocab_size: int, changes: dict[str, object]) -> None:
+    torch.manual_seed(seed)
     tiny = FAMILIES[family]
     common = {
         "vocab_size": vocab_size,
@@ -81,6 +61,7 @@ def _save_tiny_target(folder: Path, family: str, vocab_size: int, changes: dict[
                 tensor.add_(torch.randn_like(tensor) * 0.1)  # defaults of 0 and 1 hide errors
     model.generation_config.eos_token_id = 0
     model.save_pretrained(folder)
+    return folder
 
 
 def transformers_model(folder: Path, **how: object) -> PreTrainedModel:
