@@ -105,7 +105,7 @@ def test_a_random_policy_with_trees_changes_no_token(
 ) -> None:
     """Trees, chains and no drafts alternate. Kernels are interpreted so slowly that the product's policy
     might never draft."""
-    params = [replace(knob, seed=3 + i, max_tokens=8) for i, knob in enumerate(KNOBS_HERE)]
+    params = [replace(knob, seed=3 + i, max_tokens=12) for i, knob in enumerate(KNOBS_HERE)]
     expected, _ = generate(tiny_qwen3, None, "torch", params)
     drafts = {"model": str(tiny_drafter), "num_speculative_tokens": 3, "tree_width": 3, "tree_size": 7}
     monkeypatch.setattr("manta.cluster.scheduler.step_controller.DraftLengthPolicy", RandomPolicy)
