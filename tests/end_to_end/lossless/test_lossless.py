@@ -6,8 +6,8 @@ several processes are in test_lossless_topologies.py.
 
 Of the grid's cells (a pair of models, an engine, a number of drafts) a short form is run, in which every two
 features meet somewhere, and all knobs in each cell; `make grid` runs all cells. Families
-whose attention, pages and steps are others' (`TinyFamily.lean`) and most pairs in bf16 have one cell of each
-kind in the short form; those that are composed of others' parts have none.
+whose attention, pages and steps are others' (`TinyFamily.lean`) and most pairs in bf16 have one cell in the
+short form, a batch of eight; those that are composed of others' parts have none.
 """
 
 from __future__ import annotations
@@ -85,15 +85,13 @@ def _numbered(pairs: Iterable[str]) -> Iterator[tuple[int, str]]:
 
 
 def small_cells(pairs: Iterable[str] = PAIRS, *, whole: bool = WHOLE) -> Iterator[tuple[str, int, int]]:
-    """(pair, drafts, batch size): in the short form every pair has every draft length, sizes in turn.
-
-    Lean pairs have one draft length there, and a single request.
+    """(pair, drafts, batch size): in the short form every pair that is not lean has every draft length, sizes
+    in turn.
     """
     for p, pair in _numbered(pairs):
         for d, drafts in enumerate(DRAFTS):
             for s, size in enumerate(SIZES):
-                lean = pair in LEAN and s == 0 and d == p % len(DRAFTS)
-                if whole or lean or (pair not in LEAN and s == (p + d) % len(SIZES)):
+                if whole or (pair not in LEAN and s == (p + d) % len(SIZES)):
                     yield pair, drafts, size
 
 
@@ -458,15 +456,11 @@ def test_the_short_grid_contains_every_pair_of_features(
 def test_speculation_changes_no_token_in_small_batches(
     pair: Pair, reference: Reference, drafts: int, size: int
 ) -> None:
-    lean = pair.is_lean and not WHOLE  # the prompts that the batches of eight have, too
-    first = [-number % 4 if lean else 0 for number in range(len(KNOBS))]
-    expected = reference.of(
-        (name, i) for name, f in zip(KNOBS, first, strict=True) for i in range(f, f + size)
-    )
+    expected = {name: reference.first(name, size) for name in KNOBS}
     with pair.open(speculate=True, num_speculative_tokens=drafts) as llm:
-        for number, (name, f) in enumerate(zip(KNOBS, first, strict=True)):
-            got = tokens_of(llm, prompts(8)[f : f + size], params_of(name, 8)[f : f + size])
-            assert got == expected[number * size :][:size], name
+        for name in KNOBS:
+            got = tokens_of(llm, prompts(8)[:size], params_of(name, 8)[:size])
+            assert got == expected[name], name
         assert llm.stats().num_accepted_tokens > 0
 
 
