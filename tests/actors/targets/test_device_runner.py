@@ -43,9 +43,9 @@ from support.engines.waits import counting_waits
 from support.oracles.sampling_cases import KNOBS, WHOLE, tokens_of
 from torch import Tensor
 
-# In the interpreter only families with layers of different kinds; others use the same kernels. Layers of one
-# kind are in the tests of steps, sinks, experts and latents in `test_fp8_kv.py` and `test_latent.py`.
-DIFFERENT = ("gemma4", "qwen3_5")
+# In the interpreter only a family with states. Gemma 4's layers are in `test_device_trees.py`, layers of one
+# kind in the tests of steps, sinks, experts and latents in `test_fp8_kv.py` and `test_latent.py`.
+DIFFERENT = ("qwen3_5",)
 TRUSTED_COPIES = [4.0, 1.0, 0.0, 0.0]  # instead of `_SUFFIX_PRIOR`, so that copies win early
 FAMILIES_HERE = [n for n, f in FAMILIES.items() if not f.composed and (ON_GPU or WHOLE or n in DIFFERENT)]
 

@@ -88,6 +88,7 @@ def test_packed_experts_over_e4m3_give_the_definitions_tokens(tmp_path: Path) ->
         got, stats = generate(target, drafter, "triton", kv_cache_dtype="fp8")
     assert got == expected
     assert stats.num_drafts > 0 and multiplied == {PackedCodes}
+    assert 0 < stats.experts_read <= stats.routed_layers * 8
 
 
 @pytest.mark.parametrize("backend", ["torch", "triton"])
