@@ -369,6 +369,7 @@ def test_bf16_is_the_sum_of_two_e4m3_values():
 
 
 @pytest.mark.parametrize("codes", FORMS)
+@pytest.mark.one_in(2)
 def test_ranks_with_whole_or_split_experts_add_up_to_the_whole(codes: str | None):
     layer = Layer(torch.float32, inner=128, experts=6, codes=codes, biases=True)
     given_, of = layer.rows(5), layer.weights
@@ -435,6 +436,7 @@ def test_an_empty_batch_gives_no_rows():
 
 @pytest.mark.parametrize("codes", FORMS)
 @pytest.mark.parametrize("dtype", (*HALVES, torch.float32) if ON_GPU else (torch.float32,))
+@pytest.mark.one_in(2)
 def test_in_tiles_of_one_height_a_rows_bits_do_not_depend_on_its_batch(
     dtype: torch.dtype, codes: str | None, monkeypatch: pytest.MonkeyPatch
 ):
