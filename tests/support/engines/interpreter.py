@@ -152,10 +152,10 @@ def _make_block_types_once() -> None:
     def with_element(block: Any, element: Any) -> Any:
         return block if element is block.element_ty else tl.block_type(element, block.shape)
 
-    def of_one_shape(semantic: Any, left: Any, right: Any) -> Any:
-        if getattr(left.type, "shape", None) is getattr(right.type, "shape", ()):
-            return left, right
-        return broadcast(semantic, left, right)
+    def of_one_shape(self: Any, lhs: Any, rhs: Any) -> Any:
+        if getattr(lhs.type, "shape", None) is getattr(rhs.type, "shape", ()):
+            return lhs, rhs
+        return broadcast(self, lhs, rhs)
 
     tl.block_type.__init__ = initialize
     tl.block_type.with_element_ty = with_element
