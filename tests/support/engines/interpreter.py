@@ -167,14 +167,14 @@ def _call_builtins_directly() -> None:
     """Call a function of the language with the interpreter's semantics, without copies of its arguments."""
     semantic = interpreter.interpreter_semantic
 
-    def patch(owner: Any, name: str, member: Any, builder: Any, *scope: Any) -> None:
+    def patch(owner: Any, name: str, member: Any, builder: Any, scope: Any) -> None:
         function = getattr(member, "__wrapped__", member)
 
         def call(*args: object, **kwargs: object) -> object:
             kwargs["_semantic"] = semantic
             return function(*args, **kwargs)
 
-        scope[0].set_attr(owner, name, call)
+        scope.set_attr(owner, name, call)
 
     interpreter._patch_attr = patch
 
