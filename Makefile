@@ -48,7 +48,7 @@ fresh-install:
 	@echo "== making .venv with $(PYTHON) and installing (a few minutes the first time)"
 	@test -x $(BIN)/python || "$(PYTHON)" -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
-	$(BIN)/python -m pip install $(PIP_ARGS) -e ".[dev]"
+	$(BIN)/python -m pip install --no-compile $(PIP_ARGS) -e ".[dev]"
 	@cp pyproject.toml $(STAMP)
 
 demo: install  ## serve the shipped pair over HTTP, run a dataset, compare with plain decoding
@@ -72,7 +72,7 @@ floors: install  ## import-linter: jobs -> actors -> drafter -> cluster
 	$(BIN)/lint-imports
 
 pytest: install  ## the tests, in three processes; then those that need an idle machine
-	$(if $(filter tests,$(TESTS)),$(foreach dtype,bfloat16 float32,$(COMPILE) $(dtype) >/dev/null &&) true)
+	$(if $(filter tests,$(TESTS)),$(COMPILE) float32 >/dev/null & other=$$!; $(COMPILE) bfloat16 >/dev/null && wait $$other)
 	$(BIN)/python -m pytest $(TESTS) -m "not quiet and not slow" -n $(TEST_PROCESSES) --no-loadscope-reorder --durations=15
 	$(if $(QUIET_TESTS),$(BIN)/python -m pytest $(QUIET_TESTS) -m quiet || test $$? = 5)
 

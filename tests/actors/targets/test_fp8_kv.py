@@ -5,7 +5,6 @@ The grid of `test_lossless.py` has cells of such engines.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,10 +24,9 @@ from manta.drafter.compute.gpu_triton.moe import moe as gpu_experts
 from manta.drafter.compute.memory.kv_cache import E4M3_MAX, KVScales, PagedKVCache
 from support.checkpoints.gpt_oss_checkpoints import publish
 from support.checkpoints.tiny import make_tiny_drafter, make_tiny_target
-from support.engines.device_engines import CASES, generate, opened
+from support.engines.device_engines import generate, opened
 from support.engines.devices import DEVICE
 from support.engines.steps import open_runner, settings
-from support.oracles.sampling_cases import KNOBS, tokens_of
 
 pytestmark = pytest.mark.xdist_group("device runner")
 
@@ -41,6 +39,7 @@ def _store(values_ptr, stored_ptr, scale, COUNT: tl.constexpr):
 
 @pytest.mark.parametrize("scale", [None, 0.37, 1e-6])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.one_in(3)
 def test_kernels_round_every_value_as_the_definition(dtype: torch.dtype, scale: float | None) -> None:
     """All values of 16 bits: ties, subnormals, values beyond the largest, infinities and NaNs."""
     bits = torch.arange(-(2**15), 2**15, dtype=torch.int32, device=DEVICE).to(torch.int16)
@@ -89,11 +88,11 @@ def test_packed_experts_over_e4m3_give_the_definitions_tokens(tmp_path: Path) ->
         got, stats = generate(target, drafter, "triton", kv_cache_dtype="fp8")
     assert got == expected
     assert stats.num_drafts > 0 and multiplied == {PackedCodes}
+    assert 0 < stats.experts_read <= stats.routed_layers * 8
 
 
 @pytest.mark.parametrize("backend", ["torch", "triton"])
 def test_values_are_rounded_in_both_models(tiny_qwen3: Path, tiny_drafter: Path, backend: str) -> None:
-    params = [replace(KNOBS["greedy"], max_tokens=2)] * len(CASES)
     dtypes: list[torch.dtype] = []
     make = PagedKVCache.__init__
 
@@ -103,8 +102,8 @@ def test_values_are_rounded_in_both_models(tiny_qwen3: Path, tiny_drafter: Path,
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(PagedKVCache, "__init__", watched)
-        with opened(tiny_qwen3, tiny_drafter, backend, kv_cache_dtype="fp8") as llm:
-            tokens_of(llm, CASES, params)
+        with opened(tiny_qwen3, tiny_drafter, backend, kv_cache_dtype="fp8"):
+            pass
     assert dtypes[-2:] == [torch.float8_e4m3fn] * 2, "the target's and the drafter's, after trials"
 
 

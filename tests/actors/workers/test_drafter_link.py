@@ -180,14 +180,13 @@ def test_a_stopped_drafter_is_awaited_once_and_catches_up_correctly(running: Run
     link.request_drafts(plans[1])
     begin_s = time.monotonic()
     assert drafts_of(link, plans[1]) is None
-    assert MIN_WAIT_S <= time.monotonic() - begin_s < 2.0 and not link.is_ready and not link.is_lost
+    assert time.monotonic() - begin_s >= MIN_WAIT_S and not link.is_ready and not link.is_lost
     report(link, plans[1])
-    begin_s = time.monotonic()
     for plan in plans[2:4]:
         link.request_drafts(plan)
-        assert drafts_of(link, plan) is None, "it is not waited for again"
+        assert link.is_answered(plan.step), "it is not waited for again"
+        assert drafts_of(link, plan) is None
         report(link, plan)
-    assert time.monotonic() - begin_s < MIN_WAIT_S
     running.gate.set()
     wait_until_done(link)
     assert link.is_ready

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-import time
 
 import torch
 from manta.actors.workers.comm import process_group
@@ -64,13 +63,11 @@ def test_collectives_work_between_the_targets_ranks() -> None:
 
 
 def test_a_rank_that_dies_fails_its_peers_instead_of_stalling_them() -> None:
-    start = time.monotonic()
     first, second = run_workers(2, fault=True)
     second.wait(60)
     _, trace = first.communicate(timeout=60)
     assert first.returncode != 0
-    assert "Error" in trace
-    assert time.monotonic() - start < 50  # the collective's own limit is 60 s
+    assert "Error" in trace and "Timed out" not in trace, "it does not wait for the collective's own limit"
 
 
 def test_a_single_process_needs_no_group() -> None:

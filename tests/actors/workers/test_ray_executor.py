@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import threading
-import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -91,10 +90,8 @@ def assert_no_leftovers(executor: RayExecutor) -> None:
 
 def assert_killing_ends_it(engine: EngineCore, executor: RayExecutor, rank: int) -> None:
     """Kill a worker while requests run."""
-    start = time.monotonic()
     with pytest.raises(EngineDeadError):
         run_all(engine, die=lambda: os.kill(executor.worker_pids[rank], signal.SIGKILL))
-    assert time.monotonic() - start < 15.0
     with pytest.raises(EngineDeadError):
         executor.check_health()
     executor.close()

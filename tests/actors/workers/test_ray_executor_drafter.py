@@ -122,9 +122,7 @@ def test_a_drafter_killed_stopped_and_restarted_at_random_costs_no_token(
                 if step == at:
                     os.kill(pid, signal.SIGSTOP if harm == "stop" else signal.SIGKILL)
 
-            began = time.monotonic()
             assert run_all(engine, hurt) == expected
-            assert time.monotonic() - began < 30.0
             if harm == "stop":
                 assert not executor.drafter_health.ready, "it lags, or is lost"
                 os.kill(pid, signal.SIGCONT)

@@ -71,6 +71,7 @@ def results_by_threads(compute: Callable[[], torch.Tensor]) -> list[torch.Tensor
 
 @pytest.mark.parametrize("num_rows", [1, 4, 16, 17, 64, 200])
 @pytest.mark.parametrize(("outputs", "inputs"), [(512, 192), (256, 1024), (4096, 256), (1024, 4096)])
+@pytest.mark.one_in(2)
 def test_in_fp32_a_product_has_the_same_bits_on_any_number_of_threads(
     num_rows: int, outputs: int, inputs: int
 ):
@@ -81,6 +82,7 @@ def test_in_fp32_a_product_has_the_same_bits_on_any_number_of_threads(
 
 @pytest.mark.parametrize("num_rows", [4, 16, 64, 512])
 @pytest.mark.parametrize("num_keys", [64, 512, 1536])
+@pytest.mark.one_in(2)
 def test_in_fp32_attention_has_the_same_bits_on_any_number_of_threads(num_rows: int, num_keys: int):
     q, k, v = (torch.randn(2, 4, n, 64) for n in (num_rows, num_keys, num_keys))
     mask = torch.ones(num_rows, num_keys, dtype=torch.bool)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import time
-
 import numpy as np
 import pytest
 from hypothesis import given
@@ -54,14 +52,3 @@ def test_a_chosen_number_of_rows_is_filled_and_not_exceeded(seed: int, requests:
     trim = Trim(trim.bias_K, trim.slope_K, trim.bias_R, trim.weights_R, trim.seconds_N[:0], rows)
     verified = drafts_to_verify(margins, num_drafts, requests, trim)
     assert verified.sum() == min(max(rows - requests, 0), num_drafts.sum()) and (verified <= num_drafts).all()
-
-
-def test_trimming_a_large_step_takes_little_time():
-    margins, num_drafts, trim = some_step(0, 256, 15)
-    times = []
-    for _ in range(30):
-        begin = time.perf_counter()
-        drafts_to_verify(margins, num_drafts, 256, trim)
-        times.append(time.perf_counter() - begin)
-    print(f"{min(times) * 1e6:.0f} us")
-    assert min(times) < 1e-3

@@ -151,6 +151,7 @@ def test_gathered_keys_begin_with_a_block_that_a_row_sees(keys: int, rows: int, 
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("window", [1, 20, 500])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.one_in(2)
 def test_pages_before_the_window_may_belong_to_another_request(dtype: torch.dtype, window: int, causal: bool):
     """Huge values may be gathered if their block has keys that a row sees."""
     case = Case((dtype, (4, 2, 64)), [(700, 16), (90, 5), (1300, 1), (800, 40)])

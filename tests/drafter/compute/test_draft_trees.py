@@ -397,6 +397,7 @@ def test_the_fused_pass_computes_trees_as_pytorch_does(num_threads: int):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn])
 @pytest.mark.parametrize("kind", [KVCacheSpec(2, 24, 24), KVCacheSpec(1, 40, 32, v_in_k=True)])
 @pytest.mark.parametrize("backend", [EagerBackend, lambda: TritonBackend(DEVICE)], ids=["eager", "triton"])
+@pytest.mark.one_in(2)
 def test_moves_of_a_request_may_overlap(
     backend: Callable[[], Backend], kind: KVCacheSpec, dtype: torch.dtype
 ):

@@ -157,6 +157,7 @@ def exact(weights: ExpertWeights, x_NH: Tensor, ids_Nk: Tensor, weights_Nk: Tens
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("activation", ["silu", "gelu_tanh", "swiglu_clamped"])
 @pytest.mark.parametrize("backend", BACKENDS.values(), ids=BACKENDS)
+@pytest.mark.one_in(2)
 def test_rows_get_the_weighted_sum_of_their_experts(
     backend: Backend, activation: Any, dtype: torch.dtype
 ) -> None:

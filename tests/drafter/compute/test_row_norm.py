@@ -31,6 +31,7 @@ HEADS, KV_HEADS, HEAD_DIM, EPS = 9, 3, 128, 1e-2
 
 @pytest.mark.parametrize("name", BACKENDS)
 @pytest.mark.parametrize("rows", [0, 1, 7])
+@pytest.mark.one_in(2)
 def test_each_part_of_a_row_is_normed_separately(tmp_path, name: str, rows: int) -> None:
     make, device = BACKENDS[name]
     heads = {"num_attention_heads": HEADS, "num_key_value_heads": KV_HEADS, "head_dim": HEAD_DIM}

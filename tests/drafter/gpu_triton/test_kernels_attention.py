@@ -173,6 +173,7 @@ class Case:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("batch_invariant", [True, False])
+@pytest.mark.one_in(2)
 def test_keys_before_a_window_may_be_any_numbers(batch_invariant: bool, causal: bool, dtype: torch.dtype):
     """Their pages are released, and may hold another request's values."""
     case, window = Case(Shape(dtype=dtype), [100, 40], [3, 1]), 20
@@ -198,6 +199,7 @@ def test_keys_before_first_key_may_be_any_numbers() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize(("batch_invariant", "window"), [(False, None), (True, None), (False, 20)])
 @pytest.mark.parametrize("is_tree", [False, True])
+@pytest.mark.one_in(3)
 def test_drafts_that_overflow_change_no_row_that_does_not_see_them(
     is_tree: bool, batch_invariant: bool, window: int | None, dtype: torch.dtype, wrong: float
 ):
@@ -265,6 +267,7 @@ def test_heads_dims_pages_and_dtypes_of_real_models_equal_dense_attention(shape,
 @pytest.mark.parametrize("dtype", [torch.float32, *HALVES])
 @pytest.mark.parametrize("scales", [UNSCALED, KVScales(0.3, 1.7)])
 @pytest.mark.parametrize(("batch_invariant", "window"), [(False, None), (True, None), (False, 20)])
+@pytest.mark.one_in(3)
 def test_keys_and_values_in_e4m3_equal_dense_attention_over_them(
     batch_invariant: bool, window: int | None, scales: KVScales, dtype: torch.dtype
 ) -> None:
@@ -285,6 +288,7 @@ def test_keys_before_first_key_are_seen_only_by_their_own_row(first_key: int) ->
 @pytest.mark.parametrize("window", [None, 40])
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("max_keys", [112, 256])
+@pytest.mark.one_in(2)
 def test_a_prompt_longer_than_a_tile_equals_dense_attention(max_keys, causal, window):
     case = Case(Shape(3, 1), [110, 20], [90, 2], max_keys=max_keys)
     assert case.pieces()[0] in (3, 6)  # three tiles

@@ -52,6 +52,7 @@ def assert_near(actual: Tensor, expected: Tensor) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", ALL)
+@pytest.mark.one_in(2)
 def test_codes_have_their_values_bit_by_bit(name: str, dtype: torch.dtype) -> None:
     matrix = make(name)
     packed = for_kernels(PackedCodes.of(matrix.to(DEVICE)))
@@ -65,6 +66,7 @@ def test_codes_have_their_values_bit_by_bit(name: str, dtype: torch.dtype) -> No
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("rows", [5, 70, MAX_OWN_ROWS + 1])
 @pytest.mark.parametrize("name", ALL)
+@pytest.mark.one_in(3)
 def test_a_product_equals_that_of_the_dequantized_matrix(name: str, rows: int, dtype: torch.dtype) -> None:
     """In one tile of rows, in two, and by PyTorch; everything that is fused, too."""
     if rows != 5 and (name not in ("int4 with zeros", "e4m3") or (dtype is torch.float16 and not ON_GPU)):

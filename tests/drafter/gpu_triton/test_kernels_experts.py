@@ -154,6 +154,7 @@ RULES = {
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
+@pytest.mark.one_in(2)
 def test_a_choice_of_experts_equals_pytorchs(rule: MoeRouter, dtype: torch.dtype):
     """Some rows' logits are small integers or zeros, so that there are ties."""
     logits_NE = torch.randn(12, rule.num_experts)
@@ -274,6 +275,7 @@ def assert_near(actual: Tensor, exact: Tensor):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("codes", FORMS)
 @pytest.mark.parametrize("activation", ["silu", "gelu_tanh", "swiglu_clamped"])
+@pytest.mark.one_in(3)
 def test_experts_equal_the_definition_row_by_row(
     activation: ExpertActivation, codes: str | None, dtype: torch.dtype
 ):
@@ -289,6 +291,7 @@ def test_experts_equal_the_definition_row_by_row(
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("codes", FORMS)
 @pytest.mark.parametrize("height", HEIGHTS)
+@pytest.mark.one_in(3)
 def test_tiles_of_every_height_give_the_same_products(height: int, codes: str | None, dtype: torch.dtype):
     layer = Layer(dtype, hidden=256, experts=2, codes=codes)
     weight, (x_NH, ids_Nk, _) = layer.weights.gate_up, layer.rows(20)
@@ -366,6 +369,7 @@ def test_bf16_is_the_sum_of_two_e4m3_values():
 
 
 @pytest.mark.parametrize("codes", FORMS)
+@pytest.mark.one_in(2)
 def test_ranks_with_whole_or_split_experts_add_up_to_the_whole(codes: str | None):
     layer = Layer(torch.float32, inner=128, experts=6, codes=codes, biases=True)
     given_, of = layer.rows(5), layer.weights
@@ -432,6 +436,7 @@ def test_an_empty_batch_gives_no_rows():
 
 @pytest.mark.parametrize("codes", FORMS)
 @pytest.mark.parametrize("dtype", (*HALVES, torch.float32) if ON_GPU else (torch.float32,))
+@pytest.mark.one_in(2)
 def test_in_tiles_of_one_height_a_rows_bits_do_not_depend_on_its_batch(
     dtype: torch.dtype, codes: str | None, monkeypatch: pytest.MonkeyPatch
 ):
@@ -456,6 +461,7 @@ def test_in_tiles_of_one_height_a_rows_bits_do_not_depend_on_its_batch(
 
 @pytest.mark.parametrize("name", CODES)
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.one_in(2)
 def test_every_weight_has_its_value_bit_by_bit(name: str, dtype: torch.dtype):
     weight, x_NH = random_codes(name, 2, 48, 160).matrix(1), torch.eye(160).to(dtype)
     packed = stack([weight], 1)

@@ -62,6 +62,7 @@ def seeded():
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("rows", "width"), [(1, 192), (33, 64), (3, 2880), (2, 4096), (0, 192)])
+@pytest.mark.one_in(2)
 def test_the_norm_of_rows_equals_the_layers(rows: int, width: int, dtype: torch.dtype):
     x_NH, weight_H = randn(rows, width, dtype=dtype), weights(width, dtype=dtype)
     assert_same(rms_norm(x_NH, weight_H, EPS), RMSNorm(weight_H, EPS)(x_NH))
@@ -78,6 +79,7 @@ def test_norms_with_fp32_weights_equal_the_layers(dtype: torch.dtype):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("rows", "width"), [(1, 4096), (17, 192), (2, 2880), (0, 192)])
+@pytest.mark.one_in(2)
 def test_a_residual_is_added_and_normed_without_changing_it(rows: int, width: int, dtype: torch.dtype):
     y_NH, x_NH, weight_H = (
         randn(rows, width, dtype=dtype),
@@ -129,6 +131,7 @@ def reference_gate(gate_up_NI2: Tensor, activation: Activation) -> Tensor:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
 @pytest.mark.parametrize(("rows", "inner"), [(1, 3072), (33, 96), (2, 1000), (0, 96)])
+@pytest.mark.one_in(2)
 def test_the_gated_product_equals_the_layers(
     rows: int, inner: int, activation: Activation, dtype: torch.dtype
 ):
@@ -218,6 +221,7 @@ def reference_write(
         (1, 2, 1, 512),
     ],
 )
+@pytest.mark.one_in(3)
 def test_heads_are_normed_rotated_and_written_as_in_the_layers(
     rows: int, num_q: int, num_kv: int, head_dim: int, normed: str | None, dtype: torch.dtype
 ):
@@ -366,6 +370,7 @@ def reference_context(
     ("rows", "layers", "num_kv", "head_dim"),
     [(3, 5, 8, 128), (33, 2, 2, 64), (2, 3, 3, 256), (4, 1, 1, 64), (1, 2, 2, 16), (2, 2, 2, 24)],
 )
+@pytest.mark.one_in(3)
 def test_context_is_written_to_all_layers_as_in_the_drafter(
     rows: int, layers: int, num_kv: int, head_dim: int, dtype: torch.dtype, of_norms: torch.dtype | None
 ):

@@ -103,6 +103,7 @@ def pending(x_NK: Tensor, weight_dtype: torch.dtype, parts: int) -> PendingNorm:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("rows", ROWS)
 @pytest.mark.parametrize("bias", [False, True], ids=["", "bias"])
+@pytest.mark.one_in(2)
 def test_a_product_equals_the_definition_row_by_row(rows: int, dtype: torch.dtype, bias: bool):
     product = Product(rows, 200, 70, dtype, bias)
     assert_near(product.own(product.x_NK), product.exact(product.x_NK))
@@ -120,6 +121,7 @@ def test_rows_and_residual_may_be_slices_or_empty():
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("rows", ROWS)
+@pytest.mark.one_in(2)
 def test_a_residuals_squares_give_the_norm_of_the_next_product(rows: int, dtype: torch.dtype):
     """The reference is `residual + product`, its `RMSNorm` and the next product, rounded where they are."""
     down, after = Product(rows, 300, 136, dtype, bias=True), Product(rows, 136, 66, dtype)
@@ -136,6 +138,7 @@ def test_a_residuals_squares_give_the_norm_of_the_next_product(rows: int, dtype:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("rows", ROWS)
 @pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
+@pytest.mark.one_in(2)
 def test_a_gate_is_paired_with_its_column(rows: int, activation: Activation, dtype: torch.dtype):
     product = Product(rows, 136, 2 * 45, dtype, bias=activation == "silu")
     normed = pending(product.x_NK, torch.float32, parts=3)
@@ -358,6 +361,7 @@ def dequantized(weight: QuantisedWeight, dtype: torch.dtype) -> Tensor:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("rows", (5, 64, 65, MAX_OWN_ROWS, MAX_OWN_ROWS + 1, 257))
+@pytest.mark.one_in(2)
 def test_a_quantized_product_equals_the_dequantized_weights(
     rows: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ):

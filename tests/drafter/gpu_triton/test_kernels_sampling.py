@@ -224,6 +224,7 @@ FILTERS = {
 
 @pytest.mark.parametrize("room", [16, 4096], ids=["few candidates fit", "all candidates fit"])
 @pytest.mark.parametrize("filters", FILTERS)
+@pytest.mark.one_in(2)
 def test_filter_floors_keep_exactly_what_filter_logits_keeps(filters: str, room: int):
     vocab, temperature = 700, [0.5, 1.0, 1.7, 1.0, 0.8, 3.0]
     requests = Requests.of(6, vocab=vocab, temperature=temperature, **FILTERS[filters])

@@ -27,6 +27,7 @@ VOCAB, RANK = 300, 24
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize(("taps", "hidden", "group"), [(2, 64, 16), (3, 320, 5), (1, 36, 36)])
+@pytest.mark.one_in(2)
 def test_convolutions_equal_their_definition(taps: int, hidden: int, group: int, dtype: torch.dtype):
     torch.manual_seed(0)
     owners_N = torch.tensor([4] * 5 + [0] + [2] * 3 + [-1] * 2, dtype=torch.int32)
@@ -150,7 +151,7 @@ SETTINGS = {
 @pytest.mark.parametrize("name", SETTINGS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize(("top_k", "samples_anchor"), [(16, False), (5, False), (64, True)])
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(3)
 def test_selector_paths_equal_the_hosts(name: str, dtype: torch.dtype, top_k: int, samples_anchor: bool):
     """Blocks are ragged, one is an anchor alone, and padding follows."""
     counts = [15, 3, 0, 1, 7]
@@ -195,7 +196,7 @@ def test_selector_paths_equal_the_hosts(name: str, dtype: torch.dtype, top_k: in
 @pytest.mark.parametrize("name", SETTINGS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize(("vocab_size", "top_k"), [(VOCAB, 16), (4096, 3), (9000, 16)])
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(3)
 def test_candidates_equal_the_hosts(name: str, dtype: torch.dtype, vocab_size: int, top_k: int):
     """Rows have gaps between them, over one chunk and over several."""
     torch.manual_seed(5)

@@ -29,10 +29,12 @@ from manta.drafter.step.request_states import RequestStates
 from manta.drafter.step.sampling.ngram_lookup import look_up as look_up_by_definition
 from manta.drafter.step.sampling.verification import accept
 from support.engines.devices import DEVICE
+from support.oracles.sampling_cases import WHOLE
 
 pytestmark = pytest.mark.usefixtures("on_the_device")
 GREEDY = SlotSampling(0.0, 0, 1.0, 0.0, 0, 0, ())
 SLOTS, MAX_LEN, PAGE_SIZE, MASK = 6, 60, 8, 777
+SHARE = 1 if WHOLE else 3  # of examples that the short form has: one in so many
 NUM_PAGES = (110, 57)  # of each pool
 PAGES_OF_A_PLAN = ("page_groups", "page_slots", "page_indices", "page_ids")
 # A target with two kinds of layers, and a drafter with its own pool.
@@ -147,7 +149,7 @@ def check_padding(rows: DeviceStepRows, used: int, pages: KVCacheLayout) -> None
     assert not rows.positions_N[used:].any() and not rows.token_ids_N[used:].any()
 
 
-@settings(max_examples=40)
+@settings(max_examples=40 // SHARE)
 @given(cases(drafts_behind=3))
 def test_row_inputs_equal_request_states_and_padding_reads_nothing(case: Case):
     plan, states = case.plan, states_of(case.plan, case.pages)
@@ -163,7 +165,7 @@ def test_row_inputs_equal_request_states_and_padding_reads_nothing(case: Case):
     check_padding(rows, used, case.pages)
 
 
-@settings(max_examples=30)
+@settings(max_examples=30 // SHARE)
 @given(cases(drafts_behind=1), st.booleans())
 def test_blocks_and_proposals_are_placed_as_in_request_states(case: Case, samples_anchor: bool):
     plan, states = case.plan, states_of(case.plan, case.pages)
@@ -194,7 +196,7 @@ def test_blocks_and_proposals_are_placed_as_in_request_states(case: Case, sample
     assert tables.token_ids[:, :MAX_LEN].equal(states.token_ids[:, :MAX_LEN].int())
 
 
-@settings(max_examples=60)
+@settings(max_examples=60 // SHARE)
 @given(cases(drafts_behind=1), st.integers(1, 4), st.integers(0, 3), st.sampled_from((8, 64)))
 def test_ngram_lookup_finds_the_tokens_of_the_definition(
     case: Case, shortest: int, more: int, places: int
@@ -222,7 +224,7 @@ def send(upload: Upload, device: DeviceStates, plan: SchedulerOutput, value: int
     upload.send(np.full(upload.values.shape, value, np.int32), device.changes(plan))
 
 
-@settings(max_examples=30)
+@settings(max_examples=30 // SHARE)
 @given(cases(drafts_behind=3), st.sampled_from((60, 5000)))
 def test_device_states_have_the_hosts_pages_and_tokens(case: Case, max_changes: int):
     """A plan's upload may take any number of rounds."""
@@ -274,7 +276,7 @@ def verdicts_of(case: Case, counts: np.ndarray, *, of_all_rows: bool) -> tuple[t
     return by_row[sampled], by_row if of_all_rows else by_row[sampled], put(first)
 
 
-@settings(max_examples=60)
+@settings(max_examples=60 // SHARE)
 @given(cases(drafts_behind=3), st.booleans())
 def test_acceptance_and_advancing_equal_the_hosts(case: Case, of_all_rows: bool):
     plan, states = case.plan, states_of(case.plan, case.pages)

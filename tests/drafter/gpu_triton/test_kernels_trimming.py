@@ -10,6 +10,7 @@ from manta.cluster.speculation.draft_trimming import drafts_to_verify, survivals
 from manta.cluster.step.scheduler_output import Trim
 from manta.jobs.doctor.cases.drafts import cut
 from support.engines.devices import DEVICE
+from support.oracles.sampling_cases import WHOLE
 
 pytestmark = pytest.mark.usefixtures("on_the_device")
 
@@ -32,7 +33,7 @@ def margins_of(rng: np.random.Generator, drafts_R: np.ndarray, maximum: int) -> 
     return np.where(np.arange(maximum) < drafts_R[:, None], margins_RK, np.float32(np.nan))
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25 if WHOLE else 10, deadline=None)
 @given(st.integers(1, 9), st.integers(1, 7), st.integers(0, 3), st.integers(0, 2**20))
 def test_the_most_valuable_drafts_fill_the_rows(
     num_requests: int, maximum: int, padding: int, seed: int

@@ -131,13 +131,10 @@ def test_a_stopped_job_keeps_every_answered_row(
 ) -> None:
     jobs.append(job := Job(pair, tmp_path, PARQUET))
     job.wait_for(SOME_ROWS)
-    started_s = time.monotonic()
     job.process.send_signal(signal.SIGTERM)
     job.wait_for("rows are in ")  # said when it is so, and before Ray is left
-    told_s = time.monotonic() - started_s
     assert job.process.wait(WAIT_S) == 143, job.said()
     answered_rows(job, signal.SIGTERM, ".parquet")
-    assert told_s < 3.0  # `ray job stop` kills after 3 s
     assert all_processes_ended(job), job.remaining_processes()
 
 

@@ -6,8 +6,8 @@ several processes are in test_lossless_topologies.py.
 
 Of the grid's cells (a pair of models, an engine, a number of drafts) a short form is run, in which every two
 features meet somewhere, and all knobs in each cell; `make grid` runs all cells. Families
-whose attention, pages and steps are others' (`TinyFamily.lean`) and most pairs in bf16 have one cell of each
-kind in the short form; those that are composed of others' parts have none.
+whose attention, pages and steps are others' (`TinyFamily.lean`) and most pairs in bf16 have one cell in the
+short form, a batch of eight; those that are composed of others' parts have none.
 """
 
 from __future__ import annotations
@@ -85,15 +85,13 @@ def _numbered(pairs: Iterable[str]) -> Iterator[tuple[int, str]]:
 
 
 def small_cells(pairs: Iterable[str] = PAIRS, *, whole: bool = WHOLE) -> Iterator[tuple[str, int, int]]:
-    """(pair, drafts, batch size): in the short form every pair has every draft length, sizes in turn.
-
-    Lean pairs have one draft length there, and a single request.
+    """(pair, drafts, batch size): in the short form every pair that is not lean has every draft length, sizes
+    in turn.
     """
     for p, pair in _numbered(pairs):
         for d, drafts in enumerate(DRAFTS):
             for s, size in enumerate(SIZES):
-                lean = pair in LEAN and s == 0 and d == p % len(DRAFTS)
-                if whole or lean or (pair not in LEAN and s == (p + d) % len(SIZES)):
+                if whole or (pair not in LEAN and s == (p + d) % len(SIZES)):
                     yield pair, drafts, size
 
 
@@ -458,15 +456,11 @@ def test_the_short_grid_contains_every_pair_of_features(
 def test_speculation_changes_no_token_in_small_batches(
     pair: Pair, reference: Reference, drafts: int, size: int
 ) -> None:
-    lean = pair.is_lean and not WHOLE  # the prompts that the batches of eight have, too
-    first = [-number % 4 if lean else 0 for number in range(len(KNOBS))]
-    expected = reference.of(
-        (name, i) for name, f in zip(KNOBS, first, strict=True) for i in range(f, f + size)
-    )
+    expected = {name: reference.first(name, size) for name in KNOBS}
     with pair.open(speculate=True, num_speculative_tokens=drafts) as llm:
-        for number, (name, f) in enumerate(zip(KNOBS, first, strict=True)):
-            got = tokens_of(llm, prompts(8)[f : f + size], params_of(name, 8)[f : f + size])
-            assert got == expected[number * size :][:size], name
+        for name in KNOBS:
+            got = tokens_of(llm, prompts(8)[:size], params_of(name, 8)[:size])
+            assert got == expected[name], name
         assert llm.stats().num_accepted_tokens > 0
 
 
@@ -535,16 +529,24 @@ def test_no_token_changes_with_random_drafts_and_trimming(
     assert got == reference.of(requested)
 
 
-@pytest.mark.parametrize("bound", [1, 4])
-def test_a_limit_on_a_requests_drafts_changes_no_token(pair: Pair, reference: Reference, bound: int) -> None:
+def test_limits_on_drafts_top_k_of_one_and_seeds_give_the_tokens_that_they_say(
+    pair: Pair, reference: Reference
+) -> None:
+    """In one engine: top-k of 1 is greedy at any temperature, and a seed determines the output."""
     batch = [{"prompt_token_ids": prompt} for prompt in prompts(3)]
     with pair.open(speculate=True) as llm:
-        for name in ("greedy", "plain"):
-            got = llm.generate(batch, params_of(name, 3), max_draft_tokens=bound, trace=True)
-            assert [output.outputs[0].token_ids for output in got] == reference.first(name, 3), name
-            steps = [step for output in got for step in output.metrics.trace or ()]
-            assert max(step.num_drafted for step in steps) == bound
+        for bound in (1, 4):
+            for name in ("greedy", "plain"):
+                got = llm.generate(batch, params_of(name, 3), max_draft_tokens=bound, trace=True)
+                assert [output.outputs[0].token_ids for output in got] == reference.first(name, 3), name
+                steps = [step for output in got for step in output.metrics.trace or ()]
+                assert max(step.num_drafted for step in steps) == bound
         assert llm.stats().num_accepted_tokens > 0
+        params = [replace(p, temperature=1.0, top_k=1) for p in params_of("greedy", 8)]
+        assert tokens_of(llm, prompts(8), params) == reference.first("greedy", 8)
+        seeded = [SamplingParams(seed=s, max_tokens=32, ignore_eos=True) for s in (1, 1, 2)]
+        same, again, other = tokens_of(llm, [prompts(8)[3]] * 3, seeded)
+        assert same == again != other
 
 
 @pytest.mark.parametrize("pair", dict.fromkeys((*WHOLE_PAIRS, "gemma3", STATES)), indirect=True)
@@ -562,18 +564,3 @@ def test_prefix_hits_change_no_token_and_keep_the_drafters_context(pair: Pair) -
     assert all(o.metrics.num_cached_tokens > 0 for o in warm)
     # The drafter sees the same context after a hit, so it must propose, and win, exactly as before.
     assert [o.metrics.acceptance_histogram for o in warm] == [o.metrics.acceptance_histogram for o in cold]
-
-
-def test_top_k_of_one_at_any_temperature_is_greedy(pair: Pair, reference: Reference) -> None:
-    params = [replace(p, temperature=1.0, top_k=1) for p in params_of("greedy", 8)]
-    with pair.open(speculate=True) as llm:
-        assert tokens_of(llm, prompts(8), params) == reference.first("greedy", 8)
-
-
-def test_the_seed_determines_the_output(pair: Pair) -> None:
-    prompt = prompts(8)[3]
-    with pair.open(speculate=True) as llm:
-        same, again, other = tokens_of(
-            llm, [prompt] * 3, [SamplingParams(seed=s, max_tokens=32, ignore_eos=True) for s in (1, 1, 2)]
-        )
-    assert same == again != other

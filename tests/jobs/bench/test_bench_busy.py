@@ -15,8 +15,6 @@ from manta.cluster.config import EngineConfig
 from manta.cluster.errors import ConfigError
 from manta.jobs.bench.common.engine_passes import EnginePass
 
-pytestmark = pytest.mark.quiet
-
 
 @pytest.fixture
 def prompts(tmp_path: Path) -> Path:

@@ -20,7 +20,7 @@ class TinyFamily:
 
     Attributes:
         changes: keys of the config; None removes a common key.
-        lean: whether the short losslessness grid has only one cell of each kind for it.
+        lean: whether the short losslessness grid has only one cell for it, a batch of eight.
         composed: whether it consists of parts of other rows: tests of ranks and the short grid skip it.
     """
 

@@ -26,6 +26,8 @@ def prepare() -> None:
     _patch_the_language_once_a_launch()
     _look_up_kinds_of_numbers_once()
     _make_shapes_once()
+    _make_block_types_once()
+    _call_builtins_directly()
     _check_no_silent_overflow()
 
 
@@ -125,6 +127,56 @@ def _make_shapes_once() -> None:
         tensor.numel, tensor.shape = shape_of(*(kind.shape if kind.is_block() else ()))
 
     tl.tensor.__init__ = initialize
+
+
+def _make_block_types_once() -> None:
+    """A block's type is made for each value, which checks and prints its shape, and compared size by size.
+
+    Blocks of one shape share its tuple here, so that operands of one shape need no broadcast.
+    """
+    make, broadcast = tl.block_type.__init__, interpreter.TritonSemantic.broadcast_impl_value
+    of_scalar = tl.dtype.__eq__
+
+    @functools.cache
+    def shape_of(*sizes: int) -> tuple[Any, int]:
+        block = tl.block_type.__new__(tl.block_type)
+        make(block, tl.int32, list(sizes))
+        return block.shape, block.numel
+
+    def initialize(block: Any, element: Any, shape: Any) -> None:
+        sizes = [size if type(size) is int else tl.core._unwrap_if_constexpr(size) for size in shape]
+        block.element_ty = element
+        block.shape, block.numel = shape_of(*sizes)
+        block.name = f"<{sizes}, {element.name}>"
+
+    def with_element(block: Any, element: Any) -> Any:
+        return block if element is block.element_ty else tl.block_type(element, block.shape)
+
+    def of_one_shape(self: Any, lhs: Any, rhs: Any) -> Any:
+        if getattr(lhs.type, "shape", None) is getattr(rhs.type, "shape", ()):
+            return lhs, rhs
+        return broadcast(self, lhs, rhs)
+
+    tl.block_type.__init__ = initialize
+    tl.block_type.with_element_ty = with_element
+    tl.dtype.__eq__ = lambda kind, other: kind is other or of_scalar(kind, other)
+    interpreter.TritonSemantic.broadcast_impl_value = of_one_shape
+
+
+def _call_builtins_directly() -> None:
+    """Call a function of the language with the interpreter's semantics, without copies of its arguments."""
+    semantic = interpreter.interpreter_semantic
+
+    def patch(owner: Any, name: str, member: Any, builder: Any, scope: Any) -> None:
+        function = getattr(member, "__wrapped__", member)
+
+        def call(*args: object, **kwargs: object) -> object:
+            kwargs["_semantic"] = semantic
+            return function(*args, **kwargs)
+
+        scope.set_attr(owner, name, call)
+
+    interpreter._patch_attr = patch
 
 
 def _check_no_silent_overflow() -> None:
