@@ -35,7 +35,7 @@ from numpy.typing import NDArray
 from .acceptance_model import PRIOR_BIAS, PRIOR_SLOPE
 from .draft_trimming import MAX_MARGIN, Floats
 
-# Not tuned: `branch_model.py` learns factors of these chances while the engine runs.
+# Not tuned: `tree_policy.BranchModel` learns factors of these chances while the engine runs.
 _SCALE = 1.0  # logits; at 1 the shares are the softmax of the scores
 _NOT_CANDIDATES = 2.0  # weight of all other tokens, in units of the least candidate's
 _MAX_SHARE = 0.99  # of the best candidate's chance: keeps it the best

@@ -22,8 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ...cluster.pages.kv_cache_groups import ONE_GROUP, KVCacheLayout
-from ...cluster.pages.page_pool import pages_for
+from ...cluster.pages.kv_cache_groups import ONE_GROUP, KVCacheLayout, pages_for
 from ...cluster.speculation.draft_tree import Restriction
 from ...cluster.step.scheduler_output import AdmittedRequest, SchedulerOutput
 from ..compute.eager.attention_metadata import AttentionBatch
