@@ -98,7 +98,7 @@ class Child(NamedTuple):
 
 
 class _Place(NamedTuple):
-    """Where a node's children are: their depth, the candidate before them, and the paths that it is on."""
+    """The place of a node's children: their depth, the candidate before them, and the paths of the node."""
 
     depth: int
     before: int | None  # None: no candidate, so that there are no scores after it

@@ -1,4 +1,4 @@
-"""What an engine learns about draft trees: by class of load whether they pay, and how likely branches are.
+"""Learns about an engine's draft trees: by class of load whether they pay, and how likely branches are.
 
 `TreePolicy` decides whether drafts form trees or chains. The gain of trees is computed in each step that
 grows them, from the same blocks and the same step costs as that of chains (`draft_trimming.tree_gain`); what

@@ -334,21 +334,13 @@ class RequestStates:
     ) -> tuple[Any, ...]:
         """Build the backend's metadata for each page group in which the model has layers."""
         used = -(-int((first_R + num_rows_R).max()) // self.page_size)
+        how = self.page_size, self.device
         paths = () if trees is None else (trees.paths(num_rows_R),)
-        return tuple(
-            batch(
-                first_R,
-                num_rows_R,
-                self.page_tables_GSP[number, slots_R, :used],
-                self.page_size,
-                self.device,
-                group.window,
-                *paths,
-            )
-            if number in groups
-            else None
-            for number, group in enumerate(self._groups)
-        )
+        built: list[Any] = [None] * len(self._groups)
+        for number in groups:
+            pages_RP = self.page_tables_GSP[number, slots_R, :used]
+            built[number] = batch(first_R, num_rows_R, pages_RP, *how, self._groups[number].window, *paths)
+        return tuple(built)
 
     def _ruled(
         self, slots_X: Ints, known_R: Ints, counts_R: Ints, trees: DraftTrees | None, *, follows_drafts: bool
