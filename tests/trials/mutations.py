@@ -190,8 +190,8 @@ MUTATIONS = (
     Mutation(
         "uses the same noise at every position",
         "drafter/step/inputs/gumbel_noise.py",
-        "_mix(_mix(_mix(low ^ chain) ^ high) ^ position)",
-        "_mix(_mix(_mix(low ^ chain) ^ high))",
+        "_mix(_mix(_mix(low ^ _CHAINS_21) ^ high) ^ position)",
+        "_mix(_mix(_mix(low ^ _CHAINS_21) ^ high))",
         ("sampling",),
     ),
     Mutation(
