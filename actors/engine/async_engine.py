@@ -1,4 +1,4 @@
-"""The asynchronous engine: runs the step loop in its own thread and serves requests as async streams.
+"""The asynchronous engine: serves requests as async streams, with steps in a thread (`step_thread.py`).
 
     event loop: add() ─ inbox ─▶ step thread: plan, execute, commit ─ updates ─▶ event loop: text, streams
 
@@ -12,23 +12,22 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
-import time
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager, contextmanager, nullcontext
-from typing import TypedDict, Unpack, cast
+from typing import TypedDict, Unpack
 
 from ...cluster.config import EngineConfig
 from ...cluster.engine.engine_core import EngineCore, EngineStats
-from ...cluster.engine.step_watchdog import TICK_S, Stall, StepWatchdog
-from ...cluster.errors import EngineDeadError, EngineGoneError, EngineStalledError, MantaError
+from ...cluster.engine.step_watchdog import StepWatchdog
+from ...cluster.errors import EngineDeadError, EngineGoneError, MantaError
 from ...cluster.fleet.canary import CanaryTrial, Verdict
 from ...cluster.metrics.metric import UsageAccount
 from ...cluster.records.acceptance_slices import BlockGroup
 from ...cluster.records.request_timeline import RequestTimeline
 from ...cluster.request.request import FinishReason, Request, SamplingParams
 from ...cluster.scheduler.scheduler_stats import Usage
-from ...cluster.step.executor import Executor, ExecutorInfo, HasWorkers, SwapsDrafters
+from ...cluster.step.executor import Executor, ExecutorInfo, SwapsDrafters
 from ..structured_outputs.grammar_frontend import GrammarFrontend, HoldsGrammars
 from ..tokenization.prompts import AsyncPromptEncoder, EncodedPrompt, SeedSource, load_tokenizer
 from ..tokenization.tokenizer import Tokenizer
@@ -36,6 +35,7 @@ from .output_processor import OutputProcessor
 from .output_streams import OutputStream, OutputStreams, ReaderLimit, processing_failure
 from .outputs import RequestOutput, ResumeState
 from .speculation_cache import SpeculationCache
+from .step_thread import StepThread
 from .uniproc_executor import make_executor
 
 logger = logging.getLogger(__name__)
@@ -75,8 +75,6 @@ class AsyncEngine:
     ) -> None:
         self.config = config
         self._watch = watch or StepWatchdog()
-        self._stall: Stall | None = None  # set while a step does not end
-        self._stopping = threading.Event()  # ends the thread that watches steps
         spec = config.speculative_config
         # the checkpoint that drafts, as it was named; None without speculation
         self.drafter = None if spec is None else spec.drafter
@@ -93,11 +91,8 @@ class AsyncEngine:
         self._grammars: GrammarFrontend | None = None
         self._streams = OutputStreams(self._abort_all)
         self._seeds = SeedSource(config.seed)
-        self._inbox: deque[Callable[[EngineCore], None]] = deque()
-        self._wake = threading.Condition()
-        self._closing = False
-        self._failure: MantaError | None = None
-        self._thread: threading.Thread | None = None
+        self._steps: StepThread | None = None
+        self._closing, self._close_lock = False, threading.Lock()
         self._loop: asyncio.AbstractEventLoop | None = None
 
     async def start(self) -> None:
@@ -117,15 +112,16 @@ class AsyncEngine:
         self._streams.processor = OutputProcessor(self._tokenizer)
         self._engine = EngineCore(self.config, executor, watch=self._watch)
         self._speculation_cache = SpeculationCache(self.config, executor.info, self._engine)
-        self._thread = threading.Thread(target=self._run, name="manta-engine", daemon=True)
-        self._thread.start()
-        threading.Thread(target=self._watch_steps, name="manta-step-watch", daemon=True).start()
+        self._steps = StepThread(
+            *(self._engine, executor, self._speculation_cache, self._watch, self._streams, self._loop)
+        )
+        self._steps.start()
         self._watch_delivery()
 
     def _load(self) -> Executor:
         """Build the executor; close it if `close` was called meanwhile."""
         executor = self._make(self.config)
-        with self._wake:
+        with self._close_lock:
             self._executor = executor
             closing = self._closing
         if closing:
@@ -164,13 +160,9 @@ class AsyncEngine:
         return self._engine.usage_by_account()
 
     def check_health(self) -> None:
-        if self._failure is not None:
-            raise self._failure
-        if self._executor is None or self._thread is None or not self._thread.is_alive():
+        if self._steps is None:
             raise EngineDeadError("The engine is not running.")
-        self._executor.check_health()
-        if self._stall is not None:
-            raise _stalled(self._stall)
+        self._steps.check_health()
 
     @property
     def is_alive(self) -> bool:
@@ -281,13 +273,8 @@ class AsyncEngine:
         await self._run_between_steps(lambda executor, engine: speculation_cache.end_warm_up())
 
     async def _run_between_steps(self, operation: Callable[[SwapsDrafters, EngineCore], None]) -> None:
-        """Run `operation` on the step thread between two steps; raise what it raises."""
-        done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._post_command(lambda engine: self._run_command(engine, operation, done))
-        while not done.done():
-            self.check_health()  # the thread of a dead engine runs no commands
-            await asyncio.wait({done}, timeout=CHECK_INTERVAL_S)
-        done.result()
+        assert self._steps is not None, "start() the engine first"
+        await self._steps.run_between_steps(operation)
 
     def end_all(self, failure: MantaError) -> None:
         """End the running requests with `failure`, except background requests."""
@@ -295,18 +282,15 @@ class AsyncEngine:
 
     def kill_stalled_workers(self) -> None:
         """Kill the workers if a step does not end, so that none keeps a device."""
-        if self._stall is not None and isinstance(self._executor, HasWorkers):
-            self._executor.kill_workers(self._stall.reason)
+        if self._steps is not None:
+            self._steps.kill_stalled_workers()
 
     def close(self) -> None:
         """End loop and workers. Running requests fail with EngineDeadError. Idempotent."""
-        with self._wake:
+        with self._close_lock:
             self._closing = True
-            self._wake.notify()
-        self._stopping.set()
-        self.kill_stalled_workers()
-        if self._thread is not None and self._thread is not threading.current_thread():
-            self._thread.join(timeout=60.0)
+        if self._steps is not None:
+            self._steps.stop()
         if self._encoder is not None:
             self._encoder.close()
         if self._grammars is not None:
@@ -337,10 +321,7 @@ class AsyncEngine:
         complete: bool = False,
         limit: ReaderLimit | None = None,
     ) -> Iterator[OutputStream]:
-        try:
-            self.check_health()
-        except MantaError as error:
-            raise EngineGoneError(error.message) from error
+        steps = self._healthy_steps()
         self._streams.check_new(request_id)
         seeded = self._seeds.with_seed(params)
         drafts, trial = options.get("max_draft_tokens") != 0, self.trial
@@ -352,12 +333,21 @@ class AsyncEngine:
         stream = OutputStream(tracker, background, complete, limit, client_id=client_id)
         self._streams.register(stream)
         try:
-            self._post_command(lambda engine: self._admit(engine, requests, stream))
+            steps.post_command(lambda core: _admit(core, requests, stream, steps))
             yield stream
         finally:
             self._streams.remove(stream)
             if trial is not None and ticket is not None:
                 trial.end(ticket, tracker.metrics.arm_stats)
+
+    def _healthy_steps(self) -> StepThread:
+        """Return the thread that runs steps. Raises EngineGoneError if it does not."""
+        try:
+            self.check_health()
+        except MantaError as error:
+            raise EngineGoneError(error.message) from error
+        assert self._steps is not None, "it is healthy"
+        return self._steps
 
     def _watch_delivery(self, num_stuck: int = 0) -> None:
         """Check every CHECK_INTERVAL_S that updates reach readers; declare the engine dead if none does for
@@ -365,112 +355,34 @@ class AsyncEngine:
 
         Counts checks rather than seconds, so a blocked event loop does not count as a failure.
         """
-        if self._closing or self._failure is not None:
+        steps = self._steps
+        if self._closing or steps is None or steps.failure is not None:
             return
         num_stuck = num_stuck + 1 if self._streams.is_stuck() else 0
         if num_stuck * CHECK_INTERVAL_S >= DELIVERY_TIMEOUT_S:
             logger.error("no update has reached its reader for %g s: the engine is dead", DELIVERY_TIMEOUT_S)
-            self._failure = EngineDeadError("The engine no longer delivers results. Retry.")
-            self._streams.fail_all(self._failure)
+            steps.failure = EngineDeadError("The engine no longer delivers results. Retry.")
+            self._streams.fail_all(steps.failure)
         assert self._loop is not None
         self._loop.call_later(CHECK_INTERVAL_S, self._watch_delivery, num_stuck)
 
     def _abort_all(self, child_ids: Sequence[str], reason: FinishReason) -> None:
-        def command(engine: EngineCore) -> None:
+        def command(core: EngineCore) -> None:
             for child_id in child_ids:
-                engine.abort(child_id, reason)
+                core.abort(child_id, reason)
 
-        self._post_command(command)
-
-    # On the step thread.
-
-    def _post_command(self, command: Callable[[EngineCore], None]) -> None:
-        with self._wake:
-            self._inbox.append(command)
-            self._wake.notify()
-
-    def _admit(self, engine: EngineCore, requests: Sequence[Request], stream: OutputStream) -> None:
-        try:
-            engine.add_requests(requests)
-        except MantaError as error:
-            self._post(stream.fail, error)
-        except Exception as error:  # contain the failure: only this request fails
-            child_ids = [request.request_id for request in requests]
-            self._post(stream.fail, processing_failure(child_ids[0], error, client_id=stream.client_id))
-            for child_id in child_ids:
-                engine.abort(child_id, "error")
-
-    def _run_command(
-        self,
-        engine: EngineCore,
-        operation: Callable[[SwapsDrafters, EngineCore], None],
-        done: asyncio.Future[None],
-    ) -> None:
-        try:
-            operation(cast(SwapsDrafters, self._executor), engine)  # those that compute drafts do
-        except EngineDeadError:
-            raise
-        except MantaError as error:
-            self._post(done.set_exception, error)
-        else:
-            self._post(done.set_result, None)
-
-    def _post(self, call: Callable[..., None], *arguments: object) -> None:
-        assert self._loop is not None
-        if not self._loop.is_closed():
-            self._loop.call_soon_threadsafe(call, *arguments)
-
-    def _run(self) -> None:
-        assert self._engine is not None and self._speculation_cache is not None
-        try:
-            while self._await_work(self._engine):
-                updates = self._engine.step()
-                if updates:
-                    self._post(self._streams.deliver, updates)
-                if time.monotonic() >= self._speculation_cache.due_s:
-                    self._speculation_cache.write()
-            self._speculation_cache.write()
-            self._failure = EngineDeadError("The engine is shutting down. Retry.")
-        except MantaError as error:
-            self._failure = error
-        except BaseException as error:  # the thread's outermost level: every request must get an answer
-            ids = self._streams.ids
-            logger.exception(
-                "the engine's loop failed; running requests: %s", ids, extra={"request_ids": ids}
-            )
-            self._failure = EngineDeadError(f"The engine failed ({type(error).__name__}). Retry.")
-        self._stopping.set()
-        self._post(self._streams.fail_all, self._failure)
-
-    def _watch_steps(self) -> None:
-        executor = self._executor
-        stopped = executor.stopped_workers if isinstance(executor, HasWorkers) else tuple[str, ...]
-        while not self._stopping.wait(TICK_S):
-            stall = self._watch.check(time.monotonic(), stopped)
-            if stall is None and self._stall is not None:
-                self._stall = None
-                logger.warning("the engine's step has ended: it serves again")
-            elif stall is not None and self._stall is None:
-                self._stall, ids = stall, self._streams.ids
-                logger.error(
-                    "the engine cannot serve: %s; running requests: %s",
-                    *(stall.reason, ids),
-                    extra={"request_ids": ids},
-                )
-                # Streams and the gateway treat it as any engine death; health probes get the reason.
-                self._post(self._streams.fail_online, EngineDeadError(_stalled(stall).message))
-
-    def _await_work(self, engine: EngineCore) -> bool:
-        """Run commands; sleep while there is nothing to do. False when closing."""
-        with self._wake:
-            while not self._closing and not self._inbox and not engine.has_unfinished:
-                self._wake.wait()
-            commands = list(self._inbox)
-            self._inbox.clear()
-        for command in commands:
-            command(engine)
-        return not self._closing
+        assert self._steps is not None, "streams are opened once it has started"
+        self._steps.post_command(command)
 
 
-def _stalled(stall: Stall) -> EngineStalledError:
-    return EngineStalledError(f"The engine cannot serve: {stall.reason}. Retry.")
+def _admit(core: EngineCore, requests: Sequence[Request], stream: OutputStream, steps: StepThread) -> None:
+    """Queue the requests of a stream; on the step thread."""
+    try:
+        core.add_requests(requests)
+    except MantaError as error:
+        steps.post(stream.fail, error)
+    except Exception as error:  # contain the failure: only this request fails
+        child_ids = [request.request_id for request in requests]
+        steps.post(stream.fail, processing_failure(child_ids[0], error, client_id=stream.client_id))
+        for child_id in child_ids:
+            core.abort(child_id, "error")

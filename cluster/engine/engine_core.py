@@ -77,7 +77,7 @@ class EngineStats:
         rejected: requests that were not admitted, by reason.
         step_tokens: steps by their progress in tokens: computed prompt tokens and new tokens.
         page_lifetimes, page_idle_times, page_reuse_gaps: of a sample of pages
-            (`cluster/pages/page_pool.py`).
+            (`cluster/kv_cache/prefix_cache.py`).
     """
 
     running: int

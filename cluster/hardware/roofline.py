@@ -26,7 +26,8 @@ from dataclasses import dataclass
 
 from ..errors import ConfigError
 from ..speculation.acceptance_length import expected_acceptance_length
-from .model_shape import DeviceWork, ModelShape
+from .layer_shape import DeviceWork
+from .model_shape import ModelShape
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,8 +19,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 
 from .gpu_specs import Gpu
+from .layer_shape import DeviceWork
 from .model_pair import ModelPair
-from .model_shape import DeviceWork, ModelShape
+from .model_shape import ModelShape
 from .parallel_layouts import ParallelLayout
 
 # Estimated in docs/benchmarks/gpu.md: seconds each kernel takes beyond its roofline floor.

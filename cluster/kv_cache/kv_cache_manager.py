@@ -28,11 +28,11 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ..pages.page_pool import KVCacheMetricsCollector, PagePool, SampledPageTimes, pages_for
+from ..pages.kv_cache_groups import pages_for
 from ..step.limits import SchedulerConfig
 from ..step.scheduler_output import IntArray, StateEntry
 from ..step.sequence import Sequence, SlotTable
-from .prefix_cache import PrefixCache, PrefixHit
+from .prefix_cache import KVCacheMetricsCollector, PagePool, PrefixCache, PrefixHit, SampledPageTimes
 from .recurrent_state_manager import RecurrentStateManager
 
 _NOT_CACHED = np.iinfo(np.int32).max  # number of hashed pages that keeps a sequence's pages out of the cache

@@ -1,1 +1,1 @@
-"""Pages of K/V: groups of layers that share them, and the pool. Start with `page_pool.py`."""
+"""Which layers share K/V pages, and from which pools; sizes of states. Start with `kv_cache_groups.py`."""

@@ -27,9 +27,12 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from .page_pool import pages_for
-
 _GROUP_COST = 0.02  # cost of another page table, as a share of what the model's pages take
+
+
+def pages_for(num_tokens: int, page_size: int) -> int:
+    """Return the pages that `num_tokens` tokens fill, including a partial last one."""
+    return -(-num_tokens // page_size)
 
 
 @dataclass(frozen=True, slots=True)

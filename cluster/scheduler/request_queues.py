@@ -1,20 +1,24 @@
-"""Waiting and running requests in priority order, with the slot and pages of each running one.
+"""Waiting and running requests in priority order; slot, pages and weight of each running one.
 
     waiting ──enter: slot, prefix hits, pages──▶ running ──leave──▶ gone
        ▲                                            │
        └─────── preempt: loses slot and pages, keeps its tokens
 
 `scheduler.py` decides when; this module updates tables, pages and counts. The order is `Sequence.rank`: by
-arrival, or by priority and then arrival, with background work last.
+arrival, or by priority and then arrival, with background work last. `RequestWeights` weighs the tokens of
+running requests against each other when draft lengths are chosen and drafts trimmed (`step_controller.py`).
 
-Shape legend: R requests in a step.
+Shape legend: R requests in a step, S slots.
 """
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left, insort
 from collections.abc import Callable, Iterable
 from operator import attrgetter
+
+import numpy as np
 
 from ..kv_cache.kv_cache_manager import KVCacheManager
 from ..kv_cache.prefix_cache import PrefixHit
@@ -22,12 +26,15 @@ from ..records.flight_recorder import FlightRecorder
 from ..records.request_timeline import Why
 from ..request.request import FinishReason, Request
 from ..step.limits import SchedulerConfig
-from ..step.scheduler_output import AdmittedRequest, IntArray
+from ..step.scheduler_output import AdmittedRequest, FloatArray, IntArray
 from ..step.sequence import WAITING, Sequence, SlotTable
 from ..step.step_outcome import SequenceUpdate
 from .scheduler_stats import Counters, UsageMeter
 
 _by_rank = attrgetter("rank")
+# Bounds, chosen, not measured: no request takes more than four fifths of the rows of an equal one.
+_LOW, _HIGH = 0.5, 4.0
+_PER_PRIORITY = 1.25
 
 
 class RequestQueues:
@@ -202,3 +209,49 @@ def _num_online(queue: list[Sequence]) -> int:
     if not queue or not queue[-1].request.background:
         return len(queue)
     return bisect_left(queue, (1,), key=_by_rank)
+
+
+class RequestWeights:
+    """The values of a token of each running request, 1 by default.
+
+    * A request with a time-per-output-token target (`Request.tpot_ms`) has up to four times the weight while
+      it is late, and down to half while it is early.
+    * Each level of priority changes the weight by a quarter if the scheduling policy is by priority.
+    * Background work has half the weight of online requests.
+
+    Args:
+        num_slots: S.
+        by_priority: whether `Request.priority` changes the weight.
+    """
+
+    def __init__(self, num_slots: int, *, by_priority: bool) -> None:
+        self._by_priority = by_priority
+        self._fixed_S = np.ones(num_slots, dtype=np.float32)
+        self._target_s_S = np.full(num_slots, np.nan)
+        self._first_s_S = np.full(num_slots, np.nan)  # time of the first token
+        self._tokens_S = np.zeros(num_slots)  # after the first
+        self._has_targets = False
+
+    def admit(self, slot: int, request: Request) -> None:
+        maximum = math.log(_HIGH, _PER_PRIORITY)
+        level = min(max(-request.priority, -maximum), maximum) if self._by_priority else 0.0
+        self._fixed_S[slot] = _PER_PRIORITY**level * (_LOW if request.background else 1.0)
+        self._target_s_S[slot] = np.nan if request.tpot_ms is None else request.tpot_ms / 1e3
+        self._first_s_S[slot], self._tokens_S[slot] = np.nan, 0.0
+        self._has_targets = self._has_targets or request.tpot_ms is not None
+
+    def count_tokens(self, slots_R: IntArray, num_tokens_R: IntArray, now_s: float) -> None:
+        if not self._has_targets:
+            return
+        began_R = ~np.isnan(self._first_s_S[slots_R])
+        self._tokens_S[slots_R] += np.where(began_R, num_tokens_R, 0)
+        self._first_s_S[slots_R[~began_R & (num_tokens_R > 0)]] = now_s
+
+    def of(self, slots_R: IntArray, now_s: float) -> FloatArray:
+        """Return the weights of these requests, fp32 [R]."""
+        if not self._has_targets:
+            return self._fixed_S[slots_R]
+        due_s_R = self._target_s_S[slots_R] * (self._tokens_S[slots_R] + 1)
+        late_R = ((now_s - self._first_s_S[slots_R]) / due_s_R) ** 2
+        late_R = np.where(np.isnan(late_R), 1.0, np.clip(late_R, _LOW, _HIGH))
+        return (self._fixed_S[slots_R] * late_R).astype(np.float32)

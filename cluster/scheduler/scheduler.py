@@ -226,16 +226,14 @@ class Scheduler:
         drafts_R = np.zeros_like(known_R)
         if not self.drafter.health.ready:
             return drafts_R
-        decoding, prompt_rows, decoding_requests = (known_R == 1).nonzero()[0], 0, (slots_R, limits_R)
+        decoding, context, prompt_rows = (known_R == 1).nonzero()[0], self._context(slots_R), 0
         if len(decoding) < len(known_R):  # rare
-            prompt_rows, decoding_requests = (
-                int(known_R.sum()) - len(decoding),
-                (slots_R[decoding], limits_R[decoding]),
-            )
-        load = StepLoad(len(decoding), min(prompt_rows, self.config.max_rows), self._context(slots_R))
-        self.drafter.on_draft_limits(decoding_requests[1])
+            prompt_rows = int(known_R.sum()) - len(decoding)
+            slots_R, limits_R = slots_R[decoding], limits_R[decoding]
+        load = StepLoad(len(decoding), min(prompt_rows, self.config.max_rows), context)
+        self.drafter.on_draft_limits(limits_R)
         chosen_R = self.controller.choose_drafts(
-            *decoding_requests, load, now_s, background=background, is_half=self._in_two_batches
+            slots_R, limits_R, load, now_s, background=background, is_half=self._in_two_batches
         )
         if self.drafter.can_draft:
             drafts_R[decoding] = chosen_R

@@ -13,10 +13,10 @@ import numpy as np
 
 from ..request.request import Request
 from ..speculation.acceptance_model import NUM_BLOCKS, UPDATE_STEPS, AcceptanceModel
-from ..speculation.branch_model import BranchModel
 from ..speculation.draft_length_policy import DecodeBatch, DraftChoice, DraftLengthPolicy
 from ..speculation.draft_trimming import TRIM_S
 from ..speculation.step_cost_model import StepCostModel, StepLoad
+from ..speculation.tree_policy import BranchModel
 from ..step.limits import SchedulerConfig
 from ..step.scheduler_output import (
     BoolArray,
@@ -30,7 +30,7 @@ from ..step.scheduler_output import (
 from ..step.step_outcome import StepOutcome
 from .background_budget import BackgroundBudget, BackgroundWork
 from .batch_halves import BatchMode, TwoBatchOverlap
-from .request_weights import RequestWeights
+from .request_queues import RequestWeights
 
 _QUIET_S = 5.0  # without online requests, after which background steps may be longer
 # Why requests decode without drafts: no drafter, not allowed for them, plain steps are measured, or are
@@ -297,7 +297,7 @@ class StepController:
         shape_s = 0.0  # of choosing which drafts to verify, which plain steps do not have
         if result.tree_gain is not None:
             shape_s = result.tree_gain.grow_s
-        elif plan.trim is not None and not self._costs.has_fixed_sizes:
+        elif plan.is_trimmed_by_host:
             shape_s = TRIM_S
         self._costs.observe(
             *(step.load, num_verified, draft_rows, draft_s, seconds - draft_s - shape_s, num_drafting),

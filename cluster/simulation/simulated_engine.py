@@ -19,7 +19,7 @@ from ..hardware.memory_plan import MAX_ROWS, PAGE_SIZE, MemoryPlan
 from ..hardware.model_pair import LayoutDemand, ModelPair
 from ..hardware.parallel_layouts import ParallelLayout
 from ..hardware.step_time import LAUNCH_S, LAUNCHES_OF_TREES, NO_CHUNK, Chunk, StepTimes
-from ..pages.page_pool import pages_for
+from ..pages.kv_cache_groups import pages_for
 from ..records.percentiles import percentiles
 from ..request.request import Request, SamplingParams
 from ..step.executor import ExecutorInfo

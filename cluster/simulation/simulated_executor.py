@@ -182,7 +182,7 @@ class SimulatedExecutor:
         trimmed, shape_s = self._cost(trimmed_plan), 0.0
         if trees is not None:
             shape_s = trees.grow_s
-        elif plan.trim is not None and plan.trim.num_rows is None:  # else a GPU trims
+        elif plan.is_trimmed_by_host:
             shape_s = TRIM_S
         return replace(trimmed, draft_s=untrimmed.draft_s, verify_s=trimmed.verify_s + shape_s)
 

@@ -35,7 +35,7 @@ from numpy.typing import NDArray
 from .acceptance_model import PRIOR_BIAS, PRIOR_SLOPE
 from .draft_trimming import MAX_MARGIN, Floats
 
-# Not tuned: `branch_model.py` learns factors of these chances while the engine runs.
+# Not tuned: `tree_policy.BranchModel` learns factors of these chances while the engine runs.
 _NOT_CANDIDATES = 2.0  # weight of all other tokens, in units of the least candidate's
 _MAX_SHARE = 0.99  # of the best candidate's chance: keeps it the best
 _LEAST_REST = 1e-6  # chance of all candidates but the best, as a divisor
@@ -97,7 +97,7 @@ class Child(NamedTuple):
 
 
 class _Place(NamedTuple):
-    """Where a node's children are: their depth, the candidate before them, and the paths that it is on."""
+    """The place of a node's children: their depth, the candidate before them, and the paths of the node."""
 
     depth: int
     before: int | None  # None: no candidate, so that there are no scores after it

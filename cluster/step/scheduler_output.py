@@ -75,7 +75,7 @@ class TreeShape(NamedTuple):
     Attributes:
         depth, width: most drafts on a path, and most children of a node.
         factors: of the estimated chances, `width` numbers: of candidates after another one than the best; of
-            the second, third, .. best candidate (`speculation/branch_model.py`).
+            the second, third, .. best candidate (`speculation/tree_policy.py`).
         fork: the same where drafts and copies differ, of those off the main path.
     """
 
@@ -222,6 +222,13 @@ class SchedulerOutput:
         return (
             self.num_drafts if self.tree is None else np.minimum(self.num_drafts, np.int32(self.tree.depth))
         )
+
+    @property
+    def is_trimmed_by_host(self) -> bool:
+        """Whether the host chooses which drafts are verified, which takes it time: chains that are trimmed
+        without a given number of rows. Growing a tree includes its trim, and a GPU trims in its step.
+        """
+        return self.tree is None and self.trim is not None and self.trim.num_rows is None
 
     def with_num_drafts(self, num_drafts_R: IntArray) -> SchedulerOutput:
         """Return the trimmed plan, with these numbers of drafts, which are at most the planned ones."""

@@ -165,6 +165,7 @@ def make_updates(table: SlotTable, outcome: StepOutcome) -> list[SequenceUpdate]
         sequence = table.sequences[slot]
         reason: FinishReason | None = "stop" if stopped else "length" if full else None
         reason = "error" if failed else reason
+        prompts = sequence.prompt_logprobs
         updates.append(
             SequenceUpdate(
                 sequence.request.request_id,
@@ -177,9 +178,7 @@ def make_updates(table: SlotTable, outcome: StepOutcome) -> list[SequenceUpdate]
                 outcome.branches.get(slot, ())[:num_accepted],
                 sequence.queue_s,
                 outcome.logprobs.get(slot, ()),
-                RowLogprobs.joined(prompt_logprobs)
-                if (prompt_logprobs := sequence.prompt_logprobs)
-                else None,
+                RowLogprobs.joined(prompts) if prompts else None,
             )
         )
     return updates

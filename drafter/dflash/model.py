@@ -70,7 +70,7 @@ class DFlashDrafter:
         backend: Backend | None = None,
         places: Sequence[LayerPlace] = (),
     ) -> None:
-        self.config = config
+        self.config, self.anchor_distance = config, config.anchor_distance
         self.places = tuple(places) or tuple(LayerPlace(0, layer) for layer in range(config.num_layers))
         backend = backend or EagerBackend()
         self._shared_embeddings = shared_embeddings
@@ -174,7 +174,7 @@ class DFlashDrafter:
         """Return the margins [N] of a block's choices, sharpened if there is a confidence head."""
         if self.confidence_head is None:
             return margins_N
-        before_N = rows.tokens_before(chosen_N, self.config.anchor_distance)
+        before_N = rows.tokens_before(chosen_N, self.anchor_distance)
         return self.confidence_head.sharpen(margins_N, hidden_NH, before_N)
 
     @property

@@ -22,15 +22,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ...cluster.pages.kv_cache_groups import ONE_GROUP, KVCacheLayout
-from ...cluster.pages.page_pool import pages_for
+from ...cluster.pages.kv_cache_groups import ONE_GROUP, KVCacheLayout, pages_for
 from ...cluster.speculation.draft_tree import Restriction
 from ...cluster.step.scheduler_output import AdmittedRequest, SchedulerOutput
 from ..compute.eager.attention_metadata import AttentionBatch
 from .inputs.draft_trees import DraftTrees, chain_parents
 from .inputs.logits_processors import RuledRows
 from .inputs.proposals import Proposals
-from .inputs.row_layout import Ints, StepRequests, StepRows
+from .inputs.row_layout import Ints, RequestRows, StepRequests, StepRows
 from .inputs.sampling_metadata import SamplingMetadata
 from .recurrent_states import RecurrentStates
 from .sampling.logits_processor_states import RuleStates
@@ -132,8 +131,8 @@ class RequestStates:
     def lay_out_rows(self, plan: SchedulerOutput, trees: DraftTrees | None = None) -> StepRows:
         """Return the target's rows; drafts must have been placed. `trees`: None if all drafts are chains."""
         r = self._requests(plan)
-        rows_of_R = (r.slots_R, r.first_R, r.num_rows_R, r.counts_R)
-        rows = self._lay_out(*rows_of_R, all_counts_R=r.counts_R, mask_id=None, trees=trees)
+        rows_R = RequestRows(r.slots_R, r.first_R, r.num_rows_R, r.counts_R)
+        rows = self._lay_out(rows_R, r.counts_R, mask_id=None, trees=trees)
         if self._recurrent is not None:
             rows = replace(rows, states=self._recurrent.rows(r))
         if self._walks is None:
@@ -152,10 +151,8 @@ class RequestStates:
             return None
         drafts_D = block_drafts_R[drafting_D]
         num_rows_D = drafts_D if samples_anchor else drafts_D + 1
-        rows_of_D = (r.slots_R[drafting_D], r.first_R[drafting_D], num_rows_D, drafts_D)
-        return self._lay_out(
-            *rows_of_D, all_counts_R=block_drafts_R, mask_id=mask_id, samples_anchor=samples_anchor
-        )
+        rows_D = RequestRows(r.slots_R[drafting_D], r.first_R[drafting_D], num_rows_D, drafts_D)
+        return self._lay_out(rows_D, block_drafts_R, mask_id=mask_id, samples_anchor=samples_anchor)
 
     def lay_out_link(
         self,
@@ -177,9 +174,9 @@ class RequestStates:
         slots_E, known_E = r.slots_R[drafting_E], r.first_R[drafting_E] + 1
         ones_E = np.ones(len(drafting_E), np.int64)
         last_E = np.maximum(known_E + (depth - 1), 0)
-        first_E, rows_E = last_E - (num_rows - 1), ones_E * num_rows
+        rows_E = RequestRows(slots_E, last_E - (num_rows - 1), ones_E * num_rows, ones_E)
         token_ids_N, positions_N, kv_slots_GN, sampled_E, _ = self._operators.lay_out_rows(
-            self.token_ids, slots_E, first_E, rows_E, ones_E, self.page_tables_GSP, self.page_size
+            self.token_ids, rows_E, self.page_tables_GSP, self.page_size
         )
         ruled = self._ruled(slots_E, known_E, ones_E, None, follows_drafts=False)
         in_link_R = np.zeros(len(r.slots_R), np.int64)
@@ -187,13 +184,13 @@ class RequestStates:
         return StepRows(
             positions_N=self._put(positions_N),
             kv_slots=self._put(kv_slots_GN).unbind(0),
-            batches=self._attention(slots_E, first_E, rows_E, self._drafter_groups, attention_batch),
+            batches=self._attention(rows_E, self._drafter_groups, attention_batch),
             token_ids_N=token_ids_N,
             sampled_X=self._put(sampled_E),
             counts_R=self._put(in_link_R),
             max_count=1,
             sampling=self._sampling(slots_E, last_E + 1, ruled),
-            num_rows_R=rows_E,
+            num_rows_R=rows_E.num_rows_R,
         )
 
     def pages_before(self, plan: SchedulerOutput, group: int) -> Ints:
@@ -286,19 +283,17 @@ class RequestStates:
 
     def _lay_out(
         self,
-        slots_R: Ints,
-        first_R: Ints,
-        num_rows_R: Ints,
-        counts_R: Ints,
-        *,
+        rows_R: RequestRows,
         all_counts_R: Ints,
+        *,
         mask_id: int | None,
         samples_anchor: bool = False,
         trees: DraftTrees | None = None,
     ) -> StepRows:
-        """Lay out rows of these requests; `all_counts_R` covers all requests of the plan."""
+        """Lay out rows of some requests; `all_counts_R` are the counts of all requests of the plan."""
+        _, first_R, num_rows_R, counts_R = rows_R
         token_ids_N, positions_N, kv_slots_GN, sampled_X, slots_X = self._operators.lay_out_rows(
-            self.token_ids, slots_R, first_R, num_rows_R, counts_R, self.page_tables_GSP, self.page_size
+            self.token_ids, rows_R, self.page_tables_GSP, self.page_size
         )
         if trees is not None:
             positions_N = trees.positions(positions_N, num_rows_R)
@@ -314,7 +309,7 @@ class RequestStates:
         return StepRows(
             positions_N=self._put(positions_N),
             kv_slots=self._put(kv_slots_GN).unbind(0),
-            batches=self._attention(slots_R, first_R, num_rows_R, groups, self._attention_batch, trees),
+            batches=self._attention(rows_R, groups, self._attention_batch, trees),
             token_ids_N=token_ids_N,
             sampled_X=rows_X,
             counts_R=self._put(all_counts_R),
@@ -326,30 +321,21 @@ class RequestStates:
 
     def _attention(
         self,
-        slots_R: Ints,
-        first_R: Ints,
-        num_rows_R: Ints,
+        rows_R: RequestRows,
         groups: Collection[int],
         batch: Callable[..., Any],
         trees: DraftTrees | None = None,
     ) -> tuple[Any, ...]:
         """Build the backend's metadata for each page group in which the model has layers."""
+        slots_R, first_R, num_rows_R, _ = rows_R
         used = -(-int((first_R + num_rows_R).max()) // self.page_size)
+        how = self.page_size, self.device
         paths = () if trees is None else (trees.paths(num_rows_R),)
-        return tuple(
-            batch(
-                first_R,
-                num_rows_R,
-                self.page_tables_GSP[number, slots_R, :used],
-                self.page_size,
-                self.device,
-                group.window,
-                *paths,
-            )
-            if number in groups
-            else None
-            for number, group in enumerate(self._groups)
-        )
+        built: list[Any] = [None] * len(self._groups)
+        for number in groups:
+            pages_RP = self.page_tables_GSP[number, slots_R, :used]
+            built[number] = batch(first_R, num_rows_R, pages_RP, *how, self._groups[number].window, *paths)
+        return tuple(built)
 
     def _ruled(
         self, slots_X: Ints, known_R: Ints, counts_R: Ints, trees: DraftTrees | None, *, follows_drafts: bool

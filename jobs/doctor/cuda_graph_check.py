@@ -19,7 +19,7 @@ from torch import Tensor
 from ...actors.targets.loading.load_plan import LoadPlan
 from ...actors.targets.loading.rank_loader import load_runner
 from ...actors.targets.runners.gpu_runner import GpuModelRunner
-from ...cluster.pages.page_pool import pages_for
+from ...cluster.pages.kv_cache_groups import pages_for
 from ...cluster.step.dummy_steps import dummy_step
 from ...cluster.step.scheduler_output import SchedulerOutput, StepResult, Trim
 from .cases.case import REMEDY

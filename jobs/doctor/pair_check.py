@@ -25,7 +25,7 @@ from ...actors.targets.loading.rank_loader import load_runner
 from ...actors.targets.runners.cpu_runner import CpuModelRunner
 from ...cluster.config import EngineConfig
 from ...cluster.engine.engine_core import EngineCore
-from ...cluster.pages.page_pool import pages_for
+from ...cluster.pages.kv_cache_groups import pages_for
 from ...cluster.request.request import Request, SamplingParams
 from ...cluster.step.dummy_steps import dummy_step
 from .cases.checks import Check, CheckOutcome, NotHereError, none_differ

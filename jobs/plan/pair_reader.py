@@ -27,8 +27,9 @@ from ...actors.tokenization.checkpoint_paths import SHAPE_FILES, drafter_folder,
 from ...cluster.config import EngineConfig, Quantization
 from ...cluster.errors import ConfigError, DatasetError
 from ...cluster.hardware.kernel_loops import MXFP4_BYTES
+from ...cluster.hardware.layer_shape import ExpertShape, LatentShape, LayerShape
 from ...cluster.hardware.model_pair import ModelPair
-from ...cluster.hardware.model_shape import ExpertShape, LatentShape, LayerShape, ModelShape
+from ...cluster.hardware.model_shape import ModelShape
 from ...cluster.hardware.parallel_layouts import TP_SIZES
 from ...cluster.simulation.simulated_engine import TraceArrival
 from ...cluster.speculation.acceptance_length import check_survival, survival_of_length

@@ -13,8 +13,9 @@ from manta.cluster.config import EngineConfig
 from manta.cluster.engine.engine_core import EngineCore
 from manta.cluster.errors import ConfigError, PlacementError
 from manta.cluster.hardware.gpu_specs import GPUS, Gpu, Link
+from manta.cluster.hardware.layer_shape import ExpertShape, LatentShape, LayerShape
 from manta.cluster.hardware.model_pair import ModelPair
-from manta.cluster.hardware.model_shape import ExpertShape, LatentShape, LayerShape, ModelShape
+from manta.cluster.hardware.model_shape import ModelShape
 from manta.cluster.hardware.roofline import Device
 from manta.cluster.hardware.step_time import LAUNCH_S
 from manta.cluster.simulation.acceptance_mix import AcceptanceMix

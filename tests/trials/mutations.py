@@ -146,14 +146,14 @@ MUTATIONS = (
     ),
     Mutation(
         "evicts the page that was used last",
-        "cluster/pages/page_pool.py",
+        "cluster/kv_cache/prefix_cache.py",
         "self._evictable.popitem(last=False)",
         "self._evictable.popitem(last=True)",
         _PAGES,
     ),
     Mutation(
         "frees a page that another request still uses",
-        "cluster/pages/page_pool.py",
+        "cluster/kv_cache/prefix_cache.py",
         "if self.ref_counts[page] > 0:\n                continue",
         "if self.ref_counts[page] > 1:\n                continue",
         _PAGES,
@@ -167,7 +167,7 @@ MUTATIONS = (
     ),
     Mutation(
         "finds an evicted page in the prefix cache",
-        "cluster/pages/page_pool.py",
+        "cluster/kv_cache/prefix_cache.py",
         "self.on_evict(page)",
         "page = page",
         _PAGES,

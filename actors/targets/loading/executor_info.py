@@ -1,4 +1,4 @@
-"""What a loaded rank tells the scheduler, derived from its plan; called by `rank_loader.py`."""
+"""Derives `ExecutorInfo`, facts for the scheduler, from a loaded plan. Called by `rank_loader.py`."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from ....cluster.errors import ConfigError
-from ....cluster.pages.page_pool import pages_for
+from ....cluster.pages.kv_cache_groups import pages_for
 from ....cluster.request.request import LogitsProcessorParams
 from ....cluster.request.structured_outputs import Grammar, SlotGrammar
 from ....cluster.step.dummy_steps import GREEDY, dummy_step, dummy_trim

@@ -50,13 +50,13 @@ def describe_weights(plan: LoadPlan, counts: Mapping[str, WeightCounts]) -> Iter
     for name, held in counts.items():
         model = models[name]
         if model is not None and model.quantization is not None:
-            kept = _kept(held)
+            kept = _packed_matrices(held)
             yield f"the {name}'s checkpoint is quantized ({model.quantization}): {kept} dequantized at load"
         if held.packed_bytes:
             yield f"packed weights of the {name} take {held.packed_bytes / 2**20:,.1f} MiB"
 
 
-def _kept(held: WeightCounts) -> str:
+def _packed_matrices(held: WeightCounts) -> str:
     packed: list[str] = []
     if held.num_expert_codes:
         num_products = held.num_expert_codes + held.num_expert_plain

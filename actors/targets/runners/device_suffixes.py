@@ -76,7 +76,7 @@ class TokenMirror:
 
 
 class _DraftPlaces(NamedTuple):
-    """For each planned draft its request and number, its slot and position, and its row in the blocks."""
+    """A step's planned drafts: request and number of each, slot and position, and row in the blocks."""
 
     requests_M: Indices
     columns_M: Indices

@@ -87,7 +87,7 @@ class TreeMemory:
         config: DrafterConfig,
         num_kept: int,
     ) -> TreeMemory:
-        """Allocate.
+        """Allocate memory for the trees of `max_requests` requests.
 
         Args:
             lists: `decoding_LW` and `blocks_LW`.

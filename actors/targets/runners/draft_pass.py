@@ -154,7 +154,7 @@ class DraftPass:
             selector.codebooks,
             filters=self._filters,
             margins_N=margins_N,
-            anchor_distance=drafter.config.anchor_distance,
+            anchor_distance=drafter.anchor_distance,
         )
         margins_N = drafter.sharpen(margins_N, hidden_NH, chosen_N, rows)
         if communicator.world_size == 1:
@@ -192,7 +192,7 @@ class DraftPass:
         gates_NE: Tensor | None = None,
     ) -> Tensor:
         """Grow trees, equal on all ranks; return margins [N] of drafts that have no selector."""
-        models, distance = self._models, drafter.config.anchor_distance
+        models, distance = self._models, drafter.anchor_distance
         margins_N = torch.empty(len(found.ids_NK), dtype=torch.float32, device=found.ids_NK.device)
         codebooks = None if drafter.selector is None else drafter.selector.codebooks
         blocks = (rows, cu_rows_R1, self._requests.max_rows, models.states.sampling)

@@ -58,7 +58,7 @@ class DeviceGrammarMasks:
         self, plan: SchedulerOutput, requests_G: Indices, trees: TreeMemory, communicator: Communicator
     ) -> StepWalks | None:
         """Grow the trees of requests with grammars again, restricted by these. Waits for the device."""
-        slots_G, begin_G = self._known(plan, requests_G)
+        slots_G, begin_G = self._slots_and_num_known(plan, requests_G)
         drafts_G = np.zeros((len(slots_G), 0), dtype=np.int64)
         counts_G = plan.samples[requests_G].astype(np.int64)
         walks = self.grammars.walk(slots_G, begin_G, counts_G, drafts_G, self._read)
@@ -83,7 +83,7 @@ class DeviceGrammarMasks:
         drafts_G = verified.num_drafts_R[: len(requests_G)].cpu().numpy().astype(np.int64)
         if walks is not None:
             return self.grammars.masks(walks, (drafts_G + 1) * plan.samples[requests_G])
-        tables, (slots_G, begin_G) = self.states.tables, self._known(plan, requests_G)
+        tables, (slots_G, begin_G) = self.states.tables, self._slots_and_num_known(plan, requests_G)
         slots = torch.from_numpy(slots_G).to(tables.token_ids.device)
         last = tables.token_ids.shape[1] - 1  # unused column, where values that must not be kept are written
         columns_K = np.arange(int(drafts_G.max(initial=0)))
@@ -105,7 +105,7 @@ class DeviceGrammarMasks:
             tables.token_ids[places] = torch.from_numpy(drafts_GK).to(slots.device, torch.int32)
         return masks
 
-    def _known(self, plan: SchedulerOutput, requests_G: Indices) -> tuple[Ints, Ints]:
+    def _slots_and_num_known(self, plan: SchedulerOutput, requests_G: Indices) -> tuple[Ints, Ints]:
         """Return the slots and the numbers of known tokens [G]."""
         arrays = (plan.slots, plan.num_rows, plan.num_drafts)
         slots_G, rows_G, planned_G = (x[requests_G].astype(np.int64) for x in arrays)

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from ....cluster.errors import ConfigError
 from ....cluster.hardware.memory_plan import activation_bytes
-from ....cluster.pages.page_pool import pages_for
+from ....cluster.pages.kv_cache_groups import pages_for
 from ....cluster.step.dummy_steps import dummy_step
 from ....cluster.step.scheduler_output import SchedulerOutput
 from ....drafter.compute.backend import Backend

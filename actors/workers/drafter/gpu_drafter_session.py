@@ -184,7 +184,7 @@ class GpuDrafterSession:
                 codebooks,
                 filters=filters,
                 margins_N=margins_N,
-                anchor_distance=drafter.config.anchor_distance,
+                anchor_distance=drafter.anchor_distance,
             )
         margins_N = drafter.sharpen(margins_N, hidden_NH, chosen_N, rows)
         write_drafts(chosen_N, rows, tables)

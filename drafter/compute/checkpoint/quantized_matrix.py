@@ -110,7 +110,7 @@ Matrix = Tensor | QuantizedMatrix
 
 @dataclass(frozen=True, slots=True)
 class PackedForm:
-    """How products hold a matrix as codes; `group` inputs (None: a row) share a scale, and a zero if any."""
+    """The codes of a matrix in products; `group` inputs (None: a row) share a scale, and a zero if any."""
 
     code: Code
     group: int | None

@@ -21,7 +21,7 @@ from ....cluster.step.scheduler_output import IntArray, SchedulerOutput
 from ...compute.cpu_numba.element_ops import LIKE
 from ...grammars.token_bitmasks import RowMasks
 from ..inputs.proposals import Proposals
-from ..inputs.row_layout import Ints, Layout, StepRows
+from ..inputs.row_layout import Ints, Layout, RequestRows, StepRows
 from ..inputs.sampling_metadata import SamplingMetadata
 from ..sampling.selector import SelectorCodebooks
 from ..sampling.step_ops import StepOperators
@@ -35,18 +35,9 @@ class LoopStepOperators(StepOperators):
     """Operators for state in host memory; logits are fp32 or bf16. See the definitions."""
 
     @staticmethod
-    def lay_out_rows(
-        tokens_ST: Tensor,
-        slots_R: Ints,
-        first_R: Ints,
-        num_rows_R: Ints,
-        counts_R: Ints,
-        page_tables_GSP: Ints,
-        page_size: int,
-    ) -> Layout:
-        token_ids_N, *layout = row_layout.lay_out_rows(
-            tokens_ST.numpy(), slots_R, first_R, num_rows_R, counts_R, page_tables_GSP, page_size
-        )
+    def lay_out_rows(tokens_ST: Tensor, rows_R: RequestRows, page_tables_GSP: Ints, page_size: int) -> Layout:
+        where = (page_tables_GSP, page_size)
+        token_ids_N, *layout = row_layout.lay_out_rows(tokens_ST.numpy(), *rows_R, *where)
         return torch.from_numpy(token_ids_N), *layout
 
     @staticmethod

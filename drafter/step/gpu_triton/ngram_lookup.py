@@ -27,30 +27,17 @@ def look_up(requests: DeviceStepRequests, tables: SlotTables, shortest: int, lon
         shortest, longest: lengths of the token runs to match.
     """
     _look_up[len(requests.slots_R),](
-        requests.slots_R,
-        requests.num_drafts_R,
-        tables.token_ids,
-        tables.num_computed,
-        tables.token_ids.stride(0),
-        shortest,
-        longest,
-        PLACES=_PLACES,
-        LANES=triton.next_power_of_2(requests.max_drafts),
-    )
+        requests.slots_R, requests.num_drafts_R, tables.token_ids, tables.num_computed,
+        tables.token_ids.stride(0), shortest, longest,
+        PLACES=_PLACES, LANES=triton.next_power_of_2(requests.max_drafts),
+    )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["shortest", "longest"])
 def _look_up(
-    slots,
-    num_drafts,
-    token_ids,
-    num_computed,
-    token_stride,
-    shortest,
-    longest,
-    PLACES: tl.constexpr,
-    LANES: tl.constexpr,
-):
+    slots, num_drafts, token_ids, num_computed, token_stride, shortest, longest,
+    PLACES: tl.constexpr, LANES: tl.constexpr,
+):  # fmt: skip
     request = tl.program_id(0)
     drafts = tl.load(num_drafts + request)
     if drafts == 0:

@@ -98,21 +98,11 @@ class DeviceRecurrent:
         )
         slots_R, pending_R, first_R = lists_3R[:, :num_requests].unbind(0)
         _build_rows[num_requests,](
-            requests.slots_R,
-            requests.cu_rows_R1,
-            requests.num_drafts_R,
-            self._tables.num_computed,
-            self._states_S,
-            self._positions_Z,
-            saves_2RM,
-            0 if saves_2RM is None else saves_2RM.stride(0),
-            slots_R,
-            pending_R,
-            first_R,
-            MAX_DRAFTS=self._memory.max_drafts,
-            SAVES=MAX_SAVES,
-            num_warps=1,
-        )
+            requests.slots_R, requests.cu_rows_R1, requests.num_drafts_R, self._tables.num_computed,
+            self._states_S, self._positions_Z, saves_2RM, 0 if saves_2RM is None else saves_2RM.stride(0),
+            slots_R, pending_R, first_R,
+            MAX_DRAFTS=self._memory.max_drafts, SAVES=MAX_SAVES, num_warps=1,
+        )  # fmt: skip
         return DeviceStateRows(
             slots_R=slots_R,
             cu_rows_R1=requests.cu_rows_R1,
@@ -127,16 +117,9 @@ class DeviceRecurrent:
     def save_accepted(self, slots_R: Tensor, saves_2RM: Tensor) -> None:
         """Copy the states of decoding requests that passed a position to save."""
         _save_accepted[len(slots_R) * MAX_SAVES, *self._programs](
-            *self._of_parts(),
-            self._positions_Z,
-            slots_R,
-            self._tables.num_computed,
-            self._states_S,
-            saves_2RM,
-            saves_2RM.stride(0),
-            SAVES=MAX_SAVES,
-            **self._sizes(),
-        )
+            *self._of_parts(), self._positions_Z, slots_R, self._tables.num_computed, self._states_S,
+            saves_2RM, saves_2RM.stride(0), SAVES=MAX_SAVES, **self._sizes(),
+        )  # fmt: skip
 
     def _of_parts(self) -> list[Tensor]:
         return [part for part, _ in self._parts]
@@ -191,25 +174,10 @@ def _build_rows(
 
 @triton.jit(do_not_specialize=["source", "target", "num_tokens"])
 def _admit_states(
-    states,
-    windows,
-    k_records,
-    u_records,
-    g_records,
-    x_records,
-    positions,
-    source,
-    target,
-    num_tokens,
-    SLOTS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    STATE: tl.constexpr,
-    WINDOW: tl.constexpr,
-    K: tl.constexpr,
-    U: tl.constexpr,
-    G: tl.constexpr,
-    X: tl.constexpr,
-):
+    states, windows, k_records, u_records, g_records, x_records, positions, source, target, num_tokens,
+    SLOTS: tl.constexpr, BLOCK: tl.constexpr, STATE: tl.constexpr, WINDOW: tl.constexpr, K: tl.constexpr,
+    U: tl.constexpr, G: tl.constexpr, X: tl.constexpr,
+):  # fmt: skip
     parts, sizes = (states, windows, k_records, u_records, g_records, x_records), (STATE, WINDOW, K, U, G, X)
     _copy_parts(parts, sizes, source, target, SLOTS, BLOCK, 0)
     if (tl.program_id(0) == 0) & (tl.program_id(1) == 0):
@@ -220,28 +188,11 @@ def _admit_states(
 
 @triton.jit(do_not_specialize=["saves_stride"], do_not_specialize_on_alignment=["slots", "saves"])
 def _save_accepted(
-    states,
-    windows,
-    k_records,
-    u_records,
-    g_records,
-    x_records,
-    positions,
-    slots,
-    num_computed,
-    states_of_slots,
-    saves,
-    saves_stride,
-    SAVES: tl.constexpr,
-    SLOTS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    STATE: tl.constexpr,
-    WINDOW: tl.constexpr,
-    K: tl.constexpr,
-    U: tl.constexpr,
-    G: tl.constexpr,
-    X: tl.constexpr,
-):
+    states, windows, k_records, u_records, g_records, x_records, positions, slots, num_computed,
+    states_of_slots, saves, saves_stride,
+    SAVES: tl.constexpr, SLOTS: tl.constexpr, BLOCK: tl.constexpr, STATE: tl.constexpr, WINDOW: tl.constexpr,
+    K: tl.constexpr, U: tl.constexpr, G: tl.constexpr, X: tl.constexpr,
+):  # fmt: skip
     slot = tl.load(slots + tl.program_id(0) // SAVES)
     at = saves + tl.program_id(0)
     position, source = tl.load(at), tl.load(states_of_slots + slot)

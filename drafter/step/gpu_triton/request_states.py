@@ -20,8 +20,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from ....cluster.pages.kv_cache_groups import ONE_GROUP, KVCacheLayout
-from ....cluster.pages.page_pool import pages_for
+from ....cluster.pages.kv_cache_groups import ONE_GROUP, KVCacheLayout, pages_for
 from ....cluster.step.scheduler_output import AdmittedRequest, SchedulerOutput
 from ...compute.memory.kv_cache import skip_slot
 from ..sampling.logprobs import LogprobSlots

@@ -12,6 +12,7 @@ request, T tokens, G page groups.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -24,6 +25,20 @@ from .sampling_metadata import SamplingMetadata
 
 Ints = NDArray[np.int64]
 Layout = tuple[Tensor, Ints, Ints, Ints, Ints]
+
+
+class RequestRows(NamedTuple):
+    """Rows to lay out, request after request, int64 [R].
+
+    Attributes:
+        first_R: absolute position of each request's first row.
+        counts_R: number of its last rows for which a token is sampled.
+    """
+
+    slots_R: Ints
+    first_R: Ints
+    num_rows_R: Ints
+    counts_R: Ints
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,26 +103,14 @@ class StepRows(PlacedRows):
         return torch.where(is_first_X1, anchors_X1, values_XP.roll(1, dims=0))
 
 
-def lay_out_rows(
-    tokens_ST: Tensor,
-    slots_R: Ints,
-    first_R: Ints,
-    num_rows_R: Ints,
-    counts_R: Ints,
-    page_tables_GSP: Ints,
-    page_size: int,
-) -> Layout:
-    """Lay out rows, request after request.
-
-    Args:
-        tokens_ST: on the device of the step.
-        first_R: absolute position of each request's first row.
-        counts_R: number of its last rows for which a token is sampled.
+def lay_out_rows(tokens_ST: Tensor, rows_R: RequestRows, page_tables_GSP: Ints, page_size: int) -> Layout:
+    """Lay out rows; `tokens_ST` are on the device of the step.
 
     Returns:
         token_ids_N, on the device of `tokens`; positions_N, kv_slots_GN; sampled_X (rows), slots_X (of
         their requests). int64.
     """
+    slots_R, first_R, num_rows_R, counts_R = rows_R
     ends_R = np.cumsum(num_rows_R)
     rows_N, slots_N = np.arange(num_rows_R.sum()), np.repeat(slots_R, num_rows_R)
     positions_N = rows_N + np.repeat(first_R - ends_R + num_rows_R, num_rows_R)

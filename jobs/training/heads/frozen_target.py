@@ -25,7 +25,7 @@ from ....actors.targets.model.decoder import Decoder
 from ....actors.targets.model.tensor_parallel import Sharding, SingleRank
 from ....actors.tokenization.checkpoint_paths import resolve_checkpoint
 from ....cluster.config import EngineConfig
-from ....cluster.pages.page_pool import pages_for
+from ....cluster.pages.kv_cache_groups import pages_for
 from ....drafter.compute.backend import PlacedRows
 from ....drafter.compute.eager.backend import EagerBackend
 from ....drafter.compute.memory.kv_cache import PagedKVCache

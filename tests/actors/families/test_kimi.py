@@ -17,9 +17,9 @@ from manta.actors.targets.model.tensor_parallel import Sharding
 from manta.actors.tokenization.chat_template import ChatTemplate
 from manta.cluster.errors import CheckpointError, PlacementError
 from manta.cluster.hardware.gpu_specs import GPUS
+from manta.cluster.hardware.layer_shape import DeviceWork
 from manta.cluster.hardware.memory_plan import plan_memory
 from manta.cluster.hardware.model_pair import LayoutDemand
-from manta.cluster.hardware.model_shape import DeviceWork
 from manta.cluster.hardware.parallel_layouts import ParallelLayout
 from manta.cluster.hardware.roofline import GPUS as ROOFLINE
 from manta.drafter.compute.layers.linear import RMSNorm

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from manta.cluster.config import EngineConfig
 from manta.cluster.engine.engine_core import EngineCore
 from manta.cluster.errors import UnprocessableError
-from manta.cluster.kv_cache.prefix_cache import PrefixCache
+from manta.cluster.kv_cache.prefix_cache import PagePool, PrefixCache
 from manta.cluster.pages.kv_cache_groups import (
     KVCacheGroup,
     KVCacheLayout,
@@ -18,7 +18,6 @@ from manta.cluster.pages.kv_cache_groups import (
     plane_width,
     share_pages,
 )
-from manta.cluster.pages.page_pool import PagePool
 from manta.cluster.simulation.simulated_executor import SimulatedExecutor
 from manta.cluster.step.limits import SchedulerConfig
 from manta.cluster.step.scheduler_output import SchedulerOutput

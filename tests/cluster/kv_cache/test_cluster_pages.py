@@ -6,9 +6,8 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from manta.cluster.kv_cache.prefix_cache import PrefixCache
-from manta.cluster.pages.kv_cache_groups import KVCacheGroup
-from manta.cluster.pages.page_pool import PagePool, pages_for
+from manta.cluster.kv_cache.prefix_cache import PagePool, PrefixCache
+from manta.cluster.pages.kv_cache_groups import KVCacheGroup, pages_for
 
 PAGE = 4
 

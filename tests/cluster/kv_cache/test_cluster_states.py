@@ -12,10 +12,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from manta.cluster.engine.engine_core import EngineCore
-from manta.cluster.kv_cache.prefix_cache import PrefixCache
+from manta.cluster.kv_cache.prefix_cache import PagePool, PrefixCache
 from manta.cluster.kv_cache.recurrent_state_manager import MOVES_PAGES, RecurrentStateManager
 from manta.cluster.pages.kv_cache_groups import KVCacheGroup
-from manta.cluster.pages.page_pool import PagePool
 from manta.cluster.step.dummy_steps import dummy_step
 from manta.cluster.step.sequence import Sequence, SlotTable
 from manta.cluster.step.step_outcome import StepOutcome

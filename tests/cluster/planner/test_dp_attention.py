@@ -11,9 +11,10 @@ from dataclasses import replace
 
 import pytest
 from manta.cluster.hardware.gpu_specs import GPUS, Gpu
+from manta.cluster.hardware.layer_shape import DeviceWork
 from manta.cluster.hardware.memory_plan import MAX_NUM_SEQS, MemoryPlan, plan_memory
 from manta.cluster.hardware.model_pair import LayoutDemand, ModelPair
-from manta.cluster.hardware.model_shape import DeviceWork, ModelShape
+from manta.cluster.hardware.model_shape import ModelShape
 from manta.cluster.hardware.parallel_layouts import ParallelLayout
 from manta.cluster.hardware.step_time import StepTimes
 from support.paths import ROOT

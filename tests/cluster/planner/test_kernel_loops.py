@@ -18,8 +18,9 @@ from manta.cluster.hardware.kernel_loops import (
     TALL_MXFP4,
     IssuedInstructions,
 )
+from manta.cluster.hardware.layer_shape import ExpertShape, LatentShape, LayerShape
 from manta.cluster.hardware.model_pair import ModelPair
-from manta.cluster.hardware.model_shape import ExpertShape, LatentShape, LayerShape, ModelShape
+from manta.cluster.hardware.model_shape import ModelShape
 from manta.cluster.hardware.parallel_layouts import ParallelLayout
 from manta.cluster.hardware.step_time import LAUNCH_S, DeviceTime, StepTimes
 

@@ -16,9 +16,10 @@ from manta.actors.targets.loading.memory_budget import (
 from manta.cluster.config import EngineConfig
 from manta.cluster.errors import ConfigError
 from manta.cluster.hardware.gpu_specs import GPUS
+from manta.cluster.hardware.layer_shape import LayerShape
 from manta.cluster.hardware.memory_plan import MAX_NUM_SEQS, plan_memory
 from manta.cluster.hardware.model_pair import LayoutDemand, ModelPair
-from manta.cluster.hardware.model_shape import LayerShape, ModelShape
+from manta.cluster.hardware.model_shape import ModelShape
 from manta.cluster.hardware.parallel_layouts import ParallelLayout
 from manta.cluster.hardware.step_time import StepTimes
 from manta.cluster.pages.recurrent_state_spec import RecurrentStateSpec

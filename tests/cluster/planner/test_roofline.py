@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from manta.cluster.errors import ConfigError
-from manta.cluster.hardware.model_shape import ExpertShape, LayerShape, ModelShape
+from manta.cluster.hardware.layer_shape import ExpertShape, LayerShape
+from manta.cluster.hardware.model_shape import ModelShape
 from manta.cluster.hardware.roofline import GPUS, Device, Roofline
 from manta.cluster.speculation.acceptance_length import (
     check_survival,

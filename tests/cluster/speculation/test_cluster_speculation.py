@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from manta.cluster.config import EngineConfig, SpeculativeConfig
 from manta.cluster.engine.engine_core import EngineCore
 from manta.cluster.errors import RequestError
-from manta.cluster.scheduler.request_weights import RequestWeights
+from manta.cluster.scheduler.request_queues import RequestWeights
 from manta.cluster.simulation.simulated_drafts import SimulatedDrafts
 from manta.cluster.simulation.simulated_executor import SimulatedExecutor, VirtualClock
 from manta.cluster.speculation.acceptance_model import AcceptanceModel

@@ -1,4 +1,7 @@
-"""Trees, chains and no drafts are one choice: trees where branches pay, and chains' speed elsewhere."""
+"""Trees, chains and no drafts are one choice: trees where branches pay, and chains' speed elsewhere.
+
+The factors of branches are accepted tokens per expected token, whatever the factors were before.
+"""
 
 from __future__ import annotations
 
@@ -10,10 +13,11 @@ from manta.cluster.config import EngineConfig
 from manta.cluster.engine.engine_core import EngineCore, EngineStats
 from manta.cluster.simulation.simulated_executor import LinearCost, SimulatedExecutor, VirtualClock
 from manta.cluster.simulation.simulated_trees import SHARES, simulate_trees
-from manta.cluster.speculation.draft_trimming import prefixes_to_verify, tree_gain
-from manta.cluster.speculation.tree_policy import TreePolicy
+from manta.cluster.speculation.draft_trimming import TRIM_S, prefixes_to_verify, tree_gain
+from manta.cluster.speculation.step_cost_model import StepLoad
+from manta.cluster.speculation.tree_policy import BranchModel, TreePolicy
 from manta.cluster.step.dummy_steps import dummy_step
-from manta.cluster.step.scheduler_output import TreeGain, TreeShape, Trim
+from manta.cluster.step.scheduler_output import StepResult, TreeGain, TreeOutcome, TreeShape, Trim
 from support.engines.cluster_checker import make_info, make_request
 
 FACTS = {"num_pages": (65536,), "page_size": 16, "max_model_len": 4096, "eos_token_ids": ()}
@@ -86,6 +90,29 @@ def test_passes_of_fixed_sizes_have_as_many_rows_as_trees_are_worth(cost: str, n
     assert fixed >= 0.98 * chains
 
 
+def test_a_step_that_was_to_grow_trees_and_did_not_is_not_charged_for_a_trim() -> None:
+    """As of a remote drafter that is late, whose trees have no candidates."""
+
+    class WithoutTrees(SimulatedExecutor):
+        def collect(self) -> StepResult:
+            return replace(super().collect(), trees=None, tree_gain=None)
+
+    clock, survival = VirtualClock(), tuple(0.9**k for k in range(1, 16))
+    info = make_info(**FACTS, num_speculative_tokens=15, **TREE)
+    spec = {"model": "d", **TREE}
+    engine = EngineCore(
+        EngineConfig.from_dict({"model": "t", "max_num_seqs": 4, "speculative_config": spec}),
+        WithoutTrees(info, survival, LinearCost(verify_floor_s=1.5 * TRIM_S), clock.advance),
+        clock,
+    )
+    engine.add_request(make_request("r", max_tokens=600, ignore_eos=True))
+    while not engine.stats().finished:
+        engine.step()
+    assert engine.costs is not None and engine.stats().num_draft_tokens > 300
+    seconds = engine.costs.non_draft_s(StepLoad(1, 0, 300.0), 31)
+    np.testing.assert_allclose(seconds, 1.5 * TRIM_S, rtol=0.1)
+
+
 @pytest.mark.parametrize("size", [7, 15, 31])
 def test_trees_have_as_many_nodes_as_they_may(size: int) -> None:
     """Also if blocks are longer: without a policy all nodes are verified."""
@@ -150,3 +177,36 @@ def test_trees_are_tried_again_where_chains_were_better() -> None:
     for _ in range(20):
         policy.observe(3, TreeGain(0.5, 1e-3), worth=2.0, rate=100.0)
     assert policy.choose(3) and policy.choose(3) and 0.0 < policy.gain(3) <= 0.2
+
+
+NONE_1, NO_PATH = np.zeros(1, np.int32), np.zeros((1, 0), np.int32)
+
+
+def branch_outcome(shape: TreeShape, actual: np.ndarray) -> TreeOutcome:
+    """Of steps in which the estimates without factors are 0.5."""
+    estimates = 0.5 * np.array((*shape.factors, shape.fork))
+    chances = estimates.astype(np.float32), actual.astype(np.float32)
+    return TreeOutcome(NONE_1, NONE_1, NO_PATH, *chances, NONE_1, NONE_1)
+
+
+def test_factors_become_the_quotient_of_accepted_and_expected_tokens() -> None:
+    model, actual = BranchModel(3), np.array([0.1, 0.25, 1.0, 0.4])
+    assert model.shape(15) == TreeShape(15, 3, (1.0, 1.0, 1.0), 1.0)
+    for _ in range(400):
+        shape = model.shape(15)
+        model.observe(shape, branch_outcome(shape, actual))
+    shape = model.shape(15)
+    # The prior holds them back.
+    np.testing.assert_allclose((*shape.factors, shape.fork), [0.3, 0.55, 1.9, 0.8], atol=0.12)
+
+
+def test_factors_follow_the_text_and_are_forgotten_with_the_drafter() -> None:
+    model = BranchModel(2)
+    for accepted in (0.0, 1.0):
+        for _ in range(400):
+            shape = model.shape(15)
+            model.observe(shape, branch_outcome(shape, np.full(3, accepted)))
+        shape = model.shape(15)
+        assert (shape.factors[0] > 1.0) == (shape.fork > 1.0) == (accepted > 0.5)
+    model.reset()
+    assert model.shape(15) == TreeShape(15, 2, (1.0, 1.0), 1.0)

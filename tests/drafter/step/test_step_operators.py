@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from manta.drafter.grammars.token_bitmasks import RowMasks
 from manta.drafter.step.cpu_numba.step_ops import LOOPS
 from manta.drafter.step.inputs.gumbel_noise import negative_gumbel, noise_keys
+from manta.drafter.step.inputs.row_layout import RequestRows
 from manta.drafter.step.sampling.ngram_lookup import look_up
 from manta.drafter.step.sampling.step_ops import DEFINITION, StepOperators
 
@@ -62,7 +63,7 @@ def arrays(values: object) -> list[np.ndarray]:
 @given(requests(), st.integers(1, 3))
 def test_rows_are_laid_out_the_same(r: Requests, num_groups: int) -> None:
     pages = np.random.default_rng(r.seed).integers(0, 99, (num_groups, SLOTS, MAX_LEN // PAGE_SIZE))
-    where = (r.slots_R, r.first_R, r.num_rows_R, r.counts_R, pages, PAGE_SIZE)
+    where = (RequestRows(r.slots_R, r.first_R, r.num_rows_R, r.counts_R), pages, PAGE_SIZE)
     mine, loops = (arrays(operators.lay_out_rows(r.tokens(), *where)) for operators in BOTH)
     for expected, got in zip(mine, loops, strict=True):
         assert expected.dtype == got.dtype == np.int64 and expected.tolist() == got.tolist()

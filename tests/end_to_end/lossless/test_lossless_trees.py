@@ -17,7 +17,7 @@ from manta.cluster.config import EngineConfig
 from manta.cluster.errors import ConfigError
 from manta.cluster.request.structured_outputs import StructuredOutputsParams
 from manta.cluster.speculation.acceptance_model import AcceptanceModel
-from manta.cluster.speculation.branch_model import BranchModel
+from manta.cluster.speculation.tree_policy import BranchModel
 from manta.drafter.compute.cpu_numba.cpu_features import bf16_instructions
 from support.checkpoints.tiny import make_tiny_drafter, make_tiny_target
 from support.oracles.fp8_kv_scales import publish_with_kv_scales

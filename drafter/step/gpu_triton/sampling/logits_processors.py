@@ -47,78 +47,26 @@ def apply_rules(
     """
     num_rows, vocab_size = logits_NV.shape
     _apply[triton.cdiv(vocab_size, _CHUNK), num_rows](
-        logits_NV,
-        logits_NV.stride(0),
-        slots_N,
-        positions_N,
-        tables.token_ids,
-        tables.token_ids.stride(0),
-        tables.num_computed,
-        tables.token_ids if paths_ND is None else paths_ND,
-        0 if paths_ND is None else paths_ND.shape[1],
-        rules.is_ruled,
-        rules.prompt_length,
-        rules.num_allowed,
-        rules.num_biased,
-        rules.num_bad_words,
-        rules.repetition,
-        rules.frequency,
-        rules.presence,
-        rules.budget,
-        rules.start_length,
-        rules.end_length,
-        rules.allowed_ids,
-        rules.biased_ids,
-        rules.biases,
-        rules.bad_words,
-        rules.marks,
-        vocab_size,
-        DRAFTS=drafts,
-        MAX_ALLOWED=rules.allowed_ids.shape[1],
-        MAX_BIASED=rules.biased_ids.shape[1],
-        MAX_WORDS=rules.bad_words.shape[1],
-        WORD=rules.bad_words.shape[2],
-        MARK=rules.marks.shape[2],
+        logits_NV, logits_NV.stride(0), slots_N, positions_N, tables.token_ids, tables.token_ids.stride(0),
+        tables.num_computed, tables.token_ids if paths_ND is None else paths_ND,
+        0 if paths_ND is None else paths_ND.shape[1], rules.is_ruled, rules.prompt_length, rules.num_allowed,
+        rules.num_biased, rules.num_bad_words, rules.repetition, rules.frequency, rules.presence,
+        rules.budget, rules.start_length, rules.end_length, rules.allowed_ids, rules.biased_ids, rules.biases,
+        rules.bad_words, rules.marks, vocab_size,
+        DRAFTS=drafts, MAX_ALLOWED=rules.allowed_ids.shape[1], MAX_BIASED=rules.biased_ids.shape[1],
+        MAX_WORDS=rules.bad_words.shape[1], WORD=rules.bad_words.shape[2], MARK=rules.marks.shape[2],
         CHUNK=_CHUNK,
-    )
+    )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["depth"], do_not_specialize_on_alignment=["positions", "slots"])
 def _apply(
-    logits,
-    row_stride,
-    slots,
-    positions,
-    token_ids,
-    tokens_stride,
-    num_computed,
-    paths,
-    depth,
-    is_ruled,
-    prompt_lengths,
-    nums_allowed,
-    nums_biased,
-    nums_bad_words,
-    repetitions,
-    frequencies,
-    presences,
-    budgets,
-    start_lengths,
-    end_lengths,
-    allowed_ids,
-    biased_ids,
-    biases,
-    bad_words,
-    marks,
-    vocab_size,
-    DRAFTS: tl.constexpr,
-    MAX_ALLOWED: tl.constexpr,
-    MAX_BIASED: tl.constexpr,
-    MAX_WORDS: tl.constexpr,
-    WORD: tl.constexpr,
-    MARK: tl.constexpr,
-    CHUNK: tl.constexpr,
-):
+    logits, row_stride, slots, positions, token_ids, tokens_stride, num_computed, paths, depth, is_ruled,
+    prompt_lengths, nums_allowed, nums_biased, nums_bad_words, repetitions, frequencies, presences, budgets,
+    start_lengths, end_lengths, allowed_ids, biased_ids, biases, bad_words, marks, vocab_size,
+    DRAFTS: tl.constexpr, MAX_ALLOWED: tl.constexpr, MAX_BIASED: tl.constexpr, MAX_WORDS: tl.constexpr,
+    WORD: tl.constexpr, MARK: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
     first, row = tl.program_id(0) * CHUNK, tl.program_id(1)
     slot = tl.load(slots + row)
     if slot < 0:
@@ -191,16 +139,9 @@ def _read(tokens, at, mask, other):
 
 @triton.jit
 def _endings(
-    words,
-    num_words,
-    tokens,
-    prompt_length,
-    end,
-    first,
-    MAX_WORDS: tl.constexpr,
-    WORD: tl.constexpr,
-    CHUNK: tl.constexpr,
-):
+    words, num_words, tokens, prompt_length, end, first,
+    MAX_WORDS: tl.constexpr, WORD: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
     """Return how many bad words of generated tokens each column's token would complete at `end`."""
     word = tl.arange(0, MAX_WORDS)
     is_word = word < num_words

@@ -91,66 +91,26 @@ def find_candidates(
     scores_NK = torch.empty(num_rows, top_k, dtype=torch.float32, device=device)
     z_NK, ids_NK = torch.empty_like(scores_NK), torch.empty_like(scores_NK, dtype=torch.int64)
     _best_of_chunk[chunks, num_rows](
-        logits_NU,
-        logits_NU.stride(0),
-        rows.positions_N,
-        state.min_length,
-        state.stop_ids,
-        rows.slots_N,
-        state.temperature,
-        state.top_k,
-        state.top_p,
-        state.min_p,
-        state.seed,
-        workspace.filters.floor_N,
-        keys_NCK,
-        vocab_size,
-        vocab_start,
-        FILTERS=filters,
-        TOP_K=top_k,
-        NUM_STOP_IDS=state.stop_ids.shape[1],
-        CHUNK=_CHUNK,
-        num_warps=8,
-    )
+        logits_NU, logits_NU.stride(0), rows.positions_N, state.min_length, state.stop_ids, rows.slots_N,
+        state.temperature, state.top_k, state.top_p, state.min_p, state.seed, workspace.filters.floor_N,
+        keys_NCK, vocab_size, vocab_start,
+        FILTERS=filters, TOP_K=top_k, NUM_STOP_IDS=state.stop_ids.shape[1], CHUNK=_CHUNK, num_warps=8,
+    )  # fmt: skip
     _best_of_row[num_rows,](
-        keys_NCK,
-        logits_NU,
-        logits_NU.stride(0),
-        scores_NK,
-        z_NK,
-        ids_NK,
-        vocab_start,
-        TOP_K=top_k,
-        PLACES=triton.next_power_of_2(top_k),
-        KEYS=chunks * top_k,
+        keys_NCK, logits_NU, logits_NU.stride(0), scores_NK, z_NK, ids_NK, vocab_start,
+        TOP_K=top_k, PLACES=triton.next_power_of_2(top_k), KEYS=chunks * top_k,
         WIDTH=triton.next_power_of_2(chunks * top_k),
-    )
+    )  # fmt: skip
     return Candidates(scores_NK, z_NK, ids_NK)
 
 
 # Only the logits' address benefits from a 16-byte alignment specialization.
 @triton.jit(do_not_specialize_on_alignment=["positions", "slots"])
 def _best_of_chunk(
-    logits,
-    row_stride,
-    positions,
-    min_lengths,
-    stop_ids,
-    slots,
-    temperatures,
-    top_ks,
-    top_ps,
-    min_ps,
-    seeds,
-    floors,
-    keys,
-    vocab_size,
-    vocab_start,
-    FILTERS: tl.constexpr,
-    TOP_K: tl.constexpr,
-    NUM_STOP_IDS: tl.constexpr,
-    CHUNK: tl.constexpr,
-):
+    logits, row_stride, positions, min_lengths, stop_ids, slots, temperatures, top_ks, top_ps, min_ps, seeds,
+    floors, keys, vocab_size, vocab_start,
+    FILTERS: tl.constexpr, TOP_K: tl.constexpr, NUM_STOP_IDS: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
     chunk, row = tl.program_id(0), tl.program_id(1)
     slot = tl.maximum(tl.load(slots + row), 0)  # padding: computed as a row of the first slot
     position = tl.load(positions + row).to(tl.int32)
@@ -181,18 +141,9 @@ def _best_of_chunk(
 
 @triton.jit(do_not_specialize=["vocab_start"])
 def _best_of_row(
-    keys,
-    logits,
-    row_stride,
-    scores,
-    z,
-    ids,
-    vocab_start,
-    TOP_K: tl.constexpr,
-    PLACES: tl.constexpr,
-    KEYS: tl.constexpr,
-    WIDTH: tl.constexpr,
-):
+    keys, logits, row_stride, scores, z, ids, vocab_start,
+    TOP_K: tl.constexpr, PLACES: tl.constexpr, KEYS: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
     """Select the best of all chunks, in the order of their ids."""
     row, places, at = tl.program_id(0).to(tl.int64), tl.arange(0, PLACES), tl.arange(0, WIDTH)
     key = tl.load(keys + row * KEYS + at, mask=at < KEYS, other=_NOTHING)
@@ -258,57 +209,22 @@ def walk_paths(
     rank, top_k = gates_NE.shape[1], z_NK.shape[1]
     assert z_NK.is_contiguous() and ids_NK.is_contiguous() and gates_NE.is_contiguous(), "read as they lie"
     _walk[len(cu_rows_R1) - 1,](
-        z_NK,
-        ids_NK,
-        gates_NE,
-        codebooks.predecessor_VE,
-        codebooks.successor_VE,
-        rows.token_ids_N,
-        rows.slots_N,
-        rows.positions_N,
-        cu_rows_R1,
-        state.temperature,
-        state.top_k,
-        state.top_p,
-        state.min_p,
-        state.seed,
-        chosen_N,
-        margins_N,
-        FILTERS=filters,
-        FIRST=anchor_distance,
-        RANK=rank,
-        TOP_K=top_k,
-        RANKS=triton.next_power_of_2(rank),
+        z_NK, ids_NK, gates_NE, codebooks.predecessor_VE, codebooks.successor_VE, rows.token_ids_N,
+        rows.slots_N, rows.positions_N, cu_rows_R1, state.temperature, state.top_k, state.top_p, state.min_p,
+        state.seed, chosen_N, margins_N,
+        FILTERS=filters, FIRST=anchor_distance, RANK=rank, TOP_K=top_k, RANKS=triton.next_power_of_2(rank),
         PLACES=triton.next_power_of_2(top_k),
-    )
+    )  # fmt: skip
     return chosen_N
 
 
 @triton.jit
 def _walk(
-    z,
-    ids,
-    gates,
-    predecessors,
-    successors,
-    token_ids,
-    slots,
-    positions,
-    cu_rows,
-    temperatures,
-    top_ks,
-    top_ps,
-    min_ps,
-    seeds,
-    chosen,
-    margins,
-    FILTERS: tl.constexpr,
-    FIRST: tl.constexpr,
-    RANK: tl.constexpr,
-    TOP_K: tl.constexpr,
-    RANKS: tl.constexpr,
+    z, ids, gates, predecessors, successors, token_ids, slots, positions, cu_rows, temperatures, top_ks,
+    top_ps, min_ps, seeds, chosen, margins,
+    FILTERS: tl.constexpr, FIRST: tl.constexpr, RANK: tl.constexpr, TOP_K: tl.constexpr, RANKS: tl.constexpr,
     PLACES: tl.constexpr,
-):
+):  # fmt: skip
     request = tl.program_id(0)
     begin, end = tl.load(cu_rows + request), tl.load(cu_rows + request + 1)
     if begin == end:

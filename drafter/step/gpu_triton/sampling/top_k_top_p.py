@@ -104,16 +104,10 @@ def survey_chunk(z, temperature, filters, memory, row, chunk, CHUNKS: tl.constex
 
 @triton.jit
 def find_floor(
-    filters,
-    logits_row,
-    memory,
-    row,
-    CHUNKS: tl.constexpr,
-    WIDTH: tl.constexpr,
-    MAX_CANDIDATES: tl.constexpr,
-    NUM_STOP_IDS: tl.constexpr,
+    filters, logits_row, memory, row,
+    CHUNKS: tl.constexpr, WIDTH: tl.constexpr, MAX_CANDIDATES: tl.constexpr, NUM_STOP_IDS: tl.constexpr,
     CHUNK: tl.constexpr,
-):
+):  # fmt: skip
     """Return a row's floor and its number of candidates (those kept, and some more).
 
     The floor is the largest value such that k tokens are at least as large, or that those at least as large
