@@ -937,6 +937,10 @@ VARIANTS: dict[str, list[Variant]] = {
             _experts(5760, 2880, 16, activation="swiglu_clamped", codes=MXFP4, is_scaled=True),
             most_instructions=(0, 675),
         ),
+        replace(
+            _experts(5760, 2880, 32, activation="swiglu_clamped", codes=MXFP4, is_scaled=True),
+            most_instructions=(0, 1060),
+        ),
         *(
             replace(_experts(2880, 2880, 64, codes=codes, most_instructions=(445, 400)), only=only)
             for only, codes in MXFP4_BY_CAPABILITY.items()

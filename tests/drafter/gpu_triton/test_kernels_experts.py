@@ -320,9 +320,9 @@ def test_mxfp4_stays_as_published_where_a_device_has_block_scaled_products(
 
 
 @pytest.mark.skipif(ON_GPU, reason="a device has such products or not")
-@pytest.mark.parametrize("activation", [None, "silu"])
+@pytest.mark.parametrize(("height", "activation"), [(16, None), (32, "silu")])
 def test_block_scaled_products_of_mxfp4_equal_the_definition(
-    activation: Activation | None, monkeypatch: pytest.MonkeyPatch
+    height: int, activation: Activation | None, monkeypatch: pytest.MonkeyPatch
 ):
     """Inputs fill no step and rows of the weight no tile; a NaN or an infinity stays in its row."""
     constants: list[Mapping[str, object]] = []
@@ -335,7 +335,7 @@ def test_block_scaled_products_of_mxfp4_equal_the_definition(
     weight, (x_NH, ids_Nk, _) = layer.weights.gate_up, layer.rows(20)
     assert isinstance(weight, PackedCodes)
     x_NH[3, 7], x_NH[4, 280] = torch.nan, torch.inf
-    tiles = list_tiles(ids_Nk, 2, 0, 16, reads())
+    tiles = list_tiles(ids_Nk, 2, 0, height, reads())
     watch_launches(monkeypatch, watch)
     got_PI = multiply_tiles(x_NH, weight, tiles, activation=activation)
     assert [each["PACK"] for each in constants] == [0]

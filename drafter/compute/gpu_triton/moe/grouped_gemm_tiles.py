@@ -12,7 +12,7 @@ import torch
 
 HEIGHTS = (16, 32, 64, 128)  # pairs of a tile
 INVARIANT_HEIGHT = 64  # of all tiles if a row's bits must depend on no other row
-MOST_BLOCK_SCALED = 16  # pairs of a tile: of more, x takes too long to split
+MOST_BLOCK_SCALED = 32  # pairs of a tile: of more, x takes too long to split
 _TALL, _TALLEST = HEIGHTS[-2:]
 
 
