@@ -55,10 +55,10 @@ PRODUCTS: Mapping[float, KernelLoop] = {
     INT8_BYTES: _loop(8448, 473, 548),
     1: _loop(8192, 330, 298),
     NVFP4_BYTES: _loop(6144, 529, 512),
-    MXFP4_BYTES: _loop(4352, 298, 167),
+    MXFP4_BYTES: _loop(17408, 2 * 403, 667),
     INT4_BYTES: _loop(4608, 268, 308),
 }
-TALL_MXFP4 = _loop(4352, 331, 390)
+TALL_MXFP4 = _loop(8704, 430, 2 * 390)
 # A tile of 64 rows over K and V with heads of 128, by bytes of their elements.
 ATTENTION: Mapping[int, KernelLoop] = {2: _loop(32768, 697, 802), 1: _loop(16384, 847, 887)}
 # Over latents of 512 values with keys of 64, by bytes of their elements; and the rows of a tile. With 16 bits

@@ -28,7 +28,8 @@ class PackedCodes:
     """A matrix [O, I], or E of them.
 
     Attributes:
-        codes: uint8 [..., O, I], or float8_e4m3fn where kernels convert it; four bits: uint8 [..., O, I / 2].
+        codes: uint8 [..., O, I], or float8_e4m3fn where kernels convert it; four bits: uint8 [..., O, I / 2],
+            or int16 [..., O, I / 4] as a GPU's kernel takes them (`gpu_triton/common/arranged_codes.py`).
         scales, zeros: [..., O, G], as `QuantizedMatrix` has them.
     """
 
@@ -56,12 +57,20 @@ class PackedCodes:
         return self.code in ("int4", "e2m1")
 
     @property
+    def is_mxfp4(self) -> bool:
+        return self.code == "e2m1" and self.scales.dtype is torch.uint8
+
+    @property
+    def is_arranged(self) -> bool:
+        return self.codes.dtype is torch.int16
+
+    @property
     def shape(self) -> torch.Size:
         return torch.Size((*self.codes.shape[:-1], self.in_features))
 
     @property
     def in_features(self) -> int:
-        return self.codes.shape[-1] * (2 if self.has_pairs else 1)
+        return self.codes.shape[-1] * (2 * self.codes.itemsize if self.has_pairs else 1)
 
     @property
     def num_groups(self) -> int:
@@ -82,6 +91,7 @@ class PackedCodes:
 
     def matrix(self, expert: int) -> QuantizedMatrix:
         """Return one of E matrices."""
+        assert not self.is_arranged, "arranged codes are for kernels"
         codes_OX = self.codes[expert].view(torch.uint8)
         if self.has_pairs:
             codes_OX = torch.stack((codes_OX & 0xF, codes_OX >> 4), dim=-1).flatten(1)

@@ -42,8 +42,8 @@ def verify(target: ModelShape, gpu: str = "b200", rows: float = 1, context: floa
     [
         ("h100", PRODUCTS[2], 20.0),
         ("h100", PRODUCTS[1], 5.7),
-        ("h100", PRODUCTS[MXFP4_BYTES], 3.4),
-        ("h100", TALL_MXFP4, 3.0),
+        ("h100", PRODUCTS[MXFP4_BYTES], 5.0),
+        ("h100", TALL_MXFP4, 4.7),
         ("h100", PRODUCTS[INT4_BYTES], 4.0),
         ("h100", PRODUCTS[NVFP4_BYTES], 2.7),
         ("b200", PRODUCTS[NVFP4_BYTES], 3.4),

@@ -294,24 +294,30 @@ def _norm(
 
 @dataclass(frozen=True)
 class Codes:
-    """Codes of a weight: their kind, type of scales, inputs of a group (None: all), whether with zeros."""
+    """Codes of a weight: their kind, type of scales, inputs of a group (None: all), whether with zeros.
+
+    `arranged` is as `arranged_codes.py` has it.
+    """
 
     code: str
     scales: str
     group: int | None
     zeros: bool = False
+    arranged: bool = False
 
     @property
-    def has_pairs(self) -> bool:
-        return self.code in ("int4", "e2m1")
+    def takes_words(self) -> bool:
+        return self.code in ("int4", "e2m1") and not self.arranged
 
     def pointers(self, codes: str, scales: str, zeros: str) -> dict[str, str]:
-        given = {codes: "*fp8e4nv:16" if self.code == "e4m3" else "*u8:16", scales: f"*{self.scales}:16"}
+        element = "i16" if self.arranged else "fp8e4nv" if self.code == "e4m3" else "u8"
+        given = {codes: f"*{element}:16", scales: f"*{self.scales}:16"}
         return given | ({zeros: "*u8:16"} if self.zeros else {})
 
     def constexprs(self, inputs: int) -> dict[str, object]:
         groups = 1 if self.group is None else inputs // self.group
-        pack = 2 if self.has_pairs else 0
+        groups = -(-groups // 8) * 8 if self.arranged else groups
+        pack = 2 if self.code in ("int4", "e2m1") else 0
         return {"CODE": self.code, "GROUP": self.group or 1 << 30, "GROUPS": groups, "PACK": pack}
 
     @staticmethod
@@ -323,6 +329,8 @@ W4A16, W8A16 = Codes("int4", "bf16", 128), Codes("int8", "bf16", None)
 AWQ, FP8_BLOCKS = Codes("int4", "fp16", 128, zeros=True), Codes("e4m3", "fp32", 128)
 INT4 = Codes("int4", "bf16", 32)
 MXFP4, NVFP4 = Codes("e2m1", "u8", 32), Codes("e2m1", "fp32", 16)
+ARRANGED = Codes("e2m1", "u8", 32, arranged=True)
+MXFP4_BY_CAPABILITY = {90: ARRANGED, 100: MXFP4}
 FP8_ROWS = Codes("e4m3", "fp32", None)  # quantized at load
 
 
@@ -357,7 +365,7 @@ def _product(
     given = dict.fromkeys(("x_ptr", "weight_ptr", "y_ptr"), f"*{dtype}:16")
     given |= {"weight_ptr": "*fp8e4nv:16", "scale_ptr": "*fp32:16"} if quantised else {}
     given |= {} if codes is None else codes.pointers("weight_ptr", "group_scale_ptr", "group_zero_ptr")
-    given |= {"x_ptr": "*i32:16"} if codes is not None and codes.has_pairs else {}
+    given |= {"x_ptr": "*i32:16"} if codes is not None and codes.takes_words else {}
     given |= {"sums_ptr": "*fp32:16", "arrived_ptr": "*i32:16"}
     given |= {"eps": "fp32", "num_rows": "i32", "x_stride": "i32:16", "residual_stride": "i32:16"}
     given |= dict.fromkeys(("part_stride", "layer_stride", "row_stride"), "i32:16")
@@ -406,12 +414,15 @@ def _experts(
     MXFP4 has biases, and `is_scaled` means by block-scaled products.
     """
     torch_dtype = {"bf16": torch.bfloat16, "fp32": torch.float32}[dtype]
-    cut = cut_weight(height, torch_dtype, packed=codes is not None, is_scaled=is_scaled)
+    is_arranged = codes is not None and codes.arranged
+    cut = cut_weight(
+        height, torch_dtype, packed=codes is not None, is_scaled=is_scaled, is_arranged=is_arranged
+    )
     words = {2: "i32", 4: "i64"}[torch_dtype.itemsize]
-    has_pairs = codes is not None and codes.has_pairs and not is_scaled
-    given = {"x_ptr": f"*{words if has_pairs else dtype}:16", "weight_ptr": f"*{dtype}:16"}
+    takes_words = codes is not None and codes.takes_words and not is_scaled
+    given = {"x_ptr": f"*{words if takes_words else dtype}:16", "weight_ptr": f"*{dtype}:16"}
     given |= {} if codes is None else codes.pointers("weight_ptr", "scale_ptr", "zero_ptr")
-    given |= {"bias_ptr": f"*{dtype}:16"} if codes == MXFP4 else {}
+    given |= {"bias_ptr": f"*{dtype}:16"} if codes in (MXFP4, ARRANGED) else {}
     given |= {"y_ptr": f"*{dtype}:16"} | _pointers(i32="pairs_ptr experts_ptr count_ptr")
     given |= {"limit": "fp32", "num_pairs": "i32", "x_stride": "i32:16"}
     constexprs = {
@@ -426,7 +437,7 @@ def _experts(
         **(Codes.none() if codes is None else codes.constexprs(inputs)),
     } | {name: None for name in ("scale_ptr", "zero_ptr", "bias_ptr") if name not in given}
     constexprs |= {"PACK": 0} if is_scaled else {}
-    maximum = 1 if height == HEIGHTS[-1] else 2 if is_scaled else 3
+    maximum = 1 if height == HEIGHTS[-1] else 2 if is_scaled or (is_arranged and height == 64) else 3
     bound = {"wgmma": True, "side_by_side": maximum, "most_instructions": most_instructions}
     bound |= {"only": 100} if is_scaled else {}
     return Variant("_multiply_tiles", given, constexprs, cut.warps, cut.stages, **bound)
@@ -886,13 +897,17 @@ VARIANTS: dict[str, list[Variant]] = {
         _product(12288, 4096, 16, "norm gate", codes=AWQ, most_instructions=(555, 555)),
         _product(12288, 4096, 16, "norm gate", codes=FP8_BLOCKS, most_instructions=(410, 346)),
         _product(12288, 4096, 16, "norm gate", codes=NVFP4, most_instructions=(535, 517)),
-        _product(12288, 4096, 16, "norm gate", codes=MXFP4),
+        *(
+            replace(_product(12288, 4096, 16, "norm gate", codes=codes), only=only)
+            for only, codes in MXFP4_BY_CAPABILITY.items()
+        ),
         _product(12288, 4096, 16, "norm gate", codes=W8A16, most_instructions=(480, 555)),
         _product(4096, 12288, 64, "residual bias", codes=W4A16),
         _product(4096, 12288, 64, "residual bias", codes=FP8_BLOCKS),
     ],
     "compute.gpu_triton.linear.packed_codes": [
         _dequantize(4096, 12288, AWQ),
+        replace(_dequantize(4096, 12288, ARRANGED), only=90),
         _dequantize(4096, 12288, NVFP4),
         _dequantize(4096, 12288, FP8_BLOCKS),
         _dequantize(4096, 12288, W8A16),
@@ -911,18 +926,29 @@ VARIANTS: dict[str, list[Variant]] = {
         _experts(512, 7168, 16, activation="silu", most_instructions=(142, 162)),  # DeepSeek-V3
         _experts(1536, 2048, 64, activation="silu"),
         _experts(1408, 2816, 128, activation="gelu_tanh"),  # Gemma 4 26B: a prompt
-        # gpt-oss; a tile is 8,192 codes
+        # gpt-oss; an iteration takes 16,384 arranged codes, 32,768 by block-scaled products, or else 8,192
         replace(
-            _experts(5760, 2880, 16, activation="swiglu_clamped", codes=MXFP4, most_instructions=(310, 330)),
+            _experts(5760, 2880, 16, activation="swiglu_clamped", codes=ARRANGED),
             only=90,
+            most_instructions=(415, 0),
+            copies=9,
         ),
-        # and here 32,768
         replace(
             _experts(5760, 2880, 16, activation="swiglu_clamped", codes=MXFP4, is_scaled=True),
             most_instructions=(0, 675),
         ),
-        _experts(2880, 2880, 64, codes=MXFP4, most_instructions=(340, 400)),
-        _experts(5760, 2880, 128, activation="swiglu_clamped", codes=MXFP4),
+        replace(
+            _experts(5760, 2880, 32, activation="swiglu_clamped", codes=MXFP4, is_scaled=True),
+            most_instructions=(0, 1060),
+        ),
+        *(
+            replace(_experts(2880, 2880, 64, codes=codes, most_instructions=(445, 400)), only=only)
+            for only, codes in MXFP4_BY_CAPABILITY.items()
+        ),
+        *(
+            replace(_experts(5760, 2880, 128, activation="swiglu_clamped", codes=codes), only=only)
+            for only, codes in MXFP4_BY_CAPABILITY.items()
+        ),
         # Kimi K2 on eight ranks
         _experts(512, 7168, 16, activation="silu", codes=INT4, most_instructions=(285, 315)),
         _experts(7168, 256, 64, codes=INT4),
@@ -937,8 +963,13 @@ VARIANTS: dict[str, list[Variant]] = {
         _experts(1536, 2048, 16, activation="silu", codes=FP8_ROWS),
         _experts(1536, 2048, 16, activation="silu", codes=W8A16, most_instructions=(435, 505)),
         _experts(1536, 2048, 16, activation="silu", dtype="fp32"),
-        replace(
-            _experts(5760, 2880, 64, activation="swiglu_clamped", codes=MXFP4, dtype="fp32"), side_by_side=2
+        *(
+            replace(
+                _experts(5760, 2880, 64, activation="swiglu_clamped", codes=codes, dtype="fp32"),
+                side_by_side=2,
+                only=only,
+            )
+            for only, codes in MXFP4_BY_CAPABILITY.items()
         ),
         _add_up(2048, 8),
         _add_up(2880, 4),

@@ -29,6 +29,7 @@ from manta.drafter.compute.checkpoint.quantized_matrix import ZERO, QuantizedMat
 from manta.drafter.compute.eager import moe_routing as routing
 from manta.drafter.compute.eager.backend import EagerBackend
 from manta.drafter.compute.gpu_triton.backend import TritonBackend
+from manta.drafter.compute.gpu_triton.common.arranged_codes import ARRANGED_PTX, arrange
 from manta.drafter.compute.gpu_triton.common.unpack_codes import (
     E2M1_PTX,
     INT4_PTX,
@@ -36,8 +37,8 @@ from manta.drafter.compute.gpu_triton.common.unpack_codes import (
     MAX_EXPONENT,
     split_e4m3,
 )
+from manta.drafter.compute.gpu_triton.linear import packed_codes
 from manta.drafter.compute.gpu_triton.linear.packed_codes import for_kernels
-from manta.drafter.compute.gpu_triton.moe import grouped_gemm
 from manta.drafter.compute.gpu_triton.moe.grouped_gemm import multiply_tiles
 from manta.drafter.compute.gpu_triton.moe.grouped_gemm_tiles import (
     HEIGHTS,
@@ -304,10 +305,27 @@ def test_tiles_of_every_height_give_the_same_products(height: int, codes: str | 
         assert_near(got_PI[ids_Nk.flatten() == expert], exact_NI)  # each row chose both
 
 
+@pytest.mark.skipif(ON_GPU, reason="a device has block-scaled products or not")
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("height", [16, 64])
+def test_mxfp4_stays_as_published_where_a_device_has_block_scaled_products(
+    height: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+):
+    """Other dtypes and higher tiles are unpacked from it."""
+    monkeypatch.setattr(packed_codes, "has_block_scaled", lambda device: True)
+    layer = Layer(dtype, hidden=288, inner=80, experts=2, codes="mxfp4")
+    weight, (x_NH, ids_Nk, _) = layer.weights.gate_up, layer.rows(20)
+    assert isinstance(weight, PackedCodes) and for_kernels(weight) is weight
+    got_PO = multiply_tiles(x_NH, weight, list_tiles(ids_Nk, 2, 0, height, reads()))
+    for expert in range(2):
+        exact_NO = x_NH.double() @ weight.dequantized(torch.float64)[expert].T
+        assert_near(got_PO[ids_Nk.flatten() == expert], exact_NO)  # each row chose both
+
+
 @pytest.mark.skipif(ON_GPU, reason="a device has such products or not")
-@pytest.mark.parametrize("activation", [None, "silu"])
+@pytest.mark.parametrize(("height", "activation"), [(16, None), (32, "silu")])
 def test_block_scaled_products_of_mxfp4_equal_the_definition(
-    activation: Activation | None, monkeypatch: pytest.MonkeyPatch
+    height: int, activation: Activation | None, monkeypatch: pytest.MonkeyPatch
 ):
     """Inputs fill no step and rows of the weight no tile; a NaN or an infinity stays in its row."""
     constants: list[Mapping[str, object]] = []
@@ -316,12 +334,11 @@ def test_block_scaled_products_of_mxfp4_equal_the_definition(
         constants.append(given)
         return launch()
 
-    monkeypatch.setattr(grouped_gemm, "has_block_scaled", lambda device: True)
     layer = Layer(torch.bfloat16, hidden=288, inner=80, experts=2, codes="mxfp4")
     weight, (x_NH, ids_Nk, _) = layer.weights.gate_up, layer.rows(20)
     assert isinstance(weight, PackedCodes)
     x_NH[3, 7], x_NH[4, 280] = torch.nan, torch.inf
-    tiles = list_tiles(ids_Nk, 2, 0, 16, reads())
+    tiles = list_tiles(ids_Nk, 2, 0, height, reads())
     watch_launches(monkeypatch, watch)
     got_PI = multiply_tiles(x_NH, weight, tiles, activation=activation)
     assert [each["PACK"] for each in constants] == [0]
@@ -518,6 +535,7 @@ def run_ptx(ptx: str, num_results: int, given: Tensor) -> list[Tensor]:
         "or.b32": lambda a, b: a | b,
         "xor.b32": lambda a, b: a ^ b,
         "shr.u32": lambda a, b: a >> b,
+        "shl.b32": lambda a, b: (a << b) & 0xFFFFFFFF,
         "mul.lo.u32": lambda a, b: (a * b) & 0xFFFFFFFF,
         "cvt.u32.u16": lambda a: a & 0xFFFF,
         "mov.b32": lambda a: a,
@@ -564,3 +582,18 @@ def test_codes_unpacked_by_pairs_are_those_that_are_dequantized(
     packed = PackedCodes(kind, blocks, scales[:, None].expand(256, -1, 1))
     expected_XSI = packed.dequantized(torch.bfloat16)[..., : 2 * num_bytes]
     assert torch.equal(got_XSI.view(torch.int16), expected_XSI.contiguous().view(torch.int16))
+
+
+def test_arranged_codes_are_unpacked_to_those_that_are_dequantized():
+    """All codes in all places of a lane, in bf16, with all scales; the kernel's PTX runs here in Python."""
+    number_OJ = torch.arange(2**16).view(-1, 8)
+    codes_OI = torch.cat([number_OJ >> 4 * q & 15 for q in range(4)], dim=1).to(torch.uint8)
+    scales_O1 = (torch.arange(len(codes_OI)) % (MAX_EXPONENT + 1)).to(torch.uint8)[:, None]
+    packed = PackedCodes.of(QuantizedMatrix("e2m1", codes_OI, scales_O1))
+    lanes_OJ = arrange(packed).codes.long() & 0xFFFF
+    registers_4OT = torch.stack(run_ptx(ARRANGED_PTX.value, 4, lanes_OJ[:, ::2] | lanes_OJ[:, 1::2] << 16))
+    halves_4OT2 = torch.stack((registers_4OT & 0xFFFF, registers_4OT >> 16), dim=-1)
+    value_4OJ = halves_4OT2.to(torch.uint16).view(torch.bfloat16).flatten(2)
+    got_4OJ = value_4OJ * ((scales_O1.to(torch.int16) + 126) << 7).view(torch.bfloat16)
+    expected_OI = QuantizedMatrix("e2m1", codes_OI, scales_O1).dequantized(torch.bfloat16)
+    assert torch.equal(got_4OJ.movedim(0, 1).flatten(1).view(torch.int16), expected_OI.view(torch.int16))

@@ -3,7 +3,8 @@
 The formats are those of `compute/checkpoint/quantized_matrix.py`; a value is rounded once to the computing
 dtype. A byte holds two adjacent inputs of 4 bits. They are multiplied separately: low codes with the even
 inputs of x, high codes with the odd ones, which share a word of x. So nothing is shuffled, neither at load
-nor in the kernel. Called by `linear/packed_codes.py`.
+nor in the kernel. MXFP4 is so on Blackwell alone; elsewhere see `arranged_codes.py`. Called by
+`linear/packed_codes.py`.
 
 In bf16 two codes are unpacked at a time, as two floats share a register: integer instructions put their bits
 in place (`E2M1_PTX`, `INT4_PTX`), and packed products scale them. The result is the same as through fp32, a
@@ -29,7 +30,7 @@ from ...checkpoint.quantized_matrix import ZERO
 MAX_EXPONENT = 128  # of an MXFP4 block's scale: 2, so that a code's factor fits in fp32
 _FIRST_WITH_TENSOR_MEMORY = (10, 0)
 _ZERO = tl.constexpr(ZERO)
-_HAS_PTX = tl.constexpr(not os.environ.get("TRITON_INTERPRET") and torch.version.hip is None)
+HAS_PTX = tl.constexpr(not os.environ.get("TRITON_INTERPRET") and torch.version.hip is None)
 _BF16_OF_CODE_0 = tl.constexpr(128.0 + ZERO)  # of INT4, see `INT4_PTX`
 _BF16_128 = tl.constexpr(0x4300)  # bits of 128
 _FP32_2_TO_23 = tl.constexpr(0x4B000000)  # bits of 2^23, whose last place is 1
@@ -105,25 +106,25 @@ def unpack_mxfp4(byte_CB, exponent_CG, dtype: tl.constexpr, PACK: tl.constexpr):
     """
     width: tl.constexpr = byte_CB.shape[1]
     # 2^(exponent - 127), times the 2^126 that a code's bits in a float leave out.
-    if dtype == tl.bfloat16 and _HAS_PTX:
-        factor_CB = _spread(((exponent_CG.to(tl.int16) + 126) << 7).to(tl.bfloat16, bitcast=True), width)
+    if dtype == tl.bfloat16 and HAS_PTX:
+        factor_CB = spread(((exponent_CG.to(tl.int16) + 126) << 7).to(tl.bfloat16, bitcast=True), width)
         low_CB, high_CB = _unpack(byte_CB, _E2M1_2, _E2M1_4, PACK)
         return low_CB * factor_CB, high_CB * factor_CB
     else:
-        factor_CB = _spread(((exponent_CG.to(tl.int32) + 126) << 23).to(tl.float32, bitcast=True), width)
+        factor_CB = spread(((exponent_CG.to(tl.int32) + 126) << 23).to(tl.float32, bitcast=True), width)
         return _scaled_e2m1(byte_CB, factor_CB, dtype, PACK)
 
 
 @triton.jit
 def unpack_e2m1(byte_CB, scale_CG, dtype: tl.constexpr, PACK: tl.constexpr):
     """Return low and high codes times scales of at most 2, rounded to `dtype`: [C, B] each."""
-    factor_CB = _spread(scale_CG.to(tl.float32) * _E2M1_FACTOR, byte_CB.shape[1])
+    factor_CB = spread(scale_CG.to(tl.float32) * _E2M1_FACTOR, byte_CB.shape[1])
     return _scaled_e2m1(byte_CB, factor_CB, dtype, PACK)
 
 
 @triton.jit
 def _scaled_e2m1(byte_CB, factor_CB, dtype: tl.constexpr, PACK: tl.constexpr):
-    if dtype == tl.bfloat16 and _HAS_PTX:
+    if dtype == tl.bfloat16 and HAS_PTX:
         low_CB, high_CB = _unpack(byte_CB, _E2M1_2, _E2M1_4, PACK)
         return (low_CB.to(tl.float32) * factor_CB).to(dtype), (high_CB.to(tl.float32) * factor_CB).to(dtype)
     else:
@@ -135,26 +136,26 @@ def _scaled_e2m1(byte_CB, factor_CB, dtype: tl.constexpr, PACK: tl.constexpr):
 def unpack_int4(byte_CB, scale_CG, zero_CG, dtype: tl.constexpr, PACK: tl.constexpr):
     """Return low and high codes less their zeros (None: 8), scaled and rounded to `dtype`: [C, B] each."""
     width: tl.constexpr = byte_CB.shape[1]
-    if dtype == tl.bfloat16 and _HAS_PTX:
+    if dtype == tl.bfloat16 and HAS_PTX:
         low_CB, high_CB = _unpack(byte_CB, _INT4_2, _INT4_4, PACK)
         if zero_CG is None:
             low_CB, high_CB = low_CB - _BF16_OF_CODE_0, high_CB - _BF16_OF_CODE_0
         else:
-            zero_CB = _spread((zero_CG.to(tl.int16) | _BF16_128).to(tl.bfloat16, bitcast=True), width)
+            zero_CB = spread((zero_CG.to(tl.int16) | _BF16_128).to(tl.bfloat16, bitcast=True), width)
             low_CB, high_CB = low_CB - zero_CB, high_CB - zero_CB
         if scale_CG.dtype == tl.bfloat16:
-            scale_CB = _spread(scale_CG, width)
+            scale_CB = spread(scale_CG, width)
             return low_CB * scale_CB, high_CB * scale_CB
         else:
-            scale_CB = _spread(_in_fp32(scale_CG), width)
+            scale_CB = spread(_in_fp32(scale_CG), width)
             return (low_CB.to(tl.float32) * scale_CB).to(dtype), (high_CB.to(tl.float32) * scale_CB).to(dtype)
     else:
-        scale_CB = _spread(_in_fp32(scale_CG), width)
+        scale_CB = spread(_in_fp32(scale_CG), width)
         code_CB = byte_CB.to(tl.int32)
         if zero_CG is None:
             low_CB, high_CB = (code_CB & 15) - _ZERO, (code_CB >> 4) - _ZERO
         else:
-            zero_CB = _spread(zero_CG.to(tl.int32), width)
+            zero_CB = spread(zero_CG.to(tl.int32), width)
             low_CB, high_CB = (code_CB & 15) - zero_CB, (code_CB >> 4) - zero_CB
         return (low_CB.to(tl.float32) * scale_CB).to(dtype), (high_CB.to(tl.float32) * scale_CB).to(dtype)
 
@@ -163,7 +164,7 @@ def unpack_int4(byte_CB, scale_CG, zero_CG, dtype: tl.constexpr, PACK: tl.conste
 def unpack_int8(byte_CS, scale_CG, dtype: tl.constexpr):
     """Return int8 codes, given as uint8, scaled and rounded to `dtype`."""
     # A code + 128 in the last places of a float: integers are not converted, which is slow.
-    if _HAS_PTX:
+    if HAS_PTX:
         half_CS = tl.inline_asm_elementwise(
             INT8_PTX, "=r,h", [byte_CS], dtype=tl.float16, is_pure=True, pack=2
         )
@@ -171,7 +172,7 @@ def unpack_int8(byte_CS, scale_CG, dtype: tl.constexpr):
     else:
         bits_CS = (byte_CS.to(tl.int32) ^ 0x80) | _FP32_2_TO_23
         code_CS = bits_CS.to(tl.float32, bitcast=True) - 8388736.0
-    return (code_CS * _spread(_in_fp32(scale_CG), byte_CS.shape[1])).to(dtype)
+    return (code_CS * spread(_in_fp32(scale_CG), byte_CS.shape[1])).to(dtype)
 
 
 @triton.jit
@@ -180,10 +181,10 @@ def unpack_e4m3(code_CS, scale_CG, dtype: tl.constexpr):
     if code_CS.dtype == tl.uint8:
         bits_CS = code_CS.to(tl.int16)
         half_CS = (((bits_CS & 0x80) << 8) | ((bits_CS & 0x7F) << 7)).to(tl.float16, bitcast=True)
-        factor_CS = _spread(_in_fp32(scale_CG) * _E4M3_FACTOR, code_CS.shape[1])
+        factor_CS = spread(_in_fp32(scale_CG) * _E4M3_FACTOR, code_CS.shape[1])
     else:
         half_CS = code_CS.to(tl.float16)
-        factor_CS = _spread(_in_fp32(scale_CG), code_CS.shape[1])
+        factor_CS = spread(_in_fp32(scale_CG), code_CS.shape[1])
     return (half_CS.to(tl.float32) * factor_CS).to(dtype)
 
 
@@ -254,7 +255,7 @@ def _value(code):
 
 
 @triton.jit
-def _spread(factor_CG, WIDTH: tl.constexpr):
+def spread(factor_CG, WIDTH: tl.constexpr):
     """Repeat each of a row's factors over its group's part of `WIDTH` bytes."""
     rows: tl.constexpr = factor_CG.shape[0]
     groups: tl.constexpr = factor_CG.shape[1]

@@ -26,6 +26,7 @@ from torch.nn import functional as F
 
 from .....cluster.errors import CheckpointError
 from ...checkpoint.packed_codes import PackedCodes
+from ..common.arranged_codes import arrange, unpack_arranged
 from ..common.unpack_codes import (
     MAX_EXPONENT,
     bytes_at_once,
@@ -40,16 +41,30 @@ from ..common.unpack_codes import (
 MAX_OWN_ROWS = 128  # beyond, a dequantized weight is read and written at less cost than products take
 _COLUMNS, _STEP = 64, 128  # of a program of `dequantize`
 _FIRST_WITH_E4M3 = (8, 9)
+_BLOCK_SCALED_CAPABILITY = 10  # major version: tcgen05
 
 
 def for_kernels(packed: PackedCodes) -> PackedCodes:
-    """Return codes in the dtype that the device loads. Raises CheckpointError for a 4-bit scale above 2."""
+    """Return codes in the order and dtype that the device loads.
+
+    Raises:
+        CheckpointError: a 4-bit scale is above 2.
+    """
     assert packed.codes.is_contiguous() and packed.scales.is_contiguous(), "rows follow each other"
     if packed.code == "e2m1":
         _check_scales(packed)
+    if packed.is_mxfp4 and not has_block_scaled(packed.device):
+        return arrange(packed)
     if packed.code == "e4m3" and converts_e4m3(packed.device):
         return replace(packed, codes=packed.codes.view(torch.float8_e4m3fn))
     return packed
+
+
+def has_block_scaled(device: torch.device) -> bool:
+    """Return whether a device multiplies MXFP4 codes with e4m3 values, each in blocks with scales."""
+    if device.type != "cuda" or torch.version.hip:
+        return False
+    return torch.cuda.get_device_capability(device)[0] == _BLOCK_SCALED_CAPABILITY
 
 
 def bytes_unpacked(packed: PackedCodes | None) -> int:
@@ -71,7 +86,7 @@ def dequantize(packed: PackedCodes, dtype: torch.dtype) -> Tensor:
     grid = (triton.cdiv(outputs, _COLUMNS), triton.cdiv(inputs, _STEP))
     _dequantize[grid](
         packed.codes, packed.scales, packed.zeros, weight_OK,
-        CODE=packed.code, GROUP=packed.group, GROUPS=packed.num_groups, PACK=bytes_unpacked(packed),
+        CODE=packed.code, GROUP=packed.group, GROUPS=packed.scales.stride(-2), PACK=bytes_unpacked(packed),
         OUTPUTS=outputs, INPUTS=inputs, COLUMNS=_COLUMNS, STEP=_STEP, num_warps=4,
     )  # fmt: skip
     return weight_OK
@@ -116,13 +131,13 @@ def sum_codes(
 ):  # fmt: skip
     """Return one split's product, transposed, as `skinny_gemm._sum_split` does.
 
-    `x_ptrs_M` are of words of two inputs where codes are pairs, whose even and odd inputs are multiplied
+    `x_ptrs_M` are of words of two inputs where a byte has two codes, whose even and odd inputs are multiplied
     separately.
     """
     sum_CM = tl.zeros([COLUMNS, ROWS], tl.float32)
     for i in range(SPLIT_TILES):
         start = (split * SPLIT_TILES + i) * STEP
-        if CODE == "int4" or CODE == "e2m1":
+        if (CODE == "int4" or CODE == "e2m1") and code_ptrs_C.dtype.element_ty == tl.uint8:
             at_B = start // 2 + tl.arange(0, STEP // 2)
             inside_B = at_B < INPUTS // 2
             low_CB, high_CB = _load_pairs(
@@ -141,7 +156,7 @@ def sum_codes(
         else:
             at_S = start + tl.arange(0, STEP)
             inside_S = at_S < INPUTS
-            weight_CS = _load_bytes(
+            weight_CS = _load_values(
                 code_ptrs_C, scale_ptr, number_C, start, dtype, CODE, GROUP, GROUPS, INPUTS, STEP
             )
             x_SM = tl.load(x_ptrs_M[None, :] + at_S[:, None], mask=inside_S[:, None], other=0.0)
@@ -150,6 +165,13 @@ def sum_codes(
                 x_SM = (x_SM.to(tl.float32) * scale_M[None, :] * norm_S[:, None]).to(dtype)
             sum_CM = tl.dot(weight_CS, x_SM, sum_CM, input_precision=PRECISION)
     return sum_CM
+
+
+@triton.jit
+def row_elements(code_ptr, CODE: tl.constexpr, INPUTS: tl.constexpr):
+    """Return the elements of a row of codes."""
+    BITS: tl.constexpr = 4 if CODE == "int4" or CODE == "e2m1" else 8
+    return INPUTS * BITS // code_ptr.dtype.element_ty.primitive_bitwidth
 
 
 @triton.jit
@@ -175,18 +197,22 @@ def _load_pairs(
 
 
 @triton.jit
-def _load_bytes(
+def _load_values(
     code_ptrs_C, scale_ptr, number_C, start, dtype: tl.constexpr, CODE: tl.constexpr, GROUP: tl.constexpr,
     GROUPS: tl.constexpr, INPUTS: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
-    at_S = start + tl.arange(0, STEP)
-    none: tl.constexpr = 0 if code_ptrs_C.dtype.element_ty == tl.uint8 else 0.0
-    code_CS = tl.load(code_ptrs_C[:, None] + at_S[None, :], mask=(at_S < INPUTS)[None, :], other=none)
+    """Return the values of inputs from `start` on; beyond the last input, any values."""
+    PART: tl.constexpr = 4 if CODE == "e2m1" else 1  # inputs of an element
+    at_L = start // PART + tl.arange(0, STEP // PART)
+    none: tl.constexpr = 0.0 if code_ptrs_C.dtype.element_ty.is_floating() else 0
+    code_CL = tl.load(code_ptrs_C[:, None] + at_L[None, :], mask=(at_L < INPUTS // PART)[None, :], other=none)
     scale_CG = _load_groups(scale_ptr, number_C, start, GROUP, GROUPS, STEP)
-    if CODE == "int8":
-        return unpack_int8(code_CS, scale_CG, dtype)
+    if CODE == "e2m1":
+        return unpack_arranged(code_CL, scale_CG, dtype)
+    elif CODE == "int8":
+        return unpack_int8(code_CL, scale_CG, dtype)
     else:
-        return unpack_e4m3(code_CS, scale_CG, dtype)
+        return unpack_e4m3(code_CL, scale_CG, dtype)
 
 
 @triton.jit
@@ -209,17 +235,17 @@ def _dequantize(
     inside_C = number_C < OUTPUTS
     number_C = tl.minimum(number_C, OUTPUTS - 1)
     start = tl.program_id(1) * STEP
-    if CODE == "int4" or CODE == "e2m1":
+    code_ptrs_C = code_ptr + number_C.to(tl.int64) * row_elements(code_ptr, CODE, INPUTS)
+    if (CODE == "int4" or CODE == "e2m1") and code_ptr.dtype.element_ty == tl.uint8:
         low_CB, high_CB = _load_pairs(
-            code_ptr + number_C.to(tl.int64) * (INPUTS // 2), scale_ptr, zero_ptr, number_C, start, dtype,
+            code_ptrs_C, scale_ptr, zero_ptr, number_C, start, dtype,
             CODE, GROUP, GROUPS, PACK, INPUTS, STEP,
         )  # fmt: skip
         weight_CS = tl.interleave(low_CB, high_CB)
     else:
-        weight_CS = _load_bytes(
-            code_ptr + number_C.to(tl.int64) * INPUTS, scale_ptr, number_C, start, dtype, CODE, GROUP, GROUPS,
-            INPUTS, STEP,
-        )  # fmt: skip
+        weight_CS = _load_values(
+            code_ptrs_C, scale_ptr, number_C, start, dtype, CODE, GROUP, GROUPS, INPUTS, STEP
+        )
     at_S = start + tl.arange(0, STEP)
     ptrs_CS = weight_ptr + (number_C.to(tl.int64) * INPUTS)[:, None] + at_S[None, :]
     tl.store(ptrs_CS, weight_CS, mask=inside_C[:, None] & (at_S < INPUTS)[None, :])

@@ -90,7 +90,7 @@ def multiply(
     row_tiles = -(-num_rows // tile)
     if row_tiles == 0:
         return y_NO
-    if packed is not None and packed.has_pairs:
+    if packed is not None and packed.has_pairs and not packed.is_arranged:
         x_NK = words(x_NK)
     step, split_tiles, stages = plan.stepping(tile)
     programs = plan.splits if row_tiles == 1 else 1  # per tile of y
@@ -105,7 +105,7 @@ def multiply(
         GELU=activation == "gelu_tanh", SQUARES=1 if norm is None else norm.squares_NT.shape[1],
         SPLITS=plan.splits, SPLIT_TILES=split_tiles, PROGRAMS=programs, ROWS=tile, COLUMNS=COLUMNS, STEP=step,
         CODE=None if packed is None else packed.code, GROUP=0 if packed is None else packed.group,
-        GROUPS=0 if packed is None else packed.num_groups, PACK=bytes_unpacked(packed),
+        GROUPS=0 if packed is None else packed.scales.stride(-2), PACK=bytes_unpacked(packed),
         num_warps=4, num_stages=stages, **dependent_launch(x_NK.device),
     )  # fmt: skip
     return y_NO

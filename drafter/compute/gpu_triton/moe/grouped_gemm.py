@@ -20,8 +20,6 @@ columns of a gate); per iteration S inputs, B words of two inputs, G blocks of 3
 
 from __future__ import annotations
 
-from functools import cache
-
 import torch
 import triton
 import triton.language as tl
@@ -31,14 +29,13 @@ from ...checkpoint.packed_codes import PackedCodes
 from ...layers.moe import ExpertActivation
 from ..common.element_ops import dependent_launch, expert_gate, wait_for_predecessor
 from ..common.unpack_codes import split_e4m3
-from ..linear.packed_codes import bytes_unpacked, sum_codes, words
+from ..linear.packed_codes import bytes_unpacked, row_elements, sum_codes, words
 from .grouped_gemm_tiles import MOST_BLOCK_SCALED, cut_weight
 from .moe_align import ExpertTiles
 
 _FP32_PRODUCT = tl.constexpr("tf32x3")  # see `drafter/compute/gpu_triton/linear/skinny_gemm.py`
 _SUM_BLOCK = 1024  # columns of a row per program
 _E2M1, _E4M3 = tl.constexpr("e2m1"), tl.constexpr("e4m3")
-_BLOCK_SCALED_CAPABILITY = 10  # major version: tcgen05
 
 
 def multiply_tiles(
@@ -65,36 +62,30 @@ def multiply_tiles(
     codes = weights_EOK if isinstance(weights_EOK, Tensor) else weights_EOK.codes
     _, outputs, inputs = weights_EOK.shape
     rows, height = len(x_RK), tiles.pairs_TM.shape[1]
-    is_mxfp4 = packed is not None and packed.code == "e2m1" and packed.scales.dtype is torch.uint8
-    is_scaled = is_mxfp4 and x_RK.dtype is torch.bfloat16
-    is_scaled = is_scaled and height <= MOST_BLOCK_SCALED and has_block_scaled(x_RK.device)
+    is_arranged = packed is not None and packed.is_arranged
+    is_scaled = packed is not None and packed.is_mxfp4 and not is_arranged  # the device has such products
+    is_scaled = is_scaled and x_RK.dtype is torch.bfloat16 and height <= MOST_BLOCK_SCALED
     assert x_RK.shape == (rows, inputs) and x_RK.stride(1) == 1, "a row of x is what a weight takes"
     assert tiles.num_pairs % rows == 0, "each row has the same number of pairs"
     assert rows * x_RK.stride(0) < 2**31, "offsets of rows have 32 bits, which leaves registers for codes"
     assert packed is not None or x_RK.dtype is codes.dtype, "x is what the weight takes"
     y_PO = x_RK.new_empty((tiles.num_pairs, outputs // 2 if activation else outputs))
-    if packed is not None and packed.has_pairs and not is_scaled:
+    if packed is not None and packed.has_pairs and not (is_scaled or is_arranged):
         x_RK = words(x_RK)
-    cut = cut_weight(height, y_PO.dtype, packed=packed is not None, is_scaled=is_scaled)
+    cut = cut_weight(
+        height, y_PO.dtype, packed=packed is not None, is_scaled=is_scaled, is_arranged=is_arranged
+    )
     _multiply_tiles[(len(tiles.experts_T), triton.cdiv(outputs, cut.columns))](
         x_RK, codes, None if packed is None else packed.scales, None if packed is None else packed.zeros,
         bias_EO, y_PO, tiles.pairs_TM, tiles.experts_T, tiles.count_1, 0.0 if limit is None else limit,
         tiles.num_pairs, x_RK.stride(0),
         PLACES=tiles.num_pairs // rows, INPUTS=inputs, OUTPUTS=outputs, ACTIVATION=activation, HEIGHT=height,
         COLUMNS=cut.columns, STEP=cut.step, CODE=None if packed is None else packed.code,
-        GROUP=0 if packed is None else packed.group, GROUPS=0 if packed is None else packed.num_groups,
+        GROUP=0 if packed is None else packed.group, GROUPS=0 if packed is None else packed.scales.stride(-2),
         PACK=0 if is_scaled else bytes_unpacked(packed), num_warps=cut.warps, num_stages=cut.stages,
         **dependent_launch(x_RK.device),
     )  # fmt: skip
     return y_PO
-
-
-@cache
-def has_block_scaled(device: torch.device) -> bool:
-    """Return whether a device multiplies MXFP4 codes with e4m3 values, each in blocks with scales."""
-    if device.type != "cuda" or torch.version.hip:
-        return False
-    return torch.cuda.get_device_capability(device)[0] == _BLOCK_SCALED_CAPABILITY
 
 
 def add_up(
@@ -147,9 +138,9 @@ def _multiply_tiles(
         )  # fmt: skip
     else:
         STEPS: tl.constexpr = (INPUTS + STEP - 1) // STEP
-        ROW: tl.constexpr = INPUTS // 2 if CODE == "int4" or CODE == "e2m1" else INPUTS
+        weight_ptrs_C = weight_ptr + row_C * row_elements(weight_ptr, CODE, INPUTS)
         sum_CM = sum_codes(
-            x_ptrs_M, weight_ptr + row_C * ROW, scale_ptr, zero_ptr, row_C, None, None, 0,
+            x_ptrs_M, weight_ptrs_C, scale_ptr, zero_ptr, row_C, None, None, 0,
             y_ptr.dtype.element_ty, CODE, GROUP, GROUPS, PACK, INPUTS, STEPS, HEIGHT, COLUMNS, STEP,
             _FP32_PRODUCT,
         )  # fmt: skip

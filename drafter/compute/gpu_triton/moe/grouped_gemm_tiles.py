@@ -12,7 +12,7 @@ import torch
 
 HEIGHTS = (16, 32, 64, 128)  # pairs of a tile
 INVARIANT_HEIGHT = 64  # of all tiles if a row's bits must depend on no other row
-MOST_BLOCK_SCALED = 16  # pairs of a tile: of more, x takes too long to split
+MOST_BLOCK_SCALED = 32  # pairs of a tile: of more, x takes too long to split
 _TALL, _TALLEST = HEIGHTS[-2:]
 
 
@@ -43,15 +43,20 @@ class ExpertCut:
     stages: int
 
 
-def cut_weight(height: int, dtype: torch.dtype, *, packed: bool, is_scaled: bool = False) -> ExpertCut:
+def cut_weight(
+    height: int, dtype: torch.dtype, *, packed: bool, is_scaled: bool = False, is_arranged: bool = False
+) -> ExpertCut:
     """Return the cut for a tile height: a multiprocessor has room for three programs, or one of a prompt's.
 
     Block-scaled products (`is_scaled`) take 128 rows of a weight, and two programs have room.
 
-    Each of three has at least 24 KiB of plain weights in flight, or 8 or 12 KiB of packed ones.
+    Each of three has at least 24 KiB of plain weights in flight, or 8 or 12 KiB of packed ones. Arranged ones
+    take long steps, so that an iteration's other instructions serve more codes; of 64 rows two have room.
     """
     if is_scaled:
         return ExpertCut(128, 256, 4, 3)
+    if is_arranged and height < _TALLEST and dtype.itemsize == 2:
+        return ExpertCut(64, 256, 4, 2 if height == _TALL else 3)
     double = 4 // dtype.itemsize
     if height == _TALLEST:
         return ExpertCut(128, 32 * double, 8, 3)
