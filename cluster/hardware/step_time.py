@@ -41,6 +41,7 @@ PRODUCTS_PER_LAYER, PRODUCTS_BESIDE_EXPERTS = 4, 2
 # reads all others' parts.
 FUSED_SUM_ROWS, FUSED_SUM_BYTES = 128, 256 * 1024
 LAUNCHES_OF_TREES = 3  # more of a step than with chains, to grow, place, move and report trees
+TREE_NODE_BYTES = 16  # of a node that a separate drafter sends: token, parent, rank and survival
 LAUNCHES_OF_DRAFT = 5  # outside the layers of a pass for one draft: embedding, fc, norm, head, argmax
 
 
@@ -183,31 +184,56 @@ class StepTimes:
             return DeviceTime()
         return self._in_sequence([self._drafter.context(rows)])
 
-    def transfer(self, rows: float) -> DeviceTime:
-        """Return the time to send features of `rows` rows to a separate drafter, and its drafts back."""
+    def transfer(self, rows: float, nodes: float = 0.0) -> DeviceTime:
+        """Return the time to send features of `rows` rows to a separate drafter, and its drafts back.
+
+        Args:
+            nodes: of trees; the bytes of chains are not counted.
+        """
         if not self._layout.has_drafter_gpu or not rows:
             return DeviceTime()
         link, size = self._gpu.link, self._target.itemsize
-        return DeviceTime(link=link.send_s(rows * self._hidden * size) + link.latency_s)
+        sent_s = link.send_s(rows * self._hidden * size) + link.send_s(nodes * TREE_NODE_BYTES)
+        return DeviceTime(link=sent_s)
 
-    def round(self, batch: int, rows: float, context: float, chunk: Chunk = NO_CHUNK) -> DeviceTime:
-        """Return the time in which each request advances by a block, and prompts by a chunk."""
-        tokens = (batch * rows if rows > 1 else 0) + chunk.rows
-        draft = self.draft(batch, rows, context) + self.inject(tokens)
-        total = self.verify(batch, rows, context, chunk) + draft + self.transfer(tokens)
+    def round(
+        self,
+        batch: int,
+        rows: float,
+        context: float,
+        chunk: Chunk = NO_CHUNK,
+        block_rows: float | None = None,
+    ) -> DeviceTime:
+        """Return the time in which each request advances by a block, and prompts by a chunk.
+
+        Args:
+            rows: verified rows of a request.
+            block_rows: rows of its block, if they are those of a tree.
+        """
+        verify, draft, sent = self._parts(batch, rows, context, chunk, block_rows)
+        total = verify + draft + sent
         if self._layout.placement == "shared":
             return total + DeviceTime(queue=_waiting_s(draft.total_s, total.total_s, self._layout.replicas))
         if self._layout.placement == "split" and batch > 1 and rows > 1 and not chunk.rows:
-            return min(total, self._two_batch_overlap(batch, rows, context), key=lambda time: time.total_s)
+            # One half is drafted while the other half is verified.
+            verify, draft, sent = self._parts(-(-batch // 2), rows, context, chunk, block_rows)
+            longer = max(verify + sent, draft + sent, key=lambda time: time.total_s)
+            return min(total, longer + longer, key=lambda time: time.total_s)
         return total
 
-    def _two_batch_overlap(self, batch: int, rows: float, context: float) -> DeviceTime:
-        """Return the time with one half drafted while the other half is verified."""
-        half = -(-batch // 2)
-        sent = self.transfer(half * rows)
-        draft = self.draft(half, rows, context) + self.inject(half * rows) + sent
-        longer = max(self.verify(half, rows, context) + sent, draft, key=lambda time: time.total_s)
-        return longer + longer
+    def _parts(
+        self, batch: int, rows: float, context: float, chunk: Chunk, block_rows: float | None
+    ) -> tuple[DeviceTime, DeviceTime, DeviceTime]:
+        """Return the times of verification, of drafting with the context before it, and of the link."""
+        verify, nodes = self.verify(batch, rows, context, chunk), 0.0
+        drafted = kept = rows
+        if block_rows is not None and rows > 1:
+            verify += DeviceTime(launches=LAUNCH_S * LAUNCHES_OF_TREES)
+            # At most the rows of a path are kept.
+            drafted, kept, nodes = block_rows, min(rows, block_rows), batch * (rows - 1)
+        tokens = (batch * kept if rows > 1 else 0) + chunk.rows
+        draft = self.draft(batch, drafted, context) + self.inject(tokens)
+        return verify, draft, self.transfer(tokens, nodes)
 
     def _in_sequence(self, works: Sequence[DeviceWork]) -> DeviceTime:
         device, total = self._gpu.device, DeviceTime()

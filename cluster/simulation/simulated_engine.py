@@ -95,7 +95,11 @@ class PlanCost:
         context = float(plan.num_computed[decodes_R].mean()) if batch else 0.0
         times = self._times
         if times.overlaps:  # drafter and target run concurrently, so only the total is known
-            return StepTimings(verify_s=times.round(batch, rows / max(batch, 1), context, chunk).total_s)
+            block_rows = None
+            if plan.tree is not None and batch:
+                block_rows = 1 + float(plan.block_drafts[decodes_R].mean())
+            total = times.round(batch, rows / max(batch, 1), context, chunk, block_rows)
+            return StepTimings(verify_s=total.total_s)
         written = rows + chunk.rows if plan.writes_context else 0
         return StepTimings(
             draft_s=self._draft_s(plan),

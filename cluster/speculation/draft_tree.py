@@ -96,13 +96,9 @@ class Child(NamedTuple):
     is_best: bool = True
 
 
-class _Place(NamedTuple):
-    """The place of a node's children: their depth, the candidate before them, and the paths of the node."""
-
-    depth: int
-    before: int | None  # None: no candidate, so that there are no scores after it
-    on_best: bool
-    on_copy: bool
+# Where a node's children are: their depth; the candidate before them, or None if it is none, so that there
+# are no scores after it; whether the node is on the path of best candidates, and on a copied chain.
+_Place = tuple[int, int | None, bool, bool]
 
 
 class CopiedChain(NamedTuple):
@@ -213,21 +209,20 @@ def grow_tree(
     known: dict[_Place, list[Child]] = {}
 
     def candidates(at: _Place) -> list[Child]:
-        found, factor = list[Child](), 1.0 if at.on_best else off_main
-        if at.depth < depth and at.before is not None:
-            pairs = zip(falling[at.depth][at.before], ranked[at.depth][at.before], strict=True)
+        d, before, on_best, on_copy = at
+        found, factor = list[Child](), 1.0 if on_best else off_main
+        if d < depth and before is not None:
+            pairs = zip(falling[d][before], ranked[d][before], strict=True)
             found = [
-                Child(
-                    factor * chance, min(rank, width - 1) or best_rank, ids[at.depth][place], place, rank == 0
-                )
+                Child(factor * chance, min(rank, width - 1) or best_rank, ids[d][place], place, rank == 0)
                 for rank, (chance, place) in enumerate(pairs)
                 if chance
             ]
-        if copy is not None and at.on_copy:
-            token = tokens[at.depth]
-            place = ids[at.depth].index(token) if at.depth < depth and token in ids[at.depth] else None
-            copied = Child(copy.chances[at.depth], 0, token, place, is_best=False)
-            found = copy.join(found, copied, width, on_best=at.on_best)
+        if copy is not None and on_copy:
+            token = tokens[d]
+            place = ids[d].index(token) if d < depth and token in ids[d] else None
+            copied = Child(copy.chances[d], 0, token, place, is_best=False)
+            found = copy.join(found, copied, width, on_best=on_best)
         return found if restrict is not None else found[:width]
 
     def children(at: _Place) -> list[Child]:
@@ -237,26 +232,28 @@ def grow_tree(
 
     # (-survival, parent, index among its children, children, survival of the parent, its place)
     heap: list[tuple[float, int, int, list[Child], float, _Place]] = []
-    root, max_depth = _Place(0, 0, True, len(tokens) > 0), max(depth, len(tokens))
+    root, max_depth = (0, 0, True, len(tokens) > 0), max(depth, len(tokens))
     if max_nodes and (first := children(root)):
         heap.append((-first[0].chance, 0, 0, first, 1.0, root))
-    while heap and len(nodes.parents) < max_nodes:
+    for row in range(1, max_nodes + 1):
+        if not heap:
+            break
         negative, parent, index, siblings, of_parent, at = heappop(heap)
-        child = siblings[index]
+        chance, rank, token, place, is_best = siblings[index]
         nodes.parents.append(parent)
-        nodes.tokens.append(child.token)
+        nodes.tokens.append(token)
         nodes.survivals.append(-negative)
-        nodes.chances.append(child.chance)
-        nodes.ranks.append(child.rank)
+        nodes.chances.append(chance)
+        nodes.ranks.append(rank)
         if index + 1 < len(siblings):
             survival = of_parent * siblings[index + 1].chance
             heappush(heap, (-survival, parent, index + 1, siblings, of_parent, at))
-        if (d := at.depth + 1) < max_depth:
-            on_copy = at.on_copy and tokens[at.depth] == child.token and d < len(tokens)
-            before = child.place if num_before > 1 else 0
-            below = _Place(d, before, at.on_best and child.is_best, on_copy)
+        d, _, on_best, on_copy = at
+        if d + 1 < max_depth:
+            on_copy = on_copy and tokens[d] == token and d + 1 < len(tokens)
+            below = (d + 1, place if num_before > 1 else 0, on_best and is_best, on_copy)
             if after := children(below):
-                heappush(heap, (negative * after[0].chance, len(nodes.parents), 0, after, -negative, below))
+                heappush(heap, (negative * after[0].chance, row, 0, after, -negative, below))
     return nodes
 
 

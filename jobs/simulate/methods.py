@@ -1,8 +1,9 @@
 """Decoding methods of a simulated node: plain, EAGLE-3 and DFlash, adaptive or with fixed lengths.
 
 Names are those of `manta bench sweep`: "dflash" is adaptive, "dflash-7" verifies seven drafts in every step;
-the same for "eagle3". "dflash-tree" is adaptive with draft trees. Methods are compared at equal tokens/s per
-user, each with its best layout and load.
+the same for "eagle3". "dflash-tree" is adaptive with draft trees. With "-split" after it a DFlash drafter has
+a GPU of its own in each engine. Methods are compared at equal tokens/s per user, each with its best layout
+and load.
 """
 
 from __future__ import annotations
@@ -29,34 +30,38 @@ Point = tuple[float, float]  # (tokens/s of a user, tokens/s of a GPU)
 
 @dataclass(frozen=True, slots=True)
 class Method:
-    """A decoding method; `drafts` None is adaptive, else the number in every step."""
+    """A decoding method.
+
+    Attributes:
+        drafts: None is adaptive, else the number in every step.
+        placement: of the drafter; None without one.
+    """
 
     name: str
     kind: Kind
     drafts: int | None = None
     has_trees: bool = False
+    placement: Literal["colocated", "split"] | None = "colocated"
 
     @classmethod
     def parse(cls, name: str) -> Method:
-        if name == "dflash-tree":
-            return cls(name, "dflash", has_trees=True)
-        found = re.fullmatch(r"(plain|dflash|eagle3)(?:-(\d+))?", name)
-        if found is None or (found[1] == "plain" and found[2]) or found[2] == "0":
+        if name == "plain":
+            return cls(name, "plain", placement=None)
+        found = re.fullmatch(r"(dflash|eagle3)(?:-(tree|[1-9]\d*))?(-split)?", name)
+        if found is None or (found[1] == "eagle3" and (found[2] == "tree" or found[3])):
             raise ConfigError(
                 f"method={name!r} must be plain, dflash, dflash-tree, eagle3, or dflash or eagle3 with a "
-                "number of drafts of at least 1, such as dflash-7.",
+                "number of drafts of at least 1, such as dflash-7; -split may follow those of dflash.",
                 param="method",
             )
         kind: Kind = found[1]  # type: ignore[assignment]  # the pattern allows no other
-        return cls(name, kind, int(found[2]) if found[2] else None)
+        has_trees = found[2] == "tree"
+        drafts = int(found[2]) if found[2] and not has_trees else None
+        return cls(name, kind, drafts, has_trees, "split" if found[3] else "colocated")
 
     @property
     def adaptive(self) -> bool:
         return self.drafts is None
-
-    @property
-    def placement(self) -> Literal["colocated"] | None:
-        return None if self.kind == "plain" else "colocated"
 
     def pair(self, pair: ModelPair, texts: AcceptanceMix) -> ModelPair:
         """Return the pair with this method's drafter shape, and its survival for a text of hardness 1."""

@@ -86,8 +86,9 @@ def node_engines(
     for method in methods:
         texts = drafting.texts(method, pair.num_drafts)
         mine, lacking, count = method.pair(pair, texts), list[PlacementError](), 0
-        for tp in [tp for tp in tp_sizes or pair.tp_sizes if tp <= num_gpus]:
-            layout = ParallelLayout(tp, method.placement, num_gpus // tp)
+        extra = int(method.placement == "split")  # GPUs of an engine beside its ranks
+        for tp in [tp for tp in tp_sizes or pair.tp_sizes if tp + extra <= num_gpus]:
+            layout = ParallelLayout(tp, method.placement, num_gpus // (tp + extra))
             try:
                 memory = plan_memory(mine, gpu, layout, demand)
             except PlacementError as error:

@@ -21,8 +21,9 @@ class NodeOptions:
         gpu: kind of the GPUs.
         num_gpus: GPUs of the node.
         tp: tensor-parallel ranks of an engine; may be repeated; by default each number that fits.
-        methods: plain, dflash, dflash-tree, eagle3, or a fixed number of drafts, such as dflash-7; may be
-            repeated; by default plain, and with a drafter eagle3-3 and dflash. See `methods.py`.
+        methods: plain, dflash, dflash-tree, eagle3, or a fixed number of drafts, such as dflash-7; with
+            -split after it a DFlash drafter has a GPU of its own; may be repeated; by default plain, and with
+            a drafter eagle3-3 and dflash. See `methods.py`.
         acceptance: mean acceptance length of the DFlash drafter's block, or by category: code=4.9,chat=2.9.
         eagle3_acceptance: mean acceptance length of EAGLE-3's drafts, or by category.
         eagle3_drafts: number of EAGLE-3's drafts that have this acceptance length.

@@ -16,8 +16,9 @@ from manta.cluster.hardware.gpu_specs import GPUS, Gpu, Link
 from manta.cluster.hardware.layer_shape import ExpertShape, LatentShape, LayerShape
 from manta.cluster.hardware.model_pair import ModelPair
 from manta.cluster.hardware.model_shape import ModelShape
+from manta.cluster.hardware.parallel_layouts import ParallelLayout
 from manta.cluster.hardware.roofline import Device
-from manta.cluster.hardware.step_time import LAUNCH_S
+from manta.cluster.hardware.step_time import LAUNCH_S, LAUNCHES_OF_TREES
 from manta.cluster.simulation.acceptance_mix import AcceptanceMix
 from manta.cluster.simulation.load_driver import LoadDriver, closed_loop, open_loop
 from manta.cluster.simulation.simulated_engine import PlanCost
@@ -25,6 +26,7 @@ from manta.cluster.simulation.simulated_executor import LinearCost, SimulatedExe
 from manta.cluster.speculation.acceptance_length import survival_of_length
 from manta.cluster.step.dummy_steps import dummy_step
 from manta.cluster.step.executor import ExecutorInfo
+from manta.cluster.step.scheduler_output import TreeShape
 from manta.jobs.cli import main
 from manta.jobs.simulate.methods import Method, eagle3_shape, frontier, parse_acceptance, throughput_at
 from manta.jobs.simulate.node_engines import DraftAssumptions, NodeEngine, Workload, node_engines
@@ -176,6 +178,23 @@ def test_a_steps_cost_follows_its_verified_rows_and_prompts() -> None:
     assert PlanCost(node_engine("dflash").times, free_prompts=True)(prompt).verify_s == plain.verify_s
 
 
+def test_trees_of_a_drafter_on_its_own_gpu_are_charged_by_block_path_and_nodes() -> None:
+    """63 nodes: the drafter computes and keeps as much as for a chain of 15, and sends 16 bytes a node."""
+    method = Method.parse("dflash-tree-split")
+    (engine,) = node_engines(PAIR, H200, 2, (1,), [method], DraftAssumptions(), WORK)
+    assert engine.layout == ParallelLayout(1, "split", 1) and engine.method.has_trees
+    times, cost, link = engine.times, PlanCost(engine.times), H200.link
+    tree = replace(dummy_step([500], [64], [63]), tree=TreeShape(15, 4, (1.0,) * 4))
+    drafted = times.draft(1, 16, 500) + times.inject(16) + times.transfer(16)
+    nodes_s = 63 * 16 / link.bytes_per_s + LAUNCHES_OF_TREES * LAUNCH_S
+    expected = times.verify(1, 64, 500) + drafted
+    assert cost(tree).verify_s == pytest.approx(expected.total_s + nodes_s)
+    chain = dummy_step([500], [16], [15])
+    assert cost(chain).verify_s == pytest.approx((times.verify(1, 16, 500) + drafted).total_s)
+    two = replace(dummy_step([500] * 2, [64] * 2, [63] * 2), tree=tree.tree)
+    assert cost(two).verify_s < 2 * cost(tree).verify_s, "one half is drafted while the other is verified"
+
+
 def test_the_frontier_contains_the_undominated_points() -> None:
     front = frontier([(100, 10), (50, 20), (60, 15), (55, 12), (100, 8)])
     assert front == [(50, 20), (60, 15), (100, 10)]
@@ -199,7 +218,9 @@ def test_an_engine_simulated_at_a_known_cost_takes_the_time_of_its_steps() -> No
     assert not driven.engine.has_unfinished and not driven.running
 
 
-@pytest.mark.parametrize("name", ["dflash-0", "plain-3", "medusa", "dflash-x", ""])
+@pytest.mark.parametrize(
+    "name", ["dflash-0", "plain-3", "plain-split", "eagle3-tree", "medusa", "dflash-x", ""]
+)
 def test_an_unknown_method_is_refused(name: str) -> None:
     with pytest.raises(ConfigError, match="must be plain, dflash, dflash-tree, eagle3"):
         Method.parse(name)

@@ -66,6 +66,15 @@ def runs_on_device(plan: LoadPlan) -> bool:
     return plan.attention_backend in ("triton", "flash_attn")
 
 
+def num_tree_values(plan: LoadPlan) -> int:
+    """Return the int32 values of a request's tree, as a device grows it; 0 without such trees."""
+    if plan.tree is None or not runs_on_device(plan):
+        return 0
+    from ....drafter.step.gpu_triton.draft_trees import DeviceTrees
+
+    return DeviceTrees.num_values(plan.tree)
+
+
 def device_limits(plan: LoadPlan) -> tuple[int, int]:
     """Return the largest number of requests in a step, and of rows that sample a token."""
     max_requests, budget = plan.config.max_num_seqs, plan.max_num_batched_tokens

@@ -364,8 +364,6 @@ def why_no_trees(plan: LoadPlan) -> str | None:
         return "recurrent states follow one path of tokens"
     if plan.attention_backend == "flash_attn":
         return 'attention_backend="flash_attn" has no masks of ancestors'
-    if plan.attention_backend == "triton" and plan.split:
-        return "a GPU's steps do not send trees' paths to a drafter in a process of its own"
     spec = plan.config.speculative_config
     if plan.attention_backend == "triton" and spec is not None and spec.suffix_drafts:
         return "copies beside a drafter are chosen on the host, and a GPU grows trees without it"

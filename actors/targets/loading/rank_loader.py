@@ -19,6 +19,7 @@ from ....cluster.step.executor import ExecutorInfo
 from ....drafter.compute.backend import Backend
 from ....drafter.compute.memory.kv_cache import PagedKVCache
 from ....drafter.compute.memory.recurrent_state_cache import StateMemory
+from ....drafter.dflash.config import DrafterConfig
 from ....drafter.dflash.proposer import DFlashProposer
 from ....drafter.dflash.target_features import EmbeddingCopies
 from ....drafter.eagle3.proposer import ChainProposer
@@ -221,9 +222,9 @@ class _Rank:
         states = DeviceStates(*state_args, plan.device, plan.pages)
         workspace, exchange = SamplingWorkspace.build(num_rows, plan.target.vocab_size, plan.device), None
         if (remote := self._remote()) is not None:
-            assert plan.drafter is not None, "a remote drafter has a config"
-            sizes = plan.max_num_batched_tokens, plan.drafter.hidden_size
-            exchange = RemoteExchange(remote, workspace.margins_N, *sizes, plan.dtype)
+            assert isinstance(plan.drafter, DrafterConfig), "other drafters are colocated"
+            sizes = plan.max_num_batched_tokens, plan.drafter, plan.dtype
+            exchange = RemoteExchange(remote, workspace.margins_N, *sizes)
         models = DeviceModels(
             target=self._model,
             cache=cache,

@@ -39,6 +39,7 @@ from ....cluster.step.scheduler_output import SchedulerOutput
 from ....drafter.step.gpu_triton.draft_trees import DeviceTrees
 from ....drafter.step.gpu_triton.inputs.row_layout import DeviceStepRequests
 from ....drafter.step.gpu_triton.inputs.transfers import StepOutput
+from ....drafter.step.gpu_triton.tree_rows import num_path_rows
 from ....drafter.step.gpu_triton.verification import TrimLists
 from .device_trees import StepTrees
 from .draft_pass import DraftPass
@@ -70,6 +71,13 @@ class PassKind:
     filters: bool
     writes_context: bool = True
     tree: TreeSizes | None = None
+
+    @property
+    def num_context_rows(self) -> int:
+        """Rows of the target's pass whose hidden states a drafter in a process of its own gets."""
+        if self.tree is None:
+            return self.num_rows
+        return num_path_rows(self.num_requests, self.num_rows, 1 + self.tree.depth)
 
     @property
     def outcome_shape(self) -> tuple[int, int, int]:
@@ -252,8 +260,13 @@ class StepGraphs:
         assert isinstance(target, TargetPass), "only the target's pass verifies"
         return target.verified()
 
-    def num_verified(self, kind: PassKind) -> Tensor:
-        """Return the numbers of drafts [R], int32, that a replayed target's pass has verified."""
+    def num_context_drafts(self, kind: PassKind) -> Tensor:
+        """Return the numbers of drafts [R], int32, in the context rows of a replayed target's pass.
+
+        These are the verified drafts, or those of a tree's accepted path.
+        """
+        if kind.tree is not None:
+            return (self._outcome_of(kind).rows_RW1[:, -1] - 1).clamp(min=0)
         return self._outcome_of(kind).num_drafts_R if kind.width > 1 else self._requests(kind).num_drafts_R
 
     def capture(self, kinds: Iterable[PassKind]) -> None:
@@ -286,8 +299,7 @@ class StepGraphs:
 
     def _drafting(self, kind: PassKind) -> DraftPass:
         times = self._outcome_of(kind).times
-        how = (times, self._trim, self._trees(kind))
-        return DraftPass(self._models, self._requests(kind), *how, filters=kind.filters)
+        return DraftPass(self._models, self._requests(kind), times, self._trees(kind), filters=kind.filters)
 
     def _iteration(self, kind: PassKind) -> TargetPass:
         masks = self._models.masks if kind.filters else None

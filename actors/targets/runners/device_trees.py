@@ -27,6 +27,7 @@ from ....cluster.step.scheduler_output import IntArray, SchedulerOutput, TreeGai
 from ....drafter.dflash.config import DrafterConfig
 from ....drafter.step.gpu_triton.draft_trees import DeviceTrees
 from ....drafter.step.gpu_triton.inputs.row_layout import DeviceStepRequests
+from ....drafter.step.gpu_triton.verification import TrimLists
 from ....drafter.step.inputs.draft_trees import AcceptedPaths, DraftTrees
 from ....drafter.step.inputs.proposals import BlockCandidates, Proposals
 from ....drafter.step.sampling.tree_growth import grow_trees
@@ -41,6 +42,7 @@ class StepTrees:
 
     Attributes:
         blocks: the requests with the rows of their blocks; `max_nodes_R`: int32.
+        trim: the curves and factors by which trees grow.
         candidates: where those of all rows are kept, int64 [N, C] and fp32 [N, P, C]; None if no request can
             have a grammar.
     """
@@ -48,6 +50,7 @@ class StepTrees:
     trees: DeviceTrees
     blocks: DeviceStepRequests
     max_nodes_R: Tensor
+    trim: TrimLists
     candidates: tuple[Tensor, Tensor] | None
 
     def keep(self, ids_NC: Tensor, scores_NPC: Tensor, communicator: Communicator) -> None:
@@ -67,6 +70,7 @@ class TreeMemory:
         trees: of as many requests as run at once.
         decoding_LW, blocks_LW: lists of the decoding requests (`row_layout.pack`), with the rows of the
             target's pass and of their blocks.
+        trim: see `StepTrees`.
         anchor_distance: see `DrafterConfig`.
         candidates: see `StepTrees`.
     """
@@ -75,6 +79,7 @@ class TreeMemory:
     trees: DeviceTrees
     decoding_LW: Tensor
     blocks_LW: Tensor
+    trim: TrimLists
     anchor_distance: int
     candidates: tuple[Tensor, Tensor] | None
 
@@ -84,6 +89,7 @@ class TreeMemory:
         sizes: TreeSizes,
         max_requests: int,
         lists: tuple[Tensor, Tensor],
+        trim: TrimLists,
         config: DrafterConfig,
         num_kept: int,
     ) -> TreeMemory:
@@ -99,7 +105,7 @@ class TreeMemory:
             scores_NPC = torch.empty(num_kept, before, count, dtype=torch.float32, device=device)
             candidates = torch.empty(num_kept, count, dtype=torch.int64, device=device), scores_NPC
         trees = DeviceTrees.build(max_requests, sizes, device)
-        return cls(sizes, trees, *lists, config.anchor_distance, candidates)
+        return cls(sizes, trees, *lists, trim, config.anchor_distance, candidates)
 
     def factors(self, plan: SchedulerOutput) -> tuple[float, ...]:
         """Return `TreeShape.factors` of a plan, of which some cut all branches if it has chains."""
@@ -115,7 +121,7 @@ class TreeMemory:
                 (self.blocks_LW, 1 + self.sizes.depth),
             )
         )
-        return StepTrees(trees, blocks, decoding.num_drafts_R, self.candidates)
+        return StepTrees(trees, blocks, decoding.num_drafts_R, self.trim, self.candidates)
 
     def regrow(
         self,

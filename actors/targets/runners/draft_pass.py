@@ -2,7 +2,8 @@
 
 It is a graph of its own, as the number of rows in blocks does not depend on the number of drafts that are
 verified. Drafts are left in the requests' tokens or trees, and margins in the workspace. A split drafter's
-drafts are there before a pass, and are written here. Called by `cuda_graphs.py`.
+drafts are there before a pass, and are written here; its trees are in their memory already. Called by
+`cuda_graphs.py`.
 
 Legend: R requests, N rows, E selector's rank, C candidates.
 """
@@ -27,9 +28,8 @@ from ....drafter.step.gpu_triton.inputs.row_layout import (
 from ....drafter.step.gpu_triton.inputs.transfers import stamp
 from ....drafter.step.gpu_triton.ngram_lookup import look_up
 from ....drafter.step.gpu_triton.sampling.selector import Candidates, find_candidates, walk_paths
-from ....drafter.step.gpu_triton.verification import TrimLists
 from .device_trees import StepTrees
-from .step_passes import DeviceModels, choose_drafts
+from .step_passes import DeviceModels, DraftingModels, choose_drafts
 from .tp_sampling import candidates_of_ranks, first_rank_s
 
 
@@ -39,7 +39,6 @@ class DraftPass:
     Args:
         requests: decoding requests, of which all that may draft do.
         times: timestamps of the step's outcome; the first two are written.
-        trim: of the drafts' chances, by which trees grow.
         filters: see `TargetPass`.
         trees: grown from the blocks' candidates, if drafts may form trees.
     """
@@ -49,13 +48,12 @@ class DraftPass:
         models: DeviceModels,
         requests: DeviceStepRequests,
         times: Tensor,
-        trim: TrimLists,
         trees: StepTrees | None = None,
         *,
         filters: bool,
     ) -> None:
         self._models, self._requests, self._times, self._filters = models, requests, times, filters
-        self._trim, self._trees = trim, trees
+        self._trees = trees
 
     def run(self) -> None:
         models, tables = self._models, self._models.states.tables
@@ -70,15 +68,13 @@ class DraftPass:
             choose = partial(choose_drafts, models, filters=self._filters)
             models.chains.draft(self._requests, tables, models.workspace.margins_N, choose)
             return stamp(self._times, 1)
-        if models.remote is not None:  # its margins are in the workspace
-            rows = lay_out_block(self._requests, tables, mask_id=0)
-            write_drafts(models.remote.drafts_N[: self._requests.num_rows], rows, tables)
+        if models.remote is not None:  # its margins are in the workspace, its trees in their memory
+            if self._trees is None:
+                rows = lay_out_block(self._requests, tables, mask_id=0)
+                write_drafts(models.remote.drafts_N[: self._requests.num_rows], rows, tables)
             return stamp(self._times, 1)
-        drafter, cache = models.drafter, models.draft_cache
-        assert drafter is not None and cache is not None, "drafts were planned, but there is no drafter"
-        rows, chosen_N, margins_N = self._draft(drafter, cache)
-        if self._trees is None:
-            write_drafts(chosen_N, rows, tables)
+        block = BlockPass(models, self._requests, self._trees, filters=self._filters)
+        _, margins_N = block.run()
         models.workspace.margins_N[: len(margins_N)].copy_(margins_N)
         stamp(self._times, 1)
 
@@ -94,6 +90,36 @@ class DraftPass:
             assert margins_N is not None, "drafts were planned, but there is no drafter"
             self._models.workspace.margins_N[:count].copy_(margins_N[:count])
         stamp(self._times, 1)
+
+
+class BlockPass:
+    """A DFlash drafter's pass over given blocks, which leaves drafts in the requests' tokens, or trees.
+
+    Used by `DraftPass`, and by the process of a split drafter (`actors/workers/drafter/`).
+
+    Args:
+        requests, filters, trees: see `DraftPass`.
+    """
+
+    def __init__(
+        self,
+        models: DraftingModels,
+        requests: DeviceStepRequests,
+        trees: StepTrees | None = None,
+        *,
+        filters: bool,
+    ) -> None:
+        self._models, self._requests, self._trees, self._filters = models, requests, trees, filters
+
+    def run(self) -> tuple[Tensor, Tensor]:
+        """Return a draft and a margin for each row of blocks with an anchor and a mask per draft, [N]."""
+        models, tables = self._models, self._models.states.tables
+        drafter, cache = models.drafter, models.draft_cache
+        assert drafter is not None and cache is not None, "drafts were planned, but there is no drafter"
+        rows, chosen_N, margins_N = self._draft(drafter, cache)
+        if self._trees is None:
+            write_drafts(chosen_N, rows, tables)
+        return chosen_N, margins_N
 
     def _draft(self, drafter: DFlashDrafter, cache: PagedKVCache) -> tuple[DeviceStepRows, Tensor, Tensor]:
         """Return the rows of blocks with an anchor and a mask for each draft, and drafts and margins [N]."""
@@ -206,8 +232,8 @@ class DraftPass:
             margins_N=margins_N,
             anchor_distance=distance,
         )
-        children = likely_children(scores_NPC, cu_rows_R1, self._requests.max_rows, self._trim, distance)
-        grown_from = (found.ids_NK, cu_rows_R1, step.max_nodes_R, self._trim.factors_T)
+        children = likely_children(scores_NPC, cu_rows_R1, self._requests.max_rows, step.trim, distance)
+        grown_from = (found.ids_NK, cu_rows_R1, step.max_nodes_R, step.trim.factors_T)
         grow_trees(*children, *grown_from, step.trees, distance)
         step.keep(found.ids_NK, scores_NPC, models.communicator)
         return margins_N

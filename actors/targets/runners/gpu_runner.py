@@ -136,12 +136,12 @@ class GpuModelRunner:
         if suffixes is not None:
             models = replace(models, copied_margins_N=margins.view(torch.float32))
         self._decoding, self._prompts, *blocks = list_values.view(lists).unbind(0)
-        if tree is not None and models.drafter is not None:
+        trim = TrimLists.views_of(trim_values, *trim_sizes)
+        if tree is not None and (source := models.drafter or models.remote) is not None:
             lists, num_kept = (self._decoding, blocks[0]), 0 if guide is None else self._kinds.max_block_rows
-            memory = TreeMemory.build(tree, max_requests, lists, models.drafter.config, num_kept)
+            memory = TreeMemory.build(tree, max_requests, lists, trim, source.config, num_kept)
             models = replace(models, trees=memory)
         self.models = models
-        trim = TrimLists.views_of(trim_values, *trim_sizes)
         # Index 0 is for decoding requests, index 1 for prompts.
         self._saves = save_values.view(2, 2, self._capacity if num_saves else 0, MAX_SAVES)
         max_outcome = max(StepOutput.num_values(*kind.outcome_shape) for kind in self._kinds.all())
@@ -276,6 +276,9 @@ class GpuModelRunner:
         block, kind = self._kinds.of(plan, requests_G, filters=filters or guide is not None)
         trees, remote, walks = self.models.trees, self.models.remote, None
         if block is not None:
+            if remote is not None:
+                step_trees = None if trees is None else trees.of_requests(block.num_requests)
+                remote.receive(block.num_rows, step_trees, has_grammars=guide is not None)
             self._draft(plan, requests_G, block, uploaded)
         memory, masks = self.models.masks, None
         if guide is not None and memory is not None:
@@ -286,7 +289,8 @@ class GpuModelRunner:
                 memory.write(masks)
         self._graphs.replay(kind)
         if remote is not None and kind.writes_context:
-            remote.send(self._graphs.num_verified(kind), kind.num_rows, kind.num_rows)
+            num_rows = kind.num_context_rows
+            remote.send(self._graphs.num_context_drafts(kind), num_rows, num_rows)
         if masks is not None and memory is not None:
             memory.clear()  # once the pass has read them
         return _Share(requests_G, self._graphs.parts(kind), kind.outcome_shape)
@@ -295,8 +299,6 @@ class GpuModelRunner:
         """Run the drafter's pass, or take copies: instead of it, or after it for some requests."""
         suffixes, models = self._suffixes, self.models
         if suffixes is None or suffixes.choice.is_copied_R is None:
-            if models.remote is not None:
-                models.remote.receive(block.num_rows)
             return self._graphs.replay(block)
         if suffixes.choice.is_pass_skipped:
             return self._graphs.drafting(block).replace_by_copies()

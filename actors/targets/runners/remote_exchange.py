@@ -1,9 +1,10 @@
 """Device memory between the passes of a step and the connection to a drafter in another process.
 
-    receive ─▶ drafts, margins ─▶ drafter's pass ─▶ target's pass ─▶ choices, features ─▶ send
+    receive ─▶ drafts or trees, margins ─▶ drafter's pass ─▶ target's pass ─▶ choices, features ─▶ send
 
-The passes use this memory alone, so they can be captured in CUDA graphs. What waits for the drafter, or sends
-to it, happens before and after them. Used by `gpu_runner.py`.
+The passes use this memory and that of trees alone, so they can be captured in CUDA graphs. What waits for the
+drafter, or sends to it, happens before and after them. With trees, choices and features are those of the
+accepted paths. Used by `gpu_runner.py`.
 
 Legend: N rows, X sampled rows, R requests, m taps, H hidden.
 """
@@ -13,6 +14,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ....drafter.dflash.config import DrafterConfig
+from .device_trees import StepTrees
 from .runner_interface import RemoteDrafter
 
 
@@ -21,24 +24,42 @@ class RemoteExchange:
 
     Args:
         margins_N: fp32, where the target's pass reads margins by row of the blocks.
-        hidden_size, dtype: of the drafter's features.
+        config, dtype: of the drafter, and of its features.
 
     Attributes:
-        drafts_N: int64, the received drafts by row of the blocks.
+        drafts_N: int64, the received drafts by row of the blocks, if drafts form chains.
     """
 
     def __init__(
-        self, remote: RemoteDrafter, margins_N: Tensor, max_rows: int, hidden_size: int, dtype: torch.dtype
+        self,
+        remote: RemoteDrafter,
+        margins_N: Tensor,
+        max_rows: int,
+        config: DrafterConfig,
+        dtype: torch.dtype,
     ) -> None:
-        self._remote, self._margins_N = remote, margins_N
+        self._remote, self._margins_N, self.config = remote, margins_N, config
         device = margins_N.device
         self.drafts_N = torch.zeros(len(margins_N), dtype=torch.int64, device=device)
         self._chosen_X = torch.zeros(max_rows, dtype=torch.int64, device=device)
-        self._features_NH = torch.zeros(max_rows, hidden_size, dtype=dtype, device=device)
+        self._features_NH = torch.zeros(max_rows, config.hidden_size, dtype=dtype, device=device)
 
-    def receive(self, num_rows: int) -> None:
-        """Wait for the drafts of blocks of `num_rows` rows; zeros without margins replace late ones."""
-        self._remote.receive(self.drafts_N[:num_rows], self._margins_N[:num_rows])
+    def receive(self, num_rows: int, trees: StepTrees | None, *, has_grammars: bool) -> None:
+        """Wait for the drafts of blocks of `num_rows` rows.
+
+        Zeros without margins replace late ones, or trees without a node. With grammars, which restrict trees,
+        trees come with their candidates.
+        """
+        margins_N, candidates = self._margins_N[:num_rows], list[tuple[Tensor, float]]()
+        if trees is None:
+            drafts = self.drafts_N[:num_rows]
+        else:
+            drafts = trees.trees.values_RE
+            if has_grammars:
+                assert trees.candidates is not None, "requests may have grammars"
+                ids_NC, scores_NPC = trees.candidates
+                candidates = [(ids_NC[:num_rows], 0), (scores_NPC[:num_rows], -torch.inf)]
+        self._remote.receive([(drafts, 0), (margins_N, torch.nan), *candidates])
 
     def put(self, chosen_X: Tensor, taps_NmH: Tensor) -> None:
         """Keep the choices and features of the target's pass; a part of it."""
@@ -48,5 +69,5 @@ class RemoteExchange:
             self._features_NH[: len(features_NH)].copy_(features_NH)
 
     def send(self, num_drafts_R: Tensor, num_chosen: int, num_rows: int) -> None:
-        """Send what `put` has kept, with the numbers of verified drafts."""
+        """Send what `put` has kept, with the numbers of drafts among the rows."""
         self._remote.send(num_drafts_R, self._chosen_X[:num_chosen], self._features_NH[:num_rows])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from torch import Tensor
@@ -83,8 +83,12 @@ class TriesDrafters(Protocol):
 class RemoteDrafter(Protocol):
     """The connection to a remote drafter where the device drives the steps; on every rank."""
 
-    def receive(self, drafts_N: Tensor, margins_N: Tensor) -> None:
-        """Write drafts, int64, per row of `lay_out_block`'s blocks, and margins, fp32, or nan."""
+    def receive(self, memory: Sequence[tuple[Tensor, float]]) -> None:
+        """Write what the drafter has sent to tensors, equal on all ranks, or their values for late drafts.
+
+        Drafts, int64, per row of `lay_out_block`'s blocks, or trees (`DeviceTrees`), int32 [R, E]; margins,
+        fp32, per row; and for grammars the candidates of `StepTrees`.
+        """
         ...
 
     def features(self, taps_NmH: Tensor) -> Tensor | None:
@@ -92,7 +96,10 @@ class RemoteDrafter(Protocol):
         ...
 
     def send(self, num_drafts_R: Tensor, chosen_X: Tensor, features_NH: Tensor) -> None:
-        """Send verified drafts, the target's choices (from which it finds accepted drafts), and features."""
+        """Send numbers of drafts, the target's choices (from which it finds accepted drafts), and features.
+
+        Those are of verified drafts, or of the accepted paths of trees.
+        """
         ...
 
 

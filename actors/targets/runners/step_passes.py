@@ -30,7 +30,7 @@ from ....drafter.step.gpu_triton.recurrent_states import DeviceRecurrent
 from ....drafter.step.gpu_triton.request_states import DeviceStates
 from ....drafter.step.gpu_triton.sampling.grammar_masks import DeviceMasks
 from ....drafter.step.gpu_triton.sampling.sampler import SamplingWorkspace, margins_between, sample_rows
-from ....drafter.step.gpu_triton.tree_rows import accept_paths, place_rows, trim_trees
+from ....drafter.step.gpu_triton.tree_rows import accept_paths, path_rows, place_rows, trim_trees
 from ....drafter.step.gpu_triton.verification import (
     TrimLists,
     accept_and_advance,
@@ -45,32 +45,43 @@ from .remote_exchange import RemoteExchange
 from .tp_sampling import Head, best_of_ranks, first_rank_s, surest_of_ranks
 
 
-@dataclass(frozen=True, slots=True)
-class DeviceModels:
-    """A loaded rank: models, their pages, and the requests' state.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DraftingModels:
+    """A DFlash drafter, with what its passes read and write (`BlockPass`).
 
     Attributes:
-        drafter, draft_cache: a colocated DFlash drafter; else None. At most one of it, `chains`, `remote` and
-            `lookup_lengths` is there.
-        chains: a colocated EAGLE-3 drafter; else None.
-        recurrent: the target's recurrent states; None if it has none.
-        remote: what is exchanged with a drafter in a process of its own.
-        lookup_lengths: n-gram lengths of prompt lookup. Without this and any drafter a rank decodes plainly.
+        drafter, draft_cache: None if this process has no DFlash drafter.
         workspace: for sampling, over the whole vocabulary or this rank's part of it.
-        hidden: [N, H], where decoding steps leave hidden states for log probabilities.
-        masks: grammar masks of decoding steps' rows; None if no request can have a grammar.
-        copied_margins_N: fp32, margins of drafts that the host wrote (`device_suffixes.py`), instead of a
-            drafter or beside it; else None.
         trees: None if drafts form chains.
     """
 
-    target: Decoder
-    cache: PagedKVCache
     drafter: DFlashDrafter | None
     draft_cache: PagedKVCache | None
     states: DeviceStates
     workspace: SamplingWorkspace
     communicator: Communicator
+    trees: TreeMemory | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceModels(DraftingModels):
+    """A loaded rank: models, their pages, and the requests' state.
+
+    At most one of `drafter`, `chains`, `remote` and `lookup_lengths` is there.
+
+    Attributes:
+        chains: a colocated EAGLE-3 drafter; else None.
+        recurrent: the target's recurrent states; None if it has none.
+        remote: what is exchanged with a drafter in a process of its own.
+        lookup_lengths: n-gram lengths of prompt lookup. Without this and any drafter a rank decodes plainly.
+        hidden: [N, H], where decoding steps leave hidden states for log probabilities.
+        masks: grammar masks of decoding steps' rows; None if no request can have a grammar.
+        copied_margins_N: fp32, margins of drafts that the host wrote (`device_suffixes.py`), instead of a
+            drafter or beside it; else None.
+    """
+
+    target: Decoder
+    cache: PagedKVCache
     hidden: Tensor
     remote: RemoteExchange | None = None
     lookup_lengths: tuple[int, int] | None = None
@@ -78,7 +89,6 @@ class DeviceModels:
     recurrent: DeviceRecurrent | None = None
     masks: DeviceMasks | None = None
     copied_margins_N: Tensor | None = None
-    trees: TreeMemory | None = None
 
     @property
     def has_margins(self) -> bool:
@@ -223,6 +233,9 @@ class TargetPass:
             num_tokens_R, tables = self._outcome.rows_RW1[:, -1], self._models.states.tables
             return self._models.chains.inject(requests, rows, taps_NmH, num_tokens_R, tables)
         if remote is not None:
+            if self._trees is not None:
+                rows_P = path_rows(requests, self._trees.trees, self._outcome.rows_RW1[:, -1])
+                chosen_X, taps_NmH = chosen_X[rows_P], taps_NmH[rows_P]
             return remote.put(chosen_X, taps_NmH)
         assert drafter is not None and cache is not None, "a colocated drafter has pages"
         drafter.write_context(drafter.context_features(taps_NmH), rows, cache)
@@ -266,7 +279,7 @@ def choose(
 
 
 def choose_drafts(
-    models: DeviceModels,
+    models: DraftingModels,
     head: Head,
     hidden_NH: Tensor,
     slots_N: Tensor,

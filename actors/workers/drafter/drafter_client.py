@@ -31,6 +31,7 @@ from ..shm.tensor_mailbox import Kinds, Mailbox, RoundRobinBuffer, size_of
 from .drafter_protocol import (
     LAYOUT,
     MAX_OPEN,
+    NUM_PLACES,
     Drafted,
     DrafterRefusal,
     DraftRequest,
@@ -158,17 +159,17 @@ class DrafterClient(ShmEndpoint):
 
     # Steps.
 
-    def request_drafts(self, plan: SchedulerOutput) -> None:
-        """Request drafts for a plan, before anything else of the step."""
+    def request_drafts(self, plan: SchedulerOutput, *, has_grammars: bool = False) -> None:
+        """Request drafts for a plan, before anything else of the step; see `DraftRequest`."""
         self.receive()
         if len(self._steps) >= MAX_OPEN:
             self._mark_lost(f"it lags by {MAX_OPEN} steps")
         if self.is_lost:
             return
-        place, now_s = self._num_plans % MAX_OPEN, time.monotonic()
+        place, now_s = self._num_plans % NUM_PLACES, time.monotonic()
         self._num_plans += 1
         self._steps[plan.step] = _Step(place, now_s, plan.num_draft_tokens > 0)
-        self._send(DraftRequest(plan, place, now_s))
+        self._send(DraftRequest(plan, place, has_grammars, now_s))
 
     def is_answered(self, step: int) -> bool:
         """Return whether `drafts` would return for this step without waiting."""
@@ -184,7 +185,7 @@ class DrafterClient(ShmEndpoint):
             self._waiter.wait(lambda: self.is_answered(step), MAX_WAIT_S, poll_s=5e-3)
 
     def drafts(self, step: int, kinds: Kinds) -> Sequence[Tensor] | None:
-        """Return drafts, margins and candidates, valid until `send_results`; None if they are late."""
+        """Return drafts or trees, margins and candidates, valid until `send_results`; None if late."""
         self.wait_for_drafts(step)
         open_step = self._steps.get(step)
         if open_step is None or self.is_lost:

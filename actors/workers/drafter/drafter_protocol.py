@@ -28,6 +28,7 @@ from ..shm.ring_buffer import Layout
 from ..shm.tensor_mailbox import Kinds, padded, size_of
 
 MAX_OPEN = 32  # steps by which a drafter may lag before it is given up
+NUM_PLACES = 4  # of drafts; more than steps in flight, as only these are waited for
 LAYOUT = Layout(
     num_workers=1, down_slots=128, down_slot_bytes=8 * 1024, up_slots=4 * MAX_OPEN, up_slot_bytes=4 * 1024
 )
@@ -36,7 +37,7 @@ _STEPS = 4  # number of largest steps whose results the mailbox holds; decoding 
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """Layout of a mailbox: a place for drafts per open step, then the target's results."""
+    """Layout of a mailbox: places for the drafts of steps, in turn, then the target's results."""
 
     drafts_bytes: int  # size of one place
     results_bytes: int  # size of all results that the drafter has not taken in yet
@@ -50,21 +51,28 @@ class Sizes:
         hidden_size: int,
         dtype: torch.dtype,
         num_candidates: tuple[int, int] | None = None,
+        tree_values: int = 0,
     ) -> Sizes:
-        """Return the layout for steps of at most `max_rows` rows; `num_candidates`: see `draft_kinds`."""
+        """Return the layout for steps of at most `max_rows` rows.
+
+        Args:
+            num_candidates: see `draft_kinds`.
+            tree_values: int32 values of a request's tree, if the drafter grows trees.
+        """
         rows = max(max_requests * (num_drafts + 2), max_rows)
         ids_bytes, margins_bytes = padded(rows * 8), padded(rows * 4)
         drafts_bytes = ids_bytes + margins_bytes
         if num_candidates is not None:
             drafts_bytes += size_of(
-                _candidate_kinds(min(max_requests * num_drafts, max_rows), num_candidates)
+                _candidate_kinds(min(max_requests * (1 + num_drafts), max_rows), num_candidates)
             )
+        drafts_bytes += padded(max_requests * tree_values * 4)
         features_bytes = padded(rows * hidden_size * dtype.itemsize)
         return cls(drafts_bytes, _STEPS * (ids_bytes + features_bytes))
 
     @property
     def results_offset(self) -> int:
-        return MAX_OPEN * self.drafts_bytes
+        return NUM_PLACES * self.drafts_bytes
 
     @property
     def total_bytes(self) -> int:
@@ -111,10 +119,16 @@ class DrafterRefusal:
 
 @dataclass(frozen=True, slots=True)
 class DraftRequest:
-    """Draft for this plan, into a place of the mailbox; `sent_s` is the machine's monotonic clock."""
+    """Draft for this plan, into a place of the mailbox.
+
+    Attributes:
+        has_grammars: whether a grammar restricts drafts: then grown trees come with their candidates.
+        sent_s: the machine's monotonic clock.
+    """
 
     plan: SchedulerOutput
     place: int
+    has_grammars: bool
     sent_s: float
 
 

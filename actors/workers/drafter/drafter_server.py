@@ -126,7 +126,7 @@ class DrafterSessionQueue(ShmEndpoint):
         if plan.step in self._results or not plan.num_draft_tokens:
             self._record_use(request.sent_s, begin_s)
             return  # the target could not wait, or wants no drafts
-        proposed = self.session.draft(plan)
+        proposed = self.session.draft(plan, has_grammars=request.has_grammars)
         kinds = [(tuple(values.shape), values.dtype) for values in proposed]
         views = self._mailbox.views(request.place * self._sizes.drafts_bytes, kinds)
         for view, values in zip(views, proposed, strict=True):

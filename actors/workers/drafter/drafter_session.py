@@ -50,8 +50,11 @@ class DrafterSession(Protocol):
         """Apply a plan's admissions and new pages."""
         ...
 
-    def draft(self, plan: SchedulerOutput) -> Sequence[Tensor]:
-        """Return drafts, margins and candidates, of the kinds that the target's side expects."""
+    def draft(self, plan: SchedulerOutput, *, has_grammars: bool = False) -> Sequence[Tensor]:
+        """Return drafts or trees, margins and candidates, of the kinds that the target's side expects.
+
+        `has_grammars`: see `DraftRequest`.
+        """
         ...
 
     def num_parts(self, plan: SchedulerOutput) -> int:
@@ -142,8 +145,8 @@ class CpuDrafterSession:
     def begin(self, plan: SchedulerOutput) -> None:
         self._states.apply(plan)
 
-    def draft(self, plan: SchedulerOutput) -> Sequence[Tensor]:
-        """Return tensors of `draft_kinds`."""
+    def draft(self, plan: SchedulerOutput, *, has_grammars: bool = False) -> Sequence[Tensor]:
+        """Return tensors of `draft_kinds`, with or without grammars, as the target's host grows trees."""
         proposals = self._proposer.propose(plan, self._states)
         assert proposals.margins_RK is not None, "DFlash drafters give margins"
         of_trees = [values for each in proposals.candidates for values in (each.ids_XC, each.scores_XPC)]

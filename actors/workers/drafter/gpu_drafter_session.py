@@ -6,6 +6,9 @@ same kernel accepts drafts on both sides. If drafts came too late, both sides us
 them. Passes of decoding requests read and write memory of their own, so on a GPU they are CUDA graphs,
 captured as they are needed: a session begins while its engine already serves.
 
+Draft trees grow here, as the plan has the curves, and a grown tree takes fewer bytes than its candidates. The
+target sends the accepted paths, which are written as a chain whose drafts are all accepted.
+
 Legend: N rows of a pass, X sampled rows, H hidden, R requests.
 """
 
@@ -33,20 +36,26 @@ from ....drafter.step.gpu_triton.inputs.row_layout import (
 )
 from ....drafter.step.gpu_triton.inputs.transfers import Upload
 from ....drafter.step.gpu_triton.request_states import DeviceStates
-from ....drafter.step.gpu_triton.sampling.sampler import SamplingWorkspace, margins_between, sample_rows
-from ....drafter.step.gpu_triton.sampling.selector import find_candidates, walk_paths
-from ....drafter.step.gpu_triton.verification import accept_and_advance
+from ....drafter.step.gpu_triton.sampling.sampler import SamplingWorkspace
+from ....drafter.step.gpu_triton.verification import TrimLists, accept_and_advance
 from ...targets.loading.executor_info import device_limits
 from ...targets.loading.load_plan import LoadPlan
+from ...targets.model.tensor_parallel import SingleRank
 from ...targets.runners.cuda_graphs import LazyGraphs, PassKind, StepKinds
+from ...targets.runners.device_trees import TreeMemory
+from ...targets.runners.draft_pass import BlockPass
+from ...targets.runners.step_passes import DraftingModels
 from ..shm.tensor_mailbox import Kinds
 
 
 @dataclass(frozen=True, slots=True)
 class _Open:
-    """A plan's passes: the drafter's and the target's over decoding requests, and the prompts' pass."""
+    """A plan's passes: the drafter's and the target's over decoding requests, and the prompts' pass.
 
-    decoding_LW: Tensor
+    `values`: those of the decoding requests (`GpuDrafterSession._values`).
+    """
+
+    values: Tensor
     block: PassKind | None
     target: PassKind | None
     prompts: DeviceStepRequests | None
@@ -58,63 +67,101 @@ class GpuDrafterSession:
     def __init__(
         self, plan: LoadPlan, drafter: DFlashDrafter, cache: PagedKVCache, num_pages: tuple[int, ...]
     ) -> None:
-        config, (max_requests, num_rows) = plan.config, device_limits(plan)
+        config, tree, device = plan.config, plan.tree, plan.device
+        max_requests, _ = device_limits(plan)
         size = (config.max_num_seqs, plan.max_model_len, num_pages, plan.page_size)
-        self._drafter, self._cache = drafter, cache
-        self._states = DeviceStates(*size, plan.device, plan.pages)
-        self._workspace = SamplingWorkspace.build(num_rows, plan.target.vocab_size, plan.device)
-        self._kinds = StepKinds(max_requests, plan.num_speculative_tokens, plan.max_num_batched_tokens)
+        states = DeviceStates(*size, device, plan.pages)
+        self._num_drafts = plan.num_speculative_tokens
+        self._kinds = StepKinds(max_requests, self._num_drafts, plan.max_num_batched_tokens, tree)
         self._max_rows = DeviceStepRequests.list_length(max_requests)
-        num_values = 2 * NUM_LISTS * self._max_rows
-        self._upload = Upload(self._states.arena, num_values, self._states.max_changes)
+        # Decoding requests; with trees also with the rows of their blocks, and what trees grow by.
+        lists = (1 if tree is None else 2, NUM_LISTS, self._max_rows)
+        trim_sizes = (self._max_rows, self._num_drafts, 0 if tree is None else tree.width)
+        num_values = int(np.prod(lists)), 0 if tree is None else TrimLists.num_values(*trim_sizes)
+        self._upload = Upload(states.arena, sum(num_values) + NUM_LISTS * self._max_rows, states.max_changes)
         self._open: dict[int, _Open] = {}
-        self._graphs = LazyGraphs(plan.device)
-        rows, device = self._kinds.rows[-1], plan.device
+        self._graphs = LazyGraphs(device)
+        rows = self._kinds.rows[-1]
         # What the passes of decoding requests read and write.
-        self._decoding_LW = torch.zeros(NUM_LISTS, self._max_rows, dtype=torch.int32, device=device)
+        self._values = torch.zeros(sum(num_values), dtype=torch.int32, device=device)
+        list_values, trim_values = self._values.split(num_values)
+        self._decoding_LW, *blocks = list_values.view(lists).unbind(0)
+        self._blocks_LW = blocks[0] if blocks else self._decoding_LW
         self._drafts_N = torch.zeros(rows, dtype=torch.int64, device=device)
         self._margins_N = torch.zeros(rows, dtype=torch.float32, device=device)
         self._num_drafts_R = torch.zeros(max_requests, dtype=torch.int32, device=device)
         self._chosen_N = torch.zeros(rows, dtype=torch.int64, device=device)
         self._features_NH = torch.zeros(rows, drafter.config.hidden_size, dtype=drafter.dtype, device=device)
+        trees = None
+        if tree is not None:
+            both, trim = (self._decoding_LW, self._blocks_LW), TrimLists.views_of(trim_values, *trim_sizes)
+            num_kept = self._kinds.max_block_rows
+            trees = TreeMemory.build(tree, max_requests, both, trim, drafter.config, num_kept)
+        self._drafter, self._states, self._cache = drafter, states, cache
+        self._models = DraftingModels(
+            drafter=drafter,
+            draft_cache=cache,
+            states=states,
+            workspace=SamplingWorkspace.build(self._kinds.max_block_rows, plan.target.vocab_size, device),
+            communicator=SingleRank(),
+            trees=trees,
+        )
 
     def begin(self, plan: SchedulerOutput) -> None:
         decodes_R = _decodes(plan)
         decoding, prompts = np.flatnonzero(decodes_R), np.flatnonzero(~decodes_R)
-        lists = [self._pack(plan, requests_G) for requests_G in (decoding, prompts)]
+        lists = [self._pack(plan, decoding)]
+        if (trees := self._models.trees) is not None:
+            lists.append(self._pack(plan.with_num_drafts(plan.block_drafts), decoding))
+            factors = trees.factors(plan)
+            lists.append(TrimLists.pack(plan.trim, decoding, self._max_rows, self._num_drafts, factors))
+        lists.append(self._pack(plan, prompts))
         self._upload.send(np.concatenate(lists, axis=None), self._states.changes(plan))
         # A later plan may overwrite the upload before this one has ended.
-        decoding_LW, prompts_LW = self._upload.values.clone().view(2, NUM_LISTS, self._max_rows).unbind(0)
+        values, prompts_LW = self._upload.values.clone().split(
+            (len(self._values), NUM_LISTS * self._max_rows)
+        )
         block = target = requests = None
         if len(decoding):
             filters = self._states.filters(plan.slots[decoding])
             block, target = self._kinds.of(plan, decoding, filters=filters)
         if len(prompts):
             spans = (plan.num_computed[prompts], plan.num_rows[prompts])
-            requests = DeviceStepRequests.prompts(prompts_LW, *spans, int(plan.samples[prompts].sum()))
-        self._open[plan.step] = _Open(decoding_LW, block, target, requests)
+            num_sampled = int(plan.samples[prompts].sum())
+            requests = DeviceStepRequests.prompts(prompts_LW.view(NUM_LISTS, -1), *spans, num_sampled)
+        self._open[plan.step] = _Open(values, block, target, requests)
 
-    def draft(self, plan: SchedulerOutput) -> tuple[Tensor, Tensor]:
+    def draft(self, plan: SchedulerOutput, *, has_grammars: bool = False) -> Sequence[Tensor]:
         """Return a token and a margin for each row of `lay_out_block`'s blocks of decoding requests [N].
 
-        Both are valid until the next pass.
+        With trees these [R, E] (`DeviceTrees`) instead of tokens, and with grammars also the candidates that
+        they grew from. All are valid until the next pass.
         """
         step = self._open[plan.step]
-        kind = step.block
+        kind, trees = step.block, self._models.trees
         assert kind is not None, "draft() is called for plans with drafts"
-        self._decoding_LW.copy_(step.decoding_LW)
+        self._values.copy_(step.values)
         self._graphs.run(kind, partial(self._run_block, kind))
-        return self._drafts_N[: kind.num_rows], self._margins_N[: kind.num_rows]
+        margins_N = self._margins_N[: kind.num_rows]
+        if trees is None:
+            return self._drafts_N[: kind.num_rows], margins_N
+        found = trees.of_requests(kind.num_requests)
+        assert found.candidates is not None, "candidates are kept"
+        candidates = [values[: kind.num_rows] for values in found.candidates] if has_grammars else []
+        return found.trees.values_RE, margins_N, *candidates
 
     def num_parts(self, plan: SchedulerOutput) -> int:
         step = self._open[plan.step]
         return (step.target is not None) + (step.prompts is not None)
 
     def result_kinds(self, plan: SchedulerOutput, part: int) -> Kinds:
-        """Return the kinds of verified drafts [R], the target's choices [X], and features [N, H]."""
+        """Return the kinds of numbers of drafts [R], the target's choices [X], and features [N, H].
+
+        With trees these are of the accepted paths.
+        """
         step, drafter = self._open[plan.step], self._drafter
         if step.target is not None and part == 0:
-            num_requests, num_rows = step.target.num_requests, step.target.num_rows
+            num_requests, num_rows = step.target.num_requests, step.target.num_context_rows
             num_chosen = num_rows
         else:
             assert step.prompts is not None and step.prompts.sampled_X is not None, "a part is either"
@@ -129,11 +176,11 @@ class GpuDrafterSession:
     def take_in(self, plan: SchedulerOutput, part: int, values: Sequence[Tensor], *, followed: bool) -> None:
         step = self._open[plan.step]
         if step.target is not None and part == 0:
-            self._decoding_LW.copy_(step.decoding_LW)
+            self._values.copy_(step.values)
             buffers = self._num_drafts_R, self._chosen_N, self._features_NH
             for buffer, value in zip(buffers, values, strict=True):
                 buffer[: len(value)].copy_(value)
-            if step.block is not None and not followed:
+            if step.block is not None and self._models.trees is None and not followed:
                 tables = self._states.tables
                 block = lay_out_block(self._requests_of(step.block), tables, mask_id=0)
                 write_drafts(torch.zeros_like(block.token_ids_N), block, tables)
@@ -146,58 +193,24 @@ class GpuDrafterSession:
             del self._open[plan.step]
 
     def _run_block(self, kind: PassKind) -> None:
-        drafter, tables = self._drafter, self._states.tables
-        samples_anchor = drafter.config.samples_anchor
-        block = self._requests_of(kind)
-        requests = block.sampling_anchors() if samples_anchor else block
-        rows = lay_out_block(requests, tables, drafter.config.mask_token_id)
-        hidden_NH = drafter.forward(drafter.embed_block(rows.token_ids_N), rows, self._cache)
-        if samples_anchor:
-            rows = rows.at_next_positions()
-        logits_NV, selector = drafter.logits(hidden_NH), drafter.selector
-        sampling, filters = self._states.sampling, kind.filters
-        margins_N = torch.empty(len(hidden_NH), dtype=torch.float32, device=hidden_NH.device)
-        if selector is None:
-            chosen_N, scores_N = sample_rows(
-                logits_NV,
-                rows.slots_N,
-                rows.positions_N,
-                sampling,
-                filters=filters,
-                workspace=self._workspace,
-                drafts=True,
-                seconds_N=margins_N,
-            )
-            margins_N = margins_between(scores_N, margins_N)
-        else:
-            codebooks, cu_rows_R1 = selector.codebooks, requests.cu_rows_R1
-            candidates = find_candidates(
-                logits_NV, rows, sampling, codebooks.top_k, filters=filters, workspace=self._workspace
-            )
-            gates_NE = selector.gates(hidden_NH)
-            chosen_N = walk_paths(
-                candidates,
-                gates_NE,
-                rows,
-                cu_rows_R1,
-                sampling,
-                codebooks,
-                filters=filters,
-                margins_N=margins_N,
-                anchor_distance=drafter.anchor_distance,
-            )
-        margins_N = drafter.sharpen(margins_N, hidden_NH, chosen_N, rows)
-        write_drafts(chosen_N, rows, tables)
-        if samples_anchor:
-            chosen_N, margins_N = map(block.at_masks, (chosen_N, margins_N))
-        self._drafts_N[: kind.num_rows].copy_(chosen_N)
+        memory = self._models.trees
+        trees = None if memory is None else memory.of_requests(kind.num_requests)
+        block = BlockPass(self._models, self._requests_of(kind), trees, filters=kind.filters)
+        chosen_N, margins_N = block.run()
+        if trees is None:
+            self._drafts_N[: kind.num_rows].copy_(chosen_N)
         self._margins_N[: kind.num_rows].copy_(margins_N)
 
     def _run_target(self, kind: PassKind) -> None:
-        requests = self._requests_of(kind)
+        requests, num_rows, tables = self._requests_of(kind), kind.num_context_rows, self._states.tables
+        chosen_N = self._chosen_N[:num_rows]
         if kind.width > 1:
             requests = _with_num_drafts(requests, self._num_drafts_R[: kind.num_requests])
-        self._advance(requests, self._chosen_N[: kind.num_rows], self._features_NH[: kind.num_rows])
+        if kind.tree is not None:  # the path's tokens are drafts that are all accepted
+            depth = kind.tree.depth
+            requests = replace(requests, num_rows=num_rows, max_rows=1 + depth, max_drafts=depth)
+            write_drafts(chosen_N.roll(1), lay_out_rows(requests, tables), tables)
+        self._advance(requests, chosen_N, self._features_NH[:num_rows])
 
     def _advance(self, requests: DeviceStepRequests, chosen_X: Tensor, c_NH: Tensor) -> None:
         """Accept drafts and write context, as the target's pass did."""
@@ -208,7 +221,8 @@ class GpuDrafterSession:
         self._drafter.write_context(c_NH, rows, self._cache)
 
     def _requests_of(self, kind: PassKind) -> DeviceStepRequests:
-        return DeviceStepRequests.decoding(self._decoding_LW, kind.num_requests, kind.width, kind.num_rows)
+        lists_LW = self._blocks_LW if kind.drafts else self._decoding_LW
+        return DeviceStepRequests.decoding(lists_LW, kind.num_requests, kind.width, kind.num_rows)
 
     def _pack(self, plan: SchedulerOutput, requests_G: np.ndarray) -> Ints:
         slots_G, rows_G, drafts_G = (x[requests_G] for x in (plan.slots, plan.num_rows, plan.num_drafts))

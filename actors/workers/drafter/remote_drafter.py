@@ -6,8 +6,8 @@
 Only target rank 0 talks to the drafter (`drafter_client.py`); the other ranks get the drafts from it through
 the target's own group. So no group spans target and drafter, and none breaks when the drafter dies
 ([why](../../docs/decisions/split-drafter.md)). If no drafts come in time, tokens of id 0 without margins
-replace them. Features are computed on the target's side, as they are num_taps times smaller than the taps.
-Nothing is sent for a plan that writes no context.
+replace them, or trees without a node. Features are computed on the target's side, as they are num_taps times
+smaller than the taps. Nothing is sent for a plan that writes no context.
 
 A step runs when its drafts have arrived (`SplitRunner`). Until then the next plan may arrive and be
 requested, so that one half of the requests is drafted while the other is verified. Where the device drives
@@ -38,7 +38,7 @@ from ....drafter.drafter_weights import read_weights
 from ....drafter.step.inputs.proposals import BlockCandidates, Proposals
 from ....drafter.step.inputs.row_layout import StepRows
 from ....drafter.step.request_states import RequestStates
-from ...targets.loading.executor_info import runs_on_device
+from ...targets.loading.executor_info import num_tree_values, runs_on_device
 from ...targets.loading.load_plan import LoadPlan
 from ...targets.model.tensor_parallel import Communicator
 from ...targets.runners.colocated_drafter import broadcast_proposals
@@ -64,6 +64,7 @@ class RemoteDrafterSource:
         self._loaded: tuple[LoadPlan, ContextFeatures | None] | None = None
         self._step, self._part, self._num_parts = -1, 0, 1  # of the current step
         self._followed = False
+        self._grammar_slots = set[int]()
 
     @property
     def link(self) -> DrafterClient | None:
@@ -85,8 +86,9 @@ class RemoteDrafterSource:
             max_num_batched_tokens=max_rows,
         )
         rows = config.max_num_seqs, max_rows, plan.num_speculative_tokens
-        num_candidates = drafter.num_candidates if info.tree_size is not None else None
-        sizes = Sizes.of(*rows, drafter.hidden_size, plan.dtype, num_candidates)
+        num_candidates = None if plan.tree is None else drafter.num_candidates
+        of_trees = num_candidates, num_tree_values(plan)
+        sizes = Sizes.of(*rows, drafter.hidden_size, plan.dtype, *of_trees)
         hello = Hello(name, config, info.num_pages, sizes, mailbox=None)
         self._link = DrafterClient(address, hello, plan.device, waiter)
 
@@ -113,7 +115,15 @@ class RemoteDrafterSource:
 
     def request_drafts(self, plan: SchedulerOutput) -> None:
         if self._link is not None:
-            self._link.request_drafts(plan)
+            has_grammars = not self._grammar_slots.isdisjoint(plan.slots.tolist())
+            self._link.request_drafts(plan, has_grammars=has_grammars)
+
+    def admit(self, plan: SchedulerOutput) -> None:
+        """Take in which of a plan's admitted requests have a grammar."""
+        for request in plan.admitted:
+            self._grammar_slots.discard(request.slot)
+            if request.sampling.grammar is not None:
+                self._grammar_slots.add(request.slot)
 
     def is_answered(self, plan: SchedulerOutput) -> bool:
         """Return whether the plan's step would run without waiting for drafts."""
@@ -160,12 +170,20 @@ class RemoteDrafterSource:
 
     # Driven by the device.
 
-    def receive(self, drafts_N: Tensor, margins_N: Tensor) -> None:
-        kinds = [(tuple(values.shape), values.dtype) for values in (drafts_N, margins_N)]
-        proposed, _ = self._receive_drafts(kinds)
-        assert proposed.margins_RK is not None, "unknown margins are nan"
-        drafts_N.copy_(proposed.drafts_RK)
-        margins_N.copy_(proposed.margins_RK)
+    def receive(self, memory: Sequence[tuple[Tensor, float]]) -> None:
+        kinds = [(tuple(values.shape), values.dtype) for values, _ in memory]
+        received = self._link.drafts(self._step, kinds) if self._link is not None else None
+        self._followed = received is not None
+        for place, (values, late) in enumerate(memory):
+            if received is None:
+                values.fill_(late)
+            else:
+                values.copy_(received[place])
+        if self._communicator.world_size > 1:
+            words = [values.flatten().view(torch.int32) for values, _ in memory]
+            received_words = self._communicator.broadcast(torch.cat(words))
+            for mine, theirs in zip(words, received_words.split([len(each) for each in words]), strict=True):
+                mine.copy_(theirs)
 
     def features(self, taps_NmH: Tensor) -> Tensor | None:
         return None if self._features is None else self._features(taps_NmH)
@@ -208,6 +226,7 @@ class SplitRunner:
         self._grace_until_s = 0.0
 
     def submit(self, plan: SchedulerOutput) -> None:
+        self._drafts.admit(plan)
         if plan.writes_context:
             self._drafts.request_drafts(plan)
         self._waiting.append((plan, time.monotonic()))

@@ -4,7 +4,8 @@ Triton version of `DraftTrees.accept`, and of its paths and positions, in `../in
 explains rows, parents and paths. Nothing is read by the host, as in `draft_trees.py`, which grows them.
 Called by `actors/targets/runners/device_trees.py`.
 
-Legend: R requests, M most nodes, N rows of the target's pass, G page groups, D most rows of a path.
+Legend: R requests, M most nodes, N rows of the target's pass, G page groups, D most rows of a path, P most
+rows of all paths.
 """
 
 # pyright: reportCallIssue=false, reportArgumentType=false, reportGeneralTypeIssues=false
@@ -116,6 +117,29 @@ def accept_paths(
         GROUPS=len(kv_slots_GN), LANES=max(_WARP, triton.next_power_of_2(max(nodes + 1, depth))), num_warps=1,
     )  # fmt: skip
     return sources_GRD, targets_GRD
+
+
+def path_rows(requests: DeviceStepRequests, trees: DeviceTrees, num_tokens_R: Tensor) -> Tensor:
+    """Return the rows of the accepted paths, request after request, int64 [P]; after the last one 0.
+
+    Args:
+        requests: decoding, as verified.
+        num_tokens_R: int32, rows of each path.
+    """
+    (num_requests, depth), (_, stride) = trees.paths_RD.shape, trees.sizes
+    num_places = num_path_rows(num_requests, requests.num_rows, depth)
+    rows_P = torch.empty(num_places, dtype=torch.int64, device=num_tokens_R.device)
+    _path_rows[num_requests,](
+        num_tokens_R, requests.cu_rows_R1, trees.paths_RD, rows_P, num_requests, num_places,
+        num_tokens_R.stride(0), stride,
+        REQUESTS=REQUESTS_AT_ONCE, LANES=max(_WARP, triton.next_power_of_2(depth)), num_warps=1,
+    )  # fmt: skip
+    return rows_P
+
+
+def num_path_rows(num_requests: int, num_rows: int, depth: int) -> int:
+    """Return P of a pass of `num_rows` rows; `depth`: most rows of a path."""
+    return min(num_rows, num_requests * depth)
 
 
 @triton.jit(
@@ -250,3 +274,26 @@ def _accept_paths(
         tl.store(targets + home_L, tl.where(path_L >= 0, target_L, skip), mask=lane_L < depth)
         tl.debug_barrier()  # all lanes have read
         tl.store(first + lane_L, tl.where(place_L >= 0, context_L, skip), mask=is_row_L)
+
+
+@triton.jit(
+    do_not_specialize=["num_requests", "num_places", "token_stride", "tree_stride"],
+    do_not_specialize_on_alignment=["num_tokens", "paths"],
+)
+def _path_rows(
+    num_tokens, cu_rows, paths, rows, num_requests, num_places, token_stride, tree_stride,
+    REQUESTS: tl.constexpr, LANES: tl.constexpr,
+):  # fmt: skip
+    request, lane_L = tl.program_id(0), tl.arange(0, LANES)
+    before = 0
+    for begin in range(0, request, REQUESTS):
+        other_Q = begin + tl.arange(0, REQUESTS)
+        count_Q = tl.load(num_tokens + other_Q * token_stride, mask=other_Q < request, other=0)
+        before += tl.sum(count_Q, 0)
+    count = tl.load(num_tokens + request * token_stride)
+    path_L = tl.load(paths + request * tree_stride + lane_L, mask=lane_L < count, other=0)
+    row_L = tl.load(cu_rows + request) + path_L
+    tl.store(rows + before + lane_L, row_L.to(tl.int64), mask=lane_L < count)
+    if request == num_requests - 1:
+        for begin in range(before + count, num_places, LANES):
+            tl.store(rows + begin + lane_L, tl.zeros([LANES], tl.int64), mask=begin + lane_L < num_places)

@@ -45,7 +45,9 @@ class RecordingSession:
         self._gate.wait(30)
         self._notes.append((f"{self._name} begins", plan.step))
 
-    def draft(self, plan: SchedulerOutput) -> tuple[torch.Tensor, torch.Tensor]:
+    def draft(
+        self, plan: SchedulerOutput, *, has_grammars: bool = False
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         self._notes.append((f"{self._name} drafts", plan.step))
         drafts = torch.tensor([DRAFTS] * plan.num_requests)
         return drafts, drafts / 8
@@ -291,9 +293,11 @@ def test_every_engine_gets_the_same_share_of_the_drafters_time(
     monkeypatch.setattr(drafter_server, "time", clock)
     draft = RecordingSession.draft
 
-    def working(self: RecordingSession, plan: SchedulerOutput) -> tuple[torch.Tensor, torch.Tensor]:
+    def working(
+        self: RecordingSession, plan: SchedulerOutput, *, has_grammars: bool
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         clock.now_s += costs_s[self._name]
-        return draft(self, plan)
+        return draft(self, plan, has_grammars=has_grammars)
 
     monkeypatch.setattr(RecordingSession, "draft", working)
     links, steps = {name: running.connect(name) for name in costs_s}, Steps(asks)

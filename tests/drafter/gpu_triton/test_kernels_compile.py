@@ -794,6 +794,14 @@ VARIANTS: dict[str, list[Variant]] = {
             {"GROUPS": 2, "LANES": 64},
             1,
         ),
+        Variant(
+            "_path_rows",
+            _pointers(i32="cu_rows", i64="rows")
+            | _trees("num_tokens paths")
+            | dict.fromkeys(("num_requests", "num_places", "token_stride"), "i32"),
+            {"REQUESTS": 128, "LANES": 32},
+            1,
+        ),
     ],
     "step.gpu_triton.recurrent_states": [
         Variant(

@@ -16,7 +16,7 @@ from manta.cluster.speculation.draft_trimming import prefixes_to_verify
 from manta.cluster.step.scheduler_output import Trim
 from manta.drafter.step.gpu_triton.draft_trees import DeviceTrees, grow_trees, likely_children
 from manta.drafter.step.gpu_triton.inputs.row_layout import DeviceStepRequests, SlotTables, lay_out_rows
-from manta.drafter.step.gpu_triton.tree_rows import accept_paths, place_rows, trim_trees
+from manta.drafter.step.gpu_triton.tree_rows import accept_paths, path_rows, place_rows, trim_trees
 from manta.drafter.step.gpu_triton.verification import TrimLists
 from manta.drafter.step.inputs.draft_trees import DraftTrees
 from support.engines.devices import DEVICE
@@ -282,6 +282,11 @@ def test_accepted_paths_moves_and_context_are_the_hosts(seed: int) -> None:
     paths = step.on_device.paths_RD.cpu().numpy()
     assert paths[:-1, :width].tolist() == expected.rows_RW.tolist()
     assert (paths[:-1, width:] == -1).all() and (paths[-1] == -1).all()
+    on_paths = path_rows(step.requests, step.on_device, outcome[:, -1]).tolist()
+    anchors = (np.cumsum(step.rows_R) - step.rows_R)[:, None]
+    all_rows = (anchors + expected.rows_RW)[expected.rows_RW >= 0].tolist()
+    assert len(on_paths) == min(step.requests.num_rows, 5 * depth)
+    assert on_paths == all_rows + [0] * (len(on_paths) - len(all_rows))
     for r, slot in enumerate(step.slots):
         known = step.computed[r] + 1
         new = expected.token_ids_RW[r, : expected.num_tokens_R[r]].tolist()

@@ -18,6 +18,7 @@ from manta.cluster.step.dummy_steps import dummy_step
 from manta.cluster.step.scheduler_output import SlotSampling, TreeShape, Trim
 from manta.drafter.step.gpu_triton.draft_trees import DeviceTrees
 from manta.drafter.step.gpu_triton.inputs.row_layout import NUM_LISTS
+from manta.drafter.step.gpu_triton.verification import TrimLists
 from support.checkpoints.tiny import make_tiny_drafter, make_tiny_target
 from support.engines.device_engines import Twins, generate
 from support.engines.random_policy import RandomPolicy
@@ -121,7 +122,6 @@ def test_what_has_no_kernels_for_trees_keeps_chains(tiny_qwen3: Path, tiny_draft
     assert plan.tree == TreeSizes(3, 2, 6) and plan.max_drafts == 6
     for attention, changes in (
         ("flash_attn", {}),
-        ("triton", {"placement": "split"}),
         ("triton", {"suffix_drafts": True}),
     ):
         drafts = replace(plan.config.speculative_config, **changes)
@@ -135,9 +135,10 @@ def test_what_has_no_kernels_for_trees_keeps_chains(tiny_qwen3: Path, tiny_draft
 def test_drafts_that_a_grammar_restricts_are_grown_again(tree: TreeShape | None) -> None:
     """Those of the second request: never the best candidate."""
     sizes, lists = TreeSizes(3, 2, 6), torch.zeros(NUM_LISTS, 4, dtype=torch.int32)
+    trim = TrimLists.views_of(torch.zeros(TrimLists.num_values(4, 3, 2), dtype=torch.int32), 4, 3, 2)
     ids = torch.arange(7)[:, None] * 10 + torch.arange(4)  # two anchors, three rows, and two
     scores = torch.tensor([3.0, 2.0, 1.0, 0.0]).expand(7, 1, 4).contiguous()
-    memory = TreeMemory(sizes, DeviceTrees.build(2, sizes, "cpu"), lists, lists, 1, (ids, scores))
+    memory = TreeMemory(sizes, DeviceTrees.build(2, sizes, "cpu"), lists, lists, trim, 1, (ids, scores))
     nodes = 5 if tree else 2
     plan = replace(dummy_step([5, 5], [4, nodes + 1], [3, nodes]), tree=tree)
     restrictions = {1: lambda _, found: [child for child in found if child.token % 10]}

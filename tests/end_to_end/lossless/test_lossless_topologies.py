@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,8 @@ from support.checkpoints.mtp_targets import make_mtp_target
 from support.checkpoints.text_pair import make_text_pair
 from support.checkpoints.tiny import make_tiny_drafter, make_tiny_target
 from support.engines.devices import ON_GPU
+from support.engines.steps import short_warm_up
+from support.oracles.sampling_cases import KNOBS as SAMPLING
 from support.oracles.sampling_cases import params_of, prompts, tokens_of
 from support.oracles.schemas import HELD
 
@@ -174,8 +177,12 @@ def test_two_ranks_with_packed_weights_change_no_token(ray_session: None, tmp_pa
 @pytest.mark.skipif(ON_GPU, reason="one GPU is no two ranks; ray_session has none")
 @pytest.mark.parametrize(
     ("placement", "tree"),
-    [("colocated", {}), ("split", {}), ("colocated", {"tree_width": 2, "tree_size": 5})],
-    ids=["colocated", "split", "trees"],
+    [
+        (placement, tree)
+        for placement in ("colocated", "split")
+        for tree in ({}, {"tree_width": 2, "tree_size": 5})
+    ],
+    ids=str,
 )
 def test_kernels_of_two_ranks_change_no_token(
     ray_session: None, tiny_qwen3: Path, tmp_path: Path, placement: str, tree: dict[str, int]
@@ -192,3 +199,53 @@ def test_kernels_of_two_ranks_change_no_token(
         tiny_qwen3, None, "triton", speculative_config=spec, tensor_parallel_size=2, async_scheduling=True
     )
     assert got == expected and stats.num_drafts > 0 and bool(tree) == (stats.num_trees > 0)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(ON_GPU, reason="ray_session has no GPU")
+def test_kernels_with_trees_of_a_split_drafter_change_no_token(
+    ray_session: None, tiny_qwen3: Path, tmp_path: Path
+) -> None:
+    """Steps planned ahead, with preemptions, at three temperatures, with filters and penalties."""
+    pytest.importorskip("triton")
+    from support.engines.device_engines import generate
+
+    knobs = (
+        SAMPLING["greedy"],
+        replace(SAMPLING["all"], temperature=0.7),
+        replace(SAMPLING["plain"], presence_penalty=0.4, repetition_penalty=1.2),
+    )
+    params = [replace(knob, seed=7 + i, max_tokens=5 + i) for i, knob in enumerate(knobs)]
+    expected, _ = generate(tiny_qwen3, None, "torch", params)
+    spec: dict[str, object] = {"model": str(make_tiny_drafter(tmp_path)), "placement": "split"}
+    spec |= {"num_speculative_tokens": 3, "tree_width": 4, "tree_size": 8, "adaptive": False}
+    how = {"async_scheduling": True, "num_pages": 3}
+    got, stats = generate(tiny_qwen3, None, "triton", params, speculative_config=spec, **how)
+    assert got == expected and stats.num_trees > 0 and stats.preemptions > 0
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(ON_GPU, reason="ray_session has no GPU")
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_kernels_with_trees_of_a_split_drafter_keep_to_grammars(
+    ray_session: None, tmp_path: Path, ranks: int
+) -> None:
+    """Their candidates are sent to the target, which grows the trees again."""
+    pytest.importorskip("triton")
+    target, drafter = make_text_pair(tmp_path)
+    values = StructuredOutputsParams(json={"enum": [True, "of"]}, disable_any_whitespace=True)
+    params = [
+        SamplingParams(seed=2, max_tokens=2),
+        SamplingParams(temperature=0.7, top_k=20, seed=3, max_tokens=8, structured_outputs=values),
+    ]
+    spec = {"model": str(drafter), "num_speculative_tokens": 3, "tree_width": 2, "tree_size": 6}
+    spec |= {"placement": "split", "adaptive": False}
+    how = {"dtype": "float32", "num_threads": 1, "page_size": 16, "max_num_seqs": 2, "max_model_len": 48}
+    kernels = {"attention_backend": "triton", "speculative_config": spec, "tensor_parallel_size": ranks}
+    answers = []
+    for more in ({}, kernels):
+        with short_warm_up(), LLM(str(target), **how, **more) as llm:
+            outputs = llm.generate(["x", "So"], params)
+            answers.append([output.outputs[0].token_ids for output in outputs])
+            assert bool(more) == (llm.stats().num_trees > 0)
+    assert answers[0] == answers[1]
