@@ -11,12 +11,16 @@ Legend: N rows, X sampled rows, R requests, m taps, H hidden.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor
 
 from ....drafter.dflash.config import DrafterConfig
-from .device_trees import StepTrees
 from .runner_interface import RemoteDrafter
+
+if TYPE_CHECKING:  # its module needs Triton
+    from .device_trees import StepTrees
 
 
 class RemoteExchange:

@@ -245,6 +245,7 @@ def test_kernels_with_trees_of_a_split_drafter_keep_to_grammars(
     answers = []
     for more in ({}, kernels):
         with short_warm_up(), LLM(str(target), **how, **more) as llm:
+            llm.generate(["x"], SamplingParams(max_tokens=8))  # meanwhile the drafter's session begins
             outputs = llm.generate(["x", "So"], params)
             answers.append([output.outputs[0].token_ids for output in outputs])
             assert bool(more) == (llm.stats().num_trees > 0)
