@@ -34,7 +34,7 @@ from ..engine.async_engine import AsyncEngine
 from ..engine.lossless_audit import AuditResult
 from ..engine.outputs import RequestOutput
 from ..system.log_setup import Event
-from .engine_metrics import engine_values, info_values, rejection_values, trial_values
+from .engine_metrics import engine_values, info_values, rejection_values
 from .prometheus_text import Exposition, Values
 
 logger = logging.getLogger(__name__)
@@ -271,7 +271,6 @@ class RequestTelemetry:
             **engine_values(stats, self._speedup.ratio(stats)),
             "vllm:admission_rejections": {**rejection_values(stats), **self._rejected},
             **info_values(self._engine, stats),
-            **trial_values(self._engine),
             **{name: dict(counts) for name, counts in self._drafts_by_requester.items()},
             "dflash:batch_rows": dict(self._batch_rows),
             "dflash:batch_tokens": dict(self._batch_tokens),

@@ -354,14 +354,6 @@ class EngineCore:
         """Return what steps were used for, by account; empty until a request names an account."""
         return self._scheduler.usage.totals()
 
-    def begin_trial(self) -> None:
-        """Begin a trial: the executor has a candidate drafter from the next plan on (`SwapsDrafters`)."""
-        self._scheduler.drafter.begin_trial()
-
-    def end_trial(self, *, promoted: bool) -> None:
-        """End the trial; if `promoted`, the candidate is now the drafter."""
-        self._scheduler.drafter.end_trial(promoted=promoted)
-
     def reset_prefix_cache(self) -> None:
         """Forget the content of all pages; running requests continue."""
         self._scheduler.kv_cache_manager.cache.clear()

@@ -184,7 +184,7 @@ CATALOGUE: tuple[Metric, ...] = (
         "dflash:drafter_info",
         "gauge",
         "info",
-        "Always 1; its labels name the drafter and say whether it is up or down, or a candidate on trial. "
+        "Always 1; its labels name the drafter and say whether it is up or down. "
         "block_size: drafts of a block plus the anchor. No value without speculation.",
         (*SHARED_LABELS, "drafter", "revision", "method", "block_size", "target", "status"),
     ),
@@ -237,43 +237,6 @@ CATALOGUE: tuple[Metric, ...] = (
         "seconds",
         "Time of that drafter's work for this engine: drafts, context, admissions. Over all engines that "
         "share it, per second: its utilization.",
-    ),
-    # A candidate on trial; values are for the last trial that began.
-    Metric(
-        "manta:drafter_trial_requests",
-        "counter",
-        "requests",
-        "Requests that count in the trial, by their drafter: incumbent or candidate.",
-        (*SHARED_LABELS, "role"),
-    ),
-    Metric(
-        "manta:drafter_trial_steps",
-        "counter",
-        "steps",
-        "Decoding steps of those requests.",
-        (*SHARED_LABELS, "role"),
-    ),
-    Metric(
-        "manta:drafter_trial_accepted",
-        "counter",
-        "tokens",
-        "Drafts that were accepted in those steps; divided by the steps, plus 1: tokens per step.",
-        (*SHARED_LABELS, "role"),
-    ),
-    Metric(
-        "manta:drafter_trial_evidence",
-        "gauge",
-        "ratio",
-        "This replica's evidence that the candidate is better, and that it is worse: 1 is none. "
-        "The product over replicas decides at 1 / alpha.",
-        (*SHARED_LABELS, "hypothesis"),
-    ),
-    Metric(
-        "manta:drafter_trials",
-        "counter",
-        "drafters",
-        "Trials that have ended on this replica, by verdict: promoted, rolled_back, undecided.",
-        (*SHARED_LABELS, "verdict"),
     ),
     # The audit in idle steps.
     Metric(

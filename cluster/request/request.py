@@ -304,7 +304,6 @@ class Request:
         uses_cache: False computes the whole prompt, and caches no page.
         owner: owner of the request's key (`caller.py`), which may query its timeline; None without a key.
         account: the account of its receipt; None without receipts.
-        on_trial: the candidate drafts for it, if there is one. The tokens are the same.
     """
 
     request_id: str
@@ -321,7 +320,6 @@ class Request:
     owner: str | None = None
     uses_cache: bool = True
     account: UsageAccount | None = None
-    on_trial: bool = False
 
     def __post_init__(self) -> None:
         limit = self.max_draft_tokens

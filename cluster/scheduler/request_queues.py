@@ -168,7 +168,6 @@ class RequestQueues:
             tokens,
             sequence.sampling,
             state,
-            on_trial=request.on_trial,
             cache_salt=request.cache_salt,
         )
 
