@@ -137,8 +137,8 @@ class RowAnswerer:
         self._account_of = account_of
         self._ids = itertools.count()
 
-    async def answer(self, row: Row, *, speculate: bool = True, attempts: int = 1) -> Result:
-        """`speculate`: False for the baseline sample. `attempts`: starts of the row, including this one."""
+    async def answer(self, row: Row, *, attempts: int = 1) -> Result:
+        """`attempts`: starts of the row, including this one."""
         begin_s = time.time()
         name, category = id_of(row, self._layout), None
         operation, answer = None, None
@@ -148,9 +148,7 @@ class RowAnswerer:
             request = read_request(record, self._layout, self._generation, name)
             operation = operation_of(request.body)
             account = None if self._account_of is None else self._account_of(Tenant(category=category))
-            answer, parser_factory, prompt_parts = await self._complete(
-                name, request, account, speculate=speculate
-            )
+            answer, parser_factory, prompt_parts = await self._complete(name, request, account)
             result = self._success(request, answer, parser_factory, prompt_parts)
             result |= passed_through(record, self._columns, _line(row, self._layout))
         except EngineDeadError:
@@ -178,7 +176,7 @@ class RowAnswerer:
         }
 
     async def _complete(
-        self, name: str, request: RowRequest, account: UsageAccount | None, *, speculate: bool
+        self, name: str, request: RowRequest, account: UsageAccount | None
     ) -> tuple[RequestOutput, AnswerParserFactory, PromptParts]:
         body, engine, params, parser_factory = request.body, self._engine, request.params, PLAIN
         if isinstance(body, ChatRequest):
@@ -195,7 +193,7 @@ class RowAnswerer:
             f"{self._prefix}{name}" if self._prefix else f"batch-{next(self._ids)}",
             prompt,
             await engine.encoder.bad_words(params),
-            max_draft_tokens=body.speculative.max_draft_tokens if speculate else 0,
+            max_draft_tokens=body.speculative.max_draft_tokens,
             background=self._background,
             account=account,
             cache_salt=self._caller.salt(body.cache_salt),

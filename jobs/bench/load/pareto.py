@@ -88,21 +88,15 @@ def sweep_curves(figures: Figures) -> dict[str, list[Figures]]:
 def pareto_picture(curves: Mapping[str, Sequence[Figures]], per: str) -> Picture:
     """Return the chart of throughput against interactivity, a curve per method; `per`: "GPU" or "machine"."""
     series: dict[str, list[tuple[float, float]]] = {}
-    table = [["method", "requests at once", "tokens/s per user", f"tokens/s per {per}"]]
     for name, points in curves.items():
         ordered = sorted(points, key=lambda point: (point["requests"], -point["user_tokens_per_s"]))
         series[name] = [(point["user_tokens_per_s"], point["tokens_per_s"]) for point in ordered]
-        table += [
-            [name, str(p["requests"]), f"{p['user_tokens_per_s']:.1f}", f"{p['tokens_per_s']:.1f}"]
-            for p in ordered
-        ]
-    words = f"Tokens per second of one {per} against those of one user; up and to the right is better."
 
     def draw(axes: Axes) -> None:
         draw_lines(axes, series, "tokens/s per user", f"tokens/s per {per}")
         axes.set_xlim(left=0)
 
-    return Picture("pareto", "Throughput against speed for one user", words, draw, table)
+    return Picture("pareto", draw)
 
 
 def sweep_pictures(figures: Figures) -> list[Picture]:
@@ -131,9 +125,6 @@ def _speedup(points: Sequence[Figures], temperature: float) -> Picture:
         for side in sides
     }
     loads = [point["requests"] for point in points]
-    table = [["side", *map(str, loads)]]
-    table += [[side, *(f"{ratio:.3f}" for _, ratio in ratios)] for side, ratios in series.items()]
-    words = "Tokens per second by those of plain decoding; at the broken line both are equal."
 
     def draw(axes: Axes) -> None:
         faint = [side for side in sides if "-" in side]
@@ -143,5 +134,4 @@ def _speedup(points: Sequence[Figures], temperature: float) -> Picture:
         axes.set_xticks(loads, [str(load) for load in loads])
 
     name = "speedup-by-load" + (f"-t{temperature:g}" if temperature else "")
-    title = f"Speed-up by load at temperature {temperature:g}"
-    return Picture(name, title, words, draw, table, (6.4, 4.4))
+    return Picture(name, draw, (6.4, 4.4))

@@ -109,7 +109,6 @@ def test_a_finished_output_lists_its_parts_and_another_run_has_nothing_to_do(out
         content = output.read(part["file"])
         assert (len(content), hashlib.sha256(content).hexdigest()) == (part["bytes"], part["sha256"])
     assert json.loads(output.read("_report.json")) == {"rows": 5}
-    assert output.read("_report.html") == b"<html></html>"
     assert [run["run"] for run in said["runs"]] == [1, 2]
     ledger = Ledger.open(output, spec(6, about={"drafter": "another"}))
     assert (ledger.complete, ledger.unanswered, ledger.failed) == (True, (), ((2, 3),))
