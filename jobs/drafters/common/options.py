@@ -104,7 +104,7 @@ class EvalOptions:
     Attributes:
         drafter: folder or hub id of a drafter.
         target: folder or hub id of the target.
-        suite: quick (the shipped prompts), speed-bench, or a JSONL file.
+        suite: quick (the shipped prompts), or a JSONL file.
         concurrency: concurrent requests, comma-separated; the speed is measured at each.
         temperatures: sampling temperatures, comma-separated; 0 is greedy.
         num_prompts: number of prompts, taken evenly from the suite; by default all, of quick 40.

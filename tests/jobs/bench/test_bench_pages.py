@@ -8,12 +8,12 @@ from typing import Any
 from xml.etree import ElementTree
 
 import pytest
+from benchmarks.cli import main
+from benchmarks.speed_bench import prepare_speed_bench
 from manta.cluster.errors import DatasetError
 from manta.jobs.bench.common.engine_passes import read_rows
-from manta.jobs.bench.load.pareto import sweep_pictures
-from manta.jobs.bench.load.speed_bench import prepare_speed_bench
+from manta.jobs.bench.sweep.sweep_pictures import sweep_pictures
 from manta.jobs.charts.plots import plotted, write_svgs
-from manta.jobs.cli import main
 
 HOSTILE = """<script>document.title="owned"</script>'"><img src=x onerror=alert(1)>&amp;"""
 
@@ -92,6 +92,6 @@ def test_speed_bench_is_converted_to_a_file_that_every_benchmark_reads(
         prepare_speed_bench("qualitative", output, source)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     with pytest.raises(SystemExit):
-        main(["bench", "prepare", "speed-bench", "-o", str(output)])
+        main(["speed-bench", "-o", str(output)])
     said = " ".join(capsys.readouterr().err.split())
     assert "nvidia/SPEED-Bench could not be downloaded" in said and "--from" in said

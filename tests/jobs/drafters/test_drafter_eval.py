@@ -228,7 +228,6 @@ def test_wrong_arguments_are_named(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     words = ("eval", pair[1], "--target", pair[0], "--suite")
-    assert "bench prepare speed-bench" in raised(*words, "speed-bench")
     assert "models/prompts.jsonl" in raised(*words, "quick")
     assert "suite='nothing'" in raised(*words, "nothing")
     (tmp_path / "bad.jsonl").write_text('{"prompt": "a"}\n{"prompt"')

@@ -1,73 +1,17 @@
-"""`manta bench pareto` and the charts of a sweep: throughput against the speed of one user, speed-up by load.
-
-The figures come from files of `manta bench sweep` or from a new sweep. More tokens/s for one user cost
-throughput; a method is better where its curve lies further up and to the right.
-"""
+"""Charts of a sweep: throughput against the speed of one user, and the speed-up by load."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ....actors.system.atomic_files import write_json
-from ....cluster.errors import ConfigError
-from ...charts.plots import Picture, can_plot, draw_lines, write_svgs
-from ...common.tables import print_table
-from ..common.provenance import provenance
+from ...charts.plots import Picture, draw_lines
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 Figures = Mapping[str, Any]  # Any: JSON
 _KEPT = ("requests", "user_tokens_per_s", "tokens_per_s")  # of an operating point
-
-
-def run_pareto(sources: Sequence[Figures], output: Path | None, svg: Path | None) -> Figures:
-    """Draw the curves of all sweeps into one chart; print, write and return the figures."""
-    devices = {source["provenance"]["gpu"] for source in sources}
-    if len(devices) > 1:
-        named = ", ".join(sorted(str(device or "CPU") for device in devices))
-        raise ConfigError(
-            f"files={named}: figures of different devices cannot be compared in one chart.", param="files"
-        )
-    curves: dict[str, list[Figures]] = {}
-    for source in sources:
-        for name, points in sweep_curves(source).items():
-            curves[_new_name(name, curves)] = points
-    picture = pareto_picture(curves, "GPU" if devices.pop() else "machine")
-    head, *rows = picture.table
-    print_table(picture.title, list(head), [list(row) for row in rows])
-    figures = {
-        "provenance": provenance(),
-        "options": {"of": [source["provenance"]["command"] for source in sources]},
-        "curves": curves,
-    }
-    if output is not None:
-        output.parent.mkdir(parents=True, exist_ok=True)
-        write_json(output, figures)
-    if svg is not None and can_plot():
-        write_svgs([picture], svg)
-    return figures
-
-
-def read_figures(path: Path) -> Figures:
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-        if {"provenance", "points", "options", "refused"} <= found.keys():
-            return found
-    except (OSError, ValueError, AttributeError):
-        pass
-    raise ConfigError(f"files={str(path)!r} was not written by `manta bench sweep -o`.", param="files")
-
-
-def _new_name(name: str, known: Mapping[str, object]) -> str:
-    number, found = 1, name
-    while found in known:
-        number += 1
-        found = f"{name} ({number})"
-    return found
 
 
 def sweep_curves(figures: Figures) -> dict[str, list[Figures]]:
