@@ -12,8 +12,7 @@ from typing import Any
 import pyarrow as pa
 
 from ...cluster.errors import ENDINGS, EngineDeadError, MantaError, brief_name
-from ...cluster.metrics.metric import UsageAccount
-from ...cluster.request.caller import SERVER, Caller, Tenant, new_id
+from ...cluster.request.caller import SERVER, Caller, new_id
 from ..chat.chat_model import PLAIN, AnswerParserFactory, ChatModel
 from ..engine.async_engine import AsyncEngine
 from ..engine.outputs import CompletionOutput, RequestOutput
@@ -106,7 +105,6 @@ class RowAnswerer:
         background: rows yield to the engine's other requests.
         chat: the model's chat format; by default that of its chat template.
         prefix: request ids are this followed by the row's id, which must be unique. None: numbered.
-        account_of: returns the account that a row is charged to; None without receipts.
     """
 
     def __init__(
@@ -121,7 +119,6 @@ class RowAnswerer:
         chat: ChatModel | None = None,
         prefix: str | None = None,
         on_row: Callable[[FinishedRow], None] | None = None,
-        account_of: Callable[[Tenant], UsageAccount] | None = None,
         caller: Caller = SERVER,
     ) -> None:
         self._caller = caller
@@ -134,7 +131,6 @@ class RowAnswerer:
         self._chat = chat or ChatModel.of(engine.tokenizer)
         self._prefix = prefix
         self._on_row = on_row
-        self._account_of = account_of
         self._ids = itertools.count()
 
     async def answer(self, row: Row, *, attempts: int = 1) -> Result:
@@ -147,8 +143,7 @@ class RowAnswerer:
             category = category_of(record, self._layout)
             request = read_request(record, self._layout, self._generation, name)
             operation = operation_of(request.body)
-            account = None if self._account_of is None else self._account_of(Tenant(category=category))
-            answer, parser_factory, prompt_parts = await self._complete(name, request, account)
+            answer, parser_factory, prompt_parts = await self._complete(name, request)
             result = self._success(request, answer, parser_factory, prompt_parts)
             result |= passed_through(record, self._columns, _line(row, self._layout))
         except EngineDeadError:
@@ -176,7 +171,7 @@ class RowAnswerer:
         }
 
     async def _complete(
-        self, name: str, request: RowRequest, account: UsageAccount | None
+        self, name: str, request: RowRequest
     ) -> tuple[RequestOutput, AnswerParserFactory, PromptParts]:
         body, engine, params, parser_factory = request.body, self._engine, request.params, PLAIN
         if isinstance(body, ChatRequest):
@@ -195,7 +190,6 @@ class RowAnswerer:
             await engine.encoder.bad_words(params),
             max_draft_tokens=body.speculative.max_draft_tokens,
             background=self._background,
-            account=account,
             cache_salt=self._caller.salt(body.cache_salt),
             owner=self._caller.owner,
         )

@@ -20,11 +20,9 @@ from ...cluster.config import EngineConfig
 from ...cluster.engine.engine_core import EngineCore, EngineStats
 from ...cluster.engine.step_watchdog import StepWatchdog
 from ...cluster.errors import EngineDeadError, EngineGoneError, MantaError
-from ...cluster.metrics.metric import UsageAccount
 from ...cluster.records.acceptance_slices import BlockGroup
 from ...cluster.records.request_timeline import RequestTimeline
 from ...cluster.request.request import FinishReason, Request, SamplingParams
-from ...cluster.scheduler.scheduler_stats import Usage
 from ...cluster.step.executor import Executor, ExecutorInfo, SwapsDrafters
 from ..structured_outputs.grammar_frontend import GrammarFrontend, HoldsGrammars
 from ..tokenization.prompts import AsyncPromptEncoder, EncodedPrompt, SeedSource, load_tokenizer
@@ -58,7 +56,6 @@ class RequestOptions(TypedDict, total=False):
     client_id: str | None
     owner: str | None
     uses_cache: bool
-    account: UsageAccount | None
 
 
 class AsyncEngine:
@@ -147,10 +144,6 @@ class AsyncEngine:
     def block_groups(self, is_visible: Callable[[str | None], bool]) -> list[BlockGroup]:
         assert self._engine is not None, "start() the engine first"
         return self._engine.block_groups(is_visible)
-
-    def usage_by_account(self) -> dict[UsageAccount, Usage]:
-        assert self._engine is not None, "start() the engine first"
-        return self._engine.usage_by_account()
 
     def check_health(self) -> None:
         if self._steps is None:

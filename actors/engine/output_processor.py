@@ -12,7 +12,6 @@ from functools import cached_property
 
 from ...cluster.engine.engine_core import SequenceUpdate
 from ...cluster.errors import NotANumberError
-from ...cluster.metrics.metric import UsageAccount
 from ...cluster.request.request import FinishReason, Request, SamplingParams
 from ..chat.chat_model import ChatModel
 from ..tokenization.prompts import EncodedPrompt, encode_bad_words
@@ -294,7 +293,6 @@ class OutputProcessor:
         client_id: str | None = None,
         owner: str | None = None,
         uses_cache: bool = True,
-        account: UsageAccount | None = None,
     ) -> tuple[RequestTracker, list[Request]]:
         """Register a user request; return its tracker and one engine request per completion.
 
@@ -322,7 +320,6 @@ class OutputProcessor:
                     client_id=client_id,
                     owner=owner,
                     uses_cache=uses_cache,
-                    account=account,
                 )
             )
         return tracker, requests

@@ -21,11 +21,10 @@ from ..capture.collector import open_capture
 from ..engine.async_engine import AsyncEngine
 from ..engine.lossless_audit import LosslessAudit
 from ..observability.telemetry import FinishedRow, MetricsMirror, RequestTelemetry
-from ..observability.usage_store import ReceiptWriter
 from ..tokenization.checkpoint_paths import target_folder
 from ..tokenization.generation_config import GenerationDefaults
 from .admin.explain import explain_routes
-from .admin.operations import operation_routes, receipt_routes
+from .admin.operations import operation_routes
 from .anthropic.routes import message_routes
 from .batch_api.routes import batch_routes, file_routes
 from .config.settings import ServerSettings
@@ -67,13 +66,13 @@ def create_app(
     )
     audit = LosslessAudit(engine, settings.lossless_audit, telemetry.count_audit)
     capture = open_capture(engine.config, settings, telemetry.count_captured)
-    tracing, receipts = open_tracing(settings, replica), _receipts(engine, settings)
-    observers = telemetry, audit, tracing, receipts, capture
+    tracing = open_tracing(settings, replica)
+    observers = telemetry, audit, tracing, capture
     frontend = ServerContext(engine, settings, _defaults(engine, settings), *observers)
     logger.info("answers to conversations are read with %s", frontend.chat)
     batches = _batches(frontend)
     workers = [each.work_forever for each in (audit, batches, capture) if each is not None]
-    forever = [telemetry.report_forever, *workers, *([receipts.write_forever] if receipts else [])]
+    forever = [telemetry.report_forever, *workers]
     app = FastAPIOffline(
         title="Manta",
         version=__version__,
@@ -86,7 +85,6 @@ def create_app(
         app.include_router(routes(frontend))
     app.include_router(operation_routes(frontend, traffic))
     app.include_router(explain_routes(engine, replica))
-    app.include_router(receipt_routes(settings.receipts, None if receipts is None else receipts.write))
     app.include_router(file_routes(batches))
     app.include_router(batch_routes(batches, settings.tenants))
     if settings.ui:
@@ -133,19 +131,6 @@ def _defaults(engine: AsyncEngine, settings: ServerSettings) -> GenerationDefaul
     return found.overridden(settings.override_generation_config)
 
 
-def _receipts(engine: AsyncEngine, settings: ServerSettings) -> ReceiptWriter | None:
-    if settings.receipts is None:
-        return None
-    name = settings.model_names(engine.config.model)[0]
-    return ReceiptWriter(
-        engine,
-        Path(settings.receipts),
-        name,
-        settings.max_metric_labels,
-        categories=settings.categories,
-    )
-
-
 def _batches(frontend: ServerContext) -> BatchService | None:
     settings, tracing = frontend.settings, frontend.tracing
     if settings.batch_storage is None:
@@ -161,7 +146,6 @@ def _batches(frontend: ServerContext) -> BatchService | None:
         chat=frontend.chat,
         count_lines=frontend.telemetry.count_batch_lines,
         on_row=tracing and partial(_end_row, tracing, frontend),
-        account_of=None if frontend.receipts is None else frontend.receipts.account,
     )
 
 

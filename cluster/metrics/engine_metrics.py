@@ -11,10 +11,11 @@ from __future__ import annotations
 from .metric import HTTP_S, SHARED_LABELS, Metric, Unit
 from .request_metrics import REQUEST_METRICS
 
-# Speculation by tenant and category: part of the name, unit, meaning.
+# By tenant and category: name before "_by_", unit, meaning.
 ACCOUNT_METRICS: tuple[tuple[str, Unit, str], ...] = (
-    ("drafts", "drafts", "Verified blocks"),
-    ("accepted", "tokens", "Accepted drafts"),
+    ("manta:generation_tokens", "tokens", "Generated tokens"),
+    ("dflash:spec_drafts", "drafts", "Verified blocks"),
+    ("dflash:spec_accepted", "tokens", "Accepted drafts"),
 )
 
 CATALOGUE: tuple[Metric, ...] = (
@@ -146,7 +147,7 @@ CATALOGUE: tuple[Metric, ...] = (
     # By tenant and category: at most max_metric_labels values each; all others count as "other".
     *(
         Metric(
-            f"dflash:spec_{what}_by_{label}",
+            f"{what}_by_{label}",
             "counter",
             unit,
             f"{meaning}, for requests that have ended, by {label}; none: for requests that name none.",

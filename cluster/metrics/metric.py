@@ -123,13 +123,6 @@ def is_label(name: str) -> bool:
     return _FITS.fullmatch(name) is not None and name not in (NONE, OTHER)
 
 
-class UsageAccount(NamedTuple):
-    """The tenant and category that a request counts for."""
-
-    tenant: str = NONE
-    category: str = NONE
-
-
 class BoundedLabels:
     """The values of one label: at most `maximum` besides NONE and OTHER, of `allowed` names (ANY for all)."""
 

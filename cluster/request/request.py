@@ -15,7 +15,6 @@ from numbers import Real
 from typing import Any, Literal, cast
 
 from ..errors import RequestError, brief
-from ..metrics.metric import UsageAccount
 from .structured_outputs import Grammar, StructuredOutputsParams
 
 FinishReason = Literal["stop", "length", "abort", "error"]
@@ -303,7 +302,6 @@ class Request:
         client_id: the sender's name for the request, if different.
         uses_cache: False computes the whole prompt, and caches no page.
         owner: owner of the request's key (`caller.py`), which may query its timeline; None without a key.
-        account: the account of its receipt; None without receipts.
     """
 
     request_id: str
@@ -319,7 +317,6 @@ class Request:
     client_id: str | None = None
     owner: str | None = None
     uses_cache: bool = True
-    account: UsageAccount | None = None
 
     def __post_init__(self) -> None:
         limit = self.max_draft_tokens
