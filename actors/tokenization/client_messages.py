@@ -318,16 +318,15 @@ _REPLACEMENT = rb"\ufffd"
 
 
 # Any: JSON.
-def loads(text: str | bytes | bytearray, parse: Callable[[bytes | bytearray], Any] | None = None) -> Any:
-    """Parse JSON as orjson does, or as `parse` with its errors, with U+FFFD for lone surrogates."""
-    read: Callable[..., Any] = parse or orjson.loads
+def loads(text: str | bytes | bytearray) -> Any:
+    """Parse JSON as orjson does, with U+FFFD for lone surrogates."""
     try:
-        return read(text)
+        return orjson.loads(text)
     except orjson.JSONDecodeError:
         replaced = replace_escapes(without_surrogates(text).encode() if isinstance(text, str) else text)
         if replaced == text:
             raise
-        return read(replaced)
+        return orjson.loads(replaced)
 
 
 def replace_escapes(body: bytes | bytearray) -> bytes | bytearray:
