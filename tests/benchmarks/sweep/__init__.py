@@ -1,0 +1,1 @@
+"""`sweep`: draft lengths and methods against plain decoding, by load. Start with policy_sweep.py."""
