@@ -6,7 +6,7 @@ import itertools
 import json
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import pyarrow as pa
@@ -17,7 +17,7 @@ from ..chat.chat_model import PLAIN, AnswerParserFactory, ChatModel
 from ..engine.async_engine import AsyncEngine
 from ..engine.outputs import CompletionOutput, RequestOutput
 from ..http.generation.generation import full_choice
-from ..http.generation.generation_task import operation_of, usage_of
+from ..http.generation.generation_task import usage_of
 from ..http.protocol.chat_completion import (
     ChatRequest,
     ChatShape,
@@ -29,7 +29,6 @@ from ..http.protocol.chat_completion import (
 from ..http.protocol.completion import CompletionShape
 from ..http.protocol.prompt_echo import PromptParts, without_answer
 from ..http.wire.errors import error_body
-from ..observability.telemetry import FinishedRow
 from ..tokenization.generation_config import GenerationDefaults
 from .dataset.passthrough_columns import passed_through
 from .dataset.row_reader import Row, id_of, record_of
@@ -118,7 +117,6 @@ class RowAnswerer:
         background: bool = False,
         chat: ChatModel | None = None,
         prefix: str | None = None,
-        on_row: Callable[[FinishedRow], None] | None = None,
         caller: Caller = SERVER,
     ) -> None:
         self._caller = caller
@@ -130,19 +128,16 @@ class RowAnswerer:
         self._background = background
         self._chat = chat or ChatModel.of(engine.tokenizer)
         self._prefix = prefix
-        self._on_row = on_row
         self._ids = itertools.count()
 
     async def answer(self, row: Row, *, attempts: int = 1) -> Result:
         """`attempts`: starts of the row, including this one."""
         begin_s = time.time()
         name, category = id_of(row, self._layout), None
-        operation, answer = None, None
         try:
             record = record_of(row, self._layout)
             category = category_of(record, self._layout)
             request = read_request(record, self._layout, self._generation, name)
-            operation = operation_of(request.body)
             answer, parser_factory, prompt_parts = await self._complete(name, request)
             result = self._success(request, answer, parser_factory, prompt_parts)
             result |= passed_through(record, self._columns, _line(row, self._layout))
@@ -156,10 +151,6 @@ class RowAnswerer:
             logger.exception("row %d (%s) failed", row.number, brief_name(name))
             wrong = MantaError(f"{type(error).__name__} in the engine: {error}.")
             result = failure(row, wrong, self._layout, self._columns, attempts=attempts)
-        end_s = time.time()
-        if self._on_row is not None:
-            kind = error["type"] if (error := result.get("error")) else None
-            self._on_row(FinishedRow(f"{self._prefix or ''}{name}", operation, begin_s, end_s, kind, answer))
         return {
             "row": row.number,
             "id": name,
@@ -167,7 +158,7 @@ class RowAnswerer:
             "counted_as": category,
             **result,
             "begin_s": begin_s,
-            "end_s": end_s,
+            "end_s": time.time(),
         }
 
     async def _complete(

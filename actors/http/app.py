@@ -20,7 +20,7 @@ from ..batch.openai.batch_service import BatchService
 from ..capture.collector import open_capture
 from ..engine.async_engine import AsyncEngine
 from ..engine.lossless_audit import LosslessAudit
-from ..observability.telemetry import FinishedRow, MetricsMirror, RequestTelemetry
+from ..observability.telemetry import MetricsMirror, RequestTelemetry
 from ..tokenization.checkpoint_paths import target_folder
 from ..tokenization.generation_config import GenerationDefaults
 from .admin.explain import explain_routes
@@ -132,7 +132,7 @@ def _defaults(engine: AsyncEngine, settings: ServerSettings) -> GenerationDefaul
 
 
 def _batches(frontend: ServerContext) -> BatchService | None:
-    settings, tracing = frontend.settings, frontend.tracing
+    settings = frontend.settings
     if settings.batch_storage is None:
         return None
     storage = Storage.open(settings.batch_storage, field="batch_storage", private=True)
@@ -145,12 +145,7 @@ def _batches(frontend: ServerContext) -> BatchService | None:
         max_stored_bytes=settings.max_stored_bytes,
         chat=frontend.chat,
         count_lines=frontend.telemetry.count_batch_lines,
-        on_row=tracing and partial(_end_row, tracing, frontend),
     )
-
-
-def _end_row(tracing: Tracing, frontend: ServerContext, row: FinishedRow) -> None:
-    tracing.end_row(frontend.name, frontend.engine.drafter, row)  # the drafter may have been replaced
 
 
 def _lifespan(

@@ -32,7 +32,6 @@ from ...cluster.speculation.acceptance_length import mean_acceptance_length
 from ..capture.collector import CaptureResult
 from ..engine.async_engine import AsyncEngine
 from ..engine.lossless_audit import AuditResult
-from ..engine.outputs import RequestOutput
 from ..system.log_setup import Event
 from .engine_metrics import engine_values, info_values, rejection_values
 from .prometheus_text import Exposition, Values
@@ -91,25 +90,6 @@ class BatchLines(NamedTuple):
     generation_tokens: int
     tenant: str | None
     by_category: Mapping[str | None, tuple[int, int, int]]
-
-
-@dataclass(frozen=True, slots=True)
-class FinishedRow:
-    """A batch row that has its response or an error.
-
-    Attributes:
-        id: the engine's id of the row: `<batch>/<row>`.
-        operation: OpenTelemetry's name of the operation; None if it cannot be read.
-        begin_s, end_s: Unix time.
-        error: the error's type.
-    """
-
-    id: str
-    operation: str | None
-    begin_s: float
-    end_s: float
-    error: str | None
-    answer: RequestOutput | None
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,7 @@ from ....cluster.errors import EngineDeadError, InUseError, RequestError, brief
 from ....cluster.request.caller import Caller
 from ...chat.chat_model import ChatModel
 from ...engine.async_engine import AsyncEngine
-from ...observability.telemetry import BatchLines, FinishedRow
+from ...observability.telemetry import BatchLines
 from ...tokenization.generation_config import GenerationDefaults
 from ..dataset.storage import Storage
 from ..ledger.job_spec import model_identity
@@ -41,8 +41,7 @@ class BatchService:
 
     Args:
         names: names of the model; the first is reported.
-        count_lines, on_row: called on the event loop with counts of durable lines, and with each answered
-            line.
+        count_lines: called on the event loop with counts of durable lines.
     """
 
     def __init__(
@@ -56,7 +55,6 @@ class BatchService:
         max_stored_bytes: int,
         chat: ChatModel,
         count_lines: Callable[[BatchLines], None],
-        on_row: Callable[[FinishedRow], None] | None = None,
     ) -> None:
         self.files = FileStore(storage, max_stored_bytes)
         self.batches = BatchStore(storage)
@@ -73,7 +71,6 @@ class BatchService:
         self._opener = BatchOpener(self.batches, self.files, names, made_from, max_lines)
         self._slots = asyncio.Semaphore(max(2, int(IN_FLIGHT * engine.config.max_num_seqs)))
         self._count_lines = count_lines
-        self._on_row = on_row
         self._runs: dict[str, BatchRun] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._not_before_s: dict[str, float] = {}
@@ -175,7 +172,6 @@ class BatchService:
             background=True,
             chat=self._chat,
             prefix=f"{batch_id}/",
-            on_row=self._on_row,
             caller=Caller(owner=opened.batch.owner, domain=opened.batch.domain),
         )
         run = BatchRun(

@@ -236,26 +236,6 @@ def test_a_refused_request_is_a_span_with_its_status_and_reason(
     assert root.end_time_unix_nano > root.start_time_unix_nano
 
 
-def test_each_row_of_a_batch_is_a_span(server: LiveServer, http: httpx.Client, collector: Collector) -> None:
-    bodies = [{**BODY, "prompt": "a secret"}, {**BODY, "prompt": "x" * 9000}]
-    lines = [
-        json.dumps({"custom_id": f"row-{i}", "method": "POST", "url": "/v1/completions", "body": body})
-        for i, body in enumerate(bodies)
-    ]
-    upload = {"file": ("rows.jsonl", "\n".join(lines))}
-    file = http.post("/v1/files", files=upload, data={"purpose": "batch"}).json()["id"]
-    requested = {"input_file_id": file, "endpoint": "/v1/completions", "completion_window": "24h"}
-    batch = http.post("/v1/batches", json=requested).json()["id"]
-    answered, failed = (flushed(server, collector, f"{batch}/row-{i}") for i in range(2))
-    root, reported = answered["root"], values(answered["root"].attributes)
-    assert root.name == f"text_completion {NAME}" and not root.parent_span_id and "secret" not in str(root)
-    assert reported["gen_ai.usage.output_tokens"] == 24 and reported["speculation.verify_steps"] > 0
-    ends = [answered[name].end_time_unix_nano for name in ("queue", "prefill", "decode")]
-    assert ends == sorted(ends) and ends[-1] == root.end_time_unix_nano
-    assert root.start_time_unix_nano <= answered["queue"].start_time_unix_nano
-    assert values(failed.pop("root").attributes)["error.type"] == "BadRequestError" and not failed
-
-
 def test_an_invalid_collector_is_refused_and_a_missing_extra_is_named(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
