@@ -14,9 +14,6 @@ from ..request.request import FinishReason
 from ..step.scheduler_output import BoolArray, DrafterUse, TreeOutcome
 from ..step.step_outcome import CompletedStep, StepOutcome
 
-_MAX_LOAD_DIFFERENCE = 1  # difference of loads (of `load_class`) up to which a plain step is comparable
-_INITIAL_ACCOUNTS = 16  # initial capacity of accounts; doubled when full
-
 
 class Counters:
     """Counts of everything so far.

@@ -125,7 +125,7 @@ def sweep(
 
     At 1 to 64 requests, also with a useless drafter and mixed traffic.
     """
-    from manta.jobs.charts.plots import can_plot, write_svgs
+    from manta.jobs.common.plots import can_plot, write_svgs
 
     from .sweep.engines import parse_methods
     from .sweep.policy_sweep import run_policy_sweep

@@ -18,7 +18,7 @@ from huggingface_hub import EvalResult, ModelCardData
 from ....actors.system.atomic_files import write_atomically, write_json
 from ....cluster.errors import ConfigError
 from ...bench.common.idle_check import print_warning
-from ...charts.plots import Picture, can_plot, draw_shares, rows_size, write_svgs
+from ...common.plots import Picture, can_plot, draw_shares, rows_size, write_svgs
 from ...common.tables import NO_FIGURE, print_table
 from ..common.drafter_files import CARD_FILE
 from .evaluate_drafter import OVERALL

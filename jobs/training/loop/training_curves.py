@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from ...charts.plots import Points, draw_lines, has_matplotlib, new_figure, save_figure
+from ...common.plots import Points, draw_lines, has_matplotlib, new_figure, save_figure
 
 _MAX_POINTS = 200
 # Title, and the values' names in training and on held-out text. Tokens per step are those expected from the

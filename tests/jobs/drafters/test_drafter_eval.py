@@ -171,7 +171,7 @@ def test_the_card_is_readable_by_the_hub_and_the_planner(card: Path) -> None:
 def test_without_matplotlib_the_card_has_figures_and_no_picture(
     card: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("manta.jobs.charts.plots.find_spec", lambda name: None)
+    monkeypatch.setattr("manta.jobs.common.plots.find_spec", lambda name: None)
     write_card(read_card(card / "card.json"), tmp_path)
     assert "pip install 'manta[plots]'" in capsys.readouterr().err
     assert sorted(path.name for path in tmp_path.iterdir()) == ["card.json", "card.md"]

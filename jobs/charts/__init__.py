@@ -1,1 +1,0 @@
-"""Charts: plots with matplotlib (`plots.py`)."""
