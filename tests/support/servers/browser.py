@@ -17,7 +17,6 @@ import pytest
 
 CHROMIUM, DRIVER = shutil.which("chromium"), shutil.which("chromedriver")
 
-# Texts that their card, or the page, cuts off.
 # Texts that are hard to read: less contrast with the background than WCAG 2 requires (AA), which excepts
 # disabled controls.
 FAINT = """
