@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated, Any
 
 import typer
 from typer.core import TyperGroup
@@ -10,7 +12,7 @@ from typer.core import TyperGroup
 from ...cluster.config import EngineConfig
 from ..common.engine_flags import Model, with_flags
 from ..common.stop_signals import StopSignals
-from .common.options import BenchOptions, StepOptions
+from .common.options import BenchOptions, StepOptions, SweepOptions
 
 
 class _SpeculationByDefault(TyperGroup):
@@ -31,6 +33,16 @@ def _stoppable(context: typer.Context) -> None:
     context.with_resource(StopSignals())
 
 
+SvgFolder = Annotated[Path | None, typer.Option("--svg", help="Folder for the charts, one SVG file each.")]
+Method = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--method",
+        help="Additional method: suffix, mixed, mtp, ngram, eagle3=FOLDER or JSON; may be repeated.",
+    ),
+]
+
+
 @bench.command()
 @with_flags
 def speculation(options: BenchOptions, config: EngineConfig, model_: Model = None) -> None:
@@ -38,6 +50,26 @@ def speculation(options: BenchOptions, config: EngineConfig, model_: Model = Non
     from .spec_on_off import run_bench
 
     run_bench(config, options)
+
+
+@bench.command()
+@with_flags
+def sweep(
+    options: SweepOptions,
+    config: EngineConfig,
+    model_: Model = None,
+    method: Method = None,
+    svg: SvgFolder = None,
+) -> None:
+    """Compare plain decoding, adaptive and fixed draft lengths, and other methods at 1 to 64 requests."""
+    from ..common.plots import can_plot, write_svgs
+    from .sweep.engines import parse_methods
+    from .sweep.sweep_pictures import sweep_pictures
+    from .sweep.sweep_run import run_sweep
+
+    figures = run_sweep(config, replace(options, methods=parse_methods(method or ())))
+    if svg is not None and can_plot():
+        write_svgs(sweep_pictures(figures), svg, "sweep-")
 
 
 @bench.command()

@@ -1,6 +1,6 @@
 """Decoding methods of a simulated node: plain, EAGLE-3 and DFlash, adaptive or with fixed lengths.
 
-Names are those of the benchmark sweep: "dflash" is adaptive, "dflash-7" verifies seven drafts in every step;
+Names are those of `manta bench sweep`: "dflash" is adaptive, "dflash-7" verifies seven drafts in every step;
 the same for "eagle3". "dflash-tree" is adaptive with draft trees. With "-split" after it a DFlash drafter has
 a GPU of its own in each engine. Methods are compared at equal tokens/s per user, each with its best layout
 and load.

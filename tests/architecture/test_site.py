@@ -114,7 +114,7 @@ def test_the_reference_names_every_setting_metric_and_command() -> None:
     assert "| `max_num_seqs` | `--max-num-seqs` | integer | `64` |" in settings
     for metric in (*CATALOGUE, *GATEWAY_CATALOGUE, *SCALING_CATALOGUE, *BATCH_CATALOGUE):
         assert f"| `{metric.name}` | {metric.kind} | {metric.unit} |" in metrics
-    for name in ("serve", "batch", "bench step", "dashboards push", "simulate node", "drafter train"):
+    for name in ("serve", "batch", "bench sweep", "dashboards push", "simulate node", "drafter train"):
         assert f"## `manta {name}`" in commands
     assert commands.count("`--max-num-seqs") <= 3, "shared flags stand once, not with each command"
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -23,11 +22,11 @@ from .options import (
     BusyOptions,
     CompareOptions,
     GrammarOptions,
+    PolicySweepOptions,
     ScaleOptions,
     ServeTaxOptions,
     SharedDrafterOptions,
     StartsOptions,
-    SweepOptions,
 )
 from .serving import soak_serve
 from .simulate import cli as simulate
@@ -109,29 +108,18 @@ def background(options: BackgroundOptions, config: EngineConfig, model_: Model =
 @app.command()
 @with_flags
 def sweep(
-    options: SweepOptions,
+    options: PolicySweepOptions,
     config: EngineConfig,
     model_: Model = None,
-    method: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--method",
-            help="Additional method: suffix, mixed, mtp, ngram, eagle3=FOLDER or JSON; may be repeated.",
-        ),
-    ] = None,
     svg: Annotated[Path | None, typer.Option("--svg", help="Folder for the charts.")] = None,
 ) -> None:
-    """Compare plain decoding, adaptive and fixed draft lengths, and other methods; judge every bar.
-
-    At 1 to 64 requests, also with a useless drafter and mixed traffic.
-    """
+    """Run manta bench sweep with a useless drafter and mixed traffic, and judge every bar."""
+    from manta.jobs.bench.sweep.sweep_pictures import sweep_pictures
     from manta.jobs.common.plots import can_plot, write_svgs
 
-    from .sweep.engines import parse_methods
-    from .sweep.policy_sweep import run_policy_sweep
-    from .sweep.sweep_pictures import sweep_pictures
+    from .engine.policy_sweep import run_policy_sweep
 
-    figures = run_policy_sweep(config, replace(options, methods=parse_methods(method or ())))
+    figures = run_policy_sweep(config, options)
     if svg is not None and can_plot():
         write_svgs(sweep_pictures(figures), svg, "sweep-")
 

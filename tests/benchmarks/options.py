@@ -14,7 +14,15 @@ from manta.cluster.errors import ConfigError
 from manta.cluster.flag import NO_FLAG, Flag, Size
 from manta.cluster.fleet.autoscaling import ScalingRules
 from manta.cluster.hardware.gpu_specs import GPUS
-from manta.jobs.bench.common.options import Loads, RunOptions, Temperature
+from manta.jobs.bench.common.options import (
+    CONCURRENCY,
+    Loads,
+    RunOptions,
+    SweepOptions,
+    Temperature,
+    Temperatures,
+    check_temperatures,
+)
 
 from .arrivals import Arrivals
 
@@ -25,8 +33,6 @@ PLAIN_SIDES = ("engine-plain", "serve-plain")
 SHARED_DRAFTER_SIDES: tuple[SharedDrafterSide, ...] = get_args(SharedDrafterSide)
 QUICK_RULES = ScalingRules(up_after_s=1.0, down_after_s=10.0)
 Sides = Annotated[tuple[str, ...], Flag("--side")]
-Temperatures = Annotated[tuple[float, ...], Flag("--temperature -t")]
-CONCURRENCY = (1, 2, 4, 8, 16, 32, 64)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -132,35 +138,14 @@ class BackgroundOptions(RunOptions):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SweepOptions(RunOptions):
+class PolicySweepOptions(SweepOptions):
     """Options of `sweep`.
 
     Attributes:
-        num_prompts: number of prompts, taken evenly from the file.
-        concurrency: requests at once in closed loops; may be repeated.
-        rounds: maximum number of rounds of each side at a point.
-        max_tokens: mean output tokens of a request; requests vary from 0.5 to 1.5 times this.
-        temperatures: sampling temperature; 0 is greedy; may be repeated. Every load is measured at each.
-        methods: additional speculative configs, by name.
-        minutes: approximate duration.
-        methods_only: skip fixed numbers of drafts.
         mixed: requests at once with mixed traffic; may be repeated.
     """
 
-    num_prompts: Annotated[int, NO_FLAG] = 240
-    concurrency: Loads = CONCURRENCY
-    rounds: Annotated[int, NO_FLAG] = 5
-    temperatures: Temperatures = (0.0, 0.7, 1.0)
-    methods: Annotated[Mapping[str, Mapping[str, Any]], NO_FLAG] = field(default_factory=dict)  # Any: JSON
-    minutes: float = 30.0
-    methods_only: Annotated[bool, Flag("--methods-only")] = False
     mixed: tuple[int, ...] = (8, 32)
-
-    def __post_init__(self) -> None:
-        RunOptions.__post_init__(self)
-        check_temperatures(self.temperatures)
-        if not self.minutes > 0:
-            raise ConfigError(f"minutes={self.minutes} must be above 0.", param="minutes")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -458,8 +443,3 @@ class PolicyOptions:
         for name in ("tp", "contexts", "concurrency"):
             if min(getattr(self, name), default=0) < 1:
                 raise ConfigError(f"{name}={list(getattr(self, name))} must be at least 1.", param=name)
-
-
-def check_temperatures(temperatures: tuple[float, ...]) -> None:
-    if not temperatures or min(temperatures) < 0.0:
-        raise ConfigError(f"temperatures={temperatures} must be numbers of at least 0.", param="temperatures")

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 from ....cluster.config import AttentionBackend, DeviceKind, DType
 from ....cluster.errors import ConfigError
-from ....cluster.flag import Flag, Size
+from ....cluster.flag import NO_FLAG, Flag, Size
 
+CONCURRENCY = (1, 2, 4, 8, 16, 32, 64)
 Loads = Annotated[tuple[int, ...], Flag("--max-concurrency")]
 Temperature = Annotated[float, Flag("-t")]
+Temperatures = Annotated[tuple[float, ...], Flag("--temperature -t")]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,7 +49,7 @@ class RunOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BenchOptions(RunOptions):
-    """Options of `manta bench`.
+    """Options of `manta bench speculation`.
 
     Attributes:
         temperature: 0 is greedy.
@@ -58,6 +61,41 @@ class BenchOptions(RunOptions):
     temperature: Temperature = 0.0
     trial: bool = True
     plot: Path | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SweepOptions(RunOptions):
+    """Options of `manta bench sweep`.
+
+    Attributes:
+        num_prompts: number of prompts, taken evenly from the file.
+        concurrency: requests at once in closed loops; may be repeated.
+        rounds: maximum number of rounds of each side at a point.
+        max_tokens: mean output tokens of a request; requests vary from 0.5 to 1.5 times this.
+        temperatures: sampling temperature; 0 is greedy; may be repeated. Every load is measured at each.
+        methods: additional speculative configs, by name.
+        minutes: approximate duration.
+        methods_only: skip fixed numbers of drafts.
+    """
+
+    num_prompts: Annotated[int, NO_FLAG] = 240
+    concurrency: Loads = CONCURRENCY
+    rounds: Annotated[int, NO_FLAG] = 5
+    temperatures: Temperatures = (0.0, 0.7, 1.0)
+    methods: Annotated[Mapping[str, Mapping[str, Any]], NO_FLAG] = field(default_factory=dict)  # Any: JSON
+    minutes: float = 30.0
+    methods_only: Annotated[bool, Flag("--methods-only")] = False
+
+    def __post_init__(self) -> None:
+        RunOptions.__post_init__(self)
+        check_temperatures(self.temperatures)
+        if not self.minutes > 0:
+            raise ConfigError(f"minutes={self.minutes} must be above 0.", param="minutes")
+
+
+def check_temperatures(temperatures: tuple[float, ...]) -> None:
+    if not temperatures or min(temperatures) < 0.0:
+        raise ConfigError(f"temperatures={temperatures} must be numbers of at least 0.", param="temperatures")
 
 
 def parse_rates(text: str) -> tuple[float, ...]:

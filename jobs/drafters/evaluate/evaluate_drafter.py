@@ -2,7 +2,7 @@
 
 *Acceptance* is a property of the drafter: every step drafts whole blocks, and answers stop at an
 end-of-sequence token. *Speed* is what users get: the engine as it serves, with adaptive draft lengths,
-alternating with plain decoding on the same prompts (`bench/load/`). `evaluation_card.py` writes the results;
+alternating with plain decoding on the same prompts (`bench/sweep/`). `evaluation_card.py` writes the results;
 `cluster/records/confidence_intervals.py` computes the confidence intervals.
 """
 
@@ -19,7 +19,7 @@ from ....actors.engine.uniproc_executor import make_executor
 from ....actors.system.atomic_files import rounded
 from ....actors.tokenization.prompts import load_tokenizer
 from ....cluster.config import EngineConfig
-from ....cluster.errors import DatasetError, RequestError
+from ....cluster.errors import ConfigError, DatasetError, RequestError
 from ....cluster.records.confidence_intervals import RatioEstimate, ratio_of_sums
 from ...bench.common.engine_passes import (
     Figures,
@@ -32,13 +32,13 @@ from ...bench.common.engine_passes import (
 )
 from ...bench.common.idle_check import Watch
 from ...bench.common.provenance import options_json, provenance
-from ...bench.load.engine_driver import Driver
-from ...bench.load.load_records import AnswerRecord, LoadPass, Sums
-from ...bench.load.request_source import RequestSource, encode_rows
+from ...bench.common.request_source import RequestSource, encode_rows
+from ...bench.sweep.engine_driver import Driver
+from ...bench.sweep.engines import ADAPTIVE, PLAIN, open_sides
+from ...bench.sweep.load_records import AnswerRecord, LoadPass, Sums
 from ..common.drafter_files import method_of
 from ..common.options import EvalOptions
 
-PLAIN, ADAPTIVE = "plain", "adaptive"
 OVERALL = "overall"
 _QUICK, _QUICK_PROMPTS = Path("models/prompts.jsonl"), 40
 
@@ -72,12 +72,14 @@ def run_eval(options: EvalOptions) -> Figures:
     config = replace(config, enable_prefix_caching=False, max_num_seqs=max(options.concurrency))
     kinds, count = suite_requests(config, suite, options.temperatures, options.max_tokens), len(suite.rows)
     drafts, acceptance = measure_suite(config, kinds, count)
-    with open_sides(config) as sides:
+    with open_sides(config, {}, methods_only=True) as sides:
+        if PLAIN in sides.refused:
+            raise ConfigError(sides.refused[PLAIN], param="model")
         speed = [
             {
                 "temperature": t,
                 "requests": requests,
-                **_speed(sides, source, count, requests, options),
+                **_speed(sides.drivers, source, count, requests, options),
             }
             for t, source in kinds.items()
             for requests in options.concurrency
@@ -112,25 +114,6 @@ def measure_suite(
             for t, source in kinds.items()
         ]
         return full_length.info.num_speculative_tokens, acceptance
-
-
-@contextmanager
-def open_sides(config: EngineConfig) -> Iterator[dict[str, Driver]]:
-    """Open the adaptive engine and a plain one.
-
-    Each counts the GPU memory that the other uses, so the second may use twice the first one's share.
-    """
-    sides: dict[str, Driver] = {}
-    share = config.gpu_memory_utilization
-    try:
-        first = replace(config, gpu_memory_utilization=share / 2)
-        sides[ADAPTIVE] = Driver(first, make_executor(first))
-        plain = replace(config, speculative_config=None)
-        sides[PLAIN] = Driver(plain, make_executor(plain))
-        yield sides
-    finally:
-        for side in sides.values():
-            side.close()
 
 
 @contextmanager

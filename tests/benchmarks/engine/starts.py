@@ -3,7 +3,7 @@
     python tests/benchmarks starts -o starts.json
 
 In these seconds an adaptive engine has few measurements, and its trials cost something that a steady point of
-`sweep` does not show. Each load is the first load of one pair of engines; the second load is far
+`manta bench sweep` does not show. Each load is the first load of one pair of engines; the second load is far
 from it.
 """
 
@@ -19,13 +19,13 @@ from manta.cluster.config import EngineConfig
 from manta.cluster.errors import ConfigError
 from manta.jobs.bench.common.engine_passes import Figures, read_rows, record, rotated, say
 from manta.jobs.bench.common.idle_check import Watch, print_warning
-from manta.jobs.bench.load.engine_driver import Driver, LoadRun
-from manta.jobs.bench.load.load_records import AnswerRecord, LoadPass
-from manta.jobs.bench.load.request_source import RequestSource, encode_rows
+from manta.jobs.bench.common.request_source import RequestSource, encode_rows
+from manta.jobs.bench.sweep.engine_driver import Driver, LoadRun
+from manta.jobs.bench.sweep.engines import ADAPTIVE, PLAIN
+from manta.jobs.bench.sweep.load_records import AnswerRecord, LoadPass
 from manta.jobs.common.tables import print_table
 
 from ..options import StartsOptions
-from ..sweep.engines import ADAPTIVE, PLAIN
 
 WHEN = ("start", "change")
 

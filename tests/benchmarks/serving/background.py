@@ -26,12 +26,12 @@ from manta.cluster.config import EngineConfig
 from manta.cluster.errors import MantaError
 from manta.jobs.bench.common.engine_passes import Figures, read_rows, record, rotated, say
 from manta.jobs.bench.common.idle_check import print_warning
-from manta.jobs.bench.load.request_source import LoadRequest, RequestSource
+from manta.jobs.bench.common.request_source import LoadRequest, RequestSource
+from manta.jobs.bench.sweep.load_records import describe
 from manta.jobs.common.http_client import ServerClient
 from manta.jobs.common.tables import print_table
 
 from ..arrivals import Arrivals
-from ..latencies import describe
 from ..options import BackgroundOptions
 from ..processes.process_tree import TreeWatch
 from .http_load import ServedPass, Target, find_server, pass_figures, send

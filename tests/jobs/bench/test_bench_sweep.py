@@ -11,12 +11,9 @@ from typing import Any
 import numpy as np
 import pytest
 from benchmarks.arrivals import Arrivals
+from benchmarks.engine.policy_sweep import HOSTILE, MixedSource, run_policy_sweep, shuffled
 from benchmarks.engine.starts import StartsOptions, hold, run_starts
-from benchmarks.latencies import RequestLatencies, describe
-from benchmarks.options import SweepOptions
-from benchmarks.sweep.engines import parse_methods
-from benchmarks.sweep.policy_sweep import HOSTILE, MixedSource, run_policy_sweep, shuffled
-from benchmarks.sweep.sweep_pictures import sweep_curves, sweep_pictures
+from benchmarks.options import PolicySweepOptions
 from hypothesis import given
 from hypothesis import strategies as st
 from manta.actors.engine.uniproc_executor import make_executor
@@ -24,9 +21,12 @@ from manta.cluster.config import EngineConfig
 from manta.cluster.engine.engine_core import SequenceUpdate
 from manta.cluster.errors import ConfigError
 from manta.jobs.bench.common.engine_passes import PromptRow
-from manta.jobs.bench.load.engine_driver import Driver
-from manta.jobs.bench.load.load_records import Sums
-from manta.jobs.bench.load.request_source import RequestSource
+from manta.jobs.bench.common.request_source import RequestSource
+from manta.jobs.bench.sweep.engine_driver import Driver
+from manta.jobs.bench.sweep.engines import parse_methods
+from manta.jobs.bench.sweep.load_records import RequestLatencies, Sums, describe
+from manta.jobs.bench.sweep.sweep_pictures import sweep_curves, sweep_pictures
+from manta.jobs.bench.sweep.sweep_run import SweepOptions
 from safetensors.torch import load_file
 
 ROWS = [PromptRow(str(i), "even" if i % 2 == 0 else "odd", tuple(range(3, 8 + i))) for i in range(6)]
@@ -197,7 +197,7 @@ def test_a_sweep_compares_all_sides_and_judges_every_bar(
     rows = ({"id": row.name, "category": row.category, "prompt": row.prompt} for row in ROWS)
     prompts.write_text("".join(json.dumps(row) + "\n" for row in rows))
     output = tmp_path / "sweep.json"
-    options = SweepOptions(
+    options = PolicySweepOptions(
         prompts=prompts,
         concurrency=(1, 3),
         mixed=(3,),

@@ -23,6 +23,7 @@ from manta.cluster.simulation.simulated_executor import SimulatedExecutor
 from manta.cluster.speculation.acceptance_length import mean_acceptance_length
 from manta.cluster.step.executor import ExecutorInfo
 from manta.drafter.card import min_card_length
+from manta.jobs.bench.sweep import engines as sides
 from manta.jobs.cli import app
 from manta.jobs.drafters.common.options import EvalOptions
 from manta.jobs.drafters.evaluate import evaluate_drafter as evaluate
@@ -104,7 +105,8 @@ def executor(config: EngineConfig) -> SimulatedExecutor:
 def simulated_engines() -> Iterator[None]:
     """Run evaluations with simulated executors."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(evaluate, "make_executor", executor)
+        for module in (evaluate, sides):
+            patch.setattr(module, "make_executor", executor)
         yield
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from manta.jobs.common.plots import Picture, draw_lines
+from ...common.plots import Picture, draw_lines
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

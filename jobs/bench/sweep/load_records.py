@@ -1,16 +1,58 @@
-"""Answers of one engine under load, block by block, and sums over blocks.
+"""Answers of one engine under load, block by block, their latencies, and sums over blocks.
 
-A *block* here is the output of one step for one request. All figures are computed from blocks; from the
-engine's own counters only the seconds per part of a step, and the steps, are used.
+A *block* here is the output of one step for one request. All figures of a sweep are computed from blocks;
+from the engine's own counters only the seconds per part of a step, and the steps, are used.
+
+Latencies are those of `vllm bench serve`. For a request that arrived at a, with n tokens at
+t_1 <= .. <= t_m (several at once where a block of drafts was accepted):
+
+    ttft = t_1 - a      e2el = t_m - a      tpot = (e2el - ttft) / (n - 1), n > 1      itl: t_(i+1) - t_i
 """
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from itertools import pairwise
+from typing import Any, NamedTuple
 
+from ....cluster.records.percentiles import percentiles
 from ....cluster.speculation.acceptance_length import mean_acceptance_length
+
+
+@dataclass(frozen=True, slots=True)
+class RequestLatencies:
+    """Latencies of one finished request in seconds; `tpot_s` is None for a single token."""
+
+    ttft_s: float
+    e2el_s: float
+    tpot_s: float | None
+    itl_s: tuple[float, ...]
+
+    @classmethod
+    def of(cls, requested_s: float, times_s: Sequence[float], num_tokens: int) -> RequestLatencies:
+        ttft_s, e2el_s = times_s[0] - requested_s, times_s[-1] - requested_s
+        tpot_s = (e2el_s - ttft_s) / (num_tokens - 1) if num_tokens > 1 else None
+        return cls(ttft_s, e2el_s, tpot_s, tuple(later - sooner for sooner, later in pairwise(times_s)))
+
+
+def describe(waits: Sequence[RequestLatencies]) -> dict[str, Any]:  # Any: JSON
+    """Return mean and percentiles of each latency in milliseconds; None without values."""
+    values = {
+        "ttft": [each.ttft_s for each in waits],
+        "tpot": [each.tpot_s for each in waits if each.tpot_s is not None],
+        "e2el": [each.e2el_s for each in waits],
+        "itl": [gap for each in waits for gap in each.itl_s],
+    }
+    return {f"{name}_ms": _describe(found) for name, found in values.items()}
+
+
+def _describe(seconds: Sequence[float]) -> dict[str, Any] | None:
+    found = percentiles([1e3 * each for each in seconds])
+    if not found:
+        return None
+    return {"count": len(seconds), **{name: round(ms, 3) for name, ms in found.items()}}
 
 
 class DraftBlock(NamedTuple):
@@ -32,6 +74,12 @@ class AnswerRecord:
     blocks: list[DraftBlock] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
     ended_s: float | None = None
+
+    @property
+    def waits(self) -> RequestLatencies:
+        return RequestLatencies.of(
+            self.requested_s, [block.at_s for block in self.blocks], len(self.token_ids)
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,3 +167,23 @@ class Sums:
     def by_position(self) -> list[float]:
         """Return, by draft position, the accepted share of the drafts that were verified."""
         return [hits / tries for hits, tries in zip(self.accepted, self.drafted, strict=True)]
+
+
+def by_category(answers: Sequence[AnswerRecord]) -> dict[str, Sums]:
+    blocks: dict[str, list[DraftBlock]] = defaultdict(list)
+    for answer in answers:
+        blocks[answer.category] += answer.blocks
+    return {name: Sums.of(found) for name, found in sorted(blocks.items())}
+
+
+def acceptance_json(answers: Sequence[AnswerRecord]) -> dict[str, Any]:  # Any: JSON
+    """Return, by category, blocks with drafts and accepted share per position; {} without drafts."""
+    return {
+        name: {
+            "blocks": sums.num_verified,
+            "drafted": list(sums.drafted),
+            "accepted": [round(share, 4) for share in sums.by_position],
+        }
+        for name, sums in by_category(answers).items()
+        if sums.num_verified
+    }

@@ -1,4 +1,4 @@
-"""`sweep`: all methods by load, also a useless drafter and mixed traffic, with a verdict per bar.
+"""`manta bench sweep` with what judges the policy: a useless drafter, mixed traffic, and a verdict per bar.
 
     python tests/benchmarks sweep -o docs/benchmarks/sweep-cpu.json --svg docs/benchmarks
 
@@ -21,13 +21,13 @@ from manta.cluster.config import EngineConfig
 from manta.cluster.errors import ConfigError
 from manta.jobs.bench.common.engine_passes import Figures
 from manta.jobs.bench.common.provenance import options_json
-from manta.jobs.bench.load.request_source import LoadRequest, RequestSource
+from manta.jobs.bench.common.request_source import LoadRequest, RequestSource
+from manta.jobs.bench.sweep.engines import ADAPTIVE
+from manta.jobs.bench.sweep.sweep_run import run_sweep
 from manta.jobs.common.tables import print_table
 from safetensors.torch import load_file, save_file
 
-from ..options import SweepOptions
-from .engines import ADAPTIVE
-from .sweep_run import run_sweep
+from ..options import PolicySweepOptions
 
 RANDOM = "random"
 HOSTILE = "hostile"  # category of requests whose drafts are rarely accepted
@@ -47,7 +47,7 @@ class MixedSource(RequestSource):
         return replace(request, category=HOSTILE, prompt=prompt, temperature=_HOSTILE_TEMPERATURE)
 
 
-def run_policy_sweep(config: EngineConfig, options: SweepOptions) -> Figures:
+def run_policy_sweep(config: EngineConfig, options: PolicySweepOptions) -> Figures:
     """Sweep over prompts and over mixed traffic, judge each bar, write the file, and return the figures."""
     spec = config.speculative_config
     if spec is None or spec.model is None:

@@ -1,7 +1,8 @@
-"""Runs a sweep: plain decoding, the adaptive engine, fixed draft lengths and other methods by load.
+"""`manta bench sweep`: plain decoding, the adaptive engine, fixed draft lengths and other methods by load.
 
 It measures all sides (`engines.py`) at every load and temperature (`point.py`). Runs in this process, without
 Ray, and without the prefix cache, because prompts repeat. It writes its file after every point.
+`tests/benchmarks` judges the policy with it (`sweep`), and measures the first seconds of engines (`starts`).
 """
 
 from __future__ import annotations
@@ -11,15 +12,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import product
 
-from manta.actors.tokenization.prompts import load_tokenizer
-from manta.cluster.config import EngineConfig
-from manta.cluster.errors import ConfigError
-from manta.jobs.bench.common.engine_passes import Figures, PromptRow, read_rows, record
-from manta.jobs.bench.common.idle_check import print_warning
-from manta.jobs.bench.load.request_source import RequestSource, encode_rows
-from manta.jobs.common.tables import decimals, print_table
-
-from ..options import SweepOptions
+from ....actors.tokenization.prompts import load_tokenizer
+from ....cluster.config import EngineConfig
+from ....cluster.errors import ConfigError
+from ...common.tables import decimals, print_table
+from ..common.engine_passes import Figures, PromptRow, read_rows, record
+from ..common.idle_check import print_warning
+from ..common.options import SweepOptions
+from ..common.request_source import RequestSource, encode_rows
 from .engines import open_sides
 from .point import measure, point_figures
 

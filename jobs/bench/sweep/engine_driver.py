@@ -13,8 +13,8 @@ from ....cluster.config import EngineConfig
 from ....cluster.engine.engine_core import EngineCore
 from ....cluster.request.request import Request
 from ....cluster.step.executor import Executor
+from ..common.request_source import RequestSource
 from .load_records import AnswerRecord, DraftBlock, LoadPass
-from .request_source import RequestSource
 
 
 class Driver:

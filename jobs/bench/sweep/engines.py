@@ -16,12 +16,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from manta.actors.engine.uniproc_executor import make_executor
-from manta.cluster.config import EngineConfig, SpeculativeConfig, from_mapping
-from manta.cluster.errors import ConfigError, MantaError
-from manta.cluster.speculation.draft_length_policy import draft_lengths
-from manta.jobs.bench.common.engine_passes import say
-from manta.jobs.bench.load.engine_driver import Driver
+from ....actors.engine.uniproc_executor import make_executor
+from ....cluster.config import EngineConfig, SpeculativeConfig, from_mapping
+from ....cluster.errors import ConfigError, MantaError
+from ....cluster.speculation.draft_length_policy import draft_lengths
+from ..common.engine_passes import say
+from .engine_driver import Driver
 
 PLAIN, ADAPTIVE, MIXED = "plain", "adaptive", "mixed"
 

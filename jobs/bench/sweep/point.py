@@ -9,20 +9,16 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
-from manta.actors.system.atomic_files import rounded
-from manta.jobs.bench.common.engine_passes import Figures, rotated, say
-from manta.jobs.bench.common.idle_check import Watch
-from manta.jobs.bench.load.engine_driver import Driver
-from manta.jobs.bench.load.load_records import AnswerRecord, DraftBlock, LoadPass, Sums
-from manta.jobs.bench.load.request_source import RequestSource
-
-from ..latencies import RequestLatencies, describe
+from ....actors.system.atomic_files import rounded
+from ..common.engine_passes import Figures, rotated, say
+from ..common.idle_check import Watch
+from ..common.request_source import RequestSource
+from .engine_driver import Driver
 from .engines import PLAIN
+from .load_records import LoadPass, Sums, acceptance_json, describe
 
 MIN_ROUNDS = 3
 
@@ -100,11 +96,7 @@ def _figures_of_side(
     mine = passes[name]
     answers = [answer for done in mine for answer in done.answers]
     sums = Sums.of([block for answer in answers for block in answer.blocks])
-    waits = [
-        RequestLatencies.of(each.requested_s, [block.at_s for block in each.blocks], len(each.token_ids))
-        for each in answers
-        if each.ended_s is not None and each.blocks
-    ]
+    waits = [answer.waits for answer in answers if answer.ended_s is not None and answer.blocks]
     to_plain, to_best = (_ratios(mine, passes[other]) for other in (PLAIN, best))
     parts = {part for done in mine for part in done.step_seconds}
     return {
@@ -135,23 +127,3 @@ def _speeds(passes: Sequence[LoadPass]) -> list[float]:
 
 def _ratios(ours: Sequence[LoadPass], theirs: Sequence[LoadPass]) -> list[float]:
     return [mine / other for mine, other in zip(_speeds(ours), _speeds(theirs), strict=True)]
-
-
-def by_category(answers: Sequence[AnswerRecord]) -> dict[str, Sums]:
-    blocks: dict[str, list[DraftBlock]] = defaultdict(list)
-    for answer in answers:
-        blocks[answer.category] += answer.blocks
-    return {name: Sums.of(found) for name, found in sorted(blocks.items())}
-
-
-def acceptance_json(answers: Sequence[AnswerRecord]) -> dict[str, Any]:  # Any: JSON
-    """Return, by category, blocks with drafts and accepted share per position; {} without drafts."""
-    return {
-        name: {
-            "blocks": sums.num_verified,
-            "drafted": list(sums.drafted),
-            "accepted": [round(share, 4) for share in sums.by_position],
-        }
-        for name, sums in by_category(answers).items()
-        if sums.num_verified
-    }
