@@ -318,15 +318,16 @@ _REPLACEMENT = rb"\ufffd"
 
 
 # Any: JSON.
-def loads(text: str | bytes | bytearray) -> Any:
-    """Parse JSON as orjson does, with U+FFFD for lone surrogates."""
+def loads(text: str | bytes | bytearray, parse: Callable[[bytes | bytearray], Any] | None = None) -> Any:
+    """Parse JSON as orjson does, or as `parse` with its errors, with U+FFFD for lone surrogates."""
+    read: Callable[..., Any] = parse or orjson.loads
     try:
-        return orjson.loads(text)
+        return read(text)
     except orjson.JSONDecodeError:
         replaced = replace_escapes(without_surrogates(text).encode() if isinstance(text, str) else text)
         if replaced == text:
             raise
-        return orjson.loads(replaced)
+        return read(replaced)
 
 
 def replace_escapes(body: bytes | bytearray) -> bytes | bytearray:

@@ -5,7 +5,8 @@ tokenizer accepts, become U+FFFD (`actors/tokenization/client_messages.py`).
 
 Parsing holds the GIL, so every stream waits: about 2 ms per MB of text, but 25 ms per million numbers, and
 far more per million strings or objects, which are then validated one by one. So the values of long bodies are
-counted first; bodies with too many are refused, others are validated in a thread.
+counted first; bodies with too many are refused, others are parsed in slices (`incremental_json.py`) and
+validated in a thread.
 
 pydantic reads numbers from text, as rows of CSV need it; it would also read `true` as 1, which is refused
 here. Valid lists of token ids are neither looped over in Python nor copied. They are checked in slices, so
@@ -38,9 +39,9 @@ from starlette.types import Scope
 from ....cluster.request.caller import acceptable_id
 from ...system.log_setup import current_request_id
 from ...tokenization.client_messages import loads
+from .incremental_json import Bytes, end_of_string, loads_in_slices
 
 JsonObject: TypeAlias = dict[str, Any]  # Any: JSON.
-Bytes: TypeAlias = bytes | bytearray
 
 
 def json_response(body: JsonObject, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
@@ -120,7 +121,7 @@ async def parsed(body: Bytes) -> Any:  # Any: JSON.
     if len(body) <= SHORT_BODY_BYTES:
         return loads(body)
     await asyncio.to_thread(check_pieces, body)
-    return await asyncio.to_thread(loads, body)
+    return await asyncio.to_thread(loads, body, loads_in_slices)
 
 
 def check_pieces(body: Bytes) -> None:
@@ -140,19 +141,7 @@ def check_pieces(body: Bytes) -> None:
         if quote < 0:
             return
         strings += 1
-        at = _end_of_string(body, quote + 1)
-
-
-def _end_of_string(body: Bytes, at: int) -> int:
-    """Return the index after the closing quote; `at` is the one after the opening quote."""
-    while (quote := body.find(b'"', at)) >= 0:
-        first = quote
-        while body[first - 1 : first] == b"\\":
-            first -= 1
-        if (quote - first) % 2 == 0:
-            return quote + 1
-        at = quote + 1
-    return len(body)
+        at = end_of_string(body, quote + 1)
 
 
 def take_request_id(scope: Scope, body: Any) -> None:  # Any: JSON

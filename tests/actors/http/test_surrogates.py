@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from typing import Any
+from unittest.mock import patch
 
 import orjson
 import pytest
@@ -11,6 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from manta.actors.chat.chat_formats import CALLS
 from manta.actors.chat.stream_parser import Splitter
+from manta.actors.http.wire import incremental_json as json_slices
+from manta.actors.http.wire.incremental_json import loads_in_slices
 from manta.actors.tokenization.client_messages import loads, read_object, without_surrogates
 from manta.actors.tokenization.special_tokens import map_texts
 
@@ -45,6 +48,8 @@ def test_json_with_lone_surrogates_is_read_with_replacement_characters(value: An
     body = json.dumps(value).encode()
     wanted = map_texts(json.loads(body), without_surrogates)
     assert loads(body) == loads(bytearray(body)) == loads(body.decode()) == wanted
+    with patch.object(json_slices, "SLICE_BYTES", 24):
+        assert loads(body, loads_in_slices) == wanted
     broken = body[:-1] + b"x"
     with pytest.raises(orjson.JSONDecodeError):
         loads(broken)
