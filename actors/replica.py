@@ -64,7 +64,7 @@ class Replica:
         self._began_s = time.monotonic()
         from .engine.async_engine import AsyncEngine
         from .http.middleware.request_gate import Traffic
-        from .serve.drafter_canary import CanaryStore, DrafterCanary
+        from .serve.user_config import UserConfigFollower, UserConfigStore
         from .workers.ray_executor import RayExecutor
 
         replica = serve.get_replica_context().replica_id.unique_id
@@ -80,9 +80,9 @@ class Replica:
         await asyncio.gather(self._engine.start(), asyncio.to_thread(_import_front))
         self._loaded_s = time.monotonic()
         context = serve.get_replica_context()
-        store = CanaryStore(context.app_name, context.deployment)
-        self._canary = DrafterCanary(self._engine, store, replica)
-        self._canary_task = asyncio.create_task(self._canary.work_forever())
+        store = UserConfigStore(context.app_name, context.deployment)
+        self._user_config = UserConfigFollower(self._engine, store)
+        self._user_config_task = asyncio.create_task(self._user_config.work_forever())
 
     async def __serve_build_asgi_app__(self) -> FastAPI:
         """Called by Serve after `__init__`. Raises EngineDeadError if a first request is not answered."""
@@ -151,7 +151,7 @@ class Replica:
         Serve would end the replica on an exception, and a replacement would never start. So errors are logged
         and nothing changes.
         """
-        await self._canary.configure(user_config)
+        await self._user_config.configure(user_config)
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
         """Called by Serve every second if the number of replicas is automatic."""

@@ -50,7 +50,6 @@ from .logs import logs
 from .plan.options import PlanOptions
 from .serve.options import ServeOptions
 from .simulate.options import NodeOptions
-from .usage import receipts
 
 app = typer.Typer(
     name="manta",
@@ -72,7 +71,6 @@ app.add_typer(dashboards, name="dashboards")
 app.add_typer(drafter, name="drafter")
 app.add_typer(logs, name="logs")
 app.add_typer(simulate, name="simulate")
-app.command()(receipts)
 RenderKind = Literal["kuberay-service", "kuberay-job", "ray-up", "dockerfile", "systemd"]
 SHUTDOWN_TIMEOUT_S = 30.0  # default for a server in a terminal
 # Any: merged settings and sampling fields are plain data, validated when they become dataclasses.

@@ -1,31 +1,22 @@
-"""`manta logs explain`: a request step by step, from a server's memory or from log files.
+"""`manta logs explain`: a request step by step, from a server's memory.
 
 Without an id: acceptance of a server's last requests by slice, and likely causes of low acceptance.
-
-A line of a log is about a request if one of its fields is one of the request's ids; the summary line at the
-end of a request links them. Lines that are not JSON are skipped; text before an object, such as Ray's
-"(Replica pid=7)", is ignored.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from datetime import UTC, datetime
-from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any
 from urllib.parse import urlencode
 
 import typer
 
-from ..cluster.errors import DatasetError, NotFoundError, brief
+from ..cluster.errors import NotFoundError
 from .common.http_client import ServerClient, operators_key
 
 logs = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Show what happened to a request.")
-Fields = dict[str, Any]  # Any: JSON
-_NAMES = ("request_id", "id")
-_PLACE = ("process", "replica", "engine", "rank")
-_SHOWN = ("time", "level", "logger", *_PLACE, "message", "error")  # shown separately from other fields
 Json = Mapping[str, Any]  # Any: JSON
 
 _WAITED = {
@@ -59,25 +50,16 @@ def explain(
         str | None,
         typer.Option("--api-key", help="Admin key; default: MANTA_ADMIN_API_KEY or MANTA_API_KEY."),
     ] = None,
-    files: Annotated[
-        list[Path] | None,
-        typer.Option("--file", "-f", help="Log file instead of a server; prints its lines; may be repeated."),
-    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Show a request step by step: waiting, prefill, each block of drafts, and its end.
 
-    A server remembers its last requests. Its log (--log-format json) has a summary line for each request and
-    all other lines about it. Without an id: acceptance by slice of each replica's last requests.
+    A server remembers its last requests. Without an id: acceptance by slice of each replica's last requests.
     """
     if request is None:
-        for report in _acceptance(url, api_key, files):
+        for report in _acceptance(url, api_key):
             for text in [json.dumps(report)] if as_json else acceptance_lines(report):
                 typer.echo(text)
-        return
-    if files:
-        for line in lines_about(request, files):
-            typer.echo(json.dumps(line.fields) if as_json else line.text)
         return
     for timeline in _timelines(url, request, api_key):
         for text in [json.dumps(timeline)] if as_json else timeline_lines(timeline):
@@ -89,9 +71,7 @@ def _timelines(url: str, request: str, api_key: str | None) -> list[Json]:
         return list(client.get_json(f"/explain?{urlencode({'id': request})}")["data"])
 
 
-def _acceptance(url: str, api_key: str | None, files: Sequence[Path] | None) -> list[Json]:
-    if files:
-        raise typer.BadParameter("log files have no acceptance by slice: give an ID, or a server's --url.")
+def _acceptance(url: str, api_key: str | None) -> list[Json]:
     with ServerClient(url, api_key=api_key or operators_key()) as client:
         found = list(client.get_json("/explain")["data"])
     if not found:
@@ -105,67 +85,6 @@ def acceptance_lines(report: Json) -> Iterator[str]:
     yield f"replica {report['replica']}: {summary_line(report)}"
     yield from cause_lines(report["causes"])
     yield from table_lines(report)
-
-
-class Line(NamedTuple):
-    fields: Fields
-
-    @property
-    def text(self) -> str:
-        where = " ".join(f"{name}={self.fields[name]}" for name in _PLACE if name in self.fields)
-        rest = [f"{name}={_text_of(value)}" for name, value in self.fields.items() if name not in _SHOWN]
-        what = self.fields.get("message") or " ".join(rest)
-        head = f"{self.fields.get('time', '-')} {self.fields.get('level', '-')} {where}".rstrip()
-        return f"{head}: {what}" + (f"\n{self.fields['error']}" if "error" in self.fields else "")
-
-
-def lines_about(request: str, files: Sequence[Path]) -> list[Line]:
-    names = {request}
-    for fields in _objects(files):
-        ids = {fields[name] for name in _NAMES if isinstance(fields.get(name), str)}
-        names |= ids if names & ids else set()
-    found = [Line(fields) for fields in _objects(files) if _is_about(fields, names)]
-    if not found:
-        raise NotFoundError(
-            f"{', '.join(map(str, files))}: no line is about a request {brief(request)}. Give the "
-            "id of the response or the X-Request-Id, and logs of a server with --log-format json.",
-            param="id",
-        )
-    return sorted(found, key=lambda line: str(line.fields.get("time", "")))
-
-
-def _is_about(fields: Fields, names: set[str]) -> bool:
-    ids = [fields.get("request_id"), fields.get("id"), *(fields.get("request_ids") or ())]
-    return any(name in names or _is_part(name, names) for name in ids if isinstance(name, str))
-
-
-def _is_part(name: str, names: set[str]) -> bool:
-    """Return whether the name is that of one of several completions of a response, or of a retry."""
-    return any(name.startswith((f"{whole}-", f"{whole}.")) for whole in names)
-
-
-def _objects(files: Sequence[Path]) -> Iterator[Fields]:
-    for path in files:
-        try:
-            with path.open("rb") as lines:
-                for line in lines:
-                    if (fields := _object(line)) is not None:
-                        yield fields
-        except OSError as error:
-            raise DatasetError(f"{path} cannot be read: {error.strerror}.", param="file") from None
-
-
-def _object(line: bytes) -> Fields | None:
-    at = line.find(b"{")
-    try:
-        found = json.loads(line[at:]) if at >= 0 else None
-    except json.JSONDecodeError:
-        return None
-    return found if isinstance(found, dict) else None
-
-
-def _text_of(value: object) -> str:
-    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 
 def timeline_lines(timeline: Json) -> Iterator[str]:

@@ -10,19 +10,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import asdict
 from typing import Any
 
-from ...cluster.batch.baseline_sample import BaselineSample
 from ...cluster.engine.engine_core import EngineStats
-from .row_stats import Device, EngineTotals
-
-TIMES = ("device_s", "open_s", "busy_s")
-NO_COMPARISON: dict[str, Any] = {"plain_tokens": 0, "plain_s": 0.0, "drafted_tokens": 0, "drafted_s": 0.0}
+from .row_stats import SPENT, Device, EngineTotals
 
 
 class EngineMeter:
-    """`began_s`: when the engine began to hold its devices. `sample` chooses rows without speculation."""
+    """`began_s`: when the engine began to hold its devices."""
 
     def __init__(
         self,
@@ -30,47 +25,40 @@ class EngineMeter:
         device: Device,
         num_devices: float,
         began_s: float,
-        sample: BaselineSample | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._stats = stats
         self._device: Device = device
         self._num_devices = num_devices
-        self._sample = sample
         self._clock = clock
         self._began_s = began_s
         self._changed_s = began_s  # time of the last start or end of a row
         self._opened_s: float | None = None  # start of the first row
         self._busy_s = 0.0  # until _changed_s
         self._stamped_s = began_s  # time of the last result
-        self._stamped = dict.fromkeys(TIMES, 0.0)  # seconds until then
-        self._is_sample_stamped = False
+        self._stamped = dict.fromkeys(SPENT, 0.0)  # seconds until then
         self._running = self._done = 0
         self._first_row_s = self._last_row_s = 0.0  # Unix time
 
-    def row_started(self) -> bool:
-        """Return whether to answer the row with speculation."""
+    def row_started(self) -> None:
         now_s = self._advance()
         if self._opened_s is None:
             self._opened_s, self._first_row_s = now_s, time.time()
         self._running += 1
-        return self._sample is None or self._sample.start(now_s, self._stats().generation_tokens)
 
-    def row_ended(self, result: dict[str, Any] | None, speculate: bool) -> None:
+    def row_ended(self, result: dict[str, Any] | None) -> None:
         """`result` receives what was spent since the previous result; it is None if the row was abandoned."""
         now_s = self._advance()
         self._running -= 1
-        if self._sample is not None:
-            self._sample.end(now_s, self._stats().generation_tokens, speculate)
         if result is None:
             return
         self._done += 1
         self._last_row_s = time.time()
-        times, compared = self._times(now_s, now_s), self._compared()
-        spent = {name: (times[name] - self._stamped[name]) * self._num_devices for name in TIMES}
-        result["engine_spent"] = spent | (NO_COMPARISON if self._is_sample_stamped else compared)
+        times = self._times(now_s, now_s)
+        result["engine_spent"] = {
+            name: (times[name] - self._stamped[name]) * self._num_devices for name in SPENT
+        }
         self._stamped_s, self._stamped = now_s, times
-        self._is_sample_stamped = self._is_sample_stamped or bool(compared["plain_s"])
 
     def totals(self) -> EngineTotals:
         now_s = self._advance()
@@ -88,7 +76,6 @@ class EngineMeter:
             device=self._device,
             num_devices=self._num_devices,
             **{name: seconds * self._num_devices for name, seconds in times.items()},
-            **self._compared(),
         )
 
     def _advance(self) -> float:
@@ -101,7 +88,3 @@ class EngineMeter:
     def _times(self, now_s: float, open_until_s: float) -> dict[str, float]:
         open_s = max(0.0, open_until_s - self._opened_s) if self._opened_s is not None else 0.0
         return {"device_s": now_s - self._began_s, "open_s": open_s, "busy_s": self._busy_s}
-
-    def _compared(self) -> dict[str, Any]:
-        found = None if self._sample is None else self._sample.comparison
-        return NO_COMPARISON if found is None else asdict(found)

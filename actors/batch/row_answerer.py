@@ -6,19 +6,18 @@ import itertools
 import json
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import pyarrow as pa
 
 from ...cluster.errors import ENDINGS, EngineDeadError, MantaError, brief_name
-from ...cluster.metrics.metric import UsageAccount
-from ...cluster.request.caller import SERVER, Caller, Tenant, new_id
+from ...cluster.request.caller import SERVER, Caller, new_id
 from ..chat.chat_model import PLAIN, AnswerParserFactory, ChatModel
 from ..engine.async_engine import AsyncEngine
 from ..engine.outputs import CompletionOutput, RequestOutput
 from ..http.generation.generation import full_choice
-from ..http.generation.generation_task import operation_of, usage_of
+from ..http.generation.generation_task import usage_of
 from ..http.protocol.chat_completion import (
     ChatRequest,
     ChatShape,
@@ -30,7 +29,6 @@ from ..http.protocol.chat_completion import (
 from ..http.protocol.completion import CompletionShape
 from ..http.protocol.prompt_echo import PromptParts, without_answer
 from ..http.wire.errors import error_body
-from ..observability.telemetry import FinishedRow
 from ..tokenization.generation_config import GenerationDefaults
 from .dataset.passthrough_columns import passed_through
 from .dataset.row_reader import Row, id_of, record_of
@@ -106,7 +104,6 @@ class RowAnswerer:
         background: rows yield to the engine's other requests.
         chat: the model's chat format; by default that of its chat template.
         prefix: request ids are this followed by the row's id, which must be unique. None: numbered.
-        account_of: returns the account that a row is charged to; None without receipts.
     """
 
     def __init__(
@@ -120,8 +117,6 @@ class RowAnswerer:
         background: bool = False,
         chat: ChatModel | None = None,
         prefix: str | None = None,
-        on_row: Callable[[FinishedRow], None] | None = None,
-        account_of: Callable[[Tenant], UsageAccount] | None = None,
         caller: Caller = SERVER,
     ) -> None:
         self._caller = caller
@@ -133,24 +128,17 @@ class RowAnswerer:
         self._background = background
         self._chat = chat or ChatModel.of(engine.tokenizer)
         self._prefix = prefix
-        self._on_row = on_row
-        self._account_of = account_of
         self._ids = itertools.count()
 
-    async def answer(self, row: Row, *, speculate: bool = True, attempts: int = 1) -> Result:
-        """`speculate`: False for the baseline sample. `attempts`: starts of the row, including this one."""
+    async def answer(self, row: Row, *, attempts: int = 1) -> Result:
+        """`attempts`: starts of the row, including this one."""
         begin_s = time.time()
         name, category = id_of(row, self._layout), None
-        operation, answer = None, None
         try:
             record = record_of(row, self._layout)
             category = category_of(record, self._layout)
             request = read_request(record, self._layout, self._generation, name)
-            operation = operation_of(request.body)
-            account = None if self._account_of is None else self._account_of(Tenant(category=category))
-            answer, parser_factory, prompt_parts = await self._complete(
-                name, request, account, speculate=speculate
-            )
+            answer, parser_factory, prompt_parts = await self._complete(name, request)
             result = self._success(request, answer, parser_factory, prompt_parts)
             result |= passed_through(record, self._columns, _line(row, self._layout))
         except EngineDeadError:
@@ -163,10 +151,6 @@ class RowAnswerer:
             logger.exception("row %d (%s) failed", row.number, brief_name(name))
             wrong = MantaError(f"{type(error).__name__} in the engine: {error}.")
             result = failure(row, wrong, self._layout, self._columns, attempts=attempts)
-        end_s = time.time()
-        if self._on_row is not None:
-            kind = error["type"] if (error := result.get("error")) else None
-            self._on_row(FinishedRow(f"{self._prefix or ''}{name}", operation, begin_s, end_s, kind, answer))
         return {
             "row": row.number,
             "id": name,
@@ -174,11 +158,11 @@ class RowAnswerer:
             "counted_as": category,
             **result,
             "begin_s": begin_s,
-            "end_s": end_s,
+            "end_s": time.time(),
         }
 
     async def _complete(
-        self, name: str, request: RowRequest, account: UsageAccount | None, *, speculate: bool
+        self, name: str, request: RowRequest
     ) -> tuple[RequestOutput, AnswerParserFactory, PromptParts]:
         body, engine, params, parser_factory = request.body, self._engine, request.params, PLAIN
         if isinstance(body, ChatRequest):
@@ -195,9 +179,8 @@ class RowAnswerer:
             f"{self._prefix}{name}" if self._prefix else f"batch-{next(self._ids)}",
             prompt,
             await engine.encoder.bad_words(params),
-            max_draft_tokens=body.speculative.max_draft_tokens if speculate else 0,
+            max_draft_tokens=body.speculative.max_draft_tokens,
             background=self._background,
-            account=account,
             cache_salt=self._caller.salt(body.cache_salt),
             owner=self._caller.owner,
         )

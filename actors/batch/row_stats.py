@@ -16,25 +16,19 @@ from typing import Any, Literal, Self
 import numpy as np
 import pyarrow as pa
 
-from ...cluster.batch.baseline_sample import BaselineComparison
 from ...cluster.batch.row_ranges import RowRanges, count, from_rows, intersection, iterate_rows
 from ...cluster.speculation.acceptance_length import mean_acceptance_length
 from ..system.atomic_files import rounded
-from .run_times import Floats, Ints, RunIntervals, Timeline
+from .run_times import Floats, Ints, RunIntervals
 
 # Recorded on each result: what the engine spent since its previous result. The times are device-seconds (an
-# engine with 4 GPUs spends 4 per second): held, with rows to answer, with a row running. Then the two sides
-# of the baseline sample (`cluster/batch/baseline_sample.py`), on the result that completes the comparison.
-SPENT = (
-    *("device_s", "open_s", "busy_s"),
-    *("plain_tokens", "plain_s", "drafted_tokens", "drafted_s"),
-)
+# engine with 4 GPUs spends 4 per second): held, with rows to answer, with a row running.
+SPENT = ("device_s", "open_s", "busy_s")
 SUMMED = (
     *("prompt_tokens", "cached_prompt_tokens", "completion_tokens"),
     *("num_steps", "num_draft_tokens", "num_accepted_tokens"),
 )
 MAX_MESSAGE = 400  # characters of an error message kept as an example
-NUM_SAMPLES, MAX_SAMPLE = 3, 400  # number of answers kept as samples, and their characters
 MAX_NAMES = 24  # number of categories
 MAX_NAME = 80  # characters of a category's name
 
@@ -110,21 +104,8 @@ class ErrorCount:
         self.example = min(self.example, other.example)
 
 
-class PlainComparison:
-    plain_tokens: int
-    plain_s: float
-    drafted_tokens: int
-    drafted_s: float
-
-    @property
-    def comparison(self) -> BaselineComparison | None:
-        if not (self.plain_tokens and self.plain_s and self.drafted_tokens and self.drafted_s):
-            return None
-        return BaselineComparison(self.plain_tokens, self.plain_s, self.drafted_tokens, self.drafted_s)
-
-
 @dataclass(slots=True)
-class RowStats(PlainComparison):
+class RowStats:
     rows: int = 0
     failed: int = 0
     retried: int = 0
@@ -138,17 +119,11 @@ class RowStats(PlainComparison):
     acceptance: list[int] = field(default_factory=list)
     prompt_lengths: list[int] = field(default_factory=list)
     output_lengths: list[int] = field(default_factory=list)
-    samples: list[tuple[int, str, str]] = field(default_factory=list)
     categories: Categories = field(default_factory=Categories)
     stretches: RunIntervals = field(default_factory=RunIntervals)
-    timeline: Timeline = field(default_factory=Timeline)
     device_s: float = 0.0
     open_s: float = 0.0
     busy_s: float = 0.0
-    plain_tokens: int = 0
-    plain_s: float = 0.0
-    drafted_tokens: int = 0
-    drafted_s: float = 0.0
 
     def add(self, results: pa.Table) -> None:
         if results.num_rows:
@@ -162,24 +137,22 @@ class RowStats(PlainComparison):
             setattr(self, name, [mine + theirs for mine, theirs in pairs])
         for kind, errors in other.errors.items():
             self.errors.setdefault(kind, ErrorCount(0, errors.example)).merge(errors)
-        self.samples = sorted({*self.samples, *other.samples})[:NUM_SAMPLES]
         self.categories.merge(other.categories)
         self.stretches.merge(other.stretches)
-        self.timeline.merge(other.timeline)
 
     def to_json(self) -> dict[str, Any]:  # Any: JSON
         return asdict(self)
 
     @classmethod
     def from_json(cls, content: Mapping[str, Any]) -> Self:
+        """Read stored stats; fields of other versions are ignored."""
+        known = {each.name for each in fields(cls)}
         return cls(
             **{
-                **content,
+                **{name: value for name, value in content.items() if name in known},
                 "errors": {kind: ErrorCount(**errors) for kind, errors in content["errors"].items()},
-                "samples": [tuple(sample) for sample in content.get("samples", ())],
                 "categories": Categories.from_json(content["categories"]),
                 "stretches": RunIntervals(**content["stretches"]),
-                "timeline": Timeline.from_json(content["timeline"]),
             }
         )
 
@@ -218,7 +191,7 @@ class RowStats(PlainComparison):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class EngineTotals(PlainComparison):
+class EngineTotals:
     rows_done: int = 0
     rows_running: int = 0
     prompt_tokens: int = 0
@@ -232,10 +205,6 @@ class EngineTotals(PlainComparison):
     last_row_s: float = 0.0
     device: Device = "device"
     num_devices: float = 0
-    plain_tokens: int = 0
-    plain_s: float = 0.0
-    drafted_tokens: int = 0
-    drafted_s: float = 0.0
 
     def merge(self, other: EngineTotals) -> EngineTotals:
         sums: dict[str, Any] = {
@@ -333,10 +302,8 @@ def _count_results(results: pa.Table) -> RowStats:
         acceptance=_acceptance(results["acceptance_histogram"]),
         prompt_lengths=length_histogram(_ints(answered["prompt_tokens"])),
         output_lengths=length_histogram(_ints(answered["completion_tokens"])),
-        samples=_samples(answered),
         categories=_categories(results),
         stretches=RunIntervals.of(_floats(timed["begin_s"]), _floats(timed["end_s"])),
-        timeline=Timeline.of(_floats(timed["end_s"]), _ints(timed["completion_tokens"])),
         **_sum_usage(results["engine_spent"]),
     )
 
@@ -347,11 +314,6 @@ def _errors(results: pa.Table) -> dict[str, ErrorCount]:
         one = ErrorCount(1, error["message"][:MAX_MESSAGE])
         errors.setdefault(error["type"], ErrorCount(0, one.example)).merge(one)
     return errors
-
-
-def _samples(answered: pa.Table) -> list[tuple[int, str, str]]:
-    first = answered.select(["row", "id", "text"]).sort_by("row").slice(0, NUM_SAMPLES)
-    return [(row["row"] or 0, row["id"] or "", (row["text"] or "")[:MAX_SAMPLE]) for row in first.to_pylist()]
 
 
 def _acceptance(histograms: pa.ChunkedArray) -> list[int]:
@@ -374,10 +336,9 @@ def _categories(results: pa.Table) -> Categories:
     return categories
 
 
-def _sum_usage(column: pa.ChunkedArray) -> dict[str, Any]:  # Any: token counts are int, times are float
-    by_name = dict(zip(SPENT, column.flatten(), strict=True))
-    sums = {name: float(_floats(values).sum()) for name, values in by_name.items()}
-    return {name: round(value) if name.endswith("_tokens") else value for name, value in sums.items()}
+def _sum_usage(column: pa.ChunkedArray) -> dict[str, Any]:  # Any: fields of different types follow
+    by_name = zip(SPENT, column.flatten(), strict=True)
+    return {name: float(_floats(values).sum()) for name, values in by_name}
 
 
 def _ints(column: pa.ChunkedArray) -> Ints:

@@ -12,7 +12,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
-from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager, contextmanager, nullcontext
 from typing import TypedDict, Unpack
@@ -21,12 +20,9 @@ from ...cluster.config import EngineConfig
 from ...cluster.engine.engine_core import EngineCore, EngineStats
 from ...cluster.engine.step_watchdog import StepWatchdog
 from ...cluster.errors import EngineDeadError, EngineGoneError, MantaError
-from ...cluster.fleet.canary import CanaryTrial, Verdict
-from ...cluster.metrics.metric import UsageAccount
 from ...cluster.records.acceptance_slices import BlockGroup
 from ...cluster.records.request_timeline import RequestTimeline
 from ...cluster.request.request import FinishReason, Request, SamplingParams
-from ...cluster.scheduler.scheduler_stats import Usage
 from ...cluster.step.executor import Executor, ExecutorInfo, SwapsDrafters
 from ..structured_outputs.grammar_frontend import GrammarFrontend, HoldsGrammars
 from ..tokenization.prompts import AsyncPromptEncoder, EncodedPrompt, SeedSource, load_tokenizer
@@ -60,8 +56,6 @@ class RequestOptions(TypedDict, total=False):
     client_id: str | None
     owner: str | None
     uses_cache: bool
-    account: UsageAccount | None
-    on_trial: bool
 
 
 class AsyncEngine:
@@ -78,10 +72,6 @@ class AsyncEngine:
         spec = config.speculative_config
         # the checkpoint that drafts, as it was named; None without speculation
         self.drafter = None if spec is None else spec.drafter
-        self.candidate: str | None = None  # the drafter on trial, if any
-        # the running trial, which assigns new requests that may be drafted for to an arm at random
-        self.trial: CanaryTrial | None = None
-        self.verdicts: Counter[Verdict] = Counter()  # number of finished trials by verdict
         self._make = make
         self._executor: Executor | None = None
         self._engine: EngineCore | None = None
@@ -155,10 +145,6 @@ class AsyncEngine:
         assert self._engine is not None, "start() the engine first"
         return self._engine.block_groups(is_visible)
 
-    def usage_by_account(self) -> dict[UsageAccount, Usage]:
-        assert self._engine is not None, "start() the engine first"
-        return self._engine.usage_by_account()
-
     def check_health(self) -> None:
         if self._steps is None:
             raise EngineDeadError("The engine is not running.")
@@ -227,39 +213,6 @@ class AsyncEngine:
         await self._run_between_steps(lambda executor, engine: executor.swap_drafter(model))
         self.drafter = model
 
-    async def begin_trial(self, model: str, trial: CanaryTrial) -> None:
-        """Load the checkpoint `model` as a candidate, which drafts for requests assigned to it at random.
-
-        Raises CheckpointError or ConfigError if it does not fit, and changes nothing; EngineDeadError.
-        """
-
-        def begin(executor: SwapsDrafters, engine: EngineCore) -> None:
-            executor.begin_trial(model)
-            engine.begin_trial()
-
-        await self._run_between_steps(begin)
-        self.candidate, self.trial = model, trial
-
-    async def end_trial(self, verdict: Verdict | None) -> None:
-        """Return to one drafter: the candidate if `verdict` is "promoted", else the previous one.
-
-        Running requests keep drafting, except for those older than the trial. `verdict` is None if the trial
-        was withdrawn. Raises EngineDeadError.
-        """
-        promoted = verdict == "promoted"
-
-        def end(executor: SwapsDrafters, engine: EngineCore) -> None:
-            executor.end_trial(promoted=promoted)
-            engine.end_trial(promoted=promoted)
-
-        self.trial = None
-        await self._run_between_steps(end)
-        if promoted and self.candidate is not None:
-            self.drafter = self.candidate
-        self.candidate = None
-        if verdict is not None:
-            self.verdicts[verdict] += 1
-
     async def measure_steps(self) -> None:
         """Measure steps of every draft length before the first request."""
         speculation_cache = self._speculation_cache
@@ -324,10 +277,6 @@ class AsyncEngine:
         steps = self._healthy_steps()
         self._streams.check_new(request_id)
         seeded = self._seeds.with_seed(params)
-        drafts, trial = options.get("max_draft_tokens") != 0, self.trial
-        ticket = trial.begin() if trial is not None and drafts else None
-        if ticket is not None:
-            options["on_trial"] = ticket.role == "candidate"
         tracker, requests = self._streams.processor.add(request_id, prompt, seeded, **options)
         background, client_id = options.get("background", False), options.get("client_id")
         stream = OutputStream(tracker, background, complete, limit, client_id=client_id)
@@ -337,8 +286,6 @@ class AsyncEngine:
             yield stream
         finally:
             self._streams.remove(stream)
-            if trial is not None and ticket is not None:
-                trial.end(ticket, tracker.metrics.arm_stats)
 
     def _healthy_steps(self) -> StepThread:
         """Return the thread that runs steps. Raises EngineGoneError if it does not."""

@@ -1,7 +1,6 @@
-"""Recomputes finished responses in idle steps, for the lossless audit and for shadow trials of a drafter.
+"""Recomputes finished responses in idle steps, for the lossless audit.
 
-The audit decodes a response without speculation; the tokens must be equal. A shadow trial
-(`cluster/fleet/canary.py`) decodes it with the drafter and with the candidate and compares their acceptance.
+The audit decodes a response without speculation; the tokens must be equal.
 
 A share of the responses is kept in memory (token ids, bounded). They are recomputed as background work while
 no online request runs, without the prefix cache. An arriving online request cancels the work at once; the
@@ -23,7 +22,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from ...cluster.fleet.canary import ArmStats, CanaryTrial
 from ...cluster.request.request import SamplingParams
 from ..tokenization.prompts import EncodedPrompt
 from .async_engine import AsyncEngine
@@ -45,10 +43,6 @@ class AuditedAnswer:
     params: SamplingParams
     token_ids: list[int] = field(default_factory=list[int])
     num_compared: int = 0  # number of leading tokens found to be equal
-    audits: bool = True  # whether its tokens still have to be compared
-    trial: CanaryTrial | None = None  # the trial for which both drafters decode it
-    # acceptance counts of the drafters that have decoded it
-    tallies: list[ArmStats] = field(default_factory=list[ArmStats])
 
     def feed(self, output: RequestOutput) -> None:
         self.token_ids += output.outputs[0].token_ids
@@ -104,29 +98,15 @@ class LosslessAudit:
         The request must then be served with its `params`, which have a seed, and its outputs passed to
         `feed`.
         """
-        audits, trial = random.random() < self._share, self._shadow()
-        if not audits and trial is None:
+        if random.random() >= self._share:
             return None
-        arguments = (
-            request_id,
-            response_id,
-            prompt,
-            self._engine.with_seed(params),
-            list(resume_state.token_ids),
-        )
-        return AuditedAnswer(*arguments, audits=audits, trial=trial)
-
-    def _shadow(self) -> CanaryTrial | None:
-        trial = self._engine.trial
-        if trial is None or not trial.rules.shadow or random.random() >= trial.rules.fraction:
-            return None
-        return trial
+        token_ids = list(resume_state.token_ids)
+        return AuditedAnswer(request_id, response_id, prompt, self._engine.with_seed(params), token_ids)
 
     def submit(self, answer: AuditedAnswer) -> None:
         num_tokens = sum(each.num_tokens for each in self._waiting)
         if len(self._waiting) == MAX_WAITING or num_tokens + answer.num_tokens > MAX_WAITING_TOKENS:
-            if answer.audits:
-                self._count("skipped")
+            self._count("skipped")
             return
         self._waiting.append(answer)
         self._poll()
@@ -139,7 +119,7 @@ class LosslessAudit:
         """Recompute queued responses while no online request runs, until cancelled."""
         while True:
             await self._may_run.wait()
-            self._running = asyncio.create_task(self._recompute(self._waiting[0]))
+            self._running = asyncio.create_task(self._audit(self._waiting[0]))
             try:
                 await asyncio.wait({self._running})
             finally:
@@ -149,35 +129,6 @@ class LosslessAudit:
                 self._waiting.popleft()
             if not self._waiting:
                 self._may_run.clear()
-
-    async def _recompute(self, answer: AuditedAnswer) -> None:
-        if answer.audits:
-            await self._audit(answer)
-            answer.audits = False
-        if answer.trial is not None and answer.trial is self._engine.trial:
-            await self._decode_both(answer, answer.trial)
-
-    async def _decode_both(self, answer: AuditedAnswer, trial: CanaryTrial) -> None:
-        """Decode with the drafter and with the candidate; skip one that has finished."""
-        try:
-            while len(answer.tallies) < 2:
-                answer.tallies.append(await self._decode(answer, on_trial=bool(answer.tallies)))
-        except Exception:  # the task's outermost level: skip this response, continue with the next
-            logger.exception("request %s could not be decoded again for the trial", answer.request_id)
-        else:
-            trial.compare(*answer.tallies)
-
-    async def _decode(self, answer: AuditedAnswer, *, on_trial: bool) -> ArmStats:
-        output = await self._engine.complete(
-            f"{'candidate' if on_trial else 'incumbent'}-{answer.response_id}",
-            answer.prompt,
-            replace(answer.params, logprobs=None, prompt_logprobs=None),
-            background=True,
-            uses_cache=False,
-            client_id=answer.request_id,
-            on_trial=on_trial,
-        )
-        return output.metrics.arm_stats
 
     async def _audit(self, answer: AuditedAnswer) -> None:
         try:

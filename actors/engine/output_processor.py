@@ -12,7 +12,6 @@ from functools import cached_property
 
 from ...cluster.engine.engine_core import SequenceUpdate
 from ...cluster.errors import NotANumberError
-from ...cluster.metrics.metric import UsageAccount
 from ...cluster.request.request import FinishReason, Request, SamplingParams
 from ..chat.chat_model import ChatModel
 from ..tokenization.prompts import EncodedPrompt, encode_bad_words
@@ -199,12 +198,11 @@ class RequestTracker:
             rows = update.prompt_logprobs
             self._prompt_logprobs_state = PromptLogprobs(self.prompt_token_ids, rows, self._tokenizer)
         completion = self._completions[index]
-        decodes = bool(completion.token_ids)
         delta, stopped = completion.feed(update)
         if completion.finish_reason is not None:
             self._num_unfinished -= 1
             self.finished = not self._num_unfinished
-        self._steps.feed(update, len(delta.token_ids), decodes=decodes)
+        self._steps.feed(update, len(delta.token_ids))
         return delta, stopped
 
     def forget_logprobs(self, index: int) -> None:
@@ -239,7 +237,6 @@ class RequestTracker:
             num_accepted_tokens=steps.num_accepted,
             acceptance_histogram=list(steps.histogram),
             trace=tuple(steps.trace) if steps.trace is not None and self.finished else None,
-            num_decoding_steps=steps.num_decoding,
         )
 
 
@@ -249,7 +246,6 @@ class RequestSteps:
     """
 
     def __init__(self, *, trace: bool) -> None:
-        self.num_decoding = 0  # steps that produced tokens after a completion's first
         self.num_verify = 0  # steps that drafted
         self.num_drafted = 0  # drafts verified
         self.num_accepted = 0  # drafts accepted
@@ -257,9 +253,8 @@ class RequestSteps:
         # the steps in order; None if not requested
         self.trace: list[TracedStep] | None = [] if trace else None
 
-    def feed(self, update: SequenceUpdate, num_tokens: int, *, decodes: bool) -> None:
-        """Record a step of which `num_tokens` count; `decodes`: the completion had tokens before."""
-        self.num_decoding += decodes and bool(update.token_ids)
+    def feed(self, update: SequenceUpdate, num_tokens: int) -> None:
+        """Record a step of which `num_tokens` count."""
         if update.num_drafted:
             self.num_verify += 1
             self.num_drafted += update.num_drafted
@@ -298,8 +293,6 @@ class OutputProcessor:
         client_id: str | None = None,
         owner: str | None = None,
         uses_cache: bool = True,
-        account: UsageAccount | None = None,
-        on_trial: bool = False,
     ) -> tuple[RequestTracker, list[Request]]:
         """Register a user request; return its tracker and one engine request per completion.
 
@@ -327,8 +320,6 @@ class OutputProcessor:
                     client_id=client_id,
                     owner=owner,
                     uses_cache=uses_cache,
-                    account=account,
-                    on_trial=on_trial,
                 )
             )
         return tracker, requests

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal, NamedTuple, overload
 
-from ...cluster.fleet.canary import ArmStats
 from ...cluster.request.logprobs import RowLogprobs, TokenLogprobs
 from ...cluster.request.request import FinishReason
 from ...cluster.speculation.acceptance_length import mean_acceptance_length
@@ -46,8 +45,7 @@ class RequestMetrics:
     """Statistics of a request. Times in seconds; None until known.
 
     `acceptance_histogram[a]` counts verify steps in which `a` drafts were accepted, without the bonus token.
-    `trace` lists every step of a finished request with one completion, if requested. `num_decoding_steps`
-    counts the steps that produced tokens, except those that completed the prompt.
+    `trace` lists every step of a finished request with one completion, if requested.
     """
 
     num_cached_tokens: int
@@ -59,11 +57,6 @@ class RequestMetrics:
     num_accepted_tokens: int
     acceptance_histogram: list[int]
     trace: tuple[TracedStep, ...] | None = None
-    num_decoding_steps: int = 0
-
-    @property
-    def arm_stats(self) -> ArmStats:
-        return ArmStats(1, self.num_decoding_steps, self.num_accepted_tokens)
 
     @property
     def mean_acceptance_length(self) -> float | None:

@@ -65,18 +65,6 @@ class InProcessExecutor:
         self._exchange.use()
         self._num_swaps += 1
 
-    def begin_trial(self, model: str) -> None:
-        """Load a candidate, before `EngineCore.begin_trial`. Raises CheckpointError, ConfigError."""
-        self._alive()
-        assert self._exchange is not None, "it lives as long as the runner"
-        self._exchange.begin_trial(model)
-
-    def end_trial(self, *, promoted: bool) -> None:
-        """Keep one drafter, the candidate if `promoted`; called before `EngineCore.end_trial`."""
-        self._alive()
-        assert self._exchange is not None, "it lives as long as the runner"
-        self._exchange.end_trial(promoted=promoted)
-
     def hold_grammar(self, grammar: Grammar) -> None:
         """Compile a grammar alongside the steps and hold it. Raises GrammarError."""
         if (grammars := self._alive().grammars) is not None:

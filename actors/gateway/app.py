@@ -19,7 +19,7 @@ from ...cluster.errors import DrainingError
 from ...version import __version__
 from ..haproxy.metrics_aggregator import joined
 from ..http.admin.explain import PATH, timelines_response
-from ..http.admin.operations import load_stats, receipt_routes
+from ..http.admin.operations import load_stats
 from ..http.anthropic.errors import LostMessage
 from ..http.config.settings import ServerSettings
 from ..http.middleware.api_keys import KeyLimits
@@ -116,8 +116,6 @@ def create_gateway(
         if id is None:
             return json_response({"object": "list", "data": found})
         return timelines_response(id, found)
-
-    app.include_router(receipt_routes(settings.receipts))
 
     @app.get("/v1/models")
     async def list_models() -> Response:

@@ -20,12 +20,11 @@ from ..batch.openai.batch_service import BatchService
 from ..capture.collector import open_capture
 from ..engine.async_engine import AsyncEngine
 from ..engine.lossless_audit import LosslessAudit
-from ..observability.telemetry import FinishedRow, MetricsMirror, RequestTelemetry
-from ..observability.usage_store import ReceiptWriter
+from ..observability.telemetry import MetricsMirror, RequestTelemetry
 from ..tokenization.checkpoint_paths import target_folder
 from ..tokenization.generation_config import GenerationDefaults
 from .admin.explain import explain_routes
-from .admin.operations import operation_routes, receipt_routes
+from .admin.operations import operation_routes
 from .anthropic.routes import message_routes
 from .batch_api.routes import batch_routes, file_routes
 from .config.settings import ServerSettings
@@ -67,13 +66,13 @@ def create_app(
     )
     audit = LosslessAudit(engine, settings.lossless_audit, telemetry.count_audit)
     capture = open_capture(engine.config, settings, telemetry.count_captured)
-    tracing, receipts = open_tracing(settings, replica), _receipts(engine, settings)
-    observers = telemetry, audit, tracing, receipts, capture
+    tracing = open_tracing(settings, replica)
+    observers = telemetry, audit, tracing, capture
     frontend = ServerContext(engine, settings, _defaults(engine, settings), *observers)
     logger.info("answers to conversations are read with %s", frontend.chat)
     batches = _batches(frontend)
     workers = [each.work_forever for each in (audit, batches, capture) if each is not None]
-    forever = [telemetry.report_forever, *workers, *([receipts.write_forever] if receipts else [])]
+    forever = [telemetry.report_forever, *workers]
     app = FastAPIOffline(
         title="Manta",
         version=__version__,
@@ -86,7 +85,6 @@ def create_app(
         app.include_router(routes(frontend))
     app.include_router(operation_routes(frontend, traffic))
     app.include_router(explain_routes(engine, replica))
-    app.include_router(receipt_routes(settings.receipts, None if receipts is None else receipts.write))
     app.include_router(file_routes(batches))
     app.include_router(batch_routes(batches, settings.tenants))
     if settings.ui:
@@ -133,21 +131,8 @@ def _defaults(engine: AsyncEngine, settings: ServerSettings) -> GenerationDefaul
     return found.overridden(settings.override_generation_config)
 
 
-def _receipts(engine: AsyncEngine, settings: ServerSettings) -> ReceiptWriter | None:
-    if settings.receipts is None:
-        return None
-    name = settings.model_names(engine.config.model)[0]
-    return ReceiptWriter(
-        engine,
-        Path(settings.receipts),
-        name,
-        settings.max_metric_labels,
-        categories=settings.categories,
-    )
-
-
 def _batches(frontend: ServerContext) -> BatchService | None:
-    settings, tracing = frontend.settings, frontend.tracing
+    settings = frontend.settings
     if settings.batch_storage is None:
         return None
     storage = Storage.open(settings.batch_storage, field="batch_storage", private=True)
@@ -160,13 +145,7 @@ def _batches(frontend: ServerContext) -> BatchService | None:
         max_stored_bytes=settings.max_stored_bytes,
         chat=frontend.chat,
         count_lines=frontend.telemetry.count_batch_lines,
-        on_row=tracing and partial(_end_row, tracing, frontend),
-        account_of=None if frontend.receipts is None else frontend.receipts.account,
     )
-
-
-def _end_row(tracing: Tracing, frontend: ServerContext, row: FinishedRow) -> None:
-    tracing.end_row(frontend.name, frontend.engine.drafter, row)  # the drafter may have been replaced
 
 
 def _lifespan(

@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from math import exp
-from typing import Any, get_args
+from typing import Any
 
 from ...cluster.config import EngineConfig
 from ...cluster.engine.engine_core import EngineStats
-from ...cluster.fleet.canary import NO_EVIDENCE, Verdict
 from ...cluster.speculation.acceptance_length import mean_acceptance_length
 from ...cluster.step.executor import ExecutorInfo
 from ..engine.async_engine import AsyncEngine
 from ..tokenization.checkpoint_paths import drafter_commit
 from .prometheus_text import Values
-
-_ENDS = tuple(each for each in get_args(Verdict) if each != "better")  # "better" ends no trial
 
 
 def engine_values(stats: EngineStats, speedup: float | None) -> dict[str, Values]:
@@ -113,19 +109,6 @@ def _values_by_method(config: EngineConfig, stats: EngineStats) -> dict[str, Val
     }
 
 
-def trial_values(engine: AsyncEngine) -> dict[str, Values]:
-    evidence = NO_EVIDENCE if engine.trial is None else engine.trial.evidence
-    tallies = {"incumbent": evidence.incumbent, "candidate": evidence.candidate}
-    logs = {"better": evidence.log_better, "worse": evidence.log_worse}
-    return {
-        "manta:drafter_trial_requests": _by_name({role: tally.requests for role, tally in tallies.items()}),
-        "manta:drafter_trial_steps": _by_name({role: tally.steps for role, tally in tallies.items()}),
-        "manta:drafter_trial_accepted": _by_name({role: tally.accepted for role, tally in tallies.items()}),
-        "manta:drafter_trial_evidence": _by_name({what: exp(min(log, 700.0)) for what, log in logs.items()}),
-        "manta:drafter_trials": _by_name({each: engine.verdicts[each] for each in _ENDS}),
-    }
-
-
 def _cache_labels(config: EngineConfig, info: ExecutorInfo) -> tuple[str, ...]:
     """Label the pages for full attention, also if there are others for sliding windows."""
     pool = next((group.pool for group in info.page_groups if group.window is None), 0)
@@ -138,15 +121,10 @@ def _drafter_labels(engine: AsyncEngine, stats: EngineStats) -> dict[tuple[str, 
     spec = engine.config.speculative_config
     if spec is None or engine.drafter is None:
         return {}
-    drafters = {engine.drafter: "up" if stats.drafter_up else "down"}
-    if engine.candidate is not None:
-        drafters[engine.candidate] = "candidate"
     size = str(engine.info.num_speculative_tokens + 1)
-    revisions = {name: drafter_commit(engine.config, name) if spec.has_model else "" for name in drafters}
-    return {
-        (name, revisions[name], spec.method, size, engine.config.model, status): 1.0
-        for name, status in drafters.items()
-    }
+    revision = drafter_commit(engine.config, engine.drafter) if spec.has_model else ""
+    status = "up" if stats.drafter_up else "down"
+    return {(engine.drafter, revision, spec.method, size, engine.config.model, status): 1.0}
 
 
 def _by_name(counts: Mapping[Any, float]) -> dict[tuple[str, ...], float]:  # Any: names of some literal type

@@ -25,16 +25,15 @@ from ...cluster.errors import (
     RateLimitError,
     TooManyRequestsError,
 )
-from ...cluster.metrics.engine_metrics import CATALOGUE
+from ...cluster.metrics.engine_metrics import ACCOUNT_METRICS, CATALOGUE
 from ...cluster.metrics.metric import ANY, BoundedLabels, Histogram
 from ...cluster.request.caller import Tenant
 from ...cluster.speculation.acceptance_length import mean_acceptance_length
 from ..capture.collector import CaptureResult
 from ..engine.async_engine import AsyncEngine
 from ..engine.lossless_audit import AuditResult
-from ..engine.outputs import RequestOutput
 from ..system.log_setup import Event
-from .engine_metrics import engine_values, info_values, rejection_values, trial_values
+from .engine_metrics import engine_values, info_values, rejection_values
 from .prometheus_text import Exposition, Values
 
 logger = logging.getLogger(__name__)
@@ -82,33 +81,15 @@ class EndedPrompt:
 class BatchLines(NamedTuple):
     """Rows of batches that have become durable; tokens are those of the completed ones.
 
-    `by_category`: verify steps and accepted drafts.
+    `by_category`: generated tokens, verify steps and accepted drafts.
     """
 
     completed: int
     failed: int
     prompt_tokens: int
     generation_tokens: int
-    by_category: Mapping[str | None, tuple[int, int]]
-
-
-@dataclass(frozen=True, slots=True)
-class FinishedRow:
-    """A batch row that has its response or an error.
-
-    Attributes:
-        id: the engine's id of the row: `<batch>/<row>`.
-        operation: OpenTelemetry's name of the operation; None if it cannot be read.
-        begin_s, end_s: Unix time.
-        error: the error's type.
-    """
-
-    id: str
-    operation: str | None
-    begin_s: float
-    end_s: float
-    error: str | None
-    answer: RequestOutput | None
+    tenant: str | None
+    by_category: Mapping[str | None, tuple[int, int, int]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,9 +141,9 @@ class RequestTelemetry:
         self._captured = Counter({(result,): 0 for result in get_args(CaptureResult)})
         self._tenants = BoundedLabels(max_label_values)
         self._categories = BoundedLabels(max_label_values, categories)
-        self._drafts_by_requester: dict[str, Counter[tuple[str, ...]]] = {
-            f"dflash:spec_{what}_by_{label}": Counter()
-            for what in ("drafts", "accepted")
+        self._by_requester: dict[str, Counter[tuple[str, ...]]] = {
+            f"{what}_by_{label}": Counter()
+            for what, _, _ in ACCOUNT_METRICS
             for label in ("tenant", "category")
         }
         self._speedup = SpeedupMeter()
@@ -203,13 +184,13 @@ class RequestTelemetry:
         self._histograms["vllm:request_params_n"].observe(ended.num_completions)
         self._histograms["vllm:request_max_num_generation_tokens"].observe(ended.longest)
 
-    def count_drafts(self, requester: Tenant, num_drafts: int, num_accepted: int) -> None:
-        """Count verify steps and accepted drafts of a request that has ended for any reason."""
+    def count_by_requester(self, requester: Tenant, *counts: int) -> None:
+        """Count what a request that has ended for any reason took: see `ACCOUNT_METRICS`."""
         tenant = self._tenants.of(requester.tenant)
         category = self._categories.of(requester.category)
         for label, value in (("tenant", tenant), ("category", category)):
-            self._drafts_by_requester[f"dflash:spec_drafts_by_{label}"][value,] += num_drafts
-            self._drafts_by_requester[f"dflash:spec_accepted_by_{label}"][value,] += num_accepted
+            for (what, _, _), count in zip(ACCOUNT_METRICS, counts, strict=True):
+                self._by_requester[f"{what}_by_{label}"][value,] += count
 
     def observe_http(self, handler: str, method: str, status: int, seconds: float) -> None:
         self._http[handler, method, str(status)] += 1
@@ -220,8 +201,8 @@ class RequestTelemetry:
         self._batch_rows["failed",] += lines.failed
         self._batch_tokens["prompt",] += lines.prompt_tokens
         self._batch_tokens["generation",] += lines.generation_tokens
-        for category, (num_drafts, num_accepted) in lines.by_category.items():
-            self.count_drafts(Tenant(category=category), num_drafts, num_accepted)
+        for category, counts in lines.by_category.items():
+            self.count_by_requester(Tenant(lines.tenant, category), *counts)
 
     def count_rejection(self, error: MantaError) -> None:
         """Count a request that ended before its first token, unless it is invalid."""
@@ -271,8 +252,7 @@ class RequestTelemetry:
             **engine_values(stats, self._speedup.ratio(stats)),
             "vllm:admission_rejections": {**rejection_values(stats), **self._rejected},
             **info_values(self._engine, stats),
-            **trial_values(self._engine),
-            **{name: dict(counts) for name, counts in self._drafts_by_requester.items()},
+            **{name: dict(counts) for name, counts in self._by_requester.items()},
             "dflash:batch_rows": dict(self._batch_rows),
             "dflash:batch_tokens": dict(self._batch_tokens),
             "dflash:lossless_audit": dict(self._audits),

@@ -51,9 +51,7 @@ def middlewares() -> list[Middleware]:
 
 def proxy_listens() -> bool:
     """Return whether this node's HTTP server has our `ProbeBypass`, according to the environment."""
-    return os.environ.get(CALLBACK, "").endswith(
-        (".serve.serve_hooks:middlewares", ".serve_place:middlewares")
-    )
+    return os.environ.get(CALLBACK, "").endswith(".serve.serve_hooks:middlewares")
 
 
 def restore_print() -> None:

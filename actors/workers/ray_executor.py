@@ -33,11 +33,9 @@ from ...cluster.step.scheduler_output import SchedulerOutput, StepResult
 from ..system.log_setup import in_force
 from ..tokenization.checkpoint_paths import with_absolute_paths, with_drafter
 from .base.control_messages import (
-    BeginTrial,
     DrafterAt,
     DrafterLoaded,
     DrafterReport,
-    EndTrial,
     LoadDrafter,
     UseDrafter,
 )
@@ -96,8 +94,6 @@ class RayExecutor:
             config = replace(config, async_scheduling=True)
         self._config = with_absolute_paths(config)
         self._num_swaps = 0  # of a colocated drafter
-        # the config with the drafter on trial; None without a trial
-        self._candidate: EngineConfig | None = None
         self._results: deque[StepResult] = deque()  # that arrived while other messages were awaited
         atexit.register(self.close)
         try:
@@ -178,29 +174,7 @@ class RayExecutor:
         else:
             self._num_swaps += 1
 
-    def begin_trial(self, model: str) -> None:
-        """Load a candidate to draft for requests `on_trial`, before `EngineCore.begin_trial`.
-
-        Raises CheckpointError or ConfigError if it does not fit, and changes nothing.
-        """
-        config = with_drafter(self._config, model)
-        assert config.speculative_config is not None and config.speculative_config.model is not None
-        with self._stepping, self._failing_with_peers() as channel:
-            errors = self._load_drafter(channel, BeginTrial(config.speculative_config.model))
-            if errors:
-                channel.send(EndTrial(promoted=False), STEP_TIMEOUT_S, self.check_health)
-                raise errors[0]
-        self._candidate = config
-
-    def end_trial(self, *, promoted: bool) -> None:
-        """Keep one drafter, the candidate if `promoted`; called before `EngineCore.end_trial`."""
-        with self._stepping, self._failing_with_peers() as channel:
-            channel.send(EndTrial(promoted), STEP_TIMEOUT_S, self.check_health)
-        if promoted and self._candidate is not None:
-            self._config = self._candidate
-        self._candidate = None
-
-    def _load_drafter(self, channel: StepChannel, message: LoadDrafter | BeginTrial) -> list[MantaError]:
+    def _load_drafter(self, channel: StepChannel, message: LoadDrafter) -> list[MantaError]:
         channel.send(message, LOAD_TIMEOUT_S, self.check_health)
         loaded = [self._receive(channel, DrafterLoaded, LOAD_TIMEOUT_S) for _ in self._actors]
         return [reply.error for reply in loaded if reply.error is not None]

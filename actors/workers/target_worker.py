@@ -12,12 +12,10 @@ from ...cluster.errors import ConfigError, MantaError
 from ...cluster.step.executor import ExecutorInfo
 from ...cluster.step.scheduler_output import SchedulerOutput, StepResult
 from .base.control_messages import (
-    BeginTrial,
     ControlMessage,
     DrafterAt,
     DrafterLoaded,
     DrafterReport,
-    EndTrial,
     LoadDrafter,
     UseDrafter,
 )
@@ -108,10 +106,6 @@ class TargetWorker(Worker):
                 self._connect_drafter(generation, address)
             case LoadDrafter(model):
                 return DrafterLoaded(self._load_drafter(model, self._exchange.load))
-            case BeginTrial(model):
-                return DrafterLoaded(self._load_drafter(model, self._exchange.begin_trial))
-            case EndTrial(promoted):
-                self._exchange.end_trial(promoted=promoted)
             case UseDrafter(accepted):
                 self._use_loaded(accepted)
         return None

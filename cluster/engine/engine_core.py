@@ -1,7 +1,7 @@
 """The engine core: takes requests, runs steps and returns updates.
 
 It checks requests, times the parts of a step and takes snapshots of counts. The scheduler decides, the
-executor computes. Not thread-safe except for `stats`, `timelines`, `block_groups`, `usage_by_account` and
+executor computes. Not thread-safe except for `stats`, `timelines`, `block_groups` and
 `has_unfinished`, which only read. Used by `LLM`, `AsyncEngine` and simulations.
 """
 
@@ -13,12 +13,11 @@ from dataclasses import dataclass, field
 
 from ..config import EngineConfig
 from ..errors import OverloadedError, RequestError, brief
-from ..metrics.metric import NO_COUNTS, HistogramCounts, UsageAccount
+from ..metrics.metric import NO_COUNTS, HistogramCounts
 from ..records.acceptance_slices import BlockGroup
 from ..records.request_timeline import RequestTimeline
 from ..request.request import FinishReason, Request, SamplingParams
 from ..scheduler.scheduler import Scheduler
-from ..scheduler.scheduler_stats import Usage
 from ..speculation.acceptance_model import AcceptanceModel
 from ..speculation.step_cost_model import StepCostModel
 from ..step.executor import Executor
@@ -349,18 +348,6 @@ class EngineCore:
         """Forget the requests so far; only their step times are kept."""
         self._scheduler.end_warm_up()
         self._seconds = dict.fromkeys(STEP_PARTS, 0.0)
-
-    def usage_by_account(self) -> dict[UsageAccount, Usage]:
-        """Return what steps were used for, by account; empty until a request names an account."""
-        return self._scheduler.usage.totals()
-
-    def begin_trial(self) -> None:
-        """Begin a trial: the executor has a candidate drafter from the next plan on (`SwapsDrafters`)."""
-        self._scheduler.drafter.begin_trial()
-
-    def end_trial(self, *, promoted: bool) -> None:
-        """End the trial; if `promoted`, the candidate is now the drafter."""
-        self._scheduler.drafter.end_trial(promoted=promoted)
 
     def reset_prefix_cache(self) -> None:
         """Forget the content of all pages; running requests continue."""

@@ -143,7 +143,7 @@ class StepWatchdog:
         sampling = request.sampling
         features = (
             *(sampling.rules is not None, sampling.grammar is not None, sampling.temperature > 0.0),
-            *(sampling.logprobs is not None, sampling.prompt_logprobs is not None, request.on_trial),
+            *(sampling.logprobs is not None, sampling.prompt_logprobs is not None),
         )
         count = self._features.get(features, 0)
         if count < _MIN_STEPS:

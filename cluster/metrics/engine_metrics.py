@@ -11,10 +11,11 @@ from __future__ import annotations
 from .metric import HTTP_S, SHARED_LABELS, Metric, Unit
 from .request_metrics import REQUEST_METRICS
 
-# Speculation by tenant and category: part of the name, unit, meaning.
+# By tenant and category: name before "_by_", unit, meaning.
 ACCOUNT_METRICS: tuple[tuple[str, Unit, str], ...] = (
-    ("drafts", "drafts", "Verified blocks"),
-    ("accepted", "tokens", "Accepted drafts"),
+    ("manta:generation_tokens", "tokens", "Generated tokens"),
+    ("dflash:spec_drafts", "drafts", "Verified blocks"),
+    ("dflash:spec_accepted", "tokens", "Accepted drafts"),
 )
 
 CATALOGUE: tuple[Metric, ...] = (
@@ -146,7 +147,7 @@ CATALOGUE: tuple[Metric, ...] = (
     # By tenant and category: at most max_metric_labels values each; all others count as "other".
     *(
         Metric(
-            f"dflash:spec_{what}_by_{label}",
+            f"{what}_by_{label}",
             "counter",
             unit,
             f"{meaning}, for requests that have ended, by {label}; none: for requests that name none.",
@@ -184,7 +185,7 @@ CATALOGUE: tuple[Metric, ...] = (
         "dflash:drafter_info",
         "gauge",
         "info",
-        "Always 1; its labels name the drafter and say whether it is up or down, or a candidate on trial. "
+        "Always 1; its labels name the drafter and say whether it is up or down. "
         "block_size: drafts of a block plus the anchor. No value without speculation.",
         (*SHARED_LABELS, "drafter", "revision", "method", "block_size", "target", "status"),
     ),
@@ -237,43 +238,6 @@ CATALOGUE: tuple[Metric, ...] = (
         "seconds",
         "Time of that drafter's work for this engine: drafts, context, admissions. Over all engines that "
         "share it, per second: its utilization.",
-    ),
-    # A candidate on trial; values are for the last trial that began.
-    Metric(
-        "manta:drafter_trial_requests",
-        "counter",
-        "requests",
-        "Requests that count in the trial, by their drafter: incumbent or candidate.",
-        (*SHARED_LABELS, "role"),
-    ),
-    Metric(
-        "manta:drafter_trial_steps",
-        "counter",
-        "steps",
-        "Decoding steps of those requests.",
-        (*SHARED_LABELS, "role"),
-    ),
-    Metric(
-        "manta:drafter_trial_accepted",
-        "counter",
-        "tokens",
-        "Drafts that were accepted in those steps; divided by the steps, plus 1: tokens per step.",
-        (*SHARED_LABELS, "role"),
-    ),
-    Metric(
-        "manta:drafter_trial_evidence",
-        "gauge",
-        "ratio",
-        "This replica's evidence that the candidate is better, and that it is worse: 1 is none. "
-        "The product over replicas decides at 1 / alpha.",
-        (*SHARED_LABELS, "hypothesis"),
-    ),
-    Metric(
-        "manta:drafter_trials",
-        "counter",
-        "drafters",
-        "Trials that have ended on this replica, by verdict: promoted, rolled_back, undecided.",
-        (*SHARED_LABELS, "verdict"),
     ),
     # The audit in idle steps.
     Metric(

@@ -134,12 +134,5 @@ BATCH_CATALOGUE: tuple[Metric, ...] = (
         "Mean acceptance length of this run, including the bonus token; no value before the first draft.",
         _JOB,
     ),
-    Metric(
-        "manta_batch_speedup",
-        "gauge",
-        "ratio",
-        "Tokens per second relative to the job's plain sample; no value unless that was measured.",
-        _JOB,
-    ),
     Metric("manta_batch_engines", "gauge", "engines", "Running engines.", _JOB),
 )

@@ -8,7 +8,7 @@ engine's thread or the event loop, and are read where metrics are exported.
 Label values that clients choose are bounded, with one value for all others. A time series exists as long as
 its process and costs memory wherever it is stored, and a value keeps its place, as reassigning it would make
 a counter fall. So only configured names get a place (`allowed`); if any name may, the first ones do. Used by
-`actors/observability/telemetry.py` and `actors/observability/usage_store.py`.
+`actors/observability/telemetry.py`.
 """
 
 from __future__ import annotations
@@ -121,13 +121,6 @@ _FITS = re.compile(r"[\w.:@/+-]{1,64}")
 def is_label(name: str) -> bool:
     """Return whether a name is valid as a label's value and is not reserved."""
     return _FITS.fullmatch(name) is not None and name not in (NONE, OTHER)
-
-
-class UsageAccount(NamedTuple):
-    """The tenant and category that a request counts for."""
-
-    tenant: str = NONE
-    category: str = NONE
 
 
 class BoundedLabels:

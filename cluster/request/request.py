@@ -15,7 +15,6 @@ from numbers import Real
 from typing import Any, Literal, cast
 
 from ..errors import RequestError, brief
-from ..metrics.metric import UsageAccount
 from .structured_outputs import Grammar, StructuredOutputsParams
 
 FinishReason = Literal["stop", "length", "abort", "error"]
@@ -303,8 +302,6 @@ class Request:
         client_id: the sender's name for the request, if different.
         uses_cache: False computes the whole prompt, and caches no page.
         owner: owner of the request's key (`caller.py`), which may query its timeline; None without a key.
-        account: the account of its receipt; None without receipts.
-        on_trial: the candidate drafts for it, if there is one. The tokens are the same.
     """
 
     request_id: str
@@ -320,8 +317,6 @@ class Request:
     client_id: str | None = None
     owner: str | None = None
     uses_cache: bool = True
-    account: UsageAccount | None = None
-    on_trial: bool = False
 
     def __post_init__(self) -> None:
         limit = self.max_draft_tokens

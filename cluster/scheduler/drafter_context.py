@@ -167,7 +167,6 @@ class DrafterContext:
         self.health = DrafterHealth()
         self.refill = DrafterContextRefill(config.max_rows, chunks=config.enable_chunked_prefill)
         self._writes = ContextWriteGate(may_stop=config.num_speculative_tokens > 0 and not config.halves)
-        self._before_trial: list[Sequence] = []  # requests running when a candidate's trial began
 
     @property
     def writes_context(self) -> bool:
@@ -188,22 +187,6 @@ class DrafterContext:
         if is_new:
             self._forget()
             self._writes.resume()
-            self._controller.on_drafter_replaced()
-
-    def begin_trial(self) -> None:
-        """Write a candidate drafter's context too; new requests get no cached page that lacks it."""
-        self._before_trial = list(self._queues.running)
-        if self._writes.on:
-            self._queues.kv_cache_manager.invalidate([sequence.slot for sequence in self._before_trial])
-        else:
-            self._forget()
-            self._writes.resume()
-
-    def end_trial(self, *, promoted: bool) -> None:
-        """End the trial. A promoted candidate lacks the context of requests older than the trial."""
-        before, self._before_trial = self._before_trial, []
-        if promoted:
-            self._disable_drafts([each for each in before if each.slot != WAITING])
             self._controller.on_drafter_replaced()
 
     def prepare(self) -> None:

@@ -29,7 +29,7 @@ from ..step.limits import SchedulerConfig
 from ..step.scheduler_output import AdmittedRequest, FloatArray, IntArray
 from ..step.sequence import WAITING, Sequence, SlotTable
 from ..step.step_outcome import SequenceUpdate
-from .scheduler_stats import Counters, UsageMeter
+from .scheduler_stats import Counters
 
 _by_rank = attrgetter("rank")
 # Bounds, chosen, not measured: no request takes more than four fifths of the rows of an equal one.
@@ -58,7 +58,6 @@ class RequestQueues:
         self.kv_cache_manager = KVCacheManager(config)
         self.table = SlotTable(config.num_slots, config.max_model_len, config.vocab_size)
         self.counters = Counters(config.num_speculative_tokens)
-        self.usage = UsageMeter(config.num_slots)
         self.running: list[Sequence] = []
         self.waiting: list[Sequence] = []
         self._sequences: dict[str, Sequence] = {}
@@ -152,7 +151,6 @@ class RequestQueues:
         slot = table.admit(sequence, num_cached, max_drafts)
         state = self.kv_cache_manager.admit(slot, hit, sequence)
         self._flight_recorder.on_admitted(sequence.request.request_id, slot, num_cached)
-        self.usage.admit(slot, sequence.request.account)
         insort(self.running, sequence, key=_by_rank)
         if sequence.num_cached_tokens is None:
             num_prompt_tokens = len(sequence.request.prompt_token_ids)
@@ -168,7 +166,6 @@ class RequestQueues:
             tokens,
             sequence.sampling,
             state,
-            on_trial=request.on_trial,
             cache_salt=request.cache_salt,
         )
 

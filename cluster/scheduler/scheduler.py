@@ -43,7 +43,7 @@ class Scheduler:
     """Plans and commits the steps of one engine. Its `EngineCore` has validated the requests.
 
     Attributes:
-        flight_recorder, counters, usage: observers, which get every completed step (`CompletedStep`).
+        flight_recorder, counters: observers, which get every completed step (`CompletedStep`).
         controller: chooses drafts; others only read it.
         drafter: the state of the drafter and of its context.
         in_flight: plans that are not committed yet, oldest first.
@@ -54,7 +54,7 @@ class Scheduler:
         self.flight_recorder = FlightRecorder(config.num_slots)
         self.queues = RequestQueues(config, self._forget_slot, self.flight_recorder)
         self.kv_cache_manager, self.table = self.queues.kv_cache_manager, self.queues.table
-        self.counters, self.usage = self.queues.counters, self.queues.usage
+        self.counters = self.queues.counters
         self.controller = StepController(config)
         self.drafter = DrafterContext(config, self.queues, self.controller)
         self._num_steps = 0
@@ -106,8 +106,6 @@ class Scheduler:
         )
         self.in_flight.append(step)
         self.drafter.on_scheduled(plan, is_trial=step.choice.is_trial)
-        if self.usage.has_accounts:
-            self.usage.on_scheduled(plan)
         self._num_steps += 1
         return step.plan
 
@@ -358,14 +356,9 @@ class Scheduler:
         step = self.in_flight.popleft()
         outcome = read_result(self.table, step.plan, step.remaining_R, result)
         self.table.on_completed(outcome.slots, outcome.num_known, outcome.num_planned, outcome.samples)
-        done = CompletedStep(
-            *(step.plan, result, outcome, step.remaining_R, step.planned_s, now_s),
-            *(int(step.load.prompt_rows), step.choice.plain_s),
-        )
+        done = CompletedStep(step.plan, result, outcome, step.remaining_R, step.planned_s, now_s)
         self.flight_recorder.observe(done)
         self.counters.observe(done)
-        if self.usage.has_accounts:
-            self.usage.observe(done)
         for slot, rows in outcome.prompt_logprobs.items():
             # Their first row is at `num_computed_S`, which is updated next.
             self.table.sequences[slot].take_prompt_logprobs(int(self.table.num_computed_S[slot]), rows)

@@ -107,10 +107,6 @@ class SwapsDrafters(Protocol):
 
     def swap_drafter(self, model: str) -> None: ...
 
-    def begin_trial(self, model: str) -> None: ...
-
-    def end_trial(self, *, promoted: bool) -> None: ...
-
 
 @runtime_checkable
 class HasWorkers(Protocol):

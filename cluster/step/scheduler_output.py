@@ -122,7 +122,6 @@ class AdmittedRequest:
             including those of prefix hits, which are not computed again.
         state: for targets with recurrent layers. All sources of a plan are read before any state is written
             in its step.
-        on_trial: the candidate drafts for it, if there is one.
         cache_salt: see `Request.cache_salt`.
     """
 
@@ -131,7 +130,6 @@ class AdmittedRequest:
     token_ids: IntArray
     sampling: SlotSampling
     state: StateEntry | None = None
-    on_trial: bool = False
     cache_salt: str | None = None
 
 

@@ -99,8 +99,6 @@ class CompletedStep(NamedTuple):
         outcome: the result for the requests that have not left.
         remaining_R: mask of these in the plan.
         planned_s, ended_s: when it was planned and committed.
-        prompt_rows: rows of prompts.
-        plain_s: expected seconds of a step without drafts; 0 while unknown.
     """
 
     plan: SchedulerOutput
@@ -109,8 +107,6 @@ class CompletedStep(NamedTuple):
     remaining_R: BoolArray
     planned_s: float
     ended_s: float
-    prompt_rows: int
-    plain_s: float
 
 
 def read_result(

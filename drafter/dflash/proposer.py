@@ -49,11 +49,6 @@ class DFlashProposer:
         """Return a proposer with another drafter of the same shape over the same pages."""
         return DFlashProposer(drafter, self.cache, self._operators)
 
-    def with_own_pages(self, drafter: DFlashDrafter) -> DFlashProposer:
-        """Return a proposer with another drafter of the same shape and page ids, but its own page memory."""
-        cache = drafter.new_cache(self.cache.num_pages, self.cache.page_size, self.cache.dtype)
-        return DFlashProposer(drafter, cache, self._operators)
-
     def propose(self, plan: SchedulerOutput, states: RequestStates) -> Proposals:
         """Return drafts and margins [R, K]; K = 0 if no request drafts."""
         config = self.drafter.config

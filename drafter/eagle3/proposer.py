@@ -103,11 +103,6 @@ class ChainProposer:
         """Return a proposer with another drafter of the same shape over the same pages."""
         return ChainProposer(drafter, self.cache, self._operators, self._features_PH)
 
-    def with_own_pages(self, drafter: ChainDrafter) -> ChainProposer:
-        """Return a proposer with another drafter of the same shape and page ids, but its own page memory."""
-        cache = drafter.new_cache(self.cache.num_pages, self.cache.page_size, self.cache.dtype)
-        return ChainProposer(drafter, cache, self._operators)
-
     def propose(self, plan: SchedulerOutput, states: RequestStates) -> Proposals:
         """Return drafts and margins [R, K]; K = 0 if no request drafts."""
         pages_R = torch.from_numpy(states.pages_before(plan, self.cache.group(0))).to(states.device)

@@ -32,7 +32,6 @@ from ...actors.batch.row_stats import Device, EngineTotals, RowStats
 from ...actors.engine.async_engine import AsyncEngine
 from ...actors.tokenization.checkpoint_paths import target_folder
 from ...actors.tokenization.generation_config import GenerationDefaults
-from ...cluster.batch.baseline_sample import BaselineSample
 from ...cluster.batch.row_ranges import RowRanges, from_rows, iterate_rows
 from ...cluster.errors import MantaError, RequestError
 from .messages import EngineSetup, EngineState, LeasedRows, RunTerms
@@ -111,10 +110,7 @@ class BatchEngine:
             setup.output, terms.form, run=terms.run, shard=self._shard, writer=self._writer_name
         )
         self._form = terms.form
-        sample = None
-        if terms.plain_rows and not self._shard:
-            sample = BaselineSample(terms.plain_rows, self._config.max_num_seqs)
-        self._meter = EngineMeter(self._engine.stats, *self._devices, self._began_s, sample)
+        self._meter = EngineMeter(self._engine.stats, *self._devices, self._began_s)
         self._tasks.append(asyncio.create_task(self._flush_forever()))
         self._has_capacity.set()
 
@@ -225,15 +221,14 @@ class BatchEngine:
 
     async def _answer(self, row: Row) -> None:
         assert self._answerer is not None and self._meter is not None, "begin() first"
-        speculate, result, lease_state = self._meter.row_started(), None, self._lease_of[row.number]
+        result, lease_state = None, self._lease_of[row.number]
+        self._meter.row_started()
         try:
-            result = await self._answerer.answer(
-                row, speculate=speculate, attempts=lease_state.lease.attempts
-            )
+            result = await self._answerer.answer(row, attempts=lease_state.lease.attempts)
         except Exception as error:  # EngineDeadError, or a bug: not the row's fault
             self._fail(error)
         finally:
-            self._meter.row_ended(result, speculate)
+            self._meter.row_ended(result)
             if result is not None:
                 self._finished.append(result)
                 self._count_down(lease_state)

@@ -45,7 +45,7 @@ T = TypeVar("T")
 class EngineJob:
     """Rows, leases and output of a job. Dead writers may have finished some of `rows`.
 
-    `largest` and `smallest` are rows of a lease; `plain_rows` are answered without speculation.
+    `largest` and `smallest` are rows of a lease.
     """
 
     spec: JobSpec
@@ -53,14 +53,13 @@ class EngineJob:
     ledger: Ledger
     form: OutputForm
     rows: RowRanges
-    plain_rows: int
     num_rows: int
     largest: int
     smallest: int
 
     @property
     def terms(self) -> RunTerms:
-        return RunTerms(self.ledger.run, self.form, self.plain_rows)
+        return RunTerms(self.ledger.run, self.form)
 
 
 @dataclass(slots=True)

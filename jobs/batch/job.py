@@ -39,8 +39,7 @@ from .engine_pool import EngineJob, EnginePool, RunProgress
 from .messages import EngineSetup
 from .options import BatchOptions
 from .progress import JobGauges, ProgressView
-from .report import Report, make_report, samples
-from .report_html import report_page
+from .report import Report, make_report
 from .startup import Startup
 
 STARTUP_S = 1.0  # a finished job with a small input is recognized before Ray starts
@@ -151,7 +150,7 @@ class _Driver:
             earlier = job.num_rows - count(job.rows)
             self._before = replace(job.ledger.stats, rows=earlier, failed=count(failed))
             if not _is_complete(job):
-                self._view.begin(job.num_rows, left=count(job.rows), compares=job.plain_rows > 0)
+                self._view.begin(job.num_rows, left=count(job.rows))
 
     def finish(self) -> Report:
         """Write the report of a job with all rows durable, and finish its output."""
@@ -170,12 +169,11 @@ class _Driver:
                 **spec.about,
             },
             price_per_gpu_hour=options.price_per_gpu_hour,
-            samples=samples(ledger.stats, self._setup.source, self._setup.layout, job.index),
         )
         if ledger.complete:
             self._view.say("all rows are answered already; nothing is left to do")
         else:
-            ledger.finish(report.as_json(), report_page(report))
+            ledger.finish(report.as_json())
         return report
 
     def answer(self) -> None:

@@ -28,11 +28,10 @@ class EngineSetup:
 
 @dataclass(frozen=True, slots=True)
 class RunTerms:
-    """Settings known once the input is indexed; `plain_rows` are answered plainly by the first engine."""
+    """Settings known once the input is indexed."""
 
     run: int
     form: OutputForm
-    plain_rows: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -41,8 +41,6 @@ class BatchOptions:
         sampling: fields for rows that have none.
         model_name: in OpenAI responses; the engine's `model` if absent.
         category_column: count rows by the values of this column in the report.
-        plain_sample: rows to answer without speculation, to measure its benefit; 0 disables it; by default at
-            most 5 % of the rows of a long job.
         price_per_gpu_hour: price for the report, in any currency; not applied to CPU cores.
     """
 
@@ -68,7 +66,6 @@ class BatchOptions:
     sampling: Annotated[Mapping[str, Any], NO_FLAG] = field(default_factory=dict)
     model_name: Annotated[str | None, NO_FLAG] = None
     category_column: str | None = None
-    plain_sample: Annotated[int | None, Flag(metavar="N")] = None
     price_per_gpu_hour: Annotated[float | None, Flag(metavar="PRICE")] = None
 
     def __post_init__(self) -> None:
@@ -77,9 +74,10 @@ class BatchOptions:
         for name in ("sample", "limit_time_s"):
             if (value := getattr(self, name)) is not None and value <= 0:
                 raise ConfigError(f"{name}={value} must be more than 0.", param=name)
-        for name in ("plain_sample", "price_per_gpu_hour"):
-            if (value := getattr(self, name)) is not None and value < 0:
-                raise ConfigError(f"{name}={value} must not be less than 0.", param=name)
+        if (price := self.price_per_gpu_hour) is not None and price < 0:
+            raise ConfigError(
+                f"price_per_gpu_hour={price} must not be less than 0.", param="price_per_gpu_hour"
+            )
         if self.overwrite and (self.retry_failed or self.resume == "force"):
             other = "retry_failed" if self.retry_failed else "force_resume"
             raise ConfigError(

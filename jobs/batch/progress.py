@@ -34,7 +34,7 @@ SAMPLE_S = 0.5  # least time between two kept samples
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """State of a job over all runs, running rows included; `left_s` and `speedup` are None while unknown."""
+    """State of a job over all runs, running rows included; `left_s` is None while unknown."""
 
     rows: int
     total: int
@@ -45,7 +45,6 @@ class Progress:
     mean_tokens_per_s: float
     left_s: float | None
     mean_acceptance_length: float | None
-    speedup: float | None
     engines: int
     answering: bool
 
@@ -83,7 +82,6 @@ class ProgressMeter:
             elif rate > 0:
                 left_s = max(0.0, left * tokens_per_row - running) / rate
         elapsed_s = 0.0 if self._begin_s is None else self._samples[-1][0] - self._begin_s
-        comparison = live.comparison or stats.comparison
         return Progress(
             rows=self._total - left,
             total=self._total,
@@ -94,7 +92,6 @@ class ProgressMeter:
             mean_tokens_per_s=tokens / elapsed_s if elapsed_s > 0 else 0.0,
             left_s=left_s,
             mean_acceptance_length=live.mean_acceptance_length or stats.mean_acceptance_length,
-            speedup=None if comparison is None else comparison.speedup,
             engines=engines,
             answering=answering,
         )
@@ -125,7 +122,6 @@ class ProgressMeter:
 class ProgressView:
     def __init__(self, console: Console | None = None) -> None:
         self._pace: ProgressMeter | None = None
-        self._compares = True
         self._console = console or Console(stderr=True)
         self._printed_s = time.monotonic()
         self._first_rows: int | None = None  # rows that were done before this run
@@ -133,9 +129,8 @@ class ProgressView:
         self._bar: Bar | None = None
         self._words = Text("loading the models", style="dim")
 
-    def begin(self, total_rows: int, *, left: int | None = None, compares: bool = True) -> None:
+    def begin(self, total_rows: int, *, left: int | None = None) -> None:
         self._pace = ProgressMeter(total_rows, left)
-        self._compares = compares
         if self._console.is_terminal:
             columns = (SpinnerColumn(), MofNCompleteColumn(), TextColumn("rows"), BarColumn(None))
             self._bar = Bar(*columns, TaskProgressColumn(), TextColumn("{task.description}"), expand=True)
@@ -190,17 +185,11 @@ class ProgressView:
         engines = [f"{now.engines} engine" + "s" * (now.engines != 1)] if now.engines else []
         if not now.answering:
             return [*engines, "loading the models"]
-        speedup = []
-        if now.speedup is not None:
-            speedup = [f"{now.speedup:.2f} x plain decoding"]
-        elif self._compares:
-            speedup = ["speed-up not measured yet"]
         return [
             f"{now.failed} failed",
             f"{now.prompt_tokens} tokens in, {now.completion_tokens} out",
             f"{now.tokens_per_s:.0f} tokens/s now, {now.mean_tokens_per_s:.0f} on average",
             f"{decimals(now.mean_acceptance_length)} tokens per step",
-            *speedup,
             *engines,
         ]
 
@@ -225,7 +214,6 @@ class JobGauges:
             "manta_batch_tokens_per_second": now.tokens_per_s,
             "manta_batch_seconds_left": now.left_s,
             "manta_batch_mean_accepted_length": now.mean_acceptance_length,
-            "manta_batch_speedup": now.speedup,
             "manta_batch_engines": now.engines,
         }
         for name, value in values.items():

@@ -18,7 +18,6 @@ from ...actors.batch.ledger.job_spec import JobSpec, model_identity
 from ...actors.batch.ledger.ledger import Ledger
 from ...actors.batch.ledger.output_parts import OutputForm
 from ...actors.batch.row_index import RowIndex, index_rows
-from ...cluster.batch.baseline_sample import num_plain_rows
 from ...cluster.batch.row_ranges import RowRanges, count, from_rows, intersection, union
 from ...cluster.config import EngineConfig
 from .engine_pool import EngineJob
@@ -88,17 +87,10 @@ class Startup:
             ledger=ledger,
             form=form,
             rows=rows,
-            plain_rows=self._plain_rows(count(rows)),
             num_rows=count(spec.rows),
             largest=largest,
             smallest=min(smallest, largest),
         )
-
-    def _plain_rows(self, num_rows: int) -> int:
-        config = self._setup.config
-        if config.speculative_config is None:
-            return 0
-        return num_plain_rows(num_rows, config.max_num_seqs, self._options.plain_sample)
 
     def _lease_sizes(self, num_rows: int) -> tuple[int, int]:
         max_num_seqs = self._setup.config.max_num_seqs

@@ -9,11 +9,10 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from ...cluster.config import EngineConfig, one_of
-from ..common.config_loading import engine_config, merge_settings
-from ..common.engine_flags import EngineFlags, Model, with_flags
+from ...cluster.config import EngineConfig
+from ..common.engine_flags import Model, with_flags
 from ..common.stop_signals import StopSignals
-from .common.options import BenchOptions, ParetoOptions, StepOptions, SweepOptions
+from .common.options import BenchOptions, StepOptions, SweepOptions
 
 
 class _SpeculationByDefault(TyperGroup):
@@ -63,44 +62,14 @@ def sweep(
     svg: SvgFolder = None,
 ) -> None:
     """Compare plain decoding, adaptive and fixed draft lengths, and other methods at 1 to 64 requests."""
-    from ..charts.plots import can_plot, write_svgs
-    from .load.pareto import sweep_pictures
+    from ..common.plots import can_plot, write_svgs
     from .sweep.engines import parse_methods
+    from .sweep.sweep_pictures import sweep_pictures
     from .sweep.sweep_run import run_sweep
 
     figures = run_sweep(config, replace(options, methods=parse_methods(method or ())))
     if svg is not None and can_plot():
         write_svgs(sweep_pictures(figures), svg, "sweep-")
-
-
-@bench.command()
-@with_flags
-def pareto(
-    options: ParetoOptions,
-    flags: EngineFlags,
-    files: Annotated[
-        list[Path] | None,
-        typer.Option(
-            "--of", metavar="FILE", help="Output of sweep -o; may be repeated. Default: run a sweep."
-        ),
-    ] = None,
-    method: Method = None,
-    svg: SvgFolder = None,
-) -> None:
-    """Plot throughput per GPU (or machine) against tokens/s per user, one curve per method."""
-    if files and flags:
-        raise typer.BadParameter(f"--of starts no engine: leave out {', '.join(flags)}.")
-    from .load.pareto import read_figures, run_pareto
-
-    if files:
-        sources = [read_figures(path) for path in files]
-    else:
-        config = engine_config(merge_settings(flags, flags.pop("config", None)))
-        from .sweep.engines import parse_methods
-        from .sweep.sweep_run import run_sweep
-
-        sources = [run_sweep(config, replace(options, methods=parse_methods(method or ()), output=None))]
-    run_pareto(sources, options.output, svg)
 
 
 @bench.command()
@@ -113,39 +82,3 @@ def step(options: StepOptions) -> None:
     from .step_cost import bench_step
 
     bench_step(options)
-
-
-prepare = typer.Typer(
-    rich_markup_mode=None, help="Fetch published prompts for --prompts.", no_args_is_help=True
-)
-
-
-@prepare.command("speed-bench")
-def speed_bench(
-    output: Annotated[Path, typer.Option("--output", "-o", help="JSONL file for the prompts.")] = Path(
-        "speed-bench.jsonl"
-    ),
-    subset: Annotated[
-        str, typer.Option("--subset", help="qualitative, or throughput_1k .. 32k.")
-    ] = "qualitative",
-    source: Annotated[
-        Path | None,
-        typer.Option("--from", help="Output of NVIDIA's prepare_data.py (default: the hub's file)."),
-    ] = None,
-) -> None:
-    """Download SPEED-Bench with your Hugging Face account (HF_TOKEN); for evaluation only."""
-    from ..common.tables import print_table
-    from .load.speed_bench import SUBSETS, prepare_speed_bench
-
-    one_of("subset", subset, SUBSETS)
-    done = prepare_speed_bench(subset, output, source)
-    rows = [[name, str(count)] for name, count in done.categories.items()]
-    print_table(f"{sum(done.categories.values())} prompts in {done.path}", ["category", "prompts"], rows)
-    if done.left_out:
-        print(
-            f"{done.left_out} rows have no prompt on the hub. NVIDIA's specdec_bench (prepare_data.py) makes "
-            "the complete set; give its file with --from."
-        )
-
-
-bench.add_typer(prepare, name="prepare")

@@ -15,7 +15,7 @@ from ...actors.system.atomic_files import rounded
 from ...actors.tokenization.prompts import load_tokenizer
 from ...cluster.config import EngineConfig
 from ...cluster.errors import ConfigError
-from ..charts.plots import GRAY, TEAL, can_plot, new_figure, save_figure
+from ..common.plots import GRAY, TEAL, can_plot, new_figure, save_figure
 from ..common.progress import counting
 from ..common.tables import decimals, print_table
 from .common.engine_passes import (

@@ -2,7 +2,7 @@
 
 Uses only Python's `http.client`: openai and httpx are test dependencies. Ignores proxies of the environment.
 Each client has one persistent connection and is not thread-safe. Used by `jobs/serve/server.py` and the demo
-while a server starts, by the demo for its requests, and by `logs/`, `jobs/usage.py` and `tests/benchmarks/`.
+while a server starts, by the demo for its requests, and by `jobs/logs.py` and `tests/benchmarks/`.
 """
 
 from __future__ import annotations

@@ -11,7 +11,6 @@ import typer
 from ..common.engine_flags import with_flags
 from .common.options import (
     AdaptOptions,
-    ApplicationOptions,
     DeployOptions,
     EvalOptions,
     ExplainOptions,
@@ -175,42 +174,9 @@ def train(options: TrainOptions) -> None:
 @drafter.command()
 @with_flags
 def deploy(options: DeployOptions) -> None:
-    """Try a drafter on the traffic of a running application; a worse one is removed automatically."""
+    """Replace the drafter of a running application. Running requests continue with the same tokens."""
     from ...actors.tokenization.checkpoint_paths import absolute_path
-    from .deploy import DrafterDeployment, await_verdict
+    from .deploy import deploy_drafter
 
-    deployment = DrafterDeployment(options.app, options.deployment)
-    deployment.deploy({"drafter": absolute_path(options.candidate), **options.rules()})
-    typer.echo(f"{options.candidate} is on trial; `manta drafter status` shows the progress", err=True)
-    if options.wait:
-        await_verdict(deployment, lambda line: typer.echo(line, err=True), every_s=5.0)
-
-
-@drafter.command()
-@with_flags
-def status(application: ApplicationOptions, as_json: AsJson = False) -> None:
-    """Show the drafter of a running application and the trial of a candidate."""
-    from .deploy import DrafterDeployment, describe
-
-    found = DrafterDeployment(application.app, application.deployment).status()
-    typer.echo(json.dumps(found.as_json(), indent=2) if as_json else "\n".join(describe(found)))
-
-
-@drafter.command()
-@with_flags
-def promote(application: ApplicationOptions) -> None:
-    """Make the candidate the drafter, whatever its verdict."""
-    from .deploy import DrafterDeployment
-
-    promoted = DrafterDeployment(application.app, application.deployment).promote()
-    typer.echo(f"{promoted} is the drafter from now on", err=True)
-
-
-@drafter.command()
-@with_flags
-def rollback(application: ApplicationOptions) -> None:
-    """Return to the drafter before the candidate, which may be on trial or promoted."""
-    from .deploy import DrafterDeployment
-
-    drafter = DrafterDeployment(application.app, application.deployment).rollback()
-    typer.echo(f"{drafter or 'the drafter in args'} is the drafter from now on", err=True)
+    deploy_drafter(options.app, options.deployment, absolute_path(options.drafter))
+    typer.echo(f"{options.drafter} is the drafter once the replicas have loaded it (see their log)", err=True)

@@ -30,7 +30,7 @@ LIBRARIES = (
 )
 HTTP = (
     *("actors.http.app", "actors.http.warmup_request"),
-    *("actors.engine.async_engine", "cluster.fleet.canary"),  # drafter_canary.py imports Ray
+    "actors.engine.async_engine",
 )
 TARGET = (
     "actors.system.torch_threads",

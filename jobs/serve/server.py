@@ -16,13 +16,11 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, Self
 
 from ...actors.http.config.settings import ServerSettings
 from ...actors.http.config.settings_mapping import split_models
 from ...actors.http.middleware.api_keys import metrics_key, with_keys
-from ...actors.system.atomic_files import check_writable
 from ...cluster.config import EngineConfig
 from ...cluster.errors import ConfigError, MantaError, PlacementError, brief_name
 from ..common.http_client import ServerClient, await_ready, num_requests
@@ -199,8 +197,6 @@ def start_server(
             find_checkpoints(each)
         if settings.batch_storage is not None:
             check_storage(settings.batch_storage)
-        if settings.receipts is not None:
-            check_writable(Path(settings.receipts), "receipts")
         environment = ServeEnvironment(plain_proxy=options.plain_proxy, probe_port=options.probe_port)
         forks = fork_server(models)
     if (warning := warning_of_exposure(options.host, settings)) is not None:

@@ -38,7 +38,7 @@ from ...cluster.request.request import Request
 from ...cluster.simulation.load_driver import LoadMeasurement, closed_loop, open_loop
 from ...cluster.simulation.simulated_engine import TraceArrival
 from ..bench.common.provenance import provenance
-from ..charts.plots import COLORS, GRAY, can_plot, new_figure, save_figure
+from ..common.plots import COLORS, GRAY, can_plot, new_figure, save_figure
 from ..common.progress import TimeLeft
 from ..common.tables import NO_FIGURE, decimals, print_table
 from ..plan.pair_reader import read_trace

@@ -84,7 +84,7 @@ def train(
     Args:
         data: token sequences; only the answers have a loss. Repeat a kind of text to weight it.
         held_out: sequences that are measured before, during and after training, and never trained on.
-        folder: gets `snapshot.pt`, `curves.jsonl`, `curves.html` and `drafter/`.
+        folder: gets `snapshot.pt`, `curves.jsonl`, `curves.svg` and `drafter/`.
         initial: folder of a DFlash drafter to start from; by default layers of the target.
         settings: the recipe; learning rates are scaled down for targets wider than the one it was tuned on.
         mask_token_id: of a new drafter; by default one that the target's tokenizer does not use.

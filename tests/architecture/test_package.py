@@ -58,7 +58,7 @@ def test_the_wheel_contains_every_module_and_its_command_starts(tmp_path: Path) 
             for path in (ROOT / floor).rglob("*")
             if path.is_file() and path.suffix not in (".py", ".pyc")
         }
-        assert "jobs/charts/page.html" in data
+        assert "actors/http/ui/page.html" in data
         assert {f"manta/{name}" for name in data} <= set(wheel.namelist())
         shipped = {
             path.relative_to(ROOT).as_posix()

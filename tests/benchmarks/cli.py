@@ -13,6 +13,7 @@ from manta.cluster.errors import MantaError
 from manta.jobs.common.engine_flags import Model, Settings, with_flags
 from manta.jobs.common.stop_signals import Stopped, StopSignals
 
+from . import speed_bench
 from .batch import soak_batch
 from .engine import adapt, products, suffix, trees
 from .options import (
@@ -113,8 +114,8 @@ def sweep(
     svg: Annotated[Path | None, typer.Option("--svg", help="Folder for the charts.")] = None,
 ) -> None:
     """Run manta bench sweep with a useless drafter and mixed traffic, and judge every bar."""
-    from manta.jobs.bench.load.pareto import sweep_pictures
-    from manta.jobs.charts.plots import can_plot, write_svgs
+    from manta.jobs.bench.sweep.sweep_pictures import sweep_pictures
+    from manta.jobs.common.plots import can_plot, write_svgs
 
     from .engine.policy_sweep import run_policy_sweep
 
@@ -206,6 +207,7 @@ app.command("adapt")(adapt.main)
 app.command("suffix")(suffix.main)
 app.command("trees")(trees.main)
 app.command("products")(products.main)
+app.command("speed-bench")(speed_bench.main)
 app.command("soak-batch")(soak_batch.main)
 app.command("soak-serve")(soak_serve.main)
 app.command("simulate-fleet")(simulate.fleet)

@@ -382,7 +382,7 @@ MUTATIONS = (
         ("http_requests", "http_server"),
     ),
     Mutation(
-        "shows a client's receipts without the admin key",
+        "shows a client's timelines without the admin key",
         "actors/http/middleware/api_keys.py",
         "known = self._any or (self._admin if path in OWN_PATHS else [])",
         "known = self._any",

@@ -41,7 +41,7 @@ from .job_runs import (
 from .job_spec import JobSpec, check_parts, not_empty
 from .output_index import OutputIndex, results_in
 from .output_lock import Lock, lock
-from .output_parts import FOLDER, MANIFEST, PENDING, RECORDS, REPORT, REPORT_HTML, RESULT_NAME, SUCCESS
+from .output_parts import FOLDER, MANIFEST, PENDING, RECORDS, REPORT, RESULT_NAME, SUCCESS
 from .row_writer import GIVE_UP_S, RETRY_S, RowWriter
 
 # Raised by job files and records that are damaged or cannot be read.
@@ -168,7 +168,7 @@ class Ledger:
             raise self._failed("written", error) from error
         self.complete = False
 
-    def finish(self, report: Mapping[str, Any], html: str | None = None) -> None:
+    def finish(self, report: Mapping[str, Any]) -> None:
         """Make every row appear once, then write report and manifest, and `_SUCCESS` last.
 
         Writers must be closed. Retries for a minute. Raises OutputError; the job can then be resumed.
@@ -176,7 +176,7 @@ class Ledger:
         deadline_s = time.monotonic() + GIVE_UP_S
         while True:
             try:
-                return self._finish(report, html)
+                return self._finish(report)
             except OSError as error:
                 if time.monotonic() > deadline_s:
                     raise self._failed("finished", error) from error
@@ -249,7 +249,7 @@ class Ledger:
         self._index.set_numbering(job.numbering)
         self._job, self.run = job, job.run
 
-    def _finish(self, report: Mapping[str, Any], html: str | None) -> None:
+    def _finish(self, report: Mapping[str, Any]) -> None:
         self._check_ours()
         self._index.refresh()
         self.merge_orphans()
@@ -267,8 +267,6 @@ class Ledger:
         if not self.failed:
             self._output.remove_folder(ERRORS)
         write_json(self._output, REPORT, report)
-        if html is not None:
-            self._output.write(REPORT_HTML, html.encode())
         assert self._job is not None
         write_json(self._output, MANIFEST, manifest(self._index) | self._job.as_json())
         self._output.write(SUCCESS, b"")

@@ -34,9 +34,9 @@ FOLDER = "_manta"
 RECORDS = f"{FOLDER}/records"
 PENDING = f"{FOLDER}/pending"
 SUCCESS = "_SUCCESS"
-MANIFEST, REPORT, REPORT_HTML = "_manifest.json", "_report.json", "_report.html"
+MANIFEST, REPORT = "_manifest.json", "_report.json"
 PART_NAME = re.compile(rf"(?:{ERRORS}/)?(part|errors)-(?:(\d+)-)?(\d+)-[0-9a-f]{{8}}\.(parquet|jsonl)")
-_OTHERS = (SUCCESS, MANIFEST, REPORT, REPORT_HTML)
+_OTHERS = (SUCCESS, MANIFEST, REPORT, "_report.html")  # the last one is of version 0.2
 RESULT_NAME = re.compile("|".join((PART_NAME.pattern, *map(re.escape, _OTHERS))))
 
 Kind = Literal["part", "errors"]  # answered rows, failed rows

@@ -227,7 +227,7 @@ class BatchRun:
         failed = sum(1 for result in results if result.get("error"))
         self._counts["failed"] += failed
         self._counts["completed"] += len(results) - failed
-        self._loop.call_soon_threadsafe(self._count_lines, _lines(results, failed))
+        self._loop.call_soon_threadsafe(self._count_lines, _lines(results, failed, self.batch.tenant))
 
     def _end(self, end: End) -> None:
         """End the batch. Another replica may repeat this, with the same files."""
@@ -304,18 +304,19 @@ async def in_thread(call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> 
         raise
 
 
-def _lines(results: Sequence[Result], failed: int) -> BatchLines:
-    by_category: dict[str | None, tuple[int, int]] = {}
+def _lines(results: Sequence[Result], failed: int, tenant: str | None) -> BatchLines:
+    by_category: dict[str | None, tuple[int, int, int]] = {}
     for result in results:
-        num_drafts, num_accepted = by_category.get(result.get("counted_as"), (0, 0))
-        num_drafts += result.get("num_steps") or 0
-        num_accepted += result.get("num_accepted_tokens") or 0
-        by_category[result.get("counted_as")] = num_drafts, num_accepted
+        sums = by_category.get(result.get("counted_as"), (0, 0, 0))
+        counts = (result.get(name) or 0 for name in ("completion_tokens", "num_steps", "num_accepted_tokens"))
+        tokens, drafts, accepted = (a + b for a, b in zip(sums, counts, strict=True))
+        by_category[result.get("counted_as")] = tokens, drafts, accepted
     return BatchLines(
         completed=len(results) - failed,
         failed=failed,
         prompt_tokens=sum(result.get("prompt_tokens") or 0 for result in results),
         generation_tokens=sum(result.get("completion_tokens") or 0 for result in results),
+        tenant=tenant,
         by_category=by_category,
     )
 

@@ -16,11 +16,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict
 
 from ....cluster.errors import EngineDeadError, InUseError, RequestError, brief
-from ....cluster.metrics.metric import UsageAccount
-from ....cluster.request.caller import Caller, Tenant
+from ....cluster.request.caller import Caller
 from ...chat.chat_model import ChatModel
 from ...engine.async_engine import AsyncEngine
-from ...observability.telemetry import BatchLines, FinishedRow
+from ...observability.telemetry import BatchLines
 from ...tokenization.generation_config import GenerationDefaults
 from ..dataset.storage import Storage
 from ..ledger.job_spec import model_identity
@@ -42,9 +41,7 @@ class BatchService:
 
     Args:
         names: names of the model; the first is reported.
-        count_lines, on_row: called on the event loop with counts of durable lines, and with each answered
-            line.
-        account_of: returns the account that a line is charged to; None without receipts.
+        count_lines: called on the event loop with counts of durable lines.
     """
 
     def __init__(
@@ -58,8 +55,6 @@ class BatchService:
         max_stored_bytes: int,
         chat: ChatModel,
         count_lines: Callable[[BatchLines], None],
-        on_row: Callable[[FinishedRow], None] | None = None,
-        account_of: Callable[[Tenant], UsageAccount] | None = None,
     ) -> None:
         self.files = FileStore(storage, max_stored_bytes)
         self.batches = BatchStore(storage)
@@ -76,8 +71,6 @@ class BatchService:
         self._opener = BatchOpener(self.batches, self.files, names, made_from, max_lines)
         self._slots = asyncio.Semaphore(max(2, int(IN_FLIGHT * engine.config.max_num_seqs)))
         self._count_lines = count_lines
-        self._on_row = on_row
-        self._account_of = account_of
         self._runs: dict[str, BatchRun] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._not_before_s: dict[str, float] = {}
@@ -170,7 +163,7 @@ class BatchService:
         return not self._slots.locked() and all(run.all_started for run in self._runs.values())
 
     def _begin(self, opened: OpenBatch) -> None:
-        batch_id, tenant, account_of = opened.batch.id, opened.batch.tenant, self._account_of
+        batch_id = opened.batch.id
         answerer = RowAnswerer(
             self._engine,
             LAYOUT,
@@ -179,8 +172,6 @@ class BatchService:
             background=True,
             chat=self._chat,
             prefix=f"{batch_id}/",
-            on_row=self._on_row,
-            account_of=account_of and (lambda row: account_of(row._replace(tenant=tenant))),
             caller=Caller(owner=opened.batch.owner, domain=opened.batch.domain),
         )
         run = BatchRun(

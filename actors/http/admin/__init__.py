@@ -1,1 +1,1 @@
-"""Routes for operators: health, metrics, receipts, explain."""
+"""Routes for operators: health, metrics, explain."""

@@ -94,8 +94,6 @@ class ServerSettings:
         batch_storage: folder or URL (s3://, gs://, abfs://) where /v1/files and /v1/batches keep all their
             data. Every replica must reach it (in YAML: an absolute path), and no other endpoint may use it.
             Without it those routes answer 501.
-        receipts: folder for what each tenant and category used, by day, and what speculation saved (`manta
-            receipts`). All replicas share it (in YAML: an absolute path); also `GET /receipts`.
         max_batch_file_bytes: larger uploads are refused with 413.
         max_stored_bytes: bytes of files and batches' outputs that one key may keep in `batch_storage` (10 GB
             by default). Beyond it uploads and new batches are refused with 413. A file counts 4 KiB at least.
@@ -123,10 +121,10 @@ class ServerSettings:
         capture_redact: function that is called with each completion before it is kept; returns it, perhaps
             changed, or None. It runs in a process of its own (`actors/capture/writer_process.py`).
         capture_prompts: keep prompts, too. False keeps answers without their prompts.
-        max_metric_labels: number of tenants, and of categories, with labels of their own in metrics and
-            receipts (`cluster/request/caller.py`), in the order in which they appear. All others count as
+        max_metric_labels: number of tenants, and of categories, with labels of their own in metrics
+            (`cluster/request/caller.py`), in the order in which they appear. All others count as
             "other". Each is two series in Prometheus. 0 counts all as "other".
-        tenants: name that X-Tenant may have, counted separately in metrics and receipts; may be repeated, *
+        tenants: name that X-Tenant may have, counted separately in metrics; may be repeated, *
             for any. Other names count as "other", unless the request's key has a tenant, or `*`. Use * only
             for a port that only a proxy reaches.
         categories: name that X-Category may have; may be repeated, * for any.
@@ -157,7 +155,6 @@ class ServerSettings:
     prefix_cache_isolation: Isolation | None = None
     # A URL may hold secrets.
     batch_storage: Annotated[FolderPath | None, Flag(metavar="FOLDER|URL")] = field(default=None, repr=False)
-    receipts: FolderPath | None = None
     max_batch_file_bytes: Annotated[int, NO_FLAG] = 200 * 10**6
     max_stored_bytes: Size = 10 * 10**9
     max_batch_lines: Annotated[int, NO_FLAG] = 50_000
@@ -231,9 +228,10 @@ class ServerSettings:
                     f"{name}={getattr(self, name)!r} must be a share of all answers, from 0 (none) to 1.",
                     param=name,
                 )
-        for name, which in (("capture", "a folder"), ("receipts", "a folder that all replicas see")):
-            if (path := getattr(self, name)) is not None and not Path(path).is_absolute():
-                raise ConfigError(f"{name}={path!r} must be the absolute path of {which}.", param=name)
+        if self.capture is not None and not Path(self.capture).is_absolute():
+            raise ConfigError(
+                f"capture={self.capture!r} must be the absolute path of a folder.", param="capture"
+            )
         if self.capture_redact is not None and not _HOOK.fullmatch(self.capture_redact):
             raise ConfigError(
                 f"capture_redact={self.capture_redact!r} must name a function, like mymodule:redact.",

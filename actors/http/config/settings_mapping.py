@@ -21,7 +21,7 @@ ENDPOINT_SETTINGS = frozenset(
         *("api_key", "api_key_file", "admin_api_key", "admin_api_key_file", "allowed_origins"),
         *("prefix_cache_isolation", "tenants", "categories"),
         *("metrics_api_key", "metrics_api_key_file"),
-        *("max_request_bytes", "batch_storage", "receipts", "shutdown_timeout", "ui"),
+        *("max_request_bytes", "batch_storage", "shutdown_timeout", "ui"),
         *("max_requests_per_key", "max_unread_bytes", "reader_timeout"),
         *("log_format", "otlp_traces_endpoint"),
     }

@@ -223,11 +223,12 @@ class RequestStats:
         num_accepted = sum(cost.num_accepted_tokens for cost in self.costs)
         return mean_acceptance_length(sum(cost.num_steps for cost in self.costs), num_accepted)
 
-    def count_drafts(self, requester: Tenant, telemetry: RequestTelemetry) -> None:
-        """Count the drafts of a request that has ended, whether it succeeded or failed."""
+    def count_by_requester(self, requester: Tenant, telemetry: RequestTelemetry) -> None:
+        """Count the tokens and drafts of a request that has ended, whether it succeeded or failed."""
         costs = [cost for cost in self._costs if cost is not None]
         num_accepted = sum(cost.num_accepted_tokens for cost in costs)
-        telemetry.count_drafts(requester, sum(cost.num_steps for cost in costs), num_accepted)
+        num_steps = sum(cost.num_steps for cost in costs)
+        telemetry.count_by_requester(requester, self.num_output_tokens, num_steps, num_accepted)
 
     def usage(self) -> JsonObject:
         prompt, output = self.num_prompt_tokens, self._num_resumed + self.num_output_tokens

@@ -44,10 +44,6 @@ class GenerationRun:
             self._audited = frontend.audit.choose(*arguments)
         if self._audited is not None:
             self._params = self._audited.params
-        self._account = None
-        if frontend.receipts is not None:
-            begins = work.origin is None or work.origin.attempt == 0
-            self._account = frontend.receipts.account(work.requester, begins=begins)
         self._num_bytes = 0  # of whole answers
         self._captured: CapturedAnswers | None = None
         if frontend.capture is not None and work.may_be_captured and not self._echoes_only:
@@ -141,7 +137,6 @@ class GenerationRun:
             "resume_state": self.work.resume_state,
             "client_id": self.work.request_id,
             "owner": self.work.caller.owner,
-            "account": self._account,
         }
 
     @contextmanager
@@ -176,7 +171,7 @@ class GenerationRun:
             request_id=work.request_id, response_id=work.id, model=work.model, status=status
         )
         self.frontend.telemetry.finish_request(request)
-        self.figures.count_drafts(work.requester, self.frontend.telemetry)
+        self.figures.count_by_requester(work.requester, self.frontend.telemetry)
         if self.frontend.tracing is not None:
             self.frontend.tracing.end(work, self.figures, status, self.frontend.engine.drafter)
         if self._audited is not None and status == 200:

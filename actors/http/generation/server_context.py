@@ -12,7 +12,6 @@ from ...chat.chat_model import ChatModel
 from ...engine.async_engine import AsyncEngine
 from ...engine.lossless_audit import LosslessAudit
 from ...observability.telemetry import RequestTelemetry
-from ...observability.usage_store import ReceiptWriter
 from ...tokenization.generation_config import GenerationDefaults
 from ...tokenization.prompts import require_tokenizer
 from ...tokenization.tokenizer import Tokenizer
@@ -30,7 +29,6 @@ class ServerContext:
         telemetry: RequestTelemetry,
         audit: LosslessAudit,
         tracing: Tracing | None = None,
-        receipts: ReceiptWriter | None = None,
         capture: TrafficCapture | None = None,
     ) -> None:
         self.engine = engine
@@ -40,7 +38,6 @@ class ServerContext:
         self.telemetry = telemetry
         self.audit = audit
         self.tracing = tracing
-        self.receipts = receipts
         self.capture = capture
         # the model's formats of tool calls and reasoning
         self.chat = ChatModel.of(

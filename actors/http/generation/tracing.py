@@ -1,4 +1,4 @@
-"""OpenTelemetry spans: one for each request, and for each row of `/v1/batches`.
+"""OpenTelemetry spans, one for each request.
 
 Requests that an engine served have child spans: queue, prefill, decode.
 
@@ -20,8 +20,7 @@ from urllib.parse import urlsplit
 
 from ....cluster.errors import ConfigError
 from ....cluster.speculation.acceptance_length import mean_acceptance_length
-from ...engine.outputs import RequestMetrics, RequestOutput
-from ...observability.telemetry import FinishedRow
+from ...engine.outputs import RequestMetrics
 from ..config.settings import ServerSettings
 from ..wire.errors import Rejection
 from .generation_task import GenerationTask, RequestStats
@@ -113,34 +112,6 @@ class Tracing:
             begin_s = figures.started_s
             self._phases(span, *map(clock.ns, (begin_s, begin_s + cost.queue_s, first_s, last_s)))
         span.end(clock.ns(figures.started_s + figures.e2e_s))
-
-    def end_row(self, model: str, drafter: str | None, row: FinishedRow) -> None:
-        from opentelemetry.trace import SpanKind, Status, StatusCode
-
-        begin_ns, answer = int(row.begin_s * 1e9), row.answer
-        operation = {} if row.operation is None else {"gen_ai.operation.name": row.operation}
-        span = self._tracer.start_span(
-            f"{row.operation or 'batch_row'} {model}",
-            kind=SpanKind.INTERNAL,
-            start_time=begin_ns,
-            attributes={
-                **operation,
-                "gen_ai.provider.name": "manta",
-                "gen_ai.request.model": model,
-                "manta.request_id": row.id,
-                **({} if row.error is None else {"error.type": row.error}),
-                **({} if answer is None else _of_answer(answer)),
-                **({} if answer is None else _of_speculation([answer.metrics], drafter)),
-            },
-        )
-        if row.error is not None:
-            span.set_status(Status(StatusCode.ERROR))
-        if answer is not None and (first_s := answer.metrics.ttft_s) is not None:
-            # The engine's clock starts when the row has been read.
-            came_ns, cost = int(row.end_s * 1e9) - int(answer.metrics.e2e_s * 1e9), answer.metrics
-            times = (int(s * 1e9) + came_ns for s in (cost.queue_s, first_s, cost.e2e_s))
-            self._phases(span, came_ns, *times)
-        span.end(int(row.end_s * 1e9))
 
     def refuse(self, refusal: Rejection) -> None:
         """Export a request that failed before reaching an engine; no client text but the id."""
@@ -245,15 +216,6 @@ def _of_response(work: GenerationTask, figures: RequestStats, status: int) -> At
     if status >= 400:
         found["error.type"] = str(status)
     return found
-
-
-def _of_answer(answer: RequestOutput) -> Attributes:
-    return {
-        "gen_ai.usage.input_tokens": len(answer.prompt_token_ids),
-        "gen_ai.usage.output_tokens": sum(len(each.token_ids) for each in answer.outputs),
-        "gen_ai.usage.cache_read.input_tokens": answer.metrics.num_cached_tokens,
-        "gen_ai.response.finish_reasons": [each.finish_reason or "" for each in answer.outputs],
-    }
 
 
 def _of_speculation(costs: Sequence[RequestMetrics], drafter: str | None) -> Attributes:

@@ -39,7 +39,7 @@ METRICS_PATH = "/metrics"
 # Routes for operators; with an admin key set, only that opens them.
 ADMIN_PATHS = frozenset({"/load"})
 # These show a key its own data, and an admin key all. They need a key if either kind is set.
-OWN_PATHS = frozenset({"/explain", "/receipts"})
+OWN_PATHS = frozenset({"/explain"})
 TENANT_HEADER = "x-tenant"
 
 

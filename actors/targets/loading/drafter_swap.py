@@ -1,8 +1,8 @@
-"""Replaces a running engine's drafter, or runs a candidate drafter next to it for a trial.
+"""Replaces a running engine's drafter.
 
-On trial, a candidate drafts for some requests, and both drafters get the context of all. Pages, taps and
-steps that were planned for the old drafter stay, so the new one must have the same shape, which is checked
-before a weight is read. The old one drafts until the new one is loaded. Called between steps.
+Pages, taps and steps that were planned for the old drafter stay, so the new one must have the same shape,
+which is checked before a weight is read. The old one drafts until the new one is loaded. Called between
+steps.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from ....drafter.dflash.config import DrafterConfig
 from ....drafter.eagle3.config import Eagle3Config
 from ...tokenization.checkpoint_paths import drafter_folder, with_drafter
 from ..model.tensor_parallel import Communicator
-from ..runners.runner_interface import Drafter, Runner, TriesDrafters
+from ..runners.runner_interface import Drafter, Runner
 from .checkpoint_models import Checkpoints
 from .draft_window import DraftConfig, with_window
 from .load_plan import LoadPlan, read_drafter
@@ -52,7 +52,6 @@ class DrafterSwap:
         self._plan, self._runner, self._remote, self._ranks = plan, runner, remote, ranks
         self._next_plan: LoadPlan | None = None
         self._next_drafter: Drafter | None = None
-        self._candidate: LoadPlan | None = None  # the plan with the candidate on trial
 
     @torch.inference_mode()
     def load(self, model: str) -> None:
@@ -76,35 +75,6 @@ class DrafterSwap:
             self._runner.swap_drafter(self._next_drafter)
         self._plan = self._next_plan
         self.forget()
-
-    @torch.inference_mode()
-    def begin_trial(self, model: str) -> None:
-        """Load a candidate for a trial. CheckpointError or ConfigError: it or this runner is not suitable."""
-        assert self._candidate is None, "one candidate at a time"
-        runner = self._trial_runner()
-        plan = _plan_with_drafter(self._plan, model)
-        target = self._runner.model
-        backend = make_drafter_backend(plan, target.backend, self._ranks)
-        runner.begin_trial(Checkpoints().drafter(plan, target.shared_embeddings, backend))
-        self._candidate = plan
-
-    def end_trial(self, *, promoted: bool) -> None:
-        if self._candidate is None:
-            return
-        self._trial_runner().end_trial(promoted=promoted)
-        if promoted:
-            self._plan = self._candidate
-        self._candidate = None
-
-    def _trial_runner(self) -> TriesDrafters:
-        if self._remote is None and isinstance(self._runner, TriesDrafters):
-            return self._runner
-        reason = "has a process of its own" if self._remote is not None else "is part of the GPU's graphs"
-        raise ConfigError(
-            "user_config.candidate: a trial needs a colocated drafter and steps that the "
-            f"host drives, but this drafter {reason}. Set user_config.drafter to swap it instead.",
-            param="user_config.candidate",
-        )
 
     def forget(self) -> None:
         self._next_plan = self._next_drafter = None

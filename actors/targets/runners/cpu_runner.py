@@ -116,14 +116,6 @@ class CpuModelRunner:
         assert isinstance(self.drafts, ColocatedDrafter), "the drafter is colocated"
         self.drafts.swap_drafter(drafter)
 
-    def begin_trial(self, candidate: Drafter) -> None:
-        assert isinstance(self.drafts, ColocatedDrafter), "the drafter is colocated"
-        self.drafts.begin_trial(candidate)
-
-    def end_trial(self, *, promoted: bool) -> None:
-        assert isinstance(self.drafts, ColocatedDrafter), "the drafter is colocated"
-        self.drafts.end_trial(promoted=promoted)
-
     def submit(self, plan: SchedulerOutput) -> None:
         """Run one step and keep its result for `collect`."""
         self._results.append(self.execute(plan))

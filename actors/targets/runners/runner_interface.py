@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Protocol
 
 from torch import Tensor
 
@@ -64,19 +64,6 @@ class Runner(Protocol):
 
     def swap_drafter(self, drafter: Drafter) -> None:
         """Replace a colocated drafter by another one of the same shape, over the same pages."""
-        ...
-
-
-@runtime_checkable
-class TriesDrafters(Protocol):
-    """A runner that can have a candidate next to its drafter: `CpuModelRunner`."""
-
-    def begin_trial(self, candidate: Drafter) -> None:
-        """Let a candidate draft for requests admitted `on_trial`, and write its context for all requests."""
-        ...
-
-    def end_trial(self, *, promoted: bool) -> None:
-        """Drop the candidate, or the current drafter if `promoted`. Does nothing if no trial is running."""
         ...
 
 

@@ -35,20 +35,6 @@ class LoadDrafter:
 
 
 @dataclass(frozen=True, slots=True)
-class BeginTrial:
-    """Load a candidate to draft, too; answered likewise. An `EndTrial` follows if a rank could not."""
-
-    model: str
-
-
-@dataclass(frozen=True, slots=True)
-class EndTrial:
-    """Keep one drafter: the candidate if it is promoted."""
-
-    promoted: bool
-
-
-@dataclass(frozen=True, slots=True)
 class DrafterLoaded:
     error: MantaError | None
 
@@ -60,4 +46,4 @@ class UseDrafter:
     accepted: bool
 
 
-ControlMessage = DrafterAt | LoadDrafter | UseDrafter | BeginTrial | EndTrial
+ControlMessage = DrafterAt | LoadDrafter | UseDrafter

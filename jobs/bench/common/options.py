@@ -93,15 +93,6 @@ class SweepOptions(RunOptions):
             raise ConfigError(f"minutes={self.minutes} must be above 0.", param="minutes")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ParetoOptions(SweepOptions):
-    """Options of `manta bench pareto` if it runs a sweep itself."""
-
-    temperatures: Temperatures = (0.0,)
-    minutes: float = 5.0
-    methods_only: Annotated[bool, NO_FLAG] = True
-
-
 def check_temperatures(temperatures: tuple[float, ...]) -> None:
     if not temperatures or min(temperatures) < 0.0:
         raise ConfigError(f"temperatures={temperatures} must be numbers of at least 0.", param="temperatures")

@@ -13,7 +13,7 @@ from ....cluster.config import EngineConfig
 from ....cluster.engine.engine_core import EngineCore
 from ....cluster.request.request import Request
 from ....cluster.step.executor import Executor
-from ..load.request_source import RequestSource
+from ..common.request_source import RequestSource
 from .load_records import AnswerRecord, DraftBlock, LoadPass
 
 

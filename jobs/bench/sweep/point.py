@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from ....actors.system.atomic_files import rounded
 from ..common.engine_passes import Figures, rotated, say
 from ..common.idle_check import Watch
-from ..load.request_source import RequestSource
+from ..common.request_source import RequestSource
 from .engine_driver import Driver
 from .engines import PLAIN
 from .load_records import LoadPass, Sums, acceptance_json, describe

@@ -19,7 +19,7 @@ from ...common.tables import decimals, print_table
 from ..common.engine_passes import Figures, PromptRow, read_rows, record
 from ..common.idle_check import print_warning
 from ..common.options import SweepOptions
-from ..load.request_source import RequestSource, encode_rows
+from ..common.request_source import RequestSource, encode_rows
 from .engines import open_sides
 from .point import measure, point_figures
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
@@ -105,7 +104,7 @@ class EvalOptions:
     Attributes:
         drafter: folder or hub id of a drafter.
         target: folder or hub id of the target.
-        suite: quick (the shipped prompts), speed-bench, or a JSONL file.
+        suite: quick (the shipped prompts), or a JSONL file.
         concurrency: concurrent requests, comma-separated; the speed is measured at each.
         temperatures: sampling temperatures, comma-separated; 0 is greedy.
         num_prompts: number of prompts, taken evenly from the suite; by default all, of quick 40.
@@ -160,56 +159,16 @@ class ExplainOptions:
     temperature: Annotated[float | None, Flag("-t", least=0.0)] = None
 
 
-def parse_share(text: str) -> float:
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(%?)", text.strip())
-    if found is None:
-        raise ConfigError(f"--canary={text!r} must be a share, such as 10% or 0.1.", param="canary")
-    return float(found[1]) / (100.0 if found[2] else 1.0)
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ApplicationOptions:
-    """A running application.
+class DeployOptions:
+    """Options of `manta drafter deploy`.
 
     Attributes:
+        drafter: folder or hub id of the drafter.
         app: name of the application in Ray Serve.
         deployment: name of the deployment of the model's replicas.
     """
 
+    drafter: Annotated[str, Flag(positional=True)]
     app: str = "manta"
     deployment: str = "manta"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DeployOptions(ApplicationOptions):
-    """Options of `manta drafter deploy`.
-
-    Attributes:
-        candidate: folder or hub id of the drafter to try.
-        canary: share of requests, chosen at random, that the candidate drafts for, as 10%; at most 50%.
-        shadow: the candidate drafts for no client's request; finished answers are decoded again instead.
-        auto_promote: a better candidate replaces the drafter automatically.
-        alpha: probability of promoting a candidate that is not better.
-        min_requests: requests of the candidate before any verdict.
-        max_hours: hours after which a candidate without a verdict is removed.
-        wait: report the progress until the verdict.
-    """
-
-    candidate: Annotated[str, Flag(positional=True)]
-    canary: Annotated[float, Flag(metavar="SHARE", parser=parse_share)] = 0.1
-    shadow: bool = False
-    auto_promote: bool = False
-    alpha: float = 0.01
-    min_requests: int = 50
-    max_hours: float = 24.0
-    wait: bool = False
-
-    def rules(self) -> dict[str, float | bool]:
-        return {
-            "fraction": self.canary,
-            "shadow": self.shadow,
-            "auto_promote": self.auto_promote,
-            "alpha": self.alpha,
-            "min_requests": self.min_requests,
-            "max_duration_s": 3600.0 * self.max_hours,
-        }

@@ -32,7 +32,7 @@ from ...bench.common.engine_passes import (
 )
 from ...bench.common.idle_check import Watch
 from ...bench.common.provenance import options_json, provenance
-from ...bench.load.request_source import RequestSource, encode_rows
+from ...bench.common.request_source import RequestSource, encode_rows
 from ...bench.sweep.engine_driver import Driver
 from ...bench.sweep.engines import ADAPTIVE, PLAIN, open_sides
 from ...bench.sweep.load_records import AnswerRecord, LoadPass, Sums
@@ -41,7 +41,6 @@ from ..common.options import EvalOptions
 
 OVERALL = "overall"
 _QUICK, _QUICK_PROMPTS = Path("models/prompts.jsonl"), 40
-_SPEED_BENCH = Path("speed-bench.jsonl")
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,13 +226,12 @@ class Suite:
 
 
 def open_suite(name: str, num_prompts: int | None = None) -> Suite:
-    """Read "quick", "speed-bench" or a JSONL file of prompts, `num_prompts` of them taken evenly."""
-    path = {"quick": _QUICK, "speed-bench": _SPEED_BENCH}.get(name, Path(name))
+    """Read "quick" or a JSONL file of prompts, `num_prompts` of them taken evenly."""
+    path = _QUICK if name == "quick" else Path(name)
     if not path.is_file():
-        remedy = {
-            "quick": f"the shipped prompts are not at {path}; run it where models/ is, or give a JSONL file",
-            "speed-bench": f"{path} does not exist; make it with `manta bench prepare speed-bench`",
-        }.get(name, "must be quick, speed-bench or a JSONL file of prompts")
+        remedy = "must be quick or a JSONL file of prompts"
+        if name == "quick":
+            remedy = f"the shipped prompts are not at {path}; run it where models/ is, or give a JSONL file"
         raise DatasetError(f"suite={name!r}: {remedy}.", param="suite")
     try:
         rows = read_rows(path, num_prompts or (_QUICK_PROMPTS if name == "quick" else None))

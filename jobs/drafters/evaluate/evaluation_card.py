@@ -18,7 +18,7 @@ from huggingface_hub import EvalResult, ModelCardData
 from ....actors.system.atomic_files import write_atomically, write_json
 from ....cluster.errors import ConfigError
 from ...bench.common.idle_check import print_warning
-from ...charts.plots import Picture, can_plot, draw_shares, rows_size, write_svgs
+from ...common.plots import Picture, can_plot, draw_shares, rows_size, write_svgs
 from ...common.tables import NO_FIGURE, print_table
 from ..common.drafter_files import CARD_FILE
 from .evaluate_drafter import OVERALL
@@ -216,10 +216,9 @@ def _with_reach(share: Figures) -> str:
 
 
 def _picture(figures: Figures) -> Picture:
-    words = "Share of verified blocks in which a draft, and all before it, was accepted, in per cent."
     shares = _shares(figures, lambda share: share["value"])
     draw = partial(draw_shares, rows=shares, x_title="draft")
-    return Picture("card", "Acceptance by category and draft", words, draw, size=rows_size(len(shares)))
+    return Picture("card", draw, rows_size(len(shares)))
 
 
 def _shares(figures: Figures, cell: Any) -> dict[str, list[Any]]:  # Any: a cell, text or number

@@ -22,7 +22,7 @@ from ....actors.system.atomic_files import write_json
 from ....actors.tokenization.tokenizer import Tokenizer
 from ....cluster.errors import ConfigError, DatasetError
 from ...bench.common.engine_passes import read_rows
-from ...bench.load.request_source import encode_rows
+from ...bench.common.request_source import encode_rows
 from ...training.loop.continuations import (
     TEMPERATURES,
     ContinuationRequest,

@@ -22,7 +22,7 @@ from ....actors.system.atomic_files import write_json
 from ....actors.tokenization.checkpoint_paths import resolve_checkpoint
 from ....actors.tokenization.tokenizer import Tokenizer
 from ...bench.common.engine_passes import PromptRow, say
-from ...bench.load.request_source import RequestSource
+from ...bench.common.request_source import RequestSource
 from ...common.tables import decimals, print_table
 from ...training.heads.recipes import DrafterSettings, Teaching
 from ...training.loop.training_loop import Length, Schedule

@@ -1,4 +1,4 @@
-"""Records a run step by step as JSON lines, and draws them on a page.
+"""Records a run step by step as JSON lines, and draws them.
 
 The record also makes time-limited runs reproducible: a step that is repeated after an interruption uses the
 time recorded here.
@@ -8,16 +8,22 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from ...charts.plots import Picture, Points, draw_lines
-from ...charts.report_page import Tile, picture_card, render_page
+from ...common.plots import Points, draw_lines, has_matplotlib, new_figure, save_figure
 
 _MAX_POINTS = 200
+# Title, and the values' names in training and on held-out text. Tokens per step are those expected from the
+# acceptance probability at temperature 1 in training, and those of greedy drafts on held-out text.
+_CHARTS = (
+    ("loss", "loss", "loss"),
+    ("tokens per step", "mean_acceptance_length", "tokens_per_step"),
+    ("acceptance of the first draft", "slot1", "accepted"),
+    ("learning rate, relative to its maximum", "lr_factor", ""),
+)
 Row = dict[str, Any]  # Any: JSON values
 
 
@@ -57,13 +63,18 @@ class Curves:
             with self._path.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(row) + "\n")
 
-    def draw(self, title: str) -> None:
-        """Draw the page beside the record, with the suffix .html."""
-        if self._path is not None:
-            page = self._path.with_suffix(".html")
-            temporary = page.with_name(page.name + ".partial")
-            temporary.write_text(curves_page(title, read_rows(self._path)), encoding="utf-8")
-            temporary.replace(page)
+    def draw(self) -> None:
+        """Draw the record beside it, with the suffix .svg, if matplotlib is installed."""
+        if self._path is None or not has_matplotlib():
+            return
+        rows = read_rows(self._path)
+        steps = [row for row in rows if "held_out" not in row]
+        measured = [{"step": row["step"], **row["held_out"]} for row in rows if "held_out" in row]
+        figure = new_figure(11.0, 7.0)
+        for axes, (title, key, held_out) in zip(figure.subplots(2, 2).flat, _CHARTS, strict=True):
+            series = {"training": _means(steps, key), "held out": _means(measured, held_out)}
+            draw_lines(axes, {name: points for name, points in series.items() if points}, "step", title)
+        save_figure(figure, self._path.with_suffix(".svg"))
 
 
 def read_rows(path: Path | None) -> list[Row]:
@@ -78,40 +89,6 @@ def _cut_torn_line(path: Path) -> None:
         content = path.read_bytes()
         if not content.endswith(b"\n"):
             path.write_bytes(content[: content.rfind(b"\n") + 1])
-
-
-def curves_page(title: str, rows: Sequence[Row]) -> str:
-    steps = [row for row in rows if "held_out" not in row]
-    measured = [{"step": row["step"], **row["held_out"]} for row in rows if "held_out" in row]
-    tiles = [Tile(f"{len(steps)}", "steps")]
-    if measured:
-        first, last = measured[0], measured[-1]
-        words = f"tokens per step on held-out text, {first['tokens_per_step']:.2f} before"
-        tiles.append(Tile(f"{last['tokens_per_step']:.2f}", words))
-    charts = (
-        ("Loss", "", {"training": _means(steps, "loss"), "held out": _means(measured, "loss")}),
-        (
-            "Tokens per step",
-            "Training: expected from the acceptance probability at temperature 1. Held out: greedy "
-            "drafts that match the target's answer.",
-            {
-                "training": _means(steps, "mean_acceptance_length"),
-                "held out": _means(measured, "tokens_per_step"),
-            },
-        ),
-        (
-            "First draft",
-            "Acceptance probability.",
-            {"training": _means(steps, "slot1"), "held out": _means(measured, "accepted")},
-        ),
-        ("Learning rate", "Relative to its maximum.", {"learning rate": _means(steps, "lr_factor")}),
-    )
-    pictures = [
-        Picture(name, name, words, partial(draw_lines, series=shown, x_title="step", y_title=name.lower()))
-        for name, words, series in charts
-        if (shown := {line: points for line, points in series.items() if points})
-    ]
-    return render_page(title, "", tiles, [picture_card(picture) for picture in pictures])
 
 
 def _means(rows: Sequence[Row], key: str) -> Points:

@@ -197,7 +197,7 @@ class TrainingLoop:
                 "used_s": self.used_s,
             },
         )
-        self._curves.draw(self.name)
+        self._curves.draw()
 
     def _progress(self, length: Length) -> float:
         """Return the progress in [0, 1] from recorded state: equal on all workers and after a restart."""

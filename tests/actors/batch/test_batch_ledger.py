@@ -89,7 +89,7 @@ def answer(
 
 def finish(output: Storage, job: JobSpec, **how: Any) -> Ledger:
     ledger = Ledger.open(output, job, **how)
-    ledger.finish({"rows": count(ledger.answered)}, html="<html></html>")
+    ledger.finish({"rows": count(ledger.answered)})
     ledger.close()
     return ledger
 
@@ -109,7 +109,6 @@ def test_a_finished_output_lists_its_parts_and_another_run_has_nothing_to_do(out
         content = output.read(part["file"])
         assert (len(content), hashlib.sha256(content).hexdigest()) == (part["bytes"], part["sha256"])
     assert json.loads(output.read("_report.json")) == {"rows": 5}
-    assert output.read("_report.html") == b"<html></html>"
     assert [run["run"] for run in said["runs"]] == [1, 2]
     ledger = Ledger.open(output, spec(6, about={"drafter": "another"}))
     assert (ledger.complete, ledger.unanswered, ledger.failed) == (True, (), ((2, 3),))
@@ -126,7 +125,7 @@ def test_a_finished_folder_is_a_dataset_of_its_answers(output: Storage) -> None:
         writer = RowWriter(output, job.form, run=ledger.run, shard=0, writer=uuid.uuid4().hex)
         writer.add([{**each, "note": note} for each in results(rows, failed=[2])])
         writer.close()
-    ledger.finish({"rows": 8}, html="<html></html>")
+    ledger.finish({"rows": 8})
     ledger.close()
     wanted = {f"id-{row}" for row in range(8) if row != 2}
     assert set(pd.read_parquet(output.root)["id"]) == wanted

@@ -9,7 +9,6 @@ import logging
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -237,26 +236,6 @@ def test_a_refused_request_is_a_span_with_its_status_and_reason(
     assert root.end_time_unix_nano > root.start_time_unix_nano
 
 
-def test_each_row_of_a_batch_is_a_span(server: LiveServer, http: httpx.Client, collector: Collector) -> None:
-    bodies = [{**BODY, "prompt": "a secret"}, {**BODY, "prompt": "x" * 9000}]
-    lines = [
-        json.dumps({"custom_id": f"row-{i}", "method": "POST", "url": "/v1/completions", "body": body})
-        for i, body in enumerate(bodies)
-    ]
-    upload = {"file": ("rows.jsonl", "\n".join(lines))}
-    file = http.post("/v1/files", files=upload, data={"purpose": "batch"}).json()["id"]
-    requested = {"input_file_id": file, "endpoint": "/v1/completions", "completion_window": "24h"}
-    batch = http.post("/v1/batches", json=requested).json()["id"]
-    answered, failed = (flushed(server, collector, f"{batch}/row-{i}") for i in range(2))
-    root, reported = answered["root"], values(answered["root"].attributes)
-    assert root.name == f"text_completion {NAME}" and not root.parent_span_id and "secret" not in str(root)
-    assert reported["gen_ai.usage.output_tokens"] == 24 and reported["speculation.verify_steps"] > 0
-    ends = [answered[name].end_time_unix_nano for name in ("queue", "prefill", "decode")]
-    assert ends == sorted(ends) and ends[-1] == root.end_time_unix_nano
-    assert root.start_time_unix_nano <= answered["queue"].start_time_unix_nano
-    assert values(failed.pop("root").attributes)["error.type"] == "BadRequestError" and not failed
-
-
 def test_an_invalid_collector_is_refused_and_a_missing_extra_is_named(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -371,7 +350,6 @@ def test_a_server_reports_acceptance_by_slice_of_its_requests(
     assert said.exit_code == 0 and "tokens per block over" in said.output and "temperature" in said.output
     assert json.loads(explained("--json", url=server.url).output)["slices"]
     assert http.get("/explain").status_code == 401
-    assert explained("-f", "x.err").exit_code == 2, "log files have no slices"
     groups = [
         BlockGroup(f"{value}-{i}", {"temperature": value}, {(7, accepted + i % 2): 25})
         for value, accepted in (("0", 5), ("1", 1))
@@ -382,23 +360,6 @@ def test_a_server_reports_acceptance_by_slice_of_its_requests(
     (cause,) = report["causes"]
     assert cause["cause"] == "temperature" and cause["evidence"].startswith("temperature 1: ")
     assert "\n1. temperature: 100% of the lost tokens\n" in explained(url=server.url).output
-
-
-def test_log_files_explain_a_request_from_their_lines(tmp_path: Path) -> None:
-    replica, worker = tmp_path / "replica.err", tmp_path / "worker.err"
-    replica.write_text(
-        "(Replica pid=7) "
-        + json.dumps({"time": "2", "event": "request", "request_id": "mine", "id": "cmpl-7", "status": 503})
-        + "\nsome text\n"
-        + json.dumps({"time": "3", "request_id": "other", "id": "cmpl-8"})
-    )
-    worker.write_text(
-        json.dumps({"time": "1", "rank": 1, "message": "a step failed", "request_ids": ["cmpl-7-0"]})
-    )
-    result = explained("mine", "-f", str(replica), "-f", str(worker))
-    first, second = result.output.splitlines()
-    assert "rank=1: a step failed" in first and "status=503" in second
-    assert explained("nobody", "-f", str(replica)).exit_code != 0
 
 
 def test_finished_answers_are_audited_and_equal(server: LiveServer, http: httpx.Client) -> None:

@@ -155,10 +155,6 @@ def test_a_request_is_explained_by_the_replica_that_served_it(http: httpx.Client
     assert unknown.status_code == 404 and unknown.json()["error"]["param"] == "id"
 
 
-def test_a_gateway_answers_receipts_itself(http: httpx.Client) -> None:
-    assert http.get("/receipts").status_code == 501, "its endpoint keeps none"
-
-
 def test_an_incomplete_upload_is_its_clients_fault(
     http: httpx.Client, stand: GatewayStand, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -15,7 +15,7 @@ from manta.actors.workers.ray_executor import RayExecutor
 from manta.cluster.config import EngineConfig
 from manta.cluster.errors import MantaError
 from manta.cluster.step.scheduler_output import DrafterUse
-from manta.jobs.bench.load.request_source import RequestSource
+from manta.jobs.bench.common.request_source import RequestSource
 from manta.jobs.bench.sweep.engine_driver import Driver
 from ray.exceptions import RayTaskError
 

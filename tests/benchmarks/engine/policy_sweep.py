@@ -21,7 +21,7 @@ from manta.cluster.config import EngineConfig
 from manta.cluster.errors import ConfigError
 from manta.jobs.bench.common.engine_passes import Figures
 from manta.jobs.bench.common.provenance import options_json
-from manta.jobs.bench.load.request_source import LoadRequest, RequestSource
+from manta.jobs.bench.common.request_source import LoadRequest, RequestSource
 from manta.jobs.bench.sweep.engines import ADAPTIVE
 from manta.jobs.bench.sweep.sweep_run import run_sweep
 from manta.jobs.common.tables import print_table

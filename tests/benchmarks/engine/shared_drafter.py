@@ -27,7 +27,7 @@ from manta.cluster.errors import ConfigError
 from manta.cluster.fleet.placement import Topology, total
 from manta.jobs.bench.common.engine_passes import Figures, read_rows, record, rotated, say
 from manta.jobs.bench.common.idle_check import print_warning
-from manta.jobs.bench.load.request_source import RequestSource, encode_rows
+from manta.jobs.bench.common.request_source import RequestSource, encode_rows
 from manta.jobs.common.ray_session import join_or_start_ray
 from manta.jobs.common.tables import NO_FIGURE, decimals, print_table
 

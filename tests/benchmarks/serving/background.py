@@ -26,7 +26,7 @@ from manta.cluster.config import EngineConfig
 from manta.cluster.errors import MantaError
 from manta.jobs.bench.common.engine_passes import Figures, read_rows, record, rotated, say
 from manta.jobs.bench.common.idle_check import print_warning
-from manta.jobs.bench.load.request_source import LoadRequest, RequestSource
+from manta.jobs.bench.common.request_source import LoadRequest, RequestSource
 from manta.jobs.bench.sweep.load_records import describe
 from manta.jobs.common.http_client import ServerClient
 from manta.jobs.common.tables import print_table

@@ -17,7 +17,7 @@ from typing import Any
 from manta.actors.tokenization.prompts import Chat
 from manta.cluster.errors import MantaError
 from manta.jobs.bench.common.engine_passes import Figures
-from manta.jobs.bench.load.request_source import LoadRequest
+from manta.jobs.bench.common.request_source import LoadRequest
 from manta.jobs.bench.sweep.load_records import RequestLatencies, describe
 from manta.jobs.common.http_client import HEALTH_TIMEOUT_S, ServerClient
 

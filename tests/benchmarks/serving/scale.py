@@ -25,8 +25,8 @@ from manta.cluster.fleet.placement import Topology
 from manta.cluster.records.percentiles import percentiles
 from manta.jobs.bench.common.engine_passes import Figures, say
 from manta.jobs.bench.common.provenance import provenance
-from manta.jobs.charts.plots import can_plot
 from manta.jobs.common.http_client import ServerClient, await_ready
+from manta.jobs.common.plots import can_plot
 from manta.jobs.common.tables import print_table
 from manta.jobs.serve.server import ServeOptions, Server, start_server
 

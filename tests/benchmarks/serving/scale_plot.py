@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from manta.jobs.charts.plots import COLORS, GRAY, TEAL, new_figure, save_figure
+from manta.jobs.common.plots import COLORS, GRAY, TEAL, new_figure, save_figure
 
 
 def plot_scale(figures: Mapping[str, Any], path: Path) -> None:  # Any: JSON of `scale.run_scale`

@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator
-from html import unescape
 from pathlib import Path
 from typing import Any
 
@@ -150,17 +149,6 @@ def test_figures_add_up_and_a_repeated_command_prints_them_again(
     assert again.lines() == first.lines() and again.as_json() == first.as_json()
 
 
-def test_the_page_shows_the_first_rows_with_prompts_and_answers(answered: Answered) -> None:
-    folder, report = answered
-    rows = {row["id"]: row for row in read_results(folder)}
-    requested = {row["id"]: row for row in ROWS}
-    assert len(report.samples) == 3
-    for sample in report.samples:
-        prompt = requested[sample.id]["prompt"]
-        assert (sample.prompt, sample.answer) == (prompt, rows[sample.id]["text"])
-        assert str(prompt) in unescape((folder / "_report.html").read_text())
-
-
 def test_openai_lines_get_openai_answers_and_bad_lines_go_to_the_errors(
     pair: tuple[Path, Path], tmp_path: Path
 ) -> None:
@@ -229,7 +217,7 @@ def test_a_batch_job_on_a_gpu_uses_gpu_kernels(pair: tuple[Path, Path], tmp_path
     engine = config(pair, speculate=False, device="auto", attention_backend="triton")
     report = run_batch(engine, options(path, tmp_path / "out"))
     assert (report.stats.rows, report.stats.failed) == (1, 0)
-    assert dict(report.lines())["speculation"] == "off"
+    assert dict(report.lines())["mean acceptance length"] == "-"
 
 
 class _Taken:

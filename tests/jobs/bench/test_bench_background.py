@@ -15,7 +15,7 @@ from manta.actors.http.config.settings_mapping import split_settings
 from manta.actors.tokenization.prompts import Chat
 from manta.cluster.errors import ConfigError, MantaError
 from manta.jobs.bench.common.engine_passes import PromptRow
-from manta.jobs.bench.load.request_source import RequestSource
+from manta.jobs.bench.common.request_source import RequestSource
 from manta.jobs.common.http_client import ServerClient
 from support.checkpoints.text_pair import LiveServer, make_text_pair
 

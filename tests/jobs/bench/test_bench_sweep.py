@@ -21,13 +21,12 @@ from manta.cluster.config import EngineConfig
 from manta.cluster.engine.engine_core import SequenceUpdate
 from manta.cluster.errors import ConfigError
 from manta.jobs.bench.common.engine_passes import PromptRow
-from manta.jobs.bench.load.pareto import read_figures, run_pareto
-from manta.jobs.bench.load.request_source import RequestSource
+from manta.jobs.bench.common.request_source import RequestSource
 from manta.jobs.bench.sweep.engine_driver import Driver
 from manta.jobs.bench.sweep.engines import parse_methods
 from manta.jobs.bench.sweep.load_records import RequestLatencies, Sums, describe
+from manta.jobs.bench.sweep.sweep_pictures import sweep_curves, sweep_pictures
 from manta.jobs.bench.sweep.sweep_run import SweepOptions
-from manta.jobs.cli import main
 from safetensors.torch import load_file
 
 ROWS = [PromptRow(str(i), "even" if i % 2 == 0 else "odd", tuple(range(3, 8 + i))) for i in range(6)]
@@ -234,20 +233,15 @@ def test_a_sweep_compares_all_sides_and_judges_every_bar(
     said = capsys.readouterr()
     assert "no-such-method was refused" in said.out and "round 2/2" in said.err
 
-    curves = run_pareto([read_figures(output), read_figures(output)], tmp_path / "pareto.json", tmp_path)
-    once = [f"{name}, T = {temperature}" for temperature in (0, 1) for name in ("plain", "dflash", "mixed")]
-    assert list(curves["curves"]) == [*once, *(f"{name} (2)" for name in once)]
+    curves = sweep_curves(figures)
+    assert list(curves) == [f"{name}, T = {t}" for t in (0, 1) for name in ("plain", "dflash", "mixed")]
     side = closed[1]["sides"]["adaptive"]
-    assert curves["curves"]["dflash, T = 0"][1] == {
+    assert curves["dflash, T = 0"][1] == {
         "requests": 3,
         **{name: side[name] for name in ("user_tokens_per_s", "tokens_per_s")},
     }
-    assert "<svg" in (tmp_path / "pareto.svg").read_text()
-    with pytest.raises(ConfigError, match="files"):
-        read_figures(prompts)
-    with pytest.raises(SystemExit) as refused:
-        main(["bench", "pareto", "--of", str(output), "--dtype", "float32"])
-    assert refused.value.code == 2, "no engine is started, so that its flags have no meaning"
+    pictures = [picture.name for picture in sweep_pictures(figures)]
+    assert pictures == ["pareto", "speedup-by-load", "speedup-by-load-t1"]
 
 
 def test_starts_are_measured_at_each_load_and_after_a_change(

@@ -1,15 +1,15 @@
-"""A good and a bad candidate on trial in a served application under load: promotion and removal."""
+"""`manta drafter deploy` replaces the drafter of a served application under load."""
 
 from __future__ import annotations
 
 import json
-import re
 import shutil
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,6 @@ from typer.testing import CliRunner
 WAIT_S = 240.0
 REPLICAS = 2
 PROMPTS = ("def __init__(self", "import os\n", "class Reader:\n", "    for i in range(")
-TRY = ("--canary", "50%", "--alpha", "0.05", "--min-requests", "10")
 
 
 def bodies() -> Iterator[dict[str, Any]]:
@@ -86,6 +85,9 @@ class Served:
         lines = [line for line in lines if all(f'{key}="{value}"' in line for key, value in labels.items())]
         return [float(line.rsplit(" ", 1)[1]) for line in lines]
 
+    def drafts_with(self, model: Path) -> bool:
+        return len(self.metric("dflash:drafter_info", drafter=str(model), status="up")) == REPLICAS
+
     @contextmanager
     def load(self, texts: dict[str, str]) -> Iterator[Counter[str]]:
         """Run four clients; return the number of right answers and the errors of others."""
@@ -110,12 +112,6 @@ class Served:
             ended.set()
             for thread in threads:
                 thread.join(WAIT_S)
-
-
-def drafter(*words: str | Path) -> str:
-    done = CliRunner().invoke(app, ["drafter", *map(str, words)])
-    assert done.exit_code == 0, done.output
-    return done.stdout
 
 
 def until(true: Callable[[], bool]) -> None:
@@ -145,7 +141,7 @@ def served(tmp_path_factory: pytest.TempPathFactory, shipped_pair: tuple[Path, P
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_a_good_candidate_is_promoted_and_a_bad_one_removed_under_load(served: Served) -> None:
+def test_a_drafter_is_replaced_under_load_and_answers_stay_the_same(served: Served) -> None:
     from ray._private.state import actors
 
     def pids() -> set[int]:
@@ -154,23 +150,9 @@ def test_a_good_candidate_is_promoted_and_a_bad_one_removed_under_load(served: S
     texts = {json.dumps(body): served.ask(body) for body in bodies()}
     before = pids()
     with served.load(texts) as found:
-        drafter("deploy", served.good, *TRY, "--auto-promote", "--wait")
-        reported = json.loads(drafter("status", "--json"))
-        assert reported["verdict"] == "promoted" and reported["drafter"] == str(served.good)
-        assert reported["candidate_tokens_per_step"] > 1.2 * reported["incumbent_tokens_per_step"]
-        until(lambda: drafts_with(served, served.good) == REPLICAS)
-        drafter("deploy", served.bad, *TRY, "--auto-promote", "--wait")
-        reported = json.loads(drafter("status", "--json"))
-        assert reported["verdict"] == "rolled_back" and reported["drafter"] == str(served.good)
-        until(lambda: sum(served.metric("manta:drafter_trials_total", verdict="rolled_back")) == REPLICAS)
-        assert drafts_with(served, served.good) == REPLICAS
-        drafter("rollback")
-        assert re.search(rf"drafter +{served.good}\ncandidate +none", drafter("status"))
-    assert set(found) == {"right"} and found["right"] > 100, found
+        for model in (served.good, served.bad, served.good):
+            done = CliRunner().invoke(app, ["drafter", "deploy", str(model)])
+            assert done.exit_code == 0, done.output
+            until(partial(served.drafts_with, model))
+    assert set(found) == {"right"} and found["right"] > 20, found
     assert pids() == before, "no replica was replaced"
-
-
-def drafts_with(served: Served, model: Path) -> int:
-    """Return how many replicas use a drafter and have no candidate."""
-    trying = served.metric("dflash:drafter_info", status="candidate")
-    return 0 if trying else len(served.metric("dflash:drafter_info", drafter=str(model), status="up"))

@@ -173,7 +173,7 @@ def test_the_card_is_readable_by_the_hub_and_the_planner(card: Path) -> None:
 def test_without_matplotlib_the_card_has_figures_and_no_picture(
     card: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("manta.jobs.charts.plots.find_spec", lambda name: None)
+    monkeypatch.setattr("manta.jobs.common.plots.find_spec", lambda name: None)
     write_card(read_card(card / "card.json"), tmp_path)
     assert "pip install 'manta[plots]'" in capsys.readouterr().err
     assert sorted(path.name for path in tmp_path.iterdir()) == ["card.json", "card.md"]
@@ -228,7 +228,6 @@ def test_wrong_arguments_are_named(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     words = ("eval", pair[1], "--target", pair[0], "--suite")
-    assert "bench prepare speed-bench" in raised(*words, "speed-bench")
     assert "models/prompts.jsonl" in raised(*words, "quick")
     assert "suite='nothing'" in raised(*words, "nothing")
     (tmp_path / "bad.jsonl").write_text('{"prompt": "a"}\n{"prompt"')

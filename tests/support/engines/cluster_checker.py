@@ -58,7 +58,6 @@ def make_request(request_id: str, prompt: object = (2, 3, 4), **fields: object) 
             "output_token_ids",
             "client_id",
             "uses_cache",
-            "account",
             "arrival_s",
         )
         if name in fields

@@ -17,19 +17,6 @@ import pytest
 
 CHROMIUM, DRIVER = shutil.which("chromium"), shutil.which("chromedriver")
 
-# Texts that their card, or the page, cuts off.
-CUT_OFF = """
-const out = [];
-for (const text of document.querySelectorAll('svg text, td, th, .tile')) {
-  const box = text.getBoundingClientRect();
-  const around = (text.closest('section') || document.body).getBoundingClientRect();
-  if (!box.width || !box.height || box.left < around.left || box.right > around.right
-      || box.bottom > around.bottom) out.push(text.textContent);
-}
-return out
-"""
-
-
 # Texts that are hard to read: less contrast with the background than WCAG 2 requires (AA), which excepts
 # disabled controls.
 FAINT = """

@@ -137,7 +137,7 @@ def main() -> int:
     print_table("after attacks", ["what", *names], rows, num_left=1)
     with (
         tempfile.TemporaryDirectory() as folder,
-        ProbedServer(MODEL, {"batch_storage": folder, "receipts": folder}, max_model_len=256) as server,
+        ProbedServer(MODEL, {"batch_storage": folder}, max_model_len=256) as server,
     ):
         if not fuzz(server.url, FUZZ_S):
             wrong.append("schemathesis found something: see above")

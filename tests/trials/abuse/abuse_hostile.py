@@ -484,14 +484,13 @@ def parallel_stream(port: int) -> Iterator[_Gaps]:
 
 @contextmanager
 def hostile_server(*, has_keys: bool = True, **settings: Any) -> Iterator[Served]:
-    """`manta serve` of the shipped pair with stored batches and receipts, and two keys."""
+    """`manta serve` of the shipped pair with stored batches, and two keys."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         given: dict[str, Any] = {
             "model": str(MODELS / "target"),
             "speculative_config": {"method": "dflash", "model": str(MODELS / "drafter")},
             "batch_storage": str(folder / "batches"),
-            "receipts": str(folder / "receipts"),
         }
         if has_keys:
             keys = folder / "keys"

@@ -37,7 +37,7 @@ def test_clients_that_disconnect_or_stall_leave_no_resources_behind(server: Prob
 
 def test_hostile_requests_get_the_listed_status_while_another_keys_stream_continues(tmp_path: Path) -> None:
     """HAProxy's refusals are omitted, and pauses too, which depend on the machine's other load."""
-    settings = {"batch_storage": str(tmp_path / "b"), "receipts": str(tmp_path / "r"), "api_key": KEYS}
+    settings = {"batch_storage": str(tmp_path / "b"), "api_key": KEYS}
     with ProbedServer(MODEL, settings) as server:
         outcomes = list(run_hostile(server.port, [each for each in HOSTILE if not each.own_words]))
         assert not server.rest().busy(None)

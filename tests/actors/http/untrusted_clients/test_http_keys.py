@@ -98,7 +98,7 @@ def test_the_operators_routes_need_an_admin_key(config: EngineConfig) -> None:
             assert http.get("/v1/models", headers={"X-Api-Key": key}).status_code == wanted
 
 
-@pytest.mark.parametrize("path", ["/explain", "/receipts"])
+@pytest.mark.parametrize("path", ["/explain"])
 def test_routes_with_a_keys_own_data_need_a_key_if_any_is_configured(path: str) -> None:
     for keys, opening in (
         ({}, ("", "user", "root")),

@@ -106,7 +106,6 @@ def server(tmp_path_factory: pytest.TempPathFactory, log: Log) -> Iterator[LiveS
         **{"model": str(target), "served_model_name": "tiny", "dtype": "float32", "num_threads": 1},
         **{"max_num_seqs": 4, "num_pages": 64, "trust_request_chat_template": True},
         "batch_storage": str(tmp_path_factory.mktemp("batches")),
-        "receipts": str(tmp_path_factory.mktemp("receipts")),
     }
     with LiveServer(*split_settings(settings)) as server:
         yield server

@@ -1,73 +1,17 @@
-"""`manta bench pareto` and the charts of a sweep: throughput against the speed of one user, speed-up by load.
-
-The figures come from files of `manta bench sweep` or from a new sweep. More tokens/s for one user cost
-throughput; a method is better where its curve lies further up and to the right.
-"""
+"""Charts of a sweep: throughput against the speed of one user, and the speed-up by load."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ....actors.system.atomic_files import write_json
-from ....cluster.errors import ConfigError
-from ...charts.plots import Picture, can_plot, draw_lines, write_svgs
-from ...common.tables import print_table
-from ..common.provenance import provenance
+from ...common.plots import Picture, draw_lines
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 Figures = Mapping[str, Any]  # Any: JSON
 _KEPT = ("requests", "user_tokens_per_s", "tokens_per_s")  # of an operating point
-
-
-def run_pareto(sources: Sequence[Figures], output: Path | None, svg: Path | None) -> Figures:
-    """Draw the curves of all sweeps into one chart; print, write and return the figures."""
-    devices = {source["provenance"]["gpu"] for source in sources}
-    if len(devices) > 1:
-        named = ", ".join(sorted(str(device or "CPU") for device in devices))
-        raise ConfigError(
-            f"files={named}: figures of different devices cannot be compared in one chart.", param="files"
-        )
-    curves: dict[str, list[Figures]] = {}
-    for source in sources:
-        for name, points in sweep_curves(source).items():
-            curves[_new_name(name, curves)] = points
-    picture = pareto_picture(curves, "GPU" if devices.pop() else "machine")
-    head, *rows = picture.table
-    print_table(picture.title, list(head), [list(row) for row in rows])
-    figures = {
-        "provenance": provenance(),
-        "options": {"of": [source["provenance"]["command"] for source in sources]},
-        "curves": curves,
-    }
-    if output is not None:
-        output.parent.mkdir(parents=True, exist_ok=True)
-        write_json(output, figures)
-    if svg is not None and can_plot():
-        write_svgs([picture], svg)
-    return figures
-
-
-def read_figures(path: Path) -> Figures:
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-        if {"provenance", "points", "options", "refused"} <= found.keys():
-            return found
-    except (OSError, ValueError, AttributeError):
-        pass
-    raise ConfigError(f"files={str(path)!r} was not written by `manta bench sweep -o`.", param="files")
-
-
-def _new_name(name: str, known: Mapping[str, object]) -> str:
-    number, found = 1, name
-    while found in known:
-        number += 1
-        found = f"{name} ({number})"
-    return found
 
 
 def sweep_curves(figures: Figures) -> dict[str, list[Figures]]:
@@ -88,21 +32,15 @@ def sweep_curves(figures: Figures) -> dict[str, list[Figures]]:
 def pareto_picture(curves: Mapping[str, Sequence[Figures]], per: str) -> Picture:
     """Return the chart of throughput against interactivity, a curve per method; `per`: "GPU" or "machine"."""
     series: dict[str, list[tuple[float, float]]] = {}
-    table = [["method", "requests at once", "tokens/s per user", f"tokens/s per {per}"]]
     for name, points in curves.items():
         ordered = sorted(points, key=lambda point: (point["requests"], -point["user_tokens_per_s"]))
         series[name] = [(point["user_tokens_per_s"], point["tokens_per_s"]) for point in ordered]
-        table += [
-            [name, str(p["requests"]), f"{p['user_tokens_per_s']:.1f}", f"{p['tokens_per_s']:.1f}"]
-            for p in ordered
-        ]
-    words = f"Tokens per second of one {per} against those of one user; up and to the right is better."
 
     def draw(axes: Axes) -> None:
         draw_lines(axes, series, "tokens/s per user", f"tokens/s per {per}")
         axes.set_xlim(left=0)
 
-    return Picture("pareto", "Throughput against speed for one user", words, draw, table)
+    return Picture("pareto", draw)
 
 
 def sweep_pictures(figures: Figures) -> list[Picture]:
@@ -131,9 +69,6 @@ def _speedup(points: Sequence[Figures], temperature: float) -> Picture:
         for side in sides
     }
     loads = [point["requests"] for point in points]
-    table = [["side", *map(str, loads)]]
-    table += [[side, *(f"{ratio:.3f}" for _, ratio in ratios)] for side, ratios in series.items()]
-    words = "Tokens per second by those of plain decoding; at the broken line both are equal."
 
     def draw(axes: Axes) -> None:
         faint = [side for side in sides if "-" in side]
@@ -143,5 +78,4 @@ def _speedup(points: Sequence[Figures], temperature: float) -> Picture:
         axes.set_xticks(loads, [str(load) for load in loads])
 
     name = "speedup-by-load" + (f"-t{temperature:g}" if temperature else "")
-    title = f"Speed-up by load at temperature {temperature:g}"
-    return Picture(name, title, words, draw, table, (6.4, 4.4))
+    return Picture(name, draw, (6.4, 4.4))

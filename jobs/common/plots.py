@@ -1,7 +1,7 @@
 """Plots with matplotlib (the extra `plots`), which is imported when the first one is drawn.
 
-A `Picture` has a title, a caption, a table of the same values, and a function that draws it. Used by the
-reports of benchmarks, batch jobs, evaluations and training runs, as files or in a page (`report_page.py`).
+A `Picture` has a name and a function that draws it. Used by the
+reports of benchmarks, evaluations and training runs.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
-from io import StringIO
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -30,13 +29,10 @@ Points = Sequence[tuple[float, float]]
 
 @dataclass(frozen=True, slots=True)
 class Picture:
-    """A plot with its caption, drawn onto empty axes; `table` has the same values, `size` is in inches."""
+    """A plot, drawn onto empty axes; `size` is in inches."""
 
     name: str
-    title: str
-    words: str
     draw: Callable[[Axes], None]
-    table: Sequence[Sequence[str]] = ()
     size: tuple[float, float] = (6.4, 3.4)
 
 
@@ -65,17 +61,16 @@ def plotted(picture: Picture) -> Figure:
     return figure
 
 
-def save_figure(figure: Figure, target: Path | StringIO) -> None:
+def save_figure(figure: Figure, path: Path) -> None:
     """Write an SVG, or a PNG for a path ending in .png. Output is reproducible; text stays text in SVG."""
     from matplotlib import rc_context
 
-    kind = "png" if isinstance(target, Path) and target.suffix == ".png" else "svg"
-    if isinstance(target, Path):
-        target.parent.mkdir(parents=True, exist_ok=True)
+    kind = "png" if path.suffix == ".png" else "svg"
+    path.parent.mkdir(parents=True, exist_ok=True)
     with rc_context({"svg.hashsalt": "manta", "svg.fonttype": "none"}), warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # letters missing in matplotlib's font
         dates = dict.fromkeys(("Date", "Creator", "Format", "Type")) if kind == "svg" else None
-        figure.savefig(target, format=kind, metadata=dates)
+        figure.savefig(path, format=kind, metadata=dates)
 
 
 def write_svgs(pictures: Sequence[Picture], folder: Path, prefix: str = "") -> list[Path]:
@@ -83,13 +78,6 @@ def write_svgs(pictures: Sequence[Picture], folder: Path, prefix: str = "") -> l
     for picture, path in zip(pictures, paths, strict=True):
         save_figure(plotted(picture), path)
     return paths
-
-
-def svg_element(picture: Picture) -> str:
-    """Return the picture as an `<svg>` element without scripts and external references."""
-    file = StringIO()
-    save_figure(plotted(picture), file)
-    return file.getvalue().partition("<svg")[2].join(("<svg", ""))
 
 
 def label(text: str) -> str:

@@ -1,4 +1,4 @@
-"""`manta bench prepare speed-bench`: writes published prompts as a file for every benchmark (`--prompts`).
+"""`speed-bench`: writes published prompts as a file for every benchmark (`--prompts`).
 
 SPEED-Bench (arXiv:2604.09557) is NVIDIA's and licensed for evaluation only. It is downloaded with the user's
 own access, its license is named, and none of it is stored in this repository. For many rows the hub has a
@@ -13,13 +13,15 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import pyarrow.parquet as pq
-
-from ....actors.system.atomic_files import write_atomically
-from ....cluster.errors import DatasetError
-from ..common.engine_passes import say
+import typer
+from manta.actors.system.atomic_files import write_atomically
+from manta.cluster.config import one_of
+from manta.cluster.errors import DatasetError
+from manta.jobs.bench.common.engine_passes import say
+from manta.jobs.common.tables import print_table
 
 SPEED_BENCH = "nvidia/SPEED-Bench"
 SUBSETS = ("qualitative", *(f"throughput_{size}" for size in ("1k", "2k", "8k", "16k", "32k")))
@@ -38,6 +40,30 @@ class Prepared:
     path: Path
     categories: Mapping[str, int]
     left_out: int
+
+
+def main(
+    output: Annotated[Path, typer.Option("--output", "-o", help="JSONL file for the prompts.")] = Path(
+        "speed-bench.jsonl"
+    ),
+    subset: Annotated[
+        str, typer.Option("--subset", help="qualitative, or throughput_1k .. 32k.")
+    ] = "qualitative",
+    source: Annotated[
+        Path | None,
+        typer.Option("--from", help="Output of NVIDIA's prepare_data.py (default: the hub's file)."),
+    ] = None,
+) -> None:
+    """Download SPEED-Bench with your Hugging Face account (HF_TOKEN); for evaluation only."""
+    one_of("subset", subset, SUBSETS)
+    done = prepare_speed_bench(subset, output, source)
+    rows = [[name, str(count)] for name, count in done.categories.items()]
+    print_table(f"{sum(done.categories.values())} prompts in {done.path}", ["category", "prompts"], rows)
+    if done.left_out:
+        print(
+            f"{done.left_out} rows have no prompt on the hub. NVIDIA's specdec_bench (prepare_data.py) makes "
+            "the complete set; give its file with --from."
+        )
 
 
 def prepare_speed_bench(subset: str, output: Path, source: Path | None = None) -> Prepared:

@@ -16,7 +16,7 @@ from ....actors.batch.dataset.row_requests import row_seed
 from ....actors.tokenization.prompts import encode_prompt
 from ....actors.tokenization.tokenizer import Tokenizer
 from ....cluster.request.request import SamplingParams
-from ..common.engine_passes import PromptRow
+from .engine_passes import PromptRow
 
 _GOLDEN = 0.6180339887  # golden ratio - 1: the fractional parts of its multiples fill [0, 1) evenly
 

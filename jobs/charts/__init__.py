@@ -1,1 +1,0 @@
-"""Charts and HTML reports: plots with matplotlib (`plots.py`), pages from one template (`report_page.py`)."""
