@@ -183,13 +183,15 @@ class ByteLevelDetokenizer(IncrementalDetokenizer):
 class RunDetokenizer(IncrementalDetokenizer):
     """Decodes tokens with their own text, and runs of byte tokens.
 
-    Decoders strip a leading space from the whole text. Therefore the first tokens of prompt and output are
-    decoded together until they have produced some text.
+    Decoders strip a leading space from the whole text, or all spaces of its first token or run. Therefore the
+    first tokens of prompt and output are decoded together until they have produced some text, and a run that
+    begins the text is decoded as such.
     """
 
     def __init__(self, pieces: TokenPieces, prompt_token_ids: Sequence[int], hidden: frozenset[int]) -> None:
         super().__init__(pieces, prompt_token_ids, hidden)
         self._first: list[int] | None = None  # the first tokens while they have produced no text, else None
+        self._has_prompt_text = False
         self._run: list[int] = []
         self._bytes = bytearray()  # bytes of the run
         self._num_prompt_bytes = 0  # number of those that belong to the prompt
@@ -213,7 +215,7 @@ class RunDetokenizer(IncrementalDetokenizer):
         for token_id in self._visible(iter(self._prompt)):
             self._first.append(token_id)
             if self._pieces.decode(self._first):
-                self._first = None
+                self._first, self._has_prompt_text = None, True
                 break
         if isinstance(first, str):
             return
@@ -222,7 +224,9 @@ class RunDetokenizer(IncrementalDetokenizer):
             if isinstance(self._pieces[token_id], str):
                 break
             run.append(token_id)
-        if self._first is not None:
+        else:  # the text begins with this run
+            self._first = self._first or []
+        if self._first:
             del self._first[len(self._first) - len(run) :]
         self._run = run[::-1]
         self._bytes = bytearray(b"".join(self._bytes_of(token_id) for token_id in self._run))
@@ -251,14 +255,15 @@ class RunDetokenizer(IncrementalDetokenizer):
             self._bytes.decode()
         except UnicodeDecodeError:
             return text[num_prompt:]
-        if self._first is not None:  # the prompt has no text
-            return text
-        return text[len(self._bytes[:num_prompt].decode(errors="ignore")) :]
+        complete = self._bytes[:num_prompt].decode(errors="ignore")
+        if self._first is not None:
+            return text[len(decode([*self._first, *self._run[: len(complete.encode())]])) :]
+        return text[len(complete) :]
 
     def _finish_beginning(self, text: str, token_ids: Sequence[int]) -> None:
         """Record that these tokens, after the first ones, produced this text."""
         if self._first is not None:
-            self._first = None if text else [*self._first, *token_ids]
+            self._first = None if text or self._has_prompt_text else [*self._first, *token_ids]
 
     def _bytes_of(self, token_id: int) -> bytes:
         piece = self._pieces[token_id]

@@ -286,6 +286,15 @@ def test_an_incomplete_character_is_text_and_no_error(kind: str) -> None:
     assert "".join(texts(kind, prompt, [ids_of(kind, "▁the")], (), skips=True)) == " the"
 
 
+def test_a_run_that_begins_in_the_prompt_and_begins_the_text_loses_its_spaces() -> None:
+    """As the library has it, unlike those of a later run."""
+    kind = "Metaspace behind ByteFallback"
+    for prompt, text in ((b"a", ""), ("the", " ")):
+        blocks = [ids_of(kind, "▁".encode()), ids_of(kind, "▁the")]
+        wanted = expected(kind, ids_of(kind, prompt), blocks[0] + blocks[1])
+        assert "".join(texts(kind, ids_of(kind, prompt), blocks, (), skips=True)) == wanted == f"{text} the"
+
+
 @kinds_with_bytes
 @settings(max_examples=15)
 @given(data=st.data())
