@@ -48,8 +48,8 @@ class SpeculativeConfig:
             (SGLang counts one more); by default 5 with "eagle3", 3 with "mtp", 8 with "ngram" and 16 with
             "suffix".
         tree_width: most alternatives for a draft that are verified in one step, as branches of a tree
-            (SGLang's speculative_eagle_topk); 1 verifies chains. With "dflash", where the host drives the
-            steps. Targets with recurrent states keep chains.
+            (SGLang's speculative_eagle_topk); 1 verifies chains. With "dflash". Targets with recurrent states
+            keep chains.
         tree_size: most drafts of a request's tree (SGLang's speculative_num_draft_tokens, less one), of which
             at most `num_speculative_tokens`, the default, are accepted.
         placement: "colocated" runs the drafter in the target's processes; "split" in an actor of its own,

@@ -362,10 +362,8 @@ def why_no_trees(plan: LoadPlan) -> str | None:
     """Return why drafts form chains, although trees are wanted; None if they form trees."""
     if plan.target.states is not None:
         return "recurrent states follow one path of tokens"
-    if plan.attention_backend == "flash_attn":
-        return 'attention_backend="flash_attn" has no masks of ancestors'
-    spec = plan.config.speculative_config
-    if plan.attention_backend == "triton" and spec is not None and spec.suffix_drafts:
+    spec, on_device = plan.config.speculative_config, plan.attention_backend in ("triton", "flash_attn")
+    if on_device and spec is not None and spec.suffix_drafts:
         return "copies beside a drafter are chosen on the host, and a GPU grows trees without it"
     return None
 

@@ -747,6 +747,17 @@ def test_prompts_are_attended_by_the_package(
     assert (out.double() - expected).abs().max() < 3e-3
 
 
+def test_rows_of_draft_trees_are_attended_by_our_kernel(flash_attn) -> None:
+    """Also if the host knows their lengths: the package has no masks of ancestors."""
+    case = as_prompts(Case(Shape(page_size=256, dtype=torch.float16), [300, 5], [4, 1], max_keys=1024))
+    attend, kind = FlashAttention(DEVICE), case.kind()
+    attend.reserve(kind.v_head_dim)
+    assert not isinstance(attend.prepare(kind, case.rows), WorkList)
+    paths_ND = torch.zeros(len(case.q), 2, dtype=torch.int32, device=DEVICE)
+    tree = TreeRows(paths_ND, paths_ND[:, 0])
+    assert isinstance(attend.prepare(kind, replace(case.rows, tree=tree)), WorkList)
+
+
 @pytest.mark.parametrize(
     ("prompts", "shape", "first_key"),
     [

@@ -120,14 +120,12 @@ def test_what_has_no_kernels_for_trees_keeps_chains(tiny_qwen3: Path, tiny_draft
     how = {"attention_backend": "triton", "page_size": 16}
     plan = plan_load(settings(tiny_qwen3, speculative_config=spec, **how))
     assert plan.tree == TreeSizes(3, 2, 6) and plan.max_drafts == 6
-    for attention, changes in (
-        ("flash_attn", {}),
-        ("triton", {"suffix_drafts": True}),
-    ):
-        drafts = replace(plan.config.speculative_config, **changes)
-        other = replace(
-            plan, attention_backend=attention, config=replace(plan.config, speculative_config=drafts)
-        )
+    copies = replace(
+        plan.config, speculative_config=replace(plan.config.speculative_config, suffix_drafts=True)
+    )
+    for attention in ("triton", "flash_attn"):
+        assert replace(plan, attention_backend=attention).tree == plan.tree
+        other = replace(plan, attention_backend=attention, config=copies)
         assert other.tree is None and why_no_trees(other) and other.max_drafts == 3
 
 
