@@ -33,7 +33,7 @@ def executor_info(
         tree_width=1 if plan.tree is None else plan.tree.width,
         tree_size=None if plan.tree is None else plan.tree.nodes,
     )
-    return _with_device_limits(info, plan) if runs_on_device(plan) else info
+    return _with_device_limits(info, plan) if plan.runs_on_device else info
 
 
 def _with_device_limits(info: ExecutorInfo, plan: LoadPlan) -> ExecutorInfo:
@@ -54,21 +54,16 @@ def _runs_ahead(plan: LoadPlan) -> bool:
     Copies of suffix decoding are made on the host, which must know the last step's tokens.
     """
     spec = plan.config.speculative_config
-    if runs_on_device(plan) and spec is not None and spec.copies_suffixes:
+    if plan.runs_on_device and spec is not None and spec.copies_suffixes:
         return False
     if plan.config.async_scheduling is not None:
         return plan.config.async_scheduling
-    return plan.device.type == "cuda" and runs_on_device(plan)
-
-
-def runs_on_device(plan: LoadPlan) -> bool:
-    """Return whether requests' state is on the device, which then drives the steps."""
-    return plan.attention_backend in ("triton", "flash_attn")
+    return plan.device.type == "cuda" and plan.runs_on_device
 
 
 def num_tree_values(plan: LoadPlan) -> int:
     """Return the int32 values of a request's tree, as a device grows it; 0 without such trees."""
-    if plan.tree is None or not runs_on_device(plan):
+    if plan.tree is None or not plan.runs_on_device:
         return 0
     from ....drafter.step.gpu_triton.draft_trees import DeviceTrees
 

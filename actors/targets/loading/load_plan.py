@@ -77,6 +77,11 @@ class LoadPlan:
     doubts: tuple[str, ...] = ()
 
     @property
+    def runs_on_device(self) -> bool:
+        """Whether requests' state is on the device, which then drives the steps."""
+        return self.attention_backend in ("triton", "flash_attn")
+
+    @property
     def models(self) -> list[ModelStackSpec]:
         return _stack_specs(self.target, self.drafter, self.device)
 
@@ -362,8 +367,8 @@ def why_no_trees(plan: LoadPlan) -> str | None:
     """Return why drafts form chains, although trees are wanted; None if they form trees."""
     if plan.target.states is not None:
         return "recurrent states follow one path of tokens"
-    spec, on_device = plan.config.speculative_config, plan.attention_backend in ("triton", "flash_attn")
-    if on_device and spec is not None and spec.suffix_drafts:
+    spec = plan.config.speculative_config
+    if plan.runs_on_device and spec is not None and spec.suffix_drafts:
         return "copies beside a drafter are chosen on the host, and a GPU grows trees without it"
     return None
 

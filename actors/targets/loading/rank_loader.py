@@ -37,7 +37,7 @@ from ..runners.cpu_runner import CpuModelRunner, DraftSource
 from ..runners.runner_interface import ChainedDrafter, Drafter, RemoteDrafter, Runner
 from .checkpoint_models import Checkpoints, ModelSource
 from .drafter_loader import load_drafter
-from .executor_info import device_limits, executor_info, runs_on_device
+from .executor_info import device_limits, executor_info
 from .load_plan import LoadPlan, plan_load, why_no_trees
 from .memory_budget import (
     affordable_pages,
@@ -191,7 +191,7 @@ class _Rank:
         return pages, num_states
 
     def runner(self, num_pages: tuple[int, ...], num_states: int | None) -> Runner:
-        if runs_on_device(self._plan):
+        if self._plan.runs_on_device:
             return self._device_runner(num_pages, num_states)
         return self._step_runner(num_pages, num_states)
 

@@ -29,7 +29,6 @@ from ....drafter.dflash.config import DrafterConfig
 from ....drafter.dflash.model import DFlashDrafter
 from ....drafter.dflash.proposer import DFlashProposer
 from ....drafter.step.request_states import RequestStates
-from ...targets.loading.executor_info import runs_on_device
 from ...targets.loading.load_plan import LoadPlan
 from ...targets.loading.memory_budget import gpu_budget_bytes, page_bytes
 from ...targets.loading.operator_factory import make_drafter_backend, make_step_operators
@@ -107,7 +106,7 @@ class LoadedDrafter:
         assert isinstance(drafter, DFlashDrafter), "only DFlash drafters can be split off"
         count = pages_of(plan.pages, plan.pages.drafter, num_pages)
         cache = drafter.new_cache(count, plan.page_size, plan.kv_dtype)
-        if runs_on_device(plan):
+        if plan.runs_on_device:
             from .gpu_drafter_session import GpuDrafterSession
 
             return GpuDrafterSession(plan, drafter, cache, num_pages)

@@ -38,7 +38,7 @@ from ....drafter.drafter_weights import read_weights
 from ....drafter.step.inputs.proposals import BlockCandidates, Proposals
 from ....drafter.step.inputs.row_layout import StepRows
 from ....drafter.step.request_states import RequestStates
-from ...targets.loading.executor_info import num_tree_values, runs_on_device
+from ...targets.loading.executor_info import num_tree_values
 from ...targets.loading.load_plan import LoadPlan
 from ...targets.model.tensor_parallel import Communicator
 from ...targets.runners.colocated_drafter import broadcast_proposals
@@ -217,7 +217,7 @@ class SplitRunner:
 
     def __init__(self, runner: Runner, drafts: RemoteDrafterSource, plan: LoadPlan) -> None:
         self._runner, self._drafts = runner, drafts
-        self._on_device = runs_on_device(plan)
+        self._on_device = plan.runs_on_device
         # plans and the times of their requests
         self._waiting: deque[tuple[SchedulerOutput, float]] = deque()
         # of steps that the device runs: for how long it had nothing to do but wait for their drafts
