@@ -33,6 +33,7 @@ from manta import LLM, SamplingParams
 from manta.actors.system.atomic_files import write_json
 from manta.actors.targets.runners.cpu_runner import CpuModelRunner
 from manta.actors.tokenization.tokenizer import Tokenizer
+from manta.jobs.bench.common.engine_passes import say
 from manta.jobs.bench.common.provenance import provenance
 from manta.jobs.common.tables import print_table
 from torch import Tensor
@@ -168,7 +169,7 @@ def run() -> dict[str, Any]:  # Any: JSON
     kinds = {"repetitive": repetitive_texts(tokenizer), "other": other_texts(tokenizer)}
     cells = list[dict[str, Any]]()
     for temperature in (0.0, 1.0):
-        speeds = {name: _measure(how, kinds, temperature) for name, how in METHODS.items()}
+        speeds = {name: _measure(name, kinds, temperature) for name in METHODS}
         for kind, texts in kinds.items():
             for name in texts:
                 found = {method: speeds[method][kind, name] for method in METHODS}
@@ -192,14 +193,15 @@ def run() -> dict[str, Any]:  # Any: JSON
 
 
 def _measure(
-    how: Mapping[str, Any], kinds: Mapping[str, Mapping[str, Sequence[Text]]], temperature: float
+    method: str, kinds: Mapping[str, Mapping[str, Sequence[Text]]], temperature: float
 ) -> dict[tuple[str, str], Figures]:
     found = dict[tuple[str, str], Figures]()
     settings = {"max_num_seqs": 1, "enable_prefix_caching": False, "dtype": "float32", "num_threads": 1}
     with given_answers() as given:
         for kind, texts in kinds.items():
             for name, each in texts.items():
-                spec = {**how, "adaptive": False, "num_speculative_tokens": 15}
+                say(f"{method}, T = {temperature:g}: {name}")
+                spec = {**METHODS[method], "adaptive": False, "num_speculative_tokens": 15}
                 with LLM(str(_TARGET), speculative_config=spec, skip_tokenizer_init=True, **settings) as llm:
                     found[kind, name] = measured(llm, each, temperature, given)
     return found
