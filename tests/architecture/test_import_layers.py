@@ -405,6 +405,7 @@ assert not any(name.startswith("manta.drafter.compute.cpu_fused") for name in sy
 """
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(280)
 def test_the_fused_pass_can_be_removed(shipped_pair: tuple[Path, Path]) -> None:
     target, drafter = map(str, shipped_pair)

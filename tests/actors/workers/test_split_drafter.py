@@ -28,6 +28,7 @@ from support.engines.device_engines import same_trees
 from support.engines.devices import watch_launches
 from support.engines.split_pair import Pair
 from support.engines.steps import GREEDY, Steps, open_runner, settings
+from support.oracles.sampling_cases import WHOLE
 
 
 @pytest.fixture(autouse=True)
@@ -120,7 +121,7 @@ TREES = [
     ({}, "torch", 4),
     ({"selector": True}, "torch", 4),
     ({}, "triton", 2),
-    ({"dspark": True}, "triton", 2),
+    *[({"dspark": True}, "triton", 2)] * WHOLE,
 ]
 
 

@@ -35,7 +35,7 @@ def trim_of(num_rows: int, count: int) -> Trim:
     return Trim(*curves, np.zeros(count, np.float32), weights_R, np.zeros(0, np.float32), num_rows)
 
 
-HEADS = [(("dspark",), 3, 12)] + [((), 4, 12), (("selector",), 2, 12)] * WHOLE
+HEADS = [(("dspark",), 2, 7)] + [(("dspark",), 3, 12), ((), 4, 12), (("selector",), 2, 12)] * WHOLE
 
 
 @pytest.mark.parametrize(("heads", "width", "size"), HEADS, ids=str)
@@ -106,7 +106,7 @@ def test_a_random_policy_with_trees_changes_no_token(
 ) -> None:
     """Trees, chains and no drafts alternate. Kernels are interpreted so slowly that the product's policy
     might never draft."""
-    params = [replace(knob, seed=3 + i, max_tokens=12) for i, knob in enumerate(KNOBS_HERE)]
+    params = [replace(knob, seed=3 + i, max_tokens=8) for i, knob in enumerate(KNOBS_HERE)]
     expected, _ = generate(tiny_qwen3, None, "torch", params)
     drafts = {"model": str(tiny_drafter), "num_speculative_tokens": 3, "tree_width": 3, "tree_size": 7}
     monkeypatch.setattr("manta.cluster.scheduler.step_controller.DraftLengthPolicy", RandomPolicy)
