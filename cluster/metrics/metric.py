@@ -87,6 +87,27 @@ class Metric:
     buckets: tuple[float, ...] = ()
 
 
+def counter(
+    name: str, unit: Unit, help: str, *labels: str, shared: tuple[str, ...] = SHARED_LABELS
+) -> Metric:
+    return Metric(name, "counter", unit, help, (*shared, *labels))
+
+
+def gauge(name: str, unit: Unit, help: str, *labels: str, shared: tuple[str, ...] = SHARED_LABELS) -> Metric:
+    return Metric(name, "gauge", unit, help, (*shared, *labels))
+
+
+def histogram(
+    name: str,
+    unit: Unit,
+    help: str,
+    buckets: tuple[float, ...],
+    *labels: str,
+    shared: tuple[str, ...] = SHARED_LABELS,
+) -> Metric:
+    return Metric(name, "histogram", unit, help, (*shared, *labels), buckets)
+
+
 class HistogramCounts(NamedTuple):
     """Snapshot: `cumulative` counts values up to each bound, then all values."""
 

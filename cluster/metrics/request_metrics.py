@@ -14,198 +14,142 @@ from .metric import (
     PER_TOKEN_S,
     REQUEST_S,
     REQUEST_TOKENS,
-    SHARED_LABELS,
     STEP_TOKENS,
     Metric,
+    counter,
+    gauge,
+    histogram,
 )
 
 REQUEST_METRICS: tuple[Metric, ...] = (
     # Load.
-    Metric("vllm:num_requests_running", "gauge", "requests", "Requests that are running."),
-    Metric("vllm:num_requests_waiting", "gauge", "requests", "Requests that wait for a slot or for pages."),
-    Metric(
+    gauge("vllm:num_requests_running", "requests", "Requests that are running."),
+    gauge("vllm:num_requests_waiting", "requests", "Requests that wait for a slot or for pages."),
+    gauge(
         "vllm:num_requests_waiting_by_reason",
-        "gauge",
         "requests",
         "Waiting requests by reason. capacity: for a slot or pages; deferred: lines of batches, served last.",
-        (*SHARED_LABELS, "reason"),
+        "reason",
     ),
-    Metric(
+    counter(
         "vllm:admission_rejections",
-        "counter",
         "requests",
         "Requests that were not admitted, by reason. queue_full: max_num_queued_reqs wait; "
-        "too_many_requests: the server's limit is reached; draining: the server stops; engine_dead: it is "
-        "being replaced; key_limit: the API key's limit is reached.",
-        (*SHARED_LABELS, "reason"),
+        "too_many_requests: the server's limit is reached; draining: the server stops; engine_dead: it is"
+        " being replaced; key_limit: the API key's limit is reached.",
+        "reason",
     ),
-    Metric(
+    gauge(
         "vllm:engine_sleep_state",
-        "gauge",
         "info",
         "1 for the engine's current state. Always awake: unused engines are stopped instead.",
-        (*SHARED_LABELS, "sleep_state"),
+        "sleep_state",
     ),
-    Metric("vllm:kv_cache_usage_perc", "gauge", "ratio", "Share of the K/V pages in use, 0 to 1."),
+    gauge("vllm:kv_cache_usage_perc", "ratio", "Share of the K/V pages in use, 0 to 1."),
     # Tokens.
-    Metric("vllm:prompt_tokens", "counter", "tokens", "Prompt tokens of requests that began to run."),
-    Metric("vllm:generation_tokens", "counter", "tokens", "Generated tokens."),
-    Metric(
-        "vllm:request_success",
-        "counter",
-        "requests",
-        "Requests that ended, by reason.",
-        (*SHARED_LABELS, "finished_reason"),
-    ),
-    Metric(
+    counter("vllm:prompt_tokens", "tokens", "Prompt tokens of requests that began to run."),
+    counter("vllm:generation_tokens", "tokens", "Generated tokens."),
+    counter("vllm:request_success", "requests", "Requests that ended, by reason.", "finished_reason"),
+    histogram(
         "vllm:iteration_tokens_total",
-        "histogram",
         "tokens",
         "Tokens processed per step: computed prompt tokens and generated tokens.",
-        buckets=STEP_TOKENS,
+        STEP_TOKENS,
     ),
-    Metric(
-        "vllm:request_prompt_tokens",
-        "histogram",
-        "tokens",
-        "Tokens per prompt.",
-        buckets=REQUEST_TOKENS,
-    ),
-    Metric(
-        "vllm:request_generation_tokens",
-        "histogram",
-        "tokens",
-        "Generated tokens per completion.",
-        buckets=REQUEST_TOKENS,
-    ),
-    Metric(
+    histogram("vllm:request_prompt_tokens", "tokens", "Tokens per prompt.", REQUEST_TOKENS),
+    histogram("vllm:request_generation_tokens", "tokens", "Generated tokens per completion.", REQUEST_TOKENS),
+    histogram(
         "vllm:request_max_num_generation_tokens",
-        "histogram",
         "tokens",
         "Generated tokens of the longest completion of each prompt.",
-        buckets=REQUEST_TOKENS,
+        REQUEST_TOKENS,
     ),
-    Metric(
-        "vllm:request_params_n",
-        "histogram",
-        "requests",
-        "Requested completions per prompt.",
-        buckets=COMPLETIONS,
-    ),
-    Metric(
+    histogram("vllm:request_params_n", "requests", "Requested completions per prompt.", COMPLETIONS),
+    histogram(
         "vllm:request_params_max_tokens",
-        "histogram",
         "tokens",
         "Requested max_tokens per completion; no value if only the context is the limit.",
-        buckets=REQUEST_TOKENS,
+        REQUEST_TOKENS,
     ),
     # Latency.
-    Metric(
-        "vllm:time_to_first_token_seconds",
-        "histogram",
-        "seconds",
-        "Time from arrival to the first token.",
-        buckets=FIRST_TOKEN_S,
+    histogram(
+        "vllm:time_to_first_token_seconds", "seconds", "Time from arrival to the first token.", FIRST_TOKEN_S
     ),
-    Metric(
+    histogram(
         "vllm:inter_token_latency_seconds",
-        "histogram",
         "seconds",
         "Time between tokens; tokens of one block share the time since the block before.",
-        buckets=PER_TOKEN_S,
+        PER_TOKEN_S,
     ),
-    Metric(
+    histogram(
         "vllm:request_time_per_output_token_seconds",
-        "histogram",
         "seconds",
         "Mean time per token after the first, per completion.",
-        buckets=PER_TOKEN_S,
+        PER_TOKEN_S,
     ),
-    Metric(
-        "vllm:e2e_request_latency_seconds",
-        "histogram",
-        "seconds",
-        "Time from arrival to the last token.",
-        buckets=REQUEST_S,
+    histogram(
+        "vllm:e2e_request_latency_seconds", "seconds", "Time from arrival to the last token.", REQUEST_S
     ),
-    Metric(
+    histogram(
         "vllm:request_queue_time_seconds",
-        "histogram",
         "seconds",
         "Time from arrival until the request first ran.",
-        buckets=REQUEST_S,
+        REQUEST_S,
     ),
-    Metric(
+    histogram(
         "vllm:request_prefill_time_seconds",
-        "histogram",
         "seconds",
         "Time from when the request first ran to its first token.",
-        buckets=REQUEST_S,
+        REQUEST_S,
     ),
-    Metric(
-        "vllm:request_decode_time_seconds",
-        "histogram",
-        "seconds",
-        "Time from the first token to the last one.",
-        buckets=REQUEST_S,
+    histogram(
+        "vllm:request_decode_time_seconds", "seconds", "Time from the first token to the last one.", REQUEST_S
     ),
-    Metric(
+    histogram(
         "vllm:request_inference_time_seconds",
-        "histogram",
         "seconds",
         "Time from when the request first ran to its last token.",
-        buckets=REQUEST_S,
+        REQUEST_S,
     ),
     # Cache.
-    Metric("vllm:prefix_cache_queries", "counter", "tokens", "Prompt tokens looked up in the prefix cache."),
-    Metric("vllm:prefix_cache_hits", "counter", "tokens", "Prompt tokens found in the prefix cache."),
-    Metric(
+    counter("vllm:prefix_cache_queries", "tokens", "Prompt tokens looked up in the prefix cache."),
+    counter("vllm:prefix_cache_hits", "tokens", "Prompt tokens found in the prefix cache."),
+    counter(
         "vllm:prompt_tokens_cached",
-        "counter",
         "tokens",
         "Prompt tokens that were not computed; equals vllm:prefix_cache_hits.",
     ),
-    Metric(
+    histogram(
         "vllm:request_prefill_kv_computed_tokens",
-        "histogram",
         "tokens",
         "Tokens of each prompt that were not in the prefix cache.",
-        buckets=REQUEST_TOKENS,
+        REQUEST_TOKENS,
     ),
-    Metric(
-        "vllm:num_preemptions",
-        "counter",
-        "preemptions",
-        "Times that a running request lost its pages to another.",
-    ),
-    Metric(
+    counter("vllm:num_preemptions", "preemptions", "Times that a running request lost its pages to another."),
+    histogram(
         "vllm:kv_block_lifetime_seconds",
-        "histogram",
         "seconds",
         "Time from a page's allocation to its eviction, for a sample of pages.",
-        buckets=PAGE_S,
+        PAGE_S,
     ),
-    Metric(
+    histogram(
         "vllm:kv_block_idle_before_evict_seconds",
-        "histogram",
         "seconds",
         "Time from a page's last use to its eviction, for a sample of pages. A short time means that the "
         "cache is too small.",
-        buckets=PAGE_S,
+        PAGE_S,
     ),
-    Metric(
+    histogram(
         "vllm:kv_block_reuse_gap_seconds",
-        "histogram",
         "seconds",
         "Time from a page's last use until it was reused, for a sample of pages.",
-        buckets=PAGE_S,
+        PAGE_S,
     ),
-    Metric(
+    gauge(
         "vllm:cache_config_info",
-        "gauge",
         "info",
-        "Always 1; its labels describe the K/V cache. block_size: tokens per page; num_gpu_blocks: pages on "
-        "any device.",
-        (*SHARED_LABELS, "block_size", "num_gpu_blocks", "cache_dtype", "enable_prefix_caching"),
+        "Always 1; its labels describe the K/V cache. block_size: tokens per page; num_gpu_blocks: pages "
+        "on any device.",
+        *("block_size", "num_gpu_blocks", "cache_dtype", "enable_prefix_caching"),
     ),
 )
