@@ -63,24 +63,10 @@ class DeviceTime:
     queue: float = 0.0
 
     def __add__(self, other: DeviceTime) -> DeviceTime:
-        return DeviceTime(
-            self.bytes + other.bytes,
-            self.arithmetic + other.arithmetic,
-            self.instructions + other.instructions,
-            self.link + other.link,
-            self.launches + other.launches,
-            self.queue + other.queue,
-        )
+        return DeviceTime(*(getattr(self, name) + getattr(other, name) for name in _BOTTLENECKS))
 
     def times(self, count: float) -> DeviceTime:
-        return DeviceTime(
-            self.bytes * count,
-            self.arithmetic * count,
-            self.instructions * count,
-            self.link * count,
-            self.launches * count,
-            self.queue * count,
-        )
+        return DeviceTime(*(getattr(self, name) * count for name in _BOTTLENECKS))
 
     @property
     def total_s(self) -> float:

@@ -224,7 +224,7 @@ def _read_z_lab(raw: Json, file: str, *, mask_embedding: bool) -> DrafterConfig:
     if block_size is None:
         raise wrong(file, "block_size", None, BLOCK_SIZE)
     return DrafterConfig(
-        **_shape(top, raw, file),
+        **backbone_shape(top, raw, file),
         **_dflash2_parts(dflash),
         **_dspark_parts(top.heads, top.draft_vocab_size or top.vocab_size),
         **_scales(dflash),
@@ -267,7 +267,7 @@ def _read_deepspec_gemma4(raw: Json, file: str) -> DrafterConfig:
 
 def _read_deepspec(top: DeepSpec, raw: Json, file: str, rope_of: str | None = None) -> DrafterConfig:
     return DrafterConfig(
-        **_shape(top, raw, file, rope_of),
+        **backbone_shape(top, raw, file, rope_of),
         **_dspark_parts(top, top.draft_vocab_size or top.vocab_size),
         layout="deepspec",
         layers=tuple(DraftLayer(False, window) for window in top.windows()),
@@ -286,7 +286,7 @@ def _read_deepspec(top: DeepSpec, raw: Json, file: str, rope_of: str | None = No
 def _read_assistant(raw: Json, file: str, *, mask_embedding: bool) -> DrafterConfig:
     top = parse(Assistant, raw, file)
     return DrafterConfig(
-        **_shape(top, raw, file),
+        **backbone_shape(top, raw, file),
         **_scales(top),
         layout="assistant",
         layers=tuple(DraftLayer(False, window) for window in top.windows()),
@@ -306,7 +306,7 @@ def _read_speculators(raw: Json, file: str) -> DrafterConfig:
     backbone = top.transformer_layer_config
     causal = not top.sliding_window_non_causal
     return DrafterConfig(
-        **_shape(backbone, raw["transformer_layer_config"], file),
+        **backbone_shape(backbone, raw["transformer_layer_config"], file),
         **_dflash2_parts(top),
         **_dspark_parts(top, top.draft_vocab_size or backbone.vocab_size),
         **_scales(top, input_scale=1.0),  # vLLM, which runs this format, uses unscaled embeddings
@@ -324,9 +324,10 @@ def _read_speculators(raw: Json, file: str) -> DrafterConfig:
     )
 
 
-def _shape(
+def backbone_shape(
     backbone: Backbone, raw: Json, file: str, rope_of: str | None = None
-) -> dict[str, Any]:  # Any: fields of DrafterConfig by name
+) -> dict[str, Any]:  # Any: fields of DrafterShape by name
+    """Return what a backbone says; `raw` holds the keys of its rotation, of layers of type `rope_of`."""
     rope = RopeConfig.read(raw, backbone.dim, file, layer_type=rope_of)
     return {
         "file": file,

@@ -13,7 +13,7 @@ from typing import Any, Literal
 from ..compute.backend import ModelStackSpec
 from ..compute.checkpoint.hf_config import Json, overridden, parse, read_json, wrong
 from ..compute.checkpoint.quantization.read_quantization import read_quantization
-from ..compute.layers.rope import RopeConfig
+from ..dflash.config import backbone_shape
 from ..dflash.target_features import TargetFacts
 from ..drafter_spec import DrafterShape, DraftLayer
 from .config_formats import (
@@ -123,20 +123,10 @@ def _previous_layers(ids: tuple[int, ...], num_target_layers: int | None) -> tup
 def _shape(
     block: OneLayer, norms: Norms, raw: Json, file: str
 ) -> dict[str, Any]:  # Any: fields of Eagle3Config by name
-    rope = RopeConfig.read(raw, block.dim, file)
     return {
-        "file": file,
-        "hidden_size": block.hidden_size,
-        "intermediate_size": block.intermediate_size,
-        "num_heads": block.num_attention_heads,
-        "num_kv_heads": block.kv_heads,
-        "head_dim": block.dim,
-        "rms_norm_eps": block.rms_norm_eps,
-        "rope": replace(rope, interleaved=not block.is_neox_style),
+        **backbone_shape(block, raw, file),
         "layers": tuple(DraftLayer(True, window) for window in block.windows()),
-        "vocab_size": block.vocab_size,
         "target_hidden_size": norms.target_hidden_size or block.hidden_size,
-        "attention_bias": block.attention_bias,
         "head_norms": block.head_norms,
         "norm_before_residual": norms.norm_before_residual,
         "norm_before_fc": norms.norm_before_fc,

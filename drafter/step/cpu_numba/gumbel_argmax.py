@@ -12,6 +12,7 @@ Legend: M rows, V vocabulary.
 from __future__ import annotations
 
 import numpy as np
+import torch
 from numba import carray
 
 from ...compute.cpu_numba.element_ops import elements, float_of, pointer, size_of
@@ -20,38 +21,28 @@ from .gumbel_noise import mixed_tokens
 from .selector import NOTHING, find_noisy
 
 _FLOAT, _INT, _BOOL = np.float32(0), np.int64(0), np.bool_(0)
-_INT16, _UINT16, _INT32, _UINT32 = np.int16(0), np.uint16(0), np.int32(0), np.uint32(0)
+# Zeros of integers as wide as an element; the patterns of the infinities.
+BITS = {
+    torch.bfloat16: (np.int16(0), np.uint16(0), 0x7F80, 0xFF80),
+    torch.float32: (np.int32(0), np.uint32(0), 0x7F800000, 0xFF800000),
+}
 
 
 @elements
-def are_numbers_16(logits, found, num_rows, vocab_size):
-    """Find the bf16 rows without NaN and +inf.
+def are_numbers(logits, found, num_rows, vocab_size, signed, unsigned, infinity, negative_infinity):
+    """Find the rows without NaN and +inf; the last four arguments are `BITS` of the logits' dtype.
 
     Compares bit patterns: among values of one sign, those of infinity and NaN are the largest.
     """
-    signed_NV = carray(pointer(logits, _INT16), (num_rows, vocab_size))
-    unsigned_NV = carray(pointer(logits, _UINT16), (num_rows, vocab_size))
+    signed_NV = carray(pointer(logits, signed), (num_rows, vocab_size))
+    unsigned_NV = carray(pointer(logits, unsigned), (num_rows, vocab_size))
     found_N = carray(pointer(found, _BOOL), (num_rows,))
     for n in range(num_rows):
-        maximum, most_negative = np.int16(0), np.uint16(0)
+        maximum, most_negative = signed, unsigned
         for v in range(vocab_size):
             maximum = max(maximum, signed_NV[n, v])
             most_negative = max(most_negative, unsigned_NV[n, v])
-        found_N[n] = maximum < 0x7F80 and most_negative <= 0xFF80
-
-
-@elements
-def are_numbers_32(logits, found, num_rows, vocab_size):
-    """Find the fp32 rows without NaN and +inf, as `are_numbers_16` does."""
-    signed_NV = carray(pointer(logits, _INT32), (num_rows, vocab_size))
-    unsigned_NV = carray(pointer(logits, _UINT32), (num_rows, vocab_size))
-    found_N = carray(pointer(found, _BOOL), (num_rows,))
-    for n in range(num_rows):
-        maximum, most_negative = np.int32(0), np.uint32(0)
-        for v in range(vocab_size):
-            maximum = max(maximum, signed_NV[n, v])
-            most_negative = max(most_negative, unsigned_NV[n, v])
-        found_N[n] = maximum < 0x7F800000 and most_negative <= 0xFF800000
+        found_N[n] = maximum < infinity and most_negative <= negative_infinity
 
 
 @elements

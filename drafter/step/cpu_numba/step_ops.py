@@ -79,9 +79,8 @@ class LoopStepOperators(StepOperators):
     def are_numbers(logits_NV: Tensor) -> Tensor:
         logits_NV = logits_NV.contiguous()
         found_N = torch.empty(len(logits_NV), dtype=torch.bool)
-        is_half = logits_NV.dtype is torch.bfloat16
-        loop = gumbel_argmax.are_numbers_16 if is_half else gumbel_argmax.are_numbers_32
-        loop(logits_NV.data_ptr(), found_N.data_ptr(), *logits_NV.shape)
+        addresses, bits = (logits_NV.data_ptr(), found_N.data_ptr()), gumbel_argmax.BITS[logits_NV.dtype]
+        gumbel_argmax.are_numbers(*addresses, *logits_NV.shape, *bits)
         return found_N
 
     @staticmethod

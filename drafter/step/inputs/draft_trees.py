@@ -17,6 +17,7 @@ rows.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -74,22 +75,22 @@ class DraftTrees:
 
     def depths(self) -> Ints:
         """Return the depth of each request's rows, int64 [R, M + 1]; 0 for anchors and past the last node."""
-        depths = np.zeros((len(self.num_nodes_R), self.parents_RM.shape[1] + 1), dtype=np.int64)
-        requests_R = np.arange(len(depths))
-        for node in range(self.parents_RM.shape[1]):
-            of_parent_R = depths[requests_R, self.parents_RM[:, node]]
-            depths[:, node + 1] = np.where(node < self.num_nodes_R, of_parent_R + 1, 0)
-        return depths
+        return self._from_root(np.int64(0), np.ones_like(self.parents_RM), np.add)
 
     def survivals(self) -> FloatArray:
         """Return the chance of each node's path, fp32 [R, M]; 0 past the last node."""
-        paths_RW = np.ones((len(self.num_nodes_R), self.parents_RM.shape[1] + 1), dtype=np.float32)
-        requests_R = np.arange(len(paths_RW))
-        for node in range(self.parents_RM.shape[1]):
-            of_parent_R = paths_RW[requests_R, self.parents_RM[:, node]]
-            chance_R = np.where(node < self.num_nodes_R, self.chances_RM[:, node], np.float32(0))
-            paths_RW[:, node + 1] = of_parent_R * chance_R
-        return paths_RW[:, 1:]
+        return self._from_root(np.float32(1), self.chances_RM, np.multiply)[:, 1:]
+
+    def _from_root(
+        self, root: np.generic, steps_RM: NDArray[Any], join: np.ufunc
+    ) -> NDArray[Any]:  # Any: of the root's dtype
+        """Join each node's step with its parent's value, from the root's on; 0 past the last node."""
+        num_requests, num_nodes = self.parents_RM.shape
+        values_RW, requests_R = np.full((num_requests, num_nodes + 1), root), np.arange(num_requests)
+        for node in range(num_nodes):
+            value_R = join(values_RW[requests_R, self.parents_RM[:, node]], steps_RM[:, node])
+            values_RW[:, node + 1] = np.where(node < self.num_nodes_R, value_R, 0)
+        return values_RW
 
     def row_parents(self, num_rows_R: Ints) -> Ints:
         """Return each row's parent in its request, int64 [N]; -1 for first rows.
@@ -153,12 +154,7 @@ class DraftTrees:
 
     def main_nodes(self) -> BoolArray:
         """Return whether a node is on its request's main path, the chain of best candidates, bool [R, M]."""
-        is_main = np.ones((len(self.num_nodes_R), self.parents_RM.shape[1] + 1), dtype=np.bool_)
-        requests_R = np.arange(len(is_main))
-        for node in range(self.parents_RM.shape[1]):
-            is_best_R = (self.ranks_RM[:, node] == 0) & (node < self.num_nodes_R)
-            is_main[:, node + 1] = is_best_R & is_main[requests_R, self.parents_RM[:, node]]
-        return is_main[:, 1:]
+        return self._from_root(np.True_, self.ranks_RM == 0, np.logical_and)[:, 1:]
 
     def outcome(self, accepted: AcceptedPaths, width: int) -> TreeOutcome:
         """Return what the accepted paths teach about trees of this width."""
