@@ -18,15 +18,14 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ..speculation.step_cost_model import Amounts, Doubles, StepCostModel, StepLoad
+from ..speculation.step_cost_model import MAX_GROWTH, Amounts, Doubles, StepCostModel, StepLoad
 from ..step.scheduler_output import IntArray
 
 _SHARE = 0.03  # of the time of online requests' decoding: p95 of the time per token may grow by a tenth
 _MAX_SAVED = 2.0  # steps; also the largest debt, so that an interruption does not stop background work
 _MAX_DELAY_S = 0.08  # not noticeable to a reader; half of the 0.2 s that another request's stream may pause
 _MAX_DELAY_STEPS = 4.0  # then prompts get four fifths of the time, and take 1.25 times as long
-_MAX_GROWTH = 4  # growth over the largest measured chunk: the first one of a size also touches new memory
-_CHUNK = 32  # prompt rows, the unit of prompts; fewer take no longer than a step's own noise
+CHUNK = 32  # prompt rows, the unit of prompts; fewer take no longer than a step's own noise
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +58,7 @@ class BackgroundBudget:
     def __init__(self, costs: StepCostModel, max_rows: int, *, chunks: bool) -> None:
         self._costs, self._max_rows, self._chunks = costs, max_rows, chunks
         self._saved_s = 0.0  # for background work
-        steps = np.arange(0, max_rows + _CHUNK, _CHUNK) if chunks else np.array([0, max_rows])
+        steps = np.arange(0, max_rows + CHUNK, CHUNK) if chunks else np.array([0, max_rows])
         self._prompts_M = np.minimum(steps, max_rows)
         self._base_s = 0.0  # predicted seconds of the last step with online requests, without other work
 
@@ -74,7 +73,7 @@ class BackgroundBudget:
         load = load._replace(prompt_rows=self._prompts_M)
         costs_M = self._costs.step_s(load, length)
         rows = self._prompts_M[max(_count(costs_M - costs_M[0], _max_delay_s(costs_M[0])), 1)]
-        return min(int(rows), _MAX_GROWTH * max(measured_rows, _CHUNK))
+        return min(int(rows), MAX_GROWTH * max(measured_rows, CHUNK))
 
     def with_online(self, load: StepLoad, length: int, num_decoding: int) -> BackgroundWork:
         """Return the work to add to a step in which the online requests `load` decode with drafts of this

@@ -20,13 +20,13 @@ from statistics import median
 from typing import NamedTuple
 
 from ..speculation.draft_trimming import BETTER
-from ..speculation.loss_budget import Backoff
+from ..speculation.loss_budget import RETRY_STEPS, Backoff
 from ..speculation.step_cost_model import load_class
 from ..step.scheduler_output import StepTimings
 
 _NUM_RATES = 6  # steps whose median rate is compared
 _IGNORED_STEPS = 2  # ignored steps of a sequence of halves, since drafts of the first one were not overlapped
-_TRIAL_STEPS = 128  # until a trial if the rate has changed; else twice as many, doubled by each failure
+_TRIAL_STEPS = 2 * RETRY_STEPS  # until a trial if the rate has changed; else twice as many, and so on
 _CHANGED = 1.33  # factor by which the rate changes, up or down, if costs or texts do
 
 

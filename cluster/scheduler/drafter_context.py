@@ -15,22 +15,21 @@ from collections.abc import Iterable
 import numpy as np
 
 from ..speculation.draft_trimming import BETTER
-from ..speculation.loss_budget import Backoff
+from ..speculation.loss_budget import MAX_BACKOFF, RETRY_STEPS, Backoff
 from ..step.executor import DrafterHealth
 from ..step.limits import SchedulerConfig
 from ..step.scheduler_output import IntArray, SchedulerOutput, StepTimings
 from ..step.sequence import WAITING, Sequence, SlotTable
+from .background_budget import CHUNK
 from .request_queues import RequestQueues
 from .step_controller import StepController
 
 # Steps without useful drafts until writes stop. With 1,024 a useless drafter costs 2.3 % of 4,000 steps, with
 # 384 1.3 % (simulated, writes a sixteenth of a pass).
 _IDLE_STEPS = 256
-_TRIAL_IDLE_STEPS = 32  # the same after a trial's drafts became possible: it takes 3 steps, its review 8
-_PAUSE_STEPS = 1024  # without writes until a trial may resume them: it recomputes a request
-# Not tuned.
-_REFILL_ROWS = 16  # least rows per step
-_REFILL_STEPS = 64  # most for one sequence, whose reader waits meanwhile
+# Without writes until a trial may resume them, which recomputes a request: the longest wait for a retry.
+_PAUSE_STEPS = MAX_BACKOFF * RETRY_STEPS
+_REFILL_STEPS = RETRY_STEPS  # most for one sequence, whose reader waits meanwhile
 # Maximum rows recomputed for each remaining token: a recomputed row costs about a tenth of a plain token on a
 # CPU and a hundredth on a GPU, because a chunk reads the weights once, and drafts save about half of a token.
 _ROWS_PER_TOKEN = 8
@@ -69,7 +68,9 @@ class ContextWriteGate:
 
     def resume(self, wanted: int = 0, *, trial: bool = False) -> None:
         self.on, self.wanted = True, wanted
-        self._max_idle = _TRIAL_IDLE_STEPS if trial else _IDLE_STEPS
+        # Simulated with four requests: with 32 steps after a trial drafts return late or never as texts get
+        # easy; where they never pay, 64 take 4 % longer than 32, and 256 take 8 %.
+        self._max_idle = RETRY_STEPS if trial else _IDLE_STEPS
         self._rest.fail()
         self._begin()
 
@@ -106,7 +107,7 @@ class DrafterContextRefill:
         self._max_rows, self._chunks = max_rows, chunks
         # Prompt tokens by slot, of online and of background requests running without drafter context.
         self._prompts: tuple[dict[int, int], dict[int, int]] = ({}, {})
-        self._min_rows = _REFILL_ROWS
+        self._min_rows = CHUNK
         self.current: Sequence | None = None
 
     @property
@@ -117,7 +118,7 @@ class DrafterContextRefill:
     def begin(self, running: Iterable[Sequence], num_tokens: int = 0) -> None:
         """Start recomputing these sequences, with rows enough per step for `num_tokens` tokens each."""
         self._prompts, self.current = ({}, {}), None
-        self._min_rows = _REFILL_ROWS + num_tokens // _REFILL_STEPS
+        self._min_rows = CHUNK + num_tokens // _REFILL_STEPS
         for sequence in running:
             request = sequence.request
             if request.max_draft_tokens != 0:

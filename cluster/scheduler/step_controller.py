@@ -14,7 +14,7 @@ import numpy as np
 from ..request.request import Request
 from ..speculation.acceptance_model import NUM_BLOCKS, UPDATE_STEPS, AcceptanceModel
 from ..speculation.draft_length_policy import DecodeBatch, DraftChoice, DraftLengthPolicy
-from ..speculation.draft_trimming import TRIM_S
+from ..speculation.draft_trimming import BETTER, TRIM_S
 from ..speculation.step_cost_model import StepCostModel, StepLoad
 from ..speculation.tree_policy import BranchModel
 from ..step.limits import SchedulerConfig
@@ -36,9 +36,9 @@ _QUIET_S = 5.0  # without online requests, after which background steps may be l
 # Why requests decode without drafts: no drafter, not allowed for them, plain steps are measured, or are
 # faster.
 Undrafted = Literal["no_drafter", "not_asked", "measuring", "plain_is_faster"]
-# Seconds of learning from a step on a current server's core, and their largest share of the time of drafting
-# steps after the first 64.
-_LEARN_S, _MAX_LEARN_SHARE = 0.0002, 0.02
+# Seconds of learning from a step on a current server's core; their share of the time of drafting steps is at
+# most the difference that counts (`BETTER`) after the first 64.
+_LEARN_S = 0.0002
 _MAX_HOST_SHARE = 0.5  # of a step's own seconds; more time between steps was spent idle
 
 
@@ -277,7 +277,7 @@ class StepController:
         self._num_unlearned += 1
         every = UPDATE_STEPS
         if step.choice.length:
-            every = min(every, math.ceil(_LEARN_S / (_MAX_LEARN_SHARE * max(seconds, _LEARN_S))))
+            every = min(every, math.ceil(_LEARN_S / ((BETTER - 1.0) * max(seconds, _LEARN_S))))
         is_rare = step.choice.is_trial or step.load.prompt_rows or self._num_completed <= NUM_BLOCKS
         if is_rare or self._num_unlearned >= every:
             self._learn_acceptance(step, outcome, result)
@@ -299,10 +299,8 @@ class StepController:
             shape_s = result.tree_gain.grow_s
         elif plan.is_trimmed_by_host:
             shape_s = TRIM_S
-        self._costs.observe(
-            *(step.load, num_verified, draft_rows, draft_s, seconds - draft_s - shape_s, num_drafting),
-            is_change=step.choice.is_change,
-        )
+        non_draft_s = seconds - draft_s - shape_s
+        self._costs.observe(step.load, num_verified, draft_rows, draft_s, non_draft_s, num_drafting)
         self._measured_prompt_rows = max(self._measured_prompt_rows, int(step.load.prompt_rows))
         if self._policy is None or step.load.prompt_rows:
             return

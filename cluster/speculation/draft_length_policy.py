@@ -30,22 +30,15 @@ import numpy as np
 from ..step.scheduler_output import FloatArray, IntArray, SchedulerOutput, TreeGain, TreeShape, Trim
 from .acceptance_model import NO_MARGIN, NUM_BLOCKS, AcceptanceModel
 from .draft_trimming import BETTER, TRIM_S, LengthEstimate, drafts_to_verify, estimate_trimmed
-from .loss_budget import MAX_BACKOFF, Backoff, LossBudget
-from .step_cost_model import MIN_S, StepCostModel, StepLoad
-from .tree_policy import TreePolicy
+from .loss_budget import MAX_BACKOFF, RETRY_STEPS, Backoff, LossBudget
+from .step_cost_model import MAX_GROWTH, MIN_S, StepCostModel, StepLoad
+from .tree_policy import TreeGains
 
 # Most of a plain step's prediction over its lower bound that counts as measured. Not tuned; without a limit
 # the worst H200 cell falls from 0.94 to 0.69 of the best (docs/measurements.md).
 _KNOWN = 2.5
-_REVIEW_STEPS = 8  # between reviews at first, and between trials of a length
-_RETRY_STEPS = NUM_BLOCKS  # between reviews later, and without drafts until a retry: all samples are new
-_TRIAL_STEPS = 3  # at most, as far as the loss is covered
-# Most decoding rows of a step over those of the largest step before. Without a limit, costs of one request's
-# steps are extrapolated to all drafts of 64: the first 150 tokens of a cell then have 0.8 of plain decoding's
-# speed; with 4, another cell stays at 0.926 of the best.
-_MAX_GROWTH = 8
-_NEW_NODES = 0.1  # weight of the newest step in the mean of nodes worth verifying; not tuned
-_LOSS_SHARE, _MAX_LOSS_STEPS = 0.01, 16.0  # of the total time; plain steps whose time is covered at most
+_REVIEW_STEPS = 8  # between reviews at first, and between trials of a length; 16: 0.996 of the speed
+_TRIAL_STEPS = 3  # at most, as far as the loss is covered; 1 failed on whole grids (docs/measurements.md)
 
 
 def draft_lengths(max_drafts: int) -> tuple[int, ...]:
@@ -80,7 +73,6 @@ class DraftChoice(NamedTuple):
     plain_s: float = 0.0  # expected seconds of a step without drafts; 0 while nothing is known
     tree: TreeShape | None = None  # the drafts are nodes of trees as deep as `length`; None: chains
     is_review: bool = False  # the policy was reviewed, which takes the host's time
-    is_change: bool = False  # the step before had another length, so caches are cold
 
 
 @dataclass(slots=True)
@@ -97,6 +89,7 @@ class _LoadState:
     trial_steps: int = 0  # remaining ones of the trial in progress
     # by length: when it may be tried again, and the steps between trials
     trials: dict[int, tuple[int, int]] = field(default_factory=dict[int, tuple[int, int]])
+    trees: TreeGains = field(default_factory=TreeGains)
 
 
 class DraftLengthPolicy:
@@ -119,12 +112,10 @@ class DraftLengthPolicy:
         self._acceptance, self._costs = acceptance, costs
         self._lengths = draft_lengths(max_drafts)
         self._states: dict[tuple[bool, int], _LoadState] = {}  # by kind and class of load
-        self._budget = LossBudget(_LOSS_SHARE, _MAX_LOSS_STEPS)
-        self._trees = TreePolicy() if has_trees else None
-        self._tree_nodes: dict[int, float] = {}  # by class of load, the mean of as many as were best
+        self._budget = LossBudget()
+        self._has_trees = has_trees
         self._num_steps = self._num_plain = 0  # steps, and those since the last drafts
-        self._last_length = 0
-        self._retry = Backoff(_RETRY_STEPS)
+        self._retry = Backoff()
         self._retry_gain = math.inf  # ratio of expected to plain worth at the last retry
         self._paused_until = 0
         self._measured: Iterator[int] | None = None  # the lengths of the warm-up
@@ -168,17 +159,14 @@ class DraftLengthPolicy:
         if is_trial := state.trial_steps > 0:
             length, state.review_at = state.trial_length, state.steps + 1
             state.trial_steps -= 1
-        is_change, self._last_length = length != self._last_length, length
         self._num_plain = 0 if length else self._num_plain + 1
         state.has_plain = state.has_plain or not length
         drafts_R = np.minimum(batch.limits_R, length)
         if length and not is_trial and state.estimate.trims and not self.reports_margins:
             drafts_R = self._trimmed_by_request(drafts_R, state.estimate, batch, load)
-        is_tree = False
-        if self._trees is not None and length and not is_trial:
-            is_tree = self._trees.choose(load.size)
+        is_tree = self._has_trees and length > 0 and not is_trial and state.trees.choose()
         how = (length, is_trial, is_tree, state.estimate, state.plain_s)
-        return DraftChoice(drafts_R, *how, is_review=bool(is_review), is_change=is_change)
+        return DraftChoice(drafts_R, *how, is_review=bool(is_review))
 
     def _state(self, load: StepLoad) -> _LoadState:
         """Return the state of this class of load."""
@@ -198,7 +186,7 @@ class DraftLengthPolicy:
 
     def _review(self, state: _LoadState, batch: DecodeBatch, load: StepLoad) -> None:
         """Choose the best known length, and schedule a trial if one is due."""
-        usual = min(max(state.steps // 2, _REVIEW_STEPS), _RETRY_STEPS)
+        usual = min(max(state.steps // 2, _REVIEW_STEPS), RETRY_STEPS)
         state.review_at = state.steps + usual
         self._acceptance.update()
         self._costs.changed()
@@ -216,7 +204,6 @@ class DraftLengthPolicy:
         plain = estimates[0]
         state.plain_s = plain.seconds
         self._budget.begin(plain.seconds)
-        covered_s = self._budget.balance_s
         self._update_length(state, estimates)
         if self._num_steps < self._paused_until:
             return
@@ -226,18 +213,20 @@ class DraftLengthPolicy:
             for length in lengths
             if length != state.length
         }
-        length = self._worth_trying(state, estimates, min_s, losses_s)
+        balance_s = self._budget.balance_s
+        covered_s = {length: loss_s for length, loss_s in losses_s.items() if loss_s <= balance_s}
+        length = self._worth_trying(state, estimates, min_s, covered_s)
         if length is None and not state.length and losses_s:
             length = self._worth_retrying(estimates)
-        if length is not None and losses_s[length] <= covered_s:
+        if length in covered_s:
             state.trial_length = length
             maximum = _TRIAL_STEPS if self._costs.has_measured_drafts else 1
-            state.trial_steps = min(maximum, int(covered_s / losses_s[length]))
+            state.trial_steps = min(maximum, int(balance_s / covered_s[length]))
             _, wait = state.trials.get(length, (0, _REVIEW_STEPS))
-            state.trials[length] = state.steps + wait, min(2 * wait, MAX_BACKOFF * _RETRY_STEPS)
+            state.trials[length] = state.steps + wait, min(2 * wait, MAX_BACKOFF * RETRY_STEPS)
 
     def _possible(self, num_requests: int) -> list[int]:
-        most_rows = min(self._max_rows, _MAX_GROWTH * self._costs.most_rows)
+        most_rows = min(self._max_rows, MAX_GROWTH * self._costs.most_rows)
         return [length for length in self._lengths if length <= max(most_rows // num_requests - 1, 0)]
 
     def _update_length(self, state: _LoadState, estimates: dict[int, LengthEstimate]) -> None:
@@ -249,7 +238,7 @@ class DraftLengthPolicy:
             state.review_at = min(state.review_at, state.steps + _REVIEW_STEPS)
         if self._num_steps < self._paused_until:
             length = 0
-        elif length and self._num_steps > self._paused_until + MAX_BACKOFF * _RETRY_STEPS:
+        elif length and self._num_steps > self._paused_until + MAX_BACKOFF * RETRY_STEPS:
             self._retry.reset()  # drafts have paid for long
         state.length, state.estimate = length, estimates[length]
 
@@ -260,16 +249,15 @@ class DraftLengthPolicy:
         min_s: dict[int, float],
         losses_s: dict[int, float],
     ) -> int | None:
-        """Return the length with the best ratio of possible gain to covered possible loss, or None."""
-        best, found = 0.0, None
-        for length, loss_s in losses_s.items():
-            max_rate = estimates[length].worth / min_s[length]
-            gain = (max_rate - state.estimate.rate) / loss_s
-            may_try = state.steps >= state.trials.get(length, (0, 0))[0]
-            is_clear = max_rate > BETTER * state.estimate.rate and loss_s <= self._budget.balance_s
-            if may_try and is_clear and gain > best:
-                best, found = gain, length
-        return found
+        """Return the length with the best ratio of possible gain to possible loss, or None."""
+        rate = state.estimate.rate
+        max_rates = {length: estimates[length].worth / min_s[length] for length in losses_s}
+        possible = [
+            length
+            for length, max_rate in max_rates.items()
+            if max_rate > BETTER * rate and state.steps >= state.trials.get(length, (0, 0))[0]
+        ]
+        return max(possible, key=lambda each: (max_rates[each] - rate) / losses_s[each], default=None)
 
     def _worth_retrying(self, estimates: dict[int, LengthEstimate]) -> int | None:
         """Return a length to try after long without drafts or for a higher expected gain, or None."""
@@ -277,10 +265,10 @@ class DraftLengthPolicy:
         length = max(lengths, key=lambda each: estimates[each].rate)
         gain = estimates[length].worth / estimates[0].worth
         went_well = gain > BETTER * self._retry_gain
-        if not went_well and self._num_plain < self._retry.steps:
-            return None
         if went_well:
             self._retry.reset()
+        elif self._num_plain < self._retry.steps:
+            return None
         else:
             self._retry.fail()
         self._retry_gain = gain
@@ -297,15 +285,12 @@ class DraftLengthPolicy:
         worths_NK = (survivals_TRK * (batch.weights_R[some][:, None] * possible_RK)).reshape(-1, longest)
         own_worth = float(batch.weights_R.sum())  # worth of the tokens of plain decoding
         non_draft_s_S = self._costs.non_draft_s(load, num_requests * longest)
-        estimates = {0: LengthEstimate(own_worth / non_draft_s_S[0], own_worth, float(non_draft_s_S[0]))}
-        drafts_s = self._costs.draft_s(load, lengths)
         trim_s = 0.0 if self._costs.has_fixed_sizes else TRIM_S
-        gain = 1.0
-        if self._trees is not None:
-            gain += self._trees.gain(load.size)
-        for length, draft_s in zip(lengths[1:], drafts_s[1:], strict=True):
+        estimates = dict[int, LengthEstimate]()
+        for length, draft_s in zip(lengths, self._costs.draft_s(load, lengths), strict=True):
             seconds_S = non_draft_s_S[: num_requests * length + 1] + draft_s
             chains = estimate_trimmed(worths_NK[:, :length], num_requests, own_worth, seconds_S, trim_s)
+            gain = self._state(load).trees.factor if length else 1.0
             estimates[length] = chains._replace(rate=chains.rate * gain, worth=chains.worth * gain)
         return estimates
 
@@ -323,7 +308,7 @@ class DraftLengthPolicy:
         if choice.tree is None or trim.num_rows is None:
             return trim
         # The rows of fixed sizes are chosen before trees are grown: as many as would have been best before.
-        nodes = self._tree_nodes.get(load.size, choice.estimate.num_verified)
+        nodes = self._state(load).trees.num_nodes or choice.estimate.num_verified
         rows = int(load.prompt_rows) + int(self._costs.padded(int(load.num_requests) + round(nodes)))
         seconds_N = self._costs.seconds_by_rows(load, plan.num_batched_tokens)
         return replace(trim, num_rows=rows, seconds_N=seconds_N, rate=choice.estimate.rate)
@@ -346,17 +331,13 @@ class DraftLengthPolicy:
 
     def observe_trees(self, choice: DraftChoice, load: StepLoad, gain: TreeGain) -> None:
         """Learn from a step that grew trees."""
-        assert self._trees is not None, "trees were grown"
-        place, chosen = load.size, choice.estimate
-        nodes = self._tree_nodes.get(place, float(gain.num_nodes))
-        self._tree_nodes[place] = nodes + _NEW_NODES * (gain.num_nodes - nodes)
-        self._trees.observe(place, gain, chosen.worth / (1.0 + self._trees.gain(place)), chosen.rate)
+        trees = self._state(load).trees
+        trees.observe(gain, choice.estimate.worth / trees.factor, choice.estimate.rate)
 
     def on_drafter_replaced(self) -> None:
         """Forget the gain of trees, and try drafts soon."""
-        if self._trees is not None:
-            self._trees = TreePolicy()
-        self._tree_nodes.clear()
+        for state in self._states.values():
+            state.trees = TreeGains()
         self.retry_soon()
 
     def update_budget(

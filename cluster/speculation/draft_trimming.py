@@ -31,7 +31,7 @@ from .step_cost_model import Doubles
 
 Floats = NDArray[np.float32]
 MAX_MARGIN = np.float32(1e6)  # bound: if one token alone is possible it is inf, and 0 * inf is nan
-BETTER = 1.02  # rate ratio to change a choice; estimates differ by about a percent
+BETTER = 1.02  # rate ratio to change a choice; estimates differ by a percent, and 1 is no better (0.998)
 TRIM_S = 0.0001  # seconds that trimming takes on a core of a current server; a GPU trims in its step
 
 

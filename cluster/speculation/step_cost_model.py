@@ -40,7 +40,9 @@ _PHASE = _FIRST_SEGMENT + len(_KNOTS)
 
 # The prior, in units of the first pass's seconds; a memory-bound GPU and a compute-bound CPU are within it.
 _ROW = 0.1  # mean and deviation of a row's part, and of a request's
-_DEVIATION = 0.5  # of the constant, of the context, and between successive segments in units of `_ROW`
+# Of the constant, the context, and between successive segments in units of `_ROW`. For segments alone 0.25,
+# 1 and 2 leave the worst H200 cell at 0.923, 0.874 and 0.718 of the best instead of 0.971.
+_DEVIATION = 0.5
 _USUAL_CONTEXT = 1024.0  # tokens that may take `_DEVIATION`; the first pass's context if it is larger
 _WALK = 1e-5  # of the prior's covariance, added at each step; not tuned, as costs change in no simulated cell
 # Standard deviation of the change of the phase's logarithm in a step. Not tuned; `_NOISE` divided by it is
@@ -52,9 +54,10 @@ _NOISE = (
 # Largest deviation of a slow pass that is learned. Not tuned; without a limit the mean of 60 simulated cells
 # falls from 1.0150 to 1.0103 of the best (docs/measurements.md).
 _OUTLIER = 3.0
-# Least relative deviation of a slow pass after one of another draft length, whose caches are cold. Not tuned:
-# simulated machines have no caches, and 0 is as good there.
-_COLD_NOISE = 0.2
+# Most decoding rows of a step over those of the largest step before; prompt rows over those of the largest
+# chunk. Without a limit, costs of one request's steps are extrapolated to all drafts of 64: the first 150
+# tokens of a cell then have 0.8 of plain decoding's speed; with 4, another cell stays at 0.926 of the best.
+MAX_GROWTH = 8
 MIN_S = 1e-9  # lower bound of any pass, which keeps logarithms and ratios finite
 
 
@@ -94,9 +97,10 @@ class PassRegression:
     def phase(self) -> float:
         return math.exp(float(self._theta_F[_PHASE]))
 
-    def predict(self, rows_M: Amounts, load: StepLoad) -> tuple[Doubles, Doubles, Doubles]:
-        """Return the seconds of passes with these decoding rows [M], their relative standard deviation [M],
-        and their derivatives [M, F]. At least one pass must have been observed.
+    def predict(self, rows_M: Amounts, load: StepLoad) -> tuple[Doubles, Doubles]:
+        """Return the seconds of passes with these decoding rows and their relative standard deviation [M].
+
+        At least one pass must have been observed.
         """
         slopes_MF = _features(rows_M, load)
         seconds_M = self.phase * np.maximum(slopes_MF @ self._theta_F, MIN_S)
@@ -104,13 +108,13 @@ class PassRegression:
         # Seconds of prompts vary too much for the phase.
         slopes_MF[:, _PHASE] = seconds_M * (slopes_MF[:, _PROMPT_ROWS] == 0.0)
         variance_M = np.einsum("mf,mf->m", slopes_MF @ self._covariance_FF, slopes_MF)
-        return seconds_M, np.sqrt(np.maximum(variance_M, 0.0)) / seconds_M, slopes_MF
+        return seconds_M, np.sqrt(np.maximum(variance_M, 0.0)) / seconds_M
 
     def observe(self, rows: float, load: StepLoad, seconds: float, slow_noise: float) -> None:
         """Update the state with one pass; `slow_noise`: minimum relative deviation if it was slow."""
         if not self or (self._saw_only_prompts and not load.prompt_rows):
             self._begin(rows, load, seconds)
-        slopes_F = self.phase * _features_of_one(rows, load)
+        slopes_F = self.phase * _features(rows, load)[0]
         expected_s = max(float(slopes_F[:_PHASE] @ self._theta_F[:_PHASE]), self.phase * MIN_S)
         slopes_F[_PHASE] = 0.0 if load.prompt_rows else expected_s
         covariance_F = self._covariance_FF @ slopes_F
@@ -178,29 +182,16 @@ class PassRegression:
         return self
 
 
-def _features_of_one(rows: float, load: StepLoad) -> Doubles:
-    """Return `_features` of one pass [F], in a quarter of the time."""
-    features_F = np.empty(_PHASE + 1)
-    requests, prompts, context = float(load.num_requests), float(load.prompt_rows), float(load.context)
-    features_F[:_FIRST_SEGMENT] = (
-        *(requests > 0.0, requests, context, context * rows / max(requests, 1.0)),
-        *(prompts > 0.0, prompts),
-    )
-    np.minimum(np.maximum(rows - _KNOTS, 0.0), _WIDTHS, out=features_F[_FIRST_SEGMENT:_PHASE])
-    features_F[_PHASE] = 0.0
-    return features_F
-
-
 def _features(rows_M: Amounts, load: StepLoad) -> Doubles:
     """Return the derivatives of the seconds of passes with respect to the coefficients, [M, F]."""
-    work = np.broadcast_arrays(*np.atleast_1d(rows_M, load.num_requests, load.prompt_rows, load.context))
-    rows_M, requests_M, prompts_M, context_M = work
-    features_MF = np.zeros((len(rows_M), _PHASE + 1))
-    features_MF[:, _CONSTANT], features_MF[:, _REQUESTS] = requests_M > 0, requests_M
-    features_MF[:, _CONTEXT] = context_M
-    features_MF[:, _ATTENTION] = context_M * rows_M / np.maximum(requests_M, 1)
-    features_MF[:, _PROMPT], features_MF[:, _PROMPT_ROWS] = prompts_M > 0, prompts_M
-    features_MF[:, _FIRST_SEGMENT:_PHASE] = np.minimum(np.maximum(rows_M[:, None] - _KNOTS, 0.0), _WIDTHS)
+    requests, prompts, context, _ = load
+    features_MF = np.zeros((np.broadcast(rows_M, requests, prompts, context).size, _PHASE + 1))
+    features_MF[:, _CONSTANT], features_MF[:, _REQUESTS] = np.greater(requests, 0), requests
+    features_MF[:, _CONTEXT] = context
+    features_MF[:, _ATTENTION] = context * rows_M / np.maximum(requests, 1)
+    features_MF[:, _PROMPT], features_MF[:, _PROMPT_ROWS] = np.greater(prompts, 0), prompts
+    beyond_MK = np.maximum(np.subtract.outer(rows_M, _KNOTS), 0.0)
+    np.minimum(beyond_MK, _WIDTHS, out=features_MF[:, _FIRST_SEGMENT:_PHASE])
     return features_MF
 
 
@@ -262,8 +253,6 @@ class StepCostModel:
         draft_s: float,
         non_draft_s: float,
         num_drafting: int,
-        *,
-        is_change: bool = False,
     ) -> None:
         """Learn from a completed step.
 
@@ -272,7 +261,6 @@ class StepCostModel:
             draft_rows, num_drafting: rows of the drafter's pass, and requests in it; 0 if there was none.
             draft_s: seconds of the drafter's pass and of writing its context.
             non_draft_s: seconds of the rest; 0 if nothing was measured.
-            is_change: the step before had another draft length.
         """
         if non_draft_s <= 0.0:
             return
@@ -280,8 +268,7 @@ class StepCostModel:
         size = load_class(int(rows))
         self._num_passes[size] += 1
         self.most_rows = max(self.most_rows, float(rows))
-        # Libraries allocate and compile for first passes.
-        slow_noise = max(1.0 / self._num_passes[size], _COLD_NOISE if is_change else 0.0)
+        slow_noise = 1.0 / self._num_passes[size]  # libraries allocate and compile for first passes
         self._non_draft.observe(float(rows), load, non_draft_s, slow_noise)
         if draft_rows:
             drafting = StepLoad(num_drafting, 0, load.context)
@@ -321,7 +308,7 @@ class StepCostModel:
         rows_M = np.multiply(load.num_requests, np.add(lengths, 1))
         makes_M = self._non_draft.phase * (np.asarray(lengths) > 0)
         if known := self._drafts[load.is_half] or self._drafts[False]:
-            seconds_M, doubt_M, _ = known.predict(rows_M, drafting)
+            seconds_M, doubt_M = known.predict(rows_M, drafting)
             seconds_M = makes_M * seconds_M
             return seconds_M, seconds_M / (1.0 + doubt_M)
         # Until a drafter's pass is measured, it is expected to take as long as the target's at most.
@@ -331,7 +318,7 @@ class StepCostModel:
     def bounds_s(self, load: StepLoad, lengths: Amounts | Sequence[int]) -> tuple[Doubles, Doubles]:
         """Return `step_s` and its lower bound, one standard deviation below: two arrays [M]."""
         rows_M = np.multiply(load.num_requests, np.add(lengths, 1))
-        seconds_M, doubt_M, _ = self._non_draft.predict(self.padded(rows_M), load)
+        seconds_M, doubt_M = self._non_draft.predict(self.padded(rows_M), load)
         draft_s_M, least_draft_s_M = self._drafting(load, lengths)
         return seconds_M + draft_s_M, seconds_M / (1.0 + doubt_M) + least_draft_s_M
 

@@ -1,8 +1,9 @@
 """Learns about an engine's draft trees: by class of load whether they pay, and how likely branches are.
 
-`TreePolicy` decides whether drafts form trees or chains. The gain of trees is computed in each step that
+`TreeGains` decides whether drafts form trees or chains. The gain of trees is computed in each step that
 grows them, from the same blocks and the same step costs as that of chains (`draft_trimming.tree_gain`); what
-is left of it once growing is paid for, in relation to the step's worth, is averaged. Where rows are expensive
+is left of it once growing is paid for, in relation to the step's worth, is averaged, as is the number of
+nodes worth verifying. Where rows are expensive
 no branch is worth verifying, so nothing is left and chains are made. Then trees are grown in one step of 64,
 because loads and texts change. The average raises the estimates of all draft lengths alike, so that no
 drafts, chains and trees are one choice. Called by `draft_length_policy.py`.
@@ -24,51 +25,40 @@ from dataclasses import dataclass
 import numpy as np
 
 from ..step.scheduler_output import TreeGain, TreeOutcome, TreeShape
-from .acceptance_model import FADE, NUM_BLOCKS
-
-_GAIN_FADE = 0.95  # per step that grows trees; not tuned
-# Steps with drafts from one that grows trees to the next while chains are better: trees that do not pay cost
-# a 64th of the time to grow them.
-_RETRY_STEPS = NUM_BLOCKS
-# Not tuned.
-_PRIOR = 4.0  # expected and accepted tokens at a factor of 1
-_RANGE = 0.1, 10.0  # of factors, because few tokens are seen of each
+from .acceptance_model import FADE, RIDGE
+from .loss_budget import RETRY_STEPS
 
 
 @dataclass(slots=True)
-class _LoadState:
-    gain: float = 0.0  # mean share of the worth of chains; negative where trees lose
-    weight: float = 0.0  # of the steps in `gain`, up to 1
+class TreeGains:
+    """The mean gain of trees at one class of load, and what is made next there."""
+
+    mean: float = 0.0  # share of the worth of chains; negative where trees lose
+    num_nodes: float = 0.0  # mean number of nodes worth verifying; 0 while nothing is known
+    weight: float = 0.0  # of the steps in these means, up to 1
     num_chains: int = 0  # consecutive steps with chains
 
-
-class TreePolicy:
-    """The choice of one engine. A class of load is `load_class` of the number of requests."""
-
-    def __init__(self) -> None:
-        self._states: dict[int, _LoadState] = {}
-
-    def choose(self, load: int) -> bool:
+    def choose(self) -> bool:
         """Return whether trees are grown in the next step with drafts."""
-        state = self._states.setdefault(load, _LoadState())
-        is_tree = state.gain > 0.0 or not state.weight or state.num_chains >= _RETRY_STEPS
-        state.num_chains = 0 if is_tree else state.num_chains + 1
+        is_tree = self.mean > 0.0 or not self.weight or self.num_chains >= RETRY_STEPS
+        self.num_chains = 0 if is_tree else self.num_chains + 1
         return is_tree
 
-    def gain(self, load: int) -> float:
-        """Return the expected gain of trees as a share of the worth of chains; 0 where chains are made."""
-        return max(self._states[load].gain, 0.0) if load in self._states else 0.0
+    @property
+    def factor(self) -> float:
+        """The expected worth of trees over that of chains; 1 where chains are made."""
+        return 1.0 + max(self.mean, 0.0)
 
-    def observe(self, load: int, gain: TreeGain, worth: float, rate: float) -> None:
+    def observe(self, gain: TreeGain, worth: float, rate: float) -> None:
         """Learn from a step that grew trees.
 
         Args:
             worth, rate: expected worth of such a step with chains, and worth per second.
         """
-        state = self._states.setdefault(load, _LoadState())
-        state.weight = _GAIN_FADE * state.weight + 1.0 - _GAIN_FADE
-        share = (gain.worth - rate * gain.grow_s) / worth
-        state.gain += (1.0 - _GAIN_FADE) / state.weight * (share - state.gain)
+        self.weight = FADE * self.weight + 1.0 - FADE
+        newest, share = (1.0 - FADE) / self.weight, (gain.worth - rate * gain.grow_s) / worth
+        self.mean += newest * (share - self.mean)
+        self.num_nodes += newest * (gain.num_nodes - self.num_nodes)
 
 
 class BranchModel:
@@ -80,15 +70,15 @@ class BranchModel:
 
     def reset(self) -> None:
         """Forget everything, because the drafter was replaced."""
-        self._expected_F, self._accepted_F = np.full((2, self._width + 1), _PRIOR)
+        self._expected_F, self._accepted_F = np.full((2, self._width + 1), RIDGE)
 
     def shape(self, depth: int) -> TreeShape:
         """Return the shape of trees of this depth, with the factors of the estimated chances."""
-        *factors, fork = np.clip(self._accepted_F / self._expected_F, *_RANGE).tolist()
+        *factors, fork = (self._accepted_F / self._expected_F).tolist()
         return TreeShape(depth, self._width, tuple(factors), fork)
 
     def observe(self, shape: TreeShape, outcome: TreeOutcome) -> None:
         """Learn from a step with trees of this shape."""
-        prior, factors_F = (1.0 - FADE) * _PRIOR, np.array((*shape.factors, shape.fork))
+        prior, factors_F = (1.0 - FADE) * RIDGE, np.array((*shape.factors, shape.fork))
         self._expected_F = FADE * self._expected_F + outcome.expected_F / factors_F + prior
         self._accepted_F = FADE * self._accepted_F + outcome.accepted_F + prior

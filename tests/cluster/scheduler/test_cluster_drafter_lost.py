@@ -10,6 +10,7 @@ from manta.actors.engine.uniproc_executor import InProcessExecutor
 from manta.cluster.config import EngineConfig
 from manta.cluster.engine.engine_core import EngineCore
 from manta.cluster.request.request import Request, SamplingParams
+from manta.cluster.scheduler.background_budget import CHUNK
 from manta.cluster.scheduler.drafter_context import DrafterContextRefill
 from manta.cluster.simulation.simulated_executor import LinearCost, SimulatedExecutor, VirtualClock
 from manta.cluster.step.executor import DrafterHealth, ExecutorInfo
@@ -83,13 +84,13 @@ def test_running_requests_are_recomputed_one_by_one_for_a_new_drafter() -> None:
 
 
 def test_recomputation_adds_few_rows_to_a_step() -> None:
-    engine, requests, outputs = opened(8, max_num_batched_tokens=256)
+    engine, requests, outputs = opened(16, max_num_batched_tokens=256, max_num_seqs=16)
     plans_of(engine, outputs, 30)
     engine._executor.start_drafter()
     plans = plans_of(engine, outputs, 60)
-    assert max(plan.num_batched_tokens for plan in plans) <= 7 * 5 + 16
-    assert plans[0].num_batched_tokens <= 8 * 5
-    assert max(plan.num_rows.max() for plan in plans) >= 24, "and those of the missing drafts are used"
+    assert max(plan.num_batched_tokens for plan in plans) <= 15 * 5 + CHUNK
+    assert plans[0].num_batched_tokens <= 16 * 5
+    assert max(plan.num_rows.max() for plan in plans) > CHUNK, "and those of the missing drafts are used"
     finish(engine, requests, outputs)
 
 

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 from manta.cluster.config import EngineConfig
 from manta.cluster.engine.engine_core import EngineCore
-from manta.cluster.scheduler.background_budget import BackgroundBudget
+from manta.cluster.scheduler.background_budget import CHUNK, BackgroundBudget
 from manta.cluster.simulation.simulated_executor import SimulatedExecutor
-from manta.cluster.speculation.step_cost_model import StepCostModel, StepLoad
+from manta.cluster.speculation.step_cost_model import MAX_GROWTH, StepCostModel, StepLoad
 from manta.cluster.step.scheduler_output import SchedulerOutput, StepTimings
 from support.engines.cluster_checker import make_info, make_request
 
@@ -78,9 +78,9 @@ def test_short_prompts_without_measurable_cost_do_not_admit_a_long_one_in_one_st
 
     for rows, seconds in ((0, 5e-3), (1, 4e-3), (7, 4e-3), (20, 6e-3)):  # within a step's own noise
         learn(rows, seconds)
-    assert budget.prompt_rows(load, 0, 20) <= 128
+    assert budget.prompt_rows(load, 0, 20) <= MAX_GROWTH * CHUNK
     learn(40, 4e-3)  # so is the first chunk that counts
-    assert budget.prompt_rows(load, 0, 40) <= 4 * 40
+    assert budget.prompt_rows(load, 0, 40) <= MAX_GROWTH * 40
     for rows in (320, 4096):  # chunks that are cheap become long
         learn(rows, 5e-3 + 1e-6 * rows)
     assert budget.prompt_rows(load, 0, 4096) == 4096

@@ -117,7 +117,7 @@ def test_a_trial_waits_until_enough_time_was_saved_and_paying_drafts_do_not_wait
     assert writes.may_resume_for(trial=True)
 
 
-@pytest.mark.parametrize(("pays", "steps"), [(False, 32), (True, 256)])
+@pytest.mark.parametrize(("pays", "steps"), [(False, 64), (True, 256)])
 def test_writes_stop_soon_after_a_trial_unless_its_drafts_pay(pays: bool, steps: int) -> None:
     writes = ContextWriteGate(may_stop=True)
     writes.stop()

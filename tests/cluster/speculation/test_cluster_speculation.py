@@ -12,8 +12,6 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from manta.cluster.config import EngineConfig, SpeculativeConfig
 from manta.cluster.engine.engine_core import EngineCore
 from manta.cluster.errors import RequestError
@@ -22,12 +20,7 @@ from manta.cluster.simulation.simulated_drafts import SimulatedDrafts
 from manta.cluster.simulation.simulated_executor import SimulatedExecutor, VirtualClock
 from manta.cluster.speculation.acceptance_model import AcceptanceModel
 from manta.cluster.speculation.loss_budget import LossBudget
-from manta.cluster.speculation.step_cost_model import (
-    StepCostModel,
-    StepLoad,
-    _features,  # pyright: ignore[reportPrivateUsage]
-    _features_of_one,  # pyright: ignore[reportPrivateUsage]
-)
+from manta.cluster.speculation.step_cost_model import StepCostModel, StepLoad
 from manta.cluster.step.scheduler_output import SchedulerOutput, StepTimings
 from support.engines.cluster_checker import make_info, make_request
 
@@ -181,7 +174,7 @@ def test_an_equally_good_length_is_kept():
 
 
 def test_drafting_pauses_once_it_has_lost_its_budget_and_random_losses_do_not_count():
-    budget, plain_s = LossBudget(0.01, 16.0), 1e-3
+    budget, plain_s = LossBudget(), 1e-3
     assert not budget.balance_s, "nothing is covered before anything is known"
     budget.begin(plain_s)
     assert budget.balance_s == pytest.approx(4 * plain_s)
@@ -475,13 +468,4 @@ def test_estimates_use_each_requests_own_last_blocks_at_its_temperature() -> Non
     sure, unsure = model.samples(slots, 4)[..., 0].mean(axis=0)
     assert sure > 0.95 and unsure < 0.5
     model.admit(slots[1:], [0.0])  # a new request of slot 1, with the earlier one's margins as expectation
-    assert model.samples(slots[1:], 4)[..., 0].mean() > 0.8
-
-
-@given(st.floats(0, 2e4), st.integers(0, 300), st.integers(0, 9000), st.integers(0, 10**6))
-def test_the_features_of_one_pass_are_those_of_many(
-    rows: float, num_requests: int, prompt_rows: int, context: int
-) -> None:
-    load = StepLoad(num_requests, prompt_rows, context)
-    many = _features(np.array([rows, rows]), load)
-    np.testing.assert_array_equal(many, [_features_of_one(rows, load)] * 2)
+    assert model.samples(slots[1:], 4)[..., 0].mean() > 0.75

@@ -15,7 +15,7 @@ from manta.cluster.simulation.simulated_executor import LinearCost, SimulatedExe
 from manta.cluster.simulation.simulated_trees import SHARES, simulate_trees
 from manta.cluster.speculation.draft_trimming import TRIM_S, prefixes_to_verify, tree_gain
 from manta.cluster.speculation.step_cost_model import StepLoad
-from manta.cluster.speculation.tree_policy import BranchModel, TreePolicy
+from manta.cluster.speculation.tree_policy import BranchModel, TreeGains
 from manta.cluster.step.dummy_steps import dummy_step
 from manta.cluster.step.scheduler_output import StepResult, TreeGain, TreeOutcome, TreeShape, Trim
 from support.engines.cluster_checker import make_info, make_request
@@ -167,16 +167,15 @@ def test_the_gain_is_that_of_the_rows_which_are_verified() -> None:
 
 
 def test_trees_are_tried_again_where_chains_were_better() -> None:
-    policy = TreePolicy()
-    assert policy.choose(3), "nothing is known"
+    trees = TreeGains()
+    assert trees.choose(), "nothing is known"
     for _ in range(5):
-        policy.observe(3, TreeGain(0.0, 1e-3), worth=2.0, rate=100.0)
-    assert policy.gain(3) == 0.0
-    assert [policy.choose(3) for _ in range(130)].count(True) == 2
-    assert policy.choose(4), "another load"
+        trees.observe(TreeGain(0.0, 1e-3), worth=2.0, rate=100.0)
+    assert trees.factor == 1.0
+    assert [trees.choose() for _ in range(130)].count(True) == 2
     for _ in range(20):
-        policy.observe(3, TreeGain(0.5, 1e-3), worth=2.0, rate=100.0)
-    assert policy.choose(3) and policy.choose(3) and 0.0 < policy.gain(3) <= 0.2
+        trees.observe(TreeGain(0.5, 1e-3), worth=2.0, rate=100.0)
+    assert trees.choose() and trees.choose() and 1.0 < trees.factor <= 1.2
 
 
 NONE_1, NO_PATH = np.zeros(1, np.int32), np.zeros((1, 0), np.int32)
