@@ -299,8 +299,10 @@ class StepController:
             shape_s = result.tree_gain.grow_s
         elif plan.is_trimmed_by_host:
             shape_s = TRIM_S
-        non_draft_s = seconds - draft_s - shape_s
-        self._costs.observe(step.load, num_verified, draft_rows, draft_s, non_draft_s, num_drafting)
+        self._costs.observe(
+            *(step.load, num_verified, draft_rows, draft_s, seconds - draft_s - shape_s, num_drafting),
+            is_change=step.choice.is_change,
+        )
         self._measured_prompt_rows = max(self._measured_prompt_rows, int(step.load.prompt_rows))
         if self._policy is None or step.load.prompt_rows:
             return

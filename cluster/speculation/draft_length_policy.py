@@ -73,6 +73,7 @@ class DraftChoice(NamedTuple):
     plain_s: float = 0.0  # expected seconds of a step without drafts; 0 while nothing is known
     tree: TreeShape | None = None  # the drafts are nodes of trees as deep as `length`; None: chains
     is_review: bool = False  # the policy was reviewed, which takes the host's time
+    is_change: bool = False  # the step before had another length, so caches are cold
 
 
 @dataclass(slots=True)
@@ -115,6 +116,7 @@ class DraftLengthPolicy:
         self._budget = LossBudget()
         self._has_trees = has_trees
         self._num_steps = self._num_plain = 0  # steps, and those since the last drafts
+        self._last_length = 0
         self._retry = Backoff()
         self._retry_gain = math.inf  # ratio of expected to plain worth at the last retry
         self._paused_until = 0
@@ -159,6 +161,7 @@ class DraftLengthPolicy:
         if is_trial := state.trial_steps > 0:
             length, state.review_at = state.trial_length, state.steps + 1
             state.trial_steps -= 1
+        is_change, self._last_length = length != self._last_length, length
         self._num_plain = 0 if length else self._num_plain + 1
         state.has_plain = state.has_plain or not length
         drafts_R = np.minimum(batch.limits_R, length)
@@ -166,7 +169,7 @@ class DraftLengthPolicy:
             drafts_R = self._trimmed_by_request(drafts_R, state.estimate, batch, load)
         is_tree = self._has_trees and length > 0 and not is_trial and state.trees.choose()
         how = (length, is_trial, is_tree, state.estimate, state.plain_s)
-        return DraftChoice(drafts_R, *how, is_review=bool(is_review))
+        return DraftChoice(drafts_R, *how, is_review=bool(is_review), is_change=is_change)
 
     def _state(self, load: StepLoad) -> _LoadState:
         """Return the state of this class of load."""

@@ -253,6 +253,8 @@ class StepCostModel:
         draft_s: float,
         non_draft_s: float,
         num_drafting: int,
+        *,
+        is_change: bool = False,
     ) -> None:
         """Learn from a completed step.
 
@@ -261,6 +263,7 @@ class StepCostModel:
             draft_rows, num_drafting: rows of the drafter's pass, and requests in it; 0 if there was none.
             draft_s: seconds of the drafter's pass and of writing its context.
             non_draft_s: seconds of the rest; 0 if nothing was measured.
+            is_change: the step before had another draft length.
         """
         if non_draft_s <= 0.0:
             return
@@ -268,7 +271,9 @@ class StepCostModel:
         size = load_class(int(rows))
         self._num_passes[size] += 1
         self.most_rows = max(self.most_rows, float(rows))
-        slow_noise = 1.0 / self._num_passes[size]  # libraries allocate and compile for first passes
+        # Libraries allocate and compile for first passes. A slow one after another length had cold caches
+        # (docs/measurements.md): twice the usual deviation.
+        slow_noise = max(1.0 / self._num_passes[size], 2 * _NOISE * is_change)
         self._non_draft.observe(float(rows), load, non_draft_s, slow_noise)
         if draft_rows:
             drafting = StepLoad(num_drafting, 0, load.context)
