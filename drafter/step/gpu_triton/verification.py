@@ -32,6 +32,7 @@ import triton.language as tl
 from numpy.typing import NDArray
 from torch import Tensor
 
+from ....cluster.speculation.draft_tree import AcceptanceCurve
 from ....cluster.step.scheduler_output import NOT_A_NUMBER, Trim
 from .inputs.row_layout import DeviceStepRequests, Ints, SlotTables
 
@@ -171,7 +172,7 @@ class TrimLists:
         num_drafts: int,
         factors: Sequence[float] = (),
     ) -> Ints:
-        """Pack the parameters as int32 words; zeros, but for factors, if nothing is trimmed.
+        """Pack the parameters as int32 words; without a trim the prior's curve, and weights of 0.
 
         Args:
             requests_G: indices in the plan of the participating requests.
@@ -182,6 +183,7 @@ class TrimLists:
         end = 2 * room + 2 * _aligned(num_drafts)
         of_requests, of_drafts = values[: 2 * room].reshape(2, -1), values[2 * room : end].reshape(2, -1)
         values[end : end + len(factors)] = factors
+        of_drafts[:, :num_drafts] = AcceptanceCurve.prior(num_drafts)  # by which trees grow on the host, too
         if trim is not None:
             of_requests[:, : len(requests_G)] = trim.weights_R[requests_G], trim.bias_R[requests_G]
             of_drafts[:, : len(trim.bias_K)] = trim.bias_K, trim.slope_K
