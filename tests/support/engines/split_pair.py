@@ -64,7 +64,7 @@ class Pair:
         with short_warm_up():
             runner, self.info = start_runner(plan, Checkpoints(), SingleRank(), remote_drafts=remote)
         self.remote, self.runner = remotes[-1], SplitRunner(runner, remotes[-1], plan)
-        self._thread = threading.Thread(target=self.server.serve, args=[0.1])
+        self._thread = threading.Thread(target=self.server.serve, args=[0.1], daemon=True)
         self.remote.connect(self.server.address, "target", self.info, SpinWaiter(0.0))
         self._thread.start()
         self.remote.wait_for_session()
