@@ -9,7 +9,7 @@ gpu.md has the table. Products of more rows than ours take are the library's and
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 ISSUE_SHARE = 0.7  # an estimate
@@ -49,16 +49,22 @@ def _loop(num_bytes: int, sm_90: int, sm_100: int) -> KernelLoop:
 
 MXFP4_BYTES, INT4_BYTES = 17 / 32, 18 / 32  # of a weight, with a scale per 32 weights
 NVFP4_BYTES, INT8_BYTES = 24 / 32, 33 / 32  # with an fp32 scale per 16, and an exponent per 32 weights
-# By bytes of a weight: 16-bit, INT8, e4m3, NVFP4, INT4 and MXFP4; the last one also with tiles of 64 rows.
+# By bytes of a weight: 16-bit, INT8, e4m3, NVFP4 and INT4.
 PRODUCTS: Mapping[float, KernelLoop] = {
     2: _loop(16384, 189, 185),
     INT8_BYTES: _loop(8448, 473, 548),
     1: _loop(8192, 330, 298),
     NVFP4_BYTES: _loop(6144, 529, 512),
-    MXFP4_BYTES: _loop(17408, 2 * 403, 667),
     INT4_BYTES: _loop(4608, 268, 308),
 }
-TALL_MXFP4 = _loop(8704, 430, 2 * 390)
+# MXFP4 by rows of a tile; programs of the largest have eight warps, two for a scheduler.
+MXFP4: Mapping[int, KernelLoop] = {
+    16: _loop(17408, 2 * 403, 667),
+    32: _loop(17408, 2 * 425, 1046),
+    64: _loop(8704, 430, 2 * 390),
+    128: _loop(4352, 2 * 155, 2 * 241),
+}
+PRODUCT_TILES, EXPERT_TILES = (16, 32, 64), (16, 32, 64, 128)
 # A tile of 64 rows over K and V with heads of 128, by bytes of their elements.
 ATTENTION: Mapping[int, KernelLoop] = {2: _loop(32768, 697, 802), 1: _loop(16384, 847, 887)}
 # Over latents of 512 values with keys of 64, by bytes of their elements; and the rows of a tile. With 16 bits
@@ -73,16 +79,25 @@ def max_own_rows(weight_bytes: float, itemsize: int) -> int:
     return PACKED_ROWS if weight_bytes < itemsize else ROW_TILE
 
 
-def product_instructions(weight_bytes: float, num_bytes: float, rows: float) -> IssuedInstructions:
-    """Return the instructions of a product of `rows` rows, of which a tile of 64 reads the weights once.
+def tile_rows(rows: float, heights: Sequence[int]) -> int:
+    """Return the smallest of ascending heights that holds so many rows, or the largest."""
+    return next((height for height in heights if rows <= height), heights[-1])
+
+
+def product_instructions(weight_bytes: float, num_bytes: float, rows: float, tile: int) -> IssuedInstructions:
+    """Return the instructions of a product of `rows` rows, of which a tile reads the weights once.
 
     Weights of other formats, and means over several, count as those of the nearest size.
+
+    Args:
+        tile: rows of MXFP4's; those of other formats have 64.
     """
     if weight_bytes > max(PRODUCTS):
         return IssuedInstructions()
-    nearest = min(PRODUCTS, key=lambda size: abs(size - weight_bytes))
-    loop = TALL_MXFP4 if nearest == MXFP4_BYTES and rows > 16 else PRODUCTS[nearest]
-    return loop.read(num_bytes).times(_tiles(rows))
+    nearest = min((*PRODUCTS, MXFP4_BYTES), key=lambda size: abs(size - weight_bytes))
+    if nearest == MXFP4_BYTES:
+        return MXFP4[tile].read(num_bytes).times(_tiles(rows, tile))
+    return PRODUCTS[nearest].read(num_bytes).times(_tiles(rows))
 
 
 def attention_instructions(element_bytes: int, num_bytes: float, rows: float) -> IssuedInstructions:

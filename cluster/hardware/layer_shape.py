@@ -16,7 +16,13 @@ from dataclasses import dataclass, replace
 
 from ..pages.kv_cache_groups import KVCacheSpec
 from ..pages.recurrent_state_spec import RecurrentStateSpec
-from .kernel_loops import IssuedInstructions, attention_instructions, latent_instructions
+from .kernel_loops import (
+    EXPERT_TILES,
+    IssuedInstructions,
+    attention_instructions,
+    latent_instructions,
+    tile_rows,
+)
 
 NOTHING_ISSUED = IssuedInstructions()
 
@@ -67,6 +73,10 @@ class ExpertShape:
         """Return the mean number of rows of an expert that at least one of `rows` rows chooses."""
         share = self._chosen_share(rows)
         return rows * self.chosen / self.count / share if share else 0.0
+
+    def tile_rows(self, rows: float) -> int:
+        """Return the rows of a kernel's tile: twice the mean of all experts, chosen or not."""
+        return tile_rows(2 * rows * self.chosen / self.count, EXPERT_TILES)
 
     def _chosen_share(self, rows: float) -> float:
         return 1.0 - (1.0 - self.chosen / self.count) ** rows

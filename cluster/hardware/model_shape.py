@@ -16,7 +16,7 @@ from functools import cached_property
 
 from ..pages.kv_cache_groups import KVCacheSpec
 from ..pages.recurrent_state_spec import RecurrentStateSpec
-from .kernel_loops import max_own_rows, product_instructions
+from .kernel_loops import PRODUCT_TILES, max_own_rows, product_instructions, tile_rows
 from .layer_shape import NOTHING_ISSUED, DeviceWork, ExpertShape, LayerShape
 
 _RULE_FLOP = 7  # per row and element of a state: decay, recall for a key, update, read-out
@@ -169,7 +169,8 @@ class ModelShape:
     def linears(self, rows: float) -> DeviceWork:
         num_bytes, issued = self.linear_params * self.weight_bytes, NOTHING_ISSUED
         if rows <= self.max_own_rows:
-            issued = product_instructions(self.weight_bytes, num_bytes, rows)
+            tile = tile_rows(rows, PRODUCT_TILES)
+            issued = product_instructions(self.weight_bytes, num_bytes, rows, tile)
         return DeviceWork(num_bytes, 2 * self.linear_params * rows, issued)
 
     def experts(self, rows: float) -> DeviceWork:
@@ -177,7 +178,8 @@ class ModelShape:
         for experts, times in self.routed:
             params, chosen = self.expert_params(experts), experts.distinct(rows)
             num_bytes, rows_each = chosen * params * experts.weight_bytes, experts.rows_of_chosen(rows)
-            issued = product_instructions(experts.weight_bytes, num_bytes, rows_each)
+            tile = experts.tile_rows(rows)
+            issued = product_instructions(experts.weight_bytes, num_bytes, rows_each, tile)
             works.append((DeviceWork(num_bytes, 2 * chosen * rows_each * params, issued), times))
         return _sum_of(works)
 

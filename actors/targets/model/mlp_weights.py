@@ -112,7 +112,8 @@ def read_routed(
         expert_scale_E=parts.optional("expert_scale"),
         norm=None if norm_H is None else RMSNorm(norm_H, eps),
     )
-    gate_up, down = _read_experts(parts, form, experts.stop - experts.start)
+    num_held = experts.stop - experts.start
+    gate_up, down = _read_experts(parts, form, num_held)
     weights = ExpertWeights(
         gate_up=gate_up,
         down=down,
@@ -121,6 +122,7 @@ def read_routed(
         activation=mlp.activation,
         limit=mlp.limit,
         first_expert=experts.start,
+        num_ranks=mlp.router.num_experts // num_held,
     )
     shared = None if mlp.shared is None else read_dense(parts, "shared_")
     return RoutedTensors(router, weights, shared, parts.optional("shared_weight"))

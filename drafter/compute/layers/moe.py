@@ -84,6 +84,7 @@ class ExpertWeights:
         down_bias_EH: part of the weighted sum; zero on all but one rank if the inner size is split.
         limit: of `swiglu_clamped`.
         first_expert: id in the model of this rank's first; other ranks' experts contribute 0.
+        num_ranks: ranks that have E whole experts each; 1 if all are here, or parts of all.
     """
 
     gate_up: Tensor | PackedCodes
@@ -93,6 +94,7 @@ class ExpertWeights:
     activation: ExpertActivation = "silu"
     limit: float | None = None
     first_expert: int = 0
+    num_ranks: int = 1
 
     @property
     def device(self) -> torch.device:

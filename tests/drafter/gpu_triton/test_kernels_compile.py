@@ -942,6 +942,12 @@ VARIANTS: dict[str, list[Variant]] = {
             copies=9,
         ),
         replace(
+            _experts(5760, 2880, 32, activation="swiglu_clamped", codes=ARRANGED),
+            only=90,
+            most_instructions=(435, 0),
+            copies=13,
+        ),
+        replace(
             _experts(5760, 2880, 16, activation="swiglu_clamped", codes=MXFP4, is_scaled=True),
             most_instructions=(0, 675),
         ),
@@ -954,7 +960,11 @@ VARIANTS: dict[str, list[Variant]] = {
             for only, codes in MXFP4_BY_CAPABILITY.items()
         ),
         *(
-            replace(_experts(5760, 2880, 128, activation="swiglu_clamped", codes=codes), only=only)
+            replace(
+                _experts(5760, 2880, 128, activation="swiglu_clamped", codes=codes),
+                only=only,
+                most_instructions=(160, 250),
+            )
             for only, codes in MXFP4_BY_CAPABILITY.items()
         ),
         # Kimi K2 on eight ranks

@@ -26,7 +26,8 @@ from manta.actors.targets.model.decoder import Decoder
 from manta.actors.targets.model.tensor_parallel import Sharding, SingleRank
 from manta.actors.targets.model.weights import TargetWeights
 from manta.actors.targets.runners.tp_sampling import best_of_ranks, surest_of_ranks
-from manta.cluster.hardware.kernel_loops import PACKED_ROWS, ROW_TILE
+from manta.cluster.hardware.kernel_loops import EXPERT_TILES, PACKED_ROWS, PRODUCT_TILES, ROW_TILE
+from manta.cluster.hardware.layer_shape import ExpertShape
 from manta.cluster.hardware.step_time import (
     LAUNCHES_AROUND,
     LAUNCHES_OF_DRAFTS_OVER_RANKS,
@@ -40,6 +41,8 @@ from manta.drafter.compute.eager.backend import EagerBackend
 from manta.drafter.compute.gpu_triton.backend import TritonBackend
 from manta.drafter.compute.gpu_triton.linear.gemm_tiles import ROW_TILES
 from manta.drafter.compute.gpu_triton.linear.packed_codes import MAX_OWN_ROWS
+from manta.drafter.compute.gpu_triton.moe.moe import TritonExperts
+from manta.drafter.compute.layers.moe import ExpertWeights
 from manta.drafter.compute.memory.peer_buffers import PeerBuffers
 from manta.drafter.dflash.checkpoint import load_drafter
 from manta.drafter.dflash.model import DFlashDrafter
@@ -227,7 +230,20 @@ def test_the_planner_charges_the_launches_of_a_targets_pass(
 
 def test_the_planner_knows_how_many_rows_our_products_take() -> None:
     assert (ROW_TILES[-1], MAX_OWN_ROWS) == (ROW_TILE, PACKED_ROWS)
+    assert ROW_TILES == PRODUCT_TILES
     assert target_launches(36, 0, 1, fuses=True) + unfused_launches(36, 0, 1) == 9 * 36 + LAUNCHES_AROUND
+
+
+@pytest.mark.parametrize("ranks", [1, 8])
+def test_the_planner_knows_how_many_rows_tiles_of_experts_have(ranks: int) -> None:
+    """Also of a rank that has some of the experts, whose pairs are fewer than those of a pass."""
+    held = 128 // ranks
+    shape = ExpertShape(count=128, chosen=4, inter=1, num_held=held, num_ranks=ranks)
+    weights = ExpertWeights(gate_up=torch.empty(held, 2, 1), down=torch.empty(held, 1, 1), num_ranks=ranks)
+    experts = TritonExperts(weights, torch.zeros(1, dtype=torch.int32))
+    of_rows = [shape.tile_rows(rows) for rows in range(1, 2048)]
+    assert of_rows == [experts.tile_height(4 * rows, torch.bfloat16) for rows in range(1, 2048)]
+    assert set(of_rows) == set(EXPERT_TILES) and (of_rows[255], of_rows[256]) == (16, 32)
 
 
 def test_the_planner_knows_how_many_launches_trees_take(

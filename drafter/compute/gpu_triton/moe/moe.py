@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import torch
 from torch import Tensor
 
 from ...checkpoint.packed_codes import PackedCodes
@@ -41,10 +42,7 @@ class TritonExperts:
         if len(x_NH) == 0:
             return x_NH.new_empty(x_NH.shape)
         num_experts, first = weights.gate_up.shape[0], weights.first_expert
-        height = INVARIANT_HEIGHT
-        if not self._one_height:
-            packed = any(isinstance(weight, PackedCodes) for weight in (weights.gate_up, weights.down))
-            height = tile_height(expert_ids_Nk.numel(), num_experts, x_NH.dtype, packed=packed)
+        height = self.tile_height(expert_ids_Nk.numel(), x_NH.dtype)
         tiles = list_tiles(expert_ids_Nk, num_experts, first, height, self._reads_1)
         inner_PI = multiply_tiles(
             x_NH,
@@ -56,3 +54,11 @@ class TritonExperts:
         )
         outputs_PH = multiply_tiles(inner_PI, weights.down, tiles, bias_EO=weights.down_bias_EH)
         return add_up(outputs_PH, expert_ids_Nk, weights_Nk, num_experts, first)
+
+    def tile_height(self, num_pairs: int, dtype: torch.dtype) -> int:
+        """Return the pairs of a tile, for `num_pairs` of all ranks' experts."""
+        if self._one_height:
+            return INVARIANT_HEIGHT
+        weights = self._weights
+        packed = any(isinstance(weight, PackedCodes) for weight in (weights.gate_up, weights.down))
+        return tile_height(num_pairs, weights.num_ranks * weights.gate_up.shape[0], dtype, packed=packed)
