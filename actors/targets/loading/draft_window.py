@@ -24,7 +24,9 @@ from ..model.weights import target_shapes
 
 logger = logging.getLogger(__name__)
 
-DraftConfig = DrafterConfig | Eagle3Config | MtpConfig | AssistantConfig
+# A pass for each draft, and a feature kept for each page.
+ChainConfig = Eagle3Config | MtpConfig | AssistantConfig
+DraftConfig = DrafterConfig | ChainConfig
 
 _MAX_SHARE = 0.05  # of what the target reads for one row
 _MIN_WINDOW = 4096  # usual training length of drafters: below it nothing is known to be lost

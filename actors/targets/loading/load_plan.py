@@ -23,27 +23,23 @@ from ....drafter.dflash.config import DrafterConfig
 from ....drafter.dflash.target_features import TargetFacts
 from ....drafter.drafter_weights import unused_drafter_scales
 from ....drafter.eagle3.checkpoint import check_eagle3
-from ....drafter.eagle3.config import DEFAULT_DRAFTS, Eagle3Config
+from ....drafter.eagle3.config import Eagle3Config
 from ...tokenization.checkpoint_paths import drafter_folder, target_folder, tokenizer_folder
 from ...tokenization.tokenizer_config import TokenIds
 from ..families import end_tokens_file, read_assistant, read_model
 from ..model.assistant import AssistantConfig
 from ..model.model_spec import ModelSpec
-from ..model.mtp import MTP_DRAFTS, MtpConfig, count_mtp_layers
+from ..model.mtp import MtpConfig, count_mtp_layers
 from ..model.tensor_parallel import Sharding
 from ..model.weights import open_checkpoint, target_shapes, unused_scales
 from .backend_selection import INTEGERS, BackendName
 from .cpu_autotune import choose_cpu_config
-from .draft_window import DraftConfig, find_window, with_window
+from .draft_window import ChainConfig, DraftConfig, find_window, with_window
+from .model_limits import find_max_model_len, find_num_drafts
 
 logger = logging.getLogger(__name__)
 
-NGRAM_DRAFTS, SUFFIX_DRAFTS = 8, 16  # default numbers of drafts without a model
-
 _LARGE_GPU_MAJOR, _LARGE_GPU_BYTES = 9, 70 * 2**30  # an H100 or newer, and no part of one
-
-# A pass for each draft, and a feature kept for each page.
-ChainConfig = Eagle3Config | MtpConfig | AssistantConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,7 +138,7 @@ def plan_load(config: EngineConfig) -> LoadPlan:
     refuse_quantizing_twice(config, target, drafter)
     length, window = find_max_model_len(config, target, drafter), None
     if spec is not None and drafter is not None:
-        passes = _num_speculative_tokens(config, drafter) if isinstance(drafter, ChainConfig) else 1
+        passes = find_num_drafts(config, drafter) if isinstance(drafter, ChainConfig) else 1
         window = find_window(spec, target, drafter, length, passes)
         drafter = with_window(drafter, window)
     plan = plan_models(config, folder, target, draft_folder, drafter, length)
@@ -254,7 +250,7 @@ def plan_models(
         ),
         device=device,
         dtype=cpu_config.dtype,
-        num_speculative_tokens=_num_speculative_tokens(config, drafter),
+        num_speculative_tokens=find_num_drafts(config, drafter),
         max_num_batched_tokens=config.max_num_batched_tokens or _max_rows(device),
         attention_backend=cpu_config.backend,
         page_size=page_size,
@@ -299,68 +295,6 @@ def _with_end_token(
     )
     ends = (*target.eos_token_ids, *([] if tokens.end is None else [tokens.end]))
     return replace(target, eos_token_ids=tuple(dict.fromkeys(ends))), doubts
-
-
-def find_max_model_len(config: EngineConfig, target: ModelSpec, drafter: DraftConfig | None) -> int:
-    """Return the setting, or the smaller limit of both models. ConfigError: the setting exceeds a limit.
-
-    A limit is max_position_embeddings, or what yarn extends it to (factor x original length). EAGLE-3's
-    published drafters state their training length (2048 for targets of 128k), which is not a limit.
-    """
-    ropes = (mixer.rope for mixer in target.attentions if mixer.rope is not None)
-    limits = {"the target": max([target.max_position_embeddings, *(rope.max_positions for rope in ropes)])}
-    if isinstance(drafter, DrafterConfig):
-        trained = drafter.rope.scaling.get("max_position_embeddings")
-        if isinstance(trained, int):
-            limits["the drafter"] = max(trained, drafter.rope.max_positions)
-    limiting_model, limit = min(limits.items(), key=lambda item: item[1])
-    if config.max_model_len is None:
-        return limit
-    if config.max_model_len > limit:
-        remedy = ", or drop speculative_config" if limiting_model == "the drafter" else ""
-        raise ConfigError(
-            f"max_model_len={config.max_model_len} is longer than {limiting_model}'s limit ({limit}: "
-            f"max_position_embeddings, or yarn's factor x original length). "
-            f"Set max_model_len to at most {limit}{remedy}.",
-            param="max_model_len",
-        )
-    return config.max_model_len
-
-
-def _num_speculative_tokens(config: EngineConfig, drafter: DraftConfig | None) -> int:
-    if (spec := config.speculative_config) is None:
-        return 0
-    wanted = spec.num_speculative_tokens
-    if drafter is None:  # as many as requested are copied
-        return wanted or (SUFFIX_DRAFTS if spec.method == "suffix" else NGRAM_DRAFTS)
-    if isinstance(drafter, MtpConfig) and drafter.num_layers > 1:
-        maximum = drafter.num_layers
-    elif isinstance(drafter, ChainConfig):  # a chain of single drafts has no maximum
-        return wanted or (DEFAULT_DRAFTS if isinstance(drafter, Eagle3Config) else MTP_DRAFTS)
-    else:
-        maximum = drafter.max_drafts
-    if wanted is None:
-        return maximum
-    if wanted > maximum:
-        raise ConfigError(
-            f"speculative_config.num_speculative_tokens={wanted} is more than the drafter proposes: "
-            f"{_why_most(drafter)}",
-            param="speculative_config.num_speculative_tokens",
-        )
-    return wanted
-
-
-def _why_most(drafter: DrafterConfig | MtpConfig) -> str:
-    if isinstance(drafter, MtpConfig):
-        return f"each of its {drafter.num_layers} layers makes one, so that is the most."
-    maximum, block_size = drafter.max_drafts, drafter.block_size
-    if drafter.samples_anchor:
-        return f"each of its block's {block_size} slots predicts one, so {maximum} is the most."
-    return (
-        f"of its block's {block_size} slots the first holds the last known token, so {maximum} is the most "
-        "(vLLM's counting; SGLang's --speculative-num-draft-tokens counts that slot too: its "
-        f"{block_size} is {maximum} here)."
-    )
 
 
 def why_no_trees(plan: LoadPlan) -> str | None:

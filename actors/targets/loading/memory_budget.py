@@ -15,7 +15,8 @@ from ....drafter.compute.memory.recurrent_state_cache import StateMemory
 from ...system.host_resources import free_ram_bytes
 from ..model.assistant import AssistantConfig
 from ..model.tensor_parallel import Sharding
-from .load_plan import ChainConfig, LoadPlan
+from .draft_window import ChainConfig
+from .load_plan import LoadPlan
 
 _CPU_SHARE = 0.25  # of free memory
 _CPU_CAP_BYTES = 4 * 2**30
