@@ -47,6 +47,7 @@ from .step_passes import DeviceModels, TargetPass
 
 _SMALL_SIZES = (1, 2, 3, 4, 6, 8, 12, 16)
 _NARROW = 4  # rows of a request up to which attention uses lower tiles
+_NUM_PROFILED = 16  # graphs captured to find the memory of one
 
 
 @dataclass(frozen=True, slots=True)
@@ -290,6 +291,21 @@ class StepGraphs:
                 self._graphs[kind] = _capture(pass_.run, pool)
         torch.cuda.synchronize(device)
         torch.cuda.empty_cache()
+
+    def measure_bytes(self, kinds: StepKinds, used_bytes: Callable[[], int]) -> int:
+        """Capture the graphs of the largest steps, which provide the memory that all share, and a few others.
+
+        The few, of all sizes, show what each of the rest takes beside the shared memory.
+        """
+        torch.cuda.empty_cache()  # as at the end of a capture
+        used_before, largest = used_bytes(), kinds.largest()
+        self.capture(largest)
+        used_by_largest = used_bytes() - used_before
+        rest = [kind for kind in kinds.all() if kind not in largest]
+        few = rest[:: max(1, len(rest) // _NUM_PROFILED)]
+        self.capture(few)
+        used_by_few = used_bytes() - used_before - used_by_largest
+        return used_by_largest + (used_by_few * len(rest) // len(few) if few else 0)
 
     def _pass(self, kind: PassKind) -> DraftPass | TargetPass:
         found = self._passes.get(kind)

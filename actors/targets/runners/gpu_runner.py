@@ -59,7 +59,6 @@ if TYPE_CHECKING:
     from ....drafter.grammars.matchers import GrammarStates
 
 Indices = NDArray[np.intp]
-_NUM_PROFILED = 16  # graphs captured to find the memory of one
 
 
 @dataclass(frozen=True, slots=True)
@@ -383,20 +382,8 @@ class GpuModelRunner:
 
     @torch.inference_mode()
     def profile_run(self, largest: SchedulerOutput, used_bytes: Callable[[], int]) -> int:
-        """Capture the graphs of the largest steps, which provide the memory that all share, and a few others.
-
-        The few, of all sizes, show what each of the rest takes beside the shared memory.
-        """
+        if self._captures:
+            return self._graphs.measure_bytes(self._kinds, used_bytes)
         used_before = used_bytes()
-        if not self._captures:
-            self.execute(largest)
-            return used_bytes() - used_before
-        torch.cuda.empty_cache()  # as at the end of a capture
-        used_before, kinds = used_bytes(), self._kinds.largest()
-        self._graphs.capture(kinds)
-        rest = [kind for kind in self._kinds.all() if kind not in kinds]
-        few = rest[:: max(1, len(rest) // _NUM_PROFILED)]
-        used_by_largest = used_bytes() - used_before
-        self._graphs.capture(few)
-        used_by_few = used_bytes() - used_before - used_by_largest
-        return used_by_largest + (used_by_few * len(rest) // len(few) if few else 0)
+        self.execute(largest)
+        return used_bytes() - used_before
