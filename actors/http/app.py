@@ -64,7 +64,9 @@ def create_app(
     telemetry = RequestTelemetry(
         engine, name, replica, mirror, settings.max_metric_labels, categories=settings.categories
     )
-    audit = LosslessAudit(engine, settings.lossless_audit, telemetry.count_audit)
+    share, audit = settings.lossless_audit, None
+    if share:
+        audit = LosslessAudit(engine, share, telemetry.count_audit)
     capture = open_capture(engine.config, settings, telemetry.count_captured)
     tracing = open_tracing(settings, replica)
     observers = telemetry, audit, tracing, capture
@@ -106,11 +108,8 @@ def create_check_app(engine: AsyncEngine, replica: str) -> FastAPI:
     """Return an application with /v1/completions alone, for the ready check; nothing is counted."""
     settings = ServerSettings()
     telemetry = RequestTelemetry(engine, settings.model_names(engine.config.model)[0], replica)
-    audit = LosslessAudit(engine, 0.0, telemetry.count_audit)
     app = FastAPI(openapi_url=None)
-    app.include_router(
-        completion_routes(ServerContext(engine, settings, GenerationDefaults(), telemetry, audit))
-    )
+    app.include_router(completion_routes(ServerContext(engine, settings, GenerationDefaults(), telemetry)))
     add_middleware(
         app, settings, telemetry=telemetry, traffic=Traffic(), replica=replica, echo_request_id=True
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Coroutine, Iterable, Iterator, Sequence
-from contextlib import aclosing, contextmanager
+from contextlib import aclosing, contextmanager, nullcontext
 from typing import Any, TypeVar
 
 from ....cluster.errors import ENDINGS, EngineDeadError, MantaError, UnprocessableError
@@ -39,7 +39,7 @@ class GenerationRun:
         self.figures = RequestStats(len(work.prompts), work.params, work.resume_state.token_ids, counter)
         self._params, self._audited = work.params, None
         self._echoes_only = work.request.echoes_only
-        if work.single and not self._echoes_only:
+        if frontend.audit is not None and work.single and not self._echoes_only:
             arguments = work.request_id, work.id, work.prompts[0], work.params, work.resume_state
             self._audited = frontend.audit.choose(*arguments)
         if self._audited is not None:
@@ -143,13 +143,11 @@ class GenerationRun:
     def _logged(self) -> Iterator[None]:
         """Log the request with its final status. Raises RateLimitError from the key's limit."""
         status = 499
-        work = self.work
+        work, audit = self.work, self.frontend.audit
         count = len(work.prompts) * work.params.n
+        pause = nullcontext() if audit is None else audit.pause_for_online_request()
         try:
-            with (
-                self.frontend.key_limits.acquire(work.caller.owner, count),
-                self.frontend.audit.pause_for_online_request(),
-            ):
+            with self.frontend.key_limits.acquire(work.caller.owner, count), pause:
                 yield
             status = 200
         except MantaError as error:
@@ -174,7 +172,7 @@ class GenerationRun:
         self.figures.count_by_requester(work.requester, self.frontend.telemetry)
         if self.frontend.tracing is not None:
             self.frontend.tracing.end(work, self.figures, status, self.frontend.engine.drafter)
-        if self._audited is not None and status == 200:
+        if self._audited is not None and self.frontend.audit is not None and status == 200:
             self.frontend.audit.submit(self._audited)
         if self._captured is not None and self.frontend.capture is not None and status == 200:
             self.frontend.capture.submit(self._captured)

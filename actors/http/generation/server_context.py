@@ -27,7 +27,7 @@ class ServerContext:
         settings: ServerSettings,
         defaults: GenerationDefaults,
         telemetry: RequestTelemetry,
-        audit: LosslessAudit,
+        audit: LosslessAudit | None = None,
         tracing: Tracing | None = None,
         capture: TrafficCapture | None = None,
     ) -> None:
