@@ -271,7 +271,7 @@ class StepController:
             if step.choice.is_review:
                 host_s = min(host_s, self._host_s)
             seconds, self._host_s = seconds + host_s, host_s
-        if seconds > 0.0:
+        if seconds > 0.0 and (step.mode is not None or has_background):
             self._learn_shares(step, result, seconds, elapsed_s, has_background=has_background)
         self._num_completed += 1
         self._num_unlearned += 1
@@ -344,7 +344,7 @@ class StepController:
         *,
         has_background: bool,
     ) -> None:
-        """Learn from a step in which all requests of the first kind decode."""
+        """Learn about halves and background work from a step in which all of the first kind decode."""
         plan, num_online = step.plan, step.num_online
         count = num_online or plan.num_requests
         drafts_R = plan.num_drafts[:count]
