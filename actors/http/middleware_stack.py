@@ -1,6 +1,6 @@
 """The layers around the routes of an engine's and a gateway's application, in one order.
 
-CORS (middleware/cors.py) ─▶ the gate ─▶ errors in OpenAI's format ─▶ routes
+CORS ─▶ the gate ─▶ errors in OpenAI's format ─▶ routes
 """
 
 from __future__ import annotations
@@ -8,10 +8,10 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from fastapi import FastAPI
+from starlette.middleware.cors import CORSMiddleware
 
 from .anthropic.errors import ROUTES, ErrorRewriter
 from .config.settings import ServerSettings
-from .middleware.cors import allow_origins
 from .middleware.request_gate import Observer, RequestGate, Traffic
 from .wire.errors import Rejection, ignore, install_handlers
 
@@ -50,3 +50,18 @@ def _build_routes(app: FastAPI) -> None:
         for name in ("effective_candidates", "effective_low_priority_routes"):
             if (build := getattr(route, name, None)) is not None:
                 build()
+
+
+EXPOSED_HEADERS = ("X-Request-Id", "X-Ignored-Params", "Retry-After", "x-should-retry")
+
+
+def allow_origins(app: FastAPI, settings: ServerSettings) -> None:
+    """Add CORS around `RequestGate`, because preflights have no key."""
+    if settings.allowed_origins:
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=settings.allowed_origins,
+            allow_methods=["*"],
+            allow_headers=["*"],
+            expose_headers=EXPOSED_HEADERS,
+        )

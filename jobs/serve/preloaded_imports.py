@@ -28,10 +28,7 @@ LIBRARIES = (
     *("fastapi.encoders", "starlette.middleware", "starlette.responses", "pydantic", "prometheus_client"),
     *("opentelemetry.sdk.trace", "filelock", "yaml", "cloudpickle"),
 )
-HTTP = (
-    *("actors.http.app", "actors.http.warmup_request"),
-    "actors.engine.async_engine",
-)
+HTTP = ("actors.http.app", "actors.engine.async_engine")
 TARGET = (
     "actors.system.torch_threads",
     *("actors.targets.loading.rank_loader", "actors.targets.loading.drafter_swap"),

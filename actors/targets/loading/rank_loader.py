@@ -12,6 +12,7 @@ from dataclasses import replace
 from typing import Protocol
 
 import torch
+from torch import Tensor
 
 from ....cluster.config import EngineConfig
 from ....cluster.pages.kv_cache_groups import KVCacheLayout, LayerPlace
@@ -29,14 +30,14 @@ from ....drafter.step.request_states import RequestStates
 from ....drafter.step.sampling.step_ops import StepOperators
 from ....drafter.suffix.mixing import SuffixMixer
 from ....drafter.suffix.proposer import SuffixProposer
-from ..model.assistant import AssistantDrafter
+from ..model.assistant import AssistantConfig, AssistantDrafter
 from ..model.decoder import Decoder
+from ..model.mtp import MtpConfig, MtpDrafter
 from ..model.tensor_parallel import Communicator, Sharding, SingleRank, smallest
 from ..runners.colocated_drafter import ColocatedDrafter
 from ..runners.cpu_runner import CpuModelRunner, DraftSource
 from ..runners.runner_interface import ChainedDrafter, Drafter, RemoteDrafter, Runner
 from .checkpoint_models import Checkpoints, ModelSource
-from .drafter_loader import load_drafter
 from .executor_info import device_limits, executor_info
 from .load_plan import LoadPlan, plan_load, why_no_trees
 from .memory_budget import (
@@ -47,7 +48,7 @@ from .memory_budget import (
     page_bytes,
     state_bytes,
 )
-from .operator_factory import make_backend, make_grammars, make_step_operators
+from .operator_factory import make_backend, make_drafter_backend, make_grammars, make_step_operators
 from .warmup import check_invariance, measure_step_bytes, warm_up
 from .weight_report import WeightCounts, describe_weights
 
@@ -335,3 +336,47 @@ def _make_proposer(
 
 def pages_of(plan: KVCacheLayout, places: Sequence[LayerPlace], num_pages: tuple[int, ...]) -> int:
     return num_pages[plan.groups[places[0].group].pool]
+
+
+def load_drafter(
+    plan: LoadPlan, models: ModelSource, target: Decoder, target_norm_H: Tensor, ranks: Communicator
+) -> tuple[Drafter, Backend]:
+    """Return the plan's drafter and its backend, which may be the target's."""
+    if isinstance(plan.drafter, MtpConfig):
+        return _mtp(plan, plan.drafter, models, target, target_norm_H, ranks), target.backend
+    backend = make_drafter_backend(plan, target.backend, ranks)
+    if isinstance(plan.drafter, AssistantConfig):
+        return _assistant(plan, plan.drafter, models, target, target_norm_H, ranks, backend), backend
+    return models.drafter(plan, target.shared_embeddings, backend), backend
+
+
+def _mtp(
+    plan: LoadPlan,
+    config: MtpConfig,
+    models: ModelSource,
+    target: Decoder,
+    target_norm_H: Tensor,
+    ranks: Communicator,
+) -> MtpDrafter:
+    """Load the target's own layer for multi-token prediction, sharded like its blocks."""
+    sharding = Sharding(config.model, ranks.rank, ranks.world_size)
+    weights = models.target(replace(plan, target=config.model), sharding)
+    args = (target.shared_embeddings, target.rope_of, ranks, target.backend, plan.pages.drafter)
+    return MtpDrafter(config, weights, target_norm_H, *args)
+
+
+def _assistant(
+    plan: LoadPlan,
+    config: AssistantConfig,
+    models: ModelSource,
+    target: Decoder,
+    target_norm_H: Tensor,
+    ranks: Communicator,
+    backend: Backend,
+) -> AssistantDrafter:
+    """Load an assistant, sharded like the target, of which it reads K and V."""
+    assert plan.drafter_folder is not None, "an assistant has a checkpoint"
+    sharding = Sharding(config.model, ranks.rank, ranks.world_size)
+    weights = models.target(replace(plan, target=config.model, target_folder=plan.drafter_folder), sharding)
+    shared, rope_of = target.shared_embeddings, target.rope_of
+    return AssistantDrafter(config, weights, target_norm_H, shared, rope_of, ranks, backend)

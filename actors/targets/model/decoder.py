@@ -5,7 +5,8 @@ between ranks. The drafter borrows its embedding and head, without the target's 
 
     token ids --embedding, scale or norm--> x --blocks, some with taps after--> norm --head, cap--> logits
 
-Legend: N rows, X sampled rows, H hidden, m taps, V vocabulary.
+Legend: N rows, X sampled rows, H hidden, m taps, V vocabulary; O outputs of a rank's product (q, k,
+v), Q and K widths of its queries and of its keys.
 """
 
 from __future__ import annotations
@@ -25,10 +26,9 @@ from ....drafter.compute.layers.rope import RopeConfig, RotaryEmbedding
 from ....drafter.compute.memory.kv_cache import PagedKVCache
 from ....drafter.compute.memory.recurrent_state_cache import StateMemory
 from .attention import TargetAttention
-from .cross_rank_norm import RowNorm
 from .delta_net import DeltaNet
 from .mlp import make_mlp
-from .tensor_parallel import Communicator, VocabHead, row_linear, vocab_embedding
+from .tensor_parallel import Communicator, Sharding, VocabHead, row_linear, vocab_embedding
 from .weights import LatentTensors, LayerWeights, TargetWeights
 
 RopeOf = Callable[[RopeConfig | None], RotaryEmbedding | None]
@@ -220,3 +220,46 @@ def _latents(mixer: TargetAttention, tensors: LatentTensors | None, backend: Bac
         kv_up_JUC=tensors.kv_up_UC.unflatten(0, (-1, latent.nope_dim + latent.v_dim)),
         v_dim=latent.v_dim,
     )
+
+
+class RowNorm:
+    """RMSNorm over all queries, and over all keys, of a layer with heads split over ranks.
+
+        scale of a row = 1 / sqrt(sum of its squares over all ranks' heads / (all heads * D) + eps)
+
+    Not the per-head norm (`AttentionShape.q_norm_D`). Costs one small all-reduce per layer. `q_norm_Q` and
+    `k_norm_K` are this rank's part of the weights.
+    """
+
+    __slots__ = ("_communicator", "_eps", "_row_squares", "_shares_2", "_weight_O", "_widths")
+
+    def __init__(
+        self,
+        q_norm_Q: Tensor,
+        k_norm_K: Tensor,
+        eps: float,
+        sharding: Sharding,
+        layer: int,
+        communicator: Communicator,
+        backend: Backend,
+    ) -> None:
+        self._row_squares = backend.row_squares
+        self._weight_O = torch.cat((q_norm_Q, k_norm_K)).float()
+        self._widths = (len(q_norm_Q), len(k_norm_K))
+        self._eps, self._communicator = eps, communicator
+        mixer, ranks = sharding.spec.attention(layer), sharding.world_size
+        # K/V heads that several ranks share are summed several times.
+        copies = (1, ranks * sharding.num_kv_heads(layer) // mixer.num_kv_heads)
+        sizes = (mixer.num_heads * mixer.head_dim, mixer.num_kv_heads * mixer.head_dim)
+        shares = [1.0 / (size * copy) for size, copy in zip(sizes, copies, strict=True)]
+        self._shares_2 = torch.tensor(shares, device=q_norm_Q.device)
+
+    def __call__(self, qkv_NO: Tensor) -> Tensor:
+        """Norm queries and keys in place; values are unchanged."""
+        squares_N2 = self._communicator.all_reduce(self._row_squares(qkv_NO, self._widths))
+        scales_N2 = squares_N2.mul_(self._shares_2).add_(self._eps).rsqrt_()
+        parts = qkv_NO.split((*self._widths, qkv_NO.shape[1] - sum(self._widths)), dim=1)
+        weights = self._weight_O.split(self._widths)
+        for part, scale_N1, weight in zip(parts[:2], scales_N2.split(1, dim=1), weights, strict=True):
+            part.copy_(part.float().mul_(scale_N1).mul_(weight))
+        return qkv_NO

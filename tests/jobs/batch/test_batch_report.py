@@ -19,6 +19,7 @@ from manta.actors.batch.dataset.row_requests import RowSchema
 from manta.actors.batch.engine_meter import EngineMeter
 from manta.actors.batch.row_answerer import WIRE_SCHEMA, RowAnswerer
 from manta.actors.batch.row_stats import (
+    MAX_INTERVALS,
     MAX_NAMES,
     Categories,
     Category,
@@ -27,7 +28,6 @@ from manta.actors.batch.row_stats import (
     length_histogram,
     length_range,
 )
-from manta.actors.batch.run_times import MAX_INTERVALS
 from manta.actors.engine.async_engine import AsyncEngine
 from manta.actors.tokenization.generation_config import GenerationDefaults
 from manta.cluster.config import EngineConfig
