@@ -68,7 +68,25 @@ def make_plan(options: PlanOptions) -> dict[str, Any]:  # Any: JSON
         chosen, why = choose(fitting, demand, options.num_gpus)
     num_seqs = _max_num_seqs(chosen, options)
     config = serve_config(options, read, chosen, num_seqs)
-    report = _report(options, read, found, played, chosen, why, config)
+    report = {
+        "gpus": options.num_gpus,
+        "gpu": options.gpu,
+        "model": options.model,
+        "drafter": options.drafter,
+        "spec_method": options.spec_method if read.pair.drafter else None,
+        "dtype": read.dtype,
+        "kv_cache_dtype": options.kv_cache_dtype,
+        "quantization": options.quantization,
+        "checkpoint_quantization": read.checkpoint_quantization,
+        "packed_bits": packed_bits(read.pair.target),
+        "drafter_quantization": options.drafter_quantization,
+        "max_model_len": read.max_model_len,
+        "acceptance": {"survival": read.pair.survival, "source": read.acceptance},
+        "candidates": as_json(found, played, options.num_gpus),
+        "chosen": str(chosen.layout),
+        "why": why,
+        "ray_config": config,
+    }
     if options.as_json:
         print(json.dumps(report, indent=2, ensure_ascii=False))
     else:
@@ -159,36 +177,6 @@ def packed_bits(target: ModelShape) -> dict[str, float]:
     experts = [shape.weight_bytes for shape, _ in target.routed]
     sizes = {"dense products": target.weight_bytes, "experts": max(experts, default=target.itemsize)}
     return {part: 8 * size for part, size in sizes.items() if size < target.itemsize}
-
-
-def _report(
-    options: PlanOptions,
-    read: ReadPair,
-    found: list[LayoutEstimate | LayoutMisfit],
-    played: dict[ParallelLayout, ReplayResult],
-    chosen: LayoutEstimate,
-    why: str,
-    config: dict[str, Any],
-) -> dict[str, Any]:
-    return {
-        "gpus": options.num_gpus,
-        "gpu": options.gpu,
-        "model": options.model,
-        "drafter": options.drafter,
-        "spec_method": options.spec_method if read.pair.drafter else None,
-        "dtype": read.dtype,
-        "kv_cache_dtype": options.kv_cache_dtype,
-        "quantization": options.quantization,
-        "checkpoint_quantization": read.checkpoint_quantization,
-        "packed_bits": packed_bits(read.pair.target),
-        "drafter_quantization": options.drafter_quantization,
-        "max_model_len": read.max_model_len,
-        "acceptance": {"survival": read.pair.survival, "source": read.acceptance},
-        "candidates": as_json(found, played, options.num_gpus),
-        "chosen": str(chosen.layout),
-        "why": why,
-        "ray_config": config,
-    }
 
 
 def serve_config(

@@ -130,24 +130,23 @@ def read(raw: Json, file: str) -> ModelSpec:
         sinks=True,
     )
     layers = [
-        LayerSpec(mixer=replace(attention, window=config.window_of(kind, file)), mlp=_experts(config))
+        LayerSpec(
+            mixer=replace(attention, window=config.window_of(kind, file)),
+            mlp=RoutedMLP(
+                router=MoeRouter(
+                    num_experts=config.num_local_experts,
+                    top_k=config.num_experts_per_tok,
+                    score="softmax",
+                    choose_first=True,
+                    renormalize=False,
+                    bias=True,
+                ),
+                inner_size=config.intermediate_size,
+                activation="swiglu_clamped",
+                limit=config.swiglu_limit,
+                bias=True,
+            ),
+        )
         for kind in config.types(file, derived)
     ]
     return model_of(config, tuple(layers), {**_TENSORS, **_PLAIN, **_PACKED})
-
-
-def _experts(config: GptOssConfig) -> RoutedMLP:
-    return RoutedMLP(
-        router=MoeRouter(
-            num_experts=config.num_local_experts,
-            top_k=config.num_experts_per_tok,
-            score="softmax",
-            choose_first=True,
-            renormalize=False,
-            bias=True,
-        ),
-        inner_size=config.intermediate_size,
-        activation="swiglu_clamped",
-        limit=config.swiglu_limit,
-        bias=True,
-    )

@@ -11,7 +11,6 @@ Sources: transformers' modeling_muse_glimmer.py, with the defaults of its config
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Annotated, Literal
 
 from pydantic import Field
@@ -59,15 +58,6 @@ class MuseGlimmerConfig(PlainConfig):
         return tuple(theta != 0 for theta in thetas)
 
 
-def _tensors(config: MuseGlimmerConfig) -> Mapping[str, TensorRule]:
-    return {
-        **TENSORS,
-        **SANDWICH_NORMS,
-        "q_norm": TensorRule(name="", axes=("head",), constant=config.qk_scale_factor),
-        "k_norm": TensorRule(name="", axes=("head",), constant=1.0),
-    }
-
-
 def read(raw: Json, file: str) -> ModelSpec:
     config = parse(MuseGlimmerConfig, raw, file)
     count, size = config.num_hidden_layers, config.head_size(file)
@@ -97,7 +87,12 @@ def read(raw: Json, file: str) -> ModelSpec:
     return model_of(
         config,
         tuple(layers),
-        _tensors(config),
+        {
+            **TENSORS,
+            **SANDWICH_NORMS,
+            "q_norm": TensorRule(name="", axes=("head",), constant=config.qk_scale_factor),
+            "k_norm": TensorRule(name="", axes=("head",), constant=1.0),
+        },
         out_norm_eps=config.post_norm_eps,
         embed_norm=True,
         logit_multiplier=config.output_multiplier,

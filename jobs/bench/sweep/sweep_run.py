@@ -1,10 +1,11 @@
 """`manta bench sweep`: plain decoding, the adaptive engine, fixed draft lengths and other methods by load.
 
-It measures all sides (`engines.py`) at every load and temperature, in alternation: a turn is one side's pass over some
-requests; the other sides' turns over the same requests follow, in rotating order, so speeds and ratios of a
-round are for the same work at nearly the same time. Medians are taken over rounds. Runs in this process,
-without Ray, and without the prefix cache, because prompts repeat. It writes its file after every point.
-`tests/benchmarks` judges the policy with it (`sweep`), and measures the first seconds of engines (`starts`).
+It measures all sides (`engines.py`) at every load and temperature, in alternation: a turn is one side's pass
+over some requests; the other sides' turns over the same requests follow, in rotating order, so speeds and
+ratios of a round are for the same work at nearly the same time. Medians are taken over rounds. Runs in this
+process, without Ray, and without the prefix cache, because prompts repeat. It writes its file after every
+point. `tests/benchmarks` judges the policy with it (`sweep`), and measures the first seconds of engines
+(`starts`).
 """
 
 from __future__ import annotations
