@@ -155,9 +155,9 @@ class RowWriter:
         self.failing_since_s = self.failing_since_s or self._attempted_s
         if time.monotonic() - self.failing_since_s > GIVE_UP_S:
             raise OutputError(
-                f"output: {self._output.where} cannot be written ({reason(error)}): {self.num_durable} rows of "
-                f"this engine are durable, {self.num_pending} could not be written and will be answered again. "
-                "Fix the output, and run the same command again: it resumes.",
+                f"output: {self._output.where} cannot be written ({reason(error)}): {self.num_durable} rows "
+                f"of this engine are durable, {self.num_pending} could not be written and will be answered "
+                "again. Fix the output, and run the same command again: it resumes.",
                 param="output",
             ) from error
 
