@@ -5,7 +5,7 @@ A folder holds segments, `captured-00000042.jsonl`, oldest number first. Each li
     {"day": "2026-11-23", "model": "qwen", "tenant": null, "category": "coding",
      "temperature": 0.7, "prompt_token_ids": [1, 2], "token_ids": [3, 4]}
 
-`segment_ring.py` writes them. `manta drafter train`, `adapt` and `explain` read them, also while a server
+`writer_process.py` writes them. `manta drafter train`, `adapt` and `explain` read them, also while a server
 still writes.
 """
 

@@ -38,8 +38,7 @@ from .openai.models import model_routes
 from .openai.tokenization import tokenization_routes
 from .responses.routes import response_routes
 from .ui import ui_routes
-from .wire.errors import Rejection
-from .wire.openapi_errors import RESPONSES
+from .wire.errors import RESPONSES, Rejection
 
 logger = logging.getLogger(__name__)
 

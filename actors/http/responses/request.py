@@ -19,8 +19,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 from ....cluster.errors import RequestError
-from ..generation.chat_adapter import SupportedOptions
-from ..generation.request_translation import chat_request, rename_error_fields
+from ..generation.chat_adapter import SupportedOptions, chat_request, rename_error_fields
 from ..protocol.chat_completion import ChatRequest
 from ..protocol.tool_outputs import TranslatedMessages, output_text, required_text
 from ..wire.json_io import Integer, JsonObject

@@ -18,7 +18,7 @@ from manta.actors.batch.ledger.ledger import Ledger
 from manta.actors.batch.ledger.row_writer import RowWriter
 from manta.actors.batch.openai.batch_store import BatchStore
 from manta.actors.batch.openai.file_store import FileStore
-from manta.actors.capture.segment_ring import SegmentRing
+from manta.actors.capture.writer_process import SegmentRing
 from manta.actors.system.atomic_files import write_atomically
 from manta.cluster.errors import ConfigError, MantaError, NotFoundError, OutputError
 from manta.cluster.request.caller import SERVER
