@@ -133,17 +133,19 @@ class AsyncEngine:
         assert self._encoder is not None, "start() the engine first"
         return self._encoder
 
-    def stats(self) -> EngineStats:
+    @property
+    def _core(self) -> EngineCore:
         assert self._engine is not None, "start() the engine first"
-        return self._engine.stats()
+        return self._engine
+
+    def stats(self) -> EngineStats:
+        return self._core.stats()
 
     def timelines(self, name: str) -> list[RequestTimeline]:
-        assert self._engine is not None, "start() the engine first"
-        return self._engine.timelines(name)
+        return self._core.timelines(name)
 
     def block_groups(self, is_visible: Callable[[str | None], bool]) -> list[BlockGroup]:
-        assert self._engine is not None, "start() the engine first"
-        return self._engine.block_groups(is_visible)
+        return self._core.block_groups(is_visible)
 
     def check_health(self) -> None:
         if self._steps is None:

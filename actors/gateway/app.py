@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from urllib.parse import urlencode
 
@@ -20,15 +20,15 @@ from ...version import __version__
 from ..haproxy.metrics_aggregator import joined
 from ..http.admin.explain import PATH, timelines_response
 from ..http.admin.operations import load_stats
-from ..http.anthropic.errors import LostMessage
+from ..http.anthropic.errors import lost_message
 from ..http.config.settings import ServerSettings
 from ..http.middleware.api_keys import KeyLimits
 from ..http.middleware.request_gate import METHODS, Traffic
 from ..http.middleware_stack import add_middleware
 from ..http.openai.models import model_card
-from ..http.responses.event_writer import LostResponse
+from ..http.responses.event_writer import lost_response
 from ..http.wire.json_io import JsonObject, json_response
-from ..http.wire.sse import DoneEnding, Ending
+from ..http.wire.sse import done_ending
 from .forward_proxy import ForwardedResponse
 from .gateway_metrics import GatewayMetrics
 from .generation_proxy import BROKEN, GatewayState, GenerationResponse
@@ -38,12 +38,12 @@ from .routing_hints import read_hints
 from .upstream_client import Upstream, caller_header
 
 SCRAPE_TIMEOUT_S = 2.0
-# Stream endings of the routes that generate.
-ENDINGS: dict[str, Ending] = {
-    "/v1/completions": DoneEnding(),
-    "/v1/chat/completions": DoneEnding(),
-    "/v1/responses": LostResponse(),
-    "/v1/messages": LostMessage(),
+# Endings of failed streams of the routes that generate.
+ENDINGS: dict[str, Callable[[BaseException], bytes]] = {
+    "/v1/completions": done_ending,
+    "/v1/chat/completions": done_ending,
+    "/v1/responses": lost_response,
+    "/v1/messages": lost_message,
 }
 
 

@@ -18,6 +18,7 @@ import logging
 import secrets
 import time
 from array import array
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -43,7 +44,7 @@ from ..http.wire.errors import (
     logged_elsewhere,
 )
 from ..http.wire.json_io import JsonObject
-from ..http.wire.sse import DONE, KEEP_ALIVE, Ending, cancel_on_disconnect
+from ..http.wire.sse import DONE, KEEP_ALIVE, cancel_on_disconnect
 from .gateway_metrics import GatewayMetrics
 from .isolation import Isolation, SuspectRequest
 from .replica_set import Fleet, Member
@@ -79,7 +80,12 @@ class GenerationResponse(Response):
     """Runs the request when Starlette sends the response. `http`: its body has been read."""
 
     def __init__(
-        self, parts: GatewayState, http: Request, body: bytes, hints: RoutingHints, ending: Ending
+        self,
+        parts: GatewayState,
+        http: Request,
+        body: bytes,
+        hints: RoutingHints,
+        ending: Callable[[BaseException], bytes],
     ) -> None:
         self.background = None
         self._parts = parts
@@ -109,7 +115,7 @@ class GenerationResponse(Response):
             if not self._has_started:
                 raise
             log_if_internal(error, scope)
-            await self._finish(self._ending.failed(error) + self._ending.done)
+            await self._finish(self._ending(error))
 
     async def _run(self) -> None:
         num_replicas = len(self._parts.fleet.ready(self._model))

@@ -139,27 +139,22 @@ def build_processor(
     )
 
 
+@dataclass(frozen=True, slots=True)
 class Processor:
-    def __init__(
-        self,
-        config: MantaEngineProcessorConfig,
-        preprocess: RowFunction | None,
-        postprocess: RowFunction | None,
-        preprocess_map_kwargs: Mapping[str, Any],
-        postprocess_map_kwargs: Mapping[str, Any],
-    ) -> None:
-        self.config = config
-        self._preprocess, self._preprocess_kwargs = preprocess, preprocess_map_kwargs
-        self._postprocess, self._postprocess_kwargs = postprocess, postprocess_map_kwargs
+    config: MantaEngineProcessorConfig
+    preprocess: RowFunction | None
+    postprocess: RowFunction | None
+    preprocess_kwargs: Mapping[str, Any]
+    postprocess_kwargs: Mapping[str, Any]
 
     def __call__(self, dataset: ray.data.Dataset) -> ray.data.Dataset:
-        if self._preprocess is not None:
-            before = functools.partial(_before, self._preprocess)
-            dataset = dataset.map(before, **self._preprocess_kwargs)
+        if self.preprocess is not None:
+            before = functools.partial(_before, self.preprocess)
+            dataset = dataset.map(before, **self.preprocess_kwargs)
         dataset = self._answered(dataset)
-        if self._postprocess is not None:
-            after = functools.partial(_after, self._postprocess, self.config.should_continue_on_error)
-            dataset = dataset.map(after, **self._postprocess_kwargs)
+        if self.postprocess is not None:
+            after = functools.partial(_after, self.postprocess, self.config.should_continue_on_error)
+            dataset = dataset.map(after, **self.postprocess_kwargs)
         return dataset
 
     def _answered(self, dataset: ray.data.Dataset) -> ray.data.Dataset:

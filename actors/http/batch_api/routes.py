@@ -9,8 +9,7 @@ from __future__ import annotations
 import asyncio
 import mmap
 import re
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import IO, Annotated, Any, Literal, ParamSpec, TypeVar
 
 import pyarrow as pa
@@ -48,21 +47,15 @@ def require_service(service: BatchService | None) -> BatchService:
     return service
 
 
-@contextmanager
-def translate_storage_errors() -> Iterator[None]:
+async def in_storage_thread(call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
     try:
-        yield
+        return await asyncio.to_thread(call, *args, **kwargs)
     except (OSError, ValueError) as error:  # ValueError: stored data has an unexpected format
         why = getattr(error, "strerror", None) or type(error).__name__
         raise StorageError(
             f"Files and batches cannot be read or written now ({why}). No stored data is lost. Retry.",
             param="batch_storage",
         ) from error
-
-
-async def in_storage_thread(call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-    with translate_storage_errors():
-        return await asyncio.to_thread(call, *args, **kwargs)
 
 
 def file_routes(service: BatchService | None) -> APIRouter:

@@ -52,22 +52,15 @@ async def answer(
     if run.work.request.stream:
         keep_alive_s = run.frontend.settings.sse_keep_alive_interval
         events = _stream_events(run, parser_factory, writer)
-        return await sse.stream(events, http, headers, keep_alive_s, _Ending(writer))
+
+        def ending(error: BaseException | None) -> bytes:
+            """End the stream: unless it failed, its last event says that it is the last."""
+            return b"" if error is None else _joined(writer.failed(error))
+
+        return await sse.stream(events, http, headers, keep_alive_s, ending)
     return json_response(
         await sse.cancel_on_disconnect(http, _full_body(run, parser_factory, writer)), headers=headers
     )
-
-
-class _Ending:
-    """The ending of these APIs' streams: the last event says that it is the last."""
-
-    done = b""
-
-    def __init__(self, writer: SectionWriter) -> None:
-        self._writer = writer
-
-    def failed(self, error: BaseException) -> bytes:
-        return _joined(self._writer.failed(error))
 
 
 async def _stream_events(

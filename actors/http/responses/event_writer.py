@@ -185,12 +185,8 @@ def _logprobs(section: Section) -> JsonObject:
     return {"logprobs": []} if section.kind == "content" else {}
 
 
-class LostResponse:
-    """Ends with an error event numbered -1: the gateway does not know how many were sent."""
-
-    done = b""
-
-    def failed(self, error: BaseException) -> bytes:
-        public = public_error(error)
-        event = {"type": "error", "code": "server_error", "message": public.message, "param": None}
-        return named_event({**event, "sequence_number": -1})
+def lost_response(error: BaseException) -> bytes:
+    """Return an error event numbered -1: the gateway does not know how many were sent."""
+    public = public_error(error)
+    event = {"type": "error", "code": "server_error", "message": public.message, "param": None}
+    return named_event({**event, "sequence_number": -1})

@@ -32,6 +32,7 @@ from ....drafter.suffix.mixing import SuffixMixer
 from ....drafter.suffix.proposer import SuffixProposer
 from ..model.assistant import AssistantConfig, AssistantDrafter
 from ..model.decoder import Decoder
+from ..model.model_spec import ModelSpec
 from ..model.mtp import MtpConfig, MtpDrafter
 from ..model.tensor_parallel import Communicator, Sharding, SingleRank, smallest
 from ..runners.colocated_drafter import ColocatedDrafter
@@ -342,41 +343,20 @@ def load_drafter(
     plan: LoadPlan, models: ModelSource, target: Decoder, target_norm_H: Tensor, ranks: Communicator
 ) -> tuple[Drafter, Backend]:
     """Return the plan's drafter and its backend, which may be the target's."""
-    if isinstance(plan.drafter, MtpConfig):
-        return _mtp(plan, plan.drafter, models, target, target_norm_H, ranks), target.backend
+    config, shared = plan.drafter, target.shared_embeddings
+    if isinstance(config, MtpConfig):  # the target's own layer, sharded like its blocks
+        weights = models.target(replace(plan, target=config.model), _sharding(config.model, ranks))
+        args = (shared, target.rope_of, ranks, target.backend, plan.pages.drafter)
+        return MtpDrafter(config, weights, target_norm_H, *args), target.backend
     backend = make_drafter_backend(plan, target.backend, ranks)
-    if isinstance(plan.drafter, AssistantConfig):
-        return _assistant(plan, plan.drafter, models, target, target_norm_H, ranks, backend), backend
-    return models.drafter(plan, target.shared_embeddings, backend), backend
+    if isinstance(config, AssistantConfig):  # sharded like the target, of which it reads K and V
+        assert plan.drafter_folder is not None, "an assistant has a checkpoint"
+        of_assistant = replace(plan, target=config.model, target_folder=plan.drafter_folder)
+        weights = models.target(of_assistant, _sharding(config.model, ranks))
+        args = (shared, target.rope_of, ranks, backend)
+        return AssistantDrafter(config, weights, target_norm_H, *args), backend
+    return models.drafter(plan, shared, backend), backend
 
 
-def _mtp(
-    plan: LoadPlan,
-    config: MtpConfig,
-    models: ModelSource,
-    target: Decoder,
-    target_norm_H: Tensor,
-    ranks: Communicator,
-) -> MtpDrafter:
-    """Load the target's own layer for multi-token prediction, sharded like its blocks."""
-    sharding = Sharding(config.model, ranks.rank, ranks.world_size)
-    weights = models.target(replace(plan, target=config.model), sharding)
-    args = (target.shared_embeddings, target.rope_of, ranks, target.backend, plan.pages.drafter)
-    return MtpDrafter(config, weights, target_norm_H, *args)
-
-
-def _assistant(
-    plan: LoadPlan,
-    config: AssistantConfig,
-    models: ModelSource,
-    target: Decoder,
-    target_norm_H: Tensor,
-    ranks: Communicator,
-    backend: Backend,
-) -> AssistantDrafter:
-    """Load an assistant, sharded like the target, of which it reads K and V."""
-    assert plan.drafter_folder is not None, "an assistant has a checkpoint"
-    sharding = Sharding(config.model, ranks.rank, ranks.world_size)
-    weights = models.target(replace(plan, target=config.model, target_folder=plan.drafter_folder), sharding)
-    shared, rope_of = target.shared_embeddings, target.rope_of
-    return AssistantDrafter(config, weights, target_norm_H, shared, rope_of, ranks, backend)
+def _sharding(model: ModelSpec, ranks: Communicator) -> Sharding:
+    return Sharding(model, ranks.rank, ranks.world_size)

@@ -84,28 +84,18 @@ def open_sides(
             if opened(name, replace(spec, adaptive=False, num_speculative_tokens=drafts)):
                 sides.fixed.append(name)
         for name, how in methods.items():
-            _open_method(sides, name, how, spec, opened)
+            try:
+                if how:
+                    of_method = from_mapping(SpeculativeConfig, how, "speculative_config.")
+                else:  # MIXED
+                    of_method = replace(spec, adaptive=True, suffix_drafts=True)
+            except ConfigError as error:
+                sides.refused[name] = error.message
+            else:
+                opened(name, of_method)
         yield sides
     finally:
         sides.close()
-
-
-def _open_method(
-    sides: Sides,
-    name: str,
-    how: Mapping[str, Any],
-    given: SpeculativeConfig,
-    opened: Any,  # Any: a closure
-) -> None:
-    try:
-        if name == MIXED and not how:
-            spec = replace(given, adaptive=True, suffix_drafts=True)
-        else:
-            spec = from_mapping(SpeculativeConfig, how, "speculative_config.")
-    except ConfigError as error:
-        sides.refused[name] = error.message
-        return
-    opened(name, spec)
 
 
 def parse_methods(texts: Sequence[str]) -> dict[str, dict[str, Any]]:

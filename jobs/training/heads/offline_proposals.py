@@ -48,20 +48,8 @@ class BlockProposals:
         positions_AN = anchors_A[:, None] + torch.arange(1, num_slots + 1, device=device)
         batch = sampling(question, positions_AN.flatten())
         logits_RV = drafter.logits(self._target.head, hidden_RD).float()
-        if drafter.candidate_selector is None:
+        if (selector := drafter.candidate_selector) is None:
             return sample_rows(logits_RV, batch).view_as(positions_AN)
-        return self._select(hidden_RD, logits_RV, blocks_AS, batch)
-
-    def _select(
-        self,
-        hidden_RD: torch.Tensor,
-        logits_RV: torch.Tensor,
-        blocks_AS: torch.Tensor,
-        batch: SamplingMetadata,
-    ) -> torch.Tensor:
-        selector = self._drafter.candidate_selector
-        assert selector is not None
-        num_slots = blocks_AS.shape[1] - 1
         rows_AS = torch.arange(blocks_AS.numel(), device=blocks_AS.device).view_as(blocks_AS)
         block = StepRows(
             positions_N=rows_AS.flatten(),  # not used by the selection
