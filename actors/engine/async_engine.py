@@ -14,7 +14,7 @@ import logging
 import threading
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager, contextmanager, nullcontext
-from typing import TypedDict, Unpack
+from typing import Unpack
 
 from ...cluster.config import EngineConfig
 from ...cluster.engine.engine_core import EngineCore, EngineStats
@@ -27,9 +27,9 @@ from ...cluster.step.executor import Executor, ExecutorInfo, SwapsDrafters
 from ..structured_outputs.grammar_frontend import GrammarFrontend, HoldsGrammars
 from ..tokenization.prompts import AsyncPromptEncoder, EncodedPrompt, SeedSource, load_tokenizer
 from ..tokenization.tokenizer import Tokenizer
-from .output_processor import OutputProcessor
+from .output_processor import OutputProcessor, RequestOptions
 from .output_streams import OutputStream, OutputStreams, ReaderLimit, processing_failure
-from .outputs import RequestOutput, ResumeState
+from .outputs import RequestOutput
 from .speculation_cache import SpeculationCache
 from .step_thread import StepThread
 from .uniproc_executor import make_executor
@@ -38,24 +38,6 @@ logger = logging.getLogger(__name__)
 
 CHECK_INTERVAL_S = 1.0
 DELIVERY_TIMEOUT_S = 10.0  # longest time that updates may wait undelivered while the event loop runs
-
-
-class RequestOptions(TypedDict, total=False):
-    """Per-request options, as the fields of `Request` in `cluster/request/request.py`.
-
-    `resume_state`: output that another engine generated before. `trace`: the final metrics list every step.
-    """
-
-    priority: int
-    cache_salt: str | None
-    max_draft_tokens: int | None
-    tpot_ms: float | None
-    trace: bool
-    background: bool
-    resume_state: ResumeState
-    client_id: str | None
-    owner: str | None
-    uses_cache: bool
 
 
 class AsyncEngine:

@@ -9,8 +9,7 @@ from typing import Any, TypeVar
 
 from ....cluster.errors import ENDINGS, EngineDeadError, MantaError, UnprocessableError
 from ...capture.collector import CapturedAnswers
-from ...engine.async_engine import RequestOptions
-from ...engine.output_processor import resumed_text
+from ...engine.output_processor import RequestOptions, resumed_text
 from ...engine.output_streams import ReaderLimit, size_of
 from ...engine.outputs import RequestMetrics, RequestOutput
 from ...tokenization.prompts import EncodedPrompt
