@@ -22,6 +22,7 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
+from ..actors.system.wait_messages import counting, say
 from ..cluster.config import EngineConfig
 from ..cluster.errors import ConfigError, MantaError, RequestError
 from .audit.options import AuditOptions
@@ -39,7 +40,6 @@ from .common.engine_flags import (
     options_of,
     with_flags,
 )
-from .common.progress import counting, say
 from .common.stop_signals import Stopped, StopSignals
 from .common.vllm_flags import without_vllm_flags
 from .dashboards.cli import dashboards

@@ -13,13 +13,11 @@ from urllib.parse import urlencode
 
 import orjson
 from fastapi import FastAPI, Request, Response
-from prometheus_client import CONTENT_TYPE_LATEST
 
-from ...cluster.errors import DrainingError
 from ...version import __version__
 from ..haproxy.metrics_aggregator import joined
 from ..http.admin.explain import PATH, timelines_response
-from ..http.admin.operations import load_stats
+from ..http.admin.operations import operation_routes
 from ..http.anthropic.errors import lost_message
 from ..http.config.settings import ServerSettings
 from ..http.middleware.api_keys import KeyLimits
@@ -79,32 +77,22 @@ def create_gateway(
 
     app = FastAPI(title="Manta", version=__version__, lifespan=lifespan, openapi_url=None)
 
-    @app.get("/health")
-    @app.get("/ping")
-    @app.post("/ping")
-    async def health() -> Response:
-        if traffic.draining:
-            raise DrainingError("This server is stopping. Use another one, or retry later.")
+    def check_health() -> None:
         for model in fleet.models:
             if not model.sleeps:
                 fleet.check(model)
-        return Response(status_code=200)
 
-    @app.get("/version")
-    async def version() -> Response:
-        return json_response({"version": __version__})
-
-    @app.get("/metrics")
-    async def metrics() -> Response:
+    async def metrics_text() -> str:
         members = [member for model in fleet.models for member in fleet.ready(model)]
         texts = await asyncio.gather(*(_text(parts.upstream, member, "/metrics") for member in members))
-        return Response(joined([*texts, own_metrics.render()]), media_type=CONTENT_TYPE_LATEST)
+        return joined([*texts, own_metrics.render()])
 
-    @app.get("/load")
-    async def load() -> Response:
+    def load_now() -> JsonObject:
         records = [member.record for model in fleet.models for member in fleet.ready(model)]
         running, waiting = sum(r.running for r in records), sum(r.waiting for r in records)
-        return json_response(load_stats(traffic, running=running, waiting=waiting))
+        return {"running": running, "waiting": waiting}
+
+    app.include_router(operation_routes(traffic, check_health, metrics_text, load_now))
 
     @app.get(PATH)
     async def explain(http: Request, id: str | None = None) -> Response:

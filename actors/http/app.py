@@ -39,6 +39,7 @@ from .openai.tokenization import tokenization_routes
 from .responses.routes import response_routes
 from .ui import ui_routes
 from .wire.errors import RESPONSES, Rejection
+from .wire.json_io import JsonObject
 
 logger = logging.getLogger(__name__)
 
@@ -84,7 +85,16 @@ def create_app(
     generation = (completion_routes, chat_routes, response_routes, message_routes)
     for routes in (*generation, model_routes, tokenization_routes):
         app.include_router(routes(frontend))
-    app.include_router(operation_routes(frontend, traffic))
+
+    async def metrics_text() -> bytes:
+        return telemetry.render()
+
+    def load_now() -> JsonObject:
+        stats = engine.stats()
+        kv_usage = round(stats.kv_usage, 4)
+        return {"running": stats.running, "waiting": stats.waiting, "kv_usage": kv_usage}
+
+    app.include_router(operation_routes(traffic, engine.check_health, metrics_text, load_now))
     app.include_router(explain_routes(engine, replica))
     app.include_router(file_routes(batches))
     app.include_router(batch_routes(batches, settings.tenants))

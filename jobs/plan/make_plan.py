@@ -62,7 +62,10 @@ def make_plan(options: PlanOptions) -> dict[str, Any]:  # Any: JSON
     fitting = check_fitting(found)
     played: dict[ParallelLayout, ReplayResult] = {}
     if trace:
-        played = _replay_trace(trace, fitting, read, gpu, demand, options)
+        ttft_s = None if options.slo_ttft_ms is None else options.slo_ttft_ms / 1e3
+        for each in fitting:
+            times, slo = StepTimes(pair, gpu, each.layout), Slo(demand.slo_tpot_s, ttft_s)
+            played[each.layout] = replay_trace(trace, times, pair, each.layout, each.memory, demand, slo)
         chosen, why = choose_by_trace(fitting, played)
     else:
         chosen, why = choose(fitting, demand, options.num_gpus)
@@ -127,24 +130,6 @@ def _demand(options: PlanOptions, read: ReadPair, trace: list[TraceArrival]) -> 
         slo_tpot_s=None if options.slo_tpot_ms is None else options.slo_tpot_ms / 1e3,
         batch=options.batch,
     )
-
-
-def _replay_trace(
-    trace: list[TraceArrival],
-    fitting: list[LayoutEstimate],
-    read: ReadPair,
-    gpu: Gpu,
-    demand: LayoutDemand,
-    options: PlanOptions,
-) -> dict[ParallelLayout, ReplayResult]:
-    ttft_s = None if options.slo_ttft_ms is None else options.slo_ttft_ms / 1e3
-    slo, pair = Slo(demand.slo_tpot_s, ttft_s), read.pair
-    return {
-        each.layout: replay_trace(
-            trace, StepTimes(pair, gpu, each.layout), pair, each.layout, each.memory, demand, slo
-        )
-        for each in fitting
-    }
 
 
 def _max_num_seqs(chosen: LayoutEstimate, options: PlanOptions) -> int:

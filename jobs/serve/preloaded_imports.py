@@ -15,9 +15,9 @@ from importlib.abc import MetaPathFinder
 from pathlib import Path
 
 from ...actors.http.config.settings import ServerSettings
+from ...actors.system.wait_messages import Report
 from ...actors.workers.base.fork_server import ForkServer, Stages
 from ...cluster.config import EngineConfig
-from ..common.progress import Report
 from .preflight import check_capture, describe_models
 
 Models = Sequence[tuple[EngineConfig, ServerSettings]]
