@@ -84,7 +84,7 @@ class BatchService:
                 f'The file {file.id} has the purpose {brief(file.purpose)}; upload the input with "batch".',
                 param="input_file_id",
             )
-        self.files.check_quota(caller.owner, "input_file_id")
+        self.files.check_quota(caller.owner)
         self.batches.create(batch)
 
     def wake(self) -> None:

@@ -6,7 +6,7 @@ or steps.
 Shapes: T tokens, A anchors, S block size, N drafts of an anchor, D width, V vocabulary.
 """
 
-from typing import Protocol
+from collections.abc import Callable
 
 import numpy as np
 import torch
@@ -20,13 +20,8 @@ from ..loop.continuations import ContinuationRequest
 from .dflash_module import TrainableDrafter
 from .frozen_target import FrozenTarget
 
-
-class OfflineProposals(Protocol):
-    def __call__(
-        self, question: ContinuationRequest, tokens_T: torch.Tensor, anchors_A: torch.Tensor
-    ) -> torch.Tensor:
-        """Return drafts [A, N] for the positions after each anchor, sampled like `question`."""
-        ...
+# Returns drafts [A, N] of a sequence for the positions after each anchor, sampled like the question.
+OfflineProposals = Callable[[ContinuationRequest, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 class BlockProposals:
