@@ -27,8 +27,8 @@ from ...cluster.speculation.acceptance_length import mean_acceptance_length
 from ..bench.common.engine_passes import encode_prompts, read_rows
 from ..bench.common.provenance import provenance
 from ..common.generate import open_llm
+from ..common.options import AuditOptions
 from ..common.progress import TimeLeft
-from .options import AuditOptions
 
 Certificate = dict[str, Any]  # Any: JSON
 SHOWN = 20  # mismatches in the certificate

@@ -33,8 +33,8 @@ from ...cluster.planner.estimates import (
     estimate,
 )
 from ...cluster.simulation.simulated_engine import ReplayResult, Slo, TraceArrival, replay_trace
+from ..common.options import PlanOptions
 from ..common.tables import NO_FIGURE, print_table
-from .options import PlanOptions
 from .pair_reader import ReadPair, read_pair, read_trace
 
 DEFAULT_CONTEXT = 4096  # mean tokens of a sequence, without a flag or a trace

@@ -25,10 +25,10 @@ from ...actors.system.wait_messages import REPORT_INTERVAL_S, Report, Wait, coun
 from ...cluster.config import EngineConfig
 from ...cluster.errors import ConfigError, MantaError, PlacementError, brief_name
 from ..common.http_client import ServerClient, await_ready, num_requests
+from ..common.options import ServeOptions
 from ..common.progress import in_thread
 from ..common.ray_session import dead_ray_process, join_or_start_ray, ray_address
 from ..common.stop_signals import Stopped, StopSignals
-from .options import ServeOptions
 from .preflight import (
     check_open_files,
     check_port,
