@@ -32,9 +32,8 @@ from .generation.server_context import ServerContext
 from .generation.tracing import Tracing, open_tracing
 from .middleware.request_gate import Traffic
 from .middleware_stack import add_middleware
-from .openai.chat import chat_routes
-from .openai.completions import completion_routes
 from .openai.models import model_routes
+from .openai.routes import chat_routes, completion_routes
 from .openai.tokenization import tokenization_routes
 from .responses.routes import response_routes
 from .ui import ui_routes

@@ -8,7 +8,7 @@ from ..generation.chat_adapter import SupportedOptions, answer, rename_error_fie
 from ..generation.generation import check_model
 from ..generation.request_run import GenerationRun
 from ..generation.server_context import ServerContext
-from ..openai.chat import prepare_chat
+from ..openai.routes import prepare_chat
 from ..protocol.chat_completion import check_tools, conversation
 from ..wire.json_io import MAX_VALUES, JsonRoute, json_response
 from .errors import ROUTES

@@ -8,7 +8,7 @@ from ....cluster.errors import NotFoundError, brief
 from ..generation.chat_adapter import SupportedOptions, answer, rename_error_fields
 from ..generation.request_run import GenerationRun
 from ..generation.server_context import ServerContext
-from ..openai.chat import prepare_chat
+from ..openai.routes import prepare_chat
 from ..protocol.chat_completion import ChatRequest
 from ..wire.json_io import JsonObject, JsonRoute
 from .event_writer import PREFIX, ResponseWriter
