@@ -44,6 +44,7 @@ from ...cluster.fleet.resources import (
 )
 from ...cluster.vllm_settings import accept
 from ..common.config_loading import parse_speculation
+from ..common.options import check_least
 from .engine_stage import ERROR_COLUMN, ProcessorEngine, check_sampling
 
 logger = logging.getLogger(__name__)
@@ -89,8 +90,7 @@ class MantaEngineProcessorConfig:
                 "from 1.",
                 param="concurrency",
             )
-        if self.batch_size is not None and self.batch_size < 1:
-            raise ConfigError(f"batch_size={self.batch_size} must be at least 1.", param="batch_size")
+        check_least(self, 1, "batch_size")
         check_sampling(self.sampling_params)
         self.engine_config()
 

@@ -1,4 +1,7 @@
-"""Options of serve, doctor, audit, plan and simulate; their flags are made from them. No torch, no Ray."""
+"""Options of serve, doctor, audit, plan and simulate; their flags are made from them. No torch, no Ray.
+
+`check_least` is for all commands.
+"""
 
 from __future__ import annotations
 
@@ -132,10 +135,7 @@ class PlanOptions:
     force: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("num_gpus", "context", "batch"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ConfigError(f"{name}={value} must be at least 1.", param=name)
+        check_least(self, 1, "num_gpus", "context", "batch")
         for name in ("slo_tpot_ms", "slo_ttft_ms"):
             value = getattr(self, name)
             if value is not None and value <= 0:
@@ -209,6 +209,14 @@ class NodeOptions:
         for name in ("concurrency", "rate_per_s", "tp"):
             if any(not value > 0 for value in getattr(self, name)):
                 raise ConfigError(f"{name}={list(getattr(self, name))} must be above 0.", param=name)
-        for name in ("num_gpus", "eagle3_drafts", "num_requests"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name}={getattr(self, name)} must be at least 1.", param=name)
+        check_least(self, 1, "num_gpus", "eagle3_drafts", "num_requests")
+
+
+def check_least(options: object, least: int, *names: str) -> None:
+    """Raise ConfigError if a named field, or a value of its tuple, is below `least`; None is allowed."""
+    for name in names:
+        value = getattr(options, name)
+        if isinstance(value, tuple) and not (value and min(value) >= least):
+            raise ConfigError(f"{name}={value} must be numbers of at least {least}.", param=name)
+        if isinstance(value, int | float) and not value >= least:
+            raise ConfigError(f"{name}={value} must be at least {least}.", param=name)
