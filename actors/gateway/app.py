@@ -9,6 +9,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
+from functools import partial
 from urllib.parse import urlencode
 
 import orjson
@@ -21,7 +22,7 @@ from ..http.admin.operations import operation_routes
 from ..http.anthropic.errors import lost_message
 from ..http.config.settings import ServerSettings
 from ..http.middleware.api_keys import KeyLimits
-from ..http.middleware.request_gate import METHODS, Traffic
+from ..http.middleware.request_gate import METHODS, RequestGate, Traffic
 from ..http.middleware_stack import add_middleware
 from ..http.openai.models import model_card
 from ..http.responses.event_writer import lost_response
@@ -126,14 +127,15 @@ def create_gateway(
     async def forward(http: Request) -> Response:
         return ForwardedResponse(parts, http)
 
-    add_middleware(
-        app,
-        settings,
+    gate = partial(
+        RequestGate,
+        settings=settings,
         telemetry=own_metrics,
         traffic=traffic,
         replica=gateway,
         echo_request_id=echo_request_id,
     )
+    add_middleware(app, settings, gate)
     return app
 
 

@@ -30,7 +30,7 @@ from .batch_api.routes import batch_routes, file_routes
 from .config.settings import ServerSettings
 from .generation.server_context import ServerContext
 from .generation.tracing import Tracing, open_tracing
-from .middleware.request_gate import Traffic
+from .middleware.request_gate import RequestGate, Traffic
 from .middleware_stack import add_middleware
 from .openai.models import model_routes
 from .openai.routes import chat_routes, completion_routes
@@ -99,9 +99,9 @@ def create_app(
     app.include_router(batch_routes(batches, settings.tenants))
     if settings.ui:
         app.include_router(ui_routes(batches=batches is not None))
-    add_middleware(
-        app,
-        settings,
+    gate = partial(
+        RequestGate,
+        settings=settings,
         telemetry=telemetry,
         traffic=traffic,
         replica=replica,
@@ -109,6 +109,7 @@ def create_app(
         max_requests=max_requests,
         on_refusal=partial(_refused, telemetry, tracing),
     )
+    add_middleware(app, settings, gate)
     return app
 
 
@@ -118,9 +119,8 @@ def create_check_app(engine: AsyncEngine, replica: str) -> FastAPI:
     telemetry = RequestTelemetry(engine, settings.model_names(engine.config.model)[0], replica)
     app = FastAPI(openapi_url=None)
     app.include_router(completion_routes(ServerContext(engine, settings, GenerationDefaults(), telemetry)))
-    add_middleware(
-        app, settings, telemetry=telemetry, traffic=Traffic(), replica=replica, echo_request_id=True
-    )
+    gate = partial(RequestGate, settings=settings, telemetry=telemetry, traffic=Traffic(), replica=replica)
+    add_middleware(app, settings, gate)
     return app
 
 

@@ -12,35 +12,15 @@ from starlette.middleware.cors import CORSMiddleware
 
 from .anthropic.errors import ROUTES, ErrorRewriter
 from .config.settings import ServerSettings
-from .middleware.request_gate import Observer, RequestGate, Traffic
-from .wire.errors import Rejection, ignore, install_handlers
+from .middleware.request_gate import RequestGate
+from .wire.errors import install_handlers
 
 
-def add_middleware(
-    app: FastAPI,
-    settings: ServerSettings,
-    *,
-    telemetry: Observer,
-    traffic: Traffic,
-    replica: str,
-    echo_request_id: bool,
-    max_requests: int | None = None,
-    on_refusal: Callable[[Rejection], None] = ignore,
-) -> None:
-    """Add the layers after the routes. The arguments are those of `RequestGate`."""
+def add_middleware(app: FastAPI, settings: ServerSettings, gate: Callable[..., RequestGate]) -> None:
+    """Add the layers after the routes."""
     _build_routes(app)
     install_handlers(app)
-    app.add_middleware(
-        RequestGate,
-        settings=settings,
-        telemetry=telemetry,
-        traffic=traffic,
-        replica=replica,
-        echo_request_id=echo_request_id,
-        max_requests=max_requests,
-        on_refusal=on_refusal,
-        error_formats={ROUTES: ErrorRewriter},
-    )
+    app.add_middleware(gate, error_formats={ROUTES: ErrorRewriter})
     allow_origins(app, settings)
 
 
