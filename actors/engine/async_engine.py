@@ -58,7 +58,7 @@ class AsyncEngine:
         self._executor: Executor | None = None
         self._engine: EngineCore | None = None
         self._speculation_cache: SpeculationCache | None = None
-        self._tokenizer: Tokenizer | None = None
+        self.tokenizer: Tokenizer | None = None
         self._encoder: AsyncPromptEncoder | None = None
         self._grammars: GrammarFrontend | None = None
         self._streams = OutputStreams(self._abort_all)
@@ -74,14 +74,14 @@ class AsyncEngine:
         loading = asyncio.to_thread(self._load)
         tokenizer = asyncio.to_thread(load_tokenizer, self.config)
         try:
-            executor, self._tokenizer = await asyncio.gather(loading, tokenizer)
+            executor, self.tokenizer = await asyncio.gather(loading, tokenizer)
         except BaseException:
             self.close()
             raise
-        self._encoder = AsyncPromptEncoder(self._tokenizer, executor.info.max_model_len)
+        self._encoder = AsyncPromptEncoder(self.tokenizer, executor.info.max_model_len)
         holder = executor if isinstance(executor, HoldsGrammars) else None
-        self._grammars = await asyncio.to_thread(GrammarFrontend.of, self._tokenizer, executor.info, holder)
-        self._streams.processor = OutputProcessor(self._tokenizer)
+        self._grammars = await asyncio.to_thread(GrammarFrontend.of, self.tokenizer, executor.info, holder)
+        self._streams.processor = OutputProcessor(self.tokenizer)
         self._engine = EngineCore(self.config, executor, watch=self._watch)
         self._speculation_cache = SpeculationCache(self.config, executor.info, self._engine)
         self._steps = StepThread(
@@ -104,10 +104,6 @@ class AsyncEngine:
     def info(self) -> ExecutorInfo:
         assert self._executor is not None, "start() the engine first"
         return self._executor.info
-
-    @property
-    def tokenizer(self) -> Tokenizer | None:
-        return self._tokenizer
 
     @property
     def encoder(self) -> AsyncPromptEncoder:

@@ -105,14 +105,10 @@ class RayExecutor:
         self._results: deque[StepResult] = deque()  # that arrived while other messages were awaited
         atexit.register(self.close)
         try:
-            self._info, self.worker_pids = self._start(placement_group, placement_timeout_s)
+            self.info, self.worker_pids = self._start(placement_group, placement_timeout_s)
         except BaseException:
             self.close()
             raise
-
-    @property
-    def info(self) -> ExecutorInfo:
-        return self._info
 
     @property
     def drafter_health(self) -> DrafterHealth:
