@@ -98,7 +98,7 @@ class Replica:
             self._engine,
             self._settings,
             replica=replica,
-            mirror=RayMetrics(name, replica),
+            mirror=RayMetrics(name, replica).update,
             traffic=self._traffic,
             echo_request_id=self._echoes_request_id,
             max_requests=max_ongoing_requests(self._config) + RESERVED_REQUESTS,

@@ -10,9 +10,9 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import NamedTuple, Protocol, get_args
+from typing import NamedTuple, get_args
 
 from ...cluster.engine.engine_core import EngineStats
 from ...cluster.engine.speedup_meter import SpeedupMeter
@@ -50,11 +50,8 @@ REJECTIONS: Mapping[type[MantaError], str] = {
     RateLimitError: "key_limit",
 }
 
-
-class MetricsMirror(Protocol):
-    """Receives all metric values every few seconds. Called in a thread."""
-
-    def update(self, values: Mapping[str, Values]) -> None: ...
+# Receives all metric values every few seconds. Called in a thread.
+MetricsMirror = Callable[[Mapping[str, Values]], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -233,7 +230,7 @@ class RequestTelemetry:
                 before = self._report(before)
                 if self._mirror is not None:
                     # Hundreds of calls into Ray, which would block streams on the event loop.
-                    await asyncio.to_thread(self._mirror.update, self._values())
+                    await asyncio.to_thread(self._mirror, self._values())
             except Exception:  # the task's outermost level: a failure must not end the reports
                 logger.exception("the engine's figures could not be reported")
 
