@@ -11,7 +11,7 @@ import asyncio
 import logging
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import NamedTuple, get_args
 
 from ...cluster.engine.engine_core import EngineStats
@@ -87,23 +87,6 @@ class BatchLines(NamedTuple):
     generation_tokens: int
     tenant: str | None
     by_category: Mapping[str | None, tuple[int, int, int]]
-
-
-@dataclass(frozen=True, slots=True)
-class FinishedRequest:
-    """One HTTP request at its end, as logged. Contains no prompts or outputs."""
-
-    request_id: str
-    id: str
-    model: str
-    prompt_tokens: int
-    output_tokens: int
-    ttft_ms: float | None
-    tpot_ms: float | None
-    e2e_ms: float
-    mean_acceptance_length: float | None
-    finish_reason: str | None
-    status: int
 
 
 class RequestTelemetry:
@@ -212,9 +195,10 @@ class RequestTelemetry:
     def count_captured(self, result: CaptureResult) -> None:
         self._captured[result,] += 1
 
-    def finish_request(self, request: FinishedRequest) -> None:
+    def log_request(self, request: Mapping[str, object]) -> None:
+        """Log an HTTP request at its end, without prompts and outputs."""
         origin = {"replica": self._replica, "drafter": self._engine.drafter}
-        request_logger.info(Event("request", asdict(request) | origin))
+        request_logger.info(Event("request", {**request, **origin}))
 
     # Output.
 
