@@ -36,16 +36,7 @@ class CapturedRecord:
 
     def line(self) -> bytes:
         """Return a line of a segment, including the newline."""
-        row = {
-            "day": self.day,
-            "model": self.model,
-            "tenant": self.tenant,
-            "category": self.category,
-            "temperature": self.temperature,
-            "prompt_token_ids": self.prompt_token_ids,
-            "token_ids": self.token_ids,
-        }
-        return orjson.dumps(row, option=orjson.OPT_APPEND_NEWLINE)
+        return orjson.dumps(self, option=orjson.OPT_APPEND_NEWLINE)
 
 
 def is_captured(path: Path) -> bool:
