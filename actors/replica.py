@@ -17,10 +17,13 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+import orjson
 import ray
 from ray import serve
+from starlette.types import ASGIApp, Message, Scope
 
 from ..cluster.config import EngineConfig
+from ..cluster.errors import EngineDeadError
 from ..cluster.fleet.autoscaling import ReplicaStatsMeter
 from ..cluster.fleet.placement import DeploymentDemand, Topology
 from .gateway.deployment import GATEWAY, Gateway, listen_host
@@ -87,7 +90,6 @@ class Replica:
     async def __serve_build_asgi_app__(self) -> FastAPI:
         """Called by Serve after `__init__`. Raises EngineDeadError if a first request is not answered."""
         from .http.app import create_app, create_check_app
-        from .http.warmup_request import run_first_request
         from .observability.ray_metrics import RayMetrics
 
         name = self._settings.model_names(self._config.model)[0]
@@ -96,7 +98,7 @@ class Replica:
             self._engine,
             self._settings,
             replica=replica,
-            mirror=RayMetrics(name, replica),
+            mirror=RayMetrics(name, replica).update,
             traffic=self._traffic,
             echo_request_id=self._echoes_request_id,
             max_requests=max_ongoing_requests(self._config) + RESERVED_REQUESTS,
@@ -330,3 +332,56 @@ def _largest_node() -> Mapping[str, float]:
         return machine_resources()
     nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
     return max(nodes, key=lambda resources: resources.get("GPU", 0.0), default={})
+
+
+_READY_PATH = "/v1/completions"
+_READY_NAME = "ready-check"
+
+
+async def run_first_request(app: ASGIApp, max_tokens: int) -> None:
+    """Stream one completion. Raises EngineDeadError if it does not complete."""
+    body = {"prompt": [1], "max_tokens": max_tokens, "ignore_eos": True, "temperature": 0, "stream": True}
+    body["store"] = False
+    exchange = _Exchange(orjson.dumps(body))
+    run = app(_scope(), exchange.receive, exchange.send)
+    await asyncio.gather(run)  # in a task of its own: the caller's log lines do not get its request id
+    if exchange.status != 200 or b'"error"' in exchange.answer or b"[DONE]" not in exchange.answer:
+        start = exchange.answer[:500].decode(errors="replace")
+        raise EngineDeadError(f"The first request failed with status {exchange.status}: {start}")
+
+
+class _Exchange:
+    def __init__(self, body: bytes) -> None:
+        self._request: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
+        self.status = 0
+        self.answer = b""
+
+    async def receive(self) -> Message:
+        if self._request:
+            return self._request.pop()
+        await asyncio.Event().wait()  # this client never disconnects
+        raise AssertionError("it is never set")
+
+    async def send(self, message: Message) -> None:
+        if message["type"] == "http.response.start":
+            self.status = message["status"]
+        else:
+            self.answer += message.get("body", b"")
+
+
+def _scope() -> Scope:
+    headers = [(b"content-type", b"application/json"), (b"x-request-id", _READY_NAME.encode())]
+    return {
+        "type": "http",
+        "asgi": {"version": "3.0"},
+        "http_version": "1.1",
+        "method": "POST",
+        "scheme": "http",
+        "path": _READY_PATH,
+        "raw_path": _READY_PATH.encode(),
+        "query_string": b"",
+        "root_path": "",
+        "headers": headers,
+        "client": None,
+        "server": None,
+    }

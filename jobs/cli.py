@@ -22,9 +22,9 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
+from ..actors.system.wait_messages import counting, say
 from ..cluster.config import EngineConfig
 from ..cluster.errors import ConfigError, MantaError, RequestError
-from .audit.options import AuditOptions
 from .batch.options import BatchOptions
 from .bench.cli import bench
 from .common.config_file import check_new_file, read_config_file
@@ -39,17 +39,13 @@ from .common.engine_flags import (
     options_of,
     with_flags,
 )
-from .common.progress import counting, say
+from .common.options import AuditOptions, DoctorOptions, NodeOptions, PlanOptions, ServeOptions
 from .common.stop_signals import Stopped, StopSignals
 from .common.vllm_flags import without_vllm_flags
 from .dashboards.cli import dashboards
 from .demo import DemoOptions, run_demo
-from .doctor.options import DoctorOptions
 from .drafters.cli import drafter
 from .logs import logs
-from .plan.options import PlanOptions
-from .serve.options import ServeOptions
-from .simulate.options import NodeOptions
 
 app = typer.Typer(
     name="manta",

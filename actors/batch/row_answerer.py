@@ -6,7 +6,6 @@ import itertools
 import json
 import logging
 import time
-from collections.abc import Mapping
 from typing import Any
 
 import pyarrow as pa
@@ -215,18 +214,8 @@ class RowAnswerer:
             "acceptance_histogram": metrics.acceptance_histogram,
             "logprobs": _logprobs(first, request.params.logprobs),
         }
-        if self._layout.kind == "openai":
-            response = self._response(request, answer, parser_factory, prompt_parts)
-            result["response"] = json.dumps(response, ensure_ascii=False)
-        return result
-
-    def _response(
-        self,
-        request: RowRequest,
-        answer: RequestOutput,
-        parser_factory: AnswerParserFactory,
-        prompt_parts: PromptParts,
-    ) -> Mapping[str, Any]:
+        if self._layout.kind != "openai":
+            return result
         shape = ChatShape(parser_factory) if isinstance(request.body, ChatRequest) else CompletionShape()
         id, num_logprobs = new_id(shape.prefix), request.params.logprobs
         choices = [
@@ -239,7 +228,7 @@ class RowAnswerer:
             answer.metrics.num_cached_tokens,
             [parser_factory.counted(each.token_ids) for each in answer.outputs],
         )
-        return {
+        response = {
             "id": id,
             "object": shape.full_object,
             "created": int(time.time()),
@@ -248,6 +237,7 @@ class RowAnswerer:
             "usage": usage,
             **prompt_parts.root_fields(),
         }
+        return result | {"response": json.dumps(response, ensure_ascii=False)}
 
 
 def failure(

@@ -10,16 +10,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
-from itertools import zip_longest
+from itertools import pairwise, zip_longest
 from typing import Any, Literal, Self
 
 import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
 
 from ...cluster.batch.row_ranges import RowRanges, count, from_rows, intersection, iterate_rows
 from ...cluster.speculation.acceptance_length import mean_acceptance_length
 from ..system.atomic_files import rounded
-from .run_times import Floats, Ints, RunIntervals
 
 # Recorded on each result: what the engine spent since its previous result. The times are device-seconds (an
 # engine with 4 GPUs spends 4 per second): held, with rows to answer, with a row running.
@@ -35,6 +35,13 @@ MAX_NAME = 80  # characters of a category's name
 Device = Literal["GPU", "core", "device"]  # what device-seconds count; "device": unknown
 
 
+MAX_INTERVALS = 32
+PAUSE_S = 15.0  # a longer gap between rows is a pause between runs
+
+Floats = npt.NDArray[np.float64]
+Ints = npt.NDArray[np.int64]
+
+
 def length_histogram(lengths: Ints) -> list[int]:
     """Count lengths by powers of two: index 0 counts zeros, index k lengths from 2^(k-1) to 2^k - 1."""
     return np.bincount(np.frexp(lengths.astype(np.float64))[1]).tolist() if len(lengths) else []
@@ -42,6 +49,42 @@ def length_histogram(lengths: Ints) -> list[int]:
 
 def length_range(index: int) -> tuple[int, int]:
     return (1 << index - 1, (1 << index) - 1) if index else (0, 0)
+
+
+@dataclass(slots=True)
+class RunIntervals:
+    """The intervals in which a job ran, [begin, end] in Unix seconds; the shortest pauses are left out."""
+
+    times: list[list[float]] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, begins_s: Floats, ends_s: Floats) -> Self:
+        made = cls()
+        made._join(map(list, zip(begins_s.tolist(), ends_s.tolist(), strict=True)))
+        return made
+
+    def merge(self, other: RunIntervals) -> None:
+        self._join([*self.times, *other.times])
+
+    @property
+    def seconds(self) -> float:
+        return sum(end_s - begin_s for begin_s, end_s in self.times)
+
+    def _join(self, times: Iterable[list[float]]) -> None:
+        self.times = _joined(sorted(times), PAUSE_S)
+        if len(self.times) > MAX_INTERVALS:
+            gaps = sorted(after[0] - before[1] for before, after in pairwise(self.times))
+            self.times = _joined(self.times, gaps[-MAX_INTERVALS])
+
+
+def _joined(times: Iterable[Sequence[float]], longest_gap_s: float) -> list[list[float]]:
+    joined: list[list[float]] = []
+    for begin_s, end_s in times:
+        if joined and begin_s <= joined[-1][1] + longest_gap_s:
+            joined[-1][1] = max(joined[-1][1], end_s)
+        else:
+            joined.append([begin_s, end_s])
+    return joined
 
 
 @dataclass(slots=True)

@@ -5,7 +5,7 @@ A folder holds segments, `captured-00000042.jsonl`, oldest number first. Each li
     {"day": "2026-11-23", "model": "qwen", "tenant": null, "category": "coding",
      "temperature": 0.7, "prompt_token_ids": [1, 2], "token_ids": [3, 4]}
 
-`segment_ring.py` writes them. `manta drafter train`, `adapt` and `explain` read them, also while a server
+`writer_process.py` writes them. `manta drafter train`, `adapt` and `explain` read them, also while a server
 still writes.
 """
 
@@ -36,16 +36,7 @@ class CapturedRecord:
 
     def line(self) -> bytes:
         """Return a line of a segment, including the newline."""
-        row = {
-            "day": self.day,
-            "model": self.model,
-            "tenant": self.tenant,
-            "category": self.category,
-            "temperature": self.temperature,
-            "prompt_token_ids": self.prompt_token_ids,
-            "token_ids": self.token_ids,
-        }
-        return orjson.dumps(row, option=orjson.OPT_APPEND_NEWLINE)
+        return orjson.dumps(self, option=orjson.OPT_APPEND_NEWLINE)
 
 
 def is_captured(path: Path) -> bool:

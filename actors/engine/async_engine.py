@@ -14,7 +14,7 @@ import logging
 import threading
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager, contextmanager, nullcontext
-from typing import TypedDict, Unpack
+from typing import Unpack
 
 from ...cluster.config import EngineConfig
 from ...cluster.engine.engine_core import EngineCore, EngineStats
@@ -27,9 +27,9 @@ from ...cluster.step.executor import Executor, ExecutorInfo, SwapsDrafters
 from ..structured_outputs.grammar_frontend import GrammarFrontend, HoldsGrammars
 from ..tokenization.prompts import AsyncPromptEncoder, EncodedPrompt, SeedSource, load_tokenizer
 from ..tokenization.tokenizer import Tokenizer
-from .output_processor import OutputProcessor
+from .output_processor import OutputProcessor, RequestOptions
 from .output_streams import OutputStream, OutputStreams, ReaderLimit, processing_failure
-from .outputs import RequestOutput, ResumeState
+from .outputs import RequestOutput
 from .speculation_cache import SpeculationCache
 from .step_thread import StepThread
 from .uniproc_executor import make_executor
@@ -38,24 +38,6 @@ logger = logging.getLogger(__name__)
 
 CHECK_INTERVAL_S = 1.0
 DELIVERY_TIMEOUT_S = 10.0  # longest time that updates may wait undelivered while the event loop runs
-
-
-class RequestOptions(TypedDict, total=False):
-    """Per-request options, as the fields of `Request` in `cluster/request/request.py`.
-
-    `resume_state`: output that another engine generated before. `trace`: the final metrics list every step.
-    """
-
-    priority: int
-    cache_salt: str | None
-    max_draft_tokens: int | None
-    tpot_ms: float | None
-    trace: bool
-    background: bool
-    resume_state: ResumeState
-    client_id: str | None
-    owner: str | None
-    uses_cache: bool
 
 
 class AsyncEngine:
@@ -76,7 +58,7 @@ class AsyncEngine:
         self._executor: Executor | None = None
         self._engine: EngineCore | None = None
         self._speculation_cache: SpeculationCache | None = None
-        self._tokenizer: Tokenizer | None = None
+        self.tokenizer: Tokenizer | None = None
         self._encoder: AsyncPromptEncoder | None = None
         self._grammars: GrammarFrontend | None = None
         self._streams = OutputStreams(self._abort_all)
@@ -92,14 +74,14 @@ class AsyncEngine:
         loading = asyncio.to_thread(self._load)
         tokenizer = asyncio.to_thread(load_tokenizer, self.config)
         try:
-            executor, self._tokenizer = await asyncio.gather(loading, tokenizer)
+            executor, self.tokenizer = await asyncio.gather(loading, tokenizer)
         except BaseException:
             self.close()
             raise
-        self._encoder = AsyncPromptEncoder(self._tokenizer, executor.info.max_model_len)
+        self._encoder = AsyncPromptEncoder(self.tokenizer, executor.info.max_model_len)
         holder = executor if isinstance(executor, HoldsGrammars) else None
-        self._grammars = await asyncio.to_thread(GrammarFrontend.of, self._tokenizer, executor.info, holder)
-        self._streams.processor = OutputProcessor(self._tokenizer)
+        self._grammars = await asyncio.to_thread(GrammarFrontend.of, self.tokenizer, executor.info, holder)
+        self._streams.processor = OutputProcessor(self.tokenizer)
         self._engine = EngineCore(self.config, executor, watch=self._watch)
         self._speculation_cache = SpeculationCache(self.config, executor.info, self._engine)
         self._steps = StepThread(
@@ -124,26 +106,24 @@ class AsyncEngine:
         return self._executor.info
 
     @property
-    def tokenizer(self) -> Tokenizer | None:
-        return self._tokenizer
-
-    @property
     def encoder(self) -> AsyncPromptEncoder:
         """Encodes prompts off the event loop, and rejects those that are too long."""
         assert self._encoder is not None, "start() the engine first"
         return self._encoder
 
-    def stats(self) -> EngineStats:
+    @property
+    def _core(self) -> EngineCore:
         assert self._engine is not None, "start() the engine first"
-        return self._engine.stats()
+        return self._engine
+
+    def stats(self) -> EngineStats:
+        return self._core.stats()
 
     def timelines(self, name: str) -> list[RequestTimeline]:
-        assert self._engine is not None, "start() the engine first"
-        return self._engine.timelines(name)
+        return self._core.timelines(name)
 
     def block_groups(self, is_visible: Callable[[str | None], bool]) -> list[BlockGroup]:
-        assert self._engine is not None, "start() the engine first"
-        return self._engine.block_groups(is_visible)
+        return self._core.block_groups(is_visible)
 
     def check_health(self) -> None:
         if self._steps is None:

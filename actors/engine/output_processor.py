@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import TypedDict, Unpack
 
 from ...cluster.engine.engine_core import SequenceUpdate
 from ...cluster.errors import NotANumberError
@@ -268,6 +269,29 @@ class RequestSteps:
             )
 
 
+class EngineOptions(TypedDict, total=False):
+    """Options of a request that are fields of `Request` in `cluster/request/request.py`."""
+
+    priority: int
+    cache_salt: str | None
+    max_draft_tokens: int | None
+    tpot_ms: float | None
+    background: bool
+    client_id: str | None
+    owner: str | None
+    uses_cache: bool
+
+
+class RequestOptions(EngineOptions, total=False):
+    """All options of a request.
+
+    `resume_state`: output that another engine generated before. `trace`: the final metrics list every step.
+    """
+
+    trace: bool
+    resume_state: ResumeState
+
+
 class OutputProcessor:
     def __init__(self, tokenizer: Tokenizer | None) -> None:
         self._tokenizer = tokenizer
@@ -283,16 +307,9 @@ class OutputProcessor:
         prompt: EncodedPrompt,
         params: SamplingParams,
         *,
-        priority: int = 0,
-        cache_salt: str | None = None,
-        max_draft_tokens: int | None = None,
-        tpot_ms: float | None = None,
         trace: bool = False,
-        background: bool = False,
         resume_state: ResumeState = NOT_RESUMED,
-        client_id: str | None = None,
-        owner: str | None = None,
-        uses_cache: bool = True,
+        **options: Unpack[EngineOptions],
     ) -> tuple[RequestTracker, list[Request]]:
         """Register a user request; return its tracker and one engine request per completion.
 
@@ -310,16 +327,9 @@ class OutputProcessor:
                     request_id=child_id,
                     prompt_token_ids=prompt.token_ids,
                     params=params.child(index),
-                    priority=priority,
                     arrival_s=time.monotonic(),
-                    cache_salt=cache_salt,
-                    max_draft_tokens=max_draft_tokens,
-                    tpot_ms=tpot_ms,
-                    background=background,
                     output_token_ids=resume_state.token_ids,
-                    client_id=client_id,
-                    owner=owner,
-                    uses_cache=uses_cache,
+                    **options,
                 )
             )
         return tracker, requests

@@ -145,26 +145,22 @@ class OutputLogprobs(Sequence[PositionLogprobs]):
     ) -> None:
         self._tokenizer = tokenizer
         # Not TokenLogprobs: only plain tuples are untracked. A stop string may cut off some tokens.
-        self._numbers: list[Numbers] = [
+        self.numbers: list[Numbers] = [
             (token_id, logprobs.logprob, logprobs.rank, logprobs.top_ids, logprobs.top_logprobs)
             for token_id, logprobs in zip(token_ids, found, strict=False)
         ]
 
     def extend(self, more: OutputLogprobs) -> None:
-        self._numbers.extend(more._numbers)
+        self.numbers.extend(more.numbers)
 
     @classmethod
     def joined(cls, first: OutputLogprobs, more: OutputLogprobs) -> OutputLogprobs:
         found = cls(first._tokenizer)
-        found._numbers = [*first._numbers, *more._numbers]
+        found.numbers = [*first.numbers, *more.numbers]
         return found
 
     def clear(self) -> None:
-        self._numbers.clear()
-
-    @property
-    def numbers(self) -> Sequence[Numbers]:
-        return self._numbers
+        self.numbers.clear()
 
     def text_of(self, token_id: int) -> str:
         return display_text(token_id, _text_of(token_id, self._tokenizer))
@@ -175,7 +171,7 @@ class OutputLogprobs(Sequence[PositionLogprobs]):
         return self.text_of(token_id).encode() if data is None else data
 
     def __len__(self) -> int:
-        return len(self._numbers)
+        return len(self.numbers)
 
     @overload
     def __getitem__(self, at: int) -> PositionLogprobs: ...
@@ -186,9 +182,9 @@ class OutputLogprobs(Sequence[PositionLogprobs]):
     def __getitem__(self, at: int | slice) -> PositionLogprobs | OutputLogprobs:
         if isinstance(at, slice):
             part = OutputLogprobs(self._tokenizer)
-            part._numbers = self._numbers[at]
+            part.numbers = self.numbers[at]
             return part
-        token_id, logprob, rank, top_ids, top_logprobs = self._numbers[at]
+        token_id, logprob, rank, top_ids, top_logprobs = self.numbers[at]
         place = {token_id: self._readable(token_id, logprob, rank)}
         for top_rank, (top_id, value) in enumerate(zip(top_ids, top_logprobs, strict=True), start=1):
             if top_id not in place:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from ...cluster.config import EngineConfig
 from ...cluster.errors import EngineDeadError
 from ...cluster.request.structured_outputs import Grammar
-from ...cluster.step.executor import DrafterHealth, Executor, ExecutorInfo
+from ...cluster.step.executor import DrafterHealth, Executor
 from ...cluster.step.scheduler_output import SchedulerOutput, StepResult
 
 if TYPE_CHECKING:
@@ -33,15 +33,11 @@ class InProcessExecutor:
         if "auto" in (config.dtype, config.attention_backend) and not torch.cuda.is_available():
             time_configs(torch.get_num_threads())
         plan = plan_load(config)
-        runner, self._info = start_runner(plan, Checkpoints())
+        runner, self.info = start_runner(plan, Checkpoints())
         self._runner: Runner | None = runner
         self._exchange: DrafterSwap | None = DrafterSwap(plan, runner)
         self._num_swaps = 0
-        self._set_threads = thread_setter(self._info)  # those that the backend leaves to PyTorch
-
-    @property
-    def info(self) -> ExecutorInfo:
-        return self._info
+        self._set_threads = thread_setter(self.info)  # those that the backend leaves to PyTorch
 
     @property
     def drafter_health(self) -> DrafterHealth:

@@ -7,28 +7,27 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
+from functools import partial
 from urllib.parse import urlencode
 
 import orjson
 from fastapi import FastAPI, Request, Response
-from prometheus_client import CONTENT_TYPE_LATEST
 
-from ...cluster.errors import DrainingError
 from ...version import __version__
 from ..haproxy.metrics_aggregator import joined
 from ..http.admin.explain import PATH, timelines_response
-from ..http.admin.operations import load_stats
-from ..http.anthropic.errors import LostMessage
+from ..http.admin.operations import operation_routes
+from ..http.anthropic.errors import lost_message
 from ..http.config.settings import ServerSettings
 from ..http.middleware.api_keys import KeyLimits
-from ..http.middleware.request_gate import METHODS, Traffic
+from ..http.middleware.request_gate import METHODS, RequestGate, Traffic
 from ..http.middleware_stack import add_middleware
 from ..http.openai.models import model_card
-from ..http.responses.event_writer import LostResponse
+from ..http.responses.event_writer import lost_response
 from ..http.wire.json_io import JsonObject, json_response
-from ..http.wire.sse import DoneEnding, Ending
+from ..http.wire.sse import done_ending
 from .forward_proxy import ForwardedResponse
 from .gateway_metrics import GatewayMetrics
 from .generation_proxy import BROKEN, GatewayState, GenerationResponse
@@ -38,12 +37,12 @@ from .routing_hints import read_hints
 from .upstream_client import Upstream, caller_header
 
 SCRAPE_TIMEOUT_S = 2.0
-# Stream endings of the routes that generate.
-ENDINGS: dict[str, Ending] = {
-    "/v1/completions": DoneEnding(),
-    "/v1/chat/completions": DoneEnding(),
-    "/v1/responses": LostResponse(),
-    "/v1/messages": LostMessage(),
+# Endings of failed streams of the routes that generate.
+ENDINGS: dict[str, Callable[[BaseException], bytes]] = {
+    "/v1/completions": done_ending,
+    "/v1/chat/completions": done_ending,
+    "/v1/responses": lost_response,
+    "/v1/messages": lost_message,
 }
 
 
@@ -79,32 +78,22 @@ def create_gateway(
 
     app = FastAPI(title="Manta", version=__version__, lifespan=lifespan, openapi_url=None)
 
-    @app.get("/health")
-    @app.get("/ping")
-    @app.post("/ping")
-    async def health() -> Response:
-        if traffic.draining:
-            raise DrainingError("This server is stopping. Use another one, or retry later.")
+    def check_health() -> None:
         for model in fleet.models:
             if not model.sleeps:
                 fleet.check(model)
-        return Response(status_code=200)
 
-    @app.get("/version")
-    async def version() -> Response:
-        return json_response({"version": __version__})
-
-    @app.get("/metrics")
-    async def metrics() -> Response:
+    async def metrics_text() -> str:
         members = [member for model in fleet.models for member in fleet.ready(model)]
         texts = await asyncio.gather(*(_text(parts.upstream, member, "/metrics") for member in members))
-        return Response(joined([*texts, own_metrics.render()]), media_type=CONTENT_TYPE_LATEST)
+        return joined([*texts, own_metrics.render()])
 
-    @app.get("/load")
-    async def load() -> Response:
+    def load_now() -> JsonObject:
         records = [member.record for model in fleet.models for member in fleet.ready(model)]
         running, waiting = sum(r.running for r in records), sum(r.waiting for r in records)
-        return json_response(load_stats(traffic, running=running, waiting=waiting))
+        return {"running": running, "waiting": waiting}
+
+    app.include_router(operation_routes(traffic, check_health, metrics_text, load_now))
 
     @app.get(PATH)
     async def explain(http: Request, id: str | None = None) -> Response:
@@ -138,14 +127,15 @@ def create_gateway(
     async def forward(http: Request) -> Response:
         return ForwardedResponse(parts, http)
 
-    add_middleware(
-        app,
-        settings,
+    gate = partial(
+        RequestGate,
+        settings=settings,
         telemetry=own_metrics,
         traffic=traffic,
         replica=gateway,
         echo_request_id=echo_request_id,
     )
+    add_middleware(app, settings, gate)
     return app
 
 

@@ -30,16 +30,15 @@ from .batch_api.routes import batch_routes, file_routes
 from .config.settings import ServerSettings
 from .generation.server_context import ServerContext
 from .generation.tracing import Tracing, open_tracing
-from .middleware.request_gate import Traffic
+from .middleware.request_gate import RequestGate, Traffic
 from .middleware_stack import add_middleware
-from .openai.chat import chat_routes
-from .openai.completions import completion_routes
 from .openai.models import model_routes
+from .openai.routes import chat_routes, completion_routes
 from .openai.tokenization import tokenization_routes
 from .responses.routes import response_routes
 from .ui import ui_routes
-from .wire.errors import Rejection
-from .wire.openapi_errors import RESPONSES
+from .wire.errors import RESPONSES, Rejection
+from .wire.json_io import JsonObject
 
 logger = logging.getLogger(__name__)
 
@@ -85,15 +84,24 @@ def create_app(
     generation = (completion_routes, chat_routes, response_routes, message_routes)
     for routes in (*generation, model_routes, tokenization_routes):
         app.include_router(routes(frontend))
-    app.include_router(operation_routes(frontend, traffic))
+
+    async def metrics_text() -> bytes:
+        return telemetry.render()
+
+    def load_now() -> JsonObject:
+        stats = engine.stats()
+        kv_usage = round(stats.kv_usage, 4)
+        return {"running": stats.running, "waiting": stats.waiting, "kv_usage": kv_usage}
+
+    app.include_router(operation_routes(traffic, engine.check_health, metrics_text, load_now))
     app.include_router(explain_routes(engine, replica))
     app.include_router(file_routes(batches))
     app.include_router(batch_routes(batches, settings.tenants))
     if settings.ui:
         app.include_router(ui_routes(batches=batches is not None))
-    add_middleware(
-        app,
-        settings,
+    gate = partial(
+        RequestGate,
+        settings=settings,
         telemetry=telemetry,
         traffic=traffic,
         replica=replica,
@@ -101,6 +109,7 @@ def create_app(
         max_requests=max_requests,
         on_refusal=partial(_refused, telemetry, tracing),
     )
+    add_middleware(app, settings, gate)
     return app
 
 
@@ -110,9 +119,8 @@ def create_check_app(engine: AsyncEngine, replica: str) -> FastAPI:
     telemetry = RequestTelemetry(engine, settings.model_names(engine.config.model)[0], replica)
     app = FastAPI(openapi_url=None)
     app.include_router(completion_routes(ServerContext(engine, settings, GenerationDefaults(), telemetry)))
-    add_middleware(
-        app, settings, telemetry=telemetry, traffic=Traffic(), replica=replica, echo_request_id=True
-    )
+    gate = partial(RequestGate, settings=settings, telemetry=telemetry, traffic=Traffic(), replica=replica)
+    add_middleware(app, settings, gate)
     return app
 
 

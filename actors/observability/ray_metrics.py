@@ -21,7 +21,7 @@ Tags = dict[str, str]
 
 
 class RayMetrics:
-    """A `MetricsMirror` into Ray."""
+    """`update` is a `MetricsMirror` into Ray."""
 
     def __init__(self, model_name: str, replica: str) -> None:
         tags = {"model_name": model_name, "ReplicaId": replica}

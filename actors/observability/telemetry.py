@@ -10,9 +10,9 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
-from typing import NamedTuple, Protocol, get_args
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, get_args
 
 from ...cluster.engine.engine_core import EngineStats
 from ...cluster.engine.speedup_meter import SpeedupMeter
@@ -50,11 +50,8 @@ REJECTIONS: Mapping[type[MantaError], str] = {
     RateLimitError: "key_limit",
 }
 
-
-class MetricsMirror(Protocol):
-    """Receives all metric values every few seconds. Called in a thread."""
-
-    def update(self, values: Mapping[str, Values]) -> None: ...
+# Receives all metric values every few seconds. Called in a thread.
+MetricsMirror = Callable[[Mapping[str, Values]], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,23 +87,6 @@ class BatchLines(NamedTuple):
     generation_tokens: int
     tenant: str | None
     by_category: Mapping[str | None, tuple[int, int, int]]
-
-
-@dataclass(frozen=True, slots=True)
-class FinishedRequest:
-    """One HTTP request at its end, as logged. Contains no prompts or outputs."""
-
-    request_id: str
-    id: str
-    model: str
-    prompt_tokens: int
-    output_tokens: int
-    ttft_ms: float | None
-    tpot_ms: float | None
-    e2e_ms: float
-    mean_acceptance_length: float | None
-    finish_reason: str | None
-    status: int
 
 
 class RequestTelemetry:
@@ -215,9 +195,10 @@ class RequestTelemetry:
     def count_captured(self, result: CaptureResult) -> None:
         self._captured[result,] += 1
 
-    def finish_request(self, request: FinishedRequest) -> None:
+    def log_request(self, request: Mapping[str, object]) -> None:
+        """Log an HTTP request at its end, without prompts and outputs."""
         origin = {"replica": self._replica, "drafter": self._engine.drafter}
-        request_logger.info(Event("request", asdict(request) | origin))
+        request_logger.info(Event("request", {**request, **origin}))
 
     # Output.
 
@@ -233,7 +214,7 @@ class RequestTelemetry:
                 before = self._report(before)
                 if self._mirror is not None:
                     # Hundreds of calls into Ray, which would block streams on the event loop.
-                    await asyncio.to_thread(self._mirror.update, self._values())
+                    await asyncio.to_thread(self._mirror, self._values())
             except Exception:  # the task's outermost level: a failure must not end the reports
                 logger.exception("the engine's figures could not be reported")
 

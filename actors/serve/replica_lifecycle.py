@@ -16,7 +16,7 @@ import asyncio
 import logging
 import os
 import time
-from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ...cluster.errors import DrainingError
@@ -35,22 +35,14 @@ EXIT_DEAD = 70
 ENDED = "The server is stopping, and the time for running requests is over. Send it again."
 
 
+@dataclass(frozen=True, slots=True)
 class ReplicaLifecycle:
-    """Watches a replica until its end, on the loop that serves. `timeout_s`: for running requests."""
+    """Watches a replica until its end, on the loop that serves. `_timeout_s`: for running requests."""
 
-    def __init__(
-        self,
-        engine: AsyncEngine,
-        traffic: Traffic,
-        host: RayServeHost,
-        timeout_s: float,
-        exit: Callable[[int], object] = os._exit,
-    ) -> None:
-        self._engine = engine
-        self._traffic = traffic
-        self._host = host
-        self._timeout_s = timeout_s
-        self._exit = exit
+    _engine: AsyncEngine
+    _traffic: Traffic
+    _host: RayServeHost
+    _timeout_s: float
 
     async def watch(self) -> None:
         while True:
@@ -67,7 +59,7 @@ class ReplicaLifecycle:
         if not self._host.is_stopping:  # otherwise Ray ends a replica that Serve has drained
             logger.info("SIGTERM: this replica stops")
         await self._host.exit()  # `watch` notices it and drains
-        self._exit(0)
+        os._exit(0)
 
     async def _drain(self) -> None:
         began_s = time.monotonic()
@@ -91,4 +83,4 @@ class ReplicaLifecycle:
         await asyncio.sleep(CLOSING_S)
         await self._traffic.ended(FLUSH_S)
         self._engine.kill_stalled_workers()
-        self._exit(EXIT_DEAD)
+        os._exit(EXIT_DEAD)

@@ -154,7 +154,7 @@ class _Translated:
 
     async def __call__(self, message: Message) -> None:
         if message["type"] == "http.response.start" and message["status"] >= 400:
-            if _is_serves(message):
+            if dict(message["headers"]).get(b"content-type", b"").startswith(b"text/plain"):
                 self._replaced = True
                 status, text = STATUS_MESSAGES.get(message["status"], (500, "Internal server error."))
                 await json_error(status, text, retryable=status == 503)(*self._client)
@@ -170,7 +170,3 @@ class _Translated:
 
     def _is_alive(self) -> bool:
         return getattr(self._replica, "is_alive", True)
-
-
-def _is_serves(start: Message) -> bool:
-    return dict(start["headers"]).get(b"content-type", b"").startswith(b"text/plain")

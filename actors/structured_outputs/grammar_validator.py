@@ -68,7 +68,7 @@ class GrammarValidator:
 
     def try_grammar(self, kind: str, text: str, cpu_s: float) -> TrialResult:
         """Block until there is a result or the time is exceeded. Raises OverloadedError."""
-        key = _key(kind, text)
+        key = hashlib.sha256(f"{kind}\0{text}".encode(errors="surrogatepass")).digest()
         with self._lock:
             result = self._results.get(key)
             if result is not None:
@@ -174,10 +174,6 @@ def _killed(by: int, cpu_s: float) -> TrialResult:
         case _:
             reason = f"compiling it ends with signal {by}"
     return TrialResult(refusal=f"{reason}. Make it simpler", is_slow=by == signal.SIGPROF)
-
-
-def _key(kind: str, text: str) -> bytes:
-    return hashlib.sha256(f"{kind}\0{text}".encode(errors="surrogatepass")).digest()
 
 
 def _write_all(file: int, data: bytes) -> None:

@@ -27,16 +27,16 @@ def rounded(value: float | None, digits: int = 4) -> float | None:
     return None if value is None else round(value, digits)
 
 
-def check_writable(folder: Path, param: str) -> None:
-    """Create a private folder named by a setting. Raises ConfigError if it cannot be written."""
+def check_storage_folder(folder: Path) -> None:
+    """Create the private folder that `batch_storage` names. Raises ConfigError if it cannot be written."""
     try:
         make_folder(folder, private=True)
         tempfile.TemporaryFile(dir=folder).close()
     except OSError as error:
         raise ConfigError(
-            f"{param}: {folder} cannot be written ({error.strerror}). Choose another folder with "
-            f"--{param.replace('_', '-')}.",
-            param=param,
+            f"batch_storage: {folder} cannot be written ({error.strerror}). Choose another folder with "
+            "--batch-storage.",
+            param="batch_storage",
         ) from None
 
 

@@ -134,12 +134,18 @@ def owned_cores() -> int:
 
 
 def cpu_name() -> str:
+    facts = cpu_facts()
+    return facts.get("model name") or facts.get("CPU part") or platform.processor() or platform.machine()
+
+
+def cpu_facts() -> dict[str, str]:
+    """Return the fields of the first core in /proc/cpuinfo; none on other systems."""
     try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+        text = Path("/proc/cpuinfo").read_text(encoding="utf-8")
     except OSError:
-        lines = []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith(("model name", "CPU part"))]
-    return names[0] if names else platform.processor() or platform.machine()
+        return {}
+    fields = (line.split(":", 1) for line in text.partition("\n\n")[0].splitlines() if ":" in line)
+    return {name.strip(): value.strip() for name, value in fields}
 
 
 def free_ram_bytes() -> int:

@@ -40,46 +40,42 @@ class TorchThreads:
     """Sets PyTorch's number of threads to at most that at construction, which is more than one."""
 
     def __init__(self) -> None:
-        self._most = self._size = torch.get_num_threads()
+        self._most = self.size = torch.get_num_threads()
         self._seen_s, self._seen = time.monotonic(), _interruptions()
         self._pause_s = _MIN_PAUSE_S
         self._trial_s = 0.0  # time of the next trial
         self._trial: _Trial | None = None
 
-    @property
-    def size(self) -> int:
-        return self._size
-
     def use(self) -> None:
         """Set the number of threads before a step, fewer if cores are scarce."""
         self._adapt(time.monotonic())
-        if torch.get_num_threads() != self._size:
-            torch.set_num_threads(self._size)
+        if torch.get_num_threads() != self.size:
+            torch.set_num_threads(self.size)
 
     def _adapt(self, now_s: float) -> None:
-        if self._size < self._most and now_s > self._trial_s:
+        if self.size < self._most and now_s > self._trial_s:
             self._try_more(now_s)
         spent_s = now_s - self._seen_s
         if spent_s < WINDOW_S:
             return
         seen = _interruptions()
-        often = (seen - self._seen) / spent_s > _OFTEN + _OFTEN_PER_THREAD * self._size
+        often = (seen - self._seen) / spent_s > _OFTEN + _OFTEN_PER_THREAD * self.size
         self._seen_s, self._seen = now_s, seen
-        if self._size > 1 and often:
-            self._size -= _step(self._size - 1)
+        if self.size > 1 and often:
+            self.size -= _step(self.size - 1)
             self._extend_pause(now_s)
-        elif self._size == self._most:
+        elif self.size == self._most:
             self._pause_s = max(self._pause_s / 2, _MIN_PAUSE_S)
 
     def _try_more(self, now_s: float) -> None:
-        step = min(_step(self._size), self._most - self._size)
+        step = min(_step(self.size), self._most - self.size)
         self._trial = self._trial or _Trial(step)
         passed = self._trial.passed()
         if passed is None:
             return
         self._trial = None
         if passed:
-            self._size += step
+            self.size += step
             self._seen_s, self._seen = now_s, _interruptions()
         else:
             self._extend_pause(now_s)

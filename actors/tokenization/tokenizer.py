@@ -112,21 +112,14 @@ class Tokenizer:
     ) -> tokenizers.Encoding:
         """Return the library's encoding, without creating a list of ids."""
         backend = self._encoder(guarded)
-        return _encoded(
-            text, lambda prompt_text: backend.encode(prompt_text, add_special_tokens=add_special_tokens)
-        )
+        return _encoded(text, lambda part: backend.encode(part, add_special_tokens=add_special_tokens))
 
     def encode_unlocked(
         self, text: str, *, add_special_tokens: bool = True, guarded: bool = False
     ) -> tokenizers.Encoding:
         """Return the library's encoding without holding the GIL, for use in a thread."""
-        backend = self._encoder(guarded)
-        return _encoded(
-            text,
-            lambda prompt_text: backend.encode_batch_fast(
-                [prompt_text], add_special_tokens=add_special_tokens
-            )[0],
-        )
+        encode, specials = self._encoder(guarded).encode_batch_fast, add_special_tokens
+        return _encoded(text, lambda part: encode([part], add_special_tokens=specials)[0])
 
     def _encoder(self, guarded: bool) -> tokenizers.Tokenizer:
         if not guarded:

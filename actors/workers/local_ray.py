@@ -47,7 +47,7 @@ def start_ray(worker_command: Sequence[str] = (), **settings: Any) -> None:  # A
     `settings` are for `ray.init`. Raises ConfigError if the token cannot be written.
     """
     if os.environ.get(AUTH_MODE, "token").lower() == "token" and not any(map(os.environ.get, OTHER_TOKENS)):
-        make_token(_token_file())
+        make_token(Path.home() / ".ray" / "auth_token")
     use_token()
     with on_loopback(), contextlib.ExitStack() as stack:
         if settings.get("include_dashboard") is False:
@@ -135,10 +135,6 @@ def on_loopback() -> Iterator[None]:
         yield
     finally:
         ray_constants.ENABLE_RAY_CLUSTER = original
-
-
-def _token_file() -> Path:
-    return Path.home() / ".ray" / "auth_token"
 
 
 def make_token(path: Path) -> None:

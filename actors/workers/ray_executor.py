@@ -40,8 +40,16 @@ from .base.control_messages import (
     UseDrafter,
 )
 from .base.grammar_compilation import GrammarLanes
-from .base.placement_group import PLACEMENT_TIMEOUT_S, WorkerPlacement, create_placement, node_resources
-from .base.ray_actors import Actor, cause, gather, start_actor
+from .base.ray_actors import (
+    PLACEMENT_TIMEOUT_S,
+    Actor,
+    WorkerPlacement,
+    cause,
+    create_placement,
+    gather,
+    node_resources,
+    start_actor,
+)
 from .base.worker_base import StepFailure, WorkerFacts, WorkerSetup, forwarded_environment
 from .drafter.drafter_process import DrafterSource
 from .drafter.drafter_supervisor import DrafterSupervisor
@@ -97,14 +105,10 @@ class RayExecutor:
         self._results: deque[StepResult] = deque()  # that arrived while other messages were awaited
         atexit.register(self.close)
         try:
-            self._info, self.worker_pids = self._start(placement_group, placement_timeout_s)
+            self.info, self.worker_pids = self._start(placement_group, placement_timeout_s)
         except BaseException:
             self.close()
             raise
-
-    @property
-    def info(self) -> ExecutorInfo:
-        return self._info
 
     @property
     def drafter_health(self) -> DrafterHealth:

@@ -3,7 +3,7 @@
 There is one bundle per worker: the target's ranks, then the drafter if it is split. All are on the engine's
 node (STRICT_PACK), as plans use shared memory. A shared drafter belongs to no engine: the first engine that
 needs it requests its resources in addition to its bundles, on the same node.
-`actors/workers/base/placement_group.py` requests bundles from Ray. The Serve deployment in
+`actors/workers/base/ray_actors.py` requests bundles from Ray. The Serve deployment in
 `actors/replica.py` gets the same bundles, after `actors/workers/base/ray_resources.py` has checked what is
 free.
 """

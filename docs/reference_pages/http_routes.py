@@ -17,7 +17,7 @@ from manta.actors.http.openai.tokenization import DetokenizeRequest, TokenizeReq
 from manta.actors.http.protocol.chat_completion import ChatRequest
 from manta.actors.http.protocol.completion import CompletionRequest
 from manta.actors.http.protocol.protocol import GenerationRequest, Speculative
-from manta.actors.http.wire.openapi_errors import MEANINGS
+from manta.actors.http.wire.errors import MEANINGS
 from manta.cluster.config import EngineConfig
 from manta.cluster.request.request import SamplingParams
 from manta.cluster.simulation.simulated_executor import SimulatedExecutor

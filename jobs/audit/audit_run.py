@@ -18,6 +18,7 @@ from ...actors.batch.ledger.job_spec import checkpoint_identity
 from ...actors.engine.outputs import RequestOutput
 from ...actors.llm import LLM
 from ...actors.system.atomic_files import rounded, write_json
+from ...actors.system.wait_messages import say
 from ...actors.tokenization.checkpoint_paths import drafter_folder, target_folder
 from ...cluster.config import EngineConfig
 from ...cluster.errors import ConfigError
@@ -26,8 +27,8 @@ from ...cluster.speculation.acceptance_length import mean_acceptance_length
 from ..bench.common.engine_passes import encode_prompts, read_rows
 from ..bench.common.provenance import provenance
 from ..common.generate import open_llm
-from ..common.progress import TimeLeft, say
-from .options import AuditOptions
+from ..common.options import AuditOptions
+from ..common.progress import TimeLeft
 
 Certificate = dict[str, Any]  # Any: JSON
 SHOWN = 20  # mismatches in the certificate

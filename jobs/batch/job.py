@@ -39,7 +39,7 @@ from .engine_pool import EngineJob, EnginePool, RunProgress
 from .messages import EngineSetup
 from .options import BatchOptions
 from .progress import JobGauges, ProgressView
-from .report import Report, make_report
+from .report import Report
 from .startup import Startup
 
 STARTUP_S = 1.0  # a finished job with a small input is recognized before Ray starts
@@ -158,7 +158,7 @@ class _Driver:
         ledger, spec = job.ledger, job.spec
         if not ledger.complete:
             ledger.refresh()
-        report = make_report(
+        report = Report(
             ledger.stats,
             ledger.device if ledger.complete else self._done.live.device,
             {

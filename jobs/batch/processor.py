@@ -44,6 +44,7 @@ from ...cluster.fleet.resources import (
 )
 from ...cluster.vllm_settings import accept
 from ..common.config_loading import parse_speculation
+from ..common.options import check_least
 from .engine_stage import ERROR_COLUMN, ProcessorEngine, check_sampling
 
 logger = logging.getLogger(__name__)
@@ -89,8 +90,7 @@ class MantaEngineProcessorConfig:
                 "from 1.",
                 param="concurrency",
             )
-        if self.batch_size is not None and self.batch_size < 1:
-            raise ConfigError(f"batch_size={self.batch_size} must be at least 1.", param="batch_size")
+        check_least(self, 1, "batch_size")
         check_sampling(self.sampling_params)
         self.engine_config()
 
@@ -139,27 +139,22 @@ def build_processor(
     )
 
 
+@dataclass(frozen=True, slots=True)
 class Processor:
-    def __init__(
-        self,
-        config: MantaEngineProcessorConfig,
-        preprocess: RowFunction | None,
-        postprocess: RowFunction | None,
-        preprocess_map_kwargs: Mapping[str, Any],
-        postprocess_map_kwargs: Mapping[str, Any],
-    ) -> None:
-        self.config = config
-        self._preprocess, self._preprocess_kwargs = preprocess, preprocess_map_kwargs
-        self._postprocess, self._postprocess_kwargs = postprocess, postprocess_map_kwargs
+    config: MantaEngineProcessorConfig
+    preprocess: RowFunction | None
+    postprocess: RowFunction | None
+    preprocess_kwargs: Mapping[str, Any]
+    postprocess_kwargs: Mapping[str, Any]
 
     def __call__(self, dataset: ray.data.Dataset) -> ray.data.Dataset:
-        if self._preprocess is not None:
-            before = functools.partial(_before, self._preprocess)
-            dataset = dataset.map(before, **self._preprocess_kwargs)
+        if self.preprocess is not None:
+            before = functools.partial(_before, self.preprocess)
+            dataset = dataset.map(before, **self.preprocess_kwargs)
         dataset = self._answered(dataset)
-        if self._postprocess is not None:
-            after = functools.partial(_after, self._postprocess, self.config.should_continue_on_error)
-            dataset = dataset.map(after, **self._postprocess_kwargs)
+        if self.postprocess is not None:
+            after = functools.partial(_after, self.postprocess, self.config.should_continue_on_error)
+            dataset = dataset.map(after, **self.postprocess_kwargs)
         return dataset
 
     def _answered(self, dataset: ray.data.Dataset) -> ray.data.Dataset:

@@ -18,10 +18,16 @@ from ..common.tables import NO_FIGURE, decimals, print_table
 
 @dataclass(frozen=True, slots=True)
 class Report:
+    """`price_per_gpu_hour` is not applied to CPU cores."""
+
     stats: RowStats
-    about: Mapping[str, Any]  # Any: JSON
     device: Device
-    price_per_gpu_hour: float | None
+    about: Mapping[str, Any]  # Any: JSON
+    price_per_gpu_hour: float | None = None
+
+    @property
+    def _hourly_price(self) -> float | None:
+        return None if self.device == "core" else self.price_per_gpu_hour
 
     @property
     def device_s(self) -> float:
@@ -44,7 +50,7 @@ class Report:
 
     @property
     def price(self) -> float | None:
-        price = self.price_per_gpu_hour
+        price = self._hourly_price
         return None if price is None else price * (self.device_s + self.loading_s) / 3600
 
     def as_json(self) -> dict[str, Any]:  # Any: JSON
@@ -57,7 +63,7 @@ class Report:
             "loading_device_s": round(self.loading_s, 3),
             "busy_share": rounded(self.busy_share),
             "tokens_per_device_s": rounded(self.tokens_per_device_s),
-            "price_per_gpu_hour": self.price_per_gpu_hour,
+            "price_per_gpu_hour": self._hourly_price,
             "price": rounded(self.price),
             "acceptance": {
                 "histogram": stats.acceptance,
@@ -111,17 +117,6 @@ class Report:
         if (price := self.price) is not None:
             lines.append(("price", f"{price:.2f}"))
         return lines
-
-
-def make_report(
-    stats: RowStats,
-    device: Device,
-    about: Mapping[str, Any],
-    *,
-    price_per_gpu_hour: float | None = None,
-) -> Report:
-    price = None if device == "core" else price_per_gpu_hour
-    return Report(stats, about, device, price)
 
 
 def _category_json(sums: Category) -> dict[str, Any]:  # Any: JSON

@@ -8,18 +8,15 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
-from typing import Any
 
 import numpy as np
 
 from ...actors.batch.dataset.passthrough_columns import as_members
-from ...actors.batch.dataset.row_requests import RowSchema
 from ...actors.batch.ledger.job_spec import JobSpec, model_identity
 from ...actors.batch.ledger.ledger import Ledger
 from ...actors.batch.ledger.output_parts import OutputForm
 from ...actors.batch.row_index import RowIndex, index_rows
 from ...cluster.batch.row_ranges import RowRanges, count, from_rows, intersection, union
-from ...cluster.config import EngineConfig
 from .engine_pool import EngineJob
 from .messages import EngineSetup
 from .options import BatchOptions
@@ -115,7 +112,18 @@ def sampled(num_rows: int, wanted: int, seed: int) -> RowRanges | None:
 def _job_spec(setup: EngineSetup, options: BatchOptions, form: OutputForm, index: RowIndex) -> JobSpec:
     num_rows, layout, spec = index.num_rows, setup.layout, setup.config.speculative_config
     return JobSpec(
-        made_from=_made_from(setup.config, layout),
+        made_from={
+            **model_identity(setup.config),
+            "dtype": setup.config.dtype,
+            **({} if setup.config.quantization is None else {"quantization": setup.config.quantization}),
+            "max_model_len": setup.config.max_model_len,
+            "sampling": dict(layout.defaults),
+            "seed": layout.seed,
+            "kind": layout.kind,
+            "prompt_column": layout.prompt_column,
+            "template": layout.template,
+            "id_column": layout.id_column,
+        },
         input=setup.source.identity(index.digests),
         input_format=setup.source.format,
         form=form,
@@ -128,18 +136,3 @@ def _job_spec(setup: EngineSetup, options: BatchOptions, form: OutputForm, index
             "model_name": setup.model_name,
         },
     )
-
-
-def _made_from(config: EngineConfig, layout: RowSchema) -> dict[str, Any]:  # Any: JSON
-    return {
-        **model_identity(config),
-        "dtype": config.dtype,
-        **({} if config.quantization is None else {"quantization": config.quantization}),
-        "max_model_len": config.max_model_len,
-        "sampling": dict(layout.defaults),
-        "seed": layout.seed,
-        "kind": layout.kind,
-        "prompt_column": layout.prompt_column,
-        "template": layout.template,
-        "id_column": layout.id_column,
-    }

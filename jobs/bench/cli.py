@@ -64,8 +64,7 @@ def sweep(
     """Compare plain decoding, adaptive and fixed draft lengths, and other methods at 1 to 64 requests."""
     from ..common.plots import can_plot, write_svgs
     from .sweep.engines import parse_methods
-    from .sweep.sweep_pictures import sweep_pictures
-    from .sweep.sweep_run import run_sweep
+    from .sweep.sweep_run import run_sweep, sweep_pictures
 
     figures = run_sweep(config, replace(options, methods=parse_methods(method or ())))
     if svg is not None and can_plot():

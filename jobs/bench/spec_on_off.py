@@ -12,11 +12,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from ...actors.system.atomic_files import rounded
+from ...actors.system.wait_messages import counting
 from ...actors.tokenization.prompts import load_tokenizer
 from ...cluster.config import EngineConfig
 from ...cluster.errors import ConfigError
 from ..common.plots import GRAY, TEAL, can_plot, new_figure, save_figure
-from ..common.progress import counting
 from ..common.tables import decimals, print_table
 from .common.engine_passes import (
     LINE_S,

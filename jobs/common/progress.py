@@ -8,18 +8,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Self, TypeVar
 
-from ...actors.system.wait_messages import REPORT_INTERVAL_S, Report, Wait, counting, say
-
-__all__ = [
-    "REPORT_INTERVAL_S",
-    "Report",
-    "TimeLeft",
-    "Wait",
-    "counting",
-    "format_duration",
-    "in_thread",
-    "say",
-]
+from ...actors.system.wait_messages import Report, say
 
 Result = TypeVar("Result")
 

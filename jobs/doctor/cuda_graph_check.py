@@ -22,8 +22,7 @@ from ...actors.targets.runners.gpu_runner import GpuModelRunner
 from ...cluster.pages.kv_cache_groups import pages_for
 from ...cluster.step.dummy_steps import dummy_step
 from ...cluster.step.scheduler_output import SchedulerOutput, StepResult, Trim
-from .cases.case import REMEDY
-from .cases.checks import Check, CheckOutcome, off_by
+from .cases.checks import REMEDY, Check, CheckOutcome, off_by
 from .pair_check import MAX_LENGTH, settings_of
 
 _Result = tuple[list[StepResult], list[Tensor]]  # results of the steps, and the models' pages after them

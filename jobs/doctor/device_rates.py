@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import cache, partial
+from typing import Literal
 
 import torch
 
@@ -33,8 +34,8 @@ def rate_checks(place: MachineKind) -> Iterator[Check]:
         return measure_device("this", place.device, dtype)
 
     kind, known = str(dtype).removeprefix("torch."), published_rates(place.device, dtype)
-    yield Check("rates", "copy, read and written", lambda: _bytes(measured().bytes_per_s, known), _REMEDY)
-    yield Check("rates", f"large product, {kind}", lambda: _flops(measured().flops, known), _REMEDY)
+    yield Check("rates", "copy, read and written", lambda: _rate(measured(), known, "bytes_per_s"), _REMEDY)
+    yield Check("rates", f"large product, {kind}", lambda: _rate(measured(), known, "flops"), _REMEDY)
     look = partial(_weights, place, candidate, dtype, measured)
     yield Check("rates", f"products of {_ROWS} rows, {kind}: weights read", look, _REMEDY)
     if candidate.setting != "triton":
@@ -44,20 +45,14 @@ def rate_checks(place: MachineKind) -> Iterator[Check]:
         yield Check("rates", f"experts of {_ROWS} rows, {experts.name}: weights read", look, _REMEDY)
 
 
-def _bytes(bytes_per_s: float, known: Device | None) -> CheckOutcome:
-    words = f"{bytes_per_s / 1e9:.0f} GB/s"
+def _rate(found: Device, known: Device | None, name: Literal["bytes_per_s", "flops"]) -> CheckOutcome:
+    size, unit = (1e9, "GB/s") if name == "bytes_per_s" else (1e12, "TFLOP/s")
+    rate: float = getattr(found, name)
+    words = f"{rate / size:.3g} {unit}"
     if known is None:
         return CheckOutcome(words)
-    minimum = _SHARE * known.bytes_per_s
-    return CheckOutcome(words, f"{minimum / 1e9:.0f} GB/s", bytes_per_s >= minimum)
-
-
-def _flops(flops: float, known: Device | None) -> CheckOutcome:
-    words = f"{flops / 1e12:.3g} TFLOP/s"
-    if known is None:
-        return CheckOutcome(words)
-    minimum = _SHARE * known.flops
-    return CheckOutcome(words, f"{minimum / 1e12:.0f} TFLOP/s", flops >= minimum)
+    minimum = _SHARE * getattr(known, name)
+    return CheckOutcome(words, f"{minimum / size:.0f} {unit}", rate >= minimum)
 
 
 def _weights(

@@ -25,19 +25,19 @@ import torch
 
 from ...actors.system.atomic_files import write_json
 from ...actors.system.host_resources import owned_cores
+from ...actors.system.wait_messages import Wait, counting, say
 from ...actors.targets.loading.backend_selection import why_not
 from ...actors.targets.loading.load_plan import LoadPlan, plan_load
 from ...cluster.config import EngineConfig, SpeculativeConfig
 from ...drafter.compute.backend import DeviceCapabilities
 from ..bench.common.provenance import options_json, provenance
-from ..common.progress import Wait, counting, say
+from ..common.options import SHIPPED_PAIR, DoctorOptions
 from ..common.tables import print_table
 from .cases.checks import Check, CheckOutcome, Finding, NotHereError, examine, raising
 from .cases.operators import operator_checks
 from .cases.subject import MachineKind
 from .device_rates import rate_checks
 from .machine import choice_checks, machine_checks
-from .options import SHIPPED_PAIR, DoctorOptions
 from .pair_check import NO_GPU, pair_checks
 
 _ROOT = Path(__file__).resolve().parents[2]  # root of a checkout

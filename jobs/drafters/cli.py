@@ -37,7 +37,7 @@ def inspect(name: Drafter, as_json: AsJson = False) -> None:
 
     summary = summarize_drafter(open_drafter(name))
     if as_json:
-        typer.echo(json.dumps(summary.as_json(), indent=2))
+        typer.echo(json.dumps(summary, indent=2))
     else:
         print_summaries([summary])
 
@@ -50,7 +50,7 @@ def compare(one: Drafter, other: Drafter, as_json: AsJson = False) -> None:
 
     summaries = [summarize_drafter(open_drafter(name)) for name in (one, other)]
     if as_json:
-        typer.echo(json.dumps([summary.as_json() for summary in summaries], indent=2))
+        typer.echo(json.dumps(summaries, indent=2))
     else:
         print_summaries(summaries)
 

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 import re
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -22,88 +20,53 @@ from .common.drafter_files import AnyConfig, DrafterFiles, read_config
 _SHARED_TENSORS = {"embedding": "embed_tokens.weight", "head": "lm_head.weight"}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DrafterSummary:
-    """Properties of a drafter; the fields are the rows of the table, in this order.
+def summarize_drafter(files: DrafterFiles[AnyConfig]) -> dict[str, Any]:  # Any: JSON values
+    """Return properties of a drafter, in the order of the table's rows.
 
     `target_layer_ids` are empty for an EAGLE-3 drafter with the target's defaults, `kv_bytes_per_token` is
     for 16-bit elements, `mean_acceptance_length` the card's lowest value.
     """
-
-    name: str
-    revision: str
-    format: str
-    architecture: str
-    verifier: str
-    layers: tuple[str, ...]
-    hidden_size: int
-    intermediate_size: int
-    heads: str
-    dflash2: str
-    dspark: str
-    target_layer_ids: tuple[int, ...]
-    num_target_layers: int | None
-    target_hidden_size: int
-    block_size: int | None
-    mask_token_id: int | None
-    vocab_size: int
-    draft_vocab_size: int
-    borrowed: tuple[str, ...]
-    rope: str
-    dtypes: tuple[str, ...]
-    num_parameters: int
-    weight_bytes: int
-    kv_bytes_per_token: int
-    num_speculative_tokens: int
-    mean_acceptance_length: float | None
-
-    def as_json(self) -> dict[str, Any]:  # Any: JSON values
-        return dataclasses.asdict(self)
-
-    def cells(self) -> dict[str, str]:
-        return {key.replace("_", " "): _shown(key, value) for key, value in self.as_json().items()}
-
-
-def summarize_drafter(files: DrafterFiles[AnyConfig]) -> DrafterSummary:
     config, tensors = files.config, files.tensors
     stored = tensors.stored if isinstance(tensors, QuantizedTensors) else tensors
     blocks = config if isinstance(config, DrafterConfig) else None
-    return DrafterSummary(
-        name=files.name,
-        revision=files.revision,
-        format=config.layout,
-        architecture=", ".join(files.raw.get("architectures") or ()),
-        verifier=str(files.verifier.get("name_or_path") or ""),
-        layers=tuple(_layer(layer.causal, layer.window) for layer in config.layers),
-        hidden_size=config.hidden_size,
-        intermediate_size=config.intermediate_size,
-        heads=f"{config.num_heads} of {config.head_dim}, {config.num_kv_heads} of K/V",
-        dflash2="" if blocks is None else _dflash2_parts(blocks),
-        dspark="" if blocks is None else _dspark_parts(blocks),
-        target_layer_ids=config.target_layer_ids,
-        num_target_layers=None if blocks is None else blocks.num_target_layers,
-        target_hidden_size=config.target_hidden_size or config.hidden_size,
-        block_size=None if blocks is None else blocks.block_size,
-        mask_token_id=None if blocks is None else blocks.mask_token_id,
-        vocab_size=config.vocab_size,
-        draft_vocab_size=config.draft_vocab_size,
-        borrowed=tuple(
+    return {
+        "name": files.name,
+        "revision": files.revision,
+        "format": config.layout,
+        "architecture": ", ".join(files.raw.get("architectures") or ()),
+        "verifier": str(files.verifier.get("name_or_path") or ""),
+        "layers": tuple(_layer(layer.causal, layer.window) for layer in config.layers),
+        "hidden_size": config.hidden_size,
+        "intermediate_size": config.intermediate_size,
+        "heads": f"{config.num_heads} of {config.head_dim}, {config.num_kv_heads} of K/V",
+        "dflash2": "" if blocks is None else _dflash2_parts(blocks),
+        "dspark": "" if blocks is None else _dspark_parts(blocks),
+        "target_layer_ids": config.target_layer_ids,
+        "num_target_layers": None if blocks is None else blocks.num_target_layers,
+        "target_hidden_size": config.target_hidden_size or config.hidden_size,
+        "block_size": None if blocks is None else blocks.block_size,
+        "mask_token_id": None if blocks is None else blocks.mask_token_id,
+        "vocab_size": config.vocab_size,
+        "draft_vocab_size": config.draft_vocab_size,
+        "borrowed": tuple(
             what
             for what, name in _SHARED_TENSORS.items()
             if tensors.shapes.keys().isdisjoint((name, f"model.{name}"))
         ),
-        rope=f"{config.rope.kind}, theta {config.rope.theta:g}",
-        dtypes=tuple(sorted({tensors.dtypes[name] for name in tensors.shapes})),
-        num_parameters=sum(map(prod, tensors.shapes.values())),
-        weight_bytes=sum(_num_bytes(stored, name) for name in stored.shapes),
-        kv_bytes_per_token=2 * 2 * config.num_layers * config.num_kv_heads * config.head_dim,
-        num_speculative_tokens=DEFAULT_DRAFTS if blocks is None else blocks.max_drafts,
-        mean_acceptance_length=min_card_length(files.folder),
-    )
+        "rope": f"{config.rope.kind}, theta {config.rope.theta:g}",
+        "dtypes": tuple(sorted({tensors.dtypes[name] for name in tensors.shapes})),
+        "num_parameters": sum(map(prod, tensors.shapes.values())),
+        "weight_bytes": sum(_num_bytes(stored, name) for name in stored.shapes),
+        "kv_bytes_per_token": 2 * 2 * config.num_layers * config.num_kv_heads * config.head_dim,
+        "num_speculative_tokens": DEFAULT_DRAFTS if blocks is None else blocks.max_drafts,
+        "mean_acceptance_length": min_card_length(files.folder),
+    }
 
 
-def print_summaries(summaries: Sequence[DrafterSummary]) -> None:
-    columns = [summary.cells() for summary in summaries]
+def print_summaries(summaries: Sequence[Mapping[str, Any]]) -> None:
+    columns = [
+        {key.replace("_", " "): _shown(key, value) for key, value in summary.items()} for summary in summaries
+    ]
     rows: list[list[str]] = []
     for what in columns[0]:
         cells = [column[what] for column in columns]

@@ -7,6 +7,8 @@ neither Ray nor a GPU.
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +17,7 @@ import yaml
 from ...actors.http.config.settings_mapping import split_settings
 from ...actors.tokenization.checkpoint_paths import absolute_path
 from ...cluster.config import EngineConfig, SpeculativeConfig
-from ...cluster.hardware.gpu_specs import Gpu, find_gpu
+from ...cluster.hardware.gpu_specs import GIB, Gpu, find_gpu
 from ...cluster.hardware.memory_plan import GPU_MEMORY_UTILIZATION, MAX_ROWS
 from ...cluster.hardware.model_pair import LayoutDemand
 from ...cluster.hardware.model_shape import ModelShape
@@ -24,14 +26,15 @@ from ...cluster.hardware.step_time import StepTimes
 from ...cluster.planner.estimates import (
     LayoutEstimate,
     LayoutMisfit,
+    OperatingPoint,
     check_fitting,
     choose,
     choose_by_trace,
     estimate,
 )
 from ...cluster.simulation.simulated_engine import ReplayResult, Slo, TraceArrival, replay_trace
-from .candidate_tables import as_json, print_candidates, print_replays
-from .options import PlanOptions
+from ..common.options import PlanOptions
+from ..common.tables import NO_FIGURE, print_table
 from .pair_reader import ReadPair, read_pair, read_trace
 
 DEFAULT_CONTEXT = 4096  # mean tokens of a sequence, without a flag or a trace
@@ -59,13 +62,34 @@ def make_plan(options: PlanOptions) -> dict[str, Any]:  # Any: JSON
     fitting = check_fitting(found)
     played: dict[ParallelLayout, ReplayResult] = {}
     if trace:
-        played = _replay_trace(trace, fitting, read, gpu, demand, options)
+        ttft_s = None if options.slo_ttft_ms is None else options.slo_ttft_ms / 1e3
+        for each in fitting:
+            times, slo = StepTimes(pair, gpu, each.layout), Slo(demand.slo_tpot_s, ttft_s)
+            played[each.layout] = replay_trace(trace, times, pair, each.layout, each.memory, demand, slo)
         chosen, why = choose_by_trace(fitting, played)
     else:
         chosen, why = choose(fitting, demand, options.num_gpus)
     num_seqs = _max_num_seqs(chosen, options)
     config = serve_config(options, read, chosen, num_seqs)
-    report = _report(options, read, found, played, chosen, why, config)
+    report = {
+        "gpus": options.num_gpus,
+        "gpu": options.gpu,
+        "model": options.model,
+        "drafter": options.drafter,
+        "spec_method": options.spec_method if read.pair.drafter else None,
+        "dtype": read.dtype,
+        "kv_cache_dtype": options.kv_cache_dtype,
+        "quantization": options.quantization,
+        "checkpoint_quantization": read.checkpoint_quantization,
+        "packed_bits": packed_bits(read.pair.target),
+        "drafter_quantization": options.drafter_quantization,
+        "max_model_len": read.max_model_len,
+        "acceptance": {"survival": read.pair.survival, "source": read.acceptance},
+        "candidates": as_json(found, played, options.num_gpus),
+        "chosen": str(chosen.layout),
+        "why": why,
+        "ray_config": config,
+    }
     if options.as_json:
         print(json.dumps(report, indent=2, ensure_ascii=False))
     else:
@@ -108,24 +132,6 @@ def _demand(options: PlanOptions, read: ReadPair, trace: list[TraceArrival]) -> 
     )
 
 
-def _replay_trace(
-    trace: list[TraceArrival],
-    fitting: list[LayoutEstimate],
-    read: ReadPair,
-    gpu: Gpu,
-    demand: LayoutDemand,
-    options: PlanOptions,
-) -> dict[ParallelLayout, ReplayResult]:
-    ttft_s = None if options.slo_ttft_ms is None else options.slo_ttft_ms / 1e3
-    slo, pair = Slo(demand.slo_tpot_s, ttft_s), read.pair
-    return {
-        each.layout: replay_trace(
-            trace, StepTimes(pair, gpu, each.layout), pair, each.layout, each.memory, demand, slo
-        )
-        for each in fitting
-    }
-
-
 def _max_num_seqs(chosen: LayoutEstimate, options: PlanOptions) -> int:
     """Return the batch that meets the TPOT SLO; without one, or with a trace, the number that fits."""
     bounded = options.slo_tpot_ms is not None and options.trace is None
@@ -156,36 +162,6 @@ def packed_bits(target: ModelShape) -> dict[str, float]:
     experts = [shape.weight_bytes for shape, _ in target.routed]
     sizes = {"dense products": target.weight_bytes, "experts": max(experts, default=target.itemsize)}
     return {part: 8 * size for part, size in sizes.items() if size < target.itemsize}
-
-
-def _report(
-    options: PlanOptions,
-    read: ReadPair,
-    found: list[LayoutEstimate | LayoutMisfit],
-    played: dict[ParallelLayout, ReplayResult],
-    chosen: LayoutEstimate,
-    why: str,
-    config: dict[str, Any],
-) -> dict[str, Any]:
-    return {
-        "gpus": options.num_gpus,
-        "gpu": options.gpu,
-        "model": options.model,
-        "drafter": options.drafter,
-        "spec_method": options.spec_method if read.pair.drafter else None,
-        "dtype": read.dtype,
-        "kv_cache_dtype": options.kv_cache_dtype,
-        "quantization": options.quantization,
-        "checkpoint_quantization": read.checkpoint_quantization,
-        "packed_bits": packed_bits(read.pair.target),
-        "drafter_quantization": options.drafter_quantization,
-        "max_model_len": read.max_model_len,
-        "acceptance": {"survival": read.pair.survival, "source": read.acceptance},
-        "candidates": as_json(found, played, options.num_gpus),
-        "chosen": str(chosen.layout),
-        "why": why,
-        "ray_config": config,
-    }
 
 
 def serve_config(
@@ -237,3 +213,102 @@ def write_config(path: Path, config: dict[str, Any], why: str) -> None:
 
 def _given(**settings: str | None) -> dict[str, str]:
     return {name: value for name, value in settings.items() if value is not None}
+
+
+Figures = dict[str, Any]  # Any: JSON
+_MEMORY = ["layout", "GPUs", "weights, GiB each", "K/V tokens an engine", "most requests an engine"]
+_SPEED = [
+    "layout",
+    "user tok/s at 1",
+    "batch",
+    "drafts",
+    "TPOT ms",
+    "user tok/s",
+    "tok/s a GPU",
+    "node tok/s",
+]
+_SPEED += ["bound"]
+
+
+def print_candidates(found: Sequence[LayoutEstimate | LayoutMisfit], num_gpus: int, context: int) -> None:
+    fitting = [each for each in found if isinstance(each, LayoutEstimate)]
+    if fitting:
+        print_table(
+            f"memory of {num_gpus} GPUs, with {context} tokens per sequence",
+            _MEMORY,
+            [*map(_memory_cells, fitting)],
+        )
+        print_table("speed at the best batch of each engine", _SPEED, [_speed(e, num_gpus) for e in fitting])
+    for each in found:
+        if isinstance(each, LayoutMisfit):
+            print(f"does not fit: {each.error.message}")
+        elif each.misses:
+            print(f"misses the SLO: {each.layout}: {each.misses}")
+
+
+def print_replays(played: Mapping[ParallelLayout, ReplayResult]) -> None:
+    columns = ["layout", "goodput tok/s", "within the SLO", "p95 TTFT ms", "p95 TPOT ms"]
+    rows = [
+        [
+            str(layout),
+            f"{outcome.goodput:,.0f}",
+            f"{outcome.kept:.1%}",
+            f"{outcome.ttft_s * 1e3:,.1f}",
+            f"{outcome.tpot_s * 1e3:.2f}",
+        ]
+        for layout, outcome in played.items()
+    ]
+    print_table("simulated trace", columns, rows)
+
+
+def as_json(
+    found: Sequence[LayoutEstimate | LayoutMisfit],
+    played: Mapping[ParallelLayout, ReplayResult],
+    num_gpus: int,
+) -> list[Figures]:
+    return [_figures(each, played, num_gpus) for each in found]
+
+
+def _memory_cells(each: LayoutEstimate) -> list[str]:
+    layout, memory = each.layout, each.memory
+    weights = f"{memory.weights_bytes / GIB:.1f}"
+    return [str(layout), str(layout.num_gpus), weights, f"{memory.kv_tokens:,}", f"{memory.largest_batch:,}"]
+
+
+def _speed(each: LayoutEstimate, num_gpus: int) -> list[str]:
+    best = each.best
+    return [
+        str(each.layout),
+        f"{each.alone.user_tokens_per_s:,.0f}",
+        str(best.batch),
+        str(best.rows - 1) if each.layout.placement else NO_FIGURE,
+        f"{best.tpot_s * 1e3:.2f}",
+        f"{best.user_tokens_per_s:,.0f}",
+        f"{best.node_tokens_per_s / num_gpus:,.0f}",
+        f"{best.node_tokens_per_s:,.0f}",
+        best.bound,
+    ]
+
+
+def _figures(
+    each: LayoutEstimate | LayoutMisfit, played: Mapping[ParallelLayout, ReplayResult], num_gpus: int
+) -> Figures:
+    figures: Figures = {"layout": asdict(each.layout) | {"num_gpus": each.layout.num_gpus}}
+    if isinstance(each, LayoutMisfit):
+        return figures | {"does_not_fit": each.error.message}
+    outcome = played.get(each.layout)
+    return figures | {
+        "room": asdict(each.memory),
+        "alone": _point(each.alone, num_gpus),
+        "best": _point(each.best, num_gpus),
+        "misses": each.misses or None,
+        "trace": None if outcome is None else asdict(outcome),
+    }
+
+
+def _point(point: OperatingPoint, num_gpus: int) -> Figures:
+    return asdict(point) | {
+        "tpot_ms": point.tpot_s * 1e3,
+        "user_tokens_per_s": point.user_tokens_per_s,
+        "tokens_per_s_per_gpu": point.node_tokens_per_s / num_gpus,
+    }

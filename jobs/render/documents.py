@@ -65,7 +65,14 @@ def render_document(
     gpus, serves = deployment.node_gpus, kind == "kuberay-service"
     command = [str(Path(sys.executable).parent / "manta"), "serve", "--config", str(deployment.file)]
     command += ["--host", deployment.host, "--port", str(deployment.port)]
-    return _environment().render_template(
+    return Environment(
+        loader=lambda name: (_FOLDER / name).read_text(encoding="utf-8"),
+        auto_escape_callback=lambda name: False,
+        undefined_behavior="strict",
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+    ).render_template(
         TEMPLATES[kind],
         name=deployment.name,
         port=deployment.port,
@@ -104,17 +111,6 @@ def _flag(name: str, value: object) -> list[str]:
     if isinstance(value, bool):
         return [f"--{flag}" if value else f"--no-{flag}"]
     return [f"--{flag}", json.dumps(value) if isinstance(value, dict) else str(value)]
-
-
-def _environment() -> Environment:
-    return Environment(
-        loader=lambda name: (_FOLDER / name).read_text(encoding="utf-8"),
-        auto_escape_callback=lambda name: False,
-        undefined_behavior="strict",
-        trim_blocks=True,
-        lstrip_blocks=True,
-        keep_trailing_newline=True,
-    )
 
 
 def ray_version() -> str:

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from ...actors.http.config.settings import ServerSettings
-from ...actors.system.atomic_files import check_writable
+from ...actors.system.atomic_files import check_storage_folder
 from ...actors.tokenization.checkpoint_paths import drafter_folder, target_folder
 from ...cluster.config import EngineConfig
 from ...cluster.errors import ConfigError
@@ -80,7 +80,7 @@ def check_storage(where: str) -> None:
 
     storage = Storage.open(where, field="batch_storage")
     if storage.local:
-        check_writable(Path(storage.root), "batch_storage")
+        check_storage_folder(Path(storage.root))
 
 
 def check_capture(config: EngineConfig, settings: ServerSettings) -> None:

@@ -15,9 +15,9 @@ from importlib.abc import MetaPathFinder
 from pathlib import Path
 
 from ...actors.http.config.settings import ServerSettings
+from ...actors.system.wait_messages import Report
 from ...actors.workers.base.fork_server import ForkServer, Stages
 from ...cluster.config import EngineConfig
-from ..common.progress import Report
 from .preflight import check_capture, describe_models
 
 Models = Sequence[tuple[EngineConfig, ServerSettings]]
@@ -28,10 +28,7 @@ LIBRARIES = (
     *("fastapi.encoders", "starlette.middleware", "starlette.responses", "pydantic", "prometheus_client"),
     *("opentelemetry.sdk.trace", "filelock", "yaml", "cloudpickle"),
 )
-HTTP = (
-    *("actors.http.app", "actors.http.warmup_request"),
-    "actors.engine.async_engine",
-)
+HTTP = ("actors.http.app", "actors.engine.async_engine")
 TARGET = (
     "actors.system.torch_threads",
     *("actors.targets.loading.rank_loader", "actors.targets.loading.drafter_swap"),

@@ -21,13 +21,14 @@ from typing import TYPE_CHECKING, Any, NoReturn, Self
 from ...actors.http.config.settings import ServerSettings
 from ...actors.http.config.settings_mapping import split_models
 from ...actors.http.middleware.api_keys import metrics_key, with_keys
+from ...actors.system.wait_messages import REPORT_INTERVAL_S, Report, Wait, counting
 from ...cluster.config import EngineConfig
 from ...cluster.errors import ConfigError, MantaError, PlacementError, brief_name
 from ..common.http_client import ServerClient, await_ready, num_requests
-from ..common.progress import REPORT_INTERVAL_S, Report, Wait, counting, in_thread
+from ..common.options import ServeOptions
+from ..common.progress import in_thread
 from ..common.ray_session import dead_ray_process, join_or_start_ray, ray_address
 from ..common.stop_signals import Stopped, StopSignals
-from .options import ServeOptions
 from .preflight import (
     check_open_files,
     check_port,

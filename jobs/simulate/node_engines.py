@@ -18,6 +18,7 @@ from ...cluster.request.request import Request
 from ...cluster.simulation.acceptance_mix import AcceptanceMix
 from ...cluster.simulation.load_driver import LoadDriver
 from ...cluster.simulation.simulated_engine import PlanCost, simulated_engine, simulated_request
+from ..common.options import check_least
 from ..plan.pair_reader import ReadPair, read_pair
 from .methods import Method, parse_acceptance
 
@@ -114,9 +115,7 @@ class Workload:
     trace: tuple[tuple[int, int], ...] = ()
 
     def __post_init__(self) -> None:
-        for name in ("prompt_tokens", "output_tokens"):
-            if not getattr(self, name) >= 1.0:
-                raise ConfigError(f"{name}={getattr(self, name):g} must be at least 1.", param=name)
+        check_least(self, 1, "prompt_tokens", "output_tokens")
         if self.prompt_tokens + self.output_tokens > self.max_tokens:
             raise ConfigError(
                 f"prompt_tokens + output_tokens = {self.prompt_tokens + self.output_tokens:g} exceeds "

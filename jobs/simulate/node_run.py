@@ -38,13 +38,13 @@ from ...cluster.request.request import Request
 from ...cluster.simulation.load_driver import LoadMeasurement, closed_loop, open_loop
 from ...cluster.simulation.simulated_engine import TraceArrival
 from ..bench.common.provenance import provenance
+from ..common.options import NodeOptions
 from ..common.plots import COLORS, GRAY, can_plot, new_figure, save_figure
 from ..common.progress import TimeLeft
 from ..common.tables import NO_FIGURE, decimals, print_table
 from ..plan.pair_reader import read_trace
 from .methods import EAGLE3_INTER, EAGLE3_TAPS, EAGLE3_VOCAB, Figures, Method, matched_speed, of_method
 from .node_engines import DraftAssumptions, NodeEngine, Workload, node_engines, read_shapes
-from .options import NodeOptions
 
 MIN_REQUESTS = 16  # minimum number of measured requests at a load
 ROW_WORK = 0.01  # cost of simulating a request in a step, relative to the step's own; for progress

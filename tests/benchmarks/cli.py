@@ -114,7 +114,7 @@ def sweep(
     svg: Annotated[Path | None, typer.Option("--svg", help="Folder for the charts.")] = None,
 ) -> None:
     """Run manta bench sweep with a useless drafter and mixed traffic, and judge every bar."""
-    from manta.jobs.bench.sweep.sweep_pictures import sweep_pictures
+    from manta.jobs.bench.sweep.sweep_run import sweep_pictures
     from manta.jobs.common.plots import can_plot, write_svgs
 
     from .engine.policy_sweep import run_policy_sweep

@@ -21,8 +21,8 @@ from manta.jobs.bench.common.options import (
     SweepOptions,
     Temperature,
     Temperatures,
-    check_temperatures,
 )
+from manta.jobs.common.options import check_least
 
 from .arrivals import Arrivals
 
@@ -77,8 +77,8 @@ class BusyOptions(RunOptions):
         RunOptions.__post_init__(self)
         if not self.busy and not self.cpu_quotas:
             object.__setattr__(self, "busy", (1, 2, 4))
-        if min(self.busy, default=1) < 1:
-            raise ConfigError(f"busy={self.busy} must be numbers of at least 1.", param="busy")
+        if self.busy:
+            check_least(self, 1, "busy")
         if min(self.cpu_quotas, default=1) <= 0:
             raise ConfigError(f"cpu_quotas={self.cpu_quotas} must be above 0.", param="cpu_quotas")
 
@@ -102,9 +102,7 @@ class BatchBenchOptions(RunOptions):
 
     def __post_init__(self) -> None:
         RunOptions.__post_init__(self)
-        for name in ("rows", "engines"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name}={getattr(self, name)} must be at least 1.", param=name)
+        check_least(self, 1, "rows", "engines")
         for name in self.sides:
             one_of("side", name, BATCH_SIDES)
 
@@ -130,9 +128,7 @@ class BackgroundOptions(RunOptions):
 
     def __post_init__(self) -> None:
         RunOptions.__post_init__(self)
-        for name in ("num_requests", "lines"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name}={getattr(self, name)} must be at least 1.", param=name)
+        check_least(self, 1, "num_requests", "lines")
         for rate in self.rates:
             Arrivals(rate)
 
@@ -187,8 +183,7 @@ class SharedDrafterOptions(RunOptions):
         RunOptions.__post_init__(self)
         for name in self.sides:
             one_of("side", name, SHARED_DRAFTER_SIDES)
-        if not self.engines or min(self.engines) < 1:
-            raise ConfigError(f"engines={self.engines} must be numbers of at least 1.", param="engines")
+        check_least(self, 1, "engines")
         if self.seconds <= 0.0:
             raise ConfigError(f"seconds={self.seconds:g} must be more than 0.", param="seconds")
 
@@ -220,7 +215,7 @@ class ServeTaxOptions(RunOptions):
             one_of("side", name, (*SERVE_TAX_SIDES, *PLAIN_SIDES))
         if lost := [command for command in self.peers if "{port}" not in command]:
             raise ConfigError(f"peers={lost[0]!r} must contain {{port}}.", param="peers")
-        check_temperatures(self.temperatures)
+        check_least(self, 0, "temperatures")
 
     @property
     def points(self) -> list[tuple[int, float]]:
@@ -298,9 +293,7 @@ class GrammarOptions:
     output: Annotated[Path | None, Flag("-o")] = None
 
     def __post_init__(self) -> None:
-        for name in ("requests", "max_tokens", "rounds"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name}={getattr(self, name)} must be at least 1.", param=name)
+        check_least(self, 1, "requests", "max_tokens", "rounds")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

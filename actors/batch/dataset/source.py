@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -153,24 +152,6 @@ def open_parquet(file: SourceFile) -> pq.ParquetFile:
         return pq.ParquetFile(file.open(), buffer_size=PARQUET_BUFFER_BYTES)
     except (OSError, pa.ArrowException) as error:
         raise _error(f"{file} is not a readable Parquet file: {error}.") from None
-
-
-def read_results(folder: Storage | Path) -> list[dict[str, Any]]:
-    storage = (
-        folder
-        if isinstance(folder, Storage)
-        else Storage.open(str(folder), field="output", follows_links=True)
-    )
-    rows: list[dict[str, Any]] = []
-    for entry in (*storage.entries(), *storage.entries(ERRORS)):
-        if entry.name.startswith(("part-", f"{ERRORS}/")):
-            if entry.name.endswith(".parquet"):
-                with storage.reader(entry.name) as reader:
-                    rows.extend(pq.ParquetFile(reader).read().to_pylist())
-            else:
-                lines = storage.read(entry.name).decode("utf-8").split("\n")
-                rows.extend(json.loads(line) for line in lines if line)
-    return sorted(rows, key=lambda row: str(row.get("id")))
 
 
 def _first_records(source: Dataset) -> Iterator[Record]:

@@ -154,7 +154,12 @@ class RowWriter:
     def _fail(self, error: OSError) -> None:
         self.failing_since_s = self.failing_since_s or self._attempted_s
         if time.monotonic() - self.failing_since_s > GIVE_UP_S:
-            raise self._not_written(error) from error
+            raise OutputError(
+                f"output: {self._output.where} cannot be written ({reason(error)}): {self.num_durable} rows "
+                f"of this engine are durable, {self.num_pending} could not be written and will be answered "
+                "again. Fix the output, and run the same command again: it resumes.",
+                param="output",
+            ) from error
 
     def _write_all(self, durable: list[RowRanges], due: Callable[[int, _Gathered], bool]) -> None:
         """Write segments, then parts that are due; may be repeated. Extends `durable`, also on an error."""
@@ -221,14 +226,6 @@ class RowWriter:
             put(self._output, *batch.parts[0])
             batch.parts.popleft()
         self._output.remove(*batch.segments)
-
-    def _not_written(self, error: OSError) -> OutputError:
-        return OutputError(
-            f"output: {self._output.where} cannot be written ({reason(error)}): {self.num_durable} rows of "
-            f"this engine are durable, {self.num_pending} could not be written and will be answered again. "
-            "Fix the output, and run the same command again: it resumes.",
-            param="output",
-        )
 
 
 def _without(segment: Segment, known: RowRanges) -> pa.Table:

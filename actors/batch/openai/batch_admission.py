@@ -55,22 +55,15 @@ class OpenBatch:
         self.ledger.close()
 
 
+@dataclass(frozen=True, slots=True)
 class BatchOpener:
     """Opens batches for one replica. A batch begun with other settings (`made_from`) is given up."""
 
-    def __init__(
-        self,
-        batches: BatchStore,
-        files: FileStore,
-        names: Sequence[str],
-        made_from: Mapping[str, Any],  # Any: JSON
-        max_lines: int,
-    ) -> None:
-        self._batches = batches
-        self._files = files
-        self._names = names
-        self._made_from = made_from
-        self._max_lines = max_lines
+    _batches: BatchStore
+    _files: FileStore
+    _names: Sequence[str]
+    _made_from: Mapping[str, Any]  # Any: JSON
+    _max_lines: int
 
     def open(self, batch_id: str, *, has_capacity: bool) -> OpenBatch | None:
         """Return the batch if this replica may run it now.

@@ -31,7 +31,7 @@ from ..row_answerer import Result, RowAnswerer, unanswered
 from ..row_stats import RowStats
 from .batch_admission import FORM, LAYOUT, OpenBatch
 from .batch_store import Batch, BatchStore
-from .file_store import FileStore, JsonObject, derived_id
+from .file_store import FileStore, JsonObject, ordered_id
 
 logger = logging.getLogger(__name__)
 
@@ -269,7 +269,8 @@ class BatchRun:
         batch = self.batch
         at = batch.finalizing_at or batch.cancelling_at
         assert at is not None, "a batch at its end is finalizing or cancelling"
-        file_id = derived_id("file-", at, hashlib.blake2b(f"{batch.id}/{kind}".encode()).hexdigest())
+        digest = hashlib.blake2b(f"{batch.id}/{kind}".encode()).hexdigest()
+        file_id = ordered_id("file-", at, digest)  # the same if ending the batch is repeated
         pieces = [f"{self._batches.output_folder(batch.id)}/{name}" for name in names]
         self._files.put(
             file_id, f"{batch.id}_{kind}.jsonl", "batch_output", pieces, created_at=at, owner=batch.owner

@@ -76,25 +76,16 @@ class BatchService:
         self._not_before_s: dict[str, float] = {}
         self._wake = asyncio.Event()
 
-    def create(
-        self,
-        endpoint: str,
-        input_file_id: str,
-        window: str,
-        window_s: int,
-        metadata: dict[str, str] | None,
-        caller: Caller,
-        tenant: str | None,
-    ) -> Batch:
-        """Create a batch. Blocking. Raises RequestError, NotFoundError."""
-        file = self.files.get(input_file_id, caller)
+    def create(self, batch: Batch, caller: Caller) -> None:
+        """Store a new batch, which will be run. Blocking. Raises RequestError, NotFoundError."""
+        file = self.files.get(batch.input_file_id, caller)
         if file.purpose != "batch":
             raise RequestError(
                 f'The file {file.id} has the purpose {brief(file.purpose)}; upload the input with "batch".',
                 param="input_file_id",
             )
-        self.files.check_quota(caller.owner, "input_file_id")
-        return self.batches.create(endpoint, input_file_id, window, window_s, metadata, caller, tenant)
+        self.files.check_quota(caller.owner)
+        self.batches.create(batch)
 
     def wake(self) -> None:
         self._wake.set()

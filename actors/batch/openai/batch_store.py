@@ -16,6 +16,7 @@ import json
 import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
+from functools import partial
 from typing import Any, Literal
 
 from ....cluster.errors import NotFoundError, RequestError, brief
@@ -46,7 +47,7 @@ NEXT: Mapping[Status, tuple[Status, ...]] = {
 class Batch:
     """A batch, with the fields of OpenAI's object and those in HIDDEN. Times are Unix times in seconds."""
 
-    id: str
+    id: str = field(default_factory=partial(ordered_id, "batch_"))
     endpoint: str
     model: str | None = None
     input_file_id: str
@@ -99,32 +100,9 @@ class BatchStore:
         self.storage = storage
         self._owned = OwnerIndex(storage, FOLDER, "batch_")
 
-    def create(
-        self,
-        endpoint: str,
-        input_file_id: str,
-        window: str,
-        window_s: int,
-        metadata: dict[str, str] | None,
-        caller: Caller,
-        tenant: str | None,
-    ) -> Batch:
-        now = int(time.time())
-        batch = Batch(
-            id=ordered_id("batch_"),
-            endpoint=endpoint,
-            input_file_id=input_file_id,
-            completion_window=window,
-            metadata=metadata,
-            created_at=now,
-            expires_at=now + window_s,
-            owner=caller.owner,
-            domain=caller.domain,
-            tenant=tenant,
-        )
+    def create(self, batch: Batch) -> None:
         self.storage.write(f"{QUEUE}/{batch.id}", b"")  # first: a stored batch is always run
         self.save(batch)
-        return batch
 
     def get(self, batch_id: str, caller: Caller) -> Batch:
         batch = self.find(batch_id)

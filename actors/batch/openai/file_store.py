@@ -43,18 +43,10 @@ JsonObject = dict[str, Any]  # Any: JSON
 T = TypeVar("T")
 
 
-def ordered_id(prefix: str, at_s: float | None = None) -> str:
-    """Return a new id. Ids sort by time, so lists need no index."""
-    return f"{prefix}{_microseconds(at_s)}{secrets.token_hex(9)}"
-
-
-def derived_id(prefix: str, at_s: float, digest: str) -> str:
-    """Return the same id for the same digest, because ending a batch may be repeated."""
-    return f"{prefix}{_microseconds(at_s)}{digest[:18]}"
-
-
-def _microseconds(at_s: float | None) -> str:
-    return f"{int((time.time() if at_s is None else at_s) * 1e6):014x}"
+def ordered_id(prefix: str, at_s: float | None = None, digest: str | None = None) -> str:
+    """Return an id; ids sort by time, so lists need no index. Without a time and a digest it is a new one."""
+    microseconds = int((time.time() if at_s is None else at_s) * 1e6)
+    return f"{prefix}{microseconds:014x}{digest[:18] if digest else secrets.token_hex(9)}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,11 +99,11 @@ class FileStore:
             self.storage.write(name, content)
             return self.put(file_id, filename, purpose, (name,), created_at=int(time.time()), owner=owner)
 
-    def check_quota(self, owner: str | None, param: str) -> None:
+    def check_quota(self, owner: str | None) -> None:
         if owner is not None and self._max_owner_bytes is not None:
             used = self._owned.num_bytes(owner)
             if used >= self._max_owner_bytes:
-                raise self._full(param, "There is no space for output", used)
+                raise self._full("input_file_id", "There is no space for output", used)
 
     @contextmanager
     def _reserve(self, owner: str | None, size: int) -> Iterator[None]:

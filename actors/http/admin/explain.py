@@ -82,7 +82,6 @@ def timelines_response(id: str, timelines: Sequence[JsonObject]) -> Response:
 
 def timeline_json(timeline: RequestTimeline, replica: str) -> JsonObject:
     """`arrived` is Unix time; other times are in milliseconds since arrival."""
-    since = _Since(timeline.arrival_s)
     return {
         "object": "life",
         "id": timeline.request_id,
@@ -95,38 +94,35 @@ def timeline_json(timeline: RequestTimeline, replica: str) -> JsonObject:
         "priority": timeline.priority,
         "background": timeline.background,
         "max_draft_tokens": timeline.max_draft_tokens,
-        "stays": [_interval_json(interval, since) for interval in timeline.intervals],
-        "ended_ms": since.ms(timeline.ended_s),
+        "stays": [_interval_json(interval, timeline.arrival_s) for interval in timeline.intervals],
+        "ended_ms": _ms_after(timeline.arrival_s, timeline.ended_s),
         "finish_reason": timeline.finish_reason,
     }
 
 
-class _Since:
-    def __init__(self, begin_s: float) -> None:
-        self._begin_s = begin_s
-
-    def ms(self, at_s: float | None) -> float | None:
-        return None if at_s is None else _ms(at_s - self._begin_s)
-
-
-def _interval_json(interval: SlotInterval, since: _Since) -> JsonObject:
+def _interval_json(interval: SlotInterval, arrival_s: float) -> JsonObject:
     return {
-        "entered_ms": since.ms(interval.admitted_s),
+        "entered_ms": _ms_after(arrival_s, interval.admitted_s),
         "waited_ms": {reason: _ms(seconds) for reason, seconds in interval.waited.items()},
         "cached_tokens": interval.num_cached,
         "forgotten_steps": interval.num_forgotten,
-        "steps": [_step(step, since) for step in interval.steps],
-        "left_ms": since.ms(interval.released_s),
+        "steps": [_step(step, arrival_s) for step in interval.steps],
+        "left_ms": _ms_after(arrival_s, interval.released_s),
         "why": interval.why,
     }
 
 
-def _step(step: TimelineStep, since: _Since) -> JsonObject:
+def _step(step: TimelineStep, arrival_s: float) -> JsonObject:
     found = asdict(step)
-    found["planned_ms"], found["ended_ms"] = since.ms(found.pop("planned_s")), since.ms(found.pop("ended_s"))
+    for moment in ("planned", "ended"):
+        found[f"{moment}_ms"] = _ms_after(arrival_s, found.pop(f"{moment}_s"))
     for part in ("draft", "verify", "sample", "inject"):
         found[f"{part}_ms"] = _ms(found.pop(f"{part}_s"))
     return {name.removeprefix("num_"): value for name, value in found.items()}
+
+
+def _ms_after(arrival_s: float, at_s: float | None) -> float | None:
+    return None if at_s is None else _ms(at_s - arrival_s)
 
 
 def _ms(seconds: float) -> float:

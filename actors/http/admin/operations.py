@@ -5,17 +5,24 @@ The first three need no key and are not counted.
 
 from __future__ import annotations
 
+from collections.abc import Awaitable, Callable
+
 from fastapi import APIRouter, Response
 from prometheus_client import CONTENT_TYPE_LATEST
 
 from ....cluster.errors import DrainingError
 from ....version import __version__
-from ..generation.server_context import ServerContext
 from ..middleware.request_gate import Traffic
 from ..wire.json_io import JsonObject, json_response
 
 
-def operation_routes(frontend: ServerContext, traffic: Traffic) -> APIRouter:
+def operation_routes(
+    traffic: Traffic,
+    check_health: Callable[[], None],
+    metrics_text: Callable[[], Awaitable[bytes | str]],
+    load_now: Callable[[], JsonObject],
+) -> APIRouter:
+    """Return the routes of an engine or a gateway. `check_health` raises MantaError."""
     router = APIRouter()
 
     @router.get("/health")
@@ -23,7 +30,7 @@ def operation_routes(frontend: ServerContext, traffic: Traffic) -> APIRouter:
     @router.post("/ping")
     async def health() -> Response:
         """Return 200 if the server takes requests, else an error."""
-        frontend.engine.check_health()
+        check_health()
         if traffic.draining:
             raise DrainingError("This server is stopping. Use another one, or retry later.")
         return Response(status_code=200)
@@ -36,22 +43,12 @@ def operation_routes(frontend: ServerContext, traffic: Traffic) -> APIRouter:
     @router.get("/metrics")
     async def metrics() -> Response:
         """Return metrics in Prometheus' text format; needs a key if the server has any."""
-        return Response(frontend.telemetry.render(), media_type=CONTENT_TYPE_LATEST)
+        return Response(await metrics_text(), media_type=CONTENT_TYPE_LATEST)
 
     @router.get("/load")
     async def load() -> Response:
         """Return how busy this server is; a route for operators."""
-        stats = frontend.engine.stats()
-        return json_response(
-            {
-                **load_stats(traffic, running=stats.running, waiting=stats.waiting),
-                "kv_usage": round(stats.kv_usage, 4),
-            }
-        )
+        # `server_load` is vLLM's: HTTP requests in flight, without the one that asks.
+        return json_response({"server_load": traffic.open - 1, **load_now()})
 
     return router
-
-
-def load_stats(traffic: Traffic, *, running: int, waiting: int) -> JsonObject:
-    """`server_load` is vLLM's: HTTP requests in flight, without the one that asks."""
-    return {"server_load": traffic.open - 1, "running": running, "waiting": waiting}

@@ -34,12 +34,9 @@ def anthropic_error(status: int, message: str, request_id: str | None = None) ->
     return error if request_id is None else {**error, "request_id": request_id}
 
 
-class LostMessage:
-    done = b""
-
-    def failed(self, error: BaseException) -> bytes:
-        public = public_error(error)
-        return named_event(anthropic_error(public.status, public.message))
+def lost_message(error: BaseException) -> bytes:
+    public = public_error(error)
+    return named_event(anthropic_error(public.status, public.message))
 
 
 class ErrorRewriter:

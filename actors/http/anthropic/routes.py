@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from fastapi import APIRouter, Request, Response
 
-from ..generation.chat_adapter import SupportedOptions, answer
+from ..generation.chat_adapter import SupportedOptions, answer, rename_error_fields
 from ..generation.generation import check_model
 from ..generation.request_run import GenerationRun
-from ..generation.request_translation import rename_error_fields
 from ..generation.server_context import ServerContext
-from ..openai.chat import prepare_chat
+from ..openai.routes import prepare_chat
 from ..protocol.chat_completion import check_tools, conversation
 from ..wire.json_io import MAX_VALUES, JsonRoute, json_response
 from .errors import ROUTES

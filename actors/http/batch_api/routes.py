@@ -9,8 +9,8 @@ from __future__ import annotations
 import asyncio
 import mmap
 import re
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+import time
+from collections.abc import Callable
 from typing import IO, Annotated, Any, Literal, ParamSpec, TypeVar
 
 import pyarrow as pa
@@ -20,9 +20,10 @@ from starlette.datastructures import FormData, UploadFile
 from starlette.responses import StreamingResponse
 
 from ....cluster.errors import NotOfferedError, RequestError, StorageError, brief, brief_name
-from ....cluster.request.caller import tenant_of
+from ....cluster.request.caller import Caller, tenant_of
 from ...batch.openai.batch_admission import ENDPOINTS
 from ...batch.openai.batch_service import BatchService
+from ...batch.openai.batch_store import Batch
 from ...batch.openai.file_store import FileStore, Page, StoredFile
 from ..middleware.api_keys import caller_of
 from ..middleware.request_gate import FORM_BYTES
@@ -48,21 +49,15 @@ def require_service(service: BatchService | None) -> BatchService:
     return service
 
 
-@contextmanager
-def translate_storage_errors() -> Iterator[None]:
+async def in_storage_thread(call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
     try:
-        yield
+        return await asyncio.to_thread(call, *args, **kwargs)
     except (OSError, ValueError) as error:  # ValueError: stored data has an unexpected format
         why = getattr(error, "strerror", None) or type(error).__name__
         raise StorageError(
             f"Files and batches cannot be read or written now ({why}). No stored data is lost. Retry.",
             param="batch_storage",
         ) from error
-
-
-async def in_storage_thread(call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-    with translate_storage_errors():
-        return await asyncio.to_thread(call, *args, **kwargs)
 
 
 def file_routes(service: BatchService | None) -> APIRouter:
@@ -201,6 +196,17 @@ class BatchRequest(BaseModel):
             )
         return int(found[1]) * _SECONDS[found[2]]
 
+    def batch(self, caller: Caller, tenant: str | None) -> Batch:
+        now = int(time.time())
+        return Batch(
+            **self.model_dump(include=set(BatchRequest.model_fields)),
+            created_at=now,
+            expires_at=now + self.window_s(),
+            owner=caller.owner,
+            domain=caller.domain,
+            tenant=tenant,
+        )
+
     def check(self) -> None:
         if self.endpoint not in ENDPOINTS:
             raise RequestError(
@@ -223,16 +229,8 @@ def batch_routes(service: BatchService | None, tenants: tuple[str, ...]) -> APIR
         body.check()
         caller = caller_of(http.scope)
         requester, ignored_fields = tenant_of(http.headers, body.metadata, caller, tenants)
-        batch = await in_storage_thread(
-            batches.create,
-            body.endpoint,
-            body.input_file_id,
-            body.completion_window,
-            body.window_s(),
-            body.metadata,
-            caller,
-            requester.tenant,
-        )
+        batch = body.batch(caller, requester.tenant)
+        await in_storage_thread(batches.create, batch, caller)
         batches.wake()
         ignored = {} if ignored_fields is None else {"X-Ignored-Params": ignored_fields}
         return json_response(batch.as_openai(), headers=ignored)

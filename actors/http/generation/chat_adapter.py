@@ -1,18 +1,26 @@
-"""Answers a `ChatRequest` for APIs other than chat, whole or as the events of their `SectionWriter`."""
+"""Translates bodies of other APIs to a `ChatRequest`, and errors back to the fields of those APIs.
+
+Answers it whole or as the events of their `SectionWriter`.
+"""
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, Iterator, Mapping
+from contextlib import aclosing, contextmanager
 from dataclasses import dataclass
+from typing import Any
 
+from pydantic import ValidationError
 from starlette.requests import Request
 from starlette.responses import Response
 
+from ....cluster.errors import RequestError
 from ...chat.chat_model import AnswerParserFactory
 from ...chat.text_stream import AnswerDelta
 from ...engine.outputs import CompletionOutput
+from ..protocol.chat_completion import ChatRequest
 from ..wire import sse
+from ..wire.errors import from_validation
 from ..wire.json_io import JsonObject, json_response
 from .output_items import Events, SectionWriter
 from .request_run import GenerationRun
@@ -44,22 +52,15 @@ async def answer(
     if run.work.request.stream:
         keep_alive_s = run.frontend.settings.sse_keep_alive_interval
         events = _stream_events(run, parser_factory, writer)
-        return await sse.stream(events, http, headers, keep_alive_s, _Ending(writer))
+
+        def ending(error: BaseException | None) -> bytes:
+            """End the stream: unless it failed, its last event says that it is the last."""
+            return b"" if error is None else _joined(writer.failed(error))
+
+        return await sse.stream(events, http, headers, keep_alive_s, ending)
     return json_response(
         await sse.cancel_on_disconnect(http, _full_body(run, parser_factory, writer)), headers=headers
     )
-
-
-class _Ending:
-    """The ending of these APIs' streams: the last event says that it is the last."""
-
-    done = b""
-
-    def __init__(self, writer: SectionWriter) -> None:
-        self._writer = writer
-
-    def failed(self, error: BaseException) -> bytes:
-        return _joined(self._writer.failed(error))
 
 
 async def _stream_events(
@@ -96,3 +97,39 @@ def _written(
 
 def _joined(events: Events) -> bytes:
     return b"".join(map(sse.named_event, events))
+
+
+def chat_request(fields: Mapping[str, Any]) -> ChatRequest:  # Any: JSON.
+    """Validate the fields that are not None. Raises RequestError with chat's field names."""
+    try:
+        return ChatRequest.model_validate(
+            {name: value for name, value in fields.items() if value is not None}
+        )
+    except ValidationError as error:
+        raise from_validation(error.errors()) from None
+
+
+@contextmanager
+def rename_error_fields(names: Mapping[str, str]) -> Iterator[None]:
+    """Rename fields in errors. `names`: dotted path in the chat -> in the body; also of paths below it."""
+    try:
+        yield
+    except RequestError as error:
+        renamed = _renamed(error.param or "", names)
+        if renamed is None:
+            raise
+        param = error.param or ""
+        # A name of one word may also occur as an ordinary word later in the message.
+        message = error.message.replace(param, renamed, -1 if "_" in param or "." in param else 1)
+        raise type(error)(message, param=renamed) from None
+
+
+def _renamed(param: str, names: Mapping[str, str]) -> str | None:
+    """Replace a path's longest known prefix; None if no prefix is known."""
+    head, tail = param, ""
+    while head:
+        if head in names:
+            return names[head] + tail
+        head, dot, last = head.rpartition(".")
+        tail = f".{last}{tail}" if dot else ""
+    return None

@@ -40,7 +40,7 @@ from ...engine.outputs import (
     TracedStep,
     token_origins,
 )
-from ...observability.telemetry import EndedPrompt, FinishedCompletion, FinishedRequest, RequestTelemetry
+from ...observability.telemetry import EndedPrompt, FinishedCompletion, RequestTelemetry
 from ...tokenization.prompts import EncodedPrompt
 from ..protocol.completion import CompletionRequest
 from ..protocol.protocol import GenerationRequest
@@ -256,20 +256,17 @@ class RequestStats:
             "tokens_per_second": round(self.num_output_tokens / self.e2e_s, 3) if self.e2e_s else None,
         }
 
-    def finished(self, *, request_id: str, response_id: str, model: str, status: int) -> FinishedRequest:
-        return FinishedRequest(
-            request_id=request_id,
-            id=response_id,
-            model=model,
-            prompt_tokens=self.num_prompt_tokens,
-            output_tokens=self.num_output_tokens,
-            ttft_ms=_ms(self.ttft_s),
-            tpot_ms=_ms(self.tpot_s),
-            e2e_ms=round(self.e2e_s * 1000.0, 3),
-            mean_acceptance_length=None if (mean := self.mean_acceptance_length) is None else round(mean, 4),
-            finish_reason=self.finish_reasons[0] if self.finish_reasons else None,
-            status=status,
-        )
+    def log_fields(self) -> JsonObject:
+        mean = self.mean_acceptance_length
+        return {
+            "prompt_tokens": self.num_prompt_tokens,
+            "output_tokens": self.num_output_tokens,
+            "ttft_ms": _ms(self.ttft_s),
+            "tpot_ms": _ms(self.tpot_s),
+            "e2e_ms": round(self.e2e_s * 1000.0, 3),
+            "mean_acceptance_length": None if mean is None else round(mean, 4),
+            "finish_reason": self.finish_reasons[0] if self.finish_reasons else None,
+        }
 
 
 def usage_of(

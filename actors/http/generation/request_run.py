@@ -9,8 +9,7 @@ from typing import Any, TypeVar
 
 from ....cluster.errors import ENDINGS, EngineDeadError, MantaError, UnprocessableError
 from ...capture.collector import CapturedAnswers
-from ...engine.async_engine import RequestOptions
-from ...engine.output_processor import resumed_text
+from ...engine.output_processor import RequestOptions, resumed_text
 from ...engine.output_streams import ReaderLimit, size_of
 from ...engine.outputs import RequestMetrics, RequestOutput
 from ...tokenization.prompts import EncodedPrompt
@@ -165,10 +164,8 @@ class GenerationRun:
 
     def _finish(self, status: int) -> None:
         work = self.work
-        request = self.figures.finished(
-            request_id=work.request_id, response_id=work.id, model=work.model, status=status
-        )
-        self.frontend.telemetry.finish_request(request)
+        identity = {"request_id": work.request_id, "id": work.id, "model": work.model}
+        self.frontend.telemetry.log_request({**identity, **self.figures.log_fields(), "status": status})
         self.figures.count_by_requester(work.requester, self.frontend.telemetry)
         if self.frontend.tracing is not None:
             self.frontend.tracing.end(work, self.figures, status, self.frontend.engine.drafter)

@@ -118,7 +118,18 @@ class ResponseWriter(SectionWriter):
             "status": status,
             "incomplete_details": None if is_complete else {"reason": "max_output_tokens"},
             "completed_at": int(time.time()) if is_complete else None,
-            "usage": _usage(usage),
+            "usage": {
+                "input_tokens": usage["prompt_tokens"],
+                "input_tokens_details": {
+                    "cached_tokens": usage["prompt_tokens_details"]["cached_tokens"],
+                    "cache_write_tokens": 0,
+                },
+                "output_tokens": usage["completion_tokens"],
+                "output_tokens_details": {
+                    "reasoning_tokens": usage.get("completion_tokens_details", {}).get("reasoning_tokens", 0)
+                },
+                "total_tokens": usage["total_tokens"],
+            },
         }
         if (metrics := self._metrics()) is not None:
             self._response["metrics"] = metrics
@@ -174,27 +185,8 @@ def _logprobs(section: Section) -> JsonObject:
     return {"logprobs": []} if section.kind == "content" else {}
 
 
-def _usage(usage: JsonObject) -> JsonObject:
-    return {
-        "input_tokens": usage["prompt_tokens"],
-        "input_tokens_details": {
-            "cached_tokens": usage["prompt_tokens_details"]["cached_tokens"],
-            "cache_write_tokens": 0,
-        },
-        "output_tokens": usage["completion_tokens"],
-        "output_tokens_details": {
-            "reasoning_tokens": usage.get("completion_tokens_details", {}).get("reasoning_tokens", 0)
-        },
-        "total_tokens": usage["total_tokens"],
-    }
-
-
-class LostResponse:
-    """Ends with an error event numbered -1: the gateway does not know how many were sent."""
-
-    done = b""
-
-    def failed(self, error: BaseException) -> bytes:
-        public = public_error(error)
-        event = {"type": "error", "code": "server_error", "message": public.message, "param": None}
-        return named_event({**event, "sequence_number": -1})
+def lost_response(error: BaseException) -> bytes:
+    """Return an error event numbered -1: the gateway does not know how many were sent."""
+    public = public_error(error)
+    event = {"type": "error", "code": "server_error", "message": public.message, "param": None}
+    return named_event({**event, "sequence_number": -1})

@@ -5,11 +5,10 @@ from __future__ import annotations
 from fastapi import APIRouter, Request, Response
 
 from ....cluster.errors import NotFoundError, brief
-from ..generation.chat_adapter import SupportedOptions, answer
+from ..generation.chat_adapter import SupportedOptions, answer, rename_error_fields
 from ..generation.request_run import GenerationRun
-from ..generation.request_translation import rename_error_fields
 from ..generation.server_context import ServerContext
-from ..openai.chat import prepare_chat
+from ..openai.routes import prepare_chat
 from ..protocol.chat_completion import ChatRequest
 from ..wire.json_io import JsonObject, JsonRoute
 from .event_writer import PREFIX, ResponseWriter

@@ -44,8 +44,8 @@ from .incremental_json import Bytes, end_of_string, loads_in_slices
 JsonObject: TypeAlias = dict[str, Any]  # Any: JSON.
 
 
-def json_response(body: JsonObject, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
-    return Response(orjson.dumps(body), status, headers, media_type="application/json")
+def json_response(body: JsonObject, headers: Mapping[str, str] | None = None) -> Response:
+    return Response(orjson.dumps(body), headers=headers, media_type="application/json")
 
 
 # A prompt of token ids has at most this many; longer contexts are sent as text.

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Coroutine, Mapping
+from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping
 from contextlib import aclosing
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import orjson
 from starlette.requests import Request
@@ -23,6 +23,8 @@ from ...system import event_loop
 from .errors import ClientDisconnectedError, error_body, log_if_internal, public_error
 
 T = TypeVar("T")
+# Returns the last bytes of a stream; the error is None if there was none.
+Ending = Callable[[BaseException | None], bytes]
 
 DONE = b"data: [DONE]\n\n"
 KEEP_ALIVE = b": keep-alive\n\n"
@@ -42,19 +44,8 @@ def error_event(error: BaseException) -> bytes:
     return b"data: " + error_body(public.status, public.message, public.param, public.kind) + b"\n\n"
 
 
-class Ending(Protocol):
-    """The end of an API's streams: `failed` if there was an error, then `done`."""
-
-    done: bytes
-
-    def failed(self, error: BaseException) -> bytes: ...
-
-
-class DoneEnding:
-    done = DONE
-
-    def failed(self, error: BaseException) -> bytes:
-        return error_event(error)
+def done_ending(error: BaseException | None) -> bytes:
+    return (b"" if error is None else error_event(error)) + DONE
 
 
 async def stream(
@@ -62,7 +53,7 @@ async def stream(
     request: Request,
     headers: Mapping[str, str],
     keep_alive_s: float,
-    ending: Ending | None = None,
+    ending: Ending = done_ending,
 ) -> EventStream:
     """Raise errors before the first event; later ones become events."""
     if keep_alive_s > 0:
@@ -72,7 +63,7 @@ async def stream(
     except BaseException:
         await events.aclose()
         raise
-    return EventStream(first, events, headers, ending or DoneEnding())
+    return EventStream(first, events, headers, ending)
 
 
 class EventStream(Response):
@@ -100,7 +91,7 @@ class EventStream(Response):
             await cancel(sending, gone)
 
     async def _send_all(self, scope: Scope, send: Send) -> None:
-        slice_end_s = time.monotonic() + event_loop.TIME_SLICE_S
+        slice_end_s, failure = time.monotonic() + event_loop.TIME_SLICE_S, None
         async with aclosing(self._rest):
             await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
             await send(_body(self._first))
@@ -114,8 +105,8 @@ class EventStream(Response):
                 raise
             except BaseException as error:  # top level of a stream: report to the client, end properly
                 log_if_internal(error, scope)
-                await send(_body(self._ending.failed(error)))
-            await send(_body(self._ending.done))
+                failure = error
+            await send(_body(self._ending(failure)))
             await send(_body(b"", more=False))
 
 

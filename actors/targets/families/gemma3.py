@@ -82,16 +82,14 @@ def read(raw: Json, file: str) -> ModelSpec:
         for kind in config.types(file, derived)
     ]
     scale = config.hidden_size**0.5
-    return model_of(config, tuple(layers), _TENSORS, embed_scale=scale, fp32_norms=True)
+    return replace(model_of(config, tuple(layers), _TENSORS), embed_scale=scale, fp32_norms=True)
 
 
 def _attention(raw: Json, file: str, config: Gemma3Config, kind: str) -> TargetAttention:
     size = config.head_size(file)
-    return TargetAttention(
-        num_heads=config.num_attention_heads,
-        num_kv_heads=config.kv_heads(file),
-        head_dim=size,
-        rope=RopeConfig.read(raw, size, file, layer_type=kind, default_theta=_THETA[kind]),
+    rope = RopeConfig.read(raw, size, file, layer_type=kind, default_theta=_THETA[kind])
+    return replace(
+        config.plain_attention(file, rope, size),
         scale=config.query_pre_attn_scalar**-0.5,
         window=config.window_of(kind, file),
         qk_norm=True,

@@ -247,10 +247,8 @@ def _read(raw: Json, file: str, form: type[Gemma4Config]) -> ModelSpec:
         LayerSpec(mixer=_attention(raw, file, config, layer, kind), mlp=mlp, sandwich=True, scalar=True)
         for layer, kind in enumerate(_kinds(config, file))
     ]
-    return model_of(
-        config,
-        tuple(layers),
-        _TENSORS,
+    return replace(
+        model_of(config, tuple(layers), _TENSORS),
         embed_scale=config.hidden_size**0.5,
         logit_cap=config.final_logit_softcapping or None,
         fp32_norms=True,

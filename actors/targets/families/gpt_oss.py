@@ -19,7 +19,6 @@ from ....drafter.compute.checkpoint.hf_config import Count, Json, parse
 from ....drafter.compute.checkpoint.safetensors_reader import BYTES
 from ....drafter.compute.layers.moe import MoeRouter
 from ....drafter.compute.layers.rope import RopeConfig
-from ..model.attention import TargetAttention
 from ..model.mlp_spec import RoutedMLP
 from ..model.model_spec import Axis, LayerSpec, ModelSpec, TensorRule
 from .shared.llama_like import TENSORS, PlainConfig, model_of
@@ -119,35 +118,27 @@ def read(raw: Json, file: str) -> ModelSpec:
     derived = tuple(
         "full_attention" if i % 2 else "sliding_attention" for i in range(config.num_hidden_layers)
     )
-    attention = TargetAttention(
-        num_heads=config.num_attention_heads,
-        num_kv_heads=config.kv_heads(file),
-        head_dim=size,
-        rope=RopeConfig.read(raw, size, file, default_theta=_THETA),
-        scale=size**-0.5,
-        bias=config.attention_bias,
-        out_bias=config.attention_bias,
-        sinks=True,
-    )
+    attention = config.plain_attention(file, RopeConfig.read(raw, size, file, default_theta=_THETA), size)
+    bias = config.attention_bias
+    attention = replace(attention, bias=bias, out_bias=bias, sinks=True)
     layers = [
-        LayerSpec(mixer=replace(attention, window=config.window_of(kind, file)), mlp=_experts(config))
+        LayerSpec(
+            mixer=replace(attention, window=config.window_of(kind, file)),
+            mlp=RoutedMLP(
+                router=MoeRouter(
+                    num_experts=config.num_local_experts,
+                    top_k=config.num_experts_per_tok,
+                    score="softmax",
+                    choose_first=True,
+                    renormalize=False,
+                    bias=True,
+                ),
+                inner_size=config.intermediate_size,
+                activation="swiglu_clamped",
+                limit=config.swiglu_limit,
+                bias=True,
+            ),
+        )
         for kind in config.types(file, derived)
     ]
     return model_of(config, tuple(layers), {**_TENSORS, **_PLAIN, **_PACKED})
-
-
-def _experts(config: GptOssConfig) -> RoutedMLP:
-    return RoutedMLP(
-        router=MoeRouter(
-            num_experts=config.num_local_experts,
-            top_k=config.num_experts_per_tok,
-            score="softmax",
-            choose_first=True,
-            renormalize=False,
-            bias=True,
-        ),
-        inner_size=config.intermediate_size,
-        activation="swiglu_clamped",
-        limit=config.swiglu_limit,
-        bias=True,
-    )

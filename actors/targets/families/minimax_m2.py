@@ -17,7 +17,6 @@ from pydantic import AfterValidator
 from ....drafter.compute.checkpoint.hf_config import Count, Json, Off, parse, wrong
 from ....drafter.compute.layers.moe import MoeRouter
 from ....drafter.compute.layers.rope import RopeConfig
-from ..model.attention import TargetAttention
 from ..model.mlp_spec import RoutedMLP
 from ..model.model_spec import LayerSpec, ModelSpec, TensorRule
 from .shared.llama_like import TENSORS, PlainConfig, model_of
@@ -74,15 +73,7 @@ _TENSORS: Mapping[str, TensorRule] = {
 def read(raw: Json, file: str) -> ModelSpec:
     config = parse(MiniMaxM2Config, raw, file)
     size = config.head_size(file)
-    layer = LayerSpec(
-        mixer=TargetAttention(
-            num_heads=config.num_attention_heads,
-            num_kv_heads=config.kv_heads(file),
-            head_dim=size,
-            rope=RopeConfig.read(raw, size, file, default_theta=_THETA),
-            scale=size**-0.5,
-            row_norm=True,
-        ),
-        mlp=config.routed(file),
-    )
+    rope = RopeConfig.read(raw, size, file, default_theta=_THETA)
+    attention = replace(config.plain_attention(file, rope, size), row_norm=True)
+    layer = LayerSpec(mixer=attention, mlp=config.routed(file))
     return model_of(config, (layer,) * config.num_hidden_layers, _TENSORS)

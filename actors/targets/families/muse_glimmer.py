@@ -11,14 +11,13 @@ Sources: transformers' modeling_muse_glimmer.py, with the defaults of its config
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from dataclasses import replace
 from typing import Annotated, Literal
 
 from pydantic import Field
 
 from ....drafter.compute.checkpoint.hf_config import Count, Json, parse, wrong
 from ....drafter.compute.layers.rope import RopeConfig
-from ..model.attention import TargetAttention
 from ..model.mlp_spec import GatedMLP
 from ..model.model_spec import LayerSpec, ModelSpec, TensorRule
 from .gemma3 import SANDWICH_NORMS
@@ -59,45 +58,32 @@ class MuseGlimmerConfig(PlainConfig):
         return tuple(theta != 0 for theta in thetas)
 
 
-def _tensors(config: MuseGlimmerConfig) -> Mapping[str, TensorRule]:
-    return {
-        **TENSORS,
-        **SANDWICH_NORMS,
-        "q_norm": TensorRule(name="", axes=("head",), constant=config.qk_scale_factor),
-        "k_norm": TensorRule(name="", axes=("head",), constant=1.0),
-    }
-
-
 def read(raw: Json, file: str) -> ModelSpec:
     config = parse(MuseGlimmerConfig, raw, file)
     count, size = config.num_hidden_layers, config.head_size(file)
     derived = tuple(
         "full_attention" if config.is_full(layer) else "sliding_attention" for layer in range(count)
     )
-    rope = RopeConfig.read(raw, size, file)
+    rope, bias = RopeConfig.read(raw, size, file), config.attention_bias
+    attention = replace(
+        config.plain_attention(file, rope, size), qk_norm=True, gate=True, bias=bias, out_bias=bias
+    )
     layers = [
         LayerSpec(
-            mixer=TargetAttention(
-                num_heads=config.num_attention_heads,
-                num_kv_heads=config.kv_heads(file),
-                head_dim=size,
-                rope=rope if rotates else None,
-                scale=size**-0.5,
-                window=config.window_of(kind, file),
-                qk_norm=True,
-                gate=True,
-                bias=config.attention_bias,
-                out_bias=config.attention_bias,
-            ),
+            mixer=replace(attention, rope=rope if rotates else None, window=config.window_of(kind, file)),
             mlp=GatedMLP(inner_size=config.intermediate_size),
             sandwich=True,
         )
         for kind, rotates in zip(config.types(file, derived), config.rotates(file, rope.theta), strict=True)
     ]
-    return model_of(
-        config,
-        tuple(layers),
-        _tensors(config),
+    tensors = {
+        **TENSORS,
+        **SANDWICH_NORMS,
+        "q_norm": TensorRule(name="", axes=("head",), constant=config.qk_scale_factor),
+        "k_norm": TensorRule(name="", axes=("head",), constant=1.0),
+    }
+    return replace(
+        model_of(config, tuple(layers), tensors),
         out_norm_eps=config.post_norm_eps,
         embed_norm=True,
         logit_multiplier=config.output_multiplier,

@@ -77,15 +77,8 @@ class GatedDeltaConfig(PlainConfig):
 
     def _attention(self, raw: Json, file: str) -> TargetAttention:
         size = self.head_size(file)
-        return TargetAttention(
-            num_heads=self.num_attention_heads,
-            num_kv_heads=self.kv_heads(file),
-            head_dim=size,
-            rope=RopeConfig.read({"partial_rotary_factor": _ROTARY_FACTOR, **raw}, size, file),
-            scale=size**-0.5,
-            qk_norm=True,
-            gate=True,
-        )
+        rope = RopeConfig.read({"partial_rotary_factor": _ROTARY_FACTOR, **raw}, size, file)
+        return replace(self.plain_attention(file, rope, size), qk_norm=True, gate=True)
 
 
 def read_gated_delta(
@@ -99,8 +92,7 @@ def read_gated_delta(
     mixers = config.mixers(raw, file)
     layers = tuple(LayerSpec(mixer=mixer, mlp=mlp) for mixer, mlp in zip(mixers, mlps, strict=True))
     tensors = {**_tensors(config.head_size(file)), **tensors}
-    spec = model_of(config, layers, tensors, fp32_norms=True)
-    return replace(spec, mtp=_mtp(config, layers))
+    return replace(model_of(config, layers, tensors), fp32_norms=True, mtp=_mtp(config, layers))
 
 
 def _mtp(config: GatedDeltaConfig, layers: tuple[LayerSpec, ...]) -> MtpSpec | None:

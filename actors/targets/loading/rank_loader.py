@@ -12,6 +12,7 @@ from dataclasses import replace
 from typing import Protocol
 
 import torch
+from torch import Tensor
 
 from ....cluster.config import EngineConfig
 from ....cluster.pages.kv_cache_groups import KVCacheLayout, LayerPlace
@@ -29,14 +30,15 @@ from ....drafter.step.request_states import RequestStates
 from ....drafter.step.sampling.step_ops import StepOperators
 from ....drafter.suffix.mixing import SuffixMixer
 from ....drafter.suffix.proposer import SuffixProposer
-from ..model.assistant import AssistantDrafter
+from ..model.assistant import AssistantConfig, AssistantDrafter
 from ..model.decoder import Decoder
+from ..model.model_spec import ModelSpec
+from ..model.mtp import MtpConfig, MtpDrafter
 from ..model.tensor_parallel import Communicator, Sharding, SingleRank, smallest
 from ..runners.colocated_drafter import ColocatedDrafter
 from ..runners.cpu_runner import CpuModelRunner, DraftSource
 from ..runners.runner_interface import ChainedDrafter, Drafter, RemoteDrafter, Runner
 from .checkpoint_models import Checkpoints, ModelSource
-from .drafter_loader import load_drafter
 from .executor_info import device_limits, executor_info
 from .load_plan import LoadPlan, plan_load, why_no_trees
 from .memory_budget import (
@@ -47,7 +49,7 @@ from .memory_budget import (
     page_bytes,
     state_bytes,
 )
-from .operator_factory import make_backend, make_grammars, make_step_operators
+from .operator_factory import make_backend, make_drafter_backend, make_grammars, make_step_operators
 from .warmup import check_invariance, measure_step_bytes, warm_up
 from .weight_report import WeightCounts, describe_weights
 
@@ -335,3 +337,26 @@ def _make_proposer(
 
 def pages_of(plan: KVCacheLayout, places: Sequence[LayerPlace], num_pages: tuple[int, ...]) -> int:
     return num_pages[plan.groups[places[0].group].pool]
+
+
+def load_drafter(
+    plan: LoadPlan, models: ModelSource, target: Decoder, target_norm_H: Tensor, ranks: Communicator
+) -> tuple[Drafter, Backend]:
+    """Return the plan's drafter and its backend, which may be the target's."""
+    config, shared = plan.drafter, target.shared_embeddings
+    if isinstance(config, MtpConfig):  # the target's own layer, sharded like its blocks
+        weights = models.target(replace(plan, target=config.model), _sharding(config.model, ranks))
+        args = (shared, target.rope_of, ranks, target.backend, plan.pages.drafter)
+        return MtpDrafter(config, weights, target_norm_H, *args), target.backend
+    backend = make_drafter_backend(plan, target.backend, ranks)
+    if isinstance(config, AssistantConfig):  # sharded like the target, of which it reads K and V
+        assert plan.drafter_folder is not None, "an assistant has a checkpoint"
+        of_assistant = replace(plan, target=config.model, target_folder=plan.drafter_folder)
+        weights = models.target(of_assistant, _sharding(config.model, ranks))
+        args = (shared, target.rope_of, ranks, backend)
+        return AssistantDrafter(config, weights, target_norm_H, *args), backend
+    return models.drafter(plan, shared, backend), backend
+
+
+def _sharding(model: ModelSpec, ranks: Communicator) -> Sharding:
+    return Sharding(model, ranks.rank, ranks.world_size)

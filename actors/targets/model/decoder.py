@@ -5,7 +5,8 @@ between ranks. The drafter borrows its embedding and head, without the target's 
 
     token ids --embedding, scale or norm--> x --blocks, some with taps after--> norm --head, cap--> logits
 
-Legend: N rows, X sampled rows, H hidden, m taps, V vocabulary.
+Legend: N rows, X sampled rows, H hidden, m taps, V vocabulary; O outputs of a rank's product (q, k,
+v), Q and K widths of its queries and of its keys.
 """
 
 from __future__ import annotations
@@ -17,7 +18,14 @@ from torch import Tensor
 
 from ....cluster.pages.kv_cache_groups import LayerPlace
 from ....drafter.compute.backend import Backend, PlacedRows
-from ....drafter.compute.block_weights import AttentionShape, BlockWeights, MixerShape
+from ....drafter.compute.block_weights import (
+    AttentionShape,
+    BlockWeights,
+    DenseMLP,
+    MixerShape,
+    ParallelMLP,
+    RoutedExperts,
+)
 from ....drafter.compute.eager.backend import EagerBackend
 from ....drafter.compute.layers.linear import RMSNorm, scaled_logits
 from ....drafter.compute.layers.mla import MLALayer
@@ -25,10 +33,11 @@ from ....drafter.compute.layers.rope import RopeConfig, RotaryEmbedding
 from ....drafter.compute.memory.kv_cache import PagedKVCache
 from ....drafter.compute.memory.recurrent_state_cache import StateMemory
 from .attention import TargetAttention
-from .cross_rank_norm import RowNorm
 from .delta_net import DeltaNet
-from .mlp import make_mlp
-from .tensor_parallel import Communicator, VocabHead, row_linear, vocab_embedding
+from .mlp_spec import GatedMLP, ParallelMlpSpec, RoutedMLP
+from .mlp_weights import DenseTensors, MlpTensors, ParallelMlpTensors, RoutedTensors
+from .model_spec import LayerSpec
+from .tensor_parallel import Communicator, Sharding, VocabHead, rank_sum, row_linear, vocab_embedding
 from .weights import LatentTensors, LayerWeights, TargetWeights
 
 RopeOf = Callable[[RopeConfig | None], RotaryEmbedding | None]
@@ -219,4 +228,104 @@ def _latents(mixer: TargetAttention, tensors: LatentTensors | None, backend: Bac
         kv_norm=RMSNorm(tensors.kv_norm_C, latent.eps),
         kv_up_JUC=tensors.kv_up_UC.unflatten(0, (-1, latent.nope_dim + latent.v_dim)),
         v_dim=latent.v_dim,
+    )
+
+
+class RowNorm:
+    """RMSNorm over all queries, and over all keys, of a layer with heads split over ranks.
+
+        scale of a row = 1 / sqrt(sum of its squares over all ranks' heads / (all heads * D) + eps)
+
+    Not the per-head norm (`AttentionShape.q_norm_D`). Costs one small all-reduce per layer. `q_norm_Q` and
+    `k_norm_K` are this rank's part of the weights.
+    """
+
+    __slots__ = ("_communicator", "_eps", "_row_squares", "_shares_2", "_weight_O", "_widths")
+
+    def __init__(
+        self,
+        q_norm_Q: Tensor,
+        k_norm_K: Tensor,
+        eps: float,
+        sharding: Sharding,
+        layer: int,
+        communicator: Communicator,
+        backend: Backend,
+    ) -> None:
+        self._row_squares = backend.row_squares
+        self._weight_O = torch.cat((q_norm_Q, k_norm_K)).float()
+        self._widths = (len(q_norm_Q), len(k_norm_K))
+        self._eps, self._communicator = eps, communicator
+        mixer, ranks = sharding.spec.attention(layer), sharding.world_size
+        # K/V heads that several ranks share are summed several times.
+        copies = (1, ranks * sharding.num_kv_heads(layer) // mixer.num_kv_heads)
+        sizes = (mixer.num_heads * mixer.head_dim, mixer.num_kv_heads * mixer.head_dim)
+        shares = [1.0 / (size * copy) for size, copy in zip(sizes, copies, strict=True)]
+        self._shares_2 = torch.tensor(shares, device=q_norm_Q.device)
+
+    def __call__(self, qkv_NO: Tensor) -> Tensor:
+        """Norm queries and keys in place; values are unchanged."""
+        squares_N2 = self._communicator.all_reduce(self._row_squares(qkv_NO, self._widths))
+        scales_N2 = squares_N2.mul_(self._shares_2).add_(self._eps).rsqrt_()
+        parts = qkv_NO.split((*self._widths, qkv_NO.shape[1] - sum(self._widths)), dim=1)
+        weights = self._weight_O.split(self._widths)
+        for part, scale_N1, weight in zip(parts[:2], scales_N2.split(1, dim=1), weights, strict=True):
+            part.copy_(part.float().mul_(scale_N1).mul_(weight))
+        return qkv_NO
+
+
+def make_mlp(
+    layer: LayerSpec,
+    tensors: MlpTensors,
+    communicator: Communicator,
+    backend: Backend,
+    eps: float,
+    dtype: torch.dtype,
+) -> DenseMLP | RoutedExperts | ParallelMLP:
+    """Build a layer's MLP for computing in `dtype`; `eps` is of the norms of `ParallelMlpSpec`."""
+    match layer.mlp, tensors:
+        case GatedMLP(), DenseTensors():
+            return _dense(layer.mlp, tensors, communicator, backend)
+        case RoutedMLP(), RoutedTensors():
+            return _routed(layer.mlp, tensors, communicator, backend, dtype)
+        case ParallelMlpSpec(), ParallelMlpTensors():
+            return ParallelMLP(
+                dense=_dense(layer.mlp.dense, tensors.dense, communicator, backend),
+                dense_out_norm=RMSNorm(tensors.dense_out_norm_H, eps),
+                routed_norm=RMSNorm(tensors.routed_norm_H, eps),
+                routed=_routed(layer.mlp.routed, tensors.routed, communicator, backend, dtype),
+                routed_out_norm=RMSNorm(tensors.routed_out_norm_H, eps),
+            )
+        case _:
+            raise AssertionError("tensors do not match the layer's specification")
+
+
+def _dense(mlp: GatedMLP, tensors: DenseTensors, communicator: Communicator, backend: Backend) -> DenseMLP:
+    return DenseMLP(
+        gate_up=backend.linear_of_either(tensors.gate_up_IH, tensors.gate_up_bias_I),
+        activation=mlp.activation,
+        down=row_linear(tensors.down_HI, tensors.down_bias_H, communicator, backend),
+    )
+
+
+def _routed(
+    mlp: RoutedMLP, tensors: RoutedTensors, communicator: Communicator, backend: Backend, dtype: torch.dtype
+) -> RoutedExperts:
+    shared = tensors.shared
+    assert (mlp.shared is None) == (shared is None), "tensors do not match the layer's specification"
+    weight_1H = tensors.shared_weight_1H
+    experts = tensors.experts if backend.keeps_codes else tensors.experts.dequantized(dtype)
+    return RoutedExperts(
+        route=backend.route(tensors.router),
+        experts=backend.experts(experts),
+        shared=None
+        if mlp.shared is None or shared is None
+        else DenseMLP(
+            gate_up=backend.linear_of_either(shared.gate_up_IH, shared.gate_up_bias_I),
+            activation=mlp.shared.activation,
+            # summed over ranks together with the experts
+            down=backend.linear_of_either(shared.down_HI, shared.down_bias_H),
+        ),
+        shared_gate=None if weight_1H is None else backend.linear(weight_1H),
+        rank_sum=None if communicator.world_size == 1 else rank_sum(communicator),
     )

@@ -12,9 +12,9 @@ Legend: O outputs, H hidden, C channels (q, k and v), T taps, V value heads, F v
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol, TypeGuard, get_args
+from typing import Literal, TypeGuard, get_args
 
 from torch import Tensor
 
@@ -51,12 +51,8 @@ class DeltaTensors:
         return DeltaNetShape(geometry, self.kernel_CT, self.rate_V, self.dt_bias_V, self.norm_F, eps)
 
 
-class _Parts(Protocol):
-    def required(self, part: str) -> Tensor: ...
-
-
-def read_delta(parts: _Parts) -> DeltaTensors:
-    return DeltaTensors(*(parts.required(part).contiguous() for part in _OTHERS[:-1]))
+def read_delta(tensor_of: Callable[[str], Tensor]) -> DeltaTensors:
+    return DeltaTensors(*(tensor_of(part).contiguous() for part in _OTHERS[:-1]))
 
 
 def projections(names: Iterable[str]) -> tuple[str, ...]:

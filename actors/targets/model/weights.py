@@ -110,7 +110,7 @@ class TargetWeights:
             q_norm=parts.optional("q_norm"),
             k_norm=parts.optional("k_norm"),
             sinks_Q=parts.optional("sinks"),
-            delta=read_delta(parts) if is_delta else None,
+            delta=read_delta(parts.required) if is_delta else None,
             mlp=self._mlp(parts, index),
             scalar_1=parts.optional("scalar"),
             latent=_read_latent(parts),

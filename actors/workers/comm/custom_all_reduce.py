@@ -38,7 +38,7 @@ class CustomAllReduce:
     """Sums over one group; made by `of`, with `MAX_BYTES` of symmetric memory after its rendezvous."""
 
     def __init__(self, buffer: torch.Tensor, group_name: str, *, has_multicast: bool) -> None:
-        self._buffer, self._group_name, self._has_multicast = buffer, group_name, has_multicast
+        self._buffer, self._group_name, self.has_multicast = buffer, group_name, has_multicast
         self.buffers: PeerBuffers | None = None
 
     @classmethod
@@ -102,17 +102,13 @@ class CustomAllReduce:
         )
         return None
 
-    @property
-    def has_multicast(self) -> bool:
-        return self._has_multicast
-
     def takes(self, tensor: torch.Tensor) -> bool:
         num_bytes = tensor.numel() * tensor.element_size()
         return tensor.dtype is self._buffer.dtype and num_bytes <= MAX_BYTES and num_bytes % 4 == 0
 
     def add_up(self, tensor: torch.Tensor) -> None:
         view, ops = self._buffer[: tensor.numel()].view_as(tensor), torch.ops.symm_mem
-        if self._has_multicast:
+        if self.has_multicast:
             view.copy_(tensor)
             ops.multimem_all_reduce_(view, "sum", self._group_name)
             tensor.copy_(view)
@@ -121,9 +117,9 @@ class CustomAllReduce:
 
     def _agree_on_multicast(self, group: dist.ProcessGroup) -> None:
         """Use multicast if all ranks have it: ranks in different operators would wait for each other."""
-        has_it_1 = torch.tensor([int(self._has_multicast)], device=self._buffer.device)
+        has_it_1 = torch.tensor([int(self.has_multicast)], device=self._buffer.device)
         dist.all_reduce(has_it_1, op=dist.ReduceOp.MIN, group=group)
-        self._has_multicast = bool(has_it_1.item())
+        self.has_multicast = bool(has_it_1.item())
 
     def _test_sums(self, group: dist.ProcessGroup) -> torch.Tensor:
         """Return the sum of random values. Raises RuntimeError if small integers do not sum exactly."""

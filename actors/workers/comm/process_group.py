@@ -101,18 +101,15 @@ def connect(
     world_size: int,
     device: torch.device,
     store: Store | int,
-    host: str = LOOPBACK,
     timeout_s: float = COLLECTIVE_TIMEOUT_S,
 ) -> ProcessGroupCommunicator:
     """Join the group and wait for all ranks. `store` is rank 0's own, or for the others its port."""
     timeout = timedelta(seconds=timeout_s)
     if world_size == 1:
         return ProcessGroupCommunicator(device)
-    if host == LOOPBACK:
-        # otherwise gloo uses the address of the host's name
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # otherwise gloo uses the address of the host's name
     if isinstance(store, int):
-        store = Store(host, store, world_size, is_master=False, timeout=timeout)
+        store = Store(LOOPBACK, store, world_size, is_master=False, timeout=timeout)
     dist.init_process_group(
         "nccl" if device.type == "cuda" else "gloo",
         store=store,

@@ -24,8 +24,7 @@ from ....cluster.config import EngineConfig
 from ....cluster.errors import MantaError, PlacementError
 from ....cluster.fleet.placement import Topology
 from ...system.log_setup import in_force
-from ..base.placement_group import PLACEMENT_TIMEOUT_S, WorkerPlacement
-from ..base.ray_actors import Actor, start_actor
+from ..base.ray_actors import PLACEMENT_TIMEOUT_S, Actor, WorkerPlacement, start_actor
 from ..base.ray_resources import this_node
 from ..base.worker_base import forwarded_environment
 from .drafter_worker import DrafterFacts, DrafterSetup, DrafterWorker

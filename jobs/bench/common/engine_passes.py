@@ -23,6 +23,7 @@ from ....actors.batch.dataset.source import open_source
 from ....actors.engine.outputs import RequestOutput
 from ....actors.llm import LLM
 from ....actors.system.atomic_files import write_json
+from ....actors.system.wait_messages import counting, say
 from ....actors.tokenization.checkpoint_paths import shipped
 from ....actors.tokenization.prompts import Chat, encode_prompt
 from ....actors.tokenization.tokenizer import Tokenizer
@@ -31,7 +32,6 @@ from ....cluster.errors import DatasetError
 from ....cluster.request.request import SamplingParams
 from ....cluster.speculation.acceptance_length import mean_acceptance_length
 from ...common.generate import open_llm
-from ...common.progress import counting, say
 from .options import RunOptions
 from .provenance import options_json, provenance
 

@@ -10,6 +10,7 @@ from typing import Annotated, Any
 from ....cluster.config import AttentionBackend, DeviceKind, DType
 from ....cluster.errors import ConfigError
 from ....cluster.flag import NO_FLAG, Flag, Size
+from ...common.options import check_least
 
 CONCURRENCY = (1, 2, 4, 8, 16, 32, 64)
 Loads = Annotated[tuple[int, ...], Flag("--max-concurrency")]
@@ -38,13 +39,7 @@ class RunOptions:
     output: Annotated[Path | None, Flag("-o")] = None
 
     def __post_init__(self) -> None:
-        for name in ("num_prompts", "rounds", "max_tokens"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name}={getattr(self, name)} must be at least 1.", param=name)
-        if not self.concurrency or min(self.concurrency) < 1:
-            raise ConfigError(
-                f"concurrency={self.concurrency} must be numbers of at least 1.", param="concurrency"
-            )
+        check_least(self, 1, "num_prompts", "rounds", "max_tokens", "concurrency")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,14 +83,9 @@ class SweepOptions(RunOptions):
 
     def __post_init__(self) -> None:
         RunOptions.__post_init__(self)
-        check_temperatures(self.temperatures)
+        check_least(self, 0, "temperatures")
         if not self.minutes > 0:
             raise ConfigError(f"minutes={self.minutes} must be above 0.", param="minutes")
-
-
-def check_temperatures(temperatures: tuple[float, ...]) -> None:
-    if not temperatures or min(temperatures) < 0.0:
-        raise ConfigError(f"temperatures={temperatures} must be numbers of at least 0.", param="temperatures")
 
 
 def parse_rates(text: str) -> tuple[float, ...]:
@@ -148,9 +138,4 @@ class StepOptions:
     output: Annotated[Path | None, Flag("-o")] = None
 
     def __post_init__(self) -> None:
-        for name in ("batches", "contexts"):
-            values = getattr(self, name)
-            if not values or min(values) < 1:
-                raise ConfigError(f"{name}={values} must be numbers of at least 1.", param=name)
-        if self.steps < 1:
-            raise ConfigError(f"steps={self.steps} must be at least 1.", param="steps")
+        check_least(self, 1, "batches", "contexts", "steps")

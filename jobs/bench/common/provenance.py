@@ -13,6 +13,8 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ....actors.system.host_resources import cpu_facts
+
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
@@ -40,22 +42,11 @@ def options_json(options: DataclassInstance) -> dict[str, Any]:  # Any: JSON
 
 
 def cpu_model() -> str:
-    fast = [flag for flag in ("avx2", "avx512f", "avx512_bf16", "amx_bf16") if flag in cpu_flags()]
-    name = _cpu_facts().get("model name") or platform.processor() or platform.machine()
+    facts = cpu_facts()
+    flags = facts.get("flags", "").split()
+    fast = [flag for flag in ("avx2", "avx512f", "avx512_bf16", "amx_bf16") if flag in flags]
+    name = facts.get("model name") or platform.processor() or platform.machine()
     return f"{name} ({', '.join(fast) or 'no AVX2'})"
-
-
-def cpu_flags() -> set[str]:
-    return set(_cpu_facts().get("flags", "").split())
-
-
-def _cpu_facts() -> dict[str, str]:
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return {}
-    facts = dict(line.split(":", 1) for line in lines if ":" in line)
-    return {name.strip(): value.strip() for name, value in facts.items()}
 
 
 def _gpu_name() -> str | None:

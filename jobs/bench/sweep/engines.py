@@ -11,17 +11,22 @@ A side that the engine refuses is reported with the reason, and the others run.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ....actors.engine.uniproc_executor import make_executor
 from ....cluster.config import EngineConfig, SpeculativeConfig, from_mapping
+from ....cluster.engine.engine_core import EngineCore
 from ....cluster.errors import ConfigError, MantaError
+from ....cluster.request.request import Request
 from ....cluster.speculation.draft_length_policy import draft_lengths
+from ....cluster.step.executor import Executor
 from ..common.engine_passes import say
-from .engine_driver import Driver
+from ..common.request_source import RequestSource
+from .load_records import AnswerRecord, DraftBlock, LoadPass
 
 PLAIN, ADAPTIVE, MIXED = "plain", "adaptive", "mixed"
 
@@ -79,28 +84,18 @@ def open_sides(
             if opened(name, replace(spec, adaptive=False, num_speculative_tokens=drafts)):
                 sides.fixed.append(name)
         for name, how in methods.items():
-            _open_method(sides, name, how, spec, opened)
+            try:
+                if how:
+                    of_method = from_mapping(SpeculativeConfig, how, "speculative_config.")
+                else:  # MIXED
+                    of_method = replace(spec, adaptive=True, suffix_drafts=True)
+            except ConfigError as error:
+                sides.refused[name] = error.message
+            else:
+                opened(name, of_method)
         yield sides
     finally:
         sides.close()
-
-
-def _open_method(
-    sides: Sides,
-    name: str,
-    how: Mapping[str, Any],
-    given: SpeculativeConfig,
-    opened: Any,  # Any: a closure
-) -> None:
-    try:
-        if name == MIXED and not how:
-            spec = replace(given, adaptive=True, suffix_drafts=True)
-        else:
-            spec = from_mapping(SpeculativeConfig, how, "speculative_config.")
-    except ConfigError as error:
-        sides.refused[name] = error.message
-        return
-    opened(name, spec)
 
 
 def parse_methods(texts: Sequence[str]) -> dict[str, dict[str, Any]]:
@@ -131,3 +126,78 @@ def _json_object(text: str) -> dict[str, Any]:
         f"method={text!r} must be a JSON object with a `method`, a name such as suffix, or eagle3=FOLDER.",
         param="method",
     )
+
+
+class Driver:
+    """One engine that is put under load in passes; it closes its executor."""
+
+    def __init__(
+        self, config: EngineConfig, executor: Executor, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self.info = executor.info
+        self.engine = EngineCore(config, executor, clock)
+        self.clock = clock
+
+    def closed(self, source: RequestSource, part: range, at_once: int) -> LoadPass:
+        """Run the requests of `part` with `at_once` in flight; later ones keep the load and are aborted."""
+        run, left = LoadRun(self), set(part)
+        number = part.start
+        while left:
+            while len(run.open) < at_once:
+                run.submit(source, number, self.clock())
+                number += 1
+            left -= run.step()
+        return run.end()
+
+    def close(self) -> None:
+        self.engine.close()
+
+
+class LoadRun:
+    def __init__(self, driver: Driver) -> None:
+        self._engine, self._clock = driver.engine, driver.clock
+        self._before = self._engine.stats()
+        self.answers: dict[str, AnswerRecord] = {}
+        self.open: dict[str, AnswerRecord] = {}
+        self.begin_s = self._clock()
+
+    def submit(self, source: RequestSource, number: int, requested_s: float) -> None:
+        request, name = source[number], str(number)
+        self.answers[name] = self.open[name] = AnswerRecord(number, request.category, requested_s)
+        self._engine.add_request(
+            Request(
+                request_id=name,
+                prompt_token_ids=tuple(request.prompt),
+                params=request.sampling,
+                arrival_s=requested_s,
+            )
+        )
+
+    def step(self) -> set[int]:
+        ended: set[int] = set()
+        updates = self._engine.step()
+        now_s = self._clock()
+        for update in updates:
+            if (answer := self.open.get(update.request_id)) is None:
+                continue  # aborted
+            count = len(update.token_ids)
+            answer.blocks.append(DraftBlock(now_s, count, update.num_drafted, update.num_accepted))
+            answer.token_ids += update.token_ids
+            if update.finish_reason is not None:
+                answer.ended_s = now_s
+                ended.add(answer.number)
+                del self.open[update.request_id]
+        return ended
+
+    def end(self) -> LoadPass:
+        end_s, before, after = self._clock(), self._before, self._engine.stats()
+        for name in self.open:
+            self._engine.abort(name)
+        self.open = {}
+        while self._engine.has_unfinished:
+            self._engine.step()
+        spent = {
+            part: seconds - before.step_seconds.get(part, 0.0) for part, seconds in after.step_seconds.items()
+        }
+        counts = after.steps - before.steps, after.skipped_passes - before.skipped_passes
+        return LoadPass(self.begin_s, end_s, list(self.answers.values()), spent, *counts)

@@ -21,8 +21,7 @@ from ....drafter.compute.eager.backend import EagerBackend
 from ....drafter.compute.layers.gated_delta_net import DeltaNetShape
 from ....drafter.compute.memory.kv_cache import PagedKVCache
 from ....drafter.compute.memory.recurrent_state_cache import DeviceStateRows, Save, StateMemory, StateRows
-from .case import Case, checks_of_served
-from .checks import Check, off_by
+from .checks import Case, Check, checks_of_served, off_by
 from .subject import KernelInputs, MachineKind
 
 _HALF, _FP32 = 16, 512  # bounds in units of the last place

@@ -25,8 +25,7 @@ from ....drafter.step.gpu_triton.verification import TrimLists, trim_drafts
 from ....drafter.step.sampling.sampler import select_paths
 from ....drafter.step.sampling.selector import SelectorCodebooks
 from ...bench.common.random_weights import PairShape
-from .case import REMEDY, Case
-from .checks import Check, CheckOutcome, none_differ
+from .checks import REMEDY, Case, Check, CheckOutcome, none_differ
 from .operators import attention_error
 from .steps import SAMPLINGS, StatePair, choose, exact_scores
 from .subject import BackendCandidate, MachineKind

@@ -20,8 +20,7 @@ from ....drafter.compute.checkpoint.packed_codes import BLOCK, PackedCodes
 from ....drafter.compute.checkpoint.quantized_matrix import Code
 from ....drafter.compute.eager.backend import EagerBackend
 from ....drafter.compute.layers.moe import ExpertActivation, ExpertWeights
-from .case import Case, checks_of_served
-from .checks import Check, off_by
+from .checks import Case, Check, checks_of_served, off_by
 from .subject import KernelInputs, MachineKind
 
 # Kind of codes, inputs per scale, and root mean square of codes.

@@ -20,8 +20,7 @@ from ....drafter.compute.backend import PlacedRows
 from ....drafter.compute.block_weights import AttentionShape
 from ....drafter.compute.layers.linear import RMSNorm
 from ....drafter.compute.layers.mla import MLALayer
-from .case import Case, checks_of_served, error_of
-from .checks import Check
+from .checks import Case, Check, checks_of_served, error_of
 from .subject import Contexts, KernelInputs, MachineKind
 
 _HALF, _FP32 = 16, 512  # bounds in units of the last place

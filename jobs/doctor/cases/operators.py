@@ -19,8 +19,7 @@ from torch import Tensor
 from ....drafter.compute.block_weights import AttentionShape, BlockWeights, DenseMLP, Normed
 from ....drafter.compute.layers.linear import Activation, RMSNorm
 from ....drafter.compute.layers.rope import RotaryEmbedding
-from .case import Case, error_of
-from .checks import Check, NotHereError, raising
+from .checks import Case, Check, NotHereError, error_of, raising
 from .subject import Contexts, KernelInputs, MachineKind, Requests, candidates
 
 _ROWS = 48  # for operators that work on single rows

@@ -26,8 +26,7 @@ from ....drafter.compute.gpu_triton.backend import TritonBackend
 from ....drafter.compute.gpu_triton.linear.projections import OwnProjection, PendingNorm
 from ....drafter.compute.gpu_triton.linear.skinny_gemm import ProductWorkspace
 from ....drafter.compute.layers.linear import Activation
-from .case import Case, checks_of_served, error_of
-from .checks import Check, off_by
+from .checks import Case, Check, checks_of_served, error_of, off_by
 from .operators import add_product, product_of_blocks
 from .subject import KernelInputs, MachineKind
 

@@ -35,8 +35,7 @@ from ....drafter.step.inputs.gumbel_noise import noise_bits, noise_keys
 from ....drafter.step.inputs.row_layout import StepRows, by_request
 from ....drafter.step.request_states import RequestStates
 from ....drafter.step.sampling.verification import accept
-from .case import REMEDY, Case, checks_of_served, error_of
-from .checks import Check, CheckOutcome, none_differ
+from .checks import REMEDY, Case, Check, CheckOutcome, checks_of_served, error_of, none_differ
 from .operators import attend
 from .subject import MachineKind
 

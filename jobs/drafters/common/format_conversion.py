@@ -119,7 +119,7 @@ def as_z_lab(config: DrafterConfig, raw: Json, target: ModelSpec) -> _Written:
         "mask_token_id": config.mask_token_id,
         "target_layer_ids": list(config.target_layer_ids),
         **_dflash2_keys(config),
-        **{key: value for key, value in scales.items() if _is_set(value)},
+        **{key: value for key, value in scales.items() if value not in (None, False, 1.0)},
     }
     if factor is not None and factor != target.embed_scale:  # an absent key means the target's
         dflash["input_embedding_scale"] = factor
@@ -135,10 +135,6 @@ def as_z_lab(config: DrafterConfig, raw: Json, target: ModelSpec) -> _Written:
     if len(kinds) == 1:  # else the key is left out: causality follows the window
         written["is_causal"] = kinds.pop()
     return written
-
-
-def _is_set(scale: float | None) -> bool:
-    return scale not in (None, False, 1.0)
 
 
 def _backbone(config: DrafterConfig, raw: Json) -> _Written:

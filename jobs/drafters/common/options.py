@@ -8,6 +8,7 @@ from typing import Annotated, Literal
 
 from ....cluster.errors import ConfigError
 from ....cluster.flag import Flag
+from ...common.options import check_least
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -126,13 +127,8 @@ class EvalOptions:
     output: Annotated[Path | None, Flag("-o")] = None
 
     def __post_init__(self) -> None:
-        for name in ("rounds", "max_tokens"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name}={getattr(self, name)} must be at least 1.", param=name)
-        if min(self.concurrency) < 1:
-            raise ConfigError(f"concurrency={self.concurrency} must be at least 1.", param="concurrency")
-        if min(self.temperatures) < 0:
-            raise ConfigError(f"temperature={self.temperatures} must be at least 0.", param="temperature")
+        check_least(self, 1, "rounds", "max_tokens", "concurrency")
+        check_least(self, 0, "temperatures")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

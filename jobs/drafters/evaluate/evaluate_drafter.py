@@ -33,8 +33,7 @@ from ...bench.common.engine_passes import (
 from ...bench.common.idle_check import Watch
 from ...bench.common.provenance import options_json, provenance
 from ...bench.common.request_source import RequestSource, encode_rows
-from ...bench.sweep.engine_driver import Driver
-from ...bench.sweep.engines import ADAPTIVE, PLAIN, open_sides
+from ...bench.sweep.engines import ADAPTIVE, PLAIN, Driver, open_sides
 from ...bench.sweep.load_records import AnswerRecord, LoadPass, Sums
 from ..common.drafter_files import method_of
 from ..common.options import EvalOptions

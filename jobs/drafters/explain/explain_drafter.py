@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from ....actors.chat.chat_model import ChatModel
+from ....actors.system.wait_messages import say
 from ....actors.targets.families import read_model
-from ....actors.targets.model.model_spec import ModelSpec
 from ....actors.tokenization.checkpoint_paths import has_tokenizer, resolve_checkpoint
 from ....actors.tokenization.generation_config import GenerationDefaults
 from ....actors.tokenization.prompts import Chat
@@ -41,7 +41,6 @@ from ....drafter.compute.checkpoint.hf_config import Json
 from ....drafter.dflash.config import DrafterConfig
 from ....drafter.dflash.target_features import usual_layer_ids
 from ...common.generate import open_llm
-from ...common.progress import say
 from ..common.drafter_files import CARD_FILE, AnyConfig, DrafterFiles, is_dflash, open_drafter
 from ..common.options import ExplainOptions
 from ..evaluate.evaluate_drafter import OVERALL, engine_of, open_suite
@@ -74,15 +73,8 @@ def explain_drafter(options: ExplainOptions) -> Explanation:
     config = _fixed_lengths(options.drafter, options.target)
     with open_llm(config) as llm:
         say("the traffic, whole blocks")
-        chat = ChatModel.of(llm.tokenizer)
-        generation = GenerationDefaults.load(target_folder)
-        reader = TrafficReader(
-            tokenizer=llm.tokenizer,
-            chat=chat,
-            generation=generation,
-            temperature=options.temperature,
-            max_tokens=options.max_tokens,
-        )
+        chat, generation = ChatModel.of(llm.tokenizer), GenerationDefaults.load(target_folder)
+        reader = TrafficReader(llm.tokenizer, chat, generation, options.temperature, options.max_tokens)
         rows = reader.read(options.data, options.num_prompts)
         groups = [group for found in measure_blocks(llm, chat, rows).values() for group in found]
         card = _card_of(files, options.card, llm.info.num_speculative_tokens)
@@ -95,7 +87,18 @@ def explain_drafter(options: ExplainOptions) -> Explanation:
             f"data: no draft was verified for {options.data}: answers are too short.", param="data"
         )
     spec = read_model(target_folder)
-    evidence = _evidence(files, spec, target_folder, card, control_rows, control)
+    known = files.raw.get("max_position_embeddings")
+    texts, chats = (
+        None if card is None else _relative(card, [row for row in control_rows if row.kind == kind], control)
+        for kind in ("text", "chat")
+    )
+    evidence = PairEvidence(
+        texts=texts,
+        chats=chats,
+        quantization="" if spec.quantization is None else str(spec.quantization),
+        max_trained_context=known if isinstance(known, int) else None,
+        other_template=_has_other_template(files.folder, target_folder),
+    )
     if evidence.pair_is_low and is_dflash(files):
         assert card is not None, "the control needs a card"
         kind = "chat" if evidence.texts is None else "text"
@@ -152,28 +155,6 @@ def _control_rows(card: CardCurves | None, reader: TrafficReader) -> tuple[list[
         fields = {"temperature": card.temperature, "max_tokens": said["max_tokens"]}
         rows.append(reader.row({"id": row.name, "category": row.category, **prompt, **fields}, layout))
     return rows, ""
-
-
-def _evidence(
-    files: DrafterFiles[AnyConfig],
-    spec: ModelSpec,
-    target_folder: Path,
-    card: CardCurves | None,
-    rows: Sequence[TrafficRow],
-    control: Mapping[str, Sequence[BlockGroup]],
-) -> PairEvidence:
-    known = files.raw.get("max_position_embeddings")
-    by_kind = {
-        kind: None if card is None else _relative(card, [row for row in rows if row.kind == kind], control)
-        for kind in ("text", "chat")
-    }
-    return PairEvidence(
-        texts=by_kind["text"],
-        chats=by_kind["chat"],
-        quantization="" if spec.quantization is None else str(spec.quantization),
-        max_trained_context=known if isinstance(known, int) else None,
-        other_template=_has_other_template(files.folder, target_folder),
-    )
 
 
 def _relative(

@@ -48,7 +48,7 @@ class TrafficRow:
     category: str | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class TrafficReader:
     """Turns records into rows, as the server would with these formats and defaults.
 

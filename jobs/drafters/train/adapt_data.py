@@ -85,20 +85,16 @@ class Text:
 def read_examples(path: Path, tokenizer: Tokenizer, field: str) -> list[Example]:
     """Read a folder of captured traffic, or a JSONL file with `prompt` or `messages` in each line."""
     if path.is_dir() or is_captured(path):
-        found = _captured(path)
+        found = [
+            Example(each.prompt_token_ids, each.token_ids[:MAX_ANSWER_TOKENS], each.category or "all")
+            for each in captured_completions(path)
+        ]
     else:
         rows = encode_rows(read_rows(path), tokenizer)
         found = [Example(tuple(row.prompt), None, row.category) for row in rows]
     if not found:
         raise DatasetError(f"{field}: {path} contains no prompts.", param=field)
     return [replace(each, prompt=each.prompt[-MAX_PROMPT_TOKENS:]) for each in found[-MAX_EXAMPLES:]]
-
-
-def _captured(path: Path) -> list[Example]:
-    return [
-        Example(each.prompt_token_ids, each.token_ids[:MAX_ANSWER_TOKENS], each.category or "all")
-        for each in captured_completions(path)
-    ]
 
 
 def is_held_out(prompt: Sequence[int], one_in: int) -> bool:

@@ -26,10 +26,10 @@ from ...bench.common.request_source import RequestSource
 from ...common.tables import decimals, print_table
 from ...training.heads.recipes import DrafterSettings, Teaching
 from ...training.loop.training_loop import Length, Schedule
-from ...training.train_drafter import Trained, train
+from ...training.train_drafter import train
 from ..common.options import AdaptOptions
 from ..evaluate.evaluate_drafter import OVERALL, engine_of, measure_acceptance, open_full_length
-from .adapt_data import AdaptRunKey, Example, Text, prepare_text
+from .adapt_data import AdaptRunKey, Example, prepare_text
 
 # Lower learning rates than for a new drafter, to limit forgetting; chosen on the shipped pair.
 RECIPE = DrafterSettings(
@@ -58,10 +58,27 @@ def run_adapt(options: AdaptOptions, report: Callable[[str], None] = say) -> dic
         f"{len(text.held_out_old)} prompts are held out"
     )
     before = measure(initial, target, text.held_out_new, text.held_out_old)
-    trained = _train(text, target, initial, options.work, report)
+    trained = train(
+        target,
+        text.mixture(),
+        text.new_to_watch,
+        options.work / "training",
+        Length(seconds=text.training_s),
+        initial=initial,
+        settings=RECIPE,
+        report=report,
+    )
     after = measure(trained.drafter, target, text.held_out_new, text.held_out_old)
     verdict = judge(before, after, options.min_gain)
-    figures = _figures(key, text, trained, verdict)
+    figures = {
+        **verdict.as_json(),
+        **key.as_json(),
+        "learnt": {"new": len(text.new), "old": len(text.old)},
+        "held_out": {"new": len(text.held_out_new), "old": len(text.held_out_old)},
+        "steps": trained.num_steps,
+        "tokens": trained.num_tokens,
+        "training_s": round(trained.used_s, 1),
+    }
     write_json(trained.drafter / "adapt.json", figures)
     if verdict.passed:
         shutil.copytree(trained.drafter, options.output)
@@ -80,31 +97,6 @@ def measure(drafter: Path, target: Path, new: Sequence[Example], old: Sequence[E
 
         of_new, of_old = of(new), of(old)
     return GateLengths(of_new[OVERALL], {name: value for name, value in of_old.items() if name != OVERALL})
-
-
-def _train(text: Text, target: Path, initial: Path, folder: Path, report: Callable[[str], None]) -> Trained:
-    return train(
-        target,
-        text.mixture(),
-        text.new_to_watch,
-        folder / "training",
-        Length(seconds=text.training_s),
-        initial=initial,
-        settings=RECIPE,
-        report=report,
-    )
-
-
-def _figures(key: AdaptRunKey, text: Text, trained: Trained, verdict: Verdict) -> dict[str, Any]:
-    return {
-        **verdict.as_json(),
-        **key.as_json(),
-        "learnt": {"new": len(text.new), "old": len(text.old)},
-        "held_out": {"new": len(text.held_out_new), "old": len(text.held_out_old)},
-        "steps": trained.num_steps,
-        "tokens": trained.num_tokens,
-        "training_s": round(trained.used_s, 1),
-    }
 
 
 def print_figures(figures: dict[str, Any], options: AdaptOptions) -> None:

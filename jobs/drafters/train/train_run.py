@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from pathlib import Path
+from dataclasses import replace
 
 import torch
 
@@ -92,25 +91,9 @@ def train_drafter(options: TrainOptions, report: Report = lambda line: print(lin
         mask_token_id=options.mask_token_id,
     )
     trained = run_here(run, report=report) if options.workers is None else _on_ray(run, options.workers)
-    before, after = trained.held_out_before, trained.held_out_after
-    facts = DrafterCardFacts(
-        head=options.head,
-        target=options.target,
-        initial=options.initial,
-        machine=machine(),
-        num_steps=trained.num_steps,
-        num_tokens=trained.num_tokens,
-        used_s=trained.used_s,
-        num_data_tokens=len(learned.ids),
-        num_held_out=len(Continuations.load(run.folder / HELD_OUT)),
-        before=before,
-        after=after,
-    )
-    write_drafter_card(trained.drafter, facts)
-    report(
-        f"held out: {before['tokens_per_step']:.2f} tokens per step before, "
-        f"{after['tokens_per_step']:.2f} now; {trained.drafter}"
-    )
+    write_drafter_card(options, trained, len(learned.ids), len(Continuations.load(run.folder / HELD_OUT)))
+    before, after = (each["tokens_per_step"] for each in (trained.held_out_before, trained.held_out_after))
+    report(f"held out: {before:.2f} tokens per step before, {after:.2f} now; {trained.drafter}")
     return trained
 
 
@@ -166,37 +149,25 @@ def _on_ray(run: TrainingRun, num_workers: int) -> Trained:
     return run_on_workers(run, num_workers, use_gpu=use_gpu, cpus_per_worker=cpus)
 
 
-@dataclass(frozen=True)
-class DrafterCardFacts:
-    head: Head
-    target: str
-    initial: str | None
-    machine: str
-    num_steps: int
-    num_tokens: int
-    used_s: float
-    num_data_tokens: int
-    num_held_out: int
-    before: Mapping[str, float]
-    after: Mapping[str, float]
-
-
-def write_drafter_card(folder: Path, facts: DrafterCardFacts) -> None:
-    title, what = _HEADS[facts.head]
+def write_drafter_card(
+    options: TrainOptions, trained: Trained, num_data_tokens: int, num_held_out: int
+) -> None:
+    title, what = _HEADS[options.head]
+    after = trained.held_out_after
     card = _CARD.format(
-        head=facts.head,
+        head=options.head,
         title=title,
         what=what,
-        target=facts.target,
-        initial=facts.initial or "layers of the target",
-        data_tokens=facts.num_data_tokens / 1e6,
-        steps=facts.num_steps,
-        tokens=facts.num_tokens / 1e6,
-        minutes=facts.used_s / 60,
-        machine=facts.machine,
-        num_held_out=facts.num_held_out,
-        after=facts.after["tokens_per_step"],
-        accepted=facts.after["accepted"],
-        before=facts.before["tokens_per_step"],
+        target=options.target,
+        initial=options.initial or "layers of the target",
+        data_tokens=num_data_tokens / 1e6,
+        steps=trained.num_steps,
+        tokens=trained.num_tokens / 1e6,
+        minutes=trained.used_s / 60,
+        machine=machine(),
+        num_held_out=num_held_out,
+        after=after["tokens_per_step"],
+        accepted=after["accepted"],
+        before=trained.held_out_before["tokens_per_step"],
     )
-    (folder / "README.md").write_text(card, encoding="utf-8")
+    (trained.drafter / "README.md").write_text(card, encoding="utf-8")

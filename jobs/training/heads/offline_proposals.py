@@ -6,7 +6,7 @@ or steps.
 Shapes: T tokens, A anchors, S block size, N drafts of an anchor, D width, V vocabulary.
 """
 
-from typing import Protocol
+from collections.abc import Callable
 
 import numpy as np
 import torch
@@ -20,13 +20,8 @@ from ..loop.continuations import ContinuationRequest
 from .dflash_module import TrainableDrafter
 from .frozen_target import FrozenTarget
 
-
-class OfflineProposals(Protocol):
-    def __call__(
-        self, question: ContinuationRequest, tokens_T: torch.Tensor, anchors_A: torch.Tensor
-    ) -> torch.Tensor:
-        """Return drafts [A, N] for the positions after each anchor, sampled like `question`."""
-        ...
+# Returns drafts [A, N] of a sequence for the positions after each anchor, sampled like the question.
+OfflineProposals = Callable[[ContinuationRequest, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 class BlockProposals:
@@ -48,20 +43,8 @@ class BlockProposals:
         positions_AN = anchors_A[:, None] + torch.arange(1, num_slots + 1, device=device)
         batch = sampling(question, positions_AN.flatten())
         logits_RV = drafter.logits(self._target.head, hidden_RD).float()
-        if drafter.candidate_selector is None:
+        if (selector := drafter.candidate_selector) is None:
             return sample_rows(logits_RV, batch).view_as(positions_AN)
-        return self._select(hidden_RD, logits_RV, blocks_AS, batch)
-
-    def _select(
-        self,
-        hidden_RD: torch.Tensor,
-        logits_RV: torch.Tensor,
-        blocks_AS: torch.Tensor,
-        batch: SamplingMetadata,
-    ) -> torch.Tensor:
-        selector = self._drafter.candidate_selector
-        assert selector is not None
-        num_slots = blocks_AS.shape[1] - 1
         rows_AS = torch.arange(blocks_AS.numel(), device=blocks_AS.device).view_as(blocks_AS)
         block = StepRows(
             positions_N=rows_AS.flatten(),  # not used by the selection

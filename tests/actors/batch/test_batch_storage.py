@@ -21,10 +21,11 @@ import pytest
 from manta.actors.batch.dataset import row_reader
 from manta.actors.batch.dataset.row_reader import RowReader
 from manta.actors.batch.dataset.row_requests import RowSchema
-from manta.actors.batch.dataset.source import open_source, read_results
+from manta.actors.batch.dataset.source import open_source
 from manta.actors.batch.dataset.storage import Storage
 from manta.actors.batch.row_index import index_rows
 from manta.cluster.errors import ConfigError, DatasetError
+from support.jobs.batch_outputs import read_results
 from support.published.hub_standin import hub_with
 
 

@@ -16,9 +16,9 @@ from manta.actors.batch.dataset.storage import Storage
 from manta.actors.batch.ledger.job_runs import earlier, remove_earlier
 from manta.actors.batch.ledger.ledger import Ledger
 from manta.actors.batch.ledger.row_writer import RowWriter
-from manta.actors.batch.openai.batch_store import BatchStore
+from manta.actors.batch.openai.batch_store import Batch, BatchStore
 from manta.actors.batch.openai.file_store import FileStore
-from manta.actors.capture.segment_ring import SegmentRing
+from manta.actors.capture.writer_process import SegmentRing
 from manta.actors.system.atomic_files import write_atomically
 from manta.cluster.errors import ConfigError, MantaError, NotFoundError, OutputError
 from manta.cluster.request.caller import SERVER
@@ -206,7 +206,14 @@ def test_writers_of_one_name_do_not_conflict(tmp_path: Path, victim: Path) -> No
 
 def test_concurrent_cancels_of_a_batch_all_succeed(tmp_path: Path) -> None:
     batches = BatchStore(Storage.open(str(tmp_path), field="batch_storage"))
-    batch = batches.create("/v1/completions", "file-1", "24h", 86400, None, SERVER, None)
+    batch = Batch(
+        endpoint="/v1/completions",
+        input_file_id="file-1",
+        completion_window="24h",
+        created_at=0,
+        expires_at=2**40,
+    )
+    batches.create(batch)
     with ThreadPoolExecutor(16) as pool:
         reported = list(pool.map(partial(batches.cancel, caller=SERVER), [batch.id] * 48))
     assert {each.status for each in reported} == {"cancelling"}

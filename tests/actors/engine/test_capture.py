@@ -18,8 +18,7 @@ import tokenizers
 from hypothesis import given, settings, strategies
 from manta.actors.capture.collector import CapturedAnswers, open_capture
 from manta.actors.capture.records import CapturedRecord, read_captured, segments
-from manta.actors.capture.segment_ring import NUM_SEGMENTS, SegmentRing
-from manta.actors.capture.writer_process import WriterSettings
+from manta.actors.capture.writer_process import NUM_SEGMENTS, SegmentRing, WriterSettings
 from manta.actors.engine.outputs import NOT_RESUMED
 from manta.actors.http.config.settings import ServerSettings
 from manta.actors.http.config.settings_mapping import split_models

@@ -18,7 +18,7 @@ from manta.actors.engine.uniproc_executor import make_executor
 from manta.actors.http.config.settings import ServerSettings
 from manta.actors.http.generation import tracing
 from manta.actors.http.generation.tracing import Tracing
-from manta.actors.http.warmup_request import run_first_request
+from manta.actors.replica import run_first_request
 from manta.actors.system.log_setup import JsonFormatter, current_request_id
 from manta.actors.tokenization.prompts import EncodedPrompt
 from manta.cluster.config import EngineConfig

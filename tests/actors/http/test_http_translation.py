@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 from manta.actors.http.anthropic.request import MessagesRequest
-from manta.actors.http.generation.chat_adapter import SupportedOptions
-from manta.actors.http.generation.request_translation import rename_error_fields
+from manta.actors.http.generation.chat_adapter import SupportedOptions, rename_error_fields
 from manta.actors.http.protocol.chat_completion import ChatRequest
 from manta.actors.http.responses.request import ResponsesRequest
 from manta.actors.tokenization.client_messages import parse_arguments

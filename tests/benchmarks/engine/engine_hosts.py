@@ -16,7 +16,7 @@ from manta.cluster.config import EngineConfig
 from manta.cluster.errors import MantaError
 from manta.cluster.step.scheduler_output import DrafterUse
 from manta.jobs.bench.common.request_source import RequestSource
-from manta.jobs.bench.sweep.engine_driver import Driver
+from manta.jobs.bench.sweep.engines import Driver
 from ray.exceptions import RayTaskError
 
 from .starts import hold

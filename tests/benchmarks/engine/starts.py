@@ -20,8 +20,7 @@ from manta.cluster.errors import ConfigError
 from manta.jobs.bench.common.engine_passes import Figures, read_rows, record, rotated, say
 from manta.jobs.bench.common.idle_check import Watch, print_warning
 from manta.jobs.bench.common.request_source import RequestSource, encode_rows
-from manta.jobs.bench.sweep.engine_driver import Driver, LoadRun
-from manta.jobs.bench.sweep.engines import ADAPTIVE, PLAIN
+from manta.jobs.bench.sweep.engines import ADAPTIVE, PLAIN, Driver, LoadRun
 from manta.jobs.bench.sweep.load_records import AnswerRecord, LoadPass
 from manta.jobs.common.tables import print_table
 

@@ -10,7 +10,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from manta.actors.targets.families import read_model
-from manta.actors.targets.model.cross_rank_norm import RowNorm
+from manta.actors.targets.model.decoder import RowNorm
 from manta.actors.targets.model.tensor_parallel import Sharding, SingleRank
 from manta.drafter.compute.backend import Backend
 from manta.drafter.compute.cpu_numba.backend import NumbaBackend

@@ -16,7 +16,6 @@ import pyarrow.parquet as pq
 import pytest
 from manta import LLM, SamplingParams
 from manta.actors.batch.dataset.row_requests import row_seed
-from manta.actors.batch.dataset.source import read_results
 from manta.actors.batch.row_stats import ErrorCount, RowStats
 from manta.cluster.batch.engine_pool_size import Concurrency
 from manta.cluster.config import EngineConfig
@@ -28,6 +27,7 @@ from manta.jobs.batch.report import Report
 from ray.util.placement_group import placement_group, remove_placement_group
 from support.checkpoints.text_pair import NOT_A_NUMBER, make_pair_with_nan, make_text_pair
 from support.engines.small_ray import small_ray
+from support.jobs.batch_outputs import read_results
 
 pytestmark = pytest.mark.usefixtures("own_cores")
 

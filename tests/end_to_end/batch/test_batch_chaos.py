@@ -24,7 +24,6 @@ from typing import Any
 import pytest
 from manta import LLM
 from manta.actors.batch.dataset.row_requests import row_seed
-from manta.actors.batch.dataset.source import read_results
 from manta.cluster.errors import ConfigError
 from manta.cluster.request.request import SamplingParams
 from manta.jobs.batch import engine_pool
@@ -32,6 +31,7 @@ from manta.jobs.batch.job import run_batch
 from ray import cloudpickle
 from support.checkpoints.text_pair import make_text_pair
 from support.jobs import chaos_job
+from support.jobs.batch_outputs import read_results
 from support.jobs.chaos_job import ChaosJob, write_rows
 
 cloudpickle.register_pickle_by_value(chaos_job)  # engines do not find tests

@@ -13,7 +13,6 @@ from typing import Any
 
 import pyarrow.parquet as pq
 import pytest
-from manta.actors.batch.dataset.source import read_results
 from manta.actors.batch.row_stats import RowStats
 from manta.cluster.batch import engine_pool_size as pool_size
 from manta.cluster.batch.engine_pool_size import Concurrency
@@ -23,6 +22,7 @@ from manta.jobs.batch.options import BatchOptions
 from ray import cloudpickle
 from support.checkpoints.text_pair import make_text_pair
 from support.jobs import chaos_job
+from support.jobs.batch_outputs import read_results
 from support.jobs.chaos_job import ChaosJob, write_rows
 
 cloudpickle.register_pickle_by_value(chaos_job)  # engines do not find tests

@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from manta.actors.batch.dataset.source import read_results
 from support.checkpoints.text_pair import make_text_pair
+from support.jobs.batch_outputs import read_results
 
 NUM_ROWS = 3000
 WAIT_S = 90.0

@@ -19,6 +19,7 @@ from manta.actors.batch.dataset.row_requests import RowSchema
 from manta.actors.batch.engine_meter import EngineMeter
 from manta.actors.batch.row_answerer import WIRE_SCHEMA, RowAnswerer
 from manta.actors.batch.row_stats import (
+    MAX_INTERVALS,
     MAX_NAMES,
     Categories,
     Category,
@@ -27,12 +28,11 @@ from manta.actors.batch.row_stats import (
     length_histogram,
     length_range,
 )
-from manta.actors.batch.run_times import MAX_INTERVALS
 from manta.actors.engine.async_engine import AsyncEngine
 from manta.actors.tokenization.generation_config import GenerationDefaults
 from manta.cluster.config import EngineConfig
 from manta.cluster.speculation.acceptance_length import acceptance_by_position
-from manta.jobs.batch.report import Report, make_report
+from manta.jobs.batch.report import Report
 
 HOSTILE = """<script>document.title="owned"</script>'"><img src=x onerror=alert(1)>&amp;"""
 
@@ -173,7 +173,7 @@ def measured() -> Report:
     rows[50]["engine_spent"] = {"device_s": 2.5, "open_s": 0.5, "busy_s": 0.25}
     rows += [failed(1e9 + i, kind, HOSTILE) for i, kind in enumerate(("A", "B", "A"))]
     about = {"output": f"s3://x/{HOSTILE}", "settings": {"model": HOSTILE, "seed": 0}, "input": [HOSTILE]}
-    return make_report(figures_of(*rows), "GPU", about, price_per_gpu_hour=3.6)
+    return Report(figures_of(*rows), "GPU", about, price_per_gpu_hour=3.6)
 
 
 def test_the_report_shows_what_was_measured() -> None:
@@ -192,7 +192,7 @@ def test_the_report_shows_what_was_measured() -> None:
 
 def test_the_report_of_a_cpu_has_no_price(capsys: pytest.CaptureFixture[str]) -> None:
     figures = figures_of(answered(1000))
-    report = make_report(figures, "core", {"output": "out"}, price_per_gpu_hour=2.0)
+    report = Report(figures, "core", {"output": "out"}, price_per_gpu_hour=2.0)
     assert report.as_json()["price"] is None
     report.print()
     shown = capsys.readouterr().out
@@ -201,7 +201,7 @@ def test_the_report_of_a_cpu_has_no_price(capsys: pytest.CaptureFixture[str]) ->
 
 
 def test_a_job_without_a_row_has_a_report() -> None:
-    report = make_report(RowStats(), "device", {})
+    report = Report(RowStats(), "device", {})
     assert report.as_json()["rows"] == 0
     report.print()
 

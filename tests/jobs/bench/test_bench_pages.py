@@ -12,7 +12,7 @@ from benchmarks.cli import main
 from benchmarks.speed_bench import prepare_speed_bench
 from manta.cluster.errors import DatasetError
 from manta.jobs.bench.common.engine_passes import read_rows
-from manta.jobs.bench.sweep.sweep_pictures import sweep_pictures
+from manta.jobs.bench.sweep.sweep_run import sweep_pictures
 from manta.jobs.common.plots import plotted, write_svgs
 
 HOSTILE = """<script>document.title="owned"</script>'"><img src=x onerror=alert(1)>&amp;"""

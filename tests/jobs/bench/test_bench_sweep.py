@@ -22,11 +22,9 @@ from manta.cluster.engine.engine_core import SequenceUpdate
 from manta.cluster.errors import ConfigError
 from manta.jobs.bench.common.engine_passes import PromptRow
 from manta.jobs.bench.common.request_source import RequestSource
-from manta.jobs.bench.sweep.engine_driver import Driver
-from manta.jobs.bench.sweep.engines import parse_methods
+from manta.jobs.bench.sweep.engines import Driver, parse_methods
 from manta.jobs.bench.sweep.load_records import RequestLatencies, Sums, describe
-from manta.jobs.bench.sweep.sweep_pictures import sweep_curves, sweep_pictures
-from manta.jobs.bench.sweep.sweep_run import SweepOptions
+from manta.jobs.bench.sweep.sweep_run import SweepOptions, sweep_curves, sweep_pictures
 from safetensors.torch import load_file
 
 ROWS = [PromptRow(str(i), "even" if i % 2 == 0 else "odd", tuple(range(3, 8 + i))) for i in range(6)]

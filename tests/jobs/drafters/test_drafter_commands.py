@@ -99,13 +99,13 @@ def test_usual_taps_are_not_mistaken_for_the_other_convention(num_layers: int):
 
 def test_a_summary_has_the_figures_of_the_shipped_pair():
     summary = summarize_drafter(open_drafter(str(DRAFTER)))
-    assert summary.target_layer_ids == (1, 4, 8, 12, 15) and summary.num_speculative_tokens == 15
-    assert summary.borrowed == ("embedding", "head") and summary.dtypes == ("BF16",)
-    assert summary.kv_bytes_per_token == 4 * 2 * 2 * 64 * 2
+    assert summary["target_layer_ids"] == (1, 4, 8, 12, 15) and summary["num_speculative_tokens"] == 15
+    assert summary["borrowed"] == ("embedding", "head") and summary["dtypes"] == ("BF16",)
+    assert summary["kv_bytes_per_token"] == 4 * 2 * 2 * 64 * 2
     files = TensorFolder(DRAFTER)
-    assert summary.weight_bytes == sum(files.get(name).nbytes for name in files.shapes)
-    assert summary.num_parameters == sum(files.get(name).numel() for name in files.shapes)
-    assert summary.mean_acceptance_length == 2.3, "the lower total of its card"
+    assert summary["weight_bytes"] == sum(files.get(name).nbytes for name in files.shapes)
+    assert summary["num_parameters"] == sum(files.get(name).numel() for name in files.shapes)
+    assert summary["mean_acceptance_length"] == 2.3, "the lower total of its card"
     code, said = run("inspect", DRAFTER, "--json")
     assert code == 0 and json.loads(said)["mask_token_id"] == 4095
 
@@ -122,7 +122,7 @@ def test_only_headers_of_a_drafter_on_the_hub_are_downloaded(tmp_path: Path):
             check=False,
         )
     assert done.returncode == 0, done.stderr
-    reported, here = json.loads(done.stdout), summarize_drafter(open_drafter(str(DRAFTER))).as_json()
+    reported, here = json.loads(done.stdout), summarize_drafter(open_drafter(str(DRAFTER)))
     assert (reported.pop("name"), reported.pop("revision")) == ("me/small", REVISION)
     assert reported == {key: json.loads(json.dumps(here[key])) for key in reported}
     assert 0 < sent["model.safetensors"] <= 100_001 < reported["weight_bytes"]
@@ -239,13 +239,17 @@ def test_an_eagle3_drafter_is_described_and_checked(name: str, target_of_eagle3:
     folder = write_eagle3(tmp_path / "head", config)
     block = config.get("transformer_layer_config", config)
     summary = summarize_drafter(open_drafter(str(folder)))
-    assert summary.format == ("speculators" if block is not config else "sglang")
-    assert (summary.block_size, summary.mask_token_id, summary.num_speculative_tokens) == (None, None, 5)
-    assert summary.target_layer_ids == ((2, 0, 1) if "vLLM" in name else (0, 1, 2))
+    assert summary["format"] == ("speculators" if block is not config else "sglang")
+    assert (summary["block_size"], summary["mask_token_id"], summary["num_speculative_tokens"]) == (
+        None,
+        None,
+        5,
+    )
+    assert summary["target_layer_ids"] == ((2, 0, 1) if "vLLM" in name else (0, 1, 2))
     files = TensorFolder(folder)
-    assert summary.num_parameters == sum(files.get(name).numel() for name in files.shapes)
+    assert summary["num_parameters"] == sum(files.get(name).numel() for name in files.shapes)
     lent = {"embed_tokens.weight": "embedding", "lm_head.weight": "head"}
-    assert set(summary.borrowed) == {what for tensor, what in lent.items() if tensor not in files.shapes}
+    assert set(summary["borrowed"]) == {what for tensor, what in lent.items() if tensor not in files.shapes}
     assert method_of(str(folder)) == "eagle3" and list(find_drafters([tmp_path])) == [str(folder)]
     assert validate_pair(str(folder), str(target_of_eagle3)) == []
     (finding,) = validate_pair(str(folder), str(TARGET))
@@ -254,7 +258,7 @@ def test_an_eagle3_drafter_is_described_and_checked(name: str, target_of_eagle3:
 
 def test_unspecified_taps_of_an_eagle3_drafter_are_not_invented(tmp_path: Path):
     folder = write_eagle3(tmp_path / "head", sglang(eagle_config=None))
-    assert summarize_drafter(open_drafter(str(folder))).target_layer_ids == ()
+    assert summarize_drafter(open_drafter(str(folder)))["target_layer_ids"] == ()
     for command in ("inspect", "list"):
         code, said = run(command, folder)
         assert code == 0 and "sglang" in said, said

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from manta.jobs.drafters.explain.text_labels import content_of, is_thinking, language_of
+from manta.jobs.drafters.explain.block_labels import content_of, is_thinking, language_of
 
 
 @pytest.mark.parametrize(

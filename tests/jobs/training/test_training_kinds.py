@@ -14,7 +14,8 @@ from manta.drafter.dflash.config import ConvolutionSize, DraftLayer, SelectorSiz
 from manta.drafter.dflash.target_features import EmbeddingCopies, TargetFacts
 from manta.drafter.eagle3.checkpoint import load_eagle3
 from manta.drafter.step.inputs.gumbel_noise import negative_gumbel_of
-from manta.jobs.drafters.train.train_run import DrafterCardFacts, write_drafter_card
+from manta.jobs.drafters.common.options import TrainOptions
+from manta.jobs.drafters.train.train_run import write_drafter_card
 from manta.jobs.training.heads.dflash_module import TrainableDrafter
 from manta.jobs.training.heads.export import export_drafter
 from manta.jobs.training.heads.frozen_target import FrozenTarget
@@ -29,7 +30,7 @@ from manta.jobs.training.heads.recipes import DrafterSettings, Teaching, TrainSe
 from manta.jobs.training.loop.continuations import ContinuationRequest
 from manta.jobs.training.loop.training_curves import read_rows
 from manta.jobs.training.loop.training_loop import Length
-from manta.jobs.training.train_drafter import train
+from manta.jobs.training.train_drafter import Trained, train
 from manta.models.recipe.eagle3 import (
     ChainProposals,
     EagleHead,
@@ -300,20 +301,17 @@ def test_a_chains_later_tokens_see_their_drafts_and_no_other_chain(target: Path)
 
 
 def test_a_card_describes_training_and_quality(tmp_path: Path):
-    facts = DrafterCardFacts(
-        head="dflash2",
-        target="owner/target",
-        initial=None,
-        machine="2 cores",
+    options = TrainOptions(target="owner/target", folder=tmp_path, data=("mine.jsonl",), head="dflash2")
+    trained = Trained(
+        drafter=tmp_path,
+        curves=tmp_path / "curves.jsonl",
         num_steps=9,
         num_tokens=900,
         used_s=60.0,
-        num_data_tokens=2_000_000,
-        num_held_out=12,
-        before={"tokens_per_step": 1.2},
-        after={"tokens_per_step": 2.5, "accepted": 0.7},
+        held_out_before={"tokens_per_step": 1.2},
+        held_out_after={"tokens_per_step": 2.5, "accepted": 0.7},
     )
-    write_drafter_card(tmp_path, facts)
+    write_drafter_card(options, trained, num_data_tokens=2_000_000, num_held_out=12)
     card = (tmp_path / "README.md").read_text()
     assert "DFlash2 drafter for owner/target" in card and "9 steps" in card
     assert min_card_length(tmp_path) == 2.5, "as `manta plan` reads it"

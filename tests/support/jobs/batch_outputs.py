@@ -5,10 +5,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
+from manta.actors.batch.dataset.source import ERRORS
 from manta.actors.batch.dataset.storage import Storage
 from manta.actors.batch.ledger.job_spec import JobSpec
 from manta.actors.batch.ledger.output_index import results_in
@@ -74,3 +76,14 @@ def numbers_in(output: Storage, names: Iterable[str]) -> list[int]:
 
 def manifest(output: Storage) -> dict[str, Any]:
     return json.loads(output.read("_manifest.json"))
+
+
+def read_results(folder: Storage | Path) -> list[dict[str, Any]]:
+    """All rows of an output, with the failed ones, in the order of their ids."""
+    where = str(folder)
+    storage = (
+        folder if isinstance(folder, Storage) else Storage.open(where, field="output", follows_links=True)
+    )
+    entries = (*storage.entries(), *storage.entries(ERRORS))
+    names = [entry.name for entry in entries if entry.name.startswith(("part-", f"{ERRORS}/"))]
+    return sorted(map(dict, rows_in(storage, names)), key=lambda row: str(row.get("id")))

@@ -6,6 +6,7 @@ x += o(attention(norm x));  x += down(silu(gate norm x) * up norm x)
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import ClassVar, Literal, cast
 
 from pydantic import AliasChoices, Field, field_validator
@@ -63,6 +64,16 @@ class PlainConfig(HfConfig):
         if size % 2:
             raise wrong(file, "head_dim", size, "even")
         return size
+
+    def plain_attention(self, file: str, rope: RopeConfig | None, size: int) -> TargetAttention:
+        """Return attention with heads of `size`; families replace what differs."""
+        return TargetAttention(
+            num_heads=self.num_attention_heads,
+            num_kv_heads=self.kv_heads(file),
+            head_dim=size,
+            rope=rope,
+            scale=size**-0.5,
+        )
 
     def types(self, file: str, default: tuple[str, ...]) -> tuple[str, ...]:
         kinds = self.layer_types or default
@@ -136,53 +147,27 @@ def read_plain(
     `head_dim` is the default if config.json has none; None for hidden_size / num_attention_heads.
     """
     size = config.head_size(file, head_dim)
-    rope = RopeConfig.read(raw, size, file)
+    attention = config.plain_attention(file, RopeConfig.read(raw, size, file), size)
+    attention = replace(attention, qk_norm=qk_norm, bias=bias, out_bias=out_bias)
     mlp = GatedMLP(inner_size=config.intermediate_size, bias=mlp_bias)
     layers = [
-        LayerSpec(
-            mixer=TargetAttention(
-                num_heads=config.num_attention_heads,
-                num_kv_heads=config.kv_heads(file),
-                head_dim=size,
-                rope=rope,
-                scale=size**-0.5,
-                window=window,
-                qk_norm=qk_norm,
-                bias=bias,
-                out_bias=out_bias,
-            ),
-            mlp=mlp,
-        )
+        LayerSpec(mixer=replace(attention, window=window), mlp=mlp)
         for window in windows or (None,) * config.num_hidden_layers
     ]
     return model_of(config, tuple(layers), TENSORS)
 
 
 def model_of(
-    config: PlainConfig,
-    layers: tuple[LayerSpec, ...],
-    tensors: Mapping[str, TensorRule],
-    *,
-    out_norm_eps: float | None = None,
-    embed_scale: float = 1.0,
-    embed_norm: bool = False,
-    logit_multiplier: float = 1.0,
-    logit_cap: float | None = None,
-    fp32_norms: bool = False,
+    config: PlainConfig, layers: tuple[LayerSpec, ...], tensors: Mapping[str, TensorRule]
 ) -> ModelSpec:
+    """Return a model without scales and caps beside its layers; families replace what differs."""
     return ModelSpec(
         architecture=config.architectures[0],
         hidden_size=config.hidden_size,
         vocab_size=config.vocab_size,
         layers=layers,
         rms_norm_eps=config.rms_norm_eps,
-        out_norm_eps=out_norm_eps,
-        embed_scale=embed_scale,
-        embed_norm=embed_norm,
         tied_head=config.tie_word_embeddings,
-        logit_multiplier=logit_multiplier,
-        logit_cap=logit_cap,
-        fp32_norms=fp32_norms,
         tensors=tensors,
         max_position_embeddings=config.max_position_embeddings,
         dtype=config.dtype(),

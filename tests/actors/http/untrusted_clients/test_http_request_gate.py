@@ -26,7 +26,7 @@ from manta.actors.http.middleware import request_body as bodies
 from manta.actors.http.middleware import request_gate as gate
 from manta.actors.http.middleware.request_body import BodyBudget, BodyLimit
 from manta.actors.http.middleware.request_gate import MAX_HEADER_BYTES
-from manta.actors.http.wire.openapi_errors import MEANINGS
+from manta.actors.http.wire.errors import MEANINGS
 from manta.cluster.config import EngineConfig
 from manta.cluster.errors import DrainingError, RequestError, brief
 from manta.cluster.request.request import SamplingParams

@@ -1,4 +1,4 @@
-"""The route of POST /v1/chat/completions, and the preparation of all requests with messages."""
+"""POST /v1/completions and /v1/chat/completions, and the preparation of all requests with messages."""
 
 from __future__ import annotations
 
@@ -20,7 +20,23 @@ from ..protocol.chat_completion import (
     conversation,
     reading_of,
 )
+from ..protocol.completion import OPENAI_MAX_TOKENS, CompletionRequest, CompletionShape
 from ..wire.json_io import JsonRoute
+
+
+def completion_routes(frontend: ServerContext) -> APIRouter:
+    router = APIRouter(route_class=JsonRoute)
+    shape = CompletionShape()
+
+    @router.post("/v1/completions")
+    async def create_completion(body: CompletionRequest, http: Request) -> Response:
+        """Continue one or several prompts."""
+        truncate = body.truncation(frontend.engine.info.max_model_len)
+        prompts = await frontend.engine.encoder.prompts(body.prompts(), truncate=truncate)
+        work = prepare(frontend, shape.prefix, body, http, prompts, default_max_tokens=OPENAI_MAX_TOKENS)
+        return await respond(frontend, shape, work, http)
+
+    return router
 
 
 def chat_routes(frontend: ServerContext) -> APIRouter:
