@@ -80,7 +80,7 @@ def test_trees_are_never_slower_than_chains(cost: str, num_requests: int, chance
     )
     chains, trees = (sum(rate for rate, _ in found) / len(found) for found in (of_chains, of_trees))
     stats = of_trees[0][1]
-    # The first 600 tokens of 64 requests are some 300 steps; seeds differ by a tenth there, and 0.975 is the mean.
+    # The first 600 tokens of 64 requests are some 300 steps; seeds differ by a tenth, and 0.975 is the mean.
     assert trees >= (0.98 if num_requests < 64 else 0.96) * chains
     if cost == "rows are free" and num_requests == 1:
         assert trees > 1.03 * chains and stats.num_accepted_branch_tokens > 0
