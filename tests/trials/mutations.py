@@ -370,7 +370,7 @@ MUTATIONS = (
     Mutation(
         "ends a stream without its last event",
         "actors/http/wire/sse.py",
-        "await send(_body(self._ending.done))",
+        "await send(_body(self._ending(failure)))",
         "await asyncio.sleep(0)",
         ("http_server",),
     ),

@@ -47,6 +47,7 @@ from ....drafter.step.sampling.logprobs import (
 from ....drafter.step.sampling.sampler import sample_rows
 from ....drafter.step.sampling.step_ops import StepOperators
 from ....drafter.step.sampling.tree_growth import grow_trees
+from ....drafter.step.sampling.verification import take_out
 from ..model.decoder import Decoder
 from ..model.tensor_parallel import Communicator
 from .colocated_drafter import ColocatedDrafter
@@ -232,7 +233,7 @@ class CpuModelRunner:
         return paths, trees.outcome(paths, plan.tree.width)
 
     def _trim(self, plan: SchedulerOutput, proposals: Proposals) -> tuple[SchedulerOutput, Tensor]:
-        """Return the plan with the drafts to verify, and the drafts [R, K] with -1 for the others."""
+        """Return the plan with the drafts to verify, and the drafts [R, K] without the others."""
         drafts_RK, margins_RK = proposals.drafts_RK, proposals.margins_RK
         if not drafts_RK.shape[1]:
             return plan, drafts_RK
@@ -247,9 +248,7 @@ class CpuModelRunner:
         num_drafts_R = cut.to(drafts_RK.device)
         if self._is_sharded:
             num_drafts_R = self._communicator.broadcast(num_drafts_R)
-        columns_K = torch.arange(drafts_RK.shape[1], device=drafts_RK.device)
-        drafts_RK = drafts_RK.masked_fill(columns_K >= num_drafts_R.unsqueeze(1), -1)
-        return plan.with_num_drafts(num_drafts_R.cpu().numpy()), drafts_RK
+        return plan.with_num_drafts(num_drafts_R.cpu().numpy()), take_out(drafts_RK, num_drafts_R)
 
     def _choose(
         self, hidden_XH: Tensor, rows: StepRows, logprob_rows: LogprobRows | None

@@ -6,7 +6,8 @@ mismatch is itself the correct token, and a full match yields a bonus token. Nee
 special case for greedy, no rejection sampler. The definition, on any device; `step/cpu_numba/verification.py`
 and `step/gpu_triton/verification.py` are the same. Called by `actors/targets/runners/cpu_runner.py`.
 
-Before that, `trim` chooses how many drafts to verify (`cluster/speculation/draft_trimming.py`).
+Before that, `trim` chooses how many drafts to verify (`cluster/speculation/draft_trimming.py`), and
+`take_out` removes the others.
 
 Legend: X sampled rows, R requests, K most drafts, W = K + 1.
 """
@@ -45,3 +46,9 @@ def trim(margins_RK: Tensor, plan: SchedulerOutput) -> IntArray:
     assert plan.trim is not None, "asked where drafts are cut"
     num_other_rows = plan.num_batched_tokens - plan.num_draft_tokens
     return drafts_to_verify(margins_RK.cpu().numpy(), plan.num_drafts, num_other_rows, plan.trim)
+
+
+def take_out(drafts_RK: Tensor, num_drafts_R: Tensor) -> Tensor:
+    """Return the drafts [R, K] with -1 after the first `num_drafts` of each request."""
+    columns_K = torch.arange(drafts_RK.shape[1], device=drafts_RK.device)
+    return drafts_RK.masked_fill(columns_K >= num_drafts_R.unsqueeze(1), -1)

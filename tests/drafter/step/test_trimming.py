@@ -21,6 +21,7 @@ from manta.cluster.step.scheduler_output import SchedulerOutput, StepResult, Tri
 from manta.drafter.step.cpu_numba.step_ops import LOOPS
 from manta.drafter.step.inputs.proposals import Proposals
 from manta.drafter.step.sampling.step_ops import DEFINITION
+from manta.drafter.step.sampling.verification import take_out
 from support.checkpoints.tiny import TINY_VOCAB, make_tiny_drafter
 from support.engines.split_pair import Pair
 from support.engines.steps import GREEDY, Steps, open_runner, settings
@@ -194,3 +195,5 @@ def test_compiled_trimming_equals_the_definition(seed: int) -> None:
     plan = replace(plan, trim=trim)
     found = LOOPS.trim(torch.from_numpy(margins), plan)
     assert found.tolist() == DEFINITION.trim(torch.from_numpy(margins), plan).tolist()
+    left = take_out(torch.arange(margins.size).view(margins.shape), torch.from_numpy(found))
+    assert (left >= 0).sum(1).tolist() == found.tolist()
