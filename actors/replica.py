@@ -57,7 +57,7 @@ FIRST_TOKENS = 24  # more than a block
 HEALTH_CHECK_TIMEOUT_S = 15.0
 RETRY_AFTER_S = 1
 # Imported while the models load.
-FRONT = (".http.app", ".http.warmup_request", ".observability.ray_metrics", ".serve.replica_lifecycle")
+FRONT = (".http.app", ".observability.ray_metrics", ".serve.replica_lifecycle")
 
 
 class Replica:
