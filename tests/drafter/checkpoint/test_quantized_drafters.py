@@ -58,9 +58,9 @@ def test_a_quantized_drafter_is_validated_and_described(name: str, tmp_path: Pat
     quantized, plain = publish(saved, tmp_path, name)
     assert validate_pair(str(quantized), str(target)) == []
     found, expected = (summarize_drafter(open_drafter(str(folder))) for folder in (quantized, plain))
-    assert found.num_parameters == expected.num_parameters
-    assert found.weight_bytes < 0.6 * expected.weight_bytes
-    assert set(found.dtypes) - set(expected.dtypes) in ({"INT4"}, {"F8_E4M3"}, {"FP4"})
+    assert found["num_parameters"] == expected["num_parameters"]
+    assert found["weight_bytes"] < 0.6 * expected["weight_bytes"]
+    assert set(found["dtypes"]) - set(expected["dtypes"]) in ({"INT4"}, {"F8_E4M3"}, {"FP4"})
     file = quantized / "model.safetensors"
     tensors = load_file(file)
     scale = next(part for part in tensors if part.endswith(("weight_scale", ".scales")))
