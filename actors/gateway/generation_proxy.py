@@ -17,10 +17,8 @@ import asyncio
 import logging
 import secrets
 import time
-from array import array
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
 
 import aiohttp
 import orjson
@@ -31,8 +29,7 @@ from yarl import URL
 
 from ...cluster.errors import EngineDeadError, MantaError, OverloadedError
 from ...cluster.request.request import MAX_SEED
-from ..engine.outputs import ResumeState
-from ..http.generation.resume_origin import END, ORIGIN_HEADER, TOKENS_HEADER, TOKENS_MARK, ResumeOrigin
+from ..http.generation.resume_origin import ORIGIN_HEADER, TOKENS_HEADER, ResumeOrigin
 from ..http.middleware.api_keys import KeyLimits, caller_of
 from ..http.middleware.request_gate import Traffic
 from ..http.wire.errors import (
@@ -49,6 +46,7 @@ from .gateway_metrics import GatewayMetrics
 from .isolation import Isolation, SuspectRequest
 from .replica_set import Fleet, Member
 from .routing_hints import RoutingHints
+from .stream_resume import ResumableStream
 from .upstream_client import Upstream, path_of, request_headers, response_headers
 
 logger = logging.getLogger(__name__)
@@ -335,67 +333,3 @@ async def _read_response(response: aiohttp.ClientResponse) -> Response:
     length = [header for header in found.raw_headers if header[0] == b"content-length"]
     found.raw_headers = [*response_headers(response.headers), *length]
     return found
-
-
-_ERROR = b'data: {"error":'
-
-
-class ResumableStream:
-    """Removes token comments from the events that a request's successive replicas send.
-
-    An event is released only when its tokens are known, so that after a death the known tokens match what the
-    client has.
-    """
-
-    def __init__(self) -> None:
-        self.ended = False  # the completion is whole; only [DONE] follows
-        # the error with which a replica ended it, in OpenAI's format (Any: JSON)
-        self.error: dict[str, Any] | None = None
-        self._token_ids = array("i")
-        self._num_chars = 0
-        self._buffered = b""
-
-    @property
-    def num_tokens(self) -> int:
-        return len(self._token_ids)
-
-    @property
-    def resume_state(self) -> ResumeState:
-        return ResumeState(tuple(self._token_ids), self._num_chars)
-
-    def next_replica(self) -> None:
-        """Discard incomplete events and the last replica's error."""
-        self._buffered, self.error = b"", None
-
-    def feed(self, data: bytes) -> bytes:
-        """Return the bytes that the client may have now."""
-        buffered = self._buffered + data if self._buffered else data
-        given: list[bytes] = []
-        begin = 0
-        while (at := _comment(buffered, begin)) >= 0 and (end := buffered.find(b"\n\n", at)) >= 0:
-            given.append(buffered[begin:at])
-            self._take(buffered[at + len(TOKENS_MARK) : end])
-            begin = end + 2
-        rest = buffered[begin:]
-        while rest.startswith(KEEP_ALIVE):
-            given.append(KEEP_ALIVE)
-            rest = rest[len(KEEP_ALIVE) :]
-        if rest.startswith(_ERROR) and (end := rest.find(b"\n\n")) >= 0:
-            self.error = orjson.loads(rest[len(b"data: ") : end])["error"]
-        self._buffered = rest
-        return b"".join(given)
-
-    def _take(self, comment: bytes) -> None:
-        """Parse a comment: number of characters, token ids, and whether the completion has ended."""
-        self.ended = comment.endswith(END)
-        num_chars, _, ids = comment.removesuffix(END).partition(b" ")
-        self._num_chars = int(num_chars)
-        self._token_ids.extend(map(int, filter(None, ids.split(b","))))
-
-
-def _comment(buffered: bytes, begin: int) -> int:
-    """Return the start of the next token comment, or -1. (Events are JSON: none looks like one.)"""
-    if buffered.startswith(TOKENS_MARK, begin):
-        return begin
-    at = buffered.find(b"\n\n" + TOKENS_MARK, begin)
-    return at if at < 0 else at + 2

@@ -289,11 +289,12 @@ class DraftLengthPolicy:
         own_worth = float(batch.weights_R.sum())  # worth of the tokens of plain decoding
         non_draft_s_S = self._costs.non_draft_s(load, num_requests * longest)
         trim_s = 0.0 if self._costs.has_fixed_sizes else TRIM_S
+        of_trees = self._state(load).trees.factor
         estimates = dict[int, LengthEstimate]()
         for length, draft_s in zip(lengths, self._costs.draft_s(load, lengths), strict=True):
             seconds_S = non_draft_s_S[: num_requests * length + 1] + draft_s
             chains = estimate_trimmed(worths_NK[:, :length], num_requests, own_worth, seconds_S, trim_s)
-            gain = self._state(load).trees.factor if length else 1.0
+            gain = of_trees if length else 1.0
             estimates[length] = chains._replace(rate=chains.rate * gain, worth=chains.worth * gain)
         return estimates
 

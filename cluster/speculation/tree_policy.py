@@ -3,10 +3,10 @@
 `TreeGains` decides whether drafts form trees or chains. The gain of trees is computed in each step that
 grows them, from the same blocks and the same step costs as that of chains (`draft_trimming.tree_gain`); what
 is left of it once growing is paid for, in relation to the step's worth, is averaged, as is the number of
-nodes worth verifying. Where rows are expensive
-no branch is worth verifying, so nothing is left and chains are made. Then trees are grown in one step of 64,
-because loads and texts change. The average raises the estimates of all draft lengths alike, so that no
-drafts, chains and trees are one choice. Called by `draft_length_policy.py`.
+nodes worth verifying. Where rows are expensive no branch is worth verifying, so nothing is left and chains
+are made. Then trees are grown in one step of 64, because loads and texts change. The average raises the
+estimates of all draft lengths alike, so that no drafts, chains and trees are one choice. Called by
+`draft_length_policy.py`.
 
 `BranchModel` calibrates the chances of branches, as `acceptance_model.py` does those of the main path. Three
 chances depend on the drafter and the text: that the target takes the second, third, .. best candidate

@@ -25,9 +25,9 @@ from hypothesis import strategies as st
 from manta.actors.engine.outputs import ResumeState
 from manta.actors.engine.uniproc_executor import make_executor
 from manta.actors.gateway.app import create_gateway
-from manta.actors.gateway.generation_proxy import ResumableStream
 from manta.actors.gateway.replica_registry import Directory, ReplicaRecord
 from manta.actors.gateway.replica_set import Fleet, Member, ServedModel
+from manta.actors.gateway.stream_resume import ResumableStream
 from manta.actors.http.config.settings import ServerSettings
 from manta.actors.http.generation.resume_origin import ResumeOrigin, token_comment
 from manta.actors.http.middleware import request_body as bodies
