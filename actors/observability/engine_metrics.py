@@ -86,7 +86,7 @@ def rejection_values(stats: EngineStats) -> dict[tuple[str, ...], float]:
 
 
 def info_values(engine: AsyncEngine, stats: EngineStats) -> dict[str, Values]:
-    """Return the metrics whose labels depend on the settings: K/V cache, drafters, methods."""
+    """Return the metrics with labels that depend on the settings: K/V cache, drafters, methods."""
     return {
         "vllm:cache_config_info": {_cache_labels(engine.config, engine.info): 1.0},
         "dflash:drafter_info": _drafter_labels(engine, stats),

@@ -57,8 +57,7 @@ class EngineStats:
         num_proposed_tokens: drafts that were made.
         num_trimmed_tokens: drafts that were dropped for their margins before verification.
         num_copied_draft_tokens, num_copied_accepted_tokens: those of the verified and accepted drafts that
-            were copied beside a drafter (`suffix_drafts`); of draft trees, all of those whose main path is a
-            copy.
+            were copied beside a drafter (`suffix_drafts`); of draft trees, all if the main path is a copy.
         skipped_passes: steps in which the drafter's pass was left out, as all drafts were copies.
         num_branch_tokens, num_accepted_branch_tokens: drafts of trees verified, and accepted, besides the
             chains of best candidates.

@@ -66,7 +66,7 @@ class TreeGains:
 
 
 class BranchModel:
-    """Learns the factors of one engine's drafter, whose trees have nodes with at most `width` children."""
+    """Learns the factors of one engine's drafter; nodes of its trees have at most `width` children."""
 
     def __init__(self, width: int) -> None:
         self._width = width

@@ -325,7 +325,7 @@ class StepResult:
         tree_gain: of steps that grew trees, if the plan's trim has a rate.
         expert_reads: None if the target has no routed layers.
         drafter_use: a remote drafter's use since the last result; None without one.
-        is_copied: bool [R], requests whose drafts are copies beside a drafter (`suffix_drafts`); else None.
+        is_copied: bool [R], requests with drafts copied beside a drafter (`suffix_drafts`); else None.
         is_pass_skipped: all drafts are copies, and the drafter's pass was left out.
     """
 

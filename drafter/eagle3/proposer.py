@@ -40,7 +40,7 @@ class HasSizes(Protocol):
 
 
 class ChainDrafter(Protocol):
-    """A drafter whose entries combine a token with a feature of the position before (`model.py`)."""
+    """A drafter that combines each token with a feature of the position before (`model.py`)."""
 
     @property
     def config(self) -> HasSizes: ...

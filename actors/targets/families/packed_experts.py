@@ -63,7 +63,7 @@ def _group_of_experts(spec: ModelSpec, quantization: CheckpointQuantization, lay
 
 
 def _in_groups(spec: ModelSpec, groups: list[int]) -> ModelSpec:
-    """Return the model whose experts are cut between groups only; a layer for MTP as the last one."""
+    """Return the model with experts cut between groups only; a layer for MTP as the last one."""
     layers = tuple(_layer_in_groups(*pair) for pair in zip(spec.layers, groups, strict=True))
     mtp = None if spec.mtp is None else replace(spec.mtp, layer=_layer_in_groups(spec.mtp.layer, groups[-1]))
     return replace(spec, layers=layers, mtp=mtp)

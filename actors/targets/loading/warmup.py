@@ -54,7 +54,7 @@ def warm_up(runner: Runner, plan: LoadPlan, num_pages: tuple[int, ...]) -> None:
 
 
 def _in_trees(plan: LoadPlan, step: SchedulerOutput) -> SchedulerOutput:
-    """Return a step whose drafts form trees, if drafts may."""
+    """Return a step with draft trees, if drafts may form them."""
     if plan.tree is None:
         return step
     depth, width, _ = plan.tree

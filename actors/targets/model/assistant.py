@@ -13,7 +13,7 @@ centroids have the largest products with h.
 
 All drafts of a step are made at position n, and their queries see the target's K and V of positions before n.
 E is the target's embedding, scaled; y the target's normed hidden state, and the assistant's past it. Sharded
-over ranks as the target is, whose heads' K and V each rank has.
+over ranks as the target is: each rank has the K and V of its heads.
 
 Sources: transformers' modeling_gemma4_assistant.py and SinglePositionMultiTokenCandidateGenerator.
 

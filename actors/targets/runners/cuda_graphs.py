@@ -75,7 +75,7 @@ class PassKind:
 
     @property
     def num_context_rows(self) -> int:
-        """Rows of the target's pass whose hidden states a drafter in a process of its own gets."""
+        """Rows of the target's pass with hidden states that a drafter in another process gets."""
         if self.tree is None:
             return self.num_rows
         return num_path_rows(self.num_requests, self.num_rows, 1 + self.tree.depth)

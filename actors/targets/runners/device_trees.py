@@ -97,7 +97,7 @@ class TreeMemory:
 
         Args:
             lists: `decoding_LW` and `blocks_LW`.
-            num_kept: rows of blocks whose candidates are kept.
+            num_kept: rows of blocks with candidates that are kept.
         """
         device, (before, count) = lists[0].device, config.num_candidates
         candidates = None

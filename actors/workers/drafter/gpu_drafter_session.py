@@ -7,7 +7,7 @@ them. Passes of decoding requests read and write memory of their own, so on a GP
 captured as they are needed: a session begins while its engine already serves.
 
 Draft trees grow here, as the plan has the curves, and a grown tree takes fewer bytes than its candidates. The
-target sends the accepted paths, which are written as a chain whose drafts are all accepted.
+target sends the accepted paths, which are written as a chain with all drafts accepted.
 
 Legend: N rows of a pass, X sampled rows, H hidden, R requests.
 """

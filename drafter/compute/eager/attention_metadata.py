@@ -187,7 +187,7 @@ class _Step:
         return torch.from_numpy(np.asarray(values, dtype=np.int64)).to(self.device)
 
     def chains(self, requests: Ints) -> list[Group]:
-        """Return the groups of requests whose rows follow one another."""
+        """Return the groups of requests with consecutive rows."""
         groups: list[Group] = []
         first, rows, lengths = self.first_R[requests], self.rows_R[requests], self.lengths_R[requests]
         for members in _companions(rows, lengths - self.begins(first), self.page_size):

@@ -1,7 +1,7 @@
 """Draft trees on a GPU: their growth from a block's candidates.
 
 Triton version of `cluster/speculation/draft_tree.py`. The host reads nothing and grids follow from shapes, so
-all of it can be captured in a CUDA graph; a tree's shape is data. A chain is a tree whose factors are 0 from
+all of it can be captured in a CUDA graph; a tree's shape is data. A chain is a tree with factors of 0 from
 the second best candidate on. Called by `actors/targets/runners/device_trees.py`; `tree_rows.py` verifies.
 
     candidates ─▶ scores [X, P, C] ─▶ chances, places [X, P, W] ─▶ nodes [R, M] ─▶ trimmed ─▶ paths [N, D]
@@ -104,7 +104,7 @@ def tree_scores(
     """Return fp32 scores [X, P, C] of candidates with filters and noise, as `BlockCandidates` has them.
 
     Args:
-        gates_XE, codebooks: of a selector, whose scores depend on the candidate before; else None.
+        gates_XE, codebooks: of a selector, where scores depend on the candidate before; else None.
         rows: of the blocks, with the positions of the tokens that they sample.
         max_rows: at least the most rows of a request.
         floors_N: fp32, of the rows' filters, if scores do not depend on the candidate before.

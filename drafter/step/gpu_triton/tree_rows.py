@@ -67,7 +67,7 @@ def place_rows(
     written after the known ones.
 
     Args:
-        requests: whose drafts are the first nodes of their trees; decoding.
+        requests: decoding; their drafts are the first nodes of their trees.
         rows: from `lay_out_rows`; positions and tokens are overwritten.
     """
     depth, (nodes, stride) = trees.paths_RD.shape[1], trees.sizes

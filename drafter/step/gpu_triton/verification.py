@@ -108,7 +108,7 @@ def _accept_and_advance(
 def mark_not_numbers(hidden_NH: Tensor, requests: DeviceStepRequests, outcome_RW1: Tensor) -> None:
     """Set the token of prompts of which any row holds NaN or infinity to NOT_A_NUMBER, sampled or not.
 
-    K/V stores zeros for such values, so later rows look sound. Decoding requests, whose rows are all sampled,
+    K/V stores zeros for such values, so later rows look sound. Decoding requests, with all rows sampled,
     are judged by their logits alone: there is no launch.
 
     Args:

@@ -6,7 +6,7 @@
     path     0       0 1   0 2   0 1 3  0 1 3 4    rows of the request that it sees in addition to its context
 
 A node's K/V slot is that of its row, as if rows were consecutive positions; so after verification the rows of
-the accepted path move to the first slots. A request whose drafts form a chain needs neither paths nor moves.
+the accepted path move to the first slots. A request with drafts in a chain needs neither paths nor moves.
 Made by `../sampling/tree_growth.py`; read by `../request_states.py` and
 `actors/targets/runners/cpu_runner.py`.
 
@@ -221,7 +221,7 @@ class AcceptedPaths:
     num_tokens_R: Ints
 
     def moves(self, num_rows_R: Ints) -> tuple[Ints, Ints]:
-        """Return rows of the step whose K/V move, and the rows to whose slots they move, [n] each."""
+        """Return the step's rows with K/V to move, and the rows of the slots to move it to, [n] each."""
         requests_n, places_n = np.nonzero(self.rows_RW > np.arange(self.rows_RW.shape[1]))
         first_n = (np.cumsum(num_rows_R) - num_rows_R)[requests_n]
         return first_n + self.rows_RW[requests_n, places_n], first_n + places_n
@@ -238,7 +238,7 @@ class AcceptedPaths:
         )
 
     def context_rows(self, num_rows_R: Ints, is_tree_R: BoolArray) -> tuple[Ints, Ints]:
-        """Return the rows with a place in the context, and the rows whose slots are theirs.
+        """Return the rows with a place in the context, and the rows of the slots that they take.
 
         All rows of requests without a tree, as rejected drafts of a chain are overwritten later.
         """

@@ -67,7 +67,7 @@ class Proposals:
         margins_RK: fp32, >= 0; inf if no other token is possible, nan if there is no draft or its margin
             is unknown. None: the proposer has no margins.
         is_partial: a request may have fewer drafts than were planned for it, as always without margins.
-        is_copied_R: requests whose drafts are copies (`drafter/suffix/mixing.py`); None without a mixer.
+        is_copied_R: requests with copied drafts (`drafter/suffix/mixing.py`); None without a mixer.
         is_pass_skipped: all drafts are copies, and the drafter's pass was left out.
         candidates: of steps that grow draft trees, from each drafter that drafts for some of the requests.
         copies: of steps that grow draft trees, of all requests, chosen or not; None without a mixer.

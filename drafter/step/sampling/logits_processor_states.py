@@ -65,7 +65,7 @@ class RuleStates:
             tokens_ST: all tokens; the own tokens of a request's rows after its first follow the known ones.
             slots_X: slot of each row; rows of a request are adjacent.
             num_known_X: number of the request's known tokens, which are final.
-            parents_X: the row of its request whose tokens a row sees, in addition to its own token. -1 for
+            parents_X: the row of its request with the tokens that a row sees besides its own. -1 for
                 rows that see the known tokens alone.
         """
         if not len(slots_X):

@@ -107,7 +107,7 @@ def select_paths(
 def block_candidates(
     logits_XV: Tensor, block: StepRows, num_candidates: int, operators: StepOperators = DEFINITION
 ) -> BlockCandidates:
-    """Return so many candidates of each row of a block, whose scores do not depend on the token before.
+    """Return so many candidates of each row of a block; scores do not depend on the token before.
 
     Args:
         logits_XV: any float dtype, of `block`'s mask rows, after `edit_logits`; may be edited.

@@ -131,7 +131,7 @@ def sum_codes(
 ):  # fmt: skip
     """Return one split's product, transposed, as `skinny_gemm._sum_split` does.
 
-    `x_ptrs_M` are of words of two inputs where a byte has two codes, whose even and odd inputs are multiplied
+    `x_ptrs_M` are of words of two inputs where a byte has two codes: even and odd inputs are multiplied
     separately.
     """
     sum_CM = tl.zeros([COLUMNS, ROWS], tl.float32)

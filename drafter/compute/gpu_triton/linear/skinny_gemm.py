@@ -72,7 +72,7 @@ def multiply(
             activation its parts are gate and up (P = 2, L = 1), and O = R.
         tile: rows of x per program; more rows take several programs, which read the weights again, and then
             every program adds up all splits by itself.
-        packed: the weight, of whose codes `weight_PLRK` is a view then.
+        packed: the weight if it is packed; `weight_PLRK` is a view of its codes then.
         scale_O: fp32, per row of the weight, which is e4m3 then (`fp8_linear.py`).
         bias_O: per row of the weight, in the order of outputs.
         residual_NO: added to the rounded product.
