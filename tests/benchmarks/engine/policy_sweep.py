@@ -58,12 +58,12 @@ def run_policy_sweep(config: EngineConfig, options: PolicySweepOptions) -> Figur
         folder = shuffled(drafter_folder(config, spec.model), Path(scratch))
         given = {name: value for name, value in asdict(spec).items() if value is not None}
         useless = {**given, "adaptive": True, "model": str(folder)}
-        one = replace(options, methods={**options.methods, RANDOM: useless}, output=None)
+        one = replace(options, methods={**options.methods, RANDOM: useless})
         figures = run_sweep(config, replace(one, minutes=share * num_points))
         mixed: list[Figures] = []
         if options.mixed:
             minutes = share * len(options.mixed)
-            loads = replace(one, concurrency=options.mixed, minutes=minutes, temperatures=(0.0,))
+            loads = replace(one, concurrency=options.mixed, minutes=minutes, temperatures=(0.0,), output=None)
             mixed = run_sweep(config, loads, MixedSource)["points"]
     judged = verdicts(figures["points"], mixed)
     print_verdicts(judged)
