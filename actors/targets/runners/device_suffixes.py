@@ -135,7 +135,7 @@ class DeviceSuffixes:
         self.choice = CopyChoice()
 
     def copy(self, plan: SchedulerOutput, decoding_G: Indices) -> Copies:
-        """Return a plan's copies once all earlier steps have ended; none if the drafter has a pass."""
+        """Return the copies of a plan; none if the drafter has a pass. All earlier steps must have ended."""
         self._mirror.admit(plan)
         self.choice, none = CopyChoice(), self._no_copies()
         if not self._mirror.has(plan.slots[plan.num_drafts > 0]):

@@ -143,7 +143,7 @@ def _empty(packed: PackedCodes, count: int) -> PackedCodes:
 
 
 def _with_zeros(held: PackedCodes, packed: PackedCodes) -> PackedCodes:
-    """Return codes that have zeros if `packed` has: matrices with zeros of 8 alone come without."""
+    """Return codes that have zeros if `packed` has: a matrix comes without if all of its zeros are 8."""
     if held.zeros is not None or packed.zeros is None:
         return held
     return replace(held, zeros=torch.full_like(held.scales, ZERO, dtype=torch.uint8))

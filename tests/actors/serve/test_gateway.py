@@ -526,6 +526,7 @@ def test_streams_survive_two_deaths_with_another_cause(config: EngineConfig) -> 
         streams = [pool.submit(long_stream, stand.url, i, 250) for i in range(12)]
         until(lambda: sum(replica.engine.stats().running for replica in stand.replicas) == 12)
         num_suspects = stand.replicas[0].engine.stats().running
+        assert num_suspects
         kills[0].set()
         # A suspect whose test had begun when the second replica dies would be refused.
         until(lambda: dead(stand) == ["r0"] and metric(stand, "isolated_requests") >= num_suspects)

@@ -69,7 +69,6 @@ def run_policy_sweep(config: EngineConfig, options: PolicySweepOptions) -> Figur
     print_verdicts(judged)
     figures |= {"options": options_json(options), "mixed": mixed, "verdicts": judged}
     if options.output is not None:
-        options.output.parent.mkdir(parents=True, exist_ok=True)
         write_json(options.output, figures)
     return figures
 
