@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import os
+import secrets
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, nullcontext
@@ -28,8 +29,8 @@ import pytest
 import torch
 from hypothesis import settings
 from support.engines import devices
-from support.engines.small_ray import small_ray
 from support.paths import MODELS
+from support.short_form import WHOLE, chosen_tests
 
 # Several processes (pytest -n) take tests by file, or by these groups of files. Those of "servers" and of
 # "jobs" start Ray and wait as much as they compute: each group has one process, so that a third process
@@ -53,7 +54,6 @@ _LONGEST = (
     "tests/jobs/drafters/test_drafter_explain.py",
     "tests/jobs/drafters/test_drafter_train.py",
 )
-WHOLE = os.environ.get("MANTA_GRID") == "whole" or os.environ.get("MANTA_TEST_DEVICE") == "cuda"
 _SHARED_RAY = pytest.StashKey[ExitStack]()
 
 # A busy machine must not fail a property: no test asserts a time.
@@ -64,7 +64,7 @@ settings.load_profile("manta")
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """The longest groups first, so that no process is left with one at the end; sharers of Ray together."""
     if not WHOLE and not any("[" in str(argument) for argument in config.args):
-        chosen = _short_form(items)
+        chosen = chosen_tests(items)
         config.hook.pytest_deselected(items=list(set(items).difference(chosen)))
         items[:] = chosen
     items.sort(key=lambda item: not _shares_ray(item))
@@ -74,44 +74,33 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items.sort(key=lambda item: places.get(_scope(item.nodeid), len(first)))
 
 
-def _short_form(items: list[pytest.Item]) -> list[pytest.Item]:
-    """Return the tests for which the places of parameters in their lists add up to a multiple of `one_in`.
-
-    Every value is in some of these cases, and any two values meet if there is a third list of that length.
-    """
-    lists: dict[tuple[str, ...], dict[tuple[int, ...], int]] = {}  # by test and names: places of values
-
-    def is_chosen(item: pytest.Item) -> bool:
-        mark = item.get_closest_marker("one_in")
-        call: Any = getattr(item, "callspec", None)
-        if mark is None or call is None:
-            return True
-        function, place = item.nodeid.partition("[")[0], 0
-        for names in _lists_of_names(item, call.params):
-            values = lists.setdefault((function, *names), {})
-            place += values.setdefault(tuple(id(call.params[name]) for name in names), len(values))
-        return place % mark.args[0] == 0
-
-    return [item for item in items if is_chosen(item)]
-
-
-def _lists_of_names(item: pytest.Item, params: dict[str, object]) -> list[list[str]]:
-    """Return the names of parameters, those together that have a list of values in common."""
-    given = [each.args[0] for each in item.iter_markers("parametrize")]
-    together = [names.replace(",", " ").split() if isinstance(names, str) else list(names) for names in given]
-    own = {name for names in together for name in names}
-    return [*together, *([name] for name in params if name not in own)]
-
-
 def _scope(node_id: str) -> str:
     """Return the group of a test's file, or the file."""
     file = node_id.partition("::")[0]
     return next((group for group, paths in _GROUPS.items() if file.startswith(paths)), file)
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_configure(config: pytest.Config) -> None:
+    """Choose a seed of random examples, which the processes share, before hypothesis reads it."""
+    if config.option.hypothesis_seed is None:
+        config.option.hypothesis_seed = secrets.randbits(32)
     config.stash[_SHARED_RAY] = ExitStack()
     config.add_cleanup(config.stash[_SHARED_RAY].close)
+
+
+def pytest_report_header(config: pytest.Config) -> str:
+    return f"seed of random examples: {config.option.hypothesis_seed}"
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    """Print how to run each failed test alone, with the same random examples."""
+    stats = terminalreporter.stats
+    failed = dict.fromkeys(report.nodeid for kind in ("failed", "error") for report in stats.get(kind, ()))
+    if failed:
+        terminalreporter.section("to run one of these alone")
+    for node_id in failed:
+        terminalreporter.write_line(f"make pytest SEED={config.option.hypothesis_seed} TESTS='{node_id}'")
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -218,6 +207,7 @@ def shipped_pair() -> tuple[Path, Path]:
 def ray_session(pytestconfig: pytest.Config) -> None:
     """One small Ray cluster for consecutive modules that request it."""
     import ray
+    from support.engines.small_ray import small_ray
 
     if not ray.is_initialized():
         often = {"metrics_report_interval_ms": 500}
