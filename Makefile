@@ -4,6 +4,7 @@
 #   PIP_ARGS  added to `pip install`. On Linux without a GPU, PyPI's torch installs several GB of CUDA; give
 #             PyTorch's index of CPU wheels here         make demo PIP_ARGS="--extra-index-url <index>"
 #   TESTS     what `make pytest` runs                    make pytest TESTS=tests/jobs/test_cli.py
+#   SEED      of hypothesis' examples                    make pytest TESTS=tests/jobs/test_cli.py SEED=1
 
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 PIP_ARGS ?=
@@ -20,6 +21,7 @@ OLDEST_TRITON := 3.6.0
 # Compile loops once, before all test processes would do so at the same time.
 COMPILE = MANTA_CACHE_DIR=$(VENV)/cache $(BIN)/manta generate x --max-tokens 8 --dtype
 TESTS ?= tests
+SEEDED = $(if $(SEED),--hypothesis-seed=$(SEED))
 # Files of TESTS with tests marked quiet: collecting all files again takes long. A node id may select none (exit code 5).
 QUIET_TESTS = $(if $(findstring ::,$(TESTS)),$(TESTS),$(QUIET_FILES))
 QUIET_FILES = $(shell grep -rl --include='test_*.py' 'mark\.quiet' $(TESTS))
@@ -73,8 +75,15 @@ floors: install  ## import-linter: jobs -> actors -> drafter -> cluster
 
 pytest: install  ## the tests, in three processes; then those that need an idle machine
 	$(if $(filter tests,$(TESTS)),$(COMPILE) float32 >/dev/null & other=$$!; $(COMPILE) bfloat16 >/dev/null && wait $$other)
-	$(BIN)/python -m pytest $(TESTS) -m "not quiet and not slow" -n $(TEST_PROCESSES) --no-loadscope-reorder --durations=15
-	$(if $(QUIET_TESTS),$(BIN)/python -m pytest $(QUIET_TESTS) -m quiet || test $$? = 5)
+	$(BIN)/python -m pytest $(TESTS) -m "not quiet and not slow" -n $(TEST_PROCESSES) --no-loadscope-reorder --durations=10 $(SEEDED)
+	$(if $(QUIET_TESTS),$(BIN)/python -m pytest $(QUIET_TESTS) -m quiet $(SEEDED) || test $$? = 5)
+
+.PHONY: check
+check: install  ## ruff, and the tests that changes since BASE (default: where the branch left its upstream) reach
+	$(BIN)/ruff check . && $(BIN)/ruff format --check .
+	@reached="$$($(BIN)/python tests/support/import_closure.py $(BASE))"; \
+	if [ -n "$$reached" ]; then $(MAKE) --no-print-directory pytest TESTS="$$(echo $$reached)"; \
+	else echo "no test is reached"; fi
 
 .PHONY: grid
 grid: install  ## every cell of the losslessness grid and more random workloads than in `make test`

@@ -32,7 +32,7 @@ _RELATIVE = re.compile(r"\.+\w+(?:\.\w+)*")
 _FILE_NAME = re.compile(r"[\w.-]+\.\w{2,12}\b")
 
 
-def test_files_reached(changed: Iterable[str]) -> list[str]:
+def reached_test_files(changed: Iterable[str]) -> list[str]:
     """Return the test files that a change of these files reaches; paths are relative to the repository."""
     changed = set(changed)
     tests = sorted(str(path.relative_to(ROOT)) for path in TESTS.rglob("test_*.py"))
@@ -167,4 +167,4 @@ def _imports_of_conftests(test: str) -> Iterator[str]:
 
 
 if __name__ == "__main__":
-    print("\n".join(test_files_reached(changed_files(*sys.argv[1:2]))))
+    print("\n".join(reached_test_files(changed_files(*sys.argv[1:2]))))
