@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 from manta.cluster.config import EngineConfig
+
+from support.waiting import wait_until as wait_until
 
 BASE = EngineConfig(
     model="",
@@ -19,13 +19,6 @@ BASE = EngineConfig(
     num_pages=48,
     num_threads=1,
 )
-
-
-def wait_until(condition: Callable[[], bool], seconds: float = 20.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "it did not happen in time"
-        time.sleep(0.05)
 
 
 def alive(pid: int) -> bool:

@@ -7,10 +7,14 @@ from dataclasses import replace
 import torch
 from manta.actors.engine.uniproc_executor import InProcessExecutor
 from manta.actors.targets.runners.colocated_drafter import ColocatedDrafter
+from manta.actors.targets.runners.cpu_runner import CpuModelRunner
+from manta.actors.targets.runners.runner_interface import Drafter
 from manta.cluster.config import EngineConfig
 from manta.cluster.engine.engine_core import EngineCore
 from manta.cluster.request.request import Request, SamplingParams
 from manta.cluster.step.scheduler_output import SchedulerOutput
+from manta.drafter.dflash.proposer import DFlashProposer
+from manta.drafter.eagle3.proposer import ChainProposer
 from manta.drafter.step.inputs.proposals import Proposals
 from manta.drafter.step.request_states import RequestStates
 
@@ -28,6 +32,7 @@ class Chains(ColocatedDrafter):
         self._listen()
 
     def _listen(self) -> None:
+        assert isinstance(self._proposer, DFlashProposer | ChainProposer)
         drafter = self._proposer.drafter
         logits = drafter.logits
 
@@ -35,9 +40,9 @@ class Chains(ColocatedDrafter):
             self._logits.append(logits(normed_XH))
             return self._logits[-1].clone()  # sampling may edit it
 
-        drafter.logits = kept
+        drafter.logits = kept  # type: ignore[method-assign]
 
-    def swap_drafter(self, drafter) -> None:
+    def swap_drafter(self, drafter: Drafter) -> None:
         super().swap_drafter(drafter)
         self._listen()
 
@@ -54,6 +59,7 @@ class Chains(ColocatedDrafter):
                     proposals.drafts_RK[r, :count].tolist(),
                     logits,
                 )
+                assert proposals.margins_RK is not None
                 assert (proposals.margins_RK[r, :count] >= 0).all()
         return proposals
 
@@ -64,11 +70,11 @@ class Served:
     def __init__(self, config: EngineConfig) -> None:
         self.executor = InProcessExecutor(config)
         self.engine = EngineCore(config, self.executor)
-        assert self.executor._runner is not None
-        drafts = self.executor._runner.drafts
-        self.chains = Chains(drafts) if isinstance(drafts, ColocatedDrafter) else None
+        runner = self.executor._runner
+        assert isinstance(runner, CpuModelRunner)
+        self.chains = Chains(runner.drafts) if isinstance(runner.drafts, ColocatedDrafter) else None
         if self.chains is not None:
-            self.executor._runner.drafts = self.chains
+            runner.drafts = self.chains
         self.num_cached: dict[str, int] = {}
 
     def tokens(self, prompts: list[list[int]], params: SamplingParams, first: int = 0) -> list[list[int]]:

@@ -51,7 +51,9 @@ class Pair:
         def seat(hello: Hello) -> DrafterSession:
             made = drafter.make_session(plan, hello.num_pages)
             if isinstance(made, GpuDrafterSession):
-                made.__class__, made.said = Listener, self.drafts
+                made.__class__ = Listener
+                assert isinstance(made, Listener)
+                made.said = self.drafts
             return made
 
         self.server = DrafterServer(seat)

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import cast
 
 import numpy as np
 import pytest
@@ -44,7 +45,8 @@ def settings(target: Path, drafter: Path | None = None, **changes: object) -> En
 def open_runner(
     target: Path, drafter: Path | None = None, **changes: object
 ) -> tuple[CpuModelRunner, ExecutorInfo]:
-    return load_runner(settings(target, drafter, **changes))
+    runner, info = load_runner(settings(target, drafter, **changes))
+    return cast(CpuModelRunner, runner), info  # on a GPU, a runner with the same attributes
 
 
 @dataclass

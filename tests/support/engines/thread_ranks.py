@@ -5,9 +5,12 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import reduce
 
 import numpy as np
 import torch
+from manta.actors.targets.runners.cpu_runner import CpuModelRunner
+from manta.actors.targets.runners.runner_interface import Runner
 
 from support.checkpoints.tiny import TINY_VOCAB
 from support.engines.steps import Steps
@@ -45,7 +48,7 @@ class ThreadRank:
 
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
         assert tensor.is_contiguous(), "Tensors must be contiguous"
-        return tensor.copy_(sum(self._ranks.meet(self.rank, tensor)))
+        return tensor.copy_(reduce(torch.add, self._ranks.meet(self.rank, tensor)))
 
     def all_gather(self, tensor: torch.Tensor, dim: int = -1) -> torch.Tensor:
         return torch.cat(self._ranks.meet(self.rank, tensor), dim=dim)
@@ -55,8 +58,9 @@ class ThreadRank:
         return tensor.copy_(self._ranks.meet(self.rank, tensor)[source])
 
 
-def tokens_by_steps(runner, prompts: list[list[int]], num_steps: int) -> list[list[int]]:
+def tokens_by_steps(runner: Runner, prompts: list[list[int]], num_steps: int) -> list[list[int]]:
     """Greedy tokens of all prompts, prefilled together; with drafts once prompts are done."""
+    assert isinstance(runner, CpuModelRunner)
     steps = Steps(len(prompts), num_groups=len(runner.states.page_tables_GSP))
     slots = list(range(len(prompts)))
     admitted = [steps.admit(s, p) for s, p in enumerate(prompts)]

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import json
-import time
-from collections.abc import Callable
 from typing import Any
 
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
 from support.checkpoints.text_pair import LiveServer
+from support.waiting import wait_until
+
+wait_for = wait_until
 
 
 def events(response: httpx.Response) -> list[Any]:
@@ -34,13 +35,6 @@ def scrape(http: httpx.Client) -> dict[str, float]:
         for sample in family.samples
         if not sample.name.endswith("_bucket")
     }
-
-
-def wait_for(condition: Callable[[], bool], timeout_s: float = 20.0) -> None:
-    deadline_s = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline_s, "it did not happen"
-        time.sleep(0.01)
 
 
 def idle(server: LiveServer) -> bool:
