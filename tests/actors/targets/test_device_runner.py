@@ -20,9 +20,7 @@ from manta.cluster.step.scheduler_output import Trim
 from manta.drafter.compute.checkpoint.packed_codes import PackedCodes
 from manta.drafter.compute.gpu_triton.moe import moe as experts
 from manta.drafter.compute.gpu_triton.moe.moe_align import ExpertTiles
-from support.checkpoints.drafter_checkpoints import deepspec_gemma4, random_tensors
-from support.checkpoints.drafter_checkpoints import write as write_drafter
-from support.checkpoints.eagle3_checkpoints import VARIANTS, write
+from support.checkpoints.drafters import EAGLE3, deepspec_gemma4, drafter_tensors, write_drafter
 from support.checkpoints.families import FAMILIES
 from support.checkpoints.gpt_oss_checkpoints import publish
 from support.checkpoints.mtp_targets import make_assistant, make_mtp_target
@@ -258,7 +256,7 @@ def test_ngram_lookup_never_waits_and_equals_the_hosts(tiny_qwen3: Path) -> None
 
 def test_eagle3_chains_never_wait_and_equal_the_hosts(tiny_qwen3: Path, tmp_path: Path) -> None:
     """Margins are compared for ragged chains with padding and a prompt, and at the end of a page."""
-    drafter = write(tmp_path, VARIANTS["speculators normed before fc"])
+    drafter = write_drafter(tmp_path, EAGLE3["speculators normed before fc"])
     prompts = [[9] * 16, [11], [5, 6, 7]]
     twins = Twins.open(tiny_qwen3, drafter, prompts, method="eagle3")
     warm = replace(GREEDY, temperature=1.0, seed=9)
@@ -302,7 +300,7 @@ def test_a_drafter_of_gemma_4s_layers_equals_the_hosts(tmp_path: Path) -> None:
     sizes = {"hidden_size": 72, "vocab_size": TINY_VOCAB, "mask_token_id": TINY_VOCAB - 1, "block_size": 4}
     taps = {"num_target_layers": 4, "target_layer_ids": [0, 1, 2]}
     config = deepspec_gemma4(**sizes, **taps, markov_rank=0, enable_confidence_head=False)
-    write_drafter(tmp_path / "drafter", config, random_tensors(config))
+    write_drafter(tmp_path / "drafter", config, drafter_tensors(config))
     prompts = [[9] * 16, [11]]
     twins = Twins.open(target, tmp_path / "drafter", prompts)
     enter = [twins.steps.admit(*of) for of in zip(range(2), prompts, strict=True)]

@@ -23,7 +23,7 @@ from manta.drafter.step.gpu_triton.inputs.transfers import Upload
 from manta.drafter.step.gpu_triton.recurrent_states import DeviceRecurrent, pack_saves
 from manta.drafter.step.gpu_triton.request_states import DeviceStates
 from manta.drafter.step.request_states import requests_of
-from support.checkpoints.eagle3_checkpoints import VARIANTS, write
+from support.checkpoints.drafters import EAGLE3, write_drafter
 from support.checkpoints.tiny import make_tiny_drafter, make_tiny_target
 from support.engines.device_engines import SMALL_STATES, opened
 from support.engines.devices import DEVICE, ON_GPU
@@ -162,7 +162,7 @@ def test_ranks_and_a_split_drafter_change_no_token(
 
 @pytest.mark.slow
 def test_eagle3_with_recurrent_states_changes_no_token(pair: tuple[Path, Path], tmp_path: Path) -> None:
-    drafter = write(tmp_path, VARIANTS["speculators normed before fc"])
+    drafter = write_drafter(tmp_path, EAGLE3["speculators normed before fc"])
     params = SamplingParams(temperature=0.8, seed=3, max_tokens=8)
     with opened(pair[0], None, "torch") as llm:
         expected = tokens(llm, params)

@@ -15,7 +15,7 @@ from manta.actors.targets.loading.load_plan import LoadPlan, plan_load
 from manta.cluster.config import EngineConfig, SpeculativeConfig
 from manta.cluster.errors import ConfigError
 from manta.drafter.drafter_spec import DraftLayer
-from support.checkpoints.eagle3_checkpoints import VARIANTS, write
+from support.checkpoints.drafters import EAGLE3, write_drafter
 from support.checkpoints.mtp_targets import make_mtp_target
 from support.checkpoints.tiny import changed, make_tiny_drafter, make_tiny_target
 from support.engines.recorded_chains import Served, same_chains
@@ -53,7 +53,7 @@ def test_every_kind_of_drafter_takes_a_window_and_a_smaller_one_of_its_own_stays
     found = plan(tiny_qwen3, model=str(sliding), draft_window=WINDOW)
     assert found.drafter is not None
     assert [layer.window for layer in found.drafter.layers] == [20, WINDOW] and found.draft_window == WINDOW
-    eagle3 = write(tmp_path / "eagle3", VARIANTS["speculators"])
+    eagle3 = write_drafter(tmp_path / "eagle3", EAGLE3["speculators"])
     for target, spec in (
         (tiny_qwen3, {"method": "eagle3", "model": str(eagle3)}),
         (make_mtp_target(tmp_path / "mtp", "glm4_moe"), {"method": "mtp"}),

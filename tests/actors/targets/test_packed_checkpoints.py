@@ -21,7 +21,7 @@ from manta.drafter.compute.cpu_numba.cpu_features import bf16_instructions
 from manta.drafter.dflash.checkpoint import load_drafter
 from manta.drafter.dflash.target_features import TargetFacts
 from manta.drafter.eagle3.checkpoint import load_eagle3
-from support.checkpoints.eagle3_checkpoints import speculators, write
+from support.checkpoints.drafters import eagle3_speculators, write_drafter
 from support.checkpoints.tiny import TINY_VOCAB, make_tiny_drafter, make_tiny_target
 from support.engines.steps import Steps, settings
 from support.engines.thread_ranks import PROMPTS, ThreadRanks, tokens_by_steps
@@ -96,7 +96,8 @@ def test_a_drafter_keeps_its_codes_and_drafts_by_their_numbers(
     if method == "dflash":
         drafter, load = make_tiny_drafter(tmp_path / "saved", head_dim=32), load_drafter
     else:
-        drafter, load = write(tmp_path / "saved", speculators(layer={"head_dim": 32})), load_eagle3
+        config = eagle3_speculators(layer={"head_dim": 32})
+        drafter, load = write_drafter(tmp_path / "saved", config), load_eagle3
     folders = publish(drafter, tmp_path, name)
     ours, expected = (drafted(saved, folder, method) for folder in folders)
     assert np.isfinite(expected).all() and np.array_equal(ours, expected)

@@ -24,7 +24,7 @@ from manta.actors.targets.model.weights import TargetWeights
 from manta.cluster.errors import ConfigError
 from manta.drafter.compute.layers.linear import Linear
 from manta.drafter.step.inputs.proposals import Proposals
-from support.checkpoints.eagle3_checkpoints import speculators, write
+from support.checkpoints.drafters import eagle3_speculators, write_drafter
 from support.checkpoints.families import FAMILIES
 from support.checkpoints.tiny import TINY_VOCAB, make_tiny_drafter, make_tiny_target
 from support.engines.steps import settings
@@ -93,7 +93,7 @@ def test_two_drafting_ranks_give_the_tokens_of_one_plain_rank(
 def test_a_drafter_proposes_the_same_on_two_ranks(method: str, tiny_qwen3: Path, tmp_path: Path) -> None:
     """DFlash2's and DSpark's candidates come from a split head, EAGLE-3's rows from a split embedding."""
     if method == "eagle3":
-        drafter = write(tmp_path / "drafter", speculators())
+        drafter = write_drafter(tmp_path / "drafter", eagle3_speculators())
     else:
         head = {"second": True} if method == "dflash" else {"dspark": True}
         drafter, method = make_tiny_drafter(tmp_path / "drafter", **head), "dflash"

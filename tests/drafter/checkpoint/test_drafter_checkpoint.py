@@ -16,8 +16,8 @@ from manta.drafter.dflash.config import DrafterConfig, MarkovSize
 from manta.drafter.dflash.target_features import EmbeddingCopies, TargetFacts
 from manta.drafter.drafter_spec import DraftLayer
 from safetensors.torch import save_file
-from support.checkpoints import drafter_checkpoints as checkpoints
-from support.checkpoints.drafter_checkpoints import (
+from support.checkpoints import drafters as checkpoints
+from support.checkpoints.drafters import (
     BACKBONE,
     HEADS,
     HIDDEN,
@@ -323,18 +323,19 @@ def test_a_drafter_for_another_target_is_refused_before_weights_are_read(
 
 
 def test_missing_and_misshapen_tensors_are_named(tmp_path: Path):
-    tensors = checkpoints.random_tensors(z_lab())
+    tensors = checkpoints.drafter_tensors(z_lab())
     missing = {k: v for k, v in tensors.items() if k != "layers.1.mlp.up_proj.weight"}
-    checkpoints.write(tmp_path / "a", z_lab(), missing)
+    checkpoints.write_drafter(tmp_path / "a", z_lab(), missing)
     with pytest.raises(CheckpointError, match=r"layers.1.mlp.up_proj.weight is missing"):
         check_drafter(tmp_path / "a", FACTS)
-    checkpoints.write(tmp_path / "b", z_lab(), tensors | {"fc.weight": torch.zeros(HIDDEN, 2 * HIDDEN)})
+    narrow = tensors | {"fc.weight": torch.zeros(HIDDEN, 2 * HIDDEN)}
+    checkpoints.write_drafter(tmp_path / "b", z_lab(), narrow)
     with pytest.raises(CheckpointError, match=r"fc.weight has shape \[32, 64\].*\[32, 96\]"):
         check_drafter(tmp_path / "b", FACTS)
 
 
 def test_corrupt_truncated_and_absent_files_are_named(tmp_path: Path):
-    folder = checkpoints.write(tmp_path, z_lab())
+    folder = checkpoints.write_drafter(tmp_path, z_lab())
     file = folder / "model.safetensors"
     whole = file.read_bytes()
     for broken in (whole[: len(whole) // 2], b"not safetensors", b""):
@@ -352,8 +353,8 @@ def test_corrupt_truncated_and_absent_files_are_named(tmp_path: Path):
 
 
 def test_shards_are_read_through_their_index(tmp_path: Path):
-    tensors = checkpoints.random_tensors(z_lab())
-    folder = checkpoints.write(tmp_path, z_lab(), tensors)
+    tensors = checkpoints.drafter_tensors(z_lab())
+    folder = checkpoints.write_drafter(tmp_path, z_lab(), tensors)
     (folder / "model.safetensors").unlink()
     names = sorted(tensors)
     shards = {"a.safetensors": names[:9], "b.safetensors": names[9:]}
@@ -371,8 +372,8 @@ def test_shards_are_read_through_their_index(tmp_path: Path):
 
 
 def test_an_index_names_files_of_its_own_folder_which_may_be_links(tmp_path: Path):
-    tensors = checkpoints.random_tensors(z_lab())
-    folder = checkpoints.write(tmp_path / "snapshot", z_lab(), tensors)
+    tensors = checkpoints.drafter_tensors(z_lab())
+    folder = checkpoints.write_drafter(tmp_path / "snapshot", z_lab(), tensors)
     index = folder / "model.safetensors.index.json"
     blob = tmp_path / "blobs/0123"
     blob.parent.mkdir()
@@ -398,16 +399,16 @@ def test_an_index_names_files_of_its_own_folder_which_may_be_links(tmp_path: Pat
 
 def test_a_vocabulary_map_must_map_to_the_targets_vocabulary(tmp_path: Path):
     config = speculators(draft_vocab_size=40)
-    tensors = checkpoints.random_tensors(config)
+    tensors = checkpoints.drafter_tensors(config)
     tensors["d2t"] = torch.full((40,), VOCAB)
-    checkpoints.write(tmp_path, config, tensors)
+    checkpoints.write_drafter(tmp_path, config, tensors)
     shared_embeddings = EmbeddingCopies(torch.zeros(VOCAB, HIDDEN), Linear(torch.zeros(VOCAB, HIDDEN)))
     with pytest.raises(CheckpointError, match="d2t"):
         load_drafter(tmp_path, FACTS, shared_embeddings, torch.float32, "cpu")
 
 
 def test_a_mask_embedding_of_the_wrong_size_is_refused(tmp_path: Path):
-    checkpoints.write(tmp_path, z_lab(), mask_embedding=torch.zeros(HIDDEN + 1))
+    checkpoints.write_drafter(tmp_path, z_lab(), mask_embedding=torch.zeros(HIDDEN + 1))
     shared_embeddings = EmbeddingCopies(torch.zeros(VOCAB, HIDDEN), Linear(torch.zeros(VOCAB, HIDDEN)))
     with pytest.raises(CheckpointError, match=r"mask_embedding.pt must hold one vector of hidden_size 32"):
         load_drafter(tmp_path, FACTS, shared_embeddings, torch.float32, "cpu")

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 from manta.cluster.step.scheduler_output import SlotSampling
-from support.checkpoints import drafter_checkpoints as checkpoints
-from support.checkpoints.drafter_checkpoints import HIDDEN, VOCAB
+from support.checkpoints import drafters as checkpoints
+from support.checkpoints.drafters import HIDDEN, VOCAB
 from support.checkpoints.rope_configs import GPT_OSS, KIMI, LLAMA3
 from support.oracles.drafter_requests import GREEDY, Requests, load_pair, random_taps
 from support.oracles.oracle_dflash import Oracle, gumbel

@@ -19,7 +19,7 @@ from manta.cluster.errors import CheckpointError
 from manta.cluster.pages.kv_cache_groups import KVCacheSpec
 from manta.drafter.compute.memory.kv_cache import UNSCALED, KVScales, PagedKVCache
 from safetensors.torch import load_file, save_file
-from support.checkpoints.eagle3_checkpoints import speculators, write
+from support.checkpoints.drafters import eagle3_speculators, write_drafter
 from support.checkpoints.mtp_targets import make_mtp_target
 from support.checkpoints.tiny import make_tiny_drafter, make_tiny_target
 from support.engines.device_engines import generate
@@ -174,7 +174,7 @@ def test_a_drafters_scales_are_used_and_change_no_token(
     if method == "dflash":
         saved = make_tiny_drafter(tmp_path / "saved")
     else:
-        saved = write(tmp_path / "saved", speculators())
+        saved = write_drafter(tmp_path / "saved", eagle3_speculators())
     quantized, _ = publish(saved, tmp_path, "ct_fp8_channel")
     tensors, count = load_file(quantized / "model.safetensors"), 0
     for name in [*tensors]:

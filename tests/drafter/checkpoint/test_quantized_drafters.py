@@ -18,7 +18,7 @@ from manta.jobs.drafters.common.format_conversion import convert_drafter
 from manta.jobs.drafters.drafter_summary import summarize_drafter
 from manta.jobs.drafters.validate.validate_pair import validate_pair
 from safetensors.torch import load_file, save_file
-from support.checkpoints import eagle3_checkpoints
+from support.checkpoints import drafters
 from support.checkpoints.tiny import TINY_VOCAB, make_tiny_drafter, make_tiny_target
 from support.oracles.quantized_checkpoints import FORMATS, publish
 
@@ -32,7 +32,7 @@ def test_a_drafter_has_the_numbers_of_its_format(kind: str, name: str, tmp_path:
     if kind == "dflash":
         saved, check = make_tiny_drafter(tmp_path / "saved"), check_drafter
     else:
-        saved = eagle3_checkpoints.write(tmp_path / "saved", eagle3_checkpoints.sglang())
+        saved = drafters.write_drafter(tmp_path / "saved", drafters.sglang())
         check = check_eagle3
     quantized, plain = publish(saved, tmp_path, name)
     config = check(quantized, FACTS)
@@ -43,8 +43,8 @@ def test_a_drafter_has_the_numbers_of_its_format(kind: str, name: str, tmp_path:
 
 
 def test_speculators_declare_quantization_next_to_the_layers(tmp_path: Path) -> None:
-    config = eagle3_checkpoints.speculators(quantization_config=FORMATS["ct_w4a16"].config)
-    folder = eagle3_checkpoints.write(tmp_path / "saved", config)
+    config = drafters.eagle3_speculators(quantization_config=FORMATS["ct_w4a16"].config)
+    folder = drafters.write_drafter(tmp_path / "saved", config)
     with pytest.raises(CheckpointError, match=r"says compressed-tensors: INT4.*but no matrix is stored so"):
         check_eagle3(folder, FACTS)
 

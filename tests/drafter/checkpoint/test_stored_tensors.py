@@ -18,14 +18,14 @@ from manta.drafter.dflash.checkpoint import check_drafter
 from manta.drafter.dflash.target_features import TargetFacts
 from manta.drafter.eagle3.checkpoint import check_eagle3
 from safetensors.torch import load_file, save_file
-from support.checkpoints import drafter_checkpoints, eagle3_checkpoints
+from support.checkpoints import drafters
 from support.checkpoints.tiny import TINY_VOCAB
 
 Tensors = dict[str, torch.Tensor]
 FACTS = TargetFacts(
-    hidden_size=drafter_checkpoints.HIDDEN,
-    num_layers=drafter_checkpoints.TARGET_LAYERS,
-    vocab_size=drafter_checkpoints.VOCAB,
+    hidden_size=drafters.HIDDEN,
+    num_layers=drafters.TARGET_LAYERS,
+    vocab_size=drafters.VOCAB,
     max_model_len=64,
 )
 EAGLE3_FACTS = TargetFacts(hidden_size=64, num_layers=4, vocab_size=TINY_VOCAB, max_model_len=64)
@@ -41,8 +41,8 @@ CHECKS: dict[str, tuple[str, Callable[[Path], object]]] = {
 def folders(tiny_qwen3: Path, tmp_path: Path) -> dict[str, Path]:
     """Return one checkpoint of each kind; the drafters have their own vocabulary (`d2t`)."""
     shutil.copytree(tiny_qwen3, tmp_path / "target")
-    drafter_checkpoints.write(tmp_path / "dflash", drafter_checkpoints.z_lab(draft_vocab_size=40))
-    eagle3_checkpoints.write(tmp_path / "eagle3", eagle3_checkpoints.sglang())
+    drafters.write_drafter(tmp_path / "dflash", drafters.z_lab(draft_vocab_size=40))
+    drafters.write_drafter(tmp_path / "eagle3", drafters.sglang())
     return {name: tmp_path / name for name in CHECKS}
 
 

@@ -15,7 +15,7 @@ from manta.cluster.step.scheduler_output import SlotSampling
 from manta.drafter.dflash.proposer import DFlashProposer
 from manta.drafter.step.cpu_numba.step_ops import LOOPS
 from manta.drafter.step.sampling.step_ops import DEFINITION, StepOperators
-from support.checkpoints.drafter_checkpoints import VARIANTS, dspark_speculators
+from support.checkpoints.drafters import VARIANTS, dspark_speculators
 from support.oracles.drafter_requests import GREEDY, VOCAB, Pair, Requests, load_pair, random_taps
 from support.oracles.oracle_dflash import Oracle, gumbel
 

@@ -12,8 +12,8 @@ from manta.cluster.errors import ConfigError
 from manta.drafter.compute.layers.linear import Linear
 from manta.drafter.dflash.checkpoint import load_drafter
 from manta.drafter.dflash.target_features import EmbeddingCopies, TargetFacts
-from support.checkpoints import drafter_checkpoints as checkpoints
-from support.checkpoints.drafter_checkpoints import HIDDEN, TARGET_LAYERS, VOCAB, speculators, z_lab
+from support.checkpoints import drafters as checkpoints
+from support.checkpoints.drafters import HIDDEN, TARGET_LAYERS, VOCAB, speculators, z_lab
 
 SCALE = 5376**0.5  # Gemma 4 31B's: no round number
 FACTS = TargetFacts(HIDDEN, TARGET_LAYERS, VOCAB, 64, embed_scale=SCALE)
@@ -53,7 +53,7 @@ def test_the_targets_factor_is_rounded_as_the_target_rounds_it(tmp_path: Path) -
 
 def test_a_row_that_replaces_the_mask_embedding_is_scaled_too(tmp_path: Path) -> None:
     config, row = z_lab(dflash={"mask_token_id": VOCAB + 5}), torch.randn(HIDDEN)
-    checkpoints.write(tmp_path, config, mask_embedding=row)
+    checkpoints.write_drafter(tmp_path, config, mask_embedding=row)
     drafter = load_drafter(tmp_path, FACTS, shared_embeddings(torch.float32), torch.float32, "cpu")
     torch.testing.assert_close(drafter.embed_block(torch.tensor([VOCAB + 5]))[0], row * SCALE)
 
@@ -66,7 +66,7 @@ def test_a_setting_must_be_a_positive_number(value: object) -> None:
 
 
 def load(folder: Path, config: dict, facts: TargetFacts, dtype: torch.dtype, setting: float | None):
-    checkpoints.write(folder, config)
+    checkpoints.write_drafter(folder, config)
     return load_drafter(folder, facts, shared_embeddings(dtype), dtype, "cpu", input_embedding_scale=setting)
 
 
@@ -81,5 +81,5 @@ def shared_embeddings(dtype: torch.dtype) -> EmbeddingCopies:
 
 def drafter_embedding(folder: Path, config: dict) -> torch.Tensor:
     """Return the drafter's own embedding rows if it has any, else the target's."""
-    own = checkpoints.random_tensors(config).get("embed_tokens.weight")
+    own = checkpoints.drafter_tensors(config).get("embed_tokens.weight")
     return shared_embedding() if own is None else own

@@ -20,8 +20,8 @@ from manta.drafter.dflash.target_features import EmbeddingCopies
 from manta.drafter.step.request_states import RequestStates
 from manta.drafter.step.sampling.sampler import sample_rows
 from manta.drafter.step.sampling.verification import accept
-from support.checkpoints import drafter_checkpoints as checkpoints
-from support.checkpoints.drafter_checkpoints import HIDDEN, TARGET_LAYERS, VARIANTS, VOCAB
+from support.checkpoints import drafters as checkpoints
+from support.checkpoints.drafters import HIDDEN, TARGET_LAYERS, VARIANTS, VOCAB
 from support.oracles.drafter_requests import (
     FACTS,
     NUM_PAGES,
@@ -94,7 +94,7 @@ class Halves(EmbeddingCopies):
 
 @pytest.mark.parametrize("variant", ["z-lab scales and cap", "speculators own vocabulary"])
 def test_a_borrowed_head_is_split_like_the_targets_and_an_own_head_is_whole(variant: str, tmp_path: Path):
-    checkpoints.write(tmp_path, VARIANTS[variant], checkpoints.random_tensors(VARIANTS[variant]))
+    checkpoints.write_drafter(tmp_path, VARIANTS[variant], checkpoints.drafter_tensors(VARIANTS[variant]))
     weight = torch.randn(VOCAB, HIDDEN)
     drafter = load_drafter(tmp_path, FACTS, Halves(weight, Linear(weight)), torch.float32, "cpu")
     assert drafter.is_split == ("own" not in variant)
@@ -162,8 +162,8 @@ class KeepsWeights(EagerBackend):
 @pytest.mark.parametrize("groups", [(0, 0, 0), (0, 1, 0)], ids=["one page group", "two"])
 def test_context_uses_the_layers_own_key_and_value_weights(groups: tuple[int, ...], tmp_path: Path):
     config, backend = checkpoints.z_lab(num_hidden_layers=3), KeepsWeights()
-    tensors = checkpoints.random_tensors(config)
-    checkpoints.write(tmp_path, config, tensors)
+    tensors = checkpoints.drafter_tensors(config)
+    checkpoints.write_drafter(tmp_path, config, tensors)
     shared_embeddings = EmbeddingCopies(torch.zeros(VOCAB, HIDDEN), Linear(torch.zeros(VOCAB, HIDDEN)))
     places = [LayerPlace(group, groups[:i].count(group)) for i, group in enumerate(groups)]
     load_drafter(tmp_path, FACTS, shared_embeddings, torch.float32, "cpu", backend, places)
@@ -252,8 +252,8 @@ def _target_rows(target, oracle: Oracle, plan, token_ids_N, tokens):
 def test_whole_generations_propose_and_accept_as_the_oracle(variant: str, temperature: float, tmp_path: Path):
     """Requests run together; every step has the same drafts, acceptance and tokens."""
     config, target = VARIANTS[variant], tiny_target()
-    tensors = checkpoints.random_tensors(config)
-    checkpoints.write(tmp_path, config, tensors)
+    tensors = checkpoints.drafter_tensors(config)
+    checkpoints.write_drafter(tmp_path, config, tensors)
     embedding, head = target.model.embed_tokens.weight.detach(), target.lm_head.weight.detach()
     oracle = Oracle(config, tensors, embedding, head)
     drafter = load_drafter(tmp_path, FACTS, EmbeddingCopies(embedding, Linear(head)), torch.float32, "cpu")

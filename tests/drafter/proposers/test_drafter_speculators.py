@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.checkpoints import drafter_checkpoints as checkpoints
-from support.checkpoints.drafter_checkpoints import SLIDING, speculators
+from support.checkpoints import drafters as checkpoints
+from support.checkpoints.drafters import SLIDING, speculators
 from support.oracles.drafter_requests import Requests, load_pair, random_taps
 
 core = pytest.importorskip("speculators.models.dflash.core", reason="speculators is not installed")

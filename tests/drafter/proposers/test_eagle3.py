@@ -21,7 +21,14 @@ from manta.drafter.dflash.target_features import TargetFacts
 from manta.drafter.eagle3.checkpoint import eagle3_shapes
 from manta.drafter.eagle3.config import Eagle3Config
 from safetensors.torch import load_file
-from support.checkpoints.eagle3_checkpoints import BLOCK, VARIANTS, random_tensors, sglang, speculators, write
+from support.checkpoints.drafters import (
+    EAGLE3,
+    EAGLE3_BLOCK,
+    drafter_tensors,
+    eagle3_speculators,
+    sglang,
+    write_drafter,
+)
 from support.checkpoints.tiny import TINY_VOCAB, transformers_model
 from support.engines.recorded_chains import Served, same_chains
 from support.engines.steps import settings
@@ -61,19 +68,19 @@ noise = cache(gumbel)
 
 
 @pytest.mark.parametrize(
-    ("variant", "params"), [(name, (GREEDY, WARM)[i % 2]) for i, name in enumerate(VARIANTS)]
+    ("variant", "params"), [(name, (GREEDY, WARM)[i % 2]) for i, name in enumerate(EAGLE3)]
 )
 def test_every_position_of_a_chain_equals_the_reference(
     variant: str, params: SamplingParams, tiny_qwen3: Path, hugging_face, plain, tmp_path: Path
 ) -> None:
     """Prompts come in chunks and batches, with rejections; fp32 logits are equal up to rounding."""
-    folder = write(tmp_path, VARIANTS[variant])
+    folder = write_drafter(tmp_path, EAGLE3[variant])
     served = Served(eagle3(tiny_qwen3, folder, max_num_batched_tokens=16))
     new = served.tokens(PROMPTS, params)
     assert new == plain(params)
     weights = {name: tensor.detach().double() for name, tensor in hugging_face.state_dict().items()}
     ends = weights["model.embed_tokens.weight"], weights["lm_head.weight"]
-    oracle = Eagle3Oracle(VARIANTS[variant], load_file(folder / "model.safetensors"), *ends)
+    oracle = Eagle3Oracle(EAGLE3[variant], load_file(folder / "model.safetensors"), *ends)
     assert served.chains is not None
     for i, tokens in enumerate(PROMPTS):
         ours = {at: found for (name, at), found in served.chains.seen.items() if name == f"r{i}"}
@@ -94,7 +101,7 @@ def test_every_position_of_a_chain_equals_the_reference(
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write(tmp_path_factory.mktemp("eagle3"), VARIANTS["speculators"])
+    return write_drafter(tmp_path_factory.mktemp("eagle3"), EAGLE3["speculators"])
 
 
 def test_a_prefix_hit_keeps_the_drafters_features(tiny_qwen3: Path, folder: Path) -> None:
@@ -123,7 +130,7 @@ def test_preemption_keeps_the_drafters_features(tiny_qwen3: Path, folder: Path) 
 
 
 def test_the_drafter_can_be_replaced(tiny_qwen3: Path, folder: Path, tmp_path: Path) -> None:
-    other = write(tmp_path, VARIANTS["speculators"], random_tensors(VARIANTS["speculators"], seed=2))
+    other = write_drafter(tmp_path, EAGLE3["speculators"], drafter_tensors(EAGLE3["speculators"], seed=2))
     swapped, fresh = Served(eagle3(tiny_qwen3, folder)), Served(eagle3(tiny_qwen3, other))
     swapped.tokens([prompt(20)], WARM)
     swapped.executor.swap_drafter(str(other))
@@ -142,11 +149,11 @@ def test_page_sizes_include_the_features(tiny_qwen3: Path, folder: Path) -> None
 
 
 def _without(config: dict, name: str) -> dict[str, torch.Tensor]:
-    return {key: tensor for key, tensor in random_tensors(config).items() if key != name}
+    return {key: tensor for key, tensor in drafter_tensors(config).items() if key != name}
 
 
 def _with(config: dict, **tensors: torch.Tensor) -> dict[str, torch.Tensor]:
-    return random_tensors(config) | tensors
+    return drafter_tensors(config) | tensors
 
 
 GOOD = sglang()
@@ -157,7 +164,7 @@ BROKEN: dict[str, tuple[dict, dict[str, torch.Tensor] | None, str]] = {
         "architectures=.*LlamaForCausalLMEagle3",
     ),
     "another method": (
-        speculators(speculators_model_type="dflash"),
+        eagle3_speculators(speculators_model_type="dflash"),
         None,
         "speculators_model_type='dflash'.*'eagle3'",
     ),
@@ -174,7 +181,7 @@ BROKEN: dict[str, tuple[dict, dict[str, torch.Tensor] | None, str]] = {
         None,
         "draft_vocab_size.*at most vocab_size",
     ),
-    "norms of taps": (speculators(fc_norm=True), None, "fc_norm=True.*not yet supported"),
+    "norms of taps": (eagle3_speculators(fc_norm=True), None, "fc_norm=True.*not yet supported"),
     "drafting in parallel": (
         sglang(eagle_config={"parallel_draft_step": 2}),
         None,
@@ -204,13 +211,13 @@ BROKEN: dict[str, tuple[dict, dict[str, torch.Tensor] | None, str]] = {
 @pytest.mark.parametrize("name", BROKEN)
 def test_defects_of_a_checkpoint_are_named(name: str, tiny_qwen3: Path, tmp_path: Path) -> None:
     config, tensors, said = BROKEN[name]
-    folder = write(tmp_path, config, tensors or random_tensors(GOOD))
+    folder = write_drafter(tmp_path, config, tensors or drafter_tensors(GOOD))
     with pytest.raises(CheckpointError, match=said):
         plan_load(eagle3(tiny_qwen3, folder))
 
 
 def test_a_vocabulary_map_must_map_to_tokens(tiny_qwen3: Path, tmp_path: Path) -> None:
-    folder = write(tmp_path, GOOD, _with(GOOD, d2t=torch.full((96,), 100)))
+    folder = write_drafter(tmp_path, GOOD, _with(GOOD, d2t=torch.full((96,), 100)))
     with pytest.raises(CheckpointError, match="d2t must map each draft token"):
         Served(eagle3(tiny_qwen3, folder))
 
@@ -220,7 +227,7 @@ def test_taps_are_counted_by_each_formats_convention(tmp_path: Path) -> None:
     silent = {"eagle_config": None}
     beside = {**silent, "eagle_aux_hidden_state_layer_ids": [2, 18, 33]}
     inside = {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 17, 32]}}
-    of_format = speculators(eagle_aux_hidden_state_layer_ids=[2, 18, 33])
+    of_format = eagle3_speculators(eagle_aux_hidden_state_layer_ids=[2, 18, 33])
     for config in (sglang(**silent), sglang(**beside), sglang(**inside), of_format):
         (tmp_path / "config.json").write_text(json.dumps(config))
         assert Eagle3Config.load(tmp_path, 36).target_layer_ids == (1, 17, 32)
@@ -285,9 +292,9 @@ def test_published_configs_of_one_drafter_are_read_the_same(tmp_path: Path) -> N
     ("config", "words"),
     [
         (sglang(residual_scale=0.5), "residual_scale=0.5 must be absent or false"),
-        (speculators(residual_scale=0.5), "residual_scale=0.5 must be absent or false"),
+        (eagle3_speculators(residual_scale=0.5), "residual_scale=0.5 must be absent or false"),
         (sglang(eagle_config={"tap_norms": True}), "eagle_config.tap_norms=True must be absent or false"),
-        (speculators(eagle_aux_hidden_state_layer_ids=[1, 1, 3]), r"ids=\[1, 1, 3\].*all different"),
+        (eagle3_speculators(eagle_aux_hidden_state_layer_ids=[1, 1, 3]), r"ids=\[1, 1, 3\].*all different"),
     ],
 )
 def test_unknown_keys_and_layers_tapped_twice_are_refused(config: dict, words: str, tmp_path: Path) -> None:
@@ -310,7 +317,7 @@ def test_unsupported_configs_are_refused(tiny_qwen3: Path, folder: Path, tmp_pat
             settings(tiny_qwen3, speculative_config={**spec, **changes})
     with pytest.raises(CheckpointError, match='method="eagle3"'):
         plan_load(settings(tiny_qwen3, speculative_config={"model": str(folder)}))
-    nested = write(tmp_path, sglang())
+    nested = write_drafter(tmp_path, sglang())
     with pytest.raises(CheckpointError, match='method="eagle3"'):
         plan_load(settings(tiny_qwen3, speculative_config={"model": str(nested)}))
 
@@ -321,4 +328,4 @@ def test_a_block_drafter_is_recognized(tiny_qwen3: Path, tiny_drafter: Path) -> 
 
 
 def test_the_training_length_is_no_limit(tiny_qwen3: Path, folder: Path) -> None:
-    assert BLOCK["max_position_embeddings"] < plan_load(eagle3(tiny_qwen3, folder)).max_model_len
+    assert EAGLE3_BLOCK["max_position_embeddings"] < plan_load(eagle3(tiny_qwen3, folder)).max_model_len

@@ -23,7 +23,7 @@ import torch
 from manta import LLM, SamplingParams
 from manta.actors.targets.families import read_model
 from manta.drafter.compute.cpu_numba.cpu_features import bf16_instructions
-from support.checkpoints.eagle3_checkpoints import speculators, write
+from support.checkpoints.drafters import eagle3_speculators, write_drafter
 from support.checkpoints.families import FAMILIES, GPT_OSS_YARN
 from support.checkpoints.mtp_targets import make_assistant, make_mtp_target
 from support.checkpoints.tiny import make_tiny_drafter, make_tiny_target, transformers_model
@@ -355,7 +355,8 @@ def make_pair(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Pair]
         if name in EAGLE3:
             pair = make(name.removesuffix(" by EAGLE-3"))
             layer = {"head_dim": 32} if "bf16" in name else {}
-            return replace(pair, drafter=write(folder / "drafter", speculators(layer=layer)), method="eagle3")
+            drafter = write_drafter(folder / "drafter", eagle3_speculators(layer=layer))
+            return replace(pair, drafter=drafter, method="eagle3")
         # The compiled pass wants sizes that are multiples of 32.
         make_target, sizes = make_tiny_target, {"head_dim": 32} if in_bf16 else {}
         if f"{family} by MTP" in MTP:

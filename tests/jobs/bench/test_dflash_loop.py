@@ -12,8 +12,8 @@ from benchmarks.comparison.dflash_loop import LoopDrafter, dflash_loop
 from manta.actors.tokenization.tokenizer import Tokenizer
 from manta.cluster.errors import ConfigError
 from safetensors.torch import load_file
-from support.checkpoints import drafter_checkpoints as checkpoints
-from support.checkpoints.drafter_checkpoints import HIDDEN, TARGET_LAYERS, VARIANTS, VOCAB
+from support.checkpoints import drafters as checkpoints
+from support.checkpoints.drafters import HIDDEN, TARGET_LAYERS, VARIANTS, VOCAB
 from support.oracles.oracle_dflash import Oracle, decode
 from transformers import DynamicCache, PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
@@ -51,7 +51,7 @@ BEYOND = {
 @pytest.mark.parametrize("variant", sorted(BEYOND))
 def test_drafters_beyond_the_loops_modules_are_refused(variant: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=f"the plain loop has no {BEYOND[variant]}"):
-        LoopDrafter(checkpoints.write(tmp_path, VARIANTS[variant]), embedding_owner())
+        LoopDrafter(checkpoints.write_drafter(tmp_path, VARIANTS[variant]), embedding_owner())
 
 
 @pytest.mark.parametrize("variant", sorted(set(VARIANTS) - set(BEYOND)))
@@ -59,10 +59,10 @@ def test_drafters_beyond_the_loops_modules_are_refused(variant: str, tmp_path: P
 def test_drafts_equal_the_oracles_with_context_written_in_parts(variant: str, tmp_path: Path) -> None:
     config = VARIANTS[variant]
     target = embedding_owner()
-    tensors = checkpoints.random_tensors(config)
+    tensors = checkpoints.drafter_tensors(config)
     replaced = config.get("dflash_config", {}).get("mask_token_id", 0) >= VOCAB
     mask = torch.randn(HIDDEN, generator=torch.Generator().manual_seed(2)) if replaced else None
-    drafter = LoopDrafter(checkpoints.write(tmp_path, config, tensors, mask), target)
+    drafter = LoopDrafter(checkpoints.write_drafter(tmp_path, config, tensors, mask), target)
     oracle = Oracle(config, tensors, target.model.embed_tokens.weight, target.lm_head.weight, mask)
     states = tuple(torch.full((1, 1, 1), float(i)) for i in range(TARGET_LAYERS + 1))
     assert drafter.taps(states).flatten().tolist() == oracle.tap_indices()

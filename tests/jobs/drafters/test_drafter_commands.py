@@ -25,11 +25,7 @@ from manta.jobs.drafters.drafter_summary import find_drafters, summarize_drafter
 from manta.jobs.drafters.validate.card_check import compare_answers
 from manta.jobs.drafters.validate.validate_pair import validate_pair
 from support.checkpoints.broken_pairs import BROKEN, DRAFTER, TARGET, Broken, copied, tensors
-from support.checkpoints.drafter_checkpoints import VARIANTS, random_tensors
-from support.checkpoints.drafter_checkpoints import write as write_checkpoint
-from support.checkpoints.eagle3_checkpoints import VARIANTS as EAGLE3
-from support.checkpoints.eagle3_checkpoints import sglang
-from support.checkpoints.eagle3_checkpoints import write as write_eagle3
+from support.checkpoints.drafters import EAGLE3, VARIANTS, drafter_tensors, sglang, write_drafter
 from support.checkpoints.tiny import TINY_VOCAB
 from support.paths import DATA
 from support.published.hub_standin import REVISION, hub_with_model
@@ -149,7 +145,7 @@ def test_list_finds_drafters_and_skips_targets(tmp_path: Path):
 
 @pytest.fixture(scope="module")
 def target_of_variants(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    from support.checkpoints.drafter_checkpoints import HIDDEN, TARGET_LAYERS, VOCAB
+    from support.checkpoints.drafters import HIDDEN, TARGET_LAYERS, VOCAB
 
     raw = json.loads((TARGET / "config.json").read_text())
     sizes = {
@@ -188,7 +184,7 @@ def meaning(folder: Path) -> dict:
 def test_a_round_trip_between_formats_keeps_every_bit(name: str, target_of_variants: Path, tmp_path: Path):
     config = VARIANTS[name]
     mask = torch.zeros(config["hidden_size"]) if "mask embedding" in name else None
-    source = write_checkpoint(tmp_path / "source", config, random_tensors(config), mask)
+    source = write_drafter(tmp_path / "source", config, drafter_tensors(config), mask)
     there, back = tmp_path / "there", tmp_path / "back"
     target = str(target_of_variants)
     if name in INEXPRESSIBLE:
@@ -214,7 +210,7 @@ def test_a_target_with_fewer_usual_taps_than_the_drafter_has_is_checked(
     target = tmp_path / "target"
     target.mkdir()
     (target / "config.json").write_text(json.dumps(raw))
-    drafter = write_checkpoint(tmp_path / "drafter", config, random_tensors(config), None)
+    drafter = write_drafter(tmp_path / "drafter", config, drafter_tensors(config), None)
     assert all(finding.what != "layer ids" for finding in validate_pair(str(drafter), str(target)))
 
 
@@ -236,7 +232,7 @@ def target_of_eagle3(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("name", EAGLE3)
 def test_an_eagle3_drafter_is_described_and_checked(name: str, target_of_eagle3: Path, tmp_path: Path):
     config = EAGLE3[name]
-    folder = write_eagle3(tmp_path / "head", config)
+    folder = write_drafter(tmp_path / "head", config)
     block = config.get("transformer_layer_config", config)
     summary = summarize_drafter(open_drafter(str(folder)))
     assert summary["format"] == ("speculators" if block is not config else "sglang")
@@ -257,7 +253,7 @@ def test_an_eagle3_drafter_is_described_and_checked(name: str, target_of_eagle3:
 
 
 def test_unspecified_taps_of_an_eagle3_drafter_are_not_invented(tmp_path: Path):
-    folder = write_eagle3(tmp_path / "head", sglang(eagle_config=None))
+    folder = write_drafter(tmp_path / "head", sglang(eagle_config=None))
     assert summarize_drafter(open_drafter(str(folder)))["target_layer_ids"] == ()
     for command in ("inspect", "list"):
         code, said = run(command, folder)

@@ -41,8 +41,7 @@ from manta.models.recipe.eagle3 import (
     new_eagle_head,
 )
 from safetensors.torch import load_file
-from support.checkpoints.drafter_checkpoints import HIDDEN, TARGET_LAYERS, VOCAB
-from support.checkpoints.eagle3_checkpoints import BLOCK
+from support.checkpoints.drafters import EAGLE3_BLOCK, HIDDEN, TARGET_LAYERS, VOCAB
 from support.checkpoints.tiny import make_tiny_target
 from support.checkpoints.training_targets import CPU, continuations, small_config, write_target
 from support.oracles.drafter_requests import FACTS, Requests, random_taps
@@ -245,9 +244,9 @@ def test_an_exported_head_drafts_the_chains_it_was_trained_on(tmp_path: Path, ti
     served = load_eagle3(tmp_path, facts, EmbeddingCopies(embedding, Linear(out)), torch.float32, "cpu")
     assert served.config.target_layer_ids == (0, 1, 2)
     written = json.loads((tmp_path / "config.json").read_text())
-    assert {key: written[key] for key in BLOCK if key in written and key != "vocab_size"} == {
+    assert {key: written[key] for key in EAGLE3_BLOCK if key in written and key != "vocab_size"} == {
         key: value
-        for key, value in BLOCK.items()
+        for key, value in EAGLE3_BLOCK.items()
         if key in written and key not in ("vocab_size", "max_position_embeddings")
     } | {"max_position_embeddings": 512}
     oracle = Eagle3Oracle(written, load_file(tmp_path / "model.safetensors"), embedding, out)

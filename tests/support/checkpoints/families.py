@@ -13,6 +13,8 @@ from typing import Any
 
 import transformers
 
+TINY_VOCAB = 128
+
 
 @dataclass(frozen=True)
 class TinyFamily:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import torch
 import transformers
@@ -39,7 +40,7 @@ def names_of(family: str, layer: int = 0, num_layers: int = 4) -> tuple[str, dic
 
 
 def make_mtp_target(
-    folder: Path, family: str, *, seed: int = 0, num_mtp_layers: int = 1, **changes: object
+    folder: Path, family: str, *, seed: int = 0, num_mtp_layers: int = 1, **changes: Any
 ) -> Path:
     """A random target of `make_tiny_target` with such layers; `changes` are of its configuration."""
     make_tiny_target(folder, family, seed=seed, **changes)

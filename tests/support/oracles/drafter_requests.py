@@ -15,8 +15,8 @@ from manta.drafter.dflash.proposer import DFlashProposer
 from manta.drafter.dflash.target_features import EmbeddingCopies, TargetFacts
 from manta.drafter.step.request_states import RequestStates
 
-from support.checkpoints import drafter_checkpoints as checkpoints
-from support.checkpoints.drafter_checkpoints import HIDDEN, TARGET_LAYERS, VOCAB
+from support.checkpoints import drafters as checkpoints
+from support.checkpoints.drafters import HIDDEN, TARGET_LAYERS, VOCAB
 from support.oracles.oracle_dflash import Oracle
 
 FACTS = TargetFacts(hidden_size=HIDDEN, num_layers=TARGET_LAYERS, vocab_size=VOCAB, max_model_len=128)
@@ -68,10 +68,10 @@ def load_pair(
     head = torch.randn(VOCAB, HIDDEN, generator=generator) * HIDDEN**-0.5
     nested = config.get("dflash_config", {})
     mask = torch.randn(HIDDEN, generator=generator) if nested.get("mask_token_id", 0) >= VOCAB else None
-    tensors = checkpoints.random_tensors(config)
+    tensors = checkpoints.drafter_tensors(config)
     if own is not None:
         tensors |= {"embed_tokens.weight": own[0].clone(), "lm_head.weight": own[1].clone()}
-    checkpoints.write(folder, config, tensors, mask)
+    checkpoints.write_drafter(folder, config, tensors, mask)
     shared_embeddings = EmbeddingCopies(embedding.to(dtype), Linear(head.to(dtype)))
     return Pair(
         load_drafter(folder, FACTS, shared_embeddings, dtype, "cpu"),

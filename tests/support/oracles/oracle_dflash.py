@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from support.checkpoints.drafter_checkpoints import head_dim_of, kv_heads_of
+from support.checkpoints.drafters import head_dim_of, kv_heads_of
 
 MASK32 = 0xFFFFFFFF
 

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import Any
 
 REVISION = "c" * 40
 
@@ -36,7 +37,7 @@ def hub_with(dataset: str, files: Mapping[str, bytes]) -> Iterator[str]:
             self.end_headers()
             self.wfile.write(content)
 
-        def log_message(self, *_: object) -> None:
+        def log_message(self, format: str, *args: object) -> None:
             pass
 
     with _served(Hub) as address:
@@ -87,7 +88,7 @@ def hub_with_model(model: str, folder: Path, sent: dict[str, int]) -> Iterator[s
             if self.command == "GET":
                 self.wfile.write(content)
 
-        def log_message(self, *_: object) -> None:
+        def log_message(self, format: str, *args: object) -> None:
             pass
 
     with _served(Hub) as address:
@@ -107,11 +108,11 @@ def _served(handler: type[BaseHTTPRequestHandler]) -> Iterator[str]:
         server.server_close()
 
 
-def _listed(files: Mapping[str, bytes], folder: str) -> list[dict[str, object]]:
+def _listed(files: Mapping[str, bytes], folder: str) -> list[dict[str, Any]]:
     if not folder:
         return [{"type": "directory", "path": name.partition("/")[0], "oid": "b" * 40} for name in files][:1]
     return _files(files)
 
 
-def _files(files: Mapping[str, bytes]) -> list[dict[str, object]]:
+def _files(files: Mapping[str, bytes]) -> list[dict[str, Any]]:
     return [{"type": "file", "path": name, "size": len(files[name]), "oid": "a" * 40} for name in files]
