@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from manta.actors.batch.dataset.row_requests import RowSchema, read_request
-from manta.actors.chat.chat_formats import CALLS, REASONING
+from manta.actors.chat.chat_formats import CALLS
 from manta.actors.chat.chat_model import AnswerParserFactory
 from manta.actors.chat.stream_parser import Splitter
 from manta.actors.chat.text_stream import AnswerDelta, concatenate
@@ -26,13 +26,8 @@ from manta.actors.http.responses.tools import ClientTools
 from manta.actors.tokenization.chat_template import ChatTemplate
 from manta.actors.tokenization.client_messages import parse_arguments
 from manta.actors.tokenization.generation_config import GenerationDefaults
-from support.paths import DATA
+from support.recorded_answers import FORMATS, TOOLS, splitter
 
-FOLDER = DATA / "chat"
-TOOLS: dict[str, Any] = json.loads((FOLDER / "tools.json").read_text())
-FORMATS: dict[str, Any] = {
-    path.stem: json.loads(path.read_text()) for path in sorted(FOLDER.glob("*.json")) if path.stem != "tools"
-}
 # How published templates write a call's arguments.
 WRITTEN = {
     "json": "{{ f.arguments | tojson }}",  # Llama 3, Mistral
@@ -171,11 +166,8 @@ def rendered(request: ChatRequest, template: ChatTemplate) -> str:
 
 
 def said(name: str, text: str) -> AnswerDelta:
-    thinking, calls = FORMATS[name]["thinking"], FORMATS[name]["calls"]
-    splitter = Splitter(
-        None if thinking is None else REASONING[thinking], CALLS[calls], schemas=TOOLS, id_seed="x"
-    )
-    return concatenate([splitter.feed(text), splitter.finish()])
+    reader = splitter(name)
+    return concatenate([reader.feed(text), reader.finish()])
 
 
 @st.composite
@@ -220,10 +212,10 @@ def test_malformed_arguments_are_the_same_in_each_api_and_shown_by_each_template
 
 
 def open_call(arguments: str) -> AnswerDelta:
-    splitter = Splitter(None, CALLS["kimi_k2"], schemas=TOOLS)
-    splitter.open("f", "call1")
-    splitter.add(arguments)
-    return splitter.finish()
+    reader = Splitter(None, CALLS["kimi_k2"], schemas=TOOLS)
+    reader.open("f", "call1")
+    reader.add(arguments)
+    return reader.finish()
 
 
 def test_object_arguments_reach_templates_as_objects() -> None:

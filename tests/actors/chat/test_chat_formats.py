@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from manta.actors.batch.ledger.job_spec import settings_identity
@@ -29,6 +31,20 @@ THINK = ("<think>", "</think>")
 @pytest.fixture(scope="module")
 def tokenizer() -> Tokenizer:
     return byte_tokenizer()
+
+
+@pytest.fixture(scope="module")
+def takes(tokenizer: Tokenizer) -> Callable[[str, str], bool]:
+    """Returns whether a text is an answer under a Lark grammar."""
+    ends = (tokenizer.special_token_ids["<|im_end|>"],)
+    compiler = GrammarCompiler(tokenizer.to_json(), tokenizer.vocab_size, ends)
+
+    def takes(lark: str, text: str) -> bool:
+        matcher = compiler.matcher(Grammar("lark", lark))
+        ids = tokenizer.encode(text, add_special_tokens=False)
+        return matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting()
+
+    return takes
 
 
 W = json.dumps({"city": "Paris", "days": 3})
@@ -65,39 +81,27 @@ PLAIN_WEATHER = {
 SCHEMAS = {"get_weather": PLAIN_WEATHER, "now": NOW["function"]["parameters"]}
 
 
-def takes(compiler: GrammarCompiler, tokenizer: Tokenizer, lark: str, text: str) -> bool:
-    matcher = compiler.matcher(Grammar("lark", lark))
-    ids = tokenizer.encode(text, add_special_tokens=False)
-    return matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting()
-
-
 @pytest.mark.parametrize("name", sorted(CALLED))
-def test_forced_calls_are_parsed_by_the_splitter(tokenizer: Tokenizer, name: str) -> None:
+def test_forced_calls_are_parsed_by_the_splitter(
+    tokenizer: Tokenizer, takes: Callable[[str, str], bool], name: str
+) -> None:
     syntax, text = CALLS[name], CALLED[name]
-    compiler = GrammarCompiler(
-        tokenizer.to_json(), tokenizer.vocab_size, (tokenizer.special_token_ids["<|im_end|>"],)
-    )
     alone = name in ("openai", "muse_glimmer")  # a message is one call, and ends the answer
     lark = forced_calls(syntax, SCHEMAS, tokenizer.special_token_ids, several=True)
-    assert takes(compiler, tokenizer, lark, text)
+    assert takes(lark, text)
     reader = Splitter(None, syntax, schemas=SCHEMAS)
     found = concatenate([reader.feed(text), reader.finish()])
     called = [(call.name, json.loads(call.arguments)) for call in found.calls]
     assert called == [("get_weather", json.loads(W)), ("now", {})][: 1 if alone else 2] and not found.content
     single = forced_calls(syntax, SCHEMAS, tokenizer.special_token_ids, several=False)
-    assert takes(compiler, tokenizer, single, text) == alone
+    assert takes(single, text) == alone
     named = forced_calls(syntax, {"now": SCHEMAS["now"]}, tokenizer.special_token_ids, several=True)
     for wrong in (text, "Hello.", "", text.replace("days", "hours"), text.replace("3", '"three"')):
-        assert not takes(compiler, tokenizer, named if wrong == text else lark, wrong), wrong
+        assert not takes(named if wrong == text else lark, wrong), wrong
 
 
-def test_calls_of_strict_tools_fit_their_schemas_with_auto() -> None:
+def test_calls_of_strict_tools_fit_their_schemas_with_auto(takes: Callable[[str, str], bool]) -> None:
     model = ChatModel.of(byte_tokenizer(HERMES))
-    tokenizer = model.tokenizer
-    assert tokenizer is not None
-    compiler = GrammarCompiler(
-        tokenizer.to_json(), tokenizer.vocab_size, (tokenizer.special_token_ids["<|im_end|>"],)
-    )
     strict = model.strict_call_grammar("", SCHEMAS, {"get_weather"})
     assert strict is not None and strict.field == "tools"
     _, lark = written_grammar(strict)
@@ -109,15 +113,14 @@ def test_calls_of_strict_tools_fit_their_schemas_with_auto() -> None:
         (call.replace("days", "hours"), False),
         (call.replace("get_weather", "unknown"), False),
     ):
-        assert takes(compiler, tokenizer, lark, text) == allowed, text
+        assert takes(lark, text) == allowed, text
     assert ChatModel.of(byte_tokenizer("<|tool_call>")).strict_call_grammar("", SCHEMAS, {"now"}) is None
 
 
 @pytest.mark.parametrize("required", [[], ["a"], ["b"], ["a", "b"]])
-def test_optional_arguments_may_be_omitted(tokenizer: Tokenizer, required: list[str]) -> None:
-    compiler = GrammarCompiler(
-        tokenizer.to_json(), tokenizer.vocab_size, (tokenizer.special_token_ids["<|im_end|>"],)
-    )
+def test_optional_arguments_may_be_omitted(
+    tokenizer: Tokenizer, takes: Callable[[str, str], bool], required: list[str]
+) -> None:
     kinds = {"a": {"type": "string"}, "b": {"type": "integer"}, "c": {"type": "string"}}
     schemas = {"f": {"type": "object", "properties": kinds, "required": required}}
     written = {"a": 'a:<|"|>x<|"|>', "b": "b:1", "c": 'c:<|"|>y<|"|>'}
@@ -127,11 +130,11 @@ def test_optional_arguments_may_be_omitted(tokenizer: Tokenizer, required: list[
         complete = set(required) <= set(present)
         ordered = sorted(present, key=lambda key: (key not in required, key))
         text = "<|tool_call>call:f{" + ",".join(written[key] for key in ordered) + "}<tool_call|>"
-        assert takes(compiler, tokenizer, quoted, text) == complete, text
+        assert takes(quoted, text) == complete, text
         values = {"a": "x", "b": "1", "c": "y"}
         text = "<tool_call>\n<function=f>\n"
         text += "".join(f"<parameter={key}>{values[key]}</parameter>\n" for key in present)
-        assert takes(compiler, tokenizer, tagged, text + "</function>\n</tool_call>") == complete, text
+        assert takes(tagged, text + "</function>\n</tool_call>") == complete, text
 
 
 @pytest.mark.parametrize(
@@ -225,25 +228,16 @@ TEMPLATES = {
 def test_templates_render_as_in_transformers(name: str) -> None:
     from transformers.utils.chat_template_utils import render_jinja_template
 
+    calls = [{"function": {"name": "now", "arguments": {"a": "<"}}}]
     messages = [
         {"role": "user", "content": "Is 1 < 2 & 'é'?"},
-        {
-            "role": "assistant",
-            "content": " yes ",
-            "tool_calls": [{"function": {"name": "now", "arguments": {"a": "<"}}}],
-        },
+        {"role": "assistant", "content": " yes ", "tool_calls": calls},
     ]
-    documents = [{"text": "d"}]
-    rendered, _ = render_jinja_template(
-        [messages],
-        tools=[*TOOLS],
-        documents=documents,
-        chat_template=TEMPLATES[name],
-        add_generation_prompt=True,
-        whole_tools=True,
-    )
+    given: dict[str, Any] = {"tools": [*TOOLS], "documents": [{"text": "d"}]}
+    options = {"chat_template": TEMPLATES[name], "add_generation_prompt": True, "whole_tools": True}
+    rendered, _ = render_jinja_template([messages], **given, **options)
     ours = ChatTemplate(TEMPLATES[name], {}, {"whole_tools": True})
-    assert ours.render(messages, tools=TOOLS, documents=documents) == rendered[0]
+    assert ours.render(messages, **given) == rendered[0]
 
 
 def test_templates_are_bounded_and_their_settings_are_checked() -> None:

@@ -9,32 +9,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from manta.actors.chat.chat_formats import CALLS, REASONING
-from manta.actors.chat.stream_parser import Splitter
 from manta.actors.chat.text_stream import AnswerDelta, concatenate
-from support.paths import DATA
+from support.recorded_answers import FORMATS, splitter
 
-FOLDER = DATA / "chat"
-TOOLS: dict[str, Any] = json.loads((FOLDER / "tools.json").read_text())
-FORMATS: dict[str, Any] = {
-    path.stem: json.loads(path.read_text()) for path in sorted(FOLDER.glob("*.json")) if path.stem != "tools"
-}
 ANSWERS = [
     pytest.param(name, answer, id=f"{name}-{at}")
     for name, found in FORMATS.items()
     for at, answer in enumerate(found["answers"])
 ]
-
-
-def splitter(name: str, *, opened: bool = False, parallel: bool = True) -> Splitter:
-    thinking, calls = FORMATS[name]["thinking"], FORMATS[name]["calls"]
-    return Splitter(
-        None if thinking is None else REASONING[thinking],
-        CALLS[calls],
-        schemas=TOOLS,
-        opened=opened,
-        id_seed="x",
-        parallel=parallel,
-    )
 
 
 def read(name: str, *texts: str, opened: bool = False) -> AnswerDelta:
@@ -73,13 +55,7 @@ def test_output_depends_on_the_text_and_not_on_its_cuts(name: str, answer: Any) 
         rest = reader.feed(text[first:])
         assert concatenate([first_part, rest]) == so_far[-1]
         assert concatenate([first_part, rest, reader.finish()]) == whole
-
-
-@pytest.mark.parametrize(("name", "answer"), ANSWERS)
-def test_every_pair_of_cuts_gives_the_same_parts(name: str, answer: Any) -> None:
-    text, opened = answer["text"], answer.get("opened", False)
-    whole = read(name, text, opened=opened)
-    step = 1 + len(text) // 40  # longer texts: a grid that meets every mark
+    step = 1 + len(text) // 40  # of longer texts, a grid of pairs of cuts that meets every mark
     for first in range(0, len(text), step):
         for second in range(first, len(text), step):
             assert read(name, text[:first], text[first:second], text[second:], opened=opened) == whole
@@ -130,23 +106,10 @@ def test_a_plain_text_passes_unchanged(name: str, text: str, cut: int) -> None:
         assert read(name, text[:cut], text[cut:]) == AnswerDelta(content=text)
 
 
-PIECES = st.lists(
-    st.sampled_from(
-        sorted(
-            {
-                text[i : i + 9]
-                for f in FORMATS.values()
-                for a in f["answers"]
-                for text in [a["text"]]
-                for i in range(0, len(text), 7)
-            }
-        )
-    )
-    | st.sampled_from(
-        ["<tool_call>", "</tool_call>", "<|message|>", "<|start|>", "{", "}", '"name"', ":", "now", "\n"]
-    ),
-    max_size=12,
-)
+TEXTS = [answer["text"] for found in FORMATS.values() for answer in found["answers"]]
+PARTS = sorted({text[i : i + 9] for text in TEXTS for i in range(0, len(text), 7)})
+MARKS = ["<tool_call>", "</tool_call>", "<|message|>", "<|start|>", "{", "}", '"name"', ":", "now", "\n"]
+PIECES = st.lists(st.sampled_from(PARTS) | st.sampled_from(MARKS), max_size=12)
 
 
 @pytest.mark.parametrize("name", FORMATS)

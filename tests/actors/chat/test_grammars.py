@@ -31,7 +31,7 @@ from manta.cluster.speculation.draft_tree import grow_tree
 from manta.drafter.grammars import compiler as compiler_module
 from manta.drafter.grammars.compiler import GrammarCompiler, lark_of
 from manta.drafter.grammars.matchers import GrammarStates
-from support.checkpoints.text_pair import VOCAB, make_text_pair
+from support.checkpoints.text_pair import VOCAB
 from support.oracles.sampling_cases import WHOLE
 from support.oracles.schemas import HELD, REFUSED, held_by
 
@@ -76,23 +76,8 @@ NUM_TOKENS = 40
 
 
 @pytest.fixture(scope="module")
-def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    return make_text_pair(tmp_path_factory.mktemp("pair"))
-
-
-@pytest.fixture(scope="module")
-def tokenizer(pair: tuple[Path, Path]) -> Tokenizer:
-    return Tokenizer.load(pair[0])
-
-
-@pytest.fixture(scope="module")
 def frontend(tokenizer: Tokenizer) -> GrammarFrontend:
     return GrammarFrontend(tokenizer, VOCAB, EOS)
-
-
-@pytest.fixture(scope="module")
-def compiler(tokenizer: Tokenizer) -> GrammarCompiler:
-    return GrammarCompiler(tokenizer.to_json(), VOCAB, EOS)
 
 
 def open_pair(pair: tuple[Path, Path], drafts: int | None, width: int = 1, **more: Any) -> LLM:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import codecs
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import pairwise, takewhile
 from pathlib import Path
 from typing import Any
@@ -350,6 +351,8 @@ def test_a_stop_string_ends_the_text_at_the_same_token_for_any_blocks(kind: str,
             tokenizer, prompt, [answer[:num_tokens]], SamplingParams(max_tokens=None, seed=0)
         )
         assert uncut.startswith(text + str(reason)), "what stopped it is in the text of the tokens that count"
+    elif params.min_tokens == 0:
+        assert not any(each in text for each in stop)
 
 
 @kinds_with_bytes
@@ -358,6 +361,15 @@ def test_a_stop_string_of_byte_tokens_ends_the_text_with_its_last_byte(kind: str
     params = SamplingParams(stop=("\n",), max_tokens=None, seed=0)
     text, num_tokens, reason, _ = completed(TOKENIZERS[kind], ids_of(kind, b"a"), [answer], params)
     assert (text, num_tokens, reason) == ("x", 2, "\n")
+
+
+def test_a_kept_stop_string_ends_the_text_and_one_before_min_tokens_does_not_count() -> None:
+    kind, answer = "ByteLevel", ids_of("ByteLevel", *("one two three two"))
+    params = SamplingParams(stop=("two",), max_tokens=None, seed=0)
+    kept = replace(params, include_stop_str_in_output=True)
+    assert completed(TOKENIZERS[kind], [], [answer], kept)[:3] == ("one two", len("one two"), "two")
+    late = replace(params, min_tokens=len("one two "))
+    assert completed(TOKENIZERS[kind], [], [answer], late)[:3] == ("one two three ", len(answer), "two")
 
 
 def test_an_incomplete_character_is_the_same_complete_streamed_and_with_drafts(tmp_path: Path) -> None:

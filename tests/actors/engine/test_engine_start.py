@@ -12,7 +12,7 @@ from manta.actors.engine.async_engine import AsyncEngine
 from manta.cluster.config import EngineConfig
 from manta.cluster.errors import CheckpointError, ConfigError
 
-WITHIN_S = 30.0
+WITHIN_S = 120.0
 
 
 class Loaded:

@@ -22,14 +22,28 @@ from manta.cluster.speculation.draft_length_policy import (
     draft_lengths,
 )
 from manta.cluster.speculation.step_cost_model import StepLoad
+from support.engines.opened import core_of
 
 PROMPT = {"prompt_token_ids": [1, 5, 9, 20, 21]}
 PARAMS = SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True)
 
 
 @pytest.fixture(autouse=True)
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Starts find an empty cache, and measure all their steps on a machine of any speed."""
     monkeypatch.setenv("MANTA_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(speculation_cache, "_MEASURE_S", 300.0)
+
+
+@pytest.fixture
+def always_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every step drafts as much as it may, whatever steps cost on this machine."""
+
+    def choose(policy: DraftLengthPolicy, batch: DecodeBatch, load: StepLoad) -> DraftChoice:
+        maximum = policy._max_drafts
+        return DraftChoice(np.minimum(batch.limits_R, maximum).astype(np.int32), maximum)
+
+    monkeypatch.setattr(DraftLengthPolicy, "choose", choose)
 
 
 def make(pair: tuple[Path, Path], **settings: object) -> LLM:
@@ -39,15 +53,15 @@ def make(pair: tuple[Path, Path], **settings: object) -> LLM:
 
 
 def learned(llm: LLM) -> tuple[bool, bool]:
-    costs, survival = llm._engine.costs, llm._engine.acceptance
+    costs, survival = core_of(llm).costs, core_of(llm).acceptance
     assert costs is not None and survival is not None
     return costs.has_measured_drafts, bool((survival.bias_K != AcceptanceModel(15, 1).bias_K[0]).any())
 
 
 def draft_s(llm: LLM) -> float:
     """Return the predicted seconds of a drafter's pass for one request."""
-    assert llm._engine.costs is not None
-    return float(llm._engine.costs.draft_s(StepLoad(1, 0, 0.0), [3])[0])
+    assert core_of(llm).costs is not None
+    return float(core_of(llm).costs.draft_s(StepLoad(1, 0, 0.0), [3])[0])
 
 
 def believe(bias: float, draft_s: float = 1e-9) -> None:
@@ -64,6 +78,7 @@ def believe(bias: float, draft_s: float = 1e-9) -> None:
         file.write_text(json.dumps(kept))
 
 
+@pytest.mark.usefixtures("always_drafts")
 def test_acceptance_statistics_are_saved_for_the_same_drafter(
     tiny_qwen3: Path, tiny_drafter: Path, tmp_path: Path
 ) -> None:
@@ -88,13 +103,14 @@ def test_an_unmeasured_drafter_starts_with_its_card(
     lines = ["| category | length, T=0 | length, T=1 |", "|---|---|---|", "| overall | 1.9 | 1.3 |"]
     (drafter / "README.md").write_text("\n".join(lines))
     with make((tiny_qwen3, drafter)) as llm:
-        survival = llm._engine.acceptance
+        survival = core_of(llm).acceptance
         assert survival is not None
         assert 1 + survival.samples(np.zeros(1, np.int32), 16).mean(axis=0)[0].sum() == pytest.approx(
             1.6, abs=1e-3
         )
 
 
+@pytest.mark.usefixtures("always_drafts")
 def test_saved_statistics_by_which_drafts_do_not_pay_are_ignored(
     tiny_qwen3: Path, tiny_drafter: Path
 ) -> None:
@@ -105,19 +121,20 @@ def test_saved_statistics_by_which_drafts_do_not_pay_are_ignored(
         assert learned(llm) == (True, False) and draft_s(llm) < 1e3, "costs are measured again at the start"
 
 
+@pytest.mark.usefixtures("always_drafts")
 def test_a_warm_up_is_in_no_metric_and_updates_only_costs(
     tiny_qwen3: Path, tiny_drafter: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with make((tiny_qwen3, tiny_drafter)) as llm:
         # on a busy machine drafts may not pay, and costs would be measured again
-        monkeypatch.setattr(type(llm._engine), "would_draft", True)
+        monkeypatch.setattr(type(core_of(llm)), "would_draft", True)
         before = llm.stats()
         llm.generate(PROMPT, PARAMS)
         assert llm.stats().generation_tokens == 60 and llm.stats().num_drafts > 0
         llm._speculation_cache.end_warm_up()
         after = llm.stats()
         assert (after, learned(llm)[1]) == (replace(before, draft_length=after.draft_length), False)
-        assert llm._engine.costs is not None and llm._engine.costs.has_measurements
+        assert core_of(llm).costs is not None and core_of(llm).costs.has_measurements
         assert llm.generate(PROMPT, PARAMS)[0].outputs[0].token_ids and llm.stats().generation_tokens == 60
 
 
@@ -131,7 +148,6 @@ def test_a_start_measures_every_draft_length_before_the_first_request(
         return choice
 
     monkeypatch.setattr(DraftLengthPolicy, "choose", record)
-    monkeypatch.setattr(speculation_cache, "_MEASURE_S", 60.0)  # a busy machine would end it early
     with make((tiny_qwen3, tiny_drafter)) as llm:
         assert set(lengths) == {*draft_lengths(15)}
         assert llm.stats().steps == 0 and llm.stats().generation_tokens == 0 and llm.stats().kv_usage == 0
@@ -161,7 +177,7 @@ def test_step_costs_are_saved_between_starts_and_change_no_token(
     kept = json.loads(file.read_text())
     file.write_text(json.dumps(kept | {"value": {"rest": "broken"}}))
     with make(pair) as llm:
-        assert llm._engine.costs is not None and not llm._engine.costs.has_measured_drafts
+        assert core_of(llm).costs is not None and not core_of(llm).costs.has_measured_drafts
         tokens.append(llm.generate(PROMPT, PARAMS)[0].outputs[0].token_ids)
     assert tokens[0] == tokens[1] == tokens[2]
     assert "measured again" in caplog.text

@@ -6,8 +6,9 @@ import io
 import json
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -18,10 +19,13 @@ from manta.actors.observability.telemetry import RequestTelemetry
 from manta.cluster.config import EngineConfig
 from manta.cluster.metrics.engine_metrics import CATALOGUE
 from manta.cluster.metrics.metric import BoundedLabels
+from manta.cluster.simulation.simulated_executor import VirtualClock
 from manta.cluster.step.scheduler_output import DrafterUse
 from prometheus_client.parser import text_string_to_metric_families
-from support.checkpoints.text_pair import LiveServer, make_text_pair
+from support.checkpoints.text_pair import LiveServer
+from support.engines.opened import core_of
 from support.servers.simulated_server import SURVIVAL, simulated
+from support.waiting import wait_until
 
 Json = dict[str, Any]
 Samples = dict[str, float]
@@ -66,8 +70,16 @@ def scraped(http: httpx.Client) -> Samples:
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
-    target, drafter = make_text_pair(tmp_path_factory.mktemp("pair"))
+def clock() -> VirtualClock:
+    """The seconds of the simulated steps."""
+    return VirtualClock()
+
+
+@pytest.fixture(scope="module")
+def server(
+    pair: tuple[Path, Path], clock: VirtualClock, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[LiveServer]:
+    target, drafter = pair
     config = EngineConfig.from_dict(
         {
             "model": str(target),
@@ -80,7 +92,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
     storage = str(tmp_path_factory.mktemp("batches"))
     anybody: dict[str, Any] = {"tenants": "*", "categories": "*", "max_metric_labels": 2}
     settings = ServerSettings(served_model_name="tiny", batch_storage=storage, **anybody)
-    with LiveServer(config, settings, simulated) as server:
+    with LiveServer(config, settings, lambda config: simulated(config, clock.advance)) as server:
         yield server
 
 
@@ -107,13 +119,6 @@ def load(http: httpx.Client) -> Load:
     load.end()
     assert len(load.usages) == 4
     return load
-
-
-def wait_for(condition: Callable[[], bool], timeout_s: float = 30.0) -> None:
-    deadline_s = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline_s, "it did not happen"
-        time.sleep(0.01)
 
 
 COMPLETIONS, PROMPTS = 6, 5
@@ -263,7 +268,7 @@ def test_batch_lines_are_counted_when_they_are_durable(http: httpx.Client) -> No
     ).json()
     fields = {"input_file_id": file["id"], "endpoint": "/v1/completions", "completion_window": "24h"}
     batch = http.post("/v1/batches", json=fields).json()["id"]
-    wait_for(lambda: http.get(f"/v1/batches/{batch}").json()["status"] == "completed")
+    wait_until(lambda: http.get(f"/v1/batches/{batch}").json()["status"] == "completed")
     load.end()
     assert load.grown("dflash:batch_rows_total", status="completed") == 2
     assert load.grown("dflash:batch_rows_total", status="failed") == 1
@@ -298,8 +303,12 @@ def test_drafter_and_cache_settings_are_labels(server: LiveServer, load: Load) -
     assert {**wanted, "block_size": str(len(SURVIVAL) + 1)}.items() <= drafter.items()
 
 
-def test_the_measured_speed_up_and_the_reasons_for_not_drafting_are_exported(http: httpx.Client) -> None:
-    """The reported seconds: a block gives at most 4.5 tokens in 5 ms, a plain step a token in 4 ms."""
+def test_the_measured_speed_up_and_the_reasons_for_not_drafting_are_exported(
+    server: LiveServer, http: httpx.Client, clock: VirtualClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The simulated seconds: a block gives at most 4.5 tokens in 5 ms, a plain step a token in 4 ms."""
+    clock.now_s = time.monotonic()
+    monkeypatch.setattr(core_of(server.engine), "_clock", clock)  # no time passes between steps
     load = Load(http)
     load.post("/v1/completions", {"prompt": "ab", "max_tokens": 200, "speculative": False})
     load.end()

@@ -22,6 +22,7 @@ from safetensors.torch import load_file, save_file
 from support.checkpoints.text_pair import NOT_A_NUMBER, LiveServer, make_pair_with_nan
 from support.checkpoints.tiny import make_tiny_drafter, make_tiny_target
 from support.engines.device_engines import PLACE, SMALL_STATES, Twins
+from support.engines.opened import core_of
 from support.engines.steps import short_warm_up
 
 BROKEN, GOOD = 77, [[5, 6, 7, 8, 9, 10, 11], [21, 22, 23], list(range(40, 60))]
@@ -107,7 +108,7 @@ def test_a_request_with_nan_ends_and_does_not_affect_others(
                     assert found[::2] == expected[is_hot]
                     assert found[1::2] == [("error", [])] * len(BAD)
                 assert answers(llm, GOOD, params) == expected[is_hot]
-            llm._engine.check_invariants()
+            core_of(llm).check_invariants()
 
 
 # The target's next token is the third, after which prompt lookup drafts the three that follow it.

@@ -22,6 +22,7 @@ from support.engines.cluster_checker import (
     open_engine,
     run,
 )
+from support.engines.opened import executor_of
 from support.engines.steps import settings
 
 INFO = make_info()
@@ -79,7 +80,7 @@ def test_completions_of_one_prompt_resume_from_their_own_tokens() -> None:
     requests = [replace(r, params=params.child(i)) for i, r in enumerate(requests)]
     engine, outputs = open_engine(INFO), Outputs()
     resumed = [cut(r, expected(r, INFO)[0], 4 * i) for i, r in enumerate(requests)]
-    engine._executor.requests |= {r.request_id: r for r in resumed}
+    executor_of(engine).requests |= {r.request_id: r for r in resumed}
     engine.add_requests(resumed)
     while engine.has_unfinished:
         outputs.take(engine)

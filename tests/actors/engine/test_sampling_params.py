@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from manta import LLM, SamplingParams
 from manta.cluster.errors import RequestError
 from manta.cluster.request.structured_outputs import StructuredOutputsParams
-from support.checkpoints.text_pair import make_text_pair
+from support.engines.opened import core_of
 
 FIELDS = [field.name for field in fields(SamplingParams)]
 ODD = [
@@ -101,9 +101,8 @@ def test_numbers_of_other_types_are_converted() -> None:
 
 
 @pytest.fixture(scope="module")
-def llm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLM]:
-    target: Path = make_text_pair(tmp_path_factory.mktemp("pair"))[0]
-    with LLM(str(target), dtype="float32", num_threads=1, num_pages=64) as llm:
+def llm(pair: tuple[Path, Path]) -> Iterator[LLM]:
+    with LLM(str(pair[0]), dtype="float32", num_threads=1, num_pages=64) as llm:
         yield llm
 
 
@@ -116,7 +115,7 @@ def test_a_prompt_of_a_wrong_type_is_refused(llm: LLM, prompts: Any) -> None:
     assert refused.value.param == "prompt"
     with pytest.raises(RequestError):
         next(llm.stream(prompts))
-    assert not llm._engine.has_unfinished
+    assert not core_of(llm).has_unfinished
 
 
 @pytest.mark.parametrize(

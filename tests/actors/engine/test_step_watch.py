@@ -6,13 +6,12 @@ import asyncio
 import os
 import signal
 import threading
-import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import httpx
-import orjson
 import pytest
 from manta.actors.engine.async_engine import AsyncEngine
 from manta.actors.engine.uniproc_executor import make_executor
@@ -22,51 +21,60 @@ from manta.actors.tokenization.prompts import EncodedPrompt
 from manta.actors.workers.ray_executor import RayExecutor
 from manta.cluster.config import EngineConfig
 from manta.cluster.engine.engine_core import EngineCore
-from manta.cluster.engine.step_watchdog import COMPILING_S, FACTOR, FLOOR_S, TICK_S, StepWatchdog
+from manta.cluster.engine.step_watchdog import COMPILING_S, FACTOR, FLOOR_S, TICK_S, Stall, StepWatchdog
 from manta.cluster.errors import EngineDeadError, EngineStalledError
 from manta.cluster.request.request import SamplingParams
 from manta.cluster.simulation.simulated_executor import SimulatedExecutor
 from manta.cluster.step.executor import Executor
-from manta.cluster.step.scheduler_output import StepResult
-from support.checkpoints.text_pair import LiveServer, make_text_pair
+from manta.cluster.step.scheduler_output import SchedulerOutput, StepResult
+from support.checkpoints.text_pair import LiveServer
 from support.engines.cluster_checker import make_info, make_request
 from support.engines.passing_executor import PassingExecutor
+from support.engines.ray_engines import BASE
 from support.servers.gateway_stand import GatewayStand
+from support.servers.server_probes import events, idle
+from support.waiting import wait_until
 
-FLOOR_IN_TESTS_S = 1.0
 BODY = {"prompt": "x", "max_tokens": 60, "temperature": 1, "seed": 3, "ignore_eos": True, "stream": True}
 
 
-@pytest.fixture(scope="module")
-def config(tmp_path_factory: pytest.TempPathFactory) -> EngineConfig:
-    target, _ = make_text_pair(tmp_path_factory.mktemp("pair"))
-    return EngineConfig(model=str(target), dtype="float32", device="cpu", max_num_seqs=8, num_pages=256)
-
-
 class Hanging(PassingExecutor):
-    """Does not end a step, as a device that hangs, until it is released.
+    """An executor that hangs, as its device may, in a step that a test chooses, until it is released.
 
     Attributes:
-        left: steps until then.
+        steps_left: steps until then.
     """
 
     def __init__(self, config: EngineConfig) -> None:
         super().__init__(make_executor(config))
-        self.left = 0
-        self.released = threading.Event()
+        self.steps_left = 0
+        self.hangs, self.released = threading.Event(), threading.Event()
 
     def collect(self) -> StepResult:
-        self.left -= 1
-        if self.left == 0:
-            self.released.wait(60)
+        self.steps_left -= 1
+        if self.steps_left == 0:
+            self.hangs.set()
+            self.released.wait(300)
+            self.hangs.clear()
         return super().collect()
 
 
-def until(true: Callable[[], bool], seconds: float = 30.0) -> None:
-    deadline_s = time.monotonic() + seconds
-    while not true():
-        assert time.monotonic() < deadline_s, "it did not happen"
-        time.sleep(0.02)
+class HangWatchdog(StepWatchdog):
+    """A watchdog whose clock runs only while the executor hangs, so that no slow step is a stall."""
+
+    def __init__(self) -> None:
+        super().__init__(floor_s=1.0)
+        self.executors: list[Hanging] = []
+        self._now_s = 0.0
+
+    def make(self, config: EngineConfig) -> Executor:
+        self.executors.append(Hanging(config))
+        return self.executors[0]
+
+    def check(self, now_s: float, stopped: Callable[[], Sequence[str]]) -> Stall | None:
+        if self.executors and self.executors[0].hangs.is_set():
+            self._now_s += 2 * TICK_S
+        return super().check(self._now_s, stopped)
 
 
 class Driven:
@@ -74,11 +82,10 @@ class Driven:
 
     def __init__(self) -> None:
         self.watch = StepWatchdog()
+        self.stall: Stall | None = None
         config = EngineConfig(model="", max_num_seqs=8, skip_tokenizer_init=True)
-        self._engine = EngineCore(
-            config, SimulatedExecutor(make_info(max_model_len=1000, num_pages=(500,), eos_token_ids=()))
-        )
-        self._executor = self._engine._executor
+        self._executor = SimulatedExecutor(make_info(max_model_len=1000, num_pages=(500,), eos_token_ids=()))
+        self._engine = EngineCore(config, self._executor)
         self._now_s = 0.0
         self._num_requests = 0
 
@@ -86,11 +93,15 @@ class Driven:
         self._num_requests += 1
         self._engine.add_request(make_request(str(self._num_requests), max_tokens=900, **params))
 
-    def step(self, seconds: float = 0.01, *, ticks: bool = False) -> bool:
+    def submit(self) -> SchedulerOutput:
+        """Report that the next step is being submitted."""
         plan = self._engine.plan()
         assert plan is not None
         self.watch.before_submit(plan)
-        self._executor.submit(plan)
+        return plan
+
+    def step(self, seconds: float = 0.01, *, ticks: bool = False) -> bool:
+        self._executor.submit(self.submit())
         self.watch.after_submit(0.0)
         self.watch.before_collect()
         stalled = ticks and self.tick(seconds)
@@ -100,11 +111,10 @@ class Driven:
 
     def tick(self, seconds: float, stopped: Sequence[str] = ()) -> bool:
         """Return whether a stall was found while time passed, tick by tick."""
-        found = False
         for _ in range(round(seconds / TICK_S) + 1):
             self._now_s += TICK_S
-            found = self.watch.check(self._now_s, lambda: stopped) is not None
-        return found
+            self.stall = self.watch.check(self._now_s, lambda: stopped)
+        return self.stall is not None
 
     def suspend(self, seconds: float) -> bool:
         """Return whether a stall is found after the whole process was stopped for a time."""
@@ -169,9 +179,7 @@ def test_the_time_of_an_unseen_kind_is_expected_to_grow_with_its_rows() -> None:
 
 
 def test_time_of_a_suspended_process_does_not_count(driven: Driven) -> None:
-    plan = driven._engine.plan()
-    assert plan is not None
-    driven.watch.before_submit(plan)
+    driven.submit()
     assert not driven.tick(1.0)
     assert not any(driven.suspend(3600.0) for _ in range(10))
     assert not driven.tick(FLOOR_S - 12.0) and driven.tick(2.0)
@@ -180,70 +188,50 @@ def test_time_of_a_suspended_process_does_not_count(driven: Driven) -> None:
 def test_a_stopped_processs_step_stalls_after_the_minimum() -> None:
     driven = Driven()
     driven.add()
-    plan = driven._engine.plan()
-    assert plan is not None
-    driven.watch.before_submit(plan)
+    driven.submit()
     assert not driven.tick(100.0)
     assert driven.tick(1.0, ["rank 3 (process 7)"])
-    stall = driven.watch.check(driven._now_s + TICK_S, lambda: ["rank 3 (process 7)"])
-    assert stall is not None and "rank 3 (process 7)" in stall.reason
+    assert driven.stall is not None and "rank 3 (process 7)" in driven.stall.reason
     driven.watch.after_submit(1.0)
     assert not driven.tick(100.0, ["rank 3 (process 7)"])  # nothing waits for it
 
 
-def events(response: httpx.Response) -> list[dict[str, Any]]:
-    lines = [line for line in response.text.split("\n\n") if line]
-    assert lines[-1] == "data: [DONE]"
-    return [orjson.loads(line.removeprefix("data: ")) for line in lines[:-1] if line.startswith("data: ")]
-
-
-def test_streams_of_a_hanging_step_end_and_health_follows_it(
-    config: EngineConfig,
-) -> None:
-    made: list[Hanging] = []
-
-    def make(config: EngineConfig) -> Executor:
-        made.append(Hanging(config))
-        return made[0]
-
-    watch = StepWatchdog(FLOOR_IN_TESTS_S)
-    with LiveServer(config, make=make, watch=watch) as server:
-        ask = lambda: httpx.post(f"{server.url}/v1/completions", json=BODY, timeout=60)  # noqa: E731
-        _, whole = ask(), ask()  # steps of kinds that were not seen are not judged
-        made[0].left = 45
-        cut = ask()
-        error = events(cut)[-1]["error"]
+def test_streams_of_a_hanging_step_end_and_health_follows_it(plain: EngineConfig) -> None:
+    watch = HangWatchdog()
+    with (
+        LiveServer(plain, make=watch.make, watch=watch) as server,
+        httpx.Client(base_url=server.url, timeout=300) as http,
+    ):
+        (executor,) = watch.executors
+        _, whole = (http.post("/v1/completions", json=BODY) for _ in range(2))  # unseen kinds are not judged
+        executor.steps_left = 45
+        error = events(http.post("/v1/completions", json=BODY))[-1]["error"]
         assert error["code"] == 503 and error["message"] == ENGINE_DEAD
-        health = httpx.get(f"{server.url}/health")
+        health = http.get("/health")
         assert health.status_code == 503 and "a step has not ended" in health.text
-        assert httpx.post(f"{server.url}/v1/completions", json={**BODY, "stream": False}).status_code == 503
-        made[0].released.set()
-        until(lambda: httpx.get(f"{server.url}/health").status_code == 200)
-        again = ask()
-        until(lambda: server.engine.stats().running == 0 and server.engine.stats().kv_usage == 0.0)
+        assert http.post("/v1/completions", json={**BODY, "stream": False}).status_code == 503
+        executor.released.set()
+        wait_until(lambda: http.get("/health").status_code == 200)
+        again = http.post("/v1/completions", json=BODY)
+        wait_until(lambda: idle(server))
     texts = ["".join(e["choices"][0]["text"] for e in events(r) if "choices" in e) for r in (whole, again)]
     assert texts[0] == texts[1] and texts[0]
 
 
-def test_a_gateway_moves_streams_from_a_replica_with_a_hanging_step(config: EngineConfig) -> None:
-    made: list[Hanging] = []
-
-    def make(config: EngineConfig) -> Executor:
-        made.append(Hanging(config))
-        return made[-1]
-
-    settings = ServerSettings(served_model_name="tiny")
+def test_a_gateway_moves_streams_from_a_replica_with_a_hanging_step(plain: EngineConfig) -> None:
+    watch, settings = HangWatchdog(), ServerSettings(served_model_name="tiny")
     body = {**BODY, "return_token_ids": True}
-    stand = GatewayStand([(config, settings)] * 2, makers=[make, None], floor_s=FLOOR_IN_TESTS_S)
-    with stand:
-        path = f"{stand.url}/v1/completions"
-        _, whole = (httpx.post(path, json=body, timeout=60) for _ in range(2))
-        made[0].left = 45
-        moved = httpx.post(path, json=body, timeout=60)
-        after = httpx.post(path, json=body, timeout=60)
+    with (
+        GatewayStand([(plain, settings)] * 2, makers=[watch.make, None], watches=[watch, None]) as stand,
+        httpx.Client(base_url=stand.url, timeout=300) as http,
+    ):
+        (executor,) = watch.executors
+        _, whole = (http.post("/v1/completions", json=body) for _ in range(2))
+        executor.steps_left = 45
+        moved, after = (http.post("/v1/completions", json=body) for _ in range(2))
         assert [replica.engine.is_alive for replica in stand.replicas] == [False, True]
-        text = httpx.get(f"{stand.url}/metrics").text
-        made[0].released.set()
+        text = http.get("/metrics").text
+        executor.released.set()
     ids = [
         [i for e in events(r) for c in e["choices"] for i in c.get("token_ids", ())]
         for r in (whole, moved, after)
@@ -254,20 +242,8 @@ def test_a_gateway_moves_streams_from_a_replica_with_a_hanging_step(config: Engi
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("ray_session")
-def test_a_stopped_worker_is_named_its_streams_end_and_closing_removes_it(
-    tiny_qwen3: Path,
-) -> None:
-    base = EngineConfig(
-        model=str(tiny_qwen3),
-        skip_tokenizer_init=True,
-        dtype="float32",
-        device="cpu",
-        max_model_len=192,
-        max_num_seqs=4,
-        num_pages=48,
-        num_threads=1,
-        tensor_parallel_size=2,
-    )
+def test_a_stopped_worker_is_named_its_streams_end_and_closing_removes_it(tiny_qwen3: Path) -> None:
+    base = replace(BASE, model=str(tiny_qwen3), tensor_parallel_size=2)
     executors: list[RayExecutor] = []
 
     def make(config: EngineConfig) -> Executor:
@@ -284,7 +260,8 @@ def test_a_stopped_worker_is_named_its_streams_end_and_closing_removes_it(
         return found
 
     async def main() -> None:
-        engine = AsyncEngine(base, make, StepWatchdog(FLOOR_IN_TESTS_S))
+        # only a stopped process can be a stall: no step is a million times slower than those before it
+        engine = AsyncEngine(base, make, StepWatchdog(floor_s=1.0, factor=1e6))
         await engine.start()
         pids = executors[0].worker_pids
         whole = await ask(engine, "whole")
@@ -293,7 +270,7 @@ def test_a_stopped_worker_is_named_its_streams_end_and_closing_removes_it(
         await first.wait()
         os.kill(pids[1], signal.SIGSTOP)
         with pytest.raises(EngineDeadError, match=rf"rank 1 \(process {pids[1]}\)"):
-            await asyncio.wait_for(task, 30)
+            await asyncio.wait_for(task, 120)
         with pytest.raises(EngineStalledError, match="rank 1"):
             engine.check_health()
         os.kill(pids[1], signal.SIGCONT)
@@ -303,8 +280,8 @@ def test_a_stopped_worker_is_named_its_streams_end_and_closing_removes_it(
         os.kill(pids[0], signal.SIGSTOP)
         task = asyncio.create_task(ask(engine, "second"))
         with pytest.raises(EngineDeadError, match="rank 0"):
-            await asyncio.wait_for(task, 30)
+            await asyncio.wait_for(task, 120)
         await asyncio.to_thread(engine.close)
-        until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids))
+        wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids))
 
     asyncio.run(main())

@@ -16,19 +16,8 @@ from manta.actors.tokenization.tokenizer import Tokenizer
 from manta.cluster.config import EngineConfig
 from manta.cluster.errors import RequestError
 from manta.cluster.request.request import SamplingParams
-from support.checkpoints.text_pair import make_text_pair
 
 CODE = Path(__file__).read_text(encoding="utf-8")
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_text_pair(tmp_path_factory.mktemp("pair"))[0]
-
-
-@pytest.fixture(scope="module")
-def tokenizer(folder: Path) -> Tokenizer:
-    return Tokenizer.load(folder)
 
 
 @pytest.fixture
@@ -55,7 +44,7 @@ class Waiting(Tokenizer):
     def encode_unlocked(self, text: str, *, add_special_tokens: bool = True) -> tokenizers.Encoding:
         self.running += 1
         self.most = max(self.most, self.running)
-        assert self.turns.acquire(timeout=30), "the event loop stood still"
+        assert self.turns.acquire(timeout=300), "the event loop stood still"
         self.running -= 1
         return super().encode_unlocked(text, add_special_tokens=add_special_tokens)
 
@@ -123,7 +112,7 @@ def test_the_event_loop_runs_while_long_texts_are_encoded(encoder: AsyncPromptEn
 
     turns, count = asyncio.run(run())
     assert count > 500_000
-    assert turns > 20  # with Python's lock held it is one or two
+    assert turns > 10  # with Python's lock held it is one or two, on a machine of any speed
 
 
 def test_few_long_texts_are_encoded_at_a_time_also_after_disconnects(folder: Path) -> None:
@@ -138,7 +127,7 @@ def test_few_long_texts_are_encoded_at_a_time_also_after_disconnects(folder: Pat
             await asyncio.sleep(0.001)
         for task in tasks[:MAX_LONG_TEXTS]:
             task.cancel()
-        await asyncio.sleep(0.05)
+        await asyncio.sleep(0.05)  # time to go wrong; on a slower machine less is tested
         tokenizer.turns.release(len(tasks))
         found = await asyncio.gather(*tasks, return_exceptions=True)
         assert [isinstance(f, asyncio.CancelledError) for f in found] == [True] * 2 + [False] * 4
@@ -152,8 +141,8 @@ def test_the_engine_encodes_off_its_loop_and_admits_an_id_once(
 ) -> None:
     Waiting.turns = threading.Semaphore(0)
     monkeypatch.setattr("manta.actors.tokenization.prompts.Tokenizer", Waiting)
-    settings = {"dtype": "float32", "max_num_seqs": 2, "num_pages": 64, "num_threads": 1}
-    engine = AsyncEngine(EngineConfig.from_dict({"model": str(folder), **settings}))
+    small = {"dtype": "float32", "max_num_seqs": 2, "num_pages": 64, "num_threads": 1}
+    engine = AsyncEngine(EngineConfig.from_dict({"model": str(folder), **small}))
     monkeypatch.setattr("manta.actors.tokenization.prompts.LONG_TEXT_CHARS", 10)
     text = "def f(x): return x"
 

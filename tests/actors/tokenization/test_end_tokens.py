@@ -16,7 +16,7 @@ from manta.actors.tokenization.tokenizer_config import TokenIds
 from manta.cluster.config import EngineConfig
 from manta.cluster.errors import CheckpointError
 from manta.cluster.request.structured_outputs import StructuredOutputsParams
-from support.checkpoints.text_pair import VOCAB, make_text_pair
+from support.checkpoints.text_pair import VOCAB
 from support.checkpoints.tiny import make_tiny_target
 
 PADDED = VOCAB + 16  # rows of the embedding; the tokenizer has VOCAB tokens
@@ -24,13 +24,12 @@ END, TURN = 0, 2  # <|endoftext|>, which config.json names, and <|im_end|>
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def made(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A target with a padded vocabulary and a tokenizer that ends turns with its own token."""
-    folder = make_tiny_target(tmp_path_factory.mktemp("padded") / "target", "qwen3", vocab_size=PADDED)
-    other, _ = make_text_pair(tmp_path_factory.mktemp("pair"))
+    made = make_tiny_target(tmp_path_factory.mktemp("padded") / "target", "qwen3", vocab_size=PADDED)
     for name in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copy(other / name, folder / name)
-    return write(folder, "tokenizer_config", eos_token="<|im_end|>")
+        shutil.copy(folder / name, made / name)
+    return write(made, "tokenizer_config", eos_token="<|im_end|>")
 
 
 @pytest.fixture
@@ -45,16 +44,8 @@ def write(folder: Path, name: str, **changes: Any) -> Path:
 
 
 def settings(target: Path, **more: Any) -> EngineConfig:
-    return EngineConfig.from_dict(
-        {
-            "model": str(target),
-            "dtype": "float32",
-            "max_num_seqs": 2,
-            "num_pages": 32,
-            "num_threads": 1,
-            **more,
-        }
-    )
+    small = {"dtype": "float32", "max_num_seqs": 2, "num_pages": 32, "num_threads": 1}
+    return EngineConfig.from_dict({"model": str(target), **small, **more})
 
 
 @pytest.mark.parametrize(

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import httpx
 import pytest
@@ -15,43 +15,50 @@ from manta import LLM, SamplingParams
 from manta.actors.batch.dataset.row_reader import Row
 from manta.actors.batch.dataset.row_requests import RowSchema
 from manta.actors.batch.row_answerer import RowAnswerer
-from manta.actors.engine.async_engine import AsyncEngine
 from manta.actors.http.config.settings import ServerSettings
 from manta.actors.tokenization.generation_config import GenerationDefaults
 from manta.actors.tokenization.prompts import Chat, EncodedPrompt
 from manta.cluster.config import EngineConfig
 from manta.cluster.errors import RequestError
-from support.checkpoints.text_pair import LiveServer, make_text_pair
+from support.checkpoints.text_pair import LiveServer
+from support.servers.server_probes import idle
+from support.waiting import wait_until
 
 SAID = [{"role": "user", "content": "Say something."}, {"role": "assistant", "content": "It is"}]
 Answer = tuple[str, str] | tuple[int, list[int] | None]  # the field refused; prompt tokens, greedy answer
+T = TypeVar("T")
 Ask = Callable[[dict[str, Any]], Answer]
 
 
 @pytest.fixture(scope="module")
-def config(tmp_path_factory: pytest.TempPathFactory) -> EngineConfig:
-    target, drafter = make_text_pair(tmp_path_factory.mktemp("pair"))
-    settings = {"dtype": "float32", "max_num_seqs": 4, "num_pages": 64, "num_threads": 1}
-    return EngineConfig.from_dict(
-        {"model": str(target), "speculative_config": {"model": str(drafter)}, **settings}
-    )
+def config(text_pair: tuple[Path, Path]) -> EngineConfig:
+    small = {"dtype": "float32", "max_num_seqs": 4, "num_pages": 64, "num_threads": 1}
+    target, drafter = map(str, text_pair)
+    return EngineConfig.from_dict({"model": target, "speculative_config": {"model": drafter}, **small})
 
 
 @pytest.fixture(scope="module")
-def apis(config: EngineConfig) -> Iterator[dict[str, Ask]]:
+def server(config: EngineConfig) -> Iterator[LiveServer]:
+    with LiveServer(config, ServerSettings(served_model_name="tiny")) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def apis(config: EngineConfig, server: LiveServer) -> Iterator[dict[str, Ask]]:
     """Every API that answers a conversation, by name; `/tokenize` only returns its tokens."""
-    with (
-        LLM(**asdict(config)) as llm,
-        LiveServer(config, ServerSettings(served_model_name="tiny")) as server,
-        httpx.Client(base_url=server.url, timeout=30) as http,
-    ):
+    with LLM(**asdict(config)) as llm, httpx.Client(base_url=server.url, timeout=300) as http:
         yield {
             "LLM.chat": lambda options: _ask_llm(llm, options),
             "chat": lambda options: _ask_http(http, "/v1/chat/completions", options),
             "stream": lambda options: _ask_http(http, "/v1/chat/completions", {**options, "stream": True}),
             "tokenize": lambda options: _ask_http(http, "/tokenize", options),
-            "batch": lambda options: _ask_batch(config, options),
+            "batch": lambda options: _ask_batch(server, options),
         }
+
+
+def run_on(server: LiveServer, work: Coroutine[Any, Any, T]) -> T:
+    """Run a task on the event loop of a server's engine."""
+    return asyncio.run_coroutine_threadsafe(work, server.loop).result(300)
 
 
 def _ask_llm(llm: LLM, options: dict[str, Any]) -> Answer:
@@ -79,21 +86,13 @@ def _ask_http(http: httpx.Client, path: str, options: dict[str, Any]) -> Answer:
     return len(choices[0]["prompt_token_ids"]), [i for c in choices for i in c.get("token_ids", ())]
 
 
-def _ask_batch(config: EngineConfig, options: dict[str, Any]) -> Answer:
+def _ask_batch(server: LiveServer, options: dict[str, Any]) -> Answer:
     body = {"messages": SAID, "temperature": 0, "max_tokens": 6, **options}
     line = {"custom_id": "a", "method": "POST", "url": "/v1/chat/completions", "body": body}
-
-    async def run() -> dict[str, Any]:
-        engine = AsyncEngine(config)
-        await engine.start()
-        try:
-            layout = RowSchema(kind="openai", lines=True)
-            answerer = RowAnswerer(engine, layout, GenerationDefaults.load(Path(config.model)), "tiny")
-            return await answerer.answer(Row(0, {"text": json.dumps(line)}))
-        finally:
-            engine.close()
-
-    row = asyncio.run(run())
+    layout = RowSchema(kind="openai", lines=True)
+    defaults = GenerationDefaults.load(Path(server.engine.config.model))
+    answerer = RowAnswerer(server.engine, layout, defaults, "tiny")
+    row = run_on(server, answerer.answer(Row(0, {"text": json.dumps(line)})))
     if row.get("error") is not None:
         return "refused", row["error"]["param"]
     return row["prompt_tokens"], row["token_ids"]
@@ -135,13 +134,12 @@ def test_an_unknown_reasoning_effort_is_refused_in_every_api(
         assert apis[name]({"reasoning_effort": "high"}) == ("refused", "reasoning_effort")
 
 
-def test_a_complete_answer_equals_its_stream(config: EngineConfig) -> None:
-    engine = AsyncEngine(config)
+def test_a_complete_answer_equals_its_stream(server: LiveServer) -> None:
+    engine = server.engine
     params = SamplingParams(max_tokens=9, n=3, seed=5, ignore_eos=True)
     watched: list[int] = []
 
     async def run() -> None:
-        await engine.start()
         prompt = await engine.encoder.prompt(Chat(SAID))
         whole = await engine.complete(
             "whole", prompt, params, watch=lambda o: watched.append(len(o.outputs[0].token_ids))
@@ -162,8 +160,5 @@ def test_a_complete_answer_equals_its_stream(config: EngineConfig) -> None:
         await asyncio.gather(leaving, return_exceptions=True)
         assert (await engine.complete("left", prompt, params)).finished  # its id is free again
 
-    try:
-        asyncio.run(run())
-    finally:
-        engine.close()
-    assert engine.stats().running == engine.stats().waiting == 0
+    run_on(server, run())
+    wait_until(lambda: idle(server))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -48,35 +49,34 @@ FOLDERS["a class in config.json"] = ({}, {}, {"model_type": "llama", "tokenizer_
 FOLDERS["Gemma's"] = ({"tokenizer_class": "GemmaTokenizer"}, {}, {"model_type": "gemma3_text"})
 
 
-def make_backend(byte_level: bool) -> tokenizers.Tokenizer:
+@cache
+def tokenizer_of(byte_level: bool) -> str:
     made = tokenizers.Tokenizer(models.BPE(unk_token=None if byte_level else "<unk>"))
     made.pre_tokenizer = pre_tokenizers.ByteLevel() if byte_level else pre_tokenizers.Metaspace()
     made.decoder = decoders.ByteLevel() if byte_level else decoders.Metaspace()
     trainer = trainers.BpeTrainer(vocab_size=400, special_tokens=SPECIAL, show_progress=False)
     made.train_from_iterator([Path(__file__).read_text(encoding="utf-8")], trainer)
-    return made
+    return made.to_str()
 
 
-@pytest.fixture(scope="module", params=[True, False], ids=["bytes", "words"])
-def tokenizer_json(request: pytest.FixtureRequest) -> tuple[bool, str]:
-    return request.param, make_backend(request.param).to_str()
-
-
-def write(folder: Path, tokenizer: str, *, template: object = TELLS, **files: dict[str, Any]) -> Path:
-    (folder / "tokenizer.json").write_text(tokenizer, encoding="utf-8")
+def write(
+    folder: Path, *, byte_level: bool = True, template: object = TELLS, **files: dict[str, Any]
+) -> Path:
+    (folder / "tokenizer.json").write_text(tokenizer_of(byte_level), encoding="utf-8")
     files["tokenizer_config"] = {"chat_template": template, **files.get("tokenizer_config", {})}
     for name, content in files.items():
         (folder / f"{name}.json").write_text(json.dumps(content), encoding="utf-8")
     return folder
 
 
+@pytest.mark.parametrize("byte_level", [True, False], ids=["bytes", "words"])
 @pytest.mark.parametrize("case", FOLDERS)
+@pytest.mark.one_in(2)
 def test_special_tokens_have_the_names_that_transformers_gives_them(
-    tokenizer_json: tuple[bool, str], tmp_path: Path, case: str
+    tmp_path: Path, case: str, byte_level: bool
 ) -> None:
-    byte_level, written = tokenizer_json
-    settings, old, config = FOLDERS[case]
-    write(tmp_path, written, tokenizer_config=settings, special_tokens_map=old, config=config)
+    files = dict(zip(("tokenizer_config", "special_tokens_map", "config"), FOLDERS[case], strict=True))
+    write(tmp_path, byte_level=byte_level, **files)
     theirs = AutoTokenizer.from_pretrained(tmp_path)
     ours = read_special_tokens(tmp_path, byte_level=byte_level)
     assert ours == theirs.special_tokens_map
@@ -109,7 +109,7 @@ def test_the_chosen_template_equals_transformers(
     tmp_path: Path, case: str, named: str | None, tools: list[dict[str, Any]] | None
 ) -> None:
     template, file, others = LAYOUTS[case]
-    write(tmp_path, make_backend(True).to_str(), template=template, tokenizer_config={"bos_token": "<s>"})
+    write(tmp_path, template=template, tokenizer_config={"bos_token": "<s>"})
     if file is not None:
         (tmp_path / "chat_template.jinja").write_text(file)
     (tmp_path / "additional_chat_templates").mkdir()
@@ -132,7 +132,7 @@ def test_the_chosen_template_equals_transformers(
 
 def test_variables_of_every_template_are_known(tmp_path: Path) -> None:
     template = [{"name": "default", "template": "d"}, {"name": "tool_use", "template": "{{ tools }}{{ x }}"}]
-    tokenizer = Tokenizer.load(write(tmp_path, make_backend(True).to_str(), template=template))
+    tokenizer = Tokenizer.load(write(tmp_path, template=template))
     assert tokenizer.template_uses("tools") and not tokenizer.template_uses("documents")
 
 
@@ -140,13 +140,13 @@ def test_variables_of_every_template_are_known(tmp_path: Path) -> None:
     "template", [5, ["d"], [{"name": "default"}], [{"name": 1, "template": "d"}], [{"template": "d"}]]
 )
 def test_malformed_templates_are_refused_by_file(tmp_path: Path, template: object) -> None:
-    write(tmp_path, make_backend(True).to_str(), template=template)
+    write(tmp_path, template=template)
     with pytest.raises(CheckpointError, match=r"config\.json: chat_template must be Jinja, or a list"):
         Tokenizer.load(tmp_path)
 
 
 def test_a_broken_tool_template_is_found_at_start(tmp_path: Path) -> None:
     template = [{"name": "default", "template": "d"}, {"name": "tool_use", "template": "{% if %}"}]
-    write(tmp_path, make_backend(True).to_str(), template=template)
+    write(tmp_path, template=template)
     with pytest.raises(CheckpointError, match="it is no Jinja template"):
         Tokenizer.load(tmp_path)

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
-from manta import LLM
+from typing import TYPE_CHECKING
+
 from manta.cluster.engine.engine_core import EngineCore
 from manta.cluster.scheduler.scheduler import Scheduler
 
 from support.engines.cluster_checker import CheckingExecutor
+
+if TYPE_CHECKING:  # tests of the cluster floor import no torch
+    from manta import LLM
+    from manta.actors.engine.async_engine import AsyncEngine
 
 
 def executor_of(engine: EngineCore) -> CheckingExecutor:
@@ -20,6 +25,8 @@ def scheduler_of(engine: EngineCore) -> Scheduler:
     return engine._scheduler
 
 
-def core_of(llm: LLM) -> EngineCore:
-    """Return the engine core that an `LLM` runs in this process."""
-    return llm._engine
+def core_of(engine: LLM | AsyncEngine) -> EngineCore:
+    """Return the engine core that a started engine runs in this process."""
+    core = engine._engine
+    assert core is not None, "it was not started"
+    return core

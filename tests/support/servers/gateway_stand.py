@@ -20,7 +20,7 @@ from manta.actors.http.app import create_app
 from manta.actors.http.config.settings import ServerSettings
 from manta.actors.http.middleware.api_keys import without_gateway_settings
 from manta.cluster.config import EngineConfig
-from manta.cluster.engine.step_watchdog import FLOOR_S, StepWatchdog
+from manta.cluster.engine.step_watchdog import StepWatchdog
 from manta.cluster.step.executor import Executor
 
 
@@ -89,7 +89,7 @@ class GatewayStand:
     Args:
         models: a replica for each; entries of one name are replicas of one model.
         makers: executors of the replicas instead of real ones.
-        floor_s: the shortest step that counts as stalled.
+        watches: watchdogs of the replicas' steps instead of real ones.
     """
 
     def __init__(
@@ -98,13 +98,13 @@ class GatewayStand:
         *,
         makers: Sequence[Callable[[EngineConfig], Executor] | None] | None = None,
         max_requests: int = 64,
-        floor_s: float = FLOOR_S,
+        watches: Sequence[StepWatchdog | None] | None = None,
     ) -> None:
         self.directory = LocalDirectory()
         self.replicas = [
-            StandReplica(f"r{i}", config, settings, self.directory, max_requests, make, StepWatchdog(floor_s))
-            for i, ((config, settings), make) in enumerate(
-                zip(models, makers or [None] * len(models), strict=True)
+            StandReplica(f"r{i}", config, settings, self.directory, max_requests, make, watch)
+            for i, ((config, settings), make, watch) in enumerate(
+                zip(models, makers or [None] * len(models), watches or [None] * len(models), strict=True)
             )
         ]
         names = dict.fromkeys(settings.model_names(config.model) for config, settings in models)
