@@ -11,10 +11,9 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -32,6 +31,7 @@ from manta.cluster.fleet.placement import Topology
 from manta.cluster.step.dummy_steps import dummy_step
 from manta.cluster.step.scheduler_output import SchedulerOutput, StepResult
 from support.jobs.unpickling import TouchesWhenUnpickled
+from support.waiting import wait_until
 
 WORKER = """
 import os, sys, time
@@ -44,27 +44,61 @@ try:
     while True:
         message = channel.receive()
         if behaviour == "stop reading":
-            time.sleep(60)
+            time.sleep(600)
         if answers:
             channel.send(message)
 except PeerLostError:
     sys.exit(42)
 """
+ENGINE = """
+import time
+from manta.actors.workers.shm.step_channel import StepChannel
+channel = StepChannel(1)
+print(channel.address, flush=True)
+channel.accept()
+channel.send("work")
+channel.receive(300.0)
+print("answered", flush=True)
+time.sleep(600)
+"""
+WITHIN_S = 120.0  # the limit of what must happen
 SMALL = {"down_slots": 2, "down_slot_bytes": 64, "up_slots": 2, "up_slot_bytes": 48}
 
 
+@dataclass(frozen=True)
+class Opened:
+    """A channel whose workers have connected, and their processes, by rank."""
+
+    channel: StepChannel
+    workers: list[subprocess.Popen[bytes]]
+
+    def echo(self, message: object) -> object:
+        """Send a message and return rank 0's answer."""
+        self.channel.send(message)
+        rank, answer = self.channel.receive(WITHIN_S)
+        assert rank == 0
+        return answer
+
+
 @pytest.fixture
-def spawn() -> Iterator[Callable[..., subprocess.Popen[bytes]]]:
-    children: list[subprocess.Popen[bytes]] = []
+def connected() -> Iterator[Callable[..., Opened]]:
+    """Makes a channel and connects a process for each rank, with what it does with its messages."""
+    opened: list[Opened] = []
 
-    def start(address: str, rank: int, behaviour: str = "rank 0 answers") -> subprocess.Popen[bytes]:
-        children.append(subprocess.Popen([sys.executable, "-c", WORKER, address, str(rank), behaviour]))
-        return children[-1]
+    def open_channel(layout: Layout, behavior: str = "rank 0 answers") -> Opened:
+        channel = StepChannel(layout.num_workers, layout)
+        commands = [[channel.address, str(rank), behavior] for rank in range(layout.num_workers)]
+        workers = [subprocess.Popen([sys.executable, "-c", WORKER, *command]) for command in commands]
+        opened.append(Opened(channel, workers))
+        channel.accept(WITHIN_S)
+        return opened[-1]
 
-    yield start
-    for child in children:
-        child.kill()
-        child.wait(10)
+    yield open_channel
+    for each in opened:
+        each.channel.close()
+        for worker in each.workers:
+            worker.kill()
+            worker.wait()
 
 
 def plan(num_tokens: int) -> SchedulerOutput:
@@ -72,101 +106,68 @@ def plan(num_tokens: int) -> SchedulerOutput:
     return SchedulerOutput(7, (), one, one, one, one, one, one, one, one, one > 0)
 
 
-def test_every_worker_gets_every_plan_and_rank_0_answers_in_order(spawn) -> None:
-    channel = StepChannel(2)
-    workers = [spawn(channel.address, rank) for rank in range(2)]
-    channel.accept()
+def test_every_worker_gets_every_plan_and_rank_0_answers_in_order(connected) -> None:
+    opened = connected(Layout(2))
     for step in range(50):
-        channel.send(StepResult(step, np.full((2, 3), step, np.int32), np.array([3, 1], np.int32)))
-        rank, result = channel.receive(30.0)
-        assert (rank, result.step) == (0, step)
-        np.testing.assert_array_equal(result.token_ids, np.full((2, 3), step))
-    channel.close()
-    assert [worker.wait(10) for worker in workers] == [42, 42]
+        tokens = np.full((2, 3), step, np.int32)
+        result = opened.echo(StepResult(step, tokens, np.array([3, 1], np.int32)))
+        assert result.step == step
+        np.testing.assert_array_equal(result.token_ids, tokens)
+    opened.channel.close()
+    assert [worker.wait(WITHIN_S) for worker in opened.workers] == [42, 42]
 
 
-def test_any_rank_can_answer(spawn) -> None:
-    channel = StepChannel(3)
-    for rank in range(3):
-        spawn(channel.address, rank, "all answer")
-    channel.accept()
+def test_any_rank_can_answer(connected) -> None:
+    channel = connected(Layout(3), "all answer").channel
     channel.send("hello")
-    assert sorted(channel.receive(30.0) for _ in range(3)) == [(r, "hello") for r in range(3)]
-    channel.close()
+    assert sorted(channel.receive(WITHIN_S) for _ in range(3)) == [(r, "hello") for r in range(3)]
 
 
-@pytest.mark.parametrize("layout", [Layout(2), Layout(2, **SMALL)], ids=["large slots", "tiny slots"])
-def test_messages_of_any_size_arrive_complete(spawn, layout: Layout) -> None:
-    channel = StepChannel(2, layout)
-    for rank in range(2):
-        spawn(channel.address, rank)
-    channel.accept()
-    sizes = [0, 1, 8, 100, 3000] if layout.down_slot_bytes < 100 else [0, 5000, 3_000_000, 17]
+@pytest.mark.parametrize(
+    ("layout", "sizes"),
+    [(Layout(2), [0, 5000, 3_000_000, 17]), (Layout(2, **SMALL), [0, 1, 8, 100, 3000])],
+    ids=["large slots", "tiny slots"],
+)
+def test_messages_of_any_size_arrive_complete(connected, layout: Layout, sizes: list[int]) -> None:
+    opened = connected(layout)
     for size in sizes:
-        channel.send(plan(size))
-        _, back = channel.receive(30.0)
-        np.testing.assert_array_equal(back.slots, plan(size).slots)
-    channel.close()
+        np.testing.assert_array_equal(opened.echo(plan(size)).slots, plan(size).slots)
 
 
-def test_a_killed_worker_is_noticed_while_waiting_for_its_answer(spawn) -> None:
-    channel = StepChannel(2)
-    workers = [spawn(channel.address, rank, "stop reading") for rank in range(2)]
-    channel.accept()
-    channel.send("work")
-    workers[1].send_signal(signal.SIGKILL)
+def test_a_killed_worker_is_noticed_while_waiting_for_its_answer(connected) -> None:
+    opened = connected(Layout(2), "stop reading")
+    opened.channel.send("work")
+    opened.workers[1].send_signal(signal.SIGKILL)
     with pytest.raises(PeerLostError, match="rank 1"):
-        channel.receive(30.0)
-    channel.close()
+        opened.channel.receive(WITHIN_S)
 
 
-def test_a_worker_that_does_not_answer_ends_in_a_timeout(spawn) -> None:
-    channel = StepChannel(1)
-    spawn(channel.address, 0, "stop reading")
-    channel.accept()
-    channel.send("work")
-    with pytest.raises(TimeoutError):
-        channel.receive(0.3)
-    channel.close()
+def raise_on_call() -> None:
+    raise RuntimeError("marked as failed elsewhere")
 
 
-def test_a_worker_that_does_not_read_blocks_the_writer_only_until_the_timeout(spawn) -> None:
-    channel = StepChannel(1, Layout(1, **SMALL))
-    spawn(channel.address, 0, "stop reading")
-    channel.accept()
+def test_a_wait_for_a_worker_that_neither_reads_nor_answers_ends(connected) -> None:
+    """At the timeout, of a reader and of a writer, or by what the liveness callback raises."""
+    channel = connected(Layout(1, **SMALL), "stop reading").channel
     channel.send("the last it reads")
     with pytest.raises(TimeoutError):
-        channel.send(bytes(1000), timeout_s=0.3)
-    channel.close()
-
-
-def test_the_liveness_callback_interrupts_a_wait(spawn) -> None:
-    def raise_on_call() -> None:
-        raise RuntimeError("marked as failed elsewhere")
-
-    channel = StepChannel(1)
-    spawn(channel.address, 0, "stop reading")
-    channel.accept()
-    channel.send("work")
+        channel.receive(0.3)
     with pytest.raises(RuntimeError, match="marked as failed"):
-        channel.receive(30.0, raise_on_call)
-    channel.close()
+        channel.receive(WITHIN_S, raise_on_call)
+    with pytest.raises(TimeoutError):
+        channel.send(bytes(1000), timeout_s=0.3)
 
 
 def test_workers_end_and_nothing_is_left_when_the_engine_is_killed() -> None:
-    engine_code = (
-        "import sys, time; from manta.actors.workers.shm.step_channel import StepChannel; c = StepChannel(1);"
-        "print(c.address, flush=True); c.accept(); c.send('work'); c.receive(30.0); time.sleep(60)"
-    )
     before = _shared_files()
-    engine = subprocess.Popen([sys.executable, "-c", engine_code], stdout=subprocess.PIPE, text=True)
+    engine = subprocess.Popen([sys.executable, "-c", ENGINE], stdout=subprocess.PIPE, text=True)
     assert engine.stdout is not None
     address = engine.stdout.readline().strip()
     worker = subprocess.Popen([sys.executable, "-c", WORKER, address, "0", "rank 0 answers"])
-    time.sleep(0.5)
+    assert engine.stdout.readline().strip() == "answered"
     engine.kill()
-    assert worker.wait(20) == 42
-    engine.wait(10)
+    assert worker.wait(WITHIN_S) == 42
+    engine.wait(WITHIN_S)
     assert _shared_files() == before
 
 
@@ -175,35 +176,26 @@ def test_a_worker_on_another_machine_gets_a_clear_error() -> None:
         connect(f"manta-nobody-listens/{'00' * 64}", 0)
 
 
-def test_closing_twice_and_without_workers_is_fine(spawn) -> None:
-    channel = StepChannel(1)
-    channel.close()
-    channel.close()
-    other = StepChannel(1)
-    spawn(other.address, 0)
-    other.accept()
-    descriptors = len(list(Path("/proc/self/fd").iterdir()))
-    other.close()
-    other.close()
-    assert len(list(Path("/proc/self/fd").iterdir())) < descriptors
-
-
-def test_accept_times_out_if_a_worker_does_not_connect() -> None:
+def test_closing_twice_and_without_workers_is_fine(connected) -> None:
     channel = StepChannel(1)
     with pytest.raises(TimeoutError):
         channel.accept(timeout_s=0.2)
     channel.close()
-
-
-def test_a_sleeping_worker_wakes_and_reads_all_messages(spawn) -> None:
-    channel = StepChannel(1)
-    spawn(channel.address, 0)
-    channel.accept()
-    for pause_s in (0.0, 0.3, 0.0):
-        time.sleep(pause_s)  # long enough for the worker to fall asleep
-        channel.send(pause_s)
-        assert channel.receive(30.0) == (0, pause_s)
     channel.close()
+    opened = connected(Layout(1))
+    descriptors = len(list(Path("/proc/self/fd").iterdir()))
+    opened.channel.close()
+    opened.channel.close()
+    assert len(list(Path("/proc/self/fd").iterdir())) < descriptors
+
+
+def test_a_sleeping_worker_wakes_and_reads_all_messages(connected) -> None:
+    opened = connected(Layout(1))
+    opened.echo("begin")
+    (worker,) = opened.workers
+    for number in range(3):
+        wait_until(lambda: "S" in Path(f"/proc/{worker.pid}/stat").read_text().rpartition(")")[2].split()[0])
+        assert opened.echo(number) == number
 
 
 def test_both_ends_work_in_one_process() -> None:
@@ -214,7 +206,7 @@ def test_both_ends_work_in_one_process() -> None:
     channel.send({"a": 1})
     assert worker.receive() == {"a": 1}
     worker.send([1, 2])
-    assert channel.receive(1.0) == (0, [1, 2])
+    assert channel.receive(WITHIN_S) == (0, [1, 2])
     channel.close()
     with pytest.raises(PeerLostError):
         worker.receive()
@@ -262,8 +254,8 @@ def test_a_worker_whose_step_fails_names_its_requests(caplog: pytest.LogCaptureF
         prompts = [np.arange(3, dtype=np.int32)] * 3
         channel.send(dummy_step([0, 0, 0], [3, 3, 3], [0, 0, 0], prompts=prompts))
         channel.send(replace(dummy_step([3, 3], [3, 3], [2, 2]), slots=np.array([0, 2], np.int32)))
-        _, failure = channel.receive(30.0)
-        life.result(30.0)
+        _, failure = channel.receive(WITHIN_S)
+        life.result(WITHIN_S)
     channel.close()
     assert isinstance(failure, StepFailure) and "out of luck" in failure.message
     (record,) = caplog.records
@@ -280,7 +272,7 @@ def test_an_unauthenticated_peer_is_rejected_and_the_worker_connects() -> None:
     silent.connect("\0" + name)
     silent.shutdown(socket.SHUT_WR)
     connected = connect(channel.address, 0)
-    channel.accept(timeout_s=10.0)
+    channel.accept(WITHIN_S)
     worker = WorkerChannel(connected, 0)
     channel.send("work")
     assert worker.receive() == "work"

@@ -7,10 +7,10 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
+from support.waiting import wait_until
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="forks only on Linux")
 
@@ -127,10 +127,7 @@ def test_workers_start_as_ray_starts_them_when_no_server_is_left(owner: Owner) -
 def test_servers_end_when_their_owner_is_killed(owner: Owner) -> None:
     assert listening(owner)
     owner.process.send_signal(signal.SIGKILL)
-    deadline_s = time.monotonic() + 20
-    while listening(owner) or Path(owner.command[-1]).parent.exists():
-        assert time.monotonic() < deadline_s
-        time.sleep(0.1)
+    wait_until(lambda: not listening(owner) and not Path(owner.command[-1]).parent.exists())
 
 
 def listening(owner: Owner) -> bool:

@@ -2,60 +2,53 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections.abc import Callable
 
 import pytest
 import torch
-from manta.drafter.compute.cpu_numba.backend import NumbaBackend
-
-SCRIPT = """
-import os, time, torch
-cores = os.sched_getaffinity(0)
-os.sched_setaffinity(0, {min(cores)})  # threads that are made from here on have this core alone
-torch.set_num_threads(2)
+from manta.actors.system import torch_threads
 from manta.actors.system.torch_threads import TorchThreads
-threads = TorchThreads()
-weight, x = torch.randn(512, 512), torch.randn(64, 512)
-
-def step():
-    threads.use()
-    assert torch.get_num_threads() == threads.size
-    for _ in range(20):
-        torch.relu(x @ weight)
-
-def run_until(size):
-    deadline_s = time.monotonic() + 120.0
-    while threads.size != size:
-        assert time.monotonic() < deadline_s, f"there are {threads.size} threads"
-        step()
-        time.sleep(0.005)  # leaves the core to a thread on trial
-
-assert threads.size == 2
-busy = os.fork()
-if busy == 0:
-    while os.getppid() != 1:
-        pass
-run_until(1)
-os.kill(busy, 9)
-os.waitpid(busy, 0)
-for thread in os.listdir("/proc/self/task"):
-    os.sched_setaffinity(int(thread), cores)
-if len(cores) > 1:
-    run_until(2)
-torch.set_num_threads(3)  # set by another library
-step()
-"""
+from manta.drafter.compute.cpu_numba import thread_clock
+from manta.drafter.compute.cpu_numba.backend import NumbaBackend
+from support.waiting import wait_until
 
 
-@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="pins threads to cores")
-@pytest.mark.quiet
-def test_two_threads_that_are_interrupted_become_one_and_two_again():
-    done = subprocess.run(
-        [sys.executable, "-c", SCRIPT], timeout=280, check=False, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
+class Machine:
+    """A machine as `TorchThreads` sees it: seconds, interruptions so far, and whether a core is free."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now_s, self.interruptions, self.has_cores = 0.0, 0.0, False
+        monkeypatch.setattr(torch_threads, "time", self)
+        monkeypatch.setattr(torch_threads, "_interruptions", lambda: int(self.interruptions))
+        monkeypatch.setattr(thread_clock, "finds_a_core", lambda: self.has_cores)
+
+    def monotonic(self) -> float:
+        return self.now_s
+
+    def run(self, threads: TorchThreads, *, interruptions_per_s: float = 0.0) -> int:
+        """Run steps for two seconds; return the number of threads."""
+        for _ in range(40):
+            self.now_s += 0.05
+            self.interruptions += 0.05 * interruptions_per_s
+            threads.use()
+            assert torch.get_num_threads() == threads.size
+        return threads.size
+
+
+def test_two_threads_that_are_interrupted_become_one_and_two_again(monkeypatch: pytest.MonkeyPatch):
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        machine, threads = Machine(monkeypatch), TorchThreads()
+        assert machine.run(threads, interruptions_per_s=40) == 2
+        assert machine.run(threads, interruptions_per_s=400) == 1
+        assert machine.run(threads) == 1, "no trial finds a core"
+        machine.has_cores = True
+        wait_until(lambda: machine.run(threads) == 2)
+        torch.set_num_threads(3)  # by another library
+        assert machine.run(threads) == 2
+    finally:
+        torch.set_num_threads(before)
 
 
 def results_by_threads(compute: Callable[[], torch.Tensor]) -> list[torch.Tensor]:
