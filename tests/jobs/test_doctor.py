@@ -8,6 +8,8 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -29,10 +31,12 @@ from manta.jobs.doctor import pair_check as pair
 from manta.jobs.doctor.cases.checks import Check, CheckOutcome, Finding, NotHereError, examine, off_by
 from manta.jobs.doctor.cases.operators import operator_checks
 from manta.jobs.doctor.cases.subject import MachineKind
+from manta.jobs.doctor.doctor_run import kernel_checks
 from support.jobs.absent import NEITHER_RAY_NOR_HTTP, run_without
 from torch import Tensor
 
 ADD, GATE, WRITE = NumbaBackend.residual_norm, layers.gate, layers.norm_rotate_write
+ATTENTION = loops._NumbaAttention
 
 
 def check(outcome: CheckOutcome | Exception) -> Check:
@@ -112,18 +116,8 @@ DEFECTS: list[tuple[object, str, Any, tuple[str, ...]]] = [
     (NumbaBackend, "residual_norm", _without_residual, ("residual and norm", "drafter's pass")),
     (layers, "gate", lambda x, _: GATE(x, "silu"), ("GELU product",)),
     (layers, "gate", lambda x, _: GATE(x, "gelu_tanh"), ("SiLU product", "target's pass")),
-    (
-        loops._NumbaAttention,
-        "attend",
-        staticmethod(_whatever_is_seen),
-        ("attention of blocks", "target's pass"),
-    ),
-    (
-        loops._NumbaAttention,
-        "attend",
-        staticmethod(_one_key_too_many),
-        ("attention of blocks", "drafter's pass"),
-    ),
+    (ATTENTION, "attend", staticmethod(_whatever_is_seen), ("attention of blocks", "target's pass")),
+    (ATTENTION, "attend", staticmethod(_one_key_too_many), ("attention of blocks", "drafter's pass")),
     (layers, "norm_rotate_write", _one_position_late, ("attention of prompts", "drafter's context K/V")),
     (NumbaBackend, "convolve", staticmethod(_without_owners), ("DFlash2's convolutions",)),
 ]
@@ -147,174 +141,98 @@ def test_a_broken_operator_is_found(
             assert found.trace is None
 
 
-def test_wrong_step_kernels_are_found(monkeypatch: pytest.MonkeyPatch):
-    from manta.jobs.doctor.cases import steps
-
-    lines = {one.name: one for one in steps.step_checks(MachineKind.detect(), quick=True)}
-    choose, verdicts, rows = steps.sample_rows, steps.accept_and_advance, steps.lay_out_rows
-
-    def next_best(logits_NV: Tensor, *arguments: Any, **more: Any) -> tuple[Tensor, Tensor]:
-        ids_N, scores_N = choose(logits_NV, *arguments, **more)
-        return (ids_N + 1) % logits_NV.shape[1], scores_N
-
-    def one_more(chosen_X: Tensor, requests: Any, tables: Any, outcome_RW1: Tensor) -> None:
-        verdicts(chosen_X, requests, tables, outcome_RW1)
-        outcome_RW1[:, -1] += 1
-
-    def elsewhere(*arguments: Any) -> Any:
-        found = rows(*arguments)
-        found.kv_slots[0][3] += 1
-        return found
-
-    monkeypatch.setattr(steps, "lay_out_rows", elsewhere)
-    monkeypatch.setattr(steps, "sample_rows", next_best)
-    monkeypatch.setattr(steps, "accept_and_advance", one_more)
-    for name in ("rows and proposals", "verdicts", "tokens, greedy, float32", "tokens, Qwen3's, float32"):
-        assert examine(lines[name]).status == "failed", name
+def _elsewhere(lay_out: Any, *given: Any) -> Any:
+    found = lay_out(*given)
+    found.kv_slots[0][3] += 1
+    return found
 
 
-def test_wrong_drafter_kernels_are_found(monkeypatch: pytest.MonkeyPatch):
-    from manta.jobs.doctor.cases import drafts
-
-    lines = {one.name: one for one in drafts.draft_checks(MachineKind.detect())}
-    choose, trim, walk = drafts.choose, drafts.trim_drafts, drafts.walk_paths
-
-    def surer(*arguments: Any, **how: Any) -> Any:
-        *found, margins_N = choose(*arguments, **how)
-        return *found, margins_N + 0.01
-
-    def by_turns(requests: Any, margins_N: Tensor, *more: Any) -> Any:
-        return trim(requests, margins_N.roll(1), *more)
-
-    def by_others(found: Any, gates_NE: Tensor, *more: Any, **named: Any) -> Tensor:
-        return walk(found, gates_NE.roll(1, 0), *more, **named)
-
-    monkeypatch.setattr(drafts, "choose", surer)
-    monkeypatch.setattr(drafts, "trim_drafts", by_turns)
-    monkeypatch.setattr(drafts, "walk_paths", by_others)
-    for name in ("margins, temperature 1", "cuts", "DFlash2's paths, temperature 1"):
-        assert examine(lines[name]).status == "failed", name
+def _next_best(choose: Any, logits_NV: Tensor, *given: Any, **more: Any) -> tuple[Tensor, Tensor]:
+    ids_N, scores_N = choose(logits_NV, *given, **more)
+    return (ids_N + 1) % logits_NV.shape[1], scores_N
 
 
-def test_filters_that_keep_an_extra_token_are_found(monkeypatch: pytest.MonkeyPatch):
-    from manta.jobs.doctor.cases import steps
-
-    choose = steps.choose
-
-    def lower(*arguments: Any, **how: Any) -> Any:
-        ids_N, floor_N, margins_N = choose(*arguments, **how)
-        return ids_N, floor_N - 0.1, margins_N
-
-    lines = {one.name: one for one in steps.step_checks(MachineKind.detect(), quick=True)}
-    monkeypatch.setattr(steps, "choose", lower)
-    assert "tokens kept or cut differ" in examine(lines["tokens, top-p, float32"]).measured
+def _one_more(accept: Any, *given: Any) -> None:
+    accept(*given)
+    given[-1][:, -1] += 1
 
 
-# Faults of our own products, and the checks that must find them.
-WRONG_PRODUCTS: list[tuple[dict[str, Any], tuple[str, ...]]] = [
-    ({"residual_NO": None}, ("residual, then norm",)),
-    ({"norm": None}, ("norm, then product", "norm, then SiLU product")),
-    ({"activation": "silu"}, ("norm, then GELU product",)),
-    ({"activation": "gelu_tanh"}, ("norm, then SiLU product",)),
+def _lower_floors(choose: Any, *given: Any, **how: Any) -> Any:
+    ids_N, floor_N, margins_N = choose(*given, **how)
+    return ids_N, floor_N - 0.1, margins_N
+
+
+def _surer(choose: Any, *given: Any, **how: Any) -> Any:
+    *found, margins_N = choose(*given, **how)
+    return *found, margins_N + 0.01
+
+
+def _with_others_second(compute: Any, first: Any, second_N: Tensor, *more: Any, **how: Any) -> Any:
+    return compute(first, second_N.roll(1, 0), *more, **how)
+
+
+def _hotter(attend: Any, *given: Any, **more: Any) -> Tensor | None:
+    return attend(*(1.1 * part if isinstance(part, float) else part for part in given), **more)
+
+
+def _without_fold(run_rows: Any, mixed: Tensor, qkv: Tensor, given: Any, *more: Any, **how: Any) -> None:
+    rows = replace(given.rows, pending_R=0 * given.rows.pending_R)
+    run_rows(mixed, qkv, given._replace(rows=rows), *more, **how)
+
+
+def _unnormed(gate: Any, *given: Any) -> Tensor:
+    *operands, of = given
+    return gate(*operands, of._replace(shape=replace(of.shape, eps=0.1)))
+
+
+def instead(**wrong: object) -> Any:
+    """Return a call with these values in place of those that are given."""
+
+    def forgetful(multiply: Any, *given: Any, **how: Any) -> Tensor:
+        return multiply(*given, **how | {k: v for k, v in wrong.items() if how.get(k) is not None})
+
+    return forgetful
+
+
+CASES, GPU = "manta.jobs.doctor.cases", "manta.drafter.compute.gpu_triton"
+MULTIPLY, MULTIPLY_TILES = f"{GPU}.linear.projections.multiply", f"{GPU}.moe.moe.multiply_tiles"
+# A function, what is done instead, and the checks that must see it.
+FAULTS: list[tuple[str, Any, tuple[str, ...]]] = [
+    (f"{CASES}.steps.lay_out_rows", _elsewhere, ("rows and proposals",)),
+    (f"{CASES}.steps.sample_rows", _next_best, ("tokens, greedy", "tokens, Qwen3's")),
+    (f"{CASES}.steps.accept_and_advance", _one_more, ("verdicts",)),
+    (f"{CASES}.steps.choose", _lower_floors, ("tokens, top-p",)),
+    (f"{CASES}.drafts.choose", _surer, ("margins, temperature 1",)),
+    (f"{CASES}.drafts.trim_drafts", _with_others_second, ("cuts",)),
+    (f"{CASES}.drafts.walk_paths", _with_others_second, ("DFlash2's paths, temperature 1",)),
+    (MULTIPLY, instead(residual_NO=None), ("residual, then norm",)),
+    (MULTIPLY, instead(norm=None), ("norm, then product", "norm, then SiLU product")),
+    (MULTIPLY, instead(activation="silu"), ("norm, then GELU product",)),
+    (MULTIPLY, instead(activation="gelu_tanh"), ("norm, then SiLU product",)),
+    (MULTIPLY_TILES, instead(activation="gelu_tanh"), ("plain, SiLU",)),
+    (MULTIPLY_TILES, instead(bias_EO=None), ("MXFP4, clamped",)),
+    (MULTIPLY_TILES, instead(limit=1e9), ("MXFP4, clamped",)),
+    (f"{GPU}.attention.mla.attend_expanded", _hotter, ("long prompts, expanded", "short prompts, expanded")),
+    (f"{GPU}.attention.mla.verify_attention", _hotter, ("blocks, absorbed",)),
+    (f"{GPU}.delta_net.gated_delta_net.run_rows", _without_fold, ("two value heads a key",)),
+    (f"{GPU}.delta_net.gated_delta_net.gate_outputs", _unnormed, ("three value heads a key",)),
 ]
 
 
 @pytest.mark.filterwarnings("ignore:overflow encountered")  # as on a GPU, infinity is right there
-@pytest.mark.parametrize(("wrong", "seen_by"), WRONG_PRODUCTS, ids=["residual", "norm", "silu", "gelu"])
-def test_a_fused_product_that_omits_a_term_is_found(
-    wrong: dict[str, Any], seen_by: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("function", "broken", "seen_by"), FAULTS)
+def test_a_broken_kernel_is_found(
+    function: str, broken: Any, seen_by: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ):
-    from manta.drafter.compute.gpu_triton.linear import projections
-    from manta.jobs.doctor.cases.products import product_checks
-
-    multiply = projections.multiply
-
-    def forgetful(*arguments: Any, **requested: Any) -> Tensor:
-        return multiply(
-            *arguments, **{**requested, **{k: v for k, v in wrong.items() if requested[k] is not None}}
-        )
-
-    lines = {one.name: one for one in product_checks(MachineKind.detect(), quick=True)}
-    monkeypatch.setattr(projections, "multiply", forgetful)
-    for name in seen_by:
-        found = examine(lines[f"{name}, float32"])
+    """Sound ones pass: `test_kernels_cases.py`."""
+    lines = {
+        one.name.removesuffix(", float32"): one for one in kernel_checks(MachineKind.detect(), quick=True)
+    }
+    module, _, name = function.rpartition(".")
+    monkeypatch.setattr(function, partial(broken, getattr(import_module(module), name)))
+    for line in seen_by:
+        found = examine(lines[line])
         assert found.status == "failed" and found.trace is None, found
-
-
-# Faults of our own experts, and the check that must find them.
-WRONG_EXPERTS: list[tuple[dict[str, Any], str]] = [
-    ({"activation": "gelu_tanh"}, "plain, SiLU"),
-    ({"bias_EO": None}, "MXFP4, clamped"),
-    ({"limit": 1e9}, "MXFP4, clamped"),
-]
-
-
-@pytest.mark.parametrize(("wrong", "seen_by"), WRONG_EXPERTS, ids=["activation", "bias", "clamp"])
-def test_experts_that_omit_a_term_are_found(
-    wrong: dict[str, Any], seen_by: str, monkeypatch: pytest.MonkeyPatch
-):
-    from manta.drafter.compute.gpu_triton.moe import moe as experts
-    from manta.jobs.doctor.cases.experts import expert_checks
-
-    multiply = experts.multiply_tiles
-
-    def forgetful(*arguments: Any, **requested: Any) -> Tensor:
-        return multiply(
-            *arguments, **{**requested, **{k: v for k, v in wrong.items() if requested.get(k) is not None}}
-        )
-
-    lines = {one.name: one for one in expert_checks(MachineKind.detect(), quick=True)}
-    monkeypatch.setattr(experts, "multiply_tiles", forgetful)
-    found = examine(lines[f"{seen_by}, float32"])
-    assert found.status == "failed" and found.trace is None, found
-
-
-@pytest.mark.parametrize(
-    ("wrong", "seen_by"), [("attend_expanded", "expanded"), ("verify_attention", "absorbed")]
-)
-def test_attention_over_latents_with_a_wrong_scale_is_found(
-    wrong: str, seen_by: str, monkeypatch: pytest.MonkeyPatch
-):
-    from manta.drafter.compute.gpu_triton.attention import mla as latent
-    from manta.jobs.doctor.cases.latents import latent_checks
-
-    attend = getattr(latent, wrong)
-
-    def hotter(*given: Any, **more: Any) -> Tensor | None:
-        return attend(*(1.1 * part if isinstance(part, float) else part for part in given), **more)
-
-    monkeypatch.setattr(latent, wrong, hotter)
-    lines = [
-        line for line in latent_checks(MachineKind.detect(), quick=True) if line.name.endswith("float32")
-    ]
-    assert len(lines) == 3
-    for line in lines:  # the others are right: `test_kernels_cases.py`
-        if seen_by in line.name:
-            found = examine(line)
-            assert found.status == "failed" and found.trace is None, found
-
-
-@pytest.mark.parametrize("wrong", ["fold", "gate"])
-def test_a_delta_rule_that_folds_or_gates_wrongly_is_found(wrong: str, monkeypatch: pytest.MonkeyPatch):
-    from manta.drafter.compute.gpu_triton.delta_net import gated_delta_net as recurrent
-    from manta.jobs.doctor.cases.delta_rule import delta_checks
-
-    run, gate = recurrent.run_rows, recurrent.gate_outputs
-
-    def forgetful(mixed: Tensor, qkv: Tensor, given: Any, *more: Any, **how: Any) -> None:
-        rows = replace(given.rows, pending_R=0 * given.rows.pending_R)
-        run(mixed, qkv, given._replace(rows=rows), *more, **how)
-
-    def unnormed(read_NVF: Tensor, mixed: Tensor, qkv: Tensor, given: Any) -> Tensor:
-        return gate(read_NVF, mixed, qkv, given._replace(shape=replace(given.shape, eps=0.1)))
-
-    if wrong == "fold":
-        monkeypatch.setattr(recurrent, "run_rows", forgetful)
-    else:
-        monkeypatch.setattr(recurrent, "gate_outputs", unnormed)
-    lines = list(delta_checks(MachineKind.detect(), quick=True))
-    found = examine(lines[0 if wrong == "fold" else -1])
-    assert found.status == "failed" and found.trace is None, found
 
 
 def test_rates_of_experts_count_the_chosen_weights(monkeypatch: pytest.MonkeyPatch):
