@@ -32,7 +32,7 @@ store = port
 if rank == 0:
     store = pg.open_store(ranks)
     print(store.port, flush=True)
-pg.connect(rank=rank, world_size=ranks, device=torch.device("cpu"), store=store, timeout_s=60)
+pg.connect(rank=rank, world_size=ranks, device=torch.device("cpu"), store=store, timeout_s=250)
 group, fault = dist.group.WORLD, "none"
 handler = logging.Handler()
 handler.emit = lambda record: messages.append(f"{record.levelname}: {record.getMessage()}")
@@ -56,7 +56,7 @@ class Handle:
 
 def mapped(number, owner, size, dtype):
     path, num_bytes = f"{folder}/{number}-{owner}", size * dtype.itemsize
-    end = time.monotonic() + 60
+    end = time.monotonic() + 250
     while owner != rank and not (os.path.exists(path) and os.path.getsize(path) >= num_bytes):
         check("no memory of this rank", time.monotonic() < end)
         time.sleep(0.01)

@@ -45,8 +45,14 @@ def one_launch_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(drafter_link, "MAX_WAIT_S", 600.0)
 
 
-@pytest.mark.one_in(2)
-@pytest.mark.parametrize("kind", [{}, {"second": True}, {"dspark": True}], ids=str)
+@pytest.mark.parametrize(
+    "kind",
+    [
+        {"second": True},
+        *(pytest.param(kind, marks=pytest.mark.if_changed) for kind in ({}, {"dspark": True})),
+    ],
+    ids=str,
+)
 def test_a_split_drafter_drafts_like_a_colocated_one(
     tiny_qwen3: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: dict[str, Any]
 ) -> None:

@@ -21,8 +21,6 @@ from manta.actors.targets.loading.load_plan import kv_dtype
 from manta.cluster.config import EngineConfig
 from manta.cluster.pages.kv_cache_groups import KVCacheSpec
 from manta.drafter.compute.backend import DeviceCapabilities, Feature, ModelStackSpec
-from manta.drafter.compute.eager.attention import paged_attention
-from manta.drafter.compute.eager.attention_metadata import AttentionBatch
 from manta.drafter.compute.gpu_triton import backend, flash_attention
 from manta.drafter.compute.gpu_triton.attention import attention_tiles as tiles
 from manta.drafter.compute.gpu_triton.attention.attention_tiles import (
@@ -116,20 +114,21 @@ class Case:
         workspace.out_EF.fill_(NAN)
         return workspace
 
+    def work(self, workspace: AttentionWorkspace, **kind) -> WorkList:
+        return list_work(self.kind(**kind), self.rows, workspace)
+
     def pieces(self, workspace: AttentionWorkspace | None = None, **kind) -> list[int]:
         """Return the number of pieces per request, times its tiles."""
-        work = list_work(self.kind(**kind), self.rows, workspace or self.workspace())
+        work = self.work(workspace or self.workspace(), **kind)
         return work.values[2 : 3 + len(self.num_rows)].diff().tolist()
 
     def attend(self, *, sinks: bool = False, workspace: AttentionWorkspace | None = None, **kind) -> Tensor:
         workspace = workspace or self.workspace()
-        k_PSKD, v_PSKD = self.cache.heads(1)
         out = verify_attention(
             self.q,
-            k_PSKD,
-            v_PSKD,
+            *self.cache.heads(1),
             self.rows,
-            list_work(self.kind(**kind), self.rows, workspace),
+            self.work(workspace, **kind),
             self.scale * self.shape.scales.k,
             v_scale=self.shape.scales.v,
             sinks_Q=self.sinks if sinks else None,
@@ -310,17 +309,6 @@ def test_a_call_of_padding_alone_is_zeros():
     assert torch.equal(case.attend(), torch.zeros(3, 64))
 
 
-def test_paged_attention_equals_the_cpus():
-    case = Case(Shape(), [300, 7, 64], [16, 7, 1])
-    case.cache.kv.nan_to_num_()  # the CPU multiplies what it hides by zero
-    first, rows = np.array(case.lengths) - case.num_rows, np.array(case.num_rows)
-    pages_RP = case.rows.page_table[case.rows.slots_B.long()].cpu().numpy()
-    batch = AttentionBatch.build(first, rows, pages_RP, case.shape.page_size, DEVICE)
-    for kind in ({"causal": True}, {"causal": False}, {"window": 20}, {"causal": False, "window": 20}):
-        expected = paged_attention(case.q, case.cache, 1, batch, case.scale, **kind)
-        assert torch.allclose(case.attend(**kind), expected, atol=TOLERANCE[torch.float32])
-
-
 def test_a_view_of_the_fused_projection_serves_as_queries():
     case = Case(Shape(), [40, 20], [5, 3], max_keys=64)
     expected = case.attend()
@@ -346,8 +334,7 @@ def test_one_workspace_serves_calls_of_any_shape_in_turn():
     long, short = Case(Shape(), [300, 200], [16, 3]), Case(Shape(), [40, 20], [16, 3])
     workspace = long.workspace()
     for case in (long, short, long):
-        error = (case.attend(workspace=workspace).double() - case.dense()).abs().max()
-        assert error < TOLERANCE[torch.float32]
+        case.check(workspace)
 
 
 class Alone:
@@ -373,12 +360,12 @@ class Alone:
             case.rows.page_table,
             max(counts),
         )
-        k_PSKD, v_PSKD = case.cache.heads(1)
         workspace = case.workspace(num_programs, batch_invariant=True)
         work = list_work(case.kind(**self.kind), rows, workspace)
         self.piece_keys = int(work.values[0])
         sinks_Q = case.sinks if "window" in self.kind else None
-        return verify_attention(torch.cat(picked), k_PSKD, v_PSKD, rows, work, case.scale, sinks_Q=sinks_Q)
+        pages = case.cache.heads(1)
+        return verify_attention(torch.cat(picked), *pages, rows, work, case.scale, sinks_Q=sinks_Q)
 
 
 @pytest.fixture
@@ -420,8 +407,7 @@ def test_in_invariant_mode_splits_equal_dense_attention(short_splits):
     workspace = case.workspace(batch_invariant=True)
     assert case.pieces(workspace) == [5, 0, 2]
     for kind in ({}, {"causal": False, "window": 20}):
-        out = case.attend(workspace=workspace, **kind)
-        assert (out.double() - case.dense(**kind)).abs().max() < TOLERANCE[torch.float32]
+        case.check(workspace, **kind)
 
 
 def test_the_invariant_tiles_follow_from_the_model_alone():
@@ -434,9 +420,8 @@ def test_any_number_of_programs_gives_the_same_bits():
     case = Case(Shape(), [300, 0, 200], [16, 0, 3])
     bits = []
     for num_programs in (MANY, 3):  # of three each does several items, and others arrive last
-        work = replace(list_work(case.kind(), case.rows, case.workspace()), num_programs=num_programs)
-        k_PSKD, v_PSKD = case.cache.heads(1)
-        bits.append(verify_attention(case.q, k_PSKD, v_PSKD, case.rows, work, case.scale))
+        work = replace(case.work(case.workspace()), num_programs=num_programs)
+        bits.append(verify_attention(case.q, *case.cache.heads(1), case.rows, work, case.scale))
     assert torch.equal(*bits)
 
 
@@ -505,7 +490,7 @@ def test_keys_before_a_window_make_no_work():
 
 def test_there_are_no_more_programs_than_possible_work():
     case = Case(Shape(), [64, 30], [16, 7], max_keys=64)
-    work = list_work(case.kind(), case.rows, case.workspace())
+    work = case.work(case.workspace())
     assert work.num_programs == 2 * 2  # requests, kv heads: a table of 64 keys is one piece
 
 
@@ -525,31 +510,65 @@ def test_tiles_are_as_high_as_the_rows_of_a_group_need_and_registers_hold():
     assert height(16, 32, 8, 128, torch.float32) == (32, 2)
 
 
+# Stand-ins for functions of packages. They check the arguments that are given here as the packages'
+# documentation and C++ code do, and attend with PyTorch's operators.
+
+
 def flash_attn_varlen_func(
-    q,
-    k,
-    v,
-    cu_seqlens_q,
-    cu_seqlens_k,
-    max_seqlen_q,
-    max_seqlen_k,
-    dropout_p=0.0,
-    softmax_scale=None,
-    causal=False,
-    window_size=(-1, -1),
-    block_table=None,
-):
-    """Check arguments as the package's documentation and C++ code do, and attend with PyTorch's operators."""
+    q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, *, softmax_scale, causal, window_size,
+    block_table,
+):  # fmt: skip
+    """FlashAttention 2's."""
     for lengths in (cu_seqlens_q, cu_seqlens_k):
         assert (
             lengths.dtype is torch.int32 and lengths.is_contiguous() and len(lengths) == len(block_table) + 1
         )
     assert block_table.dtype is torch.int32 and block_table.stride(-1) == 1
     assert k.shape[1] % 256 == 0, "Paged KV cache block size must be divisible by 256"
-    return attend_over_pages(
-        q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, softmax_scale, causal, window_size,
-        block_table,
-    )  # fmt: skip
+    limits, how = (max_seqlen_q, max_seqlen_k), (softmax_scale, causal, window_size, block_table)
+    return attend_over_pages(q, k, v, cu_seqlens_q, cu_seqlens_k, *limits, *how)
+
+
+def flash_attn_with_kvcache(
+    q, k_cache, v_cache, *, cache_seqlens, page_table, cu_seqlens_q, max_seqlen_q, softmax_scale, causal,
+    window_size,
+):  # fmt: skip
+    """FlashAttention 3's, with pages of any size and ragged queries."""
+    assert q.dim() == 3 and q.shape[-1] <= 256 and q.dtype in (torch.float16, torch.bfloat16)
+    assert k_cache.stride(-1) == v_cache.stride(-1) == q.stride(-1) == 1
+    for lengths, count in ((cache_seqlens, len(page_table)), (cu_seqlens_q, len(page_table) + 1)):
+        assert lengths.dtype is torch.int32 and lengths.is_contiguous() and len(lengths) == count
+    assert page_table.dtype is torch.int32 and page_table.stride(-1) == 1
+    keys = torch.nn.functional.pad(cache_seqlens.cumsum(0, dtype=torch.int32), (1, 0))
+    limits = max(max_seqlen_q, 2), int(cache_seqlens.max())
+    how = softmax_scale, causal, window_size, page_table
+    return attend_over_pages(q, k_cache, v_cache, cu_seqlens_q, keys, *limits, *how)
+
+
+def flash_attn_4_varlen_func(
+    q, k, v, *, cu_seqlens_q, seqused_k, max_seqlen_q, page_table, softmax_scale, causal,
+    window_size, learnable_sink=None,
+):  # fmt: skip
+    """FlashAttention 4's (August 2026), on data-center Blackwell."""
+    batch_size, (num_heads, head_dim) = len(cu_seqlens_q) - 1, q.shape[-2:]
+    assert page_table.dtype is torch.int32 and page_table.stride(-1) == 1
+    assert len(page_table) == batch_size and seqused_k.shape == (batch_size,)
+    assert k.shape == (*v.shape[:3], head_dim) and num_heads % k.shape[2] == 0
+    assert 8 <= head_dim <= 128 and 8 <= v.shape[3] <= 128 and head_dim % 8 == v.shape[3] % 8 == 0
+    for cache in (q, k, v):  # of others the package makes contiguous copies
+        assert cache.stride(-1) == 1 and cache.data_ptr() % 16 == 0
+        assert all(stride * cache.element_size() % 16 == 0 for stride in cache.stride()[:-1])
+    for lengths in (cu_seqlens_q, seqused_k):
+        assert lengths.dtype is torch.int32 and lengths.stride(0) == 1
+    if learnable_sink is not None:
+        assert learnable_sink.shape == (num_heads,)
+        assert learnable_sink.dtype in (torch.float16, torch.bfloat16, torch.float32)
+    left, right = window_size
+    assert left is None or right is None or left + right >= 0, "would be no window"
+    keys = torch.nn.functional.pad(seqused_k.cumsum(0, dtype=torch.int32), (1, 0))
+    window = tuple(-1 if beside is None else beside for beside in window_size)
+    limits, how = (max(max_seqlen_q, 2), int(seqused_k.max())), (softmax_scale, causal, window, page_table)
+    return attend_over_pages(q, k, v, cu_seqlens_q, keys, *limits, *how, learnable_sink), None
 
 
 def attend_over_pages(
@@ -577,108 +596,6 @@ def attend_over_pages(
         probs = scores.softmax(-1)[..., :keys]
         out[mine] = torch.einsum("hqk,khd->qhd", probs, v_THD.double()).half()
     return out
-
-
-def flash_attn_with_kvcache(
-    q,
-    k_cache,
-    v_cache,
-    k=None,
-    v=None,
-    qv=None,
-    rotary_cos=None,
-    rotary_sin=None,
-    cache_seqlens=None,
-    cache_batch_idx=None,
-    cache_leftpad=None,
-    page_table=None,
-    cu_seqlens_q=None,
-    cu_seqlens_k_new=None,
-    max_seqlen_q=None,
-    rotary_seqlens=None,
-    q_descale=None,
-    k_descale=None,
-    v_descale=None,
-    softmax_scale=None,
-    causal=False,
-    window_size=(-1, -1),
-    attention_chunk=0,
-    softcap=0.0,
-    rotary_interleaved=True,
-    scheduler_metadata=None,
-    num_splits=0,
-    pack_gqa=None,
-    sm_margin=0,
-    return_softmax_lse=False,
-):
-    """FlashAttention 3's, for what is given here: pages of any size, ragged queries."""
-    assert q.dim() == 3 and q.shape[-1] <= 256 and q.dtype in (torch.float16, torch.bfloat16)
-    assert k_cache.stride(-1) == v_cache.stride(-1) == q.stride(-1) == 1
-    for lengths, count in ((cache_seqlens, len(page_table)), (cu_seqlens_q, len(page_table) + 1)):
-        assert lengths.dtype is torch.int32 and lengths.is_contiguous() and len(lengths) == count
-    assert page_table.dtype is torch.int32 and page_table.stride(-1) == 1
-    keys = torch.nn.functional.pad(cache_seqlens.cumsum(0, dtype=torch.int32), (1, 0))
-    common = {"softmax_scale": softmax_scale, "causal": causal, "window_size": window_size}
-    limits = max(max_seqlen_q, 2), int(cache_seqlens.max())
-    return attend_over_pages(
-        q, k_cache, v_cache, cu_seqlens_q, keys, *limits, **common, block_table=page_table
-    )
-
-
-def flash_attn_4_varlen_func(
-    q,
-    k,
-    v,
-    qv=None,
-    cu_seqlens_q=None,
-    cu_seqlens_k=None,
-    max_seqlen_q=None,
-    max_seqlen_k=None,
-    min_seqlen_k=None,
-    seqused_q=None,
-    seqused_k=None,
-    gather_kv_indices=None,
-    page_table=None,
-    softmax_scale=None,
-    causal=False,
-    window_size=(None, None),
-    learnable_sink=None,
-    softcap=0.0,
-    num_splits=1,
-    pack_gqa=None,
-    deterministic=False,
-    score_mod=None,
-    score_mod_bwd=None,
-    mask_mod=None,
-    block_sparse_tensors=None,
-    aux_tensors=None,
-    aux_scalars=None,
-    return_lse=False,
-    scheduler_metadata=None,
-    seqlen_k_per_split=None,
-    disable_scheduler_metadata=False,
-):
-    """FlashAttention 4's (August 2026), on data-center Blackwell, for what is given here."""
-    batch_size, (num_heads, head_dim) = len(cu_seqlens_q) - 1, q.shape[-2:]
-    assert page_table.dtype is torch.int32 and page_table.stride(-1) == 1 and cu_seqlens_k is None
-    assert len(page_table) == batch_size and seqused_k.shape == (batch_size,)
-    assert k.shape == (*v.shape[:3], head_dim) and num_heads % k.shape[2] == 0
-    assert 8 <= head_dim <= 128 and 8 <= v.shape[3] <= 128 and head_dim % 8 == v.shape[3] % 8 == 0
-    for cache in (q, k, v):  # of others the package makes contiguous copies
-        assert cache.stride(-1) == 1 and cache.data_ptr() % 16 == 0
-        assert all(stride * cache.element_size() % 16 == 0 for stride in cache.stride()[:-1])
-    for lengths in (cu_seqlens_q, seqused_k):
-        assert lengths.dtype is torch.int32 and lengths.stride(0) == 1
-    if learnable_sink is not None:
-        assert learnable_sink.shape == (num_heads,)
-        assert learnable_sink.dtype in (torch.float16, torch.bfloat16, torch.float32)
-    left, right = window_size
-    assert left is None or right is None or left + right >= 0, "would be no window"
-    keys = torch.nn.functional.pad(seqused_k.cumsum(0, dtype=torch.int32), (1, 0))
-    window = tuple(-1 if beside is None else beside for beside in window_size)
-    limits = max(max_seqlen_q, 2), int(seqused_k.max())
-    common = {"causal": causal, "window_size": window, "sinks": learnable_sink, "block_table": page_table}
-    return attend_over_pages(q, k, v, cu_seqlens_q, keys, *limits, softmax_scale, **common), None
 
 
 @dataclass(frozen=True)
@@ -824,39 +741,43 @@ def test_auto_takes_the_package_for_prompts_where_it_supports_the_model(
 
 
 @pytest.mark.parametrize(
-    ("page_size", "dtype", "head_dim", "named"),
+    ("page_size", "dtype", "head_dim", "features", "kv", "named"),
     [
-        (256, torch.bfloat16, 256, None),
-        (512, torch.float16, 64, None),
-        (64, torch.bfloat16, 128, "page_size=256"),
-        (256, torch.float32, 128, "dtype=bfloat16"),
-        (256, torch.bfloat16, 512, None),
-        (256, torch.bfloat16, 1024, "head_dim above 512, the drafter's is 1024"),
-        (256, torch.bfloat16, 96, None),
+        (256, torch.bfloat16, 256, set(), None, None),
+        (512, torch.float16, 64, set(), None, None),
+        (64, torch.bfloat16, 128, set(), None, "page_size=256"),
+        (256, torch.float32, 128, set(), None, "dtype=bfloat16"),
+        (256, torch.bfloat16, 512, set(), None, None),
+        (256, torch.bfloat16, 1024, set(), None, "head_dim above 512, the drafter's is 1024"),
+        (256, torch.bfloat16, 96, set(), None, None),
+        (256, torch.bfloat16, 128, set(), torch.float8_e4m3fn, "kv_cache_dtype=auto"),
+        (
+            256,
+            torch.bfloat16,
+            64,
+            {"attention sinks"},
+            None,
+            "has no attention sinks, which the drafter needs",
+        ),
     ],
 )
 def test_limits_of_the_flash_attn_package_are_reported_with_a_remedy(
-    flash_attn, page_size: int, dtype: torch.dtype, head_dim: int, named: str | None
+    flash_attn,
+    page_size: int,
+    dtype: torch.dtype,
+    head_dim: int,
+    features: set[Feature],
+    kv: torch.dtype | None,
+    named: str | None,
 ):
-    reason = why_not(*asked(page_size, dtype, head_dim))
+    spec, machine = asked(page_size, dtype, head_dim)
+    reason = why_not(replace(spec, features=frozenset(features)), replace(machine, kv_dtype=kv))
     assert reason is None if named is None else reason is not None and named in reason
-
-
-def test_the_flash_attn_package_reads_no_keys_in_e4m3(flash_attn) -> None:
-    spec, machine = asked(256, torch.bfloat16, 128)
-    reason = why_not(spec, replace(machine, kv_dtype=torch.float8_e4m3fn))
-    assert reason is not None and "kv_cache_dtype=auto" in reason
 
 
 def asked(page_size: int, dtype: torch.dtype, head_dim: int) -> tuple[ModelStackSpec, DeviceCapabilities]:
     spec = ModelStackSpec(name="drafter", sizes=frozenset({4096}), head_dims=frozenset({64, head_dim}))
     return spec, DeviceCapabilities(torch.device("cuda"), dtype, page_size, num_ranks=2)
-
-
-def test_the_flash_attn_package_has_no_sinks(flash_attn):
-    spec, machine = asked(256, torch.bfloat16, 64)
-    reason = why_not(replace(spec, features=frozenset({"attention sinks"})), machine)
-    assert reason == "has no attention sinks, which the drafter needs"
 
 
 def test_a_missing_flash_attn_package_is_named(flash_attn, monkeypatch):

@@ -7,6 +7,8 @@ On a GPU `manta doctor` runs them by itself, at the sizes of models that are ser
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 pytest.importorskip("triton")
@@ -18,8 +20,11 @@ from manta.jobs.doctor.doctor_run import kernel_checks
 from support.engines.devices import ON_GPU
 from support.oracles.sampling_cases import WHOLE
 
+# Long cases, of which `test_kernels_attention.py` has short ones.
+LONG = ("attention, heads of 192", "attention of prompts")
 
-def checks() -> list[Check]:
+
+def checks() -> list[Any]:
     if ON_GPU:
         return []
     place = MachineKind.detect()
@@ -29,7 +34,9 @@ def checks() -> list[Check]:
     cases: dict[tuple[str, str], list[Check]] = {}
     for check in found:
         cases.setdefault((check.group, check.name.rpartition(", float")[0] or check.name), []).append(check)
-    return [dtypes[i % len(dtypes)] for i, dtypes in enumerate(cases.values())]
+    chosen = [dtypes[i % len(dtypes)] for i, dtypes in enumerate(cases.values())]
+    mark = pytest.mark.if_changed
+    return [pytest.param(each, marks=mark) if each.name.startswith(LONG) else each for each in chosen]
 
 
 @pytest.mark.one_in(2)

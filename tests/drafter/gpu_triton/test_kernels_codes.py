@@ -35,11 +35,6 @@ ALL = {
 }
 
 
-@pytest.fixture(autouse=True)
-def seeded():
-    torch.manual_seed(0)
-
-
 def make(name: str) -> QuantizedMatrix:
     return ALL[name](OUTPUTS, INPUTS).to("cpu")
 

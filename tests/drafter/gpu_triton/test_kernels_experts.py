@@ -7,7 +7,7 @@ Legend: N rows, k experts chosen per row, P = N k pairs, E experts, O outputs, H
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Literal
@@ -52,7 +52,7 @@ from manta.drafter.compute.layers.linear import Activation, RMSNorm, gate
 from manta.drafter.compute.layers.moe import ExpertActivation, ExpertWeights, MoeRouter, RouterWeights
 from manta.drafter.step.gpu_triton.inputs.row_layout import DeviceStepRows
 from manta.jobs.doctor.cases.experts import exact_experts
-from support.engines.devices import DEVICE, HALVES, ON_GPU, watch_launches
+from support.engines.devices import DEVICE, HALVES, ON_GPU, Launches
 from support.oracles.random_codes import MATRICES, bytes_of, e4m3, scales
 from torch import Tensor
 
@@ -75,11 +75,6 @@ CODES: dict[str, Callable[[int, int], QuantizedMatrix]] = {
     "int8": MATRICES["int8 at load"],
 }
 FORMS = [None, *CODES]
-
-
-@pytest.fixture(autouse=True)
-def seeded():
-    torch.manual_seed(0)
 
 
 def random_ids(rows: int, experts: int, places: int = PLACES) -> Tensor:
@@ -274,16 +269,15 @@ def assert_near(actual: Tensor, exact: Tensor):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("codes", FORMS)
-@pytest.mark.parametrize("activation", ["silu", "gelu_tanh", "swiglu_clamped"])
-@pytest.mark.one_in(3)
+@pytest.mark.parametrize(
+    ("codes", "activation"), [(None, "gelu_tanh"), ("mxfp4", "swiglu_clamped"), ("int8", "silu")]
+)
+@pytest.mark.one_in(2)
 def test_experts_equal_the_definition_row_by_row(
     activation: ExpertActivation, codes: str | None, dtype: torch.dtype
 ):
-    """Rows and columns fill no tile, and inputs fill no step."""
+    """Rows and columns fill no tile, and inputs fill no step; other kinds of codes: the next test."""
     layer = Layer(dtype, codes=codes, biases=activation != "silu", activation=activation)
-    if codes not in (None, "mxfp4") and activation != "silu":
-        pytest.skip("kinds of codes share activations")
     given_ = layer.rows(13)
     experts = TritonBackend(DEVICE).experts(layer.weights)
     assert_near(experts(*given_), exact_experts(layer.weights, *given_))
@@ -296,9 +290,8 @@ def test_experts_equal_the_definition_row_by_row(
 def test_tiles_of_every_height_give_the_same_products(height: int, codes: str | None, dtype: torch.dtype):
     layer = Layer(dtype, hidden=256, experts=2, codes=codes)
     weight, (x_NH, ids_Nk, _) = layer.weights.gate_up, layer.rows(20)
-    tiles = list_tiles(ids_Nk, 2, 0, height, reads())
     given_ = weight if isinstance(weight, Tensor) else for_kernels(weight)
-    got_PI = multiply_tiles(x_NH, given_, tiles, activation="silu")
+    got_PI = multiply_tiles(x_NH, given_, list_tiles(ids_Nk, 2, 0, height, reads()), activation="silu")
     plain_EIH = weight if isinstance(weight, Tensor) else weight.dequantized(torch.float32)
     for expert in range(2):
         exact_NI = gate(x_NH.double() @ plain_EIH[expert].double().T, "silu")
@@ -325,23 +318,16 @@ def test_mxfp4_stays_as_published_where_a_device_has_block_scaled_products(
 @pytest.mark.skipif(ON_GPU, reason="a device has such products or not")
 @pytest.mark.parametrize(("height", "activation"), [(16, None), (32, "silu")])
 def test_block_scaled_products_of_mxfp4_equal_the_definition(
-    height: int, activation: Activation | None, monkeypatch: pytest.MonkeyPatch
+    height: int, activation: Activation | None, launches: Launches
 ):
     """Inputs fill no step and rows of the weight no tile; a NaN or an infinity stays in its row."""
-    constants: list[Mapping[str, object]] = []
-
-    def watch(_: str, given: Mapping[str, object], launch: Callable[[], object]) -> object:
-        constants.append(given)
-        return launch()
-
     layer = Layer(torch.bfloat16, hidden=288, inner=80, experts=2, codes="mxfp4")
     weight, (x_NH, ids_Nk, _) = layer.weights.gate_up, layer.rows(20)
     assert isinstance(weight, PackedCodes)
     x_NH[3, 7], x_NH[4, 280] = torch.nan, torch.inf
     tiles = list_tiles(ids_Nk, 2, 0, height, reads())
-    watch_launches(monkeypatch, watch)
     got_PI = multiply_tiles(x_NH, weight, tiles, activation=activation)
-    assert [each["PACK"] for each in constants] == [0]
+    assert launches[-1][1]["PACK"] == 0
     for expert in range(2):
         exact_NO = x_NH.double() @ weight.dequantized(torch.float64)[expert].T
         if activation is not None:
@@ -455,17 +441,10 @@ def test_an_empty_batch_gives_no_rows():
 @pytest.mark.parametrize("dtype", (*HALVES, torch.float32) if ON_GPU else (torch.float32,))
 @pytest.mark.one_in(2)
 def test_in_tiles_of_one_height_a_rows_bits_do_not_depend_on_its_batch(
-    dtype: torch.dtype, codes: str | None, monkeypatch: pytest.MonkeyPatch
+    dtype: torch.dtype, codes: str | None, launches: Launches
 ):
     """Compile-time constants are compared too: the interpreter would not show that a tile's height counts."""
-    cuts: set[tuple[object, ...]] = set()
-
-    def watch(kernel: str, constants: Mapping[str, object], launch: Callable[[], object]) -> object:
-        if kernel == "_multiply_tiles":
-            cuts.add(tuple(constants[name] for name in ("OUTPUTS", "HEIGHT", "COLUMNS", "STEP")))
-        return launch()
-
-    watch_launches(monkeypatch, watch)
+    names = ("OUTPUTS", "HEIGHT", "COLUMNS", "STEP")
     layer = Layer(dtype, codes=codes, biases=True, experts=3)
     x_NH, ids_Nk, weights_Nk = layer.rows(150)  # a hundred pairs of each expert: more than a tile
     experts = TritonBackend(DEVICE, batch_invariant=True).experts(layer.weights)
@@ -473,6 +452,7 @@ def test_in_tiles_of_one_height_a_rows_bits_do_not_depend_on_its_batch(
     for which in ([7], [149, 7, 90], list(range(149, -1, -1))):
         alone = experts(x_NH[which], ids_Nk[which], weights_Nk[which])
         assert torch.equal(alone, everything[which])
+    cuts = {tuple(of[name] for name in names) for kernel, of in launches if kernel == "_multiply_tiles"}
     assert len(cuts) == 2 and {cut[1] for cut in cuts} == {INVARIANT_HEIGHT}, "one of each product"
 
 

@@ -48,7 +48,8 @@ def test_masks_are_applied_as_in_the_definition(dtype: torch.dtype) -> None:
     assert torch.equal(free_NV.cpu(), logits_NV), "a step without masks finds none of the last step's"
 
 
-@pytest.mark.parametrize("tree", [{}, {"tree_width": 2, "tree_size": 6}], ids=["chains", "trees"])
+@pytest.mark.one_in(2)
+@pytest.mark.parametrize("tree", [{"tree_width": 2, "tree_size": 6}, {}], ids=["trees", "chains"])
 def test_constrained_answers_equal_the_cpus_and_keep_to_the_graphs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tree: dict[str, int]
 ) -> None:

@@ -8,10 +8,7 @@ Legend: N rows, K inputs, O outputs, I inner size, T tiles of outputs, H hidden.
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -30,8 +27,9 @@ from manta.drafter.compute.gpu_triton.linear.projections import (
     as_tensor,
 )
 from manta.drafter.compute.gpu_triton.linear.skinny_gemm import multiply
-from manta.drafter.compute.layers.linear import Activation, Linear, RMSNorm, linear_of_blocks
-from support.engines.devices import DEVICE, HALVES, ON_GPU, watch_launches
+from manta.drafter.compute.layers.linear import Activation, Linear, RMSNorm
+from support.engines.devices import DEVICE, HALVES, ON_GPU, Launches
+from support.engines.thread_ranks import ThreadRank, ThreadRanks
 from support.oracles.sampling_cases import WHOLE
 from torch import Tensor
 
@@ -51,11 +49,6 @@ QWEN3_8B = {  # outputs, inputs, gated
     "fc": (4096, 20480, False),
     "context": (10240, 4096, False),
 }
-
-
-@pytest.fixture(autouse=True)
-def seeded():
-    torch.manual_seed(0)
 
 
 def assert_near(actual: Tensor, expected: Tensor):
@@ -105,9 +98,8 @@ def pending(x_NK: Tensor, weight_dtype: torch.dtype, parts: int) -> PendingNorm:
 @pytest.mark.parametrize("bias", [False, True], ids=["", "bias"])
 @pytest.mark.one_in(2)
 def test_a_product_equals_the_definition_row_by_row(rows: int, dtype: torch.dtype, bias: bool):
-    product = Product(rows, 200, 70, dtype, bias)
+    product, residual_NO = Product(rows, 200, 70, dtype, bias), tensor(rows, 70, dtype=dtype)
     assert_near(product.own(product.x_NK), product.exact(product.x_NK))
-    residual_NO = tensor(rows, 70, dtype=dtype)
     assert_near(product.own(product.x_NK, residual_NO), product.exact(product.x_NK) + residual_NO)
 
 
@@ -148,18 +140,6 @@ def test_a_gate_is_paired_with_its_column(rows: int, activation: Activation, dty
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_a_weight_in_blocks_is_read_in_place(dtype: torch.dtype):
-    """The drafter's context reads keys, then values, of all layers from their q, k, v weights so."""
-    qkv_LOK = tensor(3, 90, 72, dtype=dtype)
-    blocks_PLRK = qkv_LOK[:, 50:].unflatten(1, (2, 20)).transpose(0, 1)
-    copied_OK = torch.cat([qkv_LOK[i, 50 + 20 * kv :][:20] for kv in range(2) for i in range(3)])
-    x_NK = tensor(7, 72, dtype=dtype)
-    expected = (x_NK.double() @ copied_OK.double().T).to(dtype)
-    assert_near(OwnProjection(blocks_PLRK, None, WORKSPACE)(x_NK), expected)
-    assert_near(linear_of_blocks(blocks_PLRK)(x_NK), expected)
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
 def test_splits_are_added_in_order_by_the_last_or_a_single_program(dtype: torch.dtype):
     inputs = 520 if dtype is torch.float32 else 2100
     product = Product(17, inputs, 70, dtype, bias=True)
@@ -182,18 +162,9 @@ def test_splits_are_added_in_order_by_the_last_or_a_single_program(dtype: torch.
 
 
 @pytest.mark.parametrize("dtype", (*HALVES, torch.float32) if ON_GPU else (torch.float32,))
-def test_in_one_tile_a_rows_bits_do_not_depend_on_its_batch(
-    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
-):
+def test_in_one_tile_a_rows_bits_do_not_depend_on_its_batch(dtype: torch.dtype, launches: Launches):
     """Compile-time constants are compared too: the interpreter would not show that a tile's height counts."""
-    rows = 70  # more than a tile
-    cuts: set[tuple[object, ...]] = set()
-
-    def watch(_: str, constants: Mapping[str, object], launch: Callable[[], object]) -> object:
-        cuts.add(tuple(constants[name] for name in ("OUTPUTS", "GATED", "ROWS", "SPLITS", "SPLIT_TILES")))
-        return launch()
-
-    watch_launches(monkeypatch, watch)
+    rows, names = 70, ("OUTPUTS", "GATED", "ROWS", "SPLITS", "SPLIT_TILES")  # more than a tile
     down, gate_up = Product(rows, 1100, 136, dtype), Product(rows, 136, 90, dtype, bias=True)
     for product in (down, gate_up):
         product.own = OwnProjection(product.weight_OK[None, None], product.bias_O, WORKSPACE, one_tile=True)
@@ -207,6 +178,7 @@ def test_in_one_tile_a_rows_bits_do_not_depend_on_its_batch(
     everything = run(*range(rows))
     assert torch.equal(run(0, 69, 33), everything[[0, 69, 33]])
     assert torch.equal(run(*range(40, 56)), everything[40:56])
+    cuts = {tuple(constants[name] for name in names) for _, constants in launches}
     assert len(cuts) == 3, "one of each product, whatever the rows"
 
 
@@ -288,69 +260,37 @@ def test_the_next_start_on_this_device_computes_the_same_bits(own_cache: None):
     assert choose(other, Clock(2, 1, 2, 1, 2, 1)) == [False] * 3
 
 
-AGREEING = """
-import json, os, sys, torch
-from manta.actors.workers.comm import process_group as pg
-from manta.drafter.compute.gpu_triton.linear.gemm_choice import MeasuredChoice
-from manta.drafter.compute.gpu_triton.linear.gemm_tiles import ProductWorkspace
-from manta.drafter.compute.gpu_triton.linear.projections import OwnProjection, TorchProjection
-from manta.drafter.compute.layers.linear import Linear
-
-rank, ranks, port = map(int, sys.argv[1:])
-os.environ["MANTA_CACHE_DIR"] += f"/{rank}"  # as on machines of their own
-store = port
-if rank == 0:
-    store = pg.open_store(ranks)
-    print(store.port, flush=True)
-group = pg.connect(rank=rank, world_size=ranks, device=torch.device("cpu"), store=store, timeout_s=60)
-workspace, timed = ProductWorkspace("cpu"), []
-
-def clock(call):  # rank 0 finds ours faster at 16 and 64 rows, the others at 32
-    timed.append(call)
-    if fails:
-        raise RuntimeError("out of memory")
-    is_second = (len(timed) - 1) // 2 % 3 == 1
-    return float((len(timed) % 2 == 0) ^ (is_second ^ (rank > 0)))
-
-def router(outputs, bias):
-    weight_OK = torch.ones(outputs, 32)
-    own = OwnProjection(weight_OK[None, None], torch.ones(outputs) if bias else None, workspace)
-    return own, TorchProjection(Linear(weight_OK))
-
-choice, found = MeasuredChoice(clock, group), []
-for outputs in (8, 16):
-    fails = False
-    found.append([choice("plain", *router(outputs, rank == 0), rows) for rows in (1, 17, 64)])
-fails = True
-try:
-    choice("normed", *router(8, False), 1)
-except RuntimeError as error:
-    found.append(str(error))
-print(json.dumps([found, len(timed)]), flush=True)
-group.all_reduce(torch.ones(1))  # all have printed
-os._exit(0)  # gloo's threads may abort a process that ends while its peers do
-"""
-
-
-@pytest.mark.skipif(ON_GPU, reason="the ranks are CPUs, over gloo")
-@pytest.mark.parametrize("ranks", [2, 4] if WHOLE else [2])
-def test_all_ranks_choose_what_rank_0_has_measured(ranks: int, own_cache: None):
+@pytest.mark.skipif(ON_GPU, reason="the ranks are threads on a CPU")
+@pytest.mark.parametrize("num_ranks", [2, 4] if WHOLE else [2])
+def test_all_ranks_choose_what_rank_0_has_measured(
+    num_ranks: int, own_cache: None, one_launch_at_a_time: None
+):
     """Routers too: a logit's last bit decides a near-tie. An error on rank 0 is one on all."""
 
-    def start(rank: int, port: int) -> subprocess.Popen[str]:
-        command = [sys.executable, "-c", AGREEING, *map(str, (rank, ranks, port))]
-        pipe = subprocess.PIPE
-        return subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True)
+    def run(rank: ThreadRank) -> tuple[list[list[bool]], str, int]:
+        workspace, timed, is_broken = ProductWorkspace("cpu"), list[object](), False
 
-    first = start(0, 0)
-    assert first.stdout is not None
-    port = int(first.stdout.readline())
-    workers = [first] + [start(rank, port) for rank in range(1, ranks)]
-    ended = [worker.communicate(timeout=120) for worker in workers]
-    assert not any(worker.returncode for worker in workers), [error[-800:] for _, error in ended]
-    for rank, (said, _) in enumerate(ended):
-        (*choices, error), num_timed = json.loads(said.splitlines()[-1])
-        assert choices == [[True, False, True]] * 2
+        def clock(call: Callable[[], object]) -> float:
+            """Rank 0 finds ours faster at 16 and 64 rows, the others at 32."""
+            timed.append(call)
+            if is_broken:
+                raise RuntimeError("out of memory")
+            is_second = (len(timed) - 1) // 2 % 3 == 1
+            return float((len(timed) % 2 == 0) ^ (is_second ^ (rank.rank > 0)))
+
+        def router(outputs: int) -> tuple[OwnProjection, TorchProjection]:
+            weight_OK, bias_O = torch.ones(outputs, 32), torch.ones(outputs) if rank.rank == 0 else None
+            return OwnProjection(weight_OK[None, None], bias_O, workspace), TorchProjection(Linear(weight_OK))
+
+        choice = MeasuredChoice(clock, rank)
+        found = [[choice("plain", *router(outputs), rows) for rows in (1, 17, 64)] for outputs in (8, 16)]
+        is_broken = True
+        with pytest.raises(RuntimeError) as caught:
+            choice("normed", *router(8), 1)
+        return found, str(caught.value), len(timed)
+
+    for rank, (found, error, num_timed) in enumerate(ThreadRanks(num_ranks).run(run)):
+        assert found == [[True, False, True]] * 2
         assert num_timed == (0 if rank else 13), "rank 0 measures for all"
         assert "rank 0 could not measure" in error if rank else error == "out of memory"
 
@@ -363,7 +303,7 @@ def dequantized(weight: QuantisedWeight, dtype: torch.dtype) -> Tensor:
 @pytest.mark.parametrize("rows", (5, 64, 65, MAX_OWN_ROWS, MAX_OWN_ROWS + 1, 257))
 @pytest.mark.one_in(2)
 def test_a_quantized_product_equals_the_dequantized_weights(
-    rows: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+    rows: int, dtype: torch.dtype, launches: Launches
 ):
     """Everything is fused in one tile of rows and in two; for more, a launch dequantizes for PyTorch."""
     plain = Product(rows, 200, 90, dtype, bias=True)
@@ -372,19 +312,14 @@ def test_a_quantized_product_equals_the_dequantized_weights(
     plain.weight_OK, exact = dequantized(weight, dtype), plain.weight_OK
     torch.testing.assert_close(plain.weight_OK, exact, rtol=2**-4, atol=1e-4)
     assert not torch.equal(plain.weight_OK, exact)
-    own, launches = QuantisedProjection(weight, plain.bias_O, WORKSPACE), list[str]()
-
-    def count(kernel: str, _: object, launch: Callable[[], object]) -> object:
-        launches.append(kernel)
-        return launch()
-
-    watch_launches(monkeypatch, count)
+    own = QuantisedProjection(weight, plain.bias_O, WORKSPACE)
     residual_NO, norm = tensor(rows, 90, dtype=dtype), RMSNorm(torch.rand(90).to(dtype) + 0.5, EPS)
     assert_near(own(plain.x_NK, residual_NO), plain.exact(plain.x_NK) + residual_NO)
     assert_near(own.gated(plain.x_NK, "silu"), gate(plain.exact(plain.x_NK), "silu"))
     sum_NO, left = own.added(plain.x_NK, residual_NO, norm)
     assert_near(as_tensor(left), norm(sum_NO))
-    assert launches.count("_multiply") == 3 * (rows <= MAX_OWN_ROWS) == 3 - launches.count("_dequantize")
+    names = [kernel for kernel, _ in launches]
+    assert names.count("_multiply") == 3 * (rows <= MAX_OWN_ROWS) == 3 - names.count("_dequantize")
 
 
 def test_codes_of_8_bits_are_exact_in_fp16_on_their_way_to_bf16():

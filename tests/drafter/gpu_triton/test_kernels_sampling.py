@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -25,7 +24,8 @@ from manta.drafter.step.inputs.gumbel_noise import negative_gumbel, noise_keys
 from manta.drafter.step.inputs.sampling_metadata import SamplingMetadata
 from manta.drafter.step.sampling.sampler import sample_rows, sample_with_margins
 from manta.drafter.step.sampling.top_k_top_p import filter_logits
-from support.engines.devices import DEVICE, ON_GPU, watch_launches
+from support.engines.devices import DEVICE, ON_GPU, Launches
+from support.engines.thread_ranks import OtherRank
 
 pytestmark = pytest.mark.usefixtures("on_the_device")
 
@@ -300,19 +300,6 @@ def test_padding_rows_choose_token_0_and_read_nothing():
     assert ids[[0, 2]].equal(sample_rows(logits[[0, 2]], alone.oracle()))
 
 
-class OtherRank:
-    """A communicator whose other rank, the second, has chosen already."""
-
-    rank, world_size = 0, 2
-
-    def __init__(self, shown: torch.Tensor) -> None:
-        self._shown = shown
-
-    def all_gather(self, tensor: torch.Tensor, dim: int = -1) -> torch.Tensor:
-        assert tensor.shape == self._shown.shape and tensor.dtype is self._shown.dtype
-        return torch.cat((tensor, self._shown), dim=dim)
-
-
 def test_the_best_of_two_shards_is_the_best_of_the_whole_vocabulary():
     rows, vocab, cut = 6, 1000, 430
     settings = {"temperature": [0.0, 1.0, 0.5, 2.0, 0.0, 1.0], "min_length": [10_000, 0, 10_000, 0, 0, 0]}
@@ -388,13 +375,6 @@ def test_no_order_of_programs_changes_a_choice(monkeypatch: pytest.MonkeyPatch):
 
 
 @pytest.mark.parametrize("filters", [False, True])
-def test_a_choice_is_one_launch(monkeypatch: pytest.MonkeyPatch, filters: bool):
-    launched: list[str] = []
-
-    def watch(kernel: str, _: object, launch: Callable[[], object]) -> object:
-        launched.append(kernel)
-        return launch()
-
-    watch_launches(monkeypatch, watch)
+def test_a_choice_is_one_launch(launches: Launches, filters: bool):
     Requests.of(2, vocab=130, top_k=3).choose(normal(2, 130, 0), filters=filters, chunk=64)
-    assert launched == ["_choose"]
+    assert [kernel for kernel, _ in launches] == ["_choose"]

@@ -20,6 +20,7 @@ from manta.drafter.step.sampling.sampler import select_paths
 from manta.drafter.step.sampling.selector import SelectorCodebooks
 from manta.drafter.step.sampling.selector import candidates as candidates_of
 from support.engines.devices import DEVICE
+from support.engines.thread_ranks import OtherRank
 
 pytestmark = pytest.mark.usefixtures("on_the_device")
 VOCAB, RANK = 300, 24
@@ -225,16 +226,6 @@ def found_in(
     return find_candidates(
         logits_NU.clone(), *where, filters=filters, workspace=workspace, vocab_start=vocab_start
     )
-
-
-class OtherRank:
-    """The second rank's candidates, for a gather."""
-
-    def __init__(self, theirs: torch.Tensor) -> None:
-        self.theirs = theirs
-
-    def all_gather(self, mine: torch.Tensor, dim: int) -> torch.Tensor:
-        return torch.cat((mine, self.theirs), dim)
 
 
 @pytest.mark.parametrize("name", ["early stops", "noise", "equals"])

@@ -38,6 +38,7 @@ HALVES = (torch.bfloat16, torch.float16) if ON_GPU else (torch.float16,)
 
 # What is called in a launch's place: with a kernel's name, arguments by name and what launches it.
 Watch = Callable[[str, Mapping[str, object], Callable[[], object]], object]
+Launches = list[tuple[str, Mapping[str, object]]]
 
 
 def watch_launches(monkeypatch: pytest.MonkeyPatch, watch: Watch) -> None:

@@ -21,7 +21,7 @@ class ThreadRanks:
 
     def __init__(self, world_size: int) -> None:
         self.world_size = world_size
-        self._barrier = threading.Barrier(world_size, timeout=60)
+        self._barrier = threading.Barrier(world_size, timeout=250)
         self._shown: list[torch.Tensor] = [torch.empty(0)] * world_size
 
     def meet(self, rank: int, tensor: torch.Tensor) -> list[torch.Tensor]:
@@ -76,3 +76,16 @@ def tokens_by_steps(runner: Runner, prompts: list[list[int]], num_steps: int) ->
 
 
 PROMPTS = [np.random.default_rng(5).integers(0, TINY_VOCAB - 1, n).tolist() for n in (30, 3, 17)]
+
+
+class OtherRank:
+    """The communicator of the first of two ranks; the second one has shown its tensor already."""
+
+    rank, world_size = 0, 2
+
+    def __init__(self, shown: torch.Tensor) -> None:
+        self._shown = shown
+
+    def all_gather(self, tensor: torch.Tensor, dim: int = -1) -> torch.Tensor:
+        assert tensor.shape == self._shown.shape and tensor.dtype is self._shown.dtype
+        return torch.cat((tensor, self._shown), dim=dim)
