@@ -25,11 +25,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import pytest
-from manta.drafter.compute.layers.moe import MoeRouter
 from support.kernels import layer_launches as layers
 from support.kernels import step_launches as steps
-from support.kernels.layer_launches import BF16, E4M3, FP32, MXFP4, Call, attention, experts, latents, product
-from support.kernels.step_launches import of_step
+from support.kernels.layer_launches import E4M3, FP32, MXFP4, Call, attention, experts, latents, product
 
 CAPABILITIES = (90, 100)  # H100 and H200; B200 and B300
 SHARED_MEMORY_BYTES = 228 * 1024  # of their multiprocessors; each program takes 1 KiB more
@@ -41,11 +39,11 @@ OWN_INSTRUCTIONS = ("_multiply", "_multiply_tiles", "_run_chunks")
 
 @dataclass(frozen=True)
 class Shape:
-    """One kernel at one shape.
+    """One kernel at the shapes of a call's launches.
 
     Attributes:
         kernel: name of the jitted function in its module.
-        launch: calls the product's function that launches it, perhaps beside others.
+        launch: calls the product's functions that launch it, perhaps beside others, on a device.
         side_by_side: programs that a multiprocessor must have room for.
         copies: asynchronous ones of an iteration of its loop, which has no other loads then.
         only: the capability that the shape is for; None for both.
@@ -79,86 +77,53 @@ def _experts(
     return Shape("_multiply_tiles", launch, room, copies=copies, only=only, most_instructions=most)
 
 
-QWEN3_MOE = MoeRouter(num_experts=128, top_k=8, score="softmax")
-GPT_OSS = MoeRouter(num_experts=128, top_k=4, score="softmax", choose_first=True)
-DEEPSEEK_V3 = MoeRouter(
-    num_experts=256, top_k=8, score="sigmoid", correction=True, groups=8, top_groups=4, renormalize=True
-)
-BLOCK_OF_QWEN3 = attention(32, 8, 128)
-PROMPT_OF_QWEN3 = attention(32, 8, 128, rows=2048)
 SHAPES: dict[str, list[Shape]] = {
-    "step.gpu_triton.sampling.sampler": [
-        Shape("_choose", steps.choice(BF16, filters=False)),
-        Shape("_choose", steps.choice(BF16, filters=True)),
-        Shape("_choose", steps.choice(BF16, filters=False, seconds=True)),
-        Shape("_choose", steps.choice(BF16, filters=True, seconds=True, vocab=steps.GEMMA3)),
-        Shape("_choose", steps.choice(FP32, filters=True)),
-        Shape("_choose", steps.choice(FP32, filters=True, seconds=True)),
-    ],
-    "step.gpu_triton.sampling.logits_processors": [
-        Shape("_apply", steps.rules(BF16, drafts=False)),
-        Shape("_apply", steps.rules(FP32, drafts=True)),
-    ],
+    "step.gpu_triton.sampling.sampler": [Shape("_choose", steps.choose)],
+    "step.gpu_triton.sampling.logits_processors": [Shape("_apply", steps.apply_rules)],
     "step.gpu_triton.sampling.selector": [
-        Shape("_best_of_chunk", steps.candidates(BF16)),
-        Shape("_best_of_chunk", steps.candidates(BF16, filters=True)),
-        Shape("_best_of_chunk", steps.candidates(FP32, filters=True)),
-        Shape("_best_of_row", steps.candidates(BF16)),
-        Shape("_best_of_row", steps.candidates(BF16, vocab=steps.GEMMA3)),
-        Shape("_walk", steps.walk(BF16, filters=False)),  # Muse-Glimmer's, Qwen3.8's
-        Shape("_walk", steps.walk(BF16, filters=True)),
-        Shape("_walk", steps.walk(FP32, filters=True)),
-        Shape("_best_of_chunk", steps.candidates(BF16, top_k=64)),  # DSpark's
-        Shape("_best_of_row", steps.candidates(BF16, top_k=64)),
-        Shape("_walk", steps.walk(BF16, filters=True, top_k=64, anchor_distance=0)),
+        Shape("_best_of_chunk", steps.find_candidates),
+        Shape("_best_of_row", steps.find_candidates),
+        Shape("_walk", steps.walk_paths),
     ],
-    "step.gpu_triton.ngram_lookup": [Shape("_look_up", of_step(steps.lookup))],
+    "step.gpu_triton.ngram_lookup": [Shape("_look_up", steps.look_up)],
     "step.gpu_triton.sampling.grammar_masks": [
-        Shape("_mask", steps.mask(BF16)),
-        Shape("_mask", steps.mask(FP32)),
-        Shape("_force_ends", steps.mask(BF16)),
+        Shape("_mask", steps.mask_tokens),
+        Shape("_force_ends", steps.mask_tokens),
     ],
     "step.gpu_triton.inputs.row_layout": [
-        Shape("_lay_out_rows", of_step(steps.block_rows)),
-        Shape("_lay_out_rows", of_step(steps.target_rows)),
-        Shape("_lay_out_rows", of_step(steps.target_rows, groups=3)),
-        Shape("_write_drafts", of_step(steps.proposals)),
+        Shape("_lay_out_rows", steps.lay_out),
+        Shape("_write_drafts", steps.lay_out),
     ],
     "step.gpu_triton.verification": [
-        Shape("_accept_and_advance", of_step(steps.verdicts)),
-        Shape("_mark_not_numbers", of_step(steps.broken_rows)),
-        Shape("_trim_drafts", steps.trim(256, num_rows=2048)),
-        Shape("_trim_drafts", steps.trim(1, num_rows=16)),
+        Shape("_accept_and_advance", steps.verify),
+        Shape("_mark_not_numbers", steps.verify),
+        Shape("_trim_drafts", steps.verify),
     ],
     "step.gpu_triton.draft_trees": [
-        Shape("_likely_children", steps.children(16)),
-        Shape("_likely_children", steps.children(64)),  # DSpark's Markov head
-        Shape("_tree_scores", steps.tree_scores(16, pairs=False, filters=False)),
-        Shape("_tree_scores", steps.tree_scores(16, pairs=False, filters=True)),
-        Shape("_tree_scores", steps.tree_scores(16, pairs=True, filters=True)),
-        Shape("_tree_scores", steps.tree_scores(64, pairs=True, filters=False)),
-        Shape("_grow", of_step(steps.trees)),
+        Shape("_likely_children", steps.grow_trees),
+        Shape("_tree_scores", steps.grow_trees),
+        Shape("_grow", steps.grow_trees),
     ],
     "step.gpu_triton.tree_rows": [
-        Shape("_trim_trees", of_step(steps.trimmed_trees)),
-        Shape("_place_rows", of_step(steps.tree_paths)),
-        Shape("_accept_paths", of_step(steps.tree_paths)),
-        Shape("_path_rows", of_step(steps.tree_paths)),
+        Shape("_trim_trees", steps.follow_trees),
+        Shape("_place_rows", steps.follow_trees),
+        Shape("_accept_paths", steps.follow_trees),
+        Shape("_path_rows", steps.follow_trees),
     ],
     "step.gpu_triton.recurrent_states": [
-        Shape("_build_rows", of_step(steps.states)),
-        Shape("_admit_states", of_step(steps.states)),
-        Shape("_save_accepted", of_step(steps.states)),
+        Shape("_build_rows", steps.copy_states),
+        Shape("_admit_states", steps.copy_states),
+        Shape("_save_accepted", steps.copy_states),
     ],
     "step.gpu_triton.inputs.transfers": [
-        Shape("_write_words", of_step(steps.upload)),
-        Shape("_stamp", of_step(steps.clock)),
+        Shape("_write_words", steps.transfer),
+        Shape("_stamp", steps.transfer),
     ],
     "compute.gpu_triton.attention.paged_attention": [
         # Qwen3-8B, a block of 16 rows: a thread copies 256 bytes of K and V, and a page number
-        _attend(BLOCK_OF_QWEN3, copies=17, most_instructions=(705, 810)),
+        _attend(attention(32, 8, 128), copies=17, most_instructions=(705, 810)),
         # a prompt: tiles of 128, eight warps
-        _attend(PROMPT_OF_QWEN3, copies=9, most_instructions=(615, 675)),
+        _attend(attention(32, 8, 128, rows=2048), copies=9, most_instructions=(615, 675)),
         _attend(attention(32, 8, 128, kv=E4M3), copies=9, most_instructions=(855, 895)),
         _attend(attention(32, 8, 128, rows=2048, kv=E4M3)),
         _attend(latents(8, tile_rows=16, kv=E4M3), copies=11, most_instructions=(1045, 1050)),
@@ -195,25 +160,11 @@ SHAPES: dict[str, list[Shape]] = {
         Shape("_list_work", attention(32, 8, 128, window=2048, batch_invariant=True)),
     ],
     "compute.gpu_triton.common.element_ops": [
-        Shape("_rms_norm", layers.norm(4096)),
-        Shape("_rms_norm", layers.norm(4096, add=False)),
-        Shape("_rms_norm", layers.norm(2880)),
-        Shape("_row_squares", layers.row_squares(6144, 1024)),  # MiniMax-M2
-        Shape("_rms_norm", layers.norm(192)),
-        Shape("_rms_norm", layers.norm(8192, dtype=FP32)),
-        Shape("_rms_norm", layers.norm(3840, weight=FP32)),  # Gemma 3
-        Shape("_rms_norm", layers.norm(3840, weight=FP32, add=False)),
-        Shape("_rms_norm", layers.norm(5376, weight=FP32, scalar=0.7)),  # Gemma 4
-        Shape("_gate_mul", layers.gate(12288, BF16, "silu")),
-        Shape("_gate_mul", layers.gate(12288, BF16, "gelu_tanh")),
-        Shape("_gate_mul", layers.gate(12288, FP32, "silu")),
-        Shape("_gate_mul", layers.gate(12288, FP32, "gelu_tanh")),
+        Shape("_rms_norm", layers.norm),
+        Shape("_row_squares", layers.norm),
+        Shape("_gate_mul", layers.gate),
     ],
-    "compute.gpu_triton.delta_net.dynamic_convolution": [
-        Shape("_convolve", layers.convolution(6656, residual=False)),
-        Shape("_convolve", layers.convolution(6656, residual=True)),
-        Shape("_convolve", layers.convolution(5120, residual=True, dtype=FP32)),
-    ],
+    "compute.gpu_triton.delta_net.dynamic_convolution": [Shape("_convolve", layers.convolve_rows)],
     "compute.gpu_triton.linear.skinny_gemm": [
         _product(6144, 4096, 16, "norm"),  # Qwen3-8B: qkv
         _product(4096, 12288, 16, "residual"),  # down
@@ -235,24 +186,9 @@ SHAPES: dict[str, list[Shape]] = {
         _product(4096, 12288, 64, "residual bias", codes=layers.W4A16),
         _product(4096, 12288, 64, "residual bias", codes=layers.FP8_BLOCKS),
     ],
-    "compute.gpu_triton.linear.packed_codes": [
-        Shape("_dequantize", layers.dequantized(4096, 12288, layers.AWQ)),
-        Shape("_dequantize", layers.dequantized(4096, 12288, MXFP4)),
-        Shape("_dequantize", layers.dequantized(4096, 12288, layers.NVFP4)),
-        Shape("_dequantize", layers.dequantized(4096, 12288, layers.FP8_BLOCKS)),
-        Shape("_dequantize", layers.dequantized(4096, 12288, layers.W8A16)),
-        Shape("_dequantize", layers.dequantized(4096, 12288, layers.FP8_ROWS)),
-    ],
-    "compute.gpu_triton.moe.topk_routing": [
-        Shape("_choose", layers.expert_choice(QWEN3_MOE, padding=True)),
-        Shape("_choose", layers.expert_choice(QWEN3_MOE)),
-        Shape("_choose", layers.expert_choice(GPT_OSS)),
-        Shape("_choose", layers.expert_choice(DEEPSEEK_V3)),
-    ],
-    "compute.gpu_triton.moe.moe_align": [
-        Shape("_list_tiles", layers.expert_tiles(128, 16)),
-        Shape("_list_tiles", layers.expert_tiles(512, 64)),
-    ],
+    "compute.gpu_triton.linear.packed_codes": [Shape("_dequantize", layers.dequantize_codes)],
+    "compute.gpu_triton.moe.topk_routing": [Shape("_choose", layers.route)],
+    "compute.gpu_triton.moe.moe_align": [Shape("_list_tiles", layers.route)],
     "compute.gpu_triton.moe.grouped_gemm": [
         _experts(1536, 2048, 16, activation="silu"),  # Qwen3-30B-A3B: gate and up of a verified block
         _experts(2048, 768, 16),  # down
@@ -283,14 +219,9 @@ SHAPES: dict[str, list[Shape]] = {
         _experts(1536, 2048, 16, activation="silu", codes=layers.W8A16, most=(435, 505)),
         _experts(1536, 2048, 16, activation="silu", dtype=FP32),
         _experts(5760, 2880, 64, activation="swiglu_clamped", codes=MXFP4, dtype=FP32, room=2),
-        Shape("_add_up", layers.expert_sum(2048, 8)),
-        Shape("_add_up", layers.expert_sum(2880, 4)),
+        Shape("_add_up", layers.route),
     ],
-    "compute.gpu_triton.attention.mla": [
-        Shape("_norm_rotate_write_latents", layers.write_latents(8)),
-        Shape("_norm_rotate_write_latents", layers.write_latents(64, FP32)),
-        Shape("_norm_rotate_write_latents", layers.write_latents(8, kv=E4M3)),
-    ],  # Kimi K2
+    "compute.gpu_triton.attention.mla": [Shape("_norm_rotate_write_latents", layers.write_latents)],
     "compute.gpu_triton.attention.mla_prefill_plan": [
         Shape("_gather_latents", layers.expanded_latents(8)),
         Shape("_gather_latents", layers.expanded_latents(8, FP32)),
@@ -322,28 +253,12 @@ SHAPES: dict[str, list[Shape]] = {
         Shape("_gate_outputs", layers.delta_net(16, 32)),
         Shape("_gate_outputs", layers.delta_net(16, 48, FP32)),
     ],
-    "compute.gpu_triton.linear.all_reduce_norm": [
-        Shape("_sum_add_norm", layers.sum_over_ranks(2880, 8)),  # gpt-oss
-        Shape("_sum_add_norm", layers.sum_over_ranks(4096, 2, FP32)),
-    ],
+    "compute.gpu_triton.linear.all_reduce_norm": [Shape("_sum_add_norm", layers.sum_over_ranks)],
     "compute.gpu_triton.attention.norm_rope_kv_write": [
-        Shape("_norm_rotate_write", layers.write(32, 8, 128)),  # Qwen3-8B
-        Shape("_norm_rotate_write", layers.write(32, 8, 128, normed=False)),
-        Shape("_norm_rotate_write", layers.write(8, 1, 64)),
-        Shape("_norm_rotate_write", layers.write(16, 4, 256, dtype=FP32)),
-        Shape("_norm_rotate_write", layers.write(16, 8, 256, weight=FP32)),  # Gemma 3
-        Shape("_norm_rotate_write", layers.write(32, 16, 256, weight=FP32, v_norm=True)),  # Gemma 4
-        Shape("_norm_rotate_write", layers.write(32, 4, 512, weight=FP32, v_norm=True)),
-        Shape("_norm_rotate_write", layers.write(64, 4, 192, v_dim=128, normed=False)),  # MiMo-V2
-        Shape("_norm_rotate_write", layers.write(32, 2, 128, weight=FP32, rotated=False)),  # Muse-Glimmer
-        Shape("_write_context", layers.context(5, 8, 128, kv=E4M3)),
-        Shape("_norm_rotate_write", layers.write(32, 8, 128, kv=E4M3)),
-        Shape("_write_context", layers.context(5, 8, 128)),
+        Shape("_norm_rotate_write", layers.write_heads),
+        Shape("_write_context", layers.write_heads),
     ],
-    "compute.gpu_triton.attention.compact_rows": [
-        Shape("_compact", layers.compact(BF16, 2048, 16)),
-        Shape("_compact", layers.compact(E4M3, 576, 8)),
-    ],
+    "compute.gpu_triton.attention.compact_rows": [Shape("_compact", layers.move_rows)],
 }
 
 
@@ -371,8 +286,8 @@ def _one_of_each_kernel(shapes: list[Shape]) -> list[Shape]:
 @pytest.fixture(scope="module")
 def compile_all(
     tmp_path_factory: pytest.TempPathFactory,
-) -> Iterator[Callable[[str, int], list[dict[str, Any]]]]:
-    """The result of each shape of a module; its process compiles one module after the other."""
+) -> Iterator[Callable[[str, int], list[list[dict[str, Any]]]]]:
+    """The results of each shape of a module; its process compiles one module after the other."""
     pytest.importorskip("triton")
     folder = tmp_path_factory.mktemp("triton")
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
@@ -384,7 +299,7 @@ def compile_all(
         subprocess.Popen([sys.executable, __file__], stderr=log, **pipes) as process,
     ):
 
-        def compile_module(module: str, capability: int) -> list[dict[str, Any]]:
+        def compile_module(module: str, capability: int) -> list[list[dict[str, Any]]]:
             assert process.stdin is not None and process.stdout is not None
             if process.poll() is None:
                 print(capability, module, file=process.stdin, flush=True)
@@ -407,9 +322,11 @@ def test_every_kernel_is_in_the_short_form(module: str) -> None:
     [(module, each) for module in SHAPES for each in CAPABILITIES if chosen(module, each)],
 )
 def test_kernels_compile_without_spills_or_slow_conversions(
-    module: str, capability: int, compile_all: Callable[[str, int], list[dict[str, Any]]]
+    module: str, capability: int, compile_all: Callable[[str, int], list[list[dict[str, Any]]]]
 ):
-    for shape, found in zip(chosen(module, capability), compile_all(module, capability), strict=True):
+    shapes, results = chosen(module, capability), compile_all(module, capability)
+    pairs = [(shape, found) for shape, of in zip(shapes, results, strict=True) for found in of]
+    for shape, found in pairs:
         assert "error" not in found, (shape, found)
         assert found["spilled_bytes"] == 0 or shape.spills_beside_loop, (shape, found)
         assert found["spills"] == 0, (shape, found)
@@ -430,19 +347,19 @@ def test_kernels_compile_without_spills_or_slow_conversions(
             assert (found["copies"], found["loads"]) == (shape.copies, 0), (shape, found)
 
 
-def recorded(module: str, shape: Shape, capability: int) -> Any:
-    """Return the launch of the shape's kernel."""
+def recorded(module: str, shape: Shape, capability: int) -> list[Any]:
+    """Return the different launches of the shape's kernel; the first one in the short form."""
     from support.kernels.recorded_launches import record
 
     launches = record(shape.launch, capability)
     named = f"manta.drafter.{module}", shape.kernel
     found = [each for each in launches if (each.kernel.fn.__module__, each.kernel.fn.__name__) == named]
     assert found, f"launched were {[each.kernel for each in launches]}"
-    return found[0]
+    return list({each.key: each for each in found}.values()) if WHOLE else found[:1]
 
 
-def _compile(module: str, shape: Shape, capability: int) -> dict[str, Any]:
-    log, launch = io.StringIO(), recorded(module, shape, capability)
+def _compile(launch: Any, capability: int) -> dict[str, Any]:
+    log = io.StringIO()
     with contextlib.redirect_stdout(log):  # ptxas reports there
         compiled = launch.compiled(capability)
     spilled = re.findall(r"(\d+) bytes spill", log.getvalue())
@@ -499,11 +416,11 @@ def _waits_first(ptx: str) -> bool:
     return -1 < ptx.find("griddepcontrol.wait") < touched.start()
 
 
-def _compile_or_explain(module: str, shape: Shape, capability: int) -> dict[str, Any]:
+def _compile_or_explain(module: str, shape: Shape, capability: int) -> list[dict[str, Any]]:
     try:
-        return _compile(module, shape, capability)
+        return [_compile(launch, capability) for launch in recorded(module, shape, capability)]
     except Exception:
-        return {"error": traceback.format_exc()[-3000:]}
+        return [{"error": traceback.format_exc()[-3000:]}]
 
 
 if __name__ == "__main__":

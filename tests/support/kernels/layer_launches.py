@@ -1,6 +1,7 @@
 """Launches of the kernels of layers, at sizes of served models; see `recorded_launches.py`.
 
-Every function returns a call that takes a device.
+Functions of a device launch one or a few kernels at all shapes that are compiled, the most important first;
+the others return such a function, for shapes of which more is known.
 
 Legend: N rows, B requests, Q query heads, K kv heads, D head dim, O outputs, I inputs, E experts.
 """
@@ -8,7 +9,7 @@ Legend: N rows, B requests, Q query heads, K kv heads, D head dim, O outputs, I 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
@@ -131,16 +132,13 @@ def _attend(
     verify_attention(q_NQD, k_PSKD, v_PSKF, paged, list_work(of, paged, workspace), 0.1, **given)
 
 
-def write_latents(heads: int, dtype: torch.dtype = BF16, kv: torch.dtype | None = None) -> Call:
-    def call(device: torch.device) -> None:
+def write_latents(device: torch.device) -> None:
+    """Write those of Kimi K2, on eight ranks and on one."""
+    for heads, dtype, kv in ((8, BF16, BF16), (64, FP32, FP32), (8, BF16, E4M3)):
         q_NJO, latent_NW = torch.empty(16, heads, 192, dtype=dtype), torch.empty(16, 576, dtype=dtype)
-        pages, (positions_N, slots_N) = torch.empty(8, PAGE, 576, dtype=kv or dtype), _places(16)
-        rope = _rope(64, dtype, device)
-        mla.norm_rotate_write_latents(
-            q_NJO, latent_NW, _parts(heads, dtype), rope, positions_N, slots_N, pages
-        )
-
-    return call
+        pages, rope = torch.empty(8, PAGE, 576, dtype=kv), _rope(64, dtype, device)
+        where = _parts(heads, dtype), rope, *_places(16), pages
+        mla.norm_rotate_write_latents(q_NJO, latent_NW, *where)
 
 
 def expanded_latents(heads: int, dtype: torch.dtype = BF16, kv: torch.dtype | None = None) -> Call:
@@ -173,57 +171,42 @@ def _places(rows: int) -> tuple[Tensor, Tensor]:
     return torch.zeros(rows, dtype=I64), torch.zeros(rows, dtype=I64)
 
 
-def write(
-    heads: int,
-    kv_heads: int,
-    dim: int,
-    *,
-    v_dim: int | None = None,
-    normed: bool = True,
-    rotated: bool = True,
-    v_norm: bool = False,
-    dtype: torch.dtype = BF16,
-    weight: torch.dtype | None = None,
-    kv: torch.dtype | None = None,
-) -> Call:
-    """Norm and rotate the heads of a projection, and write keys and values."""
-
-    def call(device: torch.device) -> None:
-        geometry = KVCacheSpec(kv_heads, dim, v_dim or dim)
-        cache = PagedKVCache(1, 4, PAGE, geometry, kv or dtype, device)
-        qkv_NO = torch.empty(16, heads * dim + geometry.width, dtype=dtype)
-        norm_D, rope = torch.empty(dim, dtype=weight or dtype), _rope(dim, dtype, device)
-        norms = (norm_D, norm_D) if normed else (None, None)
-        tables = (rope.cos_TD, rope.sin_TD) if rotated else (None, None)
-        norm_rotate_write(qkv_NO, *norms, EPS, *tables, *_places(16), *cache.heads(0), v_norm=v_norm)
-
-    return call
-
-
-def context(layers: int, kv_heads: int, dim: int, *, kv: torch.dtype = BF16) -> Call:
-    """Write a drafter's context; e4m3 has scales."""
-
-    def call(device: torch.device) -> None:
-        scales = [KVScales(0.1, 0.1)] * layers if kv is E4M3 else ()
-        geometry = KVCacheSpec(kv_heads, dim, dim)
-        pages = _far_pages(layers, geometry.width, kv)
-        cache = PagedKVCache(layers, len(pages[0]) - 1, PAGE, geometry, kv, device, scales=scales, kv=pages)
-        kv_NJD = torch.empty(16, 2 * layers * kv_heads, dim, dtype=BF16)
-        norms, rope = torch.empty(layers, dim, dtype=BF16), _rope(dim, BF16, device)
-        where = *_places(16), cache.planes(0, layers), cache.scales_of(0, layers) if scales else None
-        write_context(kv_NJD, norms, EPS, rope.cos_TD, rope.sin_TD, *where)
-
-    return call
+def write_heads(device: torch.device) -> None:
+    """Norm and rotate the heads of a projection, and write keys and values, also of a drafter's context."""
+    for heads, kv_heads, dims, dtype, weight, kv, v_norm, rotates in (
+        (32, 8, (128, 128), BF16, BF16, BF16, False, True),  # Qwen3-8B
+        (32, 8, (128, 128), BF16, None, BF16, False, True),
+        (8, 1, (64, 64), BF16, BF16, BF16, False, True),
+        (16, 4, (256, 256), FP32, FP32, FP32, False, True),
+        (16, 8, (256, 256), BF16, FP32, BF16, False, True),  # Gemma 3
+        (32, 16, (256, 256), BF16, FP32, BF16, True, True),  # Gemma 4
+        (32, 4, (512, 512), BF16, FP32, BF16, True, True),
+        (64, 4, (192, 128), BF16, None, BF16, False, True),  # MiMo-V2
+        (32, 8, (128, 128), BF16, BF16, E4M3, False, True),
+        (32, 2, (128, 128), BF16, FP32, BF16, False, False),  # Muse-Glimmer
+    ):
+        geometry, rope = KVCacheSpec(kv_heads, *dims), _rope(dims[0], dtype, device)
+        pages = PagedKVCache(1, 4, PAGE, geometry, kv, device).heads(0)
+        qkv_NO = torch.empty(16, heads * dims[0] + geometry.width, dtype=dtype)
+        norm_D = None if weight is None else torch.empty(dims[0], dtype=weight)
+        tables = (rope.cos_TD, rope.sin_TD) if rotates else (None, None)
+        norm_rotate_write(qkv_NO, norm_D, norm_D, EPS, *tables, *_places(16), *pages, v_norm=v_norm)
+    kv_NJD, norm_LD = torch.empty(16, 80, 128, dtype=BF16), torch.empty(5, 128, dtype=BF16)
+    rope = _rope(128, BF16, device)
+    for kv, scales in ((E4M3, [KVScales(0.1, 0.1)] * 5), (BF16, [])):
+        pages, geometry = _far_pages(5, 2048, kv), KVCacheSpec(8, 128, 128)
+        cache = PagedKVCache(5, len(pages[0]) - 1, PAGE, geometry, kv, device, scales=scales, kv=pages)
+        where = *_places(16), cache.planes(0, 5), cache.scales_of(0, 5) if scales else None
+        write_context(kv_NJD, norm_LD, EPS, rope.cos_TD, rope.sin_TD, *where)
 
 
-def compact(dtype: torch.dtype, width: int, moves: int) -> Call:
-    def call(device: torch.device) -> None:
+def move_rows(device: torch.device) -> None:
+    for dtype, width, moves in ((BF16, 2048, 16), (E4M3, 576, 8)):
         pages, geometry = _far_pages(1, width, dtype), KVCacheSpec(1, width // 2, width // 2)
-        cache = PagedKVCache(1, len(pages[0]) - 1, PAGE, geometry, dtype, device, kv=pages)
         slots_RM = torch.empty(REQUESTS, moves, dtype=I64)
-        compact_rows(cache, slots_RM, slots_RM)
-
-    return call
+        compact_rows(
+            PagedKVCache(1, len(pages[0]) - 1, PAGE, geometry, dtype, device, kv=pages), slots_RM, slots_RM
+        )
 
 
 def _far_pages(planes: int, width: int, dtype: torch.dtype) -> Tensor:
@@ -231,53 +214,44 @@ def _far_pages(planes: int, width: int, dtype: torch.dtype) -> Tensor:
     return torch.empty(planes, 2**31 // (PAGE * width) + 2, PAGE, width, dtype=dtype, device="meta")
 
 
-def norm(
-    width: int,
-    *,
-    add: bool = True,
-    dtype: torch.dtype = BF16,
-    weight: torch.dtype | None = None,
-    scalar: float | None = None,
-) -> Call:
-    def call(device: torch.device) -> None:
-        x_NH, weight_H = torch.empty(16, width, dtype=dtype), torch.empty(width, dtype=weight or dtype)
-        if add:
+def norm(device: torch.device) -> None:
+    for width, adds, dtype, weight, scalar in (
+        (4096, True, BF16, BF16, None),
+        (4096, False, BF16, BF16, None),
+        (2880, True, BF16, BF16, None),
+        (192, True, BF16, BF16, None),
+        (8192, True, FP32, FP32, None),
+        (3840, True, BF16, FP32, None),  # Gemma 3
+        (3840, False, BF16, FP32, None),
+        (5376, True, BF16, FP32, 0.7),  # Gemma 4
+    ):
+        x_NH, weight_H = torch.empty(16, width, dtype=dtype), torch.empty(width, dtype=weight)
+        if adds:
             element_ops.add_rms_norm(x_NH, x_NH, weight_H, EPS, scalar)
         else:
             element_ops.rms_norm(x_NH, weight_H, EPS)
-
-    return call
-
-
-def row_squares(first: int, second: int) -> Call:
-    return lambda device: element_ops.row_squares(
-        torch.empty(16, first + second, dtype=BF16), (first, second)
-    )
+    element_ops.row_squares(torch.empty(16, 7168, dtype=BF16), (6144, 1024))  # MiniMax-M2
 
 
-def gate(inner: int, dtype: torch.dtype, activation: Literal["silu", "gelu_tanh"]) -> Call:
-    return lambda device: element_ops.gate(torch.empty(16, 2 * inner, dtype=dtype), activation)
+def gate(device: torch.device) -> None:
+    for dtype in (BF16, FP32):
+        element_ops.gate(torch.empty(16, 24576, dtype=dtype), "silu")
+        element_ops.gate(torch.empty(16, 24576, dtype=dtype), "gelu_tanh")
 
 
-def convolution(hidden: int, *, residual: bool, dtype: torch.dtype = BF16) -> Call:
+def convolve_rows(device: torch.device) -> None:
     """Convolve with two taps and a kernel for 16 channels."""
-
-    def call(device: torch.device) -> None:
+    for hidden, dtype, adds in ((6656, BF16, False), (6656, BF16, True), (5120, FP32, True)):
         x_NH, base_TH = torch.empty(16, hidden, dtype=dtype), torch.empty(2, hidden, dtype=dtype)
         dynamic_NTC = torch.empty(16, 2, 2, hidden // 16, dtype=dtype)[:, 0]
-        rest = (x_NH,) if residual else ()
-        convolve(x_NH, dynamic_NTC, base_TH, torch.empty(16, dtype=I32), *rest)
-
-    return call
+        convolve(x_NH, dynamic_NTC, base_TH, torch.empty(16, dtype=I32), *((x_NH,) if adds else ()))
 
 
-def sum_over_ranks(width: int, ranks: int, dtype: torch.dtype = BF16) -> Call:
-    def call(device: torch.device) -> None:
+def sum_over_ranks(device: torch.device) -> None:
+    for width, ranks, dtype in ((2880, 8, BF16), (4096, 2, FP32)):  # gpt-oss's is the first
         x_NH, addresses = torch.empty(16, width, dtype=dtype), torch.empty(ranks, dtype=I64)
         peers = PeerBuffers(2, ranks, dtype, addresses, addresses, torch.empty(64, dtype=I32), 2**20)
         sum_add_rms_norm(x_NH, peers, x_NH, torch.empty(width, dtype=dtype), EPS)
-
-    return call
 
 
 class Codes:
@@ -303,8 +277,9 @@ INT4, FP8_ROWS = Codes("int4", BF16, 32), Codes("e4m3", FP32, None)
 MXFP4, NVFP4 = Codes("e2m1", U8, 32), Codes("e2m1", FP32, 16)
 
 
-def dequantized(outputs: int, inputs: int, codes: Codes) -> Call:
-    return lambda device: dequantize(codes.of(outputs, inputs), BF16)
+def dequantize_codes(device: torch.device) -> None:
+    for codes in (AWQ, MXFP4, NVFP4, FP8_BLOCKS, W8A16, FP8_ROWS):
+        dequantize(codes.of(4096, 12288), BF16)
 
 
 def product(
@@ -381,29 +356,21 @@ def experts(
     return call
 
 
-def expert_choice(rule: MoeRouter, *, padding: bool = False) -> Call:
-    """Choose experts; with `padding` in a pass that may have it, as graphs do."""
-
-    def call(device: torch.device) -> None:
-        logits_NE, owners_N = torch.empty(16, rule.num_experts, dtype=BF16), torch.empty(16, dtype=I32)
+def route(device: torch.device) -> None:
+    """Choose experts, list their tiles and add up their outputs."""
+    qwen3 = MoeRouter(num_experts=128, top_k=8, score="softmax")
+    gpt_oss = MoeRouter(num_experts=128, top_k=4, score="softmax", choose_first=True)
+    deepseek = {"num_experts": 256, "top_k": 8, "groups": 8, "top_groups": 4}
+    deepseek_v3 = MoeRouter(score="sigmoid", correction=True, **deepseek)  # type: ignore[arg-type]
+    owners_N = torch.empty(16, dtype=I32)  # where a pass may have padding, as in graphs
+    for rule, owners in ((qwen3, owners_N), (qwen3, None), (gpt_oss, None), (deepseek_v3, None)):
         correction = torch.empty(rule.num_experts) if rule.correction else None
-        topk_routing.choose(logits_NE, rule, correction, owners_N=owners_N if padding else None)
-
-    return call
-
-
-def expert_tiles(count: int, height: int) -> Call:
-    return lambda device: moe_align.list_tiles(
-        torch.empty(16, 8, dtype=I32), count, 0, height, torch.empty(1, dtype=I32)
-    )
-
-
-def expert_sum(width: int, places: int) -> Call:
-    def call(device: torch.device) -> None:
+        topk_routing.choose(torch.empty(16, rule.num_experts, dtype=BF16), rule, correction, owners_N=owners)
+    for count, height in ((128, 16), (512, 64)):
+        moe_align.list_tiles(torch.empty(16, 8, dtype=I32), count, 0, height, torch.empty(1, dtype=I32))
+    for width, places in ((2048, 8), (2880, 4)):
         outputs_PH, ids_Nk = torch.empty(16 * places, width, dtype=BF16), torch.empty(16, places, dtype=I32)
         grouped_gemm.add_up(outputs_PH, ids_Nk, torch.empty(16, places), 128, 0)
-
-    return call
 
 
 def delta_net(key_heads: int, value_heads: int, dtype: torch.dtype = BF16, *, saves: bool = False) -> Call:

@@ -40,6 +40,11 @@ class Launch:
         names = self.kernel.arg_names
         return {names[at]: value for (at, *_), value in self.constexprs.items()}
 
+    @property
+    def key(self) -> str:
+        """Text that is equal for launches that are compiled to the same."""
+        return repr((self.signature, self.constexprs, self.attributes, vars(self.options)))
+
     def compiled(self, capability: int) -> CompiledKernel:
         source = ASTSource(self.kernel, self.signature, self.constexprs, self.attributes)
         return compile(source, target=GPUTarget("cuda", capability, 32), options=vars(self.options))

@@ -1,15 +1,15 @@
 """Launches of the kernels of a step around the passes; see `recorded_launches.py`.
 
-Every function returns a call that takes a device. Four requests have blocks of up to 15 drafts.
+Every public function launches one or a few kernels on a device at all shapes that are compiled, the most
+important one first. Four requests have blocks of up to 15 drafts.
 
 Legend: N rows, R requests, V vocabulary.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import cast
 
 import numpy as np
 import torch
@@ -26,7 +26,7 @@ from manta.drafter.step.gpu_triton.sampling import grammar_masks, logits_process
 from manta.drafter.step.gpu_triton.sampling.sampling_metadata import DeviceSamplingMetadata, RuleTables
 from manta.drafter.step.sampling.selector import SelectorCodebooks
 
-from .layer_launches import BF16, I32, I64, Call
+from .layer_launches import BF16, FP32, I32, I64
 
 REQUESTS, DRAFTS, ROWS, SLOTS = 4, 15, 64, 8
 QWEN3, GEMMA3 = 151936, 262144  # sizes of vocabularies
@@ -73,156 +73,139 @@ class Step:
     def candidates(self, top_k: int) -> selector.Candidates:
         return selector.Candidates(torch.empty(ROWS, top_k), torch.empty(ROWS, top_k), i64(ROWS, top_k))
 
+    def workspace(self, vocab: int = QWEN3) -> sampler.SamplingWorkspace:
+        return sampler.SamplingWorkspace.build(ROWS, vocab, self.device)
 
-def of_step(launch: Callable[[Step], object], groups: int = 1) -> Call:
-    return lambda device: launch(Step(device, groups))
 
-
-def choice(dtype: torch.dtype, *, filters: bool, seconds: bool = False, vocab: int = QWEN3) -> Call:
-    """Sample a row of logits in chunks of 4096: of drafts with `seconds`, else of the target's tokens."""
-
-    def launch(step: Step) -> None:
-        workspace = sampler.SamplingWorkspace.build(ROWS, vocab, step.device)
-        seconds_N = torch.empty(ROWS) if seconds else None
+def choose(device: torch.device) -> None:
+    """Sample drafts, with the second best scores, and the target's tokens."""
+    step = Step(device)
+    for dtype, filters, has_second, vocab in (
+        (BF16, False, False, QWEN3),
+        (BF16, True, False, QWEN3),
+        (BF16, False, True, QWEN3),
+        (BF16, True, True, GEMMA3),
+        (FP32, True, False, QWEN3),
+        (FP32, True, True, QWEN3),
+    ):
         where = step.logits(dtype, vocab), step.slots_N, step.positions_N, step.sampling
-        how: dict[str, Any] = {"filters": filters, "seconds_N": seconds_N, "checks": not seconds}
-        sampler.sample_rows(*where, workspace=workspace, **how)
-
-    return of_step(launch)
-
-
-def rules(dtype: torch.dtype, *, drafts: bool) -> Call:
-    def launch(step: Step) -> None:
-        arena = transfers.Arena(RuleTables.shapes(SLOTS), step.device)
-        where = step.slots_N, step.positions_N, RuleTables.of(arena), step.tables
-        logits_processors.apply_rules(step.logits(dtype), *where, drafts=drafts)
-
-    return of_step(launch)
+        workspace, seconds_N = step.workspace(vocab), torch.empty(ROWS) if has_second else None
+        how = {"filters": filters, "checks": not has_second}
+        sampler.sample_rows(*where, workspace=workspace, seconds_N=seconds_N, **how)
 
 
-def candidates(dtype: torch.dtype, *, filters: bool = False, top_k: int = 16, vocab: int = QWEN3) -> Call:
-    def launch(step: Step) -> None:
-        workspace = sampler.SamplingWorkspace.build(ROWS, vocab, step.device)
+def apply_rules(device: torch.device) -> None:
+    step, rules = Step(device), RuleTables.of(transfers.Arena(RuleTables.shapes(SLOTS), device))
+    where = step.slots_N, step.positions_N, rules, step.tables
+    logits_processors.apply_rules(step.logits(BF16), *where, drafts=False)
+    logits_processors.apply_rules(step.logits(FP32), *where, drafts=True)
+
+
+def find_candidates(device: torch.device) -> None:
+    """Search for the 16 best tokens, as Muse-Glimmer and Qwen3.8 do, and for DSpark's 64."""
+    step = Step(device)
+    for dtype, filters, top_k, vocab in (
+        (BF16, False, 16, QWEN3),
+        (BF16, True, 16, QWEN3),
+        (FP32, True, 16, QWEN3),
+        (BF16, False, 16, GEMMA3),
+        (BF16, False, 64, QWEN3),
+    ):
         where = step.logits(dtype, vocab), step.rows, step.sampling, top_k
-        selector.find_candidates(*where, filters=filters, workspace=workspace)
-
-    return of_step(launch)
+        selector.find_candidates(*where, filters=filters, workspace=step.workspace(vocab))
 
 
-def walk(dtype: torch.dtype, *, filters: bool, top_k: int = 16, anchor_distance: int = 1) -> Call:
-    def launch(step: Step) -> None:
+def walk_paths(device: torch.device) -> None:
+    step = Step(device)
+    for dtype, filters, top_k, anchor_distance in (
+        (BF16, False, 16, 1),
+        (BF16, True, 16, 1),
+        (FP32, True, 16, 1),
+        (BF16, True, 64, 0),
+    ):
         given = step.candidates(top_k), torch.empty(ROWS, RANK, dtype=dtype), step.rows
         where = step.requests.cu_rows_R1, step.sampling, step.codebooks(dtype, top_k)
-        how: dict[str, Any] = {"filters": filters, "anchor_distance": anchor_distance}
-        selector.walk_paths(*given, *where, margins_N=torch.empty(ROWS), **how)
+        margins_N = torch.empty(ROWS)
+        selector.walk_paths(
+            *given, *where, filters=filters, margins_N=margins_N, anchor_distance=anchor_distance
+        )
 
-    return of_step(launch)
 
-
-def mask(dtype: torch.dtype) -> Call:
-    def launch(step: Step) -> None:
-        masks = grammar_masks.DeviceMasks.build(ROWS, QWEN3 // 32, 7, step.device)
+def mask_tokens(device: torch.device) -> None:
+    step, masks = Step(device), grammar_masks.DeviceMasks.build(ROWS, QWEN3 // 32, 7, device)
+    for dtype in (BF16, FP32):
         grammar_masks.mask_tokens(step.logits(dtype), masks)
-        grammar_masks.force_end_tokens(i64(ROWS), torch.empty(ROWS), masks)
-
-    return of_step(launch)
+    grammar_masks.force_end_tokens(i64(ROWS), torch.empty(ROWS), masks)
 
 
-def block_rows(step: Step) -> None:
+def lay_out(device: torch.device) -> None:
+    step = Step(device)
     row_layout.lay_out_block(step.requests, step.tables, mask_id=9)
-
-
-def target_rows(step: Step) -> None:
     row_layout.lay_out_rows(step.requests, step.tables)
-
-
-def proposals(step: Step) -> None:
+    row_layout.lay_out_rows(step.requests, Step(device, groups=3).tables)
     row_layout.write_drafts(i64(ROWS), step.rows, step.tables)
 
 
-def lookup(step: Step) -> None:
+def look_up(device: torch.device) -> None:
+    step = Step(device)
     ngram_lookup.look_up(step.requests_of(REQUESTS, 8), step.tables, 2, 4)
 
 
-def verdicts(step: Step) -> None:
+def verify(device: torch.device) -> None:
+    step = Step(device)
     verification.accept_and_advance(i64(ROWS), step.requests, step.tables, i32(REQUESTS, DRAFTS + 2))
+    prompts = DeviceStepRequests(*[i32(REQUESTS)] * 5, ROWS, 16, 0, sampled_X=i32(REQUESTS))
+    verification.mark_not_numbers(torch.empty(ROWS, 4096, dtype=BF16), prompts, i32(REQUESTS, 2))
+    for count, num_rows in ((256, 2048), (1, 16)):
+        drafted, home = step.requests_of(count, DRAFTS), torch.empty(count, DRAFTS)
+        verification.trim_drafts(drafted, torch.empty(num_rows), step.lists, num_rows, i32(count), home)
 
 
-def broken_rows(step: Step) -> None:
-    requests = DeviceStepRequests(*[i32(REQUESTS)] * 5, ROWS, 16, 0, sampled_X=i32(REQUESTS))
-    verification.mark_not_numbers(torch.empty(ROWS, 4096, dtype=BF16), requests, i32(REQUESTS, 2))
-
-
-def trim(requests: int, *, num_rows: int) -> Call:
-    def launch(step: Step) -> None:
-        drafted, home = step.requests_of(requests, DRAFTS), torch.empty(requests, DRAFTS)
-        verification.trim_drafts(drafted, torch.empty(num_rows), step.lists, num_rows, i32(requests), home)
-
-    return of_step(launch)
-
-
-def children(count: int) -> Call:
-    return of_step(
-        lambda step: draft_trees.likely_children(
-            torch.empty(ROWS, 16, count), step.requests.cu_rows_R1, 16, step.lists, 1
-        )
-    )
-
-
-def tree_scores(top_k: int, *, pairs: bool, filters: bool) -> Call:
-    """Score candidates by the one before with `pairs`, as selectors do."""
-
-    def launch(step: Step) -> None:
-        gates = torch.empty(ROWS, RANK, dtype=BF16) if pairs else None
-        codebooks = step.codebooks(BF16, top_k) if pairs else None
-        where = (
+def grow_trees(device: torch.device) -> None:
+    """Score candidates, those of a selector by the one before, and grow trees of the likeliest."""
+    step = Step(device)
+    cu_rows_R1 = step.requests.cu_rows_R1
+    for count in (16, 64):  # 64: DSpark's Markov head
+        scores_XPC = torch.empty(ROWS, 16, count)
+        likely = draft_trees.likely_children(scores_XPC, cu_rows_R1, 16, step.lists, 1)
+    kinds = ((16, False, False), (16, False, True), (16, True, True), (64, True, False))
+    for top_k, has_pairs, filters in kinds:
+        gates, codebooks = torch.empty(ROWS, RANK, dtype=BF16), step.codebooks(BF16, top_k)
+        where = step.rows, cu_rows_R1, 16, step.sampling, codebooks if has_pairs else None
+        draft_trees.tree_scores(
             step.candidates(top_k),
-            gates,
-            step.rows,
-            step.requests.cu_rows_R1,
-            16,
-            step.sampling,
-            codebooks,
+            gates if has_pairs else None,
+            *where,
+            filters=filters,
+            floors_N=torch.empty(ROWS),
+            margins_N=torch.empty(ROWS),
+            anchor_distance=1,
         )
-        of_rows = {"floors_N": torch.empty(ROWS), "margins_N": torch.empty(ROWS)}
-        draft_trees.tree_scores(*where, filters=filters, anchor_distance=1, **of_rows)
-
-    return of_step(launch)
-
-
-def trees(step: Step) -> None:
-    likely = torch.empty(ROWS, 16, 4), i32(ROWS, 16, 4)
-    where = i64(ROWS, 16), step.requests.cu_rows_R1, i32(REQUESTS), step.lists.factors_T, step.trees, 1
+    where = i64(ROWS, 16), cu_rows_R1, i32(REQUESTS), step.lists.factors_T, step.trees, 1
     draft_trees.grow_trees(*likely, *where)
 
 
-def trimmed_trees(step: Step) -> None:
+def follow_trees(device: torch.device) -> None:
+    step = Step(device)
     given = step.requests, step.trees, step.requests, torch.empty(2048), step.lists.weights_R, 2048
     tree_rows.trim_trees(*given, i32(REQUESTS), torch.empty(REQUESTS, DRAFTS))
-
-
-def tree_paths(step: Step) -> None:
-    rows = tree_rows.place_rows(step.requests, step.trees, step.rows, step.tables)
+    tree_rows.place_rows(step.requests, step.trees, step.rows, step.tables)
     outcome, kv_slots = i32(REQUESTS, DRAFTS + 2), i64(2, ROWS + 6)
     tree_rows.accept_paths(i64(ROWS), step.requests, step.trees, kv_slots, step.tables, outcome)
     tree_rows.path_rows(step.requests, step.trees, outcome[:, -1])
-    assert rows is not None
 
 
-def states(step: Step) -> None:
+def copy_states(device: torch.device) -> None:
     """Admit, place and save recurrent states of Qwen3.5-9B."""
-    memory = StateMemory(1, RecurrentStateSpec(16, 32, 128, 128, 4), 128, DRAFTS, BF16, step.device)
-    recurrent = DeviceRecurrent(memory, i32(SLOTS), step.tables)
+    step = Step(device)
+    memory = StateMemory(1, RecurrentStateSpec(16, 32, 128, 128, 4), 128, DRAFTS, BF16, device)
+    recurrent, saves_2RM = DeviceRecurrent(memory, i32(SLOTS), step.tables), i32(2, REQUESTS, MAX_SAVES)
     plan = SimpleNamespace(admitted=[SimpleNamespace(state=StateEntry(3, 2, 64))])
     recurrent.admit(cast(SchedulerOutput, plan))
-    saves_2RM = i32(2, REQUESTS, MAX_SAVES)
     recurrent.build_rows(step.requests, saves_2RM)
     recurrent.save_accepted(step.requests.slots_R, saves_2RM)
 
 
-def upload(step: Step) -> None:
+def transfer(device: torch.device) -> None:
     transfers.Upload(i32(4096), 64, 1024).send(np.zeros(64, np.int32), np.zeros((900, 2), np.int32))
-
-
-def clock(step: Step) -> None:
     transfers.stamp(i64(8), 3)
