@@ -124,7 +124,7 @@ def _attend(
     tree: bool,
     batch_invariant: bool,
     device: torch.device,
-    given: dict[str, Tensor | None],
+    given: dict[str, Any],
 ) -> None:
     paths = TreeRows(torch.empty(rows, 16, dtype=I32), torch.empty(rows, dtype=I64)) if tree else None
     workspace = AttentionWorkspace(of.v_head_dim, device, batch_invariant=batch_invariant)
@@ -304,17 +304,17 @@ def product(
         workspace, gated = ProductWorkspace(device), "gate" in fused
         total = 2 * outputs if gated else outputs
         bias_O = torch.empty(total, dtype=dtype) if "bias" in fused else None
-        x_NK, how = torch.empty(rows, inputs, dtype=dtype), {"one_tile": one_tile}
+        x_NK = torch.empty(rows, inputs, dtype=dtype)
         own: OwnProjection | PackedProjection
         if codes is not None:
-            own = PackedProjection(codes.of(total, inputs), bias_O, workspace, **how)
+            own = PackedProjection(codes.of(total, inputs), bias_O, workspace, one_tile=one_tile)
         else:
             parts = 2 if layers > 1 else 1
             weight = torch.empty(
                 parts, layers, total // (parts * layers), inputs, dtype=E4M3 if scaled_rows else dtype
             )
             scale_O = torch.empty(total) if scaled_rows else None
-            own = OwnProjection(weight, bias_O, workspace, scale_O=scale_O, **how)
+            own = OwnProjection(weight, bias_O, workspace, scale_O=scale_O, one_tile=one_tile)
         x: Tensor | PendingNorm = x_NK
         if "norm" in fused:
             norm_K = RMSNorm(torch.empty(inputs, dtype=dtype), EPS)

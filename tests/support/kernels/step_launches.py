@@ -9,7 +9,7 @@ Legend: N rows, R requests, V vocabulary.
 from __future__ import annotations
 
 from types import SimpleNamespace
-from typing import cast
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -90,7 +90,7 @@ def choose(device: torch.device) -> None:
     ):
         where = step.logits(dtype, vocab), step.slots_N, step.positions_N, step.sampling
         workspace, seconds_N = step.workspace(vocab), torch.empty(ROWS) if has_second else None
-        how = {"filters": filters, "checks": not has_second}
+        how: dict[str, Any] = {"filters": filters, "checks": not has_second}
         sampler.sample_rows(*where, workspace=workspace, seconds_N=seconds_N, **how)
 
 
