@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ....cluster.speculation.draft_trimming import drafts_to_verify
 from ....cluster.step.scheduler_output import SlotSampling, Trim
-from ....drafter.step.gpu_triton.inputs.row_layout import DeviceStepRequests, lay_out_block, pack
+from ....drafter.step.gpu_triton.inputs.row_layout import DeviceStepRequests, pack
 from ....drafter.step.gpu_triton.sampling.sampler import SamplingWorkspace
 from ....drafter.step.gpu_triton.sampling.selector import find_candidates, walk_paths
 from ....drafter.step.gpu_triton.verification import TrimLists, trim_drafts
@@ -114,9 +114,7 @@ def cut(
 def _paths(place: MachineKind, sampling: SlotSampling) -> CheckOutcome:
     """Check DFlash2's paths for ragged blocks followed by padding."""
     pair, filters = StatePair(place, sampling), sampling.top_k > 0
-    block = lay_out_block(pair.requests, pair.device.tables, 0)
-    expected = pair.host.lay_out_block(pair.step, 0)
-    assert expected is not None, "the step has drafts"
+    host, block, cu_rows_R1, _ = blocks = pair.blocks(mask_id=0)
     random = torch.Generator(place.device).manual_seed(3)
 
     def randn(*shape: int) -> Tensor:
@@ -126,14 +124,12 @@ def _paths(place: MachineKind, sampling: SlotSampling) -> CheckOutcome:
     logits_NV, gates_NE = randn(num_rows, place.vocab_size), randn(num_rows, _RANK)
     predecessor_VE, successor_VE = (0.1 * randn(place.vocab_size, _RANK) for _ in range(2))
     codebooks = SelectorCodebooks(predecessor_VE, successor_VE, _TOP_K)
-    drafting_N = torch.from_numpy(np.flatnonzero(np.repeat(pair.step.num_drafts > 0, pair.step.num_rows)))
-    mine_X = drafting_N.to(place.device)[expected.sampled_X]
-    theirs = select_paths(logits_NV[mine_X], gates_NE[mine_X], expected, codebooks)
+    mine_X = blocks.draft_rows
+    theirs = select_paths(logits_NV[mine_X], gates_NE[mine_X], host, codebooks)
     state = pair.device.sampling
     workspace = SamplingWorkspace.build(num_rows, place.vocab_size, place.device)
     found = find_candidates(logits_NV, block, state, _TOP_K, filters=filters, workspace=workspace)
     margins_N = torch.zeros(num_rows, device=place.device)
-    cu_rows_R1 = pair.requests.cu_rows_R1
     chosen_N = walk_paths(
         found, gates_NE, block, cu_rows_R1, state, codebooks, filters=filters, margins_N=margins_N
     )

@@ -7,9 +7,10 @@ Legend: N rows, R requests, K most drafts, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -68,31 +69,60 @@ def step_checks(place: MachineKind, *, quick: bool) -> Iterator[Check]:
     yield from checks_of_served("steps", place, [sinks], quick=quick)
 
 
-class StatePair:
-    """The same requests in the host's states and in the device's states; all use `sampling`."""
+class DraftBlocks(NamedTuple):
+    """The blocks of the same requests in the host's and the device's layout.
 
-    def __init__(self, place: MachineKind, sampling: SlotSampling = _GREEDY) -> None:
+    `drafting_N` are the device's rows that the host also has: those of requests that draft.
+    """
+
+    host: StepRows
+    device: DeviceRows
+    cu_rows_R1: Tensor
+    drafting_N: Tensor
+
+    @property
+    def draft_rows(self) -> Tensor:
+        """Return the device's rows that sample drafts."""
+        return self.drafting_N[self.host.sampled_X]
+
+
+class StatePair:
+    """The same requests in the host's states and in the device's states.
+
+    Args:
+        sampling: of each request, or of all.
+        drafts: of each request.
+    """
+
+    def __init__(
+        self,
+        place: MachineKind,
+        sampling: SlotSampling | Sequence[SlotSampling] = _GREEDY,
+        drafts: Sequence[int] = _DRAFTS,
+    ) -> None:
         self._device = place.device
         rng = np.random.default_rng(0)
-        requests = len(_PROMPTS)
+        requests = len(drafts)
+        samplings = [sampling] * requests if isinstance(sampling, SlotSampling) else sampling
+        prompts = [_PROMPTS[i % len(_PROMPTS)] for i in range(requests)]
         pages = -(-_LENGTH // _PAGE)
         num_pages = requests * pages
         size = (requests, _LENGTH, (num_pages,), _PAGE, place.device)
         self.host, self.device = RequestStates(*size), DeviceStates(*size)
         admission = dummy_step(
             [0] * requests,
-            _PROMPTS,
+            prompts,
             [0] * requests,
-            prompts=[rng.integers(0, _WORDS, length, dtype=np.int32) for length in _PROMPTS],
+            prompts=[rng.integers(0, _WORDS, length, dtype=np.int32) for length in prompts],
             num_pages=[pages] * requests,
             page_order=rng.permutation(num_pages).astype(np.int32),
         )
         admitted = (
-            replace(request, sampling=replace(sampling, seed=seed))
-            for seed, request in enumerate(admission.admitted, -1)
+            replace(request, sampling=replace(each, seed=seed))
+            for seed, (request, each) in enumerate(zip(admission.admitted, samplings, strict=True), -1)
         )
         admission = replace(admission, admitted=tuple(admitted))
-        self.step = dummy_step([n - 1 for n in _PROMPTS], [k + 1 for k in _DRAFTS], _DRAFTS)
+        self.step = dummy_step([n - 1 for n in prompts], [k + 1 for k in drafts], drafts)
         room = DeviceStepRequests.list_length(requests + _PADDING)
         upload = Upload(self.device.arena, NUM_LISTS * room, self.device.max_changes)
         for plan in (admission, self.step):
@@ -102,27 +132,33 @@ class StatePair:
         self.requests = DeviceStepRequests.decoding(
             upload.values.view(NUM_LISTS, room),
             requests + _PADDING,
-            width=1 + max(_DRAFTS),
+            width=1 + max(drafts),
             num_rows=self.step.num_batched_tokens + _PADDING,
         )
 
     def words(self, count: int) -> Tensor:
         return torch.from_numpy(np.random.default_rng(count).integers(0, _WORDS, count)).to(self._device)
 
+    def blocks(self, *, mask_id: int = _MASK, samples_anchor: bool = False) -> DraftBlocks:
+        """Lay out blocks; with `samples_anchor` the device's rows have the positions of what they sample."""
+        plan = self.step
+        requests = self.requests.sampling_anchors() if samples_anchor else self.requests
+        block = lay_out_block(requests, self.device.tables, mask_id)
+        host = self.host.lay_out_block(plan, mask_id, samples_anchor=samples_anchor)
+        assert host is not None, "some request drafts"
+        drafting_N = np.flatnonzero(np.repeat(plan.num_drafts > 0, plan.num_rows - samples_anchor))
+        block = block.at_next_positions() if samples_anchor else block
+        return DraftBlocks(host, block, requests.cu_rows_R1, torch.from_numpy(drafting_N).to(self._device))
+
     def draft(self) -> tuple[int, int, Tensor]:
         """Lay out blocks and place proposals; return differing and compared integers, and drafts [R, K]."""
-        plan, tables = self.step, self.device.tables
-        block = lay_out_block(self.requests, tables, _MASK)
-        expected = self.host.lay_out_block(plan, _MASK)
-        assert expected is not None, "some request drafts"
-        chosen_N = self.words(len(block.slots_N))
-        write_drafts(chosen_N, block, tables)
-        drafting_N = np.flatnonzero(np.repeat(plan.num_drafts > 0, plan.num_rows))
-        drafting_N = torch.from_numpy(drafting_N).to(self._device)
-        proposed_X = chosen_N[drafting_N][expected.sampled_X]
-        drafts_RK = by_request(proposed_X, expected.counts_R, expected.max_count)
-        self.host.write_drafts(plan, drafts_RK)
-        return *self._differing(block, drafting_N, expected), drafts_RK
+        blocks = self.blocks()
+        chosen_N = self.words(len(blocks.device.slots_N))
+        write_drafts(chosen_N, blocks.device, self.device.tables)
+        host = blocks.host
+        drafts_RK = by_request(chosen_N[blocks.draft_rows], host.counts_R, host.max_count)
+        self.host.write_drafts(self.step, drafts_RK)
+        return *self._differing(blocks.device, blocks.drafting_N, host), drafts_RK
 
     def rows(self) -> tuple[int, int]:
         """Lay out the target's rows; return the number of differing and of compared integers."""

@@ -2,24 +2,23 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import replace
+from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from manta.actors.targets.runners.tp_sampling import candidates_of_ranks
 from manta.drafter.compute.blocks import convolve
 from manta.drafter.compute.gpu_triton.delta_net.dynamic_convolution import convolve as convolve_in_kernel
-from manta.drafter.step.gpu_triton.inputs.row_layout import DeviceStepRows as DeviceRows
 from manta.drafter.step.gpu_triton.sampling.sampler import SamplingWorkspace
-from manta.drafter.step.gpu_triton.sampling.sampling_metadata import DeviceSamplingMetadata
 from manta.drafter.step.gpu_triton.sampling.selector import Candidates, find_candidates, walk_paths
-from manta.drafter.step.inputs.row_layout import StepRows
-from manta.drafter.step.inputs.sampling_metadata import SamplingMetadata
 from manta.drafter.step.sampling.sampler import select_paths
 from manta.drafter.step.sampling.selector import SelectorCodebooks
 from manta.drafter.step.sampling.selector import candidates as candidates_of
+from manta.jobs.doctor.cases.steps import DraftBlocks, StatePair
+from manta.jobs.doctor.cases.subject import MachineKind
 from support.engines.devices import DEVICE
+from support.engines.steps import GREEDY
 from support.engines.thread_ranks import OtherRank
 
 pytestmark = pytest.mark.usefixtures("on_the_device")
@@ -56,95 +55,26 @@ def test_a_convolution_starts_again_with_each_requests_block():
         assert torch.equal(whole[begin:end], alone)
 
 
-@dataclass
-class Blocks:
-    """The same requests' blocks in the host's and the device's layout, which has -1 for padding."""
-
-    host: StepRows
-    device: DeviceRows
-    cu_rows_R1: torch.Tensor
-    state: DeviceSamplingMetadata
-    drafting: torch.Tensor  # rows of requests that draft, among the device's
-
-    @classmethod
-    def of(cls, counts: list[int], *, samples_anchor: bool = False, **settings: list) -> Blocks:
-        """Make blocks; the device's rows have the positions of the tokens that they sample."""
-        rng, slots = np.random.default_rng(3), [5, 0, 3, 1, 4][: len(counts)]
-        neutral = {"temperature": 0.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "min_length": 0}
-        per = {name: np.array(settings.get(name, [value] * 6)) for name, value in neutral.items()}
-        seed, stops = rng.integers(-(2**63), 2**63 - 1, 6), np.array([[7, 9, -1]] * 6)
-        stops[:, 2] = np.where(np.arange(6) % 2, 11, -1)
-        rows = [
-            (s, 20 + 9 * s + k + samples_anchor, k)
-            for s, count in zip(slots, counts, strict=True)
-            for k in range(count + 1 - samples_anchor)
-        ]
-        slots_N, positions_N, places_N = (np.array(x) for x in zip(*rows, strict=True))
-        tokens_N = np.where(places_N == 0, rng.integers(0, VOCAB, len(rows)), 1)
-        num_rows = np.array(counts) + 1 - samples_anchor
-        drafting = np.flatnonzero(np.repeat(np.array(counts) > 0, num_rows))
-        sampled = np.flatnonzero((places_N[drafting] > 0) | samples_anchor)
-        of_X, at_X = slots_N[drafting][sampled], positions_N[drafting][sampled]
-        early = [
-            (x, t) for x, s in enumerate(of_X) for t in stops[s] if t >= 0 and at_X[x] < per["min_length"][s]
-        ]
-
-        def put(values, dtype=torch.int64) -> torch.Tensor:
-            return torch.from_numpy(np.ascontiguousarray(values)).to(DEVICE, dtype)
-
-        sampling = SamplingMetadata.build(
-            temperature=per["temperature"][of_X].astype(np.float32),
-            top_k=per["top_k"][of_X].astype(np.int64),
-            top_p=per["top_p"][of_X].astype(np.float32),
-            min_p=per["min_p"][of_X].astype(np.float32),
-            seed=seed[of_X],
-            position=at_X,
-            forbidden_F=torch.tensor(early, device=DEVICE).T if early else None,
-            device=DEVICE,
-        )
-        host = StepRows(
-            put(positions_N[drafting]),
-            (),
-            (),
-            put(tokens_N[drafting]),
-            put(sampled),
-            put(counts),
-            max(counts),
-            sampling,
-            num_rows[np.array(counts) > 0],
-            anchor_distance=0 if samples_anchor else 1,
-        )
-        padding = np.full(3, -1)
-        device = DeviceRows(
-            put(np.append(positions_N, 0 * padding)),
-            (),
-            (),
-            put(np.append(tokens_N, 0 * padding)),
-            put(np.append(slots_N, padding), torch.int32),
-        )
-        cu_rows = np.append(np.cumsum([0, *num_rows]), [len(rows)] * 2)
-        fp32, i32 = torch.float32, torch.int32
-        state = DeviceSamplingMetadata(
-            put(per["temperature"], fp32),
-            put(per["top_k"], i32),
-            put(per["top_p"], fp32),
-            put(per["min_p"], fp32),
-            put(seed),
-            put(per["min_length"], i32),
-            put(stops, i32),
-        )
-        return cls(host, device, put(cu_rows, i32), state, put(drafting))
+def pair_of(name: str, drafts: tuple[int, ...]) -> StatePair:
+    """Return requests with settings of a name; some have fewer stop tokens."""
+    stops = [(7, 9), (7, 9, 11)]
+    samplings = [
+        replace(GREEDY, stop_token_ids=stops[r % 2], **{field: values[r] for field, values in given.items()})
+        for r in range(len(drafts))
+        for given in (SETTINGS[name],)
+    ]
+    return StatePair(MachineKind.detect(), samplings, drafts)
 
 
-SETTINGS = {
+SETTINGS: dict[str, dict[str, list[Any]]] = {
     "greedy": {},
-    "noise": {"temperature": [1.0, 0.0, 2.0, 0.5, 1.0, 3.0]},
-    "early stops": {"min_length": [100] * 6},
+    "noise": {"temperature": [1.0, 0.0, 2.0, 0.5, 3.0]},
+    "early stops": {"min_length": [100] * 5},
     "filters": {
-        "temperature": [3.0, 2.0, 0.0, 4.0, 2.0, 3.0],
-        "top_k": [0, 3, 3, 40, 1, 2],
-        "top_p": [0.5, 1.0, 0.5, 0.7, 0.2, 1.0],
-        "min_p": [0.0, 0.0, 0.1, 0.1, 0.0, 0.2],
+        "temperature": [3.0, 2.0, 0.0, 4.0, 2.0],
+        "top_k": [0, 3, 3, 40, 1],
+        "top_p": [0.5, 1.0, 0.5, 0.7, 0.2],
+        "min_p": [0.0, 0.0, 0.1, 0.1, 0.0],
     },
 }
 
@@ -155,9 +85,10 @@ SETTINGS = {
 @pytest.mark.one_in(3)
 def test_selector_paths_equal_the_hosts(name: str, dtype: torch.dtype, top_k: int, samples_anchor: bool):
     """Blocks are ragged, one is an anchor alone, and padding follows."""
-    counts = [15, 3, 0, 1, 7]
+    counts = (15, 3, 0, 1, 7)
     torch.manual_seed(2)
-    blocks, distance = Blocks.of(counts, samples_anchor=samples_anchor, **SETTINGS[name]), 1 - samples_anchor
+    pair, distance = pair_of(name, counts), 1 - samples_anchor
+    blocks = pair.blocks(mask_id=1, samples_anchor=samples_anchor)
     num_rows = len(blocks.device.token_ids_N)
     # Stop tokens are likely, and some tokens cannot be.
     logits_NV = torch.randn(num_rows, VOCAB) * 2
@@ -165,10 +96,10 @@ def test_selector_paths_equal_the_hosts(name: str, dtype: torch.dtype, top_k: in
     logits_NV[3, 14:] = -float("inf")
     logits_NV, gates_NE = logits_NV.to(dtype), torch.randn(num_rows, RANK).to(dtype)
     codebooks = SelectorCodebooks(*(torch.randn(2, VOCAB, RANK) * 0.4).to(dtype).unbind(), top_k)
-    mine_X = blocks.drafting[blocks.host.sampled_X]
+    mine_X = blocks.draft_rows
     expected = select_paths(logits_NV[mine_X], gates_NE[mine_X], blocks.host, codebooks)
-    device, state = blocks.device, blocks.state
-    found = found_in(blocks, logits_NV, top_k, filters=name == "filters")
+    device, state = blocks.device, pair.device.sampling
+    found = found_in(pair, blocks, logits_NV, top_k, filters=name == "filters")
     margins_N = torch.full((num_rows,), 99.0)
     chosen_N = walk_paths(
         found,
@@ -201,16 +132,17 @@ def test_selector_paths_equal_the_hosts(name: str, dtype: torch.dtype, top_k: in
 def test_candidates_equal_the_hosts(name: str, dtype: torch.dtype, vocab_size: int, top_k: int):
     """Rows have gaps between them, over one chunk and over several."""
     torch.manual_seed(5)
-    blocks = Blocks.of([3, 0, 2, 1], **SETTINGS[name])
+    pair = pair_of(name, (3, 0, 2, 1))
+    blocks = pair.blocks(mask_id=1)
     logits_NV = (torch.randn(len(blocks.device.token_ids_N), vocab_size + 8) * 2).to(dtype)[:, :vocab_size]
     logits_NV[:, [7, 9, 11]] += 4
     logits_NV[1, 20] = float("nan")
-    mine_X, sampling = blocks.drafting[blocks.host.sampled_X], blocks.host.sampling
+    mine_X, sampling = blocks.draft_rows, blocks.host.sampling
     expected_XV = logits_NV[mine_X].nan_to_num(-float("inf"))
     if sampling.forbidden_F is not None:
         expected_XV[sampling.forbidden_F[0], sampling.forbidden_F[1]] = -float("inf")
     z_XK, ids_XK = candidates_of(expected_XV, sampling, top_k)
-    found = found_in(blocks, logits_NV, top_k, filters=name == "filters")
+    found = found_in(pair, blocks, logits_NV, top_k, filters=name == "filters")
     got = found.ids_NK[mine_X]
     if dtype is torch.float32:  # else some logits are equal
         assert got.tolist() == ids_XK.tolist()
@@ -219,28 +151,27 @@ def test_candidates_equal_the_hosts(name: str, dtype: torch.dtype, vocab_size: i
 
 
 def found_in(
-    blocks: Blocks, logits_NU: torch.Tensor, top_k: int, *, filters: bool, vocab_start: int = 0
+    pair: StatePair, blocks: DraftBlocks, logits_NU: torch.Tensor, top_k: int, **how: Any
 ) -> Candidates:
     workspace = SamplingWorkspace.build(*logits_NU.shape, DEVICE)
-    where = (blocks.device, blocks.state, top_k)
-    return find_candidates(
-        logits_NU.clone(), *where, filters=filters, workspace=workspace, vocab_start=vocab_start
-    )
+    where = logits_NU.clone(), blocks.device, pair.device.sampling, top_k
+    return find_candidates(*where, workspace=workspace, **how)
 
 
 @pytest.mark.parametrize("name", ["early stops", "noise", "equals"])
 def test_ranks_find_the_candidates_of_the_whole_vocabulary(name: str):
     """Each token has the noise of its id; ties go as on one rank."""
     torch.manual_seed(4)
-    blocks = Blocks.of([3, 2, 2], **SETTINGS.get(name, {}))
+    pair = pair_of("greedy" if name == "equals" else name, (3, 2, 2))
+    blocks = pair.blocks(mask_id=1)
     logits_NV = torch.randn(len(blocks.device.token_ids_N), VOCAB) * 2
     logits_NV[:, [7, 9, 11]] += 4
     if name == "equals":
         logits_NV = logits_NV.round()
-    expected = found_in(blocks, logits_NV, 16, filters=False)
+    expected = found_in(pair, blocks, logits_NV, 16, filters=False)
     half = VOCAB // 2
     mine, theirs = (
-        found_in(blocks, logits_NV[:, a:b], 16, filters=False, vocab_start=a)
+        found_in(pair, blocks, logits_NV[:, a:b], 16, filters=False, vocab_start=a)
         for a, b in ((0, half), (half, VOCAB))
     )
     packed = (theirs.scores_NK.view(torch.int32), theirs.z_NK.view(torch.int32), theirs.ids_NK.int())
