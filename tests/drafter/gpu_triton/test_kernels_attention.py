@@ -186,12 +186,12 @@ def test_keys_before_a_window_may_be_any_numbers(batch_invariant: bool, causal: 
 
 def test_keys_before_first_key_may_be_any_numbers() -> None:
     """Nothing was ever written there: a page holds what another request left."""
-    case, first_key = Case(Shape(), [100, 3], [3, 1]), 2
-    expected = case.attend(first_key=first_key)
+    case = Case(Shape(), [100, 3], [3, 1])
+    expected = case.attend(first_key=2)
     for slot in case.rows.slots_B:
-        case.cache.slots(1)[0, case.slots_of(slot, torch.arange(first_key))] = LARGEST
+        case.cache.slots(1)[0, case.slots_of(slot, torch.arange(2))] = LARGEST
     assert expected.isfinite().all()
-    assert torch.equal(case.attend(first_key=first_key), expected)
+    assert torch.equal(case.attend(first_key=2), expected)
 
 
 @pytest.mark.parametrize("wrong", [torch.inf, NAN])

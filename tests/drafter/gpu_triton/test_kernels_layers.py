@@ -58,15 +58,6 @@ def test_the_norm_of_rows_equals_the_layers(rows: int, width: int, dtype: torch.
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_norms_with_fp32_weights_equal_the_layers(dtype: torch.dtype):
-    """The norm is rounded once, at the end, as in the layer."""
-    y_NH, x_NH, weight_H = randn(9, 640, dtype=dtype), randn(9, 640, dtype=dtype), weights(640, dtype=FP32)
-    assert_same(rms_norm(x_NH, weight_H, EPS), RMSNorm(weight_H, EPS)(x_NH))
-    sum_NH, normed_NH = add_rms_norm(y_NH, x_NH, weight_H, EPS)
-    assert_same(normed_NH, RMSNorm(weight_H, EPS)(sum_NH))
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("rows", "width"), [(1, 4096), (17, 192), (2, 2880), (0, 192)])
 @pytest.mark.one_in(2)
 def test_a_residual_is_added_and_normed_without_changing_it(rows: int, width: int, dtype: torch.dtype):
@@ -82,10 +73,13 @@ def test_a_residual_is_added_and_normed_without_changing_it(rows: int, width: in
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_a_scaled_residual_is_rounded_before_and_after(dtype: torch.dtype):
+@pytest.mark.parametrize("scalar", [None, 0.7])
+def test_norms_with_fp32_weights_are_rounded_once(scalar: float | None, dtype: torch.dtype):
+    """At the end, as in the layer. A scaled residual is rounded before and after it is scaled."""
     y_NH, x_NH, weight_H = randn(9, 640, dtype=dtype), randn(9, 640, dtype=dtype), weights(640, dtype=FP32)
-    sum_NH, normed_NH = add_rms_norm(y_NH, x_NH, weight_H, EPS, 0.7)
-    assert_same(sum_NH, (x_NH + y_NH) * 0.7)
+    assert_same(rms_norm(x_NH, weight_H, EPS), RMSNorm(weight_H, EPS)(x_NH))
+    sum_NH, normed_NH = add_rms_norm(y_NH, x_NH, weight_H, EPS, scalar)
+    assert_same(sum_NH, x_NH + y_NH if scalar is None else (x_NH + y_NH) * scalar)
     assert_same(normed_NH, RMSNorm(weight_H, EPS)(sum_NH))
 
 

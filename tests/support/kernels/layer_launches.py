@@ -78,17 +78,10 @@ def attention(
 ) -> Call:
     def call(device: torch.device) -> None:
         of = AttentionKind(heads, kv_heads, dim, v_dim or dim, dtype, page, **kind)
-        k_PSKD = torch.empty(8, page, kv_heads, dim, dtype=kv or dtype)
-        v_PSKF = torch.empty(8, page, kv_heads, v_dim or dim, dtype=kv or dtype)
-        if v_dim is None:
-            k_PSKD, v_PSKF = torch.empty(8, page, 2, kv_heads, dim, dtype=kv or dtype).unbind(2)
-        else:
-            kv_PSX = torch.empty(8, page, kv_heads * (dim + v_dim), dtype=kv or dtype)
-            k_PSKD = kv_PSX[..., : kv_heads * dim].unflatten(2, (kv_heads, dim))
-            v_PSKF = kv_PSX[..., kv_heads * dim :].unflatten(2, (kv_heads, v_dim))
+        cache = PagedKVCache(1, 8, page, KVCacheSpec(kv_heads, dim, v_dim or dim), kv or dtype, device)
         q_NQD = torch.empty(rows, heads, dim, dtype=dtype)
         given = {"sinks_Q": torch.empty(heads) if sinks else None}
-        _attend(of, q_NQD, k_PSKD, v_PSKF, rows, tree, batch_invariant, device, given)
+        _attend(of, q_NQD, cache.heads(0), rows, tree, batch_invariant, device, given)
 
     return call
 
@@ -110,7 +103,7 @@ def latents(
         q_NQD, tail_NQC = torch.empty(rows, heads, 576, dtype=BF16).split((512, 64), dim=2)
         pages = torch.empty(8, PAGE, 1, 576, dtype=kv)
         given = {"q_tail_NQC": tail_NQC}
-        _attend(of, q_NQD, pages, pages, rows, tree, batch_invariant, device, given)
+        _attend(of, q_NQD, (pages, pages), rows, tree, batch_invariant, device, given)
 
     return call
 
@@ -118,8 +111,7 @@ def latents(
 def _attend(
     of: AttentionKind,
     q_NQD: Tensor,
-    k_PSKD: Tensor,
-    v_PSKF: Tensor,
+    pages: tuple[Tensor, Tensor],
     rows: int,
     tree: bool,
     batch_invariant: bool,
@@ -129,7 +121,7 @@ def _attend(
     paths = TreeRows(torch.empty(rows, 16, dtype=I32), torch.empty(rows, dtype=I64)) if tree else None
     workspace = AttentionWorkspace(of.v_head_dim, device, batch_invariant=batch_invariant)
     paged = paged_rows(rows, paths)
-    verify_attention(q_NQD, k_PSKD, v_PSKF, paged, list_work(of, paged, workspace), 0.1, **given)
+    verify_attention(q_NQD, *pages, paged, list_work(of, paged, workspace), 0.1, **given)
 
 
 def write_latents(device: torch.device) -> None:
