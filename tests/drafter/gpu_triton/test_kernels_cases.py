@@ -20,8 +20,8 @@ from manta.jobs.doctor.doctor_run import kernel_checks
 from support.engines.devices import ON_GPU
 from support.oracles.sampling_cases import WHOLE
 
-# Long cases, of which `test_kernels_attention.py` has short ones.
-LONG = ("attention, heads of 192", "attention of prompts")
+# Long cases, of which `test_kernels_attention.py` and `test_kernels_codes.py` have short ones.
+LONG = ("attention, heads of", "attention of prompts", "codes ")
 
 
 def checks() -> list[Any]:
