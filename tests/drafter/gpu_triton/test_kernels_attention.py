@@ -309,15 +309,6 @@ def test_a_call_of_padding_alone_is_zeros():
     assert torch.equal(case.attend(), torch.zeros(3, 64))
 
 
-def test_a_view_of_the_fused_projection_serves_as_queries():
-    case = Case(Shape(), [40, 20], [5, 3], max_keys=64)
-    expected = case.attend()
-    qkv_NJD = torch.full((8, 8, 16), NAN)
-    qkv_NJD[:, :4] = case.q
-    case.q = qkv_NJD[:, :4]
-    assert torch.equal(case.attend(), expected)
-
-
 def test_a_page_whose_elements_lie_beyond_32_bits_is_found():
     case = Case(Shape(dtype=torch.float16), [16], [2], max_keys=64)
     far = torch.empty(2**31 + 2**12, dtype=torch.float16)  # untouched memory costs none
