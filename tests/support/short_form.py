@@ -17,7 +17,7 @@ WHOLE = os.environ.get("MANTA_GRID") == "whole" or os.environ.get("MANTA_TEST_DE
 # What else the tests of a folder test, besides the folder's own name without "tests/" and `_EVERYWHERE`.
 _TESTED = {
     "tests/actors/targets/": ("drafter/",),
-    "tests/actors/workers/": ("drafter/",),
+    "tests/actors/workers/": ("drafter/", "jobs/doctor/"),
     "tests/drafter/gpu_triton/": ("drafter/step/gpu_triton/", "jobs/doctor/"),
     "tests/drafter/step/": ("drafter/dflash/",),
     "tests/drafter/cpu/": ("drafter/step/cpu_numba/",),

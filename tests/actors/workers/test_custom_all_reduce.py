@@ -195,7 +195,7 @@ FAILING = {
 Result = dict[str, Any]  # Any: JSON
 
 
-@pytest.fixture(scope="module", params=[2, 4] if WHOLE else [4])
+@pytest.fixture(scope="module", params=[2, 4] if WHOLE else [3])
 def results(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> dict[tuple[str, str], list[Result]]:
@@ -271,6 +271,7 @@ def test_the_doctor_starts_a_rank_for_each_device(num_ranks: int) -> None:
     assert try_all_reduce(num_ranks, "cpu").measured.startswith(f"{num_ranks} GPUs by NCCL alone")
 
 
+@pytest.mark.if_changed
 def test_the_doctor_tells_why_a_rank_fails() -> None:
     with pytest.raises(RuntimeError, match=r"a rank failed: .*device"):
         try_all_reduce(2, "no such device")
