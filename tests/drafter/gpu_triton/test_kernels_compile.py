@@ -69,12 +69,15 @@ def _product(*sizes: Any, most: tuple[int, int] | None = None, only: int | None 
 
 
 def _experts(
-    *sizes: int, most: tuple[int, int] | None = None, room: int = 3, only: int | None = None, **how: Any
+    *sizes: int,
+    most: tuple[int, int] | None = None,
+    room: int = 3,
+    copies: int | None = None,
+    only: int | None = None,
+    **how: Any,
 ) -> Shape:
     """Return a shape of which `room` programs run side by side: one of a prompt's."""
-    copies = how.pop("copies", None)
-    launch = experts(*sizes, **how)
-    return Shape("_multiply_tiles", launch, room, copies=copies, only=only, most_instructions=most)
+    return Shape("_multiply_tiles", experts(*sizes, **how), room, copies, only, most)
 
 
 SHAPES: dict[str, list[Shape]] = {

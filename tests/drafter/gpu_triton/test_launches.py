@@ -183,7 +183,7 @@ class EqualRanks(SingleRank):
             return torch.cat([tensor] * self.world_size, dim=dim)
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(3)
 @torch.no_grad()
 @pytest.mark.parametrize("count", [ROWS, TALL])
 @pytest.mark.parametrize(("tp", "fuses"), [(1, True), (8, False), (8, True)])
