@@ -28,7 +28,7 @@ from manta.cluster.errors import ConfigError, DatasetError
 from manta.cluster.request.caller import Tenant
 from manta.jobs.cli import app
 from support.checkpoints.text_pair import LiveServer
-from support.servers.server_probes import wait_for
+from support.waiting import wait_until
 from typer.testing import CliRunner
 
 HOOK = """
@@ -64,7 +64,7 @@ def make_server(
 
 
 def counted(server: LiveServer) -> dict[str, int]:
-    lines = httpx.get(f"{server.url}/metrics").text.splitlines()
+    lines = httpx.get(f"{server.url}/metrics", timeout=300).text.splitlines()
     found = [line for line in lines if line.startswith("manta:captured_completions_total")]
     return {line.partition('result="')[2].partition('"')[0]: int(float(line.split()[-1])) for line in found}
 
@@ -94,7 +94,7 @@ def test_prompts_and_answers_are_captured_under_their_tenants(
         http.post("/v1/completions", json={**ASKED, "prompt": "echo", "echo": True, "max_tokens": 0})
         http.post("/v1/responses", json={"input": "nor this", "max_output_tokens": 4, "store": False})
         assert http.post("/v1/completions", json={**ASKED, "prompt": "x", "n": -1}).status_code == 400
-        wait_for(lambda: counted(server)["kept"] == 3)
+        wait_until(lambda: counted(server)["kept"] == 3)
         (pid,) = writers()
         assert os.getpriority(os.PRIO_PROCESS, pid) == 19, "a step never waits for it"
     assert writers() == [], "it ends with the server"
@@ -126,11 +126,11 @@ def test_a_redaction_hook_decides_what_is_captured_and_a_failing_hook_captures_n
         for tenant in ("private", "broken", "broken", "open"):
             body = {**ASKED, "prompt": f"the card 4111 of {tenant}", "metadata": {"tenant": tenant}}
             assert httpx.post(f"{server.url}/v1/completions", json=body, timeout=300).status_code == 200
-        wait_for(lambda: sum(counted(server).values()) == 4)
+        wait_until(lambda: sum(counted(server).values()) == 4)
         found = counted(server)
         assert (found["kept"], found["redacted"], found["failed"]) == (1, 1, 2)
         os.kill(writers()[0], signal.SIGKILL)
-        wait_for(lambda: "starting another one" in caplog.text)
+        wait_until(lambda: "starting another one" in caplog.text)
     assert caplog.text.count("ValueError in line") == 1, "said once, without what it was about"
     assert "4111" not in caplog.text.replace("****", "")
     (record,) = read_captured(folder)
@@ -196,7 +196,7 @@ def test_two_writers_share_a_folder_and_its_limit(tmp_path: Path) -> None:
     ]
     both = [subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) for _ in range(2)]
     large = records_of([100_000])[0].line()
-    reported = [each.communicate(lines + large, timeout=3000)[0].decode() for each in both]
+    reported = [each.communicate(lines + large, timeout=300)[0].decode() for each in both]
     for said in reported:
         assert said.split()[:121] == ["ready", *["kept"] * 120] and "too_large 200" in said
     kept = list(read_captured(folder))

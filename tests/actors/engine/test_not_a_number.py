@@ -182,7 +182,7 @@ def http(tmp_path_factory: pytest.TempPathFactory) -> Iterator[httpx.Client]:
     config = EngineConfig.from_dict({**settings, "num_pages": 64, "num_threads": 1})
     with (
         LiveServer(config, ServerSettings()) as server,
-        httpx.Client(base_url=server.url, timeout=60) as http,
+        httpx.Client(base_url=server.url, timeout=300) as http,
     ):
         yield http
 

@@ -62,18 +62,6 @@ def test_resumed_tokens_are_cached_but_do_not_count_as_prompt() -> None:
     assert engine.stats().generation_tokens == 30 + 10
 
 
-def test_a_resumed_request_is_preempted_and_resumes_again() -> None:
-    info = make_info(num_pages=(14,))
-    requests = [make_request(f"r{i}", (2 + i,) * 8, **LONG) for i in range(3)]
-    engine, outputs = open_engine(info), Outputs()
-    for request in requests:
-        add(engine, cut(request, expected(request, info)[0], 10))
-    while engine.has_unfinished:
-        outputs.take(engine)
-    assert engine.stats().preemptions > 0
-    assert all(outputs.tokens[r.request_id] == expected(r, info)[0][10:] for r in requests)
-
-
 def test_completions_of_one_prompt_resume_from_their_own_tokens() -> None:
     params = SamplingParams(n=3, seed=5, max_tokens=20, ignore_eos=True)
     requests = [make_request(f"r{i}") for i in range(3)]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -106,48 +106,40 @@ def llm(pair: tuple[Path, Path]) -> Iterator[LLM]:
         yield llm
 
 
+TALK = [{"role": "user", "content": "x"}]
+NO_PROMPTS = [None, 5, 1.5, True, object(), b"ab", {1, 2}, {}, ["a", 5], ["a", None], [b"a"]]
+NO_PARAMS = [{"temperature": 0}, "x", 5, [None], [{"n": 1}], [SamplingParams()] * 2, []]
+NO_MESSAGES = [None, 5, "hi", ["hi"], [None], [5], [[5]], {"role": "user"}, [{"role": 5}]]
+# A call of an `LLM` with a value, the field that is refused, and the values.
+CALLS: list[tuple[Callable[[LLM, Any], object], str, list[Any]]] = [
+    (lambda llm, value: llm.generate(value, use_tqdm=False), "prompt", NO_PROMPTS),
+    (lambda llm, value: next(llm.stream(value)), "prompt", NO_PROMPTS),
+    (lambda llm, value: llm.generate("x", value, use_tqdm=False), "sampling_params", NO_PARAMS),
+    (lambda llm, value: next(llm.stream("x", value)), "sampling_params", NO_PARAMS),
+    (
+        lambda llm, value: llm.generate("x", use_tqdm=False, max_draft_tokens=value),
+        "max_draft_tokens",
+        ["x", 1.5, -1, True, [1]],
+    ),
+    (lambda llm, value: llm.chat(value, use_tqdm=False), "messages", NO_MESSAGES),
+    (lambda llm, value: llm.chat(TALK, use_tqdm=False, tools=value), "tools", [5, "x", object()]),
+    (
+        lambda llm, value: llm.chat(TALK, use_tqdm=False, chat_template_kwargs=value),
+        "chat_template_kwargs",
+        [5, "x", object()],
+    ),
+]
+
+
 @pytest.mark.parametrize(
-    "prompts", [None, 5, 1.5, True, object(), b"ab", {1, 2}, {}, ["a", 5], ["a", None], [b"a"]]
+    ("call", "field", "value"), [(call, field, value) for call, field, values in CALLS for value in values]
 )
-def test_a_prompt_of_a_wrong_type_is_refused(llm: LLM, prompts: Any) -> None:
+def test_an_argument_of_a_wrong_type_is_refused_by_its_field(
+    llm: LLM, call: Callable[[LLM, Any], object], field: str, value: Any
+) -> None:
     with pytest.raises(RequestError) as refused:
-        llm.generate(prompts, use_tqdm=False)
-    assert refused.value.param == "prompt"
-    with pytest.raises(RequestError):
-        next(llm.stream(prompts))
+        call(llm, value)
+    assert (refused.value.param or "").startswith(field)
+    if field == "sampling_params":
+        assert "one each" in refused.value.message or "one for each" in refused.value.message
     assert not core_of(llm).has_unfinished
-
-
-@pytest.mark.parametrize(
-    "params", [{"temperature": 0}, "x", 5, [None], [{"n": 1}], [SamplingParams()] * 2, []]
-)
-def test_sampling_parameters_of_a_wrong_type_are_refused(llm: LLM, params: Any) -> None:
-    with pytest.raises(RequestError, match=r"one each|one for each") as refused:
-        llm.generate("x", params, use_tqdm=False)
-    assert refused.value.param == "sampling_params"
-    with pytest.raises(RequestError):
-        next(llm.stream("x", params))
-
-
-@pytest.mark.parametrize("maximum", ["x", 1.5, -1, True, [1]])
-def test_an_invalid_number_of_drafts_is_refused(llm: LLM, maximum: Any) -> None:
-    with pytest.raises(RequestError) as refused:
-        llm.generate("x", use_tqdm=False, max_draft_tokens=maximum)
-    assert refused.value.param == "max_draft_tokens"
-
-
-@pytest.mark.parametrize(
-    "messages", [None, 5, "hi", ["hi"], [None], [5], [[5]], {"role": "user"}, [{"role": 5}]]
-)
-def test_messages_of_a_wrong_type_are_refused(llm: LLM, messages: Any) -> None:
-    with pytest.raises(RequestError) as refused:
-        llm.chat(messages, use_tqdm=False)
-    assert (refused.value.param or "").startswith("messages")
-
-
-@pytest.mark.parametrize("name", ["tools", "chat_template_kwargs"])
-def test_options_of_a_wrong_type_are_refused(llm: LLM, name: str) -> None:
-    for value in (5, "x", object()):
-        with pytest.raises(RequestError) as refused:
-            llm.chat([{"role": "user", "content": "x"}], use_tqdm=False, **{name: value})
-        assert (refused.value.param or "").startswith(name)

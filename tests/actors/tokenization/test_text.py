@@ -12,20 +12,6 @@ from manta.cluster.errors import CheckpointError, RequestError
 from manta.cluster.request.request import SamplingParams
 
 
-def test_a_chat_template_renders_as_transformers_renders_it(folder: Path, tokenizer: Tokenizer) -> None:
-    from transformers import PreTrainedTokenizerFast
-
-    messages = [
-        {"role": "user", "content": "What is `len`?"},
-        {"role": "assistant", "content": "A function."},
-    ]
-    theirs = PreTrainedTokenizerFast.from_pretrained(folder)
-    for answers in (True, False):
-        expected = theirs.apply_chat_template(messages, tokenize=False, add_generation_prompt=answers)
-        assert tokenizer.apply_chat_template(messages, add_generation_prompt=answers) == expected
-    assert tokenizer.encode(expected) == theirs(expected)["input_ids"]
-
-
 def test_continue_final_message_leaves_the_message_open(tokenizer: Tokenizer) -> None:
     messages = [{"role": "user", "content": "Go"}, {"role": "assistant", "content": "def f"}]
     assert tokenizer.apply_chat_template(messages, continue_final_message=True).endswith("assistant\ndef f")

@@ -55,7 +55,7 @@ import time
 from manta.actors.workers.shm.step_channel import StepChannel
 channel = StepChannel(1)
 print(channel.address, flush=True)
-channel.accept()
+channel.accept(300.0)
 channel.send("work")
 channel.receive(300.0)
 print("answered", flush=True)

@@ -107,16 +107,16 @@ def test_a_drafter_maps_the_mailbox_of_each_rank(num_ranks: int, tmp_path: Path)
             process.start()
         with cuda(tmp_path):
             for rank, (pipe, _) in enumerate(pipes):
-                assert pipe.poll(60)
+                assert pipe.poll(120)
                 mailbox = Mailbox.open(pipe.recv(), SIZE)
                 assert all((view == rank + 1).all() for view in mailbox.views(0, KINDS))
                 for view in mailbox.views(SIZE // 2, KINDS):
                     view.fill_(10 * rank + 7)
         for rank, (pipe, _) in enumerate(pipes):
             pipe.send("written")
-            assert pipe.poll(60) and pipe.recv() == [[10 * rank + 7]] * len(KINDS)
+            assert pipe.poll(120) and pipe.recv() == [[10 * rank + 7]] * len(KINDS)
     finally:
         for process in ranks:
-            process.join(10)
+            process.join(120)
             process.kill()
     assert [process.exitcode for process in ranks] == [0] * num_ranks

@@ -40,7 +40,7 @@ def test_the_ray_token_is_private_and_valid(tmp_path: Path) -> None:
             env={**environment, "HOME": str(tmp_path), "RAY_TMPDIR": folder},
             capture_output=True,
             text=True,
-            timeout=200,
+            timeout=280,
             check=False,
         )
     assert done.stdout.split() == ["started", "127.0.0.1", "joined", "127.0.0.1"], done.stderr

@@ -5,79 +5,19 @@ from __future__ import annotations
 import os
 import signal
 import threading
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import pytest
 from manta.actors.engine.uniproc_executor import InProcessExecutor, make_executor
 from manta.actors.workers.ray_executor import RayExecutor
-from manta.cluster.config import EngineConfig, SpeculativeConfig
+from manta.cluster.config import EngineConfig
 from manta.cluster.engine.engine_core import EngineCore
 from manta.cluster.errors import CheckpointError, EngineDeadError, PlacementError
-from manta.cluster.request.request import Request, SamplingParams
-from support.checkpoints.tiny import TINY_VOCAB
-from support.engines.ray_engines import BASE, alive, wait_until
+from support.engines.ray_engines import alive, run_all
+from support.waiting import wait_until
 
 pytestmark = pytest.mark.usefixtures("ray_session")
-
-PARAMS = [
-    SamplingParams(temperature=0.0, max_tokens=20, seed=1),
-    SamplingParams(temperature=0.8, top_p=0.9, max_tokens=24, seed=2),
-    SamplingParams(temperature=1.0, max_tokens=12, seed=3),
-]
-
-
-@pytest.fixture(scope="module")
-def plain(tiny_qwen3: Path) -> EngineConfig:
-    return replace(BASE, model=str(tiny_qwen3))
-
-
-@pytest.fixture(scope="module")
-def speculative(plain: EngineConfig, tiny_drafter: Path) -> EngineConfig:
-    return replace(plain, speculative_config=SpeculativeConfig(model=str(tiny_drafter), adaptive=False))
-
-
-@pytest.fixture(scope="module")
-def expected(plain: EngineConfig) -> list[list[int]]:
-    return run_all(EngineCore(plain, InProcessExecutor(plain)))
-
-
-def split(config: EngineConfig) -> EngineConfig:
-    assert config.speculative_config is not None
-    return replace(config, speculative_config=replace(config.speculative_config, placement="split"))
-
-
-def requests() -> list[Request]:
-    random = np.random.default_rng(3)
-    lengths = (5, 40, 90)
-    return [
-        Request(
-            request_id=str(i),
-            prompt_token_ids=tuple(random.integers(1, TINY_VOCAB - 1, n).tolist()),
-            params=params,
-        )
-        for i, (n, params) in enumerate(zip(lengths, PARAMS, strict=True))
-    ]
-
-
-def run_all(
-    engine: EngineCore, *, max_draft_tokens: int | None = None, die: Callable[[], None] | None = None
-) -> list[list[int]]:
-    """Return tokens by request; `die` is called while requests run."""
-    tokens: dict[str, list[int]] = {}
-    for request in requests():
-        tokens[request.request_id] = []
-        engine.add_request(replace(request, max_draft_tokens=max_draft_tokens))
-    steps = 0
-    while engine.has_unfinished:
-        for update in engine.step():
-            tokens[update.request_id] += update.token_ids
-        steps += 1
-        if steps == 2 and die is not None:
-            die()
-    return list(tokens.values())
 
 
 def assert_no_leftovers(executor: RayExecutor) -> None:
@@ -90,8 +30,13 @@ def assert_no_leftovers(executor: RayExecutor) -> None:
 
 def assert_killing_ends_it(engine: EngineCore, executor: RayExecutor, rank: int) -> None:
     """Kill a worker while requests run."""
+
+    def kill(step: int) -> None:
+        if step == 2:
+            os.kill(executor.worker_pids[rank], signal.SIGKILL)
+
     with pytest.raises(EngineDeadError):
-        run_all(engine, die=lambda: os.kill(executor.worker_pids[rank], signal.SIGKILL))
+        run_all(engine, kill)
     with pytest.raises(EngineDeadError):
         executor.check_health()
     executor.close()
@@ -128,16 +73,15 @@ def test_two_target_ranks_give_the_same_tokens_and_die_together(speculative, exp
 
 
 def test_a_split_drafter_is_accepted_like_a_colocated_one_and_a_given_group_stays(
-    speculative, expected
+    speculative, split, expected
 ) -> None:
     from ray.util.placement_group import placement_group, placement_group_table, remove_placement_group
 
     beside = EngineCore(speculative, InProcessExecutor(speculative))
     assert run_all(beside) == expected
-    config = split(speculative)
     group = placement_group([{"CPU": 1.0}, {"CPU": 0.5}], strategy="STRICT_PACK")
-    executor = RayExecutor(config, placement_group=group)
-    engine = EngineCore(config, executor)
+    executor = RayExecutor(split, placement_group=group)
+    engine = EngineCore(split, executor)
     assert run_all(engine) == expected
     assert engine.stats().accepted_per_pos == beside.stats().accepted_per_pos
     executor.close()
@@ -146,7 +90,7 @@ def test_a_split_drafter_is_accepted_like_a_colocated_one_and_a_given_group_stay
         executor.check_health()
     assert placement_group_table(group)["state"] == "CREATED"
     with pytest.raises(PlacementError, match="bundle i must hold worker i"):
-        RayExecutor(replace(config, tensor_parallel_size=4), placement_group=group)
+        RayExecutor(replace(split, tensor_parallel_size=4), placement_group=group)
     remove_placement_group(group)
     assert_no_leftovers(executor)
 
@@ -176,7 +120,7 @@ def test_errors_of_a_broken_checkpoint_keep_their_type(plain, tiny_qwen3: Path, 
     assert type(caught.value) is CheckpointError
 
 
-def test_an_engine_in_an_actor_uses_the_actors_group_and_takes_its_workers_with_it(speculative) -> None:
+def test_an_engine_in_an_actor_uses_the_actors_group_and_takes_its_workers_with_it(split) -> None:
     """The shape of a Serve replica: the actor is in bundle 0, with the first worker."""
     import ray
     from ray.util.placement_group import placement_group, remove_placement_group
@@ -193,7 +137,7 @@ def test_an_engine_in_an_actor_uses_the_actors_group_and_takes_its_workers_with_
     group = placement_group([{"CPU": 1.5}, {"CPU": 0.5}], strategy="STRICT_PACK")
     place = PlacementGroupSchedulingStrategy(group, 0, placement_group_capture_child_tasks=True)
     replica = ray.remote(Replica).options(num_cpus=1, scheduling_strategy=place).remote()
-    owned, pids = ray.get(replica.start.remote(split(speculative)))
+    owned, pids = ray.get(replica.start.remote(split))
     assert not owned and all(map(alive, pids))
     os.kill(pids[0], signal.SIGKILL)
     wait_until(lambda: not any(map(alive, pids)))

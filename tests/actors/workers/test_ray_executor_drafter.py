@@ -2,49 +2,27 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import random
 import signal
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import pytest
 from manta.actors.engine.uniproc_executor import InProcessExecutor
 from manta.actors.workers.drafter import drafter_process
 from manta.actors.workers.ray_executor import RayExecutor
-from manta.cluster.config import EngineConfig, SpeculativeConfig
+from manta.cluster.config import EngineConfig
 from manta.cluster.engine.engine_core import EngineCore
 from manta.cluster.errors import CheckpointError, ConfigError
-from manta.cluster.request.request import Request, SamplingParams
-from support.checkpoints.tiny import TINY_VOCAB, make_tiny_drafter
-from support.engines.ray_engines import BASE, alive, wait_until
+from support.checkpoints.tiny import make_tiny_drafter
+from support.engines.ray_engines import alive, requests, run_all
+from support.waiting import wait_until
 
 pytestmark = pytest.mark.usefixtures("ray_session")
-
-NUM_REQUESTS = 10
-
-
-@pytest.fixture(scope="module")
-def plain(tiny_qwen3: Path) -> EngineConfig:
-    return replace(BASE, model=str(tiny_qwen3), num_pages=96)
-
-
-@pytest.fixture(scope="module")
-def split(plain: EngineConfig, tiny_drafter: Path) -> EngineConfig:
-    spec = SpeculativeConfig(model=str(tiny_drafter), placement="split", adaptive=False)
-    return replace(plain, speculative_config=spec)
-
-
-@pytest.fixture(scope="module")
-def expected(plain: EngineConfig) -> list[list[int]]:
-    executor = InProcessExecutor(plain)
-    tokens = run_all(EngineCore(plain, executor))
-    executor.close()
-    return tokens
 
 
 @contextmanager
@@ -60,37 +38,6 @@ def engine_of(config: EngineConfig) -> Iterator[tuple[EngineCore, RayExecutor]]:
 
 def shares(config: EngineConfig) -> bool:
     return config.speculative_config is not None and config.speculative_config.placement == "shared"
-
-
-def requests() -> list[Request]:
-    """Greedy and sampled requests that end after different numbers of steps."""
-    source = np.random.default_rng(5)
-    return [
-        Request(
-            request_id=str(number),
-            prompt_token_ids=tuple(source.integers(1, TINY_VOCAB - 1, 4 + 9 * (number % 4)).tolist()),
-            params=SamplingParams(
-                temperature=0.7 * (number % 2), max_tokens=20 + 5 * (number % 5), seed=number, ignore_eos=True
-            ),
-        )
-        for number in range(NUM_REQUESTS)
-    ]
-
-
-def run_all(engine: EngineCore, between: Callable[[int], None] = lambda step: None) -> list[list[int]]:
-    """Return tokens by request; `between` is called with the step number after every step."""
-    tokens: dict[str, list[int]] = {}
-    for request in requests():
-        tokens[request.request_id] = []
-        engine.add_request(request)
-    steps = 0
-    while engine.has_unfinished:
-        for update in engine.step():
-            tokens[update.request_id] += update.token_ids
-        engine.check_invariants()
-        steps += 1
-        between(steps)
-    return list(tokens.values())
 
 
 def acceptance(engine: EngineCore) -> float:
@@ -140,15 +87,15 @@ def test_a_drafter_killed_stopped_and_restarted_at_random_costs_no_token(
 
 def run_until(engine: EngineCore, is_so: Callable[[], bool]) -> None:
     """Run one request after the other, so that each step has a known drafter."""
-    deadline = time.monotonic() + 60.0
-    number = 0
-    while not is_so():
-        assert time.monotonic() < deadline, "the drafter did not come back"
-        number += 1
-        engine.add_request(replace(requests()[0], request_id=f"again-{number}"))
+    numbers = itertools.count()
+
+    def holds_after_a_request() -> bool:
+        engine.add_request(replace(requests()[0], request_id=f"again-{next(numbers)}"))
         while engine.has_unfinished:
             engine.step()
-        time.sleep(0.05)
+        return is_so()
+
+    wait_until(holds_after_a_request)
 
 
 def test_a_drafter_is_swapped_while_requests_run_and_an_unfitting_one_changes_nothing(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -54,25 +55,11 @@ def test_results_are_sums_over_engines_and_medians_over_rounds(capsys: pytest.Ca
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("ray_session")
-def test_engines_share_a_drafter_and_its_queue_is_reported(
-    tiny_qwen3: Path, tiny_drafter: Path, tmp_path: Path
-) -> None:
+def test_engines_share_a_drafter_and_its_queue_is_reported(speculative: EngineConfig, tmp_path: Path) -> None:
     prompts = tmp_path / "prompts.jsonl"
     lines = [json.dumps({"id": str(i), "prompt": list(range(3, 8 + i))}) + "\n" for i in range(4)]
     prompts.write_text("".join(lines))
-    config = EngineConfig.from_dict(
-        {
-            "model": str(tiny_qwen3),
-            "speculative_config": {"model": str(tiny_drafter), "adaptive": False},
-            "skip_tokenizer_init": True,
-            "max_num_seqs": 2,
-            "max_model_len": 128,
-            "num_pages": 32,
-            "num_threads": 1,
-            "dtype": "float32",
-            "device": "cpu",
-        }
-    )
+    config = replace(speculative, max_num_seqs=2, max_model_len=128, num_pages=32)
     options = SharedDrafterOptions(
         prompts=prompts,
         concurrency=(2,),

@@ -1,12 +1,17 @@
-"""Settings of engines whose workers are Ray actors, and waiting for processes."""
+"""Engines whose workers are Ray actors: their settings, the requests they run, and their processes."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 from manta.cluster.config import EngineConfig
+from manta.cluster.engine.engine_core import EngineCore
+from manta.cluster.request.request import Request, SamplingParams
 
-from support.waiting import wait_until as wait_until
+from support.checkpoints.tiny import TINY_VOCAB
 
 BASE = EngineConfig(
     model="",
@@ -19,6 +24,46 @@ BASE = EngineConfig(
     num_pages=48,
     num_threads=1,
 )
+
+
+def requests() -> list[Request]:
+    """Make greedy and sampled requests that end after different numbers of steps."""
+    source = np.random.default_rng(5)
+    return [
+        Request(
+            request_id=str(number),
+            prompt_token_ids=tuple(source.integers(1, TINY_VOCAB - 1, 4 + 9 * (number % 4)).tolist()),
+            params=SamplingParams(
+                temperature=0.7 * (number % 2),
+                top_p=0.9 if number % 3 == 1 else 1.0,
+                max_tokens=20 + 5 * (number % 5),
+                seed=number,
+                ignore_eos=True,
+            ),
+        )
+        for number in range(10)
+    ]
+
+
+def run_all(
+    engine: EngineCore,
+    between: Callable[[int], None] = lambda step: None,
+    *,
+    max_draft_tokens: int | None = None,
+) -> list[list[int]]:
+    """Return the tokens of all requests; `between` is called with the number of steps after every step."""
+    tokens: dict[str, list[int]] = {}
+    for request in requests():
+        tokens[request.request_id] = []
+        engine.add_request(replace(request, max_draft_tokens=max_draft_tokens))
+    steps = 0
+    while engine.has_unfinished:
+        for update in engine.step():
+            tokens[update.request_id] += update.token_ids
+        engine.check_invariants()
+        steps += 1
+        between(steps)
+    return list(tokens.values())
 
 
 def alive(pid: int) -> bool:
