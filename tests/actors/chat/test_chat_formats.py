@@ -23,7 +23,7 @@ from manta.cluster.errors import ConfigError, RequestError
 from manta.cluster.request.structured_outputs import Grammar
 from manta.drafter.grammars.compiler import GrammarCompiler
 from support.checkpoints.byte_tokenizer import byte_tokenizer
-from support.checkpoints.chat_pairs import HARMONY, HARMONY_TOKENS, HERMES, NOW, TOOLS, WEATHER, chat_config
+from support.checkpoints.chat_pairs import HARMONY, HARMONY_TOKENS, HERMES, NOW, TOOLS, chat_config
 
 THINK = ("<think>", "</think>")
 
@@ -173,16 +173,12 @@ def test_reasoning_starts_open_if_the_prompt_opens_it(tokenizer: Tokenizer) -> N
 
 
 def test_marks_stay_in_a_text_without_its_other_special_tokens(tokenizer: Tokenizer) -> None:
-    text = "<|channel|>analysis<|message|>é<|im_end|><|end|>"
-    ids = tokenizer.encode(text, add_special_tokens=False)
-    kept = [tokenizer.special_token_ids[mark] for mark in HARMONY_TOKENS]
-    for step in (1, 3, len(ids)):
+    model = ChatModel.of(byte_tokenizer(HARMONY + "<|message|>"))
+    assert {tokenizer.special_token_ids[mark] for mark in HARMONY_TOKENS} <= set(model.kept_token_ids)
+    ids = tokenizer.encode("<|channel|>analysis<|message|>é<|im_end|><|end|>", add_special_tokens=False)
+    for kept, text in ((model.kept_token_ids, "<|channel|>analysis<|message|>é<|end|>"), ((), "analysisé")):
         reader = tokenizer.detokenizer([5, 6], skip_special_tokens=True, kept_token_ids=kept)
-        pieces = [reader.step(ids[i : i + step]) for i in range(0, len(ids), step)]
-        assert "".join(pieces) + reader.flush() == "<|channel|>analysis<|message|>é<|end|>"
-    hidden = tokenizer.detokenizer([5, 6], skip_special_tokens=True)
-    assert hidden.step(ids) + hidden.flush() == "analysisé"
-    assert set(kept) <= set(ChatModel.of(byte_tokenizer(HARMONY + "<|message|>")).kept_token_ids)
+        assert reader.step(ids) + reader.flush() == text
     assert ChatModel.of(byte_tokenizer("{{ messages }}")).kept_token_ids == ()
 
 
@@ -272,15 +268,3 @@ def test_a_template_setting_replaces_the_checkpoints_template(tmp_path: Path) ->
     file.write_text("{% if %}")
     with pytest.raises(ConfigError, match="no Jinja template"):
         load_tokenizer(replace(config, chat_template=str(file)))
-
-
-def test_a_tools_schema_with_references_gives_its_values_types() -> None:
-    schema = {
-        "properties": {"a": {"$ref": "#/$defs/A"}, "b": {"anyOf": [{"$ref": "#/$defs/A"}, {"type": "null"}]}},
-        "$defs": {"A": {"type": "array", "items": {"type": "integer"}}},
-    }
-    reader = Splitter(None, CALLS["mimo"], schemas={"f": schema})
-    text = "<function=f><parameter=a>[1]</parameter><parameter=b>null</parameter></function>"
-    found = concatenate([reader.feed(text), reader.finish()])
-    assert json.loads(found.calls[0].arguments) == {"a": [1], "b": None}
-    assert WEATHER["function"]["name"] == "get_weather"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import asdict, replace
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -80,11 +80,24 @@ def frontend(tokenizer: Tokenizer) -> GrammarFrontend:
     return GrammarFrontend(tokenizer, VOCAB, EOS)
 
 
-def open_pair(pair: tuple[Path, Path], drafts: int | None, width: int = 1, **more: Any) -> LLM:
+def config_of(pair: tuple[Path, Path], drafts: int | None, width: int = 1, **more: Any) -> EngineConfig:
     spec = {"model": str(pair[1]), "num_speculative_tokens": drafts, "adaptive": False}
     spec |= {"tree_width": width, "tree_size": 31} if width > 1 else {}
-    how = {"dtype": "float32", "num_threads": 1, "max_model_len": 256, "max_num_seqs": 8, **more}
-    return LLM(str(pair[0]), speculative_config=None if drafts is None else spec, **how)
+    small = {"dtype": "float32", "num_threads": 1, "max_model_len": 256, "max_num_seqs": 8, **more}
+    return EngineConfig.from_dict(
+        {"model": str(pair[0]), "speculative_config": None if drafts is None else spec, **small}
+    )
+
+
+def open_pair(pair: tuple[Path, Path], drafts: int | None, width: int = 1, **more: Any) -> LLM:
+    return LLM(**asdict(config_of(pair, drafts, width, **more)))
+
+
+@pytest.fixture(scope="module")
+def llm(pair: tuple[Path, Path]) -> Iterator[LLM]:
+    """The pair with seven drafts in every step."""
+    with open_pair(pair, 7) as llm:
+        yield llm
 
 
 def grammar_of(requested: StructuredOutputsParams) -> Grammar:
@@ -144,10 +157,8 @@ def test_exactly_one_constraint_is_accepted_and_an_engine_without_a_tokenizer_re
         with pytest.raises(RequestError, match="one of"):
             StructuredOutputsParams(**fields)
     requested = SamplingParams(structured_outputs=StructuredOutputsParams(regex="a"))
-    with (
-        open_pair(pair, None, skip_tokenizer_init=True) as llm,
-        pytest.raises(RequestError, match="tokenizer"),
-    ):
+    plain = open_pair(pair, None, skip_tokenizer_init=True)
+    with plain as llm, pytest.raises(RequestError, match="tokenizer"):
         llm.generate([[5, 6]], requested)
 
 
@@ -174,29 +185,28 @@ def test_constraints_of_a_wrong_type_are_refused_by_name(make: Callable[[], obje
 # That they are held.
 
 
-def test_every_finished_answer_fits_its_schema(pair: tuple[Path, Path]) -> None:
+def test_every_finished_answer_fits_its_schema(llm: LLM) -> None:
     assert len(HELD) >= 60
+    schemas = [schema for schema in HELD.values() for _ in range(2)]
     params = [
         SamplingParams(temperature=1.0, seed=seed, max_tokens=150, structured_outputs=held_by(schema))
-        for schema in HELD.values()
-        for seed in (1, 2)
+        for seed, schema in enumerate(schemas)
     ]
-    with open_pair(pair, 7) as llm:
-        answers = llm.generate([PROMPT] * len(params), params)
+    answers = llm.generate([PROMPT] * len(params), params)
     ended = 0
-    for schema, answer in zip([s for s in HELD.values() for _ in (1, 2)], answers, strict=True):
+    for schema, answer in zip(schemas, answers, strict=True):
         (only,) = answer.outputs
         if only.finish_reason == "stop":
             ended += 1
-            text = re.sub(r":60(?=[Z+-])", ":59", only.text)  # a leap second is a time; not to Python
+            text = re.sub(
+                r"(?<=:\d\d):60(?=[.Z+-])", ":59", only.text
+            )  # a leap second is a time; not to Python
             checker = jsonschema.Draft202012Validator.FORMAT_CHECKER
             jsonschema.validate(json.loads(text), schema, format_checker=checker)
     assert ended >= 0.9 * len(params), "few of such small answers come to no end"
 
 
-def test_other_constraints_hold_too_and_an_answer_without_allowed_tokens_ends(
-    pair: tuple[Path, Path],
-) -> None:
+def test_other_constraints_hold_too_and_an_answer_without_allowed_tokens_ends(llm: LLM) -> None:
     dead = SamplingParams(
         temperature=1.0,
         seed=3,
@@ -209,9 +219,8 @@ def test_other_constraints_hold_too_and_an_answer_without_allowed_tokens_ends(
         SamplingParams(temperature=1.0, seed=4, max_tokens=NUM_TOKENS, structured_outputs=KINDS[name])
         for name in ("regex", "choice", "lark", "ebnf")
     ]
-    with open_pair(pair, 3) as llm:
-        regex, choice, lark, ebnf, ended = (a.outputs[0] for a in llm.generate([PROMPT] * 5, [*params, dead]))
-        assert llm.generate("x", replace(dead, structured_outputs=None, max_tokens=9))  # continues
+    regex, choice, lark, ebnf, ended = (a.outputs[0] for a in llm.generate([PROMPT] * 5, [*params, dead]))
+    assert llm.generate("x", replace(dead, structured_outputs=None, max_tokens=9))  # continues
     assert re.fullmatch(KINDS["regex"].regex or "", regex.text)
     assert choice.text in (KINDS["choice"].choice or ())
     assert re.fullmatch(r"a(bb|c)+end", lark.text) and re.fullmatch(r"x[0-9]+y", ebnf.text)
@@ -219,15 +228,14 @@ def test_other_constraints_hold_too_and_an_answer_without_allowed_tokens_ends(
 
 
 def test_a_grammar_that_runs_out_of_states_ends_only_its_own_answer(
-    pair: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(compiler_module, "MAX_LEXER_STATES", 300)
     greedy = SamplingParams(temperature=1.0, seed=1, max_tokens=NUM_TOKENS)
     explodes = replace(greedy, structured_outputs=StructuredOutputsParams(regex="(a|b|c)*a(a|b|c){25}"))
     fine = replace(greedy, structured_outputs=KINDS["choice"])
-    with open_pair(pair, 7) as llm:
-        first, other = llm.generate([PROMPT] * 2, [explodes, fine])
-        again, same = llm.generate([PROMPT] * 2, [explodes, fine])
+    first, other = llm.generate([PROMPT] * 2, [explodes, fine])
+    again, same = llm.generate([PROMPT] * 2, [explodes, fine])
     assert first.outputs[0].finish_reason in ("stop", "length") and set(first.outputs[0].text) <= set("abc")
     assert other.outputs[0].text == same.outputs[0].text and other.outputs[0].finish_reason == "stop"
     assert again.outputs[0].text == first.outputs[0].text
@@ -298,45 +306,56 @@ def test_speculation_changes_no_token_of_a_constrained_answer(
     assert (stats.preemptions > 0) == (engine == "few pages")
 
 
-def test_each_of_n_completions_has_its_own_grammar_state(pair: tuple[Path, Path]) -> None:
+def test_each_of_n_completions_has_its_own_grammar_state(llm: LLM) -> None:
     params = SamplingParams(
         temperature=1.0, seed=1, n=4, max_tokens=NUM_TOKENS, structured_outputs=KINDS["regex"]
     )
-    with open_pair(pair, 7) as llm:
-        (answer,) = llm.generate(PROMPT, params)
+    (answer,) = llm.generate(PROMPT, params)
     texts = [completion.text for completion in answer.outputs]
     assert len(set(texts)) == 4 and all(re.fullmatch(KINDS["regex"].regex or "", text) for text in texts)
 
 
-def test_forced_tokens_are_drafted_at_no_cost(pair: tuple[Path, Path]) -> None:
-    forced = SamplingParams(
-        temperature=1.0, seed=1, structured_outputs=held_by({"const": "all of it is known"})
-    )
-    with open_pair(pair, 15) as llm:
-        (answer,) = llm.generate(PROMPT, replace(forced, max_tokens=64))
+def test_forced_tokens_are_drafted_at_no_cost(llm: LLM) -> None:
+    known = held_by({"const": "all of it is known"})
+    params = SamplingParams(temperature=1.0, seed=1, max_tokens=64, structured_outputs=known)
+    (answer,) = llm.generate(PROMPT, params)
     assert answer.outputs[0].text == '"all of it is known"'
     metrics = answer.metrics
     assert metrics.num_accepted_tokens >= len(answer.outputs[0].token_ids) - metrics.num_steps - 2
 
 
 def test_the_cost_of_grammars_is_measured(pair: tuple[Path, Path]) -> None:
-    spec = {"model": str(pair[1]), "num_speculative_tokens": 3, "adaptive": False}
-    settings = {"model": str(pair[0]), "speculative_config": spec, "dtype": "float32", "num_threads": 1}
-    config = EngineConfig.from_dict({**settings, "max_model_len": 128})
-    figures = run_grammars(config, GrammarOptions(requests=2, max_tokens=6))
+    figures = run_grammars(config_of(pair, 3), GrammarOptions(requests=2, max_tokens=6))
     assert figures["grammars_ms"] > 0 and figures["share"] > 0
 
 
 # The masks of a block.
 
 
+def mask_of(compiler: GrammarCompiler, matcher: LLMatcher) -> np.ndarray:
+    bits = np.zeros(compiler.mask_words, dtype=np.int32)
+    matcher.unsafe_compute_mask_ptr(bits.ctypes.data, bits.nbytes)
+    return bits
+
+
+def allowed_by(bits: np.ndarray, number: int) -> int:
+    """Return one of the tokens that a mask allows."""
+    allowed = np.flatnonzero(np.unpackbits(bits.view(np.uint8), bitorder="little"))
+    return int(allowed[number % len(allowed)])
+
+
+def states_with(compiler: GrammarCompiler, grammar: Grammar) -> GrammarStates:
+    """Return the states of a request in slot 3, whose prompt is one token."""
+    states = GrammarStates(compiler, 1)
+    states.admit(3, SlotGrammar(grammar, prompt_length=1))
+    return states
+
+
 def masks_one_by_one(compiler: GrammarCompiler, grammar: Grammar, tokens: list[int]) -> Iterator[np.ndarray]:
     """Masks after each of the first tokens, as far as the grammar accepts them."""
     matcher = compiler.matcher(grammar)
     for token in [*tokens, None]:
-        bits = np.zeros(compiler.mask_words, dtype=np.int32)
-        matcher.unsafe_compute_mask_ptr(bits.ctypes.data, bits.nbytes)
-        yield bits
+        yield mask_of(compiler, matcher)
         if token is None or token in EOS or token < 0 or not matcher.try_consume_tokens([token]):
             return
 
@@ -345,10 +364,7 @@ def walk(compiler: GrammarCompiler, grammar: Grammar, choices: list[int], matche
     """Return tokens that a grammar accepts, chosen by these numbers."""
     tokens: list[int] = []
     for choice in choices:
-        bits = np.zeros(compiler.mask_words, dtype=np.int32)
-        matcher.unsafe_compute_mask_ptr(bits.ctypes.data, bits.nbytes)
-        allowed = np.flatnonzero(np.unpackbits(bits.view(np.uint8), bitorder="little"))
-        token = int(allowed[choice % len(allowed)])
+        token = allowed_by(mask_of(compiler, matcher), choice)
         if token in EOS:
             break
         tokens.append(token)
@@ -378,8 +394,7 @@ def test_masks_of_a_block_are_those_made_one_token_at_a_time(
     standing, drafts = [5, *tokens[:num_standing]], [*tokens[num_standing:], 7][:15]
     for place, token in spoiled.items():
         drafts[place % len(drafts)] = token
-    states = GrammarStates(compiler, 1)
-    states.admit(3, SlotGrammar(grammar, prompt_length=1))
+    states = states_with(compiler, grammar)
     drafts_RK = np.array([[9] * len(drafts), drafts])
     margins_RK = np.ones(drafts_RK.shape, dtype=np.float32)
     slots, begins = np.array([1, 3]), np.array([4, len(standing)])
@@ -445,13 +460,11 @@ def test_masks_of_a_tree_are_those_made_one_token_at_a_time_on_each_path(
         parent = place % len(paths)
         bits, token = expected[parent], start[0] if number is None else number % VOCAB
         if bits is not None and number is not None and number % 4:
-            allowed = np.flatnonzero(np.unpackbits(bits.view(np.uint8), bitorder="little"))
-            token = int(allowed[number % len(allowed)])
+            token = allowed_by(bits, number)
         parents.append(parent)
         paths.append([*paths[parent], token])
         expected.append(mask_after(paths[-1]))
-    states = GrammarStates(compiler, 1)
-    states.admit(3, SlotGrammar(grammar, prompt_length=1))
+    states = states_with(compiler, grammar)
     drafts = np.array([[path[-1] for path in paths[1:]]], dtype=np.int64).reshape(1, -1)
     counts = np.array([len(paths)])
     for _ in range(2):  # a walk leaves no trace
@@ -470,10 +483,9 @@ def test_masks_of_a_tree_are_those_made_one_token_at_a_time_on_each_path(
 
 def test_a_tree_grows_along_a_grammar_and_takes_forced_tokens(compiler: GrammarCompiler) -> None:
     grammar = grammar_of(StructuredOutputsParams(regex="[ab]xyz[0-9]"))
-    states = GrammarStates(compiler, 1)
-    states.admit(0, SlotGrammar(grammar, prompt_length=1))
+    states = states_with(compiler, grammar)
     walks = states.walk(
-        np.array([0]), np.array([1]), np.array([9]), np.full((1, 8), -1), lambda _, begin, end: []
+        np.array([3]), np.array([1]), np.array([9]), np.full((1, 8), -1), lambda _, begin, end: []
     )
     assert walks is not None
     chances = np.tile(np.array([0.5, 0.3, 0.1], np.float32), (5, 1, 1))

@@ -264,14 +264,6 @@ def test_the_text_is_what_decoding_everything_adds_to_the_prompt(kind: str, data
         assert "".join(in_blocks[: end + 1]) == "".join(one_by_one[:count])
 
 
-@pytest.mark.parametrize("kind", ["legacy Prepend", "Gemma", "Metaspace behind ByteFallback"])
-def test_an_incomplete_character_is_text_and_no_error(kind: str) -> None:
-    prompt, answer = ids_of(kind, "the"), ids_of(kind, "❤\ufe0f".encode()[:-1], "▁the")
-    assert "".join(texts(kind, prompt, [answer], (), skips=True)) == "\ufffd" * 5 + " the"
-    prompt = ids_of(kind, "日本", "😀")
-    assert "".join(texts(kind, prompt, [ids_of(kind, "▁the")], (), skips=True)) == " the"
-
-
 def test_a_run_that_begins_in_the_prompt_and_begins_the_text_loses_its_spaces() -> None:
     """As the library has it, unlike those of a later run."""
     kind = "Metaspace behind ByteFallback"

@@ -2,35 +2,24 @@
 
 from __future__ import annotations
 
-import asyncio
-import os
-import signal
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
-from manta.actors.engine.async_engine import AsyncEngine
 from manta.actors.engine.uniproc_executor import make_executor
 from manta.actors.http.config.settings import ServerSettings
 from manta.actors.http.wire.errors import ENGINE_DEAD
-from manta.actors.tokenization.prompts import EncodedPrompt
-from manta.actors.workers.ray_executor import RayExecutor
 from manta.cluster.config import EngineConfig
 from manta.cluster.engine.engine_core import EngineCore
 from manta.cluster.engine.step_watchdog import COMPILING_S, FACTOR, FLOOR_S, TICK_S, Stall, StepWatchdog
-from manta.cluster.errors import EngineDeadError, EngineStalledError
-from manta.cluster.request.request import SamplingParams
 from manta.cluster.simulation.simulated_executor import SimulatedExecutor
 from manta.cluster.step.executor import Executor
 from manta.cluster.step.scheduler_output import SchedulerOutput, StepResult
 from support.checkpoints.text_pair import LiveServer
 from support.engines.cluster_checker import make_info, make_request
 from support.engines.passing_executor import PassingExecutor
-from support.engines.ray_engines import BASE
 from support.servers.gateway_stand import GatewayStand
 from support.servers.server_probes import events, idle
 from support.waiting import wait_until
@@ -238,50 +227,3 @@ def test_a_gateway_moves_streams_from_a_replica_with_a_hanging_step(plain: Engin
     ]
     assert ids[0] == ids[1] == ids[2] and len(ids[0]) == 60
     assert 'manta:gateway_resumed_streams_total{gateway="0",model_name="tiny"} 1.0' in text
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("ray_session")
-def test_a_stopped_worker_is_named_its_streams_end_and_closing_removes_it(tiny_qwen3: Path) -> None:
-    base = replace(BASE, model=str(tiny_qwen3), tensor_parallel_size=2)
-    executors: list[RayExecutor] = []
-
-    def make(config: EngineConfig) -> Executor:
-        executors.append(RayExecutor(config))
-        return executors[0]
-
-    async def ask(engine: AsyncEngine, id: str, first: asyncio.Event | None = None) -> list[int]:
-        params = SamplingParams(max_tokens=120, temperature=0.0, ignore_eos=True)
-        found: list[int] = []
-        async for output in engine.add(id, EncodedPrompt((5, 6, 7)), params):
-            found += output.outputs[0].token_ids
-            if first is not None:
-                first.set()
-        return found
-
-    async def main() -> None:
-        # only a stopped process can be a stall: no step is a million times slower than those before it
-        engine = AsyncEngine(base, make, StepWatchdog(floor_s=1.0, factor=1e6))
-        await engine.start()
-        pids = executors[0].worker_pids
-        whole = await ask(engine, "whole")
-        first = asyncio.Event()
-        task = asyncio.create_task(ask(engine, "cut", first))
-        await first.wait()
-        os.kill(pids[1], signal.SIGSTOP)
-        with pytest.raises(EngineDeadError, match=rf"rank 1 \(process {pids[1]}\)"):
-            await asyncio.wait_for(task, 120)
-        with pytest.raises(EngineStalledError, match="rank 1"):
-            engine.check_health()
-        os.kill(pids[1], signal.SIGCONT)
-        while not engine.is_alive:
-            await asyncio.sleep(0.05)
-        assert await ask(engine, "again") == whole
-        os.kill(pids[0], signal.SIGSTOP)
-        task = asyncio.create_task(ask(engine, "second"))
-        with pytest.raises(EngineDeadError, match="rank 0"):
-            await asyncio.wait_for(task, 120)
-        await asyncio.to_thread(engine.close)
-        wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids))
-
-    asyncio.run(main())

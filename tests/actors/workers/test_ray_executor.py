@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 from manta.actors.engine.uniproc_executor import InProcessExecutor, make_executor
 from manta.actors.workers.ray_executor import RayExecutor
-from manta.cluster.config import EngineConfig
 from manta.cluster.engine.engine_core import EngineCore
 from manta.cluster.errors import CheckpointError, EngineDeadError, PlacementError
 from support.engines.ray_engines import alive, run_all
@@ -118,27 +117,3 @@ def test_errors_of_a_broken_checkpoint_keep_their_type(plain, tiny_qwen3: Path, 
     with pytest.raises(CheckpointError, match=r"model\.safetensors") as caught:
         RayExecutor(replace(plain, model=str(tmp_path)))
     assert type(caught.value) is CheckpointError
-
-
-def test_an_engine_in_an_actor_uses_the_actors_group_and_takes_its_workers_with_it(split) -> None:
-    """The shape of a Serve replica: the actor is in bundle 0, with the first worker."""
-    import ray
-    from ray.util.placement_group import placement_group, remove_placement_group
-    from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
-
-    class Replica:
-        def start(self, config: EngineConfig) -> tuple[bool, list[int]]:
-            from manta.actors.workers.ray_executor import RayExecutor
-
-            self.executor = RayExecutor(config)
-            pids = [os.getpid(), *self.executor.worker_pids, self.executor.drafter_pid]
-            return self.executor.owns_placement, pids
-
-    group = placement_group([{"CPU": 1.5}, {"CPU": 0.5}], strategy="STRICT_PACK")
-    place = PlacementGroupSchedulingStrategy(group, 0, placement_group_capture_child_tasks=True)
-    replica = ray.remote(Replica).options(num_cpus=1, scheduling_strategy=place).remote()
-    owned, pids = ray.get(replica.start.remote(split))
-    assert not owned and all(map(alive, pids))
-    os.kill(pids[0], signal.SIGKILL)
-    wait_until(lambda: not any(map(alive, pids)))
-    remove_placement_group(group)
