@@ -105,6 +105,7 @@ LAYOUTS: dict[str, tuple[object, str | None, dict[str, str]]] = {
 @pytest.mark.parametrize("tools", [None, TOOLS], ids=["plain", "tools"])
 @pytest.mark.parametrize("named", [None, "rag"], ids=["unnamed", "named"])
 @pytest.mark.parametrize("case", LAYOUTS)
+@pytest.mark.one_in(2)
 def test_the_chosen_template_equals_transformers(
     tmp_path: Path, case: str, named: str | None, tools: list[dict[str, Any]] | None
 ) -> None:
