@@ -247,9 +247,7 @@ def regex(text: str) -> SamplingParams:
     return SamplingParams(structured_outputs=StructuredOutputsParams(regex=text))
 
 
-def test_a_grammar_is_held_while_its_request_is_open_and_released_on_disconnect(
-    tokenizer: Tokenizer,
-) -> None:
+def test_a_grammar_is_held_while_its_request_is_open_and_released_on_disconnect(tokenizer: Tokenizer) -> None:
     async def check() -> None:
         holder = Holder()
         frontend = GrammarFrontend(tokenizer, VOCAB, EOS, holder)

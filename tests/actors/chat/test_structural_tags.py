@@ -22,6 +22,14 @@ def tag(begin: str, content: dict[str, Any], end: str | list[str] = "</f>") -> d
     return {"type": "tag", "begin": begin, "content": content, "end": end}
 
 
+def sequence(*elements: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "sequence", "elements": list(elements)}
+
+
+def either(*elements: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "or", "elements": list(elements)}
+
+
 ANY = {"type": "any_text"}
 NUMBERS = {"enum": [1, 22]}
 CALLS = [tag("<f=a>", schema(NUMBERS)), tag("<f=b>", schema({"type": "boolean"}))]
@@ -39,12 +47,8 @@ FORMATS: dict[str, tuple[dict[str, Any], list[str], list[str]]] = {
     ),
     "any_text": (ANY, ["", "what\never </f>"], []),
     "any_text but": ({**ANY, "excludes": ["no", "never"]}, ["", "n o"], ["no", "or never."]),
-    "sequence": (
-        {"type": "sequence", "elements": [const("a"), schema(NUMBERS), ANY]},
-        ["a1", "a22 and"],
-        ["a", "1", "a3"],
-    ),
-    "or": ({"type": "or", "elements": [const("ab"), CALLS[0], schema(NUMBERS)]}, ["ab", A, "22"], ["a", "b"]),
+    "sequence": (sequence(const("a"), schema(NUMBERS), ANY), ["a1", "a22 and"], ["a", "1", "a3"]),
+    "or": (either(const("ab"), CALLS[0], schema(NUMBERS)), ["ab", A, "22"], ["a", "b"]),
     "tag": (CALLS[0], [A, "<f=a>1</f>"], ["<f=a>1", "x" + A, A + "x"]),
     "tag of text": (tag("<t>", ANY, "</t>"), ["<t></t>", "<t>a <\n</t>"], ["<t>", "<t>a</t>b</t>"]),
     "tag of text but": (
@@ -54,12 +58,12 @@ FORMATS: dict[str, tuple[dict[str, Any], list[str], list[str]]] = {
     ),
     "tag with two ends": (tag("<t>", ANY, ["</t>", "!"]), ["<t>a!", "<t>a</t>"], ["<t>a!</t>", "<t>a"]),
     "tag of a sequence": (
-        tag("<t>", {"type": "sequence", "elements": [const("a"), ANY]}),
+        tag("<t>", sequence(const("a"), ANY)),
         ["<t>a</f>", "<t>abc</f>"],
         ["<t></f>", "<t>a"],
     ),
     "tag of either": (
-        tag("<t>", {"type": "or", "elements": [schema(NUMBERS), {**ANY, "excludes": ["1"]}]}),
+        tag("<t>", either(schema(NUMBERS), {**ANY, "excludes": ["1"]})),
         ["<t>1</f>", "<t>some</f>"],
         ["<t>12</f>"],
     ),
@@ -114,7 +118,7 @@ FORMATS: dict[str, tuple[dict[str, Any], list[str], list[str]]] = {
         ["<", "<a>"],
     ),
     "thinking first": (
-        {"type": "sequence", "elements": [tag("<think>", ANY, "</think>"), TRIGGERED]},
+        sequence(tag("<think>", ANY, "</think>"), TRIGGERED),
         [f"<think>if {A} and </think>so {B}", "<think></think>"],
         [A, "<think>", "<think></think><f=b>1</f>"],
     ),
@@ -153,7 +157,7 @@ def test_the_older_form_equals_triggered_tags(tokens: LLTokenizer) -> None:
 
 
 def deep(depth: int) -> dict[str, Any]:
-    return const("a") if not depth else {"type": "or", "elements": [deep(depth - 1)]}
+    return const("a") if not depth else either(deep(depth - 1))
 
 
 @pytest.mark.parametrize(
@@ -163,14 +167,10 @@ def deep(depth: int) -> dict[str, Any]:
         ({"type": "grammar", "grammar": "root ::= x"}, ".type", "not supported"),
         (3, "", "an object"),
         (const(3), ".value", "a text"),  # type: ignore[arg-type]
-        ({"type": "sequence", "elements": []}, ".elements", "a list of 1"),
-        ({"type": "sequence", "elements": [ANY, const("a")]}, ".elements.0", "last"),
-        ({"type": "sequence", "elements": [TRIGGERED, ANY]}, ".elements.0", "last"),
-        (
-            {"type": "sequence", "elements": [{"type": "or", "elements": [ANY]}, const("a")]},
-            ".elements.0.elements.0",
-            "last",
-        ),
+        (sequence(), ".elements", "a list of 1"),
+        (sequence(ANY, const("a")), ".elements.0", "last"),
+        (sequence(TRIGGERED, ANY), ".elements.0", "last"),
+        (sequence(either(ANY), const("a")), ".elements.0.elements.0", "last"),
         ({"type": "star", "content": ANY}, ".content", "last"),
         ({**const("a"), "max_chars": 3}, ".max_chars", "not supported"),
         ({**TRIGGERED, "tags": [{**CALLS[0], "trigger": "<"}]}, ".tags.0.trigger", "not supported"),

@@ -54,9 +54,7 @@ WITH_WORDS = {
     "WordPiece": decoders.WordPiece(),
     "no decoder": None,
 }
-KNOWN_AT_THE_END = {
-    "suffixes": decoders.BPEDecoder("▁"),
-}
+KNOWN_AT_THE_END = {"suffixes": decoders.BPEDecoder("▁")}
 
 
 def of_words(decoder: decoders.Decoder | None) -> tokenizers.Tokenizer:

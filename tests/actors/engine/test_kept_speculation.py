@@ -159,10 +159,7 @@ def test_an_engine_whose_context_has_no_room_to_decode_starts(tiny_qwen3: Path, 
 
 
 def test_step_costs_are_saved_between_starts_and_change_no_token(
-    tiny_qwen3: Path,
-    tiny_drafter: Path,
-    caplog: pytest.LogCaptureFixture,
-    monkeypatch: pytest.MonkeyPatch,
+    tiny_qwen3: Path, tiny_drafter: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pair, tokens = (tiny_qwen3, tiny_drafter), list[list[int]]()
     with make(pair) as llm:

@@ -127,9 +127,7 @@ def test_a_conversation_is_truncated_in_every_api(apis: dict[str, Ask]) -> None:
         assert apis[name]({"truncate_prompt_tokens": 0}) == ("refused", "prompt")
 
 
-def test_an_unknown_reasoning_effort_is_refused_in_every_api(
-    apis: dict[str, Ask],
-) -> None:
+def test_an_unknown_reasoning_effort_is_refused_in_every_api(apis: dict[str, Ask]) -> None:
     for name in ("chat", "stream", "tokenize", "batch"):
         assert apis[name]({"reasoning_effort": "high"}) == ("refused", "reasoning_effort")
 

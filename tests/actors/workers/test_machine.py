@@ -28,10 +28,11 @@ def groups(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def write(folder: Path, membership: str, **files: str) -> None:
+def write(folder: Path, membership: str, files: dict[str, str]) -> None:
+    """Put this process into groups, and write files below the mount."""
     (folder / "membership").write_text(membership)
     for name, text in files.items():
-        path = folder / "mount" / name.replace("__", "/").replace("_dot_", ".")
+        path = folder / "mount" / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
 
@@ -46,49 +47,37 @@ def test_this_machine_has_memory_and_a_core() -> None:
     [("max", 8), ("50000", 1), ("100000", 1), ("150000", 1), ("190000", 2), ("350000", 3), ("900000", 8)],
 )
 def test_a_quota_bounds_the_cores(groups: Path, quota: str, cores: int) -> None:
-    write(groups, "0::/\n", cpu_dot_max=f"{quota} 100000\n")
+    write(groups, "0::/\n", {"cpu.max": f"{quota} 100000\n"})
     assert machine.owned_cores() == cores
 
 
 def test_the_smallest_quota_of_all_parent_groups_counts(groups: Path) -> None:
-    write(
-        groups,
-        "0::/slice/job\n",
-        slice__cpu_dot_max="200000 100000\n",
-        slice__job__cpu_dot_max="max 100000\n",
-    )
+    quotas = {"slice/cpu.max": "200000 100000\n", "slice/job/cpu.max": "max 100000\n"}
+    write(groups, "0::/slice/job\n", quotas)
     assert machine.owned_cores() == 2
 
 
-def test_cgroup_version_1_counts_and_a_missing_quota_is_none(groups: Path) -> None:
-    membership = "5:memory:/\n4:cpu,cpuacct:/job\n3:cpuset:/\n0::/\n"
-    quota, period = "cpu__job__cpu_dot_cfs_quota_us", "cpu__job__cpu_dot_cfs_period_us"
-    write(groups, membership, **{quota: "300000\n", period: "100000\n"})
-    assert machine.owned_cores() == 3
-    write(groups, membership, **{quota: "-1\n"})
-    assert machine.owned_cores() == 8
-
-
-def test_a_cgroup_path_of_the_host_means_the_root(groups: Path) -> None:
-    write(
-        groups,
-        "4:cpu:/docker/1a2b\n",
-        cpu__cpu_dot_cfs_quota_us="200000",
-        cpu__cpu_dot_cfs_period_us="100000",
-    )
-    assert machine.owned_cores() == 2
+@pytest.mark.parametrize(
+    ("membership", "folder", "quota", "cores"),
+    [
+        ("5:memory:/\n4:cpu,cpuacct:/job\n3:cpuset:/\n0::/\n", "cpu/job", "300000\n", 3),
+        ("5:memory:/\n4:cpu,cpuacct:/job\n3:cpuset:/\n0::/\n", "cpu/job", "-1\n", 8),
+        ("4:cpu:/docker/1a2b\n", "cpu", "200000", 2),  # a path of the host means the root
+    ],
+)
+def test_quotas_of_cgroup_version_1_count(
+    groups: Path, membership: str, folder: str, quota: str, cores: int
+) -> None:
+    files = {f"{folder}/cpu.cfs_quota_us": quota, f"{folder}/cpu.cfs_period_us": "100000\n"}
+    write(groups, membership, files)
+    assert machine.owned_cores() == cores
 
 
 def test_available_memory_follows_the_cgroup_without_its_caches(groups: Path) -> None:
-    write(
-        groups,
-        "0::/job\n",
-        job__memory_dot_max=f"{GIB}\n",
-        job__memory_dot_current=f"{GIB - 2**20}\n",
-        job__memory_dot_stat=f"anon 1\ninactive_file {2**22}\n",
-    )
+    sizes = {"max": f"{GIB}\n", "current": f"{GIB - 2**20}\n", "stat": f"anon 1\ninactive_file {2**22}\n"}
+    write(groups, "0::/job\n", {f"job/memory.{name}": text for name, text in sizes.items()})
     assert machine.free_ram_bytes() == 2**20 + 2**22
-    write(groups, "0::/job\n", job__memory_dot_max="max\n")
+    write(groups, "0::/job\n", {"job/memory.max": "max\n"})
     assert machine.free_ram_bytes() > 2**20
 
 

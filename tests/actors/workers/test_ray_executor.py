@@ -13,7 +13,7 @@ from manta.actors.engine.uniproc_executor import InProcessExecutor, make_executo
 from manta.actors.workers.ray_executor import RayExecutor
 from manta.cluster.engine.engine_core import EngineCore
 from manta.cluster.errors import CheckpointError, EngineDeadError, PlacementError
-from support.engines.ray_engines import alive, run_all
+from support.engines.ray_engines import acceptance, alive, run_all
 from support.waiting import wait_until
 
 pytestmark = pytest.mark.usefixtures("ray_session")
@@ -82,7 +82,8 @@ def test_a_split_drafter_is_accepted_like_a_colocated_one_and_a_given_group_stay
     executor = RayExecutor(split, placement_group=group)
     engine = EngineCore(split, executor)
     assert run_all(engine) == expected
-    assert engine.stats().accepted_per_pos == beside.stats().accepted_per_pos
+    wanted = acceptance(beside)
+    wait_until(lambda: acceptance(engine) == wanted)  # on a busy machine some drafts are late
     executor.close()
     executor.close()
     with pytest.raises(EngineDeadError, match="closed"):

@@ -19,7 +19,7 @@ from manta.cluster.config import EngineConfig
 from manta.cluster.engine.engine_core import EngineCore
 from manta.cluster.errors import CheckpointError, ConfigError
 from support.checkpoints.tiny import make_tiny_drafter
-from support.engines.ray_engines import alive, requests, run_all
+from support.engines.ray_engines import acceptance, alive, requests, run_all
 from support.waiting import wait_until
 
 pytestmark = pytest.mark.usefixtures("ray_session")
@@ -40,26 +40,16 @@ def shares(config: EngineConfig) -> bool:
     return config.speculative_config is not None and config.speculative_config.placement == "shared"
 
 
-def acceptance(engine: EngineCore) -> float:
-    """Return tokens per drafting step in a run of all requests."""
-    before = engine.stats()
-    run_all(engine)
-    after = engine.stats()
-    drafts = after.num_drafts - before.num_drafts
-    assert drafts > 0, "nothing was drafted"
-    return 1 + (after.num_accepted_tokens - before.num_accepted_tokens) / drafts
-
-
 @pytest.mark.parametrize(
     ("ranks", "harms"), [(1, ["stop", "kill"]), pytest.param(2, ["kill"], marks=pytest.mark.slow)]
 )
 def test_a_drafter_killed_stopped_and_restarted_at_random_costs_no_token(
-    split, expected, ranks: int, harms: list[str]
+    speculative, split, expected, ranks: int, harms: list[str]
 ) -> None:
+    undisturbed = acceptance(EngineCore(speculative, InProcessExecutor(speculative)))
     moves = random.Random(ranks)
     with engine_of(replace(split, tensor_parallel_size=ranks)) as (engine, executor):
-        before = acceptance(engine)
-
+        assert run_all(engine) == expected
         for harm in harms:
             generation = executor.drafter_health.generation
             at, pid = moves.randrange(1, 6), executor.drafter_pid
@@ -79,9 +69,12 @@ def test_a_drafter_killed_stopped_and_restarted_at_random_costs_no_token(
                 run_until(engine, lambda old=generation: executor.drafter_health.generation > old)
                 assert executor.drafter_pid != pid
             assert run_all(engine) == expected
-        engine.reset_prefix_cache()
-        after = acceptance(engine)
-        assert abs(after / before - 1) < 0.05
+
+        def accepts_as_before() -> bool:
+            engine.reset_prefix_cache()
+            return abs(acceptance(engine) / undisturbed - 1) < 0.05
+
+        wait_until(accepts_as_before)  # on a busy machine some drafts are late
         assert engine.stats().drafter_losses >= 1
 
 

@@ -8,12 +8,7 @@ from pathlib import Path
 
 import pytest
 from benchmarks.engine.engine_hosts import Turn
-from benchmarks.engine.shared_drafter import (
-    SharedDrafterOptions,
-    measure,
-    print_point,
-    run_shared_drafter,
-)
+from benchmarks.engine.shared_drafter import SharedDrafterOptions, measure, print_point, run_shared_drafter
 from manta.cluster.config import EngineConfig
 from manta.cluster.errors import ConfigError
 from manta.cluster.step.scheduler_output import DrafterUse

@@ -66,6 +66,16 @@ def run_all(
     return list(tokens.values())
 
 
+def acceptance(engine: EngineCore) -> float:
+    """Run all requests; return the tokens of a drafting step."""
+    before = engine.stats()
+    run_all(engine)
+    after = engine.stats()
+    drafts = after.num_drafts - before.num_drafts
+    assert drafts > 0, "nothing was drafted"
+    return 1 + (after.num_accepted_tokens - before.num_accepted_tokens) / drafts
+
+
 def alive(pid: int) -> bool:
     try:
         return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
