@@ -1,4 +1,4 @@
-"""Families as published: nested configs, other prefixes, omitted keys, refusals.
+"""Families as published: nested configs, other prefixes, omitted keys.
 
 `test_target_decoder.py` (rows and taps against transformers), `test_target_parallel.py` (ranks),
 `test_lossless.py` and `test_device_runner.py` (Triton's kernels) test what all families compute.
@@ -7,34 +7,28 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 from manta.actors.targets.families import FAMILIES, read_model
-from manta.actors.targets.model.model_spec import ModelSpec
 from manta.actors.targets.model.tensor_parallel import Sharding
 from manta.actors.targets.model.weights import TargetWeights
 from manta.cluster.errors import CheckpointError
 from safetensors.torch import load_file, save_file
 from support.checkpoints.families import FAMILIES as TINY_FAMILIES
 from support.checkpoints.tiny import changed, make_tiny_target
+from support.published.published import CONFIGS, published_spec, spec_of_config
 
 CPU = torch.device("cpu")
 # google/gemma-3-4b-it's, but for its vision part: most keys are left to the configuration's defaults.
 GEMMA3_4B = {
-    "architectures": ["Gemma3ForConditionalGeneration"],
-    "eos_token_id": [1, 106],
-    "model_type": "gemma3",
+    **CONFIGS["gemma-3-27b-it"],
     "text_config": {
-        "hidden_size": 2560,
-        "intermediate_size": 10240,
-        "model_type": "gemma3_text",
-        "num_hidden_layers": 34,
-        "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
-        "sliding_window": 1024,
+        **{"hidden_size": 2560, "intermediate_size": 10240, "num_hidden_layers": 34, "sliding_window": 1024},
+        **{"model_type": "gemma3_text", "rope_scaling": {"factor": 8.0, "rope_type": "linear"}},
     },
-    "torch_dtype": "bfloat16",
 }
 
 
@@ -55,8 +49,7 @@ def test_every_supported_family_has_a_row_of_tests() -> None:
 def test_a_published_gemma3_config_is_read_as_by_transformers(tmp_path: Path) -> None:
     from transformers import Gemma3Config
 
-    (tmp_path / "config.json").write_text(json.dumps(GEMMA3_4B))
-    spec, theirs = read_model(tmp_path), Gemma3Config(**GEMMA3_4B).text_config
+    spec, theirs = spec_of_config(GEMMA3_4B, tmp_path), Gemma3Config(**GEMMA3_4B).text_config
     assert (spec.hidden_size, spec.vocab_size, spec.num_layers) == (2560, theirs.vocab_size, 34)
     assert (spec.tied_head, spec.dtype, spec.eos_token_ids) == (True, "bfloat16", (1, 106))
     assert spec.max_position_embeddings == theirs.max_position_embeddings
@@ -105,9 +98,11 @@ IN_FP32 = {"router_correction", "expert_scale", "sinks", "delta_conv", "delta_ra
 
 
 @pytest.mark.parametrize("family", TINY_FAMILIES)
-def test_tensors_stored_in_fp32_get_the_computing_dtype(family: str, tmp_path: Path) -> None:
+def test_tensors_stored_in_fp32_get_the_computing_dtype(
+    family: str, tiny_target: Callable[[str], Path]
+) -> None:
     """Except for those that are kept in fp32 by name, and norms of families that keep them."""
-    folder = make_tiny_target(tmp_path, family)
+    folder = tiny_target(family)
     spec = read_model(folder)
     weights = TargetWeights(folder, spec, Sharding(spec, 0, 1), torch.bfloat16, CPU)
     for i, layer in enumerate(spec.layers):
@@ -121,63 +116,14 @@ def test_tensors_stored_in_fp32_get_the_computing_dtype(family: str, tmp_path: P
                 assert weights.part(part, i).dtype is expected, f"{part} of layer {i}"
 
 
-def test_norms_that_are_offset_stay_in_fp32(tmp_path: Path) -> None:
-    folder = make_tiny_target(tmp_path, "gemma3")
+def test_norms_that_are_offset_stay_in_fp32(tiny_target: Callable[[str], Path]) -> None:
+    folder = tiny_target("gemma3")
     spec = read_model(folder)
     weights = TargetWeights(folder, spec, Sharding(spec, 0, 1), torch.bfloat16, CPU)
     stored = load_file(folder / "model.safetensors")["model.layers.1.input_layernorm.weight"]
     layer = weights.layer(1)
     assert torch.equal(layer.attention_norm_H, 1.0 + stored) and layer.q_norm is not None
     assert layer.q_norm.dtype is torch.float32 and layer.qkv_OH.dtype is torch.bfloat16
-
-
-@pytest.mark.parametrize(
-    ("family", "changes", "message"),
-    [
-        ("gemma3", {"final_logit_softcapping": 30.0}, "final_logit_softcapping=30.0 must be absent"),
-        ("gemma3", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping=50.0 must be absent"),
-        ("gemma3", {"hidden_activation": "relu"}, "hidden_activation='relu' must be 'gelu_pytorch_tanh'"),
-        ("gemma3", {"layer_types": ["full_attention"] * 3}, r"one entry for each of num_hidden_layers \(4\)"),
-        ("qwen2", {"layer_types": ["linear_attention"] * 4}, "layer_types"),
-        ("qwen2", {"num_key_value_heads": 3}, r"a divisor of num_attention_heads \(4\)"),
-        ("mistral", {"sliding_window": -1}, "sliding_window=-1 must be a positive integer"),
-        ("mistral", {"hidden_act": "gelu"}, "hidden_act='gelu' must be 'silu'"),
-        ("llama", {"head_dim": 15}, "head_dim=15 must be even"),
-        ("gpt_oss", {"swiglu_alpha": 1.5}, r"swiglu_alpha=1.5 must be 1\.702"),
-        ("gpt_oss", {"swiglu_limit": 0}, "swiglu_limit=0 must be a positive number"),
-        ("llama", {"quantization_config": {"quant_method": "mxfp4"}}, "MXFP4 are served for gpt-oss alone"),
-        ("glm4_moe", {"num_experts_per_tok": 9}, r"at most 8 \(n_routed_experts\)"),
-        ("glm4_moe", {"n_group": 3}, r"n_group=3 must be a divisor of n_routed_experts \(8\)"),
-        ("glm4_moe", {"topk_group": 5}, r"topk_group=5 must be at most 4 \(n_group\)"),
-        ("mimo_v2", {"layer_types": None, "hybrid_layer_pattern": [0]}, "hybrid_layer_pattern.*one entry"),
-        ("mimo_v2", {"mlp_layer_types": ["dense"]}, "mlp_layer_types.*one entry for each"),
-        ("mimo_v2", {"v_head_dim": 25}, "v_head_dim=25 must be at most 24"),
-        ("mimo_v2", {"scoring_func": "softmax"}, "scoring_func='softmax' must be 'sigmoid'"),
-        (
-            "muse_glimmer",
-            {"architectures": ["MuseGlimmerForConditionalGeneration"], "text_config": {}},
-            "hidden_size is missing",
-        ),
-        ("minimax_m2", {"attn_type_list": [1, 0, 1, 1]}, "attn_type_list.*must be all 1"),
-        ("minimax_m2", {"shared_intermediate_size": 64}, "shared_intermediate_size=64 must be absent"),
-        (
-            "minimax_m2",
-            {"quantization_config": {"quant_method": "quark"}},
-            "quant_method='quark' must be one of fp8,.*use the unquantized checkpoint",
-        ),
-        (
-            "minimax_m2",
-            {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128]}},
-            "weight_block_size.*two positive integers",
-        ),
-    ],
-)
-def test_unsupported_features_are_refused_by_name(
-    tmp_path: Path, family: str, changes: dict, message: str
-) -> None:
-    folder = changed(make_tiny_target(tmp_path / "plain", family), tmp_path / "changed", **changes)
-    with pytest.raises(CheckpointError, match=message):
-        read_model(folder)
 
 
 def test_a_bias_missing_from_config_json_is_an_error(tmp_path: Path) -> None:
@@ -188,82 +134,8 @@ def test_a_bias_missing_from_config_json_is_an_error(tmp_path: Path) -> None:
         TargetWeights(silent, spec, Sharding(spec, 0, 1), torch.float32, CPU)
 
 
-# MiniMaxAI/MiniMax-M2's, but for keys without meaning here.
-MINIMAX_M2 = {
-    "architectures": ["MiniMaxM2ForCausalLM"],
-    "attn_type_list": [1] * 62,
-    "eos_token_id": 200020,
-    "head_dim": 128,
-    "hidden_act": "silu",
-    "hidden_size": 3072,
-    "intermediate_size": 1536,
-    "max_position_embeddings": 196608,
-    "model_type": "minimax_m2",
-    "num_attention_heads": 48,
-    "num_experts_per_tok": 8,
-    "num_hidden_layers": 62,
-    "num_key_value_heads": 8,
-    "num_local_experts": 256,
-    "qk_norm_type": "per_layer",
-    "quantization_config": {
-        "activation_scheme": "dynamic",
-        "fmt": "float8_e4m3fn",
-        "modules_to_not_convert": ["gate", "e_score_correction_bias", "lm_head"],
-        "quant_method": "fp8",
-        "weight_block_size": [128, 128],
-    },
-    "rms_norm_eps": 1e-06,
-    "rope_theta": 5000000,
-    "rotary_dim": 64,
-    "scoring_func": "sigmoid",
-    "shared_intermediate_size": 0,
-    "torch_dtype": "bfloat16",
-    "use_qk_norm": True,
-    "use_routing_bias": True,
-    "vocab_size": 200064,
-}
-# zai-org/GLM-4.5's, likewise.
-GLM_4_5 = {
-    "architectures": ["Glm4MoeForCausalLM"],
-    "attention_bias": True,
-    "eos_token_id": [151329, 151336, 151338],
-    "first_k_dense_replace": 3,
-    "head_dim": 128,
-    "hidden_act": "silu",
-    "hidden_size": 5120,
-    "intermediate_size": 12288,
-    "max_position_embeddings": 131072,
-    "model_type": "glm4_moe",
-    "moe_intermediate_size": 1536,
-    "n_group": 1,
-    "n_routed_experts": 160,
-    "n_shared_experts": 1,
-    "norm_topk_prob": True,
-    "num_attention_heads": 96,
-    "num_experts_per_tok": 8,
-    "num_hidden_layers": 92,
-    "num_key_value_heads": 8,
-    "num_nextn_predict_layers": 1,
-    "partial_rotary_factor": 0.5,
-    "rms_norm_eps": 1e-05,
-    "rope_scaling": None,
-    "rope_theta": 1000000,
-    "routed_scaling_factor": 2.5,
-    "tie_word_embeddings": False,
-    "topk_group": 1,
-    "torch_dtype": "bfloat16",
-    "use_qk_norm": True,
-    "vocab_size": 151552,
-}
-
-
-def spec_of(config: dict, folder: Path) -> ModelSpec:
-    (folder / "config.json").write_text(json.dumps(config))
-    return read_model(folder)
-
-
-def test_a_published_minimax_m2_norms_full_rows_and_is_fp8(tmp_path: Path) -> None:
-    spec = spec_of(MINIMAX_M2, tmp_path)
+def test_a_published_minimax_m2_norms_full_rows_and_is_fp8() -> None:
+    spec = published_spec("MiniMax-M2")
     assert str(spec.quantization) == "fp8: FP8 in blocks of 128 x 128" and spec.dtype == "bfloat16"
     for layer in spec.layers:
         mixer, routed = layer.mixer, layer.routed
@@ -276,15 +148,15 @@ def test_a_published_minimax_m2_norms_full_rows_and_is_fp8(tmp_path: Path) -> No
 
 
 def test_a_published_glm_4_5_has_a_shared_expert_after_three_dense_layers(tmp_path: Path) -> None:
-    spec = spec_of(GLM_4_5, tmp_path)
+    spec = published_spec("GLM-4.5")
     assert [layer.routed is None for layer in spec.layers] == [True] * 3 + [False] * 89
     mixer, routed = spec.layers[3].mixer, spec.layers[3].routed
     assert mixer.qk_norm and mixer.bias and not mixer.out_bias and mixer.rope is not None
     assert (mixer.rope.theta, mixer.rope.rotary_dim) == (1e6, 64) and routed is not None
     assert routed.shared is not None and (routed.shared.inner_size, routed.inner_size) == (1536, 1536)
     assert (routed.router.num_experts, routed.router.top_k, routed.router.scale) == (160, 8, 2.5)
-    silent = {key: value for key, value in GLM_4_5.items() if key != "partial_rotary_factor"}
-    assert spec_of(silent, tmp_path).layers[0].mixer.rope == mixer.rope
+    silent = {key: value for key, value in CONFIGS["GLM-4.5"].items() if key != "partial_rotary_factor"}
+    assert spec_of_config(silent, tmp_path).layers[0].mixer.rope == mixer.rope
 
 
 def test_a_short_muse_glimmer_config_gets_its_pattern_from_the_last_layer(tmp_path: Path) -> None:
@@ -296,7 +168,7 @@ def test_a_short_muse_glimmer_config_gets_its_pattern_from_the_last_layer(tmp_pa
     shape |= {"num_key_value_heads": 2, "head_dim": 128, "vocab_size": 202048}
     outer = {"architectures": ["MuseGlimmerForConditionalGeneration"], "dtype": "bfloat16"}
     text |= {"max_position_embeddings": 131072}
-    spec = spec_of({**outer, "text_config": {**text, **shape}}, tmp_path)
+    spec = spec_of_config({**outer, "text_config": {**text, **shape}}, tmp_path)
     for layer, kind, theta in zip(spec.layers, theirs.layer_types, theirs.layer_rope_theta, strict=True):
         assert layer.mixer.window == (None if kind == "full_attention" else theirs.sliding_window)
         assert (layer.mixer.rope is None) == (theta == 0)
@@ -305,55 +177,12 @@ def test_a_short_muse_glimmer_config_gets_its_pattern_from_the_last_layer(tmp_pa
     assert spec.tensors["q_norm"].constant == theirs.qk_scale_factor
 
 
-# XiaomiMiMo/MiMo-V2-Flash's, likewise; of its pattern of layers the beginning.
-MIMO_V2 = {
-    "add_full_attention_sink_bias": False,
-    "add_swa_attention_sink_bias": True,
-    "architectures": ["MiMoV2FlashForCausalLM"],
-    "attention_bias": False,
-    "attention_value_scale": 0.707,
-    "head_dim": 192,
-    "hidden_act": "silu",
-    "hidden_size": 4096,
-    "hybrid_layer_pattern": [0, 1, 1, 1, 1, 0, 1],
-    "intermediate_size": 16384,
-    "layernorm_epsilon": 1e-05,
-    "max_position_embeddings": 262144,
-    "moe_intermediate_size": 2048,
-    "moe_layer_freq": [0, 1, 1, 1, 1, 1, 1],
-    "n_group": 1,
-    "n_routed_experts": 256,
-    "n_shared_experts": None,
-    "norm_topk_prob": True,
-    "num_attention_heads": 64,
-    "num_experts_per_tok": 8,
-    "num_hidden_layers": 7,
-    "num_key_value_heads": 4,
-    "partial_rotary_factor": 0.334,
-    "quantization_config": {"fmt": "e4m3", "quant_method": "fp8", "weight_block_size": [128, 128]},
-    "rope_theta": 5000000,
-    "routed_scaling_factor": None,
-    "scoring_func": "sigmoid",
-    "sliding_window": 128,
-    "sliding_window_size": 128,
-    "swa_head_dim": 192,
-    "swa_num_attention_heads": 64,
-    "swa_num_key_value_heads": 8,
-    "swa_rope_theta": 10000,
-    "swa_v_head_dim": 128,
-    "topk_group": 1,
-    "torch_dtype": "bfloat16",
-    "v_head_dim": 128,
-    "vocab_size": 152576,
-}
-
-
-def test_a_published_mimo_v2_config_is_read_layer_by_layer(tmp_path: Path) -> None:
-    spec = spec_of(MIMO_V2, tmp_path)
-    assert (spec.rms_norm_eps, str(spec.quantization)) == (1e-5, "fp8: FP8 in blocks of 128 x 128")
+def test_a_published_mimo_v2_config_is_read_layer_by_layer() -> None:
+    spec = published_spec("MiMo-V2-Flash")
+    assert spec.rms_norm_eps == 1e-5
     slides = [layer.mixer.window is not None for layer in spec.layers]
-    assert slides == [False, True, True, True, True, False, True]
-    assert [layer.routed is None for layer in spec.layers] == [True] + [False] * 6
+    assert slides[:7] == [False, True, True, True, True, False, True] and len(slides) == 48
+    assert [layer.routed is None for layer in spec.layers] == [True] + [False] * 47
     for layer in spec.layers:
         mixer, sliding = layer.mixer, layer.mixer.window is not None
         assert (mixer.num_heads, mixer.head_dim, mixer.value_dim) == (64, 192, 128)
@@ -371,7 +200,7 @@ def test_a_short_mimo_v2_config_is_read_as_by_transformers(tmp_path: Path) -> No
     names = ("hidden_size", "intermediate_size", "moe_intermediate_size", "n_routed_experts", "vocab_size")
     names += ("num_attention_heads", "num_key_value_heads", "max_position_embeddings", "num_hidden_layers")
     said = {name: getattr(theirs, name) for name in names}
-    spec = spec_of({"architectures": ["MiMoV2FlashForCausalLM"], **said}, tmp_path)
+    spec = spec_of_config({"architectures": ["MiMoV2FlashForCausalLM"], **said}, tmp_path)
     assert spec.rms_norm_eps == theirs.rms_norm_eps
     kinds = zip(spec.layers, theirs.layer_types, theirs.mlp_layer_types, strict=True)
     for layer, kind, mlp in kinds:
@@ -385,7 +214,7 @@ def test_a_short_mimo_v2_config_is_read_as_by_transformers(tmp_path: Path) -> No
     for scale, expected in ((None, 1.0), (0.5, 0.5), (..., theirs.attention_value_scale)):
         more = {} if scale is ... else {"attention_value_scale": scale}
         transform = (
-            spec_of({"architectures": ["MiMoV2FlashForCausalLM"], **said, **more}, tmp_path)
+            spec_of_config({"architectures": ["MiMoV2FlashForCausalLM"], **said, **more}, tmp_path)
             .tensors["v"]
             .transform
         )

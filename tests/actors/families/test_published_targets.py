@@ -22,7 +22,7 @@ from support.published.published import (
     with_table,
 )
 
-SERVED = pytest.mark.parametrize("target", TARGETS, ids=lambda target: target.name)
+SERVED = pytest.mark.parametrize("target", TARGETS.values(), ids=TARGETS)
 # Distinct experts that a verify of 1, 8, 16 and 64 rows reads in a layer, and their GB at 1, 8 and 16.
 READ = {
     "Qwen3-30B-A3B": ((8, 52, 82, 126), (3.6, 23, 37)),
@@ -69,8 +69,7 @@ def test_verification_reads_the_experts_that_its_rows_choose(name: str) -> None:
 
 @pytest.mark.parametrize("name", WEIGHTS_GB)
 def test_weights_take_their_packed_size(name: str) -> None:
-    target = next(target for target in TARGETS if target.name == name)
-    pair = pair_of(target, read(name))
+    pair = pair_of(TARGETS[name], read(name))
     assert pair.target_bytes(1) / 1e9 == pytest.approx(WEIGHTS_GB[name], rel=0.01)
 
 
@@ -78,8 +77,7 @@ def test_rows_cost_more_with_routed_experts() -> None:
     """The comparison is of 16 rows with a plain step on an H200: the draft length depends on it."""
 
     def cost(name: str) -> float:
-        target = next(target for target in TARGETS if target.name == name)
-        pair = pair_of(target, read(name))
+        pair = pair_of(TARGETS[name], read(name))
         times = StepTimes(pair, GPUS["h200"], ParallelLayout(1, None, 1))
         return times.verify(1, 16, 1024).bytes / times.verify(1, 1, 1024).bytes
 

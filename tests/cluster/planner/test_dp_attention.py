@@ -18,7 +18,7 @@ from manta.cluster.hardware.model_shape import ModelShape
 from manta.cluster.hardware.parallel_layouts import ParallelLayout
 from manta.cluster.hardware.step_time import StepTimes
 from support.paths import ROOT
-from support.published.published import TARGETS, pair_of, spec_of
+from support.published.published import TARGETS, pair_of, published_spec
 
 RANKS = 8
 LAYOUT = ParallelLayout(RANKS, "colocated", 1)
@@ -29,9 +29,7 @@ SPREAD_OF_CONTEXTS, LARGEST_OF_RANKS = 12**-0.5, 1.424
 
 @pytest.fixture(scope="module")
 def kimi() -> ModelPair:
-    spec = spec_of("Kimi-K2.6")
-    assert spec is not None
-    return pair_of(next(target for target in TARGETS if target.name == "Kimi-K2.6"), spec)
+    return pair_of(TARGETS["Kimi-K2.6"], published_spec("Kimi-K2.6"))
 
 
 def attention_params(shape: ModelShape) -> int:

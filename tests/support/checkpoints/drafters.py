@@ -205,7 +205,7 @@ def drafter_tensors(config: Config, seed: int = 1) -> dict[str, torch.Tensor]:
     """Weights of a drafter, scaled so that logits differ but do not explode."""
     raw = config.get("transformer_layer_config", config)
     is_assistant = config.get("architectures") == ["MuseGlimmerAssistantModel"]
-    is_eagle3, is_gemma4 = _is_eagle3(config), "global_head_dim" in raw
+    chained, is_gemma4 = is_eagle3(config), "global_head_dim" in raw
     keys = config.get("dflash_config", config)
     draws = torch.Generator().manual_seed(seed)
 
@@ -218,21 +218,21 @@ def drafter_tensors(config: Config, seed: int = 1) -> dict[str, torch.Tensor]:
     hidden, inner, vocab = raw["hidden_size"], raw["intermediate_size"], raw["vocab_size"]
     heads, dim = raw["num_attention_heads"], head_dim_of(raw)
     of_target = config.get("target_hidden_size") or hidden
-    inputs, sizes = hidden * (1 + is_eagle3), {"q": heads * dim, "k": kv_heads_of(raw) * dim}
+    inputs, sizes = hidden * (1 + chained), {"q": heads * dim, "k": kv_heads_of(raw) * dim}
     if not raw.get("attention_k_eq_v"):
         sizes["v"] = sizes["k"]
     tensors = {"encoder.fc.weight" if is_assistant else "fc.weight": matrix(hidden, 3 * of_target)}
-    if not is_eagle3:
+    if not chained:
         tensors["encoder.output_norm_enc.weight" if is_assistant else "hidden_norm.weight"] = norm(hidden)
     tensors["norm.weight"] = norm(hidden)
-    norms = ["input_layernorm", "post_attention_layernorm", *["hidden_norm"] * is_eagle3]
+    norms = ["input_layernorm", "post_attention_layernorm", *["hidden_norm"] * chained]
     norms += ["pre_feedforward_layernorm", "post_feedforward_layernorm"] * is_gemma4
     for i in range(raw["num_hidden_layers"]):
-        at = "midlayer" if is_eagle3 and config is raw else f"layers.{i}"
+        at = "midlayer" if chained and config is raw else f"layers.{i}"
         tensors |= {f"{at}.{name}.weight": norm(hidden) for name in norms}
         tensors |= {f"{at}.self_attn.{name}_proj.weight": matrix(n, inputs) for name, n in sizes.items()}
         tensors[f"{at}.self_attn.o_proj.weight"] = matrix(hidden, sizes["q"])
-        if not is_eagle3 or raw["model_type"] == "qwen3":
+        if not chained or raw["model_type"] == "qwen3":
             tensors |= {f"{at}.self_attn.{name}_norm.weight": norm(dim) for name in "qk"}
         for name, rows, columns in (("gate", inner, hidden), ("up", inner, hidden), ("down", hidden, inner)):
             tensors[f"{at}.mlp.{name}_proj.weight"] = matrix(rows, columns)
@@ -254,7 +254,7 @@ def drafter_tensors(config: Config, seed: int = 1) -> dict[str, torch.Tensor]:
         for name in ("predecessor_codebook", "successor_codebook"):
             tensors[f"candidate_selector.{name}"] = matrix(vocab, rank, rank**0.5)
         tensors["candidate_selector.hidden_projection.weight"] = matrix(rank, hidden)
-    draft_vocab = config.get("draft_vocab_size", None if is_eagle3 else vocab) or vocab
+    draft_vocab = config.get("draft_vocab_size", None if chained else vocab) or vocab
     rank, of_format = keys.get("markov_rank", 0), config.get("speculators_model_type") == "dspark"
     if rank:  # rows are long enough to change the path
         tensors["markov_head.markov_w1.weight"] = matrix(vocab, rank, rank**0.5)
@@ -264,18 +264,18 @@ def drafter_tensors(config: Config, seed: int = 1) -> dict[str, torch.Tensor]:
         tensors["confidence_head.proj.weight"] = matrix(1, width, 2.0)
         tensors["confidence_head.proj.bias"] = torch.tensor([0.3])
     has_vocabulary = draft_vocab != vocab
-    if hidden != of_target or (has_vocabulary and not is_eagle3):
+    if hidden != of_target or (has_vocabulary and not chained):
         tensors["embed_tokens.weight"] = matrix(vocab, hidden)
     if has_vocabulary:
         chosen = torch.randperm(vocab, generator=draws)[:draft_vocab].sort().values
-        tensors["lm_head.weight"] = matrix(draft_vocab, hidden, 3.0 if is_eagle3 else 1.0)
+        tensors["lm_head.weight"] = matrix(draft_vocab, hidden, 3.0 if chained else 1.0)
         tensors["d2t"] = chosen - torch.arange(draft_vocab)
         tensors["t2d"] = torch.isin(torch.arange(vocab), chosen)
     return tensors
 
 
-def _is_eagle3(config: Config) -> bool:
-    return config["architectures"][0] in ("LlamaForCausalLMEagle3", "Eagle3Speculator")
+def is_eagle3(config: Config) -> bool:
+    return (config.get("architectures") or [""])[0] in ("LlamaForCausalLMEagle3", "Eagle3Speculator")
 
 
 def head_dim_of(raw: Config) -> int:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import math
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -38,14 +38,12 @@ BEGIN, END = "<!-- written by tests/support/published/published.py -->", "<!-- t
 
 @dataclass(frozen=True, kw_only=True)
 class Drafter:
-    """A published drafter by its sizes, as third parties read them.
+    """A drafter that z-lab has published, by its sizes, as third parties read them.
 
     Attributes:
-        source: whose repository.
         windows: of the layers that have one; the others see all.
     """
 
-    source: str
     layers: int
     inter: int
     heads: int
@@ -70,125 +68,78 @@ class Drafter:
         )
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Target:
     """A published target.
 
     Attributes:
         billions: of parameters of the language model, as its publisher says; None: known with images alone.
         kv: bytes of K/V of a token in 16 bits, by window; None is the layers that see all.
-        drafter: its largest published drafter whose sizes are known.
     """
 
     name: str
     billions: float | None
     kv: dict[int | None, int]
-    drafter: Drafter | None = None
+
+    @property
+    def drafter(self) -> Drafter | None:
+        """Its largest published drafter with known sizes."""
+        return DRAFTERS.get(self.name)
 
     @property
     def architecture(self) -> str:
         return CONFIGS[self.name]["architectures"][0]
 
 
-ZLAB = "z-lab"
-TARGETS = (
-    Target(
-        name="Qwen3-4B",
-        billions=4.02,
-        kv={None: 147456},
-        drafter=Drafter(source=ZLAB, layers=5, inter=9728, heads=32, kv_heads=8, taps=5, block=16),
+DRAFTERS = {
+    "Qwen3-4B": Drafter(layers=5, inter=9728, heads=32, kv_heads=8, taps=5, block=16),
+    "Qwen3-8B": Drafter(layers=5, inter=12288, heads=32, kv_heads=8, taps=5, block=16),
+    "Llama-3.1-8B-Instruct": Drafter(layers=5, inter=14336, heads=32, kv_heads=8, taps=5, block=10),
+    "Qwen3-Coder-30B-A3B-Instruct": Drafter(layers=8, inter=6144, heads=32, kv_heads=4, taps=5, block=16),
+    "gpt-oss-20b": Drafter(layers=8, inter=7680, heads=64, kv_heads=8, taps=5, block=8, head_dim=64),
+    "gpt-oss-120b": Drafter(layers=8, inter=7680, heads=64, kv_heads=8, taps=5, block=10, head_dim=64),
+    "gemma-4-31B-it": Drafter(
+        layers=5, inter=10752, heads=64, kv_heads=8, taps=6, block=16, windows=(2048,) * 4
     ),
-    Target(
-        name="Qwen3-8B",
-        billions=8.19,
-        kv={None: 147456},
-        drafter=Drafter(source=ZLAB, layers=5, inter=12288, heads=32, kv_heads=8, taps=5, block=16),
+    "gemma-4-26B-A4B-it": Drafter(
+        layers=5, inter=5632, heads=32, kv_heads=8, taps=6, block=16, windows=(2048,) * 4
     ),
-    Target(
-        name="Llama-3.1-8B-Instruct",
-        billions=8.03,
-        kv={None: 131072},
-        drafter=Drafter(source=ZLAB, layers=5, inter=14336, heads=32, kv_heads=8, taps=5, block=10),
+    "Qwen3.5-9B": Drafter(layers=6, inter=12288, heads=32, kv_heads=8, taps=8, block=16, windows=(4096,) * 5),
+    "Qwen3.6-27B": Drafter(
+        layers=5, inter=17408, heads=32, kv_heads=8, taps=5, block=16, windows=(2048,) * 4
     ),
-    Target(
-        name="Qwen3-Coder-30B-A3B-Instruct",
-        billions=30.53,
-        kv={None: 98304},
-        drafter=Drafter(source=ZLAB, layers=8, inter=6144, heads=32, kv_heads=4, taps=5, block=16),
+    "Qwen3.5-35B-A3B": Drafter(
+        layers=6, inter=6144, heads=32, kv_heads=8, taps=8, block=16, windows=(4096,) * 5
     ),
-    Target(name="Qwen3-30B-A3B", billions=30.53, kv={None: 98304}),
-    Target(
-        name="gpt-oss-20b",
-        billions=20.91,
-        kv={None: 24576, 128: 24576},
-        drafter=Drafter(
-            source=ZLAB, layers=8, inter=7680, heads=64, kv_heads=8, taps=5, block=8, head_dim=64
-        ),
-    ),
-    Target(
-        name="gpt-oss-120b",
-        billions=116.83,
-        kv={None: 36864, 128: 36864},
-        drafter=Drafter(
-            source=ZLAB, layers=8, inter=7680, heads=64, kv_heads=8, taps=5, block=10, head_dim=64
-        ),
-    ),
-    Target(
-        name="gemma-4-31B-it",
-        billions=30.7,
-        kv={None: 81920, 1024: 819200},
-        drafter=Drafter(
-            source=ZLAB, layers=5, inter=10752, heads=64, kv_heads=8, taps=6, block=16, windows=(2048,) * 4
-        ),
-    ),
-    Target(
-        name="gemma-4-26B-A4B-it",
-        billions=25.2,
-        kv={None: 20480, 1024: 204800},
-        drafter=Drafter(
-            source=ZLAB, layers=5, inter=5632, heads=32, kv_heads=8, taps=6, block=16, windows=(2048,) * 4
-        ),
-    ),
-    Target(name="gemma-4-12B-it", billions=None, kv={None: 16384, 1024: 327680}),
-    Target(name="Muse-Glimmer-30B", billions=None, kv={None: 13312, 2048: 39936}),
-    Target(name="MiniMax-M2", billions=228.7, kv={None: 253952}),
-    Target(
-        name="Qwen3.5-9B",
-        billions=None,
-        kv={None: 32768},
-        drafter=Drafter(
-            source=ZLAB, layers=6, inter=12288, heads=32, kv_heads=8, taps=8, block=16, windows=(4096,) * 5
-        ),
-    ),
-    Target(
-        name="Qwen3.6-27B",
-        billions=None,
-        kv={None: 65536},
-        drafter=Drafter(
-            source=ZLAB, layers=5, inter=17408, heads=32, kv_heads=8, taps=5, block=16, windows=(2048,) * 4
-        ),
-    ),
-    Target(
-        name="Qwen3.5-35B-A3B",
-        billions=None,
-        kv={None: 20480},
-        drafter=Drafter(
-            source=ZLAB, layers=6, inter=6144, heads=32, kv_heads=8, taps=8, block=16, windows=(4096,) * 5
-        ),
-    ),
-    Target(name="Qwen3-Coder-Next", billions=80.0, kv={None: 24576}),
-    Target(name="GLM-4.5", billions=355, kv={None: 376832}),
-    Target(name="GLM-4.5-Air", billions=106, kv={None: 188416}),
-    Target(name="MiMo-V2-Flash", billions=309, kv={None: 23040, 129: 199680}),
-    Target(name="DeepSeek-V3", billions=671, kv={None: 70272}),
-    Target(name="Kimi-K2-Instruct", billions=1026, kv={None: 70272}),
-    Target(
-        name="Kimi-K2.6",
-        billions=1026,
-        kv={None: 70272},
-        drafter=Drafter(source=ZLAB, layers=6, inter=18432, heads=64, kv_heads=8, taps=6, block=8),
-    ),
-)
+    "Kimi-K2.6": Drafter(layers=6, inter=18432, heads=64, kv_heads=8, taps=6, block=8),
+}
+TARGETS = {
+    target.name: target
+    for target in (
+        Target("Qwen3-4B", 4.02, {None: 147456}),
+        Target("Qwen3-8B", 8.19, {None: 147456}),
+        Target("Llama-3.1-8B-Instruct", 8.03, {None: 131072}),
+        Target("Qwen3-Coder-30B-A3B-Instruct", 30.53, {None: 98304}),
+        Target("Qwen3-30B-A3B", 30.53, {None: 98304}),
+        Target("gpt-oss-20b", 20.91, {None: 24576, 128: 24576}),
+        Target("gpt-oss-120b", 116.83, {None: 36864, 128: 36864}),
+        Target("gemma-4-31B-it", 30.7, {None: 81920, 1024: 819200}),
+        Target("gemma-4-26B-A4B-it", 25.2, {None: 20480, 1024: 204800}),
+        Target("gemma-4-12B-it", None, {None: 16384, 1024: 327680}),
+        Target("Muse-Glimmer-30B", None, {None: 13312, 2048: 39936}),
+        Target("MiniMax-M2", 228.7, {None: 253952}),
+        Target("Qwen3.5-9B", None, {None: 32768}),
+        Target("Qwen3.6-27B", None, {None: 65536}),
+        Target("Qwen3.5-35B-A3B", None, {None: 20480}),
+        Target("Qwen3-Coder-Next", 80.0, {None: 24576}),
+        Target("GLM-4.5", 355, {None: 376832}),
+        Target("GLM-4.5-Air", 106, {None: 188416}),
+        Target("MiMo-V2-Flash", 309, {None: 23040, 129: 199680}),
+        Target("DeepSeek-V3", 671, {None: 70272}),
+        Target("Kimi-K2-Instruct", 1026, {None: 70272}),
+        Target("Kimi-K2.6", 1026, {None: 70272}),
+    )
+}
 
 
 @cache
@@ -197,8 +148,20 @@ def spec_of(name: str) -> ModelSpec | None:
     if CONFIGS[name]["architectures"][0] not in FAMILIES:
         return None
     with TemporaryDirectory() as folder:
-        (Path(folder) / "config.json").write_text(json.dumps(CONFIGS[name]))
-        return read_model(Path(folder))
+        return spec_of_config(CONFIGS[name], Path(folder))
+
+
+def published_spec(name: str) -> ModelSpec:
+    """The spec of a config whose family is served."""
+    spec = spec_of(name)
+    assert spec is not None, f"{CONFIGS[name]['architectures'][0]} is not served yet"
+    return spec
+
+
+def spec_of_config(config: Mapping[str, object], folder: Path) -> ModelSpec:
+    """The spec of a config.json, which is written to an empty folder."""
+    (folder / "config.json").write_text(json.dumps(config))
+    return read_model(folder)
 
 
 def num_params(spec: ModelSpec) -> int:
@@ -248,7 +211,7 @@ def table() -> Iterator[str]:
     """Rows of targets whose family is served, and of those that are not."""
     yield "| target | family | parameters | weights GB | K/V KB of a token | drafter | its GB; KB | H200s |"
     yield "|---|---|---|---|---|---|---|---|"
-    for target in TARGETS:
+    for target in TARGETS.values():
         spec = spec_of(target.name)
         cells = [target.name, f"not served yet: {target.architecture}"] + [""] * 6
         if spec is not None:
@@ -281,7 +244,7 @@ def _drafter(target: Target, pair: ModelPair) -> tuple[str, str]:
     if drafter is None or shape is None:
         return "", ""
     sizes = f"{(pair.drafter_bytes(1) + pair.fc_bytes) / 1e9:.1f}; {shape.kv_bytes / 1e3:.0f}"
-    return f"{drafter.source}: {drafter.layers} layers, block {drafter.block}", sizes
+    return f"z-lab: {drafter.layers} layers, block {drafter.block}", sizes
 
 
 def with_table(text: str) -> str:
