@@ -1,4 +1,4 @@
-"""Qwen3.5 and Qwen3-Next: rejected drafts, ranks and published files."""
+"""Qwen3.5 and Qwen3-Next: rejected drafts and published files."""
 
 from __future__ import annotations
 
@@ -9,12 +9,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from manta.actors.targets.families import read_model
 from manta.actors.targets.model.attention import TargetAttention
 from manta.actors.targets.model.delta_net import DeltaNet
 from manta.actors.targets.model.model_spec import ModelSpec
-from manta.actors.targets.model.tensor_parallel import Sharding
-from manta.actors.targets.model.weights import LayerWeights, TargetWeights
 from manta.cluster.pages.recurrent_state_spec import RecurrentStateSpec
 from manta.drafter.compute.memory.recurrent_state_cache import StateRows
 from manta.drafter.step.request_states import RequestStates
@@ -72,34 +69,6 @@ def test_tokens_after_rejected_drafts_equal_transformers(checkpoint: Path, stood
     found += [request.compute(1, 1, 2), request.compute(30 - KNOWN - stood - 3)]
     expected, _ = oracle(checkpoint, tokens)
     torch.testing.assert_close(torch.cat(found), expected, atol=1e-4, rtol=1e-4)
-
-
-@pytest.mark.parametrize("world_size", [2, 4])
-def test_ranks_of_each_family_get_their_heads_of_the_delta_rules_inputs(
-    checkpoint: Path, world_size: int
-) -> None:
-    spec = read_model(checkpoint)
-
-    def layer(rank: int, of: int) -> LayerWeights:
-        sharding = Sharding(spec, rank, of)
-        return TargetWeights(checkpoint, spec, sharding, torch.float32, torch.device("cpu")).layer(0)
-
-    whole, ranks = layer(0, 1), [layer(rank, world_size) for rank in range(world_size)]
-    sizes = [32, 32, 96, 96, 8, 8]
-    parts = zip(*(rank.qkv_OH.split([size // world_size for size in sizes]) for rank in ranks), strict=True)
-    for part, theirs in zip(whole.qkv_OH.split(sizes), parts, strict=True):
-        assert torch.equal(torch.cat(theirs), part)
-    assert torch.equal(torch.cat([rank.o_HO for rank in ranks], dim=1), whole.o_HO)
-    kernels = zip(
-        *(kernel_of(rank).split([n // world_size for n in sizes[:3]]) for rank in ranks), strict=True
-    )
-    for part, theirs in zip(kernel_of(whole).split(sizes[:3]), kernels, strict=True):
-        assert torch.equal(torch.cat(theirs), part)
-
-
-def kernel_of(layer: LayerWeights) -> torch.Tensor:
-    assert layer.delta is not None
-    return layer.delta.kernel_CT
 
 
 def kinds(spec: ModelSpec) -> Iterator[type]:

@@ -1,4 +1,4 @@
-"""gpt-oss as on the Hub: packed experts in shards, published keys, its norms in bf16, its drafters."""
+"""gpt-oss as on the Hub: packed experts in shards, published keys, its norms in bf16."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from manta.drafter.compute.layers.linear import RMSNorm
 from manta.drafter.compute.layers.moe import ExpertWeights
 from safetensors.torch import load_file
 from support.checkpoints.gpt_oss_checkpoints import publish
-from support.checkpoints.tiny import make_tiny_drafter, make_tiny_target
+from support.checkpoints.tiny import make_tiny_target
 from support.engines.steps import settings
 from support.engines.thread_ranks import PROMPTS, ThreadRanks, tokens_by_steps
 from support.published.published import CONFIGS, spec_of_config
@@ -177,18 +177,3 @@ def test_norms_round_once_as_the_models_own_code_does() -> None:
     theirs.weight.data = weight_H.float()  # transformers keeps these in fp32
     assert torch.equal(RMSNorm(weight_H, 1e-5)(x_NH), theirs(x_NH))
     assert torch.equal(NumbaBackend().norm(RMSNorm(weight_H, 1e-5), x_NH), theirs(x_NH))
-
-
-@pytest.mark.parametrize("block_size", [8, 10])
-def test_drafters_of_its_block_sizes_change_no_token(saved: Path, tmp_path: Path, block_size: int) -> None:
-    """The sizes are the 20b's and the 120b's; their rotation is the target's."""
-    rope = json.loads((saved / "config.json").read_text())["rope_parameters"]
-    drafter = make_tiny_drafter(tmp_path, block_size=block_size, rope_scaling=rope)
-    params = [SamplingParams(temperature=t, seed=4, max_tokens=30, ignore_eos=True) for t in (0.0, 1.0)]
-    prompts = [{"prompt_token_ids": list(range(2, 2 + n))} for n in (20, 3)]
-    with LLM(str(saved), **HOW) as llm:
-        expected = [output.outputs[0].token_ids for output in llm.generate(prompts, params)]
-    with LLM(str(saved), speculative_config={"model": str(drafter), "adaptive": False}, **HOW) as llm:
-        found = [output.outputs[0].token_ids for output in llm.generate(prompts, params)]
-        assert llm.stats().num_accepted_tokens > 0
-    assert found == expected

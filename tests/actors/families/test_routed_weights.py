@@ -73,14 +73,6 @@ def test_experts_in_one_tensor_equal_separate_ones(one_by_one: Path, tmp_path: P
             assert_same(experts_of(in_one, rank, world_size), experts_of(one_by_one, rank, world_size))
 
 
-def test_ranks_have_a_part_of_each_expert_if_its_inner_size_divides(one_by_one: Path) -> None:
-    whole, parts = experts_of(one_by_one), [experts_of(one_by_one, rank, 4) for rank in range(4)]
-    assert [part.first_expert for part in parts] == [0] * 4
-    assert torch.equal(torch.cat([part.down for part in parts], dim=2), whole.down)
-    halves = [part.gate_up.unflatten(1, (2, -1)) for part in parts]
-    assert torch.equal(torch.cat(halves, dim=2).flatten(1, 2), whole.gate_up)
-
-
 @pytest.mark.parametrize("form", ["one by one", "fused"])
 def test_ranks_have_whole_experts_if_the_inner_size_does_not_divide(tmp_path: Path, form: str) -> None:
     folder = make_tiny_target(tmp_path / "split", "qwen3_moe", moe_intermediate_size=30)

@@ -18,7 +18,7 @@ from manta.drafter.drafter_spec import DraftLayer
 from support.checkpoints.drafters import EAGLE3, write_drafter
 from support.checkpoints.mtp_targets import make_mtp_target
 from support.checkpoints.tiny import changed, make_tiny_drafter, make_tiny_target
-from support.engines.recorded_chains import Served, same_chains
+from support.engines.recorded_chains import assert_prefix_hits_keep_chains
 from support.engines.steps import settings
 from support.oracles.sampling_cases import params_of, prompts
 
@@ -67,16 +67,7 @@ def test_a_prefix_hit_keeps_what_a_windows_rows_see(tmp_path: Path) -> None:
     """Also the feature of the position before the first row, in pages of another group than the target's."""
     target = make_mtp_target(tmp_path, "qwen3_5_moe")
     spec = {"method": "mtp", "num_speculative_tokens": 3, "adaptive": False, "draft_window": 10}
-    config = settings(target, speculative_config=spec, page_size=8)
-    shared = prompts(8)[7][:40]
-    batch = [shared, [*shared, 7, 8, 9], [*shared[:32], 5], shared]
-    cold, warm = Served(replace(config, enable_prefix_caching=False)), Served(config)
-    params = params_of("plain", 1)[0]
-    for i, tokens in enumerate(batch):
-        assert warm.tokens([tokens], params, i) == cold.tokens([tokens], params, i)
-    assert warm.chains is not None and cold.chains is not None
-    assert same_chains(warm.chains.seen, cold.chains.seen) > 10
-    assert max(warm.num_cached.values()) >= 32
+    assert_prefix_hits_keep_chains(settings(target, speculative_config=spec, page_size=8))
 
 
 def test_the_cost_chooses_a_window_where_a_target_reads_little(tmp_path: Path) -> None:
@@ -105,7 +96,3 @@ def test_windows_that_cannot_be_are_refused(tiny_qwen3: Path, tmp_path: Path) ->
     drafter = make_tiny_drafter(tmp_path)
     with pytest.raises(ConfigError, match="less than the drafter's block of 16"):
         plan(tiny_qwen3, model=str(drafter), draft_window=15)
-    with pytest.raises(ConfigError, match="draft_window=-1 must be an integer of at least 0"):
-        SpeculativeConfig(model="m", draft_window=-1)
-    with pytest.raises(ConfigError, match='draft_window=64 is not supported with method="suffix"'):
-        SpeculativeConfig(method="suffix", draft_window=64)

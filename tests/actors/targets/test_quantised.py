@@ -100,15 +100,18 @@ def test_published_codes_stay_packed_where_they_can_and_speculation_changes_no_t
     assert ("packed weights of the target" in caplog.text) == (name not in DEQUANTIZED)
 
 
-EXPERTS = ("ct_fp8_channel", "modelopt_nvfp4", "ct_w4a16_asymmetric", "ct_w8a16")
+# Kimi's latents beside INT4 experts, and other forms of experts.
+KIMI = {"first_k_dense_replace": 1, "q_lora_rank": 32, "v_head_dim": 16}
+EXPERTS = [("modelopt_nvfp4", "qwen3_moe"), ("ct_w4a16", "deepseek_v3")]
+MORE_EXPERTS = [(name, "qwen3_moe") for name in ("ct_fp8_channel", "ct_w4a16_asymmetric", "ct_w8a16")]
 
 
-@pytest.mark.parametrize("name", EXPERTS if WHOLE else EXPERTS[1:2])
+@pytest.mark.parametrize(("name", "family"), [*EXPERTS, *(MORE_EXPERTS if WHOLE else [])])
 def test_published_experts_stay_packed_and_change_no_token(
-    name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    name: str, family: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    sizes = {"num_hidden_layers": 2, "moe_intermediate_size": 64, "seed": 5}
-    target, plain = publish(make_tiny_target(tmp_path / "saved", "qwen3_moe", **sizes), tmp_path, name)
+    sizes = {"num_hidden_layers": 2, "moe_intermediate_size": 64, **(KIMI if family == "deepseek_v3" else {})}
+    target, plain = publish(make_tiny_target(tmp_path / "saved", family, seed=5, **sizes), tmp_path, name)
     with opened(plain, None, "torch") as llm:
         expected = tokens_of(llm, CASES, PARAMS)
     with caplog.at_level(logging.INFO), opened(target, None, "triton") as llm:

@@ -35,6 +35,13 @@ FAMILIES = {
     "gemma3": {"hidden_size": 96},
     "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64},
 }
+AS_PUBLISHED = {  # in the format of their experts
+    "minimax_m2": {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "deepseek_v3": {
+        **{"moe_intermediate_size": 64, "first_k_dense_replace": 1},
+        **{"q_lora_rank": 32, "v_head_dim": 16},
+    },
+}
 HOW = {
     "dtype": "float32",
     "skip_tokenizer_init": True,
@@ -70,7 +77,7 @@ group.close()
 def saved(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {
         family: make_tiny_target(tmp_path_factory.mktemp(family), family, num_hidden_layers=2, **changes)
-        for family, changes in FAMILIES.items()
+        for family, changes in (FAMILIES | AS_PUBLISHED).items()
     }
 
 
@@ -93,10 +100,14 @@ def tensors_of(value: object, at: str = "") -> Iterator[tuple[str, torch.Tensor]
 @pytest.mark.parametrize(
     ("family", "name"),
     [
-        (family, name)
-        for f, family in enumerate(FAMILIES)
-        for n, name in enumerate(FORMATS)
-        if WHOLE or f == n % len(FAMILIES)
+        *(
+            (family, name)
+            for f, family in enumerate(FAMILIES)
+            for n, name in enumerate(FORMATS)
+            if WHOLE or f == n % len(FAMILIES)
+        ),
+        ("minimax_m2", "fp8_blocks"),
+        ("deepseek_v3", "ct_w4a16"),
     ],
 )
 def test_every_rank_has_its_part_of_the_numbers_of_the_format(

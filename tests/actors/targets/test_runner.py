@@ -26,11 +26,6 @@ from support.engines.steps import GREEDY, Steps, open_runner, settings
 from support.oracles.oracle_dflash import Oracle, decode, gumbel
 
 GREEDY_PARAMS = SamplingParams(temperature=0.0, seed=0, max_tokens=24)
-PARAMS = {
-    "greedy": GREEDY_PARAMS,
-    "warm": SamplingParams(temperature=0.8, seed=3, max_tokens=24),
-    "filtered": SamplingParams(temperature=1.2, top_k=20, top_p=0.9, min_p=0.01, seed=4, max_tokens=24),
-}
 
 
 def prompt(length: int, seed: int = 0) -> list[int]:
@@ -85,17 +80,6 @@ def test_greedy_tokens_equal_transformers_generate(target: Path, hugging_face) -
             ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=24
         )
         assert out[0, len(tokens) :].tolist() == ours
-
-
-@pytest.mark.parametrize("rows_per_step", [16, 2048])
-@pytest.mark.parametrize("name", PARAMS)
-@pytest.mark.one_in(2)
-def test_speculation_changes_no_token(
-    target: Path, tiny_drafter: Path, name: str, rows_per_step: int
-) -> None:
-    alone, spec = settings(target), settings(target, tiny_drafter, max_num_batched_tokens=rows_per_step)
-    expected = run(InProcessExecutor(alone), alone, PROMPTS, PARAMS[name])
-    assert run(InProcessExecutor(spec), spec, PROMPTS, PARAMS[name]) == expected
 
 
 class Recorded:

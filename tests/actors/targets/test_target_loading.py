@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 import weakref
 from contextlib import nullcontext
 from pathlib import Path
@@ -26,7 +25,7 @@ from manta.cluster.step.dummy_steps import dummy_step
 from manta.cluster.step.scheduler_output import SchedulerOutput
 from manta.drafter.compute.cpu_fused import backend as compiled_backend
 from manta.drafter.compute.cpu_numba.cpu_features import Instructions
-from support.checkpoints.tiny import TINY_BLOCK, TINY_VOCAB, make_tiny_drafter, make_tiny_target
+from support.checkpoints.tiny import TINY_BLOCK, TINY_VOCAB, changed, make_tiny_drafter, make_tiny_target
 from support.engines.steps import settings, short_warm_up
 
 
@@ -36,17 +35,6 @@ def nothing_loads(monkeypatch: pytest.MonkeyPatch) -> None:
         raise AssertionError("a weight was read")
 
     monkeypatch.setattr(TargetWeights, "part", refuse)
-
-
-def copy_of(folder: Path, tmp_path: Path, **changes: object) -> Path:
-    """Return a copy of the folder with changed values in its config.json; None removes one."""
-    copy = tmp_path / "copy"
-    shutil.copytree(folder, copy)
-    raw = json.loads((copy / "config.json").read_text())
-    for key, value in changes.items():
-        raw.pop(key, None) if value is None else raw.update({key: value})
-    (copy / "config.json").write_text(json.dumps(raw))
-    return copy
 
 
 @pytest.mark.usefixtures("nothing_loads")
@@ -61,10 +49,7 @@ def copy_of(folder: Path, tmp_path: Path, **changes: object) -> Path:
         ({"hidden_act": "gelu"}, "hidden_act='gelu'"),
         ({"quantization_config": {"quant_method": "hqq"}}, "quant_method='hqq'.*use the unquantized"),
         ({"quantization_config": {"quant_method": "awq"}}, "says awq: AWQ INT4.*but no matrix is stored so"),
-        (
-            {"rope_parameters": {"rope_type": "dynamic"}},
-            "rope_type='dynamic'.*others are not supported",
-        ),
+        ({"rope_parameters": {"rope_type": "dynamic"}}, "rope_type='dynamic'.*others are not supported"),
         ({"num_hidden_layers": 5}, "tensor model.layers.4.input_layernorm.weight is missing"),
         ({"vocab_size": 200}, r"model.embed_tokens.weight has shape \[128, 64\].*\[200, 64\]"),
         ({"attention_bias": True}, "self_attn.q_proj.bias is missing"),
@@ -75,25 +60,14 @@ def test_an_unsupported_target_is_refused(
     tiny_qwen3: Path, tmp_path: Path, changes: dict, message: str
 ) -> None:
     with pytest.raises(CheckpointError, match=message):
-        load_runner(settings(copy_of(tiny_qwen3, tmp_path, **changes)))
+        load_runner(settings(changed(tiny_qwen3, tmp_path / "copy", **changes)))
 
 
 @pytest.mark.usefixtures("nothing_loads")
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"hidden_size": 32}, "hidden_size=32 must be the target's hidden_size 64"),
-        ({"vocab_size": 99}, "vocab_size=99 must be the target's vocab_size 128"),
-        ({"num_target_layers": 9}, "num_target_layers=9 must be the target's num_hidden_layers 4"),
-        ({"dflash_config": {"mask_token_id": 5, "target_layer_ids": [1, 4]}}, "target_layer_ids"),
-        ({"num_hidden_layers": 3, "layer_types": None}, "layers.2"),
-    ],
-)
-def test_a_drafter_that_does_not_fit_is_refused(
-    tiny_qwen3: Path, tiny_drafter: Path, tmp_path: Path, changes: dict, message: str
-) -> None:
-    with pytest.raises(CheckpointError, match=message):
-        load_runner(settings(tiny_qwen3, copy_of(tiny_drafter, tmp_path, **changes)))
+def test_a_drafter_that_does_not_fit_is_refused(tiny_qwen3: Path, tiny_drafter: Path, tmp_path: Path) -> None:
+    narrow = changed(tiny_drafter, tmp_path / "narrow", hidden_size=32)
+    with pytest.raises(CheckpointError, match="hidden_size=32 must be the target's hidden_size 64"):
+        load_runner(settings(tiny_qwen3, narrow))
 
 
 @pytest.mark.parametrize("field", ["model", "speculative_config.model"])
@@ -134,7 +108,7 @@ def test_an_empty_folder_is_no_checkpoint(tmp_path: Path) -> None:
 def test_damaged_weights_name_their_file(
     tiny_qwen3: Path, tiny_drafter: Path, tmp_path: Path, damage: str, which: str
 ) -> None:
-    copy = copy_of(tiny_qwen3 if which == "target" else tiny_drafter, tmp_path)
+    copy = changed(tiny_qwen3 if which == "target" else tiny_drafter, tmp_path / "copy")
     file = copy / "model.safetensors"
     if damage == "cut short":
         file.write_bytes(file.read_bytes()[:-100])
@@ -190,7 +164,7 @@ def test_the_maximum_length_is_what_both_models_allow(
     tiny_qwen3: Path, tiny_drafter: Path, tmp_path: Path
 ) -> None:
     assert plan_load(settings(tiny_qwen3, max_model_len=None)).max_model_len == 512
-    short = copy_of(tiny_drafter, tmp_path, max_position_embeddings=200)
+    short = changed(tiny_drafter, tmp_path / "copy", max_position_embeddings=200)
     assert plan_load(settings(tiny_qwen3, short, max_model_len=None)).max_model_len == 200
     with pytest.raises(ConfigError, match=r"max_model_len=513.*the target's.*at most 512\."):
         plan_load(settings(tiny_qwen3, tiny_drafter, max_model_len=513))
@@ -199,7 +173,7 @@ def test_the_maximum_length_is_what_both_models_allow(
 
 
 def test_end_tokens_come_from_generation_config_first(tiny_qwen3: Path, tmp_path: Path) -> None:
-    copy = copy_of(tiny_qwen3, tmp_path, eos_token_id=[7])
+    copy = changed(tiny_qwen3, tmp_path / "copy", eos_token_id=[7])
     (copy / "generation_config.json").write_text('{"eos_token_id": [3, 4]}')
     assert load_runner(settings(copy))[1].eos_token_ids == (3, 4)
     (copy / "generation_config.json").unlink()

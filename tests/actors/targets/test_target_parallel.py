@@ -133,6 +133,9 @@ def test_ranks_read_only_their_slices(target: Path) -> None:
     else:
         parts_of_qkv = all_of.qkv_OH.split(rows_by_kind(config))
         assert torch.equal(second.qkv_OH, torch.cat([part.chunk(2)[1] for part in parts_of_qkv]))
+    if second.delta is not None and all_of.delta is not None:
+        parts_of_kernel = all_of.delta.kernel_CT.split(rows_by_kind(config)[:3])
+        assert torch.equal(second.delta.kernel_CT, torch.cat([part.chunk(2)[1] for part in parts_of_kernel]))
     for one, two, both in zip(*(products(layer.mlp) for layer in (first, second, all_of)), strict=True):
         gate_up, down = both
         gate, up = gate_up.chunk(2, dim=-2)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Literal
 
@@ -72,52 +73,39 @@ def test_json_values_arrive_as_frozen_python_values():
 
 
 @pytest.mark.parametrize(
-    ("raw", "key", "sentence"),
+    ("raw", "sentence"),
     [
-        ({"heads": None}, "heads", "heads is missing; it must be a positive integer."),
-        ({"heads": 0}, "heads", "heads=0 must be a positive integer."),
-        ({"heads": True}, "heads", "heads=True must be a positive integer."),
-        ({"heads": "4"}, "heads", "heads='4' must be a positive integer."),
-        ({"heads": 4.5}, "heads", "heads=4.5 must be a positive integer."),
-        ({"kv_heads": [2]}, "kv_heads", "kv_heads=[2] must be a positive integer."),
-        ({"kv_heads": 0}, "kv_heads", "kv_heads=0 must be a positive integer."),
-        ({"kv_heads": 3}, "kv_heads", "kv_heads=3 must be a divisor of heads (4)."),
-        ({"eps": "1e-6"}, "eps", "eps='1e-6' must be a number."),
-        ({"eps": True}, "eps", "eps=True must be a number."),
-        ({"eps": float("nan")}, "eps", "eps=nan must be a finite number."),
-        ({"tied": 1}, "tied", "tied=1 must be true or false."),
-        ({"act": "relu"}, "act", "act='relu' must be 'silu' or 'gelu'."),
-        ({"num_experts": -1}, "num_experts", "num_experts=-1 must be a positive integer."),
-        (
-            {"num_local_experts": 1.5},
-            "num_local_experts",
-            "num_local_experts=1.5 must be a positive integer.",
-        ),
-        ({"ends": ["a"]}, "ends", "ends=['a'] must be an integer or a list of integers."),
-        ({"model_type": 3}, "model_type", "model_type=3 must be a string."),
-        ({"sinks": True}, "sinks", "sinks=True must be absent or false: not yet supported."),
-        ({"factor": 0.5}, "factor", "factor=0.5 must be greater than or equal to 1."),
-        ({"archs": []}, "archs", "archs=[] must be a list of strings."),
-        ({"even": 3}, "even", "even=3 must be even."),
-        ({"nested": 3}, "nested", "nested=3 must be an object."),
-        ({"nested": {}}, "nested.mask", "nested.mask is missing; it must be an integer."),
-        (
-            {"nested": {"mask": 1, "ids": [1, True]}},
-            "nested.ids",
-            "nested.ids=[1, True] must be a list of integers.",
-        ),
-        (
-            {"nested": {"mask": 1, "ids": "1"}},
-            "nested.ids",
-            "nested.ids='1' must be a list of integers.",
-        ),
+        ({"heads": None}, "heads is missing; it must be a positive integer."),
+        ({"heads": 0}, "heads=0 must be a positive integer."),
+        ({"heads": True}, "heads=True must be a positive integer."),
+        ({"heads": "4"}, "heads='4' must be a positive integer."),
+        ({"heads": 4.5}, "heads=4.5 must be a positive integer."),
+        ({"kv_heads": [2]}, "kv_heads=[2] must be a positive integer."),
+        ({"kv_heads": 0}, "kv_heads=0 must be a positive integer."),
+        ({"kv_heads": 3}, "kv_heads=3 must be a divisor of heads (4)."),
+        ({"eps": "1e-6"}, "eps='1e-6' must be a number."),
+        ({"eps": True}, "eps=True must be a number."),
+        ({"eps": float("nan")}, "eps=nan must be a finite number."),
+        ({"tied": 1}, "tied=1 must be true or false."),
+        ({"act": "relu"}, "act='relu' must be 'silu' or 'gelu'."),
+        ({"num_experts": -1}, "num_experts=-1 must be a positive integer."),
+        ({"num_local_experts": 1.5}, "num_local_experts=1.5 must be a positive integer."),
+        ({"ends": ["a"]}, "ends=['a'] must be an integer or a list of integers."),
+        ({"model_type": 3}, "model_type=3 must be a string."),
+        ({"sinks": True}, "sinks=True must be absent or false: not yet supported."),
+        ({"factor": 0.5}, "factor=0.5 must be greater than or equal to 1."),
+        ({"archs": []}, "archs=[] must be a list of strings."),
+        ({"even": 3}, "even=3 must be even."),
+        ({"nested": 3}, "nested=3 must be an object."),
+        ({"nested": {}}, "nested.mask is missing; it must be an integer."),
+        ({"nested": {"mask": 1, "ids": [1, True]}}, "nested.ids=[1, True] must be a list of integers."),
     ],
 )
-def test_a_mistake_gives_one_sentence_with_file_key_value_and_remedy(raw: dict, key: str, sentence: str):
+def test_a_mistake_gives_one_sentence_with_file_key_value_and_remedy(raw: dict, sentence: str):
     with pytest.raises(CheckpointError) as caught:
         read(**raw)
     assert caught.value.message == f"config.json: {sentence}"
-    assert caught.value.param == key
+    assert caught.value.param == re.split("[= ]", sentence)[0]
     assert caught.value.__cause__ is caught.value.__context__ is None
 
 

@@ -18,15 +18,12 @@ from manta.drafter.drafter_spec import DraftLayer
 from safetensors.torch import save_file
 from support.checkpoints import drafters as checkpoints
 from support.checkpoints.drafters import (
-    BACKBONE,
     HEADS,
     HIDDEN,
-    SECOND,
     SLIDING,
     TARGET_LAYERS,
     VOCAB,
     deepspec,
-    deepspec_gemma4,
     dspark_speculators,
     specforge,
     speculators,
@@ -185,173 +182,6 @@ def test_speculators_windows_may_be_at_the_top_level(tmp_path: Path):
     )
 
 
-@pytest.mark.parametrize(
-    ("config", "words"),
-    [
-        (z_lab(projector_type="mlp"), "projector_type='mlp' must be absent or false.*set it to null"),
-        (z_lab(output_multiplier=0.4), "output_multiplier=0.4 must be absent or false"),
-        (z_lab(residual_scale=0.5), "residual_scale=0.5 must be absent or false"),
-        (checkpoints.assistant(residual_scale=0.5), "residual_scale=0.5 must be absent or false"),
-        (speculators(norm_before_fc=True), "norm_before_fc=True must be absent or false"),
-        (speculators(residual_scale=0.5), "residual_scale=0.5 must be absent or false"),
-        (speculators(rope_theta=5.0), "rope_theta=5.0 must be absent or false"),
-        (speculators(layer={"residual_scale": 0.5}), "transformer_layer_config.residual_scale=0.5"),
-        (
-            speculators(sliding_window=5, layer=SLIDING),
-            "sliding_window=5 must be absent, or .*: 9",
-        ),
-        (z_lab(dflash={"target_layer_ids": [1, 3, 3]}), r"target_layer_ids=\[1, 3, 3\].*all different"),
-        (speculators(aux_hidden_state_layer_ids=[2, 2, 5]), r"ids=\[2, 2, 5\].*all different"),
-        (checkpoints.assistant(target_layer_ids=[1, 1, 2]), r"ids=\[1, 1, 2\].*all different"),
-        (z_lab(architectures=["DFlash2DraftModel"]), "conv_kernel_size is missing.*for DFlash2DraftModel"),
-        (z_lab(architectures=["DFlashDraftModel", "DFlash2DraftModel"]), "architectures=.*must be one of"),
-        ({"architectures": ["Eagle3LlamaForCausalLM"]}, "architectures=.*Eagle3.*are run with method="),
-        (BACKBONE, "dflash_config is missing; it must be an object"),
-        (z_lab(dflash={"selector_top_k": 16}), "dflash_config.selector_rank is missing; it must be given"),
-        (z_lab(dflash={"conv_kernel_size": 2}), "dflash_config.conv_group_size is missing; it must be given"),
-        (
-            z_lab(dflash={**SECOND, "conv_group_size": 5}),
-            "conv_group_size=5 must be a divisor of hidden_size",
-        ),
-        (z_lab(dflash={**SECOND, "selector_top_k": 97}), "dflash_config.selector_top_k=97 must be at most"),
-        (z_lab(draft_vocab_size=40, dflash=SECOND), "draft_vocab_size=40 must be vocab_size .*selector_rank"),
-        (z_lab(dflash={"refiner_steps": 3}), "dflash_config.refiner_steps=3 must be absent or false"),
-        (
-            z_lab(dflash={"projector_type": "domino"}),
-            "projector_type='domino'.*Domino's GRU over",
-        ),
-        (
-            z_lab(dflash={"projector_type": "mlp"}),
-            "projector_type='mlp' must be 'dflash' or 'dspark'",
-        ),
-        (
-            z_lab(architectures=["DominoDraftModel"]),
-            "architectures=.*one of.*Domino's GRU over",
-        ),
-        (z_lab(architectures=["LiLiCorrDraftModel"]), "architectures=.*LiLiCorr's transformer"),
-        (z_lab(architectures=["Gemma4AssistantForCausalLM"]), "architectures=.*run with method=.mtp"),
-        (
-            deepspec_gemma4(layer_types=["sliding_attention", "full_attention"]),
-            "layer_types=.*full_attention in every entry",
-        ),
-        (deepspec_gemma4(hidden_activation="silu"), "hidden_activation='silu' must be 'gelu_pytorch_tanh'"),
-        (deepspec_gemma4(enable_moe_block=True), "enable_moe_block=True must be absent or false"),
-        (
-            z_lab(dflash={"causal": False, "causal_head": True}),
-            "causal_head=True must be absent, or as",
-        ),
-        (
-            z_lab(dflash={"target_hidden_size": 48}),
-            "target_hidden_size=48 must be hidden_size",
-        ),
-        (z_lab(dflash={"markov_rank": 6}), "dflash_config.markov_rank=6 must be absent, or arch"),
-        (deepspec(markov_head_type="rnn"), "markov_head_type='rnn' must be 'vanilla'.*gated, rnn"),
-        (deepspec(markov_rank=0), "markov_rank=0 must be positive, for confidence_head_with_markov"),
-        (deepspec(target_layer_ids=[1, 1, 2]), r"target_layer_ids=\[1, 1, 2\].*all different"),
-        (specforge(dflash={"markov_head_type": "gated"}), "dflash_config.markov_head_type='gated' must be"),
-        (specforge(markov_rank=8), "markov_rank=8 must be absent, or as dflash_config.markov_rank: 6"),
-        (
-            specforge(dflash={"selector_rank": 4, "selector_top_k": 4}),
-            "selector_rank=4 must be absent",
-        ),
-        (dspark_speculators(sample_from_anchor=None), "sample_from_anchor is missing.*vLLM false"),
-        (dspark_speculators(**SECOND), "selector_rank=6 must be absent, for 'dspark'"),
-        (z_lab(use_gemma_norm=True), "use_gemma_norm=True.*not yet supported"),
-        (z_lab(swiglu_limit=7.0), "swiglu_limit=7.*not yet supported"),
-        (z_lab(quantization_config={"quant_method": "quark"}), "quant_method='quark'.*others are not served"),
-        (z_lab(dflash={"use_swa": True}), "dflash_config.swa_window_size is missing"),
-        (z_lab(dflash={"block_size": 1}), "dflash_config.block_size=1 must be an integer from 2"),
-        (z_lab(dflash={"output_multiplier": "2"}), "dflash_config.output_multiplier='2' must be a number"),
-        (z_lab(mlp_bias=True), "mlp_bias=True.*not yet supported"),
-        (z_lab(layer_types=["full_attention", "chunked_attention"]), "sliding_attention in every entry"),
-        (z_lab(**SLIDING | {"sliding_window": None}), "sliding_window is missing"),
-        (z_lab(num_hidden_layers=0), "num_hidden_layers=0 must be a positive integer"),
-        (z_lab(num_attention_heads=0), "num_attention_heads=0 must be a positive integer"),
-        (z_lab(head_dim=7), "head_dim=7 must be even"),
-        (z_lab(hidden_size=True), "hidden_size=True must be a positive integer"),
-        (z_lab(rope_scaling={"type": "dynamic"}), "rope_scaling.type='dynamic' must be one of"),
-        (speculators(layer={"num_key_value_heads": 3}), "transformer_layer_config.num_key_value_heads=3"),
-        (speculators(layer={"vocab_size": None}), "transformer_layer_config.vocab_size is missing"),
-        (speculators(mask_token_id=None), "mask_token_id is missing; it must be an integer"),
-        (
-            z_lab(dflash={"lilicorr_num_layers": 2}),
-            "lilicorr_num_layers=2 must be absent: LiLi",
-        ),
-        (z_lab(dflash={"attention_sink_bias": 1}), "attention_sink_bias=1 must be true or false"),
-        (z_lab(hidden_act="gelu"), "hidden_act"),
-        (z_lab(block_size=None), "block_size is missing"),
-        (z_lab(block_size=1), "block_size=1"),
-        (z_lab(dflash={"mask_token_id": None}), "dflash_config.mask_token_id is missing"),
-        (z_lab(dflash={"target_layer_ids": []}), "target_layer_ids"),
-        (z_lab(dflash={"target_layer_ids": "1,2"}), "target_layer_ids.*list of integers"),
-        (z_lab(dflash_config=3) | {"dflash_config": 3}, "dflash_config=3 must be an object"),
-        (z_lab(layer_types=["full_attention"]), "layer_types"),
-        (z_lab(num_key_value_heads=3), "num_key_value_heads"),
-        (speculators(speculators_model_type="xpress"), "speculators_model_type='xpress' must be"),
-        (speculators(projector_type="domino"), "projector_type='domino'.*Domino's GRU"),
-        (speculators(markov_rank=6), "markov_rank=6 must be absent, or speculators_model_type 'dspark'"),
-        (speculators(draft_ffn_type="moe"), "draft_ffn_type='moe'.*not yet supported"),
-        (speculators(**SECOND, draft_vocab_size=40), "draft_vocab_size=40 must be vocab_size"),
-        (speculators(draft_vocab_size=VOCAB + 1), "draft_vocab_size"),
-        (speculators(aux_hidden_state_layer_ids=None), "aux_hidden_state_layer_ids is missing"),
-    ],
-)
-def test_unusable_files_are_refused_by_name(config: dict, words: str, tmp_path: Path):
-    with pytest.raises(CheckpointError, match=words) as caught:
-        read(tmp_path, config)
-    assert str(tmp_path) in caught.value.message
-
-
-@pytest.mark.parametrize(
-    ("config", "words"),
-    [
-        (z_lab(hidden_size=64, num_attention_heads=8), "hidden_size=64 must be the target's hidden_size 32"),
-        (z_lab(dflash={"target_layer_ids": [1, 3, 6]}), r"target_layer_ids=\[1, 3, 6\].*from 0 to 5"),
-        (speculators(aux_hidden_state_layer_ids=[0, 3, 4]), r"ids=\[0, 3, 4\].*from 1 to 6"),
-        (speculators(target_hidden_size=48), "target_hidden_size=48"),
-        (z_lab(vocab_size=200), "vocab_size=200 must be the target's vocab_size 96"),
-        (z_lab(num_target_layers=36), "num_target_layers=36"),
-        (z_lab(dflash={"mask_token_id": VOCAB}), "mask_token_id=96 must be below"),
-    ],
-)
-def test_a_drafter_for_another_target_is_refused_before_weights_are_read(
-    config: dict, words: str, tmp_path: Path
-):
-    read(tmp_path, config)  # no weights in the folder at all
-    with pytest.raises(CheckpointError, match=words):
-        check_drafter(tmp_path, FACTS)
-
-
-def test_missing_and_misshapen_tensors_are_named(tmp_path: Path):
-    tensors = checkpoints.drafter_tensors(z_lab())
-    missing = {k: v for k, v in tensors.items() if k != "layers.1.mlp.up_proj.weight"}
-    checkpoints.write_drafter(tmp_path / "a", z_lab(), missing)
-    with pytest.raises(CheckpointError, match=r"layers.1.mlp.up_proj.weight is missing"):
-        check_drafter(tmp_path / "a", FACTS)
-    narrow = tensors | {"fc.weight": torch.zeros(HIDDEN, 2 * HIDDEN)}
-    checkpoints.write_drafter(tmp_path / "b", z_lab(), narrow)
-    with pytest.raises(CheckpointError, match=r"fc.weight has shape \[32, 64\].*\[32, 96\]"):
-        check_drafter(tmp_path / "b", FACTS)
-
-
-def test_corrupt_truncated_and_absent_files_are_named(tmp_path: Path):
-    folder = checkpoints.write_drafter(tmp_path, z_lab())
-    file = folder / "model.safetensors"
-    whole = file.read_bytes()
-    for broken in (whole[: len(whole) // 2], b"not safetensors", b""):
-        file.write_bytes(broken)
-        with pytest.raises(CheckpointError, match=r"model.safetensors is corrupt or cut short"):
-            check_drafter(folder, FACTS)
-    file.unlink()
-    with pytest.raises(CheckpointError, match=r"no \.safetensors file"):
-        check_drafter(folder, FACTS)
-    (folder / "config.json").write_text("{")
-    with pytest.raises(CheckpointError, match=r"config.json cannot be read as JSON"):
-        check_drafter(folder, FACTS)
-    with pytest.raises(CheckpointError, match="does not exist"):
-        DrafterConfig.load(tmp_path / "nowhere")
-
-
 def test_shards_are_read_through_their_index(tmp_path: Path):
     tensors = checkpoints.drafter_tensors(z_lab())
     folder = checkpoints.write_drafter(tmp_path, z_lab(), tensors)
@@ -395,16 +225,6 @@ def test_an_index_names_files_of_its_own_folder_which_may_be_links(tmp_path: Pat
         index.write_text(json.dumps({"weight_map": dict.fromkeys(tensors, name)}))
         with pytest.raises(CheckpointError, match="does not name a file in its own folder"):
             check_drafter(folder, FACTS)
-
-
-def test_a_vocabulary_map_must_map_to_the_targets_vocabulary(tmp_path: Path):
-    config = speculators(draft_vocab_size=40)
-    tensors = checkpoints.drafter_tensors(config)
-    tensors["d2t"] = torch.full((40,), VOCAB)
-    checkpoints.write_drafter(tmp_path, config, tensors)
-    shared_embeddings = EmbeddingCopies(torch.zeros(VOCAB, HIDDEN), Linear(torch.zeros(VOCAB, HIDDEN)))
-    with pytest.raises(CheckpointError, match="d2t"):
-        load_drafter(tmp_path, FACTS, shared_embeddings, torch.float32, "cpu")
 
 
 def test_a_mask_embedding_of_the_wrong_size_is_refused(tmp_path: Path):

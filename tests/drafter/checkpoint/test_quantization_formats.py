@@ -46,11 +46,6 @@ def quantization_of(name: str, folder: Path) -> CheckpointQuantization:
     return quantization
 
 
-def compressed(layout: str) -> dict[str, object]:
-    """Return compressed-tensors' configuration of INT4 in another layout."""
-    return {**(FORMATS["ct_w4a16"].config or {}), "format": layout}
-
-
 @pytest.mark.parametrize("name", FORMATS)
 def test_a_matrix_and_all_its_parts_have_the_numbers_of_the_format(name: str, tmp_path: Path) -> None:
     tensors, expected = open_one(name, tmp_path)
@@ -149,27 +144,24 @@ def test_a_matrix_of_another_shape_than_config_json_requires_is_refused(name: st
         tensors.check(NAME, (ROWS,))
 
 
-@pytest.mark.parametrize(
-    ("declared", "stored", "message"),
-    [
-        ("awq", "gptq", r"qweight has shape \[12, 64\].*\[96, 8\]"),
-        ("gptq", "awq", r"qweight has shape \[96, 8\].*\[12, 64\]"),
-        (
-            "gptq",
-            "ct_w4a16",
-            r"weight_packed is stored as I32, but quantization_config says that it is GPTQ INT4",
-        ),
-        (
-            "ct_w4a16",
-            "gptq",
-            r"qweight is stored as I32, but quantization_config says that it is INT4 in groups",
-        ),
-        ("ct_w4a16", "ct_w8a16", r"weight_packed has shape \[64, 24\].*\[64, 12\]"),
-        ("ct_w4a16", "mxfp4", r"weight_packed is stored as U8, but quantization_config says that it is INT4"),
-        ("fp8_blocks", "ct_int8", r"up_proj.weight is stored as I8; it must be F32"),
-        ("ct_nvfp4", "mxfp4", r"weight_scale has shape \[64, 3\].*\[64, 6\]"),
-    ],
-)
+STORED = "is stored as I32, but quantization_config says that it is"
+# The declared format, the stored one, and words.
+OTHERS = [
+    ("awq", "gptq", r"qweight has shape \[12, 64\].*\[96, 8\]"),
+    ("gptq", "awq", r"qweight has shape \[96, 8\].*\[12, 64\]"),
+    ("gptq", "ct_w4a16", f"weight_packed {STORED} GPTQ INT4"),
+    ("ct_w4a16", "gptq", f"qweight {STORED} INT4 in groups"),
+    ("ct_w4a16", "ct_w8a16", r"weight_packed has shape \[64, 24\].*\[64, 12\]"),
+    ("ct_w8a16", "ct_w4a16", r"weight_packed has shape \[64, 12\].*\[64, 24\]"),
+    ("ct_w4a16_asymmetric", "ct_w4a16", "weight_zero_point is missing"),
+    ("ct_w4a16", "mxfp4", r"weight_packed is stored as U8, but quantization_config says that it is INT4"),
+    ("fp8_blocks", "fp8_per_tensor", r"weight_scale has shape \[\].*\[3, 3\]"),
+    ("fp8_blocks", "ct_int8", r"up_proj.weight is stored as I8; it must be F32"),
+    ("ct_nvfp4", "mxfp4", r"weight_scale has shape \[64, 3\].*\[64, 6\]"),
+]
+
+
+@pytest.mark.parametrize(("declared", "stored", "message"), OTHERS)
 def test_another_format_than_config_json_declares_is_refused(
     declared: str, stored: str, message: str, tmp_path: Path
 ) -> None:
@@ -218,67 +210,39 @@ def test_a_shape_that_contradicts_its_codes_is_refused(tmp_path: Path) -> None:
         reopened("ct_w4a16", tmp_path, stored).get(NAME)
 
 
-@pytest.mark.parametrize(
-    ("config", "message"),
-    [
-        (
-            {"quant_method": "bitsandbytes", "load_in_4bit": True},
-            r"quant_method='bitsandbytes' must be one of fp8,",
-        ),
-        (
-            {"load_in_8bit": True},
-            r"quant_method is missing; it must be one of fp8,.*use the unquantized checkpoint",
-        ),
-        ({"quant_method": "fp8", "fmt": "e5m2"}, "fmt='e5m2' must be 'float8_e4m3fn' or 'e4m3'"),
-        ({"quant_method": "fp8", "expert_dtype": "fp4"}, "expert_dtype='fp4' must be 'fp8'"),
-        ({**GPTQ_CONFIG, "bits": 5}, "bits=5 must be 2 or 3 or 4 or 8"),
-        (
-            {**GPTQ_CONFIG, "checkpoint_format": "marlin"},
-            "checkpoint_format='marlin' must be 'gptq' or 'gptq_v2'",
-        ),
-        ({**GPTQ_CONFIG, "group_size": 0}, "group_size=0 must be a positive integer, or -1 for whole rows"),
-        ({**GPTQ_CONFIG, "dynamic": {"+:(": {}}}, r"dynamic.* must be a regular expression"),
-        ({**AWQ_CONFIG, "version": "gemv"}, "version='gemv' must be 'gemm'"),
-        ({**AWQ_CONFIG, "zero_point": False}, "zero_point=False must be true"),
-        (
-            {**AUTO_ROUND, "packing_format": "auto_round:llm_compressor"},
-            "packing_format=.*others are not served",
-        ),
-        ({**AUTO_ROUND, "data_type": "mx_fp"}, "data_type='mx_fp' must be 'int'"),
-        (
-            {**AUTO_ROUND, "extra_config": {"lm_head": {"bits": 8, "data_type": "mx_fp"}}},
-            r"extra_config\.lm_head\.data_type='mx_fp' must be 'int'",
-        ),
-        ({**AUTO_ROUND, "bits": 5}, "bits=5 must be 2, 3, 4 or 8, or 16 for modules that are not quantized"),
-        (
-            {"quant_method": "modelopt", "quant_algo": "NVFP4_AWQ"},
-            "quant_algo='NVFP4_AWQ' must be one of FP8,",
-        ),
-        (
-            {"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION"},
-            "quantized_layers is missing; it must be an object by module, for MIXED_PRECISION",
-        ),
-        (
-            compressed("marlin-24"),
-            r"config_groups\.group_0\.format='marlin-24, int of 4 bits.*others are not served",
-        ),
-        (
-            {**compressed("pack-quantized"), "quantization_status": "calibration"},
-            "quantization_status='calibration' must be",
-        ),
-        (
-            {**compressed("pack-quantized"), "transform_config": {"config_groups": {"u": {}}}},
-            "transform_config=.*absent",
-        ),
-        (
-            {**compressed("pack-quantized"), "sparsity_config": {"format": "sparse-24-bitmask"}},
-            "sparsity_config=.*must be absent or dense",
-        ),
-    ],
-)
-def test_unsupported_formats_are_refused_by_name(config: dict, message: str, tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match=message):
-        read_quantization({"quantization_config": config}, tmp_path, param="model")
+CT = FORMATS["ct_w4a16"].config or {}
+FP8, MODELOPT, MX_FP = {"quant_method": "fp8"}, {"quant_method": "modelopt"}, {"data_type": "mx_fp"}
+# A format's configuration, changes of it, and words.
+REFUSED: list[tuple[dict[str, object], dict[str, object], str]] = [
+    ({}, {"quant_method": "bitsandbytes"}, r"quant_method='bitsandbytes' must be one of fp8,"),
+    ({}, {"load_in_8bit": True}, r"quant_method is missing; it must be one of fp8,.*use the unquantized"),
+    (FP8, {"fmt": "e5m2"}, "fmt='e5m2' must be 'float8_e4m3fn' or 'e4m3'"),
+    (FP8, {"expert_dtype": "fp4"}, "expert_dtype='fp4' must be 'fp8'"),
+    (GPTQ_CONFIG, {"bits": 5}, "bits=5 must be 2 or 3 or 4 or 8"),
+    (GPTQ_CONFIG, {"checkpoint_format": "marlin"}, "format='marlin' must be 'gptq' or 'gptq_v2'"),
+    (GPTQ_CONFIG, {"group_size": 0}, "group_size=0 must be a positive integer, or -1 for whole rows"),
+    (GPTQ_CONFIG, {"dynamic": {"+:(": {}}}, r"dynamic.* must be a regular expression"),
+    (AWQ_CONFIG, {"version": "gemv"}, "version='gemv' must be 'gemm'"),
+    (AWQ_CONFIG, {"zero_point": False}, "zero_point=False must be true"),
+    (AUTO_ROUND, {"packing_format": "auto_round:llm_compressor"}, "packing_format=.*others are not served"),
+    (AUTO_ROUND, MX_FP, "data_type='mx_fp' must be 'int'"),
+    (AUTO_ROUND, {"extra_config": {"lm_head": MX_FP}}, r"extra_config\.lm_head\.data_type='mx_fp' must be"),
+    (AUTO_ROUND, {"bits": 5}, "bits=5 must be 2, 3, 4 or 8, or 16 for modules that are not quantized"),
+    (MODELOPT, {"quant_algo": "NVFP4_AWQ"}, "quant_algo='NVFP4_AWQ' must be one of FP8,"),
+    (MODELOPT, {"quant_algo": "MIXED_PRECISION"}, "quantized_layers is missing; .* for MIXED_PRECISION"),
+    (CT, {"format": "marlin-24"}, r"group_0\.format='marlin-24, int of 4 bits.*others are not served"),
+    (CT, {"quantization_status": "calibration"}, "quantization_status='calibration' must be"),
+    (CT, {"transform_config": {"config_groups": {"u": {}}}}, "transform_config=.*absent"),
+    (CT, {"sparsity_config": {"format": "sparse-24-bitmask"}}, "sparsity_config=.*absent or dense"),
+]
+
+
+@pytest.mark.parametrize(("config", "changes", "words"), REFUSED)
+def test_unsupported_formats_are_refused_by_name(
+    config: dict[str, object], changes: dict[str, object], words: str, tmp_path: Path
+) -> None:
+    with pytest.raises(CheckpointError, match=words):
+        read_quantization({"quantization_config": {**config, **changes}}, tmp_path, param="model")
 
 
 def test_config_json_and_hf_quant_config_must_agree(tmp_path: Path) -> None:
@@ -306,76 +270,44 @@ MIXED = {
 }
 
 
-@pytest.mark.parametrize(
-    ("config", "module", "expected"),
-    [
-        ({**compressed("pack-quantized"), "ignore": ["re:.*self_attn.*"]}, "layers.1.self_attn.q_proj", None),
-        (
-            {**compressed("pack-quantized"), "ignore": ["model.layers.1.mlp.up_proj"]},
-            "model.language_model.layers.1.mlp.up_proj",
-            None,
-        ),
-        (compressed("pack-quantized"), "model.embed_tokens", None),
-        (FORMATS["ct_groups"].config, "model.layers.1.self_attn.q_proj", "INT8 with a scale per channel"),
-        (FORMATS["ct_groups"].config, "model.layers.1.mlp.up_proj", "INT4 in groups of 32"),
-        ({**AWQ_CONFIG, "modules_to_not_convert": ["mlp.gate"]}, "model.layers.1.mlp.gate", None),
-        (
-            {**AWQ_CONFIG, "modules_to_not_convert": ["mlp.gate"]},
-            "model.layers.1.mlp.gate_proj",
-            "AWQ INT4 in groups of 32",
-        ),
-        (
-            {"quant_method": "fp8", "modules_to_not_convert": [r"model\.layers\.\d\.mlp"]},
-            "model.layers.1.mlp.up_proj",
-            None,
-        ),
-        (
-            {"quant_method": "fp8", "ignored_layers": ["model.layers.1"]},
-            "model.layers.11.mlp.up_proj",
-            "FP8 with a scale per tensor or channel",
-        ),
-        (
-            {**GPTQ_CONFIG, "dynamic": {"-:.*down": {}, r"+:.*\.up": {"bits": 8}}},
-            "model.layers.1.mlp.down_proj",
-            None,
-        ),
-        (
-            {**GPTQ_CONFIG, "dynamic": {"-:.*down": {}, r"+:.*\.up": {"bits": 8}}},
-            "model.layers.1.mlp.up_proj",
-            "GPTQ INT8 in groups of 32",
-        ),
-        (
-            {**AUTO_ROUND, "extra_config": {"model.layers.1.mlp.up_proj": {"bits": 8}}},
-            "model.layers.1.mlp.up_proj",
-            "GPTQ INT8 in groups of 32",
-        ),
-        (
-            {**AUTO_ROUND, "extra_config": {".*lm_head.*": {"bits": 16, "data_type": "float"}}},
-            "lm_head",
-            None,
-        ),
-        (
-            {**AUTO_ROUND, "extra_config": {"layers.1.mlp.gate": {"bits": 16, "data_type": "fp"}}},
-            "layers.1.mlp.gate",
-            None,
-        ),
-        (MIXED, "model.layers.0.mlp.up_proj", "NVFP4"),
-        (MIXED, "model.layers.0.self_attn.q_proj", "FP8 with a scale per tensor"),
-        (MIXED, "model.layers.0.self_attn.k_proj", None),
-        (MIXED, "model.layers.0.mlp.experts.3.up_proj", "NVFP4"),
-        ({**MIXED, "quant_method": None}, "model.layers.0.mlp.up_proj", "NVFP4"),
-        (
-            {"quant_method": "modelopt", "quant_algo": "FP8", "ignore": ["model.layers.0.self_attn*"]},
-            "model.layers.0.self_attn.q_proj",
-            None,
-        ),
-        ({"quant_method": "modelopt", "quant_algo": "FP8", "ignore": ["lm_head"]}, "lm_head", None),
-    ],
-)
+UP, GATE = "model.layers.1.mlp.up_proj", "mlp.gate"
+INSIDE = "model.language_model.layers.1.mlp.up_proj"
+AWQ_INT4, GPTQ_INT8, INT4 = "AWQ INT4 in groups of 32", "GPTQ INT8 in groups of 32", "INT4 in groups of 32"
+FP8_WHOLE, MODELOPT_FP8 = "FP8 with a scale per tensor or channel", {**MODELOPT, "quant_algo": "FP8"}
+GROUPS = FORMATS["ct_groups"].config or {}
+PATTERNS = {"-:.*down": {}, r"+:.*\.up": {"bits": 8}}
+FLOAT, FP16 = ({"bits": 16, "data_type": kind} for kind in ("float", "fp"))
+# A format's configuration, changes of it, a module, and its form (None: it is not quantized).
+MODULES: list[tuple[dict[str, object], dict[str, object], str, str | None]] = [
+    (CT, {"ignore": ["re:.*self_attn.*"]}, "layers.1.self_attn.q_proj", None),
+    (CT, {"ignore": [UP]}, INSIDE, None),
+    (CT, {}, "model.embed_tokens", None),
+    (GROUPS, {}, "model.layers.1.self_attn.q_proj", "INT8 with a scale per channel"),
+    (GROUPS, {}, UP, INT4),
+    (AWQ_CONFIG, {"modules_to_not_convert": [GATE]}, "model.layers.1.mlp.gate", None),
+    (AWQ_CONFIG, {"modules_to_not_convert": [GATE]}, "model.layers.1.mlp.gate_proj", AWQ_INT4),
+    (FP8, {"modules_to_not_convert": [r"model\.layers\.\d\.mlp"]}, UP, None),
+    (FP8, {"ignored_layers": ["model.layers.1"]}, "model.layers.11.mlp.up_proj", FP8_WHOLE),
+    (GPTQ_CONFIG, {"dynamic": PATTERNS}, "model.layers.1.mlp.down_proj", None),
+    (GPTQ_CONFIG, {"dynamic": PATTERNS}, UP, GPTQ_INT8),
+    (AUTO_ROUND, {"extra_config": {UP: {"bits": 8}}}, UP, GPTQ_INT8),
+    (AUTO_ROUND, {"extra_config": {".*lm_head.*": FLOAT}}, "lm_head", None),
+    (AUTO_ROUND, {"extra_config": {f"layers.1.{GATE}": FP16}}, "layers.1.mlp.gate", None),
+    (MIXED, {}, "model.layers.0.mlp.up_proj", "NVFP4"),
+    (MIXED, {}, "model.layers.0.self_attn.q_proj", "FP8 with a scale per tensor"),
+    (MIXED, {}, "model.layers.0.self_attn.k_proj", None),
+    (MIXED, {}, "model.layers.0.mlp.experts.3.up_proj", "NVFP4"),
+    (MIXED, {"quant_method": None}, "model.layers.0.mlp.up_proj", "NVFP4"),
+    (MODELOPT_FP8, {"ignore": ["model.layers.0.self_attn*"]}, "model.layers.0.self_attn.q_proj", None),
+    (MODELOPT_FP8, {"ignore": ["lm_head"]}, "lm_head", None),
+]
+
+
+@pytest.mark.parametrize(("config", "changes", "module", "expected"), MODULES)
 def test_lists_of_modules_are_read_as_the_formats_mean_them(
-    config: dict, module: str, expected: str | None, tmp_path: Path
+    config: dict[str, object], changes: dict[str, object], module: str, expected: str | None, tmp_path: Path
 ) -> None:
-    quantization = read_quantization({"quantization_config": config}, tmp_path, param="model")
+    quantization = read_quantization({"quantization_config": {**config, **changes}}, tmp_path, param="model")
     assert quantization is not None
     scheme = quantization.scheme_of(module)
     assert (None if scheme is None else str(scheme)) == expected

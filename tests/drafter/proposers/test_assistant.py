@@ -6,7 +6,6 @@ test_lossless.py has cells of the grid, test_device_runner.py compares the devic
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import cache
 from pathlib import Path
 
 import pytest
@@ -14,30 +13,29 @@ import torch
 from manta.actors.targets.loading.load_plan import plan_load
 from manta.actors.targets.loading.memory_budget import page_bytes
 from manta.actors.targets.loading.rank_loader import load_runner
-from manta.cluster.config import EngineConfig, SpeculativeConfig
-from manta.cluster.errors import CheckpointError, ConfigError
+from manta.cluster.config import EngineConfig
+from manta.cluster.errors import CheckpointError
 from manta.cluster.request.request import SamplingParams
 from support.checkpoints.mtp_targets import make_assistant
-from support.checkpoints.tiny import TINY_VOCAB, changed, make_tiny_target, transformers_model
-from support.engines.recorded_chains import Served, same_chains
-from support.engines.steps import Steps, settings
+from support.checkpoints.tiny import changed, make_tiny_target, transformers_model
+from support.engines.recorded_chains import (
+    GREEDY,
+    PROMPTS,
+    WARM,
+    Choice,
+    Served,
+    assert_chains_equal,
+    assert_prefix_hits_keep_chains,
+    decode_alone,
+    texts,
+)
+from support.engines.steps import settings
 from support.engines.thread_ranks import ThreadRank, ThreadRanks
-from support.oracles.oracle_dflash import gumbel
 from transformers.generation.candidate_generator import SinglePositionMultiTokenCandidateGenerator
 
 NUM_DRAFTS = 3
 CLUSTERS, CLUSTERED = (16, 5), {"use_ordered_embeddings": True}
 WINDOW = 9
-GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
-WARM = SamplingParams(temperature=1.0, max_tokens=12, ignore_eos=True)
-noise = cache(gumbel)
-
-
-def prompt(length: int) -> list[int]:
-    return torch.randint(1, TINY_VOCAB, (length,), generator=torch.Generator().manual_seed(length)).tolist()
-
-
-PROMPTS = [prompt(n) for n in (1, 18, 37)]
 
 
 @pytest.fixture(scope="module")
@@ -58,7 +56,7 @@ def assisted(target: Path, drafter: Path, of_drafter: dict | None = None, **chan
 
 
 class Generator:
-    """transformers' generator for the token after any, with noise; it records logits without the noise.
+    """transformers' generator for the token after any, with chosen tokens; it records the logits.
 
     Its mask lets a sliding layer see one key more than `sliding_window`, and Manta's rows one key less than
     the target's window: those that a plain row of the target sees beside its own.
@@ -71,18 +69,18 @@ class Generator:
         self._assistant.generation_config.num_assistant_tokens = NUM_DRAFTS
 
     @torch.no_grad()
-    def chain(self, tokens: list[int], seed: int | None) -> tuple[list[int], list[torch.Tensor]]:
+    def chain(self, tokens: list[int], choose: Choice) -> tuple[list[int], list[torch.Tensor]]:
         """Return drafts after `tokens`, of which the target has computed all but the last."""
         seen: list[torch.Tensor] = []
 
-        def choose(module: object, args: object, out) -> None:
+        def record(module: object, args: object, out) -> None:
             if module.masked_embedding is not None:  # tokens of other clusters get one logit below all others
                 out.logits[out.logits == out.logits.min()] = -torch.inf
             seen.append(out.logits[0, 0].clone())
-            if seed is not None:
-                out.logits += noise(seed, len(tokens) + len(seen) - 1, TINY_VOCAB)
+            chosen = choose(seen[-1], len(tokens) + len(seen) - 1)
+            out.logits.fill_(-1e4)[0, 0, chosen] = 0.0
 
-        hook = self._assistant.register_forward_hook(choose)
+        hook = self._assistant.register_forward_hook(record)
         embeddings, config = self._target.get_input_embeddings(), self._target.generation_config
         config.max_length = 512
         generator = SinglePositionMultiTokenCandidateGenerator(self._assistant, embeddings, config)
@@ -103,34 +101,17 @@ def test_chains_equal_transformers_generator_and_no_token_changes(
     """Prompts come in chunks and batches, longer than the window, with rejections; small pages."""
     if clusters is not None:
         assistant = make_assistant(tmp_path, gemma4, clusters=clusters)
-    served = Served(assisted(gemma4, assistant, max_num_batched_tokens=16))
-    new = served.tokens(PROMPTS, params)
-    assert new == Served(settings(gemma4)).tokens(PROMPTS, params)
     generator = Generator(gemma4, assistant)
-    assert served.chains is not None
-    for i, tokens in enumerate(PROMPTS):
-        ours = {at: found for (name, at), found in served.chains.seen.items() if name == f"r{i}"}
-        assert len(ours) > 1
-        for at, (drafts, logits) in ours.items():
-            sequence = [*tokens, *new[i]][: at + 1]
-            right, theirs = generator.chain(sequence, 10 + i if params.temperature else None)
-            assert drafts == right[: len(drafts)], (i, at)
-            for z, z_right in zip(logits, theirs, strict=False):
-                assert torch.allclose(z, z_right, atol=2e-4), (i, at)
-                num_possible = TINY_VOCAB if clusters is None else TINY_VOCAB // clusters[0] * clusters[1]
-                assert z.isfinite().sum() == num_possible
+
+    def chains_of(tokens: list[int], anchors: list[int], choose: Choice) -> dict:
+        return {at: generator.chain(tokens[: at + 1], choose) for at in anchors}
+
+    config = assisted(gemma4, assistant, max_num_batched_tokens=16)
+    assert_chains_equal(config, settings(gemma4), params, chains_of)
 
 
 def test_a_prefix_hit_keeps_the_states(gemma4: Path, assistant: Path) -> None:
-    shared = prompt(40)
-    batch = [shared, [*shared, 7, 8, 9], [*shared[:32], 5], shared]
-    cold = Served(assisted(gemma4, assistant, enable_prefix_caching=False))
-    warm = Served(assisted(gemma4, assistant))
-    for i, tokens in enumerate(batch):
-        assert warm.tokens([tokens], WARM, i) == cold.tokens([tokens], WARM, i)
-    assert warm.chains is not None and cold.chains is not None
-    assert same_chains(warm.chains.seen, cold.chains.seen) > 10
-    assert max(warm.num_cached.values()) >= 32
+    assert_prefix_hits_keep_chains(assisted(gemma4, assistant))
 
 
 @pytest.mark.parametrize("clusters", [None, CLUSTERS], ids=["all tokens", "clusters"])
@@ -141,24 +122,16 @@ def test_two_ranks_read_their_heads_of_the_target(
     assistant = make_assistant(tmp_path, gemma4, clusters=clusters)
     config = assisted(gemma4, assistant, page_size=16, num_pages=80)
 
-    def work(rank: ThreadRank | None) -> list[tuple[list[int], list[float]]]:
+    def work(rank: ThreadRank | None) -> list[tuple[list[int], int, list[float]]]:
         ranks = 1 if rank is None else rank.world_size
-        runner, info = load_runner(replace(config, tensor_parallel_size=ranks), rank)
-        steps, known, found = Steps(2, num_groups=len(info.page_groups)), list(PROMPTS[1]), []
-        plan = steps.plan([0], [0], [len(known)], admitted=[steps.admit(0, known)])
-        for _ in range(6):
-            result = runner.execute(plan)
-            new = result.token_ids[0, : result.num_tokens[0]].tolist()
-            known += new
-            found.append((new, [] if result.margins is None else result.margins[0].tolist()))
-            plan = steps.plan([0], [len(known) - 1], [1 + NUM_DRAFTS], [NUM_DRAFTS])
-        return found
+        runner, _ = load_runner(replace(config, tensor_parallel_size=ranks), rank)
+        return decode_alone(runner, PROMPTS[1], NUM_DRAFTS, 6)
 
     expected = work(None)
-    assert [len(margins) for _, margins in expected[1:]] == [NUM_DRAFTS] * 5
+    assert [len(margins) for *_, margins in expected[1:]] == [NUM_DRAFTS] * 5
     for found in ThreadRanks(2).run(work):
-        assert [tokens for tokens, _ in found] == [tokens for tokens, _ in expected]
-        for (_, ours), (_, right) in zip(found, expected, strict=True):
+        assert texts(found) == texts(expected)
+        for (*_, ours), (*_, right) in zip(found, expected, strict=True):
             assert ours == pytest.approx(right, rel=1e-2)
 
 
@@ -220,12 +193,3 @@ def test_other_targets_and_missing_tensors_are_refused(
     (deeper / "model.safetensors").unlink()
     with pytest.raises(CheckpointError, match="deeper"):
         plan_load(assisted(gemma4, deeper))
-
-
-def test_settings_of_blocks_are_refused_with_an_assistant() -> None:
-    spec = SpeculativeConfig(method="mtp", model="m", hf_overrides={}, quantization="int8")
-    assert spec.has_model and spec.drafter == "m"
-    with pytest.raises(ConfigError, match=r'tree_width=2 is not supported with method="mtp"'):
-        SpeculativeConfig(method="mtp", model="m", tree_width=2)
-    with pytest.raises(ConfigError, match=r'placement=.* is not supported with method="mtp"'):
-        SpeculativeConfig(method="mtp", model="m", placement="split")

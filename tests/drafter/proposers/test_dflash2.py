@@ -154,13 +154,18 @@ def test_without_a_term_of_the_convolutions_blocks_differ(term: str, tmp_path: P
     assert difference.max() > 1e-3  # where the whole is within 3e-5
 
 
-@pytest.mark.parametrize(
-    "term",
-    [f"{SELECTOR}.{n}" for n in ("predecessor_codebook", "successor_codebook", "hidden_projection.weight")],
-)
-def test_without_a_term_of_the_selector_paths_differ(term: str, tmp_path: Path):
-    config, taps = VARIANTS["z-lab second"], random_taps([12])
-    pair = load_pair(tmp_path, config)
+WALKS = [
+    *(("z-lab second", f"{SELECTOR}.{name}_codebook") for name in ("predecessor", "successor")),
+    ("z-lab second", f"{SELECTOR}.hidden_projection.weight"),
+    *(("deepspec dspark", f"markov_head.{name}.weight") for name in ("markov_w1", "markov_w2")),
+]
+
+
+@pytest.mark.parametrize(("variant", "term"), WALKS)
+def test_without_a_term_of_the_selector_or_the_markov_head_paths_differ(
+    variant: str, term: str, tmp_path: Path
+):
+    pair, taps = load_pair(tmp_path, VARIANTS[variant]), random_taps([12])
     requests = Requests(pair.ours, [12], taps)
     got = requests.proposer.propose(requests.plan([15]), requests.states).drafts_RK[0].tolist()
     tensors = pair.oracle.tensors
@@ -173,9 +178,6 @@ def _greedy(pair: Pair, tensors: dict[str, torch.Tensor], taps: torch.Tensor, an
     return oracle.drafts(taps, anchor, 15, lambda z, _: int(z.argmax()), rank=lambda z, _: z)
 
 
-DSPARK = "deepspec dspark"
-
-
 def test_a_markov_heads_bias_is_for_all_tokens_where_the_vocabulary_is_small(tmp_path: Path):
     """The published walk looks at all tokens; here they are the 64 best, which are all with this `d2t`."""
     config, taps = dspark_speculators(draft_vocab_size=64), random_taps(LENGTHS)
@@ -185,13 +187,3 @@ def test_a_markov_heads_bias_is_for_all_tokens_where_the_vocabulary_is_small(tmp
     for r, anchor in enumerate(requests.anchors):
         expected = oracle.drafts(taps[r].double(), anchor, 15, lambda z, _: int(z.argmax()))
         assert proposals.drafts_RK[r].tolist() == expected
-
-
-@pytest.mark.parametrize("term", ["markov_w1", "markov_w2"])
-def test_without_a_term_of_the_markov_head_paths_differ(term: str, tmp_path: Path):
-    pair, taps = load_pair(tmp_path, VARIANTS[DSPARK]), random_taps([12])
-    requests = Requests(pair.ours, [12], taps)
-    got = requests.proposer.propose(requests.plan([15]), requests.states).drafts_RK[0].tolist()
-    lacking = without(pair.oracle.tensors, f"markov_head.{term}.weight")
-    assert got == _greedy(pair, pair.oracle.tensors, taps[0], requests.anchors[0])
-    assert got != _greedy(pair, lacking, taps[0], requests.anchors[0])

@@ -7,8 +7,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from manta.cluster.config import EngineConfig
-from manta.cluster.errors import ConfigError
 from manta.drafter.compute.layers.linear import Linear
 from manta.drafter.dflash.checkpoint import load_drafter
 from manta.drafter.dflash.target_features import EmbeddingCopies, TargetFacts
@@ -56,13 +54,6 @@ def test_a_row_that_replaces_the_mask_embedding_is_scaled_too(tmp_path: Path) ->
     checkpoints.write_drafter(tmp_path, config, mask_embedding=row)
     drafter = load_drafter(tmp_path, FACTS, shared_embeddings(torch.float32), torch.float32, "cpu")
     torch.testing.assert_close(drafter.embed_block(torch.tensor([VOCAB + 5]))[0], row * SCALE)
-
-
-@pytest.mark.parametrize("value", [0, -1.0, "raw", True, float("inf")])
-def test_a_setting_must_be_a_positive_number(value: object) -> None:
-    settings = {"model": "a", "speculative_config": {"model": "b", "input_embedding_scale": value}}
-    with pytest.raises(ConfigError, match=r"input_embedding_scale=.* must be a positive number"):
-        EngineConfig.from_dict(settings)
 
 
 def load(folder: Path, config: dict, facts: TargetFacts, dtype: torch.dtype, setting: float | None):

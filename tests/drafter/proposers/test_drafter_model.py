@@ -4,52 +4,31 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from manta.cluster.pages.kv_cache_groups import LayerPlace
-from manta.cluster.step.scheduler_output import AdmittedRequest, SlotSampling
 from manta.drafter.compute.batch_invariance import rows_are_invariant
 from manta.drafter.compute.block_weights import Projection
 from manta.drafter.compute.eager.backend import EagerBackend
 from manta.drafter.compute.layers.linear import Linear
 from manta.drafter.dflash.checkpoint import load_drafter
-from manta.drafter.dflash.model import DFlashDrafter
-from manta.drafter.dflash.proposer import DFlashProposer
 from manta.drafter.dflash.target_features import EmbeddingCopies
-from manta.drafter.step.request_states import RequestStates
-from manta.drafter.step.sampling.sampler import sample_rows
-from manta.drafter.step.sampling.verification import accept
 from support.checkpoints import drafters as checkpoints
-from support.checkpoints.drafters import HIDDEN, TARGET_LAYERS, VARIANTS, VOCAB
+from support.checkpoints.drafters import HIDDEN, VARIANTS, VOCAB
 from support.oracles.drafter_requests import (
     FACTS,
-    NUM_PAGES,
-    NUM_SLOTS,
-    PAGE_SIZE,
     Requests,
-    i32,
+    assert_blocks_equal,
     load_pair,
     plan_of,
     random_taps,
 )
-from support.oracles.oracle_dflash import Oracle, decode, gumbel
 
 
 @pytest.mark.parametrize("variant", sorted(VARIANTS))
 def test_batched_paged_blocks_equal_the_oracle(variant: str, tmp_path: Path):
     pair = load_pair(tmp_path, VARIANTS[variant])
-    lengths, drafts = [1, 40, 5, 17, 33], [15, 3, 7, 0, 1]
-    taps = random_taps(lengths)
-    requests = Requests(pair.ours, lengths, taps)
-    for ours, context, anchor, k in zip(
-        requests.block_logits(drafts), taps, requests.anchors, drafts, strict=True
-    ):
-        if k:
-            expected = pair.oracle.logits(context, anchor, k)
-            kept = expected.isfinite()
-            assert torch.equal(kept, ours.isfinite())
-            assert torch.allclose(ours[kept], expected[kept], atol=3e-5)
+    assert_blocks_equal(pair, [1, 40, 5, 17, 33], [15, 3, 7, 0, 1])
 
 
 @pytest.mark.parametrize("variant", ["z-lab full attention", "z-lab biases", "z-lab second"])
@@ -174,107 +153,6 @@ def test_context_uses_the_layers_own_key_and_value_weights(groups: tuple[int, ..
         layers = [i for i in range(3) if groups[i] == group]
         names = [f"layers.{i}.self_attn.{kind}_proj.weight" for kind in "kv" for i in layers]
         assert torch.equal(blocks.flatten(0, 2), torch.cat([tensors[name].float() for name in names]))
-
-
-def tiny_target():
-    """A random transformers target of 6 layers that fits the checkpoints here."""
-    from transformers import Qwen3Config, Qwen3ForCausalLM
-
-    torch.manual_seed(3)
-    config = Qwen3Config(
-        **{k: v for k, v in checkpoints.BACKBONE.items() if k not in ("model_type", "rope_theta")}
-        | {"num_hidden_layers": TARGET_LAYERS, "initializer_range": 0.1, "tie_word_embeddings": False}
-    )
-    return Qwen3ForCausalLM(config).eval()
-
-
-@torch.no_grad()
-def run_batch(target, oracle: Oracle, drafter: DFlashDrafter, prompts, params, num_tokens, block):
-    """Run a minimal engine: Manta's states, drafts, sampling and context over transformers' target."""
-    states = RequestStates(NUM_SLOTS, FACTS.max_model_len, (NUM_PAGES,), PAGE_SIZE, "cpu")
-    proposer = DFlashProposer(drafter, drafter.new_cache(NUM_PAGES, PAGE_SIZE))
-    slots = [5, 0, 3][: len(prompts)]
-    order = iter(np.random.default_rng(2).permutation(NUM_PAGES).tolist())
-    count = -(-FACTS.max_model_len // PAGE_SIZE)
-    pages = [(s, i, next(order)) for s in slots for i in range(count)]
-    admitted = [
-        AdmittedRequest(s, str(s), i32(p), params[i])
-        for i, (s, p) in enumerate(zip(slots, prompts, strict=True))
-    ]
-    tokens = [list(p) for p in prompts]
-    records: list[list[tuple[int, list[int], int]]] = [[] for _ in prompts]
-    plan = plan_of(
-        slots, [0] * len(slots), map(len, prompts), [0] * len(slots), admitted=admitted, pages=pages
-    )
-    while True:
-        states.apply(plan)
-        drafts = proposer.propose(plan, states).drafts_RK
-        states.write_drafts(plan, drafts)
-        rows = states.lay_out_rows(plan)
-        taps, logits = _target_rows(target, oracle, plan, rows.token_ids_N, tokens)
-        sampled = sample_rows(logits[rows.sampled_X], rows.sampling)
-        out, num = accept(sampled, rows.counts_R, drafts)
-        proposer.inject(taps, rows, num)
-        states.advance(plan, out, num)
-        running = []
-        for at, slot in enumerate(plan.slots.tolist()):
-            r, k = slots.index(slot), int(plan.num_drafts[at])
-            new = out[at, : num[at]].tolist()
-            if plan.num_computed[at] > 0:
-                records[r].append((len(tokens[r]) - 1, drafts[at, :k].tolist(), len(new) - 1))
-            tokens[r] += new
-            if len(tokens[r]) < len(prompts[r]) + num_tokens:
-                running.append(r)
-        if not running:
-            return [t[len(p) :] for t, p in zip(tokens, prompts, strict=True)], records
-        left = [len(prompts[r]) + num_tokens - len(tokens[r]) - 1 for r in running]
-        k = [min(block - 1, n) for n in left]
-        plan = plan_of(
-            [slots[r] for r in running], [len(tokens[r]) - 1 for r in running], [x + 1 for x in k], k
-        )
-
-
-def _target_rows(target, oracle: Oracle, plan, token_ids_N, tokens):
-    taps, logits, start = [], [], 0
-    known = dict(zip([5, 0, 3], tokens, strict=False))
-    for slot, first, count in zip(plan.slots, plan.num_computed, plan.num_rows, strict=True):
-        ids = known[int(slot)][:first] + token_ids_N[start : start + count].tolist()
-        out = target(torch.tensor([ids]), output_hidden_states=True, use_cache=False)
-        states = [out.hidden_states[i][0][first:] for i in oracle.tap_indices()]
-        taps.append(torch.stack(states, dim=1))
-        logits.append(out.logits[0][first:])
-        start += int(count)
-    return torch.cat(taps), torch.cat(logits)
-
-
-@pytest.mark.parametrize("temperature", [0.0, 2.0])
-@pytest.mark.parametrize("variant", ["z-lab full attention", "speculators own vocabulary"])
-def test_whole_generations_propose_and_accept_as_the_oracle(variant: str, temperature: float, tmp_path: Path):
-    """Requests run together; every step has the same drafts, acceptance and tokens."""
-    config, target = VARIANTS[variant], tiny_target()
-    tensors = checkpoints.drafter_tensors(config)
-    checkpoints.write_drafter(tmp_path, config, tensors)
-    embedding, head = target.model.embed_tokens.weight.detach(), target.lm_head.weight.detach()
-    oracle = Oracle(config, tensors, embedding, head)
-    drafter = load_drafter(tmp_path, FACTS, EmbeddingCopies(embedding, Linear(head)), torch.float32, "cpu")
-    prompts = [[3, 14, 15, 92, 65], [35, 89, 79, 32, 38, 46, 26, 43, 38, 32], [7]]
-    seeds = [11, -(2**40) - 3, 2**62 + 17]
-    params = [SlotSampling(temperature, 0, 1.0, 0.0, s, 0, ()) for s in seeds]
-    num_tokens = 24 if temperature else 10  # greedy, a step returns little more than one
-    ours, records = run_batch(target, oracle, drafter, prompts, params, num_tokens, 8)
-    accepted = 0
-    for r, (prompt, seed) in enumerate(zip(prompts, seeds, strict=True)):
-
-        def choose(logits, position, seed=seed):
-            noise = temperature * gumbel(seed, position, VOCAB) if temperature else 0
-            return int((logits.double() + noise).argmax())
-
-        tokens, steps = decode(target, oracle, prompt, num_tokens, 8, choose)
-        assert ours[r] == tokens
-        assert records[r] == [(s.position, s.drafts, s.accepted) for s in steps]
-        accepted += sum(s.accepted for s in steps)
-    if temperature:
-        assert accepted > 10, "noise shared by target and drafter should let drafts stand"
 
 
 def test_blocks_equal_those_of_a_saved_transformers_assistant(tmp_path: Path):

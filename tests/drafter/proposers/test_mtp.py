@@ -11,35 +11,31 @@ from functools import cache
 from pathlib import Path
 
 import pytest
-import torch
 from manta.actors.targets.families import read_model
 from manta.actors.targets.loading.load_plan import plan_load
 from manta.actors.targets.loading.memory_budget import page_bytes
 from manta.actors.targets.loading.rank_loader import load_runner
-from manta.actors.targets.runners.cpu_runner import CpuModelRunner
-from manta.cluster.config import EngineConfig, SpeculativeConfig
+from manta.cluster.config import EngineConfig
 from manta.cluster.errors import CheckpointError, ConfigError
 from manta.cluster.request.request import SamplingParams
 from safetensors.torch import load_file, save_file
 from support.checkpoints.mtp_targets import BLOCKS, PARTS, block_of, make_mtp_target, names_of
-from support.checkpoints.tiny import TINY_VOCAB, make_tiny_target, transformers_model
-from support.engines.recorded_chains import Served, same_chains
-from support.engines.steps import Steps, settings
+from support.checkpoints.tiny import make_tiny_target, transformers_model
+from support.engines.recorded_chains import (
+    GREEDY,
+    WARM,
+    Choice,
+    assert_chains_equal,
+    assert_prefix_hits_keep_chains,
+    decode_alone,
+    prompt,
+    texts,
+)
+from support.engines.steps import settings
 from support.engines.thread_ranks import ThreadRank, ThreadRanks
-from support.oracles.oracle_dflash import gumbel
 from support.oracles.oracle_mtp import LayeredOracle, MtpOracle, chains
 
 NUM_DRAFTS = 3
-GREEDY = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
-WARM = SamplingParams(temperature=1.0, max_tokens=8, ignore_eos=True)
-noise = cache(gumbel)
-
-
-def prompt(length: int) -> list[int]:
-    return torch.randint(1, TINY_VOCAB, (length,), generator=torch.Generator().manual_seed(length)).tolist()
-
-
-PROMPTS = [prompt(n) for n in (1, 18, 37)]
 
 
 def mtp(target: Path, **changes: object) -> EngineConfig:
@@ -87,53 +83,16 @@ def test_each_of_several_layers_makes_the_draft_of_its_depth(
 
 
 def check_chains(folder: Path, target, oracle: MtpOracle | LayeredOracle, params: SamplingParams) -> None:
-    """Compare all chains of an engine with the oracle's, and its tokens with those of plain decoding."""
-    served = Served(mtp(folder, max_num_batched_tokens=16))
-    new = served.tokens(PROMPTS, params)
-    assert new == Served(settings(folder)).tokens(PROMPTS, params)
-    assert served.chains is not None
-    for i, tokens in enumerate(PROMPTS):
-        ours = {at: found for (name, at), found in served.chains.seen.items() if name == f"r{i}"}
-        assert len(ours) > 1
+    def chains_of(tokens: list[int], anchors: list[int], choose: Choice) -> dict:
+        return chains(target, oracle, tokens, anchors, NUM_DRAFTS, choose)
 
-        def choose(z: torch.Tensor, at: int, seed: int = 10 + i) -> int:
-            return int((z + noise(seed, at, TINY_VOCAB) if params.temperature else z).argmax())
-
-        expected = chains(target, oracle, [*tokens, *new[i]], list(ours), NUM_DRAFTS, choose)
-        for at, (drafts, logits) in ours.items():
-            right, theirs = expected[at]
-            assert drafts == right[: len(drafts)], (i, at)
-            for z, z_right in zip(logits, theirs, strict=False):
-                assert torch.allclose(z, z_right, atol=2e-4), (i, at)
+    assert_chains_equal(mtp(folder, max_num_batched_tokens=16), settings(folder), params, chains_of)
 
 
 def test_a_prefix_hit_keeps_the_layers_entries_and_features(target_of, three_layers: Path) -> None:
     """Also next to recurrent states, where the layer stores latents, and with several states for a page."""
     for folder in (target_of("qwen3_5"), target_of("deepseek_v3"), three_layers):
-        shared = prompt(40)
-        batch = [shared, [*shared, 7, 8, 9], [*shared[:32], 5], shared]
-        cold = Served(mtp(folder, enable_prefix_caching=False))
-        warm = Served(mtp(folder))
-        for i, tokens in enumerate(batch):
-            assert warm.tokens([tokens], WARM, i) == cold.tokens([tokens], WARM, i)
-        assert warm.chains is not None and cold.chains is not None
-        assert same_chains(warm.chains.seen, cold.chains.seen) > 10
-        assert max(warm.num_cached.values()) >= 32
-
-
-def outcomes(runner: CpuModelRunner, num_drafts: int) -> list[tuple[list[int], int]]:
-    """Tokens of each step of one request, and the number of verified drafts."""
-    num_groups = len(runner.states.page_tables_GSP)
-    steps, tokens, found = Steps(2, num_groups=num_groups), prompt(12), []
-    known, plan = 12, None
-    plan = steps.plan([0], [0], [12], admitted=[steps.admit(0, tokens)])
-    for _ in range(8):
-        result = runner.execute(plan)
-        new = result.token_ids[0, : result.num_tokens[0]].tolist()
-        found.append((new, int(result.num_drafts[0])))
-        known += len(new)
-        plan = steps.plan([0], [known - 1], [1 + num_drafts], [num_drafts])
-    return found
+        assert_prefix_hits_keep_chains(mtp(folder))
 
 
 @pytest.mark.parametrize("family", ["deepseek_v3", "mimo_v2 of three layers"])
@@ -142,15 +101,15 @@ def test_two_ranks_shard_the_layer_and_return_the_plain_tokens(
 ) -> None:
     folder = three_layers if "three" in family else target_of(family)
     alone, _ = load_runner(settings(folder, num_pages=80))
-    plain = [token for tokens, _ in outcomes(alone, 0) for token in tokens]
+    plain = texts(decode_alone(alone, prompt(12), 0))
     config = mtp(folder, tensor_parallel_size=2, page_size=16, num_pages=80)
 
-    def work(rank: ThreadRank) -> list[tuple[list[int], int]]:
-        return outcomes(load_runner(config, rank)[0], NUM_DRAFTS)
+    def work(rank: ThreadRank) -> list[tuple[list[int], int, list[float]]]:
+        return decode_alone(load_runner(config, rank)[0], prompt(12), NUM_DRAFTS)
 
     first, second = ThreadRanks(2).run(work)
     assert first == second
-    assert [token for tokens, _ in first for token in tokens][: len(plain)] == plain
+    assert texts(first)[: len(plain)] == plain
 
 
 def test_page_sizes_include_the_layers_latents_and_features(target_of) -> None:
@@ -192,9 +151,3 @@ def test_a_missing_tensor_of_the_layer_is_named(target_of, tmp_path: Path) -> No
     with pytest.raises(CheckpointError, match=r"model.layers.4.self_attn.q_norm.weight is missing"):
         plan_load(mtp(folder))
     assert json.loads((folder / "config.json").read_text())["num_nextn_predict_layers"] == 1
-
-
-def test_settings_of_a_drafters_checkpoint_are_refused() -> None:
-    with pytest.raises(ConfigError, match=r'quantization=.* is not supported with method="mtp"'):
-        SpeculativeConfig(method="mtp", quantization="int8")
-    assert SpeculativeConfig(method="mtp", suffix_drafts=True).copies_suffixes

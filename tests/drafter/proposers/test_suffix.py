@@ -15,17 +15,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from manta import LLM, SamplingParams, StructuredOutputsParams
 from manta.actors.targets.loading.rank_loader import load_runner
-from manta.actors.targets.runners.cpu_runner import CpuModelRunner
-from manta.cluster.config import SpeculativeConfig
-from manta.cluster.errors import ConfigError
+from manta.cluster.engine.engine_core import EngineStats
 from manta.cluster.step.scheduler_output import AdmittedRequest, SchedulerOutput
 from manta.drafter.step.inputs.proposals import Proposals
 from manta.drafter.step.request_states import RequestStates
 from manta.drafter.suffix.mixing import SuffixMixer
 from manta.drafter.suffix.proposer import AnswerCache, SuffixProposer
 from manta.drafter.suffix.suffix_automaton import SuffixAutomaton
-from support.checkpoints.text_pair import make_text_pair
 from support.checkpoints.tiny import make_tiny_drafter
+from support.engines.recorded_chains import decode_alone, texts
 from support.engines.steps import GREEDY, Steps, settings
 from support.engines.thread_ranks import ThreadRank, ThreadRanks
 from support.oracles.schemas import held_by
@@ -220,35 +218,23 @@ def test_chosen_copies_have_margins_on_the_drafters_scale() -> None:
     assert (mixed.margins_RK[0] > 0.5).all()
 
 
-def outcomes(runner: CpuModelRunner, num_drafts: int) -> list[tuple[list[int], int]]:
-    """Tokens of each step of one request, and the number of verified drafts."""
-    steps, prompt, found = Steps(2), [7, 8, 9, 10] * 6 + [7, 8], []
-    known, plan = len(prompt), steps.plan([0], [0], [len(prompt)], admitted=[steps.admit(0, prompt)])
-    for _ in range(12):
-        result = runner.execute(plan)
-        tokens = result.token_ids[0, : result.num_tokens[0]].tolist()
-        found.append((tokens, int(result.num_drafts[0])))
-        known += len(tokens)
-        plan = steps.plan([0], [known - 1], [1 + num_drafts], [num_drafts])
-    return found
-
-
 @pytest.mark.parametrize("mixed", [False, True])
 def test_two_ranks_verify_the_same_drafts_and_return_the_plain_tokens(
     tiny_qwen3: Path, tmp_path: Path, mixed: bool
 ) -> None:
-    plain = [token for tokens, _ in outcomes(load_runner(settings(tiny_qwen3))[0], 0) for token in tokens]
+    repeats = [7, 8, 9, 10] * 6 + [7, 8]
+    plain = texts(decode_alone(load_runner(settings(tiny_qwen3))[0], repeats, 0, 12))
     drafter = {"model": str(make_tiny_drafter(tmp_path)), "suffix_drafts": True}
     spec = {"adaptive": False, "num_speculative_tokens": 5, **(drafter if mixed else {"method": "suffix"})}
     config = settings(tiny_qwen3, tensor_parallel_size=2, speculative_config=spec)
 
-    def work(rank: ThreadRank) -> list[tuple[list[int], int]]:
-        return outcomes(load_runner(config, rank)[0], 5)
+    def work(rank: ThreadRank) -> list[tuple[list[int], int, list[float]]]:
+        return decode_alone(load_runner(config, rank)[0], repeats, 5, 12)
 
     first, second = ThreadRanks(2).run(work)
-    assert first == second
-    assert [token for tokens, _ in first for token in tokens][: len(plain)] == plain
-    assert max(count for _, count in first) == 5
+    assert texts(first) == texts(second)
+    assert texts(first)[: len(plain)] == plain
+    assert max(count for _, count, _ in first) == 5
 
 
 @pytest.mark.parametrize("trees", [{}, {"tree_width": 2, "tree_size": 6}], ids=["chains", "trees"])
@@ -274,46 +260,43 @@ def test_an_answer_that_repeats_itself_needs_few_passes_of_the_drafter(
     assert (stats.num_trees > 0) == bool(trees)
 
 
+COPIES: dict[str, dict[str, object]] = {
+    "n-grams": {"method": "ngram", "num_speculative_tokens": 5},
+    "suffixes": {"method": "suffix", CACHED: 8},
+    "mixed": {"suffix_drafts": True, CACHED: 8},
+}
+
+
+@pytest.fixture(scope="module")
+def plain_answers(pair: tuple[Path, Path]) -> list[list[list[int]]]:
+    """Two rounds of constrained answers by plain decoding."""
+    return answers_of(pair[0], None)[0]
+
+
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize("adaptive", [False, True])
-@pytest.mark.parametrize("mixed", [False, True])
-def test_constrained_answers_equal_plain_decoding(tmp_path: Path, mixed: bool, adaptive: bool) -> None:
-    """With one that repeats itself, and drafts that are trimmed; earlier answers are copied, too."""
-    target, drafter = make_text_pair(tmp_path)
-    spec = {"model": str(drafter), "suffix_drafts": True} if mixed else {"method": "suffix"}
+@pytest.mark.parametrize("kind", COPIES)
+def test_constrained_answers_equal_plain_decoding(
+    pair: tuple[Path, Path], plain_answers: list[list[list[int]]], kind: str, adaptive: bool
+) -> None:
+    drafter = {"model": str(pair[1])} if kind == "mixed" else {}
+    found, stats = answers_of(pair[0], {**COPIES[kind], **drafter, "adaptive": adaptive})
+    assert found == plain_answers
+    if not adaptive:
+        assert stats.num_accepted_tokens > 0
+        copied, accepted = stats.num_copied_draft_tokens, stats.num_copied_accepted_tokens
+        assert (copied > 0) == (accepted > 0) == (kind == "mixed")
+
+
+def answers_of(target: Path, spec: dict[str, object] | None) -> tuple[list[list[list[int]]], EngineStats]:
+    """Answer twice: one answer repeats itself, drafts are trimmed, and earlier answers are copied, too."""
     regex, choice = "(ab){12}[a-z]*", held_by({"enum": ["yes yes yes", "no no no no"]})
     params = [SamplingParams(temperature=0.7, seed=2, max_tokens=40)]
     params += [
         SamplingParams(seed=3, max_tokens=40, structured_outputs=each)
         for each in (StructuredOutputsParams(regex=regex), choice)
     ]
-    found = []
-    for each in (None, {**spec, CACHED: 8, "adaptive": adaptive}):
-        how = {"dtype": "float32", "num_threads": 1, "max_model_len": 256, "speculative_config": each}
-        with LLM(str(target), **how) as llm:
-            for _ in range(2):
-                answers = llm.generate(["a b a b a b", "say ab", "yes or no"], params)
-                found.append([answer.outputs[0].token_ids for answer in answers])
-            stats = llm.stats()
-    assert found[0] == found[1] == found[2] == found[3]
-    if not adaptive:
-        assert stats.num_accepted_tokens > 0
-        assert (stats.num_copied_accepted_tokens > 0) == (stats.num_copied_draft_tokens > 0) == mixed
-
-
-@pytest.mark.parametrize(
-    ("given_settings", "param", "message"),
-    [
-        ({"method": "suffix", "model": "m"}, "model", "is not supported with method"),
-        ({"method": "suffix", "suffix_drafts": True}, "suffix_drafts", "is not supported with method"),
-        ({"model": "m", "suffix_drafts": True, "placement": "split"}, "suffix_drafts", "placement"),
-        ({"model": "m", CACHED: 3}, CACHED, "no use"),
-        ({"method": "suffix", CACHED: -1}, CACHED, "at least 0"),
-    ],
-)
-def test_settings_without_use_are_refused(
-    given_settings: dict[str, object], param: str, message: str
-) -> None:
-    with pytest.raises(ConfigError, match=message) as refused:
-        SpeculativeConfig(**given_settings)
-    assert refused.value.param == f"speculative_config.{param}"
+    how = {"dtype": "float32", "num_threads": 1, "max_model_len": 256, "speculative_config": spec}
+    with LLM(str(target), **how) as llm:
+        rounds = [llm.generate(["a b a b a b", "say ab", "yes or no"], params) for _ in range(2)]
+        return [[answer.outputs[0].token_ids for answer in answers] for answers in rounds], llm.stats()

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -92,14 +92,6 @@ def speculators(**keys: object) -> Callable[[Path], None]:
     return apply
 
 
-def both(*changes: Callable[[Path], None]) -> Callable[[Path], None]:
-    def apply(pair: Path) -> None:
-        for change in changes:
-            change(pair)
-
-    return apply
-
-
 def with_tokenizer(change: Callable[[Any], object]) -> Callable[[Path], None]:
     """The drafter has its own tokenizer: the target's with a change."""
 
@@ -141,188 +133,95 @@ def missing_shard(pair: Path) -> None:
 ROPE = {"rope_type": "linear", "factor": 4.0}
 VERIFIER = {"verifier": {"name_or_path": "x/y", "architectures": ["LlamaForCausalLM"]}}
 GATE = "layers.1.mlp.gate_proj.weight"
-BROKEN = [
+TAPS = "dflash_config.target_layer_ids"
+PROJECTOR = "dflash_config.projector_type"
+FIRST_GATE = "layers.0.mlp.gate_proj.weight"
+QUARK = {"quant_method": "quark"}
+MAMBA, HEAD = ["MambaForCausalLM"], ["LlamaForCausalLMEagle3"]
+ONE_LESS = config(num_hidden_layers=3, layer_types=None)
+ONE_HIGHER = r"each is one higher: write \[2, 5, 9, 13, 16\]"
+
+
+def without_weights(pair: Path) -> None:
+    (pair / "drafter/model.safetensors").unlink()
+
+
+def cut_config(pair: Path) -> None:
+    write(pair / "drafter/config.json", b'{"a')
+
+
+def one_row_less(pair: Path) -> None:
+    target(vocab_size=4095)(pair)
+    config(vocab_size=4095)(pair)
+
+
+def in_half(found: Tensors) -> None:
+    found.update({name: tensor.half() for name, tensor in found.items()})
+
+
+def in_fp8(found: Tensors) -> None:
+    found[GATE] = found[GATE].to(torch.float8_e4m3fn)
+
+
+def without_a_row(found: Tensors) -> None:
+    found[GATE] = found[GATE][:-1].clone()
+
+
+def with_rows(name: str) -> Callable[[Tensors], None]:
+    """A tensor of eight rows."""
+    return lambda found: found.update({f"{name}.weight": torch.zeros(8, 192)})
+
+
+FATAL = [
     Broken("hidden size of another target", config(hidden_size=256), "hidden_size", "hidden_size 192"),
+    Broken("states of another width", speculators(target_hidden_size=256), "target_hidden_size", "192"),
+    Broken("a deeper target", config(num_target_layers=36), "num_target_layers", "hidden_layers 18"),
+    Broken("a tap beyond the target", dflash(target_layer_ids=[1, 4, 8, 12, 18]), TAPS, "from 0 to 17"),
+    Broken("a tap before the target", dflash(target_layer_ids=[-1, 4, 8, 12, 15]), TAPS, "from 0"),
+    Broken("a tap twice", dflash(target_layer_ids=[1, 4, 8, 12, 12]), TAPS, "all different"),
     Broken(
-        "made for states of another width", speculators(target_hidden_size=256), "target_hidden_size", "192"
-    ),
-    Broken(
-        "made for a deeper target", config(num_target_layers=36), "num_target_layers", "num_hidden_layers 18"
-    ),
-    Broken(
-        "a tap beyond the target",
-        dflash(target_layer_ids=[1, 4, 8, 12, 18]),
-        "dflash_config.target_layer_ids",
-        "from 0 to 17",
-    ),
-    Broken(
-        "a tap before the target",
-        dflash(target_layer_ids=[-1, 4, 8, 12, 15]),
-        "dflash_config.target_layer_ids",
-        "from 0",
-    ),
-    Broken(
-        "Speculators' ids in z-lab's file",
-        dflash(target_layer_ids=[2, 5, 9, 13, 16]),
-        "layer ids",
-        "plus one, as Speculators counts",
-        fatal=False,
-    ),
-    Broken(
-        "z-lab's ids in Speculators' file",
-        speculators(aux_hidden_state_layer_ids=[1, 4, 8, 12, 15]),
-        "layer ids",
-        r"each is one higher: write \[2, 5, 9, 13, 16\]",
-        fatal=False,
-    ),
-    Broken(
-        "a tap twice",
-        dflash(target_layer_ids=[1, 4, 8, 12, 12]),
-        "dflash_config.target_layer_ids",
-        "all different",
-    ),
-    Broken(
-        "taps out of order",
-        dflash(target_layer_ids=[15, 12, 8, 4, 1]),
-        "layer ids",
-        "not ascending",
-        fatal=False,
-    ),
-    Broken(
-        "fewer taps than fc has columns for",
-        dflash(target_layer_ids=[1, 8, 15]),
-        "fc.weight",
-        r"\[192, 960\].*\[192, 576\]",
+        "fewer taps than fc has", dflash(target_layer_ids=[1, 8, 15]), "fc.weight", r"\[192, 960\].*192, 576"
     ),
     Broken("another vocabulary", config(vocab_size=8192), "vocab_size", "vocab_size 4096"),
     Broken("a mask beyond the vocabulary", dflash(mask_token_id=4096), "mask_token_id", "below the target's"),
-    Broken(
-        "a mask that is a word", dflash(mask_token_id=300), "mask token in use", "ordinary text", fatal=False
-    ),
-    Broken(
-        "a mask that the template writes",
-        dflash(mask_token_id=4093),
-        "mask token in use",
-        "chat template writes",
-        fatal=False,
-    ),
-    Broken(
-        "a mask that ends texts",
-        dflash(mask_token_id=4094),
-        "mask_token_id",
-        "end-of-sequence token of the target",
-        fatal=False,
-    ),
-    Broken(
-        "another theta",
-        config(rope_theta=1e6),
-        "rope",
-        "theta 1e.06, the target's default with theta 10000",
-        fatal=False,
-    ),
-    Broken("another rope", config(rope_scaling=ROPE), "rope", "is linear with theta", fatal=False),
-    Broken(
-        "fewer positions",
-        config(max_position_embeddings=256),
-        "max_position_embeddings",
-        "256 positions",
-        fatal=False,
-    ),
-    Broken(
-        "another type",
-        tensors(lambda t: t.update({n: v.half() for n, v in t.items()})),
-        "dtype",
-        "F16, the target's BF16",
-        fatal=False,
-    ),
-    Broken(
-        "FP8 without scales",
-        tensors(lambda t: t.update({GATE: t[GATE].to(torch.float8_e4m3fn)})),
-        GATE,
-        "config.json does not name",
-    ),
+    Broken("FP8 without scales", tensors(in_fp8), GATE, "config.json does not name"),
     Broken("a tensor missing", tensors(lambda t: t.pop(GATE)), GATE, "is missing"),
-    Broken(
-        "a tensor of another size",
-        tensors(lambda t: t.update({GATE: t[GATE][:-1].clone()})),
-        GATE,
-        r"\[511, 192\]",
-    ),
-    Broken(
-        "a layer that config.json leaves out",
-        config(num_hidden_layers=3, layer_types=None),
-        "unused tensors",
-        "11 unused tensors.*layers.3",
-    ),
+    Broken("a tensor of another size", tensors(without_a_row), GATE, r"\[511, 192\]"),
+    Broken("a layer too many", ONE_LESS, "unused tensors", "11 unused tensors.*layers.3"),
     Broken("a prefix on every name", tensors(prefixed), "unused tensors", "Remove the prefix 'model.'"),
-    Broken(
-        "an embedding of another vocabulary",
-        tensors(lambda t: t.update({"embed_tokens.weight": torch.zeros(8, 192)})),
-        "embed_tokens.weight",
-        r"\[4096, 192\]",
-    ),
-    Broken(
-        "a head of another vocabulary",
-        tensors(lambda t: t.update({"lm_head.weight": torch.zeros(8, 192)})),
-        "lm_head.weight",
-        r"\[4096, 192\]",
-    ),
-    Broken("another MLP", config(intermediate_size=768), "layers.0.mlp.gate_proj.weight", r"\[768, 192\]"),
+    Broken("another embedding", tensors(with_rows("embed_tokens")), "embed_tokens.weight", r"\[4096, 192\]"),
+    Broken("another head", tensors(with_rows("lm_head")), "lm_head.weight", r"\[4096, 192\]"),
+    Broken("another MLP", config(intermediate_size=768), FIRST_GATE, r"\[768, 192\]"),
     Broken("weights cut short", cut, "file", "corrupt or cut short"),
     Broken("a shard missing", missing_shard, "file", "although the index names it"),
-    Broken(
-        "no weights", lambda pair: (pair / "drafter/model.safetensors").unlink(), "file", r"no \.safetensors"
-    ),
-    Broken(
-        "config.json cut short",
-        lambda pair: write(pair / "drafter/config.json", b'{"a'),
-        "speculative_config.model",
-        "cannot be read as JSON",
-    ),
-    Broken(
-        "called an EAGLE-3 head",
-        config(architectures=["LlamaForCausalLMEagle3"]),
-        "block_size",
-        "must be absent",
-    ),
-    Broken(
-        "no word of DFlash",
-        edit("drafter/config.json", lambda raw: raw.pop("dflash_config")),
-        "dflash_config",
-        "is missing",
-    ),
-    Broken(
-        "a projector that is not served",
-        dflash(projector_type="domino"),
-        "dflash_config.projector_type",
-        "is not supported",
-    ),
-    Broken(
-        "a quantised drafter",
-        config(quantization_config={"quant_method": "quark"}),
-        "quantization_config.quant_method",
-        "others are not served",
-    ),
+    Broken("no weights", without_weights, "file", r"no \.safetensors"),
+    Broken("config.json cut short", cut_config, "speculative_config.model", "cannot be read as JSON"),
+    Broken("called an EAGLE-3 head", config(architectures=HEAD), "block_size", "must be absent"),
+    Broken("no word of DFlash", config(dflash_config=None), "dflash_config", "is missing"),
+    Broken("another projector", dflash(projector_type="domino"), PROJECTOR, "is not supported"),
+    Broken("quark", config(quantization_config=QUARK), "quantization_config.quant_method", "others are not"),
     Broken("no room for a draft", config(block_size=1), "block_size", "from 2"),
-    Broken(
-        "a target that is not served",
-        target(architectures=["MambaForCausalLM"]),
-        "architectures",
-        "others are not served",
-    ),
-    Broken(
-        "a drafter for another class",
-        speculators(speculators_config=VERIFIER),
-        "verifier",
-        "trained for LlamaForCausalLM",
-        fatal=False,
-    ),
+    Broken("another target", target(architectures=MAMBA), "architectures", "others are not served"),
     Broken("another tokenizer", with_tokenizer(swap_two_tokens), "tokenizer", "differs from the target's"),
-    Broken("another template", with_template, "chat template", "thinking on or off", fatal=False),
-    Broken(
-        "a tokenizer larger than the embedding",
-        both(target(vocab_size=4095), config(vocab_size=4095)),
-        "tokenizer",
-        "4096 tokens, its embedding 4095 rows",
-    ),
+    Broken("a tokenizer larger than the embedding", one_row_less, "tokenizer", "4096 tokens, .* 4095 rows"),
 ]
+WARNED = [
+    Broken(
+        "Speculators' ids of z-lab",
+        dflash(target_layer_ids=[2, 5, 9, 13, 16]),
+        "layer ids",
+        "as Speculators counts",
+    ),
+    Broken("z-lab's ids", speculators(aux_hidden_state_layer_ids=[1, 4, 8, 12, 15]), "layer ids", ONE_HIGHER),
+    Broken("taps out of order", dflash(target_layer_ids=[15, 12, 8, 4, 1]), "layer ids", "not ascending"),
+    Broken("a mask that is a word", dflash(mask_token_id=300), "mask token in use", "ordinary text"),
+    Broken("a mask of the template", dflash(mask_token_id=4093), "mask token in use", "chat template writes"),
+    Broken("a mask that ends texts", dflash(mask_token_id=4094), "mask_token_id", "end-of-sequence token"),
+    Broken("another theta", config(rope_theta=1e6), "rope", "theta 1e.06, .* default with theta 10000"),
+    Broken("another rope", config(rope_scaling=ROPE), "rope", "is linear with theta"),
+    Broken("fewer", config(max_position_embeddings=256), "max_position_embeddings", "256 positions"),
+    Broken("another type", tensors(in_half), "dtype", "F16, the target's BF16"),
+    Broken("for another class", speculators(speculators_config=VERIFIER), "verifier", "trained for Llama"),
+    Broken("another template", with_template, "chat template", "thinking on or off"),
+]
+BROKEN = [*FATAL, *(replace(each, fatal=False) for each in WARNED)]

@@ -68,6 +68,12 @@ DEEPSEEK_YARN = {
     "original_max_position_embeddings": 64,
 }
 
+_EXPERTS = {"num_experts_per_tok": 3, "moe_intermediate_size": 32}
+_GROUPS = {"n_group": 4, "topk_group": 2, "num_mtp_layers": 0}
+_SHARED = {"num_experts": 8, "shared_expert_intermediate_size": 48, **_EXPERTS}
+_SLIDE_FIRST = ["sliding_attention", "full_attention"] * 2
+_FULL_FIRST = ["full_attention", "sliding_attention"] * 2
+
 # A key head serves two value heads of another size, and there are more than ranks.
 _GATED_DELTA = {
     "linear_num_key_heads": 4,
@@ -96,26 +102,13 @@ FAMILIES = {
     "qwen3_moe": TinyFamily(
         transformers.Qwen3MoeConfig,
         transformers.Qwen3MoeForCausalLM,
-        {
-            "num_experts": 8,
-            "num_experts_per_tok": 3,
-            "moe_intermediate_size": 32,
-            "norm_topk_prob": True,
-            "mlp_only_layers": [1],
-        },
+        {"num_experts": 8, **_EXPERTS, "norm_topk_prob": True, "mlp_only_layers": [1]},
         lean=True,
     ),
     "qwen3_next": TinyFamily(
         transformers.Qwen3NextConfig,
         transformers.Qwen3NextForCausalLM,
-        {
-            **_GATED_DELTA,
-            "num_experts": 8,
-            "num_experts_per_tok": 3,
-            "moe_intermediate_size": 32,
-            "shared_expert_intermediate_size": 48,
-            "mlp_only_layers": [1],
-        },
+        {**_GATED_DELTA, **_SHARED, "mlp_only_layers": [1]},
         composed=True,
     ),
     "qwen3_5": TinyFamily(
@@ -124,13 +117,7 @@ FAMILIES = {
     "qwen3_5_moe": TinyFamily(
         transformers.Qwen3_5MoeTextConfig,
         transformers.Qwen3_5MoeForCausalLM,
-        {
-            **_GATED_DELTA,
-            "num_experts": 8,
-            "num_experts_per_tok": 3,
-            "moe_intermediate_size": 32,
-            "shared_expert_intermediate_size": 48,
-        },
+        {**_GATED_DELTA, **_SHARED},
         composed=True,
     ),
     "llama": TinyFamily(
@@ -166,7 +153,7 @@ FAMILIES = {
             "attention_k_eq_v": True,
             "sliding_window": 9,
             "final_logit_softcapping": 2.0,  # logits of a tiny model feel no cap of 30
-            "layer_types": ["sliding_attention", "full_attention"] * 2,
+            "layer_types": _SLIDE_FIRST,
             "hidden_size_per_layer_input": 0,
             "enable_moe_block": True,
             "num_experts": 8,
@@ -180,7 +167,7 @@ FAMILIES = {
         transformers.MuseGlimmerForConditionalGeneration,
         {
             "sliding_window": 9,
-            "layer_types": ["sliding_attention", "full_attention"] * 2,
+            "layer_types": _SLIDE_FIRST,
             "layer_rope_theta": [5e5, 0] * 2,
             "post_norm_eps": 0.01,
             "final_logit_softcapping": 2.0,
@@ -207,12 +194,9 @@ FAMILIES = {
             "attention_bias": True,
             "use_qk_norm": True,
             "n_routed_experts": 8,
-            "num_experts_per_tok": 3,
-            "moe_intermediate_size": 32,
-            "n_group": 4,
-            "topk_group": 2,
+            **_EXPERTS,
+            **_GROUPS,
             "routed_scaling_factor": 2.5,
-            "num_mtp_layers": 0,
         },
         lean=True,
     ),
@@ -220,11 +204,8 @@ FAMILIES = {
         transformers.MiniMaxM2Config,
         transformers.MiniMaxM2ForCausalLM,
         {
-            "intermediate_size": 32,
-            "num_local_experts": 8,
-            "num_experts_per_tok": 3,
-            "rotary_dim": 8,
-            "rms_norm_eps": 1e-2,
+            **{"intermediate_size": 32, "num_local_experts": 8, "num_experts_per_tok": 3},
+            **{"rotary_dim": 8, "rms_norm_eps": 1e-2},
         },
         lean=True,
     ),
@@ -242,14 +223,11 @@ FAMILIES = {
             "rms_norm_eps": 1e-2,  # which the norms of bottlenecks have not
             "rope_parameters": DEEPSEEK_YARN,
             "n_routed_experts": 16,
-            "n_group": 4,
-            "topk_group": 2,
-            "num_experts_per_tok": 3,
-            "moe_intermediate_size": 32,
+            **_GROUPS,
+            **_EXPERTS,
             "n_shared_experts": 1,
             "first_k_dense_replace": 3,
             "routed_scaling_factor": 2.827,
-            "num_mtp_layers": 0,
         },
         lean=True,
     ),
@@ -261,10 +239,9 @@ FAMILIES = {
             "head_dim": 24,
             "v_head_dim": 16,
             "sliding_window": 9,
-            "layer_types": ["full_attention", "sliding_attention"] * 2,
+            "layer_types": _FULL_FIRST,
             "n_routed_experts": 8,
-            "num_experts_per_tok": 3,
-            "moe_intermediate_size": 32,
+            **_EXPERTS,
             "routed_scaling_factor": 1.5,
         },
         lean=True,

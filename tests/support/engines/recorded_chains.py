@@ -1,8 +1,10 @@
-"""An engine whose drafter's chains are recorded, with their logits."""
+"""An engine whose drafter's chains are recorded, with their logits, and what chains of every kind must do."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import cache
 
 import torch
 from manta.actors.engine.uniproc_executor import InProcessExecutor
@@ -17,6 +19,23 @@ from manta.drafter.dflash.proposer import DFlashProposer
 from manta.drafter.eagle3.proposer import ChainProposer
 from manta.drafter.step.inputs.proposals import Proposals
 from manta.drafter.step.request_states import RequestStates
+
+from support.checkpoints.tiny import TINY_VOCAB
+from support.engines.steps import Steps
+from support.oracles.oracle_dflash import gumbel
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=10, ignore_eos=True)
+WARM = SamplingParams(temperature=1.0, max_tokens=10, ignore_eos=True)
+noise = cache(gumbel)
+Choice = Callable[[torch.Tensor, int], int]  # the token of logits at a position
+ChainsOf = Callable[[list[int], list[int], Choice], Mapping[int, tuple[list[int], list[torch.Tensor]]]]
+
+
+def prompt(length: int) -> list[int]:
+    return torch.randint(1, TINY_VOCAB, (length,), generator=torch.Generator().manual_seed(length)).tolist()
+
+
+PROMPTS = [prompt(n) for n in (1, 18, 37)]
 
 Seen = dict[tuple[str, int], tuple[list[int], list[torch.Tensor]]]  # by request and position of the anchor
 
@@ -101,3 +120,66 @@ def same_chains(ours: Seen, right: Seen) -> int:
         assert all(mine == other for mine, other in pairs), at
         assert torch.allclose(ours[at][1][0], right[at][1][0], atol=1e-4), at
     return len(both)
+
+
+def assert_chains_equal(
+    config: EngineConfig, plain: EngineConfig, params: SamplingParams, of: ChainsOf
+) -> None:
+    """Compare all chains of an engine with an oracle's, and its tokens with those of plain decoding.
+
+    Args:
+        of: the oracle: drafts and logits after each of some positions of a sequence, by position.
+    """
+    served = Served(config)
+    new = served.tokens(PROMPTS, params)
+    assert new == Served(plain).tokens(PROMPTS, params)
+    assert served.chains is not None
+    for i, tokens in enumerate(PROMPTS):
+        ours = {at: found for (name, at), found in served.chains.seen.items() if name == f"r{i}"}
+        assert len(ours) > 1
+
+        def choose(z: torch.Tensor, at: int, seed: int = 10 + i) -> int:
+            return int((z + noise(seed, at, TINY_VOCAB) if params.temperature else z).argmax())
+
+        expected = of([*tokens, *new[i]], list(ours), choose)
+        for at, (drafts, logits) in ours.items():
+            right, theirs = expected[at]
+            assert drafts == right[: len(drafts)], (i, at)
+            for z, z_right in zip(logits, theirs, strict=False):
+                kept = z_right.isfinite()
+                assert torch.equal(kept, z.isfinite())
+                assert torch.allclose(z[kept].double(), z_right[kept].double(), atol=2e-4), (i, at)
+
+
+def assert_prefix_hits_keep_chains(config: EngineConfig) -> list[int]:
+    """Serve prompts with common prefixes, with and without the cache; return the cached tokens by request."""
+    shared = prompt(40)
+    cold, warm = Served(replace(config, enable_prefix_caching=False)), Served(config)
+    for i, tokens in enumerate([shared, [*shared, 7, 8, 9], [*shared[:32], 5], shared]):
+        assert warm.tokens([tokens], WARM, i) == cold.tokens([tokens], WARM, i)
+    assert warm.chains is not None and cold.chains is not None
+    assert same_chains(warm.chains.seen, cold.chains.seen) > 10
+    assert max(warm.num_cached.values()) >= 32
+    return list(warm.num_cached.values())
+
+
+def decode_alone(
+    runner: CpuModelRunner, tokens: list[int], num_drafts: int, num_steps: int = 8
+) -> list[tuple[list[int], int, list[float]]]:
+    """Return the tokens of each step of one request, how many drafts were verified, and their margins."""
+    steps = Steps(2, num_groups=len(runner.states.page_tables_GSP))
+    known, found = len(tokens), list[tuple[list[int], int, list[float]]]()
+    plan = steps.plan([0], [0], [known], admitted=[steps.admit(0, tokens)])
+    for _ in range(num_steps):
+        result = runner.execute(plan)
+        new = result.token_ids[0, : result.num_tokens[0]].tolist()
+        margins = [] if result.margins is None else result.margins[0].tolist()
+        found.append((new, int(result.num_drafts[0]), margins))
+        known += len(new)
+        plan = steps.plan([0], [known - 1], [1 + num_drafts], [num_drafts])
+    return found
+
+
+def texts(found: list[tuple[list[int], int, list[float]]]) -> list[int]:
+    """Return the tokens of all steps."""
+    return [token for tokens, *_ in found for token in tokens]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import lru_cache
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +17,7 @@ from manta.cluster.step.scheduler_output import SchedulerOutput
 from manta.drafter.compute.backend import PlacedRows
 from manta.drafter.compute.memory.recurrent_state_cache import StateMemory, StateRows
 from manta.drafter.step.request_states import RequestStates
+from transformers import PreTrainedModel
 
 from support.checkpoints.tiny import TINY_VOCAB, transformers_model
 from support.engines.steps import Steps
@@ -88,8 +90,15 @@ class Requests:
 
 @torch.no_grad()
 def oracle(folder: Path, tokens: list[int]) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
-    out = transformers_model(folder)(torch.tensor([tokens]), output_hidden_states=True)
+    """Return transformers' logits [N, V] and hidden states [N, H] of a sequence."""
+    model = _model(folder, (folder / "model.safetensors").stat().st_mtime_ns)
+    out = model(torch.tensor([tokens]), output_hidden_states=True)
     return out.logits[0], tuple(h[0] for h in out.hidden_states)
+
+
+@lru_cache(maxsize=2)
+def _model(folder: Path, written_ns: int) -> PreTrainedModel:
+    return transformers_model(folder)
 
 
 SCHEDULE = [{0: 17, 1: 5}, {0: 1, 1: 16, 2: 40}, {2: 1, 0: 16, 1: 1}, {0: 6, 3: 1}, {3: 1, 2: 1}, {3: 15}]

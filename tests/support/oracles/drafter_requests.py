@@ -127,3 +127,16 @@ class Requests:
 def random_taps(lengths: list[int]) -> list[torch.Tensor]:
     generator = torch.Generator().manual_seed(9)
     return [torch.randn(n, 3, HIDDEN, generator=generator) for n in lengths]
+
+
+def assert_blocks_equal(pair: Pair, lengths: list[int], drafts: list[int], *, atol: float = 3e-5) -> None:
+    """Compare the logits of blocks, drafted together, with the oracle's."""
+    taps = random_taps(lengths)
+    requests = Requests(pair.ours, lengths, taps)
+    blocks = requests.block_logits(drafts)
+    for ours, context, anchor, count in zip(blocks, taps, requests.anchors, drafts, strict=True):
+        if count:
+            expected = pair.oracle.logits(context, anchor, count)
+            kept = expected.isfinite()
+            assert torch.equal(kept, ours.isfinite())
+            assert torch.allclose(ours[kept], expected[kept], atol=atol)
