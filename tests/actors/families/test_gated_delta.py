@@ -1,24 +1,18 @@
-"""Qwen3.5 and Qwen3-Next: rejected drafts and published files."""
+"""Qwen3.5 and Qwen3-Next: tokens after rejected drafts."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from manta.actors.targets.model.attention import TargetAttention
-from manta.actors.targets.model.delta_net import DeltaNet
-from manta.actors.targets.model.model_spec import ModelSpec
-from manta.cluster.pages.recurrent_state_spec import RecurrentStateSpec
 from manta.drafter.compute.memory.recurrent_state_cache import StateRows
 from manta.drafter.step.request_states import RequestStates
 from support.checkpoints.tiny import TINY_VOCAB, make_tiny_target
 from support.engines.steps import Steps
 from support.oracles.decoder_requests import MAX_LEN, load, oracle, state_memory
-from support.published.published import published_spec
 
 KNOWN, DRAFTS = 11, 4
 
@@ -69,35 +63,3 @@ def test_tokens_after_rejected_drafts_equal_transformers(checkpoint: Path, stood
     found += [request.compute(1, 1, 2), request.compute(30 - KNOWN - stood - 3)]
     expected, _ = oracle(checkpoint, tokens)
     torch.testing.assert_close(torch.cat(found), expected, atol=1e-4, rtol=1e-4)
-
-
-def kinds(spec: ModelSpec) -> Iterator[type]:
-    return (type(layer.mixer) for layer in spec.layers)
-
-
-@pytest.mark.parametrize(
-    ("name", "heads", "state"),
-    [
-        ("Qwen3.5-9B", (16, 4), (16, 32)),
-        ("Qwen3.6-27B", (24, 4), (16, 48)),
-        ("Qwen3.5-35B-A3B", (16, 2), (16, 32)),
-        ("Qwen3-Coder-Next", (16, 2), (16, 32)),
-    ],
-)
-def test_a_published_config_says_which_layers_have_states(
-    name: str, heads: tuple[int, int], state: tuple[int, int]
-) -> None:
-    spec = published_spec(name)
-    assert list(kinds(spec)) == [DeltaNet, DeltaNet, DeltaNet, TargetAttention] * (spec.num_layers // 4)
-    assert spec.states == (spec.num_layers * 3 // 4, RecurrentStateSpec(*state, 128, 128, 4))
-    for mixer in spec.attentions:
-        assert (mixer.num_heads, mixer.num_kv_heads, mixer.head_dim) == (*heads, 256)
-        assert mixer.gate and mixer.qk_norm and mixer.rope is not None and mixer.rope.rotary_dim == 64
-        assert mixer.rope.theta == (5e6 if "Next" in name else 1e7)
-    routed = {layer.routed for layer in spec.layers}
-    if name.endswith(("A3B", "Next")):
-        (experts,) = routed
-        assert experts is not None and experts.shared is not None and experts.shared_gate
-        assert experts.router.renormalize and experts.inner_size == experts.shared.inner_size == 512
-    else:
-        assert routed == {None}

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +23,7 @@ from support.checkpoints.tiny import make_tiny_target
 from support.engines.steps import settings
 from support.engines.thread_ranks import PROMPTS, ThreadRanks, tokens_by_steps
 from support.published.published import CONFIGS, spec_of_config
+from transformers import AutoModelForCausalLM, Mxfp4Config, PreTrainedModel
 
 CPU = torch.device("cpu")
 HOW: dict[str, Any] = {
@@ -46,6 +45,13 @@ def published(saved: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return publish(saved, tmp_path_factory.mktemp("published") / "model")
 
 
+@pytest.fixture(scope="module")
+def theirs(published: Path) -> PreTrainedModel:
+    """Return transformers' model of the published checkpoint, with dequantized experts."""
+    how = Mxfp4Config(dequantize=True)
+    return AutoModelForCausalLM.from_pretrained(published, dtype=torch.float32, quantization_config=how)
+
+
 def layer_of(folder: Path, rank: int = 0, world_size: int = 1) -> LayerWeights:
     spec = read_model(folder)
     return TargetWeights(folder, spec, Sharding(spec, rank, world_size), torch.float32, CPU).layer(1)
@@ -55,26 +61,6 @@ def experts_of(folder: Path, rank: int = 0, world_size: int = 1) -> ExpertWeight
     mlp = layer_of(folder, rank, world_size).mlp
     assert isinstance(mlp, RoutedTensors)
     return mlp.experts
-
-
-def test_a_published_config_is_read_as_by_transformers(tmp_path: Path) -> None:
-    from transformers import GptOssConfig
-
-    (tmp_path / "config.json").write_text(json.dumps(CONFIGS["gpt-oss-20b"]))
-    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [200002, 199999, 200012]}')
-    # transformers writes into what it is given.
-    spec, theirs = read_model(tmp_path), GptOssConfig(**deepcopy(CONFIGS["gpt-oss-20b"]))
-    assert (spec.hidden_size, spec.vocab_size, spec.num_layers) == (2880, 201088, 24)
-    assert spec.eos_token_ids == (200002, 199999, 200012), "no end of a message among them"
-    for layer, kind in zip(spec.layers, theirs.layer_types, strict=True):
-        mixer, mlp = layer.mixer, layer.routed
-        assert (mixer.num_heads, mixer.num_kv_heads, mixer.head_dim, mixer.scale) == (64, 8, 64, 0.125)
-        assert mixer.bias and mixer.out_bias and mixer.sinks and not mixer.qk_norm
-        assert mixer.window == (128 if kind == "sliding_attention" else None)
-        assert (mixer.rope.kind, mixer.rope.theta) == ("yarn", theirs.rope_parameters["rope_theta"])
-        assert mixer.rope.scaling["truncate"] is False and mixer.rope.scaling["factor"] == 32.0
-        assert mlp is not None and mlp.bias and mlp.limit == theirs.swiglu_limit
-        assert (mlp.router.num_experts, mlp.router.top_k, mlp.inner_size) == (32, 4, 2880)
 
 
 def test_omitted_config_keys_have_transformers_defaults(tmp_path: Path) -> None:
@@ -87,12 +73,7 @@ def test_omitted_config_keys_have_transformers_defaults(tmp_path: Path) -> None:
     assert spec.dtype == "bfloat16", "the file does not say"
 
 
-def test_a_published_checkpoint_computes_as_transformers(published: Path) -> None:
-    from transformers import AutoModelForCausalLM, Mxfp4Config
-
-    theirs = AutoModelForCausalLM.from_pretrained(
-        published, dtype=torch.float32, quantization_config=Mxfp4Config(dequantize=True)
-    )
+def test_a_published_checkpoint_computes_as_transformers(published: Path, theirs: PreTrainedModel) -> None:
     prompts = [[5, 9, 17, 3, 88, 2, 41, 7, 7, 30, 12], [100, 4]]
     params = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
     with LLM(str(published), **HOW) as llm:
@@ -105,12 +86,9 @@ def test_a_published_checkpoint_computes_as_transformers(published: Path) -> Non
         assert found[0, len(prompt) :].tolist() == output.outputs[0].token_ids
 
 
-def test_packed_experts_stay_packed_and_their_rows_are_deinterleaved(published: Path) -> None:
-    from transformers import AutoModelForCausalLM, Mxfp4Config
-
-    theirs = AutoModelForCausalLM.from_pretrained(
-        published, dtype=torch.float32, quantization_config=Mxfp4Config(dequantize=True)
-    )
+def test_packed_experts_stay_packed_and_their_rows_are_deinterleaved(
+    published: Path, theirs: PreTrainedModel
+) -> None:
     experts, right = experts_of(published), theirs.model.layers[1].mlp.experts
     assert isinstance(experts.gate_up, PackedCodes) and isinstance(experts.down, PackedCodes)
     gate_up_EOI = experts.gate_up.dequantized(torch.float32)

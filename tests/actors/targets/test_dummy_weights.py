@@ -15,7 +15,7 @@ from manta.actors.targets.loading.load_plan import plan_load
 from manta.actors.targets.loading.rank_loader import Checkpoints, load_runner
 from manta.actors.targets.model.mlp_weights import RoutedTensors
 from manta.actors.targets.model.tensor_parallel import Sharding
-from manta.cluster.config import EngineConfig, SpeculativeConfig
+from manta.cluster.config import EngineConfig
 from manta.cluster.errors import CheckpointError, ConfigError
 from manta.drafter.compute.checkpoint.dummy_weights import RandomTensors
 from manta.drafter.compute.checkpoint.packed_codes import PackedCodes
@@ -185,31 +185,22 @@ YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 
 NEW_SPELLING = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}, "rope_theta": None}
 
 
-@pytest.mark.parametrize(
-    ("keys", "overrides", "words"),
-    [
-        (
-            {**NEW_SPELLING, "rope_scaling": YARN},
-            {"rope_parameters": {"rope_theta": 2e6}},
-            "rope_scaling is also given",
-        ),
-        (
-            NEW_SPELLING,
-            {"rope_theta": 5e5},
-            r"rope_parameters\.rope_theta is also given .* Override rope_par",
-        ),
-        (
-            NEW_SPELLING,
-            {"rope_scaling": YARN, "rope_parameters": {"rope_theta": 2.0}},
-            "rope_scaling is also given",
-        ),
-        (NEW_SPELLING, {"rope_parameters": {"factor": 4.0}}, "this model does not use it"),
-        (NEW_SPELLING, {"rope_scaling": None}, "no such key. Known"),
-        ({"dtype": "bfloat16"}, {"torch_dtype": "float16"}, "dtype is also given"),
-        ({}, {"initializer_range": 0.5}, "this model does not use it"),
-        ({"sliding_window": 9}, {"max_window_layers": 2}, "does not use it"),
-    ],
-)
+SCALED = {**NEW_SPELLING, "rope_scaling": YARN}
+NEW_YARN = {"rope_scaling": YARN, "rope_parameters": {"rope_theta": 2.0}}
+# Keys of a config.json, overrides of it, and words.
+IDLE: list[tuple[dict, dict, str]] = [
+    (SCALED, {"rope_parameters": {"rope_theta": 2e6}}, "rope_scaling is also given"),
+    (NEW_SPELLING, {"rope_theta": 5e5}, r"rope_parameters\.rope_theta is also given .* Override rope_par"),
+    (NEW_SPELLING, NEW_YARN, "rope_scaling is also given"),
+    (NEW_SPELLING, {"rope_parameters": {"factor": 4.0}}, "this model does not use it"),
+    (NEW_SPELLING, {"rope_scaling": None}, "no such key. Known"),
+    ({"dtype": "bfloat16"}, {"torch_dtype": "float16"}, "dtype is also given"),
+    ({}, {"initializer_range": 0.5}, "this model does not use it"),
+    ({"sliding_window": 9}, {"max_window_layers": 2}, "does not use it"),
+]
+
+
+@pytest.mark.parametrize(("keys", "overrides", "words"), IDLE)
 def test_an_override_without_effect_is_refused_with_the_key_that_takes_precedence(
     pair: tuple[Path, Path], tmp_path: Path, keys: dict, overrides: dict, words: str
 ) -> None:
@@ -247,12 +238,6 @@ def test_an_override_that_repeats_a_value_is_accepted(pair: tuple[Path, Path]) -
 def test_no_family_accepts_an_override_that_it_does_not_read(name: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"num_hiden_layers=2 changes nothing"):
         read_model(written(tmp_path / "raw", PUBLISHED[name]), {"num_hiden_layers": 2})
-
-
-@pytest.mark.parametrize("config", [EngineConfig, SpeculativeConfig])
-def test_overrides_must_be_a_mapping(config: type) -> None:
-    with pytest.raises(ConfigError, match=r"hf_overrides='four' must be a mapping"):
-        config(model="m", hf_overrides="four")
 
 
 def test_a_job_records_the_checkpoint_settings_of_its_answers() -> None:

@@ -122,23 +122,6 @@ def test_the_same_memory_holds_twice_the_tokens(tiny_qwen3: Path, tiny_drafter: 
     assert [count // 2 for count in counts["fp8"]] == list(counts["auto"])
 
 
-@pytest.mark.parametrize(
-    ("changes", "named"),
-    [
-        ({"kv_cache_dtype": "fp8_e5m2"}, "auto, fp8, fp8_e4m3"),
-        (
-            {"kv_cache_dtype": "fp8", "attention_backend": "compiled", "dtype": "bfloat16"},
-            "keeps K/V in bfloat16",
-        ),
-    ],
-)
-def test_other_formats_and_kernels_without_them_are_refused_by_name(
-    tiny_qwen3: Path, changes: dict[str, str], named: str
-) -> None:
-    with pytest.raises(ConfigError, match=named):
-        plan_load(settings(tiny_qwen3, device="cpu", **changes))
-
-
 def test_a_gpu_without_e4m3_is_refused(tiny_qwen3: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from manta.actors.targets.loading import backend_selection as selection
     from manta.drafter.compute.backend import DeviceCapabilities

@@ -11,14 +11,10 @@ import pytest
 import torch
 
 pytest.importorskip("triton")
-from manta.actors.targets.loading.load_plan import plan_load
-from manta.cluster.config import SpeculativeConfig
-from manta.cluster.errors import ConfigError
 from manta.drafter.compute.gpu_triton.linear.fp8_linear import QuantisedWeight
 from safetensors.torch import load_file, save_file
 from support.checkpoints.tiny import make_tiny_target
 from support.engines.device_engines import CASES, opened
-from support.engines.steps import settings
 from support.oracles.quantized_checkpoints import DEQUANTIZED, FORMATS, publish
 from support.oracles.sampling_cases import KNOBS, WHOLE, tokens_of
 
@@ -117,26 +113,6 @@ def test_published_experts_stay_packed_and_change_no_token(
     with caplog.at_level(logging.INFO), opened(target, None, "triton") as llm:
         assert tokens_of(llm, CASES, PARAMS) == expected
     assert "2 of its 2 products of experts and" in caplog.text
-
-
-def test_quantization_without_gpu_kernels_is_refused(tiny_qwen3: Path, tiny_drafter: Path) -> None:
-    with pytest.raises(
-        ConfigError, match=r"quantization='fp8' needs Triton's kernels.*torch on cpu"
-    ) as caught:
-        plan_load(settings(tiny_qwen3, quantization="fp8", attention_backend="torch", device="cpu"))
-    assert caught.value.param == "quantization"
-    config = settings(tiny_qwen3, tiny_drafter, attention_backend="torch", device="cpu")
-    assert config.speculative_config is not None
-    with pytest.raises(ConfigError) as caught:
-        plan_load(replace(config, speculative_config=replace(config.speculative_config, quantization="fp8")))
-    assert caught.value.param == "speculative_config.quantization"
-
-
-def test_an_unknown_quantization_is_refused(tiny_qwen3: Path) -> None:
-    with pytest.raises(ConfigError, match=r"quantization='int3' is not known.*fp8"):
-        settings(tiny_qwen3, quantization="int3")
-    with pytest.raises(ConfigError, match=r"speculative_config\.quantization='int3'"):
-        SpeculativeConfig(model="drafter", quantization="int3")  # type: ignore[arg-type]
 
 
 def test_the_largest_weight_of_a_row_takes_the_upper_half_of_e4m3() -> None:

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 from collections.abc import Iterator
 from dataclasses import fields, is_dataclass
 from pathlib import Path
@@ -14,7 +11,6 @@ import torch
 from manta import LLM, SamplingParams
 from manta.actors.targets.families import read_model
 from manta.actors.targets.loading.load_plan import plan_load
-from manta.actors.targets.loading.rank_loader import load_runner
 from manta.actors.targets.loading.weight_report import WeightCounts, describe_weights
 from manta.actors.targets.model.tensor_parallel import Sharding
 from manta.actors.targets.model.weights import TargetWeights
@@ -23,11 +19,10 @@ from manta.drafter.compute.checkpoint.packed_codes import PackedCodes
 from safetensors.torch import load_file, save_file
 from support.checkpoints.tiny import make_tiny_drafter, make_tiny_target
 from support.engines.steps import settings
-from support.engines.thread_ranks import PROMPTS, tokens_by_steps
+from support.engines.thread_ranks import PROMPTS
 from support.oracles.decoder_requests import Requests, load, oracle
 from support.oracles.quantized_checkpoints import FORMATS, KINDS, publish
 from support.oracles.sampling_cases import WHOLE
-from support.paths import TESTS
 
 CPU = torch.device("cpu")
 FAMILIES = {
@@ -49,28 +44,6 @@ HOW = {
     "num_pages": 60,
     "num_threads": 1,
 }
-
-WORKER = """
-import json, sys
-from pathlib import Path
-import torch
-from manta.actors.targets.loading.rank_loader import load_runner
-from manta.actors.workers.comm import process_group as pg
-
-rank, port, tests, folder = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], Path(sys.argv[4])
-sys.path.insert(0, tests)
-from support.engines.steps import settings
-from support.engines.thread_ranks import PROMPTS, tokens_by_steps
-
-store = port
-if rank == 0:
-    store = pg.open_store(2)
-    print(store.port, flush=True)
-group = pg.connect(rank=rank, world_size=2, device=torch.device("cpu"), store=store, timeout_s=60)
-runner, _ = load_runner(settings(folder, num_pages=80, tensor_parallel_size=2), group)
-print(json.dumps(tokens_by_steps(runner, PROMPTS, 6)))
-group.close()
-"""
 
 
 @pytest.fixture(scope="module")
@@ -154,22 +127,6 @@ def test_outputs_are_the_same_with_and_without_a_quantized_drafter(name: str, tm
 
     spec = {"model": str(drafter), "num_speculative_tokens": 3, "adaptive": False}
     assert answers(speculative_config=spec) == answers()
-
-
-@pytest.mark.slow  # ranks are threads in the other tests
-def test_two_processes_over_gloo_give_the_tokens_of_one(saved: dict[str, Path], tmp_path: Path) -> None:
-    quantized, plain = publish(saved["qwen3"], tmp_path, "gptq_act_order")
-    expected = tokens_by_steps(load_runner(settings(plain, num_pages=80))[0], PROMPTS, 6)
-
-    def start(rank: int, port: int) -> subprocess.Popen[str]:
-        arguments = [str(rank), str(port), str(TESTS), str(quantized)]
-        return subprocess.Popen([sys.executable, "-c", WORKER, *arguments], stdout=subprocess.PIPE, text=True)
-
-    first = start(0, 0)
-    assert first.stdout is not None
-    second = start(1, int(first.stdout.readline()))
-    for worker in (first, second):
-        assert json.loads(worker.communicate(timeout=120)[0].splitlines()[-1]) == expected
 
 
 def test_a_plan_says_what_is_dequantized_and_what_is_not_used(saved: dict[str, Path], tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ import weakref
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -151,13 +152,38 @@ def test_drafts_per_step_default_to_the_block_size_minus_one(tiny_qwen3: Path, t
     assert plan_load(settings(tiny_qwen3)).num_speculative_tokens == 0
 
 
-def test_more_drafts_than_the_block_holds_are_refused_with_sglangs_counting(
-    tiny_qwen3: Path, tiny_drafter: Path
+TORCH = {"attention_backend": "torch", "device": "cpu"}
+COMPILED = {"attention_backend": "compiled", "dtype": "bfloat16", "device": "cpu"}
+# Settings of the target, of its drafter, the one that is named, and words.
+REFUSED: list[tuple[dict[str, Any], dict[str, Any], str, str]] = [
+    ({"kv_cache_dtype": "fp8_e5m2"}, {}, "kv_cache_dtype", "auto, fp8, fp8_e4m3"),
+    ({"kv_cache_dtype": "fp8", **COMPILED}, {}, "attention_backend", "keeps K/V in bfloat16"),
+    ({"quantization": "int3"}, {}, "quantization", "quantization='int3' is not known.*fp8"),
+    ({"quantization": "fp8", **TORCH}, {}, "quantization", "needs Triton's kernels.*torch on cpu"),
+    ({"hf_overrides": "four"}, {}, "hf_overrides", "hf_overrides='four' must be a mapping"),
+    (TORCH, {"quantization": "int3"}, "quantization", "quantization='int3' is not known"),
+    (TORCH, {"quantization": "fp8"}, "quantization", "needs Triton's kernels"),
+    (TORCH, {"hf_overrides": "four"}, "hf_overrides", "hf_overrides='four' must be a mapping"),
+    (TORCH, {"num_speculative_tokens": 16}, "num_speculative_tokens", "=16.*15 is the most.*SGLang"),
+    (TORCH, {"draft_window": 15}, "draft_window", "less than the drafter's block of 16"),
+]
+
+
+@pytest.mark.parametrize(("changes", "of_drafter", "name", "words"), REFUSED)
+def test_settings_that_cannot_be_are_refused_by_name(
+    tiny_qwen3: Path, tiny_drafter: Path, changes: dict, of_drafter: dict, name: str, words: str
 ) -> None:
-    spec = {"model": str(tiny_drafter), "num_speculative_tokens": TINY_BLOCK}
-    with pytest.raises(ConfigError, match=r"num_speculative_tokens=16.*15 is the most.*SGLang") as caught:
-        plan_load(settings(tiny_qwen3, speculative_config=spec))
-    assert caught.value.param == "speculative_config.num_speculative_tokens"
+    spec = {"speculative_config": {"model": str(tiny_drafter), **of_drafter}} if of_drafter else {}
+    with pytest.raises(ConfigError, match=words) as caught:
+        plan_load(settings(tiny_qwen3, **changes, **spec))
+    assert caught.value.param == ("speculative_config." if of_drafter else "") + name
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_cuda_without_a_device_is_refused(tiny_qwen3: Path) -> None:
+    with pytest.raises(ConfigError, match=r'device="cuda".*no CUDA device') as caught:
+        plan_load(settings(tiny_qwen3, device="cuda"))
+    assert caught.value.param == "device"
 
 
 def test_the_maximum_length_is_what_both_models_allow(
@@ -222,13 +248,6 @@ def stand_in_gpu(monkeypatch: pytest.MonkeyPatch, capability: int = 9, gib: int 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_cuda_without_a_device_is_refused(tiny_qwen3: Path) -> None:
-    with pytest.raises(ConfigError, match=r'device="cuda".*no CUDA device') as caught:
-        plan_load(settings(tiny_qwen3, device="cuda"))
-    assert caught.value.param == "device"
 
 
 PAGE_BYTES = 4 * 16 * 2 * 2 * 16 * 4  # layers, tokens, k and v, kv heads, head_dim, fp32

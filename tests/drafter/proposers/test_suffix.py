@@ -96,8 +96,7 @@ def test_text_that_repeats_is_continued_for_as_many_drafts_as_are_wanted() -> No
     assert min(margins) >= 3
 
 
-def test_long_runs_of_one_token_are_appended_in_constant_time() -> None:
-    """No state is updated more often than there are tokens; counts of long runs stay exact."""
+def test_counts_of_long_runs_of_one_token_are_exact() -> None:
     automaton = SuffixAutomaton()
     automaton.extend([1] * 5000)
     match = automaton.repeated_suffix()
