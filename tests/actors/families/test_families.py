@@ -15,19 +15,16 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from manta.actors.targets.families import FAMILIES, read_model
+from manta.actors.targets.families import FAMILIES
 from manta.actors.targets.model.attention import TargetAttention
 from manta.actors.targets.model.delta_net import DeltaNet
-from manta.actors.targets.model.tensor_parallel import Sharding
-from manta.actors.targets.model.weights import TargetWeights
 from manta.cluster.errors import CheckpointError
 from manta.cluster.pages.recurrent_state_spec import RecurrentStateSpec
 from safetensors.torch import load_file, save_file
 from support.checkpoints.families import FAMILIES as TINY_FAMILIES
 from support.checkpoints.tiny import changed, make_tiny_target
+from support.oracles.decoder_requests import weights_of
 from support.published.published import CONFIGS, published_spec, spec_of_config
-
-CPU = torch.device("cpu")
 
 
 def test_every_supported_family_has_a_row_of_tests() -> None:
@@ -127,11 +124,7 @@ def test_the_text_model_of_a_multimodal_checkpoint_is_found(
     renamed["vision_tower.embed.weight"] = torch.zeros(2)
     save_file(renamed, nested / "model.safetensors")
 
-    weights = [
-        TargetWeights(folder, spec, Sharding(spec, 0, 1), torch.float32, CPU)
-        for folder in (plain, nested)
-        for spec in [read_model(folder)]
-    ]
+    weights = [weights_of(folder) for folder in (plain, nested)]
     assert torch.equal(weights[0].embedding(), weights[1].embedding())
     assert torch.equal(weights[0].head(), weights[1].head())
     assert torch.equal(weights[0].layer(2).qkv_OH, weights[1].layer(2).qkv_OH)
@@ -148,8 +141,8 @@ def test_tensors_stored_in_fp32_get_the_computing_dtype(
 ) -> None:
     """Except for those that are kept in fp32 by name, and norms of families that keep them."""
     folder = tiny_target(family)
-    spec = read_model(folder)
-    weights = TargetWeights(folder, spec, Sharding(spec, 0, 1), torch.bfloat16, CPU)
+    weights = weights_of(folder, torch.bfloat16)
+    spec = weights.spec
     for i, layer in enumerate(spec.layers):
         in_fp32 = IN_FP32
         if layer.routed is not None and layer.routed.router.score == "sigmoid":
@@ -163,8 +156,7 @@ def test_tensors_stored_in_fp32_get_the_computing_dtype(
 
 def test_norms_that_are_offset_stay_in_fp32(tiny_target: Callable[[str], Path]) -> None:
     folder = tiny_target("gemma3")
-    spec = read_model(folder)
-    weights = TargetWeights(folder, spec, Sharding(spec, 0, 1), torch.bfloat16, CPU)
+    weights = weights_of(folder, torch.bfloat16)
     stored = load_file(folder / "model.safetensors")["model.layers.1.input_layernorm.weight"]
     layer = weights.layer(1)
     assert torch.equal(layer.attention_norm_H, 1.0 + stored) and layer.q_norm is not None
@@ -174,9 +166,8 @@ def test_norms_that_are_offset_stay_in_fp32(tiny_target: Callable[[str], Path]) 
 def test_a_bias_missing_from_config_json_is_an_error(tmp_path: Path) -> None:
     biased = make_tiny_target(tmp_path / "biased", "llama", attention_bias=True)
     silent = changed(biased, tmp_path / "silent", attention_bias=None)
-    spec = read_model(silent)
     with pytest.raises(CheckpointError, match=r"k_proj\.bias, but config.json declares none"):
-        TargetWeights(silent, spec, Sharding(spec, 0, 1), torch.float32, CPU)
+        weights_of(silent)
 
 
 def test_a_published_glm_4_5_has_a_shared_expert_after_three_dense_layers(tmp_path: Path) -> None:

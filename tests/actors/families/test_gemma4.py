@@ -12,14 +12,10 @@ import transformers
 from manta.actors.targets.families import read_model
 from manta.actors.targets.model.mlp_spec import ParallelMlpSpec
 from manta.actors.targets.model.mlp_weights import MlpTensors, ParallelMlpTensors
-from manta.actors.targets.model.tensor_parallel import Sharding
-from manta.actors.targets.model.weights import TargetWeights
 from safetensors.torch import load_file, save_file
 from support.checkpoints.tiny import changed, make_tiny_target
-from support.oracles.decoder_requests import computed, load, oracle
+from support.oracles.decoder_requests import computed, load, oracle, weights_of
 from support.published.published import CONFIGS, published_spec, spec_of_config
-
-CPU = torch.device("cpu")
 
 
 def test_the_mixture_is_a_dense_mlp_next_to_its_experts() -> None:
@@ -102,7 +98,9 @@ def test_experts_in_separate_tensors_equal_those_in_one_tensor(
             tensors[name] = tensor
     save_file(tensors, tmp_path / "split" / "model.safetensors")
     folders = (saved, tmp_path / "split")
-    fused, split = (parallel_mlp(weights_of(folder, rank).layer(1).mlp).routed.experts for folder in folders)
+    fused, split = (
+        parallel_mlp(weights_of(folder, rank=rank, ranks=2).layer(1).mlp).routed.experts for folder in folders
+    )
     assert torch.equal(fused.gate_up, split.gate_up) and torch.equal(fused.down, split.down)
 
 
@@ -125,9 +123,3 @@ def test_norms_and_scales_are_read_in_their_compute_dtype(saved: Path) -> None:
 def parallel_mlp(mlp: MlpTensors) -> ParallelMlpTensors:
     assert isinstance(mlp, ParallelMlpTensors)
     return mlp
-
-
-def weights_of(folder: Path, rank: int | None = None, dtype: torch.dtype = torch.float32) -> TargetWeights:
-    spec = read_model(folder)
-    sharding = Sharding(spec, 0, 1) if rank is None else Sharding(spec, rank, 2)
-    return TargetWeights(folder, spec, sharding, dtype, CPU)

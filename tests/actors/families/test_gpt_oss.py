@@ -8,11 +8,9 @@ from typing import Any
 import pytest
 import torch
 from manta import LLM, SamplingParams
-from manta.actors.targets.families import read_model
 from manta.actors.targets.loading.rank_loader import load_runner
 from manta.actors.targets.model.mlp_weights import RoutedTensors
-from manta.actors.targets.model.tensor_parallel import Sharding
-from manta.actors.targets.model.weights import LayerWeights, TargetWeights
+from manta.actors.targets.model.weights import LayerWeights
 from manta.drafter.compute.checkpoint.packed_codes import PackedCodes
 from manta.drafter.compute.cpu_numba.backend import NumbaBackend
 from manta.drafter.compute.layers.linear import RMSNorm
@@ -22,10 +20,10 @@ from support.checkpoints.gpt_oss_checkpoints import publish
 from support.checkpoints.tiny import make_tiny_target
 from support.engines.steps import settings
 from support.engines.thread_ranks import PROMPTS, ThreadRanks, tokens_by_steps
+from support.oracles.decoder_requests import weights_of
 from support.published.published import CONFIGS, spec_of_config
 from transformers import AutoModelForCausalLM, Mxfp4Config, PreTrainedModel
 
-CPU = torch.device("cpu")
 HOW: dict[str, Any] = {
     "dtype": "float32",
     "skip_tokenizer_init": True,
@@ -53,8 +51,7 @@ def theirs(published: Path) -> PreTrainedModel:
 
 
 def layer_of(folder: Path, rank: int = 0, world_size: int = 1) -> LayerWeights:
-    spec = read_model(folder)
-    return TargetWeights(folder, spec, Sharding(spec, rank, world_size), torch.float32, CPU).layer(1)
+    return weights_of(folder, rank=rank, ranks=world_size).layer(1)
 
 
 def experts_of(folder: Path, rank: int = 0, world_size: int = 1) -> ExpertWeights:

@@ -20,6 +20,7 @@ from manta.cluster.errors import CheckpointError, ConfigError
 from manta.drafter.compute.layers.moe import ExpertWeights
 from safetensors.torch import load_file, save_file
 from support.checkpoints.tiny import changed, make_tiny_target
+from support.oracles.decoder_requests import weights_of
 
 CPU = torch.device("cpu")
 LAYER, NUM_EXPERTS, HIDDEN = 2, 8, 64
@@ -49,8 +50,7 @@ def fused(folder: Path, copy: Path) -> Path:
 
 
 def experts_of(folder: Path, rank: int = 0, world_size: int = 1) -> ExpertWeights:
-    spec = read_model(folder)
-    weights = TargetWeights(folder, spec, Sharding(spec, rank, world_size), torch.float32, CPU)
+    weights = weights_of(folder, rank=rank, ranks=world_size)
     mlp = weights.layer(LAYER).mlp
     assert isinstance(mlp, RoutedTensors) and isinstance(weights.layer(1).mlp, DenseTensors)
     return mlp.experts

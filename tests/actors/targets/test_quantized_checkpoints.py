@@ -9,22 +9,18 @@ from pathlib import Path
 import pytest
 import torch
 from manta import LLM, SamplingParams
-from manta.actors.targets.families import read_model
 from manta.actors.targets.loading.load_plan import plan_load
 from manta.actors.targets.loading.weight_report import WeightCounts, describe_weights
-from manta.actors.targets.model.tensor_parallel import Sharding
-from manta.actors.targets.model.weights import TargetWeights
 from manta.cluster.errors import CheckpointError
 from manta.drafter.compute.checkpoint.packed_codes import PackedCodes
 from safetensors.torch import load_file, save_file
 from support.checkpoints.tiny import make_tiny_drafter, make_tiny_target
 from support.engines.steps import settings
 from support.engines.thread_ranks import PROMPTS
-from support.oracles.decoder_requests import Requests, load, oracle
+from support.oracles.decoder_requests import Requests, load, oracle, weights_of
 from support.oracles.quantized_checkpoints import FORMATS, KINDS, publish
 from support.oracles.sampling_cases import WHOLE
 
-CPU = torch.device("cpu")
 FAMILIES = {
     "qwen3": {},
     "gemma3": {"hidden_size": 96},
@@ -52,11 +48,6 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         family: make_tiny_target(tmp_path_factory.mktemp(family), family, num_hidden_layers=2, **changes)
         for family, changes in (FAMILIES | AS_PUBLISHED).items()
     }
-
-
-def weights_of(folder: Path, rank: int = 0, ranks: int = 1) -> TargetWeights:
-    spec = read_model(folder)
-    return TargetWeights(folder, spec, Sharding(spec, rank, ranks), torch.float32, CPU)
 
 
 def tensors_of(value: object, at: str = "") -> Iterator[tuple[str, torch.Tensor]]:
@@ -88,7 +79,7 @@ def test_every_rank_has_its_part_of_the_numbers_of_the_format(
 ) -> None:
     quantized, plain = publish(saved[family], tmp_path, name)
     for rank, ranks in ((0, 1), (0, 2), (1, 2)):
-        found, expected = weights_of(quantized, rank, ranks), weights_of(plain, rank, ranks)
+        found, expected = (weights_of(each, rank=rank, ranks=ranks) for each in (quantized, plain))
         assert found.spec.quantization is not None and expected.spec.quantization is None
         for layer in range(2):
             mine, theirs = (dict(tensors_of(weights.layer(layer))) for weights in (found, expected))

@@ -29,6 +29,7 @@ from support.checkpoints.families import FAMILIES
 from support.checkpoints.tiny import TINY_VOCAB, make_tiny_drafter, make_tiny_target
 from support.engines.steps import settings
 from support.engines.thread_ranks import PROMPTS, ThreadRank, ThreadRanks, tokens_by_steps
+from support.oracles.decoder_requests import weights_of
 
 SPLIT = [name for name, family in FAMILIES.items() if not family.composed]
 
@@ -119,9 +120,7 @@ def test_a_drafter_proposes_the_same_on_two_ranks(method: str, tiny_qwen3: Path,
 
 def test_ranks_read_only_their_slices(target: Path) -> None:
     config = read_model(target)
-    cpu = torch.device("cpu")
-    parts = [TargetWeights(target, config, Sharding(config, rank, 2), torch.float32, cpu) for rank in (0, 1)]
-    whole = TargetWeights(target, config, Sharding(config, 0, 1), torch.float32, cpu)
+    parts, whole = [weights_of(target, rank=rank, ranks=2) for rank in (0, 1)], weights_of(target)
     first, second, all_of = parts[0].layer(0), parts[1].layer(0), whole.layer(0)
     assert torch.equal(torch.cat((first.o_HO, second.o_HO), dim=1), all_of.o_HO)
     if isinstance(mixer := config.layers[0].mixer, TargetAttention) and mixer.latent is not None:

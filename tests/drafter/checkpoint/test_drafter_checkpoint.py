@@ -101,42 +101,41 @@ def test_a_nested_block_size_takes_precedence(tmp_path: Path):
     assert read(tmp_path, z_lab(block_size=10)).max_drafts == 9
 
 
-def test_absent_null_or_neutral_keys_are_accepted(tmp_path: Path):
-    keys = ("attention_sink_bias", "conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
-    plain = read(tmp_path, z_lab())
-    neutral = dict.fromkeys((*keys, "lilicorr_depth"), False) | {"attention_value_scale": 1.0}
-    null = dict.fromkeys((*neutral, "block_size", "causal", "use_swa", "final_logit_softcapping"))
-    assert read(tmp_path, z_lab(dflash=neutral, mlp_bias=False, hidden_act=None)) == plain
-    assert read(tmp_path, z_lab(dflash=null, architectures=None)) == plain
-    assert read(tmp_path, z_lab(dflash={"final_logit_softcapping": 0})).logit_softcap is None
-
-
+OFF = ("attention_sink_bias", "conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
+NEUTRAL = dict.fromkeys((*OFF, "lilicorr_depth"), False) | {"attention_value_scale": 1.0}
+NULL = dict.fromkeys((*NEUTRAL, "block_size", "causal", "use_swa", "final_logit_softcapping"))
 TRAINING = {"num_anchors": 512, "loss_decay_gamma": 7.0, "ce_loss_alpha": 1.0, "warmup_ratio": 0.04}
 # What pydantic writes of Speculators' own class where nothing was set.
 DEFAULTS = {
-    "pure_draft_prefix_len": 1,
-    "emb_dim": 256,
-    "gru_hidden_dim": 1024,
-    "lambda_base_start": 1.0,
-    "lambda_base_decay_ratio": 1.0,
-    "auf": False,
-    "shift_label": False,
-    "speculators_version": "0.5.0",
-    "transformers_version": "5.15.0",
+    **{
+        "pure_draft_prefix_len": 1,
+        "emb_dim": 256,
+        "gru_hidden_dim": 1024,
+        "auf": False,
+        "shift_label": False,
+    },
+    **{"lambda_base_start": 1.0, "lambda_base_decay_ratio": 1.0},
+    **{"speculators_version": "0.5.0", "transformers_version": "5.15.0"},
 }
+KINDS = {"layer_types": SLIDING["layer_types"]}
+# Files that mean the same: absent, null and neutral keys, notes of training, windows at either level.
+SAME = [
+    (z_lab(), z_lab(dflash=NEUTRAL, mlp_bias=False, hidden_act=None)),
+    (z_lab(), z_lab(dflash=NULL, architectures=None)),
+    (z_lab(), z_lab(dflash={"final_logit_softcapping": 0})),
+    (z_lab(), z_lab(**TRAINING)),
+    (z_lab(), z_lab(dflash=TRAINING)),
+    (checkpoints.assistant(), checkpoints.assistant(**TRAINING)),
+    (speculators(), speculators(**TRAINING, **DEFAULTS, layer=TRAINING)),
+    (speculators(layer=SLIDING), speculators(**SLIDING)),
+    (speculators(layer=SLIDING), speculators(**SLIDING, layer=SLIDING)),
+    (speculators(layer=SLIDING), speculators(sliding_window=9, layer=KINDS)),
+]
 
 
-@pytest.mark.parametrize(
-    ("plain", "noted"),
-    [
-        (z_lab(), z_lab(**TRAINING)),
-        (z_lab(), z_lab(dflash=TRAINING)),
-        (checkpoints.assistant(), checkpoints.assistant(**TRAINING)),
-        (speculators(), speculators(**TRAINING, **DEFAULTS, layer=TRAINING)),
-    ],
-)
-def test_training_notes_are_accepted_in_every_format(plain: dict, noted: dict, tmp_path: Path):
-    assert read(tmp_path, noted) == read(tmp_path, plain)
+@pytest.mark.parametrize(("plain", "other"), SAME)
+def test_keys_without_effect_are_accepted_in_every_format(plain: dict, other: dict, tmp_path: Path):
+    assert read(tmp_path, other) == read(tmp_path, plain)
 
 
 def test_no_key_of_transformers_configs_is_refused():
@@ -172,16 +171,6 @@ def test_scales_mean_the_same_in_all_formats(plain: dict, scaled: dict, tmp_path
     assert read(tmp_path, scaled) == replace(read(tmp_path, plain), **scales, **sinks)
 
 
-def test_speculators_windows_may_be_at_the_top_level(tmp_path: Path):
-    inside = read(tmp_path, speculators(layer=SLIDING))
-    assert inside.layers == (DraftLayer(True, 9), FULL)
-    assert read(tmp_path, speculators(**SLIDING)) == inside
-    assert read(tmp_path, speculators(**SLIDING, layer=SLIDING)) == inside
-    assert (
-        read(tmp_path, speculators(sliding_window=9, layer={"layer_types": SLIDING["layer_types"]})) == inside
-    )
-
-
 def test_shards_are_read_through_their_index(tmp_path: Path):
     tensors = checkpoints.drafter_tensors(z_lab())
     folder = checkpoints.write_drafter(tmp_path, z_lab(), tensors)
@@ -213,15 +202,8 @@ def test_an_index_names_files_of_its_own_folder_which_may_be_links(tmp_path: Pat
     index.write_text(json.dumps({"weight_map": dict.fromkeys(tensors, shard)}))
     assert TensorFolder(folder).shapes.keys() == tensors.keys()
     (tmp_path / "other.safetensors").write_bytes(blob.read_bytes())
-    outside = str(tmp_path / "other.safetensors")
-    for name in (
-        "../other.safetensors",
-        outside,
-        "../blobs/0123",
-        "x/../../other.safetensors",
-        "a\0.safetensors",
-        7,
-    ):
+    outside = ("../other.safetensors", str(tmp_path / "other.safetensors"), "x/../../other.safetensors")
+    for name in (*outside, "../blobs/0123", "a\0.safetensors", 7):
         index.write_text(json.dumps({"weight_map": dict.fromkeys(tensors, name)}))
         with pytest.raises(CheckpointError, match="does not name a file in its own folder"):
             check_drafter(folder, FACTS)

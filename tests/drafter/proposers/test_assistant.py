@@ -106,8 +106,7 @@ def test_chains_equal_transformers_generator_and_no_token_changes(
     def chains_of(tokens: list[int], anchors: list[int], choose: Choice) -> dict:
         return {at: generator.chain(tokens[: at + 1], choose) for at in anchors}
 
-    config = assisted(gemma4, assistant, max_num_batched_tokens=16)
-    assert_chains_equal(config, settings(gemma4), params, chains_of)
+    assert_chains_equal(assisted(gemma4, assistant, max_num_batched_tokens=16), params, chains_of)
 
 
 def test_a_prefix_hit_keeps_the_states(gemma4: Path, assistant: Path) -> None:

@@ -69,8 +69,7 @@ def test_every_position_of_a_chain_equals_the_reference(
     def chains_of(tokens: list[int], anchors: list[int], choose: Choice) -> dict:
         return chains(hugging_face, oracle, tokens, anchors, NUM_DRAFTS, choose)
 
-    config = eagle3(tiny_qwen3, folder, max_num_batched_tokens=16)
-    assert_chains_equal(config, settings(tiny_qwen3), params, chains_of)
+    assert_chains_equal(eagle3(tiny_qwen3, folder, max_num_batched_tokens=16), params, chains_of)
 
 
 @pytest.fixture(scope="module")

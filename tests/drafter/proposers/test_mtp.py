@@ -86,7 +86,7 @@ def check_chains(folder: Path, target, oracle: MtpOracle | LayeredOracle, params
     def chains_of(tokens: list[int], anchors: list[int], choose: Choice) -> dict:
         return chains(target, oracle, tokens, anchors, NUM_DRAFTS, choose)
 
-    assert_chains_equal(mtp(folder, max_num_batched_tokens=16), settings(folder), params, chains_of)
+    assert_chains_equal(mtp(folder, max_num_batched_tokens=16), params, chains_of)
 
 
 def test_a_prefix_hit_keeps_the_layers_entries_and_features(target_of, three_layers: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import cache
+from pathlib import Path
 
 import torch
 from manta.actors.engine.uniproc_executor import InProcessExecutor
@@ -21,7 +22,7 @@ from manta.drafter.step.inputs.proposals import Proposals
 from manta.drafter.step.request_states import RequestStates
 
 from support.checkpoints.tiny import TINY_VOCAB
-from support.engines.steps import Steps
+from support.engines.steps import Steps, settings
 from support.oracles.oracle_dflash import gumbel
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=10, ignore_eos=True)
@@ -122,9 +123,13 @@ def same_chains(ours: Seen, right: Seen) -> int:
     return len(both)
 
 
-def assert_chains_equal(
-    config: EngineConfig, plain: EngineConfig, params: SamplingParams, of: ChainsOf
-) -> None:
+@cache
+def plain_tokens(target: str, params: SamplingParams) -> list[list[int]]:
+    """Return the tokens of `PROMPTS` by plain decoding."""
+    return Served(settings(Path(target))).tokens(PROMPTS, params)
+
+
+def assert_chains_equal(config: EngineConfig, params: SamplingParams, of: ChainsOf) -> None:
     """Compare all chains of an engine with an oracle's, and its tokens with those of plain decoding.
 
     Args:
@@ -132,7 +137,7 @@ def assert_chains_equal(
     """
     served = Served(config)
     new = served.tokens(PROMPTS, params)
-    assert new == Served(plain).tokens(PROMPTS, params)
+    assert new == plain_tokens(config.model, params)
     assert served.chains is not None
     for i, tokens in enumerate(PROMPTS):
         ours = {at: found for (name, at), found in served.chains.seen.items() if name == f"r{i}"}

@@ -27,10 +27,16 @@ TAPS = (2, 0, 3)
 
 
 def weights_of(
-    folder: Path, dtype: torch.dtype = torch.float32, *, has_fp8_kv: bool = False
+    folder: Path,
+    dtype: torch.dtype = torch.float32,
+    *,
+    rank: int = 0,
+    ranks: int = 1,
+    has_fp8_kv: bool = False,
 ) -> TargetWeights:
+    """The weights of one rank, on the CPU."""
     spec = read_model(folder)
-    sharding, device = Sharding(spec, 0, 1), torch.device("cpu")
+    sharding, device = Sharding(spec, rank, ranks), torch.device("cpu")
     return TargetWeights(folder, spec, sharding, dtype, device, has_fp8_kv=has_fp8_kv)
 
 
