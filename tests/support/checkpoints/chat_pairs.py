@@ -25,15 +25,8 @@ HERMES = (
     "{% if enable_thinking is false %}<think>\n\n</think>\n\n{% endif %}{% endif %}"
 )
 # Marks as special tokens.
-HARMONY_TOKENS = (
-    "<|start|>",
-    "<|channel|>",
-    "<|message|>",
-    "<|end|>",
-    "<|call|>",
-    "<|return|>",
-    "<|constrain|>",
-)
+_MARKS = ("start", "channel", "message", "end", "call", "return", "constrain")
+HARMONY_TOKENS = tuple(f"<|{mark}|>" for mark in _MARKS)
 HARMONY = (
     "{% for tool in tools or [] %}{{ tool.function.name }};{% endfor %}"
     "{% for m in messages %}<|start|>{{ m.role }}<|message|>{{ m.content }}<|end|>{% endfor %}"

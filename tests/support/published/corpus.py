@@ -35,13 +35,8 @@ SMALL = {
     **{"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "rotary_dim": 16},
     **{"global_head_dim": 32, "num_global_key_value_heads": 1, "max_position_embeddings": 512},
     **{"num_experts": 8, "num_local_experts": 8, "n_routed_experts": 8, "num_experts_per_tok": 2},
-    **{
-        "q_lora_rank": 32,
-        "kv_lora_rank": 32,
-        "qk_nope_head_dim": 16,
-        "qk_rope_head_dim": 8,
-        "v_head_dim": 16,
-    },
+    **{"q_lora_rank": 32, "kv_lora_rank": 32, "qk_nope_head_dim": 16},
+    **{"qk_rope_head_dim": 8, "v_head_dim": 16},
     **{"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16},
     **{"linear_value_head_dim": 16, "shared_expert_intermediate_size": 64, "draft_vocab_size": 64},
     "num_target_layers": 4,
@@ -124,11 +119,8 @@ def settings(name: str, folder: Path, *, small: bool = False) -> EngineConfig:
     entry = ENTRIES[name]
     target = entry.get("target", name)
     made: dict[str, Any] = {
-        **{
-            "model": str(write(target, folder / "target", small=small)),
-            "load_format": "dummy",
-            "device": "cpu",
-        },
+        **{"model": str(write(target, folder / "target", small=small)), "load_format": "dummy"},
+        "device": "cpu",
         **{"skip_tokenizer_init": tokenizer_of(target) is None, "dtype": "float32", "num_threads": 1},
     }
     if small:
