@@ -92,14 +92,11 @@ def run_until(engine: EngineCore, is_so: Callable[[], bool]) -> None:
 
 
 def test_a_drafter_is_swapped_while_requests_run_and_an_unfitting_one_changes_nothing(
-    split, expected, tmp_path: Path
+    speculative, split, expected, tmp_path: Path
 ) -> None:
     other = make_tiny_drafter(tmp_path / "other", seed=2)
     shorter = make_tiny_drafter(tmp_path / "shorter", block_size=4)
-    for config in (
-        replace(split, speculative_config=replace(split.speculative_config, placement="colocated")),
-        split,
-    ):
+    for config in (speculative, split):
         executor = RayExecutor(config) if config is split else InProcessExecutor(config)
         engine = EngineCore(config, executor)
         for model, error in ((str(tmp_path / "nothing"), CheckpointError), (str(shorter), ConfigError)):
