@@ -1,54 +1,45 @@
-"""The thread team on few cores: fewer threads, the same bits, and all threads again."""
+"""The thread team on few cores: fewer threads, the same bits, and all threads again.
+
+Waits and results of trials are written into the team's words, so that no test depends on the machine's load.
+"""
 
 from __future__ import annotations
 
 import subprocess
 import sys
-import time
 
 import numpy as np
 import pytest
-from manta.drafter.compute.cpu_fused.threads.thread_team_size import (
-    LIMIT,
-    NUM_SIZE_LINES,
-    begin_sizes,
-    judge,
-    note_wait,
-    size_now,
-    try_out,
-)
+from manta.drafter.compute.cpu_fused.threads import thread_team_size as words
 from manta.drafter.compute.cpu_numba.cpu_features import bf16_instructions
 
-pytestmark = [
-    pytest.mark.quiet,
-    pytest.mark.skipif(bf16_instructions() is None, reason="this CPU has no products of bf16"),
-]
+pytestmark = pytest.mark.skipif(bf16_instructions() is None, reason="this CPU has no products of bf16")
 
 MS = 1_000_000
+NEVER = 2**62
 
 
 class Sizes:
-    """Results of a team with a given number of threads."""
+    """The words that hold a team's size, and the size that follows from waits and trials."""
 
     def __init__(self, maximum: int) -> None:
-        self._words = np.zeros(8 * NUM_SIZE_LINES, dtype=np.int64)
+        self._words = np.zeros(8 * words.NUM_SIZE_LINES, dtype=np.int64)
         self.at = self._words.ctypes.data
-        begin_sizes(self.at, maximum)
+        words.begin_sizes(self.at, maximum)
 
-    @property
-    def limit(self) -> int:
-        return int(self._words[LIMIT // 8])
+    def __getitem__(self, offset: int) -> int:
+        return int(self._words[offset // 8])
+
+    def __setitem__(self, offset: int, value: int) -> None:
+        self._words[offset // 8] = value
 
     def after_a_task(self, size: int, spent_ns: int, waited_ns: int) -> int:
-        note_wait(self.at, waited_ns)
-        judge(self.at, size, spent_ns)
-        return self.limit
+        words.note_wait(self.at, waited_ns)
+        words.judge(self.at, size, spent_ns)
+        return self[words.LIMIT]
 
-    def begin_trial(self, requested: int) -> None:
-        deadline_s = time.monotonic() + 60.0
-        while not size_now(self.at, requested)[1]:
-            assert time.monotonic() < deadline_s, "a rest ends"
-            time.sleep(0.001)
+    def now(self, requested: int) -> tuple[int, bool]:
+        return words.size_now(self.at, requested)
 
 
 @pytest.mark.parametrize(("size", "left"), [(2, 1), (8, 7), (16, 15), (64, 57)])
@@ -71,67 +62,84 @@ def test_waits_of_several_tasks_add_up_for_a_limited_time():
         assert sizes.after_a_task(2, 21 * MS, 4 * MS) == 2
     for _ in range(9):
         sizes.after_a_task(2, 2 * MS, MS)
-    assert sizes.limit == 1
+    assert sizes[words.LIMIT] == 1
 
 
-def test_a_thread_resumes_when_its_trial_passes_and_pauses_when_it_fails():
+@pytest.fixture
+def resting() -> Sizes:
+    """A team of two threads, one of which is suspended and rests until a test ends the rest."""
     sizes = Sizes(2)
-    assert size_now(sizes.at, 2) == (2, False)
+    assert sizes.now(2) == (2, False)
+    before_ns = words.now_ns()
     sizes.after_a_task(2, 10 * MS, 9 * MS)
-    assert size_now(sizes.at, 2) == (1, False), "it rests first"
-    for _ in range(3):  # a busy machine fails some trials
-        sizes.begin_trial(2)
-        assert size_now(sizes.at, 2) == (1, False), "the trial is under way"
-        try_out(sizes.at, 0)  # a thread that was not given up is not on trial
-        try_out(sizes.at, 2)
-        assert size_now(sizes.at, 2) == (1, False)
-        try_out(sizes.at, 1)
-        size, called = size_now(sizes.at, 2)
-        assert (size, sizes.limit) == ((2, 2) if called else (1, 1))
-        if called:
-            return
-        assert size_now(sizes.at, 2) == (1, False), "it rests again"
+    assert sizes[words._TRIAL] >= before_ns + words._MIN_PAUSE_NS
+    sizes[words._TRIAL] = NEVER
+    assert sizes.now(2) == (1, False)
+    return sizes
+
+
+@pytest.mark.parametrize("passes", [True, False], ids=["passes", "fails"])
+def test_a_thread_resumes_when_its_trial_passes_and_rests_longer_when_it_fails(resting: Sizes, passes: bool):
+    resting[words._TRIAL] = 0
+    assert resting.now(2) == (1, True), "the suspended thread is woken for a trial"
+    assert resting.now(2) == (1, False), "the trial is under way"
+    before_ns = words.now_ns()
+    resting[words._PASSED if passes else words._FAILED] = 1
+    assert resting.now(2) == ((2, True) if passes else (1, False))
+    assert resting[words.LIMIT] == 1 + passes
+    assert passes or resting[words._TRIAL] >= before_ns + 2 * words._MIN_PAUSE_NS
+
+
+def test_only_a_thread_on_trial_reports_whether_it_got_a_core(resting: Sizes):
+    resting[words._TRIAL] = 0
+    resting.now(2)
+    for thread, reports in ((0, 0), (2, 0), (1, 1)):
+        words.try_out(resting.at, thread)
+        assert resting[words._PASSED] + resting[words._FAILED] == reports
 
 
 def test_fewer_threads_than_the_limit_are_granted():
     sizes = Sizes(16)
     sizes.after_a_task(8, 4 * MS, 30 * MS)
-    assert sizes.limit == 7
-    assert size_now(sizes.at, 4) == (4, False)
-    assert size_now(sizes.at, 1) == (1, False)
+    assert sizes[words.LIMIT] == 7
+    assert sizes.now(4) == (4, False)
+    assert sizes.now(1) == (1, False)
 
 
 SCRIPT = """
 import os, time, torch
-cores = os.sched_getaffinity(0)
-os.sched_setaffinity(0, {min(cores)})  # threads that are made from here on have this core alone
+os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})  # all threads have this core alone
 from manta.drafter.compute.cpu_fused.operators import PackedLinear
-from manta.drafter.compute.cpu_fused.threads.thread_team import process_team
+from manta.drafter.compute.cpu_fused.threads import thread_team, thread_team_size
 torch.set_num_threads(1)
 layer = PackedLinear(torch.randn(2048, 1024).bfloat16(), None, 2)
 x = torch.randn(16, 1024).bfloat16()
-expected = PackedLinear.__call__(layer, x)
+team = thread_team.process_team()
+team.of(2)
+assert team.limit >= 2
+expected = layer(x)
+sizes = (team.address - team._words.ctypes.data + thread_team._SIZES) // 8
 
-def run_until(limit):
-    deadline_s = time.monotonic() + 120.0
-    while process_team().limit != limit:
-        assert time.monotonic() < deadline_s, f"the team has {process_team().limit} threads"
+def run_until(limit, between):
+    deadline_s = time.monotonic() + 250.0
+    while team.limit != limit:
+        assert time.monotonic() < deadline_s, f"the team has {team.limit} threads"
         assert layer(x).equal(expected)
-        time.sleep(0.0005)  # leaves the core to a thread on trial
+        between()
 
-process_team().of(2)
-most = process_team().limit
-assert most >= 2
-run_until(1)
-for thread in os.listdir("/proc/self/task"):
-    os.sched_setaffinity(int(thread), cores)
-if len(cores) > 1:
-    run_until(2)
+def pass_trial():
+    if team._words[sizes + thread_team_size._TRYING // 8]:
+        team._words[sizes + thread_team_size._PASSED // 8] = 1
+    time.sleep(0.0005)  # a rest is counted in time
+
+run_until(1, lambda: None)
+run_until(2, pass_trial)
 assert all(layer(x).equal(expected) for _ in range(200))
 """
 
 
 def test_two_threads_on_one_core_become_one_and_two_again_with_equal_bits():
+    """The second thread's trial is passed for it: on one core a real one fails."""
     done = subprocess.run(
         [sys.executable, "-c", SCRIPT], timeout=280, check=False, capture_output=True, text=True
     )
