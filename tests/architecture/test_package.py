@@ -44,7 +44,7 @@ def build_wheel(folder: Path) -> zipfile.ZipFile:
         if (ROOT / name).exists():
             subprocess.run(["cp", "-r", ROOT / name, source / name], check=True)
     command = ["build", "--wheel", "--no-isolation", "--outdir", folder, source]
-    subprocess.run([sys.executable, "-m", *map(str, command)], check=True, capture_output=True, timeout=120)
+    subprocess.run([sys.executable, "-m", *map(str, command)], check=True, capture_output=True, timeout=280)
     (wheel,) = folder.glob("*.whl")
     return zipfile.ZipFile(wheel)
 
@@ -102,7 +102,7 @@ def test_every_third_party_import_is_declared_and_every_declared_package_is_impo
 
 def test_importing_the_package_does_not_load_torch() -> None:
     script = "import sys, manta; manta.SamplingParams(); assert 'torch' not in sys.modules"
-    subprocess.run([sys.executable, "-c", script], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=280)
 
 
 def test_the_dockerfile_copies_existing_files_and_runs_existing_commands() -> None:

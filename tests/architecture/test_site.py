@@ -52,7 +52,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
         env={**os.environ, "NO_MKDOCS_2_WARNING": "1"},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=280,
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
@@ -166,6 +166,26 @@ def test_the_parser_knows_every_command_of_the_guides() -> None:
         requested = [word.partition("=")[0] for word in words[depth:] if re.match(r"--?[a-z]", word)]
         assert depth > 1 or requested, words
         assert [flag for flag in requested if flag not in flags] == [], words
+
+
+def parsed(command: list[str]) -> dict[str, Any]:
+    """Parse the parameters of a `manta` command without running it; click raises for wrong ones."""
+    group: Any = get_command(app)
+    return group.commands[command[1]].make_context(command[1], command[2:]).params
+
+
+@pytest.mark.parametrize(
+    ("guide", "minimum"), [("batch.md", 6), ("production.md", 8), ("how-to/structured-output.md", 1)]
+)
+def test_the_commands_of_a_guide_have_all_they_need(guide: str, minimum: int) -> None:
+    text = (ROOT / "docs" / guide).read_text(encoding="utf-8")
+    blocks = "\n".join(re.findall(r"^```sh\n(.*?)^```", text, re.M | re.S))
+    found = [words for words in written_commands(blocks) if words[0] == "manta"]
+    assert len(found) >= minimum
+    for words in found:
+        parsed(words)
+    with pytest.raises(Exception, match=r"--prompt-columm"):
+        parsed(["manta", "batch", "-m", "x", "-i", "a", "-o", "b", "--prompt-columm", "c"])
 
 
 TIMES = "\N{MULTIPLICATION SIGN}"
