@@ -58,9 +58,9 @@ def run_row_by_row(layer: DeltaLayer, slot: int, given: Tensor) -> Tensor:
     return torch.cat([layer.run([(slot, row, 0)]) for row in given.split(1)])
 
 
-@pytest.fixture(params=BACKENDS, ids=("eager", "loops"))
-def layer(request: pytest.FixtureRequest) -> DeltaLayer:
-    return layer_of(request.param)
+@pytest.fixture
+def layer(backend: Backend) -> DeltaLayer:
+    return layer_of(backend)
 
 
 @pytest.mark.parametrize("count", [1, 7, 70])
