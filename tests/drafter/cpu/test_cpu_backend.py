@@ -1,5 +1,7 @@
 """The Numba loops of the CPU backend against PyTorch's operators, and row by row against themselves.
 
+`test_drafter_layers.py` tests norms and gates of all backends, `test_step_operators.py` sampling.
+
 Legend: N rows, H hidden, I inner size, Q query heads, K kv heads, D head dim, L layers.
 """
 
@@ -18,7 +20,7 @@ from manta.drafter.compute.cpu_numba import layers as kernels
 from manta.drafter.compute.cpu_numba.backend import NumbaBackend
 from manta.drafter.compute.eager.attention_metadata import AttentionBatch
 from manta.drafter.compute.eager.backend import EagerBackend
-from manta.drafter.compute.layers.linear import Activation, RMSNorm
+from manta.drafter.compute.layers.linear import RMSNorm
 from manta.drafter.compute.layers.rope import RopeConfig, RotaryEmbedding
 from manta.drafter.compute.memory.kv_cache import PagedKVCache
 from manta.drafter.step.cpu_numba.step_ops import LOOPS
@@ -59,34 +61,6 @@ def placed(first: int, count: int) -> PlacedRows:
     return PlacedRows(positions_N, (positions_N.clone(),), (batch,))
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("shape", [(1, 192), (16, 64), (5, 1000), (0, 64)])
-@pytest.mark.one_in(2)
-def test_norms_equal_pytorchs(shape: tuple[int, int], dtype: torch.dtype):
-    x_NH, norm = (3 * torch.randn(shape)).to(dtype), RMSNorm(weights(shape[1], dtype=dtype), EPS)
-    assert_same(NumbaBackend().norm(norm, x_NH), EagerBackend().norm(norm, x_NH))
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("shape", [(16, 192), (5, 1000)])
-def test_norms_with_fp32_weights_equal_pytorchs(shape: tuple[int, int], dtype: torch.dtype):
-    """Norms round once, as in PyTorch: in bf16 few elements differ."""
-    x_NH, norm = (3 * torch.randn(shape)).to(dtype), RMSNorm(weights(shape[1], dtype=torch.float32), EPS)
-    got, expected = NumbaBackend().norm(norm, x_NH), EagerBackend().norm(norm, x_NH)
-    assert_same(got, expected)
-    assert dtype is torch.float32 or (got == expected).float().mean() > 0.999
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
-def test_a_gated_product_equals_pytorchs_up_to_the_largest_gates(activation: Activation, dtype: torch.dtype):
-    gate_up_NI = (6 * torch.randn(7, 2 * 333)).to(dtype)
-    gate_up_NI[0, :8] = torch.tensor([-3e38, -1000.0, -88.0, -1e-30, 0.0, 1e-30, 88.0, 3e38])
-    gate_up_NI[1, :9] = torch.tensor([-90.0, 90.0, float("inf"), -0.0, -10.0, -5.0, -2.0, -0.5, 10.0])
-    theirs = EagerBackend().gated(torch.clone, gate_up_NI, activation)
-    assert_same(NumbaBackend().gated(torch.clone, gate_up_NI, activation), theirs)
-
-
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("normed", ["by its dtype", "by fp32", "not"])
@@ -119,15 +93,14 @@ def test_attention_writes_and_computes_as_pytorch(
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_context_of_all_layers_is_written_as_in_pytorch(dtype: torch.dtype, of_norms: torch.dtype | None):
     num_layers, num_kv, head_dim = 3, 2, 64
+    kind = KVCacheSpec(num_kv, head_dim, head_dim)
     norms_LD = weights(num_layers, head_dim, dtype=of_norms or dtype)
     kv_NO = torch.randn(5, 2 * num_layers * num_kv * head_dim).to(dtype)
     rows = placed(40, 5)
     rows.kv_slots[0][2] = NUM_PAGES * PAGE_SIZE  # this row is not written
     written: list[Tensor] = []
     for backend in (NumbaBackend(), EagerBackend()):
-        cache = PagedKVCache(
-            num_layers, NUM_PAGES, PAGE_SIZE, KVCacheSpec(num_kv, head_dim, head_dim), dtype, "cpu"
-        )
+        cache = PagedKVCache(num_layers, NUM_PAGES, PAGE_SIZE, kind, dtype, "cpu")
         write = backend.context_writer(norms_LD, EPS, num_kv)
         write(kv_NO.clone(), rotary(head_dim, dtype), rows, cache, 0)
         written.append(cache.kv)
@@ -185,28 +158,6 @@ def test_results_are_rounded_to_bfloat16_as_pytorch_rounds():
     assert torch.equal(got.flatten().isnan(), exact.isnan())
 
 
-@pytest.mark.parametrize("vocab_size", [1, 7, 4096, 50_001])
-def test_a_noisy_row_chooses_the_maximum_of_logits_plus_noise(vocab_size: int):
-    """PyTorch's noise differs by units in the last place, so scores are compared up to that."""
-    num_rows = 12
-    logits_MV = 3 * torch.randn(num_rows, vocab_size)
-    logits_MV[3, : vocab_size // 2] = float("-inf")
-    temperature_M1 = torch.linspace(0.01, 3.0, num_rows).unsqueeze(1)
-    keys = torch.from_numpy(noise_keys(np.arange(num_rows) * 7919, np.arange(num_rows))).unsqueeze(-1)
-    score_MV = logits_MV - temperature_M1 * negative_gumbel(keys, vocab_size)
-    chosen_M = LOOPS.noisy_argmax_margin(logits_MV, temperature_M1, keys)[0]
-    best_M1 = score_MV.gather(1, chosen_M.unsqueeze(1))
-    assert (best_M1.squeeze(1) >= score_MV.amax(dim=1) - 1e-4).all()
-    assert (chosen_M == score_MV.argmax(dim=1)).float().mean() > 0.9
-    alone = [
-        LOOPS.noisy_argmax_margin(
-            logits_MV[m : m + 1], temperature_M1[m : m + 1], keys[:, m : m + 1].contiguous()
-        )[0]
-        for m in range(num_rows)
-    ]
-    assert torch.equal(torch.cat(alone), chosen_M)
-
-
 def test_the_loop_computes_the_exact_bits_of_the_noise():
     """With constant logits the choice follows the noise."""
     rows = np.arange(300)
@@ -214,14 +165,6 @@ def test_the_loop_computes_the_exact_bits_of_the_noise():
     expected_M = negative_gumbel(keys, 3000).double().argmin(dim=1)
     chosen_M, _ = LOOPS.noisy_argmax_margin(torch.zeros(300, 3000), torch.ones(300, 1), keys)
     assert torch.equal(chosen_M, expected_M)
-
-
-def test_rows_without_an_allowed_token_choose_the_first():
-    """`argmax` does the same."""
-    keys = torch.from_numpy(noise_keys(np.zeros(2, dtype=np.int64), np.arange(2))).unsqueeze(-1)
-    logits_MV = torch.full((2, 9), float("-inf"))
-    ids_M, margins_M = LOOPS.noisy_argmax_margin(logits_MV, torch.ones(2, 1), keys)
-    assert ids_M.tolist() == [0, 0] and margins_M.tolist() == [0.0, 0.0]
 
 
 def test_loops_run_without_a_cache_folder():
@@ -232,5 +175,5 @@ def test_loops_run_without_a_cache_folder():
         "from manta.drafter.compute.layers.linear import RMSNorm\n"
         "print(NumbaBackend().norm(RMSNorm(torch.ones(4), 0.0), torch.ones(1, 4)).tolist())"
     )
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=280)
     assert done.stdout.strip() == "[[1.0, 1.0, 1.0, 1.0]]", done.stderr

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import cache
-from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from manta import LLM, SamplingParams
 from manta.actors.engine.outputs import PositionLogprobs
-from support.checkpoints.tiny import TINY_VOCAB, make_tiny_drafter, make_tiny_target
+from support.checkpoints.tiny import TINY_VOCAB
 
 KNOBS = {
     "greedy": SamplingParams(temperature=0.0, logprobs=3, prompt_logprobs=2),
@@ -32,32 +31,15 @@ KNOBS = {
     "ended by a token": SamplingParams(temperature=1.0, logprobs=1, stop_token_ids=tuple(range(0, 128, 9))),
     "several at once": SamplingParams(temperature=1.0, logprobs=2, max_tokens=30),
 }
-ENGINES = {
-    "as shipped": {},
-    "chunks of 16 rows": {"max_num_batched_tokens": 16},
-    "forced preemption": {"num_pages": 36, "page_size": 4},
-    "planned ahead": {"async_scheduling": True, "num_pages": 36, "page_size": 4},
-}
 
 
 @pytest.fixture(scope="module")
-def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    folder = tmp_path_factory.mktemp("pair")
-    return make_tiny_target(folder / "target", "qwen3", seed=5), make_tiny_drafter(folder / "drafter")
+def theirs(transformers_logits) -> Callable[[list[int], list[int]], tuple[torch.Tensor, torch.Tensor]]:
+    """transformers' log probabilities [tokens, V] of a prompt and an output."""
 
-
-@pytest.fixture(scope="module")
-def theirs(pair: tuple[Path, Path]) -> object:
-    """Return transformers' log probabilities [tokens, V] of a prompt and an output."""
-    from transformers import AutoModelForCausalLM
-
-    model = AutoModelForCausalLM.from_pretrained(pair[0], dtype=torch.float32)
-
-    @cache
-    @torch.inference_mode()
-    def of(prompt: tuple[int, ...], output: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor]:
-        logits = model(torch.tensor([[*prompt, *output]])).logits[0, :-1].log_softmax(-1)
-        return logits[: len(prompt) - 1], logits[len(prompt) - 1 :]
+    def of(prompt: list[int], output: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
+        logprobs = transformers_logits([*prompt, *output])[:-1].log_softmax(-1)
+        return logprobs[: len(prompt) - 1], logprobs[len(prompt) - 1 :]
 
     return of
 
@@ -82,30 +64,23 @@ def check(
         torch.testing.assert_close(ours, wanted_V[list(place)], atol=1e-4, rtol=0)
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("drafts", [None, 3, 15])
-@pytest.mark.parametrize("engine", ENGINES)
 def test_log_probabilities_of_every_token_equal_transformers(
-    pair: tuple[Path, Path], theirs, engine: str, drafts: int | None
+    open_llm: Callable[..., LLM], theirs, engine: dict[str, Any], drafts: int | None
 ) -> None:
     params = [
         replace(p, seed=9 + i, max_tokens=p.max_tokens and max(p.max_tokens, 24), ignore_eos=True)
         for i, p in enumerate(KNOBS.values())
     ]
     batch = prompts(len(params))
-    spec = {"model": str(pair[1]), "num_speculative_tokens": drafts, "adaptive": False}
-    with LLM(
-        str(pair[0]),
-        speculative_config=spec if drafts else None,
-        skip_tokenizer_init=True,
-        **{"dtype": "float32", "num_threads": 1, "max_num_seqs": 8, "max_model_len": 128, **ENGINES[engine]},
-    ) as llm:
+    with open_llm(drafts, **engine) as llm:
         found = llm.generate([{"prompt_token_ids": p} for p in batch], params)
         assert (llm.stats().num_accepted_tokens > 0) == (drafts is not None)
-        assert (llm.stats().preemptions > 0) == ("num_pages" in ENGINES[engine])
+        assert (llm.stats().preemptions > 0) == ("num_pages" in engine)
     for prompt, requested, answer in zip(batch, params, found, strict=True):
         (output,) = answer.outputs
-        of_prompt_TV, theirs_TV = theirs(tuple(prompt), tuple(output.token_ids))
+        of_prompt_TV, theirs_TV = theirs(prompt, output.token_ids)
         if requested.prompt_logprobs is None:
             assert answer.prompt_logprobs is None
         else:
@@ -121,23 +96,18 @@ def test_log_probabilities_of_every_token_equal_transformers(
 
 
 def test_a_cached_prompt_has_the_same_log_probabilities_and_serves_the_next(
-    pair: tuple[Path, Path], theirs
+    open_llm: Callable[..., LLM], theirs
 ) -> None:
     """Pages hold no logits: the prompt is computed again, and then its pages are shared, too."""
     prompt, params = prompts(9)[3], SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
     telling = replace(params, prompt_logprobs=1, n=2)
-    with LLM(
-        str(pair[0]), skip_tokenizer_init=True, dtype="float32", num_threads=1, page_size=4, max_model_len=128
-    ) as llm:
+    with open_llm(page_size=4) as llm:
         plain, reported, again = (
             llm.generate({"prompt_token_ids": prompt}, p)[0] for p in (params, telling, params)
         )
-    assert (
-        [o.token_ids for o in reported.outputs]
-        == [plain.outputs[0].token_ids] * 2
-        == [again.outputs[0].token_ids] * 2
-    )
+    for output in (*reported.outputs, *again.outputs):
+        assert output.token_ids == plain.outputs[0].token_ids
     assert (plain.metrics.num_cached_tokens, reported.metrics.num_cached_tokens) == (0, 0)
     assert again.metrics.num_cached_tokens > 0
-    of_prompt_TV, _ = theirs(tuple(prompt), ())
+    of_prompt_TV, _ = theirs(prompt, [])
     check(prompt[1:], reported.prompt_logprobs[1:], of_prompt_TV, 1)

@@ -7,7 +7,6 @@ import math
 import numpy as np
 import pytest
 import torch
-from manta.drafter.step.cpu_numba.step_ops import LOOPS
 from manta.drafter.step.inputs.gumbel_noise import (
     FACTOR_2,
     GREATEST_NEGATIVE,
@@ -15,36 +14,11 @@ from manta.drafter.step.inputs.gumbel_noise import (
     noise_bits,
     noise_keys,
 )
-from manta.drafter.step.inputs.sampling_metadata import SamplingMetadata
 from manta.drafter.step.sampling.sampler import sample_rows, sample_with_margins
-from manta.drafter.step.sampling.step_ops import DEFINITION, StepOperators
+from manta.drafter.step.sampling.step_ops import StepOperators
 from manta.drafter.step.sampling.top_k_top_p import filter_logits
 from support.oracles import oracle_dflash as oracle
-
-
-def batch(
-    rows: int,
-    *,
-    temperature=1.0,
-    top_k=0,
-    top_p=1.0,
-    min_p=0.0,
-    seed=0,
-    position=0,
-    forbidden: list[tuple[int, int]] | None = None,
-) -> SamplingMetadata:
-    def column(value, dtype):
-        return np.broadcast_to(np.asarray(value, dtype=dtype), rows).copy()
-
-    return SamplingMetadata.build(
-        temperature=column(temperature, np.float32),
-        top_k=column(top_k, np.int64),
-        top_p=column(top_p, np.float32),
-        min_p=column(min_p, np.float32),
-        seed=column(seed, np.int64),
-        position=column(position, np.int64),
-        forbidden_F=torch.tensor(forbidden).T if forbidden else None,
-    )
+from support.oracles.sampling_rows import NEUTRAL, batch, chi_square_p
 
 
 def uniforms(seeds, positions, vocab: int) -> np.ndarray:
@@ -58,13 +32,6 @@ def margin(z: torch.Tensor, kept: torch.Tensor, noise: torch.Tensor) -> float:
     scores = torch.where(kept, z + noise, -math.inf) if kept.sum() > 1 else z
     best, second = scores.sort(descending=True).values[:2].tolist()
     return best - second if best > -math.inf else 0.0
-
-
-def chi_square_p(counts: np.ndarray, expected: np.ndarray) -> float:
-    """Return the upper tail by Wilson-Hilferty: exact enough to distinguish 1e-4 from 0.5."""
-    x, k = float(((counts - expected) ** 2 / expected).sum()), len(counts) - 1
-    z = ((x / k) ** (1 / 3) - (1 - 2 / (9 * k))) / math.sqrt(2 / (9 * k))
-    return 0.5 * math.erfc(z / math.sqrt(2))
 
 
 def test_noise_bits_equal_the_same_hash_in_python_integers():
@@ -174,27 +141,40 @@ def kept(logits: torch.Tensor, **settings) -> list[int]:
     return out[0].isfinite().nonzero().ravel().tolist()
 
 
-def test_top_k_keeps_the_k_likeliest_and_ties_with_the_last():
-    z = torch.tensor([1.0, 3.0, 2.0, 0.0, 2.0])
-    assert kept(z, top_k=2) == [1, 2, 4]
-    assert kept(z, top_k=4) == [0, 1, 2, 4]
-    assert kept(z, top_k=99) == [0, 1, 2, 3, 4]
+TIES, HALVES = torch.tensor([1.0, 3.0, 2.0, 0.0, 2.0]), torch.tensor([0.5, 0.25, 0.15, 0.1]).log()
+TENTHS, FALLING = torch.tensor([0.4, 0.3, 0.2, 0.1]).log(), torch.tensor([0.5, 0.26, 0.14, 0.1]).log()
+FILTERED = [
+    # Top-k, with tokens that tie with the last.
+    (TIES, {"top_k": 2}, [1, 2, 4]),
+    (TIES, {"top_k": 4}, [0, 1, 2, 4]),
+    (TIES, {"top_k": 99}, [0, 1, 2, 3, 4]),
+    # The smallest set that reaches top-p, after temperature.
+    (HALVES, {"top_p": 0.5}, [0]),
+    (HALVES, {"top_p": 0.51}, [0, 1]),
+    (HALVES, {"top_p": 0.75}, [0, 1]),
+    (HALVES, {"top_p": 0.9001}, [0, 1, 2, 3]),
+    (HALVES, {"top_p": 1e-6}, [0]),
+    (HALVES * 2, {"top_p": 0.74, "temperature": 2.0}, [0, 1]),
+    # Min-p, relative to the likeliest token.
+    (FALLING, {"min_p": 0.5}, [0, 1]),
+    (FALLING, {"min_p": 0.25}, [0, 1, 2]),
+    (FALLING, {"min_p": 1.0}, [0]),
+    # In the order min-p, top-k, top-p: among {0, 1} the first has 4/7 of the mass, of all four only 0.4.
+    (TENTHS, {"top_p": 0.55}, [0, 1]),
+    (TENTHS, {"top_p": 0.55, "top_k": 2}, [0]),
+    (TENTHS, {"top_p": 0.55, "min_p": 0.7}, [0]),
+]
+
+
+@pytest.mark.parametrize(("logits", "settings", "tokens"), FILTERED, ids=[str(case[1]) for case in FILTERED])
+def test_filters_keep_these_tokens(logits: torch.Tensor, settings: dict, tokens: list[int]):
+    assert kept(logits, **settings) == tokens
 
 
 def test_each_row_of_a_batch_keeps_its_own_top_k():
     z = torch.arange(20.0).repeat(4, 1)
     found = filter_logits(z, batch(4, top_k=[2, 7, 0, 3]))
     assert found.isfinite().sum(-1).tolist() == [2, 7, 20, 3]
-
-
-def test_top_p_keeps_the_smallest_set_that_reaches_p_after_temperature():
-    z = torch.tensor([0.5, 0.25, 0.15, 0.1]).log()
-    assert kept(z, top_p=0.5) == [0]
-    assert kept(z, top_p=0.51) == [0, 1]
-    assert kept(z, top_p=0.75) == [0, 1]
-    assert kept(z, top_p=0.9001) == [0, 1, 2, 3]
-    assert kept(z, top_p=1e-6) == [0]
-    assert kept(z * 2, top_p=0.74, temperature=2.0) == [0, 1]
 
 
 def test_top_p_finds_nuclei_wider_than_its_first_look():
@@ -213,31 +193,12 @@ def test_wide_and_narrow_nuclei_in_one_batch_are_independent():
     assert together.isfinite().sum(-1).tolist()[1:3] == [3, 1000]
 
 
-def test_min_p_is_relative_to_the_likeliest_token():
-    z = torch.tensor([0.5, 0.26, 0.14, 0.1]).log()
-    assert kept(z, min_p=0.5) == [0, 1]
-    assert kept(z, min_p=0.25) == [0, 1, 2]
-    assert kept(z, min_p=1.0) == [0]
-
-
-def test_filters_apply_in_the_order_min_p_top_k_top_p():
-    z = torch.tensor([0.4, 0.3, 0.2, 0.1]).log()
-    # Among {0, 1} the first has 4/7 of the mass, so p = 0.55 keeps it alone; of all four it has only 0.4.
-    assert kept(z, top_p=0.55) == [0, 1]
-    assert kept(z, top_p=0.55, top_k=2) == [0]
-    assert kept(z, top_p=0.55, min_p=0.7) == [0]
-
-
-def test_top_k_of_one_is_greedy_at_any_temperature():
+@pytest.mark.parametrize(
+    "settings", [{"temperature": 2.0, "top_k": 1}, {"temperature": 1e-5}], ids=["top-k of one", "near zero"]
+)
+def test_these_settings_are_greedy(settings: dict):
     z = torch.randn(50, 64, generator=torch.Generator().manual_seed(2))
-    ids = sample_rows(z.clone(), batch(50, temperature=2.0, top_k=1, position=range(50)))
-    assert torch.equal(ids, z.argmax(-1))
-
-
-def test_a_temperature_near_zero_is_greedy():
-    z = torch.randn(50, 64, generator=torch.Generator().manual_seed(3))
-    ids = sample_rows(z.clone(), batch(50, temperature=1e-5, position=range(50)))
-    assert torch.equal(ids, z.argmax(-1))
+    assert torch.equal(sample_rows(z.clone(), batch(50, position=range(50), **settings)), z.argmax(-1))
 
 
 def test_greedy_ties_go_to_the_lowest_id():
@@ -278,13 +239,11 @@ def test_the_same_noise_couples_similar_distributions():
     assert same.float().mean() > ((1 - tv) / (1 + tv)).mean() - 0.02
 
 
-KNOBS = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
 GREEDY = ("greedy", "top_k 1")
 SETTINGS = {"greedy": {"temperature": 0.0}, "noise": {}, "top_k": {"top_k": 3}, "min_p": {"min_p": 0.3}}
 SETTINGS |= {"top_k 1": {"top_k": 1}, "top_p": {"top_p": 0.4, "temperature": 0.6}}
 
 
-@pytest.mark.parametrize("operators", [DEFINITION, LOOPS], ids=["definition", "loops"])
 @pytest.mark.parametrize("names", [[name] for name in SETTINGS] + [list(SETTINGS)], ids="+".join)
 def test_a_margin_is_the_distance_to_the_second_best_kept_token(
     names: list[str], operators: StepOperators
@@ -292,7 +251,7 @@ def test_a_margin_is_the_distance_to_the_second_best_kept_token(
     """The reference is fp64 over all of a row's tokens; some are forbidden, in one row all but one."""
     rows, vocab = 24, 301
     each = [names[row % len(names)] for row in range(rows)]
-    knobs = {k: [SETTINGS[name].get(k, d) for name in each] for k, d in KNOBS.items()}
+    knobs = {k: [SETTINGS[name].get(k, d) for name in each] for k, d in NEUTRAL.items()}
     pairs = [(row, token) for row in range(0, rows, 3) for token in (0, 7)]
     pairs += [(5, token) for token in range(1, vocab)]
     z = 3 * torch.randn(rows, vocab, generator=torch.Generator().manual_seed(2))

@@ -13,6 +13,7 @@ from manta.drafter.step.inputs.sampling_metadata import SamplingMetadata
 from manta.drafter.step.sampling.sampler import select_paths
 from manta.drafter.step.sampling.selector import SelectorCodebooks
 from manta.drafter.step.sampling.step_ops import DEFINITION
+from support.oracles.sampling_rows import batch
 
 VOCAB = 120
 KNOBS = {  # temperature, top-k, top-p, min-p
@@ -34,11 +35,9 @@ def block_of(knobs: list[str], counts: list[int], seed: int, *, samples_anchor: 
     rows = [tuple(range(count if samples_anchor else count + 1)) for count in counts if count]
     places_N = np.array([place for row in rows for place in row])
     sampled_X = np.arange(len(places_N)) if samples_anchor else np.flatnonzero(places_N)
-    sampling = SamplingMetadata.build(
-        temperature=of_X[:, 0].astype(np.float32),
-        top_k=of_X[:, 1].astype(np.int64),
-        top_p=of_X[:, 2].astype(np.float32),
-        min_p=of_X[:, 3].astype(np.float32),
+    sampling = batch(
+        len(owners_X),
+        **dict(zip(("temperature", "top_k", "top_p", "min_p"), of_X.T, strict=True)),
         seed=owners_X * 977 + seed,
         position=20 + sampled_X + samples_anchor,
     )

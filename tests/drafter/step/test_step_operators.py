@@ -142,7 +142,7 @@ def test_grammar_masks_are_applied_the_same(vocab_size: int, dtype: torch.dtype)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("vocab_size", [1, 7, 333, 50_001])
+@pytest.mark.parametrize("vocab_size", [1, 7, 333, 4_096, 50_001])
 def test_a_sampled_token_is_the_same_except_at_ties(vocab_size: int, dtype: torch.dtype) -> None:
     """Noise differs by units in the last place: where tokens differ, their scores are as close."""
     logits, rows = logits_of(dtype, vocab_size), np.arange(20)
@@ -157,6 +157,10 @@ def test_a_sampled_token_is_the_same_except_at_ties(vocab_size: int, dtype: torc
     near = (best - got).abs() <= 1e-5 * (1 + best.abs())
     assert ((mine == loops) | near).all()
     assert (mine == loops).float().mean() >= 0.9
+    for row in range(20):
+        one = slice(row, row + 1)
+        alone, _ = LOOPS.noisy_argmax_margin(logits[one], temperature[one], keys[:, one].contiguous())
+        assert alone == loops[one], "a row's choice does not depend on the others"
     for got in (margins, loops_margins):
         torch.testing.assert_close(got.double(), margins_of(scores), atol=1e-4, rtol=1e-4)
 
