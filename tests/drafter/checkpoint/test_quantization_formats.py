@@ -32,7 +32,7 @@ def open_one(
         {f"{MODULE}.{part}": tensor.clone() for part, tensor in matrix.tensors.items()},
         folder / "m.safetensors",
     )
-    return QuantizedFolder(folder, quantization_of(name, folder), dtype), decode(matrix, ROWS, COLUMNS)
+    return QuantizedFolder(folder, quantization_of(name, folder), dtype), decode(matrix)
 
 
 def quantization_of(name: str, folder: Path) -> CheckpointQuantization:

@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from manta.actors.targets.families.shared.llama_like import TENSORS
@@ -29,13 +28,14 @@ from manta.drafter.compute.cpu_numba.backend import NumbaBackend
 from manta.drafter.compute.eager.backend import EagerBackend
 from manta.drafter.compute.gpu_triton.backend import TritonBackend
 from manta.drafter.compute.layers.rope import RopeConfig
-from manta.drafter.step.request_states import RequestStates
+from support.checkpoints.tiny import TINY_VOCAB
 from support.engines.devices import DEVICE
-from support.engines.steps import Steps, settings
+from support.engines.steps import settings
 from support.engines.thread_ranks import ThreadRanks
+from support.oracles.decoder_requests import MAX_LEN, computed
 from torch import Tensor
 
-HIDDEN, VOCAB, MAX_LEN, NUM_SLOTS, EPS = 64, 40, 128, 4, 1e-5
+HIDDEN, EPS = 64, 1e-5
 WINDOW = 9
 
 
@@ -58,7 +58,7 @@ def _spec(*layers: LayerSpec) -> ModelSpec:
     return ModelSpec(
         architecture="RandomSpecTensors",
         hidden_size=HIDDEN,
-        vocab_size=VOCAB,
+        vocab_size=TINY_VOCAB,
         layers=layers,
         rms_norm_eps=EPS,
         tied_head=False,
@@ -152,42 +152,18 @@ def full_attention(spec: ModelSpec, tokens: list[int]) -> Tensor:
     return _norm(x, made.get("model.norm.weight")) @ made.get("lm_head.weight").T
 
 
-LENGTHS = [40, 22, 42, 17]
-SCHEDULE = [{0: 17, 1: 5}, {0: 1, 1: 16, 2: 40}, {2: 1, 0: 16, 1: 1}, {0: 6, 3: 1}, {3: 1, 2: 1}, {3: 15}]
-
-
-def tokens_of(slot: int) -> list[int]:
-    return np.random.default_rng(slot).integers(0, VOCAB, LENGTHS[slot]).tolist()
-
-
-@torch.inference_mode()
-def in_pages(spec: ModelSpec, communicator: Communicator, backend: Backend) -> list[Tensor]:
-    """Return the logits of all requests, computed in chunks over the pages that the loader would plan."""
+def check_full_attention(name: str, communicator: Communicator, backend: Backend) -> None:
+    """Assert the logits of all requests, computed in chunks over the pages that the loader would plan."""
+    spec = SPECS[name]
     sharding = Sharding(spec, communicator.rank, communicator.world_size)
     pages = plan_kv_cache(spec.windows, [], MAX_LEN, sharding.kv_geometries())
     device = torch.device(DEVICE) if isinstance(backend, TritonBackend) else torch.device("cpu")
     weights = TargetWeights(RandomSpecTensors(spec), spec, sharding, torch.float32, device)
-    model = Decoder(weights, (), MAX_LEN, communicator, backend, pages.target)
-    steps = Steps(NUM_SLOTS, MAX_LEN, num_groups=len(pages.groups))
-    num_pages = len(pages.groups) * NUM_SLOTS * MAX_LEN // steps.page_size
-    cache = model.new_cache(num_pages, steps.page_size)
-    cache.kv.fill_(100.0)  # reading an unwritten value must show
-    size = (NUM_SLOTS, MAX_LEN, (num_pages,), steps.page_size, device)
-    states = RequestStates(*size, backend.attention_batch, pages=pages)
-    admitted = [steps.admit(slot, tokens_of(slot)) for slot in range(NUM_SLOTS)]
-    logits: list[list[Tensor]] = [[] for _ in LENGTHS]
-    for rows in SCHEDULE:
-        slots, counts = list(rows), list(rows.values())
-        computed = [sum(map(len, logits[slot])) for slot in slots]
-        drafts = [n - 1 for n in counts]
-        plan = steps.plan(slots, computed, counts, drafts, admitted=admitted)
-        admitted = []
-        states.apply(plan)
-        placed = states.lay_out_rows(plan)
-        normed, _ = model.forward(placed.token_ids_N, placed, cache)
-        for slot, part in zip(slots, model.logits(normed).split(counts), strict=True):
-            logits[slot].append(part)
-    return [torch.cat(parts).cpu() for parts in logits]
+    model = Decoder(weights, (0,), MAX_LEN, communicator, backend, pages.target)
+    requests = computed(model, pages=pages, batch=backend.attention_batch, device=device)
+    for tokens, logits in zip(requests.tokens, requests.logits, strict=True):
+        found = torch.cat(logits).cpu()
+        torch.testing.assert_close(found, full_attention(spec, tokens), atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.one_in(2)
@@ -196,9 +172,7 @@ def in_pages(spec: ModelSpec, communicator: Communicator, backend: Backend) -> l
     [(backend, name) for backend in BACKENDS for name in SPECS if (backend, name) != SLOW],
 )
 def test_layers_of_several_geometries_attend_like_full_attention(backend: str, name: str) -> None:
-    spec = SPECS[name]
-    for slot, logits in enumerate(in_pages(spec, SingleRank(), BACKENDS[backend]())):
-        torch.testing.assert_close(logits, full_attention(spec, tokens_of(slot)), atol=1e-4, rtol=1e-4)
+    check_full_attention(name, SingleRank(), BACKENDS[backend]())
 
 
 @pytest.mark.parametrize("name", SPECS)
@@ -218,7 +192,4 @@ def test_page_bytes_count_all_of_a_page(name: str) -> None:
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_ranks_share_kv_heads_of_some_layers_and_repeat_others(name: str, world_size: int) -> None:
     """Each of four ranks has its own head in sliding layers and the one head of full ones: other widths."""
-    spec = SPECS[name]
-    for logits in ThreadRanks(world_size).run(lambda rank: in_pages(spec, rank, EagerBackend())):
-        for slot, part in enumerate(logits):
-            torch.testing.assert_close(part, full_attention(spec, tokens_of(slot)), atol=1e-4, rtol=1e-4)
+    ThreadRanks(world_size).run(lambda rank: check_full_attention(name, rank, EagerBackend()))

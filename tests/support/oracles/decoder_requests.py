@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -13,9 +15,11 @@ from manta.actors.targets.model.decoder import Decoder
 from manta.actors.targets.model.model_spec import ModelSpec
 from manta.actors.targets.model.tensor_parallel import Sharding, SingleRank
 from manta.actors.targets.model.weights import TargetWeights
+from manta.cluster.pages.kv_cache_groups import ONE_GROUP, KVCacheLayout
 from manta.cluster.step.scheduler_output import SchedulerOutput
-from manta.drafter.compute.backend import PlacedRows
+from manta.drafter.compute.eager.attention_metadata import AttentionBatch
 from manta.drafter.compute.memory.recurrent_state_cache import StateMemory, StateRows
+from manta.drafter.step.inputs.row_layout import StepRows
 from manta.drafter.step.request_states import RequestStates
 from transformers import PreTrainedModel
 
@@ -52,17 +56,32 @@ def state_memory(spec: ModelSpec) -> StateMemory | None:
 
 
 class Requests:
-    """Prompts of several lengths, computed in chunks; every row's logits and taps are recorded."""
+    """Prompts of several lengths, computed in chunks; every row's logits and taps are recorded.
 
-    def __init__(self, model: Decoder, lengths: list[int], kv_dtype: torch.dtype | None = None) -> None:
-        steps = Steps(NUM_SLOTS, MAX_LEN)
-        num_pages = NUM_SLOTS * MAX_LEN // steps.page_size
+    Args:
+        pages: page groups of a model that was loaded with such a layout.
+        batch: makes the backend's attention metadata, if not PyTorch's.
+    """
+
+    def __init__(
+        self,
+        model: Decoder,
+        lengths: list[int],
+        kv_dtype: torch.dtype | None = None,
+        *,
+        pages: KVCacheLayout = ONE_GROUP,
+        batch: Callable[..., Any] = AttentionBatch.build,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        steps = Steps(NUM_SLOTS, MAX_LEN, num_groups=len(pages.groups))
+        num_pages = len(pages.groups) * NUM_SLOTS * MAX_LEN // steps.page_size
         random = np.random.default_rng(2)
         self.tokens = [random.integers(0, TINY_VOCAB, n).tolist() for n in lengths]
         self.logits: list[list[torch.Tensor]] = [[] for _ in lengths]
         self.taps: list[list[torch.Tensor]] = [[] for _ in lengths]
         self._model, self._steps = model, steps
-        self._states = RequestStates(NUM_SLOTS, MAX_LEN, (num_pages,), steps.page_size, "cpu")
+        size = (NUM_SLOTS, MAX_LEN, (num_pages,), steps.page_size, torch.device(device))
+        self._states = RequestStates(*size, batch, pages=pages)
         self._pending = np.zeros(NUM_SLOTS, dtype=np.int64)
         self._cache = model.new_cache(num_pages, steps.page_size, state_memory(model.spec), kv_dtype)
         self._cache.kv.fill_(100.0)  # reading an unwritten value must show
@@ -85,7 +104,7 @@ class Requests:
             self.logits[slot].append(logits)
             self.taps[slot].append(tapped)
 
-    def _laid_out(self, plan: SchedulerOutput) -> PlacedRows:
+    def _laid_out(self, plan: SchedulerOutput) -> StepRows:
         """All drafts of the last step were accepted."""
         step = self._states.lay_out_rows(plan)
         slots, rows, drafts = (x.astype(np.int64) for x in (plan.slots, plan.num_rows, plan.num_drafts))
@@ -110,8 +129,8 @@ def _model(folder: Path, written_ns: int) -> PreTrainedModel:
 SCHEDULE = [{0: 17, 1: 5}, {0: 1, 1: 16, 2: 40}, {2: 1, 0: 16, 1: 1}, {0: 6, 3: 1}, {3: 1, 2: 1}, {3: 15}]
 
 
-def computed(model: Decoder) -> Requests:
-    requests = Requests(model, [40, 22, 42, 17])
+def computed(model: Decoder, **kind: Any) -> Requests:
+    requests = Requests(model, [40, 22, 42, 17], **kind)
     for rows in SCHEDULE:
         requests.compute(rows)
     return requests

@@ -119,6 +119,7 @@ class Requests:
         owner, plan = [r for r, k in enumerate(drafts) if k], self.plan(drafts)
         config = self.proposer.drafter.config
         block = self.states.lay_out_block(plan, config.mask_token_id, samples_anchor=config.samples_anchor)
+        assert block is not None
         logits = self.proposer.drafter.block_logits(block, self.proposer.cache)
         parts = iter(logits.split([drafts[r] for r in owner]))
         return [next(parts) if k else logits[:0] for k in drafts]

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from typing import Any
 
+import numpy as np
 import torch
 
 from support.checkpoints.drafters import head_dim_of, kv_heads_of
@@ -237,6 +239,8 @@ class Oracle:
         if self.is_gemma4:
             v = self._unit(v.unflatten(-1, (kv_heads, dim))).flatten(1)
         sinks = self.tensors.get(f"{at}.self_attn.attention_sink_bias")
+        p, t = torch.arange(anchor_at, len(both))[:, None], torch.arange(len(both))
+        hidden = ((t > p) & causal) | ((p - t).abs() >= (len(both) if window is None else window))
         out = []
         for h in range(heads):
             g = h // (heads // kv_heads)
@@ -244,11 +248,7 @@ class Oracle:
             kh = self._norm(k[:, g * dim : (g + 1) * dim], f"{at}.self_attn.k_norm.weight")
             qh, kh = self._rope(qh, anchor_at), self._rope(kh, 0)
             scores = qh @ kh.T * scale
-            for row in range(len(u)):
-                for key in range(len(both)):
-                    p, t = anchor_at + row, key
-                    if (causal and t > p) or (window is not None and abs(p - t) >= window):
-                        scores[row, key] = -math.inf
+            scores[hidden] = -math.inf
             total = scores.exp().sum(-1, keepdim=True) + (0.0 if sinks is None else sinks[h].exp())
             out.append(scores.exp() / total @ v[:, g * dim : (g + 1) * dim])
         return torch.cat(out, dim=-1) @ w["o"].T + bias["o"]
@@ -357,17 +357,17 @@ def _forward(target, oracle: Oracle, tokens: list[int]):
     return torch.stack(states, dim=1), out.logits[0]
 
 
-def mix(x: int) -> int:
-    """The noise hash's mixer, in Python integers."""
-    x ^= x >> 16
+def mix(x: Any) -> Any:
+    """The noise hash's mixer, of Python's integers or an array of 64 bits."""
+    x = x ^ x >> 16
     x = x * 0x21F0AAAD & MASK32
-    x ^= x >> 15
+    x = x ^ x >> 15
     x = x * 0x735A2D97 & MASK32
     return x ^ x >> 15
 
 
-def noise_bits(seed: int, position: int, token: int) -> int:
-    """32 random bits of (seed, position, token)."""
+def noise_bits(seed: int, position: int, token: Any) -> Any:
+    """32 random bits of (seed, position, token); of one token, or an array of tokens."""
     low, high = seed & MASK32, seed >> 32 & MASK32
     a, b = (mix(mix(mix(low ^ chain) ^ high) ^ position) for chain in (0x243F6A88, 0x13198A2E))
     x = (mix(token) ^ a) * 0x21F0AAAD & MASK32
@@ -377,5 +377,5 @@ def noise_bits(seed: int, position: int, token: int) -> int:
 
 def gumbel(seed: int, position: int, vocab_size: int) -> torch.Tensor:
     """Noise of all tokens at a position, fp64."""
-    u = [(noise_bits(seed, position, v) + 0.5) / 2**32 for v in range(vocab_size)]
-    return torch.tensor([-math.log(-math.log1p(-x)) for x in u], dtype=torch.float64)
+    bits = noise_bits(seed, position, np.arange(vocab_size, dtype=np.uint64))
+    return torch.from_numpy(-np.log(-np.log1p(-(bits + 0.5) / 2**32)))

@@ -1,7 +1,7 @@
 """Tiny checkpoints in published quantization formats, and the numbers that they stand for.
 
 Written from the formats' definitions, apart from the product's readers: matrices are filled with random codes
-and scales, packed bit by bit, and decoded element by element with Python's integers.
+and scales, packed bit by bit, and decoded from the codes, never from what was packed.
 `tests/drafter/checkpoint/test_format_packages.py` compares the product with the formats' own code.
 """
 
@@ -20,18 +20,15 @@ from safetensors.torch import load_file, save_file
 GROUP = 32
 F32 = np.float32
 Tensors = dict[str, torch.Tensor]
-Value = Callable[[int, int], Any]  # the number at a row and a column, np.float32
 Config = dict[str, Any]
-
-E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 
 @dataclass(frozen=True)
 class StoredMatrix:
-    """A matrix's tensors by what follows the module's name, and its numbers."""
+    """A matrix's tensors by what follows the module's name, and its numbers, fp32."""
 
     tensors: Tensors
-    value: Value
+    numbers: np.ndarray
 
 
 Encoder = Callable[[np.random.Generator, int, int], StoredMatrix]
@@ -60,19 +57,21 @@ def e4m3(byte: int) -> float:
     return sign * (1 + mantissa / 8) * 2.0 ** (exponent - 7)
 
 
-def e2m1(code: int) -> float:
-    return -E2M1[code & 7] if code & 8 else E2M1[code]
+E4M3 = np.array([e4m3(byte) for byte in range(256)], F32)
+_HALF_E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+E2M1 = np.array([*_HALF_E2M1, *(-value for value in _HALF_E2M1)], F32)
 
 
 def pack_bits(codes: np.ndarray, bits: int) -> torch.Tensor:
     """Unsigned codes [R, N] as a stream of bits in int32 [R, ceil(N * bits / 32)], the first code lowest."""
-    rows, count = codes.shape
-    words = np.zeros((rows, -(-count * bits // 32)), dtype=np.uint32)
-    for r in range(rows):
-        stream = sum(int(code) << (bits * place) for place, code in enumerate(codes[r]))
-        for word in range(words.shape[1]):
-            words[r, word] = (stream >> (32 * word)) & 0xFFFFFFFF
+    stream = (codes[:, :, None] >> np.arange(bits) & 1).reshape(len(codes), -1).astype(np.uint32)
+    stream = np.pad(stream, ((0, 0), (0, -stream.shape[1] % 32))).reshape(len(codes), -1, 32)
+    words = (stream << np.arange(32, dtype=np.uint32)).sum(-1, dtype=np.uint32)
     return torch.from_numpy(words.view(np.int32))
+
+
+def _floats(scales: torch.Tensor) -> np.ndarray:
+    return scales.float().numpy()
 
 
 def _bytes(random: np.random.Generator, rows: int, columns: int) -> np.ndarray:
@@ -88,12 +87,15 @@ def _scales(random: np.random.Generator, shape: tuple[int, ...], largest: float)
 
 
 def fp8(scale_name: str, shape_of: Callable[[int, int], tuple[int, ...]], place: Any, **more: Any) -> Encoder:
-    """FP8 with a scale of `shape_of` each row and column's `place`; `more`: scales of activations by name."""
+    """FP8 with a scale of `shape_of` each row and column's `place` (of arrays of rows and columns).
+
+    `more` are scales of activations by name.
+    """
 
     def encode(random: np.random.Generator, rows: int, columns: int) -> StoredMatrix:
         codes, scales = _bytes(random, rows, columns), _scales(random, shape_of(rows, columns), 448.0)
         tensors = {"weight": torch.from_numpy(codes).view(torch.float8_e4m3fn), scale_name: scales, **more}
-        return StoredMatrix(tensors, lambda o, i: F32(e4m3(int(codes[o, i]))) * F32(scales[place(o, i)]))
+        return StoredMatrix(tensors, E4M3[codes] * _floats(scales)[place(*np.indices(codes.shape))])
 
     return encode
 
@@ -107,9 +109,7 @@ def int8(random: np.random.Generator, rows: int, columns: int) -> StoredMatrix:
         "weight_scale": scales,
         "weight_zero_point": torch.from_numpy(zeros),
     }
-    return StoredMatrix(
-        stored, lambda o, i: F32(int(codes[o, i]) - int(zeros[o, 0])) * F32(scales[o, 0].item())
-    )
+    return StoredMatrix(stored, (codes.astype(F32) - zeros) * _floats(scales))
 
 
 def packed(bits: int, group: int | None, *, symmetric: bool = True, act_order: bool = False) -> Encoder:
@@ -132,10 +132,7 @@ def packed(bits: int, group: int | None, *, symmetric: bool = True, act_order: b
         if act_order:
             index = random.permutation(index)
             tensors["weight_g_idx"] = torch.from_numpy(index.astype(np.int32))
-        return StoredMatrix(
-            tensors,
-            lambda o, i: F32(int(codes[o, i]) - int(zeros[o, index[i]])) * F32(scales[o, index[i]].item()),
-        )
+        return StoredMatrix(tensors, F32(codes - zeros[:, index]) * _floats(scales)[:, index])
 
     return encode
 
@@ -156,10 +153,7 @@ def gptq(bits: int, group: int | None, *, offset: int = 1, act_order: bool = Fal
             "scales": scales,
             "g_idx": torch.from_numpy(index.astype(np.int32)),
         }
-        return StoredMatrix(
-            tensors,
-            lambda o, i: F32(int(codes[i, o]) - int(zeros[index[i], o])) * F32(scales[index[i], o].item()),
-        )
+        return StoredMatrix(tensors, (F32(codes - zeros[index]) * _floats(scales)[index]).T)
 
     return encode
 
@@ -176,10 +170,8 @@ def awq(group: int | None) -> Encoder:
         codes, zeros = random.integers(0, 16, (columns, rows)), random.integers(0, 16, (groups, rows))
         scales = _scales(random, (groups, rows), 8).half()
         tensors = {"qweight": words(codes), "qzeros": words(zeros), "scales": scales}
-        return StoredMatrix(
-            tensors,
-            lambda o, i: F32(int(codes[i, o]) - int(zeros[i // size, o])) * F32(scales[i // size, o].item()),
-        )
+        index = np.arange(columns) // size
+        return StoredMatrix(tensors, (F32(codes - zeros[index]) * _floats(scales)[index]).T)
 
     return encode
 
@@ -193,9 +185,7 @@ def mxfp4(random: np.random.Generator, rows: int, columns: int) -> StoredMatrix:
     codes, pairs = _fp4_codes(random, rows, columns)
     exponents = random.integers(118, 123, (rows, columns // 32)).astype(np.uint8)
     stored = {"weight_packed": pairs, "weight_scale": torch.from_numpy(exponents)}
-    return StoredMatrix(
-        stored, lambda o, i: F32(e2m1(int(codes[o, i]))) * F32(2.0 ** (int(exponents[o, i // 32]) - 127))
-    )
+    return StoredMatrix(stored, E2M1[codes] * F32(2.0 ** (exponents.repeat(32, 1).astype(int) - 127)))
 
 
 def nvfp4(*, compressed: bool) -> Encoder:
@@ -216,11 +206,9 @@ def nvfp4(*, compressed: bool) -> Encoder:
             tensors = {"weight": pairs, "weight_scale": of_groups}
             tensors |= {"weight_scale_2": torch.tensor(whole), "input_scale": torch.tensor(0.5)}
 
-        def value(o: int, i: int) -> np.float32:
-            of_group = F32(e4m3(int(scales[o, i // 16])))
-            return F32(e2m1(int(codes[o, i]))) * (of_group / whole if compressed else of_group * whole)
-
-        return StoredMatrix(tensors, value)
+        of_group = E4M3[scales].repeat(16, 1)
+        scale = of_group / whole if compressed else of_group * whole
+        return StoredMatrix(tensors, E2M1[codes] * scale)
 
     return encode
 
@@ -268,11 +256,14 @@ def _mixed(module: str) -> Encoder:
     return packed(8, None) if "self_attn" in module else packed(4, GROUP)
 
 
-_block_fp8 = fp8(
-    "weight_scale_inv",
-    lambda o, i: (-(-o // _BLOCK[0]), -(-i // _BLOCK[1])),
-    lambda o, i: (o // _BLOCK[0], i // _BLOCK[1]),
-)
+def _block_fp8(name: str) -> Encoder:
+    return fp8(
+        name,
+        lambda o, i: (-(-o // _BLOCK[0]), -(-i // _BLOCK[1])),
+        lambda o, i: (o // _BLOCK[0], i // _BLOCK[1]),
+    )
+
+
 _tensor_fp8 = fp8("weight_scale", lambda o, i: (), lambda o, i: (), input_scale=torch.tensor(0.25))
 _channel_fp8 = fp8("weight_scale", lambda o, i: (o, 1), lambda o, i: (o, 0))
 _KV_SCALES = {f"model.layers.0.self_attn.{part}_proj.{part}_scale": torch.tensor(0.5) for part in "kv"}
@@ -280,7 +271,7 @@ _KV_SCALES = {f"model.layers.0.self_attn.{part}_proj.{part}_scale": torch.tensor
 FORMATS: dict[str, Format] = {
     "fp8_blocks": Format(
         {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": list(_BLOCK)},
-        _always(_block_fp8),
+        _always(_block_fp8("weight_scale_inv")),
     ),
     "fp8_per_tensor": Format({"quant_method": "fp8", "activation_scheme": "static"}, _always(_tensor_fp8)),
     "fbgemm_fp8": Format(
@@ -297,13 +288,7 @@ FORMATS: dict[str, Format] = {
         compressed_tensors(
             "float-quantized", _group({**_FP8, "strategy": "block", "block_structure": list(_BLOCK)})
         ),
-        _always(
-            fp8(
-                "weight_scale",
-                lambda o, i: (-(-o // _BLOCK[0]), -(-i // _BLOCK[1])),
-                lambda o, i: (o // _BLOCK[0], i // _BLOCK[1]),
-            )
-        ),
+        _always(_block_fp8("weight_scale")),
     ),
     "ct_int8": Format(
         compressed_tensors("int-quantized", _group({**_W8, "symmetric": False}, input_activations=_DYNAMIC)),
@@ -399,7 +384,7 @@ def publish(saved: Path, folder: Path, name: str, *, seed: int = 0) -> tuple[Pat
         rows, columns = tensor.shape
         matrix = form.encoder(module)(random, rows, columns)
         quantized |= {f"{module}.{part}": stored.clone() for part, stored in matrix.tensors.items()}
-        plain[full_name] = decode(matrix, rows, columns)
+        plain[full_name] = decode(matrix)
     keys = json.loads((saved / "config.json").read_text())
     stated = {**keys, "quantization_config": form.config} if form.config is not None else keys
     folders = folder / "quantized", folder / "plain"
@@ -412,9 +397,5 @@ def publish(saved: Path, folder: Path, name: str, *, seed: int = 0) -> tuple[Pat
     return folders
 
 
-def decode(matrix: StoredMatrix, rows: int, columns: int) -> torch.Tensor:
-    found = np.empty((rows, columns), dtype=F32)
-    for o in range(rows):
-        for i in range(columns):
-            found[o, i] = matrix.value(o, i)
-    return torch.from_numpy(found)
+def decode(matrix: StoredMatrix) -> torch.Tensor:
+    return torch.from_numpy(np.ascontiguousarray(matrix.numbers))
