@@ -63,7 +63,7 @@ def llama_of(config: dict) -> LlamaConfig:
 
 
 @pytest.mark.parametrize("kind", sorted(ROPES))
-def test_frequencies_and_scale_equal_transformers(kind: str):
+def test_frequencies_scale_and_rotations_equal_transformers(kind: str):
     config = ROPES[kind]
     theirs = llama_of(config)
     of_type = ROPE_INIT_FUNCTIONS.get(theirs.rope_parameters["rope_type"])
@@ -74,6 +74,18 @@ def test_frequencies_and_scale_equal_transformers(kind: str):
     assert not ours.frequencies()[len(frequency) :].any()
     assert ours.attention_scale == pytest.approx(scale, rel=1e-12)
     assert ours.scaling["max_position_embeddings"] == {**LENGTH, **config}["max_position_embeddings"]
+    if "part of a head" in kind:  # whose rotations PARTIAL has
+        return
+    positions, x = torch.tensor([0, 1, 5, 300, 999]), torch.randn(5, 4, 64)
+    cos, sin = LlamaRotaryEmbedding(theirs)(x, positions[None])
+    expected, _ = apply_rotary_pos_emb(x.transpose(0, 1)[None], x.transpose(0, 1)[None], cos, sin)
+    assert ours.permutation() is None
+    assert ours.arranged(x) is x
+    rotation = RotaryEmbedding(ours, 1024, torch.float32, "cpu").at(positions)
+    assert torch.allclose(rotation.rotate(x), expected[0].transpose(0, 1), atol=3e-5)
+    buffer = x.clone()
+    rotation.rotate(x, out_NJD=buffer)
+    assert torch.equal(buffer, rotation.rotate(x))
 
 
 def test_ignoring_a_yarn_key_changes_published_settings():
@@ -82,23 +94,6 @@ def test_ignoring_a_yarn_key_changes_published_settings():
     assert not torch.allclose(rope_of(oss).frequencies(), rope_of(rounded).frequencies(), rtol=1e-3)
     assert rope_of(oss).attention_scale == pytest.approx(1.3465735902799727)
     assert rope_of(kimi).attention_scale == 1.0
-
-
-@pytest.mark.parametrize("kind", sorted(k for k in ROPES if "part of a head" not in k))
-def test_rotations_equal_transformers(kind: str):
-    theirs = LlamaRotaryEmbedding(llama_of(ROPES[kind]))
-    positions = torch.tensor([0, 1, 5, 300, 999])
-    x = torch.randn(5, 4, 64)
-    cos, sin = theirs(x, positions[None])
-    expected, _ = apply_rotary_pos_emb(x.transpose(0, 1)[None], x.transpose(0, 1)[None], cos, sin)
-    rope = rope_of({**LENGTH, **ROPES[kind]})
-    assert rope.permutation() is None
-    assert rope.arranged(x) is x
-    rotation = RotaryEmbedding(rope, 1024, torch.float32, "cpu").at(positions)
-    assert torch.allclose(rotation.rotate(x), expected[0].transpose(0, 1), atol=3e-5)
-    buffer = x.clone()
-    rotation.rotate(x, out_NJD=buffer)
-    assert torch.equal(buffer, rotation.rotate(x))
 
 
 def test_the_legacy_rope_key_changes_full_layers_of_gemma_as_in_transformers():

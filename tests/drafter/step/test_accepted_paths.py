@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
-from manta.drafter.step.inputs.draft_trees import DraftTrees
+from manta.drafter.step.inputs.draft_trees import AcceptedPaths, DraftTrees
 
 MOST = 12
 
@@ -47,12 +47,17 @@ def walked(trees: DraftTrees, r: int, chosen: list[int]) -> list[int]:
     return path
 
 
+def verified(seed: int) -> tuple[DraftTrees, np.ndarray, np.ndarray, AcceptedPaths]:
+    """Return random trees, their numbers of rows, a chosen token of each row, and what is accepted."""
+    trees, random = random_trees(seed), np.random.default_rng(seed + 1)
+    num_rows = trees.num_nodes_R.astype(np.int64) + 1
+    chosen = random.integers(0, 3, num_rows.sum())
+    return trees, num_rows, chosen, trees.accept(chosen, num_rows)
+
+
 @given(st.integers(0, 2**31))
 def test_the_accepted_path_follows_the_sampled_tokens(seed: int) -> None:
-    trees, random = random_trees(seed), np.random.default_rng(seed + 1)
-    counts = trees.num_nodes_R.astype(np.int64) + 1
-    chosen = random.integers(0, 3, counts.sum())
-    accepted = trees.accept(chosen, counts)
+    trees, counts, chosen, accepted = verified(seed)
     first = 0
     for r, count in enumerate(counts.tolist()):
         of_request = chosen[first : first + count].tolist()
@@ -67,9 +72,7 @@ def test_the_accepted_path_follows_the_sampled_tokens(seed: int) -> None:
 
 @given(st.integers(0, 2**31))
 def test_the_outcome_counts_main_paths_and_branches(seed: int) -> None:
-    trees, random = random_trees(seed), np.random.default_rng(seed + 1)
-    counts = trees.num_nodes_R.astype(np.int64) + 1
-    accepted = trees.accept(random.integers(0, 3, counts.sum()), counts)
+    trees, _, _, accepted = verified(seed)
     width = 2 + seed % 2  # 2: the last of three children is the second source's
     outcome = trees.outcome(accepted, width)
     expected, hits = np.zeros(width + 1), np.zeros(width + 1)
@@ -101,9 +104,7 @@ def test_the_outcome_counts_main_paths_and_branches(seed: int) -> None:
 @given(st.integers(0, 2**31))
 def test_moved_rows_leave_each_path_at_its_positions(seed: int) -> None:
     """The slots hold the rows' numbers; after the moves a path's positions hold the path's rows."""
-    trees, random = random_trees(seed), np.random.default_rng(seed + 1)
-    num_rows = trees.num_nodes_R.astype(np.int64) + 1
-    accepted = trees.accept(random.integers(0, 3, num_rows.sum()), num_rows)
+    trees, num_rows, _, accepted = verified(seed)
     slots = np.arange(num_rows.sum())
     sources, targets = accepted.moves(num_rows)
     slots[targets] = slots[sources]
@@ -120,8 +121,7 @@ def test_moved_rows_leave_each_path_at_its_positions(seed: int) -> None:
 
 @given(st.integers(0, 2**31))
 def test_rows_see_their_ancestors_at_positions_by_depth(seed: int) -> None:
-    trees = random_trees(seed)
-    num_rows = trees.num_nodes_R.astype(np.int64) + 1
+    trees, num_rows, *_ = verified(seed)
     first = np.cumsum(num_rows) - num_rows
     context = 7 + 10 * np.arange(len(num_rows))
     chains = np.concatenate(

@@ -11,17 +11,11 @@ from manta.cluster.pages.kv_cache_groups import KVCacheGroup, KVCacheLayout, Lay
 from manta.cluster.step.scheduler_output import AdmittedRequest, SchedulerOutput, SlotSampling
 from manta.drafter.step.inputs.row_layout import StepRows
 from manta.drafter.step.request_states import RequestStates
+from support.oracles.drafter_requests import GREEDY, plan_of
 
 MASK = 99
-GREEDY = SlotSampling(0.0, 0, 1.0, 0.0, 0, 0, ())
-
-
-def plan_of(slots, computed, rows, drafts, samples, *, admitted=(), pages=()) -> SchedulerOutput:
-    where = np.array(list(pages), dtype=np.int32).reshape(-1, 3)
-    arrays = [np.array(x, dtype=np.int32) for x in (slots, computed, rows, drafts)]
-    return SchedulerOutput(
-        0, tuple(admitted), 0 * where[:, 0], *where.T, *arrays, np.array(samples, dtype=bool)
-    )
+DRAFTS = torch.tensor([[21, 22], [-1, -1], [-1, -1]])
+CHOSEN = torch.tensor([[21, 33, -1], [-1, -1, -1], [72, -1, -1]]), torch.tensor([2, 0, 1])
 
 
 def admit(slot: int, tokens: list[int], sampling: SlotSampling = GREEDY) -> AdmittedRequest:
@@ -41,7 +35,7 @@ def mixed_step() -> tuple[RequestStates, SchedulerOutput]:
         [3, 4, 0],
         [3, 2, 2],
         [2, 0, 0],
-        [True, False, True],
+        samples=[True, False, True],
         admitted=[admit(0, list(range(50, 60))), admit(1, [70, 71]), admit(2, [10, 11, 12, 13])],
         pages=[(0, 0, 5), (0, 1, 6), (1, 0, 8), (2, 0, 3), (2, 1, 1)],
     )
@@ -51,7 +45,7 @@ def mixed_step() -> tuple[RequestStates, SchedulerOutput]:
 
 def test_rows_hold_known_tokens_then_drafts_at_their_positions_and_pages():
     states, plan = mixed_step()
-    states.write_drafts(plan, torch.tensor([[21, 22], [-1, -1], [-1, -1]]))
+    states.write_drafts(plan, DRAFTS)
     rows = states.lay_out_rows(plan)
     assert rows.token_ids_N.tolist() == [13, 21, 22, 54, 55, 70, 71]
     assert rows.positions_N.tolist() == [3, 4, 5, 4, 5, 0, 1]
@@ -62,9 +56,9 @@ def test_rows_hold_known_tokens_then_drafts_at_their_positions_and_pages():
 
 def test_a_step_planned_ahead_continues_where_the_last_one_ended():
     states, plan = mixed_step()
-    states.write_drafts(plan, torch.tensor([[21, 22], [-1, -1], [-1, -1]]))
-    states.advance(plan, torch.tensor([[21, 33, -1], [-1, -1, -1], [72, -1, -1]]), torch.tensor([2, 0, 1]))
-    ahead = plan_of([2, 0, 1], [-1, 6, -1], [3, 3, 1], [2, 0, 0], [True, False, True])
+    states.write_drafts(plan, DRAFTS)
+    states.advance(plan, *CHOSEN)
+    ahead = plan_of([2, 0, 1], [-1, 6, -1], [3, 3, 1], [2, 0, 0], samples=[True, False, True])
     rows = states.lay_out_rows(ahead)
     assert rows.positions_N.tolist() == [5, 6, 7, 6, 7, 8, 2]
     assert rows.token_ids_N[[0, 3, 4, 5, 6]].tolist() == [33, 56, 57, 58, 72]
@@ -72,14 +66,14 @@ def test_a_step_planned_ahead_continues_where_the_last_one_ended():
 
 def test_rows_beyond_the_pages_of_an_ended_sequence_are_not_written():
     states, _ = mixed_step()
-    rows = states.lay_out_rows(plan_of([1], [3], [2], [0], [True]))
+    rows = states.lay_out_rows(plan_of([1], [3], [2], [0]))
     assert slots_of(rows) == [8 * 4 + 3, 9 * 4]
 
 
 def test_tokens_of_a_step_replace_its_drafts():
     states, plan = mixed_step()
-    states.write_drafts(plan, torch.tensor([[21, 22], [-1, -1], [-1, -1]]))
-    states.advance(plan, torch.tensor([[21, 33, -1], [-1, -1, -1], [72, -1, -1]]), torch.tensor([2, 0, 1]))
+    states.write_drafts(plan, DRAFTS)
+    states.advance(plan, *CHOSEN)
     assert states.token_ids[2, :6].tolist() == [10, 11, 12, 13, 21, 33]
     assert states.token_ids[1, :3].tolist() == [70, 71, 72]
     assert states.token_ids[0, :10].tolist() == list(range(50, 60))
@@ -87,9 +81,7 @@ def test_tokens_of_a_step_replace_its_drafts():
 
 def test_drafts_at_the_end_of_the_longest_sequence_stay_in_bounds():
     states = RequestStates(1, max_model_len=5, num_pages=(2,), page_size=4, device="cpu")
-    plan = plan_of(
-        [0], [3], [2], [1], [True], admitted=[admit(0, [1, 2, 3, 4])], pages=[(0, 0, 0), (0, 1, 1)]
-    )
+    plan = plan_of([0], [3], [2], [1], admitted=[admit(0, [1, 2, 3, 4])], pages=[(0, 0, 0), (0, 1, 1)])
     states.apply(plan)
     states.write_drafts(plan, torch.tensor([[9]]))
     assert states.lay_out_rows(plan).token_ids_N.tolist() == [4, 9]
@@ -97,27 +89,20 @@ def test_drafts_at_the_end_of_the_longest_sequence_stay_in_bounds():
     assert states.token_ids[0, :5].tolist() == [1, 2, 3, 4, 8]
 
 
-def test_a_block_is_an_anchor_and_masks_in_lookahead_slots():
+@pytest.mark.parametrize("samples_anchor", [False, True], ids=["masks predict", "the anchor predicts"])
+def test_a_block_is_an_anchor_and_masks_in_lookahead_slots(samples_anchor: bool):
+    """A block whose anchor predicts has a mask less."""
     states, plan = mixed_step()
-    block = states.lay_out_block(plan, MASK)
+    block = states.lay_out_block(plan, MASK, samples_anchor=samples_anchor)
     assert block is not None
-    assert block.token_ids_N.tolist() == [13, MASK, MASK]
-    assert block.sampled_X.tolist() == [1, 2]
-    assert block.positions_N.tolist() == [3, 4, 5]
-    assert slots_of(block) == [15, 4, 5]
+    count = 2 if samples_anchor else 3
+    assert block.token_ids_N.tolist() == [13, MASK, MASK][:count]
+    assert block.sampled_X.tolist() == ([0, 1] if samples_anchor else [1, 2])
+    assert block.positions_N.tolist() == [3, 4, 5][:count]
+    assert slots_of(block) == [15, 4, 5][:count]
     assert block.counts_R.tolist() == [2, 0, 0] and block.max_count == 2
-
-
-def test_a_block_whose_anchor_predicts_has_a_mask_less():
-    states, plan = mixed_step()
-    block = states.lay_out_block(plan, MASK, samples_anchor=True)
-    assert block is not None
-    assert block.token_ids_N.tolist() == [13, MASK]
-    assert block.sampled_X.tolist() == [0, 1]
-    assert block.positions_N.tolist() == [3, 4]
-    assert slots_of(block) == [15, 4]
-    assert block.counts_R.tolist() == [2, 0, 0] and block.max_count == 2
-    assert block.previous(torch.tensor([[7], [8]])).tolist() == [[13], [7]]
+    if samples_anchor:
+        assert block.previous(torch.tensor([[7], [8]])).tolist() == [[13], [7]]
 
 
 @pytest.mark.parametrize("samples_anchor", [False, True])
@@ -129,7 +114,7 @@ def test_proposals_and_choices_share_noise_keys_by_position(samples_anchor: bool
         [2, 3],
         [4, 2],
         [3, 1],
-        [True, True],
+        samples=[True, True],
         admitted=[admit(1, [1, 2, 3], noisy), admit(0, [4, 5, 6, 7], noisy)],
     )
     states.apply(plan)
@@ -147,7 +132,7 @@ def test_stop_tokens_are_forbidden_below_the_minimum_length_only():
         [2, 2],
         [4, 4],
         [3, 3],
-        [True, True],
+        samples=[True, True],
         admitted=[admit(1, [1, 2, 3], early), admit(0, [1, 2, 3])],
     )
     states.apply(plan)
@@ -167,7 +152,7 @@ def test_every_page_group_has_its_own_slots_and_visible_pages():
         return window or "all"
 
     states = RequestStates(2, 12, (9, 4), 4, "cpu", batch, pages=pages)
-    plan = plan_of([1], [3], [3], [2], [True], admitted=[admit(1, [7, 7, 7, 7])])
+    plan = plan_of([1], [3], [3], [2], admitted=[admit(1, [7, 7, 7, 7])])
     where = np.array([(0, 1, 0, 5), (0, 1, 1, 6), (1, 1, 1, 8), (2, 1, 0, 3), (2, 1, 1, 2)], dtype=np.int32).T
     names = ("page_groups", "page_slots", "page_indices", "page_ids")
     states.apply(replace(plan, **dict(zip(names, where, strict=True))))
@@ -185,13 +170,13 @@ def test_every_page_group_has_its_own_slots_and_visible_pages():
         ([3], [3], [[9, 8]], 4, 6),
         ([3], [3], [[3, 2]], 4, 9),
     ]
-    behind = plan_of([1], [8], [1], [0], [True])  # rows beyond their pages: each pool has a padding slot
+    behind = plan_of([1], [8], [1], [0])  # rows beyond their pages: each pool has a padding slot
     assert [int(slots_N) for slots_N in states.lay_out_rows(behind).kv_slots] == [9 * 4, 9 * 4, 4 * 4]
 
 
 def test_a_reused_slot_forgets_its_former_request():
     states, _ = mixed_step()
-    fresh = plan_of([2], [0], [2], [0], [True], admitted=[admit(2, [90, 91])], pages=[(2, 0, 7)])
+    fresh = plan_of([2], [0], [2], [0], admitted=[admit(2, [90, 91])], pages=[(2, 0, 7)])
     states.apply(fresh)
     rows = states.lay_out_rows(fresh)
     assert rows.token_ids_N.tolist() == [90, 91] and slots_of(rows) == [28, 29]
