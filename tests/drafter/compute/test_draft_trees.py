@@ -17,9 +17,8 @@ import numpy as np
 import pytest
 import torch
 from manta.cluster.pages.kv_cache_groups import KVCacheSpec
-from manta.drafter.compute.backend import Backend, PlacedRows
+from manta.drafter.compute.backend import Backend
 from manta.drafter.compute.batch_invariance import rows_are_invariant
-from manta.drafter.compute.block_weights import AttentionShape, BlockWeights, DenseMLP
 from manta.drafter.compute.cpu_fused.backend import FusedCpuBackend
 from manta.drafter.compute.cpu_numba.backend import NumbaBackend
 from manta.drafter.compute.cpu_numba.cpu_features import bf16_instructions
@@ -35,10 +34,9 @@ from manta.drafter.compute.gpu_triton.attention.attention_tiles import (
 )
 from manta.drafter.compute.gpu_triton.attention.paged_attention import verify_attention
 from manta.drafter.compute.gpu_triton.backend import TritonBackend
-from manta.drafter.compute.layers.linear import RMSNorm
-from manta.drafter.compute.layers.rope import RopeConfig, RotaryEmbedding
 from manta.drafter.compute.memory.kv_cache import PagedKVCache
 from support.engines.devices import DEVICE
+from support.oracles.random_stacks import RandomStack, StackShape, slots_of
 from torch import Tensor
 
 pytestmark = pytest.mark.usefixtures("on_the_device")
@@ -100,10 +98,6 @@ MANY = Requests(
 )
 
 
-def slots_of(pages_P: np.ndarray, positions: np.ndarray) -> Tensor:
-    return torch.from_numpy(pages_P[positions // PAGE_SIZE] * PAGE_SIZE + positions % PAGE_SIZE)
-
-
 def random_pages(requests: Requests) -> np.ndarray:
     """Return page ids [R, P]: each page belongs to one request."""
     lengths = requests.firsts + requests.counts
@@ -147,7 +141,7 @@ class Case:
         self.scale = 0.2
 
     def slots(self, r: int, positions: np.ndarray) -> Tensor:
-        return slots_of(self.pages_RP[r], positions).to(DEVICE)
+        return slots_of(self.pages_RP[r], positions, PAGE_SIZE).to(DEVICE)
 
     def places(self) -> tuple[np.ndarray, np.ndarray, np.ndarray, int, torch.device, int | None]:
         first_R, rows_R = self.requests.firsts, self.requests.counts
@@ -254,16 +248,9 @@ def test_a_path_has_the_bits_of_a_chain_with_its_keys_alone(attend: str, layer: 
         assert torch.equal(found[torch.from_numpy(start + path).long().to(DEVICE)], alone), (r, path)
 
 
-@dataclass(frozen=True)
-class Kind:
-    make: Callable[[], Backend]
-    dtype: torch.dtype
-    device: torch.device
-
-
-KINDS = {
-    "loops": Kind(NumbaBackend, torch.float32, torch.device("cpu")),
-    "fused": Kind(lambda: FusedCpuBackend(2), torch.bfloat16, torch.device("cpu")),
+KINDS: dict[str, tuple[Callable[[], Backend], torch.dtype]] = {
+    "loops": (NumbaBackend, torch.float32),
+    "fused": (lambda: FusedCpuBackend(2), torch.bfloat16),
 }
 
 
@@ -273,124 +260,67 @@ def products_are_invariant() -> bool:
     return rows_are_invariant(NumbaBackend(), torch.float32, "cpu", (32,))
 
 
-HIDDEN, HEADS, KV_HEADS, HEAD_DIM, EPS, WINDOWS = 64, 4, 2, 32, 1e-6, (None, 20)
+SHAPE = StackShape(heads=(4, 2, 32), hidden=64, inner=96, windows=(None, 20), scale=0.3)
 
 
-class Stack:
+class Stack(RandomStack):
     """Two random layers, one with a window, and requests' contexts."""
 
-    def __init__(self, kind: Kind, requests: Requests, backend: Backend | None = None) -> None:
-        self._random = torch.Generator().manual_seed(0)
-        self.kind, self.requests, self.backend = kind, requests, backend or kind.make()
-        config = RopeConfig(HEAD_DIM, 1e4, "default", {})
-        self._rope = RotaryEmbedding(config, 1024, kind.dtype, kind.device)
-        self._stack = self.backend.stack([self._block(window) for window in WINDOWS], self._norm(HIDDEN))
-        self.pages_RP = random_pages(requests)
+    def __init__(self, backend: Backend, dtype: torch.dtype, requests: Requests = MANY) -> None:
+        super().__init__(backend, dtype, SHAPE, random_pages(MANY))
+        self.requests = requests
         self.cache = self.new_cache()
-        self.cache.kv.copy_(self.tensor(*self.cache.kv.shape))
-        self.x = self.tensor(int(requests.counts.sum()), HIDDEN)
-
-    def tensor(self, *shape: int, scale: float = 1.0) -> Tensor:
-        return (scale * torch.randn(shape, generator=self._random)).to(self.kind.device, self.kind.dtype)
-
-    def new_cache(self) -> PagedKVCache:
-        size = (2, self.pages_RP.size, PAGE_SIZE, KVCacheSpec(KV_HEADS, HEAD_DIM, HEAD_DIM))
-        return PagedKVCache(*size, self.kind.dtype, self.kind.device)
-
-    def _norm(self, size: int) -> RMSNorm:
-        return RMSNorm(1 + self.tensor(size, scale=0.1), EPS)
-
-    def _block(self, window: int | None) -> tuple[AttentionShape, BlockWeights]:
-        def linear(outputs: int, inputs: int):
-            return self.backend.linear(self.tensor(outputs, inputs, scale=inputs**-0.5))
-
-        norms = (self._norm(HEAD_DIM).weight_H, self._norm(HEAD_DIM).weight_H)
-        sizes = (HEADS, KV_HEADS, HEAD_DIM, HEAD_DIM)
-        shape = AttentionShape(*sizes, *norms, EPS, self._rope, 0.3, True, window)
-        return shape, BlockWeights(
-            attention_norm=self._norm(HIDDEN),
-            qkv=linear((HEADS + 2 * KV_HEADS) * HEAD_DIM, HIDDEN),
-            o=linear(HIDDEN, HEADS * HEAD_DIM),
-            mlp_norm=self._norm(HIDDEN),
-            mlp=DenseMLP(gate_up=linear(2 * 96, HIDDEN), down=linear(HIDDEN, 96)),
-        )
-
-    def slots(self, r: int, positions: np.ndarray) -> Tensor:
-        return slots_of(self.pages_RP[r], positions).to(self.kind.device)
-
-    def run(
-        self,
-        x: Tensor,
-        cache: PagedKVCache,
-        owners: list[int],
-        first: list[int],
-        counts: list[int],
-        paths_ND: np.ndarray | None = None,
-    ) -> Tensor:
-        first_R, rows_R, device = np.array(first), np.array(counts), self.kind.device
-        spans = [np.arange(at, at + count) for at, count in zip(first, counts, strict=True)]
-        positions_N = np.concatenate(spans) if paths_ND is None else positions_of(paths_ND, first_R, rows_R)
-        slots = torch.cat([self.slots(r, span) for r, span in zip(owners, spans, strict=True)])
-        pages = self.pages_RP[owners]
-        batch = self.backend.attention_batch(first_R, rows_R, pages, PAGE_SIZE, device, None, paths_ND)
-        rows = PlacedRows(torch.from_numpy(positions_N).to(device), (slots,), (batch,))
-        return self._stack(x.clone(), rows, cache)[0]
+        self.cache.kv.copy_(self.numbers.tensor(*self.cache.kv.shape))
+        self.x = self.numbers.tensor(int(requests.counts.sum()), SHAPE.hidden)
 
     def run_all(self, cache: PagedKVCache) -> Tensor:
         first, counts = self.requests.firsts.tolist(), self.requests.counts.tolist()
-        return self.run(self.x, cache, list(range(len(first))), first, counts, self.requests.paths)
+        return self.run(self.x, cache, range(len(first)), first, counts, self.requests.paths)[0]
 
-    def copy(self) -> PagedKVCache:
+    def copy(self, source: PagedKVCache | None = None) -> PagedKVCache:
         cache = self.new_cache()
-        cache.kv.copy_(self.cache.kv)
+        cache.kv.copy_((source or self.cache).kv)
         return cache
 
     def check_bits_of_chains(self) -> None:
         """Assert that paths compute what chains do, and the row after an accepted path, too."""
         whole = self.copy()
         found = self.run_all(whole)
-        after = self.tensor(1, HIDDEN)
+        after = self.numbers.tensor(1, SHAPE.hidden)
         for r, start, path in self.requests.branches():
             rows, first = torch.from_numpy(start + path).long(), int(self.requests.firsts[r])
-            chain, accepted = self.copy(), self.new_cache()
-            alone = self.run(self.x[rows.to(self.kind.device)], chain, [r], [first], [len(path)])
-            assert torch.equal(found[rows.to(self.kind.device)], alone), (r, path)
+            chain = self.copy()
+            alone, _ = self.run(self.x[rows], chain, [r], [first], [len(path)])
+            assert torch.equal(found[rows], alone), (r, path)
             if first + len(path) < self.pages_RP.shape[1] * PAGE_SIZE:
-                accepted.kv.copy_(whole.kv)
+                accepted = self.copy(whole)
                 targets = self.slots(r, first + np.arange(len(path)))
                 self.backend.compact_rows(accepted, self.slots(r, first + path), targets)
-                place = ([r], [first + len(path)], [1])
-                next_row = self.run(after, accepted, *place)
-                assert torch.equal(next_row, self.run(after, chain, *place)), (r, path)
+                next_row, of_chain = (
+                    self.run(after, cache, [r], [first + len(path)], [1])[0] for cache in (accepted, chain)
+                )
+                assert torch.equal(next_row, of_chain), (r, path)
 
 
-@pytest.fixture(params=KINDS)
-def kind(request: pytest.FixtureRequest) -> Kind:
-    kind = KINDS[request.param]
-    if request.param == "fused" and bf16_instructions() is None:
+@pytest.mark.parametrize("name", KINDS)
+def test_a_stack_gives_paths_the_bits_of_chains_and_keeps_the_accepted_ones(name: str):
+    if name == "fused" and bf16_instructions() is None:
         pytest.skip("no draft trees on this CPU")
-    if request.param == "loops" and not products_are_invariant():
+    if name == "loops" and not products_are_invariant():
         pytest.skip("this machine's products are not batch-invariant")
-    return kind
-
-
-def test_a_stack_gives_paths_the_bits_of_chains_and_keeps_the_accepted_ones(kind: Kind):
-    Stack(kind, MANY).check_bits_of_chains()
+    make, dtype = KINDS[name]
+    Stack(make(), dtype).check_bits_of_chains()
 
 
 @pytest.mark.skipif(bf16_instructions() is None, reason="this CPU has no products of bf16")
 @pytest.mark.parametrize("num_threads", [1, 3])
 def test_the_fused_pass_computes_trees_as_pytorch_does(num_threads: int):
-    stack = Stack(KINDS["fused"], MANY, FusedCpuBackend(num_threads))
-    stack.cache.kv.zero_()  # this backend's contexts are in an order of their own
+    """Requests have no context, because this backend's is in an order of its own."""
     empty = Requests(tuple((0, rows) for _, rows in MANY.lists))
-    stack.requests = empty
-    found = stack.run_all(stack.copy())
-    reference = Stack(Kind(EagerBackend, torch.bfloat16, torch.device("cpu")), MANY)
-    reference.cache.kv.zero_()
-    reference.requests = empty
-    expected = reference.run_all(reference.copy()).float()
-    error = (found.float() - expected).abs()
+    backends = (FusedCpuBackend(num_threads), EagerBackend())
+    stacks = [Stack(backend, torch.bfloat16, empty) for backend in backends]
+    found, expected = (stack.run_all(stack.new_cache()).float() for stack in stacks)
+    error = (found - expected).abs()
     assert error.max() < 0.1 * expected.abs().max() and error.mean() < 0.02 * expected.abs().mean()
 
 

@@ -23,23 +23,19 @@ from manta.drafter.compute.cpu_numba.cpu_features import bf16_instructions
 from manta.drafter.compute.eager.backend import EagerBackend
 from manta.drafter.compute.gpu_triton.backend import TritonBackend
 from manta.drafter.compute.layers.linear import RMSNorm
-from manta.drafter.compute.layers.rope import RopeConfig, RotaryEmbedding
 from manta.drafter.compute.memory.kv_cache import PagedKVCache
 from support.engines.devices import DEVICE, HALVES, ON_GPU
+from support.oracles.random_stacks import CPU, EPS, Numbers, placed_rows
 from torch import Tensor
 
-EPS = 1e-6
 HEADS, KV_HEADS, HEAD_DIM, HIDDEN, INNER = 4, 2, 32, 64, 96
-PAGE_SIZE, NUM_PAGES, MAX_POSITIONS = 16, 260, 800
+PAGE_SIZE, NUM_PAGES = 16, 260
 REQUESTS = ((640, 16), (33, 5), (0, 40))  # tokens known, rows
 LONG = 2  # which is computed alone
 PLACES = (LayerPlace(1, 0), LayerPlace(0, 0), LayerPlace(1, 1))
 WINDOWS = (20, None, 20)  # of the layers: those of a group have one
 GROUP_WINDOWS = (None, 20)
 UNTURNED, GATED = 1, 2  # of layers that may have all: one does not rotate, one has a gate
-
-
-CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True)
@@ -75,10 +71,11 @@ class Model:
     """Three random layers, and the contexts of requests for any of them."""
 
     def __init__(self, kind: Kind) -> None:
-        self._random = torch.Generator().manual_seed(0)
+        self.numbers = Numbers(kind.dtype, kind.device)
+        self.tensor, self._random = self.numbers.tensor, self.numbers.generator
         self.kind, self.dtype, self.device, self.backend = kind, kind.dtype, kind.device, kind.make()
         thetas = (1e4, 1e6) if kind.rich else (1e4, 1e4)
-        ropes = [self._rope(theta) for theta in thetas]
+        ropes = [self.numbers.rope(HEAD_DIM, theta) for theta in thetas]
         self.ropes = [ropes[place.group if kind.rich else 0] for place in PLACES]
         self.blocks = [self._block(i) for i in range(len(PLACES))]
         self.final_norm = self._norm(HIDDEN)
@@ -95,17 +92,6 @@ class Model:
             table[LONG, :3] = np.arange(first, first + 3)  # the last request's follow each other
         self.contents = [self.tensor(*shape, PAGE_SIZE, 2, KV_HEADS, HEAD_DIM) for _ in PLACES]
         self.x = self.tensor(sum(rows for _, rows in REQUESTS), HIDDEN)
-
-    def tensor(self, *shape: int, scale: float = 1.0) -> Tensor:
-        """Return the same numbers in every dtype."""
-        numbers = (scale * torch.randn(shape, generator=self._random)).bfloat16()
-        return numbers.to(self.device, self.dtype)
-
-    def _rope(self, theta: float) -> RotaryEmbedding:
-        config = RopeConfig(HEAD_DIM, theta, "default", {})
-        rope = RotaryEmbedding(config, MAX_POSITIONS, torch.bfloat16, self.device)
-        rope.cos_TD, rope.sin_TD = rope.cos_TD.to(self.dtype), rope.sin_TD.to(self.dtype)
-        return rope
 
     def _norm(self, size: int) -> RMSNorm:
         """Return a norm; blocks with every feature have fp32 weights, which bf16 cannot represent."""
@@ -168,20 +154,8 @@ class Model:
 
     def rows(self, tables: list[np.ndarray], windows: tuple[int | None, ...]) -> PlacedRows:
         """Return all requests' rows, by page group."""
-        first, counts = (np.array(numbers) for numbers in zip(*REQUESTS, strict=True))
-        at = [np.arange(begin, begin + count) for begin, count in REQUESTS]
-        slots = [
-            [table[r][at_N // PAGE_SIZE] * PAGE_SIZE + at_N % PAGE_SIZE for r, at_N in enumerate(at)]
-            for table in tables
-        ]
-        return PlacedRows(
-            torch.from_numpy(np.concatenate(at)).to(self.device),
-            tuple(torch.from_numpy(np.concatenate(parts)).to(self.device) for parts in slots),
-            tuple(
-                self.backend.attention_batch(first, counts, table, PAGE_SIZE, self.device, window)
-                for table, window in zip(tables, windows, strict=True)
-            ),
-        )
+        first, counts = zip(*REQUESTS, strict=True)
+        return placed_rows(self.backend, first, counts, tables, PAGE_SIZE, self.device, windows=windows)
 
     def grouped_rows(self) -> PlacedRows:
         return self.rows(self.group_tables, GROUP_WINDOWS)

@@ -12,7 +12,7 @@ import os
 import subprocess
 import sys
 import threading
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import pytest
@@ -21,7 +21,6 @@ from manta.cluster.errors import ConfigError
 from manta.cluster.pages.kv_cache_groups import KVCacheSpec
 from manta.drafter.compute.backend import Backend, PlacedRows
 from manta.drafter.compute.batch_invariance import rows_are_invariant
-from manta.drafter.compute.block_weights import AttentionShape, BlockWeights, DenseMLP
 from manta.drafter.compute.cpu_fused.backend import FusedCpuBackend
 from manta.drafter.compute.cpu_fused.operators import PackedLinear
 from manta.drafter.compute.cpu_fused.qkv_heads import BLOCK
@@ -34,17 +33,14 @@ from manta.drafter.compute.cpu_numba.cpu_features import (
     mask_numba,
 )
 from manta.drafter.compute.eager.backend import EagerBackend
-from manta.drafter.compute.layers.linear import RMSNorm
-from manta.drafter.compute.layers.rope import RopeConfig, RotaryEmbedding
 from manta.drafter.compute.memory.kv_cache import PagedKVCache
+from support.oracles.random_stacks import EPS, Numbers, RandomStack, StackShape
 from support.paths import ROOT, TESTS
 from torch import Tensor
 
 pytestmark = pytest.mark.skipif(bf16_instructions() is None, reason="this CPU has no products of bf16")
 
-EPS = 1e-6
 WHOLE = os.environ.get("MANTA_GRID") == "whole"
-MAX_POSITIONS = 640
 
 
 @pytest.fixture(autouse=True)
@@ -83,18 +79,9 @@ def test_a_row_has_the_same_bits_among_any_number_of_rows(outputs: int, inputs: 
 
 
 @dataclass(frozen=True)
-class Shape:
+class Shape(StackShape):
     """A stack of two blocks, and requests of (tokens computed, rows)."""
 
-    heads: tuple[int, int, int] = (4, 2, 64)
-    hidden: int = 192
-    inner: int = 512
-    normed: bool = True
-    biased: bool = False
-    causal: bool = True
-    windows: tuple[int | None, int | None] = (None, None)
-    scale: float = 0.125
-    page_size: int = 16
     requests: tuple[tuple[int, int], ...] = ((300, 16),)
 
 
@@ -116,92 +103,35 @@ SHAPES = {
 
 
 class Model:
-    """Random weights, and the same requests' contexts for any backend."""
+    """A random stack, and the contexts of requests."""
 
-    def __init__(self, shape: Shape) -> None:
-        self.shape = shape
-        torch.manual_seed(1)
-        num_q, num_kv, dim = shape.heads
-        widths = {
-            "qkv": ((num_q + 2 * num_kv) * dim, shape.hidden),
-            "o": (shape.hidden, num_q * dim),
-            "gate_up": (2 * shape.inner, shape.hidden),
-            "down": (shape.hidden, shape.inner),
-        }
-        self.layers = [
-            {name: random(*size) * size[1] ** -0.5 for name, size in widths.items()}
-            | {f"{name}_bias": random(size[0]) if shape.biased else None for name, size in widths.items()}
-            | {name: 1 + 0.1 * random(shape.hidden) for name in ("attention_norm", "mlp_norm")}
-            | {name: 1 + 0.1 * random(dim) if shape.normed else None for name in ("q", "k")}
-            for _ in shape.windows
-        ]
-        self.final = 1 + 0.1 * random(shape.hidden)
-        rows = sum(count for _, count in shape.requests)
-        longest = max(first + count for first, count in shape.requests)
-        pages = -(-longest // shape.page_size)
-        self.num_pages = pages * len(shape.requests)
-        self.pages = np.random.default_rng(0).permutation(self.num_pages).reshape(len(shape.requests), pages)
-        self.x = random(rows, shape.hidden)
-        self.past = [random(first, 2, num_kv, dim) for first, _ in shape.requests]
+    def __init__(self, shape: Shape, backend: Backend, dtype: torch.dtype = torch.bfloat16) -> None:
+        self.shape, self.backend = shape, backend
+        self.first, self.counts = (list(numbers) for numbers in zip(*shape.requests, strict=True))
+        num_pages = -(-max(map(sum, shape.requests)) // shape.page_size)
+        ids = np.random.default_rng(0).permutation(num_pages * len(self.first))
+        self.stack = RandomStack(backend, dtype, shape, ids.reshape(-1, num_pages), taps=(1, 0))
+        numbers = self.stack.numbers
+        self.x = numbers.tensor(sum(self.counts), shape.hidden).split(self.counts)
+        self.past = [numbers.tensor(first, 2, *shape.heads[1:]) for first in self.first]
 
-    def run(
-        self, backend: Backend, dtype: torch.dtype, requests: list[int] | None = None
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def run(self, requests: list[int] | None = None) -> tuple[Tensor, Tensor, Tensor]:
         """Return normed rows, taps, and the last layer's K/V of the rows of all or some requests."""
-        owner = list(range(len(self.shape.requests))) if requests is None else requests
-        stack, cache = self._stack(backend, dtype), self._cache(backend, dtype)
-        counts = np.array([count for _, count in self.shape.requests])
-        starts = np.cumsum(counts) - counts
-        mine = torch.cat([torch.arange(starts[r], starts[r] + counts[r]) for r in owner])
-        rows = self._placed(backend, owner)
-        normed, taps = stack(self.x[mine].to(dtype), rows, cache)
+        owners = list(range(len(self.first))) if requests is None else requests
+        first, counts = ([numbers[r] for r in owners] for numbers in (self.first, self.counts))
+        x, cache = torch.cat([self.x[r] for r in owners]), self._cache()
+        normed, taps = self.stack.run(x, cache, owners, first, counts)
         assert taps is not None
-        kv = standard_order(cache, backend)[-1].flatten(0, 1)[rows.kv_slots[0]]
-        return normed, taps, kv
+        spans = [np.arange(at, at + count) for at, count in zip(first, counts, strict=True)]
+        slots = torch.cat([self.stack.slots(r, span) for r, span in zip(owners, spans, strict=True)])
+        return normed, taps, standard_order(cache, self.backend)[-1].flatten(0, 1)[slots]
 
-    def _stack(self, backend: Backend, dtype: torch.dtype):
-        num_q, num_kv, dim = self.shape.heads
-
-        def cast(tensor: Tensor | None) -> Tensor | None:
-            return None if tensor is None else tensor.to(dtype)
-
-        rope = RotaryEmbedding(RopeConfig(dim, 1e4, "default", {}), MAX_POSITIONS, torch.bfloat16, "cpu")
-        rope.cos_TD, rope.sin_TD = rope.cos_TD.to(dtype), rope.sin_TD.to(dtype)
-        blocks = []
-        for weights, window in zip(self.layers, self.shape.windows, strict=True):
-            w = {name: cast(value) for name, value in weights.items()}
-            heads = (num_q, num_kv, dim, dim, w["q"], w["k"], EPS, rope)
-            shape = AttentionShape(*heads, self.shape.scale, self.shape.causal, window)
-            parts = {
-                name: backend.linear(w[name], w[f"{name}_bias"]) for name in ("qkv", "o", "gate_up", "down")
-            }
-            mlp = DenseMLP(gate_up=parts.pop("gate_up"), down=parts.pop("down"))
-            norms = {name: RMSNorm(w[name], EPS) for name in ("attention_norm", "mlp_norm")}
-            blocks.append((shape, BlockWeights(**parts, mlp=mlp, **norms)))
-        return backend.stack(blocks, RMSNorm(self.final.to(dtype), EPS), (1, 0))
-
-    def _placed(self, backend: Backend, owner: list[int]) -> PlacedRows:
-        first, counts = (np.array([self.shape.requests[r][i] for r in owner]) for i in (0, 1))
-        positions = [np.arange(at, at + count) for at, count in zip(first, counts, strict=True)]
-        slots = [self._slots(r, at) for r, at in zip(owner, positions, strict=True)]
-        batch = backend.attention_batch(first, counts, self.pages[owner], self.shape.page_size, "cpu")
-        return PlacedRows(
-            torch.from_numpy(np.concatenate(positions)), (torch.from_numpy(np.concatenate(slots)),), (batch,)
-        )
-
-    def _slots(self, request: int, positions: np.ndarray) -> np.ndarray:
-        size = self.shape.page_size
-        return self.pages[request][positions // size] * size + positions % size
-
-    def _cache(self, backend: Backend, dtype: torch.dtype) -> PagedKVCache:
+    def _cache(self) -> PagedKVCache:
         """Return a cache with the past of every request, in every layer."""
-        _, num_kv, dim = self.shape.heads
-        geometry = KVCacheSpec(num_kv, dim, dim)
-        cache = PagedKVCache(2, self.num_pages, self.shape.page_size, geometry, dtype, "cpu")
+        cache = self.stack.new_cache()
         for r, past in enumerate(self.past):
-            slots = torch.from_numpy(self._slots(r, np.arange(len(past))))
-            cache.slots(0, 2)[:, slots] = past.to(dtype).flatten(1)
-        if isinstance(backend, FusedCpuBackend):
+            cache.slots(0, 2)[:, self.stack.slots(r, np.arange(len(past)))] = past.flatten(1)
+        if isinstance(self.backend, FusedCpuBackend):
             cache.planes(0, 2).copy_(blocked_order(cache.planes(0, 2)))
         return cache
 
@@ -234,32 +164,28 @@ def standard_order(cache: PagedKVCache, backend: Backend) -> Tensor:
 
 @pytest.mark.parametrize("name", SHAPES)
 def test_a_stack_computes_what_pytorch_does(name: str):
-    model = Model(SHAPES[name])
-    expected = model.run(EagerBackend(), torch.float32)
-    for got, right in zip(model.run(FusedCpuBackend(2), torch.bfloat16), expected, strict=True):
+    expected = Model(SHAPES[name], EagerBackend(), torch.float32).run()
+    for got, right in zip(Model(SHAPES[name], FusedCpuBackend(2)).run(), expected, strict=True):
         assert got.dtype is torch.bfloat16 and got.shape == right.shape
         error = (got.float() - right).abs()
         # Of the size of bf16's rounding at every step, never of a wrong row.
         assert error.max() < 0.05 * right.abs().max() and error.mean() < 0.01 * right.abs().mean()
 
 
-@pytest.mark.parametrize("name", [name for name in SHAPES if len(SHAPES[name].requests) > 1])
+# The last has enough rows for two threads to work separately, and too few requests for three.
+TOGETHER = {name: shape for name, shape in SHAPES.items() if len(shape.requests) > 1}
+TOGETHER["equal requests"] = Shape(requests=((100, 16), (90, 16), (40, 16), (8, 16)))
+
+
+@pytest.mark.parametrize("name", TOGETHER)
 def test_a_request_gets_the_same_bits_alone_and_among_others_on_any_number_of_threads(name: str):
-    model = Model(SHAPES[name])
-    together = model.run(FusedCpuBackend(1), torch.bfloat16)
-    for threads in (2, 3):
-        again = model.run(FusedCpuBackend(threads), torch.bfloat16)
-        assert all(a.equal(b) for a, b in zip(again, together, strict=True))
-    alone = [model.run(FusedCpuBackend(2), torch.bfloat16, [r]) for r in range(len(model.shape.requests))]
+    one, two, three = (Model(TOGETHER[name], FusedCpuBackend(threads)) for threads in (1, 2, 3))
+    together = one.run()
+    for model in (two, three):
+        assert all(a.equal(b) for a, b in zip(model.run(), together, strict=True))
+    alone = [two.run([r]) for r in range(len(two.first))]
     for i, whole in enumerate(together):
         assert torch.cat([parts[i] for parts in alone]).equal(whole)
-
-
-def test_equal_requests_are_divided_among_threads_with_the_same_result():
-    """There are enough rows for two threads to work separately, and too few requests for three."""
-    model = Model(replace(SHAPES["a block"], requests=((100, 16), (90, 16), (40, 16), (8, 16))))
-    one, two, three = (model.run(FusedCpuBackend(n), torch.bfloat16) for n in (1, 2, 3))
-    assert all(a.equal(b) and a.equal(c) for a, b, c in zip(one, two, three, strict=True))
 
 
 @pytest.mark.parametrize("threads", [1, 2])
@@ -269,21 +195,16 @@ def test_rows_do_not_depend_on_the_batch(threads: int):
 
 def test_the_drafters_context_is_written_in_the_order_that_attention_reads():
     num_layers, num_kv, dim, rows = 3, 2, 64, 21
-    norms, kv_NO = 1 + 0.1 * random(num_layers, dim), random(rows, 2 * num_layers * num_kv * dim)
-    rope = RotaryEmbedding(RopeConfig(dim, 1e4, "default", {}), MAX_POSITIONS, torch.bfloat16, "cpu")
-    positions = torch.arange(100, 100 + rows)
-    placed = PlacedRows(positions, (torch.randperm(160)[:rows],), (None,))
+    numbers = Numbers(torch.bfloat16)
+    norms, kv_NO = 1 + numbers.tensor(num_layers, dim, scale=0.1), random(rows, 2 * num_layers * num_kv * dim)
+    placed = PlacedRows(torch.arange(100, 100 + rows), (torch.randperm(160)[:rows],), (None,))
     written = []
     for backend in (EagerBackend(), FusedCpuBackend(1)):
         cache = PagedKVCache(num_layers, 10, 16, KVCacheSpec(num_kv, dim, dim), torch.bfloat16, "cpu")
-        backend.context_writer(norms, EPS, num_kv)(kv_NO.clone(), rope, placed, cache, 0)
-        written.append(standard_order(cache, backend))
+        backend.context_writer(norms, EPS, num_kv)(kv_NO.clone(), numbers.rope(dim), placed, cache, 0)
+        written.append(standard_order(cache, backend).view(num_layers, -1, 2, num_kv, dim))
     torch.testing.assert_close(written[1], written[0], rtol=2e-2, atol=2e-2)
-    assert (
-        written[1]
-        .view(num_layers, -1, 2, num_kv, dim)[:, :, 1]
-        .equal(written[0].view(num_layers, -1, 2, num_kv, dim)[:, :, 1])
-    ), "values are copied as they are"
+    assert written[1][:, :, 1].equal(written[0][:, :, 1]), "values are copied as they are"
 
 
 def test_concurrent_callers_get_their_own_results():
@@ -294,7 +215,7 @@ def test_concurrent_callers_get_their_own_results():
     wrong: list[int] = []
 
     def call(i: int) -> None:
-        for _ in range(2000):
+        for _ in range(500):
             if not layer(inputs[i]).equal(expected[i]):
                 wrong.append(i)
 
@@ -302,7 +223,7 @@ def test_concurrent_callers_get_their_own_results():
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(timeout=120)
+        thread.join(timeout=280)
     assert not wrong and not any(thread.is_alive() for thread in threads)
 
 
@@ -320,7 +241,7 @@ raise SystemExit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 
 
 def test_a_forked_child_makes_its_own_threads():
-    assert subprocess.run([sys.executable, "-c", SCRIPT], timeout=120, check=False).returncode == 0
+    assert subprocess.run([sys.executable, "-c", SCRIPT], timeout=280, check=False).returncode == 0
 
 
 # Of this machine's other instruction sets, in the short form the one whose code differs most.
@@ -334,6 +255,7 @@ LESSER = [
 TREES = "test_a_stack_gives_paths_the_bits_of_chains_and_keeps_the_accepted_ones[fused]"
 
 
+@pytest.mark.timeout(620)
 @pytest.mark.parametrize("kind", LESSER, ids=lambda kind: kind.value)
 def test_the_tests_pass_with_fewer_cpu_instructions(kind: Instructions):
     """Tests run again in a process with fewer instructions; speculation changes no token.
