@@ -93,16 +93,6 @@ def test_values_are_scattered_to_requests_the_same(r: Requests, spare: int) -> N
         assert got.dtype == torch.float32 and got.nan_to_num(-1).equal(mine.float())
 
 
-@settings(max_examples=200)
-@given(requests(), st.integers(0, 2))
-def test_drafts_are_accepted_the_same(r: Requests, spare: int) -> None:
-    sampled, counts = r.few(int(r.counts_R.sum())), torch.from_numpy(r.counts_R)
-    drafts = r.few(len(counts), r.num_drafts + spare)
-    drafts.masked_fill_(torch.arange(drafts.shape[1]) >= counts[:, None] - 1, -1)
-    mine, loops = (operators.accept(sampled, counts, drafts) for operators in BOTH)
-    assert all(x.dtype == y.dtype and x.equal(y) for x, y in zip(mine, loops, strict=True))
-
-
 def logits_of(dtype: torch.dtype, vocab_size: int) -> torch.Tensor:
     """Return a non-contiguous view with ties, and rows with few or no allowed tokens."""
     logits = (3 * torch.randn(20, vocab_size + 3, generator=torch.Generator().manual_seed(3))).round(

@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from manta.drafter.step.cpu_numba.step_ops import LOOPS
+from manta.drafter.step.sampling.step_ops import DEFINITION
 from manta.drafter.step.sampling.verification import accept
 
 
@@ -34,21 +36,24 @@ def steps(draw):
     return chosen, drafts
 
 
-@settings(max_examples=300, deadline=None)
-@given(steps())
-def test_acceptance_equals_a_loop_over_requests(step):
+@settings(max_examples=200, deadline=None)
+@given(steps(), st.integers(0, 2))
+def test_acceptance_equals_a_loop_over_requests(step, spare: int):
+    """By the definition and the compiled loops; drafts may be padded beyond the most of a request."""
     chosen, drafts = step
-    width = max(len(d) for d in drafts)
+    width = max(len(d) for d in drafts) + spare
     padded = torch.full((len(drafts), width), -1)
     for r, d in enumerate(drafts):
         padded[r, : len(d)] = torch.tensor(d, dtype=torch.int64)
     flat = torch.tensor([t for x in chosen for t in x], dtype=torch.int64)
     counts = torch.tensor([len(x) for x in chosen])
-    tokens, num = accept(flat, counts, padded)
-    assert tokens.shape == (len(drafts), width + 1)
-    for r, expected in enumerate(loop(chosen, drafts)):
-        assert num[r] == len(expected)
-        assert tokens[r].tolist() == expected + [-1] * (width + 1 - len(expected))
+    for operators in (DEFINITION, LOOPS):
+        tokens, num = operators.accept(flat, counts, padded)
+        assert tokens.dtype is num.dtype is torch.int64
+        assert tokens.shape == (len(drafts), width + 1)
+        for r, expected in enumerate(loop(chosen, drafts)):
+            assert num[r] == len(expected)
+            assert tokens[r].tolist() == expected + [-1] * (width + 1 - len(expected))
 
 
 def test_a_mismatch_yields_the_targets_token_and_a_full_match_a_bonus_token():
