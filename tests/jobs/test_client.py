@@ -49,7 +49,7 @@ def serving(*answers: tuple[int, bytes]) -> Iterator[Any]:
             yield server
         finally:
             server.shutdown()
-            thread.join(timeout=10)
+            thread.join(timeout=240)
 
 
 def unused_url() -> str:
@@ -95,7 +95,7 @@ def test_a_stream_yields_its_chunks_and_must_end_correctly() -> None:
 
 def test_waiting_for_a_server_ends_when_it_is_ready_or_cannot_become_ready() -> None:
     with serving((503, b""), (200, b"")) as server:
-        assert await_ready(server.url, 20.0) > 0.0
+        assert await_ready(server.url, 240.0) > 0.0
         assert [path for path, _ in server.asked] == ["/health"] * 2
     nowhere = unused_url()
     with pytest.raises(UnreachableError, match=f"{nowhere} was not ready within 0 s"):
@@ -105,7 +105,7 @@ def test_waiting_for_a_server_ends_when_it_is_ready_or_cannot_become_ready() -> 
         raise MantaError("it has ended")
 
     with pytest.raises(MantaError, match="it has ended"):
-        await_ready(nowhere, 60.0, look)
+        await_ready(nowhere, 240.0, look)
 
 
 def test_an_unreachable_server_is_named_with_its_url() -> None:

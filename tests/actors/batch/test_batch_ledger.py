@@ -7,8 +7,7 @@ import hashlib
 import itertools
 import json
 import re
-import uuid
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,16 +22,15 @@ from manta.actors.batch.dataset.row_requests import id_hash
 from manta.actors.batch.dataset.storage import Storage
 from manta.actors.batch.ledger import ledger as ledgers
 from manta.actors.batch.ledger import output_parts as part_files
-from manta.actors.batch.ledger.job_spec import JobSpec
 from manta.actors.batch.ledger.ledger import Ledger
 from manta.actors.batch.ledger.output_index import write_segment
 from manta.actors.batch.ledger.output_parts import make_part, put
-from manta.actors.batch.ledger.row_writer import RowWriter
 from manta.cluster.batch.row_ranges import count, from_rows
 from manta.cluster.errors import ConfigError, OutputError
 from pyarrow.dataset import dataset
 from support.jobs.batch_outputs import (
     COLUMNS,
+    JobRuns,
     form,
     manifest,
     numbers_in,
@@ -46,62 +44,33 @@ from support.jobs.batch_outputs import (
 
 @pytest.mark.parametrize("format", ["parquet", "jsonl", "openai"])
 def test_durable_rows_of_a_dead_writer_are_adopted_and_every_row_is_written_once(
-    format: Any, tmp_path: Path
+    format: Any, output: Storage, runs: JobRuns
 ) -> None:
-    output = Storage.open(str(tmp_path / "out"), field="output")
     job = spec(100, form(format))
-    ledger = Ledger.open(output, job)
-    died = RowWriter(output, job.form, run=ledger.run, shard=0, writer="died")
-    died.add(results(range(0, 100, 2), failed=range(0, 100, 10)))
-    died.flush()
-    ledger.close()
-
-    ledger = Ledger.open(output, job)
+    runs.open(job)
+    runs.write("died", results(range(0, 100, 2), failed=range(0, 100, 10)), ends=False)
+    ledger = runs.open(job)
     assert (ledger.run, ledger.orphans, ledger.answered) == (2, ("died",), ())
-    heir = RowWriter(output, job.form, run=ledger.run, shard=0, writer="heir")
+    heir = runs.writer("heir")
     assert heir.take_over("died", ledger.already_merged("died")) == ledger.durable("died")
     heir.add(results(range(1, 100, 2)))
     heir.close()
     ledger.finish({"rows": 100})
-    ledger.close()
     assert sorted(numbers_in(output, parts(output))) == list(range(100))
     assert [part["file"] for part in manifest(output)["parts"]] == parts(output)
     assert (ledger.stats.rows, ledger.stats.failed) == (100, 10)
-
-
-@pytest.fixture
-def output(tmp_path: Path) -> Storage:
-    return Storage.open(str(tmp_path / "out"), field="output")
-
-
-def answer(
-    output: Storage, job: JobSpec, rows: Iterable[int], failed: Iterable[int] = (), **how: Any
-) -> Ledger:
-    """Run a job that answers some rows and ends."""
-    ledger = Ledger.open(output, job, **how)
-    writer = RowWriter(output, job.form, run=ledger.run, shard=0, writer=uuid.uuid4().hex)
-    writer.add(results(rows, failed), shard=0 if job.form.ordered else None)
-    writer.close()
-    ledger.refresh()
-    ledger.close()
-    return ledger
-
-
-def finish(output: Storage, job: JobSpec, **how: Any) -> Ledger:
-    ledger = Ledger.open(output, job, **how)
-    ledger.finish({"rows": count(ledger.answered)})
-    ledger.close()
-    return ledger
 
 
 def texts(output: Storage) -> dict[str, str]:
     return {row["id"]: row["text"] for row in rows_in(output, parts(output))}
 
 
-def test_a_finished_output_lists_its_parts_and_another_run_has_nothing_to_do(output: Storage) -> None:
+def test_a_finished_output_lists_its_parts_and_another_run_has_nothing_to_do(
+    output: Storage, runs: JobRuns
+) -> None:
     job = spec(6, about={"drafter": "one"})
-    assert answer(output, job, range(6), failed=[2]).failed == ((2, 3),)
-    finish(output, job)
+    assert runs.answer(job, range(6), failed=[2]).failed == ((2, 3),)
+    runs.finish(job)
     said = manifest(output)
     assert (said["rows"], said["failed"], said["fingerprint"]) == (6, 1, job.fingerprint)
     assert [(part["kind"], part["rows"]) for part in said["parts"]] == [("failed", 1), ("answered", 5)]
@@ -110,23 +79,17 @@ def test_a_finished_output_lists_its_parts_and_another_run_has_nothing_to_do(out
         assert (len(content), hashlib.sha256(content).hexdigest()) == (part["bytes"], part["sha256"])
     assert json.loads(output.read("_report.json")) == {"rows": 5}
     assert [run["run"] for run in said["runs"]] == [1, 2]
-    ledger = Ledger.open(output, spec(6, about={"drafter": "another"}))
+    ledger = runs.open(spec(6, about={"drafter": "another"}))
     assert (ledger.complete, ledger.unanswered, ledger.failed) == (True, (), ((2, 3),))
-    ledger.close()
     assert output.entry("_SUCCESS") is not None
 
 
-def test_a_finished_folder_is_a_dataset_of_its_answers(output: Storage) -> None:
+def test_a_finished_folder_is_a_dataset_of_its_answers(output: Storage, runs: JobRuns) -> None:
     """All files have one schema, even if a column has no value in one; DuckDB and Spark see it, too."""
-    columns = pa.schema([*COLUMNS, ("note", pa.string())])
-    job = spec(8, form("parquet", columns=columns))
-    ledger = Ledger.open(output, job)
+    ledger = runs.open(spec(8, form("parquet", columns=pa.schema([*COLUMNS, ("note", pa.string())]))))
     for rows, note in ((range(4), None), (range(4, 8), "x")):
-        writer = RowWriter(output, job.form, run=ledger.run, shard=0, writer=uuid.uuid4().hex)
-        writer.add([{**each, "note": note} for each in results(rows, failed=[2])])
-        writer.close()
+        runs.write(f"{note}", [{**each, "note": note} for each in results(rows, failed=[2])])
     ledger.finish({"rows": 8})
-    ledger.close()
     wanted = {f"id-{row}" for row in range(8) if row != 2}
     assert set(pd.read_parquet(output.root)["id"]) == wanted
     found = dataset(output.root, format="parquet")
@@ -141,25 +104,20 @@ def test_a_finished_folder_is_a_dataset_of_its_answers(output: Storage) -> None:
 @pytest.mark.parametrize(("again", "left"), [([1, 3, 5], [5]), ([3, 5], [1, 5])])
 @pytest.mark.parametrize("ordered", [False, True])
 def test_failed_rows_that_are_answered_later_are_removed_from_errors_and_figures(
-    again: list[int], left: list[int], ordered: bool, output: Storage
+    again: list[int], left: list[int], ordered: bool, output: Storage, runs: JobRuns
 ) -> None:
     job = spec(8, form(ordered=ordered))
-    answer(output, job, range(8), failed=[1, 3, 5])
-    finish(output, job)
-    ledger = Ledger.open(output, job)
+    runs.answer(job, range(8), failed=[1, 3, 5])
+    runs.finish(job)
+    ledger = runs.open(job)
     ledger.reopen()
     assert output.entry("_SUCCESS") is None
-    writer = RowWriter(output, job.form, run=ledger.run, shard=0, writer="again")
-    writer.add(results(again, failed=[5]), shard=0 if ordered else None)
-    writer.close()
+    runs.write("again", results(again, failed=[5]))
     ledger.refresh()
     check_figures(ledger, left)  # as the report is made of them
     ledger.finish({})
     check_figures(ledger, left)
-    ledger.close()
-    reread = Ledger.open(output, job)
-    check_figures(reread, left)
-    reread.close()
+    check_figures(runs.open(job), left)
     errors = [name for name in parts(output) if name.startswith("_errors/")]
     assert (sorted(numbers_in(output, errors)), manifest(output)["failed"]) == (left, len(left))
     assert sorted(numbers_in(output, parts(output))) == list(range(8))
@@ -178,84 +136,66 @@ def check_figures(ledger: Ledger, failed: list[int]) -> None:
     assert sum(figures.output_lengths) == 8 - len(failed)
 
 
-def test_a_dead_writers_answer_to_an_earlier_failed_row_is_adopted(output: Storage) -> None:
+def test_a_dead_writers_answer_to_an_earlier_failed_row_is_adopted(runs: JobRuns) -> None:
     job = spec(4)
-    answer(output, job, range(4), failed=[1, 3])
-    finish(output, job)
-    ledger = Ledger.open(output, job)
-    ledger.reopen()
-    died = RowWriter(output, job.form, run=ledger.run, shard=0, writer="died")
-    died.add(results([1]))
-    died.flush()
-    ledger.close()
-    ledger = Ledger.open(output, job)
+    runs.answer(job, range(4), failed=[1, 3])
+    runs.finish(job)
+    runs.open(job).reopen()
+    runs.write("died", results([1]), ends=False)
+    ledger = runs.open(job)
     ledger.merge_orphans()
     assert (ledger.failed, count(ledger.answered)) == (from_rows([3]), 3)
-    ledger.close()
 
 
-def test_rows_left_by_dead_writers_are_counted_correctly(output: Storage) -> None:
-    job = spec(8)
-    ledger = Ledger.open(output, job)
-    died = RowWriter(output, job.form, run=ledger.run, shard=0, writer="died")
-    died.add(results(range(6), failed=[1, 3]))
-    died.flush()
-    ledger.close()
-    ledger = Ledger.open(output, job)
+def test_rows_left_by_dead_writers_are_counted_correctly(runs: JobRuns) -> None:
+    runs.open(spec(8))
+    runs.write("died", results(range(6), failed=[1, 3]), ends=False)
+    ledger = runs.open(spec(8))
     ledger.merge_orphans()
     assert (ledger.orphans, ledger.failed, count(ledger.answered)) == ((), from_rows([1, 3]), 4)
     assert ledger.unanswered == ((6, 8),)
-    ledger.close()
 
 
 @pytest.mark.parametrize("given", ["parquet", "jsonl"])
 @pytest.mark.parametrize("ordered", [False, True])
 def test_an_output_of_an_earlier_version_is_continued(
-    given: Any, ordered: bool, output: Storage, monkeypatch: pytest.MonkeyPatch
+    given: Any, ordered: bool, output: Storage, runs: JobRuns, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An earlier version wrote no log probabilities and less about failed rows."""
     job = spec(8, form(given, ordered=ordered))
-    shard = 0 if ordered else None
     with monkeypatch.context() as earlier:
         columns = [column for column in answering.RESULT_SCHEMA if column.name != "logprobs"]
         wire = [column for column in answering.WIRE_SCHEMA if column.name != "logprobs"]
         earlier.setattr(part_files, "RESULT_SCHEMA", pa.schema(columns))
         earlier.setattr(answering, "WIRE_SCHEMA", pa.schema(wire))
         earlier.setattr(part_files, "failures_in", lambda table: ())
-        ledger = Ledger.open(output, job)
-        for name, rows in (("whole", [0, 2, 3]), ("died", [4])):
-            writer = RowWriter(output, job.form, run=ledger.run, shard=0, writer=name)
-            writer.add(results(rows, failed=[3]), shard=shard)
-            writer.flush() if name == "died" else writer.close()
-        ledger.close()
+        runs.open(job)
+        runs.write("whole", results([0, 2, 3], failed=[3]))
+        runs.write("died", results([4]), ends=False)
     names = [name for name in parts(output) if name.startswith("part-")]
     assert all("logprobs" not in row for row in rows_in(output, names))
-    ledger = Ledger.open(output, job)
-    writer = RowWriter(output, job.form, run=ledger.run, shard=0, writer="later")
+    ledger, writer = runs.open(job), runs.writer("later")
     assert writer.take_over("died", ledger.already_merged("died")) == from_rows([4])
     reported = [{"logprob": -1.0, "rank": 1, "top_token_ids": [5], "top_logprobs": [-1.0]}]
-    writer.add([each | {"logprobs": reported} for each in results([1, 5, 6, 7])], shard=shard)
+    rows = [each | {"logprobs": reported} for each in results([1, 5, 6, 7])]
+    writer.add(rows, shard=0 if ordered else None)
     writer.close()
     ledger.finish({})
     assert (ledger.stats.rows, ledger.stats.failed) == (8, 1)
-    ledger.close()
-    rows = {row["id"]: row for row in rows_in(output, parts(output))}
-    assert set(rows) == {f"id-{i}" for i in range(8)}
-    assert {name for name, row in rows.items() if row.get("logprobs")} == {"id-1", "id-5", "id-6", "id-7"}
-    assert rows["id-1"]["logprobs"] == reported
+    found = {row["id"]: row for row in rows_in(output, parts(output))}
+    assert set(found) == {f"id-{i}" for i in range(8)}
+    assert {name for name, row in found.items() if row.get("logprobs")} == {"id-1", "id-5", "id-6", "id-7"}
+    assert found["id-1"]["logprobs"] == reported
     if given == "parquet" and ordered:  # all answers are one part
         (name,) = (name for name in parts(output) if name.startswith("part-"))
         assert pq.read_table(pa.BufferReader(output.read(name))).schema.names == job.form.written.names
 
 
 def test_rows_that_move_into_a_part_during_a_scan_are_found(
-    output: Storage, monkeypatch: pytest.MonkeyPatch
+    runs: JobRuns, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    job = spec(4)
-    ledger = Ledger.open(output, job)
-    writer = RowWriter(output, job.form, run=ledger.run, shard=0, writer="w")
-    writer.add(results(range(4)))
-    writer.flush()
+    ledger = runs.open(spec(4))
+    writer = runs.write("w", results(range(4)), ends=False)
     real = Storage.entries
     moving = iter([writer.close])
 
@@ -267,43 +207,35 @@ def test_rows_that_move_into_a_part_during_a_scan_are_found(
 
     monkeypatch.setattr(Storage, "entries", entries)
     ledger.refresh()
-    ledger.close()
     assert ledger.durable("w") == ((0, 4),)
 
 
-def test_an_abandoned_engine_writes_no_part_after_the_end(output: Storage) -> None:
+def test_an_abandoned_engine_writes_no_part_after_the_end(output: Storage, runs: JobRuns) -> None:
     job = spec(4)
-    answer(output, job, range(4))
-    ledger = Ledger.open(output, job)
-    given_up = RowWriter(output, job.form, run=ledger.run, shard=0, writer="given up")
+    runs.answer(job, range(4))
+    ledger = runs.open(job)
+    given_up = runs.writer("given up")
     given_up.add(results([1, 2]))
     ledger.finish({})
-    ledger.close()
+    runs.close()
     with pytest.raises(OutputError, match="not written by run 2 any more: it has ended"):
         given_up.close()
     assert sorted(numbers_in(output, parts(output))) == list(range(4))
-    ledger = Ledger.open(output, job)
-    assert ledger.complete
-    ledger.close()
+    assert runs.open(job).complete
 
 
-def test_a_part_that_appears_after_the_end_is_removed_by_the_next_run(output: Storage) -> None:
+def test_a_part_that_appears_after_the_end_is_removed_by_the_next_run(output: Storage, runs: JobRuns) -> None:
     """The writer is given up between its last check of the run and its part."""
     job = spec(4)
-    answer(output, job, range(4))
-    finish(output, job)
-    record, content = make_part(
-        "part-000009-00001-0123abcd.jsonl", job.form.table(results([1, 2])), job.form, run=1, writer="late"
-    )
-    put(output, record, content)
-    ledger = Ledger.open(output, job)
+    runs.answer(job, range(4))
+    runs.finish(job)
+    name, table = "part-000009-00001-0123abcd.jsonl", job.form.table(results([1, 2]))
+    put(output, *make_part(name, table, job.form, run=1, writer="late"))
+    ledger = runs.open(job)
     assert (ledger.complete, ledger.unanswered) == (False, ())
     ledger.finish({})
-    ledger.close()
     assert sorted(numbers_in(output, parts(output))) == list(range(4))
-    ledger = Ledger.open(output, job)
-    assert ledger.complete
-    ledger.close()
+    assert runs.open(job).complete
 
 
 def test_a_finish_that_is_killed_anywhere_is_repeated_and_counts_no_work_twice(
@@ -313,11 +245,10 @@ def test_a_finish_that_is_killed_anywhere_is_repeated_and_counts_no_work_twice(
     job = spec(4, form(ordered=True))
     for place in itertools.count():
         output = Storage.open(str(tmp_path / f"{place}"), field="output")
-        ledger = Ledger.open(output, job)
+        runs = JobRuns(output)
+        ledger = runs.open(job)
         for name, rows in (("a", [0, 2]), ("b", [1, 3])):
-            writer = RowWriter(output, job.form, run=1, shard=0, writer=name)
-            writer.add(results(rows), shard=0)
-            writer.close()
+            runs.write(name, results(rows))
         with monkeypatch.context() as patched:
             steps = itertools.count()
             for name in ("_remove", "write"):
@@ -328,11 +259,10 @@ def test_a_finish_that_is_killed_anywhere_is_repeated_and_counts_no_work_twice(
                 killed = True
             else:
                 killed = False
-        ledger.close()
-        ledger = Ledger.open(output, job)
+        ledger = runs.open(job)
         assert (ledger.stats.rows, ledger.stats.completion_tokens) == (4, 8)
         ledger.finish({})
-        ledger.close()
+        runs.close()
         assert numbers_in(output, parts(output)) == [0, 1, 2, 3]
         assert (ledger.stats.rows, ledger.stats.completion_tokens) == (4, 8)
         if not killed:
@@ -349,220 +279,196 @@ def killed_at(place: int, steps: Iterator[int], work: Callable[..., Any]) -> Cal
     return killed
 
 
-def test_a_job_with_missing_rows_is_no_success(output: Storage) -> None:
-    answer(output, spec(5), [0, 1, 4])
-    ledger = Ledger.open(output, spec(5))
+def test_a_job_with_missing_rows_is_no_success(output: Storage, runs: JobRuns) -> None:
+    runs.answer(spec(5), [0, 1, 4])
     with pytest.raises(OutputError, match=r"2 rows are in no part of .* Run the same command again"):
-        ledger.finish({})
-    ledger.close()
+        runs.open(spec(5)).finish({})
     assert output.entry("_SUCCESS") is None
-    sample = spec(5, sample=((0, 2), (4, 5)))
-    assert finish(output, sample).unanswered == ()
-    ledger = Ledger.open(output, spec(5))  # the others too, now
+    assert runs.finish(spec(5, sample=((0, 2), (4, 5)))).unanswered == ()
+    ledger = runs.open(spec(5))  # the others too, now
     assert (ledger.complete, ledger.unanswered) == (False, ((2, 4),))
-    ledger.close()
 
 
-def test_a_job_with_other_settings_is_refused_with_the_changes(output: Storage) -> None:
+def test_a_job_with_other_settings_is_refused_with_the_changes(output: Storage, runs: JobRuns) -> None:
     first = {"model": "tiny", "seed": 0, "sampling": {"top_p": 0.5, "n": 1}}
-    answer(output, spec(3, made_from=first), [0])
+    runs.answer(spec(3, made_from=first), [0])
     changed = {"model": "other", "seed": 0, "template": "{x}", "sampling": {"top_p": 0.9, "n": 1}}
     with pytest.raises(ConfigError) as refused:
-        Ledger.open(output, spec(3, made_from=changed))
-    for words in (
-        "model: tiny before, other now; sampling.top_p: 0.5 before, 0.9 now; ",
-        "template: none before, {x} now. Use the same settings",
-        "--force-resume",
-        "--overwrite",
-    ):
+        runs.open(spec(3, made_from=changed))
+    said = "model: tiny before, other now; sampling.top_p: 0.5 before, 0.9 now; "
+    for words in (said, "template: none before, {x} now. Use the same", "--force-resume", "--overwrite"):
         assert words in refused.value.message
-    ledger = Ledger.open(output, spec(3, made_from=changed), resume="force")
-    assert ledger.unanswered == ((1, 3),)
-    ledger.close()
+    assert runs.open(spec(3, made_from=changed), resume="force").unanswered == ((1, 3),)
     assert json.loads(output.read("_manta/job.json"))["spec"]["made_from"] == changed
 
 
+def rows_file(size: int = 1203, modified: float = 1.0, **hashes: str) -> dict[str, Any]:
+    return {"name": "rows.jsonl", "size": size, "modified": modified, **hashes}
+
+
 @pytest.mark.parametrize(
-    ("now", "words"),
+    ("before", "now", "words"),
     [
+        (rows_file(), [rows_file(1300)], "rows.jsonl: 1,203 bytes before, 1,300 now"),
         (
-            [{"name": "rows.jsonl", "size": 1300, "modified": 1.0}],
-            "rows.jsonl: 1,203 bytes before, 1,300 now",
-        ),
-        (
-            [{"name": "rows.jsonl", "size": 1203, "modified": 61.0}],
+            rows_file(),
+            [rows_file(modified=61.0)],
             "rows.jsonl: modified 1970-01-01 00:00:01 UTC before, 1970-01-01 00:01:01 UTC now",
         ),
         (
-            [{"name": "rows.jsonl", "size": 1203, "modified": 1.0, "sha256": "b" * 64}],
-            "rows.jsonl: other content of the same size (SHA-256 aaaaaaaaaaaa... before, "
-            "bbbbbbbbbbbb... now)",
+            rows_file(sha256="a" * 64),
+            [rows_file(sha256="b" * 64)],
+            "other content of the same size (SHA-256 aaaaaaaaaaaa... before, bbbbbbbbbbbb... now)",
         ),
         (
+            rows_file(),
             [{"name": f"{i}.jsonl", "size": 1, "modified": 1.0} for i in range(4)],
             "0.jsonl: new; 1.jsonl: new; 2.jsonl: new; 2 other files",
         ),
     ],
 )
 def test_a_changed_input_is_refused_with_the_changes(
-    now: list[dict[str, Any]], words: str, output: Storage
+    before: dict[str, Any], now: list[dict[str, Any]], words: str, runs: JobRuns
 ) -> None:
-    before = [{"name": "rows.jsonl", "size": 1203, "modified": 1.0}]
-    if "sha256" in now[0]:
-        before[0]["sha256"] = "a" * 64
-    answer(output, spec(3, input=before), [0])
+    runs.answer(spec(3, input=[before]), [0])
     with pytest.raises(ConfigError, match=re.escape(f"{words}. Use the same settings")):
-        Ledger.open(output, spec(3, input=now))
+        runs.open(spec(3, input=now))
 
 
 @pytest.mark.parametrize(
     ("before", "now"),
     [
-        ({"modified": 1.0, "sha256": "a"}, {"modified": 9.0, "sha256": "a"}),  # copied, or touched
-        ({"modified": 1.0}, {"modified": 1.0, "sha256": "a"}),  # begun by an earlier version
-        ({"modified": 1.0, "sampled": "a"}, {"modified": 1.0, "sampled": "a"}),
+        (rows_file(sha256="a"), rows_file(modified=9.0, sha256="a")),  # copied, or touched
+        (rows_file(), rows_file(sha256="a")),  # begun by an earlier version
+        (rows_file(sampled="a"), rows_file(sampled="a")),
     ],
 )
 def test_an_input_with_the_same_content_is_continued(
-    before: dict[str, Any], now: dict[str, Any], output: Storage
+    before: dict[str, Any], now: dict[str, Any], runs: JobRuns
 ) -> None:
-    named = {"name": "rows.jsonl", "size": 1203}
-    answer(output, spec(3, input=[{**named, **before}]), [0])
-    ledger = Ledger.open(output, spec(3, input=[{**named, **now}]))
-    assert ledger.unanswered == ((1, 3),)
-    ledger.close()
+    runs.answer(spec(3, input=[before]), [0])
+    assert runs.open(spec(3, input=[now])).unanswered == ((1, 3),)
 
 
-def test_an_output_of_another_format_is_refused_even_by_force(output: Storage) -> None:
-    answer(output, spec(3), [0])
+def test_an_output_of_another_format_is_refused_even_by_force(runs: JobRuns) -> None:
+    runs.answer(spec(3), [0])
     for given, words in (
         (spec(3, form("parquet")), "output format: jsonl before, parquet now"),
         (spec(3, form(ordered=True)), "output ordered: False before, True now"),
     ):
         with pytest.raises(ConfigError, match=words):
-            Ledger.open(output, given, resume="force")
+            runs.open(given, resume="force")
 
 
-def test_rows_of_a_changed_input_are_found_by_their_ids(output: Storage) -> None:
+def test_rows_of_a_changed_input_are_found_by_their_ids(output: Storage, runs: JobRuns) -> None:
     """Rows in segments at the time of the kill are found too; removed ids leave the output."""
     job = spec(6)
-    answer(output, job, [0, 1, 3], failed=[1])
-    ledger = Ledger.open(output, job)
-    killed = RowWriter(output, job.form, run=ledger.run, shard=0, writer="killed")
-    killed.add(results([4]))
-    killed.flush()
-    ledger.close()
+    runs.answer(job, [0, 1, 3], failed=[1])
+    runs.open(job)
+    runs.write("killed", results([4]), ends=False)
     ids = ["id-4", "id-9", "id-1", "id-0"]
-    changed = spec(4, input=[{"name": "rows.jsonl", "size": 7, "modified": 2.0}])
     hashes = np.array([id_hash(each) for each in ids], dtype=np.uint64)
-    ledger = Ledger.open(output, changed, resume="force", id_hashes=lambda: hashes)
+    ledger = runs.open(spec(4, input=[rows_file(7, 2.0)]), resume="force", id_hashes=lambda: hashes)
     assert (ledger.answered, ledger.failed, ledger.unanswered) == (((0, 1), (3, 4)), ((2, 3),), ((1, 2),))
-    writer = RowWriter(output, job.form, run=ledger.run, shard=0, writer="last")
-    writer.add([result(9) | {"row": 1}])
-    writer.close()
+    runs.write("last", [result(9) | {"row": 1}])
     ledger.finish({})
-    ledger.close()
     assert sorted(texts(output)) == sorted(ids)
 
 
 @pytest.mark.parametrize("had_output", [True, False])
-def test_without_resume_an_output_that_is_not_empty_is_refused(had_output: bool, output: Storage) -> None:
-    job = spec(3)
+def test_without_resume_an_output_that_is_not_empty_is_refused(
+    had_output: bool, output: Storage, runs: JobRuns
+) -> None:
     if had_output:
-        Ledger.open(output, job).close()
+        runs.open(spec(3))
+        runs.close()
     else:
         output.write("part-00000-0123abcd.jsonl", b"{}\n")  # an older Manta's, which kept no records
     with pytest.raises(ConfigError, match=r"is not empty .*--overwrite"):
-        Ledger.open(output, job, resume="no" if had_output else "yes")
+        runs.open(spec(3), resume="no" if had_output else "yes")
 
 
-def test_parts_without_a_record_and_changed_parts_are_refused(output: Storage) -> None:
+def test_parts_without_a_record_and_changed_parts_are_refused(output: Storage, runs: JobRuns) -> None:
     job = spec(3)
-    answer(output, job, [0, 1])
+    runs.answer(job, [0, 1])
     (ours,) = parts(output)
     content = output.read(ours)
     foreign = "part-000000-00001-0123abcd.jsonl"
     output.write(foreign, content)
     with pytest.raises(ConfigError, match=f"{foreign} in .* was not written by this job. Move it away"):
-        Ledger.open(output, job)
+        runs.open(job)
     output.remove(foreign)
     output.write(ours, content[:-1])
     with pytest.raises(ConfigError, match=f"{ours} in .* Remove it: its rows are answered again"):
-        Ledger.open(output, job)
+        runs.open(job)
     output.remove(ours)
     output.write("notes.txt", b"mine")  # an existing job may have other files next to it
-    ledger = Ledger.open(output, job)
-    assert ledger.unanswered == ((0, 3),)
-    ledger.close()
+    assert runs.open(job).unanswered == ((0, 3),)
 
 
-def test_earlier_results_stay_until_new_ones_replace_them(output: Storage) -> None:
-    job = spec(2)
-    answer(output, job, [0, 1])
-    finish(output, job)
+def test_earlier_results_stay_until_new_ones_replace_them(output: Storage, runs: JobRuns) -> None:
+    job, new = spec(2), spec(2, made_from={"model": "new"})
+    runs.answer(job, [0, 1])
+    runs.finish(job)
     output.write("notes.txt", b"mine")
     before = parts(output)
-    new = spec(2, made_from={"model": "new"})
-    ledger = Ledger.open(output, new, overwrite=True)
+    ledger = runs.open(new, overwrite=True)
     assert (ledger.run, ledger.unanswered, parts(output)) == (3, ((0, 2),), before)
     assert output.entry("_SUCCESS") is not None
-    ledger.close()
-    ledger = Ledger.open(output, new)  # it was killed before it had answered anything
+    ledger = runs.open(new)  # it was killed before it had answered anything
     assert (ledger.complete, ledger.unanswered, parts(output)) == (False, ((0, 2),), before)
-    writer = RowWriter(output, job.form, run=ledger.run, shard=0, writer="new")
-    writer.add([result(row, text="new") for row in range(2)])
-    writer.flush()
+    writer = runs.write("new", [result(row, text="new") for row in range(2)], ends=False)
     assert parts(output) == before
     writer.close()
     assert output.entry("_SUCCESS") is None
     assert set(texts(output).values()) == {"new 0\u2028\r", "new 1\u2028\r"}
     ledger.finish({})
-    ledger.close()
     assert [part["file"] for part in manifest(output)["parts"]] == parts(output)
     assert len(output.entries("_manta/records")) == 1
     assert output.read("notes.txt") == b"mine"
 
 
-def test_segments_of_another_manta_version_are_adopted(output: Storage) -> None:
+def test_segments_of_another_manta_version_are_adopted(output: Storage, runs: JobRuns) -> None:
     job = spec(2)
-    ledger = Ledger.open(output, job)
+    ledger = runs.open(job)
     old = job.form.table(results([0, 1])).drop_columns(["stop_reason"])
     write_segment(output, "_manta/pending/old/000000.arrow", old, run=1, shard=0)
     ledger.refresh()
-    heir = RowWriter(output, job.form, run=1, shard=0, writer="heir")
+    heir = runs.writer("heir")
     heir.take_over("old", ledger.already_merged("old"))
     heir.close()
     ledger.finish({})
-    ledger.close()
     assert len(texts(output)) == 2
 
 
-def test_an_unreadable_record_is_named(output: Storage) -> None:
-    answer(output, spec(2), [0])
+def test_an_unreadable_record_is_named(output: Storage, runs: JobRuns) -> None:
+    runs.answer(spec(2), [0])
     (record,) = output.entries("_manta/records")
     output.write(record.name, b"{}")
     with pytest.raises(ConfigError, match=f"{record.name} is no record of a part"):
-        Ledger.open(output, spec(2))
+        runs.open(spec(2))
 
 
 @pytest.mark.parametrize("broken", [b"{", b'{"version": 7}', b'{"version": 1}'])
-def test_an_unreadable_job_file_is_named_and_may_be_overwritten(broken: bytes, output: Storage) -> None:
+def test_an_unreadable_job_file_is_named_and_may_be_overwritten(
+    broken: bytes, output: Storage, runs: JobRuns
+) -> None:
     job = spec(2)
-    answer(output, job, [0, 1])
+    runs.answer(job, [0, 1])
     output.write("_manta/job.json", broken)
     with pytest.raises(ConfigError, match=r"cannot be used .*--overwrite"):
-        Ledger.open(output, job)
-    answer(output, job, [0, 1], overwrite=True)
-    finish(output, job)
+        runs.open(job)
+    runs.answer(job, [0, 1], overwrite=True)
+    runs.finish(job)
     assert sorted(numbers_in(output, parts(output))) == [0, 1]
 
 
 def test_finishing_waits_for_an_output_that_fails_temporarily(
-    output: Storage, monkeypatch: pytest.MonkeyPatch
+    output: Storage, runs: JobRuns, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     job = spec(2)
-    answer(output, job, [0, 1])
-    ledger = Ledger.open(output, job)
+    runs.answer(job, [0, 1])
+    ledger = runs.open(job)
     writes = itertools.count()
     real = storages.write_atomically
 
@@ -574,16 +480,15 @@ def test_finishing_waits_for_an_output_that_fails_temporarily(
     monkeypatch.setattr(storages, "write_atomically", failing)
     monkeypatch.setattr(ledgers, "RETRY_S", 0.0)
     ledger.finish({})
-    ledger.close()
     assert output.entry("_SUCCESS") is not None
     assert next(writes) == 14
 
 
 def test_an_output_of_five_million_rows_opens_with_few_requests(
-    output: Storage, monkeypatch: pytest.MonkeyPatch
+    output: Storage, runs: JobRuns, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     job = spec(5_000_000)
-    answer(output, job, [0])
+    runs.answer(job, [0])
     (made,) = parts(output)
     content = output.read(made)
     record = json.loads(output.read(f"_manta/records/{made}.json"))
@@ -600,7 +505,6 @@ def test_an_output_of_five_million_rows_opens_with_few_requests(
     monkeypatch.setattr(
         Storage, "entries", lambda *args, **kwargs: (listings.append(args), real(*args, **kwargs))[1]
     )
-    ledger = Ledger.open(output, job)
+    ledger = runs.open(job)
     assert count(ledger.answered) == 1 + 1299 * 128 * 29
     assert len(listings) == 6  # results and failed rows before anything, and again; segments; records
-    ledger.close()

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import itertools
+import multiprocessing
 import subprocess
 import sys
-import threading
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -18,22 +18,23 @@ from manta.actors.batch.ledger.output_lock import Lock, LockClaim, lock
 from manta.actors.batch.ledger.row_writer import RowWriter
 from manta.cluster.errors import ConfigError, OutputError
 from support.jobs.batch_outputs import form, numbers_in, parts, results, spec
-from support.jobs.s3_outputs import make_bucket, s3_server, s3_url
+from support.jobs.s3_outputs import S3Server, s3_url
 
 HOLD = """
-import sys, time
+import sys
 from manta.actors.batch.ledger import output_lock as locks
 from manta.actors.batch.dataset.storage import Storage
 locks.HEARTBEAT_S = 1.0
 held = locks.lock(Storage.open(sys.argv[1], field="output"), print)
 print("held", flush=True)
-time.sleep(100)
+sys.stdin.read()
 """
 
 
 def hold(where: str) -> subprocess.Popen[str]:
-    """Hold an output in another process."""
-    process = subprocess.Popen([sys.executable, "-c", HOLD, where], stdout=subprocess.PIPE, text=True)
+    """Hold an output in another process until this one ends."""
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    process = subprocess.Popen([sys.executable, "-c", HOLD, where], text=True, **pipes)
     assert process.stdout is not None
     assert process.stdout.readline() == "held\n"
     return process
@@ -42,8 +43,9 @@ def hold(where: str) -> subprocess.Popen[str]:
 def ignore(_: str) -> None: ...
 
 
-def test_two_jobs_do_not_share_a_folder_and_a_killed_one_leaves_it_free_at_once(tmp_path: Path) -> None:
-    output = Storage.open(str(tmp_path / "out"), field="output")
+def test_two_jobs_do_not_share_a_folder_and_a_killed_one_leaves_it_free_at_once(
+    output: Storage, tmp_path: Path
+) -> None:
     with hold(output.where) as other:
         for overwrite in (False, True):
             with pytest.raises(
@@ -72,44 +74,47 @@ def test_a_folder_that_cannot_be_created_is_named(tmp_path: Path) -> None:
             Ledger.open(Storage.open(str(path), field="output"), spec(3))
 
 
-def test_only_one_of_many_processes_holds_a_folders_lock_at_a_time(tmp_path: Path) -> None:
-    """The lock's file and folder are created and removed meanwhile."""
-    output = Storage.open(str(tmp_path / "out"), field="output")
-    inside, seen = threading.Lock(), []
-
-    def work(_: int) -> None:
-        try:
+def take_turns(output: Storage, inside: Path, entered: Path) -> None:
+    """Lock and release an output many times. Raises if another process holds it, too."""
+    for _ in range(50):
+        with suppress(ConfigError):
             held = lock(output, ignore)
-        except ConfigError:
-            return
-        assert inside.acquire(blocking=False), "two have it"
-        seen.append(held.is_held)
-        inside.release()
-        held.close()
-
-    with ThreadPoolExecutor(4) as pool:
-        list(pool.map(work, range(200)))
-    assert seen
-    assert all(seen)
+            inside.touch(exist_ok=False)
+            assert held.is_held
+            with entered.open("a") as file:
+                file.write(".")
+            inside.unlink()
+            held.close()
 
 
-@pytest.fixture(scope="module")
-def server() -> Iterator[str]:
-    with s3_server() as address:
-        make_bucket(address, "bucket")
-        yield address
+def test_only_one_of_many_processes_holds_a_folders_lock_at_a_time(output: Storage, tmp_path: Path) -> None:
+    """The lock's file and folder are created and removed meanwhile."""
+    files = (tmp_path / "inside", tmp_path / "entered")
+    fork = multiprocessing.get_context("fork")
+    processes = [fork.Process(target=take_turns, args=(output, *files)) for _ in range(4)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join()
+    assert [process.exitcode for process in processes] == [0] * 4
+    assert files[1].read_text()
 
 
 @pytest.fixture
-def where(server: str, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Return an output in the store with a lock five times as fast; its times are whole seconds."""
+def where(s3: S3Server, monkeypatch: pytest.MonkeyPatch) -> str:
+    """An output in the store with a claim that is rewritten every second, the store's resolution.
+
+    A claim is not taken for dead while its process is only slow.
+    """
     monkeypatch.setattr(locks, "HEARTBEAT_S", 1.0)
-    monkeypatch.setattr(locks, "DEAD_S", 3.0)
+    monkeypatch.setattr(locks, "DEAD_S", 240.0)
     monkeypatch.setattr(locks, "POLL_S", 0.2)
-    return s3_url(server, "bucket")
+    return s3_url(s3, "bucket")
 
 
-def test_a_live_claim_refuses_others_and_a_dead_one_is_taken_over(where: str) -> None:
+def test_a_live_claim_refuses_others_and_a_dead_one_is_taken_over(
+    where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     output = Storage.open(where, field="output")
     reported: list[str] = []
     with hold(where) as other:
@@ -118,13 +123,14 @@ def test_a_live_claim_refuses_others_and_a_dead_one_is_taken_over(where: str) ->
         assert refused.value.param == "output"
         assert "to see whether it lives" in reported[0]
         other.kill()
+    monkeypatch.setattr(locks, "DEAD_S", 2.0)
     ours = lock(output, reported.append)
     assert (ours.is_held, len(reported)) == (True, 2)
     ours.close()
     assert not output.entries("_manta")
 
 
-def test_at_most_one_of_two_simultaneous_claims_wins(where: str) -> None:
+def test_at_most_one_of_several_simultaneous_claims_wins(where: str) -> None:
     output = Storage.open(where, field="output")
 
     def start(_: int) -> list[Lock]:
@@ -141,7 +147,9 @@ def test_at_most_one_of_two_simultaneous_claims_wins(where: str) -> None:
     assert not output.entries("_manta")
 
 
-def test_a_claim_that_was_considered_dead_is_lost_and_its_job_does_not_finish(where: str) -> None:
+def test_a_claim_that_was_considered_dead_is_lost_and_its_job_does_not_finish(
+    where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     output = Storage.open(where, field="output")
     slept = Ledger.open(output, spec(4))
     assert isinstance(slept._lock, LockClaim)
@@ -150,6 +158,7 @@ def test_a_claim_that_was_considered_dead_is_lost_and_its_job_does_not_finish(wh
     old.flush()
     slept._lock._closing.set()  # as a machine that was suspended: no beat, nothing given back
     slept._lock._beating.join()
+    monkeypatch.setattr(locks, "DEAD_S", 2.0)
     heir = Ledger.open(output, spec(4))
     with pytest.raises(OutputError, match="another job has taken"):
         slept.finish({})

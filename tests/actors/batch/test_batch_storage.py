@@ -5,14 +5,9 @@ from __future__ import annotations
 import json
 import os
 import pickle
-import re
-import socket
 import subprocess
 import sys
 import time
-import urllib.request
-from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 import pyarrow as pa
@@ -26,58 +21,15 @@ from manta.actors.batch.dataset.storage import Storage
 from manta.actors.batch.row_index import index_rows
 from manta.cluster.errors import ConfigError, DatasetError
 from support.jobs.batch_outputs import read_results
+from support.jobs.s3_outputs import S3Server
 from support.published.hub_standin import hub_with
-
-
-@dataclass(frozen=True)
-class S3Server:
-    """moto's S3 server, in its own process."""
-
-    url: str
-    log: Path
-
-    def where(self, path: str) -> str:
-        return f"s3://{path}?endpoint_override={self.url}"
-
-    def post(self, path: str, content: bytes = b"") -> None:
-        headers = {"Content-Type": "text/plain"}
-        urllib.request.urlopen(urllib.request.Request(f"{self.url}{path}", content, headers)).close()
-
-    def put_bucket(self, name: str) -> None:
-        urllib.request.urlopen(urllib.request.Request(f"{self.url}/{name}", method="PUT")).close()
-
-    def requests(self, kind: str) -> list[str]:
-        return re.findall(rf"{kind} (/bucket\S*) HTTP", self.log.read_text())
-
-
-@pytest.fixture(scope="module")
-def s3(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    log = tmp_path_factory.mktemp("s3") / "log"
-    command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
-    with log.open("wb") as output, subprocess.Popen(command, stdout=output, stderr=output) as process:
-        try:
-            until_s = time.monotonic() + 60
-            while socket.socket().connect_ex(("127.0.0.1", port)):
-                assert process.poll() is None and time.monotonic() < until_s, log.read_text()
-                time.sleep(0.05)
-            server = S3Server(f"http://127.0.0.1:{port}", log)
-            server.put_bucket("bucket")
-            with pytest.MonkeyPatch.context() as patch:
-                patch.setenv("AWS_ACCESS_KEY_ID", "key")
-                patch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
-                yield server
-        finally:
-            process.kill()
 
 
 @pytest.fixture(params=["disk", "s3"])
 def where(request: pytest.FixtureRequest, tmp_path: Path) -> str:
     if request.param == "disk":
         return str(tmp_path / "a b" / "out")
-    return request.getfixturevalue("s3").where(f"bucket/a b/{request.node.name[:20]}")
+    return request.getfixturevalue("s3").url(f"bucket/a b/{request.node.name[:20]}")
 
 
 def test_written_files_are_read_and_listed_on_every_file_system(where: str) -> None:
@@ -94,7 +46,7 @@ def test_written_files_are_read_and_listed_on_every_file_system(where: str) -> N
     assert [entry.name for entry in storage.entries("b")] == ["b/c.json"]
     assert storage.read("b/c.json") == storage.subfolder("b").read("c.json") == b"content"
     assert (entry := storage.entry("b/c.json")) is not None
-    assert abs(entry.modified_s - time.time()) < 60
+    assert abs(entry.modified_s - time.time()) < 300
     assert (storage.kind, storage.subfolder("b", "c.json").kind) == ("folder", "file")
     assert (storage.subfolder("b").parent.root, storage.subfolder("b").name) == (storage.root, "b")
     assert storage.subfolder("b").parent.where == storage.where
@@ -105,7 +57,7 @@ def test_written_files_are_read_and_listed_on_every_file_system(where: str) -> N
 
 
 def test_a_file_is_written_to_a_bucket_with_one_put(s3: S3Server) -> None:
-    storage = Storage.open(s3.where("bucket/puts"), field="output")
+    storage = Storage.open(s3.url("bucket/puts"), field="output")
     before = len(s3.requests("(?:PUT|POST)"))
     storage.write("part", b"x" * 3_000_000)
     assert s3.requests("(?:PUT|POST)")[before:] == ["/bucket/puts/part"]
@@ -116,7 +68,7 @@ def test_rows_of_a_bucket_are_indexed_and_read_in_few_requests(
     format: str, s3: S3Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rows = [{"id": f"{i}", "prompt": f"row {i} " * 40} for i in range(3000)]
-    storage = Storage.open(s3.where(f"bucket/in {format}"), field="input")
+    storage = Storage.open(s3.url(f"bucket/in {format}"), field="input")
     for name, part in (("a", rows[:2000]), ("b", rows[2000:])):
         if format == "parquet":
             sink = pa.BufferOutputStream()
@@ -127,7 +79,7 @@ def test_rows_of_a_bucket_are_indexed_and_read_in_few_requests(
     storage.write("notes.md", b"mine")
     monkeypatch.setattr(row_reader, "BUFFER_BYTES", 2**18)
     for place in (f"bucket/in {format}", f"bucket/in {format}/*.{format}", f"bucket/in*/*.{format}"):
-        source = pickle.loads(pickle.dumps(open_source([s3.where(place)])))
+        source = pickle.loads(pickle.dumps(open_source([s3.url(place)])))
         assert [file.name.rpartition("/")[2] for file in source.files] == [f"a.{format}", f"b.{format}"]
         assert all(str(file).startswith("s3://bucket/") for file in source.files)
     layout = RowSchema(lines=source.lines)
@@ -156,12 +108,12 @@ def test_an_unreadable_bucket_is_named_with_the_reason(s3: S3Server) -> None:
         ("bucket/none", "s3://bucket/none cannot be read: there is no such file or folder"),
     ):
         with pytest.raises(DatasetError, match=said) as refused:
-            open_source([s3.where(path)])
+            open_source([s3.url(path)])
         assert refused.value.param == "input"
     s3.post("/moto-api/reset-auth", b"0")  # from here on credentials must be known
     try:
         with pytest.raises(DatasetError, match=r"(?i)access.?key") as refused:
-            open_source([s3.where("bucket/x*")])
+            open_source([s3.url("bucket/x*")])
         assert refused.value.param == "input"
     finally:
         s3.post("/moto-api/reset-auth", b"inf")
@@ -182,13 +134,13 @@ def test_secrets_of_a_url_are_not_shown() -> None:
 
 def test_a_process_that_used_a_bucket_ends_immediately(s3: S3Server) -> None:
     """Arrow's S3 threads must neither delay the exit nor complain."""
-    Storage.open(s3.where("bucket/ends"), field="output").write("a.jsonl", b'{"prompt": "x"}\n')
+    Storage.open(s3.url("bucket/ends"), field="output").write("a.jsonl", b'{"prompt": "x"}\n')
     code = f"""
 from manta.actors.batch.dataset.source import open_source
-print(open_source([{s3.where("bucket/ends")!r}]))
+print(open_source([{s3.url("bucket/ends")!r}]))
 """
     command = [sys.executable, "-c", code]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, env=os.environ)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240, env=os.environ)
     assert (done.returncode, done.stderr) == (0, "")
     assert "a.jsonl" in done.stdout
 
@@ -210,6 +162,6 @@ def test_rows_are_read_from_the_hub() -> None:
     with hub_with("me/some", files) as address:
         environment = {**os.environ, "HF_ENDPOINT": address, "HF_HUB_OFFLINE": "0"}
         command = [sys.executable, "-c", READ_HUB]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=60, env=environment)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=240, env=environment)
     assert done.returncode == 0, done.stderr
     assert done.stdout == """5 ['{"id": 2}', '{"id": 3}', '{"id": 4}']\n"""

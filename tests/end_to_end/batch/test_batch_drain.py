@@ -46,8 +46,7 @@ def test_an_engine_leaves_a_node_that_is_about_to_be_removed(
     job = ChaosJob(
         model=str(model),
         input=str(tmp_path / "rows.jsonl"),
-        output=str(tmp_path / "out"),
-        counter=str(counter),
+        folder=str(tmp_path),
         concurrency="2",
     )
     thread = threading.Thread(target=job.run)

@@ -17,12 +17,13 @@ from manta.cluster.errors import ConfigError
 from manta.jobs.batch.messages import EngineSetup
 from manta.jobs.batch.options import BatchOptions
 from manta.jobs.batch.startup import LARGEST_SHARD, LEASE_BYTES, Startup, rows_per_shard, sampled
-from support.checkpoints.text_pair import make_text_pair
+
+WAIT_S = 240.0  # a bound of hangs
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_text_pair(tmp_path_factory.mktemp("pair"))[0]
+def model(pair: tuple[Path, Path]) -> Path:
+    return pair[0]
 
 
 def startup(model: Path, folder: Path, prompts: list[str], **changes: Any) -> Startup:
@@ -52,21 +53,21 @@ def test_an_output_stays_locked_until_it_is_closed_although_waiters_give_up(
         await asyncio.sleep(0)
 
     asyncio.run(give_up())
-    assert count(first.job.result(30).rows) == 2
+    assert count(first.job.result(WAIT_S).rows) == 2
     second = startup(model, tmp_path, ["a", "b"])
     with pytest.raises(ConfigError, match="another job"):
-        second.job.result(30)
+        second.job.result(WAIT_S)
     second.close()
     first.close()
     third = startup(model, tmp_path, ["a", "b"])
-    assert third.job.result(30).ledger.run == 2
+    assert third.job.result(WAIT_S).ledger.run == 2
     third.close()
 
 
 def test_leases_are_small_where_rows_are_large(model: Path, tmp_path: Path) -> None:
     for prompts, largest in ((["a"] * 9, 128), (["a" * (LEASE_BYTES // 8), "b", "c", "d"], 31)):
         job = startup(model, tmp_path, prompts, overwrite=True)
-        assert job.job.result(30).largest == largest
+        assert job.job.result(WAIT_S).largest == largest
         job.close()
 
 

@@ -1,6 +1,8 @@
 """A batch job for tests of deaths: its executor counts its tokens and dies of certain rows.
 
-As a script (`paths.module_command`) it is such a job in a process of its own, with its fields as JSON.
+From a number of tokens on its steps take seconds until the test releases them, so that what happens meanwhile
+does not depend on the speed of the machine. As a script (`paths.module_command`) it is such a job in a
+process of its own, with its fields as JSON.
 """
 
 from __future__ import annotations
@@ -14,8 +16,9 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
+from manta.actors.batch.row_stats import RowStats
 from manta.actors.engine.uniproc_executor import make_executor
 from manta.cluster.batch.engine_pool_size import Concurrency
 from manta.cluster.config import EngineConfig
@@ -24,22 +27,34 @@ from manta.cluster.step.executor import DrafterHealth, Executor, ExecutorInfo
 from manta.cluster.step.scheduler_output import SchedulerOutput, StepResult
 from manta.jobs.batch.options import BatchOptions
 
+from support.jobs.job_process import wait_until
 from support.paths import module_command
 
-STEP_S = 0.005
+STEP_S, SLOW_STEP_S = 0.005, 2.0
 KILLER = [7, 7, 7, 7]  # a prompt
+INFO = ExecutorInfo(
+    num_pages=(512,),
+    page_size=16,
+    max_model_len=256,
+    vocab_size=384,
+    eos_token_ids=(),
+    num_speculative_tokens=0,
+    dtype="float32",
+    device="cpu",
+)
 
 
 class CountingExecutor:
     """Another executor, every token of which adds a byte to a file. A certain prompt kills the process.
 
     Args:
-        counter: the file; None counts nothing.
+        folder: of the file `counter`. Processes with slow steps are files `slow-PID`; `released` ends these.
+        slow_from: the number of tokens from which each step takes SLOW_STEP_S.
     """
 
-    def __init__(self, inner: Executor, counter: str | None) -> None:
-        self._inner = inner
-        self._file = None if counter is None else os.open(counter, os.O_CREAT | os.O_WRONLY | os.O_APPEND)
+    def __init__(self, inner: Executor, folder: Path, slow_from: int | None) -> None:
+        self._inner, self._folder, self._slow_from = inner, folder, slow_from
+        self._file = os.open(folder / "counter", os.O_CREAT | os.O_WRONLY | os.O_APPEND)
 
     @property
     def info(self) -> ExecutorInfo:
@@ -56,8 +71,12 @@ class CountingExecutor:
 
     def collect(self) -> StepResult:
         result = self._inner.collect()
-        if self._file is not None:
-            os.write(self._file, b"." * int(result.num_tokens.sum()))
+        os.write(self._file, b"." * int(result.num_tokens.sum()))
+        if self._slow_from is not None and os.fstat(self._file).st_size >= self._slow_from:
+            (self._folder / f"slow-{os.getpid()}").touch()
+            until_s = time.monotonic() + SLOW_STEP_S
+            while not (self._folder / "released").exists() and time.monotonic() < until_s:
+                time.sleep(0.01)
         return result
 
     def check_health(self) -> None:
@@ -67,32 +86,22 @@ class CountingExecutor:
         self._inner.close()
 
 
-def make_counting(config: EngineConfig, counter: str | None = None, simulated: bool = True) -> Executor:
+def make_counting(config: EngineConfig, folder: str, simulated: bool, slow_from: int | None) -> Executor:
     """The arguments of `run_batch`, bound except for the first, to pass as `make`."""
     if not simulated:
-        return CountingExecutor(make_executor(config), counter)
-    info = ExecutorInfo(
-        num_pages=(512,),
-        page_size=16,
-        max_model_len=256,
-        vocab_size=384,
-        eos_token_ids=(),
-        num_speculative_tokens=0,
-        dtype="float32",
-        device="cpu",
-    )
-    cost = LinearCost(verify_floor_s=STEP_S)
-    return CountingExecutor(SimulatedExecutor(info, cost=cost, spend=time.sleep), counter)
+        return CountingExecutor(make_executor(config), Path(folder), slow_from)
+    inner = SimulatedExecutor(INFO, cost=LinearCost(verify_floor_s=STEP_S), spend=time.sleep)
+    return CountingExecutor(inner, Path(folder), slow_from)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChaosJob:
-    """Run a file's rows through an executor that counts its tokens in another file."""
+    """Run a file's rows through an executor that counts its tokens, with the output in the folder `out`."""
 
     model: str
     input: str
-    output: str
-    counter: str | None = None
+    folder: str
+    slow_from: int | None = None
     simulated: bool = True
     concurrency: str = "1"
     max_num_seqs: int = 4
@@ -116,7 +125,7 @@ class ChaosJob:
     def options(self) -> BatchOptions:
         return BatchOptions(
             input=(self.input,),
-            output=self.output,
+            output=str(self.out),
             output_format="parquet",
             concurrency=Concurrency.parse(self.concurrency),
             sampling={"max_tokens": self.max_tokens, "ignore_eos": True, "temperature": 1.0},
@@ -125,16 +134,38 @@ class ChaosJob:
 
     @property
     def make(self) -> Callable[[EngineConfig], Executor]:
-        return functools.partial(make_counting, counter=self.counter, simulated=self.simulated)
+        return functools.partial(
+            make_counting, folder=self.folder, simulated=self.simulated, slow_from=self.slow_from
+        )
 
-    def run(self) -> None:
+    @property
+    def out(self) -> Path:
+        return Path(self.folder) / "out"
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that executors have computed, also those of rows that were lost."""
+        return (Path(self.folder) / "counter").stat().st_size
+
+    def run(self) -> RowStats:
         from manta.jobs.batch.job import run_batch
 
-        run_batch(self.config, self.options, make=self.make)
+        return run_batch(self.config, self.options, make=self.make).stats
 
     def command(self) -> list[str]:
         """The same in its own process."""
         return module_command("support.jobs.chaos_job", [json.dumps(asdict(self))])
+
+    def wait_until_slow(self, engines: int, is_running: Callable[[], bool]) -> None:
+        """Wait until so many engines have computed rows at slow steps."""
+        wait_until(lambda: len(list(Path(self.folder).glob("slow-*"))) >= engines, is_running)
+
+    def release(self) -> None:
+        """End slow steps, of engines to come too."""
+        (Path(self.folder) / "released").touch()
+
+
+MakeJob: TypeAlias = Callable[..., ChaosJob]  # the fixture's type
 
 
 def write_rows(path: Path, num_rows: int, killers: tuple[int, ...] = ()) -> None:
