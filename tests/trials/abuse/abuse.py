@@ -31,7 +31,7 @@ from support.paths import MODELS
 from support.servers.probed_server import Found, ProbedServer
 
 from trials.abuse import abuse_hostile
-from trials.abuse.abuse_clients import ask, be_silent, leave, nonsense, read_slowly
+from trials.abuse.abuse_clients import be_silent, leave, nonsense, read_slowly, request_bytes, send
 from trials.abuse.abuse_long import Measured, measure
 from trials.abuse.abuse_readers import stop_reading
 from trials.abuse.abuse_tenants import SETTINGS, refuse_strangers
@@ -63,7 +63,7 @@ def refuse_nonsense(port: int) -> list[str]:
     """Errors in the answers to nonsense; there should be none."""
     said: list[str] = []
     for name, path, body, headers in nonsense():
-        answer = ask(port, path, body, headers)
+        answer = send(port, request_bytes(path, body, headers))
         if not 400 <= answer.status < 500 or not answer.is_openai_error:
             said.append(f"{name}: {answer.status} {answer.body[:200]!r}")
     return said

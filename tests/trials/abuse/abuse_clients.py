@@ -7,15 +7,17 @@ one request, asyncio's for many. Used by `abuse.py` and `test_abuse.py`.
 from __future__ import annotations
 
 import asyncio
-import json
 import socket
 import struct
+import threading
+import time
 from collections.abc import Iterator, Mapping
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from itertools import cycle, islice
 from typing import Any
 
+import httpx
 import orjson
 
 LONG_TOKENS = 100_000  # more than any test waits for
@@ -82,17 +84,100 @@ def nonsense() -> Iterator[tuple[str, str, bytes, dict[str, str]]]:
     yield "no prompt", "/tokenize", b"{}", {}
 
 
-def ask(port: int, path: str, body: bytes, headers: Mapping[str, str] | None = None) -> Answer:
-    """Send one whole request; a server that answers before it has read all may close."""
+def request_bytes(
+    path: str, body: bytes, headers: Mapping[str, str] | None = None, method: str = "POST"
+) -> bytes:
+    """Return a whole request on a connection of its own."""
+    lines = {"Host": "x", "Content-Type": "application/json", "Content-Length": str(len(body))}
+    lines |= {"Connection": "close", **(headers or {})}
+    head = f"{method} {path} HTTP/1.1\r\n" + "".join(f"{name}: {value}\r\n" for name, value in lines.items())
+    return head.encode("utf-8", "surrogateescape") + b"\r\n" + body
+
+
+def send(port: int, content: bytes) -> Answer:
+    """Send bytes and read to the end, although the server may close before it has read all.
+
+    Returns status 0 if the server closes without an answer.
+    """
+    raw = bytearray()
     with socket.create_connection(("127.0.0.1", port), timeout=TIMEOUT_S) as connection:
         with suppress(ConnectionError):
-            connection.sendall(_head(path, len(body), headers or {}) + body)
-        raw = bytearray()
+            connection.sendall(content)
         with suppress(ConnectionError):
             while piece := connection.recv(1 << 16):
                 raw += piece
-    head, _, said = bytes(raw).partition(b"\r\n\r\n")
-    return Answer(int(head.split(b" ", 2)[1]) if head else 0, said)
+    head, _, body = bytes(raw).partition(b"\r\n\r\n")
+    words = head.split(b" ", 2)
+    return Answer(int(words[1]) if len(words) > 1 and words[1][:3].isdigit() else 0, body)
+
+
+class Gaps:
+    """The longest time between two events of a stream since `take` was last called."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._last_s: float | None = None
+        self._longest_s = 0.0
+        self._begun = threading.Event()
+
+    def wait_for_an_event(self) -> None:
+        assert self._begun.wait(TIMEOUT_S), "the stream has not begun"
+
+    def event(self) -> None:
+        with self._lock:
+            now_s = time.monotonic()
+            if self._last_s is not None:
+                self._longest_s = max(self._longest_s, now_s - self._last_s)
+            self._last_s = now_s
+        self._begun.set()
+
+    def end(self) -> None:
+        """The stream has ended; the time before the next one's first event is no pause."""
+        with self._lock:
+            self._last_s = None
+
+    def take(self) -> float:
+        with self._lock:
+            now_s, last_s = time.monotonic(), self._last_s
+            longest_s = max(self._longest_s, now_s - last_s if last_s is not None else 0.0)
+            self._longest_s, self._last_s = 0.0, now_s if last_s is not None else None
+            return longest_s
+
+
+@contextmanager
+def parallel_stream(port: int, key: str) -> Iterator[Gaps]:
+    """Stream one answer after another with `key`; yield their gaps. A broken stream fails at the end."""
+    gaps, left, failures = Gaps(), threading.Event(), list[str]()
+    body = {"prompt": "def f(", "max_tokens": 1000, "stream": True, "ignore_eos": True}
+    body |= {"speculative": False}  # an event for each token
+    headers = {"Authorization": f"Bearer {key}"}
+
+    def read() -> None:
+        with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=60, headers=headers) as http:
+            while not left.is_set():
+                with http.stream("POST", "/v1/completions", json=body) as answer:
+                    if answer.status_code != 200:
+                        failures.append(f"{answer.status_code}: {answer.read()[:200]!r}")
+                        gaps.event()
+                        return
+                    for line in answer.iter_lines():
+                        if line.startswith('data: {"error"'):
+                            failures.append(line)
+                        if line.startswith("data: {"):
+                            gaps.event()
+                        if left.is_set():
+                            return
+                gaps.end()
+
+    thread = threading.Thread(target=read, daemon=True)
+    thread.start()
+    gaps.wait_for_an_event()
+    try:
+        yield gaps
+    finally:
+        left.set()
+        thread.join(timeout=TIMEOUT_S)
+    assert not failures, failures
 
 
 async def leave(port: int, count: int, at_once: int = 50) -> None:
@@ -141,8 +226,8 @@ async def _leave(port: int, phase: str) -> None:
             "stream": phase != "whole answer",
         }
     )
-    head = _head("/v1/completions", len(body), {})
-    sent = {"head": head[:30], "body": head + body[:50]}.get(phase, head + body)
+    whole = request_bytes("/v1/completions", body)
+    sent = {"head": whole[:30], "body": whole[: 50 - len(body)]}.get(phase, whole)
     writer.write(sent)
     with suppress(ConnectionError):
         await writer.drain()
@@ -188,14 +273,5 @@ async def _connect(port: int, *, small: bool = False) -> tuple[asyncio.StreamRea
 
 
 async def _send(writer: asyncio.StreamWriter, body: Json) -> None:
-    content = json.dumps(body).encode()
-    writer.write(_head("/v1/completions", len(content), {}) + content)
+    writer.write(request_bytes("/v1/completions", orjson.dumps(body)))
     await writer.drain()
-
-
-def _head(path: str, length: int, headers: Mapping[str, str]) -> bytes:
-    lines = {"Host": "x", "Content-Type": "application/json", "Content-Length": str(length)}
-    lines |= {"Connection": "close", **headers}
-    return (
-        f"POST {path} HTTP/1.1\r\n" + "".join(f"{k}: {v}\r\n" for k, v in lines.items()) + "\r\n"
-    ).encode()

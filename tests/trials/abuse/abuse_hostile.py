@@ -9,22 +9,19 @@ from __future__ import annotations
 
 import gzip
 import json
-import socket
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-import httpx
 from support.paths import MODELS
 from support.servers.served import Served
 
 from trials.abuse import abuse_grammars
-from trials.abuse.abuse_clients import Answer
+from trials.abuse.abuse_clients import Answer, parallel_stream, request_bytes, send
 from trials.abuse.abuse_connections import (
     Held,
     idle_connections,
@@ -72,10 +69,7 @@ class Outcome:
 
 
 def post(path: str, body: bytes, headers: Mapping[str, str] | None = None, method: str = "POST") -> bytes:
-    lines = {"Host": "x", "Authorization": f"Bearer {KEYS[0]}", "Content-Type": "application/json"}
-    lines |= {"Content-Length": str(len(body)), "Connection": "close", **(headers or {})}
-    head = f"{method} {path} HTTP/1.1\r\n" + "".join(f"{name}: {value}\r\n" for name, value in lines.items())
-    return head.encode("utf-8", "surrogateescape") + b"\r\n" + body
+    return request_bytes(path, body, {"Authorization": f"Bearer {KEYS[0]}", **(headers or {})}, method)
 
 
 def _json(path: str, body: Any, headers: Mapping[str, str] | None = None) -> Callable[[], bytes]:
@@ -380,7 +374,7 @@ GRAMMARS: tuple[Hostile, ...] = tuple(
 
 def run_hostile(port: int, requests: Collection[Hostile] = HOSTILE) -> Iterator[Outcome]:
     """Send each request during a stream of another key, and yield the result."""
-    with parallel_stream(port) as gaps:
+    with parallel_stream(port, KEYS[1]) as gaps:
         for each in requests:
             content = each.make()
             gaps.take()
@@ -393,20 +387,6 @@ def run_hostile(port: int, requests: Collection[Hostile] = HOSTILE) -> Iterator[
             yield Outcome(each.name, answer.status, round(seconds, 2), round(1e3 * pause_s, 1), wrong)
 
 
-def send(port: int, content: bytes) -> Answer:
-    """Send bytes and read to the end; status 0 if the server closes without an answer."""
-    raw = bytearray()
-    with socket.create_connection(("127.0.0.1", port), timeout=TIMEOUT_S) as connection:
-        with suppress(ConnectionError):
-            connection.sendall(content)
-        with suppress(ConnectionError):
-            while piece := connection.recv(1 << 16):
-                raw += piece
-    head, _, body = bytes(raw).partition(b"\r\n\r\n")
-    words = head.split(b" ", 2)
-    return Answer(int(words[1]) if len(words) > 1 and words[1][:3].isdigit() else 0, body)
-
-
 def _wrong(requested: Hostile, answer: Answer) -> str | None:
     if answer.status not in requested.expected:
         return f"{answer.status} {answer.body[:200]!r}"
@@ -417,69 +397,6 @@ def _wrong(requested: Hostile, answer: Answer) -> str | None:
     if len(answer.body) > MAX_ERROR_BYTES:
         return f"{answer.status} with an error of {len(answer.body)} bytes"
     return None
-
-
-class _Gaps:
-    """The longest time between two events of a stream since `take` was last called."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._last_s: float | None = None
-        self._longest_s = 0.0
-
-    def event(self) -> None:
-        with self._lock:
-            now_s = time.monotonic()
-            if self._last_s is not None:
-                self._longest_s = max(self._longest_s, now_s - self._last_s)
-            self._last_s = now_s
-
-    def end(self) -> None:
-        """The stream has ended; the time before the next one's first event is no pause."""
-        with self._lock:
-            self._last_s = None
-
-    def take(self) -> float:
-        with self._lock:
-            now_s, last_s = time.monotonic(), self._last_s
-            longest_s = max(self._longest_s, now_s - last_s if last_s is not None else 0.0)
-            self._longest_s, self._last_s = 0.0, now_s if last_s is not None else None
-            return longest_s
-
-
-@contextmanager
-def parallel_stream(port: int) -> Iterator[_Gaps]:
-    """A tenant that streams one answer after another; a broken stream is an error at the end."""
-    gaps, left, failures = _Gaps(), threading.Event(), list[str]()
-    body = {"prompt": "def f(", "max_tokens": 1000, "stream": True, "ignore_eos": True}
-    body |= {"speculative": False}  # an event for each token
-    headers = {"Authorization": f"Bearer {KEYS[1]}"}
-
-    def read() -> None:
-        with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=60, headers=headers) as http:
-            while not left.is_set():
-                with http.stream("POST", TEXT, json=body) as answer:
-                    if answer.status_code != 200:
-                        failures.append(f"{answer.status_code}: {answer.read()[:200]!r}")
-                        return
-                    for line in answer.iter_lines():
-                        if line.startswith('data: {"error"'):
-                            failures.append(line)
-                        if line.startswith("data: {"):
-                            gaps.event()
-                        if left.is_set():
-                            return
-                gaps.end()
-
-    thread = threading.Thread(target=read, daemon=True)
-    thread.start()
-    time.sleep(1.0)
-    try:
-        yield gaps
-    finally:
-        left.set()
-        thread.join(timeout=TIMEOUT_S)
-    assert not failures, failures
 
 
 @contextmanager

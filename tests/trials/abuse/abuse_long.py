@@ -6,18 +6,17 @@ the stream's longest wait for its next token. Used by `abuse.py`.
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import httpx
 import orjson
 from support.servers.probed_server import ProbedServer
+
+from trials.abuse.abuse_clients import parallel_stream
 
 Body = Mapping[str, Any]  # Any: JSON
 TEXT, CHAT = "/v1/completions", "/v1/chat/completions"
@@ -107,17 +106,19 @@ class Measured:
 
 def measure(server: ProbedServer) -> Iterator[Measured]:
     """Send each of LONG during a stream."""
-    with _stream(server.url) as times_s, httpx.Client(base_url=server.url, timeout=300) as http:
+    with (
+        parallel_stream(server.port, "any key") as gaps,
+        httpx.Client(base_url=server.url, timeout=300) as http,
+    ):
         for name, (path, make) in LONG.items():
             content = orjson.dumps(make())
             server.look()
-            begin_s, num_before = time.monotonic(), len(times_s)
+            gaps.take()
+            begin_s = time.monotonic()
             status = _post(http, path, content)
-            end_s, found = time.monotonic(), server.look()
-            seen_s = [begin_s, *times_s[num_before:], end_s]
-            waits = [1e3 * (b - a) for a, b in pairwise(seen_s)]
-            spent_s, megabytes = round(end_s - begin_s, 2), round(len(content) / 1e6, 1)
-            yield Measured(name, megabytes, status, spent_s, found.pause_ms, round(max(waits)), found.held_by)
+            spent_s, wait_ms = round(time.monotonic() - begin_s, 2), round(1e3 * gaps.take())
+            found, megabytes = server.look(), round(len(content) / 1e6, 1)
+            yield Measured(name, megabytes, status, spent_s, found.pause_ms, wait_ms, found.held_by)
 
 
 def _post(http: httpx.Client, path: str, content: bytes) -> int:
@@ -125,32 +126,3 @@ def _post(http: httpx.Client, path: str, content: bytes) -> int:
         for _ in answer.iter_bytes():
             pass
         return answer.status_code
-
-
-@contextmanager
-def _stream(url: str) -> Iterator[list[float]]:
-    """The times of a stream's tokens."""
-    times_s: list[float] = []
-    left = threading.Event()
-
-    def read() -> None:
-        body = {"prompt": "x", "max_tokens": 100_000, "stream": True, "ignore_eos": True}
-        with (
-            httpx.Client(base_url=url, timeout=60) as http,
-            http.stream("POST", TEXT, json=body) as answer,
-        ):
-            for line in answer.iter_lines():
-                if line.startswith("data: {"):
-                    times_s.append(time.monotonic())
-                if left.is_set():
-                    return
-
-    thread = threading.Thread(target=read, daemon=True)
-    thread.start()
-    while not times_s:
-        time.sleep(0.01)
-    try:
-        yield times_s
-    finally:
-        left.set()
-        thread.join(timeout=60)

@@ -14,7 +14,8 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
-LONG_TOKENS = 100_000
+from trials.abuse.abuse_clients import LONG_TOKENS, request_bytes
+
 TIMEOUT_S = 60.0
 CHAT = [{"role": "user", "content": "x"}]
 
@@ -49,14 +50,11 @@ class Reader:
         headers: Mapping[str, str] | None = None,
     ) -> None:
         content = json.dumps({**body, "stream": stream, "ignore_eos": True}).encode()
-        lines = {"Host": "x", "Content-Type": "application/json", "Content-Length": str(len(content))}
-        lines |= {"Connection": "close", **(headers or {})}
-        head = f"POST {path} HTTP/1.1\r\n" + "".join(f"{k}: {v}\r\n" for k, v in lines.items())
         self._socket = socket.socket()
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         self._socket.settimeout(TIMEOUT_S)
         self._socket.connect(("127.0.0.1", port))
-        self._socket.sendall(head.encode() + b"\r\n" + content)
+        self._socket.sendall(request_bytes(path, content, headers))
 
     def read(self, maximum: int = 1 << 30) -> bytes:
         """Read a number of bytes, or until the server closes, at the answer's end or before it."""
