@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import anthropic
 import jsonschema
-from trial import KEY, MODEL, URL, USER, WEATHER, check, main
+from trial import KEY, MODEL, URL, USER, WEATHER, check, error_of, main
 
 client = anthropic.Anthropic(base_url=URL, api_key=KEY, max_retries=0, timeout=120)
 # The SDK has no argument for the temperature any more; the API has it.
@@ -72,12 +72,7 @@ def errors() -> None:
         (client, {"model": "nobody"}, anthropic.NotFoundError),
         (client, {"max_tokens": 0}, anthropic.BadRequestError),
     ):
-        try:
-            other.messages.create(**{**BODY, **fields})
-        except wanted as error:
-            assert error.body["type"] == "error"
-        else:
-            raise AssertionError(f"{wanted.__name__} was not raised")
+        assert error_of(wanted, other.messages.create, **{**BODY, **fields}).body["type"] == "error"
 
 
 main()

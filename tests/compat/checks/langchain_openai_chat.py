@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from langchain_openai import ChatOpenAI, OpenAI
 from pydantic import BaseModel, ConfigDict, Field
-from trial import API, KEY, MODEL, WEATHER, check, main
+from trial import API, KEY, MODEL, TOOL, check, main
 
 COMMON = {"base_url": API, "api_key": KEY, "model": MODEL, "max_retries": 0, "timeout": 120}
 QUESTION = "Write a function that adds two numbers."
@@ -50,9 +50,7 @@ def structured() -> None:
 
 @check("bind_tools with tool_choice, complete and streamed")
 def tools() -> None:
-    bound = chat(max_tokens=120, temperature=1, seed=4).bind_tools(
-        [{"type": "function", "function": WEATHER}], tool_choice="get_weather"
-    )
+    bound = chat(max_tokens=120, temperature=1, seed=4).bind_tools([TOOL], tool_choice="get_weather")
     assert set(bound.invoke("Weather?").tool_calls[0]["args"]) == {"city"}
     pieces = list(bound.stream("Weather?"))
     assert sum(pieces[1:], pieces[0]).tool_calls[0]["name"] == "get_weather"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 import litellm
-from trial import API, KEY, MODEL, SCHEMA, USER, WEATHER, check, main
+from trial import API, FORM, KEY, MODEL, TOOL, USER, check, error_of, main
 
 HOSTED = {"model": f"hosted_vllm/{MODEL}", "api_base": API, "api_key": KEY, "num_retries": 0}
 OPENAI = {**HOSTED, "model": f"openai/{MODEL}"}
@@ -38,12 +38,10 @@ def text() -> None:
 
 @check("structured output and tools")
 def structured() -> None:
-    form = {"type": "json_schema", "json_schema": {"name": "weather", "schema": SCHEMA, "strict": True}}
     body = {**HOSTED, "messages": USER, "max_tokens": 200, "temperature": 1, "seed": 2}
-    answer = litellm.completion(**body, response_format=form)
+    answer = litellm.completion(**body, response_format=FORM)
     assert set(json.loads(answer.choices[0].message.content)) == {"city", "celsius"}
-    tools = [{"type": "function", "function": WEATHER}]
-    requested = litellm.completion(**body, tools=tools, tool_choice="required")
+    requested = litellm.completion(**body, tools=[TOOL], tool_choice="required")
     assert requested.choices[0].message.tool_calls[0].function.name == "get_weather"
 
 
@@ -53,11 +51,7 @@ def errors() -> None:
         ({"model": "hosted_vllm/nobody"}, litellm.NotFoundError),
         ({"temperature": -1}, litellm.BadRequestError),
     ):
-        try:
-            litellm.completion(**{**HOSTED, "messages": USER, "max_tokens": 1, **fields})
-        except wanted:
-            continue
-        raise AssertionError(f"{wanted.__name__} was not raised")
+        error_of(wanted, litellm.completion, **{**HOSTED, "messages": USER, "max_tokens": 1, **fields})
 
 
 main()

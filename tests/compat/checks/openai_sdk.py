@@ -7,10 +7,9 @@ import json
 import jsonschema
 import openai
 from pydantic import BaseModel, Field
-from trial import API, KEY, MODEL, SCHEMA, USER, WEATHER, check, main
+from trial import API, FORM, KEY, MODEL, SCHEMA, TOOL, USER, WEATHER, check, error_of, main
 
 client = openai.OpenAI(base_url=API, api_key=KEY, max_retries=0, timeout=120)
-TOOL = {"type": "function", "function": WEATHER}
 
 
 @check("models: list, retrieve")
@@ -25,12 +24,8 @@ def errors() -> None:
         (client.with_options(api_key="wrong"), MODEL, openai.AuthenticationError),
         (client, "nobody", openai.NotFoundError),
     ):
-        try:
-            other.completions.create(model=model, prompt="x", max_tokens=1)
-        except wanted as error:
-            assert error.body and error.message
-        else:
-            raise AssertionError(f"{wanted.__name__} was not raised")
+        error = error_of(wanted, other.completions.create, model=model, prompt="x", max_tokens=1)
+        assert error.body and error.message
 
 
 @check("completions: text, token ids, several prompts, n, logprobs, echo, stop")
@@ -41,12 +36,8 @@ def completions() -> None:
     whole = create(prompt="def add(a, b):", logprobs=2)
     assert whole.usage.completion_tokens == len(whole.choices[0].logprobs.tokens) <= 8
     assert create(prompt=[1, 2, 3]).choices[0].text
-    assert [c.index for c in create(prompt=["a = ", "b = "], n=2, temperature=1, seed=1).choices] == [
-        0,
-        1,
-        2,
-        3,
-    ]
+    choices = create(prompt=["a = ", "b = "], n=2, temperature=1, seed=1).choices
+    assert [choice.index for choice in choices] == [0, 1, 2, 3]
     echoed = create(prompt="def add(a, b):", echo=True, logprobs=0).choices[0]
     assert echoed.text == "def add(a, b):" + whole.choices[0].text
     assert echoed.logprobs.token_logprobs[0] is None and echoed.logprobs.token_logprobs[1] <= 0
@@ -108,10 +99,9 @@ def structured() -> None:
         dry: bool
 
     body = {"model": MODEL, "messages": USER, "max_tokens": 200, "temperature": 1, "seed": 3}
-    form = {"type": "json_schema", "json_schema": {"name": "weather", "schema": SCHEMA, "strict": True}}
-    answer = client.chat.completions.create(**body, response_format=form)
+    answer = client.chat.completions.create(**body, response_format=FORM)
     jsonschema.validate(json.loads(answer.choices[0].message.content), SCHEMA)
-    chunks = client.chat.completions.create(**body, response_format=form, stream=True)
+    chunks = client.chat.completions.create(**body, response_format=FORM, stream=True)
     text = "".join(c.choices[0].delta.content or "" for c in chunks if c.choices)
     assert text == answer.choices[0].message.content
     free = client.chat.completions.create(**body, response_format={"type": "json_object"})

@@ -45,6 +45,12 @@ WEATHER: dict[str, Any] = {
     },
 }
 
+TOOL: dict[str, Any] = {"type": "function", "function": WEATHER}  # of OpenAI's chat API
+FORM: dict[str, Any] = {
+    "type": "json_schema",
+    "json_schema": {"name": "weather", "schema": SCHEMA, "strict": True},
+}
+
 _checks: list[tuple[str, Callable[[], Any]]] = []
 
 
@@ -56,6 +62,15 @@ def check(title: str) -> Callable[[Callable[[], Any]], Callable[[], Any]]:
         return function
 
     return register
+
+
+def error_of(wanted: type[Exception], call: Callable[..., object], **fields: object) -> Any:
+    """Return the error that a call raises, which must be of this type."""
+    try:
+        call(**fields)
+    except wanted as error:
+        return error
+    raise AssertionError(f"{wanted.__name__} was not raised")
 
 
 def main() -> None:
