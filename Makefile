@@ -132,7 +132,6 @@ simulate-gpt-oss: install  ## simulate gpt-oss-120b on eight B300 with each meth
 	  -o docs/benchmarks/simulated-gpt-oss-120b.json --plot docs/simulated-gpt-oss-120b.svg
 
 QWEN := docs/benchmarks/qwen3-8b
-GPT_OSS := docs/benchmarks/gpt-oss-120b
 .PHONY: simulate-trees
 simulate-trees: install  ## simulate draft trees and chains on an H200 and a B300; see docs/simulation.md
 	for gpu in h200 b300; do \
@@ -141,11 +140,6 @@ simulate-trees: install  ## simulate draft trees and chains on an H200 and a B30
 	    --concurrency 1 --concurrency 4 --concurrency 16 --concurrency 64 \
 	    -o docs/benchmarks/simulated-trees-$$gpu.json --plot docs/simulated-trees-$$gpu.svg || exit 1; \
 	done
-.PHONY: simulate-policy
-simulate-policy: install  ## simulate adaptive, plain and fixed draft lengths on an H200 (six minutes)
-	$(BIN)/python tests/benchmarks simulate-policy -m $(QWEN)/target --drafter $(QWEN)/drafter -m $(GPT_OSS)/target --drafter $(GPT_OSS)/drafter \
-	  --context 1024 --context 8192 --context 65536 --concurrency 1 --concurrency 16 --concurrency 64 --concurrency 256 \
-	  -o docs/benchmarks/simulated-policy.json
 
 .PHONY: docs
 docs: install  ## build the site into site/, without a network

@@ -11,8 +11,7 @@ Starting replicas count towards the target, so that they are not requested twice
 capacity: need covers what runs and waits now, and no serving replica is removed while others start.
 Background work requests no replicas, but keeps the last one.
 
-Serve's protocol is in `actors/serve/autoscaling_policy.py`, a simulation in `tests/benchmarks/simulate/`;
-both call `ReplicaCount`.
+Serve's protocol is in `actors/serve/autoscaling_policy.py`, which calls `ReplicaCount`.
 """
 
 from __future__ import annotations

@@ -6,8 +6,7 @@
     open     requests arrive at given times and go to the engine with the fewest requests. All are measured.
 
 Real and simulated engines get the same requests and are measured the same way. An engine has a single clock,
-and nothing happens between two steps. Called by `simulated_engine.py`, `jobs/simulate/` and
-`tests/benchmarks/simulate/`.
+and nothing happens between two steps. Called by `simulated_engine.py` and `jobs/simulate/`.
 """
 
 from __future__ import annotations
@@ -80,14 +79,6 @@ class LoadDriver:
             if update.finish_reason is not None:
                 ended.append(self.running.pop(update.request_id))
         return ended
-
-    def abort_all(self) -> None:
-        """Abort all running requests and drain the engine, so that another engine can use its executor."""
-        for request_id in list(self.running):
-            self.engine.abort(request_id)
-        self.running.clear()
-        while self.engine.has_unfinished:
-            self.engine.step()
 
     def run_until(self, end_s: float) -> list[CompletedRequest]:
         """Step until `end_s`, or to the end of all requests if it is infinite; return the finished ones."""

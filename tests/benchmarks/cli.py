@@ -15,21 +15,15 @@ from manta.jobs.common.stop_signals import Stopped, StopSignals
 
 from . import speed_bench
 from .batch import soak_batch
-from .engine import adapt, products, suffix, trees
+from .engine import adapt, suffix, trees
 from .options import (
-    BackgroundOptions,
-    BatchBenchOptions,
-    BusyOptions,
     CompareOptions,
     GrammarOptions,
     PolicySweepOptions,
     ScaleOptions,
     ServeTaxOptions,
-    SharedDrafterOptions,
-    StartsOptions,
 )
 from .serving import soak_serve
-from .simulate import cli as simulate
 
 app = typer.Typer(
     help="Benchmarks of Manta against itself and other systems.",
@@ -71,42 +65,6 @@ def compare(options: CompareOptions, config: EngineConfig, model_: Model = None)
 
 @app.command()
 @with_flags
-def busy(options: BusyOptions, config: EngineConfig, model_: Model = None) -> None:
-    """Measure the speed with busy processes or a CPU quota against the fair share.
-
-    With and without speculation, in the engine's own dtype; turns on an idle and a busy machine alternate.
-    """
-    from .engine.busy import run_busy
-
-    run_busy(config, options)
-
-
-@app.command()
-@with_flags
-def batch(options: BatchBenchOptions, config: EngineConfig, model_: Model = None) -> None:
-    """Compare a batch job with manta.LLM, HTTP, and Ray Data with Hugging Face generate, on the same rows.
-
-    Sides run alone and alternate. Also measures the time to a job's first row, and how busy its engines are.
-    """
-    from .batch.batch import run_batch_bench
-
-    run_batch_bench(config, options)
-
-
-@app.command()
-@with_flags
-def background(options: BackgroundOptions, config: EngineConfig, model_: Model = None) -> None:
-    """Measure the effect of a batch on the latency of online requests of the same server.
-
-    Requests are a Poisson process; the same requests run with and without the batch, alternating.
-    """
-    from .serving.background import run_background_bench
-
-    run_background_bench(config, options)
-
-
-@app.command()
-@with_flags
 def sweep(
     options: PolicySweepOptions,
     config: EngineConfig,
@@ -122,27 +80,6 @@ def sweep(
     figures = run_policy_sweep(config, options)
     if svg is not None and can_plot():
         write_svgs(sweep_pictures(figures), svg, "sweep-")
-
-
-@app.command()
-@with_flags
-def starts(options: StartsOptions, config: EngineConfig, model_: Model = None) -> None:
-    """Compare adaptive with plain engines in their first seconds, and after a change of load."""
-    from .engine.starts import run_starts
-
-    run_starts(config, options)
-
-
-@app.command("shared-drafter")
-@with_flags
-def shared_drafter(options: SharedDrafterOptions, config: EngineConfig, model_: Model = None) -> None:
-    """Compare engines that share a drafter with engines that have their own: speed, queueing, fairness.
-
-    The same closed load at each engine; a shared drafter, split ones and colocated ones alternate.
-    """
-    from .engine.shared_drafter import run_shared_drafter
-
-    run_shared_drafter(config, options)
 
 
 @app.command("serve-tax")
@@ -206,10 +143,6 @@ def widen(
 app.command("adapt")(adapt.main)
 app.command("suffix")(suffix.main)
 app.command("trees")(trees.main)
-app.command("products")(products.main)
 app.command("speed-bench")(speed_bench.main)
 app.command("soak-batch")(soak_batch.main)
 app.command("soak-serve")(soak_serve.main)
-app.command("simulate-fleet")(simulate.fleet)
-app.command("simulate-policy")(simulate.policy)
-app.command("simulate-validate")(simulate.validate)

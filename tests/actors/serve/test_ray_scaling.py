@@ -1,21 +1,17 @@
-"""Our policy in Serve's own machinery; our model of Ray's default against Ray's source. No cluster."""
+"""Our policy in Serve's own machinery, without a cluster."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from benchmarks.simulate.ray_scaling import OngoingRequests, RayScaling, RaySettings
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from manta.actors.http.config.settings import parse_replicas
 from manta.actors.serve.autoscaling_policy import POLICY, SpeculativeScaling, scaling_options
 from manta.cluster.errors import ConfigError
 from manta.cluster.fleet.autoscaling import ReplicaStats, ScalingRules
 from ray.serve import autoscaling_policy as rays
-from ray.serve._private.autoscaling_state import DeploymentAutoscalingState, _resolve_policy_callable
+from ray.serve._private.autoscaling_state import _resolve_policy_callable
 from ray.serve._private.common import DeploymentID, TimeStampedValue
 from ray.serve.config import AutoscalingConfig, AutoscalingContext
 
@@ -115,74 +111,3 @@ def test_a_fixed_number_is_serves_own_setting_and_a_range_uses_the_policy() -> N
     assert config.upscale_delay_s == config.downscale_delay_s == 0.0
     assert config.policy.policy_function == POLICY
     assert config.policy.policy_kwargs["load_high"] == 0.9
-
-
-moments = st.lists(
-    st.tuples(st.floats(0, 60), st.integers(0, 9), st.floats(0.1, 90)), min_size=1, max_size=40
-)
-factors = st.sampled_from([0.5, 1.0, 1.5])
-
-
-@settings(max_examples=150)
-@given(moments, st.floats(0.5, 8), factors, factors, st.sampled_from([None, 5.0]))
-def test_the_simulated_default_policy_equals_rays_source(
-    moments: list[tuple[float, int, float]], ongoing: float, up: float, down: float, to_zero_s: float | None
-) -> None:
-    known = {
-        "target_ongoing_requests": ongoing,
-        "upscaling_factor": up,
-        "downscaling_factor": down,
-        "downscale_to_zero_delay_s": to_zero_s,
-    }
-    config = AutoscalingConfig(min_replicas=0, max_replicas=8, **known)
-    ours, theirs = (
-        RayScaling(RaySettings(**known)),
-        rays._apply_autoscaling_config(rays._core_replica_queue_length_policy),
-    )
-    clock, now_s, target, state = rays.time, 0.0, 1, {}
-    try:
-        for total, there, pause_s in moments:
-            now_s += pause_s
-            rays.time = SimpleNamespace(time=lambda: now_s)  # noqa: B023
-            ctx = context(
-                config, now_s, current_num_replicas=there, target_num_replicas=target,
-                total_num_requests=total, policy_state=state,
-            )  # fmt: skip
-            decided, state = theirs(ctx)
-            bounded = max(0, min(8, decided))
-            assert ours.wanted(total, there, target, 0, 8, now_s) == bounded
-            target = bounded
-    finally:
-        rays.time = clock
-
-
-@settings(max_examples=100)
-@given(
-    st.lists(st.lists(st.integers(0, 9), min_size=1, max_size=4), min_size=1, max_size=12),
-    st.integers(1, 100),
-)
-def test_the_simulated_request_counts_equal_rays_source(counts: list[list[int]], later_s: int) -> None:
-    """Replicas start one after the other and stay; some count series are longer than others."""
-    config = RaySettings(metrics_interval_s=6.0)
-    requests = OngoingRequests(config)
-    width, series = 0, {}
-    for i, row in enumerate(counts):
-        width = max(width, len(row))
-        ongoing = dict(enumerate([*row, *[0] * (width - len(row))]))
-        requests.observe(ongoing, 6.0 * i)
-        for replica, value in ongoing.items():
-            series.setdefault(replica, []).append(TimeStampedValue(6.0 * i, float(value)))
-    last_s = 6.0 * (len(counts) - 1)
-    now_s = last_s + later_s
-    window = [[p for p in points if p.timestamp > last_s - 30.0] for points in series.values()]
-    state = DeploymentAutoscalingState.__new__(DeploymentAutoscalingState)
-    state._config = AutoscalingConfig()
-    import ray.serve._private.autoscaling_state as module
-
-    clock = module.time
-    module.time = SimpleNamespace(time=lambda: now_s)
-    try:
-        expected = state._merge_and_aggregate_timeseries(window)
-    finally:
-        module.time = clock
-    assert requests.total(ongoing, now_s) == pytest.approx(expected)

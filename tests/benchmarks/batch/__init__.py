@@ -1,1 +1,1 @@
-"""Benchmarks of batch jobs. Start with `batch.py`."""
+"""Long runs of batch jobs: `soak_batch.py`."""

@@ -1,1 +1,1 @@
-"""Benchmarks of engines on this machine: drafters, policies, shared machines. Commands are in `../cli.py`."""
+"""Benchmarks of engines on this machine: drafters, policies, grammars. Commands are in `../cli.py`."""

@@ -163,12 +163,12 @@ def measured(llm: LLM, texts: Sequence[Text], temperature: float, given: dict[in
     return Figures((num_tokens - len(texts)) / num_steps, skipped / num_steps)
 
 
-def run() -> dict[str, Any]:  # Any: JSON
-    """Measure every method on every text."""
-    tokenizer = Tokenizer.load(_TARGET)
-    kinds = {"repetitive": repetitive_texts(tokenizer), "other": other_texts(tokenizer)}
+def run(
+    kinds: Mapping[str, Mapping[str, Sequence[Text]]], temperatures: Sequence[float] = (0.0, 1.0)
+) -> dict[str, Any]:  # Any: JSON
+    """Measure every method on every text, by kind ("repetitive" or "other") and name."""
     cells = list[dict[str, Any]]()
-    for temperature in (0.0, 1.0):
+    for temperature in temperatures:
         speeds = {name: _measure(name, kinds, temperature) for name in METHODS}
         for kind, texts in kinds.items():
             for name in texts:
@@ -211,7 +211,9 @@ def main(
     output: Annotated[Path | None, typer.Option("-o", "--output", help="JSON file for the figures.")] = None,
 ) -> None:
     """Compare tokens per step of copied drafts with the drafter's; exit code 1 below the bar."""
-    figures = {"provenance": provenance(), **run()}
+    tokenizer = Tokenizer.load(_TARGET)
+    kinds = {"repetitive": repetitive_texts(tokenizer), "other": other_texts(tokenizer)}
+    figures = {"provenance": provenance(), **run(kinds)}
     if output is not None:
         write_json(output, figures)
     rows = [

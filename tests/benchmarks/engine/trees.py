@@ -56,7 +56,7 @@ def measure(
         spec |= {"tree_width": width, "tree_size": rows - 1}
     else:
         spec |= {"num_speculative_tokens": min(rows, _BLOCK) - 1}
-    settings = {"max_num_seqs": 16, "enable_prefix_caching": False, "max_model_len": 1024}
+    settings = {"max_num_seqs": 16, "enable_prefix_caching": False, "max_model_len": 512}
     with LLM(str(_TARGET), speculative_config=spec, skip_tokenizer_init=True, **settings) as llm:
         params = [
             SamplingParams(temperature=temperature, seed=number, max_tokens=num_tokens, ignore_eos=True)

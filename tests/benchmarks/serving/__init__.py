@@ -1,1 +1,1 @@
-"""Benchmarks over HTTP: load, overhead, scaling, long runs. Start with `http_load.py`."""
+"""Benchmarks over HTTP: overhead, scaling, long runs. Start with `serve_tax.py`."""

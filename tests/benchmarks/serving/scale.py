@@ -4,7 +4,7 @@ Clients send one streamed request after another: few clients, then many until th
 then few until the minimum do; if the minimum is 0, no clients until there are no replicas, and few again. The
 plot shows serving, starting and stopping replicas and the time to first token. Replicas share this machine's
 cores, so more of them need not be faster: the benchmark is about starting and stopping them. The policy is in
-`cluster/fleet/autoscaling.py`, a simulated fleet in `simulate/fleet.py`.
+`cluster/fleet/autoscaling.py`.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """Client for many concurrent streams of completions and chats, which records how each ended.
 
 A small HTTP/1.1 client over asyncio's sockets: its cost must be negligible, and tests of crashes need to know
-how a stream ended (properly, with an error event, cut). Used by `http_load.py`, `serve_tax.py`,
-`soak_serve.py` and the tests that kill servers. For requests without a stream see
-`jobs/common/http_client.py`.
+how a stream ended (properly, with an error event, cut). Used by `serve_tax.py`, `soak_serve.py`
+and the tests that kill servers. For requests without a stream see `jobs/common/http_client.py`.
 """
 
 from __future__ import annotations

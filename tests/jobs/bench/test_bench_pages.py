@@ -1,17 +1,11 @@
-"""Pictures of a sweep, and published prompts as a file that benchmarks read."""
+"""Pictures of a sweep."""
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
-import pytest
-from benchmarks.cli import main
-from benchmarks.speed_bench import prepare_speed_bench
-from manta.cluster.errors import DatasetError
-from manta.jobs.bench.common.engine_passes import read_rows
 from manta.jobs.bench.sweep.sweep_run import sweep_pictures
 from manta.jobs.common.plots import plotted, write_svgs
 
@@ -68,30 +62,3 @@ def test_pictures_show_the_figures_of_the_sweep() -> None:
     assert list(speedup["adaptive"]) == [1.6] * 3 and list(speedup["dflash-15"]) == [1.4] * 3
     assert [1.0, 1.0] in [list(line) for line in speedup.values()], "break-even is marked"
     assert [text.get_text() for text in drawn["speedup-by-load"].get_xticklabels()] == ["1", "8", "64"]
-
-
-def test_speed_bench_is_converted_to_a_file_that_every_benchmark_reads(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    source, output = tmp_path / "qualitative.jsonl", tmp_path / "out" / "prompts.jsonl"
-    placeholder = "FULL BENCHMARK DATA SHOULD BE FETCHED FROM THE SOURCE USING SPECDEC_BENCH"
-    rows = [
-        {"question_id": "a", "category": "coding", "turns": ["def f():", "and more"]},
-        {"question_id": "b", "category": "math", "turns": [placeholder]},
-        {"question_id": "c", "category": "math", "messages": [{"role": "user", "content": "1 + 1?"}]},
-        {"question_id": "d", "category": "math", "turns": []},
-    ]
-    source.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    done = prepare_speed_bench("qualitative", output, source)
-    assert done.categories == {"coding": 1, "math": 1} and done.left_out == 2
-    assert [(row.name, row.category) for row in read_rows(output)] == [("a", "coding"), ("c", "math")]
-    assert read_rows(output)[0].prompt.messages[0]["content"] == "def f():"
-    assert "evaluation only" in capsys.readouterr().err
-    source.write_text(json.dumps(rows[1]) + "\n")
-    with pytest.raises(DatasetError, match=r"none with a prompt.*--from"):
-        prepare_speed_bench("qualitative", output, source)
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    with pytest.raises(SystemExit) as ended:
-        main(["speed-bench", "-o", str(output)])
-    said = str(ended.value.code)
-    assert "nvidia/SPEED-Bench could not be downloaded" in said and "--from" in said

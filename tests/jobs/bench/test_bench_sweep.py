@@ -10,12 +10,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from benchmarks.arrivals import Arrivals
-from benchmarks.engine.policy_sweep import HOSTILE, MixedSource, run_policy_sweep, shuffled
-from benchmarks.engine.starts import StartsOptions, hold, run_starts
-from benchmarks.options import PolicySweepOptions
-from hypothesis import given
-from hypothesis import strategies as st
 from manta.actors.engine.uniproc_executor import make_executor
 from manta.cluster.config import EngineConfig
 from manta.cluster.engine.engine_core import SequenceUpdate
@@ -24,8 +18,7 @@ from manta.jobs.bench.common.engine_passes import PromptRow
 from manta.jobs.bench.common.request_source import RequestSource
 from manta.jobs.bench.sweep.engines import Driver, parse_methods
 from manta.jobs.bench.sweep.load_records import RequestLatencies, Sums, describe
-from manta.jobs.bench.sweep.sweep_run import SweepOptions, sweep_curves, sweep_pictures
-from safetensors.torch import load_file
+from manta.jobs.bench.sweep.sweep_run import SweepOptions
 
 ROWS = [PromptRow(str(i), "even" if i % 2 == 0 else "odd", tuple(range(3, 8 + i))) for i in range(6)]
 
@@ -122,32 +115,12 @@ def test_positions_are_counted_from_the_updates(driver: Recorded) -> None:
     assert sums.tokens_per_step == pytest.approx(sum(len(u.token_ids) for u in reported) / len(reported))
 
 
-def test_a_change_of_load_is_reported_separately(driver: Recorded) -> None:
-    first, second = hold(driver, RequestSource(ROWS, 64, 0.0), (3, 1), 0.3)
-    assert first.seconds >= 0.3 and second.begin_s >= first.end_s
-    last = [answer for answer in second.answers if answer.ended_s is None]
-    assert len(last) <= 1, "those that were too many have left; the last step may have ended the other one"
-    assert first.tokens + second.tokens <= sum(len(update.token_ids) for update in driver.updates)
-    assert min(first.tokens, second.tokens) > 0
-    assert not driver.engine.has_unfinished
-
-
 def test_all_sides_get_the_same_requests_with_different_lengths() -> None:
-    plain, mixed = RequestSource(ROWS, 100, 0.5), MixedSource(ROWS, 100, 0.5)
+    plain = RequestSource(ROWS, 100, 0.5)
     lengths = [plain[number].max_tokens for number in range(200)]
     assert min(lengths) >= 50 and max(lengths) <= 150 and np.mean(lengths) == pytest.approx(100, abs=1)
     assert plain[7] == RequestSource(ROWS, 100, 0.5)[7] and plain[7].seed != plain[7 + len(ROWS)].seed
     assert {plain[number].category for number in range(6)} == {"even", "odd"}
-    assert [mixed[number].category == HOSTILE for number in range(4)] == [False, True, False, True]
-    assert sorted(mixed[1].prompt) == sorted(plain[1].prompt) and mixed[2] == plain[2]
-
-
-@given(st.floats(0.5, 50.0))
-def test_arrivals_keep_their_rate(rate: float) -> None:
-    offsets_s = Arrivals(rate).offsets_s(4000, seed=1)
-    gaps = np.diff([0.0, *offsets_s])
-    assert (gaps >= 0).all() and gaps.mean() * rate == pytest.approx(1.0, rel=0.15)
-    assert gaps.var() * rate**2 == pytest.approx(1.0, rel=0.35), "an exponential distribution's"
 
 
 def test_latencies_are_those_of_vllm_bench() -> None:
@@ -161,19 +134,7 @@ def test_latencies_are_those_of_vllm_bench() -> None:
     assert reported["e2el_ms"]["p99"] == pytest.approx(np.percentile([700, 100], 99))
 
 
-def test_a_shuffled_drafter_has_the_same_values_in_another_order(tiny_drafter: Path, tmp_path: Path) -> None:
-    folder = shuffled(tiny_drafter, tmp_path)
-    (file,) = folder.glob("*.safetensors")
-    ours, theirs = load_file(file), load_file(tiny_drafter / file.name)
-    assert ours.keys() == theirs.keys()
-    for name, tensor in theirs.items():
-        assert ours[name].flatten().sort().values.equal(tensor.flatten().sort().values)
-    assert any(not ours[name].equal(tensor) for name, tensor in theirs.items())
-
-
 def test_wrong_loads_are_refused_with_their_remedy() -> None:
-    with pytest.raises(ConfigError):
-        Arrivals(0.0)
     mtp_mixed = {"method": "mtp", "suffix_drafts": True}
     assert parse_methods(["ngram", "eagle3=x/y", "mixed", json.dumps(mtp_mixed)]) == {
         "ngram": {"method": "ngram"},
@@ -185,70 +146,3 @@ def test_wrong_loads_are_refused_with_their_remedy() -> None:
         parse_methods(['{"model": 1}'])
     with pytest.raises(ConfigError, match="minutes"):
         SweepOptions(minutes=0)
-
-
-@pytest.mark.slow
-def test_a_sweep_compares_all_sides_and_judges_every_bar(
-    tiny_qwen3: Path, tiny_drafter: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    prompts = tmp_path / "prompts.jsonl"
-    rows = ({"id": row.name, "category": row.category, "prompt": row.prompt} for row in ROWS)
-    prompts.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    output = tmp_path / "sweep.json"
-    options = PolicySweepOptions(
-        prompts=prompts,
-        concurrency=(1, 3),
-        mixed=(3,),
-        temperatures=(0.0, 1.0),
-        rounds=2,
-        max_tokens=6,
-        minutes=0.02,
-        methods=parse_methods(['{"method": "no-such-method", "model": "x"}', "mixed"]),
-        output=output,
-    )
-    run_policy_sweep(config(tiny_qwen3, tiny_drafter, num_speculative_tokens=3), options)
-    figures = json.loads(output.read_text())
-    assert figures["complete"]
-    assert set(figures["refused"]) == {"no-such-method"}
-    names = ["adaptive", "plain", "dflash-1", "dflash-3", "mixed", "random"]
-    closed = figures["points"]
-    assert [(p["temperature"], p["requests"]) for p in closed] == [(0, 1), (0, 3), (1, 1), (1, 3)]
-    assert [point["requests"] for point in figures["mixed"]] == [3]
-    for point in (*closed, *figures["mixed"]):
-        assert list(point["sides"]) == names and all(side["identical"] for side in point["sides"].values())
-        plain, best = point["sides"]["plain"], point["sides"][point["best"]]
-        assert plain["ratio_to_plain"] == best["ratio_to_best"] == 1.0 and point["best"] in names[1:4]
-        assert plain["mean_acceptance_length"] is None and plain["tokens_per_step"] == 1.0
-        for side in point["sides"].values():
-            assert len(side["rounds_tokens_per_s"]) == 2
-            assert side["ratio_to_plain"] == pytest.approx(median(side["rounds_ratio_to_plain"]), abs=1e-3)
-            assert side["ttft_ms"]["p50"] <= side["e2el_ms"]["p99"]
-        assert {"draft", "verify"} <= set(point["sides"]["dflash-3"]["step_seconds"])
-    judged = Counter(one["bar"] for one in figures["verdicts"])
-    assert judged == {"adaptive to the best": 5, "adaptive to plain": 5, "random drafter to plain": 4}
-    for one in figures["verdicts"]:
-        assert one["met"] == (one["measured"] >= one["least"])
-    said = capsys.readouterr()
-    assert "no-such-method was refused" in said.out and "round 2/2" in said.err
-
-    curves = sweep_curves(figures)
-    assert list(curves) == [f"{name}, T = {t}" for t in (0, 1) for name in ("plain", "dflash", "mixed")]
-    side = closed[1]["sides"]["adaptive"]
-    assert curves["dflash, T = 0"][1] == {
-        "requests": 3,
-        **{name: side[name] for name in ("user_tokens_per_s", "tokens_per_s")},
-    }
-    pictures = [picture.name for picture in sweep_pictures(figures)]
-    assert pictures == ["pareto", "speedup-by-load", "speedup-by-load-t1"]
-
-
-def test_starts_are_measured_at_each_load_and_after_a_change(
-    tiny_qwen3: Path, tiny_drafter: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    prompts = tmp_path / "prompts.jsonl"
-    prompts.write_text("".join(json.dumps({"id": row.name, "prompt": row.prompt}) + "\n" for row in ROWS))
-    options = StartsOptions(prompts=prompts, concurrency=(1, 3), max_tokens=6, window_s=0.15)
-    found = run_starts(config(tiny_qwen3, tiny_drafter, num_speculative_tokens=3), options)["points"]
-    assert [(start["requests"], start["then"]) for start in found] == [(1, 3), (3, 1)]
-    assert all(start[when]["ratio"] > 0 for start in found for when in ("start", "change"))
-    assert "after a change of load" in capsys.readouterr().out
