@@ -22,9 +22,6 @@ OLDEST_TRITON := 3.6.0
 COMPILE = MANTA_CACHE_DIR=$(VENV)/cache $(BIN)/manta generate x --max-tokens 8 --dtype
 TESTS ?= tests
 SEEDED = $(if $(SEED),--hypothesis-seed=$(SEED))
-# Files of TESTS with tests marked quiet: collecting all files again takes long. A node id may select none (exit code 5).
-QUIET_TESTS = $(if $(findstring ::,$(TESTS)),$(TESTS),$(QUIET_FILES))
-QUIET_FILES = $(shell grep -rl --include='test_*.py' 'mark\.quiet' $(TESTS))
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed-with
@@ -73,10 +70,9 @@ types: install  ## pyright
 floors: install  ## import-linter: jobs -> actors -> drafter -> cluster
 	$(BIN)/lint-imports
 
-pytest: install  ## the tests, in three processes; then those that need an idle machine
+pytest: install  ## the tests, in three processes
 	$(if $(filter tests,$(TESTS)),$(COMPILE) float32 >/dev/null & other=$$!; $(COMPILE) bfloat16 >/dev/null && wait $$other)
-	$(BIN)/python -m pytest $(TESTS) -m "not quiet and not slow" -n $(TEST_PROCESSES) --no-loadscope-reorder --durations=10 $(SEEDED)
-	$(if $(QUIET_TESTS),$(BIN)/python -m pytest $(QUIET_TESTS) -m quiet $(SEEDED) || test $$? = 5)
+	$(BIN)/python -m pytest $(TESTS) -m "not slow" -n $(TEST_PROCESSES) --no-loadscope-reorder --durations=10 $(SEEDED)
 
 .PHONY: check
 check: install  ## ruff, and the tests that changes since BASE (default: where the branch left its upstream) reach
