@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 from manta.cluster.pages.kv_cache_groups import KVCacheSpec
-from manta.drafter.compute.backend import Backend, PlacedRows
+from manta.drafter.compute.backend import Backend
 from manta.drafter.compute.block_weights import AttentionShape
 from manta.drafter.compute.cpu_numba.backend import NumbaBackend
 from manta.drafter.compute.eager.backend import EagerBackend
@@ -40,8 +40,10 @@ from manta.drafter.compute.memory.kv_cache import PagedKVCache
 from support.checkpoints.tiny import make_tiny_target
 from support.engines.device_engines import Twins
 from support.engines.devices import DEVICE, ON_GPU
+from support.oracles.random_stacks import placed_rows
 from torch import Tensor
 
+pytestmark = pytest.mark.usefixtures("on_the_device")
 PAGE, PAGES = 16, 24
 J, E, R, F, C = 6, 20, 8, 12, 32
 FEWEST = 33  # rows of a request from which it is expanded, of these sizes
@@ -133,21 +135,17 @@ class Requests:
         owner, num = list(counts), list(counts.values())
         first = [self.computed[r] for r in owner]
         spans = [range(at, at + n) for at, n in zip(first, num, strict=True)]
-        slots = [
-            self._pages[r][p // PAGE] * PAGE + p % PAGE
-            for r, span in zip(owner, spans, strict=True)
-            for p in span
-        ]
-        batch = self._backend.attention_batch(
-            np.array(first), np.array(num), self._pages[owner], PAGE, DEVICE
-        )
-        positions = torch.tensor([p for span in spans for p in span])
-        rows = PlacedRows(positions, (torch.tensor(slots),), (batch,))
+        rows = placed_rows(self._backend, first, num, [self._pages[owner]], PAGE, torch.device(DEVICE))
         qkv = torch.cat([self.rows[r][span.start : span.stop] for r, span in zip(owner, spans, strict=True)])
         out = self._attend(qkv.clone(), self._backend.begin(rows), self.cache, 0)  # type: ignore[attr-defined]
         for r, n in counts.items():
             self.computed[r] += n
         return list(out.split(num))
+
+    def check(self, counts: dict[int, int]) -> None:
+        """Assert the published formulas' results for a number of further rows of each request."""
+        for (request, count), got in zip(counts.items(), self.compute(counts), strict=True):
+            assert_close(got, self.exact(request, count))
 
     def share(self, source: int, target: int, num_pages: int) -> None:
         """Let a new request start with another's first pages."""
@@ -171,43 +169,50 @@ BACKENDS = {
 }
 
 
-@pytest.mark.usefixtures("on_the_device")
-@pytest.mark.parametrize("name", [pytest.param(n, marks=NEEDS_CPU) if n == "loops" else n for n in BACKENDS])
-@torch.inference_mode()
-def test_absorbed_attention_equals_the_published_expanded_form(layer: Layer, name: str) -> None:
+def assert_close(found: Tensor, expected: Tensor) -> None:
+    torch.testing.assert_close(found, expected, atol=TOLERANCE, rtol=TOLERANCE)
+
+
+@pytest.fixture(autouse=True)
+def without_gradients() -> Iterator[None]:
+    with torch.inference_mode():
+        yield
+
+
+@pytest.fixture(params=[pytest.param(n, marks=NEEDS_CPU) if n == "loops" else n for n in BACKENDS])
+def backend(request: pytest.FixtureRequest) -> Backend:
+    """A backend with latent attention; Triton's is also batch-invariant."""
+    return BACKENDS[request.param]()
+
+
+def test_absorbed_attention_equals_the_published_expanded_form(layer: Layer, backend: Backend) -> None:
     """A prompt is computed in chunks with other requests, then blocks of rows, some after a rejection."""
-    requests = Requests(layer, BACKENDS[name](), [70, 20, 5])
+    requests = Requests(layer, backend, [70, 20, 5])
     for counts in ({0: 33, 2: 4}, {0: 20, 1: 9}, {1: 8, 0: 1, 2: 1}):
-        for (request, count), got in zip(counts.items(), requests.compute(counts), strict=True):
-            torch.testing.assert_close(got, requests.exact(request, count), atol=TOLERANCE, rtol=TOLERANCE)
+        requests.check(counts)
     requests.computed[0] -= 1  # the last row was rejected: another takes its place
     requests.rows[0][requests.computed[0]] = torch.randn(Q_RANK + C + R)
-    (got,) = requests.compute({0: 6})
-    torch.testing.assert_close(got, requests.exact(0, 6), atol=TOLERANCE, rtol=TOLERANCE)
+    requests.check({0: 6})
 
 
-@pytest.mark.usefixtures("on_the_device")
 @pytest.mark.filterwarnings("ignore:invalid value")
-@pytest.mark.parametrize("name", [pytest.param(n, marks=NEEDS_CPU) if n == "loops" else n for n in BACKENDS])
 @pytest.mark.parametrize("wrong", [torch.inf, torch.nan])
-@torch.inference_mode()
-def test_a_draft_that_is_no_number_changes_no_row_before_it(layer: Layer, name: str, wrong: float) -> None:
+def test_a_draft_that_is_no_number_changes_no_row_before_it(
+    layer: Layer, backend: Backend, wrong: float
+) -> None:
     """In the block, where its key is masked, and after its rejection, where another takes its place."""
-    requests = Requests(layer, BACKENDS[name](), [70, 20])
+    requests = Requests(layer, backend, [70, 20])
     requests.compute({0: 40, 1: 9})
     later = requests.rows[0][45:48].clone()
     requests.rows[0][45:48] = wrong
     got = requests.compute({0: 8, 1: 3})
     requests.rows[0][45:48] = later
-    torch.testing.assert_close(got[0][:5], requests.exact(0, 8)[:5], atol=TOLERANCE, rtol=TOLERANCE)
-    torch.testing.assert_close(got[1], requests.exact(1, 3), atol=TOLERANCE, rtol=TOLERANCE)
+    assert_close(got[0][:5], requests.exact(0, 8)[:5])
+    assert_close(got[1], requests.exact(1, 3))
     requests.computed[0] = 45
-    (found,) = requests.compute({0: 2})
-    torch.testing.assert_close(found, requests.exact(0, 2), atol=TOLERANCE, rtol=TOLERANCE)
+    requests.check({0: 2})
 
 
-@pytest.mark.usefixtures("on_the_device")
-@torch.inference_mode()
 def test_overflows_of_an_expanded_prompt_change_no_row_before_them() -> None:
     """In fp16 the product of a latent with the heads' up-projection may be infinite."""
     torch.manual_seed(6)
@@ -232,7 +237,6 @@ def test_overflows_of_an_expanded_prompt_change_no_row_before_them() -> None:
 
 
 @NEEDS_CPU
-@torch.inference_mode()
 def test_a_row_has_the_same_bits_in_a_block_alone_and_in_a_prompt(layer: Layer) -> None:
     block = Requests(layer, NumbaBackend(), [40, 9])
     block.compute({0: 30, 1: 5})
@@ -258,9 +262,7 @@ def expansions(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Expansion]]:
     yield found
 
 
-@pytest.mark.usefixtures("on_the_device")
 @pytest.mark.parametrize("piece_keys", [4096, 40, 13], ids="in {} keys at a time".format)
-@torch.inference_mode()
 @pytest.mark.one_in(2)
 def test_expanded_long_prompts_equal_the_published_form(
     layer: Layer, expansions: list[Expansion], monkeypatch: pytest.MonkeyPatch, piece_keys: int
@@ -270,15 +272,12 @@ def test_expanded_long_prompts_equal_the_published_form(
     requests = Requests(layer, TritonBackend(DEVICE), [110, 75, 30])
     passes = ({0: 40, 1: FEWEST, 2: 4}, {0: FEWEST - 1, 1: 2}, {2: 3, 0: FEWEST}, {1: 40}, {0: 5, 2: 1})
     for counts in passes:
-        for (request, count), got in zip(counts.items(), requests.compute(counts), strict=True):
-            torch.testing.assert_close(got, requests.exact(request, count), atol=TOLERANCE, rtol=TOLERANCE)
+        requests.check(counts)
     assert [found.num_keys for found in expansions] == [40 + FEWEST, 40 + 2 * FEWEST - 1, 75]
     assert [found.takes_all for found in expansions] == [False, False, True]
     assert [found.num_splits for found in expansions] == [1, 3, 3], "programs of a tile"
 
 
-@pytest.mark.usefixtures("on_the_device")
-@torch.inference_mode()
 def test_an_expanded_prompt_continues_after_absorbed_rows(layer: Layer, expansions: list[Expansion]) -> None:
     """The first pages of a prefix hit are another request's, whose rows came a few at a time."""
     requests = Requests(layer, TritonBackend(DEVICE), [3 * PAGE, 3 * PAGE + 20])
@@ -286,13 +285,10 @@ def test_an_expanded_prompt_continues_after_absorbed_rows(layer: Layer, expansio
         requests.compute({0: PAGE // 2})
     assert not expansions
     requests.share(0, 1, num_pages=2)
-    (got,) = requests.compute({1: PAGE + 20})
+    requests.check({1: PAGE + 20})
     assert len(expansions) == 1
-    torch.testing.assert_close(got, requests.exact(1, PAGE + 20), atol=TOLERANCE, rtol=TOLERANCE)
 
 
-@pytest.mark.usefixtures("on_the_device")
-@torch.inference_mode()
 def test_guaranteed_bits_are_those_of_absorbed_rows(
     layer: Layer, expansions: list[Expansion], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -307,7 +303,7 @@ def test_guaranteed_bits_are_those_of_absorbed_rows(
     unknown = staticmethod(lambda *places: replace(rows_from_host(*places), host_spans_B2=None))
     monkeypatch.setattr(TritonBackend, "attention_batch", unknown)
     assert torch.equal(promised, prompts(batch_invariant=True))
-    torch.testing.assert_close(expanded, prompts(batch_invariant=False), atol=TOLERANCE, rtol=TOLERANCE)
+    assert_close(expanded, prompts(batch_invariant=False))
     assert len(expansions) == 1
 
 
@@ -363,16 +359,16 @@ def test_a_token_takes_one_vector_for_all_heads_with_its_value_in_its_key(layer:
     assert keys.data_ptr() == values.data_ptr() == cache.pages(7).data_ptr()
 
 
-def test_head_tiles_fit_the_registers() -> None:
-    kinds = [latent_kind(heads, 512, torch.bfloat16, 64) for heads in (8, 64, 128, 12)]
-    assert [kind.num_heads // kind.num_kv_heads for kind in kinds] == [8, 32, 32, 4]
+@pytest.mark.parametrize(
+    ("tile_rows", "heads"), [(None, [8, 32, 32, 4]), (64, [8, 64, 64, 4]), (16, [8, 16, 16, 4])]
+)
+def test_head_tiles_fit_the_registers(tile_rows: int | None, heads: list[int]) -> None:
+    tiles = {} if tile_rows is None else {"tile_rows": tile_rows}
+    kinds = [latent_kind(num_heads, 512, torch.bfloat16, 64, **tiles) for num_heads in (8, 64, 128, 12)]
+    assert [kind.num_heads // kind.num_kv_heads for kind in kinds] == heads
+    if tile_rows is not None:
+        assert [plan_tiles(kind, 16).block_rows for kind in kinds] == [tile_rows] * 4
     assert latent_kind(64, 512, torch.bfloat16, 64, batch_invariant=True).num_kv_heads == 4
-    kinds = [latent_kind(heads, 512, torch.bfloat16, 64, tile_rows=64) for heads in (8, 64, 128, 12)]
-    assert [kind.num_heads // kind.num_kv_heads for kind in kinds] == [8, 64, 64, 4]
-    assert [plan_tiles(kind, 16).block_rows for kind in kinds] == [64] * 4
-    kinds = [latent_kind(heads, 512, torch.bfloat16, 64, tile_rows=16) for heads in (8, 64, 128, 12)]
-    assert [kind.num_heads // kind.num_kv_heads for kind in kinds] == [8, 16, 16, 4]
-    assert [plan_tiles(kind, 16).block_rows for kind in kinds] == [16] * 4
 
 
 @pytest.mark.parametrize(
@@ -385,8 +381,6 @@ def test_tiles_of_64_rows_are_for_gpus_whose_products_read_shared_memory(
     assert latent._holds_tall_tiles.__wrapped__(torch.device("cuda")) == holds
 
 
-@pytest.mark.usefixtures("on_the_device")
-@torch.inference_mode()
 def test_tall_tiles_equal_dense_attention() -> None:
     """Two tiles of 64 rows; contexts of one piece and of several, whose runs are added in parts."""
     torch.manual_seed(4)
