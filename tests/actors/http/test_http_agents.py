@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
-import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import anthropic
@@ -14,6 +13,7 @@ import pydantic
 import pytest
 from manta.cluster.config import EngineConfig
 from support.servers.agents_stand import NAME, AgentsStand, agents_config
+from support.waiting import wait_until
 
 CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Oslo"}}\n</tool_call>'
 OTHER = '<tool_call>\n{"name": "clock", "arguments": {}}\n</tool_call>'
@@ -332,10 +332,7 @@ def test_answers_are_constrained_to_schemas_and_calls_are_forced(stand: AgentsSt
     assert call.type == "function_call" and Weather.model_validate_json(call.arguments)
     named = {"type": "tool", "name": "weather", "disable_parallel_tool_use": True}
     used = stand.anthropic.messages.create(
-        **ASK_A,
-        tools=[{"name": "weather", "input_schema": tool["parameters"]}],
-        tool_choice=named,
-        **freely,
+        **ASK_A, tools=[{"name": "weather", "input_schema": tool["parameters"]}], tool_choice=named, **freely
     )
     assert used.stop_reason == "tool_use" and Weather.model_validate(used.content[-1].input)
     with pytest.raises(openai.BadRequestError) as wrong:
@@ -373,43 +370,34 @@ def test_wrong_requests_raise_the_sdks_own_errors(stand: AgentsStand) -> None:
 
 
 def test_a_disconnect_ends_the_request(stand: AgentsStand) -> None:
+    def load() -> dict[str, Any]:
+        return stand.http.get("/load").json()
+
     stand.say("On and on. " * 80)
-    with stand.openai.responses.create(**ASK, stream=True) as response:
+    with (
+        stand.executor.paused_after(4),
+        ThreadPoolExecutor(1) as pool,
+        stand.openai.responses.create(**ASK, stream=True) as response,
+    ):
         next(iter(response))
-        with stand.anthropic.messages.create(**ASK_A, stream=True) as message:
+        other = pool.submit(stand.anthropic.messages.create, **ASK_A, stream=True)
+        wait_until(lambda: load()["server_load"] == 2)
+        stand.executor.step_until(other.done)
+        with other.result() as message:
             next(iter(message))
-            assert stand.http.get("/load").json()["running"] == 2
-    deadline_s = time.monotonic() + 20
-    while stand.http.get("/load").json() != IDLE:
-        assert time.monotonic() < deadline_s
-        time.sleep(0.05)
-
-
-def test_async_clients_are_answered_concurrently(stand: AgentsStand) -> None:
-    stand.say("It rains.")
-
-    async def both() -> tuple[str, str]:
-        options = {"api_key": "key", "max_retries": 0, "timeout": 30}
-        async with (
-            openai.AsyncOpenAI(base_url=f"{stand.server.url}/v1", **options) as one,
-            anthropic.AsyncAnthropic(base_url=stand.server.url, **options) as other,
-        ):
-            response, message = await asyncio.gather(
-                one.responses.create(**ASK), other.messages.create(**ASK_A)
-            )
-            return response.output_text, message.content[0].text
-
-    assert asyncio.run(both()) == ("It rains.", "It rains.")
+            assert load()["running"] == 2
+    wait_until(lambda: load() == IDLE)
 
 
 def test_a_death_during_a_stream_is_an_error_event_of_the_api(config: EngineConfig) -> None:
     stand = AgentsStand(config)
     with stand.server:
         stand.say("On and on. " * 80)
+        stand.executor.allow_steps(4)
         responses = iter(stand.openai.responses.create(**ASK, stream=True))
         messages = iter(stand.anthropic.messages.create(**ASK_A, stream=True))
         assert next(responses).type == "response.created" and next(messages).type == "message_start"
-        stand.die()
+        stand.executor.die()
         *_, last = responses
         assert last.type == "response.failed" and last.response.error.code == "server_error"
         assert last.response.status == "failed" and "Retry" in last.response.error.message

@@ -9,6 +9,7 @@ import socket
 import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import tokenizers
 import uvicorn
@@ -23,6 +24,7 @@ from safetensors.torch import load_file, save_file
 
 from support.checkpoints.tiny import make_tiny_drafter, make_tiny_target
 from support.paths import DATA
+from support.waiting import WAIT_S
 
 VOCAB = 384
 CORPUS = DATA / "corpus.txt"  # the tokenizer is made of it: it stays as it is
@@ -33,11 +35,18 @@ TEMPLATE = (
 
 
 def make_text_pair(
-    folder: Path, *, family: str = "qwen3", special_tokens: Sequence[str] = (), template: str = TEMPLATE
+    folder: Path,
+    *,
+    family: str = "qwen3",
+    special_tokens: Sequence[str] = (),
+    template: str = TEMPLATE,
+    context: int = 512,
 ) -> tuple[Path, Path]:
     """A target with a byte-level tokenizer and a chat template, and a drafter for it."""
     target = make_tiny_target(folder / "target", family, vocab_size=VOCAB)
     drafter = make_tiny_drafter(folder / "drafter", vocab_size=VOCAB)
+    for config in (target / "config.json", drafter / "config.json"):
+        config.write_text(json.dumps({**json.loads(config.read_text()), "max_position_embeddings": context}))
     backend = tokenizers.Tokenizer(tokenizers.models.BPE())
     backend.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = tokenizers.decoders.ByteLevel()
@@ -52,6 +61,18 @@ def make_text_pair(
     settings = {"eos_token": "<|endoftext|>", "chat_template": template}
     (target / "tokenizer_config.json").write_text(json.dumps(settings))
     return target, drafter
+
+
+def tiny_settings(pair: tuple[Path, Path], **more: Any) -> dict[str, Any]:  # Any: settings
+    """Settings of a tiny pair's engine on the CPU, as under `args:` in ray_config.yaml."""
+    return {
+        "model": str(pair[0]),
+        "speculative_config": {"model": str(pair[1])},
+        "dtype": "float32",
+        "device": "cpu",
+        "num_threads": 1,
+        **more,
+    }
 
 
 NOT_A_NUMBER = "\x01"  # one token, which a broken pair cannot read
@@ -100,7 +121,7 @@ class LiveServer:
 
     def __exit__(self, *_: object) -> None:
         self._server.should_exit = True
-        self._thread.join(timeout=30)
+        self._thread.join(timeout=WAIT_S)
         assert not self._thread.is_alive(), "the server did not stop"
 
     def _run(self) -> None:

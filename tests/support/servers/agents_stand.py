@@ -5,7 +5,6 @@ The model's steps are real; its words are a script (`scripted_executor.py`).
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +13,10 @@ import httpx
 import openai
 from manta.actors.http.config.settings import ServerSettings
 from manta.cluster.config import EngineConfig
-from manta.cluster.errors import EngineDeadError
 from manta.cluster.step.executor import Executor
-from manta.cluster.step.scheduler_output import StepResult
 
-from support.checkpoints.text_pair import LiveServer, make_text_pair
+from support.checkpoints.text_pair import LiveServer, make_text_pair, tiny_settings
+from support.engines.pausable_executor import PausableExecutor
 from support.engines.scripted_executor import ScriptedExecutor
 
 NAME = "org/tiny"
@@ -39,43 +37,22 @@ TEMPLATE = """\
 
 def agents_config(folder: Path) -> EngineConfig:
     """A server of a tiny pair with that template."""
-    target, drafter = make_text_pair(folder)
-    settings = {"eos_token": "<|endoftext|>", "chat_template": TEMPLATE}
-    (target / "tokenizer_config.json").write_text(json.dumps(settings))
-    return EngineConfig.from_dict(
-        {
-            "model": str(target),
-            "speculative_config": {"model": str(drafter)},
-            "dtype": "float32",
-            "max_num_seqs": 2,
-            "num_pages": 256,
-            "num_threads": 1,
-        }
-    )
-
-
-class Model(ScriptedExecutor):
-    """Dies in its next step on command."""
-
-    dies = False
-
-    def collect(self) -> StepResult:
-        if self.dies:
-            raise EngineDeadError("told to")
-        return super().collect()
+    pair = make_text_pair(folder, template=TEMPLATE)
+    return EngineConfig.from_dict(tiny_settings(pair, max_num_seqs=2, num_pages=256))
 
 
 class AgentsStand:
     """Enter `server` to start."""
 
     def __init__(self, config: EngineConfig) -> None:
-        self._models: list[Model] = []
+        self._models: list[ScriptedExecutor] = []
+        self._executors: list[PausableExecutor] = []
         settings = ServerSettings(served_model_name=NAME, api_key="key")
         self.server = LiveServer(config, settings, self._make_model)
         url = self.server.url
-        self.openai = openai.OpenAI(base_url=f"{url}/v1", api_key="key", max_retries=0, timeout=30)
-        self.anthropic = anthropic.Anthropic(base_url=url, api_key="key", max_retries=0, timeout=30)
-        self.http = httpx.Client(base_url=url, headers={"x-api-key": "key"}, timeout=30)
+        self.openai = openai.OpenAI(base_url=f"{url}/v1", api_key="key", max_retries=0, timeout=120)
+        self.anthropic = anthropic.Anthropic(base_url=url, api_key="key", max_retries=0, timeout=120)
+        self.http = httpx.Client(base_url=url, headers={"x-api-key": "key"}, timeout=120)
 
     def say(self, text: str) -> None:
         tokenizer = self.server.engine.tokenizer
@@ -93,9 +70,11 @@ class AgentsStand:
         ids = [i for i in range(tokenizer.vocab_size) if tokenizer.decode([i]).strip() == ""]
         return {"extra_body": {"temperature": 0, "logit_bias": dict.fromkeys(map(str, ids), -100)}}
 
-    def die(self) -> None:
-        self._models[0].dies = True
+    @property
+    def executor(self) -> PausableExecutor:
+        return self._executors[0]
 
     def _make_model(self, config: EngineConfig) -> Executor:
-        self._models.append(Model(config))
-        return self._models[0]
+        self._models.append(ScriptedExecutor(config))
+        self._executors.append(PausableExecutor(self._models[0]))
+        return self.executor
