@@ -3,8 +3,9 @@
 Each `Mutation` replaces one piece of code in a copy of the repository and runs the test files that should
 notice it, with `pytest -x`. A mutation is *found* when a test fails, and *missed* when all of them pass. The
 unchanged copy is tested first, because a test that fails anyway finds nothing. The list covers the scheduler,
-sampling and verification, targets over several ranks, the batch ledger, and the HTTP and worker protocols;
-docs/testing.md has the last result. It is not a part of `make test`: a run takes about fifteen minutes.
+sampling and verification, draft trees, targets over several ranks, packed weights, the batch ledger, and the
+HTTP and worker protocols; docs/testing.md has the last result. It is not a part of `make test`: a run takes
+about fifteen minutes.
 
     python tests/trials mutations                         every mutation
     python tests/trials mutations -k ledger -k writer     those whose name or file contains one of the words
@@ -458,6 +459,49 @@ MUTATIONS = (
         "if open_step.is_over and not open_step.num_reported:",
         "if open_step.is_over:",
         ("drafter_link",),
+    ),
+    # Draft trees, packed weights, and what agents are answered.
+    Mutation(
+        "accepts a node of a tree whose parent was rejected",
+        "drafter/step/inputs/draft_trees.py",
+        "if parents[node] == path[-1] and tokens[node] == chosen[path[-1]]:",
+        "if tokens[node] == chosen[path[-1]]:",
+        ("draft_trees", "accepted_paths"),
+    ),
+    Mutation(
+        "counts a tree's positions by row instead of by depth",
+        "drafter/step/inputs/draft_trees.py",
+        "positions_N[first : first + count] = positions_N[first] + depths_RW[r, :count]",
+        "positions_N[first : first + count] = positions_N[first] + np.arange(count)",
+        ("draft_trees", "lossless"),
+    ),
+    Mutation(
+        "adds the zeros of packed codes instead of subtracting them",
+        "drafter/compute/cpu_fused/tiles/code_tiles.py",
+        "value = builder.fsub(value, shared[1])",
+        "value = builder.fadd(value, shared[1])",
+        ("cpu_codes",),
+    ),
+    Mutation(
+        "exchanges the two codes of a byte",
+        "drafter/compute/cpu_fused/tiles/code_tiles.py",
+        "return builder.lshr(both, lanes(4, element)) if half else both",
+        "return both if half else builder.lshr(both, lanes(4, element))",
+        ("cpu_codes",),
+    ),
+    Mutation(
+        "announces a custom tool's call twice in a stream of responses",
+        "actors/http/responses/event_writer.py",
+        "return [] if self._is_sent_complete(section) else [self._added(section)]",
+        "return [self._added(section)]",
+        ("http_agents", "http_translation"),
+    ),
+    Mutation(
+        "ends a message with a call as if it had none",
+        "actors/http/anthropic/event_writer.py",
+        'stop = "tool_use" if self.has_calls else "end_turn"',
+        'stop = "end_turn"',
+        ("http_agents", "http_translation"),
     ),
 )
 

@@ -16,8 +16,8 @@ from manta.drafter.drafter_spec import DraftLayer
 from support.checkpoints.drafters import EAGLE3, write_drafter
 from support.checkpoints.mtp_targets import make_mtp_target
 from support.checkpoints.tiny import changed, make_tiny_drafter, make_tiny_target
-from support.engines.recorded_chains import assert_prefix_hits_keep_chains
 from support.engines.steps import settings
+from support.oracles.recorded_chains import assert_prefix_hits_keep_chains
 from support.oracles.sampling_cases import params_of, prompts
 
 WINDOW = 24

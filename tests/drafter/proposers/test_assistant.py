@@ -18,7 +18,9 @@ from manta.cluster.errors import CheckpointError
 from manta.cluster.request.request import SamplingParams
 from support.checkpoints.mtp_targets import make_assistant
 from support.checkpoints.tiny import changed, make_tiny_target, transformers_model
-from support.engines.recorded_chains import (
+from support.engines.steps import settings
+from support.engines.thread_ranks import ThreadRank, ThreadRanks
+from support.oracles.recorded_chains import (
     GREEDY,
     PROMPTS,
     WARM,
@@ -29,8 +31,6 @@ from support.engines.recorded_chains import (
     decode_alone,
     texts,
 )
-from support.engines.steps import settings
-from support.engines.thread_ranks import ThreadRank, ThreadRanks
 from transformers.generation.candidate_generator import SinglePositionMultiTokenCandidateGenerator
 
 NUM_DRAFTS = 3

@@ -27,7 +27,9 @@ from support.checkpoints.drafters import (
     write_drafter,
 )
 from support.checkpoints.tiny import transformers_model
-from support.engines.recorded_chains import (
+from support.engines.steps import settings
+from support.oracles.oracle_eagle3 import Eagle3Oracle, chains
+from support.oracles.recorded_chains import (
     GREEDY,
     WARM,
     Choice,
@@ -37,8 +39,6 @@ from support.engines.recorded_chains import (
     prompt,
     same_chains,
 )
-from support.engines.steps import settings
-from support.oracles.oracle_eagle3 import Eagle3Oracle, chains
 
 NUM_DRAFTS = 4
 

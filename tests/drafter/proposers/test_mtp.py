@@ -21,7 +21,10 @@ from manta.cluster.request.request import SamplingParams
 from safetensors.torch import load_file, save_file
 from support.checkpoints.mtp_targets import BLOCKS, PARTS, block_of, make_mtp_target, names_of
 from support.checkpoints.tiny import make_tiny_target, transformers_model
-from support.engines.recorded_chains import (
+from support.engines.steps import settings
+from support.engines.thread_ranks import ThreadRank, ThreadRanks
+from support.oracles.oracle_mtp import LayeredOracle, MtpOracle, chains
+from support.oracles.recorded_chains import (
     GREEDY,
     WARM,
     Choice,
@@ -31,9 +34,6 @@ from support.engines.recorded_chains import (
     prompt,
     texts,
 )
-from support.engines.steps import settings
-from support.engines.thread_ranks import ThreadRank, ThreadRanks
-from support.oracles.oracle_mtp import LayeredOracle, MtpOracle, chains
 
 NUM_DRAFTS = 3
 

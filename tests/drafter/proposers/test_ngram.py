@@ -8,9 +8,9 @@ from __future__ import annotations
 from pathlib import Path
 
 from manta.actors.targets.loading.rank_loader import load_runner
-from support.engines.recorded_chains import decode_alone, texts
 from support.engines.steps import settings
 from support.engines.thread_ranks import ThreadRank, ThreadRanks
+from support.oracles.recorded_chains import decode_alone, texts
 
 NGRAM = {"method": "ngram", "num_speculative_tokens": 5, "adaptive": False}
 REPEATS = [7, 8, 9, 10] * 6 + [7, 8]

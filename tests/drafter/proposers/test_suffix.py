@@ -23,9 +23,9 @@ from manta.drafter.suffix.mixing import SuffixMixer
 from manta.drafter.suffix.proposer import AnswerCache, SuffixProposer
 from manta.drafter.suffix.suffix_automaton import SuffixAutomaton
 from support.checkpoints.tiny import make_tiny_drafter
-from support.engines.recorded_chains import decode_alone, texts
 from support.engines.steps import GREEDY, Steps, settings
 from support.engines.thread_ranks import ThreadRank, ThreadRanks
+from support.oracles.recorded_chains import decode_alone, texts
 from support.oracles.schemas import held_by
 
 CACHED = "suffix_decoding_max_cached_requests"

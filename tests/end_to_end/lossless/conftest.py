@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from manta.drafter.compute.cpu_numba.cpu_features import bf16_instructions
-from support.engines.lossless_grid import Pair, PairMaker, Reference
+from support.oracles.lossless_grid import Pair, PairMaker, Reference
 
 
 @pytest.fixture(scope="module")

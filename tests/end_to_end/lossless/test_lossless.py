@@ -2,7 +2,7 @@
 
 In fp32, and in bf16 by the CPU's compiled pass, whose rows do not depend on the batch. The reference is plain
 decoding of one request at a time; for greedy output in fp32 also transformers' own `generate`. The table of
-cells is `support/engines/lossless_grid.py`; topologies of several processes are in
+cells is `support/oracles/lossless_grid.py`; topologies of several processes are in
 test_lossless_topologies.py, grammars in test_grammars.py.
 """
 
@@ -16,8 +16,8 @@ import torch
 from manta import SamplingParams
 from support.checkpoints.families import FAMILIES
 from support.checkpoints.tiny import transformers_model
-from support.engines.lossless_grid import ENGINES, LENGTHS, PAIRS, Drafts, Pair, Reference, Tree, cells
 from support.engines.random_policy import RandomPolicy
+from support.oracles.lossless_grid import ENGINES, LENGTHS, PAIRS, Drafts, Pair, Reference, Tree, cells
 from support.oracles.sampling_cases import KNOBS, WHOLE, params_of, prompts, tokens_of
 
 FULL = ("qwen3", "qwen3 in bf16")  # pairs that the short form, too, runs in every engine

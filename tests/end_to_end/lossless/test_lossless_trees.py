@@ -15,7 +15,7 @@ from manta.cluster.request.structured_outputs import StructuredOutputsParams
 from manta.cluster.speculation.acceptance_model import AcceptanceModel
 from manta.cluster.speculation.tree_policy import BranchModel
 from support.checkpoints.tiny import make_tiny_drafter, make_tiny_target
-from support.engines.lossless_grid import Pair, Reference, Tree
+from support.oracles.lossless_grid import Pair, Reference, Tree
 from support.oracles.sampling_cases import KNOBS, params_of, prompts, tokens_of
 
 TREE = Tree(4, 31)

@@ -20,7 +20,7 @@ KIND = os.environ.get("MANTA_TEST_DEVICE", "interpret")
 if KIND == "interpret":
     os.environ.setdefault("TRITON_INTERPRET", "1")
     if find_spec("triton"):
-        from support.engines import interpreter
+        from support.kernels import interpreter
 
         interpreter.prepare()
 elif KIND == "cuda":
