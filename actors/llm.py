@@ -61,7 +61,7 @@ class LLM:
         self._engine = EngineCore(self.config, self._executor)
         self._speculation_cache = SpeculationCache(self.config, self.info, self._engine)
         self._speculation_cache.measure_steps()
-        self._processor = OutputProcessor(self.tokenizer)
+        self._processor = OutputProcessor(self.tokenizer, self._engine.clock)
         self._grammars = GrammarFrontend.of(self.tokenizer, self.info)
         self._seeds = SeedSource(self.config.seed)
         self._ids = itertools.count()

@@ -5,7 +5,6 @@ Not thread-safe: `LLM` calls it inline, `AsyncEngine` on its event loop, outside
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -14,6 +13,7 @@ from typing import TypedDict, Unpack
 from ...cluster.engine.engine_core import SequenceUpdate
 from ...cluster.errors import NotANumberError
 from ...cluster.request.request import FinishReason, Request, SamplingParams
+from ...cluster.step.clock import MACHINE_CLOCK, EngineClock
 from ..chat.chat_model import ChatModel
 from ..tokenization.prompts import EncodedPrompt, encode_bad_words
 from ..tokenization.tokenizer import Tokenizer
@@ -146,6 +146,7 @@ class RequestTracker:
         resume_state: ResumeState = NOT_RESUMED,
         *,
         trace: bool = False,
+        clock: EngineClock = MACHINE_CLOCK,
     ) -> None:
         assert params.n == 1 or not resume_state.token_ids, "only a single completion continues elsewhere"
         self.request_id = request_id
@@ -164,7 +165,8 @@ class RequestTracker:
             )
             for i in range(params.n)
         ]
-        self._arrival_s = time.monotonic()
+        self._clock = clock
+        self._arrival_s = clock()
         self._first_token_s: float | None = None
         self._last_s = self._arrival_s
         self._num_cached = 0
@@ -190,7 +192,7 @@ class RequestTracker:
         self.finished = True
 
     def feed(self, index: int, update: SequenceUpdate) -> tuple[CompletionOutput, bool]:
-        self._last_s = time.monotonic()
+        self._last_s = self._clock()
         if update.token_ids and self._first_token_s is None:
             self._first_token_s = self._last_s
         self._num_cached = max(self._num_cached, update.num_cached_tokens)
@@ -293,8 +295,10 @@ class RequestOptions(EngineOptions, total=False):
 
 
 class OutputProcessor:
-    def __init__(self, tokenizer: Tokenizer | None) -> None:
-        self._tokenizer = tokenizer
+    """Tracks user requests. `clock` is the engine's, on which requests arrive."""
+
+    def __init__(self, tokenizer: Tokenizer | None, clock: EngineClock = MACHINE_CLOCK) -> None:
+        self._tokenizer, self._clock = tokenizer, clock
         self._living: dict[str, tuple[RequestTracker, int]] = {}
 
     @cached_property
@@ -318,7 +322,9 @@ class OutputProcessor:
         params = encode_bad_words(params, self._tokenizer)
         if params.thinking_token_budget is not None:
             params = self._chat.with_thinking_budget(params, prompt.text or "")
-        tracker = RequestTracker(request_id, prompt, params, self._tokenizer, resume_state, trace=trace)
+        tracker = RequestTracker(
+            request_id, prompt, params, self._tokenizer, resume_state, trace=trace, clock=self._clock
+        )
         requests: list[Request] = []
         for index, child_id in enumerate(tracker.child_ids):
             self._living[child_id] = (tracker, index)
@@ -327,7 +333,7 @@ class OutputProcessor:
                     request_id=child_id,
                     prompt_token_ids=prompt.token_ids,
                     params=params.child(index),
-                    arrival_s=time.monotonic(),
+                    arrival_s=self._clock(),
                     output_token_ids=resume_state.token_ids,
                     **options,
                 )

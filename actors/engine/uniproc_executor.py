@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from ...cluster.config import EngineConfig
 from ...cluster.errors import EngineDeadError
 from ...cluster.request.structured_outputs import Grammar
+from ...cluster.step.clock import MACHINE_CLOCK, EngineClock
 from ...cluster.step.executor import DrafterHealth, Executor
 from ...cluster.step.scheduler_output import SchedulerOutput, StepResult
 
@@ -17,6 +18,8 @@ if TYPE_CHECKING:
 
 class InProcessExecutor:
     """One target rank and the drafter in the caller's thread. Sets PyTorch's number of CPU threads."""
+
+    clock: EngineClock = MACHINE_CLOCK
 
     def __init__(self, config: EngineConfig) -> None:
         import torch

@@ -28,6 +28,7 @@ from ...cluster.config import EngineConfig
 from ...cluster.errors import EngineDeadError, MantaError
 from ...cluster.fleet.placement import Topology
 from ...cluster.request.structured_outputs import Grammar
+from ...cluster.step.clock import MACHINE_CLOCK, EngineClock
 from ...cluster.step.executor import DrafterHealth, ExecutorInfo
 from ...cluster.step.scheduler_output import SchedulerOutput, StepResult
 from ..system.log_setup import in_force
@@ -80,6 +81,8 @@ class RayExecutor:
     Raises PlacementError if there is no room for the workers or they would not be on this node, and the
     errors of loading.
     """
+
+    clock: EngineClock = MACHINE_CLOCK
 
     def __init__(
         self,

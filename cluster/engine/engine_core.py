@@ -7,7 +7,6 @@ executor computes. Not thread-safe except for `stats`, `timelines`, `block_group
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -20,6 +19,7 @@ from ..request.request import FinishReason, Request, SamplingParams
 from ..scheduler.scheduler import Scheduler
 from ..speculation.acceptance_model import AcceptanceModel
 from ..speculation.step_cost_model import StepCostModel
+from ..step.clock import EngineClock
 from ..step.executor import Executor
 from ..step.limits import SchedulerConfig, check_output_so_far, check_request
 from ..step.scheduler_output import DrafterUse, SchedulerOutput, StepResult
@@ -129,8 +129,9 @@ class EngineStats:
 class EngineCore:
     """Runs steps: plans them with one scheduler, and computes them with one loaded executor.
 
+    Steps and queues are timed by the executor's clock.
+
     Args:
-        clock: seconds, for the timing of steps and queues; `Request.arrival_s` is on the same clock.
         watch: gets the beginning and end of every step; `StepWatchdog.check` detects stalls.
     """
 
@@ -138,7 +139,7 @@ class EngineCore:
         self,
         config: EngineConfig,
         executor: Executor,
-        clock: Callable[[], float] = time.monotonic,
+        *,
         watch: StepWatchdog | None = None,
     ) -> None:
         self._executor, self._max_in_flight = executor, executor.info.max_in_flight
@@ -148,8 +149,13 @@ class EngineCore:
         self._queues = self._scheduler.queues
         self._max_running, self._max_queued = config.max_num_seqs, config.max_num_queued_reqs
         self._has_waiting = False  # whether the last plan left an online request waiting
-        self._clock = clock
+        self._clock = executor.clock
         self._seconds: dict[str, float] = dict.fromkeys(STEP_PARTS, 0.0)
+
+    @property
+    def clock(self) -> EngineClock:
+        """The executor's clock; `Request.arrival_s` must be a time of it."""
+        return self._clock
 
     def add_request(self, request: Request) -> None:
         self.add_requests((request,))

@@ -11,7 +11,6 @@ and nothing happens between two steps. Called by `simulated_engine.py` and `jobs
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -21,9 +20,6 @@ from ..engine.engine_core import EngineCore, EngineStats
 from ..records.percentiles import Percentiles, percentiles
 from ..request.request import Request
 from ..speculation.acceptance_length import mean_acceptance_length
-from .simulated_executor import VirtualClock
-
-_POLL_INTERVAL_S = 0.002  # Polling interval on a real clock while the engine is idle.
 
 
 @dataclass(slots=True)
@@ -52,11 +48,11 @@ class CompletedRequest:
 
 
 class LoadDriver:
-    """An engine, which reads its time from `clock`, and its running requests."""
+    """An engine and its running requests, timed by the engine's clock."""
 
-    def __init__(self, engine: EngineCore, clock: Callable[[], float]) -> None:
+    def __init__(self, engine: EngineCore) -> None:
         self.engine = engine
-        self.clock = clock
+        self.clock = engine.clock
         self.running: dict[str, CompletedRequest] = {}
         self.num_tokens = 0
 
@@ -88,10 +84,8 @@ class LoadDriver:
                 ended += self.step()
             elif end_s == float("inf"):
                 break
-            elif isinstance(self.clock, VirtualClock):
-                self.clock.now_s = end_s
             else:
-                time.sleep(min(_POLL_INTERVAL_S, max(end_s - self.clock(), 0.0)))
+                self.clock.wait_until(end_s)
         return ended
 
 

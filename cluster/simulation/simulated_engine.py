@@ -25,7 +25,7 @@ from ..request.request import Request, SamplingParams
 from ..step.executor import ExecutorInfo
 from ..step.scheduler_output import BoolArray, SchedulerOutput, StepTimings
 from .load_driver import CompletedRequest, LoadDriver
-from .simulated_executor import SimulatedExecutor, VirtualClock
+from .simulated_executor import SimulatedExecutor
 
 VOCAB = 2**15  # vocabulary of the simulated tokens, whose values do not matter
 
@@ -70,9 +70,7 @@ def simulated_engine(
         tree_width=width,
         tree_size=size,
     )
-    clock = VirtualClock()
-    executor = SimulatedExecutor(info, pair.survival, cost, clock.advance, hardness)
-    return LoadDriver(EngineCore(config, executor, clock), clock)
+    return LoadDriver(EngineCore(config, SimulatedExecutor(info, pair.survival, cost, hardness)))
 
 
 def simulated_request(number: int, prompt_tokens: int, output_tokens: int) -> Request:

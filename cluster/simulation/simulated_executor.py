@@ -2,8 +2,8 @@
 
 Drafts come from `simulated_drafts.py`; trims are applied, and reduce the cost. The token at (seed, position)
 is a pure function, as with real workers, so a scheduler that let drafts, batches or preemptions change the
-output would be caught. Part of the product for tests and capacity questions at any scale. Time only passes if
-the caller passes `VirtualClock.advance` or `time.sleep`.
+output would be caught. Part of the product for tests and capacity questions at any scale. Its steps take the
+seconds of their cost on its own clock, which is virtual unless the caller passes the machine's.
 
 Shape legend: R requests in the step, W = 1 + largest number of drafts, S slots.
 """
@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from ..speculation.draft_trimming import TRIM_S, drafts_to_verify
+from ..step.clock import EngineClock, VirtualClock
 from ..step.executor import DrafterHealth, ExecutorInfo
 from ..step.scheduler_output import (
     AdmittedRequest,
@@ -31,19 +32,6 @@ from .simulated_trees import SimulatedTrees, simulate_trees
 
 _TOKENS = 0  # stream of noise, different from those of `simulated_drafts.py`
 _NO_DRAFTER = -1
-
-
-class VirtualClock:
-    """A clock that only advances when told to. Pass the object itself to `EngineCore` as its clock."""
-
-    def __init__(self) -> None:
-        self.now_s = 0.0
-
-    def __call__(self) -> float:
-        return self.now_s
-
-    def advance(self, seconds: float) -> None:
-        self.now_s += seconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,9 +60,9 @@ class SimulatedExecutor:
         survival: survival[i] is the probability that drafts 0..i are all accepted; 0 beyond its end.
         cost: seconds of a step's parts in sequence; called with the plan for drafting, and with the trimmed
             plan for the rest.
-        spend: called with the seconds that a step must be waited for, e.g. `VirtualClock.advance`.
         hardness: hardness of a request's text, by its id: acceptance probabilities are raised to this power.
         grow_s: seconds to grow the draft tree of a request.
+        clock: a virtual clock by default; with `MACHINE_CLOCK` steps take the seconds of their cost.
     """
 
     def __init__(
@@ -82,16 +70,16 @@ class SimulatedExecutor:
         info: ExecutorInfo,
         survival: Sequence[float] = (),
         cost: Callable[[SchedulerOutput], StepTimings] = LinearCost(),
-        spend: Callable[[float], None] = lambda seconds: None,
         hardness: Callable[[str], float] = lambda request_id: 1.0,
         grow_s: float = 0.0,
+        clock: EngineClock | None = None,
     ) -> None:
         self._info = info
+        self._clock = VirtualClock() if clock is None else clock
         self._drafts = SimulatedDrafts(survival)
         self._hardness = hardness
         self._grow_s = grow_s
         self._cost = cost
-        self._spend = spend
         self._times = SimulatedStepTimes(drafts_concurrently=info.halves)
         self._seeds_S = np.zeros(0, dtype=np.uint64)
         self._hardness_S = np.zeros(0)
@@ -106,6 +94,10 @@ class SimulatedExecutor:
     @property
     def info(self) -> ExecutorInfo:
         return self._info
+
+    @property
+    def clock(self) -> EngineClock:
+        return self._clock
 
     @property
     def drafter_health(self) -> DrafterHealth:
@@ -124,7 +116,7 @@ class SimulatedExecutor:
         self._results.append(self._run(plan))
 
     def collect(self) -> StepResult:
-        self._spend(self._times.end())
+        self._clock.wait_until(self._clock() + self._times.end())
         return self._results.popleft()
 
     def first_positions(self, plan: SchedulerOutput) -> IntArray:

@@ -8,6 +8,7 @@ from typing import Protocol, runtime_checkable
 
 from ..pages.kv_cache_groups import KVCacheGroup
 from ..request.request import SamplingParams
+from .clock import EngineClock
 from .scheduler_output import SchedulerOutput, StepResult
 
 
@@ -79,6 +80,11 @@ class Executor(Protocol):
 
     @property
     def info(self) -> ExecutorInfo: ...
+
+    @property
+    def clock(self) -> EngineClock:
+        """The clock by which the engine times its steps and queues; `Request.arrival_s` is on it, too."""
+        ...
 
     @property
     def drafter_health(self) -> DrafterHealth:

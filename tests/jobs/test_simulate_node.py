@@ -22,7 +22,7 @@ from manta.cluster.hardware.step_time import LAUNCH_S, LAUNCHES_OF_TREES
 from manta.cluster.simulation.acceptance_mix import AcceptanceMix
 from manta.cluster.simulation.load_driver import LoadDriver, closed_loop, open_loop
 from manta.cluster.simulation.simulated_engine import PlanCost
-from manta.cluster.simulation.simulated_executor import LinearCost, SimulatedExecutor, VirtualClock
+from manta.cluster.simulation.simulated_executor import LinearCost, SimulatedExecutor
 from manta.cluster.speculation.acceptance_length import survival_of_length
 from manta.cluster.step.dummy_steps import dummy_step
 from manta.cluster.step.executor import ExecutorInfo
@@ -204,12 +204,11 @@ def test_the_frontier_contains_the_undominated_points() -> None:
 
 def test_an_engine_simulated_at_a_known_cost_takes_the_time_of_its_steps() -> None:
     """The same driver runs on a virtual clock: 20 tokens of one request are one prompt and 19 steps."""
-    clock = VirtualClock()
     info = ExecutorInfo((100,), 16, 512, 1000, (), 0, "float32", "cpu")
-    executor = SimulatedExecutor(info, (), LinearCost(0.5), clock.advance)
-    driven = LoadDriver(EngineCore(EngineConfig(model="m"), executor, clock), clock)
+    executor = SimulatedExecutor(info, (), LinearCost(0.5))
+    driven = LoadDriver(EngineCore(EngineConfig(model="m"), executor))
     driven.add(replace(WORK, sigma=0.0, output_tokens=20).request(0), 3.0)
-    clock.now_s = 3.0
+    driven.clock.wait_until(3.0)
     (served,) = driven.run_until(float("inf"))
     assert (served.ttft_s, served.tpot_s, served.e2e_s) == (0.5, 0.5, 10.0)
 

@@ -18,6 +18,7 @@ WHOLE = os.environ.get("MANTA_GRID") == "whole" or os.environ.get("MANTA_TEST_DE
 _TESTED = {
     "tests/actors/targets/": ("drafter/",),
     "tests/actors/workers/": ("drafter/", "jobs/doctor/"),
+    "tests/cluster/speculation/": ("cluster/scheduler/", "cluster/simulation/"),
     "tests/drafter/gpu_triton/": ("drafter/step/gpu_triton/", "jobs/doctor/"),
     "tests/drafter/step/": ("drafter/dflash/",),
     "tests/drafter/cpu/": ("drafter/step/cpu_numba/",),

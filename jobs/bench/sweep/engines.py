@@ -11,8 +11,7 @@ A side that the engine refuses is reported with the reason, and the others run.
 from __future__ import annotations
 
 import json
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -131,12 +130,10 @@ def _json_object(text: str) -> dict[str, Any]:
 class Driver:
     """One engine that is put under load in passes; it closes its executor."""
 
-    def __init__(
-        self, config: EngineConfig, executor: Executor, clock: Callable[[], float] = time.monotonic
-    ) -> None:
+    def __init__(self, config: EngineConfig, executor: Executor) -> None:
         self.info = executor.info
-        self.engine = EngineCore(config, executor, clock)
-        self.clock = clock
+        self.engine = EngineCore(config, executor)
+        self.clock = executor.clock
 
     def closed(self, source: RequestSource, part: range, at_once: int) -> LoadPass:
         """Run the requests of `part` with `at_once` in flight; later ones keep the load and are aborted."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import json
 import logging
-import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -19,11 +18,9 @@ from manta.actors.observability.telemetry import RequestTelemetry
 from manta.cluster.config import EngineConfig
 from manta.cluster.metrics.engine_metrics import CATALOGUE
 from manta.cluster.metrics.metric import BoundedLabels
-from manta.cluster.simulation.simulated_executor import VirtualClock
 from manta.cluster.step.scheduler_output import DrafterUse
 from prometheus_client.parser import text_string_to_metric_families
 from support.checkpoints.text_pair import LiveServer
-from support.engines.opened import core_of
 from support.servers.simulated_server import SURVIVAL, simulated
 from support.waiting import wait_until
 
@@ -70,15 +67,7 @@ def scraped(http: httpx.Client) -> Samples:
 
 
 @pytest.fixture(scope="module")
-def clock() -> VirtualClock:
-    """The seconds of the simulated steps."""
-    return VirtualClock()
-
-
-@pytest.fixture(scope="module")
-def server(
-    pair: tuple[Path, Path], clock: VirtualClock, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[LiveServer]:
+def server(pair: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
     target, drafter = pair
     config = EngineConfig.from_dict(
         {
@@ -92,7 +81,7 @@ def server(
     storage = str(tmp_path_factory.mktemp("batches"))
     anybody: dict[str, Any] = {"tenants": "*", "categories": "*", "max_metric_labels": 2}
     settings = ServerSettings(served_model_name="tiny", batch_storage=storage, **anybody)
-    with LiveServer(config, settings, lambda config: simulated(config, clock.advance)) as server:
+    with LiveServer(config, settings, simulated) as server:
         yield server
 
 
@@ -303,12 +292,8 @@ def test_drafter_and_cache_settings_are_labels(server: LiveServer, load: Load) -
     assert {**wanted, "block_size": str(len(SURVIVAL) + 1)}.items() <= drafter.items()
 
 
-def test_the_measured_speed_up_and_the_reasons_for_not_drafting_are_exported(
-    server: LiveServer, http: httpx.Client, clock: VirtualClock, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_measured_speed_up_and_the_reasons_for_not_drafting_are_exported(http: httpx.Client) -> None:
     """The simulated seconds: a block gives at most 4.5 tokens in 5 ms, a plain step a token in 4 ms."""
-    clock.now_s = time.monotonic()
-    monkeypatch.setattr(core_of(server.engine), "_clock", clock)  # no time passes between steps
     load = Load(http)
     load.post("/v1/completions", {"prompt": "ab", "max_tokens": 200, "speculative": False})
     load.end()

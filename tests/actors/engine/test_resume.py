@@ -14,15 +14,11 @@ from manta.cluster.request.request import Request, SamplingParams
 from support.engines.cluster_checker import (
     EOS,
     VOCAB,
-    Outputs,
-    add,
     expected,
     make_info,
     make_request,
     open_engine,
-    run,
 )
-from support.engines.opened import executor_of
 from support.engines.steps import settings
 
 INFO = make_info()
@@ -49,14 +45,14 @@ def test_a_request_resumed_at_any_token_ends_the_same(fields: dict[str, object])
         request = make_request("r", seed=seed, **fields)
         tokens, *end = expected(request, INFO)
         for count in range(len(tokens)):
-            outputs = run(open_engine(INFO), cut(request, tokens, count))
+            outputs = open_engine(INFO).run(cut(request, tokens, count))
             assert outputs.tokens["r"] == tokens[count:] and outputs.ends["r"] == tuple(end)
 
 
 def test_resumed_tokens_are_cached_but_do_not_count_as_prompt() -> None:
     engine, request = open_engine(INFO), make_request("r", range(2, 12), **LONG)
-    tokens = run(engine, request).tokens["r"]
-    outputs = run(engine, cut(request, tokens, 20))
+    tokens = engine.run(request).tokens["r"]
+    outputs = engine.run(cut(request, tokens, 20))
     assert outputs.tokens["r"] == tokens[20:] and outputs.cached["r"] == 10, "of 28 tokens, the prompt's"
     assert engine.stats().prompt_tokens == 20
     assert engine.stats().generation_tokens == 30 + 10
@@ -64,17 +60,13 @@ def test_resumed_tokens_are_cached_but_do_not_count_as_prompt() -> None:
 
 def test_completions_of_one_prompt_resume_from_their_own_tokens() -> None:
     params = SamplingParams(n=3, seed=5, max_tokens=20, ignore_eos=True)
-    requests = [make_request(f"r{i}") for i in range(3)]
-    requests = [replace(r, params=params.child(i)) for i, r in enumerate(requests)]
-    engine, outputs = open_engine(INFO), Outputs()
-    resumed = [cut(r, expected(r, INFO)[0], 4 * i) for i, r in enumerate(requests)]
-    executor_of(engine).requests |= {r.request_id: r for r in resumed}
-    engine.add_requests(resumed)
-    while engine.has_unfinished:
-        outputs.take(engine)
-    assert [outputs.tokens[f"r{i}"] for i in range(3)] == [
-        expected(r, INFO)[0][4 * i :] for i, r in enumerate(requests)
-    ]
+    requests = [replace(make_request(f"r{i}"), params=params.child(i)) for i in range(3)]
+    engine, whole = open_engine(INFO), [expected(request, INFO)[0] for request in requests]
+    engine.add_requests(
+        [cut(r, tokens, 4 * i) for i, (r, tokens) in enumerate(zip(requests, whole, strict=True))]
+    )
+    found = engine.run().tokens
+    assert [found[f"r{i}"] for i in range(3)] == [tokens[4 * i :] for i, tokens in enumerate(whole)]
 
 
 @pytest.mark.parametrize(
@@ -92,9 +84,9 @@ def test_requests_that_cannot_resume_are_refused(
 ) -> None:
     engine = open_engine(make_info(num_pages=(10,)))
     with pytest.raises(error, match=words):
-        add(engine, make_request("r", output_token_ids=tokens, **params))
+        engine.add("r", output_token_ids=tokens, **params)
     assert not engine.has_unfinished
-    add(engine, make_request("r", output_token_ids=(2, EOS[0], 3), max_tokens=9, min_tokens=3))
+    engine.add("r", output_token_ids=(2, EOS[0], 3), max_tokens=9, min_tokens=3)
 
 
 PROMPTS = (tuple(range(3, 40)), (5, 9, 11))

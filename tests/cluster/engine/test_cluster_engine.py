@@ -6,24 +6,22 @@ import dataclasses
 
 import numpy as np
 import pytest
-from manta.cluster.config import EngineConfig
-from manta.cluster.engine.engine_core import STEP_PARTS, EngineCore
+from manta.cluster.engine.engine_core import STEP_PARTS
 from manta.cluster.errors import OverloadedError, RequestError, UnprocessableError
 from manta.cluster.metrics.engine_metrics import CATALOGUE
 from manta.cluster.metrics.fleet_metrics import BATCH_CATALOGUE
 from manta.cluster.pages.kv_cache_groups import KVCacheGroup
 from manta.cluster.request.request import SamplingParams
-from manta.cluster.simulation.simulated_executor import LinearCost, SimulatedExecutor, VirtualClock
+from manta.cluster.simulation.simulated_executor import LinearCost
 from manta.cluster.step.dummy_steps import dummy_step
 from support.engines.cluster_checker import (
     EOS,
     VOCAB,
-    add,
     expected,
     make_info,
     make_request,
     open_engine,
-    run,
+    simulated_engine,
 )
 
 INFO = make_info()
@@ -39,38 +37,33 @@ def seed_with_stop_within(count: int, **params: object) -> int:
 
 
 def test_the_models_end_token_is_returned_last_without_a_stop_reason() -> None:
-    request = make_request("r", max_tokens=40, seed=seed_with_stop_within(20))
-    outputs = run(open_engine(INFO), request)
+    outputs = open_engine(INFO).run(make_request("r", max_tokens=40, seed=seed_with_stop_within(20)))
     assert outputs.tokens["r"][-1] in EOS and outputs.ends["r"] == ("stop", None)
 
 
-def test_a_stop_token_of_the_request_is_the_stop_reason() -> None:
-    request = make_request("r", max_tokens=None, ignore_eos=True, stop_token_ids=(7,), seed=3)
-    outputs = run(open_engine(INFO), request)
-    assert outputs.tokens["r"][-1] == 7 and outputs.ends["r"] == ("stop", 7)
-
-
-def test_an_ignored_end_token_that_the_request_names_is_a_stop_reason() -> None:
-    request = make_request("r", max_tokens=None, ignore_eos=True, stop_token_ids=EOS, seed=3)
-    outputs = run(open_engine(INFO), request)
-    assert outputs.ends["r"] == ("stop", outputs.tokens["r"][-1])
+@pytest.mark.parametrize("stop_token_ids", [(7,), EOS], ids=["its own", "an ignored end token"])
+def test_a_stop_token_of_the_request_is_the_stop_reason(stop_token_ids: tuple[int, ...]) -> None:
+    request = make_request("r", max_tokens=None, ignore_eos=True, stop_token_ids=stop_token_ids, seed=3)
+    outputs = open_engine(INFO).run(request)
+    last = outputs.tokens["r"][-1]
+    assert last in stop_token_ids and outputs.ends["r"] == ("stop", last)
 
 
 def test_nothing_stops_before_min_tokens() -> None:
     seed = seed_with_stop_within(6)
     request = make_request("r", max_tokens=40, min_tokens=20, seed=seed)
-    assert len(run(open_engine(INFO), request).tokens["r"]) > 20
+    assert len(open_engine(INFO).run(request).tokens["r"]) > 20
 
 
 def test_max_tokens_beyond_the_context_is_reduced_to_the_remainder() -> None:
     for max_tokens in (None, 10_000):
-        outputs = run(open_engine(INFO), make_request("r", max_tokens=max_tokens, ignore_eos=True))
+        outputs = open_engine(INFO).run(make_request("r", max_tokens=max_tokens, ignore_eos=True))
         assert len(outputs.tokens["r"]) == INFO.max_model_len - 3 and outputs.ends["r"][0] == "length"
 
 
 def test_without_max_tokens_a_sequence_grows_until_the_pages_are_used() -> None:
     info = make_info(num_pages=(4,))
-    outputs = run(open_engine(info), make_request("r", max_tokens=None, ignore_eos=True))
+    outputs = open_engine(info).run(make_request("r", max_tokens=None, ignore_eos=True))
     assert len(outputs.tokens["r"]) == 4 * 4 + 1 - 3, "the last token needs no page"
 
 
@@ -91,48 +84,48 @@ def test_a_request_that_can_never_run_is_refused_by_field(
 ) -> None:
     engine = open_engine(make_info(num_pages=(10,)))
     with pytest.raises(error, match=words) as raised:
-        add(engine, make_request("r", prompt, **params))
+        engine.add("r", prompt, **params)
     assert type(raised.value) is error and raised.value.param == param
     assert not engine.has_unfinished
 
 
 def test_the_longest_request_that_the_pages_hold_runs() -> None:
     engine = open_engine(make_info(num_pages=(10,)), survival=[1.0] * 4)
-    outputs = run(engine, make_request("r", (2,) * 20, max_tokens=21, ignore_eos=True))
+    outputs = engine.run(make_request("r", (2,) * 20, max_tokens=21, ignore_eos=True))
     assert len(outputs.tokens["r"]) == 21
 
 
 def test_without_chunked_prefill_a_prompt_longer_than_a_step_is_refused() -> None:
     engine = open_engine(INFO, enable_chunked_prefill=False, max_num_batched_tokens=8)
     with pytest.raises(RequestError, match="max_num_batched_tokens=8"):
-        add(engine, make_request("r", (2,) * 9))
+        engine.add("r", (2,) * 9)
 
 
 def test_an_id_that_is_running_is_refused() -> None:
     engine = open_engine(INFO)
-    add(engine, make_request("r"))
+    engine.add("r")
     with pytest.raises(RequestError, match="already running") as raised:
-        add(engine, make_request("r"))
+        engine.add("r")
     assert raised.value.param == "request_id"
 
 
 def test_a_full_queue_refuses_with_a_retryable_error() -> None:
     engine = open_engine(INFO, max_num_seqs=1, max_num_queued_reqs=2)
     for name in ("a", "b", "c"):
-        add(engine, make_request(name))
+        engine.add(name)
     with pytest.raises(OverloadedError, match=r"2 requests are waiting .*max_num_queued_reqs=2") as raised:
-        add(engine, make_request("d"))
+        engine.add("d")
     assert raised.value.retryable
 
 
 def test_a_burst_that_fits_free_slots_is_accepted_between_steps() -> None:
     engine = open_engine(INFO, max_num_seqs=4, max_num_queued_reqs=1)
-    add(engine, make_request("a", max_tokens=50, ignore_eos=True))
+    engine.add("a", max_tokens=50, ignore_eos=True)
     engine.step()
     for name in "bcde":  # three have seats, one waits
-        add(engine, make_request(name, max_tokens=50, ignore_eos=True))
+        engine.add(name, max_tokens=50, ignore_eos=True)
     with pytest.raises(OverloadedError, match="1 requests are waiting and 1 would join"):
-        add(engine, make_request("f"))
+        engine.add("f")
     engine.step()
     assert (engine.stats().running, engine.stats().waiting) == (4, 1)
     engine.abort("a")
@@ -144,18 +137,18 @@ def test_a_burst_that_fits_free_slots_is_accepted_between_steps() -> None:
 def test_free_slots_without_pages_admit_no_request() -> None:
     engine = open_engine(make_info(num_pages=(20,)), max_num_seqs=8, max_num_queued_reqs=2)
     for name in "abc":
-        add(engine, make_request(name, (1,) * 40, max_tokens=20, ignore_eos=True))
+        engine.add(name, (1,) * 40, max_tokens=20, ignore_eos=True)
     engine.step()
     assert engine.stats().running < 3
     for i in range(2 - engine.stats().waiting):
-        add(engine, make_request(f"d{i}"))
+        engine.add(f"d{i}")
     with pytest.raises(OverloadedError, match="2 requests are waiting"):
-        add(engine, make_request("e"))
+        engine.add("e")
 
 
 def test_completions_of_one_prompt_are_queued_together_or_not_at_all() -> None:
     engine = open_engine(INFO, max_num_seqs=1, max_num_queued_reqs=2)
-    add(engine, make_request("a"))
+    engine.add("a")
     with pytest.raises(RequestError, match='"a" is already running'):
         engine.add_requests([make_request("b"), make_request("a")])
     with pytest.raises(OverloadedError, match="0 requests are waiting and 3 would join them"):
@@ -172,7 +165,7 @@ def test_an_idle_engine_plans_nothing() -> None:
 
 def test_engine_stats_count_each_token_and_draft_once() -> None:
     engine = open_engine(INFO, survival=[1.0, 1.0, 0.0])
-    run(engine, make_request("r", (2, 3), max_tokens=10, ignore_eos=True))
+    engine.run(make_request("r", (2, 3), max_tokens=10, ignore_eos=True))
     stats = engine.stats()
     # One token from the prompt's step, then blocks of 2 accepted drafts + 1.
     assert (stats.steps, stats.prompt_tokens, stats.generation_tokens) == (4, 2, 10)
@@ -182,8 +175,7 @@ def test_engine_stats_count_each_token_and_draft_once() -> None:
 
 def test_an_accepted_draft_that_ends_the_sequence_counts_as_accepted() -> None:
     engine = open_engine(make_info(num_speculative_tokens=20), survival=[1.0] * 20)
-    request = make_request("r", max_tokens=40, seed=seed_with_stop_within(20))
-    add(engine, request)
+    request = engine.add("r", max_tokens=40, seed=seed_with_stop_within(20))
     (first,), (second,) = engine.step(), engine.step()
     assert (first.num_drafted, first.num_accepted) == (0, 0) and second.finish_reason == "stop"
     assert second.num_drafted == 20 and second.num_accepted == len(second.token_ids)
@@ -191,27 +183,23 @@ def test_an_accepted_draft_that_ends_the_sequence_counts_as_accepted() -> None:
 
 
 def test_a_steps_time_is_divided_into_its_parts() -> None:
-    clock = VirtualClock()
     cost = LinearCost(verify_floor_s=0.010, verify_row_s=0.001, draft_floor_s=0.002)
-    executor = SimulatedExecutor(INFO, [0.5], cost, clock.advance)
-    engine = EngineCore(EngineConfig(model="simulated"), executor, clock)
-    engine.add_request(make_request("r", (2,) * 30, max_tokens=1))
+    engine = simulated_engine(INFO, [0.5], cost)
+    engine.add("r", (2,) * 30, max_tokens=1)
     engine.step()
-    assert clock() == pytest.approx(0.030)  # 30 rows
+    assert engine.clock() == pytest.approx(0.030)  # 30 rows
     seconds = engine.stats().step_seconds
-    assert tuple(seconds) == STEP_PARTS and seconds["execute"] == seconds["verify"] == clock()
-    engine.add_request(make_request("s", (2,), max_tokens=2, ignore_eos=True))
+    assert tuple(seconds) == STEP_PARTS and seconds["execute"] == seconds["verify"] == engine.clock()
+    engine.add("s", (2,), max_tokens=2, ignore_eos=True)
     engine.step()
-    assert clock() == pytest.approx(0.040)
+    assert engine.clock() == pytest.approx(0.040)
     engine.close()
 
 
 def test_queue_time_ends_with_a_requests_first_step() -> None:
-    clock = VirtualClock()
-    executor = SimulatedExecutor(INFO, cost=LinearCost(verify_floor_s=0.5), spend=clock.advance)
-    engine = EngineCore(EngineConfig(model="simulated", max_num_seqs=1), executor, clock)
+    engine = simulated_engine(INFO, cost=LinearCost(verify_floor_s=0.5), max_num_seqs=1)
     for name in ("a", "b"):
-        engine.add_request(make_request(name, max_tokens=2, ignore_eos=True, max_draft_tokens=0))
+        engine.add(name, max_tokens=2, ignore_eos=True, max_draft_tokens=0)
     updates = [update for _ in range(4) for update in engine.step()]
     assert [(u.request_id, u.queue_s) for u in updates] == [("a", 0.0), ("a", 0.0), ("b", 1.0), ("b", 1.0)]
 
@@ -219,7 +207,7 @@ def test_queue_time_ends_with_a_requests_first_step() -> None:
 def test_a_snapshot_does_not_change() -> None:
     engine = open_engine(INFO)
     before = engine.stats()
-    run(engine, make_request("r", max_tokens=5))
+    engine.run(make_request("r", max_tokens=5))
     assert before.steps == 0 and before.step_seconds["execute"] == 0.0 and not before.finished
     with pytest.raises(dataclasses.FrozenInstanceError):
         before.steps = 1  # type: ignore[misc]
@@ -229,9 +217,8 @@ def test_a_slot_gets_the_sampling_parameters_of_its_request() -> None:
     engine = open_engine(INFO)
     params = SamplingParams(temperature=0.5, top_k=7, top_p=0.9, min_p=0.1, seed=-3, min_tokens=2)
     fields = {f.name: getattr(params, f.name) for f in dataclasses.fields(params)}
-    add(engine, make_request("r", (2, 3, 4), **{**fields, "stop_token_ids": (9, EOS[0])}))
-    plan = engine.plan()
-    assert plan is not None
+    engine.add("r", (2, 3, 4), **{**fields, "stop_token_ids": (9, EOS[0])})
+    plan = engine.next_plan()
     (entered,) = plan.admitted
     sampling = entered.sampling
     assert (sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p) == (0.5, 7, 0.9, 0.1)
@@ -251,9 +238,9 @@ def test_metric_names_are_unique_and_buckets_increase() -> None:
 
 def test_more_stop_tokens_than_a_device_can_watch_for_are_refused() -> None:
     request = make_request("r", stop_token_ids=(2, 3, 4), max_tokens=4)
-    add(open_engine(make_info(max_stop_token_ids=5)), request)
+    open_engine(make_info(max_stop_token_ids=5)).add_request(request)
     with pytest.raises(RequestError, match="at most 4") as caught:
-        add(open_engine(make_info(max_stop_token_ids=4)), request)
+        open_engine(make_info(max_stop_token_ids=4)).add_request(request)
     assert caught.value.param == "stop_token_ids"
 
 

@@ -2,37 +2,36 @@
 
 from __future__ import annotations
 
-from manta.cluster.config import EngineConfig
-from manta.cluster.engine.engine_core import EngineCore
-from manta.cluster.simulation.simulated_executor import LinearCost, SimulatedExecutor, VirtualClock
-from support.engines.cluster_checker import add, make_info, make_request, open_engine, run
+from typing import Any
+
+from manta.cluster.simulation.simulated_executor import LinearCost
+from manta.cluster.step.executor import ExecutorInfo
+from support.engines.cluster_checker import (
+    SimulatedEngine,
+    make_info,
+    make_request,
+    open_engine,
+    simulated_engine,
+)
 
 STEP_S = 0.01
 LONG = {"ignore_eos": True}
 
 
-def clocked(info: object = None, **settings: object) -> tuple[EngineCore, VirtualClock]:
-    """Return an engine whose steps take 10 ms of a simulated clock, 2 ms of them for drafting."""
-    clock, info = VirtualClock(), info or make_info()
+def clocked(info: ExecutorInfo | None = None, **settings: Any) -> SimulatedEngine:
+    """Return an engine whose steps take 10 ms, 2 ms of them for drafting."""
     cost = LinearCost(verify_floor_s=0.008, draft_floor_s=0.002)
-    executor = SimulatedExecutor(info, [0.8, 0.6, 0.4, 0.2], cost, clock.advance)
-    config = EngineConfig(model="simulated", **{"max_num_seqs": 8, "max_num_batched_tokens": 64, **settings})
-    return EngineCore(config, executor, clock), clock
-
-
-def until_done(engine: EngineCore) -> None:
-    while engine.has_unfinished:
-        engine.step()
+    sizes = {"max_num_seqs": 8, "max_num_batched_tokens": 64, **settings}
+    return simulated_engine(info or make_info(), cost=cost, **sizes)
 
 
 def test_a_timeline_shows_what_a_request_waited_for_and_for_how_long() -> None:
-    engine, clock = clocked(max_num_seqs=1)
-    first = make_request("first", max_tokens=20, **LONG)
-    engine.add_request(first)
+    engine = clocked(max_num_seqs=1)
+    engine.add("first", max_tokens=20, **LONG)
     engine.step()
-    clock.advance(0.003)
-    engine.add_request(make_request("second", max_tokens=4, arrival_s=clock.now_s, **LONG))
-    until_done(engine)
+    engine.clock.wait_until(engine.clock() + 0.003)
+    engine.add("second", max_tokens=4, arrival_s=engine.clock(), **LONG)
+    engine.run_steps(400)
     (first_life,), (life,) = engine.timelines("first"), engine.timelines("second")
     (stay,) = life.intervals
     assert stay.waited.keys() == {"slots"} and first_life.intervals[0].waited == {}
@@ -41,20 +40,20 @@ def test_a_timeline_shows_what_a_request_waited_for_and_for_how_long() -> None:
 
 
 def test_an_extra_prompt_waits_for_pages_and_a_long_one_for_rows() -> None:
-    engine, _ = clocked(make_info(num_pages=(10,)), max_num_batched_tokens=16)
+    engine = clocked(make_info(num_pages=(10,)), max_num_batched_tokens=16)
     for name in ("a", "b", "c"):
-        engine.add_request(make_request(name, range(2, 22), max_tokens=8, cache_salt=name, **LONG))
-    until_done(engine)
+        engine.add(name, range(2, 22), max_tokens=8, cache_salt=name, **LONG)
+    engine.run_steps(400)
     waited = [set(engine.timelines(name)[0].intervals[0].waited) for name in "abc"]
     assert waited[0] == set() and "rows" in waited[1] and "pages" in waited[2]
 
 
 def test_a_timeline_shows_prompt_cache_drafts_and_times() -> None:
-    engine, _ = clocked(max_num_batched_tokens=16)
+    engine = clocked(max_num_batched_tokens=16)
     prompt = tuple(range(2, 22))
     for name in ("warm", "mine"):
-        engine.add_request(make_request(name, prompt, max_tokens=12, client_id=f"of-{name}", **LONG))
-        until_done(engine)
+        engine.add(name, prompt, max_tokens=12, client_id=f"of-{name}", **LONG)
+        engine.run_steps(400)
     (life,) = engine.timelines("of-mine")
     (stay,) = life.intervals
     assert (life.request_id, life.num_prompt_tokens, life.finish_reason) == ("mine", 20, "length")
@@ -68,34 +67,33 @@ def test_a_timeline_shows_prompt_cache_drafts_and_times() -> None:
 
 def test_timelines_are_found_by_the_response_id_and_no_other() -> None:
     engine = open_engine(make_info())
-    run(engine, *(make_request(name, max_tokens=2, **LONG) for name in ("r", "r-0", "r-1", "r.1", "rs")))
+    engine.run(*(make_request(name, max_tokens=2, **LONG) for name in ("r", "r-0", "r-1", "r.1", "rs")))
     assert [life.request_id for life in engine.timelines("r")] == ["r", "r-0", "r-1", "r.1"]
     assert [life.request_id for life in engine.timelines("r-1")] == ["r-1"] and engine.timelines("x") == []
 
 
 def test_a_running_request_has_a_partial_timeline() -> None:
-    engine, clock = clocked()
-    engine.add_request(make_request("r", max_tokens=30, **LONG))
-    for _ in range(3):
-        engine.step()
+    engine = clocked()
+    engine.add("r", max_tokens=30, **LONG)
+    engine.run_steps(3)
     (life,) = engine.timelines("r")
     assert len(life.intervals[0].steps) == 3 and life.ended_s is None and life.intervals[0].why is None
     engine.abort("r")
     (life,) = engine.timelines("r")
-    assert (life.finish_reason, life.ended_s, len(life.intervals[0].steps)) == ("abort", clock.now_s, 3)
+    assert (life.finish_reason, life.ended_s, len(life.intervals[0].steps)) == ("abort", engine.clock(), 3)
 
 
 def test_a_long_timeline_keeps_its_last_steps_and_the_oldest_timelines_are_dropped() -> None:
     info = make_info(num_pages=(512,), max_model_len=2000, num_speculative_tokens=0)
-    engine, _ = clocked(info, max_num_seqs=2048, max_num_batched_tokens=2048)  # a journal of 256 steps
-    engine.add_request(make_request("long", max_tokens=300, **LONG))
-    until_done(engine)
+    engine = clocked(info, max_num_seqs=2048, max_num_batched_tokens=2048)  # a journal of 256 steps
+    engine.add("long", max_tokens=300, **LONG)
+    engine.run_steps(400)
     (stay,) = engine.timelines("long")[0].intervals
     assert stay.num_forgotten == 44 and len(stay.steps) == 256
     for _ in range(41):
         for i in range(100):
-            engine.add_request(make_request(f"r{i}", max_tokens=1, **LONG))
-        until_done(engine)
+            engine.add(f"r{i}", max_tokens=1, **LONG)
+        engine.run_steps(400)
     assert engine.timelines("long") == [] and len(engine.timelines("r99")) == 41
 
 
@@ -103,11 +101,11 @@ def test_a_request_without_the_prefix_cache_neither_reads_nor_writes_it() -> Non
     engine, prompt = open_engine(make_info()), tuple(range(2, 22))
 
     def cached(name: str, **fields: object) -> int:
-        return run(engine, make_request(name, prompt, max_tokens=8, **LONG, **fields)).cached[name]
+        return engine.run(make_request(name, prompt, max_tokens=8, **LONG, **fields)).cached[name]
 
     assert [cached("a", uses_cache=False), cached("b"), cached("c", uses_cache=False)] == [0, 0, 0]
     assert cached("d") == 16
     engine.check_invariants()
-    add(engine, make_request("e", prompt, max_tokens=8, uses_cache=False, **LONG))
-    run(engine)
+    engine.add("e", prompt, max_tokens=8, uses_cache=False, **LONG)
+    engine.run()
     assert engine.stats().kv_usage == 0.0

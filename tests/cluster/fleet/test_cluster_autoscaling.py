@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -36,13 +37,9 @@ def test_scaling_up_follows_the_load_and_scaling_down_keeps_a_margin() -> None:
     def load(busy: float) -> FleetLoad:
         return FleetLoad(there=4, num_reporting=4, busy=busy)
 
-    assert [settled(ReplicaCount(RULES), load(b), 4, seconds=5) for b in (2.5, 3.0, 3.1, 4.0)] == [4, 4, 5, 6]
-    assert [settled(ReplicaCount(RULES), load(b), 4, seconds=185) for b in (2.5, 1.8, 1.2, 0.1)] == [
-        4,
-        3,
-        2,
-        2,
-    ]
+    soon = [settled(ReplicaCount(RULES), load(busy), 4, seconds=5) for busy in (2.5, 3.0, 3.1, 4.0)]
+    late = [settled(ReplicaCount(RULES), load(busy), 4, seconds=185) for busy in (2.5, 1.8, 1.2, 0.1)]
+    assert (soon, late) == ([4, 4, 5, 6], [4, 3, 2, 2])
     assert settled(ReplicaCount(RULES), load(0.1), 4, seconds=400) == 1
 
 
@@ -143,14 +140,7 @@ def test_more_load_never_needs_fewer_replicas(
 ) -> None:
     less, more = ReplicaCount(RULES), ReplicaCount(RULES)
     for i, load in enumerate(history):
-        heavier = FleetLoad(
-            load.there,
-            load.num_reporting,
-            load.busy + busy,
-            load.backlog_s + backlog_s,
-            load.queued,
-            load.background,
-        )
+        heavier = replace(load, busy=load.busy + busy, backlog_s=load.backlog_s + backlog_s)
         now_s = 100.0 * i
         assert less.target(load, target, 0, 50, now_s) <= more.target(heavier, target, 0, 50, now_s)
 

@@ -85,9 +85,8 @@ def test_a_node_that_is_large_enough_is_accepted() -> None:
 def test_a_shared_drafter_needs_its_own_resources_on_the_engines_node() -> None:
     topology = Topology.of(config(2, "shared"), {"GPU": 4.0})
     topology.check_drafter(NodeResources({"GPU": 4.0}, {"GPU": 1.0}))
-    with pytest.raises(
-        PlacementError, match=r"shared drafter needs 1 GPU \(there is 0\).*held by x: 4 GPU"
-    ) as caught:
+    said = r"shared drafter needs 1 GPU \(there is 0\).*held by x: 4 GPU"
+    with pytest.raises(PlacementError, match=said) as caught:
         topology.check_drafter(NodeResources({"GPU": 4.0}, {"GPU": 0.0}, {"x": {"GPU": 4.0}}))
     assert caught.value.param == "speculative_config.placement"
 
@@ -100,10 +99,8 @@ def test_one_node_must_hold_all_bundles_whatever_the_cluster_has_together() -> N
     with pytest.raises(PlacementError, match=r"2 GPU \(there is 1\) on one node.*lower") as caught:
         Topology(2, False, "cuda").check_feasible(TWO_OF_FOUR, [NodeResources(small, small)] * 4)
     assert caught.value.param == "tensor_parallel_size"
-    large = {"GPU": 2.0, "CPU": 1.0}
-    Topology(2, False, "cuda").check_feasible(
-        TWO_OF_FOUR, [NodeResources(small, small), NodeResources(large, {})]
-    )
+    nodes = [NodeResources(small, small), NodeResources({"GPU": 2.0, "CPU": 1.0}, {})]
+    Topology(2, False, "cuda").check_feasible(TWO_OF_FOUR, nodes)
 
 
 def test_an_empty_cluster_holds_nothing() -> None:
@@ -112,13 +109,9 @@ def test_an_empty_cluster_holds_nothing() -> None:
 
 
 def test_resources_in_use_are_named_with_their_holders() -> None:
-    large, free = {"GPU": 4.0, "CPU": 8.0}, {"GPU": 1.0, "CPU": 8.0}
-    nodes = [
-        NodeResources(
-            {"GPU": 1.0, "CPU": 64.0}, {"GPU": 1.0, "CPU": 64.0}
-        ),  # free, but it can never hold two
-        NodeResources(large, free, {"manta-engine": {"GPU": 2.0}}),
-    ]
+    small, large, free = {"GPU": 1.0, "CPU": 64.0}, {"GPU": 4.0, "CPU": 8.0}, {"GPU": 1.0, "CPU": 8.0}
+    # The small one is free, but can never hold two.
+    nodes = [NodeResources(small, small), NodeResources(large, free, {"manta-engine": {"GPU": 2.0}})]
     with pytest.raises(PlacementError) as caught:
         Topology(2, False, "cuda").check_available(TWO_OF_FOUR, nodes)
     assert caught.value.message == (
@@ -134,13 +127,7 @@ ONE_GPU = Topology(1, False, "cuda")
 @pytest.mark.parametrize(
     ("replicas", "gpus", "free", "said", "param"),
     [
-        (
-            3,
-            1.5,
-            1.5,
-            r"replicas=3: each needs 1 CPU and 1 GPU on one node, .* hold 2\.",
-            "replicas",
-        ),
+        (3, 1.5, 1.5, r"replicas=3: each needs 1 CPU and 1 GPU on one node, .* hold 2\.", "replicas"),
         (2, 1.0, 0.0, r"room for 1 now; held by a: 1 GPU\. .*or lower replicas to 1", "replicas"),
         (1, 0.5, 0.5, r"needs 1 GPU \(there is 0\.5\) on one node", "device"),
     ],
@@ -148,10 +135,8 @@ ONE_GPU = Topology(1, False, "cuda")
 def test_every_replica_must_fit_on_one_node(replicas, gpus, free, said, param) -> None:
     """All nodes are empty, except that a deployment holds resources of the first one."""
     has = {"GPU": gpus, "CPU": 4.0}
-    nodes = [
-        NodeResources(has, {"GPU": free, "CPU": 4.0}, {"a": {"GPU": gpus - free}}),
-        NodeResources(has, has),
-    ]
+    first = NodeResources(has, {"GPU": free, "CPU": 4.0}, {"a": {"GPU": gpus - free}})
+    nodes = [first, NodeResources(has, has)]
     demands = [DeploymentDemand("manta", ONE_GPU, ONE_GPU.replica_bundles(), replicas)]
     with pytest.raises(PlacementError, match=said) as caught:
         check_feasible(demands, nodes)

@@ -6,7 +6,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from manta.cluster.config import EngineConfig
-from manta.cluster.engine.engine_core import EngineCore
 from manta.cluster.errors import UnprocessableError
 from manta.cluster.kv_cache.prefix_cache import PagePool, PrefixCache
 from manta.cluster.pages.kv_cache_groups import (
@@ -18,19 +17,14 @@ from manta.cluster.pages.kv_cache_groups import (
     plane_width,
     share_pages,
 )
-from manta.cluster.simulation.simulated_executor import SimulatedExecutor
 from manta.cluster.step.limits import SchedulerConfig
-from manta.cluster.step.scheduler_output import SchedulerOutput
 from support.engines.cluster_checker import (
-    Outputs,
-    add,
-    expected,
+    CheckedEngine,
     longest,
     make_info,
     make_request,
     open_engine,
-    run,
-    submit_and_collect,
+    simulated_engine,
 )
 
 FULL = KVCacheGroup()
@@ -42,26 +36,33 @@ windows = st.one_of(st.none(), st.integers(1, 40))
 # Which groups a model needs.
 
 
-def test_two_models_without_windows_share_one_group() -> None:
-    plan = plan_kv_cache([None] * 4, [None] * 2, 1000)
-    assert plan.groups == (FULL,) and plan.num_pools == 1
-    assert plan.target == tuple(LayerPlace(0, plane) for plane in range(4))
-    assert plan.drafter == (LayerPlace(0, 0), LayerPlace(0, 1))
-    assert (plan.num_planes(plan.target, 0), plan.num_planes(plan.drafter, 0)) == (4, 2)
-
-
-def test_a_window_that_holds_every_sequence_counts_as_none() -> None:
-    assert plan_kv_cache([None, 1000], [2000], 1000).groups == (FULL,)
-    assert plan_kv_cache([999], [], 1000).groups == (KVCacheGroup(window=999),)
-
-
-def test_equal_windows_are_one_group_and_shared_by_both_models_only_if_they_are_the_same() -> None:
-    same = plan_kv_cache([64] * 3, [64], 1000)
-    assert same.groups == (KVCacheGroup(window=64),) and same.drafter == (LayerPlace(0, 0),)
-    other = plan_kv_cache([None] * 3, [64] * 2, 1000)
-    assert other.groups == (FULL, KVCacheGroup(1, 64)) and other.num_pools == 2
-    assert other.drafter == (LayerPlace(1, 0), LayerPlace(1, 1))
-    assert other.num_planes(other.target, 1) == 0 and other.num_planes(other.drafter, 1) == 2
+@pytest.mark.parametrize(
+    ("target", "drafter", "max_model_len", "groups"),
+    [
+        pytest.param([None] * 4, [None] * 2, 1000, (FULL,), id="models without windows share a group"),
+        pytest.param(
+            [None, 1000], [2000], 1000, (FULL,), id="windows that hold every sequence count as none"
+        ),
+        pytest.param([999], [], 1000, (KVCacheGroup(window=999),), id="a window of one token less counts"),
+        pytest.param([64] * 3, [64], 1000, (KVCacheGroup(window=64),), id="models with one window share it"),
+        pytest.param([None] * 3, [64] * 2, 1000, (FULL, KVCacheGroup(1, 64)), id="other windows are apart"),
+        pytest.param([990, None], [], 1000, (FULL,), id="a window that saves little is widened"),
+        pytest.param([900, 901], [], 1000, (KVCacheGroup(window=901),), id="windows that differ little join"),
+    ],
+)
+def test_layers_with_the_same_window_are_one_group(
+    target: list[int | None],
+    drafter: list[int | None],
+    max_model_len: int,
+    groups: tuple[KVCacheGroup, ...],
+) -> None:
+    plan = plan_kv_cache(target, drafter, max_model_len)
+    assert plan.groups == groups and plan.num_pools == 1 + groups[-1].pool
+    assert plan.target == tuple(LayerPlace(0, plane) for plane in range(len(target)))
+    last = len(groups) - 1
+    assert plan.drafter == tuple(LayerPlace(last, plane) for plane in range(len(drafter)))
+    assert plan.num_planes(plan.target, 0) == len(target)
+    assert plan.num_planes(plan.drafter, groups[-1].pool) == len(drafter)
 
 
 def test_five_sliding_layers_per_full_layer_make_six_groups_of_one_plane() -> None:
@@ -89,11 +90,6 @@ def test_a_drafter_with_windows_has_a_pool_of_its_own() -> None:
     assert plan.groups == (FULL, KVCacheGroup(1), *[KVCacheGroup(1, 2048)] * 5)
     assert plan.num_planes(plan.target, 0) == 8 and plan.num_planes(plan.drafter, 1) == 1
     assert plan.drafter[0].group == 2 and plan.drafter[-1].group == 1
-
-
-def test_windows_that_save_little_stay_in_one_group() -> None:
-    assert plan_kv_cache([990, None], [], 1000).groups == (FULL,)
-    assert plan_kv_cache([900, 901], [], 1000).groups == (KVCacheGroup(window=901),)
 
 
 @given(st.lists(windows, min_size=1, max_size=12), st.lists(windows, max_size=6), st.integers(2, 50))
@@ -272,20 +268,10 @@ def test_the_longest_sequence_is_the_longest_that_every_pool_holds(
 # What is given back.
 
 
-def hold(engine: EngineCore, group: int, slot: int = 0) -> tuple[int, int]:
+def hold(engine: CheckedEngine, group: int, slot: int = 0) -> tuple[int, int]:
     """Return the first and end index of the pages that a sequence holds."""
-    books = engine._scheduler.kv_cache_manager
+    books = engine.scheduler.kv_cache_manager
     return int(books.first_GS[group, slot]), int(books.end_GS[group, slot])
-
-
-def plan_step(engine: EngineCore, outputs: Outputs | None = None) -> SchedulerOutput:
-    plan = engine.plan()
-    assert plan is not None
-    engine.check_invariants()
-    for update in engine.commit(submit_and_collect(engine, plan)):
-        (outputs or Outputs()).put(update)
-    engine.check_invariants()
-    return plan
 
 
 def test_a_long_sequence_holds_a_quarter_where_five_of_six_layers_have_a_window() -> None:
@@ -295,19 +281,15 @@ def test_a_long_sequence_holds_a_quarter_where_five_of_six_layers_have_a_window(
     info = make_info(
         page_size=page, num_pages=(20_000,), page_groups=layout.groups, max_model_len=length, max_in_flight=2
     )
-    config = EngineConfig(model="simulated", max_num_batched_tokens=chunk)
-    engine = EngineCore(config, SimulatedExecutor(info, [0.8, 0.6, 0.4, 0.2]))
-    prompt = tuple(2 + i * i % 21 for i in range(length - 600))
-    engine.add_request(make_request("r", prompt, max_tokens=600, **LONG))
-    (pool,) = engine._scheduler.kv_cache_manager.pools
+    engine = simulated_engine(info, max_num_batched_tokens=chunk)
+    engine.add("r", (2 + i * i % 21 for i in range(length - 600)), max_tokens=600, **LONG)
+    (pool,) = engine.scheduler.kv_cache_manager.pools
     shares, one_group = [], 6 * length
     while engine.has_unfinished:
         engine.step()
         held = planes * (pool.num_pages - pool.num_free) * page
         if engine.stats().running:
             shares.append((held / one_group, engine.stats().generation_tokens))
-        if len(shares) % 32 == 0:
-            engine.check_invariants()
     prefill = [share for share, generated in shares if not generated]
     assert len(prefill) >= 30 and 0.24 < max(prefill) < 0.30
     assert 0.24 < shares[-1][0] < 0.30 and shares[-1][1] > 580
@@ -317,34 +299,30 @@ def test_a_long_sequence_holds_a_quarter_where_five_of_six_layers_have_a_window(
 def test_pages_are_freed_as_soon_as_no_row_sees_them_and_not_before() -> None:
     info = make_info(page_groups=(FULL, KVCacheGroup(window=6)), num_speculative_tokens=0)
     engine = open_engine(info, survival=[])
-    add(engine, make_request("r", PROMPT[:3], max_tokens=30, **LONG))
+    engine.add("r", PROMPT[:3], max_tokens=30, **LONG)
     while engine.has_unfinished:
-        plan = engine.plan()
+        plan = engine.next_plan()
         position = int(plan.num_computed[0])
         if position:
             seen = max(position - 5, 0) // 4  # the row at `position` sees 6 keys, its own included
             assert hold(engine, 1) == (seen, position // 4 + 1) and hold(engine, 0) == (0, position // 4 + 1)
-        engine.commit(submit_and_collect(engine, plan))
-        engine.check_invariants()
+        engine.submit(plan)
+        engine.finish_step()
 
 
 def test_with_drafts_in_flight_only_pages_before_every_outcomes_window_are_freed() -> None:
     info = make_info(page_groups=(KVCacheGroup(window=4),), num_speculative_tokens=4, max_in_flight=2)
     engine = open_engine(info, survival=[1.0] * 4)
-    add(engine, make_request("r", PROMPT[:4], max_tokens=20, **LONG))
-    first, second = engine.plan(), engine.plan()  # computes 0..3; then the anchor 4 and 4 drafts
-    assert first is not None and second is not None and hold(engine, 0) == (0, 3)
-    engine._executor.submit(first)
-    engine._executor.submit(second)
-    engine.commit(engine._executor.collect())
-    third = engine.plan()  # at 5 to 9: a row at 5 sees 2 and more, at 9 only 6 and more
-    assert third is not None and third.num_computed.tolist() == [-1] and hold(engine, 0)[0] == 0
-    engine._executor.submit(third)
-    engine.commit(
-        engine._executor.collect()
-    )  # all were accepted: 9 is the anchor, the next row at 10 or later
-    assert engine.plan() is not None and hold(engine, 0)[0] == 1
-    engine.check_invariants()
+    engine.add("r", PROMPT[:4], max_tokens=20, **LONG)
+    first, second = engine.next_plan(), engine.next_plan()  # computes 0..3; then the anchor 4 and 4 drafts
+    assert hold(engine, 0) == (0, 3)
+    engine.submit(first, second)
+    engine.finish_step()
+    third = engine.next_plan()  # at 5 to 9: a row at 5 sees 2 and more, at 9 only 6 and more
+    assert third.num_computed.tolist() == [-1] and hold(engine, 0)[0] == 0
+    engine.submit(third)
+    engine.finish_step()  # all were accepted: 9 is the anchor, the next row at 10 or later
+    assert engine.next_plan() is not None and hold(engine, 0)[0] == 1
 
 
 @pytest.mark.parametrize("num_pages", [8, 64])
@@ -353,8 +331,7 @@ def test_drafts_in_flight_do_not_exceed_a_windows_bound(num_pages: int) -> None:
         page_groups=(KVCacheGroup(window=2),), page_size=1, num_pages=(num_pages,), max_in_flight=3
     )  # 2 of the window, 5 of a step, 1: as much as one step's drafts lie ahead, not two steps'
     engine = open_engine(info, survival=[0.0] * 4, max_num_batched_tokens=5)
-    request = make_request("r", PROMPT[:3], max_tokens=40, **LONG)
-    assert run(engine, request).tokens["r"] == expected(request, info, 5)[0]
+    engine.check_outputs(engine.add("r", PROMPT[:3], max_tokens=40, **LONG))
     assert engine.stats().preemptions == 0 and engine.stats().num_draft_tokens > 0
 
 
@@ -364,17 +341,16 @@ def test_a_single_long_prompt_does_not_exceed_its_windows_bound() -> None:
         groups = (FULL, KVCacheGroup(1, 8))
         info = make_info(page_groups=groups, num_pages=(16, bound), max_in_flight=in_flight)
         engine = open_engine(info, max_num_batched_tokens=8)
-        request = make_request("r", PROMPT, max_tokens=20, **LONG)
-        outputs = run(engine, request)
-        assert outputs.tokens["r"] == expected(request, info, 8)[0] and engine.stats().preemptions == 0
+        engine.check_outputs(engine.add("r", PROMPT, max_tokens=20, **LONG))
+        assert engine.stats().preemptions == 0
         assert engine.stats().steps < 5 + 20, "no chunk was cut"
 
 
 def test_an_admitted_prompt_takes_no_more_pages_than_its_window_holds() -> None:
     engine = open_engine(make_info(page_groups=(FULL, KVCacheGroup(window=8))), max_num_batched_tokens=8)
-    add(engine, make_request("r", PROMPT, max_tokens=2))
-    plan = engine.plan()
-    assert plan is not None and (hold(engine, 0), hold(engine, 1)) == ((0, 10), (0, 5))
+    engine.add("r", PROMPT, max_tokens=2)
+    plan = engine.next_plan()
+    assert (hold(engine, 0), hold(engine, 1)) == ((0, 10), (0, 5))
     assert plan.page_groups.tolist() == [0] * 10 + [1] * 5
     assert plan.page_indices.tolist() == [*range(10), *range(5)]
 
@@ -383,10 +359,10 @@ def test_admission_leaves_every_running_request_a_page_in_every_group() -> None:
     groups = (FULL, KVCacheGroup(window=40))
     for num_pages, enters in ((13, False), (14, True)):
         engine = open_engine(make_info(page_groups=groups, num_pages=(num_pages,)), survival=[])
-        add(engine, make_request("a", (2, 3, 4), max_tokens=8, max_draft_tokens=0, **LONG))
-        plan_step(engine)
-        add(engine, make_request("b", PROMPT[:20], max_tokens=1))
-        assert bool(plan_step(engine).admitted) is enters
+        engine.add("a", (2, 3, 4), max_tokens=8, max_draft_tokens=0, **LONG)
+        engine.run_step()
+        engine.add("b", PROMPT[:20], max_tokens=1)
+        assert bool(engine.run_step().admitted) is enters
 
 
 @pytest.mark.parametrize("in_flight", [1, 2])
@@ -396,37 +372,34 @@ def test_when_a_pool_is_exhausted_the_last_requests_are_recomputed_with_the_same
 ) -> None:
     groups = (FULL, KVCacheGroup(window=30), KVCacheGroup(1, 12))
     info = make_info(page_groups=groups, num_pages=num_pages, max_in_flight=in_flight)
-    requests = [make_request(f"r{i}", PROMPT[i : i + 8], max_tokens=20, **LONG) for i in range(4)]
     engine = open_engine(info, max_num_batched_tokens=16)
-    outputs = run(engine, *requests)
+    engine.check_outputs(*(engine.add(f"r{i}", PROMPT[i : i + 8], max_tokens=20, **LONG) for i in range(4)))
     assert engine.stats().preemptions > 0 and engine.stats().kv_usage == 0
-    assert all(outputs.tokens[r.request_id] == expected(r, info, 16)[0] for r in requests)
 
 
 def test_an_abort_frees_the_pages_of_every_group() -> None:
     groups = (FULL, KVCacheGroup(window=8), KVCacheGroup(1, 5))
     engine = open_engine(make_info(page_groups=groups, num_pages=(64, 64), max_in_flight=2))
     for name in ("a", "b"):
-        add(engine, make_request(name, PROMPT, max_tokens=20, **LONG))
+        engine.add(name, PROMPT, max_tokens=20, **LONG)
     for _ in range(3):
         engine.step()
     plan = engine.plan()
     assert engine.stats().kv_usage > 0 and engine.abort("a") and engine.abort("b")
-    engine.check_invariants()
-    assert [pool.num_free for pool in engine._scheduler.kv_cache_manager.pools] == [64, 64]
+    assert [pool.num_free for pool in engine.scheduler.kv_cache_manager.pools] == [64, 64]
     if plan is not None:
-        engine._executor.submit(plan)
-    assert engine.commit(engine._executor.collect()) == []
+        engine.submit(plan)
+    assert engine.finish_step() == []
 
 
 def test_usage_is_that_of_the_fullest_pool() -> None:
     groups = (FULL, KVCacheGroup(1, 8))
     engine = open_engine(make_info(page_groups=groups, num_pages=(40, 10)), max_num_batched_tokens=8)
-    add(engine, make_request("r", PROMPT[:4], max_tokens=30, **LONG))
-    plan_step(engine)
+    engine.add("r", PROMPT[:4], max_tokens=30, **LONG)
+    engine.run_step()
     assert engine.stats().kv_usage == pytest.approx(1 / 10)
     while hold(engine, 0)[1] < 9:
-        plan_step(engine)
+        engine.run_step()
     assert engine.stats().kv_usage == pytest.approx(
         max(9 / 40, (hold(engine, 1)[1] - hold(engine, 1)[0]) / 10)
     )
@@ -438,7 +411,7 @@ def test_a_request_that_one_of_the_pools_cannot_hold_is_refused() -> None:
         info = make_info(page_groups=groups, num_pages=num_pages)
         engine = open_engine(info, max_num_batched_tokens=8)
         with pytest.raises(UnprocessableError, match="K/V pages hold"):
-            add(engine, make_request("r", PROMPT, max_tokens=2))
+            engine.add("r", PROMPT, max_tokens=2)
 
 
 # What is found again.
@@ -525,25 +498,24 @@ def test_a_repeated_prompt_is_found_by_what_its_windows_hold() -> None:
         engine = open_engine(
             make_info(page_groups=groups, num_pages=(64, num_pages)), max_num_batched_tokens=8, survival=[]
         )
-        run(engine, make_request("a", PROMPT, max_tokens=1))
-        assert run(engine, make_request("b", (*PROMPT, 2, 3), max_tokens=1)).cached == {"b": 40}
-        assert run(engine, make_request("c", PROMPT[:21], max_tokens=1)).cached == {"c": cached}
+        engine.run(make_request("a", PROMPT, max_tokens=1))
+        assert engine.run(make_request("b", (*PROMPT, 2, 3), max_tokens=1)).cached == {"b": 40}
+        assert engine.run(make_request("c", PROMPT[:21], max_tokens=1)).cached == {"c": cached}
 
 
 def test_a_running_prefix_is_shared_as_far_as_its_windows_reach() -> None:
     engine = open_engine(make_info(page_groups=(FULL, KVCacheGroup(window=8))), survival=[])
-    add(engine, make_request("a", PROMPT, max_tokens=20, **LONG))
-    plan_step(engine)
-    add(engine, make_request("b", (*PROMPT, 2), max_tokens=20, **LONG))
-    plan = plan_step(engine)
+    engine.add("a", PROMPT, max_tokens=20, **LONG)
+    engine.run_step()
+    engine.add("b", (*PROMPT, 2), max_tokens=20, **LONG)
+    plan = engine.run_step()
     assert plan.num_computed.tolist() == [40, 40] and hold(engine, 1, slot=1) == (8, 11)
-    books = engine._scheduler.kv_cache_manager
+    books = engine.scheduler.kv_cache_manager
     assert books.pages(1, 0)[:2] == books.pages(1, 1)[:2] and books.pages(0, 0)[:10] == books.pages(0, 1)[:10]
 
 
 def test_a_reset_clears_every_group() -> None:
     engine = open_engine(make_info(page_groups=(FULL, KVCacheGroup(1, 8)), num_pages=(64, 64)))
-    run(engine, make_request("a", PROMPT))
+    engine.run(make_request("a", PROMPT))
     engine.reset_prefix_cache()
-    engine.check_invariants()
-    assert run(engine, make_request("b", PROMPT)).cached == {"b": 0}
+    assert engine.run(make_request("b", PROMPT)).cached == {"b": 0}

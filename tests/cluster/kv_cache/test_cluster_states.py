@@ -5,13 +5,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from manta.cluster.engine.engine_core import EngineCore
 from manta.cluster.kv_cache.prefix_cache import PagePool, PrefixCache
 from manta.cluster.kv_cache.recurrent_state_manager import MOVES_PAGES, RecurrentStateManager
 from manta.cluster.pages.kv_cache_groups import KVCacheGroup
@@ -21,38 +22,35 @@ from manta.cluster.step.step_outcome import StepOutcome
 from support.engines.cluster_checker import (
     EOS,
     VOCAB,
-    Outputs,
-    add,
-    expected,
+    CheckedEngine,
     make_info,
     make_request,
     open_engine,
-    run,
-    submit_and_collect,
 )
 
 PAGE = 2
+LONG = {"ignore_eos": True}
 STEM = tuple(2 + 5 * i % 19 for i in range(24))
 
 
 def engine_with(
-    num_states: int,
-    *,
-    max_in_flight: int = 1,
-    pages: int = 64,
-    survival: list[float] | None = None,
-    **settings: object,
-) -> EngineCore:
+    num_states: int, *, max_in_flight: int = 1, pages: int = 64, **settings: Any
+) -> CheckedEngine:
     info = make_info(num_states=num_states, page_size=PAGE, num_pages=(pages,), max_in_flight=max_in_flight)
-    return open_engine(info, survival, **settings)
+    return open_engine(info, **settings)
 
 
-def cached(engine: EngineCore, request_id: str, prompt: tuple[int, ...], max_tokens: int = 2) -> int:
+def saved_in(engine: CheckedEngine) -> Mapping[bytes, int]:
+    """Return the saved states, by digest."""
+    states = engine.scheduler.kv_cache_manager.states
+    assert states is not None
+    return states.saved
+
+
+def cached(engine: CheckedEngine, request_id: str, prompt: tuple[int, ...], max_tokens: int = 2) -> int:
     """Return the prompt tokens that need not be computed, after checking the output."""
-    request = make_request(request_id, prompt, max_tokens=max_tokens, ignore_eos=True)
-    outputs = run(engine, request)
-    assert outputs.tokens[request_id] == expected(request, engine._executor.info)[0]
-    return outputs.cached[request_id]
+    engine.check_outputs(engine.add(request_id, prompt, max_tokens=max_tokens, **LONG))
+    return engine.outputs.cached[request_id]
 
 
 def test_a_repeated_prompt_starts_from_the_state_saved_at_its_end() -> None:
@@ -64,9 +62,8 @@ def test_a_repeated_prompt_starts_from_the_state_saved_at_its_end() -> None:
 
 def test_equal_prompts_computed_together_save_one_state() -> None:
     engine = engine_with(8)
-    run(engine, *(make_request(name, STEM, max_tokens=2, ignore_eos=True) for name in "ab"))
-    states = engine._scheduler.kv_cache_manager.states
-    assert states is not None and len(states.saved) == 1
+    engine.run(*(make_request(name, STEM, max_tokens=2, **LONG) for name in "ab"))
+    assert len(saved_in(engine)) == 1
     assert cached(engine, "c", STEM) == len(STEM) - PAGE
 
 
@@ -81,8 +78,7 @@ def test_pages_without_a_state_are_no_hit_and_a_state_is_saved_where_prompts_div
 @pytest.mark.parametrize("max_in_flight", [1, 2])
 def test_an_answer_is_found_up_to_its_last_saved_state(max_in_flight: int) -> None:
     engine = engine_with(8, max_in_flight=max_in_flight, survival=[1.0] * 4)
-    request = make_request("a", STEM[:5], max_tokens=30, ignore_eos=True)
-    answer = run(engine, request).tokens["a"]
+    answer = engine.run(make_request("a", STEM[:5], max_tokens=30, **LONG)).tokens["a"]
     conversation = (*STEM[:5], *answer, 7, 7, 7)
     moves = PAGE * MOVES_PAGES
     assert cached(engine, "b", conversation) == (5 + len(answer) - 1) // moves * moves
@@ -90,46 +86,34 @@ def test_an_answer_is_found_up_to_its_last_saved_state(max_in_flight: int) -> No
 
 def test_an_unfinished_prompt_saves_its_last_state() -> None:
     engine = engine_with(2, max_num_batched_tokens=20)
-    add(engine, make_request("a", STEM, max_tokens=4))
-    outputs = Outputs()
-    outputs.take(engine)
+    engine.add("a", STEM, max_tokens=4)
+    engine.step()
     engine.abort("a")
     assert cached(engine, "b", STEM) == 2 * PAGE * MOVES_PAGES
 
 
 def test_a_preempted_request_resumes_from_its_last_saved_state() -> None:
     engine = engine_with(8, max_num_batched_tokens=32)
-    request = make_request("a", STEM[:5], max_tokens=40, ignore_eos=True)
-    add(engine, request)
-    outputs = Outputs()
-    while len(outputs.tokens.get("a", ())) < 20:
-        outputs.take(engine)
-    queues = engine._scheduler.queues
-    num_tokens = 5 + len(outputs.tokens["a"])
+    request = engine.add("a", STEM[:5], max_tokens=40, **LONG)
+    while len(engine.outputs.tokens.get("a", ())) < 20:
+        engine.step()
+    num_tokens, queues = 5 + len(engine.outputs.tokens["a"]), engine.scheduler.queues
     queues.preempt(queues.running[0])
-    plan = engine.plan()
-    assert plan is not None
     moves = PAGE * MOVES_PAGES
-    assert plan.num_computed.tolist() == [(num_tokens - 1) // moves * moves]
-    for update in engine.commit(submit_and_collect(engine, plan)):
-        outputs.put(update)
-    while engine.has_unfinished:
-        outputs.take(engine)
-    assert outputs.tokens["a"] == expected(request, engine._executor.info)[0]
+    assert engine.run_step().num_computed.tolist() == [(num_tokens - 1) // moves * moves]
+    engine.check_outputs(request)
 
 
 @pytest.mark.parametrize("max_in_flight", [1, 2])
 def test_no_more_requests_run_than_there_are_states(max_in_flight: int) -> None:
     engine = engine_with(3, max_in_flight=max_in_flight, pages=256)
-    requests = [make_request(f"r{i}", STEM[: 3 + i], max_tokens=12, ignore_eos=True) for i in range(8)]
-    for request in requests:
-        add(engine, request)
-    outputs, maximum = Outputs(), 0
+    requests = [engine.add(f"r{i}", STEM[: 3 + i], max_tokens=12, **LONG) for i in range(8)]
+    maximum = 0
     while engine.has_unfinished:
-        outputs.take(engine)
+        engine.step()
         maximum = max(maximum, engine.stats().running)
     assert maximum == 3 and engine.stats().preemptions == 0
-    assert all(outputs.tokens[r.request_id] == expected(r, engine._executor.info)[0] for r in requests)
+    engine.check_outputs(*requests)
 
 
 def test_saved_states_are_evicted_for_admitted_requests_and_the_last_one_is_reused() -> None:
@@ -212,65 +196,45 @@ def test_a_hit_ends_at_a_state_and_has_its_windows() -> None:
 def test_a_saved_state_is_evicted_with_the_page_before_it() -> None:
     engine = engine_with(8, pages=20)
     assert cached(engine, "a", STEM) == 0
-    states = engine._scheduler.kv_cache_manager.states
-    assert states is not None and len(states.saved) > 0
+    assert saved_in(engine)
     assert cached(engine, "b", tuple(reversed(STEM)), max_tokens=12) == 0  # needs nearly all pages
     assert cached(engine, "c", STEM) == 0
-    assert len(states.saved) <= 3  # those of the last two prompts, and of their answers
+    assert len(saved_in(engine)) <= 3  # those of the last two prompts, and of their answers
 
 
 def test_nothing_is_saved_without_a_prefix_cache_or_drafter_context() -> None:
     engine = engine_with(8, enable_prefix_caching=False)
     cached(engine, "a", STEM, max_tokens=20)
-    states = engine._scheduler.kv_cache_manager.states
-    assert states is not None and not states.saved
+    assert not saved_in(engine)
     engine = engine_with(8)
-    add(engine, make_request("a", STEM, max_tokens=20, ignore_eos=True, max_draft_tokens=0))
-    outputs = Outputs()
-    outputs.take(engine)
-    engine._executor.start_drafter()
-    while engine.has_unfinished:
-        outputs.take(engine)
-    states = engine._scheduler.kv_cache_manager.states
-    assert states is not None and not states.saved and states.usage == 0.0
+    engine.add("a", STEM, max_tokens=20, **LONG, max_draft_tokens=0)
+    engine.step()
+    engine.executor.start_drafter()
+    engine.run()
+    assert not saved_in(engine) and engine.stats().kv_usage == 0.0
 
 
 def test_with_all_states_taken_running_requests_are_recomputed_for_a_new_drafter() -> None:
     engine = engine_with(3, pages=256)
-    requests = [make_request(f"r{i}", STEM[: 4 + i], max_tokens=50, ignore_eos=True) for i in range(3)]
-    outputs = Outputs()
-    for request in requests:
-        add(engine, request)
-    for _ in range(4):
-        outputs.take(engine)
-    engine._executor.start_drafter()
-    while engine.has_unfinished:
-        outputs.take(engine)
+    requests = [engine.add(f"r{i}", STEM[: 4 + i], max_tokens=50, **LONG) for i in range(3)]
+    engine.run_steps(4)
+    engine.executor.start_drafter()
+    engine.check_outputs(*requests)
     assert engine.stats().drafter_refilled_tokens > 0
-    assert all(outputs.tokens[r.request_id] == expected(r, engine._executor.info)[0] for r in requests)
 
 
 def test_a_reset_prefix_cache_drops_states() -> None:
     engine = engine_with(8)
     cached(engine, "a", STEM)
     engine.reset_prefix_cache()
-    engine.check_invariants()
     assert cached(engine, "b", STEM) == 0
-
-
-def test_salts_share_no_states() -> None:
-    engine = engine_with(8)
-    for salt, expected_hit in (("alice", 0), ("bob", 0), ("alice", len(STEM) - PAGE)):
-        request = make_request(f"{salt}{engine.stats().steps}", STEM, max_tokens=2, ignore_eos=True)
-        outputs = run(engine, replace(request, cache_salt=salt))
-        assert outputs.cached[request.request_id] == expected_hit
 
 
 def test_plans_for_targets_without_recurrent_layers_have_no_states() -> None:
     engine = open_engine(make_info())
-    add(engine, make_request("a", STEM, max_tokens=2))
-    plan = engine.plan()
-    assert plan is not None and plan.saves is None and plan.admitted[0].state is None
+    engine.add("a", STEM, max_tokens=2)
+    plan = engine.next_plan()
+    assert plan.saves is None and plan.admitted[0].state is None
 
 
 @settings(max_examples=60, deadline=None)

@@ -2,24 +2,29 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 from manta.cluster.config import EngineConfig
 from manta.cluster.engine.engine_core import EngineCore, EngineStats
 from manta.cluster.errors import ConfigError
-from manta.cluster.simulation.simulated_executor import SimulatedExecutor
-from support.engines.cluster_checker import make_info, make_request
+from manta.cluster.simulation.simulated_executor import LinearCost, SimulatedExecutor
+from manta.cluster.step.clock import MACHINE_CLOCK
+from support.engines.cluster_checker import (
+    SimulatedEngine,
+    generate,
+    make_info,
+    make_request,
+    simulated_engine,
+)
 
 INFO = make_info(vocab_size=50_000, max_model_len=2048, num_pages=(8192,), num_speculative_tokens=7)
 
 
 def simulate(survival: list[float]) -> tuple[dict[str, list[int]], EngineStats]:
-    engine = EngineCore(EngineConfig(model="simulated", max_num_seqs=32), SimulatedExecutor(INFO, survival))
-    for i in range(32):
-        engine.add_request(make_request(str(i), (i,), seed=i, max_tokens=400, ignore_eos=True))
-    tokens: dict[str, list[int]] = {}
-    while engine.has_unfinished:
-        for update in engine.step():
-            tokens.setdefault(update.request_id, []).extend(update.token_ids)
+    engine = simulated_engine(INFO, survival, max_num_seqs=32)
+    fields = {"max_tokens": 400, "ignore_eos": True}
+    tokens = generate(engine, *(make_request(str(i), (i,), seed=i, **fields) for i in range(32)))
     return tokens, engine.stats()
 
 
@@ -43,3 +48,23 @@ def test_different_seeds_and_positions_have_different_tokens() -> None:
 def test_an_invalid_acceptance_curve_is_refused(survival: list[float]) -> None:
     with pytest.raises(ConfigError, match="never rise"):
         SimulatedExecutor(INFO, survival)
+
+
+def test_an_engine_has_its_executors_clock_and_accepts_no_other() -> None:
+    executor = SimulatedExecutor(INFO, cost=LinearCost(verify_floor_s=0.5))
+    with pytest.raises(TypeError):
+        EngineCore(EngineConfig(model="simulated"), executor, MACHINE_CLOCK)  # type: ignore[call-arg]
+    engine = SimulatedEngine(EngineConfig(model="simulated"), executor)
+    engine.add("r", max_tokens=3, max_draft_tokens=0, ignore_eos=True)
+    assert len(engine.run_steps(9)) == 3 and engine.clock is executor.clock and engine.clock() == 1.5
+
+
+def test_on_the_machines_clock_a_simulated_step_takes_the_time_of_its_cost() -> None:
+    cost = LinearCost(verify_floor_s=0.02)
+    engine = SimulatedEngine(
+        EngineConfig(model="simulated"), SimulatedExecutor(INFO, cost=cost, clock=MACHINE_CLOCK)
+    )
+    engine.add("r", max_tokens=1)
+    begin_s = time.monotonic()
+    engine.run_step()
+    assert time.monotonic() >= begin_s + 0.02

@@ -43,19 +43,11 @@ def test_a_config_gives_the_model_its_known_size() -> None:
     assert H200.device.flops / H200.device.bytes_per_s == pytest.approx(184, abs=0.5)
 
 
-@pytest.mark.parametrize(
-    ("batch", "context", "plain", "verify", "draft", "speedup", "best", "best_speedup"), TABLE
-)
+@pytest.mark.parametrize("line", TABLE)
 def test_floors_of_qwen3_8b_on_an_h200(
-    batch: int,
-    context: int,
-    plain: float,
-    verify: float,
-    draft: float,
-    speedup: float,
-    best: int,
-    best_speedup: float,
+    line: tuple[int, int, float, float, float, float, int, float],
 ) -> None:
+    batch, context, plain, verify, draft, speedup, best, best_speedup = line
     floor = H200.step(batch, 16, context)
     assert H200.verify_s(batch, 1, context) * 1e3 == pytest.approx(plain, abs=0.006)
     assert floor.verify_s * 1e3 == pytest.approx(verify, abs=0.006)

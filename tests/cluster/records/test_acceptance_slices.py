@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import pytest
 from manta.cluster.records.acceptance_slices import (
+    AcceptanceReport,
     BlockGroup,
     Dimension,
     context_label,
@@ -36,16 +37,17 @@ def simulated(
     return BlockGroup(name, labels, Counter((drafts, int(each)) for each in accepted))
 
 
+def report_of(groups: list[BlockGroup], control: Sequence[BlockGroup] = ()) -> AcceptanceReport:
+    report = report_acceptance(groups, CARD, control)
+    assert report is not None and report.has_card
+    return report
+
+
 def test_the_slices_that_lose_are_named_with_their_lost_tokens() -> None:
     draws = np.random.default_rng(0)
-    groups = [
-        simulated(
-            draws, str(i), 0.5 if i % 3 == 0 else 0.8, {"language": "german" if i % 3 == 0 else "english"}
-        )
-        for i in range(30)
-    ]
-    report = report_acceptance(groups, CARD)
-    assert report is not None and report.has_card
+    german, english = (0.5, {"language": "german"}), (0.8, {"language": "english"})
+    groups = [simulated(draws, str(i), *(english if i % 3 else german)) for i in range(30)]
+    report = report_of(groups)
     (german,) = report.losing
     assert (german.dimension, german.value, german.num_requests) == ("language", "german", 10)
     assert german.rest is not None and german.relative.value < 0.6 < german.rest
@@ -61,9 +63,7 @@ def test_equal_slices_are_rarely_called_losing() -> None:
     draws, wrong, names = np.random.default_rng(1), 0, ("a", "b", "c")
     for _ in range(300):
         groups = [simulated(draws, str(i), 0.7, {"tenant": names[i % 3]}) for i in range(24)]
-        report = report_acceptance(groups, CARD)
-        assert report is not None
-        wrong += len(report.losing)
+        wrong += len(report_of(groups).losing)
     assert wrong / 900 < 0.05
 
 
@@ -72,8 +72,8 @@ def test_slices_with_fewer_drafts_do_not_lose_for_that() -> None:
     draws = np.random.default_rng(2)
     groups = [simulated(draws, f"a{i}", 0.8, {"temperature": "0"}) for i in range(15)]
     groups += [simulated(draws, f"b{i}", 0.8, {"temperature": "1"}, drafts=2) for i in range(15)]
-    report = report_acceptance(groups, CARD)
-    assert report is not None and not report.losing
+    report = report_of(groups)
+    assert not report.losing
     short = next(each for each in report.slices if each.value == "1")
     assert short.tokens_per_block < 3.0 and short.relative.value > 0.85
 
@@ -90,9 +90,9 @@ def test_the_cards_prompts_show_what_all_of_the_traffic_lacks() -> None:
     draws = np.random.default_rng(4)
     control = [simulated(draws, f"c{i}", 0.8, {"temperature": "0", "language": "english"}) for i in range(10)]
     groups = [simulated(draws, str(i), 0.4, {"temperature": "2", "language": "english"}) for i in range(10)]
-    alone, compared = report_acceptance(groups, CARD), report_acceptance(groups, CARD, control)
-    assert alone is not None and not alone.losing, "nothing to compare with"
-    assert compared is not None and [each.dimension for each in compared.losing] == ["temperature"]
+    assert not report_of(groups).losing, "nothing to compare with"
+    compared = report_of(groups, control)
+    assert [each.dimension for each in compared.losing] == ["temperature"]
     (cause,) = likely_causes(compared, PairEvidence())
     assert cause.cause == "temperature" and cause.lost_share > 0.8
 
@@ -100,12 +100,11 @@ def test_the_cards_prompts_show_what_all_of_the_traffic_lacks() -> None:
 def test_positions_sum_up_to_all_lost_tokens() -> None:
     draws = np.random.default_rng(5)
     groups = [simulated(draws, str(i), 0.4, {}) for i in range(10)]
-    report = report_acceptance(groups, CARD)
-    assert report is not None and sum(each.lost_share for each in report.positions) == pytest.approx(1.0)
-    assert [each.num_reached for each in report.positions] == sorted(
-        (each.num_reached for each in report.positions), reverse=True
-    )
-    assert report.positions[0].reference == 0.8
+    positions = report_of(groups).positions
+    assert sum(each.lost_share for each in positions) == pytest.approx(1.0)
+    num_reached = [each.num_reached for each in positions]
+    assert num_reached == sorted(num_reached, reverse=True)
+    assert positions[0].reference == 0.8
 
 
 def test_a_slice_that_another_one_explains_is_no_cause() -> None:
@@ -119,18 +118,14 @@ def test_a_slice_that_another_one_explains_is_no_cause() -> None:
     groups = [
         simulated(draws, f"{n}-{i}", 0.3 if n == 2 else 0.8, labels[n]) for n in range(3) for i in range(12)
     ]
-    report = report_acceptance(groups, CARD)
-    assert report is not None
-    assert {each.value: each.explained_by for each in report.losing} == {
-        "german": "",
-        "prose": "language german",
-    }
+    report = report_of(groups)
+    explained = {each.value: each.explained_by for each in report.losing}
+    assert explained == {"german": "", "prose": "language german"}
     assert [each.cause for each in likely_causes(report, PairEvidence())] == ["language"]
     control = [simulated(draws, f"c{i}", 0.8, {"temperature": "0", **labels[i % 3]}) for i in range(24)]
     hot = [simulated(draws, f"h{i}", 0.3, {"temperature": "2", **labels[0]}) for i in range(24)]
-    report = report_acceptance(hot, CARD, control)
-    assert report is not None
-    assert {each.value: each.explained_by for each in report.losing} == {"2": "", "code": "temperature 2"}
+    explained = {each.value: each.explained_by for each in report_of(hot, control).losing}
+    assert explained == {"2": "", "code": "temperature 2"}
 
 
 def test_slices_that_occur_together_are_all_causes() -> None:
@@ -140,9 +135,7 @@ def test_slices_that_occur_together_are_all_causes() -> None:
         {"tenant": "b", "language": "german"},
     )
     groups = [simulated(draws, f"{n}-{i}", 0.8 - n / 2, both[n]) for n in range(2) for i in range(12)]
-    report = report_acceptance(groups, CARD)
-    assert report is not None
-    assert {each.cause for each in likely_causes(report, PairEvidence())} == {"tenant", "language"}
+    assert {each.cause for each in likely_causes(report_of(groups), PairEvidence())} == {"tenant", "language"}
 
 
 LOW, HIGH = RatioEstimate(0.5, 0.4, 0.6, 8, 0.04), RatioEstimate(1.0, 0.9, 1.1, 8, 0.04)
@@ -165,9 +158,8 @@ FEWER, SAME = RatioEstimate(0.8, 0.7, 0.9, 8, 0.04), RatioEstimate(1.0, 0.9, 1.1
 def test_the_cards_prompts_judge_the_pair(evidence: PairEvidence, cause: str | None) -> None:
     draws = np.random.default_rng(6)
     groups = [simulated(draws, str(i), 0.5, {"prompt": "chat" if i % 2 else "text"}) for i in range(10)]
-    report = report_acceptance(groups, CARD)
-    assert report is not None
-    assert [each.cause for each in likely_causes(report, evidence)] == ([] if cause is None else [cause])
+    found = likely_causes(report_of(groups), evidence)
+    assert [each.cause for each in found] == ([] if cause is None else [cause])
 
 
 @pytest.mark.parametrize(
@@ -180,8 +172,8 @@ def test_a_plain_value_that_loses_is_no_cause(
     draws = np.random.default_rng(7)
     groups = [simulated(draws, f"l{i}", 0.4, {dimension: lower}) for i in range(10)]
     groups += [simulated(draws, f"h{i}", 0.8, {dimension: higher}) for i in range(10)]
-    report = report_acceptance(groups, CARD)
-    assert report is not None and [each.value for each in report.losing] == [lower]
+    report = report_of(groups)
+    assert [each.value for each in report.losing] == [lower]
     assert bool(likely_causes(report, PairEvidence())) is named
 
 
@@ -193,6 +185,6 @@ def test_a_short_context_is_no_cause_even_if_no_other_occurs() -> None:
     draws = np.random.default_rng(10)
     groups = [simulated(draws, str(i), 0.4, {"context": "256"}) for i in range(10)]
     control = [simulated(draws, f"c{i}", 0.8, {"context": "512"}) for i in range(10)]
-    report = report_acceptance(groups, CARD, control)
-    assert report is not None and [each.value for each in report.losing] == ["256"]
+    report = report_of(groups, control)
+    assert [each.value for each in report.losing] == ["256"]
     assert not likely_causes(report, PairEvidence())

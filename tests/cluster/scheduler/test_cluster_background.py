@@ -3,141 +3,110 @@
 from __future__ import annotations
 
 import os
-from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
-from manta.cluster.config import EngineConfig, SpeculativeConfig
-from manta.cluster.engine.engine_core import EngineCore
 from manta.cluster.errors import OverloadedError, UnprocessableError
 from manta.cluster.request.request import Request
 from manta.cluster.scheduler.background_budget import BackgroundBudget, BackgroundWork
-from manta.cluster.simulation.simulated_executor import SimulatedExecutor, VirtualClock
 from manta.cluster.speculation.step_cost_model import StepCostModel, StepLoad
 from manta.cluster.step.scheduler_output import SchedulerOutput, StepTimings
 from support.engines.cluster_checker import (
-    Outputs,
-    add,
-    expected,
+    CheckedEngine,
     make_info,
     make_request,
     open_engine,
-    submit_and_collect,
+    simulated_engine,
     vary_background,
 )
-from support.engines.random_workloads import LAYOUTS, Arrival, arrivals
+from support.engines.random_workloads import LAYOUTS, Arrival, arrivals, infos
 
 WHOLE = os.environ.get("MANTA_GRID") == "whole"
 LONG = {"ignore_eos": True}
 PROMPT = tuple(range(2, 22))  # 20 tokens: 5 pages
 
 
-class Tick:
-    """Step an engine whose executor checks every read."""
-
-    def __init__(self, engine: EngineCore) -> None:
-        self.engine, self.outputs = engine, Outputs()
-
-    def step(self) -> dict[str, tuple[int, int]]:
-        """Rows and drafts of all requests in the step."""
-        plan = self.engine.plan()
-        self.engine.check_invariants()
-        if plan is None:
-            return {}
-        rows = self._rows(plan)
-        for update in self.engine.commit(submit_and_collect(self.engine, plan)):
-            self.outputs.put(update)
-        self.engine.check_invariants()
-        return rows
-
-    def _rows(self, plan: SchedulerOutput) -> dict[str, tuple[int, int]]:
-        names = [self.engine._scheduler.table.sequences[s].request.request_id for s in plan.slots.tolist()]
-        return dict(
-            zip(names, zip(plan.num_rows.tolist(), plan.num_drafts.tolist(), strict=True), strict=True)
-        )
+def step(engine: CheckedEngine) -> dict[str, tuple[int, int]]:
+    """Run a step, if there is one; return the rows and drafts of its requests."""
+    if (plan := engine.plan()) is None:
+        return {}
+    names = [engine.scheduler.table.sequences[slot].request.request_id for slot in plan.slots.tolist()]
+    engine.submit(plan)
+    engine.finish_step()
+    sizes = zip(plan.num_rows.tolist(), plan.num_drafts.tolist(), strict=True)
+    return dict(zip(names, sizes, strict=True))
 
 
-def background(name: str, prompt: object = PROMPT, **fields: object) -> Request:
-    return make_request(name, prompt, background=True, **{"max_tokens": 30, **LONG, **fields})
+def add_background(
+    engine: CheckedEngine, name: str, prompt: tuple[int, ...] = PROMPT, **fields: Any
+) -> Request:
+    return engine.add(name, prompt, background=True, max_tokens=30, **LONG, **fields)
 
 
 @pytest.mark.parametrize("policy", ["fcfs", "priority"])
 def test_an_online_request_preempts_background_work_which_resumes(policy: str) -> None:
-    engine = open_engine(make_info(), max_num_seqs=2, scheduling_policy=policy)
-    ours = [background(f"b{i}", priority=-5, seed=i) for i in range(3)]
-    for request in ours:
-        add(engine, request)
-    tick = Tick(engine)
-    assert tick.step().keys() == {"b0", "b1"}
-    add(engine, make_request("online", max_tokens=3, priority=5, **LONG))
-    assert tick.step().keys() == {"online"}
+    engine = open_engine(max_num_seqs=2, scheduling_policy=policy)
+    ours = [add_background(engine, f"b{i}", priority=-5, seed=i) for i in range(3)]
+    assert step(engine).keys() == {"b0", "b1"}
+    engine.add("online", max_tokens=3, priority=5, **LONG)
+    assert step(engine).keys() == {"online"}
     assert (engine.stats().background_running, engine.stats().background_waiting) == (1, 2)
     assert engine.stats().preemptions == 1
-    while engine.has_unfinished:
-        tick.step()
-    for request in ours:
-        assert tick.outputs.tokens[request.request_id] == expected(request, engine._executor.info)[0]
+    engine.check_outputs(*ours)
 
 
 def test_a_background_request_without_rows_keeps_its_slot_and_pages() -> None:
-    engine = open_engine(make_info(), max_num_batched_tokens=12)
-    add(engine, background("early"))
-    add(engine, background("late", PROMPT[::-1], seed=9))
-    tick = Tick(engine)
-    for _ in range(4):  # "late" is in the middle of its prompt
-        tick.step()
+    engine = open_engine(max_num_batched_tokens=12)
+    add_background(engine, "early")
+    add_background(engine, "late", PROMPT[::-1], seed=9)
+    engine.run_steps(4)  # "late" is in the middle of its prompt
     usage = engine.stats().kv_usage
-    add(engine, make_request("online", (5, 6, 7), max_tokens=12, **LONG))
-    while "online" not in tick.outputs.ends:
-        assert tick.step().keys() == {"online"}
-        assert engine.stats().kv_usage >= usage or "online" in tick.outputs.ends
-    while engine.has_unfinished:
-        tick.step()
+    engine.add("online", (5, 6, 7), max_tokens=12, **LONG)
+    while "online" not in engine.outputs.ends:
+        assert step(engine).keys() == {"online"}
+        assert engine.stats().kv_usage >= usage or "online" in engine.outputs.ends
+    engine.run()
     assert engine.stats().preemptions == 0
-    assert [len(tick.outputs.tokens[name]) for name in ("early", "late")] == [30, 30]
+    assert [len(engine.outputs.tokens[name]) for name in ("early", "late")] == [30, 30]
 
 
 def test_an_online_request_takes_the_pages_of_background_work() -> None:
     engine = open_engine(make_info(num_pages=(16,)), enable_prefix_caching=False)
     for i in range(2):
-        add(engine, background(f"b{i}", seed=i))
-    tick = Tick(engine)
-    tick.step()
-    add(engine, make_request("online", PROMPT, max_tokens=30, **LONG))
-    steps = [tick.step()]
+        add_background(engine, f"b{i}", seed=i)
+    step(engine)
+    engine.add("online", PROMPT, max_tokens=30, **LONG)
+    steps = [step(engine)]
     assert steps[0].keys() == {"online"}, "entered at once"
-    while "online" not in tick.outputs.ends:
-        steps.append(tick.step())
+    while "online" not in engine.outputs.ends:
+        steps.append(step(engine))
     assert all(step.keys() == {"online"} for step in steps)
     assert all(drafts == 4 for step in steps[1:-2] for _, drafts in step.values()), "drafts have pages, too"
     assert engine.stats().preemptions == 2
-    while engine.has_unfinished:
-        tick.step()
+    engine.run()
 
 
 def test_background_work_is_never_refused_and_counts_for_no_limit() -> None:
-    engine = open_engine(make_info(), max_num_seqs=1, max_num_queued_reqs=0)
+    engine = open_engine(max_num_seqs=1, max_num_queued_reqs=0)
     for i in range(20):
-        add(engine, background(f"b{i}", seed=i))
-    add(engine, make_request("a"))
+        add_background(engine, f"b{i}", seed=i)
+    engine.add("a")
     with pytest.raises(OverloadedError):
-        add(engine, make_request("b"))
+        engine.add("b")
     assert (engine.stats().waiting, engine.stats().background_waiting) == (21, 20)
 
 
 def test_background_work_alone_has_the_whole_engine() -> None:
     """The plans equal those of the same requests without the mark."""
 
-    def plans(**fields: object) -> list[dict[str, tuple[int, int]]]:
-        engine = open_engine(make_info(), max_num_batched_tokens=40)
+    def plans(**fields: Any) -> list[dict[str, tuple[int, int]]]:
+        engine = open_engine(max_num_batched_tokens=40)
         for i in range(12):
-            add(engine, make_request(f"r{i}", PROMPT[i:], max_tokens=20, seed=i, **LONG, **fields))
-        tick, steps = Tick(engine), []
-        while engine.has_unfinished:
-            steps.append(tick.step())
-        return steps
+            engine.add(f"r{i}", PROMPT[i:], max_tokens=20, seed=i, **LONG, **fields)
+        return list(iter(lambda: step(engine), {}))
 
     assert plans(background=True) == plans()
 
@@ -147,17 +116,7 @@ def test_background_work_alone_has_the_whole_engine() -> None:
 @given(data=st.data())
 def test_online_requests_are_scheduled_as_if_they_were_alone(layout: str, data: st.DataObject) -> None:
     """The same rows in every step. (Without prefixes, because background work fills that cache, too.)"""
-    groups, page_size = LAYOUTS[layout], data.draw(st.sampled_from((1, 2, 4)))
-    info = make_info(
-        page_size=page_size,
-        num_pages=tuple(
-            sum(g.pool == pool for g in groups) * data.draw(st.integers(8, 16)) * 4 // page_size
-            for pool in range(1 + max(g.pool for g in groups))
-        ),
-        page_groups=groups,
-        max_model_len=data.draw(st.integers(30, 60)),
-        num_speculative_tokens=data.draw(st.integers(0, 6)),
-    )
+    info = data.draw(infos(LAYOUTS[layout]))
     limits = {
         "max_num_seqs": data.draw(st.integers(1, 6)),
         "max_num_batched_tokens": data.draw(st.integers(1, 40)),
@@ -165,30 +124,30 @@ def test_online_requests_are_scheduled_as_if_they_were_alone(layout: str, data: 
         "enable_prefix_caching": False,
     }
     work = [data.draw(arrivals(i)) for i in range(data.draw(st.integers(1, 10)))]
-    mixed, alone = (Tick(open_engine(info, [0.8, 0.5], **limits)) for _ in range(2))
-    vary_background(mixed.engine, data.draw(st.integers(0, 999)))
+    mixed, alone = (open_engine(info, [0.8, 0.5], **limits) for _ in range(2))
+    vary_background(mixed, data.draw(st.integers(0, 999)))
     now, num_mixed, num_paused = 0, 0, 0
-    while now <= 6 or alone.engine.has_unfinished or mixed.engine.has_unfinished:
+    while now <= 6 or alone.has_unfinished or mixed.has_unfinished:
         for arrival in (a for a in work if a.step == now):
-            arrive(mixed.engine, arrival)
+            arrive(mixed, arrival)
             if not arrival.request.background:
-                arrive(alone.engine, arrival)
-        seen, online = mixed.step(), alone.step()
+                arrive(alone, arrival)
+        seen, online = step(mixed), step(alone)
         ours = {name for name in seen if work[int(name[1:])].request.background}
         assert {name: rows for name, rows in seen.items() if name not in ours} == online
         num_mixed += bool(ours and online)
-        num_paused += bool(online and not ours and mixed.engine.stats().background_running)
+        num_paused += bool(online and not ours and mixed.stats().background_running)
         now += 1
         assert now < 3000, "no progress"
     for name, tokens in alone.outputs.tokens.items():
         assert mixed.outputs.tokens[name] == tokens
-    event(f"preempted: {mixed.engine.stats().preemptions > 0}")
+    event(f"preempted: {mixed.stats().preemptions > 0}")
     event(f"paused: {num_paused > 0}, joined: {num_mixed > 0}")
 
 
-def arrive(engine: EngineCore, arrival: Arrival) -> None:
+def arrive(engine: CheckedEngine, arrival: Arrival) -> None:
     try:
-        add(engine, replace(arrival.request))
+        engine.add_request(arrival.request)
     except UnprocessableError:
         event("too long for the pages")
 
@@ -211,13 +170,10 @@ class Machine:
 
 def serve(kind: str, seconds: float, *, num_online: int, with_background: bool) -> tuple[list[float], float]:
     """Times per token of online requests at a given concurrency, and tokens per second of background work."""
-    clock, machine = VirtualClock(), Machine(kind)
     apart = {"max_in_flight": 2, "row_buckets": tuple(range(1, 201))} if kind == "gpu" else {}
     info = make_info(num_pages=(4096,), page_size=16, max_model_len=512, vocab_size=1000, **apart)
-    spec = SpeculativeConfig(model="drafter")
-    config = EngineConfig(model="simulated", speculative_config=spec, max_num_seqs=32)
-    executor = SimulatedExecutor(info, [0.8, 0.6, 0.4, 0.2], machine, clock.advance)
-    engine, num_made, num_tokens = EngineCore(config, executor, clock), 0, 0
+    engine = simulated_engine(info, cost=Machine(kind), speculative_config={"model": "d"}, max_num_seqs=32)
+    num_made, num_tokens = 0, 0
     first: dict[str, float] = {}
     per_token: list[float] = []
 
@@ -228,7 +184,7 @@ def serve(kind: str, seconds: float, *, num_online: int, with_background: bool) 
             marks = {"seed": num_made, "max_tokens": 100, "background": kind == "background", **LONG}
             engine.add_request(make_request(f"{kind} {num_made}", [num_made % 1000] * length, **marks))
 
-    while clock.now_s < seconds:
+    while engine.clock() < seconds:
         stats = engine.stats()
         num_background = stats.background_running + stats.background_waiting
         fill("background", (40 - num_background) * with_background, 150)
@@ -237,9 +193,9 @@ def serve(kind: str, seconds: float, *, num_online: int, with_background: bool) 
             if update.request_id.startswith("background"):
                 num_tokens += len(update.token_ids)
             elif update.finish_reason is not None:
-                per_token.append((clock.now_s - first[update.request_id]) / 99)
+                per_token.append((engine.clock() - first[update.request_id]) / 99)
             else:
-                first.setdefault(update.request_id, clock.now_s)
+                first.setdefault(update.request_id, engine.clock())
     return per_token, num_tokens / seconds
 
 

@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
-from manta.cluster.config import EngineConfig, SpeculativeConfig
-from manta.cluster.engine.engine_core import EngineCore
 from manta.cluster.request.request import Request
 from manta.cluster.scheduler.batch_halves import TwoBatchOverlap
-from manta.cluster.simulation.simulated_executor import LinearCost, SimulatedExecutor, VirtualClock
+from manta.cluster.simulation.simulated_executor import LinearCost
 from manta.cluster.step.scheduler_output import StepTimings
 from manta.cluster.step.sequence import Sequence
-from support.engines.cluster_checker import Outputs, add, expected, make_info, make_request, open_engine
+from support.engines.cluster_checker import (
+    CheckedEngine,
+    generate,
+    make_info,
+    make_request,
+    open_engine,
+    simulated_engine,
+)
 
 DRAFTS, SURVIVAL = 7, [0.85**i for i in range(1, 8)]
 # Drafting takes about as long as verifying; each row costs, and drafts little; passes take as long over few
@@ -24,43 +30,27 @@ FLAT = LinearCost(verify_floor_s=0.014, draft_floor_s=0.002)
 SLOW_DRAFTER = LinearCost(verify_floor_s=0.004, draft_floor_s=0.012)
 
 
-def open_simulated(cost: LinearCost, *, adaptive: bool = True) -> tuple[EngineCore, VirtualClock]:
-    """An engine whose drafter has its own device."""
-    info = make_info(
-        vocab_size=1000,
-        max_model_len=4096,
-        num_pages=(20_000,),
-        num_speculative_tokens=DRAFTS,
-        max_in_flight=2,
-        halves=True,
-    )
-    clock = VirtualClock()
-    executor = SimulatedExecutor(info, SURVIVAL, cost, clock.advance)
-    speculation = SpeculativeConfig(model="simulated", adaptive=adaptive)
-    config = EngineConfig(model="simulated", max_num_seqs=64, speculative_config=speculation)
-    return EngineCore(config, executor, clock), clock
-
-
 def serve(
     cost: LinearCost, adaptive: bool, way: Callable[[int], bool] | None = None, *, background: bool = False
 ) -> tuple[float, dict[str, list[int]]]:
-    """Seconds from the 100th to the 900th token of each of 8 requests; and the tokens.
+    """Return the seconds from the 100th to the 900th token of each of 8 requests, and the tokens.
 
-    Args:
-        way: takes the place of what is learned.
+    The drafter has its own device. `way` takes the place of what is learned.
     """
-    engine, clock = open_simulated(cost, adaptive=adaptive)
+    sizes = {"vocab_size": 1000, "max_model_len": 4096, "num_pages": (20_000,)}
+    info = make_info(**sizes, num_speculative_tokens=DRAFTS, max_in_flight=2, halves=True)
+    spec = {"model": "simulated", "adaptive": adaptive}
+    engine = simulated_engine(info, SURVIVAL, cost, max_num_seqs=64, speculative_config=spec)
     if way is not None:
-        engine._scheduler.controller.uses_two_batches = way
-    for i in range(8):
-        fields = {"seed": i, "max_tokens": 1000, "ignore_eos": True, "background": background}
-        engine.add_request(make_request(f"r{i}", (2 + i,), **fields))
-    tokens: dict[str, list[int]] = {}
+        engine.scheduler.controller.uses_two_batches = way
+    fields = {"max_tokens": 1000, "ignore_eos": True, "background": background}
+    requests = [make_request(f"r{i}", (2 + i,), seed=i, **fields) for i in range(8)]
     times: dict[int, float] = {}
-    while engine.has_unfinished:
-        for update in engine.step():
-            tokens.setdefault(update.request_id, []).extend(update.token_ids)
-        times.setdefault(sum(map(len, tokens.values())) // 800, clock())
+
+    def record_time(step: int) -> None:
+        times.setdefault(engine.scheduler.counters.generation_tokens // 800, engine.clock())
+
+    tokens = generate(engine, *requests, before_step=record_time)
     return times[9] - times[1], tokens
 
 
@@ -127,59 +117,54 @@ def test_a_new_load_starts_like_the_nearest_one_and_is_then_measured() -> None:
     assert not halves.choose(4) and halves.choose(32)
 
 
-def alternating_engine(num_requests: int, **changes: object) -> EngineCore:
-    """A checked engine that always alternates."""
+def alternating_engine(num_requests: int, **changes: Any) -> CheckedEngine:
+    """Return an engine that always alternates."""
     info = make_info(**{"max_model_len": 256, "num_pages": (512,), **changes}, halves=True, max_in_flight=2)
     engine = open_engine(info)
-    engine._scheduler.controller.uses_two_batches = lambda num_requests: num_requests > 1
+    engine.scheduler.controller.uses_two_batches = lambda num_requests: num_requests > 1
     for i in range(num_requests):
-        add(engine, request(i))
+        add(engine, i)
     return engine
 
 
-def request(i: int) -> Request:
-    return make_request(f"r{i}", (2 + i,) * (9 if i > 6 else 1), seed=i, max_tokens=100, ignore_eos=True)
+def add(engine: CheckedEngine, i: int) -> Request:
+    return engine.add(f"r{i}", (2 + i,) * (9 if i > 6 else 1), seed=i, max_tokens=100, ignore_eos=True)
 
 
 def test_halves_are_disjoint_and_stay_balanced() -> None:
-    engine, outputs = alternating_engine(7), Outputs()
+    engine = alternating_engine(0)
+    requests = [add(engine, i) for i in range(7)]
     for step in range(60):
         if step == 20:
             engine.abort("r0")
         if step == 25:
-            for i in (7, 8):
-                add(engine, request(i))
-        outputs.take(engine)
+            requests += [add(engine, i) for i in (7, 8)]
+        engine.step()
         if step > 30 and step % 5 == 0:
-            sizes = [flight.plan.num_requests for flight in engine._scheduler.in_flight]
+            sizes = [flight.plan.num_requests for flight in engine.scheduler.in_flight]
             assert sizes and max(sizes) <= 4, "half of 8"
-    while engine.has_unfinished:
-        outputs.take(engine)
-    for i in range(1, 9):
-        assert outputs.tokens[f"r{i}"] == expected(request(i), engine._executor.info)[0]
+    engine.check_outputs(*requests[1:])
 
 
 def test_without_a_drafter_all_requests_run_in_one_batch() -> None:
-    engine, outputs = alternating_engine(4), Outputs()
+    engine = alternating_engine(4)
     for _ in range(4):
-        outputs.take(engine)
-    engine._executor.lose_drafter()
+        engine.step()
+    engine.executor.lose_drafter()
     for _ in range(3):
-        outputs.take(engine)
-    plan = engine.plan()
-    assert plan is not None and plan.num_requests == 4 and engine.plan() is None
+        engine.step()
+    assert engine.next_plan().num_requests == 4 and engine.plan() is None
 
 
 def test_without_enough_pages_the_last_request_is_preempted_in_either_half() -> None:
-    engine, outputs = alternating_engine(4, num_pages=(40,)), Outputs()
-    queues, preempt = engine._scheduler.queues, engine._scheduler.queues.preempt
+    engine = alternating_engine(4, num_pages=(40,))
+    queues, preempt = engine.scheduler.queues, engine.scheduler.queues.preempt
 
     def preempt_the_last(sequence: Sequence) -> None:
         assert sequence is queues.running[-1]
         preempt(sequence)
 
     queues.preempt = preempt_the_last
-    while engine.has_unfinished:
-        outputs.take(engine)
+    engine.run()
     assert engine.stats().preemptions > 0
-    assert next(iter(outputs.ends)) == "r0", "who came first ends first"
+    assert next(iter(engine.outputs.ends)) == "r0", "who came first ends first"

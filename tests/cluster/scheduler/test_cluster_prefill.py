@@ -6,13 +6,10 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
-from manta.cluster.config import EngineConfig
-from manta.cluster.engine.engine_core import EngineCore
 from manta.cluster.scheduler.background_budget import CHUNK, BackgroundBudget
-from manta.cluster.simulation.simulated_executor import SimulatedExecutor
 from manta.cluster.speculation.step_cost_model import MAX_GROWTH, StepCostModel, StepLoad
 from manta.cluster.step.scheduler_output import SchedulerOutput, StepTimings
-from support.engines.cluster_checker import make_info, make_request
+from support.engines.cluster_checker import make_info, simulated_engine
 
 PROMPT = 900  # tokens
 CPU, LARGE_ON_CPU, GPU = (3e-3, 5e-4), (0.4, 1e-2), (8e-3, 2e-5)  # seconds of a step, and of each of its rows
@@ -29,24 +26,17 @@ def cost_of(machine: tuple[float, float]) -> Callable[[SchedulerOutput], StepTim
 def delays(machine: tuple[float, float], num_prompts: int) -> tuple[list[float], list[int]]:
     """Seconds and prompt rows of each step in which one request decodes and prompts are computed."""
     info = make_info(num_pages=(4096,), page_size=16, max_model_len=2048, vocab_size=1000)
-    cost, step_s = cost_of(machine), list[float]()
-    config = EngineConfig(model="simulated", max_num_seqs=8)
-    engine = EngineCore(config, SimulatedExecutor(info, (), cost, step_s.append))
-    engine.add_request(make_request("decodes", (2,), max_tokens=1000, ignore_eos=True))
-    for _ in range(20):
-        engine.step()
-    step_s.clear()
+    engine = simulated_engine(info, (), cost_of(machine), max_num_seqs=8)
+    engine.add("decodes", (2,), max_tokens=1000, ignore_eos=True)
+    engine.run_steps(20)
     for i in range(num_prompts):
-        engine.add_request(make_request(f"prompt {i}", [2 + i] * PROMPT, max_tokens=1))
-    rows, num_left = list[int](), num_prompts
-    while num_left:
-        plan = engine.plan()
-        assert plan is not None and plan.samples[0], "the decoding request is in every step"
-        engine._executor.submit(plan)
-        updates = engine.commit(engine._executor.collect())
-        engine.check_invariants()
+        engine.add(f"prompt {i}", [2 + i] * PROMPT, max_tokens=1)
+    step_s, rows = list[float](), list[int]()
+    while engine.stats().finished.get("length", 0) < num_prompts:
+        begin_s, plan = engine.clock(), engine.run_step()
+        assert plan.samples[0], "the decoding request is in every step"
+        step_s.append(engine.clock() - begin_s)
         rows.append(plan.num_batched_tokens - plan.num_draft_tokens - 1)
-        num_left -= sum(update.finish_reason is not None for update in updates)
     return step_s, rows
 
 

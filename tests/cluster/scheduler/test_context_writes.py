@@ -3,19 +3,27 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from manta.actors.engine.uniproc_executor import InProcessExecutor
-from manta.cluster.config import EngineConfig, SpeculativeConfig
 from manta.cluster.engine.engine_core import EngineCore
-from manta.cluster.request.request import Request, SamplingParams
+from manta.cluster.request.request import Request
 from manta.cluster.scheduler.drafter_context import ContextWriteGate
-from manta.cluster.simulation.simulated_executor import LinearCost, SimulatedExecutor, VirtualClock
-from manta.cluster.step.scheduler_output import SchedulerOutput, StepTimings
-from support.engines.cluster_checker import Outputs, add, expected, make_info, make_request, open_engine, run
+from manta.cluster.simulation.simulated_executor import LinearCost
+from manta.cluster.step.scheduler_output import StepTimings
+from support.engines.cluster_checker import (
+    SimulatedEngine,
+    generate,
+    make_info,
+    make_request,
+    open_engine,
+    simulated_engine,
+)
 from support.engines.steps import settings
 
+LONG = {"ignore_eos": True}
 COST = LinearCost(verify_floor_s=0.004, verify_row_s=0.0001, draft_floor_s=0.001, inject_row_s=0.0002)
 INFO = make_info(
     vocab_size=1000, max_model_len=8192, num_pages=(2100,), page_size=16, num_speculative_tokens=4
@@ -37,35 +45,23 @@ class RandomWrites(ContextWriteGate):
         return not self.on and bool(self._random.random() < 0.2)
 
 
-def simulated(hardness: dict[str, float], cost: LinearCost = COST) -> tuple[EngineCore, VirtualClock]:
-    """Acceptance probabilities of requests; a request's name begins with its kind."""
-    clock = VirtualClock()
-    executor = SimulatedExecutor(
-        INFO, [0.9, 0.8, 0.7, 0.6], cost, clock.advance, lambda name: hardness[name.split()[0]]
+def simulated(hardness: dict[str, float], cost: LinearCost = COST) -> SimulatedEngine:
+    """Return an engine with this hardness of requests by kind, with which their names begin."""
+    return simulated_engine(
+        INFO,
+        (0.9, 0.8, 0.7, 0.6),
+        cost,
+        hardness=lambda name: hardness[name.split()[0]],
+        max_num_seqs=4,
+        speculative_config={"model": "simulated"},
     )
-    spec = SpeculativeConfig(model="simulated")
-    config = EngineConfig(model="simulated", max_num_seqs=4, speculative_config=spec)
-    return EngineCore(config, executor, clock), clock
-
-
-def plans_of(engine: EngineCore, steps: int) -> list[SchedulerOutput]:
-    """Run steps and record their plans."""
-    plans: list[SchedulerOutput] = []
-    for _ in range(steps):
-        plan = engine.plan()
-        assert plan is not None
-        plans.append(plan)
-        engine._executor.submit(plan)
-        engine.commit(engine._executor.collect())
-    engine.check_invariants()
-    return plans
 
 
 def test_context_writes_stop_after_long_without_drafts_and_drafts_return_when_they_pay() -> None:
-    engine, _ = simulated({"hostile": 90.0, "easy": 1.0})
+    engine = simulated({"hostile": 90.0, "easy": 1.0})
     for i in range(4):
-        engine.add_request(make_request(f"hostile {i}", seed=i, max_tokens=6000, ignore_eos=True))
-    plans = plans_of(engine, 2000)
+        engine.add(f"hostile {i}", seed=i, max_tokens=6000, **LONG)
+    plans = engine.run_steps(2000)
     assert plans[0].writes_context and not plans[-1].writes_context
     stats = engine.stats()
     assert stats.drafter_rests >= 1
@@ -74,10 +70,10 @@ def test_context_writes_stop_after_long_without_drafts_and_drafts_return_when_th
     assert len({plan.num_drafts.any() for plan in plans if not plan.writes_context}) == 1
     for i in range(4):
         engine.abort(f"hostile {i}")
-        engine.add_request(make_request(f"easy {i}", seed=i, max_tokens=7000, ignore_eos=True))
-    plans, drafting = plans_of(engine, 100), [0]
+        engine.add(f"easy {i}", seed=i, max_tokens=7000, **LONG)
+    plans, drafting = engine.run_steps(100), [0]
     for _ in range(40):
-        plans = plans_of(engine, 100)
+        plans = engine.run_steps(100)
         drafting = [np.count_nonzero(plan.num_drafts) for plan in plans]
         if np.mean(drafting) > 3.5:
             break
@@ -87,9 +83,9 @@ def test_context_writes_stop_after_long_without_drafts_and_drafts_return_when_th
 
 
 def test_an_unsuccessful_trial_recomputes_the_request_and_ends_soon() -> None:
-    engine, _ = simulated({"hostile": 90.0})
-    engine.add_request(make_request("hostile", max_tokens=4000, ignore_eos=True))
-    plans = plans_of(engine, 3000)
+    engine = simulated({"hostile": 90.0})
+    engine.add("hostile", max_tokens=4000, **LONG)
+    plans = engine.run_steps(3000)
     rests, entered = engine.stats().drafter_rests, sum(len(plan.admitted) for plan in plans) - 1
     assert rests >= 2 and 1 <= entered <= rests, "once for each return"
     first = next(i for i, plan in enumerate(plans) if not plan.writes_context)
@@ -98,9 +94,9 @@ def test_an_unsuccessful_trial_recomputes_the_request_and_ends_soon() -> None:
 
 def test_writes_that_take_little_time_are_not_stopped() -> None:
     """Such as those of prompt look-up, which has no context."""
-    engine, _ = simulated({"hostile": 90.0}, LinearCost(verify_floor_s=0.004, draft_floor_s=0.001))
-    engine.add_request(make_request("hostile", max_tokens=4000, ignore_eos=True))
-    assert all(plan.writes_context for plan in plans_of(engine, 1200))
+    engine = simulated({"hostile": 90.0}, LinearCost(verify_floor_s=0.004, draft_floor_s=0.001))
+    engine.add("hostile", max_tokens=4000, **LONG)
+    assert all(plan.writes_context for plan in engine.run_steps(1200))
 
 
 def test_a_trial_waits_until_enough_time_was_saved_and_paying_drafts_do_not_wait() -> None:
@@ -139,17 +135,15 @@ def test_writes_stop_soon_after_a_trial_unless_its_drafts_pay(pays: bool, steps:
 def test_pages_filled_without_context_are_not_cached_and_earlier_ones_are() -> None:
     engine = open_engine(make_info(num_pages=(256,)))
     before, meanwhile = tuple(range(2, 14)), tuple(range(3, 15))
-    run(engine, make_request("before", before, max_tokens=2, ignore_eos=True))
-    context = engine._scheduler.drafter
+    engine.run(make_request("before", before, max_tokens=2, **LONG))
+    context = engine.scheduler.drafter
     context._stop()
-    run(engine, make_request("meanwhile", meanwhile, max_tokens=2, ignore_eos=True))
-    again = run(engine, make_request("while it rests", meanwhile, max_tokens=2, ignore_eos=True))
+    engine.run(make_request("meanwhile", meanwhile, max_tokens=2, **LONG))
+    again = engine.run(make_request("while it rests", meanwhile, max_tokens=2, **LONG))
     assert again.cached["while it rests"] == 8
     context._forget(marked=True)
     context._writes.resume()
-    found = run(
-        engine, *(make_request(str(p), p, max_tokens=6, ignore_eos=True) for p in (before, meanwhile))
-    )
+    found = engine.run(*(make_request(str(p), p, max_tokens=6, **LONG) for p in (before, meanwhile)))
     assert (found.cached[str(before)], found.cached[str(meanwhile)]) == (8, 0)
 
 
@@ -157,20 +151,14 @@ def test_pages_filled_without_context_are_not_cached_and_earlier_ones_are() -> N
 def test_no_request_drafts_without_its_context_whenever_writes_stop_and_resume(seed: int) -> None:
     """The checking executor knows which positions were written for the drafter."""
     engine = open_engine(make_info(num_pages=(96,), max_in_flight=1), enable_prefix_caching=bool(seed % 2))
-    engine._scheduler.drafter._writes = RandomWrites(seed)
+    engine.scheduler.drafter._writes = RandomWrites(seed)
     stem = tuple(range(2, 20))
-    requests = [
-        make_request(f"r{i}", stem[: 4 + i], seed=i, max_tokens=36, ignore_eos=True, background=i % 5 == 4)
-        for i in range(12)
-    ]
-    outputs = Outputs()
-    for request in requests:
-        add(engine, request)
-        outputs.take(engine)
-        outputs.take(engine)
-    while engine.has_unfinished:
-        outputs.take(engine)
-    assert all(outputs.tokens[r.request_id] == expected(r, engine._executor.info)[0] for r in requests)
+    requests: list[Request] = []
+    for i in range(12):
+        fields = {"seed": i, "max_tokens": 36, "background": i % 5 == 4, **LONG}
+        requests.append(engine.add(f"r{i}", stem[: 4 + i], **fields))
+        engine.run_steps(2)
+    engine.check_outputs(*requests)
     stats = engine.stats()
     assert stats.drafter_rests > 1 and stats.drafter_refilled_tokens > 0 and stats.num_drafts > 0
 
@@ -178,25 +166,17 @@ def test_no_request_drafts_without_its_context_whenever_writes_stop_and_resume(s
 def test_computed_tokens_are_those_of_plain_decoding_whenever_writes_stop_and_resume(
     tiny_qwen3: Path, tiny_drafter: Path
 ) -> None:
-    executor = InProcessExecutor(settings(tiny_qwen3, tiny_drafter))
-    tokens: list[dict[str, list[int]]] = []
-    for speculates in (False, True):
-        engine, found = EngineCore(settings(tiny_qwen3, tiny_drafter), executor), dict[str, list[int]]()
-        if speculates:
-            engine._scheduler.drafter._writes = RandomWrites(0)
-        for i in range(4):
-            params = SamplingParams(temperature=i / 3, seed=i, max_tokens=60, ignore_eos=True)
-            prompt = tuple(range(3 + i, 30 + i))
-            limit = None if speculates else 0
-            engine.add_request(
-                Request(request_id=f"r{i}", prompt_token_ids=prompt, params=params, max_draft_tokens=limit)
-            )
-        while engine.has_unfinished:
-            for update in engine.step():
-                found.setdefault(update.request_id, []).extend(update.token_ids)
-            engine.check_invariants()
-        tokens.append(found)
-    assert tokens[0] == tokens[1]
+    config = settings(tiny_qwen3, tiny_drafter)
+    executor = InProcessExecutor(config)
+
+    def requests(**fields: Any) -> list[Request]:
+        sampled = [{"temperature": i / 3, "seed": i, "max_tokens": 60, **LONG, **fields} for i in range(4)]
+        return [make_request(f"r{i}", range(3 + i, 30 + i), **own) for i, own in enumerate(sampled)]
+
+    plain = generate(EngineCore(config, executor), *requests(max_draft_tokens=0))
+    engine = EngineCore(config, executor)
+    engine._scheduler.drafter._writes = RandomWrites(0)
+    assert generate(engine, *requests()) == plain
     stats = engine.stats()
     assert stats.drafter_rests > 1 and stats.drafter_unwritten_tokens > 0 and stats.num_drafts > 0
     executor.close()

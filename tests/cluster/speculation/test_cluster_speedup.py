@@ -5,11 +5,10 @@ from __future__ import annotations
 import dataclasses
 
 import pytest
-from manta.cluster.config import EngineConfig
-from manta.cluster.engine.engine_core import EngineCore, EngineStats
+from manta.cluster.engine.engine_core import EngineStats
 from manta.cluster.engine.speedup_meter import MEMORY_S, SpeedupMeter
-from manta.cluster.simulation.simulated_executor import LinearCost, SimulatedExecutor, VirtualClock
-from support.engines.cluster_checker import make_info, make_request
+from manta.cluster.simulation.simulated_executor import LinearCost
+from support.engines.cluster_checker import make_info, simulated_engine
 
 FACTS = {"num_pages": (8192,), "page_size": 16, "max_model_len": 2048, "eos_token_ids": ()}
 COST = LinearCost(verify_floor_s=4e-3, verify_row_s=2e-4, draft_floor_s=1e-3, draft_row_s=2e-5)
@@ -20,20 +19,15 @@ def served(num_requests: int, survival: tuple[float, ...], *, speculate: bool) -
 
     Requests are longer with accepted drafts, so that the first steps, which have no comparison, count
     little."""
-    clock = VirtualClock()
     info = make_info(**FACTS, num_speculative_tokens=len(survival) if speculate else 0)
-    executor = SimulatedExecutor(info, survival, COST, clock.advance)
-    spec = {"speculative_config": {"model": "d"}} if speculate else {}
-    config = EngineConfig.from_dict({"model": "t", "max_num_batched_tokens": 512, **spec})
-    engine = EngineCore(config, executor, clock)
+    spec = {"model": "d"} if speculate else None
+    engine = simulated_engine(info, survival, COST, max_num_batched_tokens=512, speculative_config=spec)
     for i in range(num_requests):
-        engine.add_request(
-            make_request(f"r{i}", max_tokens=1200 if len(survival) > 2 else 500, ignore_eos=True)
-        )
-    while not engine.stats().finished:
+        engine.add(f"r{i}", max_tokens=1200 if len(survival) > 2 else 500, ignore_eos=True)
+    while not engine.scheduler.counters.finished:
         engine.step()
     stats = engine.stats()
-    return stats.generation_tokens / clock.now_s, stats
+    return stats.generation_tokens / engine.clock(), stats
 
 
 @pytest.mark.one_in(2)

@@ -14,7 +14,6 @@ import torch
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
 from manta.cluster.config import EngineConfig
-from manta.cluster.engine.engine_core import EngineCore
 from manta.cluster.pages.kv_cache_groups import KVCacheSpec
 from manta.cluster.pages.recurrent_state_spec import RecurrentStateSpec
 from manta.cluster.step.dummy_steps import dummy_step
@@ -28,7 +27,7 @@ from manta.drafter.compute.memory.kv_cache import PagedKVCache
 from manta.drafter.compute.memory.recurrent_state_cache import StateMemory, StateRows
 from manta.drafter.step.recurrent_states import RecurrentStates
 from manta.drafter.step.request_states import requests_of
-from support.engines.cluster_checker import CheckingExecutor, Outputs, add, expected, make_info
+from support.engines.cluster_checker import CheckedEngine, CheckingExecutor, expected, make_info
 from support.engines.random_workloads import Arrival, arrivals, step
 from torch import Tensor
 from torch.testing import assert_close
@@ -109,7 +108,7 @@ class LayersExecutor(CheckingExecutor):
 
 
 @st.composite
-def workloads(draw: st.DrawFn) -> tuple[EngineCore, list[Arrival]]:
+def workloads(draw: st.DrawFn) -> tuple[CheckedEngine, list[Arrival]]:
     page_size = draw(st.sampled_from((1, 2)))
     info = make_info(
         page_size=page_size,
@@ -121,22 +120,22 @@ def workloads(draw: st.DrawFn) -> tuple[EngineCore, list[Arrival]]:
     rows = draw(st.integers(6, 40))
     config = EngineConfig(model="simulated", max_num_seqs=4, max_num_batched_tokens=rows)
     executor = LayersExecutor(info, rows, 4, [0.9, 0.8, 0.6, 0.4, 0.3])
-    engine = EngineCore(config, executor)
+    engine = CheckedEngine(config, executor)
     return engine, [draw(arrivals(i)) for i in range(draw(st.integers(2, 8)))]
 
 
 @settings(max_examples=15, deadline=None)
 @given(workload=workloads())
 def test_every_row_reads_the_state_of_a_single_pass(
-    workload: tuple[EngineCore, list[Arrival]],
+    workload: tuple[CheckedEngine, list[Arrival]],
 ) -> None:
     engine, todo = workload
-    executor, outputs, aborted, now = engine._executor, Outputs(), set(), 0
+    executor, aborted, now = engine.executor, set[str](), 0
     waiting = sorted(todo, key=lambda arrival: arrival.step)
     while waiting or engine.has_unfinished:
         while waiting and waiting[0].step <= now:
-            add(engine, waiting.pop(0).request)
-        step(engine, outputs, {a.request.request_id: a for a in todo if a.abort_step == now}, aborted)
+            engine.add_request(waiting.pop(0).request)
+        step(engine, {a.request.request_id: a for a in todo if a.abort_step == now}, aborted)
         now += 1
     for arrival in todo:
         request = arrival.request

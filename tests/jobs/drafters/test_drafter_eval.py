@@ -19,7 +19,7 @@ from manta.cluster.config import EngineConfig
 from manta.cluster.errors import ConfigError, DatasetError
 from manta.cluster.records.confidence_intervals import ratio_of_sums, student_t
 from manta.cluster.request.request import SamplingParams
-from manta.cluster.simulation.simulated_executor import SimulatedExecutor
+from manta.cluster.simulation.simulated_executor import LinearCost, SimulatedExecutor
 from manta.cluster.speculation.acceptance_length import mean_acceptance_length
 from manta.cluster.step.executor import ExecutorInfo
 from manta.drafter.card import min_card_length
@@ -98,7 +98,7 @@ def executor(config: EngineConfig) -> SimulatedExecutor:
         dtype="float32",
         device="cpu",
     )
-    return SimulatedExecutor(info, drafts)
+    return SimulatedExecutor(info, drafts, LinearCost(verify_floor_s=4e-3, draft_floor_s=1e-3))
 
 
 @contextmanager

@@ -10,29 +10,34 @@ it held a rejected draft, freed or given back under a reader shows up as a wrong
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
+from typing import Any
 
 import numpy as np
 from manta.cluster.config import EngineConfig
 from manta.cluster.engine.engine_core import EngineCore, SequenceUpdate
-from manta.cluster.request.request import Request, SamplingParams
+from manta.cluster.request.request import FinishReason, Request, SamplingParams
 from manta.cluster.scheduler.background_budget import BackgroundWork
-from manta.cluster.simulation.simulated_executor import SimulatedExecutor, simulated_tokens
+from manta.cluster.simulation.simulated_executor import LinearCost, SimulatedExecutor, simulated_tokens
 from manta.cluster.step.executor import ExecutorInfo
-from manta.cluster.step.scheduler_output import SchedulerOutput, StepResult
-from manta.cluster.step.sequence import Sequence
+from manta.cluster.step.scheduler_output import SchedulerOutput, StepResult, StepTimings
+from manta.cluster.step.sequence import Sequence as RunningSequence
 
 from support.engines.state_checker import StateChecker
 
 VOCAB = 23
 EOS = (0, 1)
+PROMPT = (2, 3, 4)
+SURVIVAL = (0.8, 0.6, 0.4, 0.2)
+FREE = LinearCost()  # steps take no time, so that nothing is learned from it
 
 
-def make_info(**changes: object) -> ExecutorInfo:
-    facts = {
+def make_info(**changes: Any) -> ExecutorInfo:  # Any: fields of any type
+    facts: dict[str, Any] = {
         "num_pages": (64,),
         "page_size": 4,
         "max_model_len": 64,
@@ -45,23 +50,9 @@ def make_info(**changes: object) -> ExecutorInfo:
     return ExecutorInfo(**{**facts, **changes})
 
 
-def make_request(request_id: str, prompt: object = (2, 3, 4), **fields: object) -> Request:
-    """Make a request; keywords of `SamplingParams` are separated from those of `Request`."""
-    own = {
-        name: fields.pop(name)
-        for name in (
-            "priority",
-            "cache_salt",
-            "max_draft_tokens",
-            "tpot_ms",
-            "background",
-            "output_token_ids",
-            "client_id",
-            "uses_cache",
-            "arrival_s",
-        )
-        if name in fields
-    }
+def make_request(request_id: str, prompt: Iterable[int] = PROMPT, **fields: Any) -> Request:
+    """Make a request; `fields` are those of `Request` and of its `SamplingParams`."""
+    own = {name: fields.pop(name) for name in Request.__dataclass_fields__ if name in fields}
     params = SamplingParams(**{"seed": sum(map(ord, request_id)), **fields})
     return Request(request_id=request_id, prompt_token_ids=tuple(prompt), params=params, **own)
 
@@ -80,7 +71,7 @@ class _Slot:
 class CheckingExecutor(SimulatedExecutor):
     """Simulates, and asserts that plans are well-formed and read only what was correctly written."""
 
-    def __init__(self, info: ExecutorInfo, max_rows: int, max_slots: int, survival: list[float]) -> None:
+    def __init__(self, info: ExecutorInfo, max_rows: int, max_slots: int, survival: Sequence[float]) -> None:
         super().__init__(info, survival)
         self.max_rows, self.max_slots = max_rows, max_slots
         self.requests: dict[str, Request] = {}
@@ -243,7 +234,7 @@ def expected(request: Request, info: ExecutorInfo, max_rows: int = 64) -> tuple[
     eos = set() if params.ignore_eos else set(info.eos_token_ids)
     room = longest(info, max_rows) - length
     limit = room if params.max_tokens is None else min(params.max_tokens, room)
-    sampling = Sequence.of(request, (0, 0, 0), info.max_model_len, info.eos_token_ids).sampling
+    sampling = RunningSequence.of(request, (0, 0, 0), info.max_model_len, info.eos_token_ids).sampling
     tokens: list[int] = []
     for token in simulated_tokens(sampling, length, limit, info.vocab_size):
         tokens.append(token)
@@ -254,16 +245,183 @@ def expected(request: Request, info: ExecutorInfo, max_rows: int = 64) -> tuple[
     return tokens, "length", None
 
 
-def open_engine(info: ExecutorInfo, survival: list[float] | None = None, **settings: object) -> EngineCore:
-    config = EngineConfig(model="simulated", **{"max_num_seqs": 8, "max_num_batched_tokens": 64, **settings})
-    survival = [0.8, 0.6, 0.4, 0.2] if survival is None else survival
-    slots = min(config.max_num_seqs, config.max_num_batched_tokens)
-    return EngineCore(config, CheckingExecutor(info, config.max_num_batched_tokens, slots, survival))
+@dataclass
+class Outputs:
+    """The outputs, by request; check that nothing follows an end."""
+
+    tokens: dict[str, list[int]] = field(default_factory=dict)
+    ends: dict[str, tuple[str, int | None]] = field(default_factory=dict)
+    cached: dict[str, int] = field(default_factory=dict)
+
+    def put(self, update: SequenceUpdate) -> None:
+        assert update.request_id not in self.ends
+        assert update.token_ids or update.finish_reason == "error"
+        assert 0 <= update.num_accepted <= min(update.num_drafted, len(update.token_ids))
+        assert update.num_accepted >= len(update.token_ids) - 1
+        self.tokens.setdefault(update.request_id, []).extend(update.token_ids)
+        self.cached[update.request_id] = update.num_cached_tokens
+        if update.finish_reason is not None:
+            self.ends[update.request_id] = (update.finish_reason, update.stop_reason)
+
+    def of(self, requests: Iterable[Request]) -> Outputs:
+        """Return the outputs of these requests."""
+        names = {request.request_id for request in requests}
+        parts = ({name: part[name] for name in part if name in names} for part in self._parts())
+        return Outputs(*parts)
+
+    def forget(self, request_id: str) -> None:
+        for part in self._parts():
+            part.pop(request_id, None)
+
+    def _parts(self) -> tuple[dict[str, Any], ...]:  # Any: each part has values of its own
+        return self.tokens, self.ends, self.cached
 
 
-def vary_background(engine: EngineCore, seed: int) -> None:
+class SimulatedEngine(EngineCore):
+    """An engine over a simulated executor, whose steps tests may run one by one.
+
+    Attributes:
+        executor, scheduler: its parts.
+    """
+
+    def __init__(self, config: EngineConfig, executor: SimulatedExecutor) -> None:
+        super().__init__(config, executor)
+        self.executor = executor
+        self.scheduler = self._scheduler
+
+    def add(self, request_id: str, prompt: Iterable[int] = PROMPT, **fields: Any) -> Request:
+        """Make a request and queue it."""
+        request = make_request(request_id, prompt, **fields)
+        self.add_request(request)
+        return request
+
+    def next_plan(self) -> SchedulerOutput:
+        """Plan a step, of which there must be one."""
+        plan = self.plan()
+        assert plan is not None, "no step is planned"
+        return plan
+
+    def submit(self, *plans: SchedulerOutput) -> None:
+        for plan in plans:
+            self.executor.submit(plan)
+
+    def finish_step(self) -> list[SequenceUpdate]:
+        """Collect and commit the oldest submitted step."""
+        return self.commit(self.executor.collect())
+
+    def run_step(self) -> SchedulerOutput:
+        """Run one step alone and return its plan."""
+        (plan,) = self.run_steps(1)
+        return plan
+
+    def run_steps(self, count: int) -> list[SchedulerOutput]:
+        """Run up to `count` steps one by one, until nothing is left to do; return their plans."""
+        plans: list[SchedulerOutput] = []
+        while len(plans) < count and (plan := self.plan()) is not None:
+            self.submit(plan)
+            self.finish_step()
+            plans.append(plan)
+        self.check_invariants()
+        return plans
+
+
+class CheckedEngine(SimulatedEngine):
+    """An engine whose executor checks every read, and whose invariants are checked after every call.
+
+    Attributes:
+        outputs: what all requests have returned.
+    """
+
+    executor: CheckingExecutor
+
+    def __init__(self, config: EngineConfig, executor: CheckingExecutor) -> None:
+        super().__init__(config, executor)
+        self.outputs = Outputs()
+
+    def add_requests(self, requests: Sequence[Request]) -> None:
+        super().add_requests(requests)
+        for request in requests:
+            self.executor.requests[request.request_id] = request
+            self.outputs.forget(request.request_id)
+
+    def plan(self) -> SchedulerOutput | None:
+        plan = super().plan()
+        self.check_invariants()
+        return plan
+
+    def commit(self, result: StepResult) -> list[SequenceUpdate]:
+        updates = super().commit(result)
+        for update in updates:
+            self.outputs.put(update)
+        self.check_invariants()
+        return updates
+
+    def abort(self, request_id: str, reason: FinishReason = "abort") -> bool:
+        found = super().abort(request_id, reason)
+        self.check_invariants()
+        return found
+
+    def run(self, *requests: Request) -> Outputs:
+        """Add all requests together and step until nothing is left to do; return their outputs, or all."""
+        for request in requests:
+            self.add_request(request)
+        begin = self.stats().steps
+        while self.has_unfinished:
+            self.step()
+            assert self.stats().steps < begin + 3000, "no progress"
+        return self.outputs.of(requests) if requests else self.outputs
+
+    def check_outputs(self, *requests: Request) -> None:
+        """Run to the end, and check that each of these requests got its own tokens."""
+        self.run()
+        for request in requests:
+            own = expected(request, self.executor.info, self.executor.max_rows)[0]
+            assert self.outputs.tokens[request.request_id] == own, request.request_id
+
+
+def open_engine(
+    info: ExecutorInfo | None = None, survival: Sequence[float] = SURVIVAL, **settings: Any
+) -> CheckedEngine:
+    """Return an engine of 8 slots and steps of 64 rows, unless `settings` say otherwise."""
+    sizes = {"max_num_seqs": 8, "max_num_batched_tokens": 64, **settings}
+    rows, slots = sizes["max_num_batched_tokens"], sizes["max_num_seqs"]
+    executor = CheckingExecutor(info or make_info(), rows, min(slots, rows), survival)
+    return CheckedEngine(EngineConfig(model="simulated", **sizes), executor)
+
+
+def simulated_engine(
+    info: ExecutorInfo,
+    survival: Sequence[float] = SURVIVAL,
+    cost: Callable[[SchedulerOutput], StepTimings] = FREE,
+    *,
+    hardness: Callable[[str], float] = lambda request_id: 1.0,
+    grow_s: float = 0.0,
+    **settings: Any,
+) -> SimulatedEngine:
+    """Return an engine whose steps take simulated seconds, without checks; its clock begins at 0."""
+    config = EngineConfig.from_dict({"model": "simulated", **settings})
+    return SimulatedEngine(config, SimulatedExecutor(info, survival, cost, hardness, grow_s))
+
+
+def generate(
+    engine: EngineCore, *requests: Request, before_step: Callable[[int], None] = lambda step: None
+) -> dict[str, list[int]]:
+    """Serve requests together; return their tokens. `before_step` is called with the number of each step."""
+    tokens: dict[str, list[int]] = {request.request_id: [] for request in requests}
+    steps = itertools.count()
+    for request in requests:
+        engine.add_request(request)
+    while engine.has_unfinished:
+        before_step(next(steps))
+        for update in engine.step():
+            tokens[update.request_id] += update.token_ids
+    engine.check_invariants()
+    return tokens
+
+
+def vary_background(engine: CheckedEngine, seed: int) -> None:
     """Allows any amount of background work in its steps, whatever it learns of costs."""
-    scheduler, random = engine._scheduler, np.random.default_rng(seed)
+    scheduler, random = engine.scheduler, np.random.default_rng(seed)
     maximum, chunks = int(random.integers(6)), scheduler.config.enable_chunked_prefill
 
     def portion(minimum: int) -> BackgroundWork:
@@ -274,61 +432,26 @@ def vary_background(engine: EngineCore, seed: int) -> None:
         scheduler.controller.background_without_online = lambda num_decoding, idle_s: portion(1)
 
 
-def vary_halves(engine: EngineCore, seed: int) -> None:
+def vary_halves(engine: CheckedEngine, seed: int) -> None:
     """Changes between both modes randomly, whatever it learns of costs."""
     random = np.random.default_rng(seed)
-    engine._scheduler.controller.uses_two_batches = lambda num_requests: bool(random.random() < 0.7)
+    engine.scheduler.controller.uses_two_batches = lambda num_requests: bool(random.random() < 0.7)
 
 
-def vary_prefill(engine: EngineCore, seed: int) -> None:
+def vary_prefill(engine: CheckedEngine, seed: int) -> None:
     """Bounds the rows of prompts in steps with decoding requests by random numbers."""
-    random, controller = np.random.default_rng(seed), engine._scheduler.controller
-    if engine._scheduler.config.enable_chunked_prefill:
+    random, controller = np.random.default_rng(seed), engine.scheduler.controller
+    if engine.scheduler.config.enable_chunked_prefill:
         controller.prefill_rows = lambda: int(
-            random.integers(1, engine._scheduler.config.max_rows, endpoint=True)
+            random.integers(1, engine.scheduler.config.max_rows, endpoint=True)
         )
 
 
-def submit_and_collect(engine: EngineCore, plan: SchedulerOutput) -> StepResult:
-    engine._executor.submit(plan)
-    return engine._executor.collect()
-
-
-def add(engine: EngineCore, request: Request) -> None:
-    executor = engine._executor
-    assert isinstance(executor, CheckingExecutor)
-    executor.requests[request.request_id] = request
-    engine.add_request(request)
-
-
-@dataclass
-class Outputs:
-    """The outputs, by request; check that nothing follows an end."""
-
-    tokens: dict[str, list[int]] = field(default_factory=dict)
-    ends: dict[str, tuple[str, int | None]] = field(default_factory=dict)
-    cached: dict[str, int] = field(default_factory=dict)
-
-    def take(self, engine: EngineCore) -> None:
-        for update in engine.step():
-            self.put(update)
-        engine.check_invariants()
-
-    def put(self, update: SequenceUpdate) -> None:
-        assert update.request_id not in self.ends and update.token_ids
-        assert 0 <= update.num_accepted <= min(update.num_drafted, len(update.token_ids))
-        assert update.num_accepted >= len(update.token_ids) - 1
-        self.tokens.setdefault(update.request_id, []).extend(update.token_ids)
-        self.cached[update.request_id] = update.num_cached_tokens
-        if update.finish_reason is not None:
-            self.ends[update.request_id] = (update.finish_reason, update.stop_reason)
-
-
 def check_histories(
-    engine: EngineCore, outputs: Outputs, served: Mapping[str, Request], known: Mapping[str, list[int]]
+    engine: CheckedEngine, served: Mapping[str, Request], known: Mapping[str, list[int]]
 ) -> None:
     """Check that the timeline of each ended request equals its outputs, step by step."""
-    whys = Counter[str | None]()
+    outputs, whys = engine.outputs, Counter[str | None]()
     for name, request in served.items():
         (life,) = (each for each in engine.timelines(name) if each.request_id == name)
         steps = [step for stay in life.intervals for step in stay.steps]
@@ -347,15 +470,3 @@ def check_histories(
         else:
             assert life.finish_reason == "abort"
     assert whys["preempted"] == engine.stats().preemptions
-
-
-def run(engine: EngineCore, *requests: Request, max_steps: int = 2000) -> Outputs:
-    """Add all requests together and step until all are done."""
-    outputs = Outputs()
-    for request in requests:
-        add(engine, request)
-    for _ in range(max_steps):
-        if not engine.has_unfinished:
-            return outputs
-        outputs.take(engine)
-    raise AssertionError(f"not done after {max_steps} steps")

@@ -1,4 +1,4 @@
-"""The parts of an opened engine that tests read, replace or drive: its executor, its scheduler, its core."""
+"""The parts of an opened engine that tests read, replace or drive: its scheduler, its core."""
 
 from __future__ import annotations
 
@@ -7,18 +7,9 @@ from typing import TYPE_CHECKING
 from manta.cluster.engine.engine_core import EngineCore
 from manta.cluster.scheduler.scheduler import Scheduler
 
-from support.engines.cluster_checker import CheckingExecutor
-
 if TYPE_CHECKING:  # tests of the cluster floor import no torch
     from manta import LLM
     from manta.actors.engine.async_engine import AsyncEngine
-
-
-def executor_of(engine: EngineCore) -> CheckingExecutor:
-    """Return the executor of an engine that `cluster_checker.open_engine` made."""
-    executor = engine._executor
-    assert isinstance(executor, CheckingExecutor)
-    return executor
 
 
 def scheduler_of(engine: EngineCore) -> Scheduler:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from manta.cluster.step.clock import EngineClock
 from manta.cluster.step.executor import DrafterHealth, Executor, ExecutorInfo
 from manta.cluster.step.scheduler_output import SchedulerOutput, StepResult
 
@@ -15,6 +16,10 @@ class PassingExecutor:
     @property
     def info(self) -> ExecutorInfo:
         return self._inner.info
+
+    @property
+    def clock(self) -> EngineClock:
+        return self._inner.clock
 
     @property
     def drafter_health(self) -> DrafterHealth:

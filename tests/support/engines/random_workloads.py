@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from hypothesis import strategies as st
-from manta.cluster.engine.engine_core import EngineCore
-from manta.cluster.pages.kv_cache_groups import KVCacheGroup
+from manta.cluster.pages.kv_cache_groups import KVCacheGroup, count_pools
 from manta.cluster.request.request import Request
+from manta.cluster.step.executor import ExecutorInfo
 
-from support.engines.cluster_checker import EOS, VOCAB, Outputs, make_request
+from support.engines.cluster_checker import EOS, VOCAB, CheckedEngine, make_info, make_request
 
 LAYOUTS = {
     "one group": (KVCacheGroup(),),
@@ -36,6 +37,21 @@ class Arrival:
 
 
 @st.composite
+def infos(draw: st.DrawFn, groups: tuple[KVCacheGroup, ...], **changes: Any) -> ExecutorInfo:
+    """Facts of an executor with small pages and pools that some workloads exhaust."""
+    page_size = draw(st.sampled_from((1, 2, 4)))
+    pools = [sum(group.pool == pool for group in groups) for pool in range(count_pools(groups))]
+    return make_info(
+        page_size=page_size,
+        num_pages=tuple(size * draw(st.integers(8, 20)) * 4 // page_size for size in pools),
+        page_groups=groups,
+        max_model_len=draw(st.integers(30, 60)),
+        num_speculative_tokens=draw(st.integers(0, 6)),
+        **changes,
+    )
+
+
+@st.composite
 def arrivals(draw: st.DrawFn, index: int) -> Arrival:
     stem = draw(st.sampled_from(STEMS))
     prompt = stem[: draw(st.integers(1, len(stem)))] + tuple(draw(st.lists(st.integers(2, 4), max_size=4)))
@@ -58,7 +74,7 @@ def arrivals(draw: st.DrawFn, index: int) -> Arrival:
     return Arrival(request, draw(st.integers(0, 6)), abort, draw(st.booleans()), num_known)
 
 
-def step(engine: EngineCore, outputs: Outputs, leaving: dict[str, Arrival], aborted: set[str]) -> None:
+def step(engine: CheckedEngine, leaving: dict[str, Arrival], aborted: set[str]) -> None:
     """Run one step, with aborts before it and while it (and the next ones) are in flight."""
 
     def leave(in_flight: bool) -> None:
@@ -66,16 +82,11 @@ def step(engine: EngineCore, outputs: Outputs, leaving: dict[str, Arrival], abor
             if arrival.abort_in_flight is in_flight and engine.abort(request_id):
                 aborted.add(request_id)
                 assert not engine.abort(request_id), "an abort happens once"
-        engine.check_invariants()
 
     leave(in_flight=False)
-    scheduler, executor = engine._scheduler, engine._executor
-    while len(scheduler.in_flight) < executor.info.max_in_flight and (plan := engine.plan()) is not None:
-        engine.check_invariants()
-        executor.submit(plan)
-    if not scheduler.in_flight:
-        return
-    leave(in_flight=True)
-    for update in engine.commit(executor.collect()):
-        outputs.put(update)
-    engine.check_invariants()
+    in_flight, maximum = engine.scheduler.in_flight, engine.executor.info.max_in_flight
+    while len(in_flight) < maximum and (plan := engine.plan()) is not None:
+        engine.submit(plan)
+    if in_flight:
+        leave(in_flight=True)
+        engine.finish_step()

@@ -23,6 +23,7 @@ from manta.actors.engine.uniproc_executor import make_executor
 from manta.cluster.batch.engine_pool_size import Concurrency
 from manta.cluster.config import EngineConfig
 from manta.cluster.simulation.simulated_executor import LinearCost, SimulatedExecutor
+from manta.cluster.step.clock import MACHINE_CLOCK, EngineClock
 from manta.cluster.step.executor import DrafterHealth, Executor, ExecutorInfo
 from manta.cluster.step.scheduler_output import SchedulerOutput, StepResult
 from manta.jobs.batch.options import BatchOptions
@@ -61,6 +62,10 @@ class CountingExecutor:
         return self._inner.info
 
     @property
+    def clock(self) -> EngineClock:
+        return self._inner.clock
+
+    @property
     def drafter_health(self) -> DrafterHealth:
         return self._inner.drafter_health
 
@@ -90,7 +95,7 @@ def make_counting(config: EngineConfig, folder: str, simulated: bool, slow_from:
     """The arguments of `run_batch`, bound except for the first, to pass as `make`."""
     if not simulated:
         return CountingExecutor(make_executor(config), Path(folder), slow_from)
-    inner = SimulatedExecutor(INFO, cost=LinearCost(verify_floor_s=STEP_S), spend=time.sleep)
+    inner = SimulatedExecutor(INFO, cost=LinearCost(verify_floor_s=STEP_S), clock=MACHINE_CLOCK)
     return CountingExecutor(inner, Path(folder), slow_from)
 
 

@@ -29,6 +29,7 @@ from manta.actors.system.event_loop import tune_gc
 from manta.cluster.config import EngineConfig
 from manta.cluster.request.logprobs import RowLogprobs, StepLogprobs
 from manta.cluster.simulation.simulated_executor import LinearCost, SimulatedExecutor
+from manta.cluster.step.clock import MACHINE_CLOCK
 from manta.cluster.step.executor import Executor, ExecutorInfo
 from manta.cluster.step.scheduler_output import SchedulerOutput, StepResult
 
@@ -171,7 +172,7 @@ def make_executor(config: EngineConfig) -> Executor:
         dtype="float32",
         device="cpu",
     )
-    return WithLogprobs(SimulatedExecutor(info, cost=LinearCost(verify_floor_s=STEP_S), spend=time.sleep))
+    return WithLogprobs(SimulatedExecutor(info, cost=LinearCost(verify_floor_s=STEP_S), clock=MACHINE_CLOCK))
 
 
 def shrink_send_buffer(listener: socket.socket) -> None:

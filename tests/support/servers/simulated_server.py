@@ -5,8 +5,6 @@ Its texts are noise and its seconds are reported, not spent; all counting and de
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from manta.cluster.config import EngineConfig
 from manta.cluster.simulation.simulated_executor import LinearCost, SimulatedExecutor
 from manta.cluster.step.executor import ExecutorInfo
@@ -18,10 +16,8 @@ SURVIVAL = (0.85, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2)
 COST = LinearCost(verify_floor_s=4e-3, verify_row_s=1e-4, draft_floor_s=1e-3, draft_row_s=2e-5)
 
 
-def simulated(
-    config: EngineConfig, spend: Callable[[float], None] = lambda seconds: None
-) -> SimulatedExecutor:
-    """Make an engine for `LiveServer(make=...)`; `spend` is called with the seconds of its steps."""
+def simulated(config: EngineConfig) -> SimulatedExecutor:
+    """Make an engine for `LiveServer(make=...)`; its steps take seconds of a virtual clock."""
     info = ExecutorInfo(
         num_pages=(config.num_pages or 64,),
         page_size=16,
@@ -32,4 +28,4 @@ def simulated(
         dtype="float32",
         device="cpu",
     )
-    return SimulatedExecutor(info, SURVIVAL, COST, spend)
+    return SimulatedExecutor(info, SURVIVAL, COST)
