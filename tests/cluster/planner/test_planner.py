@@ -24,7 +24,7 @@ from manta.cluster.errors import CheckpointError, ConfigError, PlacementError
 from manta.cluster.hardware.gpu_specs import GPUS, find_gpu
 from manta.cluster.hardware.memory_plan import PAGE_SIZE, kv_cache_layout, page_bytes, plan_memory
 from manta.cluster.hardware.model_pair import LayoutDemand
-from manta.cluster.hardware.parallel_layouts import TP_SIZES, ParallelLayout, Placement, layouts
+from manta.cluster.hardware.parallel_layouts import TP_SIZES, ParallelLayout, layouts
 from manta.cluster.hardware.roofline import Roofline
 from manta.cluster.hardware.step_time import LAUNCH_S, StepTimes
 from manta.cluster.planner.estimates import LayoutEstimate, LayoutMisfit, check_fitting, choose, estimate
@@ -59,42 +59,9 @@ def read(folders: Path, name: str, drafter: str | None = None, **settings: objec
     return read_pair(config, acceptance)  # type: ignore[arg-type]
 
 
-def read_mtp(model: Path, acceptance: str | None = None, drafter: Path | None = None) -> ReadPair:
-    spec = SpeculativeConfig(method="mtp", model=None if drafter is None else str(drafter))
-    return read_pair(EngineConfig(model=str(model), speculative_config=spec), acceptance)
-
-
-def loaded_config(ranks: int = 1, spec: SpeculativeConfig | None = None) -> EngineConfig:
-    """Return the config of the engine whose sizes are planned."""
-    return EngineConfig(
-        model="target",
-        device="cpu",
-        dtype="bfloat16",
-        page_size=PAGE_SIZE,
-        tensor_parallel_size=ranks,
-        speculative_config=spec,
-    )
-
-
-def times_of(pair: ReadPair, tp: int, placement: Placement | None, replicas: int) -> StepTimes:
-    return StepTimes(pair.pair, H200, ParallelLayout(tp, placement, replicas))
-
-
 @pytest.fixture(scope="module")
 def qwen(folders: Path) -> ReadPair:
     return read(folders, "Qwen3-8B", "Qwen3-8B-DFlash-b16", acceptance="6.5")
-
-
-@pytest.fixture(scope="module")
-def split(qwen: ReadPair) -> StepTimes:
-    """Step times with a drafter on its own GPU."""
-    return times_of(qwen, 1, "split", 4)
-
-
-@pytest.fixture(scope="module")
-def together(qwen: ReadPair) -> StepTimes:
-    """Step times with the drafter on the target's GPU."""
-    return times_of(qwen, 1, "colocated", 8)
 
 
 @pytest.mark.parametrize("name", SERVED)
@@ -108,14 +75,22 @@ def test_a_ranks_planned_weights_equal_its_loaded_ones(folders: Path, name: str)
 
 @pytest.mark.parametrize(("name", "ranks"), list(zip(WITH_MTP, cycle((1, 4)))))
 def test_a_targets_own_layer_is_planned_as_the_engine_loads_it(folders: Path, name: str, ranks: int) -> None:
-    pair = read_mtp(folders / name).pair
+    spec = SpeculativeConfig(method="mtp")
+    pair = read_pair(EngineConfig(model=str(folders / name), speculative_config=spec), None).pair
     target, layout = read_model(folders / name), ParallelLayout(ranks, "colocated", 1)
     layer = MtpConfig.of(target, ranks)
     assert layer.num_layers == (3 if name == "MiMo-V2-Flash" else 1)
     combine = ["mtp_combine"] * layer.num_layers
     loaded = rank_bytes(layer.model, Sharding(layer.model, 0, ranks), combine)
     assert pair.drafter_bytes(ranks) + pair.fc_bytes == pytest.approx(loaded, rel=2e-3)
-    config = loaded_config(ranks, SpeculativeConfig(method="mtp"))
+    config = EngineConfig(
+        model=name,
+        device="cpu",
+        dtype="bfloat16",
+        page_size=PAGE_SIZE,
+        tensor_parallel_size=ranks,
+        speculative_config=spec,
+    )
     plan = plan_models(config, folders / name, target, None, layer, 32768)
     pages = kv_cache_layout(pair, layout, 32768)
     assert pages.groups == plan.pages.groups and len(pair.survival) == plan.num_speculative_tokens
@@ -123,8 +98,12 @@ def test_a_targets_own_layer_is_planned_as_the_engine_loads_it(folders: Path, na
 
 
 def test_of_several_own_layers_each_draft_reads_one_and_runs_an_entry_more(folders: Path) -> None:
-    found = read_mtp(folders / "MiMo-V2-Flash")
-    times, drafter = times_of(found, 4, "colocated", 2), found.pair.drafter_rank(4)
+    spec = SpeculativeConfig(method="mtp")
+    found = read_pair(EngineConfig(model=str(folders / "MiMo-V2-Flash"), speculative_config=spec), None)
+    times, drafter = (
+        StepTimes(found.pair, H200, ParallelLayout(4, "colocated", 2)),
+        found.pair.drafter_rank(4),
+    )
     assert drafter is not None and found.pair.num_drafts == drafter.num_layers == 3
     read = 2 * ((drafter.linear_params + drafter.fc_params) / 3 + drafter.head_params)
     one, three = times.draft(1, 2, 0), times.draft(1, 4, 0)
@@ -153,15 +132,23 @@ GEMMA_ASSISTANT = {
 @pytest.mark.parametrize("ranks", [1, 4])
 def test_an_assistant_is_planned_as_the_engine_loads_it(folders: Path, tmp_path: Path, ranks: int) -> None:
     (tmp_path / "config.json").write_text(json.dumps(GEMMA_ASSISTANT))
-    folder = folders / "gemma-4-12B-it"
-    config = loaded_config(ranks, SpeculativeConfig(method="mtp", model=str(tmp_path)))
-    pair, target = read_mtp(folder, "2.2", tmp_path).pair, read_model(folder)
+    spec = SpeculativeConfig(method="mtp", model=str(tmp_path))
+    name = str(folders / "gemma-4-12B-it")
+    config = EngineConfig(
+        model=name,
+        device="cpu",
+        dtype="bfloat16",
+        page_size=PAGE_SIZE,
+        tensor_parallel_size=ranks,
+        speculative_config=spec,
+    )
+    pair, target = read_pair(config, "2.2").pair, read_model(folders / name)
     model = read_assistant(tmp_path)
     assistant = AssistantConfig.of(model, target, ranks, "config.json")
     beside = ["pre_projection", "post_projection", "embedding"]
     loaded = rank_bytes(assistant.model, Sharding(assistant.model, 0, ranks), beside)
     assert pair.drafter_bytes(ranks) + pair.fc_bytes == pytest.approx(loaded, rel=2e-3)
-    plan = plan_models(config, folder, target, tmp_path, assistant, 32768)
+    plan = plan_models(config, folders / name, target, tmp_path, assistant, 32768)
     layout = ParallelLayout(ranks, "colocated", 1)
     pages = kv_cache_layout(pair, layout, 32768)
     assert (pages.groups, pages.drafter) == (plan.pages.groups, plan.pages.drafter)
@@ -174,7 +161,8 @@ def test_an_assistant_is_planned_as_the_engine_loads_it(folders: Path, tmp_path:
 
 
 def test_each_draft_of_a_targets_own_layer_reads_the_layer_and_the_targets_head(folders: Path) -> None:
-    found = read_mtp(folders / "GLM-4.5-Air", "2.2")
+    spec = SpeculativeConfig(method="mtp")
+    found = read_pair(EngineConfig(model=str(folders / "GLM-4.5-Air"), speculative_config=spec), "2.2")
     pair, layout = found.pair, ParallelLayout(4, "colocated", 2)
     assert (found.acceptance, pair.num_drafts) == ("as given", 3)
     times, drafter = StepTimes(pair, H200, layout), pair.drafter_rank(4)
@@ -224,7 +212,10 @@ def rank_bytes(spec: ModelSpec, sharding: Sharding, beside_layers: Sequence[str]
 
 @pytest.mark.parametrize(("name", "ranks"), list(zip(SERVED, cycle((1, 4)))))
 def test_planned_pages_are_as_large_as_the_engines(folders: Path, name: str, ranks: int) -> None:
-    plan = plan_models(loaded_config(ranks), folders / name, read_model(folders / name), None, None, 32768)
+    config = EngineConfig(
+        model=name, device="cpu", dtype="bfloat16", page_size=PAGE_SIZE, tensor_parallel_size=ranks
+    )
+    plan = plan_models(config, folders / name, read_model(folders / name), None, None, 32768)
     layout = ParallelLayout(ranks, None, 1)
     pages = kv_cache_layout(read(folders, name).pair, layout, 32768)
     assert pages.groups == plan.pages.groups
@@ -232,7 +223,10 @@ def test_planned_pages_are_as_large_as_the_engines(folders: Path, name: str, ran
 
 
 def test_a_colocated_drafters_pages_count(folders: Path, qwen: ReadPair) -> None:
-    config = loaded_config(spec=SpeculativeConfig(model="drafter"))
+    spec = SpeculativeConfig(model="drafter")
+    config = EngineConfig(
+        model="target", device="cpu", dtype="bfloat16", page_size=PAGE_SIZE, speculative_config=spec
+    )
     drafter = DrafterConfig.load(folders / "Qwen3-8B-DFlash-b16")
     target = read_model(folders / "Qwen3-8B")
     plan = plan_models(config, folders, target, folders, drafter, 32768)
@@ -256,77 +250,94 @@ def test_qwen3_8b_fits_one_h200_and_a_plain_step_reads_its_weights(qwen: ReadPai
 
 @pytest.mark.parametrize(("batch", "rows"), [(1, 1), (1, 16), (32, 4), (128, 16)])
 def test_a_step_on_one_gpu_takes_the_roofline_plus_its_launches(
-    qwen: ReadPair, together: StepTimes, batch: int, rows: int
+    qwen: ReadPair, batch: int, rows: int
 ) -> None:
     assert qwen.pair.drafter is not None
     floor = Roofline(H200.device, qwen.pair.target, qwen.pair.drafter)
-    spent = together.round(batch, rows, 1024)
+    times = StepTimes(qwen.pair, H200, ParallelLayout(1, "colocated", 8))
+    spent = times.round(batch, rows, 1024)
     wanted = floor.verify_s(batch, 1, 1024) if rows == 1 else floor.step(batch, rows, 1024).step_s
     assert spent.bytes + spent.arithmetic == pytest.approx(wanted, rel=1e-3)
     assert (spent.link, spent.queue) == (0.0, 0.0) and 0.0 < spent.launches < 1.5e-3
 
 
 def test_ranks_share_the_bytes_and_pay_for_sums(qwen: ReadPair) -> None:
-    alone, four = (times_of(qwen, tp, None, 1).verify(1, 1, 1024) for tp in (1, 4))
+    alone, four = (
+        StepTimes(qwen.pair, H200, ParallelLayout(tp, None, 1)).verify(1, 1, 1024) for tp in (1, 4)
+    )
     assert four.bytes == pytest.approx(alone.bytes / 4, rel=1e-3)
     assert four.link == pytest.approx(73 * (8e-6 + 1.5 * 8192 / 360e9))  # 2 x 36 layers and the embedding
 
 
-def test_halves_are_used_if_they_pay(split: StepTimes, together: StepTimes) -> None:
+def test_halves_are_used_if_they_pay(qwen: ReadPair) -> None:
     """If rows cost, two alternating halves hide the drafter; a batch of 1 cannot be halved."""
+    split = StepTimes(qwen.pair, H200, ParallelLayout(1, "split", 4))
+    together = StepTimes(qwen.pair, H200, ParallelLayout(1, "colocated", 8))
     assert split.round(128, 16, 1024).total_s < 0.9 * together.round(128, 16, 1024).total_s
     one = split.verify(1, 16, 1024) + split.draft(1, 16, 1024) + split.inject(16) + split.transfer(16)
     assert split.round(1, 16, 1024) == one
 
 
-def test_a_separate_drafter_costs_no_launches_beside_its_own(split: StepTimes, together: StepTimes) -> None:
+def test_a_separate_drafter_costs_no_launches_beside_its_own(qwen: ReadPair) -> None:
+    split = StepTimes(qwen.pair, H200, ParallelLayout(1, "split", 4))
+    together = StepTimes(qwen.pair, H200, ParallelLayout(1, "colocated", 8))
     assert split.verify(1, 16, 1024) == together.verify(1, 16, 1024)
     assert split.verify(1, 16, 1024).launches == pytest.approx((6 * 36 + 27) * LAUNCH_S)
     assert split.draft(1, 16, 1024).launches == pytest.approx(6 * 5 * LAUNCH_S)
 
 
 def test_more_engines_on_a_drafter_wait_longer(qwen: ReadPair) -> None:
-    rounds = [times_of(qwen, 1, "shared", n).round(8, 16, 1024) for n in (2, 4, 7, 40)]
+    rounds = [
+        StepTimes(qwen.pair, H200, ParallelLayout(1, "shared", n)).round(8, 16, 1024) for n in (2, 4, 7, 40)
+    ]
     assert [r.queue for r in rounds] == sorted(r.queue for r in rounds) and rounds[0].queue > 0.0
-    busy_s = times_of(qwen, 1, "shared", 40).draft(8, 16, 1024).total_s
+    busy_s = StepTimes(qwen.pair, H200, ParallelLayout(1, "shared", 40)).draft(8, 16, 1024).total_s
     assert rounds[-1].total_s >= 40 * busy_s, "no drafter does more than one thing at a time"
 
 
 def test_a_70b_target_is_refused_on_one_80_gb_gpu_with_the_missing_memory_and_a_remedy(folders: Path) -> None:
     pair = read(folders, "Llama-3.1-70B-Instruct").pair
     found = [estimate(pair, H100, layout, DEMAND) for layout in layouts(1, (1,), drafter=False)]
-    said = r"13\d\.\d GiB on each H100, which gives 71\.2 GiB .* 6\d\.\d GiB"
-    with pytest.raises(PlacementError, match=said) as caught:
+    with pytest.raises(
+        PlacementError, match=r"13\d\.\d GiB on each H100, which gives 71\.2 GiB .* 6\d\.\d GiB"
+    ) as e:
         check_fitting(found)
-    assert "shard it over 2 GPUs" in caught.value.message and caught.value.param == "gpus"
+    assert "shard it over 2 GPUs" in e.value.message and e.value.param == "gpus"
     assert isinstance(estimate(pair, H100, ParallelLayout(4, None, 2), DEMAND), LayoutEstimate)
 
 
 def test_an_overlong_sequence_is_refused_with_the_length_that_fits(folders: Path) -> None:
     pair = read(folders, "Llama-3.1-70B-Instruct").pair
-    layout = ParallelLayout(2, None, 4)
-    misfit = estimate(pair, H100, layout, LayoutDemand(max_model_len=131072, context=4096))
+    long = LayoutDemand(max_model_len=131072, context=4096)
+    misfit = estimate(pair, H100, ParallelLayout(2, None, 4), long)
     assert isinstance(misfit, LayoutMisfit)
     fits = int(misfit.error.message.partition("at most ")[2].partition(",")[0])
     assert misfit.error.param == "max_model_len"
-    assert plan_memory(pair, H100, layout, LayoutDemand(fits, context=64))
+    assert plan_memory(pair, H100, ParallelLayout(2, None, 4), replace(long, max_model_len=fits, context=64))
     with pytest.raises(PlacementError):
-        plan_memory(pair, H100, layout, LayoutDemand(fits + PAGE_SIZE, context=64))
+        plan_memory(
+            pair, H100, ParallelLayout(2, None, 4), replace(long, max_model_len=fits + PAGE_SIZE, context=64)
+        )
 
 
 def test_layers_with_a_window_leave_memory_for_more_sequences(folders: Path) -> None:
     pair = read(folders, "gemma-3-27b-it").pair
-    layers = tuple(replace(layer, window=None) for layer in pair.target.layers)
-    full = replace(pair, target=replace(pair.target, layers=layers))
+    full = replace(
+        pair,
+        target=replace(
+            pair.target, layers=tuple(replace(layer, window=None) for layer in pair.target.layers)
+        ),
+    )
     demand = LayoutDemand(max_model_len=131072, context=32768)
     sliding, seeing_all = (plan_memory(p, H200, ParallelLayout(1, None, 1), demand) for p in (pair, full))
     assert sliding.largest_batch > 2 * seeing_all.largest_batch
 
 
 def test_unsupported_families_are_refused(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text('{"architectures": ["GlmMoeDsaForCausalLM"]}')
+    (tmp_path / "indexed").mkdir()
+    (tmp_path / "indexed" / "config.json").write_text('{"architectures": ["GlmMoeDsaForCausalLM"]}')
     with pytest.raises(CheckpointError, match=r"GlmMoeDsaForCausalLM has an indexer .* is not served"):
-        read(tmp_path, ".")
+        read(tmp_path, "indexed")
 
 
 def test_a_drafter_of_another_target_is_refused(folders: Path) -> None:
