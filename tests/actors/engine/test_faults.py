@@ -42,6 +42,7 @@ from manta.cluster.step.scheduler_output import StepResult
 from support.checkpoints.chat_pairs import HERMES, chat_config, tool
 from support.checkpoints.text_pair import LiveServer
 from support.engines.passing_executor import PassingExecutor
+from support.engines.pausable_executor import PausableExecutors
 from support.servers.server_probes import events, idle
 from support.waiting import wait_until
 
@@ -203,14 +204,17 @@ def test_a_failed_completion_ends_the_others_of_its_request(
 def test_an_engine_that_delivers_nothing_is_unhealthy(
     config: EngineConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with LiveServer(config) as server, httpx.Client(base_url=server.url, timeout=300) as http:
+    executors = PausableExecutors()
+    server = LiveServer(config, make=executors.make)
+    with server, httpx.Client(base_url=server.url, timeout=300) as http:
         body = {"prompt": "x", "max_tokens": 400, "ignore_eos": True}
         assert http.post("/v1/completions", json=body | {"max_tokens": 4}).status_code == 200
         monkeypatch.setattr(engine_module, "CHECK_INTERVAL_S", 0.02)
         monkeypatch.setattr(engine_module, "DELIVERY_TIMEOUT_S", 0.1)
         monkeypatch.setattr(OutputStreams, "_deliver_slice", lambda streams: None)
-        assert http.post("/v1/completions", json=body).status_code == 503
-        assert http.get("/health").status_code == 503
+        with executors[0].paused_after(5):  # the answer is not complete when the engine is found dead
+            assert http.post("/v1/completions", json=body).status_code == 503
+            assert http.get("/health").status_code == 503
 
 
 class PanickingExecutor(PassingExecutor):
