@@ -30,7 +30,7 @@ _TESTED = {
     ),
     "tests/jobs/bench/": ("tests/benchmarks/",),
     "tests/jobs/drafters/": ("jobs/training/", "drafter/dflash/"),
-    "tests/jobs/training/": ("drafter/dflash/", "drafter/eagle3/"),
+    "tests/jobs/training/": ("drafter/dflash/", "drafter/eagle3/", "models/recipe/"),
 }
 _EVERYWHERE = ("drafter/compute/", "pyproject.toml", "tests/support/")
 

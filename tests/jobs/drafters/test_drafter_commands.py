@@ -16,7 +16,6 @@ from manta.cluster.errors import ConfigError
 from manta.drafter.compute.checkpoint.safetensors_reader import TensorFolder
 from manta.drafter.dflash.checkpoint import named_as_ours
 from manta.drafter.dflash.config import DrafterConfig
-from manta.drafter.dflash.target_features import usual_layer_ids
 from manta.drafter.eagle3.config_formats import is_eagle3, method_of_drafter
 from manta.jobs.cli import app
 from manta.jobs.drafters.common.drafter_files import method_of, open_drafter
@@ -25,7 +24,16 @@ from manta.jobs.drafters.drafter_summary import find_drafters, summarize_drafter
 from manta.jobs.drafters.validate.card_check import compare_answers
 from manta.jobs.drafters.validate.validate_pair import validate_pair
 from support.checkpoints.broken_pairs import BROKEN, DRAFTER, TARGET, Broken, copied, tensors
-from support.checkpoints.drafters import EAGLE3, VARIANTS, drafter_tensors, sglang, write_drafter
+from support.checkpoints.drafters import (
+    EAGLE3,
+    HIDDEN,
+    TARGET_LAYERS,
+    VARIANTS,
+    VOCAB,
+    drafter_tensors,
+    sglang,
+    write_drafter,
+)
 from support.checkpoints.tiny import TINY_VOCAB
 from support.paths import DATA
 from support.published.hub_standin import REVISION, hub_with_model
@@ -85,14 +93,6 @@ def test_a_trial_passes_with_equal_tokens_and_more_than_one_per_step():
     assert (finding.what, finding.fatal) == ("tokens", True)
 
 
-@pytest.mark.parametrize("num_layers", [18, 36, 64])
-def test_usual_taps_are_not_mistaken_for_the_other_convention(num_layers: int):
-    """The expected ids are the published taps of Qwen3-8B's 36 layers."""
-    ids = usual_layer_ids(num_layers, 5)
-    assert usual_layer_ids(36, 5) == (1, 9, 17, 25, 33)
-    assert not set(ids) & {i + 1 for i in ids}
-
-
 def test_a_summary_has_the_figures_of_the_shipped_pair():
     summary = summarize_drafter(open_drafter(str(DRAFTER)))
     assert summary["target_layer_ids"] == (1, 4, 8, 12, 15) and summary["num_speculative_tokens"] == 15
@@ -143,21 +143,19 @@ def test_list_finds_drafters_and_skips_targets(tmp_path: Path):
     assert code == 0 and "z-lab" in said and "1, 4, 8, 12, 15" in said
 
 
+def write_target_config(folder: Path, num_layers: int, **sizes: int) -> Path:
+    """Write the config of the shipped target with other sizes, without weights."""
+    raw = json.loads((TARGET / "config.json").read_text()) | sizes | {"eos_token_id": 1}
+    raw |= {"num_hidden_layers": num_layers, "max_window_layers": num_layers}
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(raw | {"layer_types": ["full_attention"] * num_layers}))
+    return folder
+
+
 @pytest.fixture(scope="module")
 def target_of_variants(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    from support.checkpoints.drafters import HIDDEN, TARGET_LAYERS, VOCAB
-
-    raw = json.loads((TARGET / "config.json").read_text())
-    sizes = {
-        "hidden_size": HIDDEN,
-        "num_hidden_layers": TARGET_LAYERS,
-        "vocab_size": VOCAB,
-        "eos_token_id": 1,
-    }
     folder = tmp_path_factory.mktemp("target")
-    raw |= {**sizes, "layer_types": ["full_attention"] * TARGET_LAYERS, "max_window_layers": TARGET_LAYERS}
-    (folder / "config.json").write_text(json.dumps(raw))
-    return folder
+    return write_target_config(folder, TARGET_LAYERS, hidden_size=HIDDEN, vocab_size=VOCAB)
 
 
 # What Speculators' format has no word for.
@@ -201,15 +199,9 @@ def test_a_round_trip_between_formats_keeps_every_bit(name: str, target_of_varia
     assert all(torch.equal(first.get(name), last.get(named_as_ours(name))) for name in first.shapes)
 
 
-def test_a_target_with_fewer_usual_taps_than_the_drafter_has_is_checked(
-    target_of_variants: Path, tmp_path: Path
-):
+def test_a_target_with_fewer_usual_taps_than_the_drafter_has_is_checked(tmp_path: Path):
     config = VARIANTS["z-lab second, three taps"]
-    raw = json.loads((target_of_variants / "config.json").read_text())
-    raw |= {"num_hidden_layers": 4, "layer_types": ["full_attention"] * 4, "max_window_layers": 4}
-    target = tmp_path / "target"
-    target.mkdir()
-    (target / "config.json").write_text(json.dumps(raw))
+    target = write_target_config(tmp_path / "target", 4, hidden_size=HIDDEN, vocab_size=VOCAB)
     drafter = write_drafter(tmp_path / "drafter", config, drafter_tensors(config), None)
     assert all(finding.what != "layer ids" for finding in validate_pair(str(drafter), str(target)))
 
@@ -221,12 +213,7 @@ def test_convert_overwrites_nothing(tmp_path: Path):
 
 @pytest.fixture(scope="module")
 def target_of_eagle3(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    raw = json.loads((TARGET / "config.json").read_text())
-    sizes = {"hidden_size": 64, "num_hidden_layers": 4, "vocab_size": TINY_VOCAB, "eos_token_id": 1}
-    folder = tmp_path_factory.mktemp("target")
-    raw |= {**sizes, "layer_types": ["full_attention"] * 4, "max_window_layers": 4}
-    (folder / "config.json").write_text(json.dumps(raw))
-    return folder
+    return write_target_config(tmp_path_factory.mktemp("target"), 4, hidden_size=64, vocab_size=TINY_VOCAB)
 
 
 @pytest.mark.parametrize("name", EAGLE3)
@@ -236,11 +223,8 @@ def test_an_eagle3_drafter_is_described_and_checked(name: str, target_of_eagle3:
     block = config.get("transformer_layer_config", config)
     summary = summarize_drafter(open_drafter(str(folder)))
     assert summary["format"] == ("speculators" if block is not config else "sglang")
-    assert (summary["block_size"], summary["mask_token_id"], summary["num_speculative_tokens"]) == (
-        None,
-        None,
-        5,
-    )
+    assert summary["block_size"] is summary["mask_token_id"] is None
+    assert summary["num_speculative_tokens"] == 5
     assert summary["target_layer_ids"] == ((2, 0, 1) if "vLLM" in name else (0, 1, 2))
     files = TensorFolder(folder)
     assert summary["num_parameters"] == sum(files.get(name).numel() for name in files.shapes)

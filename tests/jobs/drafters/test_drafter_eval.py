@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -248,8 +249,6 @@ def test_wrong_arguments_are_named(
 def test_the_shipped_prompts_are_a_suite_of_eight_of_each_category(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
     found = open_suite("quick")
-    counts = {
-        name: sum(row.category == name for row in found.rows) for name in {r.category for r in found.rows}
-    }
+    counts = Counter(row.category for row in found.rows)
     assert set(counts.values()) == {8} and len(counts) == 5 and found.name == "quick"
     assert len(open_suite("quick", 5).rows) == 5

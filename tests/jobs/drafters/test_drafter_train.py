@@ -36,7 +36,8 @@ from support.jobs import training_run
 from support.jobs.training_run import SETTINGS, run, weights_after_some_steps
 from support.paths import MODELS, module_command
 
-NUM_STEPS = 8
+NUM_STEPS = 6
+WHOLE = pytest.mark.if_changed
 
 
 @pytest.fixture(scope="module")
@@ -70,20 +71,17 @@ def start(*arguments: object) -> subprocess.Popen[str]:
 
 def same_weights(one: Path, other: Path) -> bool:
     of_one, of_other = (torch.load(each / "snapshot.pt", weights_only=True) for each in (one, other))
-    states = [(of_one[part], of_other[part]) for part in ("model",)]
+    states = [(of_one["model"], of_other["model"])]
     states.append((of_one["average"]["weights"], of_other["average"]["weights"]))
-    files = (load_file(each / "drafter/model.safetensors") for each in (one, other))
-    return all(
-        a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
-        for a, b in [*states, tuple(files)]
-    )
+    states.append(tuple(load_file(each / "drafter/model.safetensors") for each in (one, other)))
+    return all(a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a) for a, b in states)
 
 
 def test_a_killed_run_ends_with_the_same_weights(target: Path, uninterrupted: Path, tmp_path: Path) -> None:
     """The process gets SIGKILL at a random moment after a number of lines, and is then run to the end."""
     process = start("run", target, tmp_path, NUM_STEPS)
     assert process.stdout is not None
-    for _ in range(random.randint(6, 10)):
+    for _ in range(random.randint(4, 8)):
         process.stdout.readline()
     process.kill()
     process.communicate()
@@ -96,13 +94,14 @@ def test_a_killed_run_ends_with_the_same_weights(target: Path, uninterrupted: Pa
     assert losses == [row["loss"] for row in read_rows(uninterrupted / CURVES) if "loss" in row]
 
 
+@WHOLE
 def test_steps_of_a_timed_run_are_repeated_identically(target: Path, tmp_path: Path) -> None:
     """Only the curves of a timed run are left, as after a kill before its first snapshot."""
     one, other = tmp_path / "one", tmp_path / "other"
-    trained = run(target, one, Length(seconds=0.5))
+    trained = run(target, one, Length(seconds=0.2))
     other.mkdir()
     shutil.copyfile(one / CURVES, other / CURVES)
-    again = run(target, other, Length(seconds=0.5))
+    again = run(target, other, Length(seconds=0.2))
     assert trained.num_steps == again.num_steps and same_weights(one, other)
 
 
@@ -136,7 +135,9 @@ def test_two_workers_average_their_gradients_and_have_the_same_weights(tmp_path:
     assert len(read_rows(tmp_path / "run" / CURVES)) == 3, "worker 0 alone writes"
 
 
-@pytest.mark.parametrize("family", ["gemma3", "deepseek_v3", "qwen3_next"])
+@pytest.mark.parametrize(
+    "family", ["gemma3", pytest.param("deepseek_v3", marks=WHOLE), pytest.param("qwen3_next", marks=WHOLE)]
+)
 def test_features_equal_the_targets_own_in_every_family(family: str, tmp_path: Path) -> None:
     """Some families have windows and a scaled embedding, latents and experts, or states of a delta rule."""
     folder = make_tiny_target(tmp_path, family)
@@ -152,43 +153,40 @@ def test_features_equal_the_targets_own_in_every_family(family: str, tmp_path: P
         torch.testing.assert_close(features, taps, atol=1e-4, rtol=1e-4)
 
 
+@WHOLE
 def test_a_drafter_is_trained_for_a_target_of_other_blocks(tmp_path: Path) -> None:
     """Tensors of latent attention and experts that do not fit start at random."""
     folder = make_tiny_target(tmp_path / "target", "deepseek_v3")
     data = continuations(vocab_size=128)
     settings = replace(SETTINGS, conv_group_size=None, selector=None)
-    trained = train(
-        folder, data, data, tmp_path / "run", Length(steps=2), settings=settings, mask_token_id=127
-    )
+    how = {"settings": settings, "mask_token_id": 127}
+    trained = train(folder, data, data, tmp_path / "run", Length(steps=2), **how)
     config = check_drafter(trained.drafter, facts_of(read_model(folder)))
     assert (config.mask_token_id, config.block_size, config.num_layers) == (127, 4, 1)
 
 
-def test_a_drafter_is_trained_further_with_its_own_shape(tiny_qwen3: Path, tmp_path: Path) -> None:
-    initial = make_tiny_drafter(tmp_path / "drafter", sliding_window=24)
-    data, settings = continuations(vocab_size=120), replace(SETTINGS, num_layers=None)
-    trained = train(
-        tiny_qwen3, data, data, tmp_path / "run", Length(steps=1), settings=settings, initial=initial
-    )
-    facts = facts_of(read_model(tiny_qwen3))
-    was, now = check_drafter(initial, facts), check_drafter(trained.drafter, facts)
-    assert now.layers == was.layers and now.block_size == was.block_size == 16
-    assert now.selector == SETTINGS.selector, "and what the recipe adds"
-
-
-def test_a_drafter_gets_more_layers_and_loses_none(tiny_qwen3: Path, tmp_path: Path) -> None:
+def test_a_drafter_trained_further_keeps_its_shape_or_gets_layers_and_loses_none(
+    tiny_qwen3: Path, tmp_path: Path
+) -> None:
     initial = make_tiny_drafter(tmp_path / "drafter", sliding_window=24)
     facts, data = facts_of(read_model(tiny_qwen3)), continuations(vocab_size=120)
     was = check_drafter(initial, facts)
-    more, fewer = (replace(SETTINGS, num_layers=was.num_layers + by) for by in (2, -1))
-    trained = train(tiny_qwen3, data, data, tmp_path / "run", Length(steps=2), settings=more, initial=initial)
-    assert check_drafter(trained.drafter, facts).layers == was.layers + was.layers[-1:] * 2
-    learned = load_file(trained.drafter / "model.safetensors")
+
+    def further(num_layers: int | None, steps: int) -> Path:
+        settings, folder = replace(SETTINGS, num_layers=num_layers), tmp_path / f"{num_layers}"
+        run = (tiny_qwen3, data, data, folder, Length(steps=steps))
+        return train(*run, settings=settings, initial=initial).drafter
+
+    same = check_drafter(further(None, 1), facts)
+    assert (same.layers, same.block_size, was.block_size) == (was.layers, 16, 16)
+    assert same.selector == SETTINGS.selector, "and what the recipe adds"
+    more = further(was.num_layers + 2, 2)
+    assert check_drafter(more, facts).layers == was.layers + was.layers[-1:] * 2
+    learned = load_file(more / "model.safetensors")
     assert learned[f"layers.{was.num_layers + 1}.mlp.down_proj.weight"].any(), "it is silent no more"
-    with pytest.raises(
-        ConfigError, match=rf"layers={was.num_layers - 1}: .* has {was.num_layers} layers, and none"
-    ):
-        train(tiny_qwen3, data, data, tmp_path / "other", Length(steps=1), settings=fewer, initial=initial)
+    fewer = was.num_layers - 1
+    with pytest.raises(ConfigError, match=rf"layers={fewer}: .* has {was.num_layers} layers, and none"):
+        further(fewer, 1)
 
 
 def text_records() -> list[dict[str, object]]:
@@ -228,22 +226,26 @@ def test_prompts_are_answered_again_and_texts_are_used_unchanged(tmp_path: Path)
     assert all(2 <= len(answer) <= 4 for _, answer in requested)
 
 
-def test_answers_of_several_models_are_refused(tmp_path: Path) -> None:
-    lines = [CapturedRecord((1,), (3, 4, 5), model, "2026-11-23").line() for model in ("m", "n")]
-    segment_path(tmp_path, 1).write_bytes(b"".join(lines))
-    asking = AnswerSettings("nowhere", None, max_tokens=4, longest=100)
-    with pytest.raises(DatasetError, match="several models"):
-        gather([str(tmp_path)], asking, tmp_path / "answers", report=lambda _: None)
+def captured_line(model: str) -> str:
+    return CapturedRecord((1,), (3, 4, 5), model, "2026-11-23").line().decode()
 
 
 @pytest.mark.parametrize(
-    ("line", "complaint"), [("{", "record 1"), ('{"question": "x"}', "messages, prompt or text.*question")]
+    ("name", "lines", "complaint"),
+    [
+        ("rows.jsonl", "{\n", "record 1"),
+        ("rows.jsonl", '{"question": "x"}\n', "messages, prompt or text.*question"),
+        (None, captured_line("m") + captured_line("n"), "several models"),
+    ],
 )
-def test_an_unusable_training_row_is_named(line: str, complaint: str, tmp_path: Path) -> None:
-    (tmp_path / "rows.jsonl").write_text(line + "\n")
+def test_unusable_training_text_is_named(
+    name: str | None, lines: str, complaint: str, tmp_path: Path
+) -> None:
+    path = segment_path(tmp_path, 1) if name is None else tmp_path / name
+    path.write_text(lines)
     asking = AnswerSettings("nowhere", None, max_tokens=4, longest=100)
     with pytest.raises(DatasetError, match=complaint):
-        gather([str(tmp_path / "rows.jsonl")], asking, tmp_path / "answers", report=lambda _: None)
+        gather([str(path if name else tmp_path)], asking, tmp_path / "answers", report=lambda _: None)
 
 
 def test_the_mask_is_a_token_that_no_text_contains(tiny_qwen3: Path) -> None:

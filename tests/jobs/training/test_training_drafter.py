@@ -102,6 +102,12 @@ def test_parameter_names_are_those_of_the_z_lab_checkpoints(drafter: TrainableDr
     assert "layers.0.mlp.down_proj.weight" in names
 
 
+@pytest.mark.parametrize("num_layers", [18, 36, 64])
+def test_usual_taps_are_not_mistaken_for_the_other_convention(num_layers: int):
+    ids = usual_layer_ids(num_layers, 5)
+    assert not set(ids) & {i + 1 for i in ids}
+
+
 def test_taps_follow_the_published_default():
     assert usual_layer_ids(36, 5) == (1, 9, 17, 25, 33)
     assert usual_layer_ids(8, 1) == (4,)
@@ -137,37 +143,25 @@ def test_loss_weights_follow_their_formulas():
     torch.testing.assert_close(mean, torch.tensor(2.5 / 1.5))
 
 
-def test_chunked_cross_entropy_equals_torch_in_value_and_gradient():
+@pytest.mark.parametrize("distance_share", [0.0, 0.7])
+def test_losses_against_a_teacher_equal_torchs_in_value_and_gradient(distance_share: float):
+    """The distance to the teacher is the share of rejected drafts."""
     generator = torch.Generator().manual_seed(0)
     logits = torch.randn(300, 50, generator=generator, requires_grad=True)
     labels = torch.randint(0, 50, (300,), generator=generator)
     teacher_logits = torch.randn(40, 50, generator=generator)
     rows = torch.randint(0, 40, (300,), generator=generator)
-    losses = row_losses(logits, labels, Teacher(teacher_logits, rows, share=0.3))
+    teacher = Teacher(teacher_logits, rows, share=0.3, distance_share=distance_share)
+    losses = row_losses(logits, labels, teacher)
     p, log_q = teacher_logits.softmax(-1)[rows], logits.log_softmax(-1)
-    expected = 0.7 * F.cross_entropy(logits, labels, reduction="none") - 0.3 * (p * log_q).sum(-1)
+    entropy = 0.7 * F.cross_entropy(logits, labels, reduction="none") - 0.3 * (p * log_q).sum(-1)
+    overlap = torch.minimum(p, log_q.exp()).sum(-1)
+    expected = (1.0 - distance_share) * entropy + distance_share * (1.0 - overlap)
     torch.testing.assert_close(losses.loss_R, expected)
-    torch.testing.assert_close(losses.overlap_R, torch.minimum(p, log_q.exp()).sum(-1))
+    torch.testing.assert_close(losses.overlap_R, overlap)
     weights = torch.rand(300, generator=generator)
     (gradient,) = torch.autograd.grad((losses.loss_R * weights).sum(), logits)
     (reference,) = torch.autograd.grad((expected * weights).sum(), logits)
-    torch.testing.assert_close(gradient, reference)
-
-
-def test_the_distance_to_the_teacher_is_the_share_of_rejected_drafts():
-    generator = torch.Generator().manual_seed(0)
-    logits = torch.randn(200, 50, generator=generator, requires_grad=True)
-    labels = torch.randint(0, 50, (200,), generator=generator)
-    teacher_logits = torch.randn(200, 50, generator=generator)
-    teacher = Teacher(teacher_logits, torch.arange(200), share=0.5, distance_share=0.7)
-    losses = row_losses(logits, labels, teacher)
-    p, log_q = teacher_logits.softmax(-1), logits.log_softmax(-1)
-    entropy = 0.5 * F.cross_entropy(logits, labels, reduction="none") - 0.5 * (p * log_q).sum(-1)
-    refused = 1.0 - torch.minimum(p, log_q.exp()).sum(-1)
-    expected = 0.3 * entropy + 0.7 * refused
-    torch.testing.assert_close(losses.loss_R, expected)
-    (gradient,) = torch.autograd.grad(losses.loss_R.sum(), logits)
-    (reference,) = torch.autograd.grad(expected.sum(), logits)
     torch.testing.assert_close(gradient, reference)
 
 

@@ -19,12 +19,7 @@ from manta.jobs.drafters.train.train_run import write_drafter_card
 from manta.jobs.training.heads.dflash_module import TrainableDrafter
 from manta.jobs.training.heads.export import export_drafter
 from manta.jobs.training.heads.frozen_target import FrozenTarget
-from manta.jobs.training.heads.initialization import (
-    continued,
-    drafter_config,
-    facts_of,
-    new_drafter,
-)
+from manta.jobs.training.heads.initialization import continued, drafter_config, facts_of, new_drafter
 from manta.jobs.training.heads.offline_proposals import BlockProposals, sampling
 from manta.jobs.training.heads.recipes import DrafterSettings, Teaching, TrainSettings
 from manta.jobs.training.loop.continuations import ContinuationRequest
@@ -115,11 +110,7 @@ def test_an_exported_drafter_drafts_like_the_trained_one(group_size: int | None,
     trained = TrainableDrafter(config)
     shuffle_weights(trained)
     target = make_tiny_target(
-        tmp_path / "target",
-        "qwen3",
-        vocab_size=VOCAB,
-        hidden_size=HIDDEN,
-        num_hidden_layers=TARGET_LAYERS,
+        tmp_path / "target", "qwen3", vocab_size=VOCAB, hidden_size=HIDDEN, num_hidden_layers=TARGET_LAYERS
     )
     export_drafter(trained, read_model(target), tmp_path)
     architecture = json.loads((tmp_path / "config.json").read_text())["architectures"]
@@ -149,7 +140,7 @@ def test_an_exported_drafter_drafts_like_the_trained_one(group_size: int | None,
         assert drafts[r].tolist() == path
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("temperature", [pytest.param(0.0, marks=pytest.mark.if_changed), 1.0])
 def test_an_offline_selector_path_starts_at_each_anchor(temperature: float, target: Path):
     frozen = frozen_target(target)
     drafter = second_drafter(frozen)
@@ -262,7 +253,9 @@ def test_an_exported_head_drafts_the_chains_it_was_trained_on(tmp_path: Path, ti
             read[-1] = drafts[depth]
 
 
-@pytest.mark.parametrize("settings", [SECOND, EAGLE], ids=["dflash2", "eagle3"])
+@pytest.mark.parametrize(
+    "settings", [SECOND, pytest.param(EAGLE, marks=pytest.mark.if_changed)], ids=["dflash2", "eagle3"]
+)
 def test_a_drafter_learns_and_writes_its_curves(settings: TrainSettings, target: Path, tmp_path: Path):
     reported: list[str] = []
     run = (target, continuations(), continuations(), tmp_path, Length(steps=30))
