@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import socket
 import subprocess
 import sys
@@ -49,7 +50,7 @@ def test_help_needs_neither_torch_nor_ray() -> None:
         "except SystemExit: pass\n"
         "assert not {'torch', 'ray', 'transformers'} & set(sys.modules)"
     )
-    subprocess.run([sys.executable, "-c", script], check=True, capture_output=True, timeout=60)
+    subprocess.run([sys.executable, "-c", script], check=True, capture_output=True, timeout=240)
 
 
 def test_help_explains_the_off_by_one_of_speculative_tokens(capsys: pytest.CaptureFixture[str]) -> None:
@@ -128,8 +129,7 @@ def test_the_yaml_of_the_working_directory_is_read_unless_a_model_is_named(
 
 
 @pytest.mark.parametrize(
-    "flags",
-    [{"no_speculation": True}, {"speculative_config": "none"}, {"speculative_config": "null"}],
+    "flags", [{"no_speculation": True}, {"speculative_config": "none"}, {"speculative_config": "null"}]
 )
 def test_speculation_can_be_switched_off(flags: dict[str, object], serve_config: Path) -> None:
     assert merge_settings(flags, serve_config)["speculative_config"] is None
@@ -142,38 +142,35 @@ def test_spec_flags_refine_the_file_and_exclude_the_json_flag(serve_config: Path
         merge_settings({"spec_tokens": 3, "speculative_config": json.dumps({"model": "d"})}, serve_config)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "code", "said"),
-    [
-        (("genrate",), 2, "Did you mean 'generate'"),
-        (("generate", "x", "--dtyp", "a"), 2, "--dtype"),
-        (("generate", "x", "-m", "m", "--dtype", "float8"), 2, "'bfloat16'"),
-        (("generate", "x", "-m", "m", "--max-model-len", "long"), 2, "not a whole number"),
-        (("chat", "a", "--model", "b"), 2, "not both"),
-        (("generate", "x", "-m", "m", "--max-num-seqs", "0"), 1, "max_num_seqs=0"),
-        (("generate", "x", "-m", "m", "--temperature", "-1"), 1, "temperature=-1"),
-        (("generate", "x", "--config", "nowhere.yaml"), 1, "nowhere.yaml cannot be read"),
-        (("generate", "x", "--config", "sixties.yaml"), 1, "line 2: 1:4 without quotes"),
-        (("render", "systemd", "--config", "sixties.yaml"), 1, 'Write "1:4"'),
-        (("generate", "x", "-m", "m", "--spec-tokens", "4"), 1, "give spec_model, too"),
-        (
-            (
-                "generate",
-                "x",
-                "-m",
-                "m",
-                "--speculative-config",
-                '{"model": "d", "num_speculative_token": 4}',
-            ),
-            1,
-            "Did you mean speculative_config.num_speculative_tokens?",
-        ),
-        (("generate", "x", "-m", "m", "--speculative-config", "{model"), 1, "is not JSON"),
-        (("generate", "x", "-m", "/nowhere/target"), 1, "/nowhere/target"),
-    ],
-)
+SPEC = '{"model": "d", "num_speculative_token": 4}'
+# Command line, exit code, words of the answer. The files are made by the test.
+WRONG = [
+    ("genrate", 2, "Did you mean 'generate'"),
+    ("generate x --dtyp a", 2, "--dtype"),
+    ("generate x -m m --dtype float8", 2, "'bfloat16'"),
+    ("generate x -m m --max-model-len long", 2, "not a whole number"),
+    ("chat a --model b", 2, "not both"),
+    ("generate x -m m --max-num-seqs 0", 1, "max_num_seqs=0"),
+    ("generate x -m m --temperature -1", 1, "temperature=-1"),
+    ("generate x --config nowhere.yaml", 1, "nowhere.yaml cannot be read"),
+    ("generate x --config sixties.yaml", 1, "line 2: 1:4 without quotes"),
+    ("render systemd --config sixties.yaml", 1, 'Write "1:4"'),
+    ("generate x -m m --spec-tokens 4", 1, "give spec_model, too"),
+    (f"generate x -m m --speculative-config '{SPEC}'", 1, "Did you mean speculative_config.num_specula"),
+    ("generate x -m m --speculative-config {model", 1, "is not JSON"),
+    ("generate x -m /nowhere/target", 1, "/nowhere/target"),
+    ("serve m --port PORT", 1, "port=PORT"),
+    ("batch -m m -i nowhere.jsonl -o out", 1, "nowhere.jsonl cannot be read"),
+    ("batch -m m -i rows.parquet -o out", 1, "not a readable Parquet file"),
+    ("batch -m m -i rows.parquet -o out --concurrency 0", 1, "concurrency=0"),
+    ("bench m", 1, "speculative_config is missing"),
+    ("demo --target nowhere", 1, "nowhere is missing"),
+]
+
+
+@pytest.mark.parametrize(("command", "code", "said"), WRONG)
 def test_wrong_input_ends_with_a_message_not_a_traceback(
-    arguments: tuple[str, ...],
+    command: str,
     code: int,
     said: str,
     tmp_path: Path,
@@ -182,33 +179,14 @@ def test_wrong_input_ends_with_a_message_not_a_traceback(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("sixties.yaml").write_text("model: m\nreplicas: 1:4\n")
-    got, err = run(capsys, *arguments)
-    assert said in " ".join(err.split())
-    assert "Traceback" not in err
-    assert got == code
-
-
-def test_wrong_input_of_jobs_and_servers_is_named_in_the_error(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "rows.parquet").write_bytes(b"not parquet")
+    Path("rows.parquet").write_bytes(b"not parquet")
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
-        cases = {
-            ("serve", "m", "--port", port): f"port={port}",
-            ("batch", "-m", "m", "-i", "nowhere.jsonl", "-o", "out"): "nowhere.jsonl cannot be read",
-            ("batch", "-m", "m", "-i", "rows.parquet", "-o", "out"): "not a readable Parquet file",
-            ("batch", "-m", "m", "-i", "rows.parquet", "-o", "out", "--concurrency", "0"): "concurrency=0",
-            ("bench", "m"): "speculative_config is missing",
-            ("demo", "--target", "nowhere"): "nowhere is missing",
-        }
-        for arguments, said in cases.items():
-            code, err = run(capsys, *arguments)
-            assert said in " ".join(err.split())
-            assert "Traceback" not in err
-            assert code == 1
-    assert not (tmp_path / "out").exists()
+        got, err = run(capsys, *shlex.split(command.replace("PORT", port)))
+    assert said.replace("PORT", port) in " ".join(err.split())
+    assert "Traceback" not in err
+    assert got == code
+    assert not Path("out").exists()
 
 
 def test_the_repositorys_own_config_is_valid() -> None:
@@ -228,13 +206,8 @@ def test_sizes_are_written_as_in_vllm() -> None:
     assert [parse_size(text) for text in ("4096", "32k", "1G", "1.5g")] == [4096, 32000, 2**30, 1_500_000_000]
 
 
-C_LOCALE = {
-    "LC_ALL": "C",
-    "LANG": "C",
-    "PYTHONUTF8": "0",
-    "PYTHONCOERCECLOCALE": "0",
-    "PYTHONIOENCODING": "ascii",
-}
+C_LOCALE = {"LC_ALL": "C", "LANG": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+C_LOCALE |= {"PYTHONIOENCODING": "ascii"}
 
 
 @pytest.mark.parametrize(
@@ -249,7 +222,7 @@ def test_commands_work_in_a_locale_without_utf8(
 ) -> None:
     command = [sys.executable, "-m", "manta.jobs.cli", *arguments]
     found = subprocess.run(
-        command, input=given, capture_output=True, timeout=60, env={**os.environ, **C_LOCALE}, cwd=ROOT
+        command, input=given, capture_output=True, timeout=240, env={**os.environ, **C_LOCALE}, cwd=ROOT
     )
     assert found.returncode == code and said in found.stderr, found.stderr
     assert b"Traceback" not in found.stderr
@@ -258,7 +231,7 @@ def test_commands_work_in_a_locale_without_utf8(
 def test_a_low_limit_of_open_files_is_reported_before_ray_starts() -> None:
     script = 'ulimit -n 64; exec "$0" -m manta.jobs.cli serve models/target --port 0'
     found = subprocess.run(
-        ["bash", "-c", script, sys.executable], capture_output=True, text=True, timeout=60, cwd=ROOT
+        ["bash", "-c", script, sys.executable], capture_output=True, text=True, timeout=240, cwd=ROOT
     )
     assert found.returncode == 1 and "Traceback" not in found.stderr
     assert "open files: the limit is 64" in found.stderr

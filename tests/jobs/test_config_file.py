@@ -70,10 +70,7 @@ def test_serve_listens_at_the_files_address_and_flags_take_precedence(
     ("content", "said"),
     [
         ({"http_option": {"port": 1}, "applications": [APPLICATION]}, "at the top level.*mean http_options?"),
-        (
-            {"http_options": {"prt": 1}, "applications": [APPLICATION]},
-            "in `http_options`.*options.port?",
-        ),
+        ({"http_options": {"prt": 1}, "applications": [APPLICATION]}, "in `http_options`.*options.port?"),
         ({"http_options": {"port": 1}, "aplications": [APPLICATION]}, "at the top level.*mean applications?"),
         ({"applications": [{"argz": {}}]}, r"in `applications\[0\]`.*applications\[0\].args?"),
         ({"applications": [APPLICATION, {"nome": "b"}]}, r"applications\[1\].nome"),

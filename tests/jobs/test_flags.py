@@ -86,17 +86,8 @@ def test_omitted_flags_keep_the_fields_defaults() -> None:
 def test_values_are_converted_to_the_fields_types() -> None:
     flags = ["--rows", "3", "--context", "32k", "--sizes", "4", "--sizes", "1K", "--overrides", '{"a": 1}']
     flags += ["--mode", "whole", "--no-resume", "--force", "--output", "o", "--tail", "x"]
-    wanted = Options(
-        subject="s",
-        output=Path("o"),
-        num_rows=3,
-        context=32_000,
-        sizes=(4, 1024),
-        overrides={"a": 1},
-        mode="whole",
-        resume=False,
-        force=True,
-    )
+    numbers: dict[str, Any] = {"num_rows": 3, "context": 32_000, "sizes": (4, 1024), "overrides": {"a": 1}}
+    wanted = Options(subject="s", output=Path("o"), mode="whole", resume=False, force=True, **numbers)
     assert run("job", "s", *flags) == (wanted, "x")
 
 

@@ -32,14 +32,8 @@ def folders(tmp_path: Path) -> Path:
 
 
 def options(folders: Path, **changes: Any) -> PlanOptions:
-    given = {
-        "num_gpus": 8,
-        "gpu": "h200",
-        "model": str(folders / "Qwen3-8B"),
-        "drafter": str(folders / "Qwen3-8B-DFlash-b16"),
-        "as_json": True,
-    }
-    return PlanOptions(**{**given, **changes})
+    pair = {"model": str(folders / "Qwen3-8B"), "drafter": str(folders / "Qwen3-8B-DFlash-b16")}
+    return PlanOptions(**{"num_gpus": 8, "gpu": "h200", "as_json": True, **pair, **changes})
 
 
 def test_the_command_prints_tables_and_writes_a_valid_serve_config(folders: Path) -> None:
@@ -142,16 +136,9 @@ def test_an_invalid_trace_is_refused_with_its_line(folders: Path, text: str, sai
 
 def test_layouts_that_cannot_fit_are_refused_and_nothing_is_written(folders: Path) -> None:
     file = folders / "ray_config.yaml"
-    wrong = options(
-        folders,
-        num_gpus=1,
-        gpu="h100",
-        model=str(folders / "Llama-3.1-70B-Instruct"),
-        drafter=None,
-        output=file,
-    )
+    large = {"model": str(folders / "Llama-3.1-70B-Instruct"), "drafter": None}
     with pytest.raises(PlacementError, match="GiB are missing"):
-        make_plan(wrong)
+        make_plan(options(folders, num_gpus=1, gpu="h100", output=file, **large))
     assert not file.exists()
 
 

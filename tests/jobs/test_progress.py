@@ -36,9 +36,8 @@ def test_a_simulated_node_reports_progress_over_all_points(
 ) -> None:
     monkeypatch.setattr("manta.jobs.common.progress.FIRST_S", 0.0)
     monkeypatch.setattr("manta.jobs.common.progress.INTERVAL_S", 0.0)
-    run_node(
-        NodeOptions(model=str(PAIR / "target"), methods=("plain",), tp=(4, 8), max_model_len=2048, **load)
-    )
+    small = {"max_model_len": 2048, "prompt_tokens": 20, "output_tokens": 4}
+    run_node(NodeOptions(model=str(PAIR / "target"), methods=("plain",), tp=(4, 8), **small, **load))
     lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("simulating ")]
     assert lines[0].startswith("simulating 2 methods and layouts: ")
     assert lines[-1].endswith(" 100 %, about 0 s left")

@@ -51,10 +51,8 @@ def test_every_vllm_argument_is_a_flag_or_gets_a_message() -> None:
 
 
 def test_every_key_of_vllms_speculative_config_is_accepted_or_gets_a_message() -> None:
-    plain = {
-        "num_speculative_tokens_per_batch_size": [[1, 4, 7], [5, 64, 3]],
-        "enable_adaptive_verification": True,
-    }
+    plain: dict[str, object] = {"num_speculative_tokens_per_batch_size": [[1, 4, 7], [5, 64, 3]]}
+    plain |= {"enable_adaptive_verification": True}
     own = {f.name for f in fields(SpeculativeConfig)}
     for key in NAMES["speculative_config"]:
         try:
@@ -172,13 +170,8 @@ def test_true_does_not_count_as_the_default_1(caplog: pytest.LogCaptureFixture) 
 
 def test_sampling_defaults_come_from_a_folder_and_can_be_overridden(tmp_path: Path) -> None:
     (tmp_path / "generation_config.json").write_text('{"temperature": 0.7, "top_k": 20, "max_new_tokens": 9}')
-    settings = split_settings(
-        {
-            "model": "m",
-            "generation_config": str(tmp_path),
-            "override_generation_config": {"temperature": 0.1, "max_new_tokens": 5},
-        }
-    )[1]
+    override = {"override_generation_config": {"temperature": 0.1, "max_new_tokens": 5}}
+    settings = split_settings({"model": "m", "generation_config": str(tmp_path), **override})[1]
     found = GenerationDefaults.load(Path(settings.generation_config))
     assert found == GenerationDefaults(temperature=0.7, top_k=20, max_tokens=9)
     found = found.overridden(settings.override_generation_config)
@@ -218,19 +211,9 @@ def test_hub_downloads_use_the_revision_and_the_download_dir(tmp_path: Path) -> 
     (tmp_path / "model").mkdir()
     (tmp_path / "model/config.json").write_text('{"architectures": ["Qwen3ForCausalLM"]}')
     with hub_with_model("me/small", tmp_path / "model", requested) as address:
-        done = subprocess.run(
-            [sys.executable, "-c", SNAPSHOT, kept],
-            env={
-                **os.environ,
-                "HF_ENDPOINT": address,
-                "HF_HOME": str(tmp_path / "hf"),
-                "HF_HUB_OFFLINE": "0",
-            },
-            capture_output=True,
-            text=True,
-            timeout=120,
-            check=False,
-        )
+        hub = {"HF_ENDPOINT": address, "HF_HOME": str(tmp_path / "hf"), "HF_HUB_OFFLINE": "0"}
+        command = [sys.executable, "-c", SNAPSHOT, kept]
+        done = subprocess.run(command, env={**os.environ, **hub}, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr
     snapshot = str(kept / "models--me--small/snapshots" / REVISION)
     assert done.stdout.split() == [snapshot, snapshot, REVISION]

@@ -38,16 +38,14 @@ HOSTILE = """<script>document.title="owned"</script>'"><img src=x onerror=alert(
 
 
 def answered(at_s: float, category: str | None = None, **fields: Any) -> dict[str, Any]:
-    return {
-        "id": "r",
+    tokens = {
         "prompt_tokens": 100,
         "completion_tokens": 20,
-        "num_steps": 5,
         "num_draft_tokens": 35,
         "num_accepted_tokens": 15,
-        "begin_s": at_s,
-        "end_s": at_s + 2,
-        "attempts": 1,
+    }
+    return {
+        **{"id": "r", "num_steps": 5, "begin_s": at_s, "end_s": at_s + 2, "attempts": 1, **tokens},
         "counted_as": category,
         "acceptance_histogram": [1, 0, 1, 1, 1, 0, 1],
         "engine_spent": {"device_s": 0.5, "open_s": 0.5, "busy_s": 0.25},
@@ -121,10 +119,8 @@ def test_a_table_is_counted_by_its_rows() -> None:
     )
     assert (figures.rows, figures.failed, figures.retried) == (6, 3, 1)
     assert figures.first_error == "cannot be read"
-    assert {kind: count.rows for kind, count in figures.errors.items()} == {
-        "BadRequestError": 2,
-        "EngineDeadError": 1,
-    }
+    errors = {kind: count.rows for kind, count in figures.errors.items()}
+    assert errors == {"BadRequestError": 2, "EngineDeadError": 1}
     assert figures.acceptance == [4, 1, 2, 2, 2, 0, 2]
     assert figures.prompt_lengths == [1, 0, 0, 0, 0, 0, 0, 2]
     assert figures.output_lengths == [0, 1, 0, 0, 0, 2]
@@ -207,16 +203,10 @@ def test_a_job_without_a_row_has_a_report() -> None:
 
 
 def test_rows_of_a_real_engine_are_counted_as_the_engine_counts(tiny_qwen3: Path, tiny_drafter: Path) -> None:
-    config = EngineConfig.from_dict(
-        {
-            "model": str(tiny_qwen3),
-            "speculative_config": {"model": str(tiny_drafter), "adaptive": False},
-            "max_model_len": 128,
-            "max_num_seqs": 4,
-            "skip_tokenizer_init": True,
-            "dtype": "float32",
-        }
-    )
+    spec = {"model": str(tiny_drafter), "adaptive": False}
+    settings = {"model": str(tiny_qwen3), "speculative_config": spec, "dtype": "float32"}
+    small = {"max_model_len": 128, "max_num_seqs": 4, "skip_tokenizer_init": True}
+    config = EngineConfig.from_dict({**settings, **small})
     layout = RowSchema(category_column="kind", defaults={"max_tokens": 12, "temperature": 0.0})
     rng = random.Random(1)
     records: list[dict[str, Any]] = [

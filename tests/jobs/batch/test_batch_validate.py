@@ -13,15 +13,13 @@ from manta.actors.batch.dataset.source import open_source
 from manta.cluster.config import EngineConfig
 from manta.cluster.errors import CheckpointError, DatasetError
 from manta.jobs.batch.preflight import DRY_RUN_ROWS, histogram, preflight, print_dry_run, print_validation
-from support.checkpoints.text_pair import make_text_pair
 
 LINES = RowSchema(lines=True)
 
 
 @pytest.fixture(scope="module")
-def config(tmp_path_factory: pytest.TempPathFactory) -> EngineConfig:
-    target, _ = make_text_pair(tmp_path_factory.mktemp("pair"))
-    return EngineConfig(model=str(target), max_model_len=64, device="cpu")
+def config(pair: tuple[Path, Path]) -> EngineConfig:
+    return EngineConfig(model=str(pair[0]), max_model_len=64, device="cpu")
 
 
 def write(path: Path, rows: list[Any]) -> Path:
@@ -46,13 +44,8 @@ def test_every_row_is_validated_and_bad_ones_are_shown_with_their_place(
     source = open_source([write(tmp_path / "rows.jsonl", rows)])
     report = preflight(source, LINES, config, duplicates="refuse")
     assert (report.num_checked, report.num_rows, report.num_bad, report.num_too_long) == (8, 8, 5, 2)
-    assert [(row.number, row.place.rpartition(", ")[2]) for row in report.bad] == [
-        (2, "line 4"),
-        (3, "line 5"),
-        (4, "line 6"),
-        (5, "line 7"),
-        (6, "line 8"),
-    ]
+    places = [(row.number, row.place.rpartition(", ")[2]) for row in report.bad]
+    assert places == [(number, f"line {number + 2}") for number in range(2, 7)]
     assert "64 tokens" in report.bad[0].why
     assert report.lengths[:4].tolist() == [3, 60, 64, 100]
     assert report.max_completion_tokens == 5 + 4 + 1
