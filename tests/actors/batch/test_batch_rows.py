@@ -31,11 +31,11 @@ from manta.actors.http.protocol.completion import CompletionRequest
 from manta.actors.tokenization.generation_config import GenerationDefaults
 from manta.cluster.config import EngineConfig
 from manta.cluster.errors import ConfigError, DatasetError, EngineDeadError, RequestError
-from support.checkpoints.text_pair import make_text_pair
 
 DATASET = RowSchema()
 OPENAI = RowSchema(kind="openai", lines=True)
 NO_DEFAULTS = GenerationDefaults()
+CHAT = {"messages": [{"role": "user", "content": "hi"}]}
 T = TypeVar("T")
 
 
@@ -44,7 +44,7 @@ def openai_line(**changes: object) -> dict[str, object]:
         "custom_id": "a",
         "method": "POST",
         "url": "/v1/chat/completions",
-        "body": {"model": "m", "messages": [{"role": "user", "content": "hi"}]},
+        "body": {"model": "m", **CHAT},
     }
     return line | changes
 
@@ -97,16 +97,8 @@ def test_ids_come_from_the_row_or_from_its_content() -> None:
         (openai_line(url="/v1/embeddings"), OPENAI, "url"),
         (openai_line(body="x"), OPENAI, "body"),
         (openai_line(custom_id=None), OPENAI, "custom_id"),
-        (
-            openai_line(body={"messages": [{"role": "user", "content": "x"}], "stream": True}),
-            OPENAI,
-            "body.stream",
-        ),
-        (
-            openai_line(body={"messages": [{"role": "user", "content": "x"}], "logprobs": 3}),
-            OPENAI,
-            "logprobs",
-        ),
+        (openai_line(body={**CHAT, "stream": True}), OPENAI, "body.stream"),
+        (openai_line(body={**CHAT, "logprobs": 3}), OPENAI, "logprobs"),
     ],
 )
 def test_a_bad_record_is_refused_with_the_name_of_its_field(
@@ -268,17 +260,11 @@ def test_schemas_of_rows_are_passed_to_the_endpoints_models() -> None:
 
 
 @pytest.fixture(scope="module")
-def text_pair_config(tmp_path_factory: pytest.TempPathFactory) -> EngineConfig:
-    target, drafter = make_text_pair(tmp_path_factory.mktemp("pair"))
-    settings = {
-        "dtype": "float32",
-        "device": "cpu",
-        "max_num_seqs": 4,
-        "max_model_len": 128,
-        "num_threads": 1,
-    }
+def text_pair_config(pair: tuple[Path, Path]) -> EngineConfig:
+    settings = {"model": str(pair[0]), "dtype": "float32", "device": "cpu", "num_threads": 1}
+    spec = {"model": str(pair[1]), "adaptive": False}
     return EngineConfig.from_dict(
-        {"model": str(target), "speculative_config": {"model": str(drafter), "adaptive": False}, **settings}
+        {"speculative_config": spec, "max_num_seqs": 4, "max_model_len": 128, **settings}
     )
 
 
@@ -399,13 +385,13 @@ def test_a_line_is_counted_by_its_metadata_and_a_row_by_its_column() -> None:
     lines = RowSchema(kind="openai", lines=True)
     body = {"prompt": "x", "metadata": {"category": "code", "tenant": "t"}}
     assert category_of({"body": body}, lines) == "code"
-    for record in (
+    for wrong in (
         {},
         {"body": None},
         {"body": {"metadata": "code"}},
         {"body": {"metadata": {"category": 3}}},
     ):
-        assert category_of(record, lines) is None
+        assert category_of(wrong, lines) is None
     named = RowSchema(kind="openai", lines=True, category_column="kind")
     assert category_of({"body": body, "kind": "mine"}, named) == "mine"
     assert category_of({"body": body, "kind": 3}, RowSchema(category_column="kind")) == "3"
