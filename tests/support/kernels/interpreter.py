@@ -4,6 +4,9 @@ What kernels compute in it is untouched, but for the order of a product's sums. 
 any kernel is imported.
 """
 
+# Methods of Triton's classes are replaced, which types do not allow.
+# pyright: reportAttributeAccessIssue=false, reportArgumentType=false
+
 from __future__ import annotations
 
 import functools

@@ -250,7 +250,8 @@ class Codes:
     """A form of codes: inputs of a group (None: all), type of scales, whether with zeros."""
 
     def __init__(self, code: Code, scales: torch.dtype, group: int | None, *, zeros: bool = False) -> None:
-        self._code, self._scales, self._group, self._has_zeros = code, scales, group, zeros
+        self._code: Code = code
+        self._scales, self._group, self._has_zeros = scales, group, zeros
 
     def of(self, *shape: int) -> PackedCodes:
         """Return codes [.., O, I] as the device's kernels take them."""

@@ -154,7 +154,8 @@ def look_up(device: torch.device) -> None:
 def verify(device: torch.device) -> None:
     step = Step(device)
     verification.accept_and_advance(i64(ROWS), step.requests, step.tables, i32(REQUESTS, DRAFTS + 2))
-    prompts = DeviceStepRequests(*[i32(REQUESTS)] * 5, ROWS, 16, 0, sampled_X=i32(REQUESTS))
+    ids = i32(REQUESTS)
+    prompts = DeviceStepRequests(ids, ids, ids, ids, ids, ROWS, 16, 0, sampled_X=ids)
     verification.mark_not_numbers(torch.empty(ROWS, 4096, dtype=BF16), prompts, i32(REQUESTS, 2))
     for count, num_rows in ((256, 2048), (1, 16)):
         drafted, home = step.requests_of(count, DRAFTS), torch.empty(count, DRAFTS)

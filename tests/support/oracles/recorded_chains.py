@@ -177,6 +177,7 @@ def decode_alone(
     plan = steps.plan([0], [0], [known], admitted=[steps.admit(0, tokens)])
     for _ in range(num_steps):
         result = runner.execute(plan)
+        assert result.num_drafts is not None
         new = result.token_ids[0, : result.num_tokens[0]].tolist()
         margins = [] if result.margins is None else result.margins[0].tolist()
         found.append((new, int(result.num_drafts[0]), margins))

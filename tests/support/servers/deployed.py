@@ -63,7 +63,9 @@ class Cluster:
             "args": args,
             "deployments": [deployment],
         }
-        _get_global_client().deploy_apps(ServeDeploySchema.model_validate({"applications": [application]}))
+        client = _get_global_client()
+        assert client is not None, "Serve runs"
+        client.deploy_apps(ServeDeploySchema.model_validate({"applications": [application]}))
 
     def pids(self, kind: str) -> set[int]:
         from ray._private.state import actors  # the public listing needs the dashboard
@@ -78,7 +80,9 @@ class Cluster:
         """Return how often the replicas have logged these words."""
         from ray._private import worker
 
-        logs = Path(worker.global_worker.node.get_logs_dir_path()).glob("worker-*.err")
+        node = worker.global_worker.node
+        assert node is not None, "Ray runs"
+        logs = Path(node.get_logs_dir_path()).glob("worker-*.err")
         return sum(log.read_text(errors="replace").count(words) for log in logs)
 
     def replicas(self) -> dict[str, float]:

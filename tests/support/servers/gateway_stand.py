@@ -14,7 +14,7 @@ from manta.actors.engine.async_engine import AsyncEngine
 from manta.actors.engine.uniproc_executor import make_executor
 from manta.actors.gateway.app import create_gateway
 from manta.actors.gateway.replica_endpoint import ReplicaEndpoint
-from manta.actors.gateway.replica_registry import Directory, ReplicaRecord, state_of
+from manta.actors.gateway.replica_registry import Directory, DirectoryClient, ReplicaRecord, state_of
 from manta.actors.gateway.replica_set import Fleet, ServedModel
 from manta.actors.http.app import create_app
 from manta.actors.http.config.settings import ServerSettings
@@ -24,7 +24,7 @@ from manta.cluster.engine.step_watchdog import StepWatchdog
 from manta.cluster.step.executor import Executor
 
 
-class LocalDirectory:
+class LocalDirectory(DirectoryClient):
     """The registry without its actor."""
 
     def __init__(self) -> None:

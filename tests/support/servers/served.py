@@ -229,7 +229,7 @@ class Served:
 
     def _books(self) -> Any:
         from ray._private.state import GlobalState
-        from ray._raylet import GcsClientOptions
+        from ray._raylet import GcsClientOptions  # pyright: ignore[reportAttributeAccessIssue]: no stub
 
         books = GlobalState()
         books._initialize_global_state(GcsClientOptions.create(self._gcs_address(), None, True, False))
