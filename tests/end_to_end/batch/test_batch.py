@@ -5,11 +5,15 @@ The Ray declares this machine's own cores, as a user's does: a job that needs on
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, TypeAlias
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -25,26 +29,23 @@ from manta.jobs.batch.job import check_answered, run_batch
 from manta.jobs.batch.options import BatchOptions
 from manta.jobs.batch.report import Report
 from ray.util.placement_group import placement_group, remove_placement_group
-from support.checkpoints.text_pair import NOT_A_NUMBER, make_pair_with_nan, make_text_pair
+from support.checkpoints.text_pair import NOT_A_NUMBER, make_pair_with_nan
 from support.engines.small_ray import small_ray
 from support.jobs.batch_outputs import read_results
 
 pytestmark = pytest.mark.usefixtures("own_cores")
+Pair: TypeAlias = tuple[Path, Path]
+CORES = os.cpu_count() or 1
 
 
 @pytest.fixture(scope="module")
 def own_cores() -> Iterator[None]:
     # The GPU is an entry in a book: what runs there finds no CUDA and computes on the CPU.
-    with small_ray(os.cpu_count(), num_gpus=1):
+    with small_ray(CORES, num_gpus=1):
         yield
 
 
-@pytest.fixture(scope="module")
-def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    return make_text_pair(tmp_path_factory.mktemp("pair"))
-
-
-def config(pair: tuple[Path, Path], *, speculate: bool = True, **settings: Any) -> EngineConfig:
+def config(pair: Pair, *, speculate: bool = True, **settings: Any) -> EngineConfig:
     target, drafter = pair
     spec = {"model": str(drafter), "adaptive": False} if speculate else None
     small = {"dtype": "float32", "device": "cpu", "max_num_seqs": 8, "max_model_len": 256}
@@ -68,8 +69,13 @@ def parquet(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def options(source: Path, output: Path, *more_sources: Path, **more: Any) -> BatchOptions:
-    return BatchOptions(input=tuple(map(str, (source, *more_sources))), output=str(output), **more)
+@pytest.fixture
+def one_row(write_lines: Callable[..., Path]) -> Path:
+    return write_lines([{"id": "a", "prompt": "x", "max_tokens": 2}])
+
+
+def options(source: Path, output: Path, **more: Any) -> BatchOptions:
+    return BatchOptions(input=(str(source),), output=str(output), **more)
 
 
 def answers(folder: Path) -> list[tuple[Any, ...]]:
@@ -80,19 +86,17 @@ Answered = tuple[Path, Report]
 
 
 @pytest.fixture(scope="module")
-def answered(pair: tuple[Path, Path], parquet: Path, tmp_path_factory: pytest.TempPathFactory) -> Answered:
+def answered(pair: Pair, parquet: Path, tmp_path_factory: pytest.TempPathFactory) -> Answered:
     """Run the rows with speculation; return folder and report."""
     output = tmp_path_factory.mktemp("answered") / "out"
     job = options(parquet, output, sampling={"max_tokens": 16})
     return output, run_batch(config(pair), job)
 
 
-def test_a_row_with_nan_logits_is_an_error_row(tmp_path: Path) -> None:
-    pair, rows, output = make_pair_with_nan(tmp_path / "pair"), tmp_path / "rows.jsonl", tmp_path / "out"
+def test_a_row_with_nan_logits_is_an_error_row(write_lines: Callable[..., Path], tmp_path: Path) -> None:
+    pair, output = make_pair_with_nan(tmp_path / "pair"), tmp_path / "out"
     prompts = {"good": "def main(", "bad": f"x{NOT_A_NUMBER}y", "last": "import "}
-    rows.write_text(
-        "".join(json.dumps({"id": name, "prompt": text}) + "\n" for name, text in prompts.items())
-    )
+    rows = write_lines({"id": name, "prompt": text} for name, text in prompts.items())
     run_batch(config(pair), options(rows, output, sampling={"max_tokens": 4, "temperature": 0.0}))
     found = {row["id"]: row for row in read_results(output)}
     assert {name for name, row in found.items() if row["error"] is None} == {"good", "last"}
@@ -100,7 +104,7 @@ def test_a_row_with_nan_logits_is_an_error_row(tmp_path: Path) -> None:
     assert "NaN" not in "".join(path.read_text() for path in output.rglob("*.jsonl")).replace("(NaN or", "")
 
 
-def test_rows_are_answered_as_llm_decodes_them_plainly(pair: tuple[Path, Path], answered: Answered) -> None:
+def test_rows_are_answered_as_llm_decodes_them_plainly(pair: Pair, answered: Answered) -> None:
     folder, made = answered
     rows = {row["id"]: row for row in read_results(folder) if row["error"] is None}
     assert len(rows) == len(ROWS) - 3 and made.stats.num_draft_tokens > 0
@@ -138,11 +142,10 @@ def test_every_row_has_an_answer_or_an_error(answered: Answered) -> None:
 
 
 def test_figures_add_up_and_a_repeated_command_prints_them_again(
-    pair: tuple[Path, Path], parquet: Path, answered: Answered
+    pair: Pair, parquet: Path, answered: Answered
 ) -> None:
     folder, first = answered
-    cores = round(first.device_s / first.stats.wall_s)
-    assert first.device == "core" and first.device_s / first.stats.wall_s == pytest.approx(cores, rel=0.1)
+    assert first.device == "core" and first.device_s > 0
     assert first.tokens_per_device_s == pytest.approx(first.stats.completion_tokens / first.device_s)
     assert first.loading_s > 0 and first.stats.device_s == first.device_s + first.loading_s
     again = run_batch(config(pair), options(parquet, folder, sampling={"max_tokens": 16}))
@@ -150,23 +153,21 @@ def test_figures_add_up_and_a_repeated_command_prints_them_again(
 
 
 def test_openai_lines_get_openai_answers_and_bad_lines_go_to_the_errors(
-    pair: tuple[Path, Path], tmp_path: Path
+    pair: Pair, write_lines: Callable[..., Path], tmp_path: Path
 ) -> None:
     chat = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 8, "n": 2, "temperature": 1}
-    lines: list[Any] = [
-        {"custom_id": "chat", "method": "POST", "url": "/v1/chat/completions", "body": chat},
-        {"custom_id": "text", "method": "POST", "url": "/v1/completions", "body": {"prompt": "a"}},
-        {"custom_id": "embed", "method": "POST", "url": "/v1/embeddings", "body": {"input": "a"}},
-        {
-            "custom_id": "template",
-            "method": "POST",
-            "url": "/v1/chat/completions",
-            "body": {**chat, "chat_template_kwargs": {"add_generation_prompt": False}},
-        },
+    broken = {**chat, "chat_template_kwargs": {"add_generation_prompt": False}}
+    bodies = {
+        "chat": ("/v1/chat/completions", chat),
+        "text": ("/v1/completions", {"prompt": "a"}),
+        "embed": ("/v1/embeddings", {"input": "a"}),
+        "template": ("/v1/chat/completions", broken),
+    }
+    lines = [
+        {"custom_id": name, "method": "POST", "url": url, "body": body}
+        for name, (url, body) in bodies.items()
     ]
-    path = tmp_path / "batch.jsonl"
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines) + "{broken\n")
-    job = options(path, tmp_path / "out", model_name="small")
+    job = options(write_lines([*lines, "{broken"]), tmp_path / "out", model_name="small")
     figures = run_batch(config(pair), job).stats
     assert (figures.rows, figures.failed) == (5, 3)
     by_id = {row["custom_id"]: row for row in read_results(tmp_path / "out")}
@@ -184,9 +185,7 @@ def test_openai_lines_get_openai_answers_and_bad_lines_go_to_the_errors(
     assert len(list((tmp_path / "out").glob("_errors/errors-*.jsonl"))) == 1
 
 
-def test_a_wrong_job_ends_before_anything_is_written(
-    pair: tuple[Path, Path], parquet: Path, tmp_path: Path
-) -> None:
+def test_a_wrong_job_ends_before_anything_is_written(pair: Pair, parquet: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     wrong: list[tuple[type[Exception], str, EngineConfig, dict[str, Any]]] = [
         (DatasetError, "nowhere", config(pair), {"input": tmp_path / "nowhere.parquet"}),
@@ -200,9 +199,7 @@ def test_a_wrong_job_ends_before_anything_is_written(
         assert not out.exists()
 
 
-def test_errors_of_an_engine_actor_keep_their_type(
-    pair: tuple[Path, Path], parquet: Path, tmp_path: Path
-) -> None:
+def test_errors_of_an_engine_actor_keep_their_type(pair: Pair, parquet: Path, tmp_path: Path) -> None:
     engine = config(pair, tokenizer=str(pair[1]))  # the drafter's folder has no tokenizer.json
     job = options(parquet, tmp_path / "out")
     with pytest.raises(CheckpointError, match="holds neither tokenizer"):
@@ -211,62 +208,64 @@ def test_errors_of_an_engine_actor_keep_their_type(
 
 
 @pytest.mark.slow  # its engine runs in the interpreter
-def test_a_batch_job_on_a_gpu_uses_gpu_kernels(pair: tuple[Path, Path], tmp_path: Path) -> None:
-    path = tmp_path / "rows.jsonl"
-    path.write_text('{"id": "a", "prompt": "x", "max_tokens": 2}\n')
+def test_a_batch_job_on_a_gpu_uses_gpu_kernels(pair: Pair, one_row: Path, tmp_path: Path) -> None:
     engine = config(pair, speculate=False, device="auto", attention_backend="triton")
-    report = run_batch(engine, options(path, tmp_path / "out"))
+    report = run_batch(engine, options(one_row, tmp_path / "out"))
     assert (report.stats.rows, report.stats.failed) == (1, 0)
     assert dict(report.lines())["mean acceptance length"] == "-"
 
 
-class _Taken:
+@contextmanager
+def taken(cpus: float) -> Iterator[None]:
     """Hold CPUs of the cluster, as another job would."""
-
-    def __init__(self, cpus: float) -> None:
-        self._group = placement_group([{"CPU": cpus}])
-
-    def __enter__(self) -> None:
-        assert self._group.wait(30)
-
-    def __exit__(self, *_: object) -> None:
-        remove_placement_group(self._group)
+    group = placement_group([{"CPU": cpus}])
+    assert group.wait(240)
+    yield
+    remove_placement_group(group)
 
 
 @pytest.fixture
-def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(placement, "REPORT_INTERVAL_S", 0.5)
-    monkeypatch.setattr(placement, "PLACEMENT_TIMEOUT_S", 2.0)
+def second_by_second(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let waiting for a placement take a second for every look at the clock, on any machine."""
+    seconds = itertools.count()
+    clock = SimpleNamespace(monotonic=lambda: float(next(seconds)), time=time.time)
+    monkeypatch.setattr(placement, "time", clock)
 
 
-@pytest.mark.usefixtures("impatient")
+@pytest.mark.usefixtures("second_by_second")
 def test_a_job_without_resources_says_what_it_waits_for_and_gives_up(
-    pair: tuple[Path, Path], parquet: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    pair: Pair,
+    parquet: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    cores = os.cpu_count()
+    monkeypatch.setattr(placement, "PLACEMENT_TIMEOUT_S", 20.0)
     job = options(parquet, tmp_path / "out")
-    with _Taken(cores or 1), pytest.raises(PlacementError, match=r"within 2 s.*`ray status`"):
+    with taken(CORES), pytest.raises(PlacementError, match=r"within 20 s.*`ray status`"):
         run_batch(config(pair), job)
-    assert f"waiting for {cores} CPU; 0 of {cores} are free" in capsys.readouterr().err
+    assert f"waiting for {CORES} CPU; 0 of {CORES} are free" in capsys.readouterr().err
     assert read_results(tmp_path / "out") == []
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("impatient")
-@pytest.mark.skipif((os.cpu_count() or 1) < 2, reason="needs a core that can be taken")
+@pytest.mark.skipif(CORES < 2, reason="needs a core that can be taken")
 def test_a_job_uses_the_free_cores(
-    pair: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    pair: Pair,
+    one_row: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    path = tmp_path / "rows.jsonl"
-    path.write_text('{"id": "a", "prompt": "x", "max_tokens": 2}\n')
-    with _Taken((os.cpu_count() or 2) - 1):
-        figures = run_batch(config(pair), options(path, tmp_path / "out")).stats
+    monkeypatch.setattr(placement, "REPORT_INTERVAL_S", 0.5)
+    with taken(CORES - 1):
+        figures = run_batch(config(pair), options(one_row, tmp_path / "out")).stats
     assert (figures.rows, figures.failed) == (1, 0)
     assert "an engine takes 1 CPU in place of" in capsys.readouterr().err
 
 
 def test_jobs_that_can_never_fit_are_refused_before_anything_starts(
-    pair: tuple[Path, Path], parquet: Path, tmp_path: Path
+    pair: Pair, parquet: Path, tmp_path: Path
 ) -> None:
     wrong: list[tuple[str, dict[str, Any], int]] = [
         (r"2 GPU on one node", {"device": "cuda", "tensor_parallel_size": 2}, 1),
@@ -280,18 +279,13 @@ def test_jobs_that_can_never_fit_are_refused_before_anything_starts(
 
 @pytest.mark.slow
 def test_two_engines_with_separate_workers_are_placed(
-    pair: tuple[Path, Path], parquet: Path, tmp_path: Path, answered: Answered
+    pair: Pair, parquet: Path, tmp_path: Path, answered: Answered
 ) -> None:
     _, drafter = pair
     split = {"speculative_config": {"model": str(drafter), "placement": "split"}}
     for name, engine, engines in (("split", config(pair, **split), 1), ("two", config(pair), 2)):
-        job = options(
-            parquet,
-            tmp_path / name,
-            sampling={"max_tokens": 16},
-            concurrency=Concurrency(engines, engines),
-        )
-        run_batch(engine, job)
+        both = Concurrency(engines, engines)
+        run_batch(engine, options(parquet, tmp_path / name, sampling={"max_tokens": 16}, concurrency=both))
         assert answers(tmp_path / name) == answers(answered[0])
 
 

@@ -135,10 +135,7 @@ def test_a_job_whose_driver_or_ray_is_killed_resumes(
 
 @pytest.mark.parametrize("number", range(POINTS))
 def test_a_killed_engine_is_replaced_while_another_continues(
-    number: int,
-    slow_job: Callable[..., ChaosJob],
-    undisturbed: list[Any],
-    capsys: pytest.CaptureFixture[str],
+    number: int, slow_job: Callable[..., ChaosJob], undisturbed: list[Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
     job = slow_job("engine", number, concurrency="2")
     with running_to_its_end(job) as thread:
