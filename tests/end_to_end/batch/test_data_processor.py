@@ -7,10 +7,9 @@ import os
 import signal
 import sys
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -24,10 +23,12 @@ from manta.cluster.errors import ConfigError, PlacementError, RequestError
 from manta.data import MantaEngineProcessorConfig, build_processor
 from manta.jobs.batch.processor import EngineGroups, plan_engines
 from ray.util import placement_group_table
-from support.checkpoints.text_pair import make_text_pair
 from support.engines.small_ray import small_ray
+from support.jobs.job_process import wait_until
 
 ENGINE = {"dtype": "float32", "device": "cpu", "max_num_seqs": 8, "max_model_len": 256, "num_pages": 256}
+Pair: TypeAlias = tuple[Path, Path]
+Rows: TypeAlias = dict[str, dict[str, Any]]  # by id
 ROWS = [{"id": f"r{i}", "question": f"row {i}", "length": 4 + i % 5} for i in range(24)]
 
 
@@ -41,15 +42,8 @@ def two_cpus() -> Iterator[None]:
         yield
 
 
-@pytest.fixture(scope="module")
-def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    return make_text_pair(tmp_path_factory.mktemp("pair"))
-
-
-def config(
-    pair: tuple[Path, Path], *, speculate: bool = True, adaptive: bool = True, **changes: Any
-) -> MantaEngineProcessorConfig:
-    drafter = {"method": "dflash", "model": str(pair[1]), "adaptive": adaptive}
+def config(pair: Pair, *, speculate: bool = True, **changes: Any) -> MantaEngineProcessorConfig:
+    drafter = {"method": "dflash", "model": str(pair[1]), "adaptive": False}
     spec = {"speculative_config": drafter} if speculate else {}
     settings = {**ENGINE, **spec, **changes.pop("engine_kwargs", {})}
     return MantaEngineProcessorConfig(model_source=str(pair[0]), engine_kwargs=settings, **changes)
@@ -71,19 +65,17 @@ def answer(row: dict[str, Any]) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def answered(
-    two_cpus: None, pair: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory
-) -> dict[str, dict[str, Any]]:
+def answered(two_cpus: None, pair: Pair, tmp_path_factory: pytest.TempPathFactory) -> Rows:
     """Return rows read from Parquet and answered with speculation in small batches, by id."""
     folder = tmp_path_factory.mktemp("rows")
     pq.write_table(pa.Table.from_pylist(ROWS), folder / "rows.parquet", row_group_size=10)
-    processor = build_processor(config(pair, adaptive=False, batch_size=5), ask, answer)
+    processor = build_processor(config(pair, batch_size=5), ask, answer)
     rows = processor(ray.data.read_parquet(str(folder))).take_all()
     assert len(rows) == len(ROWS)
     return {row["id"]: row for row in rows}
 
 
-def test_every_row_has_an_answer_or_an_error(answered: dict[str, dict[str, Any]]) -> None:
+def test_every_row_has_an_answer_or_an_error(answered: Rows) -> None:
     rows = answered
     assert set(rows) == {row["id"] for row in ROWS}
     errors = {name: row["__inference_error__"] for name, row in rows.items() if row["__inference_error__"]}
@@ -97,9 +89,7 @@ def test_every_row_has_an_answer_or_an_error(answered: dict[str, dict[str, Any]]
     assert sum(row["num_draft_tokens"] or 0 for row in rows.values()) > 0
 
 
-def test_answers_equal_plain_decoding_by_llm(
-    pair: tuple[Path, Path], answered: dict[str, dict[str, Any]]
-) -> None:
+def test_answers_equal_plain_decoding_by_llm(pair: Pair, answered: Rows) -> None:
     good = [row for row in ROWS if not answered[row["id"]]["__inference_error__"]]
     wanted = [
         SamplingParams(temperature=0.9, max_tokens=row["length"], seed=row_seed(0, row["id"])) for row in good
@@ -112,7 +102,7 @@ def test_answers_equal_plain_decoding_by_llm(
 
 
 def test_conversations_and_token_ids_are_answered_and_columns_pass_through(
-    two_cpus: None, pair: tuple[Path, Path]
+    two_cpus: None, pair: Pair
 ) -> None:
     rows = [
         {"kind": "chat", "prompt": None, "messages": [{"role": "user", "content": "hi"}], "seed": 7},
@@ -129,14 +119,12 @@ def test_conversations_and_token_ids_are_answered_and_columns_pass_through(
         likeliest = [place["top_token_ids"][0] for place in row["logprobs"]]
         assert likeliest == list(row["generated_tokens"]), "greedy"
         assert [len(place["top_logprobs"]) for place in row["logprobs"]] == [2, 2, 2]
-    assert found["ids"]["seed"] not in (None, 8), (
-        "a column that is only called like a sampling field is not one"
-    )
+    assert found["ids"]["seed"] not in (None, 8), "a column that is called like a sampling field is none"
 
 
 @pytest.mark.slow
 def test_a_bad_row_ends_the_dataset_on_request(
-    two_cpus: None, pair: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+    two_cpus: None, pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     processor = build_processor(config(pair, should_continue_on_error=False), ask)
     monkeypatch.setattr(logging.root.manager, "disable", logging.CRITICAL)  # pytest would keep frames
@@ -144,14 +132,7 @@ def test_a_bad_row_ends_the_dataset_on_request(
         processor(ray.data.from_items(ROWS[3:4])).take_all()
     del caught
     processor(ray.data.from_items(ROWS))
-    wait_for(lambda: ray.available_resources().get("CPU") == 2.0, 20.0)
-
-
-def wait_for(condition: Callable[[], bool], timeout_s: float = 120.0) -> None:
-    deadline_s = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline_s, "it did not happen"
-        time.sleep(0.05)
+    wait_until(lambda: ray.available_resources().get("CPU") == 2.0)
 
 
 def worker_pids() -> list[int]:
@@ -162,15 +143,13 @@ def worker_pids() -> list[int]:
 
 
 @pytest.mark.slow
-def test_the_death_of_an_engines_worker_loses_no_row_and_no_resources(
-    two_cpus: None, pair: tuple[Path, Path]
-) -> None:
+def test_the_death_of_an_engines_worker_loses_no_row_and_no_resources(two_cpus: None, pair: Pair) -> None:
     """Two target ranks in a group with one of two CPUs; if it leaked, the next test would block."""
     settings = config(pair, engine_kwargs={"tensor_parallel_size": 2}, concurrency=(1, 2), batch_size=4)
     killed: list[int] = []
 
     def kill_a_worker() -> None:
-        wait_for(lambda: len(worker_pids()) == 2)
+        wait_until(lambda: len(worker_pids()) == 2)
         killed.append(worker_pids()[0])
         os.kill(killed[0], signal.SIGKILL)
 
@@ -181,8 +160,8 @@ def test_the_death_of_an_engines_worker_loses_no_row_and_no_resources(
     killer.join()
     assert killed and {row["id"] for row in rows} == {row["id"] for row in ROWS}
     assert sum(not row["__inference_error__"] for row in rows) == len(ROWS) - 3
-    wait_for(lambda: all(group["state"] == "REMOVED" for group in placement_group_table().values()))
-    wait_for(lambda: ray.available_resources().get("CPU") == 2.0)
+    wait_until(lambda: all(group["state"] == "REMOVED" for group in placement_group_table().values()))
+    wait_until(lambda: ray.available_resources().get("CPU") == 2.0)
 
 
 def test_an_unused_placement_group_is_used_for_the_next_engine(two_cpus: None) -> None:
@@ -201,18 +180,18 @@ def test_an_unused_placement_group_is_used_for_the_next_engine(two_cpus: None) -
     assert full() == {}, "it asks though all engines run"
     ray.kill(engine)
     ray.kill(other)
-    wait_for(lambda: all(group["state"] == "REMOVED" for group in placement_group_table().values()))
+    wait_until(lambda: all(group["state"] == "REMOVED" for group in placement_group_table().values()))
 
 
 @pytest.mark.parametrize(("ranks", "maximum"), [(1, 4), (2, 1)])
 def test_a_pool_grows_to_what_the_nodes_hold_besides_ray_data(
-    two_cpus: None, pair: tuple[Path, Path], ranks: int, maximum: int
+    two_cpus: None, pair: Pair, ranks: int, maximum: int
 ) -> None:
     settings = config(pair, engine_kwargs={"tensor_parallel_size": ranks})
     assert plan_engines(settings.engine_config(), 1, 8).most == maximum
 
 
-def test_wrong_settings_are_reported_before_anything_runs(two_cpus: None, pair: tuple[Path, Path]) -> None:
+def test_wrong_settings_are_reported_before_anything_runs(two_cpus: None, pair: Pair) -> None:
     wrong: list[tuple[str, dict[str, Any]]] = [
         ("Did you mean max_num_seqs", {"engine_kwargs": {"max_num_seq": 4}}),
         ("named by model_source", {"engine_kwargs": {"model": "x"}}),

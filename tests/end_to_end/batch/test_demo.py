@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
-import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from manta.jobs.demo import ChatAnswer, DemoOptions, compare_modes, print_result
-from support.checkpoints.text_pair import make_text_pair
 
 
 def test_both_modes_alternate_and_are_shown_in_one_table(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    pair: tuple[Path, Path],
+    write_lines: Callable[..., Path],
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    target, drafter = make_text_pair(tmp_path)
-    dataset = tmp_path / "prompts.jsonl"
-    dataset.write_text("".join(json.dumps({"prompt": f"def f{i}("}) + "\n" for i in range(3)))
+    dataset = write_lines({"prompt": f"def f{i}("} for i in range(3))
     monkeypatch.chdir(tmp_path)  # no settings of a ray_config.yaml
-    options = DemoOptions(target=target, drafter=drafter, rows=3, max_tokens=4)
+    options = DemoOptions(target=pair[0], drafter=pair[1], rows=3, max_tokens=4)
     point = compare_modes(options, dataset, tmp_path)
     said = capfd.readouterr().out
     assert "$ manta bench" in said and "--no-trial" in said
