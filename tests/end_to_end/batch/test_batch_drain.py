@@ -56,7 +56,7 @@ def test_an_engine_leaves_a_node_that_is_about_to_be_removed(
         time.sleep(0.02)
     (node,) = cluster.worker_nodes
     reason = autoscaler_pb2.DrainNodeReason.Value("DRAIN_NODE_REASON_PREEMPTION")
-    deadline_ms = int((time.time() + 20) * 1000)
+    deadline_ms = int((time.time() + 120) * 1000)
     reported, why = ray_worker.global_worker.gcs_client.drain_node(node.node_id, reason, "spot", deadline_ms)
     assert reported, why
     thread.join(120)
