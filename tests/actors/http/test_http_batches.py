@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
-import signal
 import subprocess
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,17 +15,20 @@ import httpx
 import openai
 import pyarrow as pa
 import pytest
+from manta.actors.batch.openai import batch_store
 from manta.actors.engine.uniproc_executor import make_executor
 from manta.actors.http.config.settings import ServerSettings
-from manta.actors.http.config.settings_mapping import split_settings
 from manta.cluster.config import EngineConfig
 from manta.cluster.errors import ConfigError, EngineDeadError
 from manta.cluster.step.scheduler_output import SchedulerOutput
 from openai.types import Batch
-from support.checkpoints.text_pair import LiveServer, make_text_pair
+from support.checkpoints.text_pair import LiveServer
 from support.engines.passing_executor import PassingExecutor
+from support.engines.pausable_executor import PausableExecutors
 from support.jobs.s3_outputs import make_bucket, s3_server, s3_url
 from support.paths import module_command
+from support.servers.server_probes import Serve, openai_client
+from support.waiting import WAIT_S, wait_until
 
 NAME = "tiny"
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
@@ -36,40 +36,17 @@ ENDED = ("completed", "failed", "expired", "cancelled")
 
 
 @pytest.fixture(scope="module")
-def engine_args(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    target, drafter = make_text_pair(tmp_path_factory.mktemp("pair"))
-    return {
-        "model": str(target),
-        "speculative_config": {"model": str(drafter), "adaptive": False},
-        "served_model_name": NAME,
-        "dtype": "float32",
-        "max_num_seqs": 4,
-        "num_pages": 256,
-        "num_threads": 1,
-    }
+def executors() -> PausableExecutors:
+    return PausableExecutors()
 
 
 @pytest.fixture(scope="module")
-def server(engine_args: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
-    place = tmp_path_factory.mktemp("batches")
-    args = {
-        **engine_args,
-        "batch_storage": str(place),
-        "max_request_bytes": 20_000,
-        "max_batch_file_bytes": 2_000_000,
-        "max_batch_lines": 300,
-    }
-    with LiveServer(*split_settings(args)) as server:
+def server(
+    serve: Serve, executors: PausableExecutors, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[LiveServer]:
+    limits = {"max_request_bytes": 20_000, "max_batch_file_bytes": 2_000_000, "max_batch_lines": 300}
+    with serve(executors.make, batch_storage=str(tmp_path_factory.mktemp("batches")), **limits) as server:
         yield server
-
-
-@pytest.fixture(scope="module")
-def client(server: LiveServer) -> openai.OpenAI:
-    return client_of(server.url)
-
-
-def client_of(url: str) -> openai.OpenAI:
-    return openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=30)
 
 
 def line(custom_id: str, prompt: str = "Say something.", url: str = CHAT, **body: Any) -> dict[str, Any]:
@@ -89,16 +66,9 @@ def submit(client: openai.OpenAI, content: bytes | Sequence[Any], endpoint: str 
     return client.batches.create(input_file_id=file.id, endpoint=endpoint, **more)
 
 
-def wait_for(condition: Callable[[], bool], timeout_s: float = 30.0) -> None:
-    deadline_s = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline_s, "it did not happen"
-        time.sleep(0.05)
-
-
 def ended(client: openai.OpenAI, batch: Batch) -> Batch:
     """Return the batch at its end."""
-    wait_for(lambda: client.batches.retrieve(batch.id).status in ENDED)
+    wait_until(lambda: client.batches.retrieve(batch.id).status in ENDED)
     return client.batches.retrieve(batch.id)
 
 
@@ -136,7 +106,7 @@ def test_files_are_uploaded_read_and_deleted(client: openai.OpenAI) -> None:
             client.files.retrieve(gone)
 
 
-def test_unusable_uploads_are_refused(server: LiveServer, client: openai.OpenAI) -> None:
+def test_unusable_uploads_are_refused(http: httpx.Client, client: openai.OpenAI) -> None:
     with pytest.raises(openai.BadRequestError, match="purpose"):
         client.files.create(file=("x.jsonl", b"{}"), purpose="fine-tune")
     with pytest.raises(openai.BadRequestError, match="expires_after"):
@@ -145,12 +115,12 @@ def test_unusable_uploads_are_refused(server: LiveServer, client: openai.OpenAI)
     with pytest.raises(openai.APIStatusError, match="max_batch_file_bytes") as caught:
         client.files.create(file=("x.jsonl", b"x" * 2_100_000), purpose="batch")
     assert caught.value.status_code == 413
-    assert httpx.post(f"{server.url}/v1/files", json={}).json()["error"]["param"] == "file"
+    assert http.post("/v1/files", json={}).json()["error"]["param"] == "file"
     with pytest.raises(openai.BadRequestError, match="after"):
         client.files.list(after="file-unknown")
 
 
-def test_a_batch_answers_each_line_as_http_does(server: LiveServer, client: openai.OpenAI) -> None:
+def test_a_batch_answers_each_line_as_http_does(http: httpx.Client, client: openai.OpenAI) -> None:
     prompts = [f"# a beginning that all rows have in common\ndef f{i}(" for i in range(12)]
     lines = [line(f"row-{i}", prompt, COMPLETIONS) for i, prompt in enumerate(prompts)]
     lines += [line("bad", "x", COMPLETIONS, temperature=-1), line("long", "x" * 8000, COMPLETIONS)]
@@ -166,7 +136,7 @@ def test_a_batch_answers_each_line_as_http_does(server: LiveServer, client: open
     assert batch.usage is not None and batch.usage.output_tokens == 12 * 12
     assert batch.usage.total_tokens == batch.usage.input_tokens + batch.usage.output_tokens
 
-    metrics = httpx.get(f"{server.url}/metrics").text
+    metrics = http.get("/metrics").text
     assert 'status="failed"} 2.0' in metrics and 'status="completed"} 12.0' in metrics
 
     found = results(client, batch.output_file_id)
@@ -246,27 +216,46 @@ def test_batches_are_listed_newest_first(client: openai.OpenAI) -> None:
         client.batches.cancel(done[0].id)
 
 
-def slow_lines(num: int) -> list[dict[str, Any]]:
-    """Too many lines to answer in a test, except the first."""
+def lines_of_two_lengths(num: int) -> list[dict[str, Any]]:
+    """Four lines that end early, and many that do not end while the executor runs few steps."""
     lengths = [1] * 4 + [200] * (num - 4)
     return [line(f"row-{i}", f"say {i}", max_tokens=n, ignore_eos=True) for i, n in enumerate(lengths)]
 
 
-def test_finished_lines_of_a_cancelled_batch_are_kept(client: openai.OpenAI) -> None:
-    batch = submit(client, slow_lines(300))
-    input_id = batch.input_file_id
-    wait_for(lambda: (client.batches.retrieve(batch.id).request_counts or batch.request_counts).completed > 0)
-    with pytest.raises(openai.BadRequestError, match="input of"):
-        client.files.delete(input_id)
-    assert client.batches.cancel(batch.id).status in ("cancelling", "cancelled")
+FEW_STEPS = 30
+
+
+def num_completed(client: openai.OpenAI, batch: Batch) -> int:
+    counts = client.batches.retrieve(batch.id).request_counts
+    return 0 if counts is None else counts.completed
+
+
+def test_finished_lines_of_a_cancelled_batch_are_kept(
+    client: openai.OpenAI, executors: PausableExecutors
+) -> None:
+    with executors[0].paused_after(FEW_STEPS):
+        batch = submit(client, lines_of_two_lengths(300))
+        input_id = batch.input_file_id
+        wait_until(lambda: num_completed(client, batch) > 0)
+        with pytest.raises(openai.BadRequestError, match="input of"):
+            client.files.delete(input_id)
+        assert client.batches.cancel(batch.id).status in ("cancelling", "cancelled")
     batch = ended(client, batch)
     assert batch.status == "cancelled" and batch.cancelling_at and batch.cancelled_at
     check_cut(client, batch, "batch_cancelled")
     assert client.files.delete(input_id).deleted
 
 
-def test_finished_lines_of_an_expired_batch_are_kept(client: openai.OpenAI) -> None:
-    batch = ended(client, submit(client, slow_lines(300), completion_window="3s"))
+def test_finished_lines_of_an_expired_batch_are_kept(
+    client: openai.OpenAI, executors: PausableExecutors, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with executors[0].paused_after(FEW_STEPS):
+        with monkeypatch.context() as patch:  # early, until a line is answered
+            patch.setattr(batch_store.Batch, "is_late", property(lambda _: False))
+            batch = submit(client, lines_of_two_lengths(300), completion_window="1s")
+            wait_until(lambda: num_completed(client, batch) > 0)
+        wait_until(lambda: time.time() > batch.expires_at)
+    batch = ended(client, batch)
     assert batch.status == "expired" and batch.expired_at and batch.expires_at
     assert batch.expired_at >= batch.expires_at
     check_cut(client, batch, "batch_expired")
@@ -285,12 +274,9 @@ def check_cut(client: openai.OpenAI, batch: Batch, code: str) -> None:
     assert counts is not None and (counts.completed, counts.failed) == (len(found), len(errors))
 
 
-def test_replicas_share_batches_and_each_line_is_answered_once(
-    engine_args: dict[str, Any], tmp_path: Path
-) -> None:
-    args = {**engine_args, "batch_storage": str(tmp_path)}
-    with LiveServer(*split_settings(args)) as one, LiveServer(*split_settings(args)) as other:
-        clients = [client_of(one.url), client_of(other.url)]
+def test_replicas_share_batches_and_each_line_is_answered_once(serve: Serve, tmp_path: Path) -> None:
+    with serve(batch_storage=str(tmp_path)) as one, serve(batch_storage=str(tmp_path)) as other:
+        clients = [openai_client(one.url), openai_client(other.url)]
         lines = [line(f"row-{i}", f"say {i}", max_tokens=20) for i in range(12)]
         batches = [submit(clients[i % 2], lines) for i in range(3)]
         done = [ended(clients[0], batch) for batch in batches]
@@ -304,12 +290,11 @@ def test_replicas_share_batches_and_each_line_is_answered_once(
     assert [len(job["runs"]) for job in jobs] == [1] * 3, "nobody began what another had"
 
 
-def test_files_and_batches_can_be_in_an_object_store(engine_args: dict[str, Any]) -> None:
+def test_files_and_batches_can_be_in_an_object_store(serve: Serve) -> None:
     with s3_server() as address:
         make_bucket(address, "batches")
-        args = {**engine_args, "batch_storage": s3_url(address, "batches")}
-        with LiveServer(*split_settings(args)) as server:
-            client = client_of(server.url)
+        with serve(batch_storage=s3_url(address, "batches")) as server:
+            client = openai_client(server.url)
             lines = [line(f"row-{i}", f"say {i} " + "x" * 2000) for i in range(600)]
             large = client.files.create(file=("large.jsonl", jsonl(lines)), purpose="batch")
             assert large.bytes > 2**20 and client.files.content(large.id).read() == jsonl(lines)
@@ -322,17 +307,17 @@ def test_files_and_batches_can_be_in_an_object_store(engine_args: dict[str, Any]
             assert len(client.files.list().data) == 3
 
 
-def test_a_batch_of_another_model_fails(engine_args: dict[str, Any], tmp_path: Path) -> None:
-    args = {**engine_args, "batch_storage": str(tmp_path / "batches")}
-    with LiveServer(*split_settings(args)) as server:
-        batch = submit(client_of(server.url), slow_lines(300))
-        wait_for(lambda: any(tmp_path.glob("batches/work/*/out/_manta/pending/*/*.arrow")))
-    other = shutil.copytree(args["model"], tmp_path / "other")
+def test_a_batch_of_another_model_fails(serve: Serve, engine_args: dict[str, Any], tmp_path: Path) -> None:
+    storage, executors = str(tmp_path / "batches"), PausableExecutors()
+    with serve(executors.make, batch_storage=storage) as server, executors[0].paused_after(FEW_STEPS):
+        batch = submit(openai_client(server.url), lines_of_two_lengths(300))
+        wait_until(lambda: any(tmp_path.glob("batches/work/*/out/_manta/pending/*/*.arrow")))
+    other = shutil.copytree(engine_args["model"], tmp_path / "other")
     settings = json.loads((other / "tokenizer_config.json").read_text())
     settings["chat_template"] = "Another one. " + settings["chat_template"]
     (other / "tokenizer_config.json").write_text(json.dumps(settings))
-    with LiveServer(*split_settings({**args, "model": str(other)})) as server:
-        client = client_of(server.url)
+    with serve(model=str(other), batch_storage=storage) as server:
+        client = openai_client(server.url)
         batch = ended(client, batch)
         assert batch.status == "failed" and batch.failed_at
         assert batch.errors is not None and batch.errors.data is not None
@@ -353,17 +338,14 @@ class DyingExecutor(PassingExecutor):
         super().submit(plan)
 
 
-def test_a_line_that_kills_engines_is_found_and_all_others_are_answered(
-    engine_args: dict[str, Any], tmp_path: Path
-) -> None:
-    args = {**engine_args, "batch_storage": str(tmp_path), "speculative_config": None}
+def test_a_line_that_kills_engines_is_found_and_all_others_are_answered(serve: Serve, tmp_path: Path) -> None:
     lines = [line(f"row-{i}", max_tokens=4) for i in range(11)]
     batch, deaths = None, 0
     while batch is None or batch.status != "completed":
-        with LiveServer(*split_settings(args), make=DyingExecutor) as server:
-            client = client_of(server.url)
+        with serve(DyingExecutor, batch_storage=str(tmp_path), speculative_config=None) as server:
+            client = openai_client(server.url)
             batch = batch or submit(client, [*lines[:7], line("poison", max_tokens=4), *lines[7:]])
-            wait_for(partial(dead_or_done, client, batch))
+            wait_until(partial(dead_or_done, client, batch))
             batch = client.batches.retrieve(batch.id)
             deaths += batch.status != "completed"
             if batch.status == "completed":
@@ -374,13 +356,13 @@ def test_a_line_that_kills_engines_is_found_and_all_others_are_answered(
 
 
 def dead_or_done(client: openai.OpenAI, batch: Batch) -> bool:
-    health = httpx.get(str(client.base_url.join("/health")))
+    health = httpx.get(str(client.base_url.join("/health")), timeout=WAIT_S)
     return health.status_code == 503 or client.batches.retrieve(batch.id).status == "completed"
 
 
-def test_without_a_storage_the_routes_name_the_missing_setting(engine_args: dict[str, Any]) -> None:
-    with LiveServer(*split_settings(engine_args)) as server:
-        client = client_of(server.url)
+def test_without_a_storage_the_routes_name_the_missing_setting(serve: Serve) -> None:
+    with serve() as server:
+        client = openai_client(server.url)
         for ask in (client.files.list, client.batches.list):
             with pytest.raises(openai.APIStatusError, match="--batch-storage") as caught:
                 ask()
@@ -393,38 +375,29 @@ def test_without_a_storage_the_routes_name_the_missing_setting(engine_args: dict
         ServerSettings(batch_storage="out/batches")
 
 
-@contextmanager
-def process(args: dict[str, Any]) -> Iterator[tuple[subprocess.Popen[str], openai.OpenAI]]:
-    """A server that can be killed."""
-    command = module_command("support.servers.served_process", [json.dumps(args)])
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
-        assert server.stdout is not None
-        try:
-            yield server, client_of(server.stdout.readline().strip())
-        finally:
-            server.kill()
-
-
 def test_a_killed_replicas_batch_is_continued_by_another(
-    engine_args: dict[str, Any], client: openai.OpenAI, tmp_path: Path
+    serve: Serve, engine_args: dict[str, Any], client: openai.OpenAI, tmp_path: Path
 ) -> None:
     lines = [line(f"row-{i}", f"say {i}", max_tokens=40, temperature=0.8) for i in range(80)]
-    args = {**engine_args, "batch_storage": str(tmp_path)}
-    with process(args) as (killed, first):
-        batch = submit(first, lines)
-        wait_for(lambda: any(tmp_path.glob("work/*/out/_manta/pending/*/*.arrow")))
-        time.sleep(0.3)
-        os.kill(killed.pid, signal.SIGKILL)
-        killed.wait()
+    args = {**engine_args, "max_num_seqs": 4, "batch_storage": str(tmp_path)}
+    # A step gives a sequence at most 16 tokens: after 60 steps some rows have ended, but not all.
+    command = module_command("support.servers.served_process", [json.dumps(args), "60"])
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as killed:
+        assert killed.stdout is not None
+        try:
+            batch = submit(openai_client(killed.stdout.readline().strip()), lines)
+            wait_until(lambda: any(tmp_path.glob("work/*/out/_manta/pending/*/*.arrow")))
+        finally:
+            killed.kill()
     segments = tmp_path.glob("work/*/out/_manta/pending/*/*.arrow")
     num_kept = sum(pa.ipc.open_file(path).read_all().num_rows for path in segments)
     assert 0 < num_kept < 80, "some rows were durable"
-    with LiveServer(*split_settings(args)) as server:
-        second = client_of(server.url)
+    with serve(max_num_seqs=4, batch_storage=str(tmp_path)) as server:
+        second = openai_client(server.url)
         batch = ended(second, batch)
         assert batch.status == "completed"
         found = results(second, batch.output_file_id)
-        metrics = httpx.get(f"{server.url}/metrics").text
+        metrics = httpx.get(f"{server.url}/metrics", timeout=WAIT_S).text
         assert f'status="completed"}} {80 - num_kept}.0' in metrics, "what was durable is not answered again"
     undisturbed = ended(client, submit(client, lines))
     assert texts(found) == texts(results(client, undisturbed.output_file_id))

@@ -17,6 +17,7 @@ from manta.actors.batch.row_answerer import RowAnswerer
 from manta.actors.engine.async_engine import AsyncEngine
 from manta.actors.http.config.settings import ServerSettings
 from manta.actors.tokenization.generation_config import GenerationDefaults
+from manta.cluster.config import EngineConfig
 from support.checkpoints.chat_pairs import (
     ARGUMENTS,
     HARMONY,
@@ -29,10 +30,10 @@ from support.checkpoints.chat_pairs import (
     chat_config,
 )
 from support.checkpoints.text_pair import LiveServer
+from support.servers.server_probes import http_client
 
 USER = [{"role": "user", "content": "Weather?"}]
 GREEDY: dict[str, Any] = {"model": "tiny", "temperature": 0, "messages": USER}
-Server = tuple[httpx.Client, openai.OpenAI]
 
 
 def saying(text: str) -> dict[str, Any]:
@@ -41,38 +42,31 @@ def saying(text: str) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def config(tmp_path_factory: pytest.TempPathFactory) -> Any:
+def config(tmp_path_factory: pytest.TempPathFactory) -> EngineConfig:
     return chat_config(tmp_path_factory.mktemp("hermes"), HERMES)
 
 
-def serving(config: Any, **settings: Any) -> Iterator[Server]:
+@pytest.fixture(scope="module")
+def server(config: EngineConfig) -> Iterator[LiveServer]:
+    """A server of a pair with the chat format of Hermes."""
+    with LiveServer(config, ServerSettings(served_model_name="tiny")) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def harmony(tmp_path_factory: pytest.TempPathFactory) -> Iterator[httpx.Client]:
+    """A client of a server with the chat format of gpt-oss, which trusts templates of requests."""
+    trusting = {"trust_request_chat_template": True, "default_chat_template_kwargs": {"a": "b"}}
+    config = chat_config(tmp_path_factory.mktemp("harmony"), HARMONY, HARMONY_TOKENS, **trusting)
+    settings = {"reasoning_field_name": "reasoning", "enable_auto_tool_choice": False}
     with (
         LiveServer(config, ServerSettings(served_model_name="tiny", **settings)) as server,
-        httpx.Client(base_url=server.url, timeout=30) as http,
+        http_client(server.url) as http,
     ):
-        yield http, openai.OpenAI(base_url=f"{server.url}/v1", api_key="x", max_retries=0, timeout=30)
+        yield http
 
 
-@pytest.fixture(scope="module")
-def hermes(config: Any) -> Iterator[Server]:
-    yield from serving(config)
-
-
-@pytest.fixture(scope="module")
-def harmony(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    folder = tmp_path_factory.mktemp("harmony")
-    config = chat_config(
-        folder,
-        HARMONY,
-        HARMONY_TOKENS,
-        trust_request_chat_template=True,
-        default_chat_template_kwargs={"a": "b"},
-    )
-    yield from serving(config, reasoning_field_name="reasoning", enable_auto_tool_choice=False)
-
-
-def test_an_answer_is_split_complete_and_streamed(hermes: Server) -> None:
-    _, client = hermes
+def test_an_answer_is_split_complete_and_streamed(client: openai.OpenAI) -> None:
     body = {**GREEDY, "tools": TOOLS, "extra_body": saying(SAID)}
     (choice,) = client.chat.completions.create(**body).choices
     message = choice.message
@@ -112,8 +106,7 @@ def test_an_answer_is_split_complete_and_streamed(hermes: Server) -> None:
     assert last.finish_reason == "tool_calls" and not last.delta.model_dump(exclude_none=True)
 
 
-def test_an_answer_truncated_after_a_call_has_finish_reason_length(hermes: Server) -> None:
-    _, client = hermes
+def test_an_answer_truncated_after_a_call_has_finish_reason_length(client: openai.OpenAI) -> None:
     body = {**GREEDY, "tools": TOOLS, "extra_body": saying(SAID)}
     usage = client.chat.completions.create(**body).usage
     assert usage is not None
@@ -124,8 +117,7 @@ def test_an_answer_truncated_after_a_call_has_finish_reason_length(hermes: Serve
     assert last.choices[0].finish_reason == "length"
 
 
-def test_each_of_several_completions_is_parsed_separately(hermes: Server) -> None:
-    _, client = hermes
+def test_each_of_several_completions_is_parsed_separately(client: openai.OpenAI) -> None:
     body = {**GREEDY, "tools": TOOLS, "n": 2, "temperature": 1, "seed": 3, "logprobs": True}
     texts = ["Well.", SAID]
     found = client.chat.completions.create(**body, extra_body={"structured_outputs": {"choice": texts}})
@@ -157,8 +149,7 @@ def test_each_of_several_completions_is_parsed_separately(hermes: Server) -> Non
         ({"stop": ["arguments"]}, 'I look.\n<tool_call>\n{"name": "get_weather", "', 0),
     ],
 )
-def test_fields_control_what_is_shown(hermes: Server, fields: Any, content: str, calls: int) -> None:
-    http, _ = hermes
+def test_fields_control_what_is_shown(http: httpx.Client, fields: Any, content: str, calls: int) -> None:
     body = {**GREEDY, "tools": TOOLS, **saying(SAID), **fields}
     (choice,) = http.post("/v1/chat/completions", json=body).json()["choices"]
     message = choice["message"]
@@ -167,8 +158,7 @@ def test_fields_control_what_is_shown(hermes: Server, fields: Any, content: str,
     assert choice["finish_reason"] == ("tool_calls" if calls else "stop")
 
 
-def test_a_tool_schema_without_a_grammar_is_refused_by_field(hermes: Server) -> None:
-    http, _ = hermes
+def test_a_tool_schema_without_a_grammar_is_refused_by_field(http: httpx.Client) -> None:
     odd = {"type": "object", "properties": {"a": {"type": "string", "contentEncoding": "base64", "not": {}}}}
     function = {"name": "odd", "parameters": odd, "strict": True}
     for choice in ("required", "auto"):
@@ -178,8 +168,9 @@ def test_a_tool_schema_without_a_grammar_is_refused_by_field(hermes: Server) -> 
 
 
 @pytest.mark.parametrize(("choice", "parallel"), [("required", True), ("required", False), ("now", True)])
-def test_required_calls_are_made_and_fit_their_schemas(hermes: Server, choice: str, parallel: bool) -> None:
-    _, client = hermes
+def test_required_calls_are_made_and_fit_their_schemas(
+    client: openai.OpenAI, choice: str, parallel: bool
+) -> None:
     tool_choice = choice if choice == "required" else {"type": "function", "function": {"name": choice}}
     body = {**GREEDY, "tools": TOOLS, "temperature": 1, "seed": 4, "n": 3, "max_tokens": 250}
     body |= {"tool_choice": tool_choice, "parallel_tool_calls": parallel}
@@ -196,9 +187,8 @@ def test_required_calls_are_made_and_fit_their_schemas(hermes: Server, choice: s
         assert [c.function for c in other.message.tool_calls or ()] == [c.function for c in calls]
 
 
-def test_required_calls_come_after_reasoning_and_with_special_tokens(harmony: Server) -> None:
-    http, _ = harmony
-    end = http.post("/tokenize", json={"prompt": "<|end|>"}).json()["tokens"]
+def test_required_calls_come_after_reasoning_and_with_special_tokens(harmony: httpx.Client) -> None:
+    end = harmony.post("/tokenize", json={"prompt": "<|end|>"}).json()["tokens"]
     assert len(end) == 1
     body = {
         **GREEDY,
@@ -207,25 +197,26 @@ def test_required_calls_come_after_reasoning_and_with_special_tokens(harmony: Se
         "max_tokens": 200,
         "logit_bias": {end[0]: 100},
     }
-    answer = http.post("/v1/chat/completions", json=body).json()
+    answer = harmony.post("/v1/chat/completions", json=body).json()
     (choice,) = answer["choices"]
     assert choice["finish_reason"] == "tool_calls" and not choice["message"]["content"]
     schemas = {tool["function"]["name"]: tool["function"]["parameters"] for tool in (WEATHER, NOW)}
     for call in choice["message"]["tool_calls"]:
         requested = call["function"]
         jsonschema.validate(json.loads(requested["arguments"]), schemas[requested["name"]])
-    with http.stream("POST", "/v1/chat/completions", json={**body, "stream": True}) as response:
+    with harmony.stream("POST", "/v1/chat/completions", json={**body, "stream": True}) as response:
         events = [json.loads(line[6:]) for line in response.iter_lines() if line.startswith("data: {")]
     deltas = [event["choices"][0]["delta"] for event in events]
     pieces = [call["function"] for delta in deltas for call in delta.get("tool_calls", ())]
     reported = "".join(piece.get("arguments", "") for piece in pieces)
     assert reported == "".join(call["function"]["arguments"] for call in choice["message"]["tool_calls"])
-    auto = http.post("/v1/chat/completions", json={**body, "tool_choice": "auto"})
+    auto = harmony.post("/v1/chat/completions", json={**body, "tool_choice": "auto"})
     assert auto.status_code == 400 and auto.json()["error"]["param"] == "tool_choice"
 
 
-def test_a_conversation_is_passed_to_the_template_correctly(hermes: Server, harmony: Server) -> None:
-    http, _ = hermes
+def test_a_conversation_is_passed_to_the_template_correctly(
+    http: httpx.Client, harmony: httpx.Client
+) -> None:
     messages = [
         {"role": "user", "content": "Hi"},
         {
@@ -249,32 +240,25 @@ def test_a_conversation_is_passed_to_the_template_correctly(hermes: Server, harm
     )
     cut = [{**messages[1], "tool_calls": [{"function": {"name": "now", "arguments": "{"}}]}, messages[0]]
     assert http.post("/v1/chat/completions", json={**GREEDY, "messages": cut}).status_code == 200
-    trusting, _ = harmony
     template = {"messages": messages, "chat_template": "{{ a }}{{ messages[0].content }}"}
     (tokens, expected) = (
-        trusting.post("/tokenize", json=each).json()["tokens"] for each in (template, {"prompt": "bHi"})
+        harmony.post("/tokenize", json=each).json()["tokens"] for each in (template, {"prompt": "bHi"})
     )
     assert tokens == expected
-    broken = trusting.post("/tokenize", json={**template, "chat_template": "{% if %}"})
+    broken = harmony.post("/tokenize", json={**template, "chat_template": "{% if %}"})
     assert broken.status_code == 400 and broken.json()["error"]["param"] == "chat_template"
 
 
-def test_an_answer_that_continues_a_message_is_parsed_from_its_end(hermes: Server) -> None:
-    http, _ = hermes
+def test_an_answer_that_continues_a_message_is_parsed_from_its_end(http: httpx.Client) -> None:
     messages = [*USER, {"role": "assistant", "content": "<think>\nWell"}]
-    body = {
-        **GREEDY,
-        "messages": messages,
-        "continue_final_message": True,
-        "add_generation_prompt": False,
-    }
+    body = {**GREEDY, "messages": messages, "continue_final_message": True, "add_generation_prompt": False}
     (choice,) = http.post("/v1/chat/completions", json=body | saying(", so</think>\n\nYes.")).json()[
         "choices"
     ]
     assert (choice["message"]["reasoning"], choice["message"]["content"]) == (", so", "Yes.")
 
 
-def test_batch_rows_have_tools_and_reasoning_in_their_responses(config: Any) -> None:
+def test_batch_rows_have_tools_and_reasoning_in_their_responses(config: EngineConfig) -> None:
     body = {**GREEDY, "tools": TOOLS, **saying(SAID)}
     line = {"custom_id": "a", "method": "POST", "url": "/v1/chat/completions", "body": body}
 

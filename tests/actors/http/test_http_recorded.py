@@ -8,10 +8,9 @@ from typing import Any
 
 import httpx
 import pytest
-from manta.actors.http.config.settings import ServerSettings
-from manta.cluster.config import EngineConfig
 from support.checkpoints.text_pair import LiveServer, make_text_pair
 from support.paths import DATA, TESTS
+from support.servers.server_probes import Serve
 
 RECORDED: list[dict[str, Any]] = json.loads((DATA / "recorded_requests.json").read_text())
 LAST_EVENTS = {  # of a stream, by path
@@ -21,24 +20,13 @@ LAST_EVENTS = {  # of a stream, by path
 
 
 @pytest.fixture(scope="module")
-def http(tmp_path_factory: pytest.TempPathFactory) -> Iterator[httpx.Client]:
-    target, drafter = make_text_pair(tmp_path_factory.mktemp("pair"))
-    for folder in (target, drafter):  # recorded with the shipped pair, whose context is as long
-        keys = json.loads((folder / "config.json").read_text())
-        (folder / "config.json").write_text(json.dumps({**keys, "max_position_embeddings": 1024}))
-    config = EngineConfig.from_dict(
-        {
-            "model": str(target),
-            "speculative_config": {"model": str(drafter)},
-            "chat_template": str(TESTS / "compat" / "tools.jinja"),
-            "dtype": "float32",
-            "num_pages": 256,
-            "num_threads": 1,
-        }
-    )
-    settings = ServerSettings(served_model_name="manta", unknown_params="reject")
-    with LiveServer(config, settings) as server, httpx.Client(base_url=server.url, timeout=60) as client:
-        yield client
+def server(serve: Serve, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
+    """A server with the context of the shipped pair, with which the requests were recorded."""
+    target, drafter = make_text_pair(tmp_path_factory.mktemp("pair"), context=1024)
+    template = str(TESTS / "compat" / "tools.jinja")
+    pair = {"model": str(target), "speculative_config": {"model": str(drafter)}}
+    with serve(**pair, chat_template=template, served_model_name="manta", unknown_params="reject") as server:
+        yield server
 
 
 @pytest.mark.parametrize("request_", RECORDED, ids=lambda request: request["name"])

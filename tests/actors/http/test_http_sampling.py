@@ -3,39 +3,16 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from typing import Any
 
 import httpx
 import openai
 import pytest
-from manta.actors.http.config.settings import ServerSettings
-from manta.cluster.config import EngineConfig
-from support.checkpoints.text_pair import LiveServer, make_text_pair
+from support.servers.server_probes import Serve, http_client
 
 GREEDY: dict[str, Any] = {"model": "tiny", "temperature": 0, "max_tokens": 20}
 USER = [{"role": "user", "content": "Say something."}]
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
-
-
-@pytest.fixture(scope="module")
-def http(tmp_path_factory: pytest.TempPathFactory) -> Iterator[httpx.Client]:
-    target, drafter = make_text_pair(tmp_path_factory.mktemp("pair"))
-    config = EngineConfig.from_dict(
-        {
-            "model": str(target),
-            "speculative_config": {"model": str(drafter), "adaptive": False},
-            "dtype": "float32",
-            "max_num_seqs": 4,
-            "num_pages": 128,
-            "num_threads": 1,
-        }
-    )
-    with (
-        LiveServer(config, ServerSettings(served_model_name="tiny", reasoning_parser="qwen3")) as server,
-        httpx.Client(base_url=server.url, timeout=30) as client,
-    ):
-        yield client
 
 
 def answer(http: httpx.Client, path: str, **body: Any) -> Any:
@@ -78,9 +55,10 @@ def test_bad_words_are_never_generated(http: httpx.Client) -> None:
     assert word not in answer(http, COMPLETIONS, prompt="abc", bad_words=[word, *word])["text"]
 
 
-def test_a_chats_log_probabilities_have_openais_form_complete_and_streamed(http: httpx.Client) -> None:
+def test_a_chats_log_probabilities_have_openais_form_complete_and_streamed(
+    http: httpx.Client, client: openai.OpenAI
+) -> None:
     body = {**GREEDY, "messages": USER, "logprobs": True, "top_logprobs": 2}
-    client = openai.OpenAI(base_url=f"{http.base_url}/v1", api_key="none", max_retries=0)
     whole = client.chat.completions.create(**body).choices[0]
     assert whole.logprobs is not None and whole.logprobs.content is not None
     assert len(whole.logprobs.content) == 20
@@ -194,56 +172,22 @@ def test_prompt_logprobs_are_where_vllm_has_them(http: httpx.Client) -> None:
     assert "prompt_logprobs" not in answer(http, COMPLETIONS, prompt="abc")
 
 
-@pytest.mark.parametrize("temperature", [0, 1])
-def test_a_thinking_budget_ends_reasoning(http: httpx.Client, temperature: int) -> None:
+def test_a_thinking_budget_ends_reasoning(serve: Serve) -> None:
     """The prompt begins reasoning; without a budget it continues."""
-    body = {"temperature": temperature, "seed": 5, "max_tokens": 30}
-    free, plain, bound, none = (
-        answer(http, COMPLETIONS, prompt="a<think>b", return_token_ids=True, **{**body, **more})
-        for more in (
-            {},
-            {"thinking_token_budget": 6, "speculative": False},
-            {"thinking_token_budget": 6},
-            {"thinking_token_budget": 0},
-        )
-    )
-    assert bound == plain and bound["token_ids"][:5] == free["token_ids"][:5]
-    assert "</think>" in bound["text"] and "</think>" not in free["text"]
-    assert none["text"].startswith("</think>")
-    untouched = answer(http, COMPLETIONS, prompt="ab", thinking_token_budget=3, **body)["text"]
-    assert untouched == answer(http, COMPLETIONS, prompt="ab", **body)["text"]
-
-
-REFUSED: list[tuple[str, dict[str, Any], str, str]] = [
-    (COMPLETIONS, {"logprobs": 21}, "logprobs", "from 0 to 20"),
-    (COMPLETIONS, {"logprobs": -1}, "logprobs", "from 0 to 20"),
-    (COMPLETIONS, {"logprobs": True}, "logprobs", "an integer"),
-    (CHAT, {"logprobs": 0}, "logprobs", "true or false"),
-    (CHAT, {"prompt_logprobs": 21}, "prompt_logprobs", "from 0 to 20"),
-    (COMPLETIONS, {"prompt_logprobs": True}, "prompt_logprobs", "an integer"),
-    (COMPLETIONS, {"prompt_logprobs": 1, "stream": True}, "prompt_logprobs", "not available in streams"),
-    (COMPLETIONS, {"max_tokens": 0}, "max_tokens", "at least 1"),
-    (CHAT, {"thinking_token_budget": -1}, "thinking_token_budget", "0 or more"),
-    (CHAT, {"logprobs": 5}, "logprobs", "top_logprobs"),
-    (CHAT, {"top_logprobs": 3}, "top_logprobs", "logprobs=true"),
-    (CHAT, {"logprobs": True, "top_logprobs": 21}, "top_logprobs", "from 0 to 20"),
-    (CHAT, {"presence_penalty": 2.1}, "presence_penalty", "from -2 to 2"),
-    (CHAT, {"frequency_penalty": -3}, "frequency_penalty", "from -2 to 2"),
-    (COMPLETIONS, {"repetition_penalty": 0}, "repetition_penalty", "above 0"),
-    (COMPLETIONS, {"logit_bias": {"5": 101}}, "logit_bias.5", "from -100 to 100"),
-    (COMPLETIONS, {"logit_bias": {"99999": 1}}, "logit_bias", "tokens are 0 to"),
-    (COMPLETIONS, {"allowed_token_ids": []}, "allowed_token_ids", "at least one"),
-    (COMPLETIONS, {"allowed_token_ids": [99999]}, "allowed_token_ids", "tokens are 0 to"),
-    (COMPLETIONS, {"bad_words": [""]}, "bad_words", "non-empty"),
-]
-
-
-@pytest.mark.parametrize(("path", "fields", "param", "remedy"), REFUSED)
-def test_a_wrong_value_is_refused_by_name_with_the_valid_ones(
-    http: httpx.Client, path: str, fields: dict[str, Any], param: str, remedy: str
-) -> None:
-    prompt = {"messages": USER} if path == CHAT else {"prompt": "x"}
-    response = http.post(path, json={**GREEDY, **prompt, **fields})
-    assert response.status_code == 400
-    error = response.json()["error"]
-    assert error["param"] == param and remedy in error["message"]
+    with serve(reasoning_parser="qwen3") as server, http_client(server.url) as http:
+        for temperature in (0, 1):
+            body = {"temperature": temperature, "seed": 5, "max_tokens": 30}
+            free, plain, bound, none = (
+                answer(http, COMPLETIONS, prompt="a<think>b", return_token_ids=True, **{**body, **more})
+                for more in (
+                    {},
+                    {"thinking_token_budget": 6, "speculative": False},
+                    {"thinking_token_budget": 6},
+                    {"thinking_token_budget": 0},
+                )
+            )
+            assert bound == plain and bound["token_ids"][:5] == free["token_ids"][:5]
+            assert "</think>" in bound["text"] and "</think>" not in free["text"]
+            assert none["text"].startswith("</think>")
+            untouched = answer(http, COMPLETIONS, prompt="ab", thinking_token_budget=3, **body)["text"]
+            assert untouched == answer(http, COMPLETIONS, prompt="ab", **body)["text"]

@@ -3,62 +3,22 @@
 from __future__ import annotations
 
 import json
-import logging
 import re
 import socket
-import threading
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import httpx
 import openai
 import pytest
-from manta.actors.engine.uniproc_executor import make_executor
-from manta.actors.http.config.settings import ServerSettings
-from manta.cluster.config import EngineConfig
-from manta.cluster.errors import EngineDeadError
-from manta.cluster.step.executor import Executor
-from manta.cluster.step.scheduler_output import SchedulerOutput
-from support.checkpoints.text_pair import LiveServer, make_text_pair
-from support.engines.passing_executor import PassingExecutor
-from support.servers.server_probes import events, idle, scrape, wait_for
+from support.checkpoints.text_pair import LiveServer
+from support.engines.pausable_executor import PausableExecutors
+from support.servers.server_probes import Serve, error_of, events, http_client, idle, scrape
+from support.waiting import wait_until
 
 NAME = "tiny"
 GREEDY: dict[str, Any] = {"model": NAME, "temperature": 0, "max_tokens": 24}
 USER = [{"role": "user", "content": "Say something."}]
-
-
-@pytest.fixture(scope="module")
-def config(tmp_path_factory: pytest.TempPathFactory) -> EngineConfig:
-    target, drafter = make_text_pair(tmp_path_factory.mktemp("pair"))
-    return EngineConfig.from_dict(
-        {
-            "model": str(target),
-            "speculative_config": {"model": str(drafter), "adaptive": False},  # blocks of a known size
-            "dtype": "float32",
-            "max_num_seqs": 8,
-            "num_pages": 256,
-            "num_threads": 1,
-        }
-    )
-
-
-@pytest.fixture(scope="module")
-def server(config: EngineConfig) -> Iterator[LiveServer]:
-    with LiveServer(config, ServerSettings(served_model_name=NAME)) as server:
-        yield server
-
-
-@pytest.fixture(scope="module")
-def http(server: LiveServer) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=server.url, timeout=30) as client:
-        yield client
-
-
-@pytest.fixture(scope="module")
-def client(server: LiveServer) -> openai.OpenAI:
-    return openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=30)
 
 
 def stream(http: httpx.Client, path: str, **body: Any) -> list[Any]:
@@ -165,108 +125,6 @@ def test_a_repeated_prompt_is_read_from_the_cache(http: httpx.Client) -> None:
     assert cached[0]["cached_tokens"] == 0 < cached[1]["cached_tokens"] and cached[2]["cached_tokens"] == 0
 
 
-CHAT = {"messages": USER}
-NOW = {"type": "function", "function": {"name": "now"}}
-ERRORS: list[tuple[str, Any, int, str | None]] = [
-    ("/v1/completions", {}, 400, "prompt"),
-    ("/v1/completions", {"prompt": ""}, 400, "prompt"),
-    ("/v1/completions", {"prompt": "x", "temperature": -1}, 400, "temperature"),
-    ("/v1/completions", {"prompt": "x", "max_tokens": "many"}, 400, "max_tokens"),
-    ("/v1/completions", {"prompt": "x", "n": 0}, 400, "n"),
-    ("/v1/completions", {"prompt": "x", "priority": 3}, 400, "priority"),
-    ("/v1/completions", {"prompt": [1, 99999]}, 400, "prompt"),
-    ("/v1/completions", {"prompt": [1, -1]}, 400, "prompt"),
-    ("/v1/completions", {"prompt": [1, 2**40]}, 400, "prompt"),
-    ("/v1/completions", {"prompt": [1, 2**63], "stream": True}, 400, "prompt"),
-    ("/v1/completions", {"prompt": [[1], []], "stream": True}, 400, "prompt"),
-    ("/v1/completions", {"prompt": ["x"] * 64, "n": 100}, 400, "n"),
-    ("/v1/completions", {"prompt": "x", "request_id": "a\nb"}, 400, "request_id"),
-    ("/v1/completions", {"prompt": list(range(256)) * 3}, 400, "prompt"),
-    ("/v1/completions", {"prompt": list(range(256)) * 3, "stream": True}, 400, "prompt"),
-    ("/v1/completions", {"prompt": "x", "model": "gpt-4"}, 404, "model"),
-    ("/v1/completions", [1], 400, None),
-    ("/v1/chat/completions", {"messages": []}, 400, "messages"),
-    ("/v1/chat/completions", {"messages": [{"role": "user", "content": 5}]}, 400, "messages.0.content"),
-    ("/v1/chat/completions", {"messages": [{"role": "king", "content": "x"}]}, 400, "messages.0.role"),
-    ("/v1/chat/completions", {**CHAT, "tools": [{"type": "function"}]}, 400, "tools.0.function"),
-    ("/v1/chat/completions", {**CHAT, "tools": [NOW]}, 400, "tools"),  # its template knows none
-    ("/v1/chat/completions", {**CHAT, "tools": [NOW, NOW]}, 400, "tools.1.function.name"),
-    ("/v1/chat/completions", {**CHAT, "tool_choice": "required"}, 400, "tool_choice"),
-    ("/v1/chat/completions", {**CHAT, "chat_template": "{{ 1 }}"}, 400, "chat_template"),
-    ("/v1/chat/completions", {**CHAT, "documents": [{"text": "x"}]}, 400, "documents"),
-    ("/v1/chat/completions", {**CHAT, "reasoning_effort": "high"}, 400, "reasoning_effort"),
-    ("/v1/embeddings", {"input": "x"}, 404, None),
-    ("/tokenize", {}, 400, "prompt"),
-    ("/tokenize", {**CHAT, "tools": [NOW]}, 400, "tools"),
-    ("/detokenize", {"tokens": [99999]}, 400, "tokens.0"),
-]
-
-
-@pytest.mark.parametrize(("path", "body", "status", "param"), ERRORS)
-def test_a_wrong_request_is_answered_in_openais_form(
-    http: httpx.Client, path: str, body: Any, status: int, param: str | None
-) -> None:
-    response = http.post(path, json=body)
-    assert response.status_code == status, response.text
-    error = response.json()["error"]
-    assert set(error) == {"message", "type", "param", "code"}
-    assert error["param"] == param and error["code"] == status and error["message"]
-    assert "/tmp" not in error["message"]
-    assert response.headers["x-request-id"]
-
-
-def test_malformed_bodies_and_methods_are_answered_in_openais_form(http: httpx.Client) -> None:
-    broken = http.post(
-        "/v1/completions", content=b'{"prompt": ', headers={"content-type": "application/json"}
-    )
-    assert broken.status_code == 400 and broken.json()["error"]["type"] == "BadRequestError"
-    form = http.post("/v1/completions", data={"prompt": "x"})
-    assert form.status_code == 400 and "JSON" in form.json()["error"]["message"]
-    method = http.get("/v1/completions")
-    assert method.status_code == 405 and method.json()["error"]["code"] == 405
-
-
-@pytest.mark.parametrize(
-    "fields",
-    [
-        '"top_k": 2147483648',
-        '"top_k": 1180591620717411303424',
-        '"max_tokens": 2147483648',
-        '"min_tokens": 2147483648, "max_tokens": 2147483649',
-        '"stop_token_ids": [-1]',
-        '"stop_token_ids": [2147483648]',
-        '"temperature": NaN',
-        '"temperature": Infinity',
-        '"truncate_prompt_tokens": 0',
-    ],
-)
-def test_extreme_values_are_refused_and_harm_no_other_request(http: httpx.Client, fields: str) -> None:
-    content = f'{{"prompt": "x", {fields}}}'.encode()
-    response = http.post("/v1/completions", content=content, headers={"content-type": "application/json"})
-    assert response.status_code == 400 and response.json()["error"]["message"]
-    assert http.get("/health").status_code == 200
-
-
-@pytest.mark.parametrize(
-    "fields",
-    [
-        {"temperature": 5e-324},
-        {"temperature": 100, "top_p": 1e-300},
-        {"min_p": 1.0, "temperature": 1.0, "top_k": 2**31 - 1},
-        {"seed": -(2**63)},
-        {"n": 128, "max_tokens": 2},
-        {"stop_token_ids": list(range(384)), "min_tokens": 2},
-        {"stop": ["x" * 10000]},
-        {"truncate_prompt_tokens": -1, "prompt": [60] * 2000},
-    ],
-)
-def test_extreme_values_that_are_allowed_are_served(http: httpx.Client, fields: dict[str, Any]) -> None:
-    body = {"prompt": "x", "max_tokens": 4, **fields}
-    response = http.post("/v1/completions", json=body)
-    assert response.status_code == 200, response.text
-    assert response.json()["usage"]["completion_tokens"] > 0
-
-
 @pytest.mark.parametrize(
     "fields",
     [
@@ -288,14 +146,6 @@ def test_a_lone_surrogate_is_read_as_the_replacement_character(http: httpx.Clien
     assert found[0] == found[1]
 
 
-def test_the_openai_client_raises_its_own_errors(client: openai.OpenAI) -> None:
-    with pytest.raises(openai.BadRequestError) as caught:
-        client.completions.create(prompt="x", **{**GREEDY, "temperature": -1})
-    assert caught.value.param == "temperature"
-    with pytest.raises(openai.NotFoundError):
-        client.completions.create(prompt="x", model="other")
-
-
 def test_unknown_fields_are_named_in_a_header(http: httpx.Client) -> None:
     response = http.post("/v1/completions", json={**GREEDY, "prompt": "x", "frobnicate": 1, "user": "me"})
     assert response.status_code == 200 and response.headers["x-ignored-params"] == "frobnicate"
@@ -308,15 +158,6 @@ def test_the_template_gets_its_variables(http: httpx.Client) -> None:
     plain = http.post("/tokenize", json={"messages": USER}).json()
     styled = http.post("/tokenize", json={"messages": USER, "chat_template_kwargs": {"style": "So:"}}).json()
     assert styled["count"] > plain["count"]
-
-
-@pytest.mark.parametrize("name", ["messages", "add_generation_prompt", "continue_final_message"])
-def test_a_field_is_not_accepted_as_a_template_variable(http: httpx.Client, name: str) -> None:
-    body = {**GREEDY, "messages": USER, "chat_template_kwargs": {name: False}}
-    for path in ("/v1/chat/completions", "/tokenize"):
-        response = http.post(path, json=body)
-        assert response.status_code == 400, path
-        assert response.json()["error"]["param"] == f"chat_template_kwargs.{name}"
 
 
 def test_models_are_listed_and_found(client: openai.OpenAI) -> None:
@@ -362,23 +203,6 @@ def test_metrics_count_what_was_served(http: httpx.Client) -> None:
     assert after["vllm:num_requests_running{}"] == 0
 
 
-def test_the_request_id_is_echoed_and_logged_without_any_text(
-    http: httpx.Client, caplog: pytest.LogCaptureFixture
-) -> None:
-    with caplog.at_level(logging.INFO, logger="manta.requests"):
-        body = {**GREEDY, "prompt": "a secret prompt"}
-        response = http.post("/v1/completions", json=body, headers={"X-Request-Id": "mine-1"})
-        assert response.headers["x-request-id"] == "mine-1"
-        response = http.post("/v1/completions", json={**body, "request_id": "mine-2"})
-        assert response.headers["x-request-id"] == "mine-2"
-        wait_for(lambda: len(caplog.records) == 2)
-    first, second = (json.loads(record.message) for record in caplog.records)
-    assert (first["request_id"], second["request_id"]) == ("mine-1", "mine-2")
-    assert first["status"] == 200 and first["output_tokens"] == 24 and first["finish_reason"] == "length"
-    assert first["mean_acceptance_length"] >= 1 and first["ttft_ms"] > 0 and first["tpot_ms"] > 0
-    assert "secret" not in caplog.text
-
-
 def test_disconnects_free_their_requests(server: LiveServer) -> None:
     def disconnect_at_once(body: dict[str, Any]) -> None:
         content = json.dumps(body).encode()
@@ -391,7 +215,7 @@ def test_disconnects_free_their_requests(server: LiveServer) -> None:
         if index % 4 == 0:  # with and without a stream
             disconnect_at_once({**body, "stream": index % 8 == 0})
             return
-        with httpx.Client(base_url=server.url, timeout=60) as http:
+        with http_client(server.url) as http:
             stays = index % 4 == 3
             body |= {"stream": True, "max_tokens": 8 if stays else 400}
             with http.stream("POST", "/v1/completions", json=body) as response:
@@ -402,34 +226,19 @@ def test_disconnects_free_their_requests(server: LiveServer) -> None:
 
     with ThreadPoolExecutor(32) as pool:
         list(pool.map(one, range(32)))
-    wait_for(lambda: idle(server))
+    wait_until(lambda: idle(server))
     assert server.engine.stats().finished["abort"] > 0
 
 
-class DyingExecutor(PassingExecutor):
-    def __init__(self, config: EngineConfig) -> None:
-        super().__init__(make_executor(config))
-        self.dies_at_step = threading.Event()
-
-    def submit(self, plan: SchedulerOutput) -> None:
-        if self.dies_at_step.is_set():
-            raise EngineDeadError("worker 1 (pid 4711) was killed by signal 9")
-        super().submit(plan)
-
-
-def test_the_death_of_the_engine_ends_streams_with_an_error_and_fails_health(config: EngineConfig) -> None:
-    executors: list[DyingExecutor] = []
-
-    def make(config: EngineConfig) -> Executor:
-        executors.append(DyingExecutor(config))
-        return executors[0]
-
-    with LiveServer(config, make=make) as server, httpx.Client(base_url=server.url, timeout=30) as http:
+def test_the_death_of_the_engine_ends_streams_with_an_error_and_fails_health(serve: Serve) -> None:
+    executors = PausableExecutors()
+    with serve(executors.make) as server, http_client(server.url) as http:
         body = {"prompt": "x", "max_tokens": 400, "ignore_eos": True, "stream": True}
+        executors[0].allow_steps(4)
         with http.stream("POST", "/v1/completions", json=body) as response:
             lines = response.iter_lines()
             first = next(lines)
-            executors[0].dies_at_step.set()
+            executors[0].die()
             *_, failure, done = [line for line in [first, *lines] if line]
         assert done == "data: [DONE]"
         error = json.loads(failure.removeprefix("data: "))["error"]
@@ -443,22 +252,16 @@ def test_the_death_of_the_engine_ends_streams_with_an_error_and_fails_health(con
         assert reported.endswith(" 1.0"), "the stream that had begun was let in"
 
 
-def test_all_but_the_open_paths_need_a_key_and_large_bodies_are_refused(config: EngineConfig) -> None:
-    settings = ServerSettings(
-        api_key=("first", "second"), max_request_bytes=2000, sse_keep_alive_interval=0.001
-    )
-    with LiveServer(config, settings) as server, httpx.Client(base_url=server.url, timeout=30) as http:
-        refused = http.get("/v1/models")
-        assert refused.status_code == 401 and refused.json()["error"]["type"] == "AuthenticationError"
-        assert http.get("/v1/models", headers={"Authorization": "Bearer third"}).status_code == 401
-        assert http.get("/health").status_code == 200
-        http.headers["Authorization"] = "Bearer second"
-        assert http.get("/v1/models").status_code == 200
+def test_large_bodies_are_refused_and_silent_streams_are_kept_alive(serve: Serve) -> None:
+    with (
+        serve(max_request_bytes=2000, sse_keep_alive_interval=0.001) as server,
+        http_client(server.url) as http,
+    ):
         large = {"prompt": "x" * 3000}
-        assert http.post("/v1/completions", json=large).status_code == 413
         pieces = iter([json.dumps(large).encode()])
+        whole = http.post("/v1/completions", json=large)
         chunked = http.post("/v1/completions", content=pieces, headers={"content-type": "application/json"})
-        assert chunked.status_code == 413 and chunked.json()["error"]["code"] == 413
+        assert error_of(whole)["code"] == error_of(chunked)["code"] == 413
         with http.stream("POST", "/v1/completions", json={"prompt": "x", "stream": True}) as response:
             lines = [line for line in response.iter_lines() if line]
         assert lines[-1] == "data: [DONE]" and ": keep-alive" in lines

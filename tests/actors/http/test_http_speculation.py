@@ -9,10 +9,9 @@ from typing import Any
 import httpx
 import pytest
 from manta.actors.engine.outputs import RequestMetrics, TracedStep, token_origins
-from manta.actors.http.config.settings import ServerSettings
 from manta.actors.http.generation.generation_task import MAX_TRACED_TOKENS, acceptance
-from manta.cluster.config import EngineConfig
-from support.checkpoints.text_pair import LiveServer, make_text_pair
+from support.checkpoints.text_pair import LiveServer
+from support.servers.server_probes import Serve
 
 PATH = "/v1/completions"
 BODY = {"prompt": "import os", "temperature": 1, "seed": 3, "max_tokens": 40, "return_token_ids": True}
@@ -21,21 +20,10 @@ USAGE = {"include_usage": True}
 
 
 @pytest.fixture(scope="module")
-def http(tmp_path_factory: pytest.TempPathFactory) -> Iterator[httpx.Client]:
+def server(serve: Serve) -> Iterator[LiveServer]:
     """A server that reports nothing about speculation by default."""
-    target, drafter = make_text_pair(tmp_path_factory.mktemp("pair"))
-    config = EngineConfig.from_dict(
-        {
-            "model": str(target),
-            "speculative_config": {"model": str(drafter), "adaptive": False},
-            "dtype": "float32",
-            "num_pages": 256,
-            "num_threads": 1,
-        }
-    )
-    settings = ServerSettings(served_model_name="tiny", per_request_spec_decode_metrics="none")
-    with LiveServer(config, settings) as server, httpx.Client(base_url=server.url, timeout=30) as client:
-        yield client
+    with serve(per_request_spec_decode_metrics="none") as server:
+        yield server
 
 
 def answer(http: httpx.Client, **body: Any) -> Any:
@@ -103,15 +91,6 @@ def test_an_unsupported_trace_is_named_as_ignored(http: httpx.Client, body: Any)
     with http.stream("POST", PATH, json={**BODY, "max_tokens": 2, "speculative": TRACED, **body}) as response:
         assert response.status_code == 200
         assert response.headers["x-ignored-params"] == "speculative.return_trace"
-
-
-@pytest.mark.parametrize(
-    "wrong", [{"max_tokens": -1}, {"max_tokens": 1.5}, {"max_token": 1}, {"drafter": "d"}]
-)
-def test_invalid_speculation_fields_are_refused_by_name(http: httpx.Client, wrong: Any) -> None:
-    response = http.post(PATH, json={**BODY, "speculative": wrong})
-    assert response.status_code == 400
-    assert response.json()["error"]["param"] == f"speculative.{next(iter(wrong))}"
 
 
 STEPS = (TracedStep(0, 0, 1), TracedStep(3, 1, 2), TracedStep(3, 3, 4), TracedStep(3, 2, 1))

@@ -1,21 +1,15 @@
-"""`response_format` and `structured_outputs` over HTTP: they hold, or are refused by field."""
+"""`response_format` and `structured_outputs` over HTTP: answers keep to them."""
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import httpx
 import openai
 import pytest
-from manta.actors.http.config.settings import ServerSettings
-from manta.actors.structured_outputs.grammar_frontend import MAX_GRAMMAR_CHARS
-from manta.cluster.config import EngineConfig
 from pydantic import BaseModel
-from support.checkpoints.text_pair import LiveServer, make_text_pair
 from support.paths import ROOT
 
 USER = [{"role": "user", "content": "Say something."}]
@@ -27,29 +21,6 @@ TAG = {"type": "tag", "begin": "<a>", "content": {"type": "regex", "pattern": "[
 
 class Answer(BaseModel):
     ok: bool
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
-    folder: Path = tmp_path_factory.mktemp("pair")
-    target, drafter = make_text_pair(folder)
-    settings = {"dtype": "float32", "max_num_seqs": 8, "num_pages": 256, "num_threads": 1}
-    config = EngineConfig.from_dict(
-        {"model": str(target), "speculative_config": {"model": str(drafter), "adaptive": False}, **settings}
-    )
-    with LiveServer(config, ServerSettings(served_model_name="tiny")) as server:
-        yield server
-
-
-@pytest.fixture(scope="module")
-def http(server: LiveServer) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=server.url, timeout=30) as client:
-        yield client
-
-
-@pytest.fixture(scope="module")
-def client(server: LiveServer) -> openai.OpenAI:
-    return openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=30)
 
 
 def schema_format(schema: Any, **more: Any) -> dict[str, Any]:
@@ -105,38 +76,6 @@ def test_completions_are_constrained_too(http: httpx.Client, fields: dict[str, A
     response = http.post("/v1/completions", json={"prompt": "x", "seed": 2, "max_tokens": 40, **fields})
     assert response.status_code == 200, response.text
     assert re.fullmatch(pattern, response.json()["choices"][0]["text"])
-
-
-SENT = "response_format.json_schema.schema"
-REFUSED = [
-    ({"response_format": schema_format({"not": {}})}, SENT, "not"),
-    ({"response_format": schema_format({"type": "string", "pattern": "(?=a)"})}, SENT, "look"),
-    ({"response_format": schema_format({"description": "x" * MAX_GRAMMAR_CHARS})}, SENT, "at most"),
-    ({"response_format": {"type": "json_schema"}}, "response_format.json_schema", "needs"),
-    ({"response_format": {"type": "xml"}}, "response_format.type", "json_schema"),
-    ({"response_format": {"type": "structural_tag"}}, "response_format.structures", "needed"),
-    ({"structured_outputs": {"regex": "("}}, "structured_outputs.regex", "regex"),
-    ({"structured_outputs": {"regex": "a", "choice": ["b"]}}, "structured_outputs", "one of"),
-    ({"structured_outputs": {"whitespace_pattern": "a"}}, "structured_outputs.whitespace_pattern", ""),
-    (
-        {"structured_outputs": {"regex": "a"}, "response_format": {"type": "json_object"}},
-        "structured_outputs",
-        "one of them",
-    ),
-    ({"guided_json": SCHEMA}, "guided_json", "structured_outputs.json"),
-    ({"guided_regex": "a"}, "guided_regex", "structured_outputs.regex"),
-]
-
-
-@pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize(("fields", "param", "word"), REFUSED)
-def test_an_unsupported_constraint_is_a_400_that_names_the_field(
-    http: httpx.Client, fields: dict[str, Any], param: str, word: str, stream: bool
-) -> None:
-    response = http.post("/v1/chat/completions", json={"messages": USER, "stream": stream, **fields})
-    error = response.json()["error"]
-    assert response.status_code == 400 and error["param"] == param
-    assert word in error["message"] and "llguidance" not in error["message"]
 
 
 def requests_of_the_guide() -> list[dict[str, Any]]:

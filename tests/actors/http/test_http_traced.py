@@ -6,8 +6,10 @@ import asyncio
 import io
 import json
 import logging
+import math
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
@@ -29,9 +31,10 @@ from manta.cluster.step.scheduler_output import SchedulerOutput, StepResult
 from manta.jobs.cli import app
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 from opentelemetry.semconv._incubating.attributes import gen_ai_attributes
-from support.checkpoints.text_pair import LiveServer, make_text_pair
-from support.engines.passing_executor import PassingExecutor
-from support.servers.server_probes import wait_for
+from support.checkpoints.text_pair import LiveServer
+from support.engines.pausable_executor import PausableExecutor
+from support.servers.server_probes import Serve
+from support.waiting import wait_until
 from typer.testing import CliRunner
 
 NAME = "tiny"
@@ -84,14 +87,17 @@ def collector() -> Iterator[Collector]:
     found.server.server_close()
 
 
-class WrongExecutor(PassingExecutor):
-    """A real executor that can be made to accept a wrong draft."""
+class WrongExecutor(PausableExecutor):
+    """A real executor that can be made to accept a wrong draft; a pause holds back steps without drafts."""
 
     lies = False
 
     def submit(self, plan: SchedulerOutput) -> None:
         self._drafts = bool(plan.num_drafts.any())
-        super().submit(plan)
+        if self._drafts:
+            self._inner.submit(plan)
+        else:
+            super().submit(plan)
 
     def collect(self) -> StepResult:
         result = super().collect()
@@ -105,42 +111,32 @@ def executors() -> list[WrongExecutor]:
     return []
 
 
+@pytest.fixture
+def executor(server: LiveServer, executors: list[WrongExecutor]) -> WrongExecutor:
+    return executors[-1]
+
+
 @pytest.fixture(scope="module")
 def server(
-    tmp_path_factory: pytest.TempPathFactory, collector: Collector, executors: list[WrongExecutor]
+    serve: Serve,
+    collector: Collector,
+    executors: list[WrongExecutor],
+    tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[LiveServer]:
     def make(config: EngineConfig) -> WrongExecutor:
         executors.append(WrongExecutor(make_executor(config)))
         return executors[-1]
 
-    target, drafter = make_text_pair(tmp_path_factory.mktemp("pair"))
-    config = EngineConfig.from_dict(
-        {
-            "model": str(target),
-            "speculative_config": {"model": str(drafter), "adaptive": False},
-            "dtype": "float32",
-            "max_num_seqs": 4,
-            "num_pages": 256,
-            "num_threads": 1,
-        }
-    )
-    settings = ServerSettings(
-        served_model_name=NAME,
-        otlp_traces_endpoint=collector.url,
-        lossless_audit=1.0,
-        admin_api_key="root",
-        batch_storage=str(tmp_path_factory.mktemp("batches")),
-    )
+    settings = {
+        "otlp_traces_endpoint": collector.url,
+        "lossless_audit": 1.0,
+        "admin_api_key": "root",
+        "batch_storage": str(tmp_path_factory.mktemp("batches")),
+    }
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("OTEL_BSP_SCHEDULE_DELAY", "50")  # milliseconds
-        with LiveServer(config, settings, make) as server:
+        with serve(make, **settings) as server:
             yield server
-
-
-@pytest.fixture(scope="module")
-def http(server: LiveServer) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=server.url, timeout=30) as client:
-        yield client
 
 
 @pytest.fixture
@@ -169,7 +165,7 @@ def flushed(server: LiveServer, collector: Collector, request_id: str) -> dict[s
     def mine() -> list[Any]:
         return [s for s in collector.spans if values(s.attributes).get("manta.request_id") == request_id]
 
-    wait_for(lambda: bool(mine()))
+    wait_until(lambda: bool(mine()))
     (root,) = mine()
     children = {s.name: s for s in collector.spans if s.parent_span_id == root.span_id}
     return {"root": root, **children}
@@ -262,7 +258,7 @@ def test_json_log_lines_name_the_request_and_the_process(http: httpx.Client, log
     http.post(
         "/v1/completions", json={**BODY, "prompt": "", "stream": True}, headers={"X-Request-Id": "bad-1"}
     )
-    wait_for(lambda: "bad-1" in log.getvalue() and '"id":' in log.getvalue())
+    wait_until(lambda: "bad-1" in log.getvalue() and '"id":' in log.getvalue())
     lines = [json.loads(line) for line in log.getvalue().splitlines()]
     (served,) = [line for line in lines if line.get("id") == answer["id"]]
     (refused,) = [line for line in lines if line.get("request_id") == "bad-1"]
@@ -303,7 +299,7 @@ def test_a_request_is_explained_by_either_of_its_ids(server: LiveServer, http: h
     body = {**BODY, "prompt": list(range(60, 160)), "temperature": 0}
     http.post("/v1/completions", json=body)
     answer = http.post("/v1/completions", json=body, headers={"X-Request-Id": "lived-1"}).json()
-    wait_for(lambda: server.engine.stats().running == 0)  # the audit of it
+    wait_until(lambda: server.engine.stats().running == 0)  # the audit of it
     result = explained(answer["id"], url=server.url)
     assert result.exit_code == 0, result.output
     spec = answer["metrics"]["speculative_decoding"]
@@ -371,41 +367,55 @@ def test_finished_answers_are_audited_and_equal(server: LiveServer, http: httpx.
     for extra in ({"stop": [stop], "seed": 5, "prompt": "q"}, {"prompt": "y", "logprobs": 2, "stream": True}):
         assert http.post("/v1/completions", json={**BODY, **extra}).status_code == 200
     drafted_by_us = server.engine.stats().num_draft_tokens
-    wait_for(lambda: audits(http)["match"] >= before["match"] + 3)  # and those of earlier tests
+    wait_until(lambda: audits(http)["match"] >= before["match"] + 3)  # and those of earlier tests
     assert audits(http)["mismatch"] == before["mismatch"] and drafted_by_us > drafted
     assert server.engine.stats().num_draft_tokens == drafted_by_us, "nothing is drafted for an audit"
 
 
 def test_a_differing_answer_is_named_with_its_token(
-    http: httpx.Client, server: LiveServer, executors: list[WrongExecutor], log: io.StringIO
+    http: httpx.Client, server: LiveServer, executor: WrongExecutor, log: io.StringIO
 ) -> None:
-    wait_for(lambda: server.engine.stats().running == 0)
+    wait_until(lambda: server.engine.stats().running == 0)
     before = audits(http)
-    executors[-1].lies = True
+    executor.lies = True
     try:
         http.post("/v1/completions", json={**BODY, "prompt": "z"}, headers={"X-Request-Id": "wrong-1"})
     finally:
-        executors[-1].lies = False
-    wait_for(lambda: audits(http)["mismatch"] == before["mismatch"] + 1)
+        executor.lies = False
+    wait_until(lambda: audits(http)["mismatch"] == before["mismatch"] + 1)
     lines = [json.loads(line) for line in log.getvalue().splitlines()]
     (warning,) = [line for line in lines if line["level"] == "WARNING"]
     assert warning["request_id"] == "wrong-1" and "from token 1 of 24 on" in warning["message"]
 
 
-def test_an_online_request_interrupts_an_audit_which_resumes(server: LiveServer, http: httpx.Client) -> None:
-    wait_for(lambda: server.engine.stats().running == 0)
+def test_an_online_request_interrupts_an_audit_which_resumes(
+    server: LiveServer, http: httpx.Client, executor: WrongExecutor
+) -> None:
+    wait_until(lambda: server.engine.stats().running == 0)
     before, headers = audits(http), {"Authorization": "Bearer root"}
-    body = {**BODY, "prompt": "long", "max_tokens": 250}
-    http.post("/v1/completions", json=body, headers={"X-Request-Id": "long-1"})
+    executor.allow_steps(16)
+    http.post(
+        "/v1/completions",
+        json={**BODY, "prompt": "long", "max_tokens": 250},
+        headers={"X-Request-Id": "long-1"},
+    )
 
     def audited() -> list[dict[str, Any]]:
         lives = http.get("/explain", params={"id": "long-1"}, headers=headers).json()["data"]
         return [life for life in lives if life["background"]]
 
-    wait_for(lambda: any(len(stay["steps"]) > 3 for life in audited() for stay in life["stays"]))
-    for _ in range(2):
-        http.post("/v1/completions", json={**BODY, "prompt": "now", "max_tokens": 4})
-    wait_for(lambda: audits(http)["match"] >= before["match"] + 3)
+    def has_begun() -> bool:
+        executor.allow_steps(4)  # of more than 200
+        return any(len(stay["steps"]) > 3 for life in audited() for stay in life["stays"])
+
+    with ThreadPoolExecutor(1) as pool:
+        wait_until(has_begun)
+        online = pool.submit(http.post, "/v1/completions", json={**BODY, "prompt": "now", "max_tokens": 4})
+        wait_until(lambda: http.get("/load", headers=headers).json()["server_load"] > 0)
+        executor.step_until(online.done)
+        executor.allow_steps(math.inf)
+        assert online.result().status_code == 200
+    wait_until(lambda: audits(http)["match"] >= before["match"] + 2)
     *broken_off, last = audited()
     assert broken_off and {life["finish_reason"] for life in broken_off} == {"abort"}
     assert last["finish_reason"] == "length" and last["begun_tokens"] > 0

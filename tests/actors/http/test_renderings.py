@@ -6,7 +6,7 @@ import asyncio
 import json
 from collections.abc import Iterator
 from contextlib import closing
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -32,18 +32,9 @@ Json = dict[str, Any]
 
 
 @pytest.fixture(scope="module")
-def config(tmp_path_factory: pytest.TempPathFactory) -> EngineConfig:
-    target, drafter = make_text_pair(tmp_path_factory.mktemp("pair"), template=ROLE_TEMPLATES["qwen3"])
-    return EngineConfig.from_dict(
-        {
-            "model": str(target),
-            "speculative_config": {"model": str(drafter)},
-            "trust_request_chat_template": True,
-            "dtype": "float32",
-            "num_pages": 64,
-            "num_threads": 1,
-        }
-    )
+def config(config: EngineConfig, tmp_path_factory: pytest.TempPathFactory) -> EngineConfig:
+    target, _ = make_text_pair(tmp_path_factory.mktemp("pair"), template=ROLE_TEMPLATES["qwen3"])
+    return replace(config, model=str(target), trust_request_chat_template=True)
 
 
 class Apis:

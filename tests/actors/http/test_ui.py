@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,39 +11,23 @@ import httpx
 import pytest
 from fastapi import FastAPI
 from fastapi.testclient import TestClient
-from manta.actors.http.config.settings import ServerSettings
 from manta.actors.http.ui import ui_routes
-from manta.cluster.config import EngineConfig
-from support.checkpoints.text_pair import LiveServer, make_text_pair
+from support import waiting
+from support.checkpoints.text_pair import LiveServer
 from support.servers.browser import FAINT, Browser, real_browser
+from support.servers.server_probes import Serve, http_client
 
 KEY = "secret-1"
 
 
 @pytest.fixture(scope="module")
-def config(tmp_path_factory: pytest.TempPathFactory) -> EngineConfig:
-    target, drafter = make_text_pair(tmp_path_factory.mktemp("pair"))
-    return EngineConfig.from_dict(
-        {
-            "model": str(target),
-            "speculative_config": {"model": str(drafter), "adaptive": False},
-            "dtype": "float32",
-            "num_threads": 1,
-        }
-    )
-
-
-@pytest.fixture(scope="module")
-def server(config: EngineConfig, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
-    settings = ServerSettings(
-        served_model_name="tiny", api_key=KEY, batch_storage=str(tmp_path_factory.mktemp("batches"))
-    )
-    with LiveServer(config, settings) as server:
+def server(serve: Serve, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
+    with serve(api_key=KEY, batch_storage=str(tmp_path_factory.mktemp("batches"))) as server:
         yield server
 
 
-def test_the_root_redirects_to_the_page_and_needs_no_key(server: LiveServer) -> None:
-    found = httpx.get(f"{server.url}/", follow_redirects=True)
+def test_the_root_redirects_to_the_page_and_needs_no_key(http: httpx.Client) -> None:
+    found = http.get("/", follow_redirects=True)
     assert found.status_code == 200 and found.url.path == "/ui" and "data-batches" in found.text
 
 
@@ -92,7 +75,7 @@ dflash:spec_tree_width_total{replica="0"} 14
 
 @pytest.mark.parametrize("page", ["/docs", "/redoc"])
 def test_the_api_documentation_needs_no_other_server(server: LiveServer, page: str) -> None:
-    with httpx.Client(base_url=server.url, headers={"Authorization": f"Bearer {KEY}"}) as http:
+    with http_client(server.url, KEY) as http:
         html = http.get(page).text
         wanted = re.findall(r"""(?:src|href|spec-url)=["']([^"']+)|url: '([^']+)'""", html)
         paths = [path for each in wanted for path in each if path]
@@ -103,11 +86,9 @@ def test_the_api_documentation_needs_no_other_server(server: LiveServer, page: s
 
 def wait_for(browser: Browser, what: str) -> Any:
     """Return the value of a script once it is true on the page."""
-    deadline_s = time.monotonic() + 60
-    while not (found := browser.run(f"return {what}")):
-        assert time.monotonic() < deadline_s, what
-        time.sleep(0.1)
-    return found
+    found: list[Any] = []
+    waiting.wait_until(lambda: found.append(browser.run(f"return {what}")) or found[-1], what=what)
+    return found[-1]
 
 
 @pytest.fixture(scope="module")
@@ -150,8 +131,8 @@ def test_blocks_are_colored_by_origin_and_both_columns_are_equal(
         ],
         **{"seed": 1, "temperature": 1, "max_tokens": 40, "speculative": {"return_trace": True}},
     }
-    requested = {"headers": {"Authorization": f"Bearer {KEY}"}, "json": body, "timeout": 60}
-    reported = httpx.post(f"{server.url}/v1/chat/completions", **requested).json()
+    with http_client(server.url, KEY) as http:
+        reported = http.post("/v1/chat/completions", json=body).json()
     shown = browser.run(
         "return [...document.querySelectorAll('.lane.first .t')].map((part) => part.classList[1])"
     )
@@ -184,7 +165,7 @@ def test_a_chat_continues_by_keyboard_until_a_new_one_begins(browser: Browser) -
 def test_batches_are_shown_with_their_progress(browser: Browser, server: LiveServer) -> None:
     line = {"method": "POST", "url": "/v1/completions", "body": {"prompt": "def f", "max_tokens": 4}}
     lines = "\n".join(json.dumps({"custom_id": str(i), **line}) for i in range(3))
-    with httpx.Client(base_url=server.url, headers={"Authorization": f"Bearer {KEY}"}) as http:
+    with http_client(server.url, KEY) as http:
         sent = http.post("/v1/files", files={"file": ("lines.jsonl", lines)}, data={"purpose": "batch"})
         requested = {
             "input_file_id": sent.json()["id"],
@@ -213,12 +194,10 @@ def test_on_a_phone_nothing_overflows_and_all_is_labeled_and_readable(browser: B
     assert nameless == 0, "every field and picture has words for those who do not see it"
 
 
-def test_the_page_loads_nothing_from_elsewhere_and_can_be_disabled(
-    server: LiveServer, config: EngineConfig
-) -> None:
-    answer = httpx.get(f"{server.url}/ui")
+def test_the_page_loads_nothing_from_elsewhere_and_can_be_disabled(http: httpx.Client, serve: Serve) -> None:
+    answer = http.get("/ui")
     assert answer.status_code == 200 and "default-src 'none'" in answer.headers["content-security-policy"]
     assert "http" not in answer.text, "no address"
     assert "innerHTML" not in answer.text, "what a model writes is text"
-    with LiveServer(config, ServerSettings(ui=False)) as plain:
-        assert httpx.get(f"{plain.url}/ui").status_code == 404
+    with serve(ui=False) as plain, http_client(plain.url) as other:
+        assert other.get("/ui").status_code == 404

@@ -23,6 +23,8 @@ from manta.cluster.config import EngineConfig
 from manta.cluster.engine.step_watchdog import StepWatchdog
 from manta.cluster.step.executor import Executor
 
+from support.servers.server_probes import http_client
+
 
 class LocalDirectory(DirectoryClient):
     """The registry without its actor."""
@@ -112,6 +114,7 @@ class GatewayStand:
         self._settings = models[0][1]
         self._socket = socket.create_server(("127.0.0.1", 0))
         self.url = f"http://127.0.0.1:{self._socket.getsockname()[1]}"
+        self.http = http_client(self.url)
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
 
@@ -129,6 +132,7 @@ class GatewayStand:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self.http.close()
         self.run(self._close())
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(30)

@@ -36,6 +36,7 @@ from manta.cluster.step.scheduler_output import SchedulerOutput, StepResult
 from support.engines.passing_executor import PassingExecutor
 from support.paths import module_command
 from support.servers.loop_probe import LoopProbe
+from support.waiting import WAIT_S
 
 STEP_S = 0.004
 MAX_MODEL_LEN = 1 << 17
@@ -104,7 +105,7 @@ class ProbedServer:
         assert self._process.stdin is not None
         self._process.stdin.close()
         try:
-            assert self._process.wait(timeout=30) == 0, "the server did not end well"
+            assert self._process.wait(timeout=WAIT_S) == 0, "the server did not end well"
         finally:
             self._process.kill()
 
@@ -114,7 +115,7 @@ class ProbedServer:
         self._process.stdin.flush()
         return Found(**json.loads(self._ask()))
 
-    def rest(self, tasks: int | None = None, timeout_s: float = 30.0) -> Found:
+    def rest(self, tasks: int | None = None, timeout_s: float = WAIT_S) -> Found:
         """The same once nothing is left of requests, or when that has lasted too long.
 
         Args:

@@ -1,17 +1,43 @@
-"""What tests ask of a live server: events of a stream, metrics, and waiting until it is idle."""
+"""What tests ask of a live server: clients, refusals, events of a stream, metrics, and whether it is idle."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from typing import Any
 
 import httpx
+import openai
 from prometheus_client.parser import text_string_to_metric_families
 
 from support.checkpoints.text_pair import LiveServer
-from support.waiting import wait_until
+from support.waiting import WAIT_S
 
-wait_for = wait_until
+Serve = Callable[..., LiveServer]  # the fixture of tests/actors/http
+
+
+def http_client(url: str, key: str | None = None, *, keeps_connections: bool = True) -> httpx.Client:
+    """Return a client of a server, with an API key if it needs one.
+
+    One that keeps no connections fails no request when a proxy in front of the server is replaced.
+    """
+    headers = {} if key is None else {"Authorization": f"Bearer {key}"}
+    limits = httpx.Limits(max_keepalive_connections=None if keeps_connections else 0)
+    return httpx.Client(base_url=url, headers=headers, timeout=WAIT_S, limits=limits)
+
+
+def openai_client(url: str, key: str = "none") -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{url}/v1", api_key=key, max_retries=0, timeout=WAIT_S)
+
+
+def error_of(response: httpx.Response) -> dict[str, Any]:
+    """Return the error of a refusal, after checking that it has OpenAI's form."""
+    assert response.status_code >= 400, response.text
+    assert set(response.json()) == {"error"}
+    error = response.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert error["code"] == response.status_code and error["message"]
+    return error
 
 
 def events(response: httpx.Response) -> list[Any]:

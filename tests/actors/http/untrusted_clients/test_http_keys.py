@@ -10,20 +10,11 @@ import pytest
 from manta.actors.http.config.settings import ServerSettings
 from manta.actors.http.middleware.api_keys import Keys, _digest, metrics_key, refuse_written_keys, with_keys
 from manta.actors.replica import build_app
-from manta.cluster.config import EngineConfig
 from manta.cluster.errors import ConfigError
 from manta.jobs.serve.preflight import warning_of_exposure
-from support.checkpoints.text_pair import LiveServer, make_text_pair
+from support.servers.server_probes import Serve, error_of, http_client
 
 COMPLETIONS = "/v1/completions"
-
-
-@pytest.fixture(scope="module")
-def config(tmp_path_factory: pytest.TempPathFactory) -> EngineConfig:
-    target, _ = make_text_pair(tmp_path_factory.mktemp("pair"))
-    return EngineConfig(
-        model=str(target), dtype="float32", device="cpu", max_num_seqs=4, num_pages=256, num_threads=1
-    )
 
 
 def test_keys_come_from_flags_files_and_the_environment(tmp_path: Path) -> None:
@@ -55,7 +46,7 @@ def test_a_key_in_a_serve_config_is_refused_without_showing_it() -> None:
 
 
 def test_a_requests_key_is_hashed_once_and_only_if_keys_are_configured(
-    config: EngineConfig, monkeypatch: pytest.MonkeyPatch
+    serve: Serve, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     hashed: list[str] = []
 
@@ -63,8 +54,9 @@ def test_a_requests_key_is_hashed_once_and_only_if_keys_are_configured(
         hashed.append(key)
         return _digest(key)
 
-    for settings, count in ((ServerSettings(api_key=("user", "other"), admin_api_key="root"), 1), (None, 0)):
-        with LiveServer(config, settings or ServerSettings()) as server, monkeypatch.context() as patched:
+    keys = {"api_key": ("user", "other"), "admin_api_key": "root"}
+    for settings, count in ((keys, 1), ({}, 0)):
+        with serve(**settings) as server, monkeypatch.context() as patched:
             ask = partial(httpx.get, f"{server.url}/v1/models", headers={"Authorization": "Bearer user"})
             assert ask().status_code == 200  # the first one has the server read its own keys
             patched.setattr("manta.actors.http.middleware.api_keys._digest", digest)
@@ -73,9 +65,9 @@ def test_a_requests_key_is_hashed_once_and_only_if_keys_are_configured(
         hashed.clear()
 
 
-def test_the_operators_routes_need_an_admin_key(config: EngineConfig) -> None:
-    settings = ServerSettings(api_key=("user", "other"), admin_api_key="root", metrics_api_key="scrape")
-    with LiveServer(config, settings) as server, httpx.Client(base_url=server.url, timeout=30) as http:
+def test_the_operators_routes_need_an_admin_key(serve: Serve) -> None:
+    keys = {"api_key": ("user", "other"), "admin_api_key": "root", "metrics_api_key": "scrape"}
+    with serve(**keys) as server, http_client(server.url) as http:
 
         def status(path: str, authorization: str | None) -> int:
             headers = {} if authorization is None else {"Authorization": authorization}
@@ -98,8 +90,7 @@ def test_the_operators_routes_need_an_admin_key(config: EngineConfig) -> None:
             assert http.get("/v1/models", headers={"X-Api-Key": key}).status_code == wanted
 
 
-@pytest.mark.parametrize("path", ["/explain"])
-def test_routes_with_a_keys_own_data_need_a_key_if_any_is_configured(path: str) -> None:
+def test_routes_with_a_keys_own_data_need_a_key_if_any_is_configured() -> None:
     for keys, opening in (
         ({}, ("", "user", "root")),
         ({"admin_api_key": "root"}, ("root",)),
@@ -110,7 +101,7 @@ def test_routes_with_a_keys_own_data_need_a_key_if_any_is_configured(path: str) 
         opened = [
             key
             for key in ("", "user", "root")
-            if requested.refusal(path, requested.given({"x-api-key": key})) is None
+            if requested.refusal("/explain", requested.given({"x-api-key": key})) is None
         ]
         assert opened == list(opening), keys
 
@@ -156,14 +147,14 @@ def test_an_open_address_without_keys_causes_a_warning(host: str) -> None:
     assert warning_of_exposure(host, ServerSettings(api_key="key")) is None
 
 
-def test_pages_of_other_origins_are_refused_unless_allowed(config: EngineConfig) -> None:
+def test_pages_of_other_origins_are_refused_unless_allowed(serve: Serve, http: httpx.Client) -> None:
     origin = {"Origin": "https://a.example", "Access-Control-Request-Method": "POST"}
-    with LiveServer(config) as server, httpx.Client(base_url=server.url, timeout=30) as http:
-        assert "access-control-allow-origin" not in http.get("/v1/models", headers=origin).headers
-        preflight = http.options(COMPLETIONS, headers=origin)
-        assert preflight.status_code == 405 and preflight.json()["error"]["code"] == 405
-    settings = ServerSettings(allowed_origins="https://a.example", api_key="key")  # type: ignore[arg-type]
-    with LiveServer(config, settings) as server, httpx.Client(base_url=server.url, timeout=30) as other:
+    assert "access-control-allow-origin" not in http.get("/v1/models", headers=origin).headers
+    assert error_of(http.options(COMPLETIONS, headers=origin))["code"] == 405
+    with (
+        serve(allowed_origins="https://a.example", api_key="key") as server,
+        http_client(server.url) as other,
+    ):
         assert other.options(COMPLETIONS, headers=origin).status_code == 200
         allowed = other.get("/v1/models", headers={**origin, "Authorization": "Bearer key"})
         assert allowed.headers["access-control-allow-origin"] == "https://a.example"

@@ -8,12 +8,11 @@ import logging
 import select
 import shutil
 import socket
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, suppress
-from dataclasses import replace
+from contextlib import ExitStack, asynccontextmanager, suppress
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -21,89 +20,30 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from manta.actors.haproxy.config_rewriter import UNFINISHED_HEADER
-from manta.actors.http.config.settings import ServerSettings
 from manta.actors.http.middleware import request_body as bodies
 from manta.actors.http.middleware import request_gate as gate
 from manta.actors.http.middleware.request_body import BodyBudget, BodyLimit
 from manta.actors.http.middleware.request_gate import MAX_HEADER_BYTES
 from manta.actors.http.wire.errors import MEANINGS
-from manta.cluster.config import EngineConfig
 from manta.cluster.errors import DrainingError, RequestError, brief
 from manta.cluster.request.request import SamplingParams
 from starlette.exceptions import HTTPException
 from starlette.types import Message
-from support.checkpoints.text_pair import LiveServer, make_text_pair
+from support.checkpoints.text_pair import LiveServer
+from support.engines.pausable_executor import PausableExecutors
+from support.servers.server_probes import Serve, error_of, http_client
+from support.waiting import WAIT_S, wait_until
 
-NAME = "tiny"
-GREEDY: dict[str, Any] = {"model": NAME, "temperature": 0, "max_tokens": 8}
-USER = [{"role": "user", "content": "Say something."}]
-COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
-
-
-@pytest.fixture(scope="module")
-def config(tmp_path_factory: pytest.TempPathFactory) -> EngineConfig:
-    target, _ = make_text_pair(tmp_path_factory.mktemp("pair"))
-    return EngineConfig(
-        model=str(target), dtype="float32", device="cpu", max_num_seqs=4, num_pages=256, num_threads=1
-    )
-
-
-@pytest.fixture(scope="module")
-def server(config: EngineConfig) -> Iterator[LiveServer]:
-    """Bodies have half a second of grace here."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(bodies, "GRACE_S", 0.5)
-        with LiveServer(config, ServerSettings(served_model_name=NAME)) as server:
-            yield server
-
-
-@pytest.fixture(scope="module")
-def http(server: LiveServer) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=server.url, timeout=30) as client:
-        yield client
-
-
-def error_of(response: httpx.Response) -> dict[str, Any]:
-    assert set(response.json()) == {"error"}
-    error = response.json()["error"]
-    assert set(error) == {"message", "type", "param", "code"} and error["code"] == response.status_code
-    return error
-
-
-def until(true: Callable[[], bool]) -> None:
-    deadline_s = time.monotonic() + 10
-    while not true():
-        assert time.monotonic() < deadline_s, "it did not happen"
-        time.sleep(0.01)
+GREEDY: dict[str, Any] = {"model": "tiny", "temperature": 0, "max_tokens": 8}
+COMPLETIONS = "/v1/completions"
 
 
 def lines_of(caplog: pytest.LogCaptureFixture, count: int) -> list[dict[str, Any]]:
     """Return the requests' log lines, once there are enough; a line may come just after its answer."""
-    until(lambda: len(caplog.records) >= count)
+    wait_until(lambda: len(caplog.records) >= count)
     found = [json.loads(r.message) for r in caplog.records if r.name == "manta.requests"]
     assert len(found) == count
     return found
-
-
-WRONG: list[tuple[str, str, Any, str]] = [
-    (COMPLETIONS, "stop", ["", "x"], 'stop=["", "x"] is not allowed'),
-    (COMPLETIONS, "bad_words", [""], 'bad_words=[""] is not allowed'),
-    (COMPLETIONS, "echo", "perhaps", "echo"),
-    (COMPLETIONS, "stream_options", 5, "Input should be an object"),
-    (CHAT, "logprobs", 0, "logprobs=0 is not allowed"),
-    (CHAT, "reasoning_effort", "huge", 'Input should be "none", "minimal"'),
-    (CHAT, "messages", [{"role": "king", "content": "x"}], '"assistant"'),
-    (COMPLETIONS, "model", 'a"b', r'model "a\"b" is not served'),
-]
-
-
-@pytest.mark.parametrize(("path", "field", "value", "said"), WRONG)
-def test_a_message_shows_json_and_not_python(
-    http: httpx.Client, path: str, field: str, value: Any, said: str
-) -> None:
-    body = {**GREEDY, "prompt": "x"} if path == COMPLETIONS else {**GREEDY, "messages": USER}
-    message = error_of(http.post(path, json={**body, field: value}))["message"]
-    assert said in message and "True" not in message and "('" not in message
 
 
 def test_a_shown_value_is_shortened() -> None:
@@ -111,19 +51,6 @@ def test_a_shown_value_is_shortened() -> None:
     with pytest.raises(RequestError) as caught:
         SamplingParams(bad_words=("", *["word"] * 1000))
     assert len(caught.value.message) < 250 and "(1001 elements)" in caught.value.message
-
-
-@pytest.mark.parametrize("name", ["max_tokens", "max_completion_tokens"])
-@pytest.mark.parametrize("stream", [False, True])
-def test_max_tokens_beyond_the_context_is_refused_with_the_numbers(
-    http: httpx.Client, name: str, stream: bool
-) -> None:
-    body: dict[str, Any] = {"prompt": [60] * 500, "temperature": 0, "ignore_eos": True, "stream": stream}
-    error = error_of(http.post(COMPLETIONS, json={**body, name: 13}))
-    assert error["param"] == name
-    for number in (f"{name}=13", "500 tokens", "513 tokens", "context of 512", "at most 12"):
-        assert number in error["message"]
-    assert http.post(COMPLETIONS, json={**body, name: 12}).status_code == 200
 
 
 def test_max_tokens_defaults_to_the_remaining_context_and_truncation_leaves_room_for_it(
@@ -136,16 +63,10 @@ def test_max_tokens_defaults_to_the_remaining_context_and_truncation_leaves_room
     assert http.post(COMPLETIONS, json=cut).json()["usage"]["prompt_tokens"] == 512 - 30
 
 
-def test_an_overlong_conversation_is_reported_as_messages(http: httpx.Client) -> None:
-    for content in ("x" * 600, "1 " * 5000):
-        error = error_of(http.post(CHAT, json={"messages": [{"role": "user", "content": content}]}))
-        assert error["param"] == "messages" and error["code"] == 400
-
-
 def test_a_request_has_one_id_in_its_header_and_in_its_log_line(
     http: httpx.Client, caplog: pytest.LogCaptureFixture
 ) -> None:
-    long = "x" * 5000
+    body, long = {**GREEDY, "prompt": "a secret"}, "x" * 5000
     cases: list[tuple[dict[str, str], dict[str, Any], str | None]] = [
         ({}, {}, None),
         ({"X-Request-Id": "header"}, {}, "header"),
@@ -159,11 +80,15 @@ def test_a_request_has_one_id_in_its_header_and_in_its_log_line(
     for headers, fields, wanted in cases:
         caplog.clear()
         with caplog.at_level(logging.INFO, logger="manta.requests"):
-            response = http.post(COMPLETIONS, json={**GREEDY, "prompt": "x", **fields}, headers=headers)
+            response = http.post(COMPLETIONS, json={**body, **fields}, headers=headers)
             (line,) = lines_of(caplog, 1)
         (given,) = response.headers.get_list("x-request-id")
         assert given == line["request_id"] and line["status"] == response.status_code
         assert given == wanted or (wanted is None and len(given) == 32)
+        assert "secret" not in caplog.text
+        if line["status"] == 200:
+            assert (line["output_tokens"], line["finish_reason"]) == (8, "length")
+            assert line["mean_acceptance_length"] >= 1 and line["ttft_ms"] > 0 and line["tpot_ms"] > 0
 
 
 REFUSED: list[tuple[str, str, dict[str, Any], int, str | None]] = [
@@ -208,7 +133,7 @@ def test_probes_leave_no_log_line_and_engine_failures_their_own(
 
 
 def sent(server: LiveServer, data: bytes) -> socket.socket:
-    connection = socket.create_connection(server.address, timeout=20)
+    connection = socket.create_connection(server.address, timeout=WAIT_S)
     connection.sendall(data)
     return connection
 
@@ -224,45 +149,60 @@ def rest(connection: socket.socket) -> bytes:
 HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
 
 
-def test_incomplete_bodies_delay_no_others_and_are_closed(server: LiveServer, http: httpx.Client) -> None:
-    half = [sent(server, HEAD + b"Content-Length: 100\r\n\r\n{") for _ in range(150)]
+def test_incomplete_bodies_delay_no_others_and_are_closed(
+    server: LiveServer, http: httpx.Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    half = [sent(server, HEAD + b"Content-Length: 100\r\n\r\n{") for _ in range(75)]
     assert http.get("/health").status_code == 200
     assert http.post(COMPLETIONS, json={**GREEDY, "prompt": "x"}).status_code == 200
+    monkeypatch.setattr(bodies, "GRACE_S", 0.5)
+    half += [sent(server, HEAD + b"Content-Length: 100\r\n\r\n{") for _ in range(75)]
     with ThreadPoolExecutor(8) as pool:
-        answers = list(pool.map(rest, half))
+        answers = list(pool.map(rest, half[75:]))
     for answer in answers:
         head, _, body = answer.partition(b"\r\n\r\n")
         assert head.startswith(b"HTTP/1.1 408") and json.loads(body)["error"]["code"] == 408
         assert UNFINISHED_HEADER.encode() in head, "HAProxy is to close it"
-    response = http.get("/v1/models", timeout=5)
-    assert response.status_code == 200
+    for connection in half[:75]:
+        connection.close()
+    monkeypatch.undo()
+    assert http.get("/v1/models").status_code == 200
     for whole in (b"{}", b'{"prompt": 7}'):
         assert UNFINISHED_HEADER not in http.post(COMPLETIONS, content=whole).headers
 
 
-def test_a_client_that_still_sends_can_read_its_refusal(config: EngineConfig) -> None:
+def test_a_client_that_still_sends_can_read_its_refusal(serve: Serve) -> None:
     """Closing at once would reset the connection, and with it discard what the client has not read yet."""
     chunk = b"800\r\n" + b"x" * 0x800 + b"\r\n"
-    with LiveServer(config, ServerSettings(served_model_name=NAME, max_request_bytes=2000)) as server:
+    with serve(max_request_bytes=2000) as server:
         connection = sent(server, HEAD + b"Transfer-Encoding: chunked\r\n\r\n" + chunk)
         connection.recv(1, socket.MSG_PEEK)  # the refusal has arrived
         for _ in range(100):
             connection.sendall(chunk)
-            time.sleep(0.001)
         connection.sendall(b"0\r\n\r\n")
         head, _, body = rest(connection).partition(b"\r\n\r\n")
     assert head.startswith(b"HTTP/1.1 413") and json.loads(body)["error"]["code"] == 413
 
 
 def test_the_time_for_a_body_grows_with_the_received_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pieces of a body arrive every 50 ms of a clock that the test sets."""
+    now_s, waits = [0.0], list[float]()
+    monkeypatch.setattr(bodies, "time", SimpleNamespace(monotonic=lambda: now_s[0]))
     monkeypatch.setattr(bodies, "GRACE_S", 0.1)
 
+    @asynccontextmanager
+    async def timeout(delay_s: float) -> AsyncIterator[None]:
+        if delay_s < 0.05:
+            raise TimeoutError
+        waits.append(delay_s)
+        yield
+
     async def read(piece: bytes) -> int:
-        """Return how many of ten pieces arrive, one every 50 ms."""
+        """Return how many of ten pieces arrive."""
         count = 0
 
         async def receive() -> Message:
-            await asyncio.sleep(0.05)
+            now_s[0] += 0.05
             return {"type": "http.request", "body": piece, "more_body": True}
 
         with BodyLimit(10**6, "").applied(receive, lambda: None) as limited:
@@ -275,27 +215,28 @@ def test_the_time_for_a_body_grows_with_the_received_bytes(monkeypatch: pytest.M
                 count += 1
         return count
 
+    monkeypatch.setattr(bodies, "asyncio", SimpleNamespace(timeout=timeout))
     assert asyncio.run(read(b"x")) < 4
     assert asyncio.run(read(b"x" * 4096)) == 10
+    assert max(waits) <= 0.1, "a silent body ends after the grace, whatever has arrived"
 
 
 def test_long_unfinished_bodies_are_dropped_for_short_ones(
-    config: EngineConfig, monkeypatch: pytest.MonkeyPatch
+    serve: Serve, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(bodies, "GRACE_S", 30.0)
+    monkeypatch.setattr(bodies, "GRACE_S", 300.0)
     maximum = 2 << 20
-    settings = ServerSettings(served_model_name=NAME, max_request_bytes=maximum)
     kept: list[BodyBudget] = []
     monkeypatch.setattr(gate, "BodyBudget", lambda maximum: kept.append(BodyBudget(maximum)) or kept[-1])
-    with LiveServer(config, settings) as server, ExitStack() as stack:
+    with serve(max_request_bytes=maximum) as server, ExitStack() as stack:
         head = HEAD + f"Content-Length: {maximum}\r\n\r\n".encode()
         long = [stack.enter_context(sent(server, head)) for _ in range(20)]
         for connection in long:
             with suppress(ConnectionError):  # it was dropped while it was sent
                 connection.sendall(b'"' * (maximum - 100))
         (budget,) = kept
-        http = stack.enter_context(httpx.Client(base_url=server.url, timeout=30))
-        until(lambda: len(readable(long)) >= 11)  # 20 x 2 MiB do not fit into 16 MiB
+        http = stack.enter_context(http_client(server.url))
+        wait_until(lambda: len(readable(long)) >= 11)  # 20 x 2 MiB do not fit into 16 MiB
         assert 0 < budget.num_bytes <= budget.max_bytes == 8 * maximum
         short = http.post(COMPLETIONS, json={**GREEDY, "prompt": "x"})
         whole = http.post(COMPLETIONS, json={**GREEDY, "prompt": "x" * (maximum - 200)})
@@ -309,7 +250,7 @@ def test_long_unfinished_bodies_are_dropped_for_short_ones(
         assert reported and all(answer.startswith(b"HTTP/1.1 503") for answer in reported)
         assert all(b"retry-after" in answer.lower() for answer in reported)
         stack.close()
-        until(lambda: budget.num_bytes == 0)
+        wait_until(lambda: budget.num_bytes == 0)
 
 
 def received(connection: socket.socket) -> bytes:
@@ -337,16 +278,20 @@ def test_a_body_budget_is_kept_and_released(pieces: list[tuple[int, int, bool]])
     assert budget.num_bytes == 0
 
 
-def test_the_server_limits_concurrent_requests_and_refuses_more_in_openais_form(config: EngineConfig) -> None:
-    with LiveServer(config, ServerSettings(), max_requests=2) as server, ExitStack() as stack:
+def test_the_server_limits_concurrent_requests_and_refuses_more_in_openais_form(serve: Serve) -> None:
+    executors = PausableExecutors()
+    with serve(executors.make, max_requests=2) as server, ExitStack() as stack:
         for _ in range(5):  # these take no slot
             stack.enter_context(sent(server, HEAD + b"Content-Length: 100\r\n\r\n{"))
-        http = stack.enter_context(httpx.Client(base_url=server.url, timeout=30))
+        http = stack.enter_context(http_client(server.url))
         body = {"prompt": "x", "max_tokens": 400, "ignore_eos": True, "stream": True}
-        for _ in range(2):
-            response = stack.enter_context(http.stream("POST", COMPLETIONS, json=body))
-            assert response.status_code == 200
-        refused = http.post(COMPLETIONS, json=body)
+        with executors[0].paused_after(4), ThreadPoolExecutor(1) as pool:
+            first = stack.enter_context(http.stream("POST", COMPLETIONS, json=body))
+            second = pool.submit(lambda: stack.enter_context(http.stream("POST", COMPLETIONS, json=body)))
+            wait_until(lambda: http.get("/load").json()["server_load"] == 7)
+            executors[0].step_until(second.done)
+            assert first.status_code == second.result().status_code == 200
+            refused = http.post(COMPLETIONS, json=body)
         assert error_of(refused)["type"] == "ServiceUnavailableError" and refused.headers["retry-after"]
         assert http.get("/health").status_code == http.get("/v1/models").status_code == 200
         (reported,) = [
@@ -354,31 +299,41 @@ def test_the_server_limits_concurrent_requests_and_refuses_more_in_openais_form(
         ]
         assert reported.startswith("vllm:admission_rejections_total{") and reported.endswith(" 1.0")
         stack.close()  # two have left
-        with httpx.Client(base_url=server.url, timeout=30) as later:
-            until(lambda: later.post(COMPLETIONS, json={"prompt": "x"}).status_code == 200)
+        with http_client(server.url) as later:
+            wait_until(lambda: later.post(COMPLETIONS, json={"prompt": "x"}).status_code == 200)
 
 
-def test_a_stopping_server_refuses_waiting_requests_and_notifies_streams(
-    config: EngineConfig,
-) -> None:
-    with LiveServer(replace(config, max_num_seqs=1)) as server, ThreadPoolExecutor(1) as pool:
-        body = {"prompt": "x", "max_tokens": 400, "ignore_eos": True}
-        with httpx.Client(base_url=server.url, timeout=30) as http:
-            with http.stream("POST", COMPLETIONS, json={**body, "stream": True}) as running:
-                events = running.iter_lines()
-                assert next(events).startswith("data: ")
-                waiting = pool.submit(httpx.post, server.url + COMPLETIONS, json=body, timeout=30)
-                until(lambda: http.get("/load").json()["waiting"] == 1)
-                # As `replica_lifecycle.py` ends requests at the timeout.
-                server.loop.call_soon_threadsafe(server.engine.end_all, DrainingError("Its time is up."))
-                refused = waiting.result()
-                assert error_of(refused)["message"] == "Its time is up." and refused.status_code == 503
-                assert '"code":503' in "".join(events), "it had begun"
-            counts = {
-                line.split('reason="')[1].split('"')[0]: float(line.split()[-1])
-                for line in http.get("/metrics").text.splitlines()
-                if line.startswith("vllm:admission_rejections_total{")
-            }
+def test_a_stopping_server_refuses_waiting_requests_and_notifies_streams(serve: Serve) -> None:
+    executors = PausableExecutors()
+    body = {"prompt": "x", "max_tokens": 400, "ignore_eos": True}
+    with (
+        serve(executors.make, max_num_seqs=1) as server,
+        http_client(server.url) as http,
+        ThreadPoolExecutor(1) as pool,
+    ):
+
+        def load() -> dict[str, Any]:
+            return http.get("/load").json()
+
+        with (
+            executors[0].paused_after(4),
+            http.stream("POST", COMPLETIONS, json={**body, "stream": True}) as running,
+        ):
+            events = running.iter_lines()
+            assert next(events).startswith("data: ")
+            waiting = pool.submit(http.post, COMPLETIONS, json=body)
+            wait_until(lambda: load()["server_load"] == 2)
+            executors[0].step_until(lambda: load()["waiting"] == 1)
+            # As `replica_lifecycle.py` ends requests at the timeout.
+            server.loop.call_soon_threadsafe(server.engine.end_all, DrainingError("Its time is up."))
+            refused = waiting.result()
+            assert error_of(refused)["message"] == "Its time is up." and refused.status_code == 503
+            assert '"code":503' in "".join(events), "it had begun"
+        counts = {
+            line.split('reason="')[1].split('"')[0]: float(line.split()[-1])
+            for line in http.get("/metrics").text.splitlines()
+            if line.startswith("vllm:admission_rejections_total{")
+        }
         assert counts["draining"] == 1 == sum(counts.values())
 
 
@@ -394,11 +349,11 @@ def test_openapi_documents_every_error_with_its_schema(http: httpx.Client) -> No
 
 
 def test_a_storage_failure_is_logged_with_its_request_and_not_shown(
-    config: EngineConfig, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    serve: Serve, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     place = tmp_path / "kept"
-    with LiveServer(config, ServerSettings(batch_storage=str(place))) as server:
-        with httpx.Client(base_url=server.url, timeout=30) as http:
+    with serve(batch_storage=str(place)) as server:
+        with http_client(server.url) as http:
             upload: dict[str, Any] = {"files": {"file": ("a.jsonl", b"{}")}, "data": {"purpose": "batch"}}
             assert http.post("/v1/files", **upload).status_code == 200
             shutil.rmtree(place, ignore_errors=True)

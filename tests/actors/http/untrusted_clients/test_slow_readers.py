@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 import re
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
+from unittest.mock import Mock
 
 import httpx
 import pytest
@@ -18,18 +20,23 @@ from manta.actors.engine.output_streams import MAX_UNMERGED, MERGED_TOKENS, Read
 from manta.actors.engine.outputs import CompletionOutput, OutputLogprobs
 from manta.actors.http.config.settings import ServerSettings
 from manta.actors.http.generation import request_run as running
+from manta.actors.http.middleware.request_gate import RequestGate, Traffic
 from manta.actors.tokenization.prompts import EncodedPrompt
 from manta.cluster.config import EngineConfig
 from manta.cluster.request.logprobs import TokenLogprobs
 from manta.cluster.request.request import SamplingParams
 from manta.cluster.step.step_outcome import SequenceUpdate
+from starlette.types import Message, Receive, Scope, Send
 from support.checkpoints.text_pair import LiveServer
 from support.servers import probed_server
 from support.servers.gateway_stand import GatewayStand
 from support.servers.probed_server import ProbedServer, make_executor, shrink_send_buffer
+from support.servers.server_probes import http_client
+from support.waiting import WAIT_S, wait_until
 from trials.abuse.abuse import MODEL
 from trials.abuse.abuse_readers import STREAMS, Reader, never_read
 
+CONFIG = EngineConfig(model=str(MODEL))
 UNREAD_BYTES = 1 << 18
 GROWTH_BYTES = 48 << 20  # of which the system's buffers of sockets are no part
 
@@ -118,25 +125,17 @@ def probed() -> Iterator[ProbedServer]:
 
 @pytest.fixture(scope="module")
 def live() -> Iterator[LiveServer]:
-    settings = ServerSettings(served_model_name="tiny", max_unread_bytes=UNREAD_BYTES // 8)
-    server = LiveServer(EngineConfig.from_dict({"model": str(MODEL)}), settings, make_executor)
+    server = LiveServer(CONFIG, ServerSettings(max_unread_bytes=UNREAD_BYTES // 8), make_executor)
     shrink_send_buffer(server._socket)
     with server:
         yield server
-
-
-def until(true: Callable[[], bool], seconds: float = 30.0) -> None:
-    deadline_s = time.monotonic() + seconds
-    while not true():
-        assert time.monotonic() < deadline_s, "it did not happen"
-        time.sleep(0.02)
 
 
 def test_memory_is_bounded_and_clients_that_never_read_leave_nothing(probed: ProbedServer) -> None:
     never_read(probed.port, 1.0, streams=STREAMS[:3])  # what the first ones make is there to stay
     before = probed.rest()
     readers = [Reader(probed.port, *STREAMS[2]) for _ in range(2)]
-    until(lambda: probed.look().running == 0)  # ended by the server, without a read or a disconnect
+    wait_until(lambda: probed.look().running == 0)  # ended by the server, without a read or a disconnect
     rested = probed.rest(before.tasks)
     assert not rested.busy(before.tasks), "a place is held"
     assert rested.rss_bytes < before.rss_bytes + GROWTH_BYTES
@@ -151,8 +150,8 @@ def test_an_unread_stream_ends_with_an_error_event_and_a_log_line(
     caplog.set_level(logging.WARNING, "manta")
     path, body = STREAMS[place]
     reader = Reader(live.address[1], path, body, headers={"X-Request-Id": f"lazy-{place}"})
-    until(lambda: any(f"lazy-{place} is ended" in record.getMessage() for record in caplog.records))
-    until(lambda: live.engine.stats().running == 0)
+    wait_until(lambda: any(f"lazy-{place} is ended" in record.getMessage() for record in caplog.records))
+    wait_until(lambda: live.engine.stats().running == 0)
     assert live.engine.stats().kv_usage == 0.0
     said = reader.read()
     if said.startswith(b"HTTP/1.1 408"):  # on a busy machine, where the limit came before the first event
@@ -169,11 +168,12 @@ def test_an_answer_too_large_to_complete_is_refused_and_can_be_streamed(
 ) -> None:
     monkeypatch.setattr(running, "MAX_ANSWER_BYTES", 10_000)
     body = {"prompt": ["x", "y"], "n": 2, "max_tokens": 50, "logprobs": 5}
-    url = f"{live.url}/v1/completions"
-    refused = httpx.post(url, json=body)
+    with http_client(live.url) as http:
+        refused = http.post("/v1/completions", json=body)
+        streamed = http.post("/v1/completions", json={**body, "stream": True})
     assert refused.status_code == 422 and "10000 bytes" in refused.text
-    assert httpx.post(url, json={**body, "stream": True}).text.endswith("data: [DONE]\n\n")
-    until(lambda: live.engine.stats().running == 0)
+    assert streamed.text.endswith("data: [DONE]\n\n")
+    wait_until(lambda: live.engine.stats().running == 0)
 
 
 def test_a_gateway_reports_a_slow_client_and_does_not_try_another_replica(
@@ -181,64 +181,87 @@ def test_a_gateway_reports_a_slow_client_and_does_not_try_another_replica(
 ) -> None:
     monkeypatch.setattr(probed_server, "STEP_S", 0.0005)
     settings = ServerSettings(served_model_name="tiny", max_unread_bytes=4096)
-    config = EngineConfig.from_dict({"model": str(MODEL)})
-    with GatewayStand([(config, settings)] * 2, makers=[make_executor] * 2) as stand:
+    with GatewayStand([(CONFIG, settings)] * 2, makers=[make_executor] * 2) as stand:
         port = int(stand.url.rpartition(":")[2])
         for listener in (stand._socket, *(replica.door._socket for replica in stand.replicas)):
             shrink_send_buffer(listener)
         reader = Reader(port, *STREAMS[0])
         engines = [replica.engine for replica in stand.replicas]
-        until(lambda: sum(engine.stats().running for engine in engines) == 1)
-        until(lambda: sum(engine.stats().running for engine in engines) == 0, 60)
+        wait_until(lambda: sum(engine.stats().running for engine in engines) == 1)
+        wait_until(lambda: sum(engine.stats().running for engine in engines) == 0)
         said = reader.read()
         assert b'"code":408' in said and b"[DONE]" in said
-        lines = httpx.get(f"{stand.url}/metrics").text.splitlines()
+        lines = stand.http.get("/metrics").text.splitlines()
         assert not [line for line in lines if "resumed_streams_total{" in line and not line.endswith(" 0.0")]
         reader.close()
 
 
-def test_a_client_that_reads_nothing_for_too_long_is_disconnected_and_a_slow_one_is_not(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_a_client_that_reads_nothing_for_too_long_is_disconnected(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.WARNING, "manta")
 
     def is_cut(name: str) -> bool:
         return any(f"{name} is disconnected" in record.getMessage() for record in caplog.records)
 
-    settings = ServerSettings(served_model_name="tiny", reader_timeout=1.0)
-    config = EngineConfig.from_dict({"model": str(MODEL)})
-    server = LiveServer(config, settings, make_executor)
+    server = LiveServer(CONFIG, ServerSettings(reader_timeout=1.0), make_executor)
     shrink_send_buffer(server._socket)
     with server:
         path, whole = "/v1/completions", {"prompt": "x", "max_tokens": 60, "n": 64, "logprobs": 20}
         stream = Reader(server.address[1], *STREAMS[2], headers={"X-Request-Id": "stream"})
         answer = Reader(server.address[1], path, whole, stream=False, headers={"X-Request-Id": "whole"})
-        until(lambda: is_cut("stream") and is_cut("whole"))
-        until(lambda: server.engine.stats().running == 0)
+        wait_until(lambda: is_cut("stream") and is_cut("whole"))
+        wait_until(lambda: server.engine.stats().running == 0)
         assert b"[DONE]" not in stream.read()
         head, _, content = answer.read().partition(b"\r\n\r\n")
         (length,) = re.findall(rb"content-length: (\d+)", head)
         assert b" 200 " in head and len(content) < int(length) / 2
         stream.close()
         answer.close()
-        body: dict[str, Any] = {"prompt": "x", "max_tokens": 300, "stream": True, "ignore_eos": True}
-        with httpx.stream("POST", f"{server.url}{path}", json=body, timeout=60) as response:
-            lines = []
-            for line in response.iter_lines():
-                lines.append(line)
-                if len(lines) % 200 == 0:
-                    time.sleep(0.7)
-        assert "data: [DONE]" in lines
+
+
+class SimulatedTimeLoop(asyncio.SelectorEventLoop):
+    """An event loop whose time passes while it would wait, and only then."""
+
+    now_s = 0.0
+
+    def time(self) -> float:
+        return self.now_s
+
+    def _run_once(self) -> None:
+        if not self._ready and self._scheduled:
+            self.now_s = max(self.now_s, self._scheduled[0].when())
+        super()._run_once()
+
+
+@pytest.mark.parametrize(("read_s", "num_sent"), [(0.7, 12), (1.3, 0)])
+def test_a_client_that_reads_slowly_is_not_disconnected(read_s: float, num_sent: int) -> None:
+    sent: list[Message] = []
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        for i in range(11):
+            await send({"type": "http.response.body", "body": b"x", "more_body": i < 10})
+
+    async def receive() -> Message:
+        return {"type": "http.request"}
+
+    async def send(message: Message) -> None:
+        await asyncio.sleep(read_s)
+        sent.append(message)
+
+    gate = RequestGate(app, ServerSettings(reader_timeout=1.0), Mock(), Traffic(), "replica")
+    with asyncio.Runner(loop_factory=SimulatedTimeLoop) as runner:
+        runner.run(gate({"type": "http", "method": "GET", "path": "/ping", "headers": []}, receive, send))
+    assert len(sent) == num_sent
 
 
 def test_a_key_is_limited_to_its_share_and_others_have_theirs() -> None:
     settings = ServerSettings(served_model_name="tiny", api_key=("a", "b"), max_requests_per_key=4)
-    config = EngineConfig.from_dict({"model": str(MODEL), "max_num_seqs": 8})
+    config = replace(CONFIG, max_num_seqs=8)
     body = {"prompt": "x", "max_tokens": 50, "n": 2}
 
     def ask(url: str, key: str, **more: Any) -> httpx.Response:
         headers = {"Authorization": f"Bearer {key}"}
-        return httpx.post(f"{url}/v1/completions", json={**body, **more}, headers=headers, timeout=60)
+        return httpx.post(f"{url}/v1/completions", json={**body, **more}, headers=headers, timeout=WAIT_S)
 
     with (
         LiveServer(config, settings, make_executor) as server,
@@ -249,7 +272,7 @@ def test_a_key_is_limited_to_its_share_and_others_have_theirs() -> None:
             port, key = int(url.rpartition(":")[2]), {"Authorization": "Bearer a"}
             long = {"prompt": ["x", "y"], "max_tokens": 100_000}
             held = Reader(port, "/v1/completions", {**long, "n": 1}, headers=key)
-            until(lambda engine=engine: engine.stats().running == 2)
+            wait_until(lambda engine=engine: engine.stats().running == 2)
             assert ask(url, "a").status_code == 200
             refused = ask(url, "a", n=3)
             assert refused.status_code == 429 and refused.headers["retry-after"]
@@ -264,8 +287,9 @@ def test_a_key_is_limited_to_its_share_and_others_have_theirs() -> None:
                 f"{url}/v1/messages",
                 json={"model": "tiny", "max_tokens": 9, "messages": [{"role": "user", "content": "x"}]},
                 headers={"X-Api-Key": "b"},
+                timeout=WAIT_S,
             )
             assert said.status_code == 200
             held.close()
-            until(lambda engine=engine: engine.stats().running == 0)
+            wait_until(lambda engine=engine: engine.stats().running == 0)
             assert ask(url, "a", n=4).status_code == 200

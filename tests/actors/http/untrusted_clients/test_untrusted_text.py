@@ -10,7 +10,6 @@ import json
 import logging
 import re
 import socket
-import time
 from collections.abc import Iterator
 from typing import Any
 from urllib.parse import quote, unquote
@@ -19,7 +18,6 @@ import httpx
 import pytest
 from manta.actors.batch.dataset.storage import Storage
 from manta.actors.http.config.settings import ServerSettings
-from manta.actors.http.config.settings_mapping import split_settings
 from manta.actors.http.openai import tokenization
 from manta.actors.system.log_setup import MAX_RECORD, JsonFormatter, TextFormatter
 from manta.cluster.config import EngineConfig
@@ -33,7 +31,9 @@ from manta.cluster.errors import (
     brief_url,
 )
 from manta.jobs.batch.options import BatchOptions
-from support.checkpoints.text_pair import LiveServer, make_text_pair
+from support.checkpoints.text_pair import LiveServer
+from support.servers.server_probes import Serve
+from support.waiting import WAIT_S, wait_until
 
 CORE = "zqMARKqz"
 # It would end a line of a log, forge the next one, and color a terminal.
@@ -100,21 +100,10 @@ def log() -> Iterator[Log]:
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory, log: Log) -> Iterator[LiveServer]:
-    target, _ = make_text_pair(tmp_path_factory.mktemp("pair"))
-    settings = {
-        **{"model": str(target), "served_model_name": "tiny", "dtype": "float32", "num_threads": 1},
-        **{"max_num_seqs": 4, "num_pages": 64, "trust_request_chat_template": True},
-        "batch_storage": str(tmp_path_factory.mktemp("batches")),
-    }
-    with LiveServer(*split_settings(settings)) as server:
+def server(serve: Serve, log: Log, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
+    storage = str(tmp_path_factory.mktemp("batches"))
+    with serve(speculative_config=None, trust_request_chat_template=True, batch_storage=storage) as server:
         yield server
-
-
-@pytest.fixture(scope="module")
-def http(server: LiveServer) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=server.url, timeout=30) as client:
-        yield client
 
 
 @pytest.fixture(scope="module")
@@ -290,7 +279,7 @@ def test_no_header_path_or_query_reaches_the_log_the_metrics_or_a_long_error(
     for form in forms:
         content = {"file": (f"{CORE * 100}\x1b.jsonl", b"{}")}
         check_answer(http.post("/v1/files", files=content, data=form), form)
-    with socket.create_connection(server.address, timeout=20) as connection:
+    with socket.create_connection(server.address, timeout=WAIT_S) as connection:
         connection.sendall(f"{CORE} /v1/models HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n".encode())
         assert connection.makefile("rb").readline().split()[1] in (b"400", b"405")
     assert CORE not in http.get("/metrics").text
@@ -328,11 +317,10 @@ def test_no_line_of_a_batch_reaches_the_log_or_a_long_list(http: httpx.Client, l
         file = http.post("/v1/files", data={"purpose": "batch"}, files={"file": ("x.jsonl", content)}).json()
         body = {**BODIES["/v1/batches"], "input_file_id": file["id"]}
         batch = http.post("/v1/batches", json=body).json()
-        deadline_s = time.monotonic() + 20
-        while batch["status"] not in ("failed", "completed") and time.monotonic() < deadline_s:
-            time.sleep(0.02)
-            batch = http.get(f"/v1/batches/{batch['id']}").json()
-        assert batch["status"] == ("failed" if each in wrong else "completed"), each.keys()
+        path = f"/v1/batches/{batch['id']}"
+        wait_until(lambda path=path: http.get(path).json()["status"] in ("failed", "completed"))
+        status = http.get(path).json()["status"]
+        assert status == ("failed" if each in wrong else "completed"), each.keys()
     assert len(http.get("/v1/batches").content) < 20_000
     assert CORE not in http.get("/metrics").text
     check_log(log)
