@@ -115,7 +115,7 @@ def test_the_time_of_a_child_is_counted_under_its_role() -> None:
     before = read_role_clocks()
     child = subprocess.Popen([sys.executable, "-c", "while True: pass", "serve_tax_server"])
     try:
-        deadline_s = time.monotonic() + 60
+        deadline_s = time.monotonic() + 240
         while (spent := read_role_clocks().since(before))["replica"] < 0.2:
             assert time.monotonic() < deadline_s
             time.sleep(0.05)
@@ -137,7 +137,7 @@ def test_a_signal_also_ends_the_measured_server(config: EngineConfig, tmp_path: 
             wait_for(lambda: bool(servers_of(process.pid)), 60, "there is no server")
             servers = servers_of(process.pid)
             process.terminate()
-            assert process.wait(timeout=60) == 128 + signal.SIGTERM
+            assert process.wait(timeout=240) == 128 + signal.SIGTERM
         finally:
             process.kill()
     wait_for(lambda: not any(Path(f"/proc/{pid}").exists() for pid in servers), 30, f"{servers} are there")

@@ -80,7 +80,7 @@ class Served:
 
     def metric(self, name: str, **labels: str) -> list[float]:
         """Return the sums of a metric over every replica that a scrape finds."""
-        text = httpx.get(f"{self.url}/metrics", timeout=10).text
+        text = httpx.get(f"{self.url}/metrics", timeout=120).text
         lines = [line for line in text.splitlines() if line.startswith(name + "{")]
         lines = [line for line in lines if all(f'{key}="{value}"' in line for key, value in labels.items())]
         return [float(line.rsplit(" ", 1)[1]) for line in lines]
@@ -131,7 +131,7 @@ def served(tmp_path_factory: pytest.TempPathFactory, shipped_pair: tuple[Path, P
         with small_ray(6, namespace="serve"):
             serve.start(proxy_location="HeadOnly", http_options={"host": "127.0.0.1", "port": served.port})
             served.start()
-            until(lambda: httpx.get(f"{served.url}/health", timeout=10).status_code == 200)
+            until(lambda: httpx.get(f"{served.url}/health", timeout=120).status_code == 200)
             until(lambda: len(served.metric("vllm:generation_tokens_total")) == REPLICAS)
             yield served
             serve.shutdown()
