@@ -90,7 +90,7 @@ slow: install  ## long tests of clusters and of whole benchmarks; `make test` ru
 	$(BIN)/python -m pytest tests -m slow --durations=0
 
 .PHONY: mutations
-mutations: install  ## break the product in 56 places, one at a time; a test must fail each time (15 minutes)
+mutations: install  ## break the product in 62 places, one at a time; a test must fail each time (15 minutes)
 	$(BIN)/python tests/trials mutations
 
 .PHONY: sweep
