@@ -255,6 +255,7 @@ LESSER = [
 TREES = "test_a_stack_gives_paths_the_bits_of_chains_and_keeps_the_accepted_ones[fused]"
 
 
+@pytest.mark.if_changed
 @pytest.mark.timeout(620)
 @pytest.mark.parametrize("kind", LESSER, ids=lambda kind: kind.value)
 def test_the_tests_pass_with_fewer_cpu_instructions(kind: Instructions):

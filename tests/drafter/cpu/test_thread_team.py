@@ -138,6 +138,7 @@ assert all(layer(x).equal(expected) for _ in range(200))
 """
 
 
+@pytest.mark.if_changed
 def test_two_threads_on_one_core_become_one_and_two_again_with_equal_bits():
     """The second thread's trial is passed for it: on one core a real one fails."""
     done = subprocess.run(
