@@ -42,7 +42,7 @@ def test_the_closure_contains_each_file_that_a_test_file_loads() -> None:
             "actors/http/test_http_chat.py",
             "cluster/kv_cache/test_cluster_pages.py",
         ),
-        ("actors/llm.py", "end_to_end/lossless/test_lossless.py", "drafter/step/test_sampling.py"),
+        ("actors/llm.py", "end_to_end/lossless/test_lossless.py", "drafter/compute/test_row_norm.py"),
         ("actors/http/ui/page.html", "actors/http/test_ui.py", "drafter/step/test_sampling.py"),
         ("ray_config.yaml", "jobs/test_config_file.py", "drafter/step/test_sampling.py"),
         ("tests/support/oracles/oracle_eagle3.py", "drafter/proposers/test_eagle3.py", "jobs/test_flags.py"),
