@@ -389,24 +389,33 @@ def test_a_disconnect_ends_the_request(stand: AgentsStand) -> None:
     wait_until(lambda: load() == IDLE)
 
 
-def test_a_death_during_a_stream_is_an_error_event_of_the_api(config: EngineConfig) -> None:
+def test_a_death_during_a_stream_of_responses_is_an_error_event(config: EngineConfig) -> None:
     stand = AgentsStand(config)
     with stand.server:
         stand.say("On and on. " * 80)
         stand.executor.allow_steps(4)
         responses = iter(stand.openai.responses.create(**ASK, stream=True))
-        messages = iter(stand.anthropic.messages.create(**ASK_A, stream=True))
-        assert next(responses).type == "response.created" and next(messages).type == "message_start"
+        assert next(responses).type == "response.created"
         stand.executor.die()
         *_, last = responses
         assert last.type == "response.failed" and last.response.error.code == "server_error"
         assert last.response.status == "failed" and "Retry" in last.response.error.message
-        with pytest.raises(anthropic.APIStatusError) as lost:
-            list(messages)
-        assert lost.value.body["error"]["type"] == "overloaded_error"
         with pytest.raises(openai.InternalServerError) as refused:  # before the first token: a status
             stand.openai.responses.create(**ASK, stream=True)
         assert refused.value.status_code == 503
+
+
+def test_a_death_during_a_stream_of_messages_is_an_error_event(config: EngineConfig) -> None:
+    stand = AgentsStand(config)
+    with stand.server:
+        stand.say("On and on. " * 80)
+        stand.executor.allow_steps(4)
+        messages = iter(stand.anthropic.messages.create(**ASK_A, stream=True))
+        assert next(messages).type == "message_start"
+        stand.executor.die()
+        with pytest.raises(anthropic.APIStatusError) as lost:
+            list(messages)
+        assert lost.value.body["error"]["type"] == "overloaded_error"
         with pytest.raises(anthropic.APIStatusError) as dead:
             stand.anthropic.messages.create(**ASK_A, stream=True)
         assert dead.value.status_code == 503 and dead.value.body["error"]["type"] == "overloaded_error"
