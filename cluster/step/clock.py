@@ -21,7 +21,7 @@ class EngineClock(Protocol):
 
 
 class MachineClock:
-    """`time.monotonic`."""
+    """The clock of the machine, `time.monotonic`; `wait_until` sleeps."""
 
     def __call__(self) -> float:
         return time.monotonic()

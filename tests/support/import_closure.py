@@ -24,7 +24,6 @@ if __name__ == "__main__":  # run as a script: `support` is a package of tests/
 from support.changes import changed_files
 from support.paths import ROOT, TESTS
 
-_PRODUCT = ("cluster", "drafter", "actors", "jobs", "models")
 _OF_TESTS = ("support", "benchmarks", "trials", "compat")
 _SHARED = {"pyproject.toml", "setup.py", "tests/conftest.py"}
 _DOTTED = re.compile(r"\b(?:manta|support|benchmarks|trials|compat)(?:\.\w+)+")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
@@ -25,7 +24,7 @@ from manta.cluster.step.scheduler_output import TreeShape, Trim
 from manta.drafter.step.inputs.proposals import Proposals
 from support.checkpoints.tiny import TINY_VOCAB, make_tiny_drafter
 from support.engines.device_engines import same_trees
-from support.engines.devices import watch_launches
+from support.engines.devices import launch_in_turns
 from support.engines.split_pair import Pair
 from support.engines.steps import GREEDY, Steps, open_runner, settings
 from support.oracles.sampling_cases import WHOLE
@@ -34,13 +33,7 @@ from support.oracles.sampling_cases import WHOLE
 @pytest.fixture(autouse=True)
 def one_launch_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """Triton's interpreter is not thread-safe, and slow."""
-    turn = threading.Lock()
-
-    def launch_alone(name: str, arguments: object, launch: Callable[[], object]) -> object:
-        with turn:
-            return launch()
-
-    watch_launches(monkeypatch, launch_alone)
+    launch_in_turns(monkeypatch)
     monkeypatch.setattr(drafter_link, "MIN_WAIT_S", 600.0)
     monkeypatch.setattr(drafter_link, "MAX_WAIT_S", 600.0)
 

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Mapping
 
 import pytest
 import torch
-from support.engines.devices import Launches, watch_launches
+from support.engines.devices import Launches, launch_in_turns, watch_launches
 
 
 @pytest.fixture(autouse=True)
@@ -32,10 +31,4 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Launches:
 @pytest.fixture
 def one_launch_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """Threads launch in turns: Triton's interpreter is not thread-safe."""
-    turn = threading.Lock()
-
-    def launch_alone(name: str, constants: object, launch: Callable[[], object]) -> object:
-        with turn:
-            return launch()
-
-    watch_launches(monkeypatch, launch_alone)
+    launch_in_turns(monkeypatch)

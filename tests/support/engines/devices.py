@@ -9,6 +9,7 @@ Imported by `conftest.py` before any kernel is: Triton reads TRITON_INTERPRET wh
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Callable, Mapping
 from importlib.util import find_spec
 from typing import Any
@@ -53,3 +54,14 @@ def watch_launches(monkeypatch: pytest.MonkeyPatch, watch: Watch) -> None:
         return watch(kernel.fn.__name__, kwargs, lambda: launch(kernel, *args, **kwargs))
 
     monkeypatch.setattr(owner, method, watched)
+
+
+def launch_in_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let threads launch one after the other: Triton's interpreter is not thread-safe."""
+    turn = threading.Lock()
+
+    def launch_alone(name: str, arguments: object, launch: Callable[[], object]) -> object:
+        with turn:
+            return launch()
+
+    watch_launches(monkeypatch, launch_alone)
