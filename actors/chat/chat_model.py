@@ -25,7 +25,7 @@ from .chat_formats import (
     marks_of,
 )
 from .stream_parser import Splitter
-from .text_stream import AnswerDelta, concatenate
+from .text_stream import AnswerDelta, concatenate, content_only
 from .tool_call_grammars import forced_calls, strict_calls
 
 AUTO, NONE = "auto", "none"
@@ -246,12 +246,12 @@ class AnswerParser:
     def feed(self, text: str, *, final: bool = False) -> AnswerDelta:
         """Parse the next text, the last one if `final`; return what is new."""
         if self._splitter is None:
-            return AnswerDelta(content=text)
+            return content_only(text)
         piece = self._splitter.feed(text)
         if final:
             piece = concatenate((piece, self._splitter.finish()))
         self.called = self.called or bool(piece.calls)
-        return piece if self._with_reasoning else replace(piece, reasoning="")
+        return piece if self._with_reasoning else piece.without_reasoning()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,10 +12,19 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Generator, Mapping
-from typing import Any
+from typing import Any, Literal
 
 from .chat_formats import CallSyntax, HeadedCalls, JsonCalls, Messages, TaggedCalls, ThinkingFormat
-from .text_stream import AnswerDelta, CallPiece, Marks, NotACallError, TextSource, Waiting, concatenate
+from .text_stream import (
+    AnswerDelta,
+    CallPiece,
+    Marks,
+    NotACallError,
+    TextPiece,
+    TextSource,
+    Waiting,
+    concatenate,
+)
 from .tool_parsers import READERS, TOOL_NAME, read_raw_arguments
 
 _NEWLINES = 2  # before a mark
@@ -48,7 +57,8 @@ class Splitter:
         self._id_seed = id_seed
         self._max_calls = _MAX_CALLS if parallel else 1
         self._num_calls = 0
-        self._pieces: list[AnswerDelta] = []
+        self._pieces: list[TextPiece | CallPiece] = []
+        self._section: tuple[str, int] = ("", -1)  # kind and number of the stretch of text being read
         self._source = TextSource()
         self._reader = self._read(thinking, calls, opened)
         self._done = False
@@ -66,7 +76,7 @@ class Splitter:
     def _take(self) -> AnswerDelta:
         if not self._done:
             self._done = next(self._reader, self) is self
-        found = concatenate(self._pieces)
+        found = concatenate([AnswerDelta(tuple(self._pieces))])
         self._pieces.clear()
         return found
 
@@ -76,23 +86,32 @@ class Splitter:
         if not TOOL_NAME.fullmatch(name):
             raise NotACallError
         self._source.forget()
+        self._end_section()
         index, self._num_calls = self._num_calls, self._num_calls + 1
         if index < self._max_calls:
             digest = hashlib.blake2b(f"{self._id_seed}/{index}".encode(), digest_size=16).hexdigest()
-            self._pieces.append(
-                AnswerDelta(calls=(CallPiece(index, id or f"chatcmpl-tool-{digest}", name, ""),))
-            )
+            self._pieces.append(CallPiece(index, id or f"chatcmpl-tool-{digest}", name, ""))
 
     def add(self, arguments: str) -> None:
         index = self._num_calls - 1
         if index < self._max_calls:
-            self._pieces.append(AnswerDelta(calls=(CallPiece(index, None, None, arguments),)))
+            self._pieces.append(CallPiece(index, None, None, arguments))
 
     def _emit_reasoning(self, text: str) -> None:
-        self._pieces.append(AnswerDelta(reasoning=text))
+        self._emit("reasoning", text)
 
     def _emit_content(self, text: str) -> None:
-        self._pieces.append(AnswerDelta(content=text))
+        self._emit("content", text)
+
+    def _emit(self, kind: Literal["reasoning", "content"], text: str) -> None:
+        current, number = self._section
+        if kind != current:
+            self._section = kind, number + 1
+        self._pieces.append(TextPiece(kind, text, self._section[1]))
+
+    def _end_section(self) -> None:
+        """Begin a stretch of its own with the next text, even if it is of the same kind."""
+        self._section = "", self._section[1]
 
     # Parsing.
 
@@ -141,6 +160,7 @@ class Splitter:
         yield from self._read_thoughts(thinking)
 
     def _read_thoughts(self, thinking: ThinkingFormat) -> Waiting[None]:
+        self._end_section()
         yield from self._source.skip("\n")
         yield from self._source.through(Marks(thinking.end, newlines=_NEWLINES), self._emit_reasoning)
         yield from self._source.skip("\n")
@@ -218,6 +238,7 @@ class Splitter:
                     yield from self._source.through(_NO_MARKS, lambda text: None)
                 return
             self._source.forget()
+            self._end_section()
             if tool is not None:
                 yield from read_raw_arguments(self._source, self, ends)
             else:

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Generator, Iterable
-from dataclasses import dataclass
-from typing import TypeVar
+from dataclasses import dataclass, replace
+from itertools import chain, groupby
+from typing import Literal, TypeVar
 
 T = TypeVar("T")
 Waiting = Generator[None, None, T]  # yields while it waits for text, then returns a T
@@ -156,43 +157,76 @@ class TextSource:
 
 
 @dataclass(frozen=True, slots=True)
+class TextPiece:
+    kind: Literal["reasoning", "content"]
+    text: str
+    section: int = 0  # pieces of one stretch of the answer have the same number; numbers increase
+
+    @property
+    def key(self) -> tuple[str, int]:
+        return self.kind, self.section
+
+
+@dataclass(frozen=True, slots=True)
 class CallPiece:
     index: int  # index of the call in its response, from 0
     id: str | None  # set on the call's first part only, as is `name`
     name: str | None
     arguments: str  # a fragment of JSON; the fragments of a call concatenated are its arguments
 
+    @property
+    def key(self) -> tuple[str, int]:
+        return "call", self.index
+
 
 @dataclass(frozen=True, slots=True)
 class AnswerDelta:
-    """The parsed content of a stretch of text; `concatenate` makes the complete response."""
+    """The parsed content of a stretch of text, in its order; `concatenate` makes the complete response."""
 
-    reasoning: str = ""
-    content: str = ""
-    calls: tuple[CallPiece, ...] = ()
+    pieces: tuple[TextPiece | CallPiece, ...] = ()
 
     def __bool__(self) -> bool:
-        return bool(self.reasoning or self.content or self.calls)
+        return bool(self.pieces)
+
+    @property
+    def reasoning(self) -> str:
+        return self._text("reasoning")
+
+    @property
+    def content(self) -> str:
+        return self._text("content")
+
+    @property
+    def calls(self) -> tuple[CallPiece, ...]:
+        return tuple(piece for piece in self.pieces if isinstance(piece, CallPiece))
+
+    def without_reasoning(self) -> AnswerDelta:
+        return AnswerDelta(
+            tuple(piece for piece in self.pieces if isinstance(piece, CallPiece) or piece.kind == "content")
+        )
+
+    def _text(self, kind: str) -> str:
+        return "".join(
+            piece.text for piece in self.pieces if isinstance(piece, TextPiece) and piece.kind == kind
+        )
+
+
+def content_only(text: str) -> AnswerDelta:
+    return AnswerDelta((TextPiece("content", text),) if text else ())
 
 
 NO_PIECE = AnswerDelta()
 
 
-def concatenate(pieces: Iterable[AnswerDelta]) -> AnswerDelta:
-    """Concatenate successive parts, with one `CallPiece` for each call."""
-    found = list(pieces)
-    if len(found) == 1:
-        return found[0]
-    calls: dict[int, CallPiece] = {}
-    for call in (call for piece in found for call in piece.calls):
-        before = calls.get(call.index)
-        calls[call.index] = (
-            call
-            if before is None
-            else CallPiece(call.index, before.id, before.name, before.arguments + call.arguments)
-        )
-    return AnswerDelta(
-        "".join(piece.reasoning for piece in found),
-        "".join(piece.content for piece in found),
-        tuple(calls.values()),
-    )
+def concatenate(deltas: Iterable[AnswerDelta]) -> AnswerDelta:
+    """Concatenate successive parts, with one piece for each stretch of text and each call."""
+    pieces = chain.from_iterable(delta.pieces for delta in deltas)
+    return AnswerDelta(tuple(_joined(list(group)) for _, group in groupby(pieces, lambda piece: piece.key)))
+
+
+def _joined(pieces: list[TextPiece | CallPiece]) -> TextPiece | CallPiece:
+    first = pieces[0]
+    if isinstance(first, TextPiece):
+        return replace(first, text="".join(piece.text for piece in pieces if isinstance(piece, TextPiece)))
+    fragments = (piece.arguments for piece in pieces if isinstance(piece, CallPiece))
+    return replace(first, arguments="".join(fragments))

@@ -7,12 +7,11 @@ opens, grows and closes. This module assigns each `AnswerDelta` to a section; th
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
 from ....cluster.request.request import FinishReason
-from ...chat.text_stream import AnswerDelta, CallPiece
+from ...chat.text_stream import AnswerDelta, CallPiece, TextPiece
 from ..wire.json_io import JsonObject
 
 Kind = Literal["reasoning", "content", "call"]
@@ -25,7 +24,7 @@ class Section:
 
     kind: Kind
     at: int
-    call_index: int | None = None
+    key: tuple[str, int] | None = None  # that of its pieces
     call_id: str = ""
     name: str = ""
     text: str = ""
@@ -39,11 +38,11 @@ class SectionWriter(ABC):
     def feed(self, piece: AnswerDelta) -> Events:
         """Return the events of a piece. A section ends where another begins."""
         events: Events = []
-        for kind, call, text in _stretches(piece):
-            if not self._continues(kind, call):
+        for each in piece.pieces:
+            if not self._is_open or self.sections[-1].key != each.key:
                 events += self.close(is_complete=True)
-                events += self._open(kind, call)
-            if text:
+                events += self._open(each)
+            if text := each.text if isinstance(each, TextPiece) else each.arguments:
                 self.sections[-1].text += text
                 events += self.extended(self.sections[-1], text)
         return events
@@ -61,7 +60,7 @@ class SectionWriter(ABC):
 
     def ensure_content(self) -> Events:
         """Open an empty text section if the answer has none: clients expect one."""
-        return [] if self.sections else self._open("content", None)
+        return [] if self.sections else self._open(TextPiece("content", ""))
 
     @abstractmethod
     def begin(self, usage: JsonObject) -> Events:
@@ -89,25 +88,11 @@ class SectionWriter(ABC):
     def full_body(self) -> JsonObject:
         """Return the finished answer as one body."""
 
-    def _continues(self, kind: Kind, call: CallPiece | None) -> bool:
-        if not self._is_open:
-            return False
-        last = self.sections[-1]
-        return last.kind == kind and (call is None or last.call_index == call.index)
-
-    def _open(self, kind: Kind, call: CallPiece | None) -> Events:
-        section = Section(kind, len(self.sections))
-        if call is not None:
-            section.call_index, section.call_id, section.name = call.index, call.id or "", call.name or ""
+    def _open(self, piece: TextPiece | CallPiece) -> Events:
+        if isinstance(piece, TextPiece):
+            section = Section(piece.kind, len(self.sections), piece.key)
+        else:
+            section = Section("call", len(self.sections), piece.key, piece.id or "", piece.name or "")
         self.sections.append(section)
         self._is_open = True
         return self.opened(section)
-
-
-def _stretches(piece: AnswerDelta) -> Iterator[tuple[Kind, CallPiece | None, str]]:
-    if piece.reasoning:
-        yield "reasoning", None, piece.reasoning
-    if piece.content:
-        yield "content", None, piece.content
-    for call in piece.calls:
-        yield "call", call, call.arguments

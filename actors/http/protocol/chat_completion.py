@@ -14,7 +14,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_valida
 from ....cluster.errors import RequestError, brief
 from ....cluster.request.request import MAX_LOGPROBS, SamplingParams
 from ...chat.chat_model import AnswerParserFactory, ChatModel
-from ...chat.text_stream import AnswerDelta, CallPiece
+from ...chat.text_stream import AnswerDelta, CallPiece, TextPiece
 from ...engine.outputs import CompletionOutput
 from ...tokenization.prompts import Chat, require_tokenizer
 from ...tokenization.tokenizer import Tokenizer
@@ -355,13 +355,14 @@ class ChatShape:
         return _choice(index, {"role": "assistant", "content": ""})
 
     def chunks(self, index: int, piece: AnswerDelta) -> list[JsonObject]:
-        delta = dict.fromkeys(self._reasoning_fields, piece.reasoning) if piece.reasoning else {}
-        if piece.content:
-            delta["content"] = piece.content
-        choices = [_choice(index, delta)] if delta else []
-        for call in piece.calls:
-            choices += [_choice(index, {"tool_calls": [call_delta]}) for call_delta in _call_deltas(call)]
+        choices = [_choice(index, delta) for each in piece.pieces for delta in self._deltas(each)]
         return choices or [_choice(index, {"content": ""})]
+
+    def _deltas(self, piece: TextPiece | CallPiece) -> list[JsonObject]:
+        if isinstance(piece, CallPiece):
+            return [{"tool_calls": [delta]} for delta in _call_deltas(piece)]
+        fields = self._reasoning_fields if piece.kind == "reasoning" else ("content",)
+        return [dict.fromkeys(fields, piece.text)]
 
     def end(self, index: int, finish_reason: str) -> JsonObject:
         return _choice(index, {}, finish_reason)
