@@ -19,9 +19,6 @@ from ..compute.checkpoint.quantization.read_quantization import read_quantizatio
 from ..compute.layers.rope import RopeConfig
 from ..drafter_spec import DrafterShape, DraftLayer
 from .config_formats import (
-    ASSISTANT,
-    DEEPSPEC,
-    DEEPSPEC_GEMMA4,
     Assistant,
     DeepSpec,
     DeepSpecGemma4,
@@ -31,6 +28,7 @@ from .config_formats import (
     ZLab,
 )
 from .config_parts import BLOCK_SIZE, Backbone, Conditioning, DSparkHeads, Scales
+from .drafter_classes import ASSISTANT, DEEPSPEC, DEEPSPEC_GEMMA4
 from .target_features import TargetFacts
 
 

@@ -22,6 +22,7 @@ from .config_parts import (
     check_draft_vocabulary,
     served_projector,
 )
+from .drafter_classes import DEEPSPEC, DFLASH, SPECFORGE, check_class
 from .known_keys import QUANTIZATION_KEYS
 
 
@@ -61,33 +62,16 @@ class DFlash(Conditioning, Scales, DSparkHeads):
         return self.causal_head if self.causal is None else self.causal
 
 
-ASSISTANT = "MuseGlimmerAssistantModel"
-DEEPSPEC = "Qwen3DSparkModel"  # DeepSpec's DFlash drafters are of this class, too: with markov_rank 0
-DEEPSPEC_GEMMA4 = "Gemma4DSparkModel"
-SPECFORGE = "DSparkDraftModel"
-KINDS = {"DFlashDraftModel", "DFlash2DraftModel", ASSISTANT, DEEPSPEC, DEEPSPEC_GEMMA4, SPECFORGE}
-ASSISTANTS_OF_TARGETS = {"Gemma4AssistantForCausalLM", "Gemma4UnifiedAssistantForCausalLM"}
-# Drafters of other kinds, which would be mistaken for DFlash without this.
-_UNSERVED_KINDS = {
-    "DominoDraftModel": UNSERVED_PROJECTORS["domino"],
-    "LiLiCorrDraftModel": UNSERVED_PROJECTORS["lilicorr"],
-    **dict.fromkeys(ASSISTANTS_OF_TARGETS, 'Gemma 4\'s assistants are run with method="mtp"'),
-}
-
-
 class DFlashKind(HfConfig):
     """The key that says which of z-lab's drafters this is."""
 
     architectures: tuple[str, ...] = ()
+    medusa_num_heads: Off = False  # Medusa's own files name no class
 
     @field_validator("architectures")
     @classmethod
     def _is_known(cls, names: tuple[str, ...]) -> tuple[str, ...]:
-        if len(names) > 1 or set(names) - KINDS:
-            known = ", ".join(sorted(KINDS))
-            reasons = [_UNSERVED_KINDS[name] for name in names if name in _UNSERVED_KINDS]
-            reason = reasons[0] if reasons else 'EAGLE-3 drafters are run with method="eagle3"'
-            raise ValueError(f"must be one of {known}; {reason}")
+        check_class(names, DFLASH)
         return names
 
     @property

@@ -10,14 +10,12 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import AfterValidator, Field, field_validator, model_validator
 
 from ..compute.checkpoint.hf_config import Count, HfConfig, Json, Off
-from ..dflash.config_formats import ASSISTANTS_OF_TARGETS
-from ..dflash.config_formats import KINDS as DFLASH_KINDS
 from ..dflash.config_parts import Backbone, each_once
+from ..dflash.drafter_classes import ASSISTANTS_OF_TARGETS, DFLASH, EAGLE3, check_class
 from ..dflash.known_keys import QUANTIZATION_KEYS, StrictConfig
 
 LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
 LayerIds = Annotated[tuple[int, ...], Field(description="a list of integers"), AfterValidator(each_once)]
-KINDS = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM", "LlamaForCausalLM")
 
 
 class OneLayer(Backbone):
@@ -81,10 +79,7 @@ class Eagle3Kind(HfConfig):
     @field_validator("architectures")
     @classmethod
     def _is_known(cls, names: tuple[str, ...]) -> tuple[str, ...]:
-        if len(names) > 1 or set(names) - set(KINDS):
-            raise ValueError(
-                f'must be one of {", ".join(KINDS)}; DFlash drafters are run with method="dflash"'
-            )
+        check_class(names, EAGLE3)
         return names
 
 
@@ -131,7 +126,7 @@ def is_eagle3(raw: Json) -> bool:
     if "speculators_model_type" in raw:
         return raw["speculators_model_type"] == "eagle3"
     named = set(raw.get("architectures") or ())
-    return bool(named & {*KINDS}) and (named != {"LlamaForCausalLM"} or "draft_vocab_size" in raw)
+    return bool(named & {*EAGLE3}) and (named != {"LlamaForCausalLM"} or "draft_vocab_size" in raw)
 
 
 def method_of_drafter(raw: Json) -> Literal["dflash", "eagle3", "mtp"] | None:
@@ -141,5 +136,5 @@ def method_of_drafter(raw: Json) -> Literal["dflash", "eagle3", "mtp"] | None:
     named = set(raw.get("architectures") or ())
     if named & ASSISTANTS_OF_TARGETS:
         return "mtp"
-    is_drafter = "speculators_model_type" in raw or "dflash_config" in raw or named & DFLASH_KINDS
+    is_drafter = "speculators_model_type" in raw or "dflash_config" in raw or named & DFLASH
     return "dflash" if is_drafter else None

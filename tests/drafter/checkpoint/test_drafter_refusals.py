@@ -74,6 +74,7 @@ REFUSED: list[tuple[Config, str]] = [
     (z_lab(dflash={"refiner_steps": 3}), "dflash_config.refiner_steps=3 must be absent or false"),
     (z_lab(dflash={"projector_type": "domino"}), "projector_type='domino'.*Domino's GRU over"),
     (z_lab(dflash={"projector_type": "mlp"}), "projector_type='mlp' must be 'dflash' or 'dspark'"),
+    ({"medusa_num_heads": 3, "base_model_name_or_path": "x"}, "medusa_num_heads=3 must be absent"),
     (z_lab(architectures=["DominoDraftModel"]), "architectures=.*one of.*Domino's GRU over"),
     (z_lab(architectures=["LiLiCorrDraftModel"]), "architectures=.*LiLiCorr's transformer"),
     (z_lab(architectures=["Gemma4AssistantForCausalLM"]), "architectures=.*run with method=.mtp"),
@@ -147,6 +148,39 @@ REFUSED: list[tuple[Config, str]] = [
     (sglang(vocab_size=200), "vocab_size=200.*128"),
     (sglang(hidden_size=32), "target_hidden_size=32.*64"),
 ]
+
+
+# Classes in vLLM 0.33's registry, and one that nobody knows.
+OTHER_CLASSES = {
+    "Qwen3XPressModel": "XPress's refiner",
+    "DFlash2BeamDraftModel": "beams over",
+    "DFlashLagunaForCausalLM": "DFlash drafters of this class",
+    "MedusaModel": "Medusa's heads",
+    "MLPSpeculatorPreTrainedModel": "MLP speculators",
+    "PeagleLlamaForCausalLM": "P-EAGLE",
+    "PEagleDraftModel": "P-EAGLE",
+    "Eagle3Qwen3ForCausalLM": "EAGLE-3 drafters of this class",
+    "EagleLlamaForCausalLM": "EAGLE-1 and EAGLE-2",
+    "K3DSparkModel": "DSpark drafters of this class",
+    "Qwen3NextMTP": 'need no model: method="mtp"',
+    "DeepSeekMTPModel": 'need no model: method="mtp"',
+    "Qwen3ForCausalLM": "a whole language model, a target",
+    "Gemma3ForConditionalGeneration": "a whole language model, a target",
+    "FlashMapDraftModel": "drafters of this class are not known",
+}
+
+
+@pytest.mark.parametrize("method", ["dflash", "eagle3"])
+@pytest.mark.parametrize("name", OTHER_CLASSES)
+def test_a_drafter_of_another_class_is_refused_as_what_it_is(method: str, name: str, tmp_path: Path) -> None:
+    """With method="dflash" only EAGLE-3's classes are sent to method="eagle3"."""
+    (tmp_path / "config.json").write_text(json.dumps(z_lab(architectures=[name])))
+    with pytest.raises(CheckpointError, match=OTHER_CLASSES[name]) as caught:
+        if method == "eagle3":
+            check_eagle3(tmp_path, CHAINS)
+        else:
+            check_drafter(tmp_path, BLOCKS)
+    assert name in caught.value.message and 'method="eagle3"' not in caught.value.message
 
 
 @pytest.mark.parametrize(("config", "words"), REFUSED)
