@@ -258,6 +258,7 @@ SETTINGS = (
         refused=True,
     ),
 )
+_SERVED = "Choose dflash, eagle3, mtp, suffix or ngram"
 SPECULATION = (
     SettingAnswer(
         "has no effect: a colocated drafter runs on the target's ranks; `placement` gives it others",
@@ -277,7 +278,15 @@ SPECULATION = (
     ),
     SettingAnswer(
         "has no effect: the draft length follows the measured benefit, down to none (`adaptive`)",
-        values="disable_by_batch_size disable_padded_drafter_batch disable_eagle_block_drop",
+        values="disable_by_batch_size disable_padded_drafter_batch",
+    ),
+    SettingAnswer(
+        "has no effect: cached pages of a prompt hold the K/V of target and drafter",
+        switches="disable_eagle_block_drop disable_lookahead_block_hashes",
+    ),
+    SettingAnswer(
+        "has no effect: drafts are scored by the target's own head, as it is stored",
+        values="draft_lm_head_quantization",
     ),
     SettingAnswer(
         "has no effect: the drafter uses the engine's kernels, dtype and maximum length",
@@ -297,7 +306,8 @@ SPECULATION = (
         "is not served: it would change tokens. Leave it out; `manta simulate node` simulates acceptance "
         "rates",
         values="synthetic_acceptance_rates synthetic_acceptance_length acceptance_method posterior_threshold "
-        "posterior_alpha typical_acceptance_sampler_posterior_threshold",
+        "posterior_alpha typical_acceptance_sampler_posterior_threshold fly_window_size fly_entropy_threshold "
+        "fly_entropy_top_k",
         refused=True,
     ),
     SettingAnswer(
@@ -307,8 +317,9 @@ SPECULATION = (
         "suffix_decoding_min_token_prob",
     ),
     SettingAnswer(
-        "belongs to a method that is not served. Choose dflash, eagle3, mtp, suffix or ngram",
+        f"belongs to a method that is not served. {_SERVED}",
         switches="use_heterogeneous_vocab",
+        values="xpress_topc",
         refused=True,
     ),
     SettingAnswer(
@@ -345,19 +356,35 @@ RENAMED_SPECULATION: Mapping[str, tuple[str, Callable[[Any], Any]]] = {
     "num_speculative_tokens_per_batch_size": ("num_speculative_tokens", _max_drafts),
     "enable_adaptive_verification": ("adaptive", _same),
 }
+_METHODS: Mapping[object, str] = {
+    "ngram_gpu": "ngram",
+    "dspark": "dflash",
+    # vLLM's name of each family's layers; the target's files decide whether it has some
+    **{
+        f"{family}_mtp": "mtp"
+        for family in (
+            *("bailing_hybrid", "bailing_hybrid_v3", "deepseek", "dots3_note", "ernie", "exaone4_5"),
+            *("exaone_moe", "gemma4", "glm4_moe", "glm4_moe_lite", "glm5_next", "glm_ocr", "hy_v3", "hy_v4"),
+            *("inkling", "kimi_k3", "longcat_flash", "mimo", "mimo_v2", "minimax_m3", "nemotron_h"),
+            *("pangu_ultra_moe", "qwen3_5", "qwen3_next", "qwen4_exp", "step3p5", "step5"),
+        )
+    },
+}
+# Methods of vLLM that are refused, and why.
+REFUSED_METHODS = {
+    "eagle": "is not served: EAGLE-1 and EAGLE-2 are not; EAGLE-3 is (eagle3)",
+    "draft_model": "is not served: Manta drafts with drafters, not with whole language models",
+    "medusa": "is not served: Medusa's heads are not",
+    "mlp_speculator": "is not served: MLP speculators are not",
+    "custom_class": "is not served: Manta loads no external code",
+    "extract_hidden_states": "is not served: it drafts nothing. `manta drafter train` reads them itself",
+}
 # Setting -> vLLM's name of a value -> the name here.
 VALUES: Mapping[str, Mapping[object, str]] = {
     "dtype": {"half": "float16", "float": "float32"},
     "load_format": {"safetensors": "auto", "hf": "auto"},
     "generation_config": {"vllm": "openai"},
-    "method": {
-        "ngram_gpu": "ngram",
-        "dspark": "dflash",
-        **dict.fromkeys(
-            ("deepseek_mtp", "gemma4_mtp", "glm4_moe_mtp", "mimo_v2_mtp", "qwen3_5_mtp", "qwen3_next_mtp"),
-            "mtp",
-        ),
-    },
+    **dict.fromkeys(("method", "spec_method"), _METHODS),
 }
 ANSWERS: Mapping[str, SettingAnswer] = {name: answer for answer in SETTINGS for name in answer.kinds()}
 _SPECULATION_ANSWERS = {name: answer for answer in SPECULATION for name in answer.kinds()}
@@ -374,7 +401,14 @@ def accept(settings: Mapping[str, Any]) -> dict[str, Any]:  # Any: plain data, c
 
 def accept_speculation(config: Mapping[str, Any]) -> dict[str, Any]:  # Any: as above
     """Return settings of `speculative_config` with their names here."""
+    check_method(config.get("method"), "speculative_config.method")
     return _translate(config, _SPECULATION_ANSWERS, RENAMED_SPECULATION, "speculative_config.")
+
+
+def check_method(method: object, shown_as: str) -> None:
+    """Raise ConfigError, which says why, for a method of vLLM that is not served."""
+    if isinstance(method, str) and method in REFUSED_METHODS:
+        raise ConfigError(f"{shown_as}={method} {REFUSED_METHODS[method]}. {_SERVED}.", param=shown_as)
 
 
 def answer(name: str, shown_as: str, value: object, answers: Mapping[str, SettingAnswer] = ANSWERS) -> None:

@@ -68,16 +68,21 @@ def merge_speculation(base: Any, flags: Mapping[str, Any]) -> dict[str, Any] | N
     given = flags.get("speculative_config")
     refined = {key: flags[flag] for flag, key in _REFINED.items() if flags.get(flag) is not None}
     off = bool(flags.get("no_speculation"))
-    if sum((given is not None, bool(refined), off)) > 1:
+    if off and (given is not None or refined):
         raise ConfigError(
-            "speculative_config, spec_model/spec_method/spec_tokens and no_speculation exclude each other.",
-            param="speculative_config",
+            "no_speculation excludes speculative_config, spec_model, spec_method and spec_tokens.",
+            param="no_speculation",
         )
     if off:
         return None
     config = parse_speculation(given if given is not None else base)
     if not refined:
         return config
+    if given is not None and (twice := sorted(refined.keys() & (config or {}).keys())):
+        raise ConfigError(
+            f"speculative_config.{twice[0]} is also given as a flag of its own. Give one of them.",
+            param=f"speculative_config.{twice[0]}",
+        )
     config = (config or {}) | refined
     if "model" not in config and config.get("method") not in ("mtp", "ngram", "suffix"):
         raise ConfigError(

@@ -276,7 +276,7 @@ class SpeculationFlags:
         no_speculation: disable speculation, also if the YAML file has a drafter.
     """
 
-    speculative_config: str | None = None
+    speculative_config: Annotated[str | None, Flag("-sc")] = None
     spec_model: str | None = None
     spec_method: DraftMethod | None = None
     spec_tokens: int | None = None

@@ -1,17 +1,24 @@
 """Removes vLLM's flags that Manta does not have from a command line, and answers them.
 
 Called by `jobs/cli.py` before typer reads the arguments; the answers are in `cluster/vllm_settings.py`.
-typer's contexts handle `--max_num_seqs` for `--max-num-seqs`.
+typer's contexts handle `--max_num_seqs` for `--max-num-seqs`. Also here: JSON given by keys
+(`--speculative-config.method suffix`, as in vLLM).
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import fields
 from itertools import takewhile
 from typing import Any
 
-from ...cluster.vllm_settings import ANSWERS, VALUES, Kind, answer
+from ...actors.http.config.settings import ServerSettings
+from ...cluster.config import EngineConfig
+from ...cluster.errors import ConfigError
+from ...cluster.flag import parse_size
+from ...cluster.vllm_settings import ANSWERS, VALUES, Kind, answer, check_method
 
 _KINDS: dict[str, Kind] = {name: kind for found in ANSWERS.values() for name, kind in found.kinds().items()}
 _NAMES = "served_model_name"  # vLLM allows several names after one flag, typer one
@@ -23,24 +30,43 @@ _SHORT = {
     "-asc": "api_server_count",
     "-cc": "compilation_config",
     "-ep": "enable_expert_parallel",
+    "-sc": "speculative_config",
+}
+# Flags that take JSON, and so keys of it.
+_JSON = {
+    "speculative_config",
+    *(
+        each.name
+        for kind in (EngineConfig, ServerSettings)
+        for each in fields(kind)
+        if "Mapping" in str(each.type)
+    ),
 }
 
 
 def without_vllm_flags(arguments: Sequence[str]) -> list[str]:
-    """Return the arguments for typer: without vLLM's flags, and with our names for its values."""
+    """Return the arguments for typer: without vLLM's flags, and with our names for its values.
+
+    Keys of JSON (`--flag.key VALUE`) become one object for their flag.
+    """
     kept: list[str] = []
+    objects: dict[str, dict[str, Any]] = {}  # by setting
+    whole: set[str] = set()  # settings given as one value
     rest = list(arguments)
-    while rest:
+    while rest and rest[0] != "--":
         argument = rest.pop(0)
-        if argument == "--":
-            return [*kept, argument, *rest]
         flag, equals, text = argument.partition("=")
         if flag[:2] == "-O" and flag[2:].isdigit():
             flag, equals, text = "-O", "=", flag[2:]
         name = _name(flag)
+        if name in _JSON and "." in flag:
+            _set_key(objects.setdefault(name, {}), flag, text if equals else _take(rest, "value"))
+            continue
         if name is None:
             kept.append(argument)
-        elif (setting := name.removeprefix("no_")) in _KINDS:
+            continue
+        whole |= {name} & _JSON
+        if (setting := name.removeprefix("no_")) in _KINDS:
             kind = _KINDS[setting]
             value: Any = text if equals else _take(rest, kind)  # Any: JSON
             if kind == "switch":
@@ -55,7 +81,27 @@ def without_vllm_flags(arguments: Sequence[str]) -> list[str]:
                 names = list(takewhile(lambda word: not word.startswith("-"), rest))
                 del rest[: len(names)]
                 kept[-1:] = [f"{flag}={each}" for each in names] or [argument]
-    return kept
+            if name == "spec_method":
+                check_method(text if equals else next(iter(rest), None), flag)
+    for name, found in objects.items():
+        if name in whole:
+            raise ConfigError(f"{name} is given whole and by keys. Give it in one of both forms.", param=name)
+        kept.append(f"--{name.replace('_', '-')}={json.dumps(found)}")
+    return [*kept, *rest]
+
+
+def _set_key(found: dict[str, Any], flag: str, text: str) -> None:
+    """Set a value in the object of `--setting.key.inner`; `key+` appends values that commas separate."""
+    _, *outer, key = flag.split(".")
+    try:
+        for each in outer:
+            found = found.setdefault(each, {})
+        if key.endswith("+"):
+            found.setdefault(key[:-1], []).extend(map(_read, text.split(",")))
+        else:
+            found[key] = _read(text)
+    except (AttributeError, TypeError):
+        raise ConfigError(f"{flag}: another flag gives a part of it another form.", param=flag) from None
 
 
 def _names_model(arguments: Sequence[str]) -> bool:
@@ -80,9 +126,7 @@ def _take(rest: list[str], kind: Kind) -> Any:  # Any: JSON
 
 
 def _read(value: Any) -> Any:  # Any: JSON
-    if not isinstance(value, str):
-        return value
-    try:
-        return json.loads(value)
-    except ValueError:
-        return value
+    for parse in (json.loads, parse_size) if isinstance(value, str) else ():
+        with suppress(ValueError, OverflowError):
+            return parse(value)
+    return value

@@ -135,11 +135,14 @@ def test_speculation_can_be_switched_off(flags: dict[str, object], serve_config:
     assert merge_settings(flags, serve_config)["speculative_config"] is None
 
 
-def test_spec_flags_refine_the_file_and_exclude_the_json_flag(serve_config: Path) -> None:
+def test_spec_flags_refine_the_file_and_the_json_flag_but_repeat_no_key(serve_config: Path) -> None:
     refined = merge_settings({"spec_tokens": 3}, serve_config)["speculative_config"]
     assert refined == {"model": "models/drafter", "num_speculative_tokens": 3}
-    with pytest.raises(ConfigError, match="exclude each other"):
-        merge_settings({"spec_tokens": 3, "speculative_config": json.dumps({"model": "d"})}, serve_config)
+    flags = {"spec_tokens": 3, "speculative_config": json.dumps({"model": "d"})}
+    assert merge_settings(flags)["speculative_config"] == {"model": "d", "num_speculative_tokens": 3}
+    for more in ({"spec_model": "d"}, {"no_speculation": True}):
+        with pytest.raises(ConfigError, match=r"is also given|excludes"):
+            merge_settings({**flags, **more})
 
 
 SPEC = '{"model": "d", "num_speculative_token": 4}'

@@ -97,6 +97,28 @@ def test_no_setting_has_two_messages_and_sentences_have_no_period() -> None:
             ["serve", "m", "--served-model-name=a", "--served-model-name=b", "-tp", "2"],
             "",
         ),
+        (["-sc.method", "suffix", "x"], ["x", '--speculative-config={"method": "suffix"}'], ""),
+        (
+            ["--speculative-config.method=dflash", "--speculative_config.num_speculative_tokens", "7"],
+            ['--speculative-config={"method": "dflash", "num_speculative_tokens": 7}'],
+            "",
+        ),
+        (["-sc", '{"method": "suffix"}'], ["-sc", '{"method": "suffix"}'], ""),
+        (
+            [
+                "--hf-overrides.rope.factor",
+                "2.5",
+                "--hf-overrides.ids+",
+                "1,2",
+                "--hf-overrides.n",
+                "32k",
+                "--",
+            ],
+            ['--hf-overrides={"rope": {"factor": 2.5}, "ids": [1, 2], "n": 32000}', "--"],
+            "",
+        ),
+        (["--temperature", "-0.5"], ["--temperature", "-0.5"], ""),
+        (["--spec-method", "deepseek_mtp"], ["--spec-method", "mtp"], ""),
         (["serve", "--served-model-name", "a", "m"], ["serve", "--served-model-name", "a", "m"], ""),
         (["x", "--", "--trust-remote-code"], ["x", "--", "--trust-remote-code"], ""),
     ],
@@ -120,6 +142,7 @@ def test_flags_without_effect_leave_the_command_line(
         (["--hf-token", "secret"], "HF_TOKEN"),
         (["--num-speculative-tokens", "5"], "--spec-tokens"),
         (["--runner", "pooling"], "generates text"),
+        (["--spec-method", "eagle"], "EAGLE-3 is"),
     ],
 )
 def test_flags_with_a_needed_effect_are_refused_with_a_remedy(
@@ -129,6 +152,23 @@ def test_flags_with_a_needed_effect_are_refused_with_a_remedy(
         main(["serve", "m", *flags])
     said = capsys.readouterr().err
     assert sentence in said and flags[0] in said and "secret" not in said
+
+
+@pytest.mark.parametrize(
+    ("flags", "sentence"),
+    [
+        ("-sc.method medusa", "speculative_config.method=medusa is not served: Medusa's heads"),
+        ("-sc.fly_window_size 6 -sc.model d", "speculative_config.fly_window_size is not served: it would"),
+        ("-sc.method suffix -sc {}", "speculative_config is given whole and by keys"),
+        ("--hf-overrides.a 1 --hf-overrides.a.b 2", "--hf-overrides.a.b: another flag gives"),
+    ],
+)
+def test_keys_of_json_that_are_wrong_are_named(
+    flags: str, sentence: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        main(["serve", "m", *flags.split()])
+    assert sentence in capsys.readouterr().err
 
 
 def test_settings_in_yaml_and_python_get_the_same_messages(
@@ -160,6 +200,17 @@ def test_a_draft_schedule_by_batch_size_becomes_its_maximum_and_true_is_refused(
     ] == {"method": "ngram"}
     with pytest.raises(ConfigError, match="must be a list like"):
         accept_speculation({"num_speculative_tokens_per_batch_size": 7})
+
+
+def test_methods_of_vllm_are_served_under_another_name_or_refused_with_a_reason() -> None:
+    """`data/vllm_arguments.txt` has the values of vLLM's `SpeculativeMethod`."""
+    for method in NAMES["speculative_methods"]:
+        try:
+            kept = accept_speculation({"method": method})["method"]
+        except ConfigError as refused:
+            assert f"speculative_config.method={method} is not served: " in refused.message
+        else:
+            assert kept in ("dflash", "eagle3", "mtp", "ngram", "suffix"), method
 
 
 def test_true_does_not_count_as_the_default_1(caplog: pytest.LogCaptureFixture) -> None:
