@@ -118,7 +118,7 @@ def test_an_unsupported_schema_is_refused_with_the_field_and_the_reason(
     requested = StructuredOutputsParams(json=schema, sent_as="response_format.json_schema.schema")
     with pytest.raises(RequestError, match=re.escape(word)) as refused:
         frontend.compile(SamplingParams(structured_outputs=requested))
-    assert refused.value.param == "response_format.json_schema.schema"
+    assert (refused.value.param or "").startswith("response_format.json_schema.schema")
 
 
 @pytest.mark.parametrize(

@@ -138,24 +138,53 @@ HELD: dict[str, Any] = {
     },
 }
 
-# What cannot be held to, and a word of the reason.
+# What is no schema, or allows nothing, and a word of the reason.
 REFUSED: dict[str, tuple[Any, str]] = {
-    "not": ({"not": {"type": "string"}}, "not"),
-    "uniqueItems": ({"type": "array", "uniqueItems": True}, "uniqueItems"),
-    "contains": ({"type": "array", "contains": _BOOL}, "contains"),
-    "if and then": ({"if": _BOOL, "then": _DIGIT}, "if"),
-    "dependentRequired": ({"type": "object", "dependentRequired": {"a": ["b"]}}, "dependentRequired"),
-    "oneOf that overlap": ({"oneOf": [_WORD, {"type": "string"}]}, "oneOf"),
-    "no such type": ({"type": "text"}, "text"),
-    "no such format": ({"type": "string", "format": "colour"}, "colour"),
-    "a pattern that looks ahead": ({"type": "string", "pattern": "^(?=a)b$"}, "look"),
     "a reference to nothing": ({"$ref": "#/$defs/none"}, "none"),
     "bounds that cross": ({"type": "integer", "minimum": 5, "maximum": 3}, "minimum"),
-    "a bound that is read wrongly": (
-        _object(a={"type": "number", "exclusiveMinimum": 0, "maximum": 0.5}),
-        "exclusive",
-    ),
     "nothing at all": (False, "false"),
+    "a schema that is a list": (_object(a=[_BOOL]), "properties.a"),
+}
+
+# Keywords that cannot be enforced, and the paths that name them.
+LEFT_OUT: dict[str, tuple[Any, list[str]]] = {
+    "not": ({"not": {"type": "string"}}, ["not"]),
+    "uniqueItems": (_object(tags=_array(_BOOL, uniqueItems=True)), ["properties.tags.uniqueItems"]),
+    "contains": ({"type": "array", "contains": _BOOL, "minContains": 2}, ["contains", "minContains"]),
+    "if and then": ({"if": _BOOL, "then": _DIGIT}, ["if", "then"]),
+    "dependentRequired": ({"type": "object", "dependentRequired": {"a": ["b"]}}, ["dependentRequired"]),
+    "oneOf that overlap": ({"oneOf": [_WORD, {"type": "string"}]}, ["oneOf"]),
+    "no such type": ({"type": "text"}, ["type"]),
+    "no such format": (_object(a={"type": "string", "format": "colour"}), ["properties.a.format"]),
+    "a pattern that looks ahead": ({"type": "string", "pattern": "^(?=a)b$"}, ["pattern"]),
+    "a pattern that is none": ({"type": "string", "pattern": "(a"}, ["pattern"]),
+    "a bound that is read wrongly": (
+        {"type": "number", "exclusiveMinimum": 0, "maximum": 0.5},
+        ["exclusiveMinimum"],
+    ),
+    "a multiple of many digits": ({"type": "number", "multipleOf": 1e-30}, ["multipleOf"]),
+    "a count that is a text": ({"type": "string", "maxLength": "9"}, ["maxLength"]),
+    "sizes beside optional properties": (
+        {"type": "object", "properties": {"a": _BOOL}, "minProperties": 2},
+        ["minProperties"],
+    ),
+    "names that cannot be written as patterns": (
+        {"type": "object", "propertyNames": {"not": {"const": "a"}}},
+        ["propertyNames"],
+    ),
+    "patterns that overlap": (
+        {"type": "object", "patternProperties": {"^a": _BOOL, "b$": _DIGIT}},
+        ["patternProperties"],
+    ),
+    "in a definition that is used twice": (
+        {
+            "$defs": {"s": {"type": "array", "uniqueItems": True}},
+            **_object(a={"$ref": "#/$defs/s"}, b={"$ref": "#/$defs/s"}),
+        },
+        ["$defs.s.uniqueItems"],
+    ),
+    "another document": ({"$ref": "https://example.org/point.json"}, ["$ref"]),
+    "an unknown keyword": ({"type": "string", "maxlength": 3}, ["maxlength"]),
 }
 
 
