@@ -314,12 +314,6 @@ def compile_all(
         process.kill()
 
 
-@pytest.mark.parametrize("module", SHAPES)
-def test_every_kernel_is_in_the_short_form(module: str) -> None:
-    few = {shape.kernel for capability in CAPABILITIES for shape in chosen(module, capability, whole=False)}
-    assert few == {shape.kernel for shape in SHAPES[module]}
-
-
 @pytest.mark.parametrize(
     ("module", "capability"),
     [(module, each) for module in SHAPES for each in CAPABILITIES if chosen(module, each)],

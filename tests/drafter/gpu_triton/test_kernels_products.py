@@ -27,7 +27,7 @@ from manta.drafter.compute.gpu_triton.linear.projections import (
     as_tensor,
 )
 from manta.drafter.compute.gpu_triton.linear.skinny_gemm import multiply
-from manta.drafter.compute.layers.linear import Activation, Linear, RMSNorm
+from manta.drafter.compute.layers.linear import Linear, RMSNorm
 from support.engines.devices import DEVICE, HALVES, ON_GPU, Launches
 from support.engines.thread_ranks import ThreadRank, ThreadRanks
 from support.oracles.sampling_cases import WHOLE
@@ -37,7 +37,6 @@ pytestmark = pytest.mark.usefixtures("on_the_device")
 DTYPES = (torch.float32, *HALVES)
 # A GPU's products of fp32 are three of tf32.
 TOLERANCE = {torch.float32: 1e-5 if ON_GPU else 3e-6, torch.float16: 2e-3, torch.bfloat16: 2e-2}
-ROWS = (1, 5, 16, 17, 64)
 EPS = 1e-6
 WORKSPACE = ProductWorkspace(DEVICE)
 QWEN3_8B = {  # outputs, inputs, gated
@@ -86,57 +85,12 @@ class Product:
         return (y_NO if self.bias_O is None else y_NO + self.bias_O.double()).to(self.dtype)
 
 
-def pending(x_NK: Tensor, weight_dtype: torch.dtype, parts: int) -> PendingNorm:
-    """Return a norm of these rows, whose squares are summed in `parts`."""
-    chunks = x_NK.float().square().tensor_split(parts, dim=1)
-    squares_NT = torch.stack([chunk.sum(1) for chunk in chunks], dim=1)
-    return PendingNorm(x_NK, squares_NT, RMSNorm((torch.rand(x_NK.shape[1]) + 0.5).to(weight_dtype), EPS))
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("rows", ROWS)
-@pytest.mark.parametrize("bias", [False, True], ids=["", "bias"])
-@pytest.mark.one_in(2)
-def test_a_product_equals_the_definition_row_by_row(rows: int, dtype: torch.dtype, bias: bool):
-    product, residual_NO = Product(rows, 200, 70, dtype, bias), tensor(rows, 70, dtype=dtype)
-    assert_near(product.own(product.x_NK), product.exact(product.x_NK))
-    assert_near(product.own(product.x_NK, residual_NO), product.exact(product.x_NK) + residual_NO)
-
-
 def test_rows_and_residual_may_be_slices_or_empty():
     product = Product(5, 96, 70, torch.float32)
     wide_NK, residual_NO = tensor(5, 200, dtype=torch.float32), tensor(5, 99, dtype=torch.float32)[:, 20:90]
     got = product.own(wide_NK[:, 100:196], residual_NO)
     assert_near(got, product.exact(wide_NK[:, 100:196]) + residual_NO)
     assert product.own(wide_NK[:0, :96]).shape == (0, 70)
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("rows", ROWS)
-@pytest.mark.one_in(2)
-def test_a_residuals_squares_give_the_norm_of_the_next_product(rows: int, dtype: torch.dtype):
-    """The reference is `residual + product`, its `RMSNorm` and the next product, rounded where they are."""
-    down, after = Product(rows, 300, 136, dtype, bias=True), Product(rows, 136, 66, dtype)
-    residual_NH, norm = tensor(rows, 136, dtype=dtype), RMSNorm(torch.rand(136).to(dtype) + 0.5, EPS)
-    before = residual_NH.clone()
-    sum_NH, left = down.own.added(down.x_NK, residual_NH, norm)
-    assert torch.equal(residual_NH, before)
-    assert_near(sum_NH, down.exact(down.x_NK) + residual_NH)
-    torch.testing.assert_close(left.squares_NT.sum(1), sum_NH.float().square().sum(1), rtol=1e-6, atol=0)
-    assert_near(after.own(left), after.exact(norm(sum_NH)))
-    assert_near(as_tensor(left), norm(sum_NH))
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("rows", ROWS)
-@pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
-@pytest.mark.one_in(2)
-def test_a_gate_is_paired_with_its_column(rows: int, activation: Activation, dtype: torch.dtype):
-    product = Product(rows, 136, 2 * 45, dtype, bias=activation == "silu")
-    normed = pending(product.x_NK, torch.float32, parts=3)
-    expected = gate(product.exact(normed.norm(product.x_NK)), activation)
-    assert_near(product.own.gated(normed, activation), expected)
-    assert_near(product.own.gated(product.x_NK, activation), gate(product.exact(product.x_NK), activation))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -320,11 +274,6 @@ def test_a_quantized_product_equals_the_dequantized_weights(
     assert_near(as_tensor(left), norm(sum_NO))
     names = [kernel for kernel, _ in launches]
     assert names.count("_multiply") == 3 * (rows <= MAX_OWN_ROWS) == 3 - names.count("_dequantize")
-
-
-def test_codes_of_8_bits_are_exact_in_fp16_on_their_way_to_bf16():
-    codes = torch.arange(256).to(torch.uint8).view(torch.float8_e4m3fn)
-    assert torch.equal(codes.half().float().bfloat16().nan_to_num(), codes.bfloat16().nan_to_num())
 
 
 def test_quantized_weights_in_blocks_equal_those_of_their_rows():

@@ -182,14 +182,6 @@ def test_greedy_and_noisy_rows_choose_as_sample_rows(dtype: torch.dtype):
     assert scores[greedy].equal(best[greedy])
 
 
-@pytest.mark.parametrize("seed", [0, 1])
-def test_rows_of_all_kinds_choose_as_sample_rows(seed: int):
-    rows, vocab = 8, 1200
-    requests = mixed(np.random.default_rng(seed), rows, vocab)
-    logits = normal(rows, vocab, seed)
-    assert requests.choose(logits, filters=True)[0].equal(sample_rows(logits.clone(), requests.oracle()))
-
-
 @pytest.mark.parametrize("filters", [False, True])
 def test_margins_equal_those_of_sampling(filters: bool):
     """Rows include some with one kept, one or no possible, or several equal tokens."""

@@ -45,16 +45,6 @@ def test_convolutions_equal_their_definition(taps: int, hidden: int, group: int,
             )
 
 
-def test_a_convolution_starts_again_with_each_requests_block():
-    torch.manual_seed(1)
-    x_NH, dynamic_NTC, base_TH = torch.randn(7, 8), torch.randn(7, 3, 2), torch.randn(3, 8)
-    owners_N = torch.tensor([1, 1, 1, 2, 2, 3, 3])
-    whole = convolve(x_NH, dynamic_NTC, base_TH, owners_N)
-    for begin, end in ((0, 3), (3, 5), (5, 7)):
-        alone = convolve(x_NH[begin:end], dynamic_NTC[begin:end], base_TH, owners_N[begin:end])
-        assert torch.equal(whole[begin:end], alone)
-
-
 def pair_of(name: str, drafts: tuple[int, ...]) -> StatePair:
     """Return requests with settings of a name; some have fewer stop tokens."""
     stops = [(7, 9), (7, 9, 11)]

@@ -303,26 +303,3 @@ def test_acceptance_and_advancing_equal_the_hosts(case: Case, of_all_rows: bool)
     advanced = np.full(SLOTS, 1000)
     advanced[plan.slots] = plan.num_computed + plan.num_rows - plan.num_drafts + accepted
     assert tables.num_computed.tolist() == advanced.tolist()
-
-
-def test_two_steps_of_a_request_run_without_the_host():
-    plan = plan_of([4], [9], [4], [3], [True])
-    states = states_of(plan)
-    tables = tables_of(states, plan)
-    known = tables.token_ids[4, :10].tolist()
-    requests = ragged(Case(ONE_GROUP, plan, 0, 0, 0), plan.num_rows, max_drafts=3)
-    for proposed, chosen, new in (
-        ([5, 6, 7], [5, 6, 8, 9], [5, 6, 8]),
-        ([1, 2, 3], [1, 2, 3, 4], [1, 2, 3, 4]),
-    ):
-        block = lay_out_block(requests, tables, MASK)
-        assert block.token_ids_N.tolist() == [known[-1], MASK, MASK, MASK]
-        write_drafts(torch.tensor([99, *proposed]), block, tables)
-        rows = lay_out_rows(requests, tables)
-        assert rows.token_ids_N.tolist() == [known[-1], *proposed]
-        outcome = torch.empty(1, 5, dtype=torch.int32)
-        accept_and_advance(torch.tensor(chosen), requests, tables, outcome)
-        assert outcome[0, : outcome[0, -1]].tolist() == new
-        known += new
-        assert tables.token_ids[4, : len(known)].tolist() == known
-        assert tables.num_computed[4] == len(known) - 1
