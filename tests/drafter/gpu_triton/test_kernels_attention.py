@@ -1,4 +1,4 @@
-"""The paged attention kernel against dense attention in fp64, by request (device: see `devices.py`).
+"""The paged attention kernel against PyTorch's operators in fp64 (device: see `devices.py`).
 
 The interpreter's bf16 products are broken: there bf16 is only compiled (`test_kernels_compile.py`).
 Everything that a call may not read (beyond a length, padding rows, an earlier call's workspace) is NaN.
@@ -21,6 +21,8 @@ from manta.actors.targets.loading.load_plan import kv_dtype
 from manta.cluster.config import EngineConfig
 from manta.cluster.pages.kv_cache_groups import KVCacheSpec
 from manta.drafter.compute.backend import DeviceCapabilities, Feature, ModelStackSpec
+from manta.drafter.compute.eager.attention import paged_attention
+from manta.drafter.compute.eager.attention_metadata import AttentionBatch
 from manta.drafter.compute.gpu_triton import backend, flash_attention
 from manta.drafter.compute.gpu_triton.attention import attention_tiles as tiles
 from manta.drafter.compute.gpu_triton.attention.attention_tiles import (
@@ -72,10 +74,8 @@ class Case:
         self.shape, self.lengths, self.num_rows = shape, lengths, rows
         used = [-(-length // shape.page_size) for length in lengths]
         nowhere = sum(used)  # a page of NaN, to which the table points beyond a request's length
-        sizes = 2, nowhere + 1, shape.page_size, shape.geometry
-        self.cache = PagedKVCache(
-            *sizes, shape.kv_dtype or shape.dtype, DEVICE, scales=[UNSCALED, shape.scales]
-        )
+        self.size, dtype = (nowhere + 1, shape.page_size, shape.geometry), shape.kv_dtype or shape.dtype
+        self.cache = PagedKVCache(2, *self.size, dtype, DEVICE, scales=[UNSCALED, shape.scales])
         self.cache.kv.fill_(NAN)
         order = torch.randperm(nowhere).int().split(used)
         pages_BP = torch.full((len(rows) + 2, max_keys // shape.page_size), nowhere, dtype=torch.int32)
@@ -136,33 +136,18 @@ class Case:
         assert not workspace.arrived.any(), "counters are zeros between launches"
         return out
 
-    def dense(self, *, sinks=False, causal=True, window=None, first_key=0) -> Tensor:
-        """Return [N, Q * D] in fp64; zeros for padding."""
-        out_NQF = torch.zeros(*self.q.shape[:2], self.shape.geometry.v_head_dim, dtype=torch.float64)
-        ends = self.rows.cu_rows.tolist()[1:]
-        for slot, length, count, end in zip(
-            self.rows.slots_B, self.lengths, self.num_rows, ends, strict=True
-        ):
-            k_TQD, v_TQF = (
-                pages[self.rows.page_table[slot].long()]
-                .flatten(0, 1)[:length]
-                .double()
-                .repeat_interleave(self.shape.heads // self.shape.kv_heads, 1)
-                * scale
-                for pages, scale in zip(self.cache.heads(1), self.shape.scales, strict=True)
-            )
-            p, t = torch.arange(length - count, length)[:, None], torch.arange(length)
-            seen = (t <= p) if causal else torch.ones(count, length, dtype=torch.bool)
-            if window is not None:
-                seen &= (t > p - window) & (t < p + window)
-            seen &= (t >= first_key) | (t == p)
-            q_NQD = self.q[end - count : end].double()
-            scores = torch.einsum("nqd,tqd->nqt", q_NQD, k_TQD) * self.scale
-            scores = scores.masked_fill(~seen[:, None], -torch.inf)
-            sink = self.sinks.double() if sinks else torch.full_like(self.sinks.double(), -torch.inf)
-            scores = torch.cat((scores, sink[:, None].expand(count, -1, 1)), -1)
-            out_NQF[end - count : end] = torch.einsum("nqt,tqd->nqd", scores.softmax(-1)[..., :-1], v_TQF)
-        return out_NQF.flatten(1)
+    def dense(self, *, sinks: bool = False, **kind) -> Tensor:
+        """Return [N, Q * F] by PyTorch's operators in fp64; zeros for padding."""
+        exact, real = PagedKVCache(2, *self.size, torch.float64, DEVICE), np.array(self.num_rows) > 0
+        exact.kv.copy_(self.cache.kv.double().nan_to_num())
+        for pages, scale in zip(exact.heads(1), self.shape.scales, strict=True):
+            pages.mul_(scale)
+        rows_B, slots_B = np.array(self.num_rows)[real], self.rows.slots_B.cpu().numpy()[real]
+        places = np.array(self.lengths)[real] - rows_B, rows_B, self.pages_BP.cpu().numpy()[slots_B]
+        batch = AttentionBatch.build(*places, self.shape.page_size, DEVICE)
+        q, sinks_Q = self.q[: rows_B.sum()].double(), self.sinks.double() if sinks else None
+        out_NO = paged_attention(q, exact, 1, batch, self.scale, sinks_Q=sinks_Q, **kind)
+        return torch.nn.functional.pad(out_NO, (0, 0, 0, len(self.q) - len(q)))
 
     def check(self, workspace: AttentionWorkspace | None = None, **kind) -> None:
         error = (self.attend(workspace=workspace, **kind).double() - self.dense(**kind)).abs().max().item()

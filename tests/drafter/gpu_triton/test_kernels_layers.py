@@ -11,9 +11,13 @@ from __future__ import annotations
 import pytest
 import torch
 from manta.cluster.pages.kv_cache_groups import KVCacheSpec
+from manta.drafter.compute.backend import PlacedRows
+from manta.drafter.compute.block_weights import AttentionShape
+from manta.drafter.compute.eager.attention_metadata import EagerPass
+from manta.drafter.compute.eager.backend import EagerAttention, EagerContextWriter
 from manta.drafter.compute.gpu_triton.attention.norm_rope_kv_write import norm_rotate_write, write_context
 from manta.drafter.compute.gpu_triton.common.element_ops import add_rms_norm, gate, rms_norm
-from manta.drafter.compute.layers.linear import Activation, HeadNorm, RMSNorm
+from manta.drafter.compute.layers.linear import Activation, RMSNorm
 from manta.drafter.compute.layers.linear import gate as gate_of_the_layer
 from manta.drafter.compute.layers.rope import RopeConfig, RotaryEmbedding
 from manta.drafter.compute.memory.kv_cache import UNSCALED, KVScales, PagedKVCache
@@ -53,43 +57,36 @@ def weights(*shape: int, dtype: torch.dtype) -> Tensor:
 @pytest.mark.parametrize(("rows", "width"), [(1, 192), (33, 64), (3, 2880), (2, 4096), (0, 192)])
 @pytest.mark.one_in(2)
 def test_the_norm_of_rows_equals_the_layers(rows: int, width: int, dtype: torch.dtype):
-    x_NH, weight_H = randn(rows, width, dtype=dtype), weights(width, dtype=dtype)
-    assert_same(rms_norm(x_NH, weight_H, EPS), RMSNorm(weight_H, EPS)(x_NH))
+    """Rows are slices; with weights in fp32 they are rounded once, at the end."""
+    x_NH = randn(rows, 2 * width, dtype=dtype)[:, width:]
+    for weight_H in (weights(width, dtype=dtype), weights(width, dtype=FP32)):
+        assert_same(rms_norm(x_NH, weight_H, EPS), RMSNorm(weight_H, EPS)(x_NH))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("rows", "width"), [(1, 4096), (17, 192), (2, 2880), (0, 192)])
+@pytest.mark.parametrize(
+    ("rows", "width", "of_norm", "scalar"),
+    [
+        (1, 4096, None, None),
+        (17, 192, FP32, None),
+        (9, 640, FP32, 0.7),
+        (2, 2880, None, 0.7),
+        (0, 192, None, None),
+    ],
+)
 @pytest.mark.one_in(2)
-def test_a_residual_is_added_and_normed_without_changing_it(rows: int, width: int, dtype: torch.dtype):
-    y_NH, x_NH = randn(rows, width, dtype=dtype), randn(rows, width, dtype=dtype)
-    weight_H = weights(width, dtype=dtype)
-    before_NH = x_NH.clone()
-    sum_NH, normed_NH = add_rms_norm(y_NH, x_NH, weight_H, EPS)
-    assert torch.equal(x_NH, before_NH)
-    assert_same(sum_NH, x_NH + y_NH)
-    if dtype is torch.float16:
-        assert torch.equal(sum_NH, x_NH + y_NH)
-    assert_same(normed_NH, RMSNorm(weight_H, EPS)(sum_NH))
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("scalar", [None, 0.7])
-def test_norms_with_fp32_weights_are_rounded_once(scalar: float | None, dtype: torch.dtype):
-    """At the end, as in the layer. A scaled residual is rounded before and after it is scaled."""
-    y_NH, x_NH, weight_H = randn(9, 640, dtype=dtype), randn(9, 640, dtype=dtype), weights(640, dtype=FP32)
-    assert_same(rms_norm(x_NH, weight_H, EPS), RMSNorm(weight_H, EPS)(x_NH))
+def test_a_residual_is_added_scaled_and_normed_without_changing_it(
+    rows: int, width: int, of_norm: torch.dtype | None, scalar: float | None, dtype: torch.dtype
+):
+    """Rows are slices. A scaled residual is rounded before and after it is scaled."""
+    wide_NH, weight_H = randn(rows, 3 * width, dtype=dtype), weights(width, dtype=of_norm or dtype)
+    y_NH, x_NH, before_NH = wide_NH[:, :width], wide_NH[:, 2 * width :], wide_NH.clone()
     sum_NH, normed_NH = add_rms_norm(y_NH, x_NH, weight_H, EPS, scalar)
-    assert_same(sum_NH, x_NH + y_NH if scalar is None else (x_NH + y_NH) * scalar)
+    assert torch.equal(wide_NH, before_NH)
+    expected_NH = x_NH + y_NH if scalar is None else (x_NH + y_NH) * scalar
+    assert_same(sum_NH, expected_NH)
+    assert dtype is not torch.float16 or scalar or torch.equal(sum_NH, expected_NH)
     assert_same(normed_NH, RMSNorm(weight_H, EPS)(sum_NH))
-
-
-def test_rows_of_norms_may_be_slices():
-    wide_NH, weight_H = randn(5, 3 * 96, dtype=FP32), weights(96, dtype=FP32)
-    x_NH, y_NH = wide_NH[:, :96], wide_NH[:, 192:]
-    assert_same(rms_norm(y_NH, weight_H, EPS), RMSNorm(weight_H, EPS)(y_NH))
-    sum_NH, normed_NH = add_rms_norm(y_NH, x_NH, weight_H, EPS)
-    assert_same(sum_NH, x_NH + y_NH)
-    assert_same(normed_NH, RMSNorm(weight_H, EPS)(x_NH + y_NH))
 
 
 @pytest.mark.parametrize("eps", [1e-6, 1e-2])
@@ -150,12 +147,14 @@ def two_caches(layers: int, num_kv: int, head_dim: int, dtype: torch.dtype) -> l
     return caches
 
 
-def assert_written(cache: PagedKVCache, expected: PagedKVCache, slots_N: Tensor):
+def assert_written(
+    cache: PagedKVCache, expected: PagedKVCache, slots_N: Tensor, *, copies_values: bool = True
+) -> None:
     """Assert that keys and values in `slots` are the same, and that all other slots are unchanged."""
     ours, theirs = (c.planes(0, c.num_layers).flatten(1, 2) for c in (cache, expected))
     wanted_N = slots_N[slots_N != cache.skip_slot]
-    assert_same(ours[:, wanted_N, 0], theirs[:, wanted_N, 0])
-    assert torch.equal(ours[:, wanted_N, 1], theirs[:, wanted_N, 1])
+    assert_same(ours[:, wanted_N], theirs[:, wanted_N])
+    assert not copies_values or torch.equal(ours[:, wanted_N, 1], theirs[:, wanted_N, 1])
     others = torch.ones(ours.shape[1], dtype=torch.bool).index_fill(0, slots_N, False)
     assert torch.equal(ours[:, others], theirs[:, others])
 
@@ -165,26 +164,28 @@ def some_rows(num_rows: int) -> tuple[Tensor, Tensor]:
     return torch.randint(MAX_POSITIONS, (num_rows,)), torch.randperm(NUM_PAGES * PAGE_SIZE)[:num_rows]
 
 
+class Queries(EagerAttention):
+    """Norms, rotates and writes as a transformer block does, and returns the queries."""
+
+    attend = staticmethod(lambda q_NQD, *_, **__: q_NQD)
+
+
 def reference_write(
     qkv_NJD: Tensor,
     norms: tuple[Tensor, Tensor] | None,
     positions_N: Tensor,
     slots_N: Tensor,
     cache: PagedKVCache,
-    layer: int,
+    layer: int = 0,
+    *,
+    v_norm: bool = False,
 ) -> Tensor:
-    """Compute as a transformer block does; return q."""
-    num_kv = cache.geometries[0].num_kv_heads
-    num_q = qkv_NJD.shape[1] - 2 * num_kv
-    rotation = rotary(qkv_NJD.shape[2], qkv_NJD.dtype).at(positions_N)
-    qk = qkv_NJD[:, : num_q + num_kv]
-    normed = qk
-    if norms is not None:
-        q_JD, k_JD = norms[0].expand(num_q, -1), norms[1].expand(num_kv, -1)
-        normed = HeadNorm(torch.cat((q_JD, k_JD)), EPS)(qk)
-    rotation.rotate(normed, out_NJD=qk)
-    cache.write(layer, slots_N, qkv_NJD[:, num_q:].flatten(1))
-    return qkv_NJD[:, :num_q]
+    """Compute by PyTorch's operators, in place; return q."""
+    num_kv, dim = cache.geometries[0].num_kv_heads, qkv_NJD.shape[2]
+    sizes, rope = (qkv_NJD.shape[1] - 2 * num_kv, num_kv, dim, dim), rotary(dim, qkv_NJD.dtype)
+    shape = AttentionShape(*sizes, *(norms or (None, None)), EPS, rope, 1.0, v_norm=v_norm)
+    rows = PlacedRows(positions_N, (slots_N,), (None,))
+    return Queries(shape)(qkv_NJD.flatten(1), EagerPass(rows), cache, layer)
 
 
 def write(
@@ -203,7 +204,7 @@ def write(
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("normed", ["qwen3", "gemma", None], ids=lambda name: name or "llama")
+@pytest.mark.parametrize("normed", ["qwen3", "gemma", "gemma4", None], ids=lambda name: name or "llama")
 @pytest.mark.parametrize(
     ("rows", "num_q", "num_kv", "head_dim"),
     [
@@ -220,15 +221,20 @@ def write(
 def test_heads_are_normed_rotated_and_written_as_in_the_layers(
     rows: int, num_q: int, num_kv: int, head_dim: int, normed: str | None, dtype: torch.dtype
 ):
-    qkv_NJD = randn(rows, num_q + 2 * num_kv, head_dim, dtype=dtype)
-    of_norms = FP32 if normed == "gemma" else dtype
+    """Rows are of a wider buffer, positions and slots are int32, and the last two rows are padding."""
+    wide_NJD = 3 * randn(rows + 2, num_q + 2 * num_kv + 2, head_dim, dtype=dtype)
+    qkv_NJD, behind = wide_NJD[:, :-2], wide_NJD[:, -2:].clone()
+    of_norms, v_norm = dtype if normed == "qwen3" else FP32, normed == "gemma4"
     norms = (weights(head_dim, dtype=of_norms), weights(head_dim, dtype=of_norms)) if normed else None
-    positions_N, slots_N = some_rows(rows)
+    positions_N, slots_N = some_rows(rows + 2)
     cache, expected_cache = two_caches(2, num_kv, head_dim, dtype)
-    expected_q = reference_write(qkv_NJD.clone(), norms, positions_N, slots_N, expected_cache, 1)
-    write(qkv_NJD, norms, positions_N, slots_N, cache, 1)
+    positions_N[rows:], slots_N[rows:] = 0, cache.skip_slot
+    given = norms, positions_N, slots_N, expected_cache, 1
+    expected_q = reference_write(qkv_NJD.clone(), *given, v_norm=v_norm)
+    write(qkv_NJD, norms, positions_N.int(), slots_N.int(), cache, 1, v_norm=v_norm)
     assert_same(qkv_NJD[:, :num_q], expected_q)
-    assert_written(cache, expected_cache, slots_N)
+    assert torch.equal(wide_NJD[:, -2:], behind)
+    assert_written(cache, expected_cache, slots_N, copies_values=not v_norm)
 
 
 @pytest.mark.filterwarnings("ignore:invalid value")  # as on a GPU, NaN is right there
@@ -242,7 +248,7 @@ def test_values_that_are_no_numbers_are_written_as_zeros(dtype: torch.dtype):
     for norms in (None, (norm_D, norm_D)):
         cache, expected_cache = two_caches(1, 2, 64, dtype)
         ours_NJD, theirs_NJD = qkv_NJD.clone(), qkv_NJD.clone()
-        expected_q = reference_write(theirs_NJD, norms, positions_N, slots_N, expected_cache, 0)
+        expected_q = reference_write(theirs_NJD, norms, positions_N, slots_N, expected_cache)
         write(ours_NJD, norms, positions_N, slots_N, cache)
         assert_written(cache, expected_cache, slots_N)
         assert torch.equal(ours_NJD[:, :4].isfinite(), expected_q.isfinite())
@@ -257,20 +263,6 @@ def test_heads_normed_in_fp32_are_rounded_once():
     cache, _ = two_caches(1, 2, 64, torch.float16)
     write(qkv_NJD, (norm_D, norm_D), torch.zeros(50, dtype=torch.int64), torch.arange(50), cache)
     assert (qkv_NJD[:, :2] == exact_NJD.half()).float().mean() > 0.9999
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("dim", [64, 24])
-def test_values_are_normed_if_the_model_needs_it(dtype: torch.dtype, dim: int):
-    qkv_NJD, norm_D = 3 * randn(5, 10, dim, dtype=dtype), weights(dim, dtype=FP32)
-    positions_N, slots_N = some_rows(5)
-    cache, expected_cache = two_caches(1, 3, dim, dtype)
-    expected_NJD = qkv_NJD.clone()
-    expected_NJD[:, 7:] = F.rms_norm(expected_NJD[:, 7:], (dim,), None, EPS)
-    expected_q = reference_write(expected_NJD, (norm_D, norm_D), positions_N, slots_N, expected_cache, 0)
-    write(qkv_NJD, (norm_D, norm_D), positions_N, slots_N, cache, v_norm=True)
-    assert_same(qkv_NJD[:, :4], expected_q)
-    assert_same(cache.kv, expected_cache.kv)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -291,20 +283,6 @@ def test_heads_are_divided_by_the_scales_of_e4m3(dtype: torch.dtype):
     assert torch.equal(got, expected) and not torch.equal(got, unscaled)
 
 
-def test_rows_may_be_slices_with_padding_and_small_integers():
-    """Rows are of a wider buffer, positions and slots are int32, and padding goes to the skip slot."""
-    wide_NJD, norms = randn(7, 10, 64, dtype=FP32), (weights(64, dtype=FP32), weights(64, dtype=FP32))
-    qkv_NJD, behind = wide_NJD[:, :8], wide_NJD[:, 8:].clone()
-    positions_N, slots_N = some_rows(7)
-    cache, expected_cache = two_caches(1, 2, 64, FP32)
-    positions_N[5:], slots_N[5:] = 0, cache.skip_slot
-    expected_q = reference_write(qkv_NJD.clone(), norms, positions_N, slots_N, expected_cache, 0)
-    write(qkv_NJD, norms, positions_N.int(), slots_N.int(), cache)
-    assert_same(qkv_NJD[:, :4], expected_q)
-    assert torch.equal(wide_NJD[:, 8:], behind)
-    assert_written(cache, expected_cache, slots_N)
-
-
 def test_without_rows_nothing_is_written():
     cache, expected_cache = two_caches(2, 2, 64, FP32)
     none = torch.empty(0, dtype=torch.int64)
@@ -318,14 +296,9 @@ def test_without_rows_nothing_is_written():
 def reference_context(
     kv_NJD: Tensor, k_norm_LD: Tensor, positions_N: Tensor, slots_N: Tensor, cache: PagedKVCache
 ):
-    """Compute as `write_context` after the product, layer by layer."""
-    num_kv = cache.geometries[0].num_kv_heads
-    num_keys = cache.num_layers * num_kv
-    keys = kv_NJD[:, :num_keys]
-    normed = HeadNorm(k_norm_LD.repeat_interleave(num_kv, dim=0), EPS)(keys)
-    rotary(kv_NJD.shape[2], kv_NJD.dtype).at(positions_N).rotate(normed, out_NJD=keys)
-    kv_LN2KD = kv_NJD.unflatten(1, (2, cache.num_layers, num_kv)).permute(2, 0, 1, 3, 4)
-    cache.write_all(0, slots_N, kv_LN2KD)
+    write = EagerContextWriter(k_norm_LD, EPS, cache.geometries[0].num_kv_heads)
+    rows = PlacedRows(positions_N, (slots_N,), (None,))
+    write(kv_NJD.flatten(1), rotary(kv_NJD.shape[2], kv_NJD.dtype), rows, cache, 0)
 
 
 @pytest.mark.parametrize("of_norms", [None, FP32], ids=["norms alike", "norms in fp32"])
@@ -338,13 +311,15 @@ def reference_context(
 def test_context_is_written_to_all_layers_as_in_the_drafter(
     rows: int, layers: int, num_kv: int, head_dim: int, dtype: torch.dtype, of_norms: torch.dtype | None
 ):
-    kv_NJD = randn(rows, 2 * layers * num_kv, head_dim, dtype=dtype)
+    """Rows are of a wider buffer, positions and slots are int32, and the last two rows are padding."""
+    kv_NJD = randn(rows + 2, 2 * layers * num_kv + 3, head_dim, dtype=dtype)[:, :-3]
     k_norm_LD = weights(layers, head_dim, dtype=of_norms or dtype)
-    positions_N, slots_N = some_rows(rows)
+    positions_N, slots_N = some_rows(rows + 2)
     cache, expected_cache = two_caches(layers, num_kv, head_dim, dtype)
+    positions_N[rows:], slots_N[rows:] = 0, cache.skip_slot
     reference_context(kv_NJD.clone(), k_norm_LD, positions_N, slots_N, expected_cache)
-    pages = cache.planes(0, layers)
-    write_context(kv_NJD, k_norm_LD, EPS, *tables(head_dim, dtype), positions_N, slots_N, pages)
+    where = positions_N.int(), slots_N.int(), cache.planes(0, layers)
+    write_context(kv_NJD, k_norm_LD, EPS, *tables(head_dim, dtype), *where)
     assert_written(cache, expected_cache, slots_N)
 
 
@@ -364,15 +339,3 @@ def test_context_in_e4m3_is_divided_by_each_layers_scales():
     assert torch.equal(found[..., 128:], expected[..., 128:]) and (found[1].abs() == 448).any()
     assert (found != expected).float().mean() < 0.02, "keys are normed in another order"
     assert (found - expected).abs().max() <= expected.abs().max() / 8
-
-
-def test_context_rows_may_be_slices_with_padding():
-    wide_NJD, k_norm_LD = randn(6, 11, 64, dtype=FP32), weights(2, 64, dtype=FP32)
-    kv_NJD = wide_NJD[:, :8]
-    positions_N, slots_N = some_rows(6)
-    cache, expected_cache = two_caches(2, 2, 64, FP32)
-    positions_N[3:], slots_N[3:] = 0, cache.skip_slot
-    reference_context(kv_NJD.clone(), k_norm_LD, positions_N, slots_N, expected_cache)
-    where = positions_N.int(), slots_N.int(), cache.planes(0, 2)
-    write_context(kv_NJD, k_norm_LD, EPS, *tables(64, FP32), *where)
-    assert_written(cache, expected_cache, slots_N)
