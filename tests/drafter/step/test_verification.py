@@ -7,7 +7,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from manta.drafter.step.cpu_numba.step_ops import LOOPS
 from manta.drafter.step.sampling.step_ops import DEFINITION
-from manta.drafter.step.sampling.verification import accept
 
 
 def loop(chosen: list[list[int]], drafts: list[list[int]]) -> list[list[int]]:
@@ -54,15 +53,3 @@ def test_acceptance_equals_a_loop_over_requests(step, spare: int):
         for r, expected in enumerate(loop(chosen, drafts)):
             assert num[r] == len(expected)
             assert tokens[r].tolist() == expected + [-1] * (width + 1 - len(expected))
-
-
-def test_a_mismatch_yields_the_targets_token_and_a_full_match_a_bonus_token():
-    sampled = torch.tensor([5, 6, 7, 5, 6, 7])
-    tokens, num = accept(sampled, torch.tensor([3, 3]), torch.tensor([[5, 9], [5, 6]]))
-    assert tokens.tolist() == [[5, 6, -1], [5, 6, 7]]
-    assert num.tolist() == [2, 3]
-
-
-def test_a_step_without_samples_yields_nothing():
-    tokens, num = accept(torch.empty(0, dtype=torch.int64), torch.tensor([0, 0]), torch.empty(2, 0).long())
-    assert tokens.tolist() == [[-1], [-1]] and num.tolist() == [0, 0]
