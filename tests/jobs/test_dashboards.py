@@ -206,10 +206,6 @@ def test_queries_name_only_metrics_of_the_catalogue() -> None:
 @needs_prometheus
 def test_alerts_are_prometheus_rules_and_fire_correctly(tmp_path: Path) -> None:
     """promtool tests the rules with half an hour of a missing drafter and a growing queue."""
-    without_words = rules(baseline=3.0)
-    for rule in without_words["groups"][0]["rules"]:
-        del rule["annotations"]  # they would be compared, too
-    (tmp_path / "rules.yml").write_text(yaml.safe_dump(without_words))
     spec = "vllm:spec_decode_num"
     series = {
         'manta:drafter_up{replica="a"}': "1x10 0x50",
@@ -246,25 +242,38 @@ def test_alerts_are_prometheus_rules_and_fire_correctly(tmp_path: Path) -> None:
         "MantaCategoryDrift": [],
         "MantaAnswersDiffer": ["b"],
     }
-    content = {
-        "rule_files": ["rules.yml"],
-        "evaluation_interval": "1m",
-        "tests": [
-            {
-                "interval": "1m",
-                "input_series": [{"series": name, "values": _values(text)} for name, text in series.items()],
-                "alert_rule_test": [
-                    {"eval_time": "55m", "alertname": name, "exp_alerts": list(map(_alert(name), owner))}
-                    for name, owner in going.items()
-                ],
-            }
+    assert set(going) == {rule["alert"] for rule in rules()["groups"][0]["rules"]}
+    alerts = {name: list(map(_alert(name), owner)) for name, owner in going.items()}
+    check_rules(
+        tmp_path, {name: _values(text) for name, text in series.items()}, alerts, "1m", at="55m", baseline=3.0
+    )
+
+
+def check_rules(
+    folder: Path,
+    series: Mapping[str, str],
+    alerts: Mapping[str, list[Json]],
+    interval: str,
+    *,
+    at: str,
+    **of_rules: float,
+) -> None:
+    """Let promtool check which alerts these series fire."""
+    without_words = rules(**of_rules)
+    for rule in without_words["groups"][0]["rules"]:
+        del rule["annotations"]  # they would be compared, too
+    (folder / "rules.yml").write_text(yaml.safe_dump(without_words))
+    test = {
+        "interval": interval,
+        "input_series": [{"series": name, "values": values} for name, values in series.items()],
+        "alert_rule_test": [
+            {"eval_time": at, "alertname": name, "exp_alerts": expected} for name, expected in alerts.items()
         ],
     }
-    assert set(going) == {rule["alert"] for rule in rules()["groups"][0]["rules"]}
-    (tmp_path / "tests.yml").write_text(yaml.safe_dump(content))
-    found = subprocess.run(
-        ["promtool", "test", "rules", "tests.yml"], cwd=tmp_path, capture_output=True, text=True
-    )
+    content = {"rule_files": ["rules.yml"], "evaluation_interval": interval, "tests": [test]}
+    (folder / "tests.yml").write_text(yaml.safe_dump(content))
+    command = ["promtool", "test", "rules", "tests.yml"]
+    found = subprocess.run(command, cwd=folder, capture_output=True, text=True)
     assert found.returncode == 0, found.stdout
 
 
@@ -284,10 +293,6 @@ def _alert(name: str) -> Any:
 @needs_prometheus
 def test_drift_is_measured_against_the_day_before(tmp_path: Path) -> None:
     """One category loses half of its acceptance; one drafter's calibration error triples."""
-    without_words = rules()
-    for rule in without_words["groups"][0]["rules"]:
-        del rule["annotations"]
-    (tmp_path / "rules.yml").write_text(yaml.safe_dump(without_words))
     series = {}
     for category, later in (("coding", 10), ("chat", 40)):
         labels = f'{{category="{category}",model_name="m"}}'
@@ -305,29 +310,11 @@ def test_drift_is_measured_against_the_day_before(tmp_path: Path) -> None:
         "MantaCategoryDrift": [{"category": "coding", "model_name": "m"}],
         "MantaAcceptanceDrift": [{"model_name": "coding"}],
     }
-    content = {
-        "rule_files": ["rules.yml"],
-        "evaluation_interval": "10m",
-        "tests": [
-            {
-                "interval": "10m",
-                "input_series": [{"series": name, "values": text} for name, text in series.items()],
-                "alert_rule_test": [
-                    {
-                        "eval_time": "29h",
-                        "alertname": name,
-                        "exp_alerts": [{"exp_labels": {"severity": "warning", **owner}} for owner in found],
-                    }
-                    for name, found in going.items()
-                ],
-            }
-        ],
+    alerts = {
+        name: [{"exp_labels": {"severity": "warning", **owner}} for owner in found]
+        for name, found in going.items()
     }
-    (tmp_path / "tests.yml").write_text(yaml.safe_dump(content))
-    found = subprocess.run(
-        ["promtool", "test", "rules", "tests.yml"], cwd=tmp_path, capture_output=True, text=True
-    )
-    assert found.returncode == 0, found.stdout
+    check_rules(tmp_path, series, alerts, "10m", at="29h")
 
 
 class FakeGrafana(BaseHTTPRequestHandler):
