@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -91,10 +91,10 @@ class Cluster:
         (tokens,) = (family for family in families if family.name == "vllm:generation_tokens")
         return {s.labels["replica"]: s.value for s in tokens.samples if s.name.endswith("_total")}
 
-    def ask(self) -> str:
+    def ask(self, body: Mapping[str, Any] = BODY) -> str:
         """Return the text of a stream, or its error."""
         try:
-            answer = httpx.post(f"{self.url}/v1/completions", json=BODY, timeout=60)
+            answer = httpx.post(f"{self.url}/v1/completions", json=body, timeout=60)
         except httpx.HTTPError as error:
             return f"failed: {type(error).__name__}"
         if answer.status_code != 200:
@@ -106,14 +106,14 @@ class Cluster:
         return "".join(chunk["choices"][0]["text"] for chunk in chunks)
 
     @contextmanager
-    def load(self) -> Iterator[list[str]]:
+    def load(self, ask: Callable[[], str] | None = None) -> Iterator[list[str]]:
         """Keep three clients streaming; yield the list of their answers, complete after the block."""
         answers: list[str] = []
         ended = threading.Event()
 
         def work() -> None:
             while not ended.is_set():
-                answers.append(self.ask())
+                answers.append((ask or self.ask)())
 
         threads = [threading.Thread(target=work) for _ in range(3)]
         for thread in threads:
