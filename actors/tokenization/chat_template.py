@@ -1,39 +1,27 @@
-"""A model's chat template, rendered by minijinja.
+"""A model's chat template. Thread-safe.
 
-This is 10 times faster than transformers, does not import it, and bounds a template's execution steps. The
-functions that transformers adds to Jinja (`tojson`, `raise_exception`, `strftime_now`) are provided. Nothing
-is ever evaluated as Python. Thread-safe.
-
-`client_messages.py` first fits the messages to what the template accepts.
+`client_messages.py` first fits the messages to what the template accepts; `jinja_template.py` renders them.
 """
 
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Mapping, Sequence
-from datetime import datetime
 from functools import cached_property
 from typing import Any
 
-import minijinja
-
-from ...cluster.errors import RequestError, brief
+from ...cluster.errors import RequestError
 from .client_messages import ArgumentForms, Message, TemplateRoles, has_calls
+from .jinja_template import JinjaTemplate
 from .tokenizer_config import DEFAULT, TOOL_USE
 from .typescript_tools import declare, sort_keys
 
-MAX_SHOWN = 300  # characters of a template's error message
-MAX_TEMPLATE_STEPS = 2_000_000
-MAX_TEMPLATE_CHARS = 256 * 1024
 MAX_PROMPT_CHARS = 64 * 1024 * 1024
 # Rendering arguments that no request may set in `chat_template_kwargs`.
 TEMPLATE_ARGUMENTS = frozenset(
     {"messages", "add_generation_prompt", "continue_final_message", "tools", "documents"}
 )
 _TYPESCRIPT = "tools_ts_str"  # a template's variable for tools in TypeScript
-# Training marks around model output; they have no effect on the text.
-_GENERATION = re.compile(r"{%([-+]?)\s*(?:end)?generation\s*([-+]?)%}")
 
 
 class ChatTemplate:
@@ -140,7 +128,7 @@ class ChatTemplate:
 
 class _Jinja:
     def __init__(self, source: str, variables: Mapping[str, Any]) -> None:
-        self._environment = _environment(source)
+        self._template = JinjaTemplate(source)
         self._variables = {"tools": None, "documents": None, "add_generation_prompt": True, **variables}
         self._roles = TemplateRoles(self.render, names_developers="developer" in source)
 
@@ -159,75 +147,13 @@ class _Jinja:
 
     def _text(self, messages: Sequence[Message], variables: Mapping[str, Any] | None = None) -> str:
         given = self._variables if variables is None else variables
-        try:
-            return self._environment.render_template(
-                "chat", messages=[dict(message) for message in messages], **given
-            )
-        except minijinja.TemplateError as error:
-            raise _refusal("refused them", error.message) from error
+        return self._template.render({**given, "messages": [dict(message) for message in messages]})
 
 
 def _refusing(named: Mapping[str, str]) -> str:
     """Return a template that rejects every conversation, for models without a default one."""
     reason = f"of its templates none is the default; name one of {', '.join(sorted(named))} as chat_template"
     return f"{{{{ raise_exception({json.dumps(reason)}) }}}}"
-
-
-def _environment(source: str) -> minijinja.Environment:
-    if len(source) > MAX_TEMPLATE_CHARS:
-        raise RequestError(
-            f"chat_template: it has {len(source)} characters; at most {MAX_TEMPLATE_CHARS}.",
-            param="chat_template",
-        )
-    environment = minijinja.Environment(trim_blocks=True, lstrip_blocks=True, pycompat=True)
-    try:
-        environment.add_template("chat", _GENERATION.sub(r"{#\1 \2#}", source))
-    except minijinja.TemplateError as error:
-        raise RequestError(
-            f"chat_template: it is no Jinja template: {brief(error.message, MAX_SHOWN)}.",
-            param="chat_template",
-        ) from None
-    environment.fuel = MAX_TEMPLATE_STEPS  # a template is code: bound its execution steps
-    environment.add_function("raise_exception", _raise_exception)  # type: ignore[attr-defined]  # not in its stubs
-    environment.add_function("strftime_now", _strftime_now)  # type: ignore[attr-defined]
-    environment.add_filter("tojson", _tojson)
-    return environment
-
-
-# Templates may call these with any arguments.
-def _raise_exception(message: object) -> None:
-    raise _refusal("refused them", message)
-
-
-def _strftime_now(form: object) -> str:
-    try:
-        return datetime.now().strftime(form)  # type: ignore[arg-type]
-    except (TypeError, ValueError) as error:
-        raise _refusal(f"cannot format the time as {brief(form)}", error) from None
-
-
-def _refusal(what: str, why: object) -> RequestError:
-    """Quote the template's message, which may repeat message contents."""
-    return RequestError(
-        f"messages: the chat template {what}: {brief(str(why), MAX_SHOWN)}.", param="messages"
-    )
-
-
-def _tojson(
-    value: Any,
-    ensure_ascii: bool = False,
-    indent: int | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
-) -> str:
-    """Return JSON as in transformers; Jinja's own filter escapes HTML characters."""
-    separators = None if separators is None else (separators[0], separators[1])
-    try:
-        return json.dumps(
-            value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
-        )
-    except (TypeError, ValueError, RecursionError) as error:
-        raise _refusal("cannot write something as JSON", error) from None
 
 
 def _cut_after_final_message(text: str, messages: Sequence[Message]) -> str:

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from minijinja import Environment
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from packaging.requirements import Requirement
 
 from ...actors.http.config.settings import parse_replicas
@@ -65,15 +65,14 @@ def render_document(
     gpus, serves = deployment.node_gpus, kind == "kuberay-service"
     command = [str(Path(sys.executable).parent / "manta"), "serve", "--config", str(deployment.file)]
     command += ["--host", deployment.host, "--port", str(deployment.port)]
-    return Environment(
-        loader=lambda name: (_FOLDER / name).read_text(encoding="utf-8"),
-        auto_escape_callback=lambda name: False,
-        undefined_behavior="strict",
+    environment = Environment(
+        loader=FileSystemLoader(_FOLDER),
+        undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
         keep_trailing_newline=True,
-    ).render_template(
-        TEMPLATES[kind],
+    )
+    return environment.get_template(TEMPLATES[kind]).render(
         name=deployment.name,
         port=deployment.port,
         file=str(deployment.file),

@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from jinja2 import Environment
 from manta.drafter.step.inputs.sampling_metadata import SamplingMetadata
 from manta.drafter.step.sampling.sampler import sample_rows
 from manta.jobs.training.heads.dflash_module import TrainableDrafter
@@ -32,7 +33,6 @@ from manta.models.recipe.target import products_attention
 from manta.models.recipe.together import TogetherSettings, train_together
 from manta.models.recipe.tokenizer import CHAT_TEMPLATE
 from manta.models.recipe.tokens import TokenStore, WindowReader, corpus_sequences, encode_documents
-from minijinja import Environment
 from support.checkpoints.tiny import tiny_training_config
 from support.checkpoints.training_targets import continuations, random_target, small_config
 from support.paths import MODELS
@@ -172,7 +172,7 @@ def test_the_chat_template_renders_the_same_everywhere():
     messages = [{"role": "user", "content": "What does `abs` do?"}]
     expected = "<|im_start|>user\nWhat does `abs` do?<|im_end|>\n<|im_start|>assistant\n"
     assert render_chat(messages, add_generation_prompt=True) == expected
-    rendered = Environment().render_str(CHAT_TEMPLATE, messages=messages, add_generation_prompt=True)
+    rendered = Environment().from_string(CHAT_TEMPLATE).render(messages=messages, add_generation_prompt=True)
     assert rendered == expected
     tokenizer = AutoTokenizer.from_pretrained(MODELS / "target")
     assert tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False) == expected

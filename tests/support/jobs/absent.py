@@ -13,7 +13,7 @@ from support.paths import ROOT
 # pydantic is not among them: it reads config.json.
 NEITHER_RAY_NOR_HTTP = (
     *("ray", "fastapi", "starlette", "uvicorn", "openai", "orjson", "aiohttp", "httpx", "grpc"),
-    *("prometheus_client", "opentelemetry", "transformers", "tokenizers", "minijinja", "huggingface_hub"),
+    *("prometheus_client", "opentelemetry", "transformers", "tokenizers", "huggingface_hub"),
     "llguidance",
 )
 _SCRIPT = """
