@@ -230,20 +230,6 @@ def test_gathered_keys_begin_with_a_block_that_a_row_sees(keys: int, rows: int, 
     assert batch.groups[-1].pages_GP[: len(pages)].tolist() == pages.tolist()
 
 
-@pytest.mark.parametrize("causal", [True, False])
-@pytest.mark.parametrize("window", [1, 20, 500])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.one_in(2)
-def test_pages_before_the_window_may_belong_to_another_request(dtype: torch.dtype, window: int, causal: bool):
-    """Huge values may be gathered if their block has keys that a row sees."""
-    case = Case([(700, 16), (90, 5), (1300, 1), (800, 40)], (4, 2, 64), dtype)
-    before = case.attend(window, causal=causal)
-    for first, pages in zip(case.first, case.pages, strict=True):
-        unseen = max(first - window + 1, 0) // case.page_size
-        case.cache.kv[:, torch.from_numpy(pages[:unseen])] = 1e30
-    assert torch.equal(case.attend(window, causal=causal), before)
-
-
 def test_rows_are_written_to_their_slots_and_masked_ones_nowhere():
     cache = PagedKVCache(2, 3, 4, GEOMETRY, torch.float32, "cpu")
     rows = torch.randn(3, 32)

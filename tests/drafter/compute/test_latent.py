@@ -1,4 +1,6 @@
-"""MLA: absorbed and expanded attention equal the published formulas, alone and in batches.
+"""MLA on every backend: absorbed and expanded attention equal PyTorch's operators over whole prompts.
+
+`test_target_decoder.py` compares those with transformers.
 
 Legend: N rows, J heads, E and R head dims not rotated and rotated, F of values, C values of a latent.
 """
@@ -6,7 +8,7 @@ Legend: N rows, J heads, E and R head dims not rotated and rotated, F of values,
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -50,79 +52,32 @@ FEWEST = 33  # rows of a request from which it is expanded, of these sizes
 Q_RANK = 24
 
 
-@dataclass
-class Layer:
-    """Random weights of a layer, and the fp64 result of the published formulas, expanded."""
-
-    shape: AttentionShape
-    rope: RotaryEmbedding
-    q_up_OK: Tensor
-
-    def exact(self, qkv_NO: Tensor, context: int) -> Tensor:
-        """Return the results of the last rows of one request from all its rows, `context` of them earlier."""
-        parts = self.shape.latent
-        assert parts is not None and parts.q_norm is not None and isinstance(parts.q_up, Linear)
-        x = qkv_NO.double()
-        down, c, k_r = x.split([Q_RANK, C, R], dim=-1)
-        q = _normed(down, parts.q_norm) @ self.q_up_OK.double().T
-        q_n, q_r = q.unflatten(-1, (J, E + R)).split([E, R], dim=-1)
-        positions = torch.arange(len(x))
-        q_r, k_r = self._turned(q_r, positions), self._turned(k_r[:, None], positions)
-        kv = torch.einsum("tc,juc->tju", _normed(c, parts.kv_norm), parts.kv_up_JUC.double())
-        k_n, v = kv.split([E, F], dim=-1)
-        scores = torch.einsum("nje,tje->jnt", q_n, k_n) + torch.einsum("njr,tr->jnt", q_r, k_r[:, 0])
-        later = positions[None, :] > positions[:, None]
-        weights = (scores * self.shape.scale).masked_fill(later, float("-inf")).softmax(-1)
-        return torch.einsum("jnt,tjf->njf", weights, v).flatten(1)[context:].float()
-
-    def _turned(self, x_NJR: Tensor, positions: Tensor) -> Tensor:
-        cos, sin = self.rope.cos_TD[positions, None].double(), self.rope.sin_TD[positions, None].double()
-        return x_NJR * cos + torch.roll(x_NJR, R // 2, -1) * sin
-
-
-def _normed(x: Tensor, norm: RMSNorm) -> Tensor:
-    return x * (x.square().mean(-1, keepdim=True) + norm.eps).rsqrt() * norm.weight_H.double()
-
-
 @pytest.fixture(scope="module")
-def layer() -> Layer:
+def layer() -> AttentionShape:
     with torch.device(DEVICE):
         return random_layer()
 
 
-def random_layer() -> Layer:
+def random_layer() -> AttentionShape:
     torch.manual_seed(3)
     rope = RotaryEmbedding(RopeConfig(R, 1e4, "default", {}), PAGE * PAGES, torch.float32, DEVICE)
-    q_up_OK = torch.randn(J * (E + R), Q_RANK) * Q_RANK**-0.5
     parts = MLALayer(
         q_norm=RMSNorm(1 + 0.3 * torch.randn(Q_RANK), 1e-2),
-        q_up=Linear(q_up_OK),
+        q_up=Linear(torch.randn(J * (E + R), Q_RANK) * Q_RANK**-0.5),
         kv_norm=RMSNorm(1 + 0.3 * torch.randn(C), 1e-2),
         kv_up_JUC=torch.randn(J, E + F, C) * C**-0.5,
         v_dim=F,
     )
-    shape = AttentionShape(
-        num_heads=J,
-        num_kv_heads=1,
-        head_dim=C + R,
-        v_head_dim=C,
-        q_norm_D=None,
-        k_norm_D=None,
-        eps=1e-6,
-        rope=rope,
-        scale=0.4,
-        latent=parts,
-    )
-    return Layer(shape, rope, q_up_OK)
+    return AttentionShape(J, 1, C + R, C, None, None, 1e-6, rope, scale=0.4, latent=parts)
 
 
 class Requests:
     """Prompts in scattered pages, computed in steps."""
 
-    def __init__(self, layer: Layer, backend: Backend, lengths: list[int]) -> None:
+    def __init__(self, layer: AttentionShape, backend: Backend, lengths: list[int]) -> None:
         torch.manual_seed(5)
         self._layer, self._backend = layer, backend
-        self._attend = backend.attention(layer.shape)  # type: ignore[attr-defined]  # of an operating backend
+        self._attend = backend.attention(layer)  # type: ignore[attr-defined]  # of an operating backend
         geometry = KVCacheSpec(1, C + R, C, v_in_k=True)
         self.cache = PagedKVCache(1, PAGES, PAGE, geometry, torch.float32, DEVICE)
         self.cache.kv.fill_(100.0)  # reading an unwritten value must show
@@ -143,7 +98,7 @@ class Requests:
         return list(out.split(num))
 
     def check(self, counts: dict[int, int]) -> None:
-        """Assert the published formulas' results for a number of further rows of each request."""
+        """Assert the definition's results for a number of further rows of each request."""
         for (request, count), got in zip(counts.items(), self.compute(counts), strict=True):
             assert_close(got, self.exact(request, count))
 
@@ -154,9 +109,11 @@ class Requests:
         self.rows[target][: num_pages * PAGE] = self.rows[source][: num_pages * PAGE]
 
     def exact(self, request: int, count: int) -> Tensor:
-        """Return the result of a request's last rows."""
+        """Return the result of a request's last rows by PyTorch's operators, from all its rows at once."""
         seen = self.computed[request]
-        return self._layer.exact(self.rows[request][:seen], seen - count)
+        alone = Requests(self._layer, EagerBackend(), [seen])
+        alone.rows[0] = self.rows[request][:seen]
+        return alone.compute({0: seen})[0][-count:]
 
 
 TOLERANCE = 1e-3 if ON_GPU else 2e-5
@@ -185,7 +142,9 @@ def backend(request: pytest.FixtureRequest) -> Backend:
     return BACKENDS[request.param]()
 
 
-def test_absorbed_attention_equals_the_published_expanded_form(layer: Layer, backend: Backend) -> None:
+def test_chunks_and_blocks_equal_the_definition_of_a_whole_prompt(
+    layer: AttentionShape, backend: Backend
+) -> None:
     """A prompt is computed in chunks with other requests, then blocks of rows, some after a rejection."""
     requests = Requests(layer, backend, [70, 20, 5])
     for counts in ({0: 33, 2: 4}, {0: 20, 1: 9}, {1: 8, 0: 1, 2: 1}):
@@ -198,7 +157,7 @@ def test_absorbed_attention_equals_the_published_expanded_form(layer: Layer, bac
 @pytest.mark.filterwarnings("ignore:invalid value")
 @pytest.mark.parametrize("wrong", [torch.inf, torch.nan])
 def test_a_draft_that_is_no_number_changes_no_row_before_it(
-    layer: Layer, backend: Backend, wrong: float
+    layer: AttentionShape, backend: Backend, wrong: float
 ) -> None:
     """In the block, where its key is masked, and after its rejection, where another takes its place."""
     requests = Requests(layer, backend, [70, 20])
@@ -217,7 +176,7 @@ def test_overflows_of_an_expanded_prompt_change_no_row_before_them() -> None:
     """In fp16 the product of a latent with the heads' up-projection may be infinite."""
     torch.manual_seed(6)
     half, count, before = torch.float16, FEWEST + 5, FEWEST - 3
-    parts = replace(random_layer().shape.latent, kv_up_JUC=torch.randn(J, E + F, C).to(DEVICE, half))
+    parts = replace(random_layer().latent, kv_up_JUC=torch.randn(J, E + F, C).to(DEVICE, half))
     cache = PagedKVCache(1, PAGES, PAGE, KVCacheSpec(1, C + R, C, v_in_k=True), half, DEVICE)
     cache.slots(0)[0, :count] = torch.randn(count, C + R).to(DEVICE, half) / 4
     q_NJO = torch.randn(count, J, E + R).to(DEVICE, half) / 4
@@ -237,7 +196,7 @@ def test_overflows_of_an_expanded_prompt_change_no_row_before_them() -> None:
 
 
 @NEEDS_CPU
-def test_a_row_has_the_same_bits_in_a_block_alone_and_in_a_prompt(layer: Layer) -> None:
+def test_a_row_has_the_same_bits_in_a_block_alone_and_in_a_prompt(layer: AttentionShape) -> None:
     block = Requests(layer, NumbaBackend(), [40, 9])
     block.compute({0: 30, 1: 5})
     (together, _) = block.compute({0: 10, 1: 1})
@@ -264,8 +223,8 @@ def expansions(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Expansion]]:
 
 @pytest.mark.parametrize("piece_keys", [4096, 40, 13], ids="in {} keys at a time".format)
 @pytest.mark.one_in(2)
-def test_expanded_long_prompts_equal_the_published_form(
-    layer: Layer, expansions: list[Expansion], monkeypatch: pytest.MonkeyPatch, piece_keys: int
+def test_expanded_long_prompts_equal_the_definition(
+    layer: AttentionShape, expansions: list[Expansion], monkeypatch: pytest.MonkeyPatch, piece_keys: int
 ) -> None:
     """Several requests run together, some in chunks; a short prompt and single rows are not expanded."""
     monkeypatch.setattr(expansion, "PIECE_KEYS", piece_keys)
@@ -278,7 +237,9 @@ def test_expanded_long_prompts_equal_the_published_form(
     assert [found.num_splits for found in expansions] == [1, 3, 3], "programs of a tile"
 
 
-def test_an_expanded_prompt_continues_after_absorbed_rows(layer: Layer, expansions: list[Expansion]) -> None:
+def test_an_expanded_prompt_continues_after_absorbed_rows(
+    layer: AttentionShape, expansions: list[Expansion]
+) -> None:
     """The first pages of a prefix hit are another request's, whose rows came a few at a time."""
     requests = Requests(layer, TritonBackend(DEVICE), [3 * PAGE, 3 * PAGE + 20])
     for _ in range(6):
@@ -290,7 +251,7 @@ def test_an_expanded_prompt_continues_after_absorbed_rows(layer: Layer, expansio
 
 
 def test_guaranteed_bits_are_those_of_absorbed_rows(
-    layer: Layer, expansions: list[Expansion], monkeypatch: pytest.MonkeyPatch
+    layer: AttentionShape, expansions: list[Expansion], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Without lengths on the host no request can be expanded."""
 
@@ -323,11 +284,11 @@ def test_the_runner_expands_prompts_without_waits_and_gives_the_hosts_tokens(
     assert len(expansions) == num_passes
 
 
-def test_no_request_is_expanded_without_host_lengths(layer: Layer) -> None:
+def test_no_request_is_expanded_without_host_lengths(layer: AttentionShape) -> None:
     """Decoding graphs are captured before there are requests."""
-    assert layer.shape.latent is not None
-    assert layer.shape.latent.min_expanded == FEWEST
-    workspace = ExpansionWorkspace(layer.shape.latent, C + R, FEWEST)
+    assert layer.latent is not None
+    assert layer.latent.min_expanded == FEWEST
+    workspace = ExpansionWorkspace(layer.latent, C + R, FEWEST)
     rows = TritonBackend.attention_batch(
         np.array([9, 0]), np.array([FEWEST, 2]), np.zeros((2, 3)), PAGE, DEVICE
     )
@@ -340,23 +301,13 @@ def test_no_request_is_expanded_without_host_lengths(layer: Layer) -> None:
     ("sizes", "minimum"), [((128, 128, 512), 171), ((192, 128, 512), 233), ((20, 12, 16), None)]
 )
 def test_the_row_count_for_expanding_follows_from_the_sizes(
-    layer: Layer, sizes: tuple[int, int, int], minimum: int | None
+    layer: AttentionShape, sizes: tuple[int, int, int], minimum: int | None
 ) -> None:
     """The sizes are Kimi K2's and DeepSeek-V3's, with wider queries, and with heads wider than a latent."""
     nope, v_dim, rank = sizes
-    assert layer.shape.latent is not None
-    parts = replace(layer.shape.latent, kv_up_JUC=torch.zeros(1, nope + v_dim, rank), v_dim=v_dim)
+    assert layer.latent is not None
+    parts = replace(layer.latent, kv_up_JUC=torch.zeros(1, nope + v_dim, rank), v_dim=v_dim)
     assert parts.min_expanded == minimum
-
-
-def test_a_token_takes_one_vector_for_all_heads_with_its_value_in_its_key(layer: Layer) -> None:
-    geometry = KVCacheSpec(1, 576, 512, v_in_k=True)
-    assert geometry.width == 576 and replace(geometry, v_in_k=False).width == 576 + 512
-    cache = PagedKVCache(61, 2, PAGE, geometry, torch.bfloat16, "cpu")
-    assert cache.kv.nbytes == 3 * PAGE * 61 * 1152
-    keys, values = cache.heads(7)
-    assert (keys.shape, values.shape) == ((3, PAGE, 1, 576), (3, PAGE, 1, 512))
-    assert keys.data_ptr() == values.data_ptr() == cache.pages(7).data_ptr()
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,7 @@
-"""Routers against their definition; experts against fp64, alone and in batches, whole and sharded."""
+"""Routers against their definition; experts alone and in batches, whole and sharded.
+
+The reference is PyTorch's operators in fp64, which `test_target_decoder.py` compares with transformers.
+"""
 
 from __future__ import annotations
 
@@ -15,6 +18,7 @@ from manta.drafter.compute.cpu_numba.backend import NumbaBackend
 from manta.drafter.compute.eager.moe_routing import choose
 from manta.drafter.compute.layers.linear import RMSNorm
 from manta.drafter.compute.layers.moe import Experts, ExpertWeights, MoeRouter, RouterWeights
+from manta.jobs.doctor.cases.experts import exact_experts
 from torch import Tensor
 
 HIDDEN, INNER, EXPERTS, CHOSEN = 72, 20, 8, 3
@@ -124,31 +128,6 @@ def random_rows(num_rows: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tens
     return torch.randn(num_rows, HIDDEN).to(dtype), ids_NE[:, :CHOSEN].int(), torch.rand(num_rows, CHOSEN)
 
 
-def exact(weights: ExpertWeights, x_NH: Tensor, ids_Nk: Tensor, weights_Nk: Tensor) -> Tensor:
-    """Compute in fp64, row by row."""
-    assert weights.gate_up_bias_EI is not None and weights.down_bias_EH is not None
-    rows = []
-    for x_H, ids, shares in zip(x_NH.double(), ids_Nk.tolist(), weights_Nk.tolist(), strict=True):
-        total_H = torch.zeros_like(x_H)
-        for expert, share in zip(ids, shares, strict=True):
-            local = expert - weights.first_expert
-            if not 0 <= local < len(weights.gate_up):
-                continue
-            bias = weights.gate_up_bias_EI[local].double()
-            gate, up = (weights.gate_up[local].double() @ x_H + bias).chunk(2)
-            if weights.activation == "swiglu_clamped":
-                limit = weights.limit
-                gate, up = gate.clamp(max=limit), up.clamp(-limit, limit) + 1  # type: ignore[operator]
-                inner = gate * torch.sigmoid(1.702 * gate) * up
-            elif weights.activation == "silu":
-                inner = gate * torch.sigmoid(gate) * up
-            else:
-                inner = torch.nn.functional.gelu(gate, approximate="tanh") * up
-            total_H += share * (weights.down[local].double() @ inner + weights.down_bias_EH[local].double())
-        rows.append(total_H)
-    return torch.stack(rows)
-
-
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("activation", ["silu", "gelu_tanh", "swiglu_clamped"])
 @pytest.mark.one_in(2)
@@ -162,7 +141,7 @@ def test_rows_get_the_weighted_sum_of_their_experts(
     got = experts(*rows)
     assert int(backend.expert_reads or 0) - before == len(rows[1].unique())
     assert got.dtype is dtype
-    error = (got.double() - exact(weights, *rows)).abs().max()
+    error = (got.double() - exact_experts(weights, *rows)).abs().max()
     assert error < (1e-5 if dtype is torch.float32 else 0.05)
 
 
@@ -183,7 +162,7 @@ def test_a_rank_adds_the_results_of_its_own_experts(backend: Backend) -> None:
     rows = random_rows(17, torch.float32)
     results = [backend.experts(part)(*rows) for part in parts]
     torch.testing.assert_close(results[0] + results[1], backend.experts(whole)(*rows))
-    torch.testing.assert_close(results[1].double(), exact(parts[1], *rows), atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(results[1].double(), exact_experts(parts[1], *rows), atol=1e-5, rtol=1e-5)
     x_1H, only_first = rows[0][:1], torch.tensor([[0, 1, 2]], dtype=torch.int32)
     assert not backend.experts(parts[1])(x_1H, only_first, rows[2][:1]).any()
 
@@ -230,7 +209,7 @@ def test_the_shared_expert_is_added_before_the_sum_over_ranks(backend: Any, gate
     share_N1 = torch.sigmoid(u_NH @ weight_1H.T) if gated else 1.0
     shared_NH = (gate_NI * torch.sigmoid(gate_NI) * up_NI) @ down_HI.T * share_N1
     chosen = routed.route(u_NH, x_NH)
-    part_NH = exact(weights, u_NH, *chosen).float() + shared_NH
+    part_NH = exact_experts(weights, u_NH, *chosen).float() + shared_NH
     torch.testing.assert_close(reduced[0], part_NH, atol=1e-4, rtol=1e-4)
     torch.testing.assert_close(got_NH, x_NH + 2 * part_NH, atol=1e-4, rtol=1e-4)
     torch.testing.assert_close(normed_NH, norm(got_NH))
