@@ -54,14 +54,6 @@ def test_a_blocks_bits_do_not_depend_on_the_batch(tmp_path: Path):
         assert torch.equal(requests.block_logits(alone)[r], together[r])
 
 
-def test_a_longer_causal_block_begins_with_the_shorter_one(tmp_path: Path):
-    pair = load_pair(tmp_path, VARIANTS["z-lab causal everywhere"])
-    requests = Requests(pair.ours, [20], random_taps([20]))
-    assert torch.allclose(
-        requests.block_logits([15])[0][:4], requests.block_logits([4])[0], rtol=0, atol=1e-5
-    )
-
-
 class Halves(EmbeddingCopies):
     """The embedding and head shards of the second of two ranks."""
 

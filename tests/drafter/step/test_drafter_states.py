@@ -105,25 +105,6 @@ def test_a_block_is_an_anchor_and_masks_in_lookahead_slots(samples_anchor: bool)
         assert block.previous(torch.tensor([[7], [8]])).tolist() == [[13], [7]]
 
 
-@pytest.mark.parametrize("samples_anchor", [False, True])
-def test_proposals_and_choices_share_noise_keys_by_position(samples_anchor: bool):
-    noisy = SlotSampling(1.0, 0, 0.9, 0.0, 42, 0, ())
-    states = RequestStates(2, 16, (8,), 4, "cpu")
-    plan = plan_of(
-        [1, 0],
-        [2, 3],
-        [4, 2],
-        [3, 1],
-        samples=[True, True],
-        admitted=[admit(1, [1, 2, 3], noisy), admit(0, [4, 5, 6, 7], noisy)],
-    )
-    states.apply(plan)
-    verify = states.lay_out_rows(plan).sampling
-    draft = states.lay_out_block(plan, MASK, samples_anchor=samples_anchor).sampling
-    assert verify.key_2M1[:, [0, 1, 2, 4]].equal(draft.key_2M1)
-    assert len(verify.key_2M1[0].unique()) == 4  # positions 3, 4, 5, 6, and again 4, 5 with the same seed
-
-
 def test_stop_tokens_are_forbidden_below_the_minimum_length_only():
     early = SlotSampling(0.0, 0, 1.0, 0.0, 0, 5, (7, 9))
     states = RequestStates(2, 16, (8,), 4, "cpu")

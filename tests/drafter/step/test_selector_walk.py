@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import numpy as np
-import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from manta.drafter.step.cpu_numba.step_ops import LOOPS
 from manta.drafter.step.inputs.row_layout import StepRows
-from manta.drafter.step.inputs.sampling_metadata import SamplingMetadata
 from manta.drafter.step.sampling.sampler import select_paths
 from manta.drafter.step.sampling.selector import SelectorCodebooks
 from manta.drafter.step.sampling.step_ops import DEFINITION
@@ -88,29 +86,3 @@ def test_loops_walk_as_in_the_definition(
     theirs, ours = both
     assert ours.drafts_RK.tolist() == theirs.drafts_RK.tolist()
     torch.testing.assert_close(ours.margins_RK, theirs.margins_RK, rtol=1e-4, atol=1e-4, equal_nan=True)
-
-
-@pytest.mark.parametrize("wrong", ["no noise", "noise of the next position", "noise of another request"])
-def test_candidates_are_chosen_with_the_noise_of_their_position(wrong: str):
-    """With other noise for the candidates drafts differ, although the walk has the right one."""
-    block = block_of(["warm", "warm"], [7, 7], seed=3)
-    sampling, random = block.sampling, torch.Generator().manual_seed(8)
-    logits_XV = 2 * torch.randn(14, VOCAB, generator=random)
-    gates_XE, books = torch.zeros(14, 4), SelectorCodebooks(torch.zeros(VOCAB, 4), torch.zeros(VOCAB, 4), 4)
-    assert sampling.key_2M1 is not None and sampling.temperature_M1 is not None
-    others = {
-        "no noise": SamplingMetadata(14),
-        "noise of the next position": block_of(["warm", "warm"], [7, 7], seed=3).sampling,
-        "noise of another request": block_of(["warm", "warm"], [7, 7], seed=4).sampling,
-    }
-    other = others[wrong]
-    if wrong == "noise of the next position":
-        assert other.key_2M1 is not None
-        other.key_2M1.copy_(other.key_2M1.roll(-1, 1))
-    for operators in (DEFINITION, LOOPS):
-        right = select_paths(logits_XV, gates_XE, block, books, operators).drafts_RK
-        # A silent selector drafts what a drafter without one would: the best of the whole row.
-        best = operators.noisy_argmax_margin(logits_XV, sampling.temperature_M1, sampling.key_2M1)[0]
-        assert right.flatten().tolist() == best.tolist()
-        found = operators.candidates(logits_XV, other, 4)
-        assert operators.walk(*found, gates_XE, block, books).drafts_RK.tolist() != right.tolist()
