@@ -8,7 +8,6 @@ import logging
 import random
 import socket
 import threading
-import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -19,7 +18,6 @@ from typing import Any
 import httpx
 import openai
 import pytest
-import uvicorn
 from hypothesis import given
 from hypothesis import strategies as st
 from manta.actors.engine.outputs import ResumeState
@@ -33,27 +31,21 @@ from manta.actors.http.generation.resume_origin import ResumeOrigin, token_comme
 from manta.actors.http.middleware import request_body as bodies
 from manta.actors.http.wire.sse import KEEP_ALIVE
 from manta.actors.tokenization.tokenizer import Tokenizer
-from manta.cluster.config import EngineConfig, SpeculativeConfig
+from manta.cluster.config import EngineConfig
 from manta.cluster.errors import EngineDeadError, NoReplicaError, OverloadedError
-from manta.cluster.step.executor import Executor
 from manta.cluster.step.scheduler_output import SchedulerOutput
 from support.checkpoints.chat_pairs import ARGUMENTS, HERMES, SAID, TOOLS, chat_config
-from support.checkpoints.text_pair import make_text_pair
+from support.checkpoints.text_pair import make_text_pair, tiny_settings
 from support.engines.passing_executor import PassingExecutor
 from support.servers.gateway_stand import GatewayStand, LocalDirectory
+from support.servers.server_probes import events, http_client
+from support.waiting import wait_until
 
 
 @pytest.fixture(scope="module")
 def config(tmp_path_factory: pytest.TempPathFactory) -> EngineConfig:
-    target, drafter = make_text_pair(tmp_path_factory.mktemp("pair"))
-    return EngineConfig(
-        model=str(target),
-        speculative_config=SpeculativeConfig(model=str(drafter)),
-        dtype="float32",
-        device="cpu",
-        max_num_seqs=8,
-        num_pages=256,
-    )
+    pair = make_text_pair(tmp_path_factory.mktemp("pair"))
+    return EngineConfig.from_dict(tiny_settings(pair, max_num_seqs=8, num_pages=256))
 
 
 def served(name: str, **more: Any) -> ServerSettings:
@@ -70,22 +62,8 @@ def stand(config: EngineConfig) -> Iterator[GatewayStand]:
 
 @pytest.fixture
 def http(stand: GatewayStand) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=stand.url, headers={"Authorization": "Bearer key"}, timeout=240) as client:
+    with http_client(stand.url, "key") as client:
         yield client
-
-
-def until(true: Callable[[], bool]) -> None:
-    deadline_s = time.monotonic() + 120
-    while not true():
-        assert time.monotonic() < deadline_s, "it did not happen"
-        time.sleep(0.01)
-
-
-def events(response: httpx.Response) -> list[Any]:
-    """Return the events of a stream; [DONE] must end it, and nothing meant for gateways may be left."""
-    lines = [line for line in response.text.split("\n\n") if line]
-    assert lines[-1] == "data: [DONE]" and all(line.startswith("data: ") for line in lines), lines
-    return [json.loads(line.removeprefix("data: ")) for line in lines[:-1]]
 
 
 def test_shared_prompts_are_routed_to_the_replica_that_computed_them(
@@ -135,7 +113,7 @@ def test_a_request_has_one_id_at_gateway_and_replica_and_is_logged_once(
         with caplog.at_level(logging.INFO, logger="manta.requests"):
             response = http.post("/v1/completions", json=fields, headers=headers)
         assert response.status_code == status and response.headers.get_list("x-request-id") == [wanted]
-        until(lambda: bool(caplog.records))
+        wait_until(lambda: bool(caplog.records))
         (line,) = (json.loads(record.message) for record in caplog.records)
         assert line["request_id"] == wanted and line["status"] == status
 
@@ -258,8 +236,7 @@ def test_an_agents_stream_that_loses_its_replica_ends_in_its_apis_form(
         event = json.loads(payload.removeprefix("data: "))
         assert name == "event: error" and event["type"] == "error"
         assert "Retry" in event.get("error", event)["message"]
-        while member.broken:  # until its next beat
-            time.sleep(0.05)
+        wait_until(lambda: not member.broken, what="no beat came")
 
 
 def test_a_replicas_endpoint_accepts_only_gateways(http: httpx.Client, stand: GatewayStand) -> None:
@@ -308,14 +285,11 @@ class DyingExecutor(PassingExecutor):
         super().submit(plan)
 
 
-def mortal(num_steps: int) -> Callable[[EngineConfig], Executor]:
-    return lambda config: DyingExecutor(config, num_steps)
-
-
 def dying(config: EngineConfig, *num_steps: int) -> GatewayStand:
     """Start replicas that die one after the other, and one that does not; they are tried in this order."""
     models = [(config, served("tiny"))] * (len(num_steps) + 1)
-    return GatewayStand(models, makers=[*map(mortal, num_steps), None])
+    makers = [partial(DyingExecutor, num_steps=count) for count in num_steps]
+    return GatewayStand(models, makers=[*makers, None])
 
 
 BODIES: dict[str, dict[str, Any]] = {
@@ -444,11 +418,10 @@ class Poisoned(PassingExecutor):
         super().submit(plan)
 
 
-Kills = list[threading.Event]
-
-
-def poisoned(config: EngineConfig, count: int, *, num_tokens: int = 0) -> tuple[GatewayStand, Kills]:
-    """Replicas that die of POISON, and functions that kill each of them from outside."""
+def poisoned(
+    config: EngineConfig, count: int, *, num_tokens: int = 0
+) -> tuple[GatewayStand, list[threading.Event]]:
+    """Replicas that die of POISON, and an event for each that kills it from outside."""
     token_ids = Tokenizer.load(Path(config.model)).encode(POISON)
     kills = [threading.Event() for _ in range(count)]
     makers = [partial(Poisoned, token_ids=token_ids, num_tokens=num_tokens, killed=kill) for kill in kills]
@@ -459,7 +432,7 @@ def dead(stand: GatewayStand) -> list[str]:
     return [replica.name for replica in stand.replicas if not replica.engine.is_alive]
 
 
-def long_stream(url: str, i: int, num_tokens: int = 100) -> httpx.Response:
+def long_stream(url: str, i: int, num_tokens: int) -> httpx.Response:
     body = {"model": "tiny", "prompt": f"{i} an innocent prompt", "seed": i, "temperature": i % 2}
     more = {"max_tokens": num_tokens, "ignore_eos": True, "stream": True, "return_token_ids": True}
     more["stream_options"] = {"include_usage": True}
@@ -488,9 +461,9 @@ def test_a_request_that_kills_gets_two_replicas_and_its_neighbors_lose_nothing(
     body = {"model": "tiny", "prompt": POISON, "max_tokens": 60, "ignore_eos": True, "temperature": 0, **more}
     stand, _ = poisoned(config, 3, num_tokens=num_tokens)
     with stand, ThreadPoolExecutor(8) as pool:
-        undisturbed = list(pool.map(lambda i: long_stream(stand.url, i), range(6)))
-        streams = [pool.submit(long_stream, stand.url, i) for i in range(6)]
-        until(lambda: sum(replica.engine.stats().running for replica in stand.replicas) == 6)
+        undisturbed = list(pool.map(lambda i: long_stream(stand.url, i, 200), range(6)))
+        streams = [pool.submit(long_stream, stand.url, i, 200) for i in range(6)]
+        wait_until(lambda: sum(replica.engine.stats().running for replica in stand.replicas) == 6)
         answers = [httpx.post(f"{stand.url}/v1/completions", json=body, timeout=120) for _ in range(3)]
         disturbed = [stream.result() for stream in streams]
         assert len(dead(stand)) == 2
@@ -524,61 +497,18 @@ def test_streams_survive_two_deaths_with_another_cause(config: EngineConfig) -> 
     with stand, ThreadPoolExecutor(32) as pool:
         undisturbed = list(pool.map(lambda i: long_stream(stand.url, i, 250), range(12)))
         streams = [pool.submit(long_stream, stand.url, i, 250) for i in range(12)]
-        until(lambda: sum(replica.engine.stats().running for replica in stand.replicas) == 12)
+        wait_until(lambda: sum(replica.engine.stats().running for replica in stand.replicas) == 12)
         num_suspects = stand.replicas[0].engine.stats().running
         assert num_suspects
         kills[0].set()
         # A suspect whose test had begun when the second replica dies would be refused.
-        until(lambda: dead(stand) == ["r0"] and metric(stand, "isolated_requests") >= num_suspects)
-        until(lambda: not any(member.tests_suspect for member in stand.fleet.members))
+        wait_until(lambda: dead(stand) == ["r0"] and metric(stand, "isolated_requests") >= num_suspects)
+        wait_until(lambda: not any(member.tests_suspect for member in stand.fleet.members))
         kills[1].set()
         disturbed = [stream.result() for stream in streams]
         assert metric(stand, "isolated_requests") >= 4
     for before, after in zip(undisturbed, disturbed, strict=True):
         assert content(before) == content(after)
-
-
-class DyingReplicas:
-    """Replicas that die of every request, for a real gateway: they close the connection.
-
-    Attributes:
-        asked: requests that they got.
-    """
-
-    def __init__(self, count: int) -> None:
-        self.asked = 0
-        self._count = count
-        self._directory = LocalDirectory()
-        self._loop = asyncio.new_event_loop()
-        self._socket = socket.create_server(("127.0.0.1", 0))
-        self.url = f"http://127.0.0.1:{self._socket.getsockname()[1]}"
-
-    def __enter__(self) -> DyingReplicas:
-        threading.Thread(target=self._loop.run_forever, daemon=True).start()
-        asyncio.run_coroutine_threadsafe(self._open(), self._loop).result(30)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._server.should_exit = True
-        asyncio.run_coroutine_threadsafe(asyncio.wait({self._serving}), self._loop).result(30)
-        self._loop.call_soon_threadsafe(self._loop.stop)
-
-    async def _open(self) -> None:
-        fleet = Fleet([ServedModel(("m",))], self._directory)
-        for i in range(self._count):
-            replica = await asyncio.start_server(self._die, "127.0.0.1", 0)
-            port = replica.sockets[0].getsockname()[1]
-            beat = record(f"r{i}", 1, url=f"http://127.0.0.1:{port}", max_requests=9)
-            self._directory.directory.heartbeat(beat)
-        self._server = uvicorn.Server(uvicorn.Config(create_gateway(fleet, served("m")), log_config=None))
-        self._serving = asyncio.create_task(self._server._serve([self._socket]))
-        while not list(fleet.members):
-            await asyncio.sleep(0.01)
-
-    async def _die(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        await reader.readuntil(b"\r\n\r\n")
-        self.asked += 1
-        writer.transport.abort()
 
 
 @pytest.mark.parametrize(
@@ -593,11 +523,34 @@ class DyingReplicas:
 def test_no_request_kills_more_than_two_replicas(
     method: str, path: str, fields: Any, wanted: list[int], counts: list[int]
 ) -> None:
-    with DyingReplicas(4) as replicas, httpx.Client(base_url=replicas.url, timeout=240) as http:
-        for status, count in zip(wanted, counts, strict=True):
-            answer = http.request(method, path, json=fields)
-            assert (answer.status_code, replicas.asked) == (status, count), answer.text
-            assert ("retry-after" in answer.headers) == (status == 503) and "error" in answer.json()
+    """Four replicas die of every request: they close the connection."""
+    num_asked = 0
+
+    async def die(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal num_asked
+        await reader.readuntil(b"\r\n\r\n")
+        num_asked += 1
+        writer.transport.abort()
+
+    async def ask() -> None:
+        fleet = Fleet([ServedModel(("m",))], directory := LocalDirectory())
+        for i in range(4):
+            server = await asyncio.start_server(die, "127.0.0.1", 0)
+            url = "http://{}:{}".format(*server.sockets[0].getsockname())
+            directory.directory.heartbeat(record(f"r{i}", 1, url=url, max_requests=9))
+        fleet.update(directory.directory.replicas())
+        gateway = create_gateway(fleet, served("m"))
+        transport = httpx.ASGITransport(gateway)
+        async with (
+            gateway.router.lifespan_context(gateway),
+            httpx.AsyncClient(transport=transport, base_url="http://m", timeout=240) as http,
+        ):
+            for status, count in zip(wanted, counts, strict=True):
+                answer = await http.request(method, path, json=fields)
+                assert (answer.status_code, num_asked) == (status, count), answer.text
+                assert ("retry-after" in answer.headers) == (status == 503) and "error" in answer.json()
+
+    asyncio.run(ask())
 
 
 def test_a_gateway_reports_no_replicas_and_full_replicas(config: EngineConfig) -> None:

@@ -11,7 +11,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import closing, suppress
 from pathlib import Path
 
 import pytest
@@ -24,14 +24,14 @@ from manta.cluster.errors import ConfigError
 from manta.jobs.serve import ray_environment as serve_environment
 from prometheus_client.parser import text_string_to_metric_families
 from support.paths import TESTS
-from support.servers.haproxy_front import WAIT_S, HAProxyFront, Replica, until
+from support.servers.haproxy_front import HAProxyFront, Replica
+from support.waiting import WAIT_S, wait_until
 
 
 @pytest.fixture
 def front() -> Iterator[HAProxyFront]:
-    front = HAProxyFront(HAProxyFolder())
-    yield front
-    front.end()
+    with closing(HAProxyFront(HAProxyFolder())) as front:
+        yield front
 
 
 @pytest.fixture
@@ -45,18 +45,17 @@ def replicas() -> Iterator[list[Replica]]:
 def test_a_killed_haproxy_is_restarted_immediately_unseen_by_serve(
     front: HAProxyFront, replicas: list[Replica]
 ) -> None:
-    front.start(replicas)
-    until(lambda: front.ask("/v1/models")[0] == 200)
+    front.serve(replicas)
     before = front.haproxy_pid()
     os.kill(before, signal.SIGKILL)
-    until(lambda: front.ask("/v1/models")[0] == 200, within_s=3.0)
+    wait_until(lambda: front.ask("/v1/models")[0] == 200, 3.0)
     assert front.haproxy_pid() != before
-    until(lambda: front.reported_pid() == front.processes[-1].pid)
+    wait_until(lambda: front.reported_pid() == front.processes[-1].pid)
     front.start(replicas[:1])  # a reload: the new one takes over, the old one ends, and stays so
     assert front.processes[0].wait(WAIT_S) == 0
     assert front.ask("/v1/models") == (200, "a")
     front.processes[-1].kill()
-    until(lambda: front.ask("/v1/models")[0] == 0)  # no connection remains
+    wait_until(lambda: front.ask("/v1/models")[0] == 0)  # no connection remains
 
 
 def test_probes_follow_the_replicas_and_a_stopping_server_refuses_in_openais_form(
@@ -66,8 +65,7 @@ def test_probes_follow_the_replicas_and_a_stopping_server_refuses_in_openais_for
     for path in ("/health", "/ping", "/v1/models"):
         status, body = front.ask(path)
         assert status == 503 and json.loads(body)["error"]["code"] == 503, path
-    front.start(replicas)
-    until(lambda: front.ask("/health")[0] == 200)
+    front.serve(replicas)
     assert {line for line in front.ask("/metrics")[1].splitlines() if line.startswith("x_total")} == {
         'x_total{replica="a"} 1.0',
         'x_total{replica="b"} 1.0',
@@ -92,8 +90,7 @@ def test_probes_follow_the_replicas_and_a_stopping_server_refuses_in_openais_for
 def test_requests_refused_by_a_draining_replica_are_resent_unless_they_store_something(
     front: HAProxyFront, replicas: list[Replica]
 ) -> None:
-    front.start(replicas)
-    until(lambda: front.ask("/health")[0] == 200)
+    front.serve(replicas)
     replicas[0].status = 425
     assert {front.ask("/v1/completions", "POST") for _ in range(6)} == {(200, "b")}
     replicas[1].status = 425
@@ -114,11 +111,9 @@ def final_answer(connection: socket.socket) -> tuple[int, dict[str, str], bytes]
 
 
 def test_incomplete_requests_are_closed_and_delay_no_others(replicas: list[Replica]) -> None:
-    front = HAProxyFront(HAProxyFolder(), head_time_s=1)
     head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n"
-    try:
-        front.start(replicas)
-        until(lambda: front.ask("/health")[0] == 200)
+    with closing(HAProxyFront(HAProxyFolder(), head_time_s=1)) as front:
+        front.serve(replicas)
         heads, half = ([front.send(sent) for _ in range(75)] for sent in (head, head + b"\r\n{"))
         for path in ("/health", "/v1/models"):
             assert front.ask(path)[0] == 200
@@ -127,16 +122,13 @@ def test_incomplete_requests_are_closed_and_delay_no_others(replicas: list[Repli
             assert status == 408 and json.loads(body)["error"]["code"] == 408
             assert headers["content-type"] == "application/json" and headers["x-request-id"]
         assert not any(replica.asked for replica in replicas)
-    finally:
-        front.end()
 
 
 @pytest.mark.parametrize("status", UNFINISHED)
 def test_a_request_refused_before_its_body_is_answered_and_its_connection_closed(
     front: HAProxyFront, replicas: list[Replica], status: int
 ) -> None:
-    front.start(replicas[:1])
-    until(lambda: front.ask("/v1/models")[0] == 200)
+    front.serve(replicas[:1])
     replicas[0].reads, replicas[0].status = False, status
     request = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 31000000\r\n\r\n"
     with front.send(request + b"x" * 200_000) as connection:
@@ -152,8 +144,7 @@ def test_a_request_refused_before_its_body_is_answered_and_its_connection_closed
 def test_a_request_under_which_a_replica_died_is_not_sent_to_another(
     front: HAProxyFront, replicas: list[Replica]
 ) -> None:
-    front.start(replicas)
-    until(lambda: front.ask("/health")[0] == 200)
+    front.serve(replicas)
     for replica in replicas:
         replica.status = 0  # dies before it answers
     for path in ("/v1/completions", "/v1/batches", "/tokenize"):
@@ -176,7 +167,6 @@ def test_idle_connections_do_not_block_other_clients(replicas: list[Replica]) ->
     """One address has 30 of 40 connections."""
     probes = free_port()
     limits = {MOST: "40", PER_SOURCE: "30", PROBE_PORT: str(probes)}
-    front = HAProxyFront(HAProxyFolder(), head_time_s=4, environment=limits)
 
     def idle(source: str) -> socket.socket:
         address = ("127.0.0.1", front.port)
@@ -187,9 +177,8 @@ def test_idle_connections_do_not_block_other_clients(replicas: list[Replica]) ->
         with suppress(ConnectionResetError):
             held.append(idle(source))
 
-    try:
-        front.start(replicas)
-        until(lambda: front.ask("/health")[0] == 200)
+    with closing(HAProxyFront(HAProxyFolder(), head_time_s=4, environment=limits)) as front:
+        front.serve(replicas)
         held = [idle("127.0.0.2") for _ in range(20)]
         assert all(kept_alive(connection) for connection in held[:10])
         for _ in range(30):  # more than one address has
@@ -206,13 +195,10 @@ def test_idle_connections_do_not_block_other_clients(replicas: list[Replica]) ->
         assert front.ask("/v1/models", port=probes)[0] == 404
         with idle("127.0.0.4") as connection:
             assert not kept_alive(connection), "where more than half are in use"
-        until(
-            lambda: front.ask("/v1/models")[0] == 200, within_s=20.0
-        )  # connections without a request are closed
+        # Connections without a request are closed.
+        wait_until(lambda: front.ask("/v1/models")[0] == 200, 20.0)
         for connection in held:
             connection.close()
-    finally:
-        front.end()
 
 
 def test_the_number_of_connections_follows_the_open_file_limit() -> None:
@@ -233,16 +219,14 @@ def test_a_request_has_one_id_whichever_process_answers(front: HAProxyFront, rep
 
     front.start([])
     assert id_of("mine") == "mine"  # HAProxy
-    front.start(replicas)
-    until(lambda: front.ask("/health")[0] == 200)
+    front.serve(replicas)
     assert id_of("mine") == "mine"  # a replica that says none
     for wrong in ("m" * 5000, "a b", "\x07"):
         assert len(id_of(wrong)) == 36
 
 
 def test_haproxys_own_errors_have_openais_form(front: HAProxyFront, replicas: list[Replica]) -> None:
-    front.start(replicas[:1])
-    until(lambda: front.ask("/health")[0] == 200)
+    front.serve(replicas[:1])
     replicas[0].status = 400  # as an HTTP server says it, in plain text
     status, body = front.ask("/v1/models")
     assert status == 400 and json.loads(body)["error"]["type"] == "BadRequestError"
@@ -260,8 +244,7 @@ def open_files(pid: int) -> Iterator[str]:
 
 
 def test_everything_listens_on_loopback_and_is_private(front: HAProxyFront, replicas: list[Replica]) -> None:
-    front.start(replicas)
-    until(lambda: front.ask("/health")[0] == 200)
+    front.serve(replicas)
     links = list(open_files(front.haproxy_pid()))
     inodes = {link[8:-1] for link in links if link.startswith("socket:")}
     listening = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
@@ -285,7 +268,7 @@ def test_files_of_a_killed_server_are_removed() -> None:
         folder, pid = server.stdout.readline().split()
         server.kill()
     try:
-        until(lambda: not Path(folder).exists() and not Path(f"/proc/{pid}").exists())
+        wait_until(lambda: not Path(folder).exists() and not Path(f"/proc/{pid}").exists())
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 

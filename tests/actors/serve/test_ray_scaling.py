@@ -76,16 +76,13 @@ def test_serve_follows_the_policy_up_and_down_to_zero() -> None:
     assert seen[-1] == 0
 
 
-def test_nothing_changes_before_the_replicas_report() -> None:
+@pytest.mark.parametrize(("num_replicas", "num_requests", "wanted"), [(3, 0.0, 3), (0, 1.0, 1)])
+def test_nothing_changes_before_replicas_report_but_the_first_request_starts_one(
+    num_replicas: int, num_requests: float, wanted: int
+) -> None:
     config, policy = served()
-    silent = context(config, 0.0, current_num_replicas=3, target_num_replicas=3)
-    assert policy(silent)[0] == 3
-
-
-def test_serve_starts_from_zero_with_the_first_request() -> None:
-    config, policy = served()
-    waits = context(config, 0.0, current_num_replicas=0, target_num_replicas=0, total_num_requests=1.0)
-    assert policy(waits)[0] == 1
+    there = {"current_num_replicas": num_replicas, "target_num_replicas": num_replicas}
+    assert policy(context(config, 0.0, **there, total_num_requests=num_requests))[0] == wanted
 
 
 def test_wrong_scaling_options_are_refused_by_name() -> None:

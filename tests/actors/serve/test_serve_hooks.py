@@ -15,12 +15,23 @@ from manta.actors.serve import serve_hooks as serve_place
 from manta.actors.serve.serve_hooks import CALLBACK, OVERLOADED, ProbeBypass, proxy_listens, restore_print
 from manta.jobs.serve.ray_environment import OF_ALL
 from starlette.datastructures import Headers
-from starlette.types import Message, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+
+def pass_through(app: ASGIApp, path: str, header: tuple[bytes, bytes]) -> list[Message]:
+    """Return what a client gets of an application behind the hooks, for a request with this header."""
+    sent: list[Message] = []
+
+    async def send(message: Message) -> None:
+        sent.append(message)
+
+    scope: dict[str, Any] = {"type": "http", "method": "POST", "path": path, "headers": [header]}
+    asyncio.run(ProbeBypass(app)(scope, None, send))  # type: ignore[arg-type]  # nothing is received
+    return sent
 
 
 def answer(status: int, kind: str, body: bytes, ids: list[str], requested: str) -> tuple[int, Headers, bytes]:
     """Return the ids that a client gets for an answer with a number of ids, to a request with one."""
-    sent: list[Message] = []
     seen: list[str | None] = []
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
@@ -29,19 +40,7 @@ def answer(status: int, kind: str, body: bytes, ids: list[str], requested: str) 
         await send({"type": "http.response.start", "status": status, "headers": headers})
         await send({"type": "http.response.body", "body": body})
 
-    async def receive() -> Message:
-        return {"type": "http.request", "body": b"", "more_body": False}
-
-    async def send(message: Message) -> None:
-        sent.append(message)
-
-    scope: dict[str, Any] = {
-        "type": "http",
-        "method": "GET",
-        "path": "/v1/models",
-        "headers": [(b"x-request-id", requested.encode())],
-    }
-    asyncio.run(ProbeBypass(app)(scope, receive, send))
+    sent = pass_through(app, "/v1/models", (b"x-request-id", requested.encode()))
     headers = Headers(raw=sent[0]["headers"])
     if requested == "mine":
         assert seen == ["mine"]
@@ -76,20 +75,8 @@ def test_a_request_is_resent_only_if_its_engine_did_not_die_during_it(
         headers = [(b"content-type", b"application/json")]
         await send({"type": "http.response.start", "status": 503, "headers": headers})
 
-    sent: list[Message] = []
-
-    async def send(message: Message) -> None:
-        sent.append(message)
-
     monkeypatch.setattr(serve_place, "_replica", lambda: Replica)
-    requested = [(RETRY_HEADER.encode(), b"425")]
-    scope: dict[str, Any] = {
-        "type": "http",
-        "method": "POST",
-        "path": "/v1/completions",
-        "headers": requested,
-    }
-    asyncio.run(ProbeBypass(app)(scope, None, send))  # type: ignore[arg-type]  # nothing is received
+    sent = pass_through(app, "/v1/completions", (RETRY_HEADER.encode(), b"425"))
     assert sent[0]["status"] == status
 
 

@@ -8,8 +8,7 @@ import signal
 import socket
 import subprocess
 import threading
-import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
@@ -18,7 +17,7 @@ from manta.actors.haproxy.run_dir import HAProxyFolder
 from manta.actors.haproxy.supervisor import send_admin_command
 from manta.actors.system.host_resources import free_port
 
-WAIT_S = 90.0
+from support.waiting import WAIT_S, wait_until
 
 
 class Replica(ThreadingHTTPServer):
@@ -127,7 +126,12 @@ class HAProxyFront:
             command += ["-sf", str(self.processes[-1].pid), "-x", str(self._node / "admin.sock")]
         with (self.folder.path / "log").open("ab") as log:
             self.processes.append(subprocess.Popen(command, stderr=log, env=self._environment))
-        until(lambda: self.reported_pid() == self.processes[-1].pid)
+        wait_until(lambda: self.reported_pid() == self.processes[-1].pid)
+
+    def serve(self, replicas: list[Replica]) -> None:
+        """Start it, and return once a replica answers through it."""
+        self.start(replicas)
+        wait_until(lambda: self.ask("/v1/models")[0] == 200)
 
     def reported_pid(self) -> int:
         """What Serve's manager reads from the admin socket."""
@@ -159,16 +163,8 @@ class HAProxyFront:
         connection.sendall(request)
         return connection
 
-    def end(self) -> None:
+    def close(self) -> None:
         for process in self.processes:
             process.send_signal(signal.SIGTERM)
             process.wait(WAIT_S)
         self.folder.remove()
-
-
-def until(true: Callable[[], bool], within_s: float = WAIT_S) -> float:
-    began_s = time.monotonic()
-    while not true():
-        assert time.monotonic() - began_s < within_s, "it did not happen"
-        time.sleep(0.02)
-    return time.monotonic() - began_s
