@@ -23,7 +23,6 @@ from manta.actors.batch.dataset.storage import Storage
 from manta.actors.batch.ledger import ledger as ledgers
 from manta.actors.batch.ledger import output_parts as part_files
 from manta.actors.batch.ledger.ledger import Ledger
-from manta.actors.batch.ledger.output_index import write_segment
 from manta.actors.batch.ledger.output_parts import make_part, put
 from manta.cluster.batch.row_ranges import count, from_rows
 from manta.cluster.errors import ConfigError, OutputError
@@ -375,17 +374,18 @@ def test_rows_of_a_changed_input_are_found_by_their_ids(output: Storage, runs: J
     assert sorted(texts(output)) == sorted(ids)
 
 
-@pytest.mark.parametrize("had_output", [True, False])
-def test_without_resume_an_output_that_is_not_empty_is_refused(
-    had_output: bool, output: Storage, runs: JobRuns
+def test_without_resume_an_output_that_is_not_empty_is_refused_and_left_unchanged(
+    output: Storage, runs: JobRuns
 ) -> None:
-    if had_output:
+    older = "part-00000-0123abcd.jsonl"  # an older Manta's, which kept no records
+    output.write(older, b"{}\n")
+    with pytest.raises(ConfigError, match=rf"is not empty \({older}\).*--overwrite"):
         runs.open(spec(3))
-        runs.close()
-    else:
-        output.write("part-00000-0123abcd.jsonl", b"{}\n")  # an older Manta's, which kept no records
+    assert [path.name for path in Path(output.root).iterdir()] == [older]
+    output.remove(older)
+    runs.open(spec(3))
     with pytest.raises(ConfigError, match=r"is not empty .*--overwrite"):
-        runs.open(spec(3), resume="no" if had_output else "yes")
+        runs.open(spec(3), resume="no")
 
 
 def test_parts_without_a_record_and_changed_parts_are_refused(output: Storage, runs: JobRuns) -> None:
@@ -426,27 +426,6 @@ def test_earlier_results_stay_until_new_ones_replace_them(output: Storage, runs:
     assert [part["file"] for part in manifest(output)["parts"]] == parts(output)
     assert len(output.entries("_manta/records")) == 1
     assert output.read("notes.txt") == b"mine"
-
-
-def test_segments_of_another_manta_version_are_adopted(output: Storage, runs: JobRuns) -> None:
-    job = spec(2)
-    ledger = runs.open(job)
-    old = job.form.table(results([0, 1])).drop_columns(["stop_reason"])
-    write_segment(output, "_manta/pending/old/000000.arrow", old, run=1, shard=0)
-    ledger.refresh()
-    heir = runs.writer("heir")
-    heir.take_over("old", ledger.already_merged("old"))
-    heir.close()
-    ledger.finish({})
-    assert len(texts(output)) == 2
-
-
-def test_an_unreadable_record_is_named(output: Storage, runs: JobRuns) -> None:
-    runs.answer(spec(2), [0])
-    (record,) = output.entries("_manta/records")
-    output.write(record.name, b"{}")
-    with pytest.raises(ConfigError, match=f"{record.name} is no record of a part"):
-        runs.open(spec(2))
 
 
 @pytest.mark.parametrize("broken", [b"{", b'{"version": 7}', b'{"version": 1}'])

@@ -15,9 +15,8 @@ from manta.actors.batch.dataset.storage import Storage
 from manta.actors.batch.ledger import output_lock as locks
 from manta.actors.batch.ledger.ledger import Ledger
 from manta.actors.batch.ledger.output_lock import Lock, LockClaim, lock
-from manta.actors.batch.ledger.row_writer import RowWriter
 from manta.cluster.errors import ConfigError, OutputError
-from support.jobs.batch_outputs import form, numbers_in, parts, results, spec
+from support.jobs.batch_outputs import JobRuns, numbers_in, parts, results, spec
 from support.jobs.s3_outputs import S3Server, s3_url
 
 HOLD = """
@@ -58,13 +57,6 @@ def test_two_jobs_do_not_share_a_folder_and_a_killed_one_leaves_it_free_at_once(
     ledger.close()
     ledger.close()
     assert not (tmp_path / "out/_manta/lock").exists()
-
-
-def test_a_refused_folder_is_left_unchanged(tmp_path: Path) -> None:
-    (tmp_path / "notes.txt").write_text("mine")
-    with pytest.raises(ConfigError, match=r"is not empty \(notes.txt\)"):
-        Ledger.open(Storage.open(str(tmp_path), field="output"), spec(3))
-    assert [path.name for path in tmp_path.iterdir()] == ["notes.txt"]
 
 
 def test_a_folder_that_cannot_be_created_is_named(tmp_path: Path) -> None:
@@ -151,26 +143,23 @@ def test_a_claim_that_was_considered_dead_is_lost_and_its_job_does_not_finish(
     where: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     output = Storage.open(where, field="output")
-    slept = Ledger.open(output, spec(4))
+    before, after = JobRuns(output), JobRuns(output)
+    slept = before.open(spec(4))
     assert isinstance(slept._lock, LockClaim)
-    old = RowWriter(output, form(), run=slept.run, shard=0, writer="old")
-    old.add(results([0, 1]))
-    old.flush()
+    old = before.write("old", results([0, 1]), ends=False)
     slept._lock._closing.set()  # as a machine that was suspended: no beat, nothing given back
     slept._lock._beating.join()
     monkeypatch.setattr(locks, "DEAD_S", 2.0)
-    heir = Ledger.open(output, spec(4))
+    heir = after.open(spec(4))
     with pytest.raises(OutputError, match="another job has taken"):
         slept.finish({})
     with pytest.raises(OutputError, match="not written by run 1 any more: run 2 writes it now"):
         old.close()
-    new = RowWriter(output, form(), run=heir.run, shard=0, writer="new")
+    new = after.writer("new")
     new.take_over("old", heir.already_merged("old"))
     new.add(results([2, 3]))
     new.close()
     heir.finish({})
-    heir.close()
     assert sorted(numbers_in(output, parts(output))) == [0, 1, 2, 3]
-    last = Ledger.open(output, spec(4))
-    assert last.complete
-    last.close()
+    assert after.open(spec(4)).complete
+    after.close()

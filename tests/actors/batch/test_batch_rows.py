@@ -31,6 +31,7 @@ from manta.actors.http.protocol.completion import CompletionRequest
 from manta.actors.tokenization.generation_config import GenerationDefaults
 from manta.cluster.config import EngineConfig
 from manta.cluster.errors import ConfigError, DatasetError, EngineDeadError, RequestError
+from support.checkpoints.text_pair import tiny_settings
 
 DATASET = RowSchema()
 OPENAI = RowSchema(kind="openai", lines=True)
@@ -40,13 +41,8 @@ T = TypeVar("T")
 
 
 def openai_line(**changes: object) -> dict[str, object]:
-    line: dict[str, object] = {
-        "custom_id": "a",
-        "method": "POST",
-        "url": "/v1/chat/completions",
-        "body": {"model": "m", **CHAT},
-    }
-    return line | changes
+    line = {"custom_id": "a", "method": "POST", "url": "/v1/chat/completions", "body": {"model": "m", **CHAT}}
+    return {**line, **changes}
 
 
 def test_a_prompt_becomes_a_completion_and_messages_a_chat() -> None:
@@ -115,12 +111,6 @@ def test_openai_lines_keep_openais_limits() -> None:
     line = openai_line(url="/v1/completions", body={"prompt": "x", "n": 2})
     completion = read_request(line, OPENAI, NO_DEFAULTS)
     assert (completion.params.max_tokens, completion.params.n) == (16, 2)
-
-
-def test_malformed_lines_are_refused() -> None:
-    for line in ("{", "[1]", '"text"'):
-        with pytest.raises(RequestError):
-            parse_line(line)
 
 
 def test_a_lone_surrogate_is_read_as_the_replacement_character() -> None:
@@ -241,31 +231,23 @@ def test_csv_text_is_converted_to_the_fields_type(tmp_path: Path) -> None:
 
 
 def test_schemas_of_rows_are_passed_to_the_endpoints_models() -> None:
-    read_request(
-        {"prompt": "x", "response_format": {"type": "text", "json_schema": None}}, DATASET, NO_DEFAULTS
-    )
-    requested = [
-        read_request({"prompt": "x", column: value}, DATASET, NO_DEFAULTS).params.structured_outputs
-        for column, value in (
-            ("response_format", {"type": "json_object"}),
-            ("structured_outputs", '{"regex": "a+"}'),
-        )
-    ]
-    assert [each and each.constraint for each in requested] == ["json_object", "regex"]
+    def constraint(**column: object) -> object:
+        requested = read_request({"prompt": "x", **column}, DATASET, NO_DEFAULTS).params.structured_outputs
+        return requested and requested.constraint
+
+    assert constraint(response_format={"type": "text", "json_schema": None}) is None
+    assert constraint(response_format={"type": "json_object"}) == "json_object"
+    assert constraint(structured_outputs='{"regex": "a+"}') == "regex"
     with pytest.raises(RequestError, match="one of") as refused:
-        read_request(
-            {"prompt": "x", "structured_outputs": '{"regex": "a", "choice": ["b"]}'}, DATASET, NO_DEFAULTS
-        )
+        constraint(structured_outputs='{"regex": "a", "choice": ["b"]}')
     assert refused.value.param == "structured_outputs"
 
 
 @pytest.fixture(scope="module")
 def text_pair_config(pair: tuple[Path, Path]) -> EngineConfig:
-    settings = {"model": str(pair[0]), "dtype": "float32", "device": "cpu", "num_threads": 1}
     spec = {"model": str(pair[1]), "adaptive": False}
-    return EngineConfig.from_dict(
-        {"speculative_config": spec, "max_num_seqs": 4, "max_model_len": 128, **settings}
-    )
+    small = {"max_num_seqs": 4, "max_model_len": 128}
+    return EngineConfig.from_dict(tiny_settings(pair, **small, speculative_config=spec))
 
 
 def answered(config: EngineConfig, answer: Callable[[AsyncEngine], Awaitable[T]]) -> T:
@@ -289,9 +271,7 @@ def test_results_have_their_rows_id_and_columns_even_if_the_row_fails(
         {"id": "long", "prompt": "word " * 100_000, "kind": "long"},
         {"id": "hot", "prompt": "x", "temperature": -1, "kind": "bad"},
     ]
-    path = tmp_path / "rows.jsonl"
-    path.write_text("".join(json.dumps(record) + "\n" for record in records) + "{broken\n")
-    source = open_source([path])
+    source = open_source([write_lines(tmp_path / "rows.jsonl", [*records, "{broken"])])
     layout = RowSchema(lines=True, columns=("kind", "n_ref"))
     found = index_rows(source, layout, duplicates="number")
     rows = RowReader(source, layout).read(found.spans(((0, 5),)))
@@ -385,13 +365,8 @@ def test_a_line_is_counted_by_its_metadata_and_a_row_by_its_column() -> None:
     lines = RowSchema(kind="openai", lines=True)
     body = {"prompt": "x", "metadata": {"category": "code", "tenant": "t"}}
     assert category_of({"body": body}, lines) == "code"
-    for wrong in (
-        {},
-        {"body": None},
-        {"body": {"metadata": "code"}},
-        {"body": {"metadata": {"category": 3}}},
-    ):
-        assert category_of(wrong, lines) is None
+    for wrong in (None, {"metadata": "code"}, {"metadata": {"category": 3}}):
+        assert category_of({}, lines) is category_of({"body": wrong}, lines) is None
     named = RowSchema(kind="openai", lines=True, category_column="kind")
     assert category_of({"body": body, "kind": "mine"}, named) == "mine"
     assert category_of({"body": body, "kind": 3}, RowSchema(category_column="kind")) == "3"

@@ -8,7 +8,7 @@ import json
 import os
 import pickle
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import CancelledError, ThreadPoolExecutor
 from datetime import date
 from pathlib import Path
@@ -27,7 +27,7 @@ from manta.actors.batch.dataset.row_requests import RowSchema, content_id, id_ha
 from manta.actors.batch.dataset.source import Dataset, open_source
 from manta.actors.batch.ledger.output_parts import OutputForm, part_content
 from manta.actors.batch.row_answerer import RESULT_SCHEMA, failure
-from manta.actors.batch.row_index import index_rows
+from manta.actors.batch.row_index import RowIndex, index_rows
 from manta.cluster.batch.row_ranges import from_rows
 from manta.cluster.errors import DatasetError, RequestError
 
@@ -64,6 +64,12 @@ def write(folder: Path, format: str, files: list[list[str]], rows_per_group: int
 
 def layout_of(source: Dataset) -> RowSchema:
     return RowSchema(kind="openai" if source.format == "openai" else "dataset", lines=source.lines)
+
+
+def all_rows(source: Dataset, layout: RowSchema, **how: Any) -> tuple[RowIndex, list[Row]]:
+    """Index a dataset and read all of it."""
+    found = index_rows(source, layout, **how)
+    return found, RowReader(source, layout).read(found.spans(((0, found.num_rows),)))
 
 
 def prompt_of(row: Row, layout: RowSchema) -> Any:
@@ -128,7 +134,7 @@ def test_files_are_found_once_and_in_order_by_name_folder_and_pattern(tmp_path: 
         open_source([tmp_path / "deep"])
 
 
-def write_ids(path: Path, ids: list[str | None]) -> tuple[Dataset, RowSchema]:
+def write_ids(path: Path, ids: Sequence[str | int | None]) -> tuple[Dataset, RowSchema]:
     rows = [{"prompt": "same"} | ({} if name is None else {"id": name}) for name in ids]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     source = open_source([path])
@@ -163,8 +169,7 @@ def test_later_rows_of_an_id_are_numbered_and_no_two_rows_share_one(
         if weak:
             patch.setattr(row_index, "id_hash", lambda name: id_hash(name) >> 62 * (name in IDS))
         source, layout = write_ids(tmp_path_factory.mktemp("ids") / "rows.jsonl", ids)
-        found = index_rows(source, layout, duplicates="number")
-        rows = RowReader(source, layout).read(found.spans(((0, len(ids)),)))
+        found, rows = all_rows(source, layout, duplicates="number")
     final, theirs = [id_of(row, layout) for row in rows], [name or CONTENT for name in ids]
     assert len(set(final)) == len(ids)
     kept = [name == own for name, own in zip(final, theirs, strict=True)]
@@ -203,8 +208,7 @@ def test_a_malformed_row_is_a_row_and_keeps_its_text(tmp_path: Path) -> None:
     ):
         source = open_source([tmp_path / name])
         layout = layout_of(source)
-        found = index_rows(source, layout, duplicates="refuse")
-        rows = RowReader(source, layout).read(found.spans(((0, found.num_rows),)))
+        found, rows = all_rows(source, layout, duplicates="refuse")
         said, ids = [], []
         for row in rows:
             try:
@@ -389,13 +393,10 @@ def test_lines_of_results_repeat_the_values_of_their_lines(rows: list[dict[str, 
 
 
 def test_ids_of_many_digits_are_distinguished(tmp_path: Path) -> None:
-    path = tmp_path / "rows.jsonl"
-    path.write_text("".join(f'{{"id": {2**70 + i}, "prompt": "x"}}\n' for i in range(2)))
-    source = open_source([path])
-    layout = layout_of(source)
-    found = index_rows(source, layout)
-    rows = RowReader(source, layout).read(found.spans(((0, 2),)))
-    assert [id_of(row, layout) for row in rows] == [str(2**70), str(2**70 + 1)]
+    ids = [2**70, 2**70 + 1]
+    source, layout = write_ids(tmp_path / "rows.jsonl", ids)
+    _, rows = all_rows(source, layout)
+    assert [id_of(row, layout) for row in rows] == [*map(str, ids)]
 
 
 def test_columns_that_results_cannot_hold_are_refused(tmp_path: Path) -> None:

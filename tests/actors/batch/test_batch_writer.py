@@ -21,12 +21,11 @@ import pytest
 from manta.actors.batch.dataset import storage as storages
 from manta.actors.batch.dataset.storage import Storage
 from manta.actors.batch.ledger import row_writer as writers
-from manta.actors.batch.ledger.ledger import Ledger
 from manta.actors.batch.ledger.row_writer import RowWriter
 from manta.actors.system import atomic_files as files
 from manta.cluster.batch.row_ranges import from_rows
 from manta.cluster.errors import ConfigError, OutputError
-from support.jobs.batch_outputs import form, numbers_in, parts, result, results, rows_in, spec
+from support.jobs.batch_outputs import JobRuns, form, numbers_in, parts, result, results, rows_in, spec
 from support.paths import TESTS
 
 
@@ -220,11 +219,10 @@ def test_rows_wait_for_space_on_a_full_disk(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setattr(writers, "RETRY_S", 0.0)
     with small_disk(tmp_path / "disk") as disk:
         output = Storage.open(str(disk / "out"), field="output")
-        ledger = Ledger.open(output, spec(200))
-        ballast = disk / "ballast"
+        runs, ballast = JobRuns(output), disk / "ballast"
+        ledger = runs.open(spec(200))
         ballast.write_bytes(bytes(900 * 1024))
-        writer = RowWriter(output, form(), run=ledger.run, shard=0, writer="w")
-        durable = 0
+        writer, durable = runs.writer("w"), 0
         for begin in range(0, 200, 10):
             writer.add(results(range(begin, begin + 10)))
             durable += sum(end - begin for begin, end in writer.flush())
@@ -234,7 +232,7 @@ def test_rows_wait_for_space_on_a_full_disk(tmp_path: Path, monkeypatch: pytest.
         ballast.unlink()
         writer.close()
         ledger.finish({})
-        ledger.close()
+        runs.close()
         assert sorted(numbers_in(output, parts(output))) == list(range(200))
 
 
@@ -244,29 +242,26 @@ def test_an_output_that_becomes_read_only_loses_nothing(
     monkeypatch.setattr(writers, "RETRY_S", 0.0)
     with small_disk(tmp_path / "disk") as disk:
         output = Storage.open(str(disk / "out"), field="output")
-        ledger = Ledger.open(output, spec(4))
-        writer = RowWriter(output, form(), run=ledger.run, shard=0, writer="w")
-        writer.add(results([0, 1]))
-        writer.flush()
-        ledger.close()
+        runs = JobRuns(output)
+        runs.open(spec(4))
+        writer = runs.write("w", results([0, 1]), ends=False)
+        runs.close()
         subprocess.run(["mount", "-o", "remount,ro", str(disk)], check=True)
         writer.add(results([2, 3]))
         assert (writer.flush(), writer.num_pending) == ((), 2)
         with pytest.raises(ConfigError, match="cannot be written: Read-only file system"):
-            Ledger.open(output, spec(4))
+            runs.open(spec(4))
         subprocess.run(["mount", "-o", "remount,rw", str(disk)], check=True)
         assert writer.close() == ((2, 4),)
-        ledger = Ledger.open(output, spec(4))
-        ledger.finish({})
-        ledger.close()
+        runs.finish(spec(4))
         assert sorted(numbers_in(output, parts(output))) == [0, 1, 2, 3]
 
 
-def test_a_reader_finds_only_complete_files_at_any_time(output: Storage) -> None:
+def test_a_reader_finds_only_complete_files_at_any_time(output: Storage, runs: JobRuns) -> None:
     """A large Parquet file is written meanwhile; pathlib's globs match names that begin with a dot."""
     folder, done, faults = Path(output.root), threading.Event(), list[object]()
     has_read = threading.Event()
-    ledger = Ledger.open(output, spec(24_000, form("parquet")))
+    ledger = runs.open(spec(24_000, form("parquet")))
 
     def look() -> None:
         while not done.is_set():
@@ -280,13 +275,12 @@ def test_a_reader_finds_only_complete_files_at_any_time(output: Storage) -> None
     reader = threading.Thread(target=look)
     reader.start()
     assert has_read.wait(240)
-    writer = RowWriter(output, form("parquet"), run=1, shard=0, writer="w")
+    writer = runs.writer("w")
     for begin in range(0, 24_000, 4_000):
         writer.add(results(range(begin, begin + 4_000)))
         writer.flush()
     writer.close()
     ledger.finish({})
-    ledger.close()
     done.set()
     reader.join()
     assert not faults
@@ -306,9 +300,9 @@ for row in range(int(sys.argv[4]), 100000):
 """
 
 
-def test_flushed_rows_survive_a_sigkill(output: Storage) -> None:
+def test_flushed_rows_survive_a_sigkill(output: Storage, runs: JobRuns) -> None:
     """Writer processes are killed while they write; no row that they reported is missing."""
-    ledger = Ledger.open(output, spec(100_000))
+    ledger = runs.open(spec(100_000))
     for name, begin in (("a", 0), ("b", 50_000)):
         command = [sys.executable, "-c", WRITE, output.where, str(TESTS), name, str(begin)]
         with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
@@ -320,18 +314,17 @@ def test_flushed_rows_survive_a_sigkill(output: Storage) -> None:
         durable = ledger.durable(name)
         assert durable[0][0] == begin
         assert durable[0][1] > reported[-1]
-    heir = RowWriter(output, form(), run=ledger.run, shard=0, writer="heir")
+    heir = runs.writer("heir")
     taken = [heir.take_over(name, ledger.already_merged(name)) for name in ledger.orphans]
     heir.close()
     ledger.refresh()
-    ledger.close()
     assert ledger.answered == tuple(each[0] for each in taken)
     assert len(numbers_in(output, parts(output))) == sum(end - begin for begin, end in ledger.answered)
 
 
-def test_a_truncated_segment_is_skipped(output: Storage) -> None:
+def test_a_truncated_segment_is_skipped(output: Storage, runs: JobRuns) -> None:
     """A segment as a power cut may leave it: its rows are answered again."""
-    ledger = Ledger.open(output, spec(4))
+    ledger = runs.open(spec(4))
     writer = writer_of(output)
     for row in range(3):
         writer.add([result(row)])
@@ -343,7 +336,6 @@ def test_a_truncated_segment_is_skipped(output: Storage) -> None:
     heir = writer_of(output, name="heir")
     assert heir.take_over("w", ()) == from_rows([0, 2])
     assert segments(output) == ["_manta/pending/heir/000000.arrow"]
-    ledger.close()
 
 
 def test_a_flush_does_not_wait_for_the_disk_but_a_part_does(

@@ -8,13 +8,13 @@ import os
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from functools import partial
 from pathlib import Path
 
 import pytest
 from manta.actors.batch.dataset.storage import Storage
 from manta.actors.batch.ledger.job_runs import earlier, remove_earlier
-from manta.actors.batch.ledger.ledger import Ledger
 from manta.actors.batch.ledger.row_writer import RowWriter
 from manta.actors.batch.openai.batch_store import Batch, BatchStore
 from manta.actors.batch.openai.file_store import FileStore
@@ -22,7 +22,7 @@ from manta.actors.capture.writer_process import SegmentRing
 from manta.actors.system.atomic_files import write_atomically
 from manta.cluster.errors import ConfigError, MantaError, NotFoundError, OutputError
 from manta.cluster.request.caller import SERVER
-from support.jobs.batch_outputs import results, spec
+from support.jobs.batch_outputs import JobRuns, results, spec
 
 NUM_ROWS = 20
 MINE = "nobody else's"
@@ -46,12 +46,8 @@ def victim(tmp_path: Path) -> Path:
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     """An output with rows in parts; its job has started."""
-    output = Storage.open(str(tmp_path / "out"), field="output")
-    ledger = Ledger.open(output, spec(NUM_ROWS))
-    writer = RowWriter(output, spec(NUM_ROWS).form, run=ledger.run, shard=0, writer="first")
-    writer.add(results(range(NUM_ROWS // 2)))
-    writer.close()
-    ledger.close()
+    runs = JobRuns(Storage.open(str(tmp_path / "out"), field="output"))
+    runs.answer(spec(NUM_ROWS), range(NUM_ROWS // 2))
     return tmp_path / "out"
 
 
@@ -62,15 +58,10 @@ def untouched(victim: Path) -> bool:
 
 def resume(folder: Path) -> None:
     """Run the job once more, to its end."""
-    output = Storage.open(str(folder), field="output")
-    ledger = Ledger.open(output, spec(NUM_ROWS))
-    try:
-        writer = RowWriter(output, spec(NUM_ROWS).form, run=ledger.run, shard=0, writer="second")
-        writer.add(results(range(NUM_ROWS // 2, NUM_ROWS)))
-        writer.close()
+    with closing(JobRuns(Storage.open(str(folder), field="output"))) as runs:
+        ledger = runs.open(spec(NUM_ROWS))
+        runs.write("second", results(range(NUM_ROWS // 2, NUM_ROWS)))
         ledger.finish({"rows": NUM_ROWS})
-    finally:
-        ledger.close()
 
 
 def test_a_list_of_earlier_results_cannot_remove_other_files(folder: Path, victim: Path) -> None:
@@ -94,11 +85,11 @@ def test_a_list_of_earlier_results_cannot_remove_other_files(folder: Path, victi
 def test_a_part_record_can_only_name_a_part_of_its_output(folder: Path, victim: Path) -> None:
     (record,) = (folder / "_manta/records").iterdir()
     content = json.loads(record.read_text())
-    for name in OUTSIDE:
-        for changed in ({"part": name}, {"replaces": [name]}):
-            record.write_text(json.dumps(content | changed))
-            with pytest.raises(ConfigError, match="is no record of a part"):
-                resume(folder)
+    changes = [change for name in OUTSIDE for change in ({"part": name}, {"replaces": [name]})]
+    for changed in ({}, *(content | change for change in changes)):
+        record.write_text(json.dumps(changed))
+        with pytest.raises(ConfigError, match=rf"{record.name} is no record of a part"):
+            resume(folder)
     assert untouched(victim)
 
 
@@ -206,13 +197,8 @@ def test_writers_of_one_name_do_not_conflict(tmp_path: Path, victim: Path) -> No
 
 def test_concurrent_cancels_of_a_batch_all_succeed(tmp_path: Path) -> None:
     batches = BatchStore(Storage.open(str(tmp_path), field="batch_storage"))
-    batch = Batch(
-        endpoint="/v1/completions",
-        input_file_id="file-1",
-        completion_window="24h",
-        created_at=0,
-        expires_at=2**40,
-    )
+    facts = {"endpoint": "/v1/completions", "input_file_id": "file-1", "completion_window": "24h"}
+    batch = Batch(**facts, created_at=0, expires_at=2**40)
     batches.create(batch)
     with ThreadPoolExecutor(16) as pool:
         reported = list(pool.map(partial(batches.cancel, caller=SERVER), [batch.id] * 48))
