@@ -27,7 +27,8 @@ from manta.cluster.config import EngineConfig
 from manta.cluster.errors import ConfigError, DatasetError
 from manta.cluster.request.caller import Tenant
 from manta.jobs.cli import app
-from support.checkpoints.text_pair import LiveServer
+from support.checkpoints.text_pair import LiveServer, tiny_settings
+from support.servers.server_probes import http_client
 from support.waiting import wait_until
 from typer.testing import CliRunner
 
@@ -51,14 +52,8 @@ def make_server(
     monkeypatch.syspath_prepend(str(tmp_path))
 
     def make(**server: Any) -> LiveServer:
-        engine = {
-            "model": str(pair[0]),
-            "speculative_config": {"model": str(pair[1])},
-            "dtype": "float32",
-            "num_pages": 128,
-            "num_threads": 1,
-        }
-        return LiveServer(EngineConfig.from_dict(engine), ServerSettings(served_model_name="tiny", **server))
+        engine = EngineConfig.from_dict(tiny_settings(pair, num_pages=128))
+        return LiveServer(engine, ServerSettings(served_model_name="tiny", **server))
 
     return make
 
@@ -80,7 +75,7 @@ def test_prompts_and_answers_are_captured_under_their_tenants(
     make_server: Callable[..., LiveServer], tmp_path: Path
 ) -> None:
     folder = tmp_path / "captured"
-    with make_server(capture=str(folder)) as server, httpx.Client(base_url=server.url, timeout=300) as http:
+    with make_server(capture=str(folder)) as server, http_client(server.url) as http:
         headers = {"X-Tenant": "acme", "X-Category": "logs"}
         reported = http.post(
             "/v1/completions", json={**ASKED, "prompt": "import os", "n": 2}, headers=headers
@@ -144,11 +139,8 @@ def test_prompts_may_be_omitted_and_nothing_is_captured_by_default(pair: tuple[P
     answers = CapturedAnswers([prompt], "tiny", requester, 0.5, {(0, 0): [3], (0, 1): [4, 5]})
     private, whole = (answers.records(prompts=prompts) for prompts in (False, True))
     assert [(each.prompt_token_ids, each.token_ids) for each in private] == [((), (3,)), ((), (4, 5))]
-    assert (
-        {each.prompt_token_ids for each in whole} == {(1, 2)}
-        and whole[0].tenant == "acme"
-        and whole[0].temperature == 0.5
-    )
+    assert {each.prompt_token_ids for each in whole} == {(1, 2)}
+    assert (whole[0].tenant, whole[0].temperature) == ("acme", 0.5)
     config = EngineConfig(model=str(pair[0]))
     assert open_capture(config, ServerSettings(), lambda result: None) is None
     none = open_capture(config, ServerSettings(capture="/c", capture_fraction=0.0), lambda result: None)

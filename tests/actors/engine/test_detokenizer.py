@@ -12,7 +12,6 @@ from itertools import pairwise, takewhile
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 import tokenizers
 from hypothesis import given, settings
@@ -27,9 +26,9 @@ from manta.cluster.engine.engine_core import SequenceUpdate
 from manta.cluster.request.logprobs import TokenLogprobs
 from manta.cluster.request.request import SamplingParams
 from manta.cluster.step.executor import Executor
-from support.checkpoints.text_pair import LiveServer, make_text_pair
+from support.checkpoints.text_pair import LiveServer, make_text_pair, tiny_settings
 from support.engines.scripted_executor import ScriptedExecutor
-from support.servers.server_probes import events
+from support.servers.server_probes import events, http_client
 from tokenizers import AddedToken, decoders, models
 from tokenizers.pre_tokenizers import ByteLevel
 from transformers.convert_slow_tokenizer import TikTokenConverter, bytes_to_unicode
@@ -348,22 +347,19 @@ def test_a_kept_stop_string_ends_the_text_and_one_before_min_tokens_does_not_cou
 
 
 def test_an_incomplete_character_is_the_same_complete_streamed_and_with_drafts(tmp_path: Path) -> None:
-    target, drafter = make_text_pair(tmp_path)
+    pair = target, _ = make_text_pair(tmp_path)
     written = of_words(WITH_RUNS["Gemma"]).to_str().replace("<0xZZ>", "zz")  # llguidance cannot read it
     (target / "tokenizer.json").write_text(written)
     prompt = ids_of("Gemma", "日本", "😀")
     answer = ids_of("Gemma", "❤\ufe0f".encode()[:-1], "▁the", "日", b"\n")
-    config = EngineConfig.from_dict(
-        {"model": str(target), "speculative_config": {"model": str(drafter)}, "dtype": "float32"}
-        | {"max_num_seqs": 4, "num_pages": 64, "num_threads": 1}
-    )
+    config = EngineConfig.from_dict(tiny_settings(pair, max_num_seqs=4, num_pages=64))
     executors: list[ScriptedExecutor] = []
 
     def make(config: EngineConfig) -> Executor:
         executors.append(ScriptedExecutor(config))
         return executors[0]
 
-    with LiveServer(config, make=make) as server, httpx.Client(base_url=server.url, timeout=300) as http:
+    with LiveServer(config, make=make) as server, http_client(server.url) as http:
         executors[0].script = answer
         body: dict[str, Any] = {"prompt": prompt, "max_tokens": len(answer), "ignore_eos": True}
         for more in ({}, {"speculative": False}, {"logprobs": 1}):

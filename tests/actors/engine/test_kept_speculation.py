@@ -22,6 +22,7 @@ from manta.cluster.speculation.draft_length_policy import (
     draft_lengths,
 )
 from manta.cluster.speculation.step_cost_model import StepLoad
+from support.checkpoints.text_pair import tiny_settings
 from support.engines.opened import core_of
 
 PROMPT = {"prompt_token_ids": [1, 5, 9, 20, 21]}
@@ -47,9 +48,8 @@ def always_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def make(pair: tuple[Path, Path], **settings: object) -> LLM:
-    spec = {"model": str(pair[1])}
-    fixed = {"dtype": "float32", "attention_backend": "torch", "num_threads": 1, "skip_tokenizer_init": True}
-    return LLM(str(pair[0]), speculative_config=spec, **fixed, **settings)
+    fixed = {"attention_backend": "torch", "skip_tokenizer_init": True}
+    return LLM(**tiny_settings(pair, **fixed, **settings))
 
 
 def learned(llm: LLM) -> tuple[bool, bool]:
@@ -105,9 +105,8 @@ def test_an_unmeasured_drafter_starts_with_its_card(
     with make((tiny_qwen3, drafter)) as llm:
         survival = core_of(llm).acceptance
         assert survival is not None
-        assert 1 + survival.samples(np.zeros(1, np.int32), 16).mean(axis=0)[0].sum() == pytest.approx(
-            1.6, abs=1e-3
-        )
+        accepted = survival.samples(np.zeros(1, np.int32), 16).mean(axis=0)[0].sum()
+        assert 1 + accepted == pytest.approx(1.6, abs=1e-3)
 
 
 @pytest.mark.usefixtures("always_drafts")

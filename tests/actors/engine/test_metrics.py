@@ -20,7 +20,8 @@ from manta.cluster.metrics.engine_metrics import CATALOGUE
 from manta.cluster.metrics.metric import BoundedLabels
 from manta.cluster.step.scheduler_output import DrafterUse
 from prometheus_client.parser import text_string_to_metric_families
-from support.checkpoints.text_pair import LiveServer
+from support.checkpoints.text_pair import LiveServer, tiny_settings
+from support.servers.server_probes import http_client
 from support.servers.simulated_server import SURVIVAL, simulated
 from support.waiting import wait_until
 
@@ -68,16 +69,8 @@ def scraped(http: httpx.Client) -> Samples:
 
 @pytest.fixture(scope="module")
 def server(pair: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
-    target, drafter = pair
-    config = EngineConfig.from_dict(
-        {
-            "model": str(target),
-            "speculative_config": {"model": str(drafter)},
-            "max_num_seqs": 4,
-            "max_num_queued_reqs": 8,
-            "num_pages": 24,
-        }
-    )
+    small = {"max_num_seqs": 4, "max_num_queued_reqs": 8, "num_pages": 24}
+    config = EngineConfig.from_dict(tiny_settings(pair, **small))
     storage = str(tmp_path_factory.mktemp("batches"))
     anybody: dict[str, Any] = {"tenants": "*", "categories": "*", "max_metric_labels": 2}
     settings = ServerSettings(served_model_name="tiny", batch_storage=storage, **anybody)
@@ -87,7 +80,7 @@ def server(pair: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) ->
 
 @pytest.fixture(scope="module")
 def http(server: LiveServer) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=server.url, timeout=300) as client:
+    with http_client(server.url) as client:
         yield client
 
 
@@ -272,24 +265,13 @@ def test_drafter_and_cache_settings_are_labels(server: LiveServer, load: Load) -
     (cache,) = (
         json.loads(k[len("vllm:cache_config_info") :]) for k in load.after if "cache_config_info" in k
     )
-    wanted = {
-        "block_size": "16",
-        "num_gpu_blocks": "24",
-        "cache_dtype": "float32",
-        "enable_prefix_caching": "True",
-    }
-    assert wanted.items() <= cache.items()
+    wanted = {"block_size": "16", "num_gpu_blocks": "24", "cache_dtype": "float32"}
+    assert {**wanted, "enable_prefix_caching": "True"}.items() <= cache.items()
     (drafter,) = (json.loads(k[len("dflash:drafter_info") :]) for k in load.after if "drafter_info" in k)
     spec = config.speculative_config
     assert spec is not None
-    wanted = {
-        "drafter": spec.model,
-        "revision": "",
-        "method": "dflash",
-        "target": config.model,
-        "status": "up",
-    }
-    assert {**wanted, "block_size": str(len(SURVIVAL) + 1)}.items() <= drafter.items()
+    wanted = {"drafter": spec.model, "revision": "", "method": "dflash", "target": config.model}
+    assert {**wanted, "status": "up", "block_size": str(len(SURVIVAL) + 1)}.items() <= drafter.items()
 
 
 def test_the_measured_speed_up_and_the_reasons_for_not_drafting_are_exported(http: httpx.Client) -> None:

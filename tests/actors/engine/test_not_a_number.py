@@ -14,16 +14,16 @@ import httpx
 import pytest
 import torch
 from manta import LLM, SamplingParams
-from manta.actors.http.config.settings import ServerSettings
 from manta.cluster.config import EngineConfig
 from manta.cluster.step import scheduler_output
 from manta.drafter.step.sampling import gumbel_argmax as choice
 from safetensors.torch import load_file, save_file
-from support.checkpoints.text_pair import NOT_A_NUMBER, LiveServer, make_pair_with_nan
+from support.checkpoints.text_pair import NOT_A_NUMBER, LiveServer, make_pair_with_nan, tiny_settings
 from support.checkpoints.tiny import make_tiny_drafter, make_tiny_target
-from support.engines.device_engines import PLACE, SMALL_STATES, Twins
+from support.engines import device_engines
+from support.engines.device_engines import SMALL_STATES, Twins
 from support.engines.opened import core_of
-from support.engines.steps import short_warm_up
+from support.servers.server_probes import http_client
 
 BROKEN, GOOD = 77, [[5, 6, 7, 8, 9, 10, 11], [21, 22, 23], list(range(40, 60))]
 BAD = [[1, 2, BROKEN, 3], [BROKEN], [9] * 20 + [BROKEN]]
@@ -36,11 +36,8 @@ HOT = SamplingParams(temperature=1.0, seed=3, top_k=20, top_p=0.9, max_tokens=4,
 def targets(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Three targets: a sound one, one that computes NaN after a token, and one with a NaN in its head."""
     found = {}
-    for name, tensor in (
-        ("sound", None),
-        ("embedding", "model.embed_tokens.weight"),
-        ("head", "lm_head.weight"),
-    ):
+    tensors = {"sound": None, "embedding": "model.embed_tokens.weight", "head": "lm_head.weight"}
+    for name, tensor in tensors.items():
         folder = make_tiny_target(tmp_path_factory.mktemp(name), "llama", seed=5, **SIZES)
         found[name] = broken(folder, tensor)
     return found
@@ -56,27 +53,10 @@ def broken(target: Path, tensor: str | None = "model.embed_tokens.weight") -> Pa
     return target
 
 
-def opened(target: Path, backend: str, drafter: Path | None, **changes: object) -> LLM:
-    spec = None
-    if drafter is not None:
-        spec = {"model": str(drafter), "num_speculative_tokens": 3, "adaptive": False}
-    place = PLACE if backend == "triton" else {"device": "cpu"}
-    with short_warm_up():
-        return LLM(
-            str(target),
-            skip_tokenizer_init=True,
-            dtype="bfloat16" if backend == "compiled" else "float32",
-            num_threads=1,
-            attention_backend=backend,
-            **{
-                "speculative_config": spec,
-                "max_num_seqs": 4,
-                "max_model_len": 48,
-                "num_pages": 16,
-                **place,
-                **changes,
-            },
-        )
+def opened(target: Path, backend: str, drafter: Path | None) -> LLM:
+    how = {} if backend == "triton" else {"device": "cpu"}
+    how["dtype"] = "bfloat16" if backend == "compiled" else "float32"
+    return device_engines.opened(target, drafter, backend, max_num_seqs=4, num_pages=16, **how)
 
 
 def answers(llm: LLM, prompts: list[list[int]], params: SamplingParams) -> list[tuple[str | None, list[int]]]:
@@ -177,13 +157,9 @@ TEXTS: dict[str, tuple[str | int, ...]] = {  # where they are in an answer
 
 @pytest.fixture(scope="module")
 def http(tmp_path_factory: pytest.TempPathFactory) -> Iterator[httpx.Client]:
-    target, drafter = make_pair_with_nan(tmp_path_factory.mktemp("pair"))
-    settings = {"model": str(target), "speculative_config": {"model": str(drafter)}, "dtype": "float32"}
-    config = EngineConfig.from_dict({**settings, "num_pages": 64, "num_threads": 1})
-    with (
-        LiveServer(config, ServerSettings()) as server,
-        httpx.Client(base_url=server.url, timeout=300) as http,
-    ):
+    pair = make_pair_with_nan(tmp_path_factory.mktemp("pair"))
+    config = EngineConfig.from_dict(tiny_settings(pair, num_pages=64))
+    with LiveServer(config) as server, http_client(server.url) as http:
         yield http
 
 

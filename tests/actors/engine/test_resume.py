@@ -8,12 +8,13 @@ from pathlib import Path
 
 import pytest
 from manta.actors.engine.uniproc_executor import InProcessExecutor
-from manta.cluster.engine.engine_core import EngineCore, SequenceUpdate
+from manta.cluster.engine.engine_core import EngineCore
 from manta.cluster.errors import RequestError, UnprocessableError
 from manta.cluster.request.request import Request, SamplingParams
 from support.engines.cluster_checker import (
     EOS,
     VOCAB,
+    Outputs,
     expected,
     make_info,
     make_request,
@@ -99,19 +100,14 @@ PARAMS = (
 )
 
 
-def serve(engine: EngineCore, requests: list[Request]) -> dict[str, list[SequenceUpdate]]:
-    engine.add_requests(requests[:1])
-    for request in requests[1:]:
+def serve(engine: EngineCore, *requests: Request) -> Outputs:
+    for request in requests:
         engine.add_request(request)
-    updates: dict[str, list[SequenceUpdate]] = {}
+    outputs = Outputs()
     while engine.has_unfinished:
         for update in engine.step():
-            updates.setdefault(update.request_id, []).append(update)
-    return updates
-
-
-def tokens_of(updates: list[SequenceUpdate]) -> list[int]:
-    return [token for update in updates for token in update.token_ids]
+            outputs.put(update)
+    return outputs
 
 
 @pytest.fixture(scope="module")
@@ -128,15 +124,13 @@ def test_resumed_requests_compute_the_same_tokens(engine: EngineCore, params: Sa
     for prompt in PROMPTS:
         request = Request(request_id="whole", prompt_token_ids=prompt, params=params)
         engine.reset_prefix_cache()
-        whole = serve(engine, [request])["whole"]
-        tokens, end = tokens_of(whole), whole[-1]
+        whole = serve(engine, request)
+        tokens, end = whole.tokens["whole"], whole.ends["whole"]
         cuts = sorted({0, 1, len(tokens) // 2, len(tokens) - 1} & set(range(len(tokens))))
         rests = [replace(cut(request, tokens, count), request_id=str(count)) for count in cuts]
         for knows_all in (False, True):
             if not knows_all:
                 engine.reset_prefix_cache()
-            updates = serve(engine, rests)
-            for count in cuts:
-                mine = updates[str(count)]
-                assert tokens_of(mine) == tokens[count:], f"cut at {count}"
-                assert (mine[-1].finish_reason, mine[-1].stop_reason) == (end.finish_reason, end.stop_reason)
+            outputs = serve(engine, *rests)
+            assert outputs.tokens == {str(count): tokens[count:] for count in cuts}
+            assert outputs.ends == dict.fromkeys(map(str, cuts), end)

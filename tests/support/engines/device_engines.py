@@ -56,16 +56,10 @@ def opened(target: Path, drafter: Path | None, backend: str, **changes: object) 
     spec = None
     if drafter is not None:
         spec = {"model": str(drafter), "num_speculative_tokens": 3, "adaptive": False}
-    settings = {"speculative_config": spec, "max_num_seqs": 3, "max_model_len": 48, **PLACE, **changes}
+    small = {"max_num_seqs": 3, "max_model_len": 48, "dtype": "float32", "num_threads": 1}
+    settings = {"speculative_config": spec, **small, **PLACE, **changes}
     with short_warm_up():
-        return LLM(
-            str(target),
-            skip_tokenizer_init=True,
-            dtype="float32",
-            num_threads=1,
-            attention_backend=backend,
-            **settings,
-        )
+        return LLM(str(target), skip_tokenizer_init=True, attention_backend=backend, **settings)
 
 
 def same_logprobs(ours: StepLogprobs | None, theirs: StepLogprobs | None, counts: np.ndarray) -> None:
