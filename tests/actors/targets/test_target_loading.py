@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import weakref
-from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,9 +11,8 @@ from typing import Any
 import pytest
 import torch
 from manta.actors.targets.loading import backend_selection as backends
-from manta.actors.targets.loading import cpu_autotune, load_plan
+from manta.actors.targets.loading import cpu_autotune
 from manta.actors.targets.loading import memory_budget as memory
-from manta.actors.targets.loading import rank_loader as loading
 from manta.actors.targets.loading import warmup as warm_up
 from manta.actors.targets.loading.rank_loader import load_runner, plan_load
 from manta.actors.targets.model.weights import TargetWeights
@@ -27,6 +25,7 @@ from manta.cluster.step.scheduler_output import SchedulerOutput
 from manta.drafter.compute.cpu_fused import backend as compiled_backend
 from manta.drafter.compute.cpu_numba.cpu_features import Instructions
 from support.checkpoints.tiny import TINY_BLOCK, TINY_VOCAB, changed, make_tiny_drafter, make_tiny_target
+from support.engines.devices import record_captures
 from support.engines.steps import settings, short_warm_up
 
 
@@ -281,7 +280,6 @@ def test_planned_sizes_equal_loaded_sizes(tiny_qwen3: Path, tmp_path: Path) -> N
     runner, info = load_runner(settings(tiny_qwen3, drafter))
     assert (info.max_model_len, info.vocab_size, info.device) == (plan.max_model_len, TINY_VOCAB, "cpu")
     assert runner.model.dtype == plan.dtype
-    assert loading.plan_load is load_plan.plan_load
 
 
 @pytest.mark.parametrize(
@@ -372,39 +370,18 @@ def test_the_memory_of_graphs_is_extrapolated_from_a_few(
 def test_captures_share_a_pool_and_give_back_what_runs_before_them_took(
     tiny_qwen3: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """PyTorch's side of a capture is a stand-in that notes its calls."""
     pytest.importorskip("triton")
     from manta.actors.targets.runners.gpu_runner import GpuModelRunner
 
     with short_warm_up():
         runner = load_runner(settings(tiny_qwen3, attention_backend="triton", num_pages=3))[0]
     assert isinstance(runner, GpuModelRunner)
-    calls: list[str] = []
-
-    class Graph:
-        def capture_begin(self, pool: tuple[int, int], capture_error_mode: str) -> None:
-            assert capture_error_mode in ("global", "thread_local", "relaxed")
-            calls.append(f"begin in {pool}")
-
-        def capture_end(self) -> None:
-            calls.append("end")
-
-    pools = iter(((0, 1), (0, 2)))
-    stand_ins = {
-        "CUDAGraph": Graph,
-        "Stream": lambda device: None,
-        "stream": lambda stream: nullcontext(),
-        "synchronize": lambda device: None,
-        "graph_pool_handle": lambda: next(pools),
-        "empty_cache": lambda: calls.append("emptied"),
-    }
-    for name, stand_in in stand_ins.items():
-        monkeypatch.setattr(torch.cuda, name, stand_in)
+    calls = record_captures(monkeypatch)
     kinds = runner._kinds.all()
     runner._graphs.capture(kinds[:2])
     runner._graphs.capture(kinds[-1:])
-    assert calls == [*["begin in (0, 1)", "end"] * 2, "emptied", "begin in (0, 1)", "end", "emptied"]
+    assert calls == [*["begin in pool 0", "end"] * 2, "emptied", "begin in pool 0", "end", "emptied"]
     runner._graphs.rebuild(runner.models)
     calls.clear()
     runner._graphs.capture(kinds[-1:])
-    assert calls[0] == "begin in (0, 2)", "a pool is freed with its graphs"
+    assert calls[0] == "begin in pool 1", "a pool is freed with its graphs"

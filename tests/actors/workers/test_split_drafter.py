@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,7 +23,7 @@ from manta.cluster.step.scheduler_output import TreeShape, Trim
 from manta.drafter.step.inputs.proposals import Proposals
 from support.checkpoints.tiny import TINY_VOCAB, make_tiny_drafter
 from support.engines.device_engines import same_trees
-from support.engines.devices import launch_in_turns
+from support.engines.devices import launch_in_turns, record_captures
 from support.engines.split_pair import Pair
 from support.engines.steps import GREEDY, Steps, open_runner, settings
 from support.oracles.sampling_cases import WHOLE
@@ -220,37 +219,14 @@ def refuse_exchange_within_passes(pair: Pair, monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_passes_of_a_session_are_captured_when_they_run_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """PyTorch's side of a capture is a stand-in that notes its calls."""
-    calls: list[str] = []
-
-    class Graph:
-        def capture_begin(self, pool: str, capture_error_mode: str) -> None:
-            assert capture_error_mode in ("global", "thread_local", "relaxed")
-            calls.append(f"begin in {pool}")
-
-        def capture_end(self) -> None:
-            calls.append("end")
-
-        def replay(self) -> None:
-            calls.append("replay")
-
-    pools = iter(["one pool"])
-    stand_ins = {
-        "CUDAGraph": Graph,
-        "Stream": lambda device: calls.append("stream") or "stream",
-        "stream": lambda stream: nullcontext(),
-        "synchronize": lambda device: None,
-        "graph_pool_handle": lambda: next(pools),
-    }
-    for name, stand_in in stand_ins.items():
-        monkeypatch.setattr(torch.cuda, name, stand_in)
+    calls = record_captures(monkeypatch)
     graphs = LazyGraphs(torch.device("cuda", 0))
     kinds = [PassKind(drafts, 1, 4, 4, False) for drafts in (True, False)]
     for _ in range(3):
         for kind in kinds:
             graphs.run(kind, lambda kind=kind: calls.append("draft" if kind.drafts else "take in"))
-    captured = [["begin in one pool", name, "end", "replay"] for name in ("draft", "take in")]
-    assert calls == ["draft", "take in", "stream", *captured[0], *captured[1], "replay", "replay"]
+    captured = [["begin in pool 0", name, "end", "replay"] for name in ("draft", "take in")]
+    assert calls == ["draft", "take in", *captured[0], *captured[1], "replay", "replay"]
 
 
 def test_a_session_is_refused_if_pages_leave_no_memory_for_its_steps(

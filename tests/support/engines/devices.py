@@ -8,9 +8,11 @@ Imported by `conftest.py` before any kernel is: Triton reads TRITON_INTERPRET wh
 
 from __future__ import annotations
 
+import itertools
 import os
 import threading
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from importlib.util import find_spec
 from typing import Any
 
@@ -65,3 +67,32 @@ def launch_in_turns(monkeypatch: pytest.MonkeyPatch) -> None:
             return launch()
 
     watch_launches(monkeypatch, launch_alone)
+
+
+def record_captures(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Replace PyTorch's side of graph captures by a stand-in; return the list of its calls, which grows."""
+    calls: list[str] = []
+
+    class Graph:
+        def capture_begin(self, pool: str, capture_error_mode: str) -> None:
+            assert capture_error_mode in ("global", "thread_local", "relaxed")
+            calls.append(f"begin in {pool}")
+
+        def capture_end(self) -> None:
+            calls.append("end")
+
+        def replay(self) -> None:
+            calls.append("replay")
+
+    pools = (f"pool {number}" for number in itertools.count())
+    stand_ins = {
+        "CUDAGraph": Graph,
+        "Stream": lambda device: None,
+        "stream": lambda stream: nullcontext(),
+        "synchronize": lambda device: None,
+        "graph_pool_handle": lambda: next(pools),
+        "empty_cache": lambda: calls.append("emptied"),
+    }
+    for name, stand_in in stand_ins.items():
+        monkeypatch.setattr(torch.cuda, name, stand_in)
+    return calls
