@@ -15,6 +15,15 @@ QUARK = {"quantization_config": {"quant_method": "quark"}}
 MXFP4 = {"quantization_config": {"quant_method": "mxfp4"}}
 ONE_SIZE = {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128]}}
 HUB_KEYS = {"per_layer_config": None, "global_head_dim": 32, "num_global_key_value_heads": 1}
+GATED_DELTA: list[tuple[dict[str, Any], str]] = [
+    ({"linear_num_value_heads": 9}, "value_heads=9 must be a multiple of linear_num_key_heads"),
+    ({"layer_types": ["linear_attention"] * 4}, "layer_types.*at least one full_attention"),
+    ({"layer_types": ["sliding_attention"] * 4}, "layer_types"),
+    ({"attn_output_gate": False}, "attn_output_gate=False must be True"),
+    ({"attention_bias": True}, "attention_bias=True must be absent"),
+    ({"linear_conv_kernel_dim": 1}, "linear_conv_kernel_dim=1 must be an integer of at least 2"),
+]
+INDEXER = "an indexer that chooses which keys a row sees"
 # A tiny target's family or a published model, changes of its config.json (None removes a key), and words.
 REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("gemma3", {"final_logit_softcapping": 30.0}, "final_logit_softcapping=30.0 must be absent"),
@@ -43,22 +52,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("minimax_m2", ONE_SIZE, "weight_block_size.*two positive integers"),
     ("qwen3_moe", {"num_experts_per_tok": 9}, r"num_experts_per_tok=9 must be at most num_experts \(8\)"),
     ("gpt_oss", {**MXFP4, "intermediate_size": 100}, "intermediate_size=100 must be a multiple of 32"),
-    ("qwen3_5", {"linear_num_value_heads": 9}, "value_heads=9 must be a multiple of linear_num_key_heads"),
-    ("qwen3_5", {"layer_types": ["linear_attention"] * 4}, "layer_types.*at least one full_attention"),
-    ("qwen3_5", {"layer_types": ["sliding_attention"] * 4}, "layer_types"),
-    ("qwen3_5", {"attn_output_gate": False}, "attn_output_gate=False must be True"),
-    ("qwen3_5", {"attention_bias": True}, "attention_bias=True must be absent"),
-    ("qwen3_5", {"linear_conv_kernel_dim": 1}, "linear_conv_kernel_dim=1 must be an integer of at least 2"),
-    ("qwen3_next", {"linear_num_value_heads": 9}, "value_heads=9 must be a multiple of linear_num_key_heads"),
-    ("qwen3_next", {"layer_types": ["linear_attention"] * 4}, "layer_types.*at least one full_attention"),
-    ("qwen3_next", {"layer_types": ["sliding_attention"] * 4}, "layer_types"),
-    ("qwen3_next", {"attn_output_gate": False}, "attn_output_gate=False must be True"),
-    ("qwen3_next", {"attention_bias": True}, "attention_bias=True must be absent"),
-    (
-        "qwen3_next",
-        {"linear_conv_kernel_dim": 1},
-        "linear_conv_kernel_dim=1 must be an integer of at least 2",
-    ),
+    *((family, *refused) for family in ("qwen3_5", "qwen3_next") for refused in GATED_DELTA),
     (
         "gemma4",
         {"hidden_size_per_layer_input": 256},
@@ -82,16 +76,8 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
         r"per_layer_config\.1\.sliding_window=4 must be",
     ),
     ("gemma4", {"rope_parameters": {"rope_theta": 1e4}}, "rope_parameters.sliding_attention is missing"),
-    (
-        "DeepSeek-V3",
-        {"architectures": ["GlmMoeDsaForCausalLM"]},
-        "an indexer that chooses which keys a row sees",
-    ),
-    (
-        "DeepSeek-V3",
-        {"architectures": ["DeepseekV32ForCausalLM"]},
-        "an indexer that chooses which keys a row sees",
-    ),
+    ("DeepSeek-V3", {"architectures": ["GlmMoeDsaForCausalLM"]}, INDEXER),
+    ("DeepSeek-V3", {"architectures": ["DeepseekV32ForCausalLM"]}, INDEXER),
     ("DeepSeek-V3", {"architectures": ["DeepseekV4ForCausalLM"]}, "hyper-connections"),
     ("DeepSeek-V3", {"index_topk": 2048}, "index_topk=2048 must be absent"),
     ("DeepSeek-V3", {"attention_bias": True}, "attention_bias=True must be absent"),

@@ -88,28 +88,35 @@ class Requests:
         self._admitted = [steps.admit(slot, tokens) for slot, tokens in enumerate(self.tokens)]
 
     @torch.inference_mode()
-    def compute(self, rows: dict[int, int]) -> None:
-        """One step with a number of further rows of each request. Known tokens take the drafts' places."""
-        slots, counts = list(rows), list(rows.values())
+    def compute(self, rows: dict[int, int], *, known: int = 1, wrong: int = 0) -> None:
+        """One step with a number of further rows of each request, the first `known` of which are no drafts.
+
+        The next tokens take the drafts' places; `wrong` more drafts, which are rejected, differ from them.
+        """
+        slots, counts = list(rows), [n + wrong for n in rows.values()]
         computed = [sum(map(len, self.logits[s])) for s in slots]
-        drafts = [n - 1 for n in counts]
+        drafts = [n - known for n in counts]
         plan = self._steps.plan(slots, computed, counts, drafts, admitted=self._admitted)
         self._admitted = []
         self._states.apply(plan)
-        step = self._laid_out(plan)
+        right = self._states.token_ids.clone()
+        for slot, begin, count in zip(slots, computed, rows.values(), strict=True):
+            guessed = slice(begin + count, begin + count + wrong)
+            self._states.token_ids[slot, guessed] = (right[slot, guessed] + 1) % TINY_VOCAB
+        step = self._laid_out(plan, wrong)
+        self._states.token_ids.copy_(right)
         normed, taps = self._model.forward(step.token_ids_N, step, self._cache)
         assert taps is not None
         parts = zip(self._model.logits(normed).split(counts), taps.split(counts), strict=True)
         for slot, (logits, tapped) in zip(slots, parts, strict=True):
-            self.logits[slot].append(logits)
-            self.taps[slot].append(tapped)
+            self.logits[slot].append(logits[: rows[slot]])
+            self.taps[slot].append(tapped[: rows[slot]])
 
-    def _laid_out(self, plan: SchedulerOutput) -> StepRows:
-        """All drafts of the last step were accepted."""
+    def _laid_out(self, plan: SchedulerOutput, wrong: int) -> StepRows:
         step = self._states.lay_out_rows(plan)
         slots, rows, drafts = (x.astype(np.int64) for x in (plan.slots, plan.num_rows, plan.num_drafts))
         states = StateRows(slots, rows, drafts, self._pending[slots])
-        self._pending[slots] = drafts
+        self._pending[slots] = drafts - wrong  # are accepted
         return replace(step, states=states)
 
 
