@@ -154,15 +154,6 @@ def test_tensors_stored_in_fp32_get_the_computing_dtype(
                 assert weights.part(part, i).dtype is expected, f"{part} of layer {i}"
 
 
-def test_norms_that_are_offset_stay_in_fp32(tiny_target: Callable[[str], Path]) -> None:
-    folder = tiny_target("gemma3")
-    weights = weights_of(folder, torch.bfloat16)
-    stored = load_file(folder / "model.safetensors")["model.layers.1.input_layernorm.weight"]
-    layer = weights.layer(1)
-    assert torch.equal(layer.attention_norm_H, 1.0 + stored) and layer.q_norm is not None
-    assert layer.q_norm.dtype is torch.float32 and layer.qkv_OH.dtype is torch.bfloat16
-
-
 def test_a_bias_missing_from_config_json_is_an_error(tmp_path: Path) -> None:
     biased = make_tiny_target(tmp_path / "biased", "llama", attention_bias=True)
     silent = changed(biased, tmp_path / "silent", attention_bias=None)

@@ -198,21 +198,6 @@ def test_a_sleeping_worker_wakes_and_reads_all_messages(connected) -> None:
         assert opened.echo(number) == number
 
 
-def test_both_ends_work_in_one_process() -> None:
-    channel = StepChannel(1)
-    connected = connect(channel.address, 0)
-    channel.accept()
-    worker = WorkerChannel(connected, 0)
-    channel.send({"a": 1})
-    assert worker.receive() == {"a": 1}
-    worker.send([1, 2])
-    assert channel.receive(WITHIN_S) == (0, [1, 2])
-    channel.close()
-    with pytest.raises(PeerLostError):
-        worker.receive()
-    worker.close()
-
-
 def _shared_files() -> set[str]:
     return {path.name for path in Path("/dev/shm").iterdir() if path.name.startswith("manta")}
 

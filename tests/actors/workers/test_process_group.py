@@ -70,15 +70,6 @@ def test_a_rank_that_dies_fails_its_peers_instead_of_stalling_them() -> None:
     assert "Error" in trace and "Timed out" not in trace, "it does not wait for the collective's own limit"
 
 
-def test_a_single_process_needs_no_group() -> None:
-    group = process_group.connect(rank=0, world_size=1, device=torch.device("cpu"), store=0)
-    tensor = torch.ones(2, 2)
-    assert group.world_size == 1
-    assert group.all_reduce(tensor) is tensor
-    assert group.all_gather(tensor) is tensor
-    group.close()
-
-
 def test_the_store_listens_on_the_given_address_only() -> None:
     store = process_group.open_store(2)
     listening = subprocess.run(["cat", "/proc/net/tcp"], capture_output=True, text=True, check=True).stdout
