@@ -284,19 +284,6 @@ def test_the_runner_expands_prompts_without_waits_and_gives_the_hosts_tokens(
     assert len(expansions) == num_passes
 
 
-def test_no_request_is_expanded_without_host_lengths(layer: AttentionShape) -> None:
-    """Decoding graphs are captured before there are requests."""
-    assert layer.latent is not None
-    assert layer.latent.min_expanded == FEWEST
-    workspace = ExpansionWorkspace(layer.latent, C + R, FEWEST)
-    rows = TritonBackend.attention_batch(
-        np.array([9, 0]), np.array([FEWEST, 2]), np.zeros((2, 3)), PAGE, DEVICE
-    )
-    found = find_expansion(rows, workspace)
-    assert found is not None and found.keys_before.tolist() == [0, FEWEST + 9, FEWEST + 9]
-    assert find_expansion(replace(rows, host_spans_B2=None), workspace) is None
-
-
 @pytest.mark.parametrize(
     ("sizes", "minimum"), [((128, 128, 512), 171), ((192, 128, 512), 233), ((20, 12, 16), None)]
 )

@@ -88,14 +88,6 @@ def test_frequencies_scale_and_rotations_equal_transformers(kind: str):
     assert torch.equal(buffer, rotation.rotate(x))
 
 
-def test_ignoring_a_yarn_key_changes_published_settings():
-    oss, kimi = (ROPES[f"yarn of {name}"] for name in ("gpt-oss", "Kimi"))
-    rounded = {**oss, "rope_scaling": {**GPT_OSS, "truncate": True}}
-    assert not torch.allclose(rope_of(oss).frequencies(), rope_of(rounded).frequencies(), rtol=1e-3)
-    assert rope_of(oss).attention_scale == pytest.approx(1.3465735902799727)
-    assert rope_of(kimi).attention_scale == 1.0
-
-
 def test_the_legacy_rope_key_changes_full_layers_of_gemma_as_in_transformers():
     parameters = {
         "full_attention": {"rope_type": "default", "rope_theta": 1e6},
